@@ -1,0 +1,86 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * attention.h - dense attention, forward and backward.
+ *
+ *   s[t,j] = scale * q[t] . k[j]      over the keys j that query t sees
+ *   lse[t] = ln sum_j exp(s[t,j])     o[t] = sum_j exp(s[t,j] - lse[t]) v[j]
+ *
+ * Symbols: B batch, N tokens of a sequence, T tokens of a packed batch, H query heads, Hkv key/value
+ * heads, g = H / Hkv (any integer >= 1), D query/key head dim, Dv value head dim; D and Dv are multiples
+ * of 8 up to 256. Query head h reads key/value head h / g (integer division).
+ *
+ * Which keys a query sees. The queries are the last Nq of Nkv positions: query i stands at position
+ * p = Nkv - Nq + i, unless params.query_offset >= 0 gives the position of query 0 (chunked prefill).
+ * Key j stands at position j.
+ *   causal:      j <= p, and with window W > 0 also j > p - W (W keys, self included)
+ *   not causal:  every key, and with window W > 0 those with |p - j| <= W / 2 (integer division)
+ * A query that sees no key has o = 0, lse = -inf and takes no part in any gradient.
+ *
+ * Source of the maths: Vaswani et al. 2017 (arXiv 1706.03762) eq. 1; the blockwise softmax and its
+ * backward are those of FlashAttention-2 (arXiv 2307.08691).
+ */
+#ifndef QUERN_ATTENTION_H
+#define QUERN_ATTENTION_H
+
+#include <quern/quern.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct quern_attention_params {
+    size_t size;
+    bool causal;
+    int64_t window;       /* 0: none */
+    float scale;          /* 0: 1 / sqrt(D); otherwise finite and > 0 */
+    int64_t query_offset; /* -1: Nkv - Nq; otherwise >= 0 */
+} quern_attention_params;
+#define QUERN_ATTENTION_PARAMS_INIT {sizeof(quern_attention_params), true, 0, 0.0f, -1}
+
+/*
+ * The tensors of a call; NULL means absent. "act" is one of f32, f16, bf16, the same for all.
+ * Fixed length: q [B,Nq,H,D]  k [B,Nkv,Hkv,D]  v [B,Nkv,Hkv,Dv]  o [B,Nq,H,Dv]  lse [B,H,Nq]
+ * Packed:       q [Tq,H,D]    k [Tkv,Hkv,D]    v [Tkv,Hkv,Dv]    o [Tq,H,Dv]    lse [H,Tq]
+ *               with cu_seqlens_q and cu_seqlens_kv: int32 [B+1], starting at 0, not decreasing, the
+ *               last at most Tq, Tkv. cu_seqlens_kv may be NULL: the same as cu_seqlens_q. Output rows
+ *               past the last offset are written as 0 (lse: -inf).
+ */
+typedef struct quern_attention_tensors {
+    size_t size;
+    const quern_tensor *q, *k, *v; /* act */
+    const quern_tensor *cu_seqlens_q, *cu_seqlens_kv;
+    const quern_tensor *o;   /* act; written by forward, read by backward */
+    const quern_tensor *lse; /* f32; written by forward (optional there), read by backward */
+    const quern_tensor *d_o; /* act, like o: gradient of the loss by o; read by backward */
+    const quern_tensor *d_q, *d_k, *d_v; /* act, like q, k, v; overwritten by backward */
+    void *stream; /* cudaStream_t of a CUDA call; ignored on the CPU */
+} quern_attention_tensors;
+#define QUERN_ATTENTION_TENSORS_INIT                                                                   \
+    {sizeof(quern_attention_tensors), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       \
+     NULL, NULL}
+
+/* Bytes of workspace that the forward or backward call with the same arguments needs. Only shapes,
+ * dtypes and devices of the tensors are looked at, never their data. */
+QUERN_API quern_status quern_attention_forward_workspace(quern_context *ctx,
+                                                         const quern_attention_params *params,
+                                                         const quern_attention_tensors *tensors,
+                                                         size_t *bytes);
+QUERN_API quern_status quern_attention_backward_workspace(quern_context *ctx,
+                                                          const quern_attention_params *params,
+                                                          const quern_attention_tensors *tensors,
+                                                          size_t *bytes);
+
+/* Reads q, k, v; writes o and, if given, lse. */
+QUERN_API quern_status quern_attention_forward(quern_context *ctx, const quern_attention_params *params,
+                                               const quern_attention_tensors *tensors, void *workspace,
+                                               size_t workspace_bytes);
+/* Reads q, k, v, o, lse, d_o; writes d_q, d_k, d_v (all three). */
+QUERN_API quern_status quern_attention_backward(quern_context *ctx, const quern_attention_params *params,
+                                                const quern_attention_tensors *tensors, void *workspace,
+                                                size_t workspace_bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

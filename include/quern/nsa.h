@@ -1,0 +1,226 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * nsa.h - native sparse attention: compress, select, attend over three branches, gate; and backward.
+ *
+ * Source of the maths: Native Sparse Attention (arXiv 2502.11089) section 3, and the tile-shared variant
+ * used for training at millions of tokens (parameter `tile`).
+ *
+ * Symbols: B, N, T, H, Hkv, g, D, Dv as in attention.h; l block_size, d stride, l' select_block,
+ * k num_selected, Tq tile, W window, c max_compressed_groups.
+ *   Nc = (N - l)/d + 1 for N >= l, else 0   compressed entries of a sequence
+ *   tiles = ceil(N / Tq)                     query tiles of a sequence
+ *   Hs = Hkv (scope group) or H (scope head) selection lists per tile
+ *
+ * Compress.  Entry i covers tokens [i d, i d + l). mean: their mean in f32, then optionally times w_k
+ *            (w_v). linear: (tokens + pe) flattened position-major times w_k (w_v). given: the caller
+ *            hands in k_cmp, v_cmp.
+ * Select.    Per tile the num_selected best of the ceil(N / l') selection blocks; forced ones count.
+ * Attend.    cmp: entry i is seen by query q iff i d + l - 1 <= q (complete) or i d <= q (started).
+ *            slc: tokens <= q of the chosen blocks.  win: tokens q - W < j <= q.
+ *            Non-causal: all entries, chosen blocks whole, |q - j| <= W / 2.
+ * Gate.      o = sum_b g_b o_b, g_b = sigmoid(q . w_gate[h,b]), or given, or 1/3.
+ * A query that sees no key in a branch gets o_b = 0, lse_b = -inf, and no gradient flows there.
+ */
+#ifndef QUERN_NSA_H
+#define QUERN_NSA_H
+
+#include <quern/quern.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum quern_nsa_compress_kind {
+    QUERN_NSA_COMPRESS_MEAN = 0,
+    QUERN_NSA_COMPRESS_LINEAR = 1,
+    QUERN_NSA_COMPRESS_GIVEN = 2
+} quern_nsa_compress_kind;
+
+typedef enum quern_nsa_scope { QUERN_NSA_SCOPE_GROUP = 0, QUERN_NSA_SCOPE_HEAD = 1 } quern_nsa_scope;
+
+typedef enum quern_nsa_metric {
+    QUERN_NSA_METRIC_SOFTMAX = 0,
+    QUERN_NSA_METRIC_MEAN_LOGIT = 1 /* needs l = d = l' */
+} quern_nsa_metric;
+
+typedef enum quern_nsa_visibility {
+    QUERN_NSA_VISIBLE_COMPLETE = 0, /* a compressed entry is seen once its whole block has passed */
+    QUERN_NSA_VISIBLE_STARTED = 1   /* as soon as its block has begun */
+} quern_nsa_visibility;
+
+typedef enum quern_nsa_gate_kind {
+    QUERN_NSA_GATE_NONE = 0,    /* 1/3 each */
+    QUERN_NSA_GATE_WEIGHTS = 1, /* sigmoid of q . w_gate */
+    QUERN_NSA_GATE_GIVEN = 2    /* post-sigmoid gates handed in */
+} quern_nsa_gate_kind;
+
+/* Where a list of indices comes from. */
+typedef enum quern_nsa_list { QUERN_NSA_LIST_COMPUTED = 0, QUERN_NSA_LIST_GIVEN = 1 } quern_nsa_list;
+
+enum {
+    QUERN_NSA_BRANCH_CMP = 1,
+    QUERN_NSA_BRANCH_SLC = 2,
+    QUERN_NSA_BRANCH_WIN = 4,
+    QUERN_NSA_BRANCH_ALL = 7
+};
+
+typedef struct quern_nsa_params {
+    size_t size;
+    int64_t block_size;     /* l >= 1 */
+    int64_t stride;         /* d; 0: l. Divides l. */
+    int64_t select_block;   /* l'; 0: l. A multiple of d. */
+    int64_t num_selected;   /* k >= 1, forced blocks included */
+    int64_t tile;           /* Tq, 1 ... 256 */
+    int64_t window;         /* W >= 1 */
+    quern_nsa_compress_kind compress;
+    quern_nsa_scope scope;
+    quern_nsa_metric metric;
+    quern_nsa_visibility compressed_visibility;
+    int64_t forced_first; /* >= 0 */
+    int64_t forced_local; /* >= 0; causal only */
+    int64_t max_compressed_groups; /* c; 0: off. Needs mean_logit. */
+    bool causal;
+    float scale;            /* 0: 1 / sqrt(D); otherwise finite and > 0 */
+    uint32_t branches;      /* QUERN_NSA_BRANCH_* or-ed; at least one. An absent branch has o_b = 0. */
+    quern_nsa_gate_kind gate;
+    quern_nsa_list selection; /* block_idx: computed, or handed in */
+    quern_nsa_list groups;    /* group_idx: computed, or handed in */
+} quern_nsa_params;
+#define QUERN_NSA_PARAMS_INIT                                                                          \
+    {sizeof(quern_nsa_params), 64, 0, 0, 16, 1, 512, QUERN_NSA_COMPRESS_MEAN, QUERN_NSA_SCOPE_GROUP,   \
+     QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_VISIBLE_COMPLETE, 1, 2, 0, true, 0.0f,                        \
+     QUERN_NSA_BRANCH_ALL, QUERN_NSA_GATE_NONE, QUERN_NSA_LIST_COMPUTED, QUERN_NSA_LIST_COMPUTED}
+
+/* Sets the fields of the named preset and leaves the others: "tile256" (Tq = 256, head scope, mean_logit,
+ * forced 0/0, started visibility, l = d = l', gates by weights). Unknown: QUERN_ERR_INVALID_ARGUMENT. */
+QUERN_API quern_status quern_nsa_params_preset(quern_nsa_params *params, const char *name);
+
+/*
+ * The tensors of every NSA call; NULL means absent. Each function below says which it reads and writes.
+ * "act": f32, f16 or bf16, one for all activations. "weight": f32 or the activations' dtype; weight
+ * gradients are f32. With cu_seqlens (int32 [B+1], as in attention.h) activations are packed: [T, ...]
+ * instead of [B, N, ...], lse [H,T], index lists [Hs, T/Tq + B, k] (sequence b's tiles start at row
+ * sum_{b' < b} ceil(N_b' / Tq); indices relative to the sequence; unused rows -1, count 0), and k_cmp,
+ * v_cmp are packed too: [T/d, Hkv, D], with cu_seqlens_cmp; rows past the last are written as 0.
+ */
+typedef struct quern_nsa_tensors {
+    size_t size;
+    /* activations */
+    const quern_tensor *q;            /* act [B,N,H,D] */
+    const quern_tensor *k, *v;        /* act [B,N,Hkv,D], [B,N,Hkv,Dv] */
+    const quern_tensor *k_slc, *v_slc; /* separate pair of the selected branch; default k, v */
+    const quern_tensor *k_win, *v_win; /* separate pair of the window branch; default k, v */
+    const quern_tensor *k_cmp, *v_cmp; /* act [B,Nc,Hkv,D], [B,Nc,Hkv,Dv] */
+    const quern_tensor *cu_seqlens, *cu_seqlens_cmp;
+    /* weights */
+    const quern_tensor *w_k, *w_v;   /* mean: [Hkv,D,D], [Hkv,Dv,Dv] or NULL; linear: [Hkv,l*D,D], ... */
+    const quern_tensor *pe_k, *pe_v; /* linear only: [Hkv,l,D], [Hkv,l,Dv] or NULL */
+    const quern_tensor *w_gate;      /* [H,3,D], branches in the order cmp, slc, win */
+    const quern_tensor *gates;       /* f32 [B,N,H,3], after the sigmoid */
+    /* lists */
+    const quern_tensor *block_idx;   /* i32 [B,Hs,tiles,k], ascending, padded with -1 */
+    const quern_tensor *block_count; /* i32 [B,Hs,tiles] */
+    const quern_tensor *group_idx;   /* i32 [B,Hs,tiles,c], like block_idx */
+    /* results */
+    const quern_tensor *o;                   /* act [B,N,H,Dv] */
+    const quern_tensor *o_cmp, *o_slc, *o_win; /* act, like o */
+    const quern_tensor *lse_cmp, *lse_slc, *lse_win; /* f32 [B,H,N], natural log */
+    /* gradients; overwritten, not accumulated */
+    const quern_tensor *d_o;                        /* act, like o; an input */
+    const quern_tensor *d_o_cmp, *d_o_slc, *d_o_win; /* act, like o */
+    const quern_tensor *d_q, *d_k, *d_v, *d_k_slc, *d_v_slc, *d_k_win, *d_v_win; /* act */
+    const quern_tensor *d_k_cmp, *d_v_cmp;          /* act */
+    const quern_tensor *d_w_k, *d_w_v, *d_pe_k, *d_pe_v, *d_w_gate; /* f32, shaped like the weight */
+    const quern_tensor *d_gates;                    /* f32 [B,N,H,3] */
+    void *stream; /* cudaStream_t of a CUDA call; ignored on the CPU */
+} quern_nsa_tensors;
+/* Every tensor absent. (Members not named are zero.) */
+#define QUERN_NSA_TENSORS_INIT {sizeof(quern_nsa_tensors)}
+
+/*
+ * The whole. Forward reads q, k, v (and k_slc ... pe_v, w_gate or gates, block_idx, group_idx as params
+ * say) and writes o, and whichever of these are given: k_cmp, v_cmp, cu_seqlens_cmp, gates, block_idx,
+ * block_count, group_idx, o_b, lse_b. Backward needs k_cmp, v_cmp, block_idx, group_idx (c > 0), lse_b,
+ * gates as forward wrote them, d_o, and o_b (recomputed where absent); it writes every d_ tensor that is
+ * given, d_q, d_k and d_v at least.
+ */
+QUERN_API quern_status quern_nsa_forward_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                                   const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_forward(quern_context *ctx, const quern_nsa_params *params,
+                                         const quern_nsa_tensors *tensors, void *workspace,
+                                         size_t workspace_bytes);
+QUERN_API quern_status quern_nsa_backward_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                                    const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_backward(quern_context *ctx, const quern_nsa_params *params,
+                                          const quern_nsa_tensors *tensors, void *workspace,
+                                          size_t workspace_bytes);
+
+/* Compress alone: k, v, w_k, w_v, pe_k, pe_v -> k_cmp, v_cmp (and cu_seqlens_cmp where packed). Backward:
+ * d_k_cmp, d_v_cmp and the inputs -> d_k, d_v, d_w_k, d_w_v, d_pe_k, d_pe_v (those given). */
+QUERN_API quern_status quern_nsa_compress_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                                    const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_compress(quern_context *ctx, const quern_nsa_params *params,
+                                          const quern_nsa_tensors *tensors, void *workspace,
+                                          size_t workspace_bytes);
+QUERN_API quern_status quern_nsa_compress_backward_workspace(quern_context *ctx,
+                                                             const quern_nsa_params *params,
+                                                             const quern_nsa_tensors *tensors,
+                                                             size_t *bytes);
+QUERN_API quern_status quern_nsa_compress_backward(quern_context *ctx, const quern_nsa_params *params,
+                                                   const quern_nsa_tensors *tensors, void *workspace,
+                                                   size_t workspace_bytes);
+
+/* Select alone: q, k_cmp, optionally lse_cmp (softmax metric; computed where absent) -> block_idx,
+ * block_count, group_idx (c > 0). N comes from q. Carries no gradient. */
+QUERN_API quern_status quern_nsa_select_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                                  const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_select(quern_context *ctx, const quern_nsa_params *params,
+                                        const quern_nsa_tensors *tensors, void *workspace,
+                                        size_t workspace_bytes);
+
+/* Attend alone, the branches of params.branches: q, k_cmp, v_cmp, k, v (or the separate pairs), block_idx,
+ * group_idx -> o_b, lse_b. Backward: those, d_o_b -> d_q, d_k, d_v, d_k_cmp, d_v_cmp, d_k_slc, ... */
+QUERN_API quern_status quern_nsa_attend_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                                  const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_attend(quern_context *ctx, const quern_nsa_params *params,
+                                        const quern_nsa_tensors *tensors, void *workspace,
+                                        size_t workspace_bytes);
+QUERN_API quern_status quern_nsa_attend_backward_workspace(quern_context *ctx,
+                                                           const quern_nsa_params *params,
+                                                           const quern_nsa_tensors *tensors,
+                                                           size_t *bytes);
+QUERN_API quern_status quern_nsa_attend_backward(quern_context *ctx, const quern_nsa_params *params,
+                                                 const quern_nsa_tensors *tensors, void *workspace,
+                                                 size_t workspace_bytes);
+
+/* Gates alone: q, w_gate -> gates. */
+QUERN_API quern_status quern_nsa_gates(quern_context *ctx, const quern_nsa_params *params,
+                                       const quern_nsa_tensors *tensors);
+/* Combine alone: o_cmp, o_slc, o_win, gates (NULL: 1/3 each) -> o. */
+QUERN_API quern_status quern_nsa_combine(quern_context *ctx, const quern_nsa_params *params,
+                                         const quern_nsa_tensors *tensors);
+/* Both in one pass: q, w_gate (or gates in, or none), o_b -> gates (if given), o. */
+QUERN_API quern_status quern_nsa_gate(quern_context *ctx, const quern_nsa_params *params,
+                                      const quern_nsa_tensors *tensors);
+/* Backward of the gate: q, w_gate, gates, o_b, d_o -> d_o_b, and by mode d_q (the gate's share only) and
+ * d_w_gate, or d_gates. */
+QUERN_API quern_status quern_nsa_gate_backward_workspace(quern_context *ctx,
+                                                         const quern_nsa_params *params,
+                                                         const quern_nsa_tensors *tensors,
+                                                         size_t *bytes);
+QUERN_API quern_status quern_nsa_gate_backward(quern_context *ctx, const quern_nsa_params *params,
+                                               const quern_nsa_tensors *tensors, void *workspace,
+                                               size_t workspace_bytes);
+
+/* Converts a list between block sizes for a sequence of n tokens: in [.., k_in] of blocks of `from`
+ * tokens -> out [.., k_out] of blocks of `to` tokens, ascending, -1 padded, counts [..] optional. One of
+ * from, to divides the other; k_out is k_in * from / to for an expansion, k_in for a contraction. */
+QUERN_API quern_status quern_nsa_list_convert(quern_context *ctx, const quern_tensor *in, int64_t from,
+                                              const quern_tensor *out, const quern_tensor *count_out,
+                                              int64_t to, int64_t n, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

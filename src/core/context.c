@@ -1,0 +1,107 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+#include "core/context.h"
+
+#include "core/error.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_THREADS = 1024 };
+
+static const char *const level_names[] = {"auto", "portable", "avx2", "avx512", "avx512bf16"};
+
+const char *quern_cpu_level_name(quern_cpu_level level)
+{
+    return (unsigned)level < sizeof level_names / sizeof *level_names ? level_names[level] : "?";
+}
+
+static int32_t default_threads(void)
+{
+    const char *env = getenv("OMP_NUM_THREADS");
+    if (env != NULL) {
+        long n = strtol(env, NULL, 10);
+        if (n >= 1 && n <= MAX_THREADS) return (int32_t)n;
+    }
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+    int n = CPU_COUNT(&set);
+    return n < 1 ? 1 : n > MAX_THREADS ? MAX_THREADS : n;
+}
+
+/* The level asked for by QUERN_CPU, or AUTO. */
+static quern_status level_from_environment(quern_cpu_level *level)
+{
+    const char *name = getenv("QUERN_CPU");
+    *level = QUERN_CPU_LEVEL_AUTO;
+    if (name == NULL || *name == '\0') return QUERN_OK;
+    for (int i = QUERN_CPU_LEVEL_PORTABLE; i <= QUERN_CPU_LEVEL_AVX512BF16; i++) {
+        if (strcmp(name, level_names[i]) == 0) {
+            *level = (quern_cpu_level)i;
+            return QUERN_OK;
+        }
+    }
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "QUERN_CPU is '%s': portable, avx2, avx512 or avx512bf16 is accepted", name);
+}
+
+quern_status quern_context_create(const quern_context_params *params, quern_context **ctx)
+{
+    quern_context_params p = QUERN_CONTEXT_PARAMS_INIT;
+    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: a place for the context is needed");
+    if (params != NULL) {
+        if (params->size != sizeof p)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "params.size is %zu: %zu is accepted (use QUERN_CONTEXT_PARAMS_INIT)",
+                             params->size, sizeof p);
+        p = *params;
+    }
+    if (p.threads < 0 || p.threads > MAX_THREADS)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.threads is %d: 0 (automatic) to %d is accepted",
+                         p.threads, MAX_THREADS);
+    quern_cpu_level best = quern_cpu_level_detect(), level = p.cpu_level;
+    if (level < QUERN_CPU_LEVEL_AUTO || level > QUERN_CPU_LEVEL_AVX512BF16)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.cpu_level is %d: 0 (automatic) to %d is accepted",
+                         (int)level, QUERN_CPU_LEVEL_AVX512BF16);
+    if (level == QUERN_CPU_LEVEL_AUTO) {
+        quern_status status = level_from_environment(&level);
+        if (status != QUERN_OK) return status;
+    }
+    if (level == QUERN_CPU_LEVEL_AUTO) level = best;
+    if (level > best)
+        return error_set(QUERN_ERR_UNSUPPORTED, "CPU level %s: this machine offers up to %s",
+                         quern_cpu_level_name(level), quern_cpu_level_name(best));
+    quern_context *c = malloc(sizeof *c);
+    if (c == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a context of %zu bytes", sizeof *c);
+    c->threads = p.threads > 0 ? p.threads : default_threads();
+    c->cpu_level = level;
+    *ctx = c;
+    return QUERN_OK;
+}
+
+void quern_context_destroy(quern_context *ctx)
+{
+    free(ctx);
+}
+
+int32_t quern_context_threads(const quern_context *ctx)
+{
+    return ctx->threads;
+}
+
+quern_cpu_level quern_context_cpu_level(const quern_context *ctx)
+{
+    return ctx->cpu_level;
+}
+
+const quern_backend *context_backend(const quern_context *ctx, quern_device device, int32_t device_id,
+                                     void *stream, quern_exec *exec)
+{
+    if (device != QUERN_CPU) {
+        error_set(QUERN_ERR_DEVICE, "device cuda: this build has the cpu backend only");
+        return NULL;
+    }
+    *exec = (quern_exec){device, device_id, ctx->threads, ctx->cpu_level, stream};
+    return &quern_backend_cpu;
+}

@@ -1,0 +1,19 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* context.h - what a context holds. */
+#ifndef QUERN_CORE_CONTEXT_H
+#define QUERN_CORE_CONTEXT_H
+
+#include "backend.h"
+
+struct quern_context {
+    int32_t threads;
+    quern_cpu_level cpu_level;
+};
+
+/* The backend for `device`, and an exec for it in *exec. Sets the error and returns NULL where there is
+ * none. */
+const quern_backend *context_backend(const quern_context *ctx, quern_device device, int32_t device_id,
+                                     void *stream, quern_exec *exec);
+
+#endif

@@ -1,0 +1,14 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* error.h - the calling thread's last error sentence. */
+#ifndef QUERN_CORE_ERROR_H
+#define QUERN_CORE_ERROR_H
+
+#include <quern/quern.h>
+
+/* Stores the sentence and returns `status`, so that a check reads `return error_set(...)`. The sentence
+ * names the argument, what was given and what is accepted. */
+quern_status error_set(quern_status status, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+#endif

@@ -1,0 +1,32 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* names.c - sizes and names of the public enums. */
+#include <quern/quern.h>
+
+#define TEXT2(x) #x
+#define TEXT(x) TEXT2(x)
+
+size_t quern_dtype_size(quern_dtype dtype)
+{
+    static const size_t sizes[] = {4, 2, 2, 4, 1, 8};
+    return (unsigned)dtype < sizeof sizes / sizeof *sizes ? sizes[dtype] : 0;
+}
+
+const char *quern_dtype_name(quern_dtype dtype)
+{
+    static const char *const names[] = {"f32", "f16", "bf16", "i32", "u8", "i64"};
+    return (unsigned)dtype < sizeof names / sizeof *names ? names[dtype] : "?";
+}
+
+const char *quern_status_name(quern_status status)
+{
+    static const char *const names[] = {"ok",        "invalid argument", "unsupported",
+                                        "workspace", "out of memory",    "input/output",
+                                        "format",    "device",           "internal"};
+    return (unsigned)status < sizeof names / sizeof *names ? names[status] : "?";
+}
+
+const char *quern_version(void)
+{
+    return TEXT(QUERN_VERSION_MAJOR) "." TEXT(QUERN_VERSION_MINOR) "." TEXT(QUERN_VERSION_PATCH);
+}
