@@ -1,0 +1,72 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * safetensors.h - reads and writes safetensors files: named tensors behind a JSON header.
+ *
+ * File: 8 bytes n (little-endian), n bytes of JSON {"name": {"dtype", "shape", "data_offsets"}, ...,
+ * "__metadata__": {"key": "value"}}, then the data. The tensors' ranges tile the data exactly: no
+ * overlap, no hole, nothing after the last.
+ *
+ * Reading maps the file; tensor views point into the mapping and are read-only (a write to one is a
+ * fault). They live until the file is closed. Whoever shortens a file while it is mapped gets SIGBUS:
+ * replace files by rename, as quern_safetensors_save does.
+ */
+#ifndef QUERN_SAFETENSORS_H
+#define QUERN_SAFETENSORS_H
+
+#include <quern/quern.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* An open file. May be read from several threads at once. */
+typedef struct quern_safetensors quern_safetensors;
+
+/* Opens and validates the whole header. QUERN_ERR_IO: the file cannot be read. QUERN_ERR_FORMAT: it is no
+ * valid safetensors file; the sentence names the tensor and what is wrong. Close with _close. */
+QUERN_API quern_status quern_safetensors_open(const char *path, quern_safetensors **file);
+/* The same from memory, which stays the caller's and must outlive the file. */
+QUERN_API quern_status quern_safetensors_open_bytes(const void *bytes, size_t size,
+                                                    quern_safetensors **file);
+/* Unmaps and frees; NULL is allowed. */
+QUERN_API void quern_safetensors_close(quern_safetensors *file);
+
+/* Number of tensors, and the name of one in the order of their data; NULL past the end. The string
+ * belongs to the file. */
+QUERN_API size_t quern_safetensors_count(const quern_safetensors *file);
+QUERN_API const char *quern_safetensors_name(const quern_safetensors *file, size_t index);
+/* True if a tensor of this name is in the file. */
+QUERN_API bool quern_safetensors_has(const quern_safetensors *file, const char *name);
+/* A contiguous CPU view of the named tensor, its data aligned to its element. No such tensor:
+ * QUERN_ERR_INVALID_ARGUMENT. A dtype that quern_dtype lacks (F64, BOOL, F8_E4M3 ...) or more than
+ * QUERN_MAX_DIMS dimensions: QUERN_ERR_UNSUPPORTED. */
+QUERN_API quern_status quern_safetensors_get(const quern_safetensors *file, const char *name,
+                                             quern_tensor *view);
+
+/* The header's "__metadata__": number of pairs, one pair (NULL past the end), and the value of a key
+ * (NULL if absent). The strings belong to the file. */
+QUERN_API size_t quern_safetensors_metadata_count(const quern_safetensors *file);
+QUERN_API const char *quern_safetensors_metadata_key(const quern_safetensors *file, size_t index);
+QUERN_API const char *quern_safetensors_metadata(const quern_safetensors *file, const char *key);
+
+typedef struct quern_safetensors_item {
+    const char *name; /* UTF-8, unique, not "__metadata__" */
+    const quern_tensor *tensor; /* on the CPU; any strides */
+} quern_safetensors_item;
+
+typedef struct quern_safetensors_pair {
+    const char *key, *value; /* UTF-8; keys unique */
+} quern_safetensors_pair;
+
+/* Writes the tensors, streamed one after another, and the metadata to a temporary file beside `path`,
+ * syncs it and renames it to `path`: readers see the old file or the new one, never a part. On any error
+ * the temporary file is removed and `path` is as it was. `path` may be missing or a regular file. */
+QUERN_API quern_status quern_safetensors_save(const char *path, const quern_safetensors_item *items,
+                                              size_t count, const quern_safetensors_pair *metadata,
+                                              size_t metadata_count);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

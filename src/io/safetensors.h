@@ -1,0 +1,13 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* safetensors.h - what the reader and the writer of safetensors files share. */
+#ifndef QUERN_IO_SAFETENSORS_H
+#define QUERN_IO_SAFETENSORS_H
+
+#include <quern/safetensors.h>
+
+/* The format's own limit on the JSON header. */
+enum { SAFETENSORS_MAX_HEADER = 100000000 };
+#define SAFETENSORS_METADATA "__metadata__"
+
+#endif
