@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* backend.c - the CPU's rows of the stage table. */
-#include "backend.h"
+#include "cpu/stages.h"
 
 const quern_backend quern_backend_cpu = {
     .name = "cpu",
+    .attend_forward = {cpu_attend_supports, cpu_attend_forward_workspace, cpu_attend_forward},
 };

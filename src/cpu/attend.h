@@ -1,0 +1,101 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * attend.h - the inner functions of attention on the CPU: packed keys and values, and chunks of query rows
+ * that one thread runs against them under any mask. Stages compose these.
+ *
+ * Rows. The query heads that read one key/value head (or, with head-scope lists, one head) are packed with
+ * the queries: row r of a sequence is query r / hs, head r % hs of unit u. So a group's heads share every
+ * key tile, and the rows of a tile stand at nearly the same position.
+ *
+ * Masks. A row sees an interval [lo, hi) of key indices (causal, window, compressed visibility), walked
+ * whole, or only where listed blocks are. lo and hi never fall from row to row.
+ */
+#ifndef QUERN_CPU_ATTEND_H
+#define QUERN_CPU_ATTEND_H
+
+#include "backend.h"
+#include "core/arena.h"
+#include "cpu/attention_kernels.h"
+
+enum {
+    TILE_ROWS = 96,  /* query rows of a tile: 16 micro-kernels of 6 */
+    TILE_KEYS = 128, /* key columns of a tile */
+    KEY_ALIGN = 64   /* packed sequences start at multiples of this */
+};
+
+/* One sequence of the call: rows in the tensors, and where its keys stand in the packed buffers. */
+typedef struct attend_sequence {
+    int64_t view_b, q0, nq, k0, nk, packed0;
+} attend_sequence;
+
+typedef struct attend_plan {
+    const attend_args *args;
+    const attention_kernels *kernels;
+    bool bf16; /* products over pairs of bf16; otherwise f32 */
+    int32_t heads, kv_heads, group, hs, units, dim_k, dim_v;
+    int64_t key_words;   /* words of a packed key or query row: D, or D / 2 */
+    int64_t value_width; /* floats of an O row: Dv rounded up to 16 */
+    int32_t value_panel; /* columns of a packed value panel */
+    int64_t packed_rows; /* per kv head */
+    int64_t list_block;  /* keys of a listed block */
+    int64_t sequences;
+    float scale2; /* what the softmax multiplies scores by: 1 where Q carries scale * log2 e already */
+} attend_plan;
+
+typedef struct attend_packed {
+    void *keys;       /* [kv_heads][packed_rows / panel][key_words][panel] */
+    void *values;     /* [kv_heads][value panels][packed_rows (or pairs)][value_panel] */
+    uint8_t *special; /* [kv_heads][packed_rows / 64]: a value there is not finite */
+} attend_packed;
+
+/* A run of packed rows of one unit with their running softmax. */
+typedef struct attend_chunk {
+    attend_sequence seq;
+    int32_t unit, kv_head, head0, rows, capacity;
+    int64_t row0;
+    void *q;          /* [capacity][key_words] */
+    float *o;         /* [capacity][value_width] */
+    float *max, *sum; /* [capacity]; after attend_chunk_finish, sum holds the lse */
+    int32_t *lo, *hi; /* [capacity] */
+} attend_chunk;
+
+/* What a thread needs to run chunks. */
+typedef struct attend_scratch {
+    float *s;       /* [TILE_ROWS][TILE_KEYS] */
+    void *gather_q; /* [TILE_ROWS][key_words] */
+    float *gather_o;
+    float *max, *sum, *shrink; /* [TILE_ROWS] */
+    int32_t *lo, *hi, *rows;   /* [TILE_ROWS] */
+    int32_t *tile_lo, *tile_hi;
+    int32_t *count, *mark;     /* [blocks + 1] */
+    int32_t *entries;          /* [tiles of a chunk * list_k] */
+    int32_t *list;             /* [list_k] */
+} attend_scratch;
+
+attend_plan attend_plan_of(const quern_exec *exec, const attend_args *args);
+attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b);
+/* The interval of keys that query `query` of a sequence sees. */
+void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo, int64_t *hi);
+/* The list of tile `tile` of sequence b, unit u. */
+const int32_t *attend_list(const attend_plan *plan, int64_t b, const attend_sequence *seq, int32_t unit, int64_t tile);
+/* The first list row of sequence b in a packed batch (0 for fixed lengths). */
+int64_t attend_list_row0(const attend_plan *plan, int64_t b);
+
+void attend_packed_carve(const attend_plan *plan, arena *a, attend_packed *packed);
+void attend_pack(const quern_exec *exec, const attend_plan *plan, const attend_packed *packed);
+
+/* Rows a chunk should have where lists are walked key by key, by memory (2 MiB of rows). */
+int32_t attend_chunk_rows(const attend_plan *plan);
+void attend_chunk_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_chunk *chunk);
+void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_scratch *scratch);
+
+void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows, attend_chunk *chunk);
+/* Resets the running softmax and sets the intervals of this plan's mask. */
+void attend_chunk_reset(const attend_plan *plan, attend_chunk *chunk);
+void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, int64_t b, attend_chunk *chunk, attend_scratch *scratch);
+/* Divides by the sums; afterwards `sum` holds the natural-log lse. */
+void attend_chunk_finish(const attend_plan *plan, attend_chunk *chunk);
+void attend_chunk_store(const attend_plan *plan, const attend_chunk *chunk);
+
+#endif

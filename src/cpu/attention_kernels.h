@@ -1,0 +1,87 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * attention_kernels.h - the tile kernels of attention: one table per CPU level. They get pointers, sizes and
+ * strides; they never validate, allocate or start threads.
+ *
+ * Operands of a product C = A B stand as follows, so that one micro-kernel serves every product of the
+ * forward and the backward pass.
+ *   A: element (i, p) at a[i * a_row + p * a_k]. It is broadcast, so a transposed A costs nothing.
+ *   B: row p at b + p * ldb, read in vectors along its columns.
+ *   bf16: elements are 32-bit words of two bf16 values that are neighbours along k; k counts words.
+ * Packed keys: [ceil(N / panel)][D][panel], keys along columns (the B of Q K^T). Packed values:
+ * [ceil(Dv / panel)][keys][panel], keys along rows (the B of P V), keys padded to a multiple of 64; bf16
+ * pairs D (or the keys) two to a word. Padding is zero.
+ */
+#ifndef QUERN_CPU_ATTENTION_KERNELS_H
+#define QUERN_CPU_ATTENTION_KERNELS_H
+
+#include <quern/quern.h>
+
+/* A strided source of rows. */
+typedef struct row_source {
+    const void *data;
+    quern_dtype dtype;
+    int64_t stride; /* elements from row to row */
+    int64_t rows, dim;
+} row_source;
+
+/* The softmax of one tile of scores, row by row. Columns [lo[r], hi[r]) of row r are seen. */
+typedef struct softmax_tile {
+    float *s; /* [rows][lds]; P on return (f32, or bf16 packed at the row's start) */
+    int64_t lds;
+    int32_t rows, columns; /* columns: those that P must define, a multiple of 16 */
+    const int32_t *lo, *hi;
+    float scale2; /* scores are multiplied by this before exp2 */
+    float *max, *sum; /* running; max of unscaled scores, -inf at first */
+    float *shrink;    /* out: exp2 factor by which what the row gathered so far shrinks */
+} softmax_tile;
+
+/* The backward's row step: P = exp2(s scale2 - lse2), dS = P (dp row_scale - delta). */
+typedef struct softmax_backward_tile {
+    float *s, *dp; /* [rows][lds]; row_scale * P and dS on return */
+    int64_t lds;
+    int32_t rows, columns;
+    const int32_t *lo, *hi;
+    float scale2;
+    const float *lse2, *delta, *row_scale; /* per row; lse2 +inf for a row without keys */
+} softmax_backward_tile;
+
+typedef void mm_kernel(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k,
+                       const void *b, int64_t ldb, float *c, int64_t ldc, bool accumulate);
+
+typedef struct attention_kernels {
+    quern_cpu_level level;
+    int32_t panel; /* columns of a panel, a multiple of 16; n of a product is at most this */
+    /* C[m][n] (+)= A B. n is rounded up to a multiple of 16 by the caller's padding. */
+    mm_kernel *mm_f32, *mm_bf16; /* mm_bf16 is NULL where the level has no bf16 dot product */
+    /* dst[row][dim] = scale * row, contiguous f32, or bf16 unscaled. */
+    void (*pack_rows_f32)(const row_source *src, float scale, float *dst, int64_t ldd);
+    void (*pack_rows_bf16)(const row_source *src, uint16_t *dst, int64_t ldd);
+    /* One panel of packed keys from up to `panel` rows. */
+    void (*pack_keys_f32)(const row_source *src, int32_t panel, float *dst);
+    void (*pack_keys_bf16)(const row_source *src, int32_t panel, uint32_t *dst);
+    /* Rows [0, rows) of packed values; column panel j at dst + j * panel_stride (elements or words). */
+    void (*pack_values_f32)(const row_source *src, int32_t panel, float *dst, int64_t panel_stride);
+    void (*pack_values_bf16)(const row_source *src, int32_t panel, uint32_t *dst, int64_t panel_stride);
+    void (*softmax_f32)(const softmax_tile *t);
+    void (*softmax_bf16)(const softmax_tile *t);
+    void (*softmax_backward)(const softmax_backward_tile *t);
+    /* [rows][lds] f32 -> bf16 words: pairs along columns, [rows][ldd]; pairs along rows, [rows / 2][ldd]. */
+    void (*narrow_columns)(const float *src, int64_t lds, int64_t rows, int64_t columns, uint32_t *dst, int64_t ldd);
+    void (*narrow_rows)(const float *src, int64_t lds, int64_t rows, int64_t columns, uint32_t *dst, int64_t ldd);
+    /* o[0 .. n) = o * shrink; o[0 .. n) = o * shrink + t. */
+    void (*scale_row)(float *o, float shrink, int64_t n);
+    void (*scale_add_row)(float *o, float shrink, const float *t, int64_t n);
+    /* dst[at ...] = row in dtype (f32, bf16, f16; round to nearest even). */
+    void (*store_row)(const float *row, quern_dtype dtype, void *dst, int64_t at, int64_t n);
+} attention_kernels;
+
+/* The table of a level this machine has. */
+const attention_kernels *attention_kernels_for(quern_cpu_level level);
+
+/* Each level's table, made of its own object files. */
+extern const attention_kernels attention_kernels_portable;
+extern const attention_kernels attention_kernels_avx2, attention_kernels_avx512, attention_kernels_avx512bf16;
+
+#endif

@@ -1,0 +1,84 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * attention_mm.h - the micro-kernel behind every product of attention, over vectors of the including file's
+ * width: C[6][4 vectors] in registers, B loaded, A broadcast, k innermost.
+ *
+ * With W-byte vectors the full tile is ROWS x VECTORS accumulators (AVX-512: 6 x 4 = 24 of 32 registers, 4
+ * for B, 1 for A: per step 24 FMAs, 4 loads and 6 broadcasts, so the two FMA pipes are the limit, not the two
+ * load pipes; AVX2: 6 x 2 = 12 of 16). Each call accumulates from zero and adds to C at the end: adding in
+ * place would cost precision over long sums.
+ *
+ * The including file defines vec, ROWS, VECTORS, broadcast(), step_f32(acc, a, b) and, where the level has it,
+ * step_bf16; `pairs` picks one at compile time.
+ */
+#ifndef QUERN_CPU_ATTENTION_MM_H
+#define QUERN_CPU_ATTENTION_MM_H
+
+#define MM_INLINE static inline __attribute__((always_inline))
+
+enum { VEC_LANES = sizeof(vec) / 4 };
+
+MM_INLINE void mm_block(const bool pairs, const int rows, const int vectors, int64_t k, const float *a, int64_t a_row, int64_t a_k,
+                        const float *b, int64_t ldb, float *c, int64_t ldc, bool accumulate)
+{
+    vec acc[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) acc[i][j] = (vec){0};
+    for (int64_t p = 0; p < k; p++) {
+        vec bv[VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) memcpy(&bv[j], b + p * ldb + j * VEC_LANES, sizeof(vec));
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            const vec av = broadcast(a + i * a_row + p * a_k);
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++) acc[i][j] = pairs ? step_bf16(acc[i][j], av, bv[j]) : step_f32(acc[i][j], av, bv[j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) {
+            float *p = c + i * ldc + j * VEC_LANES;
+            if (accumulate) {
+                vec old;
+                memcpy(&old, p, sizeof old);
+                acc[i][j] += old;
+            }
+            memcpy(p, &acc[i][j], sizeof(vec));
+        }
+}
+
+MM_INLINE void mm_columns(const bool pairs, const int vectors, int64_t m, int64_t k, const float *a, int64_t a_row, int64_t a_k,
+                          const float *b, int64_t ldb, float *c, int64_t ldc, bool accumulate)
+{
+    for (; m >= ROWS; m -= ROWS, a += ROWS * a_row, c += ROWS * ldc)
+        mm_block(pairs, ROWS, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+    if (m >= 4) {
+        mm_block(pairs, 4, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+        m -= 4, a += 4 * a_row, c += 4 * ldc;
+    }
+    if (m >= 2) {
+        mm_block(pairs, 2, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+        m -= 2, a += 2 * a_row, c += 2 * ldc;
+    }
+    if (m == 1) mm_block(pairs, 1, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+}
+
+/* n columns, n <= VECTORS vectors. */
+MM_INLINE void mm_any(const bool pairs, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_k,
+                      const float *b, int64_t ldb, float *c, int64_t ldc, bool accumulate)
+{
+    switch ((n + VEC_LANES - 1) / VEC_LANES) {
+    case 1: mm_columns(pairs, 1, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
+    case 2: mm_columns(pairs, 2, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
+    case 3: mm_columns(pairs, 3 < VECTORS ? 3 : VECTORS, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
+    case 4: mm_columns(pairs, VECTORS, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
+    default: break;
+    }
+}
+
+#endif

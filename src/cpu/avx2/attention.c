@@ -1,0 +1,24 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* attention.c - the attention table for AVX2 and FMA: 6 x 2 vectors of eight floats, 12 accumulators of the
+ * 16 registers. Limit: two 256-bit FMAs a cycle. */
+#include "cpu/attention_rows.h"
+
+#include <immintrin.h>
+
+typedef __m256 vec;
+enum { ROWS = 6, VECTORS = 2, PANEL = 16 };
+
+static inline vec broadcast(const float *a) { return _mm256_broadcast_ss(a); }
+static inline vec step_f32(vec acc, vec a, vec b) { return _mm256_fmadd_ps(a, b, acc); }
+#define step_bf16 step_f32
+#include "cpu/attention_mm.h"
+
+static void mm_f32(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b,
+                   int64_t ldb, float *c, int64_t ldc, bool accumulate)
+{
+    mm_any(false, m, n, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+}
+
+const attention_kernels attention_kernels_avx2 = {
+    .level = QUERN_CPU_LEVEL_AVX2, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS};

@@ -1,0 +1,95 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_attend_forward.c - the attend_forward stage: packs keys and values, cuts every (sequence, unit) into
+ * chunks of query rows and runs them in parallel, the chunks with the most keys first. A chunk's result
+ * depends on nothing but its rows, so neither does it on the number of threads.
+ */
+#include "core/parallel.h"
+#include "cpu/attend.h"
+#include "cpu/stages.h"
+
+#include <math.h>
+
+typedef struct forward_job {
+    attend_plan plan;
+    attend_packed packed;
+    attend_chunk *chunks; /* one a thread */
+    attend_scratch *scratch;
+    int64_t chunk_rows, pieces; /* pieces: chunks of the longest sequence's unit */
+} forward_job;
+
+static forward_job carve(const quern_exec *exec, const attend_args *args, arena *a)
+{
+    forward_job job = {.plan = attend_plan_of(exec, args)};
+    const attend_plan *p = &job.plan;
+    const bool listed = args->list.ndim > 0;
+    job.chunk_rows = listed ? attend_chunk_rows(p) : TILE_ROWS;
+    job.pieces = (args->seqs.n_q * p->hs + job.chunk_rows - 1) / job.chunk_rows;
+    attend_packed_carve(p, a, &job.packed);
+    job.chunks = arena_take(a, sizeof *job.chunks * (size_t)exec->threads);
+    job.scratch = arena_take(a, sizeof *job.scratch * (size_t)exec->threads);
+    for (int32_t i = 0; i < exec->threads; i++) {
+        attend_chunk chunk;
+        attend_scratch scratch;
+        attend_chunk_carve(p, (int32_t)job.chunk_rows, a, &chunk);
+        attend_scratch_carve(p, (int32_t)job.chunk_rows, a, &scratch);
+        if (a->base != NULL) job.chunks[i] = chunk, job.scratch[i] = scratch;
+    }
+    return job;
+}
+
+static void run_chunk(void *arg, int64_t index, int32_t thread)
+{
+    forward_job *job = arg;
+    const attend_plan *p = &job->plan;
+    const int64_t b = index / job->pieces / p->units;
+    const int32_t unit = (int32_t)(index / job->pieces % p->units);
+    const attend_sequence seq = attend_sequence_at(p, b);
+    const int64_t row0 = (job->pieces - 1 - index % job->pieces) * job->chunk_rows, rows = seq.nq * p->hs - row0;
+    if (rows <= 0) return;
+    attend_chunk *chunk = &job->chunks[thread];
+    attend_chunk_begin(p, b, unit, row0, (int32_t)(rows < job->chunk_rows ? rows : job->chunk_rows), chunk);
+    attend_chunk_reset(p, chunk);
+    attend_chunk_run(p, &job->packed, b, chunk, &job->scratch[thread]);
+    attend_chunk_finish(p, chunk);
+    attend_chunk_store(p, chunk);
+}
+
+/* Rows past the last border of a packed batch: o = 0, lse = -inf. */
+static void fill_tail(const attend_plan *p)
+{
+    const attend_args *a = p->args;
+    if (a->seqs.cu_q.data == NULL) return;
+    const float zero[256] = {0};
+    for (int64_t n = ((const int32_t *)a->seqs.cu_q.data)[a->seqs.batch]; n < a->seqs.n_q; n++)
+        for (int32_t h = 0; h < p->heads; h++) {
+            if (a->o.ndim > 0) p->kernels->store_row(zero, a->o.dtype, a->o.data, n * a->o.strides[1] + h * a->o.strides[2], p->dim_v);
+            if (a->lse.ndim > 0) ((float *)a->lse.data)[h * a->lse.strides[1] + n * a->lse.strides[2]] = -INFINITY;
+        }
+}
+
+bool cpu_attend_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+{
+    (void)exec;
+    (void)args;
+    (void)why;
+    return true;
+}
+
+size_t cpu_attend_forward_workspace(const quern_exec *exec, const attend_args *args)
+{
+    arena a = {NULL, 0};
+    carve(exec, args, &a);
+    return arena_size(&a);
+}
+
+quern_status cpu_attend_forward(const quern_exec *exec, const attend_args *args, void *workspace)
+{
+    arena a = arena_on(workspace);
+    forward_job job = carve(exec, args, &a);
+    attend_pack(exec, &job.plan, &job.packed);
+    parallel_for(exec->threads, job.plan.sequences * job.plan.units * job.pieces, run_chunk, &job);
+    fill_tail(&job.plan);
+    return QUERN_OK;
+}

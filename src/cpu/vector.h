@@ -1,0 +1,107 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * vector.h - 16 floats as one value, by the compiler's vector extension: one zmm register, two ymm, four xmm
+ * or plain scalars, as the including file's flags have it. Everything is static, so each level's object
+ * files hold their own copy.
+ */
+#ifndef QUERN_CPU_VECTOR_H
+#define QUERN_CPU_VECTOR_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { LANES = 16 };
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE f32x16 load16(const float *p)
+{
+    f32x16 v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store16(float *p, f32x16 v)
+{
+    memcpy(p, &v, sizeof v);
+}
+
+INLINE f32x16 splat16(float x)
+{
+    return x - (f32x16){0};
+}
+
+INLINE f32x16 select16(i32x16 mask, f32x16 yes, f32x16 no)
+{
+    return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
+}
+
+/* Lanes [lo, hi) of a 16-lane group whose first column is `at`. */
+INLINE i32x16 lanes_in(int32_t at, int32_t lo, int32_t hi)
+{
+    const i32x16 lane = (i32x16){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + at;
+    return (lane >= lo) & (lane < hi);
+}
+
+/* Fixed trees, so that a row's result depends on nothing but the row. */
+INLINE float max_of(f32x16 v)
+{
+    float x[LANES];
+    memcpy(x, &v, sizeof x);
+    for (int w = LANES / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) x[i] = x[i + w] > x[i] ? x[i + w] : x[i];
+    return x[0];
+}
+
+INLINE float sum_of(f32x16 v)
+{
+    float x[LANES];
+    memcpy(x, &v, sizeof x);
+    for (int w = LANES / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) x[i] += x[i + w];
+    return x[0];
+}
+
+/*
+ * 2^x for x <= 127, within 2.4e-7 relative; 0 below -126; NaN stays NaN. x = n + f with n the nearest
+ * integer (by adding 1.5 2^23), 2^f by a minimax polynomial of degree 5 on [-0.5, 0.5] (error 7.5e-8), n
+ * added to the exponent bits.
+ */
+INLINE f32x16 exp2_16(f32x16 x)
+{
+    const i32x16 tiny = x < -126.0f;
+    const f32x16 clamped = select16(tiny, splat16(-126.0f), x);
+    const f32x16 shifted = clamped + 12582912.0f;
+    const f32x16 f = clamped - (shifted - 12582912.0f);
+    f32x16 p = f * 0x1.5c08e4p-10f + 0x1.3d0c54p-7f;
+    p = p * f + 0x1.c6b6e4p-5f;
+    p = p * f + 0x1.ebf918p-3f;
+    p = p * f + 0x1.62e428p-1f;
+    p = p * f + 0x1.000002p+0f;
+    f32x16 y = (f32x16)((i32x16)p + ((i32x16)shifted << 23));
+    y = select16(tiny, (f32x16){0}, y);
+    return select16(x == x, y, x);
+}
+
+/* Round to nearest even; NaN stays NaN. */
+INLINE u16x16 narrow16(f32x16 v)
+{
+#if defined(__AVX512BF16__)
+    return (u16x16)__builtin_ia32_cvtneps2bf16_v16sf(v);
+#else
+    const u32x16 u = (u32x16)v;
+    const u32x16 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const u32x16 quiet = (u >> 16) | 0x40u;
+    const u32x16 nan = (u32x16)(v != v);
+    return __builtin_convertvector((rounded & ~nan) | (quiet & nan), u16x16);
+#endif
+}
+
+#endif
