@@ -1,0 +1,200 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+#include "ceilings.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+enum { SLICES = 12, MAX_THREADS = 256 };
+static const int64_t compute_rounds = 200000;            /* about 5 ms */
+static const size_t memory_bytes = (size_t)256 << 20; /* over all threads: eight times a large L3 */
+
+static const char *const names[CEILINGS] = {"fma512", "fma256", "bf16", "vnni", "exp2", "read", "copy", "write"};
+static const char *const units[CEILINGS] = {"GFLOP/s", "GFLOP/s", "GFLOP/s", "GOP/s", "Gexp/s", "GB/s", "GB/s", "GB/s"};
+
+const char *ceiling_name(ceiling c)
+{
+    return names[c];
+}
+
+const char *ceiling_unit(ceiling c)
+{
+    return units[c];
+}
+
+#if defined(__x86_64__)
+static ceiling_compute *compute_kernel(ceiling c)
+{
+    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+    switch (c) {
+    case CEILING_FMA512: return avx512 ? ceiling_fma_avx512 : NULL;
+    case CEILING_FMA256: return avx2 ? ceiling_fma_avx2 : NULL;
+    case CEILING_BF16: return avx512 && __builtin_cpu_supports("avx512bf16") ? ceiling_bf16_avx512 : NULL;
+    case CEILING_VNNI: return avx512 && __builtin_cpu_supports("avx512vnni") ? ceiling_vnni_avx512 : NULL;
+    case CEILING_EXP2: return avx512 ? ceiling_exp2_avx512 : NULL;
+    default: return NULL;
+    }
+}
+
+static ceiling_memory *memory_kernel(ceiling c)
+{
+    const int level = __builtin_cpu_supports("avx512f") ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
+    static ceiling_memory *const kernels[3][3] = {
+        {ceiling_read_plain, ceiling_copy_plain, ceiling_write_plain},
+        {ceiling_read_avx2, ceiling_copy_avx2, ceiling_write_avx2},
+        {ceiling_read_avx512, ceiling_copy_avx512, ceiling_write_avx512},
+    };
+    return c >= CEILING_READ ? kernels[level][c - CEILING_READ] : NULL;
+}
+#else
+static ceiling_compute *compute_kernel(ceiling c)
+{
+    (void)c;
+    return NULL;
+}
+
+static ceiling_memory *memory_kernel(ceiling c)
+{
+    static ceiling_memory *const kernels[] = {ceiling_read_plain, ceiling_copy_plain, ceiling_write_plain};
+    return c >= CEILING_READ ? kernels[c - CEILING_READ] : NULL;
+}
+#endif
+
+static volatile uint64_t read_sink;
+
+void ceiling_read_plain(void *to, const void *from, size_t bytes)
+{
+    const uint64_t *p = from;
+    uint64_t sum[8] = {0};
+    (void)to;
+    for (size_t i = 0; i < bytes / 8; i += 8)
+        for (int k = 0; k < 8; k++) sum[k] += p[i + (size_t)k];
+    for (int k = 0; k < 8; k++) read_sink = sum[k];
+}
+
+void ceiling_copy_plain(void *to, const void *from, size_t bytes)
+{
+    memcpy(to, from, bytes);
+}
+
+void ceiling_write_plain(void *to, const void *from, size_t bytes)
+{
+    (void)from;
+    memset(to, 1, bytes);
+}
+
+void *bench_allocate(size_t bytes)
+{
+    const size_t page = (size_t)2 << 20;
+    if (bytes > SIZE_MAX / 2) return NULL;
+    void *p = aligned_alloc(page, (bytes + page) & ~(page - 1));
+    if (p == NULL) return NULL;
+    (void)madvise(p, (bytes + page) & ~(page - 1), MADV_HUGEPAGE);
+    memset(p, 0, bytes);
+    return p;
+}
+
+typedef struct team {
+    pthread_barrier_t barrier;
+    ceiling_compute *compute;
+    ceiling_memory *memory;
+    size_t bytes; /* a thread */
+    atomic_bool failed;
+    double begin[MAX_THREADS][SLICES], end[MAX_THREADS][SLICES], work[MAX_THREADS][SLICES];
+} team;
+
+typedef struct member {
+    team *team;
+    int index;
+} member;
+
+/* Puts the calling thread on the index-th CPU that the process may use: two that share one would halve every
+ * ceiling. Where that fails the scheduler decides. */
+static void pin(int index)
+{
+    cpu_set_t all, one;
+    if (sched_getaffinity(0, sizeof all, &all) != 0) return;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &all) || index-- > 0) continue;
+        CPU_ZERO(&one);
+        CPU_SET(cpu, &one);
+        (void)sched_setaffinity(0, sizeof one, &one);
+        return;
+    }
+}
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void *work(void *arg)
+{
+    const member *m = arg;
+    team *t = m->team;
+    pin(m->index);
+    char *memory = t->memory != NULL ? bench_allocate(2 * t->bytes) : NULL;
+    if (t->memory != NULL && memory == NULL) atomic_store(&t->failed, 1);
+    /* Data that no hardware can shorten: some machines write zeros at twice the speed of anything else. */
+    uint64_t random = 0x9e3779b97f4a7c15u;
+    for (size_t i = 0; memory != NULL && i < 2 * t->bytes; i += sizeof random) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        memcpy(memory + i, &random, sizeof random);
+    }
+    for (int s = 0; s < SLICES; s++) {
+        pthread_barrier_wait(&t->barrier);
+        t->begin[m->index][s] = now();
+        if (t->compute != NULL) {
+            t->work[m->index][s] = t->compute(compute_rounds);
+        } else if (memory != NULL) {
+            t->memory(memory + t->bytes, memory, t->bytes);
+            t->work[m->index][s] = (double)t->bytes;
+        }
+        t->end[m->index][s] = now();
+    }
+    free(memory);
+    return NULL;
+}
+
+double ceiling_measure(ceiling c, int threads)
+{
+    team *t = calloc(1, sizeof *t);
+    pthread_t handles[MAX_THREADS];
+    member members[MAX_THREADS];
+    if (t == NULL) return 0;
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    t->compute = compute_kernel(c);
+    t->memory = memory_kernel(c);
+    t->bytes = memory_bytes / (size_t)threads & ~(size_t)4095;
+    double best = 0;
+    if ((t->compute != NULL || t->memory != NULL) && pthread_barrier_init(&t->barrier, NULL, (unsigned)threads) == 0) {
+        int started = 0;
+        for (; started < threads; started++) {
+            members[started] = (member){t, started};
+            if (pthread_create(&handles[started], NULL, work, &members[started]) != 0) break;
+        }
+        if (started < threads) abort(); /* the others would wait at the barrier for ever */
+        for (int i = 0; i < threads; i++) pthread_join(handles[i], NULL);
+        pthread_barrier_destroy(&t->barrier);
+        for (int s = 0; s < SLICES && !atomic_load(&t->failed); s++) {
+            double begin = t->begin[0][s], end = t->end[0][s], done = 0;
+            for (int i = 0; i < threads; i++) {
+                if (t->begin[i][s] < begin) begin = t->begin[i][s];
+                if (t->end[i][s] > end) end = t->end[i][s];
+                done += t->work[i][s];
+            }
+            const double rate = done * (c == CEILING_COPY ? 2 : 1) / (end - begin) * 1e-9;
+            if (rate > best) best = rate;
+        }
+    }
+    free(t);
+    return best;
+}

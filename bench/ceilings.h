@@ -1,0 +1,45 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * ceilings.h - what this machine can do at most, measured: the denominators of every fraction that the
+ * bench prints. A ceiling is the best of several short slices, so a fraction errs on the low side.
+ */
+#ifndef QUERN_BENCH_CEILINGS_H
+#define QUERN_BENCH_CEILINGS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum ceiling {
+    CEILING_FMA512, /* f32 fused multiply-add, 512-bit, GFLOP/s (a multiply-add counts 2) */
+    CEILING_FMA256, /* the same, 256-bit */
+    CEILING_BF16,   /* vdpbf16ps, 512-bit, GFLOP/s */
+    CEILING_VNNI,   /* vpdpbusd, 512-bit, GOP/s */
+    CEILING_EXP2,   /* exp2 by a degree 5 polynomial, 16 lanes, Gexp/s */
+    CEILING_READ,   /* memory read, GB/s */
+    CEILING_COPY,   /* memory to memory, non-temporal stores, GB/s read plus written */
+    CEILING_WRITE,  /* non-temporal stores, GB/s */
+    CEILINGS
+} ceiling;
+
+/* "fma512", "fma256", "bf16", "vnni", "exp2", "read", "copy", "write", and their units. */
+const char *ceiling_name(ceiling c);
+const char *ceiling_unit(ceiling c);
+
+/* Measures with `threads` threads at once; about a third of a second. 0 where the machine lacks it. */
+double ceiling_measure(ceiling c, int threads);
+
+/* The kernels, one set an ISA. Compute: does `rounds` rounds on registers and returns the operations done.
+ * Memory: one pass over `bytes` bytes (a multiple of 256). */
+typedef double ceiling_compute(int64_t rounds);
+typedef void ceiling_memory(void *to, const void *from, size_t bytes);
+ceiling_compute ceiling_fma_avx2, ceiling_fma_avx512, ceiling_exp2_avx512, ceiling_bf16_avx512, ceiling_vnni_avx512;
+ceiling_memory ceiling_read_plain, ceiling_copy_plain, ceiling_write_plain;
+ceiling_memory ceiling_read_avx2, ceiling_copy_avx2, ceiling_write_avx2;
+ceiling_memory ceiling_read_avx512, ceiling_copy_avx512, ceiling_write_avx512;
+
+/* Memory for a bench: at a multiple of 2 MiB, huge pages asked for, every page written. NULL where there
+ * is none. Free with free(). */
+void *bench_allocate(size_t bytes);
+
+#endif

@@ -1,0 +1,365 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* safetensors_test.c - the reader refuses every malformed file with a sentence, the writer never leaves a part. */
+#include <quern/safetensors.h>
+
+#include <setjmp.h>
+#include <stdarg.h>
+
+#include <cmocka.h>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static char directory[] = "safetensors_test.XXXXXX";
+static char path[64];
+
+static int make_directory(void **state)
+{
+    (void)state;
+    if (mkdtemp(directory) == NULL) return -1;
+    snprintf(path, sizeof path, "%s/file.safetensors", directory);
+    return 0;
+}
+
+static int remove_directory(void **state)
+{
+    (void)state;
+    unlink(path);
+    return rmdir(directory); /* fails where a test left a file behind */
+}
+
+static int files_in_directory(void)
+{
+    int n = 0;
+    DIR *d = opendir(directory);
+    assert_non_null(d);
+    for (const struct dirent *e; (e = readdir(d)) != NULL;) n += e->d_name[0] != '.';
+    closedir(d);
+    return n;
+}
+
+/* A file of `header` and data_bytes bytes of data 0, 1, 2 ...; free it. */
+static uint8_t *file_of(const char *header, size_t data_bytes, size_t *size)
+{
+    const size_t length = strlen(header);
+    *size = 8 + length + data_bytes;
+    uint8_t *file = malloc(*size);
+    assert_non_null(file);
+    for (int i = 0; i < 8; i++) file[i] = (uint8_t)((uint64_t)length >> 8 * i);
+    memcpy(file + 8, header, length);
+    for (size_t i = 0; i < data_bytes; i++) file[8 + length + i] = (uint8_t)i;
+    return file;
+}
+
+static void expect_refused(const char *header, size_t data_bytes, const char *sentence_part)
+{
+    size_t size;
+    uint8_t *bytes = file_of(header, data_bytes, &size);
+    quern_safetensors *file = (quern_safetensors *)&size; /* must stay as it is */
+    const quern_status status = quern_safetensors_open_bytes(bytes, size, &file);
+    if (status != QUERN_ERR_FORMAT || strstr(quern_last_error(NULL), sentence_part) == NULL)
+        fail_msg("%s: status %d, \"%s\" lacks \"%s\"", header, status, quern_last_error(NULL), sentence_part);
+    assert_ptr_equal(file, &size);
+    free(bytes);
+}
+
+static void hostile_headers_are_refused(void **state)
+{
+    (void)state;
+    expect_refused("[]", 0, "begins with '{'");
+    expect_refused(" {}", 0, "begins with '{'");
+    expect_refused("{", 0, "no valid JSON");
+    expect_refused("{}x", 0, "no valid JSON");
+    expect_refused("{\"a\":1,\"a\":2}", 0, "duplicate");
+    expect_refused("{\"a\xff\":{}}", 0, "no valid JSON");
+    expect_refused("{\"a\\u0000\":{}}", 0, "no valid JSON");
+    expect_refused("{\"a\":7}", 0, "no JSON object");
+    expect_refused("{\"a\":{}}", 0, "dtype is missing");
+    expect_refused("{\"a\":{\"dtype\":3,\"shape\":[],\"data_offsets\":[0,4]}}", 4, "dtype is missing");
+    expect_refused("{\"a\":{\"dtype\":\"F31\",\"shape\":[],\"data_offsets\":[0,4]}}", 4, "'F31'");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"data_offsets\":[0,4]}}", 4, "shape");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[-1],\"data_offsets\":[0,4]}}", 4, "shape");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1.0],\"data_offsets\":[0,4]}}", 4, "shape");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1]}}", 4, "data_offsets");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0]}}", 4, "data_offsets");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,0]}}", 4, "[4, 0]");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 4, "[0, 8]");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,9223372036854775807]}}", 4, "9223372036854775807");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[99999999999999999999],\"data_offsets\":[0,4]}}", 4, "no valid JSON");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", 4, "64 bits");
+    expect_refused("{\"a\":{\"dtype\":\"F4\",\"shape\":[3],\"data_offsets\":[0,2]}}", 2, "12 bits");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,4]}}", 4, "overflows");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[0,4611686018427387904,4],\"data_offsets\":[0,0]}}", 0, "overflows");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"U8\",\"shape\":[4],"
+                   "\"data_offsets\":[3,7]}}", 7, "overlap");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"U8\",\"shape\":[4],"
+                   "\"data_offsets\":[5,9]}}", 9, "hole");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]}}", 5, "must agree");
+    expect_refused("{\"__metadata__\":[]}", 0, "__metadata__");
+    expect_refused("{\"__metadata__\":{\"a\":1}}", 0, "no string");
+}
+
+static void bad_lengths_are_refused(void **state)
+{
+    (void)state;
+    quern_safetensors *file = NULL;
+    uint8_t bytes[16] = {0};
+    assert_int_equal(quern_safetensors_open_bytes(NULL, 0, &file), QUERN_ERR_FORMAT);
+    for (size_t n = 0; n <= 16; n++) assert_int_equal(quern_safetensors_open_bytes(bytes, n, &file), QUERN_ERR_FORMAT);
+    memset(bytes, 0xff, sizeof bytes);
+    assert_int_equal(quern_safetensors_open_bytes(bytes, sizeof bytes, &file), QUERN_ERR_FORMAT);
+    assert_non_null(strstr(quern_last_error(NULL), "18446744073709551615"));
+    assert_int_equal(quern_safetensors_open_bytes(NULL, 8, &file), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_safetensors_open_bytes(bytes, 8, NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_null(file);
+}
+
+static void every_truncation_is_refused(void **state)
+{
+    (void)state;
+    size_t size;
+    uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,16]}}", 16, &size);
+    for (size_t n = 0; n < size; n++) {
+        quern_safetensors *file = NULL;
+        assert_int_equal(quern_safetensors_open_bytes(bytes, n, &file), QUERN_ERR_FORMAT);
+        assert_null(file);
+    }
+    free(bytes);
+}
+
+static void unreadable_paths_are_io_errors(void **state)
+{
+    (void)state;
+    quern_safetensors *file = NULL;
+    assert_int_equal(quern_safetensors_open("no/such/file", &file), QUERN_ERR_IO);
+    assert_non_null(strstr(quern_last_error(NULL), "no/such/file"));
+    assert_int_equal(quern_safetensors_open(directory, &file), QUERN_ERR_IO);
+    assert_int_equal(quern_safetensors_open("/dev/null", &file), QUERN_ERR_IO);
+    assert_int_equal(quern_safetensors_open(NULL, &file), QUERN_ERR_INVALID_ARGUMENT);
+    assert_null(file);
+}
+
+static void misaligned_data_comes_out_aligned(void **state)
+{
+    (void)state;
+    size_t size;
+    uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
+                             "\"b\":{\"dtype\":\"I32\",\"shape\":[1,2],\"data_offsets\":[1,9]}}", 9, &size);
+    quern_safetensors *file = NULL;
+    quern_tensor t;
+    assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_get(file, "b", &t), QUERN_OK);
+    assert_int_equal((uintptr_t)t.data % 4, 0);
+    assert_int_equal(((const int32_t *)t.data)[0], 0x04030201);
+    assert_int_equal(((const int32_t *)t.data)[1], 0x08070605);
+    quern_safetensors_close(file);
+    free(bytes);
+}
+
+static void tensors_that_a_view_cannot_hold_are_unsupported(void **state)
+{
+    (void)state;
+    size_t size;
+    uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"F64\",\"shape\":[1],\"data_offsets\":[0,8]},"
+                             "\"b\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1],\"data_offsets\":[8,9]}}", 9, &size);
+    quern_safetensors *file = NULL;
+    quern_tensor t = {.ndim = -77};
+    assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_get(file, "a", &t), QUERN_ERR_UNSUPPORTED);
+    assert_non_null(strstr(quern_last_error(NULL), "F64"));
+    assert_int_equal(quern_safetensors_get(file, "b", &t), QUERN_ERR_UNSUPPORTED);
+    assert_int_equal(quern_safetensors_get(file, "c", &t), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(t.ndim, -77);
+    quern_safetensors_close(file);
+    free(bytes);
+}
+
+static void what_is_saved_is_read_back(void **state)
+{
+    (void)state;
+    float matrix[6] = {1, 2, 3, 4, 5, 6};
+    int64_t wide[1] = {-5};
+    uint16_t halves[3] = {0x3f80, 0, 0xffff};
+    int32_t scalar = 42;
+    const int64_t shape2[] = {2, 3}, shape1[] = {1}, shape3[] = {3}, none[] = {4, 0};
+    quern_tensor transposed = quern_tensor_contiguous(matrix, QUERN_F32, 2, shape2);
+    transposed.shape[0] = 3, transposed.shape[1] = 2;
+    transposed.strides[0] = 1, transposed.strides[1] = 3;
+    const quern_tensor m = quern_tensor_contiguous(matrix, QUERN_F32, 2, shape2);
+    const quern_tensor w = quern_tensor_contiguous(wide, QUERN_I64, 1, shape1);
+    const quern_tensor h = quern_tensor_contiguous(halves, QUERN_BF16, 1, shape3);
+    const quern_tensor s = quern_tensor_contiguous(&scalar, QUERN_I32, 0, NULL);
+    const quern_tensor e = quern_tensor_contiguous(NULL, QUERN_F16, 2, none);
+    const quern_safetensors_item items[] = {{"h", &h}, {"m", &m}, {"w \"\xc3\xa9\"", &w}, {"t", &transposed}, {"s", &s}, {"e", &e}};
+    const quern_safetensors_pair metadata[] = {{"key", "value\n\"quoted\""}, {"empty", ""}};
+    assert_int_equal(quern_safetensors_save(path, items, 6, metadata, 2), QUERN_OK);
+    assert_int_equal(files_in_directory(), 1);
+
+    quern_safetensors *file = NULL;
+    quern_tensor t;
+    assert_int_equal(quern_safetensors_open(path, &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_count(file), 6);
+    assert_null(quern_safetensors_name(file, 6));
+    for (size_t i = 0; i < 6; i++) { /* contiguous ones as they went in */
+        assert_int_equal(quern_safetensors_get(file, items[i].name, &t), QUERN_OK);
+        assert_int_equal(t.dtype, items[i].tensor->dtype);
+        assert_int_equal(t.ndim, items[i].tensor->ndim);
+        assert_memory_equal(t.shape, items[i].tensor->shape, sizeof t.shape[0] * (size_t)t.ndim);
+        assert_int_equal((uintptr_t)t.data % quern_dtype_size(t.dtype), 0);
+    }
+    quern_safetensors_get(file, "m", &t);
+    assert_memory_equal(t.data, matrix, sizeof matrix);
+    quern_safetensors_get(file, "h", &t);
+    assert_memory_equal(t.data, halves, sizeof halves);
+    quern_safetensors_get(file, "s", &t);
+    assert_int_equal(*(int32_t *)t.data, 42);
+    quern_safetensors_get(file, "t", &t);
+    const float expected[6] = {1, 4, 2, 5, 3, 6};
+    assert_memory_equal(t.data, expected, sizeof expected);
+    quern_safetensors_get(file, "e", &t);
+    assert_null(t.data);
+    assert_int_equal(quern_safetensors_metadata_count(file), 2);
+    assert_string_equal(quern_safetensors_metadata(file, "key"), "value\n\"quoted\"");
+    assert_string_equal(quern_safetensors_metadata(file, "empty"), "");
+    assert_null(quern_safetensors_metadata(file, "other"));
+    assert_null(quern_safetensors_metadata_key(file, 2));
+    quern_safetensors_close(file);
+    quern_safetensors_close(NULL);
+}
+
+static void a_large_strided_tensor_streams_through(void **state)
+{
+    (void)state;
+    enum { ROWS = 3000, COLUMNS = 100, PITCH = 131 };
+    float *data = malloc(sizeof *data * ROWS * PITCH);
+    assert_non_null(data);
+    for (int i = 0; i < ROWS * PITCH; i++) data[i] = (float)i;
+    const int64_t shape[] = {ROWS, COLUMNS};
+    quern_tensor t = quern_tensor_contiguous(data, QUERN_F32, 2, shape);
+    t.strides[0] = PITCH;
+    const quern_safetensors_item item = {"x", &t};
+    assert_int_equal(quern_safetensors_save(path, &item, 1, NULL, 0), QUERN_OK);
+    quern_safetensors *file = NULL;
+    quern_tensor r;
+    assert_int_equal(quern_safetensors_open(path, &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_get(file, "x", &r), QUERN_OK);
+    for (int i = 0; i < ROWS; i++)
+        assert_memory_equal((const float *)r.data + i * COLUMNS, data + i * PITCH, sizeof(float) * COLUMNS);
+    quern_safetensors_close(file);
+    free(data);
+}
+
+static void bad_items_are_refused(void **state)
+{
+    (void)state;
+    float x = 1;
+    const int64_t shape[] = {1}, negative[] = {-1}, huge[] = {INT64_MAX};
+    const quern_tensor good = quern_tensor_contiguous(&x, QUERN_F32, 1, shape);
+    const quern_tensor minus = quern_tensor_contiguous(&x, QUERN_F32, 1, negative);
+    const quern_tensor large = quern_tensor_contiguous(&x, QUERN_F32, 1, huge);
+    const quern_tensor nowhere = quern_tensor_contiguous(NULL, QUERN_F32, 1, shape);
+    const quern_tensor strange = quern_tensor_contiguous(&x, (quern_dtype)99, 1, shape);
+    quern_tensor gpu = good;
+    gpu.device = QUERN_CUDA;
+    const quern_safetensors_item bad[] = {{NULL, &good},     {"a", NULL},  {"__metadata__", &good}, {"a\xff", &good}, {"a", &minus},
+                                          {"a", &large}, {"a", &nowhere}, {"a", &strange},         {"a", &gpu}};
+    unlink(path);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        assert_int_equal(quern_safetensors_save(path, &bad[i], 1, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
+        assert_non_null(strstr(quern_last_error(NULL), "items[0]"));
+    }
+    const quern_safetensors_item twice[] = {{"a", &good}, {"a", &good}};
+    assert_int_equal(quern_safetensors_save(path, twice, 2, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
+    const quern_safetensors_pair pairs[] = {{"k", "1"}, {"k", "2"}}, invalid = {"k", "\xff"}, missing = {"k", NULL};
+    assert_int_equal(quern_safetensors_save(path, twice, 1, pairs, 2), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_safetensors_save(path, twice, 1, &invalid, 1), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_safetensors_save(path, twice, 1, &missing, 1), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_safetensors_save(NULL, twice, 1, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(files_in_directory(), 0);
+}
+
+static void unwritable_paths_are_io_errors(void **state)
+{
+    (void)state;
+    assert_int_equal(quern_safetensors_save("no/such/directory/file", NULL, 0, NULL, 0), QUERN_ERR_IO);
+    assert_non_null(strstr(quern_last_error(NULL), "no/such/directory"));
+    assert_int_equal(quern_safetensors_save(directory, NULL, 0, NULL, 0), QUERN_ERR_IO);
+    assert_int_equal(quern_safetensors_save("/dev/full", NULL, 0, NULL, 0), QUERN_ERR_IO);
+    struct stat st;
+    assert_int_equal(stat("/dev/full", &st), 0);
+    assert_true(S_ISCHR(st.st_mode)); /* not renamed over */
+}
+
+/* A file size limit stands for the full disk: write() fails half-way. */
+static void a_full_disk_leaves_the_old_file(void **state)
+{
+    (void)state;
+    static float data[1 << 18];
+    float old = 7;
+    const int64_t shape[] = {1 << 18}, one[] = {1};
+    const quern_tensor large = quern_tensor_contiguous(data, QUERN_F32, 1, shape);
+    const quern_tensor small = quern_tensor_contiguous(&old, QUERN_F32, 1, one);
+    const quern_safetensors_item item = {"x", &large}, before = {"x", &small};
+    assert_int_equal(quern_safetensors_save(path, &before, 1, NULL, 0), QUERN_OK);
+    const pid_t child = fork();
+    if (child == 0) {
+        const struct rlimit limit = {100000, 100000};
+        signal(SIGXFSZ, SIG_IGN);
+        if (setrlimit(RLIMIT_FSIZE, &limit) != 0) _exit(9);
+        _exit((int)quern_safetensors_save(path, &item, 1, NULL, 0));
+    }
+    int how;
+    assert_int_equal(waitpid(child, &how, 0), child);
+    assert_true(WIFEXITED(how));
+    assert_int_equal(WEXITSTATUS(how), QUERN_ERR_IO);
+    assert_int_equal(files_in_directory(), 1);
+    quern_safetensors *file = NULL;
+    quern_tensor t;
+    assert_int_equal(quern_safetensors_open(path, &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_get(file, "x", &t), QUERN_OK);
+    assert_int_equal(t.shape[0], 1);
+    assert_true(*(const float *)t.data == 7);
+    quern_safetensors_close(file);
+}
+
+static void a_symbolic_link_is_written_through(void **state)
+{
+    (void)state;
+    char link_path[80];
+    struct stat st;
+    snprintf(link_path, sizeof link_path, "%s/link", directory);
+    assert_int_equal(quern_safetensors_save(path, NULL, 0, NULL, 0), QUERN_OK);
+    assert_int_equal(symlink("file.safetensors", link_path), 0);
+    assert_int_equal(quern_safetensors_save(link_path, NULL, 0, NULL, 0), QUERN_OK);
+    assert_int_equal(lstat(link_path, &st), 0);
+    assert_true(S_ISLNK(st.st_mode));
+    unlink(link_path);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(hostile_headers_are_refused),
+        cmocka_unit_test(bad_lengths_are_refused),
+        cmocka_unit_test(every_truncation_is_refused),
+        cmocka_unit_test(unreadable_paths_are_io_errors),
+        cmocka_unit_test(misaligned_data_comes_out_aligned),
+        cmocka_unit_test(tensors_that_a_view_cannot_hold_are_unsupported),
+        cmocka_unit_test(what_is_saved_is_read_back),
+        cmocka_unit_test(a_large_strided_tensor_streams_through),
+        cmocka_unit_test(bad_items_are_refused),
+        cmocka_unit_test(unwritable_paths_are_io_errors),
+        cmocka_unit_test(a_full_disk_leaves_the_old_file),
+        cmocka_unit_test(a_symbolic_link_is_written_through),
+    };
+    return cmocka_run_group_tests(tests, make_directory, remove_directory);
+}

@@ -1,0 +1,54 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * job.h - one operation on tensors by name: inputs are bound, outputs sized and allocated, the passes run.
+ * `quern run` fills a job from a file, the bench and the probe from random data.
+ */
+#ifndef QUERN_TOOLS_JOB_H
+#define QUERN_TOOLS_JOB_H
+
+#include "ops.h"
+
+#include <quern/safetensors.h>
+
+typedef struct symbol {
+    char name[8];
+    int64_t value;
+} symbol;
+enum { SYMBOLS_MAX = 24 };
+
+typedef struct job {
+    const operation *op;
+    any_params params;
+    any_tensors tensors;
+    bool save_branches;
+    bool backward; /* the trigger is there */
+    quern_tensor storage[SLOTS_MAX]; /* by slot index */
+    bool input[SLOTS_MAX];
+    void *owned[SLOTS_MAX];
+    symbol symbols[SYMBOLS_MAX];
+    size_t symbol_count;
+    int64_t lead[QUERN_MAX_DIMS]; /* what "..." stands for */
+    int32_t lead_count;
+    void *workspace;
+    size_t workspace_bytes;
+    double forward_ms, backward_ms;
+} job;
+
+/* Starts a job; params are taken over. */
+void job_init(job *j, const operation *op, const any_params *params);
+/* Hands in an input under its name; false if the operation reads no such tensor. */
+bool job_bind(job *j, const slot *s, const quern_tensor *t);
+/* Reads every input of the operation that the file holds. Returns an exit code after a message. */
+int job_read(job *j, const quern_safetensors *file, const char *path, const char *without);
+/* Sets the gate and list modes by the inputs, sizes and allocates outputs and workspace. */
+int job_prepare(job *j, quern_context *ctx);
+/* Runs the forward pass, and the backward pass where its trigger is there; takes the times. */
+int job_run(job *j, quern_context *ctx);
+int job_write(const job *j, const char *path);
+void job_free(job *j);
+
+/* Milliseconds of a steady clock. */
+double now_ms(void);
+
+#endif

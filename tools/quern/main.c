@@ -1,0 +1,105 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* main.c - finds the verb and calls it. */
+#include "command.h"
+
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+static const struct verb {
+    const char *name;
+    int (*call)(int argc, char **argv);
+    const char *help;
+} verbs[] = {
+    {"info", verb_info, "version, CPU level, threads; with --measure the machine's ceilings"},
+    {"run", verb_run, "one operation on tensors of a file"},
+    {"compare", verb_compare, "the tensors of two files"},
+};
+enum { VERBS = sizeof verbs / sizeof *verbs };
+
+const char *command_verb = "";
+
+static const char *const device_choices[] = {"cpu", "cuda", NULL};
+const option_row machine_rows[] = {
+    {"threads", OPTION_INT, offsetof(machine_options, threads), NULL, "threads; 0: OMP_NUM_THREADS, else all CPUs"},
+    {"device", OPTION_CHOICE, offsetof(machine_options, device), device_choices, "where to compute"},
+    {"json", OPTION_FLAG, offsetof(machine_options, json), NULL, "print the result as JSON"},
+};
+const size_t machine_row_count = sizeof machine_rows / sizeof *machine_rows;
+
+int fail(int code, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    fprintf(stderr, "quern%s%s: ", *command_verb != '\0' ? " " : "", command_verb);
+    vfprintf(stderr, format, args);
+    fputc('\n', stderr);
+    va_end(args);
+    return code;
+}
+
+int fail_status(quern_status status)
+{
+    static const int codes[] = {[QUERN_OK] = EXIT_DONE,
+                                [QUERN_ERR_INVALID_ARGUMENT] = EXIT_INPUT,
+                                [QUERN_ERR_UNSUPPORTED] = EXIT_MACHINE,
+                                [QUERN_ERR_WORKSPACE] = EXIT_DEFECT,
+                                [QUERN_ERR_OUT_OF_MEMORY] = EXIT_MACHINE,
+                                [QUERN_ERR_IO] = EXIT_INPUT,
+                                [QUERN_ERR_FORMAT] = EXIT_INPUT,
+                                [QUERN_ERR_DEVICE] = EXIT_MACHINE,
+                                [QUERN_ERR_INTERNAL] = EXIT_DEFECT};
+    return fail((unsigned)status < sizeof codes / sizeof *codes ? codes[status] : EXIT_DEFECT, "%s",
+                quern_last_error(NULL));
+}
+
+int open_context(const machine_options *options, quern_context **ctx)
+{
+    if (options->threads < 0 || options->threads > 1024)
+        return fail(EXIT_USAGE, "--threads %lld: 0 to 1024 is accepted", (long long)options->threads);
+    if (options->device != QUERN_CPU)
+        return fail(EXIT_MACHINE, "--device cuda: this build computes on the cpu only");
+    quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
+    params.threads = (int32_t)options->threads;
+    const quern_status status = quern_context_create(&params, ctx);
+    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
+}
+
+static void print_help(void)
+{
+    printf("quern %s: sparse attention that trains, on the CPU\n\nusage: quern VERB [--option value ...]\n\n", quern_version());
+    for (size_t i = 0; i < VERBS; i++) printf("  %-8s %s\n", verbs[i].name, verbs[i].help);
+    printf("\nquern VERB --help tells the rest; quern --version the version.\n"
+           "\nexit codes: 0 done; 1 a comparison or acceptance figure failed; 2 the command line is wrong;\n"
+           "3 a file, its tensors or a parameter is not accepted; 4 the machine lacks what is needed\n"
+           "(device, CPU level, memory, program); 5 a defect of Quern.\n"
+           "environment: QUERN_CPU=portable|avx2|avx512|avx512bf16 forces a CPU level; OMP_NUM_THREADS.\n");
+}
+
+int main(int argc, char **argv)
+{
+    signal(SIGXFSZ, SIG_IGN); /* a file limit is then an error of write(), reported like a full disk */
+    if (argc < 2) {
+        print_help();
+        return EXIT_USAGE;
+    }
+    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "help") == 0) {
+        print_help();
+        return EXIT_DONE;
+    }
+    if (strcmp(argv[1], "--version") == 0) {
+        printf("quern %s\n", quern_version());
+        return EXIT_DONE;
+    }
+    for (size_t i = 0; i < VERBS; i++) {
+        if (strcmp(argv[1], verbs[i].name) == 0) {
+            command_verb = verbs[i].name;
+            const int code = verbs[i].call(argc - 1, argv + 1);
+            if (fflush(stdout) != 0 && code == EXIT_DONE) return fail(EXIT_INPUT, "cannot write to standard output");
+            return code;
+        }
+    }
+    return fail(EXIT_USAGE, "verb '%s' is unknown: info, run and compare are accepted", argv[1]);
+}

@@ -1,0 +1,172 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+#include "options.h"
+
+#include "command.h"
+
+#include <quern/nsa.h>
+
+#include <errno.h>
+#include <getopt.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const branch_names[] = {"cmp", "slc", "win"};
+
+static bool parse_integer(const char *text, char **end, int64_t *out)
+{
+    errno = 0;
+    const long long value = strtoll(text, end, 10);
+    if (*end == text || errno != 0) return false;
+    *out = value;
+    return true;
+}
+
+int parse_integers(const char *text, int64_t least, int64_t most, int64_t *out, int room)
+{
+    int n = 0;
+    for (char *end;; text = end + 1) {
+        int64_t value, unit = 1;
+        if (n == room || !parse_integer(text, &end, &value)) return -1;
+        if (*end == 'k') unit = 1 << 10;
+        if (*end == 'M') unit = 1 << 20;
+        if (unit > 1) end++;
+        if (__builtin_mul_overflow(value, unit, &value) || value < least || value > most) return -1;
+        out[n++] = value;
+        if (*end == '\0') return n;
+        if (*end != ',') return -1;
+    }
+}
+
+static bool parse_branches(const char *text, uint32_t *out)
+{
+    if (strcmp(text, "all") == 0) {
+        *out = QUERN_NSA_BRANCH_ALL;
+        return true;
+    }
+    *out = 0;
+    while (*text != '\0') {
+        const size_t n = strcspn(text, ",");
+        int b = 0;
+        while (b < 3 && (strlen(branch_names[b]) != n || strncmp(text, branch_names[b], n) != 0)) b++;
+        if (b == 3) return false;
+        *out |= 1u << b;
+        text += n;
+        if (*text == ',' && *++text == '\0') return false;
+    }
+    return *out != 0;
+}
+
+/* Stores the value; false where the row does not accept it. */
+static bool store(const option_row *row, void *base, const char *value)
+{
+    void *at = (char *)base + row->offset;
+    char *end;
+    int64_t integer;
+    switch (row->type) {
+    case OPTION_FLAG: *(bool *)at = true; return true;
+    case OPTION_BOOL:
+        *(bool *)at = strcmp(value, "true") == 0;
+        return *(bool *)at || strcmp(value, "false") == 0;
+    case OPTION_INT:
+        if (!parse_integer(value, &end, &integer) || *end != '\0') return false;
+        *(int64_t *)at = integer;
+        return true;
+    case OPTION_FLOAT:
+        *(float *)at = strtof(value, &end);
+        return end != value && *end == '\0' && isfinite(*(float *)at);
+    case OPTION_TEXT: *(const char **)at = value; return true;
+    case OPTION_CHOICE:
+        for (int i = 0; row->choices[i] != NULL; i++) {
+            if (strcmp(row->choices[i], value) == 0) {
+                *(int *)at = i;
+                return true;
+            }
+        }
+        return false;
+    case OPTION_BRANCHES: return parse_branches(value, at);
+    }
+    return false;
+}
+
+void option_value_text(const option_row *row, char *text, size_t room)
+{
+    static const char *const words[] = {"", "true|false", "INT", "NUMBER", "TEXT", "", "all|cmp,slc,win"};
+    size_t used = (size_t)snprintf(text, room, "%s", words[row->type]);
+    for (int i = 0; row->type == OPTION_CHOICE && row->choices[i] != NULL; i++)
+        used += (size_t)snprintf(text + used, room - used, "%s%s", i > 0 ? "|" : "", row->choices[i]);
+}
+
+void option_current_text(const option_row *row, const void *base, char *text, size_t room)
+{
+    const void *at = (const char *)base + row->offset;
+    const char *word;
+    switch (row->type) {
+    case OPTION_FLAG: snprintf(text, room, "off"); break;
+    case OPTION_BOOL: snprintf(text, room, "%s", *(const bool *)at ? "true" : "false"); break;
+    case OPTION_INT: snprintf(text, room, "%" PRId64, *(const int64_t *)at); break;
+    case OPTION_FLOAT: snprintf(text, room, "%g", (double)*(const float *)at); break;
+    case OPTION_TEXT:
+        word = *(const char *const *)at;
+        snprintf(text, room, "%s", word != NULL ? word : "none");
+        break;
+    case OPTION_CHOICE: snprintf(text, room, "%s", row->choices[*(const int *)at]); break;
+    case OPTION_BRANCHES: snprintf(text, room, "all"); break;
+    }
+}
+
+void print_options(const option_group *group)
+{
+    for (size_t i = 0; i < group->count; i++) {
+        const option_row *row = &group->rows[i];
+        char value[100], now[60], left[160];
+        option_value_text(row, value, sizeof value);
+        snprintf(left, sizeof left, "--%s %s", row->name, value);
+        printf("  %-34s %s", left, row->help);
+        if (row->type != OPTION_FLAG && group->base != NULL) {
+            option_current_text(row, group->base, now, sizeof now);
+            printf(" (default %s)", now);
+        }
+        putchar('\n');
+    }
+}
+
+int parse_options(int argc, char **argv, const option_group *groups, size_t group_count, int *first, bool *help)
+{
+    struct option table[OPTION_MAX + 2];
+    const option_row *rows[OPTION_MAX];
+    void *bases[OPTION_MAX];
+    int n = 0;
+    for (size_t g = 0; g < group_count; g++) {
+        for (size_t i = 0; i < groups[g].count && n < OPTION_MAX; i++, n++) {
+            rows[n] = &groups[g].rows[i];
+            bases[n] = groups[g].base;
+            table[n] = (struct option){rows[n]->name, rows[n]->type == OPTION_FLAG ? no_argument : required_argument, NULL, n + 1};
+        }
+    }
+    table[n] = (struct option){"help", no_argument, NULL, OPTION_MAX + 1};
+    table[n + 1] = (struct option){NULL, 0, NULL, 0};
+    *help = false;
+    opterr = 0;
+    optind = 0; /* glibc: start afresh, argv may be parsed twice */
+    for (int c; (c = getopt_long(argc, argv, ":h", table, NULL)) != -1;) {
+        if (c == 'h' || c == OPTION_MAX + 1) {
+            *help = true;
+            return EXIT_DONE;
+        }
+        if (c == ':') return fail(EXIT_USAGE, "option '%s' needs a value; see quern %s --help", argv[optind - 1], command_verb);
+        if (c == '?')
+            return fail(EXIT_USAGE, "option '%s' is unknown, ambiguous or takes no value; see quern %s --help",
+                        argv[optind - 1], command_verb);
+        if (!store(rows[c - 1], bases[c - 1], optarg)) {
+            char value[100];
+            option_value_text(rows[c - 1], value, sizeof value);
+            return fail(EXIT_USAGE, "--%s '%s': %s is accepted", rows[c - 1]->name, optarg, value);
+        }
+    }
+    *first = optind;
+    return EXIT_DONE;
+}
