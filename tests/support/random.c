@@ -1,0 +1,46 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* random.c - SplitMix64 (Steele, Lea, Flood 2014) and Box-Muller. */
+#include "random.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+uint64_t test_seed(const char *name, uint64_t fallback)
+{
+    const char *text = getenv("QUERN_TEST_SEED");
+    const uint64_t seed = text != NULL ? strtoull(text, NULL, 0) : fallback;
+    printf("%s: QUERN_TEST_SEED=%" PRIu64 "\n", name, seed);
+    return seed;
+}
+
+uint64_t test_random_bits(test_random *random)
+{
+    uint64_t z = random->state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+int64_t test_random_int(test_random *random, int64_t low, int64_t high)
+{
+    return low + (int64_t)(test_random_bits(random) % (uint64_t)(high - low + 1));
+}
+
+bool test_random_one_in(test_random *random, int64_t n)
+{
+    return test_random_int(random, 1, n) == 1;
+}
+
+double test_random_uniform(test_random *random)
+{
+    return (double)(test_random_bits(random) >> 11) * 0x1p-53;
+}
+
+double test_random_normal(test_random *random)
+{
+    const double u = 1 - test_random_uniform(random), v = test_random_uniform(random);
+    return sqrt(-2 * log(u)) * cos(6.283185307179586 * v);
+}

@@ -1,0 +1,26 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* random.h - seeded random numbers. A test that draws prints its seed; QUERN_TEST_SEED=number repeats it. */
+#ifndef QUERN_TEST_RANDOM_H
+#define QUERN_TEST_RANDOM_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+typedef struct test_random {
+    uint64_t state;
+} test_random;
+
+/* The seed of this run: QUERN_TEST_SEED, else `fallback`; printed with the test's name. */
+uint64_t test_seed(const char *name, uint64_t fallback);
+uint64_t test_random_bits(test_random *random);
+/* Uniform in low ... high, both included. */
+int64_t test_random_int(test_random *random, int64_t low, int64_t high);
+/* True once in n times. */
+bool test_random_one_in(test_random *random, int64_t n);
+/* Uniform in [0, 1). */
+double test_random_uniform(test_random *random);
+/* N(0, 1). */
+double test_random_normal(test_random *random);
+
+#endif

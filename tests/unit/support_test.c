@@ -1,0 +1,95 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* support_test.c - the tests' own instruments: rounding, strided views, comparisons. */
+#include "cmocka_c11.h"
+#include "compare.h"
+#include "tensor.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+static void rounding_is_to_nearest_even(void **state)
+{
+    (void)state;
+    assert_true(test_round(QUERN_BF16, 1 + 0x1p-8) == 1);
+    assert_true(test_round(QUERN_BF16, 1 + 0x3p-8) == 1 + 0x1p-6);
+    assert_true(test_round(QUERN_BF16, 1 + 0x1p-8 + 0x1p-30) == 1 + 0x1p-7);
+    assert_true(test_round(QUERN_F16, 1 + 0x1p-11) == 1);
+    assert_true(test_round(QUERN_F16, 1 + 0x3p-11) == 1 + 0x1p-9);
+    assert_true(test_round(QUERN_F16, 65519) == 65504 && isinf(test_round(QUERN_F16, 65520)));
+    assert_true(test_round(QUERN_F16, 0x1p-24) == 0x1p-24 && test_round(QUERN_F16, 0x1p-25) == 0);
+    assert_true(test_round(QUERN_F16, 0x3p-25) == 0x1p-23);
+}
+
+/* Every finite f16 and bf16 pattern survives a round trip through a tensor. */
+static void half_patterns_round_trip(void **state)
+{
+    const quern_dtype dtypes[] = {QUERN_F16, QUERN_BF16};
+    const int64_t shape[] = {65536};
+    test_random random = {1};
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        test_tensor a = test_tensor_make(&random, dtypes[i], 1, shape, TEST_CONTIGUOUS);
+        test_tensor b = test_tensor_make(&random, dtypes[i], 1, shape, TEST_CONTIGUOUS);
+        uint16_t *bits = a.view.data;
+        for (int32_t j = 0; j < 65536; j++) {
+            const uint16_t exponent = dtypes[i] == QUERN_F16 ? 0x7c00 : 0x7f80;
+            bits[j] = (uint16_t)((j & exponent) == exponent ? 0 : j);
+        }
+        double *values = test_tensor_get(&a);
+        test_tensor_set(&b, values);
+        assert_true(test_tensor_same_bits(&a, &b));
+        free(values);
+        test_tensor_free(&a);
+        test_tensor_free(&b);
+    }
+}
+
+static void strided_views_keep_their_values(void **state)
+{
+    test_random random = {test_seed("strided_views_keep_their_values", 3)};
+    (void)state;
+    for (int trial = 0; trial < 60; trial++) {
+        const int64_t shape[] = {test_random_int(&random, 0, 3), test_random_int(&random, 1, 4),
+                                 test_random_int(&random, 1, 3), test_random_int(&random, 1, 5)};
+        test_tensor t = test_tensor_make(&random, QUERN_F32, 4, shape, (test_layout)(trial % TEST_LAYOUTS));
+        const int64_t count = test_tensor_count(&t);
+        double *in = malloc(sizeof *in * (size_t)(count + 1));
+        for (int64_t i = 0; i < count; i++) in[i] = (double)i + 0.5;
+        test_tensor_set(&t, in);
+        double *out = test_tensor_get(&t);
+        assert_memory_equal(in, out, sizeof *in * (size_t)count);
+        assert_true(t.view.strides[3] == 1);
+        test_tensor_check_guards(&t, "t");
+        free(in);
+        free(out);
+        test_tensor_free(&t);
+    }
+}
+
+static void relative_l2_knows_special_values(void **state)
+{
+    const double reference[] = {3, -INFINITY, 4, NAN}, same[] = {3, -INFINITY, 4.0005, NAN};
+    const double finite[] = {3, -1e30, 4, NAN}, hidden[] = {3, -INFINITY, 4, 0};
+    const double made[] = {NAN, -INFINITY, 4, NAN}, zero[] = {0, 0, 0, 0}, tiny[] = {0, 0, 1e-300, 0};
+    char why[200];
+    (void)state;
+    assert_true(fabs(test_relative_l2(same, reference, 4, why) - 1e-4) < 1e-9);
+    assert_true(isinf(test_relative_l2(finite, reference, 4, why)));
+    assert_true(isinf(test_relative_l2(hidden, reference, 4, why)));
+    assert_true(isinf(test_relative_l2(made, reference, 4, why)));
+    assert_true(test_relative_l2(zero, zero, 4, why) == 0);
+    assert_true(isinf(test_relative_l2((const double[]){1e-100, 0, 0, 0}, zero, 4, why)));
+    assert_true(isinf(test_relative_l2(tiny, zero, 4, why)));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(rounding_is_to_nearest_even),
+        cmocka_unit_test(half_patterns_round_trip),
+        cmocka_unit_test(strided_views_keep_their_values),
+        cmocka_unit_test(relative_l2_knows_special_values),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
