@@ -122,61 +122,79 @@ __attribute__((unused)) static void pack_values_bf16(const row_source *src, int3
     }
 }
 
-INLINE void softmax_row(const softmax_tile *t, int32_t r, bool narrow)
+INLINE void store_p(float *s, int32_t c, f32x16 p, bool narrow)
+{
+    if (narrow) {
+        const u16x16 h = narrow16(p);
+        memcpy((uint16_t *)s + c, &h, sizeof h);
+    } else {
+        store16(s + c, p);
+    }
+}
+
+/* Takes the maximum `seen` of row r's tile into account: the row's shrink; returns what its exponents
+ * subtract. */
+INLINE f32x16 raise_max(const softmax_tile *t, int32_t r, float seen)
+{
+    float shrink = 1.0f;
+    if (seen > t->max[r]) {
+        shrink = exp2_16(splat16((t->max[r] - seen) * t->scale2))[0];
+        t->max[r] = seen;
+    }
+    t->shrink[r] = shrink;
+    return splat16(t->max[r] == -INFINITY ? 0.0f : -t->max[r] * t->scale2);
+}
+
+/* A row that sees every column: the inner tiles' case. */
+INLINE void softmax_whole_row(const softmax_tile *t, int32_t r, bool narrow)
 {
     float *s = t->s + r * t->lds;
-    const int32_t lo = t->lo[r], hi = t->hi[r];
-    uint16_t *half = (uint16_t *)s;
-    const f32x16 none = splat16(-INFINITY);
-    t->shrink[r] = 1.0f;
-    if (lo >= hi) {
-        memset(s, 0, (size_t)t->columns * (narrow ? sizeof *half : sizeof *s));
-        return;
-    }
-    /* Whole groups inside [lo, hi) take the unmasked loop. */
-    const int32_t first = lo / LANES * LANES, last = (hi + LANES - 1) / LANES * LANES;
-    const int32_t in0 = (lo + LANES - 1) / LANES * LANES, in1 = hi / LANES * LANES;
-    f32x16 top = none;
-    for (int32_t c = first; c < last; c += LANES) {
-        f32x16 v = load16(s + c);
-        if (c < in0 || c >= in1) v = select16(lanes_in(c, lo, hi), v, none);
-        top = select16(v > top, v, top);
-    }
-    const float old = t->max[r], seen = max_of(top), max = seen > old ? seen : old;
-    const float base2 = max == -INFINITY ? 0.0f : max * t->scale2;
-    if (max != old) {
-        f32x16 x = splat16(old * t->scale2 - base2);
-        x = exp2_16(x);
-        t->shrink[r] = x[0];
-        t->max[r] = max;
-    }
-    const f32x16 base = splat16(base2);
-    f32x16 sum = {0};
+    const f32x16 scale2 = splat16(t->scale2);
+    f32x16 top = splat16(-INFINITY), sum = {0};
+    for (int32_t c = 0; c < t->columns; c += LANES) top = max16(load16(s + c), top);
+    const f32x16 base = raise_max(t, r, max_of(top));
     for (int32_t c = 0; c < t->columns; c += LANES) {
-        f32x16 p = {0};
-        if (c >= first && c < last) {
-            p = exp2_16(load16(s + c) * t->scale2 - base);
-            if (c < in0 || c >= in1) p = select16(lanes_in(c, lo, hi), p, (f32x16){0});
-            sum += p;
-        }
-        if (narrow) {
-            const u16x16 h = narrow16(p);
-            memcpy(half + c, &h, sizeof h);
-        } else {
-            store16(s + c, p);
-        }
+        const f32x16 p = exp2_16(fma16(load16(s + c), scale2, base));
+        sum += p;
+        store_p(s, c, p, narrow);
     }
     t->sum[r] = t->sum[r] * t->shrink[r] + sum_of(sum);
 }
 
+INLINE void softmax_masked_row(const softmax_tile *t, int32_t r, bool narrow)
+{
+    float *s = t->s + r * t->lds;
+    const int32_t lo = t->lo[r], hi = t->hi[r], first = lo / LANES * LANES, last = (hi + LANES - 1) / LANES * LANES;
+    const f32x16 scale2 = splat16(t->scale2), none = splat16(-INFINITY), zero = {0};
+    f32x16 top = none, sum = zero;
+    for (int32_t c = first; c < last; c += LANES) top = max16(select16(lanes_in(c, lo, hi), load16(s + c), none), top);
+    const f32x16 base = raise_max(t, r, max_of(top));
+    for (int32_t c = 0; c < first; c += LANES) store_p(s, c, zero, narrow);
+    for (int32_t c = first; c < last; c += LANES) {
+        const f32x16 p = select16(lanes_in(c, lo, hi), exp2_16(fma16(load16(s + c), scale2, base)), zero);
+        sum += p;
+        store_p(s, c, p, narrow);
+    }
+    for (int32_t c = last; c < t->columns; c += LANES) store_p(s, c, zero, narrow);
+    t->sum[r] = t->sum[r] * t->shrink[r] + sum_of(sum);
+}
+
+INLINE void softmax_rows(const softmax_tile *t, bool narrow)
+{
+    for (int32_t r = 0; r < t->rows; r++) {
+        if (t->lo[r] == 0 && t->hi[r] == t->columns) softmax_whole_row(t, r, narrow);
+        else softmax_masked_row(t, r, narrow);
+    }
+}
+
 static void softmax_f32(const softmax_tile *t)
 {
-    for (int32_t r = 0; r < t->rows; r++) softmax_row(t, r, false);
+    softmax_rows(t, false);
 }
 
 __attribute__((unused)) static void softmax_bf16(const softmax_tile *t)
 {
-    for (int32_t r = 0; r < t->rows; r++) softmax_row(t, r, true);
+    softmax_rows(t, true);
 }
 
 static void softmax_backward(const softmax_backward_tile *t)
@@ -191,8 +209,8 @@ static void softmax_backward(const softmax_backward_tile *t)
                 store16(dp + c, (f32x16){0});
                 continue;
             }
-            f32x16 p = exp2_16(load16(s + c) * t->scale2 - lse2);
-            f32x16 ds = p * (load16(dp + c) * row_scale - delta);
+            f32x16 p = exp2_16(fma16(load16(s + c), splat16(t->scale2), -lse2));
+            f32x16 ds = p * fma16(load16(dp + c), row_scale, -delta);
             p *= row_scale;
             if (c < lo || c + LANES > hi) {
                 const i32x16 mask = lanes_in(c, lo, hi);

@@ -8,6 +8,10 @@
 #ifndef QUERN_CPU_VECTOR_H
 #define QUERN_CPU_VECTOR_H
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -50,44 +54,87 @@ INLINE i32x16 lanes_in(int32_t at, int32_t lo, int32_t hi)
     return (lane >= lo) & (lane < hi);
 }
 
+/* a b + c in one rounding where the level has FMA, whatever -ffp-contract says. */
+INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c)
+{
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    union { f32x16 all; __m256 half[2]; } x = {a}, y = {b}, z = {c};
+    z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
+    z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
+    return z.all;
+#else
+    return a * b + c;
+#endif
+}
+
+/* The larger of each lane; where either is NaN, that of `than`. */
+INLINE f32x16 max16(f32x16 v, f32x16 than)
+{
+#if defined(__AVX512F__)
+    return _mm512_max_ps(v, than);
+#else
+    return select16(v > than, v, than);
+#endif
+}
+
 /* Fixed trees, so that a row's result depends on nothing but the row. */
 INLINE float max_of(f32x16 v)
 {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(v);
+#else
     float x[LANES];
     memcpy(x, &v, sizeof x);
     for (int w = LANES / 2; w > 0; w /= 2)
         for (int i = 0; i < w; i++) x[i] = x[i + w] > x[i] ? x[i + w] : x[i];
     return x[0];
+#endif
 }
 
 INLINE float sum_of(f32x16 v)
 {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(v);
+#else
     float x[LANES];
     memcpy(x, &v, sizeof x);
     for (int w = LANES / 2; w > 0; w /= 2)
         for (int i = 0; i < w; i++) x[i] += x[i + w];
     return x[0];
+#endif
 }
 
 /*
  * 2^x for x <= 127, within 2.4e-7 relative; 0 below -126; NaN stays NaN. x = n + f with n the nearest
- * integer (by adding 1.5 2^23), 2^f by a minimax polynomial of degree 5 on [-0.5, 0.5] (error 7.5e-8), n
- * added to the exponent bits.
+ * integer, 2^f by a minimax polynomial of degree 5 on [-0.5, 0.5] (error 7.5e-8), n added to the exponent
+ * bits. NaN converts to the integer INT_MIN, whose shifted bits are 0, so it passes through the last step.
  */
 INLINE f32x16 exp2_16(f32x16 x)
 {
+#if defined(__AVX512F__)
+    const __m512i n = _mm512_cvtps_epi32(x);
+    const f32x16 f = x - _mm512_cvtepi32_ps(n);
+#else
     const i32x16 tiny = x < -126.0f;
     const f32x16 clamped = select16(tiny, splat16(-126.0f), x);
-    const f32x16 shifted = clamped + 12582912.0f;
+    const f32x16 shifted = clamped + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
     const f32x16 f = clamped - (shifted - 12582912.0f);
-    f32x16 p = f * 0x1.5c08e4p-10f + 0x1.3d0c54p-7f;
-    p = p * f + 0x1.c6b6e4p-5f;
-    p = p * f + 0x1.ebf918p-3f;
-    p = p * f + 0x1.62e428p-1f;
-    p = p * f + 0x1.000002p+0f;
+#endif
+    f32x16 p = fma16(f, splat16(0x1.5c08e4p-10f), splat16(0x1.3d0c54p-7f));
+    p = fma16(p, f, splat16(0x1.c6b6e4p-5f));
+    p = fma16(p, f, splat16(0x1.ebf918p-3f));
+    p = fma16(p, f, splat16(0x1.62e428p-1f));
+    p = fma16(p, f, splat16(0x1.000002p+0f));
+#if defined(__AVX512F__)
+    const __mmask16 kept = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (f32x16)_mm512_maskz_add_epi32(kept, (__m512i)p, _mm512_slli_epi32(n, 23));
+#else
     f32x16 y = (f32x16)((i32x16)p + ((i32x16)shifted << 23));
     y = select16(tiny, (f32x16){0}, y);
     return select16(x == x, y, x);
+#endif
 }
 
 /* Round to nearest even; NaN stays NaN. */
