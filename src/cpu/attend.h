@@ -27,6 +27,7 @@ enum {
 /* One sequence of the call: rows in the tensors, and where its keys stand in the packed buffers. */
 typedef struct attend_sequence {
     int64_t view_b, q0, nq, k0, nk, packed0;
+    int64_t list_row0; /* of its tiles' lists */
 } attend_sequence;
 
 typedef struct attend_plan {
@@ -49,6 +50,15 @@ typedef struct attend_packed {
     uint8_t *special; /* [kv_heads][packed_rows / 64]: a value there is not finite */
 } attend_packed;
 
+/* Lists of a chunk of rows, inverted: block x was chosen by tiles entries[start[x]] ... entries[start[x + 1] - 1]
+ * (counted from the chunk's first tile), rising. */
+typedef struct attend_lists {
+    int32_t *start;   /* [blocks + 2] */
+    int32_t *mark;    /* [blocks + 1] */
+    int32_t *entries; /* [tiles of a chunk * list_k] */
+    int32_t *list;    /* [list_k] */
+} attend_lists;
+
 /* A run of packed rows of one unit with their running softmax. */
 typedef struct attend_chunk {
     attend_sequence seq;
@@ -68,19 +78,37 @@ typedef struct attend_scratch {
     float *max, *sum, *shrink; /* [TILE_ROWS] */
     int32_t *lo, *hi, *rows;   /* [TILE_ROWS] */
     int32_t *tile_lo, *tile_hi;
-    int32_t *count, *mark;     /* [blocks + 1] */
-    int32_t *entries;          /* [tiles of a chunk * list_k] */
-    int32_t *list;             /* [list_k] */
+    attend_lists lists;
 } attend_scratch;
 
 attend_plan attend_plan_of(const quern_exec *exec, const attend_args *args);
 attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b);
 /* The interval of keys that query `query` of a sequence sees. */
 void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo, int64_t *hi);
-/* The list of tile `tile` of sequence b, unit u. */
-const int32_t *attend_list(const attend_plan *plan, int64_t b, const attend_sequence *seq, int32_t unit, int64_t tile);
-/* The first list row of sequence b in a packed batch (0 for fixed lengths). */
-int64_t attend_list_row0(const attend_plan *plan, int64_t b);
+int64_t attend_list_length(const attend_plan *plan);
+void attend_lists_carve(const attend_plan *plan, int64_t chunk_rows, arena *a, attend_lists *lists);
+/* Forgets which entries were seen; before the first attend_list_clean() of a sequence. */
+void attend_lists_reset(const attend_plan *plan, const attend_sequence *seq, attend_lists *lists);
+/* Copies to lists->list what counts of tile `tile`'s list: inside the sequence, not wholly at or past key hi,
+ * once each. `stamp` > 0 differs from call to call since the reset. Returns how many. */
+int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t tile, int64_t hi, int32_t stamp,
+                          attend_lists *lists);
+/* Inverts the lists of rows [row0, row0 + rows) of a unit; hi: each row's interval end. Returns the blocks. */
+int64_t attend_lists_invert(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0, int32_t rows,
+                            const int32_t *hi, attend_lists *lists);
+
+/* One tensor to pack for every (sequence, kv head). Sequences start at multiples of KEY_ALIGN rows. */
+typedef struct attend_pack_target {
+    const quern_tensor *tensor;
+    void *columns;    /* keys along columns, or NULL */
+    void *rows;       /* keys along rows, or NULL */
+    uint8_t *special; /* or NULL; or-ed: several targets may share it */
+    int32_t row_panel;
+} attend_pack_target;
+void attend_pack_all(const quern_exec *exec, const attend_plan *plan, const attend_pack_target *targets, int32_t count);
+/* Columns of a row panel, and panels, for rows of `dim` elements. */
+int32_t attend_row_panel(const attend_plan *plan, int64_t dim);
+int64_t attend_row_panels(const attend_plan *plan, int64_t dim);
 
 void attend_packed_carve(const attend_plan *plan, arena *a, attend_packed *packed);
 void attend_pack(const quern_exec *exec, const attend_plan *plan, const attend_packed *packed);
@@ -93,7 +121,7 @@ void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, a
 void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows, attend_chunk *chunk);
 /* Resets the running softmax and sets the intervals of this plan's mask. */
 void attend_chunk_reset(const attend_plan *plan, attend_chunk *chunk);
-void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, int64_t b, attend_chunk *chunk, attend_scratch *scratch);
+void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, attend_chunk *chunk, attend_scratch *scratch);
 /* Divides by the sums; afterwards `sum` holds the natural-log lse. */
 void attend_chunk_finish(const attend_plan *plan, attend_chunk *chunk);
 void attend_chunk_store(const attend_plan *plan, const attend_chunk *chunk);

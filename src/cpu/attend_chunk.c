@@ -41,11 +41,6 @@ void attend_chunk_carve(const attend_plan *plan, int32_t capacity, arena *a, att
     chunk->hi = arena_take(a, n * 4);
 }
 
-static int64_t list_length(const attend_plan *plan)
-{
-    return plan->args->list.ndim > 0 ? plan->args->list.shape[3] : 0;
-}
-
 void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_scratch *s)
 {
     s->s = arena_take(a, (size_t)TILE_ROWS * TILE_KEYS * 4);
@@ -55,16 +50,7 @@ void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, a
     int32_t **ints[] = {&s->lo, &s->hi, &s->rows, &s->tile_lo, &s->tile_hi};
     for (size_t i = 0; i < sizeof floats / sizeof *floats; i++) *floats[i] = arena_take(a, TILE_ROWS * 4);
     for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) *ints[i] = arena_take(a, TILE_ROWS * 4);
-    if (list_length(plan) == 0) {
-        s->count = s->mark = s->entries = s->list = NULL;
-        return;
-    }
-    const size_t blocks = (size_t)((plan->args->seqs.n_kv + plan->list_block - 1) / plan->list_block);
-    const size_t tiles = (size_t)(capacity / (plan->args->tile * plan->hs) + 1);
-    s->count = arena_take(a, (blocks + 2) * 4);
-    s->mark = arena_take(a, (blocks + 1) * 4);
-    s->entries = arena_take(a, tiles * (size_t)list_length(plan) * 4);
-    s->list = arena_take(a, (size_t)list_length(plan) * 4);
+    attend_lists_carve(plan, capacity, a, &s->lists);
 }
 
 void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows, attend_chunk *c)
@@ -241,41 +227,24 @@ static void run_block(const attend_plan *p, const attend_packed *packed, const t
     }
 }
 
-/* The entries of a list that count: inside the sequence, not wholly in the future of `hi`, once each. */
-static int32_t clean_list(const attend_plan *p, const int32_t *list, int64_t hi, int32_t *mark, int32_t stamp, int32_t *out)
-{
-    int32_t n = 0;
-    for (int64_t e = 0; e < list_length(p); e++) {
-        const int32_t x = list[e];
-        if (x < 0 || x * p->list_block >= hi || mark[x] == stamp) continue;
-        mark[x] = stamp;
-        out[n++] = x;
-    }
-    return n;
-}
-
-static int64_t block_count(const attend_plan *p, const attend_chunk *c)
-{
-    return (c->seq.nk + p->list_block - 1) / p->list_block;
-}
-
-static void run_lists_by_tile(const attend_plan *p, const attend_packed *packed, int64_t b, const attend_chunk *c, attend_scratch *s)
+static void run_lists_by_tile(const attend_plan *p, const attend_packed *packed, const attend_chunk *c, attend_scratch *s)
 {
     const int64_t tile_rows_n = p->args->tile * p->hs;
-    memset(s->mark, 0, (size_t)(block_count(p, c) + 1) * sizeof *s->mark);
+    int32_t *list = s->lists.list;
+    attend_lists_reset(p, &c->seq, &s->lists);
     for (int32_t first = 0; first < c->rows;) {
         const int64_t tile = (c->row0 + first) / tile_rows_n, tile_end = (tile + 1) * tile_rows_n - c->row0;
         const int32_t stop = tile_end < c->rows ? (int32_t)tile_end : c->rows;
-        int32_t n = clean_list(p, attend_list(p, b, &c->seq, c->unit, tile), c->hi[stop - 1], s->mark, (int32_t)(tile - c->row0 / tile_rows_n) + 1, s->list);
+        const int32_t n = attend_list_clean(p, &c->seq, c->unit, tile, c->hi[stop - 1], (int32_t)(tile - c->row0 / tile_rows_n) + 1, &s->lists);
         for (int32_t i = 1; i < n; i++) { /* rising order: given lists may have any */
-            const int32_t x = s->list[i];
+            const int32_t x = list[i];
             int32_t j = i;
-            for (; j > 0 && s->list[j - 1] > x; j--) s->list[j] = s->list[j - 1];
-            s->list[j] = x;
+            for (; j > 0 && list[j - 1] > x; j--) list[j] = list[j - 1];
+            list[j] = x;
         }
         for (; first < stop; first += TILE_ROWS) {
             const tile_rows t = rows_of(p, c, first, stop - first < TILE_ROWS ? stop - first : TILE_ROWS);
-            for (int32_t i = 0; i < n; i++) run_block(p, packed, &t, s->list[i], c->seq.nk, s, NULL, NULL);
+            for (int32_t i = 0; i < n; i++) run_block(p, packed, &t, list[i], c->seq.nk, s, NULL, NULL);
         }
         first = stop;
     }
@@ -292,30 +261,16 @@ static void scatter(const attend_plan *p, const tile_rows *t, attend_chunk *c, a
     }
 }
 
-static void run_lists_by_key(const attend_plan *p, const attend_packed *packed, int64_t b, attend_chunk *c, attend_scratch *s)
+static void run_lists_by_key(const attend_plan *p, const attend_packed *packed, attend_chunk *c, attend_scratch *s)
 {
-    const int64_t per_tile = p->args->tile * p->hs, blocks = block_count(p, c);
-    const int64_t tile0 = c->row0 / per_tile, tiles = (c->rows + per_tile - 1) / per_tile;
+    const int64_t per_tile = p->args->tile * p->hs;
     const size_t row_bytes = (size_t)p->key_words * 4;
-    memset(s->count, 0, (size_t)(blocks + 2) * sizeof *s->count);
-    /* Invert: count, prefix sums, fill in tile order. count[x + 1] becomes the end of block x's entries. */
-    for (int pass = 0; pass < 2; pass++) {
-        memset(s->mark, 0, (size_t)(blocks + 1) * sizeof *s->mark);
-        for (int64_t i = 0; i < tiles; i++) {
-            const int64_t last = (i + 1) * per_tile < c->rows ? (i + 1) * per_tile - 1 : c->rows - 1;
-            const int32_t n = clean_list(p, attend_list(p, b, &c->seq, c->unit, tile0 + i), c->hi[last], s->mark, (int32_t)i + 1, s->list);
-            for (int32_t e = 0; e < n; e++) {
-                if (pass == 0) s->count[s->list[e] + 2]++;
-                else s->entries[s->count[s->list[e] + 1]++] = (int32_t)i;
-            }
-        }
-        if (pass == 0)
-            for (int64_t x = 0; x < blocks; x++) s->count[x + 2] += s->count[x + 1];
-    }
+    const int64_t blocks = attend_lists_invert(p, &c->seq, c->unit, c->row0, c->rows, c->hi, &s->lists);
+    const int32_t *start = s->lists.start;
     for (int64_t x = 0; x < blocks; x++) {
         int32_t n = 0;
-        for (int32_t e = s->count[x]; e < s->count[x + 1]; e++) {
-            const int64_t from = s->entries[e] * per_tile, to = from + per_tile < c->rows ? from + per_tile : c->rows;
+        for (int32_t e = start[x]; e < start[x + 1]; e++) {
+            const int64_t from = s->lists.entries[e] * per_tile, to = from + per_tile < c->rows ? from + per_tile : c->rows;
             for (int64_t r = from; r < to; r++) {
                 if (c->hi[r] > x * p->list_block) {
                     memcpy((char *)s->gather_q + n * row_bytes, (const char *)c->q + r * row_bytes, row_bytes);
@@ -323,7 +278,7 @@ static void run_lists_by_key(const attend_plan *p, const attend_packed *packed, 
                     s->lo[n] = c->lo[r], s->hi[n] = c->hi[r];
                     s->rows[n++] = (int32_t)r;
                 }
-                if (n == TILE_ROWS || (n > 0 && e + 1 == s->count[x + 1] && r + 1 == to)) {
+                if (n == TILE_ROWS || (n > 0 && e + 1 == start[x + 1] && r + 1 == to)) {
                     const tile_rows t = {n, c->kv_head, c->seq.packed0, s->gather_q, s->gather_o, s->lo, s->hi, s->max, s->sum, true};
                     run_block(p, packed, &t, x, c->seq.nk, s, scatter, c);
                     n = 0;
@@ -333,15 +288,15 @@ static void run_lists_by_key(const attend_plan *p, const attend_packed *packed, 
     }
 }
 
-void attend_chunk_run(const attend_plan *p, const attend_packed *packed, int64_t b, attend_chunk *c, attend_scratch *s)
+void attend_chunk_run(const attend_plan *p, const attend_packed *packed, attend_chunk *c, attend_scratch *s)
 {
     if (c->rows == 0) return;
-    if (list_length(p) == 0) {
+    if (attend_list_length(p) == 0) {
         if (p->args->list.ndim == 0) run_range(p, packed, c, s);
     } else if (p->args->tile * p->hs >= TILE_ROWS / 2) {
-        run_lists_by_tile(p, packed, b, c, s);
+        run_lists_by_tile(p, packed, c, s);
     } else {
-        run_lists_by_key(p, packed, b, c, s);
+        run_lists_by_key(p, packed, c, s);
     }
 }
 

@@ -5,8 +5,6 @@
 #include "core/parallel.h"
 #include "cpu/attend.h"
 
-#include <math.h>
-
 enum { PACK_ROWS = 256 };
 
 static int64_t round_up(int64_t n, int64_t to)
@@ -28,7 +26,7 @@ attend_plan attend_plan_of(const quern_exec *exec, const attend_args *args)
     p.dim_v = (int32_t)args->v.shape[3];
     p.key_words = p.bf16 ? p.dim_k / 2 : p.dim_k;
     p.value_width = round_up(p.dim_v, 16);
-    p.value_panel = p.value_width < p.kernels->panel ? (int32_t)p.value_width : p.kernels->panel;
+    p.value_panel = attend_row_panel(&p, p.dim_v);
     p.sequences = args->seqs.batch;
     p.packed_rows = args->seqs.cu_q.data == NULL ? args->seqs.batch * round_up(args->seqs.n_kv, KEY_ALIGN)
                                                  : round_up(args->seqs.n_kv, KEY_ALIGN) + KEY_ALIGN * args->seqs.batch;
@@ -40,11 +38,12 @@ attend_plan attend_plan_of(const quern_exec *exec, const attend_args *args)
 attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b)
 {
     const stage_seqs *s = &plan->args->seqs;
-    if (s->cu_q.data == NULL)
-        return (attend_sequence){b, 0, s->n_q, 0, s->n_kv, b * round_up(s->n_kv, KEY_ALIGN)};
+    if (s->cu_q.data == NULL) return (attend_sequence){b, 0, s->n_q, 0, s->n_kv, b * round_up(s->n_kv, KEY_ALIGN), 0};
     const int32_t *cq = s->cu_q.data, *ck = s->cu_kv.data != NULL ? s->cu_kv.data : cq;
-    return (attend_sequence){0, cq[b], cq[b + 1] - cq[b], ck[b], ck[b + 1] - ck[b],
-                             round_up(ck[b], KEY_ALIGN) + KEY_ALIGN * b};
+    int64_t list_row = 0;
+    if (attend_list_length(plan) > 0)
+        for (int64_t i = 0; i < b; i++) list_row += (cq[i + 1] - cq[i] + plan->args->tile - 1) / plan->args->tile;
+    return (attend_sequence){0, cq[b], cq[b + 1] - cq[b], ck[b], ck[b + 1] - ck[b], round_up(ck[b], KEY_ALIGN) + KEY_ALIGN * b, list_row};
 }
 
 void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo, int64_t *hi)
@@ -74,40 +73,29 @@ void attend_interval(const attend_args *args, const attend_sequence *seq, int64_
     *hi = end < first ? first : end;
 }
 
-int64_t attend_list_row0(const attend_plan *plan, int64_t b)
+int32_t attend_row_panel(const attend_plan *plan, int64_t dim)
 {
-    const stage_seqs *s = &plan->args->seqs;
-    if (s->cu_q.data == NULL) return 0;
-    const int32_t *cq = s->cu_q.data;
-    int64_t row = 0;
-    for (int64_t i = 0; i < b; i++) row += (cq[i + 1] - cq[i] + plan->args->tile - 1) / plan->args->tile;
-    return row;
+    const int64_t width = round_up(dim, 16);
+    return width < plan->kernels->panel ? (int32_t)width : plan->kernels->panel;
 }
 
-const int32_t *attend_list(const attend_plan *plan, int64_t b, const attend_sequence *seq, int32_t unit, int64_t tile)
+int64_t attend_row_panels(const attend_plan *plan, int64_t dim)
 {
-    const quern_tensor *t = &plan->args->list;
-    return (const int32_t *)t->data + seq->view_b * t->strides[0] + unit * t->strides[1] +
-           (attend_list_row0(plan, b) + tile) * t->strides[2];
-}
-
-static int64_t value_panels(const attend_plan *p)
-{
-    return (p->value_width + p->value_panel - 1) / p->value_panel;
+    return round_up(dim, attend_row_panel(plan, dim)) / attend_row_panel(plan, dim);
 }
 
 void attend_packed_carve(const attend_plan *plan, arena *a, attend_packed *packed)
 {
-    /* 64 more rows than counted, so that a tile that starts in the last panel may read on. */
     const size_t rows = (size_t)plan->packed_rows, heads = (size_t)plan->kv_heads;
     packed->keys = arena_take(a, heads * rows * (size_t)plan->key_words * 4);
-    packed->values = arena_take(a, heads * rows * (size_t)(value_panels(plan) * plan->value_panel) * (plan->bf16 ? 2 : 4));
+    packed->values = arena_take(a, heads * rows * (size_t)(attend_row_panels(plan, plan->dim_v) * plan->value_panel) * (plan->bf16 ? 2 : 4));
     packed->special = arena_take(a, heads * rows / KEY_ALIGN);
 }
 
 typedef struct pack_job {
     const attend_plan *plan;
-    const attend_packed *packed;
+    const attend_pack_target *targets;
+    int32_t count;
     int64_t pieces; /* of one (sequence, kv head); the longest sequence's */
 } pack_job;
 
@@ -117,7 +105,7 @@ static row_source source_at(const quern_tensor *t, const attend_sequence *seq, i
     return (row_source){(const char *)t->data + at * (int64_t)quern_dtype_size(t->dtype), t->dtype, t->strides[1], rows, t->shape[3]};
 }
 
-/* Whether a value of 64 rows is infinite or NaN, from the source. */
+/* Whether an element is infinite or NaN: all exponent bits set. */
 static bool any_special(const row_source *src)
 {
     uint32_t found = 0;
@@ -134,38 +122,59 @@ static bool any_special(const row_source *src)
     return found != 0;
 }
 
+/* KEY_ALIGN rows, those past the sequence as zeros, keys along columns. */
+static void pack_columns(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq, int64_t head, int64_t row, int64_t rows)
+{
+    const attention_kernels *k = p->kernels;
+    const int64_t words = p->bf16 ? t->tensor->shape[3] / 2 : t->tensor->shape[3];
+    for (int64_t c = 0; c < KEY_ALIGN; c += k->panel) {
+        const int64_t n = rows - c < 0 ? 0 : rows - c < k->panel ? rows - c : k->panel;
+        const row_source src = source_at(t->tensor, seq, head, row + c, n);
+        const int64_t at = (head * p->packed_rows + seq->packed0 + row + c) * words;
+        if (p->bf16) k->pack_keys_bf16(&src, k->panel, (uint32_t *)t->columns + at);
+        else k->pack_keys_f32(&src, k->panel, (float *)t->columns + at);
+    }
+}
+
+/* The same, keys along rows. */
+static void pack_rows(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq, int64_t head, int64_t row, int64_t rows)
+{
+    const int64_t pairs = p->bf16 ? 2 : 1, panels = attend_row_panels(p, t->tensor->shape[3]);
+    const int64_t stride = p->packed_rows / pairs * t->row_panel;
+    uint32_t *dst = (uint32_t *)t->rows + head * panels * stride + (seq->packed0 + row) / pairs * t->row_panel;
+    const row_source src = source_at(t->tensor, seq, head, row, rows);
+    if (p->bf16) p->kernels->pack_values_bf16(&src, t->row_panel, dst, stride);
+    else p->kernels->pack_values_f32(&src, t->row_panel, (float *)dst, stride);
+    const int64_t filled = (rows + pairs - 1) / pairs;
+    for (int64_t j = 0; j < panels; j++)
+        for (int64_t i = filled * t->row_panel; i < KEY_ALIGN / pairs * t->row_panel; i++) dst[j * stride + i] = 0;
+}
+
 static void pack_piece(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
     const pack_job *job = arg;
     const attend_plan *p = job->plan;
-    const attention_kernels *k = p->kernels;
     const int64_t head = index / job->pieces % p->kv_heads;
     const attend_sequence seq = attend_sequence_at(p, index / job->pieces / p->kv_heads);
     const int64_t first = index % job->pieces * PACK_ROWS, padded = round_up(seq.nk, KEY_ALIGN);
     for (int64_t row = first; row < first + PACK_ROWS && row < padded; row += KEY_ALIGN) {
-        const int64_t rows = seq.nk - row < KEY_ALIGN ? seq.nk - row : KEY_ALIGN, at = seq.packed0 + row;
-        for (int64_t c = 0; c < KEY_ALIGN; c += k->panel) {
-            const int64_t n = rows - c < 0 ? 0 : rows - c < k->panel ? rows - c : k->panel;
-            const row_source src = source_at(&p->args->k, &seq, head, row + c, n);
-            const size_t word = ((size_t)(head * p->packed_rows + at + c)) * (size_t)p->key_words;
-            if (p->bf16) k->pack_keys_bf16(&src, k->panel, (uint32_t *)job->packed->keys + word);
-            else k->pack_keys_f32(&src, k->panel, (float *)job->packed->keys + word);
+        const int64_t rows = seq.nk - row < KEY_ALIGN ? seq.nk - row : KEY_ALIGN;
+        const int64_t flag = (head * p->packed_rows + seq.packed0 + row) / KEY_ALIGN;
+        for (int32_t i = 0; i < job->count; i++)
+            if (job->targets[i].special != NULL) job->targets[i].special[flag] = 0;
+        for (int32_t i = 0; i < job->count; i++) {
+            const attend_pack_target *t = &job->targets[i];
+            if (t->columns != NULL) pack_columns(p, t, &seq, head, row, rows);
+            if (t->rows != NULL) pack_rows(p, t, &seq, head, row, rows);
+            if (t->special == NULL) continue;
+            const row_source src = source_at(t->tensor, &seq, head, row, rows);
+            t->special[flag] |= any_special(&src);
         }
-        const int64_t pairs = p->bf16 ? 2 : 1, stride = p->packed_rows / pairs * p->value_panel;
-        const size_t base = (size_t)(head * value_panels(p) * stride + at / pairs * p->value_panel);
-        const row_source src = source_at(&p->args->v, &seq, head, row, rows);
-        float *values = (float *)job->packed->values + base; /* words either way */
-        if (p->bf16) k->pack_values_bf16(&src, p->value_panel, (uint32_t *)values, stride);
-        else k->pack_values_f32(&src, p->value_panel, values, stride);
-        for (int64_t j = 0; j < value_panels(p); j++) /* rows past the sequence */
-            for (int64_t r = (rows + pairs - 1) / pairs; r < KEY_ALIGN / pairs; r++)
-                for (int32_t c = 0; c < p->value_panel; c++) values[j * stride + r * p->value_panel + c] = 0.0f;
-        job->packed->special[(head * p->packed_rows + at) / KEY_ALIGN] = any_special(&src);
     }
 }
 
-void attend_pack(const quern_exec *exec, const attend_plan *plan, const attend_packed *packed)
+void attend_pack_all(const quern_exec *exec, const attend_plan *plan, const attend_pack_target *targets, int32_t count)
 {
     int64_t longest = 0;
     for (int64_t b = 0; b < plan->sequences; b++) {
@@ -173,6 +182,13 @@ void attend_pack(const quern_exec *exec, const attend_plan *plan, const attend_p
         if (seq.nk > longest) longest = seq.nk;
         if (plan->args->seqs.cu_q.data == NULL) break;
     }
-    pack_job job = {plan, packed, (longest + PACK_ROWS - 1) / PACK_ROWS};
+    pack_job job = {plan, targets, count, (longest + PACK_ROWS - 1) / PACK_ROWS};
     parallel_for(exec->threads, plan->sequences * plan->kv_heads * job.pieces, pack_piece, &job);
+}
+
+void attend_pack(const quern_exec *exec, const attend_plan *plan, const attend_packed *packed)
+{
+    const attend_pack_target targets[] = {{&plan->args->k, packed->keys, NULL, NULL, 0},
+                                          {&plan->args->v, NULL, packed->values, packed->special, plan->value_panel}};
+    attend_pack_all(exec, plan, targets, 2);
 }

@@ -51,7 +51,7 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     attend_chunk *chunk = &job->chunks[thread];
     attend_chunk_begin(p, b, unit, row0, (int32_t)(rows < job->chunk_rows ? rows : job->chunk_rows), chunk);
     attend_chunk_reset(p, chunk);
-    attend_chunk_run(p, &job->packed, b, chunk, &job->scratch[thread]);
+    attend_chunk_run(p, &job->packed, chunk, &job->scratch[thread]);
     attend_chunk_finish(p, chunk);
     attend_chunk_store(p, chunk);
 }

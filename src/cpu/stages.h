@@ -9,5 +9,11 @@
 bool cpu_attend_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
 size_t cpu_attend_forward_workspace(const quern_exec *exec, const attend_args *args);
 quern_status cpu_attend_forward(const quern_exec *exec, const attend_args *args, void *workspace);
+size_t cpu_attend_backward_workspace(const quern_exec *exec, const attend_args *args);
+quern_status cpu_attend_backward(const quern_exec *exec, const attend_args *args, void *workspace);
+
+bool cpu_rowdot_supports(const quern_exec *exec, const rowdot_args *args, char why[STAGE_WHY_BYTES]);
+size_t cpu_rowdot_workspace(const quern_exec *exec, const rowdot_args *args);
+quern_status cpu_rowdot(const quern_exec *exec, const rowdot_args *args, void *workspace);
 
 #endif
