@@ -105,6 +105,7 @@ typedef struct team {
     ceiling_compute *compute;
     ceiling_memory *memory;
     size_t bytes; /* a thread */
+    int threads;
     atomic_bool failed;
     double begin[MAX_THREADS][SLICES], end[MAX_THREADS][SLICES], work[MAX_THREADS][SLICES];
 } team;
@@ -140,7 +141,7 @@ static void *work(void *arg)
 {
     const member *m = arg;
     team *t = m->team;
-    pin(m->index);
+    if (t->threads > 1) pin(m->index);
     char *memory = t->memory != NULL ? bench_allocate(2 * t->bytes) : NULL;
     if (t->memory != NULL && memory == NULL) atomic_store(&t->failed, 1);
     /* Data that no hardware can shorten: some machines write zeros at twice the speed of anything else. */
@@ -171,6 +172,7 @@ double ceiling_measure(ceiling c, int threads)
     member members[MAX_THREADS];
     if (t == NULL) return 0;
     if (threads > MAX_THREADS) threads = MAX_THREADS;
+    t->threads = threads;
     t->compute = compute_kernel(c);
     t->memory = memory_kernel(c);
     t->bytes = memory_bytes / (size_t)threads & ~(size_t)4095;

@@ -43,5 +43,6 @@ int verb_run(int argc, char **argv);
 int verb_compare(int argc, char **argv);
 int verb_bench(int argc, char **argv);
 int verb_probe(int argc, char **argv);
+int verb_accept(int argc, char **argv);
 
 #endif

@@ -2,12 +2,14 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "job.h"
 
+#include "ceilings.h"
 #include "command.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 
 double now_ms(void)
@@ -254,7 +256,8 @@ static bool output_shape(const job *j, const slot *s, int64_t *shape, int32_t *n
     const char *text = shape_of(j, s);
     if (*text == '=') {
         const slot *like = slot_named(j->op->family, text + 1, strlen(text + 1));
-        const quern_tensor *t = &j->storage[slot_index(j, like)];
+        const quern_tensor *t = slot_get(&j->tensors, like);
+        if (t == NULL) return output_shape(j, like, shape, ndim);
         memcpy(shape, t->shape, sizeof t->shape);
         *ndim = t->ndim;
         return true;
@@ -275,13 +278,47 @@ static bool output_shape(const job *j, const slot *s, int64_t *shape, int32_t *n
     return true;
 }
 
-/* Memory of `bytes` bytes, zeroed, at a multiple of 64; never NULL but where there is none. */
-static void *allocate(size_t bytes)
+/* Zeroed memory, huge pages where it is large; a reservation of addresses for a plan. */
+static void *take(job *j, size_t bytes)
 {
-    const size_t rounded = (bytes + 64) & ~(size_t)63;
-    void *p = bytes < SIZE_MAX / 2 ? aligned_alloc(64, rounded) : NULL;
-    if (p != NULL) memset(p, 0, rounded);
+    const size_t rounded = (bytes + 64) & ~(size_t)63, large = (size_t)4 << 20;
+    void *p;
+    if (bytes > SIZE_MAX / 4) return NULL;
+    if (j->plan) {
+        p = mmap(NULL, rounded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) p = NULL;
+    } else if (bytes >= large) {
+        p = bench_allocate(bytes);
+    } else if ((p = aligned_alloc(64, rounded)) != NULL) {
+        memset(p, 0, rounded);
+    }
+    if (p != NULL) j->total_bytes += bytes;
     return p;
+}
+
+static void give_back(const job *j, void *p, size_t bytes)
+{
+    if (p != NULL && j->plan) munmap(p, (bytes + 64) & ~(size_t)63);
+    else free(p);
+}
+
+void *job_allocate(job *j, const slot *s, size_t bytes)
+{
+    const size_t i = slot_index(j, s);
+    j->owned[i] = take(j, bytes);
+    j->owned_bytes[i] = bytes;
+    return j->owned[i];
+}
+
+void job_symbol(job *j, const char *name, int64_t value)
+{
+    symbol_bind(j, name, value);
+}
+
+bool job_shape(job *j, const slot *s, int64_t shape[QUERN_MAX_DIMS], int32_t *ndim)
+{
+    derive_symbols(j);
+    return output_shape(j, s, shape, ndim);
 }
 
 typedef struct allocation {
@@ -306,8 +343,7 @@ static bool allocate_output(void *arg, const slot *s)
     size_t bytes = quern_dtype_size(dtype);
     bool overflow = false;
     for (int32_t d = 0; d < ndim; d++) overflow = __builtin_mul_overflow(bytes, (size_t)shape[d], &bytes) || overflow;
-    j->owned[i] = overflow ? NULL : allocate(bytes);
-    if (j->owned[i] == NULL) {
+    if (overflow || job_allocate(j, s, bytes) == NULL) {
         a->code = fail(EXIT_MACHINE, "no memory for output %s of %zu bytes", s->name, overflow ? SIZE_MAX : bytes);
         return false;
     }
@@ -343,7 +379,7 @@ int job_prepare(job *j, quern_context *ctx)
         status = pass_size(&j->op->backward, ctx, &j->params, &j->tensors, &backward);
     if (status != QUERN_OK) return fail_status(status);
     j->workspace_bytes = forward > backward ? forward : backward;
-    j->workspace = allocate(j->workspace_bytes);
+    j->workspace = take(j, j->workspace_bytes);
     if (j->workspace == NULL) return fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", j->workspace_bytes);
     return EXIT_DONE;
 }
@@ -387,8 +423,8 @@ int job_write(const job *j, const char *path)
 
 void job_free(job *j)
 {
-    for (size_t i = 0; i < SLOTS_MAX; i++) free(j->owned[i]);
-    free(j->workspace);
+    for (size_t i = 0; i < SLOTS_MAX; i++) give_back(j, j->owned[i], j->owned_bytes[i]);
+    give_back(j, j->workspace, j->workspace_bytes);
     j->workspace = NULL;
     memset(j->owned, 0, sizeof j->owned);
 }

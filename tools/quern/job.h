@@ -23,9 +23,12 @@ typedef struct job {
     any_tensors tensors;
     bool save_branches;
     bool backward; /* the trigger is there */
+    bool plan;     /* reserve addresses instead of memory: sizes can be asked for, nothing can run */
+    size_t total_bytes; /* of what the job owns */
     quern_tensor storage[SLOTS_MAX]; /* by slot index */
     bool input[SLOTS_MAX];
-    void *owned[SLOTS_MAX];
+    void *owned[SLOTS_MAX]; /* memory of the job: outputs, and inputs that are not of a file */
+    size_t owned_bytes[SLOTS_MAX];
     symbol symbols[SYMBOLS_MAX];
     size_t symbol_count;
     int64_t lead[QUERN_MAX_DIMS]; /* what "..." stands for */
@@ -41,6 +44,12 @@ void job_init(job *j, const operation *op, const any_params *params);
 bool job_bind(job *j, const slot *s, const quern_tensor *t);
 /* Reads every input of the operation that the file holds. Returns an exit code after a message. */
 int job_read(job *j, const quern_safetensors *file, const char *path, const char *without);
+/* For jobs that are not read from a file: sets a symbol, and says the shape of a tensor once the symbols that it
+ * needs are set. False where one is missing. */
+void job_symbol(job *j, const char *name, int64_t value);
+bool job_shape(job *j, const slot *s, int64_t shape[QUERN_MAX_DIMS], int32_t *ndim);
+/* Memory for the tensor of a slot, zeroed, huge pages where it is large; NULL where there is none. */
+void *job_allocate(job *j, const slot *s, size_t bytes);
 /* Sets the gate and list modes by the inputs, sizes and allocates outputs and workspace. */
 int job_prepare(job *j, quern_context *ctx);
 /* Runs the forward pass, and the backward pass where its trigger is there; takes the times. */

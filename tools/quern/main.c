@@ -16,6 +16,9 @@ static const struct verb {
     {"info", verb_info, "version, CPU level, threads; with --measure the machine's ceilings"},
     {"run", verb_run, "one operation on tensors of a file"},
     {"compare", verb_compare, "the tensors of two files"},
+    {"bench", verb_bench, "time an operation, beside the limit of the machine"},
+    {"probe", verb_probe, "the longest sequence within a memory limit"},
+    {"accept", verb_accept, "measure what this machine must reach"},
 };
 enum { VERBS = sizeof verbs / sizeof *verbs };
 
@@ -101,5 +104,5 @@ int main(int argc, char **argv)
             return code;
         }
     }
-    return fail(EXIT_USAGE, "verb '%s' is unknown: info, run and compare are accepted", argv[1]);
+    return fail(EXIT_USAGE, "verb '%s' is unknown: info, run, compare, bench, probe and accept are accepted", argv[1]);
 }

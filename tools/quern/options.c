@@ -41,6 +41,16 @@ int parse_integers(const char *text, int64_t least, int64_t most, int64_t *out, 
     }
 }
 
+bool parse_pair(const char *text, int64_t *a, int64_t *b)
+{
+    char copy[64];
+    if (strlen(text) >= sizeof copy) return false;
+    strcpy(copy, text);
+    char *slash = strchr(copy, '/');
+    if (slash != NULL) *slash = '\0';
+    return parse_integers(copy, 1, 1 << 20, a, 1) == 1 && parse_integers(slash != NULL ? slash + 1 : copy, 1, 1 << 20, b, 1) == 1;
+}
+
 static bool parse_branches(const char *text, uint32_t *out)
 {
     if (strcmp(text, "all") == 0) {

@@ -53,5 +53,7 @@ void option_current_text(const option_row *row, const void *base, char *text, si
 /* Reads a comma list of integers in [least, most], each with an optional suffix k or M (powers of 1024).
  * Returns how many, or -1 where the text is no such list or longer than `room`. */
 int parse_integers(const char *text, int64_t least, int64_t most, int64_t *out, int room);
+/* "A/B", or "A" for both; numbers from 1 to 2^20. */
+bool parse_pair(const char *text, int64_t *a, int64_t *b);
 
 #endif

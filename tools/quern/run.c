@@ -57,7 +57,7 @@ static void print_result(const job *j, quern_context *ctx)
 {
     json_t *outputs = json_object();
     for (size_t i = 0; i < j->op->family->slot_count; i++)
-        if (j->owned[i] != NULL) json_object_set_new(outputs, j->op->family->slots[i].name, tensor_json(&j->storage[i]));
+        if (j->owned[i] != NULL && !j->input[i]) json_object_set_new(outputs, j->op->family->slots[i].name, tensor_json(&j->storage[i]));
     json_t *result = json_pack("{s:s, s:s, s:s, s:i, s:f, s:I, s:o}", "version", quern_version(), "op", j->op->name,
                                "isa", quern_cpu_level_name(quern_context_cpu_level(ctx)), "threads",
                                (int)quern_context_threads(ctx), "forward_ms", j->forward_ms, "workspace_bytes",

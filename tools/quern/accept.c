@@ -1,0 +1,134 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+#include "accept.h"
+
+#include "command.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const double retry_until_ms = 9 * 60 * 1000.0; /* an area takes at most 15 minutes */
+
+void accept_figure(acceptance *a, const char *what, bool at_most, double target, double measured, const char *unit)
+{
+    const bool passed = at_most ? measured <= target : measured >= target;
+    printf("%-74s target %s %-8.3g measured %-8.3g %-8s %s\n", what, at_most ? "<=" : ">=", target, measured, unit, passed ? "PASS" : "FAIL");
+    fflush(stdout);
+    if (passed) a->passed++;
+    else a->failed++;
+}
+
+bool accept_may_retry(const acceptance *a)
+{
+    return now_ms() - a->start_ms < retry_until_ms;
+}
+
+bench_case accept_case(const char *op, int64_t n, int64_t heads, int64_t kv_heads, quern_dtype dtype)
+{
+    bench_case c = {.op = operation_named(op), .batch = 1, .n = n, .heads = heads, .kv_heads = kv_heads, .dim = 128, .dim_v = 128,
+                    .dtype = (int)dtype, .seed = 1};
+    c.params = params_init(c.op->family);
+    return c;
+}
+
+int accept_fraction(const bench_case *c, quern_context *ctx, int rounds, double fraction[2])
+{
+    job j;
+    double ratio[2][BENCH_REPS_MAX];
+    const int threads = quern_context_threads(ctx), passes = c->backward ? 2 : 1;
+    int code = bench_open(&j, c, ctx, false);
+    if (code == EXIT_DONE) code = job_run(&j, ctx); /* warm-up */
+    for (int r = 0; r < rounds && code == EXIT_DONE; r++) {
+        progress("%s N %lld: round %d of %d", c->op->name, (long long)c->n, r + 1, rounds);
+        double limit[2] = {0, 0};
+        work w[2];
+        for (int p = 0; p < passes; p++) {
+            w[p] = bench_work(c, p == BACKWARD, quern_context_cpu_level(ctx));
+            limit[p] = p == 1 && w[1].limit == w[0].limit ? limit[0] : w[p].limit < CEILINGS ? ceiling_measure(w[p].limit, threads) : 0;
+        }
+        code = job_run(&j, ctx);
+        const double ms[2] = {j.forward_ms, j.backward_ms};
+        for (int p = 0; p < passes; p++)
+            ratio[p][r] = limit[p] > 0 ? (w[p].flops > 0 ? w[p].flops : w[p].bytes) / ms[p] * 1e-6 / limit[p] : 0;
+    }
+    progress_clear();
+    job_free(&j);
+    for (int p = 0; p < passes; p++) fraction[p] = timing_of(ratio[p], rounds).median;
+    return code;
+}
+
+static void medians(double times[3][BENCH_REPS_MAX], int rounds, double out[3])
+{
+    for (int p = 0; p < 3; p++) out[p] = timing_of(times[p], rounds).median;
+}
+
+int accept_times(const bench_case *first, quern_context *ctx_first, const bench_case *second, quern_context *ctx_second,
+                 int rounds, double ms_first[3], double ms_second[3])
+{
+    job jobs[2];
+    memset(jobs, 0, sizeof jobs);
+    double times[2][3][BENCH_REPS_MAX];
+    quern_context *const contexts[2] = {ctx_first, ctx_second};
+    int code = bench_open(&jobs[0], first, ctx_first, false);
+    if (code == EXIT_DONE && second != NULL) code = bench_open(&jobs[1], second, ctx_second, false);
+    for (int r = -1; r < rounds && code == EXIT_DONE; r++) { /* round -1 warms up */
+        if (r == -1 && rounds == 1) continue;
+        for (int s = 0; s < 2 && code == EXIT_DONE; s++) {
+            job *j = &jobs[second != NULL ? s : 0];
+            progress("%s N %lld: round %d of %d", j->op->name, (long long)first->n, r + 1, rounds);
+            code = job_run(j, contexts[s]);
+            if (r < 0) continue;
+            times[s][FORWARD][r] = j->forward_ms;
+            times[s][BACKWARD][r] = j->backward_ms;
+            times[s][BOTH][r] = j->forward_ms + j->backward_ms;
+        }
+    }
+    progress_clear();
+    job_free(&jobs[0]);
+    if (second != NULL) job_free(&jobs[1]);
+    if (code != EXIT_DONE) return code;
+    medians(times[0], rounds, ms_first);
+    medians(times[1], rounds, ms_second);
+    return EXIT_DONE;
+}
+
+static void print_help(void)
+{
+    printf("usage: quern accept attention|nsa\n\n"
+           "Measures what this machine must reach: a line per figure with target, measured and PASS or FAIL.\n"
+           "make accept-attention and make accept-nsa call it and add the figures that need the tests' oracle\n"
+           "and the language model.\n\nexample:\n  quern accept attention\n\n"
+           "exit codes: 0 every figure passed, 1 one failed, 2 wrong command line, 4 the machine lacks what is needed.\n");
+}
+
+static int accept_area(int (*area)(acceptance *a), int64_t threads)
+{
+    acceptance a = {.start_ms = now_ms()};
+    int code = open_context(&(machine_options){.threads = 1}, &a.one);
+    if (code == EXIT_DONE) code = open_context(&(machine_options){.threads = threads}, &a.all);
+    if (code == EXIT_DONE) {
+        a.threads = quern_context_threads(a.all);
+        code = area(&a);
+    }
+    if (code == EXIT_DONE) printf("%d passed, %d failed, %.0f s\n", a.passed, a.failed, (now_ms() - a.start_ms) / 1000);
+    quern_context_destroy(a.one);
+    quern_context_destroy(a.all);
+    return code != EXIT_DONE ? code : a.failed > 0 ? EXIT_MISMATCH : EXIT_DONE;
+}
+
+int verb_accept(int argc, char **argv)
+{
+    int64_t threads = 0;
+    const option_row row = {"threads", OPTION_INT, 0, NULL, "the greater thread count; 0: all CPUs"};
+    int first;
+    bool help;
+    const int code = parse_options(argc, argv, &(option_group){&row, 1, &threads}, 1, &first, &help);
+    if (code != EXIT_DONE) return code;
+    if (help) {
+        print_help();
+        return EXIT_DONE;
+    }
+    if (argc - first == 1 && strcmp(argv[first], "attention") == 0) return accept_area(accept_attention, threads);
+    if (argc - first == 1 && strcmp(argv[first], "nsa") == 0) return accept_area(accept_nsa, threads);
+    return fail(EXIT_USAGE, "one of attention and nsa is accepted");
+}

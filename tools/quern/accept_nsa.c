@@ -1,0 +1,217 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* accept_nsa.c - the figures of NSA on the CPU. */
+#include "accept.h"
+
+#include "command.h"
+
+#include <inttypes.h>
+#include <spawn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+extern char **environ;
+
+enum { N32 = 32768, N128 = 131072 };
+
+/* Dense attention, timed once per length: the numerator of every speed-up of that length. */
+typedef struct dense_times {
+    double ms[3];
+} dense_times;
+
+static bench_case nsa_case(int64_t n, quern_dtype dtype, int64_t tile)
+{
+    bench_case c = accept_case("nsa", n, n >= N128 ? 4 : 8, n >= N128 ? 1 : 2, dtype);
+    c.params.nsa.tile = tile;
+    if (tile > 1) c.params.nsa.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
+    return c;
+}
+
+static int time_alone(const bench_case *c, quern_context *ctx, int reps, double ms[3])
+{
+    job j;
+    timing forward, backward;
+    int code = bench_open(&j, c, ctx, false);
+    if (code == EXIT_DONE) code = bench_time(&j, ctx, reps, c->op->name, &forward, &backward);
+    job_free(&j);
+    if (code != EXIT_DONE) return code;
+    ms[FORWARD] = forward.median;
+    ms[BACKWARD] = backward.median;
+    ms[BOTH] = forward.median + backward.median;
+    return EXIT_DONE;
+}
+
+/* Speed-ups of one NSA case over dense; a target of 0 is not printed. */
+static int speed_up(acceptance *a, const bench_case *c, const char *what, const dense_times *dense, double forward_target,
+                    double both_target)
+{
+    double forward = 0, both = 0;
+    char line[120];
+    for (int try = 0; try < ACCEPT_TRIES && (forward < forward_target || both < both_target) && (try == 0 || accept_may_retry(a)); try++) {
+        double ms[3];
+        const int code = time_alone(c, a->all, c->n >= N128 ? 1 : 3, ms);
+        if (code != EXIT_DONE) return code;
+        if (dense->ms[FORWARD] / ms[FORWARD] > forward) forward = dense->ms[FORWARD] / ms[FORWARD];
+        if (c->backward && dense->ms[BOTH] / ms[BOTH] > both) both = dense->ms[BOTH] / ms[BOTH];
+    }
+    snprintf(line, sizeof line, "%s, N %" PRId64 ", forward over dense", what, c->n);
+    if (forward_target > 0) accept_figure(a, line, false, forward_target, forward, "x");
+    snprintf(line, sizeof line, "%s, N %" PRId64 ", forward + backward over dense", what, c->n);
+    if (both_target > 0) accept_figure(a, line, false, both_target, both, "x");
+    return EXIT_DONE;
+}
+
+static int speed_ups(acceptance *a, int64_t n)
+{
+    const bool large = n >= N128;
+    dense_times dense;
+    bench_case c = accept_case("attention", n, large ? 4 : 8, large ? 1 : 2, QUERN_F32);
+    c.backward = true;
+    int code = time_alone(&c, a->all, 1, dense.ms);
+    if (code != EXIT_DONE) return code;
+    c = nsa_case(n, QUERN_F32, 64);
+    c.backward = true;
+    code = speed_up(a, &c, "tile 64, mean_logit", &dense, large ? 18 : 6.5, large ? 14 : 6);
+    if (code != EXIT_DONE) return code;
+    c = nsa_case(n, QUERN_F32, 1);
+    c.backward = true;
+    code = speed_up(a, &c, "T 1, softmax, noise", &dense, large ? 9 : 4.5, large ? 8 : 3.5);
+    if (code != EXIT_DONE) return code;
+    c.backward = false;
+    c.data = DATA_SMOOTH;
+    return speed_up(a, &c, "T 1, softmax, smooth", &dense, large ? 13 : 5.5, 0);
+}
+
+static int bf16_over_f32(acceptance *a)
+{
+    const bench_case f32 = nsa_case(N32, QUERN_F32, 64), bf16 = nsa_case(N32, QUERN_BF16, 64);
+    double best = 0;
+    for (int try = 0; try < ACCEPT_TRIES && best < 1.5 && (try == 0 || accept_may_retry(a)); try++) {
+        double ms_f32[3], ms_bf16[3];
+        const int code = accept_times(&f32, a->all, &bf16, a->all, 5, ms_f32, ms_bf16);
+        if (code != EXIT_DONE) return code;
+        if (ms_f32[FORWARD] / ms_bf16[FORWARD] > best) best = ms_f32[FORWARD] / ms_bf16[FORWARD];
+    }
+    accept_figure(a, "bf16 over f32 NSA, tile 64, N 32768, forward", false, 1.5, best, "x");
+    return EXIT_DONE;
+}
+
+/* Runs `quern bench nsa` at the length in a process of its own, so that its peak memory is its own. */
+static int bench_child(const char *n, double *ms, double *peak_gib)
+{
+    char path[] = "/tmp/quern-accept-XXXXXX";
+    const int fd = mkstemp(path);
+    if (fd < 0) return fail(EXIT_MACHINE, "cannot create a temporary file");
+    close(fd);
+    char *const arguments[] = {"quern",    "bench",    "nsa",   "--n",    (char *)(uintptr_t)n, "--heads", "4/1", "--dim", "64", "--dtype", "bf16",
+                               "--tile",   "64",       "--metric", "mean_logit", "--max-compressed-groups", "16", "--backward", "--no-peer",
+                               "--reps",   "1",        "--json", path, NULL};
+    pid_t child;
+    int how = -1, code = EXIT_DONE;
+    if (posix_spawn(&child, "/proc/self/exe", NULL, NULL, arguments, environ) != 0 || waitpid(child, &how, 0) != child ||
+        !WIFEXITED(how) || WEXITSTATUS(how) != 0)
+        code = fail(EXIT_MACHINE, "bench nsa --n %s failed", n);
+    json_t *root = code == EXIT_DONE ? json_load_file(path, 0, NULL) : NULL;
+    if (code == EXIT_DONE) {
+        const json_t *rows = json_object_get(root, "results");
+        *ms = json_number_value(json_object_get(json_array_get(rows, 0), "ms_median")) +
+              json_number_value(json_object_get(json_array_get(rows, 1), "ms_median"));
+        *peak_gib = json_number_value(json_object_get(root, "peak_bytes")) * 0x1p-30;
+    }
+    json_decref(root);
+    unlink(path);
+    return code;
+}
+
+static int million(acceptance *a)
+{
+    double ratio = 1e9, peak = 1e9;
+    for (int try = 0; try < 2 && ratio >= 2.3 && (try == 0 || accept_may_retry(a)); try++) {
+        double half_ms, ms, half_peak;
+        int code = bench_child("512k", &half_ms, &half_peak);
+        if (code == EXIT_DONE) code = bench_child("1M", &ms, &peak);
+        if (code != EXIT_DONE) return code;
+        if (ms / half_ms < ratio) ratio = ms / half_ms;
+    }
+    accept_figure(a, "N 1M, H 4/1, D 64, bf16, tile 64, c 16, forward + backward: peak memory", true, 12, peak, "GiB");
+    accept_figure(a, "the same: time over that of N 512k", true, 2.3, ratio, "x");
+    return EXIT_DONE;
+}
+
+/* Forward workspace against what it may hold: one packed copy of K and V in the compute dtype, compressed K and V,
+ * indices, statistics (LSE of three branches, gates), 4 MiB a thread. */
+static int workspace(acceptance *a, const char *what, const bench_case *c)
+{
+    job j;
+    char line[120];
+    const int code = bench_open(&j, c, a->all, true);
+    if (code == EXIT_DONE) {
+        const quern_nsa_params *p = &c->params.nsa;
+        const double n = (double)c->n, h = (double)c->heads, kv = (double)c->kv_heads, width = (double)(c->dim + c->dim_v);
+        const double element = c->dtype == QUERN_BF16 ? 2 : 4, tiles = (n + (double)p->tile - 1) / (double)p->tile;
+        const double lists = p->scope == QUERN_NSA_SCOPE_HEAD ? h : kv;
+        const double packed = n * kv * width * element, compressed = n / (double)(p->stride > 0 ? p->stride : p->block_size) * kv * width * element;
+        const double indices = lists * tiles * (double)(p->num_selected + 1 + p->max_compressed_groups) * 4;
+        const double statistics = n * h * 6 * 4, threads = (double)a->threads * 4 * 0x1p20;
+        snprintf(line, sizeof line, "%s: forward workspace of what it may take", what);
+        accept_figure(a, line, true, 1, (double)j.workspace_bytes / (packed + compressed + indices + statistics + threads), "");
+    }
+    job_free(&j);
+    return code;
+}
+
+static int bandwidth(acceptance *a, const char *op, int64_t n, const double target[2])
+{
+    bench_case c = accept_case(op, n, 8, 2, QUERN_F32);
+    double best[2] = {0, 0};
+    char line[120];
+    c.backward = true;
+    for (int try = 0; try < ACCEPT_TRIES && (best[0] < target[0] || best[1] < target[1]) && (try == 0 || accept_may_retry(a)); try++) {
+        double fraction[2];
+        const int code = accept_fraction(&c, a->all, 5, fraction);
+        if (code != EXIT_DONE) return code;
+        for (int p = 0; p < 2; p++)
+            if (fraction[p] > best[p]) best[p] = fraction[p];
+    }
+    for (int p = 0; p < 2; p++) {
+        snprintf(line, sizeof line, "%s %s, N %" PRId64 ", of the %s bandwidth", op, p == BACKWARD ? "backward" : "forward", n,
+                 ceiling_name(bench_work(&c, p == BACKWARD, QUERN_CPU_LEVEL_AVX512).limit));
+        accept_figure(a, line, false, target[p], best[p], "");
+    }
+    return EXIT_DONE;
+}
+
+static int scaling(acceptance *a, const char *what, const bench_case *c, double target)
+{
+    double best = 0;
+    for (int try = 0; try < ACCEPT_TRIES && best < target && (try == 0 || accept_may_retry(a)); try++) {
+        double all[3], one[3];
+        const int code = accept_times(c, a->all, NULL, a->one, 3, all, one);
+        if (code != EXIT_DONE) return code;
+        if (one[FORWARD] / all[FORWARD] > best) best = one[FORWARD] / all[FORWARD];
+    }
+    accept_figure(a, what, false, target, best, "x");
+    return EXIT_DONE;
+}
+
+int accept_nsa(acceptance *a)
+{
+    const double compress_target[2] = {0.8, 0.7}, gate_target[2] = {0.8, 0.8};
+    const bench_case tile64 = nsa_case(N32, QUERN_F32, 64), tile1 = nsa_case(N32, QUERN_F32, 1), half = nsa_case(N32, QUERN_BF16, 64);
+    int code = bandwidth(a, "nsa-compress", N128, compress_target);
+    if (code == EXIT_DONE) code = bandwidth(a, "nsa-gate", N32, gate_target);
+    if (code == EXIT_DONE) code = workspace(a, "tile 64, f32, N 32768", &tile64);
+    if (code == EXIT_DONE) code = workspace(a, "tile 64, bf16, N 32768", &half);
+    if (code == EXIT_DONE) code = workspace(a, "T 1, f32, N 32768", &tile1);
+    if (a->threads > 1) {
+        if (code == EXIT_DONE) code = scaling(a, "tile 64, N 32768, forward, all threads over 1", &tile64, 1.85);
+        if (code == EXIT_DONE) code = scaling(a, "T 1, N 32768, forward, all threads over 1", &tile1, 1.5);
+    }
+    if (code == EXIT_DONE) code = bf16_over_f32(a);
+    if (code == EXIT_DONE) code = speed_ups(a, N32);
+    if (code == EXIT_DONE) code = speed_ups(a, N128);
+    return code == EXIT_DONE ? million(a) : code;
+}

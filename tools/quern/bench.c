@@ -1,0 +1,259 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* bench.c - `quern bench WHAT`: times an operation at several lengths, beside the limit of the machine. */
+#include "bench.h"
+
+#include "command.h"
+#include "machine.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+typedef struct bench_options {
+    const char *n, *heads, *dim, *threads, *json, *svg, *profile;
+    bench_case what; /* batch, dtype, backward, data, gate, project, seed */
+    int64_t reps;
+    bool no_peer;
+    int device;
+} bench_options;
+
+static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL};
+static const char *const data_choices[] = {"noise", "smooth", NULL};
+static const char *const gate_choices[] = {"weights", "none", NULL};
+static const char *const device_choices[] = {"cpu", "cuda", NULL};
+
+#define AT(member) offsetof(bench_options, member)
+static const option_row rows[] = {
+    {"n", OPTION_TEXT, AT(n), NULL, "lengths, such as 4096,16384 or 4k,16k,1M"},
+    {"heads", OPTION_TEXT, AT(heads), NULL, "H/Hkv"},
+    {"dim", OPTION_TEXT, AT(dim), NULL, "D, or D/Dv"},
+    {"batch", OPTION_INT, AT(what.batch), NULL, "sequences"},
+    {"dtype", OPTION_CHOICE, AT(what.dtype), dtype_choices, "of the activations"},
+    {"backward", OPTION_FLAG, AT(what.backward), NULL, "time the backward pass as well"},
+    {"threads", OPTION_TEXT, AT(threads), NULL, "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
+    {"data", OPTION_CHOICE, AT(what.data), data_choices, "independent N(0,1), or smoothed over 16 tokens along time"},
+    {"seed", OPTION_INT, AT(what.seed), NULL, "of the data"},
+    {"gate", OPTION_CHOICE, AT(what.gate), gate_choices, "nsa, gate: gates by weights, or 1/3 each"},
+    {"project", OPTION_FLAG, AT(what.project), NULL, "nsa, compress: project the means"},
+    {"reps", OPTION_INT, AT(reps), NULL, "runs that are timed; 0: at least 3 and a second"},
+    {"no-peer", OPTION_FLAG, AT(no_peer), NULL, "nsa: leave out dense attention"},
+    {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
+    {"svg", OPTION_TEXT, AT(svg), NULL, "draw time and speed-up against length to this file (gnuplot)"},
+    {"profile", OPTION_TEXT, AT(profile), NULL, "NSA preset that is set before the other options: tile256"},
+    {"device", OPTION_CHOICE, AT(device), device_choices, "where to compute"},
+};
+#undef AT
+enum { ROWS = sizeof rows / sizeof *rows, LIST_MAX = 64 };
+
+static const struct {
+    const char *what, *op;
+} subjects[] = {{"ceilings", NULL},       {"attention", "attention"},    {"nsa", "nsa"},
+                {"compress", "nsa-compress"}, {"select", "nsa-select"}, {"gate", "nsa-gate"}};
+enum { SUBJECTS = sizeof subjects / sizeof *subjects };
+
+static bench_options default_options(const operation *op)
+{
+    bench_options o = {.n = "4096,16384", .heads = "8/2", .dim = "128", .threads = "0"};
+    o.what.batch = 1;
+    o.what.seed = 1;
+    o.what.op = op;
+    o.what.params = params_init(op != NULL ? op->family : &family_nsa);
+    return o;
+}
+
+static void print_help(void)
+{
+    const bench_options defaults = default_options(NULL);
+    printf("usage: quern bench ceilings|attention|nsa|compress|select|gate [--key value ...]\n\n"
+           "Medians of repeated runs on random data, the fraction of the machine's limit that was measured beside\n"
+           "them (f32 multiply-add, bf16 dot product, read, copy or write bandwidth), for nsa also the speed-up over\n"
+           "dense attention. Parameters of the operation are options too: quern run --list.\n\noptions:\n");
+    print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
+    printf("\nexamples:\n  quern bench ceilings --threads 1,2\n"
+           "  quern bench attention --n 4096 --heads 8/8 --threads 1,2 --backward\n"
+           "  quern bench nsa --n 4k,16k,64k --tile 64 --metric mean_logit --svg nsa.svg --json nsa.json\n"
+           "  quern bench compress --n 32k --block-size 32 --stride 16 --backward\n\n"
+           "exit codes: 0 done, 2 wrong command line, 3 a parameter or a file is not accepted, 4 the machine lacks\n"
+           "what is needed, 5 a defect.\n");
+}
+
+typedef struct results {
+    bench_row rows[4 * LIST_MAX * 4];
+    bench_case cases[LIST_MAX];
+    size_t count;
+    double ceilings[CEILINGS][LIST_MAX]; /* by thread list index */
+} results;
+
+/* The greater of two measurements around a run; remembers it for the report. */
+static double ceiling_beside(results *r, ceiling limit, int threads, size_t slot_of_threads, double before)
+{
+    if (limit == CEILINGS) return 0;
+    const double now = ceiling_measure(limit, threads), best = now > before ? now : before;
+    if (best > r->ceilings[limit][slot_of_threads]) r->ceilings[limit][slot_of_threads] = best;
+    return best;
+}
+
+static int time_peer(const bench_case *c, quern_context *ctx, int reps, timing *forward, timing *backward)
+{
+    job j;
+    bench_case dense = *c;
+    dense.op = operation_named("attention");
+    dense.params = params_init(&family_attention);
+    dense.params.attention.causal = c->params.nsa.causal;
+    dense.params.attention.scale = c->params.nsa.scale;
+    int code = bench_open(&j, &dense, ctx, false);
+    if (code == EXIT_DONE) code = bench_time(&j, ctx, reps, "dense attention", forward, backward);
+    job_free(&j);
+    return code;
+}
+
+/* Times one case on one context; adds one or two rows. */
+static int measure(results *r, const bench_case *c, quern_context *ctx, size_t slot_of_threads, const bench_options *o)
+{
+    job j;
+    char label[80];
+    const int threads = quern_context_threads(ctx);
+    const bool peer = strcmp(c->op->name, "nsa") == 0 && !o->no_peer;
+    timing time[2], peer_time[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    double before[2] = {0, 0};
+    snprintf(label, sizeof label, "%s N %" PRId64, c->op->name, c->n);
+    progress("%s: data", label);
+    int code = bench_open(&j, c, ctx, false);
+    work works[2] = {bench_work(c, false, quern_context_cpu_level(ctx)), bench_work(c, true, quern_context_cpu_level(ctx))};
+    const int passes = c->backward && pass_exists(&c->op->backward) ? 2 : 1;
+    for (int p = 0; p < passes && code == EXIT_DONE; p++)
+        before[p] = ceiling_beside(r, works[p].limit, threads, slot_of_threads, 0);
+    if (code == EXIT_DONE) code = bench_time(&j, ctx, (int)o->reps, label, &time[0], &time[1]);
+    const size_t workspace_bytes = j.workspace_bytes;
+    job_free(&j);
+    if (code == EXIT_DONE && peer) code = time_peer(c, ctx, (int)o->reps, &peer_time[0], &peer_time[1]);
+    for (int p = 0; p < passes && code == EXIT_DONE; p++) {
+        bench_row *row = &r->rows[r->count++];
+        *row = (bench_row){.what = c, .backward = p == 1, .threads = threads, .time = time[p], .work = works[p],
+                           .peer = peer ? "dense" : NULL, .peer_ms = peer_time[p].median, .workspace_bytes = workspace_bytes};
+        row->ceiling = ceiling_beside(r, works[p].limit, threads, slot_of_threads, before[p]);
+        report_row(row);
+    }
+    return code;
+}
+
+static int write_json(const results *r, const int64_t *threads, int thread_counts, quern_context *ctx, const char *path)
+{
+    json_t *ceilings = json_object(), *list = json_array();
+    for (int c = 0; c < CEILINGS; c++) {
+        json_t *by_threads = json_pack("{s:s}", "unit", ceiling_unit((ceiling)c));
+        bool any = false;
+        for (int i = 0; i < thread_counts; i++) {
+            char name[16];
+            if (r->ceilings[c][i] <= 0) continue;
+            snprintf(name, sizeof name, "%" PRId64, threads[i]);
+            json_object_set_new(by_threads, name, json_real(r->ceilings[c][i]));
+            any = true;
+        }
+        if (any) json_object_set(ceilings, ceiling_name((ceiling)c), by_threads);
+        json_decref(by_threads);
+    }
+    for (size_t i = 0; i < r->count; i++) json_array_append_new(list, report_json(&r->rows[i]));
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:o, s:o, s:I}", "schema", 1, "version", quern_version(), "commit",
+                             machine_commit(), "machine", machine_json(ctx), "device", "cpu", "ceilings", ceilings, "results", list,
+                             "peak_bytes", (json_int_t)usage.ru_maxrss * 1024);
+    char *temporary = malloc(strlen(path) + 8);
+    int code = EXIT_DONE;
+    if (temporary != NULL) sprintf(temporary, "%s.tmp", path);
+    if (temporary == NULL || json_dump_file(root, temporary, JSON_INDENT(1) | JSON_REAL_PRECISION(9)) != 0 || rename(temporary, path) != 0) {
+        code = fail(EXIT_INPUT, "cannot write '%s': %s", path, strerror(errno));
+        if (temporary != NULL) unlink(temporary);
+    }
+    free(temporary);
+    json_decref(root);
+    return code;
+}
+
+static int open_threads(int64_t threads, int device, quern_context **ctx)
+{
+    return open_context(&(machine_options){.threads = threads, .device = device}, ctx);
+}
+
+static int bench(const bench_options *o, bool only_ceilings)
+{
+    int64_t lengths[LIST_MAX], threads[LIST_MAX];
+    bench_case base = o->what;
+    const int length_count = parse_integers(o->n, 1, (int64_t)1 << 40, lengths, LIST_MAX);
+    const int thread_counts = parse_integers(o->threads, 0, 1024, threads, 4);
+    if (length_count < 0) return fail(EXIT_USAGE, "--n '%s': a list such as 4096,16384 or 4k,1M, at most %d lengths, is accepted", o->n, LIST_MAX);
+    if (thread_counts < 0) return fail(EXIT_USAGE, "--threads '%s': a list such as 1,2, at most 4 counts from 0 to 1024, is accepted", o->threads);
+    if (!parse_pair(o->heads, &base.heads, &base.kv_heads) || base.heads % base.kv_heads != 0)
+        return fail(EXIT_USAGE, "--heads '%s': H/Hkv with H a multiple of Hkv is accepted", o->heads);
+    if (!parse_pair(o->dim, &base.dim, &base.dim_v)) return fail(EXIT_USAGE, "--dim '%s': D or D/Dv is accepted", o->dim);
+    if (base.batch < 1 || o->reps < 0 || o->reps > BENCH_REPS_MAX)
+        return fail(EXIT_USAGE, "--batch %" PRId64 " --reps %" PRId64 ": at least 1, and 0 to %d, is accepted", base.batch, o->reps, BENCH_REPS_MAX);
+    if (o->svg != NULL && only_ceilings) return fail(EXIT_USAGE, "--svg: ceilings have no chart");
+    if (o->svg != NULL && !have_program("gnuplot")) return fail(EXIT_MACHINE, "--svg needs gnuplot, which is not on the PATH");
+    results *r = calloc(1, sizeof *r);
+    if (r == NULL) return fail(EXIT_MACHINE, "no memory for the results");
+    int code = EXIT_DONE;
+    quern_context *ctx = NULL;
+    if (!only_ceilings) report_header();
+    for (int t = 0; t < thread_counts && code == EXIT_DONE; t++) {
+        quern_context_destroy(ctx);
+        ctx = NULL;
+        code = open_threads(threads[t], o->device, &ctx);
+        if (code != EXIT_DONE) break;
+        threads[t] = quern_context_threads(ctx);
+        for (int c = 0; c < CEILINGS && only_ceilings; c++) {
+            progress("ceiling %s", ceiling_name((ceiling)c));
+            const double rate = ceiling_measure((ceiling)c, (int)threads[t]);
+            progress_clear();
+            r->ceilings[c][t] = rate;
+            if (rate > 0) printf("%-8s %2" PRId64 " threads %10.1f %s\n", ceiling_name((ceiling)c), threads[t], rate, ceiling_unit((ceiling)c));
+        }
+        for (int i = 0; i < length_count && code == EXIT_DONE && !only_ceilings; i++) {
+            r->cases[i] = base;
+            r->cases[i].n = lengths[i];
+            code = measure(r, &r->cases[i], ctx, (size_t)t, o);
+        }
+    }
+    if (code == EXIT_DONE && o->json != NULL) code = write_json(r, threads, thread_counts, ctx, o->json);
+    if (code == EXIT_DONE && o->svg != NULL) code = report_svg(o->svg, r->rows, r->count);
+    quern_context_destroy(ctx);
+    free(r);
+    return code;
+}
+
+int verb_bench(int argc, char **argv)
+{
+    int subject = SUBJECTS;
+    for (int i = 1; i < argc && subject == SUBJECTS; i++)
+        for (int s = 0; s < SUBJECTS; s++)
+            if (strcmp(argv[i], subjects[s].what) == 0) subject = s;
+    const operation *op = subject < SUBJECTS && subjects[subject].op != NULL ? operation_named(subjects[subject].op) : NULL;
+    bench_options options = default_options(op);
+    const option_group groups[] = {{rows, ROWS, &options},
+                                   {op != NULL ? op->family->params : NULL, op != NULL ? op->family->param_count : 0, &options.what.params}};
+    int first;
+    bool help;
+    int code = parse_options(argc, argv, groups, op != NULL ? 2 : 1, &first, &help);
+    if (code != EXIT_DONE) return code;
+    if (help) {
+        print_help();
+        return EXIT_DONE;
+    }
+    if (argc - first != 1 || subject == SUBJECTS || strcmp(argv[first], subjects[subject].what) != 0)
+        return fail(EXIT_USAGE, "one of ceilings, attention, nsa, compress, select and gate is accepted; see quern bench --help");
+    if (options.profile != NULL) { /* first the preset, then the options over it */
+        if (op == NULL || op->family != &family_nsa) return fail(EXIT_USAGE, "--profile: only operations of the nsa family have presets");
+        const char *profile = options.profile;
+        options = default_options(op);
+        if (quern_nsa_params_preset(&options.what.params.nsa, profile) != QUERN_OK) return fail(EXIT_USAGE, "--profile: %s", quern_last_error(NULL));
+        code = parse_options(argc, argv, groups, 2, &first, &help);
+        if (code != EXIT_DONE) return code;
+    }
+    return bench(&options, op == NULL);
+}

@@ -1,0 +1,80 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* bench.h - one measurement: what is computed, on which data, how long it takes, against which limit. */
+#ifndef QUERN_TOOLS_BENCH_H
+#define QUERN_TOOLS_BENCH_H
+
+#include "ceilings.h"
+#include "job.h"
+
+#include <jansson.h>
+
+typedef enum bench_data { DATA_NORMAL, DATA_SMOOTH } bench_data;
+typedef enum bench_gate { GATE_WEIGHTS, GATE_NONE } bench_gate;
+
+/* What is measured. */
+typedef struct bench_case {
+    const operation *op;
+    int64_t batch, n, heads, kv_heads, dim, dim_v;
+    int dtype; /* quern_dtype: f32, f16, bf16 */
+    bool backward;
+    int data; /* bench_data */
+    int gate; /* bench_gate; nsa */
+    bool project; /* nsa, compress: projection after the mean */
+    int64_t seed;
+    any_params params;
+} bench_case;
+
+enum { BENCH_REPS_MAX = 101 };
+typedef struct timing {
+    int reps;
+    double median, p10, p90; /* milliseconds */
+} timing;
+
+/* What a pass must do at least: the denominator. */
+typedef struct work {
+    double flops, bytes;
+    ceiling limit; /* CEILINGS where none fits the CPU level */
+    const char *formula;
+} work;
+
+/* One line of results. */
+typedef struct bench_row {
+    const bench_case *what;
+    bool backward;
+    int threads;
+    timing time;
+    work work;
+    double ceiling;  /* measured beside it, on as many threads; 0: none */
+    const char *peer; /* NULL: none */
+    double peer_ms;
+    size_t workspace_bytes;
+} bench_row;
+
+/* Starts a job, allocates and fills its inputs, prepares it; with `plan` only sizes it. Returns an exit code;
+ * job_free in any case. */
+int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan);
+/* Runs until the times are steady: `reps` times, or with reps 0 at least 3 times and a second, once where a run
+ * takes more than 8 seconds. A first run warms up and counts only if it was so long. */
+int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *forward, timing *backward);
+work bench_work(const bench_case *c, bool backward, quern_cpu_level level);
+
+timing timing_of(double *ms, int count);
+/* GFLOP/s or GB/s of a row, as its limit counts; and that over the ceiling (0: no ceiling). */
+double row_rate(const bench_row *row);
+double row_fraction(const bench_row *row);
+
+/* The table, the JSON of house.md, the chart. */
+void report_header(void);
+void report_row(const bench_row *row);
+json_t *report_json(const bench_row *row);
+/* Draws time, and speed-up over the peer, against length; needs gnuplot. Returns an exit code. */
+int report_svg(const char *path, const bench_row *rows, size_t count);
+/* True if a program of this name is on the PATH. */
+bool have_program(const char *name);
+
+/* One line on a terminal that is written over; nothing elsewhere. */
+void progress(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void progress_clear(void);
+
+#endif

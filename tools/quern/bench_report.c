@@ -1,0 +1,155 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* bench_report.c - results as a table, as JSON, as a chart. */
+#include "bench.h"
+
+#include "command.h"
+
+#include <inttypes.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static const char *op_name(const bench_row *row, char *text, size_t room)
+{
+    snprintf(text, room, "%s%s", row->what->op->name, row->backward ? "-backward" : "");
+    return text;
+}
+
+void report_header(void)
+{
+    printf("%-22s %9s %7s %5s %4s %11s %10s %10s %9s %9s %9s\n", "op", "N", "heads", "dtype", "thr", "ms median", "p10", "p90",
+           "G/s", "of limit", "over peer");
+}
+
+void report_row(const bench_row *row)
+{
+    char op[40], heads[24], fraction[24] = "-", peer[24] = "-";
+    const bench_case *c = row->what;
+    snprintf(heads, sizeof heads, "%" PRId64 "/%" PRId64, c->heads, c->kv_heads);
+    if (row->ceiling > 0) snprintf(fraction, sizeof fraction, "%.3f", row_fraction(row));
+    if (row->peer != NULL) snprintf(peer, sizeof peer, "%.2fx", row->peer_ms / row->time.median);
+    printf("%-22s %9" PRId64 " %7s %5s %4d %11.3f %10.3f %10.3f %9.1f %9s %9s\n", op_name(row, op, sizeof op), c->n, heads,
+           quern_dtype_name((quern_dtype)c->dtype), row->threads, row->time.median, row->time.p10, row->time.p90, row_rate(row),
+           fraction, peer);
+    fflush(stdout);
+}
+
+/* The shape: sizes, and every parameter of the operation's family under its option's name. */
+static json_t *shape_json(const bench_case *c)
+{
+    json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "B", (json_int_t)c->batch, "N", (json_int_t)c->n, "H",
+                              (json_int_t)c->heads, "Hkv", (json_int_t)c->kv_heads, "D", (json_int_t)c->dim, "Dv",
+                              (json_int_t)c->dim_v);
+    for (size_t i = 0; i < c->op->family->param_count; i++) {
+        const option_row *row = &c->op->family->params[i];
+        const void *at = (const char *)&c->params + row->offset;
+        char text[60];
+        json_t *value;
+        option_current_text(row, &c->params, text, sizeof text);
+        if (row->type == OPTION_INT) value = json_integer(*(const int64_t *)at);
+        else if (row->type == OPTION_BOOL) value = json_boolean(*(const bool *)at);
+        else if (row->type == OPTION_FLOAT) value = json_real((double)*(const float *)at);
+        else value = json_string(text);
+        json_object_set_new(shape, row->name, value);
+    }
+    return shape;
+}
+
+json_t *report_json(const bench_row *row)
+{
+    char op[40];
+    const bool limited = row->ceiling > 0;
+    return json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o, s:s, s:I}", "op",
+                     op_name(row, op, sizeof op), "shape", shape_json(row->what), "dtype",
+                     quern_dtype_name((quern_dtype)row->what->dtype), "threads", row->threads, "reps", row->time.reps, "ms_median",
+                     row->time.median, "ms_p10", row->time.p10, "ms_p90", row->time.p90, "gflops",
+                     row->work.flops > 0 ? json_real(row_rate(row)) : json_null(), "gbps",
+                     row->work.bytes > 0 ? json_real(row_rate(row)) : json_null(), "ceiling",
+                     limited ? json_string(ceiling_name(row->work.limit)) : json_null(), "fraction",
+                     limited ? json_real(row_fraction(row)) : json_null(), "peer",
+                     row->peer != NULL ? json_string(row->peer) : json_null(), "peer_ms",
+                     row->peer != NULL ? json_real(row->peer_ms) : json_null(), "formula", row->work.formula, "workspace_bytes",
+                     (json_int_t)row->workspace_bytes);
+}
+
+bool have_program(const char *name)
+{
+    char path[4096];
+    const char *at = getenv("PATH");
+    while (at != NULL && *at != '\0') {
+        const size_t n = strcspn(at, ":");
+        snprintf(path, sizeof path, "%.*s/%s", (int)n, at, name);
+        if (access(path, X_OK) == 0) return true;
+        at += n + (at[n] == ':');
+    }
+    return false;
+}
+
+/* Points of one pass and thread count: length, time, peer's time. */
+static void print_block(FILE *f, const char *name, const bench_row *rows, size_t count, bool backward, int threads)
+{
+    fprintf(f, "$%s << EOD\n", name);
+    for (size_t i = 0; i < count; i++)
+        if (rows[i].backward == backward && rows[i].threads == threads)
+            fprintf(f, "%" PRId64 " %.6g %.6g\n", rows[i].what->n, rows[i].time.median, rows[i].peer != NULL ? rows[i].peer_ms : -1.0);
+    fprintf(f, "EOD\n");
+}
+
+int report_svg(const char *path, const bench_row *rows, size_t count)
+{
+    FILE *f = popen("gnuplot -", "w");
+    if (f == NULL) return fail(EXIT_MACHINE, "cannot start gnuplot");
+    signal(SIGPIPE, SIG_IGN);
+    const bool peers = rows[0].peer != NULL;
+    char *quoted = malloc(2 * strlen(path) + 1); /* gnuplot doubles a quote inside quotes */
+    if (quoted == NULL) {
+        pclose(f);
+        return fail(EXIT_MACHINE, "no memory for a file name");
+    }
+    char *q = quoted;
+    for (const char *c = path; *c != '\0'; c++) {
+        if (*c == '\'') *q++ = '\'';
+        *q++ = *c;
+    }
+    *q = '\0';
+    fprintf(f, "set terminal svg size %d,420 background '#ffffff' font 'sans-serif,13'\nset output '%s'\n", peers ? 960 : 520, quoted);
+    free(quoted);
+    int64_t least = INT64_MAX, most = 0;
+    for (size_t i = 0; i < count; i++) {
+        least = rows[i].what->n < least ? rows[i].what->n : least;
+        most = rows[i].what->n > most ? rows[i].what->n : most;
+    }
+    fprintf(f, "set xrange [%g:%g]\n", (double)least / 1.5, (double)most * 1.5);
+    fprintf(f, "set logscale x 2\nset grid\nset key top left\nset xlabel 'tokens'\n");
+    char titles[8][80], blocks[8][16];
+    int series = 0;
+    for (int pass_index = 0; pass_index < 2; pass_index++) {
+        for (size_t i = 0; i < count && series < 8; i++) {
+            bool seen = rows[i].backward != (pass_index == 1);
+            for (size_t k = 0; k < i && !seen; k++) seen = rows[k].backward == rows[i].backward && rows[k].threads == rows[i].threads;
+            if (seen) continue;
+            snprintf(blocks[series], sizeof blocks[series], "s%d", series);
+            snprintf(titles[series], sizeof titles[series], "%s%s, %d threads", rows[i].what->op->name, rows[i].backward ? " backward" : "",
+                     rows[i].threads);
+            print_block(f, blocks[series++], rows, count, rows[i].backward, rows[i].threads);
+        }
+    }
+    if (peers) fprintf(f, "set multiplot layout 1,2\n");
+    fprintf(f, "set logscale y\nset ylabel 'milliseconds'\nplot ");
+    for (int i = 0; i < series; i++) {
+        fprintf(f, "%s$%s using 1:2 with linespoints linewidth 2 title '%s'", i > 0 ? ", " : "", blocks[i], titles[i]);
+        if (peers) fprintf(f, ", $%s using 1:3 with linespoints dashtype 2 title '%s, %s'", blocks[i], rows[0].peer, titles[i]);
+    }
+    if (peers) {
+        fprintf(f, "\nunset logscale y\nset yrange [0:*]\nset ylabel 'times as fast as %s'\nplot 1 with lines linecolor 'gray' notitle", rows[0].peer);
+        for (int i = 0; i < series; i++)
+            fprintf(f, ", $%s using 1:($3/$2) with linespoints linewidth 2 title '%s'", blocks[i], titles[i]);
+        fprintf(f, "\nunset multiplot");
+    }
+    fprintf(f, "\n");
+    const int status = pclose(f);
+    return status == 0 ? EXIT_DONE : fail(EXIT_INPUT, "gnuplot could not draw '%s'", path);
+}
