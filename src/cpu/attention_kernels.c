@@ -5,7 +5,7 @@
 
 const attention_kernels *attention_kernels_for(quern_cpu_level level)
 {
-#if defined(__x86_64__)
+#if defined(QUERN_X86_LEVELS)
     if (level == QUERN_CPU_LEVEL_AVX512BF16) return &attention_kernels_avx512bf16;
     if (level == QUERN_CPU_LEVEL_AVX512) return &attention_kernels_avx512;
     if (level == QUERN_CPU_LEVEL_AVX2) return &attention_kernels_avx2;

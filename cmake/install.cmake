@@ -1,0 +1,37 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+# What `make install` lays down: both libraries, the headers, quern.pc, the CMake package, the command.
+include(CMakePackageConfigHelpers)
+
+# The static library is one object whose hidden symbols are made local, so that only quern_* names can meet
+# a program's own.
+set(static_library ${CMAKE_CURRENT_BINARY_DIR}/static/libquern.a)
+add_custom_command(
+  OUTPUT ${static_library}
+  COMMAND ${CMAKE_COMMAND} -E make_directory static
+  COMMAND ${CMAKE_LINKER} -r -o static/quern.o ${quern_objects}
+  COMMAND ${CMAKE_OBJCOPY} --localize-hidden static/quern.o
+  COMMAND ${CMAKE_COMMAND} -E rm -f ${static_library}
+  COMMAND ${CMAKE_AR} rcs ${static_library} static/quern.o
+  DEPENDS quern_plain ${quern_objects}
+  COMMAND_EXPAND_LISTS VERBATIM)
+add_custom_target(quern_static ALL DEPENDS ${static_library})
+
+set(QUERN_STATIC_LIBS "-ljansson -lm -lpthread")
+if(OpenMP_C_FOUND)
+  string(APPEND QUERN_STATIC_LIBS " ${OpenMP_C_FLAGS}")
+endif()
+configure_file(cmake/quern.pc.in quern.pc @ONLY)
+configure_package_config_file(cmake/quern-config.cmake.in quern-config.cmake
+                              INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/quern)
+write_basic_package_version_file(quern-config-version.cmake COMPATIBILITY SameMinorVersion)
+
+install(TARGETS quern LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(FILES ${static_library} DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(DIRECTORY include/quern DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/quern.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/quern-config.cmake ${CMAKE_CURRENT_BINARY_DIR}/quern-config-version.cmake
+        DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/quern)
+if(TARGET quern_command)
+  install(TARGETS quern_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()

@@ -1,0 +1,69 @@
+#!/bin/bash
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+# Runs the tests and ends with one line `N passed, N failed`, counting cmocka's cases and each other check as one.
+#   tests/run.sh check   the quick tests in the release build (under two minutes)
+#   tests/run.sh test    everything that CI runs (under fifteen minutes on two cores)
+set -u
+cd "$(dirname "$0")/.." || exit 1
+jobs=$(nproc)
+passed=0
+failed=0
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+# count NAME COMMAND...: one check.
+count() {
+    local name=$1
+    shift
+    if "$@" >"$log" 2>&1; then
+        passed=$((passed + 1))
+        echo "ok      $name"
+    else
+        failed=$((failed + 1))
+        echo "FAILED  $name"
+        tail -n 40 "$log"
+    fi
+}
+
+build() {
+    cmake --preset "$1" -DQUERN_TESTS=ON >/dev/null && cmake --build "build/$1" -j"$jobs"
+}
+
+# programs BUILD PATTERN: runs the test programs of a build and adds up cmocka's cases.
+programs() {
+    local dir=build/$1/tests program start
+    for program in "$dir"/*_test; do
+        [[ $(basename "$program") == $2 ]] || continue
+        [[ ${3:-} != '' && $(basename "$program") == $3 ]] && continue
+        start=$SECONDS
+        CMOCKA_MESSAGE_OUTPUT=stdout "$program" >"$log" 2>&1
+        local code=$? good bad
+        good=$(grep -c '^\[       OK \]' "$log")
+        bad=$(grep -c '^\[  FAILED  \] [a-z0-9_]*$' "$log")
+        [[ $code != 0 && $bad == 0 ]] && bad=1
+        passed=$((passed + good))
+        failed=$((failed + bad))
+        if [[ $bad == 0 ]]; then
+            echo "ok      $1 ${program##*/}: $good cases, $((SECONDS - start)) s"
+        else
+            echo "FAILED  $1 ${program##*/} (exit code $code)"
+            grep -v -e '^\[       OK' -e '^\[ RUN' "$log" | head -n 60
+        fi
+    done
+}
+
+count "build: release" build release
+programs release '*' '*_full_test'
+if [[ ${1:-test} == test ]]; then
+    programs release '*_full_test'
+    for script in tests/consumers/run.sh tests/abi/run.sh tests/tidy.sh; do
+        [[ -x $script ]] && count "${script#tests/}" "$script"
+    done
+    count "build: asan-ubsan" build asan-ubsan
+    programs asan-ubsan '*' '*_full_test'
+    count "build: portable" build portable
+    programs portable '*' '*_full_test'
+fi
+echo "$passed passed, $failed failed"
+[[ $failed == 0 ]]
