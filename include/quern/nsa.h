@@ -135,8 +135,13 @@ typedef struct quern_nsa_tensors {
     const quern_tensor *d_gates;                    /* f32 [B,N,H,3] */
     void *stream; /* cudaStream_t of a CUDA call; ignored on the CPU */
 } quern_nsa_tensors;
-/* Every tensor absent. (Members not named are zero.) */
-#define QUERN_NSA_TENSORS_INIT {sizeof(quern_nsa_tensors)}
+/* Every tensor absent. */
+#define QUERN_NSA_TENSORS_INIT                                                                         \
+    {sizeof(quern_nsa_tensors),                                                                        \
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,         \
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,         \
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,         \
+     NULL, NULL}
 
 /*
  * The whole. Forward reads q, k, v (and k_slc ... pe_v, w_gate or gates, block_idx, group_idx as params

@@ -19,6 +19,13 @@ static void *allocate(size_t bytes)
     return p;
 }
 
+double *test_doubles(int64_t count)
+{
+    double *p = allocate(sizeof *p * (size_t)(count + 1));
+    memset(p, 0, sizeof *p * (size_t)(count + 1));
+    return p;
+}
+
 static size_t element_size(quern_dtype dtype)
 {
     return dtype == QUERN_F16 || dtype == QUERN_BF16 ? 2 : dtype == QUERN_U8 ? 1 : dtype == QUERN_I64 ? 8 : 4;
@@ -166,7 +173,7 @@ void test_tensor_set_i32(test_tensor *t, const int32_t *values)
 void test_tensor_normal(test_tensor *t, test_random *random, double sigma)
 {
     const int64_t count = test_tensor_count(t);
-    double *values = allocate(sizeof *values * (size_t)(count + 1));
+    double *values = test_doubles(count);
     for (int64_t i = 0; i < count; i++) values[i] = sigma * test_random_normal(random);
     test_tensor_set(t, values);
     free(values);
@@ -175,7 +182,7 @@ void test_tensor_normal(test_tensor *t, test_random *random, double sigma)
 double *test_tensor_get(const test_tensor *t)
 {
     const int64_t count = test_tensor_count(t);
-    double *values = allocate(sizeof *values * (size_t)(count + 1));
+    double *values = test_doubles(count);
     for (int64_t i = 0; i < count; i++) {
         if (t->view.dtype == QUERN_F32) {
             float f;

@@ -52,6 +52,8 @@ void test_tensor_check_unchanged(const test_tensor *tensor, const char *name);
 /* True if the elements of two tensors of one shape and dtype are the same bits. */
 bool test_tensor_same_bits(const test_tensor *a, const test_tensor *b);
 
+/* `count` zeros; the caller frees. */
+double *test_doubles(int64_t count);
 /* x rounded to f32, f16 or bf16 (nearest even). */
 double test_round(quern_dtype dtype, double x);
 const char *test_layout_name(test_layout layout);

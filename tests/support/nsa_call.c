@@ -1,0 +1,107 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* nsa_call.c - calls the library on an nsa_case, and checks the whole against the reference. */
+#include "cmocka_c11.h"
+#include "compare.h"
+#include "nsa_reference.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const nsa_call nsa_call_forward = {"forward", quern_nsa_forward_workspace, quern_nsa_forward, NULL};
+const nsa_call nsa_call_backward = {"backward", quern_nsa_backward_workspace, quern_nsa_backward, NULL};
+const nsa_call nsa_call_compress = {"compress", quern_nsa_compress_workspace, quern_nsa_compress, NULL};
+const nsa_call nsa_call_compress_backward = {"compress_backward", quern_nsa_compress_backward_workspace,
+                                             quern_nsa_compress_backward, NULL};
+const nsa_call nsa_call_select = {"select", quern_nsa_select_workspace, quern_nsa_select, NULL};
+const nsa_call nsa_call_attend = {"attend", quern_nsa_attend_workspace, quern_nsa_attend, NULL};
+const nsa_call nsa_call_attend_backward = {"attend_backward", quern_nsa_attend_backward_workspace,
+                                           quern_nsa_attend_backward, NULL};
+const nsa_call nsa_call_gates = {"gates", NULL, NULL, quern_nsa_gates};
+const nsa_call nsa_call_combine = {"combine", NULL, NULL, quern_nsa_combine};
+const nsa_call nsa_call_gate = {"gate", NULL, NULL, quern_nsa_gate};
+const nsa_call nsa_call_gate_backward = {"gate_backward", quern_nsa_gate_backward_workspace,
+                                         quern_nsa_gate_backward, NULL};
+
+quern_status nsa_try(nsa_case *c, quern_context *ctx, nsa_call call, nsa_set set)
+{
+    const quern_nsa_tensors tensors = nsa_bind(c, nsa_present(c, set));
+    size_t bytes = 0;
+    if (call.run_plain != NULL) return call.run_plain(ctx, &c->config.params, &tensors);
+    quern_status status = call.workspace(ctx, &c->config.params, &tensors, &bytes);
+    if (status != QUERN_OK) return status;
+    test_workspace workspace = test_workspace_make(bytes);
+    status = call.run(ctx, &c->config.params, &tensors, workspace.data, bytes);
+    test_workspace_close(&workspace);
+    return status;
+}
+
+void nsa_run(nsa_case *c, quern_context *ctx, nsa_call call, nsa_set inputs, nsa_set outputs)
+{
+    char text[600], name[64];
+    inputs = nsa_present(c, inputs);
+    outputs = nsa_present(c, outputs);
+    for (int i = 0; i < NSA_SLOTS; i++) {
+        if (outputs & NSA_BIT(i)) test_tensor_reset(&c->tensor[i]);
+        else if (inputs & NSA_BIT(i)) memcpy(c->tensor[i].snapshot, c->tensor[i].buffer, c->tensor[i].bytes);
+    }
+    if (nsa_try(c, ctx, call, inputs | outputs) != QUERN_OK)
+        fail_msg("%s: %s [%s]", call.name, quern_last_error(ctx), nsa_config_describe(&c->config, text));
+    for (int i = 0; i < NSA_SLOTS; i++) {
+        snprintf(name, sizeof name, "%s: %s", call.name, nsa_slot_names[i]);
+        if (outputs & NSA_BIT(i)) test_tensor_check_guards(&c->tensor[i], name);
+        else if (inputs & NSA_BIT(i)) test_tensor_check_unchanged(&c->tensor[i], name);
+    }
+}
+
+quern_context *nsa_context(quern_cpu_level level, int32_t threads)
+{
+    quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
+    quern_context *ctx = NULL;
+    params.threads = threads;
+    params.cpu_level = level;
+    if (quern_context_create(&params, &ctx) != QUERN_OK) fail_msg("context: %s", quern_last_error(NULL));
+    return ctx;
+}
+
+/* |d_pe_k| <= 1e-5 sum |terms|: the whole's d_pe_k vanishes, so a relative bound would be one of noise. */
+static void check_vanishing(const nsa_reference *r, const double *out)
+{
+    const int64_t count = test_tensor_count(&r->c->tensor[NSA_D_PE_K]);
+    const double bound = r->c->config.dtype == QUERN_F32 ? 1e-5 : test_gradient_bound(r->c->config.dtype);
+    for (int64_t i = 0; i < count; i++)
+        if (!(fabs(out[i]) <= bound * r->pe_k_terms[i]))
+            fail_msg("d_pe_k: entry %lld is %g, the terms sum to %g", (long long)i, out[i], r->pe_k_terms[i]);
+}
+
+void nsa_check_whole(nsa_case *c, quern_context *ctx)
+{
+    const nsa_set forward = nsa_forward_outputs(c), backward = nsa_backward_outputs(c);
+    int32_t cu_expected[NSA_MAX_BATCH + 1] = {0};
+    nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), forward);
+    for (int64_t b = 0; c->config.packed && b < c->config.batch; b++) {
+        const nsa_sequence s = nsa_sequence_of(c, b);
+        cu_expected[b + 1] = cu_expected[b] + (int32_t)oracle_nsa_entries(&s.a);
+    }
+    if (c->config.packed) {
+        int32_t *cu = test_tensor_get_i32(&c->tensor[NSA_CU_SEQLENS_CMP]);
+        assert_memory_equal(cu, cu_expected, sizeof *cu * (size_t)(c->config.batch + 1));
+        free(cu);
+    }
+    nsa_reference *r = nsa_reference_new(c, true);
+    if (c->config.params.selection == QUERN_NSA_LIST_COMPUTED) nsa_check_lists(r);
+    nsa_reference_take_lists(r);
+    nsa_reference_forward(r);
+    nsa_check(r, forward);
+    nsa_run(c, ctx, nsa_call_backward, nsa_backward_inputs(c), backward);
+    nsa_reference_backward(r);
+    nsa_check(r, backward & ~NSA_BIT(NSA_D_PE_K));
+    if (backward & NSA_BIT(NSA_D_PE_K)) {
+        double *out = test_tensor_get(&c->tensor[NSA_D_PE_K]);
+        check_vanishing(r, out);
+        free(out);
+    }
+    nsa_reference_free(r);
+}

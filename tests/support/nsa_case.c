@@ -1,0 +1,268 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* nsa_case.c - builds the tensors of an NSA problem. */
+#include "nsa_case.h"
+
+#include "cmocka_c11.h"
+#include "oracle/nsa.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+_Static_assert(offsetof(quern_nsa_tensors, d_gates) ==
+                   offsetof(quern_nsa_tensors, q) + NSA_D_GATES * sizeof(const quern_tensor *),
+               "nsa_slot follows quern_nsa_tensors");
+
+const char *const nsa_slot_names[NSA_SLOTS] = {
+    "q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "k_cmp", "v_cmp", "cu_seqlens", "cu_seqlens_cmp",
+    "w_k", "w_v", "pe_k", "pe_v", "w_gate", "gates", "block_idx", "block_count", "group_idx",
+    "o", "o_cmp", "o_slc", "o_win", "lse_cmp", "lse_slc", "lse_win", "d_o", "d_o_cmp", "d_o_slc", "d_o_win",
+    "d_q", "d_k", "d_v", "d_k_slc", "d_v_slc", "d_k_win", "d_v_win", "d_k_cmp", "d_v_cmp",
+    "d_w_k", "d_w_v", "d_pe_k", "d_pe_v", "d_w_gate", "d_gates",
+};
+
+nsa_config nsa_config_small(void)
+{
+    nsa_config c = {.params = QUERN_NSA_PARAMS_INIT, .batch = 2, .n = 75, .h = 4, .hkv = 2, .d = 16, .dv = 16};
+    c.params.block_size = 8;
+    c.params.num_selected = 5;
+    c.params.window = 20;
+    return c;
+}
+
+const char *nsa_config_describe(const nsa_config *c, char text[600])
+{
+    const quern_nsa_params *p = &c->params;
+    static const char *const compress[] = {"mean", "linear", "given"}, *const gate[] = {"none", "weights", "given"};
+    char size[160];
+    int at = snprintf(size, sizeof size, c->packed ? "lens" : "B %" PRId64 " N %" PRId64, c->batch, c->n);
+    for (int64_t b = 0; c->packed && b < c->batch; b++)
+        at += snprintf(size + at, sizeof size - (size_t)at, " %" PRId64, c->lens[b]);
+    if (c->packed) snprintf(size + at, sizeof size - (size_t)at, " spare %" PRId64, c->spare);
+    snprintf(text, 600,
+             "%s %s %s, H %" PRId64 "/%" PRId64 " D %" PRId64 "/%" PRId64 ", l %" PRId64 " d %" PRId64
+             " l' %" PRId64 " k %" PRId64 " tile %" PRId64 " W %" PRId64 ", %s%s%s%s%s %s %s %s forced %" PRId64
+             "/%" PRId64 " groups %" PRId64 " %s scale %g branches %u gate %s separate %d%d, weights %s",
+             quern_dtype_name(c->dtype), test_layout_name(c->layout), size, c->h, c->hkv, c->d, c->dv,
+             p->block_size, p->stride, p->select_block, p->num_selected, p->tile, p->window,
+             compress[p->compress], c->project_k ? " W_k" : "", c->project_v ? " W_v" : "",
+             c->pe_k ? " pe_k" : "", c->pe_v ? " pe_v" : "",
+             p->scope == QUERN_NSA_SCOPE_HEAD ? "head" : "group",
+             p->metric == QUERN_NSA_METRIC_SOFTMAX ? "softmax" : "mean_logit",
+             p->compressed_visibility == QUERN_NSA_VISIBLE_STARTED ? "started" : "complete", p->forced_first,
+             p->forced_local, p->max_compressed_groups, p->causal ? "causal" : "non-causal", (double)p->scale,
+             p->branches, gate[p->gate], c->separate_slc, c->separate_win, quern_dtype_name(c->weight_dtype));
+    return text;
+}
+
+/* Makes one tensor; activations of a fixed length get the batch dimension in front. */
+static void make(nsa_case *c, test_random *random, nsa_slot slot, quern_dtype dtype, int32_t ndim,
+                 const int64_t *shape)
+{
+    c->tensor[slot] = test_tensor_make(random, dtype, ndim, shape, c->config.layout);
+}
+
+static void make_activation(nsa_case *c, test_random *random, nsa_slot slot, quern_dtype dtype, int64_t per_seq,
+                            int64_t packed_rows, int64_t heads, int64_t dim)
+{
+    const int64_t fixed[] = {c->config.batch, per_seq, heads, dim}, packed[] = {packed_rows, heads, dim};
+    make(c, random, slot, dtype, c->config.packed ? 3 : 4, c->config.packed ? packed : fixed);
+}
+
+static void make_weights(nsa_case *c, test_random *random)
+{
+    const nsa_config *f = &c->config;
+    const bool linear = f->params.compress == QUERN_NSA_COMPRESS_LINEAR;
+    const int64_t l = f->params.block_size, rows = linear ? l : 1;
+    const int64_t w_k[] = {f->hkv, rows * f->d, f->d}, w_v[] = {f->hkv, rows * f->dv, f->dv};
+    const int64_t pe_k[] = {f->hkv, l, f->d}, pe_v[] = {f->hkv, l, f->dv}, gate[] = {f->h, 3, f->d};
+    const struct {
+        nsa_slot slot, gradient;
+        bool present;
+        const int64_t *shape;
+    } weights[] = {
+        {NSA_W_K, NSA_D_W_K, linear || f->project_k, w_k},
+        {NSA_W_V, NSA_D_W_V, linear || f->project_v, w_v},
+        {NSA_PE_K, NSA_D_PE_K, linear && f->pe_k, pe_k},
+        {NSA_PE_V, NSA_D_PE_V, linear && f->pe_v, pe_v},
+        {NSA_W_GATE, NSA_D_W_GATE, f->params.gate == QUERN_NSA_GATE_WEIGHTS, gate},
+    };
+    for (size_t i = 0; i < sizeof weights / sizeof *weights; i++) {
+        if (!weights[i].present) continue;
+        const double fan_in = (double)(weights[i].slot == NSA_W_GATE ? f->d : weights[i].shape[1]);
+        make(c, random, weights[i].slot, f->weight_dtype, 3, weights[i].shape);
+        make(c, random, weights[i].gradient, QUERN_F32, 3, weights[i].shape);
+        test_tensor_normal(&c->tensor[weights[i].slot], random, 1 / sqrt(fan_in));
+    }
+}
+
+static void make_lists(nsa_case *c, test_random *random)
+{
+    const nsa_config *f = &c->config;
+    const int64_t lists = f->params.scope == QUERN_NSA_SCOPE_HEAD ? f->h : f->hkv;
+    const int64_t widths[] = {f->params.num_selected, 0, f->params.max_compressed_groups};
+    for (int i = 0; i < 3; i++) {
+        const int64_t shape[] = {f->batch, lists, c->list_rows, widths[i]};
+        if (i == 2 && widths[i] == 0) continue;
+        make(c, random, (nsa_slot)(NSA_BLOCK_IDX + i), QUERN_I32, (f->packed ? 2 : 3) + (i != 1),
+             f->packed ? shape + 1 : shape);
+    }
+}
+
+static void make_sequences(nsa_case *c, test_random *random, oracle_nsa one)
+{
+    const nsa_config *f = &c->config;
+    const int64_t shape[] = {f->batch + 1};
+    int32_t cu[NSA_MAX_BATCH + 1] = {0}, cu_cmp[NSA_MAX_BATCH + 1] = {0};
+    c->rows = f->spare;
+    for (int64_t b = 0; b < f->batch; b++) {
+        one.n = f->lens[b];
+        c->rows += one.n;
+        cu[b + 1] = cu[b] + (int32_t)one.n;
+        cu_cmp[b + 1] = cu_cmp[b] + (int32_t)oracle_nsa_entries(&one);
+    }
+    make(c, random, NSA_CU_SEQLENS, QUERN_I32, 1, shape);
+    make(c, random, NSA_CU_SEQLENS_CMP, QUERN_I32, 1, shape);
+    test_tensor_set_i32(&c->tensor[NSA_CU_SEQLENS], cu);
+    test_tensor_set_i32(&c->tensor[NSA_CU_SEQLENS_CMP], cu_cmp);
+    c->entries = c->rows / oracle_nsa_stride(&one);
+    c->list_rows = c->rows / f->params.tile + f->batch;
+}
+
+nsa_case *nsa_case_new(const nsa_config *config, test_random *random)
+{
+    nsa_case *c = calloc(1, sizeof *c);
+    if (c == NULL) fail_msg("the test is out of memory");
+    c->config = *config;
+    const nsa_config *f = &c->config;
+    const oracle_nsa one = {f->params, f->n, f->h, f->hkv, f->d, f->dv};
+    const int64_t nc = oracle_nsa_entries(&one);
+    if (f->packed) {
+        make_sequences(c, random, one);
+    } else {
+        c->rows = f->batch * f->n;
+        c->entries = f->batch * nc;
+        c->list_rows = oracle_nsa_tiles(&one);
+    }
+    const struct {
+        nsa_slot slot, gradient;
+        bool present, value;
+    } pairs[] = {{NSA_K, NSA_D_K, true, false},
+                 {NSA_V, NSA_D_V, true, true},
+                 {NSA_K_SLC, NSA_D_K_SLC, f->separate_slc, false},
+                 {NSA_V_SLC, NSA_D_V_SLC, f->separate_slc, true},
+                 {NSA_K_WIN, NSA_D_K_WIN, f->separate_win, false},
+                 {NSA_V_WIN, NSA_D_V_WIN, f->separate_win, true},
+                 {NSA_K_CMP, NSA_D_K_CMP, true, false},
+                 {NSA_V_CMP, NSA_D_V_CMP, true, true}};
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
+        const int64_t dim = pairs[i].value ? f->dv : f->d;
+        const bool entry = pairs[i].slot == NSA_K_CMP || pairs[i].slot == NSA_V_CMP;
+        if (!pairs[i].present) continue;
+        for (int g = 0; g < 2; g++)
+            make_activation(c, random, g ? pairs[i].gradient : pairs[i].slot, f->dtype, entry ? nc : f->n,
+                            entry ? c->entries : c->rows, f->hkv, dim);
+        test_tensor_normal(&c->tensor[pairs[i].slot], random, 1);
+        test_tensor_normal(&c->tensor[pairs[i].gradient], random, 1); /* of k_cmp: an input to some calls */
+    }
+    make_activation(c, random, NSA_Q, f->dtype, f->n, c->rows, f->h, f->d);
+    make_activation(c, random, NSA_D_Q, f->dtype, f->n, c->rows, f->h, f->d);
+    test_tensor_normal(&c->tensor[NSA_Q], random, 1);
+    for (int b = 0; b < 4; b++) { /* o, o_cmp, o_slc, o_win */
+        make_activation(c, random, (nsa_slot)(NSA_O + b), f->dtype, f->n, c->rows, f->h, f->dv);
+        make_activation(c, random, (nsa_slot)(NSA_D_O + b), f->dtype, f->n, c->rows, f->h, f->dv);
+        test_tensor_normal(&c->tensor[NSA_O + b], random, 1);
+        test_tensor_normal(&c->tensor[NSA_D_O + b], random, 1);
+    }
+    for (int b = 0; b < 3; b++) {
+        const int64_t shape[] = {f->batch, f->h, f->packed ? c->rows : f->n};
+        make(c, random, (nsa_slot)(NSA_LSE_CMP + b), QUERN_F32, f->packed ? 2 : 3, f->packed ? shape + 1 : shape);
+    }
+    make_activation(c, random, NSA_GATES, QUERN_F32, f->n, c->rows, f->h, 3);
+    make_activation(c, random, NSA_D_GATES, QUERN_F32, f->n, c->rows, f->h, 3);
+    double *gates = test_doubles(c->rows * f->h * 3);
+    for (int64_t i = 0; i < c->rows * f->h * 3; i++) gates[i] = test_random_uniform(random);
+    test_tensor_set(&c->tensor[NSA_GATES], gates);
+    free(gates);
+    make_weights(c, random);
+    make_lists(c, random);
+    return c;
+}
+
+void nsa_case_free(nsa_case *c)
+{
+    for (int i = 0; i < NSA_SLOTS; i++) test_tensor_free(&c->tensor[i]);
+    free(c);
+}
+
+nsa_set nsa_present(const nsa_case *c, nsa_set set)
+{
+    for (int i = 0; i < NSA_SLOTS; i++)
+        if (c->tensor[i].buffer == NULL) set &= ~NSA_BIT(i);
+    return set;
+}
+
+static nsa_set slots(nsa_slot first, nsa_slot last)
+{
+    nsa_set set = 0;
+    for (int i = (int)first; i <= (int)last; i++) set |= NSA_BIT(i);
+    return set;
+}
+
+/* o_b and lse_b of the branches that take part. */
+static nsa_set branch_results(const nsa_case *c)
+{
+    nsa_set set = 0;
+    for (int b = 0; b < 3; b++)
+        if (c->config.params.branches >> b & 1) set |= NSA_BIT(NSA_O_CMP + b) | NSA_BIT(NSA_LSE_CMP + b);
+    return set;
+}
+
+nsa_set nsa_forward_inputs(const nsa_case *c)
+{
+    const quern_nsa_params *p = &c->config.params;
+    nsa_set set = slots(NSA_Q, NSA_V_WIN) | NSA_BIT(NSA_CU_SEQLENS) | slots(NSA_W_K, NSA_W_GATE);
+    if (p->compress == QUERN_NSA_COMPRESS_GIVEN) set |= slots(NSA_K_CMP, NSA_V_CMP);
+    if (p->gate == QUERN_NSA_GATE_GIVEN) set |= NSA_BIT(NSA_GATES);
+    if (p->selection == QUERN_NSA_LIST_GIVEN) set |= NSA_BIT(NSA_BLOCK_IDX);
+    if (p->groups == QUERN_NSA_LIST_GIVEN) set |= NSA_BIT(NSA_GROUP_IDX);
+    return nsa_present(c, set);
+}
+
+nsa_set nsa_forward_outputs(const nsa_case *c)
+{
+    const bool given = c->config.params.selection == QUERN_NSA_LIST_GIVEN;
+    const nsa_set all = slots(NSA_K_CMP, NSA_V_CMP) | NSA_BIT(NSA_CU_SEQLENS_CMP) | NSA_BIT(NSA_GATES) |
+                        NSA_BIT(NSA_BLOCK_IDX) | (given ? 0 : NSA_BIT(NSA_BLOCK_COUNT)) |
+                        NSA_BIT(NSA_GROUP_IDX) | NSA_BIT(NSA_O) | branch_results(c);
+    return nsa_present(c, all & ~nsa_forward_inputs(c));
+}
+
+nsa_set nsa_backward_inputs(const nsa_case *c)
+{
+    const nsa_set none = NSA_BIT(NSA_O) | NSA_BIT(NSA_BLOCK_COUNT);
+    return (nsa_forward_inputs(c) | nsa_forward_outputs(c) | NSA_BIT(NSA_D_O)) & ~none;
+}
+
+nsa_set nsa_backward_outputs(const nsa_case *c)
+{
+    const quern_nsa_params *p = &c->config.params;
+    nsa_set set = slots(NSA_D_Q, NSA_D_V_WIN) | slots(NSA_D_W_K, NSA_D_W_GATE);
+    if (p->compress == QUERN_NSA_COMPRESS_GIVEN) set |= slots(NSA_D_K_CMP, NSA_D_V_CMP);
+    if (p->gate == QUERN_NSA_GATE_GIVEN) set |= NSA_BIT(NSA_D_GATES);
+    return nsa_present(c, set);
+}
+
+quern_nsa_tensors nsa_bind(const nsa_case *c, nsa_set set)
+{
+    quern_nsa_tensors tensors = QUERN_NSA_TENSORS_INIT;
+    for (int i = 0; i < NSA_SLOTS; i++) {
+        const quern_tensor *view = &c->tensor[i].view;
+        char *member = (char *)&tensors + offsetof(quern_nsa_tensors, q) + (size_t)i * sizeof view;
+        if (set & NSA_BIT(i)) memcpy(member, &view, sizeof view);
+    }
+    return tensors;
+}
