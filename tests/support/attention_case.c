@@ -1,0 +1,215 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* attention_case.c - dense attention under test. */
+#include "attention_case.h"
+
+#include "cmocka_c11.h"
+#include "compare.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+quern_context *test_context(quern_cpu_level level, int32_t threads)
+{
+    quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
+    quern_context *ctx = NULL;
+    params.cpu_level = level;
+    params.threads = threads;
+    if (quern_context_create(&params, &ctx) != QUERN_OK) fail_msg("no context: %s", quern_last_error(NULL));
+    return ctx;
+}
+
+static test_tensor make(const oracle_dense *a, quern_dtype dtype, int64_t n, int64_t heads, int64_t dim,
+                        test_layout layout, test_random *random)
+{
+    const int64_t shape[] = {a->batch, n, heads, dim};
+    const int32_t packed = a->cu_q != NULL;
+    return test_tensor_make(random, dtype, 4 - packed, shape + packed, layout);
+}
+
+static test_tensor borders(const int32_t *cu, int64_t batch, test_layout layout, test_random *random)
+{
+    const int64_t shape[] = {batch + 1};
+    if (cu == NULL) return (test_tensor){0};
+    test_tensor t = test_tensor_make(random, QUERN_I32, 1, shape, layout);
+    test_tensor_set_i32(&t, cu);
+    return t;
+}
+
+void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype dtype, test_layout layout,
+                         test_random *random)
+{
+    memset(c, 0, sizeof *c);
+    c->dense = *a;
+    c->dtype = dtype;
+    c->q = make(a, dtype, a->nq, a->h, a->d, layout, random);
+    c->k = make(a, dtype, a->nkv, a->hkv, a->d, layout, random);
+    c->v = make(a, dtype, a->nkv, a->hkv, a->dv, layout, random);
+    c->o = make(a, dtype, a->nq, a->h, a->dv, layout, random);
+    c->d_o = make(a, dtype, a->nq, a->h, a->dv, layout, random);
+    c->d_q = make(a, dtype, a->nq, a->h, a->d, layout, random);
+    c->d_k = make(a, dtype, a->nkv, a->hkv, a->d, layout, random);
+    c->d_v = make(a, dtype, a->nkv, a->hkv, a->dv, layout, random);
+    const int64_t lse[] = {a->batch, a->h, a->nq};
+    const int32_t packed = a->cu_q != NULL;
+    c->lse = test_tensor_make(random, QUERN_F32, 3 - packed, lse + packed, layout);
+    c->cu_q = borders(a->cu_q, a->batch, layout, random);
+    c->cu_kv = borders(a->cu_kv, a->batch, layout, random);
+    test_tensor_normal(&c->q, random, 1);
+    test_tensor_normal(&c->k, random, 1);
+    test_tensor_normal(&c->v, random, 1);
+    test_tensor_normal(&c->d_o, random, 1);
+
+    c->params = (quern_attention_params)QUERN_ATTENTION_PARAMS_INIT;
+    c->params.causal = a->causal;
+    c->params.window = a->window;
+    c->params.query_offset = a->query_offset;
+    c->params.scale = (float)a->scale;
+    c->tensors = (quern_attention_tensors)QUERN_ATTENTION_TENSORS_INIT;
+    quern_attention_tensors *t = &c->tensors;
+    t->q = &c->q.view, t->k = &c->k.view, t->v = &c->v.view, t->o = &c->o.view, t->lse = &c->lse.view;
+    t->d_o = &c->d_o.view, t->d_q = &c->d_q.view, t->d_k = &c->d_k.view, t->d_v = &c->d_v.view;
+    t->cu_seqlens_q = a->cu_q != NULL ? &c->cu_q.view : NULL;
+    t->cu_seqlens_kv = a->cu_kv != NULL ? &c->cu_kv.view : NULL;
+}
+
+void attention_case_free(attention_case *c)
+{
+    test_tensor *const all[] = {&c->q, &c->k, &c->v, &c->cu_q, &c->cu_kv, &c->o,
+                                &c->lse, &c->d_o, &c->d_q, &c->d_k, &c->d_v};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) test_tensor_free(all[i]);
+}
+
+void attention_case_reset(attention_case *c)
+{
+    test_tensor *const outputs[] = {&c->o, &c->lse, &c->d_q, &c->d_k, &c->d_v};
+    for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) test_tensor_reset(outputs[i]);
+}
+
+static void check_inputs(const attention_case *c)
+{
+    test_tensor_check_unchanged(&c->q, "q");
+    test_tensor_check_unchanged(&c->k, "k");
+    test_tensor_check_unchanged(&c->v, "v");
+    test_tensor_check_unchanged(&c->d_o, "d_o");
+    test_tensor_check_unchanged(&c->cu_q, "cu_seqlens_q");
+    test_tensor_check_unchanged(&c->cu_kv, "cu_seqlens_kv");
+}
+
+void attention_case_forward(attention_case *c, quern_context *ctx)
+{
+    size_t bytes = 0;
+    if (quern_attention_forward_workspace(ctx, &c->params, &c->tensors, &bytes) != QUERN_OK)
+        fail_msg("forward's workspace: %s", quern_last_error(ctx));
+    test_workspace workspace = test_workspace_make(bytes);
+    if (quern_attention_forward(ctx, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK)
+        fail_msg("forward: %s", quern_last_error(ctx));
+    test_workspace_close(&workspace);
+    check_inputs(c);
+    test_tensor_check_guards(&c->o, "o");
+    test_tensor_check_guards(&c->lse, "lse");
+}
+
+void attention_case_backward(attention_case *c, quern_context *ctx)
+{
+    size_t bytes = 0;
+    if (quern_attention_backward_workspace(ctx, &c->params, &c->tensors, &bytes) != QUERN_OK)
+        fail_msg("backward's workspace: %s", quern_last_error(ctx));
+    test_workspace workspace = test_workspace_make(bytes);
+    if (quern_attention_backward(ctx, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK)
+        fail_msg("backward: %s", quern_last_error(ctx));
+    test_workspace_close(&workspace);
+    check_inputs(c);
+    test_tensor_check_guards(&c->o, "o");
+    test_tensor_check_guards(&c->lse, "lse");
+    test_tensor_check_guards(&c->d_q, "d_q");
+    test_tensor_check_guards(&c->d_k, "d_k");
+    test_tensor_check_guards(&c->d_v, "d_v");
+}
+
+static double *doubles(const test_tensor *t)
+{
+    double *p = calloc((size_t)test_tensor_count(t) + 1, sizeof *p);
+    if (p == NULL) fail_msg("the test is out of memory");
+    return p;
+}
+
+static bool sees_one_at_most(const oracle_dense *a)
+{
+    for (int64_t b = 0; b < a->batch; b++) {
+        const int32_t *cu_kv = a->cu_kv != NULL ? a->cu_kv : a->cu_q;
+        oracle_range range = {a->nq, a->nkv, a->causal, a->window, a->query_offset};
+        if (a->cu_q != NULL) range.nq = a->cu_q[b + 1] - a->cu_q[b], range.nkv = cu_kv[b + 1] - cu_kv[b];
+        for (int64_t t = 0; t < range.nq; t++) {
+            int64_t seen = 0;
+            for (int64_t j = 0; j < range.nkv && seen < 2; j++) seen += oracle_range_sees(&range, 0, t, j);
+            if (seen > 1) return false;
+        }
+    }
+    return true;
+}
+
+attention_reference attention_case_reference(const attention_case *c)
+{
+    attention_reference r = {doubles(&c->o), doubles(&c->lse), doubles(&c->d_q), doubles(&c->d_k), doubles(&c->d_v),
+                             sees_one_at_most(&c->dense)};
+    double *q = test_tensor_get(&c->q), *k = test_tensor_get(&c->k), *v = test_tensor_get(&c->v);
+    double *d_o = test_tensor_get(&c->d_o);
+    oracle_dense_forward(&c->dense, q, k, v, r.o, r.lse);
+    oracle_dense_backward(&c->dense, q, k, v, d_o, r.d_q, r.d_k, r.d_v);
+    free(q);
+    free(k);
+    free(v);
+    free(d_o);
+    return r;
+}
+
+void attention_reference_free(attention_reference *r)
+{
+    free(r->o);
+    free(r->lse);
+    free(r->d_q);
+    free(r->d_k);
+    free(r->d_v);
+}
+
+static void check(const test_tensor *t, const double *reference, double bound, const char *name, const char *label)
+{
+    char text[200];
+    double *values = test_tensor_get(t);
+    snprintf(text, sizeof text, "%s: %s", label, name);
+    test_check(text, values, reference, test_tensor_count(t), bound);
+    free(values);
+}
+
+/* A gradient that is 0 but for the rounding of P (dP - delta): its entries are sums of at most `count`
+ * terms p (dp - delta) k with |dp| about sqrt(Dv), so rounding leaves a small multiple of the bound. */
+static void check_cancelled(const test_tensor *t, const attention_case *c, const char *name, const char *label)
+{
+    const double most = test_gradient_bound(c->dtype) * sqrt((double)(c->dense.dv * c->dense.h));
+    double *values = test_tensor_get(t);
+    for (int64_t i = 0; i < test_tensor_count(t); i++)
+        if (!(fabs(values[i]) <= most)) fail_msg("%s: %s[%lld] is %g, 0 but for %g is right", label, name, (long long)i, values[i], most);
+    free(values);
+}
+
+void attention_case_check_forward(const attention_case *c, const attention_reference *r, const char *label)
+{
+    check(&c->o, r->o, test_forward_bound(c->dtype), "o", label);
+    check(&c->lse, r->lse, test_forward_bound(QUERN_F32), "lse", label);
+}
+
+void attention_case_check_backward(const attention_case *c, const attention_reference *r, const char *label)
+{
+    const double bound = test_gradient_bound(c->dtype);
+    if (r->cancels) {
+        check_cancelled(&c->d_q, c, "d_q", label);
+        check_cancelled(&c->d_k, c, "d_k", label);
+    } else {
+        check(&c->d_q, r->d_q, bound, "d_q", label);
+        check(&c->d_k, r->d_k, bound, "d_k", label);
+    }
+    check(&c->d_v, r->d_v, bound, "d_v", label);
+}

@@ -1,0 +1,50 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * attention_case.h - one call of dense attention under test: its guarded tensors, the library's two calls on
+ * them, and the oracle's answer.
+ */
+#ifndef QUERN_TEST_ATTENTION_CASE_H
+#define QUERN_TEST_ATTENTION_CASE_H
+
+#include "oracle/attention.h"
+#include "tensor.h"
+
+#include <quern/attention.h>
+
+/* The tensors of a call. Points into itself: made in place, never copied. */
+typedef struct attention_case {
+    oracle_dense dense;
+    quern_dtype dtype;
+    quern_attention_params params;
+    quern_attention_tensors tensors;
+    test_tensor q, k, v, cu_q, cu_kv, o, lse, d_o, d_q, d_k, d_v;
+} attention_case;
+
+typedef struct attention_reference {
+    double *o, *lse, *d_q, *d_k, *d_v;
+    bool cancels; /* every query sees at most one key: d_q and d_k are exactly 0 but for rounding */
+} attention_reference;
+
+/* Inputs N(0, 1), outputs full of sentinels. */
+void attention_case_make(attention_case *c, const oracle_dense *dense, quern_dtype dtype, test_layout layout,
+                         test_random *random);
+void attention_case_free(attention_case *c);
+/* Sets the outputs (forward's; backward's) back to sentinels. */
+void attention_case_reset(attention_case *c);
+
+/* Runs the call with a workspace of just the size asked for, at an odd address between guards; fails the
+ * test on an error, on a write outside an output's elements, or on a changed input. */
+void attention_case_forward(attention_case *c, quern_context *ctx);
+void attention_case_backward(attention_case *c, quern_context *ctx);
+
+attention_reference attention_case_reference(const attention_case *c);
+void attention_reference_free(attention_reference *r);
+/* Fails the test unless the outputs are within the bounds. `label` goes into the message. */
+void attention_case_check_forward(const attention_case *c, const attention_reference *r, const char *label);
+void attention_case_check_backward(const attention_case *c, const attention_reference *r, const char *label);
+
+/* A context for the level and thread count; fails the test on an error. */
+quern_context *test_context(quern_cpu_level level, int32_t threads);
+
+#endif
