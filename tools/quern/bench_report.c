@@ -123,7 +123,7 @@ int report_svg(const char *path, const bench_row *rows, size_t count)
         most = rows[i].what->n > most ? rows[i].what->n : most;
     }
     fprintf(f, "set xrange [%g:%g]\n", (double)least / 1.5, (double)most * 1.5);
-    fprintf(f, "set logscale x 2\nset grid\nset key top left\nset xlabel 'tokens'\n");
+    fprintf(f, "set logscale x 2\nset grid\nset key top left Left reverse\nset xlabel 'tokens'\n");
     char titles[8][80], blocks[8][16];
     int series = 0;
     for (int pass_index = 0; pass_index < 2; pass_index++) {
@@ -132,8 +132,8 @@ int report_svg(const char *path, const bench_row *rows, size_t count)
             for (size_t k = 0; k < i && !seen; k++) seen = rows[k].backward == rows[i].backward && rows[k].threads == rows[i].threads;
             if (seen) continue;
             snprintf(blocks[series], sizeof blocks[series], "s%d", series);
-            snprintf(titles[series], sizeof titles[series], "%s%s, %d threads", rows[i].what->op->name, rows[i].backward ? " backward" : "",
-                     rows[i].threads);
+            snprintf(titles[series], sizeof titles[series], "%s%s, %d thread%s", rows[i].what->op->name, rows[i].backward ? " backward" : "",
+                     rows[i].threads, rows[i].threads > 1 ? "s" : "");
             print_block(f, blocks[series++], rows, count, rows[i].backward, rows[i].threads);
         }
     }
