@@ -1,0 +1,87 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * call.h - one NSA call inside the family: checked, with its views normalised and its stages' arguments
+ * filled. An operation is two functions: `carve` lays out the workspace and fills the stages (with base NULL
+ * it only adds up the size), `run` calls the stages.
+ */
+#ifndef QUERN_NSA_CALL_H
+#define QUERN_NSA_CALL_H
+
+#include "backend.h"
+#include "core/arena.h"
+
+typedef enum nsa_op {
+    NSA_FORWARD,
+    NSA_BACKWARD,
+    NSA_COMPRESS,
+    NSA_COMPRESS_BACKWARD,
+    NSA_SELECT,
+    NSA_ATTEND,
+    NSA_ATTEND_BACKWARD,
+    NSA_GATES,
+    NSA_COMBINE,
+    NSA_GATE,
+    NSA_GATE_BACKWARD
+} nsa_op;
+
+enum { NSA_CMP, NSA_SLC, NSA_WIN, NSA_BRANCHES };
+
+/* Every tensor of a call as stages take it; absent where the caller gave none or the operation has no use. */
+typedef struct nsa_views {
+    quern_tensor q, k, v, k_b[NSA_BRANCHES], v_b[NSA_BRANCHES]; /* k_b[NSA_CMP] is k_cmp; the others resolved */
+    quern_tensor w_k, w_v, pe_k, pe_v, w_gate, gates;
+    quern_tensor block_idx, block_count, group_idx;
+    quern_tensor o, o_b[NSA_BRANCHES], lse_b[NSA_BRANCHES];
+    quern_tensor d_o, d_o_b[NSA_BRANCHES], d_q, d_k, d_v, d_k_b[NSA_BRANCHES], d_v_b[NSA_BRANCHES];
+    quern_tensor d_w_k, d_w_v, d_pe_k, d_pe_v, d_w_gate, d_gates;
+} nsa_views;
+
+typedef struct nsa_call {
+    nsa_op op;
+    const quern_backend *backend;
+    quern_exec exec;
+    quern_nsa_params params; /* defaults resolved */
+    quern_tensor like;       /* an activation: device, dtype */
+    bool packed;
+    int64_t batch, n, heads, kv_heads, dim_k, dim_v, n_cmp, list_heads, list_rows;
+    bool separate[NSA_BRANCHES]; /* the branch has its own k, v */
+    stage_seqs tokens, compressed; /* queries against tokens, against compressed entries */
+    nsa_views views;
+    /* Filled by carve. */
+    compress_args compress;
+    select_args select;
+    attend_args attend[NSA_BRANCHES];
+    gate_args gate;
+    attend_gate_args fused;
+    rowdot_args rowdot[NSA_BRANCHES];
+    convert_args convert[5];
+    int32_t converts;
+    bool use_compress, use_select, use_attend[NSA_BRANCHES], recompute[NSA_BRANCHES], use_gate, use_fused;
+    void *scratch; /* what the stages share, one after the other */
+} nsa_call;
+
+/* Resolves defaults and checks what does not depend on tensors. */
+quern_status nsa_check_params(const quern_nsa_params *given, nsa_op op, quern_nsa_params *params);
+/* Checks everything visible to the host and fills the call up to its views. `run`: data counts, too. */
+quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, bool run, nsa_call *call);
+
+bool nsa_branch_on(const nsa_call *call, int branch);
+/* A fresh tensor in the workspace, shaped like an activation [B, N, heads, dim] and so on. */
+quern_tensor nsa_take(const nsa_call *call, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape);
+/* `given`, or one in the workspace where it is absent. */
+quern_tensor nsa_given_or_take(const nsa_call *call, const quern_tensor *given, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape);
+/* The attention stage of a branch, without its outputs. */
+attend_args nsa_branch_args(const nsa_call *call, int branch);
+compress_args nsa_compress_args(const nsa_call *call);
+select_args nsa_select_args(const nsa_call *call);
+gate_args nsa_gate_args(const nsa_call *call);
+
+typedef struct nsa_operation {
+    void (*carve)(nsa_call *call, arena *a);
+    quern_status (*run)(nsa_call *call);
+} nsa_operation;
+extern const nsa_operation nsa_forward_operation, nsa_backward_operation, nsa_compress_operation, nsa_compress_backward_operation,
+    nsa_select_operation, nsa_attend_operation, nsa_attend_backward_operation, nsa_gate_operation, nsa_gate_backward_operation;
+
+#endif

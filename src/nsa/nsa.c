@@ -1,0 +1,225 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* nsa.c - NSA's public functions: each plans its operation, then reports the workspace or runs the stages. */
+#include "core/context.h"
+#include "core/error.h"
+#include "core/view.h"
+#include "nsa/call.h"
+
+static const nsa_operation *operation_of(nsa_op op)
+{
+    switch (op) {
+    case NSA_FORWARD: return &nsa_forward_operation;
+    case NSA_BACKWARD: return &nsa_backward_operation;
+    case NSA_COMPRESS: return &nsa_compress_operation;
+    case NSA_COMPRESS_BACKWARD: return &nsa_compress_backward_operation;
+    case NSA_SELECT: return &nsa_select_operation;
+    case NSA_ATTEND: return &nsa_attend_operation;
+    case NSA_ATTEND_BACKWARD: return &nsa_attend_backward_operation;
+    case NSA_GATE_BACKWARD: return &nsa_gate_backward_operation;
+    default: return &nsa_gate_operation;
+    }
+}
+
+/* Whether the backend takes every stage that the carved call uses. */
+static quern_status check_supported(const nsa_call *c, bool backward)
+{
+    const quern_backend *b = c->backend;
+    char why[STAGE_WHY_BYTES] = "";
+    bool ok = true;
+    if (c->use_compress) ok = (backward ? b->compress_backward : b->compress_forward).supports(&c->exec, &c->compress, why);
+    if (ok && c->use_select && !c->use_fused) ok = b->select.supports(&c->exec, &c->select, why);
+    for (int i = 0; i < NSA_BRANCHES && ok; i++)
+        if (c->use_attend[i]) ok = (backward ? b->attend_backward : b->attend_forward).supports(&c->exec, &c->attend[i], why);
+    if (ok && c->use_gate) ok = (backward ? b->gate_backward : b->gate_forward).supports(&c->exec, &c->gate, why);
+    return ok ? QUERN_OK : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+}
+
+/* Plans, carves on `workspace` (NULL: sizes only) and checks that the stages are there. */
+static quern_status prepare(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, bool run, void *workspace,
+                            nsa_call *call, size_t *bytes)
+{
+    quern_status status = nsa_plan(ctx, params, tensors, op, run, call);
+    if (status != QUERN_OK) return status;
+    arena a = arena_on(workspace);
+    operation_of(op)->carve(call, &a);
+    *bytes = arena_size(&a);
+    const bool backward = op == NSA_BACKWARD || op == NSA_COMPRESS_BACKWARD || op == NSA_ATTEND_BACKWARD || op == NSA_GATE_BACKWARD;
+    return check_supported(call, backward);
+}
+
+static quern_status workspace_of(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, size_t *bytes)
+{
+    nsa_call call;
+    size_t needed;
+    const quern_status status = prepare(ctx, params, tensors, op, false, NULL, &call, &needed);
+    if (status != QUERN_OK) return status;
+    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    *bytes = needed;
+    return QUERN_OK;
+}
+
+static quern_status run(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, void *workspace, size_t given)
+{
+    nsa_call call;
+    size_t needed;
+    quern_status status = prepare(ctx, params, tensors, op, true, NULL, &call, &needed);
+    if (status != QUERN_OK) return status;
+    if (given < needed) return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", given, needed);
+    if (workspace == NULL && needed > 0) return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", needed);
+    status = prepare(ctx, params, tensors, op, true, workspace, &call, &needed);
+    return status != QUERN_OK ? status : operation_of(op)->run(&call);
+}
+
+quern_status quern_nsa_forward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(ctx, params, tensors, NSA_FORWARD, bytes);
+}
+
+quern_status quern_nsa_forward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(ctx, params, tensors, NSA_FORWARD, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_backward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(ctx, params, tensors, NSA_BACKWARD, bytes);
+}
+
+quern_status quern_nsa_backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(ctx, params, tensors, NSA_BACKWARD, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_compress_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(ctx, params, tensors, NSA_COMPRESS, bytes);
+}
+
+quern_status quern_nsa_compress(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(ctx, params, tensors, NSA_COMPRESS, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_compress_backward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(ctx, params, tensors, NSA_COMPRESS_BACKWARD, bytes);
+}
+
+quern_status quern_nsa_compress_backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
+                                         size_t workspace_bytes)
+{
+    return run(ctx, params, tensors, NSA_COMPRESS_BACKWARD, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_select_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(ctx, params, tensors, NSA_SELECT, bytes);
+}
+
+quern_status quern_nsa_select(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(ctx, params, tensors, NSA_SELECT, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_attend_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(ctx, params, tensors, NSA_ATTEND, bytes);
+}
+
+quern_status quern_nsa_attend(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    return run(ctx, params, tensors, NSA_ATTEND, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_attend_backward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(ctx, params, tensors, NSA_ATTEND_BACKWARD, bytes);
+}
+
+quern_status quern_nsa_attend_backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
+                                       size_t workspace_bytes)
+{
+    return run(ctx, params, tensors, NSA_ATTEND_BACKWARD, workspace, workspace_bytes);
+}
+
+/* These three need no workspace on any backend. */
+quern_status quern_nsa_gates(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors)
+{
+    return run(ctx, params, tensors, NSA_GATES, NULL, 0);
+}
+
+quern_status quern_nsa_combine(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors)
+{
+    return run(ctx, params, tensors, NSA_COMBINE, NULL, 0);
+}
+
+quern_status quern_nsa_gate(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors)
+{
+    return run(ctx, params, tensors, NSA_GATE, NULL, 0);
+}
+
+quern_status quern_nsa_gate_backward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
+{
+    return workspace_of(ctx, params, tensors, NSA_GATE_BACKWARD, bytes);
+}
+
+quern_status quern_nsa_gate_backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
+                                     size_t workspace_bytes)
+{
+    return run(ctx, params, tensors, NSA_GATE_BACKWARD, workspace, workspace_bytes);
+}
+
+quern_status quern_nsa_list_convert(quern_context *ctx, const quern_tensor *in, int64_t from, const quern_tensor *out, const quern_tensor *count_out,
+                                    int64_t to, int64_t n, void *stream)
+{
+    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if (from < 1 || to < 1 || (from % to != 0 && to % from != 0) || from > INT32_MAX || to > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "from %lld, to %lld: positive block sizes of which one divides the other are accepted",
+                         (long long)from, (long long)to);
+    if (n < 0 || n > INT32_MAX) return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is %lld: 0 to %d is accepted", (long long)n, INT32_MAX);
+    if (in == NULL || out == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", in == NULL ? "in" : "out");
+    if (in->ndim < 1 || in->ndim > QUERN_MAX_DIMS)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "in has %d dimensions: 1 to %d are accepted", in->ndim, QUERN_MAX_DIMS);
+    const int32_t last = in->ndim - 1;
+    const int64_t k_in = in->shape[last], k_out = from > to ? k_in * (from / to) : k_in;
+    view_rule rules[3] = {{"in", in, VIEW_I32, in->ndim, {0}, false, false}, {"out", out, VIEW_I32, in->ndim, {0}, false, true},
+                          {"count_out", count_out, VIEW_I32, last, {0}, true, true}};
+    for (int32_t i = 0; i < in->ndim; i++) {
+        rules[0].shape[i] = VIEW_ANY;
+        rules[1].shape[i] = i == last ? k_out : in->shape[i];
+        rules[2].shape[i] = in->shape[i];
+    }
+    quern_status status = view_check_all(rules, 3, in, true);
+    if (status != QUERN_OK) return status;
+    /* Stages take 2-D lists: the leading dimensions must merge. */
+    const quern_tensor *const all[] = {in, out, count_out};
+    int64_t lists = 1, strides[3] = {0, 0, 0};
+    for (int32_t i = 0; i < last; i++) lists *= in->shape[i];
+    for (int t = 0; t < 3; t++) {
+        if (all[t] == NULL || last == 0) continue;
+        strides[t] = all[t]->strides[last - 1];
+        int64_t expected = strides[t];
+        for (int32_t i = last - 1; i >= 0; i--) {
+            if (all[t]->shape[i] != 1 && all[t]->strides[i] != expected)
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.strides[%d] is %lld: %lld (lists one after the other) is accepted", rules[t].name, i,
+                                 (long long)all[t]->strides[i], (long long)expected);
+            expected *= all[t]->shape[i];
+        }
+    }
+    quern_exec exec;
+    const quern_backend *backend = context_backend(ctx, in->device, in->device_id, stream, &exec);
+    if (backend == NULL) return QUERN_ERR_DEVICE;
+    list_convert_args args = {.from = from, .to = to, .n = n};
+    quern_tensor *const flat[] = {&args.in, &args.out, &args.count};
+    for (int t = 0; t < 3; t++) {
+        if (all[t] == NULL) continue;
+        *flat[t] = *all[t];
+        flat[t]->ndim = t == 2 ? 1 : 2;
+        flat[t]->shape[0] = lists, flat[t]->strides[0] = strides[t];
+        flat[t]->shape[1] = t == 0 ? k_in : k_out, flat[t]->strides[1] = 1;
+    }
+    char why[STAGE_WHY_BYTES];
+    if (!backend->list_convert.supports(&exec, &args, why)) return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+    return backend->list_convert.run(&exec, &args, NULL);
+}

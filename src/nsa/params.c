@@ -1,0 +1,114 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* params.c - the parameters of NSA: what is legal, defaults, presets. */
+#include "core/error.h"
+#include "nsa/call.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { MAX_TILE = 256, GROUP_ENTRIES = 128 };
+
+static quern_status out_of_range(const char *name, int64_t given, int64_t least, int64_t most)
+{
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", name, (long long)given, (long long)least, (long long)most);
+}
+
+static int64_t gcd(int64_t a, int64_t b)
+{
+    while (b != 0) {
+        const int64_t r = a % b;
+        a = b;
+        b = r;
+    }
+    return a;
+}
+
+static quern_status check_selection(const quern_nsa_params *p)
+{
+    int64_t forced = p->forced_first;
+    if (p->causal && p->forced_local > 0)
+        forced += p->forced_local + (p->select_block - gcd(p->tile, p->select_block) + p->tile - 1) / p->select_block;
+    if (p->num_selected < forced)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "num_selected is %lld: at least the %lld forced blocks (first %lld, local %lld, tile %lld) are accepted",
+                         (long long)p->num_selected, (long long)forced, (long long)p->forced_first, (long long)p->forced_local, (long long)p->tile);
+    if (p->metric == QUERN_NSA_METRIC_MEAN_LOGIT && (p->stride != p->block_size || p->select_block != p->block_size))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "metric mean_logit with block_size %lld, stride %lld, select_block %lld: three equal ones are accepted",
+                         (long long)p->block_size, (long long)p->stride, (long long)p->select_block);
+    return QUERN_OK;
+}
+
+static quern_status check_groups(const quern_nsa_params *p)
+{
+    if (p->max_compressed_groups == 0) return QUERN_OK;
+    if (p->metric != QUERN_NSA_METRIC_MEAN_LOGIT)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "max_compressed_groups is %lld with metric softmax: mean_logit is accepted with it",
+                         (long long)p->max_compressed_groups);
+    const int64_t least = p->causal ? 1 + (p->tile - 1 + GROUP_ENTRIES * p->stride - 1) / (GROUP_ENTRIES * p->stride) : 1;
+    if (p->max_compressed_groups < least) return out_of_range("max_compressed_groups", p->max_compressed_groups, least, INT32_MAX);
+    return QUERN_OK;
+}
+
+quern_status nsa_check_params(const quern_nsa_params *given, nsa_op op, quern_nsa_params *p)
+{
+    if (given == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "params is NULL: use QUERN_NSA_PARAMS_INIT");
+    if (given->size != sizeof *given)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.size is %zu: %zu is accepted (use QUERN_NSA_PARAMS_INIT)", given->size, sizeof *given);
+    *p = *given;
+    if (p->stride == 0) p->stride = p->block_size;
+    if (p->select_block == 0) p->select_block = p->block_size;
+    const struct {
+        const char *name;
+        int64_t value, least, most;
+    } ranges[] = {
+        {"block_size", p->block_size, 1, INT32_MAX},
+        {"stride", p->stride, 1, p->block_size},
+        {"select_block", p->select_block, 1, INT32_MAX},
+        {"num_selected", p->num_selected, 1, INT32_MAX},
+        {"tile", p->tile, 1, MAX_TILE},
+        {"window", p->window, 1, INT64_MAX},
+        {"compress", p->compress, 0, QUERN_NSA_COMPRESS_GIVEN},
+        {"scope", p->scope, 0, QUERN_NSA_SCOPE_HEAD},
+        {"metric", p->metric, 0, QUERN_NSA_METRIC_MEAN_LOGIT},
+        {"compressed_visibility", p->compressed_visibility, 0, QUERN_NSA_VISIBLE_STARTED},
+        {"forced_first", p->forced_first, 0, INT32_MAX},
+        {"forced_local", p->forced_local, 0, INT32_MAX},
+        {"max_compressed_groups", p->max_compressed_groups, 0, INT32_MAX},
+        {"branches", p->branches, 1, QUERN_NSA_BRANCH_ALL},
+        {"gate", p->gate, 0, QUERN_NSA_GATE_GIVEN},
+        {"selection", p->selection, 0, QUERN_NSA_LIST_GIVEN},
+        {"groups", p->groups, 0, QUERN_NSA_LIST_GIVEN},
+    };
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
+        if (ranges[i].value < ranges[i].least || ranges[i].value > ranges[i].most)
+            return out_of_range(ranges[i].name, ranges[i].value, ranges[i].least, ranges[i].most);
+    if (p->block_size % p->stride != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "stride is %lld: a divisor of block_size %lld is accepted", (long long)p->stride,
+                         (long long)p->block_size);
+    if (p->select_block % p->stride != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "select_block is %lld: a multiple of stride %lld is accepted", (long long)p->select_block,
+                         (long long)p->stride);
+    if (!(p->scale >= 0.0f) || isinf(p->scale))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "scale is %g: 0 (1/sqrt(D)) or a finite positive number is accepted", (double)p->scale);
+    const bool selects = op == NSA_SELECT || (op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_SLC) && p->selection == QUERN_NSA_LIST_COMPUTED);
+    const bool groups = op == NSA_FORWARD || op == NSA_BACKWARD || op == NSA_SELECT || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD;
+    quern_status status = QUERN_OK;
+    if (selects) status = check_selection(p);
+    if (status == QUERN_OK && groups) status = check_groups(p);
+    return status;
+}
+
+quern_status quern_nsa_params_preset(quern_nsa_params *params, const char *name)
+{
+    if (params == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "params is NULL: use QUERN_NSA_PARAMS_INIT");
+    if (name == NULL || strcmp(name, "tile256") != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': tile256 is accepted", name != NULL ? name : "NULL");
+    params->tile = 256;
+    params->scope = QUERN_NSA_SCOPE_HEAD;
+    params->metric = QUERN_NSA_METRIC_MEAN_LOGIT;
+    params->forced_first = params->forced_local = 0;
+    params->compressed_visibility = QUERN_NSA_VISIBLE_STARTED;
+    params->stride = params->select_block = 0;
+    params->gate = QUERN_NSA_GATE_WEIGHTS;
+    return QUERN_OK;
+}

@@ -1,0 +1,154 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* parts.c - the operations that are a stage or two on their own: compress, select, attend, gates. */
+#include "core/view.h"
+#include "nsa/call.h"
+
+static void carve_compress(nsa_call *c, arena *a)
+{
+    c->use_compress = true;
+    c->compress = nsa_compress_args(c);
+    c->scratch = arena_take(a, c->backend->compress_forward.workspace(&c->exec, &c->compress));
+}
+
+static quern_status run_compress(nsa_call *c)
+{
+    return c->backend->compress_forward.run(&c->exec, &c->compress, c->scratch);
+}
+
+static void carve_compress_backward(nsa_call *c, arena *a)
+{
+    const nsa_views *v = &c->views;
+    c->use_compress = true;
+    c->compress = nsa_compress_args(c);
+    c->compress.k_cmp = c->compress.v_cmp = (quern_tensor){0};
+    c->compress.d_k_cmp = v->d_k_b[NSA_CMP], c->compress.d_v_cmp = v->d_v_b[NSA_CMP];
+    c->compress.d_k = v->d_k, c->compress.d_v = v->d_v;
+    c->scratch = arena_take(a, c->backend->compress_backward.workspace(&c->exec, &c->compress));
+}
+
+static quern_status run_compress_backward(nsa_call *c)
+{
+    return c->backend->compress_backward.run(&c->exec, &c->compress, c->scratch);
+}
+
+static void carve_select(nsa_call *c, arena *a)
+{
+    c->use_select = true;
+    c->select = nsa_select_args(c);
+    c->scratch = arena_take(a, c->backend->select.workspace(&c->exec, &c->select));
+}
+
+static quern_status run_select(nsa_call *c)
+{
+    return c->backend->select.run(&c->exec, &c->select, c->scratch);
+}
+
+static void carve_attend(nsa_call *c, arena *a)
+{
+    size_t most = 0;
+    for (int i = 0; i < NSA_BRANCHES; i++) {
+        c->use_attend[i] = nsa_branch_on(c, i);
+        if (!c->use_attend[i]) continue;
+        c->attend[i] = nsa_branch_args(c, i);
+        const size_t bytes = c->backend->attend_forward.workspace(&c->exec, &c->attend[i]);
+        if (bytes > most) most = bytes;
+    }
+    c->scratch = arena_take(a, most);
+}
+
+static quern_status run_attend(nsa_call *c)
+{
+    quern_status status = QUERN_OK;
+    for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++)
+        if (c->use_attend[i]) status = c->backend->attend_forward.run(&c->exec, &c->attend[i], c->scratch);
+    return status;
+}
+
+/* Sums over branches as in the whole backward: f32, converted at the end. */
+static void carve_attend_backward(nsa_call *c, arena *a)
+{
+    nsa_views *v = &c->views;
+    const int64_t lse_shape[] = {c->packed ? 1 : c->batch, c->heads, c->n};
+    quern_tensor sum[3] = {v->d_q, v->d_k, v->d_v};
+    c->converts = 0;
+    for (int i = 0; i < 3; i++) {
+        if (sum[i].ndim == 0 || sum[i].dtype == QUERN_F32) continue;
+        const quern_tensor f32 = nsa_take(c, a, QUERN_F32, 4, sum[i].shape);
+        c->convert[c->converts++] = (convert_args){c->tokens, f32, sum[i]};
+        sum[i] = f32;
+    }
+    size_t most = 0;
+    bool have_q = false, have_kv = false;
+    for (int i = 0; i < NSA_BRANCHES; i++) {
+        c->use_attend[i] = nsa_branch_on(c, i);
+        if (!c->use_attend[i]) continue;
+        attend_args *attend = &c->attend[i];
+        *attend = nsa_branch_args(c, i);
+        attend->d_o = v->d_o_b[i];
+        attend->delta = nsa_take(c, a, QUERN_F32, 3, lse_shape);
+        c->rowdot[i] = (rowdot_args){c->tokens, v->d_o_b[i], v->o_b[i], attend->delta};
+        attend->d_q = sum[0];
+        attend->accumulate_q = have_q;
+        have_q = true;
+        const bool own = i == NSA_CMP || c->separate[i];
+        attend->d_k = own ? v->d_k_b[i] : sum[1], attend->d_v = own ? v->d_v_b[i] : sum[2];
+        attend->accumulate_k = attend->accumulate_v = !own && have_kv;
+        have_kv = have_kv || !own;
+        const size_t bytes = c->backend->attend_backward.workspace(&c->exec, attend), other = c->backend->rowdot.workspace(&c->exec, &c->rowdot[i]);
+        if (bytes > most) most = bytes;
+        if (other > most) most = other;
+    }
+    for (int32_t i = 0; i < c->converts; i++) {
+        const size_t bytes = c->backend->convert.workspace(&c->exec, &c->convert[i]);
+        if (bytes > most) most = bytes;
+    }
+    c->scratch = arena_take(a, most);
+}
+
+static quern_status run_attend_backward(nsa_call *c)
+{
+    quern_status status = QUERN_OK;
+    for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++) {
+        if (!c->use_attend[i]) continue;
+        status = c->backend->rowdot.run(&c->exec, &c->rowdot[i], c->scratch);
+        if (status == QUERN_OK) status = c->backend->attend_backward.run(&c->exec, &c->attend[i], c->scratch);
+    }
+    for (int32_t i = 0; i < c->converts && status == QUERN_OK; i++) status = c->backend->convert.run(&c->exec, &c->convert[i], c->scratch);
+    return status;
+}
+
+/* Gates alone, combine alone, and both in one. */
+static void carve_gate(nsa_call *c, arena *a)
+{
+    c->use_gate = true;
+    c->gate = nsa_gate_args(c);
+    if (c->op == NSA_GATES) c->gate.kind = QUERN_NSA_GATE_WEIGHTS;
+    if (c->op == NSA_COMBINE) c->gate.kind = c->views.gates.ndim > 0 ? QUERN_NSA_GATE_GIVEN : QUERN_NSA_GATE_NONE;
+    c->scratch = arena_take(a, c->backend->gate_forward.workspace(&c->exec, &c->gate));
+}
+
+static quern_status run_gate(nsa_call *c)
+{
+    return c->backend->gate_forward.run(&c->exec, &c->gate, c->scratch);
+}
+
+static void carve_gate_backward(nsa_call *c, arena *a)
+{
+    c->use_gate = true;
+    c->gate = nsa_gate_args(c);
+    c->scratch = arena_take(a, c->backend->gate_backward.workspace(&c->exec, &c->gate));
+}
+
+static quern_status run_gate_backward(nsa_call *c)
+{
+    return c->backend->gate_backward.run(&c->exec, &c->gate, c->scratch);
+}
+
+const nsa_operation nsa_compress_operation = {carve_compress, run_compress};
+const nsa_operation nsa_compress_backward_operation = {carve_compress_backward, run_compress_backward};
+const nsa_operation nsa_select_operation = {carve_select, run_select};
+const nsa_operation nsa_attend_operation = {carve_attend, run_attend};
+const nsa_operation nsa_attend_backward_operation = {carve_attend_backward, run_attend_backward};
+const nsa_operation nsa_gate_operation = {carve_gate, run_gate};
+const nsa_operation nsa_gate_backward_operation = {carve_gate_backward, run_gate_backward};
