@@ -1,0 +1,356 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* attention_rows_test.c - the row kernels of attention (packing, softmax and its backward, narrowing, storing)
+ * at every level, entry by entry against double. */
+#include "cmocka_c11.h"
+#include "cpu/attention_kernels.h"
+#include "tensor.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns, test_layout layout)
+{
+    const int64_t shape[] = {rows, columns};
+    return test_tensor_make(random, dtype, 2, shape, layout);
+}
+
+static row_source source_of(const test_tensor *t)
+{
+    return (row_source){t->view.data, t->view.dtype, t->view.strides[0], t->view.shape[0], t->view.shape[1]};
+}
+
+static void expect(const attention_kernels *kernels, const char *what, int64_t row, int64_t column, double out, double expected, double bound)
+{
+    if (isnan(expected) ? isnan(out) : out == expected || fabs(out - expected) <= bound) return;
+    fail_msg("%s %s: [%lld][%lld] is %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level), what, (long long)row,
+             (long long)column, out, expected, bound);
+}
+
+static double bf16_value(uint32_t bits)
+{
+    float f;
+    bits <<= 16;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+/* Low or high half of a word that a bf16 tensor element pair becomes. */
+static double half_of(uint32_t word, int64_t half)
+{
+    return bf16_value(half ? word >> 16 : word & 0xffff);
+}
+
+static const quern_dtype activations[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
+
+static void pack_rows(const attention_kernels *kernels, test_random *random)
+{
+    static const int64_t dims[] = {8, 24, 40, 128, 256};
+    for (int i = 0; i < 3 * 5 * TEST_LAYOUTS; i++) {
+        const int64_t dim = dims[i / 3 % 5], rows = test_random_int(random, 0, 7), ldd = dim + (i % 2 ? 8 : 0);
+        test_tensor in = matrix(random, activations[i % 3], rows, dim, (test_layout)(i / 15));
+        test_tensor out = matrix(random, QUERN_F32, rows, ldd, TEST_UNALIGNED);
+        const row_source src = source_of(&in);
+        test_tensor_normal(&in, random, 1);
+        double *values = test_tensor_get(&in);
+        kernels->pack_rows_f32(&src, 0.7f, out.view.data, ldd);
+        test_tensor_check_guards(&out, "pack_rows_f32");
+        const float *f = out.view.data;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t c = 0; c < ldd; c++)
+                expect(kernels, "pack_rows_f32", r, c, f[r * ldd + c], c < dim ? (float)values[r * dim + c] * 0.7f : 0, 0);
+        if (kernels->pack_rows_bf16 != NULL && src.dtype == QUERN_BF16) {
+            test_tensor narrow = matrix(random, QUERN_BF16, rows, ldd, TEST_UNALIGNED);
+            kernels->pack_rows_bf16(&src, narrow.view.data, ldd);
+            test_tensor_check_guards(&narrow, "pack_rows_bf16");
+            double *got = test_tensor_get(&narrow);
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t c = 0; c < ldd; c++)
+                    expect(kernels, "pack_rows_bf16", r, c, got[r * ldd + c], c < dim ? values[r * dim + c] : 0, 0);
+            free(got);
+            test_tensor_free(&narrow);
+        }
+        test_tensor_check_unchanged(&in, "source");
+        free(values);
+        test_tensor_free(&in);
+        test_tensor_free(&out);
+    }
+}
+
+static void pack_keys(const attention_kernels *kernels, test_random *random)
+{
+    static const int64_t dims[] = {8, 24, 40, 128, 256};
+    const int32_t panel = kernels->panel;
+    for (int i = 0; i < 3 * 5 * TEST_LAYOUTS; i++) {
+        const int64_t dim = dims[i / 3 % 5], rows = i % 7 == 0 ? 0 : test_random_int(random, 1, panel);
+        test_tensor in = matrix(random, activations[i % 3], rows, dim, (test_layout)(i / 15));
+        test_tensor out = matrix(random, QUERN_F32, dim, panel, TEST_UNALIGNED);
+        const row_source src = source_of(&in);
+        test_tensor_normal(&in, random, 1);
+        double *values = test_tensor_get(&in);
+        kernels->pack_keys_f32(&src, panel, out.view.data);
+        test_tensor_check_guards(&out, "pack_keys_f32");
+        const float *f = out.view.data;
+        for (int64_t d = 0; d < dim; d++)
+            for (int64_t r = 0; r < panel; r++)
+                expect(kernels, "pack_keys_f32", d, r, f[d * panel + r], r < rows ? values[r * dim + d] : 0, 0);
+        if (kernels->pack_keys_bf16 != NULL && src.dtype == QUERN_BF16) {
+            test_tensor words = matrix(random, QUERN_I32, dim / 2, panel, TEST_UNALIGNED);
+            kernels->pack_keys_bf16(&src, panel, words.view.data);
+            test_tensor_check_guards(&words, "pack_keys_bf16");
+            const uint32_t *w = words.view.data;
+            for (int64_t d = 0; d < dim; d++)
+                for (int64_t r = 0; r < panel; r++)
+                    expect(kernels, "pack_keys_bf16", d, r, half_of(w[d / 2 * panel + r], d % 2), r < rows ? values[r * dim + d] : 0, 0);
+            test_tensor_free(&words);
+        }
+        test_tensor_check_unchanged(&in, "source");
+        free(values);
+        test_tensor_free(&in);
+        test_tensor_free(&out);
+    }
+}
+
+static void pack_values(const attention_kernels *kernels, test_random *random)
+{
+    static const int64_t dims[] = {8, 24, 72, 128, 256};
+    for (int i = 0; i < 3 * 5 * TEST_LAYOUTS; i++) {
+        const int64_t dim = dims[i / 3 % 5], rows = i % 7 == 0 ? 0 : test_random_int(random, 1, 64), width = (dim + 15) / 16 * 16;
+        const int32_t panel = width < kernels->panel ? (int32_t)width : kernels->panel;
+        const int64_t panels = (dim + panel - 1) / panel;
+        test_tensor in = matrix(random, activations[i % 3], rows, dim, (test_layout)(i / 15));
+        const row_source src = source_of(&in);
+        test_tensor_normal(&in, random, 1);
+        double *values = test_tensor_get(&in);
+        test_tensor out = matrix(random, QUERN_F32, panels, rows * panel, TEST_STRIDED);
+        kernels->pack_values_f32(&src, panel, out.view.data, out.view.strides[0]);
+        test_tensor_check_guards(&out, "pack_values_f32");
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t c = 0; c < panels * panel; c++)
+                expect(kernels, "pack_values_f32", r, c, ((const float *)out.view.data)[c / panel * out.view.strides[0] + r * panel + c % panel],
+                       c < dim ? values[r * dim + c] : 0, 0);
+        if (kernels->pack_values_bf16 != NULL && src.dtype == QUERN_BF16) {
+            test_tensor words = matrix(random, QUERN_I32, panels, (rows + 1) / 2 * panel, TEST_STRIDED);
+            kernels->pack_values_bf16(&src, panel, words.view.data, words.view.strides[0]);
+            test_tensor_check_guards(&words, "pack_values_bf16");
+            for (int64_t r = 0; r < (rows + 1) / 2 * 2; r++)
+                for (int64_t c = 0; c < panels * panel; c++) {
+                    const uint32_t word = ((const uint32_t *)words.view.data)[c / panel * words.view.strides[0] + r / 2 * panel + c % panel];
+                    expect(kernels, "pack_values_bf16", r, c, half_of(word, r % 2), r < rows && c < dim ? values[r * dim + c] : 0, 0);
+                }
+            test_tensor_free(&words);
+        }
+        test_tensor_check_unchanged(&in, "source");
+        free(values);
+        test_tensor_free(&in);
+        test_tensor_free(&out);
+    }
+}
+
+enum { ROWS = 9, MOST_COLUMNS = 256 };
+
+/* An interval of each kind: whole, none, head, tail, inside one group of lanes, any. */
+static void interval(test_random *random, int32_t kind, int32_t columns, int32_t *lo, int32_t *hi)
+{
+    *lo = 0;
+    *hi = columns;
+    if (kind == 1) *hi = 0;
+    if (kind == 2) *hi = (int32_t)test_random_int(random, 1, columns);
+    if (kind == 3) *lo = (int32_t)test_random_int(random, 0, columns - 1);
+    if (kind == 4) *lo = 5, *hi = 6;
+    if (kind == 5) *lo = (int32_t)test_random_int(random, 0, columns / 2), *hi = (int32_t)test_random_int(random, *lo, columns);
+}
+
+/* exp2 itself is within 2.4e-7; its argument is rounded twice, by 2^-24 of the score and of the maximum. */
+static double exp2_bound(double p, double scaled, double max)
+{
+    return p * (4e-7 + (fabs(scaled) + fabs(max)) * 0x1p-23) + 0x1p-125;
+}
+
+static void softmax(const attention_kernels *kernels, bool narrow, test_random *random)
+{
+    for (int round = 0; round < 40; round++) {
+        const int32_t columns = 16 * (int32_t)test_random_int(random, 1, MOST_COLUMNS / 16);
+        const float scale2 = round % 2 ? 0.21f : 1.0f;
+        test_tensor s = matrix(random, QUERN_F32, ROWS, columns, round % 3 ? TEST_STRIDED : TEST_UNALIGNED);
+        int32_t lo[ROWS], hi[ROWS];
+        float max[ROWS], sum[ROWS], shrink[ROWS], max0[ROWS], sum0[ROWS];
+        test_tensor_normal(&s, random, 6);
+        for (int32_t r = 0; r < ROWS; r++) {
+            interval(random, round < 6 ? round : (int32_t)test_random_int(random, 0, 5), columns, &lo[r], &hi[r]);
+            const bool first = r % 3 == 0;
+            max0[r] = max[r] = first ? -INFINITY : (float)(r % 3 == 1 ? 100 : 3 * test_random_normal(random));
+            sum0[r] = sum[r] = first ? 0 : (float)(1 + test_random_uniform(random));
+        }
+        float *scores = s.view.data;
+        const int64_t lds = s.view.strides[0];
+        if (round == 20) scores[4 * lds + columns / 2] = NAN;
+        if (round == 21)
+            for (int32_t c = 0; c < columns; c++) scores[3 * lds + c] = -INFINITY;
+        double *in = test_tensor_get(&s);
+        const softmax_tile tile = {scores, lds, ROWS, columns, lo, hi, scale2, max, sum, shrink};
+        (narrow ? kernels->softmax_bf16 : kernels->softmax_f32)(&tile);
+        test_tensor_check_guards(&s, "softmax");
+        for (int32_t r = 0; r < ROWS; r++) {
+            const double *x = in + r * columns;
+            double top = max0[r], total = 0, bound = 0;
+            bool nan = false;
+            for (int32_t c = lo[r]; c < hi[r]; c++) top = x[c] > top ? x[c] : top, nan = nan || isnan(x[c]);
+            const double factor = top > max0[r] ? exp2((max0[r] - top) * scale2) : 1;
+            for (int32_t c = 0; c < columns; c++) {
+                const bool seen = c >= lo[r] && c < hi[r];
+                const double scaled = x[c] * scale2, p = !seen ? 0 : x[c] == -INFINITY ? 0 : exp2((x[c] - top) * scale2);
+                const double most = seen && p > 0 ? exp2_bound(p, scaled, top * scale2) : 0;
+                uint16_t bits;
+                memcpy(&bits, (const uint16_t *)(scores + r * lds) + c, sizeof bits);
+                const double got = narrow ? bf16_value(bits) : scores[r * lds + c];
+                expect(kernels, narrow ? "softmax_bf16" : "softmax_f32", r, c, got, p, narrow ? most * 1.01 + p * 0x1p-8 : most);
+                if (!seen) continue;
+                total += p;
+                bound += most;
+            }
+            expect(kernels, "max", r, 0, max[r], top, 0);
+            if (!isinf(max0[r])) expect(kernels, "shrink", r, 0, shrink[r], factor, factor < 1 ? exp2_bound(factor, 0, (top - max0[r]) * scale2) : 0);
+            expect(kernels, "sum", r, 0, sum[r], nan ? NAN : sum0[r] * factor + total, bound + (total + sum0[r]) * 3e-6);
+        }
+        free(in);
+        test_tensor_free(&s);
+    }
+}
+
+static void softmax_of_tiles(const attention_kernels *kernels, test_random *random)
+{
+    softmax(kernels, false, random);
+    if (kernels->softmax_bf16 != NULL) softmax(kernels, true, random);
+}
+
+static void softmax_backward(const attention_kernels *kernels, test_random *random)
+{
+    for (int round = 0; round < 40; round++) {
+        const int32_t columns = 16 * (int32_t)test_random_int(random, 1, MOST_COLUMNS / 16);
+        const float scale2 = round % 2 ? 0.21f : 1.0f;
+        const int64_t shape[] = {2, ROWS, columns}; /* s and dp, of one stride */
+        test_tensor t = test_tensor_make(random, QUERN_F32, 3, shape, TEST_UNALIGNED);
+        int32_t lo[ROWS], hi[ROWS];
+        float lse2[ROWS], delta[ROWS], row_scale[ROWS];
+        test_tensor_normal(&t, random, 3);
+        for (int32_t r = 0; r < ROWS; r++) {
+            interval(random, round < 6 ? round : (int32_t)test_random_int(random, 0, 5), columns, &lo[r], &hi[r]);
+            lse2[r] = r == 4 ? INFINITY : (float)(9 + test_random_normal(random));
+            delta[r] = (float)test_random_normal(random);
+            row_scale[r] = r % 2 ? 1.0f : (float)test_random_uniform(random);
+        }
+        float *s = t.view.data, *dp = s + (int64_t)ROWS * columns;
+        if (round == 20) dp[columns] = NAN;
+        double *in = test_tensor_get(&t);
+        const softmax_backward_tile tile = {s, dp, columns, ROWS, columns, lo, hi, scale2, lse2, delta, row_scale};
+        kernels->softmax_backward(&tile);
+        test_tensor_check_guards(&t, "softmax_backward");
+        for (int32_t r = 0; r < ROWS; r++)
+            for (int32_t c = 0; c < columns; c++) {
+                const double x = in[r * columns + c], g = in[(ROWS + r) * columns + c];
+                const bool seen = c >= lo[r] && c < hi[r] && r != 4;
+                const double p = seen ? exp2(x * scale2 - lse2[r]) : 0, bound = seen ? exp2_bound(p, x * scale2, lse2[r]) : 0;
+                const double most = bound * (fabs(g * row_scale[r]) + fabs(delta[r])) * 1.01 + p * (fabs(g * row_scale[r]) + fabs(delta[r])) * 0x1p-22;
+                expect(kernels, "row_scale P", r, c, s[r * columns + c], row_scale[r] * p, bound + p * 0x1p-23);
+                expect(kernels, "dS", r, c, dp[r * columns + c], seen ? p * (g * row_scale[r] - delta[r]) : 0, most);
+            }
+        free(in);
+        test_tensor_free(&t);
+    }
+}
+
+static void narrowing(const attention_kernels *kernels, test_random *random)
+{
+    if (kernels->narrow_columns == NULL) return;
+    for (int64_t rows = 0; rows <= 7; rows++) {
+        for (int64_t columns = 16; columns <= 80; columns += 32) {
+            test_tensor in = matrix(random, QUERN_F32, rows, columns, TEST_STRIDED);
+            test_tensor by_columns = matrix(random, QUERN_I32, rows, columns / 2, TEST_STRIDED);
+            test_tensor by_rows = matrix(random, QUERN_I32, (rows + 1) / 2, columns, TEST_STRIDED);
+            test_tensor_normal(&in, random, 1);
+            if (rows > 2) ((float *)in.view.data)[2 * in.view.strides[0] + 3] = NAN;
+            double *x = test_tensor_get(&in);
+            kernels->narrow_columns(in.view.data, in.view.strides[0], rows, columns, by_columns.view.data, by_columns.view.strides[0]);
+            kernels->narrow_rows(in.view.data, in.view.strides[0], rows, columns, by_rows.view.data, by_rows.view.strides[0]);
+            test_tensor_check_guards(&by_columns, "narrow_columns");
+            test_tensor_check_guards(&by_rows, "narrow_rows");
+            const uint32_t *c_words = by_columns.view.data, *r_words = by_rows.view.data;
+            for (int64_t r = 0; r < (rows + 1) / 2 * 2; r++)
+                for (int64_t c = 0; c < columns; c++) {
+                    const double expected = r < rows ? test_round(QUERN_BF16, x[r * columns + c]) : 0;
+                    if (r < rows)
+                        expect(kernels, "narrow_columns", r, c, half_of(c_words[r * by_columns.view.strides[0] + c / 2], c % 2), expected, 0);
+                    expect(kernels, "narrow_rows", r, c, half_of(r_words[r / 2 * by_rows.view.strides[0] + c], r % 2), expected, 0);
+                }
+            free(x);
+            test_tensor_free(&in);
+            test_tensor_free(&by_columns);
+            test_tensor_free(&by_rows);
+        }
+    }
+}
+
+static void rows_of_output(const attention_kernels *kernels, test_random *random)
+{
+    for (int64_t n = 8; n <= 256; n += 8) {
+        test_tensor o = matrix(random, QUERN_F32, 1, n, TEST_UNALIGNED), t = matrix(random, QUERN_F32, 1, n, TEST_UNALIGNED);
+        test_tensor_normal(&o, random, 1);
+        test_tensor_normal(&t, random, 1);
+        if (n == 24) ((float *)o.view.data)[17] = NAN;
+        if (n == 32) ((float *)o.view.data)[17] = 1e30f; /* infinite in f16 */
+        double *x = test_tensor_get(&o), *y = test_tensor_get(&t);
+        for (int i = 0; i < 3; i++) {
+            test_tensor out = matrix(random, activations[i], 1, n, TEST_UNALIGNED);
+            const quern_dtype dtype = activations[i];
+            const int64_t size = (int64_t)quern_dtype_size(dtype);
+            kernels->store_row(o.view.data, dtype, (char *)out.view.data - 3 * size, 3, n);
+            test_tensor_check_guards(&out, "store_row");
+            double *got = test_tensor_get(&out);
+            for (int64_t c = 0; c < n; c++) expect(kernels, "store_row", dtype, c, got[c], test_round(dtype, x[c]), 0);
+            free(got);
+            test_tensor_free(&out);
+        }
+        kernels->scale_row(o.view.data, 0.3f, n);
+        test_tensor_check_guards(&o, "scale_row");
+        for (int64_t c = 0; c < n; c++) expect(kernels, "scale_row", 0, c, ((float *)o.view.data)[c], (float)x[c] * 0.3f, 0);
+        test_tensor_set(&o, x);
+        kernels->scale_add_row(o.view.data, 0.3f, t.view.data, n);
+        test_tensor_check_guards(&o, "scale_add_row");
+        for (int64_t c = 0; c < n; c++)
+            expect(kernels, "scale_add_row", 0, c, ((float *)o.view.data)[c], x[c] * 0.3f + y[c], (fabs(x[c]) + fabs(y[c])) * 0x1p-23);
+        free(x);
+        free(y);
+        test_tensor_free(&o);
+        test_tensor_free(&t);
+    }
+}
+
+typedef struct kernel_test {
+    void (*run)(const attention_kernels *, test_random *);
+} kernel_test;
+
+static void at_every_level(void **state)
+{
+    const kernel_test *test = *state;
+    const uint64_t seed = test_seed("attention_rows", 1);
+    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+        test_random random = {seed};
+        test->run(attention_kernels_for((quern_cpu_level)level), &random);
+    }
+}
+
+int main(void)
+{
+    kernel_test rows = {pack_rows}, keys = {pack_keys}, values = {pack_values}, forward = {softmax_of_tiles}, backward = {softmax_backward},
+                narrow = {narrowing}, output = {rows_of_output};
+    const struct CMUnitTest tests[] = {
+        {"pack_rows", at_every_level, NULL, NULL, &rows},           {"pack_keys", at_every_level, NULL, NULL, &keys},
+        {"pack_values", at_every_level, NULL, NULL, &values},       {"softmax", at_every_level, NULL, NULL, &forward},
+        {"softmax_backward", at_every_level, NULL, NULL, &backward}, {"narrowing", at_every_level, NULL, NULL, &narrow},
+        {"rows_of_output", at_every_level, NULL, NULL, &output},
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
