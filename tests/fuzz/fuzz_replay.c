@@ -5,9 +5,12 @@
  * mutated in a fixed pseudo-random order.
  *
  * A corpus file is the text of a safetensors header; the file fed to the target is its length, the text and
- * 64 bytes of data. usage: fuzz_replay MUTATIONS FILE...   or   fuzz_replay --write DIRECTORY FILE...
- * (writes the binary files, as seeds for libFuzzer).
+ * 64 bytes of data. Without arguments the corpus of the source tree is replayed. `--write DIRECTORY` writes its
+ * binary files, as seeds for libFuzzer.
  */
+#include "cmocka_c11.h"
+
+#include <glob.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -70,42 +73,56 @@ static size_t mutate(uint8_t *file, size_t size)
     return size;
 }
 
-static int write_seeds(int argc, char **argv)
+/* Calls visit for every file of the corpus. */
+static void each_file(void (*visit)(const char *path))
+{
+    glob_t found;
+    assert_int_equal(glob(QUERN_FUZZ_CORPUS "/*.json", 0, NULL, &found), 0);
+    for (size_t i = 0; i < found.gl_pathc; i++) visit(found.gl_pathv[i]);
+    globfree(&found);
+}
+
+static const char *seed_directory;
+
+static void write_seed(const char *path)
 {
     static uint8_t file[ROOM];
-    for (int i = 3; i < argc; i++) {
-        char path[4096];
-        const char *slash = strrchr(argv[i], '/');
-        snprintf(path, sizeof path, "%s/%s.safetensors", argv[2], slash != NULL ? slash + 1 : argv[i]);
-        const size_t size = load(argv[i], file);
-        FILE *f = fopen(path, "wb");
-        if (f == NULL || fwrite(file, 1, size, f) != size || fclose(f) != 0) return 1;
+    char out[4096];
+    snprintf(out, sizeof out, "%s/%s.safetensors", seed_directory, strrchr(path, '/') + 1);
+    const size_t size = load(path, file);
+    FILE *f = fopen(out, "wb");
+    if (f == NULL || fwrite(file, 1, size, f) != size || fclose(f) != 0) {
+        fprintf(stderr, "cannot write %s\n", out);
+        exit(1);
     }
-    return 0;
+}
+
+static void replay(const char *path)
+{
+    enum { MUTATIONS = 5000 };
+    static uint8_t original[ROOM], file[ROOM];
+    const size_t size = load(path, original);
+    assert_true(size > 8 + DATA_BYTES);
+    for (size_t cut = 0; cut <= size; cut++) LLVMFuzzerTestOneInput(original, cut);
+    for (int m = 0; m < MUTATIONS; m++) {
+        memcpy(file, original, size);
+        LLVMFuzzerTestOneInput(file, mutate(file, size));
+    }
+}
+
+static void no_input_breaks_the_target(void **unused)
+{
+    (void)unused;
+    each_file(replay);
 }
 
 int main(int argc, char **argv)
 {
-    static uint8_t original[ROOM], file[ROOM];
-    if (argc > 3 && strcmp(argv[1], "--write") == 0) return write_seeds(argc, argv);
-    const long mutations = argc > 2 ? strtol(argv[1], NULL, 10) : 0;
-    if (mutations <= 0) {
-        fprintf(stderr, "usage: %s MUTATIONS FILE...\n", argv[0]);
-        return 2;
+    if (argc == 3 && strcmp(argv[1], "--write") == 0) {
+        seed_directory = argv[2];
+        each_file(write_seed);
+        return 0;
     }
-    long runs = 0;
-    for (int i = 2; i < argc; i++) {
-        const size_t size = load(argv[i], original);
-        if (size == 0) {
-            fprintf(stderr, "cannot read %s\n", argv[i]);
-            return 1;
-        }
-        for (size_t cut = 0; cut <= size; cut++, runs++) LLVMFuzzerTestOneInput(original, cut);
-        for (long m = 0; m < mutations; m++, runs++) {
-            memcpy(file, original, size);
-            LLVMFuzzerTestOneInput(file, mutate(file, size));
-        }
-    }
-    printf("%ld inputs of %d corpus files: no fault\n", runs, argc - 2);
-    return 0;
+    const struct CMUnitTest tests[] = {cmocka_unit_test(no_input_breaks_the_target)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
 }

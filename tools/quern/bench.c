@@ -176,6 +176,24 @@ static int write_json(const results *r, const int64_t *threads, int thread_count
     return code;
 }
 
+/* Finds out before the bench, not after it, that the file cannot be written. */
+static int check_writable(const char *path)
+{
+    char *probe = malloc(strlen(path) + 8);
+    FILE *f = NULL;
+    if (probe != NULL) {
+        sprintf(probe, "%s.tmp", path);
+        f = fopen(probe, "w");
+    }
+    const int why = errno;
+    if (f != NULL) {
+        fclose(f);
+        unlink(probe);
+    }
+    free(probe);
+    return f != NULL ? EXIT_DONE : fail(EXIT_INPUT, "cannot write '%s': %s", path, strerror(why));
+}
+
 static int open_threads(int64_t threads, int device, quern_context **ctx)
 {
     return open_context(&(machine_options){.threads = threads, .device = device}, ctx);
@@ -196,9 +214,11 @@ static int bench(const bench_options *o, bool only_ceilings)
         return fail(EXIT_USAGE, "--batch %" PRId64 " --reps %" PRId64 ": at least 1, and 0 to %d, is accepted", base.batch, o->reps, BENCH_REPS_MAX);
     if (o->svg != NULL && only_ceilings) return fail(EXIT_USAGE, "--svg: ceilings have no chart");
     if (o->svg != NULL && !have_program("gnuplot")) return fail(EXIT_MACHINE, "--svg needs gnuplot, which is not on the PATH");
+    int code = o->json != NULL ? check_writable(o->json) : EXIT_DONE;
+    if (code == EXIT_DONE && o->svg != NULL) code = check_writable(o->svg);
+    if (code != EXIT_DONE) return code;
     results *r = calloc(1, sizeof *r);
     if (r == NULL) return fail(EXIT_MACHINE, "no memory for the results");
-    int code = EXIT_DONE;
     quern_context *ctx = NULL;
     if (!only_ceilings) report_header();
     for (int t = 0; t < thread_counts && code == EXIT_DONE; t++) {

@@ -15,29 +15,6 @@
 #include <quern/attention.h>
 #include <quern/nsa.h>
 
-/* A build without a family leaves its operations out. */
-#pragma weak quern_nsa_list_convert
-#pragma weak quern_nsa_forward_workspace
-#pragma weak quern_nsa_forward
-#pragma weak quern_nsa_backward_workspace
-#pragma weak quern_nsa_backward
-#pragma weak quern_nsa_compress_workspace
-#pragma weak quern_nsa_compress
-#pragma weak quern_nsa_compress_backward_workspace
-#pragma weak quern_nsa_compress_backward
-#pragma weak quern_nsa_select_workspace
-#pragma weak quern_nsa_select
-#pragma weak quern_nsa_attend_workspace
-#pragma weak quern_nsa_attend
-#pragma weak quern_nsa_attend_backward_workspace
-#pragma weak quern_nsa_attend_backward
-#pragma weak quern_nsa_gates
-#pragma weak quern_nsa_combine
-#pragma weak quern_nsa_gate
-#pragma weak quern_nsa_gate_backward_workspace
-#pragma weak quern_nsa_gate_backward
-#pragma weak quern_nsa_params_preset
-
 typedef struct list_params { /* of quern_nsa_list_convert */
     int64_t from, to, n;
 } list_params;
