@@ -20,7 +20,8 @@
 
 enum {
     TILE_ROWS = 96,  /* query rows of a tile: 16 micro-kernels of 6 */
-    TILE_KEYS = 128, /* key columns of a tile */
+    STEP_ROWS = 24,  /* rows that go through a key tile at a time */
+    TILE_KEYS = 256, /* key columns of a tile */
     KEY_ALIGN = 64   /* packed sequences start at multiples of this */
 };
 
@@ -72,7 +73,7 @@ typedef struct attend_chunk {
 
 /* What a thread needs to run chunks. */
 typedef struct attend_scratch {
-    float *s;       /* [TILE_ROWS][TILE_KEYS] */
+    float *s;       /* [STEP_ROWS][TILE_KEYS] */
     void *gather_q; /* [TILE_ROWS][key_words] */
     float *gather_o;
     float *max, *sum, *shrink; /* [TILE_ROWS] */

@@ -43,7 +43,7 @@ void attend_chunk_carve(const attend_plan *plan, int32_t capacity, arena *a, att
 
 void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_scratch *s)
 {
-    s->s = arena_take(a, (size_t)TILE_ROWS * TILE_KEYS * 4);
+    s->s = arena_take(a, (size_t)STEP_ROWS * TILE_KEYS * 4);
     s->gather_q = arena_take(a, (size_t)(TILE_ROWS * plan->key_words) * 4);
     s->gather_o = arena_take(a, (size_t)(TILE_ROWS * plan->value_width) * 4);
     float **floats[] = {&s->max, &s->sum, &s->shrink};
@@ -102,16 +102,6 @@ typedef struct tile_rows {
     bool fresh; /* o is overwritten by this step's P V (the caller adds it up), not added to */
 } tile_rows;
 
-/* Rows [*first, *end) whose tile interval meets columns [c0, c1). */
-static void rows_meeting(const attend_scratch *s, int32_t n, int32_t c0, int32_t c1, int32_t *first, int32_t *end)
-{
-    int32_t a = 0, b = n;
-    while (a < b && (s->tile_hi[a] <= c0 || s->tile_lo[a] >= c1)) a++;
-    while (b > a && (s->tile_hi[b - 1] <= c0 || s->tile_lo[b - 1] >= c1)) b--;
-    *first = a;
-    *end = b;
-}
-
 /* O[a .. b) += P[a .. b)[c0 .. c1) V. */
 static void add_values(const attend_plan *p, const attend_packed *packed, const tile_rows *t, const float *s, int64_t base,
                        int32_t a, int32_t b, int32_t c0, int32_t c1, bool accumulate)
@@ -129,71 +119,73 @@ static void add_values(const attend_plan *p, const attend_packed *packed, const 
     }
 }
 
+/* Whether a value of keys [key0, key1) is infinite or NaN. */
+static bool any_special(const attend_plan *p, const attend_packed *packed, const tile_rows *t, int64_t key0, int64_t key1)
+{
+    const uint8_t *special = packed->special + (t->head * p->packed_rows + t->packed0) / KEY_ALIGN;
+    for (int64_t at = key0 / KEY_ALIGN; at <= (key1 - 1) / KEY_ALIGN; at++)
+        if (special[at]) return true;
+    return false;
+}
+
+/* Rows [row, row + n) of the tile against keys [key0, key1): S, softmax and P V while all of it is in L1. The
+ * keys are first cut to those that some of the rows see. */
+static void step_rows(const attend_plan *p, const attend_packed *packed, const tile_rows *tile, int32_t row, int32_t n, int64_t key0,
+                      int64_t key1, attend_scratch *s)
+{
+    const attention_kernels *k = p->kernels;
+    tile_rows t = *tile;
+    t.q += row * p->key_words, t.o += row * p->value_width;
+    t.lo += row, t.hi += row, t.max += row, t.sum += row;
+    float *shrink = s->shrink + row;
+    int32_t *tile_lo = s->tile_lo + row, *tile_hi = s->tile_hi + row;
+    if (t.lo[0] > key0) key0 = t.lo[0]; /* neither bound falls from row to row */
+    if (t.hi[n - 1] < key1) key1 = t.hi[n - 1];
+    if (key0 >= key1) {
+        for (int32_t r = 0; r < n && t.fresh; r++) shrink[r] = 1.0f;
+        if (t.fresh) memset(t.o, 0, (size_t)(n * p->value_width) * sizeof *t.o);
+        return;
+    }
+    const int64_t base = key0 & ~(int64_t)15;
+    const int32_t last = (int32_t)(key1 - base), columns = (last + 15) & ~15;
+    bool whole = true; /* every row sees every key of the step */
+    for (int32_t r = 0; r < n; r++) {
+        const int64_t lo = t.lo[r] > key0 ? t.lo[r] : key0, hi = t.hi[r] < key1 ? t.hi[r] : key1;
+        tile_lo[r] = lo < hi ? (int32_t)(lo - base) : 0;
+        tile_hi[r] = lo < hi ? (int32_t)(hi - base) : 0;
+        whole = whole && lo == base && hi == key1;
+    }
+
+    const float *keys = (const float *)packed->keys + (t.head * p->packed_rows + t.packed0) * p->key_words;
+    mm_kernel *mm = p->bf16 ? k->mm_bf16 : k->mm_f32;
+    for (int32_t c = 0; c < columns;) {
+        const int64_t key = base + c, in_panel = key % k->panel;
+        const int32_t width = (int32_t)(k->panel - in_panel < columns - c ? k->panel - in_panel : columns - c);
+        mm(n, width, p->key_words, t.q, p->key_words, 1, keys + (key - in_panel) * p->key_words + in_panel, k->panel, s->s + c, TILE_KEYS, false);
+        c += width;
+    }
+    const softmax_tile soft = {s->s, TILE_KEYS, n, columns, tile_lo, tile_hi, p->scale2, t.max, t.sum, shrink};
+    if (p->bf16) k->softmax_bf16(&soft);
+    else k->softmax_f32(&soft);
+    if (!t.fresh)
+        for (int32_t r = 0; r < n; r++)
+            if (shrink[r] != 1.0f) k->scale_row(t.o + r * p->value_width, shrink[r], p->value_width);
+
+    if (whole || !any_special(p, packed, &t, key0, key1)) {
+        add_values(p, packed, &t, s->s, base, 0, n, 0, last, !t.fresh);
+        return;
+    }
+    for (int32_t r = 0; r < n; r++) {
+        if (tile_lo[r] < tile_hi[r]) add_values(p, packed, &t, s->s, base, r, r + 1, tile_lo[r] & ~1, tile_hi[r], !t.fresh);
+        else if (t.fresh) memset(t.o + r * p->value_width, 0, (size_t)p->value_width * sizeof *t.o);
+    }
+}
+
 /* One step: rows t against keys [key0, key1), at most TILE_KEYS - 15 of them unless key0 is a multiple of 16. */
 static void tile_step(const attend_plan *p, const attend_packed *packed, const tile_rows *t, int64_t key0, int64_t key1, attend_scratch *s)
 {
-    const attention_kernels *k = p->kernels;
-    const int64_t base = key0 & ~(int64_t)15;
-    const int32_t columns = (int32_t)((key1 - base + 15) & ~(int64_t)15);
-    bool whole = true; /* every row sees every key of the step */
-    for (int32_t r = 0; r < t->n; r++) {
-        const int64_t lo = t->lo[r] > key0 ? t->lo[r] : key0, hi = t->hi[r] < key1 ? t->hi[r] : key1;
-        s->tile_lo[r] = lo < hi ? (int32_t)(lo - base) : 0;
-        s->tile_hi[r] = lo < hi ? (int32_t)(hi - base) : 0;
-        whole = whole && lo == base && hi == key1;
-    }
-    int32_t first, end;
-    rows_meeting(s, t->n, 0, columns, &first, &end);
-    if (t->fresh)
-        for (int32_t r = 0; r < t->n; r++)
-            if (r < first || r >= end) memset(t->o + r * p->value_width, 0, (size_t)p->value_width * sizeof(float)), s->shrink[r] = 1.0f;
-    if (first >= end) return;
-
-    const int64_t panel = k->panel;
-    const float *keys = (const float *)packed->keys + (t->head * p->packed_rows + t->packed0) * p->key_words;
-    mm_kernel *mm = p->bf16 ? k->mm_bf16 : k->mm_f32;
-    for (int32_t c = 0; c < columns;) {
-        const int64_t key = base + c, in_panel = key % panel;
-        const int32_t n = (int32_t)(panel - in_panel < columns - c ? panel - in_panel : columns - c);
-        int32_t a, b;
-        rows_meeting(s, t->n, c, c + n, &a, &b);
-        if (a < b)
-            mm(b - a, n, p->key_words, t->q + a * p->key_words, p->key_words, 1, keys + (key - in_panel) * p->key_words + in_panel, panel,
-               s->s + (int64_t)a * TILE_KEYS + c, TILE_KEYS, false);
-        c += n;
-    }
-    const softmax_tile soft = {s->s + (int64_t)first * TILE_KEYS, TILE_KEYS, end - first, columns, s->tile_lo + first, s->tile_hi + first,
-                               p->scale2, t->max + first, t->sum + first, s->shrink + first};
-    if (p->bf16) k->softmax_bf16(&soft);
-    else k->softmax_f32(&soft);
-    if (!t->fresh)
-        for (int32_t r = first; r < end; r++)
-            if (s->shrink[r] != 1.0f) k->scale_row(t->o + r * p->value_width, s->shrink[r], p->value_width);
-
-    const int32_t last = (int32_t)(key1 - base);
-    bool special = false;
-    for (int64_t at = (t->packed0 + base) / KEY_ALIGN; at <= (t->packed0 + key1 - 1) / KEY_ALIGN; at++)
-        special = special || packed->special[t->head * p->packed_rows / KEY_ALIGN + at];
-    if (special && !whole) {
-        for (int32_t r = first; r < end; r++) {
-            if (s->tile_lo[r] >= s->tile_hi[r]) {
-                if (t->fresh) memset(t->o + r * p->value_width, 0, (size_t)p->value_width * sizeof(float));
-                continue;
-            }
-            add_values(p, packed, t, s->s, base, r, r + 1, s->tile_lo[r] & ~1, s->tile_hi[r], !t->fresh);
-        }
-        return;
-    }
-    if (whole || t->fresh) {
-        add_values(p, packed, t, s->s, base, first, end, 0, last, !t->fresh);
-        return;
-    }
-    for (int32_t c = 0; c < last; c += KEY_ALIGN) {
-        int32_t a, b;
-        const int32_t c1 = c + KEY_ALIGN < last ? c + KEY_ALIGN : last;
-        rows_meeting(s, t->n, c, c1, &a, &b);
-        if (a < b) add_values(p, packed, t, s->s, base, a, b, c, c1, true);
-    }
+    for (int32_t row = 0; row < t->n; row += STEP_ROWS)
+        step_rows(p, packed, t, row, t->n - row < STEP_ROWS ? t->n - row : STEP_ROWS, key0, key1, s);
 }
 
 static tile_rows rows_of(const attend_plan *p, const attend_chunk *c, int32_t first, int32_t n)
