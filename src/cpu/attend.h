@@ -19,7 +19,7 @@
 #include "cpu/attention_kernels.h"
 
 enum {
-    TILE_ROWS = 96,  /* query rows of a tile: 16 micro-kernels of 6 */
+    TILE_ROWS = 192,  /* query rows of a tile: 16 micro-kernels of 6 */
     STEP_ROWS = 24,  /* rows that go through a key tile at a time */
     TILE_KEYS = 256, /* key columns of a tile */
     KEY_ALIGN = 64   /* packed sequences start at multiples of this */

@@ -119,6 +119,38 @@ static void add_values(const attend_plan *p, const attend_packed *packed, const 
     }
 }
 
+/* O[r] += P[r][c] V of the single column c, whose pair partner row r does not see. */
+static void add_half_pair(const attend_plan *p, const attend_packed *packed, const tile_rows *t, const float *s, int64_t base, int32_t r, int32_t c)
+{
+    const uint32_t keep = c % 2 == 0 ? 0xffffu : 0xffff0000u;
+    const int64_t panels = (p->value_width + p->value_panel - 1) / p->value_panel, stride = p->packed_rows / 2 * p->value_panel;
+    const uint32_t *values = (const uint32_t *)packed->values + t->head * panels * stride + (t->packed0 + base + c) / 2 * p->value_panel;
+    for (int64_t j = 0; j < panels; j++) {
+        uint32_t half[KEY_ALIGN];
+        const int64_t column = j * p->value_panel;
+        const int64_t n = p->value_width - column < p->value_panel ? p->value_width - column : p->value_panel;
+        for (int64_t i = 0; i < n; i++) half[i] = values[j * stride + i] & keep;
+        p->kernels->mm_bf16(1, n, 1, s + (int64_t)r * TILE_KEYS + c / 2, TILE_KEYS, 1, half, p->value_panel, t->o + r * p->value_width + column,
+                            p->value_width, true);
+    }
+}
+
+/* O[r] += P V over exactly the columns [c0, c1) that row r sees: a value that is not finite must not come in as
+ * 0 * inf, not even from the other half of a pair. */
+static void add_values_exactly(const attend_plan *p, const attend_packed *packed, const tile_rows *t, const float *s, int64_t base, int32_t r,
+                               int32_t c0, int32_t c1)
+{
+    if (!p->bf16) {
+        add_values(p, packed, t, s, base, r, r + 1, c0, c1, !t->fresh);
+        return;
+    }
+    const int32_t even0 = (c0 + 1) & ~1, even1 = c1 & ~1;
+    if (t->fresh) memset(t->o + r * p->value_width, 0, (size_t)p->value_width * sizeof *t->o);
+    if (c0 < even0) add_half_pair(p, packed, t, s, base, r, c0);
+    if (even0 < even1) add_values(p, packed, t, s, base, r, r + 1, even0, even1, true);
+    if (even1 < c1) add_half_pair(p, packed, t, s, base, r, c1 - 1);
+}
+
 /* Whether a value of keys [key0, key1) is infinite or NaN. */
 static bool any_special(const attend_plan *p, const attend_packed *packed, const tile_rows *t, int64_t key0, int64_t key1)
 {
@@ -148,12 +180,11 @@ static void step_rows(const attend_plan *p, const attend_packed *packed, const t
     }
     const int64_t base = key0 & ~(int64_t)15;
     const int32_t last = (int32_t)(key1 - base), columns = (last + 15) & ~15;
-    bool whole = true; /* every row sees every key of the step */
+    const bool whole = t.lo[n - 1] <= base && t.hi[0] >= key1 && base == key0; /* every row sees every key */
     for (int32_t r = 0; r < n; r++) {
-        const int64_t lo = t.lo[r] > key0 ? t.lo[r] : key0, hi = t.hi[r] < key1 ? t.hi[r] : key1;
-        tile_lo[r] = lo < hi ? (int32_t)(lo - base) : 0;
-        tile_hi[r] = lo < hi ? (int32_t)(hi - base) : 0;
-        whole = whole && lo == base && hi == key1;
+        const int64_t lo = t.lo[r] > key0 ? t.lo[r] - base : key0 - base, hi = t.hi[r] < key1 ? t.hi[r] - base : last;
+        tile_lo[r] = lo < hi ? (int32_t)lo : 0;
+        tile_hi[r] = lo < hi ? (int32_t)hi : 0;
     }
 
     const float *keys = (const float *)packed->keys + (t.head * p->packed_rows + t.packed0) * p->key_words;
@@ -176,7 +207,7 @@ static void step_rows(const attend_plan *p, const attend_packed *packed, const t
         return;
     }
     for (int32_t r = 0; r < n; r++) {
-        if (tile_lo[r] < tile_hi[r]) add_values(p, packed, &t, s->s, base, r, r + 1, tile_lo[r] & ~1, tile_hi[r], !t.fresh);
+        if (tile_lo[r] < tile_hi[r]) add_values_exactly(p, packed, &t, s->s, base, r, tile_lo[r], tile_hi[r]);
         else if (t.fresh) memset(t.o + r * p->value_width, 0, (size_t)p->value_width * sizeof *t.o);
     }
 }

@@ -21,6 +21,18 @@ INLINE const void *source_row(const row_source *s, int64_t row)
                                  : (const void *)((const uint16_t *)s->data + at);
 }
 
+enum { ROWS_AHEAD = 6 };
+
+/* Asks for row `row` ahead of its use. Rows of one head lie a stride of several pages apart where all heads of a
+ * token are neighbours, which the hardware's prefetchers do not follow. */
+INLINE void prefetch_row(const row_source *s, int64_t row)
+{
+    if (row >= s->rows) return;
+    const char *p = source_row(s, row);
+    const int64_t bytes = s->dim * (s->dtype == QUERN_F32 ? 4 : 2);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
+}
+
 /* Eight or more elements of a source row as f32. The element pointer needs no alignment beyond its own. */
 INLINE void widen_row(const void *src, quern_dtype dtype, float *dst, int64_t n)
 {
@@ -50,6 +62,7 @@ static void pack_rows_f32(const row_source *src, float scale, float *dst, int64_
 {
     for (int64_t r = 0; r < src->rows; r++) {
         float *d = dst + r * ldd;
+        prefetch_row(src, r + ROWS_AHEAD);
         widen_row(source_row(src, r), src->dtype, d, src->dim);
         for (int64_t c = 0; c < src->dim; c++) d[c] *= scale;
         for (int64_t c = src->dim; c < ldd; c++) d[c] = 0.0f;
@@ -59,6 +72,7 @@ static void pack_rows_f32(const row_source *src, float scale, float *dst, int64_
 __attribute__((unused)) static void pack_rows_bf16(const row_source *src, uint16_t *dst, int64_t ldd)
 {
     for (int64_t r = 0; r < src->rows; r++) {
+        prefetch_row(src, r + ROWS_AHEAD);
         memcpy(dst + r * ldd, source_row(src, r), (size_t)src->dim * sizeof *dst);
         memset(dst + r * ldd + src->dim, 0, (size_t)(ldd - src->dim) * sizeof *dst);
     }
@@ -70,6 +84,7 @@ static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
     float rows[LANES][MAX_DIM];
     for (int32_t c0 = 0; c0 < panel; c0 += LANES) {
         for (int32_t i = 0; i < LANES; i++) {
+            prefetch_row(src, c0 + i + ROWS_AHEAD);
             if (c0 + i < src->rows) widen_row(source_row(src, c0 + i), src->dtype, rows[i], src->dim);
             else memset(rows[i], 0, (size_t)src->dim * sizeof(float));
         }
@@ -83,6 +98,7 @@ __attribute__((unused)) static void pack_keys_bf16(const row_source *src, int32_
     uint32_t rows[LANES][MAX_DIM / 2];
     for (int32_t c0 = 0; c0 < panel; c0 += LANES) {
         for (int32_t i = 0; i < LANES; i++) {
+            prefetch_row(src, c0 + i + ROWS_AHEAD);
             if (c0 + i < src->rows) memcpy(rows[i], source_row(src, c0 + i), (size_t)src->dim * 2);
             else memset(rows[i], 0, (size_t)src->dim * 2);
         }
@@ -93,15 +109,15 @@ __attribute__((unused)) static void pack_keys_bf16(const row_source *src, int32_
 
 static void pack_values_f32(const row_source *src, int32_t panel, float *dst, int64_t panel_stride)
 {
-    float row[MAX_DIM + LANES];
-    const int64_t padded = (src->dim + panel - 1) / panel * panel;
+    const int64_t element = src->dtype == QUERN_F32 ? 4 : 2, padded = (src->dim + panel - 1) / panel * panel;
     for (int64_t r = 0; r < src->rows; r++) {
-        widen_row(source_row(src, r), src->dtype, row, src->dim);
+        const char *row = source_row(src, r);
+        prefetch_row(src, r + ROWS_AHEAD);
         for (int64_t c = 0; c < padded; c += panel) {
             float *d = dst + c / panel * panel_stride + r * panel;
             const int64_t n = src->dim - c < panel ? src->dim - c : panel;
-            memcpy(d, row + c, (size_t)n * sizeof *d);
-            if (n < panel) memset(d + n, 0, (size_t)(panel - n) * sizeof *d);
+            widen_row(row + c * element, src->dtype, d, n);
+            for (int64_t i = n; i < panel; i++) d[i] = 0.0f;
         }
     }
 }
@@ -112,6 +128,8 @@ __attribute__((unused)) static void pack_values_bf16(const row_source *src, int3
     const uint16_t zero[MAX_DIM] = {0};
     const int64_t padded = (src->dim + panel - 1) / panel * panel;
     for (int64_t r = 0; r < src->rows; r += 2) {
+        prefetch_row(src, r + ROWS_AHEAD);
+        prefetch_row(src, r + ROWS_AHEAD + 1);
         const uint16_t *even = source_row(src, r), *odd = r + 1 < src->rows ? source_row(src, r + 1) : zero;
         for (int64_t c0 = 0; c0 < padded; c0 += panel) {
             uint32_t *d = dst + c0 / panel * panel_stride + r / 2 * panel;
@@ -132,58 +150,73 @@ INLINE void store_p(float *s, int32_t c, f32x16 p, bool narrow)
     }
 }
 
-/* Takes the maximum `seen` of row r's tile into account: the row's shrink; returns what its exponents
- * subtract. */
-INLINE f32x16 raise_max(const softmax_tile *t, int32_t r, float seen)
+INLINE float max_of_row(const float *s, int32_t lo, int32_t hi, bool whole)
 {
-    float shrink = 1.0f;
-    if (seen > t->max[r]) {
-        shrink = exp2_16(splat16((t->max[r] - seen) * t->scale2))[0];
-        t->max[r] = seen;
-    }
-    t->shrink[r] = shrink;
-    return splat16(t->max[r] == -INFINITY ? 0.0f : -t->max[r] * t->scale2);
+    f32x16 top = splat16(-INFINITY);
+    if (whole)
+        for (int32_t c = 0; c < hi; c += LANES) top = max16(load16(s + c), top);
+    else
+        for (int32_t c = lo / LANES * LANES; c < hi; c += LANES)
+            top = max16(select16(lanes_in(c, lo, hi), load16(s + c), splat16(-INFINITY)), top);
+    return max_of(top);
 }
 
-/* A row that sees every column: the inner tiles' case. */
-INLINE void softmax_whole_row(const softmax_tile *t, int32_t r, bool narrow)
+/* s = 2^(s scale2 + base) over the row's columns; returns the sum. */
+INLINE float exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, f32x16 scale2, f32x16 base, bool whole, bool narrow)
 {
-    float *s = t->s + r * t->lds;
-    const f32x16 scale2 = splat16(t->scale2);
-    f32x16 top = splat16(-INFINITY), sum = {0};
-    for (int32_t c = 0; c < t->columns; c += LANES) top = max16(load16(s + c), top);
-    const f32x16 base = raise_max(t, r, max_of(top));
-    for (int32_t c = 0; c < t->columns; c += LANES) {
-        const f32x16 p = exp2_16(fma16(load16(s + c), scale2, base));
-        sum += p;
-        store_p(s, c, p, narrow);
+    f32x16 sum = {0};
+    if (whole) {
+#pragma GCC unroll 4
+        for (int32_t c = 0; c < columns; c += LANES) {
+            const f32x16 p = exp2_16(fma16(load16(s + c), scale2, base));
+            sum += p;
+            store_p(s, c, p, narrow);
+        }
+        return sum_of(sum);
     }
-    t->sum[r] = t->sum[r] * t->shrink[r] + sum_of(sum);
-}
-
-INLINE void softmax_masked_row(const softmax_tile *t, int32_t r, bool narrow)
-{
-    float *s = t->s + r * t->lds;
-    const int32_t lo = t->lo[r], hi = t->hi[r], first = lo / LANES * LANES, last = (hi + LANES - 1) / LANES * LANES;
-    const f32x16 scale2 = splat16(t->scale2), none = splat16(-INFINITY), zero = {0};
-    f32x16 top = none, sum = zero;
-    for (int32_t c = first; c < last; c += LANES) top = max16(select16(lanes_in(c, lo, hi), load16(s + c), none), top);
-    const f32x16 base = raise_max(t, r, max_of(top));
-    for (int32_t c = 0; c < first; c += LANES) store_p(s, c, zero, narrow);
+    const int32_t first = lo / LANES * LANES, last = (hi + LANES - 1) / LANES * LANES;
+    for (int32_t c = 0; c < first; c += LANES) store_p(s, c, (f32x16){0}, narrow);
     for (int32_t c = first; c < last; c += LANES) {
-        const f32x16 p = select16(lanes_in(c, lo, hi), exp2_16(fma16(load16(s + c), scale2, base)), zero);
+        const f32x16 p = select16(lanes_in(c, lo, hi), exp2_16(fma16(load16(s + c), scale2, base)), (f32x16){0});
         sum += p;
         store_p(s, c, p, narrow);
     }
-    for (int32_t c = last; c < t->columns; c += LANES) store_p(s, c, zero, narrow);
-    t->sum[r] = t->sum[r] * t->shrink[r] + sum_of(sum);
+    for (int32_t c = last; c < columns; c += LANES) store_p(s, c, (f32x16){0}, narrow);
+    return sum_of(sum);
 }
 
+/*
+ * Sixteen rows at a time, in three passes: the maxima; what they make of the running maxima, a row a lane; the
+ * exponentials. Passes over many rows keep the horizontal steps of one row from waiting for each other.
+ */
 INLINE void softmax_rows(const softmax_tile *t, bool narrow)
 {
-    for (int32_t r = 0; r < t->rows; r++) {
-        if (t->lo[r] == 0 && t->hi[r] == t->columns) softmax_whole_row(t, r, narrow);
-        else softmax_masked_row(t, r, narrow);
+    const f32x16 scale2 = splat16(t->scale2);
+    for (int32_t r0 = 0; r0 < t->rows; r0 += LANES) {
+        const int32_t n = t->rows - r0 < LANES ? t->rows - r0 : LANES;
+        float old[LANES], seen[LANES], base[LANES], shrink[LANES];
+        for (int32_t i = 0; i < LANES; i++) old[i] = seen[i] = -INFINITY;
+        memcpy(old, t->max + r0, (size_t)n * sizeof *old);
+        for (int32_t i = 0; i < n; i++) {
+            const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
+            const float *s = t->s + (r0 + i) * t->lds;
+            seen[i] = lo == 0 && hi == t->columns ? max_of_row(s, lo, hi, true) : max_of_row(s, lo, hi, false);
+        }
+        const f32x16 before = load16(old), after = max16(load16(seen), before);
+        const f32x16 fall = exp2_16((before - after) * scale2);
+        store16(seen, after);
+        store16(shrink, select16(after > before, fall, splat16(1.0f)));
+        store16(base, select16(after == -INFINITY, (f32x16){0}, -after * scale2));
+        memcpy(t->max + r0, seen, (size_t)n * sizeof *seen);
+        memcpy(t->shrink + r0, shrink, (size_t)n * sizeof *shrink);
+        for (int32_t i = 0; i < n; i++) {
+            const int32_t r = r0 + i, lo = t->lo[r], hi = t->hi[r];
+            float *s = t->s + r * t->lds;
+            const float sum = lo == 0 && hi == t->columns
+                                  ? exp2_of_row(s, lo, hi, t->columns, scale2, splat16(base[i]), true, narrow)
+                                  : exp2_of_row(s, lo, hi, t->columns, scale2, splat16(base[i]), false, narrow);
+            t->sum[r] = t->sum[r] * shrink[i] + sum;
+        }
     }
 }
 
