@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * attention_rows.h - the row kernels of the attention table (packing, softmax, its backward, narrowing),
- * written once over 16-lane vectors and compiled by each level's file under its own flags.
+ * written once over the level's vectors and compiled by each level's file under its own flags.
  *
  * A product at D = 128 does 512 operations per score in the forward pass, these about 12: at 16 lanes and
  * 4 GHz they take 2 to 4% of the time, most of it exp2 (five FMAs).
@@ -78,7 +78,7 @@ __attribute__((unused)) static void pack_rows_bf16(const row_source *src, uint16
     }
 }
 
-/* Transposes 16 rows at a time through a small buffer, so that both sides are walked in order. */
+/* Transposes LANES rows at a time through a small buffer, so that both sides are walked in order. */
 static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
 {
     float rows[LANES][MAX_DIM];
@@ -140,48 +140,48 @@ __attribute__((unused)) static void pack_values_bf16(const row_source *src, int3
     }
 }
 
-INLINE void store_p(float *s, int32_t c, f32x16 p, bool narrow)
+INLINE void store_p(float *s, int32_t c, vfloat p, bool narrow)
 {
     if (narrow) {
-        const u16x16 h = narrow16(p);
+        const vhalf h = v_narrow(p);
         memcpy((uint16_t *)s + c, &h, sizeof h);
     } else {
-        store16(s + c, p);
+        v_store(s + c, p);
     }
 }
 
 INLINE float max_of_row(const float *s, int32_t lo, int32_t hi, bool whole)
 {
-    f32x16 top = splat16(-INFINITY);
+    vfloat top = v_splat(-INFINITY);
     if (whole)
-        for (int32_t c = 0; c < hi; c += LANES) top = max16(load16(s + c), top);
+        for (int32_t c = 0; c < hi; c += LANES) top = v_max(v_load(s + c), top);
     else
         for (int32_t c = lo / LANES * LANES; c < hi; c += LANES)
-            top = max16(select16(lanes_in(c, lo, hi), load16(s + c), splat16(-INFINITY)), top);
+            top = v_max(v_select(lanes_in(c, lo, hi), v_load(s + c), v_splat(-INFINITY)), top);
     return max_of(top);
 }
 
 /* s = 2^(s scale2 + base) over the row's columns; returns the sum. */
-INLINE float exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, f32x16 scale2, f32x16 base, bool whole, bool narrow)
+INLINE float exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfloat scale2, vfloat base, bool whole, bool narrow)
 {
-    f32x16 sum = {0};
+    vfloat sum = {0};
     if (whole) {
 #pragma GCC unroll 4
         for (int32_t c = 0; c < columns; c += LANES) {
-            const f32x16 p = exp2_16(fma16(load16(s + c), scale2, base));
+            const vfloat p = v_exp2(v_fma(v_load(s + c), scale2, base));
             sum += p;
             store_p(s, c, p, narrow);
         }
         return sum_of(sum);
     }
     const int32_t first = lo / LANES * LANES, last = (hi + LANES - 1) / LANES * LANES;
-    for (int32_t c = 0; c < first; c += LANES) store_p(s, c, (f32x16){0}, narrow);
+    for (int32_t c = 0; c < first; c += LANES) store_p(s, c, (vfloat){0}, narrow);
     for (int32_t c = first; c < last; c += LANES) {
-        const f32x16 p = select16(lanes_in(c, lo, hi), exp2_16(fma16(load16(s + c), scale2, base)), (f32x16){0});
+        const vfloat p = v_select(lanes_in(c, lo, hi), v_exp2(v_fma(v_load(s + c), scale2, base)), (vfloat){0});
         sum += p;
         store_p(s, c, p, narrow);
     }
-    for (int32_t c = last; c < columns; c += LANES) store_p(s, c, (f32x16){0}, narrow);
+    for (int32_t c = last; c < columns; c += LANES) store_p(s, c, (vfloat){0}, narrow);
     return sum_of(sum);
 }
 
@@ -191,7 +191,7 @@ INLINE float exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, f32x
  */
 INLINE void softmax_rows(const softmax_tile *t, bool narrow)
 {
-    const f32x16 scale2 = splat16(t->scale2);
+    const vfloat scale2 = v_splat(t->scale2);
     for (int32_t r0 = 0; r0 < t->rows; r0 += LANES) {
         const int32_t n = t->rows - r0 < LANES ? t->rows - r0 : LANES;
         float old[LANES], seen[LANES], base[LANES], shrink[LANES];
@@ -202,19 +202,19 @@ INLINE void softmax_rows(const softmax_tile *t, bool narrow)
             const float *s = t->s + (r0 + i) * t->lds;
             seen[i] = lo == 0 && hi == t->columns ? max_of_row(s, lo, hi, true) : max_of_row(s, lo, hi, false);
         }
-        const f32x16 before = load16(old), after = max16(load16(seen), before);
-        const f32x16 fall = exp2_16((before - after) * scale2);
-        store16(seen, after);
-        store16(shrink, select16(after > before, fall, splat16(1.0f)));
-        store16(base, select16(after == -INFINITY, (f32x16){0}, -after * scale2));
+        const vfloat before = v_load(old), after = v_max(v_load(seen), before);
+        const vfloat fall = v_exp2((before - after) * scale2);
+        v_store(seen, after);
+        v_store(shrink, v_select(after > before, fall, v_splat(1.0f)));
+        v_store(base, v_select(after == -INFINITY, (vfloat){0}, -after * scale2));
         memcpy(t->max + r0, seen, (size_t)n * sizeof *seen);
         memcpy(t->shrink + r0, shrink, (size_t)n * sizeof *shrink);
         for (int32_t i = 0; i < n; i++) {
             const int32_t r = r0 + i, lo = t->lo[r], hi = t->hi[r];
             float *s = t->s + r * t->lds;
             const float sum = lo == 0 && hi == t->columns
-                                  ? exp2_of_row(s, lo, hi, t->columns, scale2, splat16(base[i]), true, narrow)
-                                  : exp2_of_row(s, lo, hi, t->columns, scale2, splat16(base[i]), false, narrow);
+                                  ? exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), true, narrow)
+                                  : exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), false, narrow);
             t->sum[r] = t->sum[r] * shrink[i] + sum;
         }
     }
@@ -235,23 +235,23 @@ static void softmax_backward(const softmax_backward_tile *t)
     for (int32_t r = 0; r < t->rows; r++) {
         float *s = t->s + r * t->lds, *dp = t->dp + r * t->lds;
         const int32_t lo = t->lo[r], hi = t->hi[r];
-        const f32x16 lse2 = splat16(t->lse2[r]), delta = splat16(t->delta[r]), row_scale = splat16(t->row_scale[r]);
+        const vfloat lse2 = v_splat(t->lse2[r]), delta = v_splat(t->delta[r]), row_scale = v_splat(t->row_scale[r]);
         for (int32_t c = 0; c < t->columns; c += LANES) {
             if (c + LANES <= lo || c >= hi || t->lse2[r] == INFINITY) {
-                store16(s + c, (f32x16){0});
-                store16(dp + c, (f32x16){0});
+                v_store(s + c, (vfloat){0});
+                v_store(dp + c, (vfloat){0});
                 continue;
             }
-            f32x16 p = exp2_16(fma16(load16(s + c), splat16(t->scale2), -lse2));
-            f32x16 ds = p * fma16(load16(dp + c), row_scale, -delta);
+            vfloat p = v_exp2(v_fma(v_load(s + c), v_splat(t->scale2), -lse2));
+            vfloat ds = p * v_fma(v_load(dp + c), row_scale, -delta);
             p *= row_scale;
             if (c < lo || c + LANES > hi) {
-                const i32x16 mask = lanes_in(c, lo, hi);
-                p = select16(mask, p, (f32x16){0});
-                ds = select16(mask, ds, (f32x16){0});
+                const vint mask = lanes_in(c, lo, hi);
+                p = v_select(mask, p, (vfloat){0});
+                ds = v_select(mask, ds, (vfloat){0});
             }
-            store16(s + c, p);
-            store16(dp + c, ds);
+            v_store(s + c, p);
+            v_store(dp + c, ds);
         }
     }
 }
@@ -261,7 +261,7 @@ __attribute__((unused)) static void narrow_columns(const float *src, int64_t lds
 {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < columns; c += LANES) {
-            const u16x16 h = narrow16(load16(src + r * lds + c));
+            const vhalf h = v_narrow(v_load(src + r * lds + c));
             memcpy((uint16_t *)(dst + r * ldd) + c, &h, sizeof h);
         }
 }
@@ -271,10 +271,10 @@ __attribute__((unused)) static void narrow_rows(const float *src, int64_t lds, i
 {
     for (int64_t r = 0; r < rows; r += 2)
         for (int64_t c = 0; c < columns; c += LANES) {
-            const f32x16 odd_row = r + 1 < rows ? load16(src + (r + 1) * lds + c) : (f32x16){0};
-            const u32x16 even = __builtin_convertvector(narrow16(load16(src + r * lds + c)), u32x16);
-            const u32x16 odd = __builtin_convertvector(narrow16(odd_row), u32x16);
-            const u32x16 pair = even | odd << 16;
+            const vfloat odd_row = r + 1 < rows ? v_load(src + (r + 1) * lds + c) : (vfloat){0};
+            const vuint even = __builtin_convertvector(v_narrow(v_load(src + r * lds + c)), vuint);
+            const vuint odd = __builtin_convertvector(v_narrow(odd_row), vuint);
+            const vuint pair = even | odd << 16;
             memcpy(dst + r / 2 * ldd + c, &pair, sizeof pair);
         }
 }

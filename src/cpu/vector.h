@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * vector.h - 16 floats as one value, by the compiler's vector extension: one zmm register, two ymm, four xmm
- * or plain scalars, as the including file's flags have it. Everything is static, so each level's object
- * files hold their own copy.
+ * vector.h - LANES floats as one value, one register of the level: 16 (AVX-512), 8 (AVX2) or 4, by the
+ * compiler's vector extension. (A type wider than a register would be kept in memory.) Everything is static, so
+ * each level's object files hold their own copy.
  */
 #ifndef QUERN_CPU_VECTOR_H
 #define QUERN_CPU_VECTOR_H
@@ -16,74 +16,86 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
 enum { LANES = 16 };
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#elif defined(__AVX2__) && defined(__FMA__)
+enum { LANES = 8 };
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+enum { LANES = 4 };
+#define LANE_NUMBERS {0, 1, 2, 3}
+#endif
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef float vfloat __attribute__((vector_size(4 * LANES)));
+typedef int32_t vint __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vuint __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vhalf __attribute__((vector_size(2 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE f32x16 load16(const float *p)
+INLINE vfloat v_load(const float *p)
 {
-    f32x16 v;
+    vfloat v;
     memcpy(&v, p, sizeof v);
     return v;
 }
 
-INLINE void store16(float *p, f32x16 v)
+INLINE void v_store(float *p, vfloat v)
 {
     memcpy(p, &v, sizeof v);
 }
 
-INLINE f32x16 splat16(float x)
+INLINE vfloat v_splat(float x)
 {
-    return x - (f32x16){0};
+    return x - (vfloat){0};
 }
 
-INLINE f32x16 select16(i32x16 mask, f32x16 yes, f32x16 no)
+INLINE vfloat v_select(vint mask, vfloat yes, vfloat no)
 {
-    return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
+    return (vfloat)(((vint)yes & mask) | ((vint)no & ~mask));
 }
 
-/* Lanes [lo, hi) of a 16-lane group whose first column is `at`. */
-INLINE i32x16 lanes_in(int32_t at, int32_t lo, int32_t hi)
+/* Lanes [lo, hi) of a group whose first column is `at`. */
+INLINE vint lanes_in(int32_t at, int32_t lo, int32_t hi)
 {
-    const i32x16 lane = (i32x16){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + at;
+    const vint lane = (vint)LANE_NUMBERS + at;
     return (lane >= lo) & (lane < hi);
 }
 
 /* a b + c in one rounding where the level has FMA, whatever -ffp-contract says. */
-INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c)
+INLINE vfloat v_fma(vfloat a, vfloat b, vfloat c)
 {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
-    union { f32x16 all; __m256 half[2]; } x = {a}, y = {b}, z = {c};
-    z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
-    z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
-    return z.all;
+    return _mm256_fmadd_ps(a, b, c);
 #else
     return a * b + c;
 #endif
 }
 
 /* The larger of each lane; where either is NaN, that of `than`. */
-INLINE f32x16 max16(f32x16 v, f32x16 than)
+INLINE vfloat v_max(vfloat v, vfloat than)
 {
 #if defined(__AVX512F__)
     return _mm512_max_ps(v, than);
+#elif defined(__FMA__)
+    return _mm256_max_ps(v, than);
 #else
-    return select16(v > than, v, than);
+    return v_select(v > than, v, than);
 #endif
 }
 
 /* Fixed trees, so that a row's result depends on nothing but the row. */
-INLINE float max_of(f32x16 v)
+INLINE float max_of(vfloat v)
 {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps(v);
+#elif defined(__FMA__)
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 #else
     float x[LANES];
     memcpy(x, &v, sizeof x);
@@ -93,10 +105,14 @@ INLINE float max_of(f32x16 v)
 #endif
 }
 
-INLINE float sum_of(f32x16 v)
+INLINE float sum_of(vfloat v)
 {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps(v);
+#elif defined(__FMA__)
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 #else
     float x[LANES];
     memcpy(x, &v, sizeof x);
@@ -110,42 +126,49 @@ INLINE float sum_of(f32x16 v)
  * 2^x for x <= 127, within 2.4e-7 relative; NaN stays NaN, -inf gives 0. x = n + f with n the nearest integer, 2^f
  * by a minimax polynomial of degree 5 on [-0.5, 0.5] (error 7.5e-8). AVX-512 scales by 2^n in one instruction
  * (half rate, but it takes the place of three); else n is added to the exponent bits, and 0 stands below -126.
+ * (AVX2: NaN converts to the integer INT_MIN, whose shifted bits are 0, so it passes.)
  */
-INLINE f32x16 exp2_16(f32x16 x)
+INLINE vfloat v_exp2(vfloat x)
 {
 #if defined(__AVX512F__)
-    const f32x16 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = x - n;
+    const vfloat n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = x - n;
+#elif defined(__FMA__)
+    const __m256i n = _mm256_cvtps_epi32(x);
+    const vfloat f = x - _mm256_cvtepi32_ps(n);
 #else
-    const i32x16 tiny = x < -126.0f;
-    const f32x16 clamped = select16(tiny, splat16(-126.0f), x);
-    const f32x16 shifted = clamped + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
-    const f32x16 f = clamped - (shifted - 12582912.0f);
+    const vint tiny = x < -126.0f;
+    const vfloat clamped = v_select(tiny, v_splat(-126.0f), x);
+    const vfloat shifted = clamped + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
+    const vfloat f = clamped - (shifted - 12582912.0f);
 #endif
-    f32x16 p = fma16(f, splat16(0x1.5c08e4p-10f), splat16(0x1.3d0c54p-7f));
-    p = fma16(p, f, splat16(0x1.c6b6e4p-5f));
-    p = fma16(p, f, splat16(0x1.ebf918p-3f));
-    p = fma16(p, f, splat16(0x1.62e428p-1f));
-    p = fma16(p, f, splat16(0x1.000002p+0f));
+    vfloat p = v_fma(f, v_splat(0x1.5c08e4p-10f), v_splat(0x1.3d0c54p-7f));
+    p = v_fma(p, f, v_splat(0x1.c6b6e4p-5f));
+    p = v_fma(p, f, v_splat(0x1.ebf918p-3f));
+    p = v_fma(p, f, v_splat(0x1.62e428p-1f));
+    p = v_fma(p, f, v_splat(0x1.000002p+0f));
 #if defined(__AVX512F__)
     return _mm512_scalef_ps(p, n); /* f is NaN where n is -inf: that gives 0 all the same */
+#elif defined(__FMA__)
+    const __m256 kept = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return _mm256_and_ps(kept, (__m256)_mm256_add_epi32((__m256i)p, _mm256_slli_epi32(n, 23)));
 #else
-    f32x16 y = (f32x16)((i32x16)p + ((i32x16)shifted << 23));
-    y = select16(tiny, (f32x16){0}, y);
-    return select16(x == x, y, x);
+    vfloat y = (vfloat)((vint)p + ((vint)shifted << 23));
+    y = v_select(tiny, (vfloat){0}, y);
+    return v_select(x == x, y, x);
 #endif
 }
 
 /* Round to nearest even; NaN stays NaN. */
-INLINE u16x16 narrow16(f32x16 v)
+INLINE vhalf v_narrow(vfloat v)
 {
 #if defined(__AVX512BF16__)
-    return (u16x16)__builtin_ia32_cvtneps2bf16_v16sf(v);
+    return (vhalf)__builtin_ia32_cvtneps2bf16_v16sf(v);
 #else
-    const u32x16 u = (u32x16)v;
-    const u32x16 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    const u32x16 quiet = (u >> 16) | 0x40u;
-    const u32x16 nan = (u32x16)(v != v);
-    return __builtin_convertvector((rounded & ~nan) | (quiet & nan), u16x16);
+    const vuint u = (vuint)v;
+    const vuint rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const vuint quiet = (u >> 16) | 0x40u;
+    const vuint nan = (vuint)(v != v);
+    return __builtin_convertvector((rounded & ~nan) | (quiet & nan), vhalf);
 #endif
 }
 
