@@ -180,7 +180,8 @@ static void step_rows(const attend_plan *p, const attend_packed *packed, const t
     }
     const int64_t base = key0 & ~(int64_t)15;
     const int32_t last = (int32_t)(key1 - base), columns = (last + 15) & ~15;
-    const bool whole = t.lo[n - 1] <= base && t.hi[0] >= key1 && base == key0; /* every row sees every key */
+    /* Every row sees every key, and none has half a bf16 pair past its last. */
+    const bool whole = t.lo[n - 1] <= base && t.hi[0] >= key1 && base == key0 && !(p->bf16 && last % 2);
     for (int32_t r = 0; r < n; r++) {
         const int64_t lo = t.lo[r] > key0 ? t.lo[r] - base : key0 - base, hi = t.hi[r] < key1 ? t.hi[r] - base : last;
         tile_lo[r] = lo < hi ? (int32_t)lo : 0;
