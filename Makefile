@@ -3,7 +3,7 @@
 # A thin face over CMake's presets: `make` builds build/release/quern, `make demo` runs the main job, `make test`
 # runs everything that CI runs.
 JOBS ?= $(shell nproc)
-SETUP = gcc g++ cmake pkg-config libjansson-dev libdnnl-dev gnuplot-nox linux-libc-dev libc6-dev
+SETUP = gcc g++ cmake pkg-config libjansson-dev nettle-dev libdnnl-dev gnuplot-nox linux-libc-dev libc6-dev
 SETUP_DEV = $(SETUP) libcmocka-dev clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev libomp-14-dev
 
 all: setup

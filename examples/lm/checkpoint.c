@@ -1,0 +1,114 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* checkpoint.c - a run as one safetensors file: weights, optimizer state, configuration and position. */
+#include "lm.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <quern/safetensors.h>
+
+enum { STATES = 3, FIELDS = 13 };
+static const char *const suffixes[STATES] = {"", ".first", ".second"};
+
+static float *state_of(const lm_param *p, int which)
+{
+    return which == 0 ? p->value : which == 1 ? p->first : p->second;
+}
+
+/* The run as numbers under names, one table for both directions. */
+static void fields(lm_config *c, int64_t *step, lm_run *run, const char *names[FIELDS], int64_t values[FIELDS], bool read)
+{
+    int32_t *const ints[] = {&c->width, &c->layers, &c->heads, &c->kv_heads, &c->inner, &c->context, &c->block, &c->selected, &c->window};
+    const char *const all[FIELDS] = {"width", "layers", "heads", "kv_heads", "inner", "context", "block", "selected", "window", "sparse", "step", "steps", "seed"};
+    for (int i = 0; i < FIELDS; i++) names[i] = all[i];
+    for (int i = 0; i < 9; i++) {
+        if (read) *ints[i] = (int32_t)values[i];
+        else values[i] = *ints[i];
+    }
+    if (read) c->sparse = values[9] != 0, *step = values[10], run->steps = values[11], run->seed = (uint64_t)values[12];
+    else values[9] = c->sparse, values[10] = *step, values[11] = run->steps, values[12] = (int64_t)run->seed;
+}
+
+bool checkpoint_save(const lm_model *m, const char *path, const lm_run *run)
+{
+    const size_t most = (size_t)m->param_count * STATES;
+    quern_tensor *views = malloc(most * sizeof *views);
+    quern_safetensors_item *items = malloc(most * sizeof *items);
+    char (*names)[64] = malloc(most * sizeof *names);
+    size_t count = 0;
+    bool ok = views != NULL && items != NULL && names != NULL;
+    for (int32_t i = 0; ok && i < m->param_count; i++) {
+        const lm_param *p = &m->params[i];
+        for (int s = 0; s < STATES; s++) {
+            if (state_of(p, s) == NULL) continue;
+            snprintf(names[count], sizeof *names, "%s%s", p->name, suffixes[s]);
+            views[count] = quern_tensor_contiguous(state_of(p, s), QUERN_F32, 2, (const int64_t[]){p->rows, p->cols});
+            items[count] = (quern_safetensors_item){names[count], &views[count]};
+            count++;
+        }
+    }
+    lm_config config = m->config;
+    lm_run copy = *run;
+    int64_t step = m->step, values[FIELDS];
+    const char *keys[FIELDS];
+    char text[FIELDS + 2][32];
+    quern_safetensors_pair pairs[FIELDS + 2];
+    fields(&config, &step, &copy, keys, values, false);
+    for (int i = 0; i < FIELDS; i++) {
+        snprintf(text[i], sizeof *text, "%" PRId64, values[i]);
+        pairs[i] = (quern_safetensors_pair){keys[i], text[i]};
+    }
+    snprintf(text[FIELDS], sizeof *text, "%a", (double)run->rates.muon);
+    snprintf(text[FIELDS + 1], sizeof *text, "%a", (double)run->rates.adam);
+    pairs[FIELDS] = (quern_safetensors_pair){"muon", text[FIELDS]};
+    pairs[FIELDS + 1] = (quern_safetensors_pair){"adam", text[FIELDS + 1]};
+    ok = ok && quern_safetensors_save(path, items, count, pairs, FIELDS + 2) == QUERN_OK;
+    free(views), free(items), free(names);
+    return ok || failure("%s", quern_last_error(NULL)) == 0;
+}
+
+bool checkpoint_load(lm_model *m, const char *path, lm_run *run)
+{
+    quern_safetensors *f = NULL;
+    if (quern_safetensors_open(path, &f) != QUERN_OK) return failure("%s", quern_last_error(NULL)) == 0;
+    lm_config config = LM_CONFIG_DEFAULT;
+    int64_t step = 0, values[FIELDS];
+    const char *keys[FIELDS];
+    fields(&config, &step, run, keys, values, false);
+    bool ok = true;
+    for (int i = 0; i < FIELDS && ok; i++) {
+        const char *text = quern_safetensors_metadata(f, keys[i]);
+        char *end = NULL;
+        values[i] = text != NULL ? strtoll(text, &end, 10) : 0;
+        ok = (text != NULL && *end == '\0') || failure("%s: no '%s' in its metadata: a checkpoint of this program is accepted", path, keys[i]) == 0;
+    }
+    for (int i = 0; i < 9 && ok; i++)
+        ok = (values[i] > 0 && values[i] <= 1 << 20) || failure("%s: %s is %" PRId64 ": 1 to %d is accepted", path, keys[i], values[i], 1 << 20) == 0;
+    const char *muon = quern_safetensors_metadata(f, "muon"), *adam = quern_safetensors_metadata(f, "adam");
+    if (ok) {
+        fields(&config, &step, run, keys, values, true);
+        run->rates.muon = muon != NULL ? strtof(muon, NULL) : 0.0f;
+        run->rates.adam = adam != NULL ? strtof(adam, NULL) : 0.0f;
+        ok = (config.layers <= MAX_LAYERS && config.width % config.heads == 0) || failure("%s: %d layers of %d heads and width %d do not fit together", path, config.layers, config.heads, config.width) == 0;
+        ok = ok && model_create(m, &config, 0);
+        m->step = step;
+    }
+    for (int32_t i = 0; ok && i < m->param_count; i++) {
+        lm_param *p = &m->params[i];
+        for (int s = 0; s < STATES && ok; s++) {
+            if (state_of(p, s) == NULL) continue;
+            char name[64];
+            quern_tensor t;
+            snprintf(name, sizeof name, "%s%s", p->name, suffixes[s]);
+            ok = quern_safetensors_get(f, name, &t) == QUERN_OK || failure("%s", quern_last_error(NULL)) == 0;
+            ok = ok && ((t.dtype == QUERN_F32 && t.ndim == 2 && t.shape[0] == p->rows && t.shape[1] == p->cols) ||
+                        failure("%s: tensor %s does not have the shape of this configuration", path, name) == 0);
+            if (ok) memcpy(state_of(p, s), t.data, (size_t)(p->rows * p->cols) * 4);
+        }
+    }
+    quern_safetensors_close(f);
+    return ok;
+}

@@ -1,0 +1,157 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * lm.h - a byte-level language model that trains and serves on Quern's public API alone.
+ *
+ *   x = E[byte] + E2[hash of the last 2 bytes] + E3[hash of the last 3]
+ *   layers times:  h = norm(x) w;  q, k, v = h W;  q, k = rope(norm(q)), rope(norm(k))
+ *                  x += attention(q, k, v) Wo            dense, or native sparse attention
+ *                  h = norm(x) w;  x += (silu(h W1) * (h W3)) W2
+ *   logits = (norm(x) w) Wh
+ *
+ * norm is RMSNorm; all arrays are f32, row-major, [tokens][columns]; a matrix W is [in][out] and y = x W.
+ */
+#ifndef LM_H
+#define LM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <quern/attention.h>
+#include <quern/nsa.h>
+
+enum { BYTES = 256, HASH_ROWS = 16384, MAX_LAYERS = 32 };
+
+typedef struct lm_config {
+    int32_t width, layers, heads, kv_heads, inner, context;
+    bool sparse; /* native sparse attention; otherwise dense */
+    int32_t block, selected, window;
+} lm_config;
+#define LM_CONFIG_DEFAULT {128, 4, 4, 1, 384, 4096, true, 32, 8, 256}
+
+/* One trained array, with its gradient and optimizer state. */
+typedef struct lm_param {
+    char name[48];
+    int64_t rows, cols;
+    bool muon; /* a hidden matrix; otherwise AdamW */
+    float rate; /* of AdamW, relative to the schedule */
+    float *value, *grad;
+    float *first, *second; /* Muon: momentum, none. AdamW: both moments. */
+} lm_param;
+
+/* Indices into lm_model.params. */
+enum { P_BYTE, P_PAIR, P_TRIPLE, P_NORM, P_HEAD, P_LAYERS };
+enum { L_NORM1, L_Q, L_K, L_V, L_O, L_GATE, L_NORM2, L_W1, L_W3, L_W2, L_COUNT };
+
+typedef struct lm_layer lm_layer; /* activations of one layer */
+
+typedef struct lm_model {
+    lm_config config;
+    int32_t param_count;
+    lm_param *params;
+    int64_t step;
+    lm_layer *layer;
+    quern_context *ctx;
+    float *x, *normed, *logits, *d_x, *d_normed; /* [context][...] */
+    float *inverse;                              /* 1 / rms of the last norm's rows */
+    float *rope;                                 /* [context][head_dim]: cosines, then sines */
+    void *workspace;
+    size_t workspace_bytes;
+    float *scratch[4]; /* [context][inner] */
+} lm_model;
+
+/* model.c */
+bool model_create(lm_model *model, const lm_config *config, uint64_t seed);
+void model_destroy(lm_model *model);
+/* Mean cross-entropy in nats of predicting text[1 .. n] from text[0 .. n - 1]; n <= context. With `train`, the
+ * gradients are left in params. Negative on failure. */
+double model_loss(lm_model *model, const uint8_t *text, int32_t n, bool train);
+/* Logits of the byte after text[0 .. n - 1]; n <= context. */
+const float *model_next(lm_model *model, const uint8_t *text, int32_t n);
+
+/* attend.c: attention of one layer through Quern, forward and backward. */
+typedef struct lm_attention {
+    float *q, *k, *v, *o, *lse[3], *o_b[3], *gates, *k_cmp, *v_cmp;
+    int32_t *block_idx;
+} lm_attention;
+bool attention_allocate(const lm_config *config, lm_attention *a);
+void attention_free(lm_attention *a);
+bool attention_forward(lm_model *model, lm_attention *a, const float *w_gate, int32_t n);
+/* d_o -> d_q, d_k, d_v, d_w_gate (sparse). */
+bool attention_backward(lm_model *model, lm_attention *a, const float *w_gate, const float *d_o, float *d_q, float *d_k, float *d_v, float *d_w_gate,
+                        int32_t n);
+
+/* layers.c */
+void norm_forward(const float *x, const float *w, float *y, float *inverse, int64_t rows, int64_t cols);
+/* d_x += ...; d_w = ... (w NULL: no weight). */
+void norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x, float *d_w, int64_t rows, int64_t cols);
+void rope_table(float *table, int64_t positions, int64_t dim);
+/* Rotates interleaved pairs of every head; backwards with sign -1. */
+void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int64_t dim, float sign);
+void swiglu_forward(const float *gate, const float *up, float *y, int64_t n);
+void swiglu_backward(const float *gate, const float *up, const float *d_y, float *d_gate, float *d_up, int64_t n);
+/* Mean loss in nats; d_logits = gradient of the mean, in place of the logits where `gradient`. */
+double cross_entropy(float *logits, const uint8_t *target, int64_t rows, bool gradient);
+void embed_forward(const lm_param *params, const uint8_t *text, float *x, int64_t n, int64_t width);
+void embed_backward(lm_param *params, const uint8_t *text, const float *d_x, int64_t n, int64_t width);
+
+/* gemm.c: C[m][n] = A B (+ C), A [m][k] or, transposed, [k][m]; B likewise. */
+void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c, bool accumulate);
+
+/* optimizer.c */
+typedef struct lm_rates {
+    float muon, adam;
+} lm_rates;
+#define LM_RATES_DEFAULT {0.02f, 0.02f}
+/* One update from the gradients; `schedule` scales both rates. */
+void optimizer_step(lm_model *model, float schedule, lm_rates rates);
+
+/* corpus.c */
+typedef struct lm_corpus {
+    uint8_t *bytes;
+    int64_t size, train; /* bytes [0, train) train, the rest is held out */
+} lm_corpus;
+/* `path`: a file or folder, or NULL for the C headers of linux-libc-dev and libc6-dev. */
+bool corpus_load(const char *path, lm_corpus *corpus);
+void corpus_free(lm_corpus *corpus);
+/* The start of training piece `i`: pieces of n bytes in an order drawn by seed. */
+int64_t corpus_piece(const lm_corpus *corpus, int64_t n, uint64_t seed, int64_t i);
+/* The start of held-out piece `i` of `count` spread over the held-out part; -1 past the last. */
+int64_t corpus_held_out(const lm_corpus *corpus, int64_t n, int64_t i, int64_t count);
+
+/* order2.c: interpolated order-2 byte model (Witten-Bell). */
+typedef struct order2 order2;
+order2 *order2_create(void);
+void order2_add(order2 *model, const uint8_t *text, int64_t n);
+/* Bits that text[1 .. n) takes given what precedes. */
+double order2_bits(const order2 *model, const uint8_t *text, int64_t n);
+void order2_free(order2 *model);
+
+/* What a run needs besides the model to go on as if it had never stopped. */
+typedef struct lm_run {
+    uint64_t seed;
+    int64_t steps; /* of the whole run */
+    lm_rates rates;
+} lm_run;
+
+/* checkpoint.c */
+bool checkpoint_save(const lm_model *model, const char *path, const lm_run *run);
+/* Reads configuration, weights, optimizer state and run into a fresh model. */
+bool checkpoint_load(lm_model *model, const char *path, lm_run *run);
+
+/* random.c: splitmix64, the same numbers everywhere. */
+uint64_t random_next(uint64_t *state);
+float random_normal(uint64_t *state);
+
+/* The verbs; exit codes: 0 done, 2 usage, 3 failure. */
+int verb_train(int argc, char **argv);
+int verb_eval(int argc, char **argv);
+int verb_generate(int argc, char **argv);
+int verb_order2(int argc, char **argv);
+/* Bits per held-out byte. */
+double evaluate(lm_model *model, const lm_corpus *corpus, int64_t pieces);
+double seconds(void);
+int failure(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+#endif
