@@ -5,6 +5,7 @@
 
 #include "command.h"
 #include "machine.h"
+#include "peer_onednn.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -41,7 +42,7 @@ static const option_row rows[] = {
     {"gate", OPTION_CHOICE, AT(what.gate), gate_choices, "nsa, gate: gates by weights, or 1/3 each"},
     {"project", OPTION_FLAG, AT(what.project), NULL, "nsa, compress: project the means"},
     {"reps", OPTION_INT, AT(reps), NULL, "runs that are timed; 0: at least 3 and a second"},
-    {"no-peer", OPTION_FLAG, AT(no_peer), NULL, "nsa: leave out dense attention"},
+    {"no-peer", OPTION_FLAG, AT(no_peer), NULL, "leave out dense attention (nsa), oneDNN (attention)"},
     {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
     {"svg", OPTION_TEXT, AT(svg), NULL, "draw time and speed-up against length to this file (gnuplot)"},
     {"profile", OPTION_TEXT, AT(profile), NULL, "NSA preset that is set before the other options: tile256"},
@@ -72,7 +73,7 @@ static void print_help(void)
     printf("usage: quern bench ceilings|attention|nsa|compress|select|gate [--key value ...]\n\n"
            "Medians of repeated runs on random data, the fraction of the machine's limit that was measured beside\n"
            "them (f32 multiply-add, bf16 dot product, read, copy or write bandwidth), for nsa also the speed-up over\n"
-           "dense attention. Parameters of the operation are options too: quern run --list.\n\noptions:\n");
+           "dense attention, for attention that over matmul and softmax of oneDNN. Parameters of the operation are options too: quern run --list.\n\noptions:\n");
     print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
     printf("\nexamples:\n  quern bench ceilings --threads 1,2\n"
            "  quern bench attention --n 4096 --heads 8/8 --threads 1,2 --backward\n"
@@ -118,7 +119,7 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
     job j;
     char label[80];
     const int threads = quern_context_threads(ctx);
-    const bool peer = strcmp(c->op->name, "nsa") == 0 && !o->no_peer;
+    const char *peer = strcmp(c->op->name, "nsa") == 0 && !o->no_peer ? "dense" : NULL;
     timing time[2], peer_time[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     double before[2] = {0, 0};
     snprintf(label, sizeof label, "%s N %" PRId64, c->op->name, c->n);
@@ -131,11 +132,13 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
     if (code == EXIT_DONE) code = bench_time(&j, ctx, (int)o->reps, label, &time[0], &time[1]);
     const size_t workspace_bytes = j.workspace_bytes;
     job_free(&j);
-    if (code == EXIT_DONE && peer) code = time_peer(c, ctx, (int)o->reps, &peer_time[0], &peer_time[1]);
+    if (code == EXIT_DONE && peer != NULL) code = time_peer(c, ctx, (int)o->reps, &peer_time[0], &peer_time[1]);
+    if (code == EXIT_DONE && !o->no_peer && c->op->family == &family_attention && peer_onednn(c, threads, (int)o->reps, &peer_time[0]))
+        peer = "oneDNN";
     for (int p = 0; p < passes && code == EXIT_DONE; p++) {
         bench_row *row = &r->rows[r->count++];
         *row = (bench_row){.what = c, .backward = p == 1, .threads = threads, .time = time[p], .work = works[p],
-                           .peer = peer ? "dense" : NULL, .peer_ms = peer_time[p].median, .workspace_bytes = workspace_bytes};
+                           .peer = peer_time[p].reps > 0 ? peer : NULL, .peer_ms = peer_time[p].median, .workspace_bytes = workspace_bytes};
         row->ceiling = ceiling_beside(r, works[p].limit, threads, slot_of_threads, before[p]);
         report_row(row);
     }

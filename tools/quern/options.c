@@ -70,6 +70,13 @@ static bool parse_branches(const char *text, uint32_t *out)
     return *out != 0;
 }
 
+/* Words may be written with dashes or underscores. */
+static bool same_word(const char *a, const char *b)
+{
+    for (; *a != '\0' && (*a == *b || (*a == '_' && *b == '-')); a++, b++) continue;
+    return *a == *b;
+}
+
 /* Stores the value; false where the row does not accept it. */
 static bool store(const option_row *row, void *base, const char *value)
 {
@@ -79,8 +86,8 @@ static bool store(const option_row *row, void *base, const char *value)
     switch (row->type) {
     case OPTION_FLAG: *(bool *)at = true; return true;
     case OPTION_BOOL:
-        *(bool *)at = strcmp(value, "true") == 0;
-        return *(bool *)at || strcmp(value, "false") == 0;
+        *(bool *)at = strcmp(value, "true") == 0 || strcmp(value, "1") == 0;
+        return *(bool *)at || strcmp(value, "false") == 0 || strcmp(value, "0") == 0;
     case OPTION_INT:
         if (!parse_integer(value, &end, &integer) || *end != '\0') return false;
         *(int64_t *)at = integer;
@@ -91,7 +98,7 @@ static bool store(const option_row *row, void *base, const char *value)
     case OPTION_TEXT: *(const char **)at = value; return true;
     case OPTION_CHOICE:
         for (int i = 0; row->choices[i] != NULL; i++) {
-            if (strcmp(row->choices[i], value) == 0) {
+            if (same_word(row->choices[i], value)) {
                 *(int *)at = i;
                 return true;
             }

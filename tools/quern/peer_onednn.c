@@ -1,0 +1,199 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * peer_onednn.c - per head and block of 256 queries: S = Q K^T over the keys up to the block's last (matmul),
+ * the scale and the diagonal's mask (a loop over the block), P = softmax(S) in place, O = P V (matmul). The
+ * primitives of a block shape are made once and serve every head. Written for oneDNN 2.
+ */
+#include "peer_onednn.h"
+
+#include "values.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(QUERN_HAVE_DNNL)
+#include <dnnl.h>
+#endif
+
+#if defined(QUERN_HAVE_DNNL) && DNNL_VERSION_MAJOR == 2
+#include <omp.h>
+
+enum { BLOCK = 256 };
+
+/* One product or softmax over fixed memory: pointers are set before each run. */
+typedef struct step {
+    dnnl_primitive_t primitive;
+    dnnl_memory_t memory[3];
+    int names[3], count;
+} step;
+
+typedef struct composed {
+    dnnl_engine_t engine;
+    dnnl_stream_t stream;
+    step *scores, *softmax, *output; /* by block */
+    int64_t blocks;
+} composed;
+
+static bool matrix(dnnl_memory_desc_t *md, dnnl_data_type_t type, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride)
+{
+    const dnnl_dims_t dims = {rows, columns}, strides = {row_stride, column_stride};
+    return dnnl_memory_desc_init_by_strides(md, 2, dims, type, strides) == dnnl_success;
+}
+
+static bool make_step(step *s, composed *c, const void *op_desc, const_dnnl_primitive_attr_t attr, int count, const int *names,
+                      const dnnl_memory_desc_t *mds)
+{
+    dnnl_primitive_desc_t pd = NULL;
+    bool ok = dnnl_primitive_desc_create(&pd, op_desc, attr, c->engine, NULL) == dnnl_success &&
+              dnnl_primitive_create(&s->primitive, pd) == dnnl_success;
+    if (pd != NULL) dnnl_primitive_desc_destroy(pd);
+    for (int i = 0; i < count && ok; i++) {
+        s->names[i] = names[i];
+        ok = dnnl_memory_create(&s->memory[i], &mds[i], c->engine, DNNL_MEMORY_NONE) == dnnl_success;
+        s->count = i + 1;
+    }
+    return ok;
+}
+
+static bool run_step(const step *s, composed *c, void *const *pointers)
+{
+    dnnl_exec_arg_t args[3];
+    for (int i = 0; i < s->count; i++) {
+        if (dnnl_memory_set_data_handle(s->memory[i], pointers[i]) != dnnl_success) return false;
+        args[i] = (dnnl_exec_arg_t){s->names[i], s->memory[i]};
+    }
+    return dnnl_primitive_execute(s->primitive, c->stream, s->count, args) == dnnl_success;
+}
+
+static void free_steps(step *steps, int64_t count)
+{
+    for (int64_t b = 0; steps != NULL && b < count; b++) {
+        for (int i = 0; i < steps[b].count; i++) dnnl_memory_destroy(steps[b].memory[i]);
+        if (steps[b].primitive != NULL) dnnl_primitive_destroy(steps[b].primitive);
+    }
+    free(steps);
+}
+
+static void close_composed(composed *c)
+{
+    free_steps(c->scores, c->blocks);
+    free_steps(c->softmax, c->blocks);
+    free_steps(c->output, c->blocks);
+    if (c->stream != NULL) dnnl_stream_destroy(c->stream);
+    if (c->engine != NULL) dnnl_engine_destroy(c->engine);
+}
+
+static bool make_block(composed *c, const bench_case *what, int64_t b, dnnl_data_type_t type, const_dnnl_primitive_attr_t scaled)
+{
+    static const int product[] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST}, in_place[] = {DNNL_ARG_SRC, DNNL_ARG_DST};
+    const int64_t first = b * BLOCK, rows = what->n - first < BLOCK ? what->n - first : BLOCK, keys = first + rows;
+    const int64_t q_row = what->heads * what->dim, k_row = what->kv_heads * what->dim, v_row = what->kv_heads * what->dim_v;
+    dnnl_memory_desc_t q, k, s, v, o;
+    dnnl_matmul_desc_t qk, pv;
+    dnnl_softmax_desc_t softmax;
+    if (!matrix(&q, type, rows, what->dim, q_row, 1) || !matrix(&k, type, what->dim, keys, 1, k_row) ||
+        !matrix(&s, type, rows, keys, keys, 1) || !matrix(&v, type, keys, what->dim_v, v_row, 1) ||
+        !matrix(&o, type, rows, what->dim_v, what->heads * what->dim_v, 1))
+        return false;
+    const dnnl_memory_desc_t mds_qk[] = {q, k, s}, mds_s[] = {s, s}, mds_pv[] = {s, v, o};
+    return dnnl_matmul_desc_init(&qk, &q, &k, NULL, &s) == dnnl_success && dnnl_matmul_desc_init(&pv, &s, &v, NULL, &o) == dnnl_success &&
+           dnnl_softmax_forward_desc_init(&softmax, dnnl_forward_inference, &s, 1) == dnnl_success &&
+           make_step(&c->scores[b], c, &qk, scaled, 3, product, mds_qk) && make_step(&c->softmax[b], c, &softmax, NULL, 2, in_place, mds_s) &&
+           make_step(&c->output[b], c, &pv, NULL, 3, product, mds_pv);
+}
+
+static bool open_composed(composed *c, const bench_case *what)
+{
+    const dnnl_data_type_t type = what->dtype == QUERN_BF16 ? dnnl_bf16 : dnnl_f32;
+    const float scale = 1.0f / sqrtf((float)what->dim);
+    dnnl_primitive_attr_t scaled = NULL;
+    memset(c, 0, sizeof *c);
+    c->blocks = (what->n + BLOCK - 1) / BLOCK;
+    c->scores = calloc((size_t)c->blocks, sizeof *c->scores);
+    c->softmax = calloc((size_t)c->blocks, sizeof *c->softmax);
+    c->output = calloc((size_t)c->blocks, sizeof *c->output);
+    bool ok = c->scores != NULL && c->softmax != NULL && c->output != NULL &&
+              dnnl_engine_create(&c->engine, dnnl_cpu, 0) == dnnl_success &&
+              dnnl_stream_create(&c->stream, c->engine, dnnl_stream_default_flags) == dnnl_success &&
+              dnnl_primitive_attr_create(&scaled) == dnnl_success &&
+              dnnl_primitive_attr_set_output_scales(scaled, 1, 0, &scale) == dnnl_success;
+    for (int64_t b = 0; b < c->blocks && ok; b++) ok = make_block(c, what, b, type, scaled);
+    if (scaled != NULL) dnnl_primitive_attr_destroy(scaled);
+    return ok;
+}
+
+/* Keys after the query get -inf; only the last BLOCK columns of a block hold any. */
+static void mask_diagonal(void *scores, size_t element, int64_t first, int64_t rows)
+{
+    const int64_t keys = first + rows;
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t j = first + i + 1; j < keys; j++) {
+            if (element == 4) ((float *)scores)[i * keys + j] = -INFINITY;
+            else ((uint16_t *)scores)[i * keys + j] = 0xff80;
+        }
+    }
+}
+
+static bool run_composed(composed *c, const bench_case *what, char *q, char *k, char *v, char *o, char *scores)
+{
+    const size_t element = what->dtype == QUERN_BF16 ? 2 : 4;
+    for (int64_t h = 0; h < what->heads; h++) {
+        const size_t kv = (size_t)(h / (what->heads / what->kv_heads)) * element;
+        for (int64_t b = 0; b < c->blocks; b++) {
+            const int64_t first = b * BLOCK, rows = what->n - first < BLOCK ? what->n - first : BLOCK;
+            void *const qk[] = {q + (size_t)((first * what->heads + h) * what->dim) * element, k + kv * (size_t)what->dim, scores};
+            void *const in_place[] = {scores, scores};
+            void *const pv[] = {scores, v + kv * (size_t)what->dim_v, o + (size_t)((first * what->heads + h) * what->dim_v) * element};
+            if (!run_step(&c->scores[b], c, qk)) return false;
+            mask_diagonal(scores, element, first, rows);
+            if (!run_step(&c->softmax[b], c, in_place) || !run_step(&c->output[b], c, pv)) return false;
+        }
+    }
+    return dnnl_stream_wait(c->stream) == dnnl_success;
+}
+
+bool peer_onednn(const bench_case *what, int threads, int reps, timing *time)
+{
+    const quern_attention_params *p = &what->params.attention;
+    if (what->op->family != &family_attention || !p->causal || p->window > 0 || p->scale != 0 || p->query_offset >= 0 || what->batch != 1 ||
+        what->dtype == QUERN_F16)
+        return false;
+    const int64_t shapes[4][3] = {{what->n, what->heads, what->dim}, {what->n, what->kv_heads, what->dim}, {what->n, what->kv_heads, what->dim_v},
+                                  {what->n, what->heads, what->dim_v}};
+    const size_t element = what->dtype == QUERN_BF16 ? 2 : 4;
+    char *data[4] = {NULL}, *scores = bench_allocate((size_t)what->n * BLOCK * element);
+    composed c = {0};
+    double ms[BENCH_REPS_MAX];
+    int n = 0;
+    omp_set_num_threads(threads);
+    bool ok = scores != NULL;
+    for (int i = 0; i < 4 && ok; i++) {
+        data[i] = bench_allocate((size_t)(shapes[i][0] * shapes[i][1] * shapes[i][2]) * element);
+        ok = data[i] != NULL;
+        const quern_tensor t = quern_tensor_contiguous(data[i], (quern_dtype)what->dtype, 3, shapes[i]);
+        if (ok && i < 3) fill_normal(&t, (uint64_t)what->seed * 1000 + (uint64_t)i);
+    }
+    ok = ok && open_composed(&c, what) && run_composed(&c, what, data[0], data[1], data[2], data[3], scores);
+    const double start = now_ms();
+    while (ok && n < BENCH_REPS_MAX && (reps > 0 ? n < reps : n < 3 || now_ms() - start < 500)) {
+        progress("oneDNN: run %d", n + 1);
+        const double from = now_ms();
+        ok = run_composed(&c, what, data[0], data[1], data[2], data[3], scores);
+        ms[n++] = now_ms() - from;
+    }
+    progress_clear();
+    close_composed(&c);
+    for (int i = 0; i < 4; i++) free(data[i]);
+    free(scores);
+    if (ok) *time = timing_of(ms, n);
+    return ok;
+}
+#else
+bool peer_onednn(const bench_case *c, int threads, int reps, timing *time)
+{
+    (void)c, (void)threads, (void)reps, (void)time;
+    return false;
+}
+#endif
