@@ -16,4 +16,28 @@ bool cpu_rowdot_supports(const quern_exec *exec, const rowdot_args *args, char w
 size_t cpu_rowdot_workspace(const quern_exec *exec, const rowdot_args *args);
 quern_status cpu_rowdot(const quern_exec *exec, const rowdot_args *args, void *workspace);
 
+bool cpu_compress_supports(const quern_exec *exec, const compress_args *args, char why[STAGE_WHY_BYTES]);
+size_t cpu_compress_workspace(const quern_exec *exec, const compress_args *args);
+quern_status cpu_compress(const quern_exec *exec, const compress_args *args, void *workspace);
+size_t cpu_compress_backward_workspace(const quern_exec *exec, const compress_args *args);
+quern_status cpu_compress_backward(const quern_exec *exec, const compress_args *args, void *workspace);
+
+bool cpu_select_supports(const quern_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES]);
+size_t cpu_select_workspace(const quern_exec *exec, const select_args *args);
+quern_status cpu_select(const quern_exec *exec, const select_args *args, void *workspace);
+
+bool cpu_gate_supports(const quern_exec *exec, const gate_args *args, char why[STAGE_WHY_BYTES]);
+size_t cpu_gate_forward_workspace(const quern_exec *exec, const gate_args *args);
+quern_status cpu_gate_forward(const quern_exec *exec, const gate_args *args, void *workspace);
+size_t cpu_gate_backward_workspace(const quern_exec *exec, const gate_args *args);
+quern_status cpu_gate_backward(const quern_exec *exec, const gate_args *args, void *workspace);
+
+bool cpu_convert_supports(const quern_exec *exec, const convert_args *args, char why[STAGE_WHY_BYTES]);
+size_t cpu_convert_workspace(const quern_exec *exec, const convert_args *args);
+quern_status cpu_convert(const quern_exec *exec, const convert_args *args, void *workspace);
+
+bool cpu_list_convert_supports(const quern_exec *exec, const list_convert_args *args, char why[STAGE_WHY_BYTES]);
+size_t cpu_list_convert_workspace(const quern_exec *exec, const list_convert_args *args);
+quern_status cpu_list_convert(const quern_exec *exec, const list_convert_args *args, void *workspace);
+
 #endif

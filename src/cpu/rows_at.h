@@ -1,0 +1,78 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* rows_at.h - where rows of a stage's 4-D views and sequences of a batch stand. */
+#ifndef QUERN_CPU_ROWS_AT_H
+#define QUERN_CPU_ROWS_AT_H
+
+#include "backend.h"
+#include "cpu/attention_kernels.h"
+
+static inline int64_t round_up16(int64_t n)
+{
+    return (n + 15) / 16 * 16;
+}
+
+static inline bool is_present(const quern_tensor *t)
+{
+    return t->ndim > 0;
+}
+
+/* Element [b][n][h][0] of a 4-D view. */
+static inline void *row_at(const quern_tensor *t, int64_t b, int64_t n, int64_t h)
+{
+    const int64_t at = b * t->strides[0] + n * t->strides[1] + h * t->strides[2];
+    return (char *)t->data + at * (int64_t)quern_dtype_size(t->dtype);
+}
+
+/* Rows n ... n + rows - 1 of head h. */
+static inline row_source rows_at(const quern_tensor *t, int64_t b, int64_t n, int64_t h, int64_t rows)
+{
+    return (row_source){row_at(t, b, n, h), t->dtype, t->strides[1], rows, t->shape[3]};
+}
+
+/* How many heads one row may span: all where heads are neighbours in memory, else one. */
+static inline int64_t heads_joined(const quern_tensor *t)
+{
+    return t->strides[2] == t->shape[3] ? t->shape[2] : 1;
+}
+
+/* A sequence's rows in the token views and in the compressed ones. */
+typedef struct sequence_rows {
+    int64_t view_b, token0, tokens, entry0, entries;
+} sequence_rows;
+
+static inline sequence_rows sequence_at(const stage_seqs *s, int64_t b)
+{
+    if (s->cu_q.data == NULL) return (sequence_rows){b, 0, s->n_q, 0, s->n_kv};
+    const int32_t *q = s->cu_q.data, *kv = s->cu_kv.data != NULL ? s->cu_kv.data : q;
+    return (sequence_rows){0, q[b], q[b + 1] - q[b], kv[b], kv[b + 1] - kv[b]};
+}
+
+/* Tokens of the longest sequence. */
+static inline int64_t longest_sequence(const stage_seqs *s)
+{
+    if (s->cu_q.data == NULL) return s->n_q;
+    int64_t most = 0;
+    const int32_t *q = s->cu_q.data;
+    for (int64_t b = 0; b < s->batch; b++)
+        if (q[b + 1] - q[b] > most) most = q[b + 1] - q[b];
+    return most;
+}
+
+/* Rows of the batch view that hold tokens: all, or those before the last border. */
+static inline int64_t token_rows(const stage_seqs *s)
+{
+    return s->cu_q.data == NULL ? s->n_q : ((const int32_t *)s->cu_q.data)[s->batch];
+}
+
+/* Writes zeros to rows first ... of a 4-D view's only batch. */
+static inline void zero_rows(const quern_tensor *t, int64_t first)
+{
+    for (int64_t n = first; n < t->shape[1]; n++)
+        for (int64_t h = 0; h < t->shape[2]; h++) {
+            char *p = row_at(t, 0, n, h);
+            for (size_t i = 0; i < (size_t)t->shape[3] * quern_dtype_size(t->dtype); i++) p[i] = 0;
+        }
+}
+
+#endif

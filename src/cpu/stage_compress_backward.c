@@ -1,0 +1,309 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_compress_backward.c - the compress_backward stage. Y = compress(X); G is dY as f32 rows.
+ *
+ * mean, X:    every run of d tokens gets the sum of R over the l/d entries that cover it, R = dY/l, or dY W^T/l.
+ *             Limit: write bandwidth, past the caches unless the result is added to what is there.
+ * mean, W:    dW = M^T G with M the means, recomputed; a task owns 32 rows of dW and walks all entries.
+ * linear, X:  a task owns the tokens of 96 runs: for every r < d it multiplies the G rows of the l/d entries over
+ *             token j d + r by W[r + m d]^T, in the order of m.
+ * linear, W:  a task owns one position's dW[p] and walks all entries in tiles of 96.
+ * linear, pe: dpe[p] = W[p] S, S the sum of G over batch and entries.
+ * No task shares an output, every sum runs in entry order: the bits do not depend on the number of threads.
+ */
+#include "core/parallel.h"
+#include "cpu/compress.h"
+#include "cpu/stages.h"
+
+#include <string.h>
+
+enum { WEIGHT_ROWS = 32, DEPTH = 128, RUNS = 96 };
+
+typedef struct side {
+    const quern_tensor *x, *y, *pe, *w, *d_x, *d_w, *d_pe;
+    compress_matrix back; /* w transposed */
+    quern_tensor g;       /* [B][entries][heads][width]: dY */
+    quern_tensor means, r; /* mean with w: M; dY W^T */
+    float *sum;           /* [heads][width]: S */
+    int64_t heads, dim, width;
+} side;
+
+typedef struct backward_job {
+    const compress_args *args;
+    const nsa_kernels *kernels;
+    const attention_kernels *mm;
+    side sides[2];
+    side *s; /* the one at work */
+    float *scratch;
+    int64_t scratch_floats, pieces, total; /* total: entry rows of a batch view */
+} backward_job;
+
+static quern_tensor carve_rows(const quern_tensor *y, int64_t width, arena *a)
+{
+    const int64_t shape[] = {y->shape[0], y->shape[1], y->shape[2], width};
+    quern_tensor t = quern_tensor_contiguous(NULL, QUERN_F32, 4, shape);
+    t.data = arena_take(a, (size_t)(shape[0] * shape[1] * shape[2] * shape[3]) * sizeof(float));
+    return t;
+}
+
+static backward_job carve(const quern_exec *exec, const compress_args *args, arena *a)
+{
+    backward_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .mm = attention_kernels_for(exec->cpu_level)};
+    job.sides[0] = (side){&args->k, &args->d_k_cmp, &args->pe_k, &args->w_k, &args->d_k, &args->d_w_k, &args->d_pe_k, {0}, {0}, {0}, {0}, NULL, 0, 0, 0};
+    job.sides[1] = (side){&args->v, &args->d_v_cmp, &args->pe_v, &args->w_v, &args->d_v, &args->d_w_v, &args->d_pe_v, {0}, {0}, {0}, {0}, NULL, 0, 0, 0};
+    const bool linear = args->kind == QUERN_NSA_COMPRESS_LINEAR;
+    for (int i = 0; i < 2 && args->kind != QUERN_NSA_COMPRESS_GIVEN; i++) {
+        side *s = &job.sides[i];
+        if (!is_present(s->y)) continue;
+        s->heads = s->y->shape[2];
+        s->dim = s->y->shape[3];
+        s->width = round_up16(s->dim);
+        job.total = s->y->shape[1];
+        const bool weights = is_present(s->w);
+        if (weights) {
+            s->back = carve_matrix(s->w, linear ? args->block_size : 1, true, a);
+            s->g = carve_rows(s->y, s->width, a);
+            s->sum = arena_take(a, (size_t)(s->heads * s->width) * sizeof(float));
+        }
+        if (weights && !linear) {
+            s->r = carve_rows(s->y, s->width, a);
+            if (is_present(s->d_w)) s->means = carve_rows(s->y, s->dim, a);
+        }
+        const int64_t rows = s->heads * s->width; /* mean: one run's row; linear: the tile's gathered rows and result */
+        const int64_t tile = (COMPRESS_ENTRIES + 256) * s->width;
+        const int64_t need = rows > tile ? rows : tile;
+        if (need > job.scratch_floats) job.scratch_floats = need;
+    }
+    job.scratch_floats = round_up16(job.scratch_floats);
+    job.scratch = arena_take(a, (size_t)(job.scratch_floats * exec->threads) * sizeof(float));
+    return job;
+}
+
+/* G and, where wanted, M and R of 32 entry rows of a batch view. */
+static void prepare(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const backward_job *job = arg;
+    const side *s = job->s;
+    const int64_t per_view = (job->total + 31) / 32, b = index / per_view, first = index % per_view * 32;
+    const int64_t end = first + 32 < job->total ? first + 32 : job->total;
+    for (int64_t n = first; n < end; n++)
+        for (int64_t h = 0; h < s->heads; h++) {
+            float *row = row_at(&s->g, b, n, h);
+            memset(row + s->dim, 0, (size_t)(s->width - s->dim) * sizeof *row);
+            job->kernels->convert_row(row_at(s->y, b, n, h), s->y->dtype, row, QUERN_F32, s->dim);
+        }
+    if (is_present(&s->r))
+        for (int64_t h = 0; h < s->heads && first < end; h++)
+            multiply(job->mm, end - first, s->back.width, s->dim, row_at(&s->g, b, first, h), s->g.strides[1], 1,
+                     s->back.data + h * s->back.head_stride, s->back.ld, row_at(&s->r, b, first, h), s->r.strides[1], false);
+}
+
+static void prepare_means(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const backward_job *job = arg;
+    const side *s = job->s;
+    const sequence_rows seq = sequence_at(&job->args->seqs, index / job->pieces);
+    const int64_t first = index % job->pieces * 32, end = first + 32 < seq.entries ? first + 32 : seq.entries, joined = heads_joined(s->x);
+    for (int64_t i = first; i < end; i++)
+        for (int64_t h = 0; h < s->heads; h += joined)
+            mean_of_entry(job->kernels, job->args, s->x, &seq, i, h, joined, row_at(&s->means, seq.view_b, seq.entry0 + i, h));
+}
+
+/* The gradient of tokens [t0, t1): scale * row, stored or added. */
+static void put(const backward_job *job, const side *s, const sequence_rows *seq, int64_t t0, int64_t t1, int64_t h, const float *row, float scale,
+                int64_t n)
+{
+    const quern_tensor *d = s->d_x;
+    char *dst = row_at(d, seq->view_b, seq->token0 + t0, h);
+    if (job->args->accumulate) {
+        for (int64_t t = t0; t < t1; t++) job->kernels->add_scaled(row, scale, n, (float *)dst + (t - t0) * d->strides[1]);
+        return;
+    }
+    const int64_t size = (int64_t)quern_dtype_size(d->dtype), vector = 16 * size;
+    const bool stream = n % 16 == 0 && (uintptr_t)dst % (uintptr_t)vector == 0 && d->strides[1] * size % vector == 0;
+    job->kernels->spread_row(row, scale, n, d->dtype, dst, d->strides[1], t1 - t0, stream);
+}
+
+/* mean: 32 runs of d tokens. */
+static void spread_runs(void *arg, int64_t index, int32_t thread)
+{
+    const backward_job *job = arg;
+    const compress_args *args = job->args;
+    const side *s = job->s;
+    const sequence_rows seq = sequence_at(&args->seqs, index / job->pieces);
+    const int64_t d = args->stride, cover = args->block_size / d, first = index % job->pieces * 32;
+    const quern_tensor *g = is_present(&s->r) ? &s->r : s->y;
+    const int64_t joined = heads_joined(s->d_x) > 1 && heads_joined(g) > 1 && g->shape[3] == s->dim ? s->heads : 1;
+    float *row = job->scratch + thread * job->scratch_floats;
+    for (int64_t j = first; j < first + 32 && j * d < seq.tokens; j++) {
+        const int64_t from = j - cover + 1 > 0 ? j - cover + 1 : 0, to = j + 1 < seq.entries ? j + 1 : seq.entries;
+        const int64_t end = (j + 1) * d < seq.tokens ? (j + 1) * d : seq.tokens;
+        for (int64_t h = 0; h < s->heads; h += joined) {
+            if (from < to) {
+                row_source src = rows_at(g, seq.view_b, seq.entry0 + from, h, to - from);
+                src.dim = s->dim * joined;
+                job->kernels->sum_rows(&src, row);
+            } else {
+                memset(row, 0, (size_t)(s->dim * joined) * sizeof *row);
+            }
+            put(job, s, &seq, j * d, end, h, row, 1.0f / (float)args->block_size, s->dim * joined);
+        }
+    }
+    job->kernels->fence();
+}
+
+/* linear: the tokens of 96 runs of one head. */
+static void linear_runs(void *arg, int64_t index, int32_t thread)
+{
+    const backward_job *job = arg;
+    const compress_args *args = job->args;
+    const side *s = job->s;
+    const int64_t h = index % s->heads, d = args->stride, cover = args->block_size / d;
+    const sequence_rows seq = sequence_at(&args->seqs, index / s->heads / job->pieces);
+    const int64_t first = index / s->heads % job->pieces * RUNS, width = s->back.width;
+    float *sum = job->scratch + thread * job->scratch_floats;
+    for (int64_t r = 0; r < d; r++) {
+        int64_t runs = 0; /* those with a token at r */
+        while (runs < RUNS && (first + runs) * d + r < seq.tokens) runs++;
+        memset(sum, 0, (size_t)(runs * width) * sizeof *sum);
+        for (int64_t m = 0; m < cover; m++) {
+            const int64_t from = first > m ? first : m, end = first + runs < seq.entries + m ? first + runs : seq.entries + m;
+            if (from >= end) continue;
+            multiply(job->mm, end - from, width, s->dim, row_at(&s->g, seq.view_b, seq.entry0 + from - m, h), s->g.strides[1], 1,
+                     s->back.data + h * s->back.head_stride + (r + m * d) * s->back.step_stride, s->back.ld, sum + (from - first) * width, width,
+                     true);
+        }
+        for (int64_t j = 0; j < runs; j++) put(job, s, &seq, (first + j) * d + r, (first + j) * d + r + 1, h, sum + j * width, 1.0f, s->dim);
+    }
+    job->kernels->fence();
+}
+
+/* Rows of dW from a tile's C [rows][width], times scale. */
+static void store_weights(const side *s, int64_t h, int64_t row, int64_t rows, const float *c)
+{
+    for (int64_t i = 0; i < rows; i++)
+        memcpy((float *)s->d_w->data + h * s->d_w->strides[0] + (row + i) * s->d_w->strides[1], c + i * s->width, (size_t)s->dim * sizeof(float));
+}
+
+static void mean_weights(void *arg, int64_t index, int32_t thread)
+{
+    const backward_job *job = arg;
+    const side *s = job->s;
+    const int64_t blocks = (s->dim + WEIGHT_ROWS - 1) / WEIGHT_ROWS, h = index / blocks, row = index % blocks * WEIGHT_ROWS;
+    const int64_t rows = s->dim - row < WEIGHT_ROWS ? s->dim - row : WEIGHT_ROWS;
+    float *c = job->scratch + thread * job->scratch_floats;
+    memset(c, 0, (size_t)(rows * s->width) * sizeof *c);
+    for (int64_t b = 0; b < job->args->seqs.batch; b++) {
+        const sequence_rows seq = sequence_at(&job->args->seqs, b);
+        for (int64_t i = 0; i < seq.entries; i += DEPTH) {
+            const int64_t depth = seq.entries - i < DEPTH ? seq.entries - i : DEPTH;
+            const float *m = row_at(&s->means, seq.view_b, seq.entry0 + i, h);
+            multiply(job->mm, rows, s->width, depth, m + row, 1, s->means.strides[1], row_at(&s->g, seq.view_b, seq.entry0 + i, h), s->g.strides[1],
+                     c, s->width, true);
+        }
+    }
+    store_weights(s, h, row, rows, c);
+}
+
+static void linear_weights(void *arg, int64_t index, int32_t thread)
+{
+    const backward_job *job = arg;
+    const side *s = job->s;
+    const int64_t l = job->args->block_size, h = index / l, p = index % l;
+    float *c = job->scratch + thread * job->scratch_floats, *rows = c + 256 * s->width;
+    memset(c, 0, (size_t)(s->dim * s->width) * sizeof *c);
+    for (int64_t b = 0; b < job->args->seqs.batch; b++) {
+        const sequence_rows seq = sequence_at(&job->args->seqs, b);
+        for (int64_t i = 0; i < seq.entries; i += COMPRESS_ENTRIES) {
+            const int64_t count = seq.entries - i < COMPRESS_ENTRIES ? seq.entries - i : COMPRESS_ENTRIES;
+            gather_position(job->kernels, job->args, s->x, s->pe, &seq, i, count, p, h, rows);
+            multiply(job->mm, s->dim, s->width, count, rows, 1, s->dim, row_at(&s->g, seq.view_b, seq.entry0 + i, h), s->g.strides[1], c, s->width,
+                     true);
+        }
+    }
+    store_weights(s, h, p * s->dim, s->dim, c);
+}
+
+/* S of one head, in two levels so that long sums keep their precision; then dpe. */
+static void linear_encodings(void *arg, int64_t h, int32_t thread)
+{
+    const backward_job *job = arg;
+    const side *s = job->s;
+    float *part = job->scratch + thread * job->scratch_floats, *sum = s->sum + h * s->width;
+    memset(sum, 0, (size_t)s->width * sizeof *sum);
+    for (int64_t b = 0; b < job->args->seqs.batch; b++) {
+        const sequence_rows seq = sequence_at(&job->args->seqs, b);
+        for (int64_t i = 0; i < seq.entries; i += DEPTH) {
+            const row_source src = rows_at(&s->g, seq.view_b, seq.entry0 + i, h, seq.entries - i < DEPTH ? seq.entries - i : DEPTH);
+            job->kernels->sum_rows(&src, part);
+            job->kernels->add_scaled(part, 1.0f, s->width, sum);
+        }
+    }
+    for (int64_t p = 0; p < job->args->block_size; p++) {
+        multiply(job->mm, 1, s->back.width, s->dim, sum, s->width, 1, s->back.data + h * s->back.head_stride + p * s->back.step_stride, s->back.ld,
+                 part, s->back.width, false);
+        memcpy((float *)s->d_pe->data + h * s->d_pe->strides[0] + p * s->d_pe->strides[1], part, (size_t)s->dim * sizeof *part);
+    }
+}
+
+size_t cpu_compress_backward_workspace(const quern_exec *exec, const compress_args *args)
+{
+    arena a = {NULL, 0};
+    carve(exec, args, &a);
+    return arena_size(&a);
+}
+
+static void clear_tokens(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const quern_tensor *d = ((const backward_job *)arg)->s->d_x;
+    const int64_t b = index / d->shape[1], n = index % d->shape[1];
+    for (int64_t h = 0; h < d->shape[2]; h++) memset(row_at(d, b, n, h), 0, (size_t)d->shape[3] * quern_dtype_size(d->dtype));
+}
+
+/* No gradient comes through the compression. */
+static void clear_side(const quern_exec *exec, backward_job *job)
+{
+    const quern_tensor *d = job->s->d_x;
+    if (is_present(d) && !job->args->accumulate) parallel_for(exec->threads, d->shape[0] * d->shape[1], clear_tokens, job);
+}
+
+static void run_side(const quern_exec *exec, backward_job *job)
+{
+    side *s = job->s;
+    const compress_args *args = job->args;
+    const bool linear = args->kind == QUERN_NSA_COMPRESS_LINEAR;
+    const int64_t longest = longest_sequence(&args->seqs), batch = args->seqs.batch;
+    if (is_present(s->w)) {
+        pack_matrix(exec, &s->back, s->w, linear ? args->block_size : 1, true);
+        parallel_for(exec->threads, s->y->shape[0] * ((job->total + 31) / 32), prepare, job);
+    }
+    const int64_t runs = (longest + args->stride - 1) / args->stride, per_task = linear ? RUNS : 32;
+    if (is_present(s->d_x)) {
+        job->pieces = (runs + per_task - 1) / per_task;
+        parallel_for(exec->threads, batch * job->pieces * (linear ? s->heads : 1), linear ? linear_runs : spread_runs, job);
+        if (args->seqs.cu_q.data != NULL && !args->accumulate) zero_rows(s->d_x, token_rows(&args->seqs));
+    }
+    if (is_present(s->d_w) && linear) parallel_for(exec->threads, s->heads * args->block_size, linear_weights, job);
+    if (is_present(s->d_w) && !linear) {
+        job->pieces = (entries_of(args, longest) + 31) / 32;
+        parallel_for(exec->threads, batch * job->pieces, prepare_means, job);
+        parallel_for(exec->threads, s->heads * ((s->dim + WEIGHT_ROWS - 1) / WEIGHT_ROWS), mean_weights, job);
+    }
+    if (is_present(s->d_pe)) parallel_for(exec->threads, s->heads, linear_encodings, job);
+}
+
+quern_status cpu_compress_backward(const quern_exec *exec, const compress_args *args, void *workspace)
+{
+    arena a = arena_on(workspace);
+    backward_job job = carve(exec, args, &a);
+    for (int i = 0; i < 2; i++) {
+        job.s = &job.sides[i];
+        if (args->kind == QUERN_NSA_COMPRESS_GIVEN || !is_present(job.s->y)) clear_side(exec, &job);
+        else run_side(exec, &job);
+    }
+    return QUERN_OK;
+}
