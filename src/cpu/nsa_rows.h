@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nsa_rows.h - the row kernels of NSA's table, written once over 16-lane vectors and compiled by each level's
+ * nsa_rows.h - the row kernels of NSA's table, written once over the level's vectors and compiled by each level's
  * file under its own flags.
  *
  * All but add_probabilities and best_of stream: each element of a [tokens][heads][dim] tensor is touched once
@@ -21,76 +21,59 @@
 #include "cpu/nsa_kernels.h"
 #include "cpu/vector.h"
 
-#if defined(__AVX512F__)
-enum { SUM_VECTORS = 16 };
-#else
-enum { SUM_VECTORS = 4 };
-#endif
+enum { SUM_VECTORS = LANES == 16 ? 16 : 8 };
 
-/* Elements at .. at + 16 of a row as f32. */
-INLINE f32x16 load_as(const void *p, const quern_dtype dtype, int64_t at)
+/* Elements at ... at + LANES - 1 of a row as f32. */
+INLINE vfloat load_as(const void *p, const quern_dtype dtype, int64_t at)
 {
-    if (dtype == QUERN_F32) return load16((const float *)p + at);
-    u16x16 h;
+    if (dtype == QUERN_F32) return v_load((const float *)p + at);
+    vhalf h;
     memcpy(&h, (const uint16_t *)p + at, sizeof h);
-    if (dtype == QUERN_BF16) return (f32x16)(__builtin_convertvector(h, u32x16) << 16);
+    if (dtype == QUERN_BF16) return (vfloat)(__builtin_convertvector(h, vuint) << 16);
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtph_ps((__m256i)h);
+    return (vfloat)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__F16C__)
-    union { f32x16 all; __m256 half[2]; } x;
-    union { u16x16 all; __m128i half[2]; } y = {h};
-    x.half[0] = _mm256_cvtph_ps(y.half[0]);
-    x.half[1] = _mm256_cvtph_ps(y.half[1]);
-    return x.all;
+    return (vfloat)_mm256_cvtph_ps((__m128i)h);
 #else
-    f32x16 v;
+    vfloat v;
     for (int i = 0; i < LANES; i++) v[i] = float_from_f16(h[i]);
     return v;
 #endif
 }
 
-INLINE u16x16 narrow_as(f32x16 v, const quern_dtype dtype)
+INLINE vhalf narrow_as(vfloat v, const quern_dtype dtype)
 {
-    if (dtype == QUERN_BF16) return narrow16(v);
+    if (dtype == QUERN_BF16) return v_narrow(v);
 #if defined(__AVX512F__)
-    return (u16x16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (vhalf)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__F16C__)
-    union { f32x16 all; __m256 half[2]; } x = {v};
-    union { u16x16 all; __m128i half[2]; } y;
-    y.half[0] = _mm256_cvtps_ph(x.half[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    y.half[1] = _mm256_cvtps_ph(x.half[1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return y.all;
+    return (vhalf)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    u16x16 h;
+    vhalf h;
     for (int i = 0; i < LANES; i++) h[i] = f16_from_float(v[i]);
     return h;
 #endif
 }
 
-INLINE void store_as(void *p, const quern_dtype dtype, int64_t at, f32x16 v)
+INLINE void store_as(void *p, const quern_dtype dtype, int64_t at, vfloat v)
 {
     if (dtype == QUERN_F32) {
-        store16((float *)p + at, v);
+        v_store((float *)p + at, v);
     } else {
-        const u16x16 h = narrow_as(v, dtype);
+        const vhalf h = narrow_as(v, dtype);
         memcpy((uint16_t *)p + at, &h, sizeof h);
     }
 }
 
 /* The same past the caches; p + at is aligned to the stored vector. */
-INLINE void stream_as(void *p, const quern_dtype dtype, int64_t at, f32x16 v)
+INLINE void stream_as(void *p, const quern_dtype dtype, int64_t at, vfloat v)
 {
 #if defined(__AVX512F__)
     if (dtype == QUERN_F32) _mm512_stream_ps((float *)p + at, (__m512)v);
     else _mm256_stream_si256((__m256i *)((uint16_t *)p + at), (__m256i)narrow_as(v, dtype));
 #elif defined(__FMA__)
-    if (dtype == QUERN_F32) {
-        union { f32x16 all; __m256 half[2]; } x = {v};
-        _mm256_stream_ps((float *)p + at, x.half[0]);
-        _mm256_stream_ps((float *)p + at + 8, x.half[1]);
-    } else {
-        _mm256_stream_si256((__m256i *)((uint16_t *)p + at), (__m256i)narrow_as(v, dtype));
-    }
+    if (dtype == QUERN_F32) _mm256_stream_ps((float *)p + at, (__m256)v);
+    else _mm_stream_si128((__m128i *)((uint16_t *)p + at), (__m128i)narrow_as(v, dtype));
 #else
     store_as(p, dtype, at, v);
 #endif
@@ -108,27 +91,27 @@ INLINE int64_t dtype_bytes(quern_dtype dtype)
     return dtype == QUERN_F32 ? 4 : 2;
 }
 
-/* The last n - at < 16 elements of a row; the other lanes are 0. */
-INLINE f32x16 load_tail(const void *p, const quern_dtype dtype, int64_t at, int64_t n)
+/* The last n - at < LANES elements of a row; the other lanes are 0. */
+INLINE vfloat load_tail(const void *p, const quern_dtype dtype, int64_t at, int64_t n)
 {
     float buffer[LANES] = {0};
     memcpy(buffer, (const char *)p + at * dtype_bytes(dtype), (size_t)((n - at) * dtype_bytes(dtype)));
     return load_as(buffer, dtype, 0);
 }
 
-INLINE void store_tail(void *p, const quern_dtype dtype, int64_t at, int64_t n, f32x16 v)
+INLINE void store_tail(void *p, const quern_dtype dtype, int64_t at, int64_t n, vfloat v)
 {
     float buffer[LANES];
     store_as(buffer, dtype, 0, v);
     memcpy((char *)p + at * dtype_bytes(dtype), buffer, (size_t)((n - at) * dtype_bytes(dtype)));
 }
 
-INLINE f32x16 load_some(const void *p, const quern_dtype dtype, int64_t at, int64_t n)
+INLINE vfloat load_some(const void *p, const quern_dtype dtype, int64_t at, int64_t n)
 {
     return at + LANES <= n ? load_as(p, dtype, at) : load_tail(p, dtype, at, n);
 }
 
-INLINE void store_some(void *p, const quern_dtype dtype, int64_t at, int64_t n, f32x16 v)
+INLINE void store_some(void *p, const quern_dtype dtype, int64_t at, int64_t n, vfloat v)
 {
     if (at + LANES <= n) store_as(p, dtype, at, v);
     else store_tail(p, dtype, at, n, v);
@@ -144,14 +127,14 @@ INLINE void store_some(void *p, const quern_dtype dtype, int64_t at, int64_t n, 
 
 INLINE void sum_columns(const row_source *s, const quern_dtype dtype, const int vectors, int64_t column, float *out)
 {
-    f32x16 acc[SUM_VECTORS];
-    for (int v = 0; v < vectors; v++) acc[v] = (f32x16){0};
+    vfloat acc[SUM_VECTORS];
+    for (int v = 0; v < vectors; v++) acc[v] = (vfloat){0};
     const char *row = (const char *)s->data + column * dtype_bytes(dtype);
     for (int64_t r = 0; r < s->rows; r++, row += s->stride * dtype_bytes(dtype))
 #pragma GCC unroll 16
         for (int v = 0; v < vectors; v++) acc[v] += load_as(row, dtype, v * LANES);
 #pragma GCC unroll 16
-    for (int v = 0; v < vectors; v++) store16(out + column + v * LANES, acc[v]);
+    for (int v = 0; v < vectors; v++) v_store(out + column + v * LANES, acc[v]);
 }
 
 INLINE void sum_rows_of(const row_source *s, const quern_dtype dtype, float *out)
@@ -161,7 +144,7 @@ INLINE void sum_rows_of(const row_source *s, const quern_dtype dtype, float *out
     for (; c + 4 * LANES <= s->dim; c += 4 * LANES) sum_columns(s, dtype, 4, c, out);
     for (; c + LANES <= s->dim; c += LANES) sum_columns(s, dtype, 1, c, out);
     if (c == s->dim) return;
-    f32x16 acc = {0};
+    vfloat acc = {0};
     for (int64_t r = 0; r < s->rows; r++)
         acc += load_tail((const char *)s->data + r * s->stride * dtype_bytes(dtype), dtype, c, s->dim);
     store_tail(out, QUERN_F32, c, s->dim, acc);
@@ -178,7 +161,7 @@ INLINE void spread_row_of(const float *row, float scale, int64_t n, const quern_
 {
     for (int64_t r = 0; r < rows; r++, dst += stride * dtype_bytes(dtype)) {
         if (stream)
-            for (int64_t c = 0; c < n; c += LANES) stream_as(dst, dtype, c, load16(row + c) * scale);
+            for (int64_t c = 0; c < n; c += LANES) stream_as(dst, dtype, c, v_load(row + c) * scale);
         else
             for (int64_t c = 0; c < n; c += LANES) store_some(dst, dtype, c, n, load_some(row, QUERN_F32, c, n) * scale);
     }
@@ -198,7 +181,7 @@ static void convert_row(const void *src, quern_dtype from, void *dst, quern_dtyp
         return;
     }
     for (int64_t c = 0; c < n; c += LANES) {
-        f32x16 v;
+        vfloat v;
 #define CALL(t) v = load_some(src, t, c, n)
         BY_DTYPE(from, CALL);
 #undef CALL
@@ -211,17 +194,17 @@ static void convert_row(const void *src, quern_dtype from, void *dst, quern_dtyp
 static void add_scaled(const float *src, float scale, int64_t n, float *dst)
 {
     for (int64_t c = 0; c < n; c += LANES)
-        store_some(dst, QUERN_F32, c, n, fma16(load_some(src, QUERN_F32, c, n), splat16(scale), load_some(dst, QUERN_F32, c, n)));
+        store_some(dst, QUERN_F32, c, n, v_fma(load_some(src, QUERN_F32, c, n), v_splat(scale), load_some(dst, QUERN_F32, c, n)));
 }
 
 INLINE void gate_logits_of(const void *q, const quern_dtype dtype, const float *w, int64_t ldw, int64_t n, float logits[3])
 {
-    f32x16 s0 = {0}, s1 = {0}, s2 = {0};
+    vfloat s0 = {0}, s1 = {0}, s2 = {0};
     for (int64_t c = 0; c < n; c += LANES) {
-        const f32x16 x = load_some(q, dtype, c, n);
-        s0 = fma16(x, load_some(w, QUERN_F32, c, n), s0);
-        s1 = fma16(x, load_some(w + ldw, QUERN_F32, c, n), s1);
-        s2 = fma16(x, load_some(w + 2 * ldw, QUERN_F32, c, n), s2);
+        const vfloat x = load_some(q, dtype, c, n);
+        s0 = v_fma(x, load_some(w, QUERN_F32, c, n), s0);
+        s1 = v_fma(x, load_some(w + ldw, QUERN_F32, c, n), s1);
+        s2 = v_fma(x, load_some(w + 2 * ldw, QUERN_F32, c, n), s2);
     }
     logits[0] = sum_of(s0), logits[1] = sum_of(s1), logits[2] = sum_of(s2);
 }
@@ -233,22 +216,22 @@ static void gate_logits(const void *q, quern_dtype dtype, const float *w, int64_
 #undef CALL
 }
 
-/* 1 / (1 + 2^(-x log2 e)); the exponent is kept where exp2_16 is defined, which leaves gates >= 2^-126. */
+/* 1 / (1 + 2^(-x log2 e)); the exponent is kept where v_exp2 is defined, which leaves gates >= 2^-126. */
 static void sigmoid(float *x, int64_t n)
 {
     for (int64_t c = 0; c < n; c += LANES) {
-        f32x16 y = load_some(x, QUERN_F32, c, n) * splat16(-1.44269504088896340736f);
-        y = select16(y > splat16(126.0f), splat16(126.0f), y);
-        store_some(x, QUERN_F32, c, n, 1.0f / (1.0f + exp2_16(y)));
+        vfloat y = load_some(x, QUERN_F32, c, n) * v_splat(-1.44269504088896340736f);
+        y = v_select(y > v_splat(126.0f), v_splat(126.0f), y);
+        store_some(x, QUERN_F32, c, n, 1.0f / (1.0f + v_exp2(y)));
     }
 }
 
 INLINE void gate_combine_of(const void *const o[3], const quern_dtype dtype, const float gates[3], int64_t n, void *dst, bool stream)
 {
     for (int64_t c = 0; c < n; c += LANES) {
-        f32x16 sum = {0};
+        vfloat sum = {0};
         for (int b = 0; b < 3; b++)
-            if (o[b] != NULL) sum = fma16(load_some(o[b], dtype, c, n), splat16(gates[b]), sum);
+            if (o[b] != NULL) sum = v_fma(load_some(o[b], dtype, c, n), v_splat(gates[b]), sum);
         if (stream) stream_as(dst, dtype, c, sum);
         else store_some(dst, dtype, c, n, sum);
     }
@@ -263,11 +246,11 @@ static void gate_combine(const void *const o[3], quern_dtype dtype, const float 
 
 INLINE void gate_dots_of(const void *d_o, const void *const o[3], const quern_dtype dtype, int64_t n, float dots[3])
 {
-    f32x16 sum[3] = {{0}, {0}, {0}};
+    vfloat sum[3] = {{0}, {0}, {0}};
     for (int64_t c = 0; c < n; c += LANES) {
-        const f32x16 x = load_some(d_o, dtype, c, n);
+        const vfloat x = load_some(d_o, dtype, c, n);
         for (int b = 0; b < 3; b++)
-            if (o[b] != NULL) sum[b] = fma16(x, load_some(o[b], dtype, c, n), sum[b]);
+            if (o[b] != NULL) sum[b] = v_fma(x, load_some(o[b], dtype, c, n), sum[b]);
     }
     for (int b = 0; b < 3; b++) dots[b] = o[b] != NULL ? sum_of(sum[b]) : 0.0f;
 }
@@ -282,9 +265,9 @@ static void gate_dots(const void *d_o, const void *const o[3], quern_dtype dtype
 static void gate_query(const float s[3], const float *w, int64_t ldw, int64_t n, float *d_q, bool accumulate)
 {
     for (int64_t c = 0; c < n; c += LANES) {
-        f32x16 x = splat16(s[0]) * load_some(w, QUERN_F32, c, n);
-        x = fma16(splat16(s[1]), load_some(w + ldw, QUERN_F32, c, n), x);
-        x = fma16(splat16(s[2]), load_some(w + 2 * ldw, QUERN_F32, c, n), x);
+        vfloat x = v_splat(s[0]) * load_some(w, QUERN_F32, c, n);
+        x = v_fma(v_splat(s[1]), load_some(w + ldw, QUERN_F32, c, n), x);
+        x = v_fma(v_splat(s[2]), load_some(w + 2 * ldw, QUERN_F32, c, n), x);
         if (accumulate) x += load_some(d_q, QUERN_F32, c, n);
         store_some(d_q, QUERN_F32, c, n, x);
     }
@@ -293,10 +276,10 @@ static void gate_query(const float s[3], const float *w, int64_t ldw, int64_t n,
 INLINE void gate_weight_of(const float s[3], const void *q, const quern_dtype dtype, int64_t n, float *d_w, int64_t ldw)
 {
     for (int64_t c = 0; c < n; c += LANES) {
-        const f32x16 x = load_some(q, dtype, c, n);
+        const vfloat x = load_some(q, dtype, c, n);
         for (int b = 0; b < 3; b++) {
             float *p = d_w + b * ldw;
-            store_some(p, QUERN_F32, c, n, fma16(x, splat16(s[b]), load_some(p, QUERN_F32, c, n)));
+            store_some(p, QUERN_F32, c, n, v_fma(x, v_splat(s[b]), load_some(p, QUERN_F32, c, n)));
         }
     }
 }
@@ -311,15 +294,15 @@ static void gate_weight(const float s[3], const void *q, quern_dtype dtype, int6
 static void add_probabilities(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns, float scale2, const float *lse2,
                               float *acc)
 {
-    const f32x16 scale = splat16(scale2);
+    const vfloat scale = v_splat(scale2);
     for (int32_t c = 0; c < columns; c += LANES) {
-        f32x16 sum = load16(acc + c);
+        vfloat sum = v_load(acc + c);
         for (int32_t r = 0; r < rows; r++) {
             if (seen[r] <= c) continue;
-            const f32x16 p = exp2_16(fma16(load16(s + r * lds + c), scale, splat16(-lse2[r])));
-            sum += seen[r] >= c + LANES ? p : select16(lanes_in(c, 0, seen[r]), p, (f32x16){0});
+            const vfloat p = v_exp2(v_fma(v_load(s + r * lds + c), scale, v_splat(-lse2[r])));
+            sum += seen[r] >= c + LANES ? p : v_select(lanes_in(c, 0, seen[r]), p, (vfloat){0});
         }
-        store16(acc + c, sum);
+        v_store(acc + c, sum);
     }
 }
 
@@ -348,12 +331,12 @@ INLINE void insert_best(uint64_t *best, int64_t *count, int64_t want, float scor
 }
 
 /* Lanes whose score may be better than `worst`: greater, or not comparable. */
-INLINE bool any_better(f32x16 v, float worst)
+INLINE bool any_better(vfloat v, float worst)
 {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(worst), _CMP_GT_OQ) != 0;
 #else
-    const i32x16 mask = v > splat16(worst);
+    const vint mask = v > v_splat(worst);
     int32_t any = 0;
     for (int i = 0; i < LANES; i++) any |= mask[i];
     return any != 0;
@@ -367,7 +350,7 @@ static int64_t best_of(const float *scores, int64_t from, int64_t to, int64_t wa
     for (; i < to && count < want; i++) insert_best(best, &count, want, scores[i], i);
     while (i < to) {
         const float worst = scores[rank_index(best[want - 1])];
-        if (worst == worst && i + LANES <= to && !any_better(load16(scores + i), worst)) {
+        if (worst == worst && i + LANES <= to && !any_better(v_load(scores + i), worst)) {
             i += LANES;
             continue;
         }
