@@ -37,14 +37,18 @@ typedef struct softmax_tile {
     float *shrink;    /* out: exp2 factor by which what the row gathered so far shrinks */
 } softmax_tile;
 
-/* The backward's row step: P = exp2(s scale2 - lse2), dS = P (dp row_scale - delta). */
+/* The backward's row step: P = exp2(s scale2 - lse2), dS = P (dp_scale dp - delta). Columns [lo[r], hi[r]) of
+ * row r are seen; elsewhere both are 0. */
 typedef struct softmax_backward_tile {
-    float *s, *dp; /* [rows][lds]; row_scale * P and dS on return */
-    int64_t lds;
-    int32_t rows, columns;
+    float *s, *dp; /* [rows][lds]; f32: row_scale * P and dS on return */
+    int64_t lds;   /* even */
+    int32_t rows, columns; /* columns: a multiple of 16; bf16: rows even */
     const int32_t *lo, *hi;
     float scale2;
-    const float *lse2, *delta, *row_scale; /* per row; lse2 +inf for a row without keys */
+    const float *lse2, *delta, *row_scale, *dp_scale; /* per row */
+    /* bf16, where the results go: row_scale * P and dS by pairs along rows [rows / 2][lds], dS by pairs along
+     * columns [rows][lds / 2]. */
+    uint32_t *p_pairs, *ds_pairs, *ds_words;
 } softmax_backward_tile;
 
 typedef void mm_kernel(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k,
@@ -66,10 +70,9 @@ typedef struct attention_kernels {
     void (*pack_values_bf16)(const row_source *src, int32_t panel, uint32_t *dst, int64_t panel_stride);
     void (*softmax_f32)(const softmax_tile *t);
     void (*softmax_bf16)(const softmax_tile *t);
-    void (*softmax_backward)(const softmax_backward_tile *t);
-    /* [rows][lds] f32 -> bf16 words: pairs along columns, [rows][ldd]; pairs along rows, [rows / 2][ldd]. */
-    void (*narrow_columns)(const float *src, int64_t lds, int64_t rows, int64_t columns, uint32_t *dst, int64_t ldd);
-    void (*narrow_rows)(const float *src, int64_t lds, int64_t rows, int64_t columns, uint32_t *dst, int64_t ldd);
+    void (*softmax_backward_f32)(const softmax_backward_tile *t);
+    void (*softmax_backward_bf16)(const softmax_backward_tile *t);
+    void (*add_scaled_row)(float *sum, const float *x, float scale, int64_t n); /* sum += scale * x */
     /* o[0 .. n) = o * shrink; o[0 .. n) = o * shrink + t. */
     void (*scale_row)(float *o, float shrink, int64_t n);
     void (*scale_add_row)(float *o, float shrink, const float *t, int64_t n);

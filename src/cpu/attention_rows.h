@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attention_rows.h - the row kernels of the attention table (packing, softmax, its backward, narrowing),
+ * attention_rows.h - the row kernels of the attention table (packing, softmax),
  * written once over the level's vectors and compiled by each level's file under its own flags.
  *
  * A product at D = 128 does 512 operations per score in the forward pass, these about 12: at 16 lanes and
@@ -230,55 +230,6 @@ __attribute__((unused)) static void softmax_bf16(const softmax_tile *t)
     softmax_rows(t, true);
 }
 
-static void softmax_backward(const softmax_backward_tile *t)
-{
-    for (int32_t r = 0; r < t->rows; r++) {
-        float *s = t->s + r * t->lds, *dp = t->dp + r * t->lds;
-        const int32_t lo = t->lo[r], hi = t->hi[r];
-        const vfloat lse2 = v_splat(t->lse2[r]), delta = v_splat(t->delta[r]), row_scale = v_splat(t->row_scale[r]);
-        for (int32_t c = 0; c < t->columns; c += LANES) {
-            if (c + LANES <= lo || c >= hi || t->lse2[r] == INFINITY) {
-                v_store(s + c, (vfloat){0});
-                v_store(dp + c, (vfloat){0});
-                continue;
-            }
-            vfloat p = v_exp2(v_fma(v_load(s + c), v_splat(t->scale2), -lse2));
-            vfloat ds = p * v_fma(v_load(dp + c), row_scale, -delta);
-            p *= row_scale;
-            if (c < lo || c + LANES > hi) {
-                const vint mask = lanes_in(c, lo, hi);
-                p = v_select(mask, p, (vfloat){0});
-                ds = v_select(mask, ds, (vfloat){0});
-            }
-            v_store(s + c, p);
-            v_store(dp + c, ds);
-        }
-    }
-}
-
-__attribute__((unused)) static void narrow_columns(const float *src, int64_t lds, int64_t rows, int64_t columns,
-                                                   uint32_t *dst, int64_t ldd)
-{
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c += LANES) {
-            const vhalf h = v_narrow(v_load(src + r * lds + c));
-            memcpy((uint16_t *)(dst + r * ldd) + c, &h, sizeof h);
-        }
-}
-
-__attribute__((unused)) static void narrow_rows(const float *src, int64_t lds, int64_t rows, int64_t columns,
-                                                uint32_t *dst, int64_t ldd)
-{
-    for (int64_t r = 0; r < rows; r += 2)
-        for (int64_t c = 0; c < columns; c += LANES) {
-            const vfloat odd_row = r + 1 < rows ? v_load(src + (r + 1) * lds + c) : (vfloat){0};
-            const vuint even = __builtin_convertvector(v_narrow(v_load(src + r * lds + c)), vuint);
-            const vuint odd = __builtin_convertvector(v_narrow(odd_row), vuint);
-            const vuint pair = even | odd << 16;
-            memcpy(dst + r / 2 * ldd + c, &pair, sizeof pair);
-        }
-}
-
 static void scale_row(float *o, float shrink, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) o[i] *= shrink;
@@ -305,11 +256,10 @@ static void store_row(const float *row, quern_dtype dtype, void *dst, int64_t at
 /* What each level's table has in common; bf16 entries only where the level has the dot product. */
 #define ATTENTION_ROW_KERNELS                                                                          \
     .pack_rows_f32 = pack_rows_f32, .pack_keys_f32 = pack_keys_f32, .pack_values_f32 = pack_values_f32, \
-    .softmax_f32 = softmax_f32, .softmax_backward = softmax_backward, .scale_row = scale_row,           \
+    .softmax_f32 = softmax_f32, .scale_row = scale_row,                                                 \
     .scale_add_row = scale_add_row, .store_row = store_row
 #define ATTENTION_ROW_KERNELS_BF16                                                                     \
     .pack_rows_bf16 = pack_rows_bf16, .pack_keys_bf16 = pack_keys_bf16,                                 \
-    .pack_values_bf16 = pack_values_bf16, .softmax_bf16 = softmax_bf16,                                 \
-    .narrow_columns = narrow_columns, .narrow_rows = narrow_rows
+    .pack_values_bf16 = pack_values_bf16, .softmax_bf16 = softmax_bf16
 
 #endif

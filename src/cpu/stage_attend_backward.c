@@ -1,26 +1,49 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_attend_backward.c - the attend_backward stage. Work is cut by shape alone: each (sequence, kv head)
- * into a few parts of rows, each part a task that owns its rows' dQ and one f32 sum of dK and dV over its
- * keys. The parts' sums are then added in part order, scaled, and converted: the bits do not depend on the
- * number of threads.
+ * stage_attend_backward.c - the attend_backward stage, one pass over the scores.
+ *
+ * Every (sequence, unit) is cut into chunks of query rows whose size depends on the shape alone. A task owns
+ * one chunk's dQ: it walks the keys that the chunk sees in rising order, tile by tile (with lists, block by
+ * block, with the rows that list it), lets all the chunk's rows meet a tile of keys, and then adds the tile's
+ * dK and dV to the f32 gradients in memory. Additions to one key are made in the order of the tasks: a task
+ * waits until all before it that read the same head have passed the tile. Tasks are started in that order and
+ * all walk keys upwards, so a thread that starts at the same time as another trails it by one tile, and one
+ * that starts later never waits. So the bits do not depend on the number of threads, nothing is summed
+ * twice, and no partial gradients are kept.
+ *
+ * A chunk of 768 rows (D = 128) streams through L2 and L3 once per 192 keys, and dK and dV travel to memory
+ * once per 768 rows: each 1 to 2% of the time. With lists a chunk is as large as brings each block enough rows to fill tiles. Late chunks of a causal
+ * sequence see the most keys and go first.
  */
 #include "core/parallel.h"
 #include "cpu/attend_backward.h"
 #include "cpu/stages.h"
 
+#include <sched.h>
+#include <stdatomic.h>
 #include <string.h>
 
-enum { TASKS_WANTED = 16, MAX_PARTS = 4, REDUCE_KEYS = 64 };
+enum { GATHER_BELOW = 48, TURN_DONE = INT32_MAX, SPINS = 64 };
+
+typedef _Atomic int64_t turn; /* keys below this get no more from that task */
+
+typedef struct backward_thread {
+    backward_rows chunk, gathered; /* gathered: lists shared by few rows */
+    backward_scratch scratch;
+    backward_keys keys;
+    int32_t *rows; /* [BACKWARD_ROWS] of the chunk, that were gathered */
+    attend_lists lists;
+} backward_thread;
 
 typedef struct backward_job {
-    attend_plan plan;
-    backward_packed packed;
-    backward_chunk *chunks;
-    backward_scratch *scratch;
-    float *d_k, *d_v; /* [sequences' rows][kv heads][parts] ... see sums_of() */
-    int64_t chunk_rows, part_rows, parts, grad_width;
+    backward_plan plan;
+    backward_thread *threads;
+    bool listed, gathers;
+    int64_t chunk_rows, slots; /* slots: chunks of one unit, over all sequences */
+    int32_t turns;  /* units of a kv head */
+    turn *turn_of;  /* [kv_heads][slots * turns] */
+    turn *passed;   /* [kv_heads]: all tasks before this one are done */
 } backward_job;
 
 static int64_t round_up(int64_t n, int64_t to)
@@ -28,123 +51,311 @@ static int64_t round_up(int64_t n, int64_t to)
     return (n + to - 1) / to * to;
 }
 
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* D or Dv rounded up so that a row of floats is an odd number of cache lines. */
+static int64_t odd_lines(int64_t dim)
+{
+    return (round_up(dim, 16) / 16 | 1) * 16;
+}
+
+static int64_t rows_of_chunk(const backward_plan *p, bool listed)
+{
+    const int64_t bytes = 4 * (2 * p->key_ld + p->value_ld), fit = (1400 << 10) / bytes / BACKWARD_ROWS * BACKWARD_ROWS;
+    if (!listed) return fit < BACKWARD_ROWS ? BACKWARD_ROWS : fit;
+    /* Enough rows for a block of the longest sequence to be listed by 192 of them, if lists were random. */
+    const attend_args *args = p->attend.args;
+    const int64_t per_tile = args->tile * p->attend.hs, blocks = args->seqs.n_kv / p->attend.list_block + 1;
+    const int64_t length = args->list.shape[3] > 0 ? args->list.shape[3] : 1;
+    int64_t rows = 192 * blocks / length;
+    rows = rows < 2048 ? 2048 : rows > 8192 ? 8192 : rows;
+    return round_up(rows, per_tile);
+}
+
+static void gradient_of(const quern_tensor *t, arena *a, gradient_rows *g)
+{
+    *g = (gradient_rows){NULL, {0, 0, 0}};
+    if (t->ndim == 0) return;
+    if (t->dtype == QUERN_F32) {
+        *g = (gradient_rows){t->data, {t->strides[0], t->strides[1], t->strides[2]}};
+        return;
+    }
+    const int64_t row = t->shape[3], token = row * t->shape[2], batch = token * t->shape[1];
+    *g = (gradient_rows){arena_take(a, (size_t)(t->shape[0] * batch) * sizeof(float)), {batch, token, row}};
+}
+
+static backward_plan plan_of(const quern_exec *exec, const attend_args *args, arena *a)
+{
+    backward_plan p = {.attend = attend_plan_of(exec, args)};
+    const attend_plan *f = &p.attend;
+    p.scale2 = args->scale * 1.44269504088896340736f;
+    p.value_words = f->bf16 ? f->dim_v / 2 : f->dim_v;
+    p.key_width = round_up(f->dim_k, 16);
+    p.value_width = round_up(f->dim_v, 16);
+    p.key_ld = odd_lines(f->dim_k);
+    p.value_ld = odd_lines(f->dim_v);
+    p.key_panel = attend_row_panel(f, f->dim_k);
+    const size_t rows = (size_t)f->packed_rows * (size_t)f->kv_heads;
+    p.keys = arena_take(a, rows * (size_t)f->key_words * 4);
+    p.values = arena_take(a, rows * (size_t)p.value_words * 4);
+    p.key_rows = arena_take(a, rows * (size_t)round_up(p.key_width, p.key_panel) * (f->bf16 ? 2 : 4));
+    p.special = arena_take(a, rows / KEY_ALIGN);
+    gradient_of(&args->d_k, a, &p.d_k);
+    gradient_of(&args->d_v, a, &p.d_v);
+    return p;
+}
+
 static backward_job carve(const quern_exec *exec, const attend_args *args, arena *a)
 {
-    backward_job job = {.plan = attend_plan_of(exec, args)};
-    const attend_plan *p = &job.plan;
-    job.grad_width = round_up(p->dim_k, 16);
-    job.chunk_rows = backward_chunk_rows(p);
-    const int64_t rows = args->seqs.n_q * p->hs, tasks = p->sequences * p->kv_heads;
-    job.parts = tasks > 0 ? (TASKS_WANTED + tasks - 1) / tasks : 1;
-    if (job.parts > MAX_PARTS) job.parts = MAX_PARTS;
-    if (job.parts > rows / job.chunk_rows) job.parts = rows / job.chunk_rows;
-    if (job.parts < 1) job.parts = 1;
-    job.part_rows = round_up((rows + job.parts - 1) / job.parts, job.chunk_rows);
-    const size_t key_rows = (size_t)(p->packed_rows * p->kv_heads * job.parts);
-    backward_packed_carve(p, a, &job.packed);
-    job.d_k = arena_take(a, key_rows * (size_t)job.grad_width * sizeof(float));
-    job.d_v = arena_take(a, key_rows * (size_t)p->value_width * sizeof(float));
-    job.chunks = arena_take(a, sizeof *job.chunks * (size_t)exec->threads);
-    job.scratch = arena_take(a, sizeof *job.scratch * (size_t)exec->threads);
+    backward_job job = {.plan = plan_of(exec, args, a)};
+    const backward_plan *p = &job.plan;
+    const int64_t per_tile = args->tile * p->attend.hs, batch = args->seqs.batch;
+    job.listed = args->list.ndim > 0;
+    job.gathers = job.listed && (per_tile < GATHER_BELOW || per_tile % 2 != 0);
+    job.chunk_rows = rows_of_chunk(p, job.listed);
+    const int64_t rows = args->seqs.n_q * p->attend.hs;
+    job.slots = args->seqs.cu_q.ndim > 0 ? rows / job.chunk_rows + batch : batch * ((rows + job.chunk_rows - 1) / job.chunk_rows);
+    job.turns = p->attend.kv_heads > 0 ? p->attend.units / p->attend.kv_heads : 1;
+    job.turn_of = arena_take(a, sizeof(turn) * (size_t)(p->attend.units * job.slots));
+    job.passed = arena_take(a, sizeof(turn) * (size_t)p->attend.kv_heads);
+    job.threads = arena_take(a, sizeof *job.threads * (size_t)exec->threads);
     for (int32_t i = 0; i < exec->threads; i++) {
-        backward_chunk chunk;
-        backward_scratch scratch;
-        backward_chunk_carve(p, job.chunk_rows, a, &chunk);
-        backward_scratch_carve(p, job.chunk_rows, a, &scratch);
-        if (a->base != NULL) job.chunks[i] = chunk, job.scratch[i] = scratch;
+        backward_thread t = {.rows = NULL};
+        backward_rows_carve(p, job.chunk_rows + 1, a, &t.chunk);
+        backward_scratch_carve(a, &t.scratch);
+        t.keys.d_k = arena_take(a, (size_t)(BACKWARD_KEYS * p->key_ld) * sizeof(float));
+        t.keys.d_v = arena_take(a, (size_t)(BACKWARD_KEYS * p->value_ld) * sizeof(float));
+        if (job.gathers) {
+            backward_rows_carve(p, BACKWARD_ROWS, a, &t.gathered);
+            t.rows = arena_take(a, BACKWARD_ROWS * sizeof *t.rows);
+        }
+        attend_lists_carve(&p->attend, job.chunk_rows, a, &t.lists);
+        if (a->base != NULL) job.threads[i] = t;
     }
     return job;
 }
 
-/* Key rows of one (kv head, part): packed rows, each sequence at its packed0. */
-static backward_sums sums_of(const backward_job *job, const attend_sequence *seq, int64_t kv_head, int64_t part)
+static void pack_all(const quern_exec *exec, const backward_plan *p)
 {
-    const int64_t row = (kv_head * job->parts + part) * job->plan.packed_rows + seq->packed0;
-    return (backward_sums){job->d_k + row * job->grad_width, job->d_v + row * job->plan.value_width};
+    const attend_args *args = p->attend.args;
+    const attend_pack_target targets[] = {{&args->k, p->keys, p->key_rows, p->special, (int32_t)p->key_panel},
+                                          {&args->v, p->values, NULL, NULL, 0}};
+    attend_pack_all(exec, &p->attend, targets, 2);
 }
 
-/* The keys that rows of a part can reach: [*lo, *hi). */
-static bool part_keys(const backward_job *job, const attend_sequence *seq, int64_t part, int64_t *row0, int64_t *row1, int64_t *lo, int64_t *hi)
+/* The first slot of sequence b. */
+static int64_t slot_of(const backward_job *job, int64_t b)
 {
-    const attend_plan *p = &job->plan;
-    const int64_t rows = seq->nq * p->hs;
-    int64_t ignore;
-    *row0 = part * job->part_rows;
-    *row1 = *row0 + job->part_rows < rows ? *row0 + job->part_rows : rows;
-    if (*row0 >= *row1) return false;
-    attend_interval(p->args, seq, *row0 / p->hs, lo, &ignore);
-    attend_interval(p->args, seq, (*row1 - 1) / p->hs, &ignore, hi);
-    return *lo < *hi;
+    const attend_args *args = job->plan.attend.args;
+    if (args->seqs.cu_q.data == NULL) return b * (job->slots / args->seqs.batch);
+    return ((const int32_t *)args->seqs.cu_q.data)[b] * (int64_t)job->plan.attend.hs / job->chunk_rows + b;
 }
 
-static void run_part(void *arg, int64_t index, int32_t thread)
+/* Waits until every task from `first` to before `self` has passed key `key`. */
+static void wait_for_turn(turn *turns, turn *passed, int64_t first, int64_t self, int64_t key)
+{
+    int64_t done = atomic_load_explicit(passed, memory_order_acquire);
+    const int64_t known = done;
+    while (done < self && atomic_load_explicit(&turns[done], memory_order_acquire) == TURN_DONE) done++;
+    if (done > known) atomic_store_explicit(passed, done, memory_order_release);
+    for (int64_t i = done > first ? done : first; i < self; i++)
+        for (int spins = 0; atomic_load_explicit(&turns[i], memory_order_acquire) < key;)
+            if (++spins > SPINS) sched_yield();
+}
+
+/* One task while it runs. */
+typedef struct backward_task {
+    backward_job *job;
+    backward_thread *own;
+    attend_sequence seq;
+    int64_t row0, rows;
+    int32_t unit, kv_head;
+    turn *turns;
+    int64_t first, self; /* turns of the first task of this sequence and head, and of this one */
+} backward_task;
+
+static void begin_keys(const backward_task *t, int64_t key0, int64_t key1)
+{
+    backward_keys *keys = &t->own->keys;
+    keys->head = t->kv_head;
+    keys->packed0 = t->seq.packed0;
+    keys->key0 = key0;
+    keys->key1 = key1;
+    keys->nk = t->seq.nk;
+    for (int32_t i = 0; i < BACKWARD_KEYS / KEY_ALIGN; i++) keys->fresh[i] = true;
+}
+
+/* Adds the tile's dK and dV to memory when the task's turn has come, and passes on. */
+static void end_keys(const backward_task *t)
+{
+    const backward_plan *p = &t->job->plan;
+    const attention_kernels *k = p->attend.kernels;
+    const backward_keys *keys = &t->own->keys;
+    wait_for_turn(t->turns, &t->job->passed[t->kv_head], t->first, t->self, keys->key1);
+    const int64_t base = keys->key0 & ~(int64_t)15;
+    for (int64_t key = keys->key0; key < keys->key1; key++) {
+        const int64_t c = key - base, token = t->seq.k0 + key;
+        if (keys->fresh[c / KEY_ALIGN]) continue;
+        const gradient_rows *g = &p->d_k;
+        if (g->data != NULL)
+            k->add_scaled_row(g->data + t->seq.view_b * g->strides[0] + token * g->strides[1] + t->kv_head * g->strides[2], keys->d_k + c * p->key_ld,
+                              p->attend.args->scale, p->attend.dim_k);
+        g = &p->d_v;
+        if (g->data != NULL)
+            k->add_scaled_row(g->data + t->seq.view_b * g->strides[0] + token * g->strides[1] + t->kv_head * g->strides[2], keys->d_v + c * p->value_ld,
+                              1.0f, p->attend.dim_v);
+    }
+    atomic_store_explicit(&t->turns[t->self], keys->key1, memory_order_release);
+}
+
+static void run_range(const backward_task *t)
+{
+    const backward_plan *p = &t->job->plan;
+    const backward_rows *chunk = &t->own->chunk;
+    int64_t lo = t->seq.nk, end = 0;
+    for (int64_t r = 0; r < t->rows; r++) {
+        if (chunk->lo[r] < chunk->hi[r] && chunk->lo[r] < lo) lo = chunk->lo[r];
+        if (chunk->lo[r] < chunk->hi[r] && chunk->hi[r] > end) end = chunk->hi[r];
+    }
+    for (int64_t key = lo / KEY_ALIGN * KEY_ALIGN; key < end; key += BACKWARD_KEYS) {
+        begin_keys(t, key, least(key + BACKWARD_KEYS, end));
+        for (int64_t r = 0; r < t->rows; r += BACKWARD_ROWS) {
+            const backward_rows tile = backward_rows_from(p, chunk, r);
+            backward_step(p, &tile, (int32_t)least(t->rows - r, BACKWARD_ROWS), &t->own->keys, &t->own->scratch);
+        }
+        end_keys(t);
+    }
+}
+
+/* Gathered rows against the current tile of keys; their dQ goes to the chunk's. */
+static void step_gathered(const backward_task *t, int32_t n)
+{
+    const backward_plan *p = &t->job->plan;
+    const backward_rows *g = &t->own->gathered;
+    backward_rows_pair(p, g, n);
+    memset(g->d_q, 0, (size_t)(n * p->key_ld) * sizeof(float));
+    backward_step(p, g, n, &t->own->keys, &t->own->scratch);
+    for (int32_t i = 0; i < n; i++)
+        p->attend.kernels->add_scaled_row(t->own->chunk.d_q + t->own->rows[i] * p->key_ld, g->d_q + i * p->key_ld, 1.0f, p->key_width);
+}
+
+/* The rows of the tiles that list a block against keys of it. */
+static void run_block(const backward_task *t, const int32_t *entries, int32_t n)
+{
+    const backward_job *job = t->job;
+    const backward_plan *p = &job->plan;
+    const backward_rows *chunk = &t->own->chunk;
+    const int64_t per_tile = p->attend.args->tile * p->attend.hs;
+    int32_t gathered = 0;
+    for (int32_t e = 0; e < n; e++) {
+        const int64_t from = entries[e] * per_tile, to = least(from + per_tile, t->rows);
+        if (!job->gathers) {
+            for (int64_t r = from; r < to; r += BACKWARD_ROWS) {
+                const backward_rows tile = backward_rows_from(p, chunk, r);
+                backward_step(p, &tile, (int32_t)least(to - r, BACKWARD_ROWS), &t->own->keys, &t->own->scratch);
+            }
+            continue;
+        }
+        for (int64_t r = from; r < to; r++) {
+            if (chunk->hi[r] <= t->own->keys.key0) continue;
+            t->own->rows[gathered] = (int32_t)r;
+            backward_rows_copy(p, chunk, r, &t->own->gathered, gathered);
+            if (++gathered == BACKWARD_ROWS) step_gathered(t, gathered), gathered = 0;
+        }
+    }
+    if (gathered > 0) step_gathered(t, gathered);
+}
+
+static void run_lists(const backward_task *t)
+{
+    const attend_plan *f = &t->job->plan.attend;
+    backward_thread *own = t->own;
+    const int64_t blocks = attend_lists_invert(f, &t->seq, t->unit, t->row0, (int32_t)t->rows, own->chunk.hi, &own->lists);
+    const int32_t *start = own->lists.start;
+    for (int64_t x = 0; x < blocks; x++) {
+        if (start[x] == start[x + 1]) continue;
+        const int64_t end = least((x + 1) * f->list_block, t->seq.nk);
+        for (int64_t key = x * f->list_block; key < end;) {
+            const int64_t stop = least((key & ~(int64_t)15) + BACKWARD_KEYS, end);
+            begin_keys(t, key, stop);
+            run_block(t, own->lists.entries + start[x], start[x + 1] - start[x]);
+            end_keys(t);
+            key = stop;
+        }
+    }
+}
+
+static void run_task(void *arg, int64_t index, int32_t thread)
 {
     backward_job *job = arg;
-    const attend_plan *p = &job->plan;
-    const int64_t tasks = p->sequences * p->kv_heads, part = job->parts - 1 - index / tasks; /* the longest first */
-    const int64_t b = index % tasks / p->kv_heads, kv_head = index % p->kv_heads;
-    const attend_sequence seq = attend_sequence_at(p, b);
-    const backward_sums sums = sums_of(job, &seq, kv_head, part);
-    int64_t row0, row1, lo = 0, hi = 0;
-    const bool any = part_keys(job, &seq, part, &row0, &row1, &lo, &hi);
-    if (any) {
-        memset(sums.d_k + lo * job->grad_width, 0, (size_t)((hi - lo) * job->grad_width) * sizeof(float));
-        memset(sums.d_v + lo * p->value_width, 0, (size_t)((hi - lo) * p->value_width) * sizeof(float));
+    const backward_plan *p = &job->plan;
+    const attend_plan *f = &p->attend;
+    const int64_t slot = job->slots - 1 - index / f->units;
+    backward_task t = {.job = job, .own = &job->threads[thread], .unit = (int32_t)(index % f->units)};
+    int64_t low = 0, high = f->sequences; /* the sequence: slot_of(low) <= slot < slot_of(high) */
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (slot_of(job, middle) <= slot) low = middle;
+        else high = middle;
     }
-    const int32_t units = p->units / p->kv_heads;
-    backward_chunk *chunk = &job->chunks[thread];
-    for (int32_t u = 0; u < units; u++)
-        for (int64_t row = row0; row < row1; row += job->chunk_rows) {
-            backward_chunk_begin(p, b, (int32_t)kv_head * units + u, row, (int32_t)(row1 - row < job->chunk_rows ? row1 - row : job->chunk_rows), chunk);
-            if (any) backward_chunk_run(p, &job->packed, chunk, &sums, &job->scratch[thread]);
-            backward_chunk_store(p, chunk);
-        }
+    t.seq = attend_sequence_at(f, low);
+    t.kv_head = t.unit / job->turns;
+    t.turns = job->turn_of + t.kv_head * job->slots * job->turns;
+    t.self = (job->slots - 1 - slot) * job->turns + t.unit % job->turns;
+    const int64_t next = low + 1 < f->sequences ? slot_of(job, low + 1) : job->slots;
+    t.first = (job->slots - next) * job->turns;
+    t.row0 = (slot - slot_of(job, low)) * job->chunk_rows;
+    t.rows = least(t.seq.nq * f->hs - t.row0, job->chunk_rows);
+    if (t.rows > 0) {
+        backward_rows_load(p, &t.seq, t.unit, t.row0, t.rows, &t.own->chunk);
+        if (!job->listed) run_range(&t);
+        else if (attend_list_length(f) > 0) run_lists(&t);
+        backward_rows_store(p, &t.seq, t.unit, t.row0, t.rows, &t.own->chunk);
+    }
+    atomic_store_explicit(&t.turns[t.self], TURN_DONE, memory_order_release);
 }
 
-static void store(const attend_plan *p, const quern_tensor *t, bool accumulate, const attend_sequence *seq, int64_t key, int64_t head, float *row, int64_t n)
-{
-    const int64_t at = seq->view_b * t->strides[0] + (seq->k0 + key) * t->strides[1] + head * t->strides[2];
-    if (accumulate) p->kernels->scale_add_row((float *)t->data + at, 1.0f, row, n);
-    else p->kernels->store_row(row, t->dtype, t->data, at, n);
-}
+/* Sets f32 gradients to 0 before they are added to, or writes them in the output's dtype. */
+typedef struct gradient_job {
+    const quern_tensor *t;
+    const gradient_rows *g;
+    const attention_kernels *kernels;
+} gradient_job;
 
-/* Keys [64 i, 64 i + 64) of a (sequence, kv head): the parts' sums in part order, to d_k and d_v. */
-static void reduce_keys(void *arg, int64_t index, int32_t thread)
+static void clear_token(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
-    const backward_job *job = arg;
-    const attend_plan *p = &job->plan;
-    const int64_t pieces = (p->args->seqs.n_kv + REDUCE_KEYS - 1) / REDUCE_KEYS;
-    const int64_t kv_head = index / pieces % p->kv_heads;
-    const attend_sequence seq = attend_sequence_at(p, index / pieces / p->kv_heads);
-    const float k_scale = p->bf16 ? p->args->scale : 0.693147180559945309417f;
-    float d_k[256], d_v[256];
-    int64_t row0, row1, lo[MAX_PARTS], hi[MAX_PARTS];
-    for (int64_t part = 0; part < job->parts; part++)
-        if (!part_keys(job, &seq, part, &row0, &row1, &lo[part], &hi[part])) lo[part] = hi[part] = 0;
-    const int64_t first = index % pieces * REDUCE_KEYS, end = first + REDUCE_KEYS < seq.nk ? first + REDUCE_KEYS : seq.nk;
-    for (int64_t key = first; key < end; key++) {
-        memset(d_k, 0, sizeof d_k);
-        memset(d_v, 0, sizeof d_v);
-        for (int64_t part = 0; part < job->parts; part++) {
-            if (key < lo[part] || key >= hi[part]) continue;
-            const backward_sums sums = sums_of(job, &seq, kv_head, part);
-            p->kernels->scale_add_row(d_k, 1.0f, sums.d_k + key * job->grad_width, p->dim_k);
-            p->kernels->scale_add_row(d_v, 1.0f, sums.d_v + key * p->value_width, p->dim_v);
-        }
-        p->kernels->scale_row(d_k, k_scale, p->dim_k);
-        store(p, &p->args->d_k, p->args->accumulate_k, &seq, key, kv_head, d_k, p->dim_k);
-        store(p, &p->args->d_v, p->args->accumulate_v, &seq, key, kv_head, d_v, p->dim_v);
-    }
+    const gradient_job *job = arg;
+    const gradient_rows *g = job->g;
+    for (int64_t h = 0; h < job->t->shape[2]; h++)
+        memset(g->data + index / job->t->shape[1] * g->strides[0] + index % job->t->shape[1] * g->strides[1] + h * g->strides[2], 0,
+               (size_t)job->t->shape[3] * sizeof(float));
 }
 
-/* Rows past the last border of a packed batch have no gradient. */
-static void fill_tail(const attend_plan *p, const quern_tensor *t, const quern_tensor *cu, int64_t rows)
+static void write_token(void *arg, int64_t index, int32_t thread)
 {
+    (void)thread;
+    const gradient_job *job = arg;
+    const gradient_rows *g = job->g;
+    const quern_tensor *t = job->t;
+    const int64_t b = index / t->shape[1], n = index % t->shape[1];
+    for (int64_t h = 0; h < t->shape[2]; h++)
+        job->kernels->store_row(g->data + b * g->strides[0] + n * g->strides[1] + h * g->strides[2], t->dtype, t->data,
+                                b * t->strides[0] + n * t->strides[1] + h * t->strides[2], t->shape[3]);
+}
+
+/* Rows of d_q past the last border of a packed batch. */
+static void clear_tail(const backward_plan *p)
+{
+    const attend_args *a = p->attend.args;
+    if (a->seqs.cu_q.data == NULL || a->accumulate_q || a->d_q.ndim == 0) return;
     const float zero[256] = {0};
-    for (int64_t n = ((const int32_t *)cu->data)[p->args->seqs.batch]; n < rows; n++)
-        for (int64_t h = 0; h < t->shape[2]; h++)
-            p->kernels->store_row(zero, t->dtype, t->data, n * t->strides[1] + h * t->strides[2], t->shape[3]);
+    for (int64_t n = ((const int32_t *)a->seqs.cu_q.data)[a->seqs.batch]; n < a->seqs.n_q; n++)
+        for (int64_t h = 0; h < p->attend.heads; h++)
+            p->attend.kernels->store_row(zero, a->d_q.dtype, a->d_q.data, n * a->d_q.strides[1] + h * a->d_q.strides[2], p->attend.dim_k);
 }
 
 size_t cpu_attend_backward_workspace(const quern_exec *exec, const attend_args *args)
@@ -158,16 +369,19 @@ quern_status cpu_attend_backward(const quern_exec *exec, const attend_args *args
 {
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
-    const attend_plan *p = &job.plan;
-    backward_pack(exec, p, &job.packed);
-    const int64_t tasks = p->sequences * p->kv_heads;
-    parallel_for(exec->threads, tasks * job.parts, run_part, &job);
-    parallel_for(exec->threads, tasks * ((args->seqs.n_kv + REDUCE_KEYS - 1) / REDUCE_KEYS), reduce_keys, &job);
-    if (args->seqs.cu_q.data != NULL) {
-        const quern_tensor *cu_kv = args->seqs.cu_kv.data != NULL ? &args->seqs.cu_kv : &args->seqs.cu_q;
-        if (!args->accumulate_q) fill_tail(p, &args->d_q, &args->seqs.cu_q, args->seqs.n_q);
-        if (!args->accumulate_k) fill_tail(p, &args->d_k, cu_kv, args->seqs.n_kv);
-        if (!args->accumulate_v) fill_tail(p, &args->d_v, cu_kv, args->seqs.n_kv);
-    }
+    const attend_plan *f = &job.plan.attend;
+    gradient_job outputs[2] = {{&args->d_k, &job.plan.d_k, f->kernels}, {&args->d_v, &job.plan.d_v, f->kernels}};
+    const bool accumulate[2] = {args->accumulate_k, args->accumulate_v};
+    for (int i = 0; i < 2; i++)
+        if (outputs[i].g->data != NULL && !accumulate[i])
+            parallel_for(exec->threads, outputs[i].t->shape[0] * outputs[i].t->shape[1], clear_token, &outputs[i]);
+    for (int64_t i = 0; i < f->units * job.slots; i++) atomic_init(&job.turn_of[i], 0);
+    for (int32_t i = 0; i < f->kv_heads; i++) atomic_init(&job.passed[i], 0);
+    pack_all(exec, &job.plan);
+    parallel_for(exec->threads, job.slots * f->units, run_task, &job);
+    for (int i = 0; i < 2; i++)
+        if (outputs[i].g->data != NULL && outputs[i].t->dtype != QUERN_F32)
+            parallel_for(exec->threads, outputs[i].t->shape[0] * outputs[i].t->shape[1], write_token, &outputs[i]);
+    clear_tail(&job.plan);
     return QUERN_OK;
 }

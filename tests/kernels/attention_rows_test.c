@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attention_rows_test.c - the row kernels of attention (packing, softmax and its backward, narrowing, storing)
+/* attention_rows_test.c - the row kernels of attention (packing, softmax and its backward, storing)
  * at every level, entry by entry against double. */
 #include "cmocka_c11.h"
 #include "cpu/attention_kernels.h"
@@ -149,7 +149,7 @@ static void pack_values(const attention_kernels *kernels, test_random *random)
     }
 }
 
-enum { ROWS = 9, MOST_COLUMNS = 256 };
+enum { ROWS = 10, MOST_COLUMNS = 256 };
 
 /* An interval of each kind: whole, none, head, tail, inside one group of lanes, any. */
 static void interval(test_random *random, int32_t kind, int32_t columns, int32_t *lo, int32_t *hi)
@@ -226,71 +226,66 @@ static void softmax_of_tiles(const attention_kernels *kernels, test_random *rand
     if (kernels->softmax_bf16 != NULL) softmax(kernels, true, random);
 }
 
-static void softmax_backward(const attention_kernels *kernels, test_random *random)
+static void softmax_backward(const attention_kernels *kernels, bool narrow, test_random *random)
 {
     for (int round = 0; round < 40; round++) {
-        const int32_t columns = 16 * (int32_t)test_random_int(random, 1, MOST_COLUMNS / 16);
+        const int32_t columns = 16 * (int32_t)test_random_int(random, 1, MOST_COLUMNS / 16), lds = columns + 16 * (round % 2);
         const float scale2 = round % 2 ? 0.21f : 1.0f;
-        const int64_t shape[] = {2, ROWS, columns}; /* s and dp, of one stride */
+        const int64_t shape[] = {2, ROWS, lds}; /* s and dp, of one stride */
         test_tensor t = test_tensor_make(random, QUERN_F32, 3, shape, TEST_UNALIGNED);
+        test_tensor p_pairs = matrix(random, QUERN_I32, ROWS / 2, lds, TEST_UNALIGNED), ds_pairs = matrix(random, QUERN_I32, ROWS / 2, lds, TEST_UNALIGNED);
+        test_tensor ds_words = matrix(random, QUERN_I32, ROWS, lds / 2, TEST_UNALIGNED);
         int32_t lo[ROWS], hi[ROWS];
-        float lse2[ROWS], delta[ROWS], row_scale[ROWS];
+        float lse2[ROWS], delta[ROWS], row_scale[ROWS], dp_scale[ROWS];
         test_tensor_normal(&t, random, 3);
         for (int32_t r = 0; r < ROWS; r++) {
             interval(random, round < 6 ? round : (int32_t)test_random_int(random, 0, 5), columns, &lo[r], &hi[r]);
             lse2[r] = r == 4 ? INFINITY : (float)(9 + test_random_normal(random));
-            delta[r] = (float)test_random_normal(random);
+            delta[r] = r == 5 ? 0 : (float)test_random_normal(random);
             row_scale[r] = r % 2 ? 1.0f : (float)test_random_uniform(random);
+            dp_scale[r] = r == 5 ? 0 : row_scale[r]; /* a row with one key: dS is 0 */
         }
-        float *s = t.view.data, *dp = s + (int64_t)ROWS * columns;
-        if (round == 20) dp[columns] = NAN;
+        float *s = t.view.data, *dp = s + (int64_t)ROWS * lds;
+        if (round == 20) dp[lds] = NAN;
         double *in = test_tensor_get(&t);
-        const softmax_backward_tile tile = {s, dp, columns, ROWS, columns, lo, hi, scale2, lse2, delta, row_scale};
-        kernels->softmax_backward(&tile);
+        const softmax_backward_tile tile = {s, dp, lds, ROWS, columns, lo, hi, scale2, lse2, delta, row_scale, dp_scale,
+                                            p_pairs.view.data, ds_pairs.view.data, ds_words.view.data};
+        if (narrow) kernels->softmax_backward_bf16(&tile);
+        else kernels->softmax_backward_f32(&tile);
         test_tensor_check_guards(&t, "softmax_backward");
+        test_tensor_check_guards(&p_pairs, "softmax_backward's P by row pairs");
+        test_tensor_check_guards(&ds_pairs, "softmax_backward's dS by row pairs");
+        test_tensor_check_guards(&ds_words, "softmax_backward's dS by column pairs");
+        const uint32_t *pp = p_pairs.view.data, *dd = ds_pairs.view.data, *dw = ds_words.view.data;
         for (int32_t r = 0; r < ROWS; r++)
             for (int32_t c = 0; c < columns; c++) {
-                const double x = in[r * columns + c], g = in[(ROWS + r) * columns + c];
+                const double x = in[r * lds + c], g = in[(ROWS + r) * lds + c];
                 const bool seen = c >= lo[r] && c < hi[r] && r != 4;
                 const double p = seen ? exp2(x * scale2 - lse2[r]) : 0, bound = seen ? exp2_bound(p, x * scale2, lse2[r]) : 0;
-                const double most = bound * (fabs(g * row_scale[r]) + fabs(delta[r])) * 1.01 + p * (fabs(g * row_scale[r]) + fabs(delta[r])) * 0x1p-22;
-                expect(kernels, "row_scale P", r, c, s[r * columns + c], row_scale[r] * p, bound + p * 0x1p-23);
-                expect(kernels, "dS", r, c, dp[r * columns + c], seen ? p * (g * row_scale[r] - delta[r]) : 0, most);
+                const double size = fabs(g * dp_scale[r]) + fabs(delta[r]), most = bound * size * 1.01 + p * size * 0x1p-22;
+                const double expected_p = row_scale[r] * p, expected_ds = seen ? p * (g * dp_scale[r] - delta[r]) : 0;
+                if (!narrow) {
+                    expect(kernels, "row_scale P", r, c, s[r * lds + c], expected_p, bound + p * 0x1p-23);
+                    expect(kernels, "dS", r, c, dp[r * lds + c], expected_ds, most);
+                    continue;
+                }
+                const double rounding = fabs(expected_ds) * 0x1p-8 + most * 1.01;
+                expect(kernels, "row_scale P by row pairs", r, c, half_of(pp[r / 2 * lds + c], r % 2), expected_p, bound * 1.01 + p * 0x1p-8);
+                expect(kernels, "dS by row pairs", r, c, half_of(dd[r / 2 * lds + c], r % 2), expected_ds, rounding);
+                expect(kernels, "dS by column pairs", r, c, half_of(dw[r * lds / 2 + c / 2], c % 2), expected_ds, rounding);
             }
         free(in);
         test_tensor_free(&t);
+        test_tensor_free(&p_pairs);
+        test_tensor_free(&ds_pairs);
+        test_tensor_free(&ds_words);
     }
 }
 
-static void narrowing(const attention_kernels *kernels, test_random *random)
+static void backward_of_tiles(const attention_kernels *kernels, test_random *random)
 {
-    if (kernels->narrow_columns == NULL) return;
-    for (int64_t rows = 0; rows <= 7; rows++) {
-        for (int64_t columns = 16; columns <= 80; columns += 32) {
-            test_tensor in = matrix(random, QUERN_F32, rows, columns, TEST_STRIDED);
-            test_tensor by_columns = matrix(random, QUERN_I32, rows, columns / 2, TEST_STRIDED);
-            test_tensor by_rows = matrix(random, QUERN_I32, (rows + 1) / 2, columns, TEST_STRIDED);
-            test_tensor_normal(&in, random, 1);
-            if (rows > 2) ((float *)in.view.data)[2 * in.view.strides[0] + 3] = NAN;
-            double *x = test_tensor_get(&in);
-            kernels->narrow_columns(in.view.data, in.view.strides[0], rows, columns, by_columns.view.data, by_columns.view.strides[0]);
-            kernels->narrow_rows(in.view.data, in.view.strides[0], rows, columns, by_rows.view.data, by_rows.view.strides[0]);
-            test_tensor_check_guards(&by_columns, "narrow_columns");
-            test_tensor_check_guards(&by_rows, "narrow_rows");
-            const uint32_t *c_words = by_columns.view.data, *r_words = by_rows.view.data;
-            for (int64_t r = 0; r < (rows + 1) / 2 * 2; r++)
-                for (int64_t c = 0; c < columns; c++) {
-                    const double expected = r < rows ? test_round(QUERN_BF16, x[r * columns + c]) : 0;
-                    if (r < rows)
-                        expect(kernels, "narrow_columns", r, c, half_of(c_words[r * by_columns.view.strides[0] + c / 2], c % 2), expected, 0);
-                    expect(kernels, "narrow_rows", r, c, half_of(r_words[r / 2 * by_rows.view.strides[0] + c], r % 2), expected, 0);
-                }
-            free(x);
-            test_tensor_free(&in);
-            test_tensor_free(&by_columns);
-            test_tensor_free(&by_rows);
-        }
-    }
+    softmax_backward(kernels, false, random);
+    if (kernels->softmax_backward_bf16 != NULL) softmax_backward(kernels, true, random);
 }
 
 static void rows_of_output(const attention_kernels *kernels, test_random *random)
@@ -344,13 +339,12 @@ static void at_every_level(void **state)
 
 int main(void)
 {
-    kernel_test rows = {pack_rows}, keys = {pack_keys}, values = {pack_values}, forward = {softmax_of_tiles}, backward = {softmax_backward},
-                narrow = {narrowing}, output = {rows_of_output};
+    kernel_test rows = {pack_rows}, keys = {pack_keys}, values = {pack_values}, forward = {softmax_of_tiles}, backward = {backward_of_tiles},
+                output = {rows_of_output};
     const struct CMUnitTest tests[] = {
         {"pack_rows", at_every_level, NULL, NULL, &rows},           {"pack_keys", at_every_level, NULL, NULL, &keys},
         {"pack_values", at_every_level, NULL, NULL, &values},       {"softmax", at_every_level, NULL, NULL, &forward},
-        {"softmax_backward", at_every_level, NULL, NULL, &backward}, {"narrowing", at_every_level, NULL, NULL, &narrow},
-        {"rows_of_output", at_every_level, NULL, NULL, &output},
+        {"softmax_backward", at_every_level, NULL, NULL, &backward}, {"rows_of_output", at_every_level, NULL, NULL, &output},
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

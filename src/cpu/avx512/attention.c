@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attention.c - the attention table for AVX-512: 6 x 4 vectors of sixteen floats, 24 accumulators of the 32
  * registers. Limit: two 512-bit FMAs a cycle. */
+#include "cpu/attention_backward_rows.h"
 #include "cpu/attention_rows.h"
 
 #include <immintrin.h>
@@ -21,4 +22,4 @@ static void mm_f32(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row
 }
 
 const attention_kernels attention_kernels_avx512 = {
-    .level = QUERN_CPU_LEVEL_AVX512, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS};
+    .level = QUERN_CPU_LEVEL_AVX512, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS};

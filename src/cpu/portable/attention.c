@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attention.c - the attention table in portable C: the reference every other level is tested against, and
  * what runs where no level fits. 4 x 4 vectors of four floats. */
+#include "cpu/attention_backward_rows.h"
 #include "cpu/attention_rows.h"
 
 typedef float vec __attribute__((vector_size(16)));
@@ -19,4 +20,4 @@ static void mm_f32(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row
 }
 
 const attention_kernels attention_kernels_portable = {
-    .level = QUERN_CPU_LEVEL_PORTABLE, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS};
+    .level = QUERN_CPU_LEVEL_PORTABLE, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS};
