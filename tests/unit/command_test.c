@@ -1,0 +1,380 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * command_test.c - the command as a script sees it: exit codes, one sentence on a mistake, outputs untouched
+ * on an error, and the golden vectors through `quern run`.
+ */
+#include "cmocka_c11.h"
+
+#include <quern/safetensors.h>
+
+#include <dirent.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static char directory[] = "command_test.XXXXXX";
+static char output[1 << 16]; /* stdout and stderr of the last run */
+
+static int make_directory(void **state)
+{
+    (void)state;
+    return mkdtemp(directory) == NULL ? -1 : 0;
+}
+
+static int remove_directory(void **state)
+{
+    char command[128];
+    (void)state;
+    snprintf(command, sizeof command, "rm -rf '%s'", directory);
+    return system(command);
+}
+
+/* Runs `quern ARGUMENTS` with DIR standing for the test's directory, VECTORS for the golden vectors; returns the
+ * exit code. `prefix` goes before the command. */
+static int run_with(const char *prefix, const char *arguments)
+{
+    char command[4096];
+    snprintf(command, sizeof command, "DIR='%s'; VECTORS='%s'; %s '%s' %s 2>&1", directory, QUERN_TEST_VECTORS, prefix, QUERN_COMMAND,
+             arguments);
+    FILE *f = popen(command, "r");
+    assert_non_null(f);
+    output[fread(output, 1, sizeof output - 1, f)] = '\0';
+    const int how = pclose(f);
+    assert_true(WIFEXITED(how));
+    return WEXITSTATUS(how);
+}
+
+static int run(const char *arguments)
+{
+    return run_with("", arguments);
+}
+
+static void expect(int code, const char *arguments, const char *part)
+{
+    const int got = run(arguments);
+    if (got != code || strstr(output, part) == NULL)
+        fail_msg("quern %s: exit code %d instead of %d, or no \"%s\" in: %s", arguments, got, code, part, output);
+    if (code != 0 && code != 1 && strchr(output, '\n') != output + strlen(output) - 1)
+        fail_msg("quern %s: more than one sentence: %s", arguments, output);
+}
+
+static const char *path_of(const char *name)
+{
+    static char path[4][256];
+    static int next;
+    next = (next + 1) % 4;
+    snprintf(path[next], sizeof path[next], "%s/%s", directory, name);
+    return path[next];
+}
+
+static bool exists(const char *name)
+{
+    struct stat st;
+    return stat(path_of(name), &st) == 0;
+}
+
+static void write_text(const char *name, const char *text, size_t size)
+{
+    FILE *f = fopen(path_of(name), "wb");
+    assert_non_null(f);
+    assert_int_equal(fwrite(text, 1, size, f), size);
+    assert_int_equal(fclose(f), 0);
+}
+
+/* No temporary file was left in the test's directory. */
+static void check_no_leftovers(void)
+{
+    DIR *d = opendir(directory);
+    assert_non_null(d);
+    for (const struct dirent *e; (e = readdir(d)) != NULL;)
+        if (strstr(e->d_name, ".tmp") != NULL) fail_msg("%s was left behind", e->d_name);
+    closedir(d);
+}
+
+/* Copies tensors of a golden file under other names: "W=gate Q=Q" becomes a file with gate and Q. */
+static void copy_renamed(const char *golden, const char *pairs, const char *name)
+{
+    enum { MAX = 16 };
+    quern_safetensors *file = NULL;
+    quern_safetensors_item items[MAX];
+    quern_tensor views[MAX];
+    char from[MAX][32], to[MAX][32], path[512];
+    size_t n = 0;
+    snprintf(path, sizeof path, "%s/%s", QUERN_TEST_VECTORS, golden);
+    assert_int_equal(quern_safetensors_open(path, &file), QUERN_OK);
+    for (const char *at = pairs; *at != '\0' && n < MAX; n++) {
+        int used = 0;
+        assert_int_equal(sscanf(at, "%31[^=]=%31[^ ] %n", from[n], to[n], &used), 2);
+        assert_int_equal(quern_safetensors_get(file, from[n], &views[n]), QUERN_OK);
+        items[n] = (quern_safetensors_item){to[n], &views[n]};
+        at += used;
+    }
+    assert_int_equal(quern_safetensors_save(path_of(name), items, n, NULL, 0), QUERN_OK);
+    quern_safetensors_close(file);
+}
+
+static void every_verb_has_help(void **state)
+{
+    static const char *const verbs[] = {"info", "run", "compare", "bench", "probe", "accept"};
+    (void)state;
+    expect(0, "--help", "usage: quern VERB");
+    expect(0, "--version", "quern 0.");
+    for (size_t i = 0; i < sizeof verbs / sizeof *verbs; i++) {
+        char arguments[64];
+        snprintf(arguments, sizeof arguments, "%s --help", verbs[i]);
+        assert_int_equal(run(arguments), 0);
+        assert_non_null(strstr(output, "usage: quern "));
+        assert_non_null(strstr(output, "example"));
+        assert_non_null(strstr(output, "exit codes:"));
+        snprintf(arguments, sizeof arguments, "%s --no-such-option", verbs[i]);
+        expect(2, arguments, "--no-such-option");
+    }
+}
+
+static void wrong_command_lines_are_usage_errors(void **state)
+{
+    (void)state;
+    expect(2, "frobnicate", "'frobnicate'");
+    expect(2, "info extra", "'extra'");
+    expect(2, "run nsa one-word", "OP IN OUT");
+    expect(2, "run no-such-op a b", "'no-such-op'");
+    expect(2, "run nsa a b --window", "needs a value");
+    expect(2, "run nsa a b --window 3x", "--window '3x'");
+    expect(2, "run nsa a b --window 99999999999999999999", "--window");
+    expect(2, "run nsa a b --scope tribe", "group|head");
+    expect(2, "run nsa a b --causal maybe", "true|false");
+    expect(2, "run nsa a b --branches cmp,all", "--branches");
+    expect(2, "run nsa a b --profile none-such", "none-such");
+    expect(2, "run attention a b --profile tile256", "--profile");
+    expect(2, "run attention a b --tile 64", "--tile");
+    expect(2, "compare one", "A B");
+    expect(2, "bench", "ceilings");
+    expect(2, "bench attention --n 12,x", "--n '12,x'");
+    expect(2, "bench attention --heads 3/2", "--heads '3/2'");
+    expect(2, "bench attention --dim 128/", "--dim '128/'");
+    expect(2, "bench attention --threads 1,-2", "--threads");
+    expect(2, "probe nsa --memory lots", "--memory 'lots'");
+    expect(2, "probe", "attention and nsa");
+    expect(2, "accept house", "attention and nsa");
+    expect(2, "info --threads 5000", "1024");
+}
+
+static void a_missing_device_or_level_is_said(void **state)
+{
+    (void)state;
+    expect(4, "info --device cuda", "cuda");
+    expect(4, "run attention $VECTORS/nsa_small.safetensors $DIR/no.safetensors --device cuda", "cuda");
+    assert_int_equal(run_with("QUERN_CPU=z80", "info"), 3);
+    assert_non_null(strstr(output, "z80"));
+}
+
+static void info_says_what_this_is(void **state)
+{
+    (void)state;
+    expect(0, "info", "level");
+    assert_int_equal(run("info --json --threads 1"), 0);
+    assert_non_null(strstr(output, "\"threads\": 1"));
+    assert_non_null(strstr(output, "\"isa\":"));
+}
+
+static void bad_files_leave_the_output_alone(void **state)
+{
+    static const char old[] = "the old contents";
+    (void)state;
+    write_text("old.safetensors", old, sizeof old);
+    write_text("empty", "", 0);
+    write_text("hostile", "\xff\xff\xff\xff\xff\xff\xff\x7f{}", 10);
+    expect(3, "run attention $DIR/none $DIR/old.safetensors", "none");
+    expect(3, "run attention $DIR/empty $DIR/old.safetensors", "0 bytes");
+    expect(3, "run attention $DIR/hostile $DIR/old.safetensors", "header length");
+    expect(3, "run attention $DIR $DIR/old.safetensors", "regular file");
+    expect(3, "run attention $VECTORS/nsa_gating.safetensors $DIR/old.safetensors", "tensor K is missing");
+    expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR/old.safetensors --without Q,V", "tensor Q is missing");
+    expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR/old.safetensors --window -1", "window");
+    expect(3, "run nsa $VECTORS/nsa_small.safetensors $DIR/old.safetensors --tile 0 --block-size 32", "tile");
+    expect(3, "run nsa $VECTORS/nsa_small.safetensors $DIR/old.safetensors --num-selected 1 --block-size 32", "num_selected");
+    expect(3, "compare $DIR/none $DIR/empty", "none");
+    expect(3, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors no_such", "no_such");
+    char now[sizeof old];
+    FILE *f = fopen(path_of("old.safetensors"), "rb");
+    assert_non_null(f);
+    assert_int_equal(fread(now, 1, sizeof now, f), sizeof now);
+    fclose(f);
+    assert_memory_equal(now, old, sizeof old);
+    check_no_leftovers();
+}
+
+static void shapes_that_do_not_fit_are_said(void **state)
+{
+    (void)state;
+    copy_renamed("nsa_small.safetensors", "full.lse_slc=Q K=K V=V", "flat.safetensors");
+    expect(3, "run attention $DIR/flat.safetensors $DIR/out.safetensors", "tensor Q has 3 dimensions");
+    copy_renamed("nsa_small.safetensors", "Q=Q full.K_cmp=K V=V", "short.safetensors");
+    assert_int_equal(run("run attention $DIR/short.safetensors $DIR/out.safetensors"), 3);
+    copy_renamed("nsa_small.safetensors", "full.block_idx=Q K=K V=V", "integers.safetensors");
+    assert_int_equal(run("run attention $DIR/integers.safetensors $DIR/out.safetensors"), 3);
+    copy_renamed("nsa_small.safetensors", "Q=Q K=K V=V gate=gate full.gates=gates", "both.safetensors");
+    expect(3, "run nsa $DIR/both.safetensors $DIR/out.safetensors --block-size 32", "both gate and gates");
+    assert_false(exists("out.safetensors"));
+}
+
+static void an_unwritable_output_is_an_input_error(void **state)
+{
+    (void)state;
+    expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR/no/such/place.safetensors", "place.safetensors");
+    expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR", "regular file");
+    expect(3, "run attention $VECTORS/nsa_small.safetensors /dev/full", "/dev/full");
+    assert_int_equal(run_with("ulimit -f 8;", "run attention $VECTORS/nsa_small.safetensors $DIR/large.safetensors"), 3);
+    assert_non_null(strstr(output, "large.safetensors"));
+    assert_false(exists("large.safetensors"));
+    check_no_leftovers();
+}
+
+static void the_reference_page_is_what_the_command_prints(void **state)
+{
+    static char page[1 << 16];
+    (void)state;
+    assert_int_equal(run("run --list --markdown"), 0);
+    FILE *f = fopen(QUERN_DOCS "/run.md", "rb");
+    assert_non_null(f);
+    page[fread(page, 1, sizeof page - 1, f)] = '\0';
+    fclose(f);
+    assert_string_equal(output, page); /* quern run --list --markdown > docs/run.md */
+}
+
+static void compare_finds_differences(void **state)
+{
+    (void)state;
+    expect(0, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors", "PASS");
+    expect(1, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors full.mslk.O=full.causal.O", "FAIL");
+    expect(1, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors Q=K --tolerance 1e30", "shapes differ");
+    expect(1, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors full.block_idx=nogate.n_valid", "FAIL");
+    expect(1, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors full.mslk.lse_cmp=full.causal.lse_cmp --tolerance 1e30",
+           "infinities");
+}
+
+/* One golden case: run, then compare. */
+static void golden(const char *input, const char *options, const char *vectors, const char *pairs)
+{
+    char arguments[1024];
+    snprintf(arguments, sizeof arguments, "%s $DIR/golden.safetensors %s", input, options);
+    if (run(arguments) != 0) fail_msg("quern %s: %s", arguments, output);
+    snprintf(arguments, sizeof arguments, "compare $DIR/golden.safetensors $VECTORS/%s %s --tolerance 2e-6", vectors, pairs);
+    if (run(arguments) != 0) fail_msg("quern %s (%s): %s", arguments, options, output);
+}
+
+#define SMALL "--profile tile256 --block-size 32 --num-selected 3 --window 64 --tile 64 --save-branches "
+#define GRADIENTS(v) "O=" v ".O dQ=" v ".dQ dK=" v ".dK dV=" v ".dV "
+#define DWEIGHTS(v) "dW_k=" v ".dW_k dW_v=" v ".dW_v "
+
+static void golden_nsa_small_passes(void **state)
+{
+    static const char in[] = "run nsa $VECTORS/nsa_small.safetensors", file[] = "nsa_small.safetensors";
+    (void)state;
+    golden(in, SMALL, file,
+           GRADIENTS("full.mslk") DWEIGHTS("full.mslk") "dgate=full.mslk.dgate O_cmp=full.mslk.O_cmp lse_cmp=full.mslk.lse_cmp "
+           "O_slc=full.O_slc O_win=full.O_sld lse_slc=full.lse_slc lse_win=full.lse_sld gates=full.gates K_cmp=full.K_cmp "
+           "V_cmp=full.V_cmp block_idx=full.block_idx_sorted block_count=full.n_valid");
+    golden(in, SMALL "--compressed-visibility complete", file,
+           GRADIENTS("full.causal") DWEIGHTS("full.causal") "dgate=full.causal.dgate O_cmp=full.causal.O_cmp lse_cmp=full.causal.lse_cmp");
+    golden(in, SMALL "--without gate", file, GRADIENTS("nogate.mslk") DWEIGHTS("nogate.mslk"));
+    golden(in, SMALL "--without gate --compressed-visibility complete", file, GRADIENTS("nogate.causal") DWEIGHTS("nogate.causal"));
+    golden(in, SMALL "--without W_k,W_v", file, GRADIENTS("noproj.mslk") "dgate=noproj.mslk.dgate block_idx=noproj.block_idx_sorted");
+    golden(in, SMALL "--without W_k,W_v --compressed-visibility complete", file, GRADIENTS("noproj.causal") "dgate=noproj.causal.dgate");
+    golden(in, SMALL "--causal false", file,
+           GRADIENTS("noncausal.mslk") DWEIGHTS("noncausal.mslk") "dgate=noncausal.mslk.dgate block_idx=noncausal.block_idx_sorted");
+}
+
+static void golden_window_passes_as_dense_attention(void **state)
+{
+    (void)state;
+    golden("run attention $VECTORS/nsa_small.safetensors", "--window 64", "nsa_small.safetensors", "O=full.O_sld lse=full.lse_sld");
+}
+
+static void golden_nsa_paper_b_passes(void **state)
+{
+    (void)state;
+    golden("run nsa $VECTORS/nsa_paper_b.safetensors", "--block-size 16 --num-selected 6 --window 48", "nsa_paper_b.safetensors",
+           "O dQ dK dV dW_k dW_v dgate lse_cmp lse_slc lse_win=lse_sld block_idx=sel_idx");
+}
+
+static void golden_nsa_gating_passes(void **state)
+{
+    static const char file[] = "nsa_gating.safetensors", branches[] = "O_cmp=O_cmp O_slc=O_slc O_sld=O_win";
+    char pairs[128];
+    (void)state;
+    snprintf(pairs, sizeof pairs, "Q=Q W=gate dO=dO %s", branches);
+    copy_renamed(file, pairs, "gate.safetensors");
+    golden("run nsa-gate $DIR/gate.safetensors", "", file, "O=out gates dO_cmp dO_slc dO_win=dO_sld dQ dgate=dW");
+    golden("run nsa-gates $DIR/gate.safetensors", "", file, "gates");
+    snprintf(pairs, sizeof pairs, "gates=gates %s", branches);
+    copy_renamed(file, pairs, "combine.safetensors");
+    golden("run nsa-combine $DIR/combine.safetensors", "", file, "O=out");
+    copy_renamed(file, branches, "plain.safetensors");
+    golden("run nsa-combine $DIR/plain.safetensors", "", file, "O=out_nogate");
+}
+
+static void stages_alone_give_what_the_whole_gives(void **state)
+{
+    (void)state;
+    golden("run nsa-compress $VECTORS/nsa_small.safetensors", "--block-size 32", "nsa_small.safetensors", "K_cmp=full.K_cmp V_cmp=full.V_cmp");
+    copy_renamed("nsa_small.safetensors", "Q=Q K=K V=V full.K_cmp=K_cmp full.V_cmp=V_cmp full.block_idx=block_idx", "attend.safetensors");
+    golden("run nsa-select $DIR/attend.safetensors", SMALL, "nsa_small.safetensors", "block_idx=full.block_idx_sorted block_count=full.n_valid");
+    golden("run nsa-attend $DIR/attend.safetensors", SMALL, "nsa_small.safetensors",
+           "O_cmp=full.mslk.O_cmp O_slc=full.O_slc O_win=full.O_sld lse_slc=full.lse_slc lse_win=full.lse_sld lse_cmp=full.mslk.lse_cmp");
+    copy_renamed("nsa_small.safetensors", "full.block_idx_sorted=block_idx", "list.safetensors");
+    assert_int_equal(run("run nsa-list-convert $DIR/list.safetensors $DIR/halves.safetensors --from 32 --to 16 --n 192"), 0);
+    assert_int_equal(run("run nsa-list-convert $DIR/list.safetensors $DIR/halves.safetensors --from 32 --to 20 --n 192"), 3);
+}
+
+static void bench_writes_its_schema(void **state)
+{
+    static const char *const keys[] = {"\"schema\": 1", "\"version\"", "\"commit\"", "\"machine\"", "\"cpu\"", "\"isa\"", "\"device\"", "\"ceilings\"",
+                                       "\"op\": \"attention\"", "\"op\": \"attention-backward\"", "\"shape\"", "\"dtype\"", "\"threads\"", "\"reps\"",
+                                       "\"ms_median\"", "\"ms_p10\"", "\"ms_p90\"", "\"gflops\"", "\"gbps\"", "\"ceiling\"", "\"fraction\"", "\"peer\"", "\"peer_ms\""};
+    static char json[1 << 16];
+    (void)state;
+    assert_int_equal(run("bench attention --n 64,128 --heads 2/1 --dim 16 --threads 1 --reps 1 --backward --json $DIR/bench.json"), 0);
+    FILE *f = fopen(path_of("bench.json"), "rb");
+    assert_non_null(f);
+    json[fread(json, 1, sizeof json - 1, f)] = '\0';
+    fclose(f);
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
+        if (strstr(json, keys[i]) == NULL) fail_msg("%s is missing from the bench's JSON", keys[i]);
+    expect(3, "bench attention --n 64 --json $DIR/no/such/place", "no/such/place");
+}
+
+static void probe_keeps_to_its_limit(void **state)
+{
+    (void)state;
+    expect(0, "probe attention --memory 8M --heads 2/1 --dim 16 --threads 1", "proven");
+    expect(0, "probe attention --memory 1T --dry-run", "tokens fit into 1T");
+    expect(4, "probe attention --memory 1k", "not even 1024 tokens");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_verb_has_help),
+        cmocka_unit_test(wrong_command_lines_are_usage_errors),
+        cmocka_unit_test(a_missing_device_or_level_is_said),
+        cmocka_unit_test(info_says_what_this_is),
+        cmocka_unit_test(bad_files_leave_the_output_alone),
+        cmocka_unit_test(shapes_that_do_not_fit_are_said),
+        cmocka_unit_test(an_unwritable_output_is_an_input_error),
+        cmocka_unit_test(the_reference_page_is_what_the_command_prints),
+        cmocka_unit_test(compare_finds_differences),
+        cmocka_unit_test(golden_nsa_small_passes),
+        cmocka_unit_test(golden_window_passes_as_dense_attention),
+        cmocka_unit_test(golden_nsa_paper_b_passes),
+        cmocka_unit_test(golden_nsa_gating_passes),
+        cmocka_unit_test(stages_alone_give_what_the_whole_gives),
+        cmocka_unit_test(bench_writes_its_schema),
+        cmocka_unit_test(probe_keeps_to_its_limit),
+    };
+    return cmocka_run_group_tests(tests, make_directory, remove_directory);
+}
