@@ -267,8 +267,15 @@ static void clear_tokens(void *arg, int64_t index, int32_t thread)
 /* No gradient comes through the compression. */
 static void clear_side(const quern_exec *exec, backward_job *job)
 {
-    const quern_tensor *d = job->s->d_x;
+    const quern_tensor *d = job->s->d_x, *const weights[] = {job->s->d_w, job->s->d_pe};
     if (is_present(d) && !job->args->accumulate) parallel_for(exec->threads, d->shape[0] * d->shape[1], clear_tokens, job);
+    for (int i = 0; i < 2; i++) {
+        const quern_tensor *w = weights[i];
+        if (!is_present(w)) continue;
+        for (int64_t row = 0; row < w->shape[0] * w->shape[1]; row++)
+            memset((float *)w->data + row / w->shape[1] * w->strides[0] + row % w->shape[1] * w->strides[1], 0,
+                   (size_t)w->shape[2] * sizeof(float));
+    }
 }
 
 static void run_side(const quern_exec *exec, backward_job *job)

@@ -6,42 +6,29 @@
  * Tasks of 32 tokens; a token's gates are made 64 heads at a time, so that the sigmoid runs on full vectors, then
  * its o rows are combined in f32 and stored past the caches. Limit: the copy bandwidth on q, o_b and o.
  */
-#include "core/arena.h"
 #include "core/parallel.h"
 #include "cpu/gate.h"
 #include "cpu/stages.h"
 
-enum { GATE_TOKENS = 32, GATE_HEADS = 64 };
+enum { GATE_TOKENS = 32, GATE_HEADS = 64, GATE_DIM = 256 };
 
 typedef struct gate_job {
     const gate_args *args;
     const nsa_kernels *kernels;
-    gate_weights w;
     int64_t rows, pieces, heads;
 } gate_job;
 
-void gate_weights_carve(const gate_args *args, arena *a, gate_weights *w)
+/* w_gate of one head as f32. The forward calls take no workspace, so 16-bit weights are widened where they are
+ * used: as many instructions again as the logits', beside the memory that o_b costs. */
+static const float *head_weights(const gate_job *job, int64_t h, float wide[3 * GATE_DIM], int64_t *ld)
 {
-    *w = (gate_weights){0};
-    const quern_tensor *t = &args->w_gate;
-    if (args->kind != QUERN_NSA_GATE_WEIGHTS || !is_present(t)) return;
-    if (t->dtype == QUERN_F32) {
-        *w = (gate_weights){t->data, NULL, t->strides[1], t->strides[0]};
-        return;
-    }
-    w->ld = t->shape[2];
-    w->head_stride = 3 * w->ld;
-    w->data = w->copy = arena_take(a, (size_t)(t->shape[0] * w->head_stride) * sizeof(float));
-}
-
-void gate_weights_fill(const gate_args *args, const nsa_kernels *k, const gate_weights *w)
-{
-    const quern_tensor *t = &args->w_gate;
-    if (w->copy == NULL) return;
-    for (int64_t h = 0; h < t->shape[0]; h++)
-        for (int64_t b = 0; b < 3; b++)
-            k->convert_row((const uint16_t *)t->data + h * t->strides[0] + b * t->strides[1], t->dtype, w->copy + h * w->head_stride + b * w->ld,
-                           QUERN_F32, w->ld);
+    const quern_tensor *t = &job->args->w_gate;
+    const char *head = (const char *)t->data + h * t->strides[0] * (int64_t)quern_dtype_size(t->dtype);
+    *ld = t->dtype == QUERN_F32 ? t->strides[1] : t->shape[2];
+    if (t->dtype == QUERN_F32) return (const float *)head;
+    for (int64_t b = 0; b < 3; b++)
+        job->kernels->convert_row((const uint16_t *)head + b * t->strides[1], t->dtype, wide + b * *ld, QUERN_F32, *ld);
+    return wide;
 }
 
 /* The gates of heads [h0, h0 + heads) of a token. */
@@ -50,9 +37,12 @@ static void make_gates(const gate_job *job, int64_t b, int64_t n, int64_t h0, in
     const gate_args *args = job->args;
     const quern_tensor *g = &args->gates;
     if (args->kind == QUERN_NSA_GATE_WEIGHTS) {
-        for (int64_t h = 0; h < heads; h++)
-            job->kernels->gate_logits(row_at(&args->q, b, n, h0 + h), args->q.dtype, job->w.data + (h0 + h) * job->w.head_stride, job->w.ld,
-                                      args->q.shape[3], gates + 3 * h);
+        for (int64_t h = 0; h < heads; h++) {
+            float wide[3 * GATE_DIM];
+            int64_t ld;
+            const float *w = head_weights(job, h0 + h, wide, &ld);
+            job->kernels->gate_logits(row_at(&args->q, b, n, h0 + h), args->q.dtype, w, ld, args->q.shape[3], gates + 3 * h);
+        }
         job->kernels->sigmoid(gates, 3 * heads);
     } else if (args->kind == QUERN_NSA_GATE_NONE) {
         for (int64_t i = 0; i < 3 * heads; i++) gates[i] = 1.0f / 3.0f;
@@ -102,18 +92,14 @@ bool cpu_gate_supports(const quern_exec *exec, const gate_args *args, char why[S
 size_t cpu_gate_forward_workspace(const quern_exec *exec, const gate_args *args)
 {
     (void)exec;
-    arena a = {NULL, 0};
-    gate_weights w;
-    gate_weights_carve(args, &a, &w);
-    return arena_size(&a);
+    (void)args;
+    return 0;
 }
 
 quern_status cpu_gate_forward(const quern_exec *exec, const gate_args *args, void *workspace)
 {
-    arena a = arena_on(workspace);
+    (void)workspace;
     gate_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level)};
-    gate_weights_carve(args, &a, &job.w);
-    gate_weights_fill(args, job.kernels, &job.w);
     const quern_tensor *like = is_present(&args->o) ? &args->o : &args->gates;
     if (!is_present(like)) return QUERN_OK;
     job.heads = like->shape[2];

@@ -18,6 +18,13 @@
 
 enum { MAX_PARTS = 64, SUM_TOKENS = 64 };
 
+/* w_gate as f32: itself, or a copy. */
+typedef struct gate_weights {
+    const float *data;
+    float *copy;
+    int64_t ld, head_stride;
+} gate_weights;
+
 typedef struct backward_job {
     const gate_args *args;
     const nsa_kernels *kernels;
@@ -26,6 +33,30 @@ typedef struct backward_job {
     float *thread_sum; /* [threads][heads][3][dim] */
     int64_t rows, views, heads, dim, parts, part_rows;
 } backward_job;
+
+static void gate_weights_carve(const gate_args *args, arena *a, gate_weights *w)
+{
+    *w = (gate_weights){0};
+    const quern_tensor *t = &args->w_gate;
+    if (args->kind != QUERN_NSA_GATE_WEIGHTS || !is_present(t)) return;
+    if (t->dtype == QUERN_F32) {
+        *w = (gate_weights){t->data, NULL, t->strides[1], t->strides[0]};
+        return;
+    }
+    w->ld = t->shape[2];
+    w->head_stride = 3 * w->ld;
+    w->data = w->copy = arena_take(a, (size_t)(t->shape[0] * w->head_stride) * sizeof(float));
+}
+
+static void gate_weights_fill(const gate_args *args, const nsa_kernels *k, const gate_weights *w)
+{
+    const quern_tensor *t = &args->w_gate;
+    if (w->copy == NULL) return;
+    for (int64_t h = 0; h < t->shape[0]; h++)
+        for (int64_t b = 0; b < 3; b++)
+            k->convert_row((const uint16_t *)t->data + h * t->strides[0] + b * t->strides[1], t->dtype, w->copy + h * w->head_stride + b * w->ld,
+                           QUERN_F32, w->ld);
+}
 
 static backward_job carve(const quern_exec *exec, const gate_args *args, arena *a)
 {

@@ -88,7 +88,9 @@ static void carve(nsa_call *c, arena *a)
     }
     c->use_gate = true;
     grow(&scratch, c->backend->gate_backward.workspace(&c->exec, &c->gate));
-    c->use_compress = d_k.ndim > 0 && (compresses || !have_kv);
+    /* Without the compressed branch the stage only writes zeros, where nothing else wrote. */
+    const bool weights = v->d_w_k.ndim > 0 || v->d_w_v.ndim > 0 || v->d_pe_k.ndim > 0 || v->d_pe_v.ndim > 0;
+    c->use_compress = weights || (d_k.ndim > 0 && (compresses || !have_kv));
     if (c->use_compress) {
         c->compress = nsa_compress_args(c);
         c->compress.d_k_cmp = d_k_cmp, c->compress.d_v_cmp = d_v_cmp;

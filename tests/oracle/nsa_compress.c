@@ -112,14 +112,15 @@ void oracle_nsa_compress_backward(const oracle_nsa *a, int64_t dim, const double
                 for (int64_t c = 0; c < dim; c++) {
                     const places at = place(a, dim, head, i, p, c);
                     const double value = x[at.x] + (pe != NULL ? pe[at.pe] : 0);
-                    double d_value = 0;
+                    double d_value = 0, terms = 0;
                     for (int64_t e = 0; e < dim; e++) {
                         d_value += w[at.w + e] * g[e];
+                        terms += fabs(w[at.w + e] * g[e]);
                         if (d_w != NULL) d_w[at.w + e] += value * g[e];
                     }
                     d_x[at.x] += d_value;
                     if (d_pe != NULL) d_pe[at.pe] += d_value;
-                    if (pe_terms != NULL) pe_terms[at.pe] += fabs(d_value);
+                    if (pe_terms != NULL) pe_terms[at.pe] += terms;
                 }
             }
         }

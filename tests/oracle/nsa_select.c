@@ -71,14 +71,18 @@ static void add_softmax(const oracle_nsa *a, const double *q, const double *k_cm
     free(s);
 }
 
-/* Mean over the tile's queries and the group's heads of the logit with one entry. */
+/* Mean over the tile's queries and the group's heads of the logit with one entry: mean(q) . k_cmp. */
 static double mean_logit(const oracle_nsa *a, const double *q, const double *k_cmp, members m, int64_t entry)
 {
+    const double *y = k_cmp + (entry * a->hkv + m.head / (a->h / a->hkv)) * a->d;
     double sum = 0;
-    for (int64_t query = m.first; query <= m.last; query++)
-        for (int64_t head = m.head; head < m.head + m.heads; head++)
-            sum += logit(a, q, k_cmp, head, query, entry);
-    return sum / (double)((m.last - m.first + 1) * m.heads);
+    for (int64_t c = 0; c < a->d; c++) {
+        double mean = 0;
+        for (int64_t query = m.first; query <= m.last; query++)
+            for (int64_t head = m.head; head < m.head + m.heads; head++) mean += q[(query * a->h + head) * a->d + c];
+        sum += mean / (double)((m.last - m.first + 1) * m.heads) * y[c];
+    }
+    return scale_of(a) * sum;
 }
 
 static void mark_forced(const oracle_nsa *a, members m, int64_t blocks, oracle_choice *choices)

@@ -81,17 +81,18 @@ void nsa_check_whole(nsa_case *c, quern_context *ctx)
     const nsa_set forward = nsa_forward_outputs(c), backward = nsa_backward_outputs(c);
     int32_t cu_expected[NSA_MAX_BATCH + 1] = {0};
     nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), forward);
-    for (int64_t b = 0; c->config.packed && b < c->config.batch; b++) {
+    const bool borders = forward & NSA_BIT(NSA_CU_SEQLENS_CMP);
+    for (int64_t b = 0; borders && b < c->config.batch; b++) {
         const nsa_sequence s = nsa_sequence_of(c, b);
         cu_expected[b + 1] = cu_expected[b] + (int32_t)oracle_nsa_entries(&s.a);
     }
-    if (c->config.packed) {
+    if (borders) {
         int32_t *cu = test_tensor_get_i32(&c->tensor[NSA_CU_SEQLENS_CMP]);
         assert_memory_equal(cu, cu_expected, sizeof *cu * (size_t)(c->config.batch + 1));
         free(cu);
     }
     nsa_reference *r = nsa_reference_new(c, true);
-    if (c->config.params.selection == QUERN_NSA_LIST_COMPUTED) nsa_check_lists(r);
+    if (forward & NSA_BIT(NSA_BLOCK_IDX)) nsa_check_lists(r, forward & NSA_BIT(NSA_GROUP_IDX));
     nsa_reference_take_lists(r);
     nsa_reference_forward(r);
     nsa_check(r, forward);

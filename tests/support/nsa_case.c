@@ -84,8 +84,8 @@ static void make_weights(nsa_case *c, test_random *random)
         bool present;
         const int64_t *shape;
     } weights[] = {
-        {NSA_W_K, NSA_D_W_K, linear || f->project_k, w_k},
-        {NSA_W_V, NSA_D_W_V, linear || f->project_v, w_v},
+        {NSA_W_K, NSA_D_W_K, linear || (f->params.compress == QUERN_NSA_COMPRESS_MEAN && f->project_k), w_k},
+        {NSA_W_V, NSA_D_W_V, linear || (f->params.compress == QUERN_NSA_COMPRESS_MEAN && f->project_v), w_v},
         {NSA_PE_K, NSA_D_PE_K, linear && f->pe_k, pe_k},
         {NSA_PE_V, NSA_D_PE_V, linear && f->pe_v, pe_v},
         {NSA_W_GATE, NSA_D_W_GATE, f->params.gate == QUERN_NSA_GATE_WEIGHTS, gate},
@@ -212,8 +212,36 @@ static nsa_set slots(nsa_slot first, nsa_slot last)
     return set;
 }
 
-/* o_b and lse_b of the branches that take part. */
-static nsa_set branch_results(const nsa_case *c)
+/* What the branches that take part make use of; a call ignores the rest. */
+typedef struct uses {
+    bool cmp, slc, win, compresses, k, groups, selects;
+} uses;
+
+static uses uses_of(const nsa_case *c)
+{
+    const quern_nsa_params *p = &c->config.params;
+    uses u = {.cmp = p->branches & QUERN_NSA_BRANCH_CMP, .slc = p->branches & QUERN_NSA_BRANCH_SLC,
+              .win = p->branches & QUERN_NSA_BRANCH_WIN};
+    u.selects = u.slc && p->selection == QUERN_NSA_LIST_COMPUTED;
+    u.compresses = p->compress != QUERN_NSA_COMPRESS_GIVEN && (u.cmp || u.slc);
+    u.k = u.compresses || (u.slc && !c->config.separate_slc) || (u.win && !c->config.separate_win);
+    u.groups = u.cmp && p->max_compressed_groups > 0;
+    return u;
+}
+
+nsa_set nsa_attend_inputs(const nsa_case *c)
+{
+    const uses u = uses_of(c);
+    nsa_set set = NSA_BIT(NSA_Q) | NSA_BIT(NSA_CU_SEQLENS);
+    if (u.cmp) set |= slots(NSA_K_CMP, NSA_V_CMP) | NSA_BIT(NSA_CU_SEQLENS_CMP);
+    if ((u.slc && !c->config.separate_slc) || (u.win && !c->config.separate_win)) set |= slots(NSA_K, NSA_V);
+    if (u.slc) set |= slots(NSA_K_SLC, NSA_V_SLC) | NSA_BIT(NSA_BLOCK_IDX);
+    if (u.win) set |= slots(NSA_K_WIN, NSA_V_WIN);
+    if (u.groups) set |= NSA_BIT(NSA_GROUP_IDX);
+    return nsa_present(c, set);
+}
+
+nsa_set nsa_attend_outputs(const nsa_case *c)
 {
     nsa_set set = 0;
     for (int b = 0; b < 3; b++)
@@ -221,24 +249,39 @@ static nsa_set branch_results(const nsa_case *c)
     return set;
 }
 
+nsa_set nsa_attend_gradients(const nsa_case *c)
+{
+    const nsa_set inputs = nsa_attend_inputs(c);
+    nsa_set set = 0;
+    for (int i = NSA_Q; i <= NSA_V_CMP; i++)
+        if (inputs & NSA_BIT(i)) set |= NSA_BIT(i - NSA_Q + NSA_D_Q);
+    return set;
+}
+
 nsa_set nsa_forward_inputs(const nsa_case *c)
 {
     const quern_nsa_params *p = &c->config.params;
-    nsa_set set = slots(NSA_Q, NSA_V_WIN) | NSA_BIT(NSA_CU_SEQLENS) | slots(NSA_W_K, NSA_W_GATE);
-    if (p->compress == QUERN_NSA_COMPRESS_GIVEN) set |= slots(NSA_K_CMP, NSA_V_CMP);
+    const uses u = uses_of(c);
+    nsa_set set = nsa_attend_inputs(c) & ~(slots(NSA_K_CMP, NSA_V_CMP) | NSA_BIT(NSA_CU_SEQLENS_CMP) |
+                                           NSA_BIT(NSA_BLOCK_IDX) | NSA_BIT(NSA_GROUP_IDX));
+    if (u.k) set |= slots(NSA_K, NSA_V);
+    if (u.compresses) set |= slots(NSA_W_K, NSA_PE_V);
+    else if (u.cmp || u.selects) set |= slots(NSA_K_CMP, NSA_V_CMP) | NSA_BIT(NSA_CU_SEQLENS_CMP);
+    set |= NSA_BIT(NSA_W_GATE);
     if (p->gate == QUERN_NSA_GATE_GIVEN) set |= NSA_BIT(NSA_GATES);
-    if (p->selection == QUERN_NSA_LIST_GIVEN) set |= NSA_BIT(NSA_BLOCK_IDX);
-    if (p->groups == QUERN_NSA_LIST_GIVEN) set |= NSA_BIT(NSA_GROUP_IDX);
+    if (u.slc && p->selection == QUERN_NSA_LIST_GIVEN) set |= NSA_BIT(NSA_BLOCK_IDX);
+    if (u.groups && p->groups == QUERN_NSA_LIST_GIVEN) set |= NSA_BIT(NSA_GROUP_IDX);
     return nsa_present(c, set);
 }
 
 nsa_set nsa_forward_outputs(const nsa_case *c)
 {
-    const bool given = c->config.params.selection == QUERN_NSA_LIST_GIVEN;
-    const nsa_set all = slots(NSA_K_CMP, NSA_V_CMP) | NSA_BIT(NSA_CU_SEQLENS_CMP) | NSA_BIT(NSA_GATES) |
-                        NSA_BIT(NSA_BLOCK_IDX) | (given ? 0 : NSA_BIT(NSA_BLOCK_COUNT)) |
-                        NSA_BIT(NSA_GROUP_IDX) | NSA_BIT(NSA_O) | branch_results(c);
-    return nsa_present(c, all & ~nsa_forward_inputs(c));
+    const uses u = uses_of(c);
+    nsa_set set = nsa_attend_outputs(c) | NSA_BIT(NSA_O) | NSA_BIT(NSA_GATES);
+    if (u.compresses) set |= slots(NSA_K_CMP, NSA_V_CMP) | NSA_BIT(NSA_CU_SEQLENS_CMP);
+    if (u.selects) set |= NSA_BIT(NSA_BLOCK_IDX) | NSA_BIT(NSA_BLOCK_COUNT);
+    if (u.groups) set |= NSA_BIT(NSA_GROUP_IDX);
+    return nsa_present(c, set & ~nsa_forward_inputs(c));
 }
 
 nsa_set nsa_backward_inputs(const nsa_case *c)
@@ -250,8 +293,12 @@ nsa_set nsa_backward_inputs(const nsa_case *c)
 nsa_set nsa_backward_outputs(const nsa_case *c)
 {
     const quern_nsa_params *p = &c->config.params;
-    nsa_set set = slots(NSA_D_Q, NSA_D_V_WIN) | slots(NSA_D_W_K, NSA_D_W_GATE);
-    if (p->compress == QUERN_NSA_COMPRESS_GIVEN) set |= slots(NSA_D_K_CMP, NSA_D_V_CMP);
+    const uses u = uses_of(c);
+    nsa_set set = nsa_attend_gradients(c) & ~slots(NSA_D_K_CMP, NSA_D_V_CMP);
+    if (u.k) set |= slots(NSA_D_K, NSA_D_V);
+    if (u.compresses) set |= slots(NSA_D_W_K, NSA_D_PE_V);
+    if (u.cmp && p->compress == QUERN_NSA_COMPRESS_GIVEN) set |= slots(NSA_D_K_CMP, NSA_D_V_CMP);
+    set |= NSA_BIT(NSA_D_W_GATE);
     if (p->gate == QUERN_NSA_GATE_GIVEN) set |= NSA_BIT(NSA_D_GATES);
     return nsa_present(c, set);
 }

@@ -62,7 +62,11 @@ const char *nsa_config_describe(const nsa_config *config, char text[600]);
 nsa_case *nsa_case_new(const nsa_config *config, test_random *random);
 void nsa_case_free(nsa_case *c);
 
-/* Sets of tensors of the whole call, as the configuration has them. */
+/* Sets of tensors that the calls read and write, as the configuration has them. A tensor that the
+ * parameters leave without use (the selected branch's pair where that branch is off) is in none. */
+nsa_set nsa_attend_inputs(const nsa_case *c);
+nsa_set nsa_attend_outputs(const nsa_case *c);
+nsa_set nsa_attend_gradients(const nsa_case *c);
 nsa_set nsa_forward_inputs(const nsa_case *c);
 nsa_set nsa_forward_outputs(const nsa_case *c);
 nsa_set nsa_backward_inputs(const nsa_case *c); /* with o_b */

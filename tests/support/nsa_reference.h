@@ -40,8 +40,9 @@ void nsa_reference_gate_backward(nsa_reference *r);     /* from o_b, d_o */
 
 /* Fails the test unless the case's tensors of `set` agree with the reference within the bounds. */
 void nsa_check(const nsa_reference *r, nsa_set set);
-/* Fails the test unless the case's lists obey the test rule of selection, and unused rows are -1. */
-void nsa_check_lists(const nsa_reference *r);
+/* Fails the test unless the case's lists obey the test rule of selection, and unused rows are -1.
+ * Groups are judged where the call computed them. */
+void nsa_check_lists(const nsa_reference *r, bool judge_groups);
 /* Forward, then backward, with every output checked, on one context. */
 void nsa_check_whole(nsa_case *c, quern_context *ctx);
 

@@ -1,0 +1,154 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* nsa_causality_test.c - strictly causal settings: whatever stands after token t, no bit of any result of
+ * tokens 0 ... t changes. Strictly causal are tile 1 with `complete` visibility, and any tile where the
+ * lists are handed in. */
+#include "cmocka_c11.h"
+#include "nsa_random.h"
+#include "oracle/nsa.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { TRIALS = 60 };
+
+/* What the future is replaced by. */
+typedef enum future { OTHER_NUMBERS, HUGE_NUMBERS, NOT_NUMBERS, FUTURES } future;
+
+static double future_value(test_random *random, future kind)
+{
+    const double x = test_random_normal(random);
+    return kind == OTHER_NUMBERS ? x : kind == HUGE_NUMBERS ? 1e4 * x : NAN;
+}
+
+/* Replaces the rows after `last` of an input [1, rows, ...] (or its entries that are not complete by then). */
+static void perturb(nsa_case *c, nsa_slot slot, int64_t first_row, test_random *random, future kind)
+{
+    test_tensor *t = &c->tensor[slot];
+    if (t->buffer == NULL || test_tensor_count(t) == 0) return;
+    const int64_t rows = t->view.shape[1], width = test_tensor_count(t) / rows;
+    double *values = test_tensor_get(t);
+    for (int64_t i = first_row * width; i < rows * width; i++) values[i] = future_value(random, kind);
+    test_tensor_set(t, values);
+    free(values);
+}
+
+/* Elements that belong to tokens 0 ... last of a result: [1, N, ...] or, for statistics and lists,
+ * [1, heads, N or tiles, ...]. */
+static void compare_past(const nsa_case *c, nsa_slot slot, const test_tensor *before, int64_t last,
+                         const char *what)
+{
+    const bool per_head = slot >= NSA_LSE_CMP && slot <= NSA_LSE_WIN;
+    const bool list = slot >= NSA_BLOCK_IDX && slot <= NSA_GROUP_IDX;
+    const quern_tensor *v = &before->view;
+    const int dim = per_head || list ? 2 : 1;
+    const int64_t rows = v->shape[dim], past = list ? last / c->config.params.tile + 1 : last + 1;
+    const int64_t outer = dim == 2 ? v->shape[1] : 1, width = test_tensor_count(before) / (rows * outer);
+    double *old_values = list ? NULL : test_tensor_get(before);
+    double *new_values = list ? NULL : test_tensor_get(&c->tensor[slot]);
+    int32_t *old_list = list ? test_tensor_get_i32(before) : NULL;
+    int32_t *new_list = list ? test_tensor_get_i32(&c->tensor[slot]) : NULL;
+    for (int64_t o = 0; o < outer; o++) {
+        for (int64_t i = o * rows * width; i < (o * rows + past) * width; i++) {
+            const bool same = list ? old_list[i] == new_list[i]
+                                   : memcmp(&old_values[i], &new_values[i], sizeof(double)) == 0;
+            if (!same)
+                fail_msg("%s: %s entry %lld changed with tokens after %lld: %.9g, then %.9g", what,
+                         nsa_slot_names[slot], (long long)i, (long long)last,
+                         list ? old_list[i] : old_values[i], list ? new_list[i] : new_values[i]);
+        }
+    }
+    free(old_values);
+    free(new_values);
+    free(old_list);
+    free(new_list);
+}
+
+static void perturb_future(nsa_case *c, int64_t last, test_random *random, future kind)
+{
+    const nsa_slot tokens[] = {NSA_Q, NSA_K, NSA_V, NSA_K_SLC, NSA_V_SLC, NSA_K_WIN, NSA_V_WIN};
+    const oracle_nsa one = {c->config.params, last + 1, c->config.h, c->config.hkv, c->config.d, c->config.dv};
+    for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) perturb(c, tokens[i], last + 1, random, kind);
+    if (c->config.params.compress == QUERN_NSA_COMPRESS_GIVEN) {
+        perturb(c, NSA_K_CMP, oracle_nsa_entries(&one), random, kind);
+        perturb(c, NSA_V_CMP, oracle_nsa_entries(&one), random, kind);
+    }
+    if (c->config.params.gate == QUERN_NSA_GATE_GIVEN) perturb(c, NSA_GATES, last + 1, random, kind);
+}
+
+static nsa_config strictly_causal(test_random *random)
+{
+    nsa_config config = nsa_config_random(random, 80);
+    quern_nsa_params *p = &config.params;
+    config.packed = false;
+    config.batch = 1;
+    config.n = test_random_int(random, 20, 100) + (p->max_compressed_groups > 0 ? 300 * p->block_size : 0);
+    p->causal = true;
+    p->compressed_visibility = QUERN_NSA_VISIBLE_COMPLETE;
+    p->branches = QUERN_NSA_BRANCH_ALL;
+    p->selection = p->groups = QUERN_NSA_LIST_COMPUTED;
+    if (test_random_one_in(random, 4)) { /* any tile, with lists handed in */
+        p->selection = QUERN_NSA_LIST_GIVEN;
+        if (p->max_compressed_groups > 0) p->groups = QUERN_NSA_LIST_GIVEN;
+    } else {
+        p->tile = 1;
+        if (p->max_compressed_groups > 0) p->max_compressed_groups = 1;
+    }
+    p->num_selected = nsa_least_selected(p) + test_random_int(random, 0, 4);
+    return config;
+}
+
+static void the_future_changes_no_bit(void **state)
+{
+    const uint64_t seed = test_seed("the_future_changes_no_bit", 41);
+    const char *only = getenv("QUERN_TEST_TRIAL");
+    (void)state;
+    for (int trial = 0; trial < TRIALS; trial++) {
+        if (only != NULL && atoi(only) != trial) continue;
+        test_random random = {seed + (uint64_t)trial * 1000003u};
+        const nsa_config config = strictly_causal(&random);
+        const quern_cpu_level level = nsa_random_level(&random);
+        const future kind = (future)(trial % FUTURES);
+        const int64_t last = test_random_int(&random, 0, config.n - 2);
+        char text[600], what[700];
+        snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d %s [%s]", trial, quern_cpu_level_name(level),
+                 nsa_config_describe(&config, text));
+        quern_context *ctx = nsa_context(level, 2);
+        nsa_case *c = nsa_case_random(&config, &random);
+        nsa_set outputs = nsa_forward_outputs(c);
+        if (test_random_one_in(&random, 2)) outputs = NSA_BIT(NSA_O); /* the inference path */
+        nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), outputs);
+        test_tensor before[NSA_SLOTS];
+        for (int i = 0; i < NSA_SLOTS; i++) {
+            if ((outputs & NSA_BIT(i)) == 0) continue;
+            const test_tensor *t = &c->tensor[i];
+            before[i] = test_tensor_make(&random, t->view.dtype, t->view.ndim, t->view.shape, TEST_CONTIGUOUS);
+            if (t->view.dtype == QUERN_I32) {
+                int32_t *values = test_tensor_get_i32(t);
+                test_tensor_set_i32(&before[i], values);
+                free(values);
+            } else {
+                double *values = test_tensor_get(t);
+                test_tensor_set(&before[i], values);
+                free(values);
+            }
+        }
+        perturb_future(c, last, &random, kind);
+        nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), outputs);
+        for (int i = 0; i < NSA_SLOTS; i++) {
+            if ((outputs & NSA_BIT(i)) == 0) continue;
+            if (i != NSA_K_CMP && i != NSA_V_CMP) compare_past(c, (nsa_slot)i, &before[i], last, what);
+            test_tensor_free(&before[i]);
+        }
+        nsa_case_free(c);
+        quern_context_destroy(ctx);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(the_future_changes_no_bit)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

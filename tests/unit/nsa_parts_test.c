@@ -1,0 +1,200 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* nsa_parts_test.c - every NSA operation called alone, forward and backward, against the float64 oracle
+ * over random shapes and parameters. */
+#include "cmocka_c11.h"
+#include "compare.h"
+#include "nsa_random.h"
+#include "nsa_reference.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { TRIALS = 24 };
+
+static const nsa_set entries = NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_V_CMP);
+static const nsa_set borders = NSA_BIT(NSA_CU_SEQLENS) | NSA_BIT(NSA_CU_SEQLENS_CMP);
+static const nsa_set branches_o = NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_O_SLC) | NSA_BIT(NSA_O_WIN);
+static const nsa_set branches_d_o = NSA_BIT(NSA_D_O_CMP) | NSA_BIT(NSA_D_O_SLC) | NSA_BIT(NSA_D_O_WIN);
+
+/* Runs `body` on random cases; `adjust` narrows the configuration to what the operation takes. */
+static void for_random_cases(const char *name, uint64_t fallback, void (*adjust)(nsa_config *),
+                             void (*body)(nsa_case *c, quern_context *ctx))
+{
+    const uint64_t seed = test_seed(name, fallback);
+    const char *only = getenv("QUERN_TEST_TRIAL");
+    for (int trial = 0; trial < TRIALS; trial++) {
+        if (only != NULL && atoi(only) != trial) continue;
+        test_random random = {seed + (uint64_t)trial * 1000003u};
+        nsa_config config = nsa_config_random(&random, 80);
+        const quern_cpu_level level = nsa_random_level(&random);
+        char text[600];
+        adjust(&config);
+        printf("QUERN_TEST_TRIAL=%d: %s: %s\n", trial, quern_cpu_level_name(level),
+               nsa_config_describe(&config, text));
+        fflush(stdout);
+        quern_context *ctx = nsa_context(level, 2);
+        nsa_case *c = nsa_case_random(&config, &random);
+        body(c, ctx);
+        nsa_case_free(c);
+        quern_context_destroy(ctx);
+    }
+}
+
+static void keep(nsa_config *config)
+{
+    (void)config;
+}
+
+static void not_given(nsa_config *config)
+{
+    if (config->params.compress == QUERN_NSA_COMPRESS_GIVEN) config->params.compress = QUERN_NSA_COMPRESS_MEAN;
+}
+
+static void compress_case(nsa_case *c, quern_context *ctx)
+{
+    const nsa_set weights = NSA_BIT(NSA_W_K) | NSA_BIT(NSA_W_V) | NSA_BIT(NSA_PE_K) | NSA_BIT(NSA_PE_V);
+    const nsa_set d_weights =
+        NSA_BIT(NSA_D_W_K) | NSA_BIT(NSA_D_W_V) | NSA_BIT(NSA_D_PE_K) | NSA_BIT(NSA_D_PE_V);
+    const nsa_set inputs = NSA_BIT(NSA_K) | NSA_BIT(NSA_V) | weights | NSA_BIT(NSA_CU_SEQLENS);
+    nsa_reference *r = nsa_reference_new(c, false);
+    nsa_reference_compress_backward(r);
+    nsa_run(c, ctx, nsa_call_compress, inputs, entries | NSA_BIT(NSA_CU_SEQLENS_CMP));
+    nsa_check(r, entries);
+    const nsa_set outputs = NSA_BIT(NSA_D_K) | NSA_BIT(NSA_D_V) | d_weights;
+    nsa_run(c, ctx, nsa_call_compress_backward,
+            inputs | NSA_BIT(NSA_CU_SEQLENS_CMP) | NSA_BIT(NSA_D_K_CMP) | NSA_BIT(NSA_D_V_CMP), outputs);
+    nsa_check(r, outputs);
+    nsa_reference_free(r);
+}
+
+static void compress_alone(void **state)
+{
+    (void)state;
+    for_random_cases("compress_alone", 31, not_given, compress_case);
+}
+
+static void computed_lists(nsa_config *config)
+{
+    config->params.compress = QUERN_NSA_COMPRESS_GIVEN; /* k_cmp is random, not a mean of k */
+    config->params.selection = config->params.groups = QUERN_NSA_LIST_COMPUTED;
+}
+
+static const nsa_set lists = NSA_BIT(NSA_BLOCK_IDX) | NSA_BIT(NSA_BLOCK_COUNT) | NSA_BIT(NSA_GROUP_IDX);
+
+static void select_case(nsa_case *c, quern_context *ctx)
+{
+    const nsa_set inputs = NSA_BIT(NSA_Q) | NSA_BIT(NSA_K_CMP) | borders;
+    nsa_reference *r = nsa_reference_new(c, true);
+    nsa_run(c, ctx, nsa_call_select, inputs, lists);
+    nsa_check_lists(r, true);
+    if (c->config.params.metric == QUERN_NSA_METRIC_SOFTMAX) { /* once more, with the branch's statistics */
+        const uint32_t branches = c->config.params.branches;
+        c->config.params.branches = QUERN_NSA_BRANCH_CMP;
+        nsa_run(c, ctx, nsa_call_attend, inputs | NSA_BIT(NSA_V_CMP),
+                NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_LSE_CMP));
+        c->config.params.branches = branches;
+        nsa_run(c, ctx, nsa_call_select, inputs | NSA_BIT(NSA_LSE_CMP), lists);
+        nsa_check_lists(r, true);
+    }
+    nsa_reference_free(r);
+}
+
+static void select_alone(void **state)
+{
+    (void)state;
+    for_random_cases("select_alone", 32, computed_lists, select_case);
+}
+
+static void attend_case(nsa_case *c, quern_context *ctx)
+{
+    const nsa_set inputs = nsa_attend_inputs(c), outputs = nsa_attend_outputs(c);
+    const nsa_set d_outputs = nsa_attend_gradients(c);
+    nsa_set d_o_b = 0;
+    for (int b = 0; b < 3; b++)
+        if (outputs & NSA_BIT(NSA_O_CMP + b)) d_o_b |= NSA_BIT(NSA_D_O_CMP + b);
+    nsa_reference *r = nsa_reference_new(c, true);
+    nsa_reference_take_lists(r);
+    nsa_reference_forward(r);
+    nsa_reference_attend_backward(r);
+    nsa_run(c, ctx, nsa_call_attend, inputs, outputs);
+    nsa_check(r, outputs);
+    nsa_run(c, ctx, nsa_call_attend_backward, inputs | outputs | d_o_b, d_outputs);
+    nsa_check(r, d_outputs);
+    nsa_reference_free(r);
+}
+
+static void all_given(nsa_config *config)
+{
+    config->params.compress = QUERN_NSA_COMPRESS_GIVEN;
+    config->params.selection = QUERN_NSA_LIST_GIVEN;
+    if (config->params.max_compressed_groups > 0) config->params.groups = QUERN_NSA_LIST_GIVEN;
+}
+
+static void attend_alone(void **state)
+{
+    (void)state;
+    for_random_cases("attend_alone", 33, all_given, attend_case);
+}
+
+static void gate_case(nsa_case *c, quern_context *ctx)
+{
+    const bool given = c->config.params.gate == QUERN_NSA_GATE_GIVEN;
+    const bool weights = c->config.params.gate == QUERN_NSA_GATE_WEIGHTS;
+    const nsa_set gates_in = NSA_BIT(NSA_Q) | NSA_BIT(NSA_W_GATE) | NSA_BIT(NSA_CU_SEQLENS);
+    const nsa_set gates = NSA_BIT(NSA_GATES);
+    c->config.params.branches = QUERN_NSA_BRANCH_ALL;
+    nsa_reference *r = nsa_reference_new(c, true);
+    nsa_reference_gate(r);
+    if (weights) {
+        nsa_run(c, ctx, nsa_call_gates, gates_in, gates);
+        nsa_check(r, gates);
+    }
+    nsa_run(c, ctx, nsa_call_gate, gates_in | branches_o | (given ? gates : 0),
+            NSA_BIT(NSA_O) | (given ? 0 : gates));
+    nsa_check(r, NSA_BIT(NSA_O) | gates);
+    nsa_run(c, ctx, nsa_call_combine, branches_o | gates | NSA_BIT(NSA_CU_SEQLENS), NSA_BIT(NSA_O));
+    nsa_check(r, NSA_BIT(NSA_O));
+    nsa_reference_gate_backward(r);
+    const nsa_set outputs = branches_d_o | (given ? NSA_BIT(NSA_D_GATES) : 0) |
+                            (weights ? NSA_BIT(NSA_D_Q) | NSA_BIT(NSA_D_W_GATE) : 0);
+    nsa_run(c, ctx, nsa_call_gate_backward, gates_in | branches_o | gates | NSA_BIT(NSA_D_O), outputs);
+    nsa_check(r, nsa_present(c, outputs));
+    nsa_reference_free(r);
+}
+
+static void gate_alone(void **state)
+{
+    (void)state;
+    for_random_cases("gate_alone", 34, keep, gate_case);
+}
+
+/* Each branch by itself: the others' tensors are there but not written. */
+static void branch_case(nsa_case *c, quern_context *ctx)
+{
+    nsa_reference *r = nsa_reference_new(c, true);
+    nsa_reference_take_lists(r);
+    for (int b = 0; b < 3; b++) {
+        c->config.params.branches = 1u << b;
+        nsa_reference_forward(r);
+        nsa_run(c, ctx, nsa_call_attend, nsa_attend_inputs(c), nsa_attend_outputs(c));
+        nsa_check(r, nsa_attend_outputs(c));
+    }
+    nsa_reference_free(r);
+}
+
+static void one_branch_alone(void **state)
+{
+    (void)state;
+    for_random_cases("one_branch_alone", 35, all_given, branch_case);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(compress_alone), cmocka_unit_test(select_alone), cmocka_unit_test(attend_alone),
+        cmocka_unit_test(gate_alone),     cmocka_unit_test(one_branch_alone),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,56 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* nsa_property_test.c - the whole of NSA, forward and backward, against the float64 oracle over random
+ * shapes, parameters, dtypes, layouts, levels and numbers of threads. Trial i of seed s depends on s and i
+ * alone: QUERN_TEST_TRIAL=i repeats it, QUERN_TEST_TRIALS=n runs more of them. */
+#include "cmocka_c11.h"
+#include "nsa_random.h"
+#include "nsa_reference.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+/* Fewer results asked for: o alone, and gradients without o_b, which are then recomputed. */
+static void check_optional_results(nsa_case *c, quern_context *ctx)
+{
+    const nsa_set o_b = NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_O_SLC) | NSA_BIT(NSA_O_WIN);
+    nsa_reference *r = nsa_reference_new(c, true);
+    nsa_reference_take_lists(r);
+    nsa_reference_forward(r);
+    nsa_reference_backward(r);
+    nsa_run(c, ctx, nsa_call_backward, nsa_backward_inputs(c) & ~o_b, nsa_backward_outputs(c));
+    nsa_check(r, nsa_backward_outputs(c) & ~NSA_BIT(NSA_D_PE_K));
+    nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), NSA_BIT(NSA_O));
+    nsa_check(r, NSA_BIT(NSA_O));
+    nsa_reference_free(r);
+}
+
+static void whole_agrees_with_the_oracle(void **state)
+{
+    const uint64_t seed = test_seed("whole_agrees_with_the_oracle", 20261);
+    const char *trials = getenv("QUERN_TEST_TRIALS"), *only = getenv("QUERN_TEST_TRIAL");
+    (void)state;
+    for (int trial = 0; trial < (trials != NULL ? atoi(trials) : 40); trial++) {
+        if (only != NULL && atoi(only) != trial) continue;
+        test_random random = {seed + (uint64_t)trial * 1000003u};
+        const nsa_config config = nsa_config_random(&random, 90);
+        const quern_cpu_level level = nsa_random_level(&random);
+        const int32_t threads = (int32_t)test_random_int(&random, 1, 3);
+        quern_context *ctx = nsa_context(level, threads);
+        char text[600];
+        printf("QUERN_TEST_TRIAL=%d: %s, %d threads: %s\n", trial, quern_cpu_level_name(level), threads,
+               nsa_config_describe(&config, text));
+        fflush(stdout);
+        nsa_case *c = nsa_case_random(&config, &random);
+        nsa_check_whole(c, ctx);
+        check_optional_results(c, ctx);
+        nsa_case_free(c);
+        quern_context_destroy(ctx);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(whole_agrees_with_the_oracle)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
