@@ -115,7 +115,7 @@ int report_svg(const char *path, const bench_row *rows, size_t count)
         *q++ = *c;
     }
     *q = '\0';
-    fprintf(f, "set terminal svg size %d,420 background '#ffffff' font 'sans-serif,13'\nset output '%s'\n", peers ? 960 : 520, quoted);
+    fprintf(f, "set terminal svg size %d,480 background '#ffffff' font 'sans-serif,13'\nset output '%s'\n", peers ? 960 : 520, quoted);
     free(quoted);
     int64_t least = INT64_MAX, most = 0;
     for (size_t i = 0; i < count; i++) {
@@ -123,7 +123,7 @@ int report_svg(const char *path, const bench_row *rows, size_t count)
         most = rows[i].what->n > most ? rows[i].what->n : most;
     }
     fprintf(f, "set xrange [%g:%g]\n", (double)least / 1.5, (double)most * 1.5);
-    fprintf(f, "set logscale x 2\nset grid\nset key top left Left reverse\nset xlabel 'tokens'\n");
+    fprintf(f, "set logscale x 2\nset grid\nset key below Left reverse\nset xlabel 'tokens'\n");
     char titles[8][80], blocks[8][16];
     int series = 0;
     for (int pass_index = 0; pass_index < 2; pass_index++) {
@@ -140,13 +140,15 @@ int report_svg(const char *path, const bench_row *rows, size_t count)
     if (peers) fprintf(f, "set multiplot layout 1,2\n");
     fprintf(f, "set logscale y\nset ylabel 'milliseconds'\nplot ");
     for (int i = 0; i < series; i++) {
-        fprintf(f, "%s$%s using 1:2 with linespoints linewidth 2 title '%s'", i > 0 ? ", " : "", blocks[i], titles[i]);
-        if (peers) fprintf(f, ", $%s using 1:3 with linespoints dashtype 2 title '%s, %s'", blocks[i], rows[0].peer, titles[i]);
+        fprintf(f, "%s$%s using 1:2 with linespoints linewidth 2 linecolor %d title '%s'", i > 0 ? ", " : "", blocks[i], i + 1,
+                titles[i]);
+        if (peers)
+            fprintf(f, ", $%s using 1:3 with linespoints dashtype 2 linecolor %d title '%s beside it'", blocks[i], i + 1, rows[0].peer);
     }
     if (peers) {
         fprintf(f, "\nunset logscale y\nset yrange [0:*]\nset ylabel 'times as fast as %s'\nplot 1 with lines linecolor 'gray' notitle", rows[0].peer);
         for (int i = 0; i < series; i++)
-            fprintf(f, ", $%s using 1:($3/$2) with linespoints linewidth 2 title '%s'", blocks[i], titles[i]);
+            fprintf(f, ", $%s using 1:($3/$2) with linespoints linewidth 2 linecolor %d title '%s'", blocks[i], i + 1, titles[i]);
         fprintf(f, "\nunset multiplot");
     }
     fprintf(f, "\n");
