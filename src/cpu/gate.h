@@ -4,9 +4,15 @@
 #ifndef QUERN_CPU_GATE_H
 #define QUERN_CPU_GATE_H
 
-#include "core/arena.h"
 #include "cpu/nsa_kernels.h"
 #include "cpu/rows_at.h"
+
+/* The three rows of head h. */
+static inline const void *gate_weights_at(const gate_args *args, int64_t h)
+{
+    const quern_tensor *w = &args->w_gate;
+    return (const char *)w->data + h * w->strides[0] * (int64_t)quern_dtype_size(w->dtype);
+}
 
 /* Whether a row of n elements can be stored past the caches. */
 static inline bool may_stream(const void *row, quern_dtype dtype, int64_t n)

@@ -21,14 +21,14 @@ typedef struct nsa_kernels {
     /* dst[i] += scale * src[i]. */
     void (*add_scaled)(const float *src, float scale, int64_t n, float *dst);
 
-    /* The gate. w: three f32 rows, ldw apart. An absent o[b] (NULL) counts as 0. */
-    void (*gate_logits)(const void *q, quern_dtype dtype, const float *w, int64_t ldw, int64_t n, float logits[3]);
+    /* The gate. w: three rows, ldw apart. An absent o[b] (NULL) counts as 0. */
+    void (*gate_logits)(const void *q, quern_dtype dtype, const void *w, quern_dtype w_dtype, int64_t ldw, int64_t n, float logits[3]);
     void (*sigmoid)(float *x, int64_t n); /* in place */
     void (*gate_combine)(const void *const o[3], quern_dtype dtype, const float gates[3], int64_t n, void *dst, bool stream);
     /* dots[b] = d_o . o[b]. */
     void (*gate_dots)(const void *d_o, const void *const o[3], quern_dtype dtype, int64_t n, float dots[3]);
     /* d_q (+)= sum_b s[b] w[b]; d_w[b] += s[b] q. */
-    void (*gate_query)(const float s[3], const float *w, int64_t ldw, int64_t n, float *d_q, bool accumulate);
+    void (*gate_query)(const float s[3], const void *w, quern_dtype w_dtype, int64_t ldw, int64_t n, float *d_q, bool accumulate);
     void (*gate_weight)(const float s[3], const void *q, quern_dtype dtype, int64_t n, float *d_w, int64_t ldw);
 
     /* acc[i] += sum over rows of exp2(s[r][i] * scale2 - lse2[r]) for i < seen[r], i < columns; columns a multiple

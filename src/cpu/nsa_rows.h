@@ -197,23 +197,33 @@ static void add_scaled(const float *src, float scale, int64_t n, float *dst)
         store_some(dst, QUERN_F32, c, n, v_fma(load_some(src, QUERN_F32, c, n), v_splat(scale), load_some(dst, QUERN_F32, c, n)));
 }
 
-INLINE void gate_logits_of(const void *q, const quern_dtype dtype, const float *w, int64_t ldw, int64_t n, float logits[3])
+INLINE const void *row_after(const void *p, const quern_dtype dtype, int64_t elements)
 {
+    return (const char *)p + elements * dtype_bytes(dtype);
+}
+
+INLINE void gate_logits_of(const void *q, const quern_dtype dtype, const void *w, const quern_dtype w_dtype, int64_t ldw, int64_t n, float logits[3])
+{
+    const void *w1 = row_after(w, w_dtype, ldw), *w2 = row_after(w, w_dtype, 2 * ldw);
     vfloat s0 = {0}, s1 = {0}, s2 = {0};
     for (int64_t c = 0; c < n; c += LANES) {
         const vfloat x = load_some(q, dtype, c, n);
-        s0 = v_fma(x, load_some(w, QUERN_F32, c, n), s0);
-        s1 = v_fma(x, load_some(w + ldw, QUERN_F32, c, n), s1);
-        s2 = v_fma(x, load_some(w + 2 * ldw, QUERN_F32, c, n), s2);
+        s0 = v_fma(x, load_some(w, w_dtype, c, n), s0);
+        s1 = v_fma(x, load_some(w1, w_dtype, c, n), s1);
+        s2 = v_fma(x, load_some(w2, w_dtype, c, n), s2);
     }
     logits[0] = sum_of(s0), logits[1] = sum_of(s1), logits[2] = sum_of(s2);
 }
 
-static void gate_logits(const void *q, quern_dtype dtype, const float *w, int64_t ldw, int64_t n, float logits[3])
+/* w is f32 or of q's dtype. */
+static void gate_logits(const void *q, quern_dtype dtype, const void *w, quern_dtype w_dtype, int64_t ldw, int64_t n, float logits[3])
 {
-#define CALL(t) gate_logits_of(q, t, w, ldw, n, logits)
-    BY_DTYPE(dtype, CALL);
-#undef CALL
+#define SAME(t) gate_logits_of(q, t, w, t, ldw, n, logits)
+#define WIDE(t) gate_logits_of(q, t, w, QUERN_F32, ldw, n, logits)
+    if (w_dtype == QUERN_F32) BY_DTYPE(dtype, WIDE);
+    else BY_DTYPE(dtype, SAME);
+#undef SAME
+#undef WIDE
 }
 
 /* 1 / (1 + 2^(-x log2 e)); the exponent is kept where v_exp2 is defined, which leaves gates >= 2^-126. */
@@ -262,15 +272,23 @@ static void gate_dots(const void *d_o, const void *const o[3], quern_dtype dtype
 #undef CALL
 }
 
-static void gate_query(const float s[3], const float *w, int64_t ldw, int64_t n, float *d_q, bool accumulate)
+INLINE void gate_query_of(const float s[3], const void *w, const quern_dtype w_dtype, int64_t ldw, int64_t n, float *d_q, bool accumulate)
 {
+    const void *w1 = row_after(w, w_dtype, ldw), *w2 = row_after(w, w_dtype, 2 * ldw);
     for (int64_t c = 0; c < n; c += LANES) {
-        vfloat x = v_splat(s[0]) * load_some(w, QUERN_F32, c, n);
-        x = v_fma(v_splat(s[1]), load_some(w + ldw, QUERN_F32, c, n), x);
-        x = v_fma(v_splat(s[2]), load_some(w + 2 * ldw, QUERN_F32, c, n), x);
+        vfloat x = v_splat(s[0]) * load_some(w, w_dtype, c, n);
+        x = v_fma(v_splat(s[1]), load_some(w1, w_dtype, c, n), x);
+        x = v_fma(v_splat(s[2]), load_some(w2, w_dtype, c, n), x);
         if (accumulate) x += load_some(d_q, QUERN_F32, c, n);
         store_some(d_q, QUERN_F32, c, n, x);
     }
+}
+
+static void gate_query(const float s[3], const void *w, quern_dtype w_dtype, int64_t ldw, int64_t n, float *d_q, bool accumulate)
+{
+#define CALL(t) gate_query_of(s, w, t, ldw, n, d_q, accumulate)
+    BY_DTYPE(w_dtype, CALL);
+#undef CALL
 }
 
 INLINE void gate_weight_of(const float s[3], const void *q, const quern_dtype dtype, int64_t n, float *d_w, int64_t ldw)

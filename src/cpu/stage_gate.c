@@ -10,7 +10,7 @@
 #include "cpu/gate.h"
 #include "cpu/stages.h"
 
-enum { GATE_TOKENS = 32, GATE_HEADS = 64, GATE_DIM = 256 };
+enum { GATE_TOKENS = 32, GATE_HEADS = 64 };
 
 typedef struct gate_job {
     const gate_args *args;
@@ -18,31 +18,15 @@ typedef struct gate_job {
     int64_t rows, pieces, heads;
 } gate_job;
 
-/* w_gate of one head as f32. The forward calls take no workspace, so 16-bit weights are widened where they are
- * used: as many instructions again as the logits', beside the memory that o_b costs. */
-static const float *head_weights(const gate_job *job, int64_t h, float wide[3 * GATE_DIM], int64_t *ld)
-{
-    const quern_tensor *t = &job->args->w_gate;
-    const char *head = (const char *)t->data + h * t->strides[0] * (int64_t)quern_dtype_size(t->dtype);
-    *ld = t->dtype == QUERN_F32 ? t->strides[1] : t->shape[2];
-    if (t->dtype == QUERN_F32) return (const float *)head;
-    for (int64_t b = 0; b < 3; b++)
-        job->kernels->convert_row((const uint16_t *)head + b * t->strides[1], t->dtype, wide + b * *ld, QUERN_F32, *ld);
-    return wide;
-}
-
 /* The gates of heads [h0, h0 + heads) of a token. */
 static void make_gates(const gate_job *job, int64_t b, int64_t n, int64_t h0, int64_t heads, float *gates)
 {
     const gate_args *args = job->args;
     const quern_tensor *g = &args->gates;
     if (args->kind == QUERN_NSA_GATE_WEIGHTS) {
-        for (int64_t h = 0; h < heads; h++) {
-            float wide[3 * GATE_DIM];
-            int64_t ld;
-            const float *w = head_weights(job, h0 + h, wide, &ld);
-            job->kernels->gate_logits(row_at(&args->q, b, n, h0 + h), args->q.dtype, w, ld, args->q.shape[3], gates + 3 * h);
-        }
+        for (int64_t h = 0; h < heads; h++)
+            job->kernels->gate_logits(row_at(&args->q, b, n, h0 + h), args->q.dtype, gate_weights_at(args, h0 + h), args->w_gate.dtype,
+                                      args->w_gate.strides[1], args->q.shape[3], gates + 3 * h);
         job->kernels->sigmoid(gates, 3 * heads);
     } else if (args->kind == QUERN_NSA_GATE_NONE) {
         for (int64_t i = 0; i < 3 * heads; i++) gates[i] = 1.0f / 3.0f;

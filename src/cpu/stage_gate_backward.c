@@ -10,6 +10,7 @@
  * these up (long f32 sums keep their precision); the parts' sums are added in order. Limit: the copy bandwidth on
  * d_o, o_b, q and d_q.
  */
+#include "core/arena.h"
 #include "core/parallel.h"
 #include "cpu/gate.h"
 #include "cpu/stages.h"
@@ -18,45 +19,13 @@
 
 enum { MAX_PARTS = 64, SUM_TOKENS = 64 };
 
-/* w_gate as f32: itself, or a copy. */
-typedef struct gate_weights {
-    const float *data;
-    float *copy;
-    int64_t ld, head_stride;
-} gate_weights;
-
 typedef struct backward_job {
     const gate_args *args;
     const nsa_kernels *kernels;
-    gate_weights w;
     float *parts_sum;  /* [parts][heads][3][dim] */
     float *thread_sum; /* [threads][heads][3][dim] */
     int64_t rows, views, heads, dim, parts, part_rows;
 } backward_job;
-
-static void gate_weights_carve(const gate_args *args, arena *a, gate_weights *w)
-{
-    *w = (gate_weights){0};
-    const quern_tensor *t = &args->w_gate;
-    if (args->kind != QUERN_NSA_GATE_WEIGHTS || !is_present(t)) return;
-    if (t->dtype == QUERN_F32) {
-        *w = (gate_weights){t->data, NULL, t->strides[1], t->strides[0]};
-        return;
-    }
-    w->ld = t->shape[2];
-    w->head_stride = 3 * w->ld;
-    w->data = w->copy = arena_take(a, (size_t)(t->shape[0] * w->head_stride) * sizeof(float));
-}
-
-static void gate_weights_fill(const gate_args *args, const nsa_kernels *k, const gate_weights *w)
-{
-    const quern_tensor *t = &args->w_gate;
-    if (w->copy == NULL) return;
-    for (int64_t h = 0; h < t->shape[0]; h++)
-        for (int64_t b = 0; b < 3; b++)
-            k->convert_row((const uint16_t *)t->data + h * t->strides[0] + b * t->strides[1], t->dtype, w->copy + h * w->head_stride + b * w->ld,
-                           QUERN_F32, w->ld);
-}
 
 static backward_job carve(const quern_exec *exec, const gate_args *args, arena *a)
 {
@@ -69,7 +38,6 @@ static backward_job carve(const quern_exec *exec, const gate_args *args, arena *
     if (job.parts > MAX_PARTS) job.parts = MAX_PARTS;
     job.part_rows = job.parts > 0 ? (total + job.parts - 1) / job.parts : 0;
     if (args->kind != QUERN_NSA_GATE_WEIGHTS) return job;
-    gate_weights_carve(args, a, &job.w);
     job.dim = args->q.shape[3];
     const size_t floats = (size_t)(job.heads * 3 * job.dim);
     if (is_present(&args->d_w_gate)) {
@@ -117,7 +85,7 @@ static void row_backward(const backward_job *job, int64_t b, int64_t n, int64_t 
         if (!args->accumulate) memset(d_q, 0, (size_t)job->dim * quern_dtype_size(args->d_q.dtype));
         return;
     }
-    k->gate_query(dl, job->w.data + h * job->w.head_stride, job->w.ld, job->dim, direct ? d_q : row, args->accumulate);
+    k->gate_query(dl, gate_weights_at(args, h), args->w_gate.dtype, args->w_gate.strides[1], job->dim, direct ? d_q : row, args->accumulate);
     if (!direct) k->convert_row(row, QUERN_F32, d_q, args->d_q.dtype, job->dim);
 }
 
@@ -168,7 +136,6 @@ quern_status cpu_gate_backward(const quern_exec *exec, const gate_args *args, vo
 {
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
-    gate_weights_fill(args, job.kernels, &job.w);
     parallel_for(exec->threads, job.parts, run_part, &job);
     if (job.parts_sum != NULL) parallel_for(exec->threads, job.heads, reduce_head, &job);
     return QUERN_OK;

@@ -35,7 +35,7 @@ static void carve(nsa_call *c, arena *a)
     }
     if (c->use_select) {
         const int64_t idx[] = {B, c->list_heads, c->list_rows, p->num_selected}, grp[] = {B, c->list_heads, c->list_rows, p->max_compressed_groups};
-        v->block_idx = nsa_given_or_take(c, &v->block_idx, a, QUERN_I32, 4, idx);
+        if (selects) v->block_idx = nsa_given_or_take(c, &v->block_idx, a, QUERN_I32, 4, idx);
         if (groups) v->group_idx = nsa_given_or_take(c, &v->group_idx, a, QUERN_I32, 4, grp);
     }
     const int64_t o_shape[] = {B, N, H, c->dim_v}, lse_shape[] = {B, H, N};
@@ -48,6 +48,7 @@ static void carve(nsa_call *c, arena *a)
         for (int i = 0; i < NSA_BRANCHES; i++) c->fused.branch[i] = nsa_branch_args(c, i);
         c->fused.branches = p->branches;
         c->fused.select = nsa_select_args(c);
+        if (!selects) c->fused.select.block_idx = c->fused.select.block_count = (quern_tensor){0};
         c->fused.select_given = !c->use_select;
         c->fused.gate = nsa_gate_args(c);
         c->use_fused = c->backend->attend_gate_forward.supports(&c->exec, &c->fused, why);
@@ -67,6 +68,7 @@ static void carve(nsa_call *c, arena *a)
         }
         if (c->use_select) {
             c->select = nsa_select_args(c);
+            if (!selects) c->select.block_idx = c->select.block_count = (quern_tensor){0}; /* an input, or no branch of this call's */
             grow(&scratch, c->backend->select.workspace(&c->exec, &c->select));
         }
         c->use_gate = true;
