@@ -152,7 +152,8 @@ INLINE vfloat v_exp2(vfloat x)
     const __m256 kept = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ);
     return _mm256_and_ps(kept, (__m256)_mm256_add_epi32((__m256i)p, _mm256_slli_epi32(n, 23)));
 #else
-    vfloat y = (vfloat)((vint)p + ((vint)shifted << 23));
+    typedef uint32_t vbits __attribute__((vector_size(sizeof(vfloat)))); /* NaN makes sums that no int holds */
+    vfloat y = (vfloat)((vbits)p + ((vbits)shifted << 23));
     y = v_select(tiny, (vfloat){0}, y);
     return v_select(x == x, y, x);
 #endif

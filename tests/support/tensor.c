@@ -160,7 +160,7 @@ void test_tensor_set(test_tensor *t, const double *values)
             memcpy(element(t, i), &h, sizeof h);
         }
     }
-    memcpy(t->snapshot, t->buffer, t->bytes);
+    if (t->bytes > 0) memcpy(t->snapshot, t->buffer, t->bytes);
 }
 
 void test_tensor_set_i32(test_tensor *t, const int32_t *values)
