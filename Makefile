@@ -41,7 +41,10 @@ install: all
 format: setup-dev
 	git ls-files '*.c' '*.h' '*.cu' '*.cuh' | xargs clang-format-14 -i
 
+tidy: setup-dev all
+	tests/tidy.sh
+
 clean:
 	rm -rf build
 
-.PHONY: all setup setup-dev demo check test bench accept install format clean
+.PHONY: all setup setup-dev demo check test bench accept install format tidy clean

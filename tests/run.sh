@@ -58,7 +58,7 @@ count "build: release" build release
 programs release '*' '*_full_test'
 if [[ ${1:-test} == test ]]; then
     programs release '*_full_test'
-    for script in tests/consumers/run.sh tests/abi/run.sh tests/tidy.sh; do
+    for script in tests/consumers/run.sh tests/abi/run.sh; do
         [[ -x $script ]] && count "${script#tests/}" "$script"
     done
     count "build: asan-ubsan" build asan-ubsan

@@ -87,12 +87,15 @@ bool checkpoint_load(lm_model *m, const char *path, lm_run *run)
     }
     for (int i = 0; i < 9 && ok; i++)
         ok = (values[i] > 0 && values[i] <= 1 << 20) || failure("%s: %s is %" PRId64 ": 1 to %d is accepted", path, keys[i], values[i], 1 << 20) == 0;
+    if (ok)
+        ok = (values[10] >= 0 && values[10] <= values[11] && values[11] <= 1000000000) ||
+             failure("%s: step %" PRId64 " of %" PRId64 ": 0 to the number of steps, at most 1e9, is accepted", path, values[10], values[11]) == 0;
     const char *muon = quern_safetensors_metadata(f, "muon"), *adam = quern_safetensors_metadata(f, "adam");
     if (ok) {
         fields(&config, &step, run, keys, values, true);
         run->rates.muon = muon != NULL ? strtof(muon, NULL) : 0.0f;
         run->rates.adam = adam != NULL ? strtof(adam, NULL) : 0.0f;
-        ok = (config.layers <= MAX_LAYERS && config.width % config.heads == 0) || failure("%s: %d layers of %d heads and width %d do not fit together", path, config.layers, config.heads, config.width) == 0;
+        ok = (config.layers <= MAX_LAYERS && config.width % config.heads == 0 && config.heads % config.kv_heads == 0) || failure("%s: %d layers of %d heads and width %d do not fit together", path, config.layers, config.heads, config.width) == 0;
         ok = ok && model_create(m, &config, 0);
         m->step = step;
     }

@@ -39,7 +39,9 @@ int verb_eval(int argc, char **argv)
     lm_corpus corpus;
     lm_run run;
     if (!corpus_load(o.corpus, &corpus)) return 3;
-    const double bits = checkpoint_load(&m, o.checkpoint, &run) ? evaluate(&m, &corpus, o.pieces) : -1.0;
+    const bool loaded = checkpoint_load(&m, o.checkpoint, &run);
+    const double bits = loaded ? evaluate(&m, &corpus, o.pieces) : -1.0;
+    if (loaded && bits < 0.0) failure("the held-out 5%% of the corpus is shorter than the context of %d", m.config.context);
     if (bits >= 0.0) printf("%.4f held-out bits per byte (%s, step %lld)\n", bits, m.config.sparse ? "nsa" : "dense", (long long)m.step);
     model_destroy(&m);
     corpus_free(&corpus);
@@ -106,7 +108,8 @@ int verb_order2(int argc, char **argv)
             bits[1] += order2_bits(all, corpus.bytes + at, n + 1);
         }
         for (int i = 0; i < 2; i++) bits[i] /= (double)(count * n);
-        printf("order-2 (Witten-Bell): %.4f held-out bits per byte on the same bytes, %.4f on all\n", bits[0], bits[1]);
+        if (count == 0) ok = failure("the held-out 5%% of the corpus is shorter than the context of %lld", (long long)n) == 0;
+        else printf("order-2 (Witten-Bell): %.4f held-out bits per byte on the same bytes, %.4f on all\n", bits[0], bits[1]);
         FILE *f = o.json != NULL ? fopen(o.json, "w") : NULL;
         if (f != NULL) {
             fprintf(f, "{\"same_bytes\": %.6f, \"all_bytes\": %.6f}\n", bits[0], bits[1]);

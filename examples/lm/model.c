@@ -66,7 +66,8 @@ bool model_create(lm_model *m, const lm_config *config, uint64_t seed)
         ok = ok && attention_allocate(c, &a->attention);
     }
     float **const arrays[] = {&m->x, &m->normed, &m->logits, &m->d_x, &m->d_normed, &m->inverse, &m->rope, &m->scratch[0], &m->scratch[1], &m->scratch[2], &m->scratch[3]};
-    const int64_t columns[] = {w, w, BYTES, w, w, 1, dim, inner, inner, inner, inner};
+    const int64_t widest = inner > w ? inner : w; /* the scratch serves both halves of a layer */
+    const int64_t columns[] = {w, w, BYTES, w, w, 1, dim, widest, widest, widest, widest};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays && ok; i++) ok = (*arrays[i] = malloc((size_t)(n * columns[i]) * 4)) != NULL;
     if (!ok) return failure("no memory for the model") == 0;
     rope_table(m->rope, n, dim);

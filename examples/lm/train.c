@@ -82,6 +82,8 @@ int verb_train(int argc, char **argv)
     const int32_t n = m.config.context;
     if (ok && corpus.train <= n) ok = failure("the corpus has %lld bytes to train on: more than the context of %d are needed", (long long)corpus.train, n) == 0;
     const int64_t last = o.until > 0 && o.until < run.steps ? o.until : run.steps, first = m.step;
+    if (ok && corpus.size - corpus.train <= n)
+        ok = failure("the held-out 5%% of the corpus has %lld bytes: more than the context of %d are needed", (long long)(corpus.size - corpus.train), n) == 0;
     double *loss = calloc((size_t)run.steps + 1, sizeof *loss), *times = calloc((size_t)run.steps + 1, sizeof *times), start = seconds();
     const bool terminal = isatty(STDERR_FILENO);
     ok = ok && loss != NULL && times != NULL;
