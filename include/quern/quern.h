@@ -133,7 +133,7 @@ QUERN_API int32_t quern_context_threads(const quern_context *ctx);
 QUERN_API quern_cpu_level quern_context_cpu_level(const quern_context *ctx);
 /* "portable", "avx2", "avx512", "avx512bf16". Static storage. */
 QUERN_API const char *quern_cpu_level_name(quern_cpu_level level);
-/* The best level that this machine and its operating system offer. */
+/* The best level that this machine, its operating system and this build offer. */
 QUERN_API quern_cpu_level quern_cpu_level_detect(void);
 
 /*

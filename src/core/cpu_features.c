@@ -4,7 +4,7 @@
  * saves its registers (XCR0): a CPU may have AVX-512 under a kernel that does not. */
 #include <quern/quern.h>
 
-#if defined(__x86_64__)
+#if defined(QUERN_X86_LEVELS)
 #include <cpuid.h>
 
 static uint64_t xgetbv0(void)
