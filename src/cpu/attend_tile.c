@@ -1,0 +1,220 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * attend_tile.c - one step of blockwise softmax attention (FlashAttention-2's recurrence): up to 192 query rows
+ * against up to 256 keys.
+ *
+ *   S = Q K^T; m' = max(m, rowmax S); P = 2^(S - m'); l = l 2^(m - m') + rowsum P; O = O 2^(m - m') + P V
+ *
+ * Rows go through in groups of 24, so that S and P (24 KB) and a group's Q and O stay in L1 from product to
+ * softmax to product; K and V (256 KB at f32, D = 128) come from L2, where the 192 rows use them eight times, and
+ * the next tile's are prefetched there meanwhile. Each product accumulates P V from zero in registers and adds it
+ * to O once: adding in place would cost precision over long sums. O is rescaled only in rows whose maximum rose.
+ *
+ * A group's keys are cut to those that some of its rows see, in whole vectors for S and exactly for P V, so a
+ * causal border costs half a group and half a vector a row. Masks are intervals of columns.
+ *
+ * Values that are not finite must not reach rows that do not see them through 0 * inf: such tiles at a border
+ * multiply row by row over the row's own interval.
+ *
+ * Limit: 2 vector FMAs a cycle in the products. At D = 128, f32, a group's step is 98304 cycles / 2 of them;
+ * softmax adds 6%, packing, masks and stores 4%.
+ */
+#include "cpu/attend_tile.h"
+
+#include <string.h>
+
+/* A group of rows, the keys it needs of a tile, and where these stand in S. */
+typedef struct row_group {
+    tile_rows t;
+    key_tile keys;
+    int32_t column[TILE_KEYS / 16]; /* of run i's first key, rounded down to 16 */
+    int32_t columns;                /* of S: a multiple of 16 */
+    float *s;
+    int32_t *lo, *hi; /* columns that a row sees */
+} row_group;
+
+static int64_t rounded_down(int64_t key)
+{
+    return key & ~(int64_t)15;
+}
+
+static const float *values_at(const attend_plan *p, const attend_packed *packed, const tile_rows *t, int64_t key)
+{
+    const int64_t pairs = p->bf16 ? 2 : 1, stride = p->packed_rows / pairs * p->value_panel;
+    return (const float *)packed->values + t->head * attend_row_panels(p, p->dim_v) * stride + (t->packed0 + key) / pairs * p->value_panel;
+}
+
+static const float *keys_at(const attend_plan *p, const attend_packed *packed, const tile_rows *t, int64_t key)
+{
+    const int64_t in_panel = key % p->kernels->panel;
+    const float *keys = (const float *)packed->keys + (t->head * p->packed_rows + t->packed0) * p->key_words;
+    return keys + (key - in_panel) * p->key_words + in_panel;
+}
+
+/* Asks for lines [part / parts, (part + 1) / parts) of `bytes` at p. */
+static void prefetch_part(const void *p, int64_t bytes, int64_t part, int64_t parts)
+{
+    const char *from = (const char *)p + bytes * part / parts, *to = (const char *)p + bytes * (part + 1) / parts;
+    for (; from < to; from += 64) __builtin_prefetch(from, 0, 2);
+}
+
+static void prefetch_tile(const attend_plan *p, const attend_packed *packed, const tile_rows *t, const key_tile *keys, int64_t part, int64_t parts)
+{
+    const int64_t pairs = p->bf16 ? 2 : 1, stride = p->packed_rows / pairs * p->value_panel;
+    for (int32_t i = 0; i < keys->n; i++) {
+        const int64_t n = keys->run[i].end - keys->run[i].first;
+        prefetch_part(keys_at(p, packed, t, keys->run[i].first), n * p->key_words * 4, part, parts);
+        const float *values = values_at(p, packed, t, keys->run[i].first);
+        for (int64_t j = 0; j < attend_row_panels(p, p->dim_v); j++)
+            prefetch_part(values + j * stride, n / pairs * p->value_panel * 4, part, parts);
+    }
+}
+
+/* O[row .. row + n) += P[..][c0 .. c1) V, column c0 holding key `key`. */
+static void add_values(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t row, int32_t n, int32_t c0, int32_t c1,
+                       int64_t key, bool accumulate)
+{
+    const int64_t pairs = p->bf16 ? 2 : 1, stride = p->packed_rows / pairs * p->value_panel, depth = (c1 - c0 + pairs - 1) / pairs;
+    mm_kernel *mm = p->bf16 ? p->kernels->mm_bf16 : p->kernels->mm_f32;
+    const float *values = values_at(p, packed, &g->t, key), *weights = g->s + (int64_t)row * TILE_KEYS + c0 / pairs;
+    for (int64_t column = 0; column < p->value_width; column += p->value_panel, values += stride) {
+        const int64_t width = p->value_width - column < p->value_panel ? p->value_width - column : p->value_panel;
+        mm(n, width, depth, weights, TILE_KEYS, 1, values, p->value_panel, g->t.o + row * p->value_width + column, p->value_width, accumulate);
+    }
+}
+
+/* The same of the single column c, in bf16: row `row` does not see the other half of its pair. */
+static void add_half_pair(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t row, int32_t c, int64_t key)
+{
+    const uint32_t keep = c % 2 == 0 ? 0xffffu : 0xffff0000u;
+    const float *values = values_at(p, packed, &g->t, key);
+    for (int64_t column = 0; column < p->value_width; column += p->value_panel, values += p->packed_rows / 2 * p->value_panel) {
+        uint32_t half[KEY_ALIGN];
+        const int64_t width = p->value_width - column < p->value_panel ? p->value_width - column : p->value_panel;
+        for (int64_t i = 0; i < width; i++) half[i] = ((const uint32_t *)values)[i] & keep;
+        p->kernels->mm_bf16(1, width, 1, g->s + (int64_t)row * TILE_KEYS + c / 2, TILE_KEYS, 1, half, p->value_panel,
+                            g->t.o + row * p->value_width + column, p->value_width, true);
+    }
+}
+
+/* O[r] += P V over exactly the columns that row r sees: a value that is not finite must not come in as 0 * inf,
+ * not even from the other half of a pair. */
+static void add_values_exactly(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t r)
+{
+    if (g->t.fresh) memset(g->t.o + r * p->value_width, 0, (size_t)p->value_width * sizeof *g->t.o);
+    for (int32_t i = 0; i < g->keys.n; i++) {
+        const int64_t base = rounded_down(g->keys.run[i].first) - g->column[i];
+        const int32_t end = (int32_t)(g->keys.run[i].end - base);
+        const int32_t c0 = g->lo[r] > g->column[i] ? g->lo[r] : g->column[i], c1 = g->hi[r] < end ? g->hi[r] : end;
+        if (c0 >= c1) continue;
+        const int32_t even0 = p->bf16 ? (c0 + 1) & ~1 : c0, even1 = p->bf16 ? c1 & ~1 : c1;
+        if (c0 < even0) add_half_pair(p, packed, g, r, c0, base + c0);
+        if (even0 < even1) add_values(p, packed, g, r, 1, even0, even1, base + even0, true);
+        if (even1 < c1) add_half_pair(p, packed, g, r, even1, base + even1);
+    }
+}
+
+/* Whether a value of the group's keys is infinite or NaN. */
+static bool any_special(const attend_packed *packed, const attend_plan *p, const row_group *g)
+{
+    const uint8_t *special = packed->special + (g->t.head * p->packed_rows + g->t.packed0) / KEY_ALIGN;
+    for (int32_t i = 0; i < g->keys.n; i++)
+        for (int64_t at = g->keys.run[i].first / KEY_ALIGN; at <= (g->keys.run[i].end - 1) / KEY_ALIGN; at++)
+            if (special[at]) return true;
+    return false;
+}
+
+/* Cuts the tile's keys to those that some row of the group sees and lays them out as columns. Returns whether
+ * every row sees every key. */
+static bool lay_out(const key_tile *tile, row_group *g)
+{
+    const tile_rows *t = &g->t;
+    const int64_t lowest = t->lo[0], highest = t->hi[t->n - 1];
+    bool whole = true;
+    g->keys.n = 0;
+    g->columns = 0;
+    for (int32_t i = 0; i < tile->n; i++) {
+        const int64_t first = tile->run[i].first > lowest ? tile->run[i].first : lowest;
+        const int64_t end = tile->run[i].end < highest ? tile->run[i].end : highest;
+        if (first >= end) continue;
+        g->keys.run[g->keys.n] = (key_run){first, end};
+        g->column[g->keys.n++] = g->columns;
+        g->columns += (int32_t)((end - rounded_down(first) + 15) & ~15);
+        whole = whole && t->lo[t->n - 1] <= first && t->hi[0] >= end && first % 16 == 0 && end % 16 == 0;
+    }
+    for (int32_t r = 0; r < t->n; r++) {
+        g->lo[r] = 0;
+        g->hi[r] = whole ? g->columns : 0;
+    }
+    if (whole) return true;
+    for (int32_t i = 0; i < g->keys.n; i++) {
+        const int64_t first = g->keys.run[i].first, end = g->keys.run[i].end, base = rounded_down(first) - g->column[i];
+        for (int32_t r = 0; r < t->n; r++) {
+            const int64_t lo = t->lo[r] > first ? t->lo[r] : first, hi = t->hi[r] < end ? t->hi[r] : end;
+            if (lo >= hi) continue;
+            if (i == 0) g->lo[r] = (int32_t)(lo - base);
+            g->hi[r] = (int32_t)(hi - base);
+        }
+    }
+    return false;
+}
+
+static void step_group(const attend_plan *p, const attend_packed *packed, const key_tile *tile, float *shrink, row_group *g)
+{
+    const attention_kernels *k = p->kernels;
+    const tile_rows *t = &g->t;
+    const bool whole = lay_out(tile, g);
+    if (g->keys.n == 0) {
+        for (int32_t r = 0; r < t->n; r++) shrink[r] = 1.0f;
+        if (t->fresh) memset(t->o, 0, (size_t)(t->n * p->value_width) * sizeof *t->o);
+        return;
+    }
+    mm_kernel *mm = p->bf16 ? k->mm_bf16 : k->mm_f32;
+    for (int32_t i = 0; i < g->keys.n; i++) {
+        const int64_t end = (g->keys.run[i].end + 15) & ~(int64_t)15;
+        int32_t column = g->column[i];
+        for (int64_t key = rounded_down(g->keys.run[i].first); key < end;) {
+            const int64_t rest = k->panel - key % k->panel, width = end - key < rest ? end - key : rest;
+            mm(t->n, width, p->key_words, t->q, p->key_words, 1, keys_at(p, packed, t, key), k->panel, g->s + column, TILE_KEYS, false);
+            key += width;
+            column += (int32_t)width;
+        }
+    }
+    const softmax_tile soft = {g->s, TILE_KEYS, t->n, g->columns, g->lo, g->hi, p->scale2, t->max, t->sum, shrink};
+    if (p->bf16) k->softmax_bf16(&soft);
+    else k->softmax_f32(&soft);
+    if (!t->fresh)
+        for (int32_t r = 0; r < t->n; r++)
+            if (shrink[r] != 1.0f) k->scale_row(t->o + r * p->value_width, shrink[r], p->value_width);
+
+    if (!whole && any_special(packed, p, g)) {
+        for (int32_t r = 0; r < t->n; r++) add_values_exactly(p, packed, g, r);
+        return;
+    }
+    for (int32_t i = 0; i < g->keys.n; i++) {
+        const int64_t base = rounded_down(g->keys.run[i].first);
+        add_values(p, packed, g, 0, t->n, g->column[i], g->column[i] + (int32_t)(g->keys.run[i].end - base), base, i > 0 || !t->fresh);
+    }
+}
+
+void attend_tile_step(const attend_plan *p, const attend_packed *packed, const tile_rows *rows, const key_tile *keys, const key_tile *next,
+                      attend_scratch *s)
+{
+    row_group g;
+    g.s = s->s;
+    g.lo = s->tile_lo;
+    g.hi = s->tile_hi;
+    for (int32_t row = 0; row < rows->n; row += STEP_ROWS) {
+        g.t = *rows;
+        g.t.n = rows->n - row < STEP_ROWS ? rows->n - row : STEP_ROWS;
+        g.t.q += row * p->key_words;
+        g.t.o += row * p->value_width;
+        g.t.lo += row;
+        g.t.hi += row;
+        g.t.max += row;
+        g.t.sum += row;
+        prefetch_tile(p, packed, rows, next, row, rows->n);
+        step_group(p, packed, keys, s->shrink + row, &g);
+    }
+}
