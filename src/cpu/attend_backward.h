@@ -67,6 +67,7 @@ backward_rows backward_rows_from(const backward_plan *plan, const backward_rows 
 /* Copies row `from` of src to row `to` of dst, all but pairs and d_q; backward_rows_pair then makes the
  * pairs of n rows and a last row without keys where n is odd. */
 void backward_rows_copy(const backward_plan *plan, const backward_rows *src, int64_t from, const backward_rows *dst, int64_t to);
+void backward_rows_prefetch(const backward_plan *plan, const backward_rows *rows, int64_t row);
 void backward_rows_pair(const backward_plan *plan, const backward_rows *rows, int64_t n);
 /* Reads rows [row0, row0 + n) of unit `unit` of a sequence; sets d_q to 0. */
 void backward_rows_load(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0, int64_t n,

@@ -56,6 +56,13 @@ void backward_rows_copy(const backward_plan *p, const backward_rows *src, int64_
     dst->special[to] = src->special[from];
 }
 
+void backward_rows_prefetch(const backward_plan *p, const backward_rows *rows, int64_t row)
+{
+    const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld), o_ld = words_ld(p, p->value_words, p->value_ld);
+    for (int64_t i = 0; i < q_ld; i += 16) __builtin_prefetch((const uint32_t *)rows->q + row * q_ld + i);
+    for (int64_t i = 0; i < o_ld; i += 16) __builtin_prefetch((const uint32_t *)rows->d_o + row * o_ld + i);
+}
+
 void backward_rows_pair(const backward_plan *p, const backward_rows *rows, int64_t n)
 {
     if (n % 2 != 0) {

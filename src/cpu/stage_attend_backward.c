@@ -24,7 +24,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
-enum { GATHER_BELOW = 48, TURN_DONE = INT32_MAX, SPINS = 64 };
+enum { GATHER_BELOW = 48, ROWS_AHEAD = 8, TURN_DONE = INT32_MAX, SPINS = 64 };
 
 typedef _Atomic int64_t turn; /* keys below this get no more from that task */
 
@@ -230,6 +230,11 @@ static void run_range(const backward_task *t)
     }
 }
 
+static void prefetch(const float *row, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(row + i, 1);
+}
+
 /* Gathered rows against the current tile of keys; their dQ goes to the chunk's. */
 static void step_gathered(const backward_task *t, int32_t n)
 {
@@ -238,8 +243,10 @@ static void step_gathered(const backward_task *t, int32_t n)
     backward_rows_pair(p, g, n);
     memset(g->d_q, 0, (size_t)(n * p->key_ld) * sizeof(float));
     backward_step(p, g, n, &t->own->keys, &t->own->scratch);
-    for (int32_t i = 0; i < n; i++)
+    for (int32_t i = 0; i < n; i++) {
+        if (i + ROWS_AHEAD < n) prefetch(t->own->chunk.d_q + t->own->rows[i + ROWS_AHEAD] * p->key_ld, p->key_width);
         p->attend.kernels->add_scaled_row(t->own->chunk.d_q + t->own->rows[i] * p->key_ld, g->d_q + i * p->key_ld, 1.0f, p->key_width);
+    }
 }
 
 /* The rows of the tiles that list a block against keys of it. */
@@ -249,8 +256,11 @@ static void run_block(const backward_task *t, const int32_t *entries, int32_t n)
     const backward_plan *p = &job->plan;
     const backward_rows *chunk = &t->own->chunk;
     const int64_t per_tile = p->attend.args->tile * p->attend.hs;
+    const int32_t ahead = (int32_t)(ROWS_AHEAD / per_tile) + 1;
     int32_t gathered = 0;
     for (int32_t e = 0; e < n; e++) {
+        if (job->gathers && e + ahead < n)
+            for (int64_t r = entries[e + ahead] * per_tile, end = least(r + per_tile, t->rows); r < end; r++) backward_rows_prefetch(p, chunk, r);
         const int64_t from = entries[e] * per_tile, to = least(from + per_tile, t->rows);
         if (!job->gathers) {
             for (int64_t r = from; r < to; r += BACKWARD_ROWS) {
