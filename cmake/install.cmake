@@ -18,6 +18,9 @@ add_custom_command(
 add_custom_target(quern_static ALL DEPENDS ${static_library})
 
 set(QUERN_STATIC_LIBS "-ljansson -lm -lpthread")
+if(QUERN_HAVE_ONEDNN)
+  string(PREPEND QUERN_STATIC_LIBS "-ldnnl ")
+endif()
 if(OpenMP_C_FOUND)
   string(APPEND QUERN_STATIC_LIBS " ${OpenMP_C_FLAGS}")
 endif()

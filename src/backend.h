@@ -26,6 +26,7 @@ typedef struct quern_exec {
     int32_t threads;         /* CPU: size of the team */
     quern_cpu_level cpu_level;
     void *stream;            /* CUDA: cudaStream_t */
+    struct gemm_cache *gemm; /* CPU: the context's oneDNN primitives; NULL: no use of oneDNN */
 } quern_exec;
 
 enum { STAGE_WHY_BYTES = 200 };

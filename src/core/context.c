@@ -76,12 +76,14 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
     if (c == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a context of %zu bytes", sizeof *c);
     c->threads = p.threads > 0 ? p.threads : default_threads();
     c->cpu_level = level;
+    gemm_cache_open(&c->gemm);
     *ctx = c;
     return QUERN_OK;
 }
 
 void quern_context_destroy(quern_context *ctx)
 {
+    if (ctx != NULL) gemm_cache_close(&ctx->gemm);
     free(ctx);
 }
 
@@ -95,13 +97,13 @@ quern_cpu_level quern_context_cpu_level(const quern_context *ctx)
     return ctx->cpu_level;
 }
 
-const quern_backend *context_backend(const quern_context *ctx, quern_device device, int32_t device_id,
+const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id,
                                      void *stream, quern_exec *exec)
 {
     if (device != QUERN_CPU) {
         error_set(QUERN_ERR_DEVICE, "device cuda: this build has the cpu backend only");
         return NULL;
     }
-    *exec = (quern_exec){device, device_id, ctx->threads, ctx->cpu_level, stream};
+    *exec = (quern_exec){device, device_id, ctx->threads, ctx->cpu_level, stream, &ctx->gemm};
     return &quern_backend_cpu;
 }

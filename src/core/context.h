@@ -5,15 +5,17 @@
 #define QUERN_CORE_CONTEXT_H
 
 #include "backend.h"
+#include "cpu/gemm.h"
 
 struct quern_context {
     int32_t threads;
     quern_cpu_level cpu_level;
+    gemm_cache gemm;
 };
 
 /* The backend for `device`, and an exec for it in *exec. Sets the error and returns NULL where there is
  * none. */
-const quern_backend *context_backend(const quern_context *ctx, quern_device device, int32_t device_id,
+const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id,
                                      void *stream, quern_exec *exec);
 
 #endif

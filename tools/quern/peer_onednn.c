@@ -14,7 +14,7 @@
 #include <string.h>
 
 #if defined(QUERN_HAVE_DNNL)
-#include <dnnl.h>
+#include <oneapi/dnnl/dnnl.h>
 #endif
 
 #if defined(QUERN_HAVE_DNNL) && DNNL_VERSION_MAJOR == 2
