@@ -25,9 +25,12 @@ bool accept_may_retry(const acceptance *a)
 
 bench_case accept_case(const char *op, int64_t n, int64_t heads, int64_t kv_heads, quern_dtype dtype)
 {
-    bench_case c = {.op = operation_named(op), .batch = 1, .n = n, .heads = heads, .kv_heads = kv_heads, .dim = 128, .dim_v = 128,
-                    .dtype = (int)dtype, .seed = 1};
-    c.params = params_init(c.op->family);
+    bench_case c = bench_case_init(operation_named(op));
+    c.n = n;
+    c.heads = heads;
+    c.kv_heads = kv_heads;
+    c.dim = c.dim_v = 128;
+    c.dtype = (int)dtype;
     return c;
 }
 

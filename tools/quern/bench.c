@@ -17,15 +17,13 @@
 
 typedef struct bench_options {
     const char *n, *heads, *dim, *threads, *json, *svg, *profile;
-    bench_case what; /* batch, dtype, backward, data, gate, project, seed */
+    bench_case what;
     int64_t reps;
     bool no_peer;
     int device;
 } bench_options;
 
-static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL};
 static const char *const data_choices[] = {"noise", "smooth", NULL};
-static const char *const gate_choices[] = {"weights", "none", NULL};
 static const char *const device_choices[] = {"cpu", "cuda", NULL};
 
 #define AT(member) offsetof(bench_options, member)
@@ -33,14 +31,10 @@ static const option_row rows[] = {
     {"n", OPTION_TEXT, AT(n), NULL, "lengths, such as 4096,16384 or 4k,16k,1M"},
     {"heads", OPTION_TEXT, AT(heads), NULL, "H/Hkv"},
     {"dim", OPTION_TEXT, AT(dim), NULL, "D, or D/Dv"},
-    {"batch", OPTION_INT, AT(what.batch), NULL, "sequences"},
-    {"dtype", OPTION_CHOICE, AT(what.dtype), dtype_choices, "of the activations"},
-    {"backward", OPTION_FLAG, AT(what.backward), NULL, "time the backward pass as well"},
+    {"documents", OPTION_INT, AT(what.documents), NULL, "a packed batch of n tokens in so many documents; 0: sequences of n tokens"},
     {"threads", OPTION_TEXT, AT(threads), NULL, "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
     {"data", OPTION_CHOICE, AT(what.data), data_choices, "independent N(0,1), or smoothed over 16 tokens along time"},
     {"seed", OPTION_INT, AT(what.seed), NULL, "of the data"},
-    {"gate", OPTION_CHOICE, AT(what.gate), gate_choices, "nsa, gate: gates by weights, or 1/3 each"},
-    {"project", OPTION_FLAG, AT(what.project), NULL, "nsa, compress: project the means"},
     {"reps", OPTION_INT, AT(reps), NULL, "runs that are timed; 0: at least 3 and a second"},
     {"no-peer", OPTION_FLAG, AT(no_peer), NULL, "leave out dense attention (nsa), oneDNN (attention)"},
     {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
@@ -60,21 +54,22 @@ enum { SUBJECTS = sizeof subjects / sizeof *subjects };
 static bench_options default_options(const operation *op)
 {
     bench_options o = {.n = "4096,16384", .heads = "8/2", .dim = "128", .threads = "0"};
-    o.what.batch = 1;
-    o.what.seed = 1;
-    o.what.op = op;
-    o.what.params = params_init(op != NULL ? op->family : &family_nsa);
+    o.what = bench_case_init(op);
     return o;
 }
 
-static void print_help(void)
+/* op NULL: without the options of an operation. */
+static void print_help(const operation *op)
 {
-    const bench_options defaults = default_options(NULL);
+    const bench_options defaults = default_options(op);
     printf("usage: quern bench ceilings|attention|nsa|compress|select|gate [--key value ...]\n\n"
            "Medians of repeated runs on random data, the fraction of the machine's limit that was measured beside\n"
            "them (f32 multiply-add, bf16 dot product, read, copy or write bandwidth), for nsa also the speed-up over\n"
-           "dense attention, for attention that over matmul and softmax of oneDNN. Parameters of the operation are options too: quern run --list.\n\noptions:\n");
+           "dense attention, for attention that over matmul and softmax of oneDNN. Parameters of the operation are\n"
+           "options too: quern bench WHAT --help.\n\noptions:\n");
     print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
+    print_options(&(option_group){bench_case_rows, bench_case_row_count, (void *)(uintptr_t)&defaults.what});
+    if (op != NULL) print_options(&(option_group){op->family->params, op->family->param_count, (void *)(uintptr_t)&defaults.what.params});
     printf("\nexamples:\n  quern bench ceilings --threads 1,2\n"
            "  quern bench attention --n 4096 --heads 8/8 --threads 1,2 --backward\n"
            "  quern bench nsa --n 4k,16k,64k --tile 64 --metric mean_logit --svg nsa.svg --json nsa.json\n"
@@ -215,6 +210,10 @@ static int bench(const bench_options *o, bool only_ceilings)
     if (!parse_pair(o->dim, &base.dim, &base.dim_v)) return fail(EXIT_USAGE, "--dim '%s': D or D/Dv is accepted", o->dim);
     if (base.batch < 1 || o->reps < 0 || o->reps > BENCH_REPS_MAX)
         return fail(EXIT_USAGE, "--batch %" PRId64 " --reps %" PRId64 ": at least 1, and 0 to %d, is accepted", base.batch, o->reps, BENCH_REPS_MAX);
+    if (base.documents < 0 || (base.documents > 0 && base.batch != 1))
+        return fail(EXIT_USAGE, "--documents %" PRId64 " --batch %" PRId64 ": 0, or at least 1 with batch 1, is accepted", base.documents, base.batch);
+    for (int i = 0; i < length_count && base.documents > 0; i++)
+        if (lengths[i] > INT32_MAX) return fail(EXIT_USAGE, "--n %" PRId64 ": a packed batch holds at most 2^31 - 1 tokens", lengths[i]);
     if (o->svg != NULL && only_ceilings) return fail(EXIT_USAGE, "--svg: ceilings have no chart");
     if (o->svg != NULL && !have_program("gnuplot")) return fail(EXIT_MACHINE, "--svg needs gnuplot, which is not on the PATH");
     int code = o->json != NULL ? check_writable(o->json) : EXIT_DONE;
@@ -243,6 +242,7 @@ static int bench(const bench_options *o, bool only_ceilings)
             code = measure(r, &r->cases[i], ctx, (size_t)t, o);
         }
     }
+    if (code == EXIT_DONE) report_formulas(r->rows, r->count);
     if (code == EXIT_DONE && o->json != NULL) code = write_json(r, threads, thread_counts, ctx, o->json);
     if (code == EXIT_DONE && o->svg != NULL) code = report_svg(o->svg, r->rows, r->count);
     quern_context_destroy(ctx);
@@ -259,13 +259,14 @@ int verb_bench(int argc, char **argv)
     const operation *op = subject < SUBJECTS && subjects[subject].op != NULL ? operation_named(subjects[subject].op) : NULL;
     bench_options options = default_options(op);
     const option_group groups[] = {{rows, ROWS, &options},
+                                   {bench_case_rows, bench_case_row_count, &options.what},
                                    {op != NULL ? op->family->params : NULL, op != NULL ? op->family->param_count : 0, &options.what.params}};
     int first;
     bool help;
-    int code = parse_options(argc, argv, groups, op != NULL ? 2 : 1, &first, &help);
+    int code = parse_options(argc, argv, groups, op != NULL ? 3 : 2, &first, &help);
     if (code != EXIT_DONE) return code;
     if (help) {
-        print_help();
+        print_help(op);
         return EXIT_DONE;
     }
     if (argc - first != 1 || subject == SUBJECTS || strcmp(argv[first], subjects[subject].what) != 0)
@@ -275,7 +276,7 @@ int verb_bench(int argc, char **argv)
         const char *profile = options.profile;
         options = default_options(op);
         if (quern_nsa_params_preset(&options.what.params.nsa, profile) != QUERN_OK) return fail(EXIT_USAGE, "--profile: %s", quern_last_error(NULL));
-        code = parse_options(argc, argv, groups, 2, &first, &help);
+        code = parse_options(argc, argv, groups, 3, &first, &help);
         if (code != EXIT_DONE) return code;
     }
     return bench(&options, op == NULL);

@@ -10,20 +10,29 @@
 #include <jansson.h>
 
 typedef enum bench_data { DATA_NORMAL, DATA_SMOOTH } bench_data;
-typedef enum bench_gate { GATE_WEIGHTS, GATE_NONE } bench_gate;
+typedef enum bench_gate { GATE_WEIGHTS, GATE_NONE, GATE_GIVEN } bench_gate;
+typedef enum bench_project { PROJECT_K = 1, PROJECT_V = 2 } bench_project;    /* a set */
+typedef enum bench_separate { SEPARATE_SLC = 1, SEPARATE_WIN = 2 } bench_separate; /* a set */
+typedef enum bench_weights { WEIGHTS_F32, WEIGHTS_INPUT } bench_weights;
+typedef enum bench_selection { SELECTION_COMPUTED, SELECTION_GIVEN } bench_selection;
 
 /* What is measured. */
 typedef struct bench_case {
     const operation *op;
     int64_t batch, n, heads, kv_heads, dim, dim_v;
+    int64_t documents; /* 0: sequences of fixed length; else a packed batch of n tokens */
     int dtype; /* quern_dtype: f32, f16, bf16 */
-    bool backward;
-    int data; /* bench_data */
-    int gate; /* bench_gate; nsa */
-    bool project; /* nsa, compress: projection after the mean */
+    bool backward, encodings;
+    int data, gate, project, separate, weights, selection; /* the enums above */
     int64_t seed;
     any_params params;
 } bench_case;
+
+/* The options that say which inputs there are and of what kind; base: a bench_case. */
+extern const option_row bench_case_rows[];
+extern const size_t bench_case_row_count;
+/* Their defaults; op NULL: of nsa. */
+bench_case bench_case_init(const operation *op);
 
 enum { BENCH_REPS_MAX = 101 };
 typedef struct timing {
@@ -67,6 +76,8 @@ double row_fraction(const bench_row *row);
 /* The table, the JSON of house.md, the chart. */
 void report_header(void);
 void report_row(const bench_row *row);
+/* What G/s counts, a line an operation. */
+void report_formulas(const bench_row *rows, size_t count);
 json_t *report_json(const bench_row *row);
 /* Draws time, and speed-up over the peer, against length; needs gnuplot. Returns an exit code. */
 int report_svg(const char *path, const bench_row *rows, size_t count);

@@ -1,108 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_case.c - random inputs for an operation, its timing, and the work it must do at least. */
+/* bench_case.c - the timing of an operation, and the work it must do at least. */
 #include "bench.h"
 
 #include "command.h"
-#include "values.h"
 
-#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-
-/* ---- inputs ---- */
-
-/* The inputs of a case, by what is asked for. */
-static void input_names(const bench_case *c, char *names, size_t room)
-{
-    const bool nsa = strcmp(c->op->name, "nsa") == 0, select = strcmp(c->op->name, "nsa-select") == 0;
-    const bool gate = strcmp(c->op->name, "nsa-gate") == 0;
-    const bool linear = c->params.nsa.compress == QUERN_NSA_COMPRESS_LINEAR;
-    const bool given = nsa && c->params.nsa.compress == QUERN_NSA_COMPRESS_GIVEN;
-    const bool compresses = c->op->family == &family_nsa && !select && !gate && !given;
-    snprintf(names, room, "%s%s%s%s%s%s%s", gate ? "Q O_cmp O_slc O_win" : c->op->needs, given ? " K_cmp V_cmp" : "",
-             compresses && (linear || c->project) ? " W_k W_v" : "", compresses && linear ? " pe_k pe_v" : "",
-             (nsa || gate) && c->gate == GATE_WEIGHTS ? " gate" : "", c->backward && *c->op->trigger != '\0' ? " " : "",
-             c->backward ? c->op->trigger : "");
-}
-
-static void weight_shape(const bench_case *c, const slot *s, int64_t *shape, int32_t *ndim)
-{
-    const int64_t d = strcmp(s->name, "W_v") == 0 || strcmp(s->name, "pe_v") == 0 ? c->dim_v : c->dim;
-    const int64_t l = c->params.nsa.compress == QUERN_NSA_COMPRESS_LINEAR ? c->params.nsa.block_size : 1;
-    *ndim = 3;
-    shape[0] = strcmp(s->name, "gate") == 0 ? c->heads : c->kv_heads;
-    shape[1] = strcmp(s->name, "gate") == 0 ? 3 : *s->name == 'p' ? l : l * d;
-    shape[2] = d;
-}
-
-static void scale_down(const quern_tensor *t, double factor)
-{
-    int64_t n = 1;
-    for (int32_t i = 0; i < t->ndim; i++) n *= t->shape[i];
-    for (int64_t i = 0; i < n; i++) ((float *)t->data)[i] *= (float)factor;
-}
-
-typedef struct filling {
-    job *job;
-    const bench_case *what;
-    int code;
-} filling;
-
-static bool fill_input(void *arg, const slot *s)
-{
-    filling *f = arg;
-    job *j = f->job;
-    const size_t index = (size_t)(s - j->op->family->slots);
-    const bool weight = s->dtype == SLOT_WEIGHT;
-    const quern_dtype dtype = s->dtype == SLOT_ACT ? (quern_dtype)f->what->dtype : QUERN_F32;
-    int64_t shape[QUERN_MAX_DIMS];
-    int32_t ndim;
-    if (weight) weight_shape(f->what, s, shape, &ndim);
-    else if (!job_shape(j, s, shape, &ndim)) f->code = fail(EXIT_DEFECT, "no shape for input %s", s->name);
-    if (f->code != EXIT_DONE) return false;
-    size_t bytes = quern_dtype_size(dtype);
-    for (int32_t i = 0; i < ndim; i++) bytes *= (size_t)shape[i];
-    void *data = job_allocate(j, s, bytes);
-    if (data == NULL) {
-        f->code = fail(EXIT_MACHINE, "no memory for input %s of %zu bytes", s->name, bytes);
-        return false;
-    }
-    const quern_tensor t = quern_tensor_contiguous(data, dtype, ndim, shape);
-    const uint64_t seed = (uint64_t)f->what->seed * 1000 + index;
-    if (j->plan) {
-        job_bind(j, s, &t);
-        return true;
-    }
-    if (f->what->data == DATA_SMOOTH && s->dtype == SLOT_ACT && ndim == 4) {
-        if (!fill_smooth(&t, seed, 16)) {
-            f->code = fail(EXIT_MACHINE, "no memory to smooth input %s", s->name);
-            return false;
-        }
-    } else {
-        fill_normal(&t, seed);
-    }
-    if (weight) scale_down(&t, 1 / sqrt((double)(*s->name == 'W' ? shape[1] : shape[2])));
-    job_bind(j, s, &t);
-    return true;
-}
-
-int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan)
-{
-    char names[200];
-    filling f = {j, c, EXIT_DONE};
-    job_init(j, c->op, &c->params);
-    j->plan = plan;
-    const symbol symbols[] = {{"B", c->batch}, {"N", c->n},          {"Nq", c->n}, {"Nkv", c->n},
-                              {"H", c->heads}, {"Hkv", c->kv_heads}, {"D", c->dim}, {"Dv", c->dim_v}};
-    for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) job_symbol(j, symbols[i].name, symbols[i].value);
-    input_names(c, names, sizeof names);
-    list_each(c->op->family, names, fill_input, &f);
-    return f.code == EXIT_DONE ? job_prepare(j, ctx) : f.code;
-}
 
 /* ---- time ---- */
 
@@ -174,13 +81,13 @@ static double causal_pairs(double n, double most)
     return most <= 0 || most >= n ? n * n / 2 : most * (most + 1) / 2 + (n - most) * most;
 }
 
-static double attended_pairs(const bench_case *c)
+/* Of one sequence. Documents of a packed batch are equally long. */
+static double attended_pairs(const bench_case *c, double n)
 {
-    const double n = (double)c->n;
     if (c->op->family == &family_attention) {
         const quern_attention_params *p = &c->params.attention;
         if (p->causal) return causal_pairs(n, (double)p->window);
-        return p->window > 0 && p->window < c->n ? n * (double)(p->window / 2 * 2 + 1) : n * n;
+        return p->window > 0 && (double)p->window < n ? n * (double)(p->window / 2 * 2 + 1) : n * n;
     }
     const quern_nsa_params *p = &c->params.nsa;
     const double l = (double)p->block_size, d = p->stride > 0 ? (double)p->stride : l, select = p->select_block > 0 ? (double)p->select_block : l;
@@ -205,9 +112,10 @@ work bench_work(const bench_case *c, bool backward, quern_cpu_level level)
 {
     const double element = (double)quern_dtype_size((quern_dtype)c->dtype), rows = (double)c->batch * (double)c->n;
     const double d = (double)c->dim, dv = (double)c->dim_v, h = (double)c->heads, kv = (double)c->kv_heads;
+    const double sequences = c->documents > 0 ? (double)c->documents : (double)c->batch, length = rows / sequences;
     work w = {0, 0, CEILINGS, ""};
     if (strcmp(c->op->name, "attention") == 0 || strcmp(c->op->name, "nsa") == 0) {
-        const double heads = (double)c->batch * h * attended_pairs(c);
+        const double heads = sequences * h * attended_pairs(c, length);
         w.flops = heads * (backward ? 2 * (3 * d + 2 * dv) : 2 * (d + dv));
         w.limit = compute_limit(c->dtype, level);
         w.formula = backward ? "2 (3 D + 2 Dv) B H pairs" : "2 (D + Dv) B H pairs";
@@ -216,11 +124,17 @@ work bench_work(const bench_case *c, bool backward, quern_cpu_level level)
         const double l = (double)p->block_size, stride = p->stride > 0 ? (double)p->stride : l;
         const bool mean = p->metric == QUERN_NSA_METRIC_MEAN_LOGIT;
         const double lists = p->scope == QUERN_NSA_SCOPE_HEAD ? h : kv, scorers = mean ? lists / (double)p->tile : 2 * h;
-        w.flops = 2 * d * scorers * rows * (double)c->n / stride * (p->causal ? 0.5 : 1);
+        w.flops = 2 * d * scorers * rows * length / stride * (p->causal ? 0.5 : 1);
         w.limit = compute_limit(c->dtype, level);
         w.formula = mean ? "2 D B (N / Tq) Hs Nc / 2" : "2 passes of 2 D B N H Nc / 2";
     } else if (strcmp(c->op->name, "nsa-compress") == 0) {
-        const double stride = c->params.nsa.stride > 0 ? (double)c->params.nsa.stride : (double)c->params.nsa.block_size;
+        const double l = (double)c->params.nsa.block_size, stride = c->params.nsa.stride > 0 ? (double)c->params.nsa.stride : l;
+        if (c->params.nsa.compress == QUERN_NSA_COMPRESS_LINEAR) {
+            w.flops = (backward ? 4 : 2) * sequences * (length >= l ? (length - l) / stride + 1 : 0) * l * kv * (d * d + dv * dv);
+            w.limit = compute_limit(c->weights == WEIGHTS_INPUT && !backward ? c->dtype : QUERN_F32, level);
+            w.formula = backward ? "4 l (D D + Dv Dv) B Hkv Nc" : "2 l (D D + Dv Dv) B Hkv Nc";
+            return w;
+        }
         const double tokens = rows * kv * (d + dv) * element;
         w.bytes = tokens * (1 + 1 / stride);
         w.limit = backward ? CEILING_WRITE : CEILING_READ;
@@ -228,7 +142,7 @@ work bench_work(const bench_case *c, bool backward, quern_cpu_level level)
     } else {
         const double query = rows * h * d * element, value = rows * h * dv * element, gates = rows * h * 3 * 4;
         const bool weights = c->gate == GATE_WEIGHTS;
-        w.bytes = backward ? 7 * value + (weights ? 2 * query : 0) + gates : 4 * value + (weights ? query : 0) + gates;
+        w.bytes = backward ? 7 * value + (weights ? 2 * query : 0) + (c->gate == GATE_GIVEN ? 2 : 1) * gates : 4 * value + (weights ? query : 0) + gates;
         w.limit = CEILING_COPY;
         w.formula = backward ? "Q, dO, O_b, gates read, dO_b, dQ written" : "Q, O_b read, O, gates written";
     }

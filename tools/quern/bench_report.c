@@ -37,24 +37,42 @@ void report_row(const bench_row *row)
     fflush(stdout);
 }
 
-/* The shape: sizes, and every parameter of the operation's family under its option's name. */
+void report_formulas(const bench_row *rows, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        char op[40];
+        bool said = false;
+        for (size_t k = 0; k < i && !said; k++) said = rows[k].backward == rows[i].backward;
+        if (!said) printf("G/s of %s: %s\n", op_name(&rows[i], op, sizeof op), rows[i].work.formula);
+    }
+}
+
+/* What `base` holds for a row. */
+static void set_option(json_t *object, const option_row *row, const void *base)
+{
+    const void *at = (const char *)base + row->offset;
+    char text[60];
+    json_t *value;
+    option_current_text(row, base, text, sizeof text);
+    if (row->type == OPTION_INT) value = json_integer(*(const int64_t *)at);
+    else if (row->type == OPTION_BOOL) value = json_boolean(*(const bool *)at);
+    else if (row->type == OPTION_FLOAT) value = json_real((double)*(const float *)at);
+    else value = json_string(text);
+    json_object_set_new(object, row->name, value);
+}
+
+/* The shape: sizes, kinds of inputs, and every parameter of the operation's family under its option's name. */
 static json_t *shape_json(const bench_case *c)
 {
     json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "B", (json_int_t)c->batch, "N", (json_int_t)c->n, "H",
                               (json_int_t)c->heads, "Hkv", (json_int_t)c->kv_heads, "D", (json_int_t)c->dim, "Dv",
                               (json_int_t)c->dim_v);
-    for (size_t i = 0; i < c->op->family->param_count; i++) {
-        const option_row *row = &c->op->family->params[i];
-        const void *at = (const char *)&c->params + row->offset;
-        char text[60];
-        json_t *value;
-        option_current_text(row, &c->params, text, sizeof text);
-        if (row->type == OPTION_INT) value = json_integer(*(const int64_t *)at);
-        else if (row->type == OPTION_BOOL) value = json_boolean(*(const bool *)at);
-        else if (row->type == OPTION_FLOAT) value = json_real((double)*(const float *)at);
-        else value = json_string(text);
-        json_object_set_new(shape, row->name, value);
-    }
+    json_object_set_new(shape, "documents", json_integer((json_int_t)c->documents));
+    json_object_set_new(shape, "data", json_string(c->data == DATA_SMOOTH ? "smooth" : "noise"));
+    if (c->op->family == &family_nsa)
+        for (size_t i = 0; i < bench_case_row_count; i++)
+            if (!list_has("batch dtype backward", bench_case_rows[i].name)) set_option(shape, &bench_case_rows[i], c);
+    for (size_t i = 0; i < c->op->family->param_count; i++) set_option(shape, &c->op->family->params[i], &c->params);
     return shape;
 }
 

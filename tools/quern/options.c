@@ -117,6 +117,13 @@ void option_value_text(const option_row *row, char *text, size_t room)
         used += (size_t)snprintf(text + used, room - used, "%s%s", i > 0 ? "|" : "", row->choices[i]);
 }
 
+static void branches_text(uint32_t branches, char *text, size_t room)
+{
+    size_t used = (size_t)snprintf(text, room, "%s", branches == QUERN_NSA_BRANCH_ALL ? "all" : "");
+    for (int b = 0; b < 3 && branches != QUERN_NSA_BRANCH_ALL; b++)
+        if (branches & 1u << b) used += (size_t)snprintf(text + used, room - used, "%s%s", used > 0 ? "," : "", branch_names[b]);
+}
+
 void option_current_text(const option_row *row, const void *base, char *text, size_t room)
 {
     const void *at = (const char *)base + row->offset;
@@ -131,7 +138,7 @@ void option_current_text(const option_row *row, const void *base, char *text, si
         snprintf(text, room, "%s", word != NULL ? word : "none");
         break;
     case OPTION_CHOICE: snprintf(text, room, "%s", row->choices[*(const int *)at]); break;
-    case OPTION_BRANCHES: snprintf(text, room, "all"); break;
+    case OPTION_BRANCHES: branches_text(*(const uint32_t *)at, text, room); break;
     }
 }
 

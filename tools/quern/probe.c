@@ -25,18 +25,12 @@ typedef struct probe_options {
     const char *profile;
 } probe_options;
 
-static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL};
-static const char *const gate_choices[] = {"weights", "none", NULL};
 
 #define AT(member) offsetof(probe_options, member)
 static const option_row rows[] = {
     {"memory", OPTION_TEXT, AT(memory), NULL, "limit on inputs, outputs and workspace together, such as 512M or 12G"},
     {"heads", OPTION_TEXT, AT(heads), NULL, "H/Hkv"},
     {"dim", OPTION_TEXT, AT(dim), NULL, "D, or D/Dv"},
-    {"batch", OPTION_INT, AT(what.batch), NULL, "sequences"},
-    {"dtype", OPTION_CHOICE, AT(what.dtype), dtype_choices, "of the activations"},
-    {"backward", OPTION_FLAG, AT(what.backward), NULL, "forward and backward"},
-    {"gate", OPTION_CHOICE, AT(what.gate), gate_choices, "nsa: gates by weights, or 1/3 each"},
     {"granularity", OPTION_INT, AT(granularity), NULL, "lengths are multiples of this"},
     {"dry-run", OPTION_FLAG, AT(dry_run), NULL, "compute the length, do not prove it by a run"},
     {"profile", OPTION_TEXT, AT(profile), NULL, "NSA preset that is set before the other options: tile256"},
@@ -47,21 +41,21 @@ enum { ROWS = sizeof rows / sizeof *rows };
 static probe_options default_options(const operation *op)
 {
     probe_options o = {.memory = "4G", .heads = "8/2", .dim = "128", .granularity = 1024};
-    o.what.batch = 1;
-    o.what.seed = 1;
-    o.what.op = op;
-    o.what.params = params_init(op != NULL ? op->family : &family_nsa);
+    o.what = bench_case_init(op);
     return o;
 }
 
-static void print_help(void)
+/* op NULL: without the options of an operation. */
+static void print_help(const operation *op)
 {
-    const probe_options defaults = default_options(NULL);
+    const probe_options defaults = default_options(op);
     printf("usage: quern probe attention|nsa [--memory 12G] [--key value ...]\n\n"
            "The longest sequence whose inputs, outputs and workspace fit the limit, proven by a run.\n"
-           "Parameters of the operation are options too: quern run --list.\n\noptions:\n");
+           "Parameters of the operation are options too: quern probe WHAT --help.\n\noptions:\n");
     print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
+    print_options(&(option_group){bench_case_rows, bench_case_row_count, (void *)(uintptr_t)&defaults.what});
     print_options(&(option_group){machine_rows, machine_row_count, (void *)(uintptr_t)&defaults.machine});
+    if (op != NULL) print_options(&(option_group){op->family->params, op->family->param_count, (void *)(uintptr_t)&defaults.what.params});
     printf("\nexamples:\n  quern probe nsa --memory 2G --tile 64 --metric mean_logit --dtype bf16\n"
            "  quern probe attention --memory 8G --backward --dry-run --json\n\n"
            "exit codes: 0 done, 1 the run took more memory than the limit, 2 wrong command line, 3 a parameter is not\n"
@@ -92,9 +86,10 @@ static int size_of(const probe_options *o, int64_t n, quern_context *ctx, size_t
 
 static int search(const probe_options *o, size_t limit, quern_context *ctx, int64_t *best, size_t *bytes)
 {
+    const int64_t too_long = INT32_MAX / o->granularity + 1; /* a sequence holds at most 2^31 - 1 tokens */
     int64_t low = 0, high = 1; /* in units of the granularity: low fits, high does not */
-    for (size_t taken;; low = high, high *= 2) {
-        if (high > ((int64_t)1 << 40) / o->granularity) break;
+    for (size_t taken;; low = high, high = 2 * high < too_long ? 2 * high : too_long) {
+        if (high == too_long) break;
         const int code = size_of(o, high * o->granularity, ctx, &taken);
         if (code != EXIT_DONE) return code;
         if (taken > limit) break;
@@ -123,6 +118,19 @@ static size_t peak_bytes(void)
     return (size_t)usage.ru_maxrss * 1024;
 }
 
+/* Memory that the machine can give without swapping; SIZE_MAX where it does not say. */
+static size_t memory_available(void)
+{
+    char line[128];
+    unsigned long long kib;
+    size_t bytes = SIZE_MAX;
+    FILE *f = fopen("/proc/meminfo", "r");
+    while (f != NULL && fgets(line, sizeof line, f) != NULL)
+        if (sscanf(line, "MemAvailable: %llu kB", &kib) == 1) bytes = (size_t)kib << 10;
+    if (f != NULL) fclose(f);
+    return bytes;
+}
+
 static int probe(const probe_options *o, quern_context *ctx)
 {
     const size_t limit = parse_bytes(o->memory);
@@ -132,6 +140,10 @@ static int probe(const probe_options *o, quern_context *ctx)
     int code = search(o, limit, ctx, &n, &bytes);
     if (code != EXIT_DONE) return code;
     if (n == 0) return fail(EXIT_MACHINE, "--memory %s holds not even %" PRId64 " tokens", o->memory, o->granularity);
+    const size_t free_bytes = memory_available();
+    if (!o->dry_run && bytes > free_bytes)
+        return fail(EXIT_MACHINE, "the run takes %.3f GiB, this machine has %.3f GiB free; --dry-run leaves it out", (double)bytes * 0x1p-30,
+                    (double)free_bytes * 0x1p-30);
     if (!o->machine.json)
         printf("%s: %" PRId64 " tokens fit into %s: inputs, outputs and workspace take %.3f GiB\n", o->what.op->name, n, o->memory,
                (double)bytes * 0x1p-30);
@@ -175,14 +187,15 @@ int verb_probe(int argc, char **argv)
         if (strcmp(argv[i], "nsa") == 0 || strcmp(argv[i], "attention") == 0) op = operation_named(argv[i]);
     probe_options o = default_options(op);
     const option_group groups[] = {{rows, ROWS, &o},
+                                   {bench_case_rows, bench_case_row_count, &o.what},
                                    {machine_rows, machine_row_count, &o.machine},
                                    {op != NULL ? op->family->params : NULL, op != NULL ? op->family->param_count : 0, &o.what.params}};
     int first;
     bool help;
-    int code = parse_options(argc, argv, groups, op != NULL ? 3 : 2, &first, &help);
+    int code = parse_options(argc, argv, groups, op != NULL ? 4 : 3, &first, &help);
     if (code != EXIT_DONE) return code;
     if (help) {
-        print_help();
+        print_help(op);
         return EXIT_DONE;
     }
     if (op == NULL || argc - first != 1 || strcmp(argv[first], op->name) != 0)
@@ -192,7 +205,7 @@ int verb_probe(int argc, char **argv)
         o = default_options(op);
         if (op->family != &family_nsa) return fail(EXIT_USAGE, "--profile: only nsa has presets");
         if (quern_nsa_params_preset(&o.what.params.nsa, profile) != QUERN_OK) return fail(EXIT_USAGE, "--profile: %s", quern_last_error(NULL));
-        code = parse_options(argc, argv, groups, 3, &first, &help);
+        code = parse_options(argc, argv, groups, 4, &first, &help);
         if (code != EXIT_DONE) return code;
     }
     if (!parse_pair(o.heads, &o.what.heads, &o.what.kv_heads) || o.what.heads % o.what.kv_heads != 0)

@@ -21,7 +21,7 @@ double value_at(const quern_tensor *t, int64_t i)
     return 0;
 }
 
-static void store(const quern_tensor *t, int64_t i, float v)
+void value_set(const quern_tensor *t, int64_t i, float v)
 {
     if (t->dtype == QUERN_F32) ((float *)t->data)[i] = v;
     else if (t->dtype == QUERN_F16) ((uint16_t *)t->data)[i] = f16_from_float(v);
@@ -60,8 +60,8 @@ void fill_normal(const quern_tensor *t, uint64_t seed)
     for (int64_t i = 0; i < n; i += 2) {
         float pair[2];
         normal_pair(seed, i / 2, pair);
-        store(t, i, pair[0]);
-        if (i + 1 < n) store(t, i + 1, pair[1]);
+        value_set(t, i, pair[0]);
+        if (i + 1 < n) value_set(t, i + 1, pair[1]);
     }
 }
 
@@ -94,7 +94,7 @@ bool fill_smooth(const quern_tensor *t, uint64_t seed, double sigma)
                 memset(sum, 0, sizeof sum);
                 for (int r = 0; r <= 2 * reach; r++)
                     for (int64_t c = c0; c < c1; c++) sum[c - c0] += weight[r] * noise[(i + r) * width + c];
-                for (int64_t c = c0; c < c1; c++) store(t, (b * n + i) * width + c, sum[c - c0]);
+                for (int64_t c = c0; c < c1; c++) value_set(t, (b * n + i) * width + c, sum[c - c0]);
             }
         }
     }

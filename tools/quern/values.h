@@ -8,6 +8,8 @@
 
 /* Element i, counted row-major, of a contiguous tensor. */
 double value_at(const quern_tensor *t, int64_t i);
+/* The same of an f32, f16 or bf16 tensor, set. */
+void value_set(const quern_tensor *t, int64_t i, float v);
 
 /* Fills a contiguous f32, f16 or bf16 tensor with independent N(0,1) values. The values depend on the seed and
  * the element only, not on dtype (but for rounding) or machine. */
