@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
-static const double retry_until_ms = 9 * 60 * 1000.0; /* an area takes at most 15 minutes */
+static const double retry_until_ms = 10 * 60 * 1000.0; /* an area takes at most 15 minutes */
 
 void accept_figure(acceptance *a, const char *what, bool at_most, double target, double measured, const char *unit)
 {

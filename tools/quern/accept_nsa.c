@@ -15,7 +15,7 @@
 
 extern char **environ;
 
-enum { N32 = 32768, N128 = 131072 };
+enum { N16 = 16384, N32 = 32768, N128 = 131072 };
 
 /* Dense attention, timed once per length: the numerator of every speed-up of that length. */
 typedef struct dense_times {
@@ -44,23 +44,29 @@ static int time_alone(const bench_case *c, quern_context *ctx, int reps, double 
     return EXIT_DONE;
 }
 
-/* Speed-ups of one NSA case over dense; a target of 0 is not printed. */
+/* Speed-ups of one NSA case over dense; a target of 0 is not printed. The forward pass is that of inference, which
+ * keeps no branch for a backward pass. */
 static int speed_up(acceptance *a, const bench_case *c, const char *what, const dense_times *dense, double forward_target,
                     double both_target)
 {
-    double forward = 0, both = 0;
-    char line[120];
-    for (int try = 0; try < ACCEPT_TRIES && (forward < forward_target || both < both_target) && (try == 0 || accept_may_retry(a)); try++) {
-        double ms[3];
-        const int code = time_alone(c, a->all, c->n >= N128 ? 1 : 3, ms);
-        if (code != EXIT_DONE) return code;
-        if (dense->ms[FORWARD] / ms[FORWARD] > forward) forward = dense->ms[FORWARD] / ms[FORWARD];
-        if (c->backward && dense->ms[BOTH] / ms[BOTH] > both) both = dense->ms[BOTH] / ms[BOTH];
+    static const char *const names[] = {"forward", "forward + backward"};
+    const double targets[] = {forward_target, both_target};
+    const int of_dense[] = {FORWARD, BOTH};
+    for (int p = 0; p < 2; p++) {
+        bench_case timed = *c;
+        char line[120];
+        double best = 0;
+        timed.backward = p == 1;
+        for (int try = 0; try < ACCEPT_TRIES && best < targets[p] && (try == 0 || accept_may_retry(a)); try++) {
+            double ms[3];
+            const int code = time_alone(&timed, a->all, c->n >= N128 ? 1 : 3, ms);
+            if (code != EXIT_DONE) return code;
+            const double ratio = dense->ms[of_dense[p]] / ms[of_dense[p]];
+            if (ratio > best) best = ratio;
+        }
+        snprintf(line, sizeof line, "%s, N %" PRId64 ", %s over dense", what, c->n, names[p]);
+        if (targets[p] > 0) accept_figure(a, line, false, targets[p], best, "x");
     }
-    snprintf(line, sizeof line, "%s, N %" PRId64 ", forward over dense", what, c->n);
-    if (forward_target > 0) accept_figure(a, line, false, forward_target, forward, "x");
-    snprintf(line, sizeof line, "%s, N %" PRId64 ", forward + backward over dense", what, c->n);
-    if (both_target > 0) accept_figure(a, line, false, both_target, both, "x");
     return EXIT_DONE;
 }
 
@@ -70,17 +76,14 @@ static int speed_ups(acceptance *a, int64_t n)
     dense_times dense;
     bench_case c = accept_case("attention", n, large ? 4 : 8, large ? 1 : 2, QUERN_F32);
     c.backward = true;
-    int code = time_alone(&c, a->all, 1, dense.ms);
+    int code = time_alone(&c, a->all, large ? 0 : 1, dense.ms); /* large: minutes, so once and without warming up */
     if (code != EXIT_DONE) return code;
     c = nsa_case(n, QUERN_F32, 64);
-    c.backward = true;
     code = speed_up(a, &c, "tile 64, mean_logit", &dense, large ? 18 : 6.5, large ? 14 : 6);
     if (code != EXIT_DONE) return code;
     c = nsa_case(n, QUERN_F32, 1);
-    c.backward = true;
     code = speed_up(a, &c, "T 1, softmax, noise", &dense, large ? 9 : 4.5, large ? 8 : 3.5);
     if (code != EXIT_DONE) return code;
-    c.backward = false;
     c.data = DATA_SMOOTH;
     return speed_up(a, &c, "T 1, softmax, smooth", &dense, large ? 13 : 5.5, 0);
 }
@@ -141,23 +144,38 @@ static int million(acceptance *a)
     return EXIT_DONE;
 }
 
-/* Forward workspace against what it may hold: one packed copy of K and V in the compute dtype, compressed K and V,
- * indices, statistics (LSE of three branches, gates), 4 MiB a thread. */
+static bool leave_out(void *arg, const slot *s)
+{
+    job *j = arg;
+    if (strcmp(s->name, "O") != 0) slot_set(&j->tensors, s, NULL);
+    return true;
+}
+
+/* Forward workspace of a call that asks for O alone, so that all the rest stands in it, against what it may hold: one
+ * packed copy of K and V in the compute dtype, compressed K and V, indices, statistics (LSE of three branches,
+ * gates), 4 MiB a thread. */
 static int workspace(acceptance *a, const char *what, const bench_case *c)
 {
     job j;
     char line[120];
-    const int code = bench_open(&j, c, a->all, true);
+    size_t bytes = 0;
+    int code = bench_open(&j, c, a->all, true);
+    if (code == EXIT_DONE) {
+        list_each(j.op->family, j.op->gives, leave_out, &j);
+        const quern_status status = pass_size(&j.op->forward, a->all, &j.params, &j.tensors, &bytes);
+        if (status != QUERN_OK) code = fail_status(status);
+    }
     if (code == EXIT_DONE) {
         const quern_nsa_params *p = &c->params.nsa;
         const double n = (double)c->n, h = (double)c->heads, kv = (double)c->kv_heads, width = (double)(c->dim + c->dim_v);
-        const double element = c->dtype == QUERN_BF16 ? 2 : 4, tiles = (n + (double)p->tile - 1) / (double)p->tile;
+        const double element = (double)quern_dtype_size((quern_dtype)c->dtype), tiles = (n + (double)p->tile - 1) / (double)p->tile;
+        const double computed = c->dtype == QUERN_BF16 && quern_context_cpu_level(a->all) == QUERN_CPU_LEVEL_AVX512BF16 ? 2 : 4;
         const double lists = p->scope == QUERN_NSA_SCOPE_HEAD ? h : kv;
-        const double packed = n * kv * width * element, compressed = n / (double)(p->stride > 0 ? p->stride : p->block_size) * kv * width * element;
+        const double packed = n * kv * width * computed, compressed = n / (double)(p->stride > 0 ? p->stride : p->block_size) * kv * width * element;
         const double indices = lists * tiles * (double)(p->num_selected + 1 + p->max_compressed_groups) * 4;
         const double statistics = n * h * 6 * 4, threads = (double)a->threads * 4 * 0x1p20;
         snprintf(line, sizeof line, "%s: forward workspace of what it may take", what);
-        accept_figure(a, line, true, 1, (double)j.workspace_bytes / (packed + compressed + indices + statistics + threads), "");
+        accept_figure(a, line, true, 1, (double)bytes / (packed + compressed + indices + statistics + threads), "");
     }
     job_free(&j);
     return code;
@@ -184,34 +202,45 @@ static int bandwidth(acceptance *a, const char *op, int64_t n, const double targ
     return EXIT_DONE;
 }
 
+/* All threads over one, forward alone and with its backward. */
 static int scaling(acceptance *a, const char *what, const bench_case *c, double target)
 {
-    double best = 0;
-    for (int try = 0; try < ACCEPT_TRIES && best < target && (try == 0 || accept_may_retry(a)); try++) {
-        double all[3], one[3];
-        const int code = accept_times(c, a->all, NULL, a->one, 3, all, one);
-        if (code != EXIT_DONE) return code;
-        if (one[FORWARD] / all[FORWARD] > best) best = one[FORWARD] / all[FORWARD];
+    static const char *const names[] = {"forward", "forward + backward"};
+    for (int p = 0; p < 2; p++) {
+        bench_case timed = *c;
+        char line[120];
+        double best = 0;
+        timed.backward = p == 1;
+        for (int try = 0; try < ACCEPT_TRIES && best < target && (try == 0 || accept_may_retry(a)); try++) {
+            double all[3], one[3];
+            const int code = accept_times(&timed, a->all, NULL, a->one, 3, all, one);
+            if (code != EXIT_DONE) return code;
+            const double ratio = p == 1 ? one[BOTH] / all[BOTH] : one[FORWARD] / all[FORWARD];
+            if (ratio > best) best = ratio;
+        }
+        snprintf(line, sizeof line, "%s, N %" PRId64 ", %s, %d threads over 1", what, c->n, names[p], a->threads);
+        accept_figure(a, line, false, target, best, "x");
     }
-    accept_figure(a, what, false, target, best, "x");
     return EXIT_DONE;
 }
 
+/* The long ones first: what is left of the time goes to trying the short ones again. */
 int accept_nsa(acceptance *a)
 {
     const double compress_target[2] = {0.8, 0.7}, gate_target[2] = {0.8, 0.8};
     const bench_case tile64 = nsa_case(N32, QUERN_F32, 64), tile1 = nsa_case(N32, QUERN_F32, 1), half = nsa_case(N32, QUERN_BF16, 64);
-    int code = bandwidth(a, "nsa-compress", N128, compress_target);
+    int code = speed_ups(a, N128);
+    if (code == EXIT_DONE) code = million(a);
+    if (code == EXIT_DONE) code = speed_ups(a, N32);
+    if (code == EXIT_DONE) code = bf16_over_f32(a);
+    if (a->threads > 1) {
+        const bench_case short64 = nsa_case(N16, QUERN_F32, 64), short1 = nsa_case(N16, QUERN_F32, 1);
+        if (code == EXIT_DONE) code = scaling(a, "tile 64", &short64, 1.85);
+        if (code == EXIT_DONE) code = scaling(a, "T 1", &short1, 1.5);
+    }
+    if (code == EXIT_DONE) code = bandwidth(a, "nsa-compress", N128, compress_target);
     if (code == EXIT_DONE) code = bandwidth(a, "nsa-gate", N32, gate_target);
     if (code == EXIT_DONE) code = workspace(a, "tile 64, f32, N 32768", &tile64);
     if (code == EXIT_DONE) code = workspace(a, "tile 64, bf16, N 32768", &half);
-    if (code == EXIT_DONE) code = workspace(a, "T 1, f32, N 32768", &tile1);
-    if (a->threads > 1) {
-        if (code == EXIT_DONE) code = scaling(a, "tile 64, N 32768, forward, all threads over 1", &tile64, 1.85);
-        if (code == EXIT_DONE) code = scaling(a, "T 1, N 32768, forward, all threads over 1", &tile1, 1.5);
-    }
-    if (code == EXIT_DONE) code = bf16_over_f32(a);
-    if (code == EXIT_DONE) code = speed_ups(a, N32);
-    if (code == EXIT_DONE) code = speed_ups(a, N128);
-    return code == EXIT_DONE ? million(a) : code;
+    return code == EXIT_DONE ? workspace(a, "T 1, f32, N 32768", &tile1) : code;
 }
