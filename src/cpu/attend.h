@@ -114,6 +114,12 @@ int64_t attend_row_panels(const attend_plan *plan, int64_t dim);
 void attend_packed_carve(const attend_plan *plan, arena *a, attend_packed *packed);
 void attend_pack(const quern_exec *exec, const attend_plan *plan, const attend_packed *packed);
 
+/* Whether a chunk walks its lists key by key, not tile by tile (see attend_chunk.c). */
+static inline bool attend_walks_by_key(const attend_plan *plan)
+{
+    return attend_list_length(plan) > 0 && plan->args->tile * plan->hs < TILE_ROWS / 2;
+}
+
 /* Rows a chunk should have where lists are walked key by key, by memory (2 MiB of rows). */
 int32_t attend_chunk_rows(const attend_plan *plan);
 void attend_chunk_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_chunk *chunk);
@@ -126,5 +132,7 @@ void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, atte
 /* Divides by the sums; afterwards `sum` holds the natural-log lse. */
 void attend_chunk_finish(const attend_plan *plan, attend_chunk *chunk);
 void attend_chunk_store(const attend_plan *plan, const attend_chunk *chunk);
+/* Rows past the last border of a packed batch: o = 0, lse = -inf. */
+void attend_store_unused(const attend_plan *plan);
 
 #endif

@@ -244,13 +244,9 @@ static void run_lists_by_key(const attend_plan *p, const attend_packed *packed, 
 void attend_chunk_run(const attend_plan *p, const attend_packed *packed, attend_chunk *c, attend_scratch *s)
 {
     if (c->rows == 0) return;
-    if (attend_list_length(p) == 0) {
-        if (p->args->list.ndim == 0) run_range(p, packed, c, s);
-    } else if (p->args->tile * p->hs >= TILE_ROWS / 2) {
-        run_lists_by_tile(p, packed, c, s);
-    } else {
-        run_lists_by_key(p, packed, c, s);
-    }
+    if (p->args->list.ndim == 0) run_range(p, packed, c, s);
+    else if (attend_walks_by_key(p)) run_lists_by_key(p, packed, c, s);
+    else if (attend_list_length(p) > 0) run_lists_by_tile(p, packed, c, s);
 }
 
 void attend_chunk_finish(const attend_plan *p, attend_chunk *c)

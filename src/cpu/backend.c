@@ -13,6 +13,7 @@ const quern_backend quern_backend_cpu = {
     .select = {cpu_select_supports, cpu_select_workspace, cpu_select},
     .gate_forward = {cpu_gate_supports, cpu_gate_forward_workspace, cpu_gate_forward},
     .gate_backward = {cpu_gate_supports, cpu_gate_backward_workspace, cpu_gate_backward},
+    .attend_gate_forward = {cpu_attend_gate_supports, cpu_attend_gate_workspace, cpu_attend_gate},
     .convert = {cpu_convert_supports, cpu_convert_workspace, cpu_convert},
     .list_convert = {cpu_list_convert_supports, cpu_list_convert_workspace, cpu_list_convert},
 };

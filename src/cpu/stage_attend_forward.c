@@ -56,8 +56,7 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     attend_chunk_store(p, chunk);
 }
 
-/* Rows past the last border of a packed batch: o = 0, lse = -inf. */
-static void fill_tail(const attend_plan *p)
+void attend_store_unused(const attend_plan *p)
 {
     const attend_args *a = p->args;
     if (a->seqs.cu_q.data == NULL) return;
@@ -90,6 +89,6 @@ quern_status cpu_attend_forward(const quern_exec *exec, const attend_args *args,
     forward_job job = carve(exec, args, &a);
     attend_pack(exec, &job.plan, &job.packed);
     parallel_for(exec->threads, job.plan.sequences * job.plan.units * job.pieces, run_chunk, &job);
-    fill_tail(&job.plan);
+    attend_store_unused(&job.plan);
     return QUERN_OK;
 }

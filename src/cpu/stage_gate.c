@@ -18,16 +18,14 @@ typedef struct gate_job {
     int64_t rows, pieces, heads;
 } gate_job;
 
-/* The gates of heads [h0, h0 + heads) of a token. */
-static void make_gates(const gate_job *job, int64_t b, int64_t n, int64_t h0, int64_t heads, float *gates)
+void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t h0, int64_t heads, float *gates)
 {
-    const gate_args *args = job->args;
     const quern_tensor *g = &args->gates;
     if (args->kind == QUERN_NSA_GATE_WEIGHTS) {
         for (int64_t h = 0; h < heads; h++)
-            job->kernels->gate_logits(row_at(&args->q, b, n, h0 + h), args->q.dtype, gate_weights_at(args, h0 + h), args->w_gate.dtype,
-                                      args->w_gate.strides[1], args->q.shape[3], gates + 3 * h);
-        job->kernels->sigmoid(gates, 3 * heads);
+            kernels->gate_logits(row_at(&args->q, b, n, h0 + h), args->q.dtype, gate_weights_at(args, h0 + h), args->w_gate.dtype,
+                                 args->w_gate.strides[1], args->q.shape[3], gates + 3 * h);
+        kernels->sigmoid(gates, 3 * heads);
     } else if (args->kind == QUERN_NSA_GATE_NONE) {
         for (int64_t i = 0; i < 3 * heads; i++) gates[i] = 1.0f / 3.0f;
     }
@@ -53,7 +51,7 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
     for (int64_t n = first; n < end; n++)
         for (int64_t h0 = 0; h0 < job->heads; h0 += GATE_HEADS) {
             const int64_t heads = job->heads - h0 < GATE_HEADS ? job->heads - h0 : GATE_HEADS;
-            make_gates(job, b, n, h0, heads, gates);
+            gate_make(args, job->kernels, b, n, h0, heads, gates);
             if (!is_present(o)) continue;
             for (int64_t h = 0; h < heads; h++) {
                 const void *o_b[3];

@@ -26,6 +26,10 @@ bool cpu_select_supports(const quern_exec *exec, const select_args *args, char w
 size_t cpu_select_workspace(const quern_exec *exec, const select_args *args);
 quern_status cpu_select(const quern_exec *exec, const select_args *args, void *workspace);
 
+bool cpu_attend_gate_supports(const quern_exec *exec, const attend_gate_args *args, char why[STAGE_WHY_BYTES]);
+size_t cpu_attend_gate_workspace(const quern_exec *exec, const attend_gate_args *args);
+quern_status cpu_attend_gate(const quern_exec *exec, const attend_gate_args *args, void *workspace);
+
 bool cpu_gate_supports(const quern_exec *exec, const gate_args *args, char why[STAGE_WHY_BYTES]);
 size_t cpu_gate_forward_workspace(const quern_exec *exec, const gate_args *args);
 quern_status cpu_gate_forward(const quern_exec *exec, const gate_args *args, void *workspace);

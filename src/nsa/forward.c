@@ -5,8 +5,7 @@
  *
  *   compress -> (select, mean_logit) -> attend cmp -> (select, softmax: with lse_cmp) -> attend slc, win -> gate
  *
- * A backend that offers attend_gate_forward takes everything after compress in one stage, where the caller does
- * not want the branches' outputs.
+ * A backend that offers attend_gate_forward takes everything after compress in one stage.
  */
 #include "core/view.h"
 #include "nsa/call.h"
@@ -39,13 +38,11 @@ static void carve(nsa_call *c, arena *a)
         if (groups) v->group_idx = nsa_given_or_take(c, &v->group_idx, a, QUERN_I32, 4, grp);
     }
     const int64_t o_shape[] = {B, N, H, c->dim_v}, lse_shape[] = {B, H, N};
-    /* Fused where offered: o_b then never reach memory. */
-    bool wants_o_b = false;
-    for (int i = 0; i < NSA_BRANCHES; i++) wants_o_b = wants_o_b || v->o_b[i].ndim > 0;
+    /* Fused where offered: o_b then reach memory only where the caller wants them. */
     c->use_fused = false;
-    if (c->backend->attend_gate_forward.supports != NULL && !wants_o_b) {
+    if (c->backend->attend_gate_forward.supports != NULL) {
         char why[STAGE_WHY_BYTES];
-        for (int i = 0; i < NSA_BRANCHES; i++) c->fused.branch[i] = nsa_branch_args(c, i);
+        for (int i = 0; i < NSA_BRANCHES; i++) c->fused.branch[i] = nsa_branch_args(c, i), c->fused.separate[i] = c->separate[i];
         c->fused.branches = p->branches;
         c->fused.select = nsa_select_args(c);
         if (!selects) c->fused.select.block_idx = c->fused.select.block_count = (quern_tensor){0};
