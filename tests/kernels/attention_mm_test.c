@@ -2,12 +2,11 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * attention_mm_test.c - the products of attention's tile kernels at every level, against sums in double.
- *
- * Bound, entry by entry: a sum of n products in f32 in any order is within (n + 1) 2^-24 of the sum of the
- * products' absolute values; adding it to C rounds once more.
+ * Bounds are those of src/cpu/kernels.inc.
  */
 #include "cmocka_c11.h"
 #include "cpu/attention_kernels.h"
+#include "kernels.h"
 #include "tensor.h"
 
 #include <math.h>
@@ -83,13 +82,13 @@ static void check_product(const attention_kernels *kernels, bool pairs, const pr
             double sum = before, size = fabs(before);
             for (int64_t p = 0; p < x->k; p++) {
                 for (int half = 0; half <= pairs; half++) {
-                    const double term = (x->transposed ? value_at(&a, pairs, p, i, half) : value_at(&a, pairs, i, p, half)) *
-                                        value_at(&b, pairs, p, j, half);
+                    const double term =
+                        (x->transposed ? value_at(&a, pairs, p, i, half) : value_at(&a, pairs, i, p, half)) * value_at(&b, pairs, p, j, half);
                     sum += term;
                     size += fabs(term);
                 }
             }
-            const double bound = (double)(x->k * (1 + pairs) + 2) * 0x1p-24 * size;
+            const double bound = test_kernel_bound("attention", pairs ? "mm_bf16" : "mm_f32", kernels->level, (double)(x->k * (1 + pairs)), 0) * size;
             if (!(fabs(out[i * x->n + j] - sum) <= bound))
                 fail_msg("%s %s: m %lld n %lld k %lld%s%s %s: C[%lld][%lld] is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
                          pairs ? "mm_bf16" : "mm_f32", (long long)x->m, (long long)x->n, (long long)x->k, x->transposed ? " transposed" : "",
@@ -122,7 +121,11 @@ static void all_sizes(const attention_kernels *kernels, bool pairs, test_random 
     for (int64_t m = 0; m <= 14; m++) {
         for (int64_t n = 16; n <= kernels->panel; n += 16) {
             for (size_t d = 0; d < sizeof depths / sizeof *depths; d++) {
-                const product x = {m, n, depths[d], test_random_one_in(random, 2), test_random_one_in(random, 2),
+                const product x = {m,
+                                   n,
+                                   depths[d],
+                                   test_random_one_in(random, 2),
+                                   test_random_one_in(random, 2),
                                    (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1)};
                 check_product(kernels, pairs, &x, random);
             }
@@ -175,9 +178,11 @@ static void special_values_stay_in_their_row_and_column(void **state)
 
 int main(void)
 {
+    char program[] = "attention_mm_test";
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_size_sums_right),
         cmocka_unit_test(special_values_stay_in_their_row_and_column),
+        cmocka_unit_test_prestate(test_every_kernel, program),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attention_rows_test.c - the row kernels of attention (packing, softmax and its backward, storing)
- * at every level, entry by entry against double. */
+ * at every level, entry by entry against double; bounds are those of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/attention_kernels.h"
+#include "kernels.h"
 #include "tensor.h"
 
 #include <math.h>
@@ -24,9 +25,14 @@ static row_source source_of(const test_tensor *t)
 
 static void expect(const attention_kernels *kernels, const char *what, int64_t row, int64_t column, double out, double expected, double bound)
 {
-    if (isnan(expected) ? isnan(out) : out == expected || fabs(out - expected) <= bound) return;
-    fail_msg("%s %s: [%lld][%lld] is %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level), what, (long long)row,
-             (long long)column, out, expected, bound);
+    if (isnan(expected) ? isnan(out) : out == expected || (isfinite(expected) && fabs(out - expected) <= bound)) return;
+    fail_msg("%s %s: [%lld][%lld] is %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level), what, (long long)row, (long long)column,
+             out, expected, bound);
+}
+
+static double bound_of(const attention_kernels *kernels, const char *name, double argument)
+{
+    return test_kernel_bound("attention", name, kernels->level, 0, argument);
 }
 
 static double bf16_value(uint32_t bits)
@@ -60,7 +66,8 @@ static void pack_rows(const attention_kernels *kernels, test_random *random)
         const float *f = out.view.data;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t c = 0; c < ldd; c++)
-                expect(kernels, "pack_rows_f32", r, c, f[r * ldd + c], c < dim ? (float)values[r * dim + c] * 0.7f : 0, 0);
+                expect(kernels, "pack_rows_f32", r, c, f[r * ldd + c], c < dim ? (float)values[r * dim + c] * 0.7f : 0,
+                       bound_of(kernels, "pack_rows_f32", 0));
         if (kernels->pack_rows_bf16 != NULL && src.dtype == QUERN_BF16) {
             test_tensor narrow = matrix(random, QUERN_BF16, rows, ldd, TEST_UNALIGNED);
             kernels->pack_rows_bf16(&src, narrow.view.data, ldd);
@@ -68,7 +75,8 @@ static void pack_rows(const attention_kernels *kernels, test_random *random)
             double *got = test_tensor_get(&narrow);
             for (int64_t r = 0; r < rows; r++)
                 for (int64_t c = 0; c < ldd; c++)
-                    expect(kernels, "pack_rows_bf16", r, c, got[r * ldd + c], c < dim ? values[r * dim + c] : 0, 0);
+                    expect(kernels, "pack_rows_bf16", r, c, got[r * ldd + c], c < dim ? values[r * dim + c] : 0,
+                           bound_of(kernels, "pack_rows_bf16", 0));
             free(got);
             test_tensor_free(&narrow);
         }
@@ -95,7 +103,7 @@ static void pack_keys(const attention_kernels *kernels, test_random *random)
         const float *f = out.view.data;
         for (int64_t d = 0; d < dim; d++)
             for (int64_t r = 0; r < panel; r++)
-                expect(kernels, "pack_keys_f32", d, r, f[d * panel + r], r < rows ? values[r * dim + d] : 0, 0);
+                expect(kernels, "pack_keys_f32", d, r, f[d * panel + r], r < rows ? values[r * dim + d] : 0, bound_of(kernels, "pack_keys_f32", 0));
         if (kernels->pack_keys_bf16 != NULL && src.dtype == QUERN_BF16) {
             test_tensor words = matrix(random, QUERN_I32, dim / 2, panel, TEST_UNALIGNED);
             kernels->pack_keys_bf16(&src, panel, words.view.data);
@@ -103,7 +111,8 @@ static void pack_keys(const attention_kernels *kernels, test_random *random)
             const uint32_t *w = words.view.data;
             for (int64_t d = 0; d < dim; d++)
                 for (int64_t r = 0; r < panel; r++)
-                    expect(kernels, "pack_keys_bf16", d, r, half_of(w[d / 2 * panel + r], d % 2), r < rows ? values[r * dim + d] : 0, 0);
+                    expect(kernels, "pack_keys_bf16", d, r, half_of(w[d / 2 * panel + r], d % 2), r < rows ? values[r * dim + d] : 0,
+                           bound_of(kernels, "pack_keys_bf16", 0));
             test_tensor_free(&words);
         }
         test_tensor_check_unchanged(&in, "source");
@@ -130,7 +139,7 @@ static void pack_values(const attention_kernels *kernels, test_random *random)
         for (int64_t r = 0; r < rows; r++)
             for (int64_t c = 0; c < panels * panel; c++)
                 expect(kernels, "pack_values_f32", r, c, ((const float *)out.view.data)[c / panel * out.view.strides[0] + r * panel + c % panel],
-                       c < dim ? values[r * dim + c] : 0, 0);
+                       c < dim ? values[r * dim + c] : 0, bound_of(kernels, "pack_values_f32", 0));
         if (kernels->pack_values_bf16 != NULL && src.dtype == QUERN_BF16) {
             test_tensor words = matrix(random, QUERN_I32, panels, (rows + 1) / 2 * panel, TEST_STRIDED);
             kernels->pack_values_bf16(&src, panel, words.view.data, words.view.strides[0]);
@@ -138,7 +147,8 @@ static void pack_values(const attention_kernels *kernels, test_random *random)
             for (int64_t r = 0; r < (rows + 1) / 2 * 2; r++)
                 for (int64_t c = 0; c < panels * panel; c++) {
                     const uint32_t word = ((const uint32_t *)words.view.data)[c / panel * words.view.strides[0] + r / 2 * panel + c % panel];
-                    expect(kernels, "pack_values_bf16", r, c, half_of(word, r % 2), r < rows && c < dim ? values[r * dim + c] : 0, 0);
+                    expect(kernels, "pack_values_bf16", r, c, half_of(word, r % 2), r < rows && c < dim ? values[r * dim + c] : 0,
+                           bound_of(kernels, "pack_values_bf16", 0));
                 }
             test_tensor_free(&words);
         }
@@ -163,14 +173,18 @@ static void interval(test_random *random, int32_t kind, int32_t columns, int32_t
     if (kind == 5) *lo = (int32_t)test_random_int(random, 0, columns / 2), *hi = (int32_t)test_random_int(random, *lo, columns);
 }
 
-/* exp2 itself is within 2.4e-7; its argument is rounded twice, by 2^-24 of the score and of the maximum. */
-static double exp2_bound(double p, double scaled, double max)
+/* What rounding to bf16 adds. The sum of a row of 256 columns in at least 8 lanes passes through 50 roundings at most. */
+static const double bf16 = 0x1p-8, sum_bound = 50 * 0x1p-24;
+
+/* The bound of p = exp2(scaled - max), whose argument is rounded by 2^-24 of both; below 2^-126 exp2 is 0. */
+static double exp2_bound(const attention_kernels *kernels, const char *name, double p, double scaled, double max)
 {
-    return p * (4e-7 + (fabs(scaled) + fabs(max)) * 0x1p-23) + 0x1p-125;
+    return p * bound_of(kernels, name, fabs(scaled) + fabs(max)) + 0x1p-125;
 }
 
 static void softmax(const attention_kernels *kernels, bool narrow, test_random *random)
 {
+    const char *name = narrow ? "softmax_bf16" : "softmax_f32";
     for (int round = 0; round < 40; round++) {
         const int32_t columns = 16 * (int32_t)test_random_int(random, 1, MOST_COLUMNS / 16);
         const float scale2 = round % 2 ? 0.21f : 1.0f;
@@ -202,18 +216,19 @@ static void softmax(const attention_kernels *kernels, bool narrow, test_random *
             for (int32_t c = 0; c < columns; c++) {
                 const bool seen = c >= lo[r] && c < hi[r];
                 const double scaled = x[c] * scale2, p = !seen ? 0 : x[c] == -INFINITY ? 0 : exp2((x[c] - top) * scale2);
-                const double most = seen && p > 0 ? exp2_bound(p, scaled, top * scale2) : 0;
+                const double most = seen && p > 0 ? exp2_bound(kernels, name, p, scaled, top * scale2) : 0;
                 uint16_t bits;
                 memcpy(&bits, (const uint16_t *)(scores + r * lds) + c, sizeof bits);
                 const double got = narrow ? bf16_value(bits) : scores[r * lds + c];
-                expect(kernels, narrow ? "softmax_bf16" : "softmax_f32", r, c, got, p, narrow ? most * 1.01 + p * 0x1p-8 : most);
+                expect(kernels, name, r, c, got, p, narrow ? most * 1.01 + p * bf16 : most);
                 if (!seen) continue;
                 total += p;
                 bound += most;
             }
             expect(kernels, "max", r, 0, max[r], top, 0);
-            if (!isinf(max0[r])) expect(kernels, "shrink", r, 0, shrink[r], factor, factor < 1 ? exp2_bound(factor, 0, (top - max0[r]) * scale2) : 0);
-            expect(kernels, "sum", r, 0, sum[r], nan ? NAN : sum0[r] * factor + total, bound + (total + sum0[r]) * 3e-6);
+            if (!isinf(max0[r]))
+                expect(kernels, "shrink", r, 0, shrink[r], factor, factor < 1 ? exp2_bound(kernels, name, factor, 0, (top - max0[r]) * scale2) : 0);
+            expect(kernels, "sum", r, 0, sum[r], nan ? NAN : sum0[r] * factor + total, bound + (total + sum0[r]) * sum_bound);
         }
         free(in);
         test_tensor_free(&s);
@@ -228,12 +243,14 @@ static void softmax_of_tiles(const attention_kernels *kernels, test_random *rand
 
 static void softmax_backward(const attention_kernels *kernels, bool narrow, test_random *random)
 {
+    const char *name = narrow ? "softmax_backward_bf16" : "softmax_backward_f32";
     for (int round = 0; round < 40; round++) {
         const int32_t columns = 16 * (int32_t)test_random_int(random, 1, MOST_COLUMNS / 16), lds = columns + 16 * (round % 2);
         const float scale2 = round % 2 ? 0.21f : 1.0f;
         const int64_t shape[] = {2, ROWS, lds}; /* s and dp, of one stride */
         test_tensor t = test_tensor_make(random, QUERN_F32, 3, shape, TEST_UNALIGNED);
-        test_tensor p_pairs = matrix(random, QUERN_I32, ROWS / 2, lds, TEST_UNALIGNED), ds_pairs = matrix(random, QUERN_I32, ROWS / 2, lds, TEST_UNALIGNED);
+        test_tensor p_pairs = matrix(random, QUERN_I32, ROWS / 2, lds, TEST_UNALIGNED),
+                    ds_pairs = matrix(random, QUERN_I32, ROWS / 2, lds, TEST_UNALIGNED);
         test_tensor ds_words = matrix(random, QUERN_I32, ROWS, lds / 2, TEST_UNALIGNED);
         int32_t lo[ROWS], hi[ROWS];
         float lse2[ROWS], delta[ROWS], row_scale[ROWS], dp_scale[ROWS];
@@ -248,10 +265,12 @@ static void softmax_backward(const attention_kernels *kernels, bool narrow, test
         float *s = t.view.data, *dp = s + (int64_t)ROWS * lds;
         if (round == 20) dp[lds] = NAN;
         double *in = test_tensor_get(&t);
-        const softmax_backward_tile tile = {s, dp, lds, ROWS, columns, lo, hi, scale2, lse2, delta, row_scale, dp_scale,
-                                            p_pairs.view.data, ds_pairs.view.data, ds_words.view.data};
-        if (narrow) kernels->softmax_backward_bf16(&tile);
-        else kernels->softmax_backward_f32(&tile);
+        const softmax_backward_tile tile = {
+            s, dp, lds, ROWS, columns, lo, hi, scale2, lse2, delta, row_scale, dp_scale, p_pairs.view.data, ds_pairs.view.data, ds_words.view.data};
+        if (narrow)
+            kernels->softmax_backward_bf16(&tile);
+        else
+            kernels->softmax_backward_f32(&tile);
         test_tensor_check_guards(&t, "softmax_backward");
         test_tensor_check_guards(&p_pairs, "softmax_backward's P by row pairs");
         test_tensor_check_guards(&ds_pairs, "softmax_backward's dS by row pairs");
@@ -261,16 +280,16 @@ static void softmax_backward(const attention_kernels *kernels, bool narrow, test
             for (int32_t c = 0; c < columns; c++) {
                 const double x = in[r * lds + c], g = in[(ROWS + r) * lds + c];
                 const bool seen = c >= lo[r] && c < hi[r] && r != 4;
-                const double p = seen ? exp2(x * scale2 - lse2[r]) : 0, bound = seen ? exp2_bound(p, x * scale2, lse2[r]) : 0;
-                const double size = fabs(g * dp_scale[r]) + fabs(delta[r]), most = bound * size * 1.01 + p * size * 0x1p-22;
+                const double p = seen ? exp2(x * scale2 - lse2[r]) : 0, bound = seen ? exp2_bound(kernels, name, p, x * scale2, lse2[r]) : 0;
+                const double size = fabs(g * dp_scale[r]) + fabs(delta[r]), most = bound * size + p * size * 0x1p-23;
                 const double expected_p = row_scale[r] * p, expected_ds = seen ? p * (g * dp_scale[r] - delta[r]) : 0;
                 if (!narrow) {
-                    expect(kernels, "row_scale P", r, c, s[r * lds + c], expected_p, bound + p * 0x1p-23);
+                    expect(kernels, "row_scale P", r, c, s[r * lds + c], expected_p, bound);
                     expect(kernels, "dS", r, c, dp[r * lds + c], expected_ds, most);
                     continue;
                 }
-                const double rounding = fabs(expected_ds) * 0x1p-8 + most * 1.01;
-                expect(kernels, "row_scale P by row pairs", r, c, half_of(pp[r / 2 * lds + c], r % 2), expected_p, bound * 1.01 + p * 0x1p-8);
+                const double rounding = fabs(expected_ds) * bf16 + most * 1.01;
+                expect(kernels, "row_scale P by row pairs", r, c, half_of(pp[r / 2 * lds + c], r % 2), expected_p, bound * 1.01 + p * bf16);
                 expect(kernels, "dS by row pairs", r, c, half_of(dd[r / 2 * lds + c], r % 2), expected_ds, rounding);
                 expect(kernels, "dS by column pairs", r, c, half_of(dw[r * lds / 2 + c / 2], c % 2), expected_ds, rounding);
             }
@@ -304,18 +323,28 @@ static void rows_of_output(const attention_kernels *kernels, test_random *random
             kernels->store_row(o.view.data, dtype, (char *)out.view.data - 3 * size, 3, n);
             test_tensor_check_guards(&out, "store_row");
             double *got = test_tensor_get(&out);
-            for (int64_t c = 0; c < n; c++) expect(kernels, "store_row", dtype, c, got[c], test_round(dtype, x[c]), 0);
+            for (int64_t c = 0; c < n; c++)
+                expect(kernels, "store_row", dtype, c, got[c], test_round(dtype, x[c]), bound_of(kernels, "store_row", 0));
             free(got);
             test_tensor_free(&out);
         }
         kernels->scale_row(o.view.data, 0.3f, n);
         test_tensor_check_guards(&o, "scale_row");
-        for (int64_t c = 0; c < n; c++) expect(kernels, "scale_row", 0, c, ((float *)o.view.data)[c], (float)x[c] * 0.3f, 0);
+        for (int64_t c = 0; c < n; c++)
+            expect(kernels, "scale_row", 0, c, ((float *)o.view.data)[c], (float)x[c] * 0.3f, bound_of(kernels, "scale_row", 0));
         test_tensor_set(&o, x);
         kernels->scale_add_row(o.view.data, 0.3f, t.view.data, n);
         test_tensor_check_guards(&o, "scale_add_row");
         for (int64_t c = 0; c < n; c++)
-            expect(kernels, "scale_add_row", 0, c, ((float *)o.view.data)[c], x[c] * 0.3f + y[c], (fabs(x[c]) + fabs(y[c])) * 0x1p-23);
+            expect(kernels, "scale_add_row", 0, c, ((float *)o.view.data)[c], x[c] * 0.3f + y[c],
+                   bound_of(kernels, "scale_add_row", 0) * (fabs(x[c] * 0.3f) + fabs(y[c])));
+        test_tensor_set(&o, x);
+        kernels->add_scaled_row(o.view.data, t.view.data, -1.7f, n);
+        test_tensor_check_guards(&o, "add_scaled_row");
+        test_tensor_check_guards(&t, "add_scaled_row's source");
+        for (int64_t c = 0; c < n; c++)
+            expect(kernels, "add_scaled_row", 0, c, ((float *)o.view.data)[c], x[c] - y[c] * 1.7f,
+                   bound_of(kernels, "add_scaled_row", 0) * (fabs(x[c]) + fabs(y[c] * 1.7f)));
         free(x);
         free(y);
         test_tensor_free(&o);
@@ -339,12 +368,17 @@ static void at_every_level(void **state)
 
 int main(void)
 {
+    char program[] = "attention_rows_test";
     kernel_test rows = {pack_rows}, keys = {pack_keys}, values = {pack_values}, forward = {softmax_of_tiles}, backward = {backward_of_tiles},
                 output = {rows_of_output};
     const struct CMUnitTest tests[] = {
-        {"pack_rows", at_every_level, NULL, NULL, &rows},           {"pack_keys", at_every_level, NULL, NULL, &keys},
-        {"pack_values", at_every_level, NULL, NULL, &values},       {"softmax", at_every_level, NULL, NULL, &forward},
-        {"softmax_backward", at_every_level, NULL, NULL, &backward}, {"rows_of_output", at_every_level, NULL, NULL, &output},
+        {"pack_rows", at_every_level, NULL, NULL, &rows},
+        {"pack_keys", at_every_level, NULL, NULL, &keys},
+        {"pack_values", at_every_level, NULL, NULL, &values},
+        {"softmax", at_every_level, NULL, NULL, &forward},
+        {"softmax_backward", at_every_level, NULL, NULL, &backward},
+        {"rows_of_output", at_every_level, NULL, NULL, &output},
+        {"every_kernel", test_every_kernel, NULL, NULL, program},
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
