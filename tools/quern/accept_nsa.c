@@ -5,6 +5,7 @@
 
 #include "command.h"
 
+#include <fcntl.h>
 #include <inttypes.h>
 #include <spawn.h>
 #include <stdio.h>
@@ -111,12 +112,16 @@ static int bench_child(const char *n, double *ms, double *peak_gib)
     close(fd);
     char *const arguments[] = {"quern",    "bench",    "nsa",   "--n",    (char *)(uintptr_t)n, "--heads", "4/1", "--dim", "64", "--dtype", "bf16",
                                "--tile",   "64",       "--metric", "mean_logit", "--max-compressed-groups", "16", "--backward", "--no-peer",
-                               "--reps",   "1",        "--json", path, NULL};
+                               "--reps",   "0",        "--json", path, NULL};
+    posix_spawn_file_actions_t silent;
     pid_t child;
     int how = -1, code = EXIT_DONE;
-    if (posix_spawn(&child, "/proc/self/exe", NULL, NULL, arguments, environ) != 0 || waitpid(child, &how, 0) != child ||
+    posix_spawn_file_actions_init(&silent);
+    posix_spawn_file_actions_addopen(&silent, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
+    if (posix_spawn(&child, "/proc/self/exe", &silent, NULL, arguments, environ) != 0 || waitpid(child, &how, 0) != child ||
         !WIFEXITED(how) || WEXITSTATUS(how) != 0)
         code = fail(EXIT_MACHINE, "bench nsa --n %s failed", n);
+    posix_spawn_file_actions_destroy(&silent);
     json_t *root = code == EXIT_DONE ? json_load_file(path, 0, NULL) : NULL;
     if (code == EXIT_DONE) {
         const json_t *rows = json_object_get(root, "results");
@@ -132,7 +137,7 @@ static int bench_child(const char *n, double *ms, double *peak_gib)
 static int million(acceptance *a)
 {
     double ratio = 1e9, peak = 1e9;
-    for (int try = 0; try < 2 && ratio >= 2.3 && (try == 0 || accept_may_retry(a)); try++) {
+    for (int try = 0; try < ACCEPT_TRIES && ratio >= 2.3 && (try == 0 || accept_may_retry(a)); try++) {
         double half_ms, ms, half_peak;
         int code = bench_child("512k", &half_ms, &half_peak);
         if (code == EXIT_DONE) code = bench_child("1M", &ms, &peak);
