@@ -62,11 +62,12 @@ void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_
     c->row0 = row0;
     c->rows = rows;
     const float scale = plan->args->scale * 1.44269504088896340736f;
-    for (int32_t r = 0; r < rows;) { /* the heads of one query at a time */
+    for (int32_t r = 0; r < rows;) { /* the heads of one query at a time; of all queries, where that is one head */
         const int64_t query = (row0 + r) / plan->hs, h = (row0 + r) % plan->hs;
-        const int64_t n = plan->hs - h < rows - r ? plan->hs - h : rows - r;
+        const int64_t n = plan->hs > 1 && plan->hs - h < rows - r ? plan->hs - h : rows - r;
         const int64_t at = c->seq.view_b * q->strides[0] + (c->seq.q0 + query) * q->strides[1] + (c->head0 + h) * q->strides[2];
-        const row_source src = {(const char *)q->data + at * (int64_t)quern_dtype_size(q->dtype), q->dtype, q->strides[2], n, plan->dim_k};
+        const int64_t stride = q->strides[plan->hs > 1 ? 2 : 1];
+        const row_source src = {(const char *)q->data + at * (int64_t)quern_dtype_size(q->dtype), q->dtype, stride, n, plan->dim_k};
         if (plan->bf16) k->pack_rows_bf16(&src, (uint16_t *)((uint32_t *)c->q + r * plan->key_words), 2 * plan->key_words);
         else k->pack_rows_f32(&src, scale, (float *)c->q + r * plan->key_words, plan->key_words);
         r += (int32_t)n;

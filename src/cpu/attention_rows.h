@@ -153,9 +153,16 @@ INLINE void store_p(float *s, int32_t c, vfloat p, bool narrow)
 INLINE float max_of_row(const float *s, int32_t lo, int32_t hi, bool whole)
 {
     vfloat top = v_splat(-INFINITY);
-    if (whole)
-        for (int32_t c = 0; c < hi; c += LANES) top = v_max(v_load(s + c), top);
-    else
+    if (whole) {
+        vfloat odd = top; /* two chains: a maximum takes longer than a load */
+        int32_t c = 0;
+        for (; c + LANES < hi; c += 2 * LANES) {
+            top = v_max(v_load(s + c), top);
+            odd = v_max(v_load(s + c + LANES), odd);
+        }
+        if (c < hi) top = v_max(v_load(s + c), top);
+        top = v_max(odd, top);
+    } else
         for (int32_t c = lo / LANES * LANES; c < hi; c += LANES)
             top = v_max(v_select(lanes_in(c, lo, hi), v_load(s + c), v_splat(-INFINITY)), top);
     return max_of(top);
@@ -194,21 +201,19 @@ INLINE void softmax_rows(const softmax_tile *t, bool narrow)
     const vfloat scale2 = v_splat(t->scale2);
     for (int32_t r0 = 0; r0 < t->rows; r0 += LANES) {
         const int32_t n = t->rows - r0 < LANES ? t->rows - r0 : LANES;
-        float old[LANES], seen[LANES], base[LANES], shrink[LANES];
-        for (int32_t i = 0; i < LANES; i++) old[i] = seen[i] = -INFINITY;
-        memcpy(old, t->max + r0, (size_t)n * sizeof *old);
+        float seen[LANES], base[LANES], shrink[LANES];
+        for (int32_t i = n; i < LANES; i++) seen[i] = -INFINITY;
         for (int32_t i = 0; i < n; i++) {
             const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
             const float *s = t->s + (r0 + i) * t->lds;
             seen[i] = lo == 0 && hi == t->columns ? max_of_row(s, lo, hi, true) : max_of_row(s, lo, hi, false);
         }
-        const vfloat before = v_load(old), after = v_max(v_load(seen), before);
-        const vfloat fall = v_exp2((before - after) * scale2);
-        v_store(seen, after);
-        v_store(shrink, v_select(after > before, fall, v_splat(1.0f)));
+        const vfloat before = v_load_first(t->max + r0, n, v_splat(-INFINITY)), after = v_max(v_load(seen), before);
+        const vfloat fall = v_select(after > before, v_exp2((before - after) * scale2), v_splat(1.0f));
+        v_store(shrink, fall);
         v_store(base, v_select(after == -INFINITY, (vfloat){0}, -after * scale2));
-        memcpy(t->max + r0, seen, (size_t)n * sizeof *seen);
-        memcpy(t->shrink + r0, shrink, (size_t)n * sizeof *shrink);
+        v_store_first(t->max + r0, n, after);
+        v_store_first(t->shrink + r0, n, fall);
         for (int32_t i = 0; i < n; i++) {
             const int32_t r = r0 + i, lo = t->lo[r], hi = t->hi[r];
             float *s = t->s + r * t->lds;

@@ -63,6 +63,32 @@ INLINE vint lanes_in(int32_t at, int32_t lo, int32_t hi)
     return (lane >= lo) & (lane < hi);
 }
 
+/* The first n <= LANES of a vector in memory; `pad` in the others. (A copy of unknown length would become a string
+ * instruction, which takes as long as a row of scores.) */
+INLINE vfloat v_load_first(const float *p, int32_t n, vfloat pad)
+{
+#if defined(__AVX512F__)
+    return _mm512_mask_loadu_ps(pad, (__mmask16)((1u << n) - 1), p);
+#elif defined(__FMA__)
+    const vint first = lanes_in(0, 0, n);
+    return v_select(first, _mm256_maskload_ps(p, (__m256i)first), pad);
+#else
+    for (int32_t i = 0; i < n; i++) pad[i] = p[i];
+    return pad;
+#endif
+}
+
+INLINE void v_store_first(float *p, int32_t n, vfloat v)
+{
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), v);
+#elif defined(__FMA__)
+    _mm256_maskstore_ps(p, (__m256i)lanes_in(0, 0, n), v);
+#else
+    for (int32_t i = 0; i < n; i++) p[i] = v[i];
+#endif
+}
+
 /* a b + c in one rounding where the level has FMA, whatever -ffp-contract says. */
 INLINE vfloat v_fma(vfloat a, vfloat b, vfloat c)
 {
@@ -124,14 +150,15 @@ INLINE float sum_of(vfloat v)
 
 /*
  * 2^x for x <= 127, within 2.4e-7 relative; NaN stays NaN, -inf gives 0. x = n + f with n the nearest integer, 2^f
- * by a minimax polynomial of degree 5 on [-0.5, 0.5] (error 7.5e-8). AVX-512 scales by 2^n in one instruction
- * (half rate, but it takes the place of three); else n is added to the exponent bits, and 0 stands below -126.
- * (AVX2: NaN converts to the integer INT_MIN, whose shifted bits are 0, so it passes.)
+ * by a minimax polynomial of degree 5 on [-0.5, 0.5] (error 7.5e-8); n is added to the exponent bits, and 0 stands
+ * below -126. Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits, in the adders' pipes where
+ * vrndscaleps and vscalefps would take the multipliers' time. (AVX2: NaN converts to the integer INT_MIN, whose
+ * shifted bits are 0, so it passes.)
  */
 INLINE vfloat v_exp2(vfloat x)
 {
 #if defined(__AVX512F__)
-    const vfloat n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = x - n;
+    const vfloat magic = v_splat(0x1.8p23f), shifted = x + magic, f = x - (shifted - magic);
 #elif defined(__FMA__)
     const __m256i n = _mm256_cvtps_epi32(x);
     const vfloat f = x - _mm256_cvtepi32_ps(n);
@@ -147,7 +174,8 @@ INLINE vfloat v_exp2(vfloat x)
     p = v_fma(p, f, v_splat(0x1.62e428p-1f));
     p = v_fma(p, f, v_splat(0x1.000002p+0f));
 #if defined(__AVX512F__)
-    return _mm512_scalef_ps(p, n); /* f is NaN where n is -inf: that gives 0 all the same */
+    const __mmask16 kept = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (vfloat)_mm512_maskz_add_epi32(kept, (__m512i)p, _mm512_slli_epi32((__m512i)shifted, 23));
 #elif defined(__FMA__)
     const __m256 kept = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ);
     return _mm256_and_ps(kept, (__m256)_mm256_add_epi32((__m256i)p, _mm256_slli_epi32(n, 23)));
