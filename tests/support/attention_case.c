@@ -21,8 +21,7 @@ quern_context *test_context(quern_cpu_level level, int32_t threads)
     return ctx;
 }
 
-static test_tensor make(const oracle_dense *a, quern_dtype dtype, int64_t n, int64_t heads, int64_t dim,
-                        test_layout layout, test_random *random)
+static test_tensor make(const oracle_dense *a, quern_dtype dtype, int64_t n, int64_t heads, int64_t dim, test_layout layout, test_random *random)
 {
     const int64_t shape[] = {a->batch, n, heads, dim};
     const int32_t packed = a->cu_q != NULL;
@@ -38,8 +37,7 @@ static test_tensor borders(const int32_t *cu, int64_t batch, test_layout layout,
     return t;
 }
 
-void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype dtype, test_layout layout,
-                         test_random *random)
+void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype dtype, test_layout layout, test_random *random)
 {
     memset(c, 0, sizeof *c);
     c->dense = *a;
@@ -77,8 +75,7 @@ void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype d
 
 void attention_case_free(attention_case *c)
 {
-    test_tensor *const all[] = {&c->q, &c->k, &c->v, &c->cu_q, &c->cu_kv, &c->o,
-                                &c->lse, &c->d_o, &c->d_q, &c->d_k, &c->d_v};
+    test_tensor *const all[] = {&c->q, &c->k, &c->v, &c->cu_q, &c->cu_kv, &c->o, &c->lse, &c->d_o, &c->d_q, &c->d_k, &c->d_v};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) test_tensor_free(all[i]);
 }
 
@@ -104,8 +101,7 @@ void attention_case_forward(attention_case *c, quern_context *ctx)
     if (quern_attention_forward_workspace(ctx, &c->params, &c->tensors, &bytes) != QUERN_OK)
         fail_msg("forward's workspace: %s", quern_last_error(ctx));
     test_workspace workspace = test_workspace_make(bytes);
-    if (quern_attention_forward(ctx, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK)
-        fail_msg("forward: %s", quern_last_error(ctx));
+    if (quern_attention_forward(ctx, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK) fail_msg("forward: %s", quern_last_error(ctx));
     test_workspace_close(&workspace);
     check_inputs(c);
     test_tensor_check_guards(&c->o, "o");
@@ -118,8 +114,7 @@ void attention_case_backward(attention_case *c, quern_context *ctx)
     if (quern_attention_backward_workspace(ctx, &c->params, &c->tensors, &bytes) != QUERN_OK)
         fail_msg("backward's workspace: %s", quern_last_error(ctx));
     test_workspace workspace = test_workspace_make(bytes);
-    if (quern_attention_backward(ctx, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK)
-        fail_msg("backward: %s", quern_last_error(ctx));
+    if (quern_attention_backward(ctx, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK) fail_msg("backward: %s", quern_last_error(ctx));
     test_workspace_close(&workspace);
     check_inputs(c);
     test_tensor_check_guards(&c->o, "o");
@@ -153,8 +148,7 @@ static bool sees_one_at_most(const oracle_dense *a)
 
 attention_reference attention_case_reference(const attention_case *c)
 {
-    attention_reference r = {doubles(&c->o), doubles(&c->lse), doubles(&c->d_q), doubles(&c->d_k), doubles(&c->d_v),
-                             sees_one_at_most(&c->dense)};
+    attention_reference r = {doubles(&c->o), doubles(&c->lse), doubles(&c->d_q), doubles(&c->d_k), doubles(&c->d_v), sees_one_at_most(&c->dense)};
     double *q = test_tensor_get(&c->q), *k = test_tensor_get(&c->k), *v = test_tensor_get(&c->v);
     double *d_o = test_tensor_get(&c->d_o);
     oracle_dense_forward(&c->dense, q, k, v, r.o, r.lse);
@@ -164,6 +158,32 @@ attention_reference attention_case_reference(const attention_case *c)
     free(v);
     free(d_o);
     return r;
+}
+
+/* With delta = d_o . o of the given o instead of the exact one, dS grows by P e, e = d_o . (exact - given), row by
+ * row. So d_q grows by scale e (P K), the output of attention with K for V, and d_k by scale P^T (e q), the value
+ * gradient for an output gradient of scale e q. */
+void attention_reference_given_o(attention_reference *r, const attention_case *c)
+{
+    oracle_dense a = c->dense;
+    const int64_t rows = (a.cu_q != NULL ? 1 : a.batch) * a.nq * a.h;
+    const double scale = a.scale != 0 ? a.scale : 1 / sqrt((double)a.d);
+    double *q = test_tensor_get(&c->q), *k = test_tensor_get(&c->k), *d_o = test_tensor_get(&c->d_o), *given = test_tensor_get(&c->o);
+    double *pk = doubles(&c->q), *ignore_q = doubles(&c->q), *ignore_k = doubles(&c->k), *more_k = doubles(&c->k);
+    a.dv = a.d;
+    oracle_dense_forward(&a, q, k, k, pk, NULL);
+    for (int64_t i = 0; i < rows; i++) {
+        double e = 0;
+        for (int64_t j = 0; j < c->dense.dv; j++) e += d_o[i * c->dense.dv + j] * (r->o[i * c->dense.dv + j] - given[i * c->dense.dv + j]);
+        for (int64_t j = 0; j < a.d; j++) {
+            r->d_q[i * a.d + j] += scale * e * pk[i * a.d + j];
+            pk[i * a.d + j] = scale * e * q[i * a.d + j];
+        }
+    }
+    oracle_dense_backward(&a, q, k, k, pk, ignore_q, ignore_k, more_k);
+    for (int64_t i = 0; i < test_tensor_count(&c->k); i++) r->d_k[i] += more_k[i];
+    double *const all[] = {q, k, d_o, given, pk, ignore_q, ignore_k, more_k};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
 void attention_reference_free(attention_reference *r)

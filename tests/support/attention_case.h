@@ -39,6 +39,9 @@ void attention_case_forward(attention_case *c, quern_context *ctx);
 void attention_case_backward(attention_case *c, quern_context *ctx);
 
 attention_reference attention_case_reference(const attention_case *c);
+/* Corrects d_q and d_k for the o that the case holds: backward is given o rounded to the dtype, which in rows of
+ * few keys moves delta = d_o . o by more than the gradient's bound. */
+void attention_reference_given_o(attention_reference *r, const attention_case *c);
 void attention_reference_free(attention_reference *r);
 /* Fails the test unless the outputs are within the bounds. `label` goes into the message. */
 void attention_case_check_forward(const attention_case *c, const attention_reference *r, const char *label);
