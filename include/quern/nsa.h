@@ -149,6 +149,15 @@ typedef struct quern_nsa_tensors {
  * block_count, group_idx, o_b, lse_b. Backward needs k_cmp, v_cmp, block_idx, group_idx (c > 0), lse_b,
  * gates as forward wrote them, d_o, and o_b (recomputed where absent); it writes every d_ tensor that is
  * given, d_q, d_k and d_v at least.
+ *
+ * Forward's workspace on the CPU is at most the sum of
+ *   - one packed copy of K and V in the dtype of the products (bf16 pairs with AVX512-BF16, else f32), each
+ *     sequence rounded up to 64 tokens and Dv to 16; branches with pairs of their own are packed one after
+ *     the other in the same place,
+ *   - k_cmp, v_cmp, block_idx, group_idx, cu_seqlens_cmp where the caller does not take them,
+ *   - one lse [B,H,N],
+ *   - 4 MiB a thread.
+ * Weights of the linear compression in 16 bits are packed, too, before K and V and in the same place.
  */
 QUERN_API quern_status quern_nsa_forward_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                    const quern_nsa_tensors *tensors, size_t *bytes);

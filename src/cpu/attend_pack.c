@@ -28,7 +28,7 @@ attend_plan attend_plan_of(const quern_exec *exec, const attend_args *args)
     p.value_width = round_up(p.dim_v, 16);
     p.value_panel = attend_row_panel(&p, p.dim_v);
     p.sequences = args->seqs.batch;
-    p.packed_rows = args->seqs.cu_q.data == NULL ? args->seqs.batch * round_up(args->seqs.n_kv, KEY_ALIGN)
+    p.packed_rows = args->seqs.cu_q.ndim == 0 ? args->seqs.batch * round_up(args->seqs.n_kv, KEY_ALIGN)
                                                  : round_up(args->seqs.n_kv, KEY_ALIGN) + KEY_ALIGN * args->seqs.batch;
     p.list_block = args->mask == ATTEND_COMPRESSED ? 128 : args->block_size;
     p.scale2 = p.bf16 ? args->scale * 1.44269504088896340736f : 1.0f;
