@@ -18,7 +18,7 @@ compress_matrix carve_matrix(const quern_exec *exec, const quern_tensor *w, quer
     const int64_t panel = kernels->panel;
     m.dtype = dtype;
     m.transposed = transposed;
-    m.dim = positions > 0 ? w->shape[1] / positions : 0;
+    m.dim = w->shape[1] / positions;
     m.columns = w->shape[2];
     m.run = run;
     m.group = step_group(run, m.dim, STEP_WIDTH);
