@@ -46,7 +46,7 @@ static bool draw(const char *path, const double *loss, int64_t count, const char
     fprintf(f, "set terminal svg size 720,400 background '#ffffff' font 'sans-serif,13'\nset output '%s'\nset xlabel 'step'\nset ylabel 'bits per byte'\nset grid\n"
                "set title '%s'\nplot '-' with lines lw 2 lc '#2060a0' notitle\n", path, title);
     for (int64_t i = 0; i < count; i++)
-        if (loss[i] > 0.0) fprintf(f, "%lld %f\n", (long long)(i + 1), loss[i]);
+        if (loss[i] > 0.0) fprintf(f, "%lld %f\n", (long long)i + 1, loss[i]);
     fprintf(f, "e\n");
     return pclose(f) == 0 || failure("gnuplot could not draw %s", path) == 0;
 }

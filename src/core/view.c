@@ -198,7 +198,7 @@ quern_status view_check_borders(const quern_tensor *cu, const char *name, int64_
     if (p[0] != 0) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[0] is %d: 0 is accepted", name, p[0]);
     for (int64_t i = 0; i + 1 < cu->shape[0]; i++)
         if (p[i + 1] < p[i])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name, (long long)(i + 1), p[i + 1], p[i]);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name, (long long)i + 1, p[i + 1], p[i]);
     if (p[cu->shape[0] - 1] > total)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s ends at %d: at most the %lld packed rows are accepted", name, p[cu->shape[0] - 1],
                          (long long)total);

@@ -44,12 +44,13 @@ INLINE void widen_row(const void *src, quern_dtype dtype, float *dst, int64_t n)
     } else {
         const uint16_t *p = src;
 #if defined(__F16C__)
-        for (int64_t i = 0; i < n; i++) {
-            typedef _Float16 half;
-            half h;
+        int64_t i = 0;
+        for (; i + 8 <= n; i += 8) {
+            __m128i h;
             memcpy(&h, &p[i], sizeof h);
-            dst[i] = (float)h;
+            _mm256_storeu_ps(&dst[i], _mm256_cvtph_ps(h));
         }
+        for (; i < n; i++) dst[i] = _cvtsh_ss(p[i]);
 #else
         for (int64_t i = 0; i < n; i++) dst[i] = float_from_f16(p[i]);
 #endif

@@ -55,11 +55,17 @@ static int64_t greater(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
+/* Positions of W whose gradient one task owns. */
+static int64_t linear_group(const backward_job *job, const side *s)
+{
+    return step_group(job->args->block_size, s->dim, STEP_WIDTH);
+}
+
 static void carve_weights(const quern_exec *exec, backward_job *job, side *s, arena *a)
 {
     const compress_args *args = job->args;
     const bool linear = args->kind == QUERN_NSA_COMPRESS_LINEAR;
-    const int64_t row = s->heads * s->width, group = linear ? step_group(args->block_size, s->dim, STEP_WIDTH) * s->dim : s->dim;
+    const int64_t row = s->heads * s->width, group = linear ? linear_group(job, s) * s->dim : s->dim;
     s->back = carve_matrix(exec, s->w, QUERN_F32, linear ? args->block_size : 1, linear ? args->stride : 1, true, linear ? RUNS : MEAN_RUNS, row,
                            linear ? 0 : row, a);
     s->g = carve_rows(s->y, s->width, a);
@@ -252,7 +258,7 @@ static void linear_weights(void *arg, int64_t index, int32_t thread)
 {
     const backward_job *job = arg;
     const side *s = job->s;
-    const int64_t l = job->args->block_size, group = s->weights.shape.m / s->dim, groups = (l + group - 1) / group;
+    const int64_t l = job->args->block_size, group = linear_group(job, s), groups = (l + group - 1) / group;
     const int64_t h = index / groups, p0 = index % groups * group, positions = l - p0 < group ? l - p0 : group;
     const tile_source source = {job->args, job->pack, job->kernels, s->x, s->pe, QUERN_F32};
     const thread_scratch scratch = scratch_of(job, thread);
@@ -339,7 +345,7 @@ static void run_side(const quern_exec *exec, backward_job *job)
         if (args->seqs.cu_q.data != NULL && !args->accumulate) zero_rows(s->d_x, token_rows(&args->seqs));
     }
     if (is_present(s->d_w) && linear) {
-        const int64_t group = s->weights.shape.m / s->dim;
+        const int64_t group = linear_group(job, s);
         parallel_for(exec->threads, s->heads * ((args->block_size + group - 1) / group), linear_weights, job);
     }
     if (is_present(s->d_w) && !linear) {

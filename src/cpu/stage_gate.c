@@ -10,6 +10,8 @@
 #include "cpu/gate.h"
 #include "cpu/stages.h"
 
+#include <string.h>
+
 enum { GATE_TOKENS = 32, GATE_HEADS = 64 };
 
 typedef struct gate_job {
@@ -21,22 +23,20 @@ typedef struct gate_job {
 void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t h0, int64_t heads, float *gates)
 {
     const quern_tensor *g = &args->gates;
+    if (args->kind == QUERN_NSA_GATE_GIVEN) {
+        for (int64_t h = 0; h < heads; h++) memcpy(gates + 3 * h, row_at(g, b, n, h0 + h), 3 * sizeof *gates);
+        return;
+    }
     if (args->kind == QUERN_NSA_GATE_WEIGHTS) {
         for (int64_t h = 0; h < heads; h++)
             kernels->gate_logits(row_at(&args->q, b, n, h0 + h), args->q.dtype, gate_weights_at(args, h0 + h), args->w_gate.dtype,
                                  args->w_gate.strides[1], args->q.shape[3], gates + 3 * h);
         kernels->sigmoid(gates, 3 * heads);
-    } else if (args->kind == QUERN_NSA_GATE_NONE) {
+    } else {
         for (int64_t i = 0; i < 3 * heads; i++) gates[i] = 1.0f / 3.0f;
     }
     if (!is_present(g)) return;
-    for (int64_t h = 0; h < heads; h++) {
-        float *p = row_at(g, b, n, h0 + h);
-        for (int64_t i = 0; i < 3; i++) {
-            if (args->kind == QUERN_NSA_GATE_GIVEN) gates[3 * h + i] = p[i];
-            else p[i] = gates[3 * h + i];
-        }
-    }
+    for (int64_t h = 0; h < heads; h++) memcpy(row_at(g, b, n, h0 + h), gates + 3 * h, 3 * sizeof *gates);
 }
 
 static void gate_piece(void *arg, int64_t index, int32_t thread)

@@ -184,7 +184,7 @@ static quern_status place_data(entry *e, const unsigned char *data)
 
 static quern_status parse(quern_safetensors *f, const unsigned char *bytes, size_t size)
 {
-    if (size < 8)
+    if (bytes == NULL || size < 8)
         return error_set(QUERN_ERR_FORMAT, "the file has %zu bytes: a safetensors file has at least 8", size);
     uint64_t length = 0;
     for (int i = 7; i >= 0; i--) length = length << 8 | bytes[i];

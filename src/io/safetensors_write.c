@@ -245,19 +245,23 @@ quern_status quern_safetensors_save(const char *path, const quern_safetensors_it
     char *text = NULL;
     size_t *order = calloc(count + 1, sizeof *order);
     json_t *header = json_object();
-    quern_status status = QUERN_OK;
-    if (order == NULL || header == NULL) status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for %zu tensors", count);
-    if (status == QUERN_OK) status = add_metadata(header, metadata, metadata_count);
-    if (status == QUERN_OK) status = build_header(header, items, count, order);
-    if (status == QUERN_OK) {
-        text = json_dumps(header, JSON_COMPACT);
-        if (text == NULL)
-            status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for the header of %zu tensors", count);
-        else if (strlen(text) > SAFETENSORS_MAX_HEADER - DATA_ALIGN)
-            status = error_set(QUERN_ERR_INVALID_ARGUMENT, "items and metadata: a header of %zu bytes, at most %d is accepted",
-                               strlen(text), SAFETENSORS_MAX_HEADER - DATA_ALIGN);
+    quern_status status;
+    if (order == NULL || header == NULL) {
+        status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for %zu tensors", count);
+        goto done;
     }
-    if (status == QUERN_OK) status = write_file(target != NULL ? target : path, text, items, count, order);
+    status = add_metadata(header, metadata, metadata_count);
+    if (status == QUERN_OK) status = build_header(header, items, count, order);
+    if (status != QUERN_OK) goto done;
+    text = json_dumps(header, JSON_COMPACT);
+    if (text == NULL)
+        status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for the header of %zu tensors", count);
+    else if (strlen(text) > SAFETENSORS_MAX_HEADER - DATA_ALIGN)
+        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "items and metadata: a header of %zu bytes, at most %d is accepted",
+                           strlen(text), SAFETENSORS_MAX_HEADER - DATA_ALIGN);
+    else
+        status = write_file(target != NULL ? target : path, text, items, count, order);
+done:
     free(text);
     json_decref(header);
     free(order);

@@ -183,7 +183,7 @@ static void add_rules(const nsa_call *c, const quern_nsa_tensors *t, const roles
     add(list, r->w_gate, "w_gate", t->w_gate, weight, 3, H, 3, D, 0);
     ACT(r->gates, gates, VIEW_F32, N, H, 3);
 #define LIST(role_, field, dims, k)                                                                                                       \
-    c->packed ? add(list, role_, #field, t->field, VIEW_I32, dims - 1, c->list_heads, c->list_rows, k, 0)                                 \
+    c->packed ? add(list, role_, #field, t->field, VIEW_I32, (dims) - 1, c->list_heads, c->list_rows, k, 0)                                 \
               : add(list, role_, #field, t->field, VIEW_I32, dims, B, c->list_heads, c->list_rows, k)
     LIST(r->block_idx, block_idx, 4, p->num_selected);
     LIST(r->block_count, block_count, 3, 0);

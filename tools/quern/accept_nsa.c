@@ -138,7 +138,7 @@ static int million(acceptance *a)
 {
     double ratio = 1e9, peak = 1e9;
     for (int try = 0; try < ACCEPT_TRIES && ratio >= 2.3 && (try == 0 || accept_may_retry(a)); try++) {
-        double half_ms, ms, half_peak;
+        double half_ms = 0, ms = 0, half_peak = 0;
         int code = bench_child("512k", &half_ms, &half_peak);
         if (code == EXIT_DONE) code = bench_child("1M", &ms, &peak);
         if (code != EXIT_DONE) return code;

@@ -87,7 +87,7 @@ static double attended_pairs(const bench_case *c, double n)
     if (c->op->family == &family_attention) {
         const quern_attention_params *p = &c->params.attention;
         if (p->causal) return causal_pairs(n, (double)p->window);
-        return p->window > 0 && (double)p->window < n ? n * (double)(p->window / 2 * 2 + 1) : n * n;
+        return p->window > 0 && (double)p->window < n ? n * (double)(p->window | 1) : n * n;
     }
     const quern_nsa_params *p = &c->params.nsa;
     const double l = (double)p->block_size, d = p->stride > 0 ? (double)p->stride : l, select = p->select_block > 0 ? (double)p->select_block : l;

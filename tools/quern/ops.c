@@ -250,14 +250,12 @@ bool list_each(const family *f, const char *list, bool (*visit)(void *arg, const
 
 const quern_tensor *slot_get(const any_tensors *tensors, const slot *s)
 {
-    const quern_tensor *t;
-    memcpy(&t, (const char *)tensors + s->offset, sizeof t);
-    return t;
+    return *(const quern_tensor *const *)((const char *)tensors + s->offset);
 }
 
 void slot_set(any_tensors *tensors, const slot *s, const quern_tensor *t)
 {
-    memcpy((char *)tensors + s->offset, &t, sizeof t);
+    *(const quern_tensor **)((char *)tensors + s->offset) = t;
 }
 
 any_params params_init(const family *f)

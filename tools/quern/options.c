@@ -45,7 +45,7 @@ bool parse_pair(const char *text, int64_t *a, int64_t *b)
 {
     char copy[64];
     if (strlen(text) >= sizeof copy) return false;
-    strcpy(copy, text);
+    memcpy(copy, text, strlen(text) + 1);
     char *slash = strchr(copy, '/');
     if (slash != NULL) *slash = '\0';
     return parse_integers(copy, 1, 1 << 20, a, 1) == 1 && parse_integers(slash != NULL ? slash + 1 : copy, 1, 1 << 20, b, 1) == 1;

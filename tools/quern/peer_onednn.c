@@ -20,13 +20,13 @@
 #if defined(QUERN_HAVE_DNNL) && DNNL_VERSION_MAJOR == 2
 #include <omp.h>
 
-enum { BLOCK = 256 };
+enum { BLOCK = 256, MOST = 3 };
 
 /* One product or softmax over fixed memory: pointers are set before each run. */
 typedef struct step {
     dnnl_primitive_t primitive;
-    dnnl_memory_t memory[3];
-    int names[3], count;
+    dnnl_memory_t memory[MOST];
+    int names[MOST], count;
 } step;
 
 typedef struct composed {
@@ -59,8 +59,8 @@ static bool make_step(step *s, composed *c, const void *op_desc, const_dnnl_prim
 
 static bool run_step(const step *s, composed *c, void *const *pointers)
 {
-    dnnl_exec_arg_t args[3];
-    for (int i = 0; i < s->count; i++) {
+    dnnl_exec_arg_t args[MOST];
+    for (int i = 0; i < MOST && i < s->count; i++) {
         if (dnnl_memory_set_data_handle(s->memory[i], pointers[i]) != dnnl_success) return false;
         args[i] = (dnnl_exec_arg_t){s->names[i], s->memory[i]};
     }
@@ -144,7 +144,7 @@ static bool run_composed(composed *c, const bench_case *what, char *q, char *k, 
         for (int64_t b = 0; b < c->blocks; b++) {
             const int64_t first = b * BLOCK, rows = what->n - first < BLOCK ? what->n - first : BLOCK;
             void *const qk[] = {q + (size_t)((first * what->heads + h) * what->dim) * element, k + kv * (size_t)what->dim, scores};
-            void *const in_place[] = {scores, scores};
+            void *const in_place[MOST] = {scores, scores};
             void *const pv[] = {scores, v + kv * (size_t)what->dim_v, o + (size_t)((first * what->heads + h) * what->dim_v) * element};
             if (!run_step(&c->scores[b], c, qk)) return false;
             mask_diagonal(scores, element, first, rows);

@@ -78,7 +78,7 @@ static void print_params(const family *f, bool markdown)
 
 void run_list(bool markdown)
 {
-    static const family *const families[] = {&family_attention, &family_nsa, &family_list};
+    static const family *const families[] = {&family_attention, &family_nsa, &family_list, NULL};
     if (markdown) fputs(intro, stdout);
     for (size_t i = 0; i < operation_count; i++) {
         const operation *op = &operations[i];
@@ -86,8 +86,8 @@ void run_list(bool markdown)
         else printf("%s: %s\n  options of family %s; tensors:\n", op->name, op->help, op->family->name);
         print_tensors(op, markdown);
     }
-    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
-        printf(markdown ? "\n## Options of family %s\n" : "options of family %s\n", families[i]->name);
-        print_params(families[i], markdown);
+    for (const family *const *f = families; *f != NULL; f++) {
+        printf(markdown ? "\n## Options of family %s\n" : "options of family %s\n", (*f)->name);
+        print_params(*f, markdown);
     }
 }

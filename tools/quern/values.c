@@ -70,7 +70,7 @@ bool fill_smooth(const quern_tensor *t, uint64_t seed, double sigma)
     enum { REACH_MAX = 256 };
     const int reach = (int)(4 * sigma) < REACH_MAX ? (int)(4 * sigma) : REACH_MAX;
     const int64_t batch = t->shape[0], n = t->shape[1], width = elements(t) / (batch * n > 0 ? batch * n : 1);
-    float weight[2 * REACH_MAX + 1];
+    float weight[2 * REACH_MAX + 1] = {0};
     double square = 0;
     for (int i = -reach; i <= reach; i++) {
         const double w = exp(-0.5 * i * i / (sigma * sigma));
