@@ -66,7 +66,9 @@ quern_context *nsa_context(quern_cpu_level level, int32_t threads)
     return ctx;
 }
 
-/* |d_pe_k| <= 1e-5 sum |terms|: the whole's d_pe_k vanishes, so a relative bound would be one of noise. */
+/* |d_pe_k| <= 1e-5 sum |terms|: the whole's d_pe_k vanishes, so a relative bound would be one of noise. It
+ * vanishes because a row's sum of p (dp - delta) does, with delta = d_o . o_cmp; in 16 bits o_cmp is rounded,
+ * delta is off by as much as any product with a rounded factor, and the gradients' bound takes 1e-5's place. */
 static void check_vanishing(const nsa_reference *r, const double *out)
 {
     const int64_t count = test_tensor_count(&r->c->tensor[NSA_D_PE_K]);
