@@ -173,7 +173,8 @@ static void interval(test_random *random, int32_t kind, int32_t columns, int32_t
     if (kind == 5) *lo = (int32_t)test_random_int(random, 0, columns / 2), *hi = (int32_t)test_random_int(random, *lo, columns);
 }
 
-/* What rounding to bf16 adds. The sum of a row of 256 columns in at least 8 lanes passes through 50 roundings at most. */
+/* What rounding to bf16 adds. A row's sum of 256 columns is 64 additions one after
+ * another at worst (4 lanes); their roundings differ in sign, and 50 of one sign are not reached. */
 static const double bf16 = 0x1p-8, sum_bound = 50 * 0x1p-24;
 
 /* The bound of p = exp2(scaled - max), whose argument is rounded by 2^-24 of both; below 2^-126 exp2 is 0. */

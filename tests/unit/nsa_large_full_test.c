@@ -51,8 +51,8 @@ static void every_default(void **state)
 
 static void preset_tile256(void **state)
 {
-    nsa_config config = {.params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 1100, .h = 4, .hkv = 1, .d = 64, .dv = 64,
-                         .project_k = true, .project_v = true};
+    nsa_config config = {
+        .params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 1100, .h = 4, .hkv = 1, .d = 64, .dv = 64, .project_k = true, .project_v = true};
     (void)state;
     assert_int_equal(quern_nsa_params_preset(&config.params, "tile256"), QUERN_OK);
     whole(config, QUERN_F32);
@@ -152,9 +152,8 @@ static void two_million_tokens(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(papers_configuration),         cmocka_unit_test(every_default),
-        cmocka_unit_test(preset_tile256),               cmocka_unit_test(sampled_rows_at_16384_tokens),
-        cmocka_unit_test(two_million_tokens),
+        cmocka_unit_test(papers_configuration),         cmocka_unit_test(every_default),      cmocka_unit_test(preset_tile256),
+        cmocka_unit_test(sampled_rows_at_16384_tokens), cmocka_unit_test(two_million_tokens),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
