@@ -10,7 +10,7 @@
 
 #include <quern/safetensors.h>
 
-enum { STATES = 3, FIELDS = 13 };
+enum { STATES = 3, FIELDS = 14, PAIRS = FIELDS + 3 };
 static const char *const suffixes[STATES] = {"", ".first", ".second"};
 
 static float *state_of(const lm_param *p, int which)
@@ -22,14 +22,14 @@ static float *state_of(const lm_param *p, int which)
 static void fields(lm_config *c, int64_t *step, lm_run *run, const char *names[FIELDS], int64_t values[FIELDS], bool read)
 {
     int32_t *const ints[] = {&c->width, &c->layers, &c->heads, &c->kv_heads, &c->inner, &c->context, &c->block, &c->selected, &c->window};
-    const char *const all[FIELDS] = {"width", "layers", "heads", "kv_heads", "inner", "context", "block", "selected", "window", "sparse", "step", "steps", "seed"};
+    const char *const all[FIELDS] = {"width", "layers", "heads", "kv_heads", "inner", "context", "block", "selected", "window", "sparse", "step", "steps", "seed", "corpus_bytes"};
     for (int i = 0; i < FIELDS; i++) names[i] = all[i];
     for (int i = 0; i < 9; i++) {
         if (read) *ints[i] = (int32_t)values[i];
         else values[i] = *ints[i];
     }
-    if (read) c->sparse = values[9] != 0, *step = values[10], run->steps = values[11], run->seed = (uint64_t)values[12];
-    else values[9] = c->sparse, values[10] = *step, values[11] = run->steps, values[12] = (int64_t)run->seed;
+    if (read) c->sparse = values[9] != 0, *step = values[10], run->steps = values[11], run->seed = (uint64_t)values[12], run->corpus_bytes = values[13];
+    else values[9] = c->sparse, values[10] = *step, values[11] = run->steps, values[12] = (int64_t)run->seed, values[13] = run->corpus_bytes;
 }
 
 bool checkpoint_save(const lm_model *m, const char *path, const lm_run *run)
@@ -55,7 +55,7 @@ bool checkpoint_save(const lm_model *m, const char *path, const lm_run *run)
     int64_t step = m->step, values[FIELDS];
     const char *keys[FIELDS];
     char text[FIELDS + 2][32];
-    quern_safetensors_pair pairs[FIELDS + 2];
+    quern_safetensors_pair pairs[PAIRS];
     fields(&config, &step, &copy, keys, values, false);
     for (int i = 0; i < FIELDS; i++) {
         snprintf(text[i], sizeof *text, "%" PRId64, values[i]);
@@ -65,7 +65,8 @@ bool checkpoint_save(const lm_model *m, const char *path, const lm_run *run)
     snprintf(text[FIELDS + 1], sizeof *text, "%a", (double)run->rates.adam);
     pairs[FIELDS] = (quern_safetensors_pair){"muon", text[FIELDS]};
     pairs[FIELDS + 1] = (quern_safetensors_pair){"adam", text[FIELDS + 1]};
-    ok = ok && quern_safetensors_save(path, items, count, pairs, FIELDS + 2) == QUERN_OK;
+    pairs[FIELDS + 2] = (quern_safetensors_pair){"corpus_sha256", run->corpus_digest};
+    ok = ok && quern_safetensors_save(path, items, count, pairs, PAIRS) == QUERN_OK;
     free(views), free(items), free(names);
     return ok || failure("%s", quern_last_error(NULL)) == 0;
 }
@@ -90,11 +91,17 @@ bool checkpoint_load(lm_model *m, const char *path, lm_run *run)
     if (ok)
         ok = (values[10] >= 0 && values[10] <= values[11] && values[11] <= 1000000000) ||
              failure("%s: step %" PRId64 " of %" PRId64 ": 0 to the number of steps, at most 1e9, is accepted", path, values[10], values[11]) == 0;
-    const char *muon = quern_safetensors_metadata(f, "muon"), *adam = quern_safetensors_metadata(f, "adam");
+    const char *const texts[] = {"muon", "adam", "corpus_sha256"}, *found[3];
+    for (int i = 0; i < 3; i++) {
+        found[i] = quern_safetensors_metadata(f, texts[i]);
+        ok = ok && ((found[i] != NULL && strlen(found[i]) < DIGEST_TEXT) ||
+                    failure("%s: no '%s' in its metadata: a checkpoint of this program is accepted", path, texts[i]) == 0);
+    }
     if (ok) {
         fields(&config, &step, run, keys, values, true);
-        run->rates.muon = muon != NULL ? strtof(muon, NULL) : 0.0f;
-        run->rates.adam = adam != NULL ? strtof(adam, NULL) : 0.0f;
+        run->rates.muon = strtof(found[0], NULL);
+        run->rates.adam = strtof(found[1], NULL);
+        snprintf(run->corpus_digest, sizeof run->corpus_digest, "%s", found[2]);
         ok = (config.layers <= MAX_LAYERS && config.width % config.heads == 0 && config.heads % config.kv_heads == 0) || failure("%s: %d layers of %d heads and width %d do not fit together", path, config.layers, config.heads, config.width) == 0;
         ok = ok && model_create(m, &config, 0);
         m->step = step;

@@ -97,6 +97,17 @@ static bool append(lm_corpus *corpus, const char *path)
     return ok;
 }
 
+/* The name of what a run learns from: its training bytes, for the held-out ones teach nothing. */
+static void digest(lm_corpus *corpus)
+{
+    uint8_t bytes[SHA256_DIGEST_SIZE];
+    struct sha256_ctx ctx;
+    sha256_init(&ctx);
+    sha256_update(&ctx, (size_t)corpus->train, corpus->bytes);
+    sha256_digest(&ctx, sizeof bytes, bytes);
+    for (int i = 0; i < SHA256_DIGEST_SIZE; i++) snprintf(corpus->digest + 2 * i, 3, "%02x", bytes[i]);
+}
+
 bool corpus_load(const char *path, lm_corpus *corpus)
 {
     source_list list = {0};
@@ -110,7 +121,8 @@ bool corpus_load(const char *path, lm_corpus *corpus)
     free(list.items);
     corpus->train = corpus->size - corpus->size / 20;
     if (ok && corpus->size < 4096) ok = failure("the corpus has %lld bytes: at least 4096 are needed", (long long)corpus->size) == 0;
-    if (!ok) corpus_free(corpus);
+    if (ok) digest(corpus);
+    else corpus_free(corpus);
     return ok;
 }
 
@@ -128,7 +140,7 @@ int64_t corpus_piece(const lm_corpus *corpus, int64_t n, uint64_t seed, int64_t 
     if (pieces < 1) return 0;
     uint64_t state = seed + (uint64_t)(i / pieces) * 0x9e3779b97f4a7c15u;
     int32_t *order = malloc((size_t)pieces * sizeof *order);
-    if (order == NULL) return 0;
+    if (order == NULL) return failure("no memory for the order of %lld pieces", (long long)pieces) * -1;
     for (int64_t j = 0; j < pieces; j++) order[j] = (int32_t)j;
     for (int64_t j = pieces - 1; j > 0; j--) {
         const int64_t k = (int64_t)(random_next(&state) % (uint64_t)(j + 1));

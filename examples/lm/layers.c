@@ -23,9 +23,10 @@ void norm_forward(const float *x, const float *w, float *y, float *inverse, int6
     }
 }
 
-void norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x, float *d_w, int64_t rows, int64_t cols)
+bool norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x, float *d_w, int64_t rows, int64_t cols)
 {
     float *part = w != NULL ? calloc((size_t)(SLICES * cols), sizeof *part) : NULL;
+    if (w != NULL && part == NULL) return failure("no memory for the gradient of a norm") == 0;
     const int64_t slice = (rows + SLICES - 1) / SLICES;
 #pragma omp parallel for schedule(static)
     for (int64_t s = 0; s < SLICES; s++)
@@ -38,11 +39,12 @@ void norm_backward(const float *x, const float *w, const float *inverse, const f
             if (part != NULL)
                 for (int64_t c = 0; c < cols; c++) part[s * cols + c] += g[c] * p[c] * inv;
         }
-    if (part == NULL) return;
+    if (part == NULL) return true;
     memset(d_w, 0, (size_t)cols * sizeof *d_w);
     for (int64_t s = 0; s < SLICES; s++)
         for (int64_t c = 0; c < cols; c++) d_w[c] += part[s * cols + c];
     free(part);
+    return true;
 }
 
 void rope_table(float *table, int64_t positions, int64_t dim)
@@ -87,7 +89,7 @@ void swiglu_backward(const float *gate, const float *up, const float *d_y, float
 
 double cross_entropy(float *logits, const uint8_t *target, int64_t rows, bool gradient)
 {
-    double *part = calloc(SLICES, sizeof *part), total = 0.0;
+    double part[SLICES] = {0.0}, total = 0.0;
     const int64_t slice = (rows + SLICES - 1) / SLICES;
 #pragma omp parallel for schedule(static)
     for (int64_t s = 0; s < SLICES; s++)
@@ -102,7 +104,6 @@ double cross_entropy(float *logits, const uint8_t *target, int64_t rows, bool gr
             p[target[r]] -= 1.0f / (float)rows;
         }
     for (int s = 0; s < SLICES; s++) total += part[s];
-    free(part);
     return total / (double)rows;
 }
 

@@ -21,7 +21,7 @@
 #include <quern/attention.h>
 #include <quern/nsa.h>
 
-enum { BYTES = 256, HASH_ROWS = 16384, MAX_LAYERS = 32 };
+enum { BYTES = 256, HASH_ROWS = 16384, MAX_LAYERS = 32, DIGEST_TEXT = 65 };
 
 typedef struct lm_config {
     int32_t width, layers, heads, kv_heads, inner, context;
@@ -84,8 +84,8 @@ bool attention_backward(lm_model *model, lm_attention *a, const float *w_gate, c
 
 /* layers.c */
 void norm_forward(const float *x, const float *w, float *y, float *inverse, int64_t rows, int64_t cols);
-/* d_x += ...; d_w = ... (w NULL: no weight). */
-void norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x, float *d_w, int64_t rows, int64_t cols);
+/* d_x += ...; d_w = ... (w NULL: no weight, and it cannot fail). False, and said, without memory. */
+bool norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x, float *d_w, int64_t rows, int64_t cols);
 void rope_table(float *table, int64_t positions, int64_t dim);
 /* Rotates interleaved pairs of every head; backwards with sign -1. */
 void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int64_t dim, float sign);
@@ -104,18 +104,20 @@ typedef struct lm_rates {
     float muon, adam;
 } lm_rates;
 #define LM_RATES_DEFAULT {0.02f, 0.02f}
-/* One update from the gradients; `schedule` scales both rates. */
-void optimizer_step(lm_model *model, float schedule, lm_rates rates);
+/* One update from the gradients; `schedule` scales both rates. False, and said, without memory: the step is then
+ * half done. */
+bool optimizer_step(lm_model *model, float schedule, lm_rates rates);
 
 /* corpus.c */
 typedef struct lm_corpus {
     uint8_t *bytes;
     int64_t size, train; /* bytes [0, train) train, the rest is held out */
+    char digest[DIGEST_TEXT]; /* SHA-256 of the bytes that train */
 } lm_corpus;
 /* `path`: a file or folder, or NULL for the C headers of linux-libc-dev and libc6-dev. */
 bool corpus_load(const char *path, lm_corpus *corpus);
 void corpus_free(lm_corpus *corpus);
-/* The start of training piece `i`: pieces of n bytes in an order drawn by seed. */
+/* The start of training piece `i`: pieces of n bytes in an order drawn by seed. Negative, and said, without memory. */
 int64_t corpus_piece(const lm_corpus *corpus, int64_t n, uint64_t seed, int64_t i);
 /* The start of held-out piece `i` of `count` spread over the held-out part; -1 past the last. */
 int64_t corpus_held_out(const lm_corpus *corpus, int64_t n, int64_t i, int64_t count);
@@ -133,6 +135,8 @@ typedef struct lm_run {
     uint64_t seed;
     int64_t steps; /* of the whole run */
     lm_rates rates;
+    int64_t corpus_bytes; /* the corpus it learns from, and its digest */
+    char corpus_digest[DIGEST_TEXT];
 } lm_run;
 
 /* checkpoint.c */
@@ -153,5 +157,7 @@ int verb_order2(int argc, char **argv);
 double evaluate(lm_model *model, const lm_corpus *corpus, int64_t pieces);
 double seconds(void);
 int failure(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* A result for other programs; NULL path: none is wanted. */
+bool json_write(const char *path, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #endif

@@ -3,6 +3,7 @@
 /* main.c - lm train | eval | generate | order2. */
 #include "options.h"
 
+#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -26,6 +27,21 @@ int failure(const char *format, ...)
     fputc('\n', stderr);
     va_end(args);
     return 1; /* so that `condition || failure(...) == 0` is false */
+}
+
+bool json_write(const char *path, const char *format, ...)
+{
+    if (path == NULL) return true;
+    FILE *f = fopen(path, "w");
+    bool ok = f != NULL;
+    if (ok) {
+        va_list args;
+        va_start(args, format);
+        ok = vfprintf(f, format, args) > 0;
+        va_end(args);
+        ok = fclose(f) == 0 && ok;
+    }
+    return ok || failure("%s: the file cannot be written: %s", path, strerror(errno)) == 0;
 }
 
 int verb_eval(int argc, char **argv)
@@ -101,19 +117,21 @@ int verb_order2(int argc, char **argv)
         const int64_t n = o.config.context;
         double bits[2] = {0.0, 0.0};
         int64_t count = 0;
-        for (int64_t i = 0; i < o.run.steps; i++) order2_add(some, corpus.bytes + corpus_piece(&corpus, n, o.run.seed, i), n + 1);
+        if (corpus.size - corpus.train <= n) ok = failure("the held-out 5%% of the corpus is shorter than the context of %lld", (long long)n) == 0;
+        for (int64_t i = 0; ok && i < o.run.steps; i++) {
+            const int64_t at = corpus_piece(&corpus, n, o.run.seed, i);
+            ok = at >= 0;
+            if (ok) order2_add(some, corpus.bytes + at, n + 1);
+        }
         order2_add(all, corpus.bytes, corpus.train);
-        for (int64_t at; (at = corpus_held_out(&corpus, n, count, o.pieces)) >= 0; count++) {
+        for (int64_t at; ok && (at = corpus_held_out(&corpus, n, count, o.pieces)) >= 0; count++) {
             bits[0] += order2_bits(some, corpus.bytes + at, n + 1);
             bits[1] += order2_bits(all, corpus.bytes + at, n + 1);
         }
-        for (int i = 0; i < 2; i++) bits[i] /= (double)(count * n);
-        if (count == 0) ok = failure("the held-out 5%% of the corpus is shorter than the context of %lld", (long long)n) == 0;
-        else printf("order-2 (Witten-Bell): %.4f held-out bits per byte on the same bytes, %.4f on all\n", bits[0], bits[1]);
-        FILE *f = o.json != NULL ? fopen(o.json, "w") : NULL;
-        if (f != NULL) {
-            fprintf(f, "{\"same_bytes\": %.6f, \"all_bytes\": %.6f}\n", bits[0], bits[1]);
-            fclose(f);
+        for (int i = 0; ok && i < 2; i++) bits[i] /= (double)(count * n);
+        if (ok) {
+            printf("order-2 (Witten-Bell): %.4f held-out bits per byte on the same bytes, %.4f on all\n", bits[0], bits[1]);
+            ok = json_write(o.json, "{\"same_bytes\": %.6f, \"all_bytes\": %.6f}\n", bits[0], bits[1]);
         }
         corpus_free(&corpus);
     }

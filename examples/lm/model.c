@@ -135,7 +135,7 @@ static bool backward(lm_model *m, const uint8_t *text, int32_t n)
     gemm(true, false, w, BYTES, n, m->normed, m->logits, m->params[P_HEAD].grad, false);
     gemm(false, true, n, w, BYTES, m->logits, m->params[P_HEAD].value, m->d_normed, false);
     memset(m->d_x, 0, (size_t)(n * w) * 4);
-    norm_backward(m->x, m->params[P_NORM].value, m->inverse, m->d_normed, m->d_x, m->params[P_NORM].grad, n, w);
+    if (!norm_backward(m->x, m->params[P_NORM].value, m->inverse, m->d_normed, m->d_x, m->params[P_NORM].grad, n, w)) return false;
     for (int32_t l = c->layers - 1; l >= 0; l--) {
         lm_layer *a = &m->layer[l];
         lm_attention *t = &a->attention;
@@ -147,7 +147,7 @@ static bool backward(lm_model *m, const uint8_t *text, int32_t n)
         gemm(true, false, w, inner, n, a->h2, d_up, layer_param(m, l, L_W3)->grad, false);
         gemm(false, true, n, w, inner, d_gate, layer_param(m, l, L_W1)->value, d_h, false);
         gemm(false, true, n, w, inner, d_up, layer_param(m, l, L_W3)->value, d_h, true);
-        norm_backward(a->mid, layer_param(m, l, L_NORM2)->value, a->inv2, d_h, m->d_x, layer_param(m, l, L_NORM2)->grad, n, w);
+        if (!norm_backward(a->mid, layer_param(m, l, L_NORM2)->value, a->inv2, d_h, m->d_x, layer_param(m, l, L_NORM2)->grad, n, w)) return false;
         /* mid = x + o Wo */
         gemm(true, false, w, w, n, t->o, m->d_x, layer_param(m, l, L_O)->grad, false);
         gemm(false, true, n, w, w, m->d_x, layer_param(m, l, L_O)->value, d_o, false);
@@ -164,7 +164,7 @@ static bool backward(lm_model *m, const uint8_t *text, int32_t n)
         norm_backward(a->k_raw, NULL, a->inv_k, d_k, d_raw, NULL, (int64_t)n * c->kv_heads, dim);
         gemm(true, false, w, kv, n, a->h1, d_raw, layer_param(m, l, L_K)->grad, false);
         gemm(false, true, n, w, kv, d_raw, layer_param(m, l, L_K)->value, d_h, true);
-        norm_backward(a->x, layer_param(m, l, L_NORM1)->value, a->inv1, d_h, m->d_x, layer_param(m, l, L_NORM1)->grad, n, w);
+        if (!norm_backward(a->x, layer_param(m, l, L_NORM1)->value, a->inv1, d_h, m->d_x, layer_param(m, l, L_NORM1)->grad, n, w)) return false;
     }
     embed_backward(m->params, text, m->d_x, n, w);
     return true;

@@ -12,29 +12,31 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void newton_schulz(float *x, int64_t rows, int64_t cols)
+static bool newton_schulz(float *x, int64_t rows, int64_t cols)
 {
     const bool wide = rows <= cols;
-    const int64_t m = wide ? rows : cols, n = rows * cols / m;
-    float *t = malloc((size_t)(rows * cols) * 4), *a = malloc((size_t)(m * m) * 4), *b = malloc((size_t)(m * m) * 4), *y = malloc((size_t)(m * n) * 4);
+    const int64_t m = wide ? rows : cols, n = wide ? cols : rows;
+    float *t = calloc((size_t)(m * n), 4), *a = malloc((size_t)(m * m) * 4), *b = malloc((size_t)(m * m) * 4), *y = malloc((size_t)(m * n) * 4);
+    const bool ok = t != NULL && a != NULL && b != NULL && y != NULL;
     double norm = 0.0;
     for (int64_t i = 0; i < rows * cols; i++) norm += (double)x[i] * (double)x[i];
     const float scale = (float)(1.0 / (sqrt(norm) + 1e-7));
-    for (int64_t r = 0; r < rows; r++)
+    for (int64_t r = 0; ok && r < rows; r++)
         for (int64_t c = 0; c < cols; c++) t[wide ? r * n + c : c * n + r] = x[r * cols + c] * scale;
-    for (int step = 0; step < 5; step++) {
+    for (int step = 0; ok && step < 5; step++) {
         gemm(false, true, m, m, n, t, t, a, false);
         gemm(false, false, m, m, m, a, a, b, false);
         for (int64_t i = 0; i < m * m; i++) b[i] = -4.7750f * a[i] + 2.0315f * b[i];
         gemm(false, false, m, n, m, b, t, y, false);
         for (int64_t i = 0; i < m * n; i++) t[i] = 3.4445f * t[i] + y[i];
     }
-    for (int64_t r = 0; r < rows; r++)
+    for (int64_t r = 0; ok && r < rows; r++)
         for (int64_t c = 0; c < cols; c++) x[r * cols + c] = t[wide ? r * n + c : c * n + r];
     free(t), free(a), free(b), free(y);
+    return ok || failure("no memory for Muon's step of a matrix of %lld x %lld", (long long)rows, (long long)cols) == 0;
 }
 
-static void muon(lm_param *p, float rate)
+static bool muon(lm_param *p, float rate)
 {
     const int64_t n = p->rows * p->cols;
     const float momentum = 0.95f, scale = rate * sqrtf(p->cols > p->rows ? (float)p->cols / (float)p->rows : 1.0f);
@@ -42,8 +44,9 @@ static void muon(lm_param *p, float rate)
         p->first[i] = momentum * p->first[i] + p->grad[i];
         p->grad[i] += momentum * p->first[i];
     }
-    newton_schulz(p->grad, p->rows, p->cols);
+    if (!newton_schulz(p->grad, p->rows, p->cols)) return false;
     for (int64_t i = 0; i < n; i++) p->value[i] -= scale * p->grad[i];
+    return true;
 }
 
 static void adamw(lm_param *p, float rate, int64_t step)
@@ -59,12 +62,13 @@ static void adamw(lm_param *p, float rate, int64_t step)
     }
 }
 
-void optimizer_step(lm_model *m, float schedule, lm_rates rates)
+bool optimizer_step(lm_model *m, float schedule, lm_rates rates)
 {
     m->step++;
     for (int32_t i = 0; i < m->param_count; i++) {
         lm_param *p = &m->params[i];
-        if (p->muon) muon(p, schedule * rates.muon);
-        else adamw(p, schedule * rates.adam * p->rate, m->step);
+        if (!p->muon) adamw(p, schedule * rates.adam * p->rate, m->step);
+        else if (!muon(p, schedule * rates.muon)) return false;
     }
+    return true;
 }

@@ -17,6 +17,12 @@ static const struct option table[] = {
     {"block", 1, NULL, BLOCK}, {"selected", 1, NULL, SELECTED}, {"window", 1, NULL, WINDOW}, {"muon", 1, NULL, MUON}, {"adam", 1, NULL, ADAM},
     {"save-every", 1, NULL, SAVE}, {"pieces", 1, NULL, PIECES}, {"bytes", 1, NULL, LENGTH}, {"temperature", 1, NULL, TEMPERATURE}, {"help", 0, NULL, HELP}, {0}};
 
+/* What a checkpoint decides. */
+static bool in_checkpoint(int option)
+{
+    return option == ATTENTION || option == STEPS || option == SEED || (option >= WIDTH && option <= ADAM);
+}
+
 static bool number(const char *name, const char *text, double least, double most, double *value)
 {
     char *end;
@@ -32,10 +38,12 @@ bool options_parse(int argc, char **argv, const char *help, lm_options *o)
     *o = (lm_options){.config = LM_CONFIG_DEFAULT, .run = {1, 390, LM_RATES_DEFAULT}, .pieces = 48, .bytes = 400, .temperature = 0.7, .save_every = 100};
     int32_t *const ints[] = {&o->config.width, &o->config.layers, &o->config.heads, &o->config.inner, &o->config.context, &o->config.block, &o->config.selected, &o->config.window};
     const double most[] = {4096, MAX_LAYERS, 256, 65536, 1 << 20, 1024, 1024, 1 << 20};
+    const char *decided = NULL;
     int index = 0;
     for (int c; (c = getopt_long(argc, argv, "", table, &index)) != -1;) {
         double x = 0.0;
         const char *name = c != '?' ? table[index].name : "";
+        if (in_checkpoint(c)) decided = name;
         switch (c) {
         case CORPUS: o->corpus = optarg; break;
         case CHECKPOINT: o->checkpoint = optarg; break;
@@ -68,6 +76,10 @@ bool options_parse(int argc, char **argv, const char *help, lm_options *o)
     }
     if (optind < argc) {
         fprintf(stderr, "lm: '%s' is no option: see --help\n", argv[optind]);
+        return false;
+    }
+    if (o->resume != NULL && decided != NULL) {
+        fprintf(stderr, "lm: --%s with --resume: the checkpoint holds its value, and none beside it is accepted\n", decided);
         return false;
     }
     const lm_config *c = &o->config;

@@ -3,6 +3,7 @@
 /* train.c - the training loop, its progress line and its loss curve. */
 #include "options.h"
 
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,9 +15,10 @@ static const char help[] =
     "  --attention nsa|dense   native sparse attention (default) or dense\n"
     "  --corpus PATH           a file or folder (default: the C headers of linux-libc-dev and libc6-dev)\n"
     "  --checkpoint FILE       write the run here, every --save-every steps and at the end\n"
-    "  --resume FILE           go on from a checkpoint, bit by bit as if never stopped\n"
+    "  --resume FILE           go on from a checkpoint, bit by bit as if never stopped: on the same corpus, with the\n"
+    "                          model, --steps, rates and seed of the checkpoint (naming one of them is an error)\n"
     "  --steps N (390)  --until N   length of the schedule; stop early at step N\n"
-    "  --curve FILE.svg        draw the loss (gnuplot)      --json FILE  write the result\n"
+    "  --curve FILE.svg        draw the loss (gnuplot; a warning without it)      --json FILE  write the result\n"
     "  --width 128 --layers 4 --heads 4 --inner 384 --context 4096   the model (one key/value head)\n"
     "  --block 32 --selected 8 --window 256                          native sparse attention\n"
     "  --muon 0.02 --adam 0.02 --seed 1 --pieces 48 (held-out pieces of one context each)\n\n"
@@ -39,16 +41,22 @@ static float schedule(int64_t step, int64_t steps)
     return warm * (left < 1.0f ? left : 1.0f);
 }
 
-static bool draw(const char *path, const double *loss, int64_t count, const char *title)
+/* A run is worth more than its picture: whatever goes wrong here is a warning. */
+static void draw(const char *path, const double *loss, int64_t count, const char *title)
 {
-    FILE *f = popen("gnuplot", "w");
-    if (f == NULL) return failure("gnuplot cannot be run") == 0;
+    void (*const before)(int) = signal(SIGPIPE, SIG_IGN); /* gnuplot may end, or be missing, before it has read all */
+    FILE *f = popen("command -v gnuplot >/dev/null && exec gnuplot", "w");
+    if (f == NULL) {
+        failure("warning: no curve in %s, for no shell can be run", path);
+        return;
+    }
     fprintf(f, "set terminal svg size 720,400 background '#ffffff' font 'sans-serif,13'\nset output '%s'\nset xlabel 'step'\nset ylabel 'bits per byte'\nset grid\n"
                "set title '%s'\nplot '-' with lines lw 2 lc '#2060a0' notitle\n", path, title);
     for (int64_t i = 0; i < count; i++)
         if (loss[i] > 0.0) fprintf(f, "%lld %f\n", (long long)i + 1, loss[i]);
     fprintf(f, "e\n");
-    return pclose(f) == 0 || failure("gnuplot could not draw %s", path) == 0;
+    if (pclose(f) != 0) failure("warning: no curve in %s, for gnuplot is missing or failed", path);
+    signal(SIGPIPE, before);
 }
 
 double evaluate(lm_model *m, const lm_corpus *corpus, int64_t pieces)
@@ -79,6 +87,11 @@ int verb_train(int argc, char **argv)
     if (!corpus_load(o.corpus, &corpus)) return 3;
     lm_run run = o.run;
     bool ok = o.resume != NULL ? checkpoint_load(&m, o.resume, &run) : model_create(&m, &o.config, o.run.seed);
+    if (ok && o.resume != NULL && (run.corpus_bytes != corpus.size || strcmp(run.corpus_digest, corpus.digest) != 0))
+        ok = failure("%s: it learned from a corpus of %lld bytes, SHA-256 of those to train on %.12s...; this corpus has %lld bytes, %.12s...: "
+                     "only the same one is accepted", o.resume, (long long)run.corpus_bytes, run.corpus_digest, (long long)corpus.size, corpus.digest) == 0;
+    run.corpus_bytes = corpus.size;
+    memcpy(run.corpus_digest, corpus.digest, sizeof run.corpus_digest);
     const int32_t n = m.config.context;
     if (ok && corpus.train <= n) ok = failure("the corpus has %lld bytes to train on: more than the context of %d are needed", (long long)corpus.train, n) == 0;
     const int64_t last = o.until > 0 && o.until < run.steps ? o.until : run.steps, first = m.step;
@@ -90,9 +103,9 @@ int verb_train(int argc, char **argv)
     while (ok && m.step < last) {
         const double before = seconds();
         const int64_t step = m.step;
-        const double nats = model_loss(&m, corpus.bytes + corpus_piece(&corpus, n, run.seed, step), n, true);
-        if (!(ok = nats >= 0.0)) break;
-        optimizer_step(&m, schedule(step, run.steps), run.rates);
+        const int64_t at = corpus_piece(&corpus, n, run.seed, step);
+        const double nats = at >= 0 ? model_loss(&m, corpus.bytes + at, n, true) : -1.0;
+        if (!(ok = nats >= 0.0 && optimizer_step(&m, schedule(step, run.steps), run.rates))) break;
         times[step - first] = seconds() - before;
         loss[step] = nats / 0.69314718055994531;
         const double rate = (double)n * (double)(m.step - first) / (seconds() - start), left = (double)(last - m.step) * (double)n / rate;
@@ -102,21 +115,17 @@ int verb_train(int argc, char **argv)
         if (o.checkpoint != NULL && o.save_every > 0 && m.step % o.save_every == 0 && m.step < last) ok = checkpoint_save(&m, o.checkpoint, &run);
     }
     if (ok && o.checkpoint != NULL) ok = checkpoint_save(&m, o.checkpoint, &run);
-    if (ok && o.curve != NULL) ok = draw(o.curve, loss, run.steps, m.config.sparse ? "native sparse attention" : "dense attention");
+    if (ok && o.curve != NULL) draw(o.curve, loss, run.steps, m.config.sparse ? "native sparse attention" : "dense attention");
     if (ok) {
         const double bits = evaluate(&m, &corpus, o.pieces);
         qsort(times, (size_t)(m.step - first), sizeof *times, by_value);
         const double median = m.step > first ? times[(m.step - first) / 2] : 0.0;
         ok = bits >= 0.0;
-        printf("%s: %.4f held-out bits per byte after %lld steps of %d tokens; %.1f ms a step (median)\n", m.config.sparse ? "nsa" : "dense", bits,
-               (long long)m.step, n, 1e3 * median);
-        FILE *f = o.json != NULL ? fopen(o.json, "w") : NULL;
-        if (o.json != NULL && f == NULL) ok = failure("%s: the file cannot be written", o.json) == 0;
-        if (f != NULL) {
-            fprintf(f, "{\"attention\": \"%s\", \"bits_per_byte\": %.6f, \"steps\": %lld, \"tokens_per_step\": %d, \"ms_step_median\": %.3f}\n",
-                    m.config.sparse ? "nsa" : "dense", bits, (long long)m.step, n, 1e3 * median);
-            ok = fclose(f) == 0 && ok;
-        }
+        if (ok)
+            printf("%s: %.4f held-out bits per byte after %lld steps of %d tokens; %.1f ms a step (median)\n", m.config.sparse ? "nsa" : "dense", bits,
+                   (long long)m.step, n, 1e3 * median);
+        ok = ok && json_write(o.json, "{\"attention\": \"%s\", \"bits_per_byte\": %.6f, \"steps\": %lld, \"tokens_per_step\": %d, \"ms_step_median\": %.3f}\n",
+                              m.config.sparse ? "nsa" : "dense", bits, (long long)m.step, n, 1e3 * median);
     }
     free(loss), free(times);
     model_destroy(&m);

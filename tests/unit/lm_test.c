@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* lm_test.c - the example's own tests: its hand-written backward against finite differences, and a run that is
- * interrupted and resumed against one that is not. */
+/* lm_test.c - the example's own tests: its hand-written backward against finite differences, a run that is
+ * interrupted and resumed against one that is not, by its functions and by the program, and the program's errors. */
 #include "lm.h"
 
 #include <math.h>
@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -82,45 +83,167 @@ static void sparse_gradients_match_differences(void **unused)
     check_gradients(&sparse_config);
 }
 
-static void steps(lm_model *m, const uint8_t *text, int count)
+enum { CORPUS = 9000, PIECE = 96 }; /* its held-out 5% holds some pieces */
+
+typedef struct places {
+    char folder[32], corpus[64], other[64];
+} places;
+
+static void write_file(const char *path, const uint8_t *bytes, size_t n)
 {
-    const lm_rates rates = LM_RATES_DEFAULT;
+    FILE *f = fopen(path, "wb");
+    assert_non_null(f);
+    assert_int_equal(fwrite(bytes, 1, n, f), n);
+    assert_int_equal(fclose(f), 0);
+}
+
+/* A folder of the test's own, with a corpus and one that differs from it by a byte. */
+static int make_places(void **state)
+{
+    places *p = calloc(1, sizeof *p);
+    uint8_t text[CORPUS];
+    assert_non_null(p);
+    strcpy(p->folder, "/tmp/lm_test_XXXXXX");
+    assert_non_null(mkdtemp(p->folder));
+    snprintf(p->corpus, sizeof p->corpus, "%s/corpus", p->folder);
+    snprintf(p->other, sizeof p->other, "%s/other", p->folder);
+    fill(text, CORPUS);
+    write_file(p->corpus, text, CORPUS);
+    text[5000] ^= 1;
+    write_file(p->other, text, CORPUS);
+    *state = p;
+    return 0;
+}
+
+static int remove_places(void **state)
+{
+    const places *p = *state;
+    char command[128];
+    snprintf(command, sizeof command, "rm -rf '%s'", p->folder);
+    const int code = system(command);
+    free(*state);
+    return code;
+}
+
+static void steps(lm_model *m, const lm_corpus *corpus, const lm_run *run, int count)
+{
     for (int i = 0; i < count; i++) {
-        assert_true(model_loss(m, text + m->step, 96, true) > 0.0);
-        optimizer_step(m, 1.0f, rates);
+        assert_true(model_loss(m, corpus->bytes + corpus_piece(corpus, PIECE, run->seed, m->step), PIECE, true) > 0.0);
+        assert_true(optimizer_step(m, 1.0f, run->rates));
     }
 }
 
-static void a_resumed_run_repeats_bit_by_bit(void **unused)
+static void assert_same_arrays(const float *a, const float *b, const lm_param *p)
 {
-    (void)unused;
-    uint8_t text[128];
-    char path[] = "/tmp/lm_test_XXXXXX";
-    fill(text, 128);
-    const int fd = mkstemp(path);
-    assert_true(fd >= 0);
-    close(fd);
-    const lm_run run = {5, 6, LM_RATES_DEFAULT};
-    lm_run read;
+    assert_true((a == NULL) == (b == NULL));
+    if (a != NULL) assert_memory_equal(a, b, (size_t)(p->rows * p->cols) * 4);
+}
+
+static void a_resumed_run_repeats_bit_by_bit(void **state)
+{
+    const places *p = *state;
+    char path[64];
+    snprintf(path, sizeof path, "%s/resumed", p->folder);
+    lm_corpus corpus;
+    assert_true(corpus_load(p->corpus, &corpus));
+    lm_run run = {.seed = 5, .steps = 6, .rates = LM_RATES_DEFAULT, .corpus_bytes = corpus.size}, read;
+    memcpy(run.corpus_digest, corpus.digest, sizeof run.corpus_digest);
     lm_model whole, half, rest;
     assert_true(model_create(&whole, &sparse_config, 5));
-    steps(&whole, text, 6);
+    steps(&whole, &corpus, &run, 6);
     assert_true(model_create(&half, &sparse_config, 5));
-    steps(&half, text, 3);
+    steps(&half, &corpus, &run, 3);
     assert_true(checkpoint_save(&half, path, &run));
     assert_true(checkpoint_load(&rest, path, &read));
     assert_int_equal(rest.step, 3);
     assert_int_equal(read.steps, 6);
     assert_true(read.seed == 5 && read.rates.muon == run.rates.muon && read.rates.adam == run.rates.adam);
-    steps(&rest, text, 3);
-    for (int32_t i = 0; i < whole.param_count; i++)
-        assert_memory_equal(whole.params[i].value, rest.params[i].value, (size_t)(whole.params[i].rows * whole.params[i].cols) * 4);
-    unlink(path);
+    assert_true(read.corpus_bytes == CORPUS && strcmp(read.corpus_digest, corpus.digest) == 0);
+    steps(&rest, &corpus, &read, 3);
+    assert_int_equal(rest.step, whole.step);
+    for (int32_t i = 0; i < whole.param_count; i++) {
+        const lm_param *a = &whole.params[i], *b = &rest.params[i];
+        assert_same_arrays(a->value, b->value, a);
+        assert_same_arrays(a->first, b->first, a);
+        assert_same_arrays(a->second, b->second, a);
+    }
+    corpus_free(&corpus);
     model_destroy(&whole);
     model_destroy(&half);
     model_destroy(&rest);
 }
 
+/* The program's exit code; `arguments` may name files of the folder. */
+static int program(const places *p, const char *environment, const char *arguments)
+{
+    char command[1024];
+    snprintf(command, sizeof command, "cd '%s' && %s '%s' %s >out 2>err", p->folder, environment, LM_COMMAND, arguments);
+    const int how = system(command);
+    return WIFEXITED(how) ? WEXITSTATUS(how) : -1;
+}
+
+static bool says(const places *p, const char *words)
+{
+    char path[64], text[2048] = {0};
+    snprintf(path, sizeof path, "%s/err", p->folder);
+    FILE *f = fopen(path, "rb");
+    assert_non_null(f);
+    const size_t n = fread(text, 1, sizeof text - 1, f);
+    fclose(f);
+    return n > 0 && strstr(text, words) != NULL;
+}
+
+static bool exists(const places *p, const char *name)
+{
+    char path[64];
+    snprintf(path, sizeof path, "%s/%s", p->folder, name);
+    return access(path, F_OK) == 0;
+}
+
+#define SMALL "--width 32 --layers 2 --heads 2 --inner 48 --context 96 --block 16 --selected 4 --window 32 --pieces 2 "
+
+static void the_program_resumes_to_the_same_file(void **state)
+{
+    const places *p = *state;
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 6 --checkpoint whole"), 0);
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 6 --until 3 --checkpoint half"), 0);
+    assert_int_equal(program(p, "", "train --corpus corpus --pieces 2 --resume half --checkpoint rest"), 0);
+    char command[256];
+    snprintf(command, sizeof command, "cmp '%s/whole' '%s/rest'", p->folder, p->folder);
+    assert_int_equal(system(command), 0);
+    snprintf(command, sizeof command, "cmp -s '%s/whole' '%s/half'", p->folder, p->folder);
+    assert_int_not_equal(system(command), 0);
+}
+
+static void resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint(void **state)
+{
+    const places *p = *state;
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 2 --until 1 --checkpoint first"), 0);
+    assert_int_equal(program(p, "", "train --corpus other --resume first --checkpoint second"), 3);
+    assert_true(says(p, "only the same one is accepted"));
+    static const char *const options[] = {"--steps 2", "--muon 0.02", "--adam 0.02", "--seed 1", "--width 32", "--attention nsa"};
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        char arguments[128], name[16];
+        snprintf(arguments, sizeof arguments, "train --corpus corpus %s --resume first --checkpoint second", options[i]);
+        assert_int_equal(program(p, "", arguments), 2);
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(options[i], " "), options[i]);
+        assert_true(says(p, name));
+    }
+    assert_false(exists(p, "second"));
+}
+
+static void results_are_written_or_missed_aloud(void **state)
+{
+    const places *p = *state;
+    assert_int_equal(program(p, "", "order2 --corpus corpus --context 96 --steps 2 --json nowhere/order2.json"), 3);
+    assert_true(says(p, "nowhere/order2.json"));
+    assert_int_equal(program(p, "", "order2 --corpus corpus --context 4096 --steps 2"), 3); /* more than is held out */
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 1 --json nowhere/lm.json"), 3);
+    /* without gnuplot: a warning, and everything else */
+    assert_int_equal(program(p, "PATH=/nowhere", "train " SMALL "--corpus corpus --steps 1 --curve curve.svg --json lm.json"), 0);
+    assert_true(says(p, "no curve in curve.svg"));
+    assert_true(exists(p, "lm.json") && !exists(p, "curve.svg"));
+}
 static void order2_beats_uniform_and_is_a_distribution(void **unused)
 {
     (void)unused;
@@ -146,7 +269,10 @@ int main(void)
         cmocka_unit_test(dense_gradients_match_differences),
         cmocka_unit_test(sparse_gradients_match_differences),
         cmocka_unit_test(a_resumed_run_repeats_bit_by_bit),
+        cmocka_unit_test(the_program_resumes_to_the_same_file),
+        cmocka_unit_test(resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint),
+        cmocka_unit_test(results_are_written_or_missed_aloud),
         cmocka_unit_test(order2_beats_uniform_and_is_a_distribution),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, make_places, remove_places);
 }
