@@ -126,7 +126,7 @@ void attend_chunk_carve(const attend_plan *plan, int32_t capacity, arena *a, att
 void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_scratch *scratch);
 
 void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows, attend_chunk *chunk);
-/* Resets the running softmax and sets the intervals of this plan's mask. */
+/* Resets the running softmax and sets the intervals of this plan's mask; O comes from attend_chunk_run(). */
 void attend_chunk_reset(const attend_plan *plan, attend_chunk *chunk);
 void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, attend_chunk *chunk, attend_scratch *scratch);
 /* Divides by the sums; afterwards `sum` holds the natural-log lse. */

@@ -74,9 +74,13 @@ void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_
     }
 }
 
-void attend_chunk_reset(const attend_plan *plan, attend_chunk *c)
+static void clear_o(const attend_plan *plan, const attend_chunk *c)
 {
     memset(c->o, 0, (size_t)(c->rows * plan->value_width) * sizeof *c->o);
+}
+
+void attend_chunk_reset(const attend_plan *plan, attend_chunk *c)
+{
     int64_t query = -1, lo = 0, hi = 0;
     for (int32_t r = 0; r < c->rows; r++) {
         if ((c->row0 + r) / plan->hs != query) {
@@ -107,10 +111,11 @@ static void run_range(const attend_plan *p, const attend_packed *packed, const a
 {
     for (int32_t first = 0; first < c->rows; first += TILE_ROWS) {
         const int32_t n = c->rows - first < TILE_ROWS ? c->rows - first : TILE_ROWS;
-        const tile_rows t = rows_of(p, c, first, n);
+        tile_rows t = rows_of(p, c, first, n);
         const int64_t end = t.hi[n - 1];
         key_tile next = range_tile(t.lo[0] / KEY_ALIGN * KEY_ALIGN, end);
-        while (next.n > 0) {
+        if (next.n == 0) memset(t.o, 0, (size_t)(n * p->value_width) * sizeof *t.o);
+        for (t.fresh = true; next.n > 0; t.fresh = false) {
             const key_tile keys = next;
             next = range_tile(keys.run[0].first + TILE_KEYS, end);
             attend_tile_step(p, packed, &t, &keys, &next, s);
@@ -245,8 +250,12 @@ static void run_lists_by_key(const attend_plan *p, const attend_packed *packed, 
 void attend_chunk_run(const attend_plan *p, const attend_packed *packed, attend_chunk *c, attend_scratch *s)
 {
     if (c->rows == 0) return;
-    if (p->args->list.ndim == 0) run_range(p, packed, c, s);
-    else if (attend_walks_by_key(p)) run_lists_by_key(p, packed, c, s);
+    if (p->args->list.ndim == 0) {
+        run_range(p, packed, c, s);
+        return;
+    }
+    clear_o(p, c);
+    if (attend_walks_by_key(p)) run_lists_by_key(p, packed, c, s);
     else if (attend_list_length(p) > 0) run_lists_by_tile(p, packed, c, s);
 }
 

@@ -15,7 +15,7 @@ typedef struct tile_rows {
     float *o;       /* [n][value_width] */
     const int32_t *lo, *hi;
     float *max, *sum;
-    bool fresh; /* o is overwritten by this step's P V (the caller adds it up), not added to */
+    bool fresh; /* o is overwritten by this step's P V, not added to */
 } tile_rows;
 
 /* Keys [first, end) of a sequence. */

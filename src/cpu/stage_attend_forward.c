@@ -4,12 +4,17 @@
  * stage_attend_forward.c - the attend_forward stage: packs keys and values, cuts every (sequence, unit) into
  * chunks of query rows and runs them in parallel, the chunks with the most keys first. A chunk's result
  * depends on nothing but its rows, so neither does it on the number of threads.
+ *
+ * Heads go in passes of as many as keep their packed keys and values in the last cache and all threads at work, so
+ * that packing writes to that cache and not to memory.
  */
 #include "core/parallel.h"
 #include "cpu/attend.h"
 #include "cpu/stages.h"
 
 #include <math.h>
+
+enum { PASS_BYTES = 8 << 20, CHUNKS_A_THREAD = 16 };
 
 typedef struct forward_job {
     attend_plan plan;
@@ -19,13 +24,22 @@ typedef struct forward_job {
     int64_t chunk_rows, pieces; /* pieces: chunks of the longest sequence's unit */
 } forward_job;
 
+static int64_t chunk_rows_of(const attend_plan *p)
+{
+    return p->args->list.ndim > 0 ? attend_chunk_rows(p) : TILE_ROWS;
+}
+
+static int64_t pieces_of(const attend_plan *p)
+{
+    return (p->args->seqs.n_q * p->hs + chunk_rows_of(p) - 1) / chunk_rows_of(p);
+}
+
 static forward_job carve(const quern_exec *exec, const attend_args *args, arena *a)
 {
     forward_job job = {.plan = attend_plan_of(exec, args)};
     const attend_plan *p = &job.plan;
-    const bool listed = args->list.ndim > 0;
-    job.chunk_rows = listed ? attend_chunk_rows(p) : TILE_ROWS;
-    job.pieces = (args->seqs.n_q * p->hs + job.chunk_rows - 1) / job.chunk_rows;
+    job.chunk_rows = chunk_rows_of(p);
+    job.pieces = pieces_of(p);
     attend_packed_carve(p, a, &job.packed);
     job.chunks = arena_take(a, sizeof *job.chunks * (size_t)exec->threads);
     job.scratch = arena_take(a, sizeof *job.scratch * (size_t)exec->threads);
@@ -37,6 +51,40 @@ static forward_job carve(const quern_exec *exec, const attend_args *args, arena 
         if (a->base != NULL) job.chunks[i] = chunk, job.scratch[i] = scratch;
     }
     return job;
+}
+
+/* Key/value heads of a pass. */
+static int64_t heads_of_pass(const quern_exec *exec, const attend_args *args)
+{
+    const attend_plan p = attend_plan_of(exec, args);
+    if (p.kv_heads == 0) return 0;
+    const int64_t bytes = p.packed_rows * (p.key_words * 4 + attend_row_panels(&p, p.dim_v) * p.value_panel * (p.bf16 ? 2 : 4));
+    const int64_t chunks = p.sequences * pieces_of(&p) * (p.units / p.kv_heads), wanted = (int64_t)CHUNKS_A_THREAD * exec->threads;
+    int64_t heads = bytes > 0 ? PASS_BYTES / bytes : p.kv_heads;
+    if (chunks > 0 && heads < (wanted + chunks - 1) / chunks) heads = (wanted + chunks - 1) / chunks;
+    return heads < 1 ? 1 : heads < p.kv_heads ? heads : p.kv_heads;
+}
+
+static void narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count)
+{
+    if (t->ndim == 0) return;
+    t->shape[dim] = count;
+    if (t->data != NULL) t->data = (char *)t->data + first * t->strides[dim] * (int64_t)quern_dtype_size(t->dtype);
+}
+
+/* The call for kv heads [first, first + count) alone. */
+static attend_args pass_of(const attend_args *args, int64_t first, int64_t count)
+{
+    attend_args pass = *args;
+    const int64_t group = args->k.shape[2] > 0 ? args->q.shape[2] / args->k.shape[2] : 1;
+    narrow(&pass.q, 2, first * group, count * group);
+    narrow(&pass.o, 2, first * group, count * group);
+    narrow(&pass.lse, 1, first * group, count * group);
+    narrow(&pass.k, 2, first, count);
+    narrow(&pass.v, 2, first, count);
+    const int64_t lists = args->scope == QUERN_NSA_SCOPE_HEAD ? group : 1;
+    narrow(&pass.list, 1, first * lists, count * lists);
+    return pass;
 }
 
 static void run_chunk(void *arg, int64_t index, int32_t thread)
@@ -79,16 +127,21 @@ bool cpu_attend_supports(const quern_exec *exec, const attend_args *args, char w
 size_t cpu_attend_forward_workspace(const quern_exec *exec, const attend_args *args)
 {
     arena a = {NULL, 0};
-    carve(exec, args, &a);
+    const attend_args pass = pass_of(args, 0, heads_of_pass(exec, args));
+    carve(exec, &pass, &a);
     return arena_size(&a);
 }
 
 quern_status cpu_attend_forward(const quern_exec *exec, const attend_args *args, void *workspace)
 {
-    arena a = arena_on(workspace);
-    forward_job job = carve(exec, args, &a);
-    attend_pack(exec, &job.plan, &job.packed);
-    parallel_for(exec->threads, job.plan.sequences * job.plan.units * job.pieces, run_chunk, &job);
-    attend_store_unused(&job.plan);
+    const int64_t kv_heads = args->k.shape[2], most = heads_of_pass(exec, args);
+    for (int64_t first = 0; first < kv_heads; first += most) {
+        const attend_args pass = pass_of(args, first, first + most < kv_heads ? most : kv_heads - first);
+        arena a = arena_on(workspace);
+        forward_job job = carve(exec, &pass, &a);
+        attend_pack(exec, &job.plan, &job.packed);
+        parallel_for(exec->threads, job.plan.sequences * job.plan.units * job.pieces, run_chunk, &job);
+        attend_store_unused(&job.plan);
+    }
     return QUERN_OK;
 }
