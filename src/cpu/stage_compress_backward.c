@@ -20,6 +20,7 @@
 #include <string.h>
 
 enum { WEIGHT_ROWS = 32, DEPTH = 128, RUNS = 96, MEAN_RUNS = 32 };
+enum { TILE_GAP = 16 }; /* between a gathered tile's rows, read by columns: rows 2 KiB apart would share two sets of L1 */
 
 typedef struct side {
     const quern_tensor *x, *y, *pe, *w, *d_x, *d_w, *d_pe;
@@ -75,12 +76,12 @@ static void carve_weights(const quern_exec *exec, backward_job *job, side *s, ar
         if (is_present(s->d_w)) s->means = carve_rows(s->y, s->dim, a);
     }
     const gemm_shape shape = {.dtype = QUERN_F32, .m = linear ? group : WEIGHT_ROWS, .n = s->width, .k = DEPTH,
-                              .lda = linear ? group : s->heads * s->dim, .a_transposed = true, .ldb = row, .panel_stride = job->pack->panel,
+                              .lda = linear ? group + TILE_GAP : s->heads * s->dim, .a_transposed = true, .ldb = row, .panel_stride = job->pack->panel,
                               .ldc = s->width};
     s->weights = gemm_plan(exec, &shape);
     const size_t bytes = s->back.product.scratch_bytes > s->weights.scratch_bytes ? s->back.product.scratch_bytes : s->weights.scratch_bytes;
     job->scratch_floats = greater(job->scratch_floats, (int64_t)(bytes / sizeof(float) + 1));
-    job->tile_floats = greater(job->tile_floats, linear ? DEPTH * group : 0);
+    job->tile_floats = greater(job->tile_floats, linear ? DEPTH * (group + TILE_GAP) : 0);
     job->shift_floats = greater(job->shift_floats, linear ? group : 0);
     const int64_t tokens = round_up16(s->back.group * s->dim); /* of a run */
     job->sum_floats = greater(job->sum_floats, greater(linear ? RUNS * tokens : tokens, group * s->width));
@@ -211,12 +212,13 @@ static void linear_runs(void *arg, int64_t index, int32_t thread)
         const int64_t r0 = step_first(w, step), positions = step_positions(w, step);
         int64_t runs = 0; /* those with a token at r0 or after it */
         while (runs < RUNS && (first + runs) * d + r0 < seq.tokens) runs++;
-        memset(scratch.sum, 0, (size_t)(runs * ld) * sizeof *scratch.sum);
+        const int64_t left = seq.entries > first ? seq.entries - first : 0, covered = left < runs ? left : runs; /* by their own entry */
+        memset(scratch.sum + covered * ld, 0, (size_t)((runs - covered) * ld) * sizeof *scratch.sum);
         for (int64_t m = 0; m < cover; m++) {
             const int64_t from = first > m ? first : m, end = first + runs < seq.entries + m ? first + runs : seq.entries + m;
             if (from >= end) continue;
             multiply_step(w, h, m * w->run_steps + step, end - from, row_at(&s->g, seq.view_b, seq.entry0 + from - m, h),
-                          scratch.sum + (from - first) * ld, true, scratch.product);
+                          scratch.sum + (from - first) * ld, m > 0, scratch.product);
         }
         for (int64_t j = 0; j < runs; j++)
             for (int64_t r = 0; r < positions && (first + j) * d + r0 + r < seq.tokens; r++) {
@@ -267,7 +269,7 @@ static void linear_weights(void *arg, int64_t index, int32_t thread)
         const sequence_rows seq = sequence_at(&job->args->seqs, b);
         for (int64_t i = 0; i < seq.entries; i += DEPTH) {
             const int64_t count = seq.entries - i < DEPTH ? seq.entries - i : DEPTH;
-            gather_tile(&source, &seq, h, i, count, p0, positions, scratch.tile, group * s->dim, scratch.shift);
+            gather_tile(&source, &seq, h, i, count, p0, positions, scratch.tile, s->weights.shape.lda, scratch.shift);
             gemm_run(&s->weights, positions * s->dim, s->width, count, scratch.tile, row_at(&s->g, seq.view_b, seq.entry0 + i, h), scratch.sum, true,
                      scratch.product);
         }
