@@ -14,9 +14,11 @@
  *     they do not stand beside the packed tokens.
  * A later pass starts its sums from o. In bf16 and f16 that rounds o once more; o_b in memory rounded three times.
  *
- * Chunks. Lists that are walked key by key want many rows (each block of keys is read once a chunk): q, o and the sum
- * take up to 3 MiB. Otherwise 768 rows, four tiles of 192 rows and whole lists. A pass with lists by head has rows of
- * one head, for all of its branches. A chunk's result depends on nothing but its rows.
+ * Chunks and slices. Q is packed by chunks. Lists that are walked key by key run over a whole chunk, as each block of
+ * keys is read once a chunk: it has as many rows as fit q and their o into 3 MiB. Everything else runs slice by slice:
+ * about 192 rows whose o, sums and gates stay in L2 from products to o's store. Where no branch is walked by key, a
+ * chunk is one slice. A pass with lists by head has rows of one head, for all of its branches. A chunk's result depends
+ * on nothing but its rows.
  *
  * Limit: that of attend_tile.c, plus 1% for gates (three dot products a row) and sums (in L2).
  */
@@ -29,20 +31,22 @@
 #include <string.h>
 
 enum { CMP, SLC, WIN, BRANCHES };
-enum { CHUNK_BYTES = 3 << 20, CHUNK_MOST = 4096 /* rows, by key */, CHUNK_ROWS = 4 * TILE_ROWS };
+enum { CHUNK_BYTES = 3 << 20, CHUNK_MOST = 4096 /* rows */, SLICE_MOST = 4 * TILE_ROWS };
 
 /* What a thread works in. The branches' scratch is one place: they run one after the other. */
 typedef struct gated_space {
-    attend_chunk chunk;
+    attend_chunk chunk[BRANCHES]; /* by place in the pass; only the first's q is used */
+    attend_chunk slice;           /* without a q of its own */
     attend_scratch scratch[BRANCHES];
-    float *sum;   /* [rows][value_width] */
-    float *gates; /* [rows][3] */
+    float *sum;   /* [slice_rows][value_width] */
+    float *gates; /* [slice_rows][3] */
 } gated_space;
 
 typedef struct gated_pass {
     int32_t branch[BRANCHES], count;
-    attend_packed packed[BRANCHES]; /* by place in branch[]; tokens' may be one */
-    int64_t chunk_rows, pieces;
+    bool wide[BRANCHES]; /* runs over a whole chunk */
+    attend_packed packed[BRANCHES]; /* tokens' may be one */
+    int64_t chunk_rows, slice_rows, pieces;
     gated_space *spaces;
 } gated_pass;
 
@@ -87,33 +91,63 @@ static bool shares_packed(const gated_pass *pass, int32_t i)
     return i > 0 && pass->branch[i - 1] != CMP;
 }
 
-/* Rows of a chunk: whole tiles, but in lists walked tile by tile where these are larger. */
-static int64_t rows_of_chunk(const gated_job *job, const gated_pass *pass)
+/* Rows of chunks and slices: whole tiles, but in lists walked tile by tile where these are larger. */
+static void size_chunks(const gated_job *job, gated_pass *pass)
 {
     const attend_plan *first = &job->plan[pass->branch[0]];
     const int64_t tile = first->args->tile * first->hs;
-    int64_t length = 0;
-    bool by_key = false;
+    int64_t row_bytes = 4 * first->key_words, wide = 0, length = 0;
     for (int32_t i = 0; i < pass->count; i++) {
         const attend_plan *p = &job->plan[pass->branch[i]];
-        by_key = by_key || attend_walks_by_key(p);
+        pass->wide[i] = attend_walks_by_key(p);
         if (attend_list_length(p) > length) length = attend_list_length(p);
+        if (!pass->wide[i]) continue;
+        wide++;
+        row_bytes += 4 * (p->value_width + 4);
     }
-    if (length == 0) return TILE_ROWS;
-    int64_t rows = CHUNK_ROWS;
-    if (by_key) {
-        const int64_t row_bytes = 4 * (first->key_words + 2 * first->value_width + length / tile + 1);
-        rows = CHUNK_BYTES / row_bytes < CHUNK_MOST ? CHUNK_BYTES / row_bytes : CHUNK_MOST;
-        if (rows < tile) rows = tile;
+    pass->slice_rows = wide > 0 || length == 0 ? TILE_ROWS : tile < SLICE_MOST ? SLICE_MOST / tile * tile : SLICE_MOST;
+    pass->chunk_rows = pass->slice_rows;
+    if (wide == 0) return;
+    row_bytes += 4 * (length / tile + 1);
+    pass->chunk_rows = CHUNK_BYTES / row_bytes < CHUNK_MOST ? CHUNK_BYTES / row_bytes : CHUNK_MOST;
+    pass->chunk_rows = pass->chunk_rows < tile ? tile : pass->chunk_rows / tile * tile;
+}
+
+/* A run of rows with its running softmax, without q. */
+static void carve_rows(const attend_plan *p, int64_t rows, arena *a, attend_chunk *c)
+{
+    const size_t n = (size_t)rows * sizeof(float);
+    *c = (attend_chunk){.capacity = (int32_t)rows, .o = arena_take(a, n * (size_t)p->value_width), .max = arena_take(a, n), .sum = arena_take(a, n)};
+    c->lo = arena_take(a, n);
+    c->hi = arena_take(a, n);
+}
+
+static void carve_space(const gated_job *job, const gated_pass *pass, arena *a, gated_space *s)
+{
+    const attend_plan *first = &job->plan[pass->branch[0]];
+    void *q = arena_take(a, (size_t)(pass->chunk_rows * first->key_words) * 4);
+    for (int32_t i = 0; i < pass->count; i++) {
+        if (pass->wide[i]) carve_rows(first, pass->chunk_rows, a, &s->chunk[i]);
+        else s->chunk[i] = (attend_chunk){.capacity = (int32_t)pass->chunk_rows};
+        s->chunk[i].q = q;
     }
-    return rows < tile ? rows : rows / tile * tile;
+    carve_rows(first, pass->slice_rows, a, &s->slice);
+    s->sum = arena_take(a, (size_t)(pass->slice_rows * first->value_width) * sizeof(float));
+    s->gates = arena_take(a, (size_t)pass->slice_rows * 3 * sizeof(float));
+    size_t end = a->used;
+    for (int32_t i = 0; i < pass->count; i++) {
+        arena shared = *a;
+        attend_scratch_carve(&job->plan[pass->branch[i]], (int32_t)pass->chunk_rows, &shared, &s->scratch[i]);
+        if (shared.used > end) end = shared.used;
+    }
+    a->used = end;
 }
 
 /* Lays out a pass from `a` on (where other passes do, too). Returns where it ends. */
-static size_t carve_pass(const quern_exec *exec, gated_job *job, gated_pass *pass, arena a)
+static size_t carve_pass(const quern_exec *exec, const gated_job *job, gated_pass *pass, arena a)
 {
     const attend_plan *plan = &job->plan[pass->branch[0]];
-    pass->chunk_rows = rows_of_chunk(job, pass);
+    size_chunks(job, pass);
     pass->pieces = (plan->args->seqs.n_q * plan->hs + pass->chunk_rows - 1) / pass->chunk_rows;
     for (int32_t i = 0; i < pass->count; i++) {
         if (shares_packed(pass, i)) pass->packed[i] = pass->packed[i - 1];
@@ -121,16 +155,7 @@ static size_t carve_pass(const quern_exec *exec, gated_job *job, gated_pass *pas
     }
     for (int32_t thread = 0; thread < exec->threads; thread++) {
         gated_space space;
-        attend_chunk_carve(plan, (int32_t)pass->chunk_rows, &a, &space.chunk);
-        space.sum = arena_take(&a, (size_t)(pass->chunk_rows * plan->value_width) * sizeof(float));
-        space.gates = arena_take(&a, (size_t)pass->chunk_rows * 3 * sizeof(float));
-        size_t end = a.used;
-        for (int32_t i = 0; i < pass->count; i++) {
-            arena shared = a;
-            attend_scratch_carve(&job->plan[pass->branch[i]], (int32_t)pass->chunk_rows, &shared, &space.scratch[i]);
-            if (shared.used > end) end = shared.used;
-        }
-        a.used = end;
+        carve_space(job, pass, &a, &space);
         if (a.base != NULL) pass->spaces[thread] = space;
     }
     return a.used;
@@ -211,31 +236,63 @@ static void store_rows(const gated_job *job, const attend_plan *p, const attend_
     job->kernels->fence();
 }
 
+/* Rows [first, first + n) of a chunk, in `rows` or (NULL) where the chunk's own stand. */
+static attend_chunk slice_of(const attend_plan *p, const attend_chunk *c, int32_t first, int32_t n, const attend_chunk *rows)
+{
+    attend_chunk slice = rows != NULL ? *rows : *c;
+    const int32_t at = rows != NULL ? 0 : first;
+    slice.seq = c->seq;
+    slice.unit = c->unit, slice.kv_head = c->kv_head, slice.head0 = c->head0;
+    slice.row0 = c->row0 + first, slice.rows = n;
+    slice.q = (float *)c->q + first * p->key_words;
+    slice.o += at * p->value_width;
+    slice.max += at, slice.sum += at, slice.lo += at, slice.hi += at;
+    return slice;
+}
+
+static void run_slice(const gated_job *job, const gated_pass *pass, int32_t first, int32_t n, gated_space *s)
+{
+    const attend_plan *plan = &job->plan[pass->branch[0]];
+    const attend_chunk rows = slice_of(plan, &s->chunk[0], first, n, &s->slice);
+    begin_rows(job, plan, &rows, s);
+    for (int32_t i = 0; i < pass->count; i++) {
+        const int branch = pass->branch[i];
+        const attend_plan *p = &job->plan[branch];
+        attend_chunk slice = slice_of(p, &s->chunk[i], first, n, pass->wide[i] ? NULL : &s->slice);
+        if (!pass->wide[i]) {
+            attend_chunk_reset(p, &slice);
+            attend_chunk_run(p, &pass->packed[i], &slice, &s->scratch[i]);
+        }
+        attend_chunk_finish(p, &slice);
+        attend_chunk_store(p, &slice);
+        for (int32_t r = 0; r < n; r++)
+            p->kernels->add_scaled_row(s->sum + r * p->value_width, slice.o + r * p->value_width, s->gates[3 * r + branch], p->value_width);
+    }
+    store_rows(job, plan, &rows, s);
+}
+
 static void run_chunk(void *arg, int64_t index, int32_t thread)
 {
     const gated_job *job = arg;
     const gated_pass *pass = &job->pass[job->current];
-    const attend_plan *first = &job->plan[pass->branch[0]];
-    const int64_t b = index / pass->pieces / first->units;
-    const int32_t unit = (int32_t)(index / pass->pieces % first->units);
-    const int64_t row0 = (pass->pieces - 1 - index % pass->pieces) * pass->chunk_rows, rows = attend_sequence_at(first, b).nq * first->hs - row0;
-    if (rows <= 0) return;
+    const attend_plan *plan = &job->plan[pass->branch[0]];
+    const int64_t b = index / pass->pieces / plan->units;
+    const int32_t unit = (int32_t)(index / pass->pieces % plan->units);
+    const int64_t row0 = (pass->pieces - 1 - index % pass->pieces) * pass->chunk_rows, left = attend_sequence_at(plan, b).nq * plan->hs - row0;
+    if (left <= 0) return;
     gated_space *s = &pass->spaces[thread];
-    attend_chunk *chunk = &s->chunk;
-    attend_chunk_begin(first, b, unit, row0, (int32_t)(rows < pass->chunk_rows ? rows : pass->chunk_rows), chunk);
-    begin_rows(job, first, chunk, s);
+    const int32_t rows = (int32_t)(left < pass->chunk_rows ? left : pass->chunk_rows), slice_rows = (int32_t)pass->slice_rows;
+    attend_chunk_begin(plan, b, unit, row0, rows, &s->chunk[0]);
     for (int32_t i = 0; i < pass->count; i++) {
-        const int branch = pass->branch[i];
-        const attend_plan *p = &job->plan[branch];
-        chunk->seq = attend_sequence_at(p, b);
-        attend_chunk_reset(p, chunk);
-        attend_chunk_run(p, &pass->packed[i], chunk, &s->scratch[i]);
-        attend_chunk_finish(p, chunk);
-        attend_chunk_store(p, chunk);
-        for (int32_t r = 0; r < chunk->rows; r++)
-            p->kernels->add_scaled_row(s->sum + r * p->value_width, chunk->o + r * p->value_width, s->gates[3 * r + branch], p->value_width);
+        const attend_plan *p = &job->plan[pass->branch[i]];
+        attend_chunk *c = &s->chunk[i];
+        c->unit = unit, c->kv_head = s->chunk[0].kv_head, c->head0 = s->chunk[0].head0, c->row0 = row0, c->rows = rows;
+        c->seq = attend_sequence_at(p, b);
+        if (!pass->wide[i]) continue;
+        attend_chunk_reset(p, c);
+        attend_chunk_run(p, &pass->packed[i], c, &s->scratch[i]);
     }
-    store_rows(job, first, chunk, s);
+    for (int32_t first = 0; first < rows; first += slice_rows) run_slice(job, pass, first, rows - first < slice_rows ? rows - first : slice_rows, s);
 }
 
 bool cpu_attend_gate_supports(const quern_exec *exec, const attend_gate_args *args, char why[STAGE_WHY_BYTES])
