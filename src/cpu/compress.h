@@ -20,15 +20,15 @@
 enum { COMPRESS_ENTRIES = 256, STEP_WIDTH = 512 }; /* entries of a product's tile; its width: 512 KiB in f32 */
 
 typedef struct compress_matrix {
-    const void *data; /* NULL: no weights */
-    void *copy;       /* not NULL where pack_matrix() has to fill it */
-    quern_dtype dtype;                /* f32, or bf16: words of two rows */
+    const void *data;  /* NULL: no weights */
+    void *copy;        /* not NULL where pack_matrix() has to fill it */
+    quern_dtype dtype; /* f32, or bf16: words of two rows */
     bool transposed;
-    int64_t dim, columns;             /* rows of a position, columns of W */
-    int64_t run, group;               /* positions of a run (runs start new steps), of a full step */
-    int64_t steps, run_steps;         /* of a head, of a run */
+    int64_t dim, columns;                               /* rows of a position, columns of W */
+    int64_t run, group;                                 /* positions of a run (runs start new steps), of a full step */
+    int64_t steps, run_steps;                           /* of a head, of a run */
     int64_t head_stride, step_stride, ld, panel_stride; /* of 4 bytes */
-    gemm product;                     /* over full steps; its A and C stand as the caller said */
+    gemm product;                                       /* over full steps; its A and C stand as the caller said */
 } compress_matrix;
 
 /* Positions of a step, of which a run has `run`. */

@@ -38,8 +38,8 @@ compress_matrix carve_matrix(const quern_exec *exec, const quern_tensor *w, quer
         m.head_stride = m.steps * m.step_stride;
         m.data = m.copy = arena_take(a, (size_t)(w->shape[0] * m.head_stride) * sizeof(float));
     }
-    const gemm_shape shape = {.dtype = dtype, .m = rows, .n = n, .k = depth, .lda = lda, .ldb = m.ld, .panel_stride = m.panel_stride,
-                              .ldc = ldc > 0 ? ldc : round_up16(n)};
+    const gemm_shape shape = {
+        .dtype = dtype, .m = rows, .n = n, .k = depth, .lda = lda, .ldb = m.ld, .panel_stride = m.panel_stride, .ldc = ldc > 0 ? ldc : round_up16(n)};
     m.product = gemm_plan(exec, &shape);
     return m;
 }
@@ -61,8 +61,10 @@ static void pack_step(void *arg, int64_t index, int32_t thread)
     float *dst = (float *)m->copy + h * m->head_stride + step * m->step_stride;
     row_source src = {(const char *)w->data + at * element, w->dtype, w->strides[1], rows, m->columns};
     if (!m->transposed) {
-        if (m->dtype == QUERN_BF16) job->kernels->pack_values_bf16(&src, (int32_t)panel, (uint32_t *)(void *)dst, m->panel_stride);
-        else job->kernels->pack_values_f32(&src, (int32_t)panel, dst, m->panel_stride);
+        if (m->dtype == QUERN_BF16)
+            job->kernels->pack_values_bf16(&src, (int32_t)panel, (uint32_t *)(void *)dst, m->panel_stride);
+        else
+            job->kernels->pack_values_f32(&src, (int32_t)panel, dst, m->panel_stride);
         return;
     }
     for (int64_t r = 0; r < rows; r += panel, dst += m->panel_stride) {

@@ -20,7 +20,7 @@ enum { N = 1203, HEADS = 2, D = 128, OUTPUTS = 4 };
 typedef struct linear_case {
     quern_dtype dtype;
     int64_t l, d, entries;
-    float *x, *w, *pe, *g;      /* [N][HEADS][D], [HEADS][l D][D], [HEADS][l][D], [entries][HEADS][D], rounded */
+    float *x, *w, *pe, *g; /* [N][HEADS][D], [HEADS][l D][D], [HEADS][l][D], [entries][HEADS][D], rounded */
     void *x_data, *w_data, *y;
     float *d_x, *d_w, *d_pe;
 } linear_case;
@@ -42,7 +42,8 @@ static float *normal(int64_t count, quern_dtype dtype, double scale, test_random
 static void *as_dtype(const float *values, int64_t count, quern_dtype dtype)
 {
     void *data = cleared((size_t)count * quern_dtype_size(dtype));
-    if (dtype == QUERN_F32) memcpy(data, values, (size_t)count * sizeof *values);
+    if (dtype == QUERN_F32)
+        memcpy(data, values, (size_t)count * sizeof *values);
     else
         for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = bf16_from_float(values[i]);
     return data;

@@ -53,18 +53,27 @@ static void pack_b(product *x, int64_t panel)
         for (int64_t j = 0; j < s->n; j++) {
             const float value = x->b_values[p * s->n + j];
             const int64_t at = j / panel * s->panel_stride + (pairs ? p / 2 : p) * s->ldb + j % panel;
-            if (!pairs) ((float *)x->b)[at] = value;
-            else ((uint16_t *)x->b)[at * 2 + p % 2] = bf16_from_float(value);
+            if (!pairs)
+                ((float *)x->b)[at] = value;
+            else
+                ((uint16_t *)x->b)[at * 2 + p % 2] = bf16_from_float(value);
         }
 }
 
-static product make_product(const quern_exec *exec, quern_dtype dtype, int64_t m, int64_t n, int64_t k, bool transposed, bool panels, bool gaps, uint64_t seed)
+static product make_product(const quern_exec *exec, quern_dtype dtype, int64_t m, int64_t n, int64_t k, bool transposed, bool panels, bool gaps,
+                            uint64_t seed)
 {
     const int64_t panel = attention_kernels_for(exec->cpu_level)->panel, pairs = dtype == QUERN_BF16 ? 2 : 1;
     test_random random = {seed};
     product x = {.panels = panels};
-    x.shape = (gemm_shape){.dtype = dtype, .m = m, .n = n, .k = k, .lda = (transposed ? m : k) + (gaps ? 2 : 0), .a_transposed = transposed,
-                           .ldb = panels ? panel : round_up(n, 16) + (gaps ? 4 : 0), .panel_stride = panels ? k / pairs * panel : panel,
+    x.shape = (gemm_shape){.dtype = dtype,
+                           .m = m,
+                           .n = n,
+                           .k = k,
+                           .lda = (transposed ? m : k) + (gaps ? 2 : 0),
+                           .a_transposed = transposed,
+                           .ldb = panels ? panel : round_up(n, 16) + (gaps ? 4 : 0),
+                           .panel_stride = panels ? k / pairs * panel : panel,
                            .ldc = round_up(n, 16) + (gaps ? 3 : 0)};
     const gemm_shape *s = &x.shape;
     x.a_values = cleared((size_t)(m * k) * sizeof(float));
@@ -76,8 +85,10 @@ static product make_product(const quern_exec *exec, quern_dtype dtype, int64_t m
     for (int64_t i = 0; i < m * k; i++) {
         const float value = x.a_values[i] = (float)test_round(dtype, test_random_normal(&random));
         const int64_t row = i / k, p = i % k, at = transposed ? p * s->lda + row : row * s->lda + p;
-        if (dtype == QUERN_BF16) ((uint16_t *)x.a)[at] = bf16_from_float(value);
-        else ((float *)x.a)[at] = value;
+        if (dtype == QUERN_BF16)
+            ((uint16_t *)x.a)[at] = bf16_from_float(value);
+        else
+            ((float *)x.a)[at] = value;
     }
     for (int64_t i = 0; i < k * n; i++) x.b_values[i] = (float)test_round(dtype, test_random_normal(&random));
     pack_b(&x, panel);
@@ -115,8 +126,8 @@ static void check(product *x, int64_t m, int64_t n, int64_t k, bool accumulate)
             }
             const double got = (double)x->c[GUARD + i * ldc + j];
             if (!(fabs(got - sum) <= (double)(k + 2) * 0x1p-24 * size))
-                fail_msg("%s m %lld n %lld k %lld%s%s%s: C[%lld][%lld] is %.9g, expected %.9g", s->dtype == QUERN_BF16 ? "bf16" : "f32",
-                         (long long)m, (long long)n, (long long)k, s->a_transposed ? " transposed" : "", x->panels ? " panels" : "",
+                fail_msg("%s m %lld n %lld k %lld%s%s%s: C[%lld][%lld] is %.9g, expected %.9g", s->dtype == QUERN_BF16 ? "bf16" : "f32", (long long)m,
+                         (long long)n, (long long)k, s->a_transposed ? " transposed" : "", x->panels ? " panels" : "",
                          accumulate ? " accumulate" : "", (long long)i, (long long)j, got, sum);
         }
 }
@@ -168,8 +179,8 @@ static void long_sums(const quern_exec *exec, quern_dtype dtype)
     float *whole = cleared(M * (size_t)x.shape.ldc * sizeof(float));
     memcpy(whole, x.c + GUARD, M * (size_t)x.shape.ldc * sizeof(float));
     for (int64_t p = 0; p < K; p += GEMM_DEPTH)
-        gemm_run(&x.plan, M, N, K - p < GEMM_DEPTH ? K - p : GEMM_DEPTH, (const char *)x.a + p * bytes,
-                 (const float *)x.b + p / pairs * x.shape.ldb, x.c + GUARD, p > 0, x.scratch);
+        gemm_run(&x.plan, M, N, K - p < GEMM_DEPTH ? K - p : GEMM_DEPTH, (const char *)x.a + p * bytes, (const float *)x.b + p / pairs * x.shape.ldb,
+                 x.c + GUARD, p > 0, x.scratch);
     for (int64_t i = 0; i < M; i++) assert_memory_equal(whole + i * x.shape.ldc, x.c + GUARD + i * x.shape.ldc, N * sizeof(float));
     free(whole);
     free_product(&x);
@@ -193,7 +204,8 @@ static void tile(void *arg, int64_t index, int32_t thread)
     const team_job *job = arg;
     const gemm_shape *s = &job->x->shape;
     const int64_t rows = index == TILES - 1 ? s->m / 2 : s->m;
-    gemm_run(&job->x->plan, rows, s->n, s->k, job->x->a, job->x->b, job->c + index * s->m * s->ldc, index % 2, job->scratch + (size_t)thread * (job->x->plan.scratch_bytes + 64));
+    gemm_run(&job->x->plan, rows, s->n, s->k, job->x->a, job->x->b, job->c + index * s->m * s->ldc, index % 2,
+             job->scratch + (size_t)thread * (job->x->plan.scratch_bytes + 64));
 }
 
 /* Tiles give the same bits on 1, 2 and 3 threads, and the caller's number of threads is as it was. */
@@ -228,10 +240,12 @@ static void bits_do_not_depend_on_threads(void **state)
 /* oneDNN serves the machine's best level, by a kernel that keeps to the caller's scratch; no other level. */
 static void picks(const quern_exec *exec, quern_dtype dtype)
 {
-    product x = make_product(exec, dtype, 96, 128, 512, false, true, false, 11), small = make_product(exec, dtype, 96, 24, 40, false, true, false, 12);
+    product x = make_product(exec, dtype, 96, 128, 512, false, true, false, 11),
+            small = make_product(exec, dtype, 96, 24, 40, false, true, false, 12);
     bool wanted = false;
 #ifdef QUERN_ONEDNN
-    wanted = exec->cpu_level == quern_cpu_level_detect() && attention_kernels_for(exec->cpu_level)->panel == 64 && getenv("ONEDNN_MAX_CPU_ISA") == NULL;
+    wanted =
+        exec->cpu_level == quern_cpu_level_detect() && attention_kernels_for(exec->cpu_level)->panel == 64 && getenv("ONEDNN_MAX_CPU_ISA") == NULL;
 #endif
     assert_int_equal(x.plan.store != NULL, wanted);
     assert_int_equal(x.plan.add != NULL, wanted);

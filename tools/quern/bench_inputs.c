@@ -55,7 +55,8 @@ static void input_names(const bench_case *c, char *names, size_t room)
     const bool compresses = (nsa || strcmp(op, "nsa-compress") == 0) && p->compress != QUERN_NSA_COMPRESS_GIVEN;
     const bool linear = p->compress == QUERN_NSA_COMPRESS_LINEAR;
     *names = '\0';
-    if (c->documents > 0) add(names, room, dense ? "cu_seqlens_q cu_seqlens_kv" : strcmp(op, "nsa-select") == 0 ? "cu_seqlens cu_seqlens_cmp" : "cu_seqlens");
+    if (c->documents > 0)
+        add(names, room, dense ? "cu_seqlens_q cu_seqlens_kv" : strcmp(op, "nsa-select") == 0 ? "cu_seqlens cu_seqlens_cmp" : "cu_seqlens");
     add(names, room, gate ? "O_cmp O_slc O_win" : c->op->needs);
     if (gate && c->gate == GATE_WEIGHTS) add(names, room, "Q");
     if (nsa && p->compress == QUERN_NSA_COMPRESS_GIVEN) add(names, room, "K_cmp V_cmp");
@@ -136,8 +137,10 @@ static int fill(const bench_case *c, const slot *s, quern_tensor t, uint64_t see
 {
     const bool activation = s->dtype == SLOT_ACT;
     if (s->dtype == SLOT_I32) {
-        if (strncmp(s->name, "cu_", 3) == 0) fill_borders(c, strcmp(s->name, "cu_seqlens_cmp") == 0, t.data);
-        else fill_lists(c, *s->name == 'g', &t, seed);
+        if (strncmp(s->name, "cu_", 3) == 0)
+            fill_borders(c, strcmp(s->name, "cu_seqlens_cmp") == 0, t.data);
+        else
+            fill_lists(c, *s->name == 'g', &t, seed);
         return EXIT_DONE;
     }
     if (activation && t.ndim == 3) t = quern_tensor_contiguous(t.data, t.dtype, 4, (int64_t[]){1, t.shape[0], t.shape[1], t.shape[2]});
@@ -160,8 +163,10 @@ static bool fill_input(void *arg, const slot *s)
     const quern_dtype dtype = as_input ? (quern_dtype)f->what->dtype : s->dtype == SLOT_I32 ? QUERN_I32 : QUERN_F32;
     int64_t shape[QUERN_MAX_DIMS];
     int32_t ndim;
-    if (weight) weight_shape(f->what, s, shape, &ndim);
-    else if (!job_shape(j, s, shape, &ndim)) f->code = fail(EXIT_DEFECT, "no shape for input %s", s->name);
+    if (weight)
+        weight_shape(f->what, s, shape, &ndim);
+    else if (!job_shape(j, s, shape, &ndim))
+        f->code = fail(EXIT_DEFECT, "no shape for input %s", s->name);
     if (f->code != EXIT_DONE) return false;
     size_t bytes = quern_dtype_size(dtype);
     for (int32_t i = 0; i < ndim; i++) bytes *= (size_t)shape[i];
@@ -183,8 +188,16 @@ int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan)
     job_init(j, c->op, &c->params);
     j->plan = plan;
     const symbol symbols[] = {{"B", c->documents > 0 ? c->documents : c->batch},
-                              {"N", c->n}, {"Nq", c->n}, {"Nkv", c->n}, {"T", c->n}, {"Tq", c->n}, {"Tkv", c->n},
-                              {"H", c->heads}, {"Hkv", c->kv_heads}, {"D", c->dim}, {"Dv", c->dim_v}};
+                              {"N", c->n},
+                              {"Nq", c->n},
+                              {"Nkv", c->n},
+                              {"T", c->n},
+                              {"Tq", c->n},
+                              {"Tkv", c->n},
+                              {"H", c->heads},
+                              {"Hkv", c->kv_heads},
+                              {"D", c->dim},
+                              {"Dv", c->dim_v}};
     for (size_t i = 0; i < sizeof symbols / sizeof *symbols; i++) job_symbol(j, symbols[i].name, symbols[i].value);
     input_names(c, names, sizeof names);
     list_each(c->op->family, names, fill_input, &f);
