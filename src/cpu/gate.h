@@ -7,20 +7,34 @@
 #include "cpu/nsa_kernels.h"
 #include "cpu/rows_at.h"
 
-/* The three rows of head h. */
-static inline const void *gate_weights_at(const gate_args *args, int64_t h)
+static inline gate_weights gate_weights_at(const gate_args *args, int64_t h)
 {
     const quern_tensor *w = &args->w_gate;
-    return (const char *)w->data + h * w->strides[0] * (int64_t)quern_dtype_size(w->dtype);
+    return (gate_weights){(const char *)w->data + h * w->strides[0] * (int64_t)quern_dtype_size(w->dtype), w->dtype, w->strides[0], w->strides[1]};
+}
+
+/* Rows of tokens from n on and heads from h on. */
+static inline row_grid grid_at(const quern_tensor *t, int64_t b, int64_t n, int64_t h)
+{
+    if (!is_present(t)) return (row_grid){NULL, 0, 0};
+    return (row_grid){row_at(t, b, n, h), t->strides[1], t->strides[2]};
 }
 
 /* The gates of heads [h0, h0 + heads) of a token, three a head: read, or made and written where they are wanted. */
 void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t h0, int64_t heads, float *gates);
 
-/* Whether a row of n elements can be stored past the caches. */
+/* Whether a row of n elements can be stored past the caches: it fills lines of 64 bytes. */
 static inline bool may_stream(const void *row, quern_dtype dtype, int64_t n)
 {
-    return n % 16 == 0 && (uintptr_t)row % (16 * quern_dtype_size(dtype)) == 0;
+    return (uintptr_t)row % 64 == 0 && n * (int64_t)quern_dtype_size(dtype) % 64 == 0;
+}
+
+/* The same of all rows of a view. */
+static inline bool all_may_stream(const quern_tensor *t)
+{
+    bool whole = is_present(t) && may_stream(t->data, t->dtype, t->shape[3]);
+    for (int i = 0; i < 3; i++) whole = whole && t->strides[i] * (int64_t)quern_dtype_size(t->dtype) % 64 == 0;
+    return whole;
 }
 
 #endif

@@ -10,26 +10,59 @@
 
 #include "cpu/attention_kernels.h"
 
+/* Rows of tokens and heads: that of (token, head) stands token * g.token + head * g.head elements after data. NULL:
+ * absent. */
+typedef struct row_grid {
+    void *data;
+    int64_t token, head;
+} row_grid;
+
+/* w_gate: row b of head h at h * step + b * ld elements; f32 or of the activations' dtype. */
+typedef struct gate_weights {
+    const void *data;
+    quern_dtype dtype;
+    int64_t step, ld;
+} gate_weights;
+
+/* The gates of a few tokens (f32, three a row) and what they make of the branches' rows. `stream`: out goes past the
+ * caches; its rows start at lines of 64 bytes and fill them. */
+typedef struct gate_block {
+    quern_dtype dtype;
+    int64_t tokens, heads, dim, dim_v;
+    row_grid q, o[3]; /* an absent branch counts as 0 */
+    gate_weights w;   /* data NULL: the gates are read */
+    row_grid gates;   /* else written, or absent */
+    row_grid out;     /* absent: gates only */
+    bool stream;
+} gate_block;
+
+/* The gate's backward, stage_gate_backward.c. All outputs may be absent. */
+typedef struct gate_backward_block {
+    quern_dtype dtype, d_q_dtype;
+    int64_t tokens, heads, dim, dim_v;
+    row_grid d_o, o[3], gates;  /* absent gates: 1/3 each */
+    row_grid d_o_b[3], delta[3], d_gates;
+    row_grid d_q; /* needs w */
+    gate_weights w;
+    float *dl; /* [tokens][heads][3] */
+    bool accumulate, stream[4]; /* d_o_b, d_q */
+} gate_backward_block;
+
 typedef struct nsa_kernels {
     quern_cpu_level level;
     /* out[0 .. dim) = sum of the source's rows. */
     void (*sum_rows)(const row_source *src, float *out);
-    /* dst[r * stride + i] = scale * row[i] for r < rows; `stream`: past the caches, whole vectors only. */
+    /* dst[r * stride + i] = scale * row[i] for r < rows; `stream`: past the caches, rows of whole lines of 64 bytes. */
     void (*spread_row)(const float *row, float scale, int64_t n, quern_dtype dtype, void *dst, int64_t stride, int64_t rows, bool stream);
     /* dst = src in another dtype. */
     void (*convert_row)(const void *src, quern_dtype from, void *dst, quern_dtype to, int64_t n);
     /* dst[i] += scale * src[i]. */
     void (*add_scaled)(const float *src, float scale, int64_t n, float *dst);
 
-    /* The gate. w: three rows, ldw apart. An absent o[b] (NULL) counts as 0. */
-    void (*gate_logits)(const void *q, quern_dtype dtype, const void *w, quern_dtype w_dtype, int64_t ldw, int64_t n, float logits[3]);
-    void (*sigmoid)(float *x, int64_t n); /* in place */
-    void (*gate_combine)(const void *const o[3], quern_dtype dtype, const float gates[3], int64_t n, void *dst, bool stream);
-    /* dots[b] = d_o . o[b]. */
-    void (*gate_dots)(const void *d_o, const void *const o[3], quern_dtype dtype, int64_t n, float dots[3]);
-    /* d_q (+)= sum_b s[b] w[b]; d_w[b] += s[b] q. */
-    void (*gate_query)(const float s[3], const void *w, quern_dtype w_dtype, int64_t ldw, int64_t n, float *d_q, bool accumulate);
-    void (*gate_weight)(const float s[3], const void *q, quern_dtype dtype, int64_t n, float *d_w, int64_t ldw);
+    void (*gate_rows)(const gate_block *t);
+    void (*gate_backward)(const gate_backward_block *t);
+    /* d_w[h][b][n] += sum over tokens t of s[t][h][b] q[t][h]. */
+    void (*gate_weight)(const float *s, const row_grid *q, quern_dtype dtype, int64_t tokens, int64_t heads, int64_t n, float *d_w);
 
     /* acc[i] += sum over rows of exp2(s[r][i] * scale2 - lse2[r]) for i < seen[r], i < columns; columns a multiple
      * of 16. */

@@ -21,7 +21,23 @@
 #include "cpu/nsa_kernels.h"
 #include "cpu/vector.h"
 
-enum { SUM_VECTORS = LANES == 16 ? 16 : 8 };
+enum { SUM_VECTORS = LANES == 16 ? 16 : 8, SPREAD_BYTES = 4096 };
+
+INLINE vfloat widen(vhalf h, const quern_dtype dtype)
+{
+#if defined(__AVX512F__)
+    if (dtype == QUERN_BF16) return (vfloat)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+    return _mm512_cvtph_ps((__m256i)h);
+#elif defined(__FMA__)
+    if (dtype == QUERN_BF16) return (vfloat)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
+    return _mm256_cvtph_ps((__m128i)h);
+#else
+    if (dtype == QUERN_BF16) return (vfloat)(__builtin_convertvector(h, vuint) << 16);
+    vfloat v;
+    for (int i = 0; i < LANES; i++) v[i] = float_from_f16(h[i]);
+    return v;
+#endif
+}
 
 /* Elements at ... at + LANES - 1 of a row as f32. */
 INLINE vfloat load_as(const void *p, const quern_dtype dtype, int64_t at)
@@ -29,16 +45,7 @@ INLINE vfloat load_as(const void *p, const quern_dtype dtype, int64_t at)
     if (dtype == QUERN_F32) return v_load((const float *)p + at);
     vhalf h;
     memcpy(&h, (const uint16_t *)p + at, sizeof h);
-    if (dtype == QUERN_BF16) return (vfloat)(__builtin_convertvector(h, vuint) << 16);
-#if defined(__AVX512F__)
-    return (vfloat)_mm512_cvtph_ps((__m256i)h);
-#elif defined(__F16C__)
-    return (vfloat)_mm256_cvtph_ps((__m128i)h);
-#else
-    vfloat v;
-    for (int i = 0; i < LANES; i++) v[i] = float_from_f16(h[i]);
-    return v;
-#endif
+    return widen(h, dtype);
 }
 
 INLINE vhalf narrow_as(vfloat v, const quern_dtype dtype)
@@ -46,7 +53,7 @@ INLINE vhalf narrow_as(vfloat v, const quern_dtype dtype)
     if (dtype == QUERN_BF16) return v_narrow(v);
 #if defined(__AVX512F__)
     return (vhalf)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__F16C__)
+#elif defined(__FMA__)
     return (vhalf)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     vhalf h;
@@ -94,16 +101,28 @@ INLINE int64_t dtype_bytes(quern_dtype dtype)
 /* The last n - at < LANES elements of a row; the other lanes are 0. */
 INLINE vfloat load_tail(const void *p, const quern_dtype dtype, int64_t at, int64_t n)
 {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const __mmask16 kept = (__mmask16)((1u << (n - at)) - 1u);
+    if (dtype == QUERN_F32) return _mm512_maskz_loadu_ps(kept, (const float *)p + at);
+    return widen((vhalf)_mm256_maskz_loadu_epi16(kept, (const uint16_t *)p + at), dtype);
+#else
     float buffer[LANES] = {0};
     memcpy(buffer, (const char *)p + at * dtype_bytes(dtype), (size_t)((n - at) * dtype_bytes(dtype)));
     return load_as(buffer, dtype, 0);
+#endif
 }
 
 INLINE void store_tail(void *p, const quern_dtype dtype, int64_t at, int64_t n, vfloat v)
 {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const __mmask16 kept = (__mmask16)((1u << (n - at)) - 1u);
+    if (dtype == QUERN_F32) _mm512_mask_storeu_ps((float *)p + at, kept, v);
+    else _mm256_mask_storeu_epi16((uint16_t *)p + at, kept, (__m256i)narrow_as(v, dtype));
+#else
     float buffer[LANES];
     store_as(buffer, dtype, 0, v);
     memcpy((char *)p + at * dtype_bytes(dtype), buffer, (size_t)((n - at) * dtype_bytes(dtype)));
+#endif
 }
 
 INLINE vfloat load_some(const void *p, const quern_dtype dtype, int64_t at, int64_t n)
@@ -159,11 +178,16 @@ static void sum_rows(const row_source *s, float *out)
 
 INLINE void spread_row_of(const float *row, float scale, int64_t n, const quern_dtype dtype, char *dst, int64_t stride, int64_t rows, bool stream)
 {
-    for (int64_t r = 0; r < rows; r++, dst += stride * dtype_bytes(dtype)) {
-        if (stream)
-            for (int64_t c = 0; c < n; c += LANES) stream_as(dst, dtype, c, v_load(row + c) * scale);
-        else
-            for (int64_t c = 0; c < n; c += LANES) store_some(dst, dtype, c, n, load_some(row, QUERN_F32, c, n) * scale);
+    _Alignas(64) char piece[SPREAD_BYTES];
+    const int64_t step = SPREAD_BYTES / dtype_bytes(dtype);
+    for (int64_t first = 0; first < n; first += step) {
+        const int64_t count = n - first < step ? n - first : step, bytes = count * dtype_bytes(dtype);
+        for (int64_t c = 0; c < count; c += LANES) store_some(piece, dtype, c, count, load_some(row + first, QUERN_F32, c, count) * scale);
+        char *to = dst + first * dtype_bytes(dtype);
+        for (int64_t r = 0; r < rows; r++, to += stride * dtype_bytes(dtype)) {
+            if (!stream) memcpy(to, piece, (size_t)bytes);
+            else for (int64_t i = 0; i < bytes; i += 4 * LANES) stream_as(to + i, QUERN_F32, 0, v_load((const float *)(const void *)(piece + i)));
+        }
     }
 }
 
@@ -202,112 +226,7 @@ INLINE const void *row_after(const void *p, const quern_dtype dtype, int64_t ele
     return (const char *)p + elements * dtype_bytes(dtype);
 }
 
-INLINE void gate_logits_of(const void *q, const quern_dtype dtype, const void *w, const quern_dtype w_dtype, int64_t ldw, int64_t n, float logits[3])
-{
-    const void *w1 = row_after(w, w_dtype, ldw), *w2 = row_after(w, w_dtype, 2 * ldw);
-    vfloat s0 = {0}, s1 = {0}, s2 = {0};
-    for (int64_t c = 0; c < n; c += LANES) {
-        const vfloat x = load_some(q, dtype, c, n);
-        s0 = v_fma(x, load_some(w, w_dtype, c, n), s0);
-        s1 = v_fma(x, load_some(w1, w_dtype, c, n), s1);
-        s2 = v_fma(x, load_some(w2, w_dtype, c, n), s2);
-    }
-    logits[0] = sum_of(s0), logits[1] = sum_of(s1), logits[2] = sum_of(s2);
-}
-
-/* w is f32 or of q's dtype. */
-static void gate_logits(const void *q, quern_dtype dtype, const void *w, quern_dtype w_dtype, int64_t ldw, int64_t n, float logits[3])
-{
-#define SAME(t) gate_logits_of(q, t, w, t, ldw, n, logits)
-#define WIDE(t) gate_logits_of(q, t, w, QUERN_F32, ldw, n, logits)
-    if (w_dtype == QUERN_F32) BY_DTYPE(dtype, WIDE);
-    else BY_DTYPE(dtype, SAME);
-#undef SAME
-#undef WIDE
-}
-
-/* 1 / (1 + 2^(-x log2 e)); the exponent is kept where v_exp2 is defined, which leaves gates >= 2^-126. */
-static void sigmoid(float *x, int64_t n)
-{
-    for (int64_t c = 0; c < n; c += LANES) {
-        vfloat y = load_some(x, QUERN_F32, c, n) * v_splat(-1.44269504088896340736f);
-        y = v_select(y > v_splat(126.0f), v_splat(126.0f), y);
-        store_some(x, QUERN_F32, c, n, 1.0f / (1.0f + v_exp2(y)));
-    }
-}
-
-INLINE void gate_combine_of(const void *const o[3], const quern_dtype dtype, const float gates[3], int64_t n, void *dst, bool stream)
-{
-    for (int64_t c = 0; c < n; c += LANES) {
-        vfloat sum = {0};
-        for (int b = 0; b < 3; b++)
-            if (o[b] != NULL) sum = v_fma(load_some(o[b], dtype, c, n), v_splat(gates[b]), sum);
-        if (stream) stream_as(dst, dtype, c, sum);
-        else store_some(dst, dtype, c, n, sum);
-    }
-}
-
-static void gate_combine(const void *const o[3], quern_dtype dtype, const float gates[3], int64_t n, void *dst, bool stream)
-{
-#define CALL(t) gate_combine_of(o, t, gates, n, dst, stream)
-    BY_DTYPE(dtype, CALL);
-#undef CALL
-}
-
-INLINE void gate_dots_of(const void *d_o, const void *const o[3], const quern_dtype dtype, int64_t n, float dots[3])
-{
-    vfloat sum[3] = {{0}, {0}, {0}};
-    for (int64_t c = 0; c < n; c += LANES) {
-        const vfloat x = load_some(d_o, dtype, c, n);
-        for (int b = 0; b < 3; b++)
-            if (o[b] != NULL) sum[b] = v_fma(x, load_some(o[b], dtype, c, n), sum[b]);
-    }
-    for (int b = 0; b < 3; b++) dots[b] = o[b] != NULL ? sum_of(sum[b]) : 0.0f;
-}
-
-static void gate_dots(const void *d_o, const void *const o[3], quern_dtype dtype, int64_t n, float dots[3])
-{
-#define CALL(t) gate_dots_of(d_o, o, t, n, dots)
-    BY_DTYPE(dtype, CALL);
-#undef CALL
-}
-
-INLINE void gate_query_of(const float s[3], const void *w, const quern_dtype w_dtype, int64_t ldw, int64_t n, float *d_q, bool accumulate)
-{
-    const void *w1 = row_after(w, w_dtype, ldw), *w2 = row_after(w, w_dtype, 2 * ldw);
-    for (int64_t c = 0; c < n; c += LANES) {
-        vfloat x = v_splat(s[0]) * load_some(w, w_dtype, c, n);
-        x = v_fma(v_splat(s[1]), load_some(w1, w_dtype, c, n), x);
-        x = v_fma(v_splat(s[2]), load_some(w2, w_dtype, c, n), x);
-        if (accumulate) x += load_some(d_q, QUERN_F32, c, n);
-        store_some(d_q, QUERN_F32, c, n, x);
-    }
-}
-
-static void gate_query(const float s[3], const void *w, quern_dtype w_dtype, int64_t ldw, int64_t n, float *d_q, bool accumulate)
-{
-#define CALL(t) gate_query_of(s, w, t, ldw, n, d_q, accumulate)
-    BY_DTYPE(w_dtype, CALL);
-#undef CALL
-}
-
-INLINE void gate_weight_of(const float s[3], const void *q, const quern_dtype dtype, int64_t n, float *d_w, int64_t ldw)
-{
-    for (int64_t c = 0; c < n; c += LANES) {
-        const vfloat x = load_some(q, dtype, c, n);
-        for (int b = 0; b < 3; b++) {
-            float *p = d_w + b * ldw;
-            store_some(p, QUERN_F32, c, n, v_fma(x, v_splat(s[b]), load_some(p, QUERN_F32, c, n)));
-        }
-    }
-}
-
-static void gate_weight(const float s[3], const void *q, quern_dtype dtype, int64_t n, float *d_w, int64_t ldw)
-{
-#define CALL(t) gate_weight_of(s, q, t, n, d_w, ldw)
-    BY_DTYPE(dtype, CALL);
-#undef CALL
-}
+#include "cpu/gate_rows.h"
 
 static void add_probabilities(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns, float scale2, const float *lse2,
                               float *acc)
@@ -380,8 +299,7 @@ static int64_t best_of(const float *scores, int64_t from, int64_t to, int64_t wa
 
 #define NSA_ROW_KERNELS                                                                                \
     .sum_rows = sum_rows, .spread_row = spread_row, .convert_row = convert_row, .add_scaled = add_scaled, \
-    .gate_logits = gate_logits, .sigmoid = sigmoid, .gate_combine = gate_combine, .gate_dots = gate_dots, \
-    .gate_query = gate_query, .gate_weight = gate_weight, .add_probabilities = add_probabilities,       \
-    .best_of = best_of, .fence = fence
+    .gate_rows = gate_rows, .gate_backward = gate_backward, .gate_weight = gate_weight,                 \
+    .add_probabilities = add_probabilities, .best_of = best_of, .fence = fence
 
 #endif

@@ -3,8 +3,8 @@
 /*
  * stage_gate.c - the gate_forward stage: o = sum_b g_b o_b, the gates from q . w_gate, handed in, or 1/3.
  *
- * Tasks of 32 tokens; a token's gates are made 64 heads at a time, so that the sigmoid runs on full vectors, then
- * its o rows are combined in f32 and stored past the caches. Limit: the copy bandwidth on q, o_b and o.
+ * Tasks of 128 tokens, so that a thread reads q and every o_b as one run of memory each. A head's gates are made and
+ * applied in registers (gate_rows.h); o goes past the caches. Limit: the copy bandwidth on q, o_b and o.
  */
 #include "core/parallel.h"
 #include "cpu/gate.h"
@@ -12,31 +12,40 @@
 
 #include <string.h>
 
-enum { GATE_TOKENS = 32, GATE_HEADS = 64 };
+enum { GATE_TOKENS = 128 };
 
 typedef struct gate_job {
     const gate_args *args;
     const nsa_kernels *kernels;
     int64_t rows, pieces, heads;
+    bool stream;
 } gate_job;
+
+/* Tokens from n and heads from h0 on: their q and weights, where gates are made of these. */
+static gate_block block_at(const gate_args *args, int64_t b, int64_t n, int64_t tokens, int64_t h0, int64_t heads)
+{
+    gate_block t = {.dtype = args->o.dtype, .tokens = tokens, .heads = heads};
+    if (args->kind != QUERN_NSA_GATE_WEIGHTS) return t;
+    t.dtype = args->q.dtype;
+    t.dim = args->q.shape[3];
+    t.q = grid_at(&args->q, b, n, h0);
+    t.w = gate_weights_at(args, h0);
+    return t;
+}
+
+static const float third[3] = {1.0f / 3.0f, 1.0f / 3.0f, 1.0f / 3.0f};
 
 void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t h0, int64_t heads, float *gates)
 {
-    const quern_tensor *g = &args->gates;
-    if (args->kind == QUERN_NSA_GATE_GIVEN) {
-        for (int64_t h = 0; h < heads; h++) memcpy(gates + 3 * h, row_at(g, b, n, h0 + h), 3 * sizeof *gates);
-        return;
+    gate_block t = block_at(args, b, n, 1, h0, heads);
+    t.gates = (row_grid){gates, 0, 3};
+    if (args->kind == QUERN_NSA_GATE_WEIGHTS) kernels->gate_rows(&t);
+    for (int64_t h = 0; h < heads; h++) {
+        float *wanted = is_present(&args->gates) ? row_at(&args->gates, b, n, h0 + h) : NULL;
+        if (args->kind == QUERN_NSA_GATE_NONE) memcpy(gates + 3 * h, third, sizeof third);
+        if (args->kind == QUERN_NSA_GATE_GIVEN) memcpy(gates + 3 * h, wanted, sizeof third);
+        else if (wanted != NULL) memcpy(wanted, gates + 3 * h, sizeof third);
     }
-    if (args->kind == QUERN_NSA_GATE_WEIGHTS) {
-        for (int64_t h = 0; h < heads; h++)
-            kernels->gate_logits(row_at(&args->q, b, n, h0 + h), args->q.dtype, gate_weights_at(args, h0 + h), args->w_gate.dtype,
-                                 args->w_gate.strides[1], args->q.shape[3], gates + 3 * h);
-        kernels->sigmoid(gates, 3 * heads);
-    } else {
-        for (int64_t i = 0; i < 3 * heads; i++) gates[i] = 1.0f / 3.0f;
-    }
-    if (!is_present(g)) return;
-    for (int64_t h = 0; h < heads; h++) memcpy(row_at(g, b, n, h0 + h), gates + 3 * h, 3 * sizeof *gates);
 }
 
 static void gate_piece(void *arg, int64_t index, int32_t thread)
@@ -44,22 +53,22 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
     (void)thread;
     const gate_job *job = arg;
     const gate_args *args = job->args;
-    const quern_tensor *o = &args->o;
     const int64_t b = index / job->pieces, first = index % job->pieces * GATE_TOKENS;
-    const int64_t end = first + GATE_TOKENS < job->rows ? first + GATE_TOKENS : job->rows;
-    float gates[3 * GATE_HEADS];
-    for (int64_t n = first; n < end; n++)
-        for (int64_t h0 = 0; h0 < job->heads; h0 += GATE_HEADS) {
-            const int64_t heads = job->heads - h0 < GATE_HEADS ? job->heads - h0 : GATE_HEADS;
-            gate_make(args, job->kernels, b, n, h0, heads, gates);
-            if (!is_present(o)) continue;
-            for (int64_t h = 0; h < heads; h++) {
-                const void *o_b[3];
-                for (int i = 0; i < 3; i++) o_b[i] = is_present(&args->o_b[i]) ? row_at(&args->o_b[i], b, n, h0 + h) : NULL;
-                void *dst = row_at(o, b, n, h0 + h);
-                job->kernels->gate_combine(o_b, o->dtype, gates + 3 * h, o->shape[3], dst, may_stream(dst, o->dtype, o->shape[3]));
-            }
-        }
+    const int64_t tokens = job->rows - first < GATE_TOKENS ? job->rows - first : GATE_TOKENS;
+    gate_block t = block_at(args, b, first, tokens, 0, job->heads);
+    t.gates = grid_at(&args->gates, b, first, 0);
+    if (args->kind == QUERN_NSA_GATE_NONE) {
+        for (int64_t i = 0; t.gates.data != NULL && i < tokens * job->heads; i++)
+            memcpy(row_at(&args->gates, b, first + i / job->heads, i % job->heads), third, sizeof third);
+        t.gates = (row_grid){(void *)(uintptr_t)third, 0, 0};
+    }
+    if (is_present(&args->o)) {
+        t.dim_v = args->o.shape[3];
+        t.out = grid_at(&args->o, b, first, 0);
+        t.stream = job->stream;
+        for (int i = 0; i < 3; i++) t.o[i] = grid_at(&args->o_b[i], b, first, 0);
+    }
+    if (t.w.data != NULL || t.out.data != NULL) job->kernels->gate_rows(&t);
     job->kernels->fence();
 }
 
@@ -87,6 +96,7 @@ quern_status cpu_gate_forward(const quern_exec *exec, const gate_args *args, voi
     job.heads = like->shape[2];
     job.rows = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : like->shape[1];
     job.pieces = (job.rows + GATE_TOKENS - 1) / GATE_TOKENS;
+    job.stream = all_may_stream(&args->o);
     parallel_for(exec->threads, like->shape[0] * job.pieces, gate_piece, &job);
     if (is_present(&args->o)) zero_rows(&args->o, job.rows);
     if (is_present(&args->gates) && args->kind != QUERN_NSA_GATE_GIVEN) zero_rows(&args->gates, job.rows);

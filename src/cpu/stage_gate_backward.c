@@ -24,7 +24,9 @@ typedef struct backward_job {
     const nsa_kernels *kernels;
     float *parts_sum;  /* [parts][heads][3][dim] */
     float *thread_sum; /* [threads][heads][3][dim] */
+    float *factors;    /* [threads][SUM_TOKENS][heads][3]: dl */
     int64_t rows, views, heads, dim, parts, part_rows;
+    bool stream[4]; /* d_o_b, d_q */
 } backward_job;
 
 static backward_job carve(const quern_exec *exec, const gate_args *args, arena *a)
@@ -37,8 +39,11 @@ static backward_job carve(const quern_exec *exec, const gate_args *args, arena *
     job.parts = (total + SUM_TOKENS - 1) / SUM_TOKENS;
     if (job.parts > MAX_PARTS) job.parts = MAX_PARTS;
     job.part_rows = job.parts > 0 ? (total + job.parts - 1) / job.parts : 0;
+    for (int i = 0; i < 3; i++) job.stream[i] = all_may_stream(&args->d_o_b[i]);
+    job.stream[3] = !args->accumulate && all_may_stream(&args->d_q);
     if (args->kind != QUERN_NSA_GATE_WEIGHTS) return job;
     job.dim = args->q.shape[3];
+    job.factors = arena_take(a, (size_t)(exec->threads * SUM_TOKENS * job.heads * 3) * sizeof(float));
     const size_t floats = (size_t)(job.heads * 3 * job.dim);
     if (is_present(&args->d_w_gate)) {
         job.parts_sum = arena_take(a, (size_t)job.parts * floats * sizeof(float));
@@ -52,41 +57,57 @@ static float *statistic_at(const quern_tensor *t, int64_t b, int64_t h, int64_t 
     return (float *)t->data + b * t->strides[0] + h * t->strides[1] + n * t->strides[2];
 }
 
-/* One row: everything but the sums of d_w, whose factors dl it returns. */
-static void row_backward(const backward_job *job, int64_t b, int64_t n, int64_t h, bool valid, float dl[3])
+/* Rows that no token has get zeros. */
+static void clear_row(const backward_job *job, int64_t b, int64_t n, int64_t h)
 {
     const gate_args *args = job->args;
-    const nsa_kernels *k = job->kernels;
-    const void *o_b[3];
-    float dots[3] = {0}, gates[3] = {1.0f / 3.0f, 1.0f / 3.0f, 1.0f / 3.0f};
-    for (int i = 0; i < 3; i++) o_b[i] = is_present(&args->o_b[i]) ? row_at(&args->o_b[i], b, n, h) : NULL;
-    if (valid) k->gate_dots(row_at(&args->d_o, b, n, h), o_b, args->d_o.dtype, args->d_o.shape[3], dots);
-    if (is_present(&args->gates)) {
-        float *g = row_at(&args->gates, b, n, h);
-        for (int i = 0; i < 3; i++) {
-            if (args->kind == QUERN_NSA_GATE_NONE) g[i] = valid ? gates[i] : 0.0f;
-            else gates[i] = g[i];
-        }
+    const quern_tensor *const outputs[] = {&args->d_o_b[0], &args->d_o_b[1], &args->d_o_b[2], &args->d_gates, &args->d_q, &args->gates};
+    for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
+        const quern_tensor *t = outputs[i];
+        if (!is_present(t) || (t == &args->d_q && (args->kind != QUERN_NSA_GATE_WEIGHTS || args->accumulate)) ||
+            (t == &args->gates && args->kind != QUERN_NSA_GATE_NONE))
+            continue;
+        memset(row_at(t, b, n, h), 0, (size_t)t->shape[3] * quern_dtype_size(t->dtype));
     }
+    for (int i = 0; i < 3; i++)
+        if (is_present(&args->delta[i])) *statistic_at(&args->delta[i], b, h, n) = 0.0f;
+}
+
+static row_grid statistics_at(const quern_tensor *t, int64_t b, int64_t n)
+{
+    if (!is_present(t)) return (row_grid){NULL, 0, 0};
+    return (row_grid){statistic_at(t, b, 0, n), t->strides[2], t->strides[1]};
+}
+
+/* Tokens n ... n + tokens - 1 of a view; their shares of d_w are added to `few`. */
+static void run_tokens(const backward_job *job, int64_t b, int64_t n, int64_t tokens, int32_t thread, float *few)
+{
+    const gate_args *args = job->args;
+    gate_backward_block t = {.dtype = args->d_o.dtype, .tokens = tokens, .heads = job->heads, .dim = job->dim, .dim_v = args->d_o.shape[3],
+                             .d_o = grid_at(&args->d_o, b, n, 0), .d_gates = grid_at(&args->d_gates, b, n, 0)};
     for (int i = 0; i < 3; i++) {
-        dl[i] = valid ? dots[i] * gates[i] * (1.0f - gates[i]) : 0.0f;
-        if (is_present(&args->delta[i])) *statistic_at(&args->delta[i], b, h, n) = valid ? gates[i] * dots[i] : 0.0f;
-        if (is_present(&args->d_o_b[i])) {
-            const void *const from[3] = {valid ? row_at(&args->d_o, b, n, h) : NULL, NULL, NULL};
-            k->gate_combine(from, args->d_o.dtype, &gates[i], args->d_o.shape[3], row_at(&args->d_o_b[i], b, n, h), false);
-        }
+        t.o[i] = grid_at(&args->o_b[i], b, n, 0);
+        t.d_o_b[i] = grid_at(&args->d_o_b[i], b, n, 0);
+        t.delta[i] = statistics_at(&args->delta[i], b, n);
     }
-    if (is_present(&args->d_gates)) memcpy(row_at(&args->d_gates, b, n, h), dots, sizeof dots);
-    if (args->kind != QUERN_NSA_GATE_WEIGHTS || !is_present(&args->d_q)) return;
-    float row[256];
-    void *d_q = row_at(&args->d_q, b, n, h);
-    const bool direct = args->d_q.dtype == QUERN_F32;
-    if (!valid) {
-        if (!args->accumulate) memset(d_q, 0, (size_t)job->dim * quern_dtype_size(args->d_q.dtype));
-        return;
+    memcpy(t.stream, job->stream, sizeof t.stream);
+    if (args->kind != QUERN_NSA_GATE_NONE) {
+        t.gates = grid_at(&args->gates, b, n, 0);
+    } else if (is_present(&args->gates)) {
+        for (int64_t i = 0; i < tokens * job->heads; i++)
+            for (int k = 0; k < 3; k++) ((float *)row_at(&args->gates, b, n + i / job->heads, i % job->heads))[k] = 1.0f / 3.0f;
     }
-    k->gate_query(dl, gate_weights_at(args, h), args->w_gate.dtype, args->w_gate.strides[1], job->dim, direct ? d_q : row, args->accumulate);
-    if (!direct) k->convert_row(row, QUERN_F32, d_q, args->d_q.dtype, job->dim);
+    if (args->kind == QUERN_NSA_GATE_WEIGHTS) {
+        t.w = gate_weights_at(args, 0);
+        t.d_q = grid_at(&args->d_q, b, n, 0);
+        t.d_q_dtype = args->d_q.dtype;
+        t.accumulate = args->accumulate;
+        t.dl = job->factors + thread * SUM_TOKENS * job->heads * 3;
+    }
+    job->kernels->gate_backward(&t);
+    if (few == NULL) return;
+    const row_grid q = grid_at(&args->q, b, n, 0);
+    job->kernels->gate_weight(t.dl, &q, args->q.dtype, tokens, job->heads, job->dim, few);
 }
 
 static void run_part(void *arg, int64_t part, int32_t thread)
@@ -101,15 +122,16 @@ static void run_part(void *arg, int64_t part, int32_t thread)
     for (int64_t at = first; at < end; at += SUM_TOKENS) {
         const int64_t stop = at + SUM_TOKENS < end ? at + SUM_TOKENS : end;
         if (few != NULL) memset(few, 0, (size_t)floats * sizeof *few);
-        for (int64_t i = at; i < stop; i++)
-            for (int64_t h = 0; h < job->heads; h++) {
-                const int64_t b = i / job->rows, n = i % job->rows;
-                float dl[3];
-                row_backward(job, b, n, h, n < valid, dl);
-                if (few != NULL && n < valid) job->kernels->gate_weight(dl, row_at(&args->q, b, n, h), args->q.dtype, job->dim, few + h * 3 * job->dim, job->dim);
-            }
+        for (int64_t i = at; i < stop;) { /* a view's tokens, then its rows without */
+            const int64_t b = i / job->rows, n = i % job->rows, border = n < valid ? valid : job->rows;
+            const int64_t tokens = border - n < stop - i ? border - n : stop - i;
+            if (n < valid) run_tokens(job, b, n, tokens, thread, few);
+            for (int64_t k = 0; n >= valid && k < tokens * job->heads; k++) clear_row(job, b, n + k / job->heads, k % job->heads);
+            i += tokens;
+        }
         if (sum != NULL) job->kernels->add_scaled(few, 1.0f, floats, sum);
     }
+    job->kernels->fence();
 }
 
 static void reduce_head(void *arg, int64_t h, int32_t thread)

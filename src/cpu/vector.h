@@ -198,6 +198,18 @@ INLINE vhalf v_narrow(vfloat v)
 {
 #if defined(__AVX512BF16__)
     return (vhalf)_mm512_cvtneps_pbh(v);
+#elif defined(__AVX512F__)
+    const __m512i u = (__m512i)v, odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(u, odd), _mm512_set1_epi32(0x7fff));
+    const __m512i kept = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), u, _mm512_set1_epi32(0x400000));
+    return (vhalf)_mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
+#elif defined(__FMA__)
+    const __m256i u = (__m256i)v, odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(u, odd), _mm256_set1_epi32(0x7fff));
+    const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+    const __m256i kept = (__m256i)_mm256_blendv_ps((__m256)rounded, (__m256)quiet, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i high = _mm256_srli_epi32(kept, 16);
+    return (vhalf)_mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 #else
     const vuint u = (vuint)v;
     const vuint rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;

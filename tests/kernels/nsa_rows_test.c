@@ -83,7 +83,7 @@ static void spread_row(const nsa_kernels *kernels, test_random *random)
     for (int i = 0; i < 6 * LENGTHS; i++) {
         const bool stream = i % 2;
         const quern_dtype dtype = activations[i / 2 % 3];
-        const int64_t n = stream ? (lengths[i / 6] + 15) / 16 * 16 : lengths[i / 6], rows = test_random_int(random, 0, 9);
+        const int64_t n = stream ? (lengths[i / 6] + 31) / 32 * 32 : lengths[i / 6], rows = test_random_int(random, 0, 9);
         test_tensor row = row_of(random, QUERN_F32, n, TEST_UNALIGNED);
         test_tensor out = rows_of(random, dtype, rows, n, stream ? TEST_CONTIGUOUS : TEST_STRIDED);
         double *x = test_tensor_get(&row);
@@ -145,38 +145,56 @@ static void add_scaled(const nsa_kernels *kernels, test_random *random)
     }
 }
 
-/* A gate's operands: q, d_o and a branch's output in the activations' dtype; w in it or f32; one branch may be absent. */
+/* Rows of a few tokens and heads in one dtype; some branches may be absent. */
 typedef struct gate_case {
     quern_dtype dtype, w_dtype;
-    int64_t n, ldw;
-    test_tensor q, w, o;
-    double *q_values, *w_values, *o_values;
-    const void *branch[3];
+    int64_t tokens, heads, n;
+    bool stream, absent[3];
+    test_tensor q, w, o[3];
+    double *q_values, *w_values, *o_values[3];
 } gate_case;
 
-static gate_case gate_make(test_random *random, int i, test_layout layout, int64_t n)
+static test_tensor grid_of(test_random *random, const gate_case *c, quern_dtype dtype, int64_t n, bool stream)
 {
-    gate_case c = {.dtype = activations[i % 3], .n = n};
+    const int64_t shape[] = {c->tokens, c->heads, n};
+    test_tensor t = test_tensor_make(random, dtype, 3, shape, stream ? TEST_CONTIGUOUS : TEST_STRIDED);
+    test_tensor_normal(&t, random, 1);
+    return t;
+}
+
+static row_grid grid_from(const test_tensor *t)
+{
+    return (row_grid){t->view.data, t->view.strides[0], t->view.strides[1]};
+}
+
+static gate_weights weights_from(const gate_case *c)
+{
+    return (gate_weights){c->w.view.data, c->w_dtype, c->w.view.strides[0], c->w.view.strides[1]};
+}
+
+static gate_case gate_make_case(test_random *random, int i)
+{
+    gate_case c = {.dtype = activations[i % 3], .stream = i % 2, .n = lengths[i / 6]};
     c.w_dtype = i / 3 % 2 ? QUERN_F32 : c.dtype;
-    c.q = row_of(random, c.dtype, n, TEST_UNALIGNED);
-    c.w = rows_of(random, c.w_dtype, 3, n, TEST_STRIDED);
-    c.o = rows_of(random, c.dtype, 3, n, layout);
-    c.ldw = c.w.view.strides[0];
-    if (i % 5 == 1 && n > 0) { /* special values in one column */
-        double *q = test_tensor_get(&c.q), *o = test_tensor_get(&c.o);
-        q[n - 1] = i % 2 ? NAN : INFINITY;
-        o[n / 2] = -INFINITY;
-        o[2 * n + n / 3] = NAN;
-        test_tensor_set(&c.q, q);
-        test_tensor_set(&c.o, o);
-        free(q), free(o);
+    c.tokens = test_random_int(random, 0, 6);
+    c.heads = test_random_int(random, 1, 5);
+    if (c.stream) c.n = (c.n + 31) / 32 * 32;
+    const int64_t shape[] = {c.heads, 3, c.n};
+    c.q = grid_of(random, &c, c.dtype, c.n, false);
+    c.w = test_tensor_make(random, c.w_dtype, 3, shape, TEST_STRIDED);
+    test_tensor_normal(&c.w, random, 0.2);
+    const int absent = (int)test_random_int(random, 0, 3); /* 3: none */
+    for (int b = 0; b < 3; b++) {
+        c.absent[b] = b == absent;
+        c.o[b] = grid_of(random, &c, c.dtype, c.n, false);
+        double *o = test_tensor_get(&c.o[b]);
+        if (i % 5 == 1 && b < 2 && c.n * c.tokens > 0) o[c.n / 2] = b == 0 ? NAN : -INFINITY; /* stays in its row */
+        test_tensor_set(&c.o[b], o);
+        free(o);
+        c.o_values[b] = test_tensor_get(&c.o[b]);
     }
     c.q_values = test_tensor_get(&c.q);
     c.w_values = test_tensor_get(&c.w);
-    c.o_values = test_tensor_get(&c.o);
-    const int absent = (int)test_random_int(random, 0, 3); /* 3: none */
-    for (int b = 0; b < 3; b++)
-        c.branch[b] = b == absent ? NULL : (const char *)c.o.view.data + b * c.o.view.strides[0] * (int64_t)quern_dtype_size(c.dtype);
     return c;
 }
 
@@ -184,107 +202,144 @@ static void gate_free(gate_case *c)
 {
     test_tensor_check_unchanged(&c->q, "q");
     test_tensor_check_unchanged(&c->w, "w");
-    test_tensor_check_unchanged(&c->o, "o");
-    free(c->q_values), free(c->w_values), free(c->o_values);
-    test_tensor_free(&c->q), test_tensor_free(&c->w), test_tensor_free(&c->o);
-}
-
-static void gate_dot_products(const nsa_kernels *kernels, test_random *random)
-{
-    for (int i = 0; i < 6 * LENGTHS; i++) {
-        gate_case c = gate_make(random, i, TEST_STRIDED, lengths[i / 6]);
-        float logits[3], dots[3];
-        kernels->gate_logits(c.q.view.data, c.dtype, c.w.view.data, c.w_dtype, c.ldw, c.n, logits);
-        kernels->gate_dots(c.q.view.data, c.branch, c.dtype, c.n, dots);
-        for (int b = 0; b < 3; b++) {
-            double logit = 0, logit_size = 0, dot = 0, dot_size = 0;
-            for (int64_t j = 0; j < c.n; j++) {
-                const double t = c.q_values[j] * c.w_values[b * c.n + j], u = c.q_values[j] * c.o_values[b * c.n + j];
-                logit += t, logit_size += fabs(t), dot += u, dot_size += fabs(u);
-            }
-            if (c.branch[b] == NULL) dot = dot_size = 0;
-            expect(kernels, "gate_logits", QUERN_F32, c.n, b, logits[b], logit, bound_of(kernels, "gate_logits", (double)c.n, 0) * logit_size);
-            expect(kernels, "gate_dots", QUERN_F32, c.n, b, dots[b], dot, bound_of(kernels, "gate_dots", (double)c.n, 0) * dot_size);
-        }
-        gate_free(&c);
+    for (int b = 0; b < 3; b++) {
+        test_tensor_check_unchanged(&c->o[b], "o");
+        free(c->o_values[b]);
+        test_tensor_free(&c->o[b]);
     }
+    free(c->q_values), free(c->w_values);
+    test_tensor_free(&c->q), test_tensor_free(&c->w);
 }
 
-static void gate_combine(const nsa_kernels *kernels, test_random *random)
+static double dot(const double *x, const double *y, int64_t n, double *size)
+{
+    double sum = 0;
+    *size = 0;
+    for (int64_t j = 0; j < n; j++) sum += x[j] * y[j], *size += fabs(x[j] * y[j]);
+    return sum;
+}
+
+static void gate_rows(const nsa_kernels *kernels, test_random *random)
 {
     for (int i = 0; i < 6 * LENGTHS; i++) {
-        const bool stream = i % 2;
-        const int64_t n = stream ? (lengths[i / 6] + 15) / 16 * 16 : lengths[i / 6];
-        gate_case c = gate_make(random, i, TEST_STRIDED, n);
-        test_tensor out = row_of(random, c.dtype, n, stream ? TEST_CONTIGUOUS : TEST_UNALIGNED);
-        const float gates[] = {0.25f, 0.7f, 0.1f};
-        kernels->gate_combine(c.branch, c.dtype, gates, n, out.view.data, stream);
+        gate_case c = gate_make_case(random, i);
+        const bool given = i % 4 == 0, keep = given || i % 4 == 1;
+        test_tensor gates = grid_of(random, &c, QUERN_F32, 3, false), out = grid_of(random, &c, c.dtype, c.n, c.stream);
+        gate_block t = {.dtype = c.dtype, .tokens = c.tokens, .heads = c.heads, .dim = c.n, .dim_v = c.n, .q = grid_from(&c.q),
+                        .out = grid_from(&out), .stream = c.stream};
+        for (int b = 0; b < 3; b++)
+            if (!c.absent[b]) t.o[b] = grid_from(&c.o[b]);
+        if (!given) t.w = weights_from(&c);
+        if (keep) t.gates = grid_from(&gates);
+        double *old = test_tensor_get(&gates);
+        kernels->gate_rows(&t);
         kernels->fence();
-        test_tensor_check_guards(&out, "gate_combine");
-        double *got = test_tensor_get(&out);
-        for (int64_t j = 0; j < n; j++) {
-            double sum = 0, size = 0;
-            for (int b = 0; b < 3; b++) {
-                const double term = c.branch[b] != NULL ? (double)gates[b] * c.o_values[b * n + j] : 0;
-                sum += term, size += fabs(term);
+        test_tensor_check_guards(&gates, "gates");
+        test_tensor_check_guards(&out, "gate_rows");
+        double *g = test_tensor_get(&gates), *got = test_tensor_get(&out);
+        for (int64_t r = 0; r < c.tokens * c.heads; r++) {
+            double exact[3], error[3], size;
+            for (int64_t b = 0; b < 3; b++) {
+                const double x = dot(c.q_values + r * c.n, c.w_values + (r % c.heads * 3 + b) * c.n, c.n, &size);
+                exact[b] = given ? old[3 * r + b] : 1 / (1 + exp(-x));
+                error[b] = given ? 0 : exact[b] * (bound_of(kernels, "gate_rows", 0, fabs(x)) + bound_of(kernels, "gate_rows", (double)c.n, 0) * size);
+                if (keep) expect(kernels, "gates", QUERN_F32, c.n, 3 * r + b, g[3 * r + b], exact[b], error[b]);
             }
-            expect(kernels, "gate_combine", c.dtype, n, j, got[j], sum, bound_of(kernels, "gate_combine", 3, 0) * size);
+            for (int64_t j = 0; j < c.n; j++) {
+                double sum = 0, bound = 0;
+                for (int b = 0; b < 3; b++) {
+                    if (c.absent[b]) continue;
+                    const double o = c.o_values[b][r * c.n + j];
+                    sum += exact[b] * o, bound += (bound_of(kernels, "gate_rows", 3, 0) * fabs(exact[b]) + error[b]) * fabs(o);
+                }
+                expect(kernels, "gate_rows", c.dtype, c.n, r * c.n + j, got[r * c.n + j], sum, bound);
+            }
         }
-        free(got);
-        test_tensor_free(&out);
+        free(old), free(g), free(got);
+        test_tensor_free(&gates), test_tensor_free(&out);
         gate_free(&c);
     }
 }
 
-static void gate_gradients(const nsa_kernels *kernels, test_random *random)
+static void gate_backward(const nsa_kernels *kernels, test_random *random)
 {
     for (int i = 0; i < 6 * LENGTHS; i++) {
-        gate_case c = gate_make(random, i, TEST_STRIDED, lengths[i / 6]);
-        const float s[] = {0.3f, -1.1f, 0.05f};
-        const bool accumulate = i % 2;
-        test_tensor d_q = row_of(random, QUERN_F32, c.n, TEST_UNALIGNED), d_w = rows_of(random, QUERN_F32, 3, c.n, TEST_STRIDED);
-        double *old_q = test_tensor_get(&d_q), *old_w = test_tensor_get(&d_w);
-        kernels->gate_query(s, c.w.view.data, c.w_dtype, c.ldw, c.n, d_q.view.data, accumulate);
-        kernels->gate_weight(s, c.q.view.data, c.dtype, c.n, d_w.view.data, d_w.view.strides[0]);
-        test_tensor_check_guards(&d_q, "gate_query");
-        test_tensor_check_guards(&d_w, "gate_weight");
-        double *got_q = test_tensor_get(&d_q), *got_w = test_tensor_get(&d_w);
-        for (int64_t j = 0; j < c.n; j++) {
-            double sum = accumulate ? old_q[j] : 0, size = fabs(sum);
-            for (int b = 0; b < 3; b++) {
-                const int64_t at = b * c.n + j;
-                const double term = (double)s[b] * c.w_values[at], share = (double)s[b] * c.q_values[j];
-                sum += term, size += fabs(term);
-                expect(kernels, "gate_weight", QUERN_F32, c.n, at, got_w[at], old_w[at] + share,
-                       bound_of(kernels, "gate_weight", 0, 0) * (fabs(old_w[at]) + fabs(share)));
-            }
-            expect(kernels, "gate_query", QUERN_F32, c.n, j, got_q[j], sum, bound_of(kernels, "gate_query", 4, 0) * size);
+        gate_case c = gate_make_case(random, i);
+        const bool accumulate = i % 4 == 2;
+        const quern_dtype q_dtype = accumulate || i % 3 == 1 ? QUERN_F32 : c.dtype;
+        test_tensor gates = grid_of(random, &c, QUERN_F32, 3, false), delta = grid_of(random, &c, QUERN_F32, 1, false);
+        test_tensor d_gates = grid_of(random, &c, QUERN_F32, 3, false), d_o_b = grid_of(random, &c, c.dtype, c.n, c.stream);
+        test_tensor d_q = grid_of(random, &c, q_dtype, c.n, c.stream);
+        float dl[6 * 5 * 3];
+        gate_backward_block t = {.dtype = c.dtype, .d_q_dtype = q_dtype, .tokens = c.tokens, .heads = c.heads, .dim = c.n, .dim_v = c.n,
+                                 .d_o = grid_from(&c.q), .gates = grid_from(&gates), .d_gates = grid_from(&d_gates), .d_q = grid_from(&d_q),
+                                 .w = weights_from(&c), .dl = dl, .accumulate = accumulate, .stream = {0, c.stream, 0, c.stream && !accumulate}};
+        for (int b = 0; b < 3; b++)
+            if (!c.absent[b]) t.o[b] = grid_from(&c.o[b]);
+        t.delta[2] = grid_from(&delta);
+        t.d_o_b[1] = grid_from(&d_o_b);
+        double *g = test_tensor_get(&gates), *old = test_tensor_get(&d_q);
+        kernels->gate_backward(&t);
+        kernels->fence();
+        test_tensor_check_unchanged(&gates, "gates");
+        test_tensor *outputs[] = {&delta, &d_gates, &d_o_b, &d_q};
+        double *got[4];
+        for (int k = 0; k < 4; k++) {
+            test_tensor_check_guards(outputs[k], "gate_backward");
+            got[k] = test_tensor_get(outputs[k]);
         }
-        free(old_q), free(old_w), free(got_q), free(got_w);
-        test_tensor_free(&d_q), test_tensor_free(&d_w);
+        for (int64_t r = 0; r < c.tokens * c.heads; r++) {
+            double s[3], error[3];
+            for (int64_t b = 0; b < 3; b++) {
+                double size = 0, exact = c.absent[b] ? 0 : dot(c.q_values + r * c.n, c.o_values[b] + r * c.n, c.n, &size);
+                const double gate = g[3 * r + b], bound = bound_of(kernels, "gate_backward", (double)c.n, 0) * size, slope = gate * (1 - gate);
+                expect(kernels, "dots", QUERN_F32, c.n, r, got[1][3 * r + b], exact, bound);
+                if (b == 2) expect(kernels, "delta", QUERN_F32, c.n, r, got[0][r], gate * exact, bound * (fabs(gate) + 1));
+                s[b] = exact * slope;
+                error[b] = bound * 2 * (fabs(gate) + gate * gate);
+                expect(kernels, "dl", QUERN_F32, c.n, r, dl[3 * r + b], s[b], error[b]);
+            }
+            for (int64_t j = 0; j < c.n; j++) {
+                const int64_t at = r * c.n + j;
+                const double scaled = g[3 * r + 1] * c.q_values[at];
+                expect(kernels, "d_o_b", c.dtype, c.n, at, got[2][at], scaled, bound_of(kernels, "gate_backward", 0, 0) * fabs(scaled));
+                double sum = accumulate ? old[at] : 0, bound = bound_of(kernels, "gate_backward", 1, 0) * fabs(sum);
+                for (int64_t b = 0; b < 3; b++) {
+                    const double w = c.w_values[(r % c.heads * 3 + b) * c.n + j];
+                    sum += s[b] * w, bound += (bound_of(kernels, "gate_backward", 4, 0) * fabs(s[b]) + error[b]) * fabs(w);
+                }
+                expect(kernels, "d_q", q_dtype, c.n, at, got[3][at], sum, bound);
+            }
+        }
+        for (int k = 0; k < 4; k++) free(got[k]), test_tensor_free(outputs[k]);
+        free(g), free(old);
+        test_tensor_free(&gates);
         gate_free(&c);
     }
 }
 
-static void sigmoid(const nsa_kernels *kernels, test_random *random)
+static void gate_weight(const nsa_kernels *kernels, test_random *random)
 {
-    static const double special[] = {0.0, INFINITY, NAN, 20, -20, 60, -60};
-    for (int i = 0; i < LENGTHS; i++) {
-        const int64_t n = lengths[i];
-        test_tensor t = row_of(random, QUERN_F32, n, TEST_UNALIGNED);
-        test_tensor_normal(&t, random, 4);
-        double *x = test_tensor_get(&t);
-        for (int64_t j = 0; j < n; j += 3) x[j] = special[j / 3 % (int64_t)(sizeof special / sizeof *special)];
-        test_tensor_set(&t, x);
-        kernels->sigmoid(t.view.data, n);
-        test_tensor_check_guards(&t, "sigmoid");
-        double *got = test_tensor_get(&t);
-        for (int64_t j = 0; j < n; j++) {
-            const double expected = 1 / (1 + exp(-x[j]));
-            expect(kernels, "sigmoid", QUERN_F32, n, j, got[j], expected, isfinite(x[j]) ? bound_of(kernels, "sigmoid", 0, x[j]) * expected : 0);
+    for (int i = 0; i < 6 * LENGTHS; i++) {
+        gate_case c = gate_make_case(random, i);
+        test_tensor d_w = row_of(random, QUERN_F32, c.heads * 3 * c.n, TEST_UNALIGNED), s = row_of(random, QUERN_F32, c.tokens * c.heads * 3, TEST_UNALIGNED);
+        const row_grid q = grid_from(&c.q);
+        double *old = test_tensor_get(&d_w), *factors = test_tensor_get(&s);
+        kernels->gate_weight(s.view.data, &q, c.dtype, c.tokens, c.heads, c.n, d_w.view.data);
+        test_tensor_check_guards(&d_w, "gate_weight");
+        double *got = test_tensor_get(&d_w);
+        for (int64_t at = 0; at < c.heads * 3 * c.n; at++) {
+            const int64_t row = at / c.n, j = at % c.n;
+            double sum = old[at], size = fabs(sum);
+            for (int64_t token = 0; token < c.tokens; token++) {
+                const double term = factors[token * c.heads * 3 + row] * c.q_values[(token * c.heads + row / 3) * c.n + j];
+                sum += term, size += fabs(term);
+            }
+            expect(kernels, "gate_weight", QUERN_F32, c.n, at, got[at], sum, bound_of(kernels, "gate_weight", (double)c.tokens, 0) * size);
         }
-        free(x), free(got);
-        test_tensor_free(&t);
+        free(old), free(factors), free(got);
+        test_tensor_free(&d_w), test_tensor_free(&s);
+        gate_free(&c);
     }
 }
 
@@ -374,17 +429,16 @@ static void at_every_level(void **state)
 int main(void)
 {
     char program[] = "nsa_rows_test";
-    kernel_test sum = {sum_rows}, spread = {spread_row}, convert = {convert_row}, add = {add_scaled}, dots = {gate_dot_products},
-                combine = {gate_combine}, gradients = {gate_gradients}, gates = {sigmoid}, probabilities = {add_probabilities}, best = {best_of};
+    kernel_test sum = {sum_rows}, spread = {spread_row}, convert = {convert_row}, add = {add_scaled}, gates = {gate_rows},
+                gradients = {gate_backward}, weights = {gate_weight}, probabilities = {add_probabilities}, best = {best_of};
     const struct CMUnitTest tests[] = {
         {"sum_rows", at_every_level, NULL, NULL, &sum},
         {"spread_row", at_every_level, NULL, NULL, &spread},
         {"convert_row", at_every_level, NULL, NULL, &convert},
         {"add_scaled", at_every_level, NULL, NULL, &add},
-        {"gate_dot_products", at_every_level, NULL, NULL, &dots},
-        {"gate_combine", at_every_level, NULL, NULL, &combine},
-        {"gate_gradients", at_every_level, NULL, NULL, &gradients},
-        {"sigmoid", at_every_level, NULL, NULL, &gates},
+        {"gate_rows", at_every_level, NULL, NULL, &gates},
+        {"gate_backward", at_every_level, NULL, NULL, &gradients},
+        {"gate_weight", at_every_level, NULL, NULL, &weights},
         {"add_probabilities", at_every_level, NULL, NULL, &probabilities},
         {"best_of", at_every_level, NULL, NULL, &best},
         {"every_kernel", test_every_kernel, NULL, NULL, program},
