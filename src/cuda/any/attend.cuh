@@ -1,0 +1,103 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * attend.cuh - what the attention kernels, forward and backward, share: the parameters, which keys a row
+ * sees, and the two streams that every mask reduces to.
+ *
+ * Rows. The g query heads that read one key/value head (or, with head-scope lists, one head) are packed
+ * with the queries: row r of a sequence is query r / hs, head r % hs of unit u. Rows that stand together
+ * see nearly the same keys, so packed heads share every K/V tile and the diagonal wastes little.
+ *
+ * Keys. A row sees an interval [lo, hi) of key indices (causal, window, compressed visibility), met with a
+ * stream of key slots: slot s of a range is key first + s; slot s of a list is offset s % lb of listed
+ * block s / lb. Lists are cleaned first (padding, repeats, entries out of range or wholly in the future
+ * are dropped), so any list is safe.
+ */
+#ifndef QUERN_CUDA_ATTEND_CUH
+#define QUERN_CUDA_ATTEND_CUH
+
+#include "common/mma.cuh"
+
+struct attend_kernel {
+    seqs sq;
+    view4 q, k, v, o, d_o, d_q, d_k, d_v;
+    view3 lse, delta, row_scale;
+    int32_t heads, kv_heads, group; /* H, Hkv, g */
+    int32_t hs, units;              /* heads that share a row pack, and how many packs there are */
+    int32_t dim_k, dim_v;
+    float scale, scale_log2;
+    int32_t mask, causal, visibility;
+    int64_t window, query_offset, block_size, stride;
+    const int32_t *list;
+    int64_t list_stride[3];
+    int32_t list_k, tile, list_block;
+    const int32_t *inverse_start, *inverse_tile; /* backward by key: block -> tiles */
+    int64_t inverse_entries;                     /* of one (batch view, unit) pair */
+    bool vec_q, vec_k, vec_v, vec_o, vec_do;
+    bool f32_dq, f32_dkv, add_q, add_k, add_v;
+};
+
+/* The interval [lo, hi) of keys that query `query` of `seq` sees. */
+__device__ __forceinline__ void row_keys(const attend_kernel &a, const sequence &seq, int64_t query, int *lo, int *hi)
+{
+    int64_t first = 0, end = seq.nk;
+    if (a.mask == ATTEND_RANGE) {
+        const int64_t p = query + (a.query_offset >= 0 ? a.query_offset : seq.nk - seq.nq);
+        if (a.causal) {
+            end = p + 1;
+            if (a.window > 0) first = p - a.window + 1;
+        } else if (a.window > 0) {
+            first = p - a.window / 2;
+            end = p + a.window / 2 + 1;
+        }
+    } else if (a.mask == ATTEND_COMPRESSED) {
+        if (a.causal) {
+            const int64_t reach = a.visibility == QUERN_NSA_VISIBLE_COMPLETE ? query - a.block_size + 1 : query;
+            end = reach < 0 ? 0 : reach / a.stride + 1;
+        }
+    } else if (a.causal) {
+        end = query + 1;
+    }
+    first = first < 0 ? 0 : first;
+    end = end > seq.nk ? seq.nk : end;
+    *lo = (int)first;
+    *hi = (int)(end < first ? first : end);
+}
+
+/* Copies the list of `row` into `clean` without what does not count; `flags` is scratch of the same size.
+ * `end`: keys at or past it are seen by nobody. Returns the number kept. All threads of the block call. */
+__device__ __forceinline__ int clean_list(const int32_t *row, int k, int lb, int64_t end, int32_t *clean, int32_t *flags, int32_t *raw)
+{
+    for (int e = threadIdx.x; e < k; e += blockDim.x) raw[e] = row[e];
+    __syncthreads();
+    for (int e = threadIdx.x; e < k; e += blockDim.x) {
+        const int32_t x = raw[e];
+        int keep = x >= 0 && (int64_t)x * lb < end;
+        for (int i = 0; keep && i < e; i++) keep = raw[i] != x;
+        flags[e] = keep;
+    }
+    __syncthreads();
+    int total = 0;
+    for (int e = threadIdx.x; e < k; e += blockDim.x) {
+        int at = 0;
+        for (int i = 0; i < e; i++) at += flags[i];
+        if (flags[e]) clean[at] = raw[e];
+    }
+    for (int i = 0; i < k; i++) total += flags[i];
+    __syncthreads();
+    return total;
+}
+
+struct attend_launch {
+    attend_kernel kernel;
+    quern_dtype dtype;
+    int dim; /* padded head dim of the kernel: 64, 128 or 256 */
+    bool listed;
+};
+attend_launch attend_launch_of(const attend_args *args);
+
+/* The inverted index of a list (inverse.cu): which tiles chose each block, in tile order. */
+size_t inverse_workspace(const attend_args *args);
+quern_status inverse_build(const quern_exec *exec, const attend_args *args, attend_kernel *kernel, void *workspace);
+
+#endif

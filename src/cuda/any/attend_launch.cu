@@ -1,0 +1,89 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* attend_launch.cu - turns a stage's arguments into what the attention kernels take, and the attention
+ * stages themselves: which dtypes and dims run where, and the rows past the last sequence border. */
+#include "any/attend.cuh"
+#include "any/stages.cuh"
+
+#include <math.h>
+#include <stdio.h>
+
+attend_launch attend_launch_of(const attend_args *args)
+{
+    attend_launch l = {};
+    attend_kernel &a = l.kernel;
+    a.sq = seqs_of(args->seqs);
+    a.q = view4_of(args->q), a.k = view4_of(args->k), a.v = view4_of(args->v), a.o = view4_of(args->o);
+    a.d_o = view4_of(args->d_o), a.d_q = view4_of(args->d_q), a.d_k = view4_of(args->d_k), a.d_v = view4_of(args->d_v);
+    a.lse = view3_of(args->lse), a.delta = view3_of(args->delta), a.row_scale = view3_of(args->row_scale);
+    a.heads = (int32_t)args->q.shape[2], a.kv_heads = (int32_t)args->k.shape[2];
+    a.group = a.kv_heads > 0 ? a.heads / a.kv_heads : 1;
+    l.listed = present(args->list);
+    const bool by_head = l.listed && args->scope == QUERN_NSA_SCOPE_HEAD;
+    a.hs = by_head ? 1 : a.group;
+    a.units = by_head ? a.heads : a.kv_heads;
+    a.dim_k = (int32_t)args->q.shape[3], a.dim_v = (int32_t)args->v.shape[3];
+    a.scale = args->scale, a.scale_log2 = args->scale * 1.4426950408889634f;
+    a.mask = args->mask, a.causal = args->causal, a.visibility = args->visibility;
+    a.window = args->window, a.query_offset = args->query_offset;
+    a.block_size = args->block_size, a.stride = args->stride;
+    if (l.listed) {
+        a.list = (const int32_t *)args->list.data;
+        for (int i = 0; i < 3; i++) a.list_stride[i] = args->list.strides[i];
+        a.list_k = (int32_t)args->list.shape[3];
+        a.list_block = args->mask == ATTEND_COMPRESSED ? 128 : (int32_t)args->block_size;
+    }
+    a.tile = args->tile > 0 ? (int32_t)args->tile : 1;
+    a.vec_q = rows_aligned16(args->q), a.vec_k = rows_aligned16(args->k), a.vec_v = rows_aligned16(args->v);
+    a.vec_o = rows_aligned16(args->o), a.vec_do = rows_aligned16(args->d_o);
+    a.f32_dq = args->d_q.dtype == QUERN_F32, a.f32_dkv = args->d_k.dtype == QUERN_F32;
+    a.add_q = args->accumulate_q, a.add_k = args->accumulate_k, a.add_v = args->accumulate_v;
+    l.dtype = args->q.dtype;
+    const int dim = a.dim_k > a.dim_v ? a.dim_k : a.dim_v;
+    l.dim = dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
+    return l;
+}
+
+static bool listed_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
+{
+    if (present(args->list) && args->list.shape[3] > 1024) {
+        snprintf(why, STAGE_WHY_BYTES, "lists of %lld entries: the cuda backend takes up to 1024", (long long)args->list.shape[3]);
+        return false;
+    }
+    return true;
+}
+
+bool attend_supports(const quern_exec *, const attend_args *args, char why[STAGE_WHY_BYTES])
+{
+    if (args->q.shape[3] > 256 || args->v.shape[3] > 256) {
+        snprintf(why, STAGE_WHY_BYTES, "head dims %lld and %lld: the cuda backend takes multiples of 8 up to 256",
+                 (long long)args->q.shape[3], (long long)args->v.shape[3]);
+        return false;
+    }
+    return listed_fits(args, why);
+}
+
+size_t attend_forward_bytes(const quern_exec *, const attend_args *) { return 0; }
+
+size_t attend_backward_bytes(const quern_exec *, const attend_args *args)
+{
+    return present(args->list) ? inverse_workspace(args) : 0;
+}
+
+quern_status attend_forward_run(const quern_exec *exec, const attend_args *args, void *)
+{
+    const quern_status status = args->q.dtype == QUERN_F32 ? attend_forward_f32(exec, args) : attend_forward_half(exec, args);
+    if (status != QUERN_OK) return status;
+    const quern_status tail = fill_tail(exec, &args->seqs, true, &args->o, 0.0f);
+    return tail != QUERN_OK ? tail : fill_tail_stat(exec, &args->seqs, &args->lse, -INFINITY);
+}
+
+quern_status attend_backward_run(const quern_exec *exec, const attend_args *args, void *workspace)
+{
+    quern_status status = args->q.dtype == QUERN_F32 ? attend_backward_f32(exec, args, workspace)
+                                                    : attend_backward_half(exec, args, workspace);
+    if (status == QUERN_OK && !args->accumulate_q) status = fill_tail(exec, &args->seqs, true, &args->d_q, 0.0f);
+    if (status == QUERN_OK && !args->accumulate_k) status = fill_tail(exec, &args->seqs, false, &args->d_k, 0.0f);
+    if (status == QUERN_OK && !args->accumulate_v) status = fill_tail(exec, &args->seqs, false, &args->d_v, 0.0f);
+    return status;
+}
