@@ -11,7 +11,7 @@
  * Keys. A row sees an interval [lo, hi) of key indices (causal, window, compressed visibility), met with a
  * stream of key slots: slot s of a range is key first + s; slot s of a list is offset s % lb of listed
  * block s / lb. Lists are cleaned first (padding, repeats, entries out of range or wholly in the future
- * are dropped), so any list is safe.
+ * are dropped) and sorted, so any list is safe and its order means nothing.
  */
 #ifndef QUERN_CUDA_ATTEND_CUH
 #define QUERN_CUDA_ATTEND_CUH
@@ -33,6 +33,11 @@ struct attend_kernel {
     int32_t list_k, tile, list_block;
     const int32_t *inverse_start, *inverse_tile; /* backward by key: block -> tiles */
     int64_t inverse_entries;                     /* of one (batch view, unit) pair */
+    fast_div by_hs, by_block, by_tile_rows; /* hs, list_block, tile * hs */
+    int32_t splits;                              /* backward by key, not listed: shares of the rows */
+    const int32_t *item_start, *slot_start;      /* listed: work items and partial sums of each block (inverse.cu) */
+    int64_t item_rows;
+    float *part;                                 /* partial dK, dV */
     bool vec_q, vec_k, vec_v, vec_o, vec_do;
     bool f32_dq, f32_dkv, add_q, add_k, add_v;
 };
@@ -64,7 +69,7 @@ __device__ __forceinline__ void row_keys(const attend_kernel &a, const sequence 
     *hi = (int)(end < first ? first : end);
 }
 
-/* Copies the list of `row` into `clean` without what does not count; `flags` is scratch of the same size.
+/* Copies the list of `row` into `clean`, rising and without what does not count; `flags` is scratch of the same size.
  * `end`: keys at or past it are seen by nobody. Returns the number kept. All threads of the block call. */
 __device__ __forceinline__ int clean_list(const int32_t *row, int k, int lb, int64_t end, int32_t *clean, int32_t *flags, int32_t *raw)
 {
@@ -80,12 +85,56 @@ __device__ __forceinline__ int clean_list(const int32_t *row, int k, int lb, int
     int total = 0;
     for (int e = threadIdx.x; e < k; e += blockDim.x) {
         int at = 0;
-        for (int i = 0; i < e; i++) at += flags[i];
+        for (int i = 0; i < k; i++) at += flags[i] && raw[i] < raw[e];
         if (flags[e]) clean[at] = raw[e];
     }
     for (int i = 0; i < k; i++) total += flags[i];
     __syncthreads();
     return total;
+}
+
+/* The packed row `row` of a block whose first is query `query`, `rem` rows into it: its query and head. */
+__device__ __forceinline__ void row_place(const attend_kernel &a, int query, int rem, int row, int *n, int *head)
+{
+    const int x = rem + row, q = (int)quotient((uint32_t)x, a.by_hs);
+    *n = query + q;
+    *head = x - q * a.hs;
+}
+
+/* The rows that a block of M owns. */
+struct row_block {
+    sequence seq;
+    int query, rem;  /* of its first row */
+    int rows;        /* how many it has, <= M */
+    int kvh, head0;
+    const int32_t *list_row;
+};
+
+/* The block's rows by its index: M packed rows of a sequence and unit, or of a tile where lists are shared by
+ * tiles. The longest causal rows start first. False for a block without work. */
+template <int M> __device__ __forceinline__ bool find_rows(const attend_kernel &a, bool listed, row_block *b)
+{
+    const int u = blockIdx.y;
+    const int64_t piece = (int64_t)gridDim.x - 1 - blockIdx.x;
+    int64_t first, end;
+    b->list_row = NULL;
+    if (listed) {
+        const int64_t tile_rows = (int64_t)a.tile * a.hs, per = (tile_rows + M - 1) / M, tile = piece / per;
+        int64_t q0;
+        if (!piece_at(a.sq, tile, a.tile, 1, &b->seq, &q0)) return false;
+        first = q0 * a.hs + (piece - tile * per) * M;
+        end = (q0 + a.tile < b->seq.nq ? q0 + a.tile : b->seq.nq) * a.hs;
+        const int64_t row = a.sq.cu_q == NULL ? q0 / a.tile : tile;
+        b->list_row = a.list + b->seq.view_b * a.list_stride[0] + u * a.list_stride[1] + row * a.list_stride[2];
+    } else {
+        if (!piece_at(a.sq, piece, M, a.hs, &b->seq, &first)) return false;
+        end = b->seq.nq * a.hs;
+    }
+    b->kvh = a.units == a.heads ? u / a.group : u;
+    b->head0 = a.units == a.heads ? u : u * a.group;
+    b->query = (int)(first / a.hs), b->rem = (int)(first % a.hs);
+    b->rows = first + M < end ? M : (int)(end - first);
+    return first < end;
 }
 
 struct attend_launch {
@@ -96,8 +145,14 @@ struct attend_launch {
 };
 attend_launch attend_launch_of(const attend_args *args);
 
-/* The inverted index of a list (inverse.cu): which tiles chose each block, in tile order. */
+/* The inverted index of a list (inverse.cu): which tiles chose each block, in tile order, and how the rows behind
+ * each block are cut into items of item_rows, so that no block that everybody chose holds up the rest. A block
+ * of several items gets a slot of partial sums for each. Bounds on both, for grids and workspace. */
+enum { ITEM_KEYS = 64 };
 size_t inverse_workspace(const attend_args *args);
+int64_t inverse_items(const attend_args *args);
+int64_t inverse_slots(const attend_args *args);
+int64_t inverse_item_rows(const attend_args *args);
 quern_status inverse_build(const quern_exec *exec, const attend_args *args, attend_kernel *kernel, void *workspace);
 
 #endif

@@ -16,6 +16,10 @@
 
 enum { SIDE = 16, THREADS = SIDE * SIDE };
 
+/* The factor of a pair that does not see each other: left out, so that NaN and infinity do not pass. */
+#define UNSEEN (-0.0f)
+#define UNSEEN_BITS 0x80000000u
+
 template <int DP> struct shape {
     static constexpr int TS = DP > 128 ? 32 : 64, RT = TS / SIDE, LD = DP + 1, CT = DP / SIDE;
 };
@@ -43,7 +47,10 @@ __device__ __forceinline__ void mm_nn(float (&acc)[shape<DP>::RT][shape<DP>::CT]
         for (int n = 0; n < CT; n++) {
             const float x = b[k * LD + tx + SIDE * n];
 #pragma unroll
-            for (int i = 0; i < RT; i++) acc[i][n] = fmaf(p[(ty * RT + i) * ps + k * pk], x, acc[i][n]);
+            for (int i = 0; i < RT; i++) {
+                const float y = p[(ty * RT + i) * ps + k * pk];
+                if (__float_as_uint(y) != UNSEEN_BITS) acc[i][n] = fmaf(y, x, acc[i][n]);
+            }
         }
 }
 
@@ -153,7 +160,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend_rows_f32(const __grid_const
                     const int key = column[tx + SIDE * j];
                     const bool seen = key >= lo[i] && key < hi[i];
                     const float p = seen ? expf(s[i][j] * a.scale - row_max[i]) : 0.0f;
-                    sp[(ty * RT + i) * (TS + 1) + tx + SIDE * j] = seen ? p * (dp[i][j] * row_scale[i] - delta[i]) : 0.0f;
+                    sp[(ty * RT + i) * (TS + 1) + tx + SIDE * j] = seen ? p * (dp[i][j] * row_scale[i] - delta[i]) : UNSEEN;
                 }
                 continue;
             }
@@ -168,8 +175,9 @@ __global__ void __launch_bounds__(THREADS, 1) attend_rows_f32(const __grid_const
             row_max[i] = top;
             float sum = 0.0f;
             for (int j = 0; j < RT; j++) {
+                const int key = column[tx + SIDE * j];
                 const float p = expf(s[i][j] - from);
-                sp[(ty * RT + i) * (TS + 1) + tx + SIDE * j] = p;
+                sp[(ty * RT + i) * (TS + 1) + tx + SIDE * j] = key >= lo[i] && key < hi[i] ? p : UNSEEN;
                 sum += p;
             }
             row_sum[i] = row_sum[i] * shrink + sum;
@@ -283,8 +291,8 @@ __global__ void __launch_bounds__(THREADS, 1) attend_keys_f32(const __grid_const
                     const int key = (int)key0 + ty * RT + i;
                     const bool seen = key >= ((int *)stat)[3 * TS + x] && key < ((int *)stat)[4 * TS + x];
                     const float p = seen ? expf(s[i][j] * a.scale - stat[x]) : 0.0f;
-                    sp[(ty * RT + i) * (TS + 1) + x] = p * stat[2 * TS + x];
-                    s[i][j] = seen ? p * (dp[i][j] * stat[2 * TS + x] - stat[TS + x]) : 0.0f;
+                    sp[(ty * RT + i) * (TS + 1) + x] = seen ? p * stat[2 * TS + x] : UNSEEN;
+                    s[i][j] = seen ? p * (dp[i][j] * stat[2 * TS + x] - stat[TS + x]) : UNSEEN;
                 }
             __syncthreads();
             float part[RT][CT] = {};

@@ -1,236 +1,214 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_forward.cu - blockwise softmax attention on mma.m16n8k16, for bf16 and f16, every mask.
+ * attend_forward.cu - blockwise softmax attention on the tensor cores, for bf16 and f16, every mask.
  *
- * A block of WM x WN warps owns 16 MT WM packed rows (attend.cuh) and walks its key slots 64 at a time:
- * S = Q K^T in registers, running maximum and sum in the exp2 domain, P straight from the accumulators as
- * the A operand of O += P V. K and V tiles alternate: V loads while S is computed, the next K while P V is.
- * With WN = 1 each warp holds all 64 keys of its rows; with WN = 4 (per-token lists, <= 16 rows a tile) the
- * warps split the keys, keep their own maximum, sum and O, and merge through shared memory in warp order.
+ * A block of WM x WN warps owns 16 WM packed rows (attend.cuh) and walks its key slots KEYS at a time, the next
+ * tile of K and V on its way while this one is used: S = Q K^T in registers, running maximum and sum in the exp2
+ * domain, P straight from the accumulators as the A operand of O += P V. With WN = 1 each warp holds all keys of
+ * its 16 rows, and on Hopper four warps make one warpgroup product. With WN = 4 (per-token lists, <= 16 rows a
+ * tile) the warps split the keys, keep their own maximum, sum and O, and merge through shared memory in warp order.
  *
- * Registers a thread at D = 128, MT = 2: O 128, S 64. Shared memory: (16 MT WM + 128) x DP x 2 bytes =
- * 64 KB, two blocks an SM. Limit: mma.sync reaches about 0.6 of the wgmma rate on Hopper.
+ * A probability of 0 does not undo a NaN or infinity in V, so tiles that some rows see in part are searched for
+ * them, and those found are added to the rows that see them and set to 0 (spread_nonfinite).
+ *
+ * At D = 128, WN = 1: 128 rows, 128 keys a tile; registers a thread O 64, S 64; shared memory 160 KB, one block
+ * an SM. Limit: the tensor cores, shared with 16 exponentials a clock and SM.
  */
 #include "any/attend.cuh"
 #include "any/stages.cuh"
 
 #include <math.h>
 
-enum { KEYS = 64 };
+template <int DP, int WN> struct forward_shape {
+    static constexpr int KEYS = WN > 1 || DP > 128 ? 64 : 128, STAGES = 2;
+};
 
-template <typename T, int DP, int MT, int WM, int WN, bool LISTED>
+/* Adds what is not finite in this tile of V to the rows that see it, in place of the product. */
+template <typename T, int NT, int OT, int ROWS, typename F>
+__device__ __forceinline__ void spread_nonfinite(float (&o)[OT][4], const char *v, int from, int lane, F key_at, const int (&lo)[2], const int (&hi)[2])
+{
+    for (int j = from; j < from + NT * 8; j++) {
+        const int key = key_at(j);
+        const bool seen[2] = {key >= lo[0] && key < hi[0], key >= lo[1] && key < hi[1]};
+        if (!seen[0] && !seen[1]) continue;
+#pragma unroll
+        for (int n = 0; n < OT; n++) {
+            const T *p = (const T *)(v + tile_at<ROWS>(j, n)) + (lane & 3) * 2;
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const float x = to_float<T>(p[c]), add = isfinite(x) ? 0.0f : x;
+                o[n][c] += seen[0] ? add : 0.0f;
+                o[n][2 + c] += seen[1] ? add : 0.0f;
+            }
+        }
+    }
+}
+
+template <typename T, int DP, int WM, int WN, bool LISTED>
 __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_constant__ attend_kernel a)
 {
-    constexpr int M = 16 * MT * WM, WK = KEYS / WN, NT = WK / 8, OT = DP / 8, CHUNKS = DP / 8;
-    constexpr int THREADS = 32 * WM * WN;
-    extern __shared__ __align__(128) char smem[];
-    char *sq = smem, *sk = sq + M * DP * 2, *sv = sk + KEYS * DP * 2;
-    int32_t *column = (int32_t *)(sv + KEYS * DP * 2); /* LISTED: [2][KEYS] key index of each slot */
-    int32_t *list = column + 2 * KEYS;                 /* LISTED: [list_k] clean, then flags, then raw */
-    const uint32_t aq = smem_address(sq), ak = smem_address(sk), av = smem_address(sv);
+    constexpr int M = 16 * WM, KEYS = forward_shape<DP, WN>::KEYS, WK = KEYS / WN, NT = WK / 8, OT = DP / 8, CHUNKS = DP / 8;
+    constexpr int THREADS = 32 * WM * WN, TILE = KEYS * DP * 2, STEP = THREADS / CHUNKS;
+    constexpr bool WG = WN == 1;
+    extern __shared__ __align__(1024) char smem[];
+    char *sq = smem, *sk = sq + M * DP * 2, *sv = sk + 2 * TILE;
+    int32_t *column = (int32_t *)(sv + 2 * TILE); /* LISTED: [2][KEYS] key of each slot */
+    int32_t *list = column + 2 * KEYS;            /* LISTED: [list_k] clean, then flags, then raw */
+    const uint32_t aq = smem_address(sq), ak0 = smem_address(sk), av0 = smem_address(sv);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp % WM, wn = warp / WM;
 
-    sequence seq;
-    int64_t first; /* first packed row of this block, and of its rows' end */
-    int64_t rows_end;
-    const int u = blockIdx.y;
-    const int64_t piece = (int64_t)gridDim.x - 1 - blockIdx.x; /* the longest causal rows start first */
-    const int32_t *list_row = NULL;
-    if (LISTED) {
-        const int64_t tile_rows = (int64_t)a.tile * a.hs, per = (tile_rows + M - 1) / M;
-        int64_t q0;
-        if (!piece_at(a.sq, piece / per, a.tile, 1, &seq, &q0)) return;
-        first = q0 * a.hs + piece % per * M;
-        const int64_t tile_end = (q0 + a.tile) * a.hs, end = seq.nq * a.hs;
-        rows_end = tile_end < end ? tile_end : end;
-        const int64_t row = a.sq.cu_q == NULL ? q0 / a.tile : piece / per;
-        list_row = a.list + seq.view_b * a.list_stride[0] + u * a.list_stride[1] + row * a.list_stride[2];
-    } else {
-        if (!piece_at(a.sq, piece, M, a.hs, &seq, &first)) return;
-        rows_end = seq.nq * a.hs;
-    }
-    if (first >= rows_end) return;
-    const int kvh = a.units == a.heads ? u / a.group : u;
-    const int head0 = a.units == a.heads ? u : u * a.group;
-    const T *q = (const T *)a.q.p + seq.view_b * a.q.s[0] + seq.q0 * a.q.s[1] + head0 * a.q.s[2];
-    const T *k = (const T *)a.k.p + seq.view_b * a.k.s[0] + seq.k0 * a.k.s[1] + kvh * a.k.s[2];
-    const T *v = (const T *)a.v.p + seq.view_b * a.v.s[0] + seq.k0 * a.v.s[1] + kvh * a.v.s[2];
-
-    for (int i = threadIdx.x; i < M * CHUNKS; i += THREADS) {
-        const int r = i / CHUNKS;
-        const int64_t row = first + r;
-        const T *src = row < rows_end ? q + row / a.hs * a.q.s[1] + row % a.hs * a.q.s[2] : NULL;
-        load_row_chunk<T, DP>(aq, sq, r, i % CHUNKS, src, a.dim_k, a.vec_q);
+    row_block b;
+    if (!find_rows<M>(a, LISTED, &b)) return;
+    const sequence &seq = b.seq;
+    const int nk = (int)seq.nk, mine = threadIdx.x % CHUNKS, row0 = threadIdx.x / CHUNKS;
+    const T *q = (const T *)a.q.p + seq.view_b * a.q.s[0] + seq.q0 * a.q.s[1] + b.head0 * a.q.s[2] + mine * 8;
+    const T *k = (const T *)a.k.p + seq.view_b * a.k.s[0] + seq.k0 * a.k.s[1] + b.kvh * a.k.s[2] + mine * 8;
+    const T *v = (const T *)a.v.p + seq.view_b * a.v.s[0] + seq.k0 * a.v.s[1] + b.kvh * a.v.s[2] + mine * 8;
+    const bool in_k = mine * 8 < a.dim_k, in_v = mine * 8 < a.dim_v;
+    for (int r = row0; r < M; r += STEP) {
+        int n, head;
+        row_place(a, b.query, b.rem, r, &n, &head);
+        const bool valid = r < b.rows && in_k;
+        load_chunk16<T>(aq, sq, tile_at<M>(r, mine), valid ? q + n * a.q.s[1] + head * a.q.s[2] : q, valid, a.vec_q);
     }
 
     /* What the rows of this block see: each row's interval, and the bounds over all rows. */
-    const int64_t last = (first + M < rows_end ? first + M : rows_end) - 1;
-    int first_lo, first_hi, last_lo, last_hi;
-    row_keys(a, seq, first / a.hs, &first_lo, &first_hi);
-    row_keys(a, seq, last / a.hs, &last_lo, &last_hi);
-    int lo[MT][2], hi[MT][2];
+    int first_lo, first_hi, last_lo, last_hi, n, head;
+    row_keys(a, seq, b.query, &first_lo, &first_hi);
+    row_place(a, b.query, b.rem, b.rows - 1, &n, &head);
+    row_keys(a, seq, n, &last_lo, &last_hi);
+    int lo[2] = {0, 0}, hi[2] = {0, 0};
 #pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int64_t row = first + wm * 16 * MT + m * 16 + h * 8 + (lane >> 2);
-            lo[m][h] = hi[m][h] = 0;
-            if (row < rows_end) row_keys(a, seq, row / a.hs, &lo[m][h], &hi[m][h]);
-        }
-    int64_t base = first_lo, slots = last_hi - first_lo;
-    if (LISTED) {
-        const int kept = clean_list(list_row, a.list_k, a.list_block, last_hi, list, list + a.list_k, list + 2 * a.list_k);
-        slots = (int64_t)kept * a.list_block;
+    for (int h = 0; h < 2; h++) {
+        const int r = wm * 16 + h * 8 + (lane >> 2);
+        row_place(a, b.query, b.rem, r, &n, &head);
+        if (r < b.rows) row_keys(a, seq, n, &lo[h], &hi[h]);
     }
-    const int tiles = slots > 0 ? (int)((slots + KEYS - 1) / KEYS) : 0;
+    const int base = first_lo;
+    int slots = last_hi - first_lo;
+    if (LISTED) slots = clean_list(b.list_row, a.list_k, a.list_block, last_hi, list, list + a.list_k, list + 2 * a.list_k) * a.list_block;
+    const int tiles = slots > 0 ? (slots + KEYS - 1) / KEYS : 0;
 
-    auto key_of = [&](int64_t slot) -> int64_t {
-        if (slot >= slots) return seq.nk;
-        if (!LISTED) return base + slot;
-        return (int64_t)list[slot / a.list_block] * a.list_block + slot % a.list_block;
-    };
-    auto load_keys = [&](int t) {
-        for (int i = threadIdx.x; i < KEYS * CHUNKS; i += THREADS) {
-            const int r = i / CHUNKS;
-            const int64_t key = key_of((int64_t)t * KEYS + r);
-            load_row_chunk<T, DP>(ak, sk, r, i % CHUNKS, key < seq.nk ? k + key * a.k.s[1] : NULL, a.dim_k, a.vec_k);
-            if (LISTED && i % CHUNKS == 0) column[(t & 1) * KEYS + r] = (int32_t)key;
+    auto load = [&](int t) {
+        const uint32_t at = (t & 1) * TILE;
+#pragma unroll 4
+        for (int r = row0; r < KEYS; r += STEP) {
+            const int slot = t * KEYS + r;
+            int key = nk;
+            if (LISTED) {
+                const int e = (int)quotient((uint32_t)slot, a.by_block);
+                if (slot < slots) key = list[e] * a.list_block + (slot - e * a.list_block);
+                if (mine == 0) column[(t & 1) * KEYS + r] = key;
+            } else if (slot < slots) {
+                key = base + slot;
+            }
+            const bool in = key < nk;
+            const uint32_t to = at + tile_at<KEYS>(r, mine);
+            load_chunk16<T>(ak0, sk, to, in ? k + key * a.k.s[1] : k, in && in_k, a.vec_k);
+            load_chunk16<T>(av0, sv, to, in ? v + key * a.v.s[1] : v, in && in_v, a.vec_v);
         }
         cp_async_commit();
     };
-    auto load_values = [&](int t) {
-        for (int i = threadIdx.x; i < KEYS * CHUNKS; i += THREADS) {
-            const int r = i / CHUNKS;
-            const int64_t key = key_of((int64_t)t * KEYS + r);
-            load_row_chunk<T, DP>(av, sv, r, i % CHUNKS, key < seq.nk ? v + key * a.v.s[1] : NULL, a.dim_v, a.vec_v);
-        }
-        cp_async_commit();
-    };
 
-    float o[MT][OT][4] = {};
-    float row_max[MT][2], row_sum[MT][2];
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) row_max[m][h] = -INFINITY, row_sum[m][h] = 0.0f;
-
-    if (tiles > 0) load_keys(0);
+    float o[OT][4] = {};
+    float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f};
+    if (tiles > 0) load(0);
     for (int t = 0; t < tiles; t++) {
         cp_async_wait<0>();
+        wg_show();
         __syncthreads();
-        load_values(t);
-        float s[MT][NT][4] = {};
-#pragma unroll
-        for (int k0 = 0; k0 < DP; k0 += 16) {
-            uint32_t fa[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; m++) load_a<DP>(fa[m], aq, (wm * MT + m) * 16, k0, lane);
-#pragma unroll
-            for (int n = 0; n < NT; n += 2) {
-                uint32_t fb[4];
-                load_b<DP>(fb, ak, wn * WK + n * 8, k0, lane);
-#pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    mma16816<T>(s[m][n], fa[m], fb[0], fb[1]);
-                    mma16816<T>(s[m][n + 1], fa[m], fb[2], fb[3]);
-                }
-            }
-        }
-        __syncthreads();
-        if (t + 1 < tiles) load_keys(t + 1);
-        else cp_async_commit();
+        if (t + 1 < tiles) load(t + 1);
+        const uint32_t ak = ak0 + (t & 1) * TILE, av = av0 + (t & 1) * TILE;
+        float s[NT][4] = {};
+        wg_start();
+        product_nt<T, DP, NT, M, KEYS, WG>(s, aq, wm * 16, ak, wn * WK, lane);
+        wg_finish();
 
-        const int64_t slot0 = (int64_t)t * KEYS;
+        const int slot0 = t * KEYS;
         bool inside = slot0 + KEYS <= slots;
         if (LISTED) {
-            for (int64_t e = slot0 / a.list_block; inside && e <= (slot0 + KEYS - 1) / a.list_block; e++)
-                inside = ((int64_t)list[e] + 1) * a.list_block <= first_hi;
+            const int e1 = inside ? (int)quotient((uint32_t)(slot0 + KEYS - 1), a.by_block) : -1;
+            for (int e = (int)quotient((uint32_t)slot0, a.by_block); inside && e <= e1; e++) inside = (int64_t)(list[e] + 1) * a.list_block <= first_hi;
         } else {
             inside = inside && base + slot0 >= last_lo && base + slot0 + KEYS <= first_hi;
         }
+        auto key_at = [&](int at) { return LISTED ? column[(t & 1) * KEYS + at] : slot0 + at < slots ? base + slot0 + at : nk; };
         if (!inside) {
 #pragma unroll
-            for (int n = 0; n < NT; n++)
+            for (int i = 0; i < NT; i++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
-                    const int at = wn * WK + n * 8 + (lane & 3) * 2 + c;
-                    const int key = LISTED ? column[(t & 1) * KEYS + at] : (int)(base + slot0) + at;
+                    const int key = key_at(wn * WK + i * 8 + (lane & 3) * 2 + c);
 #pragma unroll
-                    for (int m = 0; m < MT; m++)
-#pragma unroll
-                        for (int h = 0; h < 2; h++)
-                            if (key < lo[m][h] || key >= hi[m][h]) s[m][n][h * 2 + c] = -INFINITY;
+                    for (int h = 0; h < 2; h++)
+                        if (key < lo[h] || key >= hi[h]) s[i][h * 2 + c] = -INFINITY;
                 }
         }
+        uint32_t p[NT][2]; /* P, packed: rows lane / 4 and that + 8 */
 #pragma unroll
-        for (int m = 0; m < MT; m++)
+        for (int h = 0; h < 2; h++) {
+            float top = row_max[h];
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float top = row_max[m][h];
+            for (int i = 0; i < NT; i++) top = fmaxf(top, fmaxf(s[i][h * 2], s[i][h * 2 + 1]));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float base2 = top == -INFINITY ? 0.0f : top * a.scale_log2;
+            const float shrink = exp2_fast(row_max[h] * a.scale_log2 - base2);
+            row_max[h] = top;
+            float sum = row_sum[h] * shrink;
 #pragma unroll
-                for (int n = 0; n < NT; n++) top = fmaxf(top, fmaxf(s[m][n][h * 2], s[m][n][h * 2 + 1]));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                const float base2 = top == -INFINITY ? 0.0f : top * a.scale_log2;
-                const float shrink = exp2_fast(row_max[m][h] * a.scale_log2 - base2);
-                row_max[m][h] = top;
-                float sum = row_sum[m][h] * shrink;
-#pragma unroll
-                for (int n = 0; n < NT; n++)
-#pragma unroll
-                    for (int c = 0; c < 2; c++) {
-                        const float p = exp2_fast(fmaf(s[m][n][h * 2 + c], a.scale_log2, -base2));
-                        s[m][n][h * 2 + c] = p;
-                        sum += p;
-                    }
-                row_sum[m][h] = sum;
-#pragma unroll
-                for (int n = 0; n < OT; n++) o[m][n][h * 2] *= shrink, o[m][n][h * 2 + 1] *= shrink;
+            for (int i = 0; i < NT; i++) {
+                const float x = exp2_fast(fmaf(s[i][h * 2], a.scale_log2, -base2)), y = exp2_fast(fmaf(s[i][h * 2 + 1], a.scale_log2, -base2));
+                sum += x + y;
+                p[i][h] = pack2<T>(x, y);
             }
-        cp_async_wait<1>();
-        __syncthreads();
+            row_sum[h] = sum;
+#pragma unroll
+            for (int i = 0; i < OT; i++) o[i][h * 2] *= shrink, o[i][h * 2 + 1] *= shrink;
+        }
+        if (!inside) {
+            bool odd = false; /* what this thread loaded */
+            for (int r = row0; r < KEYS; r += STEP) {
+                const T *x = (const T *)(sv + (t & 1) * TILE + tile_at<KEYS>(r, mine));
+                for (int c = 0; c < 8; c++) odd = odd || !isfinite(to_float<T>(x[c]));
+            }
+            if (__syncthreads_or(odd)) {
+                spread_nonfinite<T, NT, OT, KEYS>(o, sv + (t & 1) * TILE, wn * WK, lane, key_at, lo, hi);
+                __syncthreads();
+                for (int r = row0; r < KEYS; r += STEP) {
+                    T *x = (T *)(sv + (t & 1) * TILE + tile_at<KEYS>(r, mine));
+                    for (int c = 0; c < 8; c++)
+                        if (!isfinite(to_float<T>(x[c]))) x[c] = from_float<T>(0.0f);
+                }
+                wg_show();
+                __syncthreads();
+            }
+        }
+        wg_start();
 #pragma unroll
         for (int kk = 0; kk < NT; kk += 2) {
-            uint32_t p[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; m++) {
-                p[m][0] = pack2<T>(s[m][kk][0], s[m][kk][1]);
-                p[m][1] = pack2<T>(s[m][kk][2], s[m][kk][3]);
-                p[m][2] = pack2<T>(s[m][kk + 1][0], s[m][kk + 1][1]);
-                p[m][3] = pack2<T>(s[m][kk + 1][2], s[m][kk + 1][3]);
-            }
-#pragma unroll
-            for (int n = 0; n < OT; n += 2) {
-                uint32_t fb[4];
-                load_b_trans<DP>(fb, av, wn * WK + kk * 8, n * 8, lane);
-#pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    mma16816<T>(o[m][n], p[m], fb[0], fb[1]);
-                    mma16816<T>(o[m][n + 1], p[m], fb[2], fb[3]);
-                }
-            }
+            const uint32_t fp[4] = {p[kk][0], p[kk][1], p[kk + 1][0], p[kk + 1][1]};
+            product_nn<T, DP, KEYS, WG>(o, fp, av, wn * WK + kk * 8, lane);
         }
+        wg_finish();
     }
     cp_async_wait<0>();
 #pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            row_sum[m][h] += __shfl_xor_sync(~0u, row_sum[m][h], 1);
-            row_sum[m][h] += __shfl_xor_sync(~0u, row_sum[m][h], 2);
-        }
+    for (int h = 0; h < 2; h++) {
+        row_sum[h] += __shfl_xor_sync(~0u, row_sum[h], 1);
+        row_sum[h] += __shfl_xor_sync(~0u, row_sum[h], 2);
+    }
 
     if (WN > 1) { /* merge the warps' shares, in warp order, into warp 0 */
-        float *part = (float *)sk; /* [WN][16][DP] over the K and V tiles */
-        __shared__ float part_max[WN][16], part_sum[WN][16];
+        float *part = (float *)sk, *part_max = part + WN * 16 * DP, *part_sum = part_max + WN * 16; /* over the K and V tiles */
         __syncthreads();
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int r = h * 8 + (lane >> 2);
-            if ((lane & 3) == 0) part_max[wn][r] = row_max[0][h], part_sum[wn][r] = row_sum[0][h];
-            for (int n = 0; n < OT; n++)
-                *(float2 *)&part[(wn * 16 + r) * DP + n * 8 + (lane & 3) * 2] = make_float2(o[0][n][h * 2], o[0][n][h * 2 + 1]);
+            const int r = wn * 16 + h * 8 + (lane >> 2);
+            if ((lane & 3) == 0) part_max[r] = row_max[h], part_sum[r] = row_sum[h];
+#pragma unroll
+            for (int i = 0; i < OT; i++) *(float2 *)&part[r * DP + i * 8 + (lane & 3) * 2] = make_float2(o[i][h * 2], o[i][h * 2 + 1]);
         }
         __syncthreads();
         if (wn != 0) return;
@@ -238,64 +216,62 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
         for (int h = 0; h < 2; h++) {
             const int r = h * 8 + (lane >> 2);
             float top = -INFINITY, weight[WN], sum = 0.0f;
-            for (int w = 0; w < WN; w++) top = fmaxf(top, part_max[w][r]);
+            for (int w = 0; w < WN; w++) top = fmaxf(top, part_max[w * 16 + r]);
             const float base2 = top == -INFINITY ? 0.0f : top * a.scale_log2;
             for (int w = 0; w < WN; w++) {
-                weight[w] = exp2_fast(part_max[w][r] * a.scale_log2 - base2);
-                sum += part_sum[w][r] * weight[w];
+                weight[w] = exp2_fast(part_max[w * 16 + r] * a.scale_log2 - base2);
+                sum += part_sum[w * 16 + r] * weight[w];
             }
-            row_max[0][h] = top;
-            row_sum[0][h] = sum;
-            for (int n = 0; n < OT; n++) {
+            row_max[h] = top;
+            row_sum[h] = sum;
+#pragma unroll
+            for (int i = 0; i < OT; i++) {
                 float x = 0.0f, y = 0.0f;
                 for (int w = 0; w < WN; w++) {
-                    const float2 f = *(float2 *)&part[(w * 16 + r) * DP + n * 8 + (lane & 3) * 2];
+                    const float2 f = *(float2 *)&part[(w * 16 + r) * DP + i * 8 + (lane & 3) * 2];
                     x += f.x * weight[w];
                     y += f.y * weight[w];
                 }
-                o[0][n][h * 2] = x;
-                o[0][n][h * 2 + 1] = y;
+                o[i][h * 2] = x;
+                o[i][h * 2 + 1] = y;
             }
         }
     }
 #pragma unroll
-    for (int m = 0; m < MT; m++)
+    for (int h = 0; h < 2; h++) {
+        const int r = wm * 16 + h * 8 + (lane >> 2);
+        if (r >= b.rows) continue;
+        row_place(a, b.query, b.rem, r, &n, &head);
+        head += b.head0;
+        const float sum = row_sum[h], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        if (a.lse.p != NULL && (lane & 3) == 0)
+            a.lse.p[seq.view_b * a.lse.s[0] + head * a.lse.s[1] + (seq.q0 + n) * a.lse.s[2]] = sum == 0.0f ? -INFINITY : row_max[h] * a.scale + logf(sum);
+        if (a.o.p == NULL) continue;
+        T *dst = (T *)a.o.p + seq.view_b * a.o.s[0] + (seq.q0 + n) * a.o.s[1] + head * a.o.s[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int64_t row = first + (wm * MT + m) * 16 + h * 8 + (lane >> 2);
-            if (row >= rows_end) continue;
-            const int64_t query = row / a.hs, head = head0 + row % a.hs;
-            const float sum = row_sum[m][h], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-            if (a.o.p != NULL) {
-            T *dst = (T *)a.o.p + seq.view_b * a.o.s[0] + (seq.q0 + query) * a.o.s[1] + head * a.o.s[2];
-#pragma unroll
-            for (int n = 0; n < OT; n++) {
-                const int c = n * 8 + (lane & 3) * 2;
-                if (c >= a.dim_v) continue;
-                const float x = o[m][n][h * 2] * inverse, y = o[m][n][h * 2 + 1] * inverse;
-                if (a.vec_o) {
-                    *(uint32_t *)(dst + c) = pack2<T>(x, y);
-                } else {
-                    dst[c] = from_float<T>(x);
-                    dst[c + 1] = from_float<T>(y);
-                }
+        for (int i = 0; i < OT; i++) {
+            const int c = i * 8 + (lane & 3) * 2;
+            if (c >= a.dim_v) continue;
+            const float x = o[i][h * 2] * inverse, y = o[i][h * 2 + 1] * inverse;
+            if (a.vec_o) {
+                *(uint32_t *)(dst + c) = pack2<T>(x, y);
+            } else {
+                dst[c] = from_float<T>(x);
+                dst[c + 1] = from_float<T>(y);
             }
-            }
-            if (a.lse.p != NULL && (lane & 3) == 0)
-                a.lse.p[seq.view_b * a.lse.s[0] + head * a.lse.s[1] + (seq.q0 + query) * a.lse.s[2]] =
-                    sum == 0.0f ? -INFINITY : row_max[m][h] * a.scale + logf(sum);
         }
+    }
 }
 
-template <typename T, int DP, int MT, int WM, int WN, bool LISTED>
+template <typename T, int DP, int WM, int WN, bool LISTED>
 static quern_status launch(const attend_args *args, const attend_kernel &a, cudaStream_t stream)
 {
-    constexpr int M = 16 * MT * WM;
-    const size_t bytes = (size_t)(M + 2 * KEYS) * DP * 2 + (LISTED ? (2 * KEYS + 3 * (size_t)a.list_k) * 4 : 0);
+    constexpr int M = 16 * WM, KEYS = forward_shape<DP, WN>::KEYS;
+    const size_t bytes = (size_t)(M + 4 * KEYS) * DP * 2 + (LISTED ? (2 * KEYS + 3 * (size_t)a.list_k) * 4 : 0);
     int64_t pieces = piece_bound(args->seqs, M, a.hs);
     if (LISTED) pieces = piece_bound(args->seqs, a.tile, 1) * (((int64_t)a.tile * a.hs + M - 1) / M);
     if (pieces == 0 || a.units == 0) return QUERN_OK;
-    auto kernel = attend_forward<T, DP, MT, WM, WN, LISTED>;
+    auto kernel = attend_forward<T, DP, WM, WN, LISTED>;
     cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code != cudaSuccess) return cuda_report(code, "attend_forward: shared memory");
     kernel<<<dim3((unsigned)pieces, (unsigned)a.units), 32 * WM * WN, bytes, stream>>>(a);
@@ -305,10 +281,9 @@ static quern_status launch(const attend_args *args, const attend_kernel &a, cuda
 template <typename T, int DP>
 static quern_status choose(const attend_args *args, const attend_launch &l, cudaStream_t stream)
 {
-    constexpr int MT = DP > 128 ? 1 : 2, WM = DP > 128 ? 8 : 4;
-    if (!l.listed) return launch<T, DP, MT, WM, 1, false>(args, l.kernel, stream);
-    if ((int64_t)l.kernel.tile * l.kernel.hs <= 16) return launch<T, DP, 1, 1, 4, true>(args, l.kernel, stream);
-    return launch<T, DP, MT, WM, 1, true>(args, l.kernel, stream);
+    if (!l.listed) return launch<T, DP, 8, 1, false>(args, l.kernel, stream);
+    if ((int64_t)l.kernel.tile * l.kernel.hs <= 16) return launch<T, DP, 1, 4, true>(args, l.kernel, stream);
+    return launch<T, DP, 8, 1, true>(args, l.kernel, stream);
 }
 
 template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, cudaStream_t stream)

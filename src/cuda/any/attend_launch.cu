@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attend_launch.cu - turns a stage's arguments into what the attention kernels take, and the attention
  * stages themselves: which dtypes and dims run where, and the rows past the last sequence border. */
-#include "any/attend.cuh"
+#include "any/attend_backward.cuh"
 #include "any/stages.cuh"
 
 #include <math.h>
@@ -34,6 +34,9 @@ attend_launch attend_launch_of(const attend_args *args)
         a.list_block = args->mask == ATTEND_COMPRESSED ? 128 : (int32_t)args->block_size;
     }
     a.tile = args->tile > 0 ? (int32_t)args->tile : 1;
+    a.by_hs = fast_div_by((uint32_t)(a.hs > 0 ? a.hs : 1));
+    a.by_block = fast_div_by((uint32_t)(a.list_block > 0 ? a.list_block : 1));
+    a.by_tile_rows = fast_div_by((uint32_t)(a.hs > 0 ? a.hs : 1) * (uint32_t)a.tile);
     a.vec_q = rows_aligned16(args->q), a.vec_k = rows_aligned16(args->k), a.vec_v = rows_aligned16(args->v);
     a.vec_o = rows_aligned16(args->o), a.vec_do = rows_aligned16(args->d_o);
     a.f32_dq = args->d_q.dtype == QUERN_F32, a.f32_dkv = args->d_k.dtype == QUERN_F32;
@@ -50,6 +53,12 @@ static bool listed_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
         snprintf(why, STAGE_WHY_BYTES, "lists of %lld entries: the cuda backend takes up to 1024", (long long)args->list.shape[3]);
         return false;
     }
+    const int64_t block = args->mask == ATTEND_COMPRESSED ? 128 : args->block_size;
+    if (present(args->list) && args->list.shape[3] * block > INT32_MAX / 2) {
+        snprintf(why, STAGE_WHY_BYTES, "lists of %lld blocks of %lld keys: the cuda backend takes up to 2^30 keys a list", (long long)args->list.shape[3],
+                 (long long)block);
+        return false;
+    }
     return true;
 }
 
@@ -60,14 +69,34 @@ bool attend_supports(const quern_exec *, const attend_args *args, char why[STAGE
                  (long long)args->q.shape[3], (long long)args->v.shape[3]);
         return false;
     }
+    if (args->k.shape[2] > 0 && args->seqs.n_q > INT32_MAX / (args->q.shape[2] / args->k.shape[2] + 1)) {
+        snprintf(why, STAGE_WHY_BYTES, "%lld queries of %lld heads a group: the cuda backend takes up to 2^31 rows a group", (long long)args->seqs.n_q,
+                 (long long)(args->q.shape[2] / args->k.shape[2]));
+        return false;
+    }
     return listed_fits(args, why);
 }
 
 size_t attend_forward_bytes(const quern_exec *, const attend_args *) { return 0; }
 
+/* The inverted index, then the partial sums of the keys' gradients. */
 size_t attend_backward_bytes(const quern_exec *, const attend_args *args)
 {
-    return present(args->list) ? inverse_workspace(args) : 0;
+    return (present(args->list) ? inverse_workspace(args) : 0) + (args->q.dtype == QUERN_F32 ? 0 : attend_backward_keys_bytes(args));
+}
+
+static quern_status attend_backward_half(const quern_exec *exec, const attend_args *args, void *workspace)
+{
+    attend_launch l = attend_launch_of(args);
+    cudaStream_t stream = (cudaStream_t)exec->stream;
+    size_t index_bytes = 0;
+    if (l.listed) {
+        const quern_status status = inverse_build(exec, args, &l.kernel, workspace);
+        if (status != QUERN_OK) return status;
+        index_bytes = inverse_workspace(args);
+    }
+    const quern_status status = attend_backward_by_rows(args, l, stream);
+    return status != QUERN_OK ? status : attend_backward_by_keys(args, l, (char *)workspace + index_bytes, stream);
 }
 
 quern_status attend_forward_run(const quern_exec *exec, const attend_args *args, void *)

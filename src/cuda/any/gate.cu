@@ -5,10 +5,12 @@
  *   r_b = dO . o_b,  dO_b = g_b dO,  delta_b = g_b r_b,  dlogit_b = r_b g_b (1 - g_b),
  *   dQ = sum_b dlogit_b w_b,  dW_b = sum over rows of dlogit_b q.
  *
- * LPR lanes own a row (one head of one token), eight elements each, so a row is one coalesced read per
- * tensor. A lane group keeps its head over TOKENS tokens: the head's three weight vectors stay in registers
- * (24 floats a lane), and the backward's dW accumulates there, is written once per group, and is summed in
- * token order by a second kernel. Limit: bytes moved over the copy rate.
+ * LPR lanes own a row (one head of one token), eight elements each, so a row is one coalesced read per tensor. A
+ * lane group keeps its head over a slice of tokens: the head's three weight vectors stay in registers (24 floats
+ * a lane), and the backward's dW accumulates there, is written once per slice, and is summed in slice order by a
+ * second kernel. The next rows are loaded while these are reduced across the lanes (12 shuffles), two rows at a
+ * time in the forward: 64 KB in flight an SM. Where all activations have one layout, one offset serves them all.
+ * Limit: bytes moved over the copy rate.
  */
 #include "any/stages.cuh"
 #include "common/chunk.cuh"
@@ -16,12 +18,13 @@
 #include <math.h>
 #include <stdio.h>
 
-enum { TOKENS = 32, THREADS = 256 };
+enum { THREADS = 256, MOST_SLICES = 512 };
 
 struct gate_kernel {
     int64_t rows; /* tokens, all sequences */
     int64_t n;    /* tokens of one batch view */
-    int64_t valid_index; /* packed: batch (index of the last border), else -1 */
+    int64_t tokens; /* of a slice */
+    int64_t valid_index; /* packed: index of the last border */
     const int32_t *cu;
     int heads, dim, dim_v, kind;
     view4 q, o, d_o, ob[3], d_ob[3], d_q;
@@ -29,15 +32,9 @@ struct gate_kernel {
     view3 delta[3];
     const void *w;
     int64_t ws[2];
-    bool w_f32, vec, dq_f32, add_q;
+    bool w_f32, vec, dq_f32, add_q, same; /* same: q, o, o_b, d_o, d_o_b have the strides of o or d_o */
     float *dw_part; /* [slices][H][3][D] */
 };
-
-__device__ __forceinline__ float sum_lanes(float x, int lanes)
-{
-    for (int w = lanes / 2; w > 0; w /= 2) x += __shfl_xor_sync(~0u, x, w);
-    return x;
-}
 
 template <typename T> __device__ __forceinline__ chunk weight_chunk(const gate_kernel &a, int h, int b, int c, bool in)
 {
@@ -49,75 +46,182 @@ template <typename T> __device__ __forceinline__ chunk weight_chunk(const gate_k
     return r;
 }
 
-template <typename T> __device__ __forceinline__ T *row_at(const view4 &v, int64_t b, int64_t n, int64_t h)
+/* Eight elements as they stand in memory. */
+template <typename T> struct raw_chunk {
+    uint4 r[sizeof(T) / 2];
+};
+
+template <typename T> __device__ __forceinline__ raw_chunk<T> load_raw(const void *base, int64_t at, bool vec)
 {
-    return (T *)v.p + b * v.s[0] + n * v.s[1] + h * v.s[2];
+    raw_chunk<T> c;
+    const T *p = (const T *)base + at;
+    if (vec) {
+#pragma unroll
+        for (unsigned i = 0; i < sizeof(T) / 2; i++) c.r[i] = __ldcs((const uint4 *)p + i);
+    } else {
+        T *t = (T *)c.r;
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) t[i] = p[i];
+    }
+    return c;
 }
 
-template <typename T, int LPR, bool BACKWARD> __global__ void __launch_bounds__(THREADS) gate(const __grid_constant__ gate_kernel a)
+template <typename T> __device__ __forceinline__ float element(const raw_chunk<T> &c, int i) { return to_float<T>(((const T *)c.r)[i]); }
+
+/* A token that a lane group walks over: its batch view, its place in it, and its offset where layouts are one. */
+struct place {
+    int64_t b, n, at;
+};
+
+__device__ __forceinline__ place place_at(const gate_kernel &a, const view4 &like, int64_t row, int h, int col)
 {
-    const int group = (blockIdx.y * THREADS + threadIdx.x) / LPR, c = threadIdx.x % LPR;
-    const bool head_in = group < a.heads;
+    const int64_t b = a.rows == a.n ? 0 : row / a.n, n = row - b * a.n;
+    return {b, n, b * like.s[0] + n * like.s[1] + h * like.s[2] + col};
+}
+
+template <bool SAME> __device__ __forceinline__ int64_t offset_of(const view4 &v, const place &p, int h, int col)
+{
+    return SAME ? p.at : p.b * v.s[0] + p.n * v.s[1] + h * v.s[2] + col;
+}
+
+__device__ __forceinline__ float *floats_at(const view4 &v, const place &p, int h)
+{
+    return (float *)v.p + p.b * v.s[0] + p.n * v.s[1] + h * v.s[2];
+}
+
+template <typename T, int LPR, bool SAME> __global__ void __launch_bounds__(THREADS, 2) gate_forward(const __grid_constant__ gate_kernel a)
+{
+    constexpr int U = sizeof(T) == 2 ? 2 : 1; /* rows at a time */
+    const int group = (blockIdx.y * THREADS + threadIdx.x) / LPR, c = threadIdx.x % LPR, col = c * CHUNK;
+    const bool head_in = group < a.heads, weights = a.kind == QUERN_NSA_GATE_WEIGHTS;
     const int h = head_in ? group : a.heads - 1;
-    const bool in_q = c * CHUNK < a.dim, in_v = c * CHUNK < a.dim_v;
-    const bool weights = a.kind == QUERN_NSA_GATE_WEIGHTS;
-    chunk w[3], dw[3] = {};
+    const bool in_q = weights && col < a.dim, in_v = col < a.dim_v;
+    chunk w[3];
 #pragma unroll
-    for (int b = 0; b < 3; b++) w[b] = weight_chunk<T>(a, h, b, c, weights && in_q);
+    for (int b = 0; b < 3; b++) w[b] = weight_chunk<T>(a, h, b, c, in_q);
     const int64_t valid = a.cu != NULL ? border(a.cu, a.valid_index, a.n) : a.n;
-    const int64_t first = (int64_t)blockIdx.x * TOKENS, end = first + TOKENS < a.rows ? first + TOKENS : a.rows;
-#pragma unroll 2
-    for (int64_t row = first; row < end; row++) {
-        const int64_t b = row / a.n, n = row - b * a.n;
-        const bool live = n < valid;
-        chunk q = {}, ob[3] = {}, g_o = {};
-        if (live) {
-            if (weights && in_q) q = load_chunk(row_at<T>(a.q, b, n, h) + c * CHUNK, a.vec);
-            if (in_v) {
+    const int64_t first = (int64_t)blockIdx.x * a.tokens, end = first + a.tokens < a.rows ? first + a.tokens : a.rows;
+    struct loaded {
+        place p;
+        bool live;
+        raw_chunk<T> q, ob[3];
+    } next[U], now[U];
+    auto load = [&](int64_t row, loaded &x) {
+        x.q = {}, x.ob[0] = {}, x.ob[1] = {}, x.ob[2] = {};
+        x.p = place_at(a, a.ob[0], row, h, col);
+        x.live = row < end && x.p.n < valid;
+        if (!x.live) return;
+        if (in_q) x.q = load_raw<T>(a.q.p, offset_of<SAME>(a.q, x.p, h, col), a.vec);
+        if (!in_v) return;
 #pragma unroll
-                for (int i = 0; i < 3; i++)
-                    if (a.ob[i].p != NULL) ob[i] = load_chunk(row_at<T>(a.ob[i], b, n, h) + c * CHUNK, a.vec);
-                if (BACKWARD) g_o = load_chunk(row_at<T>(a.d_o, b, n, h) + c * CHUNK, a.vec);
-            }
+        for (int i = 0; i < 3; i++)
+            if (a.ob[i].p != NULL) x.ob[i] = load_raw<T>(a.ob[i].p, offset_of<SAME>(a.ob[i], x.p, h, col), a.vec);
+    };
+#pragma unroll
+    for (int u = 0; u < U; u++) load(first + u, next[u]);
+    for (int64_t row = first; row < end; row += U) {
+#pragma unroll
+        for (int u = 0; u < U; u++) now[u] = next[u];
+#pragma unroll
+        for (int u = 0; u < U; u++) load(row + U + u, next[u]);
+        float g[U][3];
+        if (weights) {
+#pragma unroll
+            for (int u = 0; u < U; u++)
+#pragma unroll
+                for (int i = 0; i < 3; i++) {
+                    float dot = 0.0f;
+#pragma unroll
+                    for (int e = 0; e < CHUNK; e++) dot = fmaf(element(now[u].q, e), w[i].x[e], dot);
+                    g[u][i] = dot;
+                }
+#pragma unroll
+            for (int step = LPR / 2; step > 0; step /= 2)
+#pragma unroll
+                for (int u = 0; u < U; u++)
+#pragma unroll
+                    for (int i = 0; i < 3; i++) g[u][i] += __shfl_xor_sync(~0u, g[u][i], step);
         }
-        float g[3];
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
-            if (!BACKWARD && weights) {
-                float dot = 0.0f;
+        for (int u = 0; u < U; u++) {
+            const place &p = now[u].p;
+            if (!head_in || row + u >= end) continue;
 #pragma unroll
-                for (int e = 0; e < CHUNK; e++) dot = fmaf(q.x[e], w[i].x[e], dot);
-                g[i] = 1.0f / (1.0f + expf(-sum_lanes(dot, LPR)));
-            } else if (a.kind == QUERN_NSA_GATE_NONE) {
-                g[i] = 1.0f / 3.0f;
-            } else {
-                g[i] = live ? row_at<float>(a.gates, b, n, h)[i] : 0.0f;
+            for (int i = 0; i < 3; i++) {
+                if (weights) g[u][i] = 1.0f / (1.0f + expf(-g[u][i]));
+                else if (a.kind == QUERN_NSA_GATE_NONE) g[u][i] = 1.0f / 3.0f;
+                else g[u][i] = now[u].live ? floats_at(a.gates, p, h)[i] : 0.0f;
             }
-        }
-        if (!BACKWARD) {
-            if (!head_in) continue;
-            if (a.gates.p != NULL && a.kind != QUERN_NSA_GATE_GIVEN && c < 3) row_at<float>(a.gates, b, n, h)[c] = live ? (c == 0 ? g[0] : c == 1 ? g[1] : g[2]) : 0.0f;
+            if (a.gates.p != NULL && a.kind != QUERN_NSA_GATE_GIVEN && c < 3)
+                floats_at(a.gates, p, h)[c] = now[u].live ? (c == 0 ? g[u][0] : c == 1 ? g[u][1] : g[u][2]) : 0.0f;
             if (a.o.p == NULL || !in_v) continue;
             chunk o;
 #pragma unroll
-            for (int e = 0; e < CHUNK; e++) o.x[e] = fmaf(g[2], ob[2].x[e], fmaf(g[1], ob[1].x[e], g[0] * ob[0].x[e]));
-            store_chunk(row_at<T>(a.o, b, n, h) + c * CHUNK, o, a.vec);
-            continue;
+            for (int e = 0; e < CHUNK; e++)
+                o.x[e] = fmaf(g[u][2], element(now[u].ob[2], e), fmaf(g[u][1], element(now[u].ob[1], e), g[u][0] * element(now[u].ob[0], e)));
+            store_chunk((T *)a.o.p + offset_of<SAME>(a.o, p, h, col), o, a.vec);
         }
-        float dot[3], dlogit[3];
+    }
+}
+
+template <typename T, int LPR, bool SAME> __global__ void __launch_bounds__(THREADS, 2) gate_backward(const __grid_constant__ gate_kernel a)
+{
+    const int group = (blockIdx.y * THREADS + threadIdx.x) / LPR, c = threadIdx.x % LPR, col = c * CHUNK;
+    const bool head_in = group < a.heads, weights = a.kind == QUERN_NSA_GATE_WEIGHTS, none = a.kind == QUERN_NSA_GATE_NONE;
+    const int h = head_in ? group : a.heads - 1;
+    const bool in_q = weights && col < a.dim, in_v = col < a.dim_v;
+    chunk w[3], dw[3] = {};
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
-            dot[i] = 0.0f;
+    for (int b = 0; b < 3; b++) w[b] = weight_chunk<T>(a, h, b, c, in_q);
+    const int64_t valid = a.cu != NULL ? border(a.cu, a.valid_index, a.n) : a.n;
+    const int64_t first = (int64_t)blockIdx.x * a.tokens, end = first + a.tokens < a.rows ? first + a.tokens : a.rows;
+    struct loaded {
+        place p;
+        bool live;
+        float g[3];
+        raw_chunk<T> q, d_o, ob[3];
+    } next, now;
+    auto load = [&](int64_t row, loaded &x) {
+        x.q = {}, x.d_o = {}, x.ob[0] = {}, x.ob[1] = {}, x.ob[2] = {};
+        x.p = place_at(a, a.d_o, row, h, col);
+        x.live = row < end && x.p.n < valid;
+        x.g[0] = x.g[1] = x.g[2] = none ? 1.0f / 3.0f : 0.0f;
+        if (!x.live) return;
 #pragma unroll
-            for (int e = 0; e < CHUNK; e++) dot[i] = fmaf(g_o.x[e], ob[i].x[e], dot[i]);
-            dot[i] = sum_lanes(dot[i], LPR);
-            dlogit[i] = weights ? dot[i] * g[i] * (1.0f - g[i]) : 0.0f;
+        for (int i = 0; i < 3; i++)
+            if (!none) x.g[i] = floats_at(a.gates, x.p, h)[i];
+        if (in_q) x.q = load_raw<T>(a.q.p, offset_of<SAME>(a.q, x.p, h, col), a.vec);
+        if (!in_v) return;
+        x.d_o = load_raw<T>(a.d_o.p, offset_of<SAME>(a.d_o, x.p, h, col), a.vec);
+#pragma unroll
+        for (int i = 0; i < 3; i++)
+            if (a.ob[i].p != NULL) x.ob[i] = load_raw<T>(a.ob[i].p, offset_of<SAME>(a.ob[i], x.p, h, col), a.vec);
+    };
+    load(first, next);
+    for (int64_t row = first; row < end; row++) {
+        now = next;
+        load(row + 1, next);
+        const place &p = now.p;
+        float dot[3] = {}, dlogit[3];
+#pragma unroll
+        for (int e = 0; e < CHUNK; e++) {
+            const float g_o = element(now.d_o, e);
+#pragma unroll
+            for (int i = 0; i < 3; i++) dot[i] = fmaf(g_o, element(now.ob[i], e), dot[i]);
         }
+#pragma unroll
+        for (int step = LPR / 2; step > 0; step /= 2)
+#pragma unroll
+            for (int i = 0; i < 3; i++) dot[i] += __shfl_xor_sync(~0u, dot[i], step);
+#pragma unroll
+        for (int i = 0; i < 3; i++) dlogit[i] = weights ? dot[i] * now.g[i] * (1.0f - now.g[i]) : 0.0f;
         if (!head_in) continue;
         if (c < 3) {
-            const float r = c == 0 ? dot[0] : c == 1 ? dot[1] : dot[2], gc = c == 0 ? g[0] : c == 1 ? g[1] : g[2];
-            if (a.delta[c].p != NULL) a.delta[c].p[b * a.delta[c].s[0] + h * a.delta[c].s[1] + n * a.delta[c].s[2]] = gc * r;
-            if (a.d_gates.p != NULL) row_at<float>(a.d_gates, b, n, h)[c] = r;
+            const float r = c == 0 ? dot[0] : c == 1 ? dot[1] : dot[2], g = c == 0 ? now.g[0] : c == 1 ? now.g[1] : now.g[2];
+            const view3 &delta = a.delta[c];
+            if (delta.p != NULL) delta.p[p.b * delta.s[0] + h * delta.s[1] + p.n * delta.s[2]] = g * r;
+            if (a.d_gates.p != NULL) floats_at(a.d_gates, p, h)[c] = r;
+            if (a.gates.p != NULL && none) floats_at(a.gates, p, h)[c] = now.live ? g : 0.0f;
         }
         if (in_v) {
 #pragma unroll
@@ -125,35 +229,36 @@ template <typename T, int LPR, bool BACKWARD> __global__ void __launch_bounds__(
                 if (a.d_ob[i].p == NULL) continue;
                 chunk d;
 #pragma unroll
-                for (int e = 0; e < CHUNK; e++) d.x[e] = g[i] * g_o.x[e];
-                store_chunk(row_at<T>(a.d_ob[i], b, n, h) + c * CHUNK, d, a.vec);
+                for (int e = 0; e < CHUNK; e++) d.x[e] = now.g[i] * element(now.d_o, e);
+                store_chunk((T *)a.d_ob[i].p + offset_of<SAME>(a.d_ob[i], p, h, col), d, a.vec);
             }
         }
-        if (a.d_q.p != NULL && in_q) {
+        if (!in_q) continue;
+        if (a.d_q.p != NULL) {
             chunk d;
 #pragma unroll
-            for (int e = 0; e < CHUNK; e++)
-                d.x[e] = fmaf(dlogit[2], w[2].x[e], fmaf(dlogit[1], w[1].x[e], dlogit[0] * w[0].x[e]));
+            for (int e = 0; e < CHUNK; e++) d.x[e] = fmaf(dlogit[2], w[2].x[e], fmaf(dlogit[1], w[1].x[e], dlogit[0] * w[0].x[e]));
+            const int64_t at = offset_of<false>(a.d_q, p, h, col);
             if (a.dq_f32) {
-                float *p = row_at<float>(a.d_q, b, n, h) + c * CHUNK;
+                float *dst = (float *)a.d_q.p + at;
 #pragma unroll
-                for (int e = 0; e < CHUNK; e++) p[e] = (a.add_q ? p[e] : 0.0f) + d.x[e];
+                for (int e = 0; e < CHUNK; e++) dst[e] = (a.add_q ? dst[e] : 0.0f) + d.x[e];
             } else {
-                store_chunk(row_at<T>(a.d_q, b, n, h) + c * CHUNK, d, a.vec);
+                store_chunk((T *)a.d_q.p + at, d, a.vec);
             }
         }
 #pragma unroll
         for (int i = 0; i < 3; i++)
 #pragma unroll
-            for (int e = 0; e < CHUNK; e++) dw[i].x[e] = fmaf(dlogit[i], q.x[e], dw[i].x[e]);
+            for (int e = 0; e < CHUNK; e++) dw[i].x[e] = fmaf(dlogit[i], element(now.q, e), dw[i].x[e]);
     }
-    if (BACKWARD && a.dw_part != NULL && head_in && in_q)
+    if (a.dw_part == NULL || !head_in || !in_q) return;
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
-            float *p = a.dw_part + (((int64_t)blockIdx.x * a.heads + h) * 3 + i) * a.dim + c * CHUNK;
+    for (int i = 0; i < 3; i++) {
+        float *p = a.dw_part + (((int64_t)blockIdx.x * a.heads + h) * 3 + i) * a.dim + col;
 #pragma unroll
-            for (int e = 0; e < CHUNK; e++) p[e] = dw[i].x[e];
-        }
+        for (int e = 0; e < CHUNK; e++) p[e] = dw[i].x[e];
+    }
 }
 
 /* dW = the slices' shares: 32 lanes sum interleaved slices, then the lanes in order. */
@@ -171,9 +276,18 @@ __global__ void gate_sum_dw(const float *part, int64_t slices, int64_t count, in
     dw[i / dim / 3 * s0 + i / dim % 3 * s1 + i % dim] = sum;
 }
 
+/* Tokens of a slice: few where there are few, so that all of the GPU works; at most MOST_SLICES slices where the
+ * backward leaves a share of dW for each. Depends on the shape alone, as the order of that sum does. */
+static int64_t tokens_of(int64_t rows, bool shares)
+{
+    const int64_t tokens = shares ? (rows + MOST_SLICES - 1) / MOST_SLICES : rows / 2048;
+    return tokens < 2 ? 2 : shares || tokens < 32 ? tokens : 32;
+}
+
 static int64_t slices_of(const gate_args *args)
 {
-    return (args->q.shape[0] * args->q.shape[1] + TOKENS - 1) / TOKENS;
+    const int64_t rows = args->q.shape[0] * args->q.shape[1], tokens = tokens_of(rows, true);
+    return (rows + tokens - 1) / tokens;
 }
 
 static gate_kernel kernel_of(const gate_args *args, void *workspace)
@@ -204,18 +318,35 @@ static gate_kernel kernel_of(const gate_args *args, void *workspace)
     a.w = args->w_gate.data, a.w_f32 = args->w_gate.dtype == QUERN_F32;
     a.ws[0] = args->w_gate.strides[0], a.ws[1] = args->w_gate.strides[1];
     if (present(args->d_w_gate)) a.dw_part = (float *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15);
+    const view4 &like = args->d_o.ndim > 0 ? a.d_o : a.ob[0];
+    a.same = true;
+    const view4 *const all[] = {&a.q, &a.o, &a.d_o, &a.ob[0], &a.ob[1], &a.ob[2], &a.d_ob[0], &a.d_ob[1], &a.d_ob[2]};
+    for (int i = 0; i < 9; i++)
+        for (int j = 0; j < 3; j++) a.same = a.same && (all[i]->p == NULL || all[i]->s[j] == like.s[j]);
+    a.tokens = tokens_of(a.rows, a.dw_part != NULL);
     return a;
+}
+
+template <typename T, int LPR, bool BACKWARD> static void start(const gate_kernel &a, dim3 grid, cudaStream_t stream)
+{
+    if constexpr (BACKWARD) {
+        if (a.same) gate_backward<T, LPR, true><<<grid, THREADS, 0, stream>>>(a);
+        else gate_backward<T, LPR, false><<<grid, THREADS, 0, stream>>>(a);
+    } else {
+        if (a.same) gate_forward<T, LPR, true><<<grid, THREADS, 0, stream>>>(a);
+        else gate_forward<T, LPR, false><<<grid, THREADS, 0, stream>>>(a);
+    }
 }
 
 template <typename T, bool BACKWARD> static quern_status launch(const gate_kernel &a, cudaStream_t stream)
 {
     const int dim = a.dim > a.dim_v ? a.dim : a.dim_v;
     const int lpr = dim <= 64 ? 8 : dim <= 128 ? 16 : 32;
-    const dim3 grid((unsigned)((a.rows + TOKENS - 1) / TOKENS), (unsigned)(((int64_t)a.heads * lpr + THREADS - 1) / THREADS));
-    if (grid.x == 0 || grid.y == 0) return QUERN_OK;
-    if (lpr == 8) gate<T, 8, BACKWARD><<<grid, THREADS, 0, stream>>>(a);
-    else if (lpr == 16) gate<T, 16, BACKWARD><<<grid, THREADS, 0, stream>>>(a);
-    else gate<T, 32, BACKWARD><<<grid, THREADS, 0, stream>>>(a);
+    if (a.rows == 0 || a.heads == 0) return QUERN_OK;
+    const dim3 grid((unsigned)((a.rows + a.tokens - 1) / a.tokens), (unsigned)(((int64_t)a.heads * lpr + THREADS - 1) / THREADS));
+    if (lpr == 8) start<T, 8, BACKWARD>(a, grid, stream);
+    else if (lpr == 16) start<T, 16, BACKWARD>(a, grid, stream);
+    else start<T, 32, BACKWARD>(a, grid, stream);
     return LAUNCHED("gate");
 }
 

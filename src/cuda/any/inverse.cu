@@ -8,6 +8,9 @@
  * blocks. fill: one warp a chunk walks its rows in order, so that each block's tiles come out ascending.
  * A row's entries count once each, and only those inside the sequence whose first key some query of the
  * tile may see. Packed batches: sequence b's blocks start at index floor(k0 / lb) + b, which never meet.
+ *
+ * items: a block's rows, over all units of its key/value head, are cut into items of item_rows. item_start counts
+ * the items, and slot_start the partial sums, of the blocks before one, in the order (view, kv head, index).
  */
 #include "any/attend.cuh"
 #include "any/stages.cuh"
@@ -35,16 +38,42 @@ static inverse_shape shape_of(const attend_args *args)
 }
 
 struct inverse_memory {
-    int32_t *count, *start, *tile;
+    int32_t *count, *start, *tile, *item_start, *slot_start;
 };
+
+static int64_t places_of(const attend_args *args) { return args->list.shape[0] * args->k.shape[2] * shape_of(args).capacity; }
+
+/* Rows behind all blocks together, at most. */
+static int64_t rows_of(const attend_args *args)
+{
+    const inverse_shape s = shape_of(args);
+    const int64_t heads = args->list.shape[1] > 0 ? args->q.shape[2] / args->list.shape[1] : 1;
+    return s.lists * s.rows * args->list.shape[3] * (args->tile > 0 ? args->tile : 1) * heads;
+}
+
+int64_t inverse_item_rows(const attend_args *args)
+{
+    const int64_t share = (rows_of(args) / 2048 + 63) / 64 * 64;
+    return share > 4096 ? share : 4096;
+}
+
+/* A block with more rows than an item's has at most twice rows / item_rows items. */
+int64_t inverse_slots(const attend_args *args)
+{
+    const int64_t rows = rows_of(args), item = inverse_item_rows(args);
+    return rows > item ? 2 * (rows / item) + 2 : 0;
+}
+
+int64_t inverse_items(const attend_args *args) { return places_of(args) + inverse_slots(args); }
 
 static inverse_memory carve(const attend_args *args, void *workspace, size_t *bytes)
 {
     const inverse_shape s = shape_of(args);
     const size_t count = (size_t)(s.lists * s.chunks * s.capacity), start = (size_t)(s.lists * s.capacity);
     int32_t *p = (int32_t *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15);
-    *bytes = 4 * (count + start + (size_t)(s.lists * s.rows * args->list.shape[3])) + 15;
-    return {p, p + count, p + count + start};
+    const size_t tile = (size_t)(s.lists * s.rows * args->list.shape[3]), places = (size_t)places_of(args) + 1;
+    *bytes = 4 * (count + start + tile + 2 * places) + 15;
+    return {p, p + count, p + count + start, p + count + start + tile, p + count + start + tile + places};
 }
 
 size_t inverse_workspace(const attend_args *args)
@@ -55,7 +84,7 @@ size_t inverse_workspace(const attend_args *args)
 }
 
 /* Sequence and tile of list row `row`; false for an unused row. */
-__device__ bool row_place(const attend_kernel &a, int64_t view_b, int64_t row, sequence *seq, int64_t *q0)
+__device__ bool list_place(const attend_kernel &a, int64_t view_b, int64_t row, sequence *seq, int64_t *q0)
 {
     if (a.sq.cu_q == NULL) {
         *seq = sequence_at(a.sq, view_b);
@@ -87,19 +116,35 @@ __global__ void inverse_count(const __grid_constant__ attend_kernel a, int64_t r
         const int64_t row = first + i / a.list_k;
         sequence seq;
         int64_t q0;
-        if (!row_place(a, view_b, row, &seq, &q0)) continue;
+        if (!list_place(a, view_b, row, &seq, &q0)) continue;
         const int32_t *list = a.list + view_b * a.list_stride[0] + u * a.list_stride[1] + row * a.list_stride[2];
         const int64_t block = entry_block(a, list, (int)(i % a.list_k), seq, q0);
         if (block >= 0) atomicAdd(&c[block], 1);
     }
 }
 
+/* The sum of `x` over the threads before this one; *total over all. 1024 threads. */
+__device__ __forceinline__ int32_t sum_before(int32_t x, int32_t *sums, int32_t *total)
+{
+    __syncthreads();
+    sums[threadIdx.x] = x;
+    __syncthreads();
+    for (unsigned step = 1; step < blockDim.x; step *= 2) {
+        const int32_t left = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+        __syncthreads();
+        sums[threadIdx.x] += left;
+        __syncthreads();
+    }
+    *total = sums[blockDim.x - 1];
+    return sums[threadIdx.x] - x;
+}
+
 /* Exclusive sums: over chunks for each block, then over blocks. One block of threads a pair. */
 __global__ void inverse_scan(int64_t capacity, int64_t chunks, int32_t *count, int32_t *start)
 {
-    __shared__ int32_t totals[1024], carry;
+    __shared__ int32_t sums[1024];
     int32_t *c = count + (int64_t)blockIdx.x * chunks * capacity, *s = start + (int64_t)blockIdx.x * capacity;
-    if (threadIdx.x == 0) carry = 0;
+    int32_t carry = 0, all;
     for (int64_t base = 0; base < capacity; base += blockDim.x) {
         const int64_t block = base + threadIdx.x;
         int32_t total = 0;
@@ -109,19 +154,31 @@ __global__ void inverse_scan(int64_t capacity, int64_t chunks, int32_t *count, i
                 c[i * capacity + block] = total;
                 total += n;
             }
-        totals[threadIdx.x] = total;
-        __syncthreads();
-        for (unsigned step = 1; step < blockDim.x; step *= 2) {
-            const int32_t left = threadIdx.x >= step ? totals[threadIdx.x - step] : 0;
-            __syncthreads();
-            totals[threadIdx.x] += left;
-            __syncthreads();
-        }
-        const int32_t begin = carry + totals[threadIdx.x] - total;
-        __syncthreads();
+        const int32_t begin = carry + sum_before(total, sums, &all);
         if (block < capacity) s[block] = begin;
-        if (threadIdx.x == blockDim.x - 1) carry += totals[threadIdx.x];
-        __syncthreads();
+        carry += all;
+    }
+}
+
+__global__ void inverse_cut(const __grid_constant__ attend_kernel a, int64_t places, int64_t capacity, const int32_t *start, int32_t *item_start, int32_t *slot_start)
+{
+    __shared__ int32_t sums[1024];
+    const int units_here = a.units / a.kv_heads;
+    int32_t items_before = 0, slots_before = 0, all;
+    for (int64_t base = 0; base <= places; base += blockDim.x) {
+        const int64_t place = base + threadIdx.x, pair = place / capacity, index = place - pair * capacity;
+        int64_t rows = 0;
+        if (place < places && index + 1 < capacity)
+            for (int u = 0; u < units_here; u++) {
+                const int32_t *s = start + (pair * units_here + u) * capacity + index;
+                rows += (int64_t)(s[1] - s[0]) * a.tile * a.hs;
+            }
+        const int32_t items = place >= places ? 0 : rows > a.item_rows ? (int32_t)((rows + a.item_rows - 1) / a.item_rows) : 1;
+        const int32_t item = items_before + sum_before(items, sums, &all);
+        items_before += all;
+        const int32_t slot = slots_before + sum_before(items > 1 ? items : 0, sums, &all);
+        slots_before += all;
+        if (place <= places) item_start[place] = item, slot_start[place] = slot;
     }
 }
 
@@ -135,7 +192,7 @@ __global__ void inverse_fill(const __grid_constant__ attend_kernel a, int64_t ro
     for (int64_t row = first; row < end; row++) {
         sequence seq;
         int64_t q0;
-        if (!row_place(a, view_b, row, &seq, &q0)) continue;
+        if (!list_place(a, view_b, row, &seq, &q0)) continue;
         const int32_t *list = a.list + view_b * a.list_stride[0] + u * a.list_stride[1] + row * a.list_stride[2];
         for (int e = threadIdx.x; e < a.list_k; e += 32) {
             const int64_t block = entry_block(a, list, e, seq, q0);
@@ -154,13 +211,16 @@ quern_status inverse_build(const quern_exec *exec, const attend_args *args, atte
     kernel->inverse_start = m.start;
     kernel->inverse_tile = m.tile;
     kernel->inverse_entries = s.rows * kernel->list_k;
+    kernel->item_start = m.item_start;
+    kernel->slot_start = m.slot_start;
+    kernel->item_rows = inverse_item_rows(args);
     if (s.lists == 0) return QUERN_OK;
-    if (s.rows == 0) return cuda_report(cudaMemsetAsync(m.start, 0, (size_t)(s.lists * s.capacity) * 4, stream), "inverse: clear");
     const cudaError_t code = cudaMemsetAsync(m.count, 0, (size_t)(s.lists * s.chunks * s.capacity) * 4, stream);
     if (code != cudaSuccess) return cuda_report(code, "inverse: clear");
     const dim3 grid((unsigned)s.chunks, (unsigned)s.lists);
-    inverse_count<<<grid, 256, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count);
+    if (s.rows > 0) inverse_count<<<grid, 256, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count);
     inverse_scan<<<(unsigned)s.lists, 1024, 0, stream>>>(s.capacity, s.chunks, m.count, m.start);
-    inverse_fill<<<grid, 32, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count, m.start, m.tile, kernel->inverse_entries);
+    if (s.rows > 0) inverse_fill<<<grid, 32, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count, m.start, m.tile, kernel->inverse_entries);
+    inverse_cut<<<1, 1024, 0, stream>>>(*kernel, places_of(args), s.capacity, m.start, m.item_start, m.slot_start);
     return LAUNCHED("inverse");
 }

@@ -97,6 +97,14 @@ __device__ void write_list(const best_list &b, int64_t f0, int64_t g0, int64_t g
     if (count != NULL && lane == 0) *count = forced + kept;
 }
 
+/* Chunk `chunk` of row `row` of a tile, or zeros where src is NULL; `any` is an address to name then. */
+template <typename T, int ROWS>
+__device__ __forceinline__ void load_row(const void *any, uint32_t tile, char *tile_ptr, int row, int chunk, const T *src, int dim, bool vec)
+{
+    const bool valid = src != NULL && chunk * 8 < dim;
+    load_chunk16<T>(tile, tile_ptr, tile_at<ROWS>(row, chunk), valid ? src + chunk * 8 : (const T *)any, valid, vec);
+}
+
 /* MODE 0: mean_logit; 1: softmax on f32 cores; 2: softmax on tensor cores, <= 16 rows a list; 3: the same, any
  * number of rows. LISTS lists a block: 8 for modes 0 and 2, 1 for modes 1 and 3. */
 template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREADS) select_blocks(const __grid_constant__ select_kernel s)
@@ -181,7 +189,7 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
                 const int r = i / CHUNKS, list = r / 16, row = r % 16;
                 const int64_t query = q_first + (int64_t)list * a.tile + row / a.hs;
                 const bool in = list < lists && row < a.tile * a.hs && query < seq.nq;
-                load_row_chunk<T, DP>(aq, sq, r, i % CHUNKS, in ? q + query * a.q.s[1] + row % a.hs * a.q.s[2] : NULL, a.dim_k, a.vec_q);
+                load_row<T, 128>(a.q.p, aq, sq, r, i % CHUNKS, in ? q + query * a.q.s[1] + row % a.hs * a.q.s[2] : NULL, a.dim_k, a.vec_q);
             }
             cp_async_commit();
         }
@@ -224,7 +232,7 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
             if (any && CORES) {
                 for (int i = threadIdx.x; i < KEYS * CHUNKS; i += THREADS) {
                     const int64_t key = e0 + i / CHUNKS;
-                    load_row_chunk<T, DP>(ak, sk, i / CHUNKS, i % CHUNKS, key < seq.nk ? k + key * a.k.s[1] : NULL, a.dim_k, a.vec_k);
+                    load_row<T, KEYS>(a.k.p, ak, sk, i / CHUNKS, i % CHUNKS, key < seq.nk ? k + key * a.k.s[1] : NULL, a.dim_k, a.vec_k);
                 }
                 cp_async_commit();
                 cp_async_wait<0>();
@@ -256,11 +264,11 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
 #pragma unroll
                     for (int k0 = 0; k0 < DP; k0 += 16) {
                         uint32_t fa[4];
-                        load_a<DP>(fa, aq, warp * 16, k0, lane);
+                        load_a<128>(fa, aq, warp * 16, k0, lane);
 #pragma unroll
                         for (int n = 0; n < NT; n += 2) {
                             uint32_t fb[4];
-                            load_b<DP>(fb, ak, n * 8, k0, lane);
+                            load_b<KEYS>(fb, ak, n * 8, k0, lane);
                             mma16816<T>(acc[n], fa, fb[0], fb[1]);
                             mma16816<T>(acc[n + 1], fa, fb[2], fb[3]);
                         }
@@ -292,7 +300,7 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
                     if (MODE == 3) {
                         for (int i = threadIdx.x; i < 128 * CHUNKS; i += THREADS) {
                             const int64_t row = r0 + i / CHUNKS;
-                            load_row_chunk<T, DP>(aq, sq, i / CHUNKS, i % CHUNKS,
+                            load_row<T, 128>(a.q.p, aq, sq, i / CHUNKS, i % CHUNKS,
                                                   row < rows ? q + (q_first + row / a.hs) * a.q.s[1] + row % a.hs * a.q.s[2] : NULL, a.dim_k, a.vec_q);
                         }
                         cp_async_commit();
@@ -311,11 +319,11 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
 #pragma unroll
                         for (int k0 = 0; k0 < DP; k0 += 16) {
                             uint32_t fa[4];
-                            load_a<DP>(fa, aq, warp * 16, k0, lane);
+                            load_a<128>(fa, aq, warp * 16, k0, lane);
 #pragma unroll
                             for (int n = 0; n < NT; n += 2) {
                                 uint32_t fb[4];
-                                load_b<DP>(fb, ak, n * 8, k0, lane);
+                                load_b<KEYS>(fb, ak, n * 8, k0, lane);
                                 mma16816<T>(acc[n], fa, fb[0], fb[1]);
                                 mma16816<T>(acc[n + 1], fa, fb[2], fb[3]);
                             }

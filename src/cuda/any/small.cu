@@ -113,7 +113,7 @@ __global__ void list_convert(const int32_t *in, int64_t in_stride, int k_in, int
     while (kept < k_out) { /* the least target past `last`: sorts and removes repeats */
         int64_t best = end;
         for (int e = 0; e < k_in; e++) {
-            if (src[e] < 0) continue;
+            if (src[e] < 0 || src[e] * from >= n) continue;
             const int64_t first = src[e] * wide / narrow, stop = first + wide;
             const int64_t x = last + 1 > first ? last + 1 : first;
             if (x < stop && x < best) best = x;

@@ -13,7 +13,6 @@ quern_status attend_forward_run(const quern_exec *exec, const attend_args *args,
 quern_status attend_backward_run(const quern_exec *exec, const attend_args *args, void *workspace);
 quern_status attend_forward_half(const quern_exec *exec, const attend_args *args);
 quern_status attend_forward_f32(const quern_exec *exec, const attend_args *args);
-quern_status attend_backward_half(const quern_exec *exec, const attend_args *args, void *workspace);
 quern_status attend_backward_f32(const quern_exec *exec, const attend_args *args, void *workspace);
 
 bool compress_supports(const quern_exec *exec, const compress_args *args, char why[STAGE_WHY_BYTES]);

@@ -128,6 +128,21 @@ static inline int64_t piece_bound(const stage_seqs &s, int64_t unit, int64_t per
     return s.n_q * per_query / unit + s.batch;
 }
 
+/* Division of x < 2^31 by a number known at launch: one multiplication. */
+struct fast_div {
+    uint32_t d, m, s;
+};
+
+static inline fast_div fast_div_by(uint32_t d)
+{
+    fast_div f = {d, 0, 0};
+    while (((uint64_t)1 << f.s) < d) f.s++;
+    f.m = (uint32_t)((((uint64_t)1 << 32) * (((uint64_t)1 << f.s) - d)) / d + 1);
+    return f;
+}
+
+__device__ __forceinline__ uint32_t quotient(uint32_t x, const fast_div &f) { return (__umulhi(x, f.m) + x) >> f.s; }
+
 quern_status cuda_report(cudaError_t code, const char *what);
 #define LAUNCHED(what) cuda_report(cudaGetLastError(), what)
 

@@ -1,12 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* mma.cuh - tensor-core building blocks of every GPU since sm_80: cp.async, ldmatrix, mma.m16n8k16, and
- * the shared-memory tile they work on: rows of DP 16-bit elements whose 16-byte chunks are permuted by
- * chunk ^ (row & 7), so that ldmatrix reads eight rows from eight different bank groups. */
+ * the shared-memory tile they work on: panels of 64 16-bit columns whose 16-byte chunks are permuted by
+ * chunk ^ (row & 7), so that ldmatrix reads eight rows from eight different bank groups, and so that Hopper's
+ * warpgroup products (wgmma.cuh) can read the same tile. Accumulators have one layout in both. */
 #ifndef QUERN_CUDA_MMA_CUH
 #define QUERN_CUDA_MMA_CUH
 
 #include "common/device.cuh"
+#include "common/wgmma.cuh"
 
 __device__ __forceinline__ uint32_t smem_address(const void *p)
 {
@@ -31,7 +33,8 @@ __device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], uint32_t addre
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 
-template <typename T> __device__ __forceinline__ void mma16816(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+/* Nothing for f32, which has no product of its own here. */
+template <typename T> __device__ __forceinline__ void mma16816(float (&)[4], const uint32_t (&)[4], uint32_t, uint32_t) {}
 template <> __device__ __forceinline__ void mma16816<bf16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -64,41 +67,93 @@ __device__ __forceinline__ float exp2_fast(float x)
     return y;
 }
 
-/* Byte offset of 16-byte chunk `chunk` of `row` in a tile of DP elements a row. */
-template <int DP> __device__ __forceinline__ uint32_t tile_at(int row, int chunk)
+/* Byte offset of 16-byte chunk `chunk` of `row` in a tile of ROWS rows: panels of 64 columns, 128 bytes a row. */
+template <int ROWS> __device__ __forceinline__ uint32_t tile_at(int row, int chunk)
 {
-    return (uint32_t)(row * (DP * 2) + ((chunk ^ (row & 7)) << 4));
+    return (uint32_t)((chunk >> 3) * (ROWS * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4));
 }
 
 /* Fragment addresses for lane `lane`. A: 16 rows x 16 k from a row-major tile. */
-template <int DP> __device__ __forceinline__ void load_a(uint32_t (&r)[4], uint32_t tile, int row0, int k0, int lane)
+template <int ROWS> __device__ __forceinline__ void load_a(uint32_t (&r)[4], uint32_t tile, int row0, int k0, int lane)
 {
-    ldmatrix4(r, tile + tile_at<DP>(row0 + (lane & 15), (k0 >> 3) + (lane >> 4)));
+    ldmatrix4(r, tile + tile_at<ROWS>(row0 + (lane & 15), (k0 >> 3) + (lane >> 4)));
 }
 /* B as n x k row-major (two n8 tiles, one k16): r[0..1] for n0, r[2..3] for n0 + 8. */
-template <int DP> __device__ __forceinline__ void load_b(uint32_t (&r)[4], uint32_t tile, int n0, int k0, int lane)
+template <int ROWS> __device__ __forceinline__ void load_b(uint32_t (&r)[4], uint32_t tile, int n0, int k0, int lane)
 {
-    ldmatrix4(r, tile + tile_at<DP>(n0 + ((lane >> 4) << 3) + (lane & 7), (k0 >> 3) + ((lane >> 3) & 1)));
+    ldmatrix4(r, tile + tile_at<ROWS>(n0 + ((lane >> 4) << 3) + (lane & 7), (k0 >> 3) + ((lane >> 3) & 1)));
 }
 /* B as k x n row-major (one k16, two n8 tiles). */
-template <int DP> __device__ __forceinline__ void load_b_trans(uint32_t (&r)[4], uint32_t tile, int k0, int n0, int lane)
+template <int ROWS> __device__ __forceinline__ void load_b_trans(uint32_t (&r)[4], uint32_t tile, int k0, int n0, int lane)
 {
-    ldmatrix4_trans(r, tile + tile_at<DP>(k0 + (lane & 15), (n0 >> 3) + (lane >> 4)));
+    ldmatrix4_trans(r, tile + tile_at<ROWS>(k0 + (lane & 15), (n0 >> 3) + (lane >> 4)));
 }
 
-/* Copies one row of `dim` elements (a multiple of 8, zeros behind it up to DP) into row `row` of a tile;
- * `worker` of `workers` threads share the row's chunks. src NULL: zeros. Finish with a commit and wait. */
-template <typename T, int DP>
-__device__ __forceinline__ void load_row_chunk(uint32_t tile, char *tile_ptr, int row, int chunk, const T *src, int dim, bool vec)
+/* Copies a chunk of a row, or zeros where it is not valid, to `at` of a tile. Finish with a commit and wait. */
+template <typename T> __device__ __forceinline__ void load_chunk16(uint32_t tile, char *tile_ptr, uint32_t at, const T *src, bool valid, bool vec)
 {
-    const uint32_t at = tile_at<DP>(row, chunk);
-    const bool valid = src != NULL && chunk * 8 < dim;
     if (vec || !valid) {
-        cp_async16(tile + at, valid ? (const void *)(src + chunk * 8) : (const void *)tile_ptr, valid);
+        cp_async16(tile + at, src, valid);
     } else {
         T *dst = (T *)(tile_ptr + at);
 #pragma unroll
-        for (int i = 0; i < 8; i++) dst[i] = src[chunk * 8 + i];
+        for (int i = 0; i < 8; i++) dst[i] = src[i];
+    }
+}
+
+/* acc[n][.] += A[row0 + ..][k] B[n0 + n 8 + ..][k] over DP columns, for 16 rows a warp. WG: the four warps of a
+ * warpgroup hold 64 consecutive rows, and the product may be one of Hopper's (finish with wg_finish). */
+template <typename T, int DP, int NT, int ROWS_A, int ROWS_B, bool WG>
+__device__ __forceinline__ void product_nt(float (&acc)[NT][4], uint32_t a, int row0, uint32_t b, int n0, int lane)
+{
+#ifdef QUERN_WGMMA
+    if constexpr (WG) {
+        const int wg_row = row0 & ~63;
+#pragma unroll
+        for (int k0 = 0; k0 < DP; k0 += 16) {
+            const uint64_t da = wg_tile(a + (k0 >> 6) * (ROWS_A * 128) + wg_row * 128 + (k0 & 63) * 2, 0);
+            const uint64_t db = wg_tile(b + (k0 >> 6) * (ROWS_B * 128) + n0 * 128 + (k0 & 63) * 2, 0);
+            wg_ss<T>(acc, da, db);
+        }
+    } else
+#endif
+    {
+#pragma unroll
+        for (int k0 = 0; k0 < DP; k0 += 16) {
+            uint32_t fa[4];
+            load_a<ROWS_A>(fa, a, row0, k0, lane);
+#pragma unroll
+            for (int n = 0; n < NT; n += 2) {
+                uint32_t fb[4];
+                load_b<ROWS_B>(fb, b, n0 + n * 8, k0, lane);
+                mma16816<T>(acc[n], fa, fb[0], fb[1]);
+                mma16816<T>(acc[n + 1], fa, fb[2], fb[3]);
+            }
+        }
+    }
+}
+
+/* acc[n][.] += A[..][k] B[k0 + k][n 8 + ..] for the 16 k of fragment `fa` and DP columns. */
+template <typename T, int DP, int ROWS_B, bool WG>
+__device__ __forceinline__ void product_nn(float (&acc)[DP / 8][4], const uint32_t (&fa)[4], uint32_t b, int k0, int lane)
+{
+#ifdef QUERN_WGMMA
+    if constexpr (WG) {
+#pragma unroll
+        for (int p = 0; p < DP / 64; p++) {
+            float(&part)[8][4] = *(float(*)[8][4])&acc[p * 8];
+            wg_rs<T>(part, fa, wg_tile(b + p * (ROWS_B * 128) + k0 * 128, ROWS_B * 128));
+        }
+    } else
+#endif
+    {
+#pragma unroll
+        for (int n = 0; n < DP / 8; n += 2) {
+            uint32_t fb[4];
+            load_b_trans<ROWS_B>(fb, b, k0, n * 8, lane);
+            mma16816<T>(acc[n], fa, fb[0], fb[1]);
+            mma16816<T>(acc[n + 1], fa, fb[2], fb[3]);
+        }
     }
 }
 

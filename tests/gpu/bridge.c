@@ -1,0 +1,229 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * bridge.c - runs every stage of a test on the GPU, though its tensors stand in host memory. Linked with
+ * --wrap=context_backend, so the library's drivers, and with them every test written for the CPU, get a stage
+ * table whose stages
+ *
+ *   copy each tensor of their arguments to the device, at the same alignment, between guards;
+ *   run the CUDA stage on a stream of its own with a poisoned workspace between guards: twice directly, then
+ *   captured in a graph and replayed, each from the same starting bytes;
+ *   fail the test unless the three results are the same bits, guards included, and copy the first back.
+ *
+ * What lies between a strided tensor's elements travels too, so the tests' own guards see stray writes.
+ */
+#include "backend.h"
+#include "cmocka_c11.h"
+#include "core/context.h"
+#include "core/error.h"
+#include "cuda/plugin.h"
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { GUARD = 512, PATTERN = 0x5a, RUNS = 3, MAX_TENSORS = 80 };
+
+quern_cuda_plugin_entry quern_cuda_plugin_1;
+const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *stream, quern_exec *exec);
+quern_cpu_level __wrap_quern_cpu_level_detect(void);
+
+static const quern_backend *cuda;
+static cudaStream_t stream;
+
+#define CHECK(call)                                                                                          \
+    do {                                                                                                     \
+        const cudaError_t code_ = (call);                                                                    \
+        if (code_ != cudaSuccess) fail_msg("%s: %s", #call, cudaGetErrorString(code_));                      \
+    } while (0)
+
+/* One tensor, or the workspace, of a call. */
+typedef struct image {
+    char *host;              /* what travels, or NULL: poison */
+    unsigned char *device;   /* guard, gap up to the same alignment, bytes, guard */
+    unsigned char *start[2]; /* the buffer as it goes up; as the first run left it */
+    size_t bytes, at, total;
+} image;
+
+static size_t span_of(const quern_tensor *t)
+{
+    int64_t last = 0;
+    for (int32_t i = 0; i < t->ndim; i++) {
+        if (t->shape[i] == 0) return 0;
+        last += (t->shape[i] - 1) * t->strides[i];
+    }
+    return (size_t)(last + 1) * quern_dtype_size(t->dtype);
+}
+
+static void *bytes_or_fail(size_t n)
+{
+    void *p = malloc(n + 1);
+    if (p == NULL) fail_msg("the test is out of memory");
+    return p;
+}
+
+static image image_make(void *host, size_t bytes, size_t alignment)
+{
+    image m = {host, NULL, {NULL, NULL}, bytes, GUARD + alignment, GUARD + alignment + bytes + GUARD};
+    m.start[0] = bytes_or_fail(m.total);
+    m.start[1] = bytes_or_fail(m.total);
+    memset(m.start[0], PATTERN, m.total);
+    if (host != NULL) memcpy(m.start[0] + m.at, host, bytes);
+    else memset(m.start[0] + m.at, 0xff, bytes);
+    CHECK(cudaMalloc((void **)&m.device, m.total));
+    return m;
+}
+
+static void image_free(image *m)
+{
+    CHECK(cudaFree(m->device));
+    free(m->start[0]);
+    free(m->start[1]);
+}
+
+/* Checks the run's bytes against the first run's; keeps the first run's. The workspace may differ. */
+static void image_take(image *m, int run, const char *stage)
+{
+    unsigned char *now = bytes_or_fail(m->total);
+    CHECK(cudaMemcpyAsync(now, m->device, m->total, cudaMemcpyDeviceToHost, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    for (size_t i = 0; i < m->total; i++)
+        if ((i < m->at || i >= m->at + m->bytes) && now[i] != PATTERN)
+            fail_msg("%s: byte %lld of a buffer of %zu was written", stage, (long long)i - (long long)m->at, m->bytes);
+    if (run == 0) {
+        memcpy(m->start[1], now, m->total);
+    } else if (m->host != NULL) {
+        for (size_t i = 0; i < m->total; i++)
+            if (now[i] != m->start[1][i])
+                fail_msg("%s: byte %zu of a buffer of %zu differs in %s", stage, i - m->at, m->bytes, run == 1 ? "the second run" : "the replayed graph");
+    }
+    free(now);
+}
+
+typedef quern_status stage_call(const quern_exec *exec, const void *args, void *workspace);
+
+static quern_status bridge(const char *stage, const quern_exec *given, void *args, const size_t *offsets, size_t count, size_t workspace_bytes,
+                           stage_call *call)
+{
+    image images[MAX_TENSORS + 1];
+    size_t made = 0;
+    quern_exec exec = *given;
+    exec.device = QUERN_CUDA;
+    exec.stream = stream;
+    for (size_t i = 0; i < count; i++) {
+        quern_tensor *t = (quern_tensor *)((char *)args + offsets[i]);
+        if (t->ndim == 0) continue;
+        if (made == MAX_TENSORS) fail_msg("%s: more than %d tensors", stage, MAX_TENSORS);
+        images[made] = image_make(t->data != NULL ? t->data : "", t->data != NULL ? span_of(t) : 0, (uintptr_t)t->data % 256);
+        t->data = images[made].device + images[made].at;
+        t->device = QUERN_CUDA;
+        made++;
+    }
+    images[made] = image_make(NULL, workspace_bytes, 1);
+    void *workspace = workspace_bytes > 0 ? images[made].device + images[made].at : NULL;
+    made++;
+    quern_status status = QUERN_OK;
+    for (int run = 0; run < RUNS && status == QUERN_OK; run++) {
+        cudaGraph_t graph;
+        cudaGraphExec_t replay;
+        for (size_t i = 0; i < made; i++) CHECK(cudaMemcpyAsync(images[i].device, images[i].start[0], images[i].total, cudaMemcpyHostToDevice, stream));
+        CHECK(cudaStreamSynchronize(stream));
+        if (run == 2) CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        status = call(&exec, args, workspace);
+        if (status != QUERN_OK) fail_msg("%s: %s", stage, quern_last_error(NULL));
+        if (run == 2) {
+            CHECK(cudaStreamEndCapture(stream, &graph));
+            CHECK(cudaGraphInstantiate(&replay, graph, 0));
+            CHECK(cudaGraphLaunch(replay, stream));
+            CHECK(cudaStreamSynchronize(stream));
+            CHECK(cudaGraphExecDestroy(replay));
+            CHECK(cudaGraphDestroy(graph));
+        }
+        const cudaError_t code = cudaStreamSynchronize(stream);
+        if (code != cudaSuccess) fail_msg("%s: %s", stage, cudaGetErrorString(code));
+        for (size_t i = 0; i < made; i++) image_take(&images[i], run, stage);
+    }
+    for (size_t i = 0; i < made; i++) {
+        if (images[i].host != NULL && images[i].bytes > 0) memcpy(images[i].host, images[i].start[1] + images[i].at, images[i].bytes);
+        image_free(&images[i]);
+    }
+    return status;
+}
+
+#define AT(args, member) offsetof(args, member)
+#define SEQS(args) AT(args, seqs.cu_q), AT(args, seqs.cu_kv)
+static const size_t attend_tensors[] = {SEQS(attend_args), AT(attend_args, list), AT(attend_args, q), AT(attend_args, k), AT(attend_args, v),
+                                        AT(attend_args, o), AT(attend_args, lse), AT(attend_args, d_o), AT(attend_args, row_scale),
+                                        AT(attend_args, delta), AT(attend_args, d_q), AT(attend_args, d_k), AT(attend_args, d_v)};
+static const size_t compress_tensors[] = {
+    SEQS(compress_args), AT(compress_args, k), AT(compress_args, v), AT(compress_args, w_k), AT(compress_args, w_v), AT(compress_args, pe_k),
+    AT(compress_args, pe_v), AT(compress_args, k_cmp), AT(compress_args, v_cmp), AT(compress_args, d_k_cmp), AT(compress_args, d_v_cmp),
+    AT(compress_args, d_k), AT(compress_args, d_v), AT(compress_args, d_w_k), AT(compress_args, d_w_v), AT(compress_args, d_pe_k), AT(compress_args, d_pe_v)};
+static const size_t select_tensors[] = {SEQS(select_args), AT(select_args, q), AT(select_args, k_cmp), AT(select_args, lse_cmp),
+                                        AT(select_args, block_idx), AT(select_args, block_count), AT(select_args, group_idx)};
+static const size_t gate_tensors[] = {SEQS(gate_args), AT(gate_args, q), AT(gate_args, w_gate), AT(gate_args, gates), AT(gate_args, o_b[0]),
+                                      AT(gate_args, o_b[1]), AT(gate_args, o_b[2]), AT(gate_args, o), AT(gate_args, d_o), AT(gate_args, d_o_b[0]),
+                                      AT(gate_args, d_o_b[1]), AT(gate_args, d_o_b[2]), AT(gate_args, delta[0]), AT(gate_args, delta[1]),
+                                      AT(gate_args, delta[2]), AT(gate_args, d_q), AT(gate_args, d_w_gate), AT(gate_args, d_gates)};
+static const size_t convert_tensors[] = {SEQS(convert_args), AT(convert_args, in), AT(convert_args, out)};
+static const size_t rowdot_tensors[] = {SEQS(rowdot_args), AT(rowdot_args, a), AT(rowdot_args, b), AT(rowdot_args, out)};
+static const size_t list_convert_tensors[] = {AT(list_convert_args, in), AT(list_convert_args, out), AT(list_convert_args, count)};
+
+#define STAGE_BRIDGE(stage, type, tensors)                                                                            \
+    static bool stage##_supports(const quern_exec *exec, const type *args, char why[STAGE_WHY_BYTES])                 \
+    {                                                                                                                 \
+        return cuda->stage.supports(exec, args, why);                                                                 \
+    }                                                                                                                 \
+    static size_t stage##_workspace(const quern_exec *exec, const type *args)                                         \
+    {                                                                                                                 \
+        return cuda->stage.workspace(exec, args);                                                                     \
+    }                                                                                                                 \
+    static quern_status stage##_call(const quern_exec *exec, const void *args, void *workspace)                       \
+    {                                                                                                                 \
+        return cuda->stage.run(exec, args, workspace);                                                                \
+    }                                                                                                                 \
+    static quern_status stage##_run(const quern_exec *exec, const type *args, void *workspace)                        \
+    {                                                                                                                 \
+        type copy = *args;                                                                                            \
+        (void)workspace;                                                                                              \
+        return bridge(#stage, exec, &copy, tensors, sizeof tensors / sizeof *tensors, cuda->stage.workspace(exec, args), stage##_call); \
+    }
+STAGE_BRIDGE(attend_forward, attend_args, attend_tensors)
+STAGE_BRIDGE(attend_backward, attend_args, attend_tensors)
+STAGE_BRIDGE(compress_forward, compress_args, compress_tensors)
+STAGE_BRIDGE(compress_backward, compress_args, compress_tensors)
+STAGE_BRIDGE(select, select_args, select_tensors)
+STAGE_BRIDGE(gate_forward, gate_args, gate_tensors)
+STAGE_BRIDGE(gate_backward, gate_args, gate_tensors)
+STAGE_BRIDGE(convert, convert_args, convert_tensors)
+STAGE_BRIDGE(rowdot, rowdot_args, rowdot_tensors)
+STAGE_BRIDGE(list_convert, list_convert_args, list_convert_tensors)
+
+#define ROW(stage) .stage = {stage##_supports, stage##_workspace, stage##_run}
+static const quern_backend bridged = {
+    .name = "cuda, from host memory",
+    ROW(attend_forward), ROW(attend_backward), ROW(compress_forward), ROW(compress_backward), ROW(select),
+    ROW(gate_forward), ROW(gate_backward), ROW(convert), ROW(rowdot), ROW(list_convert),
+};
+
+const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *ignored, quern_exec *exec)
+{
+    (void)device;
+    (void)ignored;
+    if (cuda == NULL) {
+        const quern_cuda_plugin *plugin = quern_cuda_plugin_1(error_set);
+        if (plugin->size != sizeof *plugin || plugin->backend_size != sizeof(quern_backend)) fail_msg("the plugin is of another build");
+        if (plugin->check_device(0) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
+        CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        cuda = plugin->backend;
+    }
+    *exec = (quern_exec){QUERN_CPU, device_id, ctx->threads, ctx->cpu_level, NULL};
+    return &bridged;
+}
+
+/* One level is enough: the CPU's kernels do not run. */
+quern_cpu_level __wrap_quern_cpu_level_detect(void)
+{
+    return QUERN_CPU_LEVEL_PORTABLE;
+}
