@@ -4,9 +4,9 @@
  * compress.cu - the compress stages: mean compression of K and V and its backward; products with weights are
  * compress_matrix.cu's.
  *
- * Forward: a thread owns eight columns of one head (of K or of V) and sums them over the block's l tokens,
- * eight 16-byte loads in flight; the threads of a block cover all heads, so each token's row is read once,
- * contiguously. Overlapping blocks (d < l) meet in L2. A projection multiplies the f32 mean, kept in
+ * Forward: a thread owns eight columns of one head (of K or of V) and sums them over a quarter of the block's l
+ * tokens, eight 16-byte loads in flight; 64 neighbours read 1 KB of each token's row contiguously, and the four
+ * quarters meet in shared memory, in order. Overlapping blocks (d < l) meet in L2. A projection multiplies the f32 mean, kept in
  * workspace, by W. Backward: a thread writes d tokens' columns from the l/d entries that cover them.
  * Limit: forward reads K and V once (read rate), backward writes dK and dV once (fill rate).
  */
@@ -14,7 +14,7 @@
 #include "any/stages.cuh"
 #include "common/chunk.cuh"
 
-enum { THREADS = 256 };
+enum { THREADS = 256, COLUMNS = 64, PARTS = THREADS / COLUMNS };
 
 /* Sequence lengths in compressed rows, summed: cu_cmp [batch + 1]. One warp. */
 __global__ void compress_borders(seqs sq, int64_t l, int64_t d, int32_t *cu_cmp)
@@ -39,27 +39,41 @@ __global__ void compress_borders(seqs sq, int64_t l, int64_t d, int32_t *cu_cmp)
 
 template <typename T> __global__ void __launch_bounds__(THREADS) compress_mean(const __grid_constant__ compress_kernel a)
 {
-    const int chunks_k = a.side[0].dim / CHUNK * a.heads;
-    int c = blockIdx.y * blockDim.x + threadIdx.x;
+    __shared__ float4 shares[PARTS - 1][2][COLUMNS];
+    const int chunks_k = a.side[0].dim / CHUNK * a.heads, column = threadIdx.x % COLUMNS, part = threadIdx.x / COLUMNS;
+    int c = blockIdx.y * COLUMNS + column;
     const int which = c >= chunks_k;
     if (which) c -= chunks_k;
     const compress_side &x = a.side[which];
     const int per_head = x.dim / CHUNK;
-    if (c >= per_head * a.heads) return;
-    const int h = c / per_head, col = c % per_head * CHUNK;
-    const int64_t vb = blockIdx.x / a.rows, row = blockIdx.x % a.rows;
+    const bool mine = c < per_head * a.heads;
+    const int h = mine ? c / per_head : 0, col = mine ? (c - h * per_head) * CHUNK : 0;
+    const int64_t vb = a.sq.cu_q != NULL ? 0 : blockIdx.x / a.rows, row = blockIdx.x - vb * a.rows;
     sequence seq;
     int64_t entry;
-    const bool in = entry_at(a, vb, row, &seq, &entry);
+    const bool in = mine && entry_at(a, vb, row, &seq, &entry);
     float sum[CHUNK] = {};
     if (in) {
-        const T *p = (const T *)x.x.p + seq.view_b * x.x.s[0] + (seq.q0 + entry * a.d) * x.x.s[1] + h * x.x.s[2] + col;
+        const int from = (int)(part * a.l / PARTS), to = (int)((part + 1) * a.l / PARTS);
+        const T *p = (const T *)x.x.p + seq.view_b * x.x.s[0] + (seq.q0 + entry * a.d + from) * x.x.s[1] + h * x.x.s[2] + col;
 #pragma unroll 8
-        for (int64_t t = 0; t < a.l; t++) {
-            const chunk v = load_chunk(p + t * x.x.s[1], x.vec);
+        for (int t = from; t < to; t++, p += x.x.s[1]) {
+            const chunk v = load_chunk(p, x.vec);
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) sum[i] += v.x[i];
         }
+    }
+    if (part > 0) {
+        shares[part - 1][0][column] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        shares[part - 1][1][column] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
+    __syncthreads();
+    if (part > 0 || !mine) return;
+#pragma unroll
+    for (int s = 0; s < PARTS - 1; s++) {
+        const float4 lo = shares[s][0][column], hi = shares[s][1][column];
+        sum[0] += lo.x, sum[1] += lo.y, sum[2] += lo.z, sum[3] += lo.w;
+        sum[4] += hi.x, sum[5] += hi.y, sum[6] += hi.z, sum[7] += hi.w;
     }
     chunk mean;
 #pragma unroll
@@ -200,8 +214,7 @@ template <typename T> static quern_status means(const compress_args *args, compr
     if (!side1) a.side[1].dim = 0;
     const int chunks = (a.side[0].dim + a.side[1].dim) / CHUNK * a.heads;
     if (views * a.rows == 0 || chunks == 0) return QUERN_OK;
-    const int threads = chunks < THREADS ? (chunks + 31) / 32 * 32 : THREADS;
-    compress_mean<T><<<dim3((unsigned)(views * a.rows), (unsigned)((chunks + threads - 1) / threads)), threads, 0, stream>>>(a);
+    compress_mean<T><<<dim3((unsigned)(views * a.rows), (unsigned)((chunks + COLUMNS - 1) / COLUMNS)), THREADS, 0, stream>>>(a);
     return LAUNCHED("compress mean");
 }
 

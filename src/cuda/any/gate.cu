@@ -18,7 +18,7 @@
 #include <math.h>
 #include <stdio.h>
 
-enum { THREADS = 256, MOST_SLICES = 512 };
+enum { THREADS = 256, MOST_SLICES = 264 };
 
 struct gate_kernel {
     int64_t rows; /* tokens, all sequences */

@@ -26,6 +26,7 @@ struct select_kernel {
     int64_t idx_stride[3], count_stride[3], group_stride[3];
     int32_t k, c, forced_first, forced_local;
     int32_t l_over_d, s_over_d; /* l / d and l' / d */
+    int32_t history;            /* scores before a step that its blocks overlap, rounded up to 32 */
     int64_t select_block;
     int64_t list_rows; /* list rows of one batch view */
     bool mean_logit;
@@ -107,7 +108,7 @@ __device__ __forceinline__ void load_row(const void *any, uint32_t tile, char *t
 
 /* MODE 0: mean_logit; 1: softmax on f32 cores; 2: softmax on tensor cores, <= 16 rows a list; 3: the same, any
  * number of rows. LISTS lists a block: 8 for modes 0 and 2, 1 for modes 1 and 3. */
-template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREADS) select_blocks(const __grid_constant__ select_kernel s)
+template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREADS, DP <= 128 ? 2 : 1) select_blocks(const __grid_constant__ select_kernel s)
 {
     constexpr int LISTS = MODE == 0 || MODE == 2 ? WARPS : 1, CHUNKS = DP / 8, NT = KEYS / 8;
     constexpr bool CORES = MODE >= 2;
@@ -115,13 +116,13 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
     const attend_kernel &a = s.a;
     extern __shared__ __align__(128) char smem[];
     char *sq = smem, *sk = sq + (CORES ? 128 * DP * 2 : (MODE == 0 ? LISTS : 64) * LD * 4);
-    float *history = (float *)(sk + (CORES ? KEYS * DP * 2 : KEYS * LD * 4)); /* [LISTS][MAX_HISTORY + KEYS] */
+    float *history = (float *)(sk + (CORES ? 2 * KEYS * DP * 2 : KEYS * LD * 4)); /* [LISTS][MAX_HISTORY + KEYS] */
     float *partial = history + LISTS * (MAX_HISTORY + KEYS);                 /* [WARPS][KEYS] */
     uint32_t *keys = (uint32_t *)(partial + WARPS * KEYS);                    /* [LISTS][k] */
     int32_t *indices = (int32_t *)(keys + LISTS * s.k);
     uint32_t *group_keys = (uint32_t *)(indices + LISTS * s.k);
     int32_t *group_indices = (int32_t *)(group_keys + LISTS * s.c);
-    const uint32_t aq = smem_address(sq), ak = smem_address(sk);
+    const uint32_t aq = smem_address(sq), ak0 = smem_address(sk);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, u = blockIdx.y;
     const int64_t vb = blockIdx.z;
 
@@ -226,16 +227,23 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
         }
         const int back = s.l_over_d - 1; /* entries before a block's first that overlap it */
         float group_sum = 0.0f;
+        auto load_keys = [&](int64_t from) {
+            const uint32_t to = (uint32_t)(from / KEYS & 1) * KEYS * DP * 2;
+            for (int i = threadIdx.x; from < seq.nk && i < KEYS * CHUNKS; i += THREADS) {
+                const int64_t key = from + i / CHUNKS;
+                load_row<T, KEYS>(a.k.p, ak0 + to, sk + to, i / CHUNKS, i % CHUNKS, key < seq.nk ? k + key * a.k.s[1] : NULL, a.dim_k, a.vec_k);
+            }
+            cp_async_commit();
+        };
+        uint32_t ak = ak0;
+        if (CORES) load_keys(0);
         for (int64_t e0 = 0; e0 < walk_end; e0 += KEYS) {
+            if (CORES) cp_async_wait<0>();
             __syncthreads();
             const bool any = e0 < seq.nk;
-            if (any && CORES) {
-                for (int i = threadIdx.x; i < KEYS * CHUNKS; i += THREADS) {
-                    const int64_t key = e0 + i / CHUNKS;
-                    load_row<T, KEYS>(a.k.p, ak, sk, i / CHUNKS, i % CHUNKS, key < seq.nk ? k + key * a.k.s[1] : NULL, a.dim_k, a.vec_k);
-                }
-                cp_async_commit();
-                cp_async_wait<0>();
+            if (CORES) {
+                load_keys(e0 + KEYS);
+                ak = ak0 + (uint32_t)(e0 / KEYS & 1) * KEYS * DP * 2;
             } else if (any) {
                 float *kt = (float *)sk;
                 for (int i = threadIdx.x; i < KEYS * a.dim_k; i += THREADS) {
@@ -243,7 +251,7 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
                     kt[i / a.dim_k * LD + i % a.dim_k] = key < seq.nk ? to_float<T>(k[key * a.k.s[1] + i % a.dim_k]) : 0.0f;
                 }
             }
-            __syncthreads();
+            if (!CORES) __syncthreads();
             float *out = history + warp * (MAX_HISTORY + KEYS) + MAX_HISTORY;
             if (MODE == 0) {
                 if (mine)
@@ -411,15 +419,16 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
                     group_sum = 0.0f;
                 }
             }
-            /* Keep the last MAX_HISTORY scores before the next step's. */
-            float *h = history + warp * (MAX_HISTORY + KEYS);
-            for (int i0 = 0; i0 < MAX_HISTORY; i0 += 32) {
+            /* Keep the last scores that a later block may overlap before the next step's. */
+            float *h = history + warp * (MAX_HISTORY + KEYS) + MAX_HISTORY - s.history;
+            for (int i0 = 0; i0 < s.history; i0 += 32) {
                 const float x = h[i0 + lane + KEYS];
                 __syncwarp();
                 h[i0 + lane] = x;
                 __syncwarp();
             }
         }
+        if (CORES) cp_async_wait<0>();
         if (mine) {
             const int64_t row = row_begin + warp;
             write_list(best, f0, g0, g1, s.idx + vb * s.idx_stride[0] + u * s.idx_stride[1] + row * s.idx_stride[2], s.k,
@@ -451,7 +460,7 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
 template <typename T, int DP, int MODE> static quern_status launch(const select_kernel &s, int64_t views, cudaStream_t stream)
 {
     constexpr int LISTS = MODE == 0 || MODE == 2 ? WARPS : 1, LD = DP + 1;
-    const size_t q_bytes = MODE >= 2 ? 128 * DP * 2 : (MODE == 0 ? LISTS : 64) * LD * 4, k_bytes = MODE >= 2 ? KEYS * DP * 2 : KEYS * LD * 4;
+    const size_t q_bytes = MODE >= 2 ? 128 * DP * 2 : (MODE == 0 ? LISTS : 64) * LD * 4, k_bytes = MODE >= 2 ? 2 * KEYS * DP * 2 : KEYS * LD * 4;
     const size_t bytes = q_bytes + k_bytes + ((size_t)LISTS * (MAX_HISTORY + KEYS) + WARPS * KEYS + 2 * (size_t)LISTS * (s.k + s.c)) * 4;
     const dim3 grid((unsigned)((s.list_rows + LISTS - 1) / LISTS), (unsigned)s.a.units, (unsigned)views);
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return QUERN_OK;
@@ -536,6 +545,7 @@ quern_status select_run(const quern_exec *exec, const select_args *args, void *w
     }
     s.forced_first = (int32_t)args->params.forced_first, s.forced_local = (int32_t)args->params.forced_local;
     s.l_over_d = (int32_t)(args->params.block_size / args->params.stride), s.s_over_d = (int32_t)(args->params.select_block / args->params.stride);
+    s.history = s.l_over_d + s.s_over_d > 2 ? (s.l_over_d + s.s_over_d - 2 + 31) / 32 * 32 : 0;
     s.select_block = args->params.select_block;
     s.mean_logit = args->params.metric == QUERN_NSA_METRIC_MEAN_LOGIT;
     cudaStream_t stream = (cudaStream_t)exec->stream;

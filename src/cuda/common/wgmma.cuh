@@ -72,6 +72,21 @@ __device__ __forceinline__ void wg_finish()
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 #endif
 }
+__device__ __forceinline__ void wg_commit()
+{
+#ifdef QUERN_WGMMA
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+/* Waits until at most N groups are under way; `acc` is complete then. */
+template <int N, int TILES> __device__ __forceinline__ void wg_wait(float (&acc)[TILES][4])
+{
+#ifdef QUERN_WGMMA
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+#pragma unroll
+    for (int i = 0; i < TILES; i++) asm volatile("" : WG4(acc[i])::"memory");
+#endif
+}
 __device__ __forceinline__ void wg_show()
 {
 #ifdef QUERN_WGMMA
