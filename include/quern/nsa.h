@@ -144,6 +144,66 @@ typedef struct quern_nsa_tensors {
      NULL, NULL}
 
 /*
+ * What is refused. Every check comes before the first byte of an output or of the workspace is written; the sentence
+ * of quern_last_error() names the argument, what was given and what is accepted. Status: QUERN_ERR_INVALID_ARGUMENT
+ * unless said.
+ *
+ *   combination                                        accepted instead                          refused by
+ *   ctx, params, tensors or bytes NULL                 not NULL                                  all
+ *   params.size, tensors.size of another version       sizeof, as the _INIT macros set it        all
+ *   block_size, num_selected out of range              1 ... 2^31 - 1                            all
+ *   stride > block_size, or no divisor of it           a divisor of block_size (0: block_size)   all
+ *   select_block no multiple of stride                 a multiple (0: block_size)                all
+ *   tile < 1 or > 256                                  1 ... 256                                 all
+ *   window < 1                                         >= 1                                      all
+ *   forced_first, forced_local, max_compressed_groups  0 ... 2^31 - 1                            all
+ *     out of range
+ *   an enum of no meaning; branches 0 or > 7           the enum's values; 1 ... 7                all
+ *   scale < 0, NaN or infinite                         0 (1 / sqrt(D)) or finite and > 0         all
+ *   num_selected < forced_first + (forced_local > 0 ?  at least that many (non-causal:           forward that computes
+ *     forced_local + (l' - gcd(Tq, l') + Tq - 1) / l'  forced_first)                             the lists, select
+ *     : 0)
+ *   metric mean_logit without l = d = l'               l = d = l', or metric softmax             the same
+ *   max_compressed_groups > 0 with metric softmax      mean_logit, or 0                          forward, backward,
+ *   0 < max_compressed_groups < 1 + ceil((Tq - 1) /    at least that many (non-causal: 1)        select, attend and
+ *     (128 d))                                                                                   its backward
+ *   groups GIVEN with max_compressed_groups 0          max_compressed_groups > 0                 the same
+ *   compress GIVEN                                     mean, linear                              compress, its backward
+ *   a tensor that the operation needs is NULL: linear  the tensor                                each, as described
+ *     without w_k or w_v, gate GIVEN without gates,                                              with the function
+ *     gate WEIGHTS without w_gate, selection GIVEN
+ *     without block_idx, groups GIVEN without
+ *     group_idx, compress GIVEN without k_cmp, v_cmp,
+ *     k_slc without v_slc, k_win without v_win, ...
+ *   pe_k, pe_v with compress other than linear         compress linear, or NULL                  the whole, compress
+ *   w_k, w_v with compress GIVEN                       NULL                                      the whole
+ *   w_gate with gate other than WEIGHTS                gate WEIGHTS, or NULL                     the whole, gate
+ *   d_w_gate with gate other than WEIGHTS              gate WEIGHTS, or NULL                     the backwards of these
+ *   d_gates with gate WEIGHTS                          gate GIVEN or NONE, or NULL               the same
+ *   d_k_cmp, d_v_cmp with compress other than GIVEN    compress GIVEN, or NULL                   backward
+ *   d_w_k, d_w_v, d_pe_k, d_pe_v, d_k_slc, d_v_slc,    both, or no gradient                      the backwards that
+ *     d_k_win, d_v_win without the tensor itself                                                 write them
+ *   wrong ndim, extent or dtype                        as quern_nsa_tensors says                 all
+ *   a negative extent; sizes that overflow 64 bits     products below 2^57                       all
+ *   head dims                                          multiples of 8, 8 ... 256                 all
+ *   H no multiple of Hkv                               a multiple                                all
+ *   N or T > 2^31 - 1                                  fewer tokens                              all
+ *   last dimension not contiguous                      stride 1                                  all
+ *   data NULL or not aligned to the element            memory for every element                  all
+ *   an output with elements that share memory          strides that do not                       all
+ *   an output that shares memory with another tensor   memory of its own                         all
+ *   cu_seqlens, cu_seqlens_cmp not from 0, falling, or 0 = c[0] <= c[1] <= ... <= rows           all (on the CPU)
+ *     past the packed rows
+ *   tensors on two devices                             one device                                all
+ *   a device without a backend: QUERN_ERR_DEVICE       the CPU, or a GPU with its plugin          all
+ *   workspace_bytes too small: QUERN_ERR_WORKSPACE     at least what _workspace() says           all with a workspace
+ *   workspace NULL where bytes are needed              memory of any alignment                   the same
+ *
+ * Not refused: entries of a block or group list that are out of range (skipped), duplicates (count once), blocks of the
+ * future (masked); a tensor that the operation has no use for under these parameters (it is not read).
+ */
+
+/*
  * The whole. Forward reads q, k, v (and k_slc ... pe_v, w_gate or gates, block_idx, group_idx as params
  * say) and writes o, and whichever of these are given: k_cmp, v_cmp, cu_seqlens_cmp, gates, block_idx,
  * block_count, group_idx, o_b, lse_b. Backward needs k_cmp, v_cmp, block_idx, group_idx (c > 0), lse_b,

@@ -102,10 +102,12 @@ static roles roles_of(const nsa_call *c, const quern_nsa_tensors *t)
     return r;
 }
 
-static const quern_tensor *first_of(const quern_tensor *const *list, int32_t n)
+static const quern_tensor *first_of(const quern_tensor *const *list, const char *const *names, int32_t n, const char **name)
 {
-    for (int32_t i = 0; i < n; i++)
+    for (int32_t i = 0; i < n; i++) {
+        *name = names[i];
         if (list[i] != NULL) return list[i];
+    }
     return NULL;
 }
 
@@ -120,14 +122,18 @@ static quern_status find_extents(nsa_call *c, const quern_nsa_tensors *t, const 
                                           r->k_own[NSA_WIN] != UNUSED ? t->v_win : NULL, r->cmp != UNUSED ? t->v_cmp : NULL,
                                           r->o != UNUSED ? t->o : NULL, r->o_b != UNUSED ? t->o_cmp : NULL, r->o_b != UNUSED ? t->o_slc : NULL,
                                           r->o_b != UNUSED ? t->o_win : NULL, r->d_o != UNUSED ? t->d_o : NULL};
-    const quern_tensor *q = first_of(queries, 5), *k = first_of(keys, 4), *v = first_of(values, 9);
+    static const char *const query_names[] = {"q", "o_cmp", "o_slc", "o_win", "o"}, *const key_names[] = {"k", "k_slc", "k_win", "k_cmp"};
+    static const char *const value_names[] = {"v", "v_slc", "v_win", "v_cmp", "o", "o_cmp", "o_slc", "o_win", "d_o"};
+    const char *q_name, *k_name, *v_name;
+    const quern_tensor *q = first_of(queries, query_names, 5, &q_name), *k = first_of(keys, key_names, 4, &k_name),
+                       *v = first_of(values, value_names, 9, &v_name);
     const bool compress_alone = c->op == NSA_COMPRESS || c->op == NSA_COMPRESS_BACKWARD;
     const quern_tensor *lead = compress_alone ? k : q;
     if (lead == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", compress_alone ? "k" : r->q == NEEDED ? "q" : "o_cmp");
     const int32_t ndim = c->packed ? 3 : 4, at = c->packed ? 0 : 1;
     const quern_tensor *const all[] = {lead, q, k, v};
-    const char *const names[] = {compress_alone ? "k" : "q", "q", "k", "v"};
+    const char *const names[] = {compress_alone ? k_name : q_name, q_name, k_name, v_name};
     for (int i = 0; i < 4; i++) {
         if (all[i] == NULL) continue;
         const view_rule rule = {names[i], all[i], VIEW_ACTIVATION, ndim, {VIEW_ANY, VIEW_ANY, VIEW_ANY, VIEW_ANY}, false, false};
@@ -146,7 +152,7 @@ static quern_status find_extents(nsa_call *c, const quern_nsa_tensors *t, const 
     const int64_t dims[] = {c->dim_k, c->dim_v};
     for (int i = 0; i < 2; i++)
         if ((i == 0 ? q != NULL && r->q != UNUSED && t->q != NULL : v != NULL) && (dims[i] < 8 || dims[i] > 256 || dims[i] % 8 != 0))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: head dim %lld: a multiple of 8 from 8 to 256 is accepted", i == 0 ? "q" : "v",
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: head dim %lld: a multiple of 8 from 8 to 256 is accepted", i == 0 ? "q" : v_name,
                              (long long)dims[i]);
     if (q != NULL && k != NULL && (c->kv_heads < 1 ? c->heads != 0 : c->heads % c->kv_heads != 0))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: a multiple of k's %lld is accepted", (long long)c->heads,
@@ -250,6 +256,72 @@ static void fill_views(nsa_call *c, const quern_nsa_tensors *t, const roles *r)
 #undef USE_FLAT
 }
 
+/* A tensor that means nothing beside these parameters: the caller expects something that the call would not do.
+ * (What another operation of the same struct uses is left alone.) */
+static quern_status check_strangers(const nsa_call *c, const quern_nsa_tensors *t)
+{
+    const quern_nsa_params *p = &c->params;
+    static const char *const kinds[] = {"mean", "linear", "given"}, *const gates[] = {"none", "weights", "given"};
+    const bool whole = c->op == NSA_FORWARD || c->op == NSA_BACKWARD, compress_alone = c->op == NSA_COMPRESS || c->op == NSA_COMPRESS_BACKWARD;
+    const bool linear = p->compress == QUERN_NSA_COMPRESS_LINEAR, given = p->compress == QUERN_NSA_COMPRESS_GIVEN;
+    const bool compresses = whole || compress_alone, weighs = p->gate == QUERN_NSA_GATE_WEIGHTS;
+    const bool gated = c->op == NSA_BACKWARD || c->op == NSA_GATE_BACKWARD;
+    if (compress_alone && given) return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is given: mean or linear is accepted to compress alone");
+    const struct {
+        bool applies;
+        const quern_tensor *tensor;
+        const char *name, *parameter, *value, *accepted;
+    } strangers[] = {
+        {compresses && !linear, t->pe_k, "pe_k", "compress", kinds[p->compress], "linear"},
+        {compresses && !linear, t->pe_v, "pe_v", "compress", kinds[p->compress], "linear"},
+        {whole && given, t->w_k, "w_k", "compress", kinds[p->compress], "mean or linear"},
+        {whole && given, t->w_v, "w_v", "compress", kinds[p->compress], "mean or linear"},
+        {c->op == NSA_BACKWARD && !given, t->d_k_cmp, "d_k_cmp", "compress", kinds[p->compress], "given"},
+        {c->op == NSA_BACKWARD && !given, t->d_v_cmp, "d_v_cmp", "compress", kinds[p->compress], "given"},
+        {(whole || c->op == NSA_GATE || gated) && !weighs, t->w_gate, "w_gate", "gate", gates[p->gate], "weights"},
+        {gated && !weighs, t->d_w_gate, "d_w_gate", "gate", gates[p->gate], "weights"},
+        {gated && weighs, t->d_gates, "d_gates", "gate", gates[p->gate], "given or none"},
+    };
+    for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++)
+        if (strangers[i].applies && strangers[i].tensor != NULL)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with %s %s: with it %s is accepted", strangers[i].name, strangers[i].parameter,
+                             strangers[i].value, strangers[i].accepted);
+    return QUERN_OK;
+}
+
+/* A gradient of a tensor that was not given. */
+static quern_status check_orphans(const nsa_call *c, const quern_nsa_tensors *t)
+{
+    const bool compresses = c->op == NSA_BACKWARD || c->op == NSA_COMPRESS_BACKWARD, attends = c->op == NSA_BACKWARD || c->op == NSA_ATTEND_BACKWARD;
+    const struct {
+        bool applies;
+        const quern_tensor *gradient, *of;
+        const char *name;
+    } orphans[] = {
+        {compresses, t->d_w_k, t->w_k, "w_k"}, {compresses, t->d_w_v, t->w_v, "w_v"}, {compresses, t->d_pe_k, t->pe_k, "pe_k"},
+        {compresses, t->d_pe_v, t->pe_v, "pe_v"}, {attends, t->d_k_slc, t->k_slc, "k_slc"}, {attends, t->d_v_slc, t->v_slc, "v_slc"},
+        {attends, t->d_k_win, t->k_win, "k_win"}, {attends, t->d_v_win, t->v_win, "v_win"},
+    };
+    for (size_t i = 0; i < sizeof orphans / sizeof *orphans; i++)
+        if (orphans[i].applies && orphans[i].gradient != NULL && orphans[i].of == NULL)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_%s is given and %s is NULL: both or no d_%s are accepted", orphans[i].name, orphans[i].name,
+                             orphans[i].name);
+    return QUERN_OK;
+}
+
+/* Whether the workspace's largest tensors can be counted in 64 bits. */
+static quern_status check_products(const nsa_call *c)
+{
+    const int64_t per_query[] = {c->heads, 256}, lists[] = {c->list_heads, c->list_rows, c->params.num_selected};
+    int64_t rows = c->packed ? c->n : 0, entries = c->packed ? 1 : c->batch;
+    bool fits = c->packed || !__builtin_mul_overflow(c->batch, c->n, &rows);
+    for (int i = 0; i < 2; i++) fits = fits && !__builtin_mul_overflow(rows, per_query[i], &rows);
+    for (int i = 0; i < 3; i++) fits = fits && !__builtin_mul_overflow(entries, lists[i], &entries);
+    if (fits && rows <= INT64_MAX / 64 && entries <= INT64_MAX / 64) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "batch %lld, %lld tokens, %lld heads, num_selected %lld: the sizes overflow: products below 2^57 are accepted",
+                     (long long)c->batch, (long long)c->n, (long long)c->heads, (long long)c->params.num_selected);
+}
+
 quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *t, nsa_op op, bool run, nsa_call *c)
 {
     quern_status status;
@@ -261,12 +333,18 @@ quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const 
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensors.size is %zu: %zu is accepted (use QUERN_NSA_TENSORS_INIT)", t->size, sizeof *t);
     c->packed = t->cu_seqlens != NULL;
     if (c->packed && (t->cu_seqlens->ndim != 1 || t->cu_seqlens->shape[0] < 1))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cu_seqlens: one dimension of batch + 1 borders is accepted");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cu_seqlens has %d dimensions of %lld: one dimension of batch + 1 borders is accepted",
+                         t->cu_seqlens->ndim, t->cu_seqlens->ndim == 1 ? (long long)t->cu_seqlens->shape[0] : 0);
+    if (c->packed && t->cu_seqlens->shape[0] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cu_seqlens.shape[0] is %lld: 1 to %d is accepted", (long long)t->cu_seqlens->shape[0], INT32_MAX);
+    if ((status = check_strangers(c, t)) != QUERN_OK) return status;
     const roles r = roles_of(c, t);
     if ((status = find_extents(c, t, &r)) != QUERN_OK) return status;
+    if ((status = check_products(c)) != QUERN_OK) return status;
     rule_list list = {.count = 0};
     add_rules(c, t, &r, &list);
     if ((status = view_check_all(list.rules, list.count, &c->like, run)) != QUERN_OK) return status;
+    if ((status = check_orphans(c, t)) != QUERN_OK) return status;
     if (run && c->packed && (status = view_check_borders(t->cu_seqlens, "cu_seqlens", c->n)) != QUERN_OK) return status;
     if (run && c->packed && r.cu_cmp == NEEDED && (status = view_check_borders(t->cu_seqlens_cmp, "cu_seqlens_cmp", c->n_cmp)) != QUERN_OK) return status;
     if (c->params.scale == 0.0f && c->dim_k > 0) c->params.scale = 1.0f / sqrtf((float)c->dim_k);

@@ -40,7 +40,11 @@ static quern_status check_selection(const quern_nsa_params *p)
 
 static quern_status check_groups(const quern_nsa_params *p)
 {
-    if (p->max_compressed_groups == 0) return QUERN_OK;
+    if (p->max_compressed_groups == 0) {
+        if (p->groups == QUERN_NSA_LIST_GIVEN)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "groups is given with max_compressed_groups 0: 1 or more is accepted with it");
+        return QUERN_OK;
+    }
     if (p->metric != QUERN_NSA_METRIC_MEAN_LOGIT)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "max_compressed_groups is %lld with metric softmax: mean_logit is accepted with it",
                          (long long)p->max_compressed_groups);
