@@ -27,8 +27,11 @@ count() {
     fi
 }
 
+# build PRESET [TARGET...]: all, or only the targets named.
 build() {
-    cmake --preset "$1" -DQUERN_TESTS=ON >/dev/null && cmake --build "build/$1" -j"$jobs"
+    local preset=$1
+    shift
+    cmake --preset "$preset" -DQUERN_TESTS=ON >/dev/null && cmake --build "build/$preset" -j"$jobs" ${1:+--target "$@"}
 }
 
 # programs BUILD PATTERN: runs the test programs of a build and adds up cmocka's cases.
@@ -65,6 +68,12 @@ if [[ ${1:-test} == test ]]; then
     programs asan-ubsan '*' '*_full_test'
     count "build: portable" build portable
     programs portable '*' '*_full_test'
+    count "clang-tidy" tests/tidy.sh
+    # Data races: what runs tasks in parallel, on three threads; libomp's Archer tells the sanitizer of its barriers.
+    threaded=(core_test attention_test attention_exact_test nsa_determinism_test)
+    count "build: tsan" build tsan "${threaded[@]}"
+    export OMP_NUM_THREADS=3
+    for program in "${threaded[@]}"; do programs tsan "$program"; done
 fi
 echo "$passed passed, $failed failed"
 [[ $failed == 0 ]]

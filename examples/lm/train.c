@@ -48,6 +48,7 @@ static void draw(const char *path, const double *loss, int64_t count, const char
     FILE *f = popen("command -v gnuplot >/dev/null && exec gnuplot", "w");
     if (f == NULL) {
         failure("warning: no curve in %s, for no shell can be run", path);
+        signal(SIGPIPE, before);
         return;
     }
     fprintf(f, "set terminal svg size 720,400 background '#ffffff' font 'sans-serif,13'\nset output '%s'\nset xlabel 'step'\nset ylabel 'bits per byte'\nset grid\n"
