@@ -41,10 +41,9 @@ void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int
     t.gates = (row_grid){gates, 0, 3};
     if (args->kind == QUERN_NSA_GATE_WEIGHTS) kernels->gate_rows(&t);
     for (int64_t h = 0; h < heads; h++) {
-        float *wanted = is_present(&args->gates) ? row_at(&args->gates, b, n, h0 + h) : NULL;
         if (args->kind == QUERN_NSA_GATE_NONE) memcpy(gates + 3 * h, third, sizeof third);
-        if (args->kind == QUERN_NSA_GATE_GIVEN) memcpy(gates + 3 * h, wanted, sizeof third);
-        else if (wanted != NULL) memcpy(wanted, gates + 3 * h, sizeof third);
+        if (args->kind == QUERN_NSA_GATE_GIVEN) memcpy(gates + 3 * h, row_at(&args->gates, b, n, h0 + h), sizeof third);
+        else if (is_present(&args->gates)) memcpy(row_at(&args->gates, b, n, h0 + h), gates + 3 * h, sizeof third);
     }
 }
 

@@ -61,8 +61,9 @@ static float *statistic_at(const quern_tensor *t, int64_t b, int64_t h, int64_t 
 static void clear_row(const backward_job *job, int64_t b, int64_t n, int64_t h)
 {
     const gate_args *args = job->args;
-    const quern_tensor *const outputs[] = {&args->d_o_b[0], &args->d_o_b[1], &args->d_o_b[2], &args->d_gates, &args->d_q, &args->gates};
-    for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
+    enum { OUTPUTS = 6 };
+    const quern_tensor *const outputs[OUTPUTS] = {&args->d_o_b[0], &args->d_o_b[1], &args->d_o_b[2], &args->d_gates, &args->d_q, &args->gates};
+    for (int i = 0; i < OUTPUTS; i++) {
         const quern_tensor *t = outputs[i];
         if (!is_present(t) || (t == &args->d_q && (args->kind != QUERN_NSA_GATE_WEIGHTS || args->accumulate)) ||
             (t == &args->gates && args->kind != QUERN_NSA_GATE_NONE))
