@@ -4,7 +4,8 @@
  * stage_compress.c - the compress_forward stage.
  *
  * mean: tasks of a few entries; an entry sums its block's rows, all heads at once where they are neighbours in
- * memory, in f32, K then V, so both are read once (l/d times, the repeats from cache, where blocks overlap).
+ * memory, in f32, K then V, so both are read once. Where blocks overlap, runs of d tokens are summed once and an
+ * entry adds the sums of its l/d runs, by the run's number modulo l/d, so that its bits do not depend on the task.
  * Limit: read bandwidth. A projection multiplies the f32 means of a task by W.
  * linear: tasks of 256 entries of one head; step by step (compress.h) the rows K[i d + p] + pe[p] are gathered into a
  * tile and multiplied by the step's rows of W, added up in f32 in the order of the steps. Limit: FMA; gathering is
@@ -17,7 +18,7 @@
 
 #include <string.h>
 
-enum { MEAN_ENTRIES = 24 };
+enum { MEAN_ENTRIES = 24, MOST_RUNS = 64 /* of an entry, whose sums are kept */ };
 
 typedef struct side {
     const quern_tensor *x, *y, *pe, *w;
@@ -30,7 +31,7 @@ typedef struct compress_job {
     const nsa_kernels *kernels;
     const attention_kernels *pack;
     side sides[2]; /* K, V */
-    char *scratch; /* a thread's: gathered rows or means, encodings, the product, oneDNN's */
+    char *scratch; /* a thread's: gathered rows or means, encodings or sums of runs, the product, oneDNN's */
     size_t rows_bytes, shift_bytes, sum_bytes, scratch_bytes;
     int64_t pieces, piece;
 } compress_job;
@@ -50,6 +51,13 @@ static size_t greater(size_t a, size_t b)
     return a > b ? a : b;
 }
 
+/* Runs of d tokens whose sums an entry adds; 1: entries sum their rows. */
+static int64_t runs_of_entry(const compress_args *args)
+{
+    const int64_t runs = args->block_size / args->stride;
+    return runs <= MOST_RUNS ? runs : 1;
+}
+
 static void carve_side(const quern_exec *exec, compress_job *job, side *s, arena *a)
 {
     if (!is_present(s->x)) return;
@@ -59,7 +67,7 @@ static void carve_side(const quern_exec *exec, compress_job *job, side *s, arena
     s->matrix = carve_matrix(exec, s->w, bf16 ? QUERN_BF16 : QUERN_F32, positions, positions, false, job->piece, linear ? width : heads * dim, 0, a);
     if (bf16 && is_present(s->pe)) s->bias = arena_take(a, (size_t)(heads * dim) * sizeof(float));
     job->rows_bytes = greater(job->rows_bytes, aligned(linear ? job->piece * width : job->piece * heads * dim));
-    job->shift_bytes = greater(job->shift_bytes, aligned(linear ? width : 0));
+    job->shift_bytes = greater(job->shift_bytes, aligned(linear ? width : runs_of_entry(job->args) * heads * dim));
     job->sum_bytes = greater(job->sum_bytes, aligned(job->piece * round_up16(dim)));
     job->scratch_bytes = greater(job->scratch_bytes, (s->matrix.product.scratch_bytes + ARENA_ALIGN - 1) / ARENA_ALIGN * ARENA_ALIGN);
 }
@@ -67,7 +75,7 @@ static void carve_side(const quern_exec *exec, compress_job *job, side *s, arena
 static compress_job carve(const quern_exec *exec, const compress_args *args, arena *a)
 {
     compress_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .pack = attention_kernels_for(exec->cpu_level)};
-    job.piece = args->kind == QUERN_NSA_COMPRESS_LINEAR ? COMPRESS_ENTRIES : MEAN_ENTRIES;
+    job.piece = args->kind == QUERN_NSA_COMPRESS_LINEAR ? COMPRESS_ENTRIES : MEAN_ENTRIES * (runs_of_entry(args) < 4 ? runs_of_entry(args) : 4);
     job.sides[0] = (side){&args->k, &args->k_cmp, &args->pe_k, &args->w_k, {0}, NULL};
     job.sides[1] = (side){&args->v, &args->v_cmp, &args->pe_v, &args->w_v, {0}, NULL};
     for (int i = 0; i < 2 && args->kind != QUERN_NSA_COMPRESS_GIVEN; i++) carve_side(exec, &job, &job.sides[i], a);
@@ -76,13 +84,33 @@ static compress_job carve(const quern_exec *exec, const compress_args *args, are
     return job;
 }
 
+/* Means of overlapping entries for heads h ... h + joined - 1, `step` floats apart. runs: [l/d][joined dim]. */
+static void mean_of_runs(const compress_job *job, const quern_tensor *x, const sequence_rows *seq, int64_t first, int64_t count, int64_t h,
+                         int64_t joined, float *means, int64_t step, float *runs)
+{
+    const int64_t d = job->args->stride, kept = runs_of_entry(job->args), width = joined * x->shape[3];
+    const row_source sums = {runs, QUERN_F32, width, kept, width};
+    for (int64_t run = first; run < first + count + kept - 1; run++) {
+        row_source tokens = rows_at(x, seq->view_b, seq->token0 + run * d, h, d);
+        tokens.dim = width;
+        job->kernels->sum_rows(&tokens, runs + run % kept * width);
+        const int64_t i = run - first - kept + 1; /* the entry that this run completes */
+        if (i < 0) continue;
+        job->kernels->sum_rows(&sums, means + i * step);
+        job->kernels->spread_row(means + i * step, 1.0f / (float)job->args->block_size, width, QUERN_F32, means + i * step, 0, 1, false);
+    }
+}
+
 static void mean_side(const compress_job *job, const side *s, const sequence_rows *seq, int64_t first, int64_t count, char *scratch)
 {
     const int64_t heads = s->x->shape[2], dim = s->x->shape[3], joined = heads_joined(s->x);
     float *means = (float *)(void *)scratch, *product = (float *)(void *)(scratch + job->rows_bytes + job->shift_bytes);
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t h = 0; h < heads; h += joined)
+    for (int64_t h = 0; h < heads; h += joined) {
+        if (runs_of_entry(job->args) > 1)
+            mean_of_runs(job, s->x, seq, first, count, h, joined, means + h * dim, heads * dim, (float *)(void *)(scratch + job->rows_bytes));
+        for (int64_t i = 0; i < count && runs_of_entry(job->args) == 1; i++)
             mean_of_entry(job->kernels, job->args, s->x, seq, first + i, h, joined, means + (i * heads + h) * dim);
+    }
     for (int64_t h = 0; h < heads; h++) {
         const float *rows = means + h * dim;
         int64_t stride = heads * dim;
@@ -100,10 +128,10 @@ static void mean_piece(void *arg, int64_t index, int32_t thread)
 {
     const compress_job *job = arg;
     const sequence_rows seq = sequence_at(&job->args->seqs, index / job->pieces);
-    const int64_t first = index % job->pieces * MEAN_ENTRIES, left = seq.entries - first;
+    const int64_t first = index % job->pieces * job->piece, left = seq.entries - first;
     char *scratch = job->scratch + (size_t)thread * job->scratch_bytes;
     for (int i = 0; i < 2 && left > 0; i++)
-        if (is_present(job->sides[i].x)) mean_side(job, &job->sides[i], &seq, first, left < MEAN_ENTRIES ? left : MEAN_ENTRIES, scratch);
+        if (is_present(job->sides[i].x)) mean_side(job, &job->sides[i], &seq, first, left < job->piece ? left : job->piece, scratch);
 }
 
 static void linear_piece(void *arg, int64_t index, int32_t thread)
