@@ -218,7 +218,7 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
         CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         cuda = plugin->backend;
     }
-    *exec = (quern_exec){QUERN_CPU, device_id, ctx->threads, ctx->cpu_level, NULL};
+    *exec = (quern_exec){.device = QUERN_CPU, .device_id = device_id, .threads = ctx->threads, .cpu_level = ctx->cpu_level};
     return &bridged;
 }
 

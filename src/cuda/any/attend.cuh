@@ -18,6 +18,8 @@
 
 #include "common/mma.cuh"
 
+#include <math.h>
+
 struct attend_kernel {
     seqs sq;
     view4 q, k, v, o, d_o, d_q, d_k, d_v;
@@ -135,6 +137,108 @@ template <int M> __device__ __forceinline__ bool find_rows(const attend_kernel &
     b->query = (int)(first / a.hs), b->rem = (int)(first % a.hs);
     b->rows = first + M < end ? M : (int)(end - first);
     return first < end;
+}
+
+/* Copies K and V of slots [slot0, slot0 + 64) into rows at_row ... of their tiles. Slots that are consecutive keys,
+ * all there, need no look at each: this is nearly always so. `column` gets a list's keys. `k`, `v` stand at this
+ * thread's chunk. */
+template <typename T, int ROWS, int THREADS, int CHUNKS, bool LISTED>
+__device__ __forceinline__ void load_slots(const attend_kernel &a, const T *k, const T *v, bool in_k, bool in_v, int nk, int base, int slots,
+                                           const int32_t *list, int slot0, int at_row, uint32_t ak, uint32_t av, char *sk, char *sv, int32_t *column)
+{
+    constexpr int STEP = THREADS / CHUNKS;
+    const int mine = threadIdx.x % CHUNKS, row0 = threadIdx.x / CHUNKS;
+    int start = base + slot0;
+    bool run = slot0 + 64 <= slots && a.vec_k && a.vec_v;
+    if (LISTED) {
+        const int e = (int)quotient((uint32_t)slot0, a.by_block), off = slot0 - e * a.list_block;
+        run = run && off + 64 <= a.list_block;
+        if (run) start = list[e] * a.list_block + off;
+        run = run && start + 64 <= nk;
+    }
+    if (run) {
+        const T *pk = k + (start + row0) * a.k.s[1], *pv = v + (start + row0) * a.v.s[1];
+        const int64_t dk = STEP * a.k.s[1], dv = STEP * a.v.s[1];
+#pragma unroll
+        for (int i = 0; i < 64 / STEP; i++, pk += dk, pv += dv) {
+            const uint32_t to = STEP % 8 == 0 ? tile_at<ROWS>(at_row + row0, mine) + i * STEP * 128 : tile_at<ROWS>(at_row + row0 + i * STEP, mine);
+            cp_async16(ak + to, pk, in_k);
+            cp_async16(av + to, pv, in_v);
+        }
+        if (LISTED && threadIdx.x < 64) column[threadIdx.x] = start + threadIdx.x;
+        return;
+    }
+    for (int r = row0; r < 64; r += STEP) {
+        const int slot = slot0 + r;
+        int key = nk;
+        if (LISTED) {
+            const int e = (int)quotient((uint32_t)slot, a.by_block);
+            if (slot < slots) key = list[e] * a.list_block + (slot - e * a.list_block);
+            if (mine == 0) column[r] = key;
+        } else if (slot < slots) {
+            key = base + slot;
+        }
+        const bool in = key < nk;
+        const uint32_t to = tile_at<ROWS>(at_row + r, mine);
+        load_chunk16<T>(ak, sk, to, in ? k + key * a.k.s[1] : k, in && in_k, a.vec_k);
+        load_chunk16<T>(av, sv, to, in ? v + key * a.v.s[1] : v, in && in_v, a.vec_v);
+    }
+}
+
+/*
+ * A factor of 0 does not undo a NaN or infinity. Where some pairs of a tile do not see each other, what is not finite
+ * in the product's shared operand is searched for (each thread its own chunks); if there is any, it is added to the
+ * rows that see it, and set to 0 for the product. `poison`: as NaN, where the factor is 0 or NaN itself.
+ */
+template <typename T, int ROWS, int THREADS, int CHUNKS> __device__ __forceinline__ bool any_nonfinite(const char *tile)
+{
+    bool odd = false;
+    for (int r = threadIdx.x / CHUNKS; r < ROWS; r += THREADS / CHUNKS) {
+        const T *x = (const T *)(tile + tile_at<ROWS>(r, threadIdx.x % CHUNKS));
+        for (int c = 0; c < 8; c++) odd = odd || !isfinite(to_float<T>(x[c]));
+    }
+    return odd;
+}
+
+template <typename T, int ROWS, int THREADS, int CHUNKS> __device__ __forceinline__ void clear_nonfinite(char *tile)
+{
+    for (int r = threadIdx.x / CHUNKS; r < ROWS; r += THREADS / CHUNKS) {
+        T *x = (T *)(tile + tile_at<ROWS>(r, threadIdx.x % CHUNKS));
+        for (int c = 0; c < 8; c++)
+            if (!isfinite(to_float<T>(x[c]))) x[c] = from_float<T>(0.0f);
+    }
+}
+
+/* Rows [from, from + count) of a tile; seen(row, h): whether this thread's accumulator row h sees it. */
+template <typename T, int ROWS, int OT, typename F>
+__device__ __forceinline__ void spread_nonfinite(float (&acc)[OT][4], const char *tile, int from, int count, bool poison, F seen)
+{
+    for (int j = from; j < from + count; j++) {
+        const bool s0 = seen(j, 0), s1 = seen(j, 1);
+        if (!s0 && !s1) continue;
+#pragma unroll
+        for (int n = 0; n < OT; n++) {
+            const T *p = (const T *)(tile + tile_at<ROWS>(j, n)) + (threadIdx.x & 3) * 2;
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const float x = to_float<T>(p[c]), add = isfinite(x) ? 0.0f : poison ? NAN : x;
+                acc[n][c] += s0 ? add : 0.0f;
+                acc[n][2 + c] += s1 ? add : 0.0f;
+            }
+        }
+    }
+}
+
+/* Whether every row of a block sees every key of slots [slot0, slot0 + KEYS), given the bounds of its rows. */
+template <int KEYS, bool LISTED>
+__device__ __forceinline__ bool all_seen(const attend_kernel &a, const int32_t *list, int base, int slot0, int slots, int last_lo, int first_hi)
+{
+    if (slot0 + KEYS > slots) return false;
+    if (!LISTED) return base + slot0 >= last_lo && base + slot0 + KEYS <= first_hi;
+    const int end = (int)quotient((uint32_t)(slot0 + KEYS - 1), a.by_block);
+    for (int e = (int)quotient((uint32_t)slot0, a.by_block); e <= end; e++)
+        if ((int64_t)(list[e] + 1) * a.list_block > first_hi) return false;
+    return true;
 }
 
 struct attend_launch {

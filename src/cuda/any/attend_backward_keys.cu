@@ -243,6 +243,22 @@ __global__ void __launch_bounds__(32 * KW, 1) attend_backward_keys(const __grid_
                     fp[i][h] = pack2<T>(seen[0] ? p[0] * rs.x : 0.0f, seen[1] ? p[1] * rs.y : 0.0f);
                 }
             }
+            /* Queries rise along the stream: the first row sees the least at the end, the last at the start. */
+            const int rows_here = end - first - t * ROWS < ROWS ? end - first - t * ROWS : ROWS;
+            const int *lows = (const int *)st + 3 * ROWS, *highs = (const int *)st + 4 * ROWS;
+            if (highs[0] < b.key_end || lows[rows_here - 1] > b.key0) {
+                char *query = sq + (t & 1) * TILE, *gradient = sdo + (t & 1) * TILE;
+                auto sees = [&](int j, int h) { return key + h * 8 >= lows[j] && key + h * 8 < highs[j] && st[j] != -INFINITY; };
+                if (__syncthreads_or((DK && any_nonfinite<T, ROWS, THREADS, CHUNKS>(query)) || (DV && any_nonfinite<T, ROWS, THREADS, CHUNKS>(gradient)))) {
+                    if constexpr (DK) spread_nonfinite<T, ROWS>(dk, query, 0, ROWS, true, sees);
+                    if constexpr (DV) spread_nonfinite<T, ROWS>(dv, gradient, 0, ROWS, false, sees);
+                    __syncthreads();
+                    if (DK) clear_nonfinite<T, ROWS, THREADS, CHUNKS>(query);
+                    if (DV) clear_nonfinite<T, ROWS, THREADS, CHUNKS>(gradient);
+                    wg_show();
+                    __syncthreads();
+                }
+            }
             wg_start();
 #pragma unroll
             for (int kk = 0; kk < NT; kk += 2) {

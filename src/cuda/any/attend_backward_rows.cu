@@ -64,23 +64,11 @@ __global__ void __launch_bounds__(32 * WM * WN, 1) attend_backward_rows(const __
     if (LISTED) slots = clean_list(b.list_row, a.list_k, a.list_block, last_hi, list, list + a.list_k, list + 2 * a.list_k) * a.list_block;
     const int tiles = slots > 0 ? (slots + KEYS - 1) / KEYS : 0;
     auto load = [&](int t) {
-        const uint32_t at = (t & 1) * TILE;
-#pragma unroll 4
-        for (int r = row0; r < KEYS; r += STEP) {
-            const int slot = t * KEYS + r;
-            int key = nk;
-            if (LISTED) {
-                const int e = (int)quotient((uint32_t)slot, a.by_block);
-                if (slot < slots) key = list[e] * a.list_block + (slot - e * a.list_block);
-                if (mine == 0) column[(t & 1) * KEYS + r] = key;
-            } else if (slot < slots) {
-                key = base + slot;
-            }
-            const bool in = key < nk;
-            const uint32_t to = at + tile_at<KEYS>(r, mine);
-            load_chunk16<T>(ak0, sk, to, in ? k + key * a.k.s[1] : k, in && in_k, a.vec_k);
-            load_chunk16<T>(av0, sv, to, in ? v + key * a.v.s[1] : v, in && in_v, a.vec_v);
-        }
+        const int at = (t & 1) * TILE;
+#pragma unroll
+        for (int r = 0; r < KEYS; r += 64)
+            load_slots<T, KEYS, THREADS, CHUNKS, LISTED>(a, k, v, in_k, in_v, nk, base, slots, list, t * KEYS + r, r, ak0 + at, av0 + at, sk + at, sv + at,
+                                                         column + (t & 1) * KEYS + r);
         cp_async_commit();
     };
 
@@ -116,6 +104,17 @@ __global__ void __launch_bounds__(32 * WM * WN, 1) attend_backward_rows(const __
                 }
                 ds[i][h] = pack2<T>(x[0], x[1]);
             }
+        }
+        char *keys = sk + (t & 1) * TILE;
+        if (!all_seen<KEYS, LISTED>(a, list, base, t * KEYS, slots, last_lo, first_hi) && __syncthreads_or(any_nonfinite<T, KEYS, THREADS, CHUNKS>(keys))) {
+            spread_nonfinite<T, KEYS>(dq, keys, wn * WK, WK, true, [&](int j, int h) {
+                const int key = LISTED ? column[(t & 1) * KEYS + j] : base + t * KEYS + j;
+                return key >= lo[h] && key < hi[h];
+            });
+            __syncthreads();
+            clear_nonfinite<T, KEYS, THREADS, CHUNKS>(keys);
+            wg_show();
+            __syncthreads();
         }
         wg_start();
 #pragma unroll

@@ -16,7 +16,8 @@
 
 enum { SIDE = 16, THREADS = SIDE * SIDE };
 
-/* The factor of a pair that does not see each other: left out, so that NaN and infinity do not pass. */
+/* The factor of a pair that does not see each other: left out, so that NaN and infinity do not pass. Other factors
+ * get + 0, which makes -0 of theirs 0. */
 #define UNSEEN (-0.0f)
 #define UNSEEN_BITS 0x80000000u
 
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend_rows_f32(const __grid_const
                     const int key = column[tx + SIDE * j];
                     const bool seen = key >= lo[i] && key < hi[i];
                     const float p = seen ? expf(s[i][j] * a.scale - row_max[i]) : 0.0f;
-                    sp[(ty * RT + i) * (TS + 1) + tx + SIDE * j] = seen ? p * (dp[i][j] * row_scale[i] - delta[i]) : UNSEEN;
+                    sp[(ty * RT + i) * (TS + 1) + tx + SIDE * j] = seen ? p * (dp[i][j] * row_scale[i] - delta[i]) + 0.0f : UNSEEN;
                 }
                 continue;
             }
@@ -291,8 +292,8 @@ __global__ void __launch_bounds__(THREADS, 1) attend_keys_f32(const __grid_const
                     const int key = (int)key0 + ty * RT + i;
                     const bool seen = key >= ((int *)stat)[3 * TS + x] && key < ((int *)stat)[4 * TS + x];
                     const float p = seen ? expf(s[i][j] * a.scale - stat[x]) : 0.0f;
-                    sp[(ty * RT + i) * (TS + 1) + x] = seen ? p * stat[2 * TS + x] : UNSEEN;
-                    s[i][j] = seen ? p * (dp[i][j] * stat[2 * TS + x] - stat[TS + x]) : UNSEEN;
+                    sp[(ty * RT + i) * (TS + 1) + x] = seen ? p * stat[2 * TS + x] + 0.0f : UNSEEN;
+                    s[i][j] = seen ? p * (dp[i][j] * stat[2 * TS + x] - stat[TS + x]) + 0.0f : UNSEEN;
                 }
             __syncthreads();
             float part[RT][CT] = {};

@@ -9,8 +9,7 @@
  * its 16 rows, and on Hopper four warps make one warpgroup product. With WN = 4 (per-token lists, <= 16 rows a
  * tile) the warps split the keys, keep their own maximum, sum and O, and merge through shared memory in warp order.
  *
- * A probability of 0 does not undo a NaN or infinity in V, so tiles that some rows see in part are searched for
- * them, and those found are added to the rows that see them and set to 0 (spread_nonfinite).
+ * NaN and infinity in V reach the rows that see them and no others (spread_nonfinite).
  *
  * At D = 128, WN = 1: 128 rows, 128 keys a tile; registers a thread O 64, S 64; shared memory 160 KB, one block
  * an SM. Limit: the tensor cores, shared with 16 exponentials a clock and SM.
@@ -24,33 +23,12 @@ template <int DP, int WN> struct forward_shape {
     static constexpr int KEYS = WN > 1 || DP > 128 ? 64 : 128, STAGES = 2;
 };
 
-/* Adds what is not finite in this tile of V to the rows that see it, in place of the product. */
-template <typename T, int NT, int OT, int ROWS, typename F>
-__device__ __forceinline__ void spread_nonfinite(float (&o)[OT][4], const char *v, int from, int lane, F key_at, const int (&lo)[2], const int (&hi)[2])
-{
-    for (int j = from; j < from + NT * 8; j++) {
-        const int key = key_at(j);
-        const bool seen[2] = {key >= lo[0] && key < hi[0], key >= lo[1] && key < hi[1]};
-        if (!seen[0] && !seen[1]) continue;
-#pragma unroll
-        for (int n = 0; n < OT; n++) {
-            const T *p = (const T *)(v + tile_at<ROWS>(j, n)) + (lane & 3) * 2;
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const float x = to_float<T>(p[c]), add = isfinite(x) ? 0.0f : x;
-                o[n][c] += seen[0] ? add : 0.0f;
-                o[n][2 + c] += seen[1] ? add : 0.0f;
-            }
-        }
-    }
-}
-
 template <typename T, int DP, int WM, int WN, bool LISTED>
 __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_constant__ attend_kernel a)
 {
     constexpr int M = 16 * WM, KEYS = forward_shape<DP, WN>::KEYS, WK = KEYS / WN, NT = WK / 8, OT = DP / 8, CHUNKS = DP / 8;
     constexpr int THREADS = 32 * WM * WN, TILE = KEYS * DP * 2, STEP = THREADS / CHUNKS;
-    constexpr bool WG = WN == 1;
+    constexpr bool WG = WN == 1, HOLD = WN > 1 && DP <= 128; /* HOLD: Q stays in registers */
     extern __shared__ __align__(1024) char smem[];
     char *sq = smem, *sk = sq + M * DP * 2, *sv = sk + 2 * TILE;
     int32_t *column = (int32_t *)(sv + 2 * TILE); /* LISTED: [2][KEYS] key of each slot */
@@ -91,27 +69,16 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
     const int tiles = slots > 0 ? (slots + KEYS - 1) / KEYS : 0;
 
     auto load = [&](int t) {
-        const uint32_t at = (t & 1) * TILE;
-#pragma unroll 4
-        for (int r = row0; r < KEYS; r += STEP) {
-            const int slot = t * KEYS + r;
-            int key = nk;
-            if (LISTED) {
-                const int e = (int)quotient((uint32_t)slot, a.by_block);
-                if (slot < slots) key = list[e] * a.list_block + (slot - e * a.list_block);
-                if (mine == 0) column[(t & 1) * KEYS + r] = key;
-            } else if (slot < slots) {
-                key = base + slot;
-            }
-            const bool in = key < nk;
-            const uint32_t to = at + tile_at<KEYS>(r, mine);
-            load_chunk16<T>(ak0, sk, to, in ? k + key * a.k.s[1] : k, in && in_k, a.vec_k);
-            load_chunk16<T>(av0, sv, to, in ? v + key * a.v.s[1] : v, in && in_v, a.vec_v);
-        }
+        const int at = (t & 1) * TILE;
+#pragma unroll
+        for (int r = 0; r < KEYS; r += 64)
+            load_slots<T, KEYS, THREADS, CHUNKS, LISTED>(a, k, v, in_k, in_v, nk, base, slots, list, t * KEYS + r, r, ak0 + at, av0 + at, sk + at, sv + at,
+                                                         column + (t & 1) * KEYS + r);
         cp_async_commit();
     };
 
     float o[OT][4] = {};
+    uint32_t fq[HOLD ? DP / 16 : 1][4];
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f};
     if (tiles > 0) load(0);
     for (int t = 0; t < tiles; t++) {
@@ -121,18 +88,19 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
         if (t + 1 < tiles) load(t + 1);
         const uint32_t ak = ak0 + (t & 1) * TILE, av = av0 + (t & 1) * TILE;
         float s[NT][4] = {};
-        wg_start();
-        product_nt<T, DP, NT, M, KEYS, WG>(s, aq, wm * 16, ak, wn * WK, lane);
-        wg_finish();
+        if constexpr (HOLD) {
+            if (t == 0)
+#pragma unroll
+                for (int i = 0; i < DP / 16; i++) load_a<M>(fq[i], aq, wm * 16, i * 16, lane);
+            product_nt_held<T, DP, NT, KEYS>(s, fq, ak, wn * WK, lane);
+        } else {
+            wg_start();
+            product_nt<T, DP, NT, M, KEYS, WG>(s, aq, wm * 16, ak, wn * WK, lane);
+            wg_finish();
+        }
 
         const int slot0 = t * KEYS;
-        bool inside = slot0 + KEYS <= slots;
-        if (LISTED) {
-            const int e1 = inside ? (int)quotient((uint32_t)(slot0 + KEYS - 1), a.by_block) : -1;
-            for (int e = (int)quotient((uint32_t)slot0, a.by_block); inside && e <= e1; e++) inside = (int64_t)(list[e] + 1) * a.list_block <= first_hi;
-        } else {
-            inside = inside && base + slot0 >= last_lo && base + slot0 + KEYS <= first_hi;
-        }
+        const bool inside = all_seen<KEYS, LISTED>(a, list, base, slot0, slots, last_lo, first_hi);
         auto key_at = [&](int at) { return LISTED ? column[(t & 1) * KEYS + at] : slot0 + at < slots ? base + slot0 + at : nk; };
         if (!inside) {
 #pragma unroll
@@ -145,6 +113,7 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
                         if (key < lo[h] || key >= hi[h]) s[i][h * 2 + c] = -INFINITY;
                 }
         }
+        float shrinks[2];
         uint32_t p[NT][2]; /* P, packed: rows lane / 4 and that + 8 */
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -164,26 +133,21 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
                 p[i][h] = pack2<T>(x, y);
             }
             row_sum[h] = sum;
-#pragma unroll
-            for (int i = 0; i < OT; i++) o[i][h * 2] *= shrink, o[i][h * 2 + 1] *= shrink;
+            shrinks[h] = shrink;
         }
-        if (!inside) {
-            bool odd = false; /* what this thread loaded */
-            for (int r = row0; r < KEYS; r += STEP) {
-                const T *x = (const T *)(sv + (t & 1) * TILE + tile_at<KEYS>(r, mine));
-                for (int c = 0; c < 8; c++) odd = odd || !isfinite(to_float<T>(x[c]));
-            }
-            if (__syncthreads_or(odd)) {
-                spread_nonfinite<T, NT, OT, KEYS>(o, sv + (t & 1) * TILE, wn * WK, lane, key_at, lo, hi);
-                __syncthreads();
-                for (int r = row0; r < KEYS; r += STEP) {
-                    T *x = (T *)(sv + (t & 1) * TILE + tile_at<KEYS>(r, mine));
-                    for (int c = 0; c < 8; c++)
-                        if (!isfinite(to_float<T>(x[c]))) x[c] = from_float<T>(0.0f);
-                }
-                wg_show();
-                __syncthreads();
-            }
+        if (__any_sync(~0u, shrinks[0] != 1.0f || shrinks[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < OT; i++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) o[i][c] *= shrinks[c >> 1];
+        }
+        char *values = sv + (t & 1) * TILE;
+        if (!inside && __syncthreads_or(any_nonfinite<T, KEYS, THREADS, CHUNKS>(values))) {
+            spread_nonfinite<T, KEYS>(o, values, wn * WK, WK, false, [&](int j, int h) { return key_at(j) >= lo[h] && key_at(j) < hi[h]; });
+            __syncthreads();
+            clear_nonfinite<T, KEYS, THREADS, CHUNKS>(values);
+            wg_show();
+            __syncthreads();
         }
         wg_start();
 #pragma unroll

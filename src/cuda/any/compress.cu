@@ -41,14 +41,16 @@ template <typename T> __global__ void __launch_bounds__(THREADS) compress_mean(c
 {
     __shared__ float4 shares[PARTS - 1][2][COLUMNS];
     const int chunks_k = a.side[0].dim / CHUNK * a.heads, column = threadIdx.x % COLUMNS, part = threadIdx.x / COLUMNS;
-    int c = blockIdx.y * COLUMNS + column;
+    const int groups = (chunks_k + a.side[1].dim / CHUNK * a.heads + COLUMNS - 1) / COLUMNS;
+    const int64_t at = blockIdx.x / (unsigned)groups; /* neighbouring blocks read neighbouring columns of the same tokens */
+    int c = (int)(blockIdx.x - at * groups) * COLUMNS + column;
     const int which = c >= chunks_k;
     if (which) c -= chunks_k;
     const compress_side &x = a.side[which];
     const int per_head = x.dim / CHUNK;
     const bool mine = c < per_head * a.heads;
     const int h = mine ? c / per_head : 0, col = mine ? (c - h * per_head) * CHUNK : 0;
-    const int64_t vb = a.sq.cu_q != NULL ? 0 : blockIdx.x / a.rows, row = blockIdx.x - vb * a.rows;
+    const int64_t vb = a.sq.cu_q != NULL ? 0 : at / a.rows, row = at - vb * a.rows;
     sequence seq;
     int64_t entry;
     const bool in = mine && entry_at(a, vb, row, &seq, &entry);
@@ -214,7 +216,7 @@ template <typename T> static quern_status means(const compress_args *args, compr
     if (!side1) a.side[1].dim = 0;
     const int chunks = (a.side[0].dim + a.side[1].dim) / CHUNK * a.heads;
     if (views * a.rows == 0 || chunks == 0) return QUERN_OK;
-    compress_mean<T><<<dim3((unsigned)(views * a.rows), (unsigned)((chunks + COLUMNS - 1) / COLUMNS)), THREADS, 0, stream>>>(a);
+    compress_mean<T><<<(unsigned)(views * a.rows * ((chunks + COLUMNS - 1) / COLUMNS)), THREADS, 0, stream>>>(a);
     return LAUNCHED("compress mean");
 }
 

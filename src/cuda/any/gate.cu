@@ -8,8 +8,8 @@
  * LPR lanes own a row (one head of one token), eight elements each, so a row is one coalesced read per tensor. A
  * lane group keeps its head over a slice of tokens: the head's three weight vectors stay in registers (24 floats
  * a lane), and the backward's dW accumulates there, is written once per slice, and is summed in slice order by a
- * second kernel. The next rows are loaded while these are reduced across the lanes (12 shuffles), two rows at a
- * time in the forward: 64 KB in flight an SM. Where all activations have one layout, one offset serves them all.
+ * second kernel. The next row is loaded while this one is reduced across the lanes (12 shuffles): 48 KB in
+ * flight an SM. Where all activations have one layout, one offset serves them all.
  * Limit: bytes moved over the copy rate.
  */
 #include "any/stages.cuh"
@@ -46,18 +46,18 @@ template <typename T> __device__ __forceinline__ chunk weight_chunk(const gate_k
     return r;
 }
 
-/* Eight elements as they stand in memory. */
+/* Eight elements as they stand in memory. ONCE: evicted first, which the forward gains from and the backward not. */
 template <typename T> struct raw_chunk {
     uint4 r[sizeof(T) / 2];
 };
 
-template <typename T> __device__ __forceinline__ raw_chunk<T> load_raw(const void *base, int64_t at, bool vec)
+template <typename T, bool ONCE> __device__ __forceinline__ raw_chunk<T> load_raw(const void *base, int64_t at, bool vec)
 {
     raw_chunk<T> c;
     const T *p = (const T *)base + at;
     if (vec) {
 #pragma unroll
-        for (unsigned i = 0; i < sizeof(T) / 2; i++) c.r[i] = __ldcs((const uint4 *)p + i);
+        for (unsigned i = 0; i < sizeof(T) / 2; i++) c.r[i] = ONCE ? __ldcs((const uint4 *)p + i) : __ldg((const uint4 *)p + i);
     } else {
         T *t = (T *)c.r;
 #pragma unroll
@@ -89,9 +89,8 @@ __device__ __forceinline__ float *floats_at(const view4 &v, const place &p, int 
     return (float *)v.p + p.b * v.s[0] + p.n * v.s[1] + h * v.s[2];
 }
 
-template <typename T, int LPR, bool SAME> __global__ void __launch_bounds__(THREADS, 2) gate_forward(const __grid_constant__ gate_kernel a)
+template <typename T, int LPR, bool SAME> __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2) gate_forward(const __grid_constant__ gate_kernel a)
 {
-    constexpr int U = sizeof(T) == 2 ? 2 : 1; /* rows at a time */
     const int group = (blockIdx.y * THREADS + threadIdx.x) / LPR, c = threadIdx.x % LPR, col = c * CHUNK;
     const bool head_in = group < a.heads, weights = a.kind == QUERN_NSA_GATE_WEIGHTS;
     const int h = head_in ? group : a.heads - 1;
@@ -105,62 +104,50 @@ template <typename T, int LPR, bool SAME> __global__ void __launch_bounds__(THRE
         place p;
         bool live;
         raw_chunk<T> q, ob[3];
-    } next[U], now[U];
+    } next, now;
     auto load = [&](int64_t row, loaded &x) {
         x.q = {}, x.ob[0] = {}, x.ob[1] = {}, x.ob[2] = {};
         x.p = place_at(a, a.ob[0], row, h, col);
         x.live = row < end && x.p.n < valid;
         if (!x.live) return;
-        if (in_q) x.q = load_raw<T>(a.q.p, offset_of<SAME>(a.q, x.p, h, col), a.vec);
+        if (in_q) x.q = load_raw<T, true>(a.q.p, offset_of<SAME>(a.q, x.p, h, col), a.vec);
         if (!in_v) return;
 #pragma unroll
         for (int i = 0; i < 3; i++)
-            if (a.ob[i].p != NULL) x.ob[i] = load_raw<T>(a.ob[i].p, offset_of<SAME>(a.ob[i], x.p, h, col), a.vec);
+            if (a.ob[i].p != NULL) x.ob[i] = load_raw<T, true>(a.ob[i].p, offset_of<SAME>(a.ob[i], x.p, h, col), a.vec);
     };
-#pragma unroll
-    for (int u = 0; u < U; u++) load(first + u, next[u]);
-    for (int64_t row = first; row < end; row += U) {
-#pragma unroll
-        for (int u = 0; u < U; u++) now[u] = next[u];
-#pragma unroll
-        for (int u = 0; u < U; u++) load(row + U + u, next[u]);
-        float g[U][3];
+    load(first, next);
+    for (int64_t row = first; row < end; row++) {
+        now = next;
+        load(row + 1, next);
+        const place &p = now.p;
+        float g[3] = {};
         if (weights) {
 #pragma unroll
-            for (int u = 0; u < U; u++)
+            for (int e = 0; e < CHUNK; e++) {
+                const float q = element(now.q, e);
 #pragma unroll
-                for (int i = 0; i < 3; i++) {
-                    float dot = 0.0f;
-#pragma unroll
-                    for (int e = 0; e < CHUNK; e++) dot = fmaf(element(now[u].q, e), w[i].x[e], dot);
-                    g[u][i] = dot;
-                }
+                for (int i = 0; i < 3; i++) g[i] = fmaf(q, w[i].x[e], g[i]);
+            }
 #pragma unroll
             for (int step = LPR / 2; step > 0; step /= 2)
 #pragma unroll
-                for (int u = 0; u < U; u++)
-#pragma unroll
-                    for (int i = 0; i < 3; i++) g[u][i] += __shfl_xor_sync(~0u, g[u][i], step);
+                for (int i = 0; i < 3; i++) g[i] += __shfl_xor_sync(~0u, g[i], step);
         }
+        if (!head_in) continue;
 #pragma unroll
-        for (int u = 0; u < U; u++) {
-            const place &p = now[u].p;
-            if (!head_in || row + u >= end) continue;
-#pragma unroll
-            for (int i = 0; i < 3; i++) {
-                if (weights) g[u][i] = 1.0f / (1.0f + expf(-g[u][i]));
-                else if (a.kind == QUERN_NSA_GATE_NONE) g[u][i] = 1.0f / 3.0f;
-                else g[u][i] = now[u].live ? floats_at(a.gates, p, h)[i] : 0.0f;
-            }
-            if (a.gates.p != NULL && a.kind != QUERN_NSA_GATE_GIVEN && c < 3)
-                floats_at(a.gates, p, h)[c] = now[u].live ? (c == 0 ? g[u][0] : c == 1 ? g[u][1] : g[u][2]) : 0.0f;
-            if (a.o.p == NULL || !in_v) continue;
-            chunk o;
-#pragma unroll
-            for (int e = 0; e < CHUNK; e++)
-                o.x[e] = fmaf(g[u][2], element(now[u].ob[2], e), fmaf(g[u][1], element(now[u].ob[1], e), g[u][0] * element(now[u].ob[0], e)));
-            store_chunk((T *)a.o.p + offset_of<SAME>(a.o, p, h, col), o, a.vec);
+        for (int i = 0; i < 3; i++) {
+            if (weights) g[i] = 1.0f / (1.0f + expf(-g[i]));
+            else if (a.kind == QUERN_NSA_GATE_NONE) g[i] = 1.0f / 3.0f;
+            else g[i] = now.live ? floats_at(a.gates, p, h)[i] : 0.0f;
         }
+        if (a.gates.p != NULL && a.kind != QUERN_NSA_GATE_GIVEN && c < 3)
+            floats_at(a.gates, p, h)[c] = now.live ? (c == 0 ? g[0] : c == 1 ? g[1] : g[2]) : 0.0f;
+        if (a.o.p == NULL || !in_v) continue;
+        chunk o;
+#pragma unroll
+        for (int e = 0; e < CHUNK; e++) o.x[e] = fmaf(g[2], element(now.ob[2], e), fmaf(g[1], element(now.ob[1], e), g[0] * element(now.ob[0], e)));
+        store_chunk((T *)a.o.p + offset_of<SAME>(a.o, p, h, col), o, a.vec);
     }
 }
 
@@ -190,12 +177,12 @@ template <typename T, int LPR, bool SAME> __global__ void __launch_bounds__(THRE
 #pragma unroll
         for (int i = 0; i < 3; i++)
             if (!none) x.g[i] = floats_at(a.gates, x.p, h)[i];
-        if (in_q) x.q = load_raw<T>(a.q.p, offset_of<SAME>(a.q, x.p, h, col), a.vec);
+        if (in_q) x.q = load_raw<T, false>(a.q.p, offset_of<SAME>(a.q, x.p, h, col), a.vec);
         if (!in_v) return;
-        x.d_o = load_raw<T>(a.d_o.p, offset_of<SAME>(a.d_o, x.p, h, col), a.vec);
+        x.d_o = load_raw<T, false>(a.d_o.p, offset_of<SAME>(a.d_o, x.p, h, col), a.vec);
 #pragma unroll
         for (int i = 0; i < 3; i++)
-            if (a.ob[i].p != NULL) x.ob[i] = load_raw<T>(a.ob[i].p, offset_of<SAME>(a.ob[i], x.p, h, col), a.vec);
+            if (a.ob[i].p != NULL) x.ob[i] = load_raw<T, false>(a.ob[i].p, offset_of<SAME>(a.ob[i], x.p, h, col), a.vec);
     };
     load(first, next);
     for (int64_t row = first; row < end; row++) {

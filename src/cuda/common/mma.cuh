@@ -133,6 +133,21 @@ __device__ __forceinline__ void product_nt(float (&acc)[NT][4], uint32_t a, int 
     }
 }
 
+/* The same with A's fragments in registers. */
+template <typename T, int DP, int NT, int ROWS_B>
+__device__ __forceinline__ void product_nt_held(float (&acc)[NT][4], const uint32_t (&fa)[DP / 16][4], uint32_t b, int n0, int lane)
+{
+#pragma unroll
+    for (int k0 = 0; k0 < DP; k0 += 16)
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            uint32_t fb[4];
+            load_b<ROWS_B>(fb, b, n0 + n * 8, k0, lane);
+            mma16816<T>(acc[n], fa[k0 / 16], fb[0], fb[1]);
+            mma16816<T>(acc[n + 1], fa[k0 / 16], fb[2], fb[3]);
+        }
+}
+
 /* acc[n][.] += A[..][k] B[k0 + k][n 8 + ..] for the 16 k of fragment `fa` and DP columns. */
 template <typename T, int DP, int ROWS_B, bool WG>
 __device__ __forceinline__ void product_nn(float (&acc)[DP / 8][4], const uint32_t (&fa)[4], uint32_t b, int k0, int lane)
