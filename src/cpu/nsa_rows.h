@@ -6,8 +6,8 @@
  *
  * All but add_probabilities and best_of stream: each element of a [tokens][heads][dim] tensor is touched once
  * with one to three multiplications, so memory is the limit and the code's task is to keep enough loads in
- * flight: sum_rows walks 256 columns (16 registers of AVX-512) down the rows of a block, which reads whole
- * token rows in order where heads are neighbours. Outputs that nobody reads soon go past the caches (a cached
+ * flight: sum_rows walks 256 columns (16 registers of AVX-512) down the rows of a block, or 8 rows at a time where
+ * rows are longer, which reads whole token rows in order where heads are neighbours. Outputs that nobody reads soon go past the caches (a cached
  * store reads the line first: non-temporal ones run at twice the bandwidth).
  *
  * add_probabilities costs an exp2 (six FMAs) a score beside the 2 D of the product before it. best_of keeps the
@@ -22,7 +22,7 @@
 #include "cpu/nsa_kernels.h"
 #include "cpu/vector.h"
 
-enum { SUM_VECTORS = LANES == 16 ? 16 : 8, SPREAD_BYTES = 4096, COLUMNS = 16 };
+enum { SUM_VECTORS = LANES == 16 ? 16 : 8, SPREAD_BYTES = 4096, COLUMNS = 16, SUM_ROWS = 8 };
 
 INLINE vfloat widen(vhalf h, const quern_dtype dtype)
 {
@@ -145,12 +145,14 @@ INLINE void store_some(void *p, const quern_dtype dtype, int64_t at, int64_t n, 
         else call(QUERN_F16);                                                                          \
     } while (0)
 
-INLINE void sum_columns(const row_source *s, const quern_dtype dtype, const int vectors, int64_t column, float *out)
+/* Rows [first, end) onto what the rows before left in out. */
+INLINE void sum_columns(const row_source *s, const quern_dtype dtype, const int vectors, int64_t first, int64_t end, int64_t column, float *out)
 {
     vfloat acc[SUM_VECTORS];
-    for (int v = 0; v < vectors; v++) acc[v] = (vfloat){0};
-    const char *row = (const char *)s->data + column * dtype_bytes(dtype);
-    for (int64_t r = 0; r < s->rows; r++, row += s->stride * dtype_bytes(dtype))
+#pragma GCC unroll 16
+    for (int v = 0; v < vectors; v++) acc[v] = first > 0 ? v_load(out + column + v * LANES) : (vfloat){0};
+    const char *row = (const char *)s->data + (first * s->stride + column) * dtype_bytes(dtype);
+    for (int64_t r = first; r < end; r++, row += s->stride * dtype_bytes(dtype))
 #pragma GCC unroll 16
         for (int v = 0; v < vectors; v++) acc[v] += load_as(row, dtype, v * LANES);
 #pragma GCC unroll 16
@@ -159,10 +161,15 @@ INLINE void sum_columns(const row_source *s, const quern_dtype dtype, const int 
 
 INLINE void sum_rows_of(const row_source *s, const quern_dtype dtype, float *out)
 {
-    int64_t c = 0;
-    for (; c + SUM_VECTORS * LANES <= s->dim; c += SUM_VECTORS * LANES) sum_columns(s, dtype, SUM_VECTORS, c, out);
-    for (; c + 4 * LANES <= s->dim; c += 4 * LANES) sum_columns(s, dtype, 4, c, out);
-    for (; c + LANES <= s->dim; c += LANES) sum_columns(s, dtype, 1, c, out);
+    const int64_t whole = s->dim / LANES * LANES, step = s->dim <= SUM_VECTORS * LANES || s->rows == 0 ? s->rows + 1 : SUM_ROWS;
+    for (int64_t first = 0; first < s->rows || first == 0; first += step) {
+        const int64_t end = first + step < s->rows ? first + step : s->rows;
+        int64_t at = 0;
+        for (; at + SUM_VECTORS * LANES <= s->dim; at += SUM_VECTORS * LANES) sum_columns(s, dtype, SUM_VECTORS, first, end, at, out);
+        for (; at + 4 * LANES <= s->dim; at += 4 * LANES) sum_columns(s, dtype, 4, first, end, at, out);
+        for (; at < whole; at += LANES) sum_columns(s, dtype, 1, first, end, at, out);
+    }
+    const int64_t c = whole;
     if (c == s->dim) return;
     vfloat acc = {0};
     for (int64_t r = 0; r < s->rows; r++)
