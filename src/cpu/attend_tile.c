@@ -6,9 +6,9 @@
  *
  *   S = Q K^T; m' = max(m, rowmax S); P = 2^(S - m'); l = l 2^(m - m') + rowsum P; O = O 2^(m - m') + P V
  *
- * Rows go through in groups of 24, so that S and P (24 KB) and a group's Q and O stay in L1 from product to
- * softmax to product; K and V (256 KB at f32, D = 128) come from L2, where the 192 rows use them eight times, and
- * the next tile's are prefetched there meanwhile. Each product accumulates P V from zero in registers and adds it
+ * Rows go through in groups of 48: enough that the softmax takes whole vectors of rows and that a panel of K or V
+ * (32 KB), once in L1, serves 8 micro-kernels. S, P, Q and O of a group (96 KB), and K and V (256 KB at f32, D = 128)
+ * that the 192 rows use four times, come from L2; the next tile's are prefetched there meanwhile. Each product accumulates P V from zero in registers and adds it
  * to O once: adding in place would cost precision over long sums. O is rescaled only in rows whose maximum rose.
  *
  * A group's keys are cut to those that some of its rows see, in whole vectors for S and exactly for P V, so a
@@ -18,7 +18,7 @@
  * multiply row by row over the row's own interval.
  *
  * Limit: 2 vector FMAs a cycle in the products. At D = 128, f32, a group's step is 98304 cycles / 2 of them;
- * softmax adds 6%, packing, masks and stores 4%.
+ * softmax adds 4%, packing, masks and stores 4%.
  */
 #include "cpu/attend_tile.h"
 

@@ -151,7 +151,8 @@ INLINE void store_p(float *s, int32_t c, vfloat p, bool narrow)
     }
 }
 
-INLINE float max_of_row(const float *s, int32_t lo, int32_t hi, bool whole)
+/* A vector with the row's maximum among its lanes. */
+INLINE vfloat max_of_row(const float *s, int32_t lo, int32_t hi, bool whole)
 {
     vfloat top = v_splat(-INFINITY);
     if (whole) {
@@ -166,11 +167,11 @@ INLINE float max_of_row(const float *s, int32_t lo, int32_t hi, bool whole)
     } else
         for (int32_t c = lo / LANES * LANES; c < hi; c += LANES)
             top = v_max(v_select(lanes_in(c, lo, hi), v_load(s + c), v_splat(-INFINITY)), top);
-    return max_of(top);
+    return top;
 }
 
-/* s = 2^(s scale2 + base) over the row's columns; returns the sum. */
-INLINE float exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfloat scale2, vfloat base, bool whole, bool narrow)
+/* s = 2^(s scale2 + base) over the row's columns; returns a vector whose lanes add up to the sum. */
+INLINE vfloat exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfloat scale2, vfloat base, bool whole, bool narrow)
 {
     vfloat sum = {0};
     if (whole) {
@@ -180,7 +181,7 @@ INLINE float exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vflo
             sum += p;
             store_p(s, c, p, narrow);
         }
-        return sum_of(sum);
+        return sum;
     }
     const int32_t first = lo / LANES * LANES, last = (hi + LANES - 1) / LANES * LANES;
     for (int32_t c = 0; c < first; c += LANES) store_p(s, c, (vfloat){0}, narrow);
@@ -190,39 +191,36 @@ INLINE float exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vflo
         store_p(s, c, p, narrow);
     }
     for (int32_t c = last; c < columns; c += LANES) store_p(s, c, (vfloat){0}, narrow);
-    return sum_of(sum);
+    return sum;
 }
 
-/*
- * Sixteen rows at a time, in three passes: the maxima; what they make of the running maxima, a row a lane; the
- * exponentials. Passes over many rows keep the horizontal steps of one row from waiting for each other.
- */
+/* LANES rows at a time: the maxima; what they make of the running maxima and sums, a row a lane; the exponentials. */
 INLINE void softmax_rows(const softmax_tile *t, bool narrow)
 {
     const vfloat scale2 = v_splat(t->scale2);
     for (int32_t r0 = 0; r0 < t->rows; r0 += LANES) {
         const int32_t n = t->rows - r0 < LANES ? t->rows - r0 : LANES;
-        float seen[LANES], base[LANES], shrink[LANES];
-        for (int32_t i = n; i < LANES; i++) seen[i] = -INFINITY;
+        vfloat lanes[LANES];
+        float base[LANES];
         for (int32_t i = 0; i < n; i++) {
             const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
             const float *s = t->s + (r0 + i) * t->lds;
-            seen[i] = lo == 0 && hi == t->columns ? max_of_row(s, lo, hi, true) : max_of_row(s, lo, hi, false);
+            lanes[i] = lo == 0 && hi == t->columns ? max_of_row(s, lo, hi, true) : max_of_row(s, lo, hi, false);
         }
-        const vfloat before = v_load_first(t->max + r0, n, v_splat(-INFINITY)), after = v_max(v_load(seen), before);
+        for (int32_t i = n; i < LANES; i++) lanes[i] = v_splat(-INFINITY);
+        const vfloat before = v_load_first(t->max + r0, n, v_splat(-INFINITY)), after = v_max(lane_maxima(lanes), before);
         const vfloat fall = v_select(after > before, v_exp2((before - after) * scale2), v_splat(1.0f));
-        v_store(shrink, fall);
         v_store(base, v_select(after == -INFINITY, (vfloat){0}, -after * scale2));
         v_store_first(t->max + r0, n, after);
         v_store_first(t->shrink + r0, n, fall);
         for (int32_t i = 0; i < n; i++) {
-            const int32_t r = r0 + i, lo = t->lo[r], hi = t->hi[r];
-            float *s = t->s + r * t->lds;
-            const float sum = lo == 0 && hi == t->columns
-                                  ? exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), true, narrow)
-                                  : exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), false, narrow);
-            t->sum[r] = t->sum[r] * shrink[i] + sum;
+            const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
+            float *s = t->s + (r0 + i) * t->lds;
+            lanes[i] = lo == 0 && hi == t->columns ? exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), true, narrow)
+                                                   : exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), false, narrow);
         }
+        for (int32_t i = n; i < LANES; i++) lanes[i] = (vfloat){0};
+        v_store_first(t->sum + r0, n, v_load_first(t->sum + r0, n, (vfloat){0}) * fall + lane_sums(lanes));
     }
 }
 
