@@ -25,6 +25,9 @@ check: setup-dev
 test: setup-dev
 	tests/run.sh test
 
+test-gpu:
+	tests/gpu/run.sh
+
 bench: all
 	build/release/quern bench ceilings
 	build/release/quern bench attention
@@ -47,4 +50,4 @@ tidy: setup-dev all
 clean:
 	rm -rf build
 
-.PHONY: all setup setup-dev demo check test bench accept install format tidy clean
+.PHONY: all setup setup-dev demo check test test-gpu bench accept install format tidy clean

@@ -17,7 +17,7 @@ add_custom_command(
   COMMAND_EXPAND_LISTS VERBATIM)
 add_custom_target(quern_static ALL DEPENDS ${static_library})
 
-set(QUERN_STATIC_LIBS "-ljansson -lm -lpthread")
+set(QUERN_STATIC_LIBS "-ljansson -lm -lpthread -ldl")
 if(QUERN_HAVE_ONEDNN)
   string(PREPEND QUERN_STATIC_LIBS "-ldnnl ")
 endif()
@@ -30,6 +30,9 @@ configure_package_config_file(cmake/quern-config.cmake.in quern-config.cmake
 write_basic_package_version_file(quern-config-version.cmake COMPATIBILITY SameMinorVersion)
 
 install(TARGETS quern LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+if(TARGET quern_cuda)
+  install(PROGRAMS ${quern_cuda_library} DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
 install(FILES ${static_library} DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(DIRECTORY include/quern DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/quern.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

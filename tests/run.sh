@@ -64,6 +64,11 @@ if [[ ${1:-test} == test ]]; then
     for script in tests/consumers/run.sh tests/abi/run.sh; do
         [[ -x $script ]] && count "${script#tests/}" "$script"
     done
+    if compgen -G 'build/release/cuda/*.log' >/dev/null; then
+        count "registers of the GPU's kernels" tests/registers.sh
+    else
+        echo "no nvcc: the GPU's kernels are not compiled"
+    fi
     count "build: asan-ubsan" build asan-ubsan
     programs asan-ubsan '*' '*_full_test'
     count "build: portable" build portable

@@ -100,7 +100,7 @@ static quern_status plan(quern_context *ctx, const quern_attention_params *param
             return status;
     }
     call->backend = context_backend(ctx, t->q->device, t->q->device_id, t->stream, &call->exec);
-    if (call->backend == NULL) return QUERN_ERR_DEVICE;
+    if (call->backend == NULL) return error_status();
 
     attend_args *a = &call->attend;
     *a = (attend_args){.mask = ATTEND_RANGE, .causal = params->causal, .window = params->window, .query_offset = params->query_offset, .tile = 1};
@@ -133,13 +133,6 @@ static void *carve_backward(attention_call *call, arena *a)
     return arena_take(a, bytes);
 }
 
-static quern_status check_workspace(const void *workspace, size_t given, size_t needed)
-{
-    if (given < needed) return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", given, needed);
-    if (workspace == NULL && needed > 0) return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", needed);
-    return QUERN_OK;
-}
-
 quern_status quern_attention_forward_workspace(quern_context *ctx, const quern_attention_params *params, const quern_attention_tensors *tensors,
                                                size_t *bytes)
 {
@@ -157,7 +150,7 @@ quern_status quern_attention_forward(quern_context *ctx, const quern_attention_p
     attention_call call;
     quern_status status = plan(ctx, params, tensors, false, true, &call);
     if (status != QUERN_OK) return status;
-    status = check_workspace(workspace, workspace_bytes, call.backend->attend_forward.workspace(&call.exec, &call.attend));
+    status = view_check_workspace(workspace, workspace_bytes, call.backend->attend_forward.workspace(&call.exec, &call.attend), &call.attend.q);
     return status != QUERN_OK ? status : call.backend->attend_forward.run(&call.exec, &call.attend, workspace);
 }
 
@@ -182,7 +175,7 @@ quern_status quern_attention_backward(quern_context *ctx, const quern_attention_
     if (status != QUERN_OK) return status;
     arena size = {NULL, 0}, a = arena_on(workspace);
     carve_backward(&call, &size);
-    if ((status = check_workspace(workspace, workspace_bytes, arena_size(&size))) != QUERN_OK) return status;
+    if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&size), &call.attend.q)) != QUERN_OK) return status;
     void *scratch = carve_backward(&call, &a);
     status = call.backend->rowdot.run(&call.exec, &call.rowdot, scratch);
     return status != QUERN_OK ? status : call.backend->attend_backward.run(&call.exec, &call.attend, scratch);

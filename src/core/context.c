@@ -3,6 +3,7 @@
 #include "core/context.h"
 
 #include "core/error.h"
+#include "core/plugin.h"
 
 #include <sched.h>
 #include <stdlib.h>
@@ -100,10 +101,8 @@ quern_cpu_level quern_context_cpu_level(const quern_context *ctx)
 const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id,
                                      void *stream, quern_exec *exec)
 {
-    if (device != QUERN_CPU) {
-        error_set(QUERN_ERR_DEVICE, "device cuda: this build has the cpu backend only");
-        return NULL;
-    }
+    const quern_cuda_plugin *plugin = device == QUERN_CUDA ? plugin_for(device_id) : NULL;
+    if (device == QUERN_CUDA && plugin == NULL) return NULL;
     *exec = (quern_exec){device, device_id, ctx->threads, ctx->cpu_level, stream, &ctx->gemm};
-    return &quern_backend_cpu;
+    return plugin != NULL ? plugin->backend : &quern_backend_cpu;
 }

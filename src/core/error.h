@@ -10,5 +10,7 @@
  * names the argument, what was given and what is accepted. */
 quern_status error_set(quern_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
+/* The status that the calling thread's last sentence was stored with. */
+quern_status error_status(void);
 
 #endif

@@ -3,6 +3,7 @@
 #include "core/view.h"
 
 #include "core/error.h"
+#include "core/plugin.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -188,7 +189,21 @@ quern_status view_check_all(const view_rule *rules, int32_t count, const quern_t
                 share_memory(rules[i].tensor, rules[j].tensor))
                 return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s shares memory with %s: outputs need memory of their own", rules[i].name,
                                  rules[j].name);
+    for (int32_t i = 0; i < count; i++) {
+        const quern_tensor *t = rules[i].tensor;
+        if (t == NULL || t->data == NULL || view_elements(t) == 0) continue;
+        const quern_status status = plugin_check_pointer(t->data, t->device, t->device_id, rules[i].name);
+        if (status != QUERN_OK) return status;
+    }
     return QUERN_OK;
+}
+
+quern_status view_check_workspace(const void *workspace, size_t given, size_t needed, const quern_tensor *like)
+{
+    if (given < needed) return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", given, needed);
+    if (needed == 0) return QUERN_OK;
+    if (workspace == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", needed);
+    return plugin_check_pointer(workspace, like->device, like->device_id, "workspace");
 }
 
 quern_status view_check_borders(const quern_tensor *cu, const char *name, int64_t total)

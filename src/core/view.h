@@ -32,7 +32,8 @@ typedef struct view_rule {
 /* Checks one tensor against its rule; `device` as in `like` (NULL: any). `run`: its data pointer counts too
  * (a workspace query looks at shapes only). */
 quern_status view_check(const view_rule *rule, const quern_tensor *like, bool run);
-/* Checks all rules, then that no output shares memory with another tensor of the list. */
+/* Checks all rules, then that no output shares memory with another tensor of the list and that every pointer is memory
+ * of its tensor's device. */
 quern_status view_check_all(const view_rule *rules, int32_t count, const quern_tensor *like, bool run);
 
 bool view_present(const quern_tensor *t);
@@ -44,6 +45,9 @@ quern_tensor view_with_batch(const quern_tensor *t);
 quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, int32_t ndim, const int64_t *shape);
 /* Elements of a view. */
 int64_t view_elements(const quern_tensor *t);
+
+/* Checks a workspace: its size, that it is there, and that it is memory of the device of `like`. */
+quern_status view_check_workspace(const void *workspace, size_t given, size_t needed, const quern_tensor *like);
 
 /* Checks cu_seqlens [batch + 1] on the CPU: from 0, never falling, the last at most `total`. */
 quern_status view_check_borders(const quern_tensor *cu, const char *name, int64_t total);

@@ -1,29 +1,38 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* plugin.h - what libquern_cuda hands to libquern. The number in the symbol's name changes with the stage
- * table, so that libraries of different builds refuse each other. */
+/* plugin.h - what libquern_cuda hands to libquern. The number in the symbol's name changes with the stage table, and
+ * the sizes and the version are compared, so that libraries of different builds refuse each other. */
 #ifndef QUERN_CUDA_PLUGIN_H
 #define QUERN_CUDA_PLUGIN_H
 
 #include "backend.h"
 
-#define QUERN_CUDA_PLUGIN_SYMBOL "quern_cuda_plugin_1"
+#include <quern/cuda.h>
 
-typedef enum quern_cuda_memory_call {
-    QUERN_CUDA_ALLOCATE,
-    QUERN_CUDA_FREE,
-    QUERN_CUDA_UPLOAD,
-    QUERN_CUDA_DOWNLOAD,
-    QUERN_CUDA_SYNCHRONIZE
-} quern_cuda_memory_call;
+#define QUERN_CUDA_PLUGIN_SYMBOL "quern_cuda_plugin_1"
 
 typedef struct quern_cuda_plugin {
     size_t size, backend_size;
+    const char *version; /* of quern.h */
     const quern_backend *backend;
     quern_status (*check_device)(int32_t device);
-    quern_status (*check_pointer)(const void *p, int32_t device, const char *name);
-    /* Device memory for the command and the tests, which link no CUDA. *p is the destination. */
-    quern_status (*memory)(quern_cuda_memory_call call, void **p, const void *src, size_t bytes, void *stream);
+    /* Whether the first byte of `name` stands in memory of the device that its tensor names. */
+    quern_status (*check_pointer)(const void *p, quern_device device, int32_t device_id, const char *name);
+    /* As in cuda.h; the arguments are checked already. */
+    quern_status (*count)(int32_t *count);
+    quern_status (*device)(int32_t device, quern_cuda_device *info);
+    quern_status (*allocate)(int32_t device, size_t bytes, void **p);
+    quern_status (*release)(int32_t device, void *p);
+    quern_status (*copy)(int32_t device, void *to, const void *from, size_t bytes, void *stream);
+    quern_status (*fill)(int32_t device, void *to, uint8_t value, size_t bytes, void *stream);
+    quern_status (*stream_create)(int32_t device, void **stream);
+    quern_status (*stream_destroy)(int32_t device, void *stream);
+    quern_status (*synchronize)(int32_t device, void *stream);
+    quern_status (*query)(int32_t device, void *stream, bool *done);
+    quern_status (*mark_create)(int32_t device, void **mark);
+    quern_status (*mark_destroy)(int32_t device, void *mark);
+    quern_status (*mark_record)(int32_t device, void *mark, void *stream);
+    quern_status (*mark_elapsed)(int32_t device, void *from, void *to, double *ms);
 } quern_cuda_plugin;
 
 typedef const quern_cuda_plugin *quern_cuda_plugin_entry(quern_status (*set)(quern_status, const char *, ...));

@@ -349,7 +349,7 @@ quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const 
     if (run && c->packed && r.cu_cmp == NEEDED && (status = view_check_borders(t->cu_seqlens_cmp, "cu_seqlens_cmp", c->n_cmp)) != QUERN_OK) return status;
     if (c->params.scale == 0.0f && c->dim_k > 0) c->params.scale = 1.0f / sqrtf((float)c->dim_k);
     c->backend = context_backend(ctx, c->like.device, c->like.device_id, t->stream, &c->exec);
-    if (c->backend == NULL) return QUERN_ERR_DEVICE;
+    if (c->backend == NULL) return error_status();
     fill_views(c, t, &r);
     c->tokens = (stage_seqs){c->batch, c->n, c->n, view_or_absent(t->cu_seqlens), view_or_absent(t->cu_seqlens)};
     c->compressed = (stage_seqs){c->batch, c->n, c->n_cmp, view_or_absent(t->cu_seqlens), r.cu_cmp != UNUSED ? view_or_absent(t->cu_seqlens_cmp) : (quern_tensor){0}};

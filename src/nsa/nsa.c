@@ -65,8 +65,7 @@ static quern_status run(quern_context *ctx, const quern_nsa_params *params, cons
     size_t needed;
     quern_status status = prepare(ctx, params, tensors, op, true, NULL, &call, &needed);
     if (status != QUERN_OK) return status;
-    if (given < needed) return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", given, needed);
-    if (workspace == NULL && needed > 0) return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", needed);
+    if ((status = view_check_workspace(workspace, given, needed, &call.like)) != QUERN_OK) return status;
     status = prepare(ctx, params, tensors, op, true, workspace, &call, &needed);
     return status != QUERN_OK ? status : operation_of(op)->run(&call);
 }
@@ -209,7 +208,7 @@ quern_status quern_nsa_list_convert(quern_context *ctx, const quern_tensor *in, 
     }
     quern_exec exec;
     const quern_backend *backend = context_backend(ctx, in->device, in->device_id, stream, &exec);
-    if (backend == NULL) return QUERN_ERR_DEVICE;
+    if (backend == NULL) return error_status();
     list_convert_args args = {.from = from, .to = to, .n = n};
     quern_tensor *const flat[] = {&args.in, &args.out, &args.count};
     for (int t = 0; t < 3; t++) {

@@ -166,7 +166,7 @@ static const mistake mistakes[] = {
     {"no workspace", no_workspace, BOTH, false, false, QUERN_ERR_INVALID_ARGUMENT, {"workspace is NULL", "needed"}},
     {"device 9", bad_device, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "9", "cuda"}},
     {"k elsewhere", other_device, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"k", "device", "share"}},
-    {"cuda", all_on_cuda, BOTH, true, false, QUERN_ERR_DEVICE, {"cuda", "cpu"}},
+    {"cuda", all_on_cuda, BOTH, true, false, QUERN_ERR_DEVICE, {"cuda", "device"}},
     {"cu_seqlens_kv alone", cu_kv_alone, BOTH, true, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens_kv", "without cu_seqlens_q"}},
     {"cu_seqlens_q empty", cu_empty, BOTH, true, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens", "0"}},
     {"cu_seqlens of two lengths", cu_lengths_differ, BOTH, true, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens_kv.shape[0]", "2", "3"}},

@@ -1,0 +1,58 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+# libquern_cuda, the GPU backend, where nvcc is found. Each .cu is one nvcc command that keeps the assembler's report
+# (registers, stack, spills) beside the object: tests/registers.sh compares it with src/cuda/registers.txt.
+find_program(QUERN_NVCC nvcc HINTS ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda/bin PATH_SUFFIXES bin)
+if(NOT QUERN_NVCC)
+  message(STATUS "No nvcc: the GPU backend is not built")
+  return()
+endif()
+set(quern_cuda_default 80-real 90a-real 90-virtual)
+if(DEFINED ENV{CUDAARCHS})
+  set(quern_cuda_default $ENV{CUDAARCHS})
+endif()
+set(CMAKE_CUDA_ARCHITECTURES "${quern_cuda_default}" CACHE STRING
+    "GPUs that libquern_cuda holds code for: 90a-real machine code, 90-virtual PTX for newer GPUs")
+set(nvcc_flags -std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -Werror all-warnings
+    -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra -Xptxas=-v -I${PROJECT_SOURCE_DIR}/include
+    -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/src/cuda)
+foreach(architecture ${CMAKE_CUDA_ARCHITECTURES})
+  string(REGEX REPLACE "-(real|virtual)$" "" number ${architecture})
+  if(architecture MATCHES "-virtual$")
+    list(APPEND nvcc_flags -gencode=arch=compute_${number},code=compute_${number})
+  else()
+    list(APPEND nvcc_flags -gencode=arch=compute_${number},code=sm_${number})
+  endif()
+endforeach()
+
+set(launcher ${CMAKE_CUDA_COMPILER_LAUNCHER} $ENV{CMAKE_CUDA_COMPILER_LAUNCHER})
+list(REMOVE_DUPLICATES launcher)
+set(quern_cuda_objects)
+file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/cuda/*.cu)
+file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda)
+foreach(source ${cuda_sources})
+  file(RELATIVE_PATH name ${PROJECT_SOURCE_DIR}/src/cuda ${source})
+  string(REGEX REPLACE "[/.]" "_" object ${name})
+  set(object ${PROJECT_BINARY_DIR}/cuda/${object})
+  add_custom_command(
+    OUTPUT ${object}.o
+    COMMAND ${CMAKE_COMMAND} -E env sh -c "\"$@\" >${object}.log 2>&1 || { cat ${object}.log >&2; exit 1; }" nvcc
+            ${launcher} ${QUERN_NVCC} ${nvcc_flags} -MD -MF ${object}.d -c ${source} -o ${object}.o
+    DEPENDS ${source}
+    DEPFILE ${object}.d
+    COMMENT "Compiling ${name}"
+    VERBATIM)
+  list(APPEND quern_cuda_objects ${object}.o)
+endforeach()
+
+# nvcc names the toolkit's static runtime; nothing of it shows outside.
+set(quern_cuda_library ${PROJECT_BINARY_DIR}/libquern_cuda.so.${QUERN_ABI})
+add_custom_command(
+  OUTPUT ${quern_cuda_library}
+  COMMAND ${QUERN_NVCC} -shared -cudart=static -o ${quern_cuda_library} ${quern_cuda_objects}
+          -Xlinker=-soname=libquern_cuda.so.${QUERN_ABI},--version-script=${PROJECT_SOURCE_DIR}/cmake/quern.map,--no-undefined,--as-needed
+          -Xcompiler=-static-libstdc++,-static-libgcc
+  DEPENDS ${quern_cuda_objects} ${PROJECT_SOURCE_DIR}/cmake/quern.map
+  COMMENT "Linking libquern_cuda.so.${QUERN_ABI}"
+  VERBATIM)
+add_custom_target(quern_cuda ALL DEPENDS ${quern_cuda_library})

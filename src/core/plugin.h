@@ -1,0 +1,17 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* plugin.h - finds, loads and checks libquern_cuda. */
+#ifndef QUERN_CORE_PLUGIN_H
+#define QUERN_CORE_PLUGIN_H
+
+#include "cuda/plugin.h"
+
+/* The plugin, loaded by the first call; NULL with the error set where there is none. */
+const quern_cuda_plugin *plugin_get(void);
+/* The same, and `device` can compute. */
+const quern_cuda_plugin *plugin_for(int32_t device);
+/* Whether `p`, not NULL, is memory of the device that its tensor names. Host memory is looked at only once the plugin
+ * is loaded. */
+quern_status plugin_check_pointer(const void *p, quern_device device, int32_t device_id, const char *name);
+
+#endif

@@ -1,0 +1,153 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* calls.cu - devices, pointers, memory, streams and marks, each over a call or two of the CUDA runtime. */
+#include "common/calls.cuh"
+
+#include <stdio.h>
+
+#define REPORT (cuda_set_error())
+
+/* Has an image exactly where the stages' kernels have one. */
+static __global__ void probe_kernel() {}
+
+quern_status device_count(int32_t *count)
+{
+    int driver = 0, n = 0;
+    cudaError_t code = cudaDriverGetVersion(&driver);
+    if (code == cudaSuccess && driver == 0) return REPORT(QUERN_ERR_DEVICE, "device cuda: no NVIDIA driver is loaded");
+    if (code == cudaSuccess) code = cudaGetDeviceCount(&n);
+    if (code != cudaSuccess) {
+        (void)cudaGetLastError();
+        return REPORT(QUERN_ERR_DEVICE, "device cuda: %s (the driver serves CUDA %d.%d, this library needs %d.%d)", cudaGetErrorString(code),
+                      driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    }
+    *count = n;
+    return QUERN_OK;
+}
+
+quern_status device_check(int32_t device)
+{
+    int32_t count = 0;
+    const quern_status status = device_count(&count);
+    if (status != QUERN_OK) return status;
+    if (count == 0) return REPORT(QUERN_ERR_DEVICE, "device cuda: this machine has no GPU");
+    if (device < 0 || device >= count)
+        return REPORT(QUERN_ERR_DEVICE, "device cuda:%d: cuda:0 to cuda:%d are accepted", device, count - 1);
+    int major = 0, minor = 0;
+    cudaError_t code = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (code == cudaSuccess) code = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (code != cudaSuccess) return cuda_report(code, "compute capability");
+    const device_scope scope(device);
+    if (scope.code != cudaSuccess) return cuda_report(scope.code, "choosing the device");
+    cudaFuncAttributes attributes;
+    code = cudaFuncGetAttributes(&attributes, probe_kernel);
+    if (code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction || code == cudaErrorUnsupportedPtxVersion) {
+        (void)cudaGetLastError();
+        return REPORT(QUERN_ERR_UNSUPPORTED, "cuda:%d has compute capability %d.%d: this build holds no kernels for it", device, major, minor);
+    }
+    return cuda_report(code, "looking for kernels");
+}
+
+quern_status device_check_pointer(const void *p, quern_device device, int32_t device_id, const char *name)
+{
+    cudaPointerAttributes at;
+    const cudaError_t code = cudaPointerGetAttributes(&at, p);
+    if (code != cudaSuccess) return cuda_report(code, name);
+    if (device == QUERN_CPU) {
+        if (at.type != cudaMemoryTypeDevice) return QUERN_OK;
+        return REPORT(QUERN_ERR_INVALID_ARGUMENT, "%s is memory of cuda:%d: its tensor says cpu, host memory is accepted", name, at.device);
+    }
+    if (at.type != cudaMemoryTypeDevice && at.type != cudaMemoryTypeManaged)
+        return REPORT(QUERN_ERR_INVALID_ARGUMENT, "%s is host memory: memory of cuda:%d is accepted", name, device_id);
+    if (at.type == cudaMemoryTypeDevice && at.device != device_id)
+        return REPORT(QUERN_ERR_INVALID_ARGUMENT, "%s is memory of cuda:%d: memory of cuda:%d is accepted", name, at.device, device_id);
+    return QUERN_OK;
+}
+
+quern_status device_info(int32_t device, quern_cuda_device *info)
+{
+    const device_scope scope(device);
+    cudaDeviceProp p;
+    size_t left = 0, total = 0;
+    int driver = 0;
+    cudaError_t code = scope.code;
+    if (code == cudaSuccess) code = cudaGetDeviceProperties(&p, device);
+    if (code == cudaSuccess) code = cudaMemGetInfo(&left, &total);
+    if (code == cudaSuccess) code = cudaDriverGetVersion(&driver);
+    if (code != cudaSuccess) return cuda_report(code, "device properties");
+    snprintf(info->name, sizeof info->name, "%s", p.name);
+    info->compute_major = p.major, info->compute_minor = p.minor, info->multiprocessors = p.multiProcessorCount;
+    info->driver = driver, info->runtime = CUDART_VERSION;
+    info->memory_bytes = (int64_t)total, info->free_bytes = (int64_t)left, info->l2_bytes = p.l2CacheSize;
+    return QUERN_OK;
+}
+
+/* One runtime call on a device. */
+#define ON_DEVICE(device, what, call)                               \
+    const device_scope scope(device);                               \
+    return cuda_report(scope.code != cudaSuccess ? scope.code : (call), what)
+
+quern_status device_allocate(int32_t device, size_t bytes, void **p)
+{
+    const device_scope scope(device);
+    void *got = NULL;
+    const cudaError_t code = scope.code != cudaSuccess ? scope.code : cudaMalloc(&got, bytes > 0 ? bytes : 1);
+    if (code == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError();
+        return REPORT(QUERN_ERR_OUT_OF_MEMORY, "cuda:%d has no %zu bytes left", device, bytes);
+    }
+    if (code == cudaSuccess) *p = got;
+    return cuda_report(code, "allocating");
+}
+
+quern_status device_free(int32_t device, void *p) { ON_DEVICE(device, "freeing", cudaFree(p)); }
+
+quern_status device_copy(int32_t device, void *to, const void *from, size_t bytes, void *stream)
+{
+    ON_DEVICE(device, "copying", cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, (cudaStream_t)stream));
+}
+
+quern_status device_fill(int32_t device, void *to, uint8_t value, size_t bytes, void *stream)
+{
+    ON_DEVICE(device, "filling", cudaMemsetAsync(to, value, bytes, (cudaStream_t)stream));
+}
+
+quern_status stream_create(int32_t device, void **stream)
+{
+    ON_DEVICE(device, "creating a stream", cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking));
+}
+
+quern_status stream_destroy(int32_t device, void *stream) { ON_DEVICE(device, "destroying a stream", cudaStreamDestroy((cudaStream_t)stream)); }
+
+quern_status stream_synchronize(int32_t device, void *stream)
+{
+    ON_DEVICE(device, "waiting for a stream", cudaStreamSynchronize((cudaStream_t)stream));
+}
+
+quern_status stream_query(int32_t device, void *stream, bool *done)
+{
+    const device_scope scope(device);
+    const cudaError_t code = scope.code != cudaSuccess ? scope.code : cudaStreamQuery((cudaStream_t)stream);
+    if (code == cudaSuccess || code == cudaErrorNotReady) *done = code == cudaSuccess;
+    if (code == cudaErrorNotReady) (void)cudaGetLastError();
+    return code == cudaErrorNotReady ? QUERN_OK : cuda_report(code, "asking a stream");
+}
+
+quern_status mark_create(int32_t device, void **mark) { ON_DEVICE(device, "creating a mark", cudaEventCreate((cudaEvent_t *)mark)); }
+
+quern_status mark_destroy(int32_t device, void *mark) { ON_DEVICE(device, "destroying a mark", cudaEventDestroy((cudaEvent_t)mark)); }
+
+quern_status mark_record(int32_t device, void *mark, void *stream)
+{
+    ON_DEVICE(device, "recording a mark", cudaEventRecord((cudaEvent_t)mark, (cudaStream_t)stream));
+}
+
+quern_status mark_elapsed(int32_t device, void *from, void *to, double *ms)
+{
+    const device_scope scope(device);
+    float elapsed = 0;
+    cudaError_t code = scope.code != cudaSuccess ? scope.code : cudaEventSynchronize((cudaEvent_t)to);
+    if (code == cudaSuccess) code = cudaEventElapsedTime(&elapsed, (cudaEvent_t)from, (cudaEvent_t)to);
+    if (code == cudaSuccess) *ms = (double)elapsed;
+    return cuda_report(code, "reading a mark");
+}

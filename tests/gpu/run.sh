@@ -1,0 +1,51 @@
+#!/bin/bash
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+# Builds the library, the command and the GPU's tests in build/gpu, runs them, and ends with `N passed, N failed`: one
+# call of under nine minutes on a machine with a GPU and nvcc. Needs neither cmocka nor the example's packages.
+#   QUERN_GPU_TESTS  patterns of the programs to run (all)
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+jobs=$(nproc)
+passed=0
+failed=0
+logs=build/gpu/logs
+cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release -DQUERN_GPU_TESTS=ON -DQUERN_EXAMPLES=OFF \
+    -DCMAKE_CUDA_ARCHITECTURES="${CUDAARCHS:-90a-real}" >/dev/null || exit 1
+cmake --build build/gpu -j"$jobs" >build/gpu/build.log 2>&1 || {
+    grep -n -A12 -e 'error' build/gpu/build.log | head -n 60
+    echo "0 passed, 1 failed"
+    exit 1
+}
+echo "built in $SECONDS s"
+mkdir -p $logs
+export OMP_NUM_THREADS=4 OMP_WAIT_POLICY=passive
+programs=()
+for program in build/gpu/tests/gpu_*_test; do
+    for pattern in ${QUERN_GPU_TESTS:-'*'}; do
+        # shellcheck disable=SC2053
+        [[ ${program##*/gpu_} == $pattern ]] && programs+=("$program")
+    done
+done
+for program in "${programs[@]}"; do
+    while (($(jobs -rp | wc -l) >= (jobs > 8 ? 6 : 2))); do wait -n; done
+    (timeout 240 "$program" >"$logs/${program##*/}" 2>&1
+     echo "exit code $?" >>"$logs/${program##*/}") &
+done
+wait
+for program in "${programs[@]}"; do
+    log=$logs/${program##*/}
+    read -r good bad < <(sed -n 's/^\([0-9]*\) passed, \([0-9]*\) failed$/\1 \2/p' "$log" | tail -n 1) || { good=0 bad=0; }
+    grep -q '^exit code 0$' "$log" || [[ $bad != 0 ]] || bad=1
+    passed=$((passed + good))
+    failed=$((failed + bad))
+    if [[ $bad == 0 ]]; then
+        echo "ok      ${program##*/}: $good cases"
+    else
+        echo "FAILED  ${program##*/}"
+        tail -n 12 "$log" | cut -c1-300
+    fi
+done
+echo "$SECONDS s"
+echo "$passed passed, $failed failed"
+[[ $failed == 0 && $passed != 0 ]]
