@@ -192,10 +192,14 @@ __device__ __forceinline__ void load_slots(const attend_kernel &a, const T *k, c
  */
 template <typename T, int ROWS, int THREADS, int CHUNKS> __device__ __forceinline__ bool any_nonfinite(const char *tile)
 {
+    constexpr uint32_t LOW = __is_same(T, bf16) ? 0x7f80 : 0x7c00, HIGH = LOW << 16; /* exponents of all ones */
     bool odd = false;
-    for (int r = threadIdx.x / CHUNKS; r < ROWS; r += THREADS / CHUNKS) {
-        const T *x = (const T *)(tile + tile_at<ROWS>(r, threadIdx.x % CHUNKS));
-        for (int c = 0; c < 8; c++) odd = odd || !isfinite(to_float<T>(x[c]));
+#pragma unroll
+    for (int r = 0; r < ROWS; r += THREADS / CHUNKS) {
+        const uint4 x = *(const uint4 *)(tile + tile_at<ROWS>(r + threadIdx.x / CHUNKS, threadIdx.x % CHUNKS));
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) odd = odd || (words[i] & LOW) == LOW || (words[i] & HIGH) == HIGH;
     }
     return odd;
 }

@@ -37,7 +37,8 @@ __global__ void compress_borders(seqs sq, int64_t l, int64_t d, int32_t *cu_cmp)
     }
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS) compress_mean(const __grid_constant__ compress_kernel a)
+/* ONCE: blocks do not overlap, so each token is read once. */
+template <typename T, bool ONCE> __global__ void __launch_bounds__(THREADS) compress_mean(const __grid_constant__ compress_kernel a)
 {
     __shared__ float4 shares[PARTS - 1][2][COLUMNS];
     const int chunks_k = a.side[0].dim / CHUNK * a.heads, column = threadIdx.x % COLUMNS, part = threadIdx.x / COLUMNS;
@@ -60,7 +61,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) compress_mean(c
         const T *p = (const T *)x.x.p + seq.view_b * x.x.s[0] + (seq.q0 + entry * a.d + from) * x.x.s[1] + h * x.x.s[2] + col;
 #pragma unroll 8
         for (int t = from; t < to; t++, p += x.x.s[1]) {
-            const chunk v = load_chunk(p, x.vec);
+            const chunk v = load_chunk<T, ONCE>(p, x.vec);
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) sum[i] += v.x[i];
         }
@@ -216,7 +217,9 @@ template <typename T> static quern_status means(const compress_args *args, compr
     if (!side1) a.side[1].dim = 0;
     const int chunks = (a.side[0].dim + a.side[1].dim) / CHUNK * a.heads;
     if (views * a.rows == 0 || chunks == 0) return QUERN_OK;
-    compress_mean<T><<<(unsigned)(views * a.rows * ((chunks + COLUMNS - 1) / COLUMNS)), THREADS, 0, stream>>>(a);
+    const unsigned grid = (unsigned)(views * a.rows * ((chunks + COLUMNS - 1) / COLUMNS));
+    if (a.d == a.l) compress_mean<T, true><<<grid, THREADS, 0, stream>>>(a);
+    else compress_mean<T, false><<<grid, THREADS, 0, stream>>>(a);
     return LAUNCHED("compress mean");
 }
 

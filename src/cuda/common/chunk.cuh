@@ -13,13 +13,14 @@ struct chunk {
     float x[CHUNK];
 };
 
-template <typename T> __device__ __forceinline__ chunk load_chunk(const T *p, bool vec)
+/* ONCE: nobody reads it again, so it need not stay in a cache. */
+template <typename T, bool ONCE = false> __device__ __forceinline__ chunk load_chunk(const T *p, bool vec)
 {
     chunk c;
     if (vec) {
         uint4 raw[sizeof(T) / 2];
 #pragma unroll
-        for (unsigned i = 0; i < sizeof(T) / 2; i++) raw[i] = __ldg((const uint4 *)p + i);
+        for (unsigned i = 0; i < sizeof(T) / 2; i++) raw[i] = ONCE ? __ldcs((const uint4 *)p + i) : __ldg((const uint4 *)p + i);
         const T *t = (const T *)raw;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) c.x[i] = to_float<T>(t[i]);
