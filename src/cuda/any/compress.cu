@@ -37,8 +37,9 @@ __global__ void compress_borders(seqs sq, int64_t l, int64_t d, int32_t *cu_cmp)
     }
 }
 
-/* ONCE: blocks do not overlap, so each token is read once. */
-template <typename T, bool ONCE> __global__ void __launch_bounds__(THREADS) compress_mean(const __grid_constant__ compress_kernel a)
+/* VEC: all rows are aligned (asked at run time, it would keep loads from being issued together). ONCE: blocks do not
+ * overlap, so each token is read once. */
+template <typename T, bool VEC, bool ONCE> __global__ void __launch_bounds__(THREADS) compress_mean(const __grid_constant__ compress_kernel a)
 {
     __shared__ float4 shares[PARTS - 1][2][COLUMNS];
     const int chunks_k = a.side[0].dim / CHUNK * a.heads, column = threadIdx.x % COLUMNS, part = threadIdx.x / COLUMNS;
@@ -61,7 +62,7 @@ template <typename T, bool ONCE> __global__ void __launch_bounds__(THREADS) comp
         const T *p = (const T *)x.x.p + seq.view_b * x.x.s[0] + (seq.q0 + entry * a.d + from) * x.x.s[1] + h * x.x.s[2] + col;
 #pragma unroll 8
         for (int t = from; t < to; t++, p += x.x.s[1]) {
-            const chunk v = load_chunk<T, ONCE>(p, x.vec);
+            const chunk v = load_chunk<T, ONCE>(p, VEC);
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) sum[i] += v.x[i];
         }
@@ -218,8 +219,9 @@ template <typename T> static quern_status means(const compress_args *args, compr
     const int chunks = (a.side[0].dim + a.side[1].dim) / CHUNK * a.heads;
     if (views * a.rows == 0 || chunks == 0) return QUERN_OK;
     const unsigned grid = (unsigned)(views * a.rows * ((chunks + COLUMNS - 1) / COLUMNS));
-    if (a.d == a.l) compress_mean<T, true><<<grid, THREADS, 0, stream>>>(a);
-    else compress_mean<T, false><<<grid, THREADS, 0, stream>>>(a);
+    if (!(a.side[0].vec && a.side[1].vec)) compress_mean<T, false, false><<<grid, THREADS, 0, stream>>>(a);
+    else if (a.d < a.l) compress_mean<T, true, false><<<grid, THREADS, 0, stream>>>(a);
+    else compress_mean<T, true, true><<<grid, THREADS, 0, stream>>>(a);
     return LAUNCHED("compress mean");
 }
 
