@@ -7,6 +7,8 @@
 #include "machine.h"
 #include "peer_onednn.h"
 
+#include <quern/cuda.h>
+
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -85,11 +87,35 @@ typedef struct results {
     double ceilings[CEILINGS][LIST_MAX]; /* by thread list index */
 } results;
 
+/* GB/s of a copy or a fill of 2 GiB, the best of five: a read is bounded by the copy. 0 for arithmetic. */
+static double ceiling_cuda(ceiling limit)
+{
+    const size_t bytes = (size_t)1 << 31;
+    void *a = NULL, *b = NULL, *from = NULL, *to = NULL;
+    double best = 0, ms = 0;
+    if (limit != CEILING_READ && limit != CEILING_COPY && limit != CEILING_WRITE) return 0;
+    bool ok = quern_cuda_allocate(0, bytes, &a) == QUERN_OK && quern_cuda_allocate(0, bytes, &b) == QUERN_OK &&
+              quern_cuda_mark_create(0, &from) == QUERN_OK && quern_cuda_mark_create(0, &to) == QUERN_OK;
+    for (int i = 0; i < 6 && ok; i++) {
+        const bool write = limit == CEILING_WRITE;
+        ok = quern_cuda_mark_record(0, from, NULL) == QUERN_OK &&
+             (write ? quern_cuda_fill(0, b, (uint8_t)i, bytes, NULL) : quern_cuda_copy(0, b, a, bytes, NULL)) == QUERN_OK &&
+             quern_cuda_mark_record(0, to, NULL) == QUERN_OK && quern_cuda_mark_elapsed(0, from, to, &ms) == QUERN_OK;
+        const double rate = ok ? (write ? 1 : 2) * (double)bytes / ms * 1e-6 : 0;
+        if (i > 0 && rate > best) best = rate;
+    }
+    (void)quern_cuda_mark_destroy(0, from);
+    (void)quern_cuda_mark_destroy(0, to);
+    (void)quern_cuda_free(0, a);
+    (void)quern_cuda_free(0, b);
+    return ok ? best : 0;
+}
+
 /* The greater of two measurements around a run; remembers it for the report. */
-static double ceiling_beside(results *r, ceiling limit, int threads, size_t slot_of_threads, double before)
+static double ceiling_beside(results *r, ceiling limit, int threads, size_t slot_of_threads, double before, int device)
 {
     if (limit == CEILINGS) return 0;
-    const double now = ceiling_measure(limit, threads), best = now > before ? now : before;
+    const double now = device == QUERN_CUDA ? ceiling_cuda(limit) : ceiling_measure(limit, threads), best = now > before ? now : before;
     if (best > r->ceilings[limit][slot_of_threads]) r->ceilings[limit][slot_of_threads] = best;
     return best;
 }
@@ -123,18 +149,18 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
     work works[2] = {bench_work(c, false, quern_context_cpu_level(ctx)), bench_work(c, true, quern_context_cpu_level(ctx))};
     const int passes = c->backward && pass_exists(&c->op->backward) ? 2 : 1;
     for (int p = 0; p < passes && code == EXIT_DONE; p++)
-        before[p] = ceiling_beside(r, works[p].limit, threads, slot_of_threads, 0);
+        before[p] = ceiling_beside(r, works[p].limit, threads, slot_of_threads, 0, c->device);
     if (code == EXIT_DONE) code = bench_time(&j, ctx, (int)o->reps, label, &time[0], &time[1]);
     const size_t workspace_bytes = j.workspace_bytes;
     job_free(&j);
     if (code == EXIT_DONE && peer != NULL) code = time_peer(c, ctx, (int)o->reps, &peer_time[0], &peer_time[1]);
-    if (code == EXIT_DONE && !o->no_peer && c->op->family == &family_attention && peer_onednn(c, threads, (int)o->reps, &peer_time[0]))
+    if (code == EXIT_DONE && !o->no_peer && c->device == QUERN_CPU && c->op->family == &family_attention && peer_onednn(c, threads, (int)o->reps, &peer_time[0]))
         peer = "oneDNN";
     for (int p = 0; p < passes && code == EXIT_DONE; p++) {
         bench_row *row = &r->rows[r->count++];
         *row = (bench_row){.what = c, .backward = p == 1, .threads = threads, .time = time[p], .work = works[p],
                            .peer = peer_time[p].reps > 0 ? peer : NULL, .peer_ms = peer_time[p].median, .workspace_bytes = workspace_bytes};
-        row->ceiling = ceiling_beside(r, works[p].limit, threads, slot_of_threads, before[p]);
+        row->ceiling = ceiling_beside(r, works[p].limit, threads, slot_of_threads, before[p], c->device);
         report_row(row);
     }
     return code;
@@ -160,7 +186,7 @@ static int write_json(const results *r, const int64_t *threads, int thread_count
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:o, s:o, s:I}", "schema", 1, "version", quern_version(), "commit",
-                             machine_commit(), "machine", machine_json(ctx), "device", "cpu", "ceilings", ceilings, "results", list,
+                             machine_commit(), "machine", machine_json(ctx), "device", r->count > 0 && r->rows[0].what->device == QUERN_CUDA ? "cuda" : "cpu", "ceilings", ceilings, "results", list,
                              "peak_bytes", (json_int_t)usage.ru_maxrss * 1024);
     char *temporary = malloc(strlen(path) + 8);
     int code = EXIT_DONE;
@@ -201,6 +227,7 @@ static int bench(const bench_options *o, bool only_ceilings)
 {
     int64_t lengths[LIST_MAX], threads[LIST_MAX];
     bench_case base = o->what;
+    base.device = o->device;
     const int length_count = parse_integers(o->n, 1, (int64_t)1 << 40, lengths, LIST_MAX);
     const int thread_counts = parse_integers(o->threads, 0, 1024, threads, 4);
     if (length_count < 0) return fail(EXIT_USAGE, "--n '%s': a list such as 4096,16384 or 4k,1M, at most %d lengths, is accepted", o->n, LIST_MAX);

@@ -22,6 +22,7 @@ typedef struct bench_case {
     int64_t batch, n, heads, kv_heads, dim, dim_v;
     int64_t documents; /* 0: sequences of fixed length; else a packed batch of n tokens */
     int dtype; /* quern_dtype: f32, f16, bf16 */
+    int device; /* quern_device */
     bool backward, encodings;
     int data, gate, project, separate, weights, selection; /* the enums above */
     int64_t seed;

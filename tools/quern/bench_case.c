@@ -62,6 +62,7 @@ int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *
     const double measured_from = now_ms();
     while (code == EXIT_DONE && !keep_first && n < BENCH_REPS_MAX &&
            (reps > 0 ? n < reps : n < 3 || now_ms() - measured_from < enough)) {
+        if ((code = job_flush(j)) != EXIT_DONE) break;
         if (now_ms() - start > 2000) progress("%s: run %d, %.0f s", label, n + 1, (now_ms() - start) / 1000);
         code = job_run(j, ctx);
         f[n] = j->forward_ms;

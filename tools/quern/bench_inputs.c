@@ -6,6 +6,8 @@
 #include "command.h"
 #include "values.h"
 
+#include <quern/cuda.h>
+
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -154,6 +156,28 @@ static int fill(const bench_case *c, const slot *s, quern_tensor t, uint64_t see
     return EXIT_DONE;
 }
 
+/* A device tensor gets its values through host memory; a large one of noise repeats a block of 2^25 - 39 values, whose
+ * period meets no row or tile. */
+static int fill_device(const bench_case *c, const slot *s, quern_tensor t, size_t bytes, uint64_t seed)
+{
+    const size_t size = quern_dtype_size(t.dtype), most = (((size_t)1 << 25) - 39) * size;
+    const bool repeats = bytes > most && s->dtype == SLOT_ACT && c->data != DATA_SMOOTH;
+    const size_t block = repeats ? most : bytes;
+    char *to = t.data, *host = malloc(block + 1);
+    if (host == NULL) return fail(EXIT_MACHINE, "no host memory for %zu bytes of input %s", block, s->name);
+    const int64_t count = (int64_t)(block / size);
+    quern_tensor part = t;
+    if (repeats) part = quern_tensor_contiguous(host, t.dtype, 1, &count);
+    part.data = host;
+    int code = fill(c, s, part, seed);
+    quern_status status = QUERN_OK;
+    for (size_t at = 0; at < bytes && code == EXIT_DONE && status == QUERN_OK; at += block)
+        status = quern_cuda_copy(0, to + at, host, bytes - at < block ? bytes - at : block, NULL);
+    if (status == QUERN_OK && code == EXIT_DONE) status = quern_cuda_synchronize(0, NULL);
+    free(host);
+    return code == EXIT_DONE && status != QUERN_OK ? fail_status(status) : code;
+}
+
 static bool fill_input(void *arg, const slot *s)
 {
     filling *f = arg;
@@ -175,8 +199,10 @@ static bool fill_input(void *arg, const slot *s)
         f->code = fail(EXIT_MACHINE, "no memory for input %s of %zu bytes", s->name, bytes);
         return false;
     }
-    const quern_tensor t = quern_tensor_contiguous(data, dtype, ndim, shape);
-    if (!j->plan) f->code = fill(f->what, s, t, (uint64_t)f->what->seed * 1000 + index);
+    quern_tensor t = quern_tensor_contiguous(data, dtype, ndim, shape);
+    const uint64_t seed = (uint64_t)f->what->seed * 1000 + index;
+    if (!j->plan) f->code = j->device == QUERN_CUDA ? fill_device(f->what, s, t, bytes, seed) : fill(f->what, s, t, seed);
+    t.device = (quern_device)j->device;
     job_bind(j, s, &t);
     return f->code == EXIT_DONE;
 }
@@ -187,6 +213,7 @@ int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan)
     filling f = {j, c, EXIT_DONE};
     job_init(j, c->op, &c->params);
     j->plan = plan;
+    j->device = c->device;
     const symbol symbols[] = {{"B", c->documents > 0 ? c->documents : c->batch},
                               {"N", c->n},
                               {"Nq", c->n},

@@ -6,6 +6,8 @@
 
 #include "ceilings.h"
 
+#include <quern/cuda.h>
+
 #include <jansson.h>
 #include <stdio.h>
 
@@ -42,13 +44,31 @@ static json_t *measure(int threads)
     return object;
 }
 
+/* The GPUs, each with what it is or why it cannot compute. */
+static void print_devices(void)
+{
+    int32_t count = 0;
+    printf("devices  cpu");
+    if (quern_cuda_device_count(&count) != QUERN_OK) count = 0;
+    for (int32_t i = 0; i < count; i++) {
+        quern_cuda_device d = QUERN_CUDA_DEVICE_INIT;
+        if (quern_cuda_device_get(i, &d) == QUERN_OK)
+            printf("; cuda:%d %s, %d.%d, %d multiprocessors, %.0f GiB, driver for CUDA %d.%d", (int)i, d.name, (int)d.compute_major, (int)d.compute_minor,
+                   (int)d.multiprocessors, (double)d.memory_bytes * 0x1p-30, (int)d.driver / 1000, (int)d.driver % 1000 / 10);
+        else
+            printf("; not cuda:%d: %s", (int)i, quern_last_error(NULL));
+    }
+    putchar('\n');
+}
+
 static void print_text(const quern_context *ctx, const json_t *ceilings)
 {
     char cpu[128];
     machine_cpu(cpu, sizeof cpu);
-    printf("quern    %s (%s)\ncpu      %s\nlevel    %s (this machine: %s)\nthreads  %d\ndevices  cpu\n", quern_version(),
+    printf("quern    %s (%s)\ncpu      %s\nlevel    %s (this machine: %s)\nthreads  %d\n", quern_version(),
            machine_commit(), cpu, quern_cpu_level_name(quern_context_cpu_level(ctx)), quern_cpu_level_name(quern_cpu_level_detect()),
            (int)quern_context_threads(ctx));
+    print_devices();
     if (ceilings == NULL) return;
     printf("\n%-10s %12s %12s\n", "ceiling", "1 thread", "all threads");
     const char *name;

@@ -5,6 +5,8 @@
 #include "ceilings.h"
 #include "command.h"
 
+#include <quern/cuda.h>
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -191,6 +193,16 @@ int job_read(job *j, const quern_safetensors *file, const char *path, const char
         if (left_aside(j, s)) continue;
         const quern_status status = quern_safetensors_get(file, s->name, &view);
         if (status != QUERN_OK) return fail_status(status);
+        if (j->device == QUERN_CUDA) {
+            size_t bytes = quern_dtype_size(view.dtype);
+            for (int32_t d = 0; d < view.ndim; d++) bytes *= (size_t)view.shape[d];
+            const void *from = view.data;
+            view.data = job_allocate(j, s, bytes);
+            view.device = QUERN_CUDA;
+            if (view.data == NULL) return fail_status(QUERN_ERR_OUT_OF_MEMORY);
+            const quern_status copied = quern_cuda_copy(0, view.data, from, bytes, NULL);
+            if (copied != QUERN_OK) return fail_status(copied);
+        }
         job_bind(j, s, &view);
     }
     return EXIT_DONE;
@@ -287,6 +299,9 @@ static void *take(job *j, size_t bytes)
     if (j->plan) {
         p = mmap(NULL, rounded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (p == MAP_FAILED) p = NULL;
+    } else if (j->device == QUERN_CUDA) {
+        if (quern_cuda_allocate(0, rounded, &p) != QUERN_OK) p = NULL;
+        else if (quern_cuda_fill(0, p, 0, rounded, NULL) != QUERN_OK) (void)quern_cuda_free(0, p), p = NULL;
     } else if (bytes >= large) {
         p = bench_allocate(bytes);
     } else if ((p = aligned_alloc(64, rounded)) != NULL) {
@@ -299,6 +314,7 @@ static void *take(job *j, size_t bytes)
 static void give_back(const job *j, void *p, size_t bytes)
 {
     if (p != NULL && j->plan) munmap(p, (bytes + 64) & ~(size_t)63);
+    else if (j->device == QUERN_CUDA) (void)quern_cuda_free(0, p);
     else free(p);
 }
 
@@ -348,6 +364,7 @@ static bool allocate_output(void *arg, const slot *s)
         return false;
     }
     j->storage[i] = quern_tensor_contiguous(j->owned[i], dtype, ndim, shape);
+    j->storage[i].device = (quern_device)j->device;
     slot_set(&j->tensors, s, &j->storage[i]);
     return true;
 }
@@ -386,6 +403,10 @@ int job_prepare(job *j, quern_context *ctx)
 
 int job_run(job *j, quern_context *ctx)
 {
+    if (j->device == QUERN_CUDA) {
+        const quern_status done = job_run_cuda(j, ctx);
+        return done == QUERN_OK ? EXIT_DONE : fail_status(done);
+    }
     const double start = now_ms();
     quern_status status = pass_run(&j->op->forward, ctx, &j->params, &j->tensors, j->workspace, j->workspace_bytes);
     j->forward_ms = now_ms() - start;
@@ -411,13 +432,40 @@ static bool collect(void *arg, const slot *s)
     return true;
 }
 
+/* Replaces device tensors by copies in host memory, one after another in *memory. */
+static quern_status download(collection *c, quern_tensor copies[SLOTS_MAX], char **memory)
+{
+    size_t sizes[SLOTS_MAX], total = 0;
+    for (size_t i = 0; i < c->count; i++) {
+        copies[i] = *c->items[i].tensor;
+        sizes[i] = quern_dtype_size(copies[i].dtype);
+        for (int32_t d = 0; d < copies[i].ndim; d++) sizes[i] *= (size_t)copies[i].shape[d];
+        total += (sizes[i] + 63) & ~(size_t)63;
+    }
+    *memory = malloc(total + 1);
+    if (*memory == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    quern_status status = QUERN_OK;
+    char *at = *memory;
+    for (size_t i = 0; i < c->count && status == QUERN_OK; i++) {
+        status = quern_cuda_copy(0, at, copies[i].data, sizes[i], NULL);
+        copies[i].data = at, copies[i].device = QUERN_CPU;
+        c->items[i].tensor = &copies[i];
+        at += (sizes[i] + 63) & ~(size_t)63;
+    }
+    return status == QUERN_OK ? quern_cuda_synchronize(0, NULL) : status;
+}
+
 int job_write(const job *j, const char *path)
 {
     collection c = {.j = j};
+    quern_tensor copies[SLOTS_MAX];
+    char *memory = NULL;
     list_each(j->op->family, j->op->gives, collect, &c);
     if (j->backward) list_each(j->op->family, j->op->gradients, collect, &c);
     const quern_safetensors_pair metadata[] = {{"quern", quern_version()}, {"op", j->op->name}};
-    const quern_status status = quern_safetensors_save(path, c.items, c.count, metadata, 2);
+    quern_status status = j->device == QUERN_CUDA ? download(&c, copies, &memory) : QUERN_OK;
+    if (status == QUERN_OK) status = quern_safetensors_save(path, c.items, c.count, metadata, 2);
+    free(memory);
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
@@ -425,6 +473,9 @@ void job_free(job *j)
 {
     for (size_t i = 0; i < SLOTS_MAX; i++) give_back(j, j->owned[i], j->owned_bytes[i]);
     give_back(j, j->workspace, j->workspace_bytes);
-    j->workspace = NULL;
+    for (int i = 0; i < 3; i++) (void)quern_cuda_mark_destroy(0, j->marks[i]);
+    (void)quern_cuda_free(0, j->flush);
+    memset(j->marks, 0, sizeof j->marks);
+    j->workspace = j->flush = NULL;
     memset(j->owned, 0, sizeof j->owned);
 }

@@ -23,6 +23,7 @@ typedef struct job {
     any_tensors tensors;
     bool save_branches;
     bool backward; /* the trigger is there */
+    int device;    /* quern_device: where the tensors are; inputs of a file are copied there */
     bool plan;     /* reserve addresses instead of memory: sizes can be asked for, nothing can run */
     size_t total_bytes; /* of what the job owns */
     quern_tensor storage[SLOTS_MAX]; /* by slot index */
@@ -36,6 +37,7 @@ typedef struct job {
     void *workspace;
     size_t workspace_bytes;
     double forward_ms, backward_ms;
+    void *marks[3], *flush; /* CUDA: around the passes; what job_flush writes over */
 } job;
 
 /* Starts a job; params are taken over. */
@@ -54,6 +56,10 @@ void *job_allocate(job *j, const slot *s, size_t bytes);
 int job_prepare(job *j, quern_context *ctx);
 /* Runs the forward pass, and the backward pass where its trigger is there; takes the times. */
 int job_run(job *j, quern_context *ctx);
+/* The same on the GPU, without a message. */
+quern_status job_run_cuda(job *j, quern_context *ctx);
+/* CUDA: pushes the tensors out of the L2 cache. On the CPU there is nothing to do. */
+int job_flush(job *j);
 int job_write(const job *j, const char *path);
 void job_free(job *j);
 

@@ -3,6 +3,8 @@
 /* main.c - finds the verb and calls it. */
 #include "command.h"
 
+#include <quern/cuda.h>
+
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -62,8 +64,7 @@ int open_context(const machine_options *options, quern_context **ctx)
 {
     if (options->threads < 0 || options->threads > 1024)
         return fail(EXIT_USAGE, "--threads %lld: 0 to 1024 is accepted", (long long)options->threads);
-    if (options->device != QUERN_CPU)
-        return fail(EXIT_MACHINE, "--device cuda: this build computes on the cpu only");
+    if (options->device == QUERN_CUDA && quern_cuda_check(0) != QUERN_OK) return fail(EXIT_MACHINE, "--device cuda: %s", quern_last_error(NULL));
     quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
     params.threads = (int32_t)options->threads;
     const quern_status status = quern_context_create(&params, ctx);
@@ -72,7 +73,7 @@ int open_context(const machine_options *options, quern_context **ctx)
 
 static void print_help(void)
 {
-    printf("quern %s: sparse attention that trains, on the CPU\n\nusage: quern VERB [--option value ...]\n\n", quern_version());
+    printf("quern %s: sparse attention that trains, on CPUs and NVIDIA GPUs\n\nusage: quern VERB [--option value ...]\n\n", quern_version());
     for (size_t i = 0; i < VERBS; i++) printf("  %-8s %s\n", verbs[i].name, verbs[i].help);
     printf("\nquern VERB --help tells the rest; quern --version the version.\n"
            "\nexit codes: 0 done; 1 a comparison or acceptance figure failed; 2 the command line is wrong;\n"

@@ -10,6 +10,8 @@
 
 #include "command.h"
 
+#include <quern/cuda.h>
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -111,8 +113,11 @@ static int search(const probe_options *o, size_t limit, quern_context *ctx, int6
     return EXIT_DONE;
 }
 
-static size_t peak_bytes(void)
+/* Memory taken at its most: of this process, or of the GPU now, while the job still holds it. */
+static size_t peak_bytes(int device)
 {
+    quern_cuda_device info = QUERN_CUDA_DEVICE_INIT;
+    if (device == QUERN_CUDA) return quern_cuda_device_get(0, &info) == QUERN_OK ? (size_t)(info.memory_bytes - info.free_bytes) : 0;
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     return (size_t)usage.ru_maxrss * 1024;
@@ -154,12 +159,12 @@ static int probe(const probe_options *o, quern_context *ctx)
         job j;
         bench_case c = o->what;
         c.n = n;
-        const size_t before = peak_bytes();
+        const size_t before = peak_bytes(c.device);
         progress("%s: running %" PRId64 " tokens", o->what.op->name, n);
         code = bench_open(&j, &c, ctx, false);
         if (code == EXIT_DONE) code = job_run(&j, ctx);
         progress_clear();
-        const size_t grown = peak_bytes() - before, slack = (size_t)64 << 20; /* thread stacks, rounding to pages */
+        const size_t grown = peak_bytes(c.device) - before, slack = (size_t)64 << 20; /* thread stacks, rounding to pages */
         const double ms[2] = {j.forward_ms, j.backward_ms};
         job_free(&j);
         if (code == EXIT_DONE) {
@@ -215,6 +220,7 @@ int verb_probe(int argc, char **argv)
         return fail(EXIT_USAGE, "--granularity %" PRId64 " --batch %" PRId64 ": 1 to 2^30, and at least 1, is accepted", o.granularity, o.what.batch);
     quern_context *ctx;
     code = open_context(&o.machine, &ctx);
+    o.what.device = o.machine.device;
     if (code != EXIT_DONE) return code;
     code = probe(&o, ctx);
     quern_context_destroy(ctx);

@@ -83,6 +83,7 @@ static int compute(const operation *op, const any_params *params, const run_opti
     job j;
     job_init(&j, op, params);
     j.save_branches = options->save_branches;
+    j.device = machine->device;
     code = job_read(&j, file, in, options->without);
     if (code == EXIT_DONE) code = job_prepare(&j, ctx);
     if (code == EXIT_DONE) code = job_run(&j, ctx);

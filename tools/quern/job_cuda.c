@@ -1,0 +1,32 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* job_cuda.c - a job's passes on the GPU, timed in its stream, and its cache. */
+#include "job.h"
+
+#include "command.h"
+
+#include <quern/cuda.h>
+
+quern_status job_run_cuda(job *j, quern_context *ctx)
+{
+    quern_status status = QUERN_OK;
+    for (int i = 0; i < 3 && status == QUERN_OK; i++)
+        if (j->marks[i] == NULL) status = quern_cuda_mark_create(0, &j->marks[i]);
+    if (status == QUERN_OK) status = quern_cuda_mark_record(0, j->marks[0], NULL);
+    if (status == QUERN_OK) status = pass_run(&j->op->forward, ctx, &j->params, &j->tensors, j->workspace, j->workspace_bytes);
+    if (status == QUERN_OK) status = quern_cuda_mark_record(0, j->marks[1], NULL);
+    if (status == QUERN_OK && j->backward) status = pass_run(&j->op->backward, ctx, &j->params, &j->tensors, j->workspace, j->workspace_bytes);
+    if (status == QUERN_OK) status = quern_cuda_mark_record(0, j->marks[2], NULL);
+    if (status == QUERN_OK) status = quern_cuda_synchronize(0, NULL);
+    if (status == QUERN_OK) status = quern_cuda_mark_elapsed(0, j->marks[0], j->marks[1], &j->forward_ms);
+    return status == QUERN_OK ? quern_cuda_mark_elapsed(0, j->marks[1], j->marks[2], &j->backward_ms) : status;
+}
+
+int job_flush(job *j)
+{
+    const size_t bytes = (size_t)256 << 20; /* several times any GPU's L2 */
+    if (j->device != QUERN_CUDA) return EXIT_DONE;
+    quern_status status = j->flush != NULL ? QUERN_OK : quern_cuda_allocate(0, bytes, &j->flush);
+    if (status == QUERN_OK) status = quern_cuda_fill(0, j->flush, 1, bytes, NULL);
+    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
+}
