@@ -207,8 +207,9 @@ typedef struct quern_nsa_tensors {
  * The whole. Forward reads q, k, v (and k_slc ... pe_v, w_gate or gates, block_idx, group_idx as params
  * say) and writes o, and whichever of these are given: k_cmp, v_cmp, cu_seqlens_cmp, gates, block_idx,
  * block_count, group_idx, o_b, lse_b. Backward needs k_cmp, v_cmp, block_idx, group_idx (c > 0), lse_b,
- * gates as forward wrote them, d_o, and o_b (recomputed where absent); it writes every d_ tensor that is
- * given, d_q, d_k and d_v at least.
+ * gates as forward wrote them, d_o, and o_b (recomputed where absent); it writes d_q, d_k, d_v and every other
+ * d_ tensor that is given and whose input these params use: what belongs to a branch that is off (d_k_slc, or
+ * d_w_k without the compressed branch) is left as it is, like that input.
  *
  * Forward's workspace on the CPU is at most the sum of
  *   - one packed copy of K and V in the dtype of the products (bf16 pairs with AVX512-BF16, else f32), each

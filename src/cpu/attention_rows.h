@@ -79,7 +79,18 @@ __attribute__((unused)) static void pack_rows_bf16(const row_source *src, uint16
     }
 }
 
-/* Transposes LANES rows at a time through a small buffer, so that both sides are walked in order. */
+/* Column c0 ... c0 + LANES of a panel from LANES rows of `words` 32-bit words, both sides walked in order. */
+INLINE void pack_columns(float rows[LANES][MAX_DIM], int64_t words, int32_t panel, float *dst)
+{
+    for (int64_t d = 0; d < words; d += LANES) {
+        vfloat v[LANES];
+        const int64_t n = words - d < LANES ? words - d : LANES;
+        for (int i = 0; i < LANES; i++) v[i] = v_load(rows[i] + d);
+        v_transpose(v);
+        for (int64_t j = 0; j < n; j++) v_store(dst + (d + j) * panel, v[j]);
+    }
+}
+
 static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
 {
     float rows[LANES][MAX_DIM];
@@ -89,22 +100,20 @@ static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
             if (c0 + i < src->rows) widen_row(source_row(src, c0 + i), src->dtype, rows[i], src->dim);
             else memset(rows[i], 0, (size_t)src->dim * sizeof(float));
         }
-        for (int64_t d = 0; d < src->dim; d++)
-            for (int32_t i = 0; i < LANES; i++) dst[d * panel + c0 + i] = rows[i][d];
+        pack_columns(rows, src->dim, panel, dst + c0);
     }
 }
 
 __attribute__((unused)) static void pack_keys_bf16(const row_source *src, int32_t panel, uint32_t *dst)
 {
-    uint32_t rows[LANES][MAX_DIM / 2];
+    float rows[LANES][MAX_DIM]; /* of words: pairs along D */
     for (int32_t c0 = 0; c0 < panel; c0 += LANES) {
         for (int32_t i = 0; i < LANES; i++) {
             prefetch_row(src, c0 + i + ROWS_AHEAD);
             if (c0 + i < src->rows) memcpy(rows[i], source_row(src, c0 + i), (size_t)src->dim * 2);
             else memset(rows[i], 0, (size_t)src->dim * 2);
         }
-        for (int64_t d = 0; d < src->dim / 2; d++)
-            for (int32_t i = 0; i < LANES; i++) dst[d * panel + c0 + i] = rows[i][d];
+        pack_columns(rows, src->dim / 2, panel, (float *)dst + c0);
     }
 }
 

@@ -21,16 +21,22 @@ enum { LANES = 16 };
 #define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #elif defined(__AVX2__) && defined(__FMA__)
 enum { LANES = 8 };
 #define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
+#define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #else
 enum { LANES = 4 };
 #define LANE_NUMBERS {0, 1, 2, 3}
 #define EVEN_LANES 0, 2, 4, 6
 #define ODD_LANES 1, 3, 5, 7
+#define ZIP_LOW 0, 4, 1, 5
+#define ZIP_HIGH 2, 6, 3, 7
 #endif
 
 typedef float vfloat __attribute__((vector_size(4 * LANES)));
@@ -135,6 +141,19 @@ INLINE vfloat lane_maxima(vfloat v[LANES])
         for (int i = 0; i < n; i++)
             v[i] = v_max(__builtin_shufflevector(v[2 * i], v[2 * i + 1], EVEN_LANES), __builtin_shufflevector(v[2 * i], v[2 * i + 1], ODD_LANES));
     return v[0];
+}
+
+/* Lane j of vector i becomes lane i of vector j: log2 LANES rounds, each interleaving the two halves. */
+INLINE void v_transpose(vfloat v[LANES])
+{
+    for (int n = 1; n < LANES; n *= 2) {
+        vfloat half[LANES];
+        memcpy(half, v, sizeof half);
+        for (int i = 0; i < LANES / 2; i++) {
+            v[2 * i] = __builtin_shufflevector(half[i], half[i + LANES / 2], ZIP_LOW);
+            v[2 * i + 1] = __builtin_shufflevector(half[i], half[i + LANES / 2], ZIP_HIGH);
+        }
+    }
 }
 
 /* A fixed tree, so that a row's result depends on nothing but the row. */
