@@ -13,7 +13,7 @@ add_custom_command(
   COMMAND ${CMAKE_OBJCOPY} --localize-hidden static/quern.o
   COMMAND ${CMAKE_COMMAND} -E rm -f ${static_library}
   COMMAND ${CMAKE_AR} rcs ${static_library} static/quern.o
-  DEPENDS quern_plain ${quern_objects}
+  DEPENDS quern_plain ${QUERN_LEVELS} ${quern_objects}
   COMMAND_EXPAND_LISTS VERBATIM)
 add_custom_target(quern_static ALL DEPENDS ${static_library})
 

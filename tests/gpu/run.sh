@@ -13,7 +13,7 @@ logs=build/gpu/logs
 cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release -DQUERN_GPU_TESTS=ON -DQUERN_EXAMPLES=OFF \
     -DCMAKE_CUDA_ARCHITECTURES="${CUDAARCHS:-90a-real}" >/dev/null || exit 1
 cmake --build build/gpu -j"$jobs" >build/gpu/build.log 2>&1 || {
-    grep -n -A12 -e 'error' build/gpu/build.log | head -n 60
+    grep -n -A12 -e 'error[: ]' -e '\*\*\*' build/gpu/build.log | head -n 60
     echo "0 passed, 1 failed"
     exit 1
 }
