@@ -11,6 +11,7 @@ passed=0
 failed=0
 log=$(mktemp)
 export OMP_WAIT_POLICY=passive # threads that spin would only take the processors from other work
+export CUDAARCHS=${CUDAARCHS:-90a-real} # a build configured here compiles for one GPU, which registers.sh looks at
 trap 'rm -f "$log"' EXIT
 
 # count NAME COMMAND...: one check.
