@@ -25,6 +25,30 @@ foreach(architecture ${CMAKE_CUDA_ARCHITECTURES})
   endif()
 endforeach()
 
+# cuBLASLt: its header, of the CUDA toolkit or of the package nvidia-cublas of the python3 on PATH. libquern_cuda opens
+# the library at first use: where the loader finds it, or where it stood when this was built.
+execute_process(COMMAND ${QUERN_NVCC} --dryrun -x cu -E /dev/null OUTPUT_QUIET ERROR_VARIABLE nvcc_says)
+string(REGEX MATCH "TOP=([^\r\n]+)" nvcc_top "${nvcc_says}")
+set(nvcc_top "${CMAKE_MATCH_1}")
+execute_process(COMMAND python3 -c "import nvidia; print(';'.join(q for p in nvidia.__path__ for q in (p + '/cu13', p + '/cublas')), end='')"
+                OUTPUT_VARIABLE nvidia_packages ERROR_QUIET)
+find_path(CUBLASLT_INCLUDE cublasLt.h HINTS ${nvcc_top} PATHS /usr/local/cuda ${nvidia_packages}
+          PATH_SUFFIXES include targets/x86_64-linux/include)
+set(cublaslt_link)
+if(CUBLASLT_INCLUDE)
+  list(APPEND nvcc_flags -DQUERN_CUBLASLT -isystem ${CUBLASLT_INCLUDE})
+  file(STRINGS ${CUBLASLT_INCLUDE}/cublas_api.h cublas_major REGEX "define CUBLAS_VER_MAJOR")
+  string(REGEX MATCH "[0-9]+$" cublas_major "${cublas_major}")
+  find_library(CUBLASLT_LIBRARY NAMES libcublasLt.so.${cublas_major} HINTS ${nvcc_top} PATHS /usr/local/cuda ${nvidia_packages}
+               PATH_SUFFIXES lib lib64 targets/x86_64-linux/lib)
+  if(CUBLASLT_LIBRARY)
+    get_filename_component(cublaslt_folder ${CUBLASLT_LIBRARY} DIRECTORY)
+    set(cublaslt_link -Xlinker=-rpath,${cublaslt_folder})
+  endif()
+else()
+  message(STATUS "No cublasLt.h (CUDA toolkit, or PyPI's nvidia-cublas): the GPU multiplies by compression's weights in f32, slowly")
+endif()
+
 set(launcher ${CMAKE_CUDA_COMPILER_LAUNCHER} $ENV{CMAKE_CUDA_COMPILER_LAUNCHER})
 list(REMOVE_DUPLICATES launcher)
 set(quern_cuda_objects)
@@ -51,7 +75,7 @@ add_custom_command(
   OUTPUT ${quern_cuda_library}
   COMMAND ${QUERN_NVCC} -shared -cudart=static -o ${quern_cuda_library} ${quern_cuda_objects}
           -Xlinker=-soname=libquern_cuda.so.${QUERN_ABI},--version-script=${PROJECT_SOURCE_DIR}/cmake/quern.map,--no-undefined,--as-needed
-          -Xcompiler=-static-libstdc++,-static-libgcc
+          -Xcompiler=-static-libstdc++,-static-libgcc ${cublaslt_link} -ldl
   DEPENDS ${quern_cuda_objects} ${PROJECT_SOURCE_DIR}/cmake/quern.map
   COMMENT "Linking libquern_cuda.so.${QUERN_ABI}"
   VERBATIM)

@@ -189,20 +189,23 @@ static compress_kernel kernel_of(const compress_args *args)
     return a;
 }
 
-/* Puts a side's workspace in place: the mean and its gradient with a projection, then the matrix products' sums. */
-static size_t carve(const compress_args *args, bool backward, void *workspace, compress_kernel *a, float *part[2])
+/* Puts a side's workspace in place: the mean and its gradient with a projection, then the matrix products' scratch,
+ * which the sides use in turn. */
+static size_t carve(const compress_args *args, bool backward, void *workspace, compress_kernel *a, float **scratch)
 {
     float *p = (float *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15);
-    size_t used = 0;
+    size_t used = 0, most = 0;
     for (int i = 0; i < 2; i++) {
         const side_args t = side_of(args, i);
         if (!present(*t.w) || (backward && !reaches(args, i))) continue;
         const size_t n = linear(args) ? 0 : (size_t)(t.x->shape[0] * cmp_rows(args) * t.x->shape[2] * t.x->shape[3]);
         if (a != NULL && n > 0) a->side[i].mean = p + used, a->side[i].d_mean = backward ? p + used + n : NULL;
         used += backward ? 2 * n : n;
-        if (part != NULL) part[i] = p + used;
-        if (backward) used += compress_matrix_bytes(args, i) / 4;
+        const size_t bytes = compress_matrix_bytes(args, i, backward);
+        if (bytes > most) most = bytes;
     }
+    if (scratch != NULL) *scratch = p + used;
+    used += (most + 3) / 4;
     return used > 0 ? used * 4 + 15 : 0;
 }
 
@@ -228,25 +231,26 @@ template <typename T> static quern_status means(const compress_args *args, compr
 template <typename T> static quern_status forward(const compress_args *args, void *workspace, cudaStream_t stream)
 {
     compress_kernel a = kernel_of(args);
-    carve(args, false, workspace, &a, NULL);
+    float *scratch = NULL;
+    carve(args, false, workspace, &a, &scratch);
     if (args->seqs.cu_q.data != NULL) compress_borders<<<1, 32, 0, stream>>>(a.sq, a.l, a.d, (int32_t *)args->seqs.cu_kv.data);
     quern_status status = linear(args) ? LAUNCHED("compress borders") : means<T>(args, a, true, true, stream);
     for (int i = 0; i < 2 && status == QUERN_OK; i++)
-        if (present(*side_of(args, i).w)) status = compress_matrix_forward(args, a, i, stream);
+        if (present(*side_of(args, i).w)) status = compress_matrix_forward(args, a, i, scratch, stream);
     return status;
 }
 
 template <typename T> static quern_status backward(const compress_args *args, void *workspace, cudaStream_t stream)
 {
     compress_kernel a = kernel_of(args);
-    float *part[2] = {};
-    carve(args, true, workspace, &a, part);
+    float *scratch = NULL;
+    carve(args, true, workspace, &a, &scratch);
     const bool mean0 = a.side[0].mean != NULL && present(args->d_w_k), mean1 = a.side[1].mean != NULL && present(args->d_w_v);
     quern_status status = means<T>(args, a, mean0, mean1, stream);
     for (int i = 0; i < 2 && status == QUERN_OK; i++) {
         const side_args t = side_of(args, i);
         if (reaches(args, i)) {
-            if (present(*t.w)) status = compress_matrix_backward(args, a, i, part[i], stream);
+            if (present(*t.w)) status = compress_matrix_backward(args, a, i, scratch, stream);
             continue;
         }
         const quern_tensor *const clear[] = {t.d_w, t.d_pe};

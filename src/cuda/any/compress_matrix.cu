@@ -10,41 +10,16 @@
  *   dX[t]  = sum_m G[t/d - m] W[t mod d + m d]^T   linear: the l/d entries that cover token t, in the order of m
  *   dpe[p] = W[p] S, S = sum_r G[r]
  *
+ * Inputs of 16 bits go to compress_gemm.cu where there is a cuBLASLt; what follows is for f32, and without it.
+ *
  * A block holds 16 rows of one operand in shared memory; a thread owns one column and 16 sums, so each weight
  * read from L2 is used 16 times. Long sums run in two levels (256 rows, then over those) in a fixed order. Limit:
  * f32 multiply-adds; compression is 1/l of the tokens, so this stays behind the attention.
  */
-#include "any/compress.cuh"
+#include "any/compress_matrix.cuh"
 #include "any/stages.cuh"
-#include "common/chunk.cuh"
 
-enum { ROWS = 16, DEPTH = 128, SPLITS = 32, LEVEL = 256 };
-
-struct matrix_kernel {
-    compress_kernel a;
-    int side, positions; /* P */
-    const void *w, *pe;
-    int64_t ws[2], ps[2];
-    bool w_f32, pe_f32;
-    float *d_w, *d_pe, *part;
-    int64_t dws[2], dps[2], views;
-};
-
-template <typename T> __device__ __forceinline__ float value_at(const void *p, bool f32, int64_t at)
-{
-    return f32 ? ((const float *)p)[at] : to_float<T>(((const T *)p)[at]);
-}
-
-/* Where row `r` of all batch views starts in X's view, or -1 where it is no entry. */
-__device__ __forceinline__ int64_t token_of(const matrix_kernel &m, int64_t r, int h)
-{
-    const compress_side &s = m.a.side[m.side];
-    if (r >= m.views * m.a.rows) return -1;
-    sequence seq;
-    int64_t entry;
-    if (!entry_at(m.a, r / m.a.rows, r % m.a.rows, &seq, &entry)) return -1;
-    return seq.view_b * s.x.s[0] + (seq.q0 + entry * m.a.d) * s.x.s[1] + h * s.x.s[2];
-}
+enum { ROWS = 16, DEPTH = 128, GROUPS = 4 };
 
 /* X(r, p)[c] of a row that starts at `token`. */
 template <typename T> __device__ __forceinline__ float x_at(const matrix_kernel &m, int64_t r, int64_t token, int p, int h, int c)
@@ -226,18 +201,32 @@ __global__ void matrix_sum_d_w(const __grid_constant__ matrix_kernel m)
     m.d_w[i / dim / dim * m.dws[0] + i / dim % dim * m.dws[1] + i % dim] = sum;
 }
 
+/* The groups' sums, in order, to a share. */
+__device__ __forceinline__ void store_share(const matrix_kernel &m, int h, int e, float sum)
+{
+    __shared__ float groups[GROUPS][256];
+    const int dim = m.a.side[m.side].dim;
+    groups[threadIdx.y][e] = sum;
+    __syncthreads();
+    if (e >= dim || threadIdx.y > 0) return;
+    for (int g = 1; g < GROUPS; g++) sum += groups[g][e];
+    m.part[((int64_t)blockIdx.x * m.a.heads + h) * dim + e] = sum;
+}
+
+/* part = S, by shares of the rows; a group of threads takes every fourth row. */
 template <typename T> __global__ void matrix_sum_g(const __grid_constant__ matrix_kernel m)
 {
-    const int h = blockIdx.y, e = threadIdx.x, dim = m.a.side[m.side].dim;
+    const int h = blockIdx.y, e = threadIdx.x;
     int64_t first, end;
     share(m, blockIdx.x, SPLITS, &first, &end);
-    if (e >= dim) return;
     float sum = 0.0f, acc = 0.0f;
-    for (int64_t r = first; r < end; r++) {
-        if (token_of(m, r, h) >= 0) acc += g_at<T>(m, r, h, e);
-        if ((r - first) % LEVEL == LEVEL - 1 || r + 1 == end) sum += acc, acc = 0.0f;
+    int left = LEVEL;
+#pragma unroll 4
+    for (int64_t r = first + threadIdx.y; r < end; r += GROUPS) {
+        acc += e < m.a.side[m.side].dim && token_of(m, r, h) >= 0 ? g_at<T>(m, r, h, e) : 0.0f;
+        if (--left == 0) sum += acc, acc = 0.0f, left = LEVEL;
     }
-    m.part[((int64_t)blockIdx.x * m.a.heads + h) * dim + e] = sum;
+    store_share(m, h, e, sum + acc);
 }
 
 template <typename T> __global__ void matrix_d_pe(const __grid_constant__ matrix_kernel m)
@@ -257,6 +246,35 @@ template <typename T> __global__ void matrix_d_pe(const __grid_constant__ matrix
     m.d_pe[h * m.dps[0] + p * m.dps[1] + c] = sum;
 }
 
+/* part = pe W, by shares of W's rows. */
+template <typename T> __global__ void matrix_sum_pe(const __grid_constant__ matrix_kernel m)
+{
+    const int h = blockIdx.y, e = threadIdx.x, dim = m.a.side[m.side].dim;
+    const int64_t rows = (int64_t)m.positions * dim, per = (rows + SPLITS - 1) / SPLITS, first = blockIdx.x * per;
+    const int64_t end = first + per < rows ? first + per : rows;
+    float sum = 0.0f, acc = 0.0f;
+    int left = LEVEL, c = (int)((first + threadIdx.y) % dim);
+    int64_t p = (first + threadIdx.y) / dim;
+#pragma unroll 4
+    for (int64_t i = first + threadIdx.y; i < end; i += GROUPS) {
+        const float w = e < dim ? value_at<T>(m.w, m.w_f32, h * m.ws[0] + i * m.ws[1] + e) : 0.0f;
+        acc = fmaf(value_at<T>(m.pe, m.pe_f32, h * m.ps[0] + p * m.ps[1] + c), w, acc);
+        c += GROUPS; /* dim is a multiple of 8 */
+        if (c >= dim) c -= dim, p++;
+        if (--left == 0) sum += acc, acc = 0.0f, left = LEVEL;
+    }
+    store_share(m, h, e, sum + acc);
+}
+
+__global__ void matrix_total(const __grid_constant__ matrix_kernel m)
+{
+    const int h = blockIdx.x, e = threadIdx.x, dim = m.a.side[m.side].dim;
+    if (e >= dim) return;
+    float sum = 0.0f;
+    for (int s = 0; s < SPLITS; s++) sum += m.part[((int64_t)s * m.a.heads + h) * dim + e];
+    m.total[h * dim + e] = sum;
+}
+
 static matrix_kernel matrix_of(const compress_args *args, const compress_kernel &a, int side, float *part)
 {
     matrix_kernel m = {};
@@ -264,45 +282,66 @@ static matrix_kernel matrix_of(const compress_args *args, const compress_kernel 
     const quern_tensor &d_w = side == 0 ? args->d_w_k : args->d_w_v, &d_pe = side == 0 ? args->d_pe_k : args->d_pe_v;
     m.a = a, m.side = side, m.part = part, m.views = args->k.shape[0];
     m.positions = args->kind == QUERN_NSA_COMPRESS_LINEAR ? (int)args->block_size : 1;
-    m.w = w.data, m.w_f32 = w.dtype == QUERN_F32, m.ws[0] = w.strides[0], m.ws[1] = w.strides[1];
+    m.total = part == NULL ? NULL : part + SPLITS * (size_t)a.heads * (size_t)a.side[side].dim;
+    m.w = w.data, m.w_f32 = w.dtype == QUERN_F32, m.w_vec = rows_aligned16(w), m.ws[0] = w.strides[0], m.ws[1] = w.strides[1];
     if (present(pe)) m.pe = pe.data, m.pe_f32 = pe.dtype == QUERN_F32, m.ps[0] = pe.strides[0], m.ps[1] = pe.strides[1];
     if (present(d_w)) m.d_w = (float *)d_w.data, m.dws[0] = d_w.strides[0], m.dws[1] = d_w.strides[1];
     if (present(d_pe)) m.d_pe = (float *)d_pe.data, m.dps[0] = d_pe.strides[0], m.dps[1] = d_pe.strides[1];
     return m;
 }
 
-size_t compress_matrix_bytes(const compress_args *args, int side)
+/* Floats before compress_gemm.cu's scratch: the shares, and their total. */
+static size_t sum_floats(const matrix_kernel &m) { return (SPLITS + 1) * (size_t)m.a.heads * (size_t)m.a.side[m.side].dim; }
+
+size_t compress_matrix_bytes(const compress_args *args, int side, bool backward)
 {
     const quern_tensor &x = side == 0 ? args->k : args->v;
     const size_t heads = (size_t)x.shape[2], dim = (size_t)x.shape[3];
     const bool d_w = present(side == 0 ? args->d_w_k : args->d_w_v), d_pe = present(side == 0 ? args->d_pe_k : args->d_pe_v);
+    if (compress_gemm_takes(args, side)) return (SPLITS + 1) * heads * dim * 4 + compress_gemm_bytes(args, side, backward);
+    if (!backward) return 0;
     if (args->kind == QUERN_NSA_COMPRESS_LINEAR) return d_pe ? SPLITS * heads * dim * 4 : 0;
     return d_w ? SPLITS * heads * dim * dim * 4 : 0;
 }
 
-template <typename T> static quern_status forward(const matrix_kernel &m, cudaStream_t stream)
+template <typename T> static quern_status forward(const compress_args *args, const matrix_kernel &m, cudaStream_t stream)
 {
     const int64_t rows = m.views * m.a.rows;
-    const unsigned threads = (unsigned)(m.a.side[m.side].dim + 31) / 32 * 32;
-    if (rows == 0 || m.a.heads == 0) return QUERN_OK;
-    matrix_forward<T><<<dim3((unsigned)((rows + ROWS - 1) / ROWS), (unsigned)m.a.heads), threads, 0, stream>>>(m);
+    const unsigned heads = (unsigned)m.a.heads, threads = (unsigned)(m.a.side[m.side].dim + 31) / 32 * 32;
+    if (rows == 0 || heads == 0) return QUERN_OK;
+    if (compress_gemm_takes(args, m.side)) {
+        if (m.pe != NULL) {
+            matrix_sum_pe<T><<<dim3(SPLITS, heads), dim3(threads, GROUPS), 0, stream>>>(m);
+            matrix_total<<<heads, threads, 0, stream>>>(m);
+        }
+        const quern_status status = LAUNCHED("compress by weights, encodings");
+        return status != QUERN_OK ? status : compress_gemm_forward(args, m, m.part + sum_floats(m), stream);
+    }
+    matrix_forward<T><<<dim3((unsigned)((rows + ROWS - 1) / ROWS), heads), threads, 0, stream>>>(m);
     return LAUNCHED("compress by weights");
 }
 
-quern_status compress_matrix_forward(const compress_args *args, const compress_kernel &a, int side, cudaStream_t stream)
+quern_status compress_matrix_forward(const compress_args *args, const compress_kernel &a, int side, float *scratch, cudaStream_t stream)
 {
-    const matrix_kernel m = matrix_of(args, a, side, NULL);
-    if (args->k.dtype == QUERN_F32) return forward<float>(m, stream);
-    return args->k.dtype == QUERN_BF16 ? forward<bf16>(m, stream) : forward<f16>(m, stream);
+    const matrix_kernel m = matrix_of(args, a, side, scratch);
+    if (args->k.dtype == QUERN_F32) return forward<float>(args, m, stream);
+    return args->k.dtype == QUERN_BF16 ? forward<bf16>(args, m, stream) : forward<f16>(args, m, stream);
 }
 
 template <typename T> static quern_status backward(const compress_args *args, const matrix_kernel &m, cudaStream_t stream)
 {
     const compress_side &s = m.a.side[m.side];
-    const bool linear = args->kind == QUERN_NSA_COMPRESS_LINEAR;
+    const bool linear = args->kind == QUERN_NSA_COMPRESS_LINEAR, gemm = compress_gemm_takes(args, m.side) && m.views * m.a.rows > 0;
     const int64_t rows = m.views * m.a.rows;
     const unsigned heads = (unsigned)m.a.heads, threads = (unsigned)(s.dim + 31) / 32 * 32;
     if (heads == 0) return QUERN_OK;
+    if (m.d_pe != NULL || (gemm && m.d_w != NULL && m.pe != NULL)) matrix_sum_g<T><<<dim3(SPLITS, heads), dim3(threads, GROUPS), 0, stream>>>(m);
+    if (m.d_pe != NULL) matrix_d_pe<T><<<dim3((unsigned)m.positions, heads), threads, 0, stream>>>(m);
+    if (gemm) {
+        if (m.d_w != NULL && m.pe != NULL) matrix_total<<<heads, threads, 0, stream>>>(m);
+        const quern_status status = LAUNCHED("compress backward by weights, encodings");
+        return status != QUERN_OK ? status : compress_gemm_backward(args, m, m.part + sum_floats(m), stream);
+    }
     if (!linear && rows > 0) matrix_d_mean<T><<<dim3((unsigned)((rows + ROWS - 1) / ROWS), heads), threads, 0, stream>>>(m);
     const int64_t pieces = piece_bound(args->seqs, ROWS * m.a.d, 1);
     if (linear && s.d_x.p != NULL && pieces > 0) matrix_d_x<T><<<dim3((unsigned)pieces, (unsigned)m.a.d, heads), threads, 0, stream>>>(m);
@@ -312,16 +351,12 @@ template <typename T> static quern_status backward(const compress_args *args, co
         const int64_t count = (int64_t)heads * s.dim * s.dim;
         if (!linear) matrix_sum_d_w<<<(unsigned)((count + 255) / 256), 256, 0, stream>>>(m);
     }
-    if (m.d_pe != NULL) {
-        matrix_sum_g<T><<<dim3(SPLITS, heads), threads, 0, stream>>>(m);
-        matrix_d_pe<T><<<dim3((unsigned)m.positions, heads), threads, 0, stream>>>(m);
-    }
     return LAUNCHED("compress backward by weights");
 }
 
-quern_status compress_matrix_backward(const compress_args *args, const compress_kernel &a, int side, float *part, cudaStream_t stream)
+quern_status compress_matrix_backward(const compress_args *args, const compress_kernel &a, int side, float *scratch, cudaStream_t stream)
 {
-    const matrix_kernel m = matrix_of(args, a, side, part);
+    const matrix_kernel m = matrix_of(args, a, side, scratch);
     if (args->k.dtype == QUERN_F32) return backward<float>(args, m, stream);
     return args->k.dtype == QUERN_BF16 ? backward<bf16>(args, m, stream) : backward<f16>(args, m, stream);
 }
