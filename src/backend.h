@@ -91,7 +91,7 @@ typedef struct gate_args {
     quern_nsa_gate_kind kind;
     quern_tensor q, w_gate, gates; /* gates: written unless kind is GIVEN; may be absent */
     quern_tensor o_b[3];           /* cmp, slc, win; absent: 0 */
-    quern_tensor o;                /* absent: gates only */
+    quern_tensor o;                /* absent: gates only. May be the memory of one o_b */
     /* Backward. row_dot[b] = rowsum(d_o * o_b), f32 [B,H,N] (absent: not wanted); delta[b] = gate *
      * row_dot. d_o_b optional; d_q f32 (added to where accumulate) or act; d_w_gate or d_gates by kind. */
     quern_tensor d_o, d_o_b[3], delta[3], d_q, d_w_gate, d_gates;

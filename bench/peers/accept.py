@@ -121,18 +121,28 @@ def gate():
         empty(1, n, h, 3, dtype=torch.float32), act(1, n, h, d)
     one, few = n * h * d * 2, n * h * 12
 
-    def forward(q, w, a, b, c):
-        g = torch.sigmoid(torch.einsum("bnhd,hcd->bnhc", q, w).float())
+    # The peers keep the logits and their gradients in f32, as Quern and conventions.md's bound on the gates do; what
+    # PyTorch makes of the same products in bf16, whose gates are 2^-9 off, is printed beside them.
+    def forward(q, w, a, b, c, wide=torch.float32):
+        g = torch.sigmoid(torch.einsum("bnhd,hcd->bnhc", q.to(wide), w.to(wide)).float())
         return g, (g[..., 0:1] * a + g[..., 1:2] * b + g[..., 2:3] * c).to(BF16)
 
-    def backward(q, w, g, do, a, b, c):
-        dz = torch.stack([(do.float() * x.float()).sum(-1) for x in (a, b, c)], -1) * g * (1 - g)
+    def backward(q, w, g, do, a, b, c, wide=torch.float32):
+        dz = (torch.stack([(do.float() * x.float()).sum(-1) for x in (a, b, c)], -1) * g * (1 - g)).to(wide)
         return ((g[..., 0:1] * do).to(BF16), (g[..., 1:2] * do).to(BF16), (g[..., 2:3] * do).to(BF16),
-                torch.einsum("bnhc,hcd->bnhd", dz.to(BF16), w), torch.einsum("bnhc,bnhd->hcd", dz.to(BF16), q))
+                torch.einsum("bnhc,hcd->bnhd", dz, w.to(wide)).to(BF16), torch.einsum("bnhc,bnhd->hcd", dz, q.to(wide)).float())
+
+    def narrow(function):
+        return lambda *inputs: function(*inputs, wide=BF16)
+
+    def gate_error(wide):
+        return (forward(q, w, *o_b, wide=wide)[0] - g).abs().max().item()
     branches = dict(o_cmp=o_b[0], o_slc=o_b[1], o_win=o_b[2])
     run = quern.call("nsa_gate", p, False, q=q, w_gate=w, gates=g, o=o, **branches)
     t = ms(run)
     agree("gate", o, forward(q, w, *o_b)[1])
+    print(f"    largest difference of a gate: PyTorch in f32 {gate_error(torch.float32):.2g}, in bf16 {gate_error(BF16):.2g}", flush=True)
+    peers("gate, logits in bf16", narrow(forward), q, w, *o_b)
     eager, compiled = peers("gate", forward, q, w, *o_b)
     line("gate forward, H 64, 64k tokens", 0.88 * 4.2, (5 * one + few) / t * 1e-9, "TB/s")
     line("    over eager", 9, eager / t, "x")
@@ -142,6 +152,7 @@ def gate():
                      d_w_gate=dw, **branches)
     t = ms(run)
     agree("gate backward", dq, backward(q, w, g, do, *o_b)[3])
+    peers("gate backward, logits in bf16", narrow(backward), q, w, g, do, *o_b)
     eager, compiled = peers("gate backward", backward, q, w, g, do, *o_b)
     line("gate backward, H 64, 64k tokens", 0.85 * 4.2, (9 * one + few) / t * 1e-9, "TB/s")
     line("    over eager", 9, eager / t, "x")

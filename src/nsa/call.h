@@ -57,6 +57,7 @@ typedef struct nsa_call {
     rowdot_args rowdot[NSA_BRANCHES];
     convert_args convert[5];
     int32_t converts;
+    int64_t passes; /* forward: of heads/passes heads each */
     bool use_compress, use_select, use_attend[NSA_BRANCHES], recompute[NSA_BRANCHES], use_gate, use_fused;
     void *scratch; /* what the stages share, one after the other */
 } nsa_call;

@@ -5,7 +5,9 @@
  *
  *   compress -> (select, mean_logit) -> attend cmp -> (select, softmax: with lse_cmp) -> attend slc, win -> gate
  *
- * A backend that offers attend_gate_forward takes everything after compress in one stage.
+ * A backend that offers attend_gate_forward takes everything after compress in one stage. Elsewhere the branches'
+ * outputs that nobody asked for are what a long call holds most of: one of them stands in O, which the gate reads
+ * before it writes, and the others are shared by passes over the key/value heads.
  */
 #include "core/view.h"
 #include "nsa/call.h"
@@ -13,6 +15,54 @@
 static void grow(size_t *most, size_t bytes)
 {
     if (bytes > *most) *most = bytes;
+}
+
+static const int64_t branches_most = (int64_t)2 << 30; /* bytes of the branches' outputs in the workspace */
+
+/* The passes over the key/value heads that keep `outputs` branches' outputs below that, as far as passes can. */
+static int64_t passes_of(const nsa_call *c, int64_t outputs)
+{
+    const int64_t bytes = outputs * (c->packed ? 1 : c->batch) * c->n * c->heads * c->dim_v * (int64_t)quern_dtype_size(c->like.dtype);
+    int64_t passes = 1;
+    while (passes < c->kv_heads && (bytes / passes > branches_most || c->kv_heads % passes != 0)) passes++;
+    return passes;
+}
+
+/* A pass's heads of a tensor that has all `heads` of them along `dim`; what the passes share has fewer. */
+static quern_tensor of_pass(const nsa_call *c, quern_tensor t, int32_t dim, int64_t heads, int64_t pass)
+{
+    if (t.ndim == 0 || t.shape[dim] < heads) return t;
+    t.shape[dim] /= c->passes;
+    t.data = (char *)t.data + pass * t.shape[dim] * t.strides[dim] * (int64_t)quern_dtype_size(t.dtype);
+    return t;
+}
+
+static attend_args attend_of_pass(const nsa_call *c, int branch, int64_t pass)
+{
+    attend_args a = c->attend[branch];
+    a.q = of_pass(c, a.q, 2, c->heads, pass), a.o = of_pass(c, a.o, 2, c->heads, pass), a.lse = of_pass(c, a.lse, 1, c->heads, pass);
+    a.k = of_pass(c, a.k, 2, c->kv_heads, pass), a.v = of_pass(c, a.v, 2, c->kv_heads, pass);
+    a.list = of_pass(c, a.list, 1, c->list_heads, pass);
+    return a;
+}
+
+static select_args select_of_pass(const nsa_call *c, int64_t pass)
+{
+    select_args s = c->select;
+    s.q = of_pass(c, s.q, 2, c->heads, pass), s.k_cmp = of_pass(c, s.k_cmp, 2, c->kv_heads, pass);
+    s.lse_cmp = of_pass(c, s.lse_cmp, 1, c->heads, pass);
+    s.block_idx = of_pass(c, s.block_idx, 1, c->list_heads, pass), s.block_count = of_pass(c, s.block_count, 1, c->list_heads, pass);
+    s.group_idx = of_pass(c, s.group_idx, 1, c->list_heads, pass);
+    return s;
+}
+
+static gate_args gate_of_pass(const nsa_call *c, int64_t pass)
+{
+    gate_args g = c->gate;
+    g.q = of_pass(c, g.q, 2, c->heads, pass), g.w_gate = of_pass(c, g.w_gate, 0, c->heads, pass);
+    g.gates = of_pass(c, g.gates, 2, c->heads, pass), g.o = of_pass(c, g.o, 2, c->heads, pass);
+    for (int i = 0; i < NSA_BRANCHES; i++) g.o_b[i] = of_pass(c, g.o_b[i], 2, c->heads, pass);
+    return g;
 }
 
 static void carve(nsa_call *c, arena *a)
@@ -37,7 +87,6 @@ static void carve(nsa_call *c, arena *a)
         if (selects) v->block_idx = nsa_given_or_take(c, &v->block_idx, a, QUERN_I32, 4, idx);
         if (groups) v->group_idx = nsa_given_or_take(c, &v->group_idx, a, QUERN_I32, 4, grp);
     }
-    const int64_t o_shape[] = {B, N, H, c->dim_v}, lse_shape[] = {B, H, N};
     /* Fused where offered: o_b then reach memory only where the caller wants them. */
     c->use_fused = false;
     if (c->backend->attend_gate_forward.supports != NULL) {
@@ -54,26 +103,52 @@ static void carve(nsa_call *c, arena *a)
     if (c->use_fused) {
         grow(&scratch, c->backend->attend_gate_forward.workspace(&c->exec, &c->fused));
     } else {
+        int64_t taken = 0;
         for (int i = 0; i < NSA_BRANCHES; i++) {
             c->use_attend[i] = nsa_branch_on(c, i);
+            if (c->use_attend[i] && v->o_b[i].ndim == 0 && taken++ == 0) v->o_b[i] = v->o;
+        }
+        c->passes = passes_of(c, taken - 1);
+        const int64_t o_shape[] = {B, N, H / c->passes, c->dim_v}, lse_shape[] = {B, H / c->passes, N};
+        for (int i = 0; i < NSA_BRANCHES; i++) {
             if (!c->use_attend[i]) continue;
             v->o_b[i] = nsa_given_or_take(c, &v->o_b[i], a, act, 4, o_shape);
             if (i == NSA_CMP && c->use_select && p->metric == QUERN_NSA_METRIC_SOFTMAX)
                 v->lse_b[i] = nsa_given_or_take(c, &v->lse_b[i], a, QUERN_F32, 3, lse_shape);
             c->attend[i] = nsa_branch_args(c, i);
-            grow(&scratch, c->backend->attend_forward.workspace(&c->exec, &c->attend[i]));
+            const attend_args part = attend_of_pass(c, i, 0);
+            grow(&scratch, c->backend->attend_forward.workspace(&c->exec, &part));
         }
         if (c->use_select) {
             c->select = nsa_select_args(c);
             if (!selects) c->select.block_idx = c->select.block_count = (quern_tensor){0}; /* an input, or no branch of this call's */
-            grow(&scratch, c->backend->select.workspace(&c->exec, &c->select));
+            const select_args part = select_of_pass(c, 0);
+            grow(&scratch, c->backend->select.workspace(&c->exec, &part));
         }
         c->use_gate = true;
         c->gate = nsa_gate_args(c);
-        grow(&scratch, c->backend->gate_forward.workspace(&c->exec, &c->gate));
+        const gate_args part = gate_of_pass(c, 0);
+        grow(&scratch, c->backend->gate_forward.workspace(&c->exec, &part));
     }
     if (c->use_compress) grow(&scratch, c->backend->compress_forward.workspace(&c->exec, &c->compress));
     c->scratch = arena_take(a, scratch);
+}
+
+static quern_status run_pass(const nsa_call *c, int64_t pass)
+{
+    const quern_backend *b = c->backend;
+    const bool late = c->params.metric == QUERN_NSA_METRIC_SOFTMAX; /* after the compressed branch, whose lse it reads */
+    const select_args select = select_of_pass(c, pass);
+    const gate_args gate = gate_of_pass(c, pass);
+    quern_status status = QUERN_OK;
+    if (c->use_select && !late) status = b->select.run(&c->exec, &select, c->scratch);
+    for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++) {
+        const attend_args attend = attend_of_pass(c, i, pass);
+        if (c->use_attend[i]) status = b->attend_forward.run(&c->exec, &attend, c->scratch);
+        if (i == NSA_CMP && status == QUERN_OK && c->use_select && late) status = b->select.run(&c->exec, &select, c->scratch);
+    }
+    if (status == QUERN_OK) status = b->gate_forward.run(&c->exec, &gate, c->scratch);
+    return status;
 }
 
 static quern_status run(nsa_call *c)
@@ -82,13 +157,7 @@ static quern_status run(nsa_call *c)
     quern_status status = QUERN_OK;
     if (c->use_compress) status = b->compress_forward.run(&c->exec, &c->compress, c->scratch);
     if (status == QUERN_OK && c->use_fused) return b->attend_gate_forward.run(&c->exec, &c->fused, c->scratch);
-    const bool late = c->params.metric == QUERN_NSA_METRIC_SOFTMAX; /* after the compressed branch, whose lse it reads */
-    if (status == QUERN_OK && c->use_select && !late) status = b->select.run(&c->exec, &c->select, c->scratch);
-    for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++) {
-        if (c->use_attend[i]) status = b->attend_forward.run(&c->exec, &c->attend[i], c->scratch);
-        if (i == NSA_CMP && status == QUERN_OK && c->use_select && late) status = b->select.run(&c->exec, &c->select, c->scratch);
-    }
-    if (status == QUERN_OK) status = b->gate_forward.run(&c->exec, &c->gate, c->scratch);
+    for (int64_t pass = 0; pass < c->passes && status == QUERN_OK; pass++) status = run_pass(c, pass);
     return status;
 }
 
