@@ -27,7 +27,6 @@ typedef struct probe_options {
     const char *profile;
 } probe_options;
 
-
 #define AT(member) offsetof(probe_options, member)
 static const option_row rows[] = {
     {"memory", OPTION_TEXT, AT(memory), NULL, "limit on inputs, outputs and workspace together, such as 512M or 12G"},
@@ -123,9 +122,11 @@ static size_t peak_bytes(int device)
     return (size_t)usage.ru_maxrss * 1024;
 }
 
-/* Memory that the machine can give without swapping; SIZE_MAX where it does not say. */
-static size_t memory_available(void)
+/* Memory that the machine can give without swapping, or that the GPU has left; SIZE_MAX where it does not say. */
+static size_t memory_available(int device)
 {
+    quern_cuda_device info = QUERN_CUDA_DEVICE_INIT;
+    if (device == QUERN_CUDA) return quern_cuda_device_get(0, &info) == QUERN_OK ? (size_t)info.free_bytes : SIZE_MAX;
     char line[128];
     unsigned long long kib;
     size_t bytes = SIZE_MAX;
@@ -145,10 +146,10 @@ static int probe(const probe_options *o, quern_context *ctx)
     int code = search(o, limit, ctx, &n, &bytes);
     if (code != EXIT_DONE) return code;
     if (n == 0) return fail(EXIT_MACHINE, "--memory %s holds not even %" PRId64 " tokens", o->memory, o->granularity);
-    const size_t free_bytes = memory_available();
+    const size_t free_bytes = memory_available(o->what.device);
     if (!o->dry_run && bytes > free_bytes)
-        return fail(EXIT_MACHINE, "the run takes %.3f GiB, this machine has %.3f GiB free; --dry-run leaves it out", (double)bytes * 0x1p-30,
-                    (double)free_bytes * 0x1p-30);
+        return fail(EXIT_MACHINE, "the run takes %.3f GiB, %s has %.3f GiB free; --dry-run leaves it out", (double)bytes * 0x1p-30,
+                    o->what.device == QUERN_CUDA ? "the GPU" : "this machine", (double)free_bytes * 0x1p-30);
     if (!o->machine.json)
         printf("%s: %" PRId64 " tokens fit into %s: inputs, outputs and workspace take %.3f GiB\n", o->what.op->name, n, o->memory,
                (double)bytes * 0x1p-30);
