@@ -58,7 +58,8 @@ static void run(cut_case *c)
     const quern_backend *backend = context_backend(ctx, QUERN_CPU, 0, NULL, &exec);
     const int64_t x[] = {1, c->n, c->heads, c->dim}, y[] = {1, c->entries, c->heads, c->dim}, w[] = {c->heads, c->positions * c->dim, c->dim},
                   pe[] = {c->heads, c->l, c->dim};
-    void *x_data = as_dtype(c->x, c->n * c->line, c->dtype), *w_data = c->weights == QUERN_F32 ? NULL : as_dtype(c->w, c->line * c->positions * c->dim, c->weights);
+    void *x_data = as_dtype(c->x, c->n * c->line, c->dtype);
+    void *w_data = c->weights == QUERN_F32 ? NULL : as_dtype(c->w, c->line * c->positions * c->dim, c->weights);
     compress_args args = {.kind = c->kind, .block_size = c->l, .stride = c->d, .seqs = {.batch = 1, .n_q = c->n, .n_kv = c->entries}};
     args.k = quern_tensor_contiguous(x_data, c->dtype, 4, x);
     args.w_k = quern_tensor_contiguous(w_data != NULL ? w_data : c->w, c->weights, 3, w);
