@@ -11,8 +11,9 @@
  * that the 192 rows use four times, come from L2; the next tile's are prefetched there meanwhile. Each product accumulates P V from zero in registers and adds it
  * to O once: adding in place would cost precision over long sums. O is rescaled only in rows whose maximum rose.
  *
- * A group's keys are cut to those that some of its rows see, in whole vectors for S and exactly for P V, so a
- * causal border costs half a group and half a vector a row. Masks are intervals of columns.
+ * A group's keys are cut to those that some of its rows see. At a border (causal, window) the products go six rows
+ * at a time over what these see, in whole vectors for S, so a border costs three keys and half a vector a row instead
+ * of half a group. Masks are intervals of columns.
  *
  * Values that are not finite must not reach rows that do not see them through 0 * inf: such tiles at a border
  * multiply row by row over the row's own interval.
@@ -23,6 +24,8 @@
 #include "cpu/attend_tile.h"
 
 #include <string.h>
+
+enum { BORDER_ROWS = 6 }; /* as many as a micro-kernel takes */
 
 /* A group of rows, the keys it needs of a tile, and where these stand in S. */
 typedef struct row_group {
@@ -160,6 +163,56 @@ static bool lay_out(const key_tile *tile, row_group *g)
     return false;
 }
 
+/* S = Q K^T of rows [row, row + n) in the columns from c0, a multiple of 16, to c1 at least. */
+static void scores(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t row, int32_t n, int32_t c0, int32_t c1)
+{
+    mm_kernel *mm = p->bf16 ? p->kernels->mm_bf16 : p->kernels->mm_f32;
+    const int64_t panel = p->kernels->panel;
+    for (int32_t i = 0; i < g->keys.n; i++) {
+        const int64_t base = rounded_down(g->keys.run[i].first) - g->column[i];
+        const int64_t first = base + (c0 > g->column[i] ? c0 : g->column[i]);
+        const int64_t last = g->keys.run[i].end < base + c1 ? g->keys.run[i].end : base + c1, end = (last + 15) & ~(int64_t)15;
+        for (int64_t key = first, width; key < end; key += width) {
+            const int64_t rest = panel - key % panel;
+            width = end - key < rest ? end - key : rest;
+            mm(n, width, p->key_words, g->t.q + row * p->key_words, p->key_words, 1, keys_at(p, packed, &g->t, key), panel,
+               g->s + (int64_t)row * TILE_KEYS + (key - base), TILE_KEYS, false);
+        }
+    }
+}
+
+/* O (+)= P V of rows [row, row + n) over the columns [c0, c1), c0 a multiple of 16. */
+static void weighted_values(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t row, int32_t n, int32_t c0, int32_t c1)
+{
+    bool accumulate = !g->t.fresh;
+    for (int32_t i = 0; i < g->keys.n; i++) {
+        const int64_t base = rounded_down(g->keys.run[i].first) - g->column[i];
+        const int32_t end = (int32_t)(g->keys.run[i].end - base);
+        const int32_t from = c0 > g->column[i] ? c0 : g->column[i], to = c1 < end ? c1 : end;
+        if (from >= to) continue;
+        add_values(p, packed, g, row, n, from, to, base + from, accumulate);
+        accumulate = true;
+    }
+    if (!accumulate) memset(g->t.o + row * p->value_width, 0, (size_t)(n * p->value_width) * sizeof *g->t.o);
+}
+
+/* The next rows whose products go together, from `row` on, and the columns that they see. */
+static int32_t next_rows(const row_group *g, bool whole, int32_t row, int32_t *c0, int32_t *c1)
+{
+    int32_t n = g->t.n - row;
+    *c0 = 0, *c1 = g->columns;
+    if (whole) return n;
+    if (n > BORDER_ROWS) n = BORDER_ROWS;
+    *c0 = g->columns, *c1 = 0;
+    for (int32_t r = row; r < row + n; r++) {
+        if (g->lo[r] >= g->hi[r]) continue;
+        if (g->lo[r] < *c0) *c0 = g->lo[r];
+        if (g->hi[r] > *c1) *c1 = g->hi[r];
+    }
+    *c0 &= ~15;
+    return n;
+}
+
 static void step_group(const attend_plan *p, const attend_packed *packed, const key_tile *tile, float *shrink, row_group *g)
 {
     const attention_kernels *k = p->kernels;
@@ -170,16 +223,10 @@ static void step_group(const attend_plan *p, const attend_packed *packed, const 
         if (t->fresh) memset(t->o, 0, (size_t)(t->n * p->value_width) * sizeof *t->o);
         return;
     }
-    mm_kernel *mm = p->bf16 ? k->mm_bf16 : k->mm_f32;
-    for (int32_t i = 0; i < g->keys.n; i++) {
-        const int64_t end = (g->keys.run[i].end + 15) & ~(int64_t)15;
-        int32_t column = g->column[i];
-        for (int64_t key = rounded_down(g->keys.run[i].first); key < end;) {
-            const int64_t rest = k->panel - key % k->panel, width = end - key < rest ? end - key : rest;
-            mm(t->n, width, p->key_words, t->q, p->key_words, 1, keys_at(p, packed, t, key), k->panel, g->s + column, TILE_KEYS, false);
-            key += width;
-            column += (int32_t)width;
-        }
+    int32_t c0, c1;
+    for (int32_t row = 0, n; row < t->n; row += n) {
+        n = next_rows(g, whole, row, &c0, &c1);
+        scores(p, packed, g, row, n, c0, c1);
     }
     const softmax_tile soft = {g->s, TILE_KEYS, t->n, g->columns, g->lo, g->hi, p->scale2, t->max, t->sum, shrink};
     if (p->bf16) k->softmax_bf16(&soft);
@@ -192,9 +239,9 @@ static void step_group(const attend_plan *p, const attend_packed *packed, const 
         for (int32_t r = 0; r < t->n; r++) add_values_exactly(p, packed, g, r);
         return;
     }
-    for (int32_t i = 0; i < g->keys.n; i++) {
-        const int64_t base = rounded_down(g->keys.run[i].first);
-        add_values(p, packed, g, 0, t->n, g->column[i], g->column[i] + (int32_t)(g->keys.run[i].end - base), base, i > 0 || !t->fresh);
+    for (int32_t row = 0, n; row < t->n; row += n) {
+        n = next_rows(g, whole, row, &c0, &c1);
+        weighted_values(p, packed, g, row, n, c0, c1);
     }
 }
 
