@@ -51,6 +51,18 @@ void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, a
     attend_lists_carve(plan, capacity, a, &s->lists);
 }
 
+enum { QUERIES_AHEAD = 4 };
+
+/* Asks for the rows of a query's heads, of which the kernel that packs one query sees none ahead. */
+static void prefetch_query(const quern_tensor *q, int64_t at, int64_t heads, int64_t dim)
+{
+    const int64_t size = (int64_t)quern_dtype_size(q->dtype);
+    for (int64_t h = 0; h < heads; h++) {
+        const char *row = (const char *)q->data + (at + h * q->strides[2]) * size;
+        for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch(row + i);
+    }
+}
+
 void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows, attend_chunk *c)
 {
     const attention_kernels *k = plan->kernels;
@@ -67,6 +79,7 @@ void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_
         const int64_t n = plan->hs > 1 && plan->hs - h < rows - r ? plan->hs - h : rows - r;
         const int64_t at = c->seq.view_b * q->strides[0] + (c->seq.q0 + query) * q->strides[1] + (c->head0 + h) * q->strides[2];
         const int64_t stride = q->strides[plan->hs > 1 ? 2 : 1];
+        if (plan->hs > 1 && r + QUERIES_AHEAD * plan->hs < rows) prefetch_query(q, at + QUERIES_AHEAD * q->strides[1], n, plan->dim_k);
         const row_source src = {(const char *)q->data + at * (int64_t)quern_dtype_size(q->dtype), q->dtype, stride, n, plan->dim_k};
         if (plan->bf16) k->pack_rows_bf16(&src, (uint16_t *)((uint32_t *)c->q + r * plan->key_words), 2 * plan->key_words);
         else k->pack_rows_f32(&src, scale, (float *)c->q + r * plan->key_words, plan->key_words);
