@@ -28,6 +28,9 @@ test: setup-dev
 test-gpu:
 	tests/gpu/run.sh
 
+test-gpu-sanitize:
+	tests/gpu/sanitize.sh
+
 bench: all
 	build/release/quern bench ceilings
 	build/release/quern bench attention
@@ -50,4 +53,4 @@ tidy: setup-dev all
 clean:
 	rm -rf build
 
-.PHONY: all setup setup-dev demo check test test-gpu bench accept install format tidy clean
+.PHONY: all setup setup-dev demo check test test-gpu test-gpu-sanitize bench accept install format tidy clean

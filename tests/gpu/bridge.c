@@ -9,6 +9,7 @@
  *   run the CUDA stage on a stream of its own with a poisoned workspace between guards: twice directly, then
  *   captured in a graph and replayed, each from the same starting bytes;
  *   fail the test unless the three results are the same bits, guards included, and copy the first back.
+ *   QUERN_GPU_RUNS=1 leaves out the repetitions: the races that a tool looks for are in each of them.
  *
  * What lies between a strided tensor's elements travels too, so the tests' own guards see stray writes.
  */
@@ -21,6 +22,7 @@
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -139,8 +141,10 @@ static quern_status bridge(const char *stage, const quern_exec *given, void *arg
     images[made] = image_make(NULL, workspace_bytes, 1);
     void *workspace = workspace_bytes > 0 ? images[made].device + images[made].at : NULL;
     made++;
+    const char *fewer = getenv("QUERN_GPU_RUNS");
+    const int runs = fewer != NULL && atoi(fewer) > 0 && atoi(fewer) < RUNS ? atoi(fewer) : RUNS;
     quern_status status = QUERN_OK;
-    for (int run = 0; run < RUNS && status == QUERN_OK; run++) {
+    for (int run = 0; run < runs && status == QUERN_OK; run++) {
         cudaGraph_t graph;
         cudaGraphExec_t replay;
         for (size_t i = 0; i < made; i++) CHECK(cudaMemcpyAsync(images[i].device, images[i].start[0], images[i].total, cudaMemcpyHostToDevice, stream));

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # Builds the library, the command and the GPU's tests in build/gpu, runs them, and ends with `N passed, N failed`: one
-# call of under nine minutes on a machine with a GPU and nvcc. Needs neither cmocka nor the example's packages.
+# call of under nine minutes on a machine with a GPU and nvcc.
 #   QUERN_GPU_TESTS  patterns of the programs to run (all)
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -10,14 +10,7 @@ jobs=$(nproc)
 passed=0
 failed=0
 logs=build/gpu/logs
-cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release -DQUERN_GPU_TESTS=ON -DQUERN_EXAMPLES=OFF \
-    -DCMAKE_CUDA_ARCHITECTURES="${CUDAARCHS:-90a-real}" >/dev/null || exit 1
-cmake --build build/gpu -j"$jobs" >build/gpu/build.log 2>&1 || {
-    grep -n -A12 -e 'error[: ]' -e '\*\*\*' build/gpu/build.log | head -n 60
-    echo "0 passed, 1 failed"
-    exit 1
-}
-echo "built in $SECONDS s"
+tests/gpu/build.sh || exit 1
 mkdir -p $logs
 export OMP_NUM_THREADS=4 OMP_WAIT_POLICY=passive
 programs=()
