@@ -27,6 +27,7 @@ typedef struct quern_exec {
     quern_cpu_level cpu_level;
     void *stream;            /* CUDA: cudaStream_t */
     struct gemm_cache *gemm; /* CPU: the context's oneDNN primitives; NULL: no use of oneDNN */
+    size_t shared_bytes;     /* CUDA: shared memory that a kernel may take; 0: what the device offers */
 } quern_exec;
 
 enum { STAGE_WHY_BYTES = 200 };

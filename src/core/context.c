@@ -103,6 +103,6 @@ const quern_backend *context_backend(quern_context *ctx, quern_device device, in
 {
     const quern_cuda_plugin *plugin = device == QUERN_CUDA ? plugin_for(device_id) : NULL;
     if (device == QUERN_CUDA && plugin == NULL) return NULL;
-    *exec = (quern_exec){device, device_id, ctx->threads, ctx->cpu_level, stream, &ctx->gemm};
+    *exec = (quern_exec){device, device_id, ctx->threads, ctx->cpu_level, stream, &ctx->gemm, 0};
     return plugin != NULL ? plugin->backend : &quern_backend_cpu;
 }

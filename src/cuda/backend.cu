@@ -31,8 +31,8 @@ static quern_status on_device(const quern_exec *exec, const Args *args, void *wo
 
 static const quern_backend backend = {
     .name = "cuda",
-    .attend_forward = {attend_supports, attend_forward_bytes, on_device<attend_args, attend_forward_run>},
-    .attend_backward = {attend_supports, attend_backward_bytes, on_device<attend_args, attend_backward_run>},
+    .attend_forward = {attend_forward_supports, attend_forward_bytes, on_device<attend_args, attend_forward_run>},
+    .attend_backward = {attend_backward_supports, attend_backward_bytes, on_device<attend_args, attend_backward_run>},
     .compress_forward = {compress_supports, compress_forward_bytes, on_device<compress_args, compress_forward_run>},
     .compress_backward = {compress_supports, compress_backward_bytes, on_device<compress_args, compress_backward_run>},
     .select = {select_supports, select_bytes, on_device<select_args, select_run>},

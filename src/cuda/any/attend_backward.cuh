@@ -9,8 +9,8 @@
 
 #include <math.h>
 
-quern_status attend_backward_by_rows(const attend_args *args, const attend_launch &l, cudaStream_t stream);
-quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &l, void *workspace, cudaStream_t stream);
+quern_status attend_backward_by_rows(const attend_args *args, const attend_launch &l, const launcher &to);
+quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &l, void *workspace, const launcher &to);
 size_t attend_backward_keys_bytes(const attend_args *args);
 
 /* The forward's lse in the exp2 domain (+inf for a row without keys), delta and row_scale of one row. */
@@ -34,16 +34,6 @@ template <typename T> __device__ __forceinline__ void store_pair(void *base, int
         p[0] = from_float<T>(x);
         p[1] = from_float<T>(y);
     }
-}
-
-template <typename K>
-static quern_status launch_attend(K kernel, const attend_kernel &a, dim3 grid, int threads, size_t bytes, cudaStream_t stream, const char *what)
-{
-    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return QUERN_OK;
-    const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (code != cudaSuccess) return cuda_report(code, what);
-    kernel<<<grid, threads, bytes, stream>>>(a);
-    return LAUNCHED(what);
 }
 
 #endif

@@ -351,21 +351,16 @@ size_t attend_backward_keys_bytes(const attend_args *args)
 }
 
 template <typename T, int DP, int KW, int PARTS, bool LISTED>
-static quern_status launch(const attend_args *args, const attend_kernel &a, int64_t pieces, cudaStream_t stream)
+static quern_status launch(const attend_args *args, const attend_kernel &a, int64_t pieces, const launcher &to)
 {
     constexpr int KT = 16 * KW;
     const size_t bytes = (size_t)(2 * KT + 4 * ROWS) * DP * 2 + 10 * ROWS * 4;
     const dim3 grid = LISTED ? dim3((unsigned)inverse_items(args), 1, (unsigned)((a.list_block + KT - 1) / KT))
                              : dim3((unsigned)pieces, (unsigned)a.kv_heads, (unsigned)a.splits);
-    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return QUERN_OK;
-    auto kernel = attend_backward_keys<T, DP, KW, PARTS, LISTED>;
-    const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (code != cudaSuccess) return cuda_report(code, "attend_backward by keys: shared memory");
-    kernel<<<grid, 32 * KW, bytes, stream>>>(a, pieces);
-    return LAUNCHED("attend_backward by keys");
+    return launch_shared(to, attend_backward_keys<T, DP, KW, PARTS, LISTED>, grid, 32 * KW, bytes, "attend_backward by keys", a, pieces);
 }
 
-template <typename T, int DP, int KW, bool LISTED> static quern_status run(const attend_args *args, const attend_kernel &a, cudaStream_t stream)
+template <typename T, int DP, int KW, bool LISTED> static quern_status run(const attend_args *args, const attend_kernel &a, const launcher &to)
 {
     constexpr int KT = 16 * KW;
     const int64_t capacity = LISTED ? a.sq.n_kv / a.list_block + a.sq.batch + 1 : 0;
@@ -373,33 +368,33 @@ template <typename T, int DP, int KW, bool LISTED> static quern_status run(const
     if (pieces == 0 || a.kv_heads == 0) return QUERN_OK;
     quern_status status;
     if constexpr (DP <= 128) {
-        status = launch<T, DP, KW, 3, LISTED>(args, a, pieces, stream);
+        status = launch<T, DP, KW, 3, LISTED>(args, a, pieces, to);
     } else {
-        status = launch<T, DP, KW, 1, LISTED>(args, a, pieces, stream);
-        if (status == QUERN_OK) status = launch<T, DP, KW, 2, LISTED>(args, a, pieces, stream);
+        status = launch<T, DP, KW, 1, LISTED>(args, a, pieces, to);
+        if (status == QUERN_OK) status = launch<T, DP, KW, 2, LISTED>(args, a, pieces, to);
     }
-    if (status != QUERN_OK || (LISTED ? inverse_slots(args) == 0 : a.splits <= 1)) return status;
-    attend_backward_sum<T, KT, LISTED><<<dim3((unsigned)pieces, LISTED ? 1u : (unsigned)a.kv_heads), 256, 0, stream>>>(a, pieces);
+    if (status != QUERN_OK || to.most != NULL || (LISTED ? inverse_slots(args) == 0 : a.splits <= 1)) return status;
+    attend_backward_sum<T, KT, LISTED><<<dim3((unsigned)pieces, LISTED ? 1u : (unsigned)a.kv_heads), 256, 0, to.stream>>>(a, pieces);
     return LAUNCHED("attend_backward: sum of shares");
 }
 
-template <typename T, int DP> static quern_status choose(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+template <typename T, int DP> static quern_status choose(const attend_args *args, const attend_launch &l, const launcher &to)
 {
     constexpr int WIDE = DP > 128 ? 4 : 8;
-    if (!l.listed) return run<T, DP, WIDE, false>(args, l.kernel, stream);
-    if (l.kernel.list_block <= 64) return run<T, DP, 4, true>(args, l.kernel, stream);
-    return run<T, DP, WIDE, true>(args, l.kernel, stream);
+    if (!l.listed) return run<T, DP, WIDE, false>(args, l.kernel, to);
+    if (l.kernel.list_block <= 64) return run<T, DP, 4, true>(args, l.kernel, to);
+    return run<T, DP, WIDE, true>(args, l.kernel, to);
 }
 
-template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, const launcher &to)
 {
-    return l.dim == 64 ? choose<T, 64>(args, l, stream) : l.dim == 128 ? choose<T, 128>(args, l, stream) : choose<T, 256>(args, l, stream);
+    return l.dim == 64 ? choose<T, 64>(args, l, to) : l.dim == 128 ? choose<T, 128>(args, l, to) : choose<T, 256>(args, l, to);
 }
 
-quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &launch_args, void *workspace, cudaStream_t stream)
+quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &launch_args, void *workspace, const launcher &to)
 {
     attend_launch l = launch_args;
     l.kernel.part = (float *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15);
     l.kernel.splits = l.listed ? 1 : splits_of(args);
-    return l.dtype == QUERN_BF16 ? choose_dim<bf16>(args, l, stream) : choose_dim<f16>(args, l, stream);
+    return l.dtype == QUERN_BF16 ? choose_dim<bf16>(args, l, to) : choose_dim<f16>(args, l, to);
 }

@@ -164,30 +164,30 @@ __global__ void __launch_bounds__(32 * WM * WN, 1) attend_backward_rows(const __
 }
 
 template <typename T, int DP, int WM, int WN, bool LISTED>
-static quern_status launch(const attend_args *args, const attend_kernel &a, cudaStream_t stream)
+static quern_status launch(const attend_args *args, const attend_kernel &a, const launcher &to)
 {
     constexpr int M = 16 * WM;
     const size_t bytes = (size_t)(2 * M + 4 * KEYS) * DP * 2 + (LISTED ? (2 * KEYS + 3 * (size_t)a.list_k) * 4 : 0);
     int64_t pieces = piece_bound(args->seqs, M, a.hs);
     if (LISTED) pieces = piece_bound(args->seqs, a.tile, 1) * (((int64_t)a.tile * a.hs + M - 1) / M);
-    return launch_attend(attend_backward_rows<T, DP, WM, WN, LISTED>, a, dim3((unsigned)pieces, (unsigned)a.units), 32 * WM * WN, bytes, stream,
-                         "attend_backward by rows");
+    return launch_shared(to, attend_backward_rows<T, DP, WM, WN, LISTED>, dim3((unsigned)pieces, (unsigned)a.units), 32 * WM * WN, bytes,
+                         "attend_backward by rows", a);
 }
 
-template <typename T, int DP> static quern_status choose(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+template <typename T, int DP> static quern_status choose(const attend_args *args, const attend_launch &l, const launcher &to)
 {
     constexpr int WM = DP > 128 ? 4 : 8;
-    if (!l.listed) return launch<T, DP, WM, 1, false>(args, l.kernel, stream);
-    if ((int64_t)l.kernel.tile * l.kernel.hs <= 16) return launch<T, DP, 1, 4, true>(args, l.kernel, stream);
-    return launch<T, DP, WM, 1, true>(args, l.kernel, stream);
+    if (!l.listed) return launch<T, DP, WM, 1, false>(args, l.kernel, to);
+    if ((int64_t)l.kernel.tile * l.kernel.hs <= 16) return launch<T, DP, 1, 4, true>(args, l.kernel, to);
+    return launch<T, DP, WM, 1, true>(args, l.kernel, to);
 }
 
-template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, const launcher &to)
 {
-    return l.dim == 64 ? choose<T, 64>(args, l, stream) : l.dim == 128 ? choose<T, 128>(args, l, stream) : choose<T, 256>(args, l, stream);
+    return l.dim == 64 ? choose<T, 64>(args, l, to) : l.dim == 128 ? choose<T, 128>(args, l, to) : choose<T, 256>(args, l, to);
 }
 
-quern_status attend_backward_by_rows(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+quern_status attend_backward_by_rows(const attend_args *args, const attend_launch &l, const launcher &to)
 {
-    return l.dtype == QUERN_BF16 ? choose_dim<bf16>(args, l, stream) : choose_dim<f16>(args, l, stream);
+    return l.dtype == QUERN_BF16 ? choose_dim<bf16>(args, l, to) : choose_dim<f16>(args, l, to);
 }

@@ -322,25 +322,21 @@ __global__ void __launch_bounds__(THREADS, 1) attend_keys_f32(const __grid_const
 }
 
 template <typename K>
-static quern_status launch(K kernel, const attend_launch &l, int64_t x, int y, size_t bytes, cudaStream_t stream)
+static quern_status launch(K kernel, const attend_launch &l, int64_t x, int y, size_t bytes, const launcher &to)
 {
-    if (x == 0 || y == 0) return QUERN_OK;
-    cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (code != cudaSuccess) return cuda_report(code, "attend f32: shared memory");
-    kernel<<<dim3((unsigned)x, (unsigned)y), THREADS, bytes, stream>>>(l.kernel, l.listed);
-    return LAUNCHED("attend f32");
+    return launch_shared(to, kernel, dim3((unsigned)x, (unsigned)y), THREADS, bytes, "attend f32", l.kernel, l.listed);
 }
 
-template <int DP, bool BACKWARD> static quern_status by_rows(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+template <int DP, bool BACKWARD> static quern_status by_rows(const attend_args *args, const attend_launch &l, const launcher &to)
 {
     constexpr int TS = shape<DP>::TS, LD = shape<DP>::LD;
     const size_t bytes = ((size_t)(BACKWARD ? 4 : 3) * TS * LD + TS * (TS + 1) + TS + (l.listed ? 3 * (size_t)l.kernel.list_k : 0)) * 4;
     int64_t pieces = piece_bound(args->seqs, TS, l.kernel.hs);
     if (l.listed) pieces = piece_bound(args->seqs, l.kernel.tile, 1) * (((int64_t)l.kernel.tile * l.kernel.hs + TS - 1) / TS);
-    return launch(attend_rows_f32<DP, BACKWARD>, l, pieces, l.kernel.units, bytes, stream);
+    return launch(attend_rows_f32<DP, BACKWARD>, l, pieces, l.kernel.units, bytes, to);
 }
 
-template <int DP> static quern_status by_keys(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+template <int DP> static quern_status by_keys(const attend_args *args, const attend_launch &l, const launcher &to)
 {
     constexpr int TS = shape<DP>::TS, LD = shape<DP>::LD;
     const size_t bytes = ((size_t)4 * TS * LD + TS * (TS + 1) + 5 * TS) * 4;
@@ -348,29 +344,27 @@ template <int DP> static quern_status by_keys(const attend_args *args, const att
     flipped.n_q = args->seqs.n_kv;
     int64_t pieces = piece_bound(flipped, l.listed ? l.kernel.list_block : TS, 1);
     if (l.listed) pieces *= (l.kernel.list_block + TS - 1) / TS;
-    return launch(attend_keys_f32<DP>, l, pieces, l.kernel.kv_heads, bytes, stream);
+    return launch(attend_keys_f32<DP>, l, pieces, l.kernel.kv_heads, bytes, to);
 }
 
-quern_status attend_forward_f32(const quern_exec *exec, const attend_args *args)
+quern_status attend_forward_f32(const attend_args *args, const launcher &to)
 {
     const attend_launch l = attend_launch_of(args);
-    cudaStream_t stream = (cudaStream_t)exec->stream;
-    return l.dim == 64 ? by_rows<64, false>(args, l, stream) : l.dim == 128 ? by_rows<128, false>(args, l, stream) : by_rows<256, false>(args, l, stream);
+    return l.dim == 64 ? by_rows<64, false>(args, l, to) : l.dim == 128 ? by_rows<128, false>(args, l, to) : by_rows<256, false>(args, l, to);
 }
 
-template <int DP> static quern_status backward(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+template <int DP> static quern_status backward(const attend_args *args, const attend_launch &l, const launcher &to)
 {
-    const quern_status status = by_rows<DP, true>(args, l, stream);
-    return status != QUERN_OK ? status : by_keys<DP>(args, l, stream);
+    const quern_status status = by_rows<DP, true>(args, l, to);
+    return status != QUERN_OK ? status : by_keys<DP>(args, l, to);
 }
 
-quern_status attend_backward_f32(const quern_exec *exec, const attend_args *args, void *workspace)
+quern_status attend_backward_f32(const quern_exec *exec, const attend_args *args, void *workspace, const launcher &to)
 {
     attend_launch l = attend_launch_of(args);
-    cudaStream_t stream = (cudaStream_t)exec->stream;
-    if (l.listed) {
+    if (l.listed && to.most == NULL) {
         const quern_status status = inverse_build(exec, args, &l.kernel, workspace);
         if (status != QUERN_OK) return status;
     }
-    return l.dim == 64 ? backward<64>(args, l, stream) : l.dim == 128 ? backward<128>(args, l, stream) : backward<256>(args, l, stream);
+    return l.dim == 64 ? backward<64>(args, l, to) : l.dim == 128 ? backward<128>(args, l, to) : backward<256>(args, l, to);
 }

@@ -228,38 +228,32 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
 }
 
 template <typename T, int DP, int WM, int WN, bool LISTED>
-static quern_status launch(const attend_args *args, const attend_kernel &a, cudaStream_t stream)
+static quern_status launch(const attend_args *args, const attend_kernel &a, const launcher &to)
 {
     constexpr int M = 16 * WM, KEYS = forward_shape<DP, WN>::KEYS;
     const size_t bytes = (size_t)(M + 4 * KEYS) * DP * 2 + (LISTED ? (2 * KEYS + 3 * (size_t)a.list_k) * 4 : 0);
     int64_t pieces = piece_bound(args->seqs, M, a.hs);
     if (LISTED) pieces = piece_bound(args->seqs, a.tile, 1) * (((int64_t)a.tile * a.hs + M - 1) / M);
-    if (pieces == 0 || a.units == 0) return QUERN_OK;
-    auto kernel = attend_forward<T, DP, WM, WN, LISTED>;
-    cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (code != cudaSuccess) return cuda_report(code, "attend_forward: shared memory");
-    kernel<<<dim3((unsigned)pieces, (unsigned)a.units), 32 * WM * WN, bytes, stream>>>(a);
-    return LAUNCHED("attend_forward");
+    return launch_shared(to, attend_forward<T, DP, WM, WN, LISTED>, dim3((unsigned)pieces, (unsigned)a.units), 32 * WM * WN, bytes, "attend_forward", a);
 }
 
 template <typename T, int DP>
-static quern_status choose(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+static quern_status choose(const attend_args *args, const attend_launch &l, const launcher &to)
 {
-    if (!l.listed) return launch<T, DP, 8, 1, false>(args, l.kernel, stream);
-    if ((int64_t)l.kernel.tile * l.kernel.hs <= 16) return launch<T, DP, 1, 4, true>(args, l.kernel, stream);
-    return launch<T, DP, 8, 1, true>(args, l.kernel, stream);
+    if (!l.listed) return launch<T, DP, 8, 1, false>(args, l.kernel, to);
+    if ((int64_t)l.kernel.tile * l.kernel.hs <= 16) return launch<T, DP, 1, 4, true>(args, l.kernel, to);
+    return launch<T, DP, 8, 1, true>(args, l.kernel, to);
 }
 
-template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, cudaStream_t stream)
+template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, const launcher &to)
 {
-    if (l.dim == 64) return choose<T, 64>(args, l, stream);
-    if (l.dim == 128) return choose<T, 128>(args, l, stream);
-    return choose<T, 256>(args, l, stream);
+    if (l.dim == 64) return choose<T, 64>(args, l, to);
+    if (l.dim == 128) return choose<T, 128>(args, l, to);
+    return choose<T, 256>(args, l, to);
 }
 
-quern_status attend_forward_half(const quern_exec *exec, const attend_args *args)
+quern_status attend_forward_half(const attend_args *args, const launcher &to)
 {
     const attend_launch l = attend_launch_of(args);
-    cudaStream_t stream = (cudaStream_t)exec->stream;
-    return l.dtype == QUERN_BF16 ? choose_dim<bf16>(args, l, stream) : choose_dim<f16>(args, l, stream);
+    return l.dtype == QUERN_BF16 ? choose_dim<bf16>(args, l, to) : choose_dim<f16>(args, l, to);
 }

@@ -62,7 +62,7 @@ static bool listed_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
     return true;
 }
 
-bool attend_supports(const quern_exec *, const attend_args *args, char why[STAGE_WHY_BYTES])
+static bool shape_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
 {
     if (args->q.shape[3] > 256 || args->v.shape[3] > 256) {
         snprintf(why, STAGE_WHY_BYTES, "head dims %lld and %lld: the cuda backend takes multiples of 8 up to 256",
@@ -85,23 +85,62 @@ size_t attend_backward_bytes(const quern_exec *, const attend_args *args)
     return (present(args->list) ? inverse_workspace(args) : 0) + (args->q.dtype == QUERN_F32 ? 0 : attend_backward_keys_bytes(args));
 }
 
-static quern_status attend_backward_half(const quern_exec *exec, const attend_args *args, void *workspace)
+static quern_status attend_backward_half(const quern_exec *exec, const attend_args *args, void *workspace, const launcher &to)
 {
     attend_launch l = attend_launch_of(args);
-    cudaStream_t stream = (cudaStream_t)exec->stream;
     size_t index_bytes = 0;
-    if (l.listed) {
+    if (l.listed && to.most == NULL) {
         const quern_status status = inverse_build(exec, args, &l.kernel, workspace);
         if (status != QUERN_OK) return status;
         index_bytes = inverse_workspace(args);
     }
-    const quern_status status = attend_backward_by_rows(args, l, stream);
-    return status != QUERN_OK ? status : attend_backward_by_keys(args, l, (char *)workspace + index_bytes, stream);
+    const quern_status status = attend_backward_by_rows(args, l, to);
+    return status != QUERN_OK ? status : attend_backward_by_keys(args, l, (char *)workspace + index_bytes, to);
+}
+
+static quern_status attend_forward_launch(const attend_args *args, const launcher &to)
+{
+    return args->q.dtype == QUERN_F32 ? attend_forward_f32(args, to) : attend_forward_half(args, to);
+}
+
+static quern_status attend_backward_launch(const quern_exec *exec, const attend_args *args, void *workspace, const launcher &to)
+{
+    return args->q.dtype == QUERN_F32 ? attend_backward_f32(exec, args, workspace, to) : attend_backward_half(exec, args, workspace, to);
+}
+
+bool attend_forward_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+{
+    size_t most = 0;
+    return shape_fits(args, why) && attend_forward_launch(args, {NULL, &most}) == QUERN_OK && shared_fits(exec, most, "attention's forward", why);
+}
+
+bool attend_backward_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+{
+    size_t most = 0;
+    return shape_fits(args, why) && attend_backward_launch(exec, args, NULL, {NULL, &most}) == QUERN_OK &&
+           shared_fits(exec, most, "attention's backward", why);
+}
+
+bool shared_fits(const quern_exec *exec, size_t bytes, const char *what, char why[STAGE_WHY_BYTES])
+{
+    int offered = 0;
+    cudaError_t code = cudaSuccess;
+    if (exec->shared_bytes == 0) code = cudaDeviceGetAttribute(&offered, cudaDevAttrMaxSharedMemoryPerBlockOptin, exec->device_id);
+    if (code != cudaSuccess) {
+        (void)cudaGetLastError();
+        snprintf(why, STAGE_WHY_BYTES, "cuda:%d, shared memory of a block: %s", exec->device_id, cudaGetErrorString(code));
+        return false;
+    }
+    const size_t limit = exec->shared_bytes > 0 ? exec->shared_bytes : (size_t)offered;
+    if (bytes <= limit) return true;
+    snprintf(why, STAGE_WHY_BYTES, "%s at this head dim, dtype and list length takes %zu bytes of shared memory a block: cuda:%d offers %zu", what, bytes,
+             exec->device_id, limit);
+    return false;
 }
 
 quern_status attend_forward_run(const quern_exec *exec, const attend_args *args, void *)
 {
-    const quern_status status = args->q.dtype == QUERN_F32 ? attend_forward_f32(exec, args) : attend_forward_half(exec, args);
+    const quern_status status = attend_forward_launch(args, {(cudaStream_t)exec->stream, NULL});
     if (status != QUERN_OK) return status;
     const quern_status tail = fill_tail(exec, &args->seqs, true, &args->o, 0.0f);
     return tail != QUERN_OK ? tail : fill_tail_stat(exec, &args->seqs, &args->lse, -INFINITY);
@@ -109,8 +148,7 @@ quern_status attend_forward_run(const quern_exec *exec, const attend_args *args,
 
 quern_status attend_backward_run(const quern_exec *exec, const attend_args *args, void *workspace)
 {
-    quern_status status = args->q.dtype == QUERN_F32 ? attend_backward_f32(exec, args, workspace)
-                                                    : attend_backward_half(exec, args, workspace);
+    quern_status status = attend_backward_launch(exec, args, workspace, {(cudaStream_t)exec->stream, NULL});
     if (status == QUERN_OK && !args->accumulate_q) status = fill_tail(exec, &args->seqs, true, &args->d_q, 0.0f);
     if (status == QUERN_OK && !args->accumulate_k) status = fill_tail(exec, &args->seqs, false, &args->d_k, 0.0f);
     if (status == QUERN_OK && !args->accumulate_v) status = fill_tail(exec, &args->seqs, false, &args->d_v, 0.0f);

@@ -20,7 +20,10 @@ static attend_args branch_of(const select_args *args)
     return a;
 }
 
-bool select_supports(const quern_exec *, const select_args *args, char why[STAGE_WHY_BYTES])
+static bool needs_lse(const select_args *args) { return args->params.metric == QUERN_NSA_METRIC_SOFTMAX && !present(args->lse_cmp); }
+static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to);
+
+bool select_supports(const quern_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
 {
     const int64_t span = args->params.block_size / args->params.stride + args->params.select_block / args->params.stride;
     if (span > MAX_HISTORY) {
@@ -32,10 +35,11 @@ bool select_supports(const quern_exec *, const select_args *args, char why[STAGE
                  (long long)args->params.num_selected, (long long)args->params.max_compressed_groups);
         return false;
     }
-    return true;
+    attend_args branch = branch_of(args);
+    size_t most = 0;
+    if (needs_lse(args) && !attend_forward_supports(exec, &branch, why)) return false;
+    return select_launch_all(args, &branch, {NULL, &most}) == QUERN_OK && shared_fits(exec, most, "select", why);
 }
-
-static bool needs_lse(const select_args *args) { return args->params.metric == QUERN_NSA_METRIC_SOFTMAX && !present(args->lse_cmp); }
 
 size_t select_bytes(const quern_exec *, const select_args *args)
 {
@@ -51,16 +55,22 @@ quern_status select_run(const quern_exec *exec, const select_args *args, void *w
         const quern_status status = attend_forward_run(exec, &branch, NULL);
         if (status != QUERN_OK) return status;
     }
-    attend_launch l = attend_launch_of(&branch);
+    return select_launch_all(args, &branch, {(cudaStream_t)exec->stream, NULL});
+}
+
+static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to)
+{
+    attend_launch l = attend_launch_of(branch);
     select_kernel s = {};
     s.a = l.kernel;
     const bool by_head = args->params.scope == QUERN_NSA_SCOPE_HEAD;
     s.a.hs = by_head ? 1 : s.a.group;
     s.a.units = by_head ? s.a.heads : s.a.kv_heads;
     s.idx = (int32_t *)args->block_idx.data, s.count = (int32_t *)args->block_count.data;
-    s.list_rows = args->block_idx.shape[2];
+    const quern_tensor &lists = present(args->block_idx) ? args->block_idx : args->group_idx; /* blocks that were handed in are absent */
+    s.list_rows = lists.shape[2];
     for (int i = 0; i < 3; i++) s.idx_stride[i] = args->block_idx.strides[i], s.count_stride[i] = args->block_count.strides[i];
-    s.k = (int32_t)args->params.num_selected;
+    s.k = present(args->block_idx) ? (int32_t)args->params.num_selected : 0;
     if (!args->groups_given && present(args->group_idx)) {
         s.c = (int32_t)args->params.max_compressed_groups;
         s.groups = (int32_t *)args->group_idx.data;
@@ -71,8 +81,7 @@ quern_status select_run(const quern_exec *exec, const select_args *args, void *w
     s.history = s.l_over_d + s.s_over_d > 2 ? (s.l_over_d + s.s_over_d - 2 + 31) / 32 * 32 : 0;
     s.select_block = args->params.select_block;
     s.mean_logit = args->params.metric == QUERN_NSA_METRIC_MEAN_LOGIT;
-    cudaStream_t stream = (cudaStream_t)exec->stream;
-    const int64_t views = args->block_idx.shape[0];
-    if (l.dtype == QUERN_F32) return select_launch_f32(s, l.dim, views, stream);
-    return l.dtype == QUERN_BF16 ? select_launch_bf16(s, l.dim, views, stream) : select_launch_f16(s, l.dim, views, stream);
+    const int64_t views = lists.shape[0];
+    if (l.dtype == QUERN_F32) return select_launch_f32(s, l.dim, views, to);
+    return l.dtype == QUERN_BF16 ? select_launch_bf16(s, l.dim, views, to) : select_launch_f16(s, l.dim, views, to);
 }

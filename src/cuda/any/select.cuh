@@ -40,6 +40,7 @@ __device__ __forceinline__ void insert(const best_list &b, uint32_t key, int32_t
     int at = 0; /* how many stay before it */
     for (int i = lane; i < b.size; i += 32) at += b.key[i] >= key;
     for (int w = 16; w > 0; w /= 2) at += __shfl_xor_sync(~0u, at, w);
+    __syncwarp(); /* all have read the list; a shuffle orders no memory */
     for (int top = b.size - 1; top > at; top -= 32) { /* shift right, from the end */
         const int i = top - lane;
         uint32_t k = 0;
@@ -416,8 +417,9 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
         if (CORES) cp_async_wait<0>();
         if (mine) {
             const int64_t row = row_begin + warp;
-            write_list(best, f0, g0, g1, s.idx + vb * s.idx_stride[0] + u * s.idx_stride[1] + row * s.idx_stride[2], s.k,
-                       s.count != NULL ? s.count + vb * s.count_stride[0] + u * s.count_stride[1] + row * s.count_stride[2] : NULL, lane);
+            if (s.idx != NULL)
+                write_list(best, f0, g0, g1, s.idx + vb * s.idx_stride[0] + u * s.idx_stride[1] + row * s.idx_stride[2], s.k,
+                           s.count != NULL ? s.count + vb * s.count_stride[0] + u * s.count_stride[1] + row * s.count_stride[2] : NULL, lane);
             if (s.c > 0) {
                 const int64_t ga = keep_first >= 0 && keep_first != keep_last ? keep_first : -1;
                 for (int w = 0; w < 2; w++) { /* put the kept ones behind the contest's, then write all ascending */
@@ -429,6 +431,7 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
                 /* drop empty slots of the contest by moving the kept ones up */
                 int full = 0;
                 for (int i = 0; i < best_group.size; i++) full += best_group.key[i] != 0;
+                __syncwarp();
                 if (full < best_group.size && lane == 0)
                     for (int w = 0; w < kept_groups; w++) {
                         all.key[full + w] = ~0u, all.index[full + w] = all.index[best_group.size + w];
@@ -442,31 +445,26 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
     }
 }
 
-template <typename T, int DP, int MODE> static quern_status launch(const select_kernel &s, int64_t views, cudaStream_t stream)
+template <typename T, int DP, int MODE> static quern_status launch(const select_kernel &s, int64_t views, const launcher &to)
 {
     constexpr int LISTS = MODE == 0 || MODE == 2 ? WARPS : 1;
     const int LD = s.a.dim_k + 1;
     const size_t q_bytes = MODE >= 2 ? 128 * DP * 2 : (MODE == 0 ? LISTS : 64) * LD * 4, k_bytes = MODE >= 2 ? 2 * KEYS * DP * 2 : KEYS * LD * 4;
     const size_t bytes = q_bytes + k_bytes + ((size_t)LISTS * (MAX_HISTORY + KEYS) + WARPS * KEYS + 2 * (size_t)LISTS * (s.k + s.c)) * 4;
     const dim3 grid((unsigned)((s.list_rows + LISTS - 1) / LISTS), (unsigned)s.a.units, (unsigned)views);
-    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return QUERN_OK;
-    auto kernel = select_blocks<T, DP, MODE>;
-    const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (code != cudaSuccess) return cuda_report(code, "select: shared memory");
-    kernel<<<grid, THREADS, bytes, stream>>>(s);
-    return LAUNCHED("select");
+    return launch_shared(to, select_blocks<T, DP, MODE>, grid, THREADS, bytes, "select", s);
 }
 
 /* What the f32 cores score takes any dim at run time; the tensor cores' fragments are unrolled for theirs. */
-template <typename T> quern_status select_launch(const select_kernel &s, int dim, int64_t views, cudaStream_t stream)
+template <typename T> quern_status select_launch(const select_kernel &s, int dim, int64_t views, const launcher &to)
 {
-    if (s.mean_logit) return launch<T, 64, 0>(s, views, stream);
+    if (s.mean_logit) return launch<T, 64, 0>(s, views, to);
     if constexpr (sizeof(T) == 4) {
-        return launch<T, 64, 1>(s, views, stream);
+        return launch<T, 64, 1>(s, views, to);
     } else if ((int64_t)s.a.tile * s.a.hs <= 16) {
-        return dim == 64 ? launch<T, 64, 2>(s, views, stream) : dim == 128 ? launch<T, 128, 2>(s, views, stream) : launch<T, 256, 2>(s, views, stream);
+        return dim == 64 ? launch<T, 64, 2>(s, views, to) : dim == 128 ? launch<T, 128, 2>(s, views, to) : launch<T, 256, 2>(s, views, to);
     } else {
-        return dim == 64 ? launch<T, 64, 3>(s, views, stream) : dim == 128 ? launch<T, 128, 3>(s, views, stream) : launch<T, 256, 3>(s, views, stream);
+        return dim == 64 ? launch<T, 64, 3>(s, views, to) : dim == 128 ? launch<T, 128, 3>(s, views, to) : launch<T, 256, 3>(s, views, to);
     }
 }
 

@@ -11,7 +11,7 @@ enum { KEYS = 64, WARPS = 8, THREADS = 32 * WARPS, MAX_HISTORY = 512, GROUP = 12
 
 struct select_kernel {
     attend_kernel a; /* rows, keys, visibility: as the compressed branch sees them */
-    int32_t *idx, *count, *groups;
+    int32_t *idx, *count, *groups; /* idx NULL: groups only, k is 0 */
     int64_t idx_stride[3], count_stride[3], group_stride[3];
     int32_t k, c, forced_first, forced_local;
     int32_t l_over_d, s_over_d; /* l / d and l' / d */
@@ -21,8 +21,8 @@ struct select_kernel {
     bool mean_logit;
 };
 
-quern_status select_launch_f32(const select_kernel &s, int dim, int64_t views, cudaStream_t stream);
-quern_status select_launch_bf16(const select_kernel &s, int dim, int64_t views, cudaStream_t stream);
-quern_status select_launch_f16(const select_kernel &s, int dim, int64_t views, cudaStream_t stream);
+quern_status select_launch_f32(const select_kernel &s, int dim, int64_t views, const launcher &to);
+quern_status select_launch_bf16(const select_kernel &s, int dim, int64_t views, const launcher &to);
+quern_status select_launch_f16(const select_kernel &s, int dim, int64_t views, const launcher &to);
 
 #endif

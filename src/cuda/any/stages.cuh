@@ -4,16 +4,17 @@
 #ifndef QUERN_CUDA_STAGES_CUH
 #define QUERN_CUDA_STAGES_CUH
 
-#include "common/device.cuh"
+#include "common/launch.cuh"
 
-bool attend_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
+bool attend_forward_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
+bool attend_backward_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
 size_t attend_forward_bytes(const quern_exec *exec, const attend_args *args);
 size_t attend_backward_bytes(const quern_exec *exec, const attend_args *args);
 quern_status attend_forward_run(const quern_exec *exec, const attend_args *args, void *workspace);
 quern_status attend_backward_run(const quern_exec *exec, const attend_args *args, void *workspace);
-quern_status attend_forward_half(const quern_exec *exec, const attend_args *args);
-quern_status attend_forward_f32(const quern_exec *exec, const attend_args *args);
-quern_status attend_backward_f32(const quern_exec *exec, const attend_args *args, void *workspace);
+quern_status attend_forward_half(const attend_args *args, const launcher &to);
+quern_status attend_forward_f32(const attend_args *args, const launcher &to);
+quern_status attend_backward_f32(const quern_exec *exec, const attend_args *args, void *workspace, const launcher &to);
 
 bool compress_supports(const quern_exec *exec, const compress_args *args, char why[STAGE_WHY_BYTES]);
 size_t compress_forward_bytes(const quern_exec *exec, const compress_args *args);

@@ -1,0 +1,33 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* launch.cuh - launches with dynamic shared memory. A stage's `supports` goes the same way as its `run`, with a launcher
+ * that only notes how much the kernels would take, so that what a smaller GPU cannot hold is refused before anything
+ * is written. */
+#ifndef QUERN_CUDA_LAUNCH_CUH
+#define QUERN_CUDA_LAUNCH_CUH
+
+#include "common/device.cuh"
+
+struct launcher {
+    cudaStream_t stream;
+    size_t *most; /* not NULL: launch nothing, note the most bytes here */
+};
+
+template <typename K, typename... Args>
+static quern_status launch_shared(const launcher &to, K kernel, dim3 grid, int threads, size_t bytes, const char *what, const Args &...args)
+{
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return QUERN_OK;
+    if (to.most != NULL) {
+        if (bytes > *to.most) *to.most = bytes;
+        return QUERN_OK;
+    }
+    const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (code != cudaSuccess) return cuda_report(code, what);
+    kernel<<<grid, threads, bytes, to.stream>>>(args...);
+    return LAUNCHED(what);
+}
+
+/* Whether the device's blocks can have `bytes`; if not, says so. Kernels with dynamic shared memory have no other. */
+bool shared_fits(const quern_exec *exec, size_t bytes, const char *what, char why[STAGE_WHY_BYTES]);
+
+#endif

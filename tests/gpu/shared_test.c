@@ -1,0 +1,77 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * shared_test.c - what a GPU with less shared memory takes: the stages' `supports` refuse with a sentence what its blocks
+ * cannot hold, and nothing else. The device's own limit is overridden by that of an sm_86.
+ */
+#include "backend.h"
+#include "cmocka_c11.h"
+#include "core/error.h"
+#include "cuda/plugin.h"
+
+#include <string.h>
+
+enum { LIMIT = 99 * 1024, N = 512, H = 4 };
+quern_cuda_plugin_entry quern_cuda_plugin_1;
+
+static const quern_backend *cuda;
+
+static int open_backend(void **state)
+{
+    (void)state;
+    const quern_cuda_plugin *plugin = quern_cuda_plugin_1(error_set);
+    if (plugin->check_device(0) != QUERN_OK) return 1;
+    cuda = plugin->backend;
+    return 0;
+}
+
+static quern_tensor shaped(quern_dtype dtype, int64_t a, int64_t b, int64_t c, int64_t d)
+{
+    quern_tensor t = quern_tensor_contiguous(NULL, dtype, 4, (int64_t[]){a, b, c, d});
+    t.device = QUERN_CUDA;
+    return t;
+}
+
+static void check(bool taken, bool expected, const char *why, const char *what, quern_dtype dtype, int dim, size_t limit)
+{
+    if (taken != expected) fail_msg("%s, %s, dim %d, %zu bytes: %s: %s", what, quern_dtype_name(dtype), dim, limit, taken ? "taken" : "refused", why);
+    if (!taken) assert_true(strstr(why, "shared memory") != NULL && strstr(why, "offers") != NULL && strlen(why) < STAGE_WHY_BYTES - 1);
+}
+
+static void a_smaller_gpu_refuses_with_a_sentence(void **state)
+{
+    (void)state;
+    static const int dims[] = {64, 128, 256};
+    static const quern_dtype dtypes[] = {QUERN_BF16, QUERN_F16, QUERN_F32};
+    static const size_t limits[] = {0, LIMIT, 1024};
+    for (int i = 0; i < 3; i++)
+        for (int j = 0; j < 3; j++)
+            for (int listed = 0; listed < 2; listed++)
+                for (int k = 0; k < 3; k++) {
+                    const quern_dtype dtype = dtypes[j];
+                    quern_exec exec = {.device = QUERN_CUDA, .shared_bytes = limits[k]};
+                    attend_args a = {.mask = listed ? ATTEND_BLOCKS : ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1,
+                                     .query_offset = -1, .block_size = 64, .stride = 64, .tile = 128};
+                    a.q = a.o = a.d_o = a.d_q = shaped(dtype, 1, N, H, dims[i]);
+                    a.k = a.v = a.d_k = a.d_v = a.q;
+                    if (listed) a.list = shaped(QUERN_I32, 1, H, N / 128, 16);
+                    char why[STAGE_WHY_BYTES] = "";
+                    const bool forward = cuda->attend_forward.supports(&exec, &a, why);
+                    check(forward, k == 0 || (k == 1 && dims[i] <= 64), why, "forward", dtype, dims[i], limits[k]);
+                    check(cuda->attend_backward.supports(&exec, &a, why), k == 0 || (k == 1 && dims[i] <= 64), why, "backward", dtype, dims[i], limits[k]);
+                    if (listed) continue;
+                    select_args s = {.seqs = {1, N, N / 64, {0}, {0}}, .params = QUERN_NSA_PARAMS_INIT};
+                    s.params.stride = s.params.select_block = 64, s.params.scale = 1;
+                    s.q = a.q, s.k_cmp = shaped(dtype, 1, N / 64, H, dims[i]);
+                    s.lse_cmp = quern_tensor_contiguous(NULL, QUERN_F32, 3, (int64_t[]){1, H, N});
+                    s.block_idx = shaped(QUERN_I32, 1, H, N, 16);
+                    const bool chosen = cuda->select.supports(&exec, &s, why);
+                    if (k != 1) check(chosen, k == 0, why, "select", dtype, dims[i], limits[k]);
+                }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(a_smaller_gpu_refuses_with_a_sentence)};
+    return cmocka_run_group_tests(tests, open_backend, NULL);
+}
