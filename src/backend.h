@@ -116,6 +116,14 @@ typedef struct list_convert_args {
     int64_t from, to, n;
 } list_convert_args;
 
+/* Reports on what only the device can read: lists that were handed in, and the borders of `seqs`. */
+typedef struct check_args {
+    stage_seqs seqs;             /* cu_q: tokens; cu_kv: compressed rows where they are an input; n_kv: their bound */
+    quern_tensor blocks, groups; /* i32 [B,Hs,rows,k], or absent */
+    int64_t tile, select_block, block_size, stride;
+    quern_tensor status; /* i32 [1]; QUERN_NSA_STATUS_* are or-ed in */
+} check_args;
+
 /* The forward of NSA's three branches with the gate, in one pass per tile, without o_b in memory. */
 typedef struct attend_gate_args {
     attend_args branch[3]; /* cmp, slc, win; mask fields set, o absent unless wanted */
@@ -142,6 +150,7 @@ typedef struct quern_backend {
     STAGE(convert_args) convert;
     STAGE(rowdot_args) rowdot;
     STAGE(list_convert_args) list_convert;
+    STAGE(check_args) check;
     STAGE(attend_gate_args) attend_gate_forward; /* optional */
 } quern_backend;
 

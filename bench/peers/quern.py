@@ -26,16 +26,17 @@ class NsaParams(c.Structure):
                    ("groups", c.c_int)])
 
 
-def _tensors(names):
+def _tensors(names, last=()):
     class Tensors(c.Structure):
         _fields_ = [("size", c.c_size_t)] + [(n, c.POINTER(Tensor)) for n in names.split()] + [("stream", c.c_void_p)]
+        _fields_ += [(n, c.POINTER(Tensor)) for n in last]
     return Tensors
 
 
 ATTENTION = _tensors("q k v cu_seqlens_q cu_seqlens_kv o lse d_o d_q d_k d_v")
 NSA = _tensors("q k v k_slc v_slc k_win v_win k_cmp v_cmp cu_seqlens cu_seqlens_cmp w_k w_v pe_k pe_v w_gate gates block_idx "
                "block_count group_idx o o_cmp o_slc o_win lse_cmp lse_slc lse_win d_o d_o_cmp d_o_slc d_o_win d_q d_k d_v d_k_slc "
-               "d_v_slc d_k_win d_v_win d_k_cmp d_v_cmp d_w_k d_w_v d_pe_k d_pe_v d_w_gate d_gates")
+               "d_v_slc d_k_win d_v_win d_k_cmp d_v_cmp d_w_k d_w_v d_pe_k d_pe_v d_w_gate d_gates", ["status"])
 
 
 class Quern:

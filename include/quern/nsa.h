@@ -134,6 +134,9 @@ typedef struct quern_nsa_tensors {
     const quern_tensor *d_w_k, *d_w_v, *d_pe_k, *d_pe_v, *d_w_gate; /* f32, shaped like the weight */
     const quern_tensor *d_gates;                    /* f32 [B,N,H,3] */
     void *stream; /* cudaStream_t of a CUDA call; ignored on the CPU */
+    /* What the call's data turned out to be: QUERN_NSA_STATUS_* or-ed in, never cleared. Where the size is that of
+     * the struct without this field, it is not read. */
+    const quern_tensor *status; /* i32 [1] */
 } quern_nsa_tensors;
 /* Every tensor absent. */
 #define QUERN_NSA_TENSORS_INIT                                                                         \
@@ -141,7 +144,17 @@ typedef struct quern_nsa_tensors {
      NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,         \
      NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,         \
      NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,         \
-     NULL, NULL}
+     NULL, NULL, NULL}
+
+/* Bits of `status`: what lies in device memory is read by the kernels only, so it cannot be refused. Each call reports on
+ * the lists that it takes as inputs; rows of a list that belong to no tile are not looked at. */
+enum {
+    QUERN_NSA_STATUS_BAD_BLOCK = 1,  /* block_idx: an entry other than -1 and 0 ... blocks of its sequence - 1; skipped */
+    QUERN_NSA_STATUS_BAD_GROUP = 2,  /* group_idx: the same, of groups of 128 compressed entries */
+    QUERN_NSA_STATUS_BAD_OFFSETS = 4 /* cu_seqlens, cu_seqlens_cmp: not 0 = c[0] <= c[1] <= ... <= rows; borders are
+                                      * clamped into the tensor and a sequence that ends before it starts is empty
+                                      * (on the CPU such borders are refused) */
+};
 
 /*
  * What is refused. Every check comes before the first byte of an output or of the workspace is written; the sentence
@@ -151,6 +164,7 @@ typedef struct quern_nsa_tensors {
  *   combination                                        accepted instead                          refused by
  *   ctx, params, tensors or bytes NULL                 not NULL                                  all
  *   params.size, tensors.size of another version       sizeof, as the _INIT macros set it        all
+ *                                                      (tensors: or that without `status`)
  *   block_size, num_selected out of range              1 ... 2^31 - 1                            all
  *   stride > block_size, or no divisor of it           a divisor of block_size (0: block_size)   all
  *   select_block no multiple of stride                 a multiple (0: block_size)                all
@@ -199,7 +213,7 @@ typedef struct quern_nsa_tensors {
  *   workspace_bytes too small: QUERN_ERR_WORKSPACE     at least what _workspace() says           all with a workspace
  *   workspace NULL where bytes are needed              memory of any alignment                   the same
  *
- * Not refused: entries of a block or group list that are out of range (skipped), duplicates (count once), blocks of the
+ * Not refused: entries of a block or group list that are out of range (skipped, see `status`), duplicates (count once), blocks of the
  * future (masked); a tensor that the operation has no use for under these parameters (it is not read).
  */
 

@@ -15,5 +15,6 @@ const quern_backend quern_backend_cpu = {
     .gate_backward = {cpu_gate_supports, cpu_gate_backward_workspace, cpu_gate_backward},
     .attend_gate_forward = {cpu_attend_gate_supports, cpu_attend_gate_workspace, cpu_attend_gate},
     .convert = {cpu_convert_supports, cpu_convert_workspace, cpu_convert},
+    .check = {cpu_check_supports, cpu_check_workspace, cpu_check},
     .list_convert = {cpu_list_convert_supports, cpu_list_convert_workspace, cpu_list_convert},
 };

@@ -44,4 +44,8 @@ bool cpu_list_convert_supports(const quern_exec *exec, const list_convert_args *
 size_t cpu_list_convert_workspace(const quern_exec *exec, const list_convert_args *args);
 quern_status cpu_list_convert(const quern_exec *exec, const list_convert_args *args, void *workspace);
 
+bool cpu_check_supports(const quern_exec *exec, const check_args *args, char why[STAGE_WHY_BYTES]);
+size_t cpu_check_workspace(const quern_exec *exec, const check_args *args);
+quern_status cpu_check(const quern_exec *exec, const check_args *args, void *workspace);
+
 #endif

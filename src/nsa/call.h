@@ -53,6 +53,7 @@ typedef struct nsa_call {
     select_args select;
     attend_args attend[NSA_BRANCHES];
     gate_args gate;
+    check_args check; /* filled by the plan; its status is absent where the caller does not ask */
     attend_gate_args fused;
     rowdot_args rowdot[NSA_BRANCHES];
     convert_args convert[5];

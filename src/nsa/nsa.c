@@ -67,6 +67,7 @@ static quern_status run(quern_context *ctx, const quern_nsa_params *params, cons
     if (status != QUERN_OK) return status;
     if ((status = view_check_workspace(workspace, given, needed, &call.like)) != QUERN_OK) return status;
     status = prepare(ctx, params, tensors, op, true, workspace, &call, &needed);
+    if (status == QUERN_OK && call.check.status.ndim > 0) status = call.backend->check.run(&call.exec, &call.check, NULL);
     return status != QUERN_OK ? status : operation_of(op)->run(&call);
 }
 

@@ -189,6 +189,7 @@ static const size_t gate_tensors[] = {SEQS(gate_args), AT(gate_args, q), AT(gate
 static const size_t convert_tensors[] = {SEQS(convert_args), AT(convert_args, in), AT(convert_args, out)};
 static const size_t rowdot_tensors[] = {SEQS(rowdot_args), AT(rowdot_args, a), AT(rowdot_args, b), AT(rowdot_args, out)};
 static const size_t list_convert_tensors[] = {AT(list_convert_args, in), AT(list_convert_args, out), AT(list_convert_args, count)};
+static const size_t check_tensors[] = {SEQS(check_args), AT(check_args, blocks), AT(check_args, groups), AT(check_args, status)};
 
 #define STAGE_BRIDGE(stage, type, tensors)                                                                            \
     static bool stage##_supports(const quern_exec *exec, const type *args, char why[STAGE_WHY_BYTES])                 \
@@ -219,12 +220,13 @@ STAGE_BRIDGE(gate_backward, gate_args, gate_tensors)
 STAGE_BRIDGE(convert, convert_args, convert_tensors)
 STAGE_BRIDGE(rowdot, rowdot_args, rowdot_tensors)
 STAGE_BRIDGE(list_convert, list_convert_args, list_convert_tensors)
+STAGE_BRIDGE(check, check_args, check_tensors)
 
 #define ROW(stage) .stage = {stage##_supports, stage##_workspace, stage##_run}
 static const quern_backend bridged = {
     .name = "cuda, from host memory",
     ROW(attend_forward), ROW(attend_backward), ROW(compress_forward), ROW(compress_backward), ROW(select),
-    ROW(gate_forward), ROW(gate_backward), ROW(convert), ROW(rowdot), ROW(list_convert),
+    ROW(gate_forward), ROW(gate_backward), ROW(convert), ROW(rowdot), ROW(list_convert), ROW(check),
 };
 
 const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *ignored, quern_exec *exec)

@@ -256,6 +256,43 @@ static void a_whole_layer_agrees_with_the_cpu(void **unused)
     for (int i = 0; i < COUNT; i++) twin_free(&t[i]);
 }
 
+/* Borders that the host cannot read: clamped into the tensor, reported, and the result that of the clamped ones. */
+static void bad_borders_set_the_status(void **unused)
+{
+    (void)unused;
+    static const int32_t borders[2][4] = {{0, 120, N + 100, N}, {0, 120, N, N}};
+    const int64_t shapes[][3] = {{N, H, D}, {N, HKV, D}, {N, HKV, D}, {N, H, D}, {N, H, D}}, cu_shape[] = {4}, one[] = {1};
+    quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
+    params.block_size = 16, params.stride = 16, params.select_block = 16, params.num_selected = 4, params.window = 40;
+    twin t[5], cu = twin_make(QUERN_I32, 1, cu_shape, false), status = twin_make(QUERN_I32, 1, one, false);
+    for (int i = 0; i < 5; i++) t[i] = twin_make(QUERN_F32, 3, shapes[i], i < 3);
+    for (int run = 0; run < 2; run++) {
+        quern_nsa_tensors a = QUERN_NSA_TENSORS_INIT;
+        a.q = &t[0].device, a.k = &t[1].device, a.v = &t[2].device, a.o = &t[3 + run].device, a.cu_seqlens = &cu.device, a.stream = stream;
+        a.status = &status.host;
+        size_t bytes;
+        void *workspace;
+        assert_int_equal(quern_nsa_forward_workspace(ctx, &params, &a, &bytes), QUERN_ERR_INVALID_ARGUMENT); /* a status of the host's */
+        a.status = &status.device;
+        OK(quern_nsa_forward_workspace(ctx, &params, &a, &bytes));
+        OK(quern_cuda_allocate(0, bytes, &workspace));
+        OK(quern_cuda_copy(0, cu.device.data, borders[run], sizeof borders[run], stream));
+        OK(quern_cuda_fill(0, status.device.data, 0, 4, stream));
+        OK(quern_nsa_forward(ctx, &params, &a, workspace, bytes));
+        OK(quern_cuda_synchronize(0, stream));
+        memset(status.host.data, 0, 4);
+        *(int32_t *)status.host.data = run == 0 ? QUERN_NSA_STATUS_BAD_OFFSETS : 0;
+        assert_true(twin_difference(&status) == 0);
+        OK(quern_cuda_free(0, workspace));
+    }
+    OK(quern_cuda_copy(0, t[3].host.data, t[4].device.data, t[3].bytes, stream));
+    OK(quern_cuda_synchronize(0, stream));
+    assert_true(twin_difference(&t[3]) == 0);
+    for (int i = 0; i < 5; i++) twin_free(&t[i]);
+    twin_free(&cu);
+    twin_free(&status);
+}
+
 static void marks_measure_time(void **unused)
 {
     (void)unused;
@@ -282,6 +319,7 @@ int main(void)
         cmocka_unit_test(pointers_of_another_device_are_refused),
         cmocka_unit_test(too_much_memory_is_an_error_and_nothing_else),
         cmocka_unit_test(a_whole_layer_agrees_with_the_cpu),
+        cmocka_unit_test(bad_borders_set_the_status),
         cmocka_unit_test(marks_measure_time),
     };
     return cmocka_run_group_tests(tests, start, NULL);

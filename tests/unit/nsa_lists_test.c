@@ -6,6 +6,7 @@
 #include "nsa_reference.h"
 
 #include <inttypes.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -148,9 +149,106 @@ static void lists_handed_back_reproduce_the_call(void **state)
     nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), NSA_BIT(NSA_O));
     double *after = test_tensor_get(&c->tensor[NSA_O]);
     test_check("o", after, before, test_tensor_count(&c->tensor[NSA_O]), test_forward_bound(QUERN_F32));
+    free(after);
+    int32_t *groups = test_tensor_get_i32(&c->tensor[NSA_GROUP_IDX]);
+    c->config.params.groups = QUERN_NSA_LIST_COMPUTED; /* the groups alone, too */
+    nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), NSA_BIT(NSA_O) | NSA_BIT(NSA_GROUP_IDX));
+    after = test_tensor_get(&c->tensor[NSA_O]);
+    int32_t *again = test_tensor_get_i32(&c->tensor[NSA_GROUP_IDX]);
+    test_check("o", after, before, test_tensor_count(&c->tensor[NSA_O]), test_forward_bound(QUERN_F32));
+    assert_memory_equal(again, groups, sizeof *groups * (size_t)test_tensor_count(&c->tensor[NSA_GROUP_IDX]));
+    free(groups);
+    free(again);
     free(before);
     free(after);
     nsa_case_free(c);
+}
+
+/* One call with a status word that starts as `before`; the word afterwards. */
+static int32_t status_after(nsa_case *c, nsa_call call, nsa_set set, int32_t before, bool by_an_old_caller)
+{
+    int32_t words[3] = {0x5a5a5a5a, before, 0x5a5a5a5a};
+    const quern_tensor word = quern_tensor_contiguous(&words[1], QUERN_I32, 1, (int64_t[]){1});
+    quern_nsa_tensors tensors = nsa_bind(c, nsa_present(c, set));
+    tensors.status = &word;
+    for (int old = 0; old < (by_an_old_caller ? 2 : 1); old++) { /* the second time by a caller who knows no such field */
+        size_t bytes = 0;
+        const int32_t found = words[1];
+        if (old) tensors.size = offsetof(quern_nsa_tensors, status);
+        if (call.workspace(ctx, &c->config.params, &tensors, &bytes) != QUERN_OK) fail_msg("%s: %s", call.name, quern_last_error(ctx));
+        void *workspace = malloc(bytes + 1);
+        assert_non_null(workspace);
+        if (old) words[1] = before;
+        if (call.run(ctx, &c->config.params, &tensors, workspace, bytes) != QUERN_OK) fail_msg("%s: %s", call.name, quern_last_error(ctx));
+        if (old) assert_int_equal(words[1], before), words[1] = found;
+        free(workspace);
+    }
+    assert_true(words[0] == 0x5a5a5a5a && words[2] == 0x5a5a5a5a);
+    return words[1];
+}
+
+/* Sets `list` to random entries of its rows' sequences, padding, duplicates and entries of the future; then, where
+ * `bad` is not -1, to that in one place. `per` is the tokens that an entry stands for. */
+static void fill_list(nsa_case *c, test_random *random, int slot, int64_t k, int64_t per, int32_t bad)
+{
+    const nsa_config *f = &c->config;
+    const int64_t count = test_tensor_count(&c->tensor[slot]), rows = count / k / c->list_rows;
+    int32_t *list = malloc(sizeof *list * (size_t)count);
+    assert_non_null(list);
+    for (int64_t i = 0; i < count; i++) list[i] = f->packed ? INT32_MAX : 0; /* rows of no tile are not looked at */
+    int64_t used = 0;
+    for (int64_t b = 0; b < f->batch; b++) {
+        const int64_t n = f->packed ? f->lens[b] : f->n, entries = slot == NSA_GROUP_IDX ? n / f->params.block_size : n;
+        const int64_t blocks = (entries + per - 1) / per, tiles = (n + f->params.tile - 1) / f->params.tile;
+        for (int64_t head = 0; head < (f->packed ? rows : rows / f->batch); head++)
+            for (int64_t i = 0; i < tiles * k; i++) {
+                const int64_t row = f->packed ? head * c->list_rows + used : (b * (rows / f->batch) + head) * c->list_rows;
+                list[row * k + i] = blocks == 0 || test_random_one_in(random, 4) ? -1 : (int32_t)test_random_int(random, 0, blocks - 1);
+                if (bad != -1 && b == f->batch - 1 && head == 0 && i == tiles * k - 1) list[row * k + i] = bad == 0 ? (int32_t)blocks : bad;
+            }
+        used += tiles;
+    }
+    test_tensor_set_i32(&c->tensor[slot], list);
+    free(list);
+}
+
+static void bad_entries_set_their_bit(void **state)
+{
+    (void)state;
+    test_random random = {test_seed("bad_entries_set_their_bit", 64)};
+    static const int32_t wrong[] = {-1, 0, -2, INT32_MAX, INT32_MIN}; /* none; one past the end; ... */
+    const char *trials = getenv("QUERN_TEST_TRIALS");
+    for (int trial = 0; trial < (trials != NULL ? atoi(trials) : 20); trial++) {
+        nsa_config config = nsa_config_small();
+        const bool packed = trial % 2 != 0, old = trial == 1, groups = trial / 2 % 2;
+        const int32_t bad = wrong[trial % 5];
+        config.params.selection = QUERN_NSA_LIST_GIVEN;
+        config.params.num_selected = 3;
+        config.params.tile = 4;
+        config.params.scope = (quern_nsa_scope)(trial / 3 % 2);
+        config.n = groups ? 560 : 75;
+        if (packed) config.packed = true, config.batch = 4, config.lens[1] = 9, config.lens[2] = 1, config.lens[3] = config.n, config.spare = 12;
+        if (groups) {
+            config.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
+            config.params.block_size = config.params.stride = config.params.select_block = 2;
+            config.params.groups = QUERN_NSA_LIST_GIVEN;
+            config.params.max_compressed_groups = 2;
+        }
+        const int64_t per = config.params.select_block > 0 ? config.params.select_block : config.params.block_size;
+        nsa_case *c = nsa_case_new(&config, &random);
+        for (int which = 0; which < (groups ? 2 : 1); which++) {
+            fill_list(c, &random, NSA_BLOCK_IDX, config.params.num_selected, per, which == 0 ? bad : -1);
+            if (groups) fill_list(c, &random, NSA_GROUP_IDX, 2, 128, which == 1 ? bad : -1);
+            const int32_t bit = bad == -1 ? 0 : which == 0 ? QUERN_NSA_STATUS_BAD_BLOCK : QUERN_NSA_STATUS_BAD_GROUP;
+            const nsa_set attend = nsa_attend_inputs(c) | nsa_attend_outputs(c);
+            assert_int_equal(status_after(c, nsa_call_forward, nsa_forward_inputs(c) | nsa_forward_outputs(c), 1 << 20, old), 1 << 20 | bit);
+            assert_int_equal(status_after(c, nsa_call_backward, nsa_backward_inputs(c) | nsa_backward_outputs(c), 0, old), bit);
+            assert_int_equal(status_after(c, nsa_call_attend, attend, 0, old), bit);
+            const nsa_set d_o_b = NSA_BIT(NSA_D_O_CMP) | NSA_BIT(NSA_D_O_SLC) | NSA_BIT(NSA_D_O_WIN);
+            assert_int_equal(status_after(c, nsa_call_attend_backward, attend | d_o_b | nsa_attend_gradients(c), 8, old), 8 | bit);
+        }
+        nsa_case_free(c);
+    }
 }
 
 int main(void)
@@ -160,6 +258,7 @@ int main(void)
         cmocka_unit_test(conversion_refuses_block_sizes_that_do_not_divide),
         cmocka_unit_test(bad_entries_are_skipped),
         cmocka_unit_test(lists_handed_back_reproduce_the_call),
+        cmocka_unit_test(bad_entries_set_their_bit),
     };
     return cmocka_run_group_tests(tests, open_context, close_context);
 }

@@ -41,6 +41,9 @@ quern_status rowdot_run(const quern_exec *exec, const rowdot_args *args, void *w
 bool list_convert_supports(const quern_exec *exec, const list_convert_args *args, char why[STAGE_WHY_BYTES]);
 size_t list_convert_bytes(const quern_exec *exec, const list_convert_args *args);
 quern_status list_convert_run(const quern_exec *exec, const list_convert_args *args, void *workspace);
+bool check_supports(const quern_exec *exec, const check_args *args, char why[STAGE_WHY_BYTES]);
+size_t check_bytes(const quern_exec *exec, const check_args *args);
+quern_status check_run(const quern_exec *exec, const check_args *args, void *workspace);
 
 /* Packed batches: writes `value` to the rows past the last border (of the queries, or of the keys). Absent
  * tensors and fixed lengths: nothing to do. */

@@ -1,0 +1,60 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* stage_check.c - the check stage: whether a handed-in list has entries outside its sequence. The borders themselves are
+ * checked before any stage: the host can read them. */
+#include "core/parallel.h"
+#include "cpu/stages.h"
+
+bool cpu_check_supports(const quern_exec *exec, const check_args *args, char why[STAGE_WHY_BYTES])
+{
+    (void)exec;
+    (void)args;
+    (void)why;
+    return true;
+}
+
+size_t cpu_check_workspace(const quern_exec *exec, const check_args *args)
+{
+    (void)exec;
+    (void)args;
+    return 0;
+}
+
+typedef struct check_list {
+    const check_args *args;
+    const quern_tensor *list;
+    bool groups;
+    int32_t bit;
+} check_list;
+
+/* The lists of one sequence and one head. */
+static void check_sequence(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const check_list *c = arg;
+    const check_args *a = c->args;
+    const quern_tensor *list = c->list;
+    const int64_t heads = list->shape[1], b = index / heads, h = index % heads, k = list->shape[3];
+    const int32_t *cu = a->seqs.cu_q.data;
+    int64_t tokens = a->seqs.n_q, row = 0;
+    for (int64_t i = 0; cu != NULL && i < b; i++) row += (cu[i + 1] - cu[i] + a->tile - 1) / a->tile;
+    if (cu != NULL) tokens = cu[b + 1] - cu[b];
+    const int64_t entries = tokens >= a->block_size ? (tokens - a->block_size) / a->stride + 1 : 0;
+    const int64_t limit = c->groups ? (entries + 127) / 128 : (tokens + a->select_block - 1) / a->select_block;
+    const int64_t end = row + (tokens + a->tile - 1) / a->tile, view = cu != NULL ? 0 : b;
+    bool bad = false;
+    for (; row < end; row++) {
+        const int32_t *x = (const int32_t *)list->data + view * list->strides[0] + h * list->strides[1] + row * list->strides[2];
+        for (int64_t i = 0; i < k; i++) bad |= x[i] < -1 || x[i] >= limit;
+    }
+    if (bad) __atomic_fetch_or((int32_t *)a->status.data, c->bit, __ATOMIC_RELAXED);
+}
+
+quern_status cpu_check(const quern_exec *exec, const check_args *args, void *workspace)
+{
+    (void)workspace;
+    check_list lists[] = {{args, &args->blocks, false, QUERN_NSA_STATUS_BAD_BLOCK}, {args, &args->groups, true, QUERN_NSA_STATUS_BAD_GROUP}};
+    for (int i = 0; i < 2; i++)
+        if (lists[i].list->ndim > 0) parallel_for(exec->threads, args->seqs.batch * lists[i].list->shape[1], check_sequence, &lists[i]);
+    return QUERN_OK;
+}
