@@ -6,7 +6,7 @@
 #   QUERN_GPU_TESTS       patterns of the programs to run (all but those left out below)
 #   QUERN_SANITIZE_TOOLS  the tools (racecheck memcheck synccheck)
 #   QUERN_SANITIZE_LIMIT  seconds that a program may take under a tool (400)
-# Left out: nsa_large and offsets, whose gigabytes are about time and 64-bit offsets, not about more code. racecheck, the
+# Left out: nsa_large, offsets and passes, whose gigabytes are about time and 64-bit offsets, not more code. racecheck, the
 # slowest by far, runs the programs that between them launch every kernel on every path, and each launch once (bridge.c
 # repeats it for its bits): the others' launches are the same on more data.
 set -u
@@ -29,7 +29,7 @@ raced=' attention_test house_test nsa_lists_test nsa_parts_test nsa_property_tes
 for tool in ${QUERN_SANITIZE_TOOLS:-racecheck memcheck synccheck}; do
     for program in build/gpu/tests/gpu_*_test; do
         name=${program##*/gpu_}
-        [[ $name == nsa_large_test || $name == offsets_test ]] && continue
+        [[ $name == nsa_large_test || $name == offsets_test || $name == passes_test ]] && continue
         chosen=no
         for pattern in ${QUERN_GPU_TESTS:-'*'}; do
             # shellcheck disable=SC2053
