@@ -71,6 +71,14 @@ typedef struct attend_chunk {
     int32_t *lo, *hi; /* [capacity] */
 } attend_chunk;
 
+/* Rows of Q that the thread will probably pack next. A head's rows lie pages apart, so they come from memory one
+ * by one, slower than packing them takes: the products before have the time. */
+typedef struct expected_rows {
+    const char *row0;           /* of head 0 of the first query */
+    int64_t query_step, head_step, bytes;
+    int32_t hs, at, end; /* rows [at, end) are left; row r is head r % hs of query r / hs */
+} expected_rows;
+
 /* What a thread needs to run chunks. */
 typedef struct attend_scratch {
     float *s;       /* [STEP_ROWS][TILE_KEYS] */
@@ -80,6 +88,7 @@ typedef struct attend_scratch {
     int32_t *lo, *hi, *rows;   /* [TILE_ROWS] */
     int32_t *tile_lo, *tile_hi;
     attend_lists lists;
+    expected_rows expected;
 } attend_scratch;
 
 attend_plan attend_plan_of(const quern_exec *exec, const attend_args *args);
@@ -126,6 +135,8 @@ void attend_chunk_carve(const attend_plan *plan, int32_t capacity, arena *a, att
 void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_scratch *scratch);
 
 void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows, attend_chunk *chunk);
+/* The first rows of those that attend_chunk_begin() would take: none where row0 is past the end. */
+expected_rows attend_expect(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows);
 /* Resets the running softmax and sets the intervals of this plan's mask; O comes from attend_chunk_run(). */
 void attend_chunk_reset(const attend_plan *plan, attend_chunk *chunk);
 void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, attend_chunk *chunk, attend_scratch *scratch);

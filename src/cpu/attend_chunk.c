@@ -49,6 +49,7 @@ void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, a
     for (size_t i = 0; i < sizeof floats / sizeof *floats; i++) *floats[i] = arena_take(a, TILE_ROWS * 4);
     for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) *ints[i] = arena_take(a, TILE_ROWS * 4);
     attend_lists_carve(plan, capacity, a, &s->lists);
+    s->expected = (expected_rows){.end = 0};
 }
 
 enum { QUERIES_AHEAD = 4 };
@@ -85,6 +86,17 @@ void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_
         else k->pack_rows_f32(&src, scale, (float *)c->q + r * plan->key_words, plan->key_words);
         r += (int32_t)n;
     }
+}
+
+expected_rows attend_expect(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows)
+{
+    const quern_tensor *q = &plan->args->q;
+    const attend_sequence seq = attend_sequence_at(plan, b);
+    const int64_t size = (int64_t)quern_dtype_size(q->dtype), head = plan->units == plan->heads ? unit : unit * plan->group;
+    const int64_t left = seq.nq * plan->hs - row0, query = row0 / plan->hs;
+    const int64_t at = seq.view_b * q->strides[0] + (seq.q0 + query) * q->strides[1] + head * q->strides[2];
+    const int32_t first = (int32_t)(row0 % plan->hs), most = rows < TILE_ROWS ? rows : TILE_ROWS, n = left < most ? (int32_t)left : most;
+    return (expected_rows){(const char *)q->data + at * size, q->strides[1] * size, q->strides[2] * size, plan->dim_k * size, plan->hs, first, first + n};
 }
 
 static void clear_o(const attend_plan *plan, const attend_chunk *c)

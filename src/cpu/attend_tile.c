@@ -62,6 +62,14 @@ static void prefetch_part(const void *p, int64_t bytes, int64_t part, int64_t pa
     for (; from < to; from += 64) __builtin_prefetch(from, 0, 2);
 }
 
+enum { EXPECTED_A_STEP = 16 };
+
+static void prefetch_expected(expected_rows *x)
+{
+    for (int32_t i = 0; i < EXPECTED_A_STEP && x->at < x->end; i++, x->at++)
+        prefetch_part(x->row0 + x->at / x->hs * x->query_step + x->at % x->hs * x->head_step, x->bytes, 0, 1);
+}
+
 static void prefetch_tile(const attend_plan *p, const attend_packed *packed, const tile_rows *t, const key_tile *keys, int64_t part, int64_t parts)
 {
     const int64_t pairs = p->bf16 ? 2 : 1, stride = p->packed_rows / pairs * p->value_panel;
@@ -262,6 +270,7 @@ void attend_tile_step(const attend_plan *p, const attend_packed *packed, const t
         g.t.max += row;
         g.t.sum += row;
         prefetch_tile(p, packed, rows, next, row, rows->n);
+        prefetch_expected(&s->expected);
         step_group(p, packed, keys, s->shrink + row, &g);
     }
 }

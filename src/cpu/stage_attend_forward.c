@@ -21,7 +21,8 @@ typedef struct forward_job {
     attend_packed packed;
     attend_chunk *chunks; /* one a thread */
     attend_scratch *scratch;
-    int64_t chunk_rows, pieces; /* pieces: chunks of the longest sequence's unit */
+    int64_t chunk_rows, pieces, count; /* pieces: chunks of the longest sequence's unit; count: of all */
+    int32_t threads;
 } forward_job;
 
 static int64_t chunk_rows_of(const attend_plan *p)
@@ -40,6 +41,8 @@ static forward_job carve(const quern_exec *exec, const attend_args *args, arena 
     const attend_plan *p = &job.plan;
     job.chunk_rows = chunk_rows_of(p);
     job.pieces = pieces_of(p);
+    job.count = p->sequences * p->units * job.pieces;
+    job.threads = exec->threads;
     attend_packed_carve(p, a, &job.packed);
     job.chunks = arena_take(a, sizeof *job.chunks * (size_t)exec->threads);
     job.scratch = arena_take(a, sizeof *job.scratch * (size_t)exec->threads);
@@ -87,6 +90,15 @@ static attend_args pass_of(const attend_args *args, int64_t first, int64_t count
     return pass;
 }
 
+/* Q of chunk `index`, which a thread takes if all are as fast as each other. */
+static expected_rows expected_after(const forward_job *job, int64_t index)
+{
+    const attend_plan *p = &job->plan;
+    if (index >= job->count) return (expected_rows){.end = 0};
+    const int64_t row0 = (job->pieces - 1 - index % job->pieces) * job->chunk_rows;
+    return attend_expect(p, index / job->pieces / p->units, (int32_t)(index / job->pieces % p->units), row0, (int32_t)job->chunk_rows);
+}
+
 static void run_chunk(void *arg, int64_t index, int32_t thread)
 {
     forward_job *job = arg;
@@ -99,6 +111,7 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     attend_chunk *chunk = &job->chunks[thread];
     attend_chunk_begin(p, b, unit, row0, (int32_t)(rows < job->chunk_rows ? rows : job->chunk_rows), chunk);
     attend_chunk_reset(p, chunk);
+    job->scratch[thread].expected = expected_after(job, index + job->threads);
     attend_chunk_run(p, &job->packed, chunk, &job->scratch[thread]);
     attend_chunk_finish(p, chunk);
     attend_chunk_store(p, chunk);
@@ -140,7 +153,7 @@ quern_status cpu_attend_forward(const quern_exec *exec, const attend_args *args,
         arena a = arena_on(workspace);
         forward_job job = carve(exec, &pass, &a);
         attend_pack(exec, &job.plan, &job.packed);
-        parallel_for(exec->threads, job.plan.sequences * job.plan.units * job.pieces, run_chunk, &job);
+        parallel_for(exec->threads, job.count, run_chunk, &job);
         attend_store_unused(&job.plan);
     }
     return QUERN_OK;

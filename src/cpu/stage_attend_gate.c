@@ -60,7 +60,7 @@ typedef struct gated_job {
     select_args select;
     bool select_first, select_late;
     gated_pass pass[BRANCHES];
-    int32_t passes, current;
+    int32_t passes, current, threads;
     void *scratch; /* of selection and of the passes, one after the other */
 } gated_job;
 
@@ -168,7 +168,7 @@ static size_t carve_pass(const quern_exec *exec, const gated_job *job, gated_pas
 static void plan_job(const quern_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
 {
     const bool softmax = args->select.params.metric == QUERN_NSA_METRIC_SOFTMAX;
-    *job = (gated_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .select = args->select};
+    *job = (gated_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .select = args->select, .threads = exec->threads};
     for (int i = 0; i < BRANCHES; i++) job->attend[i] = args->branch[i];
     job->select_late = !args->select_given && softmax && is_on(job, CMP);
     job->select_first = !args->select_given && !job->select_late;
@@ -274,6 +274,14 @@ static void run_slice(const gated_job *job, const gated_pass *pass, int32_t firs
     store_rows(job, plan, &rows, s);
 }
 
+/* Q of chunk `index`, which a thread takes if all are as fast as each other; not where chunks are many tiles. */
+static expected_rows expected_after(const gated_pass *pass, const attend_plan *plan, int64_t index)
+{
+    if (index >= plan->sequences * plan->units * pass->pieces || pass->chunk_rows > pass->slice_rows) return (expected_rows){.end = 0};
+    const int64_t row0 = (pass->pieces - 1 - index % pass->pieces) * pass->chunk_rows;
+    return attend_expect(plan, index / pass->pieces / plan->units, (int32_t)(index / pass->pieces % plan->units), row0, (int32_t)pass->chunk_rows);
+}
+
 static void run_chunk(void *arg, int64_t index, int32_t thread)
 {
     const gated_job *job = arg;
@@ -286,6 +294,7 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     gated_space *s = &pass->spaces[thread];
     const int32_t rows = (int32_t)(left < pass->chunk_rows ? left : pass->chunk_rows), slice_rows = (int32_t)pass->slice_rows;
     attend_chunk_begin(plan, b, unit, row0, rows, &s->chunk[0]);
+    s->scratch[pass->count - 1].expected = expected_after(pass, plan, index + job->threads);
     for (int32_t i = 0; i < pass->count; i++) {
         const attend_plan *p = &job->plan[pass->branch[i]];
         attend_chunk *c = &s->chunk[i];
