@@ -19,7 +19,7 @@ typedef struct acceptance {
     double start_ms;
 } acceptance;
 
-enum { ACCEPT_TRIES = 3, FORWARD = 0, BACKWARD = 1, BOTH = 2 };
+enum { ACCEPT_TRIES = 6, FORWARD = 0, BACKWARD = 1, BOTH = 2 };
 
 /* Prints the line of a figure and counts it. at_most: the target is an upper bound. */
 void accept_figure(acceptance *a, const char *what, bool at_most, double target, double measured, const char *unit);
