@@ -5,7 +5,7 @@
  *
  * Everything that is divided is measured in turns in one run, because machines change speed while they are
  * measured: a kernel and its ceiling, one thread and two, sparse and dense. A figure that misses is measured
- * again, at most three times in all.
+ * again, at most six times in all.
  */
 #ifndef QUERN_TOOLS_ACCEPT_H
 #define QUERN_TOOLS_ACCEPT_H
