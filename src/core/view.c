@@ -37,6 +37,13 @@ quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, in
     return v;
 }
 
+void view_narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count)
+{
+    if (t->ndim == 0) return;
+    t->shape[dim] = count;
+    if (t->data != NULL) t->data = (char *)t->data + first * t->strides[dim] * (int64_t)quern_dtype_size(t->dtype);
+}
+
 int64_t view_elements(const quern_tensor *t)
 {
     int64_t n = 1;

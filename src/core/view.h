@@ -43,6 +43,8 @@ quern_tensor view_or_absent(const quern_tensor *t);
 quern_tensor view_with_batch(const quern_tensor *t);
 /* A contiguous view on the same device as `like`. */
 quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, int32_t ndim, const int64_t *shape);
+/* Extents [first, first + count) along `dim`; an absent view stays absent. */
+void view_narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count);
 /* Elements of a view. */
 int64_t view_elements(const quern_tensor *t);
 

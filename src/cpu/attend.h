@@ -135,8 +135,9 @@ void attend_chunk_carve(const attend_plan *plan, int32_t capacity, arena *a, att
 void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_scratch *scratch);
 
 void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows, attend_chunk *chunk);
-/* The first rows of those that attend_chunk_begin() would take: none where row0 is past the end. */
-expected_rows attend_expect(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows);
+/* The first rows of chunk `index`, which a thread takes next if all are as fast as each other. Chunks are counted as the
+ * stages do: by sequence, unit and, the last first, piece of chunk_rows rows. None where there is no such chunk. */
+expected_rows attend_expect(const attend_plan *plan, int64_t index, int64_t pieces, int64_t chunk_rows);
 /* Resets the running softmax and sets the intervals of this plan's mask; O comes from attend_chunk_run(). */
 void attend_chunk_reset(const attend_plan *plan, attend_chunk *chunk);
 void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, attend_chunk *chunk, attend_scratch *scratch);

@@ -88,14 +88,18 @@ void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_
     }
 }
 
-expected_rows attend_expect(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows)
+expected_rows attend_expect(const attend_plan *plan, int64_t index, int64_t pieces, int64_t chunk_rows)
 {
+    if (index >= plan->sequences * plan->units * pieces) return (expected_rows){.end = 0};
+    const int64_t b = index / pieces / plan->units, unit = index / pieces % plan->units;
+    const int64_t row0 = (pieces - 1 - index % pieces) * chunk_rows;
     const quern_tensor *q = &plan->args->q;
     const attend_sequence seq = attend_sequence_at(plan, b);
     const int64_t size = (int64_t)quern_dtype_size(q->dtype), head = plan->units == plan->heads ? unit : unit * plan->group;
     const int64_t left = seq.nq * plan->hs - row0, query = row0 / plan->hs;
     const int64_t at = seq.view_b * q->strides[0] + (seq.q0 + query) * q->strides[1] + head * q->strides[2];
-    const int32_t first = (int32_t)(row0 % plan->hs), most = rows < TILE_ROWS ? rows : TILE_ROWS, n = left < most ? (int32_t)left : most;
+    const int64_t most = chunk_rows < TILE_ROWS ? chunk_rows : TILE_ROWS;
+    const int32_t first = (int32_t)(row0 % plan->hs), n = (int32_t)(left < most ? left : most);
     return (expected_rows){(const char *)q->data + at * size, q->strides[1] * size, q->strides[2] * size, plan->dim_k * size, plan->hs, first, first + n};
 }
 

@@ -9,6 +9,7 @@
  * that packing writes to that cache and not to memory.
  */
 #include "core/parallel.h"
+#include "core/view.h"
 #include "cpu/attend.h"
 #include "cpu/stages.h"
 
@@ -21,7 +22,7 @@ typedef struct forward_job {
     attend_packed packed;
     attend_chunk *chunks; /* one a thread */
     attend_scratch *scratch;
-    int64_t chunk_rows, pieces, count; /* pieces: chunks of the longest sequence's unit; count: of all */
+    int64_t chunk_rows, pieces; /* pieces: chunks of the longest sequence's unit */
     int32_t threads;
 } forward_job;
 
@@ -41,7 +42,6 @@ static forward_job carve(const quern_exec *exec, const attend_args *args, arena 
     const attend_plan *p = &job.plan;
     job.chunk_rows = chunk_rows_of(p);
     job.pieces = pieces_of(p);
-    job.count = p->sequences * p->units * job.pieces;
     job.threads = exec->threads;
     attend_packed_carve(p, a, &job.packed);
     job.chunks = arena_take(a, sizeof *job.chunks * (size_t)exec->threads);
@@ -68,35 +68,19 @@ static int64_t heads_of_pass(const quern_exec *exec, const attend_args *args)
     return heads < 1 ? 1 : heads < p.kv_heads ? heads : p.kv_heads;
 }
 
-static void narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count)
-{
-    if (t->ndim == 0) return;
-    t->shape[dim] = count;
-    if (t->data != NULL) t->data = (char *)t->data + first * t->strides[dim] * (int64_t)quern_dtype_size(t->dtype);
-}
-
 /* The call for kv heads [first, first + count) alone. */
 static attend_args pass_of(const attend_args *args, int64_t first, int64_t count)
 {
     attend_args pass = *args;
     const int64_t group = args->k.shape[2] > 0 ? args->q.shape[2] / args->k.shape[2] : 1;
-    narrow(&pass.q, 2, first * group, count * group);
-    narrow(&pass.o, 2, first * group, count * group);
-    narrow(&pass.lse, 1, first * group, count * group);
-    narrow(&pass.k, 2, first, count);
-    narrow(&pass.v, 2, first, count);
+    view_narrow(&pass.q, 2, first * group, count * group);
+    view_narrow(&pass.o, 2, first * group, count * group);
+    view_narrow(&pass.lse, 1, first * group, count * group);
+    view_narrow(&pass.k, 2, first, count);
+    view_narrow(&pass.v, 2, first, count);
     const int64_t lists = args->scope == QUERN_NSA_SCOPE_HEAD ? group : 1;
-    narrow(&pass.list, 1, first * lists, count * lists);
+    view_narrow(&pass.list, 1, first * lists, count * lists);
     return pass;
-}
-
-/* Q of chunk `index`, which a thread takes if all are as fast as each other. */
-static expected_rows expected_after(const forward_job *job, int64_t index)
-{
-    const attend_plan *p = &job->plan;
-    if (index >= job->count) return (expected_rows){.end = 0};
-    const int64_t row0 = (job->pieces - 1 - index % job->pieces) * job->chunk_rows;
-    return attend_expect(p, index / job->pieces / p->units, (int32_t)(index / job->pieces % p->units), row0, (int32_t)job->chunk_rows);
 }
 
 static void run_chunk(void *arg, int64_t index, int32_t thread)
@@ -111,7 +95,7 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     attend_chunk *chunk = &job->chunks[thread];
     attend_chunk_begin(p, b, unit, row0, (int32_t)(rows < job->chunk_rows ? rows : job->chunk_rows), chunk);
     attend_chunk_reset(p, chunk);
-    job->scratch[thread].expected = expected_after(job, index + job->threads);
+    job->scratch[thread].expected = attend_expect(p, index + job->threads, job->pieces, job->chunk_rows);
     attend_chunk_run(p, &job->packed, chunk, &job->scratch[thread]);
     attend_chunk_finish(p, chunk);
     attend_chunk_store(p, chunk);
@@ -153,7 +137,7 @@ quern_status cpu_attend_forward(const quern_exec *exec, const attend_args *args,
         arena a = arena_on(workspace);
         forward_job job = carve(exec, &pass, &a);
         attend_pack(exec, &job.plan, &job.packed);
-        parallel_for(exec->threads, job.count, run_chunk, &job);
+        parallel_for(exec->threads, job.plan.sequences * job.plan.units * job.pieces, run_chunk, &job);
         attend_store_unused(&job.plan);
     }
     return QUERN_OK;

@@ -274,14 +274,6 @@ static void run_slice(const gated_job *job, const gated_pass *pass, int32_t firs
     store_rows(job, plan, &rows, s);
 }
 
-/* Q of chunk `index`, which a thread takes if all are as fast as each other; not where chunks are many tiles. */
-static expected_rows expected_after(const gated_pass *pass, const attend_plan *plan, int64_t index)
-{
-    if (index >= plan->sequences * plan->units * pass->pieces || pass->chunk_rows > pass->slice_rows) return (expected_rows){.end = 0};
-    const int64_t row0 = (pass->pieces - 1 - index % pass->pieces) * pass->chunk_rows;
-    return attend_expect(plan, index / pass->pieces / plan->units, (int32_t)(index / pass->pieces % plan->units), row0, (int32_t)pass->chunk_rows);
-}
-
 static void run_chunk(void *arg, int64_t index, int32_t thread)
 {
     const gated_job *job = arg;
@@ -294,7 +286,8 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     gated_space *s = &pass->spaces[thread];
     const int32_t rows = (int32_t)(left < pass->chunk_rows ? left : pass->chunk_rows), slice_rows = (int32_t)pass->slice_rows;
     attend_chunk_begin(plan, b, unit, row0, rows, &s->chunk[0]);
-    s->scratch[pass->count - 1].expected = expected_after(pass, plan, index + job->threads);
+    if (pass->chunk_rows == pass->slice_rows) /* else a chunk is many tiles, more than a cache keeps */
+        s->scratch[pass->count - 1].expected = attend_expect(plan, index + job->threads, pass->pieces, pass->chunk_rows);
     for (int32_t i = 0; i < pass->count; i++) {
         const attend_plan *p = &job->plan[pass->branch[i]];
         attend_chunk *c = &s->chunk[i];

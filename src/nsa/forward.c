@@ -32,8 +32,7 @@ static int64_t passes_of(const nsa_call *c, int64_t outputs)
 static quern_tensor of_pass(const nsa_call *c, quern_tensor t, int32_t dim, int64_t heads, int64_t pass)
 {
     if (t.ndim == 0 || t.shape[dim] < heads) return t;
-    t.shape[dim] /= c->passes;
-    t.data = (char *)t.data + pass * t.shape[dim] * t.strides[dim] * (int64_t)quern_dtype_size(t.dtype);
+    view_narrow(&t, dim, pass * (heads / c->passes), heads / c->passes);
     return t;
 }
 
