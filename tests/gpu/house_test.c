@@ -16,6 +16,7 @@
 
 enum { N = 200, H = 4, HKV = 2, D = 32, LAYER = N * H * D, KEYS = N * HKV * D };
 
+static int32_t device; /* whose memory and stream a test uses */
 static void *stream;
 static quern_context *ctx;
 
@@ -49,12 +50,13 @@ static twin twin_make(quern_dtype dtype, int32_t ndim, const int64_t *shape, boo
     assert_non_null(values);
     if (!random) memset(values, 0xfe, t.bytes); /* poison: a huge number, no entry of a list */
     for (size_t i = 0; random && i < n; i++) values[i] = uniform();
-    OK(quern_cuda_allocate(0, t.bytes + 2 * GUARD, (void **)&t.base));
-    OK(quern_cuda_fill(0, t.base, PATTERN, t.bytes + 2 * GUARD, stream));
-    OK(quern_cuda_copy(0, t.base + GUARD, values, t.bytes, stream));
+    OK(quern_cuda_allocate(device, t.bytes + 2 * GUARD, (void **)&t.base));
+    OK(quern_cuda_fill(device, t.base, PATTERN, t.bytes + 2 * GUARD, stream));
+    OK(quern_cuda_copy(device, t.base + GUARD, values, t.bytes, stream));
     t.host = t.device = quern_tensor_contiguous(values, dtype, ndim, shape);
     t.device.data = t.base + GUARD;
     t.device.device = QUERN_CUDA;
+    t.device.device_id = device;
     return t;
 }
 
@@ -63,8 +65,8 @@ static double twin_difference(const twin *t)
 {
     unsigned char *all = malloc(t->bytes + 2 * GUARD);
     assert_non_null(all);
-    OK(quern_cuda_copy(0, all, t->base, t->bytes + 2 * GUARD, stream));
-    OK(quern_cuda_synchronize(0, stream));
+    OK(quern_cuda_copy(device, all, t->base, t->bytes + 2 * GUARD, stream));
+    OK(quern_cuda_synchronize(device, stream));
     for (size_t i = 0; i < GUARD; i++) assert_true(all[i] == PATTERN && all[GUARD + t->bytes + i] == PATTERN);
     const float *a = t->host.data, *b = (const float *)(const void *)(all + GUARD);
     double worst = 0;
@@ -80,7 +82,7 @@ static double twin_difference(const twin *t)
 static void twin_free(twin *t)
 {
     free(t->host.data);
-    OK(quern_cuda_free(0, t->base));
+    OK(quern_cuda_free(device, t->base));
 }
 
 static const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, lse_shape[] = {1, H, N}, w_shape[] = {H, 3, D}, gate_shape[] = {1, N, H, 3};
@@ -88,7 +90,7 @@ static const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, lse_s
 static int start(void **unused)
 {
     (void)unused;
-    if (quern_cuda_stream_create(0, &stream) != QUERN_OK || quern_context_create(NULL, &ctx) != QUERN_OK) {
+    if (quern_cuda_stream_create(device, &stream) != QUERN_OK || quern_context_create(NULL, &ctx) != QUERN_OK) {
         printf("%s\n", quern_last_error(NULL));
         return 1;
     }
@@ -102,7 +104,7 @@ static void the_device_is_described(void **unused)
     int32_t count = 0;
     OK(quern_cuda_device_count(&count));
     assert_true(count >= 1);
-    OK(quern_cuda_device_get(0, &info));
+    OK(quern_cuda_device_get(device, &info));
     assert_true(info.compute_major >= 8 && info.multiprocessors > 0 && info.memory_bytes > 0 && info.l2_bytes > 0);
     assert_true(info.free_bytes > 0 && info.free_bytes <= info.memory_bytes && strlen(info.name) > 0);
     assert_int_equal(quern_cuda_check(count), QUERN_ERR_DEVICE);
@@ -122,13 +124,13 @@ static void attention_forward(twin *t, quern_status expected)
         size_t bytes;
         void *workspace = NULL;
         quern_status status = quern_attention_forward_workspace(ctx, &params, &a, &bytes);
-        if (status == QUERN_OK && gpu) OK(quern_cuda_allocate(0, bytes, &workspace));
+        if (status == QUERN_OK && gpu) OK(quern_cuda_allocate(device, bytes, &workspace));
         if (status == QUERN_OK && !gpu) workspace = malloc(bytes + 1);
         if (status == QUERN_OK) status = quern_attention_forward(ctx, &params, &a, workspace, bytes);
         if (status != (gpu ? expected : QUERN_OK)) fail_msg("status %d: %s", (int)status, quern_last_error(NULL));
         if (gpu) {
-            OK(quern_cuda_synchronize(0, stream));
-            OK(quern_cuda_free(0, workspace));
+            OK(quern_cuda_synchronize(device, stream));
+            OK(quern_cuda_free(device, workspace));
         } else {
             free(workspace);
         }
@@ -167,8 +169,8 @@ static void pointers_of_another_device_are_refused(void **unused)
     }
     float *o = malloc(LAYER * sizeof *o);
     assert_non_null(o);
-    OK(quern_cuda_copy(0, o, t[3].device.data, LAYER * sizeof *o, stream));
-    OK(quern_cuda_synchronize(0, stream));
+    OK(quern_cuda_copy(device, o, t[3].device.data, LAYER * sizeof *o, stream));
+    OK(quern_cuda_synchronize(device, stream));
     for (int i = 0; i < LAYER; i++) assert_true(o[i] < -1e30f);
     free(o);
     quern_attention_tensors a = QUERN_ATTENTION_TENSORS_INIT; /* device memory that its tensor calls the host's */
@@ -193,9 +195,9 @@ static void too_much_memory_is_an_error_and_nothing_else(void **unused)
 {
     (void)unused;
     void *p = &p;
-    assert_int_equal(quern_cuda_allocate(0, (size_t)1 << 50, &p), QUERN_ERR_OUT_OF_MEMORY);
+    assert_int_equal(quern_cuda_allocate(device, (size_t)1 << 50, &p), QUERN_ERR_OUT_OF_MEMORY);
     assert_ptr_equal(p, &p);
-    OK(quern_cuda_synchronize(0, stream));
+    OK(quern_cuda_synchronize(device, stream));
     dense_attention_agrees_with_the_cpu(NULL);
 }
 
@@ -230,7 +232,7 @@ static void a_whole_layer_agrees_with_the_cpu(void **unused)
             size_t bytes;
             void *workspace = NULL;
             OK((pass ? quern_nsa_backward_workspace : quern_nsa_forward_workspace)(ctx, &params, &a, &bytes));
-            if (gpu) OK(quern_cuda_allocate(0, bytes, &workspace));
+            if (gpu) OK(quern_cuda_allocate(device, bytes, &workspace));
             else workspace = malloc(bytes + 1);
             if (gpu && bytes > 0) { /* host memory for the workspace is refused */
                 void *host = malloc(bytes);
@@ -240,8 +242,8 @@ static void a_whole_layer_agrees_with_the_cpu(void **unused)
             OK((pass ? quern_nsa_backward : quern_nsa_forward)(ctx, &params, &a, workspace, bytes));
             bool done = false;
             if (gpu) {
-                while (!done) OK(quern_cuda_query(0, stream, &done));
-                OK(quern_cuda_free(0, workspace));
+                while (!done) OK(quern_cuda_query(device, stream, &done));
+                OK(quern_cuda_free(device, workspace));
             } else {
                 free(workspace);
             }
@@ -275,18 +277,18 @@ static void bad_borders_set_the_status(void **unused)
         assert_int_equal(quern_nsa_forward_workspace(ctx, &params, &a, &bytes), QUERN_ERR_INVALID_ARGUMENT); /* a status of the host's */
         a.status = &status.device;
         OK(quern_nsa_forward_workspace(ctx, &params, &a, &bytes));
-        OK(quern_cuda_allocate(0, bytes, &workspace));
-        OK(quern_cuda_copy(0, cu.device.data, borders[run], sizeof borders[run], stream));
-        OK(quern_cuda_fill(0, status.device.data, 0, 4, stream));
+        OK(quern_cuda_allocate(device, bytes, &workspace));
+        OK(quern_cuda_copy(device, cu.device.data, borders[run], sizeof borders[run], stream));
+        OK(quern_cuda_fill(device, status.device.data, 0, 4, stream));
         OK(quern_nsa_forward(ctx, &params, &a, workspace, bytes));
-        OK(quern_cuda_synchronize(0, stream));
+        OK(quern_cuda_synchronize(device, stream));
         memset(status.host.data, 0, 4);
         *(int32_t *)status.host.data = run == 0 ? QUERN_NSA_STATUS_BAD_OFFSETS : 0;
         assert_true(twin_difference(&status) == 0);
-        OK(quern_cuda_free(0, workspace));
+        OK(quern_cuda_free(device, workspace));
     }
-    OK(quern_cuda_copy(0, t[3].host.data, t[4].device.data, t[3].bytes, stream));
-    OK(quern_cuda_synchronize(0, stream));
+    OK(quern_cuda_copy(device, t[3].host.data, t[4].device.data, t[3].bytes, stream));
+    OK(quern_cuda_synchronize(device, stream));
     assert_true(twin_difference(&t[3]) == 0);
     for (int i = 0; i < 5; i++) twin_free(&t[i]);
     twin_free(&cu);
@@ -298,17 +300,52 @@ static void marks_measure_time(void **unused)
     (void)unused;
     void *from, *to, *p;
     double ms = -1;
-    OK(quern_cuda_allocate(0, (size_t)1 << 28, &p));
-    OK(quern_cuda_mark_create(0, &from));
-    OK(quern_cuda_mark_create(0, &to));
-    OK(quern_cuda_mark_record(0, from, stream));
-    OK(quern_cuda_fill(0, p, 1, (size_t)1 << 28, stream));
-    OK(quern_cuda_mark_record(0, to, stream));
-    OK(quern_cuda_mark_elapsed(0, from, to, &ms));
+    OK(quern_cuda_allocate(device, (size_t)1 << 28, &p));
+    OK(quern_cuda_mark_create(device, &from));
+    OK(quern_cuda_mark_create(device, &to));
+    OK(quern_cuda_mark_record(device, from, stream));
+    OK(quern_cuda_fill(device, p, 1, (size_t)1 << 28, stream));
+    OK(quern_cuda_mark_record(device, to, stream));
+    OK(quern_cuda_mark_elapsed(device, from, to, &ms));
     assert_true(ms > 0 && ms < 1000);
-    OK(quern_cuda_mark_destroy(0, from));
-    OK(quern_cuda_mark_destroy(0, to));
-    OK(quern_cuda_free(0, p));
+    OK(quern_cuda_mark_destroy(device, from));
+    OK(quern_cuda_mark_destroy(device, to));
+    OK(quern_cuda_free(device, p));
+}
+
+/* Another GPU's memory is refused by its name, and calls on that GPU run there though the thread's current one is cuda:0. */
+static void a_second_gpu_is_a_device_of_its_own(void **unused)
+{
+    (void)unused;
+    int32_t count = 0;
+    OK(quern_cuda_device_count(&count));
+    if (count < 2) skip();
+    void *const first = stream;
+    twin t[5], other;
+    attention_make(t);
+    device = 1;
+    OK(quern_cuda_stream_create(1, &stream));
+    other = twin_make(QUERN_F32, 4, q_shape, true);
+    device = 0;
+    void *const second = stream, *const right = t[0].device.data;
+    stream = first;
+    t[0].device.data = other.device.data;
+    attention_forward(t, QUERN_ERR_INVALID_ARGUMENT);
+    assert_non_null(strstr(quern_last_error(NULL), "is memory of cuda:1: memory of cuda:0 is accepted"));
+    t[0].device.data = right;
+    t[0].device.device_id = 1; /* one tensor's device is not the others' */
+    attention_forward(t, QUERN_ERR_INVALID_ARGUMENT);
+    t[0].device.device_id = 0;
+    attention_forward(t, QUERN_OK);
+    assert_true(twin_difference(&t[3]) < 1e-5);
+    for (int i = 0; i < 5; i++) twin_free(&t[i]);
+    device = 1, stream = second;
+    dense_attention_agrees_with_the_cpu(NULL);
+    a_whole_layer_agrees_with_the_cpu(NULL);
+    bad_borders_set_the_status(NULL);
+    twin_free(&other);
+    OK(quern_cuda_stream_destroy(1, stream));
+    device = 0, stream = first;
 }
 
 int main(void)
@@ -321,6 +358,7 @@ int main(void)
         cmocka_unit_test(a_whole_layer_agrees_with_the_cpu),
         cmocka_unit_test(bad_borders_set_the_status),
         cmocka_unit_test(marks_measure_time),
+        cmocka_unit_test(a_second_gpu_is_a_device_of_its_own),
     };
     return cmocka_run_group_tests(tests, start, NULL);
 }
