@@ -39,10 +39,8 @@ for tool in ${QUERN_SANITIZE_TOOLS:-racecheck memcheck synccheck}; do
         [[ $tool != racecheck || $raced == *" $name "* ]] || continue
         names+=("$tool-$name")
         # house_test asks for more memory than there is, on purpose: the runtime's refusal is no finding.
-        # cuBLASLt's kernels are not Quern's, and racecheck does not follow how they wait for their copies.
         options=()
         [[ $tool == memcheck && $name == house_test ]] && options=(--report-api-errors no)
-        [[ $tool == racecheck ]] && options=(--kernel-name-exclude 'regex=nvjet|cutlass|cublas')
         while (($(jobs -rp | wc -l) >= jobs)); do wait -n; done
         (begin=$SECONDS
          [[ $tool == racecheck ]] && export QUERN_GPU_RUNS=1 QUERN_TEST_TRIALS=4
@@ -52,13 +50,23 @@ for tool in ${QUERN_SANITIZE_TOOLS:-racecheck memcheck synccheck}; do
     done
 done
 wait
+
+# clean LOG: nothing was found. racecheck does not follow how cuBLASLt's kernels wait for their copies: races that lie in
+# these alone are not Quern's. (To leave out kernels by name instead makes the tool itself fail.)
+clean() {
+    grep -Eq '^=+ (ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\))' "$1" && return
+    awk '/^=+ +(Error: Race reported between|and) .* access at / { if (/ access at (nvjet_|[a-z0-9_]*cutlass)/) theirs++; else ours++ }
+         /^=+ Error:|^=+ Warning:/ { reports++ }
+         /^=+ RACECHECK SUMMARY: / { displayed = $4 }
+         END { exit !(displayed > 0 && displayed < 20 && reports == displayed && ours == 0 && theirs >= 2 * displayed) }' "$1"
+}
+
 for name in "${names[@]}"; do
     log=$logs/$name
     end=$(tail -n 1 "$log")
-    if [[ $end == 'exit code 0 '* ]] && grep -Eq '^=+ (ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\))' "$log" &&
-        grep -Eq '^[1-9][0-9]* passed, 0 failed$' "$log"; then
+    if [[ $end == 'exit code '[09]' '* ]] && clean "$log" && grep -Eq '^[1-9][0-9]* passed, 0 failed$' "$log"; then
         passed=$((passed + 1))
-        echo "ok      $name ($(grep -E '^[0-9]+ passed' "$log" | tail -n 1); ${end#exit code 0 })"
+        echo "ok      $name ($(grep -E '^[0-9]+ passed' "$log" | tail -n 1); ${end#exit code ? })"
     else
         failed=$((failed + 1))
         echo "FAILED  $name ($end)"
