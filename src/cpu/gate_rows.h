@@ -78,25 +78,33 @@ INLINE vfloat sigmoid(vfloat x)
     return 1.0f / (1.0f + v_exp2(y));
 }
 
+/* sum[b] += x . y_b for one vector of elements at c; an absent y_b counts as 0. */
+INLINE void add_products(vfloat sum[3], const void *x, const quern_dtype x_dtype, const void *const y[3], const quern_dtype y_dtype, int64_t c)
+{
+    const vfloat v = load_as(x, x_dtype, c);
+#pragma GCC unroll 3
+    for (int b = 0; b < 3; b++)
+        if (y[b] != NULL) sum[b] = v_fma(v, load_as(y[b], y_dtype, c), sum[b]);
+}
+
+/* The same for elements [c, n). */
+INLINE void add_rest(vfloat sum[3], const void *x, const quern_dtype x_dtype, const void *const y[3], const quern_dtype y_dtype, int64_t c, int64_t n)
+{
+    for (; c + LANES <= n; c += LANES) add_products(sum, x, x_dtype, y, y_dtype, c);
+    if (c == n) return;
+    const vfloat v = load_tail(x, x_dtype, c, n);
+#pragma GCC unroll 3
+    for (int b = 0; b < 3; b++)
+        if (y[b] != NULL) sum[b] = v_fma(v, load_tail(y[b], y_dtype, c, n), sum[b]);
+}
+
 /* The logits of a row. */
 INLINE vfloat logits_of(const void *q, const quern_dtype dtype, const void *w, const quern_dtype w_dtype, int64_t ldw, int64_t n)
 {
-    const void *w1 = row_after(w, w_dtype, ldw), *w2 = row_after(w, w_dtype, 2 * ldw);
-    vfloat s0 = {0}, s1 = {0}, s2 = {0};
-    int64_t c = 0;
-    for (; c + LANES <= n; c += LANES) {
-        const vfloat x = load_as(q, dtype, c);
-        s0 = v_fma(x, load_as(w, w_dtype, c), s0);
-        s1 = v_fma(x, load_as(w1, w_dtype, c), s1);
-        s2 = v_fma(x, load_as(w2, w_dtype, c), s2);
-    }
-    if (c < n) {
-        const vfloat x = load_tail(q, dtype, c, n);
-        s0 = v_fma(x, load_tail(w, w_dtype, c, n), s0);
-        s1 = v_fma(x, load_tail(w1, w_dtype, c, n), s1);
-        s2 = v_fma(x, load_tail(w2, w_dtype, c, n), s2);
-    }
-    return sums_of(s0, s1, s2);
+    const void *const rows[3] = {w, row_after(w, w_dtype, ldw), row_after(w, w_dtype, 2 * ldw)};
+    vfloat sum[3] = {{0}, {0}, {0}};
+    add_rest(sum, q, dtype, rows, w_dtype, 0, n);
+    return sums_of(sum[0], sum[1], sum[2]);
 }
 
 /* Two neighbouring vectors of halves make a line of 64 bytes (AVX-512), which then leaves in one store. */
@@ -178,30 +186,10 @@ static void gate_rows(const gate_block *t)
 #undef CALL
 }
 
-INLINE vfloat dots_of(const void *d_o, const void *const o[3], const quern_dtype dtype, int64_t n)
-{
-    vfloat sum[3] = {{0}, {0}, {0}};
-    int64_t c = 0;
-    for (; c + LANES <= n; c += LANES) {
-        const vfloat x = load_as(d_o, dtype, c);
-#pragma GCC unroll 3
-        for (int b = 0; b < 3; b++)
-            if (o[b] != NULL) sum[b] = v_fma(x, load_as(o[b], dtype, c), sum[b]);
-    }
-    if (c < n) {
-        const vfloat x = load_tail(d_o, dtype, c, n);
-#pragma GCC unroll 3
-        for (int b = 0; b < 3; b++)
-            if (o[b] != NULL) sum[b] = v_fma(x, load_tail(o[b], dtype, c, n), sum[b]);
-    }
-    return sums_of(sum[0], sum[1], sum[2]);
-}
-
-/* dst = scale x. */
-INLINE void scale_row(const void *x, const quern_dtype dtype, float scale, int64_t n, void *dst, bool stream)
+/* dst = scale x for elements [c, n). */
+INLINE void scale_row(const void *x, const quern_dtype dtype, float scale, int64_t c, int64_t n, void *dst, bool stream)
 {
     const vfloat g = v_splat(scale);
-    int64_t c = 0;
     if (stream && dtype == QUERN_F32)
         for (; c < n; c += LANES) stream_as(dst, dtype, c, load_as(x, dtype, c) * g);
     else if (stream)
@@ -241,32 +229,67 @@ INLINE void row_factors(const gate_backward_block *t, grid_place at, const float
     if (t->dl != NULL) memcpy(t->dl + 3 * (at.token * t->heads + at.head), dl, 3 * sizeof *dl);
 }
 
+/* The dot products of one row and what another's gates make of its d_o, in turns: the lines of all rows then arrive and
+ * leave side by side, which is a twentieth faster than a row after the other. Whole vectors only; returns where it
+ * ended. */
+INLINE int64_t dots_and_scales(vfloat sum[3], const void *ahead, const void *const o[3], const void *d_o, const float gates[3], void *const d_o_b[3],
+                               const quern_dtype dtype, int64_t n, bool stream)
+{
+    const vfloat g[3] = {v_splat(gates[0]), v_splat(gates[1]), v_splat(gates[2])};
+    int64_t c = 0;
+    for (; c + 2 * LANES <= n; c += 2 * LANES) {
+        add_products(sum, ahead, dtype, o, dtype, c);
+        add_products(sum, ahead, dtype, o, dtype, c + LANES);
+        const vfloat v = load_as(d_o, dtype, c), w = load_as(d_o, dtype, c + LANES);
+#pragma GCC unroll 3
+        for (int b = 0; b < 3; b++) {
+            if (stream && dtype != QUERN_F32) {
+                stream_pair(d_o_b[b], dtype, c, v * g[b], w * g[b]);
+            } else if (stream) {
+                stream_as(d_o_b[b], dtype, c, v * g[b]);
+                stream_as(d_o_b[b], dtype, c + LANES, w * g[b]);
+            } else {
+                store_as(d_o_b[b], dtype, c, v * g[b]);
+                store_as(d_o_b[b], dtype, c + LANES, w * g[b]);
+            }
+        }
+    }
+    return c;
+}
+
 INLINE void gate_backward_of(const gate_backward_block *t, const quern_dtype dtype, const quern_dtype w_dtype)
 {
     const int64_t bytes = dtype_bytes(dtype), rows = t->tokens * t->heads;
+    bool alike = t->stream[0] == t->stream[1] && t->stream[1] == t->stream[2];
+    for (int b = 0; b < 3; b++) alike = alike && t->d_o_b[b].data != NULL;
     grid_place ahead = {0, 0}, at = {0, 0};
     float slots[SLOTS][4];
     for (int64_t r = -LEAD; r < rows; r++) {
-        if (r + LEAD < rows) {
-            const void *const o[3] = {grid_row(&t->o[0], bytes, ahead), grid_row(&t->o[1], bytes, ahead), grid_row(&t->o[2], bytes, ahead)};
-            float *slot = slots[(r + LEAD) % SLOTS];
-            store_slot(slot, dots_of(grid_row(&t->d_o, bytes, ahead), o, dtype, t->dim_v));
-            ahead = next_place(ahead, t->heads);
+        const bool more = r + LEAD < rows;
+        const void *const o[3] = {grid_row(&t->o[0], bytes, ahead), grid_row(&t->o[1], bytes, ahead), grid_row(&t->o[2], bytes, ahead)};
+        vfloat sum[3] = {{0}, {0}, {0}};
+        int64_t c = 0;
+        if (r >= 0) {
+            const void *d_o = grid_row(&t->d_o, bytes, at);
+            void *const d_o_b[3] = {grid_row(&t->d_o_b[0], bytes, at), grid_row(&t->d_o_b[1], bytes, at), grid_row(&t->d_o_b[2], bytes, at)};
+            float g[3], dl[3];
+            row_factors(t, at, slots[r % SLOTS], g, dl);
+            if (more && alike) c = dots_and_scales(sum, grid_row(&t->d_o, bytes, ahead), o, d_o, g, d_o_b, dtype, t->dim_v, t->stream[0]);
+            for (int b = 0; b < 3; b++)
+                if (d_o_b[b] != NULL) scale_row(d_o, dtype, g[b], c, t->dim_v, d_o_b[b], t->stream[b]);
+            if (t->d_q.data != NULL) {
+                const void *w = row_after(t->w.data, w_dtype, at.head * t->w.step);
+                if (t->d_q_dtype == QUERN_F32)
+                    query_row(dl, w, w_dtype, t->w.ld, t->dim, grid_row(&t->d_q, sizeof(float), at), QUERN_F32, t->accumulate, t->stream[3]);
+                else
+                    query_row(dl, w, w_dtype, t->w.ld, t->dim, grid_row(&t->d_q, bytes, at), dtype, t->accumulate, t->stream[3]);
+            }
+            at = next_place(at, t->heads);
         }
-        if (r < 0) continue;
-        float g[3], dl[3];
-        row_factors(t, at, slots[r % SLOTS], g, dl);
-        for (int b = 0; b < 3; b++)
-            if (t->d_o_b[b].data != NULL)
-                scale_row(grid_row(&t->d_o, bytes, at), dtype, g[b], t->dim_v, grid_row(&t->d_o_b[b], bytes, at), t->stream[b]);
-        if (t->d_q.data != NULL) {
-            const void *w = row_after(t->w.data, w_dtype, at.head * t->w.step);
-            if (t->d_q_dtype == QUERN_F32)
-                query_row(dl, w, w_dtype, t->w.ld, t->dim, grid_row(&t->d_q, sizeof(float), at), QUERN_F32, t->accumulate, t->stream[3]);
-            else
-                query_row(dl, w, w_dtype, t->w.ld, t->dim, grid_row(&t->d_q, bytes, at), dtype, t->accumulate, t->stream[3]);
-        }
-        at = next_place(at, t->heads);
+        if (!more) continue;
+        add_rest(sum, grid_row(&t->d_o, bytes, ahead), dtype, o, dtype, c, t->dim_v);
+        store_slot(slots[(r + LEAD) % SLOTS], sums_of(sum[0], sum[1], sum[2]));
+        ahead = next_place(ahead, t->heads);
     }
 }
 
