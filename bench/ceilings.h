@@ -2,7 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * ceilings.h - what this machine can do at most, measured: the denominators of every fraction that the
- * bench prints. A ceiling is the best of several short slices, so a fraction errs on the low side.
+ * bench prints. Arithmetic: the best of several short slices, so a fraction errs on the low side. Memory: their median.
+ * Its bandwidth is shared with whoever else is on the host and halves and doubles from second to second, so the best
+ * slice would belong to another moment than the median of the runs that it is compared with.
  */
 #ifndef QUERN_BENCH_CEILINGS_H
 #define QUERN_BENCH_CEILINGS_H
