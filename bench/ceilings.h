@@ -2,9 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * ceilings.h - what this machine can do at most, measured: the denominators of every fraction that the
- * bench prints. Arithmetic: the best of several short slices, so a fraction errs on the low side. Memory: their median.
- * Its bandwidth is shared with whoever else is on the host and halves and doubles from second to second, so the best
- * slice would belong to another moment than the median of the runs that it is compared with.
+ * bench prints. A ceiling is the median of several short slices, as the figures beside it are medians: machines are
+ * shared, arithmetic varies by a few hundredths and memory by a factor of two from second to second, and the best slice
+ * would belong to another moment.
  */
 #ifndef QUERN_BENCH_CEILINGS_H
 #define QUERN_BENCH_CEILINGS_H

@@ -34,29 +34,45 @@ bench_case accept_case(const char *op, int64_t n, int64_t heads, int64_t kv_head
     return c;
 }
 
-int accept_fraction(const bench_case *c, quern_context *ctx, int rounds, double fraction[2])
+/* The ceilings of a case's passes, 0 where there is none. */
+static void limits_of(const work *w, int passes, int threads, double limit[2])
 {
+    for (int p = 0; p < passes; p++)
+        limit[p] = p == 1 && w[1].limit == w[0].limit ? limit[0] : w[p].limit < CEILINGS ? ceiling_measure(w[p].limit, threads) : 0;
+}
+
+int accept_fraction(const acceptance *a, const bench_case *c, quern_context *ctx, const double target[2], double fraction[2])
+{
+    enum { ROUNDS = 7 };
     job j;
-    double ratio[2][BENCH_REPS_MAX];
+    double ratio[2][ROUNDS * ACCEPT_TRIES], before[2];
     const int threads = quern_context_threads(ctx), passes = c->backward ? 2 : 1;
+    const work w[2] = {bench_work(c, false, quern_context_cpu_level(ctx)), bench_work(c, true, quern_context_cpu_level(ctx))};
     int code = bench_open(&j, c, ctx, false);
     if (code == EXIT_DONE) code = job_run(&j, ctx); /* warm-up */
-    for (int r = 0; r < rounds && code == EXIT_DONE; r++) {
-        progress("%s N %lld: round %d of %d", c->op->name, (long long)c->n, r + 1, rounds);
-        double limit[2] = {0, 0};
-        work w[2];
-        for (int p = 0; p < passes; p++) {
-            w[p] = bench_work(c, p == BACKWARD, quern_context_cpu_level(ctx));
-            limit[p] = p == 1 && w[1].limit == w[0].limit ? limit[0] : w[p].limit < CEILINGS ? ceiling_measure(w[p].limit, threads) : 0;
-        }
+    if (code == EXIT_DONE) limits_of(w, passes, threads, before);
+    bool missed = true;
+    for (int r = 0; r < ROUNDS * ACCEPT_TRIES && missed && code == EXIT_DONE;) {
+        progress("%s N %lld: round %d", c->op->name, (long long)c->n, r + 1);
+        double after[2];
         code = job_run(&j, ctx);
         const double ms[2] = {j.forward_ms, j.backward_ms};
-        for (int p = 0; p < passes; p++)
-            ratio[p][r] = limit[p] > 0 ? (w[p].flops > 0 ? w[p].flops : w[p].bytes) / ms[p] * 1e-6 / limit[p] : 0;
+        limits_of(w, passes, threads, after);
+        for (int p = 0; p < passes; p++) {
+            const double limit = 0.5 * (before[p] + after[p]);
+            ratio[p][r] = limit > 0 ? (w[p].flops > 0 ? w[p].flops : w[p].bytes) / ms[p] * 1e-6 / limit : 0;
+            before[p] = after[p];
+        }
+        if (++r % ROUNDS != 0) continue;
+        missed = false;
+        for (int p = 0; p < passes; p++) {
+            fraction[p] = timing_of(ratio[p], r).median;
+            missed = missed || fraction[p] < target[p];
+        }
+        if (!accept_may_retry(a)) break;
     }
     progress_clear();
     job_free(&j);
-    for (int p = 0; p < passes; p++) fraction[p] = timing_of(ratio[p], rounds).median;
     return code;
 }
 

@@ -7,31 +7,19 @@
 
 #include <stdio.h>
 
-enum { ROUNDS = 7 };
-
 /* One fraction-of-ceiling figure per target that is > 0. */
 static int fraction_figure(acceptance *a, const char *what, const bench_case *c, quern_context *ctx, const double target[2])
 {
-    double best[2] = {0, 0};
+    double fraction[2] = {0, 0};
     char line[120];
-    const int passes = c->backward ? 2 : 1;
-    for (int try = 0; try < ACCEPT_TRIES && (try == 0 || accept_may_retry(a)); try++) {
-        double fraction[2] = {0, 0};
-        const int code = accept_fraction(c, ctx, ROUNDS, fraction);
-        if (code != EXIT_DONE) return code;
-        bool missed = false;
-        for (int p = 0; p < passes; p++) {
-            if (fraction[p] > best[p]) best[p] = fraction[p];
-            missed = missed || best[p] < target[p];
-        }
-        if (!missed) break;
-    }
-    for (int p = 0; p < passes; p++) {
+    const int code = accept_fraction(a, c, ctx, target, fraction);
+    if (code != EXIT_DONE) return code;
+    for (int p = 0; p < 2; p++) {
         if (target[p] <= 0) continue;
         snprintf(line, sizeof line, "%s %s, %d thread%s, of the %s peak", what, p == BACKWARD ? "backward" : "forward",
                  (int)quern_context_threads(ctx), quern_context_threads(ctx) > 1 ? "s" : "",
                  ceiling_name(bench_work(c, p == BACKWARD, quern_context_cpu_level(ctx)).limit));
-        accept_figure(a, line, false, target[p], best[p], "");
+        accept_figure(a, line, false, target[p], fraction[p], "");
     }
     return EXIT_DONE;
 }

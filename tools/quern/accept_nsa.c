@@ -189,20 +189,15 @@ static int workspace(acceptance *a, const char *what, const bench_case *c)
 static int bandwidth(acceptance *a, const char *op, int64_t n, const double target[2])
 {
     bench_case c = accept_case(op, n, 8, 2, QUERN_F32);
-    double best[2] = {0, 0};
+    double fraction[2] = {0, 0};
     char line[120];
     c.backward = true;
-    for (int try = 0; try < ACCEPT_TRIES && (best[0] < target[0] || best[1] < target[1]) && (try == 0 || accept_may_retry(a)); try++) {
-        double fraction[2];
-        const int code = accept_fraction(&c, a->all, 5, fraction);
-        if (code != EXIT_DONE) return code;
-        for (int p = 0; p < 2; p++)
-            if (fraction[p] > best[p]) best[p] = fraction[p];
-    }
+    const int code = accept_fraction(a, &c, a->all, target, fraction);
+    if (code != EXIT_DONE) return code;
     for (int p = 0; p < 2; p++) {
         snprintf(line, sizeof line, "%s %s, N %" PRId64 ", of the %s bandwidth", op, p == BACKWARD ? "backward" : "forward", n,
                  ceiling_name(bench_work(&c, p == BACKWARD, QUERN_CPU_LEVEL_AVX512).limit));
-        accept_figure(a, line, false, target[p], best[p], "");
+        accept_figure(a, line, false, target[p], fraction[p], "");
     }
     return EXIT_DONE;
 }
