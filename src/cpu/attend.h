@@ -20,8 +20,8 @@
 
 enum {
     TILE_ROWS = 192, /* query rows of a tile: what a tile of keys from L3 is used for */
-    STEP_ROWS = 48,  /* rows that go through a tile of keys at a time: 8 micro-kernels of 6, 3 vectors of 16 */
-    TILE_KEYS = 256, /* key columns of a tile */
+    STEP_ROWS = 96,  /* rows that go through a tile of keys at a time: 16 micro-kernels of 6, 6 vectors of 16 */
+    TILE_KEYS = 384, /* key columns of a tile */
     KEY_ALIGN = 64   /* packed sequences start at multiples of this */
 };
 

@@ -4,7 +4,7 @@
  * attend_chunk.c - a chunk of query rows of one sequence and head group, from packing Q to storing O, under any
  * mask: which tiles of keys its rows meet, in which order.
  *
- * A range (causal, window, compressed entries) is walked in tiles of 256 keys. Lists of blocks are walked in one of
+ * A range (causal, window, compressed entries) is walked in tiles of 384 keys. Lists of blocks are walked in one of
  * two orders. Tile by tile, where the rows that share a list fill a tile: its blocks, rising, are laid side by side
  * into tiles of keys. Key by key, for short tiles (per-token selection, where the heads of a group are all that
  * share a list): the chunk's lists are inverted, and each block meets the rows that chose it, gathered into a tile;

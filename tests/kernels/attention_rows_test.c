@@ -159,7 +159,7 @@ static void pack_values(const attention_kernels *kernels, test_random *random)
     }
 }
 
-enum { ROWS = 10, MOST_COLUMNS = 256 };
+enum { ROWS = 10, MOST_COLUMNS = 384 };
 
 /* An interval of each kind: whole, none, head, tail, inside one group of lanes, any. */
 static void interval(test_random *random, int32_t kind, int32_t columns, int32_t *lo, int32_t *hi)
@@ -173,7 +173,7 @@ static void interval(test_random *random, int32_t kind, int32_t columns, int32_t
     if (kind == 5) *lo = (int32_t)test_random_int(random, 0, columns / 2), *hi = (int32_t)test_random_int(random, *lo, columns);
 }
 
-/* What rounding to bf16 adds. A row's sum of 256 columns is 64 additions one after
+/* What rounding to bf16 adds. A row's sum of 384 columns is 96 additions one after
  * another at worst (4 lanes); their roundings differ in sign, and 50 of one sign are not reached. */
 static const double bf16 = 0x1p-8, sum_bound = 50 * 0x1p-24;
 
