@@ -157,6 +157,7 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
     if (code == EXIT_DONE && !o->no_peer && c->device == QUERN_CPU && c->op->family == &family_attention && peer_onednn(c, threads, (int)o->reps, &peer_time[0]))
         peer = "oneDNN";
     for (int p = 0; p < passes && code == EXIT_DONE; p++) {
+        if (r->count == 0) report_header();
         bench_row *row = &r->rows[r->count++];
         *row = (bench_row){.what = c, .backward = p == 1, .threads = threads, .time = time[p], .work = works[p],
                            .peer = peer_time[p].reps > 0 ? peer : NULL, .peer_ms = peer_time[p].median, .workspace_bytes = workspace_bytes};
@@ -249,7 +250,6 @@ static int bench(const bench_options *o, bool only_ceilings)
     results *r = calloc(1, sizeof *r);
     if (r == NULL) return fail(EXIT_MACHINE, "no memory for the results");
     quern_context *ctx = NULL;
-    if (!only_ceilings) report_header();
     for (int t = 0; t < thread_counts && code == EXIT_DONE; t++) {
         quern_context_destroy(ctx);
         ctx = NULL;
