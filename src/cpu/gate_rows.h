@@ -9,30 +9,50 @@
  *   gate_weight    d_w_b += sum over tokens of dl_b q                   3 FMAs, 1 load
  *
  * A row of 128 floats is 32 cache lines read and 8 written for about 70 cycles of arithmetic, so memory is the limit
- * and what matters is that nothing waits. From the last FMA of a row's dot products to its gates it takes about 130
- * cycles (sums across lanes, exp2, division), more than a core looks ahead: so the products run LEAD rows before
- * the row that is written. Gates go through memory one vector of four to a row, stored and loaded whole or in
- * parts: a load of what several stores have written would wait until all older stores, the non-temporal ones
- * included, have left the core. Weights (3 rows a head) stay in L1.
+ * and what matters is that a core asks for lines early: few instructions between the loads (rows are walked by
+ * additions, not addressed by products), and none that waits.
+ *   - The lines of all rows are read and written side by side: memory does this a tenth faster than a row after another.
+ *   - From the last FMA of a row's dot products to its gates it takes about 130 cycles (sums across lanes, exp2,
+ *     division), more than a core looks ahead: so the products run before the row that is written, by two turns of
+ *     ROWS rows forward, by LEAD rows backward. ROWS rows' gates fill a vector and cost one exp2 and one division.
+ *   - Gates go through memory in one vector, stored and loaded whole or in parts: a load of what several stores have
+ *     written would wait until all older stores, the non-temporal ones included, have left the core.
+ * Weights (3 rows a head) stay in L1.
  */
 #ifndef QUERN_CPU_GATE_ROWS_H
 #define QUERN_CPU_GATE_ROWS_H
 
-enum { LEAD = 2, SLOTS = 4 };
+enum { ROWS = LANES / 4, LEAD = 2, SLOTS = 4 };
 
-/* A place in a grid of tokens and heads, in the order of memory. */
-typedef struct grid_place {
-    int64_t token, head;
-} grid_place;
+/* A grid's rows one after another, as memory holds them: all heads of a token, then the next token's. */
+typedef struct row_walk {
+    char *row;          /* NULL where the grid is absent */
+    int64_t head, wrap; /* bytes to the next head's row; from the last head's to the next token's first */
+} row_walk;
 
-INLINE grid_place next_place(grid_place p, int64_t heads)
+INLINE row_walk walk_of(const row_grid *g, int64_t bytes, int64_t heads)
 {
-    return p.head + 1 < heads ? (grid_place){p.token, p.head + 1} : (grid_place){p.token + 1, 0};
+    if (g->data == NULL) return (row_walk){NULL, 0, 0};
+    return (row_walk){(char *)g->data, g->head * bytes, (g->token - (heads - 1) * g->head) * bytes};
 }
 
-INLINE void *grid_row(const row_grid *g, int64_t bytes, grid_place p)
+INLINE row_walk walk_weights(const gate_weights *w, int64_t bytes, int64_t heads)
 {
-    return g->data == NULL ? NULL : (char *)g->data + (p.token * g->token + p.head * g->head) * bytes;
+    const row_grid g = {(void *)(uintptr_t)w->data, 0, w->step};
+    return walk_of(&g, bytes, heads);
+}
+
+INLINE void walk_on(row_walk *w, bool wraps)
+{
+    w->row += wraps ? w->wrap : w->head;
+}
+
+/* Moves the head on; whether it was the token's last. */
+INLINE bool next_head(int64_t *head, int64_t heads)
+{
+    const bool wraps = ++*head == heads;
+    if (wraps) *head = 0;
+    return wraps;
 }
 
 /* An activation is f32 or half; a weight is f32 or of the activations' dtype. */
@@ -45,28 +65,35 @@ INLINE void *grid_row(const row_grid *g, int64_t bytes, grid_place p)
         else call(QUERN_F16, QUERN_F16);                                                               \
     } while (0)
 
-/* The sums of three vectors in lanes 0, 1 and 2; the other lanes are 0. */
-INLINE vfloat sums_of(vfloat x, vfloat y, vfloat z)
+/* Three vectors' sums over every quarter of a row's vectors: each four lanes of the result are (x, y, z, 0). */
+INLINE vfloat quarter_sums(const vfloat v[3])
 {
-#if defined(__FMA__)
 #if defined(__AVX512F__)
-    const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-    const __m256 b = _mm256_add_ps(_mm512_castps512_ps256(y), _mm512_extractf32x8_ps(y, 1));
-    const __m256 c = _mm256_add_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+    const __m512 zero = _mm512_setzero_ps();
+    const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1])); /* x y x y */
+    const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(v[2], zero), _mm512_unpackhi_ps(v[2], zero));
+    return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+#elif defined(__FMA__)
+    const __m256 zero = _mm256_setzero_ps();
+    const __m256 low = _mm256_add_ps(_mm256_unpacklo_ps(v[0], v[1]), _mm256_unpackhi_ps(v[0], v[1]));
+    const __m256 high = _mm256_add_ps(_mm256_unpacklo_ps(v[2], zero), _mm256_unpackhi_ps(v[2], zero));
+    return _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x44), _mm256_shuffle_ps(low, high, 0xee));
 #else
-    const __m256 a = x, b = y, c = z;
+    return (vfloat){sum_of(v[0]), sum_of(v[1]), sum_of(v[2])};
 #endif
-    const __m256 low = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); /* a b a b */
-    const __m256 high = _mm256_add_ps(_mm256_unpacklo_ps(c, _mm256_setzero_ps()), _mm256_unpackhi_ps(c, _mm256_setzero_ps()));
-    const __m256 sum = _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x44), _mm256_shuffle_ps(low, high, 0xee));
-    const __m128 all = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
+}
+
+/* ROWS rows' quarter_sums() added up: four lanes a row. */
+INLINE vfloat sums_of_rows(const vfloat q[ROWS])
+{
 #if defined(__AVX512F__)
-    return _mm512_zextps128_ps512(all);
+    const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(q[0], q[1], 0x44), _mm512_shuffle_f32x4(q[0], q[1], 0xee));
+    const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(q[2], q[3], 0x44), _mm512_shuffle_f32x4(q[2], q[3], 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+#elif defined(__FMA__)
+    return _mm256_add_ps(_mm256_permute2f128_ps(q[0], q[1], 0x20), _mm256_permute2f128_ps(q[0], q[1], 0x31));
 #else
-    return _mm256_zextps128_ps256(all);
-#endif
-#else
-    return (vfloat){sum_of(x), sum_of(y), sum_of(z)};
+    return q[0];
 #endif
 }
 
@@ -78,33 +105,26 @@ INLINE vfloat sigmoid(vfloat x)
     return 1.0f / (1.0f + v_exp2(y));
 }
 
-/* sum[b] += x . y_b for one vector of elements at c; an absent y_b counts as 0. */
-INLINE void add_products(vfloat sum[3], const void *x, const quern_dtype x_dtype, const void *const y[3], const quern_dtype y_dtype, int64_t c)
+/* sum[b] += x . y_b for one vector of elements at c. An absent y_b counts as 0; `whole`: there is none. */
+INLINE void add_products(vfloat sum[3], const void *x, const quern_dtype x_dtype, const void *const y[3], const quern_dtype y_dtype, int64_t c,
+                         const bool whole)
 {
     const vfloat v = load_as(x, x_dtype, c);
 #pragma GCC unroll 3
     for (int b = 0; b < 3; b++)
-        if (y[b] != NULL) sum[b] = v_fma(v, load_as(y[b], y_dtype, c), sum[b]);
+        if (whole || y[b] != NULL) sum[b] = v_fma(v, load_as(y[b], y_dtype, c), sum[b]);
 }
 
 /* The same for elements [c, n). */
-INLINE void add_rest(vfloat sum[3], const void *x, const quern_dtype x_dtype, const void *const y[3], const quern_dtype y_dtype, int64_t c, int64_t n)
+INLINE void add_rest(vfloat sum[3], const void *x, const quern_dtype x_dtype, const void *const y[3], const quern_dtype y_dtype, int64_t c, int64_t n,
+                     const bool whole)
 {
-    for (; c + LANES <= n; c += LANES) add_products(sum, x, x_dtype, y, y_dtype, c);
+    for (; c + LANES <= n; c += LANES) add_products(sum, x, x_dtype, y, y_dtype, c, whole);
     if (c == n) return;
     const vfloat v = load_tail(x, x_dtype, c, n);
 #pragma GCC unroll 3
     for (int b = 0; b < 3; b++)
-        if (y[b] != NULL) sum[b] = v_fma(v, load_tail(y[b], y_dtype, c, n), sum[b]);
-}
-
-/* The logits of a row. */
-INLINE vfloat logits_of(const void *q, const quern_dtype dtype, const void *w, const quern_dtype w_dtype, int64_t ldw, int64_t n)
-{
-    const void *const rows[3] = {w, row_after(w, w_dtype, ldw), row_after(w, w_dtype, 2 * ldw)};
-    vfloat sum[3] = {{0}, {0}, {0}};
-    add_rest(sum, q, dtype, rows, w_dtype, 0, n);
-    return sums_of(sum[0], sum[1], sum[2]);
+        if (whole || y[b] != NULL) sum[b] = v_fma(v, load_tail(y[b], y_dtype, c, n), sum[b]);
 }
 
 /* Two neighbouring vectors of halves make a line of 64 bytes (AVX-512), which then leaves in one store. */
@@ -119,8 +139,23 @@ INLINE void stream_pair(void *p, const quern_dtype dtype, int64_t at, vfloat v, 
 #endif
 }
 
-INLINE vfloat combined_at(const void *const o[3], const quern_dtype dtype, const vfloat g[3], int64_t c)
+/* Elements c ... c + 2 LANES - 1 of a row, whole lines where they are streamed. */
+INLINE void put_pair(void *p, const quern_dtype dtype, int64_t c, vfloat v, vfloat w, const bool stream)
 {
+    if (stream && dtype != QUERN_F32) {
+        stream_pair(p, dtype, c, v, w);
+    } else if (stream) {
+        stream_as(p, dtype, c, v);
+        stream_as(p, dtype, c + LANES, w);
+    } else {
+        store_as(p, dtype, c, v);
+        store_as(p, dtype, c + LANES, w);
+    }
+}
+
+INLINE vfloat combined_at(const void *const o[3], const quern_dtype dtype, const vfloat g[3], int64_t c, const bool whole)
+{
+    if (whole) return v_fma(load_as(o[2], dtype, c), g[2], v_fma(load_as(o[1], dtype, c), g[1], load_as(o[0], dtype, c) * g[0]));
     vfloat sum = {0};
 #pragma GCC unroll 3
     for (int b = 0; b < 3; b++)
@@ -128,16 +163,18 @@ INLINE vfloat combined_at(const void *const o[3], const quern_dtype dtype, const
     return sum;
 }
 
-INLINE void combine_row(const void *const o[3], const quern_dtype dtype, const float gates[3], int64_t n, void *out, bool stream)
+/* out = sum_b g_b o_b for elements [c, n). */
+INLINE void combine_rest(const void *const o[3], const quern_dtype dtype, const vfloat g[3], int64_t c, int64_t n, void *out, bool stream,
+                         const bool whole)
 {
-    const vfloat g[3] = {v_splat(gates[0]), v_splat(gates[1]), v_splat(gates[2])};
-    int64_t c = 0;
-    if (stream && dtype == QUERN_F32)
-        for (; c < n; c += LANES) stream_as(out, dtype, c, combined_at(o, dtype, g, c));
-    else if (stream)
-        for (; c < n; c += 2 * LANES) stream_pair(out, dtype, c, combined_at(o, dtype, g, c), combined_at(o, dtype, g, c + LANES));
-    else
-        for (; c + LANES <= n; c += LANES) store_as(out, dtype, c, combined_at(o, dtype, g, c));
+    for (; c + 2 * LANES <= n; c += 2 * LANES)
+        put_pair(out, dtype, c, combined_at(o, dtype, g, c, whole), combined_at(o, dtype, g, c + LANES, whole), stream);
+    if (c + LANES <= n) {
+        const vfloat v = combined_at(o, dtype, g, c, whole);
+        if (stream) stream_as(out, dtype, c, v);
+        else store_as(out, dtype, c, v);
+        c += LANES;
+    }
     if (c == n) return;
     vfloat sum = {0};
     for (int b = 0; b < 3; b++)
@@ -155,35 +192,98 @@ INLINE void store_three(float *p, const float slot[3])
     for (int b = 0; p != NULL && b < 3; b++) p[b] = slot[b];
 }
 
-INLINE void gate_rows_of(const gate_block *t, const quern_dtype dtype, const quern_dtype w_dtype)
+/* Rows by gates that are there. */
+INLINE void combine_rows_of(const gate_block *t, const quern_dtype dtype)
 {
-    const int64_t bytes = dtype_bytes(dtype), rows = t->tokens * t->heads;
-    grid_place ahead = {0, 0}, at = {0, 0};
-    float slots[SLOTS][4];
-    for (int64_t r = -LEAD; r < rows; r++) {
-        if (r + LEAD < rows) {
-            float *slot = slots[(r + LEAD) % SLOTS], *gates = grid_row(&t->gates, sizeof(float), ahead);
-            if (t->w.data == NULL) {
-                for (int b = 0; b < 3; b++) slot[b] = gates[b];
-            } else {
-                const void *w = row_after(t->w.data, w_dtype, ahead.head * t->w.step);
-                store_slot(slot, sigmoid(logits_of(grid_row(&t->q, bytes, ahead), dtype, w, w_dtype, t->w.ld, t->dim)));
-                store_three(gates, slot);
+    const int64_t bytes = dtype_bytes(dtype), heads = t->heads;
+    row_walk given = walk_of(&t->gates, sizeof(float), heads), out = walk_of(&t->out, bytes, heads), o[3];
+    int64_t head = 0;
+    for (int b = 0; b < 3; b++) o[b] = walk_of(&t->o[b], bytes, heads);
+    for (int64_t r = 0; r < t->tokens * heads; r++) {
+        const float *gates = (const float *)(const void *)given.row;
+        const void *const rows[3] = {o[0].row, o[1].row, o[2].row};
+        const vfloat g[3] = {v_splat(gates[0]), v_splat(gates[1]), v_splat(gates[2])};
+        combine_rest(rows, dtype, g, 0, t->dim_v, out.row, t->stream, false);
+        const bool wraps = next_head(&head, heads);
+        for (int b = 0; b < 3; b++) walk_on(&o[b], wraps);
+        walk_on(&given, wraps);
+        walk_on(&out, wraps);
+    }
+}
+
+/* One row's products and another's combination, in turns, as far as whole pairs of vectors go; returns where they end. */
+INLINE int64_t products_and_row(vfloat sum[3], const void *q, const void *const w[3], const quern_dtype w_dtype, const void *const o[3], const vfloat g[3],
+                                void *out, const quern_dtype dtype, int64_t n, const bool stream, const bool whole)
+{
+    int64_t c = 0;
+#pragma GCC unroll 2
+    for (; c + 2 * LANES <= n; c += 2 * LANES) {
+        add_products(sum, q, dtype, w, w_dtype, c, true);
+        const vfloat v = combined_at(o, dtype, g, c, whole);
+        add_products(sum, q, dtype, w, w_dtype, c + LANES, true);
+        put_pair(out, dtype, c, v, combined_at(o, dtype, g, c + LANES, whole), stream);
+    }
+    return c;
+}
+
+/* A turn makes the sums of the rows two turns ahead while it combines its own, and meanwhile the gates of the next. */
+INLINE void gate_rows_of(const gate_block *t, const quern_dtype dtype, const quern_dtype w_dtype, const bool whole)
+{
+    const int64_t bytes = dtype_bytes(dtype), heads = t->heads, rows = t->tokens * heads, shared = t->dim < t->dim_v ? t->dim : t->dim_v;
+    row_walk q = walk_of(&t->q, bytes, heads), w = walk_weights(&t->w, dtype_bytes(w_dtype), heads);
+    row_walk made = walk_of(&t->gates, sizeof(float), heads), out = walk_of(&t->out, bytes, heads), o[3];
+    int64_t head_ahead = 0, head = 0;
+    float gates[2][LANES];
+    vfloat logits = {0};
+    for (int b = 0; b < 3; b++) o[b] = walk_of(&t->o[b], bytes, heads);
+    for (int64_t r = -2 * ROWS, turn = 0; r < rows; r += ROWS, turn ^= 1) {
+        vfloat sums[ROWS];
+        v_store(gates[turn ^ 1], sigmoid(logits));
+        for (int k = 0; k < ROWS; k++) {
+            const bool makes = r + k + 2 * ROWS < rows, lives = r + k >= 0 && r + k < rows, combines = lives && out.row != NULL;
+            const float *row_gates = gates[turn] + 4 * k;
+            const void *const ws[3] = {w.row, row_after(w.row, w_dtype, t->w.ld), row_after(w.row, w_dtype, 2 * t->w.ld)};
+            const void *const ob[3] = {o[0].row, o[1].row, o[2].row};
+            const vfloat g[3] = {v_splat(row_gates[0]), v_splat(row_gates[1]), v_splat(row_gates[2])};
+            vfloat sum[3] = {{0}, {0}, {0}};
+            int64_t c = 0;
+            if (makes && combines && t->stream) c = products_and_row(sum, q.row, ws, w_dtype, ob, g, out.row, dtype, shared, true, whole);
+            else if (makes && combines) c = products_and_row(sum, q.row, ws, w_dtype, ob, g, out.row, dtype, shared, false, whole);
+            if (combines) combine_rest(ob, dtype, g, c, t->dim_v, out.row, t->stream, whole);
+            if (makes) {
+                add_rest(sum, q.row, dtype, ws, w_dtype, c, t->dim, true);
+                const bool wraps = next_head(&head_ahead, heads);
+                walk_on(&q, wraps);
+                walk_on(&w, wraps);
             }
-            ahead = next_place(ahead, t->heads);
+            sums[k] = quarter_sums(sum);
+            if (!lives) continue;
+            store_three((float *)(void *)made.row, row_gates);
+            const bool wraps = next_head(&head, heads);
+            for (int b = 0; b < 3; b++) walk_on(&o[b], wraps);
+            walk_on(&made, wraps);
+            walk_on(&out, wraps);
         }
-        if (r < 0 || t->out.data == NULL) continue;
-        const void *const o[3] = {grid_row(&t->o[0], bytes, at), grid_row(&t->o[1], bytes, at), grid_row(&t->o[2], bytes, at)};
-        combine_row(o, dtype, slots[r % SLOTS], t->dim_v, grid_row(&t->out, bytes, at), t->stream);
-        at = next_place(at, t->heads);
+        logits = sums_of_rows(sums);
     }
 }
 
 static void gate_rows(const gate_block *t)
 {
-#define CALL(dtype, w_dtype) gate_rows_of(t, dtype, w_dtype)
-    BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
+    const bool whole = t->o[0].data != NULL && t->o[1].data != NULL && t->o[2].data != NULL;
+    if (t->w.data == NULL) {
+#define CALL(dtype) combine_rows_of(t, dtype)
+        BY_DTYPE(t->dtype, CALL);
 #undef CALL
+    } else if (whole) {
+#define CALL(dtype, w_dtype) gate_rows_of(t, dtype, w_dtype, true)
+        BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
+#undef CALL
+    } else {
+#define CALL(dtype, w_dtype) gate_rows_of(t, dtype, w_dtype, false)
+        BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
+#undef CALL
+    }
 }
 
 /* dst = scale x for elements [c, n). */
@@ -216,88 +316,98 @@ INLINE void query_row(const float s[3], const void *w, const quern_dtype w_dtype
 }
 
 /* What a row's dot products make: its gates and factors dl, and what the caller wants of them. */
-INLINE void row_factors(const gate_backward_block *t, grid_place at, const float r[3], float g[3], float dl[3])
+INLINE void row_factors(const float r[3], const float *gates, float *d_gates, float *const delta[3], float g[3], float dl[3])
 {
-    const float *gates = grid_row(&t->gates, sizeof(float), at);
-    store_three(grid_row(&t->d_gates, sizeof(float), at), r);
+    store_three(d_gates, r);
     for (int b = 0; b < 3; b++) {
         g[b] = gates != NULL ? gates[b] : 1.0f / 3.0f;
         dl[b] = r[b] * g[b] * (1.0f - g[b]);
-        float *delta = grid_row(&t->delta[b], sizeof(float), at);
-        if (delta != NULL) *delta = g[b] * r[b];
+        if (delta[b] != NULL) *delta[b] = g[b] * r[b];
     }
-    if (t->dl != NULL) memcpy(t->dl + 3 * (at.token * t->heads + at.head), dl, 3 * sizeof *dl);
 }
 
-/* The dot products of one row and what another's gates make of its d_o, in turns: the lines of all rows then arrive and
- * leave side by side, which is a twentieth faster than a row after the other. Whole vectors only; returns where it
- * ended. */
-INLINE int64_t dots_and_scales(vfloat sum[3], const void *ahead, const void *const o[3], const void *d_o, const float gates[3], void *const d_o_b[3],
-                               const quern_dtype dtype, int64_t n, bool stream)
+/* One row's dot products and what another's gates make of its d_o, in turns, as far as whole pairs of vectors go; returns
+ * where they end. */
+INLINE int64_t products_and_scales(vfloat sum[3], const void *ahead, const void *const o[3], const void *d_o, const vfloat g[3], void *const d_o_b[3],
+                                   const quern_dtype dtype, int64_t n, const bool stream)
 {
-    const vfloat g[3] = {v_splat(gates[0]), v_splat(gates[1]), v_splat(gates[2])};
     int64_t c = 0;
     for (; c + 2 * LANES <= n; c += 2 * LANES) {
-        add_products(sum, ahead, dtype, o, dtype, c);
-        add_products(sum, ahead, dtype, o, dtype, c + LANES);
+        add_products(sum, ahead, dtype, o, dtype, c, true);
+        add_products(sum, ahead, dtype, o, dtype, c + LANES, true);
         const vfloat v = load_as(d_o, dtype, c), w = load_as(d_o, dtype, c + LANES);
 #pragma GCC unroll 3
-        for (int b = 0; b < 3; b++) {
-            if (stream && dtype != QUERN_F32) {
-                stream_pair(d_o_b[b], dtype, c, v * g[b], w * g[b]);
-            } else if (stream) {
-                stream_as(d_o_b[b], dtype, c, v * g[b]);
-                stream_as(d_o_b[b], dtype, c + LANES, w * g[b]);
-            } else {
-                store_as(d_o_b[b], dtype, c, v * g[b]);
-                store_as(d_o_b[b], dtype, c + LANES, w * g[b]);
-            }
-        }
+        for (int b = 0; b < 3; b++) put_pair(d_o_b[b], dtype, c, v * g[b], w * g[b], stream);
     }
     return c;
 }
 
-INLINE void gate_backward_of(const gate_backward_block *t, const quern_dtype dtype, const quern_dtype w_dtype)
+/* `whole`: no branch is absent, and d_o_b are all streamed or none is. */
+INLINE void gate_backward_of(const gate_backward_block *t, const quern_dtype dtype, const quern_dtype w_dtype, const bool whole)
 {
-    const int64_t bytes = dtype_bytes(dtype), rows = t->tokens * t->heads;
-    bool alike = t->stream[0] == t->stream[1] && t->stream[1] == t->stream[2];
-    for (int b = 0; b < 3; b++) alike = alike && t->d_o_b[b].data != NULL;
-    grid_place ahead = {0, 0}, at = {0, 0};
+    const int64_t bytes = dtype_bytes(dtype), heads = t->heads, rows = t->tokens * heads, d_q_bytes = t->d_q_dtype == QUERN_F32 ? 4 : bytes;
+    row_walk d_o_ahead = walk_of(&t->d_o, bytes, heads), d_o = d_o_ahead, d_q = walk_of(&t->d_q, d_q_bytes, heads);
+    row_walk w = walk_weights(&t->w, dtype_bytes(w_dtype), heads), given = walk_of(&t->gates, sizeof(float), heads);
+    row_walk d_gates = walk_of(&t->d_gates, sizeof(float), heads), o[3], d_o_b[3], delta[3];
+    int64_t head_ahead = 0, head = 0;
     float slots[SLOTS][4];
+    for (int b = 0; b < 3; b++) {
+        o[b] = walk_of(&t->o[b], bytes, heads);
+        d_o_b[b] = walk_of(&t->d_o_b[b], bytes, heads);
+        delta[b] = walk_of(&t->delta[b], sizeof(float), heads);
+    }
     for (int64_t r = -LEAD; r < rows; r++) {
         const bool more = r + LEAD < rows;
-        const void *const o[3] = {grid_row(&t->o[0], bytes, ahead), grid_row(&t->o[1], bytes, ahead), grid_row(&t->o[2], bytes, ahead)};
+        const void *const o_rows[3] = {o[0].row, o[1].row, o[2].row};
         vfloat sum[3] = {{0}, {0}, {0}};
         int64_t c = 0;
         if (r >= 0) {
-            const void *d_o = grid_row(&t->d_o, bytes, at);
-            void *const d_o_b[3] = {grid_row(&t->d_o_b[0], bytes, at), grid_row(&t->d_o_b[1], bytes, at), grid_row(&t->d_o_b[2], bytes, at)};
+            void *const scaled[3] = {d_o_b[0].row, d_o_b[1].row, d_o_b[2].row};
+            float *const deltas[3] = {(float *)(void *)delta[0].row, (float *)(void *)delta[1].row, (float *)(void *)delta[2].row};
             float g[3], dl[3];
-            row_factors(t, at, slots[r % SLOTS], g, dl);
-            if (more && alike) c = dots_and_scales(sum, grid_row(&t->d_o, bytes, ahead), o, d_o, g, d_o_b, dtype, t->dim_v, t->stream[0]);
+            row_factors(slots[r % SLOTS], (const float *)(const void *)given.row, (float *)(void *)d_gates.row, deltas, g, dl);
+            if (t->dl != NULL) memcpy(t->dl + 3 * r, dl, sizeof dl);
+            const vfloat gates[3] = {v_splat(g[0]), v_splat(g[1]), v_splat(g[2])};
+            if (whole && more && t->stream[0]) c = products_and_scales(sum, d_o_ahead.row, o_rows, d_o.row, gates, scaled, dtype, t->dim_v, true);
+            else if (whole && more) c = products_and_scales(sum, d_o_ahead.row, o_rows, d_o.row, gates, scaled, dtype, t->dim_v, false);
             for (int b = 0; b < 3; b++)
-                if (d_o_b[b] != NULL) scale_row(d_o, dtype, g[b], c, t->dim_v, d_o_b[b], t->stream[b]);
-            if (t->d_q.data != NULL) {
-                const void *w = row_after(t->w.data, w_dtype, at.head * t->w.step);
-                if (t->d_q_dtype == QUERN_F32)
-                    query_row(dl, w, w_dtype, t->w.ld, t->dim, grid_row(&t->d_q, sizeof(float), at), QUERN_F32, t->accumulate, t->stream[3]);
-                else
-                    query_row(dl, w, w_dtype, t->w.ld, t->dim, grid_row(&t->d_q, bytes, at), dtype, t->accumulate, t->stream[3]);
+                if (scaled[b] != NULL) scale_row(d_o.row, dtype, g[b], c, t->dim_v, scaled[b], t->stream[b]);
+            if (d_q.row != NULL && t->d_q_dtype == QUERN_F32) query_row(dl, w.row, w_dtype, t->w.ld, t->dim, d_q.row, QUERN_F32, t->accumulate, t->stream[3]);
+            else if (d_q.row != NULL) query_row(dl, w.row, w_dtype, t->w.ld, t->dim, d_q.row, dtype, t->accumulate, t->stream[3]);
+            const bool wraps = next_head(&head, heads);
+            for (int b = 0; b < 3; b++) {
+                walk_on(&d_o_b[b], wraps);
+                walk_on(&delta[b], wraps);
             }
-            at = next_place(at, t->heads);
+            walk_on(&d_o, wraps);
+            walk_on(&d_q, wraps);
+            walk_on(&w, wraps);
+            walk_on(&given, wraps);
+            walk_on(&d_gates, wraps);
         }
         if (!more) continue;
-        add_rest(sum, grid_row(&t->d_o, bytes, ahead), dtype, o, dtype, c, t->dim_v);
-        store_slot(slots[(r + LEAD) % SLOTS], sums_of(sum[0], sum[1], sum[2]));
-        ahead = next_place(ahead, t->heads);
+        add_rest(sum, d_o_ahead.row, dtype, o_rows, dtype, c, t->dim_v, whole);
+        const vfloat sums[ROWS] = {quarter_sums(sum)};
+        store_slot(slots[(r + LEAD) % SLOTS], sums_of_rows(sums));
+        const bool wraps = next_head(&head_ahead, heads);
+        for (int b = 0; b < 3; b++) walk_on(&o[b], wraps);
+        walk_on(&d_o_ahead, wraps);
     }
 }
 
 static void gate_backward(const gate_backward_block *t)
 {
-#define CALL(dtype, w_dtype) gate_backward_of(t, dtype, w_dtype)
-    BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
+    bool whole = t->stream[0] == t->stream[1] && t->stream[1] == t->stream[2];
+    for (int b = 0; b < 3; b++) whole = whole && t->o[b].data != NULL && t->d_o_b[b].data != NULL;
+    if (whole) {
+#define CALL(dtype, w_dtype) gate_backward_of(t, dtype, w_dtype, true)
+        BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
 #undef CALL
+    } else {
+#define CALL(dtype, w_dtype) gate_backward_of(t, dtype, w_dtype, false)
+        BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
+#undef CALL
+    }
 }
 
 /* A head's share of `tokens` tokens: d_w goes through the registers once for all of them. */
@@ -324,11 +434,10 @@ INLINE void gate_weight_of(const float *s, const row_grid *q, const quern_dtype 
     int64_t t = 0;
     for (; t + TOKENS <= tokens; t += TOKENS)
         for (int64_t h = 0; h < heads; h++)
-            weight_rows(s + 3 * (t * heads + h), 3 * heads, grid_row(q, dtype_bytes(dtype), (grid_place){t, h}), dtype, q->token, TOKENS, n,
-                        d_w + 3 * h * n);
+            weight_rows(s + 3 * (t * heads + h), 3 * heads, row_after(q->data, dtype, t * q->token + h * q->head), dtype, q->token, TOKENS, n, d_w + 3 * h * n);
     for (; t < tokens; t++)
         for (int64_t h = 0; h < heads; h++)
-            weight_rows(s + 3 * (t * heads + h), 0, grid_row(q, dtype_bytes(dtype), (grid_place){t, h}), dtype, 0, 1, n, d_w + 3 * h * n);
+            weight_rows(s + 3 * (t * heads + h), 0, row_after(q->data, dtype, t * q->token + h * q->head), dtype, 0, 1, n, d_w + 3 * h * n);
 }
 
 static void gate_weight(const float *s, const row_grid *q, quern_dtype dtype, int64_t tokens, int64_t heads, int64_t n, float *d_w)
