@@ -20,8 +20,8 @@ static inline row_grid grid_at(const quern_tensor *t, int64_t b, int64_t n, int6
     return (row_grid){row_at(t, b, n, h), t->strides[1], t->strides[2]};
 }
 
-/* The gates of heads [h0, h0 + heads) of a token, three a head: read, or made and written where they are wanted. */
-void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t h0, int64_t heads, float *gates);
+/* The gates of heads [h0, h0 + heads) of tokens [n, n + tokens), three a head: read, or made and written where they are wanted. */
+void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t tokens, int64_t h0, int64_t heads, float *gates);
 
 /* Whether a row of n elements can be stored past the caches: it fills lines of 64 bytes. */
 static inline bool may_stream(const void *row, quern_dtype dtype, int64_t n)

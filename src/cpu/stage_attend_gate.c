@@ -219,13 +219,17 @@ static void begin_rows(const gated_job *job, const attend_plan *p, const attend_
 {
     const quern_tensor *o = &job->args->gate.o;
     if (job->current == 0) memset(s->sum, 0, (size_t)(c->rows * p->value_width) * sizeof *s->sum);
-    for (int32_t r = 0; r < c->rows;) { /* the heads of one query at a time */
-        const int64_t query = c->seq.q0 + (c->row0 + r) / p->hs, head = c->head0 + (c->row0 + r) % p->hs;
-        const int32_t end = c->rows - r < c->head0 + p->hs - head ? c->rows : r + (int32_t)(c->head0 + p->hs - head);
-        gate_make(&job->args->gate, job->kernels, c->seq.view_b, query, head, end - r, s->gates + 3 * r);
-        for (int32_t i = r; i < end && job->current > 0; i++)
-            job->kernels->convert_row(row_at(o, c->seq.view_b, query, head + i - r), o->dtype, s->sum + i * p->value_width, QUERN_F32, p->dim_v);
-        r = end;
+    for (int32_t r = 0, end; r < c->rows; r = end) { /* whole queries at once; of the first and the last some heads */
+        const int64_t query = c->seq.q0 + (c->row0 + r) / p->hs, first = (c->row0 + r) % p->hs, left = c->rows - r;
+        const bool whole = first == 0 && left >= p->hs;
+        const int64_t tokens = whole ? left / p->hs : 1, heads = whole ? p->hs : left < p->hs - first ? left : p->hs - first;
+        end = r + (int32_t)(tokens * heads);
+        gate_make(&job->args->gate, job->kernels, c->seq.view_b, query, tokens, c->head0 + first, heads, s->gates + 3 * r);
+        for (int32_t i = r; i < end && job->current > 0; i++) {
+            const int64_t row = c->row0 + i;
+            job->kernels->convert_row(row_at(o, c->seq.view_b, c->seq.q0 + row / p->hs, c->head0 + row % p->hs), o->dtype,
+                                      s->sum + i * p->value_width, QUERN_F32, p->dim_v);
+        }
     }
 }
 

@@ -35,15 +35,15 @@ static gate_block block_at(const gate_args *args, int64_t b, int64_t n, int64_t 
 
 static const float third[3] = {1.0f / 3.0f, 1.0f / 3.0f, 1.0f / 3.0f};
 
-void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t h0, int64_t heads, float *gates)
+void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t tokens, int64_t h0, int64_t heads, float *gates)
 {
-    gate_block t = block_at(args, b, n, 1, h0, heads);
-    t.gates = (row_grid){gates, 0, 3};
+    gate_block t = block_at(args, b, n, tokens, h0, heads);
+    t.gates = (row_grid){gates, 3 * heads, 3};
     if (args->kind == QUERN_NSA_GATE_WEIGHTS) kernels->gate_rows(&t);
-    for (int64_t h = 0; h < heads; h++) {
-        if (args->kind == QUERN_NSA_GATE_NONE) memcpy(gates + 3 * h, third, sizeof third);
-        if (args->kind == QUERN_NSA_GATE_GIVEN) memcpy(gates + 3 * h, row_at(&args->gates, b, n, h0 + h), sizeof third);
-        else if (is_present(&args->gates)) memcpy(row_at(&args->gates, b, n, h0 + h), gates + 3 * h, sizeof third);
+    for (int64_t r = 0; r < tokens * heads; r++, gates += 3) {
+        if (args->kind == QUERN_NSA_GATE_NONE) memcpy(gates, third, sizeof third);
+        if (args->kind == QUERN_NSA_GATE_GIVEN) memcpy(gates, row_at(&args->gates, b, n + r / heads, h0 + r % heads), sizeof third);
+        else if (is_present(&args->gates)) memcpy(row_at(&args->gates, b, n + r / heads, h0 + r % heads), gates, sizeof third);
     }
 }
 
