@@ -35,27 +35,41 @@ build() {
     cmake --preset "$preset" -DQUERN_TESTS=ON >/dev/null && cmake --build "build/$preset" -j"$jobs" ${1:+--target "$@"}
 }
 
-# programs BUILD PATTERN: runs the test programs of a build and adds up cmocka's cases.
+# programs BUILD PATTERN [NOT]: runs the test programs of a build whose names match, two at a time since most of a test's
+# time is one thread's, and adds up cmocka's cases.
 programs() {
-    local dir=build/$1/tests program start
-    for program in "$dir"/*_test; do
-        [[ $(basename "$program") == $2 ]] || continue
-        [[ ${3:-} != '' && $(basename "$program") == $3 ]] && continue
-        start=$SECONDS
-        CMOCKA_MESSAGE_OUTPUT=stdout "$program" >"$log" 2>&1
-        local code=$? good bad
-        good=$(grep -c '^\[       OK \]' "$log")
-        bad=$(grep -c '^\[  FAILED  \] [a-z0-9_]*$' "$log")
+    local dir=build/$1/tests out name names=()
+    out=$(mktemp -d)
+    for name in "$dir"/*_test; do
+        name=${name##*/}
+        [[ $name == $2 && (${3:-} == '' || $name != $3) ]] && names+=("$name")
+    done
+    (for name in "${names[@]}"; do
+         while (($(jobs -rp | wc -l) >= 2)); do wait -n; done
+         (start=$SECONDS
+          CMOCKA_MESSAGE_OUTPUT=stdout "$dir/$name" >"$out/$name" 2>&1
+          echo "$? $((SECONDS - start))" >"$out/.$name"
+          mv "$out/.$name" "$out/$name.end") &
+     done
+     wait) &
+    for name in "${names[@]}"; do
+        local code seconds good bad
+        until [[ -e $out/$name.end ]]; do sleep 0.1; done
+        read -r code seconds <"$out/$name.end"
+        good=$(grep -c '^\[       OK \]' "$out/$name")
+        bad=$(grep -c '^\[  FAILED  \] [a-z0-9_]*$' "$out/$name")
         [[ $code != 0 && $bad == 0 ]] && bad=1
         passed=$((passed + good))
         failed=$((failed + bad))
         if [[ $bad == 0 ]]; then
-            echo "ok      $1 ${program##*/}: $good cases, $((SECONDS - start)) s"
+            echo "ok      $1 $name: $good cases, $seconds s"
         else
-            echo "FAILED  $1 ${program##*/} (exit code $code)"
-            grep -v -e '^\[       OK' -e '^\[ RUN' "$log" | head -n 60
+            echo "FAILED  $1 $name (exit code $code)"
+            grep -v -e '^\[       OK' -e '^\[ RUN' "$out/$name" | head -n 60
         fi
     done
+    wait
+    rm -rf "$out"
 }
 
 count "build: release" build release

@@ -233,7 +233,7 @@ INLINE void gate_rows_of(const gate_block *t, const quern_dtype dtype, const que
     row_walk q = walk_of(&t->q, bytes, heads), w = walk_weights(&t->w, dtype_bytes(w_dtype), heads);
     row_walk made = walk_of(&t->gates, sizeof(float), heads), out = walk_of(&t->out, bytes, heads), o[3];
     int64_t head_ahead = 0, head = 0;
-    float gates[2][LANES];
+    float gates[2][LANES] = {{0}};
     vfloat logits = {0};
     for (int b = 0; b < 3; b++) o[b] = walk_of(&t->o[b], bytes, heads);
     for (int64_t r = -2 * ROWS, turn = 0; r < rows; r += ROWS, turn ^= 1) {
