@@ -275,12 +275,8 @@ static void gate_rows(const gate_block *t)
 #define CALL(dtype) combine_rows_of(t, dtype)
         BY_DTYPE(t->dtype, CALL);
 #undef CALL
-    } else if (whole) {
-#define CALL(dtype, w_dtype) gate_rows_of(t, dtype, w_dtype, true)
-        BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
-#undef CALL
     } else {
-#define CALL(dtype, w_dtype) gate_rows_of(t, dtype, w_dtype, false)
+#define CALL(dtype, w_dtype) (whole ? gate_rows_of(t, dtype, w_dtype, true) : gate_rows_of(t, dtype, w_dtype, false))
         BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
 #undef CALL
     }
@@ -399,15 +395,9 @@ static void gate_backward(const gate_backward_block *t)
 {
     bool whole = t->stream[0] == t->stream[1] && t->stream[1] == t->stream[2];
     for (int b = 0; b < 3; b++) whole = whole && t->o[b].data != NULL && t->d_o_b[b].data != NULL;
-    if (whole) {
-#define CALL(dtype, w_dtype) gate_backward_of(t, dtype, w_dtype, true)
-        BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
+#define CALL(dtype, w_dtype) (whole ? gate_backward_of(t, dtype, w_dtype, true) : gate_backward_of(t, dtype, w_dtype, false))
+    BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
 #undef CALL
-    } else {
-#define CALL(dtype, w_dtype) gate_backward_of(t, dtype, w_dtype, false)
-        BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
-#undef CALL
-    }
 }
 
 /* A head's share of `tokens` tokens: d_w goes through the registers once for all of them. */

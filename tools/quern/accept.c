@@ -41,19 +41,18 @@ static void limits_of(const work *w, int passes, int threads, double limit[2])
         limit[p] = p == 1 && w[1].limit == w[0].limit ? limit[0] : w[p].limit < CEILINGS ? ceiling_measure(w[p].limit, threads) : 0;
 }
 
-int accept_fraction(const acceptance *a, const bench_case *c, quern_context *ctx, const double target[2], double fraction[2])
+int accept_fraction(const bench_case *c, quern_context *ctx, double fraction[2])
 {
-    enum { ROUNDS = 7 };
+    enum { ROUNDS = 21 };
     job j;
-    double ratio[2][ROUNDS * ACCEPT_TRIES], before[2];
+    double ratio[2][ROUNDS], before[2];
     const int threads = quern_context_threads(ctx), passes = c->backward ? 2 : 1;
     const work w[2] = {bench_work(c, false, quern_context_cpu_level(ctx)), bench_work(c, true, quern_context_cpu_level(ctx))};
     int code = bench_open(&j, c, ctx, false);
     if (code == EXIT_DONE) code = job_run(&j, ctx); /* warm-up */
     if (code == EXIT_DONE) limits_of(w, passes, threads, before);
-    bool missed = true;
-    for (int r = 0; r < ROUNDS * ACCEPT_TRIES && missed && code == EXIT_DONE;) {
-        progress("%s N %lld: round %d", c->op->name, (long long)c->n, r + 1);
+    for (int r = 0; r < ROUNDS && code == EXIT_DONE; r++) {
+        progress("%s N %lld: round %d of %d", c->op->name, (long long)c->n, r + 1, ROUNDS);
         double after[2];
         code = job_run(&j, ctx);
         const double ms[2] = {j.forward_ms, j.backward_ms};
@@ -63,16 +62,10 @@ int accept_fraction(const acceptance *a, const bench_case *c, quern_context *ctx
             ratio[p][r] = limit > 0 ? (w[p].flops > 0 ? w[p].flops : w[p].bytes) / ms[p] * 1e-6 / limit : 0;
             before[p] = after[p];
         }
-        if (++r % ROUNDS != 0) continue;
-        missed = false;
-        for (int p = 0; p < passes; p++) {
-            fraction[p] = timing_of(ratio[p], r).median;
-            missed = missed || fraction[p] < target[p];
-        }
-        if (!accept_may_retry(a)) break;
     }
     progress_clear();
     job_free(&j);
+    for (int p = 0; p < passes && code == EXIT_DONE; p++) fraction[p] = timing_of(ratio[p], ROUNDS).median;
     return code;
 }
 

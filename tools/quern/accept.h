@@ -4,8 +4,8 @@
  * accept.h - acceptance figures: each is measured, compared with its target, printed on a line.
  *
  * Everything that is divided is measured in turns in one run, because machines change speed while they are
- * measured: a kernel and its ceiling, one thread and two, sparse and dense. A figure that misses is measured
- * again, at most six times in all: of fractions of a ceiling all rounds count, of other figures the best try.
+ * measured: a kernel and its ceiling, one thread and two, sparse and dense. A fraction of a ceiling is the
+ * median over a fixed number of rounds; of the other figures one that misses is measured again, at most six times in all.
  */
 #ifndef QUERN_TOOLS_ACCEPT_H
 #define QUERN_TOOLS_ACCEPT_H
@@ -29,9 +29,9 @@ bool accept_may_retry(const acceptance *a);
 /* A case with the defaults of the acceptance tables: B 1, D 128, seed 1, noise. */
 bench_case accept_case(const char *op, int64_t n, int64_t heads, int64_t kv_heads, quern_dtype dtype);
 
-/* Fractions of the ceiling by pass: the median over seven rounds, over up to 42 where one misses its target. Ceiling and
- * kernel take turns; a round is divided by the mean of the ceilings before and after it. */
-int accept_fraction(const acceptance *a, const bench_case *c, quern_context *ctx, const double target[2], double fraction[2]);
+/* Median over 21 rounds of the fraction of the ceiling, by pass. Ceiling and kernel take turns; a round is divided by the
+ * mean of the ceilings before and after it. */
+int accept_fraction(const bench_case *c, quern_context *ctx, double fraction[2]);
 /* Median times in ms by pass (BOTH: their sum): `first` and `second` take turns. second NULL: first alone on both
  * contexts, for the ratio of thread counts. */
 int accept_times(const bench_case *first, quern_context *ctx_first, const bench_case *second, quern_context *ctx_second,

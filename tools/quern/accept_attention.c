@@ -12,7 +12,7 @@ static int fraction_figure(acceptance *a, const char *what, const bench_case *c,
 {
     double fraction[2] = {0, 0};
     char line[120];
-    const int code = accept_fraction(a, c, ctx, target, fraction);
+    const int code = accept_fraction(c, ctx, fraction);
     if (code != EXIT_DONE) return code;
     for (int p = 0; p < 2; p++) {
         if (target[p] <= 0) continue;

@@ -192,7 +192,7 @@ static int bandwidth(acceptance *a, const char *op, int64_t n, const double targ
     double fraction[2] = {0, 0};
     char line[120];
     c.backward = true;
-    const int code = accept_fraction(a, &c, a->all, target, fraction);
+    const int code = accept_fraction(&c, a->all, fraction);
     if (code != EXIT_DONE) return code;
     for (int p = 0; p < 2; p++) {
         snprintf(line, sizeof line, "%s %s, N %" PRId64 ", of the %s bandwidth", op, p == BACKWARD ? "backward" : "forward", n,
