@@ -9,12 +9,15 @@
  *   gate_weight    d_w_b += sum over tokens of dl_b q                   3 FMAs, 1 load
  *
  * A row of 128 floats is 32 cache lines read and 8 written for about 70 cycles of arithmetic, so memory is the limit
- * and what matters is that a core asks for lines early: few instructions between the loads (rows are walked by
- * additions, not addressed by products), and none that waits.
- *   - The lines of all rows are read and written side by side: memory does this a tenth faster than a row after another.
+ * and what matters is how far ahead a core asks for lines: a window of some 450 instructions is two to four rows.
+ *   - Few instructions a row: pointers go on by additions, and a loop holds one row's one stage. gate_rows makes all gates
+ *     of its block before it combines; with the products of later rows between the combination of earlier ones it
+ *     was 5% slower, because what comes in meanwhile also drives the weights out of L1.
+ *   - The products' loop waits most, so it asks for its rows PREFETCH rows ahead (4%). Nothing else gains by that.
+ *   - The lines of all o_b are read and written side by side: memory does this a tenth faster than a row after another.
  *   - From the last FMA of a row's dot products to its gates it takes about 130 cycles (sums across lanes, exp2,
- *     division), more than a core looks ahead: so the products run before the row that is written, by two turns of
- *     ROWS rows forward, by LEAD rows backward. ROWS rows' gates fill a vector and cost one exp2 and one division.
+ *     division): ROWS rows' gates fill a vector and pay once. Backward the products run LEAD rows before the row that is
+ *     written.
  *   - Gates go through memory in one vector, stored and loaded whole or in parts: a load of what several stores have
  *     written would wait until all older stores, the non-temporal ones included, have left the core.
  * Weights (3 rows a head) stay in L1.
@@ -22,7 +25,7 @@
 #ifndef QUERN_CPU_GATE_ROWS_H
 #define QUERN_CPU_GATE_ROWS_H
 
-enum { ROWS = LANES / 4, LEAD = 2, SLOTS = 4 };
+enum { ROWS = LANES / 4, PREFETCH = 16, LEAD = 2, SLOTS = 4 };
 
 /* A grid's rows one after another, as memory holds them: all heads of a token, then the next token's. */
 typedef struct row_walk {
@@ -163,18 +166,20 @@ INLINE vfloat combined_at(const void *const o[3], const quern_dtype dtype, const
     return sum;
 }
 
-/* out = sum_b g_b o_b for elements [c, n). */
-INLINE void combine_rest(const void *const o[3], const quern_dtype dtype, const vfloat g[3], int64_t c, int64_t n, void *out, bool stream,
-                         const bool whole)
+INLINE void put(void *p, const quern_dtype dtype, int64_t c, vfloat v, const bool stream)
 {
-    for (; c + 2 * LANES <= n; c += 2 * LANES)
-        put_pair(out, dtype, c, combined_at(o, dtype, g, c, whole), combined_at(o, dtype, g, c + LANES, whole), stream);
-    if (c + LANES <= n) {
-        const vfloat v = combined_at(o, dtype, g, c, whole);
-        if (stream) stream_as(out, dtype, c, v);
-        else store_as(out, dtype, c, v);
-        c += LANES;
-    }
+    if (stream) stream_as(p, dtype, c, v);
+    else store_as(p, dtype, c, v);
+}
+
+/* out = sum_b g_b o_b. */
+INLINE void combine_row(const void *const o[3], const quern_dtype dtype, const vfloat g[3], int64_t n, void *out, const bool stream, const bool whole)
+{
+    int64_t c = 0;
+    if (stream && dtype != QUERN_F32)
+        for (; c + 2 * LANES <= n; c += 2 * LANES)
+            stream_pair(out, dtype, c, combined_at(o, dtype, g, c, whole), combined_at(o, dtype, g, c + LANES, whole));
+    for (; c + LANES <= n; c += LANES) put(out, dtype, c, combined_at(o, dtype, g, c, whole), stream);
     if (c == n) return;
     vfloat sum = {0};
     for (int b = 0; b < 3; b++)
@@ -192,92 +197,93 @@ INLINE void store_three(float *p, const float slot[3])
     for (int b = 0; p != NULL && b < 3; b++) p[b] = slot[b];
 }
 
-/* Rows by gates that are there. */
-INLINE void combine_rows_of(const gate_block *t, const quern_dtype dtype)
+/* The gates of `rows` <= ROWS rows, four lanes a row, to where each stands; `packed`: one after another. */
+INLINE void store_gates(float *const to[ROWS], vfloat gates, int rows, bool packed)
 {
-    const int64_t bytes = dtype_bytes(dtype), heads = t->heads;
-    row_walk given = walk_of(&t->gates, sizeof(float), heads), out = walk_of(&t->out, bytes, heads), o[3];
-    int64_t head = 0;
-    for (int b = 0; b < 3; b++) o[b] = walk_of(&t->o[b], bytes, heads);
-    for (int64_t r = 0; r < t->tokens * heads; r++) {
-        const float *gates = (const float *)(const void *)given.row;
-        const void *const rows[3] = {o[0].row, o[1].row, o[2].row};
-        const vfloat g[3] = {v_splat(gates[0]), v_splat(gates[1]), v_splat(gates[2])};
-        combine_rest(rows, dtype, g, 0, t->dim_v, out.row, t->stream, false);
-        const bool wraps = next_head(&head, heads);
-        for (int b = 0; b < 3; b++) walk_on(&o[b], wraps);
-        walk_on(&given, wraps);
-        walk_on(&out, wraps);
+#if defined(__AVX512F__)
+    const __m512i order = _mm512_setr_epi32(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 3, 7, 11, 15);
+    if (packed) {
+        _mm512_mask_storeu_ps(to[0], (__mmask16)((1u << 3 * rows) - 1), _mm512_permutexvar_ps(order, gates));
+        return;
     }
+#else
+    (void)packed;
+#endif
+    float each[LANES];
+    v_store(each, gates);
+    for (int k = 0; k < rows; k++) store_three(to[k], each + 4 * k);
 }
 
-/* One row's products and another's combination, in turns, as far as whole pairs of vectors go; returns where they end. */
-INLINE int64_t products_and_row(vfloat sum[3], const void *q, const void *const w[3], const quern_dtype w_dtype, const void *const o[3], const vfloat g[3],
-                                void *out, const quern_dtype dtype, int64_t n, const bool stream, const bool whole)
+INLINE void prefetch_row(const char *row, int64_t bytes)
 {
-    int64_t c = 0;
-#pragma GCC unroll 2
-    for (; c + 2 * LANES <= n; c += 2 * LANES) {
-        add_products(sum, q, dtype, w, w_dtype, c, true);
-        const vfloat v = combined_at(o, dtype, g, c, whole);
-        add_products(sum, q, dtype, w, w_dtype, c + LANES, true);
-        put_pair(out, dtype, c, v, combined_at(o, dtype, g, c + LANES, whole), stream);
-    }
-    return c;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
 }
 
-/* A turn makes the sums of the rows two turns ahead while it combines its own, and meanwhile the gates of the next. */
-INLINE void gate_rows_of(const gate_block *t, const quern_dtype dtype, const quern_dtype w_dtype, const bool whole)
+INLINE void make_gates_of(const gate_block *t, const quern_dtype dtype, const quern_dtype w_dtype)
 {
-    const int64_t bytes = dtype_bytes(dtype), heads = t->heads, rows = t->tokens * heads, shared = t->dim < t->dim_v ? t->dim : t->dim_v;
-    row_walk q = walk_of(&t->q, bytes, heads), w = walk_weights(&t->w, dtype_bytes(w_dtype), heads);
-    row_walk made = walk_of(&t->gates, sizeof(float), heads), out = walk_of(&t->out, bytes, heads), o[3];
-    int64_t head_ahead = 0, head = 0;
-    float gates[2][LANES] = {{0}};
-    vfloat logits = {0};
-    for (int b = 0; b < 3; b++) o[b] = walk_of(&t->o[b], bytes, heads);
-    for (int64_t r = -2 * ROWS, turn = 0; r < rows; r += ROWS, turn ^= 1) {
-        vfloat sums[ROWS];
-        v_store(gates[turn ^ 1], sigmoid(logits));
-        for (int k = 0; k < ROWS; k++) {
-            const bool makes = r + k + 2 * ROWS < rows, lives = r + k >= 0 && r + k < rows, combines = lives && out.row != NULL;
-            const float *row_gates = gates[turn] + 4 * k;
-            const void *const ws[3] = {w.row, row_after(w.row, w_dtype, t->w.ld), row_after(w.row, w_dtype, 2 * t->w.ld)};
-            const void *const ob[3] = {o[0].row, o[1].row, o[2].row};
-            const vfloat g[3] = {v_splat(row_gates[0]), v_splat(row_gates[1]), v_splat(row_gates[2])};
+    const int64_t bytes = dtype_bytes(dtype), ahead = (PREFETCH + t->heads - 1) / t->heads;
+    const bool packed = t->gates.head == 3 && t->gates.token == 3 * t->heads;
+    vfloat sums[ROWS] = {{0}};
+    float *to[ROWS];
+    int waiting = 0;
+    for (int64_t n = 0; n < t->tokens; n++) {
+        const char *q = (const char *)t->q.data + n * t->q.token * bytes, *next = n + ahead < t->tokens ? q + ahead * t->q.token * bytes : NULL;
+        const void *w = t->w.data;
+        float *gates = (float *)t->gates.data + n * t->gates.token;
+        for (int64_t h = 0; h < t->heads; h++) {
+            const void *const ws[3] = {w, row_after(w, w_dtype, t->w.ld), row_after(w, w_dtype, 2 * t->w.ld)};
             vfloat sum[3] = {{0}, {0}, {0}};
-            int64_t c = 0;
-            if (makes && combines && t->stream) c = products_and_row(sum, q.row, ws, w_dtype, ob, g, out.row, dtype, shared, true, whole);
-            else if (makes && combines) c = products_and_row(sum, q.row, ws, w_dtype, ob, g, out.row, dtype, shared, false, whole);
-            if (combines) combine_rest(ob, dtype, g, c, t->dim_v, out.row, t->stream, whole);
-            if (makes) {
-                add_rest(sum, q.row, dtype, ws, w_dtype, c, t->dim, true);
-                const bool wraps = next_head(&head_ahead, heads);
-                walk_on(&q, wraps);
-                walk_on(&w, wraps);
+            if (next != NULL) {
+                prefetch_row(next, t->dim * bytes);
+                next += t->q.head * bytes;
             }
-            sums[k] = quarter_sums(sum);
-            if (!lives) continue;
-            store_three((float *)(void *)made.row, row_gates);
-            const bool wraps = next_head(&head, heads);
-            for (int b = 0; b < 3; b++) walk_on(&o[b], wraps);
-            walk_on(&made, wraps);
-            walk_on(&out, wraps);
+            add_rest(sum, q, dtype, ws, w_dtype, 0, t->dim, true);
+            sums[waiting] = quarter_sums(sum);
+            to[waiting++] = gates;
+            if (waiting == ROWS) {
+                store_gates(to, sigmoid(sums_of_rows(sums)), ROWS, packed);
+                waiting = 0;
+            }
+            q += t->q.head * bytes;
+            w = row_after(w, w_dtype, t->w.step);
+            gates += t->gates.head;
         }
-        logits = sums_of_rows(sums);
+    }
+    if (waiting > 0) store_gates(to, sigmoid(sums_of_rows(sums)), waiting, packed);
+}
+
+/* Token by token, so that a row costs an addition a pointer. */
+INLINE void combine_rows_of(const gate_block *t, const quern_dtype dtype, const bool stream, const bool whole)
+{
+    const int64_t bytes = dtype_bytes(dtype);
+    for (int64_t n = 0; n < t->tokens; n++) {
+        const float *gates = (const float *)t->gates.data + n * t->gates.token;
+        char *out = (char *)t->out.data + n * t->out.token * bytes;
+        const char *o[3];
+        for (int b = 0; b < 3; b++) o[b] = t->o[b].data != NULL ? (const char *)t->o[b].data + n * t->o[b].token * bytes : NULL;
+        for (int64_t h = 0; h < t->heads; h++) {
+            const void *const rows[3] = {o[0], o[1], o[2]};
+            const vfloat g[3] = {v_splat(gates[0]), v_splat(gates[1]), v_splat(gates[2])};
+            combine_row(rows, dtype, g, t->dim_v, out, stream, whole);
+            for (int b = 0; b < 3; b++)
+                if (whole || o[b] != NULL) o[b] += t->o[b].head * bytes;
+            gates += t->gates.head;
+            out += t->out.head * bytes;
+        }
     }
 }
 
 static void gate_rows(const gate_block *t)
 {
     const bool whole = t->o[0].data != NULL && t->o[1].data != NULL && t->o[2].data != NULL;
-    if (t->w.data == NULL) {
-#define CALL(dtype) combine_rows_of(t, dtype)
-        BY_DTYPE(t->dtype, CALL);
-#undef CALL
-    } else {
-#define CALL(dtype, w_dtype) (whole ? gate_rows_of(t, dtype, w_dtype, true) : gate_rows_of(t, dtype, w_dtype, false))
+    if (t->w.data != NULL) {
+#define CALL(dtype, w_dtype) make_gates_of(t, dtype, w_dtype)
         BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
+#undef CALL
+    }
+    if (t->out.data != NULL) {
+#define CALL(dtype) (!whole ? combine_rows_of(t, dtype, t->stream, false) : t->stream ? combine_rows_of(t, dtype, true, true) : combine_rows_of(t, dtype, false, true))
+        BY_DTYPE(t->dtype, CALL);
 #undef CALL
     }
 }

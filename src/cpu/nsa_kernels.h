@@ -24,15 +24,15 @@ typedef struct gate_weights {
     int64_t step, ld;
 } gate_weights;
 
-/* The gates of a few tokens (f32, three a row) and what they make of the branches' rows. `stream`: out goes past the
- * caches; its rows start at lines of 64 bytes and fill them. */
+/* The gates of some tokens, few enough that a cache keeps them (f32, three a row), and what they make of the branches'
+ * rows. `stream`: out goes past the caches; its rows start at lines of 64 bytes and fill them. */
 typedef struct gate_block {
     quern_dtype dtype;
     int64_t tokens, heads, dim, dim_v;
     row_grid q, o[3]; /* an absent branch counts as 0 */
-    gate_weights w;   /* data NULL: the gates are read */
-    row_grid gates;   /* else written, or absent */
-    row_grid out;     /* absent: gates only */
+    gate_weights w;   /* data NULL: the gates are there */
+    row_grid gates;
+    row_grid out; /* absent: gates only */
     bool stream;
 } gate_block;
 

@@ -3,8 +3,8 @@
 /*
  * stage_gate.c - the gate_forward stage: o = sum_b g_b o_b, the gates from q . w_gate, handed in, or 1/3.
  *
- * Tasks of 128 tokens, so that a thread reads q and every o_b as one run of memory each. A head's gates are made and
- * applied in registers (gate_rows.h); o goes past the caches. Limit: the copy bandwidth on q, o_b and o.
+ * Tasks of about 1024 rows, so that a thread reads q, then all o_b as runs of memory; the gates stay in L1 between
+ * (gate_rows.h), and o goes past the caches. Limit: the copy bandwidth on q, o_b and o.
  */
 #include "core/parallel.h"
 #include "cpu/gate.h"
@@ -12,12 +12,12 @@
 
 #include <string.h>
 
-enum { GATE_TOKENS = 128 };
+enum { PIECE_ROWS = 1024 };
 
 typedef struct gate_job {
     const gate_args *args;
     const nsa_kernels *kernels;
-    int64_t rows, pieces, heads;
+    int64_t rows, heads, tokens, pieces; /* tokens: of a piece */
     bool stream;
 } gate_job;
 
@@ -52,22 +52,26 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
     (void)thread;
     const gate_job *job = arg;
     const gate_args *args = job->args;
-    const int64_t b = index / job->pieces, first = index % job->pieces * GATE_TOKENS;
-    const int64_t tokens = job->rows - first < GATE_TOKENS ? job->rows - first : GATE_TOKENS;
-    gate_block t = block_at(args, b, first, tokens, 0, job->heads);
-    t.gates = grid_at(&args->gates, b, first, 0);
-    if (args->kind == QUERN_NSA_GATE_NONE) {
-        for (int64_t i = 0; t.gates.data != NULL && i < tokens * job->heads; i++)
-            memcpy(row_at(&args->gates, b, first + i / job->heads, i % job->heads), third, sizeof third);
-        t.gates = (row_grid){(void *)(uintptr_t)third, 0, 0};
+    const int64_t b = index / job->pieces, first = index % job->pieces * job->tokens;
+    const int64_t tokens = job->rows - first < job->tokens ? job->rows - first : job->tokens;
+    for (int64_t h = 0; h < job->heads; h += PIECE_ROWS) {
+        const int64_t heads = job->heads - h < PIECE_ROWS ? job->heads - h : PIECE_ROWS;
+        float made[3 * PIECE_ROWS];
+        gate_block t = block_at(args, b, first, tokens, h, heads);
+        t.gates = is_present(&args->gates) ? grid_at(&args->gates, b, first, h) : (row_grid){made, 3 * heads, 3};
+        if (args->kind == QUERN_NSA_GATE_NONE) {
+            for (int64_t i = 0; is_present(&args->gates) && i < tokens * heads; i++)
+                memcpy(row_at(&args->gates, b, first + i / heads, h + i % heads), third, sizeof third);
+            t.gates = (row_grid){(void *)(uintptr_t)third, 0, 0};
+        }
+        if (is_present(&args->o)) {
+            t.dim_v = args->o.shape[3];
+            t.out = grid_at(&args->o, b, first, h);
+            t.stream = job->stream;
+            for (int i = 0; i < 3; i++) t.o[i] = grid_at(&args->o_b[i], b, first, h);
+        }
+        job->kernels->gate_rows(&t);
     }
-    if (is_present(&args->o)) {
-        t.dim_v = args->o.shape[3];
-        t.out = grid_at(&args->o, b, first, 0);
-        t.stream = job->stream;
-        for (int i = 0; i < 3; i++) t.o[i] = grid_at(&args->o_b[i], b, first, 0);
-    }
-    if (t.w.data != NULL || t.out.data != NULL) job->kernels->gate_rows(&t);
     job->kernels->fence();
 }
 
@@ -94,7 +98,8 @@ quern_status cpu_gate_forward(const quern_exec *exec, const gate_args *args, voi
     if (!is_present(like)) return QUERN_OK;
     job.heads = like->shape[2];
     job.rows = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : like->shape[1];
-    job.pieces = (job.rows + GATE_TOKENS - 1) / GATE_TOKENS;
+    job.tokens = job.heads < PIECE_ROWS ? PIECE_ROWS / job.heads : 1;
+    job.pieces = (job.rows + job.tokens - 1) / job.tokens;
     job.stream = all_may_stream(&args->o);
     parallel_for(exec->threads, like->shape[0] * job.pieces, gate_piece, &job);
     if (is_present(&args->o)) zero_rows(&args->o, job.rows);
