@@ -41,6 +41,23 @@ static void limits_of(const work *w, int passes, int threads, double limit[2])
         limit[p] = p == 1 && w[1].limit == w[0].limit ? limit[0] : w[p].limit < CEILINGS ? ceiling_measure(w[p].limit, threads) : 0;
 }
 
+/* A round's times: the median of as many runs as take as long as the ceiling beside them, of long ones one. */
+static int time_round(job *j, quern_context *ctx, double ms[2])
+{
+    enum { RUNS = 8 };
+    static const double enough_ms = 100;
+    double times[2][RUNS];
+    int runs = 0;
+    for (const double start = now_ms(); runs == 0 || (runs < RUNS && now_ms() - start < enough_ms); runs++) {
+        const int code = job_run(j, ctx);
+        if (code != EXIT_DONE) return code;
+        times[FORWARD][runs] = j->forward_ms;
+        times[BACKWARD][runs] = j->backward_ms;
+    }
+    for (int p = 0; p < 2; p++) ms[p] = timing_of(times[p], runs).median;
+    return EXIT_DONE;
+}
+
 int accept_fraction(const bench_case *c, quern_context *ctx, double fraction[2])
 {
     enum { ROUNDS = 21 };
@@ -53,9 +70,8 @@ int accept_fraction(const bench_case *c, quern_context *ctx, double fraction[2])
     if (code == EXIT_DONE) limits_of(w, passes, threads, before);
     for (int r = 0; r < ROUNDS && code == EXIT_DONE; r++) {
         progress("%s N %lld: round %d of %d", c->op->name, (long long)c->n, r + 1, ROUNDS);
-        double after[2];
-        code = job_run(&j, ctx);
-        const double ms[2] = {j.forward_ms, j.backward_ms};
+        double after[2], ms[2] = {0, 0};
+        code = time_round(&j, ctx, ms);
         limits_of(w, passes, threads, after);
         for (int p = 0; p < passes; p++) {
             const double limit = 0.5 * (before[p] + after[p]);
