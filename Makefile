@@ -45,7 +45,7 @@ install: all
 	cmake --install build/release
 
 format: setup-dev
-	git ls-files '*.c' '*.h' '*.cu' '*.cuh' | xargs clang-format-14 -i
+	git-clang-format-14 --extensions c,h,cu,cuh
 
 tidy: setup-dev all
 	tests/tidy.sh

@@ -18,8 +18,13 @@ bool attention_allocate(const lm_config *c, lm_attention *a)
 {
     const size_t n = (size_t)c->context, dim = (size_t)(c->width / c->heads), q = n * (size_t)c->width, kv = n * (size_t)c->kv_heads * dim;
     const size_t cmp = ((size_t)entries(c, c->context) + 1) * (size_t)c->kv_heads * dim;
-    *a = (lm_attention){.q = malloc(q * 4), .k = malloc(kv * 4), .v = malloc(kv * 4), .o = malloc(q * 4), .gates = malloc(n * (size_t)c->heads * 3 * 4),
-                        .k_cmp = malloc(cmp * 4), .v_cmp = malloc(cmp * 4),
+    *a = (lm_attention){.q = malloc(q * 4),
+                        .k = malloc(kv * 4),
+                        .v = malloc(kv * 4),
+                        .o = malloc(q * 4),
+                        .gates = malloc(n * (size_t)c->heads * 3 * 4),
+                        .k_cmp = malloc(cmp * 4),
+                        .v_cmp = malloc(cmp * 4),
                         .block_idx = malloc(n * (size_t)(c->kv_heads * c->selected) * sizeof(int32_t))};
     bool ok = a->q && a->k && a->v && a->o && a->gates && a->k_cmp && a->v_cmp && a->block_idx;
     for (int i = 0; i < 3; i++) {
@@ -32,7 +37,8 @@ bool attention_allocate(const lm_config *c, lm_attention *a)
 
 void attention_free(lm_attention *a)
 {
-    void *const all[] = {a->q, a->k, a->v, a->o, a->gates, a->k_cmp, a->v_cmp, a->block_idx, a->lse[0], a->lse[1], a->lse[2], a->o_b[0], a->o_b[1], a->o_b[2]};
+    void *const all[] = {a->q,         a->k,      a->v,      a->o,      a->gates,  a->k_cmp,  a->v_cmp,
+                         a->block_idx, a->lse[0], a->lse[1], a->lse[2], a->o_b[0], a->o_b[1], a->o_b[2]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
@@ -77,7 +83,8 @@ static bool dense(lm_model *m, lm_attention *a, int32_t n, const float *d_o, flo
            done(quern_attention_backward(m->ctx, &p, &t, m->workspace, m->workspace_bytes));
 }
 
-static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n, const float *d_o, float *d_q, float *d_k, float *d_v, float *d_w_gate)
+static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n, const float *d_o, float *d_q, float *d_k, float *d_v,
+                   float *d_w_gate)
 {
     const lm_config *c = &m->config;
     const int64_t dim = c->width / c->heads, nc = entries(c, n);
@@ -118,7 +125,8 @@ bool attention_forward(lm_model *m, lm_attention *a, const float *w_gate, int32_
     return m->config.sparse ? sparse(m, a, w_gate, n, NULL, NULL, NULL, NULL, NULL) : dense(m, a, n, NULL, NULL, NULL, NULL);
 }
 
-bool attention_backward(lm_model *m, lm_attention *a, const float *w_gate, const float *d_o, float *d_q, float *d_k, float *d_v, float *d_w_gate, int32_t n)
+bool attention_backward(lm_model *m, lm_attention *a, const float *w_gate, const float *d_o, float *d_q, float *d_k, float *d_v, float *d_w_gate,
+                        int32_t n)
 {
     return m->config.sparse ? sparse(m, a, w_gate, n, d_o, d_q, d_k, d_v, d_w_gate) : dense(m, a, n, d_o, d_q, d_k, d_v);
 }

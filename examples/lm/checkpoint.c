@@ -22,13 +22,15 @@ static float *state_of(const lm_param *p, int which)
 static void fields(lm_config *c, int64_t *step, lm_run *run, const char *names[FIELDS], int64_t values[FIELDS], bool read)
 {
     int32_t *const ints[] = {&c->width, &c->layers, &c->heads, &c->kv_heads, &c->inner, &c->context, &c->block, &c->selected, &c->window};
-    const char *const all[FIELDS] = {"width", "layers", "heads", "kv_heads", "inner", "context", "block", "selected", "window", "sparse", "step", "steps", "seed", "corpus_bytes"};
+    const char *const all[FIELDS] = {"width",    "layers", "heads",  "kv_heads", "inner", "context", "block",
+                                     "selected", "window", "sparse", "step",     "steps", "seed",    "corpus_bytes"};
     for (int i = 0; i < FIELDS; i++) names[i] = all[i];
     for (int i = 0; i < 9; i++) {
         if (read) *ints[i] = (int32_t)values[i];
         else values[i] = *ints[i];
     }
-    if (read) c->sparse = values[9] != 0, *step = values[10], run->steps = values[11], run->seed = (uint64_t)values[12], run->corpus_bytes = values[13];
+    if (read)
+        c->sparse = values[9] != 0, *step = values[10], run->steps = values[11], run->seed = (uint64_t)values[12], run->corpus_bytes = values[13];
     else values[9] = c->sparse, values[10] = *step, values[11] = run->steps, values[12] = (int64_t)run->seed, values[13] = run->corpus_bytes;
 }
 
@@ -102,7 +104,8 @@ bool checkpoint_load(lm_model *m, const char *path, lm_run *run)
         run->rates.muon = strtof(found[0], NULL);
         run->rates.adam = strtof(found[1], NULL);
         snprintf(run->corpus_digest, sizeof run->corpus_digest, "%s", found[2]);
-        ok = (config.layers <= MAX_LAYERS && config.width % config.heads == 0 && config.heads % config.kv_heads == 0) || failure("%s: %d layers of %d heads and width %d do not fit together", path, config.layers, config.heads, config.width) == 0;
+        ok = (config.layers <= MAX_LAYERS && config.width % config.heads == 0 && config.heads % config.kv_heads == 0) ||
+             failure("%s: %d layers of %d heads and width %d do not fit together", path, config.layers, config.heads, config.width) == 0;
         ok = ok && model_create(m, &config, 0);
         m->step = step;
     }

@@ -46,26 +46,35 @@ bool model_create(lm_model *m, const lm_config *config, uint64_t seed)
     m->params = calloc((size_t)m->param_count, sizeof *m->params);
     m->layer = calloc((size_t)c->layers, sizeof *m->layer);
     if (!m->params || !m->layer) return false;
-    bool ok = declare(m, P_BYTE, "embed.byte", BYTES, w, false, 1.0f, 0.5f, &seed) && declare(m, P_PAIR, "embed.pair", HASH_ROWS, w, false, 1.0f, 0.1f, &seed) &&
-              declare(m, P_TRIPLE, "embed.triple", HASH_ROWS, w, false, 1.0f, 0.1f, &seed) && declare(m, P_NORM, "norm", 1, w, false, 0.3f, -1.0f, &seed) &&
-              declare(m, P_HEAD, "head", w, BYTES, false, 0.3f, 0.02f, &seed);
+    bool ok = declare(m, P_BYTE, "embed.byte", BYTES, w, false, 1.0f, 0.5f, &seed) &&
+              declare(m, P_PAIR, "embed.pair", HASH_ROWS, w, false, 1.0f, 0.1f, &seed) &&
+              declare(m, P_TRIPLE, "embed.triple", HASH_ROWS, w, false, 1.0f, 0.1f, &seed) &&
+              declare(m, P_NORM, "norm", 1, w, false, 0.3f, -1.0f, &seed) && declare(m, P_HEAD, "head", w, BYTES, false, 0.3f, 0.02f, &seed);
     for (int32_t l = 0; l < c->layers && ok; l++) {
-        const struct { const char *name; int64_t rows, cols; bool muon; float spread; } list[L_COUNT] = {
-            [L_NORM1] = {"norm1", 1, w, false, -1.0f}, [L_Q] = {"q", w, w, true, in_w}, [L_K] = {"k", w, kv, true, in_w}, [L_V] = {"v", w, kv, true, in_w},
-            [L_O] = {"o", w, w, true, 0.0f}, [L_GATE] = {"gate", c->heads * 3, dim, false, 0.0f}, [L_NORM2] = {"norm2", 1, w, false, -1.0f},
-            [L_W1] = {"w1", w, inner, true, in_w}, [L_W3] = {"w3", w, inner, true, in_w}, [L_W2] = {"w2", inner, w, true, 0.1f * in_inner}};
+        const struct {
+            const char *name;
+            int64_t rows, cols;
+            bool muon;
+            float spread;
+        } list[L_COUNT] = {[L_NORM1] = {"norm1", 1, w, false, -1.0f}, [L_Q] = {"q", w, w, true, in_w},
+                           [L_K] = {"k", w, kv, true, in_w},          [L_V] = {"v", w, kv, true, in_w},
+                           [L_O] = {"o", w, w, true, 0.0f},           [L_GATE] = {"gate", c->heads * 3, dim, false, 0.0f},
+                           [L_NORM2] = {"norm2", 1, w, false, -1.0f}, [L_W1] = {"w1", w, inner, true, in_w},
+                           [L_W3] = {"w3", w, inner, true, in_w},     [L_W2] = {"w2", inner, w, true, 0.1f * in_inner}};
         for (int i = 0; i < L_COUNT && ok; i++) {
             char name[48];
             snprintf(name, sizeof name, "layers.%d.%s", l, list[i].name);
             ok = declare(m, P_LAYERS + l * L_COUNT + i, name, list[i].rows, list[i].cols, list[i].muon, 0.3f, list[i].spread, &seed);
         }
         lm_layer *a = &m->layer[l];
-        float **const arrays[] = {&a->x, &a->mid, &a->h1, &a->h2, &a->inv1, &a->inv2, &a->q_raw, &a->k_raw, &a->inv_q, &a->inv_k, &a->gate, &a->up, &a->act};
+        float **const arrays[] = {&a->x,     &a->mid,   &a->h1,    &a->h2,   &a->inv1, &a->inv2, &a->q_raw,
+                                  &a->k_raw, &a->inv_q, &a->inv_k, &a->gate, &a->up,   &a->act};
         const int64_t columns[] = {w, w, w, w, 1, 1, w, kv, c->heads, c->kv_heads, inner, inner, inner};
         for (size_t i = 0; i < sizeof arrays / sizeof *arrays && ok; i++) ok = (*arrays[i] = malloc((size_t)(n * columns[i]) * 4)) != NULL;
         ok = ok && attention_allocate(c, &a->attention);
     }
-    float **const arrays[] = {&m->x, &m->normed, &m->logits, &m->d_x, &m->d_normed, &m->inverse, &m->rope, &m->scratch[0], &m->scratch[1], &m->scratch[2], &m->scratch[3]};
+    float **const arrays[] = {&m->x,    &m->normed,     &m->logits,     &m->d_x,        &m->d_normed,  &m->inverse,
+                              &m->rope, &m->scratch[0], &m->scratch[1], &m->scratch[2], &m->scratch[3]};
     const int64_t widest = inner > w ? inner : w; /* the scratch serves both halves of a layer */
     const int64_t columns[] = {w, w, BYTES, w, w, 1, dim, widest, widest, widest, widest};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays && ok; i++) ok = (*arrays[i] = malloc((size_t)(n * columns[i]) * 4)) != NULL;
@@ -86,7 +95,8 @@ void model_destroy(lm_model *m)
         for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) free(arrays[i]);
         attention_free(&a->attention);
     }
-    float *const arrays[] = {m->x, m->normed, m->logits, m->d_x, m->d_normed, m->inverse, m->rope, m->scratch[0], m->scratch[1], m->scratch[2], m->scratch[3]};
+    float *const arrays[] = {m->x,    m->normed,     m->logits,     m->d_x,        m->d_normed,  m->inverse,
+                             m->rope, m->scratch[0], m->scratch[1], m->scratch[2], m->scratch[3]};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) free(arrays[i]);
     free(m->params);
     free(m->layer);

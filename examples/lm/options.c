@@ -8,14 +8,47 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { CORPUS = 1, CHECKPOINT, RESUME, CURVE, JSON, PROMPT, ATTENTION, STEPS, UNTIL, SEED, WIDTH, LAYERS, HEADS, INNER, CONTEXT, BLOCK, SELECTED, WINDOW, MUON, ADAM, SAVE, PIECES, LENGTH, TEMPERATURE, HELP };
+enum {
+    CORPUS = 1,
+    CHECKPOINT,
+    RESUME,
+    CURVE,
+    JSON,
+    PROMPT,
+    ATTENTION,
+    STEPS,
+    UNTIL,
+    SEED,
+    WIDTH,
+    LAYERS,
+    HEADS,
+    INNER,
+    CONTEXT,
+    BLOCK,
+    SELECTED,
+    WINDOW,
+    MUON,
+    ADAM,
+    SAVE,
+    PIECES,
+    LENGTH,
+    TEMPERATURE,
+    HELP
+};
 
-static const struct option table[] = {
-    {"corpus", 1, NULL, CORPUS}, {"checkpoint", 1, NULL, CHECKPOINT}, {"resume", 1, NULL, RESUME}, {"curve", 1, NULL, CURVE}, {"json", 1, NULL, JSON},
-    {"prompt", 1, NULL, PROMPT}, {"attention", 1, NULL, ATTENTION}, {"steps", 1, NULL, STEPS}, {"until", 1, NULL, UNTIL}, {"seed", 1, NULL, SEED},
-    {"width", 1, NULL, WIDTH}, {"layers", 1, NULL, LAYERS}, {"heads", 1, NULL, HEADS}, {"inner", 1, NULL, INNER}, {"context", 1, NULL, CONTEXT},
-    {"block", 1, NULL, BLOCK}, {"selected", 1, NULL, SELECTED}, {"window", 1, NULL, WINDOW}, {"muon", 1, NULL, MUON}, {"adam", 1, NULL, ADAM},
-    {"save-every", 1, NULL, SAVE}, {"pieces", 1, NULL, PIECES}, {"bytes", 1, NULL, LENGTH}, {"temperature", 1, NULL, TEMPERATURE}, {"help", 0, NULL, HELP}, {0}};
+static const struct option table[] = {{"corpus", 1, NULL, CORPUS},       {"checkpoint", 1, NULL, CHECKPOINT},
+                                      {"resume", 1, NULL, RESUME},       {"curve", 1, NULL, CURVE},
+                                      {"json", 1, NULL, JSON},           {"prompt", 1, NULL, PROMPT},
+                                      {"attention", 1, NULL, ATTENTION}, {"steps", 1, NULL, STEPS},
+                                      {"until", 1, NULL, UNTIL},         {"seed", 1, NULL, SEED},
+                                      {"width", 1, NULL, WIDTH},         {"layers", 1, NULL, LAYERS},
+                                      {"heads", 1, NULL, HEADS},         {"inner", 1, NULL, INNER},
+                                      {"context", 1, NULL, CONTEXT},     {"block", 1, NULL, BLOCK},
+                                      {"selected", 1, NULL, SELECTED},   {"window", 1, NULL, WINDOW},
+                                      {"muon", 1, NULL, MUON},           {"adam", 1, NULL, ADAM},
+                                      {"save-every", 1, NULL, SAVE},     {"pieces", 1, NULL, PIECES},
+                                      {"bytes", 1, NULL, LENGTH},        {"temperature", 1, NULL, TEMPERATURE},
+                                      {"help", 0, NULL, HELP},           {0}};
 
 /* What a checkpoint decides. */
 static bool in_checkpoint(int option)
@@ -35,8 +68,10 @@ static bool number(const char *name, const char *text, double least, double most
 
 bool options_parse(int argc, char **argv, const char *help, lm_options *o)
 {
-    *o = (lm_options){.config = LM_CONFIG_DEFAULT, .run = {1, 390, LM_RATES_DEFAULT}, .pieces = 48, .bytes = 400, .temperature = 0.7, .save_every = 100};
-    int32_t *const ints[] = {&o->config.width, &o->config.layers, &o->config.heads, &o->config.inner, &o->config.context, &o->config.block, &o->config.selected, &o->config.window};
+    *o = (lm_options){
+        .config = LM_CONFIG_DEFAULT, .run = {1, 390, LM_RATES_DEFAULT}, .pieces = 48, .bytes = 400, .temperature = 0.7, .save_every = 100};
+    int32_t *const ints[] = {&o->config.width,   &o->config.layers, &o->config.heads,    &o->config.inner,
+                             &o->config.context, &o->config.block,  &o->config.selected, &o->config.window};
     const double most[] = {4096, MAX_LAYERS, 256, 65536, 1 << 20, 1024, 1024, 1 << 20};
     const char *decided = NULL;
     int index = 0;

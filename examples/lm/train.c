@@ -51,8 +51,11 @@ static void draw(const char *path, const double *loss, int64_t count, const char
         signal(SIGPIPE, before);
         return;
     }
-    fprintf(f, "set terminal svg size 720,400 background '#ffffff' font 'sans-serif,13'\nset output '%s'\nset xlabel 'step'\nset ylabel 'bits per byte'\nset grid\n"
-               "set title '%s'\nplot '-' with lines lw 2 lc '#2060a0' notitle\n", path, title);
+    fprintf(f,
+            "set terminal svg size 720,400 background '#ffffff' font 'sans-serif,13'\nset output '%s'\n"
+            "set xlabel 'step'\nset ylabel 'bits per byte'\nset grid\nset title '%s'\n"
+            "plot '-' with lines lw 2 lc '#2060a0' notitle\n",
+            path, title);
     for (int64_t i = 0; i < count; i++)
         if (loss[i] > 0.0) fprintf(f, "%lld %f\n", (long long)i + 1, loss[i]);
     fprintf(f, "e\n");
@@ -90,14 +93,17 @@ int verb_train(int argc, char **argv)
     bool ok = o.resume != NULL ? checkpoint_load(&m, o.resume, &run) : model_create(&m, &o.config, o.run.seed);
     if (ok && o.resume != NULL && (run.corpus_bytes != corpus.size || strcmp(run.corpus_digest, corpus.digest) != 0))
         ok = failure("%s: it learned from a corpus of %lld bytes, SHA-256 of those to train on %.12s...; this corpus has %lld bytes, %.12s...: "
-                     "only the same one is accepted", o.resume, (long long)run.corpus_bytes, run.corpus_digest, (long long)corpus.size, corpus.digest) == 0;
+                     "only the same one is accepted",
+                     o.resume, (long long)run.corpus_bytes, run.corpus_digest, (long long)corpus.size, corpus.digest) == 0;
     run.corpus_bytes = corpus.size;
     memcpy(run.corpus_digest, corpus.digest, sizeof run.corpus_digest);
     const int32_t n = m.config.context;
-    if (ok && corpus.train <= n) ok = failure("the corpus has %lld bytes to train on: more than the context of %d are needed", (long long)corpus.train, n) == 0;
+    if (ok && corpus.train <= n)
+        ok = failure("the corpus has %lld bytes to train on: more than the context of %d are needed", (long long)corpus.train, n) == 0;
     const int64_t last = o.until > 0 && o.until < run.steps ? o.until : run.steps, first = m.step;
     if (ok && corpus.size - corpus.train <= n)
-        ok = failure("the held-out 5%% of the corpus has %lld bytes: more than the context of %d are needed", (long long)(corpus.size - corpus.train), n) == 0;
+        ok = failure("the held-out 5%% of the corpus has %lld bytes: more than the context of %d are needed", (long long)(corpus.size - corpus.train),
+                     n) == 0;
     double *loss = calloc((size_t)run.steps + 1, sizeof *loss), *times = calloc((size_t)run.steps + 1, sizeof *times), start = seconds();
     const bool terminal = isatty(STDERR_FILENO);
     ok = ok && loss != NULL && times != NULL;
@@ -111,8 +117,9 @@ int verb_train(int argc, char **argv)
         loss[step] = nats / 0.69314718055994531;
         const double rate = (double)n * (double)(m.step - first) / (seconds() - start), left = (double)(last - m.step) * (double)n / rate;
         if (terminal || m.step % 50 == 0 || m.step == last)
-            fprintf(stderr, "%s%s step %lld/%lld  %.3f bits/byte  %.0f tokens/s  %d:%02d left %s", terminal ? "\r" : "", m.config.sparse ? "nsa" : "dense",
-                    (long long)m.step, (long long)run.steps, loss[step], rate, (int)left / 60, (int)left % 60, terminal && m.step < last ? "" : "\n");
+            fprintf(stderr, "%s%s step %lld/%lld  %.3f bits/byte  %.0f tokens/s  %d:%02d left %s", terminal ? "\r" : "",
+                    m.config.sparse ? "nsa" : "dense", (long long)m.step, (long long)run.steps, loss[step], rate, (int)left / 60, (int)left % 60,
+                    terminal && m.step < last ? "" : "\n");
         if (o.checkpoint != NULL && o.save_every > 0 && m.step % o.save_every == 0 && m.step < last) ok = checkpoint_save(&m, o.checkpoint, &run);
     }
     if (ok && o.checkpoint != NULL) ok = checkpoint_save(&m, o.checkpoint, &run);
@@ -123,10 +130,12 @@ int verb_train(int argc, char **argv)
         const double median = m.step > first ? times[(m.step - first) / 2] : 0.0;
         ok = bits >= 0.0;
         if (ok)
-            printf("%s: %.4f held-out bits per byte after %lld steps of %d tokens; %.1f ms a step (median)\n", m.config.sparse ? "nsa" : "dense", bits,
-                   (long long)m.step, n, 1e3 * median);
-        ok = ok && json_write(o.json, "{\"attention\": \"%s\", \"bits_per_byte\": %.6f, \"steps\": %lld, \"tokens_per_step\": %d, \"ms_step_median\": %.3f}\n",
-                              m.config.sparse ? "nsa" : "dense", bits, (long long)m.step, n, 1e3 * median);
+            printf("%s: %.4f held-out bits per byte after %lld steps of %d tokens; %.1f ms a step (median)\n", m.config.sparse ? "nsa" : "dense",
+                   bits, (long long)m.step, n, 1e3 * median);
+        ok =
+            ok && json_write(o.json,
+                             "{\"attention\": \"%s\", \"bits_per_byte\": %.6f, \"steps\": %lld, \"tokens_per_step\": %d, \"ms_step_median\": %.3f}\n",
+                             m.config.sparse ? "nsa" : "dense", bits, (long long)m.step, n, 1e3 * median);
     }
     free(loss), free(times);
     model_destroy(&m);

@@ -48,7 +48,8 @@ static const quern_cuda_plugin *load(void)
         if (library == NULL) library = dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL);
     }
     if (library == NULL) {
-        error_set(QUERN_ERR_DEVICE, "device cuda: no backend (%s): " LIBRARY " beside libquern, or named by QUERN_CUDA_LIBRARY, is needed", dlerror());
+        error_set(QUERN_ERR_DEVICE, "device cuda: no backend (%s): " LIBRARY " beside libquern, or named by QUERN_CUDA_LIBRARY, is needed",
+                  dlerror());
         return NULL;
     }
     quern_cuda_plugin_entry *entry = NULL;

@@ -129,7 +129,8 @@ void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
             rows->delta[r + i] = one ? 0.0f : statistic(&args->delta, seq, query, head0 + h + i);
             rows->row_scale[r + i] = args->row_scale.ndim > 0 ? statistic(&args->row_scale, seq, query, head0 + h + i) : 1.0f;
             rows->dp_scale[r + i] = one ? 0.0f : rows->row_scale[r + i];
-            rows->special[r + i] = any_special(p->attend.bf16, q_to + i * q_ld, p->attend.dim_k) || any_special(p->attend.bf16, o_to + i * o_ld, p->attend.dim_v);
+            rows->special[r + i] =
+                any_special(p->attend.bf16, q_to + i * q_ld, p->attend.dim_k) || any_special(p->attend.bf16, o_to + i * o_ld, p->attend.dim_v);
         }
         r += m;
     }

@@ -93,7 +93,8 @@ static void sum_over_keys(const backward_plan *p, const backward_rows *rows, con
     const uint32_t *ds = (p->attend.bf16 ? s->ds_words : (const uint32_t *)(const void *)s->dp) + a * ld + c0 / pairs;
     for (int64_t j = 0; j < panels; j++) {
         const int64_t column = j * p->key_panel, n = p->key_width - column < p->key_panel ? p->key_width - column : p->key_panel;
-        mm(b - a, n, (c1 - c0 + pairs - 1) / pairs, ds, ld, 1, b_rows + j * stride, p->key_panel, rows->d_q + a * p->key_ld + column, p->key_ld, true);
+        mm(b - a, n, (c1 - c0 + pairs - 1) / pairs, ds, ld, 1, b_rows + j * stride, p->key_panel, rows->d_q + a * p->key_ld + column, p->key_ld,
+           true);
     }
 }
 

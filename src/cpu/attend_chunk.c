@@ -100,7 +100,8 @@ expected_rows attend_expect(const attend_plan *plan, int64_t index, int64_t piec
     const int64_t at = seq.view_b * q->strides[0] + (seq.q0 + query) * q->strides[1] + head * q->strides[2];
     const int64_t most = chunk_rows < TILE_ROWS ? chunk_rows : TILE_ROWS;
     const int32_t first = (int32_t)(row0 % plan->hs), n = (int32_t)(left < most ? left : most);
-    return (expected_rows){(const char *)q->data + at * size, q->strides[1] * size, q->strides[2] * size, plan->dim_k * size, plan->hs, first, first + n};
+    return (expected_rows){
+        (const char *)q->data + at * size, q->strides[1] * size, q->strides[2] * size, plan->dim_k * size, plan->hs, first, first + n};
 }
 
 static void clear_o(const attend_plan *plan, const attend_chunk *c)

@@ -283,7 +283,10 @@ static void gate_rows(const gate_block *t)
 #undef CALL
     }
     if (t->out.data != NULL) {
-#define CALL(dtype) (!whole ? combine_rows_of(t, dtype, t->stream, false) : t->stream ? combine_rows_of(t, dtype, true, true) : combine_rows_of(t, dtype, false, true))
+#define CALL(dtype)                                                                                                                                  \
+    (!whole      ? combine_rows_of(t, dtype, t->stream, false)                                                                                       \
+     : t->stream ? combine_rows_of(t, dtype, true, true)                                                                                             \
+                 : combine_rows_of(t, dtype, false, true))
         BY_DTYPE(t->dtype, CALL);
 #undef CALL
     }
@@ -375,7 +378,8 @@ INLINE void gate_backward_of(const gate_backward_block *t, const quern_dtype dty
             else if (whole && more) c = products_and_scales(sum, d_o_ahead.row, o_rows, d_o.row, gates, scaled, dtype, t->dim_v, false);
             for (int b = 0; b < 3; b++)
                 if (scaled[b] != NULL) scale_row(d_o.row, dtype, g[b], c, t->dim_v, scaled[b], t->stream[b]);
-            if (d_q.row != NULL && t->d_q_dtype == QUERN_F32) query_row(dl, w.row, w_dtype, t->w.ld, t->dim, d_q.row, QUERN_F32, t->accumulate, t->stream[3]);
+            if (d_q.row != NULL && t->d_q_dtype == QUERN_F32)
+                query_row(dl, w.row, w_dtype, t->w.ld, t->dim, d_q.row, QUERN_F32, t->accumulate, t->stream[3]);
             else if (d_q.row != NULL) query_row(dl, w.row, w_dtype, t->w.ld, t->dim, d_q.row, dtype, t->accumulate, t->stream[3]);
             const bool wraps = next_head(&head, heads);
             for (int b = 0; b < 3; b++) {
@@ -408,7 +412,8 @@ static void gate_backward(const gate_backward_block *t)
 }
 
 /* A head's share of `tokens` tokens: d_w goes through the registers once for all of them. */
-INLINE void weight_rows(const float *s, int64_t s_step, const char *q, const quern_dtype dtype, int64_t q_step, const int tokens, int64_t n, float *d_w)
+INLINE void weight_rows(const float *s, int64_t s_step, const char *q, const quern_dtype dtype, int64_t q_step, const int tokens, int64_t n,
+                        float *d_w)
 {
     for (int64_t c = 0; c < n; c += LANES) {
         vfloat sum[3];

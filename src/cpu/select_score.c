@@ -88,7 +88,8 @@ static void products(const select_plan *p, const void *keys, const attend_sequen
     const float *base = (const float *)keys + (kv_head * t->packed_rows + seq->packed0) * t->key_words;
     mm_kernel *mm = t->bf16 ? t->kernels->mm_bf16 : t->kernels->mm_f32;
     for (int64_t j = 0; j < columns; j += panel)
-        mm(m, columns - j < panel ? columns - j : panel, t->key_words, a, t->key_words, 1, base + (first + j) * t->key_words, panel, c + j, ldc, false);
+        mm(m, columns - j < panel ? columns - j : panel, t->key_words, a, t->key_words, 1, base + (first + j) * t->key_words, panel, c + j, ldc,
+           false);
 }
 
 static void score_mean_logits(const select_plan *p, const void *keys, int64_t b, int64_t list_head, int64_t tile0, int64_t count, select_scratch *s)
@@ -131,7 +132,8 @@ static void make_lse(const select_plan *p, const void *keys, int32_t rows, int64
 }
 
 /* Rows [row0, row0 + rows) of the list head: their probabilities to the tiles' entries. */
-static void add_rows(const select_plan *p, const void *keys, int64_t b, int64_t list_head, int64_t tile0, int64_t row0, int32_t rows, select_scratch *s)
+static void add_rows(const select_plan *p, const void *keys, int64_t b, int64_t list_head, int64_t tile0, int64_t row0, int32_t rows,
+                     select_scratch *s)
 {
     const attend_plan *t = &p->attention;
     attend_chunk *c = &s->chunk;

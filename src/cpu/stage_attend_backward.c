@@ -205,8 +205,8 @@ static void end_keys(const backward_task *t)
                               p->attend.args->scale, p->attend.dim_k);
         g = &p->d_v;
         if (g->data != NULL)
-            k->add_scaled_row(g->data + t->seq.view_b * g->strides[0] + token * g->strides[1] + t->kv_head * g->strides[2], keys->d_v + c * p->value_ld,
-                              1.0f, p->attend.dim_v);
+            k->add_scaled_row(g->data + t->seq.view_b * g->strides[0] + token * g->strides[1] + t->kv_head * g->strides[2],
+                              keys->d_v + c * p->value_ld, 1.0f, p->attend.dim_v);
     }
     atomic_store_explicit(&t->turns[t->self], keys->key1, memory_order_release);
 }

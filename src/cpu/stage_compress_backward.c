@@ -75,8 +75,14 @@ static void carve_weights(const quern_exec *exec, backward_job *job, side *s, ar
         s->r = carve_rows(s->y, s->width, a);
         if (is_present(s->d_w)) s->means = carve_rows(s->y, s->dim, a);
     }
-    const gemm_shape shape = {.dtype = QUERN_F32, .m = linear ? group : WEIGHT_ROWS, .n = s->width, .k = DEPTH,
-                              .lda = linear ? group + TILE_GAP : s->heads * s->dim, .a_transposed = true, .ldb = row, .panel_stride = job->pack->panel,
+    const gemm_shape shape = {.dtype = QUERN_F32,
+                              .m = linear ? group : WEIGHT_ROWS,
+                              .n = s->width,
+                              .k = DEPTH,
+                              .lda = linear ? group + TILE_GAP : s->heads * s->dim,
+                              .a_transposed = true,
+                              .ldb = row,
+                              .panel_stride = job->pack->panel,
                               .ldc = s->width};
     s->weights = gemm_plan(exec, &shape);
     const size_t bytes = s->back.product.scratch_bytes > s->weights.scratch_bytes ? s->back.product.scratch_bytes : s->weights.scratch_bytes;
@@ -148,7 +154,8 @@ static void prepare_means(void *arg, int64_t index, int32_t thread)
     const backward_job *job = arg;
     const side *s = job->s;
     const sequence_rows seq = sequence_at(&job->args->seqs, index / job->pieces);
-    const int64_t first = index % job->pieces * MEAN_RUNS, end = first + MEAN_RUNS < seq.entries ? first + MEAN_RUNS : seq.entries, joined = heads_joined(s->x);
+    const int64_t first = index % job->pieces * MEAN_RUNS, end = first + MEAN_RUNS < seq.entries ? first + MEAN_RUNS : seq.entries,
+                  joined = heads_joined(s->x);
     for (int64_t i = first; i < end; i++)
         for (int64_t h = 0; h < s->heads; h += joined)
             mean_of_entry(job->kernels, job->args, s->x, &seq, i, h, joined, row_at(&s->means, seq.view_b, seq.entry0 + i, h));

@@ -115,7 +115,8 @@ static void run_part(void *arg, int64_t part, int32_t thread)
 {
     const backward_job *job = arg;
     const gate_args *args = job->args;
-    const int64_t first = part * job->part_rows, total = job->views * job->rows, valid = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : job->rows;
+    const int64_t first = part * job->part_rows, total = job->views * job->rows,
+                  valid = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : job->rows;
     const int64_t end = first + job->part_rows < total ? first + job->part_rows : total, floats = job->heads * 3 * job->dim;
     float *sum = job->parts_sum != NULL ? job->parts_sum + part * floats : NULL;
     float *few = job->thread_sum != NULL ? job->thread_sum + thread * floats : NULL;

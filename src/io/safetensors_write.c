@@ -83,9 +83,10 @@ static quern_status build_header(json_t *header, const quern_safetensors_item *i
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "items[%zu]: a name other than __metadata__ and a tensor are needed", i);
         if (tensor_bytes(items[i].tensor) < 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "items[%zu] '%.100s': a CPU tensor with data, of a known dtype, with 0 to %d extents >= 0 and fewer than 2^63 bytes is accepted",
-                             i, items[i].name, QUERN_MAX_DIMS);
+            return error_set(
+                QUERN_ERR_INVALID_ARGUMENT,
+                "items[%zu] '%.100s': a CPU tensor with data, of a known dtype, with 0 to %d extents >= 0 and fewer than 2^63 bytes is accepted", i,
+                items[i].name, QUERN_MAX_DIMS);
     }
     for (size_t width = 8; width > 0; width /= 2) {
         for (size_t i = 0; i < count; i++) {

@@ -197,14 +197,17 @@ static void add_rules(const nsa_call *c, const quern_nsa_tensors *t, const roles
     LIST(r->group_idx, group_idx, 4, p->max_compressed_groups);
 #undef LIST
     ACT(r->o, o, act, N, H, Dv);
-#define STAT(role_, field) c->packed ? add(list, role_, #field, t->field, VIEW_F32, 2, H, N, 0, 0) : add(list, role_, #field, t->field, VIEW_F32, 3, B, H, N, 0)
+#define STAT(role_, field)                                                                                                                           \
+    c->packed ? add(list, role_, #field, t->field, VIEW_F32, 2, H, N, 0, 0) : add(list, role_, #field, t->field, VIEW_F32, 3, B, H, N, 0)
     const bool gates_only = c->op == NSA_COMBINE || c->op == NSA_GATE || c->op == NSA_GATE_BACKWARD; /* these take any subset as given */
 #define BRANCH(i, role_) (gates_only ? ((role_) == NEEDED ? OPTIONAL : (role_)) : nsa_branch_on(c, i) ? (role_) : UNUSED)
-    ACT(BRANCH(NSA_CMP, r->o_b), o_cmp, act, N, H, Dv), ACT(BRANCH(NSA_SLC, r->o_b), o_slc, act, N, H, Dv), ACT(BRANCH(NSA_WIN, r->o_b), o_win, act, N, H, Dv);
+    ACT(BRANCH(NSA_CMP, r->o_b), o_cmp, act, N, H, Dv), ACT(BRANCH(NSA_SLC, r->o_b), o_slc, act, N, H, Dv),
+        ACT(BRANCH(NSA_WIN, r->o_b), o_win, act, N, H, Dv);
     STAT(r->lse_cmp_in, lse_cmp);
     STAT(BRANCH(NSA_CMP, r->lse), lse_cmp), STAT(BRANCH(NSA_SLC, r->lse), lse_slc), STAT(BRANCH(NSA_WIN, r->lse), lse_win);
     ACT(r->d_o, d_o, act, N, H, Dv);
-    ACT(BRANCH(NSA_CMP, r->d_o_b), d_o_cmp, act, N, H, Dv), ACT(BRANCH(NSA_SLC, r->d_o_b), d_o_slc, act, N, H, Dv), ACT(BRANCH(NSA_WIN, r->d_o_b), d_o_win, act, N, H, Dv);
+    ACT(BRANCH(NSA_CMP, r->d_o_b), d_o_cmp, act, N, H, Dv), ACT(BRANCH(NSA_SLC, r->d_o_b), d_o_slc, act, N, H, Dv),
+        ACT(BRANCH(NSA_WIN, r->d_o_b), d_o_win, act, N, H, Dv);
 #undef STAT
 #undef BRANCH
     ACT(r->d_q, d_q, act, N, H, D);
@@ -238,7 +241,8 @@ static void fill_views(nsa_call *c, const quern_nsa_tensors *t, const roles *r)
     v->k_b[NSA_WIN] = c->separate[NSA_WIN] ? view(t->k_win) : v->k, v->v_b[NSA_WIN] = c->separate[NSA_WIN] ? view(t->v_win) : v->v;
     v->w_k = USE_FLAT(r->w, t->w_k), v->w_v = USE_FLAT(r->w, t->w_v), v->pe_k = USE_FLAT(r->pe, t->pe_k), v->pe_v = USE_FLAT(r->pe, t->pe_v);
     v->w_gate = USE_FLAT(r->w_gate, t->w_gate), v->gates = USE(r->gates, t->gates);
-    v->block_idx = USE(r->block_idx, t->block_idx), v->block_count = USE(r->block_count, t->block_count), v->group_idx = USE(r->group_idx, t->group_idx);
+    v->block_idx = USE(r->block_idx, t->block_idx), v->block_count = USE(r->block_count, t->block_count),
+    v->group_idx = USE(r->group_idx, t->group_idx);
     const quern_tensor *const o_b[] = {t->o_cmp, t->o_slc, t->o_win}, *const lse[] = {t->lse_cmp, t->lse_slc, t->lse_win};
     const quern_tensor *const d_o_b[] = {t->d_o_cmp, t->d_o_slc, t->d_o_win};
     v->o = USE(r->o, t->o), v->d_o = USE(r->d_o, t->d_o);
@@ -251,7 +255,8 @@ static void fill_views(nsa_call *c, const quern_nsa_tensors *t, const roles *r)
     v->d_k_b[NSA_CMP] = USE(r->d_cmp, t->d_k_cmp), v->d_v_b[NSA_CMP] = USE(r->d_cmp, t->d_v_cmp);
     if (backward && c->separate[NSA_SLC]) v->d_k_b[NSA_SLC] = view(t->d_k_slc), v->d_v_b[NSA_SLC] = view(t->d_v_slc);
     if (backward && c->separate[NSA_WIN]) v->d_k_b[NSA_WIN] = view(t->d_k_win), v->d_v_b[NSA_WIN] = view(t->d_v_win);
-    v->d_w_k = USE_FLAT(r->d_w, t->d_w_k), v->d_w_v = USE_FLAT(r->d_w, t->d_w_v), v->d_pe_k = USE_FLAT(r->d_w, t->d_pe_k), v->d_pe_v = USE_FLAT(r->d_w, t->d_pe_v);
+    v->d_w_k = USE_FLAT(r->d_w, t->d_w_k), v->d_w_v = USE_FLAT(r->d_w, t->d_w_v), v->d_pe_k = USE_FLAT(r->d_w, t->d_pe_k),
+    v->d_pe_v = USE_FLAT(r->d_w, t->d_pe_v);
     v->d_w_gate = USE_FLAT(r->d_w_gate, t->d_w_gate), v->d_gates = USE(r->d_gates, t->d_gates);
 #undef USE
 #undef USE_FLAT
@@ -305,8 +310,8 @@ static quern_status check_orphans(const nsa_call *c, const quern_nsa_tensors *t)
     };
     for (size_t i = 0; i < sizeof orphans / sizeof *orphans; i++)
         if (orphans[i].applies && orphans[i].gradient != NULL && orphans[i].of == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_%s is given and %s is NULL: both or no d_%s are accepted", orphans[i].name, orphans[i].name,
-                             orphans[i].name);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_%s is given and %s is NULL: both or no d_%s are accepted", orphans[i].name,
+                             orphans[i].name, orphans[i].name);
     return QUERN_OK;
 }
 
@@ -319,7 +324,8 @@ static quern_status check_products(const nsa_call *c)
     for (int i = 0; i < 2; i++) fits = fits && !__builtin_mul_overflow(rows, per_query[i], &rows);
     for (int i = 0; i < 3; i++) fits = fits && !__builtin_mul_overflow(entries, lists[i], &entries);
     if (fits && rows <= INT64_MAX / 64 && entries <= INT64_MAX / 64) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "batch %lld, %lld tokens, %lld heads, num_selected %lld: the sizes overflow: products below 2^57 are accepted",
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "batch %lld, %lld tokens, %lld heads, num_selected %lld: the sizes overflow: products below 2^57 are accepted",
                      (long long)c->batch, (long long)c->n, (long long)c->heads, (long long)c->params.num_selected);
 }
 
@@ -338,7 +344,8 @@ quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const 
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "cu_seqlens has %d dimensions of %lld: one dimension of batch + 1 borders is accepted",
                          t->cu_seqlens->ndim, t->cu_seqlens->ndim == 1 ? (long long)t->cu_seqlens->shape[0] : 0);
     if (c->packed && t->cu_seqlens->shape[0] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cu_seqlens.shape[0] is %lld: 1 to %d is accepted", (long long)t->cu_seqlens->shape[0], INT32_MAX);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cu_seqlens.shape[0] is %lld: 1 to %d is accepted", (long long)t->cu_seqlens->shape[0],
+                         INT32_MAX);
     if ((status = check_strangers(c, t)) != QUERN_OK) return status;
     const roles r = roles_of(c, t);
     if ((status = find_extents(c, t, &r)) != QUERN_OK) return status;
@@ -349,13 +356,15 @@ quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const 
     if ((status = view_check_all(list.rules, list.count, &c->like, run)) != QUERN_OK) return status;
     if ((status = check_orphans(c, t)) != QUERN_OK) return status;
     if (run && c->packed && (status = view_check_borders(t->cu_seqlens, "cu_seqlens", c->n)) != QUERN_OK) return status;
-    if (run && c->packed && r.cu_cmp == NEEDED && (status = view_check_borders(t->cu_seqlens_cmp, "cu_seqlens_cmp", c->n_cmp)) != QUERN_OK) return status;
+    if (run && c->packed && r.cu_cmp == NEEDED && (status = view_check_borders(t->cu_seqlens_cmp, "cu_seqlens_cmp", c->n_cmp)) != QUERN_OK)
+        return status;
     if (c->params.scale == 0.0f && c->dim_k > 0) c->params.scale = 1.0f / sqrtf((float)c->dim_k);
     c->backend = context_backend(ctx, c->like.device, c->like.device_id, t->stream, &c->exec);
     if (c->backend == NULL) return error_status();
     fill_views(c, t, &r);
     c->tokens = (stage_seqs){c->batch, c->n, c->n, view_or_absent(t->cu_seqlens), view_or_absent(t->cu_seqlens)};
-    c->compressed = (stage_seqs){c->batch, c->n, c->n_cmp, view_or_absent(t->cu_seqlens), r.cu_cmp != UNUSED ? view_or_absent(t->cu_seqlens_cmp) : (quern_tensor){0}};
+    c->compressed = (stage_seqs){c->batch, c->n, c->n_cmp, view_or_absent(t->cu_seqlens),
+                                 r.cu_cmp != UNUSED ? view_or_absent(t->cu_seqlens_cmp) : (quern_tensor){0}};
     const quern_nsa_params *p = &c->params;
     c->check = (check_args){.seqs = c->compressed, .tile = p->tile, .select_block = p->select_block, .block_size = p->block_size, .stride = p->stride,
                             .status = view_or_absent(asked)};
@@ -405,8 +414,14 @@ compress_args nsa_compress_args(const nsa_call *c)
 
 select_args nsa_select_args(const nsa_call *c)
 {
-    return (select_args){.seqs = c->compressed, .params = c->params, .q = c->views.q, .k_cmp = c->views.k_b[NSA_CMP], .lse_cmp = c->views.lse_b[NSA_CMP],
-                         .block_idx = c->views.block_idx, .block_count = c->views.block_count, .group_idx = c->views.group_idx,
+    return (select_args){.seqs = c->compressed,
+                         .params = c->params,
+                         .q = c->views.q,
+                         .k_cmp = c->views.k_b[NSA_CMP],
+                         .lse_cmp = c->views.lse_b[NSA_CMP],
+                         .block_idx = c->views.block_idx,
+                         .block_count = c->views.block_count,
+                         .group_idx = c->views.group_idx,
                          .groups_given = c->params.groups == QUERN_NSA_LIST_GIVEN};
 }
 

@@ -36,8 +36,8 @@ static quern_status check_supported(const nsa_call *c, bool backward)
 }
 
 /* Plans, carves on `workspace` (NULL: sizes only) and checks that the stages are there. */
-static quern_status prepare(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, bool run, void *workspace,
-                            nsa_call *call, size_t *bytes)
+static quern_status prepare(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, bool run,
+                            void *workspace, nsa_call *call, size_t *bytes)
 {
     quern_status status = nsa_plan(ctx, params, tensors, op, run, call);
     if (status != QUERN_OK) return status;
@@ -59,7 +59,8 @@ static quern_status workspace_of(quern_context *ctx, const quern_nsa_params *par
     return QUERN_OK;
 }
 
-static quern_status run(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, void *workspace, size_t given)
+static quern_status run(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, void *workspace,
+                        size_t given)
 {
     nsa_call call;
     size_t needed;
@@ -76,7 +77,8 @@ quern_status quern_nsa_forward_workspace(quern_context *ctx, const quern_nsa_par
     return workspace_of(ctx, params, tensors, NSA_FORWARD, bytes);
 }
 
-quern_status quern_nsa_forward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_nsa_forward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
+                               size_t workspace_bytes)
 {
     return run(ctx, params, tensors, NSA_FORWARD, workspace, workspace_bytes);
 }
@@ -86,7 +88,8 @@ quern_status quern_nsa_backward_workspace(quern_context *ctx, const quern_nsa_pa
     return workspace_of(ctx, params, tensors, NSA_BACKWARD, bytes);
 }
 
-quern_status quern_nsa_backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_nsa_backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
+                                size_t workspace_bytes)
 {
     return run(ctx, params, tensors, NSA_BACKWARD, workspace, workspace_bytes);
 }
@@ -96,12 +99,14 @@ quern_status quern_nsa_compress_workspace(quern_context *ctx, const quern_nsa_pa
     return workspace_of(ctx, params, tensors, NSA_COMPRESS, bytes);
 }
 
-quern_status quern_nsa_compress(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_nsa_compress(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
+                                size_t workspace_bytes)
 {
     return run(ctx, params, tensors, NSA_COMPRESS, workspace, workspace_bytes);
 }
 
-quern_status quern_nsa_compress_backward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
+quern_status quern_nsa_compress_backward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                                   size_t *bytes)
 {
     return workspace_of(ctx, params, tensors, NSA_COMPRESS_BACKWARD, bytes);
 }
@@ -117,7 +122,8 @@ quern_status quern_nsa_select_workspace(quern_context *ctx, const quern_nsa_para
     return workspace_of(ctx, params, tensors, NSA_SELECT, bytes);
 }
 
-quern_status quern_nsa_select(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_nsa_select(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
+                              size_t workspace_bytes)
 {
     return run(ctx, params, tensors, NSA_SELECT, workspace, workspace_bytes);
 }
@@ -127,7 +133,8 @@ quern_status quern_nsa_attend_workspace(quern_context *ctx, const quern_nsa_para
     return workspace_of(ctx, params, tensors, NSA_ATTEND, bytes);
 }
 
-quern_status quern_nsa_attend(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_nsa_attend(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
+                              size_t workspace_bytes)
 {
     return run(ctx, params, tensors, NSA_ATTEND, workspace, workspace_bytes);
 }

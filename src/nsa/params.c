@@ -30,10 +30,12 @@ static quern_status check_selection(const quern_nsa_params *p)
     if (p->causal && p->forced_local > 0)
         forced += p->forced_local + (p->select_block - gcd(p->tile, p->select_block) + p->tile - 1) / p->select_block;
     if (p->num_selected < forced)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "num_selected is %lld: at least the %lld forced blocks (first %lld, local %lld, tile %lld) are accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "num_selected is %lld: at least the %lld forced blocks (first %lld, local %lld, tile %lld) are accepted",
                          (long long)p->num_selected, (long long)forced, (long long)p->forced_first, (long long)p->forced_local, (long long)p->tile);
     if (p->metric == QUERN_NSA_METRIC_MEAN_LOGIT && (p->stride != p->block_size || p->select_block != p->block_size))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "metric mean_logit with block_size %lld, stride %lld, select_block %lld: three equal ones are accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "metric mean_logit with block_size %lld, stride %lld, select_block %lld: three equal ones are accepted",
                          (long long)p->block_size, (long long)p->stride, (long long)p->select_block);
     return QUERN_OK;
 }

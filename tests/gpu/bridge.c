@@ -107,7 +107,8 @@ static void image_take(image *m, int run, const char *stage)
     } else if (m->host != NULL) {
         for (size_t i = 0; i < m->total; i++)
             if (now[i] != m->start[1][i])
-                fail_msg("%s: byte %zu of a buffer of %zu differs in %s", stage, i - m->at, m->bytes, run == 1 ? "the second run" : "the replayed graph");
+                fail_msg("%s: byte %zu of a buffer of %zu differs in %s", stage, i - m->at, m->bytes,
+                         run == 1 ? "the second run" : "the replayed graph");
     }
     free(now);
 }
@@ -147,7 +148,8 @@ static quern_status bridge(const char *stage, const quern_exec *given, void *arg
     for (int run = 0; run < runs && status == QUERN_OK; run++) {
         cudaGraph_t graph;
         cudaGraphExec_t replay;
-        for (size_t i = 0; i < made; i++) CHECK(cudaMemcpyAsync(images[i].device, images[i].start[0], images[i].total, cudaMemcpyHostToDevice, stream));
+        for (size_t i = 0; i < made; i++)
+            CHECK(cudaMemcpyAsync(images[i].device, images[i].start[0], images[i].total, cudaMemcpyHostToDevice, stream));
         CHECK(cudaStreamSynchronize(stream));
         if (run == 2) CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
         status = call(&exec, args, workspace);
@@ -176,10 +178,11 @@ static quern_status bridge(const char *stage, const quern_exec *given, void *arg
 static const size_t attend_tensors[] = {SEQS(attend_args), AT(attend_args, list), AT(attend_args, q), AT(attend_args, k), AT(attend_args, v),
                                         AT(attend_args, o), AT(attend_args, lse), AT(attend_args, d_o), AT(attend_args, row_scale),
                                         AT(attend_args, delta), AT(attend_args, d_q), AT(attend_args, d_k), AT(attend_args, d_v)};
-static const size_t compress_tensors[] = {
-    SEQS(compress_args), AT(compress_args, k), AT(compress_args, v), AT(compress_args, w_k), AT(compress_args, w_v), AT(compress_args, pe_k),
-    AT(compress_args, pe_v), AT(compress_args, k_cmp), AT(compress_args, v_cmp), AT(compress_args, d_k_cmp), AT(compress_args, d_v_cmp),
-    AT(compress_args, d_k), AT(compress_args, d_v), AT(compress_args, d_w_k), AT(compress_args, d_w_v), AT(compress_args, d_pe_k), AT(compress_args, d_pe_v)};
+static const size_t compress_tensors[] = {SEQS(compress_args),      AT(compress_args, k),       AT(compress_args, v),       AT(compress_args, w_k),
+                                          AT(compress_args, w_v),   AT(compress_args, pe_k),    AT(compress_args, pe_v),    AT(compress_args, k_cmp),
+                                          AT(compress_args, v_cmp), AT(compress_args, d_k_cmp), AT(compress_args, d_v_cmp), AT(compress_args, d_k),
+                                          AT(compress_args, d_v),   AT(compress_args, d_w_k),   AT(compress_args, d_w_v),   AT(compress_args, d_pe_k),
+                                          AT(compress_args, d_pe_v)};
 static const size_t select_tensors[] = {SEQS(select_args), AT(select_args, q), AT(select_args, k_cmp), AT(select_args, lse_cmp),
                                         AT(select_args, block_idx), AT(select_args, block_count), AT(select_args, group_idx)};
 static const size_t gate_tensors[] = {SEQS(gate_args), AT(gate_args, q), AT(gate_args, w_gate), AT(gate_args, gates), AT(gate_args, o_b[0]),

@@ -85,7 +85,8 @@ static void twin_free(twin *t)
     OK(quern_cuda_free(device, t->base));
 }
 
-static const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, lse_shape[] = {1, H, N}, w_shape[] = {H, 3, D}, gate_shape[] = {1, N, H, 3};
+static const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, lse_shape[] = {1, H, N}, w_shape[] = {H, 3, D},
+                     gate_shape[] = {1, N, H, 3};
 
 static int start(void **unused)
 {

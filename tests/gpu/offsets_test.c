@@ -93,7 +93,8 @@ static void four_million_tokens(void **state)
     const quern_backend *b = plugin->backend;
     quern_exec exec = {.device = QUERN_CUDA};
     const size_t row = D * 2;
-    attend_args a = {.mask = ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1.0f / sqrtf(D), .window = 100, .query_offset = 0, .tile = 1};
+    attend_args a = {
+        .mask = ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1.0f / sqrtf(D), .window = 100, .query_offset = 0, .tile = 1};
     a.q = repeating(&random, H, D), a.k = repeating(&random, HKV, D), a.v = repeating(&random, HKV, D), a.o = tokens(H, D);
     a.lse = make(QUERN_F32, 3, (const int64_t[]){1, H, N});
     run(b->attend_forward.run(&exec, &a, NULL));

@@ -85,7 +85,8 @@ static void check(quern_nsa_metric metric, quern_nsa_scope scope, int64_t tile, 
     const quern_tensor v = make(QUERN_BF16, 4 - skip, k_shape + skip, true), w = make(QUERN_BF16, 3, w_shape, true);
     quern_tensor o[2], gates[2], branch[3], borders = make(QUERN_I32, 1, cu_shape, false);
     OK(quern_cuda_copy(0, borders.data, cu, sizeof cu, NULL));
-    for (int i = 0; i < 2; i++) o[i] = make(QUERN_BF16, 4 - skip, q_shape + skip, false), gates[i] = make(QUERN_F32, 4 - skip, gate_shape + skip, false);
+    for (int i = 0; i < 2; i++)
+        o[i] = make(QUERN_BF16, 4 - skip, q_shape + skip, false), gates[i] = make(QUERN_F32, 4 - skip, gate_shape + skip, false);
     for (int i = 0; i < 3; i++) branch[i] = make(QUERN_BF16, 4 - skip, q_shape + skip, false);
     quern_context *ctx;
     OK(quern_context_create(NULL, &ctx));

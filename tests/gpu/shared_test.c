@@ -58,7 +58,8 @@ static void a_smaller_gpu_refuses_with_a_sentence(void **state)
                     char why[STAGE_WHY_BYTES] = "";
                     const bool forward = cuda->attend_forward.supports(&exec, &a, why);
                     check(forward, k == 0 || (k == 1 && dims[i] <= 64), why, "forward", dtype, dims[i], limits[k]);
-                    check(cuda->attend_backward.supports(&exec, &a, why), k == 0 || (k == 1 && dims[i] <= 64), why, "backward", dtype, dims[i], limits[k]);
+                    check(cuda->attend_backward.supports(&exec, &a, why), k == 0 || (k == 1 && dims[i] <= 64), why, "backward", dtype, dims[i],
+                          limits[k]);
                     if (listed) continue;
                     select_args s = {.seqs = {1, N, N / 64, {0}, {0}}, .params = QUERN_NSA_PARAMS_INIT};
                     s.params.stride = s.params.select_block = 64, s.params.scale = 1;

@@ -192,7 +192,8 @@ static void case_make(backward_case *c, quern_dtype dtype, test_random *random)
 
 static void case_free(backward_case *c)
 {
-    test_tensor *all[] = {&c->q, &c->k, &c->v, &c->d_o, &c->lse, &c->delta, &c->row_scale, &c->d_q, &c->d_k, &c->d_v, &c->list, &c->borders_q, &c->borders_kv};
+    test_tensor *all[] = {&c->q,   &c->k,   &c->v,   &c->d_o,  &c->lse,       &c->delta,     &c->row_scale,
+                          &c->d_q, &c->d_k, &c->d_v, &c->list, &c->borders_q, &c->borders_kv};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (all[i]->buffer != NULL) test_tensor_free(all[i]);
 }
@@ -234,7 +235,8 @@ static gradients reference_of(backward_case *c)
         oracle_attend_backward(&shape, sees, &s, sq, sk, sv, sdo, g.d_q + q0 * c->h * c->d, g.d_k + k0 * c->hkv * c->d, g.d_v + k0 * c->hkv * c->dv);
         for (int64_t t = 0; t < s.nq; t++)
             for (int64_t head = 0; head < c->h; head++)
-                for (int64_t e = 0; e < c->dv; e++) delta[at + head * c->nq + t] += sdo[(t * c->h + head) * c->dv + e] * so[(t * c->h + head) * c->dv + e];
+                for (int64_t e = 0; e < c->dv; e++)
+                    delta[at + head * c->nq + t] += sdo[(t * c->h + head) * c->dv + e] * so[(t * c->h + head) * c->dv + e];
         if (c->packed) list_row += (s.nq + c->args.tile - 1) / c->args.tile;
     }
     test_tensor_set(&c->lse, lse);
@@ -258,7 +260,8 @@ static void run(backward_case *c, quern_cpu_level level, int32_t threads)
 
 /* What an output holds beside what it must. Where every row lists just one key, d_q and d_k are 0 but for the
  * rounding of dP - delta, whose terms are of size sqrt(Dv): that is measured against elements of 0.05. */
-static void check(const char *label, const char *name, const test_tensor *t, const double *before, bool add, const double *reference, quern_dtype dtype)
+static void check(const char *label, const char *name, const test_tensor *t, const double *before, bool add, const double *reference,
+                  quern_dtype dtype)
 {
     double *out = test_tensor_get(t), error = 0, size = 0;
     const int64_t count = test_tensor_count(t);

@@ -243,7 +243,8 @@ static void gate_rows(const nsa_kernels *kernels, test_random *random)
             for (int64_t b = 0; b < 3; b++) {
                 const double x = dot(c.q_values + r * c.n, c.w_values + (r % c.heads * 3 + b) * c.n, c.n, &size);
                 exact[b] = given ? old[3 * r + b] : 1 / (1 + exp(-x));
-                error[b] = given ? 0 : exact[b] * (bound_of(kernels, "gate_rows", 0, fabs(x)) + bound_of(kernels, "gate_rows", (double)c.n, 0) * size);
+                error[b] =
+                    given ? 0 : exact[b] * (bound_of(kernels, "gate_rows", 0, fabs(x)) + bound_of(kernels, "gate_rows", (double)c.n, 0) * size);
                 expect(kernels, "gates", QUERN_F32, c.n, 3 * r + b, g[3 * r + b], exact[b], error[b]);
             }
             for (int64_t j = 0; combines && j < c.n; j++) {
@@ -323,7 +324,8 @@ static void gate_weight(const nsa_kernels *kernels, test_random *random)
 {
     for (int i = 0; i < 6 * LENGTHS; i++) {
         gate_case c = gate_make_case(random, i);
-        test_tensor d_w = row_of(random, QUERN_F32, c.heads * 3 * c.n, TEST_UNALIGNED), s = row_of(random, QUERN_F32, c.tokens * c.heads * 3, TEST_UNALIGNED);
+        test_tensor d_w = row_of(random, QUERN_F32, c.heads * 3 * c.n, TEST_UNALIGNED),
+                    s = row_of(random, QUERN_F32, c.tokens * c.heads * 3, TEST_UNALIGNED);
         const row_grid q = grid_from(&c.q);
         double *old = test_tensor_get(&d_w), *factors = test_tensor_get(&s);
         kernels->gate_weight(s.view.data, &q, c.dtype, c.tokens, c.heads, c.n, d_w.view.data);

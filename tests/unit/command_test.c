@@ -333,9 +333,29 @@ static void stages_alone_give_what_the_whole_gives(void **state)
 
 static void bench_writes_its_schema(void **state)
 {
-    static const char *const keys[] = {"\"schema\": 1", "\"version\"", "\"commit\"", "\"machine\"", "\"cpu\"", "\"isa\"", "\"device\"", "\"ceilings\"",
-                                       "\"op\": \"attention\"", "\"op\": \"attention-backward\"", "\"shape\"", "\"dtype\"", "\"threads\"", "\"reps\"",
-                                       "\"ms_median\"", "\"ms_p10\"", "\"ms_p90\"", "\"gflops\"", "\"gbps\"", "\"ceiling\"", "\"fraction\"", "\"peer\"", "\"peer_ms\""};
+    static const char *const keys[] = {"\"schema\": 1",
+                                       "\"version\"",
+                                       "\"commit\"",
+                                       "\"machine\"",
+                                       "\"cpu\"",
+                                       "\"isa\"",
+                                       "\"device\"",
+                                       "\"ceilings\"",
+                                       "\"op\": \"attention\"",
+                                       "\"op\": \"attention-backward\"",
+                                       "\"shape\"",
+                                       "\"dtype\"",
+                                       "\"threads\"",
+                                       "\"reps\"",
+                                       "\"ms_median\"",
+                                       "\"ms_p10\"",
+                                       "\"ms_p90\"",
+                                       "\"gflops\"",
+                                       "\"gbps\"",
+                                       "\"ceiling\"",
+                                       "\"fraction\"",
+                                       "\"peer\"",
+                                       "\"peer_ms\""};
     static char json[1 << 16];
     (void)state;
     assert_int_equal(run("bench attention --n 64,128 --heads 2/1 --dim 16 --threads 1 --reps 1 --backward --json $DIR/bench.json"), 0);
@@ -384,8 +404,8 @@ static void bench_takes_every_parameter(void **state)
     (void)state;
     for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
         char arguments[300];
-        snprintf(arguments, sizeof arguments, "bench nsa --n 300 --heads 4/2 --dim 16 --threads 1 --reps 1 --backward --no-peer --json $DIR/every.json %s",
-                 options[i][0]);
+        snprintf(arguments, sizeof arguments,
+                 "bench nsa --n 300 --heads 4/2 --dim 16 --threads 1 --reps 1 --backward --no-peer --json $DIR/every.json %s", options[i][0]);
         expect(0, arguments, "nsa-backward");
         assert_int_equal(run_with("cat $DIR/every.json; true", ""), 0);
         if (strstr(output, options[i][1]) == NULL) fail_msg("bench nsa %s: no %s in %s", options[i][0], options[i][1], output);

@@ -141,7 +141,8 @@ static size_t bound_of(const bound_case *b, const quern_nsa_params *p, int64_t w
     const int64_t rows = b->packed ? b->n / p->tile + b->batch : b->batch * round_up(b->n, p->tile) / p->tile;
     const int64_t list_heads = p->scope == QUERN_NSA_SCOPE_HEAD ? b->h : b->hkv;
     const int64_t packed = tokens * b->hkv * (b->d + round_up(b->dv, 16)) * words, lse = (b->packed ? 1 : b->batch) * b->n * b->h * 4;
-    const int64_t compressed = entries * b->hkv * (b->d + b->dv) * element, lists = list_heads * rows * (p->num_selected + p->max_compressed_groups) * 4;
+    const int64_t compressed = entries * b->hkv * (b->d + b->dv) * element,
+                  lists = list_heads * rows * (p->num_selected + p->max_compressed_groups) * 4;
     return (size_t)(packed + (b->save ? 0 : compressed + lists) + lse + ((int64_t)threads << 22));
 }
 
@@ -157,14 +158,17 @@ static void check_bound(const bound_case *b, int32_t threads)
     p.metric = b->metric, p.scope = b->scope, p.compress = b->compress, p.gate = QUERN_NSA_GATE_WEIGHTS;
     if (b->no_window) p.branches = QUERN_NSA_BRANCH_CMP | QUERN_NSA_BRANCH_SLC;
     const int64_t stride = p.stride > 0 ? p.stride : p.block_size, entries = packed ? b->n / stride : (b->n - p.block_size) / stride + 1;
-    const int64_t l = p.block_size, heads = p.scope == QUERN_NSA_SCOPE_HEAD ? b->h : b->hkv, rows = packed ? b->n / p.tile + b->batch : round_up(b->n, p.tile) / p.tile;
+    const int64_t l = p.block_size, heads = p.scope == QUERN_NSA_SCOPE_HEAD ? b->h : b->hkv,
+                  rows = packed ? b->n / p.tile + b->batch : round_up(b->n, p.tile) / p.tile;
 #define ROWS(dtype, n, h, d) (packed ? shaped(dtype, 3, n, h, d, 0) : shaped(dtype, 4, b->batch, n, h, d))
-    const quern_tensor q = ROWS(act, b->n, b->h, b->d), k = ROWS(act, b->n, b->hkv, b->d), v = ROWS(act, b->n, b->hkv, b->dv), o = ROWS(act, b->n, b->h, b->dv);
+    const quern_tensor q = ROWS(act, b->n, b->h, b->d), k = ROWS(act, b->n, b->hkv, b->d), v = ROWS(act, b->n, b->hkv, b->dv),
+                       o = ROWS(act, b->n, b->h, b->dv);
     const quern_tensor w_gate = shaped(QUERN_F32, 3, b->h, 3, b->d, 0), cu = shaped(QUERN_I32, 1, b->batch + 1, 0, 0, 0);
     const quern_tensor k_cmp = ROWS(act, entries, b->hkv, b->d), v_cmp = ROWS(act, entries, b->hkv, b->dv);
     const quern_tensor w_k = shaped(QUERN_F32, 3, b->hkv, l * b->d, b->d, 0), w_v = shaped(QUERN_F32, 3, b->hkv, l * b->dv, b->dv, 0);
     const quern_tensor lse = packed ? shaped(QUERN_F32, 2, b->h, b->n, 0, 0) : shaped(QUERN_F32, 3, b->batch, b->h, b->n, 0);
-    const quern_tensor idx = packed ? shaped(QUERN_I32, 3, heads, rows, p.num_selected, 0) : shaped(QUERN_I32, 4, b->batch, heads, rows, p.num_selected);
+    const quern_tensor idx =
+        packed ? shaped(QUERN_I32, 3, heads, rows, p.num_selected, 0) : shaped(QUERN_I32, 4, b->batch, heads, rows, p.num_selected);
 #undef ROWS
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
     t.q = &q, t.k = &k, t.v = &v, t.o = &o, t.w_gate = &w_gate;
@@ -185,9 +189,10 @@ static void check_bound(const bound_case *b, int32_t threads)
         if (quern_nsa_forward_workspace(ctx, &p, &t, &bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
         const size_t bound = bound_of(b, &p, words, threads);
         if (bytes > bound)
-            fail_msg("N %lld, H %lld/%lld, D %lld/%lld, l %lld, d %lld, tile %lld, %s, %d threads at %s: %zu bytes of workspace, at most %zu are allowed",
-                     (long long)b->n, (long long)b->h, (long long)b->hkv, (long long)b->d, (long long)b->dv, (long long)l, (long long)stride,
-                     (long long)p.tile, quern_dtype_name(act), threads, quern_cpu_level_name((quern_cpu_level)level), bytes, bound);
+            fail_msg(
+                "N %lld, H %lld/%lld, D %lld/%lld, l %lld, d %lld, tile %lld, %s, %d threads at %s: %zu bytes of workspace, at most %zu are allowed",
+                (long long)b->n, (long long)b->h, (long long)b->hkv, (long long)b->d, (long long)b->dv, (long long)l, (long long)stride,
+                (long long)p.tile, quern_dtype_name(act), threads, quern_cpu_level_name((quern_cpu_level)level), bytes, bound);
         quern_context_destroy(ctx);
     }
 }
@@ -206,8 +211,19 @@ static void workspace_stays_within_the_bound(void **state)
         {.batch = 1, .n = 1048576, .h = 4, .hkv = 1, .d = 64, .dv = 64, .dtype = BF16, .tile = 64, .groups = 16, .metric = MEAN},
         {.batch = 1, .n = 1048576, .h = 4, .hkv = 1, .d = 64, .dv = 64, .dtype = BF16, .groups = 16, .metric = MEAN},
         {.batch = 1, .n = 65536, .h = 64, .hkv = 4, .d = 192, .dv = 128, .dtype = BF16, .block = 32, .stride = 16, .select = 64, .metric = SOFT},
-        {.batch = 1, .n = 65536, .h = 64, .hkv = 4, .d = 192, .dv = 128, .dtype = F32, .block = 32, .stride = 16, .select = 64, .metric = SOFT,
-         .separate = true, .save = true},
+        {.batch = 1,
+         .n = 65536,
+         .h = 64,
+         .hkv = 4,
+         .d = 192,
+         .dv = 128,
+         .dtype = F32,
+         .block = 32,
+         .stride = 16,
+         .select = 64,
+         .metric = SOFT,
+         .separate = true,
+         .save = true},
         {.batch = 2, .n = 16384, .h = 8, .hkv = 8, .d = 64, .dv = 64, .dtype = F32, .metric = SOFT, .scope = QUERN_NSA_SCOPE_HEAD, .k = 64},
         {.batch = 4, .n = 8192, .h = 4, .hkv = 4, .d = 32, .dv = 32, .dtype = F16, .tile = 256, .metric = MEAN, .scope = QUERN_NSA_SCOPE_HEAD},
         {.batch = 1, .n = 20000, .h = 16, .hkv = 1, .d = 256, .dv = 256, .dtype = F32, .tile = 256, .metric = SOFT, .block = 16, .k = 40},
@@ -215,9 +231,29 @@ static void workspace_stays_within_the_bound(void **state)
         {.batch = 8, .n = 65536, .h = 8, .hkv = 2, .d = 128, .dv = 128, .dtype = F32, .metric = SOFT, .packed = true},
         {.batch = 8, .n = 65536, .h = 8, .hkv = 2, .d = 128, .dv = 64, .dtype = BF16, .tile = 64, .metric = MEAN, .packed = true, .separate = true},
         {.batch = 1, .n = 16384, .h = 8, .hkv = 2, .d = 64, .dv = 64, .dtype = F32, .metric = SOFT, .compress = QUERN_NSA_COMPRESS_LINEAR},
-        {.batch = 1, .n = 16384, .h = 8, .hkv = 2, .d = 64, .dv = 64, .dtype = BF16, .metric = SOFT, .block = 32, .stride = 8, .select = 32,
-         .compress = QUERN_NSA_COMPRESS_LINEAR, .packed = true},
-        {.batch = 1, .n = 32768, .h = 4, .hkv = 4, .d = 64, .dv = 64, .dtype = F32, .metric = MEAN, .block = 16, .compress = QUERN_NSA_COMPRESS_GIVEN},
+        {.batch = 1,
+         .n = 16384,
+         .h = 8,
+         .hkv = 2,
+         .d = 64,
+         .dv = 64,
+         .dtype = BF16,
+         .metric = SOFT,
+         .block = 32,
+         .stride = 8,
+         .select = 32,
+         .compress = QUERN_NSA_COMPRESS_LINEAR,
+         .packed = true},
+        {.batch = 1,
+         .n = 32768,
+         .h = 4,
+         .hkv = 4,
+         .d = 64,
+         .dv = 64,
+         .dtype = F32,
+         .metric = MEAN,
+         .block = 16,
+         .compress = QUERN_NSA_COMPRESS_GIVEN},
         {.batch = 1, .n = 512, .h = 8, .hkv = 2, .d = 128, .dv = 128, .dtype = F32, .metric = SOFT},
         {.batch = 1, .n = 4194304, .h = 4, .hkv = 1, .d = 64, .dv = 64, .dtype = BF16, .groups = 16, .metric = MEAN},
     };

@@ -216,7 +216,8 @@ static void try(quern_context *ctx, const mistake *m, int op)
     if (call->workspace != NULL) {
         const quern_status status = call->workspace(ctx, params, tensors, &bytes);
         if (needs_run(m->fault)) {
-            if (status != QUERN_OK) fail_msg("%s, %s: the workspace query looks at more than shapes: %s", m->name, call->name, quern_last_error(NULL));
+            if (status != QUERN_OK)
+                fail_msg("%s, %s: the workspace query looks at more than shapes: %s", m->name, call->name, quern_last_error(NULL));
         } else {
             expect(m, "workspace", status);
             assert_int_equal(bytes, 4242);
@@ -358,14 +359,38 @@ static const mistake mistakes[] = {
     {"cu_seqlens of 2 dimensions", PACKED, ALL, NDIM, NSA_CU_SEQLENS, 0, 2, BAD, {"cu_seqlens", "2 dimensions", "one"}},
     {"cu_seqlens huge", PACKED, ALL, SHAPE, NSA_CU_SEQLENS, 0, INT64_MAX, BAD, {"cu_seqlens.shape[0]", "9223372036854775807", "accepted"}},
     {"cu_seqlens of i64", PACKED, ALL, DTYPE, NSA_CU_SEQLENS, 0, QUERN_I64, BAD, {"cu_seqlens", "i64", "i32"}},
-    {"cu_seqlens_cmp of another batch", PACKED, BWD | COMPRESS | SEL | ATTEND, SHAPE, NSA_CU_SEQLENS_CMP, 0, 3, BAD, {"cu_seqlens_cmp.shape[0] is 3", "4"}},
+    {"cu_seqlens_cmp of another batch",
+     PACKED,
+     BWD | COMPRESS | SEL | ATTEND,
+     SHAPE,
+     NSA_CU_SEQLENS_CMP,
+     0,
+     3,
+     BAD,
+     {"cu_seqlens_cmp.shape[0] is 3", "4"}},
     {"cu_seqlens from 1", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 0, 1, BAD, {"cu_seqlens[0] is 1", "0 is accepted"}},
     {"cu_seqlens falls", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 2, 29, BAD, {"cu_seqlens[2] is 29", "after 30"}},
     {"cu_seqlens below 0", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 1, -1, BAD, {"cu_seqlens[1] is -1", "after 0"}},
     {"cu_seqlens past the rows", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 3, 78, BAD, {"cu_seqlens ends at 78", "77"}},
-    {"cu_seqlens_cmp from 1", PACKED, BWD | CMP_BWD | SEL | ATTEND, BORDER, NSA_CU_SEQLENS_CMP, 0, 1, BAD, {"cu_seqlens_cmp[0] is 1", "0 is accepted"}},
+    {"cu_seqlens_cmp from 1",
+     PACKED,
+     BWD | CMP_BWD | SEL | ATTEND,
+     BORDER,
+     NSA_CU_SEQLENS_CMP,
+     0,
+     1,
+     BAD,
+     {"cu_seqlens_cmp[0] is 1", "0 is accepted"}},
     /* Workspace and device. */
-    {"workspace a byte too small", PLAIN, ALL & ~(GATES | COMBINE | GATE), SHORT_WORKSPACE, NSA_Q, 0, 0, QUERN_ERR_WORKSPACE, {"workspace_bytes", "at least"}},
+    {"workspace a byte too small",
+     PLAIN,
+     ALL & ~(GATES | COMBINE | GATE),
+     SHORT_WORKSPACE,
+     NSA_Q,
+     0,
+     0,
+     QUERN_ERR_WORKSPACE,
+     {"workspace_bytes", "at least"}},
     {"no workspace", PLAIN, ALL & ~(GATES | COMBINE | GATE), NO_WORKSPACE, NSA_Q, 0, 0, BAD, {"workspace is NULL", "needed"}},
     {"cuda", PLAIN, ALL, ALL_CUDA, NSA_Q, 0, 0, QUERN_ERR_DEVICE, {"device cuda", "libquern_cuda"}},
 };
@@ -451,7 +476,8 @@ static void null_arguments(void **state)
         size_t bytes;
         sets_of(c, op, &in, &out);
         const quern_nsa_tensors t = nsa_bind(c, in | out);
-        const quern_status status = call->run_plain != NULL ? call->run_plain(NULL, &c->config.params, &t) : call->run(NULL, &c->config.params, &t, NULL, 0);
+        const quern_status status =
+            call->run_plain != NULL ? call->run_plain(NULL, &c->config.params, &t) : call->run(NULL, &c->config.params, &t, NULL, 0);
         assert_int_equal(status, QUERN_ERR_INVALID_ARGUMENT);
         assert_non_null(strstr(quern_last_error(NULL), "ctx is NULL"));
         if (call->workspace == NULL) continue;

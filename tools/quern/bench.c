@@ -154,7 +154,8 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
     const size_t workspace_bytes = j.workspace_bytes;
     job_free(&j);
     if (code == EXIT_DONE && peer != NULL) code = time_peer(c, ctx, (int)o->reps, &peer_time[0], &peer_time[1]);
-    if (code == EXIT_DONE && !o->no_peer && c->device == QUERN_CPU && c->op->family == &family_attention && peer_onednn(c, threads, (int)o->reps, &peer_time[0]))
+    if (code == EXIT_DONE && !o->no_peer && c->device == QUERN_CPU && c->op->family == &family_attention &&
+        peer_onednn(c, threads, (int)o->reps, &peer_time[0]))
         peer = "oneDNN";
     for (int p = 0; p < passes && code == EXIT_DONE; p++) {
         if (r->count == 0) report_header();
@@ -186,9 +187,9 @@ static int write_json(const results *r, const int64_t *threads, int thread_count
     for (size_t i = 0; i < r->count; i++) json_array_append_new(list, report_json(&r->rows[i]));
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:o, s:o, s:I}", "schema", 1, "version", quern_version(), "commit",
-                             machine_commit(), "machine", machine_json(ctx), "device", r->count > 0 && r->rows[0].what->device == QUERN_CUDA ? "cuda" : "cpu", "ceilings", ceilings, "results", list,
-                             "peak_bytes", (json_int_t)usage.ru_maxrss * 1024);
+    json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:o, s:o, s:I}", "schema", 1, "version", quern_version(), "commit", machine_commit(),
+                             "machine", machine_json(ctx), "device", r->count > 0 && r->rows[0].what->device == QUERN_CUDA ? "cuda" : "cpu",
+                             "ceilings", ceilings, "results", list, "peak_bytes", (json_int_t)usage.ru_maxrss * 1024);
     char *temporary = malloc(strlen(path) + 8);
     int code = EXIT_DONE;
     if (temporary != NULL) sprintf(temporary, "%s.tmp", path);
@@ -239,7 +240,8 @@ static int bench(const bench_options *o, bool only_ceilings)
     if (base.batch < 1 || o->reps < 0 || o->reps > BENCH_REPS_MAX)
         return fail(EXIT_USAGE, "--batch %" PRId64 " --reps %" PRId64 ": at least 1, and 0 to %d, is accepted", base.batch, o->reps, BENCH_REPS_MAX);
     if (base.documents < 0 || (base.documents > 0 && base.batch != 1))
-        return fail(EXIT_USAGE, "--documents %" PRId64 " --batch %" PRId64 ": 0, or at least 1 with batch 1, is accepted", base.documents, base.batch);
+        return fail(EXIT_USAGE, "--documents %" PRId64 " --batch %" PRId64 ": 0, or at least 1 with batch 1, is accepted", base.documents,
+                    base.batch);
     for (int i = 0; i < length_count && base.documents > 0; i++)
         if (lengths[i] > INT32_MAX) return fail(EXIT_USAGE, "--n %" PRId64 ": a packed batch holds at most 2^31 - 1 tokens", lengths[i]);
     if (o->svg != NULL && only_ceilings) return fail(EXIT_USAGE, "--svg: ceilings have no chart");

@@ -143,7 +143,8 @@ work bench_work(const bench_case *c, bool backward, quern_cpu_level level)
     } else {
         const double query = rows * h * d * element, value = rows * h * dv * element, gates = rows * h * 3 * 4;
         const bool weights = c->gate == GATE_WEIGHTS;
-        w.bytes = backward ? 7 * value + (weights ? 2 * query : 0) + (c->gate == GATE_GIVEN ? 2 : 1) * gates : 4 * value + (weights ? query : 0) + gates;
+        w.bytes =
+            backward ? 7 * value + (weights ? 2 * query : 0) + (c->gate == GATE_GIVEN ? 2 : 1) * gates : 4 * value + (weights ? query : 0) + gates;
         w.limit = CEILING_COPY;
         w.formula = backward ? "Q, dO, O_b, gates read, dO_b, dQ written" : "Q, O_b read, O, gates written";
     }

@@ -164,7 +164,8 @@ int report_svg(const char *path, const bench_row *rows, size_t count)
             fprintf(f, ", $%s using 1:3 with linespoints dashtype 2 linecolor %d title '%s beside it'", blocks[i], i + 1, rows[0].peer);
     }
     if (peers) {
-        fprintf(f, "\nunset logscale y\nset yrange [0:*]\nset ylabel 'times as fast as %s'\nplot 1 with lines linecolor 'gray' notitle", rows[0].peer);
+        fprintf(f, "\nunset logscale y\nset yrange [0:*]\nset ylabel 'times as fast as %s'\nplot 1 with lines linecolor 'gray' notitle",
+                rows[0].peer);
         for (int i = 0; i < series; i++)
             fprintf(f, ", $%s using 1:($3/$2) with linespoints linewidth 2 linecolor %d title '%s'", blocks[i], i + 1, titles[i]);
         fprintf(f, "\nunset multiplot");

@@ -53,8 +53,8 @@ static void print_devices(void)
     for (int32_t i = 0; i < count; i++) {
         quern_cuda_device d = QUERN_CUDA_DEVICE_INIT;
         if (quern_cuda_device_get(i, &d) == QUERN_OK)
-            printf("; cuda:%d %s, %d.%d, %d multiprocessors, %.0f GiB, driver for CUDA %d.%d", (int)i, d.name, (int)d.compute_major, (int)d.compute_minor,
-                   (int)d.multiprocessors, (double)d.memory_bytes * 0x1p-30, (int)d.driver / 1000, (int)d.driver % 1000 / 10);
+            printf("; cuda:%d %s, %d.%d, %d multiprocessors, %.0f GiB, driver for CUDA %d.%d", (int)i, d.name, (int)d.compute_major,
+                   (int)d.compute_minor, (int)d.multiprocessors, (double)d.memory_bytes * 0x1p-30, (int)d.driver / 1000, (int)d.driver % 1000 / 10);
         else
             printf("; not cuda:%d: %s", (int)i, quern_last_error(NULL));
     }

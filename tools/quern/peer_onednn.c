@@ -157,8 +157,8 @@ static bool run_composed(composed *c, const bench_case *what, char *q, char *k, 
 bool peer_onednn(const bench_case *what, int threads, int reps, timing *time)
 {
     const quern_attention_params *p = &what->params.attention;
-    if (what->op->family != &family_attention || !p->causal || p->window > 0 || p->scale != 0 || p->query_offset >= 0 || what->batch != 1 || what->documents > 0 ||
-        what->dtype == QUERN_F16)
+    if (what->op->family != &family_attention || !p->causal || p->window > 0 || p->scale != 0 || p->query_offset >= 0 || what->batch != 1 ||
+        what->documents > 0 || what->dtype == QUERN_F16)
         return false;
     const int64_t shapes[4][3] = {{what->n, what->heads, what->dim}, {what->n, what->kv_heads, what->dim}, {what->n, what->kv_heads, what->dim_v},
                                   {what->n, what->heads, what->dim_v}};

@@ -249,7 +249,8 @@ __global__ void __launch_bounds__(32 * KW, 1) attend_backward_keys(const __grid_
             if (highs[0] < b.key_end || lows[rows_here - 1] > b.key0) {
                 char *query = sq + (t & 1) * TILE, *gradient = sdo + (t & 1) * TILE;
                 auto sees = [&](int j, int h) { return key + h * 8 >= lows[j] && key + h * 8 < highs[j] && st[j] != -INFINITY; };
-                if (__syncthreads_or((DK && any_nonfinite<T, ROWS, THREADS, CHUNKS>(query)) || (DV && any_nonfinite<T, ROWS, THREADS, CHUNKS>(gradient)))) {
+                if (__syncthreads_or((DK && any_nonfinite<T, ROWS, THREADS, CHUNKS>(query)) ||
+                                     (DV && any_nonfinite<T, ROWS, THREADS, CHUNKS>(gradient)))) {
                     if constexpr (DK) spread_nonfinite<T, ROWS>(dk, query, 0, ROWS, true, sees);
                     if constexpr (DV) spread_nonfinite<T, ROWS>(dv, gradient, 0, ROWS, false, sees);
                     __syncthreads();
@@ -316,8 +317,10 @@ template <typename T, int KT, bool LISTED> __global__ void attend_backward_sum(c
             const float2 x = *(const float2 *)(a.part + ((b.slot + s) * keys + r) * width + c);
             sum.x += x.x, sum.y += x.y;
         }
-        if (c < a.dim_k) store_pair<T>(a.d_k.p, b.seq.view_b * a.d_k.s[0] + row * a.d_k.s[1] + b.kvh * a.d_k.s[2] + c, sum.x, sum.y, a.f32_dkv, a.add_k);
-        else store_pair<T>(a.d_v.p, b.seq.view_b * a.d_v.s[0] + row * a.d_v.s[1] + b.kvh * a.d_v.s[2] + c - a.dim_k, sum.x, sum.y, a.f32_dkv, a.add_v);
+        if (c < a.dim_k)
+            store_pair<T>(a.d_k.p, b.seq.view_b * a.d_k.s[0] + row * a.d_k.s[1] + b.kvh * a.d_k.s[2] + c, sum.x, sum.y, a.f32_dkv, a.add_k);
+        else
+            store_pair<T>(a.d_v.p, b.seq.view_b * a.d_v.s[0] + row * a.d_v.s[1] + b.kvh * a.d_v.s[2] + c - a.dim_k, sum.x, sum.y, a.f32_dkv, a.add_v);
     }
 }
 
@@ -333,7 +336,8 @@ static int range_keys(const attend_args *args) { return args->q.shape[3] > 128 |
 /* Shares of a range's rows: enough to fill a large GPU four times, where there are rows enough. */
 static int splits_of(const attend_args *args)
 {
-    const int64_t blocks = pieces_of(args, range_keys(args)) * args->k.shape[2], rows = args->seqs.n_q * (args->q.shape[2] / (args->k.shape[2] > 0 ? args->k.shape[2] : 1));
+    const int64_t blocks = pieces_of(args, range_keys(args)) * args->k.shape[2],
+                  rows = args->seqs.n_q * (args->q.shape[2] / (args->k.shape[2] > 0 ? args->k.shape[2] : 1));
     int64_t splits = blocks > 0 ? 528 / blocks : 1;
     if (splits > rows / 1024) splits = rows / 1024;
     return splits < 2 ? 1 : splits > MOST_SPLITS ? MOST_SPLITS : (int)splits;

@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(32 * WM * WN, 1) attend_backward_rows(const __
         const int at = (t & 1) * TILE;
 #pragma unroll
         for (int r = 0; r < KEYS; r += 64)
-            load_slots<T, KEYS, THREADS, CHUNKS, LISTED>(a, k, v, in_k, in_v, nk, base, slots, list, t * KEYS + r, r, ak0 + at, av0 + at, sk + at, sv + at,
-                                                         column + (t & 1) * KEYS + r);
+            load_slots<T, KEYS, THREADS, CHUNKS, LISTED>(a, k, v, in_k, in_v, nk, base, slots, list, t * KEYS + r, r, ak0 + at, av0 + at, sk + at,
+                                                         sv + at, column + (t & 1) * KEYS + r);
         cp_async_commit();
     };
 
@@ -106,7 +106,8 @@ __global__ void __launch_bounds__(32 * WM * WN, 1) attend_backward_rows(const __
             }
         }
         char *keys = sk + (t & 1) * TILE;
-        if (!all_seen<KEYS, LISTED>(a, list, base, t * KEYS, slots, last_lo, first_hi) && __syncthreads_or(any_nonfinite<T, KEYS, THREADS, CHUNKS>(keys))) {
+        if (!all_seen<KEYS, LISTED>(a, list, base, t * KEYS, slots, last_lo, first_hi) &&
+            __syncthreads_or(any_nonfinite<T, KEYS, THREADS, CHUNKS>(keys))) {
             spread_nonfinite<T, KEYS>(dq, keys, wn * WK, WK, true, [&](int j, int h) {
                 const int key = LISTED ? column[(t & 1) * KEYS + j] : base + t * KEYS + j;
                 return key >= lo[h] && key < hi[h];

@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
         const int at = (t & 1) * TILE;
 #pragma unroll
         for (int r = 0; r < KEYS; r += 64)
-            load_slots<T, KEYS, THREADS, CHUNKS, LISTED>(a, k, v, in_k, in_v, nk, base, slots, list, t * KEYS + r, r, ak0 + at, av0 + at, sk + at, sv + at,
-                                                         column + (t & 1) * KEYS + r);
+            load_slots<T, KEYS, THREADS, CHUNKS, LISTED>(a, k, v, in_k, in_v, nk, base, slots, list, t * KEYS + r, r, ak0 + at, av0 + at, sk + at,
+                                                         sv + at, column + (t & 1) * KEYS + r);
         cp_async_commit();
     };
 
@@ -209,7 +209,8 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
         head += b.head0;
         const float sum = row_sum[h], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
         if (a.lse.p != NULL && (lane & 3) == 0)
-            a.lse.p[seq.view_b * a.lse.s[0] + head * a.lse.s[1] + (seq.q0 + n) * a.lse.s[2]] = sum == 0.0f ? -INFINITY : row_max[h] * a.scale + logf(sum);
+            a.lse.p[seq.view_b * a.lse.s[0] + head * a.lse.s[1] + (seq.q0 + n) * a.lse.s[2]] =
+                sum == 0.0f ? -INFINITY : row_max[h] * a.scale + logf(sum);
         if (a.o.p == NULL) continue;
         T *dst = (T *)a.o.p + seq.view_b * a.o.s[0] + (seq.q0 + n) * a.o.s[1] + head * a.o.s[2];
 #pragma unroll
@@ -234,7 +235,8 @@ static quern_status launch(const attend_args *args, const attend_kernel &a, cons
     const size_t bytes = (size_t)(M + 4 * KEYS) * DP * 2 + (LISTED ? (2 * KEYS + 3 * (size_t)a.list_k) * 4 : 0);
     int64_t pieces = piece_bound(args->seqs, M, a.hs);
     if (LISTED) pieces = piece_bound(args->seqs, a.tile, 1) * (((int64_t)a.tile * a.hs + M - 1) / M);
-    return launch_shared(to, attend_forward<T, DP, WM, WN, LISTED>, dim3((unsigned)pieces, (unsigned)a.units), 32 * WM * WN, bytes, "attend_forward", a);
+    return launch_shared(to, attend_forward<T, DP, WM, WN, LISTED>, dim3((unsigned)pieces, (unsigned)a.units), 32 * WM * WN, bytes, "attend_forward",
+                         a);
 }
 
 template <typename T, int DP>

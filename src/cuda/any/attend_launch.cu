@@ -55,8 +55,8 @@ static bool listed_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
     }
     const int64_t block = args->mask == ATTEND_COMPRESSED ? 128 : args->block_size;
     if (present(args->list) && args->list.shape[3] * block > INT32_MAX / 2) {
-        snprintf(why, STAGE_WHY_BYTES, "lists of %lld blocks of %lld keys: the cuda backend takes up to 2^30 keys a list", (long long)args->list.shape[3],
-                 (long long)block);
+        snprintf(why, STAGE_WHY_BYTES, "lists of %lld blocks of %lld keys: the cuda backend takes up to 2^30 keys a list",
+                 (long long)args->list.shape[3], (long long)block);
         return false;
     }
     return true;
@@ -70,8 +70,8 @@ static bool shape_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
         return false;
     }
     if (args->k.shape[2] > 0 && args->seqs.n_q > INT32_MAX / (args->q.shape[2] / args->k.shape[2] + 1)) {
-        snprintf(why, STAGE_WHY_BYTES, "%lld queries of %lld heads a group: the cuda backend takes up to 2^31 rows a group", (long long)args->seqs.n_q,
-                 (long long)(args->q.shape[2] / args->k.shape[2]));
+        snprintf(why, STAGE_WHY_BYTES, "%lld queries of %lld heads a group: the cuda backend takes up to 2^31 rows a group",
+                 (long long)args->seqs.n_q, (long long)(args->q.shape[2] / args->k.shape[2]));
         return false;
     }
     return listed_fits(args, why);
@@ -133,8 +133,8 @@ bool shared_fits(const quern_exec *exec, size_t bytes, const char *what, char wh
     }
     const size_t limit = exec->shared_bytes > 0 ? exec->shared_bytes : (size_t)offered;
     if (bytes <= limit) return true;
-    snprintf(why, STAGE_WHY_BYTES, "%s at this head dim, dtype and list length takes %zu bytes of shared memory a block: cuda:%d offers %zu", what, bytes,
-             exec->device_id, limit);
+    snprintf(why, STAGE_WHY_BYTES, "%s at this head dim, dtype and list length takes %zu bytes of shared memory a block: cuda:%d offers %zu", what,
+             bytes, exec->device_id, limit);
     return false;
 }
 

@@ -256,8 +256,8 @@ template <typename T> static quern_status backward(const compress_args *args, vo
         const quern_tensor *const clear[] = {t.d_w, t.d_pe};
         for (int j = 0; j < 2; j++)
             if (present(*clear[j]) && clear[j]->shape[0] > 0)
-                compress_clear<<<dim3(64, (unsigned)clear[j]->shape[0]), 256, 0, stream>>>((float *)clear[j]->data, clear[j]->shape[1], clear[j]->shape[2],
-                                                                                      clear[j]->strides[0], clear[j]->strides[1]);
+                compress_clear<<<dim3(64, (unsigned)clear[j]->shape[0]), 256, 0, stream>>>(
+                    (float *)clear[j]->data, clear[j]->shape[1], clear[j]->shape[2], clear[j]->strides[0], clear[j]->strides[1]);
         status = LAUNCHED("compress clear");
     }
     for (int i = 0; i < 2; i++)

@@ -343,7 +343,8 @@ template <typename T, typename E> static quern_status d_x_product(const gemm_pla
     const int pieces = (int)p.g_pieces, terms = (int)p.terms;
     const int64_t depth = p.terms * p.dim;
     quern_status status = QUERN_OK;
-    gemm_weights<T, E><<<blocks_of(p.heads * p.positions * p.dim * p.dim / CHUNK), THREADS, 0, stream>>>(m, pieces, terms, (int)p.covers, (E *)at.weights);
+    gemm_weights<T, E>
+        <<<blocks_of(p.heads * p.positions * p.dim * p.dim / CHUNK), THREADS, 0, stream>>>(m, pieces, terms, (int)p.covers, (E *)at.weights);
     for (int64_t r = 0; r < u.all_rows; r += u.rows) {
         const int64_t rows = least(u.rows, u.all_rows - r);
         for (int64_t f = 0; f < p.phases; f += u.outer) {

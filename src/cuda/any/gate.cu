@@ -89,7 +89,8 @@ __device__ __forceinline__ float *floats_at(const view4 &v, const place &p, int 
     return (float *)v.p + p.b * v.s[0] + p.n * v.s[1] + h * v.s[2];
 }
 
-template <typename T, int LPR, bool SAME> __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2) gate_forward(const __grid_constant__ gate_kernel a)
+template <typename T, int LPR, bool SAME>
+__global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2) gate_forward(const __grid_constant__ gate_kernel a)
 {
     const int group = (blockIdx.y * THREADS + threadIdx.x) / LPR, c = threadIdx.x % LPR, col = c * CHUNK;
     const bool head_in = group < a.heads, weights = a.kind == QUERN_NSA_GATE_WEIGHTS;

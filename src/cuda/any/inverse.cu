@@ -160,7 +160,8 @@ __global__ void inverse_scan(int64_t capacity, int64_t chunks, int32_t *count, i
     }
 }
 
-__global__ void inverse_cut(const __grid_constant__ attend_kernel a, int64_t places, int64_t capacity, const int32_t *start, int32_t *item_start, int32_t *slot_start)
+__global__ void inverse_cut(const __grid_constant__ attend_kernel a, int64_t places, int64_t capacity, const int32_t *start, int32_t *item_start,
+                            int32_t *slot_start)
 {
     __shared__ int32_t sums[1024];
     const int units_here = a.units / a.kv_heads;
@@ -220,7 +221,8 @@ quern_status inverse_build(const quern_exec *exec, const attend_args *args, atte
     const dim3 grid((unsigned)s.chunks, (unsigned)s.lists);
     if (s.rows > 0) inverse_count<<<grid, 256, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count);
     inverse_scan<<<(unsigned)s.lists, 1024, 0, stream>>>(s.capacity, s.chunks, m.count, m.start);
-    if (s.rows > 0) inverse_fill<<<grid, 32, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count, m.start, m.tile, kernel->inverse_entries);
+    if (s.rows > 0)
+        inverse_fill<<<grid, 32, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count, m.start, m.tile, kernel->inverse_entries);
     inverse_cut<<<1, 1024, 0, stream>>>(*kernel, places_of(args), s.capacity, m.start, m.item_start, m.slot_start);
     return LAUNCHED("inverse");
 }

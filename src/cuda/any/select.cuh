@@ -94,7 +94,8 @@ __device__ __forceinline__ void load_row(const void *any, uint32_t tile, char *t
 
 /* MODE 0: mean_logit; 1: softmax on f32 cores; 2: softmax on tensor cores, <= 16 rows a list; 3: the same, any
  * number of rows. LISTS lists a block: 8 for modes 0 and 2, 1 for modes 1 and 3. */
-template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREADS, DP <= 128 ? 2 : 1) select_blocks(const __grid_constant__ select_kernel s)
+template <typename T, int DP, int MODE>
+__global__ void __launch_bounds__(THREADS, DP <= 128 ? 2 : 1) select_blocks(const __grid_constant__ select_kernel s)
 {
     constexpr int LISTS = MODE == 0 || MODE == 2 ? WARPS : 1, CHUNKS = DP / 8, NT = KEYS / 8;
     constexpr bool CORES = MODE >= 2;
@@ -133,7 +134,9 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
             return;
         }
         int lists = 1;
-        while (lists < LISTS - done_rows && row_begin + lists < s.list_rows && piece_at(a.sq, global + lists, a.tile, 1, &other, &q_other) && other.b == seq.b) lists++;
+        while (lists < LISTS - done_rows && row_begin + lists < s.list_rows && piece_at(a.sq, global + lists, a.tile, 1, &other, &q_other) &&
+               other.b == seq.b)
+            lists++;
         done_rows += lists;
 
         const int kvh = a.units == a.heads ? u / a.group : u, head0 = a.units == a.heads ? u : u * a.group;
@@ -295,7 +298,7 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
                         for (int i = threadIdx.x; i < 128 * CHUNKS; i += THREADS) {
                             const int64_t row = r0 + i / CHUNKS;
                             load_row<T, 128>(a.q.p, aq, sq, i / CHUNKS, i % CHUNKS,
-                                                  row < rows ? q + (q_first + row / a.hs) * a.q.s[1] + row % a.hs * a.q.s[2] : NULL, a.dim_k, a.vec_q);
+                                             row < rows ? q + (q_first + row / a.hs) * a.q.s[1] + row % a.hs * a.q.s[2] : NULL, a.dim_k, a.vec_q);
                         }
                         cp_async_commit();
                         cp_async_wait<0>();
@@ -329,7 +332,8 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
                             const int64_t query = q_first + row / a.hs;
                             int low, high;
                             row_keys(a, seq, query, &low, &high);
-                            const float l2 = a.lse.p[seq.view_b * a.lse.s[0] + (head0 + row % a.hs) * a.lse.s[1] + (seq.q0 + query) * a.lse.s[2]] * 1.4426950408889634f;
+                            const float l2 = a.lse.p[seq.view_b * a.lse.s[0] + (head0 + row % a.hs) * a.lse.s[1] + (seq.q0 + query) * a.lse.s[2]] *
+                                             1.4426950408889634f;
 #pragma unroll
                             for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -346,7 +350,8 @@ template <typename T, int DP, int MODE> __global__ void __launch_bounds__(THREAD
                             const float *m = (const float *)sq + r * LD, *kt = (const float *)sk + j * LD;
                             float dot = 0.0f;
                             for (int c = 0; c < a.dim_k; c++) dot = fmaf(m[c], kt[c], dot);
-                            scalar += expf(dot * a.scale - a.lse.p[seq.view_b * a.lse.s[0] + (head0 + (r0 + r) % a.hs) * a.lse.s[1] + (seq.q0 + query) * a.lse.s[2]]);
+                            scalar += expf(dot * a.scale -
+                                           a.lse.p[seq.view_b * a.lse.s[0] + (head0 + (r0 + r) % a.hs) * a.lse.s[1] + (seq.q0 + query) * a.lse.s[2]]);
                         }
                     }
                 }

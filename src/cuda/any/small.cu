@@ -25,7 +25,8 @@ template <typename A, typename B> __global__ void __launch_bounds__(THREADS) con
     if (i >= a.rows * per) return;
     const int64_t row = i / per, c = i % per * CHUNK, h = row % a.heads, n = row / a.heads % a.n, b = row / a.heads / a.n;
     chunk x = {};
-    if (a.cu == NULL || n < border(a.cu, a.last, a.n)) x = load_chunk((const A *)a.in.p + b * a.in.s[0] + n * a.in.s[1] + h * a.in.s[2] + c, a.vec_in);
+    if (a.cu == NULL || n < border(a.cu, a.last, a.n))
+        x = load_chunk((const A *)a.in.p + b * a.in.s[0] + n * a.in.s[1] + h * a.in.s[2] + c, a.vec_in);
     store_chunk((B *)a.out.p + b * a.out.s[0] + n * a.out.s[1] + h * a.out.s[2] + c, x, a.vec_out);
 }
 
@@ -92,8 +93,16 @@ template <typename T> static quern_status rowdot_of(const rowdot_kernel &a, cuda
 quern_status rowdot_run(const quern_exec *exec, const rowdot_args *args, void *)
 {
     const quern_tensor &t = args->a;
-    const rowdot_kernel a = {view4_of(t), view4_of(args->b), view3_of(args->out), t.shape[1], t.shape[2], t.shape[3], t.shape[0] * t.shape[1] * t.shape[2],
-                             (const int32_t *)args->seqs.cu_q.data, args->seqs.batch, rows_aligned16(t) && rows_aligned16(args->b)};
+    const rowdot_kernel a = {view4_of(t),
+                             view4_of(args->b),
+                             view3_of(args->out),
+                             t.shape[1],
+                             t.shape[2],
+                             t.shape[3],
+                             t.shape[0] * t.shape[1] * t.shape[2],
+                             (const int32_t *)args->seqs.cu_q.data,
+                             args->seqs.batch,
+                             rows_aligned16(t) && rows_aligned16(args->b)};
     cudaStream_t stream = (cudaStream_t)exec->stream;
     if (t.dtype == QUERN_F32) return rowdot_of<float>(a, stream);
     return t.dtype == QUERN_BF16 ? rowdot_of<bf16>(a, stream) : rowdot_of<f16>(a, stream);
