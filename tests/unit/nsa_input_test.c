@@ -89,6 +89,7 @@ typedef struct bad_call {
     quern_nsa_tensors tensors;
     size_t bytes;
     bool no_workspace;
+    int32_t *border, was; /* a spoilt border and what stood there */
 } bad_call;
 
 static const quern_tensor **member(quern_nsa_tensors *t, nsa_slot slot)
@@ -161,7 +162,9 @@ static void spoil(bad_call *b, const mistake *m)
     case ODD_DATA: v->data = (char *)v->data + 1; break;
     case ALIAS: v->data = b->c->tensor[m->where].view.data; break;
     case BORDER:
-        ((int32_t *)v->data)[m->where] = narrow;
+        b->border = (int32_t *)v->data + m->where;
+        b->was = *b->border;
+        *b->border = narrow;
         memcpy(t->snapshot, t->buffer, t->bytes);
         break;
     case SHORT_WORKSPACE: b->bytes--; break;
@@ -187,12 +190,31 @@ static void expect(const mistake *m, const char *call, quern_status status)
     print_error("\n");
 }
 
+static nsa_case *cases[BASES]; /* every mistake leaves its case as it was */
+
+static int make_cases(void **state)
+{
+    (void)state;
+    for (base b = 0; b < BASES; b++) {
+        const nsa_config config = config_of(b);
+        test_random random = {1};
+        cases[b] = nsa_case_new(&config, &random);
+    }
+    return 0;
+}
+
+static int free_cases(void **state)
+{
+    (void)state;
+    for (base b = 0; b < BASES; b++) nsa_case_free(cases[b]);
+    return 0;
+}
+
 static void try(quern_context *ctx, const mistake *m, int op)
 {
     const nsa_call *call = calls[op];
-    const nsa_config config = config_of(m->base);
-    test_random random = {1};
-    bad_call b = {.c = nsa_case_new(&config, &random), .params = config.params};
+    bad_call b = {.c = cases[m->base], .params = cases[m->base]->config.params};
+    quern_tensor views[NSA_SLOTS];
     size_t bytes = 4242;
     nsa_set in, out;
     char name[128];
@@ -203,8 +225,10 @@ static void try(quern_context *ctx, const mistake *m, int op)
     test_workspace workspace = test_workspace_make(b.bytes);
     unsigned char *before = malloc(workspace.bytes + 1);
     memcpy(before, workspace.data, workspace.bytes);
-    for (int i = 0; i < NSA_SLOTS; i++)
+    for (int i = 0; i < NSA_SLOTS; i++) {
+        views[i] = b.c->tensor[i].view;
         if (b.c->tensor[i].buffer != NULL) memcpy(b.c->tensor[i].snapshot, b.c->tensor[i].buffer, b.c->tensor[i].bytes);
+    }
     const bool about_workspace = m->fault == SHORT_WORKSPACE || m->fault == NO_WORKSPACE;
     spoil(&b, m);
     const quern_nsa_params *params = m->fault == NO_PARAMS ? NULL : &b.params;
@@ -229,8 +253,9 @@ static void try(quern_context *ctx, const mistake *m, int op)
     for (int i = 0; i < NSA_SLOTS; i++) {
         snprintf(name, sizeof name, "%s, %s: %s", m->name, call->name, nsa_slot_names[i]);
         if (b.c->tensor[i].buffer != NULL) test_tensor_check_unchanged(&b.c->tensor[i], name);
+        b.c->tensor[i].view = views[i];
     }
-    nsa_case_free(b.c);
+    if (b.border != NULL) *b.border = b.was;
 }
 
 #define P(field) offsetof(quern_nsa_params, field)
@@ -359,37 +384,16 @@ static const mistake mistakes[] = {
     {"cu_seqlens of 2 dimensions", PACKED, ALL, NDIM, NSA_CU_SEQLENS, 0, 2, BAD, {"cu_seqlens", "2 dimensions", "one"}},
     {"cu_seqlens huge", PACKED, ALL, SHAPE, NSA_CU_SEQLENS, 0, INT64_MAX, BAD, {"cu_seqlens.shape[0]", "9223372036854775807", "accepted"}},
     {"cu_seqlens of i64", PACKED, ALL, DTYPE, NSA_CU_SEQLENS, 0, QUERN_I64, BAD, {"cu_seqlens", "i64", "i32"}},
-    {"cu_seqlens_cmp of another batch",
-     PACKED,
-     BWD | COMPRESS | SEL | ATTEND,
-     SHAPE,
-     NSA_CU_SEQLENS_CMP,
-     0,
-     3,
-     BAD,
+    {"cu_seqlens_cmp of another batch", PACKED, BWD | COMPRESS | SEL | ATTEND, SHAPE, NSA_CU_SEQLENS_CMP, 0, 3, BAD,
      {"cu_seqlens_cmp.shape[0] is 3", "4"}},
     {"cu_seqlens from 1", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 0, 1, BAD, {"cu_seqlens[0] is 1", "0 is accepted"}},
     {"cu_seqlens falls", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 2, 29, BAD, {"cu_seqlens[2] is 29", "after 30"}},
     {"cu_seqlens below 0", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 1, -1, BAD, {"cu_seqlens[1] is -1", "after 0"}},
     {"cu_seqlens past the rows", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 3, 78, BAD, {"cu_seqlens ends at 78", "77"}},
-    {"cu_seqlens_cmp from 1",
-     PACKED,
-     BWD | CMP_BWD | SEL | ATTEND,
-     BORDER,
-     NSA_CU_SEQLENS_CMP,
-     0,
-     1,
-     BAD,
+    {"cu_seqlens_cmp from 1", PACKED, BWD | CMP_BWD | SEL | ATTEND, BORDER, NSA_CU_SEQLENS_CMP, 0, 1, BAD,
      {"cu_seqlens_cmp[0] is 1", "0 is accepted"}},
     /* Workspace and device. */
-    {"workspace a byte too small",
-     PLAIN,
-     ALL & ~(GATES | COMBINE | GATE),
-     SHORT_WORKSPACE,
-     NSA_Q,
-     0,
-     0,
-     QUERN_ERR_WORKSPACE,
+    {"workspace a byte too small", PLAIN, ALL & ~(GATES | COMBINE | GATE), SHORT_WORKSPACE, NSA_Q, 0, 0, QUERN_ERR_WORKSPACE,
      {"workspace_bytes", "at least"}},
     {"no workspace", PLAIN, ALL & ~(GATES | COMBINE | GATE), NO_WORKSPACE, NSA_Q, 0, 0, BAD, {"workspace is NULL", "needed"}},
     {"cuda", PLAIN, ALL, ALL_CUDA, NSA_Q, 0, 0, QUERN_ERR_DEVICE, {"device cuda", "libquern_cuda"}},
@@ -415,9 +419,7 @@ static void every_tensor_is_checked(void **state)
     failures = 0;
     (void)state;
     for (base b = 0; b < BASES; b++) {
-        const nsa_config config = config_of(b);
-        test_random random = {1};
-        nsa_case *c = nsa_case_new(&config, &random);
+        nsa_case *c = cases[b];
         for (int op = 0; op < OPS; op++) {
             nsa_set in, out;
             if (!serves(b, op)) continue;
@@ -456,7 +458,6 @@ static void every_tensor_is_checked(void **state)
                 }
             }
         }
-        nsa_case_free(c);
     }
     assert_int_equal(failures, 0);
     assert_true(tried > 2000);
@@ -465,9 +466,7 @@ static void every_tensor_is_checked(void **state)
 
 static void null_arguments(void **state)
 {
-    const nsa_config config = config_of(PLAIN);
-    test_random random = {1};
-    nsa_case *c = nsa_case_new(&config, &random);
+    nsa_case *c = cases[PLAIN];
     quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 1);
     (void)state;
     for (int op = 0; op < OPS; op++) {
@@ -485,7 +484,6 @@ static void null_arguments(void **state)
         assert_non_null(strstr(quern_last_error(NULL), "bytes is NULL"));
         assert_int_equal(call->workspace(NULL, &c->config.params, &t, &bytes), QUERN_ERR_INVALID_ARGUMENT);
     }
-    nsa_case_free(c);
     quern_context_destroy(ctx);
 }
 
@@ -497,5 +495,5 @@ int main(void)
         cmocka_unit_test(every_tensor_is_checked),
         cmocka_unit_test(null_arguments),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, make_cases, free_cases);
 }
