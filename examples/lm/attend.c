@@ -18,13 +18,8 @@ bool attention_allocate(const lm_config *c, lm_attention *a)
 {
     const size_t n = (size_t)c->context, dim = (size_t)(c->width / c->heads), q = n * (size_t)c->width, kv = n * (size_t)c->kv_heads * dim;
     const size_t cmp = ((size_t)entries(c, c->context) + 1) * (size_t)c->kv_heads * dim;
-    *a = (lm_attention){.q = malloc(q * 4),
-                        .k = malloc(kv * 4),
-                        .v = malloc(kv * 4),
-                        .o = malloc(q * 4),
-                        .gates = malloc(n * (size_t)c->heads * 3 * 4),
-                        .k_cmp = malloc(cmp * 4),
-                        .v_cmp = malloc(cmp * 4),
+    *a = (lm_attention){.q = malloc(q * 4), .k = malloc(kv * 4), .v = malloc(kv * 4), .o = malloc(q * 4),
+                        .gates = malloc(n * (size_t)c->heads * 3 * 4), .k_cmp = malloc(cmp * 4), .v_cmp = malloc(cmp * 4),
                         .block_idx = malloc(n * (size_t)(c->kv_heads * c->selected) * sizeof(int32_t))};
     bool ok = a->q && a->k && a->v && a->o && a->gates && a->k_cmp && a->v_cmp && a->block_idx;
     for (int i = 0; i < 3; i++) {

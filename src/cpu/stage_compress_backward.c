@@ -75,13 +75,8 @@ static void carve_weights(const quern_exec *exec, backward_job *job, side *s, ar
         s->r = carve_rows(s->y, s->width, a);
         if (is_present(s->d_w)) s->means = carve_rows(s->y, s->dim, a);
     }
-    const gemm_shape shape = {.dtype = QUERN_F32,
-                              .m = linear ? group : WEIGHT_ROWS,
-                              .n = s->width,
-                              .k = DEPTH,
-                              .lda = linear ? group + TILE_GAP : s->heads * s->dim,
-                              .a_transposed = true,
-                              .ldb = row,
+    const gemm_shape shape = {.dtype = QUERN_F32, .m = linear ? group : WEIGHT_ROWS, .n = s->width, .k = DEPTH,
+                              .lda = linear ? group + TILE_GAP : s->heads * s->dim, .a_transposed = true, .ldb = row,
                               .panel_stride = job->pack->panel,
                               .ldc = s->width};
     s->weights = gemm_plan(exec, &shape);

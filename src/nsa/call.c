@@ -414,14 +414,9 @@ compress_args nsa_compress_args(const nsa_call *c)
 
 select_args nsa_select_args(const nsa_call *c)
 {
-    return (select_args){.seqs = c->compressed,
-                         .params = c->params,
-                         .q = c->views.q,
-                         .k_cmp = c->views.k_b[NSA_CMP],
-                         .lse_cmp = c->views.lse_b[NSA_CMP],
-                         .block_idx = c->views.block_idx,
-                         .block_count = c->views.block_count,
-                         .group_idx = c->views.group_idx,
+    return (select_args){.seqs = c->compressed, .params = c->params, .q = c->views.q, .k_cmp = c->views.k_b[NSA_CMP],
+                         .lse_cmp = c->views.lse_b[NSA_CMP], .block_idx = c->views.block_idx,
+                         .block_count = c->views.block_count, .group_idx = c->views.group_idx,
                          .groups_given = c->params.groups == QUERN_NSA_LIST_GIVEN};
 }
 

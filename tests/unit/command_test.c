@@ -333,29 +333,11 @@ static void stages_alone_give_what_the_whole_gives(void **state)
 
 static void bench_writes_its_schema(void **state)
 {
-    static const char *const keys[] = {"\"schema\": 1",
-                                       "\"version\"",
-                                       "\"commit\"",
-                                       "\"machine\"",
-                                       "\"cpu\"",
-                                       "\"isa\"",
-                                       "\"device\"",
-                                       "\"ceilings\"",
-                                       "\"op\": \"attention\"",
-                                       "\"op\": \"attention-backward\"",
-                                       "\"shape\"",
-                                       "\"dtype\"",
-                                       "\"threads\"",
-                                       "\"reps\"",
-                                       "\"ms_median\"",
-                                       "\"ms_p10\"",
-                                       "\"ms_p90\"",
-                                       "\"gflops\"",
-                                       "\"gbps\"",
-                                       "\"ceiling\"",
-                                       "\"fraction\"",
-                                       "\"peer\"",
-                                       "\"peer_ms\""};
+    static const char *const keys[] = {"\"schema\": 1", "\"version\"", "\"commit\"", "\"machine\"", "\"cpu\"", "\"isa\"",
+                                       "\"device\"", "\"ceilings\"", "\"op\": \"attention\"",
+                                       "\"op\": \"attention-backward\"", "\"shape\"", "\"dtype\"", "\"threads\"", "\"reps\"",
+                                       "\"ms_median\"", "\"ms_p10\"", "\"ms_p90\"", "\"gflops\"", "\"gbps\"", "\"ceiling\"",
+                                       "\"fraction\"", "\"peer\"", "\"peer_ms\""};
     static char json[1 << 16];
     (void)state;
     assert_int_equal(run("bench attention --n 64,128 --heads 2/1 --dim 16 --threads 1 --reps 1 --backward --json $DIR/bench.json"), 0);

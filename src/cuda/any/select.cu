@@ -51,13 +51,8 @@ quern_status select_run(const quern_exec *exec, const select_args *args, void *w
     attend_args branch = branch_of(args);
     if (needs_lse(args)) {
         const int64_t n = args->q.shape[1], h = args->q.shape[2];
-        branch.lse = {(void *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15),
-                      QUERN_F32,
-                      QUERN_CUDA,
-                      args->q.device_id,
-                      3,
-                      {args->q.shape[0], h, n},
-                      {h * n, n, 1}};
+        branch.lse = {(void *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15), QUERN_F32, QUERN_CUDA, args->q.device_id, 3,
+                      {args->q.shape[0], h, n}, {h * n, n, 1}};
         const quern_status status = attend_forward_run(exec, &branch, NULL);
         if (status != QUERN_OK) return status;
     }

@@ -93,15 +93,8 @@ template <typename T> static quern_status rowdot_of(const rowdot_kernel &a, cuda
 quern_status rowdot_run(const quern_exec *exec, const rowdot_args *args, void *)
 {
     const quern_tensor &t = args->a;
-    const rowdot_kernel a = {view4_of(t),
-                             view4_of(args->b),
-                             view3_of(args->out),
-                             t.shape[1],
-                             t.shape[2],
-                             t.shape[3],
-                             t.shape[0] * t.shape[1] * t.shape[2],
-                             (const int32_t *)args->seqs.cu_q.data,
-                             args->seqs.batch,
+    const rowdot_kernel a = {view4_of(t), view4_of(args->b), view3_of(args->out), t.shape[1], t.shape[2], t.shape[3],
+                             t.shape[0] * t.shape[1] * t.shape[2], (const int32_t *)args->seqs.cu_q.data, args->seqs.batch,
                              rows_aligned16(t) && rows_aligned16(args->b)};
     cudaStream_t stream = (cudaStream_t)exec->stream;
     if (t.dtype == QUERN_F32) return rowdot_of<float>(a, stream);
