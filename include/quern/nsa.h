@@ -15,9 +15,20 @@
  * Compress.  Entry i covers tokens [i d, i d + l). mean: their mean in f32, then optionally times w_k
  *            (w_v). linear: (tokens + pe) flattened position-major times w_k (w_v). given: the caller
  *            hands in k_cmp, v_cmp.
- * Select.    Per tile the num_selected best of the ceil(N / l') selection blocks; forced ones count.
+ * Select.    Per tile the num_selected best of the ceil(N / l') selection blocks, forced ones included. The candidates
+ *            are, causal, the blocks that begin at or before the tile's last query; else all. A block's score:
+ *              softmax     p = softmax over the entries that a query sees, summed over the tile's queries (and, scope
+ *                          group, the g heads): s[J] = sum over m < l'/d, n < l/d of p[J l'/d + m - n]
+ *              mean_logit  scale * (mean of the tile's queries, and of the g heads) . k_cmp[J]
+ *            A candidate with no entry that the tile's last query sees scores 0 (softmax) or -inf (mean_logit). Ties
+ *            go to the lower index, NaN comes last. Forced are the first forced_first blocks and, causal and with forced_local > 0,
+ *            the blocks that the tile touches and the forced_local - 1 before these.
+ *            Entries stand in groups of 128. With c > 0 the compressed branch attends c groups a tile: those of the
+ *            newest entries that the tile's last and first query see (causal), then the best by the mean of
+ *            mean_logit over the group's entries that the last query sees. Selection carries no gradient.
  * Attend.    cmp: entry i is seen by query q iff i d + l - 1 <= q (complete) or i d <= q (started).
- *            slc: tokens <= q of the chosen blocks.  win: tokens q - W < j <= q.
+ *            slc: tokens <= q of the chosen blocks.  win: tokens q - W < j <= q. A softmax over what is seen each, as
+ *            in attention.h; query head h reads key/value head h / g.
  *            Non-causal: all entries, chosen blocks whole, |q - j| <= W / 2.
  * Gate.      o = sum_b g_b o_b, g_b = sigmoid(q . w_gate[h,b]), or given, or 1/3.
  * A query that sees no key in a branch gets o_b = 0, lse_b = -inf, and no gradient flows there.
@@ -65,27 +76,28 @@ enum {
     QUERN_NSA_BRANCH_ALL = 7
 };
 
+/* Lengths count tokens. In brackets what QUERN_NSA_PARAMS_INIT sets. */
 typedef struct quern_nsa_params {
     size_t size;
-    int64_t block_size;     /* l >= 1 */
-    int64_t stride;         /* d; 0: l. Divides l. */
-    int64_t select_block;   /* l'; 0: l. A multiple of d. */
-    int64_t num_selected;   /* k >= 1, forced blocks included */
-    int64_t tile;           /* Tq, 1 ... 256 */
-    int64_t window;         /* W >= 1 */
-    quern_nsa_compress_kind compress;
-    quern_nsa_scope scope;
-    quern_nsa_metric metric;
-    quern_nsa_visibility compressed_visibility;
-    int64_t forced_first; /* >= 0 */
-    int64_t forced_local; /* >= 0; causal only */
-    int64_t max_compressed_groups; /* c; 0: off. Needs mean_logit. */
-    bool causal;
-    float scale;            /* 0: 1 / sqrt(D); otherwise finite and > 0 */
-    uint32_t branches;      /* QUERN_NSA_BRANCH_* or-ed; at least one. An absent branch has o_b = 0. */
-    quern_nsa_gate_kind gate;
-    quern_nsa_list selection; /* block_idx: computed, or handed in */
-    quern_nsa_list groups;    /* group_idx: computed, or handed in */
+    int64_t block_size;     /* l >= 1 [64] */
+    int64_t stride;         /* d; 0: l. Divides l. [0] */
+    int64_t select_block;   /* l'; 0: l. A multiple of d. [0] */
+    int64_t num_selected;   /* k >= 1 blocks of a tile, forced ones included [16] */
+    int64_t tile;           /* Tq, 1 ... 256 consecutive queries that share a selection [1] */
+    int64_t window;         /* W >= 1, the query's own token included [512] */
+    quern_nsa_compress_kind compress; /* [mean] */
+    quern_nsa_scope scope;  /* heads that share a selection: the g of a key/value head, or none [group] */
+    quern_nsa_metric metric; /* [softmax] */
+    quern_nsa_visibility compressed_visibility; /* [complete] */
+    int64_t forced_first; /* >= 0 blocks [1] */
+    int64_t forced_local; /* >= 0 blocks; causal only [2] */
+    int64_t max_compressed_groups; /* c; 0: every entry is attended. Needs mean_logit. [0] */
+    bool causal;            /* [true] */
+    float scale;            /* 0: 1 / sqrt(D); otherwise finite and > 0 [0] */
+    uint32_t branches;      /* QUERN_NSA_BRANCH_* or-ed; at least one. An absent branch has o_b = 0. [all] */
+    quern_nsa_gate_kind gate; /* [none] */
+    quern_nsa_list selection; /* block_idx: computed, or handed in [computed] */
+    quern_nsa_list groups;    /* group_idx: computed, or handed in [computed] */
 } quern_nsa_params;
 #define QUERN_NSA_PARAMS_INIT                                                                          \
     {sizeof(quern_nsa_params), 64, 0, 0, 16, 1, 512, QUERN_NSA_COMPRESS_MEAN, QUERN_NSA_SCOPE_GROUP,   \
@@ -302,9 +314,11 @@ QUERN_API quern_status quern_nsa_gate_backward(quern_context *ctx, const quern_n
                                                const quern_nsa_tensors *tensors, void *workspace,
                                                size_t workspace_bytes);
 
-/* Converts a list between block sizes for a sequence of n tokens: in [.., k_in] of blocks of `from`
- * tokens -> out [.., k_out] of blocks of `to` tokens, ascending, -1 padded, counts [..] optional. One of
- * from, to divides the other; k_out is k_in * from / to for an expansion, k_in for a contraction. */
+/* Converts lists between block sizes for sequences of n tokens: in [.., k_in] of blocks of `from` tokens -> out
+ * [.., k_out] of blocks of `to` tokens, ascending, -1 padded; count_out [..] may be NULL. All i32, with
+ * the leading dimensions of `in`, and lists at one stride from each other. Entries of `in` outside the sequence are
+ * skipped, an index that comes twice counts once. One of from, to divides the other; k_out is k_in * from / to for an
+ * expansion, k_in for a contraction. stream: as in quern_nsa_tensors. */
 QUERN_API quern_status quern_nsa_list_convert(quern_context *ctx, const quern_tensor *in, int64_t from,
                                               const quern_tensor *out, const quern_tensor *count_out,
                                               int64_t to, int64_t n, void *stream);

@@ -129,9 +129,10 @@ typedef struct quern_context_params {
 QUERN_API quern_status quern_context_create(const quern_context_params *params, quern_context **ctx);
 /* Frees the context; NULL is allowed. */
 QUERN_API void quern_context_destroy(quern_context *ctx);
+/* What the context computes with: both resolved, never 0 or AUTO. ctx is not NULL. */
 QUERN_API int32_t quern_context_threads(const quern_context *ctx);
 QUERN_API quern_cpu_level quern_context_cpu_level(const quern_context *ctx);
-/* "portable", "avx2", "avx512", "avx512bf16". Static storage. */
+/* "auto", "portable", "avx2", "avx512", "avx512bf16"; "?" for an unknown level. Static storage. */
 QUERN_API const char *quern_cpu_level_name(quern_cpu_level level);
 /* The best level that this machine, its operating system and this build offer. */
 QUERN_API quern_cpu_level quern_cpu_level_detect(void);

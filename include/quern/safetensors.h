@@ -44,7 +44,7 @@ QUERN_API bool quern_safetensors_has(const quern_safetensors *file, const char *
 QUERN_API quern_status quern_safetensors_get(const quern_safetensors *file, const char *name,
                                              quern_tensor *view);
 
-/* The header's "__metadata__": number of pairs, one pair (NULL past the end), and the value of a key
+/* The header's "__metadata__": number of pairs, the key of one (NULL past the end), and the value of a key
  * (NULL if absent). The strings belong to the file. */
 QUERN_API size_t quern_safetensors_metadata_count(const quern_safetensors *file);
 QUERN_API const char *quern_safetensors_metadata_key(const quern_safetensors *file, size_t index);
