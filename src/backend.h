@@ -93,19 +93,19 @@ typedef struct gate_args {
     quern_tensor q, w_gate, gates; /* gates: written unless kind is GIVEN; may be absent */
     quern_tensor o_b[3];           /* cmp, slc, win; absent: 0 */
     quern_tensor o;                /* absent: gates only. May be the memory of one o_b */
-    /* Backward. row_dot[b] = rowsum(d_o * o_b), f32 [B,H,N] (absent: not wanted); delta[b] = gate *
-     * row_dot. d_o_b optional; d_q f32 (added to where accumulate) or act; d_w_gate or d_gates by kind. */
+    /* Backward. delta[b] = gate * rowsum(d_o * o_b), f32 [B,H,N], and d_o_b = gate * d_o are optional; d_q f32 (added
+     * to where accumulate) or act; d_w_gate or d_gates by kind. */
     quern_tensor d_o, d_o_b[3], delta[3], d_q, d_w_gate, d_gates;
     bool accumulate;
 } gate_args;
 
-/* out = in, converted; rows past the last sequence border (packed) are written as `pad`. */
+/* out = in, converted; rows past the last sequence border (packed) are written as 0. */
 typedef struct convert_args {
     stage_seqs seqs;
     quern_tensor in, out;
 } convert_args;
 
-/* delta = rowsum(d_o * o), f32 [B,H,N]: the backward's preprocess for dense attention. */
+/* out = rowsum(a * b), f32 [B,H,N]: delta of a backward whose gradient comes through no gate. */
 typedef struct rowdot_args {
     stage_seqs seqs;
     quern_tensor a, b, out;

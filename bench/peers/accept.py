@@ -121,7 +121,7 @@ def gate():
         empty(1, n, h, 3, dtype=torch.float32), act(1, n, h, d)
     one, few = n * h * d * 2, n * h * 12
 
-    # The peers keep the logits and their gradients in f32, as Quern and conventions.md's bound on the gates do; what
+    # The peers keep the logits and their gradients in f32, as Quern does and its bound on the gates needs; what
     # PyTorch makes of the same products in bf16, whose gates are 2^-9 off, is printed beside them.
     def forward(q, w, a, b, c, wide=torch.float32):
         g = torch.sigmoid(torch.einsum("bnhd,hcd->bnhc", q.to(wide), w.to(wide)).float())

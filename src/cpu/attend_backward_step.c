@@ -18,7 +18,7 @@
  * some of it. Masked scores are 0 in P and dS, but 0 * inf is NaN: where Q, dO or K hold values that are not
  * finite, a partly seen tile multiplies pair by pair instead.
  *
- * Limit: the FMA (or bf16 dot product) peak; performance.md asks for twice the best open peer.
+ * Limit: the FMA (or bf16 dot product) peak.
  */
 #include "cpu/attend_backward.h"
 

@@ -68,13 +68,14 @@ typedef struct nsa_kernels {
      * of 16. */
     void (*add_probabilities)(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns, float scale2,
                               const float *lse2, float *acc);
-    /* The `want` best of scores[from .. to): best[] holds index order keys, see rank_key(). Returns how many. */
+    /* The `want` best of scores[from .. to), best first: best[] holds keys, see rank_index(). Returns how many. */
     int64_t (*best_of)(const float *scores, int64_t from, int64_t to, int64_t want, uint64_t *best);
     /* Stores past the caches are seen by other threads after this. */
     void (*fence)(void);
 } nsa_kernels;
 
-/* An entry of best_of(): the score's order above, the index below, so that a greater key is a better entry. */
+/* The index of a key of best_of(): the score's order stands above it, and its complement below, so that a greater key is
+ * a better entry. */
 static inline int32_t rank_index(uint64_t key)
 {
     return (int32_t)~(uint32_t)key;

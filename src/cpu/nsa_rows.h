@@ -7,8 +7,8 @@
  * All but add_probabilities and best_of stream: each element of a [tokens][heads][dim] tensor is touched once
  * with one to three multiplications, so memory is the limit and the code's task is to keep enough loads in
  * flight: sum_rows walks 256 columns (16 registers of AVX-512) down the rows of a block, or 8 rows at a time where
- * rows are longer, which reads whole token rows in order where heads are neighbours. Outputs that nobody reads soon go past the caches (a cached
- * store reads the line first: non-temporal ones run at twice the bandwidth).
+ * rows are longer, which reads whole token rows in order where heads are neighbours. Outputs that nobody reads soon go
+ * past the caches (a cached store reads the line first: non-temporal ones run at twice the bandwidth).
  *
  * add_probabilities costs an exp2 (six FMAs) a score beside the 2 D of the product before it. best_of keeps the
  * `want` best keys sorted, which costs mispredicted branches, so few scores should get that far: of 16 columns' maxima

@@ -13,8 +13,8 @@
  * twice, and no partial gradients are kept.
  *
  * A chunk of 768 rows (D = 128) streams through L2 and L3 once per 192 keys, and dK and dV travel to memory
- * once per 768 rows: each 1 to 2% of the time. With lists a chunk is as large as brings each block enough rows to fill tiles. Late chunks of a causal
- * sequence see the most keys and go first.
+ * once per 768 rows: each 1 to 2% of the time. With lists a chunk is so large that enough of its rows choose a block to
+ * fill tiles. Late chunks of a causal sequence see the most keys and go first.
  */
 #include "core/parallel.h"
 #include "cpu/attend_backward.h"

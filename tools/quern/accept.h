@@ -3,9 +3,10 @@
 /*
  * accept.h - acceptance figures: each is measured, compared with its target, printed on a line.
  *
- * Everything that is divided is measured in turns in one run, because machines change speed while they are
- * measured: a kernel and its ceiling, one thread and two, sparse and dense. A fraction of a ceiling is the
- * median over a fixed number of rounds; of the other figures one that misses is measured again, at most six times in all.
+ * What is divided is measured in turns in one run, because machines change speed while they are measured: a kernel and
+ * its ceiling, one thread and two. (accept_nsa.c takes the time of dense attention once per length: it takes minutes.)
+ * A fraction of a ceiling is the median over a fixed number of rounds; of the other figures one that misses is measured
+ * again, at most six times in all, and the best counts.
  */
 #ifndef QUERN_TOOLS_ACCEPT_H
 #define QUERN_TOOLS_ACCEPT_H

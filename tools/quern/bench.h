@@ -74,7 +74,7 @@ timing timing_of(double *ms, int count);
 double row_rate(const bench_row *row);
 double row_fraction(const bench_row *row);
 
-/* The table, the JSON of house.md, the chart. */
+/* The table, a row of the JSON, the chart. */
 void report_header(void);
 void report_row(const bench_row *row);
 /* What G/s counts, a line an operation. */

@@ -1,8 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attention.c - the attention table for AVX-512 with BF16: the f32 micro-kernel and the same one over words of
- * two bf16 values, 24 accumulators of the 32
- * registers. Limit: two 512-bit FMAs, or dot products of 32 pairs, a cycle. */
+ * two bf16 values, 24 accumulators of the 32 registers. Limit: two 512-bit FMAs, or bf16 dot products, a cycle. */
 #include "cpu/attention_backward_rows.h"
 #include "cpu/attention_rows.h"
 

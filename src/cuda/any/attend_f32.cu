@@ -6,8 +6,8 @@
  *
  * 256 threads as 16 x 16 own TS rows x TS keys; thread (ty, tx) holds rows ty RT ... and keys or columns
  * tx, tx + 16, ...; operands stand in shared memory with rows of DP + 1 floats, so that both row and column
- * walks are free of bank conflicts. Streams of rows and keys, and the two backward kernels, are those of
- * attend.cuh and attend_backward.cu. TS = 64 up to D = 128 (132 KB in the backward), 32 at D = 256.
+ * walks are free of bank conflicts. Streams of rows and keys are those of attend.cuh, the two backward kernels those of
+ * attend_backward_rows.cu and attend_backward_keys.cu. TS = 64 up to D = 128 (132 KB in the backward), 32 at D = 256.
  */
 #include "any/attend.cuh"
 #include "any/stages.cuh"
