@@ -65,7 +65,7 @@ static const quern_cuda_plugin *load(void)
     return NULL;
 }
 
-const quern_cuda_plugin *plugin_get(void)
+static const quern_cuda_plugin *plugin_get(void)
 {
     const quern_cuda_plugin *plugin = atomic_load_explicit(&loaded, memory_order_acquire);
     if (plugin != NULL) return plugin;

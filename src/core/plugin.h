@@ -6,9 +6,7 @@
 
 #include "cuda/plugin.h"
 
-/* The plugin, loaded by the first call; NULL with the error set where there is none. */
-const quern_cuda_plugin *plugin_get(void);
-/* The same, and `device` can compute. */
+/* The plugin, loaded by the first call, for a `device` that can compute; NULL with the error set where one is missing. */
 const quern_cuda_plugin *plugin_for(int32_t device);
 /* Whether `p`, not NULL, is memory of the device that its tensor names. Host memory is looked at only once the plugin
  * is loaded. */

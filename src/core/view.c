@@ -8,11 +8,6 @@
 #include <stdio.h>
 #include <string.h>
 
-bool view_present(const quern_tensor *t)
-{
-    return t != NULL && t->ndim > 0;
-}
-
 quern_tensor view_or_absent(const quern_tensor *t)
 {
     return t != NULL ? *t : (quern_tensor){0};

@@ -36,7 +36,6 @@ quern_status view_check(const view_rule *rule, const quern_tensor *like, bool ru
  * of its tensor's device. */
 quern_status view_check_all(const view_rule *rules, int32_t count, const quern_tensor *like, bool run);
 
-bool view_present(const quern_tensor *t);
 /* The view, or the absent view for NULL. */
 quern_tensor view_or_absent(const quern_tensor *t);
 /* A leading batch extent of 1: [T, ...] as [1, T, ...]. NULL gives the absent view. */

@@ -9,22 +9,7 @@
  * Sums over branches are f32: the outputs themselves where they are f32, else workspace that is converted at
  * the end. The first to write a sum overwrites it, the others add, in a fixed order.
  */
-#include "core/view.h"
 #include "nsa/call.h"
-
-static void grow(size_t *most, size_t bytes)
-{
-    if (bytes > *most) *most = bytes;
-}
-
-/* The f32 tensor that sums what becomes `out`; converted at the end where out is not f32. */
-static quern_tensor sum_for(nsa_call *c, const quern_tensor *out, const stage_seqs *seqs, arena *a)
-{
-    if (out->ndim == 0 || out->dtype == QUERN_F32) return *out;
-    const quern_tensor sum = nsa_take(c, a, QUERN_F32, 4, out->shape);
-    c->convert[c->converts++] = (convert_args){*seqs, sum, *out};
-    return sum;
-}
 
 /* gates[..., branch] as [B, H, N]. */
 static quern_tensor gate_column(const quern_tensor *gates, int branch)
@@ -45,8 +30,8 @@ static void carve(nsa_call *c, arena *a)
     const int64_t o_shape[] = {B, N, H, c->dim_v}, lse_shape[] = {B, H, N}, gate_shape[] = {B, N, H, 3};
     size_t scratch = 0;
     c->converts = 0;
-    const bool compresses = p->compress != QUERN_NSA_COMPRESS_GIVEN && (nsa_branch_on(c, NSA_CMP));
-    const quern_tensor d_q = sum_for(c, &v->d_q, &c->tokens, a), d_k = sum_for(c, &v->d_k, &c->tokens, a), d_v = sum_for(c, &v->d_v, &c->tokens, a);
+    const bool compresses = p->compress != QUERN_NSA_COMPRESS_GIVEN && nsa_branch_on(c, NSA_CMP);
+    const quern_tensor d_q = nsa_sum_for(c, &v->d_q, a), d_k = nsa_sum_for(c, &v->d_k, a), d_v = nsa_sum_for(c, &v->d_v, a);
     quern_tensor d_k_cmp = v->d_k_b[NSA_CMP], d_v_cmp = v->d_v_b[NSA_CMP]; /* outputs where compress is GIVEN */
     if (compresses) {
         const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k}, v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v};
@@ -83,11 +68,11 @@ static void carve(nsa_call *c, arena *a)
             attend->accumulate_k = attend->accumulate_v = have_kv;
             have_kv = true;
         }
-        grow(&scratch, c->backend->attend_backward.workspace(&c->exec, attend));
-        if (recompute) grow(&scratch, c->backend->attend_forward.workspace(&c->exec, attend));
+        nsa_make_room(&scratch, c->backend->attend_backward.workspace(&c->exec, attend));
+        if (recompute) nsa_make_room(&scratch, c->backend->attend_forward.workspace(&c->exec, attend));
     }
     c->use_gate = true;
-    grow(&scratch, c->backend->gate_backward.workspace(&c->exec, &c->gate));
+    nsa_make_room(&scratch, c->backend->gate_backward.workspace(&c->exec, &c->gate));
     /* Without the compressed branch the stage only writes zeros, where nothing else wrote. */
     const bool weights = v->d_w_k.ndim > 0 || v->d_w_v.ndim > 0 || v->d_pe_k.ndim > 0 || v->d_pe_v.ndim > 0;
     c->use_compress = weights || (d_k.ndim > 0 && (compresses || !have_kv));
@@ -96,9 +81,9 @@ static void carve(nsa_call *c, arena *a)
         c->compress.d_k_cmp = d_k_cmp, c->compress.d_v_cmp = d_v_cmp;
         c->compress.d_k = d_k, c->compress.d_v = d_v;
         c->compress.accumulate = have_kv;
-        grow(&scratch, c->backend->compress_backward.workspace(&c->exec, &c->compress));
+        nsa_make_room(&scratch, c->backend->compress_backward.workspace(&c->exec, &c->compress));
     }
-    for (int32_t i = 0; i < c->converts; i++) grow(&scratch, c->backend->convert.workspace(&c->exec, &c->convert[i]));
+    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&scratch, c->backend->convert.workspace(&c->exec, &c->convert[i]));
     c->scratch = arena_take(a, scratch);
 }
 

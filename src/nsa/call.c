@@ -32,7 +32,7 @@ bool nsa_branch_on(const nsa_call *call, int branch)
     return (call->params.branches & (1u << branch)) != 0;
 }
 
-static bool is_backward(nsa_op op)
+bool nsa_is_backward(nsa_op op)
 {
     return op == NSA_BACKWARD || op == NSA_COMPRESS_BACKWARD || op == NSA_ATTEND_BACKWARD || op == NSA_GATE_BACKWARD;
 }
@@ -95,11 +95,11 @@ static roles roles_of(const nsa_call *c, const quern_nsa_tensors *t)
     if (op == NSA_GATE_BACKWARD) r.d_o_b = OPTIONAL_RESULT;
     if (op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD) r.d_q = RESULT;
     if (op == NSA_GATE_BACKWARD) r.d_q = weights ? OPTIONAL_RESULT : UNUSED;
-    if (reads_k && is_backward(op)) r.d_k = op == NSA_COMPRESS_BACKWARD ? OPTIONAL_RESULT : RESULT;
+    if (reads_k && nsa_is_backward(op)) r.d_k = op == NSA_COMPRESS_BACKWARD ? OPTIONAL_RESULT : RESULT;
     if (op == NSA_ATTEND_BACKWARD && cmp) r.d_cmp = RESULT;
     if (op == NSA_BACKWARD && cmp && p->compress == QUERN_NSA_COMPRESS_GIVEN) r.d_cmp = RESULT;
     if (op == NSA_COMPRESS_BACKWARD) r.d_cmp = NEEDED;
-    if (compresses && is_backward(op)) r.d_w = OPTIONAL_RESULT;
+    if (compresses && nsa_is_backward(op)) r.d_w = OPTIONAL_RESULT;
     return r;
 }
 
@@ -212,7 +212,7 @@ static void add_rules(const nsa_call *c, const quern_nsa_tensors *t, const roles
 #undef BRANCH
     ACT(r->d_q, d_q, act, N, H, D);
     ACT(r->d_k, d_k, act, N, Hkv, D), ACT(r->d_k, d_v, act, N, Hkv, Dv);
-    if (is_backward(c->op)) {
+    if (nsa_is_backward(c->op)) {
         const role own_slc = r->k_own[NSA_SLC] == NEEDED ? RESULT : UNUSED, own_win = r->k_own[NSA_WIN] == NEEDED ? RESULT : UNUSED;
         ACT(own_slc, d_k_slc, act, N, Hkv, D), ACT(own_slc, d_v_slc, act, N, Hkv, Dv);
         ACT(own_win, d_k_win, act, N, Hkv, D), ACT(own_win, d_v_win, act, N, Hkv, Dv);
@@ -250,7 +250,7 @@ static void fill_views(nsa_call *c, const quern_nsa_tensors *t, const roles *r)
         v->o_b[i] = USE(r->o_b, o_b[i]), v->lse_b[i] = USE(r->lse, lse[i]), v->d_o_b[i] = USE(r->d_o_b, d_o_b[i]);
     }
     if (r->lse_cmp_in != UNUSED) v->lse_b[NSA_CMP] = view(t->lse_cmp);
-    const bool backward = is_backward(c->op);
+    const bool backward = nsa_is_backward(c->op);
     v->d_q = USE(r->d_q, t->d_q), v->d_k = USE(r->d_k, t->d_k), v->d_v = USE(r->d_k, t->d_v);
     v->d_k_b[NSA_CMP] = USE(r->d_cmp, t->d_k_cmp), v->d_v_b[NSA_CMP] = USE(r->d_cmp, t->d_v_cmp);
     if (backward && c->separate[NSA_SLC]) v->d_k_b[NSA_SLC] = view(t->d_k_slc), v->d_v_b[NSA_SLC] = view(t->d_v_slc);
@@ -384,6 +384,14 @@ quern_tensor nsa_take(const nsa_call *call, arena *a, quern_dtype dtype, int32_t
 quern_tensor nsa_given_or_take(const nsa_call *call, const quern_tensor *given, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape)
 {
     return given->ndim > 0 ? *given : nsa_take(call, a, dtype, ndim, shape);
+}
+
+quern_tensor nsa_sum_for(nsa_call *c, const quern_tensor *out, arena *a)
+{
+    if (out->ndim == 0 || out->dtype == QUERN_F32) return *out;
+    const quern_tensor sum = nsa_take(c, a, QUERN_F32, 4, out->shape);
+    c->convert[c->converts++] = (convert_args){c->tokens, sum, *out};
+    return sum;
 }
 
 attend_args nsa_branch_args(const nsa_call *c, int branch)

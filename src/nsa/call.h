@@ -68,11 +68,20 @@ quern_status nsa_check_params(const quern_nsa_params *given, nsa_op op, quern_ns
 /* Checks everything visible to the host and fills the call up to its views. `run`: data counts, too. */
 quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, bool run, nsa_call *call);
 
+bool nsa_is_backward(nsa_op op);
 bool nsa_branch_on(const nsa_call *call, int branch);
 /* A fresh tensor in the workspace, shaped like an activation [B, N, heads, dim] and so on. */
 quern_tensor nsa_take(const nsa_call *call, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape);
 /* `given`, or one in the workspace where it is absent. */
 quern_tensor nsa_given_or_take(const nsa_call *call, const quern_tensor *given, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape);
+/* The f32 tensor in which several stages sum what becomes `out` (a token's row each): `out` itself where it is f32 or
+ * absent, else one in the workspace, listed in call->convert. */
+quern_tensor nsa_sum_for(nsa_call *call, const quern_tensor *out, arena *a);
+/* Makes room for a stage's `bytes` in a place of *most bytes that stages use one after the other. */
+static inline void nsa_make_room(size_t *most, size_t bytes)
+{
+    if (bytes > *most) *most = bytes;
+}
 /* The attention stage of a branch, without its outputs. */
 attend_args nsa_branch_args(const nsa_call *call, int branch);
 compress_args nsa_compress_args(const nsa_call *call);

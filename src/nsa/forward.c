@@ -12,11 +12,6 @@
 #include "core/view.h"
 #include "nsa/call.h"
 
-static void grow(size_t *most, size_t bytes)
-{
-    if (bytes > *most) *most = bytes;
-}
-
 static const int64_t branches_most = (int64_t)2 << 30; /* bytes of the branches' outputs in the workspace */
 
 /* The passes over the key/value heads that keep `outputs` branches' outputs below that, as far as passes can. */
@@ -100,7 +95,7 @@ static void carve(nsa_call *c, arena *a)
     }
     size_t scratch = 0;
     if (c->use_fused) {
-        grow(&scratch, c->backend->attend_gate_forward.workspace(&c->exec, &c->fused));
+        nsa_make_room(&scratch, c->backend->attend_gate_forward.workspace(&c->exec, &c->fused));
     } else {
         int64_t taken = 0;
         for (int i = 0; i < NSA_BRANCHES; i++) {
@@ -116,20 +111,20 @@ static void carve(nsa_call *c, arena *a)
                 v->lse_b[i] = nsa_given_or_take(c, &v->lse_b[i], a, QUERN_F32, 3, lse_shape);
             c->attend[i] = nsa_branch_args(c, i);
             const attend_args part = attend_of_pass(c, i, 0);
-            grow(&scratch, c->backend->attend_forward.workspace(&c->exec, &part));
+            nsa_make_room(&scratch, c->backend->attend_forward.workspace(&c->exec, &part));
         }
         if (c->use_select) {
             c->select = nsa_select_args(c);
             if (!selects) c->select.block_idx = c->select.block_count = (quern_tensor){0}; /* an input, or no branch of this call's */
             const select_args part = select_of_pass(c, 0);
-            grow(&scratch, c->backend->select.workspace(&c->exec, &part));
+            nsa_make_room(&scratch, c->backend->select.workspace(&c->exec, &part));
         }
         c->use_gate = true;
         c->gate = nsa_gate_args(c);
         const gate_args part = gate_of_pass(c, 0);
-        grow(&scratch, c->backend->gate_forward.workspace(&c->exec, &part));
+        nsa_make_room(&scratch, c->backend->gate_forward.workspace(&c->exec, &part));
     }
-    if (c->use_compress) grow(&scratch, c->backend->compress_forward.workspace(&c->exec, &c->compress));
+    if (c->use_compress) nsa_make_room(&scratch, c->backend->compress_forward.workspace(&c->exec, &c->compress));
     c->scratch = arena_take(a, scratch);
 }
 

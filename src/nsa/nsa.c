@@ -22,9 +22,10 @@ static const nsa_operation *operation_of(nsa_op op)
 }
 
 /* Whether the backend takes every stage that the carved call uses. */
-static quern_status check_supported(const nsa_call *c, bool backward)
+static quern_status check_supported(const nsa_call *c)
 {
     const quern_backend *b = c->backend;
+    const bool backward = nsa_is_backward(c->op);
     char why[STAGE_WHY_BYTES] = "";
     bool ok = true;
     if (c->use_compress) ok = (backward ? b->compress_backward : b->compress_forward).supports(&c->exec, &c->compress, why);
@@ -44,8 +45,7 @@ static quern_status prepare(quern_context *ctx, const quern_nsa_params *params, 
     arena a = arena_on(workspace);
     operation_of(op)->carve(call, &a);
     *bytes = arena_size(&a);
-    const bool backward = op == NSA_BACKWARD || op == NSA_COMPRESS_BACKWARD || op == NSA_ATTEND_BACKWARD || op == NSA_GATE_BACKWARD;
-    return check_supported(call, backward);
+    return check_supported(call);
 }
 
 static quern_status workspace_of(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, size_t *bytes)

@@ -1,7 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* parts.c - the operations that are a stage or two on their own: compress, select, attend, gates. */
-#include "core/view.h"
 #include "nsa/call.h"
 
 static void carve_compress(nsa_call *c, arena *a)
@@ -51,8 +50,7 @@ static void carve_attend(nsa_call *c, arena *a)
         c->use_attend[i] = nsa_branch_on(c, i);
         if (!c->use_attend[i]) continue;
         c->attend[i] = nsa_branch_args(c, i);
-        const size_t bytes = c->backend->attend_forward.workspace(&c->exec, &c->attend[i]);
-        if (bytes > most) most = bytes;
+        nsa_make_room(&most, c->backend->attend_forward.workspace(&c->exec, &c->attend[i]));
     }
     c->scratch = arena_take(a, most);
 }
@@ -70,14 +68,8 @@ static void carve_attend_backward(nsa_call *c, arena *a)
 {
     nsa_views *v = &c->views;
     const int64_t lse_shape[] = {c->packed ? 1 : c->batch, c->heads, c->n};
-    quern_tensor sum[3] = {v->d_q, v->d_k, v->d_v};
     c->converts = 0;
-    for (int i = 0; i < 3; i++) {
-        if (sum[i].ndim == 0 || sum[i].dtype == QUERN_F32) continue;
-        const quern_tensor f32 = nsa_take(c, a, QUERN_F32, 4, sum[i].shape);
-        c->convert[c->converts++] = (convert_args){c->tokens, f32, sum[i]};
-        sum[i] = f32;
-    }
+    const quern_tensor d_q = nsa_sum_for(c, &v->d_q, a), d_k = nsa_sum_for(c, &v->d_k, a), d_v = nsa_sum_for(c, &v->d_v, a);
     size_t most = 0;
     bool have_q = false, have_kv = false;
     for (int i = 0; i < NSA_BRANCHES; i++) {
@@ -88,21 +80,17 @@ static void carve_attend_backward(nsa_call *c, arena *a)
         attend->d_o = v->d_o_b[i];
         attend->delta = nsa_take(c, a, QUERN_F32, 3, lse_shape);
         c->rowdot[i] = (rowdot_args){c->tokens, v->d_o_b[i], v->o_b[i], attend->delta};
-        attend->d_q = sum[0];
+        attend->d_q = d_q;
         attend->accumulate_q = have_q;
         have_q = true;
         const bool own = i == NSA_CMP || c->separate[i];
-        attend->d_k = own ? v->d_k_b[i] : sum[1], attend->d_v = own ? v->d_v_b[i] : sum[2];
+        attend->d_k = own ? v->d_k_b[i] : d_k, attend->d_v = own ? v->d_v_b[i] : d_v;
         attend->accumulate_k = attend->accumulate_v = !own && have_kv;
         have_kv = have_kv || !own;
-        const size_t bytes = c->backend->attend_backward.workspace(&c->exec, attend), other = c->backend->rowdot.workspace(&c->exec, &c->rowdot[i]);
-        if (bytes > most) most = bytes;
-        if (other > most) most = other;
+        nsa_make_room(&most, c->backend->attend_backward.workspace(&c->exec, attend));
+        nsa_make_room(&most, c->backend->rowdot.workspace(&c->exec, &c->rowdot[i]));
     }
-    for (int32_t i = 0; i < c->converts; i++) {
-        const size_t bytes = c->backend->convert.workspace(&c->exec, &c->convert[i]);
-        if (bytes > most) most = bytes;
-    }
+    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&most, c->backend->convert.workspace(&c->exec, &c->convert[i]));
     c->scratch = arena_take(a, most);
 }
 
