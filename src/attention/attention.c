@@ -38,13 +38,6 @@ static quern_status check_params(const quern_attention_params *params)
     return QUERN_OK;
 }
 
-static quern_status check_head_dim(const char *name, int64_t dim)
-{
-    if (dim < 8 || dim > 256 || dim % 8 != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: head dim %lld: a multiple of 8 from 8 to 256 is accepted", name, (long long)dim);
-    return QUERN_OK;
-}
-
 /* Checks everything visible to the host and fills the stages' arguments. `run`: data pointers count too. */
 static quern_status plan(quern_context *ctx, const quern_attention_params *params, const quern_attention_tensors *t, bool backward, bool run,
                          attention_call *call)
@@ -67,9 +60,9 @@ static quern_status plan(quern_context *ctx, const quern_attention_params *param
     const int64_t batch = packed ? 0 : t->q->shape[0], n_q = t->q->shape[n_at], n_kv = t->k->shape[n_at];
     const int64_t heads = t->q->shape[n_at + 1], kv_heads = t->k->shape[n_at + 1];
     const int64_t dim_k = t->q->shape[n_at + 2], dim_v = t->v->shape[n_at + 2];
-    if ((status = check_head_dim("q", dim_k)) != QUERN_OK || (status = check_head_dim("v", dim_v)) != QUERN_OK) return status;
-    if (kv_heads < 1 ? heads != 0 : heads % kv_heads != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: a multiple of k's %lld is accepted", (long long)heads, (long long)kv_heads);
+    if ((status = view_check_head_dim("q", dim_k)) != QUERN_OK || (status = view_check_head_dim("v", dim_v)) != QUERN_OK ||
+        (status = view_check_heads(heads, kv_heads)) != QUERN_OK)
+        return status;
     if (n_q > INT32_MAX || n_kv > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld query and %lld key tokens: at most %d each are accepted", (long long)n_q,
                          (long long)n_kv, INT32_MAX);

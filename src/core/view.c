@@ -142,6 +142,18 @@ quern_status view_check(const view_rule *rule, const quern_tensor *like, bool ru
     return QUERN_OK;
 }
 
+quern_status view_check_head_dim(const char *name, int64_t dim)
+{
+    if (dim >= 8 && dim <= 256 && dim % 8 == 0) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: head dim %lld: a multiple of 8 from 8 to 256 is accepted", name, (long long)dim);
+}
+
+quern_status view_check_heads(int64_t heads, int64_t kv_heads)
+{
+    if (kv_heads < 1 ? heads == 0 : heads % kv_heads == 0) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: a multiple of k's %lld is accepted", (long long)heads, (long long)kv_heads);
+}
+
 /* Whether `delta` = sum_i d_i strides_i for some |d_i| < shape_i, strides nested as overlaps_itself() wants:
  * the widest stride leaves at most two choices of d. */
 static bool reachable(const quern_tensor *t, int64_t delta, uint32_t used)

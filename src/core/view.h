@@ -32,6 +32,9 @@ typedef struct view_rule {
 /* Checks one tensor against its rule; `device` as in `like` (NULL: any). `run`: its data pointer counts too
  * (a workspace query looks at shapes only). */
 quern_status view_check(const view_rule *rule, const quern_tensor *like, bool run);
+/* What attention, dense and sparse, accepts: a head dim, and query heads to key/value heads. */
+quern_status view_check_head_dim(const char *name, int64_t dim);
+quern_status view_check_heads(int64_t heads, int64_t kv_heads);
 /* Checks all rules, then that no output shares memory with another tensor of the list and that every pointer is memory
  * of its tensor's device. */
 quern_status view_check_all(const view_rule *rules, int32_t count, const quern_tensor *like, bool run);

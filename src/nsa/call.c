@@ -150,14 +150,11 @@ static quern_status find_extents(nsa_call *c, const quern_nsa_tensors *t, const 
     c->dim_v = v != NULL ? v->shape[at + 2] : 0;
     if (c->n > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens: at most %d are accepted", (long long)c->n, INT32_MAX);
-    const int64_t dims[] = {c->dim_k, c->dim_v};
-    for (int i = 0; i < 2; i++)
-        if ((i == 0 ? q != NULL && r->q != UNUSED && t->q != NULL : v != NULL) && (dims[i] < 8 || dims[i] > 256 || dims[i] % 8 != 0))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: head dim %lld: a multiple of 8 from 8 to 256 is accepted", i == 0 ? "q" : v_name,
-                             (long long)dims[i]);
-    if (q != NULL && k != NULL && (c->kv_heads < 1 ? c->heads != 0 : c->heads % c->kv_heads != 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: a multiple of k's %lld is accepted", (long long)c->heads,
-                         (long long)c->kv_heads);
+    quern_status status = QUERN_OK;
+    if (r->q != UNUSED && t->q != NULL) status = view_check_head_dim("q", c->dim_k);
+    if (status == QUERN_OK && v != NULL) status = view_check_head_dim(v_name, c->dim_v);
+    if (status == QUERN_OK && q != NULL && k != NULL) status = view_check_heads(c->heads, c->kv_heads);
+    if (status != QUERN_OK) return status;
     const quern_nsa_params *p = &c->params;
     c->n_cmp = c->packed ? c->n / p->stride : c->n >= p->block_size ? (c->n - p->block_size) / p->stride + 1 : 0;
     c->list_heads = p->scope == QUERN_NSA_SCOPE_HEAD ? c->heads : c->kv_heads;
