@@ -30,8 +30,8 @@ bool accept_may_retry(const acceptance *a);
 /* A case with the defaults of the acceptance tables: B 1, D 128, seed 1, noise. */
 bench_case accept_case(const char *op, int64_t n, int64_t heads, int64_t kv_heads, quern_dtype dtype);
 
-/* Median over 21 rounds of the fraction of the ceiling, by pass. Ceiling and kernel take turns; a round is divided by the
- * mean of the ceilings before and after it. */
+/* Median over 21 rounds of the fraction of the ceiling, by pass. Ceiling and kernel take turns; a round's median is divided
+ * by the mean of the ceilings before and after it. */
 int accept_fraction(const bench_case *c, quern_context *ctx, double fraction[2]);
 /* Median times in ms by pass (BOTH: their sum): `first` and `second` take turns. second NULL: first alone on both
  * contexts, for the ratio of thread counts. */
