@@ -81,6 +81,8 @@ static bool overlaps_itself(const quern_tensor *t)
 {
     int64_t reach = 0;
     bool done[QUERN_MAX_DIMS] = {false};
+    for (int32_t i = 0; i < t->ndim; i++)
+        if (t->shape[i] == 0) return false;
     for (int32_t n = 0; n < t->ndim; n++) {
         int32_t least = -1;
         for (int32_t i = 0; i < t->ndim; i++) {
@@ -90,7 +92,6 @@ static bool overlaps_itself(const quern_tensor *t)
             if (least < 0 || s < best) least = i;
         }
         done[least] = true;
-        if (t->shape[least] == 0) return false;
         if (t->shape[least] == 1) continue;
         const int64_t s = t->strides[least] < 0 ? -t->strides[least] : t->strides[least];
         if (s <= reach) return true;

@@ -95,7 +95,7 @@ quern_status cpu_gate_forward(const quern_exec *exec, const gate_args *args, voi
     (void)workspace;
     gate_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level)};
     const quern_tensor *like = is_present(&args->o) ? &args->o : &args->gates;
-    if (!is_present(like)) return QUERN_OK;
+    if (!is_present(like) || like->shape[2] == 0) return QUERN_OK;
     job.heads = like->shape[2];
     job.rows = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : like->shape[1];
     job.tokens = job.heads < PIECE_ROWS ? PIECE_ROWS / job.heads : 1;

@@ -170,6 +170,28 @@ static void gate_alone(void **state)
     for_random_cases("gate_alone", 34, keep, gate_case);
 }
 
+/* No head, more heads than a piece of the work has rows, and odd numbers between. */
+static void gate_of_any_number_of_heads(void **state)
+{
+    static const int64_t heads[] = {0, 1, 3, 5, 513, 1024, 1100};
+    (void)state;
+    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++)
+        for (size_t i = 0; i < sizeof heads / sizeof *heads; i++)
+            for (int kind = 0; kind < 3; kind++) {
+                nsa_config config = nsa_config_small();
+                test_random random = {77};
+                config.h = config.hkv = heads[i];
+                config.d = config.dv = 8;
+                config.n = heads[i] > 100 ? 3 : 300;
+                config.params.gate = (quern_nsa_gate_kind)kind;
+                quern_context *ctx = nsa_context((quern_cpu_level)level, 2);
+                nsa_case *c = nsa_case_new(&config, &random);
+                gate_case(c, ctx);
+                nsa_case_free(c);
+                quern_context_destroy(ctx);
+            }
+}
+
 /* Each branch by itself: the others' tensors are there but not written. */
 static void branch_case(nsa_case *c, quern_context *ctx)
 {
@@ -194,7 +216,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(compress_alone), cmocka_unit_test(select_alone), cmocka_unit_test(attend_alone),
-        cmocka_unit_test(gate_alone),     cmocka_unit_test(one_branch_alone),
+        cmocka_unit_test(gate_alone),     cmocka_unit_test(gate_of_any_number_of_heads),
+        cmocka_unit_test(one_branch_alone),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
