@@ -39,6 +39,8 @@ typedef struct stage_seqs {
     quern_tensor cu_q, cu_kv;
 } stage_seqs;
 
+enum { STAGE_GROUP_ENTRIES = 128 }; /* compressed entries of a group */
+
 /* Which keys a query sees. Positions are per sequence. */
 typedef enum attend_mask {
     ATTEND_RANGE,      /* tokens: causal or not, optional window, query_offset */
@@ -57,7 +59,7 @@ typedef struct attend_args {
     quern_nsa_visibility visibility; /* COMPRESSED */
     int64_t tile;           /* queries that share a list (COMPRESSED with groups, BLOCKS) */
     quern_nsa_scope scope;  /* of the list */
-    quern_tensor list;      /* i32 [B,Hs,rows,k]; BLOCKS: blocks. COMPRESSED: groups of 128 entries, or absent */
+    quern_tensor list;      /* i32 [B,Hs,rows,k]; BLOCKS: blocks. COMPRESSED: groups, or absent */
     quern_tensor q, k, v, o, lse; /* COMPRESSED: k, v are k_cmp, v_cmp; packed ones use seqs.cu_kv */
     /* Backward only. Given: q, k, v, lse, d_o, delta. The gradient that reaches this branch is
      * row_scale * d_o, row by row (row_scale absent: 1), and delta = row_scale * rowsum(d_o * o).

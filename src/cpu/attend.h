@@ -103,6 +103,8 @@ void attend_lists_reset(const attend_plan *plan, const attend_sequence *seq, att
  * once each. `stamp` > 0 differs from call to call since the reset. Returns how many. */
 int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t tile, int64_t hi, int32_t stamp,
                           attend_lists *lists);
+/* Sorts n indices, rising. */
+void attend_list_sort(int32_t *list, int64_t n);
 /* Inverts the lists of rows [row0, row0 + rows) of a unit; hi: each row's interval end. Returns the blocks. */
 int64_t attend_lists_invert(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0, int32_t rows,
                             const int32_t *hi, attend_lists *lists);
@@ -144,7 +146,7 @@ void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, atte
 /* Divides by the sums; afterwards `sum` holds the natural-log lse. */
 void attend_chunk_finish(const attend_plan *plan, attend_chunk *chunk);
 void attend_chunk_store(const attend_plan *plan, const attend_chunk *chunk);
-/* Rows past the last border of a packed batch: o = 0, lse = -inf. */
+/* Rows past the last border of a packed batch (else there are none): o = 0, lse = -inf. */
 void attend_store_unused(const attend_plan *plan);
 
 #endif

@@ -202,12 +202,7 @@ static void run_lists_by_tile(const attend_plan *p, const attend_packed *packed,
         const int64_t tile = (c->row0 + first) / tile_rows_n, tile_end = (tile + 1) * tile_rows_n - c->row0;
         const int32_t stop = tile_end < c->rows ? (int32_t)tile_end : c->rows;
         const int32_t n = attend_list_clean(p, &c->seq, c->unit, tile, c->hi[stop - 1], (int32_t)(tile - c->row0 / tile_rows_n) + 1, &s->lists);
-        for (int32_t i = 1; i < n; i++) { /* rising order: given lists may have any */
-            const int32_t x = list[i];
-            int32_t j = i;
-            for (; j > 0 && list[j - 1] > x; j--) list[j] = list[j - 1];
-            list[j] = x;
-        }
+        attend_list_sort(list, n); /* given lists may have any order */
         for (; first < stop; first += TILE_ROWS) {
             const tile_rows t = rows_of(p, c, first, stop - first < TILE_ROWS ? stop - first : TILE_ROWS);
             list_walk walk = {list, n, 0, -1};

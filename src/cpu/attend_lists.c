@@ -3,8 +3,20 @@
 /* attend_lists.c - lists of blocks: cleaning one tile's, and inverting a chunk's. Lists may come from a caller,
  * so any entry is checked before it is used. */
 #include "cpu/attend.h"
+#include "cpu/rows_at.h"
 
 #include <string.h>
+
+void attend_list_sort(int32_t *list, int64_t n)
+{
+    for (int64_t gap = n / 2; gap > 0; gap /= 2)
+        for (int64_t i = gap; i < n; i++) {
+            const int32_t x = list[i];
+            int64_t j = i;
+            for (; j >= gap && list[j - gap] > x; j -= gap) list[j] = list[j - gap];
+            list[j] = x;
+        }
+}
 
 int64_t attend_list_length(const attend_plan *plan)
 {
@@ -38,7 +50,7 @@ int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, i
                           attend_lists *lists)
 {
     const quern_tensor *t = &plan->args->list;
-    const int32_t *list = (const int32_t *)t->data + seq->view_b * t->strides[0] + unit * t->strides[1] + (seq->list_row0 + tile) * t->strides[2];
+    const int32_t *list = row_at(t, seq->view_b, unit, seq->list_row0 + tile);
     const int64_t blocks = block_count(plan, seq->nk);
     int32_t n = 0;
     for (int64_t e = 0; e < t->shape[3]; e++) {

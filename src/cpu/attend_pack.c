@@ -4,13 +4,9 @@
  * per key/value head. Packing reads and writes each once: 1 to 3% of a causal call's time. */
 #include "core/parallel.h"
 #include "cpu/attend.h"
+#include "cpu/rows_at.h"
 
 enum { PACK_ROWS = 256 };
-
-static int64_t round_up(int64_t n, int64_t to)
-{
-    return (n + to - 1) / to * to;
-}
 
 attend_plan attend_plan_of(const quern_exec *exec, const attend_args *args)
 {
@@ -30,7 +26,7 @@ attend_plan attend_plan_of(const quern_exec *exec, const attend_args *args)
     p.sequences = args->seqs.batch;
     p.packed_rows = args->seqs.cu_q.ndim == 0 ? args->seqs.batch * round_up(args->seqs.n_kv, KEY_ALIGN)
                                                  : round_up(args->seqs.n_kv, KEY_ALIGN) + KEY_ALIGN * args->seqs.batch;
-    p.list_block = args->mask == ATTEND_COMPRESSED ? 128 : args->block_size;
+    p.list_block = args->mask == ATTEND_COMPRESSED ? STAGE_GROUP_ENTRIES : args->block_size;
     p.scale2 = p.bf16 ? args->scale * 1.44269504088896340736f : 1.0f;
     return p;
 }
@@ -99,12 +95,6 @@ typedef struct pack_job {
     int64_t pieces; /* of one (sequence, kv head); the longest sequence's */
 } pack_job;
 
-static row_source source_at(const quern_tensor *t, const attend_sequence *seq, int64_t head, int64_t row, int64_t rows)
-{
-    const int64_t at = seq->view_b * t->strides[0] + (seq->k0 + row) * t->strides[1] + head * t->strides[2];
-    return (row_source){(const char *)t->data + at * (int64_t)quern_dtype_size(t->dtype), t->dtype, t->strides[1], rows, t->shape[3]};
-}
-
 /* Whether an element is infinite or NaN: all exponent bits set. */
 static bool any_special(const row_source *src)
 {
@@ -129,7 +119,7 @@ static void pack_columns(const attend_plan *p, const attend_pack_target *t, cons
     const int64_t words = p->bf16 ? t->tensor->shape[3] / 2 : t->tensor->shape[3];
     for (int64_t c = 0; c < KEY_ALIGN; c += k->panel) {
         const int64_t n = rows - c < 0 ? 0 : rows - c < k->panel ? rows - c : k->panel;
-        const row_source src = source_at(t->tensor, seq, head, row + c, n);
+        const row_source src = rows_at(t->tensor, seq->view_b, seq->k0 + row + c, head, n);
         const int64_t at = (head * p->packed_rows + seq->packed0 + row + c) * words;
         if (p->bf16) k->pack_keys_bf16(&src, k->panel, (uint32_t *)t->columns + at);
         else k->pack_keys_f32(&src, k->panel, (float *)t->columns + at);
@@ -142,7 +132,7 @@ static void pack_rows(const attend_plan *p, const attend_pack_target *t, const a
     const int64_t pairs = p->bf16 ? 2 : 1, panels = attend_row_panels(p, t->tensor->shape[3]);
     const int64_t stride = p->packed_rows / pairs * t->row_panel;
     uint32_t *dst = (uint32_t *)t->rows + head * panels * stride + (seq->packed0 + row) / pairs * t->row_panel;
-    const row_source src = source_at(t->tensor, seq, head, row, rows);
+    const row_source src = rows_at(t->tensor, seq->view_b, seq->k0 + row, head, rows);
     if (p->bf16) p->kernels->pack_values_bf16(&src, t->row_panel, dst, stride);
     else p->kernels->pack_values_f32(&src, t->row_panel, (float *)dst, stride);
     const int64_t filled = (rows + pairs - 1) / pairs;
@@ -168,7 +158,7 @@ static void pack_piece(void *arg, int64_t index, int32_t thread)
             if (t->columns != NULL) pack_columns(p, t, &seq, head, row, rows);
             if (t->rows != NULL) pack_rows(p, t, &seq, head, row, rows);
             if (t->special == NULL) continue;
-            const row_source src = source_at(t->tensor, &seq, head, row, rows);
+            const row_source src = rows_at(t->tensor, seq.view_b, seq.k0 + row, head, rows);
             t->special[flag] |= any_special(&src);
         }
     }

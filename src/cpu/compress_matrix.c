@@ -4,11 +4,6 @@
 #include "core/parallel.h"
 #include "cpu/compress.h"
 
-static int64_t round_up(int64_t n, int64_t to)
-{
-    return (n + to - 1) / to * to;
-}
-
 compress_matrix carve_matrix(const quern_exec *exec, const quern_tensor *w, quern_dtype dtype, int64_t positions, int64_t run, bool transposed,
                              int64_t rows, int64_t lda, int64_t ldc, arena *a)
 {

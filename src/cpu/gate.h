@@ -23,13 +23,7 @@ static inline row_grid grid_at(const quern_tensor *t, int64_t b, int64_t n, int6
 /* The gates of heads [h0, h0 + heads) of tokens [n, n + tokens), three a head: read, or made and written where they are wanted. */
 void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t tokens, int64_t h0, int64_t heads, float *gates);
 
-/* Whether a row of n elements can be stored past the caches: it fills lines of 64 bytes. */
-static inline bool may_stream(const void *row, quern_dtype dtype, int64_t n)
-{
-    return (uintptr_t)row % 64 == 0 && n * (int64_t)quern_dtype_size(dtype) % 64 == 0;
-}
-
-/* The same of all rows of a view. */
+/* Whether all rows of a view may_stream(). */
 static inline bool all_may_stream(const quern_tensor *t)
 {
     bool whole = is_present(t) && may_stream(t->data, t->dtype, t->shape[3]);

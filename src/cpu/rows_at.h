@@ -1,15 +1,20 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* rows_at.h - where rows of a stage's 4-D views and sequences of a batch stand. */
+/* rows_at.h - where rows of a stage's views and sequences of a batch stand. */
 #ifndef QUERN_CPU_ROWS_AT_H
 #define QUERN_CPU_ROWS_AT_H
 
 #include "backend.h"
 #include "cpu/attention_kernels.h"
 
+static inline int64_t round_up(int64_t n, int64_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
 static inline int64_t round_up16(int64_t n)
 {
-    return (n + 15) / 16 * 16;
+    return round_up(n, 16);
 }
 
 static inline bool is_present(const quern_tensor *t)
@@ -17,7 +22,7 @@ static inline bool is_present(const quern_tensor *t)
     return t->ndim > 0;
 }
 
-/* Element [b][n][h][0] of a 4-D view. */
+/* Element [b][n][h][0] of a 4-D view, or [b][n][h] of a 3-D one. */
 static inline void *row_at(const quern_tensor *t, int64_t b, int64_t n, int64_t h)
 {
     const int64_t at = b * t->strides[0] + n * t->strides[1] + h * t->strides[2];
@@ -73,6 +78,12 @@ static inline void zero_rows(const quern_tensor *t, int64_t first)
             char *p = row_at(t, 0, n, h);
             for (size_t i = 0; i < (size_t)t->shape[3] * quern_dtype_size(t->dtype); i++) p[i] = 0;
         }
+}
+
+/* Whether a row of n elements can be stored past the caches: it fills lines of 64 bytes. */
+static inline bool may_stream(const void *row, quern_dtype dtype, int64_t n)
+{
+    return (uintptr_t)row % 64 == 0 && n * (int64_t)quern_dtype_size(dtype) % 64 == 0;
 }
 
 #endif

@@ -10,7 +10,7 @@
 #include "cpu/attend.h"
 #include "cpu/nsa_kernels.h"
 
-enum { SELECT_ROWS = 48, SELECT_KEYS = 128, GROUP_ENTRIES = 128 };
+enum { SELECT_ROWS = 48, SELECT_KEYS = 128 };
 
 typedef struct select_plan {
     const select_args *args;
@@ -46,7 +46,7 @@ void select_scratch_carve(const select_plan *plan, arena *a, select_scratch *s);
 /* scratch->entries: per tile of [tile0, tile0 + count), sums of probabilities or mean logits by entry. */
 void select_score(const select_plan *plan, const void *keys, int64_t b, int64_t list_head, int64_t tile0, int64_t count, select_scratch *s);
 /* Writes tile `tile`'s lists from its row of entries. `row`: its row of the lists. */
-void select_choose(const select_plan *plan, const attend_sequence *seq, int64_t b, int64_t list_head, int64_t tile, int64_t row, float *entries,
+void select_choose(const select_plan *plan, const attend_sequence *seq, int64_t list_head, int64_t tile, int64_t row, float *entries,
                    select_scratch *s);
 
 /* Entries that query `query` of a sequence sees. */

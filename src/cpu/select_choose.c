@@ -10,17 +10,6 @@
 #include <math.h>
 #include <string.h>
 
-static void sort_rising(int32_t *list, int64_t n)
-{
-    for (int64_t gap = n / 2; gap > 0; gap /= 2)
-        for (int64_t i = gap; i < n; i++) {
-            const int32_t x = list[i];
-            int64_t j = i;
-            for (; j >= gap && list[j - gap] > x; j -= gap) list[j] = list[j - gap];
-            list[j] = x;
-        }
-}
-
 /* s[J] = sum over m < l'/d, n < l/d of p[(l'/d) J + m - n]: every entry as often as it overlaps the block. */
 static void map_to_blocks(const select_plan *p, const float *entries, int64_t seen, int64_t first, int64_t end, float *scores)
 {
@@ -41,27 +30,23 @@ static void map_to_blocks(const select_plan *p, const float *entries, int64_t se
 
 /* The best groups of 128 entries: those of the newest entries seen by the tile's first and last query, then by the
  * mean of their seen entries' scores. */
-static void choose_groups(const select_plan *p, const attend_sequence *seq, int64_t b, int64_t list_head, int64_t row, const float *entries,
-                          int64_t seen_first, int64_t seen, select_scratch *s)
+static void choose_groups(const select_plan *p, const float *entries, int64_t seen_first, int64_t seen, select_scratch *s, int32_t *out)
 {
-    const quern_tensor *t = &p->args->group_idx;
-    int32_t *out = (int32_t *)t->data + (p->args->seqs.cu_q.data == NULL ? b : 0) * t->strides[0] + list_head * t->strides[1] + row * t->strides[2];
-    const int64_t want = p->args->params.max_compressed_groups, groups = (seen + GROUP_ENTRIES - 1) / GROUP_ENTRIES;
-    (void)seq;
+    const int64_t want = p->args->params.max_compressed_groups, groups = (seen + STAGE_GROUP_ENTRIES - 1) / STAGE_GROUP_ENTRIES;
     int64_t count = 0, skip = -1;
     int64_t rest = groups; /* groups that compete: all but the last and `skip` */
     if (p->args->params.causal && groups > 0) {
         rest--;
         s->chosen[count++] = (int32_t)rest;
-        if (seen_first > 0 && (seen_first - 1) / GROUP_ENTRIES != rest) {
-            skip = (seen_first - 1) / GROUP_ENTRIES;
+        if (seen_first > 0 && (seen_first - 1) / STAGE_GROUP_ENTRIES != rest) {
+            skip = (seen_first - 1) / STAGE_GROUP_ENTRIES;
             s->chosen[count++] = (int32_t)skip;
             rest--;
         }
     }
     for (int64_t i = 0; i < rest; i++) {
-        const int64_t g = i + (skip >= 0 && i >= skip), first = g * GROUP_ENTRIES;
-        const int64_t n = seen - first < GROUP_ENTRIES ? seen - first : GROUP_ENTRIES;
+        const int64_t g = i + (skip >= 0 && i >= skip), first = g * STAGE_GROUP_ENTRIES;
+        const int64_t n = seen - first < STAGE_GROUP_ENTRIES ? seen - first : STAGE_GROUP_ENTRIES;
         float lanes[16] = {0}, sum = 0.0f;
         for (int64_t x = 0; x < n; x++) lanes[x % 16] += entries[first + x];
         for (int x = 0; x < 16; x++) sum += lanes[x];
@@ -72,11 +57,11 @@ static void choose_groups(const select_plan *p, const attend_sequence *seq, int6
         const int32_t x = rank_index(s->best[i]);
         s->chosen[count++] = x + (skip >= 0 && x >= skip);
     }
-    sort_rising(s->chosen, count);
+    attend_list_sort(s->chosen, count);
     for (int64_t i = 0; i < want; i++) out[i] = i < count ? s->chosen[i] : -1;
 }
 
-void select_choose(const select_plan *p, const attend_sequence *seq, int64_t b, int64_t list_head, int64_t tile, int64_t row, float *entries,
+void select_choose(const select_plan *p, const attend_sequence *seq, int64_t list_head, int64_t tile, int64_t row, float *entries,
                    select_scratch *s)
 {
     const select_args *args = p->args;
@@ -84,7 +69,7 @@ void select_choose(const select_plan *p, const attend_sequence *seq, int64_t b, 
     const int64_t first = tile * p->tile, end = first + p->tile < seq->nq ? first + p->tile : seq->nq, view_b = seq->view_b;
     const int64_t seen = select_seen(p, seq, end - 1);
     if (is_present(&args->group_idx) && !args->groups_given)
-        choose_groups(p, seq, b, list_head, row, entries, select_seen(p, seq, first), seen, s);
+        choose_groups(p, entries, select_seen(p, seq, first), seen, s, row_at(&args->group_idx, view_b, list_head, row));
     if (!is_present(&args->block_idx)) return;
 
     const int64_t all = (seq->nq + n->select_block - 1) / n->select_block;
@@ -105,15 +90,13 @@ void select_choose(const select_plan *p, const attend_sequence *seq, int64_t b, 
     }
     const int64_t found = p->kernels->best_of(scores, forced_first, local, want, s->best);
     for (int64_t i = 0; i < found; i++) s->chosen[i] = rank_index(s->best[i]);
-    sort_rising(s->chosen, found);
+    attend_list_sort(s->chosen, found);
 
-    const quern_tensor *idx = &args->block_idx, *counts = &args->block_count;
-    int32_t *out = (int32_t *)idx->data + view_b * idx->strides[0] + list_head * idx->strides[1] + row * idx->strides[2];
+    int32_t *out = row_at(&args->block_idx, view_b, list_head, row);
     int64_t count = 0;
     for (int64_t j = 0; j < forced_first; j++) out[count++] = (int32_t)j;
     for (int64_t i = 0; i < found; i++) out[count++] = s->chosen[i];
     for (int64_t j = local; j < candidates; j++) out[count++] = (int32_t)j;
     for (int64_t i = count; i < n->num_selected; i++) out[i] = -1;
-    if (is_present(counts))
-        ((int32_t *)counts->data)[view_b * counts->strides[0] + list_head * counts->strides[1] + row * counts->strides[2]] = (int32_t)count;
+    if (is_present(&args->block_count)) *(int32_t *)row_at(&args->block_count, view_b, list_head, row) = (int32_t)count;
 }

@@ -59,7 +59,7 @@ void select_scratch_carve(const select_plan *p, arena *a, select_scratch *s)
 {
     const bool softmax = p->args->params.metric == QUERN_NSA_METRIC_SOFTMAX;
     const int64_t k = p->args->params.num_selected < p->blocks ? p->args->params.num_selected : p->blocks;
-    const int64_t groups = (p->width + GROUP_ENTRIES - 1) / GROUP_ENTRIES;
+    const int64_t groups = (p->width + STAGE_GROUP_ENTRIES - 1) / STAGE_GROUP_ENTRIES;
     const size_t most = (size_t)(k > groups ? k : groups);
     memset(s, 0, sizeof *s);
     if (softmax) {

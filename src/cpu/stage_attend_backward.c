@@ -18,6 +18,7 @@
  */
 #include "core/parallel.h"
 #include "cpu/attend_backward.h"
+#include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
 #include <sched.h>
@@ -45,11 +46,6 @@ typedef struct backward_job {
     turn *turn_of;  /* [kv_heads][slots * turns] */
     turn *passed;   /* [kv_heads]: all tasks before this one are done */
 } backward_job;
-
-static int64_t round_up(int64_t n, int64_t to)
-{
-    return (n + to - 1) / to * to;
-}
 
 static int64_t least(int64_t a, int64_t b)
 {
@@ -357,17 +353,6 @@ static void write_token(void *arg, int64_t index, int32_t thread)
                                 b * t->strides[0] + n * t->strides[1] + h * t->strides[2], t->shape[3]);
 }
 
-/* Rows of d_q past the last border of a packed batch. */
-static void clear_tail(const backward_plan *p)
-{
-    const attend_args *a = p->attend.args;
-    if (a->seqs.cu_q.data == NULL || a->accumulate_q || a->d_q.ndim == 0) return;
-    const float zero[256] = {0};
-    for (int64_t n = ((const int32_t *)a->seqs.cu_q.data)[a->seqs.batch]; n < a->seqs.n_q; n++)
-        for (int64_t h = 0; h < p->attend.heads; h++)
-            p->attend.kernels->store_row(zero, a->d_q.dtype, a->d_q.data, n * a->d_q.strides[1] + h * a->d_q.strides[2], p->attend.dim_k);
-}
-
 size_t cpu_attend_backward_workspace(const quern_exec *exec, const attend_args *args)
 {
     arena a = {NULL, 0};
@@ -392,6 +377,6 @@ quern_status cpu_attend_backward(const quern_exec *exec, const attend_args *args
     for (int i = 0; i < 2; i++)
         if (outputs[i].g->data != NULL && outputs[i].t->dtype != QUERN_F32)
             parallel_for(exec->threads, outputs[i].t->shape[0] * outputs[i].t->shape[1], write_token, &outputs[i]);
-    clear_tail(&job.plan);
+    if (is_present(&args->d_q) && !args->accumulate_q) zero_rows(&args->d_q, token_rows(&args->seqs));
     return QUERN_OK;
 }

@@ -11,6 +11,7 @@
 #include "core/parallel.h"
 #include "core/view.h"
 #include "cpu/attend.h"
+#include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
 #include <math.h>
@@ -104,13 +105,10 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
 void attend_store_unused(const attend_plan *p)
 {
     const attend_args *a = p->args;
-    if (a->seqs.cu_q.data == NULL) return;
-    const float zero[256] = {0};
-    for (int64_t n = ((const int32_t *)a->seqs.cu_q.data)[a->seqs.batch]; n < a->seqs.n_q; n++)
-        for (int32_t h = 0; h < p->heads; h++) {
-            if (a->o.ndim > 0) p->kernels->store_row(zero, a->o.dtype, a->o.data, n * a->o.strides[1] + h * a->o.strides[2], p->dim_v);
-            if (a->lse.ndim > 0) ((float *)a->lse.data)[h * a->lse.strides[1] + n * a->lse.strides[2]] = -INFINITY;
-        }
+    const int64_t first = token_rows(&a->seqs);
+    if (is_present(&a->o)) zero_rows(&a->o, first);
+    for (int64_t n = first; is_present(&a->lse) && n < a->seqs.n_q; n++)
+        for (int32_t h = 0; h < p->heads; h++) *(float *)row_at(&a->lse, 0, h, n) = -INFINITY;
 }
 
 bool cpu_attend_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])

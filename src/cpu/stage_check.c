@@ -3,6 +3,7 @@
 /* stage_check.c - the check stage: whether a handed-in list has entries outside its sequence. The borders themselves are
  * checked before any stage: the host can read them. */
 #include "core/parallel.h"
+#include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
 bool cpu_check_supports(const quern_exec *exec, const check_args *args, char why[STAGE_WHY_BYTES])
@@ -40,11 +41,11 @@ static void check_sequence(void *arg, int64_t index, int32_t thread)
     for (int64_t i = 0; cu != NULL && i < b; i++) row += (cu[i + 1] - cu[i] + a->tile - 1) / a->tile;
     if (cu != NULL) tokens = cu[b + 1] - cu[b];
     const int64_t entries = tokens >= a->block_size ? (tokens - a->block_size) / a->stride + 1 : 0;
-    const int64_t limit = c->groups ? (entries + 127) / 128 : (tokens + a->select_block - 1) / a->select_block;
+    const int64_t limit = c->groups ? (entries + STAGE_GROUP_ENTRIES - 1) / STAGE_GROUP_ENTRIES : (tokens + a->select_block - 1) / a->select_block;
     const int64_t end = row + (tokens + a->tile - 1) / a->tile, view = cu != NULL ? 0 : b;
     bool bad = false;
     for (; row < end; row++) {
-        const int32_t *x = (const int32_t *)list->data + view * list->strides[0] + h * list->strides[1] + row * list->strides[2];
+        const int32_t *x = row_at(list, view, h, row);
         for (int64_t i = 0; i < k; i++) bad |= x[i] < -1 || x[i] >= limit;
     }
     if (bad) __atomic_fetch_or((int32_t *)a->status.data, c->bit, __ATOMIC_RELAXED);

@@ -166,8 +166,7 @@ static void put(const backward_job *job, const side *s, const sequence_rows *seq
         for (int64_t t = t0; t < t1; t++) job->kernels->add_scaled(row, scale, n, (float *)dst + (t - t0) * d->strides[1]);
         return;
     }
-    const int64_t size = (int64_t)quern_dtype_size(d->dtype);
-    const bool stream = (uintptr_t)dst % 64 == 0 && n * size % 64 == 0 && d->strides[1] * size % 64 == 0;
+    const bool stream = may_stream(dst, d->dtype, n) && d->strides[1] * (int64_t)quern_dtype_size(d->dtype) % 64 == 0;
     job->kernels->spread_row(row, scale, n, d->dtype, dst, d->strides[1], t1 - t0, stream);
 }
 

@@ -2,9 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* stage_rowdot.c - the rowdot stage: the dot product of two activations, row by row, in f32 over 16 lanes. Limit:
  * both tensors read once. */
-#include "core/half.h"
 #include "core/parallel.h"
-#include "cpu/attention_kernels.h"
+#include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
 bool cpu_rowdot_supports(const quern_exec *exec, const rowdot_args *args, char why[STAGE_WHY_BYTES])
@@ -28,12 +27,6 @@ typedef struct rowdot_job {
     int64_t valid; /* tokens of the batch view before the last border */
 } rowdot_job;
 
-static row_source row_at(const quern_tensor *t, int64_t b, int64_t n, int64_t h)
-{
-    const int64_t at = b * t->strides[0] + n * t->strides[1] + h * t->strides[2];
-    return (row_source){(const char *)t->data + at * (int64_t)quern_dtype_size(t->dtype), t->dtype, 0, 1, t->shape[3]};
-}
-
 /* One token: all heads. */
 static void token(void *arg, int64_t index, int32_t thread)
 {
@@ -43,12 +36,12 @@ static void token(void *arg, int64_t index, int32_t thread)
     const int64_t b = index / a->shape[1], n = index % a->shape[1], dim = a->shape[3];
     float x[256], y[256];
     for (int64_t h = 0; h < a->shape[2]; h++) {
-        float *dst = (float *)out->data + b * out->strides[0] + h * out->strides[1] + n * out->strides[2];
+        float *dst = row_at(out, b, h, n);
         if (n >= job->valid) {
             *dst = 0.0f;
             continue;
         }
-        const row_source rx = row_at(a, b, n, h), ry = row_at(&job->args->b, b, n, h);
+        const row_source rx = rows_at(a, b, n, h, 1), ry = rows_at(&job->args->b, b, n, h, 1);
         job->kernels->pack_rows_f32(&rx, 1.0f, x, dim);
         job->kernels->pack_rows_f32(&ry, 1.0f, y, dim);
         float lanes[16] = {0}, sum = 0.0f;
@@ -61,8 +54,7 @@ static void token(void *arg, int64_t index, int32_t thread)
 quern_status cpu_rowdot(const quern_exec *exec, const rowdot_args *args, void *workspace)
 {
     (void)workspace;
-    const int32_t *cu = args->seqs.cu_q.data;
-    rowdot_job job = {args, attention_kernels_for(exec->cpu_level), cu != NULL ? cu[args->seqs.batch] : args->a.shape[1]};
+    rowdot_job job = {args, attention_kernels_for(exec->cpu_level), token_rows(&args->seqs)};
     parallel_for(exec->threads, args->a.shape[0] * args->a.shape[1], token, &job);
     return QUERN_OK;
 }

@@ -51,7 +51,7 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     const int64_t count = left < p->tiles ? left : p->tiles, row0 = first_row(p, b) + tile0;
     select_scratch *s = &job->scratch[thread];
     select_score(p, job->keys, b, list_head, tile0, count, s);
-    for (int64_t i = 0; i < count; i++) select_choose(p, &seq, b, list_head, tile0 + i, row0 + i, s->entries + i * p->width, s);
+    for (int64_t i = 0; i < count; i++) select_choose(p, &seq, list_head, tile0 + i, row0 + i, s->entries + i * p->width, s);
 }
 
 /* Rows of packed lists that no tile has: -1, count 0. */
@@ -66,7 +66,7 @@ static void fill_unused(const select_plan *p)
                 for (int64_t e = 0; e < lists[i]->shape[3]; e++) ((int32_t *)row_at(lists[i], 0, h, r))[e] = -1;
     }
     for (int64_t h = 0; is_present(counts) && h < p->list_heads; h++)
-        for (int64_t r = used; r < counts->shape[2]; r++) ((int32_t *)counts->data)[h * counts->strides[1] + r * counts->strides[2]] = 0;
+        for (int64_t r = used; r < counts->shape[2]; r++) *(int32_t *)row_at(counts, 0, h, r) = 0;
 }
 
 bool cpu_select_supports(const quern_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])

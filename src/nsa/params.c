@@ -7,7 +7,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { MAX_TILE = 256, GROUP_ENTRIES = 128 };
+enum { MAX_TILE = 256 };
 
 static quern_status out_of_range(const char *name, int64_t given, int64_t least, int64_t most)
 {
@@ -50,7 +50,7 @@ static quern_status check_groups(const quern_nsa_params *p)
     if (p->metric != QUERN_NSA_METRIC_MEAN_LOGIT)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "max_compressed_groups is %lld with metric softmax: mean_logit is accepted with it",
                          (long long)p->max_compressed_groups);
-    const int64_t least = p->causal ? 1 + (p->tile - 1 + GROUP_ENTRIES * p->stride - 1) / (GROUP_ENTRIES * p->stride) : 1;
+    const int64_t least = p->causal ? 1 + (p->tile - 1 + STAGE_GROUP_ENTRIES * p->stride - 1) / (STAGE_GROUP_ENTRIES * p->stride) : 1;
     if (p->max_compressed_groups < least) return out_of_range("max_compressed_groups", p->max_compressed_groups, least, INT32_MAX);
     return QUERN_OK;
 }
