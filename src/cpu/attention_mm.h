@@ -2,9 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * attention_mm.h - the micro-kernel behind every product of attention, over vectors of the including file's
- * width: C[6][4 vectors] in registers, B loaded, A broadcast, k innermost.
+ * width: C[ROWS][VECTORS] in registers, B loaded, A broadcast, k innermost.
  *
- * With W-byte vectors the full tile is ROWS x VECTORS accumulators (AVX-512: 6 x 4 = 24 of 32 registers, 4
+ * The full tile is ROWS x VECTORS accumulators (AVX-512: 6 x 4 = 24 of 32 registers, 4
  * for B, 1 for A: per step 24 FMAs, 4 loads and 6 broadcasts, so the two FMA pipes are the limit, not the two
  * load pipes; AVX2: 6 x 2 = 12 of 16). Each call accumulates from zero and adds to C at the end: adding in
  * place would cost precision over long sums. What is written below as additions to addresses, and loops that begin at a
@@ -12,7 +12,7 @@
  * then runs at 0.98 of the FMA peak.
  *
  * The including file defines vec, ROWS, VECTORS, broadcast(), step_f32(acc, a, b) and, where the level has it,
- * step_bf16; `pairs` picks one at compile time.
+ * step_bf16; `pairs` picks one at compile time. It gets mm_f32().
  */
 #ifndef QUERN_CPU_ATTENTION_MM_H
 #define QUERN_CPU_ATTENTION_MM_H
@@ -84,6 +84,12 @@ MM_INLINE void mm_any(const bool pairs, int64_t m, int64_t n, int64_t k, const f
     case 4: mm_columns(pairs, VECTORS, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
     default: break;
     }
+}
+
+static void mm_f32(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t ldb, float *c, int64_t ldc,
+                   bool accumulate)
+{
+    mm_any(false, m, n, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
 }
 
 #endif

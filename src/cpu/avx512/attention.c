@@ -15,11 +15,5 @@ static inline vec step_f32(vec acc, vec a, vec b) { return _mm512_fmadd_ps(a, b,
 #define step_bf16 step_f32
 #include "cpu/attention_mm.h"
 
-static void mm_f32(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b,
-                   int64_t ldb, float *c, int64_t ldc, bool accumulate)
-{
-    mm_any(false, m, n, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
-}
-
 const attention_kernels attention_kernels_avx512 = {
     .level = QUERN_CPU_LEVEL_AVX512, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS};

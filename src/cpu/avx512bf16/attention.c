@@ -15,12 +15,6 @@ static inline vec step_f32(vec acc, vec a, vec b) { return _mm512_fmadd_ps(a, b,
 static inline vec step_bf16(vec acc, vec a, vec b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 #include "cpu/attention_mm.h"
 
-static void mm_f32(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b,
-                   int64_t ldb, float *c, int64_t ldc, bool accumulate)
-{
-    mm_any(false, m, n, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
-}
-
 static void mm_bf16(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b,
                     int64_t ldb, float *c, int64_t ldc, bool accumulate)
 {
