@@ -3,7 +3,6 @@
 /* attend.c - one layer's attention through Quern's public API. */
 #include "lm.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 /* With unit-RMS queries and keys a score is at most head_dim * SCALE. */

@@ -10,7 +10,6 @@
 
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 static bool newton_schulz(float *x, int64_t rows, int64_t cols)
 {

@@ -25,6 +25,8 @@ enum {
     KEY_ALIGN = 64   /* packed sequences start at multiples of this */
 };
 
+static const float log2_e = 1.44269504088896340736f; /* scores are powers of 2: exp(x) = exp2(x log2 e) */
+
 /* One sequence of the call: rows in the tensors, and where its keys stand in the packed buffers. */
 typedef struct attend_sequence {
     int64_t view_b, q0, nq, k0, nk, packed0;

@@ -4,13 +4,10 @@
  * attend_backward_rows.c - packed query rows of the attention backward. f32 products read one copy of a row
  * both as A and as B; bf16 ones read words of two dimensions as A and, as B, words of two rows.
  */
-#include "core/half.h"
 #include "cpu/attend_backward.h"
 
 #include <math.h>
 #include <string.h>
-
-static const float log2_e = 1.44269504088896340736f;
 
 static int64_t words_ld(const backward_plan *p, int64_t words, int64_t ld)
 {

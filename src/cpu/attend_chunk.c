@@ -17,12 +17,14 @@
 #include <math.h>
 #include <string.h>
 
+enum { CHUNK_BYTES = 2 << 20 /* of q and o */, CHUNK_MOST = 4096 /* rows */ };
+
 int32_t attend_chunk_rows(const attend_plan *plan)
 {
     const int64_t row_bytes = 4 * (plan->key_words + plan->value_width);
-    int64_t rows = (2 << 20) / row_bytes;
+    int64_t rows = CHUNK_BYTES / row_bytes;
     const int64_t tile = (plan->args->tile > 0 ? plan->args->tile : 1) * plan->hs;
-    if (rows > 4096) rows = 4096;
+    if (rows > CHUNK_MOST) rows = CHUNK_MOST;
     rows = rows / tile * tile;
     return (int32_t)(rows < tile ? tile : rows);
 }
@@ -74,7 +76,7 @@ void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_
     c->head0 = plan->units == plan->heads ? unit : unit * plan->group;
     c->row0 = row0;
     c->rows = rows;
-    const float scale = plan->args->scale * 1.44269504088896340736f;
+    const float scale = plan->args->scale * log2_e;
     for (int32_t r = 0; r < rows;) { /* the heads of one query at a time; of all queries, where that is one head */
         const int64_t query = (row0 + r) / plan->hs, h = (row0 + r) % plan->hs;
         const int64_t n = plan->hs > 1 && plan->hs - h < rows - r ? plan->hs - h : rows - r;

@@ -5,16 +5,16 @@
 
 const quern_backend quern_backend_cpu = {
     .name = "cpu",
-    .attend_backward = {cpu_attend_supports, cpu_attend_backward_workspace, cpu_attend_backward},
-    .rowdot = {cpu_rowdot_supports, cpu_rowdot_workspace, cpu_rowdot},
     .attend_forward = {cpu_attend_supports, cpu_attend_forward_workspace, cpu_attend_forward},
+    .attend_backward = {cpu_attend_supports, cpu_attend_backward_workspace, cpu_attend_backward},
     .compress_forward = {cpu_compress_supports, cpu_compress_workspace, cpu_compress},
     .compress_backward = {cpu_compress_supports, cpu_compress_backward_workspace, cpu_compress_backward},
     .select = {cpu_select_supports, cpu_select_workspace, cpu_select},
     .gate_forward = {cpu_gate_supports, cpu_gate_forward_workspace, cpu_gate_forward},
     .gate_backward = {cpu_gate_supports, cpu_gate_backward_workspace, cpu_gate_backward},
-    .attend_gate_forward = {cpu_attend_gate_supports, cpu_attend_gate_workspace, cpu_attend_gate},
     .convert = {cpu_convert_supports, cpu_convert_workspace, cpu_convert},
-    .check = {cpu_check_supports, cpu_check_workspace, cpu_check},
+    .rowdot = {cpu_rowdot_supports, cpu_rowdot_workspace, cpu_rowdot},
     .list_convert = {cpu_list_convert_supports, cpu_list_convert_workspace, cpu_list_convert},
+    .check = {cpu_check_supports, cpu_check_workspace, cpu_check},
+    .attend_gate_forward = {cpu_attend_gate_supports, cpu_attend_gate_workspace, cpu_attend_gate},
 };

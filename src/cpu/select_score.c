@@ -143,8 +143,7 @@ static void add_rows(const select_plan *p, const void *keys, int64_t b, int64_t 
         const int64_t query = (row0 + r) / p->hs, head = c->head0 + (row0 + r) % p->hs;
         s->seen[r] = (int32_t)select_seen(p, &c->seq, query);
         if (is_present(lse))
-            s->lse2[r] = 1.44269504088896340736f *
-                         ((const float *)lse->data)[c->seq.view_b * lse->strides[0] + head * lse->strides[1] + (c->seq.q0 + query) * lse->strides[2]];
+            s->lse2[r] = log2_e * *(const float *)row_at(lse, c->seq.view_b, head, c->seq.q0 + query);
     }
     const int64_t end = s->seen[rows - 1], per_tile = p->tile * p->hs;
     if (!is_present(lse)) make_lse(p, keys, rows, end, s);

@@ -25,7 +25,8 @@
 #include <stdatomic.h>
 #include <string.h>
 
-enum { GATHER_BELOW = 48, ROWS_AHEAD = 8, TURN_DONE = INT32_MAX, SPINS = 64 };
+enum { CHUNK_BYTES = 1400 << 10 /* of q, d_q and d_o: 768 rows at D = 128 */, LISTED_LEAST = 2048, LISTED_MOST = 8192 /* rows */ };
+enum { GATHER_BELOW = 48 /* rows that share a list */, ROWS_AHEAD = 8, TURN_DONE = INT32_MAX, SPINS = 64 };
 
 typedef _Atomic int64_t turn; /* keys below this get no more from that task */
 
@@ -60,15 +61,14 @@ static int64_t odd_lines(int64_t dim)
 
 static int64_t rows_of_chunk(const backward_plan *p, bool listed)
 {
-    const int64_t bytes = 4 * (2 * p->key_ld + p->value_ld), fit = (1400 << 10) / bytes / BACKWARD_ROWS * BACKWARD_ROWS;
+    const int64_t bytes = 4 * (2 * p->key_ld + p->value_ld), fit = CHUNK_BYTES / bytes / BACKWARD_ROWS * BACKWARD_ROWS;
     if (!listed) return fit < BACKWARD_ROWS ? BACKWARD_ROWS : fit;
-    /* Enough rows for a block of the longest sequence to be listed by 192 of them, if lists were random. */
+    /* Enough rows for a block of the longest sequence to be listed by a tile of them, if lists were random. */
     const attend_args *args = p->attend.args;
     const int64_t per_tile = args->tile * p->attend.hs, blocks = args->seqs.n_kv / p->attend.list_block + 1;
     const int64_t length = args->list.shape[3] > 0 ? args->list.shape[3] : 1;
-    int64_t rows = 192 * blocks / length;
-    rows = rows < 2048 ? 2048 : rows > 8192 ? 8192 : rows;
-    return round_up(rows, per_tile);
+    const int64_t rows = BACKWARD_ROWS * blocks / length;
+    return round_up(rows < LISTED_LEAST ? LISTED_LEAST : rows > LISTED_MOST ? LISTED_MOST : rows, per_tile);
 }
 
 static void gradient_of(const quern_tensor *t, arena *a, gradient_rows *g)
@@ -87,7 +87,7 @@ static backward_plan plan_of(const quern_exec *exec, const attend_args *args, ar
 {
     backward_plan p = {.attend = attend_plan_of(exec, args)};
     const attend_plan *f = &p.attend;
-    p.scale2 = args->scale * 1.44269504088896340736f;
+    p.scale2 = args->scale * log2_e;
     p.value_words = f->bf16 ? f->dim_v / 2 : f->dim_v;
     p.key_width = round_up(f->dim_k, 16);
     p.value_width = round_up(f->dim_v, 16);

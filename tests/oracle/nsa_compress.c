@@ -4,7 +4,6 @@
 #include "nsa.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 int64_t oracle_nsa_stride(const oracle_nsa *a)
 {

@@ -6,7 +6,6 @@
 #include "cmocka_c11.h"
 
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -14,7 +14,6 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 static char directory[] = "command_test.XXXXXX";
 static char output[1 << 16]; /* stdout and stderr of the last run */

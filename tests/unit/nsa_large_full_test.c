@@ -7,7 +7,6 @@
 #include "nsa_reference.h"
 
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

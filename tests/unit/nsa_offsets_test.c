@@ -5,7 +5,6 @@
 #include "cmocka_c11.h"
 #include "nsa_case.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
