@@ -189,7 +189,11 @@ quern_status quern_nsa_list_convert(quern_context *ctx, const quern_tensor *in, 
     if (in->ndim < 1 || in->ndim > QUERN_MAX_DIMS)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "in has %d dimensions: 1 to %d are accepted", in->ndim, QUERN_MAX_DIMS);
     const int32_t last = in->ndim - 1;
-    const int64_t k_in = in->shape[last], k_out = from > to ? k_in * (from / to) : k_in;
+    const int64_t k_in = in->shape[last];
+    int64_t k_out = k_in;
+    if (from > to && __builtin_mul_overflow(k_in, from / to, &k_out))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "in.shape[%d] is %lld: at most 2^63 - 1 entries after the expansion by %lld are accepted", last,
+                         (long long)k_in, (long long)(from / to));
     view_rule rules[3] = {{"in", in, VIEW_I32, in->ndim, {0}, false, false}, {"out", out, VIEW_I32, in->ndim, {0}, false, true},
                           {"count_out", count_out, VIEW_I32, last, {0}, true, true}};
     for (int32_t i = 0; i < in->ndim; i++) {
@@ -199,34 +203,39 @@ quern_status quern_nsa_list_convert(quern_context *ctx, const quern_tensor *in, 
     }
     quern_status status = view_check_all(rules, 3, in, true);
     if (status != QUERN_OK) return status;
-    /* Stages take 2-D lists: the leading dimensions must merge. */
+    /* Stages take 2-D lists: leading dimensions first ... last - 1 stand one after the other in all tensors. */
     const quern_tensor *const all[] = {in, out, count_out};
-    int64_t lists = 1, strides[3] = {0, 0, 0};
-    for (int32_t i = 0; i < last; i++) lists *= in->shape[i];
-    for (int t = 0; t < 3; t++) {
-        if (all[t] == NULL || last == 0) continue;
-        strides[t] = all[t]->strides[last - 1];
-        int64_t expected = strides[t];
-        for (int32_t i = last - 1; i >= 0; i--) {
-            if (all[t]->shape[i] != 1 && all[t]->strides[i] != expected)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.strides[%d] is %lld: %lld (lists one after the other) is accepted", rules[t].name, i,
-                                 (long long)all[t]->strides[i], (long long)expected);
-            expected *= all[t]->shape[i];
-        }
+    int64_t lists = 1, runs = 1, strides[3] = {0, 0, 0};
+    int32_t first = last;
+    for (; first > 0; first--) {
+        const int64_t extent = in->shape[first - 1];
+        bool merges = true;
+        for (int t = 0; t < 3; t++)
+            if (all[t] != NULL && lists > 1 && extent > 1) merges = merges && all[t]->strides[first - 1] == strides[t] * lists;
+        if (!merges) break;
+        for (int t = 0; t < 3 && lists == 1; t++)
+            if (all[t] != NULL) strides[t] = all[t]->strides[first - 1];
+        lists *= extent;
     }
+    for (int32_t i = 0; i < first; i++) runs *= in->shape[i];
     quern_exec exec;
     const quern_backend *backend = context_backend(ctx, in->device, in->device_id, stream, &exec);
     if (backend == NULL) return error_status();
     list_convert_args args = {.from = from, .to = to, .n = n};
     quern_tensor *const flat[] = {&args.in, &args.out, &args.count};
-    for (int t = 0; t < 3; t++) {
-        if (all[t] == NULL) continue;
-        *flat[t] = *all[t];
-        flat[t]->ndim = t == 2 ? 1 : 2;
-        flat[t]->shape[0] = lists, flat[t]->strides[0] = strides[t];
-        flat[t]->shape[1] = t == 0 ? k_in : k_out, flat[t]->strides[1] = 1;
-    }
     char why[STAGE_WHY_BYTES];
-    if (!backend->list_convert.supports(&exec, &args, why)) return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
-    return backend->list_convert.run(&exec, &args, NULL);
+    for (int64_t run = 0; run < runs && status == QUERN_OK; run++) {
+        for (int t = 0; t < 3; t++) {
+            if (all[t] == NULL) continue;
+            *flat[t] = *all[t];
+            int64_t index = run;
+            for (int32_t i = first - 1; i >= 0; index /= in->shape[i], i--) view_narrow(flat[t], i, index % in->shape[i], 1);
+            flat[t]->ndim = t == 2 ? 1 : 2;
+            flat[t]->shape[0] = lists, flat[t]->strides[0] = strides[t];
+            flat[t]->shape[1] = t == 0 ? k_in : k_out, flat[t]->strides[1] = 1;
+        }
+        if (!backend->list_convert.supports(&exec, &args, why)) return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+        status = backend->list_convert.run(&exec, &args, NULL);
+    }
+    return status;
 }

@@ -47,7 +47,7 @@ static void conversion_agrees_with_the_oracle(void **state)
         const int64_t n = test_random_int(&random, 1, 400), k_in = test_random_int(&random, 1, 9);
         const int64_t k_out = from > to ? k_in * (from / to) : k_in;
         const int64_t in_shape[] = {2, 3, k_in}, out_shape[] = {2, 3, k_out};
-        const test_layout layout = trial % 3 == 0 ? TEST_UNALIGNED : TEST_CONTIGUOUS;
+        const test_layout layout = (test_layout)(trial / 2 % TEST_LAYOUTS);
         test_tensor in = test_tensor_make(&random, QUERN_I32, 3, in_shape, layout);
         test_tensor out = test_tensor_make(&random, QUERN_I32, 3, out_shape, layout);
         test_tensor count = test_tensor_make(&random, QUERN_I32, 2, in_shape, layout);
@@ -90,6 +90,20 @@ static void conversion_refuses_block_sizes_that_do_not_divide(void **state)
                          QUERN_ERR_INVALID_ARGUMENT);
         for (int j = 0; j < 8; j++) assert_int_equal(out[j], 7);
     }
+}
+
+static void conversion_takes_any_stride_of_a_single_list(void **state)
+{
+    int32_t in[] = {0, 1, 2, 3}, out[] = {7, 7, 7, 7};
+    quern_tensor in_view = quern_tensor_contiguous(in, QUERN_I32, 3, (int64_t[]){2, 1, 2});
+    const quern_tensor out_view = quern_tensor_contiguous(out, QUERN_I32, 3, (int64_t[]){2, 1, 2});
+    (void)state;
+    in_view.strides[1] = 999; /* along a dimension of one */
+    if (quern_nsa_list_convert(ctx, &in_view, 4, &out_view, NULL, 4, 16, NULL) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    assert_memory_equal(out, in, sizeof in);
+    in_view.shape[2] = INT64_MAX / 8;
+    assert_int_equal(quern_nsa_list_convert(ctx, &in_view, 1024, &out_view, NULL, 1, 16, NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_non_null(strstr(quern_last_error(ctx), "in.shape[2] is 1152921504606846975"));
 }
 
 /* Lists with entries of every wrong kind are as good as clean ones: the same bits. */
@@ -256,6 +270,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(conversion_agrees_with_the_oracle),
         cmocka_unit_test(conversion_refuses_block_sizes_that_do_not_divide),
+        cmocka_unit_test(conversion_takes_any_stride_of_a_single_list),
         cmocka_unit_test(bad_entries_are_skipped),
         cmocka_unit_test(lists_handed_back_reproduce_the_call),
         cmocka_unit_test(bad_entries_set_their_bit),
