@@ -151,8 +151,9 @@ quern_status view_check_head_dim(const char *name, int64_t dim)
 
 quern_status view_check_heads(int64_t heads, int64_t kv_heads)
 {
-    if (kv_heads < 1 ? heads == 0 : heads % kv_heads == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: a multiple of k's %lld is accepted", (long long)heads, (long long)kv_heads);
+    if (kv_heads < 1 ? heads == 0 : heads > 0 && heads % kv_heads == 0) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: a positive multiple of k's %lld is accepted", (long long)heads,
+                     (long long)kv_heads);
 }
 
 /* Whether `delta` = sum_i d_i strides_i for some |d_i| < shape_i, strides nested as overlaps_itself() wants:

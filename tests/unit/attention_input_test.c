@@ -73,6 +73,7 @@ static void head_dim_zero(bad_call *b) { b->c.q.view.shape[3] = b->c.k.view.shap
 static void head_dim_large(bad_call *b) { b->c.v.view.shape[3] = b->c.o.view.shape[3] = 264; }
 static void kv_heads(bad_call *b) { b->c.k.view.shape[2] = b->c.v.view.shape[2] = 3; }
 static void no_kv_heads(bad_call *b) { b->c.k.view.shape[2] = b->c.v.view.shape[2] = 0; }
+static void no_heads(bad_call *b) { b->c.q.view.shape[2] = 0; }
 static void negative_batch(bad_call *b) { b->c.q.view.shape[0] = -1; }
 static void negative_length(bad_call *b) { b->c.k.view.shape[1] = INT64_MIN; }
 static void huge_shape(bad_call *b) { b->c.q.view.shape[0] = INT64_MAX / 2; }
@@ -149,6 +150,7 @@ static const mistake mistakes[] = {
     {"head dim 264", head_dim_large, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"v", "264", "multiple of 8 from 8 to 256"}},
     {"3 kv heads", kv_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"4 heads", "multiple", "3"}},
     {"no kv heads", no_kv_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"4 heads", "multiple", "0"}},
+    {"no heads", no_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q has 0 heads", "positive multiple", "2"}},
     {"batch -1", negative_batch, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q.shape[0]", "-1", "0 or more"}},
     {"length -2^63", negative_length, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"k.shape[1]", "-9223372036854775808", "0 or more"}},
     {"shape overflows", huge_shape, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "overflow"}},
@@ -256,7 +258,8 @@ static void null_arguments(void **state)
     quern_context_destroy(ctx);
 }
 
-/* Views that look dangerous but are right: inputs that repeat a row, gradients side by side in one buffer. */
+/* Views that look dangerous but are right: inputs that repeat a row, gradients side by side in one buffer, outputs
+ * without elements whose strides are 0. */
 static void legal_views(void **state)
 {
     const oracle_dense dense = {2, 6, 6, 2, 2, 8, 8, true, 0, -1, 0, NULL, NULL};
@@ -289,6 +292,11 @@ static void legal_views(void **state)
     free(workspace);
     c.k.view.strides[0] = 0; /* both sequences read the first's keys */
     c.tensors.v = c.tensors.k; /* and keys as values */
+    attention_case_forward(&c, ctx);
+    attention_case_free(&c);
+    const oracle_dense empty = {2, 0, 6, 2, 2, 8, 8, true, 0, -1, 0, NULL, NULL};
+    attention_case_make(&c, &empty, QUERN_F32, TEST_CONTIGUOUS, &random);
+    memset(c.o.view.strides, 0, 3 * sizeof *c.o.view.strides);
     attention_case_forward(&c, ctx);
     attention_case_free(&c);
     quern_context_destroy(ctx);
