@@ -177,7 +177,8 @@ enum {
  *   ctx, params, tensors or bytes NULL                 not NULL                                  all
  *   params.size, tensors.size of another version       sizeof, as the _INIT macros set it        all
  *                                                      (tensors: or that without `status`)
- *   block_size, num_selected out of range              1 ... 2^31 - 1                            all
+ *   block_size, select_block, num_selected out of      1 ... 2^31 - 1                            all
+ *     range
  *   stride > block_size, or no divisor of it           a divisor of block_size (0: block_size)   all
  *   select_block no multiple of stride                 a multiple (0: block_size)                all
  *   tile < 1 or > 256                                  1 ... 256                                 all
@@ -212,7 +213,7 @@ enum {
  *   wrong ndim, extent or dtype                        as quern_nsa_tensors says                 all
  *   a negative extent; sizes that overflow 64 bits     products below 2^57                       all
  *   head dims                                          multiples of 8, 8 ... 256                 all
- *   H no multiple of Hkv                               a multiple                                all
+ *   H no positive multiple of Hkv                      one (with Hkv = 0: H = 0)                 all
  *   N or T > 2^31 - 1                                  fewer tokens                              all
  *   last dimension not contiguous                      stride 1                                  all
  *   data NULL or not aligned to the element            memory for every element                  all
@@ -220,6 +221,8 @@ enum {
  *   an output that shares memory with another tensor   memory of its own                         all
  *   cu_seqlens, cu_seqlens_cmp not from 0, falling, or 0 = c[0] <= c[1] <= ... <= rows           all (on the CPU)
  *     past the packed rows
+ *   cu_seqlens_cmp with more or fewer entries than a   Nc of every sequence                      all that read it
+ *     sequence makes                                                                             (on the CPU)
  *   tensors on two devices                             one device                                all
  *   a device without a backend: QUERN_ERR_DEVICE       the CPU, or a GPU with its plugin          all
  *   workspace_bytes too small: QUERN_ERR_WORKSPACE     at least what _workspace() says           all with a workspace
@@ -234,8 +237,8 @@ enum {
  * say) and writes o, and whichever of these are given: k_cmp, v_cmp, cu_seqlens_cmp, gates, block_idx,
  * block_count, group_idx, o_b, lse_b. Backward needs k_cmp, v_cmp, block_idx, group_idx (c > 0), lse_b,
  * gates as forward wrote them, d_o, and o_b (recomputed where absent); it writes d_q, d_k, d_v and every other
- * d_ tensor that is given and whose input these params use: what belongs to a branch that is off (d_k_slc, or
- * d_w_k without the compressed branch) is left as it is, like that input.
+ * d_ tensor that is given and whose input these params use: what belongs to a branch that is off (d_k_slc; d_w_k
+ * where the window branch is alone) is left as it is, like that input.
  *
  * Forward's workspace on the CPU is at most the sum of
  *   - one packed copy of K and V in the dtype of the products (bf16 pairs with AVX512-BF16, else f32), each
@@ -316,9 +319,10 @@ QUERN_API quern_status quern_nsa_gate_backward(quern_context *ctx, const quern_n
 
 /* Converts lists between block sizes for sequences of n tokens: in [.., k_in] of blocks of `from` tokens -> out
  * [.., k_out] of blocks of `to` tokens, ascending, -1 padded; count_out [..] may be NULL. All i32, with
- * the leading dimensions of `in`, and lists at one stride from each other. Entries of `in` outside the sequence are
- * skipped, an index that comes twice counts once. One of from, to divides the other; k_out is k_in * from / to for an
- * expansion, k_in for a contraction. stream: as in quern_nsa_tensors. */
+ * the leading dimensions of `in`, in any strides (what does not merge into one dimension in all three takes a launch
+ * each on a device). Entries of `in` outside the sequence are skipped, an index that comes twice counts once. One of
+ * from, to divides the other; k_out is k_in * from / to for an expansion, k_in for a contraction.
+ * stream: as in quern_nsa_tensors. */
 QUERN_API quern_status quern_nsa_list_convert(quern_context *ctx, const quern_tensor *in, int64_t from,
                                               const quern_tensor *out, const quern_tensor *count_out,
                                               int64_t to, int64_t n, void *stream);

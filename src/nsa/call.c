@@ -56,10 +56,11 @@ static roles roles_of(const nsa_call *c, const quern_nsa_tensors *t)
     roles r = {0};
     if (op == NSA_FORWARD || op == NSA_BACKWARD || op == NSA_SELECT || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD || op == NSA_GATES) r.q = NEEDED;
     if (op == NSA_GATE || op == NSA_GATE_BACKWARD) r.q = weights ? NEEDED : OPTIONAL;
-    const bool reads_k = compresses || (attends && ((slc && t->k_slc == NULL) || (win && t->k_win == NULL)));
+    const bool own_slc = t->k_slc != NULL || t->v_slc != NULL, own_win = t->k_win != NULL || t->v_win != NULL;
+    const bool reads_k = compresses || (attends && ((slc && !own_slc) || (win && !own_win)));
     r.k = reads_k ? NEEDED : UNUSED;
-    if (attends && slc) r.k_own[NSA_SLC] = t->k_slc != NULL || t->v_slc != NULL ? NEEDED : UNUSED;
-    if (attends && win) r.k_own[NSA_WIN] = t->k_win != NULL || t->v_win != NULL ? NEEDED : UNUSED;
+    if (attends && slc) r.k_own[NSA_SLC] = own_slc ? NEEDED : UNUSED;
+    if (attends && win) r.k_own[NSA_WIN] = own_win ? NEEDED : UNUSED;
     if (op == NSA_COMPRESS) r.cmp = RESULT;
     else if (op == NSA_FORWARD) r.cmp = compresses ? OPTIONAL_RESULT : (cmp || selects) ? NEEDED : UNUSED;
     else if (op == NSA_SELECT || (op == NSA_BACKWARD && cmp) || ((op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD) && cmp)) r.cmp = NEEDED;
@@ -238,6 +239,7 @@ static void fill_views(nsa_call *c, const quern_nsa_tensors *t, const roles *r)
     v->k_b[NSA_WIN] = c->separate[NSA_WIN] ? view(t->k_win) : v->k, v->v_b[NSA_WIN] = c->separate[NSA_WIN] ? view(t->v_win) : v->v;
     v->w_k = USE_FLAT(r->w, t->w_k), v->w_v = USE_FLAT(r->w, t->w_v), v->pe_k = USE_FLAT(r->pe, t->pe_k), v->pe_v = USE_FLAT(r->pe, t->pe_v);
     v->w_gate = USE_FLAT(r->w_gate, t->w_gate), v->gates = USE(r->gates, t->gates);
+    if (nsa_is_backward(c->op) && c->params.gate == QUERN_NSA_GATE_NONE) v->gates = (quern_tensor){0}; /* an input that says nothing new */
     v->block_idx = USE(r->block_idx, t->block_idx), v->block_count = USE(r->block_count, t->block_count),
     v->group_idx = USE(r->group_idx, t->group_idx);
     const quern_tensor *const o_b[] = {t->o_cmp, t->o_slc, t->o_win}, *const lse[] = {t->lse_cmp, t->lse_slc, t->lse_win};
@@ -312,6 +314,22 @@ static quern_status check_orphans(const nsa_call *c, const quern_nsa_tensors *t)
     return QUERN_OK;
 }
 
+/* Borders of compressed rows that are handed in: every sequence has as many entries as its length makes. */
+static quern_status check_entries(const nsa_call *c, const quern_nsa_tensors *t)
+{
+    const quern_nsa_params *p = &c->params;
+    const quern_status status = view_check_borders(t->cu_seqlens_cmp, "cu_seqlens_cmp", c->n_cmp);
+    if (status != QUERN_OK || t->cu_seqlens_cmp->device != QUERN_CPU) return status;
+    const int32_t *tokens = t->cu_seqlens->data, *entries = t->cu_seqlens_cmp->data;
+    for (int64_t b = 0; b < c->batch; b++) {
+        const int64_t n = (int64_t)tokens[b + 1] - tokens[b], expected = n >= p->block_size ? (n - p->block_size) / p->stride + 1 : 0;
+        if (entries[b + 1] - entries[b] != expected)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "cu_seqlens_cmp[%lld] is %d after %d: %lld entries of the sequence's %lld tokens are accepted",
+                             (long long)b + 1, entries[b + 1], entries[b], (long long)expected, (long long)n);
+    }
+    return QUERN_OK;
+}
+
 /* Whether the workspace's largest tensors can be counted in 64 bits. */
 static quern_status check_products(const nsa_call *c)
 {
@@ -353,8 +371,7 @@ quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const 
     if ((status = view_check_all(list.rules, list.count, &c->like, run)) != QUERN_OK) return status;
     if ((status = check_orphans(c, t)) != QUERN_OK) return status;
     if (run && c->packed && (status = view_check_borders(t->cu_seqlens, "cu_seqlens", c->n)) != QUERN_OK) return status;
-    if (run && c->packed && r.cu_cmp == NEEDED && (status = view_check_borders(t->cu_seqlens_cmp, "cu_seqlens_cmp", c->n_cmp)) != QUERN_OK)
-        return status;
+    if (run && c->packed && r.cu_cmp == NEEDED && (status = check_entries(c, t)) != QUERN_OK) return status;
     if (c->params.scale == 0.0f && c->dim_k > 0) c->params.scale = 1.0f / sqrtf((float)c->dim_k);
     c->backend = context_backend(ctx, c->like.device, c->like.device_id, t->stream, &c->exec);
     if (c->backend == NULL) return error_status();

@@ -17,6 +17,7 @@
 
 enum { FWD = 1, BWD = 2, CMP = 4, CMP_BWD = 8, SEL = 16, ATT = 32, ATT_BWD = 64, GATES = 128, COMBINE = 256, GATE = 512, GATE_BWD = 1024, OPS = 11 };
 enum { ALL = 2047, WHOLE = FWD | BWD, COMPRESS = CMP | CMP_BWD, ATTEND = ATT | ATT_BWD, GROUPED = WHOLE | SEL | ATTEND };
+enum { TAKE_WORKSPACE = ALL & ~(GATES | COMBINE | GATE) };
 
 typedef enum base { PLAIN, PACKED, LINEAR, GIVEN, GROUPS, SEPARATE, UNGATED, BASES } base;
 
@@ -30,11 +31,11 @@ static nsa_config config_of(base b)
     if (b == GIVEN) {
         c.params.compress = QUERN_NSA_COMPRESS_GIVEN;
         c.params.gate = QUERN_NSA_GATE_GIVEN;
-        c.params.selection = QUERN_NSA_LIST_GIVEN;
+        c.params.selection = c.params.groups = QUERN_NSA_LIST_GIVEN;
     }
-    if (b == GROUPS) c.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT, c.params.max_compressed_groups = 2;
+    if (b == GROUPS || b == GIVEN) c.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT, c.params.max_compressed_groups = c.params.tile = 2;
     if (b == SEPARATE) c.separate_slc = c.separate_win = true;
-    if (b == UNGATED) c.params.gate = QUERN_NSA_GATE_NONE;
+    if (b == UNGATED) c.params.gate = QUERN_NSA_GATE_NONE, c.params.causal = false;
     return c;
 }
 
@@ -266,12 +267,19 @@ static void try(quern_context *ctx, const mistake *m, int op)
 #define MISSING(base, ops, slot, text) {"no " text, base, ops, ABSENT, slot, 0, 0, BAD, {text " is NULL", "needed"}}
 #define ALIEN(base, ops, slot, text, ...) {text " out of place", base, ops, STRANGER, slot, NSA_Q, 0, BAD, {text, __VA_ARGS__}}
 
+#define ENTRIES(at, value, ...)                                                                                                                      \
+    {"entries " #at " " #value, PACKED, BWD | CMP_BWD | SEL | ATTEND, BORDER, NSA_CU_SEQLENS_CMP, at, value, BAD, {__VA_ARGS__}}
+
 static const mistake mistakes[] = {
     /* The structs. */
     {"no params", PLAIN, ALL, NO_PARAMS, NSA_Q, 0, 0, BAD, {"params is NULL", "QUERN_NSA_PARAMS_INIT"}},
     {"no tensors", PLAIN, ALL, NO_TENSORS, NSA_Q, 0, 0, BAD, {"tensors is NULL", "QUERN_NSA_TENSORS_INIT"}},
     {"size of params", PLAIN, ALL, PARAMS_SIZE, NSA_Q, 0, 4, BAD, {"params.size is 4", "accepted"}},
+    {"size 0 of params", PLAIN, ALL, PARAMS_SIZE, NSA_Q, 0, 0, BAD, {"params.size is 0", "accepted"}},
+    {"newer params", PLAIN, ALL, PARAMS_SIZE, NSA_Q, 0, sizeof(quern_nsa_params) + 8, BAD, {"params.size is", "accepted"}},
     {"size of tensors", PLAIN, ALL, TENSORS_SIZE, NSA_Q, 0, 8, BAD, {"tensors.size is 8", "accepted"}},
+    {"size 0 of tensors", PLAIN, ALL, TENSORS_SIZE, NSA_Q, 0, 0, BAD, {"tensors.size is 0", "accepted"}},
+    {"newer tensors", PLAIN, ALL, TENSORS_SIZE, NSA_Q, 0, sizeof(quern_nsa_tensors) + 8, BAD, {"tensors.size is", "accepted"}},
     /* One parameter. */
     NUMBER(PLAIN, ALL, block_size, 0, "is 0", "1 to 2147483647"),
     NUMBER(PLAIN, ALL, block_size, -8, "is -8", "1 to"),
@@ -289,6 +297,10 @@ static const mistake mistakes[] = {
     NUMBER(PLAIN, ALL, forced_first, -1, "is -1", "0 to"),
     NUMBER(PLAIN, ALL, forced_local, -1, "is -1", "0 to"),
     NUMBER(PLAIN, ALL, max_compressed_groups, -1, "is -1", "0 to"),
+    NUMBER(PLAIN, ALL, select_block, 1ll << 31, "is 2147483648", "to 2147483647"),
+    NUMBER(PLAIN, ALL, forced_first, 1ll << 31, "is 2147483648", "to 2147483647"),
+    NUMBER(PLAIN, ALL, forced_local, 1ll << 31, "is 2147483648", "to 2147483647"),
+    NUMBER(PLAIN, ALL, max_compressed_groups, 1ll << 31, "is 2147483648", "to 2147483647"),
     CHOICE(PLAIN, ALL, compress, 3, "is 3", "0 to 2"),
     CHOICE(PLAIN, ALL, scope, 2, "is 2", "0 to 1"),
     CHOICE(PLAIN, ALL, metric, 2, "is 2", "0 to 1"),
@@ -309,15 +321,19 @@ static const mistake mistakes[] = {
     FORCED(tile, 64, "num_selected is 5", "at least the 10 forced"),
     FORCED(forced_first, 4, "num_selected is 5", "at least the 6 forced"),
     FORCED(forced_local, 5, "num_selected is 5", "at least the 6 forced"),
+    {"non-causal forced_first 6", UNGATED, FWD | SEL, PARAM, NSA_Q, P(forced_first), 6, BAD, {"num_selected is 5", "at least the 6 forced"}},
     CHOICE(LINEAR, FWD | SEL, metric, 1, "mean_logit", "three equal"),
     NUMBER(PLAIN, GROUPED, max_compressed_groups, 2, "with metric softmax", "mean_logit is accepted"),
+    NUMBER(GROUPS, GROUPED, max_compressed_groups, 1, "is 1", "2 to"),
     CHOICE(PLAIN, GROUPED, groups, 1, "max_compressed_groups 0", "1 or more"),
     CHOICE(PLAIN, COMPRESS, compress, 2, "compress is given", "mean or linear"),
     /* A tensor that the parameters ask for. */
     MISSING(PLAIN, WHOLE | SEL | ATTEND | GATES | GATE | GATE_BWD, NSA_Q, "q"),
     MISSING(PLAIN, WHOLE | COMPRESS | ATTEND, NSA_K, "k"),
     MISSING(PLAIN, WHOLE | COMPRESS | ATTEND, NSA_V, "v"),
+    MISSING(SEPARATE, WHOLE | ATTEND, NSA_K_SLC, "k_slc"),
     MISSING(SEPARATE, WHOLE | ATTEND, NSA_V_SLC, "v_slc"),
+    MISSING(SEPARATE, WHOLE | ATTEND, NSA_K_WIN, "k_win"),
     MISSING(SEPARATE, WHOLE | ATTEND, NSA_V_WIN, "v_win"),
     MISSING(PLAIN, BWD | CMP | SEL | ATTEND, NSA_K_CMP, "k_cmp"),
     MISSING(PLAIN, BWD | CMP | ATTEND, NSA_V_CMP, "v_cmp"),
@@ -332,6 +348,7 @@ static const mistake mistakes[] = {
     MISSING(PLAIN, BWD | SEL | ATTEND, NSA_BLOCK_IDX, "block_idx"),
     MISSING(GIVEN, WHOLE | ATTEND, NSA_BLOCK_IDX, "block_idx"),
     MISSING(GROUPS, BWD | ATTEND, NSA_GROUP_IDX, "group_idx"),
+    MISSING(GIVEN, WHOLE | ATTEND, NSA_GROUP_IDX, "group_idx"),
     MISSING(PLAIN, FWD | COMBINE | GATE, NSA_O, "o"),
     MISSING(PLAIN, ATTEND, NSA_O_SLC, "o_slc"),
     MISSING(PLAIN, BWD | ATT_BWD, NSA_LSE_CMP, "lse_cmp"),
@@ -371,6 +388,7 @@ static const mistake mistakes[] = {
     {"head dim 264", PLAIN, WHOLE | COMPRESS | ATTEND, SHAPE, NSA_V, 3, 264, BAD, {"v", "264", "multiple of 8 from 8 to 256"}},
     {"3 kv heads", PLAIN, WHOLE | ATTEND, SHAPE, NSA_K, 2, 3, BAD, {"4 heads", "multiple", "3"}},
     {"no kv heads", PLAIN, WHOLE | ATTEND, SHAPE, NSA_K, 2, 0, BAD, {"4 heads", "multiple", "0"}},
+    {"no heads", PLAIN, WHOLE | SEL | ATTEND, SHAPE, NSA_Q, 2, 0, BAD, {"q has 0 heads", "positive multiple", "2"}},
     {"2^31 tokens", PLAIN, WHOLE | SEL | ATTEND | GATES, SHAPE, NSA_Q, 1, 1ll << 31, BAD, {"2147483648", "at most 2147483647"}},
     {"length -2^63", PLAIN, WHOLE | COMPRESS | ATTEND, SHAPE, NSA_K, 1, INT64_MIN, BAD, {"k.shape[1]", "-9223372036854775808", "0 or more"}},
     {"shape overflows", PLAIN, WHOLE | SEL | ATTEND | GATES, SHAPE, NSA_Q, 0, INT64_MAX / 2, BAD, {"q", "overflow"}},
@@ -390,12 +408,16 @@ static const mistake mistakes[] = {
     {"cu_seqlens falls", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 2, 29, BAD, {"cu_seqlens[2] is 29", "after 30"}},
     {"cu_seqlens below 0", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 1, -1, BAD, {"cu_seqlens[1] is -1", "after 0"}},
     {"cu_seqlens past the rows", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 3, 78, BAD, {"cu_seqlens ends at 78", "77"}},
-    {"cu_seqlens_cmp from 1", PACKED, BWD | CMP_BWD | SEL | ATTEND, BORDER, NSA_CU_SEQLENS_CMP, 0, 1, BAD,
-     {"cu_seqlens_cmp[0] is 1", "0 is accepted"}},
+    ENTRIES(0, 1, "cu_seqlens_cmp[0] is 1", "0 is accepted"),
+    ENTRIES(2, 2, "cu_seqlens_cmp[2] is 2", "after 3"),
+    ENTRIES(3, 10, "cu_seqlens_cmp ends at 10", "9"),
+    ENTRIES(1, 2, "cu_seqlens_cmp[1] is 2 after 0", "3 entries", "30 tokens"),
+    ENTRIES(3, 9, "cu_seqlens_cmp[3] is 9 after 3", "5 entries", "45 tokens"),
     /* Workspace and device. */
-    {"workspace a byte too small", PLAIN, ALL & ~(GATES | COMBINE | GATE), SHORT_WORKSPACE, NSA_Q, 0, 0, QUERN_ERR_WORKSPACE,
-     {"workspace_bytes", "at least"}},
-    {"no workspace", PLAIN, ALL & ~(GATES | COMBINE | GATE), NO_WORKSPACE, NSA_Q, 0, 0, BAD, {"workspace is NULL", "needed"}},
+    {"workspace a byte too small", PLAIN, TAKE_WORKSPACE, SHORT_WORKSPACE, NSA_Q, 0, 0, QUERN_ERR_WORKSPACE, {"workspace_bytes", "at least"}},
+    {"no workspace", PLAIN, TAKE_WORKSPACE, NO_WORKSPACE, NSA_Q, 0, 0, BAD, {"workspace is NULL", "needed"}},
+    {"v elsewhere", PLAIN, WHOLE | COMPRESS | ATTEND, DEVICE, NSA_V, 0, QUERN_CUDA, BAD, {"v is on device 1", "share one device"}},
+    {"o_slc elsewhere", PLAIN, COMBINE | GATE | GATE_BWD, DEVICE, NSA_O_SLC, 0, QUERN_CUDA, BAD, {"o_slc is on device 1", "share one device"}},
     {"cuda", PLAIN, ALL, ALL_CUDA, NSA_Q, 0, 0, QUERN_ERR_DEVICE, {"device cuda", "libquern_cuda"}},
 };
 

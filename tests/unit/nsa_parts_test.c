@@ -192,6 +192,40 @@ static void gate_of_any_number_of_heads(void **state)
             }
 }
 
+/* Without a gate each branch counts a third whatever `gates` a backward is given, and it leaves them alone; d_gates is
+ * that of gates handed in as thirds. */
+static void gates_are_no_output_of_a_backward(void **state)
+{
+    nsa_config config = nsa_config_small();
+    test_random random = {36};
+    (void)state;
+    nsa_case *c = nsa_case_new(&config, &random);
+    quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 2);
+    const nsa_set gates = NSA_BIT(NSA_GATES), d_gates = NSA_BIT(NSA_D_GATES), inputs = branches_o | gates | NSA_BIT(NSA_D_O);
+    const nsa_set forward = nsa_forward_outputs(c) & ~gates;
+    const int64_t count = test_tensor_count(&c->tensor[NSA_GATES]);
+    double *thirds = test_doubles(count), *d_given[2], *d_none[2];
+    for (int64_t i = 0; i < count; i++) thirds[i] = 1.0f / 3.0f;
+    nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), forward);
+    for (int given = 0; given < 2; given++) { /* first beside gates that are no thirds */
+        double **d = given ? d_given : d_none;
+        c->config.params.gate = given ? QUERN_NSA_GATE_GIVEN : QUERN_NSA_GATE_NONE;
+        if (given) test_tensor_set(&c->tensor[NSA_GATES], thirds);
+        nsa_run(c, ctx, nsa_call_gate_backward, inputs, branches_d_o | d_gates);
+        d[0] = test_tensor_get(&c->tensor[NSA_D_GATES]);
+        nsa_run(c, ctx, nsa_call_backward, nsa_backward_inputs(c) | gates, nsa_backward_outputs(c) | d_gates);
+        d[1] = test_tensor_get(&c->tensor[NSA_D_GATES]);
+    }
+    for (int i = 0; i < 2; i++) {
+        assert_memory_equal(d_none[i], d_given[i], (size_t)count * sizeof(double));
+        free(d_none[i]);
+        free(d_given[i]);
+    }
+    free(thirds);
+    nsa_case_free(c);
+    quern_context_destroy(ctx);
+}
+
 /* Each branch by itself: the others' tensors are there but not written. */
 static void branch_case(nsa_case *c, quern_context *ctx)
 {
@@ -217,7 +251,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(compress_alone), cmocka_unit_test(select_alone), cmocka_unit_test(attend_alone),
         cmocka_unit_test(gate_alone),     cmocka_unit_test(gate_of_any_number_of_heads),
-        cmocka_unit_test(one_branch_alone),
+        cmocka_unit_test(one_branch_alone), cmocka_unit_test(gates_are_no_output_of_a_backward),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
