@@ -124,8 +124,7 @@ static void fill_lists(const bench_case *c, bool groups, const quern_tensor *t, 
 
 static void each_value(const quern_tensor *t, double factor, double offset)
 {
-    int64_t n = 1;
-    for (int32_t i = 0; i < t->ndim; i++) n *= t->shape[i];
+    const int64_t n = value_count(t);
     for (int64_t i = 0; i < n; i++) value_set(t, i, (float)(value_at(t, i) * factor + offset));
 }
 

@@ -45,13 +45,6 @@ static void print_help(void)
            "exit codes: 0 all within the tolerance, 1 not, 2 wrong command line, 3 a file or tensor is not there.\n");
 }
 
-static int64_t elements(const quern_tensor *t)
-{
-    int64_t n = 1;
-    for (int32_t i = 0; i < t->ndim; i++) n *= t->shape[i];
-    return n;
-}
-
 static difference differ(const quern_tensor *a, const quern_tensor *b)
 {
     difference d = {0, 0, a->ndim == b->ndim, true};
@@ -59,7 +52,7 @@ static difference differ(const quern_tensor *a, const quern_tensor *b)
     if (!d.same_shape) return d;
     double worst = 0, largest = 0, sum = 0, norm = 0;
     const bool real = b->dtype <= QUERN_BF16;
-    for (int64_t i = 0, n = elements(a); i < n; i++) {
+    for (int64_t i = 0, n = value_count(a); i < n; i++) {
         const double x = value_at(a, i), y = value_at(b, i);
         if (!real || isinf(y) || isinf(x)) {
             d.exact = d.exact && x == y;

@@ -23,7 +23,7 @@ static void print_help(void)
 {
     info_options defaults = {0};
     machine_options machine = {0};
-    printf("usage: quern info [--measure] [--threads N] [--json]\n\n"
+    printf("usage: quern info [--measure] [--threads N] [--device cpu|cuda] [--json]\n\n"
            "Version, CPU level and threads; the ceilings are those that the bench divides by.\n\noptions:\n");
     print_options(&(option_group){rows, 1, &defaults});
     print_options(&(option_group){machine_rows, machine_row_count, &machine});

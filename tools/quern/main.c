@@ -79,7 +79,8 @@ static void print_help(void)
            "\nexit codes: 0 done; 1 a comparison or acceptance figure failed; 2 the command line is wrong;\n"
            "3 a file, its tensors or a parameter is not accepted; 4 the machine lacks what is needed\n"
            "(device, CPU level, memory, program); 5 a defect of Quern.\n"
-           "environment: QUERN_CPU=portable|avx2|avx512|avx512bf16 forces a CPU level; OMP_NUM_THREADS.\n");
+           "environment: QUERN_CPU=portable|avx2|avx512|avx512bf16 forces a CPU level; OMP_NUM_THREADS;\n"
+           "QUERN_CUDA_LIBRARY=FILE is the GPU's backend, if not the libquern_cuda.so.0 beside libquern.\n");
 }
 
 int main(int argc, char **argv)

@@ -36,7 +36,7 @@ typedef struct option_group {
     void *base;
 } option_group;
 
-enum { OPTION_GROUPS = 4, OPTION_MAX = 64 };
+enum { OPTION_MAX = 64 }; /* rows of a verb, over all its groups */
 
 /* Parses argv[1 ...]. Leaves the other words in argv[*first ... argc - 1]. --help sets *help and stops.
  * Returns EXIT_DONE, or EXIT_USAGE after a message. */

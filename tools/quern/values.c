@@ -8,6 +8,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+int64_t value_count(const quern_tensor *t)
+{
+    int64_t n = 1;
+    for (int32_t i = 0; i < t->ndim; i++) n *= t->shape[i];
+    return n;
+}
+
 double value_at(const quern_tensor *t, int64_t i)
 {
     switch (t->dtype) {
@@ -46,16 +53,9 @@ static void normal_pair(uint64_t seed, int64_t pair, float out[2])
     out[1] = radius * sinf(angle);
 }
 
-static int64_t elements(const quern_tensor *t)
-{
-    int64_t n = 1;
-    for (int32_t i = 0; i < t->ndim; i++) n *= t->shape[i];
-    return n;
-}
-
 void fill_normal(const quern_tensor *t, uint64_t seed)
 {
-    const int64_t n = elements(t);
+    const int64_t n = value_count(t);
 #pragma omp parallel for
     for (int64_t i = 0; i < n; i += 2) {
         float pair[2];
@@ -69,7 +69,7 @@ bool fill_smooth(const quern_tensor *t, uint64_t seed, double sigma)
 {
     enum { REACH_MAX = 256 };
     const int reach = (int)(4 * sigma) < REACH_MAX ? (int)(4 * sigma) : REACH_MAX;
-    const int64_t batch = t->shape[0], n = t->shape[1], width = elements(t) / (batch * n > 0 ? batch * n : 1);
+    const int64_t batch = t->shape[0], n = t->shape[1], width = value_count(t) / (batch * n > 0 ? batch * n : 1);
     float weight[2 * REACH_MAX + 1] = {0};
     double square = 0;
     for (int i = -reach; i <= reach; i++) {

@@ -6,6 +6,8 @@
 
 #include <quern/quern.h>
 
+/* Elements of a tensor. */
+int64_t value_count(const quern_tensor *t);
 /* Element i, counted row-major, of a contiguous tensor. */
 double value_at(const quern_tensor *t, int64_t i);
 /* The same of an f32, f16 or bf16 tensor, set. */
