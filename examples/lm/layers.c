@@ -107,7 +107,8 @@ double cross_entropy(float *logits, const uint8_t *target, int64_t rows, bool gr
     return total / (double)rows;
 }
 
-/* Rows of the three tables for position t; what precedes the text counts as zeros. */
+/* Rows of the three tables for position t; what precedes the text counts as zeros. Hashes are multiplicative: the upper
+ * 14 of 32 bits, for HASH_ROWS. */
 static void rows_of(const uint8_t *text, int64_t t, int64_t row[3])
 {
     const uint32_t a = text[t], b = t > 0 ? text[t - 1] : 0, c = t > 1 ? text[t - 2] : 0;

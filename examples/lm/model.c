@@ -105,7 +105,6 @@ void model_destroy(lm_model *m)
     *m = (lm_model){0};
 }
 
-
 static bool forward(lm_model *m, const uint8_t *text, int32_t n)
 {
     const lm_config *c = &m->config;

@@ -13,11 +13,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(QUERN_HAVE_DNNL)
+#if defined(QUERN_ONEDNN)
 #include <oneapi/dnnl/dnnl.h>
 #endif
 
-#if defined(QUERN_HAVE_DNNL) && DNNL_VERSION_MAJOR == 2
+#if defined(QUERN_ONEDNN) && DNNL_VERSION_MAJOR == 2
 #include <omp.h>
 
 enum { BLOCK = 256, MOST = 3 };
