@@ -26,7 +26,7 @@ timing timing_of(double *ms, int count)
     qsort(ms, (size_t)count, sizeof *ms, ascending);
     t.median = count % 2 == 1 ? ms[count / 2] : 0.5 * (ms[count / 2 - 1] + ms[count / 2]);
     t.p10 = ms[(count - 1) / 10];
-    t.p90 = ms[(count - 1) * 9 / 10];
+    t.p90 = ms[(count * 9 + 9) / 10 - 1]; /* the least time that 90% do not exceed */
     return t;
 }
 
