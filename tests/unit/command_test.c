@@ -330,6 +330,33 @@ static void stages_alone_give_what_the_whole_gives(void **state)
     assert_int_equal(run("run nsa-list-convert $DIR/list.safetensors $DIR/halves.safetensors --from 32 --to 20 --n 192"), 3);
 }
 
+/* Files of two sequences, with their compressed rows or without, whose borders follow from the sequences'. */
+static void handed_in_entries_of_packed_sequences_count(void **state)
+{
+    static const char *const names[] = {"Q", "K", "V", "K_cmp", "V_cmp"};
+    int32_t borders[] = {0, 70, 192};
+    quern_safetensors *file = NULL, *results = NULL;
+    quern_tensor views[6] = {quern_tensor_contiguous(borders, QUERN_I32, 1, (int64_t[]){3})};
+    quern_safetensors_item items[6] = {{"cu_seqlens", &views[0]}};
+    (void)state;
+    assert_int_equal(quern_safetensors_open(QUERN_TEST_VECTORS "/nsa_small.safetensors", &file), QUERN_OK);
+    for (int i = 1; i < 6; i++) {
+        items[i] = (quern_safetensors_item){names[i - 1], &views[i]};
+        if (i == 4) {
+            assert_int_equal(quern_safetensors_save(path_of("packed.safetensors"), items, 4, NULL, 0), QUERN_OK);
+            expect(0, "run nsa $DIR/packed.safetensors $DIR/whole.safetensors --block-size 32 --num-selected 4 --window 40", "");
+            assert_int_equal(quern_safetensors_open(path_of("whole.safetensors"), &results), QUERN_OK);
+        }
+        assert_int_equal(quern_safetensors_get(i < 4 ? file : results, names[i - 1], &views[i]), QUERN_OK);
+        if (i < 4) views[i] = quern_tensor_contiguous(views[i].data, views[i].dtype, 3, views[i].shape + 1);
+    }
+    assert_int_equal(quern_safetensors_save(path_of("given.safetensors"), items, 6, NULL, 0), QUERN_OK);
+    expect(0, "run nsa $DIR/given.safetensors $DIR/again.safetensors --compress given --block-size 32 --num-selected 4 --window 40", "");
+    expect(0, "compare $DIR/again.safetensors $DIR/whole.safetensors O lse_cmp block_idx cu_seqlens_cmp --tolerance 0", "");
+    quern_safetensors_close(results);
+    quern_safetensors_close(file);
+}
+
 static void bench_writes_its_schema(void **state)
 {
     static const char *const keys[] = {"\"schema\": 1", "\"version\"", "\"commit\"", "\"machine\"", "\"cpu\"", "\"isa\"",
@@ -339,7 +366,7 @@ static void bench_writes_its_schema(void **state)
                                        "\"fraction\"", "\"peer\"", "\"peer_ms\""};
     static char json[1 << 16];
     (void)state;
-    assert_int_equal(run("bench attention --n 64,128 --heads 2/1 --dim 16 --threads 1 --reps 1 --backward --json $DIR/bench.json"), 0);
+    assert_int_equal(run("bench attention --n 64,128 --heads 2/1 --dim 16 --threads 1 --reps 2 --backward --json $DIR/bench.json"), 0);
     assert_non_null(strstr(output, "G/s of attention-backward: 2 (3 D + 2 Dv) B H pairs"));
     FILE *f = fopen(path_of("bench.json"), "rb");
     assert_non_null(f);
@@ -347,6 +374,9 @@ static void bench_writes_its_schema(void **state)
     fclose(f);
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
         if (strstr(json, keys[i]) == NULL) fail_msg("%s is missing from the bench's JSON", keys[i]);
+    const double median = atof(strstr(json, "\"ms_median\": ") + 13), low = atof(strstr(json, "\"ms_p10\": ") + 10);
+    const double high = atof(strstr(json, "\"ms_p90\": ") + 10);
+    if (!(low <= median && median <= high && low > 0)) fail_msg("10%% %g, median %g, 90%% %g of two times", low, median, high);
     expect(3, "bench attention --n 64 --json $DIR/no/such/place", "no/such/place");
 }
 
@@ -378,6 +408,7 @@ static void bench_takes_every_parameter(void **state)
         {"--separate both", "\"separate\": \"both\""},
         {"--selection given --metric mean_logit --max-compressed-groups 2", "\"selection\": \"given\""},
         {"--documents 3 --data smooth", "\"documents\": 3"},
+        {"--documents 3 --compress given", "\"documents\": 3"},
         {"--weights input --dtype bf16 --project k", "\"weights\": \"input\""},
         {"--profile tile256 --num-selected 3", "\"tile\": 256"},
         {"--dim 16/24 --batch 2", "\"Dv\": 24"},
@@ -464,6 +495,7 @@ int main(void)
         cmocka_unit_test(golden_nsa_paper_b_passes),
         cmocka_unit_test(golden_nsa_gating_passes),
         cmocka_unit_test(stages_alone_give_what_the_whole_gives),
+        cmocka_unit_test(handed_in_entries_of_packed_sequences_count),
         cmocka_unit_test(bench_writes_its_schema),
         cmocka_unit_test(bench_takes_every_parameter),
         cmocka_unit_test(probe_keeps_to_its_limit),

@@ -397,7 +397,7 @@ int job_prepare(job *j, quern_context *ctx)
     j->workspace_bytes = forward > backward ? forward : backward;
     j->workspace = take(j, j->workspace_bytes);
     if (j->workspace == NULL) return fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", j->workspace_bytes);
-    return EXIT_DONE;
+    return job_fill_borders(j);
 }
 
 int job_run(job *j, quern_context *ctx)

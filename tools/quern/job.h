@@ -54,6 +54,8 @@ bool job_shape(job *j, const slot *s, int64_t shape[QUERN_MAX_DIMS], int32_t *nd
 void *job_allocate(job *j, const slot *s, size_t bytes);
 /* Sets the gate and list modes by the inputs, sizes and allocates outputs and workspace. */
 int job_prepare(job *j, quern_context *ctx);
+/* A step of it: where compressed rows are handed in, writes their borders. The parameters are legal. */
+int job_fill_borders(job *j);
 /* Runs the forward pass, and the backward pass where its trigger is there; takes the times. */
 int job_run(job *j, quern_context *ctx);
 /* The same on the GPU, without a message. */
