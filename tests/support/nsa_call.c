@@ -56,6 +56,25 @@ void nsa_run(nsa_case *c, quern_context *ctx, nsa_call call, nsa_set inputs, nsa
     }
 }
 
+void nsa_copy(const nsa_case *c, nsa_set set, test_tensor copies[NSA_SLOTS])
+{
+    for (int i = 0; i < NSA_SLOTS; i++)
+        copies[i] = (set & NSA_BIT(i)) != 0 ? test_tensor_copy(&c->tensor[i]) : (test_tensor){.bytes = 0};
+}
+
+void nsa_free_copies(test_tensor copies[NSA_SLOTS])
+{
+    for (int i = 0; i < NSA_SLOTS; i++) test_tensor_free(&copies[i]);
+}
+
+void nsa_check_same_bits(const nsa_case *c, nsa_set set, const test_tensor copies[NSA_SLOTS], const char *what)
+{
+    char text[600];
+    for (int i = 0; i < NSA_SLOTS; i++)
+        if ((set & NSA_BIT(i)) != 0 && !test_tensor_same_bits(&c->tensor[i], &copies[i]))
+            fail_msg("%s: %s differs [%s]", what, nsa_slot_names[i], nsa_config_describe(&c->config, text));
+}
+
 quern_context *nsa_context(quern_cpu_level level, int32_t threads)
 {
     quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;

@@ -16,7 +16,20 @@ uint64_t test_seed(const char *name, uint64_t fallback)
     return seed;
 }
 
-uint64_t test_random_bits(test_random *random)
+int test_trials(int fallback)
+{
+    const char *text = getenv("QUERN_TEST_TRIALS");
+    return text != NULL ? atoi(text) : fallback;
+}
+
+bool test_trial(uint64_t seed, int trial, test_random *random)
+{
+    const char *only = getenv("QUERN_TEST_TRIAL");
+    *random = (test_random){seed + (uint64_t)trial * 1000003u};
+    return only == NULL || atoi(only) == trial;
+}
+
+static uint64_t random_bits(test_random *random)
 {
     uint64_t z = random->state += 0x9e3779b97f4a7c15u;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
@@ -26,7 +39,7 @@ uint64_t test_random_bits(test_random *random)
 
 int64_t test_random_int(test_random *random, int64_t low, int64_t high)
 {
-    return low + (int64_t)(test_random_bits(random) % (uint64_t)(high - low + 1));
+    return low + (int64_t)(random_bits(random) % (uint64_t)(high - low + 1));
 }
 
 bool test_random_one_in(test_random *random, int64_t n)
@@ -36,7 +49,7 @@ bool test_random_one_in(test_random *random, int64_t n)
 
 double test_random_uniform(test_random *random)
 {
-    return (double)(test_random_bits(random) >> 11) * 0x1p-53;
+    return (double)(random_bits(random) >> 11) * 0x1p-53;
 }
 
 double test_random_normal(test_random *random)

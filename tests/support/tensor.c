@@ -73,6 +73,16 @@ test_tensor test_tensor_make(test_random *random, quern_dtype dtype, int32_t ndi
     return t;
 }
 
+test_tensor test_tensor_copy(const test_tensor *t)
+{
+    test_tensor copy = *t;
+    copy.snapshot = NULL;
+    copy.buffer = allocate(t->bytes);
+    memcpy(copy.buffer, t->buffer, t->bytes);
+    copy.view.data = copy.buffer + ((unsigned char *)t->view.data - t->buffer);
+    return copy;
+}
+
 void test_tensor_free(test_tensor *t)
 {
     free(t->buffer);

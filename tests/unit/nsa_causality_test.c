@@ -120,11 +120,10 @@ static nsa_config strictly_causal(test_random *random)
 static void the_future_changes_no_bit(void **state)
 {
     const uint64_t seed = test_seed("the_future_changes_no_bit", 41);
-    const char *only = getenv("QUERN_TEST_TRIAL");
     (void)state;
     for (int trial = 0; trial < TRIALS; trial++) {
-        if (only != NULL && atoi(only) != trial) continue;
-        test_random random = {seed + (uint64_t)trial * 1000003u};
+        test_random random;
+        if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = strictly_causal(&random);
         const quern_cpu_level level = nsa_random_level(&random);
         const future kind = (future)(trial % FUTURES);
@@ -140,28 +139,13 @@ static void the_future_changes_no_bit(void **state)
         if (test_random_one_in(&random, 2)) outputs = NSA_BIT(NSA_O); /* the inference path */
         nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), outputs);
         test_tensor before[NSA_SLOTS];
-        for (int i = 0; i < NSA_SLOTS; i++) {
-            if ((outputs & NSA_BIT(i)) == 0) continue;
-            const test_tensor *t = &c->tensor[i];
-            before[i] = test_tensor_make(&random, t->view.dtype, t->view.ndim, t->view.shape, TEST_CONTIGUOUS);
-            if (t->view.dtype == QUERN_I32) {
-                int32_t *values = test_tensor_get_i32(t);
-                test_tensor_set_i32(&before[i], values);
-                free(values);
-            } else {
-                double *values = test_tensor_get(t);
-                test_tensor_set(&before[i], values);
-                free(values);
-            }
-        }
+        nsa_copy(c, outputs, before);
         const past p = past_of(c, sequence, last);
         perturb_future(c, &p, &random, kind);
         nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), outputs);
-        for (int i = 0; i < NSA_SLOTS; i++) {
-            if ((outputs & NSA_BIT(i)) == 0) continue;
-            if (i != NSA_CU_SEQLENS_CMP) compare_past(c, (nsa_slot)i, &before[i], &p, what);
-            test_tensor_free(&before[i]);
-        }
+        for (int i = 0; i < NSA_SLOTS; i++)
+            if ((outputs & NSA_BIT(i)) != 0 && i != NSA_CU_SEQLENS_CMP) compare_past(c, (nsa_slot)i, &before[i], &p, what);
+        nsa_free_copies(before);
         nsa_case_free(c);
         quern_context_destroy(ctx);
     }

@@ -16,31 +16,6 @@ enum { TRIALS = 60 };
 
 static const nsa_call composed = {"composed forward", nsa_composed_workspace, nsa_composed_forward, NULL};
 
-/* A copy of the elements of each tensor of the set. */
-static void copy_results(const nsa_case *c, nsa_set set, test_random *random, test_tensor copies[NSA_SLOTS])
-{
-    for (int i = 0; i < NSA_SLOTS; i++) {
-        if ((set & NSA_BIT(i)) == 0) continue;
-        const test_tensor *t = &c->tensor[i];
-        copies[i] = test_tensor_make(random, t->view.dtype, t->view.ndim, t->view.shape, TEST_CONTIGUOUS);
-        if (t->view.dtype == QUERN_I32) {
-            int32_t *values = test_tensor_get_i32(t);
-            test_tensor_set_i32(&copies[i], values);
-            free(values);
-        } else {
-            double *values = test_tensor_get(t);
-            test_tensor_set(&copies[i], values);
-            free(values);
-        }
-    }
-}
-
-static void free_copies(test_tensor copies[NSA_SLOTS])
-{
-    for (int i = 0; i < NSA_SLOTS; i++)
-        if (copies[i].buffer != NULL) test_tensor_free(&copies[i]);
-}
-
 /* Everything that the branches do not round or sum has the same bits; the rest agrees within the bounds. */
 static void compare(const nsa_case *c, nsa_set set, const test_tensor copies[NSA_SLOTS], const char *what)
 {
@@ -74,11 +49,10 @@ static nsa_set draw_outputs(test_random *random, nsa_set all)
 static void fused_agrees_with_composed(void **state)
 {
     const uint64_t seed = test_seed("fused_agrees_with_composed", 61);
-    const char *only = getenv("QUERN_TEST_TRIAL");
     (void)state;
     for (int trial = 0; trial < TRIALS; trial++) {
-        if (only != NULL && atoi(only) != trial) continue;
-        test_random random = {seed + (uint64_t)trial * 1000003u};
+        test_random random;
+        if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = nsa_config_random(&random, trial % 3 == 0 ? 2500 : 200);
         const quern_cpu_level level = nsa_random_level(&random);
         char text[600], what[700];
@@ -86,18 +60,16 @@ static void fused_agrees_with_composed(void **state)
         quern_context *one = nsa_context(level, 1), *three = nsa_context(level, 3);
         nsa_case *c = nsa_case_random(&config, &random);
         const nsa_set outputs = draw_outputs(&random, nsa_forward_outputs(c));
-        test_tensor expected[NSA_SLOTS] = {{.bytes = 0}}, alone[NSA_SLOTS] = {{.bytes = 0}};
+        test_tensor expected[NSA_SLOTS], alone[NSA_SLOTS];
         nsa_run(c, three, composed, nsa_forward_inputs(c), outputs);
-        copy_results(c, outputs, &random, expected);
+        nsa_copy(c, outputs, expected);
         nsa_run(c, one, nsa_call_forward, nsa_forward_inputs(c), outputs);
         compare(c, outputs, expected, what);
-        copy_results(c, outputs, &random, alone);
+        nsa_copy(c, outputs, alone);
         nsa_run(c, three, nsa_call_forward, nsa_forward_inputs(c), outputs);
-        for (int i = 0; i < NSA_SLOTS; i++)
-            if ((outputs & NSA_BIT(i)) && !test_tensor_same_bits(&c->tensor[i], &alone[i]))
-                fail_msg("%s: %s differs between 1 and 3 threads", what, nsa_slot_names[i]);
-        free_copies(expected);
-        free_copies(alone);
+        nsa_check_same_bits(c, outputs, alone, "3 threads after 1");
+        nsa_free_copies(expected);
+        nsa_free_copies(alone);
         nsa_case_free(c);
         quern_context_destroy(one);
         quern_context_destroy(three);

@@ -231,8 +231,7 @@ static void bad_entries_set_their_bit(void **state)
     (void)state;
     test_random random = {test_seed("bad_entries_set_their_bit", 64)};
     static const int32_t wrong[] = {-1, 0, -2, INT32_MAX, INT32_MIN}; /* none; one past the end; ... */
-    const char *trials = getenv("QUERN_TEST_TRIALS");
-    for (int trial = 0; trial < (trials != NULL ? atoi(trials) : 20); trial++) {
+    for (int trial = 0; trial < test_trials(20); trial++) {
         nsa_config config = nsa_config_small();
         const bool packed = trial % 2 != 0, old = trial == 1, groups = trial / 2 % 2;
         const int32_t bad = wrong[trial % 5];

@@ -23,10 +23,9 @@ static void for_random_cases(const char *name, uint64_t fallback, void (*adjust)
                              void (*body)(nsa_case *c, quern_context *ctx))
 {
     const uint64_t seed = test_seed(name, fallback);
-    const char *only = getenv("QUERN_TEST_TRIAL");
     for (int trial = 0; trial < TRIALS; trial++) {
-        if (only != NULL && atoi(only) != trial) continue;
-        test_random random = {seed + (uint64_t)trial * 1000003u};
+        test_random random;
+        if (!test_trial(seed, trial, &random)) continue;
         nsa_config config = nsa_config_random(&random, 80);
         const quern_cpu_level level = nsa_random_level(&random);
         char text[600];

@@ -1,14 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* nsa_property_test.c - the whole of NSA, forward and backward, against the float64 oracle over random
- * shapes, parameters, dtypes, layouts, levels and numbers of threads. Trial i of seed s depends on s and i
- * alone: QUERN_TEST_TRIAL=i repeats it, QUERN_TEST_TRIALS=n runs more of them. */
+ * shapes, parameters, dtypes, layouts, levels and numbers of threads. QUERN_TEST_TRIALS=n runs more of them. */
 #include "cmocka_c11.h"
 #include "nsa_random.h"
 #include "nsa_reference.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 
 /* Fewer results asked for: o alone, and gradients without o_b, which are then recomputed. */
 static void check_optional_results(nsa_case *c, quern_context *ctx)
@@ -28,11 +26,10 @@ static void check_optional_results(nsa_case *c, quern_context *ctx)
 static void whole_agrees_with_the_oracle(void **state)
 {
     const uint64_t seed = test_seed("whole_agrees_with_the_oracle", 20261);
-    const char *trials = getenv("QUERN_TEST_TRIALS"), *only = getenv("QUERN_TEST_TRIAL");
     (void)state;
-    for (int trial = 0; trial < (trials != NULL ? atoi(trials) : 40); trial++) {
-        if (only != NULL && atoi(only) != trial) continue;
-        test_random random = {seed + (uint64_t)trial * 1000003u};
+    for (int trial = 0; trial < test_trials(40); trial++) {
+        test_random random;
+        if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = nsa_config_random(&random, 90);
         const quern_cpu_level level = nsa_random_level(&random);
         const int32_t threads = (int32_t)test_random_int(&random, 1, 3);
