@@ -32,9 +32,9 @@ extern "C" {
 typedef struct quern_attention_params {
     size_t size;
     bool causal;
-    int64_t window;       /* 0: none */
+    int64_t window;       /* >= 0 keys; 0: none */
     float scale;          /* 0: 1 / sqrt(D); otherwise finite and > 0 */
-    int64_t query_offset; /* -1: Nkv - Nq; otherwise >= 0 */
+    int64_t query_offset; /* -1: Nkv - Nq; otherwise 0 ... 2^31 - 1 */
 } quern_attention_params;
 #define QUERN_ATTENTION_PARAMS_INIT {sizeof(quern_attention_params), true, 0, 0.0f, -1}
 
@@ -44,7 +44,14 @@ typedef struct quern_attention_params {
  * Packed:       q [Tq,H,D]    k [Tkv,Hkv,D]    v [Tkv,Hkv,Dv]    o [Tq,H,Dv]    lse [H,Tq]
  *               with cu_seqlens_q and cu_seqlens_kv: int32 [B+1], starting at 0, not decreasing, the
  *               last at most Tq, Tkv. cu_seqlens_kv may be NULL: the same as cu_seqlens_q. Output rows
- *               past the last offset are written as 0 (lse: -inf).
+ *               past the last offset are written as 0 (lse: -inf). On CUDA, where only kernels read the
+ *               offsets, bad ones are not refused but clamped into the tensors.
+ *
+ * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said, before an output or the workspace is written: a NULL that is
+ * needed; a size not set by the _INIT macros; a parameter, ndim, extent, dtype or head dim other than stated here;
+ * H no multiple of Hkv; more than 2^31 - 1 tokens; a last dimension with gaps; data NULL or not aligned to its element;
+ * an output that shares memory with itself or another tensor; offsets other than stated; tensors on two devices
+ * (a device without a backend: QUERN_ERR_DEVICE); a workspace that is too small (QUERN_ERR_WORKSPACE) or NULL.
  */
 typedef struct quern_attention_tensors {
     size_t size;

@@ -18,6 +18,8 @@
 
 #include <quern/quern.h>
 
+enum { MAX_DIM = 256 }; /* of a head */
+
 /* A strided source of rows. */
 typedef struct row_source {
     const void *data;

@@ -57,8 +57,6 @@ INLINE void widen_row(const void *src, quern_dtype dtype, float *dst, int64_t n)
     }
 }
 
-enum { MAX_DIM = 256 };
-
 static void pack_rows_f32(const row_source *src, float scale, float *dst, int64_t ldd)
 {
     for (int64_t r = 0; r < src->rows; r++) {

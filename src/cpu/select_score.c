@@ -100,7 +100,7 @@ static void score_mean_logits(const select_plan *p, const void *keys, int64_t b,
     int64_t seen = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t first = (tile0 + i) * p->tile, n = seq.nq - first < p->tile ? seq.nq - first : p->tile;
-        float *mean = s->mean + i * dim, one[256];
+        float *mean = s->mean + i * dim, one[MAX_DIM];
         memset(mean, 0, (size_t)dim * sizeof *mean);
         for (int64_t h = 0; h < p->hs; h++) {
             const row_source rows = rows_at(&p->args->q, seq.view_b, seq.q0 + first, head0 + h, n);

@@ -168,7 +168,7 @@ static void encode(void *arg, int64_t index, int32_t thread)
     const side *s = &job->sides[index % 2];
     const int64_t h = index / 2, dim = is_present(s->x) ? s->x->shape[3] : 0;
     if (s->bias == NULL || h >= s->x->shape[2]) return;
-    float row[256], shift[256], part[256], *bias = s->bias + h * dim;
+    float row[MAX_DIM], shift[MAX_DIM], part[MAX_DIM], *bias = s->bias + h * dim;
     memset(bias, 0, (size_t)dim * sizeof *bias);
     for (int64_t p = 0; p < job->args->block_size; p++) {
         const int64_t at = h * s->pe->strides[0] + p * s->pe->strides[1];

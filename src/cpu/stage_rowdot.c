@@ -34,7 +34,7 @@ static void token(void *arg, int64_t index, int32_t thread)
     const rowdot_job *job = arg;
     const quern_tensor *a = &job->args->a, *out = &job->args->out;
     const int64_t b = index / a->shape[1], n = index % a->shape[1], dim = a->shape[3];
-    float x[256], y[256];
+    float x[MAX_DIM], y[MAX_DIM];
     for (int64_t h = 0; h < a->shape[2]; h++) {
         float *dst = row_at(out, b, h, n);
         if (n >= job->valid) {
