@@ -33,6 +33,11 @@ static quern_status check_selection(const quern_nsa_params *p)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "num_selected is %lld: at least the %lld forced blocks (first %lld, local %lld, tile %lld) are accepted",
                          (long long)p->num_selected, (long long)forced, (long long)p->forced_first, (long long)p->forced_local, (long long)p->tile);
+    return QUERN_OK;
+}
+
+static quern_status check_metric(const quern_nsa_params *p)
+{
     if (p->metric == QUERN_NSA_METRIC_MEAN_LOGIT && (p->stride != p->block_size || p->select_block != p->block_size))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "metric mean_logit with block_size %lld, stride %lld, select_block %lld: three equal ones are accepted",
@@ -97,9 +102,12 @@ quern_status nsa_check_params(const quern_nsa_params *given, nsa_op op, quern_ns
     if (!(p->scale >= 0.0f) || isinf(p->scale))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "scale is %g: 0 (1/sqrt(D)) or a finite positive number is accepted", (double)p->scale);
     const bool selects = op == NSA_SELECT || (op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_SLC) && p->selection == QUERN_NSA_LIST_COMPUTED);
+    const bool chooses_groups = op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_CMP) && p->max_compressed_groups > 0 &&
+                                p->groups == QUERN_NSA_LIST_COMPUTED;
     const bool groups = op == NSA_FORWARD || op == NSA_BACKWARD || op == NSA_SELECT || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD;
     quern_status status = QUERN_OK;
     if (selects) status = check_selection(p);
+    if (status == QUERN_OK && (selects || chooses_groups)) status = check_metric(p);
     if (status == QUERN_OK && groups) status = check_groups(p);
     return status;
 }

@@ -34,6 +34,7 @@ static nsa_config config_of(base b)
         c.params.selection = c.params.groups = QUERN_NSA_LIST_GIVEN;
     }
     if (b == GROUPS || b == GIVEN) c.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT, c.params.max_compressed_groups = c.params.tile = 2;
+    if (b == GROUPS) c.params.branches = QUERN_NSA_BRANCH_CMP | QUERN_NSA_BRANCH_WIN; /* groups are the only lists */
     if (b == SEPARATE) c.separate_slc = c.separate_win = true;
     if (b == UNGATED) c.params.gate = QUERN_NSA_GATE_NONE, c.params.causal = false;
     return c;
@@ -65,7 +66,10 @@ static void sets_of(const nsa_case *c, int op, nsa_set *in, nsa_set *out)
         break;
     case SEL: *in = q | NSA_BIT(NSA_K_CMP) | borders, *out = range(NSA_BLOCK_IDX, NSA_GROUP_IDX); break;
     case ATT: *in = nsa_attend_inputs(c), *out = nsa_attend_outputs(c); break;
-    case ATT_BWD: *in = nsa_attend_inputs(c) | nsa_attend_outputs(c) | range(NSA_D_O_CMP, NSA_D_O_WIN), *out = nsa_attend_gradients(c); break;
+    case ATT_BWD:
+        *in = nsa_attend_inputs(c) | nsa_attend_outputs(c) | (nsa_attend_outputs(c) & o_b) << (NSA_D_O_CMP - NSA_O_CMP);
+        *out = nsa_attend_gradients(c);
+        break;
     case GATES: *in = q | NSA_BIT(NSA_W_GATE) | cu, *out = given; break;
     case COMBINE: *in = given | o_b | cu, *out = NSA_BIT(NSA_O); break;
     case GATE: *in = q | w | o_b | cu | (c->config.params.gate == QUERN_NSA_GATE_GIVEN ? given : 0), *out = NSA_BIT(NSA_O) | given; break;
@@ -324,6 +328,7 @@ static const mistake mistakes[] = {
     {"non-causal forced_first 6", UNGATED, FWD | SEL, PARAM, NSA_Q, P(forced_first), 6, BAD, {"num_selected is 5", "at least the 6 forced"}},
     CHOICE(LINEAR, FWD | SEL, metric, 1, "mean_logit", "three equal"),
     NUMBER(PLAIN, GROUPED, max_compressed_groups, 2, "with metric softmax", "mean_logit is accepted"),
+    NUMBER(GROUPS, FWD | SEL, stride, 4, "mean_logit", "three equal"),
     NUMBER(GROUPS, GROUPED, max_compressed_groups, 1, "is 1", "2 to"),
     CHOICE(PLAIN, GROUPED, groups, 1, "max_compressed_groups 0", "1 or more"),
     CHOICE(PLAIN, COMPRESS, compress, 2, "compress is given", "mean or linear"),
