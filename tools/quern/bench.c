@@ -22,11 +22,9 @@ typedef struct bench_options {
     bench_case what;
     int64_t reps;
     bool no_peer;
-    int device;
 } bench_options;
 
 static const char *const data_choices[] = {"noise", "smooth", NULL};
-static const char *const device_choices[] = {"cpu", "cuda", NULL};
 
 #define AT(member) offsetof(bench_options, member)
 static const option_row rows[] = {
@@ -42,7 +40,7 @@ static const option_row rows[] = {
     {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
     {"svg", OPTION_TEXT, AT(svg), NULL, "draw time and speed-up against length to this file (gnuplot)"},
     {"profile", OPTION_TEXT, AT(profile), NULL, "NSA preset that is set before the other options: tile256"},
-    {"device", OPTION_CHOICE, AT(device), device_choices, "where to compute"},
+    {"device", OPTION_CHOICE, AT(what.device), device_choices, "where to compute"},
 };
 #undef AT
 enum { ROWS = sizeof rows / sizeof *rows, LIST_MAX = 64 };
@@ -220,16 +218,10 @@ static int check_writable(const char *path)
     return f != NULL ? EXIT_DONE : fail(EXIT_INPUT, "cannot write '%s': %s", path, strerror(why));
 }
 
-static int open_threads(int64_t threads, int device, quern_context **ctx)
-{
-    return open_context(&(machine_options){.threads = threads, .device = device}, ctx);
-}
-
 static int bench(const bench_options *o, bool only_ceilings)
 {
     int64_t lengths[LIST_MAX], threads[LIST_MAX];
     bench_case base = o->what;
-    base.device = o->device;
     const int length_count = parse_integers(o->n, 1, (int64_t)1 << 40, lengths, LIST_MAX);
     const int thread_counts = parse_integers(o->threads, 0, 1024, threads, 4);
     if (length_count < 0) return fail(EXIT_USAGE, "--n '%s': a list such as 4096,16384 or 4k,1M, at most %d lengths, is accepted", o->n, LIST_MAX);
@@ -255,7 +247,7 @@ static int bench(const bench_options *o, bool only_ceilings)
     for (int t = 0; t < thread_counts && code == EXIT_DONE; t++) {
         quern_context_destroy(ctx);
         ctx = NULL;
-        code = open_threads(threads[t], o->device, &ctx);
+        code = open_context(&(machine_options){.threads = threads[t], .device = base.device}, &ctx);
         if (code != EXIT_DONE) break;
         threads[t] = quern_context_threads(ctx);
         for (int c = 0; c < CEILINGS && only_ceilings; c++) {

@@ -32,6 +32,7 @@ typedef struct machine_options {
     int device;      /* quern_device */
     bool json;
 } machine_options;
+extern const char *const device_choices[]; /* by quern_device */
 extern const option_row machine_rows[];
 extern const size_t machine_row_count;
 

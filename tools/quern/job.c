@@ -4,6 +4,7 @@
 
 #include "ceilings.h"
 #include "command.h"
+#include "values.h"
 
 #include <quern/cuda.h>
 
@@ -193,8 +194,7 @@ int job_read(job *j, const quern_safetensors *file, const char *path, const char
         const quern_status status = quern_safetensors_get(file, s->name, &view);
         if (status != QUERN_OK) return fail_status(status);
         if (j->device == QUERN_CUDA) {
-            size_t bytes = quern_dtype_size(view.dtype);
-            for (int32_t d = 0; d < view.ndim; d++) bytes *= (size_t)view.shape[d];
+            const size_t bytes = (size_t)value_count(&view) * quern_dtype_size(view.dtype);
             const void *from = view.data;
             view.data = job_allocate(j, s, bytes);
             view.device = QUERN_CUDA;
@@ -437,8 +437,7 @@ static quern_status download(collection *c, quern_tensor copies[SLOTS_MAX], char
     size_t sizes[SLOTS_MAX], total = 0;
     for (size_t i = 0; i < c->count; i++) {
         copies[i] = *c->items[i].tensor;
-        sizes[i] = quern_dtype_size(copies[i].dtype);
-        for (int32_t d = 0; d < copies[i].ndim; d++) sizes[i] *= (size_t)copies[i].shape[d];
+        sizes[i] = (size_t)value_count(&copies[i]) * quern_dtype_size(copies[i].dtype);
         total += (sizes[i] + 63) & ~(size_t)63;
     }
     *memory = malloc(total + 1);

@@ -26,7 +26,7 @@ enum { VERBS = sizeof verbs / sizeof *verbs };
 
 const char *command_verb = "";
 
-static const char *const device_choices[] = {"cpu", "cuda", NULL};
+const char *const device_choices[] = {"cpu", "cuda", NULL};
 const option_row machine_rows[] = {
     {"threads", OPTION_INT, offsetof(machine_options, threads), NULL, "threads; 0: OMP_NUM_THREADS, else all CPUs"},
     {"device", OPTION_CHOICE, offsetof(machine_options, device), device_choices, "where to compute"},
