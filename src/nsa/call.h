@@ -70,7 +70,8 @@ quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const 
 
 bool nsa_is_backward(nsa_op op);
 bool nsa_branch_on(const nsa_call *call, int branch);
-/* A fresh tensor in the workspace, shaped like an activation [B, N, heads, dim] and so on. */
+
+/* args.c. A fresh tensor in the workspace, shaped like an activation [B, N, heads, dim] and so on. */
 quern_tensor nsa_take(const nsa_call *call, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape);
 /* `given`, or one in the workspace where it is absent. */
 quern_tensor nsa_given_or_take(const nsa_call *call, const quern_tensor *given, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape);
@@ -82,7 +83,7 @@ static inline void nsa_make_room(size_t *most, size_t bytes)
 {
     if (bytes > *most) *most = bytes;
 }
-/* The attention stage of a branch, without its outputs. */
+/* Arguments of the stages, as the forward needs them: the attention stage of a branch; compress; select; gate. */
 attend_args nsa_branch_args(const nsa_call *call, int branch);
 compress_args nsa_compress_args(const nsa_call *call);
 select_args nsa_select_args(const nsa_call *call);
