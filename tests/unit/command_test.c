@@ -357,6 +357,21 @@ static void handed_in_entries_of_packed_sequences_count(void **state)
     quern_safetensors_close(file);
 }
 
+/* An output that the library does not write is not in the file; least of all does one stand in for a missing input. */
+static void run_writes_what_was_computed(void **state)
+{
+    (void)state;
+    copy_renamed("nsa_small.safetensors", "Q=Q K=K V=V", "plain.safetensors");
+    expect(3, "run nsa $DIR/plain.safetensors $DIR/none.safetensors --compress given --block-size 32", "k_cmp is NULL");
+    assert_false(exists("none.safetensors"));
+    expect(0, "run nsa $DIR/plain.safetensors $DIR/window.safetensors --branches win --metric mean_logit --max-compressed-groups 1", "");
+    expect(3, "compare $DIR/window.safetensors $DIR/window.safetensors K_cmp", "K_cmp");
+    expect(3, "compare $DIR/window.safetensors $DIR/window.safetensors group_idx", "group_idx");
+    copy_renamed("nsa_small.safetensors", "Q=Q K=K V=V full.block_idx=block_idx", "lists.safetensors");
+    expect(0, "run nsa $DIR/lists.safetensors $DIR/counts.safetensors " SMALL, "");
+    expect(3, "compare $DIR/counts.safetensors $DIR/counts.safetensors block_count", "block_count");
+}
+
 static void bench_writes_its_schema(void **state)
 {
     static const char *const keys[] = {"\"schema\": 1", "\"version\"", "\"commit\"", "\"machine\"", "\"cpu\"", "\"isa\"",
@@ -496,6 +511,7 @@ int main(void)
         cmocka_unit_test(golden_nsa_gating_passes),
         cmocka_unit_test(stages_alone_give_what_the_whole_gives),
         cmocka_unit_test(handed_in_entries_of_packed_sequences_count),
+        cmocka_unit_test(run_writes_what_was_computed),
         cmocka_unit_test(bench_writes_its_schema),
         cmocka_unit_test(bench_takes_every_parameter),
         cmocka_unit_test(probe_keeps_to_its_limit),

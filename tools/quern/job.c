@@ -242,9 +242,12 @@ static bool wanted(const job *j, const slot *s)
         (p->branches & branch) == 0)
         return false;
     if (list_has("O_cmp O_slc O_win", s->name)) return !whole || j->save_branches || j->backward;
-    if (list_has("block_idx block_count", s->name)) return !whole || (p->branches & QUERN_NSA_BRANCH_SLC) != 0;
-    if (strcmp(s->name, "group_idx") == 0) return p->max_compressed_groups > 0;
-    if (strcmp(s->name, "cu_seqlens_cmp") == 0) return packed(j);
+    const bool entries = !whole || (p->branches & (QUERN_NSA_BRANCH_CMP | QUERN_NSA_BRANCH_SLC)) != 0;
+    if (list_has("K_cmp V_cmp", s->name)) return entries && p->compress != QUERN_NSA_COMPRESS_GIVEN;
+    if (list_has("block_idx block_count", s->name))
+        return !whole || ((p->branches & QUERN_NSA_BRANCH_SLC) != 0 && p->selection == QUERN_NSA_LIST_COMPUTED);
+    if (strcmp(s->name, "group_idx") == 0) return p->max_compressed_groups > 0 && (!whole || (p->branches & QUERN_NSA_BRANCH_CMP) != 0);
+    if (strcmp(s->name, "cu_seqlens_cmp") == 0) return packed(j) && entries;
     if (strcmp(j->op->name, "nsa-gate") == 0 && strcmp(s->name, "dQ") == 0) return p->gate == QUERN_NSA_GATE_WEIGHTS;
     if (strcmp(j->op->name, "nsa-attend") == 0) {
         if (list_has("dK dV", s->name)) return (p->branches & (QUERN_NSA_BRANCH_SLC | QUERN_NSA_BRANCH_WIN)) != 0;

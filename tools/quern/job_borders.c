@@ -24,7 +24,7 @@ int job_fill_borders(job *j)
 {
     const quern_nsa_params *p = &j->params.nsa;
     const quern_nsa_tensors *t = &j->tensors.nsa;
-    if (j->plan || strcmp(j->op->name, "nsa") != 0 || p->compress != QUERN_NSA_COMPRESS_GIVEN || t->cu_seqlens == NULL) return EXIT_DONE;
+    if (j->plan || strcmp(j->op->name, "nsa") != 0 || p->compress != QUERN_NSA_COMPRESS_GIVEN || t->cu_seqlens_cmp == NULL) return EXIT_DONE;
     const int64_t l = p->block_size, d = p->stride > 0 ? p->stride : l, count = t->cu_seqlens->shape[0];
     const size_t bytes = (size_t)count * sizeof(int32_t);
     int32_t *tokens = malloc(2 * bytes), *entries = tokens + count;
