@@ -22,6 +22,11 @@ typedef struct gradient_rows {
     int64_t strides[3]; /* batch, token, head */
 } gradient_rows;
 
+static inline float *gradient_at(const gradient_rows *g, int64_t b, int64_t token, int64_t head)
+{
+    return g->data + b * g->strides[0] + token * g->strides[1] + head * g->strides[2];
+}
+
 typedef struct backward_plan {
     attend_plan attend;
     float scale2;        /* scale * log2 e */

@@ -195,14 +195,11 @@ static void end_keys(const backward_task *t)
     for (int64_t key = keys->key0; key < keys->key1; key++) {
         const int64_t c = key - base, token = t->seq.k0 + key;
         if (keys->fresh[c / KEY_ALIGN]) continue;
-        const gradient_rows *g = &p->d_k;
-        if (g->data != NULL)
-            k->add_scaled_row(g->data + t->seq.view_b * g->strides[0] + token * g->strides[1] + t->kv_head * g->strides[2], keys->d_k + c * p->key_ld,
-                              p->attend.args->scale, p->attend.dim_k);
-        g = &p->d_v;
-        if (g->data != NULL)
-            k->add_scaled_row(g->data + t->seq.view_b * g->strides[0] + token * g->strides[1] + t->kv_head * g->strides[2],
-                              keys->d_v + c * p->value_ld, 1.0f, p->attend.dim_v);
+        if (p->d_k.data != NULL)
+            k->add_scaled_row(gradient_at(&p->d_k, t->seq.view_b, token, t->kv_head), keys->d_k + c * p->key_ld, p->attend.args->scale,
+                              p->attend.dim_k);
+        if (p->d_v.data != NULL)
+            k->add_scaled_row(gradient_at(&p->d_v, t->seq.view_b, token, t->kv_head), keys->d_v + c * p->value_ld, 1.0f, p->attend.dim_v);
     }
     atomic_store_explicit(&t->turns[t->self], keys->key1, memory_order_release);
 }
@@ -335,22 +332,19 @@ static void clear_token(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
     const gradient_job *job = arg;
-    const gradient_rows *g = job->g;
-    for (int64_t h = 0; h < job->t->shape[2]; h++)
-        memset(g->data + index / job->t->shape[1] * g->strides[0] + index % job->t->shape[1] * g->strides[1] + h * g->strides[2], 0,
-               (size_t)job->t->shape[3] * sizeof(float));
+    const quern_tensor *t = job->t;
+    for (int64_t h = 0; h < t->shape[2]; h++)
+        memset(gradient_at(job->g, index / t->shape[1], index % t->shape[1], h), 0, (size_t)t->shape[3] * sizeof(float));
 }
 
 static void write_token(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
     const gradient_job *job = arg;
-    const gradient_rows *g = job->g;
     const quern_tensor *t = job->t;
     const int64_t b = index / t->shape[1], n = index % t->shape[1];
     for (int64_t h = 0; h < t->shape[2]; h++)
-        job->kernels->store_row(g->data + b * g->strides[0] + n * g->strides[1] + h * g->strides[2], t->dtype, t->data,
-                                b * t->strides[0] + n * t->strides[1] + h * t->strides[2], t->shape[3]);
+        job->kernels->store_row(gradient_at(job->g, b, n, h), t->dtype, row_at(t, b, n, h), 0, t->shape[3]);
 }
 
 size_t cpu_attend_backward_workspace(const quern_exec *exec, const attend_args *args)
