@@ -4,7 +4,9 @@
 #include "cmocka_c11.h"
 
 #include <quern/attention.h>
+#include <quern/cuda.h>
 #include <quern/nsa.h>
+#include <quern/safetensors.h>
 
 static void enum_values_are_pinned(void **unused)
 {
@@ -23,35 +25,61 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_BF16, 2);
     assert_int_equal(QUERN_I32, 3);
     assert_int_equal(QUERN_U8, 4);
+    assert_int_equal(QUERN_I64, 5);
     assert_int_equal(QUERN_CPU, 0);
     assert_int_equal(QUERN_CUDA, 1);
     assert_int_equal(QUERN_CPU_LEVEL_AVX512BF16, 4);
     assert_int_equal(QUERN_NSA_COMPRESS_GIVEN, 2);
+    assert_int_equal(QUERN_NSA_SCOPE_HEAD, 1);
+    assert_int_equal(QUERN_NSA_METRIC_MEAN_LOGIT, 1);
+    assert_int_equal(QUERN_NSA_VISIBLE_STARTED, 1);
     assert_int_equal(QUERN_NSA_GATE_GIVEN, 2);
+    assert_int_equal(QUERN_NSA_LIST_GIVEN, 1);
     assert_int_equal(QUERN_NSA_BRANCH_ALL, 7);
+    assert_int_equal(QUERN_NSA_STATUS_BAD_OFFSETS, 4);
 }
 
-static void structs_keep_their_size(void **unused)
+/* On 64-bit machines, which are the only ones so far. */
+static void structs_keep_their_layout(void **unused)
 {
     (void)unused;
+    assert_int_equal(sizeof(quern_tensor), 120);
+    assert_int_equal(sizeof(quern_context_params), 16);
+    assert_int_equal(sizeof(quern_attention_params), 40);
+    assert_int_equal(sizeof(quern_attention_tensors), 104);
+    assert_int_equal(sizeof(quern_nsa_params), 120);
+    assert_int_equal(offsetof(quern_nsa_params, compress), 56);
+    assert_int_equal(offsetof(quern_nsa_params, branches), 104);
+    assert_int_equal(sizeof(quern_nsa_tensors), 392);
+    assert_int_equal(offsetof(quern_nsa_tensors, d_o), 224);
+    assert_int_equal(offsetof(quern_nsa_tensors, status), 384); /* the size that older callers give */
+    assert_int_equal(sizeof(quern_cuda_device), 312);
+    assert_int_equal(sizeof(quern_safetensors_item), 16);
+    assert_int_equal(sizeof(quern_safetensors_pair), 16);
+}
+
+static void initialisers_set_size_and_nothing_to_read(void **unused)
+{
+    (void)unused;
+    const quern_context_params context = QUERN_CONTEXT_PARAMS_INIT;
     const quern_attention_params attention = QUERN_ATTENTION_PARAMS_INIT;
     const quern_nsa_params nsa = QUERN_NSA_PARAMS_INIT;
     const quern_nsa_tensors tensors = QUERN_NSA_TENSORS_INIT;
-    const quern_context_params context = QUERN_CONTEXT_PARAMS_INIT;
-    assert_int_equal(sizeof(quern_tensor), 120);
-    assert_int_equal(attention.size, 40);
+    assert_int_equal(context.size, sizeof context);
+    assert_int_equal(attention.size, sizeof attention);
     assert_int_equal(nsa.size, sizeof nsa);
     assert_int_equal(tensors.size, sizeof tensors);
-    assert_int_equal(context.size, 16);
     assert_null(tensors.q);
     assert_null(tensors.stream);
+    assert_null(tensors.status);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(enum_values_are_pinned),
-        cmocka_unit_test(structs_keep_their_size),
+        cmocka_unit_test(structs_keep_their_layout),
+        cmocka_unit_test(initialisers_set_size_and_nothing_to_read),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
