@@ -49,7 +49,7 @@ void attend_interval(const attend_args *args, const attend_sequence *seq, int64_
         const int64_t p = query + (args->query_offset >= 0 ? args->query_offset : seq->nk - seq->nq);
         if (args->causal) {
             end = p + 1;
-            if (args->window > 0) first = p - args->window + 1;
+            if (args->window > 0 && args->window <= p) first = p - args->window + 1;
         } else if (args->window > 0) {
             first = p - args->window / 2;
             end = p + args->window / 2 + 1;

@@ -22,6 +22,7 @@ static const oracle_dense cases[] = {
     {3, 70, 150, 6, 2, 40, 24, true, 50, -1, 0, NULL, NULL},
     {2, 100, 100, 2, 2, 128, 128, false, 0, -1, 0, NULL, NULL},
     {5, 400, 400, 4, 1, 32, 16, true, 0, -1, 0, ragged, NULL},
+    {2, 90, 60, 2, 1, 16, 16, true, 0, -1, 0, NULL, NULL}, /* 30 rows see no key */
 };
 static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
 
