@@ -36,9 +36,7 @@ attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b)
     const stage_seqs *s = &plan->args->seqs;
     if (s->cu_q.data == NULL) return (attend_sequence){b, 0, s->n_q, 0, s->n_kv, b * round_up(s->n_kv, KEY_ALIGN), 0};
     const int32_t *cq = s->cu_q.data, *ck = s->cu_kv.data != NULL ? s->cu_kv.data : cq;
-    int64_t list_row = 0;
-    if (attend_list_length(plan) > 0)
-        for (int64_t i = 0; i < b; i++) list_row += (cq[i + 1] - cq[i] + plan->args->tile - 1) / plan->args->tile;
+    const int64_t list_row = attend_list_length(plan) > 0 ? first_list_row(s, plan->args->tile, b) : 0;
     return (attend_sequence){0, cq[b], cq[b + 1] - cq[b], ck[b], ck[b + 1] - ck[b], round_up(ck[b], KEY_ALIGN) + KEY_ALIGN * b, list_row};
 }
 

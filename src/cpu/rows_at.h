@@ -64,6 +64,15 @@ static inline int64_t longest_sequence(const stage_seqs *s)
     return most;
 }
 
+/* The row of sequence b's first tile in packed lists; 0 where lengths are fixed. */
+static inline int64_t first_list_row(const stage_seqs *s, int64_t tile, int64_t b)
+{
+    const int32_t *q = s->cu_q.data;
+    int64_t row = 0;
+    for (int64_t i = 0; q != NULL && i < b; i++) row += (q[i + 1] - q[i] + tile - 1) / tile;
+    return row;
+}
+
 /* Rows of the batch view that hold tokens: all, or those before the last border. */
 static inline int64_t token_rows(const stage_seqs *s)
 {

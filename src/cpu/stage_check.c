@@ -37,11 +37,10 @@ static void check_sequence(void *arg, int64_t index, int32_t thread)
     const quern_tensor *list = c->list;
     const int64_t heads = list->shape[1], b = index / heads, h = index % heads, k = list->shape[3];
     const int32_t *cu = a->seqs.cu_q.data;
-    int64_t tokens = a->seqs.n_q, row = 0;
-    for (int64_t i = 0; cu != NULL && i < b; i++) row += (cu[i + 1] - cu[i] + a->tile - 1) / a->tile;
-    if (cu != NULL) tokens = cu[b + 1] - cu[b];
+    const int64_t tokens = cu != NULL ? cu[b + 1] - cu[b] : a->seqs.n_q;
     const int64_t entries = tokens >= a->block_size ? (tokens - a->block_size) / a->stride + 1 : 0;
     const int64_t limit = c->groups ? (entries + STAGE_GROUP_ENTRIES - 1) / STAGE_GROUP_ENTRIES : (tokens + a->select_block - 1) / a->select_block;
+    int64_t row = first_list_row(&a->seqs, a->tile, b);
     const int64_t end = row + (tokens + a->tile - 1) / a->tile, view = cu != NULL ? 0 : b;
     bool bad = false;
     for (; row < end; row++) {

@@ -31,15 +31,6 @@ static int64_t tiles_of(const select_plan *p, int64_t n)
     return (n + p->tile - 1) / p->tile;
 }
 
-/* The row of sequence b's first tile in packed lists. */
-static int64_t first_row(const select_plan *p, int64_t b)
-{
-    const int32_t *cu = p->args->seqs.cu_q.data;
-    int64_t row = 0;
-    for (int64_t i = 0; cu != NULL && i < b; i++) row += tiles_of(p, cu[i + 1] - cu[i]);
-    return row;
-}
-
 static void run_task(void *arg, int64_t index, int32_t thread)
 {
     const select_job *job = arg;
@@ -48,7 +39,7 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     const attend_sequence seq = attend_sequence_at(&p->attention, b);
     const int64_t tile0 = (job->pieces - 1 - index / lists) * p->tiles, left = tiles_of(p, seq.nq) - tile0;
     if (left <= 0) return;
-    const int64_t count = left < p->tiles ? left : p->tiles, row0 = first_row(p, b) + tile0;
+    const int64_t count = left < p->tiles ? left : p->tiles, row0 = first_list_row(&p->args->seqs, p->tile, b) + tile0;
     select_scratch *s = &job->scratch[thread];
     select_score(p, job->keys, b, list_head, tile0, count, s);
     for (int64_t i = 0; i < count; i++) select_choose(p, &seq, list_head, tile0 + i, row0 + i, s->entries + i * p->width, s);
@@ -58,7 +49,7 @@ static void run_task(void *arg, int64_t index, int32_t thread)
 static void fill_unused(const select_plan *p)
 {
     const quern_tensor *lists[] = {&p->args->block_idx, &p->args->group_idx}, *counts = &p->args->block_count;
-    const int64_t used = first_row(p, p->args->seqs.batch);
+    const int64_t used = first_list_row(&p->args->seqs, p->tile, p->args->seqs.batch);
     for (int i = 0; i < 2; i++) {
         if (!is_present(lists[i]) || (i == 1 && p->args->groups_given)) continue;
         for (int64_t h = 0; h < p->list_heads; h++)
