@@ -59,8 +59,9 @@ static void print_help(const operation *op)
     if (op != NULL) print_options(&(option_group){op->family->params, op->family->param_count, (void *)(uintptr_t)&defaults.what.params});
     printf("\nexamples:\n  quern probe nsa --memory 2G --tile 64 --metric mean_logit --dtype bf16\n"
            "  quern probe attention --memory 8G --backward --dry-run --json\n\n"
-           "exit codes: 0 done, 1 the run took more memory than the limit, 2 wrong command line, 3 a parameter is not\n"
-           "accepted, 4 the machine lacks what is needed or the limit holds no sequence, 5 a defect.\n");
+           "exit codes: 0 done, 1 the run took over 64 MiB (stacks of threads, libraries) more memory than the limit,\n"
+           "2 wrong command line, 3 a parameter is not accepted, 4 the machine lacks what is needed or the limit holds no\n"
+           "sequence, 5 a defect.\n");
 }
 
 /* "512M", "12G", "1000000": bytes; 0 where the text is none. */
