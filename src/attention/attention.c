@@ -38,13 +38,10 @@ static quern_status check_params(const quern_attention_params *params)
     return QUERN_OK;
 }
 
-/* Checks everything visible to the host and fills the stages' arguments. `run`: data pointers count too. */
-static quern_status plan(quern_context *ctx, const quern_attention_params *params, const quern_attention_tensors *t, bool backward, bool run,
-                         attention_call *call)
+/* `run`: data pointers count too. */
+static quern_status check_tensors(const quern_attention_tensors *t, bool backward, bool run)
 {
     quern_status status;
-    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = check_params(params)) != QUERN_OK) return status;
     if (t == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensors is NULL: use QUERN_ATTENTION_TENSORS_INIT");
     if (t->size != sizeof *t)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensors.size is %zu: %zu is accepted (use QUERN_ATTENTION_TENSORS_INIT)", t->size, sizeof *t);
@@ -92,23 +89,37 @@ static quern_status plan(quern_context *ctx, const quern_attention_params *param
                     (status = view_check_borders(kv, t->cu_seqlens_kv != NULL ? "cu_seqlens_kv" : "cu_seqlens_q", n_kv)) != QUERN_OK))
             return status;
     }
+    return QUERN_OK;
+}
+
+/* The attention stage's arguments, from tensors that were checked. */
+static attend_args attend_of(const quern_attention_params *params, const quern_attention_tensors *t, bool backward)
+{
+    const bool packed = t->cu_seqlens_q != NULL;
+    quern_tensor (*const view)(const quern_tensor *) = packed ? view_with_batch : view_or_absent;
+    attend_args a = {.mask = ATTEND_RANGE, .causal = params->causal, .window = params->window, .query_offset = params->query_offset, .tile = 1};
+    a.q = view(t->q), a.k = view(t->k), a.v = view(t->v), a.o = view(t->o), a.lse = view(t->lse);
+    if (backward) a.d_o = view(t->d_o), a.d_q = view(t->d_q), a.d_k = view(t->d_k), a.d_v = view(t->d_v);
+    a.seqs = (stage_seqs){packed ? t->cu_seqlens_q->shape[0] - 1 : t->q->shape[0], a.q.shape[1], a.k.shape[1],
+                          view_or_absent(t->cu_seqlens_q), view_or_absent(t->cu_seqlens_kv)};
+    a.scale = params->scale > 0.0f ? params->scale : 1.0f / sqrtf((float)a.q.shape[3]);
+    return a;
+}
+
+/* Checks everything visible to the host and fills the stages' arguments. */
+static quern_status plan(quern_context *ctx, const quern_attention_params *params, const quern_attention_tensors *t, bool backward, bool run,
+                         attention_call *call)
+{
+    quern_status status;
+    *call = (attention_call){0};
+    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if ((status = check_params(params)) != QUERN_OK || (status = check_tensors(t, backward, run)) != QUERN_OK) return status;
     call->backend = context_backend(ctx, t->q->device, t->q->device_id, t->stream, &call->exec);
     if (call->backend == NULL) return error_status();
-
-    attend_args *a = &call->attend;
-    *a = (attend_args){.mask = ATTEND_RANGE, .causal = params->causal, .window = params->window, .query_offset = params->query_offset, .tile = 1};
-    a->seqs = (stage_seqs){packed ? cu - 1 : batch, n_q, n_kv, view_or_absent(t->cu_seqlens_q), view_or_absent(t->cu_seqlens_kv)};
-    a->scale = params->scale > 0.0f ? params->scale : 1.0f / sqrtf((float)dim_k);
-    quern_tensor (*const view)(const quern_tensor *) = packed ? view_with_batch : view_or_absent;
-    a->q = view(t->q), a->k = view(t->k), a->v = view(t->v), a->o = view(t->o), a->lse = view(t->lse);
+    call->attend = attend_of(params, t, backward);
     char why[STAGE_WHY_BYTES] = "";
-    bool supported;
-    if (backward) {
-        a->d_o = view(t->d_o), a->d_q = view(t->d_q), a->d_k = view(t->d_k), a->d_v = view(t->d_v);
-        supported = call->backend->attend_backward.supports(&call->exec, a, why);
-    } else {
-        supported = call->backend->attend_forward.supports(&call->exec, a, why);
-    }
+    const bool supported = backward ? call->backend->attend_backward.supports(&call->exec, &call->attend, why)
+                                    : call->backend->attend_forward.supports(&call->exec, &call->attend, why);
     return supported ? QUERN_OK : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
 }
 
