@@ -440,6 +440,13 @@ static void bench_takes_every_parameter(void **state)
     expect(0, "bench compress --n 300 --heads 2/1 --dim 16 --reps 1 --compress linear --documents 2 --backward", "nsa-compress-backward");
     expect(0, "bench select --n 300 --heads 2/1 --dim 16 --reps 1 --metric softmax --documents 2 --scope head", "nsa-select");
     expect(0, "bench gate --n 300 --heads 2/1 --dim 16 --reps 1 --gate given --documents 2 --backward", "nsa-gate-backward");
+    /* All 300 keys chosen and in the window: twice as many pairs as causal ones have. */
+    expect(0, "bench nsa --n 300 --heads 4/2 --dim 16 --reps 1 --no-peer --causal false --branches slc,win --window 600 --json $DIR/pairs.json", "");
+    assert_int_equal(run_with("cat $DIR/pairs.json; true", ""), 0);
+    const char *rate = strstr(output, "\"gflops\": "), *time = strstr(output, "\"ms_median\": ");
+    assert_true(rate != NULL && time != NULL);
+    const double work = atof(rate + 10) * atof(time + 13) * 1e6, expected = 2.0 * (16 + 16) * 4 * 2 * 300 * 300;
+    if (!(work > 0.99 * expected && work < 1.01 * expected)) fail_msg("bench nsa --causal false counts %g operations, not %g", work, expected);
     expect(0, "bench nsa --help", "--compressed-visibility complete|started");
     expect(2, "bench nsa --documents 2 --batch 2", "--documents 2 --batch 2");
     assert_int_equal(run("bench nsa --n 300 --reps 1 --tile 300"), 3);

@@ -5,6 +5,7 @@
 
 #include "command.h"
 
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -96,9 +97,10 @@ static double attended_pairs(const bench_case *c, double n)
     const double half = p->causal ? 0.5 : 1;
     double pairs = 0;
     if (p->branches & QUERN_NSA_BRANCH_CMP)
-        pairs += groups > 0 && groups < entries ? groups * n - groups * groups * d / 2 : half * entries * n;
-    if (p->branches & QUERN_NSA_BRANCH_SLC) pairs += causal_pairs(n, (double)p->num_selected * select);
-    if (p->branches & QUERN_NSA_BRANCH_WIN) pairs += causal_pairs(n, (double)p->window);
+        pairs += groups > 0 && groups < entries ? groups * n - (p->causal ? groups * groups * d / 2 : 0) : half * entries * n;
+    const double chosen = (double)p->num_selected * select, wide = (double)(p->window | 1);
+    if (p->branches & QUERN_NSA_BRANCH_SLC) pairs += p->causal ? causal_pairs(n, chosen) : n * fmin(n, chosen);
+    if (p->branches & QUERN_NSA_BRANCH_WIN) pairs += p->causal ? causal_pairs(n, (double)p->window) : n * fmin(n, wide);
     return pairs;
 }
 
