@@ -54,7 +54,7 @@ static void check(quern_dtype dtype)
         if (c.params.num_selected < least) c.params.num_selected = least;
         printf("%s\n", nsa_config_describe(&c, text));
         fflush(stdout);
-        quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 1);
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
         nsa_case *x = nsa_case_random(&c, &random);
         nsa_check_whole(x, ctx);
         nsa_case_free(x);

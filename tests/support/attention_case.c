@@ -11,16 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-quern_context *test_context(quern_cpu_level level, int32_t threads)
-{
-    quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
-    quern_context *ctx = NULL;
-    params.cpu_level = level;
-    params.threads = threads;
-    if (quern_context_create(&params, &ctx) != QUERN_OK) fail_msg("no context: %s", quern_last_error(NULL));
-    return ctx;
-}
-
 static test_tensor make(const oracle_dense *a, quern_dtype dtype, int64_t n, int64_t heads, int64_t dim, test_layout layout, test_random *random)
 {
     const int64_t shape[] = {a->batch, n, heads, dim};

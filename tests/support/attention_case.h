@@ -47,7 +47,4 @@ void attention_reference_free(attention_reference *r);
 void attention_case_check_forward(const attention_case *c, const attention_reference *r, const char *label);
 void attention_case_check_backward(const attention_case *c, const attention_reference *r, const char *label);
 
-/* A context for the level and thread count; fails the test on an error. */
-quern_context *test_context(quern_cpu_level level, int32_t threads);
-
 #endif

@@ -75,16 +75,6 @@ void nsa_check_same_bits(const nsa_case *c, nsa_set set, const test_tensor copie
             fail_msg("%s: %s differs [%s]", what, nsa_slot_names[i], nsa_config_describe(&c->config, text));
 }
 
-quern_context *nsa_context(quern_cpu_level level, int32_t threads)
-{
-    quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
-    quern_context *ctx = NULL;
-    params.threads = threads;
-    params.cpu_level = level;
-    if (quern_context_create(&params, &ctx) != QUERN_OK) fail_msg("context: %s", quern_last_error(NULL));
-    return ctx;
-}
-
 /* |d_pe_k| <= 1e-5 sum |terms|: the whole's d_pe_k vanishes, so a relative bound would be one of noise. It
  * vanishes because a row's sum of p (dp - delta) does, with delta = d_o . o_cmp; in 16 bits o_cmp is rounded,
  * delta is off by as much as any product with a rounded factor, and the gradients' bound takes 1e-5's place. */

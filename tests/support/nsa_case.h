@@ -99,7 +99,4 @@ void nsa_free_copies(test_tensor copies[NSA_SLOTS]);
 /* Fails the test unless the tensors of `set` have the bits of their copies. `what` goes into the message. */
 void nsa_check_same_bits(const nsa_case *c, nsa_set set, const test_tensor copies[NSA_SLOTS], const char *what);
 
-/* A context of this level and number of threads; fails the test if it cannot be had. */
-quern_context *nsa_context(quern_cpu_level level, int32_t threads);
-
 #endif

@@ -270,3 +270,13 @@ void test_workspace_close(test_workspace *w)
     free(w->buffer);
     memset(w, 0, sizeof *w);
 }
+
+quern_context *test_context(quern_cpu_level level, int32_t threads)
+{
+    quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
+    quern_context *ctx = NULL;
+    params.cpu_level = level;
+    params.threads = threads;
+    if (quern_context_create(&params, &ctx) != QUERN_OK) fail_msg("no context: %s", quern_last_error(NULL));
+    return ctx;
+}

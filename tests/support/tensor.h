@@ -71,4 +71,7 @@ test_workspace test_workspace_make(size_t bytes);
 /* Fails the test if a guard changed, then frees. */
 void test_workspace_close(test_workspace *workspace);
 
+/* A context of this level and number of threads; fails the test if it cannot be had. */
+quern_context *test_context(quern_cpu_level level, int32_t threads);
+
 #endif

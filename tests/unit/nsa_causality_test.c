@@ -133,7 +133,7 @@ static void the_future_changes_no_bit(void **state)
         char text[600], what[700];
         snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d %s [%s]", trial, quern_cpu_level_name(level),
                  nsa_config_describe(&config, text));
-        quern_context *ctx = nsa_context(level, 2);
+        quern_context *ctx = test_context(level, 2);
         nsa_case *c = nsa_case_random(&config, &random);
         nsa_set outputs = nsa_forward_outputs(c);
         if (test_random_one_in(&random, 2)) outputs = NSA_BIT(NSA_O); /* the inference path */

@@ -16,7 +16,7 @@ static void same_bits_on_level(const nsa_config *config, test_random random, que
     test_tensor copies[NSA_SLOTS];
     for (int run = 0; run < 4; run++) { /* 1, 2, 3 threads, and 3 once more */
         const int32_t threads = run < 3 ? run + 1 : 3;
-        quern_context *ctx = nsa_context(level, threads);
+        quern_context *ctx = test_context(level, threads);
         nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), forward);
         nsa_run(c, ctx, nsa_call_backward, nsa_backward_inputs(c), backward);
         if (run == 0) nsa_copy(c, forward | backward, copies);

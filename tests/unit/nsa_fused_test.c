@@ -57,7 +57,7 @@ static void fused_agrees_with_composed(void **state)
         const quern_cpu_level level = nsa_random_level(&random);
         char text[600], what[700];
         snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d: %s: %s", trial, quern_cpu_level_name(level), nsa_config_describe(&config, text));
-        quern_context *one = nsa_context(level, 1), *three = nsa_context(level, 3);
+        quern_context *one = test_context(level, 1), *three = test_context(level, 3);
         nsa_case *c = nsa_case_random(&config, &random);
         const nsa_set outputs = draw_outputs(&random, nsa_forward_outputs(c));
         test_tensor expected[NSA_SLOTS], alone[NSA_SLOTS];
@@ -155,7 +155,7 @@ static void check_bound(const bound_case *b, int32_t threads)
     }
     if (packed && (b->compress == QUERN_NSA_COMPRESS_GIVEN)) t.cu_seqlens_cmp = &cu;
     for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        quern_context *ctx = nsa_context((quern_cpu_level)level, threads);
+        quern_context *ctx = test_context((quern_cpu_level)level, threads);
         const int64_t words = act == QUERN_BF16 && level >= QUERN_CPU_LEVEL_AVX512BF16 ? 2 : 4;
         size_t bytes = 0;
         if (quern_nsa_forward_workspace(ctx, &p, &t, &bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));

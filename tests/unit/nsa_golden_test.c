@@ -13,7 +13,7 @@
 static void for_levels(void (*body)(quern_context *ctx))
 {
     for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        quern_context *ctx = nsa_context((quern_cpu_level)level, 2);
+        quern_context *ctx = test_context((quern_cpu_level)level, 2);
         body(ctx);
         quern_context_destroy(ctx);
     }

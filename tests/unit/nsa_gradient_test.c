@@ -71,7 +71,7 @@ static void every_input_every_compression_every_gate(void **state)
         {NSA_V_SLC, NSA_D_V_SLC}, {NSA_K_WIN, NSA_D_K_WIN}, {NSA_V_WIN, NSA_D_V_WIN}, {NSA_K_CMP, NSA_D_K_CMP},
         {NSA_V_CMP, NSA_D_V_CMP}, {NSA_W_K, NSA_D_W_K},     {NSA_W_V, NSA_D_W_V},
         {NSA_PE_V, NSA_D_PE_V},   {NSA_W_GATE, NSA_D_W_GATE}, {NSA_GATES, NSA_D_GATES}};
-    quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 2);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     (void)state;
     for (int mode = 0; mode < 4 * 3 * 2; mode++) {
         nsa_config config = nsa_config_small();

@@ -428,7 +428,7 @@ static const mistake mistakes[] = {
 
 static void every_illegal_combination_is_named_and_writes_nothing(void **state)
 {
-    quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 1);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     (void)state;
     failures = 0;
     for (size_t i = 0; i < sizeof mistakes / sizeof *mistakes; i++)
@@ -441,7 +441,7 @@ static void every_illegal_combination_is_named_and_writes_nothing(void **state)
 /* Every tensor of every operation, spoilt in every way that a view can be. */
 static void every_tensor_is_checked(void **state)
 {
-    quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 1);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     int tried = 0;
     failures = 0;
     (void)state;
@@ -494,7 +494,7 @@ static void every_tensor_is_checked(void **state)
 static void null_arguments(void **state)
 {
     nsa_case *c = cases[PLAIN];
-    quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 1);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     (void)state;
     for (int op = 0; op < OPS; op++) {
         const nsa_call *call = calls[op];

@@ -14,7 +14,7 @@ static void whole(nsa_config config, quern_dtype dtype)
 {
     test_random random = {101};
     config.dtype = dtype;
-    quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 2);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     nsa_case *c = nsa_case_new(&config, &random);
     nsa_check_whole(c, ctx);
     nsa_case_free(c);
@@ -113,7 +113,7 @@ static void check_samples(const nsa_case *c, test_random *random, int samples)
 static void forward_and_sample(const nsa_config *config, int samples)
 {
     test_random random = {102};
-    quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 2);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     nsa_case *c = nsa_case_new(config, &random);
     nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), nsa_forward_outputs(c));
     check_samples(c, &random, samples);

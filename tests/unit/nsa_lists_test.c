@@ -15,7 +15,7 @@ static quern_context *ctx;
 static int open_context(void **state)
 {
     (void)state;
-    ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 2);
+    ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     return 0;
 }
 

@@ -71,7 +71,7 @@ static void compare_with_compact(int32_t dim, int64_t stride, bool packed, quern
     nsa_case *huge = nsa_case_new(&config, &random);
     void *maps[NSA_SLOTS] = {NULL};
     size_t sizes[NSA_SLOTS];
-    quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 2);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     const bool mapped = spread(huge, dim, stride, maps, sizes);
     if (mapped) {
         const nsa_set forward = nsa_forward_outputs(compact), backward = nsa_backward_outputs(compact);

@@ -33,7 +33,7 @@ static void for_random_cases(const char *name, uint64_t fallback, void (*adjust)
         printf("QUERN_TEST_TRIAL=%d: %s: %s\n", trial, quern_cpu_level_name(level),
                nsa_config_describe(&config, text));
         fflush(stdout);
-        quern_context *ctx = nsa_context(level, 2);
+        quern_context *ctx = test_context(level, 2);
         nsa_case *c = nsa_case_random(&config, &random);
         body(c, ctx);
         nsa_case_free(c);
@@ -183,7 +183,7 @@ static void gate_of_any_number_of_heads(void **state)
                 config.d = config.dv = 8;
                 config.n = heads[i] > 100 ? 3 : 300;
                 config.params.gate = (quern_nsa_gate_kind)kind;
-                quern_context *ctx = nsa_context((quern_cpu_level)level, 2);
+                quern_context *ctx = test_context((quern_cpu_level)level, 2);
                 nsa_case *c = nsa_case_new(&config, &random);
                 gate_case(c, ctx);
                 nsa_case_free(c);
@@ -199,7 +199,7 @@ static void gates_are_no_output_of_a_backward(void **state)
     test_random random = {36};
     (void)state;
     nsa_case *c = nsa_case_new(&config, &random);
-    quern_context *ctx = nsa_context(QUERN_CPU_LEVEL_AUTO, 2);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     const nsa_set gates = NSA_BIT(NSA_GATES), d_gates = NSA_BIT(NSA_D_GATES), inputs = branches_o | gates | NSA_BIT(NSA_D_O);
     const nsa_set forward = nsa_forward_outputs(c) & ~gates;
     const int64_t count = test_tensor_count(&c->tensor[NSA_GATES]);

@@ -33,7 +33,7 @@ static void whole_agrees_with_the_oracle(void **state)
         const nsa_config config = nsa_config_random(&random, 90);
         const quern_cpu_level level = nsa_random_level(&random);
         const int32_t threads = (int32_t)test_random_int(&random, 1, 3);
-        quern_context *ctx = nsa_context(level, threads);
+        quern_context *ctx = test_context(level, threads);
         char text[600];
         printf("QUERN_TEST_TRIAL=%d: %s, %d threads: %s\n", trial, quern_cpu_level_name(level), threads,
                nsa_config_describe(&config, text));

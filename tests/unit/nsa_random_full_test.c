@@ -22,7 +22,7 @@ static void sweep(const char *name, uint64_t fallback, int trials, int64_t token
         nsa_case *c = nsa_case_random(&config, &random);
         const nsa_set results = nsa_forward_outputs(c) | nsa_backward_outputs(c);
         test_tensor first[NSA_SLOTS];
-        quern_context *one = nsa_context(level, 1), *three = nsa_context(level, 3);
+        quern_context *one = test_context(level, 1), *three = test_context(level, 3);
         nsa_check_whole(c, one);
         nsa_copy(c, results, first);
         nsa_run(c, three, nsa_call_forward, nsa_forward_inputs(c), nsa_forward_outputs(c));

@@ -52,7 +52,7 @@ __device__ __forceinline__ void row_keys(const attend_kernel &a, const sequence 
         const int64_t p = query + (a.query_offset >= 0 ? a.query_offset : seq.nk - seq.nq);
         if (a.causal) {
             end = p + 1;
-            if (a.window > 0) first = p - a.window + 1;
+            if (a.window > 0 && a.window <= p) first = p - a.window + 1;
         } else if (a.window > 0) {
             first = p - a.window / 2;
             end = p + a.window / 2 + 1;
@@ -256,7 +256,6 @@ attend_launch attend_launch_of(const attend_args *args);
 /* The inverted index of a list (inverse.cu): which tiles chose each block, in tile order, and how the rows behind
  * each block are cut into items of item_rows, so that no block that everybody chose holds up the rest. A block
  * of several items gets a slot of partial sums for each. Bounds on both, for grids and workspace. */
-enum { ITEM_KEYS = 64 };
 size_t inverse_workspace(const attend_args *args);
 int64_t inverse_items(const attend_args *args);
 int64_t inverse_slots(const attend_args *args);
