@@ -14,7 +14,7 @@ endif()
 set(CMAKE_CUDA_ARCHITECTURES "${quern_cuda_default}" CACHE STRING
     "GPUs that libquern_cuda holds code for: 90a-real machine code, 90-virtual PTX for newer GPUs")
 set(nvcc_flags -std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -Werror all-warnings
-    -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra -Xptxas=-v -I${PROJECT_SOURCE_DIR}/include
+    -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-ffile-prefix-map=${PROJECT_SOURCE_DIR}/= -Xptxas=-v -I${PROJECT_SOURCE_DIR}/include
     -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/src/cuda)
 foreach(architecture ${CMAKE_CUDA_ARCHITECTURES})
   string(REGEX REPLACE "-(real|virtual)$" "" number ${architecture})
@@ -26,7 +26,7 @@ foreach(architecture ${CMAKE_CUDA_ARCHITECTURES})
 endforeach()
 
 # cuBLASLt: its header, of the CUDA toolkit or of the package nvidia-cublas of the python3 on PATH. libquern_cuda opens
-# the library at first use: where the loader finds it, or where it stood when this was built.
+# the library at first use (src/cuda/common/gemm.cu says where); a link beside it serves the build's own copy.
 execute_process(COMMAND ${QUERN_NVCC} --dryrun -x cu -E /dev/null OUTPUT_QUIET ERROR_VARIABLE nvcc_says)
 string(REGEX MATCH "TOP=([^\r\n]+)" nvcc_top "${nvcc_says}")
 set(nvcc_top "${CMAKE_MATCH_1}")
@@ -34,7 +34,6 @@ execute_process(COMMAND python3 -c "import nvidia; print(';'.join(q for p in nvi
                 OUTPUT_VARIABLE nvidia_packages ERROR_QUIET)
 find_path(CUBLASLT_INCLUDE cublasLt.h HINTS ${nvcc_top} PATHS /usr/local/cuda ${nvidia_packages}
           PATH_SUFFIXES include targets/x86_64-linux/include)
-set(cublaslt_link)
 if(CUBLASLT_INCLUDE)
   list(APPEND nvcc_flags -DQUERN_CUBLASLT -isystem ${CUBLASLT_INCLUDE})
   file(STRINGS ${CUBLASLT_INCLUDE}/cublas_api.h cublas_major REGEX "define CUBLAS_VER_MAJOR")
@@ -42,8 +41,7 @@ if(CUBLASLT_INCLUDE)
   find_library(CUBLASLT_LIBRARY NAMES libcublasLt.so.${cublas_major} HINTS ${nvcc_top} PATHS /usr/local/cuda ${nvidia_packages}
                PATH_SUFFIXES lib lib64 targets/x86_64-linux/lib)
   if(CUBLASLT_LIBRARY)
-    get_filename_component(cublaslt_folder ${CUBLASLT_LIBRARY} DIRECTORY)
-    set(cublaslt_link -Xlinker=-rpath,${cublaslt_folder})
+    file(CREATE_LINK ${CUBLASLT_LIBRARY} ${PROJECT_BINARY_DIR}/libcublasLt.so.${cublas_major} SYMBOLIC)
   endif()
 else()
   message(STATUS "No cublasLt.h (CUDA toolkit, or PyPI's nvidia-cublas): the GPU multiplies by compression's weights in f32, slowly")
@@ -75,7 +73,7 @@ add_custom_command(
   OUTPUT ${quern_cuda_library}
   COMMAND ${QUERN_NVCC} -shared -cudart=static -o ${quern_cuda_library} ${quern_cuda_objects}
           -Xlinker=-soname=libquern_cuda.so.${QUERN_ABI},--version-script=${PROJECT_SOURCE_DIR}/cmake/quern.map,--no-undefined,--as-needed
-          -Xcompiler=-static-libstdc++,-static-libgcc ${cublaslt_link} -ldl
+          -Xcompiler=-static-libstdc++,-static-libgcc -ldl
   DEPENDS ${quern_cuda_objects} ${PROJECT_SOURCE_DIR}/cmake/quern.map
   COMMENT "Linking libquern_cuda.so.${QUERN_ABI}"
   VERBATIM)

@@ -9,12 +9,11 @@
 #include "core/plugin.h"
 
 #include "core/error.h"
+#include "core/library.h"
 
-#include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define LIBRARY "libquern_cuda.so.0"
@@ -26,27 +25,25 @@ static atomic_bool usable[DEVICES_MAX]; /* devices that passed check_device */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static const char here = 0; /* an address inside this library */
 
-/* The file beside the one that holds this code; false where that is not known or the path is too long. */
-static bool path_beside(char *path, size_t room)
+/* Of the first object, which is the program: whether it names no loader. */
+static int is_static(struct dl_phdr_info *program, size_t size, void *result)
 {
-    Dl_info info;
-    if (dladdr(&here, &info) == 0 || info.dli_fname == NULL) return false;
-    const char *slash = strrchr(info.dli_fname, '/');
-    const int n = slash != NULL ? snprintf(path, room, "%.*s/" LIBRARY, (int)(slash - info.dli_fname), info.dli_fname) : -1;
-    return n > 0 && (size_t)n < room;
+    (void)size;
+    bool interpreted = false;
+    for (int i = 0; i < program->dlpi_phnum; i++) interpreted |= program->dlpi_phdr[i].p_type == PT_INTERP;
+    *(bool *)result = !interpreted;
+    return 1;
 }
 
 static const quern_cuda_plugin *load(void)
 {
-    char path[4096];
-    const char *named = getenv("QUERN_CUDA_LIBRARY");
-    void *library = NULL;
-    if (named != NULL && *named != '\0') {
-        library = dlopen(named, RTLD_NOW | RTLD_LOCAL);
-    } else {
-        if (path_beside(path, sizeof path)) library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-        if (library == NULL) library = dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL);
+    bool static_program = false;
+    (void)dl_iterate_phdr(is_static, &static_program);
+    if (static_program) { /* the backend would bring a second C library into it */
+        error_set(QUERN_ERR_DEVICE, "device cuda: this program is linked statically: one that is linked to shared libraries can load " LIBRARY);
+        return NULL;
     }
+    void *library = library_open(LIBRARY, "QUERN_CUDA_LIBRARY", &here);
     if (library == NULL) {
         error_set(QUERN_ERR_DEVICE, "device cuda: no backend (%s): " LIBRARY " beside libquern, or named by QUERN_CUDA_LIBRARY, is needed",
                   dlerror());

@@ -1,14 +1,22 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* consumer.c - a stranger's program: dense attention over one key is that key's value. */
+/* consumer.c - an outside program: dense attention over one key is that key's value. With an argument it asks for a GPU
+ * instead and prints what the library says. */
 #include <quern/attention.h>
+#include <quern/cuda.h>
 #include <quern/nsa.h>
 
 #include <stdio.h>
 #include <stdlib.h>
 
-int main(void)
+int main(int argc, char **argv)
 {
+    (void)argv;
+    if (argc > 1) {
+        const quern_status status = quern_cuda_check(0);
+        printf("%s: %s\n", quern_status_name(status), status != QUERN_OK ? quern_last_error(NULL) : "");
+        return 0;
+    }
     float q[8] = {1}, k[8] = {1}, v[8] = {0, 1, 2, 3, 4, 5, 6, 7}, o[8];
     const int64_t shape[] = {1, 1, 1, 8};
     const quern_tensor tq = quern_tensor_contiguous(q, QUERN_F32, 4, shape), tk = quern_tensor_contiguous(k, QUERN_F32, 4, shape),

@@ -1,26 +1,62 @@
 #!/bin/bash
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# Installs to a temporary prefix and builds an outside program both ways: pkg-config and find_package, against the
-# shared and the static library. Then every installed header alone, as C11 and as C++17.
+# Installs to a temporary prefix, moves it, and uses it from there: the command runs, and an outside program builds and
+# runs by pkg-config and by find_package, against the shared and the static library. Then every installed header
+# alone, as C11 and as C++17.
+#   tests/consumers/run.sh [PRESET]   the build to install (release)
 set -eu
 cd "$(dirname "$0")"
 root=$(cd ../.. && pwd)
+preset=${1:-release}
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-cmake --install "$root/build/release" --prefix "$dir/prefix" >/dev/null
-lib=$(dirname "$(find "$dir/prefix" -name quern.pc)")/..
-export PKG_CONFIG_PATH=$lib/pkgconfig LD_LIBRARY_PATH=$lib
-flags=$(PKG_CONFIG_ALLOW_SYSTEM_LIBS=1 pkg-config --define-variable=prefix="$dir/prefix" --cflags --libs quern)
-# shellcheck disable=SC2086
-gcc -std=c11 -Wall -Wextra -Werror consumer.c -o "$dir/pkg" $flags
-"$dir/pkg"
-cmake -S . -B "$dir/build" -DCMAKE_PREFIX_PATH="$dir/prefix" >/dev/null
+unset LD_LIBRARY_PATH
+cmake --install "$root/build/$preset" --prefix "$dir/first" >/dev/null
+prefix=$dir/moved
+mv "$dir/first" "$prefix"
+pc=$(find "$prefix" -name quern.pc)
+lib=$(realpath "${pc%/*}/..")
+export PKG_CONFIG_PATH=$lib/pkgconfig
+fail() {
+    echo "$*"
+    exit 1
+}
+
+# Nothing that was installed names a folder of the build or of the sources, or another library folder than its own.
+grep -rlF "$root" "$prefix" && fail "these files name $root"
+while read -r file; do
+    runpath=$(readelf -d "$file" | sed -n 's/.*(R\(UN\)\?PATH).*\[\(.*\)\]/\2/p')
+    case $file in
+    */bin/*) [[ $runpath == "\$ORIGIN/../${lib##*/}" ]] || fail "${file##*/} looks for libraries in '$runpath'" ;;
+    *) [[ -z $runpath ]] || fail "${file##*/} looks for libraries in $runpath" ;;
+    esac
+done < <(find "$prefix" -path '*/bin/*' -o -name '*.so*')
+if [[ -e $prefix/bin/quern ]]; then "$prefix/bin/quern" info; fi
+
+read -ra shared < <(pkg-config --cflags --libs quern)
+read -ra static < <(pkg-config --static --cflags --libs quern)
+compile=(gcc -std=c11 -Wall -Wextra -Werror consumer.c)
+"${compile[@]}" -o "$dir/pkg" "${shared[@]}"
+LD_LIBRARY_PATH=$lib "$dir/pkg"
+
+# A program that is static altogether: wherever each library it needs is there as an archive, which Debian lacks of
+# oneDNN. A GPU's library cannot be loaded into it, and the refusal says why.
+if "${compile[@]}" -static -DQUERN_STATIC -o "$dir/whole" "${static[@]}" 2>"$dir/log"; then
+    readelf -l "$dir/whole" | grep -q INTERP && fail "-static made a program that needs shared libraries"
+    "$dir/whole"
+    "$dir/whole" cuda | grep 'linked statically' || fail "a static program's call for a GPU: $("$dir/whole" cuda)"
+else
+    grep -v 'warning: Using .dlopen. in statically linked' "$dir/log" | grep -q 'cannot find -ldnnl' || fail "$(cat "$dir/log")"
+    echo "oneDNN has no archive here: no static programs of this build"
+fi
+
+cmake -S . -B "$dir/build" -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
 cmake --build "$dir/build"
 "$dir/build/with_shared"
-env -u LD_LIBRARY_PATH "$dir/build/with_static"
-for header in "$dir"/prefix/include/quern/*.h; do
+"$dir/build/with_static"
+for header in "$prefix"/include/quern/*.h; do
     echo "#include <quern/$(basename "$header")>" >"$dir/alone.c"
-    gcc -std=c11 -Wall -Wextra -Wstrict-prototypes -Werror -I"$dir/prefix/include" -fsyntax-only "$dir/alone.c"
-    g++ -std=c++17 -Wall -Wextra -Werror -I"$dir/prefix/include" -fsyntax-only -x c++ "$dir/alone.c"
+    gcc -std=c11 -Wall -Wextra -Wstrict-prototypes -Werror -I"$prefix/include" -fsyntax-only "$dir/alone.c"
+    g++ -std=c++17 -Wall -Wextra -Werror -I"$prefix/include" -fsyntax-only -x c++ "$dir/alone.c"
 done

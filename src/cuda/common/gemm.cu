@@ -4,7 +4,8 @@
  * gemm.cu - the one file that knows cuBLASLt.
  *
  * libquern_cuda holds no reference to the library: it is opened when a call first asks for a product, so that the
- * rest runs on machines without it. A product's algorithm is chosen once per device and shape, from those without
+ * rest runs on machines without it: QUERN_CUBLASLT names its file, else it lies beside libquern_cuda or where the loader
+ * looks. Where it is absent compression multiplies in f32, slowly. A product's algorithm is chosen once per device and shape, from those without
  * sums in an open order: whole sums, or shares that meet in the scratch in f32. What was chosen stays in a table of
  * fixed size, the oldest replaced; the lock is held while a product is put into its stream, which is when the
  * descriptors are read. Making a handle and loading a kernel may allocate; a stream that is being captured by this
@@ -22,10 +23,10 @@ size_t gemm_scratch_bytes(size_t c_bytes)
 
 #ifdef QUERN_CUBLASLT
 #include "common/calls.cuh"
+#include "core/library.h"
 
 #include <cublasLt.h>
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <string.h>
 
@@ -61,7 +62,7 @@ static int next_plan;
 
 static void load()
 {
-    void *library = dlopen("libcublasLt.so." TEXT(CUBLAS_VER_MAJOR), RTLD_NOW | RTLD_LOCAL);
+    void *library = library_open("libcublasLt.so." TEXT(CUBLAS_VER_MAJOR), "QUERN_CUBLASLT", &loaded);
     if (library == NULL) return;
     loaded = true;
 #define FIND(name) loaded = (*(void **)&lt.name = dlsym(library, #name)) != NULL && loaded;
