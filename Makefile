@@ -1,14 +1,22 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# A thin face over CMake's presets: `make` builds build/release/quern, `make demo` runs the main job, `make test`
-# runs everything that CI runs.
+# A thin face over CMake's presets: `make` builds build/release/quern and installs nothing on the machine, `make demo`
+# runs the main job, `make test` runs everything that CI runs; these two, and setup*, install packages that are missing.
 JOBS ?= $(shell nproc)
 SETUP = gcc g++ cmake pkg-config libjansson-dev nettle-dev libdnnl-dev gnuplot-nox linux-libc-dev libc6-dev
 SETUP_DEV = $(SETUP) libcmocka-dev clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev libomp-14-dev
+# Only to see that the library compiles there; not every machine offers it.
+SETUP_CROSS = gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 
-all: setup
+all: packages
 	cmake --preset release >/dev/null
 	cmake --build build/release -j$(JOBS)
+
+packages:
+	@cmake/setup.sh --print $(SETUP)
+
+packages-dev:
+	@cmake/setup.sh --print $(SETUP_DEV)
 
 setup:
 	@cmake/setup.sh $(SETUP)
@@ -16,13 +24,15 @@ setup:
 setup-dev:
 	@cmake/setup.sh $(SETUP_DEV)
 
-demo: all
+demo: setup
+	@$(MAKE) all
 	examples/lm/demo.sh
 
-check: setup-dev
+check: packages-dev
 	tests/run.sh check
 
 test: setup-dev
+	@cmake/setup.sh $(SETUP_CROSS) || true
 	tests/run.sh test
 
 test-gpu:
@@ -44,13 +54,13 @@ accept-%: all
 install: all
 	cmake --install build/release
 
-format: setup-dev
+format: packages-dev
 	git-clang-format-14 --extensions c,h,cu,cuh
 
-tidy: setup-dev all
+tidy: packages-dev all
 	tests/tidy.sh
 
 clean:
 	rm -rf build
 
-.PHONY: all setup setup-dev demo check test test-gpu test-gpu-sanitize bench accept install format tidy clean
+.PHONY: all packages packages-dev setup setup-dev demo check test test-gpu test-gpu-sanitize bench accept install format tidy clean

@@ -28,11 +28,16 @@ count() {
     fi
 }
 
-# build PRESET [TARGET...]: all, or only the targets named.
+# build PRESET [TARGET...]: with the tests; all, or only the targets named.
 build() {
     local preset=$1
     shift
     cmake --preset "$preset" -DQUERN_TESTS=ON >/dev/null && cmake --build "build/$preset" -j"$jobs" ${1:+--target "$@"}
+}
+
+# compile PRESET: without tests.
+compile() {
+    cmake --preset "$1" >/dev/null && cmake --build "build/$1" -j"$jobs"
 }
 
 # programs BUILD PATTERN [NOT]: runs the test programs of a build whose names match, two at a time since most of a test's
@@ -76,9 +81,17 @@ count "build: release" build release
 programs release '*' '*_full_test'
 if [[ ${1:-test} == test ]]; then
     programs release '*_full_test'
-    for script in tests/consumers/run.sh tests/abi/run.sh; do
-        count "${script#tests/}" "$script"
+    count "build: bare" compile bare
+    for script in consumers abi; do
+        count "$script: release" tests/$script/run.sh
+        count "$script: bare" tests/$script/run.sh bare
     done
+    count "make installs what it may" tests/make/run.sh
+    if command -v aarch64-linux-gnu-gcc >/dev/null; then
+        count "build: aarch64" compile aarch64
+    else
+        echo "no aarch64-linux-gnu-gcc: aarch64 is not compiled"
+    fi
     if compgen -G 'build/release/cuda/*.log' >/dev/null; then
         count "registers of the GPU's kernels" tests/registers.sh
     else

@@ -1,0 +1,25 @@
+#!/bin/bash
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+# On a machine that lacks every package `make` builds, prints the line that would install them and installs nothing;
+# the targets that promise it do install. Programs of our own stand for the packager's.
+set -eu
+cd "$(dirname "$0")/../.."
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+printf '#!/bin/sh\nexit 1\n' >"$dir/dpkg-query"
+printf '#!/bin/sh\necho "$@" >>%s/calls\n' "$dir" >"$dir/apt-get"
+printf '#!/bin/sh\necho 0\n' >"$dir/id"
+chmod +x "$dir/dpkg-query" "$dir/apt-get" "$dir/id"
+export PATH=$dir:$PATH
+make all >"$dir/out" 2>&1
+grep -q 'apt-get install -y --no-install-recommends .*libjansson-dev' "$dir/out"
+[[ ! -e $dir/calls ]] || { echo "make all called apt-get:"; cat "$dir/calls"; exit 1; }
+for target in setup setup-dev; do
+    rm -f "$dir/calls"
+    make $target >/dev/null
+    grep -q 'install .*libjansson-dev' "$dir/calls"
+done
+for target in demo test; do
+    make -n $target | grep -q '^cmake/setup.sh .*libjansson-dev'
+done
