@@ -20,7 +20,7 @@
 #include <quern/quern.h>
 
 /* What executes a stage: a thread team (CPU) or a stream (CUDA). */
-typedef struct quern_exec {
+typedef struct stage_exec {
     quern_device device;
     int32_t device_id;
     int32_t threads;         /* CPU: size of the team */
@@ -28,7 +28,7 @@ typedef struct quern_exec {
     void *stream;            /* CUDA: cudaStream_t */
     struct gemm_cache *gemm; /* CPU: the context's oneDNN primitives; NULL: no use of oneDNN */
     size_t shared_bytes;     /* CUDA: shared memory that a kernel may take; 0: what the device offers */
-} quern_exec;
+} stage_exec;
 
 enum { STAGE_WHY_BYTES = 200 };
 
@@ -123,7 +123,7 @@ typedef struct check_args {
     stage_seqs seqs;             /* cu_q: tokens; cu_kv: compressed rows where they are an input; n_kv: their bound */
     quern_tensor blocks, groups; /* i32 [B,Hs,rows,k], or absent */
     int64_t tile, select_block, block_size, stride;
-    quern_tensor status; /* i32 [1]; QUERN_NSA_STATUS_* are or-ed in */
+    quern_tensor status; /* i32 [1]; QUERN_STATUS_* are or-ed in */
 } check_args;
 
 /* The forward of NSA's three branches with the gate, in one pass per tile, without o_b in memory. */
@@ -138,9 +138,9 @@ typedef struct attend_gate_args {
 
 #define STAGE(args_type)                                                                               \
     struct {                                                                                           \
-        bool (*supports)(const quern_exec *exec, const args_type *args, char why[STAGE_WHY_BYTES]);    \
-        size_t (*workspace)(const quern_exec *exec, const args_type *args);                            \
-        quern_status (*run)(const quern_exec *exec, const args_type *args, void *workspace);           \
+        bool (*supports)(const stage_exec *exec, const args_type *args, char why[STAGE_WHY_BYTES]);    \
+        size_t (*workspace)(const stage_exec *exec, const args_type *args);                            \
+        quern_status (*run)(const stage_exec *exec, const args_type *args, void *workspace);           \
     }
 
 typedef struct quern_backend {

@@ -97,7 +97,7 @@ static int dense_error(inputs *in)
     t.q = &in->q, t.k = &in->k, t.v = &in->v, t.o = &in->o;
     check(quern_attention_forward_workspace(in->ctx, &params, &t, &bytes));
     void *workspace = need(malloc(bytes + 1));
-    check(quern_attention_forward(in->ctx, &params, &t, workspace, bytes));
+    check(quern_attention_forward(in->ctx, NULL, &params, &t, workspace, bytes));
     free(workspace);
     const oracle_shape shape = {N, N, H, HKV, D, D, 0, 0};
     const oracle_range range = {N, N, true, 0, -1};
@@ -128,7 +128,7 @@ static int nsa_error(inputs *in, int64_t tile, quern_nsa_metric metric, const ch
     t.q = &in->q, t.k = &in->k, t.v = &in->v, t.o = &in->o, t.k_cmp = &k_cmp, t.v_cmp = &v_cmp, t.block_idx = &idx;
     check(quern_nsa_forward_workspace(in->ctx, &params, &t, &bytes));
     void *workspace = need(malloc(bytes + 1));
-    check(quern_nsa_forward(in->ctx, &params, &t, workspace, bytes));
+    check(quern_nsa_forward(in->ctx, NULL, &params, &t, workspace, bytes));
     free(workspace);
     double *kc = widen(&k_cmp), *vc = widen(&v_cmp), difference = 0, norm = 0, row[D], sum[D];
     for (int s = 0; s < SAMPLES; s++) {

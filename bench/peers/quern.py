@@ -26,17 +26,20 @@ class NsaParams(c.Structure):
                    ("groups", c.c_int)])
 
 
-def _tensors(names, last=()):
+class Exec(c.Structure):
+    _fields_ = [("size", c.c_size_t), ("stream", c.c_void_p), ("status", c.POINTER(Tensor))]
+
+
+def _tensors(names):
     class Tensors(c.Structure):
-        _fields_ = [("size", c.c_size_t)] + [(n, c.POINTER(Tensor)) for n in names.split()] + [("stream", c.c_void_p)]
-        _fields_ += [(n, c.POINTER(Tensor)) for n in last]
+        _fields_ = [("size", c.c_size_t)] + [(n, c.POINTER(Tensor)) for n in names.split()]
     return Tensors
 
 
 ATTENTION = _tensors("q k v cu_seqlens_q cu_seqlens_kv o lse d_o d_q d_k d_v")
 NSA = _tensors("q k v k_slc v_slc k_win v_win k_cmp v_cmp cu_seqlens cu_seqlens_cmp w_k w_v pe_k pe_v w_gate gates block_idx "
                "block_count group_idx o o_cmp o_slc o_win lse_cmp lse_slc lse_win d_o d_o_cmp d_o_slc d_o_win d_q d_k d_v d_k_slc "
-               "d_v_slc d_k_win d_v_win d_k_cmp d_v_cmp d_w_k d_w_v d_pe_k d_pe_v d_w_gate d_gates", ["status"])
+               "d_v_slc d_k_win d_v_win d_k_cmp d_v_cmp d_w_k d_w_v d_pe_k d_pe_v d_w_gate d_gates")
 
 
 class Quern:
@@ -62,7 +65,7 @@ class Quern:
     def attention_params(self):
         return AttentionParams(c.sizeof(AttentionParams), True, 0, 0.0, -1)
 
-    def call(self, name, params, workspace=True, **tensors):
+    def call(self, name, params, **tensors):
         """A function of no arguments that runs quern_<name> on the current stream; the workspace is taken here."""
         kind = ATTENTION if name.startswith("attention") else NSA
         t, keep = kind(c.sizeof(kind)), []
@@ -73,15 +76,13 @@ class Quern:
             keep.append((view, x))
             setattr(t, key, c.pointer(view))
         function = getattr(self.lib, "quern_" + name)
-        arguments = [self.ctx, c.byref(params), c.byref(t)]
-        if workspace:
-            size = c.c_size_t()
-            self._check(getattr(self.lib, "quern_" + name + "_workspace")(*arguments, c.byref(size)))
-            memory = torch.empty(size.value + 256, dtype=torch.uint8, device="cuda")
-            keep.append(memory)
-            arguments += [c.c_void_p(memory.data_ptr()), size]
+        size, execution = c.c_size_t(), Exec(c.sizeof(Exec))
+        self._check(getattr(self.lib, "quern_" + name + "_workspace")(self.ctx, c.byref(params), c.byref(t), c.byref(size)))
+        memory = torch.empty(size.value + 256, dtype=torch.uint8, device="cuda")
+        keep.append(memory)
+        arguments = [self.ctx, c.byref(execution), c.byref(params), c.byref(t), c.c_void_p(memory.data_ptr()), size]
 
         def run(_keep=keep):
-            t.stream = torch.cuda.current_stream().cuda_stream
+            execution.stream = torch.cuda.current_stream().cuda_stream
             self._check(function(*arguments))
         return run

@@ -69,12 +69,12 @@ static bool dense(lm_model *m, lm_attention *a, int32_t n, const float *d_o, flo
     size_t bytes;
     if (d_o == NULL)
         return done(quern_attention_forward_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
-               done(quern_attention_forward(m->ctx, &p, &t, m->workspace, m->workspace_bytes));
+               done(quern_attention_forward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
     const quern_tensor go = view((float *)d_o, QUERN_F32, 4, 1, n, c->heads, dim), gq = view(d_q, QUERN_F32, 4, 1, n, c->heads, dim),
                        gk = view(d_k, QUERN_F32, 4, 1, n, c->kv_heads, dim), gv = view(d_v, QUERN_F32, 4, 1, n, c->kv_heads, dim);
     t.d_o = &go, t.d_q = &gq, t.d_k = &gk, t.d_v = &gv;
     return done(quern_attention_backward_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
-           done(quern_attention_backward(m->ctx, &p, &t, m->workspace, m->workspace_bytes));
+           done(quern_attention_backward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
 }
 
 static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n, const float *d_o, float *d_q, float *d_k, float *d_v,
@@ -105,13 +105,13 @@ static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n,
     size_t bytes;
     if (d_o == NULL)
         return done(quern_nsa_forward_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
-               done(quern_nsa_forward(m->ctx, &p, &t, m->workspace, m->workspace_bytes));
+               done(quern_nsa_forward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
     const quern_tensor go = view((float *)d_o, QUERN_F32, 4, 1, n, c->heads, dim), gq = view(d_q, QUERN_F32, 4, 1, n, c->heads, dim),
                        gk = view(d_k, QUERN_F32, 4, 1, n, c->kv_heads, dim), gv = view(d_v, QUERN_F32, 4, 1, n, c->kv_heads, dim),
                        gg = view(d_w_gate, QUERN_F32, 3, c->heads, 3, dim, 0);
     t.d_o = &go, t.d_q = &gq, t.d_k = &gk, t.d_v = &gv, t.d_w_gate = &gg;
     return done(quern_nsa_backward_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
-           done(quern_nsa_backward(m->ctx, &p, &t, m->workspace, m->workspace_bytes));
+           done(quern_nsa_backward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
 }
 
 bool attention_forward(lm_model *m, lm_attention *a, const float *w_gate, int32_t n)

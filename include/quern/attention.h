@@ -45,10 +45,10 @@ typedef struct quern_attention_params {
  *               with cu_seqlens_q and cu_seqlens_kv: int32 [B+1], starting at 0, not decreasing, the
  *               last at most Tq, Tkv. cu_seqlens_kv may be NULL: the same as cu_seqlens_q. Output rows
  *               past the last offset are written as 0 (lse: -inf). On CUDA, where only kernels read the
- *               offsets, bad ones are not refused but clamped into the tensors.
+ *               offsets, bad ones are not refused but clamped into the tensors, with QUERN_STATUS_BAD_OFFSETS.
  *
  * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said, before an output or the workspace is written: a NULL that is
- * needed; a size not set by the _INIT macros; a parameter, ndim, extent, dtype or head dim other than stated here;
+ * needed; a size other than quern.h says; a parameter, ndim, extent, dtype or head dim other than stated here;
  * H no multiple of Hkv; more than 2^31 - 1 tokens; a last dimension with gaps; data NULL or not aligned to its element;
  * an output that shares memory with itself or another tensor; offsets other than stated; tensors on two devices
  * (a device without a backend: QUERN_ERR_DEVICE); a workspace that is too small (QUERN_ERR_WORKSPACE) or NULL.
@@ -61,11 +61,8 @@ typedef struct quern_attention_tensors {
     const quern_tensor *lse; /* f32; written by forward (optional there), read by backward */
     const quern_tensor *d_o; /* act, like o: gradient of the loss by o; read by backward */
     const quern_tensor *d_q, *d_k, *d_v; /* act, like q, k, v; overwritten by backward */
-    void *stream; /* cudaStream_t of a CUDA call; ignored on the CPU */
 } quern_attention_tensors;
-#define QUERN_ATTENTION_TENSORS_INIT                                                                   \
-    {sizeof(quern_attention_tensors), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       \
-     NULL, NULL}
+#define QUERN_ATTENTION_TENSORS_INIT QUERN_SIZED(quern_attention_tensors)
 
 /* Bytes of workspace that the forward or backward call with the same arguments needs. Only shapes,
  * dtypes and devices of the tensors are looked at, never their data. */
@@ -79,11 +76,11 @@ QUERN_API quern_status quern_attention_backward_workspace(quern_context *ctx,
                                                           size_t *bytes);
 
 /* Reads q, k, v; writes o and, if given, lse. */
-QUERN_API quern_status quern_attention_forward(quern_context *ctx, const quern_attention_params *params,
+QUERN_API quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
                                                const quern_attention_tensors *tensors, void *workspace,
                                                size_t workspace_bytes);
 /* Reads q, k, v, o, lse, d_o; writes d_q, d_k, d_v (all three). */
-QUERN_API quern_status quern_attention_backward(quern_context *ctx, const quern_attention_params *params,
+QUERN_API quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
                                                 const quern_attention_tensors *tensors, void *workspace,
                                                 size_t workspace_bytes);
 

@@ -34,12 +34,12 @@ typedef struct quern_cuda_device {
     int32_t reserved;
     int64_t memory_bytes, free_bytes, l2_bytes;
 } quern_cuda_device;
-#define QUERN_CUDA_DEVICE_INIT {.size = sizeof(quern_cuda_device)}
+#define QUERN_CUDA_DEVICE_INIT QUERN_SIZED(quern_cuda_device)
 
 /* Loads the backend and says whether this device can compute. */
 QUERN_API quern_status quern_cuda_check(int32_t device);
 QUERN_API quern_status quern_cuda_device_count(int32_t *count);
-/* Fills *info, whose size is set. */
+/* Fills the fields of *info that its size covers. */
 QUERN_API quern_status quern_cuda_device_get(int32_t device, quern_cuda_device *info);
 
 /* Device memory. Freeing NULL is allowed; freeing waits for the device. */
@@ -58,11 +58,11 @@ QUERN_API quern_status quern_cuda_synchronize(int32_t device, void *stream);
 /* The same without waiting: *done is false while work is left. */
 QUERN_API quern_status quern_cuda_query(int32_t device, void *stream, bool *done);
 
-/* Marks in a stream, for timing: *ms is the time from one to the other, after waiting for the later one. */
-QUERN_API quern_status quern_cuda_mark_create(int32_t device, void **mark);
-QUERN_API quern_status quern_cuda_mark_destroy(int32_t device, void *mark);
-QUERN_API quern_status quern_cuda_mark_record(int32_t device, void *mark, void *stream);
-QUERN_API quern_status quern_cuda_mark_elapsed(int32_t device, void *from, void *to, double *ms);
+/* Events in a stream, for timing: *ms is the time from one to the other, after waiting for the later one. */
+QUERN_API quern_status quern_cuda_event_create(int32_t device, void **event);
+QUERN_API quern_status quern_cuda_event_destroy(int32_t device, void *event);
+QUERN_API quern_status quern_cuda_event_record(int32_t device, void *event, void *stream);
+QUERN_API quern_status quern_cuda_event_elapsed(int32_t device, void *from, void *to, double *ms);
 
 #ifdef __cplusplus
 }

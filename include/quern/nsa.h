@@ -145,28 +145,17 @@ typedef struct quern_nsa_tensors {
     const quern_tensor *d_k_cmp, *d_v_cmp;          /* act */
     const quern_tensor *d_w_k, *d_w_v, *d_pe_k, *d_pe_v, *d_w_gate; /* f32, shaped like the weight */
     const quern_tensor *d_gates;                    /* f32 [B,N,H,3] */
-    void *stream; /* cudaStream_t of a CUDA call; ignored on the CPU */
-    /* What the call's data turned out to be: QUERN_NSA_STATUS_* or-ed in, never cleared. Where the size is that of
-     * the struct without this field, it is not read. */
-    const quern_tensor *status; /* i32 [1] */
 } quern_nsa_tensors;
 /* Every tensor absent. */
-#define QUERN_NSA_TENSORS_INIT                                                                         \
-    {sizeof(quern_nsa_tensors),                                                                        \
-     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,         \
-     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,         \
-     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,         \
-     NULL, NULL, NULL}
+#define QUERN_NSA_TENSORS_INIT QUERN_SIZED(quern_nsa_tensors)
 
-/* Bits of `status`: what lies in device memory is read by the kernels only, so it cannot be refused. Each call reports on
- * the lists that it takes as inputs; rows of a list that belong to no tile are not looked at. */
-enum {
-    QUERN_NSA_STATUS_BAD_BLOCK = 1,  /* block_idx: an entry other than -1 and 0 ... blocks of its sequence - 1; skipped */
-    QUERN_NSA_STATUS_BAD_GROUP = 2,  /* group_idx: the same, of groups of 128 compressed entries */
-    QUERN_NSA_STATUS_BAD_OFFSETS = 4 /* cu_seqlens, cu_seqlens_cmp: not 0 = c[0] <= c[1] <= ... <= rows; borders are
-                                      * clamped into the tensor and a sequence that ends before it starts is empty
-                                      * (on the CPU such borders are refused) */
-};
+/*
+ * Bits of exec's status word. Each call reports on the lists and offsets that it takes as inputs; rows of a list that
+ * belong to no tile are not looked at.
+ *   QUERN_STATUS_BAD_INDEX    block_idx: an entry other than -1 and 0 ... blocks of its sequence - 1; skipped
+ *   QUERN_STATUS_BAD_GROUP    group_idx: the same, of groups of 128 compressed entries
+ *   QUERN_STATUS_BAD_OFFSETS  cu_seqlens, cu_seqlens_cmp
+ */
 
 /*
  * What is refused. Every check comes before the first byte of an output or of the workspace is written; the sentence
@@ -175,8 +164,8 @@ enum {
  *
  *   combination                                        accepted instead                          refused by
  *   ctx, params, tensors or bytes NULL                 not NULL                                  all
- *   params.size, tensors.size of another version       sizeof, as the _INIT macros set it        all
- *                                                      (tensors: or that without `status`)
+ *   a size of params, tensors or exec that is no       8 ... sizeof; more where the tail is      all
+ *     multiple of 8; a tail that is not zero           zero (see quern.h)
  *   block_size, select_block, num_selected out of      1 ... 2^31 - 1                            all
  *     range
  *   stride > block_size, or no divisor of it           a divisor of block_size (0: block_size)   all
@@ -228,7 +217,7 @@ enum {
  *   workspace_bytes too small: QUERN_ERR_WORKSPACE     at least what _workspace() says           all with a workspace
  *   workspace NULL where bytes are needed              memory of any alignment                   the same
  *
- * Not refused: entries of a block or group list that are out of range (skipped, see `status`), duplicates (count once), blocks of the
+ * Not refused: entries of a block or group list that are out of range (skipped, see exec's status word), duplicates (count once), blocks of the
  * future (masked); a tensor that the operation has no use for under these parameters (it is not read).
  */
 
@@ -251,12 +240,12 @@ enum {
  */
 QUERN_API quern_status quern_nsa_forward_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                    const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_forward(quern_context *ctx, const quern_nsa_params *params,
+QUERN_API quern_status quern_nsa_forward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                          const quern_nsa_tensors *tensors, void *workspace,
                                          size_t workspace_bytes);
 QUERN_API quern_status quern_nsa_backward_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                     const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_backward(quern_context *ctx, const quern_nsa_params *params,
+QUERN_API quern_status quern_nsa_backward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                           const quern_nsa_tensors *tensors, void *workspace,
                                           size_t workspace_bytes);
 
@@ -264,14 +253,14 @@ QUERN_API quern_status quern_nsa_backward(quern_context *ctx, const quern_nsa_pa
  * d_k_cmp, d_v_cmp and the inputs -> d_k, d_v, d_w_k, d_w_v, d_pe_k, d_pe_v (those given). */
 QUERN_API quern_status quern_nsa_compress_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                     const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_compress(quern_context *ctx, const quern_nsa_params *params,
+QUERN_API quern_status quern_nsa_compress(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                           const quern_nsa_tensors *tensors, void *workspace,
                                           size_t workspace_bytes);
 QUERN_API quern_status quern_nsa_compress_backward_workspace(quern_context *ctx,
                                                              const quern_nsa_params *params,
                                                              const quern_nsa_tensors *tensors,
                                                              size_t *bytes);
-QUERN_API quern_status quern_nsa_compress_backward(quern_context *ctx, const quern_nsa_params *params,
+QUERN_API quern_status quern_nsa_compress_backward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                                    const quern_nsa_tensors *tensors, void *workspace,
                                                    size_t workspace_bytes);
 
@@ -279,7 +268,7 @@ QUERN_API quern_status quern_nsa_compress_backward(quern_context *ctx, const que
  * block_count, group_idx (c > 0). N comes from q. Carries no gradient. */
 QUERN_API quern_status quern_nsa_select_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                   const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_select(quern_context *ctx, const quern_nsa_params *params,
+QUERN_API quern_status quern_nsa_select(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                         const quern_nsa_tensors *tensors, void *workspace,
                                         size_t workspace_bytes);
 
@@ -287,45 +276,69 @@ QUERN_API quern_status quern_nsa_select(quern_context *ctx, const quern_nsa_para
  * group_idx -> o_b, lse_b. Backward: those, d_o_b -> d_q, d_k, d_v, d_k_cmp, d_v_cmp, d_k_slc, ... */
 QUERN_API quern_status quern_nsa_attend_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                   const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_attend(quern_context *ctx, const quern_nsa_params *params,
+QUERN_API quern_status quern_nsa_attend(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                         const quern_nsa_tensors *tensors, void *workspace,
                                         size_t workspace_bytes);
 QUERN_API quern_status quern_nsa_attend_backward_workspace(quern_context *ctx,
                                                            const quern_nsa_params *params,
                                                            const quern_nsa_tensors *tensors,
                                                            size_t *bytes);
-QUERN_API quern_status quern_nsa_attend_backward(quern_context *ctx, const quern_nsa_params *params,
+QUERN_API quern_status quern_nsa_attend_backward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                                  const quern_nsa_tensors *tensors, void *workspace,
                                                  size_t workspace_bytes);
 
 /* Gates alone: q, w_gate -> gates. */
-QUERN_API quern_status quern_nsa_gates(quern_context *ctx, const quern_nsa_params *params,
-                                       const quern_nsa_tensors *tensors);
+QUERN_API quern_status quern_nsa_gates_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                               const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_gates(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                                     const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes);
 /* Combine alone: o_cmp, o_slc, o_win, gates (NULL: 1/3 each) -> o. */
-QUERN_API quern_status quern_nsa_combine(quern_context *ctx, const quern_nsa_params *params,
-                                         const quern_nsa_tensors *tensors);
+QUERN_API quern_status quern_nsa_combine_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                               const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_combine(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                                     const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes);
 /* Both in one pass: q, w_gate (or gates in, or none), o_b -> gates (if given), o. */
-QUERN_API quern_status quern_nsa_gate(quern_context *ctx, const quern_nsa_params *params,
-                                      const quern_nsa_tensors *tensors);
+QUERN_API quern_status quern_nsa_gate_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                               const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_gate(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                                     const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes);
 /* Backward of the gate: q, w_gate, gates, o_b, d_o -> d_o_b, and by mode d_q (the gate's share only) and
  * d_w_gate, or d_gates. */
 QUERN_API quern_status quern_nsa_gate_backward_workspace(quern_context *ctx,
                                                          const quern_nsa_params *params,
                                                          const quern_nsa_tensors *tensors,
                                                          size_t *bytes);
-QUERN_API quern_status quern_nsa_gate_backward(quern_context *ctx, const quern_nsa_params *params,
+QUERN_API quern_status quern_nsa_gate_backward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                                const quern_nsa_tensors *tensors, void *workspace,
                                                size_t workspace_bytes);
 
-/* Converts lists between block sizes for sequences of n tokens: in [.., k_in] of blocks of `from` tokens -> out
- * [.., k_out] of blocks of `to` tokens, ascending, -1 padded; count_out [..] may be NULL. All i32, with
- * the leading dimensions of `in`, in any strides (what does not merge into one dimension in all three takes a launch
- * each on a device). Entries of `in` outside the sequence are skipped, an index that comes twice counts once. One of
- * from, to divides the other; k_out is k_in * from / to for an expansion, k_in for a contraction.
- * stream: as in quern_nsa_tensors. */
-QUERN_API quern_status quern_nsa_list_convert(quern_context *ctx, const quern_tensor *in, int64_t from,
-                                              const quern_tensor *out, const quern_tensor *count_out,
-                                              int64_t to, int64_t n, void *stream);
+/* ---- lists in another block length ---- */
+
+typedef struct quern_nsa_list_params {
+    size_t size;
+    int64_t from, to; /* tokens of a block of `in` and of `out`: 1 ... 2^31 - 1, one divides the other */
+    int64_t n;        /* tokens of the sequence, 0 ... 2^31 - 1 */
+} quern_nsa_list_params;
+#define QUERN_NSA_LIST_PARAMS_INIT QUERN_SIZED(quern_nsa_list_params)
+
+/* All i32, in any strides, with the same leading dimensions (what does not merge into one dimension in all three takes a
+ * launch each on a GPU). */
+typedef struct quern_nsa_list_tensors {
+    size_t size;
+    const quern_tensor *in;    /* [.., k_in] */
+    const quern_tensor *out;   /* [.., k_out]: k_in * from / to for an expansion, k_in for a contraction */
+    const quern_tensor *count; /* [..], or NULL: the entries of each list of out */
+} quern_nsa_list_tensors;
+#define QUERN_NSA_LIST_TENSORS_INIT QUERN_SIZED(quern_nsa_list_tensors)
+
+/* Converts lists of blocks between block lengths: out is ascending and padded with -1. Entries of `in` outside the
+ * sequence are skipped (other than -1: QUERN_STATUS_BAD_INDEX), an index that comes twice counts once. */
+QUERN_API quern_status quern_nsa_list_convert_workspace(quern_context *ctx, const quern_nsa_list_params *params,
+                                                        const quern_nsa_list_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_list_convert(quern_context *ctx, const quern_exec *exec,
+                                              const quern_nsa_list_params *params,
+                                              const quern_nsa_list_tensors *tensors, void *workspace,
+                                              size_t workspace_bytes);
 
 #ifdef __cplusplus
 }

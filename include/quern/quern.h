@@ -10,8 +10,11 @@
  *  - The library never aborts, exits, prints, or allocates during a computation: `*_workspace()` says
  *    how many bytes a call needs, the caller hands them over and may reuse them as soon as the call
  *    (on CUDA: the stream's work) is done. Workspace needs no particular alignment.
- *  - Structs that callers fill start with `size_t size`; initialise them with their `_INIT` macro, so
- *    that fields can be added without breaking callers compiled against an older header.
+ *  - Structs that callers fill start with `size_t size`; their `_INIT` macro sets it. A smaller struct is that of a
+ *    caller compiled against an older header: the fields it lacks take their defaults. A larger one is that of a newer
+ *    caller: it is accepted where every byte past this library's struct is zero.
+ *  - Every operation is `(ctx, exec, params, tensors, workspace, bytes)` and has its `*_workspace(ctx, params, tensors,
+ *    &bytes)`. exec NULL means the CPU, or the default stream of the tensors' device, and no status word.
  *  - Outputs may not overlap inputs or each other unless a function says so.
  */
 #ifndef QUERN_QUERN_H
@@ -32,7 +35,19 @@
 #endif
 
 #ifdef __cplusplus
+extern "C++" {
+/* A struct whose fields are all zero but for `size`. */
+template <typename T> constexpr T quern_sized()
+{
+    T t = T();
+    t.size = sizeof(T);
+    return t;
+}
+}
+#define QUERN_SIZED(type) quern_sized<type>()
 extern "C" {
+#else
+#define QUERN_SIZED(type) {.size = sizeof(type)}
 #endif
 
 /* What a call came to. The values are part of the ABI. */
@@ -48,14 +63,26 @@ typedef enum quern_status {
     QUERN_ERR_INTERNAL = 8          /* a defect of the library */
 } quern_status;
 
-/* Element types. The values are part of the ABI. */
+/* Element types. The values are part of the ABI. Which of them an operation takes is said beside it. */
 typedef enum quern_dtype {
     QUERN_F32 = 0,
     QUERN_F16 = 1,
     QUERN_BF16 = 2,
     QUERN_I32 = 3,
     QUERN_U8 = 4,
-    QUERN_I64 = 5
+    QUERN_I64 = 5,
+    QUERN_F64 = 6,
+    QUERN_E4M3 = 7,    /* 8-bit float without infinities, bias 7 (OCP OFP8; "e4m3fn" elsewhere) */
+    QUERN_E5M2 = 8,    /* 8-bit float, bias 15 (OCP OFP8) */
+    QUERN_E8M0 = 9,    /* a power of two: 2^(byte - 127), 255 is NaN (OCP MX) */
+    QUERN_E2M1X2 = 10, /* two 4-bit floats a byte, the first in the low bits; shapes and strides count bytes */
+    QUERN_I8 = 11,
+    QUERN_I16 = 12,
+    QUERN_U16 = 13,
+    QUERN_U32 = 14,
+    QUERN_U64 = 15,
+    QUERN_BOOL = 16, /* a byte, 0 or 1 */
+    QUERN_C64 = 17   /* two f32: real, imaginary */
 } quern_dtype;
 
 typedef enum quern_device { QUERN_CPU = 0, QUERN_CUDA = 1 } quern_device;
@@ -94,7 +121,7 @@ static inline quern_tensor quern_tensor_contiguous(void *data, quern_dtype dtype
 
 /* Bytes of one element, 0 for an unknown dtype. */
 QUERN_API size_t quern_dtype_size(quern_dtype dtype);
-/* "f32", "f16", "bf16", "i32", "u8", "i64"; "?" for an unknown dtype. Static storage. */
+/* "f32", "e4m3", "e2m1x2" and so on: the enum's name in lower case; "?" for an unknown dtype. Static storage. */
 QUERN_API const char *quern_dtype_name(quern_dtype dtype);
 /* A short English name of a status. Static storage. */
 QUERN_API const char *quern_status_name(quern_status status);
@@ -116,12 +143,22 @@ typedef enum quern_cpu_level {
     QUERN_CPU_LEVEL_AVX512BF16 = 4  /* the same with AVX512_BF16 */
 } quern_cpu_level;
 
+/*
+ * Runs body(body_arg, index, thread) once for each index in 0 ... count - 1 and returns when all are done. `thread` is
+ * in 0 ... threads - 1; no two calls that run at the same time share a thread number. Results do not depend on which
+ * thread gets which index. `arg` is quern_context_params.parallel_for_arg.
+ */
+typedef void quern_parallel_for(void *arg, int32_t threads, int64_t count,
+                                void (*body)(void *body_arg, int64_t index, int32_t thread), void *body_arg);
+
 typedef struct quern_context_params {
     size_t size;
     int32_t threads; /* 0: OMP_NUM_THREADS, else the CPUs this process may run on. At most 1024. */
     quern_cpu_level cpu_level;
+    quern_parallel_for *parallel_for; /* the caller's executor; NULL: OpenMP */
+    void *parallel_for_arg;
 } quern_context_params;
-#define QUERN_CONTEXT_PARAMS_INIT {sizeof(quern_context_params), 0, QUERN_CPU_LEVEL_AUTO}
+#define QUERN_CONTEXT_PARAMS_INIT QUERN_SIZED(quern_context_params)
 
 /* Creates a context in *ctx; params NULL means the defaults. The environment variable
  * QUERN_CPU=portable|avx2|avx512|avx512bf16 is the level where params says AUTO; a level that the
@@ -136,6 +173,28 @@ QUERN_API quern_cpu_level quern_context_cpu_level(const quern_context *ctx);
 QUERN_API const char *quern_cpu_level_name(quern_cpu_level level);
 /* The best level that this machine, its operating system and this build offer. */
 QUERN_API quern_cpu_level quern_cpu_level_detect(void);
+
+/*
+ * How a call runs. NULL in its place means every field at its default.
+ * `stream` belongs to the device of the call's tensors. `status` stands on that device, shares no memory with another
+ * tensor of the call, and is or-ed with QUERN_STATUS_* and never cleared.
+ */
+typedef struct quern_exec {
+    size_t size;
+    void *stream;               /* CUDA: a cudaStream_t; NULL: the default stream. Ignored on the CPU. */
+    const quern_tensor *status; /* i32 [1]; NULL: not wanted */
+} quern_exec;
+#define QUERN_EXEC_INIT QUERN_SIZED(quern_exec)
+
+/* Bits of the status word: what the data of a call's inputs turned out to be. On a GPU only the kernels read it, so it
+ * cannot be refused. Each operation says beside its tensors which bits it sets. */
+enum {
+    QUERN_STATUS_BAD_INDEX = 1,  /* an index list has an entry outside its range; it was skipped */
+    QUERN_STATUS_BAD_GROUP = 2,  /* the same, of a list of groups */
+    QUERN_STATUS_BAD_OFFSETS = 4 /* offsets such as cu_seqlens are not 0 = c[0] <= c[1] <= ... <= rows. They were clamped
+                                  * into the tensor; a sequence that ends before it starts is empty. (On the CPU such
+                                  * offsets are refused.) */
+};
 
 /*
  * The sentence for the calling thread's most recent failed call ("" if none failed yet). It stays valid

@@ -11,23 +11,21 @@
 #include "core/arena.h"
 #include "core/context.h"
 #include "core/error.h"
+#include "core/op.h"
 #include "core/view.h"
 
 #include <math.h>
 
 typedef struct attention_call {
     const quern_backend *backend;
-    quern_exec exec;
+    stage_exec exec;
     attend_args attend;
     rowdot_args rowdot; /* backward */
+    check_args check;   /* its status is absent where the caller does not ask */
 } attention_call;
 
 static quern_status check_params(const quern_attention_params *params)
 {
-    if (params == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "params is NULL: use QUERN_ATTENTION_PARAMS_INIT");
-    if (params->size != sizeof *params)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.size is %zu: %zu is accepted (use QUERN_ATTENTION_PARAMS_INIT)", params->size,
-                         sizeof *params);
     if (params->window < 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "window is %lld: 0 (none) or more is accepted", (long long)params->window);
     if (!(params->scale >= 0.0f) || isinf(params->scale))
@@ -39,12 +37,9 @@ static quern_status check_params(const quern_attention_params *params)
 }
 
 /* `run`: data pointers count too. */
-static quern_status check_tensors(const quern_attention_tensors *t, bool backward, bool run)
+static quern_status check_tensors(const quern_attention_tensors *t, const quern_tensor *asked, bool backward, bool run)
 {
     quern_status status;
-    if (t == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensors is NULL: use QUERN_ATTENTION_TENSORS_INIT");
-    if (t->size != sizeof *t)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensors.size is %zu: %zu is accepted (use QUERN_ATTENTION_TENSORS_INIT)", t->size, sizeof *t);
     const bool packed = t->cu_seqlens_q != NULL;
     const int32_t ndim = packed ? 3 : 4, n_at = packed ? 0 : 1;
     if (!packed && t->cu_seqlens_kv != NULL)
@@ -78,6 +73,7 @@ static quern_status check_tensors(const quern_attention_tensors *t, bool backwar
         {"d_q", backward ? t->d_q : NULL, act, LIKE(n_q, heads, dim_k), !backward, true},
         {"d_k", backward ? t->d_k : NULL, act, LIKE(n_kv, kv_heads, dim_k), !backward, true},
         {"d_v", backward ? t->d_v : NULL, act, LIKE(n_kv, kv_heads, dim_v), !backward, true},
+        {"exec.status", asked, VIEW_I32, 1, {1}, true, true},
     };
 #undef LIKE
     const int32_t count = (int32_t)(sizeof rules / sizeof *rules);
@@ -107,20 +103,35 @@ static attend_args attend_of(const quern_attention_params *params, const quern_a
 }
 
 /* Checks everything visible to the host and fills the stages' arguments. */
-static quern_status plan(quern_context *ctx, const quern_attention_params *params, const quern_attention_tensors *t, bool backward, bool run,
-                         attention_call *call)
+static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_attention_params *given, const quern_attention_tensors *tensors,
+                         bool backward, bool run, attention_call *call)
 {
     quern_status status;
+    quern_exec how;
+    quern_attention_params own = QUERN_ATTENTION_PARAMS_INIT;
+    quern_attention_tensors all = QUERN_ATTENTION_TENSORS_INIT;
+    const quern_attention_params *const params = &own;
+    const quern_attention_tensors *const t = &all;
     *call = (attention_call){0};
     if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = check_params(params)) != QUERN_OK || (status = check_tensors(t, backward, run)) != QUERN_OK) return status;
-    call->backend = context_backend(ctx, t->q->device, t->q->device_id, t->stream, &call->exec);
+    if ((status = op_struct(&own, given, "params", "QUERN_ATTENTION_PARAMS_INIT")) != QUERN_OK || (status = check_params(params)) != QUERN_OK ||
+        (status = op_struct(&all, tensors, "tensors", "QUERN_ATTENTION_TENSORS_INIT")) != QUERN_OK || (status = op_exec(exec, &how)) != QUERN_OK ||
+        (status = check_tensors(t, how.status, backward, run)) != QUERN_OK)
+        return status;
+    call->backend = context_backend(ctx, t->q->device, t->q->device_id, how.stream, &call->exec);
     if (call->backend == NULL) return error_status();
     call->attend = attend_of(params, t, backward);
+    call->check = (check_args){.seqs = call->attend.seqs, .status = view_or_absent(how.status)};
     char why[STAGE_WHY_BYTES] = "";
     const bool supported = backward ? call->backend->attend_backward.supports(&call->exec, &call->attend, why)
                                     : call->backend->attend_forward.supports(&call->exec, &call->attend, why);
     return supported ? QUERN_OK : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+}
+
+/* What the offsets turn out to be goes into the caller's status word. */
+static quern_status report(const attention_call *call)
+{
+    return call->check.status.ndim > 0 ? call->backend->check.run(&call->exec, &call->check, NULL) : QUERN_OK;
 }
 
 /* The backward's workspace: delta, then what the stages need, one after the other in the same place. */
@@ -141,20 +152,21 @@ quern_status quern_attention_forward_workspace(quern_context *ctx, const quern_a
                                                size_t *bytes)
 {
     attention_call call;
-    const quern_status status = plan(ctx, params, tensors, false, false, &call);
+    const quern_status status = plan(ctx, NULL, params, tensors, false, false, &call);
     if (status != QUERN_OK) return status;
     if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     *bytes = call.backend->attend_forward.workspace(&call.exec, &call.attend);
     return QUERN_OK;
 }
 
-quern_status quern_attention_forward(quern_context *ctx, const quern_attention_params *params, const quern_attention_tensors *tensors,
-                                     void *workspace, size_t workspace_bytes)
+quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
+                                     const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
     attention_call call;
-    quern_status status = plan(ctx, params, tensors, false, true, &call);
+    quern_status status = plan(ctx, exec, params, tensors, false, true, &call);
     if (status != QUERN_OK) return status;
     status = view_check_workspace(workspace, workspace_bytes, call.backend->attend_forward.workspace(&call.exec, &call.attend), &call.attend.q);
+    if (status == QUERN_OK) status = report(&call);
     return status != QUERN_OK ? status : call.backend->attend_forward.run(&call.exec, &call.attend, workspace);
 }
 
@@ -162,7 +174,7 @@ quern_status quern_attention_backward_workspace(quern_context *ctx, const quern_
                                                 size_t *bytes)
 {
     attention_call call;
-    const quern_status status = plan(ctx, params, tensors, true, false, &call);
+    const quern_status status = plan(ctx, NULL, params, tensors, true, false, &call);
     if (status != QUERN_OK) return status;
     if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     arena a = {NULL, 0};
@@ -171,16 +183,17 @@ quern_status quern_attention_backward_workspace(quern_context *ctx, const quern_
     return QUERN_OK;
 }
 
-quern_status quern_attention_backward(quern_context *ctx, const quern_attention_params *params, const quern_attention_tensors *tensors,
-                                      void *workspace, size_t workspace_bytes)
+quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
+                                     const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
     attention_call call;
-    quern_status status = plan(ctx, params, tensors, true, true, &call);
+    quern_status status = plan(ctx, exec, params, tensors, true, true, &call);
     if (status != QUERN_OK) return status;
     arena size = {NULL, 0}, a = arena_on(workspace);
     carve_backward(&call, &size);
     if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&size), &call.attend.q)) != QUERN_OK) return status;
     void *scratch = carve_backward(&call, &a);
-    status = call.backend->rowdot.run(&call.exec, &call.rowdot, scratch);
+    status = report(&call);
+    if (status == QUERN_OK) status = call.backend->rowdot.run(&call.exec, &call.rowdot, scratch);
     return status != QUERN_OK ? status : call.backend->attend_backward.run(&call.exec, &call.attend, scratch);
 }

@@ -3,6 +3,7 @@
 #include "core/context.h"
 
 #include "core/error.h"
+#include "core/op.h"
 #include "core/plugin.h"
 
 #include <sched.h>
@@ -52,11 +53,8 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
     quern_context_params p = QUERN_CONTEXT_PARAMS_INIT;
     if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: a place for the context is needed");
     if (params != NULL) {
-        if (params->size != sizeof p)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "params.size is %zu: %zu is accepted (use QUERN_CONTEXT_PARAMS_INIT)",
-                             params->size, sizeof p);
-        p = *params;
+        const quern_status status = op_struct(&p, params, "params", "QUERN_CONTEXT_PARAMS_INIT");
+        if (status != QUERN_OK) return status;
     }
     if (p.threads < 0 || p.threads > MAX_THREADS)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.threads is %d: 0 (automatic) to %d is accepted",
@@ -99,10 +97,10 @@ quern_cpu_level quern_context_cpu_level(const quern_context *ctx)
 }
 
 const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id,
-                                     void *stream, quern_exec *exec)
+                                     void *stream, stage_exec *exec)
 {
     const quern_cuda_plugin *plugin = device == QUERN_CUDA ? plugin_for(device_id) : NULL;
     if (device == QUERN_CUDA && plugin == NULL) return NULL;
-    *exec = (quern_exec){device, device_id, ctx->threads, ctx->cpu_level, stream, &ctx->gemm, 0};
+    *exec = (stage_exec){device, device_id, ctx->threads, ctx->cpu_level, stream, &ctx->gemm, 0};
     return plugin != NULL ? plugin->backend : &quern_backend_cpu;
 }

@@ -10,6 +10,7 @@
 
 #include "core/error.h"
 #include "core/library.h"
+#include "core/op.h"
 
 #include <link.h>
 #include <pthread.h>
@@ -117,12 +118,13 @@ quern_status quern_cuda_device_count(int32_t *count)
 
 quern_status quern_cuda_device_get(int32_t device, quern_cuda_device *info)
 {
-    const quern_status status = need(info, "info");
+    quern_cuda_device known = QUERN_CUDA_DEVICE_INIT;
+    quern_status status = op_struct(&known, info, "info", "QUERN_CUDA_DEVICE_INIT");
     if (status != QUERN_OK) return status;
-    if (info->size != sizeof *info)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "info.size is %zu: %zu is accepted (use QUERN_CUDA_DEVICE_INIT)", info->size, sizeof *info);
     const quern_cuda_plugin *plugin = plugin_for(device);
-    return plugin != NULL ? plugin->device(device, info) : error_status();
+    status = plugin != NULL ? plugin->device(device, &known) : error_status();
+    if (status == QUERN_OK) op_struct_give(info, &known);
+    return status;
 }
 
 /* The rest: a pointer that may not be NULL, the device, the table's row. */
@@ -177,24 +179,24 @@ quern_status quern_cuda_query(int32_t device, void *stream, bool *done)
     FORWARD(done, query, stream, done);
 }
 
-quern_status quern_cuda_mark_create(int32_t device, void **mark)
+quern_status quern_cuda_event_create(int32_t device, void **event)
 {
-    FORWARD(mark, mark_create, mark);
+    FORWARD(event, event_create, event);
 }
 
-quern_status quern_cuda_mark_destroy(int32_t device, void *mark)
+quern_status quern_cuda_event_destroy(int32_t device, void *event)
 {
-    if (mark == NULL) return QUERN_OK;
-    FORWARD(mark, mark_destroy, mark);
+    if (event == NULL) return QUERN_OK;
+    FORWARD(event, event_destroy, event);
 }
 
-quern_status quern_cuda_mark_record(int32_t device, void *mark, void *stream)
+quern_status quern_cuda_event_record(int32_t device, void *event, void *stream)
 {
-    FORWARD(mark, mark_record, mark, stream);
+    FORWARD(event, event_record, event, stream);
 }
 
-quern_status quern_cuda_mark_elapsed(int32_t device, void *from, void *to, double *ms)
+quern_status quern_cuda_event_elapsed(int32_t device, void *from, void *to, double *ms)
 {
-    if (from == NULL || to == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a mark is needed", from == NULL ? "from" : "to");
-    FORWARD(ms, mark_elapsed, from, to, ms);
+    if (from == NULL || to == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: an event is needed", from == NULL ? "from" : "to");
+    FORWARD(ms, event_elapsed, from, to, ms);
 }

@@ -50,7 +50,7 @@ static const char *dtype_list(uint32_t dtypes, char text[64])
 {
     size_t used = 0;
     text[0] = '\0';
-    for (int d = 0; d < 8; d++)
+    for (int d = 0; quern_dtype_size((quern_dtype)d) > 0; d++)
         if (dtypes & 1u << d)
             used += (size_t)snprintf(text + used, 64 - used, "%s%s", used > 0 ? " or " : "", quern_dtype_name((quern_dtype)d));
     return text;

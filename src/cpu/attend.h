@@ -93,7 +93,7 @@ typedef struct attend_scratch {
     expected_rows expected;
 } attend_scratch;
 
-attend_plan attend_plan_of(const quern_exec *exec, const attend_args *args);
+attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args);
 attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b);
 /* The interval of keys that query `query` of a sequence sees. */
 void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo, int64_t *hi);
@@ -119,13 +119,13 @@ typedef struct attend_pack_target {
     uint8_t *special; /* or NULL; or-ed: several targets may share it */
     int32_t row_panel;
 } attend_pack_target;
-void attend_pack_all(const quern_exec *exec, const attend_plan *plan, const attend_pack_target *targets, int32_t count);
+void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const attend_pack_target *targets, int32_t count);
 /* Columns of a row panel, and panels, for rows of `dim` elements. */
 int32_t attend_row_panel(const attend_plan *plan, int64_t dim);
 int64_t attend_row_panels(const attend_plan *plan, int64_t dim);
 
 void attend_packed_carve(const attend_plan *plan, arena *a, attend_packed *packed);
-void attend_pack(const quern_exec *exec, const attend_plan *plan, const attend_packed *packed);
+void attend_pack(const stage_exec *exec, const attend_plan *plan, const attend_packed *packed);
 
 /* Whether a chunk walks its lists key by key, not tile by tile (see attend_chunk.c). */
 static inline bool attend_walks_by_key(const attend_plan *plan)

@@ -8,7 +8,7 @@
 
 enum { PACK_ROWS = 256 };
 
-attend_plan attend_plan_of(const quern_exec *exec, const attend_args *args)
+attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args)
 {
     attend_plan p = {.args = args, .kernels = attention_kernels_for(exec->cpu_level)};
     p.bf16 = args->q.dtype == QUERN_BF16 && p.kernels->mm_bf16 != NULL;
@@ -162,7 +162,7 @@ static void pack_piece(void *arg, int64_t index, int32_t thread)
     }
 }
 
-void attend_pack_all(const quern_exec *exec, const attend_plan *plan, const attend_pack_target *targets, int32_t count)
+void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const attend_pack_target *targets, int32_t count)
 {
     int64_t longest = 0;
     for (int64_t b = 0; b < plan->sequences; b++) {
@@ -174,7 +174,7 @@ void attend_pack_all(const quern_exec *exec, const attend_plan *plan, const atte
     parallel_for(exec->threads, plan->sequences * plan->kv_heads * job.pieces, pack_piece, &job);
 }
 
-void attend_pack(const quern_exec *exec, const attend_plan *plan, const attend_packed *packed)
+void attend_pack(const stage_exec *exec, const attend_plan *plan, const attend_packed *packed)
 {
     const attend_pack_target targets[] = {{&plan->args->k, packed->keys, NULL, NULL, 0},
                                           {&plan->args->v, NULL, packed->values, packed->special, plan->value_panel}};

@@ -41,9 +41,9 @@ static inline int64_t step_group(int64_t run, int64_t dim, int64_t width)
 /* Carves a copy where w cannot be used as it stands, and plans products of `rows` rows. Positions of w come in runs
  * of `run`. Forward: [rows][group D] x [group D][columns]. Transposed: [rows][lda >= columns] x [columns][group D].
  * ldc 0: rows of C are as long as a full step's. */
-compress_matrix carve_matrix(const quern_exec *exec, const quern_tensor *w, quern_dtype dtype, int64_t positions, int64_t run, bool transposed,
+compress_matrix carve_matrix(const stage_exec *exec, const quern_tensor *w, quern_dtype dtype, int64_t positions, int64_t run, bool transposed,
                              int64_t rows, int64_t lda, int64_t ldc, arena *a);
-void pack_matrix(const quern_exec *exec, const compress_matrix *m, const quern_tensor *w);
+void pack_matrix(const stage_exec *exec, const compress_matrix *m, const quern_tensor *w);
 
 /* Positions of a step. */
 static inline int64_t step_positions(const compress_matrix *m, int64_t step)

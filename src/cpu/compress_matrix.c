@@ -4,7 +4,7 @@
 #include "core/parallel.h"
 #include "cpu/compress.h"
 
-compress_matrix carve_matrix(const quern_exec *exec, const quern_tensor *w, quern_dtype dtype, int64_t positions, int64_t run, bool transposed,
+compress_matrix carve_matrix(const stage_exec *exec, const quern_tensor *w, quern_dtype dtype, int64_t positions, int64_t run, bool transposed,
                              int64_t rows, int64_t lda, int64_t ldc, arena *a)
 {
     compress_matrix m = {0};
@@ -69,7 +69,7 @@ static void pack_step(void *arg, int64_t index, int32_t thread)
     }
 }
 
-void pack_matrix(const quern_exec *exec, const compress_matrix *m, const quern_tensor *w)
+void pack_matrix(const stage_exec *exec, const compress_matrix *m, const quern_tensor *w)
 {
     if (m->copy == NULL || !is_present(w)) return;
     pack_job job = {m, w, attention_kernels_for(exec->cpu_level)};

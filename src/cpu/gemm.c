@@ -177,7 +177,7 @@ static const gemm_primitive *primitive_for(gemm_cache *cache, const gemm_shape *
     return p != NULL && p->primitive != NULL ? p : NULL;
 }
 
-static void find_primitives(const quern_exec *exec, gemm *g)
+static void find_primitives(const stage_exec *exec, gemm *g)
 {
     gemm_cache *cache = exec->gemm;
     const unsigned wanted = g->shape.dtype == QUERN_BF16 ? dnnl_cpu_isa_avx512_core_bf16 : dnnl_cpu_isa_avx512_core;
@@ -234,7 +234,7 @@ void gemm_cache_close(gemm_cache *cache)
     pthread_mutex_destroy(&cache->lock);
 }
 #else
-static void find_primitives(const quern_exec *exec, gemm *g)
+static void find_primitives(const stage_exec *exec, gemm *g)
 {
     (void)exec, (void)g;
 }
@@ -257,7 +257,7 @@ void gemm_cache_open(gemm_cache *cache)
     pthread_mutex_init(&cache->lock, NULL);
 }
 
-gemm gemm_plan(const quern_exec *exec, const gemm_shape *shape)
+gemm gemm_plan(const stage_exec *exec, const gemm_shape *shape)
 {
     gemm g = {.shape = *shape, .kernels = attention_kernels_for(exec->cpu_level)};
     find_primitives(exec, &g);

@@ -31,7 +31,7 @@ typedef struct gemm {
 } gemm;
 
 /* A product made ready. Makes oneDNN's primitives on first use of a shape and keeps them with the context. */
-gemm gemm_plan(const quern_exec *exec, const gemm_shape *shape);
+gemm gemm_plan(const stage_exec *exec, const gemm_shape *shape);
 /* m, n, k are those of the shape or, at an end, less. Runs on the calling thread alone. */
 void gemm_run(const gemm *g, int64_t m, int64_t n, int64_t k, const void *a, const void *b, float *c, bool accumulate, void *scratch);
 

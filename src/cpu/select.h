@@ -37,10 +37,10 @@ typedef struct select_scratch {
 } select_scratch;
 
 /* The plan points into itself: it stays where it was made. */
-void select_plan_make(const quern_exec *exec, const select_args *args, select_plan *plan);
+void select_plan_make(const stage_exec *exec, const select_args *args, select_plan *plan);
 /* The keys of a plan's k_cmp, packed for its products. */
 void *select_keys_carve(const select_plan *plan, arena *a);
-void select_keys_pack(const quern_exec *exec, const select_plan *plan, void *keys);
+void select_keys_pack(const stage_exec *exec, const select_plan *plan, void *keys);
 void select_scratch_carve(const select_plan *plan, arena *a, select_scratch *s);
 
 /* scratch->entries: per tile of [tile0, tile0 + count), sums of probabilities or mean logits by entry. */

@@ -19,7 +19,7 @@
 
 enum { ENTRY_BYTES = 1 << 20 /* of a task's rows of entries, at most, where several tiles share it */ };
 
-void select_plan_make(const quern_exec *exec, const select_args *args, select_plan *p)
+void select_plan_make(const stage_exec *exec, const select_args *args, select_plan *p)
 {
     const quern_nsa_params *n = &args->params;
     const bool softmax = n->metric == QUERN_NSA_METRIC_SOFTMAX;
@@ -49,7 +49,7 @@ void *select_keys_carve(const select_plan *p, arena *a)
     return arena_take(a, (size_t)(p->attention.kv_heads * p->attention.packed_rows * p->attention.key_words) * 4);
 }
 
-void select_keys_pack(const quern_exec *exec, const select_plan *p, void *keys)
+void select_keys_pack(const stage_exec *exec, const select_plan *p, void *keys)
 {
     const attend_pack_target target = {&p->attend.k, keys, NULL, NULL, 0};
     attend_pack_all(exec, &p->attention, &target, 1);

@@ -83,7 +83,7 @@ static void gradient_of(const quern_tensor *t, arena *a, gradient_rows *g)
     *g = (gradient_rows){arena_take(a, (size_t)(t->shape[0] * batch) * sizeof(float)), {batch, token, row}};
 }
 
-static backward_plan plan_of(const quern_exec *exec, const attend_args *args, arena *a)
+static backward_plan plan_of(const stage_exec *exec, const attend_args *args, arena *a)
 {
     backward_plan p = {.attend = attend_plan_of(exec, args)};
     const attend_plan *f = &p.attend;
@@ -104,7 +104,7 @@ static backward_plan plan_of(const quern_exec *exec, const attend_args *args, ar
     return p;
 }
 
-static backward_job carve(const quern_exec *exec, const attend_args *args, arena *a)
+static backward_job carve(const stage_exec *exec, const attend_args *args, arena *a)
 {
     backward_job job = {.plan = plan_of(exec, args, a)};
     const backward_plan *p = &job.plan;
@@ -134,7 +134,7 @@ static backward_job carve(const quern_exec *exec, const attend_args *args, arena
     return job;
 }
 
-static void pack_all(const quern_exec *exec, const backward_plan *p)
+static void pack_all(const stage_exec *exec, const backward_plan *p)
 {
     const attend_args *args = p->attend.args;
     const attend_pack_target targets[] = {{&args->k, p->keys, p->key_rows, p->special, (int32_t)p->key_panel},
@@ -347,14 +347,14 @@ static void write_token(void *arg, int64_t index, int32_t thread)
         job->kernels->store_row(gradient_at(job->g, b, n, h), t->dtype, row_at(t, b, n, h), 0, t->shape[3]);
 }
 
-size_t cpu_attend_backward_workspace(const quern_exec *exec, const attend_args *args)
+size_t cpu_attend_backward_workspace(const stage_exec *exec, const attend_args *args)
 {
     arena a = {NULL, 0};
     carve(exec, args, &a);
     return arena_size(&a);
 }
 
-quern_status cpu_attend_backward(const quern_exec *exec, const attend_args *args, void *workspace)
+quern_status cpu_attend_backward(const stage_exec *exec, const attend_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);

@@ -37,7 +37,7 @@ static int64_t pieces_of(const attend_plan *p)
     return (p->args->seqs.n_q * p->hs + chunk_rows_of(p) - 1) / chunk_rows_of(p);
 }
 
-static forward_job carve(const quern_exec *exec, const attend_args *args, arena *a)
+static forward_job carve(const stage_exec *exec, const attend_args *args, arena *a)
 {
     forward_job job = {.plan = attend_plan_of(exec, args)};
     const attend_plan *p = &job.plan;
@@ -58,7 +58,7 @@ static forward_job carve(const quern_exec *exec, const attend_args *args, arena 
 }
 
 /* Key/value heads of a pass. */
-static int64_t heads_of_pass(const quern_exec *exec, const attend_args *args)
+static int64_t heads_of_pass(const stage_exec *exec, const attend_args *args)
 {
     const attend_plan p = attend_plan_of(exec, args);
     if (p.kv_heads == 0) return 0;
@@ -111,7 +111,7 @@ void attend_store_unused(const attend_plan *p)
         for (int32_t h = 0; h < p->heads; h++) *(float *)row_at(&a->lse, 0, h, n) = -INFINITY;
 }
 
-bool cpu_attend_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+bool cpu_attend_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
     (void)args;
@@ -119,7 +119,7 @@ bool cpu_attend_supports(const quern_exec *exec, const attend_args *args, char w
     return true;
 }
 
-size_t cpu_attend_forward_workspace(const quern_exec *exec, const attend_args *args)
+size_t cpu_attend_forward_workspace(const stage_exec *exec, const attend_args *args)
 {
     arena a = {NULL, 0};
     const attend_args pass = pass_of(args, 0, heads_of_pass(exec, args));
@@ -127,7 +127,7 @@ size_t cpu_attend_forward_workspace(const quern_exec *exec, const attend_args *a
     return arena_size(&a);
 }
 
-quern_status cpu_attend_forward(const quern_exec *exec, const attend_args *args, void *workspace)
+quern_status cpu_attend_forward(const stage_exec *exec, const attend_args *args, void *workspace)
 {
     const int64_t kv_heads = args->k.shape[2], most = heads_of_pass(exec, args);
     for (int64_t first = 0; first < kv_heads; first += most) {

@@ -147,7 +147,7 @@ static void carve_space(const gated_job *job, const gated_pass *pass, arena *a, 
 }
 
 /* Lays out a pass from `a` on (where other passes do, too). Returns where it ends. */
-static size_t carve_pass(const quern_exec *exec, const gated_job *job, gated_pass *pass, arena a)
+static size_t carve_pass(const stage_exec *exec, const gated_job *job, gated_pass *pass, arena a)
 {
     const attend_plan *plan = &job->plan[pass->branch[0]];
     size_chunks(job, pass);
@@ -165,7 +165,7 @@ static size_t carve_pass(const quern_exec *exec, const gated_job *job, gated_pas
 }
 
 /* Fills the job but for what stands in the workspace. */
-static void plan_job(const quern_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
+static void plan_job(const stage_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
 {
     const bool softmax = args->select.params.metric == QUERN_NSA_METRIC_SOFTMAX;
     *job = (gated_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .select = args->select, .threads = exec->threads};
@@ -200,7 +200,7 @@ static void plan_job(const quern_exec *exec, const attend_gate_args *args, arena
     }
 }
 
-static void carve(const quern_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
+static void carve(const stage_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
 {
     plan_job(exec, args, a, job);
     for (int32_t i = 0; i < job->passes; i++) job->pass[i].spaces = arena_take(a, sizeof(gated_space) * (size_t)exec->threads);
@@ -304,7 +304,7 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     for (int32_t first = 0; first < rows; first += slice_rows) run_slice(job, pass, first, rows - first < slice_rows ? rows - first : slice_rows, s);
 }
 
-bool cpu_attend_gate_supports(const quern_exec *exec, const attend_gate_args *args, char why[STAGE_WHY_BYTES])
+bool cpu_attend_gate_supports(const stage_exec *exec, const attend_gate_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
     (void)args;
@@ -312,7 +312,7 @@ bool cpu_attend_gate_supports(const quern_exec *exec, const attend_gate_args *ar
     return true;
 }
 
-size_t cpu_attend_gate_workspace(const quern_exec *exec, const attend_gate_args *args)
+size_t cpu_attend_gate_workspace(const stage_exec *exec, const attend_gate_args *args)
 {
     arena a = {NULL, 0};
     gated_job job;
@@ -320,7 +320,7 @@ size_t cpu_attend_gate_workspace(const quern_exec *exec, const attend_gate_args 
     return arena_size(&a);
 }
 
-quern_status cpu_attend_gate(const quern_exec *exec, const attend_gate_args *args, void *workspace)
+quern_status cpu_attend_gate(const stage_exec *exec, const attend_gate_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
     gated_job job;

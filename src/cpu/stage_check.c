@@ -6,7 +6,7 @@
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
-bool cpu_check_supports(const quern_exec *exec, const check_args *args, char why[STAGE_WHY_BYTES])
+bool cpu_check_supports(const stage_exec *exec, const check_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
     (void)args;
@@ -14,7 +14,7 @@ bool cpu_check_supports(const quern_exec *exec, const check_args *args, char why
     return true;
 }
 
-size_t cpu_check_workspace(const quern_exec *exec, const check_args *args)
+size_t cpu_check_workspace(const stage_exec *exec, const check_args *args)
 {
     (void)exec;
     (void)args;
@@ -41,7 +41,7 @@ static void check_sequence(void *arg, int64_t index, int32_t thread)
     const int64_t entries = tokens >= a->block_size ? (tokens - a->block_size) / a->stride + 1 : 0;
     const int64_t limit = c->groups ? (entries + STAGE_GROUP_ENTRIES - 1) / STAGE_GROUP_ENTRIES : (tokens + a->select_block - 1) / a->select_block;
     int64_t row = first_list_row(&a->seqs, a->tile, b);
-    const int64_t end = row + (tokens + a->tile - 1) / a->tile, view = cu != NULL ? 0 : b;
+    const int64_t end = cu != NULL ? row + (tokens + a->tile - 1) / a->tile : list->shape[2], view = cu != NULL ? 0 : b;
     bool bad = false;
     for (; row < end; row++) {
         const int32_t *x = row_at(list, view, h, row);
@@ -50,10 +50,10 @@ static void check_sequence(void *arg, int64_t index, int32_t thread)
     if (bad) __atomic_fetch_or((int32_t *)a->status.data, c->bit, __ATOMIC_RELAXED);
 }
 
-quern_status cpu_check(const quern_exec *exec, const check_args *args, void *workspace)
+quern_status cpu_check(const stage_exec *exec, const check_args *args, void *workspace)
 {
     (void)workspace;
-    check_list lists[] = {{args, &args->blocks, false, QUERN_NSA_STATUS_BAD_BLOCK}, {args, &args->groups, true, QUERN_NSA_STATUS_BAD_GROUP}};
+    check_list lists[] = {{args, &args->blocks, false, QUERN_STATUS_BAD_INDEX}, {args, &args->groups, true, QUERN_STATUS_BAD_GROUP}};
     for (int i = 0; i < 2; i++)
         if (lists[i].list->ndim > 0) parallel_for(exec->threads, args->seqs.batch * lists[i].list->shape[1], check_sequence, &lists[i]);
     return QUERN_OK;

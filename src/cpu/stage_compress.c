@@ -58,7 +58,7 @@ static int64_t runs_of_entry(const compress_args *args)
     return runs <= MOST_RUNS ? runs : 1;
 }
 
-static void carve_side(const quern_exec *exec, compress_job *job, side *s, arena *a)
+static void carve_side(const stage_exec *exec, compress_job *job, side *s, arena *a)
 {
     if (!is_present(s->x)) return;
     const bool linear = job->args->kind == QUERN_NSA_COMPRESS_LINEAR, bf16 = as_bf16(job, s->x, s->w);
@@ -72,7 +72,7 @@ static void carve_side(const quern_exec *exec, compress_job *job, side *s, arena
     job->scratch_bytes = greater(job->scratch_bytes, (s->matrix.product.scratch_bytes + ARENA_ALIGN - 1) / ARENA_ALIGN * ARENA_ALIGN);
 }
 
-static compress_job carve(const quern_exec *exec, const compress_args *args, arena *a)
+static compress_job carve(const stage_exec *exec, const compress_args *args, arena *a)
 {
     compress_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .pack = attention_kernels_for(exec->cpu_level)};
     job.piece = args->kind == QUERN_NSA_COMPRESS_LINEAR ? COMPRESS_ENTRIES : MEAN_ENTRIES * (runs_of_entry(args) < 4 ? runs_of_entry(args) : 4);
@@ -193,7 +193,7 @@ static void write_borders(const compress_args *args)
     for (int64_t b = 0; b < args->seqs.batch; b++) out[b + 1] = out[b] + (int32_t)entries_of(args, cu[b + 1] - cu[b]);
 }
 
-bool cpu_compress_supports(const quern_exec *exec, const compress_args *args, char why[STAGE_WHY_BYTES])
+bool cpu_compress_supports(const stage_exec *exec, const compress_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
     (void)args;
@@ -201,14 +201,14 @@ bool cpu_compress_supports(const quern_exec *exec, const compress_args *args, ch
     return true;
 }
 
-size_t cpu_compress_workspace(const quern_exec *exec, const compress_args *args)
+size_t cpu_compress_workspace(const stage_exec *exec, const compress_args *args)
 {
     arena a = {NULL, 0};
     carve(exec, args, &a);
     return arena_size(&a);
 }
 
-quern_status cpu_compress(const quern_exec *exec, const compress_args *args, void *workspace)
+quern_status cpu_compress(const stage_exec *exec, const compress_args *args, void *workspace)
 {
     write_borders(args);
     if (args->kind == QUERN_NSA_COMPRESS_GIVEN) return QUERN_OK;

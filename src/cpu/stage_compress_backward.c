@@ -62,7 +62,7 @@ static int64_t linear_group(const backward_job *job, const side *s)
     return step_group(job->args->block_size, s->dim, STEP_WIDTH);
 }
 
-static void carve_weights(const quern_exec *exec, backward_job *job, side *s, arena *a)
+static void carve_weights(const stage_exec *exec, backward_job *job, side *s, arena *a)
 {
     const compress_args *args = job->args;
     const bool linear = args->kind == QUERN_NSA_COMPRESS_LINEAR;
@@ -88,7 +88,7 @@ static void carve_weights(const quern_exec *exec, backward_job *job, side *s, ar
     job->sum_floats = greater(job->sum_floats, greater(linear ? RUNS * tokens : tokens, group * s->width));
 }
 
-static backward_job carve(const quern_exec *exec, const compress_args *args, arena *a)
+static backward_job carve(const stage_exec *exec, const compress_args *args, arena *a)
 {
     backward_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .pack = attention_kernels_for(exec->cpu_level)};
     job.sides[0] = (side){.x = &args->k, .y = &args->d_k_cmp, .pe = &args->pe_k, .w = &args->w_k, .d_x = &args->d_k, .d_w = &args->d_w_k,
@@ -302,7 +302,7 @@ static void linear_encodings(void *arg, int64_t h, int32_t thread)
     }
 }
 
-size_t cpu_compress_backward_workspace(const quern_exec *exec, const compress_args *args)
+size_t cpu_compress_backward_workspace(const stage_exec *exec, const compress_args *args)
 {
     arena a = {NULL, 0};
     carve(exec, args, &a);
@@ -318,7 +318,7 @@ static void clear_tokens(void *arg, int64_t index, int32_t thread)
 }
 
 /* No gradient comes through the compression. */
-static void clear_side(const quern_exec *exec, backward_job *job)
+static void clear_side(const stage_exec *exec, backward_job *job)
 {
     const quern_tensor *d = job->s->d_x, *const weights[] = {job->s->d_w, job->s->d_pe};
     if (is_present(d) && !job->args->accumulate) parallel_for(exec->threads, d->shape[0] * d->shape[1], clear_tokens, job);
@@ -331,7 +331,7 @@ static void clear_side(const quern_exec *exec, backward_job *job)
     }
 }
 
-static void run_side(const quern_exec *exec, backward_job *job)
+static void run_side(const stage_exec *exec, backward_job *job)
 {
     side *s = job->s;
     const compress_args *args = job->args;
@@ -359,7 +359,7 @@ static void run_side(const quern_exec *exec, backward_job *job)
     if (is_present(s->d_pe)) parallel_for(exec->threads, s->heads, linear_encodings, job);
 }
 
-quern_status cpu_compress_backward(const quern_exec *exec, const compress_args *args, void *workspace)
+quern_status cpu_compress_backward(const stage_exec *exec, const compress_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);

@@ -9,7 +9,7 @@
 
 enum { CONVERT_TOKENS = 32 };
 
-bool cpu_convert_supports(const quern_exec *exec, const convert_args *args, char why[STAGE_WHY_BYTES])
+bool cpu_convert_supports(const stage_exec *exec, const convert_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
     (void)args;
@@ -17,7 +17,7 @@ bool cpu_convert_supports(const quern_exec *exec, const convert_args *args, char
     return true;
 }
 
-size_t cpu_convert_workspace(const quern_exec *exec, const convert_args *args)
+size_t cpu_convert_workspace(const stage_exec *exec, const convert_args *args)
 {
     (void)exec;
     (void)args;
@@ -43,7 +43,7 @@ static void convert_piece(void *arg, int64_t index, int32_t thread)
             job->kernels->convert_row(row_at(in, b, n, h), in->dtype, row_at(out, b, n, h), out->dtype, in->shape[3] * joined);
 }
 
-quern_status cpu_convert(const quern_exec *exec, const convert_args *args, void *workspace)
+quern_status cpu_convert(const stage_exec *exec, const convert_args *args, void *workspace)
 {
     (void)workspace;
     const int64_t rows = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : args->in.shape[1];

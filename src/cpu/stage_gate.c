@@ -75,7 +75,7 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
     job->kernels->fence();
 }
 
-bool cpu_gate_supports(const quern_exec *exec, const gate_args *args, char why[STAGE_WHY_BYTES])
+bool cpu_gate_supports(const stage_exec *exec, const gate_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
     (void)args;
@@ -83,14 +83,14 @@ bool cpu_gate_supports(const quern_exec *exec, const gate_args *args, char why[S
     return true;
 }
 
-size_t cpu_gate_forward_workspace(const quern_exec *exec, const gate_args *args)
+size_t cpu_gate_forward_workspace(const stage_exec *exec, const gate_args *args)
 {
     (void)exec;
     (void)args;
     return 0;
 }
 
-quern_status cpu_gate_forward(const quern_exec *exec, const gate_args *args, void *workspace)
+quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, void *workspace)
 {
     (void)workspace;
     gate_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level)};

@@ -29,7 +29,7 @@ typedef struct backward_job {
     bool stream[4]; /* d_o_b, d_q */
 } backward_job;
 
-static backward_job carve(const quern_exec *exec, const gate_args *args, arena *a)
+static backward_job carve(const stage_exec *exec, const gate_args *args, arena *a)
 {
     backward_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level)};
     job.views = args->d_o.shape[0];
@@ -149,14 +149,14 @@ static void reduce_head(void *arg, int64_t h, int32_t thread)
     }
 }
 
-size_t cpu_gate_backward_workspace(const quern_exec *exec, const gate_args *args)
+size_t cpu_gate_backward_workspace(const stage_exec *exec, const gate_args *args)
 {
     arena a = {NULL, 0};
     carve(exec, args, &a);
     return arena_size(&a);
 }
 
-quern_status cpu_gate_backward(const quern_exec *exec, const gate_args *args, void *workspace)
+quern_status cpu_gate_backward(const stage_exec *exec, const gate_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);

@@ -5,7 +5,7 @@
 #include "core/parallel.h"
 #include "cpu/stages.h"
 
-bool cpu_list_convert_supports(const quern_exec *exec, const list_convert_args *args, char why[STAGE_WHY_BYTES])
+bool cpu_list_convert_supports(const stage_exec *exec, const list_convert_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
     (void)args;
@@ -13,7 +13,7 @@ bool cpu_list_convert_supports(const quern_exec *exec, const list_convert_args *
     return true;
 }
 
-size_t cpu_list_convert_workspace(const quern_exec *exec, const list_convert_args *args)
+size_t cpu_list_convert_workspace(const stage_exec *exec, const list_convert_args *args)
 {
     (void)exec;
     (void)args;
@@ -53,7 +53,7 @@ static void convert_list(void *arg, int64_t index, int32_t thread)
     if (args->count.ndim > 0) ((int32_t *)args->count.data)[index * args->count.strides[0]] = (int32_t)count;
 }
 
-quern_status cpu_list_convert(const quern_exec *exec, const list_convert_args *args, void *workspace)
+quern_status cpu_list_convert(const stage_exec *exec, const list_convert_args *args, void *workspace)
 {
     (void)workspace;
     list_convert_args copy = *args;

@@ -6,7 +6,7 @@
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
-bool cpu_rowdot_supports(const quern_exec *exec, const rowdot_args *args, char why[STAGE_WHY_BYTES])
+bool cpu_rowdot_supports(const stage_exec *exec, const rowdot_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
     (void)args;
@@ -14,7 +14,7 @@ bool cpu_rowdot_supports(const quern_exec *exec, const rowdot_args *args, char w
     return true;
 }
 
-size_t cpu_rowdot_workspace(const quern_exec *exec, const rowdot_args *args)
+size_t cpu_rowdot_workspace(const stage_exec *exec, const rowdot_args *args)
 {
     (void)exec;
     (void)args;
@@ -51,7 +51,7 @@ static void token(void *arg, int64_t index, int32_t thread)
     }
 }
 
-quern_status cpu_rowdot(const quern_exec *exec, const rowdot_args *args, void *workspace)
+quern_status cpu_rowdot(const stage_exec *exec, const rowdot_args *args, void *workspace)
 {
     (void)workspace;
     rowdot_job job = {args, attention_kernels_for(exec->cpu_level), token_rows(&args->seqs)};

@@ -14,7 +14,7 @@ typedef struct select_job {
     int64_t pieces;
 } select_job;
 
-static void carve(const quern_exec *exec, const select_plan *plan, arena *a, select_job *job)
+static void carve(const stage_exec *exec, const select_plan *plan, arena *a, select_job *job)
 {
     job->plan = plan;
     job->keys = select_keys_carve(plan, a);
@@ -60,7 +60,7 @@ static void fill_unused(const select_plan *p)
         for (int64_t r = used; r < counts->shape[2]; r++) *(int32_t *)row_at(counts, 0, h, r) = 0;
 }
 
-bool cpu_select_supports(const quern_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
+bool cpu_select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
     (void)args;
@@ -68,7 +68,7 @@ bool cpu_select_supports(const quern_exec *exec, const select_args *args, char w
     return true;
 }
 
-size_t cpu_select_workspace(const quern_exec *exec, const select_args *args)
+size_t cpu_select_workspace(const stage_exec *exec, const select_args *args)
 {
     arena a = {NULL, 0};
     select_plan plan;
@@ -78,7 +78,7 @@ size_t cpu_select_workspace(const quern_exec *exec, const select_args *args)
     return arena_size(&a);
 }
 
-quern_status cpu_select(const quern_exec *exec, const select_args *args, void *workspace)
+quern_status cpu_select(const stage_exec *exec, const select_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
     select_plan plan;

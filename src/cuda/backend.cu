@@ -22,8 +22,8 @@ quern_status cuda_report(cudaError_t code, const char *what)
 }
 
 /* A stage runs on the device of its tensors, whatever the thread's current one is. */
-template <typename Args, quern_status (*stage)(const quern_exec *, const Args *, void *)>
-static quern_status on_device(const quern_exec *exec, const Args *args, void *workspace)
+template <typename Args, quern_status (*stage)(const stage_exec *, const Args *, void *)>
+static quern_status on_device(const stage_exec *exec, const Args *args, void *workspace)
 {
     const device_scope scope(exec->device_id);
     return scope.code != cudaSuccess ? cuda_report(scope.code, "choosing the device") : stage(exec, args, workspace);
@@ -53,7 +53,7 @@ extern "C" __attribute__((visibility("default"))) const quern_cuda_plugin *quern
     static const quern_cuda_plugin plugin = {
         sizeof(quern_cuda_plugin), sizeof(quern_backend), TEXT(QUERN_VERSION_MAJOR) "." TEXT(QUERN_VERSION_MINOR) "." TEXT(QUERN_VERSION_PATCH),
         &backend, device_check, device_check_pointer, device_count, device_info, device_allocate, device_free, device_copy, device_fill,
-        stream_create, stream_destroy, stream_synchronize, stream_query, mark_create, mark_destroy, mark_record, mark_elapsed};
+        stream_create, stream_destroy, stream_synchronize, stream_query, event_create, event_destroy, event_record, event_elapsed};
     report = set;
     return &plugin;
 }

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* calls.cu - devices, pointers, memory, streams and marks, each over a call or two of the CUDA runtime. */
+/* calls.cu - devices, pointers, memory, streams and events, each over a call or two of the CUDA runtime. */
 #include "common/calls.cuh"
 
 #include <stdio.h>
@@ -133,21 +133,21 @@ quern_status stream_query(int32_t device, void *stream, bool *done)
     return code == cudaErrorNotReady ? QUERN_OK : cuda_report(code, "asking a stream");
 }
 
-quern_status mark_create(int32_t device, void **mark) { ON_DEVICE(device, "creating a mark", cudaEventCreate((cudaEvent_t *)mark)); }
+quern_status event_create(int32_t device, void **event) { ON_DEVICE(device, "creating an event", cudaEventCreate((cudaEvent_t *)event)); }
 
-quern_status mark_destroy(int32_t device, void *mark) { ON_DEVICE(device, "destroying a mark", cudaEventDestroy((cudaEvent_t)mark)); }
+quern_status event_destroy(int32_t device, void *event) { ON_DEVICE(device, "destroying an event", cudaEventDestroy((cudaEvent_t)event)); }
 
-quern_status mark_record(int32_t device, void *mark, void *stream)
+quern_status event_record(int32_t device, void *event, void *stream)
 {
-    ON_DEVICE(device, "recording a mark", cudaEventRecord((cudaEvent_t)mark, (cudaStream_t)stream));
+    ON_DEVICE(device, "recording an event", cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream));
 }
 
-quern_status mark_elapsed(int32_t device, void *from, void *to, double *ms)
+quern_status event_elapsed(int32_t device, void *from, void *to, double *ms)
 {
     const device_scope scope(device);
     float elapsed = 0;
     cudaError_t code = scope.code != cudaSuccess ? scope.code : cudaEventSynchronize((cudaEvent_t)to);
     if (code == cudaSuccess) code = cudaEventElapsedTime(&elapsed, (cudaEvent_t)from, (cudaEvent_t)to);
     if (code == cudaSuccess) *ms = (double)elapsed;
-    return cuda_report(code, "reading a mark");
+    return cuda_report(code, "reading an event");
 }

@@ -29,10 +29,10 @@ typedef struct quern_cuda_plugin {
     quern_status (*stream_destroy)(int32_t device, void *stream);
     quern_status (*synchronize)(int32_t device, void *stream);
     quern_status (*query)(int32_t device, void *stream, bool *done);
-    quern_status (*mark_create)(int32_t device, void **mark);
-    quern_status (*mark_destroy)(int32_t device, void *mark);
-    quern_status (*mark_record)(int32_t device, void *mark, void *stream);
-    quern_status (*mark_elapsed)(int32_t device, void *from, void *to, double *ms);
+    quern_status (*event_create)(int32_t device, void **event);
+    quern_status (*event_destroy)(int32_t device, void *event);
+    quern_status (*event_record)(int32_t device, void *event, void *stream);
+    quern_status (*event_elapsed)(int32_t device, void *from, void *to, double *ms);
 } quern_cuda_plugin;
 
 typedef const quern_cuda_plugin *quern_cuda_plugin_entry(quern_status (*set)(quern_status, const char *, ...));

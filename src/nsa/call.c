@@ -5,10 +5,10 @@
 
 #include "core/context.h"
 #include "core/error.h"
+#include "core/op.h"
 #include "core/view.h"
 
 #include <math.h>
-#include <stddef.h>
 
 /* Whether an operation uses a tensor: not at all, as an input or output, needed or optional. */
 typedef enum role { UNUSED, NEEDED, OPTIONAL, RESULT, OPTIONAL_RESULT } role;
@@ -350,16 +350,17 @@ static quern_status check_products(const nsa_call *c)
                      (long long)c->batch, (long long)c->n, (long long)c->heads, (long long)c->params.num_selected);
 }
 
-quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *t, nsa_op op, bool run, nsa_call *c)
+quern_status nsa_plan(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, bool run,
+                      nsa_call *c)
 {
     quern_status status;
     *c = (nsa_call){.op = op};
     if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
     if ((status = nsa_check_params(params, op, &c->params)) != QUERN_OK) return status;
-    if (t == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensors is NULL: use QUERN_NSA_TENSORS_INIT");
-    if (t->size != sizeof *t && t->size != offsetof(quern_nsa_tensors, status))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensors.size is %zu: %zu is accepted (use QUERN_NSA_TENSORS_INIT)", t->size, sizeof *t);
-    const quern_tensor *const asked = t->size == sizeof *t ? t->status : NULL;
+    quern_exec how;
+    quern_nsa_tensors own = QUERN_NSA_TENSORS_INIT;
+    const quern_nsa_tensors *const t = &own;
+    if ((status = op_struct(&own, tensors, "tensors", "QUERN_NSA_TENSORS_INIT")) != QUERN_OK || (status = op_exec(exec, &how)) != QUERN_OK) return status;
     c->packed = t->cu_seqlens != NULL;
     if (c->packed && (t->cu_seqlens->ndim != 1 || t->cu_seqlens->shape[0] < 1))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "cu_seqlens has %d dimensions of %lld: one dimension of batch + 1 borders is accepted",
@@ -373,13 +374,13 @@ quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const 
     if ((status = check_products(c)) != QUERN_OK) return status;
     rule_list list = {.count = 0};
     add_rules(c, t, &r, &list);
-    add(&list, OPTIONAL_RESULT, "status", asked, VIEW_I32, 1, 1, 0, 0, 0);
+    add(&list, OPTIONAL_RESULT, "exec.status", how.status, VIEW_I32, 1, 1, 0, 0, 0);
     if ((status = view_check_all(list.rules, list.count, &c->like, run)) != QUERN_OK) return status;
     if ((status = check_orphans(c, t)) != QUERN_OK) return status;
     if (run && c->packed && (status = view_check_borders(t->cu_seqlens, "cu_seqlens", c->n)) != QUERN_OK) return status;
     if (run && c->packed && r.cu_cmp == NEEDED && (status = check_entries(c, t)) != QUERN_OK) return status;
     if (c->params.scale == 0.0f && c->dim_k > 0) c->params.scale = 1.0f / sqrtf((float)c->dim_k);
-    c->backend = context_backend(ctx, c->like.device, c->like.device_id, t->stream, &c->exec);
+    c->backend = context_backend(ctx, c->like.device, c->like.device_id, how.stream, &c->exec);
     if (c->backend == NULL) return error_status();
     fill_views(c, t, &r);
     c->tokens = (stage_seqs){c->batch, c->n, c->n, view_or_absent(t->cu_seqlens), view_or_absent(t->cu_seqlens)};
@@ -387,7 +388,7 @@ quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const 
                                  r.cu_cmp != UNUSED ? view_or_absent(t->cu_seqlens_cmp) : (quern_tensor){0}};
     const quern_nsa_params *p = &c->params;
     c->check = (check_args){.seqs = c->compressed, .tile = p->tile, .select_block = p->select_block, .block_size = p->block_size, .stride = p->stride,
-                            .status = view_or_absent(asked)};
+                            .status = view_or_absent(how.status)};
     if (r.cu_cmp != NEEDED) c->check.seqs.cu_kv = (quern_tensor){0};
     if (r.block_idx == NEEDED) c->check.blocks = c->views.block_idx;
     if (r.group_idx == NEEDED) c->check.groups = c->views.group_idx;

@@ -40,7 +40,7 @@ typedef struct nsa_views {
 typedef struct nsa_call {
     nsa_op op;
     const quern_backend *backend;
-    quern_exec exec;
+    stage_exec exec;
     quern_nsa_params params; /* defaults resolved */
     quern_tensor like;       /* an activation: device, dtype */
     bool packed;
@@ -66,7 +66,8 @@ typedef struct nsa_call {
 /* Resolves defaults and checks what does not depend on tensors. */
 quern_status nsa_check_params(const quern_nsa_params *given, nsa_op op, quern_nsa_params *params);
 /* Checks everything visible to the host and fills the call up to its views. `run`: data counts, too. */
-quern_status nsa_plan(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, bool run, nsa_call *call);
+quern_status nsa_plan(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, bool run,
+                      nsa_call *call);
 
 bool nsa_is_backward(nsa_op op);
 bool nsa_branch_on(const nsa_call *call, int branch);

@@ -37,10 +37,10 @@ static quern_status check_supported(const nsa_call *c)
 }
 
 /* Plans, carves on `workspace` (NULL: sizes only) and checks that the stages are there. */
-static quern_status prepare(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, bool run,
-                            void *workspace, nsa_call *call, size_t *bytes)
+static quern_status prepare(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op,
+                            bool run, void *workspace, nsa_call *call, size_t *bytes)
 {
-    quern_status status = nsa_plan(ctx, params, tensors, op, run, call);
+    quern_status status = nsa_plan(ctx, exec, params, tensors, op, run, call);
     if (status != QUERN_OK) return status;
     arena a = arena_on(workspace);
     operation_of(op)->carve(call, &a);
@@ -52,127 +52,46 @@ static quern_status workspace_of(quern_context *ctx, const quern_nsa_params *par
 {
     nsa_call call;
     size_t needed;
-    const quern_status status = prepare(ctx, params, tensors, op, false, NULL, &call, &needed);
+    const quern_status status = prepare(ctx, NULL, params, tensors, op, false, NULL, &call, &needed);
     if (status != QUERN_OK) return status;
     if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     *bytes = needed;
     return QUERN_OK;
 }
 
-static quern_status run(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, void *workspace,
-                        size_t given)
+static quern_status run(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op,
+                        void *workspace, size_t given)
 {
     nsa_call call;
     size_t needed;
-    quern_status status = prepare(ctx, params, tensors, op, true, NULL, &call, &needed);
+    quern_status status = prepare(ctx, exec, params, tensors, op, true, NULL, &call, &needed);
     if (status != QUERN_OK) return status;
     if ((status = view_check_workspace(workspace, given, needed, &call.like)) != QUERN_OK) return status;
-    status = prepare(ctx, params, tensors, op, true, workspace, &call, &needed);
+    status = prepare(ctx, exec, params, tensors, op, true, workspace, &call, &needed);
     if (status == QUERN_OK && call.check.status.ndim > 0) status = call.backend->check.run(&call.exec, &call.check, NULL);
     return status != QUERN_OK ? status : operation_of(op)->run(&call);
 }
 
-quern_status quern_nsa_forward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
-{
-    return workspace_of(ctx, params, tensors, NSA_FORWARD, bytes);
-}
+/* The two public functions of an operation. */
+#define OPERATION(name, op)                                                                                                    \
+    quern_status quern_nsa_##name##_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes) \
+    {                                                                                                                          \
+        return workspace_of(ctx, params, tensors, op, bytes);                                                                  \
+    }                                                                                                                          \
+    quern_status quern_nsa_##name(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,                  \
+                                  const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes)                   \
+    {                                                                                                                          \
+        return run(ctx, exec, params, tensors, op, workspace, workspace_bytes);                                                \
+    }
 
-quern_status quern_nsa_forward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
-                               size_t workspace_bytes)
-{
-    return run(ctx, params, tensors, NSA_FORWARD, workspace, workspace_bytes);
-}
-
-quern_status quern_nsa_backward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
-{
-    return workspace_of(ctx, params, tensors, NSA_BACKWARD, bytes);
-}
-
-quern_status quern_nsa_backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
-                                size_t workspace_bytes)
-{
-    return run(ctx, params, tensors, NSA_BACKWARD, workspace, workspace_bytes);
-}
-
-quern_status quern_nsa_compress_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
-{
-    return workspace_of(ctx, params, tensors, NSA_COMPRESS, bytes);
-}
-
-quern_status quern_nsa_compress(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
-                                size_t workspace_bytes)
-{
-    return run(ctx, params, tensors, NSA_COMPRESS, workspace, workspace_bytes);
-}
-
-quern_status quern_nsa_compress_backward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors,
-                                                   size_t *bytes)
-{
-    return workspace_of(ctx, params, tensors, NSA_COMPRESS_BACKWARD, bytes);
-}
-
-quern_status quern_nsa_compress_backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
-                                         size_t workspace_bytes)
-{
-    return run(ctx, params, tensors, NSA_COMPRESS_BACKWARD, workspace, workspace_bytes);
-}
-
-quern_status quern_nsa_select_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
-{
-    return workspace_of(ctx, params, tensors, NSA_SELECT, bytes);
-}
-
-quern_status quern_nsa_select(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
-                              size_t workspace_bytes)
-{
-    return run(ctx, params, tensors, NSA_SELECT, workspace, workspace_bytes);
-}
-
-quern_status quern_nsa_attend_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
-{
-    return workspace_of(ctx, params, tensors, NSA_ATTEND, bytes);
-}
-
-quern_status quern_nsa_attend(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
-                              size_t workspace_bytes)
-{
-    return run(ctx, params, tensors, NSA_ATTEND, workspace, workspace_bytes);
-}
-
-quern_status quern_nsa_attend_backward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
-{
-    return workspace_of(ctx, params, tensors, NSA_ATTEND_BACKWARD, bytes);
-}
-
-quern_status quern_nsa_attend_backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
-                                       size_t workspace_bytes)
-{
-    return run(ctx, params, tensors, NSA_ATTEND_BACKWARD, workspace, workspace_bytes);
-}
-
-/* These three need no workspace on any backend. */
-quern_status quern_nsa_gates(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors)
-{
-    return run(ctx, params, tensors, NSA_GATES, NULL, 0);
-}
-
-quern_status quern_nsa_combine(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors)
-{
-    return run(ctx, params, tensors, NSA_COMBINE, NULL, 0);
-}
-
-quern_status quern_nsa_gate(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors)
-{
-    return run(ctx, params, tensors, NSA_GATE, NULL, 0);
-}
-
-quern_status quern_nsa_gate_backward_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, size_t *bytes)
-{
-    return workspace_of(ctx, params, tensors, NSA_GATE_BACKWARD, bytes);
-}
-
-quern_status quern_nsa_gate_backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *tensors, void *workspace,
-                                     size_t workspace_bytes)
-{
-    return run(ctx, params, tensors, NSA_GATE_BACKWARD, workspace, workspace_bytes);
-}
+OPERATION(forward, NSA_FORWARD)
+OPERATION(backward, NSA_BACKWARD)
+OPERATION(compress, NSA_COMPRESS)
+OPERATION(compress_backward, NSA_COMPRESS_BACKWARD)
+OPERATION(select, NSA_SELECT)
+OPERATION(attend, NSA_ATTEND)
+OPERATION(attend_backward, NSA_ATTEND_BACKWARD)
+OPERATION(gates, NSA_GATES)
+OPERATION(combine, NSA_COMBINE)
+OPERATION(gate, NSA_GATE)
+OPERATION(gate_backward, NSA_GATE_BACKWARD)

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* params.c - the parameters of NSA: what is legal, defaults, presets. */
 #include "core/error.h"
+#include "core/op.h"
 #include "nsa/call.h"
 
 #include <math.h>
@@ -62,10 +63,9 @@ static quern_status check_groups(const quern_nsa_params *p)
 
 quern_status nsa_check_params(const quern_nsa_params *given, nsa_op op, quern_nsa_params *p)
 {
-    if (given == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "params is NULL: use QUERN_NSA_PARAMS_INIT");
-    if (given->size != sizeof *given)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.size is %zu: %zu is accepted (use QUERN_NSA_PARAMS_INIT)", given->size, sizeof *given);
-    *p = *given;
+    *p = (quern_nsa_params)QUERN_NSA_PARAMS_INIT;
+    quern_status status = op_struct(p, given, "params", "QUERN_NSA_PARAMS_INIT");
+    if (status != QUERN_OK) return status;
     if (p->stride == 0) p->stride = p->block_size;
     if (p->select_block == 0) p->select_block = p->block_size;
     const struct {
@@ -105,7 +105,6 @@ quern_status nsa_check_params(const quern_nsa_params *given, nsa_op op, quern_ns
     const bool chooses_groups = op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_CMP) && p->max_compressed_groups > 0 &&
                                 p->groups == QUERN_NSA_LIST_COMPUTED;
     const bool groups = op == NSA_FORWARD || op == NSA_BACKWARD || op == NSA_SELECT || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD;
-    quern_status status = QUERN_OK;
     if (selects) status = check_selection(p);
     if (status == QUERN_OK && (selects || chooses_groups)) status = check_metric(p);
     if (status == QUERN_OK && groups) status = check_groups(p);
@@ -114,15 +113,20 @@ quern_status nsa_check_params(const quern_nsa_params *given, nsa_op op, quern_ns
 
 quern_status quern_nsa_params_preset(quern_nsa_params *params, const char *name)
 {
-    if (params == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "params is NULL: use QUERN_NSA_PARAMS_INIT");
+    quern_nsa_params p = QUERN_NSA_PARAMS_INIT;
+    const quern_status status = op_struct(&p, params, "params", "QUERN_NSA_PARAMS_INIT");
+    if (status != QUERN_OK) return status;
     if (name == NULL || strcmp(name, "tile256") != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': tile256 is accepted", name != NULL ? name : "NULL");
-    params->tile = 256;
-    params->scope = QUERN_NSA_SCOPE_HEAD;
-    params->metric = QUERN_NSA_METRIC_MEAN_LOGIT;
-    params->forced_first = params->forced_local = 0;
-    params->compressed_visibility = QUERN_NSA_VISIBLE_STARTED;
-    params->stride = params->select_block = 0;
-    params->gate = QUERN_NSA_GATE_WEIGHTS;
+    p.tile = 256;
+    p.scope = QUERN_NSA_SCOPE_HEAD;
+    p.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
+    p.forced_first = 0;
+    p.forced_local = 0;
+    p.compressed_visibility = QUERN_NSA_VISIBLE_STARTED;
+    p.stride = 0;
+    p.select_block = 0;
+    p.gate = QUERN_NSA_GATE_WEIGHTS;
+    op_struct_give(params, &p);
     return QUERN_OK;
 }

@@ -31,7 +31,7 @@ int main(int argc, char **argv)
         return 1;
     }
     void *workspace = malloc(bytes);
-    const quern_status status = quern_attention_forward(ctx, &params, &tensors, workspace, bytes);
+    const quern_status status = quern_attention_forward(ctx, NULL, &params, &tensors, workspace, bytes);
     free(workspace);
     quern_context_destroy(ctx);
     if (status != QUERN_OK) return 1;

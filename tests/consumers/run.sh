@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # Installs to a temporary prefix, moves it, and uses it from there: the command runs, and an outside program builds and
-# runs by pkg-config and by find_package, against the shared and the static library. Then every installed header
-# alone, as C11 and as C++17.
+# runs by pkg-config and by find_package, against the shared and the static library. Then the _INIT macros
+# and every installed header alone, as C11 and as C++17.
 #   tests/consumers/run.sh [PRESET]   the build to install (release)
 set -eu
 cd "$(dirname "$0")"
@@ -55,8 +55,15 @@ cmake -S . -B "$dir/build" -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
 cmake --build "$dir/build"
 "$dir/build/with_shared"
 "$dir/build/with_static"
-for header in "$prefix"/include/quern/*.h; do
-    echo "#include <quern/$(basename "$header")>" >"$dir/alone.c"
-    gcc -std=c11 -Wall -Wextra -Wstrict-prototypes -Werror -I"$prefix/include" -fsyntax-only "$dir/alone.c"
-    g++ -std=c++17 -Wall -Wextra -Werror -I"$prefix/include" -fsyntax-only -x c++ "$dir/alone.c"
+include=$prefix/include
+gcc -std=c11 -Wall -Wextra -Wpedantic -Werror -I"$include" inits.c -o "$dir/inits"
+"$dir/inits"
+g++ -std=c++17 -Wall -Wextra -Wpedantic -Werror -I"$include" -x c++ inits.c -o "$dir/inits"
+"$dir/inits"
+for header in "$include"/quern/*.h; do
+    printf '#include <quern/%s>\n' "$(basename "$header")" >"$dir/alone.c"
+    gcc -std=c11 -Wall -Wextra -Wstrict-prototypes -Werror -I"$include" -fsyntax-only "$dir/alone.c"
+    g++ -std=c++17 -Wall -Wextra -Werror -I"$include" -fsyntax-only -x c++ "$dir/alone.c"
+    printf 'extern "C" {\n#include <quern/%s>\n}\n' "$(basename "$header")" >"$dir/wrapped.c"
+    g++ -std=c++17 -Wall -Wextra -Werror -I"$include" -fsyntax-only -x c++ "$dir/wrapped.c"
 done

@@ -30,7 +30,7 @@ enum { GUARD = 512, PATTERN = 0x5a, RUNS = 3, MAX_TENSORS = 80 };
 static const size_t most_bytes = (size_t)1 << 30; /* of a tensor with its gaps; offsets_test.c has the large ones */
 
 quern_cuda_plugin_entry quern_cuda_plugin_1;
-const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *stream, quern_exec *exec);
+const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *stream, stage_exec *exec);
 quern_cpu_level __wrap_quern_cpu_level_detect(void);
 
 static const quern_backend *cuda;
@@ -113,14 +113,14 @@ static void image_take(image *m, int run, const char *stage)
     free(now);
 }
 
-typedef quern_status stage_call(const quern_exec *exec, const void *args, void *workspace);
+typedef quern_status stage_call(const stage_exec *exec, const void *args, void *workspace);
 
-static quern_status bridge(const char *stage, const quern_exec *given, void *args, const size_t *offsets, size_t count, size_t workspace_bytes,
+static quern_status bridge(const char *stage, const stage_exec *given, void *args, const size_t *offsets, size_t count, size_t workspace_bytes,
                            stage_call *call)
 {
     image images[MAX_TENSORS + 1];
     size_t made = 0;
-    quern_exec exec = *given;
+    stage_exec exec = *given;
     exec.device = QUERN_CUDA;
     exec.stream = stream;
     for (size_t i = 0; i < count; i++) {
@@ -195,19 +195,19 @@ static const size_t list_convert_tensors[] = {AT(list_convert_args, in), AT(list
 static const size_t check_tensors[] = {SEQS(check_args), AT(check_args, blocks), AT(check_args, groups), AT(check_args, status)};
 
 #define STAGE_BRIDGE(stage, type, tensors)                                                                            \
-    static bool stage##_supports(const quern_exec *exec, const type *args, char why[STAGE_WHY_BYTES])                 \
+    static bool stage##_supports(const stage_exec *exec, const type *args, char why[STAGE_WHY_BYTES])                 \
     {                                                                                                                 \
         return cuda->stage.supports(exec, args, why);                                                                 \
     }                                                                                                                 \
-    static size_t stage##_workspace(const quern_exec *exec, const type *args)                                         \
+    static size_t stage##_workspace(const stage_exec *exec, const type *args)                                         \
     {                                                                                                                 \
         return cuda->stage.workspace(exec, args);                                                                     \
     }                                                                                                                 \
-    static quern_status stage##_call(const quern_exec *exec, const void *args, void *workspace)                       \
+    static quern_status stage##_call(const stage_exec *exec, const void *args, void *workspace)                       \
     {                                                                                                                 \
         return cuda->stage.run(exec, args, workspace);                                                                \
     }                                                                                                                 \
-    static quern_status stage##_run(const quern_exec *exec, const type *args, void *workspace)                        \
+    static quern_status stage##_run(const stage_exec *exec, const type *args, void *workspace)                        \
     {                                                                                                                 \
         type copy = *args;                                                                                            \
         (void)workspace;                                                                                              \
@@ -232,7 +232,7 @@ static const quern_backend bridged = {
     ROW(gate_forward), ROW(gate_backward), ROW(convert), ROW(rowdot), ROW(list_convert), ROW(check),
 };
 
-const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *ignored, quern_exec *exec)
+const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *ignored, stage_exec *exec)
 {
     (void)device;
     (void)ignored;
@@ -243,7 +243,7 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
         CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         cuda = plugin->backend;
     }
-    *exec = (quern_exec){.device = QUERN_CPU, .device_id = device_id, .threads = ctx->threads, .cpu_level = ctx->cpu_level};
+    *exec = (stage_exec){.device = QUERN_CPU, .device_id = device_id, .threads = ctx->threads, .cpu_level = ctx->cpu_level};
     return &bridged;
 }
 

@@ -53,7 +53,7 @@ static void run(cut_case *c)
 {
     quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
     quern_context *ctx;
-    quern_exec exec;
+    stage_exec exec;
     assert_int_equal(quern_context_create(&params, &ctx), QUERN_OK);
     const quern_backend *backend = context_backend(ctx, QUERN_CPU, 0, NULL, &exec);
     const int64_t x[] = {1, c->n, c->heads, c->dim}, y[] = {1, c->entries, c->heads, c->dim}, w[] = {c->heads, c->positions * c->dim, c->dim},

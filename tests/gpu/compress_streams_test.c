@@ -29,7 +29,7 @@ quern_cuda_plugin_entry quern_cuda_plugin_1;
 
 /* A stream and what its calls read and write. */
 typedef struct lane {
-    quern_exec exec;
+    stage_exec exec;
     cudaStream_t stream;
     compress_args forward, backward;
     void *workspace;

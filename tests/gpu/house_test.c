@@ -121,13 +121,13 @@ static void attention_forward(twin *t, quern_status expected)
         const quern_tensor *v[5];
         for (int i = 0; i < 5; i++) v[i] = gpu ? &t[i].device : &t[i].host;
         a.q = v[0], a.k = v[1], a.v = v[2], a.o = v[3], a.lse = v[4];
-        a.stream = gpu ? stream : NULL;
+        const quern_exec exec = {sizeof exec, gpu ? stream : NULL, NULL};
         size_t bytes;
         void *workspace = NULL;
         quern_status status = quern_attention_forward_workspace(ctx, &params, &a, &bytes);
         if (status == QUERN_OK && gpu) OK(quern_cuda_allocate(device, bytes, &workspace));
         if (status == QUERN_OK && !gpu) workspace = malloc(bytes + 1);
-        if (status == QUERN_OK) status = quern_attention_forward(ctx, &params, &a, workspace, bytes);
+        if (status == QUERN_OK) status = quern_attention_forward(ctx, &exec, &params, &a, workspace, bytes);
         if (status != (gpu ? expected : QUERN_OK)) fail_msg("status %d: %s", (int)status, quern_last_error(NULL));
         if (gpu) {
             OK(quern_cuda_synchronize(device, stream));
@@ -179,13 +179,13 @@ static void pointers_of_another_device_are_refused(void **unused)
     quern_tensor q = t[0].host;
     q.data = t[0].device.data;
     a.q = &q, a.k = &t[1].host, a.v = &t[2].host, a.o = &t[3].host;
-    assert_int_equal(quern_attention_forward(ctx, &params, &a, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_attention_forward(ctx, NULL, &params, &a, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(NULL), "its tensor says cpu"));
     q = t[0].device;
     q.device_id = 63;
     for (int i = 1; i < 5; i++) t[i].device.device_id = 63;
     a.q = &q, a.k = &t[1].device, a.v = &t[2].device, a.o = &t[3].device;
-    assert_int_equal(quern_attention_forward(ctx, &params, &a, NULL, 0), QUERN_ERR_DEVICE);
+    assert_int_equal(quern_attention_forward(ctx, NULL, &params, &a, NULL, 0), QUERN_ERR_DEVICE);
     for (int i = 1; i < 5; i++) t[i].device.device_id = 0;
     attention_forward(t, QUERN_OK);
     assert_true(twin_difference(&t[3]) < 1e-5);
@@ -227,7 +227,7 @@ static void a_whole_layer_agrees_with_the_cpu(void **unused)
         for (int i = 0; i < COUNT; i++) v[i] = gpu ? &t[i].device : &t[i].host;
         a.q = v[Q], a.k = v[K], a.v = v[V], a.w_gate = v[W], a.o = v[O], a.gates = v[GATES], a.block_idx = v[IDX];
         a.lse_cmp = v[L0], a.lse_slc = v[L1], a.lse_win = v[L2], a.k_cmp = v[KC], a.v_cmp = v[VC];
-        a.stream = gpu ? stream : NULL;
+        const quern_exec exec = {sizeof exec, gpu ? stream : NULL, NULL};
         for (int pass = 0; pass < 2; pass++) {
             if (pass == 1) a.d_o = v[DO], a.d_q = v[DQ], a.d_k = v[DK], a.d_v = v[DV], a.d_w_gate = v[DW];
             size_t bytes;
@@ -237,10 +237,10 @@ static void a_whole_layer_agrees_with_the_cpu(void **unused)
             else workspace = malloc(bytes + 1);
             if (gpu && bytes > 0) { /* host memory for the workspace is refused */
                 void *host = malloc(bytes);
-                assert_int_equal((pass ? quern_nsa_backward : quern_nsa_forward)(ctx, &params, &a, host, bytes), QUERN_ERR_INVALID_ARGUMENT);
+                assert_int_equal((pass ? quern_nsa_backward : quern_nsa_forward)(ctx, &exec, &params, &a, host, bytes), QUERN_ERR_INVALID_ARGUMENT);
                 free(host);
             }
-            OK((pass ? quern_nsa_backward : quern_nsa_forward)(ctx, &params, &a, workspace, bytes));
+            OK((pass ? quern_nsa_backward : quern_nsa_forward)(ctx, &exec, &params, &a, workspace, bytes));
             bool done = false;
             if (gpu) {
                 while (!done) OK(quern_cuda_query(device, stream, &done));
@@ -271,20 +271,20 @@ static void bad_borders_set_the_status(void **unused)
     for (int i = 0; i < 5; i++) t[i] = twin_make(QUERN_F32, 3, shapes[i], i < 3);
     for (int run = 0; run < 2; run++) {
         quern_nsa_tensors a = QUERN_NSA_TENSORS_INIT;
-        a.q = &t[0].device, a.k = &t[1].device, a.v = &t[2].device, a.o = &t[3 + run].device, a.cu_seqlens = &cu.device, a.stream = stream;
-        a.status = &status.host;
+        a.q = &t[0].device, a.k = &t[1].device, a.v = &t[2].device, a.o = &t[3 + run].device, a.cu_seqlens = &cu.device;
+        quern_exec exec = {sizeof exec, stream, &status.host};
         size_t bytes;
         void *workspace;
-        assert_int_equal(quern_nsa_forward_workspace(ctx, &params, &a, &bytes), QUERN_ERR_INVALID_ARGUMENT); /* a status of the host's */
-        a.status = &status.device;
         OK(quern_nsa_forward_workspace(ctx, &params, &a, &bytes));
         OK(quern_cuda_allocate(device, bytes, &workspace));
         OK(quern_cuda_copy(device, cu.device.data, borders[run], sizeof borders[run], stream));
         OK(quern_cuda_fill(device, status.device.data, 0, 4, stream));
-        OK(quern_nsa_forward(ctx, &params, &a, workspace, bytes));
+        assert_int_equal(quern_nsa_forward(ctx, &exec, &params, &a, workspace, bytes), QUERN_ERR_INVALID_ARGUMENT); /* a status of the host's */
+        exec.status = &status.device;
+        OK(quern_nsa_forward(ctx, &exec, &params, &a, workspace, bytes));
         OK(quern_cuda_synchronize(device, stream));
         memset(status.host.data, 0, 4);
-        *(int32_t *)status.host.data = run == 0 ? QUERN_NSA_STATUS_BAD_OFFSETS : 0;
+        *(int32_t *)status.host.data = run == 0 ? QUERN_STATUS_BAD_OFFSETS : 0;
         assert_true(twin_difference(&status) == 0);
         OK(quern_cuda_free(device, workspace));
     }
@@ -296,21 +296,21 @@ static void bad_borders_set_the_status(void **unused)
     twin_free(&status);
 }
 
-static void marks_measure_time(void **unused)
+static void events_measure_time(void **unused)
 {
     (void)unused;
     void *from, *to, *p;
     double ms = -1;
     OK(quern_cuda_allocate(device, (size_t)1 << 28, &p));
-    OK(quern_cuda_mark_create(device, &from));
-    OK(quern_cuda_mark_create(device, &to));
-    OK(quern_cuda_mark_record(device, from, stream));
+    OK(quern_cuda_event_create(device, &from));
+    OK(quern_cuda_event_create(device, &to));
+    OK(quern_cuda_event_record(device, from, stream));
     OK(quern_cuda_fill(device, p, 1, (size_t)1 << 28, stream));
-    OK(quern_cuda_mark_record(device, to, stream));
-    OK(quern_cuda_mark_elapsed(device, from, to, &ms));
+    OK(quern_cuda_event_record(device, to, stream));
+    OK(quern_cuda_event_elapsed(device, from, to, &ms));
     assert_true(ms > 0 && ms < 1000);
-    OK(quern_cuda_mark_destroy(device, from));
-    OK(quern_cuda_mark_destroy(device, to));
+    OK(quern_cuda_event_destroy(device, from));
+    OK(quern_cuda_event_destroy(device, to));
     OK(quern_cuda_free(device, p));
 }
 
@@ -358,7 +358,7 @@ int main(void)
         cmocka_unit_test(too_much_memory_is_an_error_and_nothing_else),
         cmocka_unit_test(a_whole_layer_agrees_with_the_cpu),
         cmocka_unit_test(bad_borders_set_the_status),
-        cmocka_unit_test(marks_measure_time),
+        cmocka_unit_test(events_measure_time),
         cmocka_unit_test(a_second_gpu_is_a_device_of_its_own),
     };
     return cmocka_run_group_tests(tests, start, NULL);

@@ -91,7 +91,7 @@ static void four_million_tokens(void **state)
     test_random random = {test_seed("four_million_tokens", 7)};
     const quern_cuda_plugin *plugin = quern_cuda_plugin_1(error_set);
     const quern_backend *b = plugin->backend;
-    quern_exec exec = {.device = QUERN_CUDA};
+    stage_exec exec = {.device = QUERN_CUDA};
     const size_t row = D * 2;
     attend_args a = {
         .mask = ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1.0f / sqrtf(D), .window = 100, .query_offset = 0, .tile = 1};

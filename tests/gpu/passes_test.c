@@ -51,7 +51,7 @@ static size_t forward(quern_context *ctx, const quern_nsa_params *params, const 
     void *workspace;
     OK(quern_nsa_forward_workspace(ctx, params, t, &bytes));
     OK(quern_cuda_allocate(0, bytes, &workspace));
-    OK(quern_nsa_forward(ctx, params, t, workspace, bytes));
+    OK(quern_nsa_forward(ctx, NULL, params, t, workspace, bytes));
     OK(quern_cuda_synchronize(0, NULL));
     OK(quern_cuda_free(0, workspace));
     return bytes;

@@ -49,7 +49,7 @@ static void a_smaller_gpu_refuses_with_a_sentence(void **state)
             for (int listed = 0; listed < 2; listed++)
                 for (int k = 0; k < 3; k++) {
                     const quern_dtype dtype = dtypes[j];
-                    quern_exec exec = {.device = QUERN_CUDA, .shared_bytes = limits[k]};
+                    stage_exec exec = {.device = QUERN_CUDA, .shared_bytes = limits[k]};
                     attend_args a = {.mask = listed ? ATTEND_BLOCKS : ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1,
                                      .query_offset = -1, .block_size = 64, .stride = 64, .tile = 128};
                     a.q = a.o = a.d_o = a.d_q = shaped(dtype, 1, N, H, dims[i]);

@@ -247,7 +247,7 @@ static gradients reference_of(backward_case *c)
 
 static void run(backward_case *c, quern_cpu_level level, int32_t threads)
 {
-    const quern_exec exec = {.device = QUERN_CPU, .threads = threads, .cpu_level = level};
+    const stage_exec exec = {.device = QUERN_CPU, .threads = threads, .cpu_level = level};
     test_workspace workspace = test_workspace_make(quern_backend_cpu.attend_backward.workspace(&exec, &c->args));
     assert_int_equal(quern_backend_cpu.attend_backward.run(&exec, &c->args, workspace.data), QUERN_OK);
     test_workspace_close(&workspace);

@@ -76,7 +76,7 @@ static void run(linear_case *c, quern_cpu_level level, int32_t threads)
 {
     quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
     quern_context *ctx;
-    quern_exec exec;
+    stage_exec exec;
     params.threads = threads;
     params.cpu_level = level;
     assert_int_equal(quern_context_create(&params, &ctx), QUERN_OK);

@@ -60,7 +60,7 @@ static void pack_b(product *x, int64_t panel)
         }
 }
 
-static product make_product(const quern_exec *exec, quern_dtype dtype, int64_t m, int64_t n, int64_t k, bool transposed, bool panels, bool gaps,
+static product make_product(const stage_exec *exec, quern_dtype dtype, int64_t m, int64_t n, int64_t k, bool transposed, bool panels, bool gaps,
                             uint64_t seed)
 {
     const int64_t panel = attention_kernels_for(exec->cpu_level)->panel, pairs = dtype == QUERN_BF16 ? 2 : 1;
@@ -132,17 +132,17 @@ static void check(product *x, int64_t m, int64_t n, int64_t k, bool accumulate)
         }
 }
 
-static void each_level(void (*body)(const quern_exec *exec, quern_dtype dtype))
+static void each_level(void (*body)(const stage_exec *exec, quern_dtype dtype))
 {
     for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        const quern_exec exec = {.device = QUERN_CPU, .threads = 1, .cpu_level = (quern_cpu_level)level, .gemm = &cache};
+        const stage_exec exec = {.device = QUERN_CPU, .threads = 1, .cpu_level = (quern_cpu_level)level, .gemm = &cache};
         body(&exec, QUERN_F32);
         if (attention_kernels_for(exec.cpu_level)->mm_bf16 != NULL) body(&exec, QUERN_BF16);
     }
 }
 
 /* Full tiles, then every kind of end of them. */
-static void all_shapes(const quern_exec *exec, quern_dtype dtype)
+static void all_shapes(const stage_exec *exec, quern_dtype dtype)
 {
     static const int64_t shapes[][3] = {{1, 8, 8}, {7, 24, 40}, {32, 128, 128}, {96, 64, 256}, {96, 128, 512}, {64, 192, 96}, {128, 128, 128}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
@@ -169,7 +169,7 @@ static void every_level_sums_right(void **state)
 }
 
 /* Sums are cut at GEMM_DEPTH, whoever computes them: one call gives the bits of one call a part. */
-static void long_sums(const quern_exec *exec, quern_dtype dtype)
+static void long_sums(const stage_exec *exec, quern_dtype dtype)
 {
     enum { M = 96, N = 128, K = 2 * GEMM_DEPTH + 256 };
     const bool panels = dtype == QUERN_BF16;
@@ -209,7 +209,7 @@ static void tile(void *arg, int64_t index, int32_t thread)
 }
 
 /* Tiles give the same bits on 1, 2 and 3 threads, and the caller's number of threads is as it was. */
-static void teams(const quern_exec *exec, quern_dtype dtype)
+static void teams(const stage_exec *exec, quern_dtype dtype)
 {
     product x = make_product(exec, dtype, 96, 128, 512, false, true, false, 9);
     const size_t floats = TILES * (size_t)(x.shape.m * x.shape.ldc) + 16;
@@ -238,7 +238,7 @@ static void bits_do_not_depend_on_threads(void **state)
 }
 
 /* oneDNN serves the machine's best level, by a kernel that keeps to the caller's scratch; no other level. */
-static void picks(const quern_exec *exec, quern_dtype dtype)
+static void picks(const stage_exec *exec, quern_dtype dtype)
 {
     product x = make_product(exec, dtype, 96, 128, 512, false, true, false, 11),
             small = make_product(exec, dtype, 96, 24, 40, false, true, false, 12);
@@ -252,7 +252,7 @@ static void picks(const quern_exec *exec, quern_dtype dtype)
     const gemm again = gemm_plan(exec, &x.shape);
     assert_ptr_equal(again.store, x.plan.store);
     assert_null(small.plan.store);
-    quern_exec alone = *exec;
+    stage_exec alone = *exec;
     alone.gemm = NULL;
     assert_null(gemm_plan(&alone, &x.shape).store);
     free_product(&x);

@@ -91,7 +91,7 @@ void attention_case_forward(attention_case *c, quern_context *ctx)
     if (quern_attention_forward_workspace(ctx, &c->params, &c->tensors, &bytes) != QUERN_OK)
         fail_msg("forward's workspace: %s", quern_last_error(ctx));
     test_workspace workspace = test_workspace_make(bytes);
-    if (quern_attention_forward(ctx, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK) fail_msg("forward: %s", quern_last_error(ctx));
+    if (quern_attention_forward(ctx, NULL, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK) fail_msg("forward: %s", quern_last_error(ctx));
     test_workspace_close(&workspace);
     check_inputs(c);
     test_tensor_check_guards(&c->o, "o");
@@ -104,7 +104,7 @@ void attention_case_backward(attention_case *c, quern_context *ctx)
     if (quern_attention_backward_workspace(ctx, &c->params, &c->tensors, &bytes) != QUERN_OK)
         fail_msg("backward's workspace: %s", quern_last_error(ctx));
     test_workspace workspace = test_workspace_make(bytes);
-    if (quern_attention_backward(ctx, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK) fail_msg("backward: %s", quern_last_error(ctx));
+    if (quern_attention_backward(ctx, NULL, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK) fail_msg("backward: %s", quern_last_error(ctx));
     test_workspace_close(&workspace);
     check_inputs(c);
     test_tensor_check_guards(&c->o, "o");

@@ -10,30 +10,27 @@
 #include <stdlib.h>
 #include <string.h>
 
-const nsa_call nsa_call_forward = {"forward", quern_nsa_forward_workspace, quern_nsa_forward, NULL};
-const nsa_call nsa_call_backward = {"backward", quern_nsa_backward_workspace, quern_nsa_backward, NULL};
-const nsa_call nsa_call_compress = {"compress", quern_nsa_compress_workspace, quern_nsa_compress, NULL};
-const nsa_call nsa_call_compress_backward = {"compress_backward", quern_nsa_compress_backward_workspace,
-                                             quern_nsa_compress_backward, NULL};
-const nsa_call nsa_call_select = {"select", quern_nsa_select_workspace, quern_nsa_select, NULL};
-const nsa_call nsa_call_attend = {"attend", quern_nsa_attend_workspace, quern_nsa_attend, NULL};
-const nsa_call nsa_call_attend_backward = {"attend_backward", quern_nsa_attend_backward_workspace,
-                                           quern_nsa_attend_backward, NULL};
-const nsa_call nsa_call_gates = {"gates", NULL, NULL, quern_nsa_gates};
-const nsa_call nsa_call_combine = {"combine", NULL, NULL, quern_nsa_combine};
-const nsa_call nsa_call_gate = {"gate", NULL, NULL, quern_nsa_gate};
-const nsa_call nsa_call_gate_backward = {"gate_backward", quern_nsa_gate_backward_workspace,
-                                         quern_nsa_gate_backward, NULL};
+#define CALL(name) {#name, quern_nsa_##name##_workspace, quern_nsa_##name}
+const nsa_call nsa_call_forward = CALL(forward);
+const nsa_call nsa_call_backward = CALL(backward);
+const nsa_call nsa_call_compress = CALL(compress);
+const nsa_call nsa_call_compress_backward = CALL(compress_backward);
+const nsa_call nsa_call_select = CALL(select);
+const nsa_call nsa_call_attend = CALL(attend);
+const nsa_call nsa_call_attend_backward = CALL(attend_backward);
+const nsa_call nsa_call_gates = CALL(gates);
+const nsa_call nsa_call_combine = CALL(combine);
+const nsa_call nsa_call_gate = CALL(gate);
+const nsa_call nsa_call_gate_backward = CALL(gate_backward);
 
 quern_status nsa_try(nsa_case *c, quern_context *ctx, nsa_call call, nsa_set set)
 {
     const quern_nsa_tensors tensors = nsa_bind(c, nsa_present(c, set));
     size_t bytes = 0;
-    if (call.run_plain != NULL) return call.run_plain(ctx, &c->config.params, &tensors);
     quern_status status = call.workspace(ctx, &c->config.params, &tensors, &bytes);
     if (status != QUERN_OK) return status;
     test_workspace workspace = test_workspace_make(bytes);
-    status = call.run(ctx, &c->config.params, &tensors, workspace.data, bytes);
+    status = call.run(ctx, NULL, &c->config.params, &tensors, workspace.data, bytes);
     test_workspace_close(&workspace);
     return status;
 }

@@ -79,8 +79,7 @@ quern_nsa_tensors nsa_bind(const nsa_case *c, nsa_set set);
 typedef struct nsa_call {
     const char *name;
     quern_status (*workspace)(quern_context *, const quern_nsa_params *, const quern_nsa_tensors *, size_t *);
-    quern_status (*run)(quern_context *, const quern_nsa_params *, const quern_nsa_tensors *, void *, size_t);
-    quern_status (*run_plain)(quern_context *, const quern_nsa_params *, const quern_nsa_tensors *);
+    quern_status (*run)(quern_context *, const quern_exec *, const quern_nsa_params *, const quern_nsa_tensors *, void *, size_t);
 } nsa_call;
 extern const nsa_call nsa_call_forward, nsa_call_backward, nsa_call_compress, nsa_call_compress_backward,
     nsa_call_select, nsa_call_attend, nsa_call_attend_backward, nsa_call_gates, nsa_call_combine,

@@ -26,6 +26,18 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_I32, 3);
     assert_int_equal(QUERN_U8, 4);
     assert_int_equal(QUERN_I64, 5);
+    assert_int_equal(QUERN_F64, 6);
+    assert_int_equal(QUERN_E4M3, 7);
+    assert_int_equal(QUERN_E5M2, 8);
+    assert_int_equal(QUERN_E8M0, 9);
+    assert_int_equal(QUERN_E2M1X2, 10);
+    assert_int_equal(QUERN_I8, 11);
+    assert_int_equal(QUERN_I16, 12);
+    assert_int_equal(QUERN_U16, 13);
+    assert_int_equal(QUERN_U32, 14);
+    assert_int_equal(QUERN_U64, 15);
+    assert_int_equal(QUERN_BOOL, 16);
+    assert_int_equal(QUERN_C64, 17);
     assert_int_equal(QUERN_CPU, 0);
     assert_int_equal(QUERN_CUDA, 1);
     assert_int_equal(QUERN_CPU_LEVEL_AVX512BF16, 4);
@@ -36,7 +48,9 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_NSA_GATE_GIVEN, 2);
     assert_int_equal(QUERN_NSA_LIST_GIVEN, 1);
     assert_int_equal(QUERN_NSA_BRANCH_ALL, 7);
-    assert_int_equal(QUERN_NSA_STATUS_BAD_OFFSETS, 4);
+    assert_int_equal(QUERN_STATUS_BAD_INDEX, 1);
+    assert_int_equal(QUERN_STATUS_BAD_GROUP, 2);
+    assert_int_equal(QUERN_STATUS_BAD_OFFSETS, 4);
 }
 
 /* On 64-bit machines, which are the only ones so far. */
@@ -44,15 +58,18 @@ static void structs_keep_their_layout(void **unused)
 {
     (void)unused;
     assert_int_equal(sizeof(quern_tensor), 120);
-    assert_int_equal(sizeof(quern_context_params), 16);
+    assert_int_equal(sizeof(quern_context_params), 32);
+    assert_int_equal(sizeof(quern_exec), 24);
+    assert_int_equal(offsetof(quern_exec, status), 16);
     assert_int_equal(sizeof(quern_attention_params), 40);
-    assert_int_equal(sizeof(quern_attention_tensors), 104);
+    assert_int_equal(sizeof(quern_attention_tensors), 96);
     assert_int_equal(sizeof(quern_nsa_params), 120);
     assert_int_equal(offsetof(quern_nsa_params, compress), 56);
     assert_int_equal(offsetof(quern_nsa_params, branches), 104);
-    assert_int_equal(sizeof(quern_nsa_tensors), 392);
+    assert_int_equal(sizeof(quern_nsa_tensors), 376);
+    assert_int_equal(sizeof(quern_nsa_list_params), 32);
+    assert_int_equal(sizeof(quern_nsa_list_tensors), 32);
     assert_int_equal(offsetof(quern_nsa_tensors, d_o), 224);
-    assert_int_equal(offsetof(quern_nsa_tensors, status), 384); /* the size that older callers give */
     assert_int_equal(sizeof(quern_cuda_device), 312);
     assert_int_equal(sizeof(quern_safetensors_item), 16);
     assert_int_equal(sizeof(quern_safetensors_pair), 16);
@@ -65,13 +82,19 @@ static void initialisers_set_size_and_nothing_to_read(void **unused)
     const quern_attention_params attention = QUERN_ATTENTION_PARAMS_INIT;
     const quern_nsa_params nsa = QUERN_NSA_PARAMS_INIT;
     const quern_nsa_tensors tensors = QUERN_NSA_TENSORS_INIT;
+    const quern_exec exec = QUERN_EXEC_INIT;
+    const quern_nsa_list_params list = QUERN_NSA_LIST_PARAMS_INIT;
     assert_int_equal(context.size, sizeof context);
     assert_int_equal(attention.size, sizeof attention);
     assert_int_equal(nsa.size, sizeof nsa);
     assert_int_equal(tensors.size, sizeof tensors);
     assert_null(tensors.q);
-    assert_null(tensors.stream);
-    assert_null(tensors.status);
+    assert_null(tensors.d_gates);
+    assert_int_equal(exec.size, sizeof exec);
+    assert_null(exec.stream);
+    assert_null(exec.status);
+    assert_int_equal(list.size, sizeof list);
+    assert_null(context.parallel_for);
 }
 
 int main(void)

@@ -113,8 +113,8 @@ static void a_child_of_fork_computes_the_same(void **state)
         void *workspace = malloc(forward > backward ? forward : backward);
         test_tensor *x[OUTPUTS], *y[OUTPUTS];
         alarm(60);
-        int code = quern_attention_forward(ctx, &again.params, &again.tensors, workspace, forward) != QUERN_OK;
-        code |= quern_attention_backward(ctx, &again.params, &again.tensors, workspace, backward) != QUERN_OK;
+        int code = quern_attention_forward(ctx, NULL, &again.params, &again.tensors, workspace, forward) != QUERN_OK;
+        code |= quern_attention_backward(ctx, NULL, &again.params, &again.tensors, workspace, backward) != QUERN_OK;
         outputs_of(&c, x);
         outputs_of(&again, y);
         for (int i = 0; i < OUTPUTS; i++) code |= !test_tensor_same_bits(x[i], y[i]) << 1;
@@ -260,8 +260,8 @@ static void offsets_past_2_to_the_31(void **state)
         assert_int_equal(quern_attention_forward_workspace(ctx, &c.params, &c.tensors, &forward), QUERN_OK);
         assert_int_equal(quern_attention_backward_workspace(ctx, &c.params, &c.tensors, &backward), QUERN_OK);
         void *workspace = malloc(forward > backward ? forward : backward);
-        if (quern_attention_forward(ctx, &c.params, &c.tensors, workspace, forward) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
-        if (quern_attention_backward(ctx, &c.params, &c.tensors, workspace, backward) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+        if (quern_attention_forward(ctx, NULL, &c.params, &c.tensors, workspace, forward) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+        if (quern_attention_backward(ctx, NULL, &c.params, &c.tensors, workspace, backward) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
         for (int i = 4; i < 9; i++) assert_true(test_tensor_same_bits(near[i], &far[i]));
         free(workspace);
         quern_context_destroy(ctx);

@@ -44,7 +44,7 @@ static void no_d_v(bad_call *b) { b->c.tensors.d_v = NULL; }
 static void null_data(bad_call *b) { b->c.k.view.data = NULL; }
 static void null_output_data(bad_call *b) { b->c.o.view.data = NULL; }
 static void params_size(bad_call *b) { b->c.params.size = 4; }
-static void tensors_size(bad_call *b) { b->c.tensors.size = 8; }
+static void tensors_size(bad_call *b) { b->c.tensors.size = 12; }
 static void negative_window(bad_call *b) { b->c.params.window = -3; }
 static void negative_scale(bad_call *b) { b->c.params.scale = -0.5f; }
 static void nan_scale(bad_call *b) { b->c.params.scale = NAN; }
@@ -121,7 +121,7 @@ static const mistake mistakes[] = {
     {"k without memory", null_data, BOTH, false, false, QUERN_ERR_INVALID_ARGUMENT, {"k.data is NULL", "memory"}},
     {"o without memory", null_output_data, BOTH, false, false, QUERN_ERR_INVALID_ARGUMENT, {"o.data is NULL", "memory"}},
     {"size of params", params_size, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"params.size is 4", "accepted"}},
-    {"size of tensors", tensors_size, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"tensors.size is 8", "accepted"}},
+    {"size of tensors", tensors_size, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"tensors.size is 12", "accepted"}},
     {"window below 0", negative_window, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"window", "-3", "0"}},
     {"scale below 0", negative_scale, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"scale", "-0.5", "positive"}},
     {"scale NaN", nan_scale, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"scale", "nan", "finite"}},
@@ -206,8 +206,8 @@ static void try(const mistake *m, bool backward)
     assert_int_equal(status, QUERN_OK);
     void *workspace = b.workspace = malloc(b.bytes);
     m->make(&b);
-    status = backward ? quern_attention_backward(b.ctx, params, tensors, b.workspace, b.bytes)
-                      : quern_attention_forward(b.ctx, params, tensors, b.workspace, b.bytes);
+    status = backward ? quern_attention_backward(b.ctx, NULL, params, tensors, b.workspace, b.bytes)
+                      : quern_attention_forward(b.ctx, NULL, params, tensors, b.workspace, b.bytes);
     expect(m, backward ? "backward" : "forward", status);
     status = backward ? quern_attention_backward_workspace(b.ctx, params, tensors, &bytes)
                       : quern_attention_forward_workspace(b.ctx, params, tensors, &bytes);
@@ -244,11 +244,11 @@ static void null_arguments(void **state)
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     (void)state;
     attention_case_make(&c, &fixed, QUERN_F32, TEST_CONTIGUOUS, &random);
-    assert_int_equal(quern_attention_forward(NULL, &c.params, &c.tensors, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_attention_forward(NULL, NULL, &c.params, &c.tensors, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(NULL), "ctx is NULL"));
-    assert_int_equal(quern_attention_backward(ctx, NULL, &c.tensors, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_attention_backward(ctx, NULL, NULL, &c.tensors, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(NULL), "params is NULL"));
-    assert_int_equal(quern_attention_forward(ctx, &c.params, NULL, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_attention_forward(ctx, NULL, &c.params, NULL, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(NULL), "tensors is NULL"));
     assert_int_equal(quern_attention_forward_workspace(ctx, &c.params, &c.tensors, NULL), QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(NULL), "bytes is NULL"));
@@ -282,7 +282,7 @@ static void legal_views(void **state)
     size_t bytes = 0;
     assert_int_equal(quern_attention_backward_workspace(ctx, &c.params, &c.tensors, &bytes), QUERN_OK);
     void *workspace = malloc(bytes);
-    if (quern_attention_backward(ctx, &c.params, &c.tensors, workspace, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_attention_backward(ctx, NULL, &c.params, &c.tensors, workspace, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
     for (int i = 0; i < 3; i++) {
         double *got = test_tensor_get(gradients[i]);
         for (int64_t j = 0; j < test_tensor_count(gradients[i]); j++) assert_true(got[j] == expected[i][j]);

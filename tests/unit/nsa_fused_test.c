@@ -14,7 +14,7 @@
 
 enum { TRIALS = 60 };
 
-static const nsa_call composed = {"composed forward", nsa_composed_workspace, nsa_composed_forward, NULL};
+static const nsa_call composed = {"composed forward", nsa_composed_workspace, nsa_composed_forward};
 
 /* Everything that the branches do not round or sum has the same bits; the rest agrees within the bounds. */
 static void compare(const nsa_case *c, nsa_set set, const test_tensor copies[NSA_SLOTS], const char *what)

@@ -36,6 +36,35 @@ static int32_t any_entry(test_random *random, int64_t blocks)
     }
 }
 
+static quern_status convert(const quern_tensor *in, int64_t from, const quern_tensor *out, const quern_tensor *count, int64_t to, int64_t n,
+                            const quern_tensor *status)
+{
+    const quern_nsa_list_params params = {sizeof params, from, to, n};
+    const quern_nsa_list_tensors tensors = {sizeof tensors, in, out, count};
+    const quern_exec exec = {sizeof exec, NULL, status};
+    size_t bytes = 1;
+    if (quern_nsa_list_convert_workspace(ctx, &params, &tensors, &bytes) != QUERN_OK) return QUERN_ERR_INVALID_ARGUMENT;
+    assert_int_equal(bytes, 0);
+    return quern_nsa_list_convert(ctx, &exec, &params, &tensors, NULL, 0);
+}
+
+/* The bits that the call set in its status word. */
+static int32_t convert_or_fail(const quern_tensor *in, int64_t from, const quern_tensor *out, const quern_tensor *count, int64_t to, int64_t n)
+{
+    int32_t words[3] = {0x5a5a5a5a, 1 << 20, 0x5a5a5a5a};
+    const quern_tensor word = quern_tensor_contiguous(&words[1], QUERN_I32, 1, (int64_t[]){1});
+    if (convert(in, from, out, count, to, n, &word) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    assert_true(words[0] == 0x5a5a5a5a && words[2] == 0x5a5a5a5a && (words[1] & 1 << 20) != 0);
+    return words[1] & ~(1 << 20);
+}
+
+static bool entry_outside(const int32_t *list, int64_t count, int64_t blocks)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (list[i] < -1 || list[i] >= blocks) return true;
+    return false;
+}
+
 static void conversion_agrees_with_the_oracle(void **state)
 {
     test_random random = {test_seed("conversion_agrees_with_the_oracle", 61)};
@@ -55,9 +84,8 @@ static void conversion_agrees_with_the_oracle(void **state)
         for (int64_t i = 0; i < 6 * k_in; i++) list[i] = any_entry(&random, (n + from - 1) / from);
         test_tensor_set_i32(&in, list);
         const bool with_count = trial % 5 != 0;
-        if (quern_nsa_list_convert(ctx, &in.view, from, &out.view, with_count ? &count.view : NULL, to, n, NULL) !=
-            QUERN_OK)
-            fail_msg("%s", quern_last_error(ctx));
+        const int32_t bad = entry_outside(list, 6 * k_in, (n + from - 1) / from) ? QUERN_STATUS_BAD_INDEX : 0;
+        assert_int_equal(convert_or_fail(&in.view, from, &out.view, with_count ? &count.view : NULL, to, n), bad);
         int32_t *got = test_tensor_get_i32(&out), *counts = test_tensor_get_i32(&count);
         for (int64_t row = 0; row < 6; row++) {
             const int32_t taken =
@@ -86,8 +114,7 @@ static void conversion_refuses_block_sizes_that_do_not_divide(void **state)
     const quern_tensor out_view = quern_tensor_contiguous(out, QUERN_I32, 1, (int64_t[]){4});
     (void)state;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        assert_int_equal(quern_nsa_list_convert(ctx, &in_view, bad[i][0], &out_view, NULL, bad[i][1], bad[i][2], NULL),
-                         QUERN_ERR_INVALID_ARGUMENT);
+        assert_int_equal(convert(&in_view, bad[i][0], &out_view, NULL, bad[i][1], bad[i][2], NULL), QUERN_ERR_INVALID_ARGUMENT);
         for (int j = 0; j < 8; j++) assert_int_equal(out[j], 7);
     }
 }
@@ -99,10 +126,10 @@ static void conversion_takes_any_stride_of_a_single_list(void **state)
     const quern_tensor out_view = quern_tensor_contiguous(out, QUERN_I32, 3, (int64_t[]){2, 1, 2});
     (void)state;
     in_view.strides[1] = 999; /* along a dimension of one */
-    if (quern_nsa_list_convert(ctx, &in_view, 4, &out_view, NULL, 4, 16, NULL) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    assert_int_equal(convert_or_fail(&in_view, 4, &out_view, NULL, 4, 16), 0);
     assert_memory_equal(out, in, sizeof in);
     in_view.shape[2] = INT64_MAX / 8;
-    assert_int_equal(quern_nsa_list_convert(ctx, &in_view, 1024, &out_view, NULL, 1, 16, NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(convert(&in_view, 1024, &out_view, NULL, 1, 16, NULL), QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(ctx), "in.shape[2] is 1152921504606846975"));
 }
 
@@ -178,25 +205,25 @@ static void lists_handed_back_reproduce_the_call(void **state)
     nsa_case_free(c);
 }
 
-/* One call with a status word that starts as `before`; the word afterwards. */
+/* One call with a status word that starts as `before`; the word afterwards. An old caller's exec ends before it. */
 static int32_t status_after(nsa_case *c, nsa_call call, nsa_set set, int32_t before, bool by_an_old_caller)
 {
     int32_t words[3] = {0x5a5a5a5a, before, 0x5a5a5a5a};
     const quern_tensor word = quern_tensor_contiguous(&words[1], QUERN_I32, 1, (int64_t[]){1});
-    quern_nsa_tensors tensors = nsa_bind(c, nsa_present(c, set));
-    tensors.status = &word;
-    for (int old = 0; old < (by_an_old_caller ? 2 : 1); old++) { /* the second time by a caller who knows no such field */
-        size_t bytes = 0;
-        const int32_t found = words[1];
-        if (old) tensors.size = offsetof(quern_nsa_tensors, status);
-        if (call.workspace(ctx, &c->config.params, &tensors, &bytes) != QUERN_OK) fail_msg("%s: %s", call.name, quern_last_error(ctx));
-        void *workspace = malloc(bytes + 1);
-        assert_non_null(workspace);
-        if (old) words[1] = before;
-        if (call.run(ctx, &c->config.params, &tensors, workspace, bytes) != QUERN_OK) fail_msg("%s: %s", call.name, quern_last_error(ctx));
-        if (old) assert_int_equal(words[1], before), words[1] = found;
-        free(workspace);
+    const quern_nsa_tensors tensors = nsa_bind(c, nsa_present(c, set));
+    quern_exec exec = {sizeof exec, NULL, &word};
+    size_t bytes = 0;
+    if (call.workspace(ctx, &c->config.params, &tensors, &bytes) != QUERN_OK) fail_msg("%s: %s", call.name, quern_last_error(ctx));
+    void *workspace = malloc(bytes + 1);
+    assert_non_null(workspace);
+    if (by_an_old_caller) {
+        exec.size = offsetof(quern_exec, status);
+        if (call.run(ctx, &exec, &c->config.params, &tensors, workspace, bytes) != QUERN_OK) fail_msg("%s: %s", call.name, quern_last_error(ctx));
+        assert_int_equal(words[1], before);
+        exec.size = sizeof exec;
     }
+    if (call.run(ctx, &exec, &c->config.params, &tensors, workspace, bytes) != QUERN_OK) fail_msg("%s: %s", call.name, quern_last_error(ctx));
+    free(workspace);
     assert_true(words[0] == 0x5a5a5a5a && words[2] == 0x5a5a5a5a);
     return words[1];
 }
@@ -252,7 +279,7 @@ static void bad_entries_set_their_bit(void **state)
         for (int which = 0; which < (groups ? 2 : 1); which++) {
             fill_list(c, &random, NSA_BLOCK_IDX, config.params.num_selected, per, which == 0 ? bad : -1);
             if (groups) fill_list(c, &random, NSA_GROUP_IDX, 2, 128, which == 1 ? bad : -1);
-            const int32_t bit = bad == -1 ? 0 : which == 0 ? QUERN_NSA_STATUS_BAD_BLOCK : QUERN_NSA_STATUS_BAD_GROUP;
+            const int32_t bit = bad == -1 ? 0 : which == 0 ? QUERN_STATUS_BAD_INDEX : QUERN_STATUS_BAD_GROUP;
             const nsa_set attend = nsa_attend_inputs(c) | nsa_attend_outputs(c);
             assert_int_equal(status_after(c, nsa_call_forward, nsa_forward_inputs(c) | nsa_forward_outputs(c), 1 << 20, old), 1 << 20 | bit);
             assert_int_equal(status_after(c, nsa_call_backward, nsa_backward_inputs(c) | nsa_backward_outputs(c), 0, old), bit);

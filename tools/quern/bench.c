@@ -93,17 +93,17 @@ static double ceiling_cuda(ceiling limit)
     double best = 0, ms = 0;
     if (limit != CEILING_READ && limit != CEILING_COPY && limit != CEILING_WRITE) return 0;
     bool ok = quern_cuda_allocate(0, bytes, &a) == QUERN_OK && quern_cuda_allocate(0, bytes, &b) == QUERN_OK &&
-              quern_cuda_mark_create(0, &from) == QUERN_OK && quern_cuda_mark_create(0, &to) == QUERN_OK;
+              quern_cuda_event_create(0, &from) == QUERN_OK && quern_cuda_event_create(0, &to) == QUERN_OK;
     for (int i = 0; i < 6 && ok; i++) {
         const bool write = limit == CEILING_WRITE;
-        ok = quern_cuda_mark_record(0, from, NULL) == QUERN_OK &&
+        ok = quern_cuda_event_record(0, from, NULL) == QUERN_OK &&
              (write ? quern_cuda_fill(0, b, (uint8_t)i, bytes, NULL) : quern_cuda_copy(0, b, a, bytes, NULL)) == QUERN_OK &&
-             quern_cuda_mark_record(0, to, NULL) == QUERN_OK && quern_cuda_mark_elapsed(0, from, to, &ms) == QUERN_OK;
+             quern_cuda_event_record(0, to, NULL) == QUERN_OK && quern_cuda_event_elapsed(0, from, to, &ms) == QUERN_OK;
         const double rate = ok ? (write ? 1 : 2) * (double)bytes / ms * 1e-6 : 0;
         if (i > 0 && rate > best) best = rate;
     }
-    (void)quern_cuda_mark_destroy(0, from);
-    (void)quern_cuda_mark_destroy(0, to);
+    (void)quern_cuda_event_destroy(0, from);
+    (void)quern_cuda_event_destroy(0, to);
     (void)quern_cuda_free(0, a);
     (void)quern_cuda_free(0, b);
     return ok ? best : 0;

@@ -125,7 +125,7 @@ static int64_t ceil_div(int64_t a, int64_t b)
 static void derive_symbols(job *j)
 {
     if (j->op->family == &family_list) {
-        const list_params *p = &j->params.list;
+        const quern_nsa_list_params *p = &j->params.list;
         const bool expands = p->to >= 1 && p->from > p->to;
         int64_t k = symbol_or(j, "k", 0);
         if (expands && __builtin_mul_overflow(k, p->from / p->to, &k)) k = 0;
@@ -474,9 +474,9 @@ void job_free(job *j)
 {
     for (size_t i = 0; i < SLOTS_MAX; i++) give_back(j, j->owned[i], j->owned_bytes[i]);
     give_back(j, j->workspace, j->workspace_bytes);
-    for (int i = 0; i < 3; i++) (void)quern_cuda_mark_destroy(0, j->marks[i]);
+    for (int i = 0; i < 3; i++) (void)quern_cuda_event_destroy(0, j->events[i]);
     (void)quern_cuda_free(0, j->flush);
-    memset(j->marks, 0, sizeof j->marks);
+    memset(j->events, 0, sizeof j->events);
     j->workspace = j->flush = NULL;
     memset(j->owned, 0, sizeof j->owned);
 }

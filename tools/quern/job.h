@@ -37,7 +37,7 @@ typedef struct job {
     void *workspace;
     size_t workspace_bytes;
     double forward_ms, backward_ms;
-    void *marks[3], *flush; /* CUDA: around the passes; what job_flush writes over */
+    void *events[3], *flush; /* CUDA: around the passes; what job_flush writes over */
 } job;
 
 /* Starts a job; params are taken over. */

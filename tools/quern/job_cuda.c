@@ -11,15 +11,15 @@ quern_status job_run_cuda(job *j, quern_context *ctx)
 {
     quern_status status = QUERN_OK;
     for (int i = 0; i < 3 && status == QUERN_OK; i++)
-        if (j->marks[i] == NULL) status = quern_cuda_mark_create(0, &j->marks[i]);
-    if (status == QUERN_OK) status = quern_cuda_mark_record(0, j->marks[0], NULL);
+        if (j->events[i] == NULL) status = quern_cuda_event_create(0, &j->events[i]);
+    if (status == QUERN_OK) status = quern_cuda_event_record(0, j->events[0], NULL);
     if (status == QUERN_OK) status = pass_run(&j->op->forward, ctx, &j->params, &j->tensors, j->workspace, j->workspace_bytes);
-    if (status == QUERN_OK) status = quern_cuda_mark_record(0, j->marks[1], NULL);
+    if (status == QUERN_OK) status = quern_cuda_event_record(0, j->events[1], NULL);
     if (status == QUERN_OK && j->backward) status = pass_run(&j->op->backward, ctx, &j->params, &j->tensors, j->workspace, j->workspace_bytes);
-    if (status == QUERN_OK) status = quern_cuda_mark_record(0, j->marks[2], NULL);
+    if (status == QUERN_OK) status = quern_cuda_event_record(0, j->events[2], NULL);
     if (status == QUERN_OK) status = quern_cuda_synchronize(0, NULL);
-    if (status == QUERN_OK) status = quern_cuda_mark_elapsed(0, j->marks[0], j->marks[1], &j->forward_ms);
-    return status == QUERN_OK ? quern_cuda_mark_elapsed(0, j->marks[1], j->marks[2], &j->backward_ms) : status;
+    if (status == QUERN_OK) status = quern_cuda_event_elapsed(0, j->events[0], j->events[1], &j->forward_ms);
+    return status == QUERN_OK ? quern_cuda_event_elapsed(0, j->events[1], j->events[2], &j->backward_ms) : status;
 }
 
 int job_flush(job *j)

@@ -108,9 +108,9 @@ static const slot nsa_slots[] = {
 };
 #undef AT
 static const slot list_slots[] = {
-    {"block_idx", offsetof(list_tensors, in), SLOT_I32, "... k", NULL},
-    {"converted_idx", offsetof(list_tensors, out), SLOT_I32, "... k_out", NULL},
-    {"converted_count", offsetof(list_tensors, count), SLOT_I32, "...", NULL},
+    {"block_idx", offsetof(quern_nsa_list_tensors, in), SLOT_I32, "... k", NULL},
+    {"converted_idx", offsetof(quern_nsa_list_tensors, out), SLOT_I32, "... k_out", NULL},
+    {"converted_count", offsetof(quern_nsa_list_tensors, count), SLOT_I32, "...", NULL},
 };
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
@@ -118,11 +118,6 @@ const family family_attention = {"attention", attention_slots, COUNT(attention_s
                                  COUNT(attention_params), "cu_seqlens_q"};
 const family family_nsa = {"nsa", nsa_slots, COUNT(nsa_slots), nsa_params, COUNT(nsa_params), "cu_seqlens"};
 const family family_list = {"list", list_slots, COUNT(list_slots), list_rows, COUNT(list_rows), ""};
-
-static quern_status convert_list(quern_context *ctx, const list_params *p, const list_tensors *t)
-{
-    return quern_nsa_list_convert(ctx, t->in, p->from, t->out, t->count, p->to, p->n, NULL);
-}
 
 const operation operations[] = {
     {.name = "attention",
@@ -184,7 +179,7 @@ const operation operations[] = {
      .gives = "gates",
      .trigger = "",
      .gradients = "",
-     .forward = {.nsa_direct = quern_nsa_gates}},
+     .forward = {.nsa_size = quern_nsa_gates_workspace, .nsa = quern_nsa_gates}},
     {.name = "nsa-combine",
      .help = "combine the branches by gates handed in, or 1/3 each",
      .family = &family_nsa,
@@ -193,7 +188,7 @@ const operation operations[] = {
      .gives = "O",
      .trigger = "",
      .gradients = "",
-     .forward = {.nsa_direct = quern_nsa_combine}},
+     .forward = {.nsa_size = quern_nsa_combine_workspace, .nsa = quern_nsa_combine}},
     {.name = "nsa-gate",
      .help = "compute the gates and combine in one pass; with dO also the backward (dQ is the gate's share)",
      .family = &family_nsa,
@@ -202,7 +197,7 @@ const operation operations[] = {
      .gives = "gates O",
      .trigger = "dO",
      .gradients = "dO_cmp dO_slc dO_win dQ dgate dgates",
-     .forward = {.nsa_direct = quern_nsa_gate},
+     .forward = {.nsa_size = quern_nsa_gate_workspace, .nsa = quern_nsa_gate},
      .backward = {.nsa_size = quern_nsa_gate_backward_workspace, .nsa = quern_nsa_gate_backward}},
     {.name = "nsa-list-convert",
      .help = "convert a list of blocks to another block length",
@@ -212,7 +207,7 @@ const operation operations[] = {
      .gives = "converted_idx converted_count",
      .trigger = "",
      .gradients = "",
-     .forward = {.list = convert_list}},
+     .forward = {.list_size = quern_nsa_list_convert_workspace, .list = quern_nsa_list_convert}},
 };
 const size_t operation_count = COUNT(operations);
 
@@ -263,7 +258,7 @@ any_params params_init(const family *f)
 {
     if (f == &family_attention) return (any_params){.attention = QUERN_ATTENTION_PARAMS_INIT};
     if (f == &family_nsa) return (any_params){.nsa = QUERN_NSA_PARAMS_INIT};
-    return (any_params){.list = {0, 0, 0}};
+    return (any_params){.list = QUERN_NSA_LIST_PARAMS_INIT};
 }
 
 any_tensors tensors_init(const family *f)
@@ -272,28 +267,27 @@ any_tensors tensors_init(const family *f)
     memset(&t, 0, sizeof t);
     if (f == &family_attention) t.attention.size = sizeof t.attention;
     if (f == &family_nsa) t.nsa.size = sizeof t.nsa;
+    if (f == &family_list) t.list.size = sizeof t.list;
     return t;
 }
 
 quern_status pass_size(const pass *p, quern_context *ctx, const any_params *params, const any_tensors *tensors,
                        size_t *bytes)
 {
-    *bytes = 0;
     if (p->attention_size != NULL) return p->attention_size(ctx, &params->attention, &tensors->attention, bytes);
     if (p->nsa_size != NULL) return p->nsa_size(ctx, &params->nsa, &tensors->nsa, bytes);
-    return QUERN_OK;
+    return p->list_size(ctx, &params->list, &tensors->list, bytes);
 }
 
 quern_status pass_run(const pass *p, quern_context *ctx, const any_params *params, const any_tensors *tensors,
                       void *workspace, size_t bytes)
 {
-    if (p->attention != NULL) return p->attention(ctx, &params->attention, &tensors->attention, workspace, bytes);
-    if (p->nsa != NULL) return p->nsa(ctx, &params->nsa, &tensors->nsa, workspace, bytes);
-    if (p->nsa_direct != NULL) return p->nsa_direct(ctx, &params->nsa, &tensors->nsa);
-    return p->list(ctx, &params->list, &tensors->list);
+    if (p->attention != NULL) return p->attention(ctx, NULL, &params->attention, &tensors->attention, workspace, bytes);
+    if (p->nsa != NULL) return p->nsa(ctx, NULL, &params->nsa, &tensors->nsa, workspace, bytes);
+    return p->list(ctx, NULL, &params->list, &tensors->list, workspace, bytes);
 }
 
 bool pass_exists(const pass *p)
 {
-    return p->attention != NULL || p->nsa != NULL || p->nsa_direct != NULL || p->list != NULL;
+    return p->attention != NULL || p->nsa != NULL || p->list != NULL;
 }

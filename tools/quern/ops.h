@@ -15,24 +15,16 @@
 #include <quern/attention.h>
 #include <quern/nsa.h>
 
-typedef struct list_params { /* of quern_nsa_list_convert */
-    int64_t from, to, n;
-} list_params;
-
-typedef struct list_tensors {
-    const quern_tensor *in, *out, *count;
-} list_tensors;
-
 typedef union any_params {
     quern_attention_params attention;
     quern_nsa_params nsa;
-    list_params list;
+    quern_nsa_list_params list;
 } any_params;
 
 typedef union any_tensors {
     quern_attention_tensors attention;
     quern_nsa_tensors nsa;
-    list_tensors list;
+    quern_nsa_list_tensors list;
 } any_tensors;
 
 typedef enum slot_dtype { SLOT_ACT, SLOT_WEIGHT, SLOT_F32, SLOT_I32 } slot_dtype;
@@ -54,17 +46,18 @@ typedef struct family {
     const char *packed_by; /* the tensor whose presence means a packed batch */
 } family;
 
-/* One direction of an operation. The family says which members are set; without `..._size` the call needs
- * no workspace and `nsa_direct` is set. */
+/* One direction of an operation. The family says which members are set. */
 typedef struct pass {
     quern_status (*attention_size)(quern_context *, const quern_attention_params *,
                                    const quern_attention_tensors *, size_t *);
-    quern_status (*attention)(quern_context *, const quern_attention_params *, const quern_attention_tensors *,
-                              void *, size_t);
+    quern_status (*attention)(quern_context *, const quern_exec *, const quern_attention_params *,
+                              const quern_attention_tensors *, void *, size_t);
     quern_status (*nsa_size)(quern_context *, const quern_nsa_params *, const quern_nsa_tensors *, size_t *);
-    quern_status (*nsa)(quern_context *, const quern_nsa_params *, const quern_nsa_tensors *, void *, size_t);
-    quern_status (*nsa_direct)(quern_context *, const quern_nsa_params *, const quern_nsa_tensors *);
-    quern_status (*list)(quern_context *, const list_params *, const list_tensors *);
+    quern_status (*nsa)(quern_context *, const quern_exec *, const quern_nsa_params *, const quern_nsa_tensors *,
+                        void *, size_t);
+    quern_status (*list_size)(quern_context *, const quern_nsa_list_params *, const quern_nsa_list_tensors *, size_t *);
+    quern_status (*list)(quern_context *, const quern_exec *, const quern_nsa_list_params *,
+                         const quern_nsa_list_tensors *, void *, size_t);
 } pass;
 
 /* Tensor names are space-separated lists. */

@@ -24,8 +24,8 @@ double value_at(const quern_tensor *t, int64_t i)
     case QUERN_I32: return (double)((const int32_t *)t->data)[i];
     case QUERN_U8: return (double)((const uint8_t *)t->data)[i];
     case QUERN_I64: return (double)((const int64_t *)t->data)[i];
+    default: return 0; /* no file gives another */
     }
-    return 0;
 }
 
 void value_set(const quern_tensor *t, int64_t i, float v)

@@ -260,6 +260,6 @@ size_t inverse_workspace(const attend_args *args);
 int64_t inverse_items(const attend_args *args);
 int64_t inverse_slots(const attend_args *args);
 int64_t inverse_item_rows(const attend_args *args);
-quern_status inverse_build(const quern_exec *exec, const attend_args *args, attend_kernel *kernel, void *workspace);
+quern_status inverse_build(const stage_exec *exec, const attend_args *args, attend_kernel *kernel, void *workspace);
 
 #endif

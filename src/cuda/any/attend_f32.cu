@@ -359,7 +359,7 @@ template <int DP> static quern_status backward(const attend_args *args, const at
     return status != QUERN_OK ? status : by_keys<DP>(args, l, to);
 }
 
-quern_status attend_backward_f32(const quern_exec *exec, const attend_args *args, void *workspace, const launcher &to)
+quern_status attend_backward_f32(const stage_exec *exec, const attend_args *args, void *workspace, const launcher &to)
 {
     attend_launch l = attend_launch_of(args);
     if (l.listed && to.most == NULL) {

@@ -77,15 +77,15 @@ static bool shape_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
     return listed_fits(args, why);
 }
 
-size_t attend_forward_bytes(const quern_exec *, const attend_args *) { return 0; }
+size_t attend_forward_bytes(const stage_exec *, const attend_args *) { return 0; }
 
 /* The inverted index, then the partial sums of the keys' gradients. */
-size_t attend_backward_bytes(const quern_exec *, const attend_args *args)
+size_t attend_backward_bytes(const stage_exec *, const attend_args *args)
 {
     return (present(args->list) ? inverse_workspace(args) : 0) + (args->q.dtype == QUERN_F32 ? 0 : attend_backward_keys_bytes(args));
 }
 
-static quern_status attend_backward_half(const quern_exec *exec, const attend_args *args, void *workspace, const launcher &to)
+static quern_status attend_backward_half(const stage_exec *exec, const attend_args *args, void *workspace, const launcher &to)
 {
     attend_launch l = attend_launch_of(args);
     size_t index_bytes = 0;
@@ -103,25 +103,25 @@ static quern_status attend_forward_launch(const attend_args *args, const launche
     return args->q.dtype == QUERN_F32 ? attend_forward_f32(args, to) : attend_forward_half(args, to);
 }
 
-static quern_status attend_backward_launch(const quern_exec *exec, const attend_args *args, void *workspace, const launcher &to)
+static quern_status attend_backward_launch(const stage_exec *exec, const attend_args *args, void *workspace, const launcher &to)
 {
     return args->q.dtype == QUERN_F32 ? attend_backward_f32(exec, args, workspace, to) : attend_backward_half(exec, args, workspace, to);
 }
 
-bool attend_forward_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+bool attend_forward_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
 {
     size_t most = 0;
     return shape_fits(args, why) && attend_forward_launch(args, {NULL, &most}) == QUERN_OK && shared_fits(exec, most, "attention's forward", why);
 }
 
-bool attend_backward_supports(const quern_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+bool attend_backward_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
 {
     size_t most = 0;
     return shape_fits(args, why) && attend_backward_launch(exec, args, NULL, {NULL, &most}) == QUERN_OK &&
            shared_fits(exec, most, "attention's backward", why);
 }
 
-bool shared_fits(const quern_exec *exec, size_t bytes, const char *what, char why[STAGE_WHY_BYTES])
+bool shared_fits(const stage_exec *exec, size_t bytes, const char *what, char why[STAGE_WHY_BYTES])
 {
     int offered = 0;
     cudaError_t code = cudaSuccess;
@@ -138,7 +138,7 @@ bool shared_fits(const quern_exec *exec, size_t bytes, const char *what, char wh
     return false;
 }
 
-quern_status attend_forward_run(const quern_exec *exec, const attend_args *args, void *)
+quern_status attend_forward_run(const stage_exec *exec, const attend_args *args, void *)
 {
     const quern_status status = attend_forward_launch(args, {(cudaStream_t)exec->stream, NULL});
     if (status != QUERN_OK) return status;
@@ -146,7 +146,7 @@ quern_status attend_forward_run(const quern_exec *exec, const attend_args *args,
     return tail != QUERN_OK ? tail : fill_tail_stat(exec, &args->seqs, &args->lse, -INFINITY);
 }
 
-quern_status attend_backward_run(const quern_exec *exec, const attend_args *args, void *workspace)
+quern_status attend_backward_run(const stage_exec *exec, const attend_args *args, void *workspace)
 {
     quern_status status = attend_backward_launch(exec, args, workspace, {(cudaStream_t)exec->stream, NULL});
     if (status == QUERN_OK && !args->accumulate_q) status = fill_tail(exec, &args->seqs, true, &args->d_q, 0.0f);

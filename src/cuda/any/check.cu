@@ -39,18 +39,18 @@ __global__ void __launch_bounds__(THREADS) check_borders(const int32_t *cu, int6
 {
     bool bad = threadIdx.x == 0 && (cu[0] != 0 || cu[batch] > rows);
     for (int64_t i = threadIdx.x; i < batch; i += THREADS) bad |= cu[i + 1] < cu[i];
-    if (__any_sync(~0u, bad) && threadIdx.x % 32 == 0) atomicOr(status, QUERN_NSA_STATUS_BAD_OFFSETS);
+    if (__any_sync(~0u, bad) && threadIdx.x % 32 == 0) atomicOr(status, QUERN_STATUS_BAD_OFFSETS);
 }
 
-bool check_supports(const quern_exec *, const check_args *, char *) { return true; }
-size_t check_bytes(const quern_exec *, const check_args *) { return 0; }
+bool check_supports(const stage_exec *, const check_args *, char *) { return true; }
+size_t check_bytes(const stage_exec *, const check_args *) { return 0; }
 
 static quern_status check_lists(const check_args *args, const quern_tensor &list, bool groups, cudaStream_t stream)
 {
     if (!present(list)) return QUERN_OK;
     check_kernel a = {seqs_of(args->seqs), (const int32_t *)list.data, {list.strides[0], list.strides[1], list.strides[2]},
                       list.shape[0], list.shape[1], list.shape[2], list.shape[3], args->tile, groups ? 128 : args->select_block,
-                      args->block_size, groups ? args->stride : 0, groups ? QUERN_NSA_STATUS_BAD_GROUP : QUERN_NSA_STATUS_BAD_BLOCK,
+                      args->block_size, groups ? args->stride : 0, groups ? QUERN_STATUS_BAD_GROUP : QUERN_STATUS_BAD_INDEX,
                       (int32_t *)args->status.data};
     a.s.cu_kv = NULL;
     const int64_t blocks = (a.views * a.heads * a.rows + THREADS / 32 - 1) / (THREADS / 32);
@@ -59,7 +59,7 @@ static quern_status check_lists(const check_args *args, const quern_tensor &list
     return LAUNCHED("check of a list");
 }
 
-quern_status check_run(const quern_exec *exec, const check_args *args, void *)
+quern_status check_run(const stage_exec *exec, const check_args *args, void *)
 {
     cudaStream_t stream = (cudaStream_t)exec->stream;
     const quern_tensor *const borders[] = {&args->seqs.cu_q, &args->seqs.cu_kv};

@@ -209,9 +209,9 @@ static size_t carve(const compress_args *args, bool backward, void *workspace, c
     return used > 0 ? used * 4 + 15 : 0;
 }
 
-bool compress_supports(const quern_exec *, const compress_args *, char *) { return true; }
-size_t compress_forward_bytes(const quern_exec *, const compress_args *args) { return carve(args, false, NULL, NULL, NULL); }
-size_t compress_backward_bytes(const quern_exec *, const compress_args *args) { return carve(args, true, NULL, NULL, NULL); }
+bool compress_supports(const stage_exec *, const compress_args *, char *) { return true; }
+size_t compress_forward_bytes(const stage_exec *, const compress_args *args) { return carve(args, false, NULL, NULL, NULL); }
+size_t compress_backward_bytes(const stage_exec *, const compress_args *args) { return carve(args, true, NULL, NULL, NULL); }
 
 /* The means of the sides that want them, into cmp or the workspace. */
 template <typename T> static quern_status means(const compress_args *args, compress_kernel a, bool side0, bool side1, cudaStream_t stream)
@@ -270,14 +270,14 @@ template <typename T> static quern_status backward(const compress_args *args, vo
     return LAUNCHED("compress spread");
 }
 
-quern_status compress_forward_run(const quern_exec *exec, const compress_args *args, void *workspace)
+quern_status compress_forward_run(const stage_exec *exec, const compress_args *args, void *workspace)
 {
     cudaStream_t stream = (cudaStream_t)exec->stream;
     if (args->k.dtype == QUERN_F32) return forward<float>(args, workspace, stream);
     return args->k.dtype == QUERN_BF16 ? forward<bf16>(args, workspace, stream) : forward<f16>(args, workspace, stream);
 }
 
-quern_status compress_backward_run(const quern_exec *exec, const compress_args *args, void *workspace)
+quern_status compress_backward_run(const stage_exec *exec, const compress_args *args, void *workspace)
 {
     cudaStream_t stream = (cudaStream_t)exec->stream;
     quern_status status = args->k.dtype == QUERN_F32    ? backward<float>(args, workspace, stream)

@@ -346,7 +346,7 @@ template <bool BACKWARD> static quern_status by_dtype(const gate_args *args, con
     return launch<f16, BACKWARD>(a, stream);
 }
 
-bool gate_supports(const quern_exec *, const gate_args *args, char why[STAGE_WHY_BYTES])
+bool gate_supports(const stage_exec *, const gate_args *args, char why[STAGE_WHY_BYTES])
 {
     if (present(args->q) && args->q.shape[3] > 256) {
         snprintf(why, STAGE_WHY_BYTES, "head dim %lld: the cuda backend takes up to 256", (long long)args->q.shape[3]);
@@ -355,20 +355,20 @@ bool gate_supports(const quern_exec *, const gate_args *args, char why[STAGE_WHY
     return true;
 }
 
-size_t gate_forward_bytes(const quern_exec *, const gate_args *) { return 0; }
+size_t gate_forward_bytes(const stage_exec *, const gate_args *) { return 0; }
 
-size_t gate_backward_bytes(const quern_exec *, const gate_args *args)
+size_t gate_backward_bytes(const stage_exec *, const gate_args *args)
 {
     if (!present(args->d_w_gate)) return 0;
     return (size_t)slices_of(args) * (size_t)(args->d_w_gate.shape[0] * 3 * args->d_w_gate.shape[2]) * 4 + 15;
 }
 
-quern_status gate_forward_run(const quern_exec *exec, const gate_args *args, void *)
+quern_status gate_forward_run(const stage_exec *exec, const gate_args *args, void *)
 {
     return by_dtype<false>(args, kernel_of(args, NULL), (cudaStream_t)exec->stream);
 }
 
-quern_status gate_backward_run(const quern_exec *exec, const gate_args *args, void *workspace)
+quern_status gate_backward_run(const stage_exec *exec, const gate_args *args, void *workspace)
 {
     cudaStream_t stream = (cudaStream_t)exec->stream;
     const gate_kernel a = kernel_of(args, workspace);

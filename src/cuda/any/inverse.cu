@@ -203,7 +203,7 @@ __global__ void inverse_fill(const __grid_constant__ attend_kernel a, int64_t ro
     }
 }
 
-quern_status inverse_build(const quern_exec *exec, const attend_args *args, attend_kernel *kernel, void *workspace)
+quern_status inverse_build(const stage_exec *exec, const attend_args *args, attend_kernel *kernel, void *workspace)
 {
     const inverse_shape s = shape_of(args);
     cudaStream_t stream = (cudaStream_t)exec->stream;

@@ -23,7 +23,7 @@ static attend_args branch_of(const select_args *args)
 static bool needs_lse(const select_args *args) { return args->params.metric == QUERN_NSA_METRIC_SOFTMAX && !present(args->lse_cmp); }
 static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to);
 
-bool select_supports(const quern_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
+bool select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
 {
     const int64_t span = args->params.block_size / args->params.stride + args->params.select_block / args->params.stride;
     if (span > MAX_HISTORY) {
@@ -41,12 +41,12 @@ bool select_supports(const quern_exec *exec, const select_args *args, char why[S
     return select_launch_all(args, &branch, {NULL, &most}) == QUERN_OK && shared_fits(exec, most, "select", why);
 }
 
-size_t select_bytes(const quern_exec *, const select_args *args)
+size_t select_bytes(const stage_exec *, const select_args *args)
 {
     return needs_lse(args) ? (size_t)(args->q.shape[0] * args->q.shape[1] * args->q.shape[2]) * 4 + 15 : 0;
 }
 
-quern_status select_run(const quern_exec *exec, const select_args *args, void *workspace)
+quern_status select_run(const stage_exec *exec, const select_args *args, void *workspace)
 {
     attend_args branch = branch_of(args);
     if (needs_lse(args)) {

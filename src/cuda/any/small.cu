@@ -30,8 +30,8 @@ template <typename A, typename B> __global__ void __launch_bounds__(THREADS) con
     store_chunk((B *)a.out.p + b * a.out.s[0] + n * a.out.s[1] + h * a.out.s[2] + c, x, a.vec_out);
 }
 
-bool convert_supports(const quern_exec *, const convert_args *, char *) { return true; }
-size_t convert_bytes(const quern_exec *, const convert_args *) { return 0; }
+bool convert_supports(const stage_exec *, const convert_args *, char *) { return true; }
+size_t convert_bytes(const stage_exec *, const convert_args *) { return 0; }
 
 template <typename A> static quern_status convert_to(const convert_kernel &a, quern_dtype to, cudaStream_t stream)
 {
@@ -43,7 +43,7 @@ template <typename A> static quern_status convert_to(const convert_kernel &a, qu
     return LAUNCHED("convert");
 }
 
-quern_status convert_run(const quern_exec *exec, const convert_args *args, void *)
+quern_status convert_run(const stage_exec *exec, const convert_args *args, void *)
 {
     const quern_tensor &t = args->in;
     const convert_kernel a = {view4_of(t), view4_of(args->out), t.shape[1], t.shape[2], t.shape[3], t.shape[0] * t.shape[1] * t.shape[2],
@@ -78,8 +78,8 @@ template <typename T, int LPR> __global__ void __launch_bounds__(THREADS) rowdot
     if (c == 0 && i < a.rows) a.out.p[b * a.out.s[0] + h * a.out.s[1] + n * a.out.s[2]] = dot;
 }
 
-bool rowdot_supports(const quern_exec *, const rowdot_args *, char *) { return true; }
-size_t rowdot_bytes(const quern_exec *, const rowdot_args *) { return 0; }
+bool rowdot_supports(const stage_exec *, const rowdot_args *, char *) { return true; }
+size_t rowdot_bytes(const stage_exec *, const rowdot_args *) { return 0; }
 
 template <typename T> static quern_status rowdot_of(const rowdot_kernel &a, cudaStream_t stream)
 {
@@ -90,7 +90,7 @@ template <typename T> static quern_status rowdot_of(const rowdot_kernel &a, cuda
     return LAUNCHED("rowdot");
 }
 
-quern_status rowdot_run(const quern_exec *exec, const rowdot_args *args, void *)
+quern_status rowdot_run(const stage_exec *exec, const rowdot_args *args, void *)
 {
     const quern_tensor &t = args->a;
     const rowdot_kernel a = {view4_of(t), view4_of(args->b), view3_of(args->out), t.shape[1], t.shape[2], t.shape[3],
@@ -127,10 +127,10 @@ __global__ void list_convert(const int32_t *in, int64_t in_stride, int k_in, int
     if (count != NULL) count[i * count_stride] = kept;
 }
 
-bool list_convert_supports(const quern_exec *, const list_convert_args *, char *) { return true; }
-size_t list_convert_bytes(const quern_exec *, const list_convert_args *) { return 0; }
+bool list_convert_supports(const stage_exec *, const list_convert_args *, char *) { return true; }
+size_t list_convert_bytes(const stage_exec *, const list_convert_args *) { return 0; }
 
-quern_status list_convert_run(const quern_exec *exec, const list_convert_args *args, void *)
+quern_status list_convert_run(const stage_exec *exec, const list_convert_args *args, void *)
 {
     const int64_t lists = args->in.shape[0];
     if (lists == 0) return QUERN_OK;
@@ -146,7 +146,7 @@ template <typename T> __global__ void tail4(view4 v, int64_t n, int64_t heads, i
         for (int64_t i = threadIdx.x; i < heads * dim; i += blockDim.x) ((T *)v.p)[row * v.s[1] + i / dim * v.s[2] + i % dim] = from_float<T>(value);
 }
 
-quern_status fill_tail(const quern_exec *exec, const stage_seqs *s, bool queries, const quern_tensor *t, float value)
+quern_status fill_tail(const stage_exec *exec, const stage_seqs *s, bool queries, const quern_tensor *t, float value)
 {
     const quern_tensor &cu = queries || s->cu_kv.data == NULL ? s->cu_q : s->cu_kv;
     if (cu.data == NULL || !present(*t) || t->shape[1] == 0) return QUERN_OK;
@@ -167,7 +167,7 @@ __global__ void tail3(view3 v, int64_t n, int64_t heads, const int32_t *cu, int6
         v.p[i / (n - first) * v.s[1] + (first + i % (n - first)) * v.s[2]] = value;
 }
 
-quern_status fill_tail_stat(const quern_exec *exec, const stage_seqs *s, const quern_tensor *t, float value)
+quern_status fill_tail_stat(const stage_exec *exec, const stage_seqs *s, const quern_tensor *t, float value)
 {
     if (s->cu_q.data == NULL || !present(*t) || t->shape[2] == 0) return QUERN_OK;
     tail3<<<256, 256, 0, (cudaStream_t)exec->stream>>>(view3_of(*t), t->shape[2], t->shape[1], (const int32_t *)s->cu_q.data, s->batch, value);

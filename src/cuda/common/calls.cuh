@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* calls.cuh - what the plugin's table offers beside the stages: devices, memory, streams, marks. */
+/* calls.cuh - what the plugin's table offers beside the stages: devices, memory, streams, events. */
 #ifndef QUERN_CUDA_CALLS_CUH
 #define QUERN_CUDA_CALLS_CUH
 
@@ -43,9 +43,9 @@ quern_status stream_create(int32_t device, void **stream);
 quern_status stream_destroy(int32_t device, void *stream);
 quern_status stream_synchronize(int32_t device, void *stream);
 quern_status stream_query(int32_t device, void *stream, bool *done);
-quern_status mark_create(int32_t device, void **mark);
-quern_status mark_destroy(int32_t device, void *mark);
-quern_status mark_record(int32_t device, void *mark, void *stream);
-quern_status mark_elapsed(int32_t device, void *from, void *to, double *ms);
+quern_status event_create(int32_t device, void **event);
+quern_status event_destroy(int32_t device, void *event);
+quern_status event_record(int32_t device, void *event, void *stream);
+quern_status event_elapsed(int32_t device, void *from, void *to, double *ms);
 
 #endif

@@ -28,6 +28,6 @@ static quern_status launch_shared(const launcher &to, K kernel, dim3 grid, int t
 }
 
 /* Whether the device's blocks can have `bytes`; if not, says so. Kernels with dynamic shared memory have no other. */
-bool shared_fits(const quern_exec *exec, size_t bytes, const char *what, char why[STAGE_WHY_BYTES]);
+bool shared_fits(const stage_exec *exec, size_t bytes, const char *what, char why[STAGE_WHY_BYTES]);
 
 #endif
