@@ -9,7 +9,8 @@
  *
  * Reading maps the file; tensor views point into the mapping and are read-only (a write to one is a
  * fault). They live until the file is closed. Whoever shortens a file while it is mapped gets SIGBUS:
- * replace files by rename, as quern_safetensors_save does.
+ * replace files by rename, as quern_safetensors_save does. Finding a tensor by its name takes the logarithm of their
+ * number.
  */
 #ifndef QUERN_SAFETENSORS_H
 #define QUERN_SAFETENSORS_H
@@ -59,9 +60,8 @@ typedef struct quern_safetensors_pair {
     const char *key, *value; /* UTF-8; keys unique */
 } quern_safetensors_pair;
 
-/* Writes the tensors, streamed one after another, and the metadata to a temporary file beside `path`,
- * syncs it and renames it to `path`: readers see the old file or the new one, never a part. On any error
- * the temporary file is removed and `path` is as it was. `path` may be missing or a regular file. */
+/* Writes the tensors, streamed one after another, and the metadata as quern/file.h writes: readers of a regular file
+ * see the old one or the new one, never a part. */
 QUERN_API quern_status quern_safetensors_save(const char *path, const quern_safetensors_item *items,
                                               size_t count, const quern_safetensors_pair *metadata,
                                               size_t metadata_count);

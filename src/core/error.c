@@ -5,15 +5,19 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-static _Thread_local char last_error[512];
+enum { SENTENCE = 1024 };
+
+static _Thread_local char last_error[SENTENCE];
 static _Thread_local quern_status last_status;
 
 quern_status error_set(quern_status status, const char *format, ...)
 {
+    char sentence[SENTENCE];
     va_list args;
     va_start(args, format);
-    vsnprintf(last_error, sizeof last_error, format, args);
+    vsnprintf(sentence, sizeof sentence, format, args);
     va_end(args);
+    text_escape(sentence, last_error, sizeof last_error);
     last_status = status;
     return status;
 }

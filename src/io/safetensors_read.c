@@ -8,6 +8,7 @@
  * whose header length is no multiple of 8 put data at odd addresses; such tensors are copied once, at
  * open, because a view's data is aligned to its element.
  */
+#include "io/json.h"
 #include "io/safetensors.h"
 
 #include "core/error.h"
@@ -15,7 +16,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -23,102 +23,228 @@
 #include <unistd.h>
 
 typedef struct entry {
-    const char *name; /* owned by the JSON tree */
-    const struct format_dtype *dtype;
+    const char *name;
+    const format_dtype *dtype;
     const void *data;
     void *copy; /* of misaligned data */
-    uint64_t begin, end;
+    int64_t begin, end;
     size_t ndim;
     int64_t shape[QUERN_MAX_DIMS]; /* valid where ndim <= QUERN_MAX_DIMS */
+    int64_t elements;              /* product of the extents > 0, so that strides cannot overflow either */
+    bool empty;
 } entry;
 
+typedef struct pair {
+    const char *key, *value;
+} pair;
+
+/* A name and the index of what it names. */
+typedef struct named {
+    const char *name;
+    size_t index;
+} named;
+
 struct quern_safetensors {
-    json_t *header;
-    json_t *metadata; /* borrowed from header; may be NULL */
-    const char **keys; /* of the metadata */
+    char *strings; /* what names, keys and values point into */
     entry *entries;
-    size_t count;
+    pair *pairs; /* of the metadata */
+    named *by_name, *by_key; /* sorted by name */
+    size_t count, pair_count;
+    bool has_metadata;
     void *mapping; /* NULL when the bytes are the caller's */
     size_t mapping_size;
 };
 
-/* Every dtype of the format; `ours` is -1 where quern_dtype has none. */
-static const struct format_dtype {
-    const char *name;
-    uint8_t bits;
-    int8_t ours;
-} dtypes[] = {
-    {"F32", 32, QUERN_F32}, {"F16", 16, QUERN_F16}, {"BF16", 16, QUERN_BF16}, {"I32", 32, QUERN_I32},
-    {"U8", 8, QUERN_U8},    {"I64", 64, QUERN_I64}, {"F64", 64, -1},          {"BOOL", 8, -1},
-    {"I8", 8, -1},          {"I16", 16, -1},        {"U16", 16, -1},          {"U32", 32, -1},
-    {"U64", 64, -1},        {"C64", 64, -1},        {"F8_E4M3", 8, -1},       {"F8_E5M2", 8, -1},
-    {"F8_E8M0", 8, -1},     {"F6_E2M3", 6, -1},     {"F6_E3M2", 6, -1},       {"F4", 4, -1},
-};
-
-static const struct format_dtype *dtype_named(const char *name)
+static quern_status no_memory(const char *what)
 {
-    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
-        if (strcmp(dtypes[i].name, name) == 0) return &dtypes[i];
-    return NULL;
+    return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for %s of a safetensors file", what);
 }
 
-/* Reads a JSON array of `count` non-negative integers (count < 0: any number of them, up to `room`
- * stored). False where it is anything else. */
-static bool read_integers(const json_t *array, int64_t count, int64_t *out, size_t room)
+static quern_status bad_json(const json_reader *r)
 {
-    if (!json_is_array(array)) return false;
-    const size_t n = json_array_size(array);
-    if (count >= 0 && n != (size_t)count) return false;
-    for (size_t i = 0; i < n; i++) {
-        const json_t *item = json_array_get(array, i);
-        if (!json_is_integer(item) || json_integer_value(item) < 0) return false;
-        if (i < room) out[i] = json_integer_value(item);
-    }
-    return true;
+    return error_set(QUERN_ERR_FORMAT, "the header is no valid JSON: %s, at byte %td", r->error, r->at - r->begin);
 }
 
 static quern_status bad_tensor(const char *name, const char *what)
 {
-    return error_set(QUERN_ERR_FORMAT, "tensor '%.100s': %s", name, what);
+    return error_set(QUERN_ERR_FORMAT, "tensor '%s': %s", TEXT_NAME(name), what);
 }
 
-static quern_status read_entry(entry *e, const char *name, const json_t *info, uint64_t data_size)
+/* Makes room for one more element after `count`; room doubles at powers of two. False without memory. */
+static bool grow(void **array, size_t count, size_t size)
 {
-    if (!json_is_object(info)) return bad_tensor(name, "its description is no JSON object");
-    const char *dtype = json_string_value(json_object_get(info, "dtype"));
-    if (dtype == NULL) return bad_tensor(name, "dtype is missing or no string");
-    e->name = name;
+    if (count > 0 && (count < 8 || (count & (count - 1)) != 0)) return true;
+    void *grown = realloc(*array, (count == 0 ? 8 : 2 * count) * size);
+    if (grown == NULL) return false;
+    *array = grown;
+    return true;
+}
+
+static const format_dtype *dtype_named(const char *name)
+{
+    for (size_t i = 0; i < safetensors_dtype_count; i++)
+        if (strcmp(safetensors_dtypes[i].name, name) == 0) return &safetensors_dtypes[i];
+    return NULL;
+}
+
+/* An array of integers >= 0. */
+typedef struct integers {
+    int64_t *out; /* the first `room` of them */
+    size_t room, count;
+    int64_t product; /* of those > 0; -1 where it overflows */
+    bool zero;       /* one is 0 */
+    bool good;       /* it is such an array */
+} integers;
+
+/* Reads one element. False where the JSON itself is bad. */
+static bool read_integer(json_reader *r, integers *list)
+{
+    const int next = json_peek(r);
+    bool integer = false;
+    int64_t value = 0;
+    const bool number = next == '-' || (next >= '0' && next <= '9');
+    if (!(number ? json_number(r, &integer, &value) : json_skip(r))) return false;
+    list->good = list->good && integer && value >= 0;
+    if (list->count < list->room) list->out[list->count] = value;
+    list->count++;
+    list->zero = list->zero || value == 0;
+    if (value > 0 && list->product > 0 && __builtin_mul_overflow(list->product, value, &list->product)) list->product = -1;
+    return true;
+}
+
+static bool read_integers(json_reader *r, integers *list)
+{
+    list->good = json_peek(r) == '[';
+    list->product = 1;
+    if (!list->good) return json_skip(r);
+    bool more = true;
+    for (bool first = true; more; first = false) {
+        if (!json_next_element(r, first, &more)) return false;
+        if (more && !read_integer(r, list)) return false;
+    }
+    return true;
+}
+
+static quern_status read_shape(json_reader *r, entry *e)
+{
+    integers list = {.out = e->shape, .room = QUERN_MAX_DIMS};
+    if (!read_integers(r, &list)) return bad_json(r);
+    if (!list.good) return bad_tensor(e->name, "shape must be an array of integers >= 0");
+    e->ndim = list.count;
+    e->elements = list.product;
+    e->empty = list.zero;
+    return QUERN_OK;
+}
+
+static quern_status read_offsets(json_reader *r, entry *e)
+{
+    int64_t offsets[2] = {0, 0};
+    integers list = {.out = offsets, .room = 2};
+    if (!read_integers(r, &list)) return bad_json(r);
+    if (!list.good || list.count != 2) return bad_tensor(e->name, "data_offsets must be an array of two integers >= 0");
+    e->begin = offsets[0];
+    e->end = offsets[1];
+    return QUERN_OK;
+}
+
+static quern_status read_dtype(json_reader *r, entry *e)
+{
+    const char *dtype;
+    if (json_peek(r) != '"') return bad_tensor(e->name, "dtype is missing or no string");
+    if (!json_string(r, &dtype)) return bad_json(r);
     e->dtype = dtype_named(dtype);
     if (e->dtype == NULL)
-        return error_set(QUERN_ERR_FORMAT, "tensor '%.100s': dtype '%.40s' is none of the format's", name, dtype);
-    const json_t *shape = json_object_get(info, "shape");
-    if (!read_integers(shape, -1, e->shape, QUERN_MAX_DIMS))
-        return bad_tensor(name, "shape must be an array of integers >= 0");
-    int64_t offsets[2];
-    if (!read_integers(json_object_get(info, "data_offsets"), 2, offsets, 2))
-        return bad_tensor(name, "data_offsets must be an array of two integers >= 0");
-    e->ndim = json_array_size(shape);
-    e->begin = (uint64_t)offsets[0];
-    e->end = (uint64_t)offsets[1];
-    if (e->begin > e->end || e->end > data_size)
-        return error_set(QUERN_ERR_FORMAT,
-                         "tensor '%.100s': data_offsets [%" PRIu64 ", %" PRIu64
-                         "]: a rising range within the %" PRIu64 " bytes of data is accepted",
-                         name, e->begin, e->end, data_size);
-    int64_t bits = e->dtype->bits; /* of the extents > 0, so that strides cannot overflow either */
-    bool empty = false;
-    for (size_t i = 0; i < e->ndim; i++) {
-        const int64_t extent = json_integer_value(json_array_get(shape, i));
-        if (extent == 0) empty = true;
-        else if (__builtin_mul_overflow(bits, extent, &bits)) return bad_tensor(name, "shape overflows 64 bits");
-    }
-    if (empty) bits = 0;
-    if (bits % 8 != 0 || (uint64_t)bits / 8 != e->end - e->begin)
-        return error_set(QUERN_ERR_FORMAT,
-                         "tensor '%.100s': shape and dtype make %" PRId64 " bits, data_offsets %" PRIu64
-                         " bytes: they must agree",
-                         name, bits, e->end - e->begin);
+        return error_set(QUERN_ERR_FORMAT, "tensor '%s': dtype '%.40s' is none of the format's", TEXT_NAME(e->name), dtype);
     return QUERN_OK;
+}
+
+static quern_status check_size(const entry *e, uint64_t data_size)
+{
+    if (e->begin > e->end || (uint64_t)e->end > data_size)
+        return error_set(QUERN_ERR_FORMAT,
+                         "tensor '%s': data_offsets [%" PRId64 ", %" PRId64
+                         "]: a rising range within the %" PRIu64 " bytes of data is accepted",
+                         TEXT_NAME(e->name), e->begin, e->end, data_size);
+    int64_t bits;
+    if (e->elements < 0 || __builtin_mul_overflow(e->elements, e->dtype->bits, &bits))
+        return bad_tensor(e->name, "shape overflows 64 bits");
+    if (e->empty) bits = 0;
+    if (bits % 8 != 0 || bits / 8 != e->end - e->begin)
+        return error_set(QUERN_ERR_FORMAT,
+                         "tensor '%s': shape and dtype make %" PRId64 " bits, data_offsets %" PRId64
+                         " bytes: they must agree",
+                         TEXT_NAME(e->name), bits, e->end - e->begin);
+    return QUERN_OK;
+}
+
+/* Reads a tensor's description. */
+static quern_status read_entry(json_reader *r, entry *e, uint64_t data_size)
+{
+    static const char *const keys[] = {"dtype", "shape", "data_offsets"};
+    static const char *const missing[] = {"dtype is missing or no string", "shape must be an array of integers >= 0",
+                                          "data_offsets must be an array of two integers >= 0"};
+    static quern_status (*const read[])(json_reader *, entry *) = {read_dtype, read_shape, read_offsets};
+    if (json_peek(r) != '{') return bad_tensor(e->name, "its description is no JSON object");
+    bool seen[3] = {false}, more = true;
+    const char *key;
+    for (bool first = true; more; first = false) {
+        if (!json_next_member(r, first, &more, &key)) return bad_json(r);
+        if (!more) break;
+        int which = 0;
+        while (which < 3 && strcmp(key, keys[which]) != 0) which++;
+        if (which == 3) {
+            if (!json_skip(r)) return bad_json(r);
+            continue;
+        }
+        if (seen[which]) return bad_tensor(e->name, "a key of its description is a duplicate");
+        seen[which] = true;
+        const quern_status status = read[which](r, e);
+        if (status != QUERN_OK) return status;
+    }
+    for (int i = 0; i < 3; i++)
+        if (!seen[i]) return bad_tensor(e->name, missing[i]);
+    return check_size(e, data_size);
+}
+
+static quern_status read_metadata(quern_safetensors *f, json_reader *r)
+{
+    if (f->has_metadata) return error_set(QUERN_ERR_FORMAT, "__metadata__ is a duplicate");
+    f->has_metadata = true;
+    if (json_peek(r) != '{') return error_set(QUERN_ERR_FORMAT, "__metadata__ must be a JSON object of strings");
+    bool more = true;
+    const char *key, *value;
+    for (bool first = true; more; first = false) {
+        if (!json_next_member(r, first, &more, &key)) return bad_json(r);
+        if (!more) break;
+        if (json_peek(r) != '"')
+            return error_set(QUERN_ERR_FORMAT, "__metadata__ '%s' is no string: only strings are accepted", TEXT_NAME(key));
+        if (!json_string(r, &value)) return bad_json(r);
+        if (!grow((void **)&f->pairs, f->pair_count, sizeof *f->pairs)) return no_memory("the metadata");
+        f->pairs[f->pair_count++] = (pair){key, value};
+    }
+    return QUERN_OK;
+}
+
+static quern_status read_header(quern_safetensors *f, json_reader *r, uint64_t data_size)
+{
+    bool more = true;
+    const char *name;
+    for (bool first = true; more; first = false) {
+        if (!json_next_member(r, first, &more, &name)) return bad_json(r);
+        if (!more) break;
+        quern_status status;
+        if (strcmp(name, SAFETENSORS_METADATA) == 0) {
+            status = read_metadata(f, r);
+        } else {
+            if (!grow((void **)&f->entries, f->count, sizeof *f->entries)) return no_memory("the tensors");
+            entry *e = &f->entries[f->count++];
+            memset(e, 0, sizeof *e);
+            e->name = name;
+            status = read_entry(r, e, data_size);
+        }
+        if (status != QUERN_OK) return status;
+    }
+    return json_end(r) ? QUERN_OK : bad_json(r);
 }
 
 static int by_range(const void *a, const void *b)
@@ -129,55 +255,61 @@ static int by_range(const void *a, const void *b)
     return strcmp(x->name, y->name);
 }
 
+static int by_name(const void *a, const void *b)
+{
+    return strcmp(((const named *)a)->name, ((const named *)b)->name);
+}
+
+/* Sorts names; a name that comes twice is an error. */
+static quern_status sort_names(named *names, size_t count)
+{
+    qsort(names, count, sizeof *names, by_name);
+    for (size_t i = 1; i < count; i++)
+        if (strcmp(names[i - 1].name, names[i].name) == 0)
+            return error_set(QUERN_ERR_FORMAT, "the name '%s' is a duplicate in the header", TEXT_NAME(names[i].name));
+    return QUERN_OK;
+}
+
+static quern_status index_names(quern_safetensors *f)
+{
+    f->by_name = calloc(f->count + 1, sizeof *f->by_name);
+    f->by_key = calloc(f->pair_count + 1, sizeof *f->by_key);
+    if (f->by_name == NULL || f->by_key == NULL) return no_memory("the names");
+    for (size_t i = 0; i < f->count; i++) f->by_name[i] = (named){f->entries[i].name, i};
+    for (size_t i = 0; i < f->pair_count; i++) f->by_key[i] = (named){f->pairs[i].key, i};
+    const quern_status status = sort_names(f->by_name, f->count);
+    return status == QUERN_OK ? sort_names(f->by_key, f->pair_count) : status;
+}
+
 static quern_status check_tiling(const quern_safetensors *f, uint64_t data_size)
 {
-    uint64_t at = 0;
+    int64_t at = 0;
     for (size_t i = 0; i < f->count; i++) {
         const entry *e = &f->entries[i];
         if (e->begin != at)
             return error_set(QUERN_ERR_FORMAT,
-                             "tensor '%.100s' begins at byte %" PRIu64 " of the data where %" PRIu64
+                             "tensor '%s' begins at byte %" PRId64 " of the data where %" PRId64
                              " is due: %s",
-                             e->name, e->begin, at, e->begin < at ? "ranges overlap" : "there is a hole");
+                             TEXT_NAME(e->name), e->begin, at, e->begin < at ? "ranges overlap" : "there is a hole");
         at = e->end;
     }
-    if (at != data_size)
+    if ((uint64_t)at != data_size)
         return error_set(QUERN_ERR_FORMAT,
-                         "the tensors end at byte %" PRIu64 " of the data, the file at byte %" PRIu64
+                         "the tensors end at byte %" PRId64 " of the data, the file at byte %" PRIu64
                          ": they must agree",
                          at, data_size);
     return QUERN_OK;
 }
 
-static quern_status read_metadata(quern_safetensors *f)
-{
-    f->metadata = json_object_get(f->header, SAFETENSORS_METADATA);
-    if (f->metadata == NULL) return QUERN_OK;
-    if (!json_is_object(f->metadata))
-        return error_set(QUERN_ERR_FORMAT, "__metadata__ must be a JSON object of strings");
-    f->keys = calloc(json_object_size(f->metadata) + 1, sizeof *f->keys);
-    if (f->keys == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for the metadata");
-    const char *key;
-    json_t *value;
-    size_t n = 0;
-    json_object_foreach(f->metadata, key, value) {
-        if (!json_is_string(value))
-            return error_set(QUERN_ERR_FORMAT, "__metadata__ '%.100s' is no string: only strings are accepted", key);
-        f->keys[n++] = key;
-    }
-    return QUERN_OK;
-}
-
 static quern_status place_data(entry *e, const unsigned char *data)
 {
-    const size_t align = e->dtype->ours >= 0 ? e->dtype->bits / 8 : 1;
+    const size_t bytes = (size_t)(e->end - e->begin), align = e->dtype->ours >= 0 ? (e->dtype->bits + 7u) / 8 : 1;
     e->data = data + e->begin;
-    if (e->end == e->begin || (uintptr_t)e->data % align == 0) return QUERN_OK;
-    e->copy = malloc(e->end - e->begin);
+    if (bytes == 0 || (uintptr_t)e->data % align == 0) return QUERN_OK;
+    e->copy = malloc(bytes);
     if (e->copy == NULL)
-        return error_set(QUERN_ERR_OUT_OF_MEMORY, "tensor '%.100s': no memory for an aligned copy of %" PRIu64 " bytes",
-                         e->name, e->end - e->begin);
-    memcpy(e->copy, e->data, e->end - e->begin);
+        return error_set(QUERN_ERR_OUT_OF_MEMORY, "tensor '%s': no memory for an aligned copy of %zu bytes", TEXT_NAME(e->name), bytes);
+    memcpy(e->copy, e->data, bytes);
     e->data = e->copy;
     return QUERN_OK;
 }
@@ -194,26 +326,15 @@ static quern_status parse(quern_safetensors *f, const unsigned char *bytes, size
                          length, SAFETENSORS_MAX_HEADER, size - 8);
     if (length == 0 || bytes[8] != '{')
         return error_set(QUERN_ERR_FORMAT, "the header must be a JSON object that begins with '{'");
-    json_error_t error;
-    f->header = json_loadb((const char *)bytes + 8, length, JSON_REJECT_DUPLICATES, &error);
-    if (f->header == NULL)
-        return error_set(QUERN_ERR_FORMAT, "the header is no valid JSON: %.150s, at byte %d", error.text,
-                         error.position);
-    quern_status status = read_metadata(f);
-    if (status != QUERN_OK) return status;
+    f->strings = malloc(length);
+    if (f->strings == NULL) return no_memory("the header");
     const uint64_t data_size = size - 8 - length;
-    f->entries = calloc(json_object_size(f->header) + 1, sizeof *f->entries);
-    if (f->entries == NULL)
-        return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for %zu tensors", json_object_size(f->header));
-    const char *name;
-    json_t *info;
-    json_object_foreach(f->header, name, info) {
-        if (strcmp(name, SAFETENSORS_METADATA) == 0) continue;
-        status = read_entry(&f->entries[f->count++], name, info, data_size);
-        if (status != QUERN_OK) return status;
-    }
-    qsort(f->entries, f->count, sizeof *f->entries, by_range);
-    status = check_tiling(f, data_size);
+    json_reader reader = {bytes + 8, bytes + 8, bytes + 8 + length, f->strings, NULL};
+    quern_status status = read_header(f, &reader, data_size);
+    if (status != QUERN_OK) return status;
+    if (f->count > 0) qsort(f->entries, f->count, sizeof *f->entries, by_range);
+    status = index_names(f);
+    if (status == QUERN_OK) status = check_tiling(f, data_size);
     for (size_t i = 0; i < f->count && status == QUERN_OK; i++)
         status = place_data(&f->entries[i], bytes + 8 + length);
     return status;
@@ -222,14 +343,13 @@ static quern_status parse(quern_safetensors *f, const unsigned char *bytes, size
 static quern_status open_parsed(void *mapping, const void *bytes, size_t size, quern_safetensors **file)
 {
     quern_safetensors *f = calloc(1, sizeof *f);
-    quern_status status = f == NULL ? error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a file's table") : QUERN_OK;
     if (f == NULL) {
         if (mapping != NULL) munmap(mapping, size);
-        return status;
+        return no_memory("the table");
     }
     f->mapping = mapping;
     f->mapping_size = size;
-    status = parse(f, bytes, size);
+    const quern_status status = parse(f, bytes, size);
     if (status != QUERN_OK) {
         quern_safetensors_close(f);
         return status;
@@ -254,11 +374,11 @@ quern_status quern_safetensors_open(const char *path, quern_safetensors **file)
     if (fd < 0 || fstat(fd, &st) != 0) {
         const int why = errno;
         if (fd >= 0) close(fd);
-        return error_set(QUERN_ERR_IO, "cannot open '%s': %s", path, strerror(why));
+        return error_set(QUERN_ERR_IO, "cannot open '%s': %s", TEXT_NAME(path), strerror(why));
     }
     if (!S_ISREG(st.st_mode)) {
         close(fd);
-        return error_set(QUERN_ERR_IO, "cannot map '%s': it is no regular file", path);
+        return error_set(QUERN_ERR_IO, "cannot map '%s': it is no regular file", TEXT_NAME(path));
     }
     void *mapping = NULL;
     if (st.st_size > 0) {
@@ -266,7 +386,7 @@ quern_status quern_safetensors_open(const char *path, quern_safetensors **file)
         if (mapping == MAP_FAILED) {
             const int why = errno;
             close(fd);
-            return error_set(QUERN_ERR_IO, "cannot map '%s': %s", path, strerror(why));
+            return error_set(why == ENOMEM ? QUERN_ERR_OUT_OF_MEMORY : QUERN_ERR_IO, "cannot map '%s': %s", TEXT_NAME(path), strerror(why));
         }
     }
     close(fd);
@@ -278,8 +398,10 @@ void quern_safetensors_close(quern_safetensors *file)
     if (file == NULL) return;
     for (size_t i = 0; i < file->count; i++) free(file->entries[i].copy);
     free(file->entries);
-    free(file->keys);
-    json_decref(file->header);
+    free(file->pairs);
+    free(file->by_name);
+    free(file->by_key);
+    free(file->strings);
     if (file->mapping != NULL) munmap(file->mapping, file->mapping_size);
     free(file);
 }
@@ -294,29 +416,29 @@ const char *quern_safetensors_name(const quern_safetensors *file, size_t index)
     return index < file->count ? file->entries[index].name : NULL;
 }
 
-static const entry *find(const quern_safetensors *file, const char *name)
+static const named *find(const named *names, size_t count, const char *name)
 {
-    for (size_t i = 0; i < file->count; i++)
-        if (strcmp(file->entries[i].name, name) == 0) return &file->entries[i];
-    return NULL;
+    const named key = {name, 0};
+    return name != NULL ? bsearch(&key, names, count, sizeof *names, by_name) : NULL;
 }
 
 bool quern_safetensors_has(const quern_safetensors *file, const char *name)
 {
-    return find(file, name) != NULL;
+    return find(file->by_name, file->count, name) != NULL;
 }
 
 quern_status quern_safetensors_get(const quern_safetensors *file, const char *name, quern_tensor *view)
 {
-    const entry *e = find(file, name);
-    if (e == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor '%.100s': the file has none of this name", name);
+    const named *found = find(file->by_name, file->count, name);
+    if (found == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor '%s': the file has none of this name", TEXT_NAME(name != NULL ? name : "(NULL)"));
+    const entry *e = &file->entries[found->index];
     if (e->dtype->ours < 0)
         return error_set(QUERN_ERR_UNSUPPORTED,
-                         "tensor '%.100s': dtype %s: F32, F16, BF16, I32, U8 and I64 are accepted", name,
+                         "tensor '%s': dtype %s: F32, F16, BF16, I32, U8 and I64 are accepted", TEXT_NAME(name),
                          e->dtype->name);
     if (e->ndim > QUERN_MAX_DIMS)
-        return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%.100s': %zu dimensions: at most %d are accepted", name,
+        return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': %zu dimensions: at most %d are accepted", TEXT_NAME(name),
                          e->ndim, QUERN_MAX_DIMS);
     const bool empty = e->begin == e->end;
     *view = quern_tensor_contiguous(empty ? NULL : (void *)(uintptr_t)e->data, (quern_dtype)e->dtype->ours,
@@ -326,15 +448,16 @@ quern_status quern_safetensors_get(const quern_safetensors *file, const char *na
 
 size_t quern_safetensors_metadata_count(const quern_safetensors *file)
 {
-    return json_object_size(file->metadata);
+    return file->pair_count;
 }
 
 const char *quern_safetensors_metadata_key(const quern_safetensors *file, size_t index)
 {
-    return index < json_object_size(file->metadata) ? file->keys[index] : NULL;
+    return index < file->pair_count ? file->pairs[index].key : NULL;
 }
 
 const char *quern_safetensors_metadata(const quern_safetensors *file, const char *key)
 {
-    return json_string_value(json_object_get(file->metadata, key));
+    const named *found = find(file->by_key, file->pair_count, key);
+    return found != NULL ? file->pairs[found->index].value : NULL;
 }

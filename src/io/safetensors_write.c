@@ -1,37 +1,82 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * safetensors_write.c - writes beside the target, syncs, renames.
+ * safetensors_write.c - lays tensors out and writes them through file.c.
  *
  * Tensors are laid out widest element first and the header is padded so that the data starts at a
  * multiple of 64: every tensor is aligned to its element without a hole. Contiguous tensors go to the
- * file from where they lie; strided ones row by row through one buffer.
+ * file from where they lie; strided ones row by row.
  */
 #include "io/safetensors.h"
 
 #include "core/error.h"
 
-#include <errno.h>
-#include <fcntl.h>
-#include <jansson.h>
+#include <quern/file.h>
+
+#include <inttypes.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-enum { DATA_ALIGN = 64, BUFFER_BYTES = 1 << 18 };
+enum { DATA_ALIGN = 64 };
 
-typedef struct output {
-    int fd;
-    size_t used;
-    unsigned char *buffer; /* BUFFER_BYTES */
-} output;
+/* The header's text as it grows. */
+typedef struct text {
+    char *bytes;
+    size_t size, room;
+    bool failed; /* no memory, or longer than the format allows */
+} text;
+
+static void add_bytes(text *t, const char *bytes, size_t size)
+{
+    if (t->failed) return;
+    t->failed = size > SAFETENSORS_MAX_HEADER - t->size;
+    if (t->failed) {
+        t->size = SAFETENSORS_MAX_HEADER + 1;
+        return;
+    }
+    if (t->size + size > t->room) {
+        const size_t room = 2 * (t->size + size) + 256;
+        char *grown = realloc(t->bytes, room);
+        t->failed = grown == NULL;
+        if (t->failed) return;
+        t->bytes = grown;
+        t->room = room;
+    }
+    memcpy(t->bytes + t->size, bytes, size);
+    t->size += size;
+}
+
+static void __attribute__((format(printf, 2, 3))) add(text *t, const char *format, ...)
+{
+    char piece[128];
+    va_list args;
+    va_start(args, format);
+    const int n = vsnprintf(piece, sizeof piece, format, args);
+    va_end(args);
+    add_bytes(t, piece, (size_t)n);
+}
+
+/* Adds a string in quotes. It is UTF-8. */
+static void add_string(text *t, const char *string)
+{
+    add_bytes(t, "\"", 1);
+    for (const char *at = string; *at != '\0';) {
+        const size_t plain = strcspn(at, "\"\\\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17"
+                                         "\x18\x19\x1a\x1b\x1c\x1d\x1e\x1f");
+        add_bytes(t, at, plain);
+        at += plain;
+        if (*at != '\0') add(t, "\\u%04x", (unsigned)*at++);
+    }
+    add_bytes(t, "\"", 1);
+}
 
 static const char *format_name(quern_dtype dtype)
 {
-    static const char *const names[] = {"F32", "F16", "BF16", "I32", "U8", "I64"};
-    return (unsigned)dtype < sizeof names / sizeof *names ? names[dtype] : NULL;
+    for (size_t i = 0; i < safetensors_dtype_count; i++)
+        if (safetensors_dtypes[i].ours == (int)dtype) return safetensors_dtypes[i].name;
+    return NULL;
 }
 
 /* Bytes of a tensor's elements, or -1 where the view is not one that can be written. */
@@ -51,95 +96,110 @@ static int64_t tensor_bytes(const quern_tensor *t)
     return t->data == NULL ? -1 : bytes;
 }
 
-static json_t *describe(const quern_tensor *t, int64_t begin, int64_t end)
+static int by_text(const void *a, const void *b)
 {
-    json_t *shape = json_array();
-    for (int32_t i = 0; i < t->ndim; i++) json_array_append_new(shape, json_integer(t->shape[i]));
-    return json_pack("{s:s, s:o, s:[I, I]}", "dtype", format_name(t->dtype), "shape", shape, "data_offsets",
-                     (json_int_t)begin, (json_int_t)end);
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-static quern_status add_metadata(json_t *header, const quern_safetensors_pair *pairs, size_t count)
+/* One of `count` names that occurs twice; NULL where each occurs once. Sorts them. */
+static const char *duplicate(const char **names, size_t count)
 {
-    if (count == 0) return QUERN_OK;
-    json_t *object = json_object();
-    json_object_set_new(header, SAFETENSORS_METADATA, object);
+    qsort(names, count, sizeof *names, by_text);
+    for (size_t i = 1; i < count; i++)
+        if (strcmp(names[i - 1], names[i]) == 0) return names[i];
+    return NULL;
+}
+
+static quern_status check_metadata(const quern_safetensors_pair *pairs, size_t count, const char **names)
+{
     for (size_t i = 0; i < count; i++) {
-        if (pairs[i].key == NULL || pairs[i].value == NULL || json_object_get(object, pairs[i].key) != NULL ||
-            json_object_set_new(object, pairs[i].key, json_string(pairs[i].value)) != 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "metadata[%zu]: a key that occurs once and a value, both UTF-8, are accepted", i);
+        if (pairs[i].key == NULL || pairs[i].value == NULL || !text_is_utf8(pairs[i].key) || !text_is_utf8(pairs[i].value))
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "metadata[%zu]: a key and a value, both UTF-8, are accepted", i);
+        names[i] = pairs[i].key;
     }
-    return QUERN_OK;
+    const char *twice = duplicate(names, count);
+    return twice == NULL ? QUERN_OK
+                         : error_set(QUERN_ERR_INVALID_ARGUMENT, "metadata: the key '%s' occurs twice, once is accepted", TEXT_NAME(twice));
 }
 
-/* Describes the tensors in file order: `order` lists them widest element first. */
-static quern_status build_header(json_t *header, const quern_safetensors_item *items, size_t count, size_t *order)
+static quern_status check_items(const quern_safetensors_item *items, size_t count, const char **names)
 {
-    int64_t at = 0;
-    size_t placed = 0;
+    int64_t all = 0;
     for (size_t i = 0; i < count; i++) {
         if (items[i].name == NULL || items[i].tensor == NULL || strcmp(items[i].name, SAFETENSORS_METADATA) == 0)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "items[%zu]: a name other than __metadata__ and a tensor are needed", i);
-        if (tensor_bytes(items[i].tensor) < 0)
-            return error_set(
-                QUERN_ERR_INVALID_ARGUMENT,
-                "items[%zu] '%.100s': a CPU tensor with data, of a known dtype, with 0 to %d extents >= 0 and fewer than 2^63 bytes is accepted", i,
-                items[i].name, QUERN_MAX_DIMS);
+        if (!text_is_utf8(items[i].name))
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "items[%zu] '%s': a UTF-8 name is accepted", i, TEXT_NAME(items[i].name));
+        const int64_t bytes = tensor_bytes(items[i].tensor);
+        if (bytes < 0)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "items[%zu] '%s': a CPU tensor with data, of a known dtype, with 0 to %d extents >= 0 and fewer than "
+                             "2^63 bytes is accepted",
+                             i, TEXT_NAME(items[i].name), QUERN_MAX_DIMS);
+        if (__builtin_add_overflow(all, bytes, &all))
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "items: together they have 2^63 bytes or more");
+        names[i] = items[i].name;
     }
-    for (size_t width = 8; width > 0; width /= 2) {
-        for (size_t i = 0; i < count; i++) {
-            const quern_tensor *t = items[i].tensor;
-            if (quern_dtype_size(t->dtype) != width) continue;
-            int64_t end;
-            if (__builtin_add_overflow(at, tensor_bytes(t), &end))
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "items: together they have 2^63 bytes or more");
-            if (json_object_get(header, items[i].name) != NULL ||
-                json_object_set_new(header, items[i].name, describe(t, at, end)) != 0)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "items[%zu] '%.100s': a UTF-8 name that occurs once is accepted", i, items[i].name);
-            order[placed++] = i;
-            at = end;
-        }
-    }
-    return QUERN_OK;
+    const char *twice = duplicate(names, count);
+    return twice == NULL ? QUERN_OK
+                         : error_set(QUERN_ERR_INVALID_ARGUMENT, "items[...]: the name '%s' occurs twice, once is accepted", TEXT_NAME(twice));
 }
 
-static bool write_all(int fd, const unsigned char *bytes, size_t size)
+/* Calls visit for each tensor in file order: widest element first. */
+static bool each_item(const quern_safetensors_item *items, size_t count, bool (*visit)(void *arg, const quern_safetensors_item *item), void *arg)
 {
-    const size_t most = (size_t)1 << 30;
-    while (size > 0) {
-        const ssize_t n = write(fd, bytes, size < most ? size : most);
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) {
-            if (n == 0) errno = EIO;
-            return false;
-        }
-        bytes += n;
-        size -= (size_t)n;
-    }
+    for (size_t width = 8; width > 0; width /= 2)
+        for (size_t i = 0; i < count; i++)
+            if (quern_dtype_size(items[i].tensor->dtype) == width && !visit(arg, &items[i])) return false;
     return true;
 }
 
-static bool flush(output *out)
+typedef struct layout {
+    text *header;
+    int64_t at; /* where the next tensor's data begins */
+} layout;
+
+static bool describe(void *arg, const quern_safetensors_item *item)
 {
-    const size_t used = out->used;
-    out->used = 0;
-    return write_all(out->fd, out->buffer, used);
+    layout *l = arg;
+    const quern_tensor *t = item->tensor;
+    const int64_t end = l->at + tensor_bytes(t);
+    add(l->header, "%s", l->header->size > 1 ? "," : "");
+    add_string(l->header, item->name);
+    add(l->header, ":{\"dtype\":\"%s\",\"shape\":[", format_name(t->dtype));
+    for (int32_t i = 0; i < t->ndim; i++) add(l->header, "%s%" PRId64, i > 0 ? "," : "", t->shape[i]);
+    add(l->header, "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", l->at, end);
+    l->at = end;
+    return true;
 }
 
-static bool put(output *out, const unsigned char *bytes, size_t size)
+static void describe_metadata(text *header, const quern_safetensors_pair *pairs, size_t count)
 {
-    if (size > BUFFER_BYTES - out->used && !flush(out)) return false;
-    if (size > BUFFER_BYTES) return write_all(out->fd, bytes, size);
-    if (size > 0) memcpy(out->buffer + out->used, bytes, size);
-    out->used += size;
-    return true;
+    if (count == 0) return;
+    add(header, "\"%s\":{", SAFETENSORS_METADATA);
+    for (size_t i = 0; i < count; i++) {
+        add(header, "%s", i > 0 ? "," : "");
+        add_string(header, pairs[i].key);
+        add(header, ":");
+        add_string(header, pairs[i].value);
+    }
+    add(header, "}");
+}
+
+/* The header padded with spaces, after its length. */
+static void build_header(text *header, const quern_safetensors_item *items, size_t count, const quern_safetensors_pair *pairs, size_t pair_count)
+{
+    layout l = {header, 0};
+    add(header, "{");
+    describe_metadata(header, pairs, pair_count);
+    each_item(items, count, describe, &l);
+    add(header, "}");
+    while (!header->failed && (8 + header->size) % DATA_ALIGN != 0) add(header, " ");
 }
 
 /* Writes dimensions dim ... ndim - 1 of the tensor from `data` on. */
-static bool put_tensor(output *out, const quern_tensor *t, int32_t dim, const unsigned char *data)
+static bool put_tensor(quern_file *file, const quern_tensor *t, int32_t dim, const unsigned char *data)
 {
     const int64_t element = (int64_t)quern_dtype_size(t->dtype);
     int64_t run = 1; /* elements from `dim` on, if they lie without a gap */
@@ -148,88 +208,28 @@ static bool put_tensor(output *out, const quern_tensor *t, int32_t dim, const un
         dense = dense && (t->strides[i] == run || t->shape[i] == 1);
         run *= t->shape[i];
     }
-    if (dense) return put(out, data, (size_t)(run * element));
+    if (dense) return quern_file_write(file, data, (size_t)(run * element)) == QUERN_OK;
     for (int64_t i = 0; i < t->shape[dim]; i++)
-        if (!put_tensor(out, t, dim + 1, data + i * t->strides[dim] * element)) return false;
+        if (!put_tensor(file, t, dim + 1, data + i * t->strides[dim] * element)) return false;
     return true;
 }
 
-static bool put_file(output *out, const char *header, size_t length, const quern_safetensors_item *items,
-                     size_t count, const size_t *order)
+static bool put_item(void *arg, const quern_safetensors_item *item)
 {
-    static const unsigned char spaces[DATA_ALIGN + 1] = "                                                                ";
-    const size_t pad = (DATA_ALIGN - (8 + length) % DATA_ALIGN) % DATA_ALIGN;
+    return tensor_bytes(item->tensor) == 0 || put_tensor(arg, item->tensor, 0, item->tensor->data);
+}
+
+static quern_status write_file(const char *path, const text *header, const quern_safetensors_item *items, size_t count)
+{
+    quern_file *file = NULL;
     unsigned char size[8];
-    for (int i = 0; i < 8; i++) size[i] = (unsigned char)((uint64_t)(length + pad) >> 8 * i);
-    if (!put(out, size, 8) || !put(out, (const unsigned char *)header, length) || !put(out, spaces, pad)) return false;
-    for (size_t i = 0; i < count; i++) {
-        const quern_tensor *t = items[order[i]].tensor;
-        if (tensor_bytes(t) > 0 && !put_tensor(out, t, 0, t->data)) return false;
-    }
-    return flush(out) && fsync(out->fd) == 0;
-}
-
-/* Makes the rename itself durable. Some file systems refuse to sync a directory: the file is complete
- * all the same. */
-static void sync_directory(const char *path)
-{
-    const char *slash = strrchr(path, '/');
-    char *dir = slash == NULL ? strdup(".") : strndup(path, (size_t)(slash - path) + 1);
-    const int fd = dir == NULL ? -1 : open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd >= 0) {
-        (void)fsync(fd);
-        close(fd);
-    }
-    free(dir);
-}
-
-/* Opens a new file beside `path`; its name is left in `temporary`. */
-static int open_temporary(const char *path, char *temporary, size_t room)
-{
-    int fd = -1;
-    for (int attempt = 0; attempt < 1000 && fd < 0; attempt++) {
-        snprintf(temporary, room, "%s.%ld-%d.tmp", path, (long)getpid(), attempt);
-        fd = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (fd < 0 && errno != EEXIST) break;
-    }
-    return fd;
-}
-
-static quern_status write_file(const char *path, const char *header, const quern_safetensors_item *items,
-                               size_t count, const size_t *order)
-{
-    const size_t room = strlen(path) + 64;
-    char *temporary = malloc(room);
-    output out = {-1, 0, malloc(BUFFER_BYTES)};
-    quern_status status = QUERN_OK;
-    if (temporary == NULL || out.buffer == NULL) {
-        status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a write buffer of %d bytes", BUFFER_BYTES);
-        goto done;
-    }
-    out.fd = open_temporary(path, temporary, room);
-    if (out.fd < 0) {
-        status = error_set(QUERN_ERR_IO, "cannot create '%s': %s", temporary, strerror(errno));
-        goto done;
-    }
-    bool written = put_file(&out, header, strlen(header), items, count, order);
-    int why = errno;
-    if (close(out.fd) != 0 && written) {
-        written = false;
-        why = errno;
-    }
-    if (written && rename(temporary, path) != 0) {
-        written = false;
-        why = errno;
-    }
-    if (written) {
-        sync_directory(path);
-    } else {
-        unlink(temporary);
-        status = error_set(QUERN_ERR_IO, "cannot write '%s': %s", path, strerror(why));
-    }
-done:
-    free(out.buffer);
-    free(temporary);
+    for (int i = 0; i < 8; i++) size[i] = (unsigned char)((uint64_t)header->size >> 8 * i);
+    quern_status status = quern_file_create(path, &file);
+    if (status == QUERN_OK) status = quern_file_write(file, size, sizeof size);
+    if (status == QUERN_OK) status = quern_file_write(file, header->bytes, header->size);
+    if (status == QUERN_OK && !each_item(items, count, put_item, file)) status = QUERN_ERR_IO;
+    if (status == QUERN_OK) return quern_file_commit(file);
+    quern_file_discard(file);
     return status;
 }
 
@@ -239,33 +239,21 @@ quern_status quern_safetensors_save(const char *path, const quern_safetensors_it
     if (path == NULL || (items == NULL && count > 0) || (metadata == NULL && metadata_count > 0))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
                          path == NULL ? "path" : items == NULL && count > 0 ? "items" : "metadata");
-    struct stat st;
-    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
-        return error_set(QUERN_ERR_IO, "cannot write '%s': it exists and is no regular file", path);
-    char *target = realpath(path, NULL); /* writes through a symbolic link rather than over it */
-    char *text = NULL;
-    size_t *order = calloc(count + 1, sizeof *order);
-    json_t *header = json_object();
-    quern_status status;
-    if (order == NULL || header == NULL) {
-        status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for %zu tensors", count);
-        goto done;
-    }
-    status = add_metadata(header, metadata, metadata_count);
-    if (status == QUERN_OK) status = build_header(header, items, count, order);
-    if (status != QUERN_OK) goto done;
-    text = json_dumps(header, JSON_COMPACT);
-    if (text == NULL)
-        status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for the header of %zu tensors", count);
-    else if (strlen(text) > SAFETENSORS_MAX_HEADER - DATA_ALIGN)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "items and metadata: a header of %zu bytes, at most %d is accepted",
-                           strlen(text), SAFETENSORS_MAX_HEADER - DATA_ALIGN);
+    text header = {0};
+    const char **names = calloc((count > metadata_count ? count : metadata_count) + 1, sizeof *names);
+    if (names == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for %zu tensors", count);
+    quern_status status = check_metadata(metadata, metadata_count, names);
+    if (status == QUERN_OK) status = check_items(items, count, names);
+    free(names);
+    if (status != QUERN_OK) return status;
+    build_header(&header, items, count, metadata, metadata_count);
+    if (!header.failed)
+        status = write_file(path, &header, items, count);
+    else if (header.size > SAFETENSORS_MAX_HEADER)
+        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "items and metadata: their header is longer than the %d bytes that the format accepts",
+                           SAFETENSORS_MAX_HEADER);
     else
-        status = write_file(target != NULL ? target : path, text, items, count, order);
-done:
-    free(text);
-    json_decref(header);
-    free(order);
-    free(target);
+        status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for the header of %zu tensors", count);
+    free(header.bytes);
     return status;
 }

@@ -79,7 +79,11 @@ static void hostile_headers_are_refused(void **state)
     expect_refused(" {}", 0, "begins with '{'");
     expect_refused("{", 0, "no valid JSON");
     expect_refused("{}x", 0, "no valid JSON");
-    expect_refused("{\"a\":1,\"a\":2}", 0, "duplicate");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]},\"a\":{\"dtype\":\"U8\",\"shape\":[0],"
+                   "\"data_offsets\":[0,0]}}", 0, "duplicate");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0, "duplicate");
+    expect_refused("{\"__metadata__\":{\"k\":\"1\",\"k\":\"2\"}}", 0, "duplicate");
+    expect_refused("{\"__metadata__\":{},\"__metadata__\":{}}", 0, "duplicate");
     expect_refused("{\"a\xff\":{}}", 0, "no valid JSON");
     expect_refused("{\"a\\u0000\":{}}", 0, "no valid JSON");
     expect_refused("{\"a\":7}", 0, "no JSON object");
