@@ -39,9 +39,10 @@ QUERN_API size_t quern_safetensors_count(const quern_safetensors *file);
 QUERN_API const char *quern_safetensors_name(const quern_safetensors *file, size_t index);
 /* True if a tensor of this name is in the file. */
 QUERN_API bool quern_safetensors_has(const quern_safetensors *file, const char *name);
-/* A contiguous CPU view of the named tensor, its data aligned to its element. No such tensor:
- * QUERN_ERR_INVALID_ARGUMENT. A dtype that quern_dtype lacks (F64, BOOL, F8_E4M3 ...) or more than
- * QUERN_MAX_DIMS dimensions: QUERN_ERR_UNSUPPORTED. */
+/* A contiguous CPU view of the named tensor, its data aligned to its element. The format's F8_E4M3, F8_E5M2, F8_E8M0
+ * and F4 are QUERN_E4M3, QUERN_E5M2, QUERN_E8M0 and QUERN_E2M1X2; of F4 the file's shape counts elements, the view's
+ * last extent bytes. No such tensor: QUERN_ERR_INVALID_ARGUMENT. F6_E2M3 and F6_E3M2, F4 of an odd last extent, or more
+ * than QUERN_MAX_DIMS dimensions: QUERN_ERR_UNSUPPORTED. */
 QUERN_API quern_status quern_safetensors_get(const quern_safetensors *file, const char *name,
                                              quern_tensor *view);
 

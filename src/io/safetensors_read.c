@@ -303,7 +303,7 @@ static quern_status check_tiling(const quern_safetensors *f, uint64_t data_size)
 
 static quern_status place_data(entry *e, const unsigned char *data)
 {
-    const size_t bytes = (size_t)(e->end - e->begin), align = e->dtype->ours >= 0 ? (e->dtype->bits + 7u) / 8 : 1;
+    const size_t bytes = (size_t)(e->end - e->begin), align = e->dtype->bits >= 8 ? e->dtype->bits / 8 : 1;
     e->data = data + e->begin;
     if (bytes == 0 || (uintptr_t)e->data % align == 0) return QUERN_OK;
     e->copy = malloc(bytes);
@@ -434,15 +434,19 @@ quern_status quern_safetensors_get(const quern_safetensors *file, const char *na
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor '%s': the file has none of this name", TEXT_NAME(name != NULL ? name : "(NULL)"));
     const entry *e = &file->entries[found->index];
     if (e->dtype->ours < 0)
-        return error_set(QUERN_ERR_UNSUPPORTED,
-                         "tensor '%s': dtype %s: F32, F16, BF16, I32, U8 and I64 are accepted", TEXT_NAME(name),
-                         e->dtype->name);
+        return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': dtype %s: every dtype of the format but F6_E2M3 and F6_E3M2 is accepted",
+                         TEXT_NAME(name), e->dtype->name);
     if (e->ndim > QUERN_MAX_DIMS)
         return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': %zu dimensions: at most %d are accepted", TEXT_NAME(name),
                          e->ndim, QUERN_MAX_DIMS);
-    const bool empty = e->begin == e->end;
-    *view = quern_tensor_contiguous(empty ? NULL : (void *)(uintptr_t)e->data, (quern_dtype)e->dtype->ours,
-                                    (int32_t)e->ndim, e->shape);
+    int64_t shape[QUERN_MAX_DIMS];
+    memcpy(shape, e->shape, sizeof shape);
+    if (e->dtype->bits == 4) { /* the file counts elements, a view bytes */
+        if (e->ndim == 0 || shape[e->ndim - 1] % 2 != 0)
+            return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': dtype F4: an even last extent is accepted", TEXT_NAME(name));
+        shape[e->ndim - 1] /= 2;
+    }
+    *view = quern_tensor_contiguous(e->empty ? NULL : (void *)(uintptr_t)e->data, (quern_dtype)e->dtype->ours, (int32_t)e->ndim, shape);
     return QUERN_OK;
 }
 

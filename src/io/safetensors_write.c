@@ -84,6 +84,8 @@ static int64_t tensor_bytes(const quern_tensor *t)
 {
     if (format_name(t->dtype) == NULL || t->device != QUERN_CPU || t->ndim < 0 || t->ndim > QUERN_MAX_DIMS)
         return -1;
+    const bool packed = t->dtype == QUERN_E2M1X2; /* the file counts its 4-bit elements */
+    if (packed && (t->ndim == 0 || t->shape[t->ndim - 1] > INT64_MAX / 2)) return -1;
     int64_t bytes = (int64_t)quern_dtype_size(t->dtype);
     bool empty = false;
     for (int32_t i = 0; i < t->ndim; i++) {
@@ -134,8 +136,8 @@ static quern_status check_items(const quern_safetensors_item *items, size_t coun
         const int64_t bytes = tensor_bytes(items[i].tensor);
         if (bytes < 0)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "items[%zu] '%s': a CPU tensor with data, of a known dtype, with 0 to %d extents >= 0 and fewer than "
-                             "2^63 bytes is accepted",
+                             "items[%zu] '%s': a CPU tensor with data, of a known dtype, with 0 to %d extents >= 0 (e2m1x2: at least "
+                             "1) and fewer than 2^63 bytes is accepted",
                              i, TEXT_NAME(items[i].name), QUERN_MAX_DIMS);
         if (__builtin_add_overflow(all, bytes, &all))
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "items: together they have 2^63 bytes or more");
@@ -168,7 +170,10 @@ static bool describe(void *arg, const quern_safetensors_item *item)
     add(l->header, "%s", l->header->size > 1 ? "," : "");
     add_string(l->header, item->name);
     add(l->header, ":{\"dtype\":\"%s\",\"shape\":[", format_name(t->dtype));
-    for (int32_t i = 0; i < t->ndim; i++) add(l->header, "%s%" PRId64, i > 0 ? "," : "", t->shape[i]);
+    for (int32_t i = 0; i < t->ndim; i++) {
+        const bool packed = t->dtype == QUERN_E2M1X2 && i == t->ndim - 1;
+        add(l->header, "%s%" PRId64, i > 0 ? "," : "", packed ? 2 * t->shape[i] : t->shape[i]);
+    }
     add(l->header, "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", l->at, end);
     l->at = end;
     return true;

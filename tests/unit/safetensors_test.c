@@ -108,6 +108,18 @@ static void hostile_headers_are_refused(void **state)
     expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"U8\",\"shape\":[4],"
                    "\"data_offsets\":[5,9]}}", 9, "hole");
     expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]}}", 5, "must agree");
+    expect_refused("{\"a\":1,}", 0, "no JSON object");
+    expect_refused("{\"a\\ud800\":{}}", 0, "no valid JSON");
+    expect_refused("{\"a\\udc00\":{}}", 0, "no valid JSON");
+    expect_refused("{\"a\\x\":{}}", 0, "no valid JSON");
+    expect_refused("{\"a\n\":{}}", 0, "no valid JSON");
+    expect_refused("{\"a\xed\xa0\x80\":{}}", 0, "no valid JSON");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[01],\"data_offsets\":[0,1]}}", 1, "no valid JSON");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1],\"x\":[1,]}}", 1, "no valid JSON");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1],\"x\":nul}}", 1, "no valid JSON");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},}", 1, "no valid JSON");
+    expect_refused("{\"a\" {}}", 0, "no valid JSON");
+    expect_refused("{} {}", 0, "no valid JSON");
     expect_refused("{\"__metadata__\":[]}", 0, "__metadata__");
     expect_refused("{\"__metadata__\":{\"a\":1}}", 0, "no string");
 }
@@ -173,16 +185,92 @@ static void tensors_that_a_view_cannot_hold_are_unsupported(void **state)
 {
     (void)state;
     size_t size;
-    uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"F64\",\"shape\":[1],\"data_offsets\":[0,8]},"
-                             "\"b\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1],\"data_offsets\":[8,9]}}", 9, &size);
+    uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[0,3]},"
+                             "\"b\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1],\"data_offsets\":[3,4]},"
+                             "\"odd\":{\"dtype\":\"F4\",\"shape\":[2,3],\"data_offsets\":[4,7]}}", 7, &size);
     quern_safetensors *file = NULL;
     quern_tensor t = {.ndim = -77};
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
     assert_int_equal(quern_safetensors_get(file, "a", &t), QUERN_ERR_UNSUPPORTED);
-    assert_non_null(strstr(quern_last_error(NULL), "F64"));
+    assert_non_null(strstr(quern_last_error(NULL), "F6_E2M3"));
     assert_int_equal(quern_safetensors_get(file, "b", &t), QUERN_ERR_UNSUPPORTED);
+    assert_int_equal(quern_safetensors_get(file, "odd", &t), QUERN_ERR_UNSUPPORTED);
     assert_int_equal(quern_safetensors_get(file, "c", &t), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_safetensors_get(file, NULL, &t), QUERN_ERR_INVALID_ARGUMENT);
     assert_int_equal(t.ndim, -77);
+    quern_safetensors_close(file);
+    free(bytes);
+}
+
+/* The file of each dtype, byte by byte, and back; packed 4-bit floats count elements in the file and bytes in a view. */
+static void every_dtype_goes_in_and_comes_out(void **state)
+{
+    static const struct {
+        const char *name;
+        quern_dtype dtype;
+        int bits;
+    } all[] = {{"F64", QUERN_F64, 64},       {"F32", QUERN_F32, 32},       {"F16", QUERN_F16, 16},       {"BF16", QUERN_BF16, 16},
+               {"F8_E4M3", QUERN_E4M3, 8},   {"F8_E5M2", QUERN_E5M2, 8},   {"F8_E8M0", QUERN_E8M0, 8},   {"F4", QUERN_E2M1X2, 4},
+               {"I64", QUERN_I64, 64},       {"I32", QUERN_I32, 32},       {"I16", QUERN_I16, 16},       {"I8", QUERN_I8, 8},
+               {"U64", QUERN_U64, 64},       {"U32", QUERN_U32, 32},       {"U16", QUERN_U16, 16},       {"U8", QUERN_U8, 8},
+               {"BOOL", QUERN_BOOL, 8},      {"C64", QUERN_C64, 64}};
+    (void)state;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        char header[160];
+        size_t size;
+        quern_safetensors *file = NULL;
+        quern_tensor t, again;
+        snprintf(header, sizeof header, "{\"x\":{\"dtype\":\"%s\",\"shape\":[3,2],\"data_offsets\":[0,%d]}}", all[i].name, 6 * all[i].bits / 8);
+        uint8_t *bytes = file_of(header, (size_t)(6 * all[i].bits / 8), &size);
+        assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
+        assert_int_equal(quern_safetensors_get(file, "x", &t), QUERN_OK);
+        assert_int_equal(t.dtype, all[i].dtype);
+        assert_true(t.ndim == 2 && t.shape[0] == 3 && t.shape[1] == (all[i].bits == 4 ? 1 : 2));
+        assert_memory_equal(t.data, bytes + size - 6 * all[i].bits / 8, (size_t)(6 * all[i].bits / 8));
+        const quern_safetensors_item item = {"x", &t};
+        assert_int_equal(quern_safetensors_save(path, &item, 1, NULL, 0), QUERN_OK);
+        quern_safetensors *saved = NULL;
+        assert_int_equal(quern_safetensors_open(path, &saved), QUERN_OK);
+        assert_int_equal(quern_safetensors_get(saved, "x", &again), QUERN_OK);
+        assert_true(again.dtype == t.dtype && again.shape[0] == 3 && again.shape[1] == t.shape[1]);
+        assert_memory_equal(again.data, t.data, (size_t)(6 * all[i].bits / 8));
+        quern_safetensors_close(saved);
+        quern_safetensors_close(file);
+        free(bytes);
+    }
+    uint8_t pair = 0x21;
+    const quern_tensor scalar = quern_tensor_contiguous(&pair, QUERN_E2M1X2, 0, NULL);
+    const quern_safetensors_item item = {"x", &scalar};
+    assert_int_equal(quern_safetensors_save(path, &item, 1, NULL, 0), QUERN_ERR_INVALID_ARGUMENT); /* half of it is no shape */
+}
+
+/* Names find their tensors among many, and hold what JSON escapes say. */
+static void names_are_found(void **state)
+{
+    enum { MANY = 20000 };
+    (void)state;
+    char (*names)[16] = malloc(sizeof *names * MANY);
+    quern_safetensors_item *items = malloc(sizeof *items * MANY);
+    const quern_tensor nothing = quern_tensor_contiguous(NULL, QUERN_U8, 1, (const int64_t[]){0});
+    assert_true(names != NULL && items != NULL);
+    for (int i = 0; i < MANY; i++) {
+        snprintf(names[i], sizeof *names, "t%d", i);
+        items[i] = (quern_safetensors_item){names[i], &nothing};
+    }
+    assert_int_equal(quern_safetensors_save(path, items, MANY, NULL, 0), QUERN_OK);
+    quern_safetensors *file = NULL;
+    assert_int_equal(quern_safetensors_open(path, &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_count(file), MANY);
+    for (int i = 0; i < MANY; i++) assert_true(quern_safetensors_has(file, names[i]));
+    assert_false(quern_safetensors_has(file, "t20000"));
+    quern_safetensors_close(file);
+    free(names);
+    free(items);
+    size_t size;
+    uint8_t *bytes = file_of("{\"\\u00e9\\ud83d\\ude00\\/\\n\\\"\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0],\"more\":"
+                             "[1.5e3,{\"x\":null},true,false,-0]} } ", 0, &size);
+    assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
+    assert_true(quern_safetensors_has(file, "\xc3\xa9\xf0\x9f\x98\x80/\n\""));
     quern_safetensors_close(file);
     free(bytes);
 }
@@ -358,6 +446,8 @@ int main(void)
         cmocka_unit_test(unreadable_paths_are_io_errors),
         cmocka_unit_test(misaligned_data_comes_out_aligned),
         cmocka_unit_test(tensors_that_a_view_cannot_hold_are_unsupported),
+        cmocka_unit_test(every_dtype_goes_in_and_comes_out),
+        cmocka_unit_test(names_are_found),
         cmocka_unit_test(what_is_saved_is_read_back),
         cmocka_unit_test(a_large_strided_tensor_streams_through),
         cmocka_unit_test(bad_items_are_refused),
