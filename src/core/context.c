@@ -72,17 +72,21 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
         return error_set(QUERN_ERR_UNSUPPORTED, "CPU level %s: this machine offers up to %s",
                          quern_cpu_level_name(level), quern_cpu_level_name(best));
     quern_context *c = malloc(sizeof *c);
-    if (c == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a context of %zu bytes", sizeof *c);
+    void *kept = c != NULL ? quern_backend_cpu.open() : NULL;
+    if (kept == NULL) {
+        free(c);
+        return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a context of %zu bytes", sizeof *c);
+    }
     c->threads = p.threads > 0 ? p.threads : default_threads();
     c->cpu_level = level;
-    gemm_cache_open(&c->gemm);
+    c->kept = kept;
     *ctx = c;
     return QUERN_OK;
 }
 
 void quern_context_destroy(quern_context *ctx)
 {
-    if (ctx != NULL) gemm_cache_close(&ctx->gemm);
+    if (ctx != NULL) quern_backend_cpu.close(ctx->kept);
     free(ctx);
 }
 
@@ -101,6 +105,6 @@ const quern_backend *context_backend(quern_context *ctx, quern_device device, in
 {
     const quern_cuda_plugin *plugin = device == QUERN_CUDA ? plugin_for(device_id) : NULL;
     if (device == QUERN_CUDA && plugin == NULL) return NULL;
-    *exec = (stage_exec){device, device_id, ctx->threads, ctx->cpu_level, stream, &ctx->gemm, 0};
+    *exec = (stage_exec){device, device_id, ctx->threads, ctx->cpu_level, stream, ctx->kept, 0};
     return plugin != NULL ? plugin->backend : &quern_backend_cpu;
 }

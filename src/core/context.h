@@ -5,12 +5,11 @@
 #define QUERN_CORE_CONTEXT_H
 
 #include "backend.h"
-#include "cpu/gemm.h"
 
 struct quern_context {
     int32_t threads;
     quern_cpu_level cpu_level;
-    gemm_cache gemm;
+    void *kept; /* the CPU backend's */
 };
 
 /* The backend for `device`, and an exec for it in *exec. Sets the error, with its status, and returns

@@ -8,6 +8,7 @@
  */
 #include "core/plugin.h"
 
+#include "build_id.h"
 #include "core/error.h"
 #include "core/library.h"
 #include "core/op.h"
@@ -54,11 +55,9 @@ static const quern_cuda_plugin *load(void)
     void *symbol = dlsym(library, QUERN_CUDA_PLUGIN_SYMBOL);
     memcpy(&entry, &symbol, sizeof entry); /* ISO C has no cast from an object's to a function's pointer */
     const quern_cuda_plugin *plugin = entry != NULL ? entry(error_set) : NULL;
-    if (plugin != NULL && plugin->size == sizeof *plugin && plugin->backend_size == sizeof(quern_backend) &&
-        strcmp(plugin->version, quern_version()) == 0)
-        return plugin;
-    error_set(QUERN_ERR_DEVICE, "device cuda: the backend that was found is of another build: that of quern %s, with %s, is needed", quern_version(),
-              QUERN_CUDA_PLUGIN_SYMBOL);
+    if (plugin != NULL && plugin->build_id == build_id() && strcmp(plugin->version, quern_version()) == 0) return plugin;
+    error_set(QUERN_ERR_DEVICE, "device cuda: the backend that was found is of another build (id %016llx): that of quern %s with id %016llx is needed",
+              plugin != NULL ? (unsigned long long)plugin->build_id : 0, quern_version(), (unsigned long long)build_id());
     dlclose(library);
     return NULL;
 }

@@ -4,7 +4,7 @@
 #ifndef QUERN_CORE_PLUGIN_H
 #define QUERN_CORE_PLUGIN_H
 
-#include "cuda/plugin.h"
+#include "cuda_plugin.h"
 
 /* The plugin, loaded by the first call, for a `device` that can compute; NULL with the error set where one is missing. */
 const quern_cuda_plugin *plugin_for(int32_t device);

@@ -15,7 +15,7 @@ attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args)
     p.heads = (int32_t)args->q.shape[2];
     p.kv_heads = (int32_t)args->k.shape[2];
     p.group = p.kv_heads > 0 ? p.heads / p.kv_heads : 1;
-    const bool by_head = args->list.ndim > 0 && args->scope == QUERN_NSA_SCOPE_HEAD;
+    const bool by_head = args->list.ndim > 0 && args->scope == LIST_BY_HEAD;
     p.hs = by_head ? 1 : p.group;
     p.units = by_head ? p.heads : p.kv_heads;
     p.dim_k = (int32_t)args->q.shape[3];
@@ -56,7 +56,7 @@ void attend_interval(const attend_args *args, const attend_sequence *seq, int64_
         if (args->mask == ATTEND_BLOCKS) {
             end = query + 1;
         } else {
-            const int64_t reach = args->visibility == QUERN_NSA_VISIBLE_COMPLETE ? query - args->block_size + 1 : query;
+            const int64_t reach = args->visibility == ENTRY_COMPLETE ? query - args->block_size + 1 : query;
             end = reach < 0 ? 0 : reach / args->stride + 1;
         }
     }

@@ -1,10 +1,28 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* backend.c - the CPU's rows of the stage table. */
+#include "cpu/gemm.h"
 #include "cpu/stages.h"
+
+#include <stdlib.h>
+
+static void *open_kept(void)
+{
+    gemm_cache *cache = malloc(sizeof *cache);
+    if (cache != NULL) gemm_cache_open(cache);
+    return cache;
+}
+
+static void close_kept(void *kept)
+{
+    gemm_cache_close(kept);
+    free(kept);
+}
 
 const quern_backend quern_backend_cpu = {
     .name = "cpu",
+    .open = open_kept,
+    .close = close_kept,
     .attend_forward = {cpu_attend_supports, cpu_attend_forward_workspace, cpu_attend_forward},
     .attend_backward = {cpu_attend_supports, cpu_attend_backward_workspace, cpu_attend_backward},
     .compress_forward = {cpu_compress_supports, cpu_compress_workspace, cpu_compress},

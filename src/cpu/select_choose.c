@@ -13,7 +13,7 @@
 /* s[J] = sum over m < l'/d, n < l/d of p[(l'/d) J + m - n]: every entry as often as it overlaps the block. */
 static void map_to_blocks(const select_plan *p, const float *entries, int64_t seen, int64_t first, int64_t end, float *scores)
 {
-    const quern_nsa_params *n = &p->args->params;
+    const select_params *n = &p->args->params;
     const int64_t per_block = n->select_block / n->stride, per_entry = n->block_size / n->stride;
     for (int64_t j = first; j < end; j++) {
         const int64_t low = per_block * j - per_entry + 1, high = per_block * (j + 1); /* entries that touch block j */
@@ -65,7 +65,7 @@ void select_choose(const select_plan *p, const attend_sequence *seq, int64_t lis
                    select_scratch *s)
 {
     const select_args *args = p->args;
-    const quern_nsa_params *n = &args->params;
+    const select_params *n = &args->params;
     const int64_t first = tile * p->tile, end = first + p->tile < seq->nq ? first + p->tile : seq->nq, view_b = seq->view_b;
     const int64_t seen = select_seen(p, seq, end - 1);
     if (is_present(&args->group_idx) && !args->groups_given)
@@ -82,7 +82,7 @@ void select_choose(const select_plan *p, const attend_sequence *seq, int64_t lis
     if (want > local - forced_first) want = local - forced_first;
 
     const float *scores = entries;
-    if (n->metric == QUERN_NSA_METRIC_MEAN_LOGIT) {
+    if (n->metric == SELECT_MEAN_LOGIT) {
         for (int64_t j = seen; j < candidates; j++) entries[j] = -INFINITY;
     } else if (n->select_block != n->stride || n->block_size != n->stride) {
         map_to_blocks(p, entries, seen, forced_first, local, s->scores);

@@ -21,8 +21,8 @@ enum { ENTRY_BYTES = 1 << 20 /* of a task's rows of entries, at most, where seve
 
 void select_plan_make(const stage_exec *exec, const select_args *args, select_plan *p)
 {
-    const quern_nsa_params *n = &args->params;
-    const bool softmax = n->metric == QUERN_NSA_METRIC_SOFTMAX;
+    const select_params *n = &args->params;
+    const bool softmax = n->metric == SELECT_SOFTMAX;
     memset(p, 0, sizeof *p);
     p->args = args;
     p->attend = (attend_args){.mask = ATTEND_COMPRESSED, .seqs = args->seqs, .causal = n->causal, .scale = n->scale, .block_size = n->block_size,
@@ -30,7 +30,7 @@ void select_plan_make(const stage_exec *exec, const select_args *args, select_pl
                               .k = args->k_cmp, .v = args->k_cmp};
     p->attention = attend_plan_of(exec, &p->attend);
     attend_plan *a = &p->attention;
-    if (n->scope == QUERN_NSA_SCOPE_HEAD) a->hs = 1, a->units = a->heads;
+    if (n->scope == LIST_BY_HEAD) a->hs = 1, a->units = a->heads;
     if (!softmax) a->bf16 = false, a->key_words = a->dim_k, a->scale2 = 1.0f;
     p->kernels = nsa_kernels_for(exec->cpu_level);
     p->list_heads = a->units;
@@ -57,7 +57,7 @@ void select_keys_pack(const stage_exec *exec, const select_plan *p, void *keys)
 
 void select_scratch_carve(const select_plan *p, arena *a, select_scratch *s)
 {
-    const bool softmax = p->args->params.metric == QUERN_NSA_METRIC_SOFTMAX;
+    const bool softmax = p->args->params.metric == SELECT_SOFTMAX;
     const int64_t k = p->args->params.num_selected < p->blocks ? p->args->params.num_selected : p->blocks;
     const int64_t groups = (p->width + STAGE_GROUP_ENTRIES - 1) / STAGE_GROUP_ENTRIES;
     const size_t most = (size_t)(k > groups ? k : groups);
@@ -163,7 +163,7 @@ static void add_rows(const select_plan *p, const void *keys, int64_t b, int64_t 
 
 void select_score(const select_plan *p, const void *keys, int64_t b, int64_t list_head, int64_t tile0, int64_t count, select_scratch *s)
 {
-    if (p->args->params.metric == QUERN_NSA_METRIC_MEAN_LOGIT) {
+    if (p->args->params.metric == SELECT_MEAN_LOGIT) {
         score_mean_logits(p, keys, b, list_head, tile0, count, s);
         return;
     }

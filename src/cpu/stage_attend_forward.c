@@ -79,7 +79,7 @@ static attend_args pass_of(const attend_args *args, int64_t first, int64_t count
     view_narrow(&pass.lse, 1, first * group, count * group);
     view_narrow(&pass.k, 2, first, count);
     view_narrow(&pass.v, 2, first, count);
-    const int64_t lists = args->scope == QUERN_NSA_SCOPE_HEAD ? group : 1;
+    const int64_t lists = args->scope == LIST_BY_HEAD ? group : 1;
     view_narrow(&pass.list, 1, first * lists, count * lists);
     return pass;
 }

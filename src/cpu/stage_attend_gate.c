@@ -167,7 +167,7 @@ static size_t carve_pass(const stage_exec *exec, const gated_job *job, gated_pas
 /* Fills the job but for what stands in the workspace. */
 static void plan_job(const stage_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
 {
-    const bool softmax = args->select.params.metric == QUERN_NSA_METRIC_SOFTMAX;
+    const bool softmax = args->select.params.metric == SELECT_SOFTMAX;
     *job = (gated_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .select = args->select, .threads = exec->threads};
     for (int i = 0; i < BRANCHES; i++) job->attend[i] = args->branch[i];
     job->select_late = !args->select_given && softmax && is_on(job, CMP);
@@ -339,6 +339,6 @@ quern_status cpu_attend_gate(const stage_exec *exec, const attend_gate_args *arg
     for (int i = 0; i < BRANCHES; i++)
         if (is_on(&job, i)) attend_store_unused(&job.plan[i]);
     zero_rows(&args->gate.o, rows);
-    if (is_present(&args->gate.gates) && args->gate.kind != QUERN_NSA_GATE_GIVEN) zero_rows(&args->gate.gates, rows);
+    if (is_present(&args->gate.gates) && args->gate.kind != GATE_GIVEN) zero_rows(&args->gate.gates, rows);
     return QUERN_OK;
 }

@@ -38,7 +38,7 @@ typedef struct compress_job {
 
 static bool as_bf16(const compress_job *job, const quern_tensor *x, const quern_tensor *w)
 {
-    return job->args->kind == QUERN_NSA_COMPRESS_LINEAR && x->dtype == QUERN_BF16 && w->dtype == QUERN_BF16 && job->pack->mm_bf16 != NULL;
+    return job->args->kind == COMPRESS_LINEAR && x->dtype == QUERN_BF16 && w->dtype == QUERN_BF16 && job->pack->mm_bf16 != NULL;
 }
 
 static size_t aligned(int64_t floats)
@@ -61,7 +61,7 @@ static int64_t runs_of_entry(const compress_args *args)
 static void carve_side(const stage_exec *exec, compress_job *job, side *s, arena *a)
 {
     if (!is_present(s->x)) return;
-    const bool linear = job->args->kind == QUERN_NSA_COMPRESS_LINEAR, bf16 = as_bf16(job, s->x, s->w);
+    const bool linear = job->args->kind == COMPRESS_LINEAR, bf16 = as_bf16(job, s->x, s->w);
     const int64_t positions = linear ? job->args->block_size : 1, heads = s->x->shape[2], dim = s->x->shape[3];
     const int64_t width = step_group(positions, dim, STEP_WIDTH) * dim;
     s->matrix = carve_matrix(exec, s->w, bf16 ? QUERN_BF16 : QUERN_F32, positions, positions, false, job->piece, linear ? width : heads * dim, 0, a);
@@ -75,10 +75,10 @@ static void carve_side(const stage_exec *exec, compress_job *job, side *s, arena
 static compress_job carve(const stage_exec *exec, const compress_args *args, arena *a)
 {
     compress_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .pack = attention_kernels_for(exec->cpu_level)};
-    job.piece = args->kind == QUERN_NSA_COMPRESS_LINEAR ? COMPRESS_ENTRIES : MEAN_ENTRIES * (runs_of_entry(args) < 4 ? runs_of_entry(args) : 4);
+    job.piece = args->kind == COMPRESS_LINEAR ? COMPRESS_ENTRIES : MEAN_ENTRIES * (runs_of_entry(args) < 4 ? runs_of_entry(args) : 4);
     job.sides[0] = (side){&args->k, &args->k_cmp, &args->pe_k, &args->w_k, {0}, NULL};
     job.sides[1] = (side){&args->v, &args->v_cmp, &args->pe_v, &args->w_v, {0}, NULL};
-    for (int i = 0; i < 2 && args->kind != QUERN_NSA_COMPRESS_GIVEN; i++) carve_side(exec, &job, &job.sides[i], a);
+    for (int i = 0; i < 2 && args->kind != COMPRESS_GIVEN; i++) carve_side(exec, &job, &job.sides[i], a);
     job.scratch_bytes += job.rows_bytes + job.shift_bytes + job.sum_bytes;
     job.scratch = arena_take(a, job.scratch_bytes * (size_t)exec->threads);
     return job;
@@ -211,13 +211,13 @@ size_t cpu_compress_workspace(const stage_exec *exec, const compress_args *args)
 quern_status cpu_compress(const stage_exec *exec, const compress_args *args, void *workspace)
 {
     write_borders(args);
-    if (args->kind == QUERN_NSA_COMPRESS_GIVEN) return QUERN_OK;
+    if (args->kind == COMPRESS_GIVEN) return QUERN_OK;
     arena a = arena_on(workspace);
     compress_job job = carve(exec, args, &a);
     const int64_t most = entries_of(args, longest_sequence(&args->seqs)), heads = is_present(&args->k) ? args->k.shape[2] : args->v.shape[2];
     job.pieces = (most + job.piece - 1) / job.piece;
     for (int i = 0; i < 2; i++) pack_matrix(exec, &job.sides[i].matrix, job.sides[i].w);
-    if (args->kind == QUERN_NSA_COMPRESS_LINEAR) {
+    if (args->kind == COMPRESS_LINEAR) {
         if (job.sides[0].bias != NULL || job.sides[1].bias != NULL) parallel_for(exec->threads, heads * 2, encode, &job);
         parallel_for(exec->threads, args->seqs.batch * job.pieces * heads * 2, linear_piece, &job);
     } else {

@@ -65,7 +65,7 @@ static int64_t linear_group(const backward_job *job, const side *s)
 static void carve_weights(const stage_exec *exec, backward_job *job, side *s, arena *a)
 {
     const compress_args *args = job->args;
-    const bool linear = args->kind == QUERN_NSA_COMPRESS_LINEAR;
+    const bool linear = args->kind == COMPRESS_LINEAR;
     const int64_t row = s->heads * s->width, group = linear ? linear_group(job, s) * s->dim : s->dim;
     s->back = carve_matrix(exec, s->w, QUERN_F32, linear ? args->block_size : 1, linear ? args->stride : 1, true, linear ? RUNS : MEAN_RUNS, row,
                            linear ? 0 : row, a);
@@ -95,7 +95,7 @@ static backward_job carve(const stage_exec *exec, const compress_args *args, are
                           .d_pe = &args->d_pe_k};
     job.sides[1] = (side){.x = &args->v, .y = &args->d_v_cmp, .pe = &args->pe_v, .w = &args->w_v, .d_x = &args->d_v, .d_w = &args->d_w_v,
                           .d_pe = &args->d_pe_v};
-    for (int i = 0; i < 2 && args->kind != QUERN_NSA_COMPRESS_GIVEN; i++) {
+    for (int i = 0; i < 2 && args->kind != COMPRESS_GIVEN; i++) {
         side *s = &job.sides[i];
         if (!is_present(s->y)) continue;
         s->heads = s->y->shape[2];
@@ -335,7 +335,7 @@ static void run_side(const stage_exec *exec, backward_job *job)
 {
     side *s = job->s;
     const compress_args *args = job->args;
-    const bool linear = args->kind == QUERN_NSA_COMPRESS_LINEAR;
+    const bool linear = args->kind == COMPRESS_LINEAR;
     const int64_t longest = longest_sequence(&args->seqs), batch = args->seqs.batch;
     if (is_present(s->w)) {
         pack_matrix(exec, &s->back, s->w);
@@ -365,7 +365,7 @@ quern_status cpu_compress_backward(const stage_exec *exec, const compress_args *
     backward_job job = carve(exec, args, &a);
     for (int i = 0; i < 2; i++) {
         job.s = &job.sides[i];
-        if (args->kind == QUERN_NSA_COMPRESS_GIVEN || !is_present(job.s->y)) clear_side(exec, &job);
+        if (args->kind == COMPRESS_GIVEN || !is_present(job.s->y)) clear_side(exec, &job);
         else run_side(exec, &job);
     }
     return QUERN_OK;

@@ -25,7 +25,7 @@ typedef struct gate_job {
 static gate_block block_at(const gate_args *args, int64_t b, int64_t n, int64_t tokens, int64_t h0, int64_t heads)
 {
     gate_block t = {.dtype = args->o.dtype, .tokens = tokens, .heads = heads};
-    if (args->kind != QUERN_NSA_GATE_WEIGHTS) return t;
+    if (args->kind != GATE_WEIGHTS) return t;
     t.dtype = args->q.dtype;
     t.dim = args->q.shape[3];
     t.q = grid_at(&args->q, b, n, h0);
@@ -39,10 +39,10 @@ void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int
 {
     gate_block t = block_at(args, b, n, tokens, h0, heads);
     t.gates = (row_grid){gates, 3 * heads, 3};
-    if (args->kind == QUERN_NSA_GATE_WEIGHTS) kernels->gate_rows(&t);
+    if (args->kind == GATE_WEIGHTS) kernels->gate_rows(&t);
     for (int64_t r = 0; r < tokens * heads; r++, gates += 3) {
-        if (args->kind == QUERN_NSA_GATE_NONE) memcpy(gates, third, sizeof third);
-        if (args->kind == QUERN_NSA_GATE_GIVEN) memcpy(gates, row_at(&args->gates, b, n + r / heads, h0 + r % heads), sizeof third);
+        if (args->kind == GATE_NONE) memcpy(gates, third, sizeof third);
+        if (args->kind == GATE_GIVEN) memcpy(gates, row_at(&args->gates, b, n + r / heads, h0 + r % heads), sizeof third);
         else if (is_present(&args->gates)) memcpy(row_at(&args->gates, b, n + r / heads, h0 + r % heads), gates, sizeof third);
     }
 }
@@ -59,7 +59,7 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
         float made[3 * PIECE_ROWS];
         gate_block t = block_at(args, b, first, tokens, h, heads);
         t.gates = is_present(&args->gates) ? grid_at(&args->gates, b, first, h) : (row_grid){made, 3 * heads, 3};
-        if (args->kind == QUERN_NSA_GATE_NONE) {
+        if (args->kind == GATE_NONE) {
             for (int64_t i = 0; is_present(&args->gates) && i < tokens * heads; i++)
                 memcpy(row_at(&args->gates, b, first + i / heads, h + i % heads), third, sizeof third);
             t.gates = (row_grid){(void *)(uintptr_t)third, 0, 0};
@@ -103,6 +103,6 @@ quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, voi
     job.stream = all_may_stream(&args->o);
     parallel_for(exec->threads, like->shape[0] * job.pieces, gate_piece, &job);
     if (is_present(&args->o)) zero_rows(&args->o, job.rows);
-    if (is_present(&args->gates) && args->kind != QUERN_NSA_GATE_GIVEN) zero_rows(&args->gates, job.rows);
+    if (is_present(&args->gates) && args->kind != GATE_GIVEN) zero_rows(&args->gates, job.rows);
     return QUERN_OK;
 }

@@ -41,7 +41,7 @@ static backward_job carve(const stage_exec *exec, const gate_args *args, arena *
     job.part_rows = job.parts > 0 ? (total + job.parts - 1) / job.parts : 0;
     for (int i = 0; i < 3; i++) job.stream[i] = all_may_stream(&args->d_o_b[i]);
     job.stream[3] = !args->accumulate && all_may_stream(&args->d_q);
-    if (args->kind != QUERN_NSA_GATE_WEIGHTS) return job;
+    if (args->kind != GATE_WEIGHTS) return job;
     job.dim = args->q.shape[3];
     job.factors = arena_take(a, (size_t)(exec->threads * SUM_TOKENS * job.heads * 3) * sizeof(float));
     const size_t floats = (size_t)(job.heads * 3 * job.dim);
@@ -65,8 +65,8 @@ static void clear_row(const backward_job *job, int64_t b, int64_t n, int64_t h)
     const quern_tensor *const outputs[OUTPUTS] = {&args->d_o_b[0], &args->d_o_b[1], &args->d_o_b[2], &args->d_gates, &args->d_q, &args->gates};
     for (int i = 0; i < OUTPUTS; i++) {
         const quern_tensor *t = outputs[i];
-        if (!is_present(t) || (t == &args->d_q && (args->kind != QUERN_NSA_GATE_WEIGHTS || args->accumulate)) ||
-            (t == &args->gates && args->kind != QUERN_NSA_GATE_NONE))
+        if (!is_present(t) || (t == &args->d_q && (args->kind != GATE_WEIGHTS || args->accumulate)) ||
+            (t == &args->gates && args->kind != GATE_NONE))
             continue;
         memset(row_at(t, b, n, h), 0, (size_t)t->shape[3] * quern_dtype_size(t->dtype));
     }
@@ -92,13 +92,13 @@ static void run_tokens(const backward_job *job, int64_t b, int64_t n, int64_t to
         t.delta[i] = statistics_at(&args->delta[i], b, n);
     }
     memcpy(t.stream, job->stream, sizeof t.stream);
-    if (args->kind != QUERN_NSA_GATE_NONE) {
+    if (args->kind != GATE_NONE) {
         t.gates = grid_at(&args->gates, b, n, 0);
     } else if (is_present(&args->gates)) {
         for (int64_t i = 0; i < tokens * job->heads; i++)
             for (int k = 0; k < 3; k++) ((float *)row_at(&args->gates, b, n + i / job->heads, i % job->heads))[k] = 1.0f / 3.0f;
     }
-    if (args->kind == QUERN_NSA_GATE_WEIGHTS) {
+    if (args->kind == GATE_WEIGHTS) {
         t.w = gate_weights_at(args, 0);
         t.d_q = grid_at(&args->d_q, b, n, 0);
         t.d_q_dtype = args->d_q.dtype;

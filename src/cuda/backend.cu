@@ -4,6 +4,10 @@
 #include "any/stages.cuh"
 #include "common/calls.cuh"
 
+extern "C" {
+#include "build_id.h"
+}
+
 static quern_status (*report)(quern_status status, const char *format, ...);
 
 quern_status (*cuda_set_error())(quern_status, const char *, ...)
@@ -31,6 +35,8 @@ static quern_status on_device(const stage_exec *exec, const Args *args, void *wo
 
 static const quern_backend backend = {
     .name = "cuda",
+    .open = NULL,
+    .close = NULL,
     .attend_forward = {attend_forward_supports, attend_forward_bytes, on_device<attend_args, attend_forward_run>},
     .attend_backward = {attend_backward_supports, attend_backward_bytes, on_device<attend_args, attend_backward_run>},
     .compress_forward = {compress_supports, compress_forward_bytes, on_device<compress_args, compress_forward_run>},
@@ -48,10 +54,10 @@ static const quern_backend backend = {
 #define TEXT2(x) #x
 #define TEXT(x) TEXT2(x)
 
-extern "C" __attribute__((visibility("default"))) const quern_cuda_plugin *quern_cuda_plugin_1(quern_status (*set)(quern_status, const char *, ...))
+extern "C" __attribute__((visibility("default"))) const quern_cuda_plugin *quern_cuda_backend(quern_status (*set)(quern_status, const char *, ...))
 {
     static const quern_cuda_plugin plugin = {
-        sizeof(quern_cuda_plugin), sizeof(quern_backend), TEXT(QUERN_VERSION_MAJOR) "." TEXT(QUERN_VERSION_MINOR) "." TEXT(QUERN_VERSION_PATCH),
+        build_id(), TEXT(QUERN_VERSION_MAJOR) "." TEXT(QUERN_VERSION_MINOR) "." TEXT(QUERN_VERSION_PATCH),
         &backend, device_check, device_check_pointer, device_count, device_info, device_allocate, device_free, device_copy, device_fill,
         stream_create, stream_destroy, stream_synchronize, stream_query, event_create, event_destroy, event_record, event_elapsed};
     report = set;

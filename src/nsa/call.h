@@ -11,6 +11,8 @@
 #include "backend.h"
 #include "core/arena.h"
 
+#include <quern/nsa.h>
+
 typedef enum nsa_op {
     NSA_FORWARD,
     NSA_BACKWARD,

@@ -9,6 +9,8 @@
 #include "core/op.h"
 #include "core/view.h"
 
+#include <quern/nsa.h>
+
 enum { IN, OUT, COUNT, TENSORS };
 
 typedef struct list_call {

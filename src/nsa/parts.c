@@ -111,8 +111,8 @@ static void carve_gate(nsa_call *c, arena *a)
 {
     c->use_gate = true;
     c->gate = nsa_gate_args(c);
-    if (c->op == NSA_GATES) c->gate.kind = QUERN_NSA_GATE_WEIGHTS;
-    if (c->op == NSA_COMBINE) c->gate.kind = c->views.gates.ndim > 0 ? QUERN_NSA_GATE_GIVEN : QUERN_NSA_GATE_NONE;
+    if (c->op == NSA_GATES) c->gate.kind = GATE_WEIGHTS;
+    if (c->op == NSA_COMBINE) c->gate.kind = c->views.gates.ndim > 0 ? GATE_GIVEN : GATE_NONE;
     c->scratch = arena_take(a, c->backend->gate_forward.workspace(&c->exec, &c->gate));
 }
 

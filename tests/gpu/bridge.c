@@ -14,10 +14,10 @@
  * What lies between a strided tensor's elements travels too, so the tests' own guards see stray writes.
  */
 #include "backend.h"
+#include "build_id.h"
 #include "cmocka_c11.h"
 #include "core/context.h"
 #include "core/error.h"
-#include "cuda/plugin.h"
 
 #include <cuda_runtime_api.h>
 #include <stdint.h>
@@ -29,7 +29,7 @@
 enum { GUARD = 512, PATTERN = 0x5a, RUNS = 3, MAX_TENSORS = 80 };
 static const size_t most_bytes = (size_t)1 << 30; /* of a tensor with its gaps; offsets_test.c has the large ones */
 
-quern_cuda_plugin_entry quern_cuda_plugin_1;
+quern_cuda_plugin_entry quern_cuda_backend;
 const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *stream, stage_exec *exec);
 quern_cpu_level __wrap_quern_cpu_level_detect(void);
 
@@ -173,26 +173,31 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
     return status;
 }
 
-#define AT(args, member) offsetof(args, member)
-#define SEQS(args) AT(args, seqs.cu_q), AT(args, seqs.cu_kv)
-static const size_t attend_tensors[] = {SEQS(attend_args), AT(attend_args, list), AT(attend_args, q), AT(attend_args, k), AT(attend_args, v),
-                                        AT(attend_args, o), AT(attend_args, lse), AT(attend_args, d_o), AT(attend_args, row_scale),
-                                        AT(attend_args, delta), AT(attend_args, d_q), AT(attend_args, d_k), AT(attend_args, d_v)};
-static const size_t compress_tensors[] = {SEQS(compress_args),      AT(compress_args, k),       AT(compress_args, v),       AT(compress_args, w_k),
-                                          AT(compress_args, w_v),   AT(compress_args, pe_k),    AT(compress_args, pe_v),    AT(compress_args, k_cmp),
-                                          AT(compress_args, v_cmp), AT(compress_args, d_k_cmp), AT(compress_args, d_v_cmp), AT(compress_args, d_k),
-                                          AT(compress_args, d_v),   AT(compress_args, d_w_k),   AT(compress_args, d_w_v),   AT(compress_args, d_pe_k),
-                                          AT(compress_args, d_pe_v)};
-static const size_t select_tensors[] = {SEQS(select_args), AT(select_args, q), AT(select_args, k_cmp), AT(select_args, lse_cmp),
-                                        AT(select_args, block_idx), AT(select_args, block_count), AT(select_args, group_idx)};
-static const size_t gate_tensors[] = {SEQS(gate_args), AT(gate_args, q), AT(gate_args, w_gate), AT(gate_args, gates), AT(gate_args, o_b[0]),
-                                      AT(gate_args, o_b[1]), AT(gate_args, o_b[2]), AT(gate_args, o), AT(gate_args, d_o), AT(gate_args, d_o_b[0]),
-                                      AT(gate_args, d_o_b[1]), AT(gate_args, d_o_b[2]), AT(gate_args, delta[0]), AT(gate_args, delta[1]),
-                                      AT(gate_args, delta[2]), AT(gate_args, d_q), AT(gate_args, d_w_gate), AT(gate_args, d_gates)};
-static const size_t convert_tensors[] = {SEQS(convert_args), AT(convert_args, in), AT(convert_args, out)};
-static const size_t rowdot_tensors[] = {SEQS(rowdot_args), AT(rowdot_args, a), AT(rowdot_args, b), AT(rowdot_args, out)};
-static const size_t list_convert_tensors[] = {AT(list_convert_args, in), AT(list_convert_args, out), AT(list_convert_args, count)};
-static const size_t check_tensors[] = {SEQS(check_args), AT(check_args, blocks), AT(check_args, groups), AT(check_args, status)};
+#define AT(member) offsetof(ARGS, member),
+#define ARGS attend_args
+static const size_t attend_tensors[] = {ATTEND_TENSORS(AT)};
+#undef ARGS
+#define ARGS compress_args
+static const size_t compress_tensors[] = {COMPRESS_TENSORS(AT)};
+#undef ARGS
+#define ARGS select_args
+static const size_t select_tensors[] = {SELECT_TENSORS(AT)};
+#undef ARGS
+#define ARGS gate_args
+static const size_t gate_tensors[] = {GATE_TENSORS(AT)};
+#undef ARGS
+#define ARGS convert_args
+static const size_t convert_tensors[] = {CONVERT_TENSORS(AT)};
+#undef ARGS
+#define ARGS rowdot_args
+static const size_t rowdot_tensors[] = {ROWDOT_TENSORS(AT)};
+#undef ARGS
+#define ARGS list_convert_args
+static const size_t list_convert_tensors[] = {LIST_CONVERT_TENSORS(AT)};
+#undef ARGS
+#define ARGS check_args
+static const size_t check_tensors[] = {CHECK_TENSORS(AT)};
+#undef ARGS
 
 #define STAGE_BRIDGE(stage, type, tensors)                                                                            \
     static bool stage##_supports(const stage_exec *exec, const type *args, char why[STAGE_WHY_BYTES])                 \
@@ -237,8 +242,8 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
     (void)device;
     (void)ignored;
     if (cuda == NULL) {
-        const quern_cuda_plugin *plugin = quern_cuda_plugin_1(error_set);
-        if (plugin->size != sizeof *plugin || plugin->backend_size != sizeof(quern_backend)) fail_msg("the plugin is of another build");
+        const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
+        if (plugin->build_id != build_id()) fail_msg("the plugin is of another build");
         if (plugin->check_device(0) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
         CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         cuda = plugin->backend;

@@ -19,7 +19,7 @@
 enum { HEAD = 1, ROW_CUT = 4096 }; /* the head that is looked at */
 
 typedef struct cut_case {
-    quern_nsa_compress_kind kind;
+    compress_kind kind;
     quern_dtype dtype, weights;
     int64_t l, d, n, heads, dim;
     int64_t positions, entries, line;
@@ -105,7 +105,7 @@ static bool looked_at(int64_t i)
 static double x_at(const cut_case *c, int64_t i, int64_t p, int64_t e)
 {
     const float *x = c->x + i * c->d * c->line + HEAD * c->dim + e;
-    if (c->kind == QUERN_NSA_COMPRESS_LINEAR) return (double)x[p * c->line] + (c->pe != NULL ? (double)c->pe[(HEAD * c->l + p) * c->dim + e] : 0.0);
+    if (c->kind == COMPRESS_LINEAR) return (double)x[p * c->line] + (c->pe != NULL ? (double)c->pe[(HEAD * c->l + p) * c->dim + e] : 0.0);
     double sum = 0;
     for (int64_t t = 0; t < c->l; t++) sum += (double)x[t * c->line];
     return sum / (double)c->l;
@@ -185,7 +185,7 @@ static void check_weights(const cut_case *c)
 static void check(cut_case c)
 {
     test_random random = {(uint64_t)(c.l * 100 + c.d)};
-    const bool linear = c.kind == QUERN_NSA_COMPRESS_LINEAR;
+    const bool linear = c.kind == COMPRESS_LINEAR;
     c.positions = linear ? c.l : 1, c.entries = (c.n - c.l) / c.d + 1, c.line = c.heads * c.dim;
     c.x = normal(c.n * c.line, c.dtype, 1, &random);
     c.w = normal(c.line * c.positions * c.dim, c.weights, 0.1, &random);
@@ -202,7 +202,7 @@ static void check(cut_case c)
     free(c.x), free(c.w), free(c.pe), free(c.g), free(c.y), free(c.d_x), free(c.d_w), free(c.d_pe);
 }
 
-static void check_shape(quern_nsa_compress_kind kind, int64_t l, int64_t d, int64_t n, int64_t heads, int64_t dim)
+static void check_shape(compress_kind kind, int64_t l, int64_t d, int64_t n, int64_t heads, int64_t dim)
 {
     static const quern_dtype dtypes[][2] = {{QUERN_BF16, QUERN_BF16}, {QUERN_F16, QUERN_F16}, {QUERN_BF16, QUERN_F32}, {QUERN_F16, QUERN_F32}};
     for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
@@ -213,20 +213,20 @@ static void check_shape(quern_nsa_compress_kind kind, int64_t l, int64_t d, int6
 static void many_covers(void **state)
 {
     (void)state;
-    check_shape(QUERN_NSA_COMPRESS_LINEAR, 40, 2, 8400, 2, 128);
+    check_shape(COMPRESS_LINEAR, 40, 2, 8400, 2, 128);
 }
 
 /* Tokens of a block by 4. */
 static void long_blocks(void **state)
 {
     (void)state;
-    check_shape(QUERN_NSA_COMPRESS_LINEAR, 24, 12, 24000, 4, 256);
+    check_shape(COMPRESS_LINEAR, 24, 12, 24000, 4, 256);
 }
 
 static void means(void **state)
 {
     (void)state;
-    check_shape(QUERN_NSA_COMPRESS_MEAN, 4, 2, 8400, 2, 128);
+    check_shape(COMPRESS_MEAN, 4, 2, 8400, 2, 128);
 }
 
 int main(void)

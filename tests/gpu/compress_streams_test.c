@@ -8,7 +8,7 @@
 #include "backend.h"
 #include "cmocka_c11.h"
 #include "core/error.h"
-#include "cuda/plugin.h"
+#include "cuda_plugin.h"
 #include "tensor.h"
 
 #include <cuda_runtime_api.h>
@@ -19,7 +19,7 @@
 enum { L = 8, STEP = 4, HEADS = 2, D = 64, ENTRIES = 100, SHAPES = 40, THREADS = 4, OUTPUTS = 3 };
 static const int64_t N = (ENTRIES + SHAPES) * STEP + L;
 
-quern_cuda_plugin_entry quern_cuda_plugin_1;
+quern_cuda_plugin_entry quern_cuda_backend;
 
 #define CHECK(call)                                                                     \
     do {                                                                                \
@@ -74,7 +74,7 @@ static lane lane_make(int number)
     lane a = {.exec = {.device = QUERN_CUDA}, .number = number};
     CHECK(cudaStreamCreateWithFlags(&a.stream, cudaStreamNonBlocking));
     a.exec.stream = a.stream;
-    a.forward = (compress_args){.kind = QUERN_NSA_COMPRESS_LINEAR, .block_size = L, .stride = STEP, .seqs = {.batch = 1}};
+    a.forward = (compress_args){.kind = COMPRESS_LINEAR, .block_size = L, .stride = STEP, .seqs = {.batch = 1}};
     a.forward.k = make(QUERN_BF16, 4, x, true), a.forward.w_k = make(QUERN_BF16, 3, w, true);
     a.backward = a.forward;
     a.forward.k_cmp = make(QUERN_BF16, 4, y, false);
@@ -191,7 +191,7 @@ static void threads_agree(void **state)
 
 int main(void)
 {
-    const quern_cuda_plugin *plugin = quern_cuda_plugin_1(error_set);
+    const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
     backend = plugin->backend;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_first_product_is_captured),

@@ -8,7 +8,7 @@
 #include "backend.h"
 #include "cmocka_c11.h"
 #include "core/error.h"
-#include "cuda/plugin.h"
+#include "cuda_plugin.h"
 #include "tensor.h"
 
 #include <cuda_runtime_api.h>
@@ -19,7 +19,7 @@
 enum { PERIOD = 1024, H = 8, HKV = 2, D = 128, BLOCK = 64 };
 static const int64_t N = (int64_t)4 << 20;
 
-quern_cuda_plugin_entry quern_cuda_plugin_1;
+quern_cuda_plugin_entry quern_cuda_backend;
 
 #define CHECK(call)                                                                     \
     do {                                                                                \
@@ -89,7 +89,7 @@ static void four_million_tokens(void **state)
 {
     (void)state;
     test_random random = {test_seed("four_million_tokens", 7)};
-    const quern_cuda_plugin *plugin = quern_cuda_plugin_1(error_set);
+    const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
     const quern_backend *b = plugin->backend;
     stage_exec exec = {.device = QUERN_CUDA};
     const size_t row = D * 2;
@@ -130,7 +130,7 @@ static void four_million_tokens(void **state)
         drop(&x->delta), drop(&x->d_q), drop(&x->d_k), drop(&x->d_v);
     }
 
-    compress_args c = {.kind = QUERN_NSA_COMPRESS_MEAN, .seqs = a.seqs, .block_size = BLOCK, .stride = BLOCK, .k = a.k, .v = a.v};
+    compress_args c = {.kind = COMPRESS_MEAN, .seqs = a.seqs, .block_size = BLOCK, .stride = BLOCK, .k = a.k, .v = a.v};
     c.k_cmp = make(QUERN_BF16, 4, (const int64_t[]){1, tiles, HKV, D}), c.v_cmp = make(QUERN_BF16, 4, (const int64_t[]){1, tiles, HKV, D});
     run(b->compress_forward.run(&exec, &c, NULL));
     compare("k_cmp", &c.k_cmp, PERIOD / BLOCK, HKV * row);
@@ -140,7 +140,7 @@ static void four_million_tokens(void **state)
     compare("compress, d_k", &c.d_k, PERIOD, HKV * row);
     compare("compress, d_v", &c.d_v, PERIOD, HKV * row);
 
-    gate_args g = {.seqs = a.seqs, .kind = QUERN_NSA_GATE_NONE, .o_b = {a.q, a.q, a.q}, .o = a.o};
+    gate_args g = {.seqs = a.seqs, .kind = GATE_NONE, .o_b = {a.q, a.q, a.q}, .o = a.o};
     run(b->gate_forward.run(&exec, &g, NULL));
     compare("gate, o", &g.o, PERIOD, H * row);
     CHECK(cudaDeviceReset());

@@ -7,19 +7,19 @@
 #include "backend.h"
 #include "cmocka_c11.h"
 #include "core/error.h"
-#include "cuda/plugin.h"
+#include "cuda_plugin.h"
 
 #include <string.h>
 
 enum { LIMIT = 99 * 1024, N = 512, H = 4 };
-quern_cuda_plugin_entry quern_cuda_plugin_1;
+quern_cuda_plugin_entry quern_cuda_backend;
 
 static const quern_backend *cuda;
 
 static int open_backend(void **state)
 {
     (void)state;
-    const quern_cuda_plugin *plugin = quern_cuda_plugin_1(error_set);
+    const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
     if (plugin->check_device(0) != QUERN_OK) return 1;
     cuda = plugin->backend;
     return 0;
@@ -61,8 +61,9 @@ static void a_smaller_gpu_refuses_with_a_sentence(void **state)
                     check(cuda->attend_backward.supports(&exec, &a, why), k == 0 || (k == 1 && dims[i] <= 64), why, "backward", dtype, dims[i],
                           limits[k]);
                     if (listed) continue;
-                    select_args s = {.seqs = {1, N, N / 64, {0}, {0}}, .params = QUERN_NSA_PARAMS_INIT};
-                    s.params.stride = s.params.select_block = 64, s.params.scale = 1;
+                    select_args s = {.seqs = {1, N, N / 64, {0}, {0}},
+                                     .params = {.block_size = 64, .stride = 64, .select_block = 64, .num_selected = 16, .forced_first = 1,
+                                                .forced_local = 2, .tile = 1, .causal = true, .scale = 1}};
                     s.q = a.q, s.k_cmp = shaped(dtype, 1, N / 64, H, dims[i]);
                     s.lse_cmp = quern_tensor_contiguous(NULL, QUERN_F32, 3, (int64_t[]){1, H, N});
                     s.block_idx = shaped(QUERN_I32, 1, H, N, 16);

@@ -42,7 +42,7 @@ static bool sees(const void *mask, int64_t head, int64_t t, int64_t j)
     if (a->causal && a->mask == ATTEND_BLOCKS && j > t) return false;
     if (a->causal && a->mask == ATTEND_COMPRESSED) {
         const int64_t start = j * a->stride;
-        if ((a->visibility == QUERN_NSA_VISIBLE_COMPLETE ? start + a->block_size - 1 : start) > t) return false;
+        if ((a->visibility == ENTRY_COMPLETE ? start + a->block_size - 1 : start) > t) return false;
     }
     if (s->list == NULL) return true;
     const int64_t unit = j / (a->mask == ATTEND_COMPRESSED ? GROUP_ENTRIES : a->block_size);
@@ -71,10 +71,10 @@ static void choose_mask(backward_case *c, test_random *random)
         return;
     }
     const bool listed = a->mask == ATTEND_BLOCKS || test_random_one_in(random, 2);
-    a->visibility = (quern_nsa_visibility)test_random_int(random, 0, 1);
+    a->visibility = (entry_visibility)test_random_int(random, 0, 1);
     a->stride = listed ? 1 : test_random_int(random, 1, 16);
     a->block_size = a->mask == ATTEND_BLOCKS ? pick(random, blocks, 7) : a->stride * test_random_int(random, 1, 3);
-    a->scope = (quern_nsa_scope)test_random_int(random, 0, 1);
+    a->scope = (list_scope)test_random_int(random, 0, 1);
     if (!listed) return;
     if (test_random_one_in(random, 2)) a->tile = test_random_int(random, 2, 256);
     c->list_k = test_random_int(random, 1, 6);
@@ -139,7 +139,7 @@ static test_tensor make_borders(test_random *random, const int32_t *cu, int64_t 
 static void make_list(backward_case *c, test_random *random)
 {
     const attend_args *a = &c->args;
-    c->list_heads = a->scope == QUERN_NSA_SCOPE_HEAD ? c->h : c->hkv;
+    c->list_heads = a->scope == LIST_BY_HEAD ? c->h : c->hkv;
     c->list_rows = c->packed ? c->nq / a->tile + c->sequences : (c->nq + a->tile - 1) / a->tile;
     const int64_t shape[] = {c->views, c->list_heads, c->list_rows, c->list_k};
     const int64_t unit = a->mask == ATTEND_COMPRESSED ? GROUP_ENTRIES : a->block_size;

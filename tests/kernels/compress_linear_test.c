@@ -82,7 +82,7 @@ static void run(linear_case *c, quern_cpu_level level, int32_t threads)
     assert_int_equal(quern_context_create(&params, &ctx), QUERN_OK);
     const quern_backend *backend = context_backend(ctx, QUERN_CPU, 0, NULL, &exec);
     const int64_t x[] = {1, N, HEADS, D}, y[] = {1, c->entries, HEADS, D}, w[] = {HEADS, c->l * D, D}, pe[] = {HEADS, c->l, D};
-    compress_args args = {.kind = QUERN_NSA_COMPRESS_LINEAR, .block_size = c->l, .stride = c->d};
+    compress_args args = {.kind = COMPRESS_LINEAR, .block_size = c->l, .stride = c->d};
     args.seqs.batch = 1;
     args.seqs.n_q = N;
     args.seqs.n_kv = c->entries;

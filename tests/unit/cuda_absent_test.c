@@ -3,6 +3,7 @@
 /* cuda_absent_test.c - calls for a GPU where there is no backend, or a wrong one, say so and touch nothing. */
 #include "cmocka_c11.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,6 +31,39 @@ static void a_library_that_is_no_backend_is_refused(void **unused)
     setenv("QUERN_CUDA_LIBRARY", "libm.so.6", 1);
     assert_int_equal(quern_cuda_check(0), QUERN_ERR_DEVICE);
     assert_non_null(strstr(quern_last_error(NULL), "another build"));
+}
+
+/* The version and every function are there, but a field of a stage's arguments stands elsewhere. */
+static void a_backend_of_another_build_is_refused(void **unused)
+{
+    (void)unused;
+    setenv("QUERN_CUDA_LIBRARY", QUERN_PLUGIN_STALE, 1);
+    assert_int_equal(quern_cuda_check(0), QUERN_ERR_DEVICE);
+    assert_non_null(strstr(quern_last_error(NULL), "another build"));
+}
+
+/* Last, for a backend that was taken stays. The device's struct may be an older or a newer caller's. */
+static void a_backend_of_this_build_is_taken(void **unused)
+{
+    (void)unused;
+    const quern_cuda_device none = QUERN_CUDA_DEVICE_INIT;
+    struct {
+        quern_cuda_device known;
+        int64_t newer;
+    } info = {none, 0};
+    setenv("QUERN_CUDA_LIBRARY", QUERN_PLUGIN_CURRENT, 1);
+    assert_int_equal(quern_cuda_check(0), QUERN_OK);
+    info.known.size = sizeof info;
+    assert_int_equal(quern_cuda_device_get(0, &info.known), QUERN_OK);
+    assert_int_equal(info.known.size, sizeof info);
+    assert_int_equal(info.known.l2_bytes, 7);
+    info.newer = 1;
+    assert_int_equal(quern_cuda_device_get(0, &info.known), QUERN_ERR_INVALID_ARGUMENT);
+    info.known = none;
+    info.known.size = offsetof(quern_cuda_device, l2_bytes);
+    assert_int_equal(quern_cuda_device_get(0, &info.known), QUERN_OK);
+    assert_int_equal(info.known.compute_major, 9);
+    assert_int_equal(info.known.l2_bytes, 0);
 }
 
 static void arguments_are_checked_before_the_backend(void **unused)
@@ -77,8 +111,10 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_missing_backend_is_an_error_that_names_it),
         cmocka_unit_test(a_library_that_is_no_backend_is_refused),
+        cmocka_unit_test(a_backend_of_another_build_is_refused),
         cmocka_unit_test(arguments_are_checked_before_the_backend),
         cmocka_unit_test(a_call_on_the_gpu_fails_and_leaves_its_output),
+        cmocka_unit_test(a_backend_of_this_build_is_taken),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -59,7 +59,7 @@ __device__ __forceinline__ void row_keys(const attend_kernel &a, const sequence 
         }
     } else if (a.mask == ATTEND_COMPRESSED) {
         if (a.causal) {
-            const int64_t reach = a.visibility == QUERN_NSA_VISIBLE_COMPLETE ? query - a.block_size + 1 : query;
+            const int64_t reach = a.visibility == ENTRY_COMPLETE ? query - a.block_size + 1 : query;
             end = reach < 0 ? 0 : reach / a.stride + 1;
         }
     } else if (a.causal) {

@@ -19,7 +19,7 @@ attend_launch attend_launch_of(const attend_args *args)
     a.heads = (int32_t)args->q.shape[2], a.kv_heads = (int32_t)args->k.shape[2];
     a.group = a.kv_heads > 0 ? a.heads / a.kv_heads : 1;
     l.listed = present(args->list);
-    const bool by_head = l.listed && args->scope == QUERN_NSA_SCOPE_HEAD;
+    const bool by_head = l.listed && args->scope == LIST_BY_HEAD;
     a.hs = by_head ? 1 : a.group;
     a.units = by_head ? a.heads : a.kv_heads;
     a.dim_k = (int32_t)args->q.shape[3], a.dim_v = (int32_t)args->v.shape[3];

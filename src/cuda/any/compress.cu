@@ -160,12 +160,12 @@ static int64_t cmp_rows(const compress_args *args)
     return 0;
 }
 
-static bool linear(const compress_args *args) { return args->kind == QUERN_NSA_COMPRESS_LINEAR; }
+static bool linear(const compress_args *args) { return args->kind == COMPRESS_LINEAR; }
 
 /* Whether a gradient of this side comes through the compression at all. */
 static bool reaches(const compress_args *args, int side)
 {
-    return args->kind != QUERN_NSA_COMPRESS_GIVEN && present(*side_of(args, side).d_cmp);
+    return args->kind != COMPRESS_GIVEN && present(*side_of(args, side).d_cmp);
 }
 
 static compress_kernel kernel_of(const compress_args *args)

@@ -236,7 +236,7 @@ static gemm_plan plan_of(const compress_args *args, int side, bool backward)
     const quern_tensor &x = side == 0 ? args->k : args->v, &g = side == 0 ? args->d_k_cmp : args->d_v_cmp;
     const quern_tensor &y = side == 0 ? args->k_cmp : args->v_cmp, &d_w = side == 0 ? args->d_w_k : args->d_w_v;
     const quern_tensor &d_x = side == 0 ? args->d_k : args->d_v;
-    const bool linear = args->kind == QUERN_NSA_COMPRESS_LINEAR;
+    const bool linear = args->kind == COMPRESS_LINEAR;
     gemm_plan p = {};
     p.heads = x.shape[2], p.dim = x.shape[3];
     p.positions = linear ? args->block_size : 1;

@@ -281,7 +281,7 @@ static matrix_kernel matrix_of(const compress_args *args, const compress_kernel 
     const quern_tensor &w = side == 0 ? args->w_k : args->w_v, &pe = side == 0 ? args->pe_k : args->pe_v;
     const quern_tensor &d_w = side == 0 ? args->d_w_k : args->d_w_v, &d_pe = side == 0 ? args->d_pe_k : args->d_pe_v;
     m.a = a, m.side = side, m.part = part, m.views = args->k.shape[0];
-    m.positions = args->kind == QUERN_NSA_COMPRESS_LINEAR ? (int)args->block_size : 1;
+    m.positions = args->kind == COMPRESS_LINEAR ? (int)args->block_size : 1;
     m.total = part == NULL ? NULL : part + SPLITS * (size_t)a.heads * (size_t)a.side[side].dim;
     m.w = w.data, m.w_f32 = w.dtype == QUERN_F32, m.w_vec = rows_aligned16(w), m.ws[0] = w.strides[0], m.ws[1] = w.strides[1];
     if (present(pe)) m.pe = pe.data, m.pe_f32 = pe.dtype == QUERN_F32, m.ps[0] = pe.strides[0], m.ps[1] = pe.strides[1];
@@ -300,7 +300,7 @@ size_t compress_matrix_bytes(const compress_args *args, int side, bool backward)
     const bool d_w = present(side == 0 ? args->d_w_k : args->d_w_v), d_pe = present(side == 0 ? args->d_pe_k : args->d_pe_v);
     if (compress_gemm_takes(args, side)) return (SPLITS + 1) * heads * dim * 4 + compress_gemm_bytes(args, side, backward);
     if (!backward) return 0;
-    if (args->kind == QUERN_NSA_COMPRESS_LINEAR) return d_pe ? SPLITS * heads * dim * 4 : 0;
+    if (args->kind == COMPRESS_LINEAR) return d_pe ? SPLITS * heads * dim * 4 : 0;
     return d_w ? SPLITS * heads * dim * dim * 4 : 0;
 }
 
@@ -331,7 +331,7 @@ quern_status compress_matrix_forward(const compress_args *args, const compress_k
 template <typename T> static quern_status backward(const compress_args *args, const matrix_kernel &m, cudaStream_t stream)
 {
     const compress_side &s = m.a.side[m.side];
-    const bool linear = args->kind == QUERN_NSA_COMPRESS_LINEAR, gemm = compress_gemm_takes(args, m.side) && m.views * m.a.rows > 0;
+    const bool linear = args->kind == COMPRESS_LINEAR, gemm = compress_gemm_takes(args, m.side) && m.views * m.a.rows > 0;
     const int64_t rows = m.views * m.a.rows;
     const unsigned heads = (unsigned)m.a.heads, threads = (unsigned)(s.dim + 31) / 32 * 32;
     if (heads == 0) return QUERN_OK;

@@ -93,7 +93,7 @@ template <typename T, int LPR, bool SAME>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2) gate_forward(const __grid_constant__ gate_kernel a)
 {
     const int group = (blockIdx.y * THREADS + threadIdx.x) / LPR, c = threadIdx.x % LPR, col = c * CHUNK;
-    const bool head_in = group < a.heads, weights = a.kind == QUERN_NSA_GATE_WEIGHTS;
+    const bool head_in = group < a.heads, weights = a.kind == GATE_WEIGHTS;
     const int h = head_in ? group : a.heads - 1;
     const bool in_q = weights && col < a.dim, in_v = col < a.dim_v;
     chunk w[3];
@@ -139,10 +139,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2) gate_forward(
 #pragma unroll
         for (int i = 0; i < 3; i++) {
             if (weights) g[i] = 1.0f / (1.0f + expf(-g[i]));
-            else if (a.kind == QUERN_NSA_GATE_NONE) g[i] = 1.0f / 3.0f;
+            else if (a.kind == GATE_NONE) g[i] = 1.0f / 3.0f;
             else g[i] = now.live ? floats_at(a.gates, p, h)[i] : 0.0f;
         }
-        if (a.gates.p != NULL && a.kind != QUERN_NSA_GATE_GIVEN && c < 3)
+        if (a.gates.p != NULL && a.kind != GATE_GIVEN && c < 3)
             floats_at(a.gates, p, h)[c] = now.live ? (c == 0 ? g[0] : c == 1 ? g[1] : g[2]) : 0.0f;
         if (a.o.p == NULL || !in_v) continue;
         chunk o;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2) gate_forward(
 template <typename T, int LPR, bool SAME> __global__ void __launch_bounds__(THREADS, 2) gate_backward(const __grid_constant__ gate_kernel a)
 {
     const int group = (blockIdx.y * THREADS + threadIdx.x) / LPR, c = threadIdx.x % LPR, col = c * CHUNK;
-    const bool head_in = group < a.heads, weights = a.kind == QUERN_NSA_GATE_WEIGHTS, none = a.kind == QUERN_NSA_GATE_NONE;
+    const bool head_in = group < a.heads, weights = a.kind == GATE_WEIGHTS, none = a.kind == GATE_NONE;
     const int h = head_in ? group : a.heads - 1;
     const bool in_q = weights && col < a.dim, in_v = col < a.dim_v;
     chunk w[3], dw[3] = {};

@@ -20,7 +20,7 @@ static attend_args branch_of(const select_args *args)
     return a;
 }
 
-static bool needs_lse(const select_args *args) { return args->params.metric == QUERN_NSA_METRIC_SOFTMAX && !present(args->lse_cmp); }
+static bool needs_lse(const select_args *args) { return args->params.metric == SELECT_SOFTMAX && !present(args->lse_cmp); }
 static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to);
 
 bool select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
@@ -64,7 +64,7 @@ static quern_status select_launch_all(const select_args *args, const attend_args
     attend_launch l = attend_launch_of(branch);
     select_kernel s = {};
     s.a = l.kernel;
-    const bool by_head = args->params.scope == QUERN_NSA_SCOPE_HEAD;
+    const bool by_head = args->params.scope == LIST_BY_HEAD;
     s.a.hs = by_head ? 1 : s.a.group;
     s.a.units = by_head ? s.a.heads : s.a.kv_heads;
     s.idx = (int32_t *)args->block_idx.data, s.count = (int32_t *)args->block_count.data;
@@ -81,7 +81,7 @@ static quern_status select_launch_all(const select_args *args, const attend_args
     s.l_over_d = (int32_t)(args->params.block_size / args->params.stride), s.s_over_d = (int32_t)(args->params.select_block / args->params.stride);
     s.history = s.l_over_d + s.s_over_d > 2 ? (s.l_over_d + s.s_over_d - 2 + 31) / 32 * 32 : 0;
     s.select_block = args->params.select_block;
-    s.mean_logit = args->params.metric == QUERN_NSA_METRIC_MEAN_LOGIT;
+    s.mean_logit = args->params.metric == SELECT_MEAN_LOGIT;
     const int64_t views = lists.shape[0];
     if (l.dtype == QUERN_F32) return select_launch_f32(s, l.dim, views, to);
     return l.dtype == QUERN_BF16 ? select_launch_bf16(s, l.dim, views, to) : select_launch_f16(s, l.dim, views, to);

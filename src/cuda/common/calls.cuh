@@ -7,7 +7,7 @@
 #include "common/device.cuh"
 
 extern "C" {
-#include "cuda/plugin.h"
+#include "cuda_plugin.h"
 }
 
 /* libquern's error_set(). */

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* plugin.h - what libquern_cuda hands to libquern. The number in the symbol's name changes with the stage table, and
- * the sizes and the version are compared, so that libraries of different builds refuse each other. */
+/* cuda_plugin.h - what libquern_cuda hands to libquern. The build id and the version are compared, so that libraries of
+ * different builds refuse each other. */
 #ifndef QUERN_CUDA_PLUGIN_H
 #define QUERN_CUDA_PLUGIN_H
 
@@ -9,10 +9,10 @@
 
 #include <quern/cuda.h>
 
-#define QUERN_CUDA_PLUGIN_SYMBOL "quern_cuda_plugin_1"
+#define QUERN_CUDA_PLUGIN_SYMBOL "quern_cuda_backend"
 
 typedef struct quern_cuda_plugin {
-    size_t size, backend_size;
+    uint64_t build_id; /* build_id.h; first, whatever else changes */
     const char *version; /* of quern.h */
     const quern_backend *backend;
     quern_status (*check_device)(int32_t device);
@@ -34,6 +34,10 @@ typedef struct quern_cuda_plugin {
     quern_status (*event_record)(int32_t device, void *event, void *stream);
     quern_status (*event_elapsed)(int32_t device, void *from, void *to, double *ms);
 } quern_cuda_plugin;
+#define PLUGIN_VALUES(F)                                                                                              \
+    F(build_id) F(version) F(backend) F(check_device) F(check_pointer) F(count) F(device) F(allocate) F(release) F(copy) \
+    F(fill) F(stream_create) F(stream_destroy) F(synchronize) F(query) F(event_create) F(event_destroy)                \
+    F(event_record) F(event_elapsed)
 
 typedef const quern_cuda_plugin *quern_cuda_plugin_entry(quern_status (*set)(quern_status, const char *, ...));
 

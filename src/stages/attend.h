@@ -1,0 +1,43 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* attend.h - attention of queries over keys and values under a mask, forward and backward. */
+#ifndef QUERN_STAGES_ATTEND_H
+#define QUERN_STAGES_ATTEND_H
+
+#include "stages/stage.h"
+
+/* Which keys a query sees. Positions are per sequence. */
+typedef enum attend_mask {
+    ATTEND_RANGE,      /* tokens: causal or not, optional window, query_offset */
+    ATTEND_COMPRESSED, /* entries: stride, block_size, visibility; optional group list */
+    ATTEND_BLOCKS      /* tokens of listed blocks */
+} attend_mask;
+
+typedef struct attend_args {
+    attend_mask mask;
+    stage_seqs seqs;
+    bool causal;
+    float scale;
+    int64_t window;       /* RANGE; 0: none */
+    int64_t query_offset; /* RANGE; -1: n_kv - n_q. The other masks: queries stand at 0 ... n_q - 1 */
+    int64_t block_size, stride; /* COMPRESSED: l, d. BLOCKS: block_size is l' */
+    entry_visibility visibility; /* COMPRESSED */
+    int64_t tile;           /* queries that share a list (COMPRESSED with groups, BLOCKS) */
+    list_scope scope;       /* of the list */
+    quern_tensor list;      /* i32 [B,Hs,rows,k]; BLOCKS: blocks. COMPRESSED: groups, or absent */
+    quern_tensor q, k, v, o, lse; /* COMPRESSED: k, v are k_cmp, v_cmp; varlen ones use seqs.cu_kv */
+    /* Backward only. Given: q, k, v, lse, d_o, delta. The gradient that reaches this branch is
+     * row_scale * d_o, row by row (row_scale absent: 1), and delta = row_scale * rowsum(d_o * o).
+     * d_q, d_k, d_v are f32 or the activations' dtype; with accumulate_* they are f32 and added to. */
+    quern_tensor d_o, row_scale, delta; /* row_scale, delta: f32 [B,H,N], any strides */
+    quern_tensor d_q, d_k, d_v;
+    bool accumulate_q, accumulate_k, accumulate_v;
+} attend_args;
+STAGE_DECLARE(attend);
+#define ATTEND_TENSORS(F) \
+    STAGE_SEQS_TENSORS(F) F(list) F(q) F(k) F(v) F(o) F(lse) F(d_o) F(row_scale) F(delta) F(d_q) F(d_k) F(d_v)
+#define ATTEND_VALUES(F)                                                                                               \
+    F(mask) STAGE_SEQS_VALUES(F) F(causal) F(scale) F(window) F(query_offset) F(block_size) F(stride) F(visibility)   \
+    F(tile) F(scope) F(accumulate_q) F(accumulate_k) F(accumulate_v)
+
+#endif

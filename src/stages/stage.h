@@ -1,0 +1,58 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage.h - what every stage shares: what executes it, the sequences of a call, and how its arguments are listed.
+ *
+ * A stage takes one struct of arguments. Its views are normalised: activations are always 4-D [B, N, heads, dim]
+ * (varlen: B = 1, N = T, with `seqs.cu_*` set), statistics 3-D [B, H, N], index lists 4-D [B, Hs, rows, k] (varlen:
+ * B = 1). A view with ndim == 0 is absent.
+ *
+ * Lists of fields. Beside each struct NAME_args stand two macros: NAME_TENSORS(F) applies F to each view among its
+ * fields, NAME_VALUES(F) to each other field. Pointers are relocated, carried to a GPU by the tests, and hashed into the
+ * build id by these lists. A test checks that they cover the struct.
+ */
+#ifndef QUERN_STAGES_STAGE_H
+#define QUERN_STAGES_STAGE_H
+
+#include <quern/quern.h>
+
+/* What executes a stage: a thread team (CPU) or a stream (CUDA). */
+typedef struct stage_exec {
+    quern_device device;
+    int32_t device_id;
+    int32_t threads;         /* CPU: size of the team */
+    quern_cpu_level cpu_level;
+    void *stream;            /* CUDA: cudaStream_t */
+    struct gemm_cache *gemm; /* CPU: the context's oneDNN primitives; NULL: no use of oneDNN */
+    size_t shared_bytes;     /* CUDA: shared memory that a kernel may take; 0: what the device offers */
+} stage_exec;
+#define STAGE_EXEC_VALUES(F) F(device) F(device_id) F(threads) F(cpu_level) F(stream) F(gemm) F(shared_bytes)
+
+enum { STAGE_WHY_BYTES = 200 };
+
+/* The functions of a stage whose arguments are NAME_args. */
+#define STAGE_DECLARE(name)                                                                            \
+    typedef struct name##_stage {                                                                      \
+        bool (*supports)(const stage_exec *exec, const name##_args *args, char why[STAGE_WHY_BYTES]);  \
+        size_t (*workspace)(const stage_exec *exec, const name##_args *args);                          \
+        quern_status (*run)(const stage_exec *exec, const name##_args *args, void *workspace);         \
+    } name##_stage
+
+/* The sequences of a call. Fixed length: cu_q is absent and there are `batch` sequences of n_q, n_kv tokens. Varlen:
+ * int32 [batch + 1] in the device's memory; n_q, n_kv are then the total rows T. cu_kv absent: as cu_q. */
+typedef struct stage_seqs {
+    int64_t batch, n_q, n_kv;
+    quern_tensor cu_q, cu_kv;
+} stage_seqs;
+#define STAGE_SEQS_TENSORS(F) F(seqs.cu_q) F(seqs.cu_kv)
+#define STAGE_SEQS_VALUES(F) F(seqs.batch) F(seqs.n_q) F(seqs.n_kv)
+
+/* Lists of blocks or groups: one for all query heads of a key/value head, or one a query head. */
+typedef enum list_scope { LIST_BY_GROUP = 0, LIST_BY_HEAD = 1 } list_scope;
+
+/* When a compressed entry is seen: once its whole block has passed, or as soon as it has begun. */
+typedef enum entry_visibility { ENTRY_COMPLETE = 0, ENTRY_STARTED = 1 } entry_visibility;
+
+enum { STAGE_GROUP_ENTRIES = 128 }; /* compressed entries of a group */
+
+#endif
