@@ -48,9 +48,9 @@ typedef struct attend_plan {
 } attend_plan;
 
 typedef struct attend_packed {
-    void *keys;       /* [kv_heads][packed_rows / panel][key_words][panel] */
-    void *values;     /* [kv_heads][value panels][packed_rows (or pairs)][value_panel] */
-    uint8_t *special; /* [kv_heads][packed_rows / 64]: a value there is not finite */
+    void *keys;         /* [kv_heads][packed_rows / panel][key_words][panel] */
+    void *values;       /* [kv_heads][value panels][packed_rows (or pairs)][value_panel] */
+    uint8_t *nonfinite; /* [kv_heads][packed_rows / 64]: a value there is not finite, and 0 in `values` */
 } attend_packed;
 
 /* Lists of a chunk of rows, inverted: block x was chosen by tiles entries[start[x]] ... entries[start[x + 1] - 1]
@@ -116,7 +116,7 @@ typedef struct attend_pack_target {
     const quern_tensor *tensor;
     void *columns;    /* keys along columns, or NULL */
     void *rows;       /* keys along rows, or NULL */
-    uint8_t *special; /* or NULL; or-ed: several targets may share it */
+    uint8_t *nonfinite; /* of `rows`, which hold 0 there: an element of these 64 keys is not finite; NULL: no rows */
     int32_t row_panel;
 } attend_pack_target;
 void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const attend_pack_target *targets, int32_t count);

@@ -37,7 +37,7 @@ typedef struct backward_plan {
     /* Packed once per kv head. Both operands of Q K^T and dO V^T: [rows / panel][words][panel]; K as the B of
      * dS K: [panels][rows or pairs][key_panel]. */
     void *keys, *values, *key_rows;
-    uint8_t *special; /* [kv_heads][packed_rows / 64]: a key there is not finite */
+    uint8_t *nonfinite; /* [kv_heads][packed_rows / 64]: a key there is not finite, and 0 in key_rows */
     gradient_rows d_k, d_v;
 } backward_plan;
 
@@ -48,14 +48,15 @@ typedef struct backward_rows {
     float *d_q;                /* [rows][key_ld], not yet scaled */
     int32_t *lo, *hi;          /* keys that the row sees */
     float *lse2, *delta, *row_scale, *dp_scale;
-    uint8_t *special;          /* [rows] a value of q or d_o is not finite */
+    uint8_t *nonfinite;        /* [rows] a value of q or d_o is not finite */
 } backward_rows;
 
 /* A tile of keys [key0, key1) of one kv head, at most BACKWARD_KEYS - 15 unless key0 is a multiple of 16, and
  * what its gradients sum to so far. */
 typedef struct backward_keys {
+    const attend_sequence *seq;
     int32_t head;
-    int64_t packed0, key0, key1, nk;
+    int64_t key0, key1;
     float *d_k, *d_v; /* [BACKWARD_KEYS][ld]; row 0 is key0 rounded down to 16 */
     bool fresh[BACKWARD_KEYS / KEY_ALIGN]; /* that run of rows was not written yet */
 } backward_keys;
@@ -64,6 +65,7 @@ typedef struct backward_scratch {
     float *s, *dp; /* [BACKWARD_ROWS][BACKWARD_LDS] */
     uint32_t *p_pairs, *ds_pairs, *ds_words;
     int32_t *tile_lo, *tile_hi; /* [BACKWARD_ROWS] */
+    void *finite_q, *finite_d_o; /* q_pairs, d_o_pairs of a tile without what is not finite */
 } backward_scratch;
 
 void backward_rows_carve(const backward_plan *plan, int64_t capacity, arena *a, backward_rows *rows);
@@ -81,7 +83,7 @@ void backward_rows_load(const backward_plan *plan, const attend_sequence *seq, i
 void backward_rows_store(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0, int64_t n,
                          const backward_rows *rows);
 
-void backward_scratch_carve(arena *a, backward_scratch *scratch);
+void backward_scratch_carve(const backward_plan *plan, arena *a, backward_scratch *scratch);
 /* Adds what n rows and the tile of keys give each other to d_q, d_k and d_v. */
 void backward_step(const backward_plan *plan, const backward_rows *rows, int32_t n, backward_keys *keys, const backward_scratch *scratch);
 

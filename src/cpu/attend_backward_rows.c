@@ -5,6 +5,7 @@
  * both as A and as B; bf16 ones read words of two dimensions as A and, as B, words of two rows.
  */
 #include "cpu/attend_backward.h"
+#include "cpu/nonfinite.h"
 
 #include <math.h>
 #include <string.h>
@@ -26,7 +27,7 @@ void backward_rows_carve(const backward_plan *p, int64_t capacity, arena *a, bac
     for (size_t i = 0; i < sizeof floats / sizeof *floats; i++) *floats[i] = arena_take(a, n * 4);
     rows->lo = arena_take(a, n * 4);
     rows->hi = arena_take(a, n * 4);
-    rows->special = arena_take(a, n);
+    rows->nonfinite = arena_take(a, n);
 }
 
 backward_rows backward_rows_from(const backward_plan *p, const backward_rows *rows, int64_t first)
@@ -36,7 +37,7 @@ backward_rows backward_rows_from(const backward_plan *p, const backward_rows *ro
     return (backward_rows){(uint32_t *)rows->q + first * q_ld, (uint32_t *)rows->d_o + first * o_ld,
                            (uint32_t *)rows->q_pairs + pair * p->key_ld, (uint32_t *)rows->d_o_pairs + pair * p->value_ld,
                            rows->d_q + first * p->key_ld, rows->lo + first, rows->hi + first, rows->lse2 + first,
-                           rows->delta + first, rows->row_scale + first, rows->dp_scale + first, rows->special + first};
+                           rows->delta + first, rows->row_scale + first, rows->dp_scale + first, rows->nonfinite + first};
 }
 
 void backward_rows_copy(const backward_plan *p, const backward_rows *src, int64_t from, const backward_rows *dst, int64_t to)
@@ -50,7 +51,7 @@ void backward_rows_copy(const backward_plan *p, const backward_rows *src, int64_
     dst->delta[to] = src->delta[from];
     dst->row_scale[to] = src->row_scale[from];
     dst->dp_scale[to] = src->dp_scale[from];
-    dst->special[to] = src->special[from];
+    dst->nonfinite[to] = src->nonfinite[from];
 }
 
 void backward_rows_prefetch(const backward_plan *p, const backward_rows *rows, int64_t row)
@@ -65,7 +66,7 @@ void backward_rows_pair(const backward_plan *p, const backward_rows *rows, int64
     if (n % 2 != 0) {
         rows->lo[n] = rows->hi[n] = 0;
         rows->lse2[n] = rows->delta[n] = rows->row_scale[n] = rows->dp_scale[n] = 0.0f;
-        rows->special[n] = 0;
+        rows->nonfinite[n] = 0;
     }
     if (!p->attend.bf16) return;
     const row_source q = {rows->q, QUERN_BF16, 2 * p->attend.key_words, n, p->attend.dim_k};
@@ -86,17 +87,6 @@ static float statistic(const quern_tensor *t, const attend_sequence *seq, int64_
     return ((const float *)t->data)[seq->view_b * t->strides[0] + head * t->strides[1] + (seq->q0 + query) * t->strides[2]];
 }
 
-static bool any_special(bool bf16, const void *row, int64_t n)
-{
-    uint32_t found = 0;
-    const uint32_t *words = row;
-    if (bf16)
-        for (int64_t i = 0; i < n / 2; i++) found |= ((words[i] & 0x7f80u) == 0x7f80u) | ((words[i] & 0x7f800000u) == 0x7f800000u);
-    else
-        for (int64_t i = 0; i < n; i++) found |= (words[i] & 0x7f800000u) == 0x7f800000u;
-    return found != 0;
-}
-
 static void pack(const backward_plan *p, const row_source *src, void *dst, int64_t ld)
 {
     if (p->attend.bf16) p->attend.kernels->pack_rows_bf16(src, dst, 2 * ld);
@@ -107,6 +97,7 @@ void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
 {
     const attend_args *args = p->attend.args;
     const int64_t hs = p->attend.hs, head0 = (int64_t)unit * hs;
+    const quern_dtype packed = p->attend.bf16 ? QUERN_BF16 : QUERN_F32;
     const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld), o_ld = words_ld(p, p->value_words, p->value_ld);
     for (int64_t r = 0; r < n;) { /* the heads of one query at a time */
         const int64_t query = (row0 + r) / hs, h = (row0 + r) % hs, m = hs - h < n - r ? hs - h : n - r;
@@ -126,8 +117,8 @@ void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
             rows->delta[r + i] = one ? 0.0f : statistic(&args->delta, seq, query, head0 + h + i);
             rows->row_scale[r + i] = args->row_scale.ndim > 0 ? statistic(&args->row_scale, seq, query, head0 + h + i) : 1.0f;
             rows->dp_scale[r + i] = one ? 0.0f : rows->row_scale[r + i];
-            rows->special[r + i] =
-                any_special(p->attend.bf16, q_to + i * q_ld, p->attend.dim_k) || any_special(p->attend.bf16, o_to + i * o_ld, p->attend.dim_v);
+            rows->nonfinite[r + i] =
+                any_nonfinite(q_to + i * q_ld, packed, p->attend.dim_k) || any_nonfinite(o_to + i * o_ld, packed, p->attend.dim_v);
         }
         r += m;
     }

@@ -15,19 +15,21 @@
  * steps of 24 FMAs for 24 stores; with 96 or 128 rows or keys that cost 3 to 6%.
  *
  * A tile that its rows see only in part is worked on by runs of 64 keys, each with just the rows that see
- * some of it. Masked scores are 0 in P and dS, but 0 * inf is NaN: where Q, dO or K hold values that are not
- * finite, a partly seen tile multiplies pair by pair instead.
+ * some of it. Masked scores are 0 in P and dS; where rows of Q, dO or K hold values that are not finite, the
+ * products take 0 instead and add_nonfinite() adds what they make of the pairs that are seen (nonfinite.h).
  *
  * Limit: the FMA (or bf16 dot product) peak.
  */
 #include "cpu/attend_backward.h"
 
-#include "core/half.h"
+#include "cpu/nonfinite.h"
+#include "cpu/rows_at.h"
 
 #include <string.h>
 
-void backward_scratch_carve(arena *a, backward_scratch *s)
+void backward_scratch_carve(const backward_plan *p, arena *a, backward_scratch *s)
 {
+    const size_t rows = BACKWARD_ROWS / (p->attend.bf16 ? 2 : 1);
     const size_t tile = (size_t)BACKWARD_ROWS * BACKWARD_LDS * 4;
     s->s = arena_take(a, tile);
     s->dp = arena_take(a, tile);
@@ -36,6 +38,8 @@ void backward_scratch_carve(arena *a, backward_scratch *s)
     s->ds_words = arena_take(a, tile / 2);
     s->tile_lo = arena_take(a, BACKWARD_ROWS * 4);
     s->tile_hi = arena_take(a, BACKWARD_ROWS * 4);
+    s->finite_q = arena_take(a, rows * (size_t)p->key_ld * 4);
+    s->finite_d_o = arena_take(a, rows * (size_t)p->value_ld * 4);
 }
 
 /* Rows [*first, *end) that see some of columns [c0, c1). */
@@ -59,7 +63,7 @@ static void score(const backward_plan *p, const backward_rows *rows, const backw
 {
     const attention_kernels *k = p->attend.kernels;
     mm_kernel *mm = p->attend.bf16 ? k->mm_bf16 : k->mm_f32;
-    const int64_t key = keys->head * p->attend.packed_rows + keys->packed0 + base + c, in_panel = key % k->panel;
+    const int64_t key = keys->head * p->attend.packed_rows + keys->seq->packed0 + base + c, in_panel = key % k->panel;
     const int64_t q_ld = p->attend.bf16 ? p->attend.key_words : p->key_ld, o_ld = p->attend.bf16 ? p->value_words : p->value_ld;
     const int64_t at = (int64_t)a * BACKWARD_LDS + c;
     mm(b - a, n, p->attend.key_words, at_row(rows->q, a, q_ld), q_ld, 1,
@@ -89,7 +93,7 @@ static void sum_over_keys(const backward_plan *p, const backward_rows *rows, con
     mm_kernel *mm = p->attend.bf16 ? k->mm_bf16 : k->mm_f32;
     const int64_t pairs = p->attend.bf16 ? 2 : 1, ld = BACKWARD_LDS / pairs;
     const int64_t panels = (p->key_width + p->key_panel - 1) / p->key_panel, stride = p->attend.packed_rows / pairs * p->key_panel;
-    const uint32_t *b_rows = (const uint32_t *)p->key_rows + keys->head * panels * stride + (keys->packed0 + base + c0) / pairs * p->key_panel;
+    const uint32_t *b_rows = (const uint32_t *)p->key_rows + keys->head * panels * stride + (keys->seq->packed0 + base + c0) / pairs * p->key_panel;
     const uint32_t *ds = (p->attend.bf16 ? s->ds_words : (const uint32_t *)(const void *)s->dp) + a * ld + c0 / pairs;
     for (int64_t j = 0; j < panels; j++) {
         const int64_t column = j * p->key_panel, n = p->key_width - column < p->key_panel ? p->key_width - column : p->key_panel;
@@ -98,51 +102,72 @@ static void sum_over_keys(const backward_plan *p, const backward_rows *rows, con
     }
 }
 
-/* Element c of row r: f32 [rows][ld], or bf16 by pairs along rows. */
-static float element(bool bf16, const void *data, int64_t r, int64_t ld, int64_t c)
+/* row_scale * P and dS of row r, column c, as the products took them. */
+static float p_at(bool bf16, const backward_scratch *s, int64_t r, int64_t c)
 {
-    if (!bf16) return ((const float *)data)[r * ld + c];
-    return float_from_bf16((uint16_t)(((const uint32_t *)data)[r / 2 * ld + c] >> (r % 2 * 16)));
+    if (!bf16) return s->s[r * BACKWARD_LDS + c];
+    return float_from_bf16((uint16_t)(s->p_pairs[r / 2 * BACKWARD_LDS + c] >> (r % 2 * 16)));
 }
 
-/* The three gradient products pair by pair: P and dS stand in s and dp as f32. */
-static void multiply_by_pair(const backward_plan *p, const backward_rows *rows, const backward_keys *keys, int32_t first, int32_t end,
-                             int64_t base, const backward_scratch *s)
+static float ds_at(bool bf16, const backward_scratch *s, int64_t r, int64_t c)
+{
+    return bf16 ? element_as_f32(s->ds_words + r * (BACKWARD_LDS / 2), QUERN_BF16, c) : s->dp[r * BACKWARD_LDS + c];
+}
+
+static bool any_key_nonfinite(const backward_plan *p, const backward_keys *keys, int64_t base)
+{
+    const uint8_t *of_head = p->nonfinite + keys->head * p->attend.packed_rows / KEY_ALIGN;
+    bool found = false;
+    for (int64_t at = (keys->seq->packed0 + base) / KEY_ALIGN; at <= (keys->seq->packed0 + keys->key1 - 1) / KEY_ALIGN; at++) found |= of_head[at];
+    return found;
+}
+
+/* What keys [base, key1) that are not finite add to dQ of the rows that see them. */
+static void add_nonfinite_keys(const backward_plan *p, const backward_rows *rows, const backward_keys *keys, int32_t first, int32_t end, int64_t base,
+                               const backward_scratch *s)
+{
+    const quern_tensor *k = &p->attend.args->k;
+    for (int64_t key = keys->key0; key < keys->key1; key++) {
+        const void *row = row_at(k, keys->seq->view_b, keys->seq->k0 + key, keys->head);
+        const int32_t c = (int32_t)(key - base);
+        for (int32_t d = 0; d < p->attend.dim_k; d++) {
+            if (!is_nonfinite(row, k->dtype, d)) continue;
+            for (int32_t r = first; r < end; r++)
+                if (c >= s->tile_lo[r] && c < s->tile_hi[r]) rows->d_q[r * p->key_ld + d] += ds_at(p->attend.bf16, s, r, c) * element_as_f32(row, k->dtype, d);
+        }
+    }
+}
+
+/* What rows of q and d_o that are not finite add to dK and dV of the keys that they see. */
+static void add_nonfinite_rows(const backward_plan *p, const backward_rows *rows, const backward_keys *keys, int32_t first, int32_t end,
+                               const backward_scratch *s)
 {
     const bool bf16 = p->attend.bf16;
-    const int64_t panels = (p->key_width + p->key_panel - 1) / p->key_panel, packed = p->attend.packed_rows / (bf16 ? 2 : 1);
-    for (int32_t r = first; r < end; r++)
+    const quern_dtype dtype = bf16 ? QUERN_BF16 : QUERN_F32;
+    const int64_t q_ld = bf16 ? p->attend.key_words : p->key_ld, o_ld = bf16 ? p->value_words : p->value_ld;
+    for (int32_t r = first; r < end; r++) {
+        if (!rows->nonfinite[r]) continue;
+        const void *q = (const uint32_t *)rows->q + r * q_ld, *d_o = (const uint32_t *)rows->d_o + r * o_ld;
         for (int32_t c = s->tile_lo[r]; c < s->tile_hi[r]; c++) {
-            const float pr = s->s[r * BACKWARD_LDS + c], ds = s->dp[r * BACKWARD_LDS + c];
-            for (int32_t d = 0; d < p->attend.dim_k; d++) {
-                const uint32_t *panel = (const uint32_t *)p->key_rows + (keys->head * panels + d / p->key_panel) * packed * p->key_panel;
-                rows->d_q[r * p->key_ld + d] += ds * element(bf16, panel, keys->packed0 + base + c, p->key_panel, d % p->key_panel);
-                keys->d_k[c * p->key_ld + d] += ds * element(bf16, rows->q_pairs, r, p->key_ld, d);
-            }
+            for (int32_t d = 0; d < p->attend.dim_k; d++)
+                if (is_nonfinite(q, dtype, d)) keys->d_k[c * p->key_ld + d] += ds_at(bf16, s, r, c) * element_as_f32(q, dtype, d);
             for (int32_t d = 0; d < p->attend.dim_v; d++)
-                keys->d_v[c * p->value_ld + d] += pr * element(bf16, rows->d_o_pairs, r, p->value_ld, d);
+                if (is_nonfinite(d_o, dtype, d)) keys->d_v[c * p->value_ld + d] += p_at(bf16, s, r, c) * element_as_f32(d_o, dtype, d);
         }
-}
-
-/* Whether a value of a row or key of the tile is not finite. */
-static bool any_special(const backward_plan *p, const backward_rows *rows, const backward_keys *keys, int32_t first, int32_t end, int64_t base)
-{
-    bool special = false;
-    for (int32_t r = first & ~1; r < end + (end & 1); r++) special = special || rows->special[r];
-    const uint8_t *of_head = p->special + keys->head * p->attend.packed_rows / KEY_ALIGN;
-    for (int64_t at = (keys->packed0 + base) / KEY_ALIGN; at <= (keys->packed0 + keys->key1 - 1) / KEY_ALIGN; at++) special = special || of_head[at];
-    return special;
-}
-
-/* Sets what was not written yet to 0. */
-static void clear_fresh(const backward_plan *p, backward_keys *keys)
-{
-    for (int32_t i = 0; i < BACKWARD_KEYS / KEY_ALIGN; i++) {
-        if (!keys->fresh[i]) continue;
-        memset(keys->d_k + i * KEY_ALIGN * p->key_ld, 0, (size_t)(KEY_ALIGN * p->key_ld) * sizeof(float));
-        memset(keys->d_v + i * KEY_ALIGN * p->value_ld, 0, (size_t)(KEY_ALIGN * p->value_ld) * sizeof(float));
-        keys->fresh[i] = false;
     }
+}
+
+/* The tile's rows with operands of dV and dK that are finite. */
+static backward_rows finite_rows(const backward_plan *p, const backward_rows *rows, int32_t n, const backward_scratch *s)
+{
+    const int64_t halves = p->attend.bf16 ? (n + 1) / 2 * 2 : n; /* bf16: rows of two halves a word */
+    const quern_dtype dtype = p->attend.bf16 ? QUERN_BF16 : QUERN_F32;
+    backward_rows finite = *rows;
+    copy_finite(rows->q_pairs, dtype, halves * p->key_ld, s->finite_q);
+    copy_finite(rows->d_o_pairs, dtype, halves * p->value_ld, s->finite_d_o);
+    finite.q_pairs = s->finite_q;
+    finite.d_o_pairs = s->finite_d_o;
+    return finite;
 }
 
 static bool same_freshness(const backward_keys *keys, int32_t columns)
@@ -168,39 +193,37 @@ void backward_step(const backward_plan *p, const backward_rows *rows, int32_t n,
     const int64_t base = keys->key0 & ~(int64_t)15;
     const int32_t columns = (int32_t)((keys->key1 - base + 15) & ~(int64_t)15), seen = (int32_t)(keys->key1 - base);
     /* Whole: every row sees every column, or those it does not see are padding. */
-    bool whole = base == keys->key0 && (seen == columns || keys->key1 == keys->nk);
+    bool whole = base == keys->key0 && (seen == columns || keys->key1 == keys->seq->nk), nonfinite = false;
     for (int32_t r = 0; r < n + (n & 1); r++) {
         const int64_t lo = rows->lo[r] > keys->key0 ? rows->lo[r] : keys->key0, hi = rows->hi[r] < keys->key1 ? rows->hi[r] : keys->key1;
         s->tile_lo[r] = lo < hi ? (int32_t)(lo - base) : 0;
         s->tile_hi[r] = lo < hi ? (int32_t)(hi - base) : 0;
         whole = whole && (r == n || (s->tile_lo[r] == 0 && s->tile_hi[r] == seen));
+        nonfinite |= rows->nonfinite[r];
     }
     int32_t first, end;
     rows_meeting(s, n, 0, columns, &first, &end);
     if (first >= end) return;
 
     for (int32_t c = 0; c < columns;) {
-        const int64_t in_panel = (keys->packed0 + base + c) % k->panel;
+        const int64_t in_panel = (keys->seq->packed0 + base + c) % k->panel;
         const int32_t w = (int32_t)(k->panel - in_panel < columns - c ? k->panel - in_panel : columns - c);
         int32_t a, b;
         rows_meeting(s, n, c, c + w, &a, &b);
         if (a < b) score(p, rows, keys, a, b, base, c, w, s);
         c += w;
     }
-    const bool by_pair = !whole && any_special(p, rows, keys, first, end, base);
     const int32_t top = first & ~1;
     const softmax_backward_tile soft = {
         s->s + (int64_t)top * BACKWARD_LDS, s->dp + (int64_t)top * BACKWARD_LDS, BACKWARD_LDS, end + (end & 1) - top, columns,
         s->tile_lo + top, s->tile_hi + top, p->scale2, rows->lse2 + top, rows->delta + top, rows->row_scale + top, rows->dp_scale + top,
         s->p_pairs + top / 2 * BACKWARD_LDS, s->ds_pairs + top / 2 * BACKWARD_LDS, s->ds_words + top * (BACKWARD_LDS / 2)};
-    if (p->attend.bf16 && !by_pair) k->softmax_backward_bf16(&soft);
+    if (p->attend.bf16) k->softmax_backward_bf16(&soft);
     else k->softmax_backward_f32(&soft);
 
-    if (by_pair) {
-        clear_fresh(p, keys);
-        multiply_by_pair(p, rows, keys, first, end, base, s);
-    } else if (whole && same_freshness(keys, columns)) {
-        multiply(p, rows, keys, first, end, base, 0, columns, s);
+    const backward_rows used = nonfinite ? finite_rows(p, rows, n, s) : *rows;
+    if (whole && same_freshness(keys, columns)) {
+        multiply(p, &used, keys, first, end, base, 0, columns, s);
         for (int32_t c = 0; c < columns; c += KEY_ALIGN) keys->fresh[c / KEY_ALIGN] = false;
     } else {
         for (int32_t c = 0; c < columns; c += KEY_ALIGN) {
@@ -208,8 +231,10 @@ void backward_step(const backward_plan *p, const backward_rows *rows, int32_t n,
             const int32_t c1 = c + KEY_ALIGN < columns ? c + KEY_ALIGN : columns;
             rows_meeting(s, n, c, c1, &a, &b);
             if (a >= b) continue;
-            multiply(p, rows, keys, a, b, base, c, c1, s);
+            multiply(p, &used, keys, a, b, base, c, c1, s);
             keys->fresh[c / KEY_ALIGN] = false;
         }
     }
+    if (nonfinite) add_nonfinite_rows(p, rows, keys, first, end, s);
+    if (any_key_nonfinite(p, keys, base)) add_nonfinite_keys(p, rows, keys, first, end, base, s);
 }

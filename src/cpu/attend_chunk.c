@@ -128,7 +128,7 @@ void attend_chunk_reset(const attend_plan *plan, attend_chunk *c)
 
 static tile_rows rows_of(const attend_plan *p, const attend_chunk *c, int32_t first, int32_t n)
 {
-    return (tile_rows){n, c->kv_head, c->seq.packed0, (const float *)c->q + (int64_t)first * p->key_words, c->o + (int64_t)first * p->value_width,
+    return (tile_rows){&c->seq, n, c->kv_head, (const float *)c->q + (int64_t)first * p->key_words, c->o + (int64_t)first * p->value_width,
                        c->lo + first, c->hi + first, c->max + first, c->sum + first, false};
 }
 
@@ -234,7 +234,7 @@ static void scatter(const attend_plan *p, int32_t n, attend_chunk *c, attend_scr
 static void run_gathered(const attend_plan *p, const attend_packed *packed, int32_t n, int32_t x, const key_tile *after, attend_chunk *c,
                          attend_scratch *s)
 {
-    const tile_rows t = {n, c->kv_head, c->seq.packed0, s->gather_q, s->gather_o, s->lo, s->hi, s->max, s->sum, true};
+    const tile_rows t = {&c->seq, n, c->kv_head, s->gather_q, s->gather_o, s->lo, s->hi, s->max, s->sum, true};
     list_walk walk = {&x, 1, 0, -1};
     key_tile next = next_tile(p, c->seq.nk, &walk);
     while (next.n > 0) {

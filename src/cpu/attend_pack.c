@@ -4,6 +4,7 @@
  * per key/value head. Packing reads and writes each once: 1 to 3% of a causal call's time. */
 #include "core/parallel.h"
 #include "cpu/attend.h"
+#include "cpu/nonfinite.h"
 #include "cpu/rows_at.h"
 
 enum { PACK_ROWS = 256 };
@@ -83,7 +84,7 @@ void attend_packed_carve(const attend_plan *plan, arena *a, attend_packed *packe
     const size_t rows = (size_t)plan->packed_rows, heads = (size_t)plan->kv_heads;
     packed->keys = arena_take(a, heads * rows * (size_t)plan->key_words * 4);
     packed->values = arena_take(a, heads * rows * (size_t)(attend_row_panels(plan, plan->dim_v) * plan->value_panel) * (plan->bf16 ? 2 : 4));
-    packed->special = arena_take(a, heads * rows / KEY_ALIGN);
+    packed->nonfinite = arena_take(a, heads * rows / KEY_ALIGN);
 }
 
 typedef struct pack_job {
@@ -93,21 +94,16 @@ typedef struct pack_job {
     int64_t pieces; /* of one (sequence, kv head); the longest sequence's */
 } pack_job;
 
-/* Whether an element is infinite or NaN: all exponent bits set. */
-static bool any_special(const row_source *src)
+static const void *row_of(const row_source *src, int64_t row)
 {
-    uint32_t found = 0;
-    for (int64_t r = 0; r < src->rows; r++) {
-        if (src->dtype == QUERN_F32) {
-            const uint32_t *p = (const uint32_t *)src->data + r * src->stride;
-            for (int64_t c = 0; c < src->dim; c++) found |= (p[c] & 0x7f800000u) == 0x7f800000u;
-        } else {
-            const uint16_t *p = (const uint16_t *)src->data + r * src->stride;
-            const uint16_t exponent = src->dtype == QUERN_BF16 ? 0x7f80 : 0x7c00;
-            for (int64_t c = 0; c < src->dim; c++) found |= (p[c] & exponent) == exponent;
-        }
-    }
-    return found != 0;
+    return (const char *)src->data + row * src->stride * (int64_t)quern_dtype_size(src->dtype);
+}
+
+static bool any_row_nonfinite(const row_source *src)
+{
+    bool found = false;
+    for (int64_t r = 0; r < src->rows; r++) found |= any_nonfinite(row_of(src, r), src->dtype, src->dim);
+    return found;
 }
 
 /* KEY_ALIGN rows, those past the sequence as zeros, keys along columns. */
@@ -124,18 +120,32 @@ static void pack_columns(const attend_plan *p, const attend_pack_target *t, cons
     }
 }
 
-/* The same, keys along rows. */
-static void pack_rows(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq, int64_t head, int64_t row, int64_t rows)
+static void pack_pairs(const attend_plan *p, const row_source *src, int32_t panel, uint32_t *dst, int64_t stride)
+{
+    if (p->bf16) p->kernels->pack_values_bf16(src, panel, dst, stride);
+    else p->kernels->pack_values_f32(src, panel, (float *)dst, stride);
+}
+
+/* The same, keys along rows, without what is not finite. Returns whether there was something. */
+static bool pack_rows(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq, int64_t head, int64_t row, int64_t rows)
 {
     const int64_t pairs = p->bf16 ? 2 : 1, panels = attend_row_panels(p, t->tensor->shape[3]);
     const int64_t stride = p->packed_rows / pairs * t->row_panel;
     uint32_t *dst = (uint32_t *)t->rows + head * panels * stride + (seq->packed0 + row) / pairs * t->row_panel;
     const row_source src = rows_at(t->tensor, seq->view_b, seq->k0 + row, head, rows);
-    if (p->bf16) p->kernels->pack_values_bf16(&src, t->row_panel, dst, stride);
-    else p->kernels->pack_values_f32(&src, t->row_panel, (float *)dst, stride);
+    const bool nonfinite = any_row_nonfinite(&src);
+    if (!nonfinite) pack_pairs(p, &src, t->row_panel, dst, stride);
+    for (int64_t r = 0; nonfinite && r < rows; r += 2) {
+        uint32_t finite[2 * MAX_DIM];
+        const row_source two = {finite, src.dtype, src.dim, rows - r < 2 ? 1 : 2, src.dim};
+        for (int64_t i = 0; i < two.rows; i++)
+            copy_finite(row_of(&src, r + i), src.dtype, src.dim, (char *)finite + i * src.dim * (int64_t)quern_dtype_size(src.dtype));
+        pack_pairs(p, &two, t->row_panel, dst + r / pairs * t->row_panel, stride);
+    }
     const int64_t filled = (rows + pairs - 1) / pairs;
     for (int64_t j = 0; j < panels; j++)
         for (int64_t i = filled * t->row_panel; i < KEY_ALIGN / pairs * t->row_panel; i++) dst[j * stride + i] = 0;
+    return nonfinite;
 }
 
 static void pack_piece(void *arg, int64_t index, int32_t thread)
@@ -149,15 +159,10 @@ static void pack_piece(void *arg, int64_t index, int32_t thread)
     for (int64_t row = first; row < first + PACK_ROWS && row < padded; row += KEY_ALIGN) {
         const int64_t rows = seq.nk - row < KEY_ALIGN ? seq.nk - row : KEY_ALIGN;
         const int64_t flag = (head * p->packed_rows + seq.packed0 + row) / KEY_ALIGN;
-        for (int32_t i = 0; i < job->count; i++)
-            if (job->targets[i].special != NULL) job->targets[i].special[flag] = 0;
         for (int32_t i = 0; i < job->count; i++) {
             const attend_pack_target *t = &job->targets[i];
             if (t->columns != NULL) pack_columns(p, t, &seq, head, row, rows);
-            if (t->rows != NULL) pack_rows(p, t, &seq, head, row, rows);
-            if (t->special == NULL) continue;
-            const row_source src = rows_at(t->tensor, seq.view_b, seq.k0 + row, head, rows);
-            t->special[flag] |= any_special(&src);
+            if (t->rows != NULL) t->nonfinite[flag] = pack_rows(p, t, &seq, head, row, rows);
         }
     }
 }
@@ -177,6 +182,6 @@ void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const atte
 void attend_pack(const stage_exec *exec, const attend_plan *plan, const attend_packed *packed)
 {
     const attend_pack_target targets[] = {{&plan->args->k, packed->keys, NULL, NULL, 0},
-                                          {&plan->args->v, NULL, packed->values, packed->special, plan->value_panel}};
+                                          {&plan->args->v, NULL, packed->values, packed->nonfinite, plan->value_panel}};
     attend_pack_all(exec, plan, targets, 2);
 }

@@ -16,13 +16,16 @@
  * at a time over what these see, in whole vectors for S, so a border costs three keys and half a vector a row instead
  * of half a group. Masks are intervals of columns.
  *
- * Values that are not finite must not reach rows that do not see them through 0 * inf: such tiles at a border
- * multiply row by row over the row's own interval.
+ * Values that are not finite must not reach rows that do not see them through 0 * inf: packed values hold 0 in their
+ * place, and add_nonfinite() adds what they make of the rows that see them (nonfinite.h).
  *
  * Limit: 2 vector FMAs a cycle in the products. At D = 128, f32, a group's step has 18.9 MFLOP, 294912 cycles of them;
  * softmax adds 4%, packing, masks and stores 4%.
  */
 #include "cpu/attend_tile.h"
+
+#include "cpu/nonfinite.h"
+#include "cpu/rows_at.h"
 
 #include <string.h>
 
@@ -46,13 +49,13 @@ static int64_t rounded_down(int64_t key)
 static const float *values_at(const attend_plan *p, const attend_packed *packed, const tile_rows *t, int64_t key)
 {
     const int64_t pairs = p->bf16 ? 2 : 1, stride = p->packed_rows / pairs * p->value_panel;
-    return (const float *)packed->values + t->head * attend_row_panels(p, p->dim_v) * stride + (t->packed0 + key) / pairs * p->value_panel;
+    return (const float *)packed->values + t->head * attend_row_panels(p, p->dim_v) * stride + (t->seq->packed0 + key) / pairs * p->value_panel;
 }
 
 static const float *keys_at(const attend_plan *p, const attend_packed *packed, const tile_rows *t, int64_t key)
 {
     const int64_t in_panel = key % p->kernels->panel;
-    const float *keys = (const float *)packed->keys + (t->head * p->packed_rows + t->packed0) * p->key_words;
+    const float *keys = (const float *)packed->keys + (t->head * p->packed_rows + t->seq->packed0) * p->key_words;
     return keys + (key - in_panel) * p->key_words + in_panel;
 }
 
@@ -96,45 +99,38 @@ static void add_values(const attend_plan *p, const attend_packed *packed, const 
     }
 }
 
-/* The same of the single column c, in bf16: row `row` does not see the other half of its pair. */
-static void add_half_pair(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t row, int32_t c, int64_t key)
+/* P of row r, column c, as P V took it. */
+static float weight_at(const attend_plan *p, const row_group *g, int32_t r, int64_t c)
 {
-    const uint32_t keep = c % 2 == 0 ? 0xffffu : 0xffff0000u;
-    const float *values = values_at(p, packed, &g->t, key);
-    for (int64_t column = 0; column < p->value_width; column += p->value_panel, values += p->packed_rows / 2 * p->value_panel) {
-        uint32_t half[KEY_ALIGN];
-        const int64_t width = p->value_width - column < p->value_panel ? p->value_width - column : p->value_panel;
-        for (int64_t i = 0; i < width; i++) half[i] = ((const uint32_t *)values)[i] & keep;
-        p->kernels->mm_bf16(1, width, 1, g->s + (int64_t)row * TILE_KEYS + c / 2, TILE_KEYS, 1, half, p->value_panel,
-                            g->t.o + row * p->value_width + column, p->value_width, true);
+    return element_as_f32(g->s + (int64_t)r * TILE_KEYS, p->bf16 ? QUERN_BF16 : QUERN_F32, c);
+}
+
+/* O += P V over the elements of keys [first, end) that are not finite, in the rows that see them. Column of a key: key - base. */
+static void add_nonfinite(const attend_plan *p, const row_group *g, int64_t first, int64_t end, int64_t base)
+{
+    const quern_tensor *v = &p->args->v;
+    for (int64_t key = first; key < end; key++) {
+        const void *row = row_at(v, g->t.seq->view_b, g->t.seq->k0 + key, g->t.head);
+        const int64_t c = key - base;
+        for (int64_t d = 0; d < p->dim_v; d++) {
+            if (!is_nonfinite(row, v->dtype, d)) continue;
+            for (int32_t r = 0; r < g->t.n; r++)
+                if (c >= g->lo[r] && c < g->hi[r]) g->t.o[r * p->value_width + d] += weight_at(p, g, r, c) * element_as_f32(row, v->dtype, d);
+        }
     }
 }
 
-/* O[r] += P V over exactly the columns that row r sees: a value that is not finite must not come in as 0 * inf,
- * not even from the other half of a pair. */
-static void add_values_exactly(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t r)
+/* The same for all keys of the group. */
+static void add_all_nonfinite(const attend_plan *p, const attend_packed *packed, const row_group *g)
 {
-    if (g->t.fresh) memset(g->t.o + r * p->value_width, 0, (size_t)p->value_width * sizeof *g->t.o);
+    const uint8_t *nonfinite = packed->nonfinite + (g->t.head * p->packed_rows + g->t.seq->packed0) / KEY_ALIGN;
     for (int32_t i = 0; i < g->keys.n; i++) {
-        const int64_t base = rounded_down(g->keys.run[i].first) - g->column[i];
-        const int32_t end = (int32_t)(g->keys.run[i].end - base);
-        const int32_t c0 = g->lo[r] > g->column[i] ? g->lo[r] : g->column[i], c1 = g->hi[r] < end ? g->hi[r] : end;
-        if (c0 >= c1) continue;
-        const int32_t even0 = p->bf16 ? (c0 + 1) & ~1 : c0, even1 = p->bf16 ? c1 & ~1 : c1;
-        if (c0 < even0) add_half_pair(p, packed, g, r, c0, base + c0);
-        if (even0 < even1) add_values(p, packed, g, r, 1, even0, even1, base + even0, true);
-        if (even1 < c1) add_half_pair(p, packed, g, r, even1, base + even1);
+        const int64_t first = g->keys.run[i].first, end = g->keys.run[i].end, base = rounded_down(first) - g->column[i];
+        for (int64_t at = first / KEY_ALIGN; at <= (end - 1) / KEY_ALIGN; at++) {
+            const int64_t from = at * KEY_ALIGN > first ? at * KEY_ALIGN : first, to = (at + 1) * KEY_ALIGN < end ? (at + 1) * KEY_ALIGN : end;
+            if (nonfinite[at]) add_nonfinite(p, g, from, to, base);
+        }
     }
-}
-
-/* Whether a value of the group's keys is infinite or NaN. */
-static bool any_special(const attend_packed *packed, const attend_plan *p, const row_group *g)
-{
-    const uint8_t *special = packed->special + (g->t.head * p->packed_rows + g->t.packed0) / KEY_ALIGN;
-    for (int32_t i = 0; i < g->keys.n; i++)
-        for (int64_t at = g->keys.run[i].first / KEY_ALIGN; at <= (g->keys.run[i].end - 1) / KEY_ALIGN; at++)
-            if (special[at]) return true;
-    return false;
 }
 
 /* Cuts the tile's keys to those that some row of the group sees and lays them out as columns. Returns whether
@@ -244,14 +240,11 @@ static void step_group(const attend_plan *p, const attend_packed *packed, const 
         for (int32_t r = 0; r < t->n; r++)
             if (shrink[r] != 1.0f) k->scale_row(t->o + r * p->value_width, shrink[r], p->value_width);
 
-    if (!whole && any_special(packed, p, g)) {
-        for (int32_t r = 0; r < t->n; r++) add_values_exactly(p, packed, g, r);
-        return;
-    }
     for (int32_t row = 0, n; row < t->n; row += n) {
         n = next_rows(g, whole, row, &c0, &c1);
         weighted_values(p, packed, g, row, n, c0, c1);
     }
+    add_all_nonfinite(p, packed, g);
 }
 
 void attend_tile_step(const attend_plan *p, const attend_packed *packed, const tile_rows *rows, const key_tile *keys, const key_tile *next,

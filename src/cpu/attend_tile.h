@@ -9,8 +9,8 @@
 /* Up to TILE_ROWS rows: where their state stands, and where a step adds P V. lo and hi never fall from row to
  * row. */
 typedef struct tile_rows {
+    const attend_sequence *seq;
     int32_t n, head; /* rows, kv head */
-    int64_t packed0;
     const float *q; /* words */
     float *o;       /* [n][value_width] */
     const int32_t *lo, *hi;

@@ -79,7 +79,7 @@ __attribute__((unused)) static void softmax_backward_bf16(const softmax_backward
 
 static void add_scaled_row(float *sum, const float *x, float scale, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) sum[i] += scale * x[i];
+    for (int64_t i = 0; i < n; i++) sum[i] += scale * (x[i] + 0.0f);
 }
 
 #define ATTENTION_BACKWARD_ROW_KERNELS \

@@ -74,9 +74,11 @@ typedef struct attention_kernels {
     void (*softmax_bf16)(const softmax_tile *t);
     void (*softmax_backward_f32)(const softmax_backward_tile *t);
     void (*softmax_backward_bf16)(const softmax_backward_tile *t);
-    void (*add_scaled_row)(float *sum, const float *x, float scale, int64_t n); /* sum += scale * x */
-    /* o[0 .. n) = o * shrink; o[0 .. n) = o * shrink + t. */
+    /* The sign of a zero may come from 0 times an unseen key, so these two take and make +0 for it: sum += scale * x;
+     * o[0 .. n) = o * shrink. */
+    void (*add_scaled_row)(float *sum, const float *x, float scale, int64_t n);
     void (*scale_row)(float *o, float shrink, int64_t n);
+    /* o[0 .. n) = o * shrink + t. */
     void (*scale_add_row)(float *o, float shrink, const float *t, int64_t n);
     /* dst[at ...] = row in dtype (f32, bf16, f16; round to nearest even). */
     void (*store_row)(const float *row, quern_dtype dtype, void *dst, int64_t at, int64_t n);

@@ -243,7 +243,7 @@ __attribute__((unused)) static void softmax_bf16(const softmax_tile *t)
 
 static void scale_row(float *o, float shrink, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) o[i] *= shrink;
+    for (int64_t i = 0; i < n; i++) o[i] = o[i] * shrink + 0.0f;
 }
 
 static void scale_add_row(float *o, float shrink, const float *t, int64_t n)

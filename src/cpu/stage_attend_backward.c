@@ -98,7 +98,7 @@ static backward_plan plan_of(const stage_exec *exec, const attend_args *args, ar
     p.keys = arena_take(a, rows * (size_t)f->key_words * 4);
     p.values = arena_take(a, rows * (size_t)p.value_words * 4);
     p.key_rows = arena_take(a, rows * (size_t)round_up(p.key_width, p.key_panel) * (f->bf16 ? 2 : 4));
-    p.special = arena_take(a, rows / KEY_ALIGN);
+    p.nonfinite = arena_take(a, rows / KEY_ALIGN);
     gradient_of(&args->d_k, a, &p.d_k);
     gradient_of(&args->d_v, a, &p.d_v);
     return p;
@@ -121,7 +121,7 @@ static backward_job carve(const stage_exec *exec, const attend_args *args, arena
     for (int32_t i = 0; i < exec->threads; i++) {
         backward_thread t = {.rows = NULL};
         backward_rows_carve(p, job.chunk_rows + 1, a, &t.chunk);
-        backward_scratch_carve(a, &t.scratch);
+        backward_scratch_carve(p, a, &t.scratch);
         t.keys.d_k = arena_take(a, (size_t)(BACKWARD_KEYS * p->key_ld) * sizeof(float));
         t.keys.d_v = arena_take(a, (size_t)(BACKWARD_KEYS * p->value_ld) * sizeof(float));
         if (job.gathers) {
@@ -137,7 +137,7 @@ static backward_job carve(const stage_exec *exec, const attend_args *args, arena
 static void pack_all(const stage_exec *exec, const backward_plan *p)
 {
     const attend_args *args = p->attend.args;
-    const attend_pack_target targets[] = {{&args->k, p->keys, p->key_rows, p->special, (int32_t)p->key_panel},
+    const attend_pack_target targets[] = {{&args->k, p->keys, p->key_rows, p->nonfinite, (int32_t)p->key_panel},
                                           {&args->v, p->values, NULL, NULL, 0}};
     attend_pack_all(exec, &p->attend, targets, 2);
 }
@@ -176,11 +176,10 @@ typedef struct backward_task {
 static void begin_keys(const backward_task *t, int64_t key0, int64_t key1)
 {
     backward_keys *keys = &t->own->keys;
+    keys->seq = &t->seq;
     keys->head = t->kv_head;
-    keys->packed0 = t->seq.packed0;
     keys->key0 = key0;
     keys->key1 = key1;
-    keys->nk = t->seq.nk;
     for (int32_t i = 0; i < BACKWARD_KEYS / KEY_ALIGN; i++) keys->fresh[i] = true;
 }
 
