@@ -1,0 +1,207 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * quantise_blocks.h - LANES blocks of 16 values at once: x[i] holds value i of each block, a lane a block. So a block's
+ * maximum and its sums are vertical and run in the order of the index.
+ *
+ * Rounding to E2M1 and E4M3 is one addition: magic(y) is the power of two whose f32 neighbours stand as far apart as the
+ * format's around y, so y + magic rounds y to the format, ties to even, and the sum's low bits count its steps.
+ * Every step of a profile is one f32 rounding (files that include this are compiled without contraction to FMA), with
+ * true divisions: two vectors a value, which is the limit while data comes from a cache (10 cycles of AVX-512 for 16
+ * values).
+ */
+#ifndef QUERN_CPU_QUANTISE_BLOCKS_H
+#define QUERN_CPU_QUANTISE_BLOCKS_H
+
+#include "cpu/quantise/quantise_kernels.h"
+#include "cpu/vector_dtype.h"
+
+enum { BLOCK = QUERN_NVFP4_BLOCK };
+
+typedef void block_function(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale);
+
+INLINE vfloat magnitude_of(vfloat v)
+{
+    return (vfloat)((vint)v & 0x7fffffff);
+}
+
+INLINE vfloat v_min(vfloat v, vfloat than)
+{
+    return v_select(v < than, v, than);
+}
+
+/* The code of magnitudes in [0, 6]. */
+INLINE vint e2m1_of(vfloat y)
+{
+    vint power = (vint)y & 0x7f800000;
+    power = (vint)v_max((vfloat)power, v_splat(1.0f));
+    const vint magic = power + (22 << 23);
+    return (vint)(y + (vfloat)magic) - magic + ((power - (127 << 23)) >> 22);
+}
+
+/* The same with the older rule: to halves first, then to codes with ties down. */
+INLINE vint e2m1_half_steps(vfloat y)
+{
+    const vfloat shifted = (y + y) + 8388608.0f;
+    const vfloat steps = shifted - 8388608.0f;
+    return e2m1_of(steps * 0.49999f);
+}
+
+/* The byte of numbers in [0, 448]. */
+INLINE vint e4m3_of(vfloat s)
+{
+    vint power = (vint)s & 0x7f800000;
+    power = (vint)v_max((vfloat)power, v_splat(0x1p-6f));
+    const vint magic = power + (20 << 23);
+    return (vint)(s + (vfloat)magic) - magic + ((power - (121 << 23)) >> 20);
+}
+
+INLINE vfloat e2m1_value(vint code)
+{
+    return (vfloat)(code << 22) * 0x1p126f;
+}
+
+INLINE vfloat e4m3_value(vint byte)
+{
+    return (vfloat)(byte << 20) * 0x1p120f;
+}
+
+INLINE vint code_of(vfloat y, const bool half_steps)
+{
+    const vfloat magnitude = v_min(magnitude_of(y), v_splat(6.0f));
+    const vint code = half_steps ? e2m1_half_steps(magnitude) : e2m1_of(magnitude);
+    return code | ((y < 0.0f) & 8);
+}
+
+INLINE vfloat largest_of(const vfloat x[BLOCK])
+{
+    vfloat a = magnitude_of(x[0]);
+#pragma GCC unroll 16
+    for (int i = 1; i < BLOCK; i++) a = v_max(a, magnitude_of(x[i]));
+    return a;
+}
+
+INLINE vint saturated_e4m3(vfloat s)
+{
+    return e4m3_of(v_min(s, v_splat(448.0f)));
+}
+
+/* Sum of the squared errors that scale s leaves, in the order of the index. */
+INLINE vfloat error_of(const vfloat xn[BLOCK], vfloat s)
+{
+    vfloat sum = {0};
+    for (int i = 0; i < BLOCK; i++) {
+        const vfloat y = xn[i] / s;
+        const vfloat rounded = e2m1_value(e2m1_of(v_min(magnitude_of(y), v_splat(6.0f))));
+        const vfloat difference = rounded * s - magnitude_of(xn[i]);
+        sum += difference * difference;
+    }
+    return sum;
+}
+
+/* Infinite where it is NaN, so that it loses every comparison. */
+INLINE vfloat finite_or_infinite(vfloat error)
+{
+    return v_select(error < INFINITY, error, v_splat(INFINITY));
+}
+
+INLINE vint four_over_six(const vfloat xn[BLOCK], vfloat a, vint nearest)
+{
+    const vint four = saturated_e4m3(a / 4.0f);
+    const vfloat six_error = finite_or_infinite(error_of(xn, e4m3_value(nearest)));
+    const vfloat four_error = finite_or_infinite(error_of(xn, e4m3_value(four)));
+    const vint better = four_error < six_error;
+    return (four & better) | (nearest & ~better);
+}
+
+INLINE vint searched(const vfloat xn[BLOCK], vint nearest)
+{
+    vfloat best = v_splat(INFINITY);
+    vint chosen = nearest;
+    for (int step = -3; step <= 8; step++) {
+        vint byte = nearest + step;
+        byte = (byte & (byte >= 1)) | (1 & (byte < 1));
+        byte = (byte & (byte <= 126)) | (126 & (byte > 126));
+        const vfloat error = error_of(xn, e4m3_value(byte));
+        const vint better = error < best;
+        best = v_select(better, error, best);
+        chosen = (byte & better) | (chosen & ~better);
+    }
+    return chosen;
+}
+
+INLINE void normalised_block(float global, quern_nvfp4_scales scales, const bool half_steps, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+{
+    vfloat xn[BLOCK];
+#pragma GCC unroll 16
+    for (int i = 0; i < BLOCK; i++) xn[i] = x[i] / global;
+    const vfloat a = largest_of(xn);
+    const vint kept = a >= 6 * 0x1p-9f;
+    vint byte = saturated_e4m3(a / 6.0f);
+    if (scales == QUERN_NVFP4_SCALES_FOUR_OVER_SIX) byte = four_over_six(xn, a, byte);
+    if (scales == QUERN_NVFP4_SCALES_SEARCH) byte = searched(xn, byte);
+    const vfloat s = e4m3_value(byte);
+#pragma GCC unroll 16
+    for (int i = 0; i < BLOCK; i++) codes[i] = code_of(xn[i] / s, half_steps) & kept;
+    *scale = byte & kept;
+}
+
+INLINE float global_of(const quantise_rule *rule)
+{
+    return rule->profile == QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS ? 1.0f / rule->global : rule->global;
+}
+
+static void block_rne(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+{
+    normalised_block(global_of(rule), QUERN_NVFP4_SCALES_RNE, false, x, codes, scale);
+}
+
+static void block_half_steps(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+{
+    normalised_block(global_of(rule), QUERN_NVFP4_SCALES_RNE, true, x, codes, scale);
+}
+
+static void block_four_over_six(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+{
+    normalised_block(global_of(rule), QUERN_NVFP4_SCALES_FOUR_OVER_SIX, false, x, codes, scale);
+}
+
+static void block_search(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+{
+    normalised_block(global_of(rule), QUERN_NVFP4_SCALES_SEARCH, false, x, codes, scale);
+}
+
+static void block_modelopt(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+{
+    const float six = 6.0f * rule->global;
+    vfloat p = largest_of(x) / six;
+    p = v_select(p == 0.0f, v_splat(1.0f), p);
+    p = v_select(p < 0x1p-9f, v_splat(0x1p-9f), p);
+    const vint byte = saturated_e4m3(p);
+    const vfloat divisor = e4m3_value(byte) * rule->global;
+    const vint kept = divisor != 0.0f;
+#pragma GCC unroll 16
+    for (int i = 0; i < BLOCK; i++) codes[i] = code_of(x[i] / divisor, false) & kept;
+    *scale = byte;
+}
+
+static void block_compressed(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+{
+    vint byte = saturated_e4m3(rule->global * (largest_of(x) / 6.0f));
+    byte |= (byte == 0) & 0x20;
+    const vfloat divisor = e4m3_value(byte) / rule->global;
+#pragma GCC unroll 16
+    for (int i = 0; i < BLOCK; i++) codes[i] = code_of(x[i] / divisor, false);
+    *scale = byte;
+}
+
+INLINE block_function *block_function_of(const quantise_rule *rule)
+{
+    if (rule->scales == QUERN_NVFP4_SCALES_FOUR_OVER_SIX) return block_four_over_six;
+    if (rule->scales == QUERN_NVFP4_SCALES_SEARCH) return block_search;
+    if (rule->profile == QUERN_NVFP4_PROFILE_MODELOPT) return block_modelopt;
+    if (rule->profile == QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS) return block_compressed;
+    return rule->profile == QUERN_NVFP4_PROFILE_HALFSTEP ? block_half_steps : block_rne;
+}
+
+#endif

@@ -1,0 +1,257 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* quantise_test.c - the quantisers' tile kernels at every level, bit for bit against the oracle. */
+#include "cmocka_c11.h"
+#include "cpu/quantise/quantise_kernels.h"
+#include "nvfp4_case.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct kernel_test {
+    void (*run)(const quantise_kernels *kernels, test_random *random);
+} kernel_test;
+
+static const quern_dtype activations[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
+static const int64_t lengths[] = {0, 1, 3, 15, 16, 17, 31, 48, 64, 100, 127, 128, 250, 256, 272, 301, 512, 1000};
+enum { LENGTHS = sizeof lengths / sizeof *lengths };
+
+static test_tensor tensor_of(test_random *random, quern_dtype dtype, int64_t rows, int64_t n, test_layout layout)
+{
+    const int64_t shape[] = {rows, n};
+    return test_tensor_make(random, dtype, 2, shape, layout);
+}
+
+/* A global that the data asks for, or a stale one: much too small or much too large. */
+static float global_for(test_random *random, oracle_profile profile, float amax)
+{
+    static const float stale[] = {1e-30f, 1e30f, 0x1p-140f, 1, 3e38f};
+    return test_random_one_in(random, 3) ? stale[test_random_int(random, 0, 4)] : oracle_nvfp4_global(profile, amax);
+}
+
+static quantise_rule rule_of(int index, float global)
+{
+    return (quantise_rule){(quern_nvfp4_profile)nvfp4_case_profile(index), (quern_nvfp4_scales)nvfp4_case_scales(index), global};
+}
+
+static int nibble(const uint8_t *codes, int64_t i)
+{
+    return codes[i / 2] >> 4 * (i % 2) & 15;
+}
+
+static void magnitude(const quantise_kernels *kernels, test_random *random)
+{
+    for (int i = 0; i < 3 * LENGTHS; i++) {
+        const int64_t n = lengths[i / 3];
+        test_tensor t = tensor_of(random, activations[i % 3], 1, n, TEST_UNALIGNED);
+        nvfp4_case_fill(&t, random, true);
+        double *x = test_tensor_get(&t);
+        const float expected = nvfp4_case_amax(x, n);
+        uint32_t bits;
+        memcpy(&bits, &expected, 4);
+        assert_int_equal(kernels->magnitude(t.view.data, t.view.dtype, n), bits);
+        if (n > 0) {
+            x[test_random_int(random, 0, n - 1)] = i % 2 ? (double)NAN : -(double)INFINITY;
+            test_tensor_set(&t, x);
+            assert_true(kernels->magnitude(t.view.data, t.view.dtype, n) >= 0x7f800000u);
+        }
+        free(x);
+        test_tensor_free(&t);
+    }
+}
+
+static void expect_block(const quantise_kernels *kernels, const quantise_rule *rule, const float x[16], const int got[16], int scale, int64_t n)
+{
+    uint8_t codes[16];
+    const int expected = oracle_nvfp4_block((oracle_profile)rule->profile, (oracle_scales)rule->scales, rule->global, x, codes);
+    if (scale != expected)
+        fail_msg("%s profile %d scales %d global %a n %lld: scale %d, expected %d", quern_cpu_level_name(kernels->level), (int)rule->profile,
+                 (int)rule->scales, (double)rule->global, (long long)n, scale, expected);
+    for (int i = 0; i < 16; i++)
+        if (got[i] != codes[i])
+            fail_msg("%s profile %d scales %d global %a n %lld: %a became %d, expected %d under scale %d", quern_cpu_level_name(kernels->level),
+                     (int)rule->profile, (int)rule->scales, (double)rule->global, (long long)n, (double)x[i], got[i], codes[i], scale);
+}
+
+static void quantise_row(const quantise_kernels *kernels, test_random *random)
+{
+    for (int i = 0; i < NVFP4_CASES * 3 * LENGTHS; i++) {
+        const int index = i / (3 * LENGTHS);
+        const int64_t n = lengths[i / 3 % LENGTHS], blocks = (n + 15) / 16;
+        if (!nvfp4_case_accepted(index)) continue;
+        test_tensor t = tensor_of(random, activations[i % 3], 1, n, TEST_UNALIGNED);
+        test_tensor codes = tensor_of(random, QUERN_U8, 1, 8 * blocks, TEST_UNALIGNED), scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
+        nvfp4_case_fill(&t, random, test_random_one_in(random, 2));
+        double *x = test_tensor_get(&t);
+        const quantise_rule rule = rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, n)));
+        kernels->quantise_row(&rule, t.view.data, t.view.dtype, n, codes.view.data, scales.view.data);
+        test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
+        test_tensor_check_unchanged(&t, "x");
+        for (int64_t b = 0; b < blocks; b++) {
+            float block[16] = {0};
+            int got[16];
+            for (int64_t c = 0; c < 16; c++) {
+                if (16 * b + c < n) block[c] = (float)x[16 * b + c];
+                got[c] = nibble((const uint8_t *)codes.view.data + 8 * b, c);
+            }
+            expect_block(kernels, &rule, block, got, ((const uint8_t *)scales.view.data)[b], n);
+        }
+        free(x);
+        test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
+    }
+}
+
+static void quantise_columns(const quantise_kernels *kernels, test_random *random)
+{
+    for (int i = 0; i < NVFP4_CASES * 3 * LENGTHS; i++) {
+        const int index = i / (3 * LENGTHS);
+        const int64_t n = lengths[i / 3 % LENGTHS];
+        if (!nvfp4_case_accepted(index)) continue;
+        test_tensor t = tensor_of(random, activations[i % 3], 16, n, TEST_STRIDED);
+        test_tensor codes = tensor_of(random, QUERN_U8, 8, n, TEST_STRIDED), scales = tensor_of(random, QUERN_U8, 1, n, TEST_UNALIGNED);
+        nvfp4_case_fill(&t, random, test_random_one_in(random, 2));
+        double *x = test_tensor_get(&t);
+        const quantise_rule rule = rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, 16 * n)));
+        kernels->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0], n, codes.view.data, codes.view.strides[0], scales.view.data);
+        test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
+        for (int64_t c = 0; c < n; c++) {
+            float block[16];
+            int got[16];
+            for (int r = 0; r < 16; r++) {
+                block[r] = (float)x[r * n + c];
+                got[r] = ((const uint8_t *)codes.view.data)[r / 2 * codes.view.strides[0] + c] >> 4 * (r % 2) & 15;
+            }
+            expect_block(kernels, &rule, block, got, ((const uint8_t *)scales.view.data)[c], n);
+        }
+        free(x);
+        test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
+    }
+}
+
+static void fill_bytes(test_tensor *t, test_random *random, int most)
+{
+    const int64_t rows = t->view.shape[0], n = t->view.shape[1];
+    for (int64_t i = 0; i < rows * n; i++)
+        ((uint8_t *)t->view.data)[i / n * t->view.strides[0] + i % n] = (uint8_t)test_random_int(random, 0, most);
+}
+
+static void expect_meaning(const quantise_kernels *kernels, const quantise_rule *rule, quern_dtype dtype, int scale, int code, double got)
+{
+    const double expected = test_round(dtype, (double)oracle_nvfp4_value((oracle_profile)rule->profile, rule->global, scale, code));
+    if (got != expected || signbit(got) != signbit(expected))
+        fail_msg("%s profile %d: code %d, scale %d, global %a as %s is %a, expected %a", quern_cpu_level_name(kernels->level), (int)rule->profile,
+                 code, scale, (double)rule->global, quern_dtype_name(dtype), got, expected);
+}
+
+static void dequantise_row(const quantise_kernels *kernels, test_random *random)
+{
+    static const float globals[] = {1, 0.1f, 3e34f, 1e-36f, 0x1p-149f};
+    for (int i = 0; i < 2 * 3 * LENGTHS; i++) {
+        const int64_t n = lengths[i / 6], blocks = (n + 15) / 16;
+        const bool reciprocal = i / 3 % 2;
+        const quantise_rule rule = {reciprocal ? QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS : QUERN_NVFP4_PROFILE_RNE, QUERN_NVFP4_SCALES_RNE,
+                                    globals[test_random_int(random, 0, reciprocal ? 2 : 4)]};
+        test_tensor codes = tensor_of(random, QUERN_U8, 1, 8 * blocks, TEST_UNALIGNED), scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
+        test_tensor out = tensor_of(random, activations[i % 3], 1, n, TEST_UNALIGNED);
+        fill_bytes(&codes, random, 255), fill_bytes(&scales, random, 126);
+        kernels->dequantise_row(&rule, codes.view.data, scales.view.data, n, out.view.data, out.view.dtype);
+        test_tensor_check_guards(&out, "out");
+        double *got = test_tensor_get(&out);
+        for (int64_t c = 0; c < n; c++)
+            expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[c / 16], nibble(codes.view.data, c), got[c]);
+        free(got);
+        test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&out);
+    }
+}
+
+static void dequantise_columns(const quantise_kernels *kernels, test_random *random)
+{
+    for (int i = 0; i < 2 * 3 * LENGTHS; i++) {
+        const int64_t n = lengths[i / 6];
+        const quantise_rule rule = {i / 3 % 2 ? QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS : QUERN_NVFP4_PROFILE_MODELOPT, QUERN_NVFP4_SCALES_RNE, 0.3f};
+        test_tensor codes = tensor_of(random, QUERN_U8, 8, n, TEST_STRIDED), scales = tensor_of(random, QUERN_U8, 1, n, TEST_UNALIGNED);
+        test_tensor out = tensor_of(random, activations[i % 3], 16, n, TEST_STRIDED);
+        fill_bytes(&codes, random, 255), fill_bytes(&scales, random, 126);
+        kernels->dequantise_columns(&rule, codes.view.data, codes.view.strides[0], scales.view.data, n, out.view.data, out.view.dtype,
+                                    out.view.strides[0]);
+        test_tensor_check_guards(&out, "out");
+        double *got = test_tensor_get(&out);
+        for (int64_t j = 0; j < 16 * n; j++) {
+            const int byte = ((const uint8_t *)codes.view.data)[j / n / 2 * codes.view.strides[0] + j % n];
+            expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[j % n], byte >> 4 * (j / n % 2) & 15, got[j]);
+        }
+        free(got);
+        test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&out);
+    }
+}
+
+static void part_row(const quantise_kernels *kernels, test_random *random)
+{
+    static const int64_t runs[] = {1, 3, 8, 16, 64};
+    for (int i = 0; i < 5 * 3 * 2 * 6; i++) {
+        const int64_t q = runs[i % 5], width = q * test_random_int(random, 1, 1 + 200 / q), first = test_random_int(random, 0, width);
+        const int64_t n = test_random_int(random, 0, width - first);
+        test_tensor t = tensor_of(random, activations[i / 5 % 3], 1, 2 * width, TEST_UNALIGNED), out = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
+        test_tensor_normal(&t, random, 1);
+        kernels->part_row(t.view.data, t.view.dtype, first, i / 15 % 2, q, n, out.view.data);
+        test_tensor_check_guards(&out, "part");
+        double *x = test_tensor_get(&t), *got = test_tensor_get(&out);
+        for (int64_t c = 0; c < n; c++) assert_true(got[c] == x[oracle_interleaved_at(first + c, i / 15 % 2, q)]);
+        free(x), free(got);
+        test_tensor_free(&t), test_tensor_free(&out);
+    }
+}
+
+static double clamp(double x, double low, double high)
+{
+    return x < low ? low : x > high ? high : x;
+}
+
+static void swiglu_row(const quantise_kernels *kernels, test_random *random)
+{
+    static const swiglu_rule rules[] = {{0, 1, 0}, {10, 1, 0}, {0.75f, 1, 0}, {7, 1.702f, 1}};
+    for (int i = 0; i < 4 * LENGTHS; i++) {
+        const swiglu_rule rule = rules[i % 4];
+        const int64_t n = lengths[i / 4];
+        test_tensor gate = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED), up = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
+        test_tensor out = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
+        test_tensor_normal(&gate, random, 6), test_tensor_normal(&up, random, 6);
+        double *g = test_tensor_get(&gate), *u = test_tensor_get(&up);
+        if (n > 2) g[0] = -300, g[1] = NAN, u[2] = NAN, test_tensor_set(&gate, g), test_tensor_set(&up, u);
+        kernels->swiglu_row(&rule, gate.view.data, up.view.data, n, out.view.data);
+        test_tensor_check_guards(&out, "swiglu");
+        double *got = test_tensor_get(&out);
+        for (int64_t c = 0; c < n; c++) {
+            const double limit = rule.limit > 0 ? (double)rule.limit : INFINITY, alpha = (double)rule.alpha;
+            const double x = g[c] > limit ? limit : g[c], y = isnan(u[c]) ? u[c] : clamp(u[c], -limit, limit) + (double)rule.beta;
+            const double expected = x / (1 + exp(-alpha * x)) * y;
+            const double bound = (6 + 2 * fabs(alpha * x)) * 0x1p-23 * fabs(expected) + fabs(x * y) * 0x1p-126;
+            if (isnan(expected) ? !isnan(got[c]) : !(fabs(got[c] - expected) <= bound))
+                fail_msg("%s swiglu(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level), g[c], u[c], got[c], expected);
+        }
+        free(g), free(u), free(got);
+        test_tensor_free(&gate), test_tensor_free(&up), test_tensor_free(&out);
+    }
+}
+
+/* Runs a test at every level that this machine has. */
+static void at_every_level(void **state)
+{
+    const kernel_test *test = *state;
+    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+        test_random random = {test_seed(quern_cpu_level_name((quern_cpu_level)level), 77)};
+        test->run(quantise_kernels_for((quern_cpu_level)level), &random);
+    }
+}
+
+#define KERNEL_TEST(name) {#name, at_every_level, NULL, NULL, &(kernel_test){name}}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        KERNEL_TEST(magnitude),      KERNEL_TEST(quantise_row),       KERNEL_TEST(quantise_columns), KERNEL_TEST(dequantise_row),
+        KERNEL_TEST(dequantise_columns), KERNEL_TEST(part_row), KERNEL_TEST(swiglu_row),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
