@@ -5,7 +5,7 @@
  *
  * A driver validates, carves workspace and calls stages; it does no arithmetic on tensors and never assumes that
  * tensor data can be read by the host. Beside a stage's `run` stand `supports` (false with a reason in `why` where this
- * backend lacks the case) and `workspace` (the bytes that `run` needs). These two see shapes and alignments only: `data`
+ * backend lacks the case; NULL: it takes all) and `workspace` (the bytes that `run` needs; NULL: none). These two see shapes and alignments only: `data`
  * is no address there, but has the alignment of the one to come. Optional stages may be NULL: the driver then composes.
  */
 #ifndef QUERN_BACKEND_H
@@ -16,10 +16,16 @@
 #include "stages/check.h"
 #include "stages/compress.h"
 #include "stages/convert.h"
+#include "stages/dequantise.h"
+#include "stages/from_mxfp4.h"
+#include "stages/fused_quantise.h"
 #include "stages/gate.h"
+#include "stages/interleave.h"
 #include "stages/list_convert.h"
+#include "stages/quantise.h"
 #include "stages/rowdot.h"
 #include "stages/select.h"
+#include "stages/swizzle.h"
 
 /* F(stage, NAME): a row of the table, whose arguments are NAME_args. */
 #define BACKEND_STAGES(F)             \
@@ -34,7 +40,13 @@
     F(rowdot, rowdot)                 \
     F(list_convert, list_convert)     \
     F(check, check)                   \
-    F(attend_gate_forward, attend_gate) /* optional */
+    F(attend_gate_forward, attend_gate) /* optional */ \
+    F(quantise, quantise)             \
+    F(dequantise, dequantise)         \
+    F(fused_quantise, fused_quantise) \
+    F(from_mxfp4, from_mxfp4)         \
+    F(swizzle, swizzle)               \
+    F(interleave, interleave)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

@@ -51,6 +51,174 @@ typedef enum quern_nvfp4_global {
     QUERN_NVFP4_GLOBAL_ROW = 2     /* a row of an activation: its leading shape */
 } quern_nvfp4_global;
 
+/*
+ * Common to all operations
+ *  - scales, and codes, are u8; scales may also be e4m3. Blocks lie along the last dimension D of an activation, whose last
+ *    block is padded with zeros: codes [.., 8 ceil(D / 16)], scales [.., ceil(D / 16)]. A weight [K, N] or [E, K, N] has
+ *    them along K, a multiple of 16: codes [(E,) K/2, N], scales [(E,) K/16, N].
+ *  - Globals are f32, finite and above 0. offsets are i32 [E], where each expert's rows of an activation [T, D] end: never
+ *    falling, at most T. Rows past the last are written as 0, and not read.
+ *  - On the CPU a value that is not finite, a scale byte of 0x7F or more, a bad global or a bad offset is
+ *    QUERN_ERR_INVALID_ARGUMENT, the sentence names the first; outputs are then untouched. Pointers may not overlap.
+ */
+
+typedef struct quern_nvfp4_quantize_params {
+    size_t size;
+    quern_nvfp4_profile profile;
+    quern_nvfp4_scales scales;
+    quern_nvfp4_global global_per;
+    bool weight; /* x is [K, N] or [E, K, N], blocks along K */
+} quern_nvfp4_quantize_params;
+#define QUERN_NVFP4_QUANTIZE_PARAMS_INIT QUERN_SIZED(quern_nvfp4_quantize_params)
+
+typedef struct quern_nvfp4_quantize_tensors {
+    size_t size;
+    const quern_tensor *x;            /* f32, f16, bf16 [.., D], or a weight */
+    const quern_tensor *offsets;      /* with a global an expert of an activation */
+    const quern_tensor *given_global; /* as global; NULL: computed from x. An expert without rows gets 1 */
+    const quern_tensor *codes, *scales; /* written */
+    const quern_tensor *global; /* written: [], [E], or x's leading shape; may be NULL with given_global */
+} quern_nvfp4_quantize_tensors;
+#define QUERN_NVFP4_QUANTIZE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_quantize_tensors)
+
+QUERN_API quern_status quern_nvfp4_quantize_workspace(quern_context *ctx, const quern_nvfp4_quantize_params *params,
+                                                      const quern_nvfp4_quantize_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_quantize_params *params,
+                                            const quern_nvfp4_quantize_tensors *tensors, void *workspace, size_t workspace_bytes);
+
+/* Codes back to values, rounded to the nearest of x's dtype. The profile matters as to whether the global is R. */
+typedef struct quern_nvfp4_dequantize_params {
+    size_t size;
+    quern_nvfp4_profile profile;
+    quern_nvfp4_global global_per;
+    bool weight;
+} quern_nvfp4_dequantize_params;
+#define QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT QUERN_SIZED(quern_nvfp4_dequantize_params)
+
+typedef struct quern_nvfp4_dequantize_tensors {
+    size_t size;
+    const quern_tensor *codes, *scales, *global;
+    const quern_tensor *offsets; /* with a global an expert of an activation */
+    const quern_tensor *x;       /* written; its last extent says where a row ends */
+} quern_nvfp4_dequantize_tensors;
+#define QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_dequantize_tensors)
+
+QUERN_API quern_status quern_nvfp4_dequantize_workspace(quern_context *ctx, const quern_nvfp4_dequantize_params *params,
+                                                        const quern_nvfp4_dequantize_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_dequantize_params *params,
+                                              const quern_nvfp4_dequantize_tensors *tensors, void *workspace, size_t workspace_bytes);
+
+/*
+ * A product's output x [M, 2 I] to NVFP4 in one pass. x interleaves gate and up by runs of `granularity` columns, which
+ * divides I. Either gate, up or both are quantised as they stand, or, under `swiglu`, what SwiGLU makes of them in f32:
+ *     min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + beta)
+ * Without up_codes the up columns are not read, and without gate_codes and swiglu the gate columns are not. Scales follow
+ * the profile's own rule; codes may differ from those of exact arithmetic where a value lies within 1e-5 of a midpoint.
+ */
+typedef struct quern_nvfp4_fused_quantize_params {
+    size_t size;
+    quern_nvfp4_profile profile;
+    bool swiglu;
+    float limit;       /* 0: no clamp */
+    float alpha, beta; /* 1 and 0 */
+    int64_t granularity;
+} quern_nvfp4_fused_quantize_params;
+#define QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT                                                         \
+    {sizeof(quern_nvfp4_fused_quantize_params), QUERN_NVFP4_PROFILE_RNE, false, 0.0f, 1.0f, 0.0f, 8}
+
+typedef struct quern_nvfp4_fused_quantize_tensors {
+    size_t size;
+    const quern_tensor *x;                       /* f32, f16, bf16 [M, 2 I] */
+    const quern_tensor *gate_global, *up_global; /* [] for each part that is written; swiglu takes gate_global */
+    const quern_tensor *gate_codes, *gate_scales; /* [M, 8 ceil(I/16)], [M, ceil(I/16)]; under swiglu the result's */
+    const quern_tensor *up_codes, *up_scales;     /* not under swiglu */
+} quern_nvfp4_fused_quantize_tensors;
+#define QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_fused_quantize_tensors)
+
+QUERN_API quern_status quern_nvfp4_fused_quantize_workspace(quern_context *ctx, const quern_nvfp4_fused_quantize_params *params,
+                                                            const quern_nvfp4_fused_quantize_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_fused_quantize_params *params,
+                                                  const quern_nvfp4_fused_quantize_tensors *tensors, void *workspace, size_t workspace_bytes);
+
+/*
+ * MXFP4 (OCP Microscaling: E2M1 codes, a power of two for each 32) to NVFP4. Codes stay as they are, and the values too,
+ * where the exponents of blocks that are not zero span at most 17 binades; blocks below that are rounded and counted.
+ * An exponent byte 0xFF, or 0xFE with a code of magnitude 4 or 6, is an error.
+ */
+typedef struct quern_nvfp4_from_mxfp4_params {
+    size_t size;
+} quern_nvfp4_from_mxfp4_params;
+#define QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT QUERN_SIZED(quern_nvfp4_from_mxfp4_params)
+
+typedef struct quern_nvfp4_from_mxfp4_tensors {
+    size_t size;
+    const quern_tensor *mx_codes;       /* u8 [.., K/2] */
+    const quern_tensor *exponents;      /* u8 or e8m0 [.., K/32] */
+    const quern_tensor *codes, *scales; /* written: [.., K/2], [.., K/16] */
+    const quern_tensor *global;         /* written: [] */
+    const quern_tensor *rounded_blocks; /* written: i64 [], blocks of 32; may be NULL */
+} quern_nvfp4_from_mxfp4_tensors;
+#define QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT QUERN_SIZED(quern_nvfp4_from_mxfp4_tensors)
+
+QUERN_API quern_status quern_nvfp4_from_mxfp4_workspace(quern_context *ctx, const quern_nvfp4_from_mxfp4_params *params,
+                                                        const quern_nvfp4_from_mxfp4_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_from_mxfp4_params *params,
+                                              const quern_nvfp4_from_mxfp4_tensors *tensors, void *workspace, size_t workspace_bytes);
+
+/*
+ * Scales between rows and the order of tensor cores. With C = ceil(columns / 4), scale (r, c) stands at byte
+ *     ((r / 128) C + c / 4) 512 + (r % 32) 16 + ((r % 128) / 32) 4 + c % 4
+ * of ceil(rows / 128) 128 rows of 4 C bytes; what pads them is 0.
+ *   - linear [rows, columns], swizzled [bytes].
+ *   - with tokens_per_expert i32 [E]: the linear rows are the experts' one after the other (they sum to at most `rows`),
+ *     and each expert's begin at a multiple of 128 rows: at most rows + 127 E. An expert without rows takes none.
+ *     pad_row_offsets i32 [E + 1] says where they begin. Bytes past the last are 0; linear rows past it too.
+ *   - weight: linear [E, columns, rows] (scales of codes [E, K/2, N]), swizzled [E, bytes].
+ */
+typedef struct quern_nvfp4_swizzle_params {
+    size_t size;
+    bool inverse; /* from swizzled to linear */
+    bool weight;
+} quern_nvfp4_swizzle_params;
+#define QUERN_NVFP4_SWIZZLE_PARAMS_INIT QUERN_SIZED(quern_nvfp4_swizzle_params)
+
+typedef struct quern_nvfp4_swizzle_tensors {
+    size_t size;
+    const quern_tensor *linear, *swizzled; /* one is read, the other written */
+    const quern_tensor *tokens_per_expert; /* or NULL */
+    const quern_tensor *pad_row_offsets;   /* written; with tokens_per_expert, or NULL */
+} quern_nvfp4_swizzle_tensors;
+#define QUERN_NVFP4_SWIZZLE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_swizzle_tensors)
+
+QUERN_API quern_status quern_nvfp4_swizzle_workspace(quern_context *ctx, const quern_nvfp4_swizzle_params *params,
+                                                     const quern_nvfp4_swizzle_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nvfp4_swizzle(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_swizzle_params *params,
+                                           const quern_nvfp4_swizzle_tensors *tensors, void *workspace, size_t workspace_bytes);
+
+/*
+ * Gate and up of a weight's last dimension, [.., 2 I] in two halves, to runs of q = granularity columns that alternate:
+ * gate column i stands at (i / q) 2 q + i % q, up column i at that + q. Where q does not divide I both are padded with
+ * zeros first: the other tensor is [.., 2 q ceil(I / q)]. Codes, scales and biases take the same call.
+ */
+typedef struct quern_nvfp4_interleave_params {
+    size_t size;
+    bool inverse; /* x holds runs, out halves */
+    int64_t granularity;
+} quern_nvfp4_interleave_params;
+#define QUERN_NVFP4_INTERLEAVE_PARAMS_INIT {sizeof(quern_nvfp4_interleave_params), false, 8}
+
+typedef struct quern_nvfp4_interleave_tensors {
+    size_t size;
+    const quern_tensor *x;
+    const quern_tensor *out; /* x's dtype and leading shape; written */
+} quern_nvfp4_interleave_tensors;
+#define QUERN_NVFP4_INTERLEAVE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_interleave_tensors)
+
+QUERN_API quern_status quern_nvfp4_interleave_workspace(quern_context *ctx, const quern_nvfp4_interleave_params *params,
+                                                        const quern_nvfp4_interleave_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_interleave_params *params,
+                                              const quern_nvfp4_interleave_tensors *tensors, void *workspace, size_t workspace_bytes);
+
 #ifdef __cplusplus
 }
 #endif

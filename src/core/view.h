@@ -13,7 +13,10 @@
 enum {
     VIEW_F32 = 1 << QUERN_F32,
     VIEW_ACTIVATION = 1 << QUERN_F32 | 1 << QUERN_F16 | 1 << QUERN_BF16,
-    VIEW_I32 = 1 << QUERN_I32
+    VIEW_I32 = 1 << QUERN_I32,
+    VIEW_I64 = 1 << QUERN_I64,
+    VIEW_SCALE = 1 << QUERN_U8 | 1 << QUERN_E4M3,
+    VIEW_U8 = 1 << QUERN_U8
 };
 
 enum { VIEW_ANY = -1 /* an extent that is free */ };

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* backend.c - the CPU's rows of the stage table. */
 #include "cpu/gemm.h"
+#include "cpu/quantise/stages.h"
 #include "cpu/stages.h"
 
 #include <stdlib.h>
@@ -35,4 +36,10 @@ const quern_backend quern_backend_cpu = {
     .list_convert = {cpu_list_convert_supports, cpu_list_convert_workspace, cpu_list_convert},
     .check = {cpu_check_supports, cpu_check_workspace, cpu_check},
     .attend_gate_forward = {cpu_attend_gate_supports, cpu_attend_gate_workspace, cpu_attend_gate},
+    .quantise = {NULL, cpu_quantise_workspace, cpu_quantise},
+    .dequantise = {NULL, NULL, cpu_dequantise},
+    .fused_quantise = {NULL, cpu_fused_quantise_workspace, cpu_fused_quantise},
+    .from_mxfp4 = {NULL, NULL, cpu_from_mxfp4},
+    .swizzle = {NULL, NULL, cpu_swizzle},
+    .interleave = {NULL, NULL, cpu_interleave},
 };

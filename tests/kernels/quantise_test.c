@@ -32,7 +32,7 @@ static float global_for(test_random *random, oracle_profile profile, float amax)
 
 static quantise_rule rule_of(int index, float global)
 {
-    return (quantise_rule){(quern_nvfp4_profile)nvfp4_case_profile(index), (quern_nvfp4_scales)nvfp4_case_scales(index), global};
+    return (quantise_rule){(quantise_profile)nvfp4_case_profile(index), (quantise_scales)nvfp4_case_scales(index), global};
 }
 
 static int nibble(const uint8_t *codes, int64_t i)
@@ -150,7 +150,7 @@ static void dequantise_row(const quantise_kernels *kernels, test_random *random)
     for (int i = 0; i < 2 * 3 * LENGTHS; i++) {
         const int64_t n = lengths[i / 6], blocks = (n + 15) / 16;
         const bool reciprocal = i / 3 % 2;
-        const quantise_rule rule = {reciprocal ? QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS : QUERN_NVFP4_PROFILE_RNE, QUERN_NVFP4_SCALES_RNE,
+        const quantise_rule rule = {reciprocal ? QUANTISE_PROFILE_COMPRESSED_TENSORS : QUANTISE_PROFILE_RNE, QUANTISE_SCALES_RNE,
                                     globals[test_random_int(random, 0, reciprocal ? 2 : 4)]};
         test_tensor codes = tensor_of(random, QUERN_U8, 1, 8 * blocks, TEST_UNALIGNED), scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
         test_tensor out = tensor_of(random, activations[i % 3], 1, n, TEST_UNALIGNED);
@@ -169,7 +169,7 @@ static void dequantise_columns(const quantise_kernels *kernels, test_random *ran
 {
     for (int i = 0; i < 2 * 3 * LENGTHS; i++) {
         const int64_t n = lengths[i / 6];
-        const quantise_rule rule = {i / 3 % 2 ? QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS : QUERN_NVFP4_PROFILE_MODELOPT, QUERN_NVFP4_SCALES_RNE, 0.3f};
+        const quantise_rule rule = {i / 3 % 2 ? QUANTISE_PROFILE_COMPRESSED_TENSORS : QUANTISE_PROFILE_MODELOPT, QUANTISE_SCALES_RNE, 0.3f};
         test_tensor codes = tensor_of(random, QUERN_U8, 8, n, TEST_STRIDED), scales = tensor_of(random, QUERN_U8, 1, n, TEST_UNALIGNED);
         test_tensor out = tensor_of(random, activations[i % 3], 16, n, TEST_STRIDED);
         fill_bytes(&codes, random, 255), fill_bytes(&scales, random, 126);

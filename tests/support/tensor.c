@@ -197,6 +197,8 @@ double *test_tensor_get(const test_tensor *t)
             float f;
             memcpy(&f, element(t, i), sizeof f);
             values[i] = f;
+        } else if (t->view.dtype == QUERN_U8) {
+            values[i] = *(const unsigned char *)element(t, i);
         } else {
             uint16_t h;
             memcpy(&h, element(t, i), sizeof h);

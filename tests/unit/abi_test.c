@@ -6,6 +6,7 @@
 #include <quern/attention.h>
 #include <quern/cuda.h>
 #include <quern/nsa.h>
+#include <quern/nvfp4.h>
 #include <quern/safetensors.h>
 
 static void enum_values_are_pinned(void **unused)
@@ -48,6 +49,12 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_NSA_GATE_GIVEN, 2);
     assert_int_equal(QUERN_NSA_LIST_GIVEN, 1);
     assert_int_equal(QUERN_NSA_BRANCH_ALL, 7);
+    assert_int_equal(QUERN_NVFP4_PROFILE_RNE, 0);
+    assert_int_equal(QUERN_NVFP4_PROFILE_HALFSTEP, 1);
+    assert_int_equal(QUERN_NVFP4_PROFILE_MODELOPT, 2);
+    assert_int_equal(QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, 3);
+    assert_int_equal(QUERN_NVFP4_SCALES_SEARCH, 2);
+    assert_int_equal(QUERN_NVFP4_GLOBAL_ROW, 2);
     assert_int_equal(QUERN_STATUS_BAD_INDEX, 1);
     assert_int_equal(QUERN_STATUS_BAD_GROUP, 2);
     assert_int_equal(QUERN_STATUS_BAD_OFFSETS, 4);

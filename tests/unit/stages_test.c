@@ -75,6 +75,30 @@ static void every_field_is_listed(void **unused)
     field fused[] = {ATTEND_GATE_MEMBERS(FIELD) ATTEND_GATE_VALUES(FIELD)};
     check_cover("attend_gate_args", fused, sizeof fused / sizeof *fused, sizeof(ARGS));
 #undef ARGS
+#define ARGS quantise_args
+    field quantise[] = {QUANTISE_TENSORS(FIELD) QUANTISE_VALUES(FIELD)};
+    check_cover("quantise_args", quantise, sizeof quantise / sizeof *quantise, sizeof(ARGS));
+#undef ARGS
+#define ARGS dequantise_args
+    field dequantise[] = {DEQUANTISE_TENSORS(FIELD) DEQUANTISE_VALUES(FIELD)};
+    check_cover("dequantise_args", dequantise, sizeof dequantise / sizeof *dequantise, sizeof(ARGS));
+#undef ARGS
+#define ARGS fused_quantise_args
+    field fused_quantise[] = {FUSED_QUANTISE_TENSORS(FIELD) FUSED_QUANTISE_VALUES(FIELD)};
+    check_cover("fused_quantise_args", fused_quantise, sizeof fused_quantise / sizeof *fused_quantise, sizeof(ARGS));
+#undef ARGS
+#define ARGS from_mxfp4_args
+    field from_mxfp4[] = {FROM_MXFP4_TENSORS(FIELD) FROM_MXFP4_VALUES(FIELD)};
+    check_cover("from_mxfp4_args", from_mxfp4, sizeof from_mxfp4 / sizeof *from_mxfp4, sizeof(ARGS));
+#undef ARGS
+#define ARGS swizzle_args
+    field swizzle[] = {SWIZZLE_TENSORS(FIELD) SWIZZLE_VALUES(FIELD)};
+    check_cover("swizzle_args", swizzle, sizeof swizzle / sizeof *swizzle, sizeof(ARGS));
+#undef ARGS
+#define ARGS interleave_args
+    field interleave[] = {INTERLEAVE_TENSORS(FIELD) INTERLEAVE_VALUES(FIELD)};
+    check_cover("interleave_args", interleave, sizeof interleave / sizeof *interleave, sizeof(ARGS));
+#undef ARGS
 #define ARGS stage_exec
     field exec[] = {STAGE_EXEC_VALUES(FIELD)};
     check_cover("stage_exec", exec, sizeof exec / sizeof *exec, sizeof(ARGS));

@@ -16,7 +16,7 @@
 #include "cpu/quantise/quantise_kernels.h"
 #include "cpu/vector_dtype.h"
 
-enum { BLOCK = QUERN_NVFP4_BLOCK };
+enum { BLOCK = QUANTISE_BLOCK };
 
 typedef void block_function(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale);
 
@@ -130,7 +130,7 @@ INLINE vint searched(const vfloat xn[BLOCK], vint nearest)
     return chosen;
 }
 
-INLINE void normalised_block(float global, quern_nvfp4_scales scales, const bool half_steps, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+INLINE void normalised_block(float global, quantise_scales scales, const bool half_steps, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
 {
     vfloat xn[BLOCK];
 #pragma GCC unroll 16
@@ -138,8 +138,8 @@ INLINE void normalised_block(float global, quern_nvfp4_scales scales, const bool
     const vfloat a = largest_of(xn);
     const vint kept = a >= 6 * 0x1p-9f;
     vint byte = saturated_e4m3(a / 6.0f);
-    if (scales == QUERN_NVFP4_SCALES_FOUR_OVER_SIX) byte = four_over_six(xn, a, byte);
-    if (scales == QUERN_NVFP4_SCALES_SEARCH) byte = searched(xn, byte);
+    if (scales == QUANTISE_SCALES_FOUR_OVER_SIX) byte = four_over_six(xn, a, byte);
+    if (scales == QUANTISE_SCALES_SEARCH) byte = searched(xn, byte);
     const vfloat s = e4m3_value(byte);
 #pragma GCC unroll 16
     for (int i = 0; i < BLOCK; i++) codes[i] = code_of(xn[i] / s, half_steps) & kept;
@@ -148,27 +148,27 @@ INLINE void normalised_block(float global, quern_nvfp4_scales scales, const bool
 
 INLINE float global_of(const quantise_rule *rule)
 {
-    return rule->profile == QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS ? 1.0f / rule->global : rule->global;
+    return rule->profile == QUANTISE_PROFILE_COMPRESSED_TENSORS ? 1.0f / rule->global : rule->global;
 }
 
 static void block_rne(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
 {
-    normalised_block(global_of(rule), QUERN_NVFP4_SCALES_RNE, false, x, codes, scale);
+    normalised_block(global_of(rule), QUANTISE_SCALES_RNE, false, x, codes, scale);
 }
 
 static void block_half_steps(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
 {
-    normalised_block(global_of(rule), QUERN_NVFP4_SCALES_RNE, true, x, codes, scale);
+    normalised_block(global_of(rule), QUANTISE_SCALES_RNE, true, x, codes, scale);
 }
 
 static void block_four_over_six(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
 {
-    normalised_block(global_of(rule), QUERN_NVFP4_SCALES_FOUR_OVER_SIX, false, x, codes, scale);
+    normalised_block(global_of(rule), QUANTISE_SCALES_FOUR_OVER_SIX, false, x, codes, scale);
 }
 
 static void block_search(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
 {
-    normalised_block(global_of(rule), QUERN_NVFP4_SCALES_SEARCH, false, x, codes, scale);
+    normalised_block(global_of(rule), QUANTISE_SCALES_SEARCH, false, x, codes, scale);
 }
 
 static void block_modelopt(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
@@ -197,11 +197,11 @@ static void block_compressed(const quantise_rule *rule, const vfloat x[BLOCK], v
 
 INLINE block_function *block_function_of(const quantise_rule *rule)
 {
-    if (rule->scales == QUERN_NVFP4_SCALES_FOUR_OVER_SIX) return block_four_over_six;
-    if (rule->scales == QUERN_NVFP4_SCALES_SEARCH) return block_search;
-    if (rule->profile == QUERN_NVFP4_PROFILE_MODELOPT) return block_modelopt;
-    if (rule->profile == QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS) return block_compressed;
-    return rule->profile == QUERN_NVFP4_PROFILE_HALFSTEP ? block_half_steps : block_rne;
+    if (rule->scales == QUANTISE_SCALES_FOUR_OVER_SIX) return block_four_over_six;
+    if (rule->scales == QUANTISE_SCALES_SEARCH) return block_search;
+    if (rule->profile == QUANTISE_PROFILE_MODELOPT) return block_modelopt;
+    if (rule->profile == QUANTISE_PROFILE_COMPRESSED_TENSORS) return block_compressed;
+    return rule->profile == QUANTISE_PROFILE_HALFSTEP ? block_half_steps : block_rne;
 }
 
 #endif

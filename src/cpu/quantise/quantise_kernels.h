@@ -7,12 +7,12 @@
 #ifndef QUERN_CPU_QUANTISE_KERNELS_H
 #define QUERN_CPU_QUANTISE_KERNELS_H
 
-#include <quern/nvfp4.h>
+#include "stages/quantise.h"
 
 /* How a tensor is quantised. `global` is G, or R under COMPRESSED_TENSORS. */
 typedef struct quantise_rule {
-    quern_nvfp4_profile profile;
-    quern_nvfp4_scales scales;
+    quantise_profile profile;
+    quantise_scales scales;
     float global;
 } quantise_rule;
 

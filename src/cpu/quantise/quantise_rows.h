@@ -135,7 +135,7 @@ INLINE vfloat value_of(const quantise_rule *rule, vint code, vint scale)
 {
     const vfloat magnitude = e2m1_value(code & 7), s = e4m3_value(scale);
     const vfloat signed_code = (vfloat)((vint)magnitude | (code & 8) << 28);
-    if (rule->profile == QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS) return signed_code * (s / rule->global);
+    if (rule->profile == QUANTISE_PROFILE_COMPRESSED_TENSORS) return signed_code * (s / rule->global);
     return (signed_code * s) * rule->global;
 }
 

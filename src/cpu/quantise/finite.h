@@ -1,0 +1,26 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* finite.h - the pass over an input that comes before a quantiser writes: largest magnitudes, and whether a value is
+ * infinite or NaN. */
+#ifndef QUERN_CPU_QUANTISE_FINITE_H
+#define QUERN_CPU_QUANTISE_FINITE_H
+
+#include "backend.h"
+#include "cpu/quantise/quantise_kernels.h"
+#include "cpu/quantise/rows.h"
+
+/* The largest magnitude of each row piece of a view's first `rows` rows, as bits. */
+typedef struct row_magnitudes {
+    row_cut cut;
+    uint32_t *bits; /* [rows][pieces_a_row] */
+} row_magnitudes;
+
+size_t row_magnitudes_bytes(const quern_tensor *x);
+/* Fills bits from x. A value that is not finite is an error that names the first such index in row-major order. */
+quern_status row_magnitudes_of(const stage_exec *exec, const quern_tensor *x, int64_t rows, const char *name, row_magnitudes *m);
+/* The error for an element that is not finite. */
+quern_status report_not_finite(const quern_tensor *x, int64_t row, int64_t column, const char *name);
+/* The largest magnitude of rows [first, end). */
+float largest_of_rows(const row_magnitudes *m, int64_t first, int64_t end);
+
+#endif

@@ -1,0 +1,34 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* globals.h - global scales: what a profile takes from a largest magnitude, and which one a row uses. */
+#ifndef QUERN_CPU_QUANTISE_GLOBALS_H
+#define QUERN_CPU_QUANTISE_GLOBALS_H
+
+#include "cpu/quantise/rows.h"
+
+#include "stages/quantise.h"
+
+#include <math.h>
+
+/* G, or R under COMPRESSED_TENSORS. */
+static inline float global_from_largest(quantise_profile profile, float amax)
+{
+    if (profile == QUANTISE_PROFILE_MODELOPT) {
+        if (amax == 0.0f) return 1.0f;
+        return fmaxf(amax / 2688.0f, 0x1p-149f);
+    }
+    if (profile == QUANTISE_PROFILE_COMPRESSED_TENSORS) {
+        const float r = 1.0f / amax * 2688.0f;
+        return isfinite(r) ? r : 1.0f;
+    }
+    return fmaxf(amax, 1e-8f) / 2688.0f;
+}
+
+/* The global of row `row` of a matrix, `expert` the one that the row belongs to. */
+static inline float global_at(const quern_tensor *global, quantise_global per, int64_t row, int64_t expert)
+{
+    const int64_t index = per == QUANTISE_GLOBAL_ROW ? row : per == QUANTISE_GLOBAL_EXPERT ? expert : 0;
+    return *(const float *)view_row(global, index);
+}
+
+#endif

@@ -1,0 +1,47 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+#include "cpu/quantise/scale_bytes.h"
+
+#include "core/error.h"
+#include "core/parallel.h"
+#include "cpu/quantise/rows.h"
+
+#include <stdatomic.h>
+
+enum { LARGEST_SCALE = 0x7E };
+
+typedef struct scan_job {
+    const quern_tensor *scales;
+    row_cut cut;
+    atomic_bool bad;
+} scan_job;
+
+static bool is_bad(const uint8_t *bytes, int64_t n)
+{
+    uint8_t most = 0;
+    for (int64_t i = 0; i < n; i++) most = bytes[i] > most ? bytes[i] : most;
+    return most > LARGEST_SCALE;
+}
+
+static void scan_piece(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    scan_job *job = arg;
+    const row_piece p = piece_at(&job->cut, index);
+    for (int64_t row = p.first; row < p.end; row++)
+        if (is_bad((const uint8_t *)view_row(job->scales, row) + p.column, p.columns)) atomic_store(&job->bad, true);
+}
+
+quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scales, int64_t rows, const char *name)
+{
+    const int64_t columns = view_columns(scales);
+    scan_job job = {.scales = scales, .cut = cut_rows(rows, columns)};
+    parallel_for(exec->threads, job.cut.pieces, scan_piece, &job);
+    if (!atomic_load(&job.bad)) return QUERN_OK;
+    int64_t row = 0, c = 0;
+    while (!is_bad(view_row(scales, row), columns)) row++;
+    const uint8_t *bytes = view_row(scales, row);
+    while (bytes[c] <= LARGEST_SCALE) c++;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is the scale byte 0x%02X: 0x00 to 0x%02X are accepted", name, (long long)(row * columns + c),
+                     bytes[c], LARGEST_SCALE);
+}

@@ -1,0 +1,43 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* call.h - what NVFP4's operations share: who executes a call, its workspace, and checks of what its tensors hold. */
+#ifndef QUERN_NVFP4_CALL_H
+#define QUERN_NVFP4_CALL_H
+
+#include "backend.h"
+
+#include <quern/nvfp4.h>
+
+typedef struct nvfp4_call {
+    const quern_backend *backend;
+    stage_exec exec;
+    quern_tensor like; /* of the call's device */
+} nvfp4_call;
+
+/* The backend of `like`'s device, for a call whose tensors are checked. */
+quern_status nvfp4_begin(quern_context *ctx, const quern_exec *exec, const quern_tensor *like, nvfp4_call *call);
+/* Whether the backend has the stage: `run` is its function. */
+quern_status nvfp4_check_stage(const nvfp4_call *call, bool has, const char *what);
+
+/* What a caller hands over for a stage that needs `bytes`. */
+size_t nvfp4_workspace_bytes(size_t bytes);
+quern_status nvfp4_give_bytes(size_t needed, size_t *bytes);
+/* Checks the workspace and aligns it into *aligned. */
+quern_status nvfp4_check_workspace(const nvfp4_call *call, void *workspace, size_t given, size_t needed, void **aligned);
+
+quern_status nvfp4_check_profile(quern_nvfp4_profile profile);
+quern_status nvfp4_check_global_per(quern_nvfp4_global per, bool weight);
+/* i32 [E] in the CPU's memory: never falling, from 0 to at most `rows`. */
+quern_status nvfp4_check_offsets(const quern_tensor *offsets, int64_t rows);
+/* A view that nvfp4_global_view() made, in the CPU's memory: finite and above 0. */
+quern_status nvfp4_check_globals(const quern_tensor *global, const char *name);
+/* A trailing extent of 1, which the stages want; NULL gives the absent view. */
+quern_tensor nvfp4_global_view(const quern_tensor *global);
+
+/* ceil(columns / 16). */
+static inline int64_t nvfp4_blocks(int64_t columns)
+{
+    return columns / QUERN_NVFP4_BLOCK + (columns % QUERN_NVFP4_BLOCK != 0);
+}
+
+#endif
