@@ -4,6 +4,7 @@
 #include "lm.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,6 +35,15 @@ static void fields(lm_config *c, int64_t *step, lm_run *run, const char *names[F
     else values[9] = c->sparse, values[10] = *step, values[11] = run->steps, values[12] = (int64_t)run->seed, values[13] = run->corpus_bytes;
 }
 
+/* False, and said, where one of the values is NaN or infinite. */
+static bool all_finite(const float *values, int64_t count, const char *path, const char *name)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (!isfinite(values[i]))
+            return failure("%s: tensor %s holds %g as element %" PRId64 ": finite weights are needed", path, name, (double)values[i], i) == 0;
+    return true;
+}
+
 bool checkpoint_save(const lm_model *m, const char *path, const lm_run *run)
 {
     const size_t most = (size_t)m->param_count * STATES;
@@ -41,12 +51,16 @@ bool checkpoint_save(const lm_model *m, const char *path, const lm_run *run)
     quern_safetensors_item *items = malloc(most * sizeof *items);
     char (*names)[64] = malloc(most * sizeof *names);
     size_t count = 0;
-    bool ok = views != NULL && items != NULL && names != NULL;
+    bool ok = (views != NULL && items != NULL && names != NULL) || failure("no memory for the table of %zu arrays", most) == 0;
     for (int32_t i = 0; ok && i < m->param_count; i++) {
         const lm_param *p = &m->params[i];
         for (int s = 0; s < STATES; s++) {
             if (state_of(p, s) == NULL) continue;
             snprintf(names[count], sizeof *names, "%s%s", p->name, suffixes[s]);
+            if (!all_finite(state_of(p, s), p->rows * p->cols, path, names[count])) {
+                free(views), free(items), free(names);
+                return false;
+            }
             views[count] = quern_tensor_contiguous(state_of(p, s), QUERN_F32, 2, (const int64_t[]){p->rows, p->cols});
             items[count] = (quern_safetensors_item){names[count], &views[count]};
             count++;
@@ -68,9 +82,9 @@ bool checkpoint_save(const lm_model *m, const char *path, const lm_run *run)
     pairs[FIELDS] = (quern_safetensors_pair){"muon", text[FIELDS]};
     pairs[FIELDS + 1] = (quern_safetensors_pair){"adam", text[FIELDS + 1]};
     pairs[FIELDS + 2] = (quern_safetensors_pair){"corpus_sha256", run->corpus_digest};
-    ok = ok && quern_safetensors_save(path, items, count, pairs, PAIRS) == QUERN_OK;
+    if (ok && quern_safetensors_save(path, items, count, pairs, PAIRS) != QUERN_OK) ok = failure("%s", quern_last_error(NULL)) == 0;
     free(views), free(items), free(names);
-    return ok || failure("%s", quern_last_error(NULL)) == 0;
+    return ok;
 }
 
 bool checkpoint_load(lm_model *m, const char *path, lm_run *run)
@@ -120,6 +134,7 @@ bool checkpoint_load(lm_model *m, const char *path, lm_run *run)
             ok = ok && ((t.dtype == QUERN_F32 && t.ndim == 2 && t.shape[0] == p->rows && t.shape[1] == p->cols) ||
                         failure("%s: tensor %s does not have the shape of this configuration", path, name) == 0);
             if (ok) memcpy(state_of(p, s), t.data, (size_t)(p->rows * p->cols) * 4);
+            ok = ok && all_finite(state_of(p, s), p->rows * p->cols, path, name);
         }
     }
     quern_safetensors_close(f);

@@ -153,11 +153,25 @@ int verb_train(int argc, char **argv);
 int verb_eval(int argc, char **argv);
 int verb_generate(int argc, char **argv);
 int verb_order2(int argc, char **argv);
-/* Bits per held-out byte. */
+/* True if the held-out part is longer than n bytes; said where not. */
+bool held_out_fits(const lm_corpus *corpus, int64_t n);
+/* Bits per held-out byte; negative, and said, on failure. */
 double evaluate(lm_model *model, const lm_corpus *corpus, int64_t pieces);
 double seconds(void);
+
+/* output.c */
+/* Prints "lm: sentence" to stderr, control characters as '?'; returns 1. */
 int failure(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* Finds out before the work that a file cannot be written. path NULL: none is wanted. */
+bool output_check(const char *path);
 /* A result for other programs; NULL path: none is wanted. */
 bool json_write(const char *path, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* Draws the losses > 0. Without gnuplot a warning: a run is worth more than its picture. False, and said, where the
+ * file cannot be written. */
+bool curve_draw(const char *path, const double *loss, int64_t count, const char *title);
+/* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the program at once, with exit code 128 + number and no temporary file. */
+void output_end_on_signals(void);
+/* The exit code, or 3 where standard output could not be written. */
+int output_finish(int code);
 
 #endif

@@ -3,9 +3,7 @@
 /* main.c - lm train | eval | generate | order2. */
 #include "options.h"
 
-#include <errno.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,33 +14,8 @@ static const char help[] =
     "  lm eval       held-out bits per byte of a checkpoint\n"
     "  lm generate   continue a prompt\n"
     "  lm order2     held-out bits per byte of an interpolated order-2 byte model\n\n"
-    "lm VERB --help says more. Exit codes: 0 done, 2 wrong usage, 3 failed.\n";
-
-int failure(const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    fputs("lm: ", stderr);
-    vfprintf(stderr, format, args);
-    fputc('\n', stderr);
-    va_end(args);
-    return 1; /* so that `condition || failure(...) == 0` is false */
-}
-
-bool json_write(const char *path, const char *format, ...)
-{
-    if (path == NULL) return true;
-    FILE *f = fopen(path, "w");
-    bool ok = f != NULL;
-    if (ok) {
-        va_list args;
-        va_start(args, format);
-        ok = vfprintf(f, format, args) > 0;
-        va_end(args);
-        ok = fclose(f) == 0 && ok;
-    }
-    return ok || failure("%s: the file cannot be written: %s", path, strerror(errno)) == 0;
-}
+    "lm VERB --help says more. Exit codes: 0 done, 2 wrong usage, 3 failed; 130, 143 ended by SIGINT, SIGTERM. Files are\n"
+    "written whole or not at all: an interrupted run leaves the checkpoint before it.\n";
 
 int verb_eval(int argc, char **argv)
 {
@@ -56,8 +29,8 @@ int verb_eval(int argc, char **argv)
     lm_run run;
     if (!corpus_load(o.corpus, &corpus)) return 3;
     const bool loaded = checkpoint_load(&m, o.checkpoint, &run);
-    const double bits = loaded ? evaluate(&m, &corpus, o.pieces) : -1.0;
-    if (loaded && bits < 0.0) failure("the held-out 5%% of the corpus is shorter than the context of %d", m.config.context);
+    const bool fits = loaded && held_out_fits(&corpus, m.config.context);
+    const double bits = fits ? evaluate(&m, &corpus, o.pieces) : -1.0;
     if (bits >= 0.0) printf("%.4f held-out bits per byte (%s, step %lld)\n", bits, m.config.sparse ? "nsa" : "dense", (long long)m.step);
     model_destroy(&m);
     corpus_free(&corpus);
@@ -77,14 +50,16 @@ int verb_generate(int argc, char **argv)
     const char *prompt = o.prompt != NULL && *o.prompt != '\0' ? o.prompt : "\n";
     const int64_t have = (int64_t)strlen(prompt);
     uint8_t *all = malloc((size_t)(have + o.bytes));
-    ok = ok && all != NULL;
+    ok = ok && (all != NULL || failure("no memory for %lld bytes of text", (long long)(have + o.bytes)) == 0);
     if (all != NULL) memcpy(all, prompt, (size_t)have);
     if (ok) fwrite(prompt, 1, (size_t)have, stdout);
     uint64_t state = o.run.seed;
     for (int64_t i = have; ok && i < have + o.bytes; i++) {
         const int64_t n = i < m.config.context ? i : m.config.context;
         const float *logits = model_next(&m, all + i - n, (int32_t)n);
-        if (!(ok = logits != NULL)) break;
+        ok = logits != NULL;
+        for (int c = 0; c < BYTES && ok; c++) ok = isfinite(logits[c]) || failure("the model gives a logit of %g: its weights are too large", (double)logits[c]) == 0;
+        if (!ok) break;
         double p[BYTES], sum = 0.0, top = logits[0];
         int best = 0;
         for (int c = 1; c < BYTES; c++)
@@ -95,12 +70,12 @@ int verb_generate(int argc, char **argv)
         while (c < BYTES - 1 && (at -= p[c]) >= 0.0) c++;
         all[i] = (uint8_t)c;
         putchar(c);
-        fflush(stdout);
+        ok = fflush(stdout) == 0; /* output_finish says so */
     }
     if (ok) putchar('\n');
     free(all);
     model_destroy(&m);
-    return ok ? 0 : 3;
+    return ok || ferror(stdout) ? 0 : 3;
 }
 
 int verb_order2(int argc, char **argv)
@@ -111,13 +86,15 @@ int verb_order2(int argc, char **argv)
     lm_options o;
     if (!options_parse(argc, argv, text, &o)) return 2;
     lm_corpus corpus;
+    if (!output_check(o.json)) return 3;
     order2 *some = order2_create(), *all = order2_create();
-    bool ok = some != NULL && all != NULL && corpus_load(o.corpus, &corpus);
+    bool ok = (some != NULL && all != NULL) || failure("no memory for the order-2 model") == 0;
+    ok = ok && corpus_load(o.corpus, &corpus);
     if (ok) {
         const int64_t n = o.config.context;
         double bits[2] = {0.0, 0.0};
         int64_t count = 0;
-        if (corpus.size - corpus.train <= n) ok = failure("the held-out 5%% of the corpus is shorter than the context of %lld", (long long)n) == 0;
+        ok = held_out_fits(&corpus, n);
         for (int64_t i = 0; ok && i < o.run.steps; i++) {
             const int64_t at = corpus_piece(&corpus, n, o.run.seed, i);
             ok = at >= 0;
@@ -140,16 +117,19 @@ int verb_order2(int argc, char **argv)
     return ok ? 0 : 3;
 }
 
-int main(int argc, char **argv)
+static int run_verb(int argc, char **argv)
 {
     static const struct { const char *name; int (*run)(int, char **); } verbs[] = {
         {"train", verb_train}, {"eval", verb_eval}, {"generate", verb_generate}, {"order2", verb_order2}};
     for (size_t i = 0; argc > 1 && i < sizeof verbs / sizeof *verbs; i++)
         if (strcmp(argv[1], verbs[i].name) == 0) return verbs[i].run(argc - 1, argv + 1);
-    if (argc > 1 && strcmp(argv[1], "--help") == 0) {
-        fputs(help, stdout);
-        return 0;
-    }
-    fputs(help, stderr);
-    return 2;
+    const bool asked = argc > 1 && strcmp(argv[1], "--help") == 0;
+    fputs(help, asked ? stdout : stderr);
+    return asked ? 0 : 2;
+}
+
+int main(int argc, char **argv)
+{
+    output_end_on_signals();
+    return output_finish(run_verb(argc, argv));
 }

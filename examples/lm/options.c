@@ -62,7 +62,7 @@ static bool number(const char *name, const char *text, double least, double most
     errno = 0;
     *value = strtod(text, &end);
     if (*text != '\0' && *end == '\0' && errno == 0 && *value >= least && *value <= most) return true;
-    fprintf(stderr, "lm: --%s %s: a number from %g to %g is accepted\n", name, text, least, most);
+    failure("--%s %s: a number from %g to %g is accepted", name, text, least, most);
     return false;
 }
 
@@ -75,6 +75,7 @@ bool options_parse(int argc, char **argv, const char *help, lm_options *o)
     const double most[] = {4096, MAX_LAYERS, 256, 65536, 1 << 20, 1024, 1024, 1 << 20};
     const char *decided = NULL;
     int index = 0;
+    opterr = 0;
     for (int c; (c = getopt_long(argc, argv, "", table, &index)) != -1;) {
         double x = 0.0;
         const char *name = c != '?' ? table[index].name : "";
@@ -89,7 +90,7 @@ bool options_parse(int argc, char **argv, const char *help, lm_options *o)
         case ATTENTION:
             o->config.sparse = strcmp(optarg, "nsa") == 0;
             if (!o->config.sparse && strcmp(optarg, "dense") != 0) {
-                fprintf(stderr, "lm: --attention %s: nsa or dense is accepted\n", optarg);
+                failure("--attention %s: nsa or dense is accepted", optarg);
                 return false;
             }
             break;
@@ -102,24 +103,24 @@ bool options_parse(int argc, char **argv, const char *help, lm_options *o)
         case PIECES: if (!number(name, optarg, 1, 1e9, &x)) return false; o->pieces = (int64_t)x; break;
         case LENGTH: if (!number(name, optarg, 1, 1e6, &x)) return false; o->bytes = (int64_t)x; break;
         case TEMPERATURE: if (!number(name, optarg, 0, 10, &x)) return false; o->temperature = x; break;
-        case HELP: fputs(help, stdout); exit(0);
-        case '?': return false;
+        case HELP: fputs(help, stdout); exit(output_finish(0));
+        case '?': failure("option '%s' is unknown, ambiguous or lacks its value: see --help", argv[optind - 1]); return false;
         default:
             if (!number(name, optarg, 1, most[c - WIDTH], &x)) return false;
             *ints[c - WIDTH] = (int32_t)x;
         }
     }
     if (optind < argc) {
-        fprintf(stderr, "lm: '%s' is no option: see --help\n", argv[optind]);
+        failure("'%s' is no option: see --help", argv[optind]);
         return false;
     }
     if (o->resume != NULL && decided != NULL) {
-        fprintf(stderr, "lm: --%s with --resume: the checkpoint holds its value, and none beside it is accepted\n", decided);
+        failure("--%s with --resume: the checkpoint holds its value, and none beside it is accepted", decided);
         return false;
     }
     const lm_config *c = &o->config;
     if (c->heads % c->kv_heads != 0 || c->width % c->heads != 0 || c->width / c->heads % 8 != 0 || c->width / c->heads > 256) {
-        fprintf(stderr, "lm: --width %d --heads %d: heads of a multiple of 8 up to 256 are accepted\n", c->width, c->heads);
+        failure("--width %d --heads %d: heads of a multiple of 8 up to 256 are accepted", c->width, c->heads);
         return false;
     }
     return true;

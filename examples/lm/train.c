@@ -3,7 +3,7 @@
 /* train.c - the training loop, its progress line and its loss curve. */
 #include "options.h"
 
-#include <signal.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,13 +19,16 @@ static const char help[] =
     "                          model, --steps, rates and seed of the checkpoint (naming one of them is an error)\n"
     "  --steps N (390)  --until N   length of the schedule; stop early at step N\n"
     "  --curve FILE.svg        draw the loss (gnuplot; a warning without it)      --json FILE  write the result\n"
+    "                          (files that cannot be written are found before the training)\n"
     "  --width 128 --layers 4 --heads 4 --inner 384 --context 4096   the model (one key/value head)\n"
     "  --block 32 --selected 8 --window 256                          native sparse attention\n"
     "  --muon 0.02 --adam 0.02 --seed 1 --pieces 48 (held-out pieces of one context each)\n\n"
     "examples:\n"
     "  lm train --checkpoint nsa.safetensors --curve nsa.svg\n"
     "  lm train --attention dense --corpus ~/books --steps 2000 --checkpoint books.safetensors\n"
-    "  lm train --resume books.safetensors --checkpoint books.safetensors\n";
+    "  lm train --resume books.safetensors --checkpoint books.safetensors\n\n"
+    "exit codes: 0 done, 2 wrong usage, 3 failed: a file, memory, or a loss or weight that is no finite number;\n"
+    "130, 143 ended by SIGINT, SIGTERM\n";
 
 double seconds(void)
 {
@@ -41,26 +44,11 @@ static float schedule(int64_t step, int64_t steps)
     return warm * (left < 1.0f ? left : 1.0f);
 }
 
-/* A run is worth more than its picture: whatever goes wrong here is a warning. */
-static void draw(const char *path, const double *loss, int64_t count, const char *title)
+bool held_out_fits(const lm_corpus *corpus, int64_t n)
 {
-    void (*const before)(int) = signal(SIGPIPE, SIG_IGN); /* gnuplot may end, or be missing, before it has read all */
-    FILE *f = popen("command -v gnuplot >/dev/null && exec gnuplot", "w");
-    if (f == NULL) {
-        failure("warning: no curve in %s, for no shell can be run", path);
-        signal(SIGPIPE, before);
-        return;
-    }
-    fprintf(f,
-            "set terminal svg size 720,400 background '#ffffff' font 'sans-serif,13'\nset output '%s'\n"
-            "set xlabel 'step'\nset ylabel 'bits per byte'\nset grid\nset title '%s'\n"
-            "plot '-' with lines lw 2 lc '#2060a0' notitle\n",
-            path, title);
-    for (int64_t i = 0; i < count; i++)
-        if (loss[i] > 0.0) fprintf(f, "%lld %f\n", (long long)i + 1, loss[i]);
-    fprintf(f, "e\n");
-    if (pclose(f) != 0) failure("warning: no curve in %s, for gnuplot is missing or failed", path);
-    signal(SIGPIPE, before);
+    const int64_t size = corpus->size - corpus->train;
+    return size > n || failure("the held-out 5%% of the corpus has %lld bytes: more than the context of %lld are needed", (long long)size,
+                               (long long)n) == 0;
 }
 
 double evaluate(lm_model *m, const lm_corpus *corpus, int64_t pieces)
@@ -70,6 +58,7 @@ double evaluate(lm_model *m, const lm_corpus *corpus, int64_t pieces)
     int64_t count = 0;
     for (int64_t at; (at = corpus_held_out(corpus, n, count, pieces)) >= 0; count++) {
         const double loss = model_loss(m, corpus->bytes + at, n, false);
+        if (isnan(loss) || isinf(loss)) return failure("the held-out loss is %g: the model's weights are too large", loss) * -1.0;
         if (loss < 0.0) return -1.0;
         nats += loss;
     }
@@ -86,6 +75,7 @@ int verb_train(int argc, char **argv)
 {
     lm_options o;
     if (!options_parse(argc, argv, help, &o)) return 2;
+    if (!output_check(o.checkpoint) || !output_check(o.curve) || !output_check(o.json)) return 3;
     lm_model m = {0};
     lm_corpus corpus;
     if (!corpus_load(o.corpus, &corpus)) return 3;
@@ -101,18 +91,18 @@ int verb_train(int argc, char **argv)
     if (ok && corpus.train <= n)
         ok = failure("the corpus has %lld bytes to train on: more than the context of %d are needed", (long long)corpus.train, n) == 0;
     const int64_t last = o.until > 0 && o.until < run.steps ? o.until : run.steps, first = m.step;
-    if (ok && corpus.size - corpus.train <= n)
-        ok = failure("the held-out 5%% of the corpus has %lld bytes: more than the context of %d are needed", (long long)(corpus.size - corpus.train),
-                     n) == 0;
+    ok = ok && held_out_fits(&corpus, n);
     double *loss = calloc((size_t)run.steps + 1, sizeof *loss), *times = calloc((size_t)run.steps + 1, sizeof *times), start = seconds();
     const bool terminal = isatty(STDERR_FILENO);
-    ok = ok && loss != NULL && times != NULL;
+    if (ok && (loss == NULL || times == NULL)) ok = failure("no memory for the losses of %lld steps", (long long)run.steps) == 0;
     while (ok && m.step < last) {
         const double before = seconds();
         const int64_t step = m.step;
         const int64_t at = corpus_piece(&corpus, n, run.seed, step);
         const double nats = at >= 0 ? model_loss(&m, corpus.bytes + at, n, true) : -1.0;
-        if (!(ok = nats >= 0.0 && optimizer_step(&m, schedule(step, run.steps), run.rates))) break;
+        if (isnan(nats) || isinf(nats))
+            failure("the loss of step %lld is %g: the rates or the weights are too large; no checkpoint is written of it", (long long)step + 1, nats);
+        if (!(ok = nats >= 0.0 && isfinite(nats) && optimizer_step(&m, schedule(step, run.steps), run.rates))) break;
         times[step - first] = seconds() - before;
         loss[step] = nats / 0.69314718055994531;
         const double rate = (double)n * (double)(m.step - first) / (seconds() - start), left = (double)(last - m.step) * (double)n / rate;
@@ -123,7 +113,7 @@ int verb_train(int argc, char **argv)
         if (o.checkpoint != NULL && o.save_every > 0 && m.step % o.save_every == 0 && m.step < last) ok = checkpoint_save(&m, o.checkpoint, &run);
     }
     if (ok && o.checkpoint != NULL) ok = checkpoint_save(&m, o.checkpoint, &run);
-    if (ok && o.curve != NULL) draw(o.curve, loss, run.steps, m.config.sparse ? "native sparse attention" : "dense attention");
+    const bool drawn = !ok || o.curve == NULL || curve_draw(o.curve, loss, run.steps, m.config.sparse ? "native sparse attention" : "dense attention");
     if (ok) {
         const double bits = evaluate(&m, &corpus, o.pieces);
         qsort(times, (size_t)(m.step - first), sizeof *times, by_value);
@@ -140,5 +130,5 @@ int verb_train(int argc, char **argv)
     free(loss), free(times);
     model_destroy(&m);
     corpus_free(&corpus);
-    return ok ? 0 : 3;
+    return ok && drawn ? 0 : 3;
 }

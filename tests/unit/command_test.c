@@ -4,95 +4,10 @@
  * command_test.c - the command as a script sees it: exit codes, one sentence on a mistake, outputs untouched
  * on an error, and the golden vectors through `quern run`.
  */
-#include "cmocka_c11.h"
+#include "command.h"
 
 #include <quern/safetensors.h>
 
-#include <dirent.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
-
-static char directory[] = "command_test.XXXXXX";
-static char output[1 << 16]; /* stdout and stderr of the last run */
-
-static int make_directory(void **state)
-{
-    (void)state;
-    return mkdtemp(directory) == NULL ? -1 : 0;
-}
-
-static int remove_directory(void **state)
-{
-    char command[128];
-    (void)state;
-    snprintf(command, sizeof command, "rm -rf '%s'", directory);
-    return system(command);
-}
-
-/* Runs `quern ARGUMENTS` with DIR standing for the test's directory, VECTORS for the golden vectors; returns the
- * exit code. `prefix` goes before the command. */
-static int run_with(const char *prefix, const char *arguments)
-{
-    char command[4096];
-    snprintf(command, sizeof command, "DIR='%s'; VECTORS='%s'; %s '%s' %s 2>&1", directory, QUERN_TEST_VECTORS, prefix, QUERN_COMMAND,
-             arguments);
-    FILE *f = popen(command, "r");
-    assert_non_null(f);
-    output[fread(output, 1, sizeof output - 1, f)] = '\0';
-    const int how = pclose(f);
-    assert_true(WIFEXITED(how));
-    return WEXITSTATUS(how);
-}
-
-static int run(const char *arguments)
-{
-    return run_with("", arguments);
-}
-
-static void expect(int code, const char *arguments, const char *part)
-{
-    const int got = run(arguments);
-    if (got != code || strstr(output, part) == NULL)
-        fail_msg("quern %s: exit code %d instead of %d, or no \"%s\" in: %s", arguments, got, code, part, output);
-    if (code != 0 && code != 1 && strchr(output, '\n') != output + strlen(output) - 1)
-        fail_msg("quern %s: more than one sentence: %s", arguments, output);
-}
-
-static const char *path_of(const char *name)
-{
-    static char path[4][256];
-    static int next;
-    next = (next + 1) % 4;
-    snprintf(path[next], sizeof path[next], "%s/%s", directory, name);
-    return path[next];
-}
-
-static bool exists(const char *name)
-{
-    struct stat st;
-    return stat(path_of(name), &st) == 0;
-}
-
-static void write_text(const char *name, const char *text, size_t size)
-{
-    FILE *f = fopen(path_of(name), "wb");
-    assert_non_null(f);
-    assert_int_equal(fwrite(text, 1, size, f), size);
-    assert_int_equal(fclose(f), 0);
-}
-
-/* No temporary file was left in the test's directory. */
-static void check_no_leftovers(void)
-{
-    DIR *d = opendir(directory);
-    assert_non_null(d);
-    for (const struct dirent *e; (e = readdir(d)) != NULL;)
-        if (strstr(e->d_name, ".tmp") != NULL) fail_msg("%s was left behind", e->d_name);
-    closedir(d);
-}
 
 /* Copies tensors of a golden file under other names: "W=gate Q=Q" becomes a file with gate and Q. */
 static void copy_renamed(const char *golden, const char *pairs, const char *name)

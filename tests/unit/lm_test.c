@@ -15,6 +15,8 @@
 
 #include <cmocka.h>
 
+#include <quern/safetensors.h>
+
 int failure(const char *format, ...)
 {
     va_list args;
@@ -195,7 +197,7 @@ static bool says(const places *p, const char *words)
 
 static bool exists(const places *p, const char *name)
 {
-    char path[64];
+    char path[128];
     snprintf(path, sizeof path, "%s/%s", p->folder, name);
     return access(path, F_OK) == 0;
 }
@@ -244,6 +246,95 @@ static void results_are_written_or_missed_aloud(void **state)
     assert_true(says(p, "no curve in curve.svg"));
     assert_true(exists(p, "lm.json") && !exists(p, "curve.svg"));
 }
+
+/* Nothing but an error where a target cannot be written, before the training, which would take hours here. */
+static void unwritable_targets_are_found_before_the_training(void **state)
+{
+    const places *p = *state;
+    static const char *const options[] = {"--checkpoint nowhere/x", "--curve nowhere/x", "--json nowhere/x", "--checkpoint .", "--json ."};
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        char arguments[128];
+        snprintf(arguments, sizeof arguments, "train --steps 100000 --corpus corpus --context 96 %s", options[i]);
+        assert_int_equal(program(p, "timeout 20", arguments), 3);
+        assert_true(says(p, "cannot write"));
+    }
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 1 --json /dev/full"), 3);
+    assert_true(says(p, "/dev/full"));
+    assert_int_equal(program(p, "", "order2 --corpus corpus --context 96 --steps 2 >/dev/full #"), 3);
+    assert_int_equal(program(p, "", "--help >/dev/full #"), 3);
+    assert_int_equal(program(p, "", "train --help >/dev/full #"), 3);
+}
+
+static void a_curve_of_any_name_runs_nothing(void **state)
+{
+    const places *p = *state;
+    if (system("command -v gnuplot >/dev/null") != 0) skip();
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 2 --curve \"it's'; system('touch pwned'); set title '\\`touch pwned\\`.svg\""), 0);
+    assert_false(exists(p, "pwned"));
+    assert_true(exists(p, "it's'; system('touch pwned'); set title '`touch pwned`.svg"));
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 2 --curve /dev/full"), 3);
+}
+
+static void signals_end_it_and_leave_the_old_checkpoint(void **state)
+{
+    const places *p = *state;
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 1 --checkpoint kept"), 0);
+    assert_int_equal(program(p, "cp kept before; timeout --preserve-status -s INT 1", "train --steps 100000 --corpus corpus --context 96 --checkpoint kept --save-every 0"), 130);
+    assert_int_equal(program(p, "timeout --preserve-status -s TERM 1", "train --steps 100000 --corpus corpus --context 96 --checkpoint kept --save-every 1"), 143);
+    assert_int_equal(program(p, "timeout --preserve-status -s INT 1", "generate --checkpoint before --bytes 1000000"), 130);
+    char command[128];
+    snprintf(command, sizeof command, "ls -A '%s' | grep -q tmp", p->folder);
+    assert_int_not_equal(system(command), 0);
+}
+
+/* A checkpoint whose weights hold one NaN. */
+static void spoil(const places *p, const char *from, const char *to)
+{
+    enum { MOST = 200 };
+    static quern_tensor views[MOST];
+    quern_safetensors_item items[MOST];
+    quern_safetensors_pair pairs[MOST];
+    quern_safetensors *f = NULL;
+    char path[64];
+    snprintf(path, sizeof path, "%s/%s", p->folder, from);
+    assert_int_equal(quern_safetensors_open(path, &f), QUERN_OK);
+    const size_t count = quern_safetensors_count(f), keys = quern_safetensors_metadata_count(f);
+    float *spoilt = NULL;
+    assert_true(count <= MOST && keys <= MOST);
+    for (size_t i = 0; i < count; i++) {
+        items[i] = (quern_safetensors_item){quern_safetensors_name(f, i), &views[i]};
+        assert_int_equal(quern_safetensors_get(f, items[i].name, &views[i]), QUERN_OK);
+        if (strcmp(items[i].name, "norm") != 0) continue;
+        spoilt = malloc((size_t)views[i].shape[1] * 4);
+        memcpy(spoilt, views[i].data, (size_t)views[i].shape[1] * 4);
+        spoilt[3] = NAN;
+        views[i].data = spoilt;
+    }
+    assert_non_null(spoilt);
+    for (size_t i = 0; i < keys; i++) {
+        pairs[i].key = quern_safetensors_metadata_key(f, i);
+        pairs[i].value = quern_safetensors_metadata(f, pairs[i].key);
+    }
+    snprintf(path, sizeof path, "%s/%s", p->folder, to);
+    assert_int_equal(quern_safetensors_save(path, items, count, pairs, keys), QUERN_OK);
+    quern_safetensors_close(f);
+    free(spoilt);
+}
+
+static void weights_that_are_no_numbers_are_said(void **state)
+{
+    const places *p = *state;
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 4 --until 2 --checkpoint sound"), 0);
+    spoil(p, "sound", "spoilt");
+    assert_int_equal(program(p, "", "eval --corpus corpus --checkpoint spoilt"), 3);
+    assert_true(says(p, "norm holds nan as element 3"));
+    assert_int_equal(program(p, "", "generate --checkpoint spoilt"), 3);
+    assert_true(says(p, "norm holds nan"));
+    assert_int_equal(program(p, "", "train --corpus corpus --resume spoilt --checkpoint after"), 3);
+    assert_true(says(p, "norm holds nan"));
+    assert_false(exists(p, "after"));
+}
+
 static void order2_beats_uniform_and_is_a_distribution(void **unused)
 {
     (void)unused;
@@ -272,6 +363,10 @@ int main(void)
         cmocka_unit_test(the_program_resumes_to_the_same_file),
         cmocka_unit_test(resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint),
         cmocka_unit_test(results_are_written_or_missed_aloud),
+        cmocka_unit_test(unwritable_targets_are_found_before_the_training),
+        cmocka_unit_test(a_curve_of_any_name_runs_nothing),
+        cmocka_unit_test(signals_end_it_and_leave_the_old_checkpoint),
+        cmocka_unit_test(weights_that_are_no_numbers_are_said),
         cmocka_unit_test(order2_beats_uniform_and_is_a_distribution),
     };
     return cmocka_run_group_tests(tests, make_places, remove_places);

@@ -9,7 +9,6 @@
 #include <inttypes.h>
 #include <spawn.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -103,34 +102,35 @@ static int bf16_over_f32(acceptance *a)
     return EXIT_DONE;
 }
 
-/* Runs `quern bench nsa` at the length in a process of its own, so that its peak memory is its own. */
+/* Runs `quern bench nsa` at the length in a process of its own, so that its peak memory is its own. Its JSON comes
+ * through a pipe. */
 static int bench_child(const char *n, double *ms, double *peak_gib)
 {
-    char path[] = "/tmp/quern-accept-XXXXXX";
-    const int fd = mkstemp(path);
-    if (fd < 0) return fail(EXIT_MACHINE, "cannot create a temporary file");
-    close(fd);
+    enum { JSON_FD = 3 };
     char *const arguments[] = {"quern",    "bench",    "nsa",   "--n",    (char *)(uintptr_t)n, "--heads", "4/1", "--dim", "64", "--dtype", "bf16",
                                "--tile",   "64",       "--metric", "mean_logit", "--max-compressed-groups", "16", "--backward", "--no-peer",
-                               "--reps",   "0",        "--json", path, NULL};
-    posix_spawn_file_actions_t silent;
-    pid_t child;
-    int how = -1, code = EXIT_DONE;
-    posix_spawn_file_actions_init(&silent);
-    posix_spawn_file_actions_addopen(&silent, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
-    if (posix_spawn(&child, "/proc/self/exe", &silent, NULL, arguments, environ) != 0 || waitpid(child, &how, 0) != child ||
-        !WIFEXITED(how) || WEXITSTATUS(how) != 0)
-        code = fail(EXIT_MACHINE, "bench nsa --n %s failed", n);
-    posix_spawn_file_actions_destroy(&silent);
-    json_t *root = code == EXIT_DONE ? json_load_file(path, 0, NULL) : NULL;
-    if (code == EXIT_DONE) {
-        const json_t *rows = json_object_get(root, "results");
-        *ms = json_number_value(json_object_get(json_array_get(rows, 0), "ms_median")) +
-              json_number_value(json_object_get(json_array_get(rows, 1), "ms_median"));
-        *peak_gib = json_number_value(json_object_get(root, "peak_bytes")) * 0x1p-30;
-    }
+                               "--reps",   "0",        "--json", "/dev/fd/3", NULL};
+    int ends[2], how = -1;
+    if (pipe2(ends, O_CLOEXEC) != 0) return fail(EXIT_MACHINE, "no pipe for bench nsa --n %s", n);
+    posix_spawn_file_actions_t actions;
+    pid_t child = 0;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
+    posix_spawn_file_actions_adddup2(&actions, ends[1], JSON_FD);
+    const bool started = posix_spawn(&child, "/proc/self/exe", &actions, NULL, arguments, environ) == 0;
+    command_child = started ? child : 0;
+    posix_spawn_file_actions_destroy(&actions);
+    close(ends[1]);
+    json_t *root = json_loadfd(ends[0], JSON_DISABLE_EOF_CHECK, NULL);
+    close(ends[0]);
+    const bool done = started && waitpid(child, &how, 0) == child && WIFEXITED(how) && WEXITSTATUS(how) == 0;
+    command_child = 0;
+    const json_t *rows = json_object_get(root, "results");
+    *ms = json_number_value(json_object_get(json_array_get(rows, 0), "ms_median")) +
+          json_number_value(json_object_get(json_array_get(rows, 1), "ms_median"));
+    *peak_gib = json_number_value(json_object_get(root, "peak_bytes")) * 0x1p-30;
+    const int code = done && root != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "bench nsa --n %s failed", n);
     json_decref(root);
-    unlink(path);
     return code;
 }
 

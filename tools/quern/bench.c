@@ -5,17 +5,16 @@
 
 #include "command.h"
 #include "machine.h"
+#include "output.h"
 #include "peer_onednn.h"
 
 #include <quern/cuda.h>
 
-#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
-#include <unistd.h>
 
 typedef struct bench_options {
     const char *n, *heads, *dim, *threads, *json, *svg, *profile;
@@ -188,34 +187,9 @@ static int write_json(const results *r, const int64_t *threads, int thread_count
     json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:o, s:o, s:I}", "schema", 1, "version", quern_version(), "commit", machine_commit(),
                              "machine", machine_json(ctx), "device", r->count > 0 && r->rows[0].what->device == QUERN_CUDA ? "cuda" : "cpu",
                              "ceilings", ceilings, "results", list, "peak_bytes", (json_int_t)usage.ru_maxrss * 1024);
-    char *temporary = malloc(strlen(path) + 8);
-    int code = EXIT_DONE;
-    if (temporary != NULL) sprintf(temporary, "%s.tmp", path);
-    if (temporary == NULL || json_dump_file(root, temporary, JSON_INDENT(1) | JSON_REAL_PRECISION(9)) != 0 || rename(temporary, path) != 0) {
-        code = fail(EXIT_INPUT, "cannot write '%s': %s", path, strerror(errno));
-        if (temporary != NULL) unlink(temporary);
-    }
-    free(temporary);
+    const int code = output_json(path, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
     json_decref(root);
     return code;
-}
-
-/* Finds out before the bench, not after it, that the file cannot be written. */
-static int check_writable(const char *path)
-{
-    char *probe = malloc(strlen(path) + 8);
-    FILE *f = NULL;
-    if (probe != NULL) {
-        sprintf(probe, "%s.tmp", path);
-        f = fopen(probe, "w");
-    }
-    const int why = errno;
-    if (f != NULL) {
-        fclose(f);
-        unlink(probe);
-    }
-    free(probe);
-    return f != NULL ? EXIT_DONE : fail(EXIT_INPUT, "cannot write '%s': %s", path, strerror(why));
 }
 
 static int bench(const bench_options *o, bool only_ceilings)
@@ -229,17 +203,19 @@ static int bench(const bench_options *o, bool only_ceilings)
     if (!parse_pair(o->heads, &base.heads, &base.kv_heads) || base.heads % base.kv_heads != 0)
         return fail(EXIT_USAGE, "--heads '%s': H/Hkv with H a multiple of Hkv is accepted", o->heads);
     if (!parse_pair(o->dim, &base.dim, &base.dim_v)) return fail(EXIT_USAGE, "--dim '%s': D or D/Dv is accepted", o->dim);
-    if (base.batch < 1 || o->reps < 0 || o->reps > BENCH_REPS_MAX)
-        return fail(EXIT_USAGE, "--batch %" PRId64 " --reps %" PRId64 ": at least 1, and 0 to %d, is accepted", base.batch, o->reps, BENCH_REPS_MAX);
+    if (base.batch < 1 || base.batch > INT32_MAX || o->reps < 0 || o->reps > BENCH_REPS_MAX)
+        return fail(EXIT_USAGE, "--batch %" PRId64 " --reps %" PRId64 ": 1 to 2^31 - 1, and 0 to %d, is accepted", base.batch, o->reps, BENCH_REPS_MAX);
     if (base.documents < 0 || (base.documents > 0 && base.batch != 1))
         return fail(EXIT_USAGE, "--documents %" PRId64 " --batch %" PRId64 ": 0, or at least 1 with batch 1, is accepted", base.documents,
                     base.batch);
     for (int i = 0; i < length_count && base.documents > 0; i++)
-        if (lengths[i] > INT32_MAX) return fail(EXIT_USAGE, "--n %" PRId64 ": a packed batch holds at most 2^31 - 1 tokens", lengths[i]);
+        if (lengths[i] > INT32_MAX || base.documents > lengths[i])
+            return fail(EXIT_USAGE, "--n %" PRId64 " --documents %" PRId64 ": at most 2^31 - 1 tokens, and as many documents as tokens, are accepted",
+                        lengths[i], base.documents);
     if (o->svg != NULL && only_ceilings) return fail(EXIT_USAGE, "--svg: ceilings have no chart");
     if (o->svg != NULL && !have_program("gnuplot")) return fail(EXIT_MACHINE, "--svg needs gnuplot, which is not on the PATH");
-    int code = o->json != NULL ? check_writable(o->json) : EXIT_DONE;
-    if (code == EXIT_DONE && o->svg != NULL) code = check_writable(o->svg);
+    int code = output_check(o->json);
+    if (code == EXIT_DONE) code = output_check(o->svg);
     if (code != EXIT_DONE) return code;
     results *r = calloc(1, sizeof *r);
     if (r == NULL) return fail(EXIT_MACHINE, "no memory for the results");

@@ -73,13 +73,26 @@ static void input_names(const bench_case *c, char *names, size_t room)
     if (c->backward) add(names, room, c->op->trigger);
 }
 
+/* Parameters are numbers as the command line gives them: those that the library will refuse only have to do no harm. */
+static int64_t at_least_one(int64_t x)
+{
+    return x > 0 ? x : 1;
+}
+
+/* The product of two numbers > 0, or the largest there is: no tensor is as long. */
+static int64_t times_most(int64_t a, int64_t b)
+{
+    int64_t product;
+    return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
+}
+
 static void weight_shape(const bench_case *c, const slot *s, int64_t *shape, int32_t *ndim)
 {
     const int64_t d = strcmp(s->name, "W_v") == 0 || strcmp(s->name, "pe_v") == 0 ? c->dim_v : c->dim;
-    const int64_t l = c->params.nsa.compress == QUERN_NSA_COMPRESS_LINEAR ? c->params.nsa.block_size : 1;
+    const int64_t l = c->params.nsa.compress == QUERN_NSA_COMPRESS_LINEAR ? at_least_one(c->params.nsa.block_size) : 1;
     *ndim = 3;
     shape[0] = strcmp(s->name, "gate") == 0 ? c->heads : c->kv_heads;
-    shape[1] = strcmp(s->name, "gate") == 0 ? 3 : *s->name == 'p' ? l : l * d;
+    shape[1] = strcmp(s->name, "gate") == 0 ? 3 : *s->name == 'p' ? l : times_most(l, d);
     shape[2] = d;
 }
 
@@ -94,7 +107,7 @@ static int64_t document_start(const bench_case *c, int64_t document)
 /* Borders of the documents, or of their compressed rows. */
 static void fill_borders(const bench_case *c, bool compressed, int32_t *cu)
 {
-    const int64_t l = c->params.nsa.block_size, d = c->params.nsa.stride > 0 ? c->params.nsa.stride : l;
+    const int64_t l = at_least_one(c->params.nsa.block_size), d = c->params.nsa.stride > 0 ? c->params.nsa.stride : l;
     cu[0] = 0;
     for (int64_t b = 0; b < c->documents; b++) {
         const int64_t n = document_start(c, b + 1) - document_start(c, b);
@@ -106,14 +119,15 @@ static void fill_borders(const bench_case *c, bool compressed, int32_t *cu)
 static void fill_lists(const bench_case *c, bool groups, const quern_tensor *t, uint64_t seed)
 {
     const quern_nsa_params *p = &c->params.nsa;
-    const int64_t l = p->block_size, d = p->stride > 0 ? p->stride : l, k = t->shape[t->ndim - 1], rows = t->shape[t->ndim - 2];
-    const int64_t unit = groups ? 128 * d : p->select_block > 0 ? p->select_block : l;
-    const int64_t length = c->documents > 0 ? c->n / c->documents : c->n, tiles = (length + p->tile - 1) / p->tile;
+    const int64_t l = at_least_one(p->block_size), d = p->stride > 0 ? p->stride : l, tile_rows = at_least_one(p->tile);
+    const int64_t k = t->shape[t->ndim - 1], rows = t->shape[t->ndim - 2];
+    const int64_t unit = groups ? times_most(128, d) : p->select_block > 0 ? p->select_block : l;
+    const int64_t length = c->documents > 0 ? c->n / c->documents : c->n, tiles = length / tile_rows + (length % tile_rows != 0);
     int64_t lists = 1;
     for (int32_t i = 0; i < t->ndim - 1; i++) lists *= t->shape[i];
     int32_t *out = t->data;
     for (int64_t i = 0; i < lists; i++) {
-        const int64_t tile = i % rows % (tiles > 0 ? tiles : 1), last = (tile + 1) * p->tile - 1;
+        const int64_t tile = i % rows % (tiles > 0 ? tiles : 1), last = times_most(tile + 1, tile_rows) - 1;
         const int64_t seen = (p->causal && last < length ? last : length - 1) / unit + 1;
         for (int64_t j = 0; j < k; j++) {
             seed = seed * 6364136223846793005u + 1442695040888963407u;
@@ -191,8 +205,11 @@ static bool fill_input(void *arg, const slot *s)
     else if (!job_shape(j, s, shape, &ndim))
         f->code = fail(EXIT_DEFECT, "no shape for input %s", s->name);
     if (f->code != EXIT_DONE) return false;
-    size_t bytes = quern_dtype_size(dtype);
-    for (int32_t i = 0; i < ndim; i++) bytes *= (size_t)shape[i];
+    size_t bytes;
+    if (!job_bytes(dtype, ndim, shape, &bytes)) {
+        f->code = fail(EXIT_INPUT, "input %s makes 2^63 bytes or more", s->name);
+        return false;
+    }
     void *data = job_allocate(j, s, bytes);
     if (data == NULL) {
         f->code = fail(EXIT_MACHINE, "no memory for input %s of %zu bytes", s->name, bytes);

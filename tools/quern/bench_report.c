@@ -4,9 +4,10 @@
 #include "bench.h"
 
 #include "command.h"
+#include "output.h"
 
+#include <errno.h>
 #include <inttypes.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -118,23 +119,10 @@ static void print_block(FILE *f, const char *name, const bench_row *rows, size_t
 
 int report_svg(const char *path, const bench_row *rows, size_t count)
 {
-    FILE *f = popen("gnuplot -", "w");
-    if (f == NULL) return fail(EXIT_MACHINE, "cannot start gnuplot");
-    signal(SIGPIPE, SIG_IGN);
     const bool peers = rows[0].peer != NULL;
-    char *quoted = malloc(2 * strlen(path) + 1); /* gnuplot doubles a quote inside quotes */
-    if (quoted == NULL) {
-        pclose(f);
-        return fail(EXIT_MACHINE, "no memory for a file name");
-    }
-    char *q = quoted;
-    for (const char *c = path; *c != '\0'; c++) {
-        if (*c == '\'') *q++ = '\'';
-        *q++ = *c;
-    }
-    *q = '\0';
-    fprintf(f, "set terminal svg size %d,480 background '#ffffff' font 'sans-serif,13'\nset output '%s'\n", peers ? 960 : 520, quoted);
-    free(quoted);
+    FILE *f = tmpfile();
+    if (f == NULL) return fail(EXIT_MACHINE, "no temporary file for gnuplot's script: %s", strerror(errno));
+    fprintf(f, "set terminal svg size %d,480 background '#ffffff' font 'sans-serif,13'\n", peers ? 960 : 520);
     int64_t least = INT64_MAX, most = 0;
     for (size_t i = 0; i < count; i++) {
         least = rows[i].what->n < least ? rows[i].what->n : least;
@@ -171,6 +159,7 @@ int report_svg(const char *path, const bench_row *rows, size_t count)
         fprintf(f, "\nunset multiplot");
     }
     fprintf(f, "\n");
-    const int status = pclose(f);
-    return status == 0 ? EXIT_DONE : fail(EXIT_INPUT, "gnuplot could not draw '%s'", path);
+    const int code = output_chart(path, f);
+    fclose(f);
+    return code;
 }

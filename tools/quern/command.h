@@ -6,7 +6,11 @@
 
 #include "options.h"
 
+#include "core/text.h"
+
 #include <quern/quern.h>
+
+#include <signal.h>
 
 /* The command's exit codes; documented in its help. */
 enum {
@@ -18,13 +22,16 @@ enum {
     EXIT_DEFECT = 5    /* a defect of Quern */
 };
 
-/* Prints "quern VERB: sentence" to stderr and returns `code`. */
+/* Prints "quern VERB: sentence" to stderr, control characters escaped, and returns `code`. A path goes in as
+ * TEXT_NAME(path), so that a long one does not hide the reason. */
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* The same with the library's last error; the code goes by the status. */
 int fail_status(quern_status status);
 
 /* The verb that runs, for messages. */
 extern const char *command_verb;
+/* A child process that ends with the command; 0: none. */
+extern volatile sig_atomic_t command_child;
 
 /* Options of every verb that computes. */
 typedef struct machine_options {

@@ -3,6 +3,7 @@
 /* info.c - `quern info`: what this machine and this build are. */
 #include "command.h"
 #include "machine.h"
+#include "output.h"
 
 #include "ceilings.h"
 
@@ -100,8 +101,7 @@ int verb_info(int argc, char **argv)
         json_t *result = json_pack("{s:s, s:s, s:o}", "version", quern_version(), "commit", machine_commit(), "machine",
                                    machine_json(ctx));
         if (ceilings != NULL) json_object_set(result, "ceilings", ceilings);
-        json_dumpf(result, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(6));
-        putchar('\n');
+        output_print(result, JSON_INDENT(2) | JSON_REAL_PRECISION(6));
         json_decref(result);
     } else {
         print_text(ctx, ceilings);

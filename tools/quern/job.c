@@ -115,6 +115,12 @@ static bool bind_shape(job *j, const char *shape, const quern_tensor *t)
     return true;
 }
 
+/* The sum of two numbers >= 0, or the largest there is: no tensor is as long. */
+static int64_t add_most(int64_t a, int64_t b)
+{
+    return a > INT64_MAX - b ? INT64_MAX : a + b;
+}
+
 static int64_t ceil_div(int64_t a, int64_t b)
 {
     return a / b + (a % b != 0);
@@ -138,7 +144,7 @@ static void derive_symbols(job *j)
     symbol_bind(j, "Nc", n >= l ? (n - l) / d + 1 : 0);
     symbol_bind(j, "Tc", total / d);
     symbol_bind(j, "tiles", ceil_div(n, tile));
-    symbol_bind(j, "rows", total / tile + symbol_or(j, "B", 0));
+    symbol_bind(j, "rows", add_most(total / tile, symbol_or(j, "B", 0)));
     symbol_bind(j, "Hs", p->scope == QUERN_NSA_SCOPE_HEAD ? symbol_or(j, "H", 0) : symbol_or(j, "Hkv", 0));
     symbol_bind(j, "k", p->num_selected > 0 ? p->num_selected : 0);
     symbol_bind(j, "c", p->max_compressed_groups > 0 ? p->max_compressed_groups : 0);
@@ -192,7 +198,7 @@ int job_read(job *j, const quern_safetensors *file, const char *path, const char
         }
         if (left_aside(j, s)) continue;
         const quern_status status = quern_safetensors_get(file, s->name, &view);
-        if (status != QUERN_OK) return fail_status(status);
+        if (status != QUERN_OK) return fail(EXIT_INPUT, "%s", quern_last_error(NULL));
         if (j->device == QUERN_CUDA) {
             const size_t bytes = (size_t)value_count(&view) * quern_dtype_size(view.dtype);
             const void *from = view.data;
@@ -287,8 +293,20 @@ static bool output_shape(const job *j, const slot *s, int64_t *shape, int32_t *n
         }
         const int64_t *v = symbol_value(j, strcmp(words[i], "B+1") == 0 ? "B" : words[i]);
         if (v == NULL && strcmp(words[i], "3") != 0) return false;
-        shape[(*ndim)++] = v == NULL ? 3 : *v + (words[i][1] == '+');
+        shape[(*ndim)++] = v == NULL ? 3 : add_most(*v, words[i][1] == '+');
     }
+    return true;
+}
+
+bool job_bytes(quern_dtype dtype, int32_t ndim, const int64_t *shape, size_t *bytes)
+{
+    int64_t product = (int64_t)quern_dtype_size(dtype); /* of the extents > 0: a stride counts them all */
+    bool empty = false;
+    for (int32_t i = 0; i < ndim; i++) {
+        empty = empty || shape[i] == 0;
+        if (shape[i] != 0 && __builtin_mul_overflow(product, shape[i], &product)) return false;
+    }
+    *bytes = empty ? 0 : (size_t)product;
     return true;
 }
 
@@ -358,11 +376,11 @@ static bool allocate_output(void *arg, const slot *s)
         return false;
     }
     const quern_dtype dtype = s->dtype == SLOT_ACT ? activation_dtype(j) : s->dtype == SLOT_I32 ? QUERN_I32 : QUERN_F32;
-    size_t bytes = quern_dtype_size(dtype);
-    bool overflow = false;
-    for (int32_t d = 0; d < ndim; d++) overflow = __builtin_mul_overflow(bytes, (size_t)shape[d], &bytes) || overflow;
-    if (overflow || job_allocate(j, s, bytes) == NULL) {
-        a->code = fail(EXIT_MACHINE, "no memory for output %s of %zu bytes", s->name, overflow ? SIZE_MAX : bytes);
+    size_t bytes;
+    const bool fits = job_bytes(dtype, ndim, shape, &bytes);
+    if (!fits || job_allocate(j, s, bytes) == NULL) {
+        a->code = fits ? fail(EXIT_MACHINE, "no memory for output %s of %zu bytes", s->name, bytes)
+                       : fail(EXIT_INPUT, "output %s: its shape [%s] makes 2^63 bytes or more", s->name, shape_of(j, s));
         return false;
     }
     j->storage[i] = quern_tensor_contiguous(j->owned[i], dtype, ndim, shape);

@@ -50,6 +50,8 @@ int job_read(job *j, const quern_safetensors *file, const char *path, const char
  * needs are set. False where one is missing. */
 void job_symbol(job *j, const char *name, int64_t value);
 bool job_shape(job *j, const slot *s, int64_t shape[QUERN_MAX_DIMS], int32_t *ndim);
+/* Bytes of a contiguous tensor. False where they, or a stride of it, are beyond 2^63. */
+bool job_bytes(quern_dtype dtype, int32_t ndim, const int64_t *shape, size_t *bytes);
 /* Memory for the tensor of a slot, zeroed, huge pages where it is large; NULL where there is none. */
 void *job_allocate(job *j, const slot *s, size_t bytes);
 /* Sets the gate and list modes by the inputs, sizes and allocates outputs and workspace. */

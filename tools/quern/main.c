@@ -2,10 +2,10 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* main.c - finds the verb and calls it. */
 #include "command.h"
+#include "output.h"
 
 #include <quern/cuda.h>
 
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -25,6 +25,7 @@ static const struct verb {
 enum { VERBS = sizeof verbs / sizeof *verbs };
 
 const char *command_verb = "";
+volatile sig_atomic_t command_child;
 
 const char *const device_choices[] = {"cpu", "cuda", NULL};
 const option_row machine_rows[] = {
@@ -36,12 +37,13 @@ const size_t machine_row_count = sizeof machine_rows / sizeof *machine_rows;
 
 int fail(int code, const char *format, ...)
 {
+    char sentence[4096], escaped[2 * sizeof sentence];
     va_list args;
     va_start(args, format);
-    fprintf(stderr, "quern%s%s: ", *command_verb != '\0' ? " " : "", command_verb);
-    vfprintf(stderr, format, args);
-    fputc('\n', stderr);
+    vsnprintf(sentence, sizeof sentence, format, args);
     va_end(args);
+    text_escape(sentence, escaped, sizeof escaped);
+    fprintf(stderr, "quern%s%s: %s\n", *command_verb != '\0' ? " " : "", command_verb, escaped);
     return code;
 }
 
@@ -78,14 +80,14 @@ static void print_help(void)
     printf("\nquern VERB --help tells the rest; quern --version the version.\n"
            "\nexit codes: 0 done; 1 a comparison or acceptance figure failed; 2 the command line is wrong;\n"
            "3 a file, its tensors or a parameter is not accepted; 4 the machine lacks what is needed\n"
-           "(device, CPU level, memory, program); 5 a defect of Quern.\n"
+           "(device, CPU level, memory, program); 5 a defect of Quern; 130, 143 ended by SIGINT, SIGTERM, with nothing\n"
+           "left behind. Files are written whole or not at all, through symbolic links; pipes and devices as they stand.\n"
            "environment: QUERN_CPU=portable|avx2|avx512|avx512bf16 forces a CPU level; OMP_NUM_THREADS;\n"
            "QUERN_CUDA_LIBRARY=FILE is the GPU's backend, if not the libquern_cuda.so.0 beside libquern.\n");
 }
 
-int main(int argc, char **argv)
+static int run_verb(int argc, char **argv)
 {
-    signal(SIGXFSZ, SIG_IGN); /* a file limit is then an error of write(), reported like a full disk */
     if (argc < 2) {
         print_help();
         return EXIT_USAGE;
@@ -101,10 +103,14 @@ int main(int argc, char **argv)
     for (size_t i = 0; i < VERBS; i++) {
         if (strcmp(argv[1], verbs[i].name) == 0) {
             command_verb = verbs[i].name;
-            const int code = verbs[i].call(argc - 1, argv + 1);
-            if (fflush(stdout) != 0 && code == EXIT_DONE) return fail(EXIT_INPUT, "cannot write to standard output");
-            return code;
+            return verbs[i].call(argc - 1, argv + 1);
         }
     }
     return fail(EXIT_USAGE, "verb '%s' is unknown: info, run, compare, bench, probe and accept are accepted", argv[1]);
+}
+
+int main(int argc, char **argv)
+{
+    output_end_on_signals();
+    return output_finish(run_verb(argc, argv));
 }

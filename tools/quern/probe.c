@@ -9,6 +9,7 @@
 #include "bench.h"
 
 #include "command.h"
+#include "output.h"
 
 #include <quern/cuda.h>
 
@@ -180,8 +181,7 @@ static int probe(const probe_options *o, quern_context *ctx)
         }
     }
     if (o->machine.json && code <= EXIT_MISMATCH) {
-        json_dumpf(result, stdout, JSON_INDENT(2));
-        putchar('\n');
+        output_print(result, JSON_INDENT(2));
     }
     json_decref(result);
     return code;
@@ -218,8 +218,9 @@ int verb_probe(int argc, char **argv)
     if (!parse_pair(o.heads, &o.what.heads, &o.what.kv_heads) || o.what.heads % o.what.kv_heads != 0)
         return fail(EXIT_USAGE, "--heads '%s': H/Hkv with H a multiple of Hkv is accepted", o.heads);
     if (!parse_pair(o.dim, &o.what.dim, &o.what.dim_v)) return fail(EXIT_USAGE, "--dim '%s': D or D/Dv is accepted", o.dim);
-    if (o.granularity < 1 || o.granularity > (int64_t)1 << 30 || o.what.batch < 1)
-        return fail(EXIT_USAGE, "--granularity %" PRId64 " --batch %" PRId64 ": 1 to 2^30, and at least 1, is accepted", o.granularity, o.what.batch);
+    if (o.granularity < 1 || o.granularity > (int64_t)1 << 30 || o.what.batch < 1 || o.what.batch > INT32_MAX)
+        return fail(EXIT_USAGE, "--granularity %" PRId64 " --batch %" PRId64 ": 1 to 2^30, and 1 to 2^31 - 1, is accepted", o.granularity,
+                    o.what.batch);
     quern_context *ctx;
     code = open_context(&o.machine, &ctx);
     o.what.device = o.machine.device;

@@ -5,6 +5,7 @@
 
 #include "command.h"
 #include "job.h"
+#include "output.h"
 
 #include <jansson.h>
 #include <stdio.h>
@@ -63,8 +64,7 @@ static void print_result(const job *j, quern_context *ctx)
                                (int)quern_context_threads(ctx), "forward_ms", j->forward_ms, "workspace_bytes",
                                (json_int_t)j->workspace_bytes, "outputs", outputs);
     if (j->backward) json_object_set_new(result, "backward_ms", json_real(j->backward_ms));
-    json_dumpf(result, stdout, JSON_INDENT(2));
-    putchar('\n');
+    output_print(result, JSON_INDENT(2));
     json_decref(result);
 }
 
@@ -73,12 +73,13 @@ static int compute(const operation *op, const any_params *params, const run_opti
 {
     quern_context *ctx = NULL;
     quern_safetensors *file = NULL;
-    int code = open_context(machine, &ctx);
+    int code = output_check(out);
+    if (code == EXIT_DONE) code = open_context(machine, &ctx);
     if (code != EXIT_DONE) return code;
     const quern_status status = quern_safetensors_open(in, &file);
     if (status != QUERN_OK) {
         quern_context_destroy(ctx);
-        return fail(EXIT_INPUT, "%s: %s", in, quern_last_error(NULL));
+        return fail(EXIT_INPUT, "%s: %s", TEXT_NAME(in), quern_last_error(NULL));
     }
     job j;
     job_init(&j, op, params);

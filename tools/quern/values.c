@@ -11,6 +11,8 @@
 int64_t value_count(const quern_tensor *t)
 {
     int64_t n = 1;
+    for (int32_t i = 0; i < t->ndim; i++)
+        if (t->shape[i] == 0) return 0; /* whatever the others are */
     for (int32_t i = 0; i < t->ndim; i++) n *= t->shape[i];
     return n;
 }
@@ -18,13 +20,10 @@ int64_t value_count(const quern_tensor *t)
 double value_at(const quern_tensor *t, int64_t i)
 {
     switch (t->dtype) {
-    case QUERN_F32: return (double)((const float *)t->data)[i];
     case QUERN_F16: return (double)float_from_f16(((const uint16_t *)t->data)[i]);
     case QUERN_BF16: return (double)float_from_bf16(((const uint16_t *)t->data)[i]);
-    case QUERN_I32: return (double)((const int32_t *)t->data)[i];
-    case QUERN_U8: return (double)((const uint8_t *)t->data)[i];
-    case QUERN_I64: return (double)((const int64_t *)t->data)[i];
-    default: return 0; /* no file gives another */
+    case QUERN_F64: return ((const double *)t->data)[i];
+    default: return (double)((const float *)t->data)[i];
     }
 }
 

@@ -8,7 +8,7 @@
 
 /* Elements of a tensor. */
 int64_t value_count(const quern_tensor *t);
-/* Element i, counted row-major, of a contiguous tensor. */
+/* Element i, counted row-major, of a contiguous f16, bf16, f32 or f64 tensor. */
 double value_at(const quern_tensor *t, int64_t i);
 /* The same of an f32, f16 or bf16 tensor, set. */
 void value_set(const quern_tensor *t, int64_t i, float v);

@@ -1,0 +1,109 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* output.c - what the program says and writes: sentences, results, the loss curve; files whole or not at all. */
+#include "lm.h"
+
+#include <quern/file.h>
+
+#include <ctype.h>
+#include <errno.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+int failure(const char *format, ...)
+{
+    char sentence[8192]; /* more than any path */
+    va_list args;
+    va_start(args, format);
+    vsnprintf(sentence, sizeof sentence, format, args);
+    va_end(args);
+    for (char *c = sentence; *c != '\0'; c++)
+        if (iscntrl((unsigned char)*c)) *c = '?';
+    fprintf(stderr, "lm: %s\n", sentence);
+    return 1; /* so that `condition || failure(...) == 0` is false */
+}
+
+bool output_check(const char *path)
+{
+    return path == NULL || quern_file_check(path) == QUERN_OK || failure("%s", quern_last_error(NULL)) == 0;
+}
+
+bool json_write(const char *path, const char *format, ...)
+{
+    if (path == NULL) return true;
+    char text[1024];
+    va_list args;
+    va_start(args, format);
+    const int size = vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    quern_file *file = NULL;
+    fflush(stdout); /* what was printed comes first where both go to one place */
+    bool ok = quern_file_create(path, &file) == QUERN_OK;
+    if (ok) (void)quern_file_write(file, text, (size_t)size); /* an error of it is one of the commit too */
+    ok = ok && quern_file_commit(file) == QUERN_OK;
+    return ok || failure("%s", quern_last_error(NULL)) == 0;
+}
+
+/* Writes what gnuplot prints for the script. It reads the script by a descriptor and prints to a pipe: no path of the
+ * user reaches it or a shell. */
+static bool plot(const char *path, FILE *script)
+{
+    char command[128], bytes[4096];
+    quern_file *file = NULL;
+    if (quern_file_create(path, &file) != QUERN_OK) return failure("%s", quern_last_error(NULL)) == 0;
+    snprintf(command, sizeof command, "command -v gnuplot >/dev/null && exec gnuplot -d /proc/%ld/fd/%d", (long)getpid(), fileno(script));
+    FILE *svg = popen(command, "r");
+    size_t size = 0;
+    for (size_t n; svg != NULL && (n = fread(bytes, 1, sizeof bytes, svg)) > 0; size += n) (void)quern_file_write(file, bytes, n);
+    if (svg == NULL || pclose(svg) != 0 || size == 0) {
+        failure("warning: no curve in %s, for gnuplot is missing or failed", path);
+        quern_file_discard(file);
+        return true;
+    }
+    return quern_file_commit(file) == QUERN_OK || failure("%s", quern_last_error(NULL)) == 0;
+}
+
+bool curve_draw(const char *path, const double *loss, int64_t count, const char *title)
+{
+    FILE *script = tmpfile();
+    if (script == NULL) return failure("no temporary file for gnuplot's script: %s", strerror(errno)) == 0;
+    fprintf(script,
+            "set terminal svg size 720,400 background '#ffffff' font 'sans-serif,13'\n"
+            "set xlabel 'step'\nset ylabel 'bits per byte'\nset grid\nset title '%s'\n"
+            "plot '-' with lines lw 2 lc '#2060a0' notitle\n",
+            title);
+    for (int64_t i = 0; i < count; i++)
+        if (loss[i] > 0.0) fprintf(script, "%lld %f\n", (long long)i + 1, loss[i]);
+    fprintf(script, "e\n");
+    bool ok = fflush(script) == 0 || failure("no room for gnuplot's script: %s", strerror(errno)) == 0;
+    ok = ok && plot(path, script);
+    fclose(script);
+    return ok;
+}
+
+static void end(int number)
+{
+    quern_file_discard_all();
+    _exit(128 + number);
+}
+
+void output_end_on_signals(void)
+{
+    static const int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
+    struct sigaction action = {.sa_handler = end}, before;
+    sigfillset(&action.sa_mask);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        if (numbers[i] == SIGHUP && sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN) continue; /* nohup */
+        sigaction(numbers[i], &action, NULL);
+    }
+    signal(SIGXFSZ, SIG_IGN); /* a file limit is then an error of write(), reported like a full disk */
+}
+
+int output_finish(int code)
+{
+    const bool failed = ferror(stdout) != 0 || fflush(stdout) != 0;
+    return failed && code == 0 ? 3 * failure("standard output cannot be written") : code;
+}

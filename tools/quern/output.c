@@ -1,0 +1,100 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+#include "output.h"
+
+#include "command.h"
+
+#include <quern/file.h>
+
+#include <errno.h>
+#include <math.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+int output_check(const char *path)
+{
+    const quern_status status = path != NULL ? quern_file_check(path) : QUERN_OK;
+    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
+}
+
+static int put(const char *bytes, size_t size, void *file)
+{
+    return quern_file_write(file, bytes, size) == QUERN_OK ? 0 : -1;
+}
+
+int output_json(const char *path, const json_t *root, size_t flags)
+{
+    quern_file *file = NULL;
+    fflush(stdout); /* what was printed comes first where both go to one place */
+    quern_status status = quern_file_create(path, &file);
+    if (status != QUERN_OK) return fail_status(status);
+    const bool dumped = json_dump_callback(root, put, file, flags) == 0;
+    status = quern_file_write(file, "\n", 1);
+    if (!dumped && status == QUERN_OK) {
+        quern_file_discard(file);
+        return fail(EXIT_MACHINE, "no memory to write '%s'", TEXT_NAME(path));
+    }
+    status = quern_file_commit(file);
+    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
+}
+
+int output_chart(const char *path, FILE *script)
+{
+    char command[128], bytes[4096];
+    quern_file *file = NULL;
+    if (fflush(script) != 0) return fail(EXIT_MACHINE, "no room for gnuplot's script: %s", strerror(errno));
+    fflush(stdout);
+    const quern_status status = quern_file_create(path, &file);
+    if (status != QUERN_OK) return fail_status(status);
+    snprintf(command, sizeof command, "exec gnuplot -d /proc/%ld/fd/%d", (long)getpid(), fileno(script));
+    FILE *svg = popen(command, "r");
+    size_t size = 0;
+    for (size_t n; svg != NULL && (n = fread(bytes, 1, sizeof bytes, svg)) > 0; size += n) (void)quern_file_write(file, bytes, n);
+    if (svg == NULL || pclose(svg) != 0 || size == 0) {
+        quern_file_discard(file);
+        return fail(EXIT_MACHINE, "gnuplot could not draw '%s'", TEXT_NAME(path));
+    }
+    const quern_status done = quern_file_commit(file);
+    return done == QUERN_OK ? EXIT_DONE : fail_status(done);
+}
+
+void output_print(const json_t *root, size_t flags)
+{
+    json_dumpf(root, stdout, flags);
+    putchar('\n');
+}
+
+json_t *output_number(double value)
+{
+    return isfinite(value) ? json_real(value) : json_null();
+}
+
+static void end(int number)
+{
+    quern_file_discard_all();
+    if (command_child > 0) kill(command_child, SIGTERM);
+    _exit(128 + number);
+}
+
+void output_end_on_signals(void)
+{
+    static const int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
+    struct sigaction action = {.sa_handler = end}, before;
+    sigfillset(&action.sa_mask);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        /* nohup stays; SIGINT that a shell ignores for its background jobs still ends a command that it is sent to */
+        if (numbers[i] == SIGHUP && sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN) continue;
+        sigaction(numbers[i], &action, NULL);
+    }
+    signal(SIGXFSZ, SIG_IGN); /* a file limit is then an error of write(), reported like a full disk */
+}
+
+int output_finish(int code)
+{
+    errno = 0;
+    const bool failed = ferror(stdout) != 0 || fflush(stdout) != 0;
+    if (!failed || code > EXIT_MISMATCH) return code;
+    return fail(EXIT_INPUT, "cannot write to standard output%s%s", errno != 0 ? ": " : "", errno != 0 ? strerror(errno) : "");
+}
