@@ -285,19 +285,19 @@ static void case_check(quern_dtype dtype, uint64_t seed, test_random *random)
     static const char *const names[] = {"d_q", "d_k", "d_v"};
     double *before[3], *first[3];
     for (int i = 0; i < 3; i++) before[i] = test_tensor_get(outputs[i]);
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         char label[200];
         snprintf(label, sizeof label, "seed %llu, %s, %s, mask %d, h %lld/%lld, d %lld/%lld, nq %lld, nk %lld, tile %lld", (unsigned long long)seed,
-                 quern_cpu_level_name((quern_cpu_level)level), quern_dtype_name(dtype), (int)c.args.mask, (long long)c.h, (long long)c.hkv,
+                 quern_cpu_level_name(level), quern_dtype_name(dtype), (int)c.args.mask, (long long)c.h, (long long)c.hkv,
                  (long long)c.d, (long long)c.dv, (long long)c.nq, (long long)c.nk, (long long)c.args.tile);
         for (int i = 0; i < 3; i++) test_tensor_set(outputs[i], before[i]);
-        run(&c, (quern_cpu_level)level, 1);
+        run(&c, level, 1);
         for (int i = 0; i < 3; i++) {
             check(label, names[i], outputs[i], before[i], c.args.accumulate_q, references[i], dtype);
             first[i] = test_tensor_get(outputs[i]);
             test_tensor_set(outputs[i], before[i]);
         }
-        run(&c, (quern_cpu_level)level, 3);
+        run(&c, level, 3);
         for (int i = 0; i < 3; i++) {
             double *again = test_tensor_get(outputs[i]);
             if (memcmp(again, first[i], (size_t)test_tensor_count(outputs[i]) * sizeof *again) != 0)
@@ -317,7 +317,7 @@ static void gradients_of_every_mask(void **state)
     const uint64_t seed = test_seed("gradients_of_every_mask", 1);
     test_random random = {seed};
     (void)state;
-    for (int i = 0; i < 48; i++) case_check(dtypes[i % 3], seed, &random);
+    for (int i = 0; i < test_trials(48); i++) case_check(dtypes[i % 3], seed, &random);
 }
 
 /* A chunk's tile must not change rows that do not see what is not finite in it. */
@@ -327,7 +327,7 @@ static void special_values_stay_with_those_who_see_them(void **state)
     const uint64_t seed = test_seed("special_values_stay_with_those_who_see_them", 2);
     test_random random = {seed};
     (void)state;
-    for (int i = 0; i < 24; i++) {
+    for (int i = 0; i < test_trials(24); i++) {
         backward_case c;
         case_make(&c, dtypes[i % 3], &random);
         test_tensor *inputs[] = {&c.q, &c.k, &c.v, &c.d_o}, *outputs[] = {&c.d_q, &c.d_k, &c.d_v};
@@ -339,17 +339,17 @@ static void special_values_stay_with_those_who_see_them(void **state)
         c.args.accumulate_q = c.args.accumulate_k = c.args.accumulate_v = false;
         gradients g = reference_of(&c);
         const double *references[] = {g.d_q, g.d_k, g.d_v};
-        for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-            run(&c, (quern_cpu_level)level, 1);
+        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+            run(&c, level, 1);
             for (int o = 0; o < 3; o++) {
                 double *out = test_tensor_get(outputs[o]);
                 for (int64_t e = 0; e < test_tensor_count(outputs[o]); e++)
                     if (isfinite(references[o][e]) && !isfinite(out[e]))
                         fail_msg("seed %llu, case %d, %s: output %d holds %g at %lld, expected %g", (unsigned long long)seed, i,
-                                 quern_cpu_level_name((quern_cpu_level)level), o, out[e], (long long)e, references[o][e]);
+                                 quern_cpu_level_name(level), o, out[e], (long long)e, references[o][e]);
                     else if (isnan(references[o][e]) && isfinite(out[e]))
                         fail_msg("seed %llu, case %d, %s: output %d hides a NaN at %lld", (unsigned long long)seed, i,
-                                 quern_cpu_level_name((quern_cpu_level)level), o, (long long)e);
+                                 quern_cpu_level_name(level), o, (long long)e);
                 free(out);
             }
         }

@@ -105,8 +105,8 @@ static void check_product(const attention_kernels *kernels, bool pairs, const pr
 static void each_level(void (*body)(const attention_kernels *, bool pairs, test_random *))
 {
     const uint64_t seed = test_seed("attention_mm", 1);
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        const attention_kernels *kernels = attention_kernels_for((quern_cpu_level)level);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        const attention_kernels *kernels = attention_kernels_for(level);
         test_random random = {seed};
         assert_int_equal(kernels->level, level);
         assert_true(kernels->panel % 16 == 0);

@@ -170,13 +170,13 @@ static void check(const linear_case *c, quern_cpu_level level)
 
 static void check_case(quern_dtype dtype, int64_t l, int64_t d)
 {
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         linear_case one = make_case(dtype, l, d);
-        run(&one, (quern_cpu_level)level, 1);
-        check(&one, (quern_cpu_level)level);
+        run(&one, level, 1);
+        check(&one, level);
         for (int32_t threads = 2; threads <= 3; threads++) {
             linear_case more = make_case(dtype, l, d);
-            run(&more, (quern_cpu_level)level, threads);
+            run(&more, level, threads);
             assert_memory_equal(one.y, more.y, (size_t)(one.entries * HEADS * D) * quern_dtype_size(dtype));
             assert_memory_equal(one.d_x, more.d_x, N * HEADS * D * sizeof(float));
             assert_memory_equal(one.d_w, more.d_w, (size_t)(HEADS * l * D * D) * sizeof(float));

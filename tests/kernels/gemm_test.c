@@ -134,8 +134,8 @@ static void check(product *x, int64_t m, int64_t n, int64_t k, bool accumulate)
 
 static void each_level(void (*body)(const stage_exec *exec, quern_dtype dtype))
 {
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        const stage_exec exec = {.device = QUERN_CPU, .threads = 1, .cpu_level = (quern_cpu_level)level, .gemm = &cache};
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        const stage_exec exec = {.device = QUERN_CPU, .threads = 1, .cpu_level = level, .gemm = &cache};
         body(&exec, QUERN_F32);
         if (attention_kernels_for(exec.cpu_level)->mm_bf16 != NULL) body(&exec, QUERN_BF16);
     }

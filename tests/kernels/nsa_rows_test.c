@@ -423,9 +423,9 @@ static void at_every_level(void **state)
 {
     const kernel_test *test = *state;
     const uint64_t seed = test_seed("nsa_rows", 1);
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         test_random random = {seed};
-        test->run(nsa_kernels_for((quern_cpu_level)level), &random);
+        test->run(nsa_kernels_for(level), &random);
     }
 }
 

@@ -239,9 +239,9 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
 static void at_every_level(void **state)
 {
     const kernel_test *test = *state;
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        test_random random = {test_seed(quern_cpu_level_name((quern_cpu_level)level), 77)};
-        test->run(quantise_kernels_for((quern_cpu_level)level), &random);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        test_random random = {test_seed(quern_cpu_level_name(level), 77)};
+        test->run(quantise_kernels_for(level), &random);
     }
 }
 

@@ -54,9 +54,9 @@ void test_every_kernel(void **state)
     for (size_t i = 0; i < ROWS; i++) {
         if (strcmp(rows[i].test, program) != 0) continue;
         listed++;
-        for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
             quern_cpu_level own; /* of the table that this level uses */
-            memcpy(&own, test_kernel_table(rows[i].table, (quern_cpu_level)level), sizeof own);
+            memcpy(&own, test_kernel_table(rows[i].table, level), sizeof own);
             const unsigned bit = 1u << (own - QUERN_CPU_LEVEL_PORTABLE);
             if ((rows[i].levels & bit) != 0 && (checked[i] & bit) == 0)
                 fail_msg("%s does not check %s.%s at %s", program, rows[i].table, rows[i].name, quern_cpu_level_name(own));

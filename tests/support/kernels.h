@@ -6,6 +6,8 @@
 #ifndef QUERN_TEST_KERNELS_H
 #define QUERN_TEST_KERNELS_H
 
+#include "levels.h"
+
 #include <quern/quern.h>
 
 #include <stddef.h>

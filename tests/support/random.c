@@ -7,6 +7,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 uint64_t test_seed(const char *name, uint64_t fallback)
 {
@@ -16,10 +17,13 @@ uint64_t test_seed(const char *name, uint64_t fallback)
     return seed;
 }
 
-int test_trials(int fallback)
+int test_trials(int usual)
 {
-    const char *text = getenv("QUERN_TEST_TRIALS");
-    return text != NULL ? atoi(text) : fallback;
+    const char *text = getenv("QUERN_TEST_TRIALS"), *slash = text != NULL ? strchr(text, '/') : NULL;
+    if (text == NULL) return usual;
+    if (slash == NULL) return atoi(text);
+    const int share = (int)((int64_t)usual * atoi(text) / atoi(slash + 1));
+    return share > 1 ? share : 1;
 }
 
 bool test_trial(uint64_t seed, int trial, test_random *random)

@@ -14,8 +14,8 @@ typedef struct test_random {
 
 /* The seed of this run: QUERN_TEST_SEED, else `fallback`; printed with the test's name. */
 uint64_t test_seed(const char *name, uint64_t fallback);
-/* The trials that a test runs: QUERN_TEST_TRIALS, else `fallback`. */
-int test_trials(int fallback);
+/* The trials that a test runs: QUERN_TEST_TRIALS, a number or a share such as 1/8 of `usual` (at least one), else `usual`. */
+int test_trials(int usual);
 /* The random numbers of a trial, which depend on seed and trial alone. False where QUERN_TEST_TRIAL names another one. */
 bool test_trial(uint64_t seed, int trial, test_random *random);
 /* Uniform in low ... high, both included. */

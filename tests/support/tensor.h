@@ -8,6 +8,7 @@
 #ifndef QUERN_TEST_TENSOR_H
 #define QUERN_TEST_TENSOR_H
 
+#include "levels.h"
 #include "random.h"
 
 #include <quern/quern.h>

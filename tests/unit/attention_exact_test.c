@@ -75,13 +75,13 @@ static void bits_do_not_depend_on_threads_runs_or_strides(void **state)
         for (int d = 0; d < 3; d++) {
             attention_case pair[2];
             make_pair(pair, &cases[i], dtypes[d], TEST_STRIDED, &random);
-            for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-                run(&pair[0], (quern_cpu_level)level, 1);
+            for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+                run(&pair[0], level, 1);
                 for (int32_t threads = 1; threads <= 3; threads++) {
                     char label[100];
                     snprintf(label, sizeof label, "case %zu, %s, %s, %d threads", i, quern_dtype_name(dtypes[d]),
-                             quern_cpu_level_name((quern_cpu_level)level), threads);
-                    run(&pair[1], (quern_cpu_level)level, threads);
+                             quern_cpu_level_name(level), threads);
+                    run(&pair[1], level, threads);
                     check_same(&pair[0], &pair[1], label);
                 }
             }
@@ -181,11 +181,11 @@ static void check_specials(const oracle_dense *dense, int64_t row, quern_dtype d
     test_tensor *const planted[] = {&c.k, &c.v, &c.q, &c.d_o};
     plant(planted[where], row, 3, special);
     attention_reference r = attention_case_reference(&c);
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         char label[100];
         snprintf(label, sizeof label, "%g in %s[%lld], g %lld, %s, %s", special, names[where], (long long)row, (long long)(dense->h / dense->hkv),
-                 quern_dtype_name(dtype), quern_cpu_level_name((quern_cpu_level)level));
-        run(&c, (quern_cpu_level)level, 1);
+                 quern_dtype_name(dtype), quern_cpu_level_name(level));
+        run(&c, level, 1);
         check_finite_alike(&c.o, r.o, "o", label);
         check_finite_alike(&c.d_q, r.d_q, "d_q", label);
         check_finite_alike(&c.d_k, r.d_k, "d_k", label);

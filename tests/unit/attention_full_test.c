@@ -19,14 +19,14 @@ static void check_case(const oracle_dense *dense, quern_dtype dtype, test_layout
     attention_reference reference = attention_case_reference(&c);
     test_tensor_set(&c.o, reference.o);
     attention_reference_given_o(&reference, &c);
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        quern_context *ctx = test_context((quern_cpu_level)level, threads);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        quern_context *ctx = test_context(level, threads);
         char label[250];
         snprintf(label, sizeof label, "B %lld Nq %lld Nkv %lld H %lld/%lld D %lld/%lld %s window %lld offset %lld%s, %s, %s, %s",
                  (long long)dense->batch, (long long)dense->nq, (long long)dense->nkv, (long long)dense->h, (long long)dense->hkv,
                  (long long)dense->d, (long long)dense->dv, dense->causal ? "causal" : "full", (long long)dense->window,
                  (long long)dense->query_offset, dense->cu_q != NULL ? " packed" : "", quern_dtype_name(dtype), test_layout_name(layout),
-                 quern_cpu_level_name((quern_cpu_level)level));
+                 quern_cpu_level_name(level));
         attention_case_reset(&c);
         attention_case_forward(&c, ctx);
         attention_case_check_forward(&c, &reference, label);
@@ -62,10 +62,10 @@ static int32_t random_borders(int32_t *cu, int64_t batch, test_random *random)
 
 static void random_cases(void **state)
 {
-    enum { CASES = 150, MOST_SEQUENCES = 6 };
+    enum { MOST_SEQUENCES = 6 };
     test_random random = {test_seed("random_cases", 1)};
     (void)state;
-    for (int i = 0; i < CASES; i++) {
+    for (int i = 0; i < test_trials(150); i++) {
         int32_t cu_q[MOST_SEQUENCES + 1], cu_kv[MOST_SEQUENCES + 1];
         oracle_dense a = {.batch = test_random_int(&random, 1, 3), .causal = !test_random_one_in(&random, 3), .query_offset = -1};
         a.hkv = test_random_int(&random, 1, 3);
@@ -106,13 +106,13 @@ static void long_rows(void **state)
         double *q = test_tensor_get(&c.q), *k = test_tensor_get(&c.k), *v = test_tensor_get(&c.v);
         double expected[ROWS * DIM], expected_lse[ROWS];
         oracle_dense_forward(&dense, q, k, v, expected, expected_lse);
-        for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-            quern_context *ctx = test_context((quern_cpu_level)level, 2);
+        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+            quern_context *ctx = test_context(level, 2);
             char label[100];
             attention_case_reset(&c);
             attention_case_forward(&c, ctx);
             double *o = test_tensor_get(&c.o), *lse = test_tensor_get(&c.lse);
-            snprintf(label, sizeof label, "%s, %s", quern_dtype_name(dtypes[d]), quern_cpu_level_name((quern_cpu_level)level));
+            snprintf(label, sizeof label, "%s, %s", quern_dtype_name(dtypes[d]), quern_cpu_level_name(level));
             test_check(label, o, expected, ROWS * DIM, test_forward_bound(dtypes[d]));
             test_check(label, lse, expected_lse, ROWS, test_forward_bound(QUERN_F32));
             free(o);

@@ -52,11 +52,11 @@ static void check_dtype(quern_dtype dtype)
         const test_layout layout = (test_layout)((i + dtype) % TEST_LAYOUTS);
         attention_case_make(&c, &cases[i], dtype, layout, &random);
         attention_reference reference = attention_case_reference(&c);
-        for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-            quern_context *ctx = test_context((quern_cpu_level)level, 2);
+        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+            quern_context *ctx = test_context(level, 2);
             char label[100];
             snprintf(label, sizeof label, "case %zu, %s, %s, %s", i, quern_dtype_name(dtype), test_layout_name(layout),
-                     quern_cpu_level_name((quern_cpu_level)level));
+                     quern_cpu_level_name(level));
             attention_case_reset(&c);
             attention_case_forward(&c, ctx);
             attention_case_check_forward(&c, &reference, label);

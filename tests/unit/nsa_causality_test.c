@@ -13,8 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TRIALS = 90 };
-
 /* What the future is replaced by. */
 typedef enum future { OTHER_NUMBERS, HUGE_NUMBERS, NOT_NUMBERS, FUTURES } future;
 
@@ -121,7 +119,7 @@ static void the_future_changes_no_bit(void **state)
 {
     const uint64_t seed = test_seed("the_future_changes_no_bit", 41);
     (void)state;
-    for (int trial = 0; trial < TRIALS; trial++) {
+    for (int trial = 0; trial < test_trials(90); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = strictly_causal(&random);

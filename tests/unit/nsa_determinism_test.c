@@ -7,8 +7,6 @@
 
 #include <stdio.h>
 
-enum { TRIALS = 12 };
-
 static void same_bits_on_level(const nsa_config *config, test_random random, quern_cpu_level level, const char *what)
 {
     nsa_case *c = nsa_case_random(config, &random);
@@ -31,14 +29,14 @@ static void same_bits_from_any_number_of_threads(void **state)
 {
     const uint64_t seed = test_seed("same_bits_from_any_number_of_threads", 51);
     (void)state;
-    for (int trial = 0; trial < TRIALS; trial++) {
+    for (int trial = 0; trial < test_trials(12); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = nsa_config_random(&random, 150);
-        for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
             char what[80];
-            snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d, %s, not the first run", trial, quern_cpu_level_name((quern_cpu_level)level));
-            same_bits_on_level(&config, random, (quern_cpu_level)level, what);
+            snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d, %s, not the first run", trial, quern_cpu_level_name(level));
+            same_bits_on_level(&config, random, level, what);
         }
     }
 }

@@ -12,8 +12,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TRIALS = 60 };
-
 static const nsa_call composed = {"composed forward", nsa_composed_workspace, nsa_composed_forward};
 
 /* Everything that the branches do not round or sum has the same bits; the rest agrees within the bounds. */
@@ -50,7 +48,7 @@ static void fused_agrees_with_composed(void **state)
 {
     const uint64_t seed = test_seed("fused_agrees_with_composed", 61);
     (void)state;
-    for (int trial = 0; trial < TRIALS; trial++) {
+    for (int trial = 0; trial < test_trials(60); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = nsa_config_random(&random, trial % 3 == 0 ? 2500 : 200);
@@ -154,8 +152,8 @@ static void check_bound(const bound_case *b, int32_t threads)
         if (!b->no_window) t.o_win = &o, t.lse_win = &lse;
     }
     if (packed && (b->compress == QUERN_NSA_COMPRESS_GIVEN)) t.cu_seqlens_cmp = &cu;
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        quern_context *ctx = test_context((quern_cpu_level)level, threads);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        quern_context *ctx = test_context(level, threads);
         const int64_t words = act == QUERN_BF16 && level >= QUERN_CPU_LEVEL_AVX512BF16 ? 2 : 4;
         size_t bytes = 0;
         if (quern_nsa_forward_workspace(ctx, &p, &t, &bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
@@ -164,7 +162,7 @@ static void check_bound(const bound_case *b, int32_t threads)
             fail_msg(
                 "N %lld, H %lld/%lld, D %lld/%lld, l %lld, d %lld, tile %lld, %s, %d threads at %s: %zu bytes of workspace, at most %zu are allowed",
                 (long long)b->n, (long long)b->h, (long long)b->hkv, (long long)b->d, (long long)b->dv, (long long)l, (long long)stride,
-                (long long)p.tile, quern_dtype_name(act), threads, quern_cpu_level_name((quern_cpu_level)level), bytes, bound);
+                (long long)p.tile, quern_dtype_name(act), threads, quern_cpu_level_name(level), bytes, bound);
         quern_context_destroy(ctx);
     }
 }

@@ -12,8 +12,8 @@
 /* Calls `body` with a context of every level. */
 static void for_levels(void (*body)(quern_context *ctx))
 {
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        quern_context *ctx = test_context((quern_cpu_level)level, 2);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        quern_context *ctx = test_context(level, 2);
         body(ctx);
         quern_context_destroy(ctx);
     }

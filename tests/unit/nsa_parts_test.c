@@ -11,8 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { TRIALS = 24 };
-
 static const nsa_set entries = NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_V_CMP);
 static const nsa_set borders = NSA_BIT(NSA_CU_SEQLENS) | NSA_BIT(NSA_CU_SEQLENS_CMP);
 static const nsa_set branches_o = NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_O_SLC) | NSA_BIT(NSA_O_WIN);
@@ -23,7 +21,7 @@ static void for_random_cases(const char *name, uint64_t fallback, void (*adjust)
                              void (*body)(nsa_case *c, quern_context *ctx))
 {
     const uint64_t seed = test_seed(name, fallback);
-    for (int trial = 0; trial < TRIALS; trial++) {
+    for (int trial = 0; trial < test_trials(24); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         nsa_config config = nsa_config_random(&random, 80);
@@ -174,7 +172,7 @@ static void gate_of_any_number_of_heads(void **state)
 {
     static const int64_t heads[] = {0, 1, 3, 5, 513, 1024, 1100};
     (void)state;
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++)
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
         for (size_t i = 0; i < sizeof heads / sizeof *heads; i++)
             for (int kind = 0; kind < 3; kind++) {
                 nsa_config config = nsa_config_small();
@@ -183,7 +181,7 @@ static void gate_of_any_number_of_heads(void **state)
                 config.d = config.dv = 8;
                 config.n = heads[i] > 100 ? 3 : 300;
                 config.params.gate = (quern_nsa_gate_kind)kind;
-                quern_context *ctx = test_context((quern_cpu_level)level, 2);
+                quern_context *ctx = test_context(level, 2);
                 nsa_case *c = nsa_case_new(&config, &random);
                 gate_case(c, ctx);
                 nsa_case_free(c);

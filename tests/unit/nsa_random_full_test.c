@@ -11,7 +11,7 @@
 static void sweep(const char *name, uint64_t fallback, int trials, int64_t tokens)
 {
     const uint64_t seed = test_seed(name, fallback);
-    for (int trial = 0; trial < trials; trial++) {
+    for (int trial = 0; trial < test_trials(trials); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         const nsa_config config = nsa_config_random(&random, tokens);

@@ -13,8 +13,8 @@
 /* Calls `body` with a context of every level. */
 static void for_levels(void (*body)(quern_context *ctx))
 {
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        quern_context *ctx = test_context((quern_cpu_level)level, 2);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        quern_context *ctx = test_context(level, 2);
         body(ctx);
         quern_context_destroy(ctx);
     }
@@ -148,8 +148,8 @@ static void exact_ties_take_the_lowest_index(void **state)
         double *k_cmp = test_doubles(c->entries * config.hkv * config.d);
         test_tensor_set(&c->tensor[NSA_K_CMP], k_cmp);
         free(k_cmp);
-        for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-            quern_context *ctx = test_context((quern_cpu_level)level, 2);
+        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+            quern_context *ctx = test_context(level, 2);
             nsa_run(c, ctx, nsa_call_select, NSA_BIT(NSA_Q) | NSA_BIT(NSA_K_CMP),
                     NSA_BIT(NSA_BLOCK_IDX) | NSA_BIT(NSA_BLOCK_COUNT));
             int32_t *idx = test_tensor_get_i32(&c->tensor[NSA_BLOCK_IDX]);

@@ -51,9 +51,9 @@ static void golden_case(quern_context *ctx, const nvfp4_golden *g, bool weight)
 static void golden_vectors(void **state)
 {
     (void)state;
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++)
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
         for (int weight = 0; weight < 2; weight++) {
-            quern_context *ctx = test_context((quern_cpu_level)level, 2);
+            quern_context *ctx = test_context(level, 2);
             nvfp4_golden_file f = nvfp4_golden_open(QUERN_TEST_VECTORS, weight ? "nvfp4_weights_scales" : "nvfp4_quant");
             for (nvfp4_golden g; nvfp4_golden_next(&f, &g); nvfp4_golden_free(&g)) golden_case(ctx, &g, weight);
             nvfp4_golden_close(&f);

@@ -7,6 +7,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 static void rounding_is_to_nearest_even(void **state)
 {
@@ -83,6 +84,31 @@ static void relative_l2_knows_special_values(void **state)
     assert_true(isinf(test_relative_l2(tiny, zero, 4, why)));
 }
 
+static void trials_are_a_number_or_a_share(void **state)
+{
+    (void)state;
+    const char *given = getenv("QUERN_TEST_TRIALS");
+    char *before = given != NULL ? strdup(given) : NULL;
+    unsetenv("QUERN_TEST_TRIALS");
+    assert_int_equal(test_trials(40), 40);
+    setenv("QUERN_TEST_TRIALS", "7", 1);
+    assert_int_equal(test_trials(40), 7);
+    setenv("QUERN_TEST_TRIALS", "1/8", 1);
+    assert_int_equal(test_trials(40), 5);
+    assert_int_equal(test_trials(3), 1);
+    if (before != NULL) setenv("QUERN_TEST_TRIALS", before, 1);
+    else unsetenv("QUERN_TEST_TRIALS");
+    free(before);
+}
+
+static void every_level_comes_once_in_order(void **state)
+{
+    int expected = QUERN_CPU_LEVEL_PORTABLE;
+    (void)state;
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) assert_int_equal(level, expected++);
+    assert_int_equal(expected, quern_cpu_level_detect() + 1);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -90,6 +116,8 @@ int main(void)
         cmocka_unit_test(half_patterns_round_trip),
         cmocka_unit_test(strided_views_keep_their_values),
         cmocka_unit_test(relative_l2_knows_special_values),
+        cmocka_unit_test(trials_are_a_number_or_a_share),
+        cmocka_unit_test(every_level_comes_once_in_order),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

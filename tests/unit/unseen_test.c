@@ -77,8 +77,8 @@ static void check_dense(const oracle_dense *dense, quern_dtype dtype, int where,
     const int64_t batches = dense->cu_q != NULL ? 1 : dense->batch, rows = batches * (where < 2 ? dense->nkv : dense->nq);
     results_of(&c, of);
     double *before[LEVELS][RESULTS], *original = test_tensor_get(planted[where]);
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        run_dense(&c, (quern_cpu_level)level);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        run_dense(&c, level);
         for (int i = 0; i < RESULTS; i++) before[level][i] = test_tensor_get(of[i]);
     }
     replace_row(planted[where], row, rows, 0, true);
@@ -87,16 +87,16 @@ static void check_dense(const oracle_dense *dense, quern_dtype dtype, int where,
     for (int kind = 0; kind < REPLACEMENTS; kind++) {
         test_tensor_set(planted[where], original);
         replace_row(planted[where], row, rows, kind, kind % 2 == 0);
-        for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
             char label[200];
             snprintf(label, sizeof label, "%g in %s[%lld], Nq %lld Nkv %lld H %lld/%lld window %lld%s, %s, %s", replacements[kind], inputs[where],
                      (long long)row, (long long)dense->nq, (long long)dense->nkv, (long long)dense->h, (long long)dense->hkv,
-                     (long long)dense->window, tiny ? " tiny" : "", quern_dtype_name(dtype), quern_cpu_level_name((quern_cpu_level)level));
-            run_dense(&c, (quern_cpu_level)level);
+                     (long long)dense->window, tiny ? " tiny" : "", quern_dtype_name(dtype), quern_cpu_level_name(level));
+            run_dense(&c, level);
             for (int i = 0; i < RESULTS; i++) check_unseen(label, names[i], of[i], before[level][i], oracle[i]);
         }
     }
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++)
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
         for (int i = 0; i < RESULTS; i++) free(before[level][i]);
     free(original);
     attention_reference_free(&r);

@@ -1,0 +1,14 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* levels.h - the CPU levels that tests go through. */
+#ifndef QUERN_TEST_LEVELS_H
+#define QUERN_TEST_LEVELS_H
+
+#include <quern/quern.h>
+
+/* Moves *level to the next level that this machine has, after AUTO to the first; false after the last. What all levels
+ * share, the oracle's answer above all, is made before the loop:
+ *     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) */
+bool test_next_level(quern_cpu_level *level);
+
+#endif
