@@ -131,7 +131,10 @@ QUERN_API const char *quern_version(void);
 /*
  * A context holds what does not change between calls: the number of threads, the CPU level, the loaded
  * GPU backend. It may be used from several threads at once if each call has its own workspace. After a
- * fork the child computes on one thread.
+ * fork the child computes on one thread, whoever used OpenMP before, but for contexts with an executor that it makes
+ * itself. Where OpenMP's threads cannot be created (address space, a limit of the system), there are fewer.
+ * Kernels run under the default floating-point state (round to nearest even, subnormals kept, no traps), on every
+ * thread; the caller's state comes back as it was, sticky flags included.
  */
 typedef struct quern_context quern_context;
 
@@ -146,7 +149,9 @@ typedef enum quern_cpu_level {
 /*
  * Runs body(body_arg, index, thread) once for each index in 0 ... count - 1 and returns when all are done. `thread` is
  * in 0 ... threads - 1; no two calls that run at the same time share a thread number. Results do not depend on which
- * thread gets which index. `arg` is quern_context_params.parallel_for_arg.
+ * thread gets which index, nor on their order, and a serial loop will do. The library starts the lowest index that is
+ * left at each call of body and runs what is left over itself; a call may wait for one that another thread has begun, so
+ * a thread that has begun one must go on. `arg` is quern_context_params.parallel_for_arg.
  */
 typedef void quern_parallel_for(void *arg, int32_t threads, int64_t count,
                                 void (*body)(void *body_arg, int64_t index, int32_t thread), void *body_arg);

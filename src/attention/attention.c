@@ -11,6 +11,7 @@
 #include "core/arena.h"
 #include "core/context.h"
 #include "core/error.h"
+#include "core/float_state.h"
 #include "core/op.h"
 #include "core/view.h"
 
@@ -159,8 +160,8 @@ quern_status quern_attention_forward_workspace(quern_context *ctx, const quern_a
     return QUERN_OK;
 }
 
-quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
-                                     const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
+static quern_status forward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
+                            const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
     attention_call call;
     quern_status status = plan(ctx, exec, params, tensors, false, true, &call);
@@ -168,6 +169,15 @@ quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec,
     status = view_check_workspace(workspace, workspace_bytes, call.backend->attend_forward.workspace(&call.exec, &call.attend), &call.attend.q);
     if (status == QUERN_OK) status = report(&call);
     return status != QUERN_OK ? status : call.backend->attend_forward.run(&call.exec, &call.attend, workspace);
+}
+
+quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
+                                     const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    const float_state callers = float_state_enter();
+    const quern_status status = forward(ctx, exec, params, tensors, workspace, workspace_bytes);
+    float_state_leave(callers);
+    return status;
 }
 
 quern_status quern_attention_backward_workspace(quern_context *ctx, const quern_attention_params *params, const quern_attention_tensors *tensors,
@@ -183,8 +193,8 @@ quern_status quern_attention_backward_workspace(quern_context *ctx, const quern_
     return QUERN_OK;
 }
 
-quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
-                                     const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
+static quern_status backward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
+                             const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
     attention_call call;
     quern_status status = plan(ctx, exec, params, tensors, true, true, &call);
@@ -196,4 +206,13 @@ quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec
     status = report(&call);
     if (status == QUERN_OK) status = call.backend->rowdot.run(&call.exec, &call.rowdot, scratch);
     return status != QUERN_OK ? status : call.backend->attend_backward.run(&call.exec, &call.attend, scratch);
+}
+
+quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
+                                     const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    const float_state callers = float_state_enter();
+    const quern_status status = backward(ctx, exec, params, tensors, workspace, workspace_bytes);
+    float_state_leave(callers);
+    return status;
 }

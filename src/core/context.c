@@ -4,6 +4,7 @@
 
 #include "core/error.h"
 #include "core/op.h"
+#include "core/parallel.h"
 #include "core/plugin.h"
 
 #include <sched.h>
@@ -78,6 +79,9 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
         return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a context of %zu bytes", sizeof *c);
     }
     c->threads = p.threads > 0 ? p.threads : default_threads();
+    c->parallel_for = p.parallel_for;
+    c->parallel_for_arg = p.parallel_for_arg;
+    c->forks = parallel_forks();
     c->cpu_level = level;
     c->kept = kept;
     *ctx = c;
@@ -105,6 +109,7 @@ const quern_backend *context_backend(quern_context *ctx, quern_device device, in
 {
     const quern_cuda_plugin *plugin = device == QUERN_CUDA ? plugin_for(device_id) : NULL;
     if (device == QUERN_CUDA && plugin == NULL) return NULL;
-    *exec = (stage_exec){device, device_id, ctx->threads, ctx->cpu_level, stream, ctx->kept, 0};
+    *exec = (stage_exec){.device = device, .device_id = device_id, .threads = ctx->threads, .parallel_for = ctx->parallel_for,
+                         .parallel_for_arg = ctx->parallel_for_arg, .forks = ctx->forks, .cpu_level = ctx->cpu_level, .stream = stream, .gemm = ctx->kept};
     return plugin != NULL ? plugin->backend : &quern_backend_cpu;
 }

@@ -8,6 +8,9 @@
 
 struct quern_context {
     int32_t threads;
+    quern_parallel_for *parallel_for; /* the caller's executor, or NULL */
+    void *parallel_for_arg;
+    int32_t forks; /* parallel_forks() when the context was made */
     quern_cpu_level cpu_level;
     void *kept; /* the CPU backend's */
 };

@@ -1,38 +1,153 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * parallel.c - hands out indices to a team of threads.
+ *
+ * Indices are tickets: whoever is called takes the next one, whatever index the executor names. So they start in rising
+ * order on any executor, none runs twice or is left out, and a body may wait for a lower index, which some thread is
+ * working on.
+ *
+ * OpenMP has two habits that a guest cannot afford.
+ *   - A child of fork that enters a parallel region waits for its parent's threads. So a child computes on one thread,
+ *     whoever used OpenMP before the fork: the library is told of forks from when it is loaded.
+ *   - Where a thread cannot be created, libgomp ends the process. So before it is asked for a larger team than it has,
+ *     as many threads are created here and joined again, with one to spare; where that fails, the team is smaller. (What
+ *     other threads of the process take in between cannot be known.) libgomp keeps a team for each thread that calls,
+ *     and ends its surplus threads when asked for a smaller one; so a thread's teams all have one size.
+ */
 #include "core/parallel.h"
+
+#include "core/float_state.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 
-/* OpenMP's team does not survive a fork: a child that enters a parallel region waits for threads it does
- * not have. So a child runs serially. */
-static atomic_bool forked;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
+static atomic_int forks;
 
 static void in_child(void)
 {
-    atomic_store(&forked, 1);
+    atomic_fetch_add(&forks, 1);
 }
 
-static void watch_fork(void)
+__attribute__((constructor)) static void watch_forks(void)
 {
     pthread_atfork(NULL, NULL, in_child);
 }
 
-void parallel_for(int32_t threads, int64_t count, parallel_body *body, void *arg)
+int32_t parallel_forks(void)
 {
-    pthread_once(&once, watch_fork);
-    if (threads > count) threads = (int32_t)count;
-    if (threads <= 1 || atomic_load(&forked)) {
-        for (int64_t i = 0; i < count; i++) body(arg, i, 0);
-        return;
+    return atomic_load(&forks);
+}
+
+typedef struct ticket_roll {
+    parallel_body *body;
+    void *arg;
+    int64_t count;
+    int32_t threads;
+    atomic_int_fast64_t next;
+} ticket_roll;
+
+static void take_all(ticket_roll *roll, int32_t thread)
+{
+    parallel_body *const body = roll->body;
+    void *const arg = roll->arg;
+    const int64_t count = roll->count;
+    const float_state callers = float_state_enter();
+    for (int64_t i; (i = atomic_fetch_add(&roll->next, 1)) < count;) body(arg, i, thread);
+    float_state_leave(callers);
+}
+
+/* What the caller's executor calls. A thread number outside the team has no scratch: its ticket is left. */
+static void take_one(void *arg, int64_t index, int32_t thread)
+{
+    ticket_roll *roll = arg;
+    (void)index;
+    if (thread < 0 || thread >= roll->threads) return;
+    const int64_t i = atomic_fetch_add(&roll->next, 1);
+    if (i >= roll->count) return;
+    const float_state callers = float_state_enter();
+    roll->body(roll->arg, i, thread);
+    float_state_leave(callers);
+}
+
+#ifdef _OPENMP
+enum { MOST_THREADS = 1024, CALLS_UNTIL_RETRY = 1000 };
+
+static void *stand_by(void *gate)
+{
+    pthread_mutex_lock(gate);
+    pthread_mutex_unlock(gate);
+    return NULL;
+}
+
+/* Stacks of the size that OMP_STACKSIZE asks for (a number and B, K, M or G; K where none stands), as libgomp's. */
+static void set_stack(pthread_attr_t *attr)
+{
+    const char *text = getenv("OMP_STACKSIZE");
+    char *unit;
+    size_t bytes = text != NULL ? strtoul(text, &unit, 10) : 0;
+    if (bytes == 0) return;
+    while (*unit == ' ') unit++;
+    bytes <<= *unit == 'B' || *unit == 'b' ? 0 : *unit == 'M' || *unit == 'm' ? 20 : *unit == 'G' || *unit == 'g' ? 30 : 10;
+    pthread_attr_setstacksize(attr, bytes);
+}
+
+/* How many of `wanted` threads can be created beside those there are. */
+static int32_t creatable(int32_t wanted)
+{
+    pthread_t made[MOST_THREADS];
+    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+    pthread_attr_t attr;
+    int32_t n = 0;
+    if (pthread_attr_init(&attr) != 0) return 0;
+    set_stack(&attr);
+    pthread_mutex_lock(&gate);
+    while (n < wanted && n < MOST_THREADS && pthread_create(&made[n], &attr, stand_by, &gate) == 0) n++;
+    pthread_mutex_unlock(&gate);
+    for (int32_t i = 0; i < n; i++) pthread_join(made[i], NULL);
+    pthread_attr_destroy(&attr);
+    return n;
+}
+
+/* The team that OpenMP can make of this thread, at most `wanted`: one more thread is created than it lacks. */
+static int32_t team_of(int32_t wanted)
+{
+    static _Thread_local int32_t had = 1, refused; /* refused: calls until more is tried again */
+    if (wanted <= had) return had = wanted;
+    if (refused > 0) {
+        refused--;
+        return had;
     }
-    atomic_int_fast64_t next = 0;
-    atomic_int_fast32_t ids = 0;
-#pragma omp parallel num_threads(threads)
-    {
-        int32_t thread = (int32_t)atomic_fetch_add(&ids, 1);
-        for (int64_t i; (i = atomic_fetch_add(&next, 1)) < count;) body(arg, i, thread);
+    const int32_t more = creatable(wanted - had + 1);
+    if (more <= wanted - had) refused = CALLS_UNTIL_RETRY;
+    if (more > 0) had += more - 1;
+    return had;
+}
+
+static void run_openmp(ticket_roll *roll)
+{
+    const int32_t team = team_of(roll->threads);
+    atomic_int_fast32_t numbers = 0;
+    if (team <= 1) return;
+#pragma omp parallel num_threads(team)
+    take_all(roll, (int32_t)atomic_fetch_add(&numbers, 1));
+}
+#else
+static void run_openmp(ticket_roll *roll)
+{
+    (void)roll;
+}
+#endif
+
+void parallel_for(const stage_exec *exec, int64_t count, parallel_body *body, void *arg)
+{
+    ticket_roll roll = {body, arg, count, exec->threads, 0};
+    if (count > 1 && exec->threads > 1) {
+        if (exec->parallel_for != NULL && exec->forks == parallel_forks())
+            exec->parallel_for(exec->parallel_for_arg, exec->threads < count ? exec->threads : (int32_t)count, count, take_one, &roll);
+        else if (exec->parallel_for == NULL && parallel_forks() == 0)
+            run_openmp(&roll);
     }
+    take_all(&roll, 0);
 }

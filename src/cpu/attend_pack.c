@@ -176,7 +176,7 @@ void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const atte
         if (plan->args->seqs.cu_q.data == NULL) break;
     }
     pack_job job = {plan, targets, count, (longest + PACK_ROWS - 1) / PACK_ROWS};
-    parallel_for(exec->threads, plan->sequences * plan->kv_heads * job.pieces, pack_piece, &job);
+    parallel_for(exec, plan->sequences * plan->kv_heads * job.pieces, pack_piece, &job);
 }
 
 void attend_pack(const stage_exec *exec, const attend_plan *plan, const attend_packed *packed)

@@ -73,7 +73,7 @@ void pack_matrix(const stage_exec *exec, const compress_matrix *m, const quern_t
 {
     if (m->copy == NULL || !is_present(w)) return;
     pack_job job = {m, w, attention_kernels_for(exec->cpu_level)};
-    parallel_for(exec->threads, w->shape[0] * m->steps, pack_step, &job);
+    parallel_for(exec, w->shape[0] * m->steps, pack_step, &job);
 }
 
 void multiply_step(const compress_matrix *m, int64_t h, int64_t step, int64_t rows, const void *a, float *c, bool accumulate, void *scratch)

@@ -362,14 +362,14 @@ quern_status cpu_attend_backward(const stage_exec *exec, const attend_args *args
     const bool accumulate[2] = {args->accumulate_k, args->accumulate_v};
     for (int i = 0; i < 2; i++)
         if (outputs[i].g->data != NULL && !accumulate[i])
-            parallel_for(exec->threads, outputs[i].t->shape[0] * outputs[i].t->shape[1], clear_token, &outputs[i]);
+            parallel_for(exec, outputs[i].t->shape[0] * outputs[i].t->shape[1], clear_token, &outputs[i]);
     for (int64_t i = 0; i < f->units * job.slots; i++) atomic_init(&job.turn_of[i], 0);
     for (int32_t i = 0; i < f->kv_heads; i++) atomic_init(&job.passed[i], 0);
     pack_all(exec, &job.plan);
-    parallel_for(exec->threads, job.slots * f->units, run_task, &job);
+    parallel_for(exec, job.slots * f->units, run_task, &job);
     for (int i = 0; i < 2; i++)
         if (outputs[i].g->data != NULL && outputs[i].t->dtype != QUERN_F32)
-            parallel_for(exec->threads, outputs[i].t->shape[0] * outputs[i].t->shape[1], write_token, &outputs[i]);
+            parallel_for(exec, outputs[i].t->shape[0] * outputs[i].t->shape[1], write_token, &outputs[i]);
     if (is_present(&args->d_q) && !args->accumulate_q) zero_rows(&args->d_q, token_rows(&args->seqs));
     return QUERN_OK;
 }

@@ -135,7 +135,7 @@ quern_status cpu_attend_forward(const stage_exec *exec, const attend_args *args,
         arena a = arena_on(workspace);
         forward_job job = carve(exec, &pass, &a);
         attend_pack(exec, &job.plan, &job.packed);
-        parallel_for(exec->threads, job.plan.sequences * job.plan.units * job.pieces, run_chunk, &job);
+        parallel_for(exec, job.plan.sequences * job.plan.units * job.pieces, run_chunk, &job);
         attend_store_unused(&job.plan);
     }
     return QUERN_OK;

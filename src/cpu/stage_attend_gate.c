@@ -331,7 +331,7 @@ quern_status cpu_attend_gate(const stage_exec *exec, const attend_gate_args *arg
         const attend_plan *first = &job.plan[pass->branch[0]];
         for (int32_t i = 0; i < pass->count; i++)
             if (!shares_packed(pass, i)) attend_pack(exec, &job.plan[pass->branch[i]], &pass->packed[i]);
-        parallel_for(exec->threads, first->sequences * first->units * pass->pieces, run_chunk, &job);
+        parallel_for(exec, first->sequences * first->units * pass->pieces, run_chunk, &job);
         if (job.current == 0 && job.select_late) cpu_select(exec, &job.select, job.scratch);
     }
     if (args->gate.seqs.cu_q.data == NULL) return QUERN_OK;

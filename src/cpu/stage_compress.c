@@ -218,10 +218,10 @@ quern_status cpu_compress(const stage_exec *exec, const compress_args *args, voi
     job.pieces = (most + job.piece - 1) / job.piece;
     for (int i = 0; i < 2; i++) pack_matrix(exec, &job.sides[i].matrix, job.sides[i].w);
     if (args->kind == COMPRESS_LINEAR) {
-        if (job.sides[0].bias != NULL || job.sides[1].bias != NULL) parallel_for(exec->threads, heads * 2, encode, &job);
-        parallel_for(exec->threads, args->seqs.batch * job.pieces * heads * 2, linear_piece, &job);
+        if (job.sides[0].bias != NULL || job.sides[1].bias != NULL) parallel_for(exec, heads * 2, encode, &job);
+        parallel_for(exec, args->seqs.batch * job.pieces * heads * 2, linear_piece, &job);
     } else {
-        parallel_for(exec->threads, args->seqs.batch * job.pieces, mean_piece, &job);
+        parallel_for(exec, args->seqs.batch * job.pieces, mean_piece, &job);
     }
     if (args->seqs.cu_q.data != NULL)
         for (int i = 0; i < 2; i++)

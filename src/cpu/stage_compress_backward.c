@@ -321,7 +321,7 @@ static void clear_tokens(void *arg, int64_t index, int32_t thread)
 static void clear_side(const stage_exec *exec, backward_job *job)
 {
     const quern_tensor *d = job->s->d_x, *const weights[] = {job->s->d_w, job->s->d_pe};
-    if (is_present(d) && !job->args->accumulate) parallel_for(exec->threads, d->shape[0] * d->shape[1], clear_tokens, job);
+    if (is_present(d) && !job->args->accumulate) parallel_for(exec, d->shape[0] * d->shape[1], clear_tokens, job);
     for (int i = 0; i < 2; i++) {
         const quern_tensor *w = weights[i];
         if (!is_present(w)) continue;
@@ -339,24 +339,24 @@ static void run_side(const stage_exec *exec, backward_job *job)
     const int64_t longest = longest_sequence(&args->seqs), batch = args->seqs.batch;
     if (is_present(s->w)) {
         pack_matrix(exec, &s->back, s->w);
-        parallel_for(exec->threads, s->y->shape[0] * ((job->total + MEAN_RUNS - 1) / MEAN_RUNS), prepare, job);
+        parallel_for(exec, s->y->shape[0] * ((job->total + MEAN_RUNS - 1) / MEAN_RUNS), prepare, job);
     }
     const int64_t runs = (longest + args->stride - 1) / args->stride, per_task = linear ? RUNS : MEAN_RUNS;
     if (is_present(s->d_x)) {
         job->pieces = (runs + per_task - 1) / per_task;
-        parallel_for(exec->threads, batch * job->pieces * (linear ? s->heads : 1), linear ? linear_runs : spread_runs, job);
+        parallel_for(exec, batch * job->pieces * (linear ? s->heads : 1), linear ? linear_runs : spread_runs, job);
         if (args->seqs.cu_q.data != NULL && !args->accumulate) zero_rows(s->d_x, token_rows(&args->seqs));
     }
     if (is_present(s->d_w) && linear) {
         const int64_t group = linear_group(job, s);
-        parallel_for(exec->threads, s->heads * ((args->block_size + group - 1) / group), linear_weights, job);
+        parallel_for(exec, s->heads * ((args->block_size + group - 1) / group), linear_weights, job);
     }
     if (is_present(s->d_w) && !linear) {
         job->pieces = (entries_of(args, longest) + MEAN_RUNS - 1) / MEAN_RUNS;
-        parallel_for(exec->threads, batch * job->pieces, prepare_means, job);
-        parallel_for(exec->threads, s->heads * ((s->dim + WEIGHT_ROWS - 1) / WEIGHT_ROWS), mean_weights, job);
+        parallel_for(exec, batch * job->pieces, prepare_means, job);
+        parallel_for(exec, s->heads * ((s->dim + WEIGHT_ROWS - 1) / WEIGHT_ROWS), mean_weights, job);
     }
-    if (is_present(s->d_pe)) parallel_for(exec->threads, s->heads, linear_encodings, job);
+    if (is_present(s->d_pe)) parallel_for(exec, s->heads, linear_encodings, job);
 }
 
 quern_status cpu_compress_backward(const stage_exec *exec, const compress_args *args, void *workspace)

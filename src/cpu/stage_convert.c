@@ -48,7 +48,7 @@ quern_status cpu_convert(const stage_exec *exec, const convert_args *args, void 
     (void)workspace;
     const int64_t rows = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : args->in.shape[1];
     convert_job job = {args, nsa_kernels_for(exec->cpu_level), rows, (rows + CONVERT_TOKENS - 1) / CONVERT_TOKENS};
-    parallel_for(exec->threads, args->in.shape[0] * job.pieces, convert_piece, &job);
+    parallel_for(exec, args->in.shape[0] * job.pieces, convert_piece, &job);
     if (rows < args->out.shape[1]) zero_rows(&args->out, rows);
     return QUERN_OK;
 }

@@ -101,7 +101,7 @@ quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, voi
     job.tokens = job.heads < PIECE_ROWS ? PIECE_ROWS / job.heads : 1;
     job.pieces = (job.rows + job.tokens - 1) / job.tokens;
     job.stream = all_may_stream(&args->o);
-    parallel_for(exec->threads, like->shape[0] * job.pieces, gate_piece, &job);
+    parallel_for(exec, like->shape[0] * job.pieces, gate_piece, &job);
     if (is_present(&args->o)) zero_rows(&args->o, job.rows);
     if (is_present(&args->gates) && args->kind != GATE_GIVEN) zero_rows(&args->gates, job.rows);
     return QUERN_OK;

@@ -160,7 +160,7 @@ quern_status cpu_gate_backward(const stage_exec *exec, const gate_args *args, vo
 {
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
-    parallel_for(exec->threads, job.parts, run_part, &job);
-    if (job.parts_sum != NULL) parallel_for(exec->threads, job.heads, reduce_head, &job);
+    parallel_for(exec, job.parts, run_part, &job);
+    if (job.parts_sum != NULL) parallel_for(exec, job.heads, reduce_head, &job);
     return QUERN_OK;
 }

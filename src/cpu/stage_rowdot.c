@@ -55,6 +55,6 @@ quern_status cpu_rowdot(const stage_exec *exec, const rowdot_args *args, void *w
 {
     (void)workspace;
     rowdot_job job = {args, attention_kernels_for(exec->cpu_level), token_rows(&args->seqs)};
-    parallel_for(exec->threads, args->a.shape[0] * args->a.shape[1], token, &job);
+    parallel_for(exec, args->a.shape[0] * args->a.shape[1], token, &job);
     return QUERN_OK;
 }

@@ -87,7 +87,7 @@ quern_status cpu_select(const stage_exec *exec, const select_args *args, void *w
     carve(exec, &plan, &a, &job);
     select_keys_pack(exec, &plan, job.keys);
     job.pieces = (tiles_of(&plan, longest_sequence(&args->seqs)) + plan.tiles - 1) / plan.tiles;
-    parallel_for(exec->threads, args->seqs.batch * plan.list_heads * job.pieces, run_task, &job);
+    parallel_for(exec, args->seqs.batch * plan.list_heads * job.pieces, run_task, &job);
     if (args->seqs.cu_q.data != NULL) fill_unused(&plan);
     return QUERN_OK;
 }

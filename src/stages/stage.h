@@ -21,12 +21,16 @@ typedef struct stage_exec {
     quern_device device;
     int32_t device_id;
     int32_t threads;         /* CPU: size of the team */
+    quern_parallel_for *parallel_for; /* CPU: the caller's executor; NULL: OpenMP */
+    void *parallel_for_arg;
+    int32_t forks;           /* CPU: parallel_forks() when the context was made */
     quern_cpu_level cpu_level;
     void *stream;            /* CUDA: cudaStream_t */
     struct gemm_cache *gemm; /* CPU: the context's oneDNN primitives; NULL: no use of oneDNN */
     size_t shared_bytes;     /* CUDA: shared memory that a kernel may take; 0: what the device offers */
 } stage_exec;
-#define STAGE_EXEC_VALUES(F) F(device) F(device_id) F(threads) F(cpu_level) F(stream) F(gemm) F(shared_bytes)
+#define STAGE_EXEC_VALUES(F)                                                                           \
+    F(device) F(device_id) F(threads) F(parallel_for) F(parallel_for_arg) F(forks) F(cpu_level) F(stream) F(gemm) F(shared_bytes)
 
 enum { STAGE_WHY_BYTES = 200 };
 

@@ -220,7 +220,7 @@ static void teams(const stage_exec *exec, quern_dtype dtype)
 #ifdef _OPENMP
         omp_set_num_threads(5);
 #endif
-        parallel_for(t + 1, TILES, tile, &job);
+        parallel_for(&(stage_exec){.threads = t + 1}, TILES, tile, &job);
 #ifdef _OPENMP
         assert_int_equal(omp_get_max_threads(), 5);
 #endif

@@ -74,20 +74,21 @@ static void every_index_runs_once(void **unused)
     (void)unused;
     for (int32_t threads = 1; threads <= 5; threads++) {
         int seen[97] = {0};
-        parallel_for(threads, 97, count_up, seen);
+        parallel_for(&(stage_exec){.threads = threads}, 97, count_up, seen);
         for (int i = 0; i < 97; i++) assert_int_equal(seen[i], 1);
     }
-    parallel_for(4, 0, count_up, NULL);
+    parallel_for(&(stage_exec){.threads = 4}, 0, count_up, NULL);
 }
 
 static void a_child_of_fork_computes_alone(void **unused)
 {
     (void)unused;
+    const stage_exec exec = {.threads = 2};
     int seen[8] = {0};
-    parallel_for(2, 8, count_up, seen);
+    parallel_for(&exec, 8, count_up, seen);
     const pid_t child = fork();
     if (child == 0) {
-        parallel_for(2, 8, count_up, seen);
+        parallel_for(&exec, 8, count_up, seen);
         _exit(seen[7] == 2 ? 0 : 1);
     }
     int status = 1;
