@@ -160,24 +160,16 @@ quern_status quern_attention_forward_workspace(quern_context *ctx, const quern_a
     return QUERN_OK;
 }
 
-static quern_status forward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
-                            const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
+                                     const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
+    DEFAULT_FLOAT_STATE;
     attention_call call;
     quern_status status = plan(ctx, exec, params, tensors, false, true, &call);
     if (status != QUERN_OK) return status;
     status = view_check_workspace(workspace, workspace_bytes, call.backend->attend_forward.workspace(&call.exec, &call.attend), &call.attend.q);
     if (status == QUERN_OK) status = report(&call);
     return status != QUERN_OK ? status : call.backend->attend_forward.run(&call.exec, &call.attend, workspace);
-}
-
-quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
-                                     const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
-{
-    const float_state callers = float_state_enter();
-    const quern_status status = forward(ctx, exec, params, tensors, workspace, workspace_bytes);
-    float_state_leave(callers);
-    return status;
 }
 
 quern_status quern_attention_backward_workspace(quern_context *ctx, const quern_attention_params *params, const quern_attention_tensors *tensors,
@@ -193,9 +185,10 @@ quern_status quern_attention_backward_workspace(quern_context *ctx, const quern_
     return QUERN_OK;
 }
 
-static quern_status backward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
-                             const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
+                                     const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
+    DEFAULT_FLOAT_STATE;
     attention_call call;
     quern_status status = plan(ctx, exec, params, tensors, true, true, &call);
     if (status != QUERN_OK) return status;
@@ -206,13 +199,4 @@ static quern_status backward(quern_context *ctx, const quern_exec *exec, const q
     status = report(&call);
     if (status == QUERN_OK) status = call.backend->rowdot.run(&call.exec, &call.rowdot, scratch);
     return status != QUERN_OK ? status : call.backend->attend_backward.run(&call.exec, &call.attend, scratch);
-}
-
-quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
-                                     const quern_attention_tensors *tensors, void *workspace, size_t workspace_bytes)
-{
-    const float_state callers = float_state_enter();
-    const quern_status status = backward(ctx, exec, params, tensors, workspace, workspace_bytes);
-    float_state_leave(callers);
-    return status;
 }

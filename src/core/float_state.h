@@ -21,9 +21,9 @@ static inline float_state float_state_enter(void)
     return callers;
 }
 
-static inline void float_state_leave(float_state callers)
+static inline void float_state_leave(const float_state *callers)
 {
-    _mm_setcsr(callers);
+    _mm_setcsr(*callers);
 }
 #else
 #include <fenv.h>
@@ -38,10 +38,13 @@ static inline float_state float_state_enter(void)
     return callers;
 }
 
-static inline void float_state_leave(float_state callers)
+static inline void float_state_leave(const float_state *callers)
 {
-    fesetenv(&callers);
+    fesetenv(callers);
 }
 #endif
+
+/* From here to the end of the block. Stands first in every operation that computes. */
+#define DEFAULT_FLOAT_STATE const float_state callers_float_state __attribute__((cleanup(float_state_leave), unused)) = float_state_enter()
 
 #endif

@@ -53,9 +53,8 @@ static void take_all(ticket_roll *roll, int32_t thread)
     parallel_body *const body = roll->body;
     void *const arg = roll->arg;
     const int64_t count = roll->count;
-    const float_state callers = float_state_enter();
+    DEFAULT_FLOAT_STATE;
     for (int64_t i; (i = atomic_fetch_add(&roll->next, 1)) < count;) body(arg, i, thread);
-    float_state_leave(callers);
 }
 
 /* What the caller's executor calls. A thread number outside the team has no scratch: its ticket is left. */
@@ -66,9 +65,8 @@ static void take_one(void *arg, int64_t index, int32_t thread)
     if (thread < 0 || thread >= roll->threads) return;
     const int64_t i = atomic_fetch_add(&roll->next, 1);
     if (i >= roll->count) return;
-    const float_state callers = float_state_enter();
+    DEFAULT_FLOAT_STATE;
     roll->body(roll->arg, i, thread);
-    float_state_leave(callers);
 }
 
 #ifdef _OPENMP

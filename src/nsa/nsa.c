@@ -60,9 +60,10 @@ static quern_status workspace_of(quern_context *ctx, const quern_nsa_params *par
     return QUERN_OK;
 }
 
-static quern_status run_call(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op,
-                             void *workspace, size_t given)
+static quern_status run(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op,
+                        void *workspace, size_t given)
 {
+    DEFAULT_FLOAT_STATE;
     nsa_call call;
     size_t needed;
     quern_status status = prepare(ctx, exec, params, tensors, op, true, NULL, &call, &needed);
@@ -71,15 +72,6 @@ static quern_status run_call(quern_context *ctx, const quern_exec *exec, const q
     status = prepare(ctx, exec, params, tensors, op, true, workspace, &call, &needed);
     if (status == QUERN_OK && call.check.status.ndim > 0) status = call.backend->check.run(&call.exec, &call.check, NULL);
     return status != QUERN_OK ? status : operation_of(op)->run(&call);
-}
-
-static quern_status run(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op,
-                        void *workspace, size_t given)
-{
-    const float_state callers = float_state_enter();
-    const quern_status status = run_call(ctx, exec, params, tensors, op, workspace, given);
-    float_state_leave(callers);
-    return status;
 }
 
 /* The two public functions of an operation. */

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* fused.c - a product's interleaved output to NVFP4: checks, then one stage. */
 #include "core/error.h"
+#include "core/float_state.h"
 #include "core/op.h"
 #include "core/view.h"
 #include "nvfp4/call.h"
@@ -94,6 +95,7 @@ quern_status quern_nvfp4_fused_quantize_workspace(quern_context *ctx, const quer
 quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_fused_quantize_params *params,
                                         const quern_nvfp4_fused_quantize_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
+    DEFAULT_FLOAT_STATE;
     fused_call call;
     void *aligned;
     quern_status status = plan(ctx, exec, params, tensors, true, &call);

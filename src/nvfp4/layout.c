@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* layout.c - conversions from MXFP4 and between layouts: checks, then one stage each. */
 #include "core/error.h"
+#include "core/float_state.h"
 #include "core/op.h"
 #include "core/view.h"
 #include "nvfp4/call.h"
@@ -98,6 +99,7 @@ quern_status quern_nvfp4_from_mxfp4_workspace(quern_context *ctx, const quern_nv
 quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_from_mxfp4_params *params,
                                     const quern_nvfp4_from_mxfp4_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
+    DEFAULT_FLOAT_STATE;
     from_mxfp4_call call;
     (void)workspace;
     (void)workspace_bytes;
@@ -186,6 +188,7 @@ quern_status quern_nvfp4_swizzle_workspace(quern_context *ctx, const quern_nvfp4
 quern_status quern_nvfp4_swizzle(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_swizzle_params *params,
                                  const quern_nvfp4_swizzle_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
+    DEFAULT_FLOAT_STATE;
     swizzle_call call;
     (void)workspace;
     (void)workspace_bytes;
@@ -240,6 +243,7 @@ quern_status quern_nvfp4_interleave_workspace(quern_context *ctx, const quern_nv
 quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_interleave_params *params,
                                     const quern_nvfp4_interleave_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
+    DEFAULT_FLOAT_STATE;
     interleave_call call;
     (void)workspace;
     (void)workspace_bytes;

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* quantize.c - values to NVFP4 and back: checks, then one stage. */
 #include "core/error.h"
+#include "core/float_state.h"
 #include "core/op.h"
 #include "core/view.h"
 #include "nvfp4/call.h"
@@ -143,6 +144,7 @@ quern_status quern_nvfp4_quantize_workspace(quern_context *ctx, const quern_nvfp
 quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_quantize_params *params,
                                   const quern_nvfp4_quantize_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
+    DEFAULT_FLOAT_STATE;
     quantize_call call;
     void *aligned;
     quern_status status = plan_quantize(ctx, exec, params, tensors, true, &call);
@@ -188,6 +190,7 @@ quern_status quern_nvfp4_dequantize_workspace(quern_context *ctx, const quern_nv
 quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_dequantize_params *params,
                                     const quern_nvfp4_dequantize_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
+    DEFAULT_FLOAT_STATE;
     dequantize_call call;
     (void)workspace;
     (void)workspace_bytes;

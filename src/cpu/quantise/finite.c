@@ -53,7 +53,7 @@ quern_status row_magnitudes_of(const stage_exec *exec, const quern_tensor *x, in
 {
     m->cut = cut_rows(rows, view_columns(x));
     magnitude_job job = {quantise_kernels_for(exec->cpu_level), x, m};
-    parallel_for(exec->threads, m->cut.pieces, measure_piece, &job);
+    parallel_for(exec, m->cut.pieces, measure_piece, &job);
     for (int64_t i = 0; i < rows * m->cut.pieces_a_row; i++)
         if (m->bits[i] >= infinite) return report_piece(x, &m->cut, i, name);
     return QUERN_OK;

@@ -36,7 +36,7 @@ quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scale
 {
     const int64_t columns = view_columns(scales);
     scan_job job = {.scales = scales, .cut = cut_rows(rows, columns)};
-    parallel_for(exec->threads, job.cut.pieces, scan_piece, &job);
+    parallel_for(exec, job.cut.pieces, scan_piece, &job);
     if (!atomic_load(&job.bad)) return QUERN_OK;
     int64_t row = 0, c = 0;
     while (!is_bad(view_row(scales, row), columns)) row++;

@@ -58,6 +58,6 @@ quern_status cpu_dequantise(const stage_exec *exec, const dequantise_args *args,
     const quern_status status = check_scale_bytes(exec, &args->scales, args->columns ? view_rows(&args->scales) : used, "scales");
     if (status != QUERN_OK) return status;
     dequantise_job job = {args, quantise_kernels_for(exec->cpu_level), cut_rows(args->columns ? rows / 16 : rows, view_columns(&args->out)), used};
-    parallel_for(exec->threads, job.cut.pieces, args->columns ? columns_piece : rows_piece, &job);
+    parallel_for(exec, job.cut.pieces, args->columns ? columns_piece : rows_piece, &job);
     return QUERN_OK;
 }

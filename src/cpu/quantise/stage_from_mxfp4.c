@@ -122,9 +122,9 @@ quern_status cpu_from_mxfp4(const stage_exec *exec, const from_mxfp4_args *args,
     (void)workspace;
     mx_job job = {.args = args, .cut = cut_rows(view_rows(&args->exponents), view_columns(&args->exponents))};
     atomic_store(&job.largest, -1);
-    parallel_for(exec->threads, job.cut.pieces, scan_piece, &job);
+    parallel_for(exec, job.cut.pieces, scan_piece, &job);
     if (atomic_load(&job.bad)) return report(&job);
-    parallel_for(exec->threads, job.cut.pieces, convert_piece, &job);
+    parallel_for(exec, job.cut.pieces, convert_piece, &job);
     const int largest = atomic_load(&job.largest);
     *(float *)args->global.data = largest < 0 ? 1.0f : ldexpf(1.0f, largest - BIAS - LARGEST_POWER);
     if (args->rounded_blocks.ndim > 0) *(int64_t *)args->rounded_blocks.data = atomic_load(&job.rounded);

@@ -87,7 +87,7 @@ static void measure_part(void *arg, int64_t row, int32_t thread)
 static quern_status check_part(const stage_exec *exec, fused_job *job)
 {
     const fused_quantise_args *args = job->args;
-    parallel_for(exec->threads, args->x.shape[0], measure_part, job);
+    parallel_for(exec, args->x.shape[0], measure_part, job);
     for (int64_t row = 0; row < args->x.shape[0]; row++)
         for (int64_t c = 0; job->bits[row] >= 0x7f800000u && c < args->x.shape[1] / 2; c++)
             if (!isfinite(element_of(view_row(&args->x, row), args->x.dtype, part_column(args, c))))
@@ -101,6 +101,6 @@ quern_status cpu_fused_quantise(const stage_exec *exec, const fused_quantise_arg
     fused_job job = {args, quantise_kernels_for(exec->cpu_level), workspace};
     const quern_status status = reads_all(args) ? row_magnitudes_of(exec, &args->x, args->x.shape[0], "x", &m) : check_part(exec, &job);
     if (status != QUERN_OK) return status;
-    parallel_for(exec->threads, args->x.shape[0], fused_row, &job);
+    parallel_for(exec, args->x.shape[0], fused_row, &job);
     return QUERN_OK;
 }

@@ -107,6 +107,6 @@ quern_status cpu_quantise(const stage_exec *exec, const quantise_args *args, voi
     if (args->given.ndim == 0) write_globals(args, &m, used);
     else copy_globals(args);
     quantise_job job = {args, quantise_kernels_for(exec->cpu_level), cut_rows(args->columns ? rows / 16 : rows, view_columns(&args->x)), used};
-    parallel_for(exec->threads, job.cut.pieces, args->columns ? quantise_columns_piece : quantise_rows_piece, &job);
+    parallel_for(exec, job.cut.pieces, args->columns ? quantise_columns_piece : quantise_rows_piece, &job);
     return QUERN_OK;
 }

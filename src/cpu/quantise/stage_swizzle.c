@@ -84,6 +84,6 @@ quern_status cpu_swizzle(const stage_exec *exec, const swizzle_args *args, void 
     swizzle_job job = {.args = args, .rows = linear->shape[args->transposed ? 2 : 0], .columns = linear->shape[1]};
     job.tiles = (job.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     if (args->tokens.ndim > 0) assemble(&job);
-    else parallel_for(exec->threads, matrices * ((job.rows + TILE_ROWS - 1) / TILE_ROWS), tile_row, &job);
+    else parallel_for(exec, matrices * ((job.rows + TILE_ROWS - 1) / TILE_ROWS), tile_row, &job);
     return QUERN_OK;
 }
