@@ -104,6 +104,8 @@ if [[ ${1:-test} == test ]]; then
         count "$script: bare" tests/$script/run.sh bare
     done
     count "make installs what it may" tests/make/run.sh
+    count "the direction of includes" tests/layers.sh
+    count "the length of functions" tests/lengths.sh
     if command -v aarch64-linux-gnu-gcc >/dev/null; then
         count "build: aarch64" compile aarch64
     else

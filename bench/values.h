@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* values.h - single elements of contiguous tensors, and random ones. */
-#ifndef QUERN_TOOLS_VALUES_H
-#define QUERN_TOOLS_VALUES_H
+#ifndef QUERN_BENCH_VALUES_H
+#define QUERN_BENCH_VALUES_H
 
 #include <quern/quern.h>
 

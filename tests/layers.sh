@@ -1,0 +1,53 @@
+#!/bin/bash
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+# The direction of includes: a family drives stages through the backend's table, and nothing points back. Of another
+# family only the public header may be named; the oracle shares nothing with the library, an example sees the API alone.
+set -eu
+cd "$(dirname "$0")/.."
+bad=0
+
+# forbid WHAT PATTERN PATH...: no file there has an #include whose argument matches.
+forbid() {
+    local what=$1 pattern=$2 found
+    shift 2
+    found=$(find "$@" -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inc' \) -print0 |
+        xargs -0r grep -nE "^ *# *include +[<\"]($pattern)" || true)
+    if [[ -n $found ]]; then
+        printf '%s:\n%s\n' "$what" "$found"
+        bad=1
+    fi
+}
+
+families=()
+for folder in src/*/; do
+    folder=$(basename "$folder")
+    case $folder in
+    core | stages | cpu | cuda | cache | dist | io) ;;
+    *) families+=("$folder") ;;
+    esac
+done
+family=$(IFS='|'; echo "${families[*]}")
+any_family="($family)/|quern/($family)\\.h"
+mapfile -t own_headers < <(cd src && ls -- *.h)
+tool_headers=$(cd tools/quern && printf '%s|' -- *.h | sed 's/\./\\./g; s/|$//; s/--|//')
+
+forbid "core names a family" "$any_family" src/core
+forbid "core names a backend" '(cpu|cuda)/' src/core
+forbid "a stage names a family" "$any_family" src/stages
+forbid "a stage names a backend" '(cpu|cuda)/|backend\.h' src/stages
+forbid "the backends' tables name a family" "$any_family" "${own_headers[@]/#/src/}"
+forbid "the backends' tables name a backend" '(cpu|cuda)/' "${own_headers[@]/#/src/}"
+forbid "a backend names a family" "$any_family" src/cpu src/cuda
+forbid "one backend names the other" 'cuda/' src/cpu
+forbid "one backend names the other" 'cpu/' src/cuda
+for f in "${families[@]}"; do
+    others=$(printf '%s\n' "${families[@]}" | grep -vx "$f" | paste -sd'|')
+    forbid "family $f names a backend" '(cpu|cuda)/' "src/$f"
+    forbid "family $f names another's inside" "($others)/" "src/$f"
+done
+forbid "io names a family or a backend" "$any_family|(cpu|cuda)/|backend\\.h" src/io
+forbid "bench names the command" "(tools/.*|$tool_headers)\"" bench
+forbid "the oracle names the library's inside" '(core|stages|cpu|cuda|io)/|backend\.h'"|($family)/" tests/oracle
+forbid "an example names more than the API" '(core|stages|cpu|cuda|io)/|backend\.h'"|($family)/" examples
+[[ $bad == 0 ]]
