@@ -293,7 +293,7 @@ static void bench_writes_its_schema(void **state)
                                        "\"device\"", "\"ceilings\"", "\"op\": \"attention\"",
                                        "\"op\": \"attention-backward\"", "\"shape\"", "\"dtype\"", "\"threads\"", "\"reps\"",
                                        "\"ms_median\"", "\"ms_p10\"", "\"ms_p90\"", "\"gflops\"", "\"gbps\"", "\"ceiling\"",
-                                       "\"fraction\"", "\"peer\"", "\"peer_ms\""};
+                                       "\"fraction\"", "\"peer\"", "\"peer_ms\"", "\"mover_fraction\": null"};
     static char json[1 << 16];
     (void)state;
     assert_int_equal(run("bench attention --n 64,128 --heads 2/1 --dim 16 --threads 1 --reps 2 --backward --json $DIR/bench.json"), 0);
@@ -308,6 +308,10 @@ static void bench_writes_its_schema(void **state)
     const double high = atof(strstr(json, "\"ms_p90\": ") + 10);
     if (!(low <= median && median <= high && low > 0)) fail_msg("10%% %g, median %g, 90%% %g of two times", low, median, high);
     expect(3, "bench attention --n 64 --json $DIR/no/such/place", "no/such/place");
+    expect(0, "bench gate --n 256 --dim 128 --reps 1 --backward --json $DIR/gate.json", "of mover");
+    assert_int_equal(run_with("cat $DIR/gate.json; true", ""), 0);
+    const char *moved = strstr(output, "\"mover_fraction\": ");
+    assert_true(moved != NULL && atof(moved + 18) > 0);
 }
 
 /* Every option of the operations, alone, forward and backward: the bench takes it and its JSON says it. */

@@ -18,6 +18,12 @@ void accept_figure(acceptance *a, const char *what, bool at_most, double target,
     else a->failed++;
 }
 
+void accept_information(const char *what, double measured, const char *unit)
+{
+    printf("%-74s target    %-8s measured %-8.3g %-8s %s\n", what, "none", measured, unit, "INFORMATION");
+    fflush(stdout);
+}
+
 bool accept_may_retry(const acceptance *a)
 {
     return now_ms() - a->start_ms < retry_until_ms;
@@ -34,54 +40,15 @@ bench_case accept_case(const char *op, int64_t n, int64_t heads, int64_t kv_head
     return c;
 }
 
-/* The ceilings of a case's passes, 0 where there is none. */
-static void limits_of(const work *w, int passes, int threads, double limit[2])
-{
-    for (int p = 0; p < passes; p++)
-        limit[p] = p == 1 && w[1].limit == w[0].limit ? limit[0] : w[p].limit < CEILINGS ? ceiling_measure(w[p].limit, threads) : 0;
-}
-
-/* A round's times: the median of as many runs as take as long as the ceiling beside them, of long ones one. */
-static int time_round(job *j, quern_context *ctx, double ms[2])
-{
-    enum { RUNS = 8 };
-    static const double enough_ms = 100;
-    double times[2][RUNS];
-    int runs = 0;
-    for (const double start = now_ms(); runs == 0 || (runs < RUNS && now_ms() - start < enough_ms); runs++) {
-        const int code = job_run(j, ctx);
-        if (code != EXIT_DONE) return code;
-        times[FORWARD][runs] = j->forward_ms;
-        times[BACKWARD][runs] = j->backward_ms;
-    }
-    for (int p = 0; p < 2; p++) ms[p] = timing_of(times[p], runs).median;
-    return EXIT_DONE;
-}
-
-int accept_fraction(const bench_case *c, quern_context *ctx, double fraction[2])
+int accept_fraction(const bench_case *c, quern_context *ctx, measurement measured[2])
 {
     enum { ROUNDS = 21 };
     job j;
-    double ratio[2][ROUNDS], before[2];
-    const int threads = quern_context_threads(ctx), passes = c->backward ? 2 : 1;
-    const work w[2] = {bench_work(c, false, quern_context_cpu_level(ctx)), bench_work(c, true, quern_context_cpu_level(ctx))};
+    char label[80];
+    snprintf(label, sizeof label, "%s N %lld, of %d", c->op->name, (long long)c->n, ROUNDS);
     int code = bench_open(&j, c, ctx, false);
-    if (code == EXIT_DONE) code = job_run(&j, ctx); /* warm-up */
-    if (code == EXIT_DONE) limits_of(w, passes, threads, before);
-    for (int r = 0; r < ROUNDS && code == EXIT_DONE; r++) {
-        progress("%s N %lld: round %d of %d", c->op->name, (long long)c->n, r + 1, ROUNDS);
-        double after[2], ms[2] = {0, 0};
-        code = time_round(&j, ctx, ms);
-        limits_of(w, passes, threads, after);
-        for (int p = 0; p < passes; p++) {
-            const double limit = 0.5 * (before[p] + after[p]);
-            ratio[p][r] = limit > 0 ? (w[p].flops > 0 ? w[p].flops : w[p].bytes) / ms[p] * 1e-6 / limit : 0;
-            before[p] = after[p];
-        }
-    }
-    progress_clear();
+    if (code == EXIT_DONE) code = bench_measure(&j, c, ctx, ROUNDS, 0, label, measured);
     job_free(&j);
-    for (int p = 0; p < passes && code == EXIT_DONE; p++) fraction[p] = timing_of(ratio[p], ROUNDS).median;
     return code;
 }
 

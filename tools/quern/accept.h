@@ -24,15 +24,16 @@ enum { ACCEPT_TRIES = 6, FORWARD = 0, BACKWARD = 1, BOTH = 2 };
 
 /* Prints the line of a figure and counts it. at_most: the target is an upper bound. */
 void accept_figure(acceptance *a, const char *what, bool at_most, double target, double measured, const char *unit);
+/* Prints a figure that has no target. */
+void accept_information(const char *what, double measured, const char *unit);
 /* True while there is time for another try. */
 bool accept_may_retry(const acceptance *a);
 
 /* A case with the defaults of the acceptance tables: B 1, D 128, seed 1, noise. */
 bench_case accept_case(const char *op, int64_t n, int64_t heads, int64_t kv_heads, quern_dtype dtype);
 
-/* Median over 21 rounds of the fraction of the ceiling, by pass. Ceiling and kernel take turns; a round's median is divided
- * by the mean of the ceilings before and after it. */
-int accept_fraction(const bench_case *c, quern_context *ctx, double fraction[2]);
+/* The passes of a case over 21 rounds, in turns with their limits. */
+int accept_fraction(const bench_case *c, quern_context *ctx, measurement measured[2]);
 /* Median times in ms by pass (BOTH: their sum): `first` and `second` take turns. second NULL: first alone on both
  * contexts, for the ratio of thread counts. */
 int accept_times(const bench_case *first, quern_context *ctx_first, const bench_case *second, quern_context *ctx_second,

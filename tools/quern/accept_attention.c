@@ -10,16 +10,16 @@
 /* One fraction-of-ceiling figure per target that is > 0. */
 static int fraction_figure(acceptance *a, const char *what, const bench_case *c, quern_context *ctx, const double target[2])
 {
-    double fraction[2] = {0, 0};
+    measurement measured[2];
     char line[120];
-    const int code = accept_fraction(c, ctx, fraction);
+    const int code = accept_fraction(c, ctx, measured);
     if (code != EXIT_DONE) return code;
     for (int p = 0; p < 2; p++) {
         if (target[p] <= 0) continue;
         snprintf(line, sizeof line, "%s %s, %d thread%s, of the %s peak", what, p == BACKWARD ? "backward" : "forward",
                  (int)quern_context_threads(ctx), quern_context_threads(ctx) > 1 ? "s" : "",
                  ceiling_name(bench_work(c, p == BACKWARD, quern_context_cpu_level(ctx)).limit));
-        accept_figure(a, line, false, target[p], fraction[p], "");
+        accept_figure(a, line, false, target[p], measured[p].fraction, "");
     }
     return EXIT_DONE;
 }

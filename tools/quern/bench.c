@@ -8,8 +8,6 @@
 #include "output.h"
 #include "peer_onednn.h"
 
-#include <quern/cuda.h>
-
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -84,39 +82,6 @@ typedef struct results {
     double ceilings[CEILINGS][LIST_MAX]; /* by thread list index */
 } results;
 
-/* GB/s of a copy or a fill of 2 GiB, the best of five: a read is bounded by the copy. 0 for arithmetic. */
-static double ceiling_cuda(ceiling limit)
-{
-    const size_t bytes = (size_t)1 << 31;
-    void *a = NULL, *b = NULL, *from = NULL, *to = NULL;
-    double best = 0, ms = 0;
-    if (limit != CEILING_READ && limit != CEILING_COPY && limit != CEILING_WRITE) return 0;
-    bool ok = quern_cuda_allocate(0, bytes, &a) == QUERN_OK && quern_cuda_allocate(0, bytes, &b) == QUERN_OK &&
-              quern_cuda_event_create(0, &from) == QUERN_OK && quern_cuda_event_create(0, &to) == QUERN_OK;
-    for (int i = 0; i < 6 && ok; i++) {
-        const bool write = limit == CEILING_WRITE;
-        ok = quern_cuda_event_record(0, from, NULL) == QUERN_OK &&
-             (write ? quern_cuda_fill(0, b, (uint8_t)i, bytes, NULL) : quern_cuda_copy(0, b, a, bytes, NULL)) == QUERN_OK &&
-             quern_cuda_event_record(0, to, NULL) == QUERN_OK && quern_cuda_event_elapsed(0, from, to, &ms) == QUERN_OK;
-        const double rate = ok ? (write ? 1 : 2) * (double)bytes / ms * 1e-6 : 0;
-        if (i > 0 && rate > best) best = rate;
-    }
-    (void)quern_cuda_event_destroy(0, from);
-    (void)quern_cuda_event_destroy(0, to);
-    (void)quern_cuda_free(0, a);
-    (void)quern_cuda_free(0, b);
-    return ok ? best : 0;
-}
-
-/* The greater of two measurements around a run; remembers it for the report. */
-static double ceiling_beside(results *r, ceiling limit, int threads, size_t slot_of_threads, double before, int device)
-{
-    if (limit == CEILINGS) return 0;
-    const double now = device == QUERN_CUDA ? ceiling_cuda(limit) : ceiling_measure(limit, threads), best = now > before ? now : before;
-    if (best > r->ceilings[limit][slot_of_threads]) r->ceilings[limit][slot_of_threads] = best;
-    return best;
-}
-
 static int time_peer(const bench_case *c, quern_context *ctx, int reps, timing *forward, timing *backward)
 {
     job j;
@@ -138,17 +103,14 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
     char label[80];
     const int threads = quern_context_threads(ctx);
     const char *peer = strcmp(c->op->name, "nsa") == 0 && !o->no_peer ? "dense" : NULL;
-    timing time[2], peer_time[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    double before[2] = {0, 0};
+    measurement measured[2];
+    timing peer_time[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     snprintf(label, sizeof label, "%s N %" PRId64, c->op->name, c->n);
     progress("%s: data", label);
     int code = bench_open(&j, c, ctx, false);
-    work works[2] = {bench_work(c, false, quern_context_cpu_level(ctx)), bench_work(c, true, quern_context_cpu_level(ctx))};
-    const int passes = c->backward && pass_exists(&c->op->backward) ? 2 : 1;
-    for (int p = 0; p < passes && code == EXIT_DONE; p++)
-        before[p] = ceiling_beside(r, works[p].limit, threads, slot_of_threads, 0, c->device);
-    if (code == EXIT_DONE) code = bench_time(&j, ctx, (int)o->reps, label, &time[0], &time[1]);
+    if (code == EXIT_DONE) code = bench_measure(&j, c, ctx, 0, (int)o->reps, label, measured);
     const size_t workspace_bytes = j.workspace_bytes;
+    const int passes = j.backward ? 2 : 1;
     job_free(&j);
     if (code == EXIT_DONE && peer != NULL) code = time_peer(c, ctx, (int)o->reps, &peer_time[0], &peer_time[1]);
     if (code == EXIT_DONE && !o->no_peer && c->device == QUERN_CPU && c->op->family == &family_attention &&
@@ -157,9 +119,12 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
     for (int p = 0; p < passes && code == EXIT_DONE; p++) {
         if (r->count == 0) report_header();
         bench_row *row = &r->rows[r->count++];
-        *row = (bench_row){.what = c, .backward = p == 1, .threads = threads, .time = time[p], .work = works[p],
-                           .peer = peer_time[p].reps > 0 ? peer : NULL, .peer_ms = peer_time[p].median, .workspace_bytes = workspace_bytes};
-        row->ceiling = ceiling_beside(r, works[p].limit, threads, slot_of_threads, before[p], c->device);
+        *row = (bench_row){.what = c, .backward = p == 1, .threads = threads, .measured = measured[p],
+                           .work = bench_work(c, p == 1, quern_context_cpu_level(ctx)), .peer = peer_time[p].reps > 0 ? peer : NULL,
+                           .peer_ms = peer_time[p].median, .workspace_bytes = workspace_bytes};
+        const ceiling limit = row->work.limit;
+        if (limit < CEILINGS && measured[p].ceiling > r->ceilings[limit][slot_of_threads])
+            r->ceilings[limit][slot_of_threads] = measured[p].ceiling;
         report_row(row);
     }
     return code;

@@ -48,14 +48,21 @@ typedef struct work {
     const char *formula;
 } work;
 
+/* A pass, beside what it is divided by on as many threads. */
+typedef struct measurement {
+    timing time;
+    double ceiling;  /* median of what was measured; 0: there is none */
+    double fraction; /* of the ceiling, median over rounds; 0: there is none */
+    double moved;    /* the mover's time over the pass's, median over rounds; 0: there is none */
+} measurement;
+
 /* One line of results. */
 typedef struct bench_row {
     const bench_case *what;
     bool backward;
     int threads;
-    timing time;
+    measurement measured;
     work work;
-    double ceiling;  /* measured beside it, on as many threads; 0: none */
     const char *peer; /* NULL: none */
     double peer_ms;
     size_t workspace_bytes;
@@ -64,15 +71,17 @@ typedef struct bench_row {
 /* Starts a job, allocates and fills its inputs, prepares it; with `plan` only sizes it. Returns an exit code;
  * job_free in any case. */
 int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan);
-/* Runs until the times are steady: `reps` times, or with reps 0 at least 3 times and a second, once where a run
- * takes more than 8 seconds. A first run warms up and counts only if it was so long. */
+/* Measures the passes of a job in turns with their limits. rounds > 0: so many rounds of a moment each; else `reps` runs,
+ * or with reps 0 at least 3 and a second, one where a run takes more than 8 seconds. A first run warms up and counts
+ * only if it was so long. Returns an exit code. */
+int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, int reps, const char *label, measurement out[2]);
+/* The times alone, for what is a numerator or a peer. */
 int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *forward, timing *backward);
 work bench_work(const bench_case *c, bool backward, quern_cpu_level level);
 
 timing timing_of(double *ms, int count);
-/* GFLOP/s or GB/s of a row, as its limit counts; and that over the ceiling (0: no ceiling). */
+/* GFLOP/s or GB/s of a row, as its limit counts. */
 double row_rate(const bench_row *row);
-double row_fraction(const bench_row *row);
 
 /* The table, a row of the JSON, the chart. */
 void report_header(void);

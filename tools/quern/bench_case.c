@@ -1,81 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_case.c - the timing of an operation, and the work it must do at least. */
+/* bench_case.c - the work that an operation must do at least. */
 #include "bench.h"
 
-#include "command.h"
-
 #include <math.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
-
-/* ---- time ---- */
-
-static int ascending(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-timing timing_of(double *ms, int count)
-{
-    timing t = {count, 0, 0, 0};
-    if (count == 0) return t;
-    qsort(ms, (size_t)count, sizeof *ms, ascending);
-    t.median = count % 2 == 1 ? ms[count / 2] : 0.5 * (ms[count / 2 - 1] + ms[count / 2]);
-    t.p10 = ms[(count - 1) / 10];
-    t.p90 = ms[(count * 9 + 9) / 10 - 1]; /* the least time that 90% do not exceed */
-    return t;
-}
-
-void progress(const char *format, ...)
-{
-    if (!isatty(STDERR_FILENO)) return;
-    va_list args;
-    va_start(args, format);
-    fputs("\r\033[K", stderr);
-    vfprintf(stderr, format, args);
-    va_end(args);
-    fflush(stderr);
-}
-
-void progress_clear(void)
-{
-    if (isatty(STDERR_FILENO)) fputs("\r\033[K", stderr);
-}
-
-int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *forward, timing *backward)
-{
-    const double long_run = 8000, enough = 1000;
-    double f[BENCH_REPS_MAX], b[BENCH_REPS_MAX];
-    const double start = now_ms();
-    progress("%s: warming up", label);
-    int code = job_run(j, ctx), n = 0;
-    const double first = now_ms() - start;
-    const bool keep_first = reps == 0 && first > long_run;
-    if (keep_first) {
-        f[n] = j->forward_ms;
-        b[n++] = j->backward_ms;
-    }
-    const double measured_from = now_ms();
-    while (code == EXIT_DONE && !keep_first && n < BENCH_REPS_MAX &&
-           (reps > 0 ? n < reps : n < 3 || now_ms() - measured_from < enough)) {
-        if ((code = job_flush(j)) != EXIT_DONE) break;
-        if (now_ms() - start > 2000) progress("%s: run %d, %.0f s", label, n + 1, (now_ms() - start) / 1000);
-        code = job_run(j, ctx);
-        f[n] = j->forward_ms;
-        b[n++] = j->backward_ms;
-    }
-    progress_clear();
-    *forward = timing_of(f, n);
-    *backward = timing_of(b, n);
-    return code;
-}
-
-/* ---- work ---- */
 
 /* Keys seen by all queries of a sequence: causal, each at most `most`. */
 static double causal_pairs(double n, double most)
@@ -155,10 +84,5 @@ work bench_work(const bench_case *c, bool backward, quern_cpu_level level)
 
 double row_rate(const bench_row *row)
 {
-    return (row->work.flops > 0 ? row->work.flops : row->work.bytes) / row->time.median * 1e-6;
-}
-
-double row_fraction(const bench_row *row)
-{
-    return row->ceiling > 0 ? row_rate(row) / row->ceiling : 0;
+    return (row->work.flops > 0 ? row->work.flops : row->work.bytes) / row->measured.time.median * 1e-6;
 }

@@ -21,20 +21,21 @@ static const char *op_name(const bench_row *row, char *text, size_t room)
 
 void report_header(void)
 {
-    printf("%-22s %9s %7s %5s %4s %11s %10s %10s %9s %9s %9s\n", "op", "N", "heads", "dtype", "thr", "ms median", "p10", "p90",
-           "G/s", "of limit", "over peer");
+    printf("%-22s %9s %7s %5s %4s %11s %10s %10s %9s %9s %9s %9s\n", "op", "N", "heads", "dtype", "thr", "ms median", "p10", "p90",
+           "G/s", "of limit", "of mover", "over peer");
 }
 
 void report_row(const bench_row *row)
 {
-    char op[40], heads[24], fraction[24] = "-", peer[24] = "-";
+    char op[40], heads[24], fraction[24] = "-", moved[24] = "-", peer[24] = "-";
     const bench_case *c = row->what;
     snprintf(heads, sizeof heads, "%" PRId64 "/%" PRId64, c->heads, c->kv_heads);
-    if (row->ceiling > 0) snprintf(fraction, sizeof fraction, "%.3f", row_fraction(row));
-    if (row->peer != NULL) snprintf(peer, sizeof peer, "%.2fx", row->peer_ms / row->time.median);
-    printf("%-22s %9" PRId64 " %7s %5s %4d %11.3f %10.3f %10.3f %9.1f %9s %9s\n", op_name(row, op, sizeof op), c->n, heads,
-           quern_dtype_name((quern_dtype)c->dtype), row->threads, row->time.median, row->time.p10, row->time.p90, row_rate(row),
-           fraction, peer);
+    if (row->measured.ceiling > 0) snprintf(fraction, sizeof fraction, "%.3f", row->measured.fraction);
+    if (row->measured.moved > 0) snprintf(moved, sizeof moved, "%.3f", row->measured.moved);
+    if (row->peer != NULL) snprintf(peer, sizeof peer, "%.2fx", row->peer_ms / row->measured.time.median);
+    printf("%-22s %9" PRId64 " %7s %5s %4d %11.3f %10.3f %10.3f %9.1f %9s %9s %9s\n", op_name(row, op, sizeof op), c->n, heads,
+           quern_dtype_name((quern_dtype)c->dtype), row->threads, row->measured.time.median, row->measured.time.p10, row->measured.time.p90, row_rate(row),
+           fraction, moved, peer);
     fflush(stdout);
 }
 
@@ -80,18 +81,18 @@ static json_t *shape_json(const bench_case *c)
 json_t *report_json(const bench_row *row)
 {
     char op[40];
-    const bool limited = row->ceiling > 0;
-    return json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o, s:s, s:I}", "op",
+    const bool limited = row->measured.ceiling > 0;
+    return json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o, s:s, s:I, s:o}", "op",
                      op_name(row, op, sizeof op), "shape", shape_json(row->what), "dtype",
-                     quern_dtype_name((quern_dtype)row->what->dtype), "threads", row->threads, "reps", row->time.reps, "ms_median",
-                     row->time.median, "ms_p10", row->time.p10, "ms_p90", row->time.p90, "gflops",
+                     quern_dtype_name((quern_dtype)row->what->dtype), "threads", row->threads, "reps", row->measured.time.reps, "ms_median",
+                     row->measured.time.median, "ms_p10", row->measured.time.p10, "ms_p90", row->measured.time.p90, "gflops",
                      row->work.flops > 0 ? json_real(row_rate(row)) : json_null(), "gbps",
                      row->work.bytes > 0 ? json_real(row_rate(row)) : json_null(), "ceiling",
                      limited ? json_string(ceiling_name(row->work.limit)) : json_null(), "fraction",
-                     limited ? json_real(row_fraction(row)) : json_null(), "peer",
+                     limited ? json_real(row->measured.fraction) : json_null(), "peer",
                      row->peer != NULL ? json_string(row->peer) : json_null(), "peer_ms",
                      row->peer != NULL ? json_real(row->peer_ms) : json_null(), "formula", row->work.formula, "workspace_bytes",
-                     (json_int_t)row->workspace_bytes);
+                     (json_int_t)row->workspace_bytes, "mover_fraction", row->measured.moved > 0 ? json_real(row->measured.moved) : json_null());
 }
 
 bool have_program(const char *name)
@@ -113,7 +114,7 @@ static void print_block(FILE *f, const char *name, const bench_row *rows, size_t
     fprintf(f, "$%s << EOD\n", name);
     for (size_t i = 0; i < count; i++)
         if (rows[i].backward == backward && rows[i].threads == threads)
-            fprintf(f, "%" PRId64 " %.6g %.6g\n", rows[i].what->n, rows[i].time.median, rows[i].peer != NULL ? rows[i].peer_ms : -1.0);
+            fprintf(f, "%" PRId64 " %.6g %.6g\n", rows[i].what->n, rows[i].measured.time.median, rows[i].peer != NULL ? rows[i].peer_ms : -1.0);
     fprintf(f, "EOD\n");
 }
 

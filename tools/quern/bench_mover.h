@@ -1,0 +1,13 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* bench_mover.h - what a pass of a job would take if it only moved its lines. */
+#ifndef QUERN_TOOLS_BENCH_MOVER_H
+#define QUERN_TOOLS_BENCH_MOVER_H
+
+#include "job.h"
+
+/* Milliseconds of bench/mover.h over the tensors that the pass reads and writes; 0 where the operation has no mover.
+ * The outputs are garbage afterwards. */
+double bench_mover_ms(const job *j, bool backward, int threads);
+
+#endif
