@@ -3,9 +3,15 @@
 /*
  * attend_backward_rows.c - packed query rows of the attention backward. f32 products read one copy of a row
  * both as A and as B; bf16 ones read words of two dimensions as A and, as B, words of two rows.
+ *
+ * delta = rowsum(d_o o) comes from an o that was rounded to its dtype. That shifts all dS = P (dP - delta) of a row by
+ * the same share of P. Compressed entries that overlap have values much like their neighbours', so where a row sees few
+ * of them dP - delta is small beside delta, and in 16 bits the shift was a tenth of d_k_cmp. These rows, the first 3 l
+ * of a sequence, take delta as the mean of dP under P.
  */
 #include "cpu/attend_backward.h"
 #include "cpu/nonfinite.h"
+#include "cpu/rows_at.h"
 
 #include <math.h>
 #include <string.h>
@@ -93,12 +99,49 @@ static void pack(const backward_plan *p, const row_source *src, void *dst, int64
     else p->attend.kernels->pack_rows_f32(src, 1.0f, dst, ld);
 }
 
+/* Most keys of a row whose delta is made anew. */
+static int64_t few_keys(const attend_args *args)
+{
+    return args->mask == ATTEND_COMPRESSED && args->list.ndim == 0 && args->stride < args->block_size ? 2 * (args->block_size / args->stride) + 1 : 0;
+}
+
+static float dot(const float *x, const float *y, int64_t n) /* n: a multiple of 8 */
+{
+    float lanes[8] = {0}, sum = 0.0f;
+    for (int64_t c = 0; c < n; c += 8)
+        for (int i = 0; i < 8; i++) lanes[i] += x[c + i] * y[c + i];
+    for (int i = 0; i < 8; i++) sum += lanes[i];
+    return sum;
+}
+
+/* sum of P dP over sum of P, over keys [lo, hi) of one query and head. */
+static float mean_of_dp(const backward_plan *p, const attend_sequence *seq, int64_t query, int64_t head, int64_t lo, int64_t hi, float lse2)
+{
+    const attend_args *args = p->attend.args;
+    const attention_kernels *kernels = p->attend.kernels;
+    const int64_t dim_k = p->attend.dim_k, dim_v = p->attend.dim_v, kv_head = head / p->attend.group;
+    float q[MAX_DIM], d_o[MAX_DIM], x[MAX_DIM], sum = 0.0f, weight = 0.0f;
+    const row_source q_row = query_rows(&args->q, seq, query, head, 1), o_row = query_rows(&args->d_o, seq, query, head, 1);
+    kernels->pack_rows_f32(&q_row, 1.0f, q, dim_k);
+    kernels->pack_rows_f32(&o_row, 1.0f, d_o, dim_v);
+    for (int64_t key = lo; key < hi; key++) {
+        const row_source k = rows_at(&args->k, seq->view_b, seq->k0 + key, kv_head, 1), v = rows_at(&args->v, seq->view_b, seq->k0 + key, kv_head, 1);
+        kernels->pack_rows_f32(&k, 1.0f, x, dim_k);
+        const float weight_of_key = exp2f(dot(q, x, dim_k) * p->scale2 - lse2);
+        kernels->pack_rows_f32(&v, 1.0f, x, dim_v);
+        sum += weight_of_key * dot(d_o, x, dim_v);
+        weight += weight_of_key;
+    }
+    return sum / weight;
+}
+
 void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int32_t unit, int64_t row0, int64_t n, const backward_rows *rows)
 {
     const attend_args *args = p->attend.args;
     const int64_t hs = p->attend.hs, head0 = (int64_t)unit * hs;
     const quern_dtype packed = p->attend.bf16 ? QUERN_BF16 : QUERN_F32;
     const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld), o_ld = words_ld(p, p->value_words, p->value_ld);
+    const int64_t few = few_keys(args);
     for (int64_t r = 0; r < n;) { /* the heads of one query at a time */
         const int64_t query = (row0 + r) / hs, h = (row0 + r) % hs, m = hs - h < n - r ? hs - h : n - r;
         const row_source q = query_rows(&args->q, seq, query, head0 + h, m), d_o = query_rows(&args->d_o, seq, query, head0 + h, m);
@@ -114,8 +157,10 @@ void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
             rows->hi[r + i] = (int32_t)(none ? lo : hi);
             rows->lse2[r + i] = lse * log2_e;
             const bool one = hi - lo == 1; /* P is 1 and dS 0, which delta's rounding must not hide */
-            rows->delta[r + i] = one ? 0.0f : statistic(&args->delta, seq, query, head0 + h + i);
             rows->row_scale[r + i] = args->row_scale.ndim > 0 ? statistic(&args->row_scale, seq, query, head0 + h + i) : 1.0f;
+            rows->delta[r + i] = one ? 0.0f : statistic(&args->delta, seq, query, head0 + h + i);
+            if (!one && !none && hi - lo <= few)
+                rows->delta[r + i] = rows->row_scale[r + i] * mean_of_dp(p, seq, query, head0 + h + i, lo, hi, rows->lse2[r + i]);
             rows->dp_scale[r + i] = one ? 0.0f : rows->row_scale[r + i];
             rows->nonfinite[r + i] =
                 any_nonfinite(q_to + i * q_ld, packed, p->attend.dim_k) || any_nonfinite(o_to + i * o_ld, packed, p->attend.dim_v);
