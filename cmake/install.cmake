@@ -37,7 +37,7 @@ configure_package_config_file(cmake/quern-config.cmake.in quern-config.cmake
 write_basic_package_version_file(quern-config-version.cmake COMPATIBILITY SameMinorVersion)
 
 install(TARGETS quern LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
-if(TARGET quern_cuda)
+if(TARGET quern_cuda AND NOT QUERN_CUDA_ONE_DTYPE)
   install(PROGRAMS ${quern_cuda_library} DESTINATION ${CMAKE_INSTALL_LIBDIR})
 endif()
 install(FILES ${static_library} DESTINATION ${CMAKE_INSTALL_LIBDIR})

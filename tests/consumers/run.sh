@@ -24,14 +24,15 @@ fail() {
 }
 
 # Nothing that was installed names a folder of the build or of the sources, or another library folder than its own.
-grep -rlF "$root" "$prefix" && fail "these files name $root"
+mapfile -t plugin < <(find "$root/build/$preset" -maxdepth 1 -name 'libquern_cuda.so*')
+grep -rlF "$root" "$prefix" "${plugin[@]}" && fail "these files name $root"
 while read -r file; do
     runpath=$(readelf -d "$file" | sed -n 's/.*(R\(UN\)\?PATH).*\[\(.*\)\]/\2/p')
     case $file in
     */bin/*) [[ $runpath == "\$ORIGIN/../${lib##*/}" ]] || fail "${file##*/} looks for libraries in '$runpath'" ;;
     *) [[ -z $runpath ]] || fail "${file##*/} looks for libraries in $runpath" ;;
     esac
-done < <(find "$prefix" -path '*/bin/*' -o -name '*.so*')
+done < <(find "$prefix" "${plugin[@]}" -path '*/bin/*' -o -name '*.so*')
 if [[ -e $prefix/bin/quern ]]; then "$prefix/bin/quern" info; fi
 
 read -ra shared < <(pkg-config --cflags --libs quern)

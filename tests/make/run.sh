@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # On a machine that lacks every package `make` builds, prints the line that would install them and installs nothing;
-# the targets that promise it do install. Programs of our own stand for the packager's.
+# the targets that promise it do install. Programs of our own stand for the packager's and for CMake.
 set -eu
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
@@ -10,9 +10,11 @@ trap 'rm -rf "$dir"' EXIT
 printf '#!/bin/sh\nexit 1\n' >"$dir/dpkg-query"
 printf '#!/bin/sh\necho "$@" >>%s/calls\n' "$dir" >"$dir/apt-get"
 printf '#!/bin/sh\necho 0\n' >"$dir/id"
-chmod +x "$dir/dpkg-query" "$dir/apt-get" "$dir/id"
+printf '#!/bin/sh\necho "cmake $*"\n' >"$dir/cmake"
+chmod +x "$dir/dpkg-query" "$dir/apt-get" "$dir/id" "$dir/cmake"
 export PATH=$dir:$PATH
 make all >"$dir/out" 2>&1
+grep -q '^cmake --build build/release' "$dir/out"
 grep -q 'apt-get install -y --no-install-recommends .*libjansson-dev' "$dir/out"
 [[ ! -e $dir/calls ]] || { echo "make all called apt-get:"; cat "$dir/calls"; exit 1; }
 for target in setup setup-dev; do
@@ -21,5 +23,5 @@ for target in setup setup-dev; do
     grep -q 'install .*libjansson-dev' "$dir/calls"
 done
 for target in demo test; do
-    make -n $target | grep -q '^cmake/setup.sh .*libjansson-dev'
+    make -n $target | grep '^cmake/setup.sh .*libjansson-dev' >/dev/null
 done

@@ -15,7 +15,11 @@ extern "C" {
 }
 
 typedef __nv_bfloat16 bf16;
+#ifdef QUERN_CUDA_ONE_DTYPE
+typedef bf16 f16; /* what is chosen for f16 is compiled already */
+#else
 typedef __half f16;
+#endif
 
 /* A 4-D view: element (i0, i1, i2, i3) stands at p + i0 s[0] + i1 s[1] + i2 s[2] + i3. */
 struct view4 {
@@ -56,11 +60,11 @@ static inline bool rows_aligned16(const quern_tensor &t)
 
 template <typename T> __device__ __forceinline__ float to_float(T x) { return (float)x; }
 template <> __device__ __forceinline__ float to_float<bf16>(bf16 x) { return __bfloat162float(x); }
-template <> __device__ __forceinline__ float to_float<f16>(f16 x) { return __half2float(x); }
+template <> __device__ __forceinline__ float to_float<__half>(__half x) { return __half2float(x); }
 template <typename T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
-template <> __device__ __forceinline__ f16 from_float<f16>(float x) { return __float2half_rn(x); }
+template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
 
 /* The sequences of a call: fixed length, or packed with borders on the device. */
 struct seqs {

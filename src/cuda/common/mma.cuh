@@ -41,7 +41,7 @@ template <> __device__ __forceinline__ void mma16816<bf16>(float (&c)[4], const 
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-template <> __device__ __forceinline__ void mma16816<f16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+template <> __device__ __forceinline__ void mma16816<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -54,7 +54,7 @@ template <> __device__ __forceinline__ uint32_t pack2<bf16>(float lo, float hi)
     __nv_bfloat162 p = __floats2bfloat162_rn(lo, hi);
     return *(uint32_t *)&p;
 }
-template <> __device__ __forceinline__ uint32_t pack2<f16>(float lo, float hi)
+template <> __device__ __forceinline__ uint32_t pack2<__half>(float lo, float hi)
 {
     __half2 p = __floats2half2_rn(lo, hi);
     return *(uint32_t *)&p;
