@@ -20,8 +20,10 @@
 #include "stages/from_mxfp4.h"
 #include "stages/fused_quantise.h"
 #include "stages/gate.h"
+#include "stages/grouped_gemm.h"
 #include "stages/interleave.h"
 #include "stages/list_convert.h"
+#include "stages/prepack.h"
 #include "stages/quantise.h"
 #include "stages/rowdot.h"
 #include "stages/select.h"
@@ -46,7 +48,9 @@
     F(fused_quantise, fused_quantise) \
     F(from_mxfp4, from_mxfp4)         \
     F(swizzle, swizzle)               \
-    F(interleave, interleave)
+    F(interleave, interleave)         \
+    F(prepack, prepack)               \
+    F(grouped_gemm, grouped_gemm)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

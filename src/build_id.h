@@ -85,6 +85,12 @@ static inline uint64_t build_id(void)
 #define ARGS interleave_args
     INTERLEAVE_TENSORS(BUILD_ID_FIELD) INTERLEAVE_VALUES(BUILD_ID_FIELD)
 #undef ARGS
+#define ARGS prepack_args
+    PREPACK_TENSORS(BUILD_ID_FIELD) PREPACK_VALUES(BUILD_ID_FIELD)
+#undef ARGS
+#define ARGS grouped_gemm_args
+    GROUPED_GEMM_TENSORS(BUILD_ID_FIELD) GROUPED_GEMM_VALUES(BUILD_ID_FIELD)
+#undef ARGS
     return h;
 }
 

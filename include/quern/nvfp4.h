@@ -219,6 +219,70 @@ QUERN_API quern_status quern_nvfp4_interleave_workspace(quern_context *ctx, cons
 QUERN_API quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_interleave_params *params,
                                               const quern_nvfp4_interleave_tensors *tensors, void *workspace, size_t workspace_bytes);
 
+/*
+ * The grouped product: C[t] = A[t] B[e] for the rows t of expert e, B in NVFP4.
+ *     result = fl(acc fl(G_A G_B)) + bias + C, in f32 and in that order
+ * then SwiGLU where asked, then one rounding to C's dtype, or quantisation. acc sums in f32: products of f32, f16 and bf16
+ * activations with code * scale, which is exact; with A in NVFP4, or rounded to int8 (a8), exact integers within a block of
+ * 16. Within a context, a row's result depends on that row alone, to the bit, whatever the other rows, the layout of B and
+ * the number of threads.
+ *
+ * Bound against exact arithmetic, with S the sum of |a b| and the globals, |bias| and |C|: (4 + K / 16) 2^-23 S for integer
+ * products, (K + 8) 2^-24 S for others, and half a unit of the output's last place. (bf16 activations at the level
+ * AVX512BF16: numbers below 2^-126 count as 0.)
+ */
+typedef enum quern_nvfp4_codes_layout {
+    QUERN_NVFP4_CODES_LINEAR = 0, /* [E, K/2, N]; a view of [E, N, K/2] with strides (., 1, K/2) is taken too */
+    QUERN_NVFP4_CODES_K_MAJOR = 1 /* [E, N, K/2] */
+} quern_nvfp4_codes_layout;
+
+typedef enum quern_nvfp4_scales_layout {
+    QUERN_NVFP4_LAYOUT_LINEAR = 0,  /* [E, K/16, N] */
+    QUERN_NVFP4_LAYOUT_K_MAJOR = 1, /* [E, N, K/16] */
+    QUERN_NVFP4_LAYOUT_SWIZZLED = 2 /* [E, bytes], as quern_nvfp4_swizzle makes of a weight's */
+} quern_nvfp4_scales_layout;
+
+typedef enum quern_nvfp4_activation { QUERN_NVFP4_ACTIVATION_NONE = 0, QUERN_NVFP4_ACTIVATION_SWIGLU = 1 } quern_nvfp4_activation;
+
+typedef struct quern_nvfp4_gemm_params {
+    size_t size;
+    quern_nvfp4_codes_layout b_codes;
+    quern_nvfp4_scales_layout b_scales;
+    int64_t n;                        /* columns of B; 0: from b_codes */
+    quern_nvfp4_global a_global_per;
+    bool a8;                          /* A, in floats, is rounded to int8 with a scale a row */
+    bool accumulate;                  /* C is added to; not with an activation, nor to a quantised output */
+    quern_nvfp4_activation activation;
+    float limit, alpha, beta;         /* of SwiGLU, as for quern_nvfp4_fused_quantize */
+    int64_t granularity;              /* of gate and up in B's columns; with an activation a divisor of 32 */
+    quern_nvfp4_profile profile;      /* of a quantised output */
+} quern_nvfp4_gemm_params;
+#define QUERN_NVFP4_GEMM_PARAMS_INIT                                                                                   \
+    {sizeof(quern_nvfp4_gemm_params), QUERN_NVFP4_CODES_LINEAR, QUERN_NVFP4_LAYOUT_LINEAR, 0, QUERN_NVFP4_GLOBAL_TENSOR, \
+     false, false, QUERN_NVFP4_ACTIVATION_NONE, 0.0f, 1.0f, 0.0f, 8, QUERN_NVFP4_PROFILE_RNE}
+
+typedef struct quern_nvfp4_gemm_tensors {
+    size_t size;
+    const quern_tensor *a;                  /* f32, f16, bf16 [T, K]; or */
+    const quern_tensor *a_codes, *a_scales; /* [T, K/2], [T, K/16], or with pad_row_offsets [bytes], swizzled by expert */
+    const quern_tensor *pad_row_offsets;    /* i32 [E + 1], multiples of 128; NULL: scales in rows */
+    const quern_tensor *a_global;           /* [], [E], or [T]; NULL: 1 */
+    const quern_tensor *b_codes, *b_scales; /* K a multiple of 16; or */
+    const quern_tensor *b_repacked;         /* u8 [E, bytes], of quern_moe_prepack */
+    const quern_tensor *b_global;           /* [], [E], or [E, 2]: gate's and up's, N a multiple of 2 granularity; NULL: 1 */
+    const quern_tensor *offsets;            /* i32 [E] */
+    const quern_tensor *bias;               /* f32, f16, bf16 [E, N], interleaved as B; or NULL */
+    const quern_tensor *c;                  /* f32, f16, bf16 [T, N], [T, N/2] under SwiGLU; or */
+    const quern_tensor *c_codes, *c_scales; /* [T, 8 ceil(N/16)], [T, ceil(N/16)], of N/2 under SwiGLU */
+    const quern_tensor *c_global;           /* [], read, for a quantised output */
+} quern_nvfp4_gemm_tensors;
+#define QUERN_NVFP4_GEMM_TENSORS_INIT QUERN_SIZED(quern_nvfp4_gemm_tensors)
+
+QUERN_API quern_status quern_nvfp4_gemm_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params,
+                                                  const quern_nvfp4_gemm_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_gemm_params *params,
+                                        const quern_nvfp4_gemm_tensors *tensors, void *workspace, size_t workspace_bytes);
+
 #ifdef __cplusplus
 }
 #endif

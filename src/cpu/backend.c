@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* backend.c - the CPU's rows of the stage table. */
 #include "cpu/gemm.h"
+#include "cpu/gemm4/stages.h"
 #include "cpu/quantise/stages.h"
 #include "cpu/stages.h"
 
@@ -42,4 +43,6 @@ const quern_backend quern_backend_cpu = {
     .from_mxfp4 = {NULL, NULL, cpu_from_mxfp4},
     .swizzle = {NULL, NULL, cpu_swizzle},
     .interleave = {NULL, NULL, cpu_interleave},
+    .prepack = {NULL, NULL, cpu_prepack},
+    .grouped_gemm = {NULL, cpu_grouped_gemm_workspace, cpu_grouped_gemm},
 };

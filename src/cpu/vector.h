@@ -101,6 +101,34 @@ INLINE void v_store_first(float *p, int32_t n, vfloat v)
 #endif
 }
 
+/* LANES bytes as integers, and the low bytes of integers that fit. (The compiler's own conversions go through scalars.) */
+INLINE vint v_load_bytes(const uint8_t *p)
+{
+#if defined(__AVX512F__)
+    return (vint)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__FMA__)
+    return (vint)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    vint v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+INLINE void v_store_bytes(uint8_t *p, vint v)
+{
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__FMA__)
+    const __m256i words = _mm256_packus_epi32((__m256i)v, (__m256i)v), bytes = _mm256_packus_epi16(words, words);
+    const int64_t low = _mm256_extract_epi32(bytes, 0), high = _mm256_extract_epi32(bytes, 4);
+    const int64_t both = (low & 0xffffffff) | (int64_t)((uint64_t)high << 32);
+    memcpy(p, &both, sizeof both);
+#else
+    for (int i = 0; i < LANES; i++) p[i] = (uint8_t)v[i];
+#endif
+}
+
 /* a b + c in one rounding where the level has FMA, whatever -ffp-contract says. */
 INLINE vfloat v_fma(vfloat a, vfloat b, vfloat c)
 {

@@ -6,6 +6,7 @@
 #include <quern/attention.h>
 #include <quern/cuda.h>
 #include <quern/nsa.h>
+#include <quern/moe.h>
 #include <quern/nvfp4.h>
 #include <quern/safetensors.h>
 
@@ -55,6 +56,10 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, 3);
     assert_int_equal(QUERN_NVFP4_SCALES_SEARCH, 2);
     assert_int_equal(QUERN_NVFP4_GLOBAL_ROW, 2);
+    assert_int_equal(QUERN_NVFP4_CODES_K_MAJOR, 1);
+    assert_int_equal(QUERN_NVFP4_LAYOUT_SWIZZLED, 2);
+    assert_int_equal(QUERN_NVFP4_ACTIVATION_SWIGLU, 1);
+    assert_int_equal(QUERN_MOE_PREPACK_VERSION, 1);
     assert_int_equal(QUERN_STATUS_BAD_INDEX, 1);
     assert_int_equal(QUERN_STATUS_BAD_GROUP, 2);
     assert_int_equal(QUERN_STATUS_BAD_OFFSETS, 4);

@@ -99,6 +99,14 @@ static void every_field_is_listed(void **unused)
     field interleave[] = {INTERLEAVE_TENSORS(FIELD) INTERLEAVE_VALUES(FIELD)};
     check_cover("interleave_args", interleave, sizeof interleave / sizeof *interleave, sizeof(ARGS));
 #undef ARGS
+#define ARGS prepack_args
+    field prepack[] = {PREPACK_TENSORS(FIELD) PREPACK_VALUES(FIELD)};
+    check_cover("prepack_args", prepack, sizeof prepack / sizeof *prepack, sizeof(ARGS));
+#undef ARGS
+#define ARGS grouped_gemm_args
+    field grouped_gemm[] = {GROUPED_GEMM_TENSORS(FIELD) GROUPED_GEMM_VALUES(FIELD)};
+    check_cover("grouped_gemm_args", grouped_gemm, sizeof grouped_gemm / sizeof *grouped_gemm, sizeof(ARGS));
+#undef ARGS
 #define ARGS stage_exec
     field exec[] = {STAGE_EXEC_VALUES(FIELD)};
     check_cover("stage_exec", exec, sizeof exec / sizeof *exec, sizeof(ARGS));

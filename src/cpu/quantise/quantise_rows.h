@@ -14,8 +14,6 @@
 
 #include "cpu/quantise/quantise_blocks.h"
 
-typedef uint8_t vbyte __attribute__((vector_size(LANES)));
-
 enum { GROUP = LANES * BLOCK }; /* values of the blocks quantised at once */
 
 INLINE vint larger(vint a, vint b)
@@ -60,11 +58,6 @@ INLINE void load_blocks(const void *row, const quern_dtype dtype, int64_t at, in
     }
 }
 
-INLINE vbyte bytes_of(vint v)
-{
-    return __builtin_convertvector(v, vbyte);
-}
-
 /* The 8 bytes of codes of each lane's block, block after block. */
 INLINE void store_codes(const vint code[BLOCK], int64_t bytes, uint8_t *to)
 {
@@ -81,9 +74,13 @@ INLINE void store_codes(const vint code[BLOCK], int64_t bytes, uint8_t *to)
 
 INLINE void store_bytes(vint v, int64_t n, uint8_t *to)
 {
-    const vbyte bytes = bytes_of(v);
-    if (n >= LANES) memcpy(to, &bytes, sizeof bytes);
-    else memcpy(to, &bytes, (size_t)n);
+    uint8_t bytes[LANES];
+    if (n >= LANES) {
+        v_store_bytes(to, v);
+    } else {
+        v_store_bytes(bytes, v);
+        memcpy(to, bytes, (size_t)n);
+    }
 }
 
 INLINE void quantise_row_as(const quantise_rule *rule, const void *row, const quern_dtype dtype, int64_t n, uint8_t *codes, uint8_t *scales)
@@ -141,10 +138,10 @@ INLINE vfloat value_of(const quantise_rule *rule, vint code, vint scale)
 
 INLINE vint load_bytes(const uint8_t *p, int64_t n)
 {
-    vbyte bytes = {0};
-    if (n >= LANES) memcpy(&bytes, p, sizeof bytes);
-    else memcpy(&bytes, p, (size_t)n);
-    return __builtin_convertvector(bytes, vint);
+    uint8_t bytes[LANES] = {0};
+    if (n >= LANES) return v_load_bytes(p);
+    memcpy(bytes, p, (size_t)n);
+    return v_load_bytes(bytes);
 }
 
 INLINE void dequantise_row_as(const quantise_rule *rule, const uint8_t *codes, const uint8_t *scales, int64_t n, void *out, const quern_dtype dtype)

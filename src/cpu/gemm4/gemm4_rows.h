@@ -1,0 +1,201 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * gemm4_rows.h - the tile kernels of products with NVFP4 weights, written over the level's vectors and compiled by each
+ * level's file under its own flags. The layout of repacked weights stands in gemm4_kernels.h.
+ *
+ * Decoding to f32 takes a shift, a table look-up and a product a vector; it is done once for all rows of an expert.
+ * mm_i8 keeps I8_ROWS x I8_VECTORS sums in f32 and as many of a block in integers; a block of 16 takes 4 dot products, a
+ * conversion, a product of scales and an FMA: limit, two thirds of the peak of the dot product.
+ */
+#ifndef QUERN_CPU_GEMM4_ROWS_H
+#define QUERN_CPU_GEMM4_ROWS_H
+
+#include "cpu/gemm4/gemm4_kernels.h"
+#include "cpu/vector.h"
+
+#define E2M1_VALUES 0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f
+#define E2M1_NEGATIVE -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f
+
+enum { VECTORS_A_STRIP = GEMM4_STRIP / LANES };
+
+/* What the lowest nibble of each lane means. */
+INLINE vfloat code_value(vint w)
+{
+#if defined(__AVX512F__)
+    const __m512 table = {E2M1_VALUES, E2M1_NEGATIVE};
+    return _mm512_permutexvar_ps((__m512i)w, table);
+#elif defined(__AVX2__)
+    const __m256 table = {E2M1_VALUES};
+    const vint sign = (w & 8) << 28;
+    return (vfloat)((vint)_mm256_permutevar8x32_ps(table, (__m256i)w) | sign);
+#else
+    static const float table[16] = {E2M1_VALUES, E2M1_NEGATIVE};
+    vfloat v;
+    for (int i = 0; i < LANES; i++) v[i] = table[w[i] & 15];
+    return v;
+#endif
+}
+
+INLINE vint load_words(const uint8_t *p)
+{
+    vint v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+/* The scales of LANES columns. */
+INLINE vfloat load_scales(const uint8_t *p)
+{
+    const vint v = v_load_bytes(p);
+    const vfloat normal = (vfloat)((v << 20) + (120 << 23)), below = __builtin_convertvector(v, vfloat) * 0x1p-9f;
+    return v_select(v < 8, below, normal); /* no subnormal f32 on the way: they cost hundreds of cycles */
+}
+
+/* Nibble j of a word is that of this k. */
+INLINE int k_of_nibble(int j)
+{
+    return j < 4 ? 2 * j : 2 * (j - 4) + 1;
+}
+
+static void decode_f32(const uint8_t *panel, int64_t units, float *out)
+{
+    for (int64_t u = 0; u < units; u++, panel += GEMM4_UNIT_BYTES, out += GEMM4_UNIT * GEMM4_PANEL)
+        for (int strip = 0; strip < GEMM4_STRIPS; strip++) {
+            const uint8_t *scales = panel + strip * GEMM4_STRIP_BYTES, *codes = scales + 64;
+            for (int v = 0; v < VECTORS_A_STRIP; v++)
+                for (int line = 0; line < GEMM4_LINES; line++) {
+                    const vfloat s = load_scales(scales + line / 2 * GEMM4_STRIP + v * LANES);
+                    const vint w = load_words(codes + 64 * line + 4 * v * LANES);
+                    float *to = out + 8 * line * GEMM4_PANEL + strip * GEMM4_STRIP + v * LANES;
+#pragma GCC unroll 8
+                    for (int j = 0; j < 8; j++) v_store(to + k_of_nibble(j) * GEMM4_PANEL, code_value(w >> 4 * j) * s);
+                }
+        }
+}
+
+/* Twice a code's value plus 12, in each byte, from a code in each byte. */
+INLINE vint doubled_plus_12(vint codes)
+{
+#if defined(__AVX512BW__)
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    return (vint)_mm512_shuffle_epi8(table, (__m512i)codes);
+#elif defined(__AVX2__)
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    return (vint)_mm256_shuffle_epi8(table, (__m256i)codes);
+#else
+    static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    uint8_t bytes[sizeof(vint)];
+    memcpy(bytes, &codes, sizeof bytes);
+    for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = table[bytes[i]];
+    memcpy(&codes, bytes, sizeof bytes);
+    return codes;
+#endif
+}
+
+static void decode_i8(const uint8_t *panel, int64_t units, uint32_t *codes, float *scales)
+{
+    for (int64_t u = 0; u < units; u++, panel += GEMM4_UNIT_BYTES)
+        for (int strip = 0; strip < GEMM4_STRIPS; strip++) {
+            const uint8_t *from = panel + strip * GEMM4_STRIP_BYTES;
+            for (int v = 0; v < VECTORS_A_STRIP; v++) {
+                const int column = strip * GEMM4_STRIP + v * LANES;
+                for (int b = 0; b < GEMM4_BLOCKS; b++)
+                    v_store(scales + (u * GEMM4_BLOCKS + b) * GEMM4_PANEL + column, load_scales(from + b * GEMM4_STRIP + v * LANES));
+                for (int line = 0; line < GEMM4_LINES; line++) {
+                    const vint w = load_words(from + 64 + 64 * line + 4 * v * LANES);
+                    const vint low = doubled_plus_12(w & 0x0f0f0f0f), high = doubled_plus_12(w >> 4 & 0x0f0f0f0f);
+                    uint32_t *to = codes + (u * GEMM4_WORDS_I8 + 2 * line) * GEMM4_PANEL + column;
+                    memcpy(to, &low, sizeof low);
+                    memcpy(to + GEMM4_PANEL, &high, sizeof high);
+                }
+            }
+        }
+}
+
+/* sum + the dot product of four unsigned bytes of b and four signed ones of a, lane by lane. */
+INLINE vint dot4(vint sum, vint b, vint a)
+{
+#if defined(__AVX512VNNI__)
+    return (vint)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)b, (__m512i)a);
+#elif defined(__AVX512BW__)
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)b, (__m512i)a);
+    return sum + (vint)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)b, (__m256i)a);
+    return sum + (vint)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+    for (int byte = 0; byte < 4; byte++) sum += (b >> 8 * byte & 255) * ((vint)((vuint)a << (24 - 8 * byte)) >> 24);
+    return sum;
+#endif
+}
+
+enum { I8_ROWS = LANES == 16 ? 6 : LANES == 8 ? 2 : 1, I8_VECTORS = 2 };
+
+INLINE void i8_block(const gemm4_i8_tile *t, const int rows, int64_t row, int64_t column)
+{
+    vfloat acc[I8_ROWS][I8_VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 2
+        for (int j = 0; j < I8_VECTORS; j++) acc[i][j] = (vfloat){0};
+    const uint32_t *b = t->b + column, *a = t->a + 4 * row * t->lda;
+    const float *b_scale = t->b_scale + column, *a_scale = t->a_scale + row * t->lda;
+    const int32_t *start = t->start + row * t->lda;
+    for (int64_t block = 0; block < t->blocks; block++) {
+        vint sum[I8_ROWS][I8_VECTORS];
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++)
+#pragma GCC unroll 2
+            for (int j = 0; j < I8_VECTORS; j++) sum[i][j] = start[i * t->lda + block] - (vint){0};
+#pragma GCC unroll 4
+        for (int word = 0; word < 4; word++, b += GEMM4_PANEL) {
+            vint bv[I8_VECTORS];
+#pragma GCC unroll 2
+            for (int j = 0; j < I8_VECTORS; j++) bv[j] = (vint)v_load((const float *)(const void *)(b + j * LANES));
+#pragma GCC unroll 8
+            for (int i = 0; i < rows; i++) {
+                const vint av = (int32_t)a[4 * (i * t->lda + block) + word] - (vint){0};
+#pragma GCC unroll 2
+                for (int j = 0; j < I8_VECTORS; j++) sum[i][j] = dot4(sum[i][j], bv[j], av);
+            }
+        }
+        vfloat s[I8_VECTORS];
+#pragma GCC unroll 2
+        for (int j = 0; j < I8_VECTORS; j++) s[j] = v_load(b_scale + block * GEMM4_PANEL + j * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++)
+#pragma GCC unroll 2
+            for (int j = 0; j < I8_VECTORS; j++)
+                acc[i][j] = v_fma(__builtin_convertvector(sum[i][j], vfloat), s[j] * a_scale[i * t->lda + block], acc[i][j]);
+    }
+    float *c = t->c + row * GEMM4_PANEL + column;
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++, c += GEMM4_PANEL)
+#pragma GCC unroll 2
+        for (int j = 0; j < I8_VECTORS; j++) v_store(c + j * LANES, t->accumulate ? acc[i][j] + v_load(c + j * LANES) : acc[i][j]);
+}
+
+static void mm_i8(const gemm4_i8_tile *t)
+{
+    for (int64_t column = 0; column < GEMM4_PANEL; column += I8_VECTORS * LANES) {
+        int64_t row = 0;
+        for (; row + I8_ROWS <= t->rows; row += I8_ROWS) i8_block(t, I8_ROWS, row, column);
+        for (; row < t->rows; row++) i8_block(t, 1, row, column);
+    }
+}
+
+static void scale_row(const float *acc, float a_global, const float *b_global, const float *bias, int64_t n, float *out)
+{
+    for (int64_t c = 0; c < n; c += LANES) {
+        const int32_t left = n - c < LANES ? (int32_t)(n - c) : LANES;
+        const vfloat zero = {0}, g = v_load_first(b_global + c, left, zero) * a_global;
+        vfloat v = v_load_first(acc + c, left, zero) * g;
+        if (bias != NULL) v += v_load_first(bias + c, left, zero);
+        v_store_first(out + c, left, v);
+    }
+}
+
+#define GEMM4_ROW_KERNELS .decode_f32 = decode_f32, .decode_i8 = decode_i8, .mm_i8 = mm_i8, .scale_row = scale_row
+
+#endif

@@ -1,0 +1,60 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* product.h - what the files of the grouped product share: the plan of a call, A's rows made ready, and the epilogue. */
+#ifndef QUERN_CPU_GEMM4_PRODUCT_H
+#define QUERN_CPU_GEMM4_PRODUCT_H
+
+#include "core/arena.h"
+#include "cpu/attention_kernels.h"
+#include "cpu/gemm4/panels.h"
+#include "cpu/quantise/finite.h"
+#include "cpu/quantise/quantise_kernels.h"
+
+/* The arithmetic of a call, by A's dtype and the level: bf16 words, f32, or integers. */
+typedef enum product_kind { PRODUCT_F32, PRODUCT_BF16, PRODUCT_I8 } product_kind;
+
+enum {
+    PRODUCT_ROWS = 384,                  /* of a task: decoding a panel is shared by them, their sums stay in L2 */
+    PRODUCT_BUFFER = 32768,              /* bytes of decoded weights */
+    PRODUCT_UNITS_F32 = 2,               /* units that are summed from zero and then added, by kind */
+    PRODUCT_UNITS_BF16 = 4,
+    PRODUCT_UNITS_I8 = 4
+};
+
+/* A thread's own memory. */
+typedef struct product_scratch {
+    uint8_t packed[4 * GEMM4_UNIT_BYTES]; /* units of weights that the caller did not repack */
+    float decoded[PRODUCT_BUFFER / 4];
+    float scales[4 * GEMM4_BLOCKS * GEMM4_PANEL];
+    float c[PRODUCT_ROWS * GEMM4_PANEL];
+    float row[GEMM4_PANEL], part[2][GEMM4_PANEL];
+} product_scratch;
+
+typedef struct product_job {
+    const grouped_gemm_args *args;
+    const gemm4_kernels *kernels;
+    const attention_kernels *dense;
+    const quantise_kernels *quantise;
+    product_kind kind;
+    int64_t units, experts;
+    /* A made ready, rows of `units` units: f32, bf16, or words of four int8 with a scale and a start a block. */
+    char *a;
+    float *a_scale;
+    int32_t *start;
+    float *row_global;     /* int8: the scale of each row */
+    int64_t *first_task;   /* [experts + 1] */
+    uint32_t *magnitudes;  /* of A, where what is not finite is an error */
+    product_scratch *scratch; /* [threads] */
+} product_job;
+
+/* Bytes of a row of A made ready. */
+int64_t ready_row_bytes(const product_job *job);
+/* Makes A's rows ready; rows past the last offset are not looked at. */
+void ready_rows(const stage_exec *exec, const product_job *job, int64_t rows);
+
+/* The sums of `rows` rows from `row` on, columns [column, column + n), in scratch.c, to the output. */
+void finish_rows(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t rows, int64_t column, int64_t n);
+/* Zeros to the output's rows from `first` on. */
+void zero_output(const product_job *job, int64_t first);
+
+#endif

@@ -1,0 +1,112 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * ready.c - rows of A made ready for the tile kernels: in the product's dtype, padded with zeros to whole units. Integers:
+ * NVFP4 codes doubled (|2 code| <= 12), or values rounded to int8; four of K a word, in the order in which decode_i8 lays
+ * out the weights.
+ */
+#include "core/half.h"
+#include "core/parallel.h"
+#include "cpu/gemm4/product.h"
+
+#include <math.h>
+#include <string.h>
+
+/* Byte i of a block's 16 holds this k. */
+static const uint8_t k_of_byte[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
+
+typedef struct ready_job {
+    const product_job *product;
+    int64_t rows;
+} ready_job;
+
+enum { ROWS_A_TASK = 8, WEIGHT_OFFSET = 12 };
+
+int64_t ready_row_bytes(const product_job *job)
+{
+    const int64_t k = job->units * GEMM4_UNIT;
+    return job->kind == PRODUCT_F32 ? 4 * k : job->kind == PRODUCT_BF16 ? 2 * k : k;
+}
+
+static float e4m3(uint8_t byte)
+{
+    return byte < 8 ? (float)byte * 0x1p-9f : float_from_bits(((uint32_t)byte << 20) + (120u << 23));
+}
+
+/* The scale byte of a row's block. */
+static uint8_t a_scale_at(const grouped_gemm_args *args, int64_t row, int64_t block)
+{
+    const uint8_t *data = args->a_scales.data;
+    if (args->pad_row_offsets.ndim == 0) return data[row * args->a_scales.strides[0] + block];
+    const int64_t expert = expert_of_row(&args->offsets, row);
+    const int64_t first = expert > 0 ? ((const int32_t *)args->offsets.data)[expert - 1] : 0;
+    const int64_t r = ((const int32_t *)args->pad_row_offsets.data)[expert] + row - first, tiles = (args->k / 16 + 3) / 4;
+    return data[(r / 128 * tiles + block / 4) * 512 + r % 32 * 16 + r % 128 / 32 * 4 + block % 4];
+}
+
+static void start_block(const product_job *job, int64_t at, const int8_t *values, float scale)
+{
+    int32_t sum = 0;
+    for (int i = 0; i < 16; i++) sum += values[i];
+    job->start[at] = -WEIGHT_OFFSET * sum;
+    job->a_scale[at] = scale;
+}
+
+/* 0.25: both sides' codes are doubled. */
+static void ready_codes(const product_job *job, int64_t row)
+{
+    static const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const grouped_gemm_args *args = job->args;
+    const uint8_t *codes = (const uint8_t *)args->a_codes.data + row * args->a_codes.strides[0];
+    const int64_t blocks = job->units * GEMM4_BLOCKS;
+    int8_t *out = (int8_t *)job->a + row * 16 * blocks;
+    for (int64_t b = 0; b < blocks; b++, out += 16) {
+        const bool there = 16 * b < args->k;
+        for (int i = 0; i < 16; i++) out[i] = there ? doubled[codes[8 * b + k_of_byte[i] / 2] >> 4 * (k_of_byte[i] % 2) & 15] : 0;
+        start_block(job, row * blocks + b, out, there ? 0.25f * e4m3(a_scale_at(args, row, b)) : 0.0f);
+    }
+}
+
+/* To int8 by the row's largest magnitude; 0.5: the weights' codes are doubled. */
+static void ready_int8(const product_job *job, int64_t row)
+{
+    const grouped_gemm_args *args = job->args;
+    const void *values = view_row(&args->a, row);
+    const float amax = float_from_bits(job->quantise->magnitude(values, args->a.dtype, args->k));
+    const float scale = amax > 0.0f ? amax / 127.0f : 1.0f;
+    const int64_t blocks = job->units * GEMM4_BLOCKS;
+    int8_t *out = (int8_t *)job->a + row * 16 * blocks;
+    job->row_global[row] = scale;
+    for (int64_t b = 0; b < blocks; b++, out += 16) {
+        for (int i = 0; i < 16; i++) out[i] = 16 * b < args->k ? (int8_t)rintf(element_of(values, args->a.dtype, 16 * b + k_of_byte[i]) / scale) : 0;
+        start_block(job, row * blocks + b, out, 0.5f);
+    }
+}
+
+static void ready_floats(const product_job *job, int64_t row)
+{
+    const grouped_gemm_args *args = job->args;
+    const row_source src = {view_row(&args->a, row), args->a.dtype, 0, 1, args->k};
+    const int64_t padded = job->units * GEMM4_UNIT;
+    char *out = job->a + row * ready_row_bytes(job);
+    if (job->kind == PRODUCT_BF16) job->dense->pack_rows_bf16(&src, (uint16_t *)(void *)out, padded);
+    else job->dense->pack_rows_f32(&src, 1.0f, (float *)(void *)out, padded);
+}
+
+static void ready_task(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const ready_job *job = arg;
+    const int64_t first = index * ROWS_A_TASK, end = first + ROWS_A_TASK < job->rows ? first + ROWS_A_TASK : job->rows;
+    for (int64_t row = first; row < end; row++) {
+        if (job->product->kind != PRODUCT_I8) ready_floats(job->product, row);
+        else if (job->product->args->int8) ready_int8(job->product, row);
+        else ready_codes(job->product, row);
+    }
+}
+
+void ready_rows(const stage_exec *exec, const product_job *job, int64_t rows)
+{
+    ready_job ready = {job, rows};
+    parallel_for(exec, (rows + ROWS_A_TASK - 1) / ROWS_A_TASK, ready_task, &ready);
+}

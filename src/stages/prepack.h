@@ -1,0 +1,31 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* prepack.h - NVFP4 weights to the layout that a backend's products read fastest, and exactly back. */
+#ifndef QUERN_STAGES_PREPACK_H
+#define QUERN_STAGES_PREPACK_H
+
+#include "stages/stage.h"
+
+/* How scales of a weight [K, N] stand: [E, K/16, N], [E, N, K/16], or [E, bytes] in the order of tensor cores with N down
+ * and K/16 across. */
+typedef enum scale_order { SCALES_LINEAR = 0, SCALES_K_MAJOR = 1, SCALES_SWIZZLED = 2 } scale_order;
+
+typedef struct prepack_args {
+    bool inverse;
+    bool k_major; /* codes are [E, N, K/2], else [E, K/2, N] */
+    scale_order order;
+    int64_t n, k;
+    quern_tensor codes, scales;
+    quern_tensor repacked; /* u8 [E, bytes] */
+} prepack_args;
+STAGE_DECLARE(prepack);
+#define PREPACK_TENSORS(F) F(codes) F(scales) F(repacked)
+#define PREPACK_VALUES(F) F(inverse) F(k_major) F(order) F(n) F(k)
+
+/* Bytes of an expert's repacked matrix: panels of 64 columns and units of 64 of K, 2304 bytes each. */
+static inline int64_t prepack_bytes(int64_t n, int64_t k)
+{
+    return (n / 64 + (n % 64 != 0)) * (k / 64 + (k % 64 != 0)) * 2304;
+}
+
+#endif
