@@ -3,6 +3,7 @@
 /* main.c - lm train | eval | generate | order2. */
 #include "options.h"
 
+#include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -50,7 +51,7 @@ int verb_generate(int argc, char **argv)
     const char *prompt = o.prompt != NULL && *o.prompt != '\0' ? o.prompt : "\n";
     const int64_t have = (int64_t)strlen(prompt);
     uint8_t *all = malloc((size_t)(have + o.bytes));
-    ok = ok && (all != NULL || failure("no memory for %lld bytes of text", (long long)(have + o.bytes)) == 0);
+    ok = ok && (all != NULL || failure("no memory for %" PRId64 " bytes of text", have + o.bytes) == 0);
     if (all != NULL) memcpy(all, prompt, (size_t)have);
     if (ok) fwrite(prompt, 1, (size_t)have, stdout);
     uint64_t state = o.run.seed;

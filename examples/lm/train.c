@@ -94,7 +94,10 @@ int verb_train(int argc, char **argv)
     ok = ok && held_out_fits(&corpus, n);
     double *loss = calloc((size_t)run.steps + 1, sizeof *loss), *times = calloc((size_t)run.steps + 1, sizeof *times), start = seconds();
     const bool terminal = isatty(STDERR_FILENO);
-    if (ok && (loss == NULL || times == NULL)) ok = failure("no memory for the losses of %lld steps", (long long)run.steps) == 0;
+    if (loss == NULL || times == NULL) {
+        failure("no memory for the losses of %lld steps", (long long)run.steps);
+        ok = false;
+    }
     while (ok && m.step < last) {
         const double before = seconds();
         const int64_t step = m.step;

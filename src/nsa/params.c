@@ -117,7 +117,7 @@ quern_status quern_nsa_params_preset(quern_nsa_params *params, const char *name)
     const quern_status status = op_struct(&p, params, "params", "QUERN_NSA_PARAMS_INIT");
     if (status != QUERN_OK) return status;
     if (name == NULL || strcmp(name, "tile256") != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': tile256 is accepted", name != NULL ? name : "NULL");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': tile256 is accepted", TEXT_NAME(name != NULL ? name : "NULL"));
     p.tile = 256;
     p.scope = QUERN_NSA_SCOPE_HEAD;
     p.metric = QUERN_NSA_METRIC_MEAN_LOGIT;

@@ -136,7 +136,7 @@ static void fail_each(quern_status (*work)(void))
 }
 
 enum { TENSORS = 40 };
-static char names[TENSORS][48];
+static char names[TENSORS][64];
 static quern_tensor tensors[TENSORS];
 static quern_safetensors_item items[TENSORS];
 static const quern_safetensors_pair pairs[] = {{"a key of more than sixteen bytes", "a value \"quoted\"\n of more than thirty-two bytes"}, {"k", "v"}};

@@ -8,28 +8,36 @@
 #include "ceilings.h"
 
 #include <quern/cuda.h>
+#include <quern/safetensors.h>
 
+#include <inttypes.h>
 #include <jansson.h>
 #include <stdio.h>
 
 typedef struct info_options {
     bool measure;
+    const char *file;
 } info_options;
 
 static const option_row rows[] = {
+    {"file", OPTION_TEXT, offsetof(info_options, file), NULL, "list the tensors and the metadata of this safetensors file instead"},
     {"measure", OPTION_FLAG, offsetof(info_options, measure), NULL, "measure the machine's ceilings on 1 and on all threads (about 6 s)"},
 };
+
+enum { ROWS = sizeof rows / sizeof *rows };
 
 static void print_help(void)
 {
     info_options defaults = {0};
     machine_options machine = {0};
-    printf("usage: quern info [--measure] [--threads N] [--device cpu|cuda] [--json]\n\n"
-           "Version, CPU level and threads; the ceilings are those that the bench divides by.\n\noptions:\n");
-    print_options(&(option_group){rows, 1, &defaults});
+    printf("usage: quern info [--measure] [--threads N] [--device cpu|cuda] [--json]\n"
+           "       quern info --file FILE.safetensors [--json]\n\n"
+           "Version, CPU level and threads; the ceilings are those that the bench divides by. Or what a file holds.\n\noptions:\n");
+    print_options(&(option_group){rows, ROWS, &defaults});
     print_options(&(option_group){machine_rows, machine_row_count, &machine});
-    printf("\nexamples:\n  quern info\n  quern info --measure --threads 2 --json\n\n"
-           "exit codes: 0 done, 2 wrong command line, 4 the machine lacks the device or CPU level asked for.\n");
+    printf("\nexamples:\n  quern info\n  quern info --measure --threads 2 --json\n  quern info --file weights.safetensors\n\n"
+           "exit codes: 0 done, 2 wrong command line, 3 the file is not accepted, 4 the machine lacks the device or CPU level\n"
+           "asked for.\n");
 }
 
 /* Measures on 1 thread and on all; the object maps a ceiling's name to {unit, one, all}. */
@@ -79,11 +87,65 @@ static void print_text(const quern_context *ctx, const json_t *ceilings)
                json_real_value(json_object_get(row, "all")), json_string_value(json_object_get(row, "unit")));
 }
 
+/* "[2, 3]", in the view's terms: of packed 4-bit floats the last extent counts bytes. */
+static void shape_text(const quern_tensor *t, char *text, size_t room)
+{
+    size_t used = (size_t)snprintf(text, room, "[");
+    for (int32_t i = 0; i < t->ndim; i++) used += (size_t)snprintf(text + used, room - used, "%s%" PRId64, i > 0 ? ", " : "", t->shape[i]);
+    snprintf(text + used, room - used, "]");
+}
+
+static json_t *tensor_json(const char *name, const quern_tensor *t)
+{
+    json_t *shape = json_array();
+    for (int32_t i = 0; i < t->ndim; i++) json_array_append_new(shape, json_integer(t->shape[i]));
+    return json_pack("{s:s, s:s, s:o}", "name", name, "dtype", quern_dtype_name(t->dtype), "shape", shape);
+}
+
+/* One tensor as a line, or added to `list`. Returns an exit code. */
+static int describe(const quern_safetensors *file, const char *name, json_t *list)
+{
+    quern_tensor t;
+    char shape[32 * QUERN_MAX_DIMS], escaped[512];
+    if (quern_safetensors_get(file, name, &t) != QUERN_OK) return fail(EXIT_INPUT, "%s", quern_last_error(NULL));
+    if (list != NULL) return json_array_append_new(list, tensor_json(name, &t)) == 0 ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for the result");
+    shape_text(&t, shape, sizeof shape);
+    text_escape(name, escaped, sizeof escaped);
+    printf("%-40s %-7s %s\n", escaped, quern_dtype_name(t.dtype), shape);
+    return EXIT_DONE;
+}
+
+static int info_file(const char *path, bool json)
+{
+    quern_safetensors *file = NULL;
+    if (quern_safetensors_open(path, &file) != QUERN_OK) return fail(EXIT_INPUT, "%s: %s", TEXT_NAME(path), quern_last_error(NULL));
+    json_t *list = json ? json_array() : NULL, *metadata = json ? json_object() : NULL;
+    int code = json && (list == NULL || metadata == NULL) ? fail(EXIT_MACHINE, "no memory for the result") : EXIT_DONE;
+    for (size_t i = 0; i < quern_safetensors_count(file) && code == EXIT_DONE; i++) code = describe(file, quern_safetensors_name(file, i), list);
+    for (size_t i = 0; i < quern_safetensors_metadata_count(file) && code == EXIT_DONE; i++) {
+        const char *key = quern_safetensors_metadata_key(file, i), *value = quern_safetensors_metadata(file, key);
+        char left[256], right[1024];
+        text_escape(key, left, sizeof left);
+        text_escape(value, right, sizeof right);
+        if (json) json_object_set_new(metadata, key, json_string(value));
+        else printf("metadata %s: %s\n", left, right);
+    }
+    if (code == EXIT_DONE && json) {
+        json_t *result = json_pack("{s:O, s:O}", "tensors", list, "metadata", metadata);
+        output_print(result, JSON_INDENT(2));
+        json_decref(result);
+    }
+    json_decref(list);
+    json_decref(metadata);
+    quern_safetensors_close(file);
+    return code;
+}
+
 int verb_info(int argc, char **argv)
 {
     info_options options = {0};
     machine_options machine = {0};
-    const option_group groups[] = {{rows, 1, &options}, {machine_rows, machine_row_count, &machine}};
+    const option_group groups[] = {{rows, ROWS, &options}, {machine_rows, machine_row_count, &machine}};
     int first;
     bool help;
     int code = parse_options(argc, argv, groups, 2, &first, &help);
@@ -93,6 +155,7 @@ int verb_info(int argc, char **argv)
         return EXIT_DONE;
     }
     if (first != argc) return fail(EXIT_USAGE, "'%s' is left over: info takes options only", argv[first]);
+    if (options.file != NULL) return info_file(options.file, machine.json);
     quern_context *ctx;
     code = open_context(&machine, &ctx);
     if (code != EXIT_DONE) return code;
