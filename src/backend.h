@@ -5,8 +5,9 @@
  *
  * A driver validates, carves workspace and calls stages; it does no arithmetic on tensors and never assumes that
  * tensor data can be read by the host. Beside a stage's `run` stand `supports` (false with a reason in `why` where this
- * backend lacks the case; NULL: it takes all) and `workspace` (the bytes that `run` needs; NULL: none). These two see shapes and alignments only: `data`
- * is no address there, but has the alignment of the one to come. Optional stages may be NULL: the driver then composes.
+ * backend lacks the case; NULL: it takes all) and `workspace` (the bytes that `run` needs; NULL: none). These two see
+ * shapes and alignments only: `data` is no address there, but has the alignment of the one to come (of an element at
+ * least; `workspace` does not depend on it). Optional stages may be NULL: the driver then composes.
  */
 #ifndef QUERN_BACKEND_H
 #define QUERN_BACKEND_H

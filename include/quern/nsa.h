@@ -201,7 +201,8 @@ typedef struct quern_nsa_tensors {
  *     d_k_win, d_v_win without the tensor itself                                                 write them
  *   wrong ndim, extent or dtype                        as quern_nsa_tensors says                 all
  *   a negative extent; sizes that overflow 64 bits     products below 2^57                       all
- *   head dims                                          multiples of 8, 8 ... 256                 all
+ *   head dims                                          multiples of 8, 8 ... 512                 all
+ *   head dims above 256: QUERN_ERR_UNSUPPORTED         8 ... 256, for which there are kernels    all that read them
  *   H no positive multiple of Hkv                      one (with Hkv = 0: H = 0)                 all
  *   N or T > 2^31 - 1                                  fewer tokens                              all
  *   last dimension not contiguous                      stride 1                                  all
@@ -218,7 +219,8 @@ typedef struct quern_nsa_tensors {
  *   workspace NULL where bytes are needed              memory of any alignment                   the same
  *
  * Not refused: entries of a block or group list that are out of range (skipped, see exec's status word), duplicates (count once), blocks of the
- * future (masked); a tensor that the operation has no use for under these parameters (it is not read).
+ * future (masked); a tensor that the operation has no use for under these parameters: it is not looked at, whatever stands there.
+ * Tensors of a branch that params.branches leaves out are such, of the gate's operations, too.
  */
 
 /*
@@ -292,7 +294,7 @@ QUERN_API quern_status quern_nsa_gates_workspace(quern_context *ctx, const quern
                                                const quern_nsa_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_nsa_gates(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
                                      const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes);
-/* Combine alone: o_cmp, o_slc, o_win, gates (NULL: 1/3 each) -> o. */
+/* Combine alone: o_cmp, o_slc, o_win (any of those that params.branches has), gates (NULL: 1/3 each) -> o. */
 QUERN_API quern_status quern_nsa_combine_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                const quern_nsa_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_nsa_combine(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,

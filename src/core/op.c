@@ -1,44 +1,315 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
+/* op.c - the checks that follow from a family's description, and calls over them. */
 #include "core/op.h"
 
+#include "core/context.h"
 #include "core/error.h"
+#include "core/float_state.h"
+#include "core/plugin.h"
+#include "core/view.h"
 
+#include <math.h>
 #include <string.h>
 
-/* Bytes of a newer struct's tail that are looked at. A size beyond that is memory which nobody initialised. */
-enum { TAIL_MOST = 4096 };
+/* A tensors struct of any family. */
+typedef struct any_tensors {
+    size_t size;
+    const quern_tensor *t[OP_TENSORS_MAX];
+} any_tensors;
 
-quern_status op_struct(void *known, const void *given, const char *name, const char *init)
+/* ---- parameters ---- */
+
+static int64_t value_of(const op_param *p, const char *params)
 {
-    size_t mine, theirs;
-    if (given == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: use %s", name, init);
-    memcpy(&mine, known, sizeof mine);
-    memcpy(&theirs, given, sizeof theirs);
-    if (theirs < sizeof theirs || theirs % sizeof theirs != 0 || theirs > mine + TAIL_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.size is %zu: a multiple of %zu from %zu to %zu is accepted (use %s)", name, theirs,
-                         sizeof theirs, sizeof theirs, mine + TAIL_MOST, init);
-    for (size_t i = mine; i < theirs; i++)
-        if (((const char *)given)[i] != 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "%s.size is %zu and its byte %zu is set: past the %zu bytes that quern %s knows, zeros are accepted", name, theirs, i,
-                             mine, quern_version());
-    memcpy(known, given, theirs < mine ? theirs : mine);
-    memcpy(known, &mine, sizeof mine);
+    int64_t whole = 0;
+    int32_t choice = 0;
+    uint32_t set = 0;
+    switch (p->kind) {
+    case OP_INTEGER: memcpy(&whole, params + p->offset, sizeof whole); return whole;
+    case OP_CHOICE: memcpy(&choice, params + p->offset, sizeof choice); return choice;
+    case OP_SET: memcpy(&set, params + p->offset, sizeof set); return set;
+    default: return 0;
+    }
+}
+
+static quern_status check_ranges(const op_family *family, const char *params)
+{
+    for (int32_t i = 0; i < family->param_count; i++) {
+        const op_param *p = &family->params[i];
+        if (p->kind == OP_SCALE) {
+            float x;
+            memcpy(&x, params + p->offset, sizeof x);
+            if (!(x >= 0.0f) || isinf(x))
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %g: 0 (1/sqrt(D)) or a finite positive number is accepted", p->field, (double)x);
+        } else if (p->kind != OP_FLAG) {
+            const int64_t x = value_of(p, params);
+            if (x < p->least || x > p->most)
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", p->field, (long long)x, (long long)p->least,
+                                 (long long)p->most);
+        }
+    }
     return QUERN_OK;
 }
 
-void op_struct_give(void *given, const void *known)
+/* ---- tensors ---- */
+
+int32_t op_first_used(const op_call *call, const int32_t *list, int32_t count)
 {
-    size_t mine, theirs;
-    memcpy(&mine, known, sizeof mine);
-    memcpy(&theirs, given, sizeof theirs);
-    memcpy(given, known, theirs < mine ? theirs : mine);
-    memcpy(given, &theirs, sizeof theirs);
+    for (int32_t i = 0; i < count; i++)
+        if (op_uses(call, list[i])) return list[i];
+    return OP_NONE;
 }
 
-quern_status op_exec(const quern_exec *given, quern_exec *exec)
+quern_status op_check_activation(const op_call *call, int32_t tensor, int32_t ndim)
 {
-    *exec = (quern_exec)QUERN_EXEC_INIT;
-    return given == NULL ? QUERN_OK : op_struct(exec, given, "exec", "QUERN_EXEC_INIT");
+    view_span span;
+    const view_want want = {call->family->tensors[tensor].field, VIEW_ACTIVATION, ndim, NULL, false, false};
+    return view_check_one(&want, call->given[tensor], &call->like, &span);
+}
+
+quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *lead, int64_t *batch)
+{
+    const quern_tensor *t = call->given[cu];
+    const char *field = call->family->tensors[cu].field;
+    if (!call->varlen) {
+        *batch = lead->shape[0];
+        return QUERN_OK;
+    }
+    if (t->ndim != 1 || t->shape[0] < 1)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions of %lld: one dimension of batch + 1 offsets is accepted", field, t->ndim,
+                         t->ndim == 1 ? (long long)t->shape[0] : 0);
+    if (t->shape[0] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[0] is %lld: 1 to %d is accepted", field, (long long)t->shape[0], INT32_MAX);
+    *batch = t->shape[0] - 1;
+    return QUERN_OK;
+}
+
+static quern_status check_roles(const op_call *call)
+{
+    for (int32_t i = 0; i < call->family->tensor_count; i++)
+        if (call->role[i] == OP_REFUSED && call->given[i] != NULL) return call->family->refuse(call, i);
+    return QUERN_OK;
+}
+
+static quern_status check_sources(const op_call *call)
+{
+    const op_tensor *all = call->family->tensors;
+    for (int32_t i = 0; i < call->family->tensor_count; i++) {
+        if (call->role[i] != OP_SOURCE_MISSING || call->given[i] == NULL) continue;
+        const char *of = all[all[i].gradient_of].field;
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and %s is NULL: both or no %s are accepted", all[i].field, of, all[i].field);
+    }
+    return QUERN_OK;
+}
+
+/* The extents that a tensor has by its description; returns how many. */
+static int32_t shape_of(const op_call *call, const op_tensor *t, int64_t shape[QUERN_MAX_DIMS])
+{
+    const uint8_t *symbols = call->varlen && t->varlen[0] != 0 ? t->varlen : t->fixed;
+    int32_t n = 0;
+    for (int32_t i = 0; i < QUERN_MAX_DIMS && symbols[i] != 0; i++) {
+        if (symbols[i] != OP_LEAD) {
+            shape[n++] = call->symbol[symbols[i]];
+            continue;
+        }
+        for (int32_t k = 0; k < call->lead_count; k++) shape[n++] = call->lead[k];
+    }
+    return n;
+}
+
+static uint8_t alignment_of(const quern_tensor *t, op_looks looks)
+{
+    const uintptr_t address = looks == OP_AT_SHAPES ? 0 : (uintptr_t)t->data;
+    if (address == 0) return (uint8_t)quern_dtype_size(t->dtype);
+    const uintptr_t greatest = address & (0 - address);
+    return (uint8_t)(greatest < OP_ALIGN_MOST ? greatest : OP_ALIGN_MOST);
+}
+
+/* What check_tensors() found of each tensor that the call uses. */
+typedef struct used_tensors {
+    int32_t count;
+    uint8_t index[OP_TENSORS_MAX];
+    view_span span[OP_TENSORS_MAX]; /* by place in index */
+} used_tensors;
+
+static bool is_result(const op_call *call, int32_t tensor)
+{
+    return call->role[tensor] == OP_RESULT || call->role[tensor] == OP_OPTIONAL_RESULT;
+}
+
+/* Each tensor alone. */
+static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *used)
+{
+    const uint32_t act = 1u << call->like.dtype;
+    const uint32_t dtypes[] = {[OP_ACTIVATION] = act, [OP_WEIGHT] = act | VIEW_F32, [OP_F32] = VIEW_F32, [OP_I32] = VIEW_I32};
+    used->count = 0;
+    for (int32_t i = 0; i < call->family->tensor_count; i++) {
+        const op_tensor *t = &call->family->tensors[i];
+        const uint8_t role = call->role[i];
+        int64_t shape[QUERN_MAX_DIMS];
+        if (!op_uses(call, i)) {
+            if ((role == OP_NEEDED || role == OP_RESULT) && call->given[i] == NULL)
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", t->field);
+            continue;
+        }
+        const view_want want = {t->field, dtypes[t->dtype], shape_of(call, t, shape), shape, is_result(call, i), looks == OP_AT_DATA};
+        view_span *span = &used->span[used->count];
+        const quern_status status = view_check_one(&want, call->given[i], &call->like, span);
+        if (status != QUERN_OK) return status;
+        if (span->high != 0) call->alignment[i] = alignment_of(call->given[i], looks);
+        used->index[used->count++] = (uint8_t)i;
+    }
+    return QUERN_OK;
+}
+
+static quern_status shared(const char *a, const char *b)
+{
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s shares memory with %s: outputs need memory of their own", a, b);
+}
+
+/* That no result shares memory with another tensor, and that each address is of the device. */
+static quern_status check_memory(const op_call *call, const used_tensors *used)
+{
+    const op_tensor *all = call->family->tensors;
+    for (int32_t i = 0; i < used->count; i++) {
+        const int32_t a = used->index[i];
+        if (!is_result(call, a)) continue;
+        for (int32_t j = 0; j < used->count; j++) {
+            const int32_t b = used->index[j];
+            if (i != j && (!is_result(call, b) || j < i) && view_share_memory(call->given[a], &used->span[i], call->given[b], &used->span[j]))
+                return shared(all[a].field, all[b].field);
+        }
+    }
+    for (int32_t i = 0; i < used->count; i++) {
+        if (used->span[i].high == 0) continue;
+        const int32_t a = used->index[i];
+        const quern_status status = plugin_check_pointer(call->given[a]->data, call->like.device, call->like.device_id, all[a].field);
+        if (status != QUERN_OK) return status;
+    }
+    return QUERN_OK;
+}
+
+/* The status word, and that it shares no memory with the tensors (NULL: that is not looked at). */
+static quern_status check_status(const op_call *call, const quern_tensor *status, const used_tensors *used)
+{
+    const int64_t one[] = {1};
+    const view_want want = {"exec.status", VIEW_I32, 1, one, true, true};
+    view_span span;
+    if (status == NULL) return QUERN_OK;
+    const quern_status code = view_check_one(&want, status, &call->like, &span);
+    if (code != QUERN_OK || used == NULL) return code;
+    for (int32_t i = 0; i < used->count; i++)
+        if (view_share_memory(status, &span, call->given[used->index[i]], &used->span[i]))
+            return shared("exec.status", call->family->tensors[used->index[i]].field);
+    return plugin_check_pointer(status->data, call->like.device, call->like.device_id, "exec.status");
+}
+
+/* ---- calls ---- */
+
+static quern_status prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
+                            op_looks looks, any_tensors *own, used_tensors *used)
+{
+    char *const kept = (char *)call + family->params_at;
+    size_t params_size;
+    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    memcpy(&params_size, family->defaults, sizeof params_size);
+    memset(call, 0, sizeof *call);
+    memcpy(kept, family->defaults, params_size);
+    call->family = family;
+    call->operation = operation;
+    quern_status status = op_struct(kept, params, "params", family->params_init);
+    if (status == QUERN_OK) status = check_ranges(family, kept);
+    if (status == QUERN_OK) status = family->check_params(call);
+    if (status != QUERN_OK) return status;
+    memset(own, 0, sizeof *own);
+    own->size = sizeof own->size + (size_t)family->tensor_count * sizeof *own->t;
+    if ((status = op_struct(own, tensors, "tensors", family->tensors_init)) != QUERN_OK) return status;
+    memcpy(&params_size, tensors, sizeof params_size);
+    call->given_count = (int32_t)((params_size < own->size ? params_size : own->size) / sizeof *own->t) - 1;
+    call->given = own->t;
+    call->varlen = family->varlen_by != OP_NONE && own->t[family->varlen_by] != NULL;
+    family->roles(call);
+    if ((status = check_roles(call)) != QUERN_OK || (status = family->derive(call)) != QUERN_OK ||
+        (status = check_tensors(call, looks, used)) != QUERN_OK || (status = check_sources(call)) != QUERN_OK)
+        return status;
+    if (looks == OP_AT_DATA && (status = check_memory(call, used)) != QUERN_OK) return status;
+    call->backend = context_backend(ctx, call->like.device, call->like.device_id, NULL, &call->exec);
+    return call->backend != NULL ? family->plan(call) : error_status();
+}
+
+quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
+                        op_looks looks)
+{
+    any_tensors own;
+    used_tensors used;
+    const quern_status status = prepare(call, family, operation, ctx, params, tensors, looks, &own, &used);
+    call->given = NULL;
+    return status;
+}
+
+quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
+                             size_t *bytes)
+{
+    const quern_status status = op_prepare(call, family, operation, ctx, params, tensors, OP_AT_SHAPES);
+    if (status != QUERN_OK) return status;
+    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    *bytes = call->bytes;
+    return QUERN_OK;
+}
+
+static quern_status check_workspace(const op_call *call, const void *workspace, size_t bytes)
+{
+    if (bytes < call->bytes) return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", bytes, call->bytes);
+    if (call->bytes > 0 && workspace == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", call->bytes);
+    return QUERN_OK;
+}
+
+/* All is checked but what the host can read of the offsets. */
+static quern_status execute(const op_call *call, const quern_exec *exec, void *const *data, void *workspace)
+{
+    DEFAULT_FLOAT_STATE;
+    if (call->like.device == QUERN_CPU) {
+        const quern_status status = call->family->check_data(call, data);
+        if (status != QUERN_OK) return status;
+    }
+    const op_frame frame = op_frame_of(call, exec, data, workspace);
+    return call->family->run(call, &frame);
+}
+
+quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const quern_exec *exec, const void *params,
+                    const void *tensors, void *workspace, size_t bytes)
+{
+    any_tensors own;
+    used_tensors used;
+    quern_exec how;
+    void *data[OP_TENSORS_MAX];
+    quern_status status = prepare(call, family, operation, ctx, params, tensors, OP_AT_DATA, &own, &used);
+    if (status == QUERN_OK) status = op_exec(exec, &how);
+    if (status == QUERN_OK) status = check_status(call, how.status, &used);
+    if (status == QUERN_OK) status = check_workspace(call, workspace, bytes);
+    if (status == QUERN_OK && call->bytes > 0) status = plugin_check_pointer(workspace, call->like.device, call->like.device_id, "workspace");
+    if (status != QUERN_OK) return status;
+    for (int32_t i = 0; i < family->tensor_count; i++) data[i] = call->alignment[i] > 0 ? own.t[i]->data : NULL;
+    return execute(call, &how, data, workspace);
+}
+
+quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace, size_t bytes)
+{
+    quern_exec how;
+    quern_status status = op_exec(exec, &how);
+    if (status == QUERN_OK && data == NULL) status = error_set(QUERN_ERR_INVALID_ARGUMENT, "data is NULL: the tensors' addresses are needed");
+    if (status != QUERN_OK) return status;
+    for (int32_t i = 0; i < call->given_count; i++) {
+        const char *field = call->family->tensors[i].field;
+        if (call->alignment[i] == 0) continue;
+        if (data[i] == NULL)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "data[%d] is NULL: the plan was made with %s, memory is needed for its elements", i, field);
+        if ((uintptr_t)data[i] % call->alignment[i] != 0)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "data[%d] (%s) is %p: the plan was made for a multiple of %d", i, field, data[i],
+                             call->alignment[i]);
+    }
+    if ((status = check_status(call, how.status, NULL)) != QUERN_OK || (status = check_workspace(call, workspace, bytes)) != QUERN_OK) return status;
+    return execute(call, &how, data, workspace);
 }

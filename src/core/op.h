@@ -1,15 +1,32 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* op.h - what every operation shares: the size rule of the structs that callers fill. */
+/*
+ * op.h - what every operation shares: the size rule of the structs that callers fill, the description of a family's
+ * tensors and parameters, the checks that follow from it, and calls and plans over these.
+ *
+ * A family describes its operations once (op_family): which tensors and parameters there are, a function that derives
+ * the extents, one that says what role each tensor has. From these op_prepare() checks a caller's structs and lets the
+ * family fill its stages' arguments. op_run() then needs no more than the pointers: an ordinary call does both, a plan
+ * keeps what op_prepare() made.
+ *
+ * Symbolic pointers. While stages' arguments are filled, a view's `data` is no address: its high bits say of which
+ * tensor of the call it is (or that it is of the workspace), its low bits how far into it. view_narrow() and the like
+ * work on it as on an address, and it has the alignment of the address to come. op_place() makes it one.
+ */
 #ifndef QUERN_CORE_OP_H
 #define QUERN_CORE_OP_H
 
-#include <quern/quern.h>
+#include "backend.h"
+#include "core/arena.h"
+
+#include <quern/plan.h>
+
+/* ---- the size rule ---- */
 
 /*
- * The size rule. `known` is this library's struct at its defaults, size set; the bytes of `given`, whose size may be
- * another, are copied over it. A smaller struct leaves the rest at the defaults. A larger one is accepted where its tail
- * is zero. Refused are NULL, a size that no struct has, and a tail with a byte set; *known is then unspecified.
+ * `known` is this library's struct at its defaults, size set; the bytes of `given`, whose size may be another, are copied
+ * over it. A smaller struct leaves the rest at the defaults. A larger one is accepted where its tail is zero. Refused are
+ * NULL, a size that no struct has, and a tail with a byte set; *known is then unspecified.
  */
 quern_status op_struct(void *known, const void *given, const char *name, const char *init);
 /* The same the other way, for a struct that the library fills: copies *known over the fields that `given` has. `given`
@@ -18,5 +35,142 @@ void op_struct_give(void *given, const void *known);
 
 /* *exec from what the caller gave; NULL: the defaults. */
 quern_status op_exec(const quern_exec *given, quern_exec *exec);
+
+/* ---- the description of a family ---- */
+
+enum { OP_TENSORS_MAX = 64, OP_SYMBOLS_MAX = 32 };
+
+typedef enum op_dtype {
+    OP_ACTIVATION, /* that of the call's activations */
+    OP_WEIGHT,     /* the same, or f32 */
+    OP_F32,
+    OP_I32
+} op_dtype;
+
+/* A tensor. They stand in the order of the fields of the family's tensors struct, which are pointers after `size`. A shape
+ * is a list of places in op_call.symbol, from 1 on; 0 ends it. OP_LEAD stands for the leading extents of call->lead.
+ * An empty varlen shape: as fixed. */
+typedef struct op_tensor {
+    const char *field, *name; /* in the struct, and in files */
+    op_dtype dtype;
+    int8_t gradient_of; /* the tensor that this is the gradient of, or OP_NONE */
+    uint8_t fixed[QUERN_MAX_DIMS], varlen[QUERN_MAX_DIMS];
+} op_tensor;
+enum { OP_NONE = -1, OP_LEAD = 255 };
+
+typedef enum op_kind { OP_INTEGER, OP_FLAG, OP_SCALE, OP_CHOICE, OP_SET } op_kind;
+
+/* A parameter: an int64_t, a bool, a float (0, or finite and positive), an enum, or a uint32_t of or-ed bits. */
+typedef struct op_param {
+    const char *field;
+    size_t offset;
+    op_kind kind;
+    int64_t least, most;        /* INTEGER, CHOICE, SET */
+    const char *const *choices; /* CHOICE: names from 0 on. SET: of the bits */
+    const char *help;           /* NULL: follows from the tensors that a file holds */
+} op_param;
+
+typedef enum op_role {
+    OP_UNUSED,          /* not looked at */
+    OP_NEEDED,
+    OP_OPTIONAL,
+    OP_RESULT,
+    OP_OPTIONAL_RESULT,
+    OP_REFUSED,         /* means nothing beside these parameters: the family says why */
+    OP_SOURCE_MISSING   /* the gradient of a tensor that was not given */
+} op_role;
+
+/* A call or a plan: the head of a family's own struct, whose other members its functions fill. */
+typedef struct op_call {
+    const struct op_family *family;
+    int32_t operation; /* its place in the family */
+    bool varlen;
+    const quern_backend *backend;
+    stage_exec exec;   /* without a stream */
+    quern_tensor like; /* a tensor of the call: device and dtype of activations */
+    const quern_tensor *const *given; /* while it is prepared: the caller's views, or NULL */
+    uint8_t role[OP_TENSORS_MAX];
+    uint8_t alignment[OP_TENSORS_MAX]; /* of a tensor with elements that the call uses: bytes, at most OP_ALIGN_MOST */
+    int64_t symbol[OP_SYMBOLS_MAX], lead[QUERN_MAX_DIMS];
+    int32_t lead_count;
+    int32_t given_count; /* entries of a plan's data: the pointers that the caller's struct has */
+    size_t bytes; /* of workspace */
+} op_call;
+enum { OP_ALIGN_MOST = 64 };
+
+/* Where a call's pointers stand: its tensors', the workspace's and the status word's. */
+typedef struct op_frame {
+    stage_exec exec;
+    bool asked; /* for the status word */
+    uintptr_t base[OP_TENSORS_MAX + 2];
+} op_frame;
+
+typedef struct op_family {
+    const char *const *operations; /* their names, as in the public functions */
+    int32_t operation_count;
+    quern_operation first; /* the public number of the first */
+    const op_tensor *tensors;
+    int32_t tensor_count, varlen_by; /* the tensor whose presence makes a batch varlen, or OP_NONE */
+    const op_param *params;
+    int32_t param_count;
+    const void *defaults; /* the parameters' struct, as its _INIT macro sets it */
+    const char *params_init, *tensors_init;
+    size_t call_size, params_at; /* of the family's struct, and where the parameters stand in it */
+    quern_status (*check_params)(op_call *call); /* each is in its range; resolves defaults */
+    void (*roles)(op_call *call);                /* of every tensor, by parameters and `given` */
+    quern_status (*refuse)(const op_call *call, int32_t tensor); /* sets the error: why OP_REFUSED */
+    quern_status (*derive)(op_call *call);       /* like, symbols */
+    /* Offsets in the host's memory; `data` as of quern_plan_run(). */
+    quern_status (*check_data)(const op_call *call, void *const *data);
+    quern_status (*plan)(op_call *call);         /* the stages' arguments, backend's refusals, bytes */
+    quern_status (*run)(const op_call *call, const op_frame *frame);
+    const char *(*stage)(const op_call *call, int32_t i); /* the name of the i-th stage that runs; NULL past the last */
+} op_family;
+
+/* ---- for a family's functions ---- */
+
+static inline bool op_uses(const op_call *call, int32_t tensor)
+{
+    const uint8_t role = call->role[tensor];
+    return role != OP_UNUSED && role != OP_REFUSED && role != OP_SOURCE_MISSING && call->given[tensor] != NULL;
+}
+
+/* The first tensor of the list that the call uses, or OP_NONE. */
+int32_t op_first_used(const op_call *call, const int32_t *list, int32_t count);
+/* Whether a tensor's ndim and dtype are those of an activation, its device that of call->like; extents are free. */
+quern_status op_check_activation(const op_call *call, int32_t tensor, int32_t ndim);
+/* The batch: of `lead` where lengths are fixed, else by the extent of the offsets in tensor `cu`, which is checked. */
+quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *lead, int64_t *batch);
+/* The view of a tensor for stages, symbolic; absent where the call does not use it. `batch`: varlen activations get a
+ * leading extent of 1. */
+quern_tensor op_view(const op_call *call, int32_t tensor, bool batch);
+/* The view of the status word: present also where the caller asks for none (see op_frame). */
+quern_tensor op_status_view(const op_call *call);
+/* An arena over the symbolic workspace. */
+arena op_workspace(void);
+/* Adds what was taken to the call. */
+void op_workspace_end(op_call *call, const arena *a);
+
+/* ---- calls ---- */
+
+op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace);
+
+/* The stage's run with its views placed. `scratch` is symbolic or NULL. */
+#define OP_STAGE(stage, name) \
+    quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args, const void *scratch);
+BACKEND_STAGES(OP_STAGE)
+#undef OP_STAGE
+
+/* The public functions of an operation; `call` is room for the family's struct. */
+quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
+                             size_t *bytes);
+quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const quern_exec *exec, const void *params,
+                    const void *tensors, void *workspace, size_t bytes);
+
+/* What plans add: preparing alone, and running with pointers (NULL: absent) in the order of the family's tensors. */
+typedef enum op_looks { OP_AT_SHAPES, OP_AT_ALIGNMENT, OP_AT_DATA } op_looks;
+quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
+                        op_looks looks);
+quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace, size_t bytes);
 
 #endif

@@ -3,24 +3,37 @@
 #include "core/view.h"
 
 #include "core/error.h"
-#include "core/plugin.h"
 
 #include <stdio.h>
-#include <string.h>
 
 quern_tensor view_or_absent(const quern_tensor *t)
 {
     return t != NULL ? *t : (quern_tensor){0};
 }
 
+quern_tensor view_canonical(const quern_tensor *t)
+{
+    quern_tensor v = *t;
+    bool empty = false;
+    int64_t within = 1; /* elements that stand inside one step of a dimension */
+    for (int32_t i = 0; i < t->ndim; i++) empty = empty || t->shape[i] == 0;
+    for (int32_t i = t->ndim - 1; i >= 0; i--) {
+        if (empty || t->shape[i] == 1) v.strides[i] = within;
+        if (__builtin_mul_overflow(v.strides[i], t->shape[i] > 0 ? t->shape[i] : 1, &within)) within = 0;
+    }
+    return v;
+}
+
 quern_tensor view_with_batch(const quern_tensor *t)
 {
-    if (t == NULL) return (quern_tensor){0};
     quern_tensor v = *t;
     v.ndim++;
     v.shape[0] = 1;
     v.strides[0] = 0;
-    for (int32_t i = 0; i < t->ndim; i++) v.shape[i + 1] = t->shape[i], v.strides[i + 1] = t->strides[i];
+    for (int32_t i = 0; i < t->ndim; i++) {
+        v.shape[i + 1] = t->shape[i];
+        v.strides[i + 1] = t->strides[i];
+    }
     return v;
 }
 
@@ -36,7 +49,7 @@ void view_narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count)
 {
     if (t->ndim == 0) return;
     t->shape[dim] = count;
-    if (t->data != NULL) t->data = (char *)t->data + first * t->strides[dim] * (int64_t)quern_dtype_size(t->dtype);
+    if (first != 0 && t->data != NULL) t->data = (char *)t->data + first * t->strides[dim] * (int64_t)quern_dtype_size(t->dtype);
 }
 
 int64_t view_elements(const quern_tensor *t)
@@ -56,97 +69,110 @@ static const char *dtype_list(uint32_t dtypes, char text[64])
     return text;
 }
 
-/* Bytes from `data` to the lowest and past the highest element; false on 64-bit overflow. */
-static bool span(const quern_tensor *t, int64_t *low, int64_t *high)
+/* The span of t; false where it, or the product of its extents, overflows 64 bits. */
+static bool find_span(const quern_tensor *t, view_span *s)
 {
-    int64_t lo = 0, hi = 0, elements = 1, reach;
-    const int64_t size = (int64_t)quern_dtype_size(t->dtype);
-    *low = *high = 0;
-    for (int32_t i = 0; i < t->ndim; i++)
-        if (__builtin_mul_overflow(elements, t->shape[i] > 0 ? t->shape[i] : 1, &elements)) return false;
-    if (__builtin_mul_overflow(elements, size, &elements)) return false;
+    int64_t lo = 0, hi = 0, elements = (int64_t)quern_dtype_size(t->dtype), reach;
+    const int64_t size = elements;
+    bool empty = false;
+    *s = (view_span){0, 0};
     for (int32_t i = 0; i < t->ndim; i++) {
-        if (t->shape[i] == 0) return true;
+        empty = empty || t->shape[i] == 0;
+        if (__builtin_mul_overflow(elements, t->shape[i] > 0 ? t->shape[i] : 1, &elements)) return false;
+    }
+    if (empty) return true;
+    for (int32_t i = 0; i < t->ndim; i++) {
         if (t->shape[i] == 1) continue;
         if (__builtin_mul_overflow(t->shape[i] - 1, t->strides[i], &reach)) return false;
         if (reach < 0 ? __builtin_add_overflow(lo, reach, &lo) : __builtin_add_overflow(hi, reach, &hi)) return false;
     }
     if (__builtin_add_overflow(hi, 1, &hi)) return false;
-    return !__builtin_mul_overflow(lo, size, low) && !__builtin_mul_overflow(hi, size, high);
+    return !__builtin_mul_overflow(lo, size, &s->low) && !__builtin_mul_overflow(hi, size, &s->high);
 }
 
-/* Whether two elements of t share memory: walking the strides from small to large, each must step over all
- * that stands within. (Layouts that interleave without nesting are refused too.) */
+static uint64_t magnitude(int64_t x)
+{
+    return x < 0 ? 0 - (uint64_t)x : (uint64_t)x;
+}
+
+/* Whether two elements of t, which has some, share memory: walking the strides from small to large, each must step over
+ * all that stands within. (Layouts that interleave without nesting are refused too.) */
 static bool overlaps_itself(const quern_tensor *t)
 {
-    int64_t reach = 0;
+    uint64_t reach = 0;
     bool done[QUERN_MAX_DIMS] = {false};
-    for (int32_t i = 0; i < t->ndim; i++)
-        if (t->shape[i] == 0) return false;
     for (int32_t n = 0; n < t->ndim; n++) {
         int32_t least = -1;
-        for (int32_t i = 0; i < t->ndim; i++) {
-            if (done[i]) continue;
-            const int64_t s = t->strides[i] < 0 ? -t->strides[i] : t->strides[i];
-            const int64_t best = least < 0 ? 0 : t->strides[least] < 0 ? -t->strides[least] : t->strides[least];
-            if (least < 0 || s < best) least = i;
-        }
+        for (int32_t i = 0; i < t->ndim; i++)
+            if (!done[i] && (least < 0 || magnitude(t->strides[i]) < magnitude(t->strides[least]))) least = i;
         done[least] = true;
         if (t->shape[least] == 1) continue;
-        const int64_t s = t->strides[least] < 0 ? -t->strides[least] : t->strides[least];
+        const uint64_t s = magnitude(t->strides[least]);
         if (s <= reach) return true;
-        reach += (t->shape[least] - 1) * s;
+        reach += (uint64_t)(t->shape[least] - 1) * s;
     }
     return false;
 }
 
-quern_status view_check(const view_rule *rule, const quern_tensor *like, bool run)
+static quern_status check_shape(const view_want *want, const quern_tensor *t)
 {
-    const quern_tensor *t = rule->tensor;
-    const char *name = rule->name;
-    char text[64];
-    if (t == NULL) {
-        if (rule->optional) return QUERN_OK;
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", name);
+    if (t->ndim != want->ndim)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted", want->name, t->ndim, want->ndim);
+    for (int32_t i = 0; i < t->ndim; i++) {
+        if (t->shape[i] < 0)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: 0 or more is accepted", want->name, i, (long long)t->shape[i]);
+        if (want->shape != NULL && t->shape[i] != want->shape[i])
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: %lld is accepted", want->name, i, (long long)t->shape[i],
+                             (long long)want->shape[i]);
     }
+    return QUERN_OK;
+}
+
+/* Where the elements stand; t has at least one. */
+static quern_status check_data(const view_want *want, const quern_tensor *t, const view_span *s)
+{
+    const size_t size = quern_dtype_size(t->dtype);
+    int64_t end;
+    if (t->data == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is NULL: memory is needed for its elements", want->name);
+    if ((uintptr_t)t->data % size != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is %p: a multiple of the element's %zu bytes is accepted", want->name, t->data, size);
+    if (__builtin_add_overflow((int64_t)(intptr_t)t->data, s->high, &end) || __builtin_add_overflow((int64_t)(intptr_t)t->data, s->low, &end))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: its strides reach past the address space from %p: memory for every element is accepted",
+                         want->name, t->data);
+    return QUERN_OK;
+}
+
+quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like, view_span *span)
+{
+    const char *name = want->name;
+    char text[64];
     if (t->device != QUERN_CPU && t->device != QUERN_CUDA)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: device %d: 0 (cpu) or 1 (cuda) is accepted", name, (int)t->device);
     if (like != NULL && (t->device != like->device || t->device_id != like->device_id))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is on device %d:%d: all tensors of a call share one device, here %d:%d", name,
                          (int)t->device, t->device_id, (int)like->device, like->device_id);
-    if ((unsigned)t->dtype >= 32 || !(rule->dtypes & 1u << t->dtype))
+    if ((unsigned)t->dtype >= 32 || !(want->dtypes & 1u << t->dtype))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype %s: %s is accepted", name, quern_dtype_name(t->dtype),
-                         dtype_list(rule->dtypes, text));
-    if (t->ndim != rule->ndim)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted", name, t->ndim, rule->ndim);
-    for (int32_t i = 0; i < t->ndim; i++) {
-        if (t->shape[i] < 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: 0 or more is accepted", name, i, (long long)t->shape[i]);
-        if (rule->shape[i] != VIEW_ANY && t->shape[i] != rule->shape[i])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: %lld is accepted", name, i, (long long)t->shape[i],
-                             (long long)rule->shape[i]);
-    }
-    int64_t low, high;
-    if (!span(t, &low, &high))
+                         dtype_list(want->dtypes, text));
+    const quern_status status = check_shape(want, t);
+    if (status != QUERN_OK) return status;
+    if (!find_span(t, span))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: shape times strides overflows 64 bits: at most 2^63 - 1 bytes are accepted", name);
     const int32_t last = t->ndim - 1;
     if (last >= 0 && t->shape[last] > 1 && t->strides[last] != 1)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.strides[%d] is %lld: 1 is accepted for the last dimension", name, last,
                          (long long)t->strides[last]);
-    if (rule->output && overlaps_itself(t))
+    if (span->high == 0) return QUERN_OK;
+    if (want->output && overlaps_itself(t))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: its strides let elements share memory: an output's may not", name);
-    if (high == 0 || !run) return QUERN_OK;
-    if (t->data == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is NULL: memory is needed for its elements", name);
-    const size_t size = quern_dtype_size(t->dtype);
-    if ((uintptr_t)t->data % size != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is %p: a multiple of the element's %zu bytes is accepted", name, t->data, size);
-    return QUERN_OK;
+    return want->run ? check_data(want, t, span) : QUERN_OK;
 }
 
 quern_status view_check_head_dim(const char *name, int64_t dim)
 {
-    if (dim >= 8 && dim <= 256 && dim % 8 == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: head dim %lld: a multiple of 8 from 8 to 256 is accepted", name, (long long)dim);
+    if (dim >= 8 && dim <= 512 && dim % 8 == 0) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: head dim %lld: a multiple of 8 from 8 to 512 is accepted", name, (long long)dim);
 }
 
 quern_status view_check_heads(int64_t heads, int64_t kv_heads)
@@ -172,14 +198,11 @@ static bool reachable(const quern_tensor *t, int64_t delta, uint32_t used)
     return false;
 }
 
-static bool share_memory(const quern_tensor *a, const quern_tensor *b)
+bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b, const view_span *b_span)
 {
-    int64_t a_low, a_high, b_low, b_high;
-    span(a, &a_low, &a_high);
-    span(b, &b_low, &b_high);
-    if (a_high == 0 || b_high == 0 || a->data == NULL || b->data == NULL) return false;
+    if (a_span->high == 0 || b_span->high == 0) return false;
     const intptr_t pa = (intptr_t)a->data, pb = (intptr_t)b->data;
-    if (pa + a_high <= pb + b_low || pb + b_high <= pa + a_low) return false;
+    if (pa + a_span->high <= pb + b_span->low || pb + b_span->high <= pa + a_span->low) return false;
     /* Views of one buffer may interleave without meeting (the gradients of a fused QKV tensor): with equal
      * positive strides that is decided exactly, otherwise meeting ranges count as shared. */
     const int64_t size = (int64_t)quern_dtype_size(a->dtype);
@@ -192,46 +215,13 @@ static bool share_memory(const quern_tensor *a, const quern_tensor *b)
     return reachable(&both, (pb - pa) / size, 0);
 }
 
-quern_status view_check_all(const view_rule *rules, int32_t count, const quern_tensor *like, bool run)
+quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *name, int64_t total)
 {
-    for (int32_t i = 0; i < count; i++) {
-        const quern_status status = view_check(&rules[i], like, run);
-        if (status != QUERN_OK) return status;
-    }
-    if (!run) return QUERN_OK;
-    for (int32_t i = 0; i < count; i++)
-        for (int32_t j = 0; j < count; j++)
-            if (i != j && rules[i].output && rules[i].tensor != NULL && rules[j].tensor != NULL && (!rules[j].output || j < i) &&
-                share_memory(rules[i].tensor, rules[j].tensor))
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s shares memory with %s: outputs need memory of their own", rules[i].name,
-                                 rules[j].name);
-    for (int32_t i = 0; i < count; i++) {
-        const quern_tensor *t = rules[i].tensor;
-        if (t == NULL || t->data == NULL || view_elements(t) == 0) continue;
-        const quern_status status = plugin_check_pointer(t->data, t->device, t->device_id, rules[i].name);
-        if (status != QUERN_OK) return status;
-    }
-    return QUERN_OK;
-}
-
-quern_status view_check_workspace(const void *workspace, size_t given, size_t needed, const quern_tensor *like)
-{
-    if (given < needed) return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", given, needed);
-    if (needed == 0) return QUERN_OK;
-    if (workspace == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", needed);
-    return plugin_check_pointer(workspace, like->device, like->device_id, "workspace");
-}
-
-quern_status view_check_borders(const quern_tensor *cu, const char *name, int64_t total)
-{
-    const int32_t *p = cu->data;
-    if (cu->device != QUERN_CPU) return QUERN_OK; /* device contents are bounded in the kernels */
-    if (p[0] != 0) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[0] is %d: 0 is accepted", name, p[0]);
-    for (int64_t i = 0; i + 1 < cu->shape[0]; i++)
-        if (p[i + 1] < p[i])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name, (long long)i + 1, p[i + 1], p[i]);
-    if (p[cu->shape[0] - 1] > total)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s ends at %d: at most the %lld packed rows are accepted", name, p[cu->shape[0] - 1],
-                         (long long)total);
+    if (cu[0] != 0) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[0] is %d: 0 is accepted", name, cu[0]);
+    for (int64_t i = 0; i < batch; i++)
+        if (cu[i + 1] < cu[i])
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name, (long long)i + 1, cu[i + 1], cu[i]);
+    if (cu[batch] > total)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s ends at %d: at most the %lld packed rows are accepted", name, cu[batch], (long long)total);
     return QUERN_OK;
 }

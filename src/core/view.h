@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * view.h - checks of the tensors that a caller hands in, and the normalised views that stages take. Every
- * check sets the error sentence (argument, given, accepted) and touches no data.
+ * view.h - the one check of a tensor that a caller hands in, and the views that stages take. Every check sets the error
+ * sentence (argument, given, accepted) and touches no data.
  */
 #ifndef QUERN_CORE_VIEW_H
 #define QUERN_CORE_VIEW_H
@@ -19,9 +19,35 @@ enum {
     VIEW_U8 = 1 << QUERN_U8
 };
 
+/* What is wanted of one tensor. */
+typedef struct view_want {
+    const char *name;
+    uint32_t dtypes;
+    int32_t ndim;
+    const int64_t *shape; /* NULL: any extents */
+    bool output;          /* no two elements may share memory */
+    bool run;             /* its data pointer counts, too (a workspace query looks at shapes only) */
+} view_want;
+
+/* The bytes that a tensor reaches: [low, high) from its data; both 0 where it has no elements. */
+typedef struct view_span {
+    int64_t low, high;
+} view_span;
+
+/* Checks one tensor; the device as of `like` (NULL: any). *span is set. */
+quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like, view_span *span);
+/* Whether two tensors that were checked have an element in common. */
+bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b, const view_span *b_span);
+/* What attention, dense and sparse, accepts: a head dim, and query heads to key/value heads. */
+quern_status view_check_head_dim(const char *name, int64_t dim);
+quern_status view_check_heads(int64_t heads, int64_t kv_heads);
+/* Checks cu_seqlens [batch + 1], which the host can read: from 0, never falling, the last at most `total`. */
+quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *name, int64_t total);
+
+/* ---- lists of rules, for operations that no family describes (rules.c) ---- */
+
 enum { VIEW_ANY = -1 /* an extent that is free */ };
 
-/* What is wanted of one tensor. */
 typedef struct view_rule {
     const char *name;
     const quern_tensor *tensor;
@@ -32,19 +58,21 @@ typedef struct view_rule {
     bool output;                   /* no two elements may share memory */
 } view_rule;
 
-/* Checks one tensor against its rule; `device` as in `like` (NULL: any). `run`: its data pointer counts too
- * (a workspace query looks at shapes only). */
 quern_status view_check(const view_rule *rule, const quern_tensor *like, bool run);
-/* What attention, dense and sparse, accepts: a head dim, and query heads to key/value heads. */
-quern_status view_check_head_dim(const char *name, int64_t dim);
-quern_status view_check_heads(int64_t heads, int64_t kv_heads);
 /* Checks all rules, then that no output shares memory with another tensor of the list and that every pointer is memory
  * of its tensor's device. */
 quern_status view_check_all(const view_rule *rules, int32_t count, const quern_tensor *like, bool run);
+/* Checks a workspace: its size, that it is there, and that it is memory of the device of `like`. */
+quern_status view_check_workspace(const void *workspace, size_t given, size_t needed, const quern_tensor *like);
+
+/* ---- views ---- */
 
 /* The view, or the absent view for NULL. */
 quern_tensor view_or_absent(const quern_tensor *t);
-/* A leading batch extent of 1: [T, ...] as [1, T, ...]. NULL gives the absent view. */
+/* A checked tensor with strides that are safe to calculate with: where an extent of 1, or a lack of elements, lets a
+ * stride be any number, it becomes that of a contiguous tensor. */
+quern_tensor view_canonical(const quern_tensor *t);
+/* A leading batch extent of 1: [T, ...] as [1, T, ...]. */
 quern_tensor view_with_batch(const quern_tensor *t);
 /* A contiguous view on the same device as `like`. */
 quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, int32_t ndim, const int64_t *shape);
@@ -52,11 +80,5 @@ quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, in
 void view_narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count);
 /* Elements of a view. */
 int64_t view_elements(const quern_tensor *t);
-
-/* Checks a workspace: its size, that it is there, and that it is memory of the device of `like`. */
-quern_status view_check_workspace(const void *workspace, size_t given, size_t needed, const quern_tensor *like);
-
-/* Checks cu_seqlens [batch + 1] on the CPU: from 0, never falling, the last at most `total`. */
-quern_status view_check_borders(const quern_tensor *cu, const char *name, int64_t total);
 
 #endif

@@ -114,9 +114,7 @@ void attend_store_unused(const attend_plan *p)
 bool cpu_attend_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
-    (void)args;
-    (void)why;
-    return true;
+    return takes_dims(args->q.shape[3], args->v.shape[3], why);
 }
 
 size_t cpu_attend_forward_workspace(const stage_exec *exec, const attend_args *args)
@@ -129,7 +127,7 @@ size_t cpu_attend_forward_workspace(const stage_exec *exec, const attend_args *a
 
 quern_status cpu_attend_forward(const stage_exec *exec, const attend_args *args, void *workspace)
 {
-    const int64_t kv_heads = args->k.shape[2], most = heads_of_pass(exec, args);
+    const int64_t kv_heads = args->seqs.n_q > 0 ? args->k.shape[2] : 0, most = heads_of_pass(exec, args);
     for (int64_t first = 0; first < kv_heads; first += most) {
         const attend_args pass = pass_of(args, first, first + most < kv_heads ? most : kv_heads - first);
         arena a = arena_on(workspace);

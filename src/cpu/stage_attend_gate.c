@@ -307,9 +307,7 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
 bool cpu_attend_gate_supports(const stage_exec *exec, const attend_gate_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
-    (void)args;
-    (void)why;
-    return true;
+    return takes_dims(args->branch[0].q.shape[3], args->gate.o.shape[3], why);
 }
 
 size_t cpu_attend_gate_workspace(const stage_exec *exec, const attend_gate_args *args)

@@ -6,7 +6,7 @@
 
 quern_tensor nsa_take(const nsa_call *call, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape)
 {
-    quern_tensor t = view_on(&call->like, NULL, dtype, ndim, shape);
+    quern_tensor t = view_on(&call->head.like, NULL, dtype, ndim, shape);
     t.data = arena_take(a, (size_t)view_elements(&t) * quern_dtype_size(dtype));
     return t;
 }

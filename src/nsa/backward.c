@@ -26,7 +26,7 @@ static void carve(nsa_call *c, arena *a)
 {
     nsa_views *v = &c->views;
     const quern_nsa_params *p = &c->params;
-    const int64_t B = c->packed ? 1 : c->batch, N = c->n, H = c->heads;
+    const int64_t B = c->head.varlen ? 1 : c->batch, N = c->n, H = c->heads;
     const int64_t o_shape[] = {B, N, H, c->dim_v}, lse_shape[] = {B, H, N}, gate_shape[] = {B, N, H, 3};
     size_t scratch = 0;
     c->converts = 0;
@@ -49,7 +49,7 @@ static void carve(nsa_call *c, arena *a)
         attend_args *attend = &c->attend[i];
         const bool recompute = v->o_b[i].ndim == 0;
         c->recompute[i] = recompute;
-        v->o_b[i] = nsa_given_or_take(c, &v->o_b[i], a, c->like.dtype, 4, o_shape);
+        v->o_b[i] = nsa_given_or_take(c, &v->o_b[i], a, c->head.like.dtype, 4, o_shape);
         c->gate.o_b[i] = v->o_b[i];
         c->gate.delta[i] = nsa_take(c, a, QUERN_F32, 3, lse_shape);
         *attend = nsa_branch_args(c, i);
@@ -68,11 +68,11 @@ static void carve(nsa_call *c, arena *a)
             attend->accumulate_k = attend->accumulate_v = have_kv;
             have_kv = true;
         }
-        nsa_make_room(&scratch, c->backend->attend_backward.workspace(&c->exec, attend));
-        if (recompute) nsa_make_room(&scratch, c->backend->attend_forward.workspace(&c->exec, attend));
+        nsa_make_room(&scratch, c->head.backend->attend_backward.workspace(&c->head.exec, attend));
+        if (recompute) nsa_make_room(&scratch, c->head.backend->attend_forward.workspace(&c->head.exec, attend));
     }
     c->use_gate = true;
-    nsa_make_room(&scratch, c->backend->gate_backward.workspace(&c->exec, &c->gate));
+    nsa_make_room(&scratch, c->head.backend->gate_backward.workspace(&c->head.exec, &c->gate));
     /* Without the compressed branch the stage only writes zeros, where nothing else wrote. */
     const bool weights = v->d_w_k.ndim > 0 || v->d_w_v.ndim > 0 || v->d_pe_k.ndim > 0 || v->d_pe_v.ndim > 0;
     c->use_compress = weights || (d_k.ndim > 0 && (compresses || !have_kv));
@@ -81,27 +81,26 @@ static void carve(nsa_call *c, arena *a)
         c->compress.d_k_cmp = d_k_cmp, c->compress.d_v_cmp = d_v_cmp;
         c->compress.d_k = d_k, c->compress.d_v = d_v;
         c->compress.accumulate = have_kv;
-        nsa_make_room(&scratch, c->backend->compress_backward.workspace(&c->exec, &c->compress));
+        nsa_make_room(&scratch, c->head.backend->compress_backward.workspace(&c->head.exec, &c->compress));
     }
-    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&scratch, c->backend->convert.workspace(&c->exec, &c->convert[i]));
+    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&scratch, c->head.backend->convert.workspace(&c->head.exec, &c->convert[i]));
     c->scratch = arena_take(a, scratch);
 }
 
-static quern_status run(nsa_call *c)
+static quern_status run(const nsa_call *c, const op_frame *f)
 {
-    const quern_backend *b = c->backend;
     quern_status status = QUERN_OK;
     for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++) {
         if (!c->use_attend[i] || !c->recompute[i]) continue;
         attend_args again = c->attend[i];
         again.lse = (quern_tensor){0}; /* an input here */
-        status = b->attend_forward.run(&c->exec, &again, c->scratch);
+        status = op_attend_forward(&c->head, f, &again, c->scratch);
     }
-    if (status == QUERN_OK) status = b->gate_backward.run(&c->exec, &c->gate, c->scratch);
+    if (status == QUERN_OK) status = op_gate_backward(&c->head, f, &c->gate, c->scratch);
     for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++)
-        if (c->use_attend[i]) status = b->attend_backward.run(&c->exec, &c->attend[i], c->scratch);
-    if (status == QUERN_OK && c->use_compress) status = b->compress_backward.run(&c->exec, &c->compress, c->scratch);
-    for (int32_t i = 0; i < c->converts && status == QUERN_OK; i++) status = b->convert.run(&c->exec, &c->convert[i], c->scratch);
+        if (c->use_attend[i]) status = op_attend_backward(&c->head, f, &c->attend[i], c->scratch);
+    if (status == QUERN_OK && c->use_compress) status = op_compress_backward(&c->head, f, &c->compress, c->scratch);
+    for (int32_t i = 0; i < c->converts && status == QUERN_OK; i++) status = op_convert(&c->head, f, &c->convert[i], c->scratch);
     return status;
 }
 

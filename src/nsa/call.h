@@ -1,33 +1,16 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * call.h - one NSA call inside the family: checked, with its views normalised and its stages' arguments
- * filled. An operation is two functions: `carve` lays out the workspace and fills the stages (with base NULL
- * it only adds up the size), `run` calls the stages.
+ * call.h - one NSA call inside the family: checked (op.h), with its views normalised and its stages' arguments filled. An
+ * operation is three functions: `carve` lays out the workspace and fills the stages' arguments, `run` calls the stages,
+ * `stages` names them. What carve leaves is not changed any more: a plan may be run by several threads.
  */
 #ifndef QUERN_NSA_CALL_H
 #define QUERN_NSA_CALL_H
 
-#include "backend.h"
-#include "core/arena.h"
+#include "nsa/schema.h"
 
 #include <quern/nsa.h>
-
-typedef enum nsa_op {
-    NSA_FORWARD,
-    NSA_BACKWARD,
-    NSA_COMPRESS,
-    NSA_COMPRESS_BACKWARD,
-    NSA_SELECT,
-    NSA_ATTEND,
-    NSA_ATTEND_BACKWARD,
-    NSA_GATES,
-    NSA_COMBINE,
-    NSA_GATE,
-    NSA_GATE_BACKWARD
-} nsa_op;
-
-enum { NSA_CMP, NSA_SLC, NSA_WIN, NSA_BRANCHES };
 
 /* Every tensor of a call as stages take it; absent where the caller gave none or the operation has no use. */
 typedef struct nsa_views {
@@ -40,39 +23,37 @@ typedef struct nsa_views {
 } nsa_views;
 
 typedef struct nsa_call {
-    nsa_op op;
-    const quern_backend *backend;
-    stage_exec exec;
+    op_call head;
     quern_nsa_params params; /* defaults resolved */
-    quern_tensor like;       /* an activation: device, dtype */
-    bool packed;
+    /* From here to `compress` nsa_plan() starts at 0. */
     int64_t batch, n, heads, kv_heads, dim_k, dim_v, n_cmp, list_heads, list_rows;
     bool separate[NSA_BRANCHES]; /* the branch has its own k, v */
+    bool use_compress, use_select, use_attend[NSA_BRANCHES], recompute[NSA_BRANCHES], use_gate, use_fused;
+    int32_t converts;
+    int64_t passes;    /* forward: of heads/passes heads each */
+    const void *scratch; /* what the stages share, one after the other */
     stage_seqs tokens, compressed; /* queries against tokens, against compressed entries */
     nsa_views views;
-    /* Filled by carve. */
+    check_args check;
+    /* Filled by carve, where they are used. */
     compress_args compress;
     select_args select;
     attend_args attend[NSA_BRANCHES];
     gate_args gate;
-    check_args check; /* filled by the plan; its status is absent where the caller does not ask */
     attend_gate_args fused;
     rowdot_args rowdot[NSA_BRANCHES];
     convert_args convert[5];
-    int32_t converts;
-    int64_t passes; /* forward: of heads/passes heads each */
-    bool use_compress, use_select, use_attend[NSA_BRANCHES], recompute[NSA_BRANCHES], use_gate, use_fused;
-    void *scratch; /* what the stages share, one after the other */
 } nsa_call;
 
-/* Resolves defaults and checks what does not depend on tensors. */
-quern_status nsa_check_params(const quern_nsa_params *given, nsa_op op, quern_nsa_params *params);
-/* Checks everything visible to the host and fills the call up to its views. `run`: data counts, too. */
-quern_status nsa_plan(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_nsa_tensors *tensors, nsa_op op, bool run,
-                      nsa_call *call);
+static inline bool nsa_branch_on(const nsa_call *call, int branch)
+{
+    return (call->params.branches & (1u << branch)) != 0;
+}
 
-bool nsa_is_backward(nsa_op op);
-bool nsa_branch_on(const nsa_call *call, int branch);
+static inline bool nsa_is_backward(int32_t op)
+{
+    return op == NSA_BACKWARD || op == NSA_COMPRESS_BACKWARD || op == NSA_ATTEND_BACKWARD || op == NSA_GATE_BACKWARD;
+}
 
 /* args.c. A fresh tensor in the workspace, shaped like an activation [B, N, heads, dim] and so on. */
 quern_tensor nsa_take(const nsa_call *call, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape);
@@ -94,9 +75,11 @@ gate_args nsa_gate_args(const nsa_call *call);
 
 typedef struct nsa_operation {
     void (*carve)(nsa_call *call, arena *a);
-    quern_status (*run)(nsa_call *call);
+    quern_status (*run)(const nsa_call *call, const op_frame *frame);
 } nsa_operation;
 extern const nsa_operation nsa_forward_operation, nsa_backward_operation, nsa_compress_operation, nsa_compress_backward_operation,
     nsa_select_operation, nsa_attend_operation, nsa_attend_backward_operation, nsa_gate_operation, nsa_gate_backward_operation;
+
+extern const op_family nsa_list_family; /* list.c */
 
 #endif

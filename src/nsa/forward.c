@@ -17,7 +17,7 @@ static const int64_t branches_most = (int64_t)2 << 30; /* bytes of the branches'
 /* The passes over the key/value heads that keep `outputs` branches' outputs below that, as far as passes can. */
 static int64_t passes_of(const nsa_call *c, int64_t outputs)
 {
-    const int64_t bytes = outputs * (c->packed ? 1 : c->batch) * c->n * c->heads * c->dim_v * (int64_t)quern_dtype_size(c->like.dtype);
+    const int64_t bytes = outputs * (c->head.varlen ? 1 : c->batch) * c->n * c->heads * c->dim_v * (int64_t)quern_dtype_size(c->head.like.dtype);
     int64_t passes = 1;
     while (passes < c->kv_heads && (bytes / passes > branches_most || c->kv_heads % passes != 0)) passes++;
     return passes;
@@ -63,8 +63,8 @@ static void carve(nsa_call *c, arena *a)
 {
     nsa_views *v = &c->views;
     const quern_nsa_params *p = &c->params;
-    const quern_dtype act = c->like.dtype;
-    const int64_t B = c->packed ? 1 : c->batch, N = c->n, H = c->heads;
+    const quern_dtype act = c->head.like.dtype;
+    const int64_t B = c->head.varlen ? 1 : c->batch, N = c->n, H = c->heads;
     const bool cmp = nsa_branch_on(c, NSA_CMP), slc = nsa_branch_on(c, NSA_SLC);
     const bool selects = slc && p->selection == QUERN_NSA_LIST_COMPUTED, groups = cmp && p->max_compressed_groups > 0;
     c->use_compress = p->compress != QUERN_NSA_COMPRESS_GIVEN && (cmp || slc);
@@ -73,7 +73,7 @@ static void carve(nsa_call *c, arena *a)
         const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k}, v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v}, borders[] = {c->batch + 1};
         v->k_b[NSA_CMP] = nsa_given_or_take(c, &v->k_b[NSA_CMP], a, act, 4, k_shape);
         v->v_b[NSA_CMP] = nsa_given_or_take(c, &v->v_b[NSA_CMP], a, act, 4, v_shape);
-        if (c->packed) c->compressed.cu_kv = nsa_given_or_take(c, &c->compressed.cu_kv, a, QUERN_I32, 1, borders);
+        if (c->head.varlen) c->compressed.cu_kv = nsa_given_or_take(c, &c->compressed.cu_kv, a, QUERN_I32, 1, borders);
         c->compress = nsa_compress_args(c);
     }
     if (c->use_select) {
@@ -83,7 +83,7 @@ static void carve(nsa_call *c, arena *a)
     }
     /* Fused where offered: o_b then reach memory only where the caller wants them. */
     c->use_fused = false;
-    if (c->backend->attend_gate_forward.supports != NULL) {
+    if (c->head.backend->attend_gate_forward.supports != NULL) {
         char why[STAGE_WHY_BYTES];
         for (int i = 0; i < NSA_BRANCHES; i++) c->fused.branch[i] = nsa_branch_args(c, i), c->fused.separate[i] = c->separate[i];
         c->fused.branches = p->branches;
@@ -91,11 +91,11 @@ static void carve(nsa_call *c, arena *a)
         if (!selects) c->fused.select.block_idx = c->fused.select.block_count = (quern_tensor){0};
         c->fused.select_given = !c->use_select;
         c->fused.gate = nsa_gate_args(c);
-        c->use_fused = c->backend->attend_gate_forward.supports(&c->exec, &c->fused, why);
+        c->use_fused = c->head.backend->attend_gate_forward.supports(&c->head.exec, &c->fused, why);
     }
     size_t scratch = 0;
     if (c->use_fused) {
-        nsa_make_room(&scratch, c->backend->attend_gate_forward.workspace(&c->exec, &c->fused));
+        nsa_make_room(&scratch, c->head.backend->attend_gate_forward.workspace(&c->head.exec, &c->fused));
     } else {
         int64_t taken = 0;
         for (int i = 0; i < NSA_BRANCHES; i++) {
@@ -111,47 +111,51 @@ static void carve(nsa_call *c, arena *a)
                 v->lse_b[i] = nsa_given_or_take(c, &v->lse_b[i], a, QUERN_F32, 3, lse_shape);
             c->attend[i] = nsa_branch_args(c, i);
             const attend_args part = attend_of_pass(c, i, 0);
-            nsa_make_room(&scratch, c->backend->attend_forward.workspace(&c->exec, &part));
+            nsa_make_room(&scratch, c->head.backend->attend_forward.workspace(&c->head.exec, &part));
         }
         if (c->use_select) {
             c->select = nsa_select_args(c);
             if (!selects) c->select.block_idx = c->select.block_count = (quern_tensor){0}; /* an input, or no branch of this call's */
             const select_args part = select_of_pass(c, 0);
-            nsa_make_room(&scratch, c->backend->select.workspace(&c->exec, &part));
+            nsa_make_room(&scratch, c->head.backend->select.workspace(&c->head.exec, &part));
         }
         c->use_gate = true;
         c->gate = nsa_gate_args(c);
         const gate_args part = gate_of_pass(c, 0);
-        nsa_make_room(&scratch, c->backend->gate_forward.workspace(&c->exec, &part));
+        nsa_make_room(&scratch, c->head.backend->gate_forward.workspace(&c->head.exec, &part));
     }
-    if (c->use_compress) nsa_make_room(&scratch, c->backend->compress_forward.workspace(&c->exec, &c->compress));
+    if (c->use_compress) nsa_make_room(&scratch, c->head.backend->compress_forward.workspace(&c->head.exec, &c->compress));
     c->scratch = arena_take(a, scratch);
 }
 
-static quern_status run_pass(const nsa_call *c, int64_t pass)
+static quern_status run_select(const nsa_call *c, const op_frame *f, int64_t pass)
 {
-    const quern_backend *b = c->backend;
-    const bool late = c->params.metric == QUERN_NSA_METRIC_SOFTMAX; /* after the compressed branch, whose lse it reads */
     const select_args select = select_of_pass(c, pass);
-    const gate_args gate = gate_of_pass(c, pass);
-    quern_status status = QUERN_OK;
-    if (c->use_select && !late) status = b->select.run(&c->exec, &select, c->scratch);
-    for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++) {
-        const attend_args attend = attend_of_pass(c, i, pass);
-        if (c->use_attend[i]) status = b->attend_forward.run(&c->exec, &attend, c->scratch);
-        if (i == NSA_CMP && status == QUERN_OK && c->use_select && late) status = b->select.run(&c->exec, &select, c->scratch);
-    }
-    if (status == QUERN_OK) status = b->gate_forward.run(&c->exec, &gate, c->scratch);
-    return status;
+    return op_select(&c->head, f, &select, c->scratch);
 }
 
-static quern_status run(nsa_call *c)
+static quern_status run_pass(const nsa_call *c, const op_frame *f, int64_t pass)
 {
-    const quern_backend *b = c->backend;
+    const bool late = c->params.metric == QUERN_NSA_METRIC_SOFTMAX; /* after the compressed branch, whose lse it reads */
+    const gate_args gate = gate_of_pass(c, pass);
     quern_status status = QUERN_OK;
-    if (c->use_compress) status = b->compress_forward.run(&c->exec, &c->compress, c->scratch);
-    if (status == QUERN_OK && c->use_fused) return b->attend_gate_forward.run(&c->exec, &c->fused, c->scratch);
-    for (int64_t pass = 0; pass < c->passes && status == QUERN_OK; pass++) status = run_pass(c, pass);
+    if (c->use_select && !late) status = run_select(c, f, pass);
+    for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++) {
+        if (c->use_attend[i]) {
+            const attend_args attend = attend_of_pass(c, i, pass);
+            status = op_attend_forward(&c->head, f, &attend, c->scratch);
+        }
+        if (i == NSA_CMP && status == QUERN_OK && c->use_select && late) status = run_select(c, f, pass);
+    }
+    return status == QUERN_OK ? op_gate_forward(&c->head, f, &gate, c->scratch) : status;
+}
+
+static quern_status run(const nsa_call *c, const op_frame *f)
+{
+    quern_status status = QUERN_OK;
+    if (c->use_compress) status = op_compress_forward(&c->head, f, &c->compress, c->scratch);
+    if (status == QUERN_OK && c->use_fused) return op_attend_gate_forward(&c->head, f, &c->fused, c->scratch);
+    for (int64_t pass = 0; pass < c->passes && status == QUERN_OK; pass++) status = run_pass(c, f, pass);
     return status;
 }
 

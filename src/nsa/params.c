@@ -5,10 +5,7 @@
 #include "core/op.h"
 #include "nsa/call.h"
 
-#include <math.h>
 #include <string.h>
-
-enum { MAX_TILE = 256 };
 
 static quern_status out_of_range(const char *name, int64_t given, int64_t least, int64_t most)
 {
@@ -61,50 +58,28 @@ static quern_status check_groups(const quern_nsa_params *p)
     return QUERN_OK;
 }
 
-quern_status nsa_check_params(const quern_nsa_params *given, nsa_op op, quern_nsa_params *p)
+quern_status nsa_check_params(op_call *call)
 {
-    *p = (quern_nsa_params)QUERN_NSA_PARAMS_INIT;
-    quern_status status = op_struct(p, given, "params", "QUERN_NSA_PARAMS_INIT");
-    if (status != QUERN_OK) return status;
+    quern_nsa_params *p = &((nsa_call *)call)->params;
+    const int32_t op = call->operation;
     if (p->stride == 0) p->stride = p->block_size;
     if (p->select_block == 0) p->select_block = p->block_size;
-    const struct {
-        const char *name;
-        int64_t value, least, most;
-    } ranges[] = {
-        {"block_size", p->block_size, 1, INT32_MAX},
-        {"stride", p->stride, 1, p->block_size},
-        {"select_block", p->select_block, 1, INT32_MAX},
-        {"num_selected", p->num_selected, 1, INT32_MAX},
-        {"tile", p->tile, 1, MAX_TILE},
-        {"window", p->window, 1, INT64_MAX},
-        {"compress", p->compress, 0, QUERN_NSA_COMPRESS_GIVEN},
-        {"scope", p->scope, 0, QUERN_NSA_SCOPE_HEAD},
-        {"metric", p->metric, 0, QUERN_NSA_METRIC_MEAN_LOGIT},
-        {"compressed_visibility", p->compressed_visibility, 0, QUERN_NSA_VISIBLE_STARTED},
-        {"forced_first", p->forced_first, 0, INT32_MAX},
-        {"forced_local", p->forced_local, 0, INT32_MAX},
-        {"max_compressed_groups", p->max_compressed_groups, 0, INT32_MAX},
-        {"branches", p->branches, 1, QUERN_NSA_BRANCH_ALL},
-        {"gate", p->gate, 0, QUERN_NSA_GATE_GIVEN},
-        {"selection", p->selection, 0, QUERN_NSA_LIST_GIVEN},
-        {"groups", p->groups, 0, QUERN_NSA_LIST_GIVEN},
-    };
-    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
-        if (ranges[i].value < ranges[i].least || ranges[i].value > ranges[i].most)
-            return out_of_range(ranges[i].name, ranges[i].value, ranges[i].least, ranges[i].most);
+    if (p->stride < 1 || p->stride > p->block_size) return out_of_range("stride", p->stride, 1, p->block_size);
+    if (p->select_block < 1 || p->select_block > INT32_MAX) return out_of_range("select_block", p->select_block, 1, INT32_MAX);
     if (p->block_size % p->stride != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "stride is %lld: a divisor of block_size %lld is accepted", (long long)p->stride,
                          (long long)p->block_size);
     if (p->select_block % p->stride != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "select_block is %lld: a multiple of stride %lld is accepted", (long long)p->select_block,
                          (long long)p->stride);
-    if (!(p->scale >= 0.0f) || isinf(p->scale))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "scale is %g: 0 (1/sqrt(D)) or a finite positive number is accepted", (double)p->scale);
     const bool selects = op == NSA_SELECT || (op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_SLC) && p->selection == QUERN_NSA_LIST_COMPUTED);
     const bool chooses_groups = op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_CMP) && p->max_compressed_groups > 0 &&
                                 p->groups == QUERN_NSA_LIST_COMPUTED;
+    const bool compress_alone = op == NSA_COMPRESS || op == NSA_COMPRESS_BACKWARD;
     const bool groups = op == NSA_FORWARD || op == NSA_BACKWARD || op == NSA_SELECT || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD;
+    if (compress_alone && p->compress == QUERN_NSA_COMPRESS_GIVEN)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is given: mean or linear is accepted to compress alone");
+    quern_status status = QUERN_OK;
     if (selects) status = check_selection(p);
     if (status == QUERN_OK && (selects || chooses_groups)) status = check_metric(p);
     if (status == QUERN_OK && groups) status = check_groups(p);

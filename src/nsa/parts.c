@@ -7,12 +7,12 @@ static void carve_compress(nsa_call *c, arena *a)
 {
     c->use_compress = true;
     c->compress = nsa_compress_args(c);
-    c->scratch = arena_take(a, c->backend->compress_forward.workspace(&c->exec, &c->compress));
+    c->scratch = arena_take(a, c->head.backend->compress_forward.workspace(&c->head.exec, &c->compress));
 }
 
-static quern_status run_compress(nsa_call *c)
+static quern_status run_compress(const nsa_call *c, const op_frame *f)
 {
-    return c->backend->compress_forward.run(&c->exec, &c->compress, c->scratch);
+    return op_compress_forward(&c->head, f, &c->compress, c->scratch);
 }
 
 static void carve_compress_backward(nsa_call *c, arena *a)
@@ -23,24 +23,24 @@ static void carve_compress_backward(nsa_call *c, arena *a)
     c->compress.k_cmp = c->compress.v_cmp = (quern_tensor){0};
     c->compress.d_k_cmp = v->d_k_b[NSA_CMP], c->compress.d_v_cmp = v->d_v_b[NSA_CMP];
     c->compress.d_k = v->d_k, c->compress.d_v = v->d_v;
-    c->scratch = arena_take(a, c->backend->compress_backward.workspace(&c->exec, &c->compress));
+    c->scratch = arena_take(a, c->head.backend->compress_backward.workspace(&c->head.exec, &c->compress));
 }
 
-static quern_status run_compress_backward(nsa_call *c)
+static quern_status run_compress_backward(const nsa_call *c, const op_frame *f)
 {
-    return c->backend->compress_backward.run(&c->exec, &c->compress, c->scratch);
+    return op_compress_backward(&c->head, f, &c->compress, c->scratch);
 }
 
 static void carve_select(nsa_call *c, arena *a)
 {
     c->use_select = true;
     c->select = nsa_select_args(c);
-    c->scratch = arena_take(a, c->backend->select.workspace(&c->exec, &c->select));
+    c->scratch = arena_take(a, c->head.backend->select.workspace(&c->head.exec, &c->select));
 }
 
-static quern_status run_select(nsa_call *c)
+static quern_status run_select(const nsa_call *c, const op_frame *f)
 {
-    return c->backend->select.run(&c->exec, &c->select, c->scratch);
+    return op_select(&c->head, f, &c->select, c->scratch);
 }
 
 static void carve_attend(nsa_call *c, arena *a)
@@ -50,16 +50,16 @@ static void carve_attend(nsa_call *c, arena *a)
         c->use_attend[i] = nsa_branch_on(c, i);
         if (!c->use_attend[i]) continue;
         c->attend[i] = nsa_branch_args(c, i);
-        nsa_make_room(&most, c->backend->attend_forward.workspace(&c->exec, &c->attend[i]));
+        nsa_make_room(&most, c->head.backend->attend_forward.workspace(&c->head.exec, &c->attend[i]));
     }
     c->scratch = arena_take(a, most);
 }
 
-static quern_status run_attend(nsa_call *c)
+static quern_status run_attend(const nsa_call *c, const op_frame *f)
 {
     quern_status status = QUERN_OK;
     for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++)
-        if (c->use_attend[i]) status = c->backend->attend_forward.run(&c->exec, &c->attend[i], c->scratch);
+        if (c->use_attend[i]) status = op_attend_forward(&c->head, f, &c->attend[i], c->scratch);
     return status;
 }
 
@@ -67,7 +67,7 @@ static quern_status run_attend(nsa_call *c)
 static void carve_attend_backward(nsa_call *c, arena *a)
 {
     nsa_views *v = &c->views;
-    const int64_t lse_shape[] = {c->packed ? 1 : c->batch, c->heads, c->n};
+    const int64_t lse_shape[] = {c->head.varlen ? 1 : c->batch, c->heads, c->n};
     c->converts = 0;
     const quern_tensor d_q = nsa_sum_for(c, &v->d_q, a), d_k = nsa_sum_for(c, &v->d_k, a), d_v = nsa_sum_for(c, &v->d_v, a);
     size_t most = 0;
@@ -87,22 +87,22 @@ static void carve_attend_backward(nsa_call *c, arena *a)
         attend->d_k = own ? v->d_k_b[i] : d_k, attend->d_v = own ? v->d_v_b[i] : d_v;
         attend->accumulate_k = attend->accumulate_v = !own && have_kv;
         have_kv = have_kv || !own;
-        nsa_make_room(&most, c->backend->attend_backward.workspace(&c->exec, attend));
-        nsa_make_room(&most, c->backend->rowdot.workspace(&c->exec, &c->rowdot[i]));
+        nsa_make_room(&most, c->head.backend->attend_backward.workspace(&c->head.exec, attend));
+        nsa_make_room(&most, c->head.backend->rowdot.workspace(&c->head.exec, &c->rowdot[i]));
     }
-    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&most, c->backend->convert.workspace(&c->exec, &c->convert[i]));
+    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&most, c->head.backend->convert.workspace(&c->head.exec, &c->convert[i]));
     c->scratch = arena_take(a, most);
 }
 
-static quern_status run_attend_backward(nsa_call *c)
+static quern_status run_attend_backward(const nsa_call *c, const op_frame *f)
 {
     quern_status status = QUERN_OK;
     for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++) {
         if (!c->use_attend[i]) continue;
-        status = c->backend->rowdot.run(&c->exec, &c->rowdot[i], c->scratch);
-        if (status == QUERN_OK) status = c->backend->attend_backward.run(&c->exec, &c->attend[i], c->scratch);
+        status = op_rowdot(&c->head, f, &c->rowdot[i], c->scratch);
+        if (status == QUERN_OK) status = op_attend_backward(&c->head, f, &c->attend[i], c->scratch);
     }
-    for (int32_t i = 0; i < c->converts && status == QUERN_OK; i++) status = c->backend->convert.run(&c->exec, &c->convert[i], c->scratch);
+    for (int32_t i = 0; i < c->converts && status == QUERN_OK; i++) status = op_convert(&c->head, f, &c->convert[i], c->scratch);
     return status;
 }
 
@@ -111,26 +111,26 @@ static void carve_gate(nsa_call *c, arena *a)
 {
     c->use_gate = true;
     c->gate = nsa_gate_args(c);
-    if (c->op == NSA_GATES) c->gate.kind = GATE_WEIGHTS;
-    if (c->op == NSA_COMBINE) c->gate.kind = c->views.gates.ndim > 0 ? GATE_GIVEN : GATE_NONE;
-    c->scratch = arena_take(a, c->backend->gate_forward.workspace(&c->exec, &c->gate));
+    if (c->head.operation == NSA_GATES) c->gate.kind = GATE_WEIGHTS;
+    if (c->head.operation == NSA_COMBINE) c->gate.kind = c->views.gates.ndim > 0 ? GATE_GIVEN : GATE_NONE;
+    c->scratch = arena_take(a, c->head.backend->gate_forward.workspace(&c->head.exec, &c->gate));
 }
 
-static quern_status run_gate(nsa_call *c)
+static quern_status run_gate(const nsa_call *c, const op_frame *f)
 {
-    return c->backend->gate_forward.run(&c->exec, &c->gate, c->scratch);
+    return op_gate_forward(&c->head, f, &c->gate, c->scratch);
 }
 
 static void carve_gate_backward(nsa_call *c, arena *a)
 {
     c->use_gate = true;
     c->gate = nsa_gate_args(c);
-    c->scratch = arena_take(a, c->backend->gate_backward.workspace(&c->exec, &c->gate));
+    c->scratch = arena_take(a, c->head.backend->gate_backward.workspace(&c->head.exec, &c->gate));
 }
 
-static quern_status run_gate_backward(nsa_call *c)
+static quern_status run_gate_backward(const nsa_call *c, const op_frame *f)
 {
-    return c->backend->gate_backward.run(&c->exec, &c->gate, c->scratch);
+    return op_gate_backward(&c->head, f, &c->gate, c->scratch);
 }
 
 const nsa_operation nsa_compress_operation = {carve_compress, run_compress};

@@ -8,6 +8,7 @@
 #include <quern/nsa.h>
 #include <quern/moe.h>
 #include <quern/nvfp4.h>
+#include <quern/plan.h>
 #include <quern/safetensors.h>
 
 static void enum_values_are_pinned(void **unused)
@@ -60,6 +61,20 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_NVFP4_LAYOUT_SWIZZLED, 2);
     assert_int_equal(QUERN_NVFP4_ACTIVATION_SWIGLU, 1);
     assert_int_equal(QUERN_MOE_PREPACK_VERSION, 1);
+    assert_int_equal(QUERN_OP_ATTENTION_FORWARD, 1);
+    assert_int_equal(QUERN_OP_ATTENTION_BACKWARD, 2);
+    assert_int_equal(QUERN_OP_NSA_FORWARD, 16);
+    assert_int_equal(QUERN_OP_NSA_BACKWARD, 17);
+    assert_int_equal(QUERN_OP_NSA_COMPRESS, 18);
+    assert_int_equal(QUERN_OP_NSA_COMPRESS_BACKWARD, 19);
+    assert_int_equal(QUERN_OP_NSA_SELECT, 20);
+    assert_int_equal(QUERN_OP_NSA_ATTEND, 21);
+    assert_int_equal(QUERN_OP_NSA_ATTEND_BACKWARD, 22);
+    assert_int_equal(QUERN_OP_NSA_GATES, 23);
+    assert_int_equal(QUERN_OP_NSA_COMBINE, 24);
+    assert_int_equal(QUERN_OP_NSA_GATE, 25);
+    assert_int_equal(QUERN_OP_NSA_GATE_BACKWARD, 26);
+    assert_int_equal(QUERN_OP_NSA_LIST_CONVERT, 32);
     assert_int_equal(QUERN_STATUS_BAD_INDEX, 1);
     assert_int_equal(QUERN_STATUS_BAD_GROUP, 2);
     assert_int_equal(QUERN_STATUS_BAD_OFFSETS, 4);

@@ -70,7 +70,7 @@ static void d_k_dim(bad_call *b) { b->c.d_k.view.shape[3] = 8; }
 static void k_dim(bad_call *b) { b->c.k.view.shape[3] = 8; }
 static void head_dim_odd(bad_call *b) { b->c.q.view.shape[3] = b->c.k.view.shape[3] = 12; }
 static void head_dim_zero(bad_call *b) { b->c.q.view.shape[3] = b->c.k.view.shape[3] = 0; }
-static void head_dim_large(bad_call *b) { b->c.v.view.shape[3] = b->c.o.view.shape[3] = 264; }
+static void head_dim_large(bad_call *b) { b->c.v.view.shape[3] = b->c.o.view.shape[3] = 520; }
 static void kv_heads(bad_call *b) { b->c.k.view.shape[2] = b->c.v.view.shape[2] = 3; }
 static void no_kv_heads(bad_call *b) { b->c.k.view.shape[2] = b->c.v.view.shape[2] = 0; }
 static void no_heads(bad_call *b) { b->c.q.view.shape[2] = 0; }
@@ -145,9 +145,9 @@ static const mistake mistakes[] = {
     {"heads of lse", lse_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"lse.shape[1]", "2", "4"}},
     {"dim of k", k_dim, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"k.shape[3]", "8", "16"}},
     {"dim of d_k", d_k_dim, BACKWARD, true, false, QUERN_ERR_INVALID_ARGUMENT, {"d_k.shape[3]", "8", "16"}},
-    {"head dim 12", head_dim_odd, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "12", "multiple of 8 from 8 to 256"}},
-    {"head dim 0", head_dim_zero, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "0", "multiple of 8 from 8 to 256"}},
-    {"head dim 264", head_dim_large, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"v", "264", "multiple of 8 from 8 to 256"}},
+    {"head dim 12", head_dim_odd, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "12", "multiple of 8 from 8 to 512"}},
+    {"head dim 0", head_dim_zero, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "0", "multiple of 8 from 8 to 512"}},
+    {"head dim 520", head_dim_large, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"v", "520", "multiple of 8 from 8 to 512"}},
     {"3 kv heads", kv_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"4 heads", "multiple", "3"}},
     {"no kv heads", no_kv_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"4 heads", "multiple", "0"}},
     {"no heads", no_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q has 0 heads", "positive multiple", "2"}},

@@ -53,12 +53,13 @@ static nsa_set range(nsa_slot first, nsa_slot last)
 static void sets_of(const nsa_case *c, int op, nsa_set *in, nsa_set *out)
 {
     const nsa_set cu = NSA_BIT(NSA_CU_SEQLENS), borders = range(NSA_CU_SEQLENS, NSA_CU_SEQLENS_CMP), weights = range(NSA_W_K, NSA_PE_V);
-    const nsa_set entries = range(NSA_K_CMP, NSA_V_CMP), o_b = range(NSA_O_CMP, NSA_O_WIN), q = NSA_BIT(NSA_Q), given = NSA_BIT(NSA_GATES);
+    const nsa_set entries = range(NSA_K_CMP, NSA_V_CMP), q = NSA_BIT(NSA_Q), given = NSA_BIT(NSA_GATES);
+    const nsa_set o_b = range(NSA_O_CMP, NSA_O_WIN) & nsa_attend_outputs(c); /* of the branches that are on */
     const bool weighs = c->config.params.gate == QUERN_NSA_GATE_WEIGHTS;
     const nsa_set w = weighs ? NSA_BIT(NSA_W_GATE) : 0, d_w = weighs ? NSA_BIT(NSA_D_Q) | NSA_BIT(NSA_D_W_GATE) : NSA_BIT(NSA_D_GATES);
     switch (1 << op) {
     case FWD: *in = nsa_forward_inputs(c), *out = nsa_forward_outputs(c); break;
-    case BWD: *in = nsa_backward_inputs(c), *out = nsa_backward_outputs(c); break;
+    case BWD: *in = nsa_backward_inputs(c) & ~(c->config.params.gate == QUERN_NSA_GATE_NONE ? given : 0), *out = nsa_backward_outputs(c); break;
     case CMP: *in = range(NSA_K, NSA_V) | weights | cu, *out = entries | NSA_BIT(NSA_CU_SEQLENS_CMP); break;
     case CMP_BWD:
         *in = range(NSA_K, NSA_V) | weights | borders | range(NSA_D_K_CMP, NSA_D_V_CMP);
@@ -72,8 +73,8 @@ static void sets_of(const nsa_case *c, int op, nsa_set *in, nsa_set *out)
         break;
     case GATES: *in = q | NSA_BIT(NSA_W_GATE) | cu, *out = given; break;
     case COMBINE: *in = given | o_b | cu, *out = NSA_BIT(NSA_O); break;
-    case GATE: *in = q | w | o_b | cu | (c->config.params.gate == QUERN_NSA_GATE_GIVEN ? given : 0), *out = NSA_BIT(NSA_O) | given; break;
-    default: *in = q | w | given | o_b | NSA_BIT(NSA_D_O) | cu, *out = range(NSA_D_O_CMP, NSA_D_O_WIN) | d_w; break;
+    case GATE: *in = (weighs ? q | w : 0) | o_b | cu | (c->config.params.gate == QUERN_NSA_GATE_GIVEN ? given : 0), *out = NSA_BIT(NSA_O) | given; break;
+    default: *in = (weighs ? q | w : 0) | (c->config.params.gate != QUERN_NSA_GATE_NONE ? given : 0) | o_b | NSA_BIT(NSA_D_O) | cu, *out = o_b << (NSA_D_O_CMP - NSA_O_CMP) | d_w; break;
     }
     *in = nsa_present(c, *in);
     *out = nsa_present(c, *out) & ~*in;
@@ -388,7 +389,7 @@ static const mistake mistakes[] = {
     /* Extents. */
     {"head dim 12", PLAIN, WHOLE | SEL | ATTEND | GATES, SHAPE, NSA_Q, 3, 12, BAD, {"12", "accepted"}},
     {"head dim 0", PLAIN, WHOLE | SEL | ATTEND | GATES, SHAPE, NSA_Q, 3, 0, BAD, {"0", "accepted"}},
-    {"head dim 264", PLAIN, WHOLE | COMPRESS | ATTEND, SHAPE, NSA_V, 3, 264, BAD, {"v", "264", "multiple of 8 from 8 to 256"}},
+    {"head dim 520", PLAIN, WHOLE | COMPRESS | ATTEND, SHAPE, NSA_V, 3, 520, BAD, {"v", "520", "multiple of 8 from 8 to 512"}},
     {"3 kv heads", PLAIN, WHOLE | ATTEND, SHAPE, NSA_K, 2, 3, BAD, {"4 heads", "multiple", "3"}},
     {"no kv heads", PLAIN, WHOLE | ATTEND, SHAPE, NSA_K, 2, 0, BAD, {"4 heads", "multiple", "0"}},
     {"no heads", PLAIN, WHOLE | SEL | ATTEND, SHAPE, NSA_Q, 2, 0, BAD, {"q has 0 heads", "positive multiple", "2"}},

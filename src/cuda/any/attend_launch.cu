@@ -64,11 +64,7 @@ static bool listed_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
 
 static bool shape_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
 {
-    if (args->q.shape[3] > 256 || args->v.shape[3] > 256) {
-        snprintf(why, STAGE_WHY_BYTES, "head dims %lld and %lld: the cuda backend takes multiples of 8 up to 256",
-                 (long long)args->q.shape[3], (long long)args->v.shape[3]);
-        return false;
-    }
+    if (!dims_fit(args->q.shape[3], args->v.shape[3], why)) return false;
     if (args->k.shape[2] > 0 && args->seqs.n_q > INT32_MAX / (args->q.shape[2] / args->k.shape[2] + 1)) {
         snprintf(why, STAGE_WHY_BYTES, "%lld queries of %lld heads a group: the cuda backend takes up to 2^31 rows a group",
                  (long long)args->seqs.n_q, (long long)(args->q.shape[2] / args->k.shape[2]));

@@ -209,7 +209,10 @@ static size_t carve(const compress_args *args, bool backward, void *workspace, c
     return used > 0 ? used * 4 + 15 : 0;
 }
 
-bool compress_supports(const stage_exec *, const compress_args *, char *) { return true; }
+bool compress_supports(const stage_exec *, const compress_args *args, char why[STAGE_WHY_BYTES])
+{
+    return dims_fit(args->k.shape[3], args->v.shape[3], why);
+}
 size_t compress_forward_bytes(const stage_exec *, const compress_args *args) { return carve(args, false, NULL, NULL, NULL); }
 size_t compress_backward_bytes(const stage_exec *, const compress_args *args) { return carve(args, true, NULL, NULL, NULL); }
 

@@ -348,11 +348,8 @@ template <bool BACKWARD> static quern_status by_dtype(const gate_args *args, con
 
 bool gate_supports(const stage_exec *, const gate_args *args, char why[STAGE_WHY_BYTES])
 {
-    if (present(args->q) && args->q.shape[3] > 256) {
-        snprintf(why, STAGE_WHY_BYTES, "head dim %lld: the cuda backend takes up to 256", (long long)args->q.shape[3]);
-        return false;
-    }
-    return true;
+    const quern_tensor &value = present(args->o) ? args->o : args->d_o; /* gates alone have neither */
+    return dims_fit(args->q.shape[3], value.shape[3], why);
 }
 
 size_t gate_forward_bytes(const stage_exec *, const gate_args *) { return 0; }

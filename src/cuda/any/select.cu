@@ -25,6 +25,7 @@ static quern_status select_launch_all(const select_args *args, const attend_args
 
 bool select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
 {
+    if (!dims_fit(args->q.shape[3], args->k_cmp.shape[3], why)) return false;
     const int64_t span = args->params.block_size / args->params.stride + args->params.select_block / args->params.stride;
     if (span > MAX_HISTORY) {
         snprintf(why, STAGE_WHY_BYTES, "(block_size + select_block) / stride is %lld: the cuda backend takes up to %d", (long long)span, MAX_HISTORY);

@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
+#include <stdio.h>
 
 extern "C" {
 #include "backend.h"
@@ -48,6 +49,14 @@ static inline view3 view3_of(const quern_tensor &t)
 }
 
 static inline bool present(const quern_tensor &t) { return t.ndim > 0; }
+
+/* Whether the kernels take two head dims (0: absent); if not, says so. */
+static inline bool dims_fit(int64_t dim_k, int64_t dim_v, char why[STAGE_WHY_BYTES])
+{
+    if (dim_k <= 256 && dim_v <= 256) return true;
+    snprintf(why, STAGE_WHY_BYTES, "head dims %lld and %lld: the cuda backend takes multiples of 8 up to 256", (long long)dim_k, (long long)dim_v);
+    return false;
+}
 
 /* Whether rows of `t` can be read 16 bytes at a time. */
 static inline bool rows_aligned16(const quern_tensor &t)

@@ -1,0 +1,130 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* schema.c - what dense attention is: its tensors, its parameters, and what follows from them. */
+#include "attention/attention.h"
+
+#include "core/error.h"
+#include "core/view.h"
+
+#include <stddef.h>
+
+enum { B = ATTENTION_B, B1 = ATTENTION_B1, NQ = ATTENTION_NQ, NKV = ATTENTION_NKV, TQ = ATTENTION_TQ, TKV = ATTENTION_TKV };
+enum { H = ATTENTION_H, HKV = ATTENTION_HKV, D = ATTENTION_D, DV = ATTENTION_DV };
+
+static const op_tensor tensors[] = {
+    {"q", "Q", OP_ACTIVATION, OP_NONE, {B, NQ, H, D}, {TQ, H, D}},
+    {"k", "K", OP_ACTIVATION, OP_NONE, {B, NKV, HKV, D}, {TKV, HKV, D}},
+    {"v", "V", OP_ACTIVATION, OP_NONE, {B, NKV, HKV, DV}, {TKV, HKV, DV}},
+    {"cu_seqlens_q", "cu_seqlens_q", OP_I32, OP_NONE, {B1}, {0}},
+    {"cu_seqlens_kv", "cu_seqlens_kv", OP_I32, OP_NONE, {B1}, {0}},
+    {"o", "O", OP_ACTIVATION, OP_NONE, {B, NQ, H, DV}, {TQ, H, DV}},
+    {"lse", "lse", OP_F32, OP_NONE, {B, H, NQ}, {H, TQ}},
+    {"d_o", "dO", OP_ACTIVATION, ATTENTION_O, {B, NQ, H, DV}, {TQ, H, DV}},
+    {"d_q", "dQ", OP_ACTIVATION, ATTENTION_Q, {B, NQ, H, D}, {TQ, H, D}},
+    {"d_k", "dK", OP_ACTIVATION, ATTENTION_K, {B, NKV, HKV, D}, {TKV, HKV, D}},
+    {"d_v", "dV", OP_ACTIVATION, ATTENTION_V, {B, NKV, HKV, DV}, {TKV, HKV, DV}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == ATTENTION_TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_attention_tensors) == (1 + ATTENTION_TENSORS) * sizeof(void *), "a tensor a field");
+
+#define AT(member) offsetof(quern_attention_params, member)
+static const op_param params[] = {
+    {"causal", AT(causal), OP_FLAG, 0, 1, NULL, "a query sees keys up to its own position"},
+    {"window", AT(window), OP_INTEGER, 0, INT64_MAX, NULL, "keys seen, self included; 0: all"},
+    {"scale", AT(scale), OP_SCALE, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
+    {"query_offset", AT(query_offset), OP_INTEGER, -1, INT32_MAX, NULL, "position of query 0; -1: Nkv - Nq"},
+};
+#undef AT
+static const quern_attention_params defaults = QUERN_ATTENTION_PARAMS_INIT;
+static const char *const operations[] = {"attention_forward", "attention_backward"};
+
+static quern_status check_params(op_call *call)
+{
+    (void)call;
+    return QUERN_OK;
+}
+
+static void roles(op_call *call)
+{
+    const bool backward = call->operation == ATTENTION_BACKWARD;
+    uint8_t *r = call->role;
+    r[ATTENTION_Q] = OP_NEEDED;
+    r[ATTENTION_K] = OP_NEEDED;
+    r[ATTENTION_V] = OP_NEEDED;
+    r[ATTENTION_CU_Q] = OP_OPTIONAL;
+    r[ATTENTION_CU_KV] = call->varlen ? OP_OPTIONAL : OP_REFUSED;
+    r[ATTENTION_O] = backward ? OP_NEEDED : OP_RESULT;
+    r[ATTENTION_LSE] = backward ? OP_NEEDED : OP_OPTIONAL_RESULT;
+    r[ATTENTION_D_O] = backward ? OP_NEEDED : OP_UNUSED;
+    for (int i = ATTENTION_D_Q; i <= ATTENTION_D_V; i++) r[i] = backward ? OP_RESULT : OP_UNUSED;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given without cu_seqlens_q: both or cu_seqlens_q alone are accepted",
+                     call->family->tensors[tensor].field);
+}
+
+static quern_status derive(op_call *call)
+{
+    const bool varlen = call->varlen;
+    const int32_t ndim = varlen ? 3 : 4, at = varlen ? 0 : 1;
+    const quern_tensor *const *t = call->given;
+    quern_status status;
+    for (int32_t i = ATTENTION_Q; i <= ATTENTION_V; i++) {
+        if (t[i] == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", tensors[i].field);
+        call->like = *t[ATTENTION_Q];
+        if ((status = op_check_activation(call, i, ndim)) != QUERN_OK) return status;
+    }
+    const quern_tensor *q = t[ATTENTION_Q], *k = t[ATTENTION_K], *v = t[ATTENTION_V];
+    if ((status = view_check_head_dim("q", q->shape[at + 2])) != QUERN_OK || (status = view_check_head_dim("v", v->shape[at + 2])) != QUERN_OK ||
+        (status = view_check_heads(q->shape[at + 1], k->shape[at + 1])) != QUERN_OK)
+        return status;
+    if (q->shape[at] > INT32_MAX || k->shape[at] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld query and %lld key tokens: at most %d each are accepted", (long long)q->shape[at],
+                         (long long)k->shape[at], INT32_MAX);
+    int64_t *s = call->symbol;
+    if ((status = op_find_batch(call, ATTENTION_CU_Q, q, &s[B])) != QUERN_OK) return status;
+    s[B1] = s[B] + 1;
+    s[NQ] = s[TQ] = q->shape[at];
+    s[NKV] = s[TKV] = k->shape[at];
+    s[H] = q->shape[at + 1];
+    s[HKV] = k->shape[at + 1];
+    s[D] = q->shape[at + 2];
+    s[DV] = v->shape[at + 2];
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    if (!call->varlen) return QUERN_OK;
+    const int64_t *s = call->symbol;
+    const bool own = call->alignment[ATTENTION_CU_KV] > 0;
+    const quern_status status = view_check_offsets(data[ATTENTION_CU_Q], s[B], "cu_seqlens_q", s[TQ]);
+    if (status != QUERN_OK || (!own && s[TKV] >= s[TQ])) return status;
+    return view_check_offsets(data[own ? ATTENTION_CU_KV : ATTENTION_CU_Q], s[B], own ? "cu_seqlens_kv" : "cu_seqlens_q", s[TKV]);
+}
+
+const op_family attention_family = {
+    .operations = operations,
+    .operation_count = ATTENTION_OPS,
+    .first = QUERN_OP_ATTENTION_FORWARD,
+    .tensors = tensors,
+    .tensor_count = ATTENTION_TENSORS,
+    .varlen_by = ATTENTION_CU_Q,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_ATTENTION_PARAMS_INIT",
+    .tensors_init = "QUERN_ATTENTION_TENSORS_INIT",
+    .call_size = sizeof(attention_call),
+    .params_at = offsetof(attention_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = attention_plan,
+    .run = attention_run,
+    .stage = attention_stage,
+};

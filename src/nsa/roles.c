@@ -1,0 +1,175 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* roles.c - what each NSA operation does with each tensor, by the parameters and by which tensors are there. */
+#include "core/error.h"
+#include "nsa/call.h"
+#include "nsa/schema.h"
+
+static const int32_t o_b[] = {T_O_CMP, T_O_SLC, T_O_WIN}, lse_b[] = {T_LSE_CMP, T_LSE_SLC, T_LSE_WIN};
+static const int32_t d_o_b[] = {T_D_O_CMP, T_D_O_SLC, T_D_O_WIN};
+
+/* What the roles of all tensors hang on. */
+typedef struct context {
+    nsa_op op;
+    const quern_nsa_params *p;
+    bool on[NSA_BRANCHES], own[NSA_BRANCHES]; /* the branch is computed; it has a pair of keys and values of its own */
+    bool whole, backward, attends, compresses, selects, reads_k, weights;
+} context;
+
+static context context_of(const op_call *call)
+{
+    const nsa_call *c = (const nsa_call *)call;
+    const quern_nsa_params *p = &c->params;
+    const nsa_op op = (nsa_op)call->operation;
+    context x = {.op = op, .p = p};
+    for (int i = 0; i < NSA_BRANCHES; i++) x.on[i] = nsa_branch_on(c, i);
+    x.whole = op == NSA_FORWARD || op == NSA_BACKWARD;
+    x.backward = nsa_is_backward(op);
+    x.attends = x.whole || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD;
+    x.compresses = op == NSA_COMPRESS || op == NSA_COMPRESS_BACKWARD ||
+                   (x.whole && p->compress != QUERN_NSA_COMPRESS_GIVEN && (x.on[NSA_CMP] || x.on[NSA_SLC]));
+    x.selects = op == NSA_SELECT || (op == NSA_FORWARD && x.on[NSA_SLC] && p->selection == QUERN_NSA_LIST_COMPUTED);
+    x.own[NSA_SLC] = call->given[T_K_SLC] != NULL || call->given[T_V_SLC] != NULL;
+    x.own[NSA_WIN] = call->given[T_K_WIN] != NULL || call->given[T_V_WIN] != NULL;
+    x.reads_k = x.compresses;
+    for (int i = NSA_SLC; i <= NSA_WIN; i++) x.reads_k = x.reads_k || (x.attends && x.on[i] && !x.own[i]);
+    x.weights = p->gate == QUERN_NSA_GATE_WEIGHTS;
+    return x;
+}
+
+static void set_pair(uint8_t *r, int32_t k, op_role role)
+{
+    r[k] = (uint8_t)role;
+    r[k + 1] = (uint8_t)role;
+}
+
+/* Queries, keys and values, compressed ones, and the offsets of these. */
+static void roles_of_keys(const context *x, const op_call *call, uint8_t *r)
+{
+    const nsa_op op = x->op;
+    if (x->attends || op == NSA_SELECT || op == NSA_GATES || ((op == NSA_GATE || op == NSA_GATE_BACKWARD) && x->weights)) r[T_Q] = OP_NEEDED;
+    if (x->reads_k) set_pair(r, T_K, OP_NEEDED);
+    if (x->attends && x->on[NSA_SLC] && x->own[NSA_SLC]) set_pair(r, T_K_SLC, OP_NEEDED);
+    if (x->attends && x->on[NSA_WIN] && x->own[NSA_WIN]) set_pair(r, T_K_WIN, OP_NEEDED);
+    op_role cmp = OP_UNUSED, cu = OP_UNUSED;
+    if (op == NSA_COMPRESS) cmp = OP_RESULT;
+    else if (op == NSA_FORWARD) cmp = x->compresses ? OP_OPTIONAL_RESULT : x->on[NSA_CMP] || x->selects ? OP_NEEDED : OP_UNUSED;
+    else if (op == NSA_SELECT || (x->attends && x->on[NSA_CMP])) cmp = OP_NEEDED;
+    if (op == NSA_COMPRESS) cu = OP_RESULT;
+    else if (op == NSA_FORWARD && x->compresses) cu = OP_OPTIONAL_RESULT;
+    else if (cmp == OP_NEEDED || op == NSA_COMPRESS_BACKWARD) cu = OP_NEEDED;
+    set_pair(r, T_K_CMP, cmp);
+    if (op == NSA_SELECT) r[T_V_CMP] = OP_UNUSED;
+    if (call->varlen) {
+        r[T_CU_SEQLENS] = OP_NEEDED;
+        r[T_CU_SEQLENS_CMP] = (uint8_t)cu;
+    }
+}
+
+static void roles_of_weights(const context *x, uint8_t *r)
+{
+    const bool linear = x->p->compress == QUERN_NSA_COMPRESS_LINEAR, given = x->p->compress == QUERN_NSA_COMPRESS_GIVEN;
+    const bool gate_mode = x->op == NSA_GATE || x->op == NSA_GATE_BACKWARD;
+    if (x->compresses) set_pair(r, T_W_K, linear ? OP_NEEDED : OP_OPTIONAL);
+    if (x->compresses && linear) set_pair(r, T_PE_K, OP_OPTIONAL);
+    if (x->whole && given) set_pair(r, T_W_K, OP_REFUSED);
+    if ((x->whole || x->op == NSA_COMPRESS || x->op == NSA_COMPRESS_BACKWARD) && !linear) set_pair(r, T_PE_K, OP_REFUSED);
+    if (x->whole || gate_mode) r[T_W_GATE] = x->weights ? OP_NEEDED : OP_REFUSED;
+    if (x->op == NSA_GATES) r[T_W_GATE] = OP_NEEDED;
+    if (x->op == NSA_GATES) r[T_GATES] = OP_RESULT;
+    if (x->op == NSA_COMBINE) r[T_GATES] = OP_OPTIONAL;
+    if (x->op == NSA_FORWARD || x->op == NSA_GATE) r[T_GATES] = x->p->gate == QUERN_NSA_GATE_GIVEN ? OP_NEEDED : OP_OPTIONAL_RESULT;
+    if (x->op == NSA_BACKWARD || x->op == NSA_GATE_BACKWARD) r[T_GATES] = x->p->gate == QUERN_NSA_GATE_NONE ? OP_UNUSED : OP_NEEDED;
+}
+
+static void roles_of_lists(const context *x, uint8_t *r)
+{
+    const bool groups = x->p->max_compressed_groups > 0;
+    if (x->selects) {
+        r[T_BLOCK_IDX] = x->op == NSA_SELECT ? OP_RESULT : OP_OPTIONAL_RESULT;
+        r[T_BLOCK_COUNT] = OP_OPTIONAL_RESULT;
+    } else if (x->attends && x->on[NSA_SLC]) {
+        r[T_BLOCK_IDX] = OP_NEEDED;
+    }
+    if (groups && x->on[NSA_CMP] && x->attends)
+        r[T_GROUP_IDX] = x->op == NSA_FORWARD && x->p->groups == QUERN_NSA_LIST_COMPUTED ? OP_OPTIONAL_RESULT : OP_NEEDED;
+    if (groups && x->op == NSA_SELECT) r[T_GROUP_IDX] = OP_OPTIONAL_RESULT;
+}
+
+/* Outputs of the branches and of the gate, and the gradients that come in. */
+static void roles_of_results(const context *x, uint8_t *r)
+{
+    const nsa_op op = x->op;
+    const bool gates = op == NSA_COMBINE || op == NSA_GATE || op == NSA_GATE_BACKWARD; /* these take any subset as given */
+    op_role o = OP_UNUSED, lse = OP_UNUSED, d_o = OP_UNUSED;
+    if (op == NSA_FORWARD) o = lse = OP_OPTIONAL_RESULT;
+    if (op == NSA_ATTEND) o = OP_RESULT, lse = OP_OPTIONAL_RESULT;
+    if (op == NSA_BACKWARD || gates) o = OP_OPTIONAL;
+    if (op == NSA_ATTEND_BACKWARD) o = d_o = OP_NEEDED;
+    if (op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD) lse = OP_NEEDED;
+    if (op == NSA_GATE_BACKWARD) d_o = OP_OPTIONAL_RESULT;
+    for (int i = 0; i < NSA_BRANCHES; i++) {
+        if (!x->on[i]) continue;
+        r[o_b[i]] = (uint8_t)o;
+        r[lse_b[i]] = (uint8_t)lse;
+        r[d_o_b[i]] = (uint8_t)d_o;
+    }
+    if (op == NSA_SELECT && x->p->metric == QUERN_NSA_METRIC_SOFTMAX) r[T_LSE_CMP] = OP_OPTIONAL;
+    if (op == NSA_FORWARD || op == NSA_COMBINE || op == NSA_GATE) r[T_O] = OP_RESULT;
+    if (op == NSA_BACKWARD || op == NSA_GATE_BACKWARD) r[T_D_O] = OP_NEEDED;
+}
+
+static op_role if_given(const op_call *call, int32_t source, op_role role)
+{
+    return call->given[source] != NULL ? role : OP_SOURCE_MISSING;
+}
+
+static void roles_of_gradients(const context *x, const op_call *call, uint8_t *r)
+{
+    const nsa_op op = x->op;
+    const bool gated = op == NSA_BACKWARD || op == NSA_GATE_BACKWARD;
+    if (!x->backward) return;
+    if (op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD) r[T_D_Q] = OP_RESULT;
+    if (op == NSA_GATE_BACKWARD && x->weights) r[T_D_Q] = OP_OPTIONAL_RESULT;
+    if (x->reads_k) set_pair(r, T_D_K, op == NSA_COMPRESS_BACKWARD ? OP_OPTIONAL_RESULT : OP_RESULT);
+    for (int i = 0; i < 4 && x->attends; i++) {
+        const bool used = i < 2 ? x->on[NSA_SLC] : x->on[NSA_WIN];
+        r[T_D_K_SLC + i] = (uint8_t)if_given(call, T_K_SLC + i, used ? OP_RESULT : OP_UNUSED);
+    }
+    if (op == NSA_COMPRESS_BACKWARD) set_pair(r, T_D_K_CMP, OP_NEEDED);
+    if (op == NSA_ATTEND_BACKWARD && x->on[NSA_CMP]) set_pair(r, T_D_K_CMP, OP_RESULT);
+    if (op == NSA_BACKWARD) {
+        const bool given = x->p->compress == QUERN_NSA_COMPRESS_GIVEN;
+        set_pair(r, T_D_K_CMP, !given ? OP_REFUSED : x->on[NSA_CMP] ? OP_RESULT : OP_UNUSED);
+    }
+    for (int i = 0; i < 4 && (op == NSA_BACKWARD || op == NSA_COMPRESS_BACKWARD); i++)
+        r[T_D_W_K + i] = (uint8_t)if_given(call, T_W_K + i, x->compresses ? OP_OPTIONAL_RESULT : OP_UNUSED);
+    if (gated) r[T_D_W_GATE] = x->weights ? OP_OPTIONAL_RESULT : OP_REFUSED;
+    if (gated) r[T_D_GATES] = x->weights ? OP_REFUSED : OP_OPTIONAL_RESULT;
+}
+
+void nsa_roles(op_call *call)
+{
+    const context x = context_of(call);
+    roles_of_keys(&x, call, call->role);
+    roles_of_weights(&x, call->role);
+    roles_of_lists(&x, call->role);
+    roles_of_results(&x, call->role);
+    roles_of_gradients(&x, call, call->role);
+}
+
+/* A tensor that means nothing beside these parameters: the caller expects something that the call would not do. (What
+ * another operation of the same struct uses is left alone.) */
+quern_status nsa_refuse(const op_call *call, int32_t tensor)
+{
+    const quern_nsa_params *p = &((const nsa_call *)call)->params;
+    static const char *const kinds[] = {"mean", "linear", "given"}, *const gates[] = {"none", "weights", "given"};
+    const char *accepted = "weights"; /* W_GATE and its gradient */
+    const bool gate = tensor == T_W_GATE || tensor == T_D_W_GATE || tensor == T_D_GATES;
+    if (tensor == T_W_K || tensor == T_W_V) accepted = "mean or linear";
+    if (tensor == T_PE_K || tensor == T_PE_V) accepted = "linear";
+    if (tensor == T_D_K_CMP || tensor == T_D_V_CMP) accepted = "given";
+    if (tensor == T_D_GATES) accepted = "given or none";
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with %s %s: with it %s is accepted", call->family->tensors[tensor].field,
+                     gate ? "gate" : "compress", gate ? gates[p->gate] : kinds[p->compress], accepted);
+}

@@ -1,0 +1,230 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* schema.c - what native sparse attention is: its tensors and parameters, the extents that follow from them, and what the
+ * host can check of the offsets. */
+#include "nsa/schema.h"
+
+#include "core/error.h"
+#include "core/view.h"
+#include "nsa/call.h"
+
+#include <stddef.h>
+
+static const op_tensor tensors[] = {
+    {"q", "Q", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_D}, {S_T, S_H, S_D}},
+    {"k", "K", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    {"v", "V", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    {"k_slc", "K_slc", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    {"v_slc", "V_slc", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    {"k_win", "K_win", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    {"v_win", "V_win", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    {"k_cmp", "K_cmp", OP_ACTIVATION, OP_NONE, {S_B, S_NC, S_HKV, S_D}, {S_TC, S_HKV, S_D}},
+    {"v_cmp", "V_cmp", OP_ACTIVATION, OP_NONE, {S_B, S_NC, S_HKV, S_DV}, {S_TC, S_HKV, S_DV}},
+    {"cu_seqlens", "cu_seqlens", OP_I32, OP_NONE, {S_B1}, {0}},
+    {"cu_seqlens_cmp", "cu_seqlens_cmp", OP_I32, OP_NONE, {S_B1}, {0}},
+    {"w_k", "W_k", OP_WEIGHT, OP_NONE, {S_HKV, S_LD, S_D}, {0}},
+    {"w_v", "W_v", OP_WEIGHT, OP_NONE, {S_HKV, S_LDV, S_DV}, {0}},
+    {"pe_k", "pe_k", OP_WEIGHT, OP_NONE, {S_HKV, S_L, S_D}, {0}},
+    {"pe_v", "pe_v", OP_WEIGHT, OP_NONE, {S_HKV, S_L, S_DV}, {0}},
+    {"w_gate", "gate", OP_WEIGHT, OP_NONE, {S_H, S_3, S_D}, {0}},
+    {"gates", "gates", OP_F32, OP_NONE, {S_B, S_N, S_H, S_3}, {S_T, S_H, S_3}},
+    {"block_idx", "block_idx", OP_I32, OP_NONE, {S_B, S_HS, S_TILES, S_K}, {S_HS, S_ROWS, S_K}},
+    {"block_count", "block_count", OP_I32, OP_NONE, {S_B, S_HS, S_TILES}, {S_HS, S_ROWS}},
+    {"group_idx", "group_idx", OP_I32, OP_NONE, {S_B, S_HS, S_TILES, S_C}, {S_HS, S_ROWS, S_C}},
+    {"o", "O", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    {"o_cmp", "O_cmp", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    {"o_slc", "O_slc", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    {"o_win", "O_win", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    {"lse_cmp", "lse_cmp", OP_F32, OP_NONE, {S_B, S_H, S_N}, {S_H, S_T}},
+    {"lse_slc", "lse_slc", OP_F32, OP_NONE, {S_B, S_H, S_N}, {S_H, S_T}},
+    {"lse_win", "lse_win", OP_F32, OP_NONE, {S_B, S_H, S_N}, {S_H, S_T}},
+    {"d_o", "dO", OP_ACTIVATION, T_O, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    {"d_o_cmp", "dO_cmp", OP_ACTIVATION, T_O_CMP, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    {"d_o_slc", "dO_slc", OP_ACTIVATION, T_O_SLC, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    {"d_o_win", "dO_win", OP_ACTIVATION, T_O_WIN, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    {"d_q", "dQ", OP_ACTIVATION, T_Q, {S_B, S_N, S_H, S_D}, {S_T, S_H, S_D}},
+    {"d_k", "dK", OP_ACTIVATION, T_K, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    {"d_v", "dV", OP_ACTIVATION, T_V, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    {"d_k_slc", "dK_slc", OP_ACTIVATION, T_K_SLC, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    {"d_v_slc", "dV_slc", OP_ACTIVATION, T_V_SLC, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    {"d_k_win", "dK_win", OP_ACTIVATION, T_K_WIN, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    {"d_v_win", "dV_win", OP_ACTIVATION, T_V_WIN, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    {"d_k_cmp", "dK_cmp", OP_ACTIVATION, T_K_CMP, {S_B, S_NC, S_HKV, S_D}, {S_TC, S_HKV, S_D}},
+    {"d_v_cmp", "dV_cmp", OP_ACTIVATION, T_V_CMP, {S_B, S_NC, S_HKV, S_DV}, {S_TC, S_HKV, S_DV}},
+    {"d_w_k", "dW_k", OP_F32, T_W_K, {S_HKV, S_LD, S_D}, {0}},
+    {"d_w_v", "dW_v", OP_F32, T_W_V, {S_HKV, S_LDV, S_DV}, {0}},
+    {"d_pe_k", "dpe_k", OP_F32, T_PE_K, {S_HKV, S_L, S_D}, {0}},
+    {"d_pe_v", "dpe_v", OP_F32, T_PE_V, {S_HKV, S_L, S_DV}, {0}},
+    {"d_w_gate", "dgate", OP_F32, T_W_GATE, {S_H, S_3, S_D}, {0}},
+    {"d_gates", "dgates", OP_F32, T_GATES, {S_B, S_N, S_H, S_3}, {S_T, S_H, S_3}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == NSA_TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_nsa_tensors) == (1 + NSA_TENSORS) * sizeof(void *), "a tensor a field");
+_Static_assert(offsetof(quern_nsa_tensors, d_o) == (1 + T_D_O) * sizeof(void *), "in the order of the fields");
+
+static const char *const compress_choices[] = {"mean", "linear", "given", NULL};
+static const char *const scope_choices[] = {"group", "head", NULL};
+static const char *const metric_choices[] = {"softmax", "mean_logit", NULL};
+static const char *const visibility_choices[] = {"complete", "started", NULL};
+static const char *const branch_choices[] = {"cmp", "slc", "win", NULL};
+static const char *const gate_choices[] = {"none", "weights", "given", NULL};
+static const char *const list_choices[] = {"computed", "given", NULL};
+
+#define AT(member) offsetof(quern_nsa_params, member)
+static const op_param params[] = {
+    {"block_size", AT(block_size), OP_INTEGER, 1, INT32_MAX, NULL, "l, compression block length"},
+    {"stride", AT(stride), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "d, its stride; divides l; 0: l"},
+    {"select_block", AT(select_block), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "l', selection block length; a multiple of d; 0: l"},
+    {"num_selected", AT(num_selected), OP_INTEGER, 1, INT32_MAX, NULL, "k, selected blocks per tile, forced ones included"},
+    {"tile", AT(tile), OP_INTEGER, 1, 256, NULL, "Tq, consecutive queries that share a selection, 1 to 256"},
+    {"window", AT(window), OP_INTEGER, 1, INT64_MAX, NULL, "W, window length in keys, self included"},
+    {"compress", AT(compress), OP_CHOICE, 0, QUERN_NSA_COMPRESS_GIVEN, compress_choices,
+     "how blocks are compressed; given: K_cmp, V_cmp are inputs"},
+    {"scope", AT(scope), OP_CHOICE, 0, QUERN_NSA_SCOPE_HEAD, scope_choices, "heads that share a selection: all of a key/value head, or none"},
+    {"metric", AT(metric), OP_CHOICE, 0, QUERN_NSA_METRIC_MEAN_LOGIT, metric_choices, "score of a block; mean_logit needs l = d = l'"},
+    {"compressed_visibility", AT(compressed_visibility), OP_CHOICE, 0, QUERN_NSA_VISIBLE_STARTED, visibility_choices,
+     "an entry is seen once its whole block has passed, or has begun"},
+    {"forced_first", AT(forced_first), OP_INTEGER, 0, INT32_MAX, NULL, "first blocks, always selected"},
+    {"forced_local", AT(forced_local), OP_INTEGER, 0, INT32_MAX, NULL,
+     "newest blocks, always selected; those of the tile count as one; causal only"},
+    {"max_compressed_groups", AT(max_compressed_groups), OP_INTEGER, 0, INT32_MAX, NULL,
+     "c, groups of 128 entries attended; 0: all; needs mean_logit"},
+    {"causal", AT(causal), OP_FLAG, 0, 1, NULL, "a query sees nothing after its own position"},
+    {"scale", AT(scale), OP_SCALE, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
+    {"branches", AT(branches), OP_SET, 1, QUERN_NSA_BRANCH_ALL, branch_choices, "branches that are computed"},
+    {"gate", AT(gate), OP_CHOICE, 0, QUERN_NSA_GATE_GIVEN, gate_choices, NULL},
+    {"selection", AT(selection), OP_CHOICE, 0, QUERN_NSA_LIST_GIVEN, list_choices, NULL},
+    {"groups", AT(groups), OP_CHOICE, 0, QUERN_NSA_LIST_GIVEN, list_choices, NULL},
+};
+#undef AT
+static const quern_nsa_params defaults = QUERN_NSA_PARAMS_INIT;
+static const char *const operations[] = {"nsa_forward",     "nsa_backward", "nsa_compress", "nsa_compress_backward", "nsa_select",       "nsa_attend",
+                                         "nsa_attend_backward", "nsa_gates", "nsa_combine",  "nsa_gate",              "nsa_gate_backward"};
+
+int64_t nsa_entries_of(const op_call *call, int64_t n)
+{
+    const quern_nsa_params *p = &((const nsa_call *)call)->params;
+    return n >= p->block_size ? (n - p->block_size) / p->stride + 1 : 0;
+}
+
+/* Whether the workspace's largest tensors can be counted in 64 bits. */
+static quern_status check_products(const op_call *call)
+{
+    const int64_t *s = call->symbol;
+    const int64_t per_query[] = {s[S_H], 512}, lists[] = {s[S_HS], call->varlen ? s[S_ROWS] : s[S_TILES], s[S_K]};
+    int64_t rows = s[S_T], entries = call->varlen ? 1 : s[S_B];
+    bool fits = call->varlen || !__builtin_mul_overflow(s[S_B], s[S_N], &rows);
+    for (int i = 0; i < 2; i++) fits = fits && !__builtin_mul_overflow(rows, per_query[i], &rows);
+    for (int i = 0; i < 3; i++) fits = fits && !__builtin_mul_overflow(entries, lists[i], &entries);
+    if (fits && rows <= INT64_MAX / 64 && entries <= INT64_MAX / 64) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "batch %lld, %lld tokens, %lld heads, num_selected %lld: the sizes overflow: products below 2^57 are accepted",
+                     (long long)s[S_B], (long long)s[S_N], (long long)s[S_H], (long long)s[S_K]);
+}
+
+static int64_t saturating_product(int64_t a, int64_t b)
+{
+    int64_t product;
+    return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
+}
+
+/* The extents that follow from others and the parameters. */
+static void derive_extents(op_call *call, int64_t n)
+{
+    const quern_nsa_params *p = &((const nsa_call *)call)->params;
+    const bool linear = p->compress == QUERN_NSA_COMPRESS_LINEAR;
+    int64_t *s = call->symbol;
+    s[S_B1] = s[S_B] + 1;
+    s[S_N] = s[S_T] = n;
+    s[S_NC] = nsa_entries_of(call, n);
+    s[S_TC] = n / p->stride;
+    s[S_L] = p->block_size;
+    s[S_LD] = linear ? saturating_product(p->block_size, s[S_D]) : s[S_D];
+    s[S_LDV] = linear ? saturating_product(p->block_size, s[S_DV]) : s[S_DV];
+    s[S_3] = 3;
+    s[S_HS] = p->scope == QUERN_NSA_SCOPE_HEAD ? s[S_H] : s[S_HKV];
+    s[S_TILES] = n / p->tile + (n % p->tile != 0);
+    s[S_ROWS] = n / p->tile + s[S_B];
+    s[S_K] = p->num_selected;
+    s[S_C] = p->max_compressed_groups;
+}
+
+/* Queries, keys and values give the extents: of each, the first that the operation uses. */
+static quern_status derive(op_call *call)
+{
+    static const int32_t query_list[] = {T_Q, T_O_CMP, T_O_SLC, T_O_WIN, T_O, T_D_O}, key_list[] = {T_K, T_K_SLC, T_K_WIN, T_K_CMP};
+    static const int32_t value_list[] = {T_V, T_V_SLC, T_V_WIN, T_V_CMP, T_O, T_O_CMP, T_O_SLC, T_O_WIN, T_D_O};
+    const bool compress_alone = call->operation == NSA_COMPRESS || call->operation == NSA_COMPRESS_BACKWARD;
+    const int32_t q = op_first_used(call, query_list, 6), k = op_first_used(call, key_list, 4), v = op_first_used(call, value_list, 9);
+    const int32_t lead = compress_alone ? k : q, ndim = call->varlen ? 3 : 4, at = call->varlen ? 0 : 1, all[] = {q, k, v};
+    if (lead == OP_NONE)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
+                         compress_alone ? "k" : call->role[T_Q] == OP_NEEDED ? "q" : "o_cmp");
+    call->like = *call->given[lead];
+    quern_status status = op_check_activation(call, lead, ndim);
+    for (int i = 0; i < 3 && status == QUERN_OK; i++)
+        if (all[i] != OP_NONE) status = op_check_activation(call, all[i], ndim);
+    if (status != QUERN_OK) return status;
+    const quern_tensor *const *t = call->given;
+    int64_t *s = call->symbol;
+    if ((status = op_find_batch(call, T_CU_SEQLENS, t[lead], &s[S_B])) != QUERN_OK) return status;
+    const int64_t n = t[lead]->shape[at];
+    const bool queries = op_uses(call, T_Q);
+    s[S_H] = q != OP_NONE ? t[q]->shape[at + 1] : 0;
+    s[S_HKV] = k != OP_NONE ? t[k]->shape[at + 1] : 0;
+    s[S_D] = queries ? t[T_Q]->shape[at + 2] : k != OP_NONE ? t[k]->shape[at + 2] : 0;
+    s[S_DV] = v != OP_NONE ? t[v]->shape[at + 2] : 0;
+    if (n > INT32_MAX) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens: at most %d are accepted", (long long)n, INT32_MAX);
+    if (queries) status = view_check_head_dim("q", s[S_D]);
+    if (status == QUERN_OK && v != OP_NONE) status = view_check_head_dim(tensors[v].field, s[S_DV]);
+    if (status == QUERN_OK && q != OP_NONE && k != OP_NONE) status = view_check_heads(s[S_H], s[S_HKV]);
+    if (status != QUERN_OK) return status;
+    derive_extents(call, n);
+    return check_products(call);
+}
+
+/* cu_seqlens_cmp that is handed in: every sequence has as many entries as its length makes. */
+static quern_status check_entries(const op_call *call, const int32_t *tokens, const int32_t *entries)
+{
+    const quern_status status = view_check_offsets(entries, call->symbol[S_B], "cu_seqlens_cmp", call->symbol[S_TC]);
+    if (status != QUERN_OK) return status;
+    for (int64_t b = 0; b < call->symbol[S_B]; b++) {
+        const int64_t n = (int64_t)tokens[b + 1] - tokens[b], expected = nsa_entries_of(call, n);
+        if (entries[b + 1] - entries[b] != expected)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "cu_seqlens_cmp[%lld] is %d after %d: %lld entries of the sequence's %lld tokens are accepted",
+                             (long long)b + 1, entries[b + 1], entries[b], (long long)expected, (long long)n);
+    }
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    if (!call->varlen) return QUERN_OK;
+    const quern_status status = view_check_offsets(data[T_CU_SEQLENS], call->symbol[S_B], "cu_seqlens", call->symbol[S_T]);
+    if (status != QUERN_OK || call->role[T_CU_SEQLENS_CMP] != OP_NEEDED) return status;
+    return check_entries(call, data[T_CU_SEQLENS], data[T_CU_SEQLENS_CMP]);
+}
+
+const op_family nsa_family = {
+    .operations = operations,
+    .operation_count = NSA_OPS,
+    .first = QUERN_OP_NSA_FORWARD,
+    .tensors = tensors,
+    .tensor_count = NSA_TENSORS,
+    .varlen_by = T_CU_SEQLENS,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_NSA_PARAMS_INIT",
+    .tensors_init = "QUERN_NSA_TENSORS_INIT",
+    .call_size = sizeof(nsa_call),
+    .params_at = offsetof(nsa_call, params),
+    .check_params = nsa_check_params,
+    .roles = nsa_roles,
+    .refuse = nsa_refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = nsa_plan,
+    .run = nsa_run_stages,
+    .stage = nsa_stage,
+};

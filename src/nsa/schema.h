@@ -1,0 +1,45 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* schema.h - the numbers by which NSA's description calls its operations, tensors and extents. */
+#ifndef QUERN_NSA_SCHEMA_H
+#define QUERN_NSA_SCHEMA_H
+
+#include "core/op.h"
+
+/* In the order of quern_operation. */
+typedef enum nsa_op {
+    NSA_FORWARD, NSA_BACKWARD, NSA_COMPRESS, NSA_COMPRESS_BACKWARD, NSA_SELECT, NSA_ATTEND, NSA_ATTEND_BACKWARD, NSA_GATES, NSA_COMBINE,
+    NSA_GATE, NSA_GATE_BACKWARD, NSA_OPS
+} nsa_op;
+
+enum { NSA_CMP, NSA_SLC, NSA_WIN, NSA_BRANCHES };
+
+/* In the order of quern_nsa_tensors. */
+typedef enum nsa_tensor {
+    T_Q, T_K, T_V, T_K_SLC, T_V_SLC, T_K_WIN, T_V_WIN, T_K_CMP, T_V_CMP, T_CU_SEQLENS, T_CU_SEQLENS_CMP,
+    T_W_K, T_W_V, T_PE_K, T_PE_V, T_W_GATE, T_GATES, T_BLOCK_IDX, T_BLOCK_COUNT, T_GROUP_IDX, T_O, T_O_CMP,
+    T_O_SLC, T_O_WIN, T_LSE_CMP, T_LSE_SLC, T_LSE_WIN, T_D_O, T_D_O_CMP, T_D_O_SLC, T_D_O_WIN, T_D_Q, T_D_K,
+    T_D_V, T_D_K_SLC, T_D_V_SLC, T_D_K_WIN, T_D_V_WIN, T_D_K_CMP, T_D_V_CMP, T_D_W_K, T_D_W_V, T_D_PE_K,
+    T_D_PE_V, T_D_W_GATE, T_D_GATES, NSA_TENSORS
+} nsa_tensor;
+
+/* Extents as the shapes below name them: fixed length B and N, varlen T. */
+typedef enum nsa_symbol {
+    S_B = 1, S_B1, S_N, S_T, S_H, S_HKV, S_D, S_DV, S_NC, S_TC, S_L, S_LD, S_LDV, S_3, S_HS, S_TILES, S_ROWS, S_K, S_C, S_SYMBOLS
+} nsa_symbol;
+
+extern const op_family nsa_family;
+
+/* params.c: what parameters allow together; resolves defaults. */
+quern_status nsa_check_params(op_call *call);
+/* roles.c: what each operation does with each tensor. */
+void nsa_roles(op_call *call);
+quern_status nsa_refuse(const op_call *call, int32_t tensor);
+/* Compressed entries of a sequence of n tokens. */
+int64_t nsa_entries_of(const op_call *call, int64_t n);
+/* plan.c and the operations' files. */
+quern_status nsa_plan(op_call *call);
+quern_status nsa_run_stages(const op_call *call, const op_frame *frame);
+const char *nsa_stage(const op_call *call, int32_t i);
+
+#endif
