@@ -46,7 +46,7 @@ static quern_status level_from_environment(quern_cpu_level *level)
         }
     }
     return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "QUERN_CPU is '%s': portable, avx2, avx512 or avx512bf16 is accepted", name);
+                     "QUERN_CPU is '%s': portable, avx2, avx512 or avx512bf16 is accepted", TEXT_NAME(name));
 }
 
 quern_status quern_context_create(const quern_context_params *params, quern_context **ctx)

@@ -47,8 +47,9 @@ static const quern_cuda_plugin *load(void)
     }
     void *library = library_open(LIBRARY, "QUERN_CUDA_LIBRARY", &here);
     if (library == NULL) {
+        const char *why = dlerror();
         error_set(QUERN_ERR_DEVICE, "device cuda: no backend (%s): " LIBRARY " beside libquern, or named by QUERN_CUDA_LIBRARY, is needed",
-                  dlerror());
+                  TEXT_NAME(why != NULL ? why : "not found"));
         return NULL;
     }
     quern_cuda_plugin_entry *entry = NULL;

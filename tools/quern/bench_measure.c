@@ -98,7 +98,7 @@ static limits limits_now(const job *j, const work w[2], int passes, int threads)
 
 /* ---- turns ---- */
 
-enum { ROUND_RUNS = 8 };
+enum { ROUND_RUNS = 8, BENCH_ROUND_RUNS = BENCH_REPS_MAX / 3 }; /* at most; the bench has at least three rounds of what is short */
 
 /* A measurement in progress. */
 typedef struct turns {
@@ -172,7 +172,7 @@ int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, i
         while (code == EXIT_DONE && !enough(t, rounds, reps)) {
             progress("%s: round %d", label, t->rounds + 1);
             const int first = t->runs;
-            code = run_round(t, j, ctx, rounds > 0 ? 100 : 300, rounds == 0 && reps > 0 ? reps - t->runs : ROUND_RUNS);
+            code = run_round(t, j, ctx, rounds > 0 ? 100 : 300, rounds > 0 ? ROUND_RUNS : reps > 0 ? reps - t->runs : BENCH_ROUND_RUNS);
             const limits after = limits_now(j, w, passes, threads);
             if (code == EXIT_DONE) end_round(t, passes, w, first, &before, &after);
             before = after;
