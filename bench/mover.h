@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * mover.h - a loop that only moves lines of memory: the lines that a kernel reads and writes, in its own tensors, with
- * non-temporal stores where the kernel has them, and nothing computed. A kernel whose limit is memory is divided by it:
- * unlike a copy it has as many streams as the kernel, and the same share of reads.
+ * mover.h - a loop that only moves lines of memory: the lines that a kernel reads and writes, in its own
+ * tensors, with non-temporal stores where the kernel has them, and nothing computed. A kernel whose limit is
+ * memory is divided by it: unlike a copy it has as many streams as the kernel, and the same share of reads.
  */
 #ifndef QUERN_BENCH_MOVER_H
 #define QUERN_BENCH_MOVER_H
@@ -18,7 +18,8 @@ typedef struct mover {
     const char *read[MOVER_STREAMS];
     char *write[MOVER_STREAMS]; /* by non-temporal stores */
     size_t bytes;
-    /* A narrow tensor beside them (a row's gates): read, or written by ordinary stores; NULL: there is none. */
+    /* A narrow tensor beside them (a row's gates): read, or written by ordinary stores; NULL: there is none.
+     */
     const char *read_few;
     char *write_few;
     size_t few_bytes;

@@ -1,18 +1,20 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * mover_lines.h - the loop of mover.h, compiled by each level over its own vector, load and store (VECTOR, LOAD, STORE,
- * STREAM, FENCE, ABSORB).
+ * mover_lines.h - the loop of mover.h, compiled by each level over its own vector, load and store (VECTOR,
+ * LOAD, STORE, STREAM, FENCE, ABSORB).
  *
- * A stream goes on by eight vectors before the next one does, as the kernels go by rows. Of nine ways that were timed in
- * turns (line by line, two to sixteen vectors, with and without prefetches 1 to 8 KiB ahead) none was faster by more than
- * the machine's noise. What is read is folded into what is written, so that no load can be left out.
+ * A stream goes on by eight vectors before the next one does, as the kernels go by rows. Of nine ways that
+ * were timed in turns (line by line, two to sixteen vectors, with and without prefetches 1 to 8 KiB ahead)
+ * none was faster by more than the machine's noise. What is read is folded into what is written, so that no
+ * load can be left out.
  */
 #include "mover.h"
 
 enum { LINE = 64, VECTORS = 8, RUN = VECTORS * (int)sizeof(VECTOR), CHUNK = 8192 };
 
-static inline __attribute__((always_inline)) void move_runs(const char *const *read, char *const *write, size_t from, size_t to, const int reads,
+static inline __attribute__((always_inline)) void move_runs(const char *const *read, char *const *write,
+                                                            size_t from, size_t to, const int reads,
                                                             const int writes)
 {
     for (size_t at = from; at < to; at += RUN) {
@@ -42,7 +44,8 @@ static inline __attribute__((always_inline)) void move_few(const mover *m, size_
     ABSORB(v);
 }
 
-static inline __attribute__((always_inline)) void move_all(const mover *m, size_t from, size_t to, const int reads, const int writes)
+static inline __attribute__((always_inline)) void move_all(const mover *m, size_t from, size_t to,
+                                                           const int reads, const int writes)
 {
     const char *read[MOVER_STREAMS];
     char *write[MOVER_STREAMS];

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* output.c - what the program says and writes: sentences, results, the loss curve; files whole or not at all. */
+/* output.c - what the program says and writes: sentences, results, the loss curve; files whole or not at all.
+ */
 #include "lm.h"
 
 #include <quern/file.h>
@@ -47,17 +48,19 @@ bool json_write(const char *path, const char *format, ...)
     return ok || failure("%s", quern_last_error(NULL)) == 0;
 }
 
-/* Writes what gnuplot prints for the script. It reads the script by a descriptor and prints to a pipe: no path of the
- * user reaches it or a shell. */
+/* Writes what gnuplot prints for the script. It reads the script by a descriptor and prints to a pipe: no
+ * path of the user reaches it or a shell. */
 static bool plot(const char *path, FILE *script)
 {
     char command[128], bytes[4096];
     quern_file *file = NULL;
     if (quern_file_create(path, &file) != QUERN_OK) return failure("%s", quern_last_error(NULL)) == 0;
-    snprintf(command, sizeof command, "command -v gnuplot >/dev/null && exec gnuplot -d /proc/%ld/fd/%d", (long)getpid(), fileno(script));
+    snprintf(command, sizeof command, "command -v gnuplot >/dev/null && exec gnuplot -d /proc/%ld/fd/%d",
+             (long)getpid(), fileno(script));
     FILE *svg = popen(command, "r");
     size_t size = 0;
-    for (size_t n; svg != NULL && (n = fread(bytes, 1, sizeof bytes, svg)) > 0; size += n) (void)quern_file_write(file, bytes, n);
+    for (size_t n; svg != NULL && (n = fread(bytes, 1, sizeof bytes, svg)) > 0; size += n)
+        (void)quern_file_write(file, bytes, n);
     if (svg == NULL || pclose(svg) != 0 || size == 0) {
         failure("warning: no curve in %s, for gnuplot is missing or failed", path);
         quern_file_discard(file);
@@ -96,7 +99,8 @@ void output_end_on_signals(void)
     struct sigaction action = {.sa_handler = end}, before;
     sigfillset(&action.sa_mask);
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        if (numbers[i] == SIGHUP && sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN) continue; /* nohup */
+        if (numbers[i] == SIGHUP && sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN)
+            continue; /* nohup */
         sigaction(numbers[i], &action, NULL);
     }
     signal(SIGXFSZ, SIG_IGN); /* a file limit is then an error of write(), reported like a full disk */

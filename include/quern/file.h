@@ -1,24 +1,25 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * file.h - writes a file whole or not at all: every result of Quern's programs, and safetensors files, go through it.
+ * file.h - writes a file whole or not at all: every result of Quern's programs, and safetensors files, go
+ * through it.
  *
  *     quern_file *file;
  *     if (quern_file_create("result.json", &file) == QUERN_OK &&
  *         quern_file_write(file, text, strlen(text)) == QUERN_OK) ...
  *     status = quern_file_commit(file);
  *
- * Where the path names a regular file, or nothing yet, the bytes go to a temporary file in the same folder, of a name
- * that nobody else has; quern_file_commit syncs it and renames it over the path. Readers see the old file or the new
- * one, never a part, and on any error the old one stays. A new file gets the modes that the umask allows. One that
- * replaces another keeps its permissions and, where the process may set them, owner and group; hard links keep the
- * old contents.
+ * Where the path names a regular file, or nothing yet, the bytes go to a temporary file in the same folder,
+ * of a name that nobody else has; quern_file_commit syncs it and renames it over the path. Readers see the
+ * old file or the new one, never a part, and on any error the old one stays. A new file gets the modes that
+ * the umask allows. One that replaces another keeps its permissions and, where the process may set them,
+ * owner and group; hard links keep the old contents.
  *
- * A symbolic link is followed, whether its target exists or not: the target is replaced, the link stays. A pipe or a
- * character device (/dev/stdout, /dev/null, a FIFO) is never renamed over: it is written as it stands, and what was
- * written before an error stays written. A path that names the file behind standard output or standard error is
- * written through that descriptor. Folders, block devices, sockets and files that the process may not write are
- * refused.
+ * A symbolic link is followed, whether its target exists or not: the target is replaced, the link stays. A
+ * pipe or a character device (/dev/stdout, /dev/null, a FIFO) is never renamed over: it is written as it
+ * stands, and what was written before an error stays written. A path that names the file behind standard
+ * output or standard error is written through that descriptor. Folders, block devices, sockets and files that
+ * the process may not write are refused.
  */
 #ifndef QUERN_FILE_H
 #define QUERN_FILE_H
@@ -32,20 +33,21 @@ extern "C" {
 /* A file that is being written. One thread at a time; at most 64 in a process. */
 typedef struct quern_file quern_file;
 
-/* Whether quern_file_create would succeed now, to find it out before the work: QUERN_OK or its error. Leaves nothing
- * behind and opens no pipe or device. */
+/* Whether quern_file_create would succeed now, to find it out before the work: QUERN_OK or its error. Leaves
+ * nothing behind and opens no pipe or device. */
 QUERN_API quern_status quern_file_check(const char *path);
-/* Starts a file. QUERN_ERR_IO: it cannot be written; the sentence says why. QUERN_ERR_OUT_OF_MEMORY: memory, or 64
- * files are being written. Opening a FIFO waits for its reader. End with _commit or _discard. */
+/* Starts a file. QUERN_ERR_IO: it cannot be written; the sentence says why. QUERN_ERR_OUT_OF_MEMORY: memory,
+ * or 64 files are being written. Opening a FIFO waits for its reader. End with _commit or _discard. */
 QUERN_API quern_status quern_file_create(const char *path, quern_file **file);
 /* Appends bytes, buffered. After an error the file can only be ended. */
 QUERN_API quern_status quern_file_write(quern_file *file, const void *bytes, size_t size);
-/* Writes what is buffered, syncs and renames. Returns the error of an earlier _write too. Frees in any case. */
+/* Writes what is buffered, syncs and renames. Returns the error of an earlier _write too. Frees in any case.
+ */
 QUERN_API quern_status quern_file_commit(quern_file *file);
 /* Removes the temporary file and frees; NULL is allowed. */
 QUERN_API void quern_file_discard(quern_file *file);
-/* Removes the temporary files of this process. Async-signal-safe: for the handler of a signal that ends the process.
- * The files cannot be written or committed afterwards. */
+/* Removes the temporary files of this process. Async-signal-safe: for the handler of a signal that ends the
+ * process. The files cannot be written or committed afterwards. */
 QUERN_API void quern_file_discard_all(void);
 
 #ifdef __cplusplus

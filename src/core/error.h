@@ -9,10 +9,9 @@
 #include <quern/quern.h>
 
 /* Stores the sentence and returns `status`, so that a check reads `return error_set(...)`. The sentence
- * names the argument, what was given and what is accepted. Its control characters are escaped here; a name of any
- * length goes in as TEXT_NAME(name), so that the reason after it is kept. */
-quern_status error_set(quern_status status, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
+ * names the argument, what was given and what is accepted. Its control characters are escaped here; a name of
+ * any length goes in as TEXT_NAME(name), so that the reason after it is kept. */
+quern_status error_set(quern_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* The status that the calling thread's last sentence was stored with. */
 quern_status error_status(void);
 

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * text.h - names as sentences show them. A name may hold anything: control characters would reach the reader's
- * terminal, and a long path would push the reason out of the sentence.
+ * text.h - names as sentences show them. A name may hold anything: control characters would reach the
+ * reader's terminal, and a long path would push the reason out of the sentence.
  */
 #ifndef QUERN_CORE_TEXT_H
 #define QUERN_CORE_TEXT_H

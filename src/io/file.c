@@ -3,9 +3,9 @@
 /*
  * file.c - the one writer of files: beside the target under a name of its own, synced, renamed.
  *
- * The folder is held open, so that a change of the working directory between create and commit changes nothing. A
- * temporary file is registered before it exists, and its name holds 64 random bits: a signal handler can remove it at
- * any moment, and never meets a file of somebody else.
+ * The folder is held open, so that a change of the working directory between create and commit changes
+ * nothing. A temporary file is registered before it exists, and its name holds 64 random bits: a signal
+ * handler can remove it at any moment, and never meets a file of somebody else.
  */
 #include <quern/file.h>
 
@@ -24,7 +24,8 @@
 
 enum { PENDING_MAX = 64, BUFFER_BYTES = 1 << 18, LINKS_MAX = 40 };
 
-/* A temporary file, for the signal handler. `state` guards the other members: they are valid while it is PENDING. */
+/* A temporary file, for the signal handler. `state` guards the other members: they are valid while it is
+ * PENDING. */
 enum { FREE, TAKEN, PENDING };
 typedef struct pending_file {
     atomic_int state;
@@ -36,7 +37,7 @@ typedef struct pending_file {
 static pending_file pending[PENDING_MAX];
 
 struct quern_file {
-    char path[PATH_MAX]; /* as the caller gave it, for sentences */
+    char path[PATH_MAX];     /* as the caller gave it, for sentences */
     char base[NAME_MAX + 1]; /* the target within its folder */
     int fd;
     int folder;              /* -1: written as it stands */
@@ -51,8 +52,8 @@ static quern_status cannot_write(const char *path, const char *why)
     return error_set(QUERN_ERR_IO, "cannot write '%s': %s", TEXT_NAME(path), why);
 }
 
-/* Where the path leads: the last link followed, whether or not its target exists. False with errno where a name is
- * too long or the links go round. */
+/* Where the path leads: the last link followed, whether or not its target exists. False with errno where a
+ * name is too long or the links go round. */
 static bool resolve(const char *path, char target[PATH_MAX])
 {
     char link[PATH_MAX], next[PATH_MAX];
@@ -114,8 +115,10 @@ static pending_file *take_slot(void)
 static quern_status open_temporary(quern_file *file)
 {
     pending_file *p = take_slot();
-    if (p == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "cannot write '%s': %d files are being written, at most as many are accepted",
-                                    TEXT_NAME(file->path), PENDING_MAX);
+    if (p == NULL)
+        return error_set(QUERN_ERR_OUT_OF_MEMORY,
+                         "cannot write '%s': %d files are being written, at most as many are accepted",
+                         TEXT_NAME(file->path), PENDING_MAX);
     p->owner = getpid();
     p->folder = file->folder;
     do {
@@ -162,9 +165,11 @@ static quern_status look(const char *path, struct stat *st, bool *exists, bool *
     *exists = stat(path, st) == 0;
     if (!*exists) return QUERN_OK; /* whether it can be made shows where it is made */
     if (S_ISDIR(st->st_mode)) return cannot_write(path, "it is a folder, no regular file");
-    if (S_ISBLK(st->st_mode) || S_ISSOCK(st->st_mode)) return cannot_write(path, "it is a block device or socket, no regular file");
+    if (S_ISBLK(st->st_mode) || S_ISSOCK(st->st_mode))
+        return cannot_write(path, "it is a block device or socket, no regular file");
     *stream = !S_ISREG(st->st_mode) || standard_stream(st) >= 0;
-    if (standard_stream(st) < 0 && faccessat(AT_FDCWD, path, W_OK, AT_EACCESS) != 0) return cannot_write(path, strerror(errno));
+    if (standard_stream(st) < 0 && faccessat(AT_FDCWD, path, W_OK, AT_EACCESS) != 0)
+        return cannot_write(path, strerror(errno));
     return QUERN_OK;
 }
 
@@ -176,7 +181,8 @@ static quern_status start(quern_file *file)
     if (status != QUERN_OK) return status;
     if (stream) {
         const int standard = standard_stream(&st);
-        file->fd = standard >= 0 ? fcntl(standard, F_DUPFD_CLOEXEC, 0) : open(file->path, O_WRONLY | O_NOCTTY | O_CLOEXEC);
+        file->fd = standard >= 0 ? fcntl(standard, F_DUPFD_CLOEXEC, 0)
+                                 : open(file->path, O_WRONLY | O_NOCTTY | O_CLOEXEC);
         return file->fd >= 0 ? QUERN_OK : cannot_write(file->path, strerror(errno));
     }
     status = open_folder(file);
@@ -192,10 +198,13 @@ static quern_status start(quern_file *file)
 quern_status quern_file_create(const char *path, quern_file **file)
 {
     if (path == NULL || file == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed", path == NULL ? "path" : "file");
-    if (*path == '\0' || strlen(path) >= PATH_MAX) return cannot_write(path, strerror(*path == '\0' ? ENOENT : ENAMETOOLONG));
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
+                         path == NULL ? "path" : "file");
+    if (*path == '\0' || strlen(path) >= PATH_MAX)
+        return cannot_write(path, strerror(*path == '\0' ? ENOENT : ENAMETOOLONG));
     quern_file *f = malloc(sizeof *f);
-    if (f == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a write buffer of %d bytes", BUFFER_BYTES);
+    if (f == NULL)
+        return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a write buffer of %d bytes", BUFFER_BYTES);
     memcpy(f->path, path, strlen(path) + 1);
     f->fd = -1;
     f->folder = -1;
@@ -248,7 +257,8 @@ static quern_status flush(quern_file *file)
 quern_status quern_file_write(quern_file *file, const void *bytes, size_t size)
 {
     if (file == NULL || (bytes == NULL && size > 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed", file == NULL ? "file" : "bytes");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
+                         file == NULL ? "file" : "bytes");
     if (file->failed != QUERN_OK) return file->failed;
     if (size > BUFFER_BYTES - file->used && flush(file) != QUERN_OK) return file->failed;
     if (size > BUFFER_BYTES) return write_all(file, bytes, size);
@@ -257,7 +267,8 @@ quern_status quern_file_write(quern_file *file, const void *bytes, size_t size)
     return QUERN_OK;
 }
 
-/* Makes the rename itself durable. Some file systems refuse to sync a folder: the file is complete all the same. */
+/* Makes the rename itself durable. Some file systems refuse to sync a folder: the file is complete all the
+ * same. */
 static void sync_folder(int folder)
 {
     const int fd = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -271,7 +282,8 @@ quern_status quern_file_commit(quern_file *file)
     if (file == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "file is NULL: a pointer is needed");
     pending_file *p = file->temporary;
     quern_status status = file->failed != QUERN_OK ? file->failed : flush(file);
-    if (status == QUERN_OK && p != NULL && fsync(file->fd) != 0) status = cannot_write(file->path, strerror(errno));
+    if (status == QUERN_OK && p != NULL && fsync(file->fd) != 0)
+        status = cannot_write(file->path, strerror(errno));
     const int closed = close(file->fd);
     file->fd = -1;
     if (status == QUERN_OK && closed != 0) status = cannot_write(file->path, strerror(errno));
@@ -297,5 +309,6 @@ void quern_file_discard_all(void)
 {
     const pid_t self = getpid();
     for (int i = 0; i < PENDING_MAX; i++)
-        if (atomic_load(&pending[i].state) == PENDING && pending[i].owner == self) (void)unlinkat(pending[i].folder, pending[i].name, 0);
+        if (atomic_load(&pending[i].state) == PENDING && pending[i].owner == self)
+            (void)unlinkat(pending[i].folder, pending[i].name, 0);
 }

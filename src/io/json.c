@@ -97,7 +97,9 @@ bool json_string(json_reader *r, const char **out)
         const int letter = ++r->at < r->end ? *r->at : 0;
         const char *found = letter != 0 ? strchr(letters, letter) : NULL;
         r->at += r->at < r->end;
-        const uint32_t code = letter == 'u' ? unicode(r) : found != NULL ? (uint32_t)characters[found - letters] : 0;
+        const uint32_t code = letter == 'u'   ? unicode(r)
+                              : found != NULL ? (uint32_t)characters[found - letters]
+                                              : 0;
         if (code == 0) return bad(r, "an escape that is none, or no character of a string");
         to = encode(code, to);
     }

@@ -3,9 +3,9 @@
 /*
  * json.h - the JSON of a safetensors header, read in one pass and without a tree.
  *
- * jansson, which the command uses, drops a character where its lexer finds no memory: a file opened under memory
- * pressure would have other names than it holds. Here the caller provides one buffer for all strings, and nothing
- * allocates.
+ * jansson, which the command uses, drops a character where its lexer finds no memory: a file opened under
+ * memory pressure would have other names than it holds. Here the caller provides one buffer for all strings,
+ * and nothing allocates.
  */
 #ifndef QUERN_IO_JSON_H
 #define QUERN_IO_JSON_H
@@ -16,11 +16,12 @@
 
 typedef struct json_reader {
     const unsigned char *begin, *at, *end;
-    char *strings;     /* where the next decoded string goes; as many bytes as the text has are enough for all */
+    char *strings; /* where the next decoded string goes; as many bytes as the text has are enough for all */
     const char *error; /* what is wrong at `at`; NULL: nothing yet */
 } json_reader;
 
-/* Each of these skips white space first. False means an error, which is set; a reader with an error stays there. */
+/* Each of these skips white space first. False means an error, which is set; a reader with an error stays
+ * there. */
 
 /* The next character, without taking it; 0 at the end. */
 int json_peek(json_reader *r);
@@ -33,8 +34,8 @@ bool json_skip(json_reader *r);
 /* Nothing but white space is left. */
 bool json_end(json_reader *r);
 
-/* Steps through an object or array: begins it with `first`, else takes the comma. *more is false after the closing
- * bracket. For an object the key and its colon are taken too. */
+/* Steps through an object or array: begins it with `first`, else takes the comma. *more is false after the
+ * closing bracket. For an object the key and its colon are taken too. */
 bool json_next_member(json_reader *r, bool first, bool *more, const char **key);
 bool json_next_element(json_reader *r, bool first, bool *more);
 

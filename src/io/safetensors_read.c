@@ -47,7 +47,7 @@ typedef struct named {
 struct quern_safetensors {
     char *strings; /* what names, keys and values point into */
     entry *entries;
-    pair *pairs; /* of the metadata */
+    pair *pairs;             /* of the metadata */
     named *by_name, *by_key; /* sorted by name */
     size_t count, pair_count;
     bool has_metadata;
@@ -62,7 +62,8 @@ static quern_status no_memory(const char *what)
 
 static quern_status bad_json(const json_reader *r)
 {
-    return error_set(QUERN_ERR_FORMAT, "the header is no valid JSON: %s, at byte %td", r->error, r->at - r->begin);
+    return error_set(QUERN_ERR_FORMAT, "the header is no valid JSON: %s, at byte %td", r->error,
+                     r->at - r->begin);
 }
 
 static quern_status bad_tensor(const char *name, const char *what)
@@ -108,7 +109,8 @@ static bool read_integer(json_reader *r, integers *list)
     if (list->count < list->room) list->out[list->count] = value;
     list->count++;
     list->zero = list->zero || value == 0;
-    if (value > 0 && list->product > 0 && __builtin_mul_overflow(list->product, value, &list->product)) list->product = -1;
+    if (value > 0 && list->product > 0 && __builtin_mul_overflow(list->product, value, &list->product))
+        list->product = -1;
     return true;
 }
 
@@ -141,7 +143,8 @@ static quern_status read_offsets(json_reader *r, entry *e)
     int64_t offsets[2] = {0, 0};
     integers list = {.out = offsets, .room = 2};
     if (!read_integers(r, &list)) return bad_json(r);
-    if (!list.good || list.count != 2) return bad_tensor(e->name, "data_offsets must be an array of two integers >= 0");
+    if (!list.good || list.count != 2)
+        return bad_tensor(e->name, "data_offsets must be an array of two integers >= 0");
     e->begin = offsets[0];
     e->end = offsets[1];
     return QUERN_OK;
@@ -154,7 +157,8 @@ static quern_status read_dtype(json_reader *r, entry *e)
     if (!json_string(r, &dtype)) return bad_json(r);
     e->dtype = dtype_named(dtype);
     if (e->dtype == NULL)
-        return error_set(QUERN_ERR_FORMAT, "tensor '%s': dtype '%.40s' is none of the format's", TEXT_NAME(e->name), dtype);
+        return error_set(QUERN_ERR_FORMAT, "tensor '%s': dtype '%.40s' is none of the format's",
+                         TEXT_NAME(e->name), dtype);
     return QUERN_OK;
 }
 
@@ -181,7 +185,8 @@ static quern_status check_size(const entry *e, uint64_t data_size)
 static quern_status read_entry(json_reader *r, entry *e, uint64_t data_size)
 {
     static const char *const keys[] = {"dtype", "shape", "data_offsets"};
-    static const char *const missing[] = {"dtype is missing or no string", "shape must be an array of integers >= 0",
+    static const char *const missing[] = {"dtype is missing or no string",
+                                          "shape must be an array of integers >= 0",
                                           "data_offsets must be an array of two integers >= 0"};
     static quern_status (*const read[])(json_reader *, entry *) = {read_dtype, read_shape, read_offsets};
     if (json_peek(r) != '{') return bad_tensor(e->name, "its description is no JSON object");
@@ -210,14 +215,16 @@ static quern_status read_metadata(quern_safetensors *f, json_reader *r)
 {
     if (f->has_metadata) return error_set(QUERN_ERR_FORMAT, "__metadata__ is a duplicate");
     f->has_metadata = true;
-    if (json_peek(r) != '{') return error_set(QUERN_ERR_FORMAT, "__metadata__ must be a JSON object of strings");
+    if (json_peek(r) != '{')
+        return error_set(QUERN_ERR_FORMAT, "__metadata__ must be a JSON object of strings");
     bool more = true;
     const char *key, *value;
     for (bool first = true; more; first = false) {
         if (!json_next_member(r, first, &more, &key)) return bad_json(r);
         if (!more) break;
         if (json_peek(r) != '"')
-            return error_set(QUERN_ERR_FORMAT, "__metadata__ '%s' is no string: only strings are accepted", TEXT_NAME(key));
+            return error_set(QUERN_ERR_FORMAT, "__metadata__ '%s' is no string: only strings are accepted",
+                             TEXT_NAME(key));
         if (!json_string(r, &value)) return bad_json(r);
         if (!grow((void **)&f->pairs, f->pair_count, sizeof *f->pairs)) return no_memory("the metadata");
         f->pairs[f->pair_count++] = (pair){key, value};
@@ -266,7 +273,8 @@ static quern_status sort_names(named *names, size_t count)
     qsort(names, count, sizeof *names, by_name);
     for (size_t i = 1; i < count; i++)
         if (strcmp(names[i - 1].name, names[i].name) == 0)
-            return error_set(QUERN_ERR_FORMAT, "the name '%s' is a duplicate in the header", TEXT_NAME(names[i].name));
+            return error_set(QUERN_ERR_FORMAT, "the name '%s' is a duplicate in the header",
+                             TEXT_NAME(names[i].name));
     return QUERN_OK;
 }
 
@@ -287,10 +295,10 @@ static quern_status check_tiling(const quern_safetensors *f, uint64_t data_size)
     for (size_t i = 0; i < f->count; i++) {
         const entry *e = &f->entries[i];
         if (e->begin != at)
-            return error_set(QUERN_ERR_FORMAT,
-                             "tensor '%s' begins at byte %" PRId64 " of the data where %" PRId64
-                             " is due: %s",
-                             TEXT_NAME(e->name), e->begin, at, e->begin < at ? "ranges overlap" : "there is a hole");
+            return error_set(
+                QUERN_ERR_FORMAT,
+                "tensor '%s' begins at byte %" PRId64 " of the data where %" PRId64 " is due: %s",
+                TEXT_NAME(e->name), e->begin, at, e->begin < at ? "ranges overlap" : "there is a hole");
         at = e->end;
     }
     if ((uint64_t)at != data_size)
@@ -308,7 +316,8 @@ static quern_status place_data(entry *e, const unsigned char *data)
     if (bytes == 0 || (uintptr_t)e->data % align == 0) return QUERN_OK;
     e->copy = malloc(bytes);
     if (e->copy == NULL)
-        return error_set(QUERN_ERR_OUT_OF_MEMORY, "tensor '%s': no memory for an aligned copy of %zu bytes", TEXT_NAME(e->name), bytes);
+        return error_set(QUERN_ERR_OUT_OF_MEMORY, "tensor '%s': no memory for an aligned copy of %zu bytes",
+                         TEXT_NAME(e->name), bytes);
     memcpy(e->copy, e->data, bytes);
     e->data = e->copy;
     return QUERN_OK;
@@ -322,7 +331,8 @@ static quern_status parse(quern_safetensors *f, const unsigned char *bytes, size
     for (int i = 7; i >= 0; i--) length = length << 8 | bytes[i];
     if (length > SAFETENSORS_MAX_HEADER || length > size - 8)
         return error_set(QUERN_ERR_FORMAT,
-                         "header length %" PRIu64 ": at most %d, and no more than the %zu bytes that follow, is accepted",
+                         "header length %" PRIu64
+                         ": at most %d, and no more than the %zu bytes that follow, is accepted",
                          length, SAFETENSORS_MAX_HEADER, size - 8);
     if (length == 0 || bytes[8] != '{')
         return error_set(QUERN_ERR_FORMAT, "the header must be a JSON object that begins with '{'");
@@ -361,14 +371,16 @@ static quern_status open_parsed(void *mapping, const void *bytes, size_t size, q
 quern_status quern_safetensors_open_bytes(const void *bytes, size_t size, quern_safetensors **file)
 {
     if (file == NULL || (bytes == NULL && size > 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed", file == NULL ? "file" : "bytes");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
+                         file == NULL ? "file" : "bytes");
     return open_parsed(NULL, bytes, size, file);
 }
 
 quern_status quern_safetensors_open(const char *path, quern_safetensors **file)
 {
     if (path == NULL || file == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed", path == NULL ? "path" : "file");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
+                         path == NULL ? "path" : "file");
     const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     struct stat st;
     if (fd < 0 || fstat(fd, &st) != 0) {
@@ -386,7 +398,8 @@ quern_status quern_safetensors_open(const char *path, quern_safetensors **file)
         if (mapping == MAP_FAILED) {
             const int why = errno;
             close(fd);
-            return error_set(why == ENOMEM ? QUERN_ERR_OUT_OF_MEMORY : QUERN_ERR_IO, "cannot map '%s': %s", TEXT_NAME(path), strerror(why));
+            return error_set(why == ENOMEM ? QUERN_ERR_OUT_OF_MEMORY : QUERN_ERR_IO, "cannot map '%s': %s",
+                             TEXT_NAME(path), strerror(why));
         }
     }
     close(fd);
@@ -431,22 +444,27 @@ quern_status quern_safetensors_get(const quern_safetensors *file, const char *na
 {
     const named *found = find(file->by_name, file->count, name);
     if (found == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor '%s': the file has none of this name", TEXT_NAME(name != NULL ? name : "(NULL)"));
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tensor '%s': the file has none of this name",
+                         TEXT_NAME(name != NULL ? name : "(NULL)"));
     const entry *e = &file->entries[found->index];
     if (e->dtype->ours < 0)
-        return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': dtype %s: every dtype of the format but F6_E2M3 and F6_E3M2 is accepted",
-                         TEXT_NAME(name), e->dtype->name);
+        return error_set(
+            QUERN_ERR_UNSUPPORTED,
+            "tensor '%s': dtype %s: every dtype of the format but F6_E2M3 and F6_E3M2 is accepted",
+            TEXT_NAME(name), e->dtype->name);
     if (e->ndim > QUERN_MAX_DIMS)
-        return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': %zu dimensions: at most %d are accepted", TEXT_NAME(name),
-                         e->ndim, QUERN_MAX_DIMS);
+        return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': %zu dimensions: at most %d are accepted",
+                         TEXT_NAME(name), e->ndim, QUERN_MAX_DIMS);
     int64_t shape[QUERN_MAX_DIMS];
     memcpy(shape, e->shape, sizeof shape);
     if (e->dtype->bits == 4) { /* the file counts elements, a view bytes */
         if (e->ndim == 0 || shape[e->ndim - 1] % 2 != 0)
-            return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': dtype F4: an even last extent is accepted", TEXT_NAME(name));
+            return error_set(QUERN_ERR_UNSUPPORTED, "tensor '%s': dtype F4: an even last extent is accepted",
+                             TEXT_NAME(name));
         shape[e->ndim - 1] /= 2;
     }
-    *view = quern_tensor_contiguous(e->empty ? NULL : (void *)(uintptr_t)e->data, (quern_dtype)e->dtype->ours, (int32_t)e->ndim, shape);
+    *view = quern_tensor_contiguous(e->empty ? NULL : (void *)(uintptr_t)e->data, (quern_dtype)e->dtype->ours,
+                                    (int32_t)e->ndim, shape);
     return QUERN_OK;
 }
 

@@ -63,8 +63,10 @@ static void add_string(text *t, const char *string)
 {
     add_bytes(t, "\"", 1);
     for (const char *at = string; *at != '\0';) {
-        const size_t plain = strcspn(at, "\"\\\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17"
-                                         "\x18\x19\x1a\x1b\x1c\x1d\x1e\x1f");
+        const size_t plain = strcspn(
+            at,
+            "\"\\\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17"
+            "\x18\x19\x1a\x1b\x1c\x1d\x1e\x1f");
         add_bytes(t, at, plain);
         at += plain;
         if (*at != '\0') add(t, "\\u%04x", (unsigned)*at++);
@@ -115,28 +117,35 @@ static const char *duplicate(const char **names, size_t count)
 static quern_status check_metadata(const quern_safetensors_pair *pairs, size_t count, const char **names)
 {
     for (size_t i = 0; i < count; i++) {
-        if (pairs[i].key == NULL || pairs[i].value == NULL || !text_is_utf8(pairs[i].key) || !text_is_utf8(pairs[i].value))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "metadata[%zu]: a key and a value, both UTF-8, are accepted", i);
+        if (pairs[i].key == NULL || pairs[i].value == NULL || !text_is_utf8(pairs[i].key) ||
+            !text_is_utf8(pairs[i].value))
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "metadata[%zu]: a key and a value, both UTF-8, are accepted", i);
         names[i] = pairs[i].key;
     }
     const char *twice = duplicate(names, count);
-    return twice == NULL ? QUERN_OK
-                         : error_set(QUERN_ERR_INVALID_ARGUMENT, "metadata: the key '%s' occurs twice, once is accepted", TEXT_NAME(twice));
+    return twice == NULL
+               ? QUERN_OK
+               : error_set(QUERN_ERR_INVALID_ARGUMENT,
+                           "metadata: the key '%s' occurs twice, once is accepted", TEXT_NAME(twice));
 }
 
 static quern_status check_items(const quern_safetensors_item *items, size_t count, const char **names)
 {
     int64_t all = 0;
     for (size_t i = 0; i < count; i++) {
-        if (items[i].name == NULL || items[i].tensor == NULL || strcmp(items[i].name, SAFETENSORS_METADATA) == 0)
+        if (items[i].name == NULL || items[i].tensor == NULL ||
+            strcmp(items[i].name, SAFETENSORS_METADATA) == 0)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "items[%zu]: a name other than __metadata__ and a tensor are needed", i);
         if (!text_is_utf8(items[i].name))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "items[%zu] '%s': a UTF-8 name is accepted", i, TEXT_NAME(items[i].name));
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "items[%zu] '%s': a UTF-8 name is accepted", i,
+                             TEXT_NAME(items[i].name));
         const int64_t bytes = tensor_bytes(items[i].tensor);
         if (bytes < 0)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "items[%zu] '%s': a CPU tensor with data, of a known dtype, with 0 to %d extents >= 0 (e2m1x2: at least "
+                             "items[%zu] '%s': a CPU tensor with data, of a known dtype, with 0 to %d "
+                             "extents >= 0 (e2m1x2: at least "
                              "1) and fewer than 2^63 bytes is accepted",
                              i, TEXT_NAME(items[i].name), QUERN_MAX_DIMS);
         if (__builtin_add_overflow(all, bytes, &all))
@@ -144,12 +153,15 @@ static quern_status check_items(const quern_safetensors_item *items, size_t coun
         names[i] = items[i].name;
     }
     const char *twice = duplicate(names, count);
-    return twice == NULL ? QUERN_OK
-                         : error_set(QUERN_ERR_INVALID_ARGUMENT, "items[...]: the name '%s' occurs twice, once is accepted", TEXT_NAME(twice));
+    return twice == NULL
+               ? QUERN_OK
+               : error_set(QUERN_ERR_INVALID_ARGUMENT,
+                           "items[...]: the name '%s' occurs twice, once is accepted", TEXT_NAME(twice));
 }
 
 /* Calls visit for each tensor in file order: widest element first. */
-static bool each_item(const quern_safetensors_item *items, size_t count, bool (*visit)(void *arg, const quern_safetensors_item *item), void *arg)
+static bool each_item(const quern_safetensors_item *items, size_t count,
+                      bool (*visit)(void *arg, const quern_safetensors_item *item), void *arg)
 {
     for (size_t width = 8; width > 0; width /= 2)
         for (size_t i = 0; i < count; i++)
@@ -193,7 +205,8 @@ static void describe_metadata(text *header, const quern_safetensors_pair *pairs,
 }
 
 /* The header padded with spaces, after its length. */
-static void build_header(text *header, const quern_safetensors_item *items, size_t count, const quern_safetensors_pair *pairs, size_t pair_count)
+static void build_header(text *header, const quern_safetensors_item *items, size_t count,
+                         const quern_safetensors_pair *pairs, size_t pair_count)
 {
     layout l = {header, 0};
     add(header, "{");
@@ -224,7 +237,8 @@ static bool put_item(void *arg, const quern_safetensors_item *item)
     return tensor_bytes(item->tensor) == 0 || put_tensor(arg, item->tensor, 0, item->tensor->data);
 }
 
-static quern_status write_file(const char *path, const text *header, const quern_safetensors_item *items, size_t count)
+static quern_status write_file(const char *path, const text *header, const quern_safetensors_item *items,
+                               size_t count)
 {
     quern_file *file = NULL;
     unsigned char size[8];
@@ -243,7 +257,9 @@ quern_status quern_safetensors_save(const char *path, const quern_safetensors_it
 {
     if (path == NULL || (items == NULL && count > 0) || (metadata == NULL && metadata_count > 0))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed",
-                         path == NULL ? "path" : items == NULL && count > 0 ? "items" : "metadata");
+                         path == NULL                 ? "path"
+                         : items == NULL && count > 0 ? "items"
+                                                      : "metadata");
     text header = {0};
     const char **names = calloc((count > metadata_count ? count : metadata_count) + 1, sizeof *names);
     if (names == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for %zu tensors", count);
@@ -252,13 +268,13 @@ quern_status quern_safetensors_save(const char *path, const quern_safetensors_it
     free(names);
     if (status != QUERN_OK) return status;
     build_header(&header, items, count, metadata, metadata_count);
-    if (!header.failed)
-        status = write_file(path, &header, items, count);
+    if (!header.failed) status = write_file(path, &header, items, count);
     else if (header.size > SAFETENSORS_MAX_HEADER)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "items and metadata: their header is longer than the %d bytes that the format accepts",
-                           SAFETENSORS_MAX_HEADER);
-    else
-        status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for the header of %zu tensors", count);
+        status =
+            error_set(QUERN_ERR_INVALID_ARGUMENT,
+                      "items and metadata: their header is longer than the %d bytes that the format accepts",
+                      SAFETENSORS_MAX_HEADER);
+    else status = error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for the header of %zu tensors", count);
     free(header.bytes);
     return status;
 }

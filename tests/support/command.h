@@ -31,13 +31,13 @@ static inline int remove_directory(void **state)
     return system(command);
 }
 
-/* Runs `quern ARGUMENTS` with DIR standing for the test's directory, VECTORS for the golden vectors; returns the
- * exit code. `prefix` goes before the command. */
+/* Runs `quern ARGUMENTS` with DIR standing for the test's directory, VECTORS for the golden vectors; returns
+ * the exit code. `prefix` goes before the command. */
 static inline int run_with(const char *prefix, const char *arguments)
 {
     char command[4096];
-    snprintf(command, sizeof command, "DIR='%s'; VECTORS='%s'; %s '%s' %s 2>&1", directory, QUERN_TEST_VECTORS, prefix, QUERN_COMMAND,
-             arguments);
+    snprintf(command, sizeof command, "DIR='%s'; VECTORS='%s'; %s '%s' %s 2>&1", directory,
+             QUERN_TEST_VECTORS, prefix, QUERN_COMMAND, arguments);
     FILE *f = popen(command, "r");
     assert_non_null(f);
     output[fread(output, 1, sizeof output - 1, f)] = '\0';
@@ -55,7 +55,8 @@ static inline void expect(int code, const char *arguments, const char *part)
 {
     const int got = run(arguments);
     if (got != code || strstr(output, part) == NULL)
-        fail_msg("quern %s: exit code %d instead of %d, or no \"%s\" in: %s", arguments, got, code, part, output);
+        fail_msg("quern %s: exit code %d instead of %d, or no \"%s\" in: %s", arguments, got, code, part,
+                 output);
     if (code != 0 && code != 1 && strchr(output, '\n') != output + strlen(output) - 1)
         fail_msg("quern %s: more than one sentence: %s", arguments, output);
 }

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * command_output_test.c - where the command's results go, what its comparison finds, and that neither a signal, a full
- * disk, a strange name nor a huge number gets more out of it than an exit code and a sentence.
+ * command_output_test.c - where the command's results go, what its comparison finds, and that neither a
+ * signal, a full disk, a strange name nor a huge number gets more out of it than an exit code and a sentence.
  */
 #include "command.h"
 
@@ -27,15 +27,22 @@ static size_t read_text(const char *name, char *text, size_t room)
 
 static void a_full_standard_output_is_an_error(void **state)
 {
-    static const char *const commands[] = {"info >/dev/full;", "info --json >/dev/full;", "--help >/dev/full;", "--version >/dev/full;",
-                                           "run --list >/dev/full;", "bench --help >/dev/full;",
-                                           "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors >/dev/full;",
-                                           "bench " ATTENTION " >/dev/full;", "probe attention --dry-run --json >/dev/full;"};
+    static const char *const commands[] = {
+        "info >/dev/full;",
+        "info --json >/dev/full;",
+        "--help >/dev/full;",
+        "--version >/dev/full;",
+        "run --list >/dev/full;",
+        "bench --help >/dev/full;",
+        "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors >/dev/full;",
+        "bench " ATTENTION " >/dev/full;",
+        "probe attention --dry-run --json >/dev/full;"};
     (void)state;
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++) {
         char arguments[256];
         snprintf(arguments, sizeof arguments, "%s exit $? #", commands[i]);
-        if (run_with("exec 2>&1;", arguments) != 3 || strstr(output, "cannot write to standard output") == NULL)
+        if (run_with("exec 2>&1;", arguments) != 3 ||
+            strstr(output, "cannot write to standard output") == NULL)
             fail_msg("quern %s: no error but: %s", commands[i], output);
     }
 }
@@ -63,8 +70,11 @@ static void results_go_where_the_path_leads(void **state)
     expect(0, "bench " ATTENTION "--json /dev/stdout", "\"schema\": 1");
     assert_int_equal(run_with("exec >$DIR/all.txt;", "bench " ATTENTION "--json /dev/stdout"), 0);
     read_text("all.txt", text, sizeof text);
-    assert_true(strncmp(text, "op ", 3) == 0 && strstr(text, "\"schema\": 1") > strstr(text, "G/s of attention"));
-    assert_int_equal(run_with("mkfifo $DIR/fifo; cat $DIR/fifo >$DIR/through & ", "bench " ATTENTION "--json $DIR/fifo; wait"), 0);
+    assert_true(strncmp(text, "op ", 3) == 0 &&
+                strstr(text, "\"schema\": 1") > strstr(text, "G/s of attention"));
+    assert_int_equal(run_with("mkfifo $DIR/fifo; cat $DIR/fifo >$DIR/through & ",
+                              "bench " ATTENTION "--json $DIR/fifo; wait"),
+                     0);
     assert_int_equal(stat(path_of("fifo"), &st), 0);
     assert_true(S_ISFIFO(st.st_mode));
     read_text("through", text, sizeof text);
@@ -88,7 +98,8 @@ static void charts_are_drawn_without_telling_gnuplot_a_path(void **state)
     static char text[1 << 16];
     (void)state;
     if (system("command -v gnuplot >/dev/null") != 0) skip();
-    expect(0, "bench " ATTENTION "--svg \"$DIR/it's \\\"; system('touch pwned') \\`touch pwned\\`.svg\"", "attention");
+    expect(0, "bench " ATTENTION "--svg \"$DIR/it's \\\"; system('touch pwned') \\`touch pwned\\`.svg\"",
+           "attention");
     assert_int_equal(access("pwned", F_OK), -1);
     assert_true(read_text("it's \"; system('touch pwned') `touch pwned`.svg", text, sizeof text) > 1000);
     assert_non_null(strstr(text, "<svg"));
@@ -102,18 +113,22 @@ static void charts_are_drawn_without_telling_gnuplot_a_path(void **state)
 /* Each verb that takes long is stopped while it works. */
 static void signals_end_a_command_at_once(void **state)
 {
-    static const char *const commands[] = {"bench nsa --n 256k --reps 99 --json $DIR/s.json --svg $DIR/s.svg", "probe attention --memory 400M --backward",
-                                           "accept nsa", "accept attention", "info --measure"};
+    static const char *const commands[] = {"bench nsa --n 256k --reps 99 --json $DIR/s.json --svg $DIR/s.svg",
+                                           "probe attention --memory 400M --backward", "accept nsa",
+                                           "accept attention", "info --measure"};
     (void)state;
     for (size_t i = 0; i < 2 * sizeof commands / sizeof *commands; i++) {
         char prefix[80];
         struct timespec before, after;
-        snprintf(prefix, sizeof prefix, "exec timeout --preserve-status -k 20 -s %s 1", i % 2 == 0 ? "INT" : "TERM");
+        snprintf(prefix, sizeof prefix, "exec timeout --preserve-status -k 20 -s %s 1",
+                 i % 2 == 0 ? "INT" : "TERM");
         clock_gettime(CLOCK_MONOTONIC, &before);
         const int code = run_with(prefix, commands[i / 2]);
         clock_gettime(CLOCK_MONOTONIC, &after);
-        const double seconds = (double)(after.tv_sec - before.tv_sec) + 1e-9 * (double)(after.tv_nsec - before.tv_nsec);
-        if (code != (i % 2 == 0 ? 130 : 143) || seconds > 2) fail_msg("quern %s: exit code %d after %.1f s: %s", commands[i / 2], code, seconds, output);
+        const double seconds =
+            (double)(after.tv_sec - before.tv_sec) + 1e-9 * (double)(after.tv_nsec - before.tv_nsec);
+        if (code != (i % 2 == 0 ? 130 : 143) || seconds > 2)
+            fail_msg("quern %s: exit code %d after %.1f s: %s", commands[i / 2], code, seconds, output);
     }
     assert_false(exists("s.json") || exists("s.svg"));
     check_no_leftovers();
@@ -216,16 +231,20 @@ static void an_unsupported_dtype_has_one_exit_code(void **state)
     static float zeros[64];
     (void)state;
     for (int dtype = QUERN_F32; dtype <= QUERN_C64; dtype++) {
-        const quern_tensor t = quern_tensor_contiguous(zeros, (quern_dtype)dtype, 4, (const int64_t[]){1, 2, 1, 8});
+        const quern_tensor t =
+            quern_tensor_contiguous(zeros, (quern_dtype)dtype, 4, (const int64_t[]){1, 2, 1, 8});
         const quern_safetensors_item items[] = {{"Q", &t}, {"K", &t}, {"V", &t}};
         const bool takes = dtype == QUERN_F32 || dtype == QUERN_F16 || dtype == QUERN_BF16;
         assert_int_equal(quern_safetensors_save(path_of("dtype.st"), items, 3, NULL, 0), QUERN_OK);
         expect(0, "compare $DIR/dtype.st $DIR/dtype.st", "PASS");
         expect(0, "info --file $DIR/dtype.st", quern_dtype_name((quern_dtype)dtype));
-        expect(takes ? 0 : 3, "run attention $DIR/dtype.st $DIR/out.st", takes ? "" : quern_dtype_name((quern_dtype)dtype));
-        expect(takes ? 0 : 3, "run nsa $DIR/dtype.st $DIR/out.st", takes ? "" : quern_dtype_name((quern_dtype)dtype));
+        expect(takes ? 0 : 3, "run attention $DIR/dtype.st $DIR/out.st",
+               takes ? "" : quern_dtype_name((quern_dtype)dtype));
+        expect(takes ? 0 : 3, "run nsa $DIR/dtype.st $DIR/out.st",
+               takes ? "" : quern_dtype_name((quern_dtype)dtype));
     }
-    static const char sixes[] = "\x3a\0\0\0\0\0\0\0{\"Q\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[0,3]}}abc";
+    static const char sixes[] =
+        "\x3a\0\0\0\0\0\0\0{\"Q\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[0,3]}}abc";
     static char file[sizeof sixes - 1];
     memcpy(file, sixes, sizeof file);
     file[0] = (char)(sizeof file - 8 - 3);
@@ -240,19 +259,26 @@ static void an_unsupported_dtype_has_one_exit_code(void **state)
 
 static void sentences_hold_no_control_characters_and_keep_their_reason(void **state)
 {
-    static const char *const commands[] = {"\"$(printf 'a\\033[31mb')\"", "run \"$(printf 'x\\033y')\" a b", "compare \"$(printf 'no\\033[2Jfile')\" b",
-                                           "bench attention --heads \"$(printf '1\\a')\"", "probe nsa --memory \"$(printf '\\033c')\"",
-                                           "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors \"$(printf 'a\\nb')\""};
+    static const char *const commands[] = {
+        "\"$(printf 'a\\033[31mb')\"",
+        "run \"$(printf 'x\\033y')\" a b",
+        "compare \"$(printf 'no\\033[2Jfile')\" b",
+        "bench attention --heads \"$(printf '1\\a')\"",
+        "probe nsa --memory \"$(printf '\\033c')\"",
+        "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors \"$(printf 'a\\nb')\""};
     (void)state;
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++) {
         assert_in_range(run(commands[i]), 2, 3);
         for (const char *c = output; *c != '\0'; c++)
-            if ((unsigned char)*c < ' ' && c[1] != '\0') fail_msg("quern %s: a control character in: %s", commands[i], output);
+            if ((unsigned char)*c < ' ' && c[1] != '\0')
+                fail_msg("quern %s: a control character in: %s", commands[i], output);
         assert_non_null(strstr(output, "\\x"));
     }
     expect(3, "compare \"$(printf 'long/%.0s' $(seq 700))end.safetensors\" b", "No such file");
     assert_non_null(strstr(output, "long/end.safetensors"));
-    assert_int_equal(run("run attention $VECTORS/nsa_small.safetensors \"$(printf 'long/%.0s' $(seq 700))end.safetensors\""), 3);
+    assert_int_equal(run("run attention $VECTORS/nsa_small.safetensors \"$(printf 'long/%.0s' $(seq "
+                         "700))end.safetensors\""),
+                     3);
     assert_non_null(strstr(output, "No such file"));
     assert_int_equal(run_with("QUERN_CPU=$(printf '\\033z%.0s' $(seq 700))", "info"), 3);
     assert_non_null(strstr(output, "\\x1bz"));
@@ -264,18 +290,37 @@ static void sentences_hold_no_control_characters_and_keep_their_reason(void **st
 /* Every option that takes an integer, with the largest and the least there is. */
 static void huge_integers_are_refused_or_done(void **state)
 {
-    static const char *const verbs[] = {"probe nsa --memory 1M --dry-run", "probe attention --memory 1M --dry-run",
-                                        "bench nsa --n 64 --heads 2/1 --dim 16 --reps 1 --no-peer --backward",
-                                        "bench attention --n 64 --heads 2/1 --dim 16 --reps 1 --no-peer --backward",
-                                        "bench compress --n 64 --heads 2/1 --dim 16 --reps 1 --compress linear",
-                                        "bench select --n 64 --heads 2/1 --dim 16 --reps 1 --selection given",
-                                        "bench nsa --n 64 --heads 2/1 --dim 16 --reps 1 --no-peer --selection given --metric mean_logit",
-                                        "run nsa $VECTORS/nsa_small.safetensors $DIR/huge.st",
-                                        "run nsa-list-convert $DIR/list.st $DIR/huge.st"};
-    static const char *const options[] = {"batch", "seed", "granularity", "documents", "reps", "threads", "window", "block-size", "stride",
-                                          "select-block", "num-selected", "tile", "forced-first", "forced-local", "max-compressed-groups",
-                                          "query-offset", "from", "to", "n"};
-    static const char *const values[] = {"9223372036854775807", "-9223372036854775808", "4611686018427387904", "4294967297"};
+    static const char *const verbs[] = {
+        "probe nsa --memory 1M --dry-run",
+        "probe attention --memory 1M --dry-run",
+        "bench nsa --n 64 --heads 2/1 --dim 16 --reps 1 --no-peer --backward",
+        "bench attention --n 64 --heads 2/1 --dim 16 --reps 1 --no-peer --backward",
+        "bench compress --n 64 --heads 2/1 --dim 16 --reps 1 --compress linear",
+        "bench select --n 64 --heads 2/1 --dim 16 --reps 1 --selection given",
+        "bench nsa --n 64 --heads 2/1 --dim 16 --reps 1 --no-peer --selection given --metric mean_logit",
+        "run nsa $VECTORS/nsa_small.safetensors $DIR/huge.st",
+        "run nsa-list-convert $DIR/list.st $DIR/huge.st"};
+    static const char *const options[] = {"batch",
+                                          "seed",
+                                          "granularity",
+                                          "documents",
+                                          "reps",
+                                          "threads",
+                                          "window",
+                                          "block-size",
+                                          "stride",
+                                          "select-block",
+                                          "num-selected",
+                                          "tile",
+                                          "forced-first",
+                                          "forced-local",
+                                          "max-compressed-groups",
+                                          "query-offset",
+                                          "from",
+                                          "to",
+                                          "n"};
+    static const char *const values[] = {"9223372036854775807", "-9223372036854775808", "4611686018427387904",
+                                         "4294967297"};
     int32_t indices[4] = {0, 1, 2, -1};
     const quern_tensor list = quern_tensor_contiguous(indices, QUERN_I32, 4, (const int64_t[]){1, 1, 1, 4});
     const quern_safetensors_item item = {"block_idx", &list};
@@ -289,8 +334,10 @@ static void huge_integers_are_refused_or_done(void **state)
                 const int code = run_with("ASAN_OPTIONS=allocator_may_return_null=1 timeout 20", arguments);
                 if (code == 1 || code > 4) fail_msg("quern %s: exit code %d: %s", arguments, code, output);
                 const char *sentence = output;
-                while (strncmp(sentence, "==", 2) == 0 && strchr(sentence, '\n') != NULL) sentence = strchr(sentence, '\n') + 1; /* a sanitizer's */
-                if (code >= 2 && strchr(sentence, '\n') != sentence + strlen(sentence) - 1) fail_msg("quern %s: %s", arguments, output);
+                while (strncmp(sentence, "==", 2) == 0 && strchr(sentence, '\n') != NULL)
+                    sentence = strchr(sentence, '\n') + 1; /* a sanitizer's */
+                if (code >= 2 && strchr(sentence, '\n') != sentence + strlen(sentence) - 1)
+                    fail_msg("quern %s: %s", arguments, output);
                 if (strstr(output, "unknown") != NULL) break; /* no option of this verb */
             }
         }

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* file_test.c - the writer of files: whole or not at all, over regular files alone, and nothing left behind. */
+/* file_test.c - the writer of files: whole or not at all, over regular files alone, and nothing left behind.
+ */
 #include "cmocka_c11.h"
 
 #include <quern/file.h>
@@ -38,7 +39,8 @@ static int files(void)
     int n = 0;
     DIR *d = opendir(".");
     assert_non_null(d);
-    for (const struct dirent *e; (e = readdir(d)) != NULL;) n += strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0;
+    for (const struct dirent *e; (e = readdir(d)) != NULL;)
+        n += strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0;
     closedir(d);
     return n;
 }
@@ -186,7 +188,8 @@ static void standard_output_is_written_in_order(void **state)
     if (child == 0) {
         const int out = open("out", O_WRONLY | O_CREAT | O_TRUNC, 0644);
         if (out < 0 || dup2(out, STDOUT_FILENO) < 0 || write(STDOUT_FILENO, "before ", 7) != 7) _exit(1);
-        if (quern_file_check("/dev/stdout") != QUERN_OK || save("/dev/stdout", "between") != QUERN_OK) _exit(2);
+        if (quern_file_check("/dev/stdout") != QUERN_OK || save("/dev/stdout", "between") != QUERN_OK)
+            _exit(2);
         if (save("out", " by name") != QUERN_OK || write(STDOUT_FILENO, " after", 6) != 6) _exit(3);
         _exit(0);
     }

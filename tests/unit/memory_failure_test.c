@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * memory_failure_test.c - every allocation of every function of the io and context layers fails once, and from there on
- * for ever: the function says OUT_OF_MEMORY, gives nothing back, leaks nothing and leaves the old file as it was.
+ * memory_failure_test.c - every allocation of every function of the io and context layers fails once, and
+ * from there on for ever: the function says OUT_OF_MEMORY, gives nothing back, leaks nothing and leaves the
+ * old file as it was.
  *
  * The linker sends the library's allocations through the __wrap functions below.
  */
@@ -127,7 +128,8 @@ static void fail_each(quern_status (*work)(void))
                 break;
             }
             if (status != QUERN_ERR_OUT_OF_MEMORY)
-                fail_msg("allocation %ld of %ld fails: status %d (%s)", at, allocations, (int)status, quern_last_error(NULL));
+                fail_msg("allocation %ld of %ld fails: status %d (%s)", at, allocations, (int)status,
+                         quern_last_error(NULL));
             assert_non_null(strstr(quern_last_error(NULL), "memory"));
             assert_int_equal(read_file(after, sizeof after), size);
             assert_memory_equal(after, before, size);
@@ -139,7 +141,8 @@ enum { TENSORS = 40 };
 static char names[TENSORS][64];
 static quern_tensor tensors[TENSORS];
 static quern_safetensors_item items[TENSORS];
-static const quern_safetensors_pair pairs[] = {{"a key of more than sixteen bytes", "a value \"quoted\"\n of more than thirty-two bytes"}, {"k", "v"}};
+static const quern_safetensors_pair pairs[] = {
+    {"a key of more than sixteen bytes", "a value \"quoted\"\n of more than thirty-two bytes"}, {"k", "v"}};
 
 static quern_status save(void)
 {
@@ -171,7 +174,8 @@ static quern_status open_path(void)
     quern_tensor t;
     const quern_status status = quern_safetensors_open(path, &file);
     if (status == QUERN_OK) {
-        for (int i = 0; i < TENSORS; i++) assert_int_equal(quern_safetensors_get(file, names[i], &t), QUERN_OK);
+        for (int i = 0; i < TENSORS; i++)
+            assert_int_equal(quern_safetensors_get(file, names[i], &t), QUERN_OK);
         assert_string_equal(quern_safetensors_metadata(file, pairs[0].key), pairs[0].value);
         assert_int_equal(quern_safetensors_count(file), TENSORS);
     } else {
@@ -243,10 +247,8 @@ static void contexts_fail_whole(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(saving_fails_whole),
-        cmocka_unit_test(opening_fails_whole),
-        cmocka_unit_test(opening_bytes_fails_whole),
-        cmocka_unit_test(writing_fails_whole),
+        cmocka_unit_test(saving_fails_whole),        cmocka_unit_test(opening_fails_whole),
+        cmocka_unit_test(opening_bytes_fails_whole), cmocka_unit_test(writing_fails_whole),
         cmocka_unit_test(contexts_fail_whole),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);

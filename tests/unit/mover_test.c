@@ -46,12 +46,14 @@ static void check(int reads, int writes, int threads, bool back)
         uint64_t expected = 0;
         for (int r = 0; r < reads; r++) expected ^= word_of(m.read[r], i);
         for (int w = 0; w < writes; w++)
-            if (word_of(m.write[w], i) != expected) fail_msg("stream %d, byte %zu, %d threads", w, 8 * i, threads);
+            if (word_of(m.write[w], i) != expected)
+                fail_msg("stream %d, byte %zu, %d threads", w, 8 * i, threads);
     }
     for (size_t i = 0; i < ROWS * FEW; i++) assert_int_equal(few[i], back ? sentinel : 0);
     for (size_t i = ROWS * FEW; i < BYTES; i++) assert_int_equal(few[i], sentinel);
     for (int i = 0; i < STREAMS; i++) {
-        for (size_t g = 0; g < GUARD; g++) assert_true(buffers[i][g] == sentinel && buffers[i][GUARD + BYTES + g] == sentinel);
+        for (size_t g = 0; g < GUARD; g++)
+            assert_true(buffers[i][g] == sentinel && buffers[i][GUARD + BYTES + g] == sentinel);
         free(buffers[i]);
     }
 }

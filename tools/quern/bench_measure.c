@@ -3,9 +3,10 @@
 /*
  * bench_measure.c - times of an operation, and its fraction of what the machine can do.
  *
- * Machines change speed while they are measured, memory by a factor of two from second to second. So what is divided is
- * measured in turns: a round is the limits of all passes, some runs, and the limits again; the round's fraction is its
- * median run over the mean of the limits around it, and the result the median over rounds.
+ * Machines change speed while they are measured, memory by a factor of two from second to second. So what is
+ * divided is measured in turns: a round is the limits of all passes, some runs, and the limits again; the
+ * round's fraction is its median run over the mean of the limits around it, and the result the median over
+ * rounds.
  */
 #include "bench.h"
 
@@ -61,13 +62,16 @@ static double ceiling_cuda(ceiling limit)
     void *a = NULL, *b = NULL, *from = NULL, *to = NULL;
     double best = 0, ms = 0;
     if (limit != CEILING_READ && limit != CEILING_COPY && limit != CEILING_WRITE) return 0;
-    bool ok = quern_cuda_allocate(0, bytes, &a) == QUERN_OK && quern_cuda_allocate(0, bytes, &b) == QUERN_OK &&
+    bool ok = quern_cuda_allocate(0, bytes, &a) == QUERN_OK &&
+              quern_cuda_allocate(0, bytes, &b) == QUERN_OK &&
               quern_cuda_event_create(0, &from) == QUERN_OK && quern_cuda_event_create(0, &to) == QUERN_OK;
     for (int i = 0; i < 6 && ok; i++) {
         const bool write = limit == CEILING_WRITE;
         ok = quern_cuda_event_record(0, from, NULL) == QUERN_OK &&
-             (write ? quern_cuda_fill(0, b, (uint8_t)i, bytes, NULL) : quern_cuda_copy(0, b, a, bytes, NULL)) == QUERN_OK &&
-             quern_cuda_event_record(0, to, NULL) == QUERN_OK && quern_cuda_event_elapsed(0, from, to, &ms) == QUERN_OK;
+             (write ? quern_cuda_fill(0, b, (uint8_t)i, bytes, NULL)
+                    : quern_cuda_copy(0, b, a, bytes, NULL)) == QUERN_OK &&
+             quern_cuda_event_record(0, to, NULL) == QUERN_OK &&
+             quern_cuda_event_elapsed(0, from, to, &ms) == QUERN_OK;
         const double rate = ok ? (write ? 1 : 2) * (double)bytes / ms * 1e-6 : 0;
         if (i > 0 && rate > best) best = rate;
     }
@@ -90,7 +94,9 @@ static limits limits_now(const job *j, const work w[2], int passes, int threads)
     for (int p = 0; p < passes; p++) {
         const bool again = p == 1 && w[1].limit == w[0].limit;
         if (again) l.rate[p] = l.rate[0];
-        else if (w[p].limit < CEILINGS) l.rate[p] = j->device == QUERN_CUDA ? ceiling_cuda(w[p].limit) : ceiling_measure(w[p].limit, threads);
+        else if (w[p].limit < CEILINGS)
+            l.rate[p] =
+                j->device == QUERN_CUDA ? ceiling_cuda(w[p].limit) : ceiling_measure(w[p].limit, threads);
         l.mover_ms[p] = bench_mover_ms(j, p == 1, threads);
     }
     return l;
@@ -98,17 +104,21 @@ static limits limits_now(const job *j, const work w[2], int passes, int threads)
 
 /* ---- turns ---- */
 
-enum { ROUND_RUNS = 8, BENCH_ROUND_RUNS = BENCH_REPS_MAX / 3 }; /* at most; the bench has at least three rounds of what is short */
+enum {
+    ROUND_RUNS = 8,
+    BENCH_ROUND_RUNS = BENCH_REPS_MAX / 3
+}; /* at most; the bench has at least three rounds of what is short */
 
 /* A measurement in progress. */
 typedef struct turns {
     int rounds, runs;
-    double times[2][BENCH_REPS_MAX];                /* of the runs, by pass */
+    double times[2][BENCH_REPS_MAX]; /* of the runs, by pass */
     double rate[2][BENCH_REPS_MAX], fraction[2][BENCH_REPS_MAX], moved[2][BENCH_REPS_MAX]; /* of the rounds */
-    double run_ms;                                  /* of all runs */
+    double run_ms;                                                                         /* of all runs */
 } turns;
 
-static void end_round(turns *t, int passes, const work w[2], int first_run, const limits *before, const limits *after)
+static void end_round(turns *t, int passes, const work w[2], int first_run, const limits *before,
+                      const limits *after)
 {
     for (int p = 0; p < passes; p++) {
         double round[BENCH_REPS_MAX];
@@ -140,7 +150,9 @@ static int run_round(turns *t, job *j, quern_context *ctx, double enough_ms, int
 {
     int code = EXIT_DONE;
     const double start = now_ms();
-    for (int n = 0; code == EXIT_DONE && n < most && t->runs < BENCH_REPS_MAX && (n == 0 || now_ms() - start < enough_ms); n++)
+    for (int n = 0; code == EXIT_DONE && n < most && t->runs < BENCH_REPS_MAX &&
+                    (n == 0 || now_ms() - start < enough_ms);
+         n++)
         code = run_once(t, j, ctx);
     return code;
 }
@@ -152,17 +164,20 @@ static bool enough(const turns *t, int rounds, int reps)
     return reps > 0 ? t->runs >= reps : t->runs >= 3 && t->run_ms >= 1000;
 }
 
-int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, int reps, const char *label, measurement out[2])
+int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, int reps, const char *label,
+                  measurement out[2])
 {
     const double long_run_ms = 8000;
     const int threads = quern_context_threads(ctx), passes = j->backward ? 2 : 1;
-    const work w[2] = {bench_work(c, false, quern_context_cpu_level(ctx)), bench_work(c, true, quern_context_cpu_level(ctx))};
+    const work w[2] = {bench_work(c, false, quern_context_cpu_level(ctx)),
+                       bench_work(c, true, quern_context_cpu_level(ctx))};
     turns *t = calloc(1, sizeof *t);
     if (t == NULL) return fail(EXIT_MACHINE, "no memory for the times");
     progress("%s: warming up", label);
     limits before = limits_now(j, w, passes, threads);
     int code = run_once(t, j, ctx);
-    if (code == EXIT_DONE && rounds == 0 && reps == 0 && t->run_ms > long_run_ms) { /* so long that it counts, alone */
+    if (code == EXIT_DONE && rounds == 0 && reps == 0 &&
+        t->run_ms > long_run_ms) { /* so long that it counts, alone */
         const limits after = limits_now(j, w, passes, threads);
         end_round(t, passes, w, 0, &before, &after);
     } else {
@@ -172,7 +187,10 @@ int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, i
         while (code == EXIT_DONE && !enough(t, rounds, reps)) {
             progress("%s: round %d", label, t->rounds + 1);
             const int first = t->runs;
-            code = run_round(t, j, ctx, rounds > 0 ? 100 : 300, rounds > 0 ? ROUND_RUNS : reps > 0 ? reps - t->runs : BENCH_ROUND_RUNS);
+            code = run_round(t, j, ctx, rounds > 0 ? 100 : 300,
+                             rounds > 0 ? ROUND_RUNS
+                             : reps > 0 ? reps - t->runs
+                                        : BENCH_ROUND_RUNS);
             const limits after = limits_now(j, w, passes, threads);
             if (code == EXIT_DONE) end_round(t, passes, w, first, &before, &after);
             before = after;
@@ -182,7 +200,8 @@ int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, i
     progress_clear();
     for (int p = 0; p < passes && code == EXIT_DONE; p++)
         out[p] = (measurement){timing_of(t->times[p], t->runs), timing_of(t->rate[p], t->rounds).median,
-                               timing_of(t->fraction[p], t->rounds).median, timing_of(t->moved[p], t->rounds).median};
+                               timing_of(t->fraction[p], t->rounds).median,
+                               timing_of(t->moved[p], t->rounds).median};
     free(t);
     return code;
 }

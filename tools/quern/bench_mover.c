@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * bench_mover.c - the lines of nsa-gate with gate weights: forward Q and the branches' outputs are read, O streamed, the
- * gates written; backward dO, the branches' outputs, Q and the gates are read, the branches' gradients and dQ streamed.
+ * bench_mover.c - the lines of nsa-gate with gate weights: forward Q and the branches' outputs are read, O
+ * streamed, the gates written; backward dO, the branches' outputs, Q and the gates are read, the branches'
+ * gradients and dQ streamed.
  */
 #include "bench_mover.h"
 
@@ -17,12 +18,15 @@ static const quern_tensor *tensor_named(const job *j, const char *name)
     return s != NULL ? slot_get(&j->tensors, s) : NULL;
 }
 
-/* Notes the data of the tensors of a list, each of `bytes` bytes and at a line. False where one is otherwise. */
+/* Notes the data of the tensors of a list, each of `bytes` bytes and at a line. False where one is otherwise.
+ */
 static bool collect(const job *j, const char *const *names, int count, char **to, size_t bytes)
 {
     for (int i = 0; i < count; i++) {
         const quern_tensor *t = tensor_named(j, names[i]);
-        if (t == NULL || (size_t)value_count(t) * quern_dtype_size(t->dtype) != bytes || (uintptr_t)t->data % 64 != 0) return false;
+        if (t == NULL || (size_t)value_count(t) * quern_dtype_size(t->dtype) != bytes ||
+            (uintptr_t)t->data % 64 != 0)
+            return false;
         to[i] = t->data;
     }
     return true;
@@ -30,14 +34,20 @@ static bool collect(const job *j, const char *const *names, int count, char **to
 
 double bench_mover_ms(const job *j, bool backward, int threads)
 {
-    static const char *const read[2][MOVER_STREAMS] = {{"Q", "O_cmp", "O_slc", "O_win"}, {"dO", "Q", "O_cmp", "O_slc", "O_win"}};
+    static const char *const read[2][MOVER_STREAMS] = {{"Q", "O_cmp", "O_slc", "O_win"},
+                                                       {"dO", "Q", "O_cmp", "O_slc", "O_win"}};
     static const char *const write[2][MOVER_STREAMS] = {{"O"}, {"dO_cmp", "dO_slc", "dO_win", "dQ"}};
     const quern_tensor *q = tensor_named(j, "Q"), *gates = tensor_named(j, "gates");
-    if (strcmp(j->op->name, "nsa-gate") != 0 || j->device != QUERN_CPU || q == NULL || gates == NULL || tensor_named(j, "gate") == NULL) return 0;
-    mover m = {.reads = backward ? 5 : 4, .writes = backward ? 4 : 1, .bytes = (size_t)value_count(q) * quern_dtype_size(q->dtype)};
+    if (strcmp(j->op->name, "nsa-gate") != 0 || j->device != QUERN_CPU || q == NULL || gates == NULL ||
+        tensor_named(j, "gate") == NULL)
+        return 0;
+    mover m = {.reads = backward ? 5 : 4,
+               .writes = backward ? 4 : 1,
+               .bytes = (size_t)value_count(q) * quern_dtype_size(q->dtype)};
     char *from[MOVER_STREAMS];
     m.few_bytes = (size_t)value_count(gates) * quern_dtype_size(gates->dtype);
-    if (m.bytes == 0 || m.bytes % 512 != 0 || (uintptr_t)gates->data % 64 != 0 || !collect(j, read[backward], m.reads, from, m.bytes) ||
+    if (m.bytes == 0 || m.bytes % 512 != 0 || (uintptr_t)gates->data % 64 != 0 ||
+        !collect(j, read[backward], m.reads, from, m.bytes) ||
         !collect(j, write[backward], m.writes, m.write, m.bytes))
         return 0;
     for (int i = 0; i < m.reads; i++) m.read[i] = from[i];

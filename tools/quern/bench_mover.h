@@ -6,8 +6,8 @@
 
 #include "job.h"
 
-/* Milliseconds of bench/mover.h over the tensors that the pass reads and writes; 0 where the operation has no mover.
- * The outputs are garbage afterwards. */
+/* Milliseconds of bench/mover.h over the tensors that the pass reads and writes; 0 where the operation has no
+ * mover. The outputs are garbage afterwards. */
 double bench_mover_ms(const job *j, bool backward, int threads);
 
 #endif

@@ -3,10 +3,10 @@
 /*
  * compare.c - `quern compare A B`: how far the tensors of A are from those of B.
  *
- * Shapes and dtypes must be the same. Error of a floating-point tensor: max |a - b| / max |b| (the golden vectors'
- * measure) and ||a - b|| / ||b||, over the elements that are finite in both. Infinities must stand at the same places,
- * NaN differs from everything and from itself; where b is 0 throughout, a must be. Elements of every other dtype,
- * 8-bit and 4-bit floats among them, must be the same bits.
+ * Shapes and dtypes must be the same. Error of a floating-point tensor: max |a - b| / max |b| (the golden
+ * vectors' measure) and ||a - b|| / ||b||, over the elements that are finite in both. Infinities must stand
+ * at the same places, NaN differs from everything and from itself; where b is 0 throughout, a must be.
+ * Elements of every other dtype, 8-bit and 4-bit floats among them, must be the same bits.
  */
 #include "command.h"
 #include "output.h"
@@ -28,32 +28,39 @@ typedef struct compare_options {
 #define AT(member) offsetof(compare_options, member)
 static const option_row rows[] = {
     {"tolerance", OPTION_FLOAT, AT(tolerance), NULL, "largest accepted max |a - b| / max |b|"},
-    {"widen", OPTION_FLAG, AT(widen), NULL, "floating-point tensors may differ in dtype: f16, bf16, f32 and f64 are widened"},
+    {"widen", OPTION_FLAG, AT(widen), NULL,
+     "floating-point tensors may differ in dtype: f16, bf16, f32 and f64 are widened"},
     {"json", OPTION_FLAG, AT(json), NULL, "print the result as JSON"},
 };
 #undef AT
 enum { ROWS = sizeof rows / sizeof *rows };
 
 typedef struct difference {
-    bool shape, dtype;       /* are the same */
-    double max, l2;          /* relative, of the finite elements */
-    int64_t nan;             /* elements that are NaN in A or in B */
-    int64_t infinite;        /* elements of which one is infinite and the other another */
-    int64_t unequal;         /* elements that must be the same bits, and are not */
-    bool zero;               /* B is 0 throughout and A is not */
+    bool shape, dtype; /* are the same */
+    double max, l2;    /* relative, of the finite elements */
+    int64_t nan;       /* elements that are NaN in A or in B */
+    int64_t infinite;  /* elements of which one is infinite and the other another */
+    int64_t unequal;   /* elements that must be the same bits, and are not */
+    bool zero;         /* B is 0 throughout and A is not */
 } difference;
 
 static void print_help(void)
 {
     compare_options defaults = {.tolerance = 2e-6f};
-    printf("usage: quern compare A.safetensors B.safetensors [NAME[=NAME_IN_B] ...] [--tolerance X] [--widen]\n\n"
-           "Compares tensors of A with the expected ones of B; without names, every tensor that both hold. Shapes and dtypes\n"
-           "must be the same, f16, bf16, f32, f64 and c64 values within the tolerance, all others the same bits. NaN differs\n"
-           "from everything. The table and the JSON count the elements that are NaN, infinite in one file alone, or unequal.\n\noptions:\n");
+    printf("usage: quern compare A.safetensors B.safetensors [NAME[=NAME_IN_B] ...] [--tolerance X] "
+           "[--widen]\n\n"
+           "Compares tensors of A with the expected ones of B; without names, every tensor that both hold. "
+           "Shapes and dtypes\n"
+           "must be the same, f16, bf16, f32, f64 and c64 values within the tolerance, all others the same "
+           "bits. NaN differs\n"
+           "from everything. The table and the JSON count the elements that are NaN, infinite in one file "
+           "alone, or unequal.\n\noptions:\n");
     print_options(&(option_group){rows, ROWS, &defaults});
-    printf("\nexamples:\n  quern compare out.safetensors golden.safetensors O=full.causal.O lse_win=full.lse_sld --tolerance 2e-6\n"
+    printf("\nexamples:\n  quern compare out.safetensors golden.safetensors O=full.causal.O "
+           "lse_win=full.lse_sld --tolerance 2e-6\n"
            "  quern compare bf16.safetensors f32.safetensors O --widen --tolerance 4e-3 --json\n\n"
-           "exit codes: 0 all within the tolerance, 1 not, 2 wrong command line, 3 a file or tensor is not there or not accepted.\n");
+           "exit codes: 0 all within the tolerance, 1 not, 2 wrong command line, 3 a file or tensor is not "
+           "there or not accepted.\n");
 }
 
 static bool is_real(quern_dtype dtype)
@@ -111,7 +118,8 @@ static difference differ(const quern_tensor *a, const quern_tensor *b, bool wide
     }
     const size_t size = quern_dtype_size(a->dtype);
     const char *p = a->data, *q = b->data;
-    for (int64_t i = 0, n = value_count(a); i < n; i++) d.unequal += memcmp(p + (size_t)i * size, q + (size_t)i * size, size) != 0;
+    for (int64_t i = 0, n = value_count(a); i < n; i++)
+        d.unequal += memcmp(p + (size_t)i * size, q + (size_t)i * size, size) != 0;
     return d;
 }
 
@@ -130,14 +138,15 @@ static void print_reasons(const difference *d, const quern_tensor *x, const quer
 static json_t *line_json(const char *name, const char *name_b, const difference *d, bool pass)
 {
     const bool exact = d->shape && d->dtype && d->nan == 0 && d->infinite == 0 && d->unequal == 0 && !d->zero;
-    return json_pack("{s:s, s:s, s:o, s:o, s:b, s:b, s:b, s:I, s:I, s:I, s:b}", "a", name, "b", name_b, "max", output_number(d->max), "l2",
-                     output_number(d->l2), "same_shape", d->shape, "same_dtype", d->dtype, "exact", exact, "nan", (json_int_t)d->nan,
-                     "infinite", (json_int_t)d->infinite, "unequal", (json_int_t)d->unequal, "pass", pass);
+    return json_pack("{s:s, s:s, s:o, s:o, s:b, s:b, s:b, s:I, s:I, s:I, s:b}", "a", name, "b", name_b, "max",
+                     output_number(d->max), "l2", output_number(d->l2), "same_shape", d->shape, "same_dtype",
+                     d->dtype, "exact", exact, "nan", (json_int_t)d->nan, "infinite", (json_int_t)d->infinite,
+                     "unequal", (json_int_t)d->unequal, "pass", pass);
 }
 
 /* Compares one pair; adds a line to `lines`. Returns an exit code. */
-static int compare_pair(const quern_safetensors *a, const quern_safetensors *b, const char *name, const char *name_b,
-                        const compare_options *options, json_t *lines)
+static int compare_pair(const quern_safetensors *a, const quern_safetensors *b, const char *name,
+                        const char *name_b, const compare_options *options, json_t *lines)
 {
     quern_tensor x, y;
     quern_status status = quern_safetensors_get(a, name, &x);
@@ -153,15 +162,18 @@ static int compare_pair(const quern_safetensors *a, const quern_safetensors *b, 
         printf("%-16s %-24s max %.3g  l2 %.3g  %s", left, right, d.max, d.l2, pass ? "PASS" : "FAIL");
         print_reasons(&d, &x, &y);
     }
-    if (json_array_append_new(lines, line_json(name, name_b, &d, pass)) != 0) return fail(EXIT_MACHINE, "no memory for the result");
+    if (json_array_append_new(lines, line_json(name, name_b, &d, pass)) != 0)
+        return fail(EXIT_MACHINE, "no memory for the result");
     return pass ? EXIT_DONE : EXIT_MISMATCH;
 }
 
 /* A word of the command line: a tensor's name in both files, or NAME=NAME_IN_B. */
-static int compare_word(const quern_safetensors *a, const quern_safetensors *b, const char *word, const compare_options *options, json_t *lines)
+static int compare_word(const quern_safetensors *a, const quern_safetensors *b, const char *word,
+                        const compare_options *options, json_t *lines)
 {
     const char *equals = strchr(word, '=');
-    if (equals == NULL || quern_safetensors_has(a, word)) return compare_pair(a, b, word, word, options, lines);
+    if (equals == NULL || quern_safetensors_has(a, word))
+        return compare_pair(a, b, word, word, options, lines);
     char *name = strndup(word, (size_t)(equals - word));
     if (name == NULL) return fail(EXIT_MACHINE, "no memory for a name");
     const int code = compare_pair(a, b, name, equals + 1, options, lines);
@@ -184,7 +196,8 @@ static int compare_files(const quern_safetensors *a, const quern_safetensors *b,
         const int one = compare_pair(a, b, name, name, options, lines);
         code = one > code ? one : code;
     }
-    if (code <= EXIT_MISMATCH && json_array_size(lines) == 0) code = fail(EXIT_INPUT, "the files have no tensor in common");
+    if (code <= EXIT_MISMATCH && json_array_size(lines) == 0)
+        code = fail(EXIT_INPUT, "the files have no tensor in common");
     if (options->json && code <= EXIT_MISMATCH) output_print(lines, JSON_INDENT(2));
     json_decref(lines);
     return code;
@@ -201,7 +214,8 @@ int verb_compare(int argc, char **argv)
         print_help();
         return EXIT_DONE;
     }
-    if (argc - first < 2) return fail(EXIT_USAGE, "%d words are given: A B [NAME ...] is accepted", argc - first);
+    if (argc - first < 2)
+        return fail(EXIT_USAGE, "%d words are given: A B [NAME ...] is accepted", argc - first);
     quern_safetensors *a = NULL, *b = NULL;
     quern_status status = quern_safetensors_open(argv[first], &a);
     if (status != QUERN_OK) return fail(EXIT_INPUT, "%s: %s", TEXT_NAME(argv[first]), quern_last_error(NULL));

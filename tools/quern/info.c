@@ -20,8 +20,10 @@ typedef struct info_options {
 } info_options;
 
 static const option_row rows[] = {
-    {"file", OPTION_TEXT, offsetof(info_options, file), NULL, "list the tensors and the metadata of this safetensors file instead"},
-    {"measure", OPTION_FLAG, offsetof(info_options, measure), NULL, "measure the machine's ceilings on 1 and on all threads (about 6 s)"},
+    {"file", OPTION_TEXT, offsetof(info_options, file), NULL,
+     "list the tensors and the metadata of this safetensors file instead"},
+    {"measure", OPTION_FLAG, offsetof(info_options, measure), NULL,
+     "measure the machine's ceilings on 1 and on all threads (about 6 s)"},
 };
 
 enum { ROWS = sizeof rows / sizeof *rows };
@@ -32,11 +34,14 @@ static void print_help(void)
     machine_options machine = {0};
     printf("usage: quern info [--measure] [--threads N] [--device cpu|cuda] [--json]\n"
            "       quern info --file FILE.safetensors [--json]\n\n"
-           "Version, CPU level and threads; the ceilings are those that the bench divides by. Or what a file holds.\n\noptions:\n");
+           "Version, CPU level and threads; the ceilings are those that the bench divides by. Or what a file "
+           "holds.\n\noptions:\n");
     print_options(&(option_group){rows, ROWS, &defaults});
     print_options(&(option_group){machine_rows, machine_row_count, &machine});
-    printf("\nexamples:\n  quern info\n  quern info --measure --threads 2 --json\n  quern info --file weights.safetensors\n\n"
-           "exit codes: 0 done, 2 wrong command line, 3 the file is not accepted, 4 the machine lacks the device or CPU level\n"
+    printf("\nexamples:\n  quern info\n  quern info --measure --threads 2 --json\n  quern info --file "
+           "weights.safetensors\n\n"
+           "exit codes: 0 done, 2 wrong command line, 3 the file is not accepted, 4 the machine lacks the "
+           "device or CPU level\n"
            "asked for.\n");
 }
 
@@ -45,10 +50,12 @@ static json_t *measure(int threads)
 {
     json_t *object = json_object();
     for (int c = 0; c < CEILINGS; c++) {
-        const double one = ceiling_measure((ceiling)c, 1), all = threads > 1 ? ceiling_measure((ceiling)c, threads) : one;
+        const double one = ceiling_measure((ceiling)c, 1),
+                     all = threads > 1 ? ceiling_measure((ceiling)c, threads) : one;
         if (one > 0)
-            json_object_set_new(object, ceiling_name((ceiling)c),
-                                json_pack("{s:s, s:f, s:f}", "unit", ceiling_unit((ceiling)c), "one", one, "all", all));
+            json_object_set_new(
+                object, ceiling_name((ceiling)c),
+                json_pack("{s:s, s:f, s:f}", "unit", ceiling_unit((ceiling)c), "one", one, "all", all));
     }
     return object;
 }
@@ -62,10 +69,10 @@ static void print_devices(void)
     for (int32_t i = 0; i < count; i++) {
         quern_cuda_device d = QUERN_CUDA_DEVICE_INIT;
         if (quern_cuda_device_get(i, &d) == QUERN_OK)
-            printf("; cuda:%d %s, %d.%d, %d multiprocessors, %.0f GiB, driver for CUDA %d.%d", (int)i, d.name, (int)d.compute_major,
-                   (int)d.compute_minor, (int)d.multiprocessors, (double)d.memory_bytes * 0x1p-30, (int)d.driver / 1000, (int)d.driver % 1000 / 10);
-        else
-            printf("; not cuda:%d: %s", (int)i, quern_last_error(NULL));
+            printf("; cuda:%d %s, %d.%d, %d multiprocessors, %.0f GiB, driver for CUDA %d.%d", (int)i, d.name,
+                   (int)d.compute_major, (int)d.compute_minor, (int)d.multiprocessors,
+                   (double)d.memory_bytes * 0x1p-30, (int)d.driver / 1000, (int)d.driver % 1000 / 10);
+        else printf("; not cuda:%d: %s", (int)i, quern_last_error(NULL));
     }
     putchar('\n');
 }
@@ -75,8 +82,8 @@ static void print_text(const quern_context *ctx, const json_t *ceilings)
     char cpu[128];
     machine_cpu(cpu, sizeof cpu);
     printf("quern    %s (%s)\ncpu      %s\nlevel    %s (this machine: %s)\nthreads  %d\n", quern_version(),
-           machine_commit(), cpu, quern_cpu_level_name(quern_context_cpu_level(ctx)), quern_cpu_level_name(quern_cpu_level_detect()),
-           (int)quern_context_threads(ctx));
+           machine_commit(), cpu, quern_cpu_level_name(quern_context_cpu_level(ctx)),
+           quern_cpu_level_name(quern_cpu_level_detect()), (int)quern_context_threads(ctx));
     print_devices();
     if (ceilings == NULL) return;
     printf("\n%-10s %12s %12s\n", "ceiling", "1 thread", "all threads");
@@ -91,7 +98,8 @@ static void print_text(const quern_context *ctx, const json_t *ceilings)
 static void shape_text(const quern_tensor *t, char *text, size_t room)
 {
     size_t used = (size_t)snprintf(text, room, "[");
-    for (int32_t i = 0; i < t->ndim; i++) used += (size_t)snprintf(text + used, room - used, "%s%" PRId64, i > 0 ? ", " : "", t->shape[i]);
+    for (int32_t i = 0; i < t->ndim; i++)
+        used += (size_t)snprintf(text + used, room - used, "%s%" PRId64, i > 0 ? ", " : "", t->shape[i]);
     snprintf(text + used, room - used, "]");
 }
 
@@ -107,8 +115,12 @@ static int describe(const quern_safetensors *file, const char *name, json_t *lis
 {
     quern_tensor t;
     char shape[32 * QUERN_MAX_DIMS], escaped[512];
-    if (quern_safetensors_get(file, name, &t) != QUERN_OK) return fail(EXIT_INPUT, "%s", quern_last_error(NULL));
-    if (list != NULL) return json_array_append_new(list, tensor_json(name, &t)) == 0 ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for the result");
+    if (quern_safetensors_get(file, name, &t) != QUERN_OK)
+        return fail(EXIT_INPUT, "%s", quern_last_error(NULL));
+    if (list != NULL)
+        return json_array_append_new(list, tensor_json(name, &t)) == 0
+                   ? EXIT_DONE
+                   : fail(EXIT_MACHINE, "no memory for the result");
     shape_text(&t, shape, sizeof shape);
     text_escape(name, escaped, sizeof escaped);
     printf("%-40s %-7s %s\n", escaped, quern_dtype_name(t.dtype), shape);
@@ -118,12 +130,16 @@ static int describe(const quern_safetensors *file, const char *name, json_t *lis
 static int info_file(const char *path, bool json)
 {
     quern_safetensors *file = NULL;
-    if (quern_safetensors_open(path, &file) != QUERN_OK) return fail(EXIT_INPUT, "%s: %s", TEXT_NAME(path), quern_last_error(NULL));
+    if (quern_safetensors_open(path, &file) != QUERN_OK)
+        return fail(EXIT_INPUT, "%s: %s", TEXT_NAME(path), quern_last_error(NULL));
     json_t *list = json ? json_array() : NULL, *metadata = json ? json_object() : NULL;
-    int code = json && (list == NULL || metadata == NULL) ? fail(EXIT_MACHINE, "no memory for the result") : EXIT_DONE;
-    for (size_t i = 0; i < quern_safetensors_count(file) && code == EXIT_DONE; i++) code = describe(file, quern_safetensors_name(file, i), list);
+    int code = json && (list == NULL || metadata == NULL) ? fail(EXIT_MACHINE, "no memory for the result")
+                                                          : EXIT_DONE;
+    for (size_t i = 0; i < quern_safetensors_count(file) && code == EXIT_DONE; i++)
+        code = describe(file, quern_safetensors_name(file, i), list);
     for (size_t i = 0; i < quern_safetensors_metadata_count(file) && code == EXIT_DONE; i++) {
-        const char *key = quern_safetensors_metadata_key(file, i), *value = quern_safetensors_metadata(file, key);
+        const char *key = quern_safetensors_metadata_key(file, i),
+                   *value = quern_safetensors_metadata(file, key);
         char left[256], right[1024];
         text_escape(key, left, sizeof left);
         text_escape(value, right, sizeof right);
@@ -161,8 +177,8 @@ int verb_info(int argc, char **argv)
     if (code != EXIT_DONE) return code;
     json_t *ceilings = options.measure ? measure(quern_context_threads(ctx)) : NULL;
     if (machine.json) {
-        json_t *result = json_pack("{s:s, s:s, s:o}", "version", quern_version(), "commit", machine_commit(), "machine",
-                                   machine_json(ctx));
+        json_t *result = json_pack("{s:s, s:s, s:o}", "version", quern_version(), "commit", machine_commit(),
+                                   "machine", machine_json(ctx));
         if (ceilings != NULL) json_object_set(result, "ceilings", ceilings);
         output_print(result, JSON_INDENT(2) | JSON_REAL_PRECISION(6));
         json_decref(result);

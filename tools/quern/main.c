@@ -29,7 +29,8 @@ volatile sig_atomic_t command_child;
 
 const char *const device_choices[] = {"cpu", "cuda", NULL};
 const option_row machine_rows[] = {
-    {"threads", OPTION_INT, offsetof(machine_options, threads), NULL, "threads; 0: OMP_NUM_THREADS, else all CPUs"},
+    {"threads", OPTION_INT, offsetof(machine_options, threads), NULL,
+     "threads; 0: OMP_NUM_THREADS, else all CPUs"},
     {"device", OPTION_CHOICE, offsetof(machine_options, device), device_choices, "where to compute"},
     {"json", OPTION_FLAG, offsetof(machine_options, json), NULL, "print the result as JSON"},
 };
@@ -66,7 +67,8 @@ int open_context(const machine_options *options, quern_context **ctx)
 {
     if (options->threads < 0 || options->threads > 1024)
         return fail(EXIT_USAGE, "--threads %lld: 0 to 1024 is accepted", (long long)options->threads);
-    if (options->device == QUERN_CUDA && quern_cuda_check(0) != QUERN_OK) return fail(EXIT_MACHINE, "--device cuda: %s", quern_last_error(NULL));
+    if (options->device == QUERN_CUDA && quern_cuda_check(0) != QUERN_OK)
+        return fail(EXIT_MACHINE, "--device cuda: %s", quern_last_error(NULL));
     quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
     params.threads = (int32_t)options->threads;
     const quern_status status = quern_context_create(&params, ctx);
@@ -75,13 +77,17 @@ int open_context(const machine_options *options, quern_context **ctx)
 
 static void print_help(void)
 {
-    printf("quern %s: sparse attention that trains, on CPUs and NVIDIA GPUs\n\nusage: quern VERB [--option value ...]\n\n", quern_version());
+    printf("quern %s: sparse attention that trains, on CPUs and NVIDIA GPUs\n\nusage: quern VERB [--option "
+           "value ...]\n\n",
+           quern_version());
     for (size_t i = 0; i < VERBS; i++) printf("  %-8s %s\n", verbs[i].name, verbs[i].help);
     printf("\nquern VERB --help tells the rest; quern --version the version.\n"
            "\nexit codes: 0 done; 1 a comparison or acceptance figure failed; 2 the command line is wrong;\n"
            "3 a file, its tensors or a parameter is not accepted; 4 the machine lacks what is needed\n"
-           "(device, CPU level, memory, program); 5 a defect of Quern; 130, 143 ended by SIGINT, SIGTERM, with nothing\n"
-           "left behind. Files are written whole or not at all, through symbolic links; pipes and devices as they stand.\n"
+           "(device, CPU level, memory, program); 5 a defect of Quern; 130, 143 ended by SIGINT, SIGTERM, "
+           "with nothing\n"
+           "left behind. Files are written whole or not at all, through symbolic links; pipes and devices as "
+           "they stand.\n"
            "environment: QUERN_CPU=portable|avx2|avx512|avx512bf16 forces a CPU level; OMP_NUM_THREADS;\n"
            "QUERN_CUDA_LIBRARY=FILE is the GPU's backend, if not the libquern_cuda.so.0 beside libquern.\n");
 }
@@ -106,7 +112,8 @@ static int run_verb(int argc, char **argv)
             return verbs[i].call(argc - 1, argv + 1);
         }
     }
-    return fail(EXIT_USAGE, "verb '%s' is unknown: info, run, compare, bench, probe and accept are accepted", argv[1]);
+    return fail(EXIT_USAGE, "verb '%s' is unknown: info, run, compare, bench, probe and accept are accepted",
+                argv[1]);
 }
 
 int main(int argc, char **argv)

@@ -51,7 +51,8 @@ int output_chart(const char *path, FILE *script)
     snprintf(command, sizeof command, "exec gnuplot -d /proc/%ld/fd/%d", (long)getpid(), fileno(script));
     FILE *svg = popen(command, "r");
     size_t size = 0;
-    for (size_t n; svg != NULL && (n = fread(bytes, 1, sizeof bytes, svg)) > 0; size += n) (void)quern_file_write(file, bytes, n);
+    for (size_t n; svg != NULL && (n = fread(bytes, 1, sizeof bytes, svg)) > 0; size += n)
+        (void)quern_file_write(file, bytes, n);
     if (svg == NULL || pclose(svg) != 0 || size == 0) {
         quern_file_discard(file);
         return fail(EXIT_MACHINE, "gnuplot could not draw '%s'", TEXT_NAME(path));
@@ -84,8 +85,10 @@ void output_end_on_signals(void)
     struct sigaction action = {.sa_handler = end}, before;
     sigfillset(&action.sa_mask);
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        /* nohup stays; SIGINT that a shell ignores for its background jobs still ends a command that it is sent to */
-        if (numbers[i] == SIGHUP && sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN) continue;
+        /* nohup stays; SIGINT that a shell ignores for its background jobs still ends a command that it is
+         * sent to */
+        if (numbers[i] == SIGHUP && sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN)
+            continue;
         sigaction(numbers[i], &action, NULL);
     }
     signal(SIGXFSZ, SIG_IGN); /* a file limit is then an error of write(), reported like a full disk */
@@ -96,5 +99,6 @@ int output_finish(int code)
     errno = 0;
     const bool failed = ferror(stdout) != 0 || fflush(stdout) != 0;
     if (!failed || code > EXIT_MISMATCH) return code;
-    return fail(EXIT_INPUT, "cannot write to standard output%s%s", errno != 0 ? ": " : "", errno != 0 ? strerror(errno) : "");
+    return fail(EXIT_INPUT, "cannot write to standard output%s%s", errno != 0 ? ": " : "",
+                errno != 0 ? strerror(errno) : "");
 }

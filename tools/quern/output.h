@@ -7,20 +7,21 @@
 #include <jansson.h>
 #include <stdio.h>
 
-/* Finds out before the work that a file cannot be written. path NULL: none is wanted. Returns an exit code. */
+/* Finds out before the work that a file cannot be written. path NULL: none is wanted. Returns an exit code.
+ */
 int output_check(const char *path);
 /* Writes JSON and a line's end. Returns an exit code. */
 int output_json(const char *path, const json_t *root, size_t flags);
-/* Runs gnuplot over the script, which is read from its beginning, and writes the SVG that it prints. No path reaches
- * gnuplot. Returns an exit code. */
+/* Runs gnuplot over the script, which is read from its beginning, and writes the SVG that it prints. No path
+ * reaches gnuplot. Returns an exit code. */
 int output_chart(const char *path, FILE *script);
 /* Prints JSON to standard output. */
 void output_print(const json_t *root, size_t flags);
 /* A number, or null where it is none: JSON has no infinity and no NaN. */
 json_t *output_number(double value);
 
-/* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the command at once, with 128 + the signal's number as the exit code, and
- * leave neither a temporary file nor a child process. */
+/* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the command at once, with 128 + the signal's number as the exit
+ * code, and leave neither a temporary file nor a child process. */
 void output_end_on_signals(void);
 /* Ends standard output: what could not be written makes an exit code of 0 or 1 that of an unwritable file. */
 int output_finish(int code);
