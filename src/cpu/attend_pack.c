@@ -13,8 +13,9 @@ attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args)
 {
     attend_plan p = {.args = args, .kernels = attention_kernels_for(exec->cpu_level)};
     p.bf16 = args->q.dtype == QUERN_BF16 && p.kernels->mm_bf16 != NULL;
-    p.heads = (int32_t)args->q.shape[2];
-    p.kv_heads = (int32_t)args->k.shape[2];
+    const bool none = args->seqs.n_q == 0 || (args->seqs.cu_q.ndim == 0 && args->seqs.batch == 0);
+    p.heads = none ? 0 : (int32_t)args->q.shape[2]; /* without queries it may be any number */
+    p.kv_heads = none ? 0 : (int32_t)args->k.shape[2];
     p.group = p.kv_heads > 0 ? p.heads / p.kv_heads : 1;
     const bool by_head = args->list.ndim > 0 && args->scope == LIST_BY_HEAD;
     p.hs = by_head ? 1 : p.group;

@@ -55,6 +55,7 @@ quern_status cpu_check(const stage_exec *exec, const check_args *args, void *wor
     (void)workspace;
     check_list lists[] = {{args, &args->blocks, false, QUERN_STATUS_BAD_INDEX}, {args, &args->groups, true, QUERN_STATUS_BAD_GROUP}};
     for (int i = 0; i < 2; i++)
-        if (lists[i].list->ndim > 0) parallel_for(exec, args->seqs.batch * lists[i].list->shape[1], check_sequence, &lists[i]);
+        if (lists[i].list->ndim > 0 && lists[i].list->shape[2] > 0)
+            parallel_for(exec, args->seqs.batch * lists[i].list->shape[1], check_sequence, &lists[i]);
     return QUERN_OK;
 }

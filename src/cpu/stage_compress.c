@@ -60,7 +60,7 @@ static int64_t runs_of_entry(const compress_args *args)
 
 static void carve_side(const stage_exec *exec, compress_job *job, side *s, arena *a)
 {
-    if (!is_present(s->x)) return;
+    if (!is_present(s->x) || s->x->shape[0] == 0 || s->x->shape[1] == 0) return; /* without tokens there may be any number of heads */
     const bool linear = job->args->kind == COMPRESS_LINEAR, bf16 = as_bf16(job, s->x, s->w);
     const int64_t positions = linear ? job->args->block_size : 1, heads = s->x->shape[2], dim = s->x->shape[3];
     const int64_t width = step_group(positions, dim, STEP_WIDTH) * dim;

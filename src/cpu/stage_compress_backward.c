@@ -102,7 +102,7 @@ static backward_job carve(const stage_exec *exec, const compress_args *args, are
         s->dim = s->y->shape[3];
         s->width = round_up16(s->dim);
         job.total = s->y->shape[1];
-        job.sum_floats = greater(job.sum_floats, s->heads * s->width); /* mean: one run's row */
+        if (args->seqs.batch > 0 && args->seqs.n_q > 0) job.sum_floats = greater(job.sum_floats, s->heads * s->width); /* mean: one run's row */
         if (is_present(s->w)) carve_weights(exec, &job, s, a);
     }
     job.tile_floats = round_up16(job.tile_floats);

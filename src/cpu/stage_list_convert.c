@@ -57,6 +57,6 @@ quern_status cpu_list_convert(const stage_exec *exec, const list_convert_args *a
 {
     (void)workspace;
     list_convert_args copy = *args;
-    parallel_for(exec, args->in.shape[0], convert_list, &copy);
+    if (args->out.shape[1] > 0 || args->count.ndim > 0) parallel_for(exec, args->in.shape[0], convert_list, &copy);
     return QUERN_OK;
 }

@@ -52,12 +52,12 @@ static void fill_unused(const select_plan *p)
     const int64_t used = first_list_row(&p->args->seqs, p->tile, p->args->seqs.batch);
     for (int i = 0; i < 2; i++) {
         if (!is_present(lists[i]) || (i == 1 && p->args->groups_given)) continue;
-        for (int64_t h = 0; h < p->list_heads; h++)
-            for (int64_t r = used; r < lists[i]->shape[2]; r++)
+        for (int64_t r = used; r < lists[i]->shape[2]; r++)
+            for (int64_t h = 0; h < lists[i]->shape[1]; h++)
                 for (int64_t e = 0; e < lists[i]->shape[3]; e++) ((int32_t *)row_at(lists[i], 0, h, r))[e] = -1;
     }
-    for (int64_t h = 0; is_present(counts) && h < p->list_heads; h++)
-        for (int64_t r = used; r < counts->shape[2]; r++) *(int32_t *)row_at(counts, 0, h, r) = 0;
+    for (int64_t r = used; is_present(counts) && r < counts->shape[2]; r++)
+        for (int64_t h = 0; h < counts->shape[1]; h++) *(int32_t *)row_at(counts, 0, h, r) = 0;
 }
 
 bool cpu_select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
