@@ -26,6 +26,7 @@
 #include "stages/list_convert.h"
 #include "stages/prepack.h"
 #include "stages/quantise.h"
+#include "stages/route.h"
 #include "stages/rowdot.h"
 #include "stages/select.h"
 #include "stages/swizzle.h"
@@ -51,7 +52,9 @@
     F(swizzle, swizzle)               \
     F(interleave, interleave)         \
     F(prepack, prepack)               \
-    F(grouped_gemm, grouped_gemm)
+    F(grouped_gemm, grouped_gemm)     \
+    F(route_forward, route)           \
+    F(route_backward, route)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

@@ -91,6 +91,9 @@ static inline uint64_t build_id(void)
 #define ARGS grouped_gemm_args
     GROUPED_GEMM_TENSORS(BUILD_ID_FIELD) GROUPED_GEMM_VALUES(BUILD_ID_FIELD)
 #undef ARGS
+#define ARGS route_args
+    ROUTE_TENSORS(BUILD_ID_FIELD) ROUTE_VALUES(BUILD_ID_FIELD)
+#undef ARGS
     return h;
 }
 

@@ -87,6 +87,7 @@ PLACE_ALL(swizzle, SWIZZLE_TENSORS)
 PLACE_ALL(interleave, INTERLEAVE_TENSORS)
 PLACE_ALL(prepack, PREPACK_TENSORS)
 PLACE_ALL(grouped_gemm, GROUPED_GEMM_TENSORS)
+PLACE_ALL(route, ROUTE_TENSORS)
 
 static void place_attend_gate(attend_gate_args *args, const op_frame *frame)
 {

@@ -4,6 +4,7 @@
 #include "cpu/gemm.h"
 #include "cpu/gemm4/stages.h"
 #include "cpu/quantise/stages.h"
+#include "cpu/route/route.h"
 #include "cpu/stages.h"
 
 #include <stdlib.h>
@@ -45,4 +46,6 @@ const quern_backend quern_backend_cpu = {
     .interleave = {NULL, NULL, cpu_interleave},
     .prepack = {NULL, NULL, cpu_prepack},
     .grouped_gemm = {NULL, cpu_grouped_gemm_workspace, cpu_grouped_gemm},
+    .route_forward = {NULL, cpu_route_workspace, cpu_route},
+    .route_backward = {NULL, cpu_route_backward_workspace, cpu_route_backward},
 };

@@ -107,6 +107,10 @@ static void every_field_is_listed(void **unused)
     field grouped_gemm[] = {GROUPED_GEMM_TENSORS(FIELD) GROUPED_GEMM_VALUES(FIELD)};
     check_cover("grouped_gemm_args", grouped_gemm, sizeof grouped_gemm / sizeof *grouped_gemm, sizeof(ARGS));
 #undef ARGS
+#define ARGS route_args
+    field route[] = {ROUTE_TENSORS(FIELD) ROUTE_VALUES(FIELD)};
+    check_cover("route_args", route, sizeof route / sizeof *route, sizeof(ARGS));
+#undef ARGS
 #define ARGS stage_exec
     field exec[] = {STAGE_EXEC_VALUES(FIELD)};
     check_cover("stage_exec", exec, sizeof exec / sizeof *exec, sizeof(ARGS));

@@ -1,0 +1,226 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_route.c - the router: logits, scores, the choice of each token, then a counting sort of all slots by expert.
+ * Limit: the product that makes the logits; the sort walks T k slots twice on one thread.
+ */
+#include "core/error.h"
+#include "core/parallel.h"
+#include "cpu/route/route.h"
+
+#include <math.h>
+
+static route_job plan(const stage_exec *exec, const route_args *args)
+{
+    const bool given = args->logits.ndim > 0;
+    return (route_job){.args = args,
+                       .dense = attention_kernels_for(exec->cpu_level),
+                       .tokens = given ? args->logits.shape[0] : args->hidden.shape[0],
+                       .experts = given ? args->logits.shape[1] : args->weight.shape[0],
+                       .dim = given ? 0 : args->hidden.shape[1]};
+}
+
+static void carve(const stage_exec *exec, route_job *job, arena *a, bool backward)
+{
+    const size_t matrix = (size_t)(job->tokens * job->experts) * sizeof(float);
+    const bool given = job->args->logits.ndim > 0;
+    job->scores = arena_take(a, (size_t)exec->threads * 2 * (size_t)job->experts * sizeof(float));
+    if (!given) job->own = arena_take(a, matrix);
+    if (!given) job->scratch = arena_take(a, (size_t)exec->threads * sizeof(route_scratch));
+    if (backward && job->args->d_logits.ndim == 0) job->d_own = arena_take(a, matrix);
+    job->logits = given ? job->args->logits.data : job->own;
+    job->logits_stride = given ? job->args->logits.strides[0] : job->experts;
+}
+
+static size_t workspace_of(const stage_exec *exec, const route_args *args, bool backward)
+{
+    route_job job = plan(exec, args);
+    arena a = arena_on(NULL);
+    carve(exec, &job, &a, backward);
+    return a.used;
+}
+
+size_t cpu_route_workspace(const stage_exec *exec, const route_args *args)
+{
+    return workspace_of(exec, args, false);
+}
+
+size_t cpu_route_backward_workspace(const stage_exec *exec, const route_args *args)
+{
+    return workspace_of(exec, args, true);
+}
+
+static int32_t *entry(const quern_tensor *t, int64_t row, int64_t column)
+{
+    return (int32_t *)t->data + row * t->strides[0] + column;
+}
+
+/* The table's row of a token. */
+static const int32_t *table_row(const route_args *args, int64_t token)
+{
+    return entry(&args->tid2eid, *((const int32_t *)args->input_ids.data + token), 0);
+}
+
+/* Greater keys first; among equals the lower index stays ahead; NaN counts as least. */
+static bool is_better(float key, float than)
+{
+    return key > than || (isnan(than) && !isnan(key));
+}
+
+/* The top_k greatest keys, as expert ids in rising order. */
+static void choose(const float *keys, int64_t experts, int64_t top_k, int32_t *chosen)
+{
+    int64_t held = 0;
+    for (int64_t e = 0; e < experts; e++) { /* chosen is kept best first */
+        int64_t at = held;
+        while (at > 0 && is_better(keys[e], keys[chosen[at - 1]])) at--;
+        if (at == top_k) continue;
+        if (held < top_k) held++;
+        for (int64_t j = held - 1; j > at; j--) chosen[j] = chosen[j - 1];
+        chosen[at] = (int32_t)e;
+    }
+    for (int64_t i = 1; i < held; i++)
+        for (int64_t j = i; j > 0 && chosen[j - 1] > chosen[j]; j--) {
+            const int32_t lower = chosen[j];
+            chosen[j] = chosen[j - 1];
+            chosen[j - 1] = lower;
+        }
+}
+
+static void write_weights(const route_args *args, int64_t token, const float *scores, const int32_t *chosen)
+{
+    float *weights = (float *)args->weights.data + token * args->weights.strides[0], sum = 0.0f;
+    for (int64_t j = 0; j < args->top_k; j++) sum += scores[chosen[j]];
+    for (int64_t j = 0; j < args->top_k; j++)
+        weights[j] = (args->renormalize ? scores[chosen[j]] / (sum + 1e-20f) : scores[chosen[j]]) * args->scale;
+}
+
+static void route_token(void *arg, int64_t token, int32_t thread)
+{
+    const route_job *job = arg;
+    const route_args *args = job->args;
+    float *scores = job->scores + thread * 2 * job->experts, *keys = scores;
+    int32_t *chosen = entry(&args->experts, token, 0);
+    route_scores(args->score, job->logits + token * job->logits_stride, job->experts, scores);
+    if (args->tid2eid.ndim > 0) {
+        const int32_t *row = table_row(args, token);
+        for (int64_t j = 0; j < args->top_k; j++) chosen[j] = row[j];
+    } else {
+        if (args->bias.ndim > 0) {
+            keys = scores + job->experts;
+            for (int64_t e = 0; e < job->experts; e++) keys[e] = scores[e] + ((const float *)args->bias.data)[e];
+        }
+        choose(keys, job->experts, args->top_k, chosen);
+    }
+    write_weights(args, token, scores, chosen);
+}
+
+/* Counts, then the inclusive sums, then each slot to its place: by expert, then by slot. */
+static void sort_slots(const route_job *job)
+{
+    const route_args *args = job->args;
+    int32_t *ends = args->offsets.data, *permutation = args->permutation.data;
+    for (int64_t e = 0; e < job->experts; e++) ends[e] = 0;
+    for (int64_t t = 0; t < job->tokens; t++)
+        for (int64_t j = 0; j < args->top_k; j++) ends[*entry(&args->experts, t, j)]++;
+    for (int64_t e = 1; e < job->experts; e++) ends[e] += ends[e - 1];
+    for (int64_t t = job->tokens - 1; t >= 0; t--) /* from the back, so that ends[e] runs down to the expert's first row */
+        for (int64_t j = args->top_k - 1; j >= 0; j--) permutation[--ends[*entry(&args->experts, t, j)]] = (int32_t)(t * args->top_k + j);
+    for (int64_t e = 0; e + 1 < job->experts; e++) ends[e] = ends[e + 1];
+    if (job->experts > 0) ends[job->experts - 1] = (int32_t)(job->tokens * args->top_k);
+}
+
+/* Token ids must have a row of the table, and its entries be experts. */
+static quern_status check_table(const route_job *job)
+{
+    const route_args *args = job->args;
+    for (int64_t t = 0; args->tid2eid.ndim > 0 && t < job->tokens; t++) {
+        const int32_t id = ((const int32_t *)args->input_ids.data)[t];
+        if (id < 0 || id >= args->tid2eid.shape[0])
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "input_ids[%lld] is %d: 0 to %lld, the rows of tid2eid, is accepted", (long long)t, id,
+                             (long long)args->tid2eid.shape[0] - 1);
+        for (int64_t j = 0; j < args->top_k; j++)
+            if (table_row(args, t)[j] < 0 || table_row(args, t)[j] >= job->experts)
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "tid2eid[%d, %lld] is %d: an expert, 0 to %lld, is accepted", id, (long long)j,
+                                 table_row(args, t)[j], (long long)job->experts - 1);
+    }
+    return QUERN_OK;
+}
+
+quern_status cpu_route(const stage_exec *exec, const route_args *args, void *workspace)
+{
+    route_job job = plan(exec, args);
+    arena a = arena_on(workspace);
+    carve(exec, &job, &a, false);
+    const quern_status status = check_table(&job);
+    if (status != QUERN_OK) return status;
+    if (job.own != NULL) route_products(exec, &job);
+    parallel_for(exec, job.tokens, route_token, &job);
+    sort_slots(&job);
+    return QUERN_OK;
+}
+
+/* The gradient of a token's scores, zero but for the chosen, into d[E]. */
+static void score_gradient(const route_args *args, int64_t token, const float *scores, int64_t experts, float *d)
+{
+    const int32_t *chosen = entry(&args->experts, token, 0);
+    const float *d_weights = (const float *)args->d_weights.data + token * args->d_weights.strides[0];
+    float sum = 1e-20f, dot = 0.0f;
+    for (int64_t e = 0; e < experts; e++) d[e] = 0.0f;
+    for (int64_t j = 0; j < args->top_k; j++) {
+        sum += scores[chosen[j]];
+        dot += d_weights[j] * scores[chosen[j]];
+    }
+    for (int64_t j = 0; j < args->top_k; j++)
+        d[chosen[j]] += args->renormalize ? args->scale * (d_weights[j] * sum - dot) / sum / sum : args->scale * d_weights[j];
+}
+
+/* d by scores to d by logits, in place. */
+static void logit_gradient(route_score score, const float *logits, const float *scores, int64_t experts, float *d)
+{
+    float dot = 0.0f;
+    for (int64_t e = 0; score == ROUTE_SOFTMAX && e < experts; e++) dot += d[e] * scores[e];
+    for (int64_t e = 0; e < experts; e++) {
+        if (score == ROUTE_SOFTMAX) d[e] = scores[e] * (d[e] - dot);
+        else if (score == ROUTE_SIGMOID) d[e] *= scores[e] * (1.0f - scores[e]);
+        else d[e] = scores[e] > 0.0f ? d[e] / (2.0f * scores[e]) / (1.0f + expf(-logits[e])) : 0.0f;
+    }
+}
+
+static void backward_token(void *arg, int64_t token, int32_t thread)
+{
+    const route_job *job = arg;
+    const route_args *args = job->args;
+    const float *logits = job->logits + token * job->logits_stride;
+    float *scores = job->scores + thread * 2 * job->experts;
+    float *d = job->d_own != NULL ? job->d_own + token * job->experts : (float *)args->d_logits.data + token * args->d_logits.strides[0];
+    route_scores(args->score, logits, job->experts, scores);
+    score_gradient(args, token, scores, job->experts, d);
+    logit_gradient(args->score, logits, scores, job->experts, d);
+}
+
+static quern_status check_experts(const route_job *job)
+{
+    for (int64_t t = 0; t < job->tokens; t++)
+        for (int64_t j = 0; j < job->args->top_k; j++) {
+            const int32_t e = *entry(&job->args->experts, t, j);
+            if (e < 0 || e >= job->experts)
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "experts[%lld, %lld] is %d: 0 to %lld is accepted", (long long)t, (long long)j, e,
+                                 (long long)job->experts - 1);
+        }
+    return QUERN_OK;
+}
+
+quern_status cpu_route_backward(const stage_exec *exec, const route_args *args, void *workspace)
+{
+    route_job job = plan(exec, args);
+    arena a = arena_on(workspace);
+    carve(exec, &job, &a, true);
+    const quern_status status = check_experts(&job);
+    if (status != QUERN_OK) return status;
+    if (job.own != NULL) route_products(exec, &job);
+    parallel_for(exec, job.tokens, backward_token, &job);
+    const float *d = job.d_own != NULL ? job.d_own : args->d_logits.data;
+    if (job.own != NULL) route_gradients(exec, &job, d, job.d_own != NULL ? job.experts : args->d_logits.strides[0]);
+    return QUERN_OK;
+}
