@@ -157,6 +157,54 @@ typedef struct quern_nsa_tensors {
  *   QUERN_STATUS_BAD_OFFSETS  cu_seqlens, cu_seqlens_cmp
  */
 
+/* ---- extents, so that a caller computes none of the formulas above; `n` tokens of a sequence, `total` of a batch ---- */
+
+/* Nc: compressed entries of a sequence. */
+static inline int64_t quern_nsa_entries(const quern_nsa_params *p, int64_t n)
+{
+    const int64_t stride = p->stride > 0 ? p->stride : p->block_size;
+    return p->block_size > 0 && n >= p->block_size ? (n - p->block_size) / stride + 1 : 0;
+}
+
+/* Varlen: rows of k_cmp and v_cmp. */
+static inline int64_t quern_nsa_entry_rows(const quern_nsa_params *p, int64_t total)
+{
+    const int64_t stride = p->stride > 0 ? p->stride : p->block_size;
+    return stride > 0 ? total / stride : 0;
+}
+
+/* Selection blocks of a sequence: indices in block_idx are below it. */
+static inline int64_t quern_nsa_blocks(const quern_nsa_params *p, int64_t n)
+{
+    const int64_t length = p->select_block > 0 ? p->select_block : p->block_size;
+    return length > 0 ? n / length + (n % length != 0) : 0;
+}
+
+/* Groups of 128 compressed entries of a sequence: indices in group_idx are below it. */
+static inline int64_t quern_nsa_groups(const quern_nsa_params *p, int64_t n)
+{
+    const int64_t entries = quern_nsa_entries(p, n);
+    return entries / 128 + (entries % 128 != 0);
+}
+
+/* Query tiles of a sequence: rows of its index lists. */
+static inline int64_t quern_nsa_tiles(const quern_nsa_params *p, int64_t n)
+{
+    return p->tile > 0 ? n / p->tile + (n % p->tile != 0) : 0;
+}
+
+/* Varlen: rows of the index lists of `batch` sequences. */
+static inline int64_t quern_nsa_list_rows(const quern_nsa_params *p, int64_t total, int64_t batch)
+{
+    return p->tile > 0 ? total / p->tile + batch : 0;
+}
+
+/* Hs: index lists of a tile. */
+static inline int64_t quern_nsa_list_heads(const quern_nsa_params *p, int64_t heads, int64_t kv_heads)
+{
+    return p->scope == QUERN_NSA_SCOPE_HEAD ? heads : kv_heads;
+}
+
 /*
  * What is refused. Every check comes before the first byte of an output or of the workspace is written; the sentence
  * of quern_last_error() names the argument, what was given and what is accepted. Status: QUERN_ERR_INVALID_ARGUMENT

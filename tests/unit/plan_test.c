@@ -270,6 +270,43 @@ static void a_plan_is_described(void **state)
     nsa_case_free(c);
 }
 
+/* Lists and entries of the extents that nsa.h's helpers give are accepted, one more or less is not. */
+static void extents_are_those_of_the_helpers(void **state)
+{
+    (void)state;
+    static const int64_t lengths[] = {0, 1, 7, 8, 9, 31, 130};
+    for (int i = 0; i < 2 * 2 * 7; i++) {
+        const bool varlen = i % 2;
+        const int64_t n = lengths[i / 4];
+        quern_nsa_params p = QUERN_NSA_PARAMS_INIT;
+        p.block_size = 8;
+        p.stride = i / 2 % 2 ? 2 : 0;
+        p.tile = 3;
+        p.scope = i / 2 % 2 ? QUERN_NSA_SCOPE_HEAD : QUERN_NSA_SCOPE_GROUP;
+        const int64_t entries = varlen ? quern_nsa_entry_rows(&p, n) : quern_nsa_entries(&p, n);
+        const int64_t rows = varlen ? quern_nsa_list_rows(&p, n, 2) : quern_nsa_tiles(&p, n), hs = quern_nsa_list_heads(&p, 4, 2);
+        for (int off = -1; off <= 1; off++) {
+            quern_tensor q = quern_tensor_contiguous(NULL, QUERN_F32, 4, (int64_t[]){1, n, 4, 8}), k = q, cmp = q, idx = q, cu;
+            k.shape[2] = cmp.shape[2] = 2;
+            cmp.shape[1] = entries + (off > 0);
+            idx = quern_tensor_contiguous(NULL, QUERN_I32, 4, (int64_t[]){1, hs, rows + (off < 0), p.num_selected});
+            cu = quern_tensor_contiguous(NULL, QUERN_I32, 1, (int64_t[]){3});
+            quern_tensor *const all[] = {&q, &k, &cmp, &idx};
+            for (int t = 0; t < 4; t++) *all[t] = quern_tensor_contiguous(NULL, all[t]->dtype, 4 - varlen, all[t]->shape + varlen);
+            quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
+            t.q = t.o = &q, t.k = t.v = &k, t.k_cmp = t.v_cmp = &cmp, t.block_idx = &idx;
+            if (varlen) t.cu_seqlens = &cu;
+            size_t bytes;
+            const quern_status status = quern_nsa_forward_workspace(ctx, &p, &t, &bytes);
+            assert_int_equal(status, off == 0 ? QUERN_OK : QUERN_ERR_INVALID_ARGUMENT);
+        }
+        assert_int_equal(quern_nsa_blocks(&p, n), (n + 7) / 8);
+        assert_int_equal(quern_nsa_groups(&p, n), (quern_nsa_entries(&p, n) + 127) / 128);
+    }
+    const quern_nsa_params none = {.size = sizeof none};
+    assert_true(quern_nsa_entries(&none, 9) == 0 && quern_nsa_blocks(&none, 9) == 0 && quern_nsa_tiles(&none, 9) == 0);
+}
+
 static void what_makes_no_plan_is_named(void **state)
 {
     test_random random = {6};
@@ -299,6 +336,7 @@ int main(void)
         cmocka_unit_test(an_older_caller_has_fewer_addresses),
         cmocka_unit_test(threads_share_a_plan),
         cmocka_unit_test(a_plan_is_described),
+        cmocka_unit_test(extents_are_those_of_the_helpers),
         cmocka_unit_test(what_makes_no_plan_is_named),
     };
     return cmocka_run_group_tests(tests, open_context, close_context);
