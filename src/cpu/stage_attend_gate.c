@@ -320,6 +320,7 @@ size_t cpu_attend_gate_workspace(const stage_exec *exec, const attend_gate_args 
 
 quern_status cpu_attend_gate(const stage_exec *exec, const attend_gate_args *args, void *workspace)
 {
+    if (args->gate.seqs.n_q == 0) return QUERN_OK; /* all that it writes is of queries */
     arena a = arena_on(workspace);
     gated_job job;
     carve(exec, args, &a, &job);

@@ -209,7 +209,7 @@ size_t cpu_compress_workspace(const stage_exec *exec, const compress_args *args)
 quern_status cpu_compress(const stage_exec *exec, const compress_args *args, void *workspace)
 {
     write_borders(args);
-    if (args->kind == COMPRESS_GIVEN) return QUERN_OK;
+    if (args->kind == COMPRESS_GIVEN || (args->seqs.cu_q.data == NULL && args->seqs.n_kv == 0)) return QUERN_OK; /* no entries */
     arena a = arena_on(workspace);
     compress_job job = carve(exec, args, &a);
     const int64_t most = entries_of(args, longest_sequence(&args->seqs)), heads = is_present(&args->k) ? args->k.shape[2] : args->v.shape[2];

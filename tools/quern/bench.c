@@ -45,7 +45,8 @@ enum { ROWS = sizeof rows / sizeof *rows, LIST_MAX = 64 };
 static const struct {
     const char *what, *op;
 } subjects[] = {{"ceilings", NULL},       {"attention", "attention"},    {"nsa", "nsa"},
-                {"compress", "nsa-compress"}, {"select", "nsa-select"}, {"gate", "nsa-gate"}};
+                {"compress", "nsa-compress"}, {"select", "nsa-select"}, {"gate", "nsa-gate"},
+                {"overhead", NULL}};
 enum { SUBJECTS = sizeof subjects / sizeof *subjects };
 
 static bench_options default_options(const operation *op)
@@ -59,11 +60,12 @@ static bench_options default_options(const operation *op)
 static void print_help(const operation *op)
 {
     const bench_options defaults = default_options(op);
-    printf("usage: quern bench ceilings|attention|nsa|compress|select|gate [--key value ...]\n\n"
+    printf("usage: quern bench ceilings|overhead|attention|nsa|compress|select|gate [--key value ...]\n\n"
            "Medians of repeated runs on random data, the fraction of the machine's limit that was measured beside\n"
            "them (f32 multiply-add, bf16 dot product, read, copy or write bandwidth), for nsa also the speed-up over\n"
            "dense attention, for attention that over matmul and softmax of oneDNN. Parameters of the operation are\n"
-           "options too: quern bench WHAT --help.\n\noptions:\n");
+           "options too: quern bench WHAT --help. overhead is the time of calls beside their kernels; it takes\n"
+           "--device, --threads and --json.\n\noptions:\n");
     print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
     print_options(&(option_group){bench_case_rows, bench_case_row_count, (void *)(uintptr_t)&defaults.what});
     if (op != NULL) print_options(&(option_group){op->family->params, op->family->param_count, (void *)(uintptr_t)&defaults.what.params});
@@ -232,7 +234,7 @@ int verb_bench(int argc, char **argv)
         return EXIT_DONE;
     }
     if (argc - first != 1 || subject == SUBJECTS || strcmp(argv[first], subjects[subject].what) != 0)
-        return fail(EXIT_USAGE, "one of ceilings, attention, nsa, compress, select and gate is accepted; see quern bench --help");
+        return fail(EXIT_USAGE, "one of ceilings, overhead, attention, nsa, compress, select and gate is accepted; see quern bench --help");
     if (options.profile != NULL) { /* first the preset, then the options over it */
         if (op == NULL || op->family != &family_nsa) return fail(EXIT_USAGE, "--profile: only operations of the nsa family have presets");
         const char *profile = options.profile;
@@ -240,6 +242,12 @@ int verb_bench(int argc, char **argv)
         if (quern_nsa_params_preset(&options.what.params.nsa, profile) != QUERN_OK) return fail(EXIT_USAGE, "--profile: %s", quern_last_error(NULL));
         code = parse_options(argc, argv, groups, 3, &first, &help);
         if (code != EXIT_DONE) return code;
+    }
+    if (strcmp(subjects[subject].what, "overhead") == 0) {
+        int64_t threads;
+        if (parse_integers(options.threads, 0, 1024, &threads, 1) != 1)
+            return fail(EXIT_USAGE, "--threads '%s': one count from 0 to 1024 is accepted", options.threads);
+        return bench_overhead(options.what.device, threads, options.json);
     }
     return bench(&options, op == NULL);
 }

@@ -79,6 +79,9 @@ int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, i
 int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *forward, timing *backward);
 work bench_work(const bench_case *c, bool backward, quern_cpu_level level);
 
+/* `quern bench overhead`. */
+int bench_overhead(int device, int64_t threads, const char *json);
+
 timing timing_of(double *ms, int count);
 /* GFLOP/s or GB/s of a row, as its limit counts. */
 double row_rate(const bench_row *row);
