@@ -210,6 +210,7 @@ static quern_status check_status(const op_call *call, const quern_tensor *status
 static quern_status prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
                             op_looks looks, any_tensors *own, used_tensors *used)
 {
+    DEFAULT_FLOAT_STATE; /* a plan computes defaults, such as the scale */
     char *const kept = (char *)call + family->params_at;
     size_t params_size;
     if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");

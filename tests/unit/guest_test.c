@@ -34,6 +34,7 @@ static nsa_case *make_case(int which)
     config.dtype = (quern_dtype)(which % 3);
     config.params.gate = QUERN_NSA_GATE_WEIGHTS;
     config.n = 190;
+    config.d = config.dv = 24; /* 1 / sqrt(24) is rounded */
     if (which == 3) { /* 256 entries of one product: what oneDNN takes */
         config.params.compress = QUERN_NSA_COMPRESS_LINEAR;
         config.dtype = QUERN_F32;
