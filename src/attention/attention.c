@@ -56,10 +56,10 @@ quern_status attention_plan(op_call *call)
         void *delta = arena_take(&a, (size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float));
         c->attend.delta = view_on(&call->like, delta, QUERN_F32, 3, shape);
         c->rowdot = (rowdot_args){attend->seqs, attend->d_o, attend->o, attend->delta};
-        bytes = b->rowdot.workspace(&call->exec, &c->rowdot);
+        bytes = STAGE_WORKSPACE(b->rowdot, &call->exec, &c->rowdot);
     }
-    if (!stage->supports(&call->exec, &c->attend, why)) return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
-    const size_t most = stage->workspace(&call->exec, &c->attend);
+    if (!STAGE_TAKES(*stage, &call->exec, &c->attend, why)) return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+    const size_t most = STAGE_WORKSPACE(*stage, &call->exec, &c->attend);
     c->scratch = arena_take(&a, most > bytes ? most : bytes);
     op_workspace_end(call, &a);
     return QUERN_OK;

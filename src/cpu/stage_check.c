@@ -6,21 +6,6 @@
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
-bool cpu_check_supports(const stage_exec *exec, const check_args *args, char why[STAGE_WHY_BYTES])
-{
-    (void)exec;
-    (void)args;
-    (void)why;
-    return true;
-}
-
-size_t cpu_check_workspace(const stage_exec *exec, const check_args *args)
-{
-    (void)exec;
-    (void)args;
-    return 0;
-}
-
 typedef struct check_list {
     const check_args *args;
     const quern_tensor *list;

@@ -9,21 +9,6 @@
 
 enum { CONVERT_TOKENS = 32 };
 
-bool cpu_convert_supports(const stage_exec *exec, const convert_args *args, char why[STAGE_WHY_BYTES])
-{
-    (void)exec;
-    (void)args;
-    (void)why;
-    return true;
-}
-
-size_t cpu_convert_workspace(const stage_exec *exec, const convert_args *args)
-{
-    (void)exec;
-    (void)args;
-    return 0;
-}
-
 typedef struct convert_job {
     const convert_args *args;
     const nsa_kernels *kernels;

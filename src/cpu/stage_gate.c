@@ -83,13 +83,6 @@ bool cpu_gate_supports(const stage_exec *exec, const gate_args *args, char why[S
     return takes_dims(is_present(&args->q) ? args->q.shape[3] : 0, dim_v, why);
 }
 
-size_t cpu_gate_forward_workspace(const stage_exec *exec, const gate_args *args)
-{
-    (void)exec;
-    (void)args;
-    return 0;
-}
-
 quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, void *workspace)
 {
     (void)workspace;

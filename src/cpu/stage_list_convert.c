@@ -5,21 +5,6 @@
 #include "core/parallel.h"
 #include "cpu/stages.h"
 
-bool cpu_list_convert_supports(const stage_exec *exec, const list_convert_args *args, char why[STAGE_WHY_BYTES])
-{
-    (void)exec;
-    (void)args;
-    (void)why;
-    return true;
-}
-
-size_t cpu_list_convert_workspace(const stage_exec *exec, const list_convert_args *args)
-{
-    (void)exec;
-    (void)args;
-    return 0;
-}
-
 /* Inserts x into the rising list unless it is there. */
 static int64_t insert(int32_t *list, int64_t count, int32_t x)
 {

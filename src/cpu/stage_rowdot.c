@@ -6,21 +6,6 @@
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
-bool cpu_rowdot_supports(const stage_exec *exec, const rowdot_args *args, char why[STAGE_WHY_BYTES])
-{
-    (void)exec;
-    (void)args;
-    (void)why;
-    return true;
-}
-
-size_t cpu_rowdot_workspace(const stage_exec *exec, const rowdot_args *args)
-{
-    (void)exec;
-    (void)args;
-    return 0;
-}
-
 typedef struct rowdot_job {
     const rowdot_args *args;
     const attention_kernels *kernels;

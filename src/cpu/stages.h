@@ -12,8 +12,6 @@ quern_status cpu_attend_forward(const stage_exec *exec, const attend_args *args,
 size_t cpu_attend_backward_workspace(const stage_exec *exec, const attend_args *args);
 quern_status cpu_attend_backward(const stage_exec *exec, const attend_args *args, void *workspace);
 
-bool cpu_rowdot_supports(const stage_exec *exec, const rowdot_args *args, char why[STAGE_WHY_BYTES]);
-size_t cpu_rowdot_workspace(const stage_exec *exec, const rowdot_args *args);
 quern_status cpu_rowdot(const stage_exec *exec, const rowdot_args *args, void *workspace);
 
 bool cpu_compress_supports(const stage_exec *exec, const compress_args *args, char why[STAGE_WHY_BYTES]);
@@ -31,21 +29,14 @@ size_t cpu_attend_gate_workspace(const stage_exec *exec, const attend_gate_args 
 quern_status cpu_attend_gate(const stage_exec *exec, const attend_gate_args *args, void *workspace);
 
 bool cpu_gate_supports(const stage_exec *exec, const gate_args *args, char why[STAGE_WHY_BYTES]);
-size_t cpu_gate_forward_workspace(const stage_exec *exec, const gate_args *args);
 quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, void *workspace);
 size_t cpu_gate_backward_workspace(const stage_exec *exec, const gate_args *args);
 quern_status cpu_gate_backward(const stage_exec *exec, const gate_args *args, void *workspace);
 
-bool cpu_convert_supports(const stage_exec *exec, const convert_args *args, char why[STAGE_WHY_BYTES]);
-size_t cpu_convert_workspace(const stage_exec *exec, const convert_args *args);
 quern_status cpu_convert(const stage_exec *exec, const convert_args *args, void *workspace);
 
-bool cpu_list_convert_supports(const stage_exec *exec, const list_convert_args *args, char why[STAGE_WHY_BYTES]);
-size_t cpu_list_convert_workspace(const stage_exec *exec, const list_convert_args *args);
 quern_status cpu_list_convert(const stage_exec *exec, const list_convert_args *args, void *workspace);
 
-bool cpu_check_supports(const stage_exec *exec, const check_args *args, char why[STAGE_WHY_BYTES]);
-size_t cpu_check_workspace(const stage_exec *exec, const check_args *args);
 quern_status cpu_check(const stage_exec *exec, const check_args *args, void *workspace);
 
 #endif

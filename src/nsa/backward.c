@@ -68,11 +68,11 @@ static void carve(nsa_call *c, arena *a)
             attend->accumulate_k = attend->accumulate_v = have_kv;
             have_kv = true;
         }
-        nsa_make_room(&scratch, c->head.backend->attend_backward.workspace(&c->head.exec, attend));
-        if (recompute) nsa_make_room(&scratch, c->head.backend->attend_forward.workspace(&c->head.exec, attend));
+        nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->attend_backward, &c->head.exec, attend));
+        if (recompute) nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, attend));
     }
     c->use_gate = true;
-    nsa_make_room(&scratch, c->head.backend->gate_backward.workspace(&c->head.exec, &c->gate));
+    nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->gate_backward, &c->head.exec, &c->gate));
     /* Without the compressed branch the stage only writes zeros, where nothing else wrote. */
     const bool weights = v->d_w_k.ndim > 0 || v->d_w_v.ndim > 0 || v->d_pe_k.ndim > 0 || v->d_pe_v.ndim > 0;
     c->use_compress = weights || (d_k.ndim > 0 && (compresses || !have_kv));
@@ -81,9 +81,9 @@ static void carve(nsa_call *c, arena *a)
         c->compress.d_k_cmp = d_k_cmp, c->compress.d_v_cmp = d_v_cmp;
         c->compress.d_k = d_k, c->compress.d_v = d_v;
         c->compress.accumulate = have_kv;
-        nsa_make_room(&scratch, c->head.backend->compress_backward.workspace(&c->head.exec, &c->compress));
+        nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->compress_backward, &c->head.exec, &c->compress));
     }
-    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&scratch, c->head.backend->convert.workspace(&c->head.exec, &c->convert[i]));
+    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->convert, &c->head.exec, &c->convert[i]));
     c->scratch = arena_take(a, scratch);
 }
 

@@ -83,7 +83,7 @@ static void carve(nsa_call *c, arena *a)
     }
     /* Fused where offered: o_b then reach memory only where the caller wants them. */
     c->use_fused = false;
-    if (c->head.backend->attend_gate_forward.supports != NULL) {
+    if (c->head.backend->attend_gate_forward.run != NULL) {
         char why[STAGE_WHY_BYTES];
         for (int i = 0; i < NSA_BRANCHES; i++) c->fused.branch[i] = nsa_branch_args(c, i), c->fused.separate[i] = c->separate[i];
         c->fused.branches = p->branches;
@@ -91,11 +91,11 @@ static void carve(nsa_call *c, arena *a)
         if (!selects) c->fused.select.block_idx = c->fused.select.block_count = (quern_tensor){0};
         c->fused.select_given = !c->use_select;
         c->fused.gate = nsa_gate_args(c);
-        c->use_fused = c->head.backend->attend_gate_forward.supports(&c->head.exec, &c->fused, why);
+        c->use_fused = STAGE_TAKES(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused, why);
     }
     size_t scratch = 0;
     if (c->use_fused) {
-        nsa_make_room(&scratch, c->head.backend->attend_gate_forward.workspace(&c->head.exec, &c->fused));
+        nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused));
     } else {
         int64_t taken = 0;
         for (int i = 0; i < NSA_BRANCHES; i++) {
@@ -111,20 +111,20 @@ static void carve(nsa_call *c, arena *a)
                 v->lse_b[i] = nsa_given_or_take(c, &v->lse_b[i], a, QUERN_F32, 3, lse_shape);
             c->attend[i] = nsa_branch_args(c, i);
             const attend_args part = attend_of_pass(c, i, 0);
-            nsa_make_room(&scratch, c->head.backend->attend_forward.workspace(&c->head.exec, &part));
+            nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, &part));
         }
         if (c->use_select) {
             c->select = nsa_select_args(c);
             if (!selects) c->select.block_idx = c->select.block_count = (quern_tensor){0}; /* an input, or no branch of this call's */
             const select_args part = select_of_pass(c, 0);
-            nsa_make_room(&scratch, c->head.backend->select.workspace(&c->head.exec, &part));
+            nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->select, &c->head.exec, &part));
         }
         c->use_gate = true;
         c->gate = nsa_gate_args(c);
         const gate_args part = gate_of_pass(c, 0);
-        nsa_make_room(&scratch, c->head.backend->gate_forward.workspace(&c->head.exec, &part));
+        nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->gate_forward, &c->head.exec, &part));
     }
-    if (c->use_compress) nsa_make_room(&scratch, c->head.backend->compress_forward.workspace(&c->head.exec, &c->compress));
+    if (c->use_compress) nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->compress_forward, &c->head.exec, &c->compress));
     c->scratch = arena_take(a, scratch);
 }
 

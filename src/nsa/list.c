@@ -134,7 +134,7 @@ static quern_status plan(op_call *call)
     if (c->lists == 0) c->runs = 0;
     if (c->runs == 0) return QUERN_OK;
     const list_convert_args args = args_of(c, 0);
-    return call->backend->list_convert.supports(&call->exec, &args, why) ? QUERN_OK : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+    return STAGE_TAKES(call->backend->list_convert, &call->exec, &args, why) ? QUERN_OK : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
 }
 
 /* The status word of entries outside the sequence: each list is a head of one row. */

@@ -7,7 +7,7 @@ static void carve_compress(nsa_call *c, arena *a)
 {
     c->use_compress = true;
     c->compress = nsa_compress_args(c);
-    c->scratch = arena_take(a, c->head.backend->compress_forward.workspace(&c->head.exec, &c->compress));
+    c->scratch = arena_take(a, STAGE_WORKSPACE(c->head.backend->compress_forward, &c->head.exec, &c->compress));
 }
 
 static quern_status run_compress(const nsa_call *c, const op_frame *f)
@@ -23,7 +23,7 @@ static void carve_compress_backward(nsa_call *c, arena *a)
     c->compress.k_cmp = c->compress.v_cmp = (quern_tensor){0};
     c->compress.d_k_cmp = v->d_k_b[NSA_CMP], c->compress.d_v_cmp = v->d_v_b[NSA_CMP];
     c->compress.d_k = v->d_k, c->compress.d_v = v->d_v;
-    c->scratch = arena_take(a, c->head.backend->compress_backward.workspace(&c->head.exec, &c->compress));
+    c->scratch = arena_take(a, STAGE_WORKSPACE(c->head.backend->compress_backward, &c->head.exec, &c->compress));
 }
 
 static quern_status run_compress_backward(const nsa_call *c, const op_frame *f)
@@ -35,7 +35,7 @@ static void carve_select(nsa_call *c, arena *a)
 {
     c->use_select = true;
     c->select = nsa_select_args(c);
-    c->scratch = arena_take(a, c->head.backend->select.workspace(&c->head.exec, &c->select));
+    c->scratch = arena_take(a, STAGE_WORKSPACE(c->head.backend->select, &c->head.exec, &c->select));
 }
 
 static quern_status run_select(const nsa_call *c, const op_frame *f)
@@ -50,7 +50,7 @@ static void carve_attend(nsa_call *c, arena *a)
         c->use_attend[i] = nsa_branch_on(c, i);
         if (!c->use_attend[i]) continue;
         c->attend[i] = nsa_branch_args(c, i);
-        nsa_make_room(&most, c->head.backend->attend_forward.workspace(&c->head.exec, &c->attend[i]));
+        nsa_make_room(&most, STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, &c->attend[i]));
     }
     c->scratch = arena_take(a, most);
 }
@@ -87,10 +87,10 @@ static void carve_attend_backward(nsa_call *c, arena *a)
         attend->d_k = own ? v->d_k_b[i] : d_k, attend->d_v = own ? v->d_v_b[i] : d_v;
         attend->accumulate_k = attend->accumulate_v = !own && have_kv;
         have_kv = have_kv || !own;
-        nsa_make_room(&most, c->head.backend->attend_backward.workspace(&c->head.exec, attend));
-        nsa_make_room(&most, c->head.backend->rowdot.workspace(&c->head.exec, &c->rowdot[i]));
+        nsa_make_room(&most, STAGE_WORKSPACE(c->head.backend->attend_backward, &c->head.exec, attend));
+        nsa_make_room(&most, STAGE_WORKSPACE(c->head.backend->rowdot, &c->head.exec, &c->rowdot[i]));
     }
-    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&most, c->head.backend->convert.workspace(&c->head.exec, &c->convert[i]));
+    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&most, STAGE_WORKSPACE(c->head.backend->convert, &c->head.exec, &c->convert[i]));
     c->scratch = arena_take(a, most);
 }
 
@@ -113,7 +113,7 @@ static void carve_gate(nsa_call *c, arena *a)
     c->gate = nsa_gate_args(c);
     if (c->head.operation == NSA_GATES) c->gate.kind = GATE_WEIGHTS;
     if (c->head.operation == NSA_COMBINE) c->gate.kind = c->views.gates.ndim > 0 ? GATE_GIVEN : GATE_NONE;
-    c->scratch = arena_take(a, c->head.backend->gate_forward.workspace(&c->head.exec, &c->gate));
+    c->scratch = arena_take(a, STAGE_WORKSPACE(c->head.backend->gate_forward, &c->head.exec, &c->gate));
 }
 
 static quern_status run_gate(const nsa_call *c, const op_frame *f)
@@ -125,7 +125,7 @@ static void carve_gate_backward(nsa_call *c, arena *a)
 {
     c->use_gate = true;
     c->gate = nsa_gate_args(c);
-    c->scratch = arena_take(a, c->head.backend->gate_backward.workspace(&c->head.exec, &c->gate));
+    c->scratch = arena_take(a, STAGE_WORKSPACE(c->head.backend->gate_backward, &c->head.exec, &c->gate));
 }
 
 static quern_status run_gate_backward(const nsa_call *c, const op_frame *f)

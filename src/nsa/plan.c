@@ -113,11 +113,11 @@ static quern_status check_supported(const nsa_call *c)
     const bool backward = nsa_is_backward(c->head.operation);
     char why[STAGE_WHY_BYTES] = "";
     bool ok = true;
-    if (c->use_compress) ok = (backward ? b->compress_backward : b->compress_forward).supports(exec, &c->compress, why);
-    if (ok && c->use_select && !c->use_fused) ok = b->select.supports(exec, &c->select, why);
+    if (c->use_compress) ok = STAGE_TAKES(backward ? b->compress_backward : b->compress_forward, exec, &c->compress, why);
+    if (ok && c->use_select && !c->use_fused) ok = STAGE_TAKES(b->select, exec, &c->select, why);
     for (int i = 0; i < NSA_BRANCHES && ok; i++)
-        if (c->use_attend[i]) ok = (backward ? b->attend_backward : b->attend_forward).supports(exec, &c->attend[i], why);
-    if (ok && c->use_gate) ok = (backward ? b->gate_backward : b->gate_forward).supports(exec, &c->gate, why);
+        if (c->use_attend[i]) ok = STAGE_TAKES(backward ? b->attend_backward : b->attend_forward, exec, &c->attend[i], why);
+    if (ok && c->use_gate) ok = STAGE_TAKES(backward ? b->gate_backward : b->gate_forward, exec, &c->gate, why);
     return ok ? QUERN_OK : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
 }
 

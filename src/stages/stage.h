@@ -34,13 +34,15 @@ typedef struct stage_exec {
 
 enum { STAGE_WHY_BYTES = 200 };
 
-/* The functions of a stage whose arguments are NAME_args. */
+/* The functions of a stage whose arguments are NAME_args. No `supports`: every case is taken; no `workspace`: none is needed. */
 #define STAGE_DECLARE(name)                                                                            \
     typedef struct name##_stage {                                                                      \
         bool (*supports)(const stage_exec *exec, const name##_args *args, char why[STAGE_WHY_BYTES]);  \
         size_t (*workspace)(const stage_exec *exec, const name##_args *args);                          \
         quern_status (*run)(const stage_exec *exec, const name##_args *args, void *workspace);         \
     } name##_stage
+#define STAGE_TAKES(stage, exec, args, why) ((stage).supports == NULL || (stage).supports(exec, args, why))
+#define STAGE_WORKSPACE(stage, exec, args) ((stage).workspace != NULL ? (stage).workspace(exec, args) : (size_t)0)
 
 /* The sequences of a call. Fixed length: cu_q is absent and there are `batch` sequences of n_q, n_kv tokens. Varlen:
  * int32 [batch + 1] in the device's memory; n_q, n_kv are then the total rows T. cu_kv absent: as cu_q. */

@@ -21,7 +21,7 @@ static const stage_exec exec = {.threads = 2, .cpu_level = QUERN_CPU_LEVEL_PORTA
 
 #define RUN(stage, args)                                                                                       \
     do {                                                                                                       \
-        const size_t bytes_ = quern_backend_cpu.stage.workspace != NULL ? quern_backend_cpu.stage.workspace(&exec, args) : 0; \
+        const size_t bytes_ = STAGE_WORKSPACE(quern_backend_cpu.stage, &exec, args);                      \
         if (bytes_ > LITTLE) fail_msg(#stage ": %zu bytes of workspace for nothing", bytes_);                  \
         void *workspace_ = malloc(bytes_ + 1);                                                                 \
         assert_int_equal(quern_backend_cpu.stage.run(&exec, args, workspace_), QUERN_OK);                      \
