@@ -21,9 +21,11 @@
 #include "stages/from_mxfp4.h"
 #include "stages/fused_quantise.h"
 #include "stages/gate.h"
+#include "stages/gemm.h"
 #include "stages/grouped_gemm.h"
 #include "stages/interleave.h"
 #include "stages/list_convert.h"
+#include "stages/pool.h"
 #include "stages/prepack.h"
 #include "stages/quantise.h"
 #include "stages/route.h"
@@ -54,7 +56,11 @@
     F(prepack, prepack)               \
     F(grouped_gemm, grouped_gemm)     \
     F(route_forward, route)           \
-    F(route_backward, route)
+    F(route_backward, route)          \
+    F(gemm, gemm)                     \
+    F(pool_forward, pool)             \
+    F(pool_backward, pool)            \
+    F(pool_append, pool_append)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

@@ -88,6 +88,9 @@ PLACE_ALL(interleave, INTERLEAVE_TENSORS)
 PLACE_ALL(prepack, PREPACK_TENSORS)
 PLACE_ALL(grouped_gemm, GROUPED_GEMM_TENSORS)
 PLACE_ALL(route, ROUTE_TENSORS)
+PLACE_ALL(gemm, GEMM_TENSORS)
+PLACE_ALL(pool, POOL_TENSORS)
+PLACE_ALL(pool_append, POOL_APPEND_TENSORS)
 
 static void place_attend_gate(attend_gate_args *args, const op_frame *frame)
 {

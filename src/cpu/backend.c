@@ -48,4 +48,8 @@ const quern_backend quern_backend_cpu = {
     .grouped_gemm = {NULL, cpu_grouped_gemm_workspace, cpu_grouped_gemm},
     .route_forward = {NULL, cpu_route_workspace, cpu_route},
     .route_backward = {NULL, cpu_route_backward_workspace, cpu_route_backward},
+    .gemm = {NULL, cpu_gemm_workspace, cpu_gemm},
+    .pool_forward = {NULL, cpu_pool_workspace, cpu_pool},
+    .pool_backward = {NULL, cpu_pool_backward_workspace, cpu_pool_backward},
+    .pool_append = {NULL, cpu_pool_append_workspace, cpu_pool_append},
 };

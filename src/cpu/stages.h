@@ -39,4 +39,15 @@ quern_status cpu_list_convert(const stage_exec *exec, const list_convert_args *a
 
 quern_status cpu_check(const stage_exec *exec, const check_args *args, void *workspace);
 
+size_t cpu_gemm_workspace(const stage_exec *exec, const gemm_args *args);
+quern_status cpu_gemm(const stage_exec *exec, const gemm_args *args, void *workspace);
+
+size_t cpu_pool_workspace(const stage_exec *exec, const pool_args *args);
+quern_status cpu_pool(const stage_exec *exec, const pool_args *args, void *workspace);
+size_t cpu_pool_backward_workspace(const stage_exec *exec, const pool_args *args);
+quern_status cpu_pool_backward(const stage_exec *exec, const pool_args *args, void *workspace);
+
+size_t cpu_pool_append_workspace(const stage_exec *exec, const pool_append_args *args);
+quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *args, void *workspace);
+
 #endif

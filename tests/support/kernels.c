@@ -6,6 +6,7 @@
 #include "cmocka_c11.h"
 #include "cpu/attention_kernels.h"
 #include "cpu/nsa_kernels.h"
+#include "cpu/pool/pool_kernels.h"
 
 #include <math.h>
 #include <string.h>
@@ -30,6 +31,7 @@ const test_kernel *test_kernels(size_t *count)
 
 const void *test_kernel_table(const char *table, quern_cpu_level level)
 {
+    if (strcmp(table, "pool") == 0) return pool_kernels_for(level);
     return strcmp(table, "nsa") == 0 ? (const void *)nsa_kernels_for(level) : (const void *)attention_kernels_for(level);
 }
 

@@ -5,6 +5,7 @@
 
 #include <quern/attention.h>
 #include <quern/cuda.h>
+#include <quern/dsv4.h>
 #include <quern/nsa.h>
 #include <quern/moe.h>
 #include <quern/nvfp4.h>
@@ -51,6 +52,8 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_NSA_GATE_GIVEN, 2);
     assert_int_equal(QUERN_NSA_LIST_GIVEN, 1);
     assert_int_equal(QUERN_NSA_BRANCH_ALL, 7);
+    assert_int_equal(QUERN_DSV4_HCA, 1);
+    assert_int_equal(QUERN_DSV4_ROW584, 4);
     assert_int_equal(QUERN_NVFP4_PROFILE_RNE, 0);
     assert_int_equal(QUERN_NVFP4_PROFILE_HALFSTEP, 1);
     assert_int_equal(QUERN_NVFP4_PROFILE_MODELOPT, 2);
@@ -92,6 +95,12 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_attention_params), 40);
     assert_int_equal(sizeof(quern_attention_tensors), 96);
     assert_int_equal(sizeof(quern_nsa_params), 120);
+    assert_int_equal(sizeof(quern_dsv4_compress_params), 64);
+    assert_int_equal(offsetof(quern_dsv4_compress_params, rope_last), 48);
+    assert_int_equal(sizeof(quern_dsv4_compress_tensors), 200);
+    assert_int_equal(offsetof(quern_dsv4_compress_tensors, d_out), 136);
+    assert_int_equal(sizeof(quern_dsv4_append_tensors), 88);
+    assert_int_equal(sizeof(quern_dsv4_rope_params), 32);
     assert_int_equal(offsetof(quern_nsa_params, compress), 56);
     assert_int_equal(offsetof(quern_nsa_params, branches), 104);
     assert_int_equal(sizeof(quern_nsa_tensors), 376);

@@ -8,6 +8,7 @@
 #include "cmocka_c11.h"
 #include "cpu/attention_kernels.h"
 #include "cpu/nsa_kernels.h"
+#include "cpu/pool/pool_kernels.h"
 #include "kernels.h"
 
 #include <ctype.h>
@@ -37,11 +38,12 @@ static void every_field_is_listed_once(void **state)
         const char *table;
         size_t first, end;
     } tables[] = {{"attention", offsetof(attention_kernels, mm_f32), sizeof(attention_kernels)},
-                  {"nsa", offsetof(nsa_kernels, sum_rows), sizeof(nsa_kernels)}};
+                  {"nsa", offsetof(nsa_kernels, sum_rows), sizeof(nsa_kernels)},
+                  {"pool", offsetof(pool_kernels, merge), sizeof(pool_kernels)}};
     size_t count;
     const test_kernel *rows = test_kernels(&count);
     (void)state;
-    for (size_t t = 0; t < 2; t++) {
+    for (size_t t = 0; t < sizeof tables / sizeof *tables; t++) {
         for (size_t offset = tables[t].first; offset < tables[t].end; offset += sizeof(any_function *)) {
             int found = 0;
             for (size_t i = 0; i < count; i++) found += strcmp(rows[i].table, tables[t].table) == 0 && rows[i].offset == offset;

@@ -71,6 +71,18 @@ static void every_field_is_listed(void **unused)
     field check[] = {CHECK_TENSORS(FIELD) CHECK_VALUES(FIELD)};
     check_cover("check_args", check, sizeof check / sizeof *check, sizeof(ARGS));
 #undef ARGS
+#define ARGS gemm_args
+    field gemm[] = {GEMM_TENSORS(FIELD) GEMM_VALUES(FIELD)};
+    check_cover("gemm_args", gemm, sizeof gemm / sizeof *gemm, sizeof(ARGS));
+#undef ARGS
+#define ARGS pool_args
+    field pool[] = {POOL_TENSORS(FIELD) POOL_VALUES(FIELD)};
+    check_cover("pool_args", pool, sizeof pool / sizeof *pool, sizeof(ARGS));
+#undef ARGS
+#define ARGS pool_append_args
+    field append[] = {POOL_APPEND_TENSORS(FIELD) POOL_APPEND_VALUES(FIELD)};
+    check_cover("pool_append_args", append, sizeof append / sizeof *append, sizeof(ARGS));
+#undef ARGS
 #define ARGS attend_gate_args
     field fused[] = {ATTEND_GATE_MEMBERS(FIELD) ATTEND_GATE_VALUES(FIELD)};
     check_cover("attend_gate_args", fused, sizeof fused / sizeof *fused, sizeof(ARGS));

@@ -4,6 +4,7 @@
 #include "bench.h"
 
 #include "command.h"
+#include "compressor.h"
 #include "machine.h"
 #include "output.h"
 #include "peer_onednn.h"
@@ -49,6 +50,12 @@ static const struct {
                 {"overhead", NULL}};
 enum { SUBJECTS = sizeof subjects / sizeof *subjects };
 
+/* Those with a program of their own. */
+static const struct {
+    const char *what;
+    int (*run)(int argc, char **argv, const char *what);
+} scenarios[] = {{"csa-compress", bench_compressor}, {"hca-compress", bench_compressor}, {"csa-append", bench_compressor}};
+
 static bench_options default_options(const operation *op)
 {
     bench_options o = {.n = "4096,16384", .heads = "8/2", .dim = "128", .threads = "0"};
@@ -60,7 +67,7 @@ static bench_options default_options(const operation *op)
 static void print_help(const operation *op)
 {
     const bench_options defaults = default_options(op);
-    printf("usage: quern bench ceilings|overhead|attention|nsa|compress|select|gate [--key value ...]\n\n"
+    printf("usage: quern bench ceilings|overhead|attention|nsa|compress|select|gate|csa-compress|hca-compress|csa-append [--key value ...]\n\n"
            "Medians of repeated runs on random data, the fraction of the machine's limit that was measured beside\n"
            "them (f32 multiply-add, bf16 dot product, read, copy or write bandwidth), for nsa also the speed-up over\n"
            "dense attention, for attention that over matmul and softmax of oneDNN. Parameters of the operation are\n"
@@ -217,6 +224,9 @@ static int bench(const bench_options *o, bool only_ceilings)
 int verb_bench(int argc, char **argv)
 {
     int subject = SUBJECTS;
+    for (int i = 1; i < argc; i++)
+        for (size_t s = 0; s < sizeof scenarios / sizeof *scenarios; s++)
+            if (strcmp(argv[i], scenarios[s].what) == 0) return scenarios[s].run(argc, argv, scenarios[s].what);
     for (int i = 1; i < argc && subject == SUBJECTS; i++)
         for (int s = 0; s < SUBJECTS; s++)
             if (strcmp(argv[i], subjects[s].what) == 0) subject = s;
@@ -234,7 +244,8 @@ int verb_bench(int argc, char **argv)
         return EXIT_DONE;
     }
     if (argc - first != 1 || subject == SUBJECTS || strcmp(argv[first], subjects[subject].what) != 0)
-        return fail(EXIT_USAGE, "one of ceilings, overhead, attention, nsa, compress, select and gate is accepted; see quern bench --help");
+        return fail(EXIT_USAGE, "one of ceilings, overhead, attention, nsa, compress, select, gate, csa-compress, hca-compress and csa-append is "
+                                "accepted; see quern bench --help");
     if (options.profile != NULL) { /* first the preset, then the options over it */
         if (op == NULL || op->family != &family_nsa) return fail(EXIT_USAGE, "--profile: only operations of the nsa family have presets");
         const char *profile = options.profile;

@@ -4,6 +4,7 @@
 #include "run_list.h"
 
 #include "command.h"
+#include "compressor.h"
 #include "job.h"
 #include "output.h"
 
@@ -36,6 +37,7 @@ static void print_help(void)
            "Reads the operation's tensors from IN, computes, and writes its outputs to OUT. The dtype is that\n"
            "of the tensors. OUT is written whole or not at all.\n\noperations:\n");
     for (size_t i = 0; i < operation_count; i++) printf("  %-17s %s\n", operations[i].name, operations[i].help);
+    printf("  csa-compress, hca-compress\n                    DeepSeek-V4's compressors; their options: quern run csa-compress --help\n");
     printf("\noptions of every operation:\n");
     print_options(&(option_group){rows, ROWS, &defaults});
     print_options(&(option_group){machine_rows, machine_row_count, &machine});
@@ -98,6 +100,7 @@ static int compute(const operation *op, const any_params *params, const run_opti
 
 int verb_run(int argc, char **argv)
 {
+    if (compressor_asked(argc, argv)) return compressor_run(argc, argv);
     run_options options = {0};
     machine_options machine = {0};
     any_params params = params_init(&family_nsa);

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "run_list.h"
 
+#include "compressor.h"
 #include "ops.h"
 
 #include <stdio.h>
@@ -94,4 +95,5 @@ void run_list(bool markdown)
         printf(markdown ? "\n## Options of family %s\n" : "options of family %s\n", (*f)->name);
         print_params(*f, markdown);
     }
+    compressor_list(markdown);
 }

@@ -1,0 +1,199 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * entry_rows.h - what follows on a pooled row: norm, rotation, Walsh-Hadamard transform, the formats of caches. Written
+ * once over the level's vectors. One row stands for r projected ones of four times its length, so these are a tenth of
+ * the pooling's time at most (the Hadamard transform: 7 additions a channel of the indexer's 128).
+ *
+ * Formats: e4m3 and e2m1 are the f32 bits with the mantissa rounded to 3 or 1 bits (adding half a unit less one, plus
+ * the last kept bit) and another exponent bias; below the least normal number, adding a power of two whose last place is
+ * the format's least step rounds there. Every level gives the same bits.
+ */
+#ifndef QUERN_CPU_ENTRY_ROWS_H
+#define QUERN_CPU_ENTRY_ROWS_H
+
+#include "cpu/pool/pool_kernels.h"
+#include "cpu/vector_dtype.h"
+
+/* Sum of x y z over n channels, lane by lane; y, z may be NULL: 1. */
+INLINE float product_sum(const float *x, const float *y, const float *z, int64_t n)
+{
+    vfloat sum = {0};
+    for (int64_t at = 0; at < n; at += LANES) {
+        vfloat v = load_some(x, QUERN_F32, at, n);
+        if (z != NULL) v *= load_some(z, QUERN_F32, at, n);
+        sum = v_fma(v, load_some(y, QUERN_F32, at, n), sum);
+    }
+    return sum_of(sum);
+}
+
+INLINE float inverse_rms(const float *x, float eps, int64_t n)
+{
+    return 1.0f / sqrtf(product_sum(x, x, NULL, n) / (float)n + eps);
+}
+
+static void norm_row(const float *x, const float *weight, float eps, int64_t n, float *out)
+{
+    const float scale = inverse_rms(x, eps, n);
+    for (int64_t at = 0; at < n; at += LANES)
+        store_some(out, QUERN_F32, at, n, load_some(x, QUERN_F32, at, n) * scale * load_some(weight, QUERN_F32, at, n));
+}
+
+static void norm_backward(const float *x, const float *weight, float eps, int64_t n, float *d, float *d_weight)
+{
+    const float scale = inverse_rms(x, eps, n);
+    const float mean = product_sum(d, weight, x, n) / (float)n * scale * scale;
+    for (int64_t at = 0; at < n; at += LANES) {
+        const vfloat xv = load_some(x, QUERN_F32, at, n), dv = load_some(d, QUERN_F32, at, n);
+        if (d_weight != NULL) store_some(d_weight, QUERN_F32, at, n, v_fma(dv * xv, v_splat(scale), load_some(d_weight, QUERN_F32, at, n)));
+        store_some(d, QUERN_F32, at, n, (dv * load_some(weight, QUERN_F32, at, n) - xv * mean) * scale);
+    }
+}
+
+static void rotate_row(float *row, const float *cosines, const float *sines, int64_t n, bool inverse)
+{
+    const float sign = inverse ? -1.0f : 1.0f;
+    for (int64_t m = 0; m < n / 2; m++) {
+        const float x = row[2 * m], y = row[2 * m + 1], c = cosines[m], s = sign * sines[m];
+        row[2 * m] = x * c - y * s;
+        row[2 * m + 1] = x * s + y * c;
+    }
+}
+
+/* Lane i holds what lane i ^ h held. */
+INLINE vfloat lanes_crossed(vfloat v, int h)
+{
+    const vint from = (vint)LANE_NUMBERS ^ h;
+#if defined(__AVX512F__)
+    return (vfloat)_mm512_permutexvar_ps((__m512i)from, (__m512)v);
+#elif defined(__FMA__)
+    return (vfloat)_mm256_permutevar8x32_ps((__m256)v, (__m256i)from);
+#else
+    vfloat crossed;
+    for (int i = 0; i < LANES; i++) crossed[i] = v[from[i]];
+    return crossed;
+#endif
+}
+
+/* The transform of fewer channels than a vector has. */
+INLINE void hadamard_short(float *row, int64_t n)
+{
+    for (int64_t h = 1; h < n; h *= 2) {
+        for (int64_t i = 0; i < n; i++) {
+            if (i & h) continue;
+            const float x = row[i], y = row[i + h];
+            row[i] = x + y;
+            row[i + h] = x - y;
+        }
+    }
+}
+
+static void hadamard_row(float *row, int64_t n)
+{
+    const float scale = 1.0f / sqrtf((float)n);
+    if (n < LANES) hadamard_short(row, n);
+    for (int64_t at = 0; at + LANES <= n; at += LANES) {
+        vfloat v = v_load(row + at);
+        for (int h = 1; h < LANES; h *= 2) {
+            const vint upper = ((vint)LANE_NUMBERS & h) != 0;
+            v = lanes_crossed(v, h) + v_select(upper, -v, v);
+        }
+        v_store(row + at, v);
+    }
+    for (int64_t h = LANES; h < n; h *= 2) {
+        for (int64_t at = 0; at < n; at += LANES) {
+            if (at & h) continue;
+            const vfloat x = v_load(row + at), y = v_load(row + at + h);
+            v_store(row + at, x + y);
+            v_store(row + at + h, x - y);
+        }
+    }
+    for (int64_t at = 0; at < n; at += LANES) store_some(row, QUERN_F32, at, n, load_some(row, QUERN_F32, at, n) * scale);
+}
+
+static uint32_t largest_bits(const float *row, int64_t n)
+{
+    vuint most = {0};
+    for (int64_t at = 0; at < n; at += LANES) {
+        const vuint bits = (vuint)load_some(row, QUERN_F32, at, n) & 0x7fffffffu;
+        const vuint more = (vuint)((vint)bits > (vint)most);
+        most = (bits & more) | (most & ~more);
+    }
+    uint32_t lanes[LANES], all = 0;
+    memcpy(lanes, &most, sizeof lanes);
+    for (int i = 0; i < LANES; i++)
+        if (lanes[i] > all) all = lanes[i];
+    return all;
+}
+
+/* The bits of |x| rounded to `kept` bits of mantissa, whose exponents stand `bias` lower; below `least` by the steps of a
+ * number whose last place is the format's least. */
+INLINE vuint rounded_bits(vfloat x, const int kept, const uint32_t bias, const float least, const float steps)
+{
+    const vuint u = (vuint)x & 0x7fffffffu, odd = (u >> (23 - kept)) & 1u;
+    const vuint normal = ((u + ((1u << (22 - kept)) - 1u) + odd) >> (23 - kept)) - (bias << kept);
+    const vfloat shifted = (vfloat)u + steps;
+    const vuint small = (vuint)shifted - (vuint)v_splat(steps);
+    const vuint tiny = (vuint)((vfloat)u < least);
+    return (small & tiny) | (normal & ~tiny);
+}
+
+INLINE vuint at_most(vuint v, uint32_t most)
+{
+    const vuint over = (vuint)((vint)v > (int32_t)most);
+    return (v & ~over) | (over & most);
+}
+
+typedef uint8_t vbyte __attribute__((vector_size(LANES)));
+
+/* The codes of n - at or LANES channels. */
+INLINE vbyte e4m3_codes(const float *row, float scale, int64_t at, int64_t n)
+{
+    const vfloat x = load_some(row, QUERN_F32, at, n) / scale;
+    const vuint code = at_most(rounded_bits(x, 3, 120, 0x1p-6f, 0x1p14f), 126) | ((vuint)x >> 31) << 7;
+    return __builtin_convertvector(code, vbyte);
+}
+
+static void quantise_e4m3(const float *row, float scale, int64_t n, uint8_t *codes)
+{
+    for (int64_t at = 0; at < n; at += LANES) {
+        const vbyte code = e4m3_codes(row, scale, at, n);
+        if (at + LANES <= n) memcpy(codes + at, &code, LANES);
+        else memcpy(codes + at, &code, (size_t)(n - at));
+    }
+}
+
+static void quantise_e2m1(const float *row, float scale, int64_t n, uint8_t *codes)
+{
+    for (int64_t at = 0; at < n; at += LANES) {
+        const vfloat x = load_some(row, QUERN_F32, at, n), y = x / scale;
+        const vuint negative = (vuint)(x < 0) & 8u;
+        const vuint code = at_most(rounded_bits(y, 1, 126, 1.0f, 0x1p22f), 7) | negative;
+        uint32_t lanes[LANES];
+        memcpy(lanes, &code, sizeof lanes);
+        for (int64_t i = 0; i < LANES && at + i < n; i += 2) codes[(at + i) / 2] = (uint8_t)(lanes[i] | lanes[i + 1] << 4);
+    }
+}
+
+static void convert(const void *src, quern_dtype from, void *dst, quern_dtype to, int64_t n)
+{
+    if (from == to) {
+        memcpy(dst, src, (size_t)(n * dtype_bytes(from)));
+        return;
+    }
+    for (int64_t c = 0; c < n; c += LANES) {
+        vfloat v;
+#define CALL(t) v = load_some(src, t, c, n)
+        BY_DTYPE(from, CALL);
+#undef CALL
+#define CALL(t) store_some(dst, t, c, n, v)
+        BY_DTYPE(to, CALL);
+#undef CALL
+    }
+}
+
+#define ENTRY_ROW_KERNELS                                                                                                      \
+    .norm_row = norm_row, .norm_backward = norm_backward, .rotate_row = rotate_row, .hadamard_row = hadamard_row,              \
+    .largest_bits = largest_bits, .quantise_e4m3 = quantise_e4m3, .quantise_e2m1 = quantise_e2m1, .convert = convert
+
+#endif

@@ -1,0 +1,93 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* pool.c - sequences, biases and accumulators of the pooling stages. */
+#include "cpu/pool/pool.h"
+
+#include <math.h>
+
+f32_rows carve_rows(const quern_tensor *t, arena *a)
+{
+    f32_rows rows = {NULL, 0, NULL};
+    if (!is_present(t)) return rows;
+    const int64_t n = t->shape[t->ndim - 1], count = t->ndim > 1 ? t->shape[0] : 1;
+    rows.data = t->data;
+    rows.stride = t->ndim > 1 ? t->strides[0] : 0;
+    if (t->dtype == QUERN_F32) return rows;
+    rows.data = rows.copy = arena_take(a, (size_t)(n * count) * sizeof(float));
+    rows.stride = n;
+    return rows;
+}
+
+void fill_rows(const pool_kernels *kernels, const quern_tensor *t, f32_rows *rows)
+{
+    if (rows->copy == NULL) return;
+    const int64_t n = t->shape[t->ndim - 1], count = t->ndim > 1 ? t->shape[0] : 1, stride = t->ndim > 1 ? t->strides[0] : 0;
+    for (int64_t r = 0; r < count; r++)
+        kernels->convert((const char *)t->data + r * stride * (int64_t)quern_dtype_size(t->dtype), t->dtype, rows->copy + r * n, QUERN_F32, n);
+}
+
+static int64_t at_least_0(int64_t n)
+{
+    return n > 0 ? n : 0;
+}
+
+pool_sequence pool_sequence_at(const pool_args *args, int64_t b)
+{
+    const int64_t start = i32_at(&args->start_tokens, b, args->start_token), r = args->ratio;
+    const int32_t *cu = args->cu_seqlens.data;
+    const quern_tensor *out = is_present(&args->out) ? &args->out : is_present(&args->pooled) ? &args->pooled : &args->d_out;
+    pool_sequence s = {.view_b = b, .rows = (is_present(&args->x) ? &args->x : &args->proj)->shape[1], .entries = out->shape[1]};
+    s.position = i32_at(&args->start_positions, b, args->start_position);
+    if (cu != NULL) {
+        s.view_b = 0;
+        s.row0 = cu[b];
+        s.rows = cu[b + 1] - cu[b];
+        s.entries = s.rows / r;
+        for (int64_t i = 0; i < b; i++) s.entry0 += (cu[i + 1] - cu[i]) / r;
+    }
+    s.token0 = s.row0 + start;
+    s.blocks = i32_at(&args->block_counts, b, args->blocks > 0 ? args->blocks : at_least_0(s.rows - start) / r);
+    if (is_present(&args->prev_b) && i32_at(&args->has_prev, b, 1) != 0) {
+        s.prev = (const char *)args->prev_b.data + b * args->prev_b.strides[0] * (int64_t)quern_dtype_size(args->prev_b.dtype);
+        s.prev_stride = args->prev_b.strides[1];
+    }
+    return s;
+}
+
+void clear_sums(const pool_sums *sums, int64_t width)
+{
+    for (int64_t i = 0; i < width; i++) {
+        sums->max[i] = -INFINITY;
+        sums->sum[i] = 0.0f;
+        sums->weighted[i] = 0.0f;
+    }
+}
+
+pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int64_t width, int series, const f32_rows *bias, int64_t j, int64_t rows)
+{
+    const int64_t size = (int64_t)quern_dtype_size(dtype);
+    const char *value = (const char *)first + (j * stride + 2 * series * width) * size;
+    return (pool_rows){value, value + width * size, dtype, stride, rows, bias->data + j * bias->stride, bias->stride, 0};
+}
+
+void merge_block(const pool_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums)
+{
+    enum { ROWS = 8 };
+    const int64_t step = rows->stride * (int64_t)quern_dtype_size(rows->dtype);
+    for (int64_t r = 0; r < rows->rows; r += ROWS) {
+        pool_rows some = *rows;
+        some.value = (const char *)rows->value + r * step;
+        some.logit = (const char *)rows->logit + r * step;
+        some.bias = rows->bias + r * rows->bias_stride;
+        some.rows = rows->rows - r < ROWS ? rows->rows - r : ROWS;
+        kernels->merge(&some, width, sums);
+    }
+}
+
+void pool_write_offsets(const pool_args *args)
+{
+    if (!is_present(&args->cu_entries)) return;
+    int32_t *cu = args->cu_entries.data;
+    cu[0] = 0;
+    for (int64_t b = 0; b < args->batch; b++) cu[b + 1] = cu[b] + (int32_t)pool_sequence_at(args, b).entries;
+}

@@ -1,0 +1,92 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* pool.h - what the pooling stages share: sequences, biases in f32, and entries from pooled row to stored row and back. */
+#ifndef QUERN_CPU_POOL_H
+#define QUERN_CPU_POOL_H
+
+#include "core/arena.h"
+#include "cpu/pool/pool_kernels.h"
+#include "cpu/rows_at.h"
+#include "stages/pool.h"
+
+/* A [rows, n] matrix in f32: the caller's, or a copy. */
+typedef struct f32_rows {
+    const float *data;
+    int64_t stride;
+    float *copy; /* NULL: none is needed */
+} f32_rows;
+
+/* Plans the copy where t is not f32; an absent t gives NULL. fill_rows() writes it. */
+f32_rows carve_rows(const quern_tensor *t, arena *a);
+void fill_rows(const pool_kernels *kernels, const quern_tensor *t, f32_rows *rows);
+
+/* How pooled rows become entries. */
+typedef struct entry_plan {
+    const entry_args *args;
+    const pool_kernels *kernels;
+    int64_t width, ratio;
+    f32_rows norm;
+} entry_plan;
+
+entry_plan carve_entry(const entry_args *args, const pool_kernels *kernels, int64_t width, int64_t ratio, arena *a);
+/* Bytes of a stored entry whose output is of this dtype. */
+int64_t entry_bytes(const entry_args *args, int64_t width, quern_dtype dtype);
+/* A pooled row becomes the entry whose first token stands at `position`; angles: room for the row's width. */
+void finish_entry(const entry_plan *p, float *row, int64_t position, float *angles);
+/* Whether a finished row can be stored: all values are finite, or the format takes any. */
+bool entry_is_storable(const entry_plan *p, const float *row);
+void store_entry(const entry_plan *p, const float *row, void *to, quern_dtype dtype);
+/* From d, the gradient of an entry: d becomes that of `pooled`; d_norm may be NULL. scratch: room for two rows. */
+void entry_backward(const entry_plan *p, const float *pooled, int64_t position, float *d, float *d_norm, float *scratch);
+
+/* A sequence of a call: its rows in proj, its entries in out. */
+typedef struct pool_sequence {
+    int64_t view_b, row0, rows;     /* of the whole sequence */
+    int64_t token0, blocks;         /* the first block's first row; those computed */
+    int64_t entry0, entries;        /* rows that belong to the sequence */
+    int64_t position;               /* of the first block's first token */
+    const void *prev;               /* [ratio, 2 width], or NULL */
+    int64_t prev_stride;
+} pool_sequence;
+
+pool_sequence pool_sequence_at(const pool_args *args, int64_t b);
+/* Writes cu_entries, where it is asked for. */
+void pool_write_offsets(const pool_args *args);
+/* Row n of a [B, rows, columns] view. */
+static inline char *pool_row(const quern_tensor *t, int64_t b, int64_t n)
+{
+    return (char *)t->data + (b * t->strides[0] + n * t->strides[1]) * (int64_t)quern_dtype_size(t->dtype);
+}
+
+/* Columns of a token's projection. */
+static inline int64_t pool_columns(const pool_args *args)
+{
+    return (args->overlap ? 4 : 2) * args->width;
+}
+
+static inline int64_t i32_at(const quern_tensor *t, int64_t i, int64_t otherwise)
+{
+    return is_present(t) ? ((const int32_t *)t->data)[i * t->strides[0]] : otherwise;
+}
+
+/* Accumulators in a row of 3 width floats. */
+static inline pool_sums sums_at(float *data, int64_t width)
+{
+    return (pool_sums){data, data + width, data + 2 * width};
+}
+
+void clear_sums(const pool_sums *sums, int64_t width);
+
+/* Rows [j, j + rows) of a series: 0 is a, 1 is b. `first` is the projection of the block's first token. */
+pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int64_t width, int series, const f32_rows *bias, int64_t j, int64_t rows);
+
+/* Merges the first `rows` rows of a block, a few at a time, so that memory is read row by row. */
+void merge_block(const pool_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums);
+
+/* The stages on args that hold proj, and where out is no row of bytes. */
+size_t pool_forward_workspace(const stage_exec *exec, const pool_args *args);
+void pool_forward(const stage_exec *exec, const pool_args *args, void *workspace);
+size_t pool_backward_workspace(const stage_exec *exec, const pool_args *args);
+void pool_backward(const stage_exec *exec, const pool_args *args, void *workspace);
+
+#endif

@@ -1,0 +1,225 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_pool_append.c - the pool_append stage: tokens into states, token by token.
+ *
+ * After a state's header stand its floats: the sums of the open block (begun with series b of the block before), with
+ * overlap the sums of series b of the open block, and the ring of rows that can still be taken back; row q of the sequence
+ * in slot q mod ring. The sums lag behind by the rows in the ring.
+ *
+ * A call first works on copies of the sums: it merges the rows that leave the ring, keeps those sums as the state's new
+ * ones, and where a block becomes whole merges the ring's rows too and emits the entry. States and outputs are written once
+ * every entry is known to be storable. Rows are merged in order, some at a time, which gives the bits of one by one.
+ * A token costs two merges of a row and two copies of the sums (12 KiB at C 512); an entry up to `ring` rows more.
+ */
+#include "core/error.h"
+#include "core/parallel.h"
+#include "cpu/pool/pool.h"
+#include "cpu/stages.h"
+
+#include <string.h>
+
+typedef struct append_job {
+    const pool_append_args *args;
+    const pool_kernels *kernels;
+    f32_rows bias_a, bias_b;
+    entry_plan entry;
+    int64_t width, sums_floats; /* of both accumulators */
+    float *work;                /* [batch]: running sums, the state's new sums */
+    float *rows;                /* a thread's: a row, angles */
+    float *finished, *pooled;   /* where entries and pooled rows wait, or NULL */
+} append_job;
+
+static float *ring_row(const pool_state *state, int64_t q)
+{
+    return pool_state_data(state) + pool_state_sums(state) + q % state->ring * pool_state_columns(state);
+}
+
+static append_job carve(const stage_exec *exec, const pool_append_args *args, arena *a)
+{
+    append_job job = {.args = args, .kernels = pool_kernels_for(exec->cpu_level)};
+    const pool_state *state = args->states[0];
+    job.width = state->width;
+    job.sums_floats = pool_state_sums(state);
+    job.bias_a = carve_rows(&args->bias_a, a);
+    job.bias_b = carve_rows(&args->bias_b, a);
+    job.entry = carve_entry(&args->entry, job.kernels, job.width, state->ratio, a);
+    job.work = arena_take(a, (size_t)(2 * args->batch * job.sums_floats) * sizeof(float));
+    job.rows = arena_take(a, (size_t)(2 * job.width * exec->threads) * sizeof(float));
+    const size_t waiting = args->entry.format != ENTRY_ROWS ? (size_t)(args->out.shape[0] * job.width) * sizeof(float) : 0;
+    if (waiting > 0) job.finished = arena_take(a, waiting);
+    if (waiting > 0 && is_present(&args->pooled)) job.pooled = arena_take(a, waiting);
+    return job;
+}
+
+static int64_t tokens_of(const append_job *job, int64_t b)
+{
+    return job->args->cu[b + 1] - job->args->cu[b];
+}
+
+/* The first entry of sequence b in the call's outputs. */
+static int64_t first_entry(const append_job *job, int64_t b)
+{
+    int64_t n = 0;
+    for (int64_t i = 0; i < b; i++) {
+        const pool_state *state = job->args->states[i];
+        n += pool_state_entries(state, state->position + tokens_of(job, i)) - pool_state_entries(state, state->position);
+    }
+    return n;
+}
+
+/* Rows q ... end - 1 stand together: in the ring up to its end, or in proj. */
+typedef struct row_run {
+    const void *data;
+    quern_dtype dtype;
+    int64_t stride, rows;
+} row_run;
+
+static row_run rows_from(const append_job *job, int64_t b, int64_t q, int64_t end)
+{
+    const pool_state *state = job->args->states[b];
+    const quern_tensor *proj = &job->args->proj;
+    if (q >= state->position) {
+        const int64_t row = job->args->cu[b] + q - state->position;
+        return (row_run){(const char *)proj->data + row * proj->strides[0] * (int64_t)quern_dtype_size(proj->dtype), proj->dtype, proj->strides[0],
+                         end - q};
+    }
+    if (end > state->position) end = state->position;
+    const int64_t to_the_end = state->ring - q % state->ring;
+    return (row_run){ring_row(state, q), QUERN_F32, pool_state_columns(state), end - q < to_the_end ? end - q : to_the_end};
+}
+
+/* Merges a run's rows, which begin with token j of a block. */
+static void merge_run(const append_job *job, bool overlap, const row_run *run, int64_t j, float *sums)
+{
+    const int64_t width = job->width;
+    const pool_sums own = sums_at(sums, width), next = sums_at(sums + 3 * width, width);
+    pool_rows a = series_rows(run->data, run->dtype, run->stride, width, 0, &job->bias_a, 0, run->rows);
+    a.bias = job->bias_a.data + j * job->bias_a.stride;
+    merge_block(job->kernels, &a, width, &own);
+    if (!overlap) return;
+    pool_rows b = series_rows(run->data, run->dtype, run->stride, width, 1, &job->bias_b, 0, run->rows);
+    b.bias = job->bias_b.data + j * job->bias_b.stride;
+    merge_block(job->kernels, &b, width, &next);
+}
+
+static char *out_row(const quern_tensor *t, int64_t n)
+{
+    return (char *)t->data + n * t->strides[0] * (int64_t)quern_dtype_size(t->dtype);
+}
+
+static void emit(const append_job *job, const float *sums, int64_t n, int64_t position, float *row)
+{
+    const int64_t width = job->width;
+    const pool_sums own = {(float *)(uintptr_t)sums, (float *)(uintptr_t)(sums + width), (float *)(uintptr_t)(sums + 2 * width)};
+    job->kernels->pooled_row(&own, width, row, NULL);
+    if (job->pooled != NULL) memcpy(job->pooled + n * width, row, (size_t)width * sizeof *row);
+    else if (is_present(&job->args->pooled)) memcpy(out_row(&job->args->pooled, n), row, (size_t)width * sizeof *row);
+    finish_entry(&job->entry, row, position, row + width);
+    if (job->finished != NULL) memcpy(job->finished + n * width, row, (size_t)width * sizeof *row);
+    else store_entry(&job->entry, row, out_row(&job->args->out, n), job->args->out.dtype);
+}
+
+/* The block is whole: its successor begins. */
+static void begin_next(const append_job *job, bool overlap, float *sums)
+{
+    const int64_t width = job->width;
+    const pool_sums next = sums_at(overlap ? sums + 3 * width : sums, width);
+    if (overlap) memcpy(sums, sums + 3 * width, 3 * (size_t)width * sizeof *sums);
+    clear_sums(&next, width);
+}
+
+static void append_one(void *arg, int64_t b, int32_t thread)
+{
+    const append_job *job = arg;
+    const pool_state *state = job->args->states[b];
+    const int64_t tokens = tokens_of(job, b), end = state->position + tokens, held = state->held + tokens < state->ring ? state->held + tokens : state->ring;
+    const int64_t blocks = pool_state_entries(state, end), emitted = pool_state_entries(state, state->position), r = state->ratio;
+    float *sums = job->work + 2 * b * job->sums_floats, *kept = sums + job->sums_floats, *row = job->rows + 2 * thread * job->width;
+    const size_t bytes = (size_t)job->sums_floats * sizeof *sums;
+    const int64_t last = state->origin + blocks * r; /* rows from here on are in no whole block */
+    int64_t n = first_entry(job, b), q = state->position - state->held;
+    memcpy(sums, pool_state_data(state), bytes);
+    if (is_present(&job->args->prev_b)) {
+        const quern_tensor *prev = &job->args->prev_b;
+        const char *first = (const char *)prev->data + b * prev->strides[0] * (int64_t)quern_dtype_size(prev->dtype);
+        const pool_rows before = series_rows(first, prev->dtype, prev->strides[1], job->width, 0, &job->bias_b, 0, r);
+        const pool_sums own = sums_at(sums, job->width);
+        merge_block(job->kernels, &before, job->width, &own);
+    }
+    if (q == end - held) memcpy(kept, sums, bytes);
+    while (q < end - held || (blocks > emitted && q < last)) {
+        const int64_t j = (q - state->origin) % r;
+        int64_t stop = q - j + r;
+        if (q < end - held && stop > end - held) stop = end - held;
+        const row_run run = rows_from(job, b, q, stop);
+        merge_run(job, state->overlap, &run, j, sums);
+        q += run.rows;
+        if (j + run.rows == r) {
+            const int64_t block = (q - state->origin) / r - 1;
+            if (block >= emitted) emit(job, sums, n++, state->origin + block * r, row);
+            begin_next(job, state->overlap, sums);
+        }
+        if (q == end - held) memcpy(kept, sums, bytes);
+    }
+}
+
+/* Writes a state and the entries that waited. */
+static void commit_one(void *arg, int64_t b, int32_t thread)
+{
+    (void)thread;
+    const append_job *job = arg;
+    pool_state *state = job->args->states[b];
+    const quern_tensor *proj = &job->args->proj;
+    const int64_t tokens = tokens_of(job, b), end = state->position + tokens, size = (int64_t)quern_dtype_size(proj->dtype);
+    const int64_t held = state->held + tokens < state->ring ? state->held + tokens : state->ring;
+    memcpy(pool_state_data(state), job->work + (2 * b + 1) * job->sums_floats, (size_t)job->sums_floats * sizeof(float));
+    for (int64_t q = end - held > state->position ? end - held : state->position; q < end; q++) {
+        const int64_t row = job->args->cu[b] + q - state->position;
+        job->kernels->convert((const char *)proj->data + row * proj->strides[0] * size, proj->dtype, ring_row(state, q), QUERN_F32, pool_state_columns(state));
+    }
+    state->position = end;
+    state->held = held;
+    if (tokens > 0 || is_present(&job->args->prev_b)) state->begun = 1;
+}
+
+static bool every_entry_is_storable(const append_job *job)
+{
+    for (int64_t n = 0; n < job->args->out.shape[0]; n++) {
+        const float *row = job->finished + n * job->width;
+        if (entry_is_storable(&job->entry, row)) continue;
+        int64_t column = 0;
+        while ((row[column] - row[column]) == 0.0f) column++;
+        error_set(QUERN_ERR_INVALID_ARGUMENT, "entry %lld, column %lld is %g before it is quantised: finite values are accepted", (long long)n,
+                  (long long)column, (double)row[column]);
+        return false;
+    }
+    return true;
+}
+
+size_t cpu_pool_append_workspace(const stage_exec *exec, const pool_append_args *args)
+{
+    arena a = {NULL, 0};
+    if (args->batch > 0) carve(exec, args, &a);
+    return arena_size(&a);
+}
+
+quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *args, void *workspace)
+{
+    if (args->batch == 0) return QUERN_OK;
+    arena a = arena_on(workspace);
+    append_job job = carve(exec, args, &a);
+    fill_rows(job.kernels, &args->bias_a, &job.bias_a);
+    fill_rows(job.kernels, &args->bias_b, &job.bias_b);
+    fill_rows(job.kernels, &args->entry.norm_weight, &job.entry.norm);
+    parallel_for(exec, args->batch, append_one, &job);
+    if (job.finished != NULL) {
+        if (!every_entry_is_storable(&job)) return QUERN_ERR_INVALID_ARGUMENT;
+        for (int64_t n = 0; n < args->out.shape[0]; n++) {
+            store_entry(&job.entry, job.finished + n * job.width, out_row(&args->out, n), args->out.dtype);
+            if (job.pooled != NULL) memcpy(out_row(&args->pooled, n), job.pooled + n * job.width, (size_t)job.width * sizeof(float));
+        }
+    }
+    parallel_for(exec, args->batch, commit_one, &job);
+    return QUERN_OK;
+}

@@ -1,0 +1,126 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * pool.h - the arguments of the stages that pool tokens into entries: softmax over the tokens of a block, channel by
+ * channel, then what becomes of the pooled row.
+ *
+ * A token's projection is [value, logit] (one series) or [value a, logit a, value b, logit b], each `width` columns.
+ * Series a counts in the token's own block, series b (`overlap`) in the next block. Views of packed batches are
+ * [1, T, ..]; an absent view has ndim 0.
+ */
+#ifndef QUERN_STAGES_POOL_H
+#define QUERN_STAGES_POOL_H
+
+#include "stages/stage.h"
+
+/* How an entry is stored; all but ROWS are bytes. */
+typedef enum entry_format {
+    ENTRY_ROWS,      /* in the output's dtype */
+    ENTRY_FP8,       /* e4m3 and an f32 scale */
+    ENTRY_FP8_POWER, /* the same, the scale a power of two */
+    ENTRY_FP4,       /* e2m1, then a power of two for every 32 */
+    ENTRY_ROW584     /* 448 e4m3, 64 bf16, a power of two for every 64 of the e4m3, a zero */
+} entry_format;
+
+/* What becomes of a pooled row, in this order; each is optional. */
+typedef struct entry_args {
+    bool round_bf16;
+    float eps;
+    quern_tensor norm_weight; /* [width] */
+    quern_tensor cos_sin;     /* [positions, dim]: rotates the last `dim` channels */
+    bool rope_last;           /* at the position of the block's last token, else of its first */
+    bool hadamard;
+    entry_format format;
+} entry_args;
+#define ENTRY_TENSORS(F) F(entry.norm_weight) F(entry.cos_sin)
+#define ENTRY_VALUES(F) F(entry.round_bf16) F(entry.eps) F(entry.rope_last) F(entry.hadamard) F(entry.format)
+
+typedef struct pool_args {
+    int64_t ratio, width;
+    bool overlap;
+    /* Sequences: fixed length, or packed by cu_seqlens. The i32 [batch] tensors, where present, stand for the numbers. */
+    int64_t batch;
+    quern_tensor cu_seqlens;
+    int64_t start_token, start_position, blocks; /* 0 blocks: all that are whole */
+    quern_tensor start_tokens, start_positions, block_counts, has_prev; /* has_prev absent: where prev_b is present */
+    /* The call is a part of a longer sequence (fixed length only): rows before start_token hold the block before;
+     * backward: a block after `blocks` follows, in proj and d_out, which gives series b of the last one its gradient. */
+    bool continued, followed;
+    quern_tensor proj;           /* [B, T, columns]; or absent, and proj = x w in f32: */
+    quern_tensor x, w;           /* [B, T, in], [in, columns] */
+    quern_tensor bias_a, bias_b; /* [ratio, width] */
+    quern_tensor prev_b;         /* [B, ratio, 2 width]: values and logits of series b of the block before */
+    entry_args entry;
+    quern_tensor cu_entries;  /* i32 [batch + 1], or absent: where the sequences' entries start in out */
+    quern_tensor pooled, out; /* [B, n, width] f32 or absent; [B, n, width] or bytes of the format, or absent */
+    /* Backward: gradients of `out` before its format. All outputs are optional; d_proj is written in the blocks' rows and,
+     * unless continued or followed, as 0 elsewhere. */
+    quern_tensor d_out;
+    quern_tensor d_proj, d_prev_b;                  /* proj's dtype or f32 */
+    quern_tensor d_x, d_w;                          /* x's dtype; f32 */
+    quern_tensor d_bias_a, d_bias_b, d_norm_weight; /* f32 */
+    bool accumulate;                                /* these three are added to */
+} pool_args;
+STAGE_DECLARE(pool);
+#define POOL_TENSORS(F)                                                                                                    \
+    F(cu_seqlens) F(start_tokens) F(start_positions) F(block_counts) F(has_prev) F(proj) F(x) F(w) F(bias_a) F(bias_b) F(prev_b)     \
+    ENTRY_TENSORS(F) F(cu_entries) F(pooled) F(out) F(d_out) F(d_proj) F(d_x) F(d_w) F(d_prev_b) F(d_bias_a) F(d_bias_b) F(d_norm_weight)
+#define POOL_VALUES(F)                                                                                                     \
+    F(ratio) F(width) F(overlap) F(batch) F(start_token) F(start_position) F(blocks) F(continued) F(followed)              \
+    ENTRY_VALUES(F) F(accumulate)
+
+/* The state of one sequence that is pooled token by token: a header, then floats. */
+typedef struct pool_state {
+    uint32_t magic, version;
+    uint64_t checksum; /* of a saved copy; else 0 */
+    int32_t ratio;
+    int16_t overlap, begun;   /* begun: a token or a block before it was taken in */
+    int64_t width;
+    int64_t ring;             /* rows that it can take back */
+    int64_t origin, position; /* of the first token, of the next one */
+    int64_t held;             /* rows in the ring that the accumulators do not have yet */
+} pool_state;
+_Static_assert(sizeof(pool_state) == 64, "a header is a line");
+
+/* Columns of a projected row, floats of the accumulators, and floats of both with the ring. */
+static inline int64_t pool_state_columns(const pool_state *s)
+{
+    return (s->overlap ? 4 : 2) * s->width;
+}
+
+static inline int64_t pool_state_sums(const pool_state *s)
+{
+    return (s->overlap ? 6 : 3) * s->width;
+}
+
+static inline int64_t pool_state_floats(const pool_state *s)
+{
+    return pool_state_sums(s) + s->ring * pool_state_columns(s);
+}
+
+static inline float *pool_state_data(const pool_state *s)
+{
+    return (float *)(uintptr_t)(s + 1);
+}
+
+/* Entries that are whole before `position`. */
+static inline int64_t pool_state_entries(const pool_state *s, int64_t position)
+{
+    return (position - s->origin) / s->ratio;
+}
+
+/* Appends tokens to states. Rows of sequence b in proj [T, columns] are cu[b] ... cu[b + 1] - 1 (host memory). */
+typedef struct pool_append_args {
+    int64_t batch;
+    pool_state *const *states;
+    const int64_t *cu;
+    quern_tensor proj, bias_a, bias_b;
+    quern_tensor prev_b; /* [B, ratio, 2 width]: the block before; of states that have not begun. Or absent */
+    entry_args entry;
+    quern_tensor out, pooled; /* rows of the entries that become whole, sequence after sequence; pooled may be absent */
+} pool_append_args;
+STAGE_DECLARE(pool_append);
+#define POOL_APPEND_TENSORS(F) F(proj) F(bias_a) F(bias_b) F(prev_b) ENTRY_TENSORS(F) F(out) F(pooled)
+#define POOL_APPEND_VALUES(F) F(batch) F(states) F(cu) ENTRY_VALUES(F)
+
+#endif

@@ -1,0 +1,136 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* command_compressor_test.c - `quern run csa-compress` and `hca-compress`: pieces give the bytes of one shot, bytes those of
+ * a quantiser over f32, and mistakes are told. */
+#include "command.h"
+#include "tensor.h"
+
+#include <quern/safetensors.h>
+
+#include <unistd.h>
+
+enum { TOKENS = 45, IN = 20, WIDTH = 64, RATIO = 4 };
+
+/* Files DIR/csa (from projections), DIR/csa_x (from hidden states) and DIR/hca of random tensors. */
+static void write_inputs(void)
+{
+    static float data[8][TOKENS * 4 * WIDTH];
+    test_random random = {8};
+    for (int i = 0; i < 8; i++)
+        for (int k = 0; k < TOKENS * 4 * WIDTH; k++) data[i][k] = (float)test_random_normal(&random);
+    const int64_t proj[] = {TOKENS, 4 * WIDTH}, half[] = {TOKENS, 2 * WIDTH}, bias[] = {RATIO, WIDTH}, prev[] = {RATIO, 2 * WIDTH}, norm[] = {WIDTH};
+    const int64_t table[] = {64, 16}, x[] = {TOKENS, IN}, w[] = {IN, 4 * WIDTH}, out[] = {TOKENS / RATIO, WIDTH};
+    const quern_tensor t[] = {
+        quern_tensor_contiguous(data[0], QUERN_F32, 2, proj), quern_tensor_contiguous(data[1], QUERN_F32, 2, bias),
+        quern_tensor_contiguous(data[2], QUERN_F32, 2, bias), quern_tensor_contiguous(data[3], QUERN_F32, 2, prev),
+        quern_tensor_contiguous(data[4], QUERN_F32, 1, norm), quern_tensor_contiguous(data[5], QUERN_F32, 2, table),
+        quern_tensor_contiguous(data[6], QUERN_F32, 2, x),    quern_tensor_contiguous(data[7], QUERN_F32, 2, w),
+        quern_tensor_contiguous(data[6], QUERN_F32, 2, out),  quern_tensor_contiguous(data[0], QUERN_F32, 2, half),
+    };
+    const quern_safetensors_item csa[] = {{"proj", &t[0]},        {"B_a", &t[1]},     {"B_b", &t[2]},  {"prev_b", &t[3]},
+                                          {"norm_weight", &t[4]}, {"cos_sin", &t[5]}, {"d_out", &t[8]}};
+    const quern_safetensors_item from_x[] = {{"X", &t[6]}, {"W", &t[7]}, {"B_a", &t[1]}, {"B_b", &t[2]}, {"cos_sin", &t[5]}};
+    const quern_safetensors_item hca[] = {{"proj", &t[9]}, {"B", &t[1]}, {"norm_weight", &t[4]}};
+    assert_int_equal(quern_safetensors_save(path_of("csa"), csa, 7, NULL, 0), QUERN_OK);
+    assert_int_equal(quern_safetensors_save(path_of("csa_x"), from_x, 5, NULL, 0), QUERN_OK);
+    assert_int_equal(quern_safetensors_save(path_of("hca"), hca, 3, NULL, 0), QUERN_OK);
+}
+
+static quern_tensor get(const quern_safetensors *file, const char *name)
+{
+    quern_tensor t;
+    if (quern_safetensors_get(file, name, &t) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
+    return t;
+}
+
+static quern_safetensors *open_result(const char *name)
+{
+    quern_safetensors *file;
+    assert_int_equal(quern_safetensors_open(path_of(name), &file), QUERN_OK);
+    return file;
+}
+
+static void same_tensor(const char *a, const char *b, const char *name)
+{
+    quern_safetensors *first = open_result(a), *second = open_result(b);
+    const quern_tensor x = get(first, name), y = get(second, name);
+    size_t bytes = quern_dtype_size(x.dtype);
+    assert_int_equal(x.ndim, y.ndim);
+    assert_int_equal(x.dtype, y.dtype);
+    for (int i = 0; i < x.ndim; i++) {
+        assert_int_equal(x.shape[i], y.shape[i]);
+        bytes *= (size_t)x.shape[i];
+    }
+    assert_memory_equal(x.data, y.data, bytes);
+    quern_safetensors_close(first), quern_safetensors_close(second);
+}
+
+/* One shot and pieces under the same options. */
+static void in_pieces(const char *op, const char *in, const char *options)
+{
+    static const char *const pieces[] = {"--chunks 45", "--chunks 3,1,7,0,4,30 --ring 5 --rollback 3", "--chunks 1,1,1,1,1,40 --ring 8 --rollback 8"};
+    char line[512];
+    snprintf(line, sizeof line, "run %s $DIR/%s $DIR/whole %s", op, in, options);
+    expect(0, line, "");
+    for (int i = 0; i < 3; i++) {
+        snprintf(line, sizeof line, "run %s $DIR/%s $DIR/pieces %s %s", op, in, options, pieces[i]);
+        expect(0, line, "");
+        same_tensor("whole", "pieces", "out");
+        same_tensor("whole", "pieces", "pooled");
+    }
+}
+
+static void pieces_give_the_bytes_of_one_shot(void **state)
+{
+    (void)state;
+    write_inputs();
+    in_pieces("csa-compress", "csa", "--ratio 4");
+    in_pieces("csa-compress", "csa", "--start-token 1 --start-abs-pos 8 --rope-at last --format fp8");
+    in_pieces("csa-compress", "csa_x", "--hadamard true --format fp4 --round-bf16 true");
+    in_pieces("csa-compress", "csa_x", "--format bf16");
+    in_pieces("hca-compress", "hca", "--eps 1e-5");
+}
+
+static void results_are_complete(void **state)
+{
+    static const char *const gradients[] = {"d_proj", "dB_a", "dB_b", "dprev_b", "dnorm_weight"};
+    (void)state;
+    write_inputs();
+    expect(0, "run csa-compress $DIR/csa $DIR/out", "");
+    quern_safetensors *file = open_result("out");
+    assert_int_equal(get(file, "out").shape[0], TOKENS / RATIO);
+    assert_int_equal(get(file, "pooled").dtype, QUERN_F32);
+    for (int i = 0; i < 5; i++) get(file, gradients[i]);
+    quern_safetensors_close(file);
+    expect(0, "run hca-compress $DIR/hca $DIR/out", "");
+    file = open_result("out");
+    assert_false(quern_safetensors_has(file, "dB"));
+    quern_safetensors_close(file);
+}
+
+static void mistakes_are_told(void **state)
+{
+    (void)state;
+    write_inputs();
+    expect(2, "run csa-compress one-word", "OP IN OUT");
+    expect(2, "run csa-compress $DIR/csa $DIR/none --chunks 3,x", "--chunks '3,x'");
+    expect(2, "run csa-compress $DIR/csa $DIR/none --chunks 3,4", "sum to the 45 tokens");
+    expect(3, "run csa-compress $DIR/csa $DIR/none --chunks 45 --ring 9", "ring is 9");
+    expect(3, "run csa-compress $DIR/hca $DIR/none", "B_a");
+    expect(3, "run csa-compress $DIR/csa $DIR/none --start-abs-pos 3", "start_abs_pos is 3");
+    expect(3, "run csa-compress $DIR/csa $DIR/none --start-abs-pos 40", "position 80");
+    expect(3, "run csa-compress $DIR/csa $DIR/none --format row584", "row584");
+    expect(3, "run csa-compress $DIR/csa $DIR/none --device cuda", "on the cpu");
+    expect(3, "run csa-compress $DIR/missing $DIR/none", "missing");
+    assert_int_not_equal(access(path_of("none"), F_OK), 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(pieces_give_the_bytes_of_one_shot),
+        cmocka_unit_test(results_are_complete),
+        cmocka_unit_test(mistakes_are_told),
+    };
+    return cmocka_run_group_tests(tests, make_directory, remove_directory);
+}

@@ -1,0 +1,414 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * dsv4_state_test.c - streaming states: whatever the chunks, subsets of the batch, roll-backs, forks and restores, every
+ * entry has the bits of the one-shot call; and faults leave states and outputs as they were.
+ */
+#include "backend.h"
+#include "cmocka_c11.h"
+#include "tensor.h"
+
+#include <quern/dsv4.h>
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SEQUENCES = 4, WIDTH_MOST = 512, TOKENS_MOST = 60, POSITIONS = 256 };
+
+/* A compressor, and sequences with the entries that the one-shot stage makes of them. */
+typedef struct stream {
+    quern_dsv4_compress_params params;
+    int64_t width, ring, columns, row_bytes, batch, tokens, origin, entries;
+    quern_cpu_level level;
+    test_tensor proj[SEQUENCES], b_a, b_b, prev_b, norm_weight, cos_sin;
+    unsigned char *expected[SEQUENCES];
+    float *pooled[SEQUENCES];
+} stream;
+
+static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns)
+{
+    const int64_t shape[] = {rows, columns};
+    test_tensor t = test_tensor_make(random, dtype, 2, shape, TEST_UNALIGNED);
+    test_tensor_normal(&t, random, 1.5);
+    return t;
+}
+
+static const quern_tensor *view_or_null(const test_tensor *t)
+{
+    return t->buffer != NULL ? &t->view : NULL;
+}
+
+/* A view with a leading extent of 1. */
+static quern_tensor batch_of(quern_tensor v)
+{
+    for (int i = 2; i > 0; i--) v.shape[i] = v.shape[i - 1], v.strides[i] = v.strides[i - 1];
+    v.ndim = 3, v.shape[0] = 1;
+    return v;
+}
+
+static void one_shot(stream *s, int64_t b)
+{
+    static const entry_format formats[] = {ENTRY_ROWS, ENTRY_FP8, ENTRY_FP8_POWER, ENTRY_FP4, ENTRY_ROW584};
+    const bool bytes = s->params.format != QUERN_DSV4_ROWS;
+    const int64_t rows[] = {1, s->entries, bytes ? s->row_bytes : s->width}, pooled[] = {1, s->entries, s->width};
+    s->expected[b] = calloc((size_t)(s->entries * s->row_bytes) + 1, 1);
+    s->pooled[b] = calloc((size_t)(s->entries * s->width) + 1, sizeof(float));
+    const quern_dtype dtype = bytes ? QUERN_U8 : s->row_bytes == s->width * 4 ? QUERN_F32 : s->proj[0].view.dtype;
+    pool_args args = {.ratio = s->params.ratio, .width = s->width, .overlap = s->params.kind == QUERN_DSV4_CSA, .batch = 1,
+                      .start_position = s->origin, .proj = batch_of(s->proj[b].view), .bias_a = s->b_a.view,
+                      .pooled = quern_tensor_contiguous(s->pooled[b], QUERN_F32, 3, pooled), .out = quern_tensor_contiguous(s->expected[b], dtype, 3, rows)};
+    if (args.overlap) args.bias_b = s->b_b.view;
+    if (s->prev_b.buffer != NULL) {
+        args.prev_b = s->prev_b.view;
+        args.prev_b.data = (char *)args.prev_b.data + b * args.prev_b.strides[0] * (int64_t)quern_dtype_size(args.prev_b.dtype);
+    }
+    args.entry = (entry_args){.round_bf16 = s->params.round_bf16, .eps = 1e-6f, .rope_last = s->params.rope_last, .hadamard = s->params.hadamard,
+                              .format = formats[s->params.format]};
+    if (s->norm_weight.buffer != NULL) args.entry.norm_weight = s->norm_weight.view;
+    if (s->cos_sin.buffer != NULL) args.entry.cos_sin = s->cos_sin.view;
+    const stage_exec exec = {.threads = 2, .cpu_level = s->level};
+    test_workspace w = test_workspace_make(quern_backend_cpu.pool_forward.workspace(&exec, &args));
+    assert_int_equal(quern_backend_cpu.pool_forward.run(&exec, &args, w.data), QUERN_OK);
+    test_workspace_close(&w);
+}
+
+static stream stream_make(test_random *random)
+{
+    static const int64_t widths[] = {1, 8, 16, 33, 64, 128};
+    static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
+    stream s;
+    memset(&s, 0, sizeof s);
+    s.params = (quern_dsv4_compress_params)QUERN_DSV4_COMPRESS_PARAMS_INIT;
+    s.params.kind = test_random_one_in(random, 2) ? QUERN_DSV4_CSA : QUERN_DSV4_HCA;
+    s.params.ratio = test_random_one_in(random, 4) ? 16 : test_random_int(random, 1, 7);
+    s.params.rope_last = test_random_one_in(random, 2);
+    s.params.round_bf16 = test_random_one_in(random, 3);
+    s.params.format = (quern_dsv4_format)(test_random_one_in(random, 2) ? 0 : test_random_int(random, 1, 4));
+    s.width = s.params.format == QUERN_DSV4_ROW584 ? 512 : s.params.format == QUERN_DSV4_FP4 ? 64 : widths[test_random_int(random, 0, 5)];
+    s.params.hadamard = (s.width & (s.width - 1)) == 0 && test_random_one_in(random, 3);
+    s.origin = s.params.start_abs_pos = (s.params.rope_last ? 1 : s.params.ratio) * test_random_int(random, 0, 4);
+    s.ring = test_random_int(random, 0, 8);
+    s.level = (quern_cpu_level)test_random_int(random, 1, quern_cpu_level_detect());
+    s.batch = test_random_int(random, 1, SEQUENCES);
+    s.tokens = test_random_int(random, 0, TOKENS_MOST);
+    s.entries = s.tokens / s.params.ratio;
+    s.columns = (s.params.kind == QUERN_DSV4_CSA ? 4 : 2) * s.width;
+    const quern_dtype dtype = dtypes[test_random_int(random, 0, 2)], weight = test_random_one_in(random, 2) ? dtype : QUERN_F32;
+    for (int64_t b = 0; b < s.batch; b++) s.proj[b] = matrix(random, dtype, s.tokens, s.columns);
+    s.b_a = matrix(random, weight, s.params.ratio, s.width);
+    if (s.params.kind == QUERN_DSV4_CSA) s.b_b = matrix(random, weight, s.params.ratio, s.width);
+    const int64_t before[] = {s.batch, s.params.ratio, 2 * s.width};
+    if (s.params.kind == QUERN_DSV4_CSA && test_random_one_in(random, 2)) {
+        s.prev_b = test_tensor_make(random, weight, 3, before, TEST_CONTIGUOUS);
+        test_tensor_normal(&s.prev_b, random, 1);
+    }
+    if (test_random_one_in(random, 2)) s.norm_weight = test_tensor_make(random, weight, 1, &s.width, TEST_UNALIGNED), test_tensor_normal(&s.norm_weight, random, 1);
+    const int64_t rope = s.params.format == QUERN_DSV4_ROW584 ? 64 : s.width / 2 * 2;
+    if (rope > 0 && test_random_one_in(random, 2)) s.cos_sin = matrix(random, weight, POSITIONS, rope);
+    static const int64_t extra[] = {0, 4, 4};
+    s.row_bytes = s.params.format == QUERN_DSV4_ROWS ? s.width * (test_random_one_in(random, 2) ? 4 : (int64_t)quern_dtype_size(dtype))
+                  : s.params.format == QUERN_DSV4_ROW584 ? 584
+                  : s.params.format == QUERN_DSV4_FP4 ? s.width / 2 + s.width / 32 : s.width + extra[s.params.format];
+    for (int64_t b = 0; b < s.batch; b++) one_shot(&s, b);
+    return s;
+}
+
+static void stream_free(stream *s)
+{
+    for (int64_t b = 0; b < s->batch; b++) {
+        test_tensor_check_unchanged(&s->proj[b], "proj");
+        test_tensor_free(&s->proj[b]);
+        free(s->expected[b]), free(s->pooled[b]);
+    }
+    test_tensor *rest[] = {&s->b_a, &s->b_b, &s->prev_b, &s->norm_weight, &s->cos_sin};
+    for (int i = 0; i < 5; i++)
+        if (rest[i]->buffer != NULL) test_tensor_free(rest[i]);
+}
+
+/* A state in memory of exactly its size, at an odd address. */
+typedef struct held_state {
+    unsigned char *memory;
+    quern_dsv4_state *state;
+} held_state;
+
+static size_t state_bytes(const stream *s)
+{
+    size_t bytes;
+    assert_int_equal(quern_dsv4_state_size(&s->params, s->width, s->ring, &bytes), QUERN_OK);
+    return bytes;
+}
+
+static held_state state_new(const stream *s)
+{
+    held_state h = {malloc(state_bytes(s) + 1), NULL};
+    assert_int_equal(quern_dsv4_state_create(&s->params, s->width, s->ring, h.memory + 1, state_bytes(s), &h.state), QUERN_OK);
+    return h;
+}
+
+/* Another state of the same contents; the old one is overwritten and gone. */
+static void move_state(const stream *s, test_random *random, held_state *h)
+{
+    const size_t bytes = state_bytes(s);
+    held_state to = {malloc(bytes + 1), NULL};
+    if (test_random_one_in(random, 2)) {
+        assert_int_equal(quern_dsv4_state_fork(h->state, to.memory + 1, bytes, &to.state), QUERN_OK);
+    } else {
+        size_t saved_bytes;
+        assert_int_equal(quern_dsv4_state_save(h->state, NULL, &saved_bytes), QUERN_OK);
+        unsigned char *saved = malloc(saved_bytes);
+        assert_int_equal(quern_dsv4_state_save(h->state, saved, &saved_bytes), QUERN_OK);
+        assert_int_equal(quern_dsv4_state_restore(&s->params, s->width, s->ring, saved, saved_bytes, to.memory + 1, bytes, &to.state), QUERN_OK);
+        free(saved);
+    }
+    memset(h->memory, 0x5a, bytes + 1);
+    free(h->memory);
+    *h = to;
+}
+
+static quern_dsv4_append_tensors tensors_of(const stream *s, const quern_tensor *proj, const quern_tensor *out, const quern_tensor *pooled)
+{
+    quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
+    t.proj = proj, t.out = out, t.pooled = pooled, t.b_a = &s->b_a.view, t.b_b = view_or_null(&s->b_b);
+    t.norm_weight = view_or_null(&s->norm_weight), t.cos_sin = view_or_null(&s->cos_sin);
+    return t;
+}
+
+/* Appends the next counts[b] tokens of each sequence in one call and compares the entries. */
+static void append(const stream *s, quern_context *ctx, held_state *held, const int64_t *counts, bool first)
+{
+    quern_dsv4_state *states[SEQUENCES];
+    int64_t subset[SEQUENCES], at[SEQUENCES], position[SEQUENCES], batch = 0, tokens = 0, entries, done;
+    for (int64_t b = 0; b < s->batch; b++) {
+        if (counts[b] < 0) continue;
+        states[batch] = held[b].state;
+        at[batch] = b;
+        assert_int_equal(quern_dsv4_state_position(held[b].state, &position[batch], NULL), QUERN_OK);
+        subset[batch++] = counts[b];
+        tokens += counts[b];
+    }
+    if (batch == 0) return;
+    assert_int_equal(quern_dsv4_append_entries(states, subset, batch, &entries), QUERN_OK);
+    const size_t row = (size_t)s->columns * quern_dtype_size(s->proj[0].view.dtype);
+    unsigned char *rows = malloc((size_t)tokens * row + 1), *to = rows, *out = malloc((size_t)(entries * s->row_bytes) + 1);
+    float *pooled = malloc((size_t)(entries * s->width) * sizeof *pooled + 1);
+    for (int64_t i = 0; i < batch; i++) {
+        memcpy(to, (char *)s->proj[at[i]].view.data + (size_t)(position[i] - s->origin) * row, (size_t)subset[i] * row);
+        to += (size_t)subset[i] * row;
+    }
+    const int64_t shape[] = {tokens, s->columns}, bytes = s->params.format != QUERN_DSV4_ROWS;
+    const int64_t out_shape[] = {entries, bytes ? s->row_bytes : s->width}, pooled_shape[] = {entries, s->width};
+    const quern_dtype dtype = bytes ? QUERN_U8 : s->row_bytes == s->width * 4 ? QUERN_F32 : s->proj[0].view.dtype;
+    const quern_tensor proj = quern_tensor_contiguous(rows, s->proj[0].view.dtype, 2, shape), o = quern_tensor_contiguous(out, dtype, 2, out_shape);
+    const quern_tensor p = quern_tensor_contiguous(pooled, QUERN_F32, 2, pooled_shape);
+    quern_dsv4_append_tensors t = tensors_of(s, &proj, &o, entries % 2 ? &p : NULL);
+    if (first) t.prev_b = view_or_null(&s->prev_b);
+    size_t need;
+    if (quern_dsv4_append_workspace(ctx, &s->params, states, subset, batch, &t, &need) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    test_workspace w = test_workspace_make(need);
+    if (quern_dsv4_append(ctx, NULL, &s->params, states, subset, batch, &t, w.data, need) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    test_workspace_close(&w);
+    done = 0;
+    for (int64_t i = 0; i < batch; i++) {
+        const int64_t before = (position[i] - s->origin) / s->params.ratio, n = (position[i] - s->origin + subset[i]) / s->params.ratio - before;
+        if (n == 0) continue;
+        assert_memory_equal(out + done * s->row_bytes, s->expected[at[i]] + before * s->row_bytes, (size_t)(n * s->row_bytes));
+        if (entries % 2) assert_memory_equal(pooled + done * s->width, s->pooled[at[i]] + before * s->width, (size_t)(n * s->width) * sizeof *pooled);
+        done += n;
+    }
+    assert_int_equal(done, entries);
+    free(rows), free(out), free(pooled);
+}
+
+/* Appends, taking back and moving on the way, until every sequence is at its end. */
+static void play(const stream *s, test_random *random, quern_context *ctx, held_state *held)
+{
+    int64_t counts[SEQUENCES] = {0};
+    append(s, ctx, held, counts, true); /* nothing but the block before */
+    for (bool more = s->tokens > 0; more;) {
+        more = false;
+        for (int64_t b = 0; b < s->batch; b++) {
+            int64_t position, kept;
+            assert_int_equal(quern_dsv4_state_position(held[b].state, &position, &kept), QUERN_OK);
+            if (kept > 0 && position - s->origin < s->tokens && test_random_one_in(random, 4)) {
+                const int64_t n = test_random_int(random, 1, kept);
+                assert_int_equal(quern_dsv4_state_rollback(held[b].state, n), QUERN_OK);
+                position -= n;
+            }
+            if (test_random_one_in(random, 6)) move_state(s, random, &held[b]);
+            const int64_t left = s->tokens - (position - s->origin), most = test_random_one_in(random, 3) ? 20 : 3;
+            counts[b] = test_random_one_in(random, 3) ? -1 : test_random_int(random, 0, left < most ? left : most);
+            more = more || left > 0;
+        }
+        append(s, ctx, held, counts, false);
+    }
+}
+
+static void any_chunking_gives_the_bits_of_one_shot(void **state)
+{
+    (void)state;
+    const uint64_t seed = test_seed("any_chunking", 77);
+    for (int trial = 0; trial < test_trials(300); trial++) {
+        test_random random;
+        if (!test_trial(seed, trial, &random)) continue;
+        stream s = stream_make(&random);
+        quern_context *ctx = test_context(s.level, (int32_t)test_random_int(&random, 1, 3));
+        held_state held[SEQUENCES];
+        for (int64_t b = 0; b < s.batch; b++) held[b] = state_new(&s);
+        play(&s, &random, ctx, held);
+        for (int64_t b = 0; b < s.batch; b++) free(held[b].memory);
+        stream_free(&s);
+        quern_context_destroy(ctx);
+    }
+}
+
+/* Section 2's count, a header, and room to align. */
+static void state_sizes(void **state)
+{
+    (void)state;
+    quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
+    size_t bytes;
+    assert_int_equal(quern_dsv4_state_size(&p, 512, 8, &bytes), QUERN_OK);
+    assert_int_equal(bytes, (6 * 512 + 8 * 4 * 512) * 4 + 64 + 63);
+    p.kind = QUERN_DSV4_HCA;
+    assert_int_equal(quern_dsv4_state_size(&p, 512, 0, &bytes), QUERN_OK);
+    assert_int_equal(bytes, 3 * 512 * 4 + 64 + 63);
+}
+
+/* A CSA state of 16 channels, ratio 4, ring 2, and what an append of a few tokens takes. */
+typedef struct fixture {
+    quern_context *ctx;
+    stream s;
+    held_state held;
+    float rows[8 * 64], pooled[2 * 16];
+    unsigned char out[2 * 20];
+    quern_tensor proj, out_view, pooled_view;
+    quern_dsv4_append_tensors t;
+} fixture;
+
+static void fixture_open(fixture *f, int64_t tokens)
+{
+    test_random random = {3};
+    memset(f, 0, sizeof *f);
+    f->ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+    f->s.params = (quern_dsv4_compress_params)QUERN_DSV4_COMPRESS_PARAMS_INIT;
+    f->s.params.format = QUERN_DSV4_FP8;
+    f->s.width = 16, f->s.ring = 2, f->s.columns = 64;
+    f->s.b_a = matrix(&random, QUERN_F32, 4, 16), f->s.b_b = matrix(&random, QUERN_F32, 4, 16);
+    f->held = state_new(&f->s);
+    for (int i = 0; i < 8 * 64; i++) f->rows[i] = (float)test_random_normal(&random);
+    const int64_t proj[] = {tokens, 64}, out[] = {tokens / 4, 20}, pooled[] = {tokens / 4, 16};
+    f->proj = quern_tensor_contiguous(f->rows, QUERN_F32, 2, proj);
+    f->out_view = quern_tensor_contiguous(f->out, QUERN_U8, 2, out);
+    f->pooled_view = quern_tensor_contiguous(f->pooled, QUERN_F32, 2, pooled);
+    f->t = tensors_of(&f->s, &f->proj, &f->out_view, &f->pooled_view);
+}
+
+static void fixture_close(fixture *f)
+{
+    free(f->held.memory);
+    test_tensor_free(&f->s.b_a), test_tensor_free(&f->s.b_b);
+    quern_context_destroy(f->ctx);
+}
+
+static quern_status call(fixture *f, quern_dsv4_state *const *states, const int64_t *counts, int64_t batch)
+{
+    static unsigned char workspace[1 << 16];
+    return quern_dsv4_append(f->ctx, NULL, &f->s.params, states, counts, batch, &f->t, workspace, sizeof workspace);
+}
+
+/* The call fails with a sentence that holds `word`; state and outputs are as they were. */
+static void refused(fixture *f, quern_dsv4_state *const *states, const int64_t *counts, int64_t batch, const char *word)
+{
+    const size_t bytes = state_bytes(&f->s);
+    unsigned char *kept = malloc(bytes);
+    memcpy(kept, f->held.memory + 1, bytes);
+    memset(f->out, 0x5a, sizeof f->out), memset(f->pooled, 0x5a, sizeof f->pooled);
+    assert_int_not_equal(call(f, states, counts, batch), QUERN_OK);
+    if (strstr(quern_last_error(f->ctx), word) == NULL) fail_msg("'%s' lacks '%s'", quern_last_error(f->ctx), word);
+    assert_memory_equal(kept, f->held.memory + 1, bytes);
+    for (size_t i = 0; i < sizeof f->out; i++) assert_int_equal(f->out[i], 0x5a);
+    for (size_t i = 0; i < sizeof f->pooled; i++) assert_int_equal(((unsigned char *)f->pooled)[i], 0x5a);
+    free(kept);
+}
+
+static void faults_leave_states_unchanged(void **state)
+{
+    (void)state;
+    fixture f;
+    fixture_open(&f, 8);
+    quern_dsv4_state *const twice[] = {f.held.state, f.held.state};
+    const int64_t all = 8, halves[] = {4, 4}, negative = -1;
+    refused(&f, twice, halves, 2, "once");
+    refused(&f, &f.held.state, &negative, 1, "counts[0] is -1");
+    f.rows[5 * 64 + 3] = NAN; /* the second entry */
+    refused(&f, &f.held.state, &all, 1, "entry 1, column 3 is nan");
+    f.rows[5 * 64 + 3] = INFINITY;
+    refused(&f, &f.held.state, &all, 1, "column 3 is");
+    f.rows[5 * 64 + 3] = 1;
+    f.proj.shape[0] = 7;
+    refused(&f, &f.held.state, &all, 1, "proj.shape[0] is 7");
+    f.proj.shape[0] = 8;
+    float table[4 * 8] = {0};
+    const int64_t table_shape[] = {4, 8};
+    const quern_tensor cos_sin = quern_tensor_contiguous(table, QUERN_F32, 2, table_shape);
+    f.t.cos_sin = &cos_sin; /* the second entry stands at position 4 */
+    refused(&f, &f.held.state, &all, 1, "position 4");
+    f.t.cos_sin = NULL;
+    float prev[4 * 32] = {0};
+    const int64_t prev_shape[] = {1, 4, 32};
+    const quern_tensor prev_b = quern_tensor_contiguous(prev, QUERN_F32, 3, prev_shape);
+    assert_int_equal(call(&f, &f.held.state, &all, 1), QUERN_OK);
+    f.t.prev_b = &prev_b;
+    refused(&f, &f.held.state, &all, 1, "begun");
+    assert_int_not_equal(quern_dsv4_state_rollback(f.held.state, 3), QUERN_OK);
+    assert_non_null(strstr(quern_last_error(f.ctx), "0 to 2 tokens"));
+    int64_t position;
+    assert_int_equal(quern_dsv4_state_position(f.held.state, &position, NULL), QUERN_OK);
+    assert_int_equal(position, 8);
+    fixture_close(&f);
+}
+
+/* Every bit of a saved state that flips, every length, and other dims are noticed. */
+static void damaged_states_are_refused(void **state)
+{
+    (void)state;
+    fixture f;
+    fixture_open(&f, 8);
+    const int64_t all = 8;
+    size_t bytes;
+    quern_dsv4_state *other = f.held.state;
+    assert_int_equal(call(&f, &f.held.state, &all, 1), QUERN_OK);
+    assert_int_equal(quern_dsv4_state_save(f.held.state, NULL, &bytes), QUERN_OK);
+    unsigned char *saved = malloc(bytes), *memory = malloc(state_bytes(&f.s));
+    assert_int_equal(quern_dsv4_state_save(f.held.state, saved, &bytes), QUERN_OK);
+    for (size_t i = 0; i < bytes; i++) {
+        saved[i] ^= (unsigned char)(1 << i % 8);
+        assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 2, saved, bytes, memory, state_bytes(&f.s), &other), QUERN_ERR_FORMAT);
+        saved[i] ^= (unsigned char)(1 << i % 8);
+    }
+    for (size_t n = 0; n < bytes; n += 7)
+        assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 2, saved, n, memory, state_bytes(&f.s), &other), QUERN_ERR_FORMAT);
+    quern_dsv4_compress_params p = f.s.params;
+    p.ratio = 5;
+    assert_int_equal(quern_dsv4_state_restore(&p, 16, 2, saved, bytes, memory, state_bytes(&f.s), &other), QUERN_ERR_FORMAT);
+    unsigned char *large = malloc(1 << 16);
+    assert_int_equal(quern_dsv4_state_restore(&f.s.params, 32, 2, saved, bytes, large, 1 << 16, &other), QUERN_ERR_FORMAT);
+    assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 3, saved, bytes, large, 1 << 16, &other), QUERN_ERR_FORMAT);
+    assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 2, saved, bytes, memory, state_bytes(&f.s) - 1, &other), QUERN_ERR_WORKSPACE);
+    assert_ptr_equal(other, f.held.state);
+    assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 2, saved, bytes, memory, state_bytes(&f.s), &other), QUERN_OK);
+    free(saved), free(memory), free(large);
+    fixture_close(&f);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(any_chunking_gives_the_bits_of_one_shot),
+        cmocka_unit_test(state_sizes),
+        cmocka_unit_test(faults_leave_states_unchanged),
+        cmocka_unit_test(damaged_states_are_refused),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
