@@ -5,7 +5,7 @@
 #define QUERN_CPU_GEMM_H
 
 #include "backend.h"
-#include "cpu/attention_kernels.h"
+#include "cpu/kernels/attention_kernels.h"
 
 #include <pthread.h>
 

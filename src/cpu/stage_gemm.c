@@ -13,7 +13,7 @@
  */
 #include "core/arena.h"
 #include "core/parallel.h"
-#include "cpu/attention_kernels.h"
+#include "cpu/kernels/attention_kernels.h"
 #include "cpu/pool/pool_kernels.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"

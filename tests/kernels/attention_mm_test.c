@@ -5,7 +5,7 @@
  * Bounds are those of src/cpu/kernels.inc.
  */
 #include "cmocka_c11.h"
-#include "cpu/attention_kernels.h"
+#include "cpu/kernels/attention_kernels.h"
 #include "kernels.h"
 #include "tensor.h"
 

@@ -3,7 +3,7 @@
 /* attention_rows_test.c - the row kernels of attention (packing, softmax and its backward, storing)
  * at every level, entry by entry against double; bounds are those of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
-#include "cpu/attention_kernels.h"
+#include "cpu/kernels/attention_kernels.h"
 #include "kernels.h"
 #include "tensor.h"
 

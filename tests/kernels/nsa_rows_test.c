@@ -6,7 +6,7 @@
  * Bounds are those of src/cpu/kernels.inc.
  */
 #include "cmocka_c11.h"
-#include "cpu/nsa_kernels.h"
+#include "cpu/kernels/nsa_kernels.h"
 #include "kernels.h"
 #include "tensor.h"
 

@@ -4,8 +4,8 @@
 #include "kernels.h"
 
 #include "cmocka_c11.h"
-#include "cpu/attention_kernels.h"
-#include "cpu/nsa_kernels.h"
+#include "cpu/kernels/attention_kernels.h"
+#include "cpu/kernels/nsa_kernels.h"
 #include "cpu/pool/pool_kernels.h"
 
 #include <math.h>

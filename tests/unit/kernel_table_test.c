@@ -6,8 +6,8 @@
  * `kernel_table_test --markdown > docs/kernels.md` writes that page.
  */
 #include "cmocka_c11.h"
-#include "cpu/attention_kernels.h"
-#include "cpu/nsa_kernels.h"
+#include "cpu/kernels/attention_kernels.h"
+#include "cpu/kernels/nsa_kernels.h"
 #include "cpu/pool/pool_kernels.h"
 #include "kernels.h"
 

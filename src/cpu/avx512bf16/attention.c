@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attention.c - the attention table for AVX-512 with BF16: the f32 micro-kernel and the same one over words of
  * two bf16 values, 24 accumulators of the 32 registers. Limit: two 512-bit FMAs, or bf16 dot products, a cycle. */
-#include "cpu/attention_backward_rows.h"
-#include "cpu/attention_rows.h"
+#include "cpu/kernels/attention_backward_rows.h"
+#include "cpu/kernels/attention_rows.h"
 
 #include <immintrin.h>
 
@@ -13,7 +13,7 @@ enum { ROWS = 6, VECTORS = 4, PANEL = 64 };
 static inline vec broadcast(const float *a) { return _mm512_set1_ps(*a); }
 static inline vec step_f32(vec acc, vec a, vec b) { return _mm512_fmadd_ps(a, b, acc); }
 static inline vec step_bf16(vec acc, vec a, vec b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
-#include "cpu/attention_mm.h"
+#include "cpu/kernels/attention_mm.h"
 
 static void mm_bf16(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b,
                     int64_t ldb, float *c, int64_t ldc, bool accumulate)

@@ -12,7 +12,7 @@
 #define QUERN_CPU_GEMM4_ROWS_H
 
 #include "cpu/gemm4/gemm4_kernels.h"
-#include "cpu/vector.h"
+#include "cpu/kernels/vector.h"
 
 #define E2M1_VALUES 0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f
 #define E2M1_NEGATIVE -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f

@@ -5,7 +5,7 @@
 #define QUERN_CPU_GEMM4_PRODUCT_H
 
 #include "core/arena.h"
-#include "cpu/attention_kernels.h"
+#include "cpu/kernels/attention_kernels.h"
 #include "cpu/gemm4/panels.h"
 #include "cpu/quantise/finite.h"
 #include "cpu/quantise/quantise_kernels.h"

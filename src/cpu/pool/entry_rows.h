@@ -13,7 +13,7 @@
 #define QUERN_CPU_ENTRY_ROWS_H
 
 #include "cpu/pool/pool_kernels.h"
-#include "cpu/vector_dtype.h"
+#include "cpu/kernels/vector_dtype.h"
 
 /* Sum of x y z over n channels, lane by lane; y, z may be NULL: 1. */
 INLINE float product_sum(const float *x, const float *y, const float *z, int64_t n)

@@ -18,7 +18,7 @@
 #define QUERN_CPU_POOL_ROWS_H
 
 #include "cpu/pool/pool_kernels.h"
-#include "cpu/vector_dtype.h"
+#include "cpu/kernels/vector_dtype.h"
 
 enum { POOL_VECTORS = 4 };
 

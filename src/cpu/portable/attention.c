@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attention.c - the attention table in portable C: the reference every other level is tested against, and
  * what runs where no level fits. 4 x 4 vectors of four floats. */
-#include "cpu/attention_backward_rows.h"
-#include "cpu/attention_rows.h"
+#include "cpu/kernels/attention_backward_rows.h"
+#include "cpu/kernels/attention_rows.h"
 
 typedef float vec __attribute__((vector_size(16)));
 enum { ROWS = 4, VECTORS = 4, PANEL = 16 };
@@ -11,7 +11,7 @@ enum { ROWS = 4, VECTORS = 4, PANEL = 16 };
 static inline vec broadcast(const float *a) { return *a - (vec){0}; }
 static inline vec step_f32(vec acc, vec a, vec b) { return acc + a * b; }
 #define step_bf16 step_f32
-#include "cpu/attention_mm.h"
+#include "cpu/kernels/attention_mm.h"
 
 const attention_kernels attention_kernels_portable = {
     .level = QUERN_CPU_LEVEL_PORTABLE, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS};

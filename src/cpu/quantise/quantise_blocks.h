@@ -14,7 +14,7 @@
 #define QUERN_CPU_QUANTISE_BLOCKS_H
 
 #include "cpu/quantise/quantise_kernels.h"
-#include "cpu/vector_dtype.h"
+#include "cpu/kernels/vector_dtype.h"
 
 enum { BLOCK = QUANTISE_BLOCK };
 

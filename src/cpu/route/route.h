@@ -6,7 +6,7 @@
 
 #include "backend.h"
 #include "core/arena.h"
-#include "cpu/attention_kernels.h"
+#include "cpu/kernels/attention_kernels.h"
 
 enum {
     ROUTE_ROWS = 64,   /* tokens of a task */

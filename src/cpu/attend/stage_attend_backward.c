@@ -1,0 +1,375 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_attend_backward.c - the attend_backward stage, one pass over the scores.
+ *
+ * Every (sequence, unit) is cut into chunks of query rows whose size depends on the shape alone. A task owns
+ * one chunk's dQ: it walks the keys that the chunk sees in rising order, tile by tile (with lists, block by
+ * block, with the rows that list it), lets all the chunk's rows meet a tile of keys, and then adds the tile's
+ * dK and dV to the f32 gradients in memory. Additions to one key are made in the order of the tasks: a task
+ * waits until all before it that read the same head have passed the tile. Tasks are started in that order and
+ * all walk keys upwards, so a thread that starts at the same time as another trails it by one tile, and one
+ * that starts later never waits. So the bits do not depend on the number of threads, nothing is summed
+ * twice, and no partial gradients are kept.
+ *
+ * A chunk of 768 rows (D = 128) streams through L2 and L3 once per 192 keys, and dK and dV travel to memory
+ * once per 768 rows: each 1 to 2% of the time. With lists a chunk is so large that enough of its rows choose a block to
+ * fill tiles. Late chunks of a causal sequence see the most keys and go first.
+ */
+#include "core/parallel.h"
+#include "cpu/attend/attend_backward.h"
+#include "cpu/rows_at.h"
+#include "cpu/stages.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+
+enum { CHUNK_BYTES = 1400 << 10 /* of q, d_q and d_o: 768 rows at D = 128 */, LISTED_LEAST = 2048, LISTED_MOST = 8192 /* rows */ };
+enum { GATHER_BELOW = 48 /* rows that share a list */, ROWS_AHEAD = 8, TURN_DONE = INT32_MAX, SPINS = 64 };
+
+typedef _Atomic int64_t turn; /* keys below this get no more from that task */
+
+typedef struct backward_thread {
+    backward_rows chunk, gathered; /* gathered: lists shared by few rows */
+    backward_scratch scratch;
+    backward_keys keys;
+    int32_t *rows; /* [BACKWARD_ROWS] of the chunk, that were gathered */
+    attend_lists lists;
+} backward_thread;
+
+typedef struct backward_job {
+    backward_plan plan;
+    backward_thread *threads;
+    bool listed, gathers;
+    int64_t chunk_rows, slots; /* slots: chunks of one unit, over all sequences */
+    int32_t turns;  /* units of a kv head */
+    turn *turn_of;  /* [kv_heads][slots * turns] */
+    turn *passed;   /* [kv_heads]: all tasks before this one are done */
+} backward_job;
+
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* D or Dv rounded up so that a row of floats is an odd number of cache lines. */
+static int64_t odd_lines(int64_t dim)
+{
+    return (round_up(dim, 16) / 16 | 1) * 16;
+}
+
+static int64_t rows_of_chunk(const backward_plan *p, bool listed)
+{
+    const int64_t bytes = 4 * (2 * p->key_ld + p->value_ld), fit = CHUNK_BYTES / bytes / BACKWARD_ROWS * BACKWARD_ROWS;
+    if (!listed) return fit < BACKWARD_ROWS ? BACKWARD_ROWS : fit;
+    /* Enough rows for a block of the longest sequence to be listed by a tile of them, if lists were random. */
+    const attend_args *args = p->attend.args;
+    const int64_t per_tile = args->tile * p->attend.hs, blocks = args->seqs.n_kv / p->attend.list_block + 1;
+    const int64_t length = args->list.shape[3] > 0 ? args->list.shape[3] : 1;
+    const int64_t rows = BACKWARD_ROWS * blocks / length;
+    return round_up(rows < LISTED_LEAST ? LISTED_LEAST : rows > LISTED_MOST ? LISTED_MOST : rows, per_tile);
+}
+
+static void gradient_of(const quern_tensor *t, arena *a, gradient_rows *g)
+{
+    *g = (gradient_rows){NULL, {0, 0, 0}};
+    if (t->ndim == 0) return;
+    if (t->dtype == QUERN_F32) {
+        *g = (gradient_rows){t->data, {t->strides[0], t->strides[1], t->strides[2]}};
+        return;
+    }
+    const int64_t row = t->shape[3], token = row * t->shape[2], batch = token * t->shape[1];
+    *g = (gradient_rows){arena_take(a, (size_t)(t->shape[0] * batch) * sizeof(float)), {batch, token, row}};
+}
+
+static backward_plan plan_of(const stage_exec *exec, const attend_args *args, arena *a)
+{
+    backward_plan p = {.attend = attend_plan_of(exec, args)};
+    const attend_plan *f = &p.attend;
+    p.scale2 = args->scale * log2_e;
+    p.value_words = f->bf16 ? f->dim_v / 2 : f->dim_v;
+    p.key_width = round_up(f->dim_k, 16);
+    p.value_width = round_up(f->dim_v, 16);
+    p.key_ld = odd_lines(f->dim_k);
+    p.value_ld = odd_lines(f->dim_v);
+    p.key_panel = attend_row_panel(f, f->dim_k);
+    const size_t rows = (size_t)f->packed_rows * (size_t)f->kv_heads;
+    p.keys = arena_take(a, rows * (size_t)f->key_words * 4);
+    p.values = arena_take(a, rows * (size_t)p.value_words * 4);
+    p.key_rows = arena_take(a, rows * (size_t)round_up(p.key_width, p.key_panel) * (f->bf16 ? 2 : 4));
+    p.nonfinite = arena_take(a, rows / KEY_ALIGN);
+    gradient_of(&args->d_k, a, &p.d_k);
+    gradient_of(&args->d_v, a, &p.d_v);
+    return p;
+}
+
+static backward_job carve(const stage_exec *exec, const attend_args *args, arena *a)
+{
+    backward_job job = {.plan = plan_of(exec, args, a)};
+    const backward_plan *p = &job.plan;
+    const int64_t per_tile = args->tile * p->attend.hs, batch = args->seqs.batch;
+    job.listed = args->list.ndim > 0;
+    job.gathers = job.listed && (per_tile < GATHER_BELOW || per_tile % 2 != 0);
+    job.chunk_rows = rows_of_chunk(p, job.listed);
+    const int64_t rows = args->seqs.n_q * p->attend.hs;
+    job.slots = args->seqs.cu_q.ndim > 0 ? rows / job.chunk_rows + batch : batch * ((rows + job.chunk_rows - 1) / job.chunk_rows);
+    job.turns = p->attend.kv_heads > 0 ? p->attend.units / p->attend.kv_heads : 1;
+    job.turn_of = arena_take(a, sizeof(turn) * (size_t)(p->attend.units * job.slots));
+    job.passed = arena_take(a, sizeof(turn) * (size_t)p->attend.kv_heads);
+    job.threads = arena_take(a, sizeof *job.threads * (size_t)exec->threads);
+    for (int32_t i = 0; i < exec->threads; i++) {
+        backward_thread t = {.rows = NULL};
+        backward_rows_carve(p, job.chunk_rows + 1, a, &t.chunk);
+        backward_scratch_carve(p, a, &t.scratch);
+        t.keys.d_k = arena_take(a, (size_t)(BACKWARD_KEYS * p->key_ld) * sizeof(float));
+        t.keys.d_v = arena_take(a, (size_t)(BACKWARD_KEYS * p->value_ld) * sizeof(float));
+        if (job.gathers) {
+            backward_rows_carve(p, BACKWARD_ROWS, a, &t.gathered);
+            t.rows = arena_take(a, BACKWARD_ROWS * sizeof *t.rows);
+        }
+        attend_lists_carve(&p->attend, job.chunk_rows, a, &t.lists);
+        if (a->base != NULL) job.threads[i] = t;
+    }
+    return job;
+}
+
+static void pack_all(const stage_exec *exec, const backward_plan *p)
+{
+    const attend_args *args = p->attend.args;
+    const attend_pack_target targets[] = {{&args->k, p->keys, p->key_rows, p->nonfinite, (int32_t)p->key_panel},
+                                          {&args->v, p->values, NULL, NULL, 0}};
+    attend_pack_all(exec, &p->attend, targets, 2);
+}
+
+/* The first slot of sequence b. */
+static int64_t slot_of(const backward_job *job, int64_t b)
+{
+    const attend_args *args = job->plan.attend.args;
+    if (args->seqs.cu_q.data == NULL) return b * (job->slots / args->seqs.batch);
+    return ((const int32_t *)args->seqs.cu_q.data)[b] * (int64_t)job->plan.attend.hs / job->chunk_rows + b;
+}
+
+/* Waits until every task from `first` to before `self` has passed key `key`. */
+static void wait_for_turn(turn *turns, turn *passed, int64_t first, int64_t self, int64_t key)
+{
+    int64_t done = atomic_load_explicit(passed, memory_order_acquire);
+    const int64_t known = done;
+    while (done < self && atomic_load_explicit(&turns[done], memory_order_acquire) == TURN_DONE) done++;
+    if (done > known) atomic_store_explicit(passed, done, memory_order_release);
+    for (int64_t i = done > first ? done : first; i < self; i++)
+        for (int spins = 0; atomic_load_explicit(&turns[i], memory_order_acquire) < key;)
+            if (++spins > SPINS) sched_yield();
+}
+
+/* One task while it runs. */
+typedef struct backward_task {
+    backward_job *job;
+    backward_thread *own;
+    attend_sequence seq;
+    int64_t row0, rows;
+    int32_t unit, kv_head;
+    turn *turns;
+    int64_t first, self; /* turns of the first task of this sequence and head, and of this one */
+} backward_task;
+
+static void begin_keys(const backward_task *t, int64_t key0, int64_t key1)
+{
+    backward_keys *keys = &t->own->keys;
+    keys->seq = &t->seq;
+    keys->head = t->kv_head;
+    keys->key0 = key0;
+    keys->key1 = key1;
+    for (int32_t i = 0; i < BACKWARD_KEYS / KEY_ALIGN; i++) keys->fresh[i] = true;
+}
+
+/* Adds the tile's dK and dV to memory when the task's turn has come, and passes on. */
+static void end_keys(const backward_task *t)
+{
+    const backward_plan *p = &t->job->plan;
+    const attention_kernels *k = p->attend.kernels;
+    const backward_keys *keys = &t->own->keys;
+    wait_for_turn(t->turns, &t->job->passed[t->kv_head], t->first, t->self, keys->key1);
+    const int64_t base = keys->key0 & ~(int64_t)15;
+    for (int64_t key = keys->key0; key < keys->key1; key++) {
+        const int64_t c = key - base, token = t->seq.k0 + key;
+        if (keys->fresh[c / KEY_ALIGN]) continue;
+        if (p->d_k.data != NULL)
+            k->add_scaled_row(gradient_at(&p->d_k, t->seq.view_b, token, t->kv_head), keys->d_k + c * p->key_ld, p->attend.args->scale,
+                              p->attend.dim_k);
+        if (p->d_v.data != NULL)
+            k->add_scaled_row(gradient_at(&p->d_v, t->seq.view_b, token, t->kv_head), keys->d_v + c * p->value_ld, 1.0f, p->attend.dim_v);
+    }
+    atomic_store_explicit(&t->turns[t->self], keys->key1, memory_order_release);
+}
+
+static void run_range(const backward_task *t)
+{
+    const backward_plan *p = &t->job->plan;
+    const backward_rows *chunk = &t->own->chunk;
+    int64_t lo = t->seq.nk, end = 0;
+    for (int64_t r = 0; r < t->rows; r++) {
+        if (chunk->lo[r] < chunk->hi[r] && chunk->lo[r] < lo) lo = chunk->lo[r];
+        if (chunk->lo[r] < chunk->hi[r] && chunk->hi[r] > end) end = chunk->hi[r];
+    }
+    for (int64_t key = lo / KEY_ALIGN * KEY_ALIGN; key < end; key += BACKWARD_KEYS) {
+        begin_keys(t, key, least(key + BACKWARD_KEYS, end));
+        for (int64_t r = 0; r < t->rows; r += BACKWARD_ROWS) {
+            const backward_rows tile = backward_rows_from(p, chunk, r);
+            backward_step(p, &tile, (int32_t)least(t->rows - r, BACKWARD_ROWS), &t->own->keys, &t->own->scratch);
+        }
+        end_keys(t);
+    }
+}
+
+static void prefetch(const float *row, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(row + i, 1);
+}
+
+/* Gathered rows against the current tile of keys; their dQ goes to the chunk's. */
+static void step_gathered(const backward_task *t, int32_t n)
+{
+    const backward_plan *p = &t->job->plan;
+    const backward_rows *g = &t->own->gathered;
+    backward_rows_pair(p, g, n);
+    memset(g->d_q, 0, (size_t)(n * p->key_ld) * sizeof(float));
+    backward_step(p, g, n, &t->own->keys, &t->own->scratch);
+    for (int32_t i = 0; i < n; i++) {
+        if (i + ROWS_AHEAD < n) prefetch(t->own->chunk.d_q + t->own->rows[i + ROWS_AHEAD] * p->key_ld, p->key_width);
+        p->attend.kernels->add_scaled_row(t->own->chunk.d_q + t->own->rows[i] * p->key_ld, g->d_q + i * p->key_ld, 1.0f, p->key_width);
+    }
+}
+
+/* The rows of the tiles that list a block against keys of it. */
+static void run_block(const backward_task *t, const int32_t *entries, int32_t n)
+{
+    const backward_job *job = t->job;
+    const backward_plan *p = &job->plan;
+    const backward_rows *chunk = &t->own->chunk;
+    const int64_t per_tile = p->attend.args->tile * p->attend.hs;
+    const int32_t ahead = (int32_t)(ROWS_AHEAD / per_tile) + 1;
+    int32_t gathered = 0;
+    for (int32_t e = 0; e < n; e++) {
+        if (job->gathers && e + ahead < n)
+            for (int64_t r = entries[e + ahead] * per_tile, end = least(r + per_tile, t->rows); r < end; r++) backward_rows_prefetch(p, chunk, r);
+        const int64_t from = entries[e] * per_tile, to = least(from + per_tile, t->rows);
+        if (!job->gathers) {
+            for (int64_t r = from; r < to; r += BACKWARD_ROWS) {
+                const backward_rows tile = backward_rows_from(p, chunk, r);
+                backward_step(p, &tile, (int32_t)least(to - r, BACKWARD_ROWS), &t->own->keys, &t->own->scratch);
+            }
+            continue;
+        }
+        for (int64_t r = from; r < to; r++) {
+            if (chunk->hi[r] <= t->own->keys.key0) continue;
+            t->own->rows[gathered] = (int32_t)r;
+            backward_rows_copy(p, chunk, r, &t->own->gathered, gathered);
+            if (++gathered == BACKWARD_ROWS) step_gathered(t, gathered), gathered = 0;
+        }
+    }
+    if (gathered > 0) step_gathered(t, gathered);
+}
+
+static void run_lists(const backward_task *t)
+{
+    const attend_plan *f = &t->job->plan.attend;
+    backward_thread *own = t->own;
+    const int64_t blocks = attend_lists_invert(f, &t->seq, t->unit, t->row0, (int32_t)t->rows, own->chunk.hi, &own->lists);
+    const int32_t *start = own->lists.start;
+    for (int64_t x = 0; x < blocks; x++) {
+        if (start[x] == start[x + 1]) continue;
+        const int64_t end = least((x + 1) * f->list_block, t->seq.nk);
+        for (int64_t key = x * f->list_block; key < end;) {
+            const int64_t stop = least((key & ~(int64_t)15) + BACKWARD_KEYS, end);
+            begin_keys(t, key, stop);
+            run_block(t, own->lists.entries + start[x], start[x + 1] - start[x]);
+            end_keys(t);
+            key = stop;
+        }
+    }
+}
+
+static void run_task(void *arg, int64_t index, int32_t thread)
+{
+    backward_job *job = arg;
+    const backward_plan *p = &job->plan;
+    const attend_plan *f = &p->attend;
+    const int64_t slot = job->slots - 1 - index / f->units;
+    backward_task t = {.job = job, .own = &job->threads[thread], .unit = (int32_t)(index % f->units)};
+    int64_t low = 0, high = f->sequences; /* the sequence: slot_of(low) <= slot < slot_of(high) */
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (slot_of(job, middle) <= slot) low = middle;
+        else high = middle;
+    }
+    t.seq = attend_sequence_at(f, low);
+    t.kv_head = t.unit / job->turns;
+    t.turns = job->turn_of + t.kv_head * job->slots * job->turns;
+    t.self = (job->slots - 1 - slot) * job->turns + t.unit % job->turns;
+    const int64_t next = low + 1 < f->sequences ? slot_of(job, low + 1) : job->slots;
+    t.first = (job->slots - next) * job->turns;
+    t.row0 = (slot - slot_of(job, low)) * job->chunk_rows;
+    t.rows = least(t.seq.nq * f->hs - t.row0, job->chunk_rows);
+    if (t.rows > 0) {
+        backward_rows_load(p, &t.seq, t.unit, t.row0, t.rows, &t.own->chunk);
+        if (!job->listed) run_range(&t);
+        else if (attend_list_length(f) > 0) run_lists(&t);
+        backward_rows_store(p, &t.seq, t.unit, t.row0, t.rows, &t.own->chunk);
+    }
+    atomic_store_explicit(&t.turns[t.self], TURN_DONE, memory_order_release);
+}
+
+/* Sets f32 gradients to 0 before they are added to, or writes them in the output's dtype. */
+typedef struct gradient_job {
+    const quern_tensor *t;
+    const gradient_rows *g;
+    const attention_kernels *kernels;
+} gradient_job;
+
+static void clear_token(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const gradient_job *job = arg;
+    const quern_tensor *t = job->t;
+    for (int64_t h = 0; h < t->shape[2]; h++)
+        memset(gradient_at(job->g, index / t->shape[1], index % t->shape[1], h), 0, (size_t)t->shape[3] * sizeof(float));
+}
+
+static void write_token(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const gradient_job *job = arg;
+    const quern_tensor *t = job->t;
+    const int64_t b = index / t->shape[1], n = index % t->shape[1];
+    for (int64_t h = 0; h < t->shape[2]; h++)
+        job->kernels->store_row(gradient_at(job->g, b, n, h), t->dtype, row_at(t, b, n, h), 0, t->shape[3]);
+}
+
+size_t cpu_attend_backward_workspace(const stage_exec *exec, const attend_args *args)
+{
+    arena a = {NULL, 0};
+    carve(exec, args, &a);
+    return arena_size(&a);
+}
+
+quern_status cpu_attend_backward(const stage_exec *exec, const attend_args *args, void *workspace)
+{
+    arena a = arena_on(workspace);
+    backward_job job = carve(exec, args, &a);
+    const attend_plan *f = &job.plan.attend;
+    gradient_job outputs[2] = {{&args->d_k, &job.plan.d_k, f->kernels}, {&args->d_v, &job.plan.d_v, f->kernels}};
+    const bool accumulate[2] = {args->accumulate_k, args->accumulate_v};
+    for (int i = 0; i < 2; i++)
+        if (outputs[i].g->data != NULL && !accumulate[i])
+            parallel_for(exec, outputs[i].t->shape[0] * outputs[i].t->shape[1], clear_token, &outputs[i]);
+    for (int64_t i = 0; i < f->units * job.slots; i++) atomic_init(&job.turn_of[i], 0);
+    for (int32_t i = 0; i < f->kv_heads; i++) atomic_init(&job.passed[i], 0);
+    pack_all(exec, &job.plan);
+    parallel_for(exec, job.slots * f->units, run_task, &job);
+    for (int i = 0; i < 2; i++)
+        if (outputs[i].g->data != NULL && outputs[i].t->dtype != QUERN_F32)
+            parallel_for(exec, outputs[i].t->shape[0] * outputs[i].t->shape[1], write_token, &outputs[i]);
+    if (is_present(&args->d_q) && !args->accumulate_q) zero_rows(&args->d_q, token_rows(&args->seqs));
+    return QUERN_OK;
+}

@@ -1,0 +1,101 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_gate.c - the gate_forward stage: o = sum_b g_b o_b, the gates from q . w_gate, handed in, or 1/3.
+ *
+ * Tasks of about 1024 rows, so that a thread reads q, then all o_b as runs of memory; the gates stay in L1 between
+ * (gate_rows.h), and o goes past the caches. Limit: the copy bandwidth on q, o_b and o.
+ */
+#include "core/parallel.h"
+#include "cpu/gate/gate.h"
+#include "cpu/stages.h"
+
+#include <string.h>
+
+enum { PIECE_ROWS = 1024 };
+
+typedef struct gate_job {
+    const gate_args *args;
+    const nsa_kernels *kernels;
+    int64_t rows, heads, tokens, pieces; /* tokens: of a piece */
+    bool stream;
+} gate_job;
+
+/* Tokens from n and heads from h0 on: their q and weights, where gates are made of these. */
+static gate_block block_at(const gate_args *args, int64_t b, int64_t n, int64_t tokens, int64_t h0, int64_t heads)
+{
+    gate_block t = {.dtype = args->o.dtype, .tokens = tokens, .heads = heads};
+    if (args->kind != GATE_WEIGHTS) return t;
+    t.dtype = args->q.dtype;
+    t.dim = args->q.shape[3];
+    t.q = grid_at(&args->q, b, n, h0);
+    t.w = gate_weights_at(args, h0);
+    return t;
+}
+
+static const float third[3] = {1.0f / 3.0f, 1.0f / 3.0f, 1.0f / 3.0f};
+
+void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t tokens, int64_t h0, int64_t heads, float *gates)
+{
+    gate_block t = block_at(args, b, n, tokens, h0, heads);
+    t.gates = (row_grid){gates, 3 * heads, 3};
+    if (args->kind == GATE_WEIGHTS) kernels->gate_rows(&t);
+    for (int64_t r = 0; r < tokens * heads; r++, gates += 3) {
+        if (args->kind == GATE_NONE) memcpy(gates, third, sizeof third);
+        if (args->kind == GATE_GIVEN) memcpy(gates, row_at(&args->gates, b, n + r / heads, h0 + r % heads), sizeof third);
+        else if (is_present(&args->gates)) memcpy(row_at(&args->gates, b, n + r / heads, h0 + r % heads), gates, sizeof third);
+    }
+}
+
+static void gate_piece(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const gate_job *job = arg;
+    const gate_args *args = job->args;
+    const int64_t b = index / job->pieces, first = index % job->pieces * job->tokens;
+    const int64_t tokens = job->rows - first < job->tokens ? job->rows - first : job->tokens;
+    for (int64_t h = 0; h < job->heads; h += PIECE_ROWS) {
+        const int64_t heads = job->heads - h < PIECE_ROWS ? job->heads - h : PIECE_ROWS;
+        float made[3 * PIECE_ROWS];
+        gate_block t = block_at(args, b, first, tokens, h, heads);
+        t.gates = is_present(&args->gates) ? grid_at(&args->gates, b, first, h) : (row_grid){made, 3 * heads, 3};
+        if (args->kind == GATE_NONE) {
+            for (int64_t i = 0; is_present(&args->gates) && i < tokens * heads; i++)
+                memcpy(row_at(&args->gates, b, first + i / heads, h + i % heads), third, sizeof third);
+            t.gates = (row_grid){(void *)(uintptr_t)third, 0, 0};
+        }
+        if (is_present(&args->o)) {
+            t.dim_v = args->o.shape[3];
+            t.out = grid_at(&args->o, b, first, h);
+            t.stream = job->stream;
+            for (int i = 0; i < 3; i++) t.o[i] = grid_at(&args->o_b[i], b, first, h);
+        }
+        job->kernels->gate_rows(&t);
+    }
+    job->kernels->fence();
+}
+
+bool cpu_gate_supports(const stage_exec *exec, const gate_args *args, char why[STAGE_WHY_BYTES])
+{
+    (void)exec;
+    const quern_tensor *value = is_present(&args->o) ? &args->o : &args->d_o; /* gates alone have neither */
+    const int64_t dim_v = is_present(value) ? value->shape[3] : 0;
+    return takes_dims(is_present(&args->q) ? args->q.shape[3] : 0, dim_v, why);
+}
+
+quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, void *workspace)
+{
+    (void)workspace;
+    gate_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level)};
+    const quern_tensor *like = is_present(&args->o) ? &args->o : &args->gates;
+    if (!is_present(like) || like->shape[2] == 0) return QUERN_OK;
+    job.heads = like->shape[2];
+    job.rows = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : like->shape[1];
+    job.tokens = job.heads < PIECE_ROWS ? PIECE_ROWS / job.heads : 1;
+    job.pieces = (job.rows + job.tokens - 1) / job.tokens;
+    job.stream = all_may_stream(&args->o);
+    parallel_for(exec, like->shape[0] * job.pieces, gate_piece, &job);
+    if (is_present(&args->o)) zero_rows(&args->o, job.rows);
+    if (is_present(&args->gates) && args->kind != GATE_GIVEN) zero_rows(&args->gates, job.rows);
+    return QUERN_OK;
+}

@@ -1,0 +1,225 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * nsa_rows.h - the row kernels of NSA's table, written once over the level's vectors and compiled by each level's
+ * file under its own flags.
+ *
+ * All but add_probabilities and best_of stream: each element of a [tokens][heads][dim] tensor is touched once
+ * with one to three multiplications, so memory is the limit and the code's task is to keep enough loads in
+ * flight: sum_rows walks 256 columns (16 registers of AVX-512) down the rows of a block, or 8 rows at a time where
+ * rows are longer, which reads whole token rows in order where heads are neighbours. Outputs that nobody reads soon go
+ * past the caches (a cached store reads the line first: non-temporal ones run at twice the bandwidth).
+ *
+ * add_probabilities costs an exp2 (six FMAs) a score beside the 2 D of the product before it. best_of keeps the
+ * `want` best keys sorted, which costs mispredicted branches, so few scores should get that far: of 16 columns' maxima
+ * the want-th greatest is a bound below which no score is among the best. For 13 of 256 scores in random order about
+ * 25 pass it (16 (1/16 + 1/15 + ... + 1/4)); the rest cost two compares a vector.
+ */
+#ifndef QUERN_CPU_NSA_ROWS_H
+#define QUERN_CPU_NSA_ROWS_H
+
+#include "cpu/kernels/nsa_kernels.h"
+#include "cpu/kernels/vector_dtype.h"
+
+enum { SUM_VECTORS = LANES == 16 ? 16 : 8, SPREAD_BYTES = 4096, COLUMNS = 16, SUM_ROWS = 8 };
+
+static void fence(void)
+{
+#if defined(__FMA__)
+    _mm_sfence();
+#endif
+}
+
+/* Rows [first, end) onto what the rows before left in out. */
+INLINE void sum_columns(const row_source *s, const quern_dtype dtype, const int vectors, int64_t first, int64_t end, int64_t column, float *out)
+{
+    vfloat acc[SUM_VECTORS];
+#pragma GCC unroll 16
+    for (int v = 0; v < vectors; v++) acc[v] = first > 0 ? v_load(out + column + v * LANES) : (vfloat){0};
+    const char *row = (const char *)s->data + (first * s->stride + column) * dtype_bytes(dtype);
+    for (int64_t r = first; r < end; r++, row += s->stride * dtype_bytes(dtype))
+#pragma GCC unroll 16
+        for (int v = 0; v < vectors; v++) acc[v] += load_as(row, dtype, v * LANES);
+#pragma GCC unroll 16
+    for (int v = 0; v < vectors; v++) v_store(out + column + v * LANES, acc[v]);
+}
+
+INLINE void sum_rows_of(const row_source *s, const quern_dtype dtype, float *out)
+{
+    const int64_t whole = s->dim / LANES * LANES, step = s->dim <= SUM_VECTORS * LANES || s->rows == 0 ? s->rows + 1 : SUM_ROWS;
+    for (int64_t first = 0; first < s->rows || first == 0; first += step) {
+        const int64_t end = first + step < s->rows ? first + step : s->rows;
+        int64_t at = 0;
+        for (; at + SUM_VECTORS * LANES <= s->dim; at += SUM_VECTORS * LANES) sum_columns(s, dtype, SUM_VECTORS, first, end, at, out);
+        for (; at + 4 * LANES <= s->dim; at += 4 * LANES) sum_columns(s, dtype, 4, first, end, at, out);
+        for (; at < whole; at += LANES) sum_columns(s, dtype, 1, first, end, at, out);
+    }
+    const int64_t c = whole;
+    if (c == s->dim) return;
+    vfloat acc = {0};
+    for (int64_t r = 0; r < s->rows; r++)
+        acc += load_tail((const char *)s->data + r * s->stride * dtype_bytes(dtype), dtype, c, s->dim);
+    store_tail(out, QUERN_F32, c, s->dim, acc);
+}
+
+static void sum_rows(const row_source *s, float *out)
+{
+#define CALL(t) sum_rows_of(s, t, out)
+    BY_DTYPE(s->dtype, CALL);
+#undef CALL
+}
+
+INLINE void spread_row_of(const float *row, float scale, int64_t n, const quern_dtype dtype, char *dst, int64_t stride, int64_t rows, bool stream)
+{
+    _Alignas(64) char piece[SPREAD_BYTES];
+    const int64_t step = SPREAD_BYTES / dtype_bytes(dtype);
+    for (int64_t first = 0; first < n; first += step) {
+        const int64_t count = n - first < step ? n - first : step, bytes = count * dtype_bytes(dtype);
+        for (int64_t c = 0; c < count; c += LANES) store_some(piece, dtype, c, count, load_some(row + first, QUERN_F32, c, count) * scale);
+        char *to = dst + first * dtype_bytes(dtype);
+        for (int64_t r = 0; r < rows; r++, to += stride * dtype_bytes(dtype)) {
+            if (!stream) memcpy(to, piece, (size_t)bytes);
+            else for (int64_t i = 0; i < bytes; i += 4 * LANES) stream_as(to + i, QUERN_F32, 0, v_load((const float *)(const void *)(piece + i)));
+        }
+    }
+}
+
+static void spread_row(const float *row, float scale, int64_t n, quern_dtype dtype, void *dst, int64_t stride, int64_t rows, bool stream)
+{
+#define CALL(t) spread_row_of(row, scale, n, t, dst, stride, rows, stream)
+    BY_DTYPE(dtype, CALL);
+#undef CALL
+}
+
+static void convert_row(const void *src, quern_dtype from, void *dst, quern_dtype to, int64_t n)
+{
+    if (from == to) {
+        memcpy(dst, src, (size_t)(n * dtype_bytes(from)));
+        return;
+    }
+    for (int64_t c = 0; c < n; c += LANES) {
+        vfloat v;
+#define CALL(t) v = load_some(src, t, c, n)
+        BY_DTYPE(from, CALL);
+#undef CALL
+#define CALL(t) store_some(dst, t, c, n, v)
+        BY_DTYPE(to, CALL);
+#undef CALL
+    }
+}
+
+static void add_scaled(const float *src, float scale, int64_t n, float *dst)
+{
+    for (int64_t c = 0; c < n; c += LANES)
+        store_some(dst, QUERN_F32, c, n, v_fma(load_some(src, QUERN_F32, c, n), v_splat(scale), load_some(dst, QUERN_F32, c, n)));
+}
+
+INLINE const void *row_after(const void *p, const quern_dtype dtype, int64_t elements)
+{
+    return (const char *)p + elements * dtype_bytes(dtype);
+}
+
+#include "cpu/kernels/gate_rows.h"
+
+static void add_probabilities(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns, float scale2, const float *lse2,
+                              float *acc)
+{
+    const vfloat scale = v_splat(scale2);
+    for (int32_t c = 0; c < columns; c += LANES) {
+        vfloat sum = v_load(acc + c);
+        for (int32_t r = 0; r < rows; r++) {
+            if (seen[r] <= c) continue;
+            const vfloat p = v_exp2(v_fma(v_load(s + r * lds + c), scale, v_splat(-lse2[r])));
+            sum += seen[r] >= c + LANES ? p : v_select(lanes_in(c, 0, seen[r]), p, (vfloat){0});
+        }
+        v_store(acc + c, sum);
+    }
+}
+
+/* A score's place in the order: greater is better; -0 equals 0; NaN last. */
+INLINE uint32_t order_of(float score)
+{
+    uint32_t u;
+    score += 0.0f;
+    memcpy(&u, &score, sizeof u);
+    if (score != score) return 0;
+    return u >> 31 ? ~u : u | 0x80000000u;
+}
+
+INLINE void insert_best(uint64_t *best, int64_t *count, int64_t want, float score, int64_t index)
+{
+    const uint64_t key = (uint64_t)order_of(score) << 32 | (uint32_t)~(uint32_t)index;
+    int64_t i = *count;
+    if (i == want) {
+        if (key <= best[want - 1]) return;
+        i--;
+    } else {
+        ++*count;
+    }
+    for (; i > 0 && best[i - 1] < key; i--) best[i] = best[i - 1];
+    best[i] = key;
+}
+
+/* A bit for each lane whose score is at least `least`; NaN is not. */
+INLINE uint32_t lanes_from(vfloat v, float least)
+{
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask(v, _mm512_set1_ps(least), _CMP_GE_OQ);
+#elif defined(__FMA__)
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(v, _mm256_set1_ps(least), _CMP_GE_OQ));
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (uint32_t)(v[i] >= least) << i;
+    return bits;
+#endif
+}
+
+/* A score that at least `want` <= COLUMNS of scores[0 .. n) reach, or -inf: the scores are dealt to COLUMNS columns,
+ * and the want-th greatest of the columns' maxima is reached by as many columns. NaN counts as absent. */
+INLINE float reached_by(const float *scores, int64_t n, int64_t want)
+{
+    vfloat most[COLUMNS / LANES];
+    float columns[COLUMNS], least = -INFINITY;
+#pragma GCC unroll 4
+    for (int k = 0; k < COLUMNS / LANES; k++) most[k] = v_splat(-INFINITY);
+    for (int64_t i = 0; i + COLUMNS <= n; i += COLUMNS)
+#pragma GCC unroll 4
+        for (int k = 0; k < COLUMNS / LANES; k++) most[k] = v_max(v_load(scores + i + k * LANES), most[k]);
+#pragma GCC unroll 4
+    for (int k = 0; k < COLUMNS / LANES; k++) v_store(columns + k * LANES, most[k]);
+    for (int i = 0; i < COLUMNS; i++) {
+        int32_t reach = 0;
+        for (int j = 0; j < COLUMNS; j++) reach += columns[j] >= columns[i];
+        if (reach >= want && columns[i] > least) least = columns[i];
+    }
+    return least;
+}
+
+static int64_t best_of(const float *scores, int64_t from, int64_t to, int64_t want, uint64_t *best)
+{
+    int64_t count = 0, i = from;
+    if (want <= 0) return 0;
+    float least = want <= COLUMNS ? reached_by(scores + from, to - from, want) : -INFINITY;
+    if (least == -INFINITY) /* any score may be among the best */
+        for (; i < to && count < want; i++) insert_best(best, &count, want, scores[i], i);
+    for (; i + LANES <= to; i += LANES) {
+        if (count == want) {
+            const float worst = scores[rank_index(best[want - 1])];
+            if (worst != worst) break;
+            if (worst > least) least = worst;
+        }
+        for (uint32_t lanes = lanes_from(v_load(scores + i), least); lanes != 0; lanes &= lanes - 1) {
+            const int64_t index = i + __builtin_ctz(lanes);
+            insert_best(best, &count, want, scores[index], index);
+        }
+    }
+    for (; i < to; i++) insert_best(best, &count, want, scores[i], i);
+    return count;
+}
+
+#define NSA_ROW_KERNELS                                                                                \
+    .sum_rows = sum_rows, .spread_row = spread_row, .convert_row = convert_row, .add_scaled = add_scaled, \
+    .gate_rows = gate_rows, .gate_backward = gate_backward, .gate_weight = gate_weight,                 \
+    .add_probabilities = add_probabilities, .best_of = best_of, .fence = fence
+
+#endif

@@ -1,0 +1,60 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * select.h - selection on the CPU as inner functions: the scores of a run of tiles (select_score.c) and the lists
+ * chosen from them (select_choose.c). Stages compose these.
+ */
+#ifndef QUERN_CPU_SELECT_H
+#define QUERN_CPU_SELECT_H
+
+#include "cpu/attend/attend.h"
+#include "cpu/kernels/nsa_kernels.h"
+
+enum { SELECT_ROWS = 48, SELECT_KEYS = 128 };
+
+typedef struct select_plan {
+    const select_args *args;
+    attend_args attend; /* the compressed branch's mask over q and k_cmp; attention.args points here */
+    attend_plan attention;
+    const nsa_kernels *kernels;
+    int64_t list_heads, hs, tile; /* hs: query heads that share a list */
+    int64_t width;  /* floats of a tile's row of entry scores: one more than the entries, rounded up to 16 */
+    int64_t blocks; /* most selection blocks of a sequence */
+    int64_t tiles;  /* tiles of a task */
+} select_plan;
+
+/* What a thread needs to run tasks. */
+typedef struct select_scratch {
+    attend_chunk chunk;  /* queries of up to SELECT_ROWS rows, or of a tile */
+    float *mean;         /* [tiles][dim]: mean_logit */
+    float *s;            /* [SELECT_ROWS][SELECT_KEYS] */
+    float *lse2, *max, *sum, *shrink; /* [SELECT_ROWS] */
+    int32_t *lo, *seen, *tile_hi;
+    float *entries; /* [tiles][width] */
+    float *scores;  /* [blocks + 16] */
+    uint64_t *best;
+    int32_t *chosen;
+} select_scratch;
+
+/* The plan points into itself: it stays where it was made. */
+void select_plan_make(const stage_exec *exec, const select_args *args, select_plan *plan);
+/* The keys of a plan's k_cmp, packed for its products. */
+void *select_keys_carve(const select_plan *plan, arena *a);
+void select_keys_pack(const stage_exec *exec, const select_plan *plan, void *keys);
+void select_scratch_carve(const select_plan *plan, arena *a, select_scratch *s);
+
+/* scratch->entries: per tile of [tile0, tile0 + count), sums of probabilities or mean logits by entry. */
+void select_score(const select_plan *plan, const void *keys, int64_t b, int64_t list_head, int64_t tile0, int64_t count, select_scratch *s);
+/* Writes tile `tile`'s lists from its row of entries. `row`: its row of the lists. */
+void select_choose(const select_plan *plan, const attend_sequence *seq, int64_t list_head, int64_t tile, int64_t row, float *entries,
+                   select_scratch *s);
+
+/* Entries that query `query` of a sequence sees. */
+static inline int64_t select_seen(const select_plan *plan, const attend_sequence *seq, int64_t query)
+{
+    int64_t lo, hi;
+    attend_interval(&plan->attend, seq, query, &lo, &hi);
+    return hi;
+}
+
+#endif

@@ -1,0 +1,102 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * select_choose.c - from a tile's scores of entries to its lists: entries to selection blocks by overlap in space,
+ * forced blocks, the best of the rest, ascending order; and the groups of entries the compressed branch keeps.
+ */
+#include "cpu/rows_at.h"
+#include "cpu/select/select.h"
+
+#include <math.h>
+#include <string.h>
+
+/* s[J] = sum over m < l'/d, n < l/d of p[(l'/d) J + m - n]: every entry as often as it overlaps the block. */
+static void map_to_blocks(const select_plan *p, const float *entries, int64_t seen, int64_t first, int64_t end, float *scores)
+{
+    const select_params *n = &p->args->params;
+    const int64_t per_block = n->select_block / n->stride, per_entry = n->block_size / n->stride;
+    for (int64_t j = first; j < end; j++) {
+        const int64_t low = per_block * j - per_entry + 1, high = per_block * (j + 1); /* entries that touch block j */
+        float sum = 0.0f;
+        for (int64_t i = low > 0 ? low : 0; i < high && i < seen; i++) {
+            int64_t times = i - low + 1 < high - i ? i - low + 1 : high - i;
+            if (times > per_block) times = per_block;
+            if (times > per_entry) times = per_entry;
+            sum += (float)times * entries[i];
+        }
+        scores[j] = sum;
+    }
+}
+
+/* The best groups of 128 entries: those of the newest entries seen by the tile's first and last query, then by the
+ * mean of their seen entries' scores. */
+static void choose_groups(const select_plan *p, const float *entries, int64_t seen_first, int64_t seen, select_scratch *s, int32_t *out)
+{
+    const int64_t want = p->args->params.max_compressed_groups, groups = (seen + STAGE_GROUP_ENTRIES - 1) / STAGE_GROUP_ENTRIES;
+    int64_t count = 0, skip = -1;
+    int64_t rest = groups; /* groups that compete: all but the last and `skip` */
+    if (p->args->params.causal && groups > 0) {
+        rest--;
+        s->chosen[count++] = (int32_t)rest;
+        if (seen_first > 0 && (seen_first - 1) / STAGE_GROUP_ENTRIES != rest) {
+            skip = (seen_first - 1) / STAGE_GROUP_ENTRIES;
+            s->chosen[count++] = (int32_t)skip;
+            rest--;
+        }
+    }
+    for (int64_t i = 0; i < rest; i++) {
+        const int64_t g = i + (skip >= 0 && i >= skip), first = g * STAGE_GROUP_ENTRIES;
+        const int64_t n = seen - first < STAGE_GROUP_ENTRIES ? seen - first : STAGE_GROUP_ENTRIES;
+        float lanes[16] = {0}, sum = 0.0f;
+        for (int64_t x = 0; x < n; x++) lanes[x % 16] += entries[first + x];
+        for (int x = 0; x < 16; x++) sum += lanes[x];
+        s->scores[i] = sum / (float)n;
+    }
+    const int64_t found = p->kernels->best_of(s->scores, 0, rest, want - count < rest ? want - count : rest, s->best);
+    for (int64_t i = 0; i < found; i++) {
+        const int32_t x = rank_index(s->best[i]);
+        s->chosen[count++] = x + (skip >= 0 && x >= skip);
+    }
+    attend_list_sort(s->chosen, count);
+    for (int64_t i = 0; i < want; i++) out[i] = i < count ? s->chosen[i] : -1;
+}
+
+void select_choose(const select_plan *p, const attend_sequence *seq, int64_t list_head, int64_t tile, int64_t row, float *entries,
+                   select_scratch *s)
+{
+    const select_args *args = p->args;
+    const select_params *n = &args->params;
+    const int64_t first = tile * p->tile, end = first + p->tile < seq->nq ? first + p->tile : seq->nq, view_b = seq->view_b;
+    const int64_t seen = select_seen(p, seq, end - 1);
+    if (is_present(&args->group_idx) && !args->groups_given)
+        choose_groups(p, entries, select_seen(p, seq, first), seen, s, row_at(&args->group_idx, view_b, list_head, row));
+    if (!is_present(&args->block_idx)) return;
+
+    const int64_t all = (seq->nq + n->select_block - 1) / n->select_block;
+    const int64_t candidates = n->causal ? (end - 1) / n->select_block + 1 : all;
+    const int64_t forced_first = n->forced_first < candidates ? n->forced_first : candidates;
+    int64_t local = candidates; /* blocks local ... candidates - 1 are forced */
+    if (n->causal && n->forced_local > 0) local = first / n->select_block - (n->forced_local - 1);
+    if (local < forced_first) local = forced_first;
+    int64_t want = n->num_selected - forced_first - (candidates - local);
+    if (want > local - forced_first) want = local - forced_first;
+
+    const float *scores = entries;
+    if (n->metric == SELECT_MEAN_LOGIT) {
+        for (int64_t j = seen; j < candidates; j++) entries[j] = -INFINITY;
+    } else if (n->select_block != n->stride || n->block_size != n->stride) {
+        map_to_blocks(p, entries, seen, forced_first, local, s->scores);
+        scores = s->scores;
+    }
+    const int64_t found = p->kernels->best_of(scores, forced_first, local, want, s->best);
+    for (int64_t i = 0; i < found; i++) s->chosen[i] = rank_index(s->best[i]);
+    attend_list_sort(s->chosen, found);
+
+    int32_t *out = row_at(&args->block_idx, view_b, list_head, row);
+    int64_t count = 0;
+    for (int64_t j = 0; j < forced_first; j++) out[count++] = (int32_t)j;
+    for (int64_t i = 0; i < found; i++) out[count++] = s->chosen[i];
+    for (int64_t j = local; j < candidates; j++) out[count++] = (int32_t)j;
+    for (int64_t i = count; i < n->num_selected; i++) out[i] = -1;
+    if (is_present(&args->block_count)) *(int32_t *)row_at(&args->block_count, view_b, list_head, row) = (int32_t)count;
+}
