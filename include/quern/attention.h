@@ -33,7 +33,7 @@ typedef struct quern_attention_params {
     size_t size;
     bool causal;
     int64_t window;       /* >= 0 keys; 0: none */
-    float scale;          /* 0: 1 / sqrt(D); otherwise finite and > 0 */
+    float scale;          /* 0: 1 / sqrt(D); otherwise finite and > 0; backward: at most 65536 (lse is f32) */
     int64_t query_offset; /* -1: Nkv - Nq; otherwise 0 ... 2^31 - 1 */
 } quern_attention_params;
 #define QUERN_ATTENTION_PARAMS_INIT {sizeof(quern_attention_params), true, 0, 0.0f, -1}

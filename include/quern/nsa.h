@@ -93,7 +93,7 @@ typedef struct quern_nsa_params {
     int64_t forced_local; /* >= 0 blocks; causal only [2] */
     int64_t max_compressed_groups; /* c; 0: every entry is attended. Needs mean_logit. [0] */
     bool causal;            /* [true] */
-    float scale;            /* 0: 1 / sqrt(D); otherwise finite and > 0 [0] */
+    float scale;            /* 0: 1 / sqrt(D); otherwise finite and > 0; backward: at most 65536 [0] */
     uint32_t branches;      /* QUERN_NSA_BRANCH_* or-ed; at least one. An absent branch has o_b = 0. [all] */
     quern_nsa_gate_kind gate; /* [none] */
     quern_nsa_list selection; /* block_idx: computed, or handed in [computed] */
@@ -224,6 +224,8 @@ static inline int64_t quern_nsa_list_heads(const quern_nsa_params *p, int64_t he
  *     out of range
  *   an enum of no meaning; branches 0 or > 7           the enum's values; 1 ... 7                all
  *   scale < 0, NaN or infinite                         0 (1 / sqrt(D)) or finite and > 0         all
+ *   scale > 65536 (lse, in f32, no longer tells        at most 65536                             backward,
+ *     such scores apart)                                                                         attend_backward
  *   num_selected < forced_first + (forced_local > 0 ?  at least that many (non-causal:           forward that computes
  *     forced_local + (l' - gcd(Tq, l') + Tq - 1) / l'  forced_first)                             the lists, select
  *     : 0)

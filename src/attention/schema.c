@@ -40,8 +40,8 @@ static const char *const operations[] = {"attention_forward", "attention_backwar
 
 static quern_status check_params(op_call *call)
 {
-    (void)call;
-    return QUERN_OK;
+    const float scale = ((const attention_call *)call)->params.scale;
+    return call->operation == ATTENTION_BACKWARD ? op_check_backward_scale(scale) : QUERN_OK;
 }
 
 static void roles(op_call *call)

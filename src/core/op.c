@@ -207,6 +207,13 @@ static quern_status check_status(const op_call *call, const quern_tensor *status
 
 /* ---- calls ---- */
 
+quern_status op_check_backward_scale(float scale)
+{
+    if (scale <= ATTEND_BACKWARD_SCALE_MOST) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "scale is %g: 0 (1/sqrt(D)) to %d is accepted by a backward", (double)scale,
+                     ATTEND_BACKWARD_SCALE_MOST);
+}
+
 static quern_status prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
                             op_looks looks, any_tensors *own, used_tensors *used)
 {

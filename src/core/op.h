@@ -173,4 +173,7 @@ quern_status op_prepare(op_call *call, const op_family *family, int32_t operatio
                         op_looks looks);
 quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace, size_t bytes);
 
+/* Refuses a scale of scores with which a backward of attention could not make P anew. */
+quern_status op_check_backward_scale(float scale);
+
 #endif

@@ -79,8 +79,8 @@ quern_status nsa_check_params(op_call *call)
     const bool groups = op == NSA_FORWARD || op == NSA_BACKWARD || op == NSA_SELECT || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD;
     if (compress_alone && p->compress == QUERN_NSA_COMPRESS_GIVEN)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is given: mean or linear is accepted to compress alone");
-    quern_status status = QUERN_OK;
-    if (selects) status = check_selection(p);
+    quern_status status = op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD ? op_check_backward_scale(p->scale) : QUERN_OK;
+    if (status == QUERN_OK && selects) status = check_selection(p);
     if (status == QUERN_OK && (selects || chooses_groups)) status = check_metric(p);
     if (status == QUERN_OK && groups) status = check_groups(p);
     return status;

@@ -13,6 +13,10 @@ typedef enum attend_mask {
     ATTEND_BLOCKS      /* tokens of listed blocks */
 } attend_mask;
 
+/* The backward makes P = exp(scale q . k - lse) anew. lse is f32, so where scores are larger than some 2^23 its rounding
+ * alone is an exponent that overflows: a backward takes no larger scale. */
+enum { ATTEND_BACKWARD_SCALE_MOST = 65536 };
+
 typedef struct attend_args {
     attend_mask mask;
     stage_seqs seqs;

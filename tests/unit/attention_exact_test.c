@@ -213,6 +213,26 @@ static void special_values_reach_those_who_see_them(void **state)
                 }
 }
 
+static void gradients_at_the_largest_scale_are_finite(void **state)
+{
+    const oracle_dense dense = {1, 120, 120, 2, 1, 64, 32, true, 0, -1, 65536, NULL, NULL};
+    test_random random = {5};
+    (void)state;
+    for (int d = 0; d < 3; d++)
+        for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+            attention_case c;
+            attention_case_make(&c, &dense, dtypes[d], TEST_CONTIGUOUS, &random);
+            run(&c, (quern_cpu_level)level, 1);
+            const test_tensor *const gradients[] = {&c.d_q, &c.d_k, &c.d_v};
+            for (int i = 0; i < 3; i++) {
+                double *x = test_tensor_get(gradients[i]);
+                for (int64_t j = 0; j < test_tensor_count(gradients[i]); j++) assert_true(dtypes[d] == QUERN_F16 ? !isnan(x[j]) : isfinite(x[j]));
+                free(x);
+            }
+            attention_case_free(&c);
+        }
+}
+
 /* A view of the same shape whose strides reach past 2^31 elements, in a mapping that only what is touched costs. */
 static test_tensor spread(const test_tensor *t, char **next)
 {
@@ -279,6 +299,7 @@ int main(void)
         cmocka_unit_test(bits_do_not_depend_on_threads_runs_or_strides),
         cmocka_unit_test(options_that_change_nothing),
         cmocka_unit_test(special_values_reach_those_who_see_them),
+        cmocka_unit_test(gradients_at_the_largest_scale_are_finite),
         cmocka_unit_test(offsets_past_2_to_the_31),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

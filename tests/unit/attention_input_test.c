@@ -49,6 +49,7 @@ static void negative_window(bad_call *b) { b->c.params.window = -3; }
 static void negative_scale(bad_call *b) { b->c.params.scale = -0.5f; }
 static void nan_scale(bad_call *b) { b->c.params.scale = NAN; }
 static void infinite_scale(bad_call *b) { b->c.params.scale = INFINITY; }
+static void huge_scale(bad_call *b) { b->c.params.scale = 1e30f; }
 static void low_offset(bad_call *b) { b->c.params.query_offset = -2; }
 static void high_offset(bad_call *b) { b->c.params.query_offset = INT64_MAX; }
 static void q_dtype(bad_call *b) { b->c.q.view.dtype = QUERN_I32; }
@@ -126,6 +127,7 @@ static const mistake mistakes[] = {
     {"scale below 0", negative_scale, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"scale", "-0.5", "positive"}},
     {"scale NaN", nan_scale, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"scale", "nan", "finite"}},
     {"scale infinite", infinite_scale, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"scale", "inf", "finite"}},
+    {"scale of no gradient", huge_scale, BACKWARD, true, false, QUERN_ERR_INVALID_ARGUMENT, {"scale", "1e+30", "65536"}},
     {"query_offset -2", low_offset, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"query_offset", "-2", "-1"}},
     {"query_offset huge", high_offset, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"query_offset", "9223372036854775807", "accepted"}},
     {"q of i32", q_dtype, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "i32", "f32 or f16 or bf16"}},

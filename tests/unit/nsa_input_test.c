@@ -108,7 +108,7 @@ static const quern_tensor **member(quern_nsa_tensors *t, nsa_slot slot)
 typedef enum fault {
     PARAM,      /* params at `where`, 8 bytes, = value */
     PARAM4,     /* the same, 4 bytes */
-    SCALE,      /* scale: 0 NaN, 1 infinite, 2 negative */
+    SCALE,      /* scale: 0 NaN, 1 infinite, 2 negative, 3 huge */
     PARAMS_SIZE,
     TENSORS_SIZE,
     NO_PARAMS,
@@ -151,7 +151,7 @@ static void spoil(bad_call *b, const mistake *m)
     test_tensor *t = &b->c->tensor[m->slot];
     quern_tensor *v = &t->view;
     const int32_t narrow = (int32_t)m->value;
-    static const float scales[] = {NAN, INFINITY, -0.5f};
+    static const float scales[] = {NAN, INFINITY, -0.5f, 1e30f};
     switch (m->fault) {
     case PARAM: memcpy((char *)&b->params + m->where, &m->value, 8); break;
     case PARAM4: memcpy((char *)&b->params + m->where, &narrow, 4); break;
@@ -316,6 +316,7 @@ static const mistake mistakes[] = {
     {"scale NaN", PLAIN, ALL, SCALE, NSA_Q, 0, 0, BAD, {"scale", "nan", "finite"}},
     {"scale infinite", PLAIN, ALL, SCALE, NSA_Q, 0, 1, BAD, {"scale", "inf", "finite"}},
     {"scale below 0", PLAIN, ALL, SCALE, NSA_Q, 0, 2, BAD, {"scale", "-0.5", "positive"}},
+    {"scale of no gradient", PLAIN, BWD | ATT_BWD, SCALE, NSA_Q, 0, 3, BAD, {"scale", "1e+30", "65536"}},
     /* Two parameters. */
     NUMBER(PLAIN, ALL, stride, 3, "is 3", "divisor of block_size 8"),
     NUMBER(PLAIN, ALL, select_block, 12, "is 12", "multiple of stride 8"),
