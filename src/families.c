@@ -3,6 +3,7 @@
 #include "families.h"
 
 #include "attention/attention.h"
+#include "dsv4/call.h"
 #include "nsa/call.h"
 
-const struct op_family *const quern_families[] = {&attention_family, &nsa_family, &nsa_list_family, NULL};
+const struct op_family *const quern_families[] = {&attention_family, &nsa_family, &nsa_list_family, &dsv4_compress_family, NULL};

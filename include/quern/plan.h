@@ -35,7 +35,9 @@ typedef enum quern_operation {
     QUERN_OP_NSA_COMBINE = 24,
     QUERN_OP_NSA_GATE = 25,
     QUERN_OP_NSA_GATE_BACKWARD = 26,
-    QUERN_OP_NSA_LIST_CONVERT = 32
+    QUERN_OP_NSA_LIST_CONVERT = 32,
+    QUERN_OP_DSV4_COMPRESS = 48,
+    QUERN_OP_DSV4_COMPRESS_BACKWARD = 49
 } quern_operation;
 
 typedef struct quern_plan quern_plan;

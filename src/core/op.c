@@ -37,11 +37,12 @@ static quern_status check_ranges(const op_family *family, const char *params)
 {
     for (int32_t i = 0; i < family->param_count; i++) {
         const op_param *p = &family->params[i];
-        if (p->kind == OP_SCALE) {
+        if (p->kind == OP_SCALE || p->kind == OP_POSITIVE) {
             float x;
             memcpy(&x, params + p->offset, sizeof x);
             if (!(x >= 0.0f) || isinf(x))
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %g: 0 (1/sqrt(D)) or a finite positive number is accepted", p->field, (double)x);
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %g: 0 (%s) or a finite positive number is accepted", p->field, (double)x,
+                                 p->kind == OP_SCALE ? "1/sqrt(D)" : "the default");
         } else if (p->kind != OP_FLAG) {
             const int64_t x = value_of(p, params);
             if (x < p->least || x > p->most)
@@ -142,7 +143,8 @@ static bool is_result(const op_call *call, int32_t tensor)
 static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *used)
 {
     const uint32_t act = 1u << call->like.dtype;
-    const uint32_t dtypes[] = {[OP_ACTIVATION] = act, [OP_WEIGHT] = act | VIEW_F32, [OP_F32] = VIEW_F32, [OP_I32] = VIEW_I32};
+    const uint32_t dtypes[] = {[OP_ACTIVATION] = act, [OP_WEIGHT] = act | VIEW_F32, [OP_F32] = VIEW_F32, [OP_I32] = VIEW_I32,
+                               [OP_STORED] = VIEW_ACTIVATION | VIEW_U8};
     used->count = 0;
     for (int32_t i = 0; i < call->family->tensor_count; i++) {
         const op_tensor *t = &call->family->tensors[i];

@@ -44,7 +44,8 @@ typedef enum op_dtype {
     OP_ACTIVATION, /* that of the call's activations */
     OP_WEIGHT,     /* the same, or f32 */
     OP_F32,
-    OP_I32
+    OP_I32,
+    OP_STORED      /* f32, f16, bf16, or bytes: the family says which */
 } op_dtype;
 
 /* A tensor. They stand in the order of the fields of the family's tensors struct, which are pointers after `size`. A shape
@@ -58,9 +59,9 @@ typedef struct op_tensor {
 } op_tensor;
 enum { OP_NONE = -1, OP_LEAD = 255 };
 
-typedef enum op_kind { OP_INTEGER, OP_FLAG, OP_SCALE, OP_CHOICE, OP_SET } op_kind;
+typedef enum op_kind { OP_INTEGER, OP_FLAG, OP_SCALE, OP_POSITIVE, OP_CHOICE, OP_SET } op_kind;
 
-/* A parameter: an int64_t, a bool, a float (0, or finite and positive), an enum, or a uint32_t of or-ed bits. */
+/* A parameter: an int64_t, a bool, a float (0, its default, or finite and positive), an enum, or a uint32_t of or-ed bits. */
 typedef struct op_param {
     const char *field;
     size_t offset;

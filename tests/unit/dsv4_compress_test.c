@@ -8,6 +8,8 @@
 #include "dsv4_golden.h"
 #include "golden.h"
 
+#include <quern/plan.h>
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -346,8 +348,10 @@ static void bad_parameters(void **state)
 static void bad_tensors(void **state)
 {
     (void)state;
-    REFUSED("proj is NULL, x NULL", f->t.proj = NULL);
-    REFUSED("proj is given, x given", f->t.x = &f->proj);
+    REFUSED("proj is NULL: proj, or x and w", f->t.proj = NULL);
+    REFUSED("proj is given: proj alone", f->t.x = &f->proj);
+    REFUSED("w is given: it stands beside x", f->t.w = &f->proj);
+    REFUSED("w is NULL", f->t.x = &f->proj; f->t.proj = NULL);
     REFUSED("b_a is NULL", f->t.b_a = NULL);
     REFUSED("b_b is NULL", f->t.b_b = NULL);
     REFUSED("b_b is given: HCA", f->p.kind = QUERN_DSV4_HCA; f->p.ratio = 4);
@@ -363,6 +367,7 @@ static void bad_tensors(void **state)
     REFUSED("shares memory", f->pooled.data = f->out.data; f->t.pooled = &f->pooled);
     REFUSED("shares memory", f->out.data = f->proj.data);
     REFUSED("b_a", f->b_a.dtype = QUERN_BF16);
+    REFUSED("out has dtype u8: f32", f->out.dtype = QUERN_U8);
     REFUSED("cu_seqlens", f->cu_data[1] = 21);
     REFUSED("cu_seqlens", f->cu_data[0] = 1);
     REFUSED("sequence 1 starts at token 12", f->i32_data[1] = 12; f->t.start_tokens = &f->i32);
@@ -371,6 +376,36 @@ static void bad_tensors(void **state)
     REFUSED("sequence 1 has block count 3", f->i32_data[1] = 3; f->t.block_counts = &f->i32);
     REFUSED("position 8: cos_sin has positions 0 to 7", f->i32_data[1] = 4; f->t.start_positions = &f->i32; f->t.cos_sin = &f->table);
 #undef REFUSED
+}
+
+/* A plan on the same pointers writes the same bits; it checks positions again. */
+static void plans(void **state)
+{
+    (void)state;
+    fixture *f = right_call();
+    static unsigned char workspace[1 << 20];
+    quern_plan *plan;
+    float kept[5 * 8];
+    char text[200];
+    f->t.start_positions = &f->i32, f->t.cos_sin = &f->table;
+    for (int i = 0; i < 20 * 32; i++) f->proj_data[i] = (float)(i % 37) * 0.1f;
+    assert_int_equal(forward(f), QUERN_OK);
+    memcpy(kept, f->out_data[0], sizeof kept);
+    memset(f->out_data, 0, sizeof f->out_data);
+    assert_int_equal(quern_plan_create(f->ctx, QUERN_OP_DSV4_COMPRESS, &f->p, &f->t, &plan), QUERN_OK);
+    void *data[24] = {NULL}; /* in the order of the struct */
+    data[0] = f->proj_data, data[3] = f->b_data[0], data[4] = f->b_data[1], data[7] = f->table_data, data[8] = f->cu_data, data[10] = f->i32_data;
+    data[15] = f->out_data[0];
+    if (quern_plan_run(plan, NULL, data, workspace, sizeof workspace) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
+    assert_memory_equal(kept, f->out_data[0], sizeof kept);
+    assert_int_equal(quern_plan_describe(plan, text, sizeof text), QUERN_OK);
+    assert_non_null(strstr(text, "dsv4_compress on cpu"));
+    f->i32_data[1] = 4;
+    assert_int_equal(quern_plan_run(plan, NULL, data, workspace, sizeof workspace), QUERN_ERR_INVALID_ARGUMENT);
+    assert_non_null(strstr(quern_last_error(f->ctx), "position 8"));
+    quern_plan_destroy(plan);
+    quern_context_destroy(f->ctx);
+    free(f);
 }
 
 static void bad_backward(void **state)
@@ -385,7 +420,7 @@ static void bad_backward(void **state)
     assert_int_equal(quern_dsv4_compress_backward(f->ctx, NULL, &f->p, &f->t, workspace, sizeof workspace), QUERN_OK);
     f->t.d_x = &f->d_proj;
     assert_int_equal(quern_dsv4_compress_backward(f->ctx, NULL, &f->p, &f->t, workspace, sizeof workspace), QUERN_ERR_INVALID_ARGUMENT);
-    assert_non_null(strstr(quern_last_error(f->ctx), "d_x is given: x is NULL"));
+    assert_non_null(strstr(quern_last_error(f->ctx), "d_x is given and x is NULL"));
     f->t.d_x = NULL, f->t.d_out = NULL;
     assert_int_equal(quern_dsv4_compress_backward(f->ctx, NULL, &f->p, &f->t, workspace, sizeof workspace), QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(f->ctx), "d_out is NULL"));
@@ -398,7 +433,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_calls),   cmocka_unit_test(threads_change_no_bit), cmocka_unit_test(golden_vectors), cmocka_unit_test(row_formats),
         cmocka_unit_test(long_sequences), cmocka_unit_test(rope_tables),           cmocka_unit_test(packing),        cmocka_unit_test(bad_parameters),
-        cmocka_unit_test(bad_tensors),    cmocka_unit_test(bad_backward),
+        cmocka_unit_test(bad_tensors),    cmocka_unit_test(bad_backward),          cmocka_unit_test(plans),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

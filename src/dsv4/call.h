@@ -1,0 +1,36 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* call.h - the compressors inside the family: their description, and a call. */
+#ifndef QUERN_DSV4_CALL_H
+#define QUERN_DSV4_CALL_H
+
+#include "core/op.h"
+#include "dsv4/dsv4.h"
+
+typedef enum dsv4_op { DSV4_COMPRESS, DSV4_COMPRESS_BACKWARD, DSV4_OPS } dsv4_op;
+
+/* In the order of quern_dsv4_compress_tensors. */
+typedef enum dsv4_compress_tensor {
+    DC_PROJ, DC_X, DC_W, DC_B_A, DC_B_B, DC_PREV_B, DC_NORM_WEIGHT, DC_COS_SIN, DC_CU_SEQLENS, DC_START_TOKENS, DC_START_POSITIONS, DC_BLOCK_COUNTS,
+    DC_HAS_PREV, DC_CU_SEQLENS_CMP, DC_POOLED, DC_OUT, DC_D_OUT, DC_D_PROJ, DC_D_X, DC_D_PREV_B, DC_D_W, DC_D_B_A, DC_D_B_B, DC_D_NORM_WEIGHT,
+    DSV4_COMPRESS_TENSORS
+} dsv4_compress_tensor;
+
+/* Extents; DS_N counts the entries of a sequence, or of a varlen batch, DS_ROW the elements of a stored one. */
+typedef enum dsv4_symbol { DS_B = 1, DS_B1, DS_T, DS_COLUMNS, DS_IN, DS_R, DS_C, DS_2C, DS_P, DS_ROPE, DS_N, DS_ROW } dsv4_symbol;
+
+typedef struct dsv4_compress_call {
+    op_call head;
+    quern_dsv4_compress_params params;
+    pool_args pool;
+    const void *scratch;
+} dsv4_compress_call;
+
+extern const op_family dsv4_compress_family;
+
+/* The family's functions that call stages: compress.c. */
+quern_status dsv4_compress_plan(op_call *call);
+quern_status dsv4_compress_run(const op_call *call, const op_frame *frame);
+const char *dsv4_compress_stage(const op_call *call, int32_t i);
+
+#endif

@@ -1,0 +1,237 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* schema.c - what the compressors are: their tensors and parameters, the extents that follow from them, and what the host
+ * can check of starts, counts and positions. */
+#include "core/error.h"
+#include "core/view.h"
+#include "dsv4/call.h"
+
+#include <stddef.h>
+
+static const op_tensor tensors[] = {
+    {"proj", "proj", OP_ACTIVATION, OP_NONE, {OP_LEAD, DS_T, DS_COLUMNS}, {DS_T, DS_COLUMNS}},
+    {"x", "X", OP_ACTIVATION, OP_NONE, {OP_LEAD, DS_T, DS_IN}, {DS_T, DS_IN}},
+    {"w", "W", OP_WEIGHT, OP_NONE, {DS_IN, DS_COLUMNS}, {0}},
+    {"b_a", "B_a", OP_WEIGHT, OP_NONE, {DS_R, DS_C}, {0}},
+    {"b_b", "B_b", OP_WEIGHT, OP_NONE, {DS_R, DS_C}, {0}},
+    {"prev_b", "prev_b", OP_WEIGHT, OP_NONE, {OP_LEAD, DS_R, DS_2C}, {DS_B, DS_R, DS_2C}},
+    {"norm_weight", "norm_weight", OP_WEIGHT, OP_NONE, {DS_C}, {0}},
+    {"cos_sin", "cos_sin", OP_WEIGHT, OP_NONE, {DS_P, DS_ROPE}, {0}},
+    {"cu_seqlens", "cu_seqlens", OP_I32, OP_NONE, {DS_B1}, {0}},
+    {"start_tokens", "start_tokens", OP_I32, OP_NONE, {DS_B}, {0}},
+    {"start_positions", "start_positions", OP_I32, OP_NONE, {DS_B}, {0}},
+    {"block_counts", "block_counts", OP_I32, OP_NONE, {DS_B}, {0}},
+    {"has_prev", "has_prev", OP_I32, OP_NONE, {DS_B}, {0}},
+    {"cu_seqlens_cmp", "cu_seqlens_cmp", OP_I32, OP_NONE, {DS_B1}, {0}},
+    {"pooled", "pooled", OP_F32, OP_NONE, {OP_LEAD, DS_N, DS_C}, {DS_N, DS_C}},
+    {"out", "out", OP_STORED, OP_NONE, {OP_LEAD, DS_N, DS_ROW}, {DS_N, DS_ROW}},
+    {"d_out", "d_out", OP_STORED, DC_OUT, {OP_LEAD, DS_N, DS_C}, {DS_N, DS_C}},
+    {"d_proj", "d_proj", OP_ACTIVATION, DC_PROJ, {OP_LEAD, DS_T, DS_COLUMNS}, {DS_T, DS_COLUMNS}},
+    {"d_x", "dX", OP_ACTIVATION, DC_X, {OP_LEAD, DS_T, DS_IN}, {DS_T, DS_IN}},
+    {"d_prev_b", "dprev_b", OP_WEIGHT, DC_PREV_B, {OP_LEAD, DS_R, DS_2C}, {DS_B, DS_R, DS_2C}},
+    {"d_w", "dW", OP_F32, DC_W, {DS_IN, DS_COLUMNS}, {0}},
+    {"d_b_a", "dB_a", OP_F32, DC_B_A, {DS_R, DS_C}, {0}},
+    {"d_b_b", "dB_b", OP_F32, DC_B_B, {DS_R, DS_C}, {0}},
+    {"d_norm_weight", "dnorm_weight", OP_F32, DC_NORM_WEIGHT, {DS_C}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == DSV4_COMPRESS_TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_dsv4_compress_tensors) == (1 + DSV4_COMPRESS_TENSORS) * sizeof(void *), "a tensor a field");
+
+static const char *const kinds[] = {"csa", "hca", NULL}, *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
+#define AT(member) offsetof(quern_dsv4_compress_params, member)
+static const op_param params[] = {
+    {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
+    {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "r, tokens of a block; 0: 4 (csa), 128 (hca)"},
+    {"start_token", AT(start_token), OP_INTEGER, 0, INT32_MAX, NULL, "row where the first block starts"},
+    {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "its position; a multiple of r unless rope_last"},
+    {"n_blocks", AT(n_blocks), OP_INTEGER, 0, INT32_MAX, NULL, "entries of a sequence; 0: all whole blocks"},
+    {"rope_last", AT(rope_last), OP_FLAG, 0, 1, NULL, "rotate by the position of a block's last token, else of its first"},
+    {"round_bf16", AT(round_bf16), OP_FLAG, 0, 1, NULL, "round pooled rows before the norm"},
+    {"hadamard", AT(hadamard), OP_FLAG, 0, 1, NULL, "Walsh-Hadamard transform of the entries"},
+    {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norm; 0: 1e-6"},
+    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of out"},
+};
+#undef AT
+static const quern_dsv4_compress_params defaults = QUERN_DSV4_COMPRESS_PARAMS_INIT;
+static const char *const operations[] = {"dsv4_compress", "dsv4_compress_backward"};
+
+static const quern_dsv4_compress_params *params_of(const op_call *call)
+{
+    return &((const dsv4_compress_call *)call)->params;
+}
+
+static quern_status check_params(op_call *call)
+{
+    return dsv4_resolve(&((dsv4_compress_call *)call)->params);
+}
+
+static void roles(op_call *call)
+{
+    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA, backward = call->operation == DSV4_COMPRESS_BACKWARD;
+    const quern_tensor *const *t = call->given;
+    uint8_t *r = call->role;
+    r[DC_PROJ] = t[DC_X] != NULL ? OP_REFUSED : OP_NEEDED;
+    r[DC_X] = OP_OPTIONAL;
+    r[DC_W] = t[DC_X] != NULL ? OP_NEEDED : OP_REFUSED;
+    r[DC_B_A] = OP_NEEDED;
+    r[DC_B_B] = csa ? OP_NEEDED : OP_REFUSED;
+    r[DC_PREV_B] = csa ? OP_OPTIONAL : OP_REFUSED;
+    r[DC_NORM_WEIGHT] = r[DC_COS_SIN] = r[DC_CU_SEQLENS] = OP_OPTIONAL;
+    r[DC_START_TOKENS] = r[DC_START_POSITIONS] = r[DC_BLOCK_COUNTS] = call->varlen ? OP_OPTIONAL : OP_REFUSED;
+    r[DC_HAS_PREV] = call->varlen && t[DC_PREV_B] != NULL ? OP_OPTIONAL : OP_REFUSED;
+    r[DC_CU_SEQLENS_CMP] = backward ? OP_UNUSED : call->varlen ? OP_OPTIONAL_RESULT : OP_REFUSED;
+    r[DC_POOLED] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
+    r[DC_OUT] = backward ? OP_UNUSED : OP_RESULT;
+    r[DC_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
+    for (int i = DC_D_PROJ; i <= DC_D_NORM_WEIGHT; i++)
+        r[i] = !backward ? OP_UNUSED : t[tensors[i].gradient_of] != NULL ? OP_OPTIONAL_RESULT : OP_SOURCE_MISSING;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    (void)call;
+    const char *why = "it stands beside cu_seqlens; a parameter holds for all sequences";
+    if (tensor == DC_PROJ) why = "proj alone, or x and w are accepted";
+    else if (tensor == DC_W) why = "it stands beside x";
+    else if (tensor == DC_B_B || tensor == DC_PREV_B) why = "HCA has no series b";
+    else if (tensor == DC_HAS_PREV) why = "it stands beside prev_b and cu_seqlens";
+    else if (tensor == DC_CU_SEQLENS_CMP) why = "it stands beside cu_seqlens";
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
+}
+
+/* A matrix whose extents are free. */
+static quern_status check_matrix(const op_call *call, int32_t tensor)
+{
+    view_span span;
+    const view_want want = {tensors[tensor].field, VIEW_ACTIVATION, 2, NULL, false, false};
+    return view_check_one(&want, call->given[tensor], &call->like, &span);
+}
+
+/* How many entries there are, and whether start_token and n_blocks are within the tokens of every sequence of fixed length. */
+static quern_status derive_entries(op_call *call)
+{
+    const quern_dsv4_compress_params *p = params_of(call);
+    const int64_t tokens = call->symbol[DS_T], whole = (tokens - p->start_token) / p->ratio;
+    call->symbol[DS_N] = call->varlen ? tokens / p->ratio : p->n_blocks > 0 ? p->n_blocks : whole;
+    if (!call->varlen && p->start_token > tokens)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "start_token is %lld: 0 to the %lld tokens of a sequence are accepted", (long long)p->start_token,
+                         (long long)tokens);
+    if (call->varlen && p->n_blocks > 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n_blocks is %lld with cu_seqlens: 0, or block_counts, is accepted", (long long)p->n_blocks);
+    if (!call->varlen && p->n_blocks > whole)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n_blocks is %lld: 0 (all) to the %lld whole blocks after start_token are accepted",
+                         (long long)p->n_blocks, (long long)whole);
+    return QUERN_OK;
+}
+
+/* Dtypes that depend on more than the activations'. */
+static quern_status check_dtypes(const op_call *call)
+{
+    const bool bytes = params_of(call)->format != QUERN_DSV4_ROWS;
+    const quern_tensor *const *t = call->given;
+    const quern_tensor *out = op_uses(call, DC_OUT) ? t[DC_OUT] : NULL, *d_out = op_uses(call, DC_D_OUT) ? t[DC_D_OUT] : NULL;
+    if (out != NULL && (out->dtype == QUERN_U8) != bytes)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "out has dtype %s: %s is accepted", quern_dtype_name(out->dtype),
+                         bytes ? "u8, the format's bytes," : "f32, f16 or bf16");
+    if (d_out != NULL && d_out->dtype == QUERN_U8) return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_out has dtype u8: f32, f16 or bf16 is accepted");
+    if (op_uses(call, DC_D_PREV_B) && t[DC_D_PREV_B]->dtype != t[DC_PREV_B]->dtype)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_prev_b has dtype %s: %s, as prev_b, is accepted", quern_dtype_name(t[DC_D_PREV_B]->dtype),
+                         quern_dtype_name(t[DC_PREV_B]->dtype));
+    return QUERN_OK;
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_tensor *const *t = call->given;
+    const quern_dsv4_compress_params *p = params_of(call);
+    const int32_t first = t[DC_X] != NULL ? DC_X : DC_PROJ;
+    const quern_tensor *main = t[first];
+    int64_t *s = call->symbol;
+    if (main == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "proj is NULL: proj, or x and w, are needed");
+    call->like = *main;
+    const int32_t ndim = !call->varlen && main->ndim == 3 ? 3 : 2;
+    quern_status status = op_check_activation(call, first, ndim);
+    if (status == QUERN_OK && t[DC_B_A] == NULL) status = error_set(QUERN_ERR_INVALID_ARGUMENT, "b_a is NULL: a tensor is needed");
+    if (status == QUERN_OK) status = check_matrix(call, DC_B_A);
+    if (status == QUERN_OK && t[DC_COS_SIN] != NULL) status = check_matrix(call, DC_COS_SIN);
+    s[DS_B] = 1;
+    if (status == QUERN_OK && (call->varlen || ndim == 3)) status = op_find_batch(call, DC_CU_SEQLENS, main, &s[DS_B]);
+    if (status != QUERN_OK) return status;
+    call->lead_count = ndim - 2;
+    call->lead[0] = main->shape[0];
+    s[DS_B1] = s[DS_B] + 1;
+    s[DS_T] = main->shape[ndim - 2];
+    s[DS_IN] = main->shape[ndim - 1];
+    s[DS_R] = p->ratio;
+    s[DS_C] = t[DC_B_A]->shape[1];
+    s[DS_2C] = 2 * s[DS_C];
+    s[DS_COLUMNS] = (p->kind == QUERN_DSV4_CSA ? 4 : 2) * s[DS_C];
+    s[DS_P] = t[DC_COS_SIN] != NULL ? t[DC_COS_SIN]->shape[0] : 0;
+    s[DS_ROPE] = t[DC_COS_SIN] != NULL ? t[DC_COS_SIN]->shape[1] : 0;
+    s[DS_ROW] = p->format == QUERN_DSV4_ROWS ? s[DS_C] : dsv4_row_bytes(p->format, s[DS_C]);
+    if (s[DS_T] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld tokens: at most %d are accepted", tensors[first].field, (long long)s[DS_T], INT32_MAX);
+    if ((status = dsv4_check_width(p, s[DS_C], s[DS_ROPE])) != QUERN_OK || (status = derive_entries(call)) != QUERN_OK) return status;
+    return check_dtypes(call);
+}
+
+/* Entry b of an i32 tensor, where it is there. */
+static int64_t value_at(const void *data, int64_t b, int64_t otherwise)
+{
+    return data != NULL ? ((const int32_t *)data)[b] : otherwise;
+}
+
+static quern_status check_sequence(const op_call *call, void *const *data, int64_t b)
+{
+    const quern_dsv4_compress_params *p = params_of(call);
+    const int32_t *cu = data[DC_CU_SEQLENS];
+    const int64_t n = cu != NULL ? cu[b + 1] - cu[b] : call->symbol[DS_T], start = value_at(data[DC_START_TOKENS], b, p->start_token);
+    const int64_t position = value_at(data[DC_START_POSITIONS], b, p->start_abs_pos), whole = (n - start) / p->ratio;
+    const int64_t blocks = value_at(data[DC_BLOCK_COUNTS], b, p->n_blocks > 0 ? p->n_blocks : whole);
+    const int64_t last = position + (blocks - 1) * p->ratio + (p->rope_last ? p->ratio - 1 : 0);
+    if (start < 0 || start > n)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld starts at token %lld: 0 to its %lld tokens are accepted", (long long)b,
+                         (long long)start, (long long)n);
+    if (blocks < 0 || blocks > whole)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld has block count %lld: 0 to its %lld whole blocks are accepted", (long long)b,
+                         (long long)blocks, (long long)whole);
+    if (position < 0 || (!p->rope_last && position % p->ratio != 0))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld starts at position %lld: %s accepted", (long long)b, (long long)position,
+                         position < 0 ? "0 or more is" : "multiples of ratio are, unless rope_last is set,");
+    if (blocks > 0 && call->symbol[DS_ROPE] > 0 && last >= call->symbol[DS_P])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld comes to an entry at position %lld: cos_sin has positions 0 to %lld", (long long)b,
+                         (long long)last, (long long)call->symbol[DS_P] - 1);
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    quern_status status = QUERN_OK;
+    if (call->varlen) status = view_check_offsets(data[DC_CU_SEQLENS], call->symbol[DS_B], "cu_seqlens", call->symbol[DS_T]);
+    for (int64_t b = 0; b < call->symbol[DS_B] && status == QUERN_OK; b++) status = check_sequence(call, data, b);
+    return status;
+}
+
+const op_family dsv4_compress_family = {
+    .operations = operations,
+    .operation_count = DSV4_OPS,
+    .first = QUERN_OP_DSV4_COMPRESS,
+    .tensors = tensors,
+    .tensor_count = DSV4_COMPRESS_TENSORS,
+    .varlen_by = DC_CU_SEQLENS,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_DSV4_COMPRESS_PARAMS_INIT",
+    .tensors_init = "QUERN_DSV4_COMPRESS_TENSORS_INIT",
+    .call_size = sizeof(dsv4_compress_call),
+    .params_at = offsetof(dsv4_compress_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = dsv4_compress_plan,
+    .run = dsv4_compress_run,
+    .stage = dsv4_compress_stage,
+};
