@@ -24,7 +24,8 @@ enum {
     GEMM4_BLOCKS = GEMM4_UNIT / 16,
     GEMM4_STRIP_BYTES = 64 + 64 * GEMM4_LINES,
     GEMM4_UNIT_BYTES = GEMM4_STRIPS * GEMM4_STRIP_BYTES,
-    GEMM4_WORDS_I8 = GEMM4_UNIT / 4 /* of four codes, a column of a unit */
+    GEMM4_WORDS_I8 = GEMM4_UNIT / 4, /* of four codes, a column of a unit */
+    GEMM4_FEW_ROWS = 8
 };
 
 /* The integer product of some rows with one panel, a block of 16 at a time: C[m][64] (+)= sum over blocks of
@@ -46,8 +47,10 @@ typedef struct gemm4_kernels {
     /* Units of a panel to code * scale, exact: [64 units][64] f32, or [32 units][64] words of two bf16. */
     void (*decode_f32)(const uint8_t *panel, int64_t units, float *out);
     void (*decode_bf16)(const uint8_t *panel, int64_t units, uint32_t *out);
-    /* c[64] (+)= a row of words times the units: the same bits as decode_bf16 and a product of one row. */
-    void (*row_bf16)(const uint8_t *panel, int64_t units, const uint32_t *a, float *c, bool accumulate);
+    /* c[64] (+)= a row times the units, decoded on the way: the same bits as decode_f32 and a product of one row. */
+    void (*row_f32)(const uint8_t *panel, int64_t units, const float *a, float *c, bool accumulate);
+    /* c[rows][64] (+)= up to GEMM4_FEW_ROWS rows of words, `lda` apart, in the same way as decode_bf16 and a product. */
+    void (*rows_bf16)(const uint8_t *panel, int64_t units, int64_t rows, const uint32_t *a, int64_t lda, float *c, bool accumulate);
     /* Units to the operands of mm_i8: [16 units][64] words and [4 units][64] scales. Within a block the words hold k 0, 4, 1,
      * 5 | 2, 6, 3, 7 | 8, 12, 9, 13 | 10, 14, 11, 15. */
     void (*decode_i8)(const uint8_t *panel, int64_t units, uint32_t *codes, float *scales);

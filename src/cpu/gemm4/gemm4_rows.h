@@ -17,7 +17,7 @@
 #define E2M1_VALUES 0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f
 #define E2M1_NEGATIVE -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f
 
-enum { VECTORS_A_STRIP = GEMM4_STRIP / LANES };
+enum { VECTORS_A_STRIP = GEMM4_STRIP / LANES, ROW_AHEAD = 4 * GEMM4_UNIT_BYTES /* bytes */ };
 
 /* What the lowest nibble of each lane means. */
 INLINE vfloat code_value(vint w)
@@ -72,6 +72,29 @@ static void decode_f32(const uint8_t *panel, int64_t units, float *out)
                     for (int j = 0; j < 8; j++) v_store(to + k_of_nibble(j) * GEMM4_PANEL, code_value(w >> 4 * j) * s);
                 }
         }
+}
+
+/* Sums of all columns side by side, so that they do not wait for each other; K in order, as in a product. */
+static void row_f32(const uint8_t *panel, int64_t units, const float *a, float *c, bool accumulate)
+{
+    enum { VECTORS = GEMM4_PANEL / LANES };
+    vfloat acc[VECTORS];
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v++) acc[v] = (vfloat){0};
+    for (int64_t u = 0; u < units; u++, panel += GEMM4_UNIT_BYTES)
+        for (int line = 0; line < GEMM4_LINES; line++, a += 8)
+#pragma GCC unroll 16
+            for (int v = 0; v < VECTORS; v++) {
+                const uint8_t *strip = panel + v / VECTORS_A_STRIP * GEMM4_STRIP_BYTES;
+                const int column = v % VECTORS_A_STRIP * LANES;
+                const vfloat s = load_scales(strip + line / 2 * GEMM4_STRIP + column);
+                const vint w = load_words(strip + 64 + 64 * line + 4 * column);
+                __builtin_prefetch(strip + 64 + 64 * line + ROW_AHEAD);
+#pragma GCC unroll 8
+                for (int k = 0; k < 8; k++) acc[v] = v_fma(v_splat(a[k]), code_value(w >> 4 * (k / 2 + k % 2 * 4)) * s, acc[v]);
+            }
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v++) v_store(c + v * LANES, accumulate ? acc[v] + v_load(c + v * LANES) : acc[v]);
 }
 
 /* Twice a code's value plus 12, in each byte, from a code in each byte. */
@@ -196,6 +219,6 @@ static void scale_row(const float *acc, float a_global, const float *b_global, c
     }
 }
 
-#define GEMM4_ROW_KERNELS .decode_f32 = decode_f32, .decode_i8 = decode_i8, .mm_i8 = mm_i8, .scale_row = scale_row
+#define GEMM4_ROW_KERNELS .decode_f32 = decode_f32, .row_f32 = row_f32, .decode_i8 = decode_i8, .mm_i8 = mm_i8, .scale_row = scale_row
 
 #endif

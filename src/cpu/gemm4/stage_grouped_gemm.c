@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * stage_grouped_gemm.c - the grouped product. A task is a panel of 64 columns and up to PRODUCT_ROWS rows of one expert:
- * it decodes a few units of the panel into a cache and multiplies all its rows by them, until K ends. One row alone skips
- * the buffer and decodes in registers. Every row's sums take the same steps in either case (units of K summed from zero,
+ * it decodes a few units of the panel into a cache and multiplies all its rows by them, until K ends. Few rows skip the
+ * buffer and take the values from registers. Every row's sums take the same steps in either case (units of K summed from zero,
  * then added), so a row's bits depend on nothing but the row; tasks are cut by shape, not by threads.
  *
  * bf16 activations at the level with bf16 dot products: code * scale is exact in bf16. Else f32. NVFP4 or int8
@@ -73,6 +73,10 @@ static void multiply_f32(const product_job *job, product_scratch *s, const uint8
 {
     const int64_t k = job->units * GEMM4_UNIT, panel = job->dense->panel;
     const float *a = (const float *)(const void *)job->a + row * k + first * GEMM4_UNIT;
+    if (rows == 1) {
+        job->kernels->row_f32(units, count, a, s->c, first > 0);
+        return;
+    }
     job->kernels->decode_f32(units, count, s->decoded);
     for (int64_t c = 0; c < GEMM4_PANEL; c += panel)
         job->dense->mm_f32(rows, panel, count * GEMM4_UNIT, a, k, 1, s->decoded + c, GEMM4_PANEL, s->c + c, GEMM4_PANEL, first > 0);
@@ -83,8 +87,8 @@ static void multiply_bf16(const product_job *job, product_scratch *s, const uint
     const int64_t words = job->units * GEMM4_UNIT / 2;
     const uint32_t *a = (const uint32_t *)(const void *)job->a + row * words + first * GEMM4_UNIT / 2;
     uint32_t *decoded = (uint32_t *)(void *)s->decoded;
-    if (rows == 1) {
-        job->kernels->row_bf16(units, count, a, s->c, first > 0);
+    if (rows <= GEMM4_FEW_ROWS) {
+        job->kernels->rows_bf16(units, count, rows, a, words, s->c, first > 0);
         return;
     }
     job->kernels->decode_bf16(units, count, decoded);
