@@ -3,6 +3,7 @@
 /* calls.cu - devices, pointers, memory, streams and events, each over a call or two of the CUDA runtime. */
 #include "common/calls.cuh"
 
+#include <cuda.h>
 #include <stdio.h>
 
 #define REPORT (cuda_set_error())
@@ -48,9 +49,35 @@ quern_status device_check(int32_t device)
     return cuda_report(code, "looking for kernels");
 }
 
+/* The driver's own question about a pointer, where it answers: the runtime's asks for more than is wanted here. */
+typedef CUresult pointer_question(unsigned count, CUpointer_attribute *attributes, void **data, CUdeviceptr pointer);
+
+static pointer_question *find_question()
+{
+    void *found = NULL;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t code = cudaGetDriverEntryPointByVersion("cuPointerGetAttributes", &found, 12000, cudaEnableDefault, &result);
+    if (code == cudaSuccess && result == cudaDriverEntryPointSuccess) return (pointer_question *)found;
+    (void)cudaGetLastError();
+    return NULL;
+}
+
+/* Whether the driver says that p is what its tensor says. False: ask again at length. */
+static bool plainly_right(const void *p, quern_device device, int32_t device_id)
+{
+    static pointer_question *const ask = find_question();
+    CUpointer_attribute which[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
+    unsigned type = 0;
+    int ordinal = -1;
+    void *answers[] = {&type, &ordinal};
+    if (ask == NULL || ask(2, which, answers, (CUdeviceptr)p) != CUDA_SUCCESS) return false;
+    return device == QUERN_CPU ? type != CU_MEMORYTYPE_DEVICE : type == CU_MEMORYTYPE_DEVICE && ordinal == device_id;
+}
+
 quern_status device_check_pointer(const void *p, quern_device device, int32_t device_id, const char *name)
 {
     cudaPointerAttributes at;
+    if (plainly_right(p, device, device_id)) return QUERN_OK;
     const cudaError_t code = cudaPointerGetAttributes(&at, p);
     if (code != cudaSuccess) return cuda_report(code, name);
     if (device == QUERN_CPU) {

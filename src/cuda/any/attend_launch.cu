@@ -121,7 +121,7 @@ bool shared_fits(const stage_exec *exec, size_t bytes, const char *what, char wh
 {
     int offered = 0;
     cudaError_t code = cudaSuccess;
-    if (exec->shared_bytes == 0) code = cudaDeviceGetAttribute(&offered, cudaDevAttrMaxSharedMemoryPerBlockOptin, exec->device_id);
+    if (exec->shared_bytes == 0) code = shared_offered(exec->device_id, &offered);
     if (code != cudaSuccess) {
         (void)cudaGetLastError();
         snprintf(why, STAGE_WHY_BYTES, "cuda:%d, shared memory of a block: %s", exec->device_id, cudaGetErrorString(code));

@@ -13,6 +13,11 @@ struct launcher {
     size_t *most; /* not NULL: launch nothing, note the most bytes here */
 };
 
+/* Lets a kernel have `bytes` of dynamic shared memory on the current device. */
+cudaError_t shared_allow(const void *kernel, size_t bytes);
+/* The most that a block of the device can have. */
+cudaError_t shared_offered(int device, int *bytes);
+
 template <typename K, typename... Args>
 static quern_status launch_shared(const launcher &to, K kernel, dim3 grid, int threads, size_t bytes, const char *what, const Args &...args)
 {
@@ -21,7 +26,7 @@ static quern_status launch_shared(const launcher &to, K kernel, dim3 grid, int t
         if (bytes > *to.most) *to.most = bytes;
         return QUERN_OK;
     }
-    const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    const cudaError_t code = shared_allow((const void *)kernel, bytes);
     if (code != cudaSuccess) return cuda_report(code, what);
     kernel<<<grid, threads, bytes, to.stream>>>(args...);
     return LAUNCHED(what);
