@@ -13,6 +13,7 @@
 #include <quern/attention.h>
 #include <quern/cuda.h>
 #include <quern/nsa.h>
+#include <quern/plan.h>
 
 enum { N = 200, H = 4, HKV = 2, D = 32, LAYER = N * H * D, KEYS = N * HKV * D };
 
@@ -296,6 +297,65 @@ static void bad_borders_set_the_status(void **unused)
     twin_free(&status);
 }
 
+/* Dense attention reports offsets, too. */
+static void attention_reports_bad_offsets(void **unused)
+{
+    (void)unused;
+    static const int32_t offsets[2][4] = {{0, 120, N + 100, N}, {0, 120, N, N}};
+    const int64_t shapes[][3] = {{N, H, D}, {N, HKV, D}, {N, HKV, D}, {N, H, D}}, cu_shape[] = {4}, one[] = {1};
+    const quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
+    twin t[4], cu = twin_make(QUERN_I32, 1, cu_shape, false), status = twin_make(QUERN_I32, 1, one, false);
+    for (int i = 0; i < 4; i++) t[i] = twin_make(QUERN_F32, 3, shapes[i], i < 3);
+    quern_attention_tensors a = QUERN_ATTENTION_TENSORS_INIT;
+    a.q = &t[0].device, a.k = &t[1].device, a.v = &t[2].device, a.o = &t[3].device, a.cu_seqlens_q = &cu.device;
+    const quern_exec exec = {sizeof exec, stream, &status.device};
+    for (int run = 0; run < 2; run++) {
+        size_t bytes;
+        void *workspace;
+        OK(quern_attention_forward_workspace(ctx, &params, &a, &bytes));
+        OK(quern_cuda_allocate(device, bytes, &workspace));
+        OK(quern_cuda_copy(device, cu.device.data, offsets[run], sizeof offsets[run], stream));
+        OK(quern_cuda_fill(device, status.device.data, 0, 4, stream));
+        OK(quern_attention_forward(ctx, &exec, &params, &a, workspace, bytes));
+        OK(quern_cuda_synchronize(device, stream));
+        *(int32_t *)status.host.data = run == 0 ? QUERN_STATUS_BAD_OFFSETS : 0;
+        assert_true(twin_difference(&status) == 0);
+        OK(quern_cuda_free(device, workspace));
+    }
+    for (int i = 0; i < 4; i++) twin_free(&t[i]);
+    twin_free(&cu);
+    twin_free(&status);
+}
+
+/* A plan's run gives what the call gave; an address that is aligned to less than the plan's is refused. */
+static void a_plan_runs_on_device_memory(void **unused)
+{
+    (void)unused;
+    twin t[5];
+    attention_make(t);
+    attention_forward(t, QUERN_OK);
+    const quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
+    quern_attention_tensors a = QUERN_ATTENTION_TENSORS_INIT;
+    a.q = &t[0].device, a.k = &t[1].device, a.v = &t[2].device, a.o = &t[3].device, a.lse = &t[4].device;
+    quern_plan *plan = NULL;
+    size_t bytes = 0;
+    void *workspace = NULL;
+    void *data[11] = {t[0].device.data, t[1].device.data, t[2].device.data, NULL, NULL, t[3].device.data, t[4].device.data};
+    const quern_exec exec = {sizeof exec, stream, NULL};
+    OK(quern_plan_create(ctx, QUERN_OP_ATTENTION_FORWARD, &params, &a, &plan));
+    OK(quern_plan_workspace(plan, &bytes));
+    OK(quern_cuda_allocate(device, bytes, &workspace));
+    OK(quern_cuda_fill(device, data[5], 0, t[3].bytes, stream));
+    OK(quern_plan_run(plan, &exec, data, workspace, bytes));
+    OK(quern_cuda_synchronize(device, stream));
+    assert_true(twin_difference(&t[3]) < 1e-5 && twin_difference(&t[4]) < 1e-5);
+    data[0] = (char *)data[0] + 4;
+    assert_int_equal(quern_plan_run(plan, &exec, data, workspace, bytes), QUERN_ERR_INVALID_ARGUMENT);
+    quern_plan_destroy(plan);
+    OK(quern_cuda_free(device, workspace));
+    for (int i = 0; i < 5; i++) twin_free(&t[i]);
+}
+
 static void events_measure_time(void **unused)
 {
     (void)unused;
@@ -358,6 +418,8 @@ int main(void)
         cmocka_unit_test(too_much_memory_is_an_error_and_nothing_else),
         cmocka_unit_test(a_whole_layer_agrees_with_the_cpu),
         cmocka_unit_test(bad_borders_set_the_status),
+        cmocka_unit_test(attention_reports_bad_offsets),
+        cmocka_unit_test(a_plan_runs_on_device_memory),
         cmocka_unit_test(events_measure_time),
         cmocka_unit_test(a_second_gpu_is_a_device_of_its_own),
     };
