@@ -13,6 +13,8 @@
 
 #include "stages/stage.h"
 
+#include <assert.h>
+
 /* How an entry is stored; all but ROWS are bytes. */
 typedef enum entry_format {
     ENTRY_ROWS,      /* in the output's dtype */
@@ -80,7 +82,7 @@ typedef struct pool_state {
     int64_t origin, position; /* of the first token, of the next one */
     int64_t held;             /* rows in the ring that the accumulators do not have yet */
 } pool_state;
-_Static_assert(sizeof(pool_state) == 64, "a header is a line");
+static_assert(sizeof(pool_state) == 64, "a header is a line");
 
 /* Columns of a projected row, floats of the accumulators, and floats of both with the ring. */
 static inline int64_t pool_state_columns(const pool_state *s)
