@@ -1,13 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * backend.h - the stage table: everything that a backend (CPU, CUDA) offers to the family drivers, in one place.
+ * backend.h - the stage table: everything that a backend (CPU, CUDA) offers to the family drivers, in one
+ * place.
  *
- * A driver validates, carves workspace and calls stages; it does no arithmetic on tensors and never assumes that
- * tensor data can be read by the host. Beside a stage's `run` stand `supports` (false with a reason in `why` where this
- * backend lacks the case; NULL: it takes all) and `workspace` (the bytes that `run` needs; NULL: none). These two see
- * shapes and alignments only: `data` is no address there, but has the alignment of the one to come (of an element at
- * least; `workspace` does not depend on it). Optional stages may be NULL: the driver then composes.
+ * A driver validates, carves workspace and calls stages; it does no arithmetic on tensors and never assumes
+ * that tensor data can be read by the host. Beside a stage's `run` stand `supports` (false with a reason in
+ * `why` where this backend lacks the case; NULL: it takes all) and `workspace` (the bytes that `run` needs;
+ * NULL: none). These two see shapes and alignments only: `data` is no address there, but has the alignment of
+ * the one to come (of an element at least; `workspace` does not depend on it). Optional stages may be NULL:
+ * the driver then composes.
  */
 #ifndef QUERN_BACKEND_H
 #define QUERN_BACKEND_H
@@ -62,11 +64,36 @@
     F(pool_backward, pool)            \
     F(pool_append, pool_append)
 
+/* F(NAME, UPPER): the structs NAME_args, whose views are UPPER_TENSORS and whose other fields
+ * UPPER_VALUES. The members of attend_gate_args are such structs themselves. */
+#define BACKEND_ARGS(F) \
+    F(attend, ATTEND) \
+    F(compress, COMPRESS) \
+    F(select, SELECT) \
+    F(gate, GATE) \
+    F(convert, CONVERT) \
+    F(rowdot, ROWDOT) \
+    F(list_convert, LIST_CONVERT) \
+    F(check, CHECK) \
+    F(quantise, QUANTISE) \
+    F(dequantise, DEQUANTISE) \
+    F(fused_quantise, FUSED_QUANTISE) \
+    F(from_mxfp4, FROM_MXFP4) \
+    F(swizzle, SWIZZLE) \
+    F(interleave, INTERLEAVE) \
+    F(prepack, PREPACK) \
+    F(grouped_gemm, GROUPED_GEMM) \
+    F(route, ROUTE) \
+    F(gemm, GEMM) \
+    F(pool, POOL) \
+    F(pool_append, POOL_APPEND)
+
 #define BACKEND_ROW(stage, name) name##_stage stage;
 
 typedef struct quern_backend {
     const char *name;
-    /* What a context keeps for the backend: made with the context, NULL where memory is short; ended with it. */
+    /* What a context keeps for the backend: made with the context, NULL where memory is short; ended with
+     * it. */
     void *(*open)(void);
     void (*close)(void *kept);
     BACKEND_STAGES(BACKEND_ROW)

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* cuda_plugin.h - what libquern_cuda hands to libquern. The build id and the version are compared, so that libraries of
- * different builds refuse each other. */
+/* cuda_plugin.h - what libquern_cuda hands to libquern. The build id and the version are compared, so that
+ * libraries of different builds refuse each other. */
 #ifndef QUERN_CUDA_PLUGIN_H
 #define QUERN_CUDA_PLUGIN_H
 

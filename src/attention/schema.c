@@ -8,7 +8,14 @@
 
 #include <stddef.h>
 
-enum { B = ATTENTION_B, B1 = ATTENTION_B1, NQ = ATTENTION_NQ, NKV = ATTENTION_NKV, TQ = ATTENTION_TQ, TKV = ATTENTION_TKV };
+enum {
+    B = ATTENTION_B,
+    B1 = ATTENTION_B1,
+    NQ = ATTENTION_NQ,
+    NKV = ATTENTION_NKV,
+    TQ = ATTENTION_TQ,
+    TKV = ATTENTION_TKV
+};
 enum { H = ATTENTION_H, HKV = ATTENTION_HKV, D = ATTENTION_D, DV = ATTENTION_DV };
 
 static const op_tensor tensors[] = {
@@ -25,7 +32,8 @@ static const op_tensor tensors[] = {
     {"d_v", "dV", OP_ACTIVATION, ATTENTION_V, {B, NKV, HKV, DV}, {TKV, HKV, DV}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == ATTENTION_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_attention_tensors) == (1 + ATTENTION_TENSORS) * sizeof(void *), "a tensor a field");
+_Static_assert(sizeof(quern_attention_tensors) == (1 + ATTENTION_TENSORS) * sizeof(void *),
+               "a tensor a field");
 
 #define AT(member) offsetof(quern_attention_params, member)
 static const op_param params[] = {
@@ -61,7 +69,8 @@ static void roles(op_call *call)
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given without cu_seqlens_q: both or cu_seqlens_q alone are accepted",
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s is given without cu_seqlens_q: both or cu_seqlens_q alone are accepted",
                      call->family->tensors[tensor].field);
 }
 
@@ -72,17 +81,20 @@ static quern_status derive(op_call *call)
     const quern_tensor *const *t = call->given;
     quern_status status;
     for (int32_t i = ATTENTION_Q; i <= ATTENTION_V; i++) {
-        if (t[i] == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", tensors[i].field);
+        if (t[i] == NULL)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", tensors[i].field);
         call->like = *t[ATTENTION_Q];
         if ((status = op_check_activation(call, i, ndim)) != QUERN_OK) return status;
     }
     const quern_tensor *q = t[ATTENTION_Q], *k = t[ATTENTION_K], *v = t[ATTENTION_V];
-    if ((status = view_check_head_dim("q", q->shape[at + 2])) != QUERN_OK || (status = view_check_head_dim("v", v->shape[at + 2])) != QUERN_OK ||
+    if ((status = view_check_head_dim("q", q->shape[at + 2])) != QUERN_OK ||
+        (status = view_check_head_dim("v", v->shape[at + 2])) != QUERN_OK ||
         (status = view_check_heads(q->shape[at + 1], k->shape[at + 1])) != QUERN_OK)
         return status;
     if (q->shape[at] > INT32_MAX || k->shape[at] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld query and %lld key tokens: at most %d each are accepted", (long long)q->shape[at],
-                         (long long)k->shape[at], INT32_MAX);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%lld query and %lld key tokens: at most %d each are accepted",
+                         (long long)q->shape[at], (long long)k->shape[at], INT32_MAX);
     int64_t *s = call->symbol;
     if ((status = op_find_batch(call, ATTENTION_CU_Q, q, &s[B])) != QUERN_OK) return status;
     s[B1] = s[B] + 1;
@@ -102,7 +114,8 @@ static quern_status check_data(const op_call *call, void *const *data)
     const bool own = call->alignment[ATTENTION_CU_KV] > 0;
     const quern_status status = view_check_offsets(data[ATTENTION_CU_Q], s[B], "cu_seqlens_q", s[TQ]);
     if (status != QUERN_OK || (!own && s[TKV] >= s[TQ])) return status;
-    return view_check_offsets(data[own ? ATTENTION_CU_KV : ATTENTION_CU_Q], s[B], own ? "cu_seqlens_kv" : "cu_seqlens_q", s[TKV]);
+    return view_check_offsets(data[own ? ATTENTION_CU_KV : ATTENTION_CU_Q], s[B],
+                              own ? "cu_seqlens_kv" : "cu_seqlens_q", s[TKV]);
 }
 
 const op_family attention_family = {

@@ -1,17 +1,18 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * op.h - what every operation shares: the size rule of the structs that callers fill, the description of a family's
- * tensors and parameters, the checks that follow from it, and calls and plans over these.
+ * op.h - what every operation shares: the size rule of the structs that callers fill, the description of a
+ * family's tensors and parameters, the checks that follow from it, and calls and plans over these.
  *
- * A family describes its operations once (op_family): which tensors and parameters there are, a function that derives
- * the extents, one that says what role each tensor has. From these op_prepare() checks a caller's structs and lets the
- * family fill its stages' arguments. op_run() then needs no more than the pointers: an ordinary call does both, a plan
- * keeps what op_prepare() made.
+ * A family describes its operations once (op_family): which tensors and parameters there are, a function that
+ * derives the extents, one that says what role each tensor has. From these op_prepare() checks a caller's
+ * structs and lets the family fill its stages' arguments. op_run() then needs no more than the pointers: an
+ * ordinary call does both, a plan keeps what op_prepare() made.
  *
- * Symbolic pointers. While stages' arguments are filled, a view's `data` is no address: its high bits say of which
- * tensor of the call it is (or that it is of the workspace), its low bits how far into it. view_narrow() and the like
- * work on it as on an address, and it has the alignment of the address to come. op_place() makes it one.
+ * Symbolic pointers. While stages' arguments are filled, a view's `data` is no address: its high bits say of
+ * which tensor of the call it is (or that it is of the workspace), its low bits how far into it.
+ * view_narrow() and the like work on it as on an address, and it has the alignment of the address to come.
+ * op_frame makes it one.
  */
 #ifndef QUERN_CORE_OP_H
 #define QUERN_CORE_OP_H
@@ -24,13 +25,14 @@
 /* ---- the size rule ---- */
 
 /*
- * `known` is this library's struct at its defaults, size set; the bytes of `given`, whose size may be another, are copied
- * over it. A smaller struct leaves the rest at the defaults. A larger one is accepted where its tail is zero. Refused are
- * NULL, a size that no struct has, and a tail with a byte set; *known is then unspecified.
+ * `known` is this library's struct at its defaults, size set; the bytes of `given`, whose size may be
+ * another, are copied over it. A smaller struct leaves the rest at the defaults. A larger one is accepted
+ * where its tail is zero. Refused are NULL, a size that no struct has, and a tail with a byte set; *known is
+ * then unspecified.
  */
 quern_status op_struct(void *known, const void *given, const char *name, const char *init);
-/* The same the other way, for a struct that the library fills: copies *known over the fields that `given` has. `given`
- * has passed op_struct(). */
+/* The same the other way, for a struct that the library fills: copies *known over the fields that `given`
+ * has. `given` has passed op_struct(). */
 void op_struct_give(void *given, const void *known);
 
 /* *exec from what the caller gave; NULL: the defaults. */
@@ -45,12 +47,12 @@ typedef enum op_dtype {
     OP_WEIGHT,     /* the same, or f32 */
     OP_F32,
     OP_I32,
-    OP_STORED      /* f32, f16, bf16, or bytes: the family says which */
+    OP_STORED /* f32, f16, bf16, or bytes: the family says which */
 } op_dtype;
 
-/* A tensor. They stand in the order of the fields of the family's tensors struct, which are pointers after `size`. A shape
- * is a list of places in op_call.symbol, from 1 on; 0 ends it. OP_LEAD stands for the leading extents of call->lead.
- * An empty varlen shape: as fixed. */
+/* A tensor. They stand in the order of the fields of the family's tensors struct, which are pointers after
+ * `size`. A shape is a list of places in op_call.symbol, from 1 on; 0 ends it. OP_LEAD stands for the
+ * leading extents of call->lead. An empty varlen shape: as fixed. */
 typedef struct op_tensor {
     const char *field, *name; /* in the struct, and in files */
     op_dtype dtype;
@@ -61,7 +63,8 @@ enum { OP_NONE = -1, OP_LEAD = 255 };
 
 typedef enum op_kind { OP_INTEGER, OP_FLAG, OP_SCALE, OP_POSITIVE, OP_CHOICE, OP_SET } op_kind;
 
-/* A parameter: an int64_t, a bool, a float (0, its default, or finite and positive), an enum, or a uint32_t of or-ed bits. */
+/* A parameter: an int64_t, a bool, a float (0, its default, or finite and positive), an enum, or a
+ * uint32_t of or-ed bits. */
 typedef struct op_param {
     const char *field;
     size_t offset;
@@ -72,13 +75,13 @@ typedef struct op_param {
 } op_param;
 
 typedef enum op_role {
-    OP_UNUSED,          /* not looked at */
+    OP_UNUSED, /* not looked at */
     OP_NEEDED,
     OP_OPTIONAL,
     OP_RESULT,
     OP_OPTIONAL_RESULT,
-    OP_REFUSED,         /* means nothing beside these parameters: the family says why */
-    OP_SOURCE_MISSING   /* the gradient of a tensor that was not given */
+    OP_REFUSED,       /* means nothing beside these parameters: the family says why */
+    OP_SOURCE_MISSING /* the gradient of a tensor that was not given */
 } op_role;
 
 /* A call or a plan: the head of a family's own struct, whose other members its functions fill. */
@@ -87,15 +90,15 @@ typedef struct op_call {
     int32_t operation; /* its place in the family */
     bool varlen;
     const quern_backend *backend;
-    stage_exec exec;   /* without a stream */
-    quern_tensor like; /* a tensor of the call: device and dtype of activations */
+    stage_exec exec;                  /* without a stream */
+    quern_tensor like;                /* a tensor of the call: device and dtype of activations */
     const quern_tensor *const *given; /* while it is prepared: the caller's views, or NULL */
     uint8_t role[OP_TENSORS_MAX];
-    uint8_t alignment[OP_TENSORS_MAX]; /* of a tensor with elements that the call uses: bytes, at most OP_ALIGN_MOST */
+    uint8_t alignment[OP_TENSORS_MAX]; /* bytes, of a tensor with elements that the call uses; 0: of others */
     int64_t symbol[OP_SYMBOLS_MAX], lead[QUERN_MAX_DIMS];
     int32_t lead_count;
     int32_t given_count; /* entries of a plan's data: the pointers that the caller's struct has */
-    size_t bytes; /* of workspace */
+    size_t bytes;        /* of workspace */
 } op_call;
 enum { OP_ALIGN_MOST = 64 };
 
@@ -120,12 +123,13 @@ typedef struct op_family {
     quern_status (*check_params)(op_call *call); /* each is in its range; resolves defaults */
     void (*roles)(op_call *call);                /* of every tensor, by parameters and `given` */
     quern_status (*refuse)(const op_call *call, int32_t tensor); /* sets the error: why OP_REFUSED */
-    quern_status (*derive)(op_call *call);       /* like, symbols */
+    quern_status (*derive)(op_call *call);                       /* like, symbols */
     /* Offsets in the host's memory; `data` as of quern_plan_run(). */
     quern_status (*check_data)(const op_call *call, void *const *data);
-    quern_status (*plan)(op_call *call);         /* the stages' arguments, backend's refusals, bytes */
+    quern_status (*plan)(op_call *call); /* the stages' arguments, backend's refusals, bytes */
     quern_status (*run)(const op_call *call, const op_frame *frame);
-    const char *(*stage)(const op_call *call, int32_t i); /* the name of the i-th stage that runs; NULL past the last */
+    /* The name of the i-th stage that runs; NULL past the last. */
+    const char *(*stage)(const op_call *call, int32_t i);
 } op_family;
 
 /* ---- for a family's functions ---- */
@@ -133,17 +137,20 @@ typedef struct op_family {
 static inline bool op_uses(const op_call *call, int32_t tensor)
 {
     const uint8_t role = call->role[tensor];
-    return role != OP_UNUSED && role != OP_REFUSED && role != OP_SOURCE_MISSING && call->given[tensor] != NULL;
+    return role != OP_UNUSED && role != OP_REFUSED && role != OP_SOURCE_MISSING &&
+           call->given[tensor] != NULL;
 }
 
 /* The first tensor of the list that the call uses, or OP_NONE. */
 int32_t op_first_used(const op_call *call, const int32_t *list, int32_t count);
-/* Whether a tensor's ndim and dtype are those of an activation, its device that of call->like; extents are free. */
+/* Whether a tensor's ndim and dtype are those of an activation, its device that of call->like; extents are
+ * free. */
 quern_status op_check_activation(const op_call *call, int32_t tensor, int32_t ndim);
-/* The batch: of `lead` where lengths are fixed, else by the extent of the offsets in tensor `cu`, which is checked. */
+/* The batch: of `lead` where lengths are fixed, else by the extent of the offsets in tensor `cu`, which is
+ * checked. */
 quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *lead, int64_t *batch);
-/* The view of a tensor for stages, symbolic; absent where the call does not use it. `batch`: varlen activations get a
- * leading extent of 1. */
+/* The view of a tensor for stages, symbolic; absent where the call does not use it. `batch`: varlen
+ * activations get a leading extent of 1. */
 quern_tensor op_view(const op_call *call, int32_t tensor, bool batch);
 /* The view of the status word: present also where the caller asks for none (see op_frame). */
 quern_tensor op_status_view(const op_call *call);
@@ -157,22 +164,26 @@ void op_workspace_end(op_call *call, const arena *a);
 op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace);
 
 /* The stage's run with its views placed. `scratch` is symbolic or NULL. */
-#define OP_STAGE(stage, name) \
-    quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args, const void *scratch);
+#define OP_STAGE(stage, name)                                                                                \
+    quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args,             \
+                            const void *scratch);
 BACKEND_STAGES(OP_STAGE)
 #undef OP_STAGE
 
 /* The public functions of an operation; `call` is room for the family's struct. */
-quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
-                             size_t *bytes);
-quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const quern_exec *exec, const void *params,
-                    const void *tensors, void *workspace, size_t bytes);
+quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+                             const void *params, const void *tensors, size_t *bytes);
+quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+                    const quern_exec *exec, const void *params, const void *tensors, void *workspace,
+                    size_t bytes);
 
-/* What plans add: preparing alone, and running with pointers (NULL: absent) in the order of the family's tensors. */
+/* What plans add: preparing alone, and running with pointers (NULL: absent) in the order of the family's
+ * tensors. */
 typedef enum op_looks { OP_AT_SHAPES, OP_AT_ALIGNMENT, OP_AT_DATA } op_looks;
-quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
-                        op_looks looks);
-quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace, size_t bytes);
+quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+                        const void *params, const void *tensors, op_looks looks);
+quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,
+                       size_t bytes);
 
 /* Refuses a scale of scores with which a backward of attention could not make P anew. */
 quern_status op_check_backward_scale(float scale);

@@ -11,13 +11,15 @@ static const uint64_t middle = (uint64_t)1 << (REGION_SHIFT - 1), within = ((uin
 
 static void *symbolic(int32_t region, uint64_t offset)
 {
-    return (void *)(uintptr_t)(((uint64_t)region << REGION_SHIFT) + middle + offset); // NOLINT(performance-no-int-to-ptr)
+    return (void *)(uintptr_t)(((uint64_t)region << REGION_SHIFT) + middle +
+                               offset); // NOLINT(performance-no-int-to-ptr)
 }
 
 static void *placed(const void *p, const op_frame *frame)
 {
     const uint64_t at = (uint64_t)(uintptr_t)p;
-    return (void *)(frame->base[at >> REGION_SHIFT] + (uintptr_t)((at & within) - middle)); // NOLINT(performance-no-int-to-ptr)
+    return (void *)(frame->base[at >> REGION_SHIFT] +
+                    (uintptr_t)((at & within) - middle)); // NOLINT(performance-no-int-to-ptr)
 }
 
 /* What an address is past a multiple of OP_ALIGN_MOST, where no more than its class is known. */
@@ -52,45 +54,28 @@ void op_workspace_end(op_call *call, const arena *a)
 
 op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace)
 {
-    static const char nothing[OP_ALIGN_MOST] __attribute__((aligned(OP_ALIGN_MOST))) = {0}; /* the address of no elements */
+    static const char nothing[OP_ALIGN_MOST]
+        __attribute__((aligned(OP_ALIGN_MOST))) = {0}; /* the address of no elements */
     op_frame f;
     f.exec = call->exec;
     f.exec.stream = exec->stream;
     f.asked = exec->status != NULL;
     for (int32_t i = 0; i < call->family->tensor_count; i++)
-        f.base[i] = call->alignment[i] > 0 ? (uintptr_t)data[i] - (uintptr_t)residue(call, i) : (uintptr_t)nothing;
+        f.base[i] =
+            call->alignment[i] > 0 ? (uintptr_t)data[i] - (uintptr_t)residue(call, i) : (uintptr_t)nothing;
     f.base[WORKSPACE] = (uintptr_t)arena_on(workspace).base;
     f.base[STATUS] = exec->status != NULL ? (uintptr_t)exec->status->data : 0;
     return f;
 }
 
-#define PLACE(field) \
+#define PLACE(field)                                                                                         \
     if (args->field.ndim > 0) args->field.data = placed(args->field.data, frame);
-#define PLACE_ALL(name, tensors)                                         \
-    static void place_##name(name##_args *args, const op_frame *frame)   \
-    {                                                                    \
-        tensors(PLACE)                                                   \
+#define PLACE_ALL(name, NAME)                                          \
+    static void place_##name(name##_args *args, const op_frame *frame) \
+    {                                                                  \
+        NAME##_TENSORS(PLACE)                                          \
     }
-PLACE_ALL(attend, ATTEND_TENSORS)
-PLACE_ALL(compress, COMPRESS_TENSORS)
-PLACE_ALL(select, SELECT_TENSORS)
-PLACE_ALL(gate, GATE_TENSORS)
-PLACE_ALL(convert, CONVERT_TENSORS)
-PLACE_ALL(rowdot, ROWDOT_TENSORS)
-PLACE_ALL(list_convert, LIST_CONVERT_TENSORS)
-PLACE_ALL(check, CHECK_TENSORS)
-PLACE_ALL(quantise, QUANTISE_TENSORS)
-PLACE_ALL(dequantise, DEQUANTISE_TENSORS)
-PLACE_ALL(fused_quantise, FUSED_QUANTISE_TENSORS)
-PLACE_ALL(from_mxfp4, FROM_MXFP4_TENSORS)
-PLACE_ALL(swizzle, SWIZZLE_TENSORS)
-PLACE_ALL(interleave, INTERLEAVE_TENSORS)
-PLACE_ALL(prepack, PREPACK_TENSORS)
-PLACE_ALL(grouped_gemm, GROUPED_GEMM_TENSORS)
-PLACE_ALL(route, ROUTE_TENSORS)
-PLACE_ALL(gemm, GEMM_TENSORS)
-PLACE_ALL(pool, POOL_TENSORS)
-PLACE_ALL(pool_append, POOL_APPEND_TENSORS)
+BACKEND_ARGS(PLACE_ALL)
 
 static void place_attend_gate(attend_gate_args *args, const op_frame *frame)
 {
@@ -99,11 +84,13 @@ static void place_attend_gate(attend_gate_args *args, const op_frame *frame)
     place_gate(&args->gate, frame);
 }
 
-#define STAGE(stage, name)                                                                                                             \
-    quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args, const void *scratch)                  \
-    {                                                                                                                                  \
-        name##_args now = *args;                                                                                                       \
-        place_##name(&now, frame);                                                                                                     \
-        return call->backend->stage.run(&frame->exec, &now, scratch != NULL ? placed(scratch, frame) : NULL);                          \
+#define STAGE(stage, name)                                                                                   \
+    quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args,             \
+                            const void *scratch)                                                             \
+    {                                                                                                        \
+        name##_args now = *args;                                                                             \
+        place_##name(&now, frame);                                                                           \
+        return call->backend->stage.run(&frame->exec, &now,                                                  \
+                                        scratch != NULL ? placed(scratch, frame) : NULL);                    \
     }
 BACKEND_STAGES(STAGE)

@@ -15,21 +15,25 @@ struct quern_plan {
     op_call call;
 };
 
-quern_status quern_plan_create(quern_context *ctx, quern_operation operation, const void *params, const void *tensors, quern_plan **plan)
+quern_status quern_plan_create(quern_context *ctx, quern_operation operation, const void *params,
+                               const void *tensors, quern_plan **plan)
 {
-    if (plan == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "plan is NULL: a place for the plan is needed");
+    if (plan == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "plan is NULL: a place for the plan is needed");
     for (size_t i = 0; quern_families[i] != NULL; i++) {
         const op_family *family = quern_families[i];
         const int32_t at = (int32_t)operation - (int32_t)family->first;
         if (at < 0 || at >= family->operation_count) continue;
         op_call *call = malloc(family->call_size);
-        if (call == NULL) return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a plan of %zu bytes", family->call_size);
+        if (call == NULL)
+            return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a plan of %zu bytes", family->call_size);
         const quern_status status = op_prepare(call, family, at, ctx, params, tensors, OP_AT_ALIGNMENT);
         if (status == QUERN_OK) *plan = (quern_plan *)call;
         else free(call);
         return status;
     }
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "operation %d: the values of quern_operation are accepted", (int)operation);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "operation %d: the values of quern_operation are accepted",
+                     (int)operation);
 }
 
 void quern_plan_destroy(quern_plan *plan)
@@ -39,19 +43,23 @@ void quern_plan_destroy(quern_plan *plan)
 
 static quern_status need_plan(const quern_plan *plan)
 {
-    return plan != NULL ? QUERN_OK : error_set(QUERN_ERR_INVALID_ARGUMENT, "plan is NULL: make one with quern_plan_create()");
+    return plan != NULL
+               ? QUERN_OK
+               : error_set(QUERN_ERR_INVALID_ARGUMENT, "plan is NULL: make one with quern_plan_create()");
 }
 
 quern_status quern_plan_workspace(const quern_plan *plan, size_t *bytes)
 {
     const quern_status status = need_plan(plan);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     *bytes = plan->call.bytes;
     return QUERN_OK;
 }
 
-quern_status quern_plan_run(const quern_plan *plan, const quern_exec *exec, void *const *data, void *workspace, size_t bytes)
+quern_status quern_plan_run(const quern_plan *plan, const quern_exec *exec, void *const *data,
+                            void *workspace, size_t bytes)
 {
     const quern_status status = need_plan(plan);
     return status == QUERN_OK ? op_run_at(&plan->call, exec, data, workspace, bytes) : status;
@@ -68,14 +76,16 @@ quern_status quern_plan_describe(const quern_plan *plan, char *text, size_t byte
 {
     const quern_status status = need_plan(plan);
     if (status != QUERN_OK) return status;
-    if (text == NULL || bytes == 0) return error_set(QUERN_ERR_INVALID_ARGUMENT, "text is NULL or of 0 bytes: room for a line is needed");
+    if (text == NULL || bytes == 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "text is NULL or of 0 bytes: room for a line is needed");
     const op_call *c = &plan->call;
     char number[64];
     size_t used = 0;
     add(text, bytes, &used, c->family->operations[c->operation], "");
     add(text, bytes, &used, c->backend->name, " on ");
     if (c->exec.device == QUERN_CPU) add(text, bytes, &used, quern_cpu_level_name(c->exec.cpu_level), " ");
-    for (int32_t i = 0; c->family->stage(c, i) != NULL; i++) add(text, bytes, &used, c->family->stage(c, i), i == 0 ? ": " : ", ");
+    for (int32_t i = 0; c->family->stage(c, i) != NULL; i++)
+        add(text, bytes, &used, c->family->stage(c, i), i == 0 ? ": " : ", ");
     snprintf(number, sizeof number, "; %zu bytes of workspace", c->bytes);
     add(text, bytes, &used, number, "");
     return QUERN_OK;

@@ -10,10 +10,14 @@ static quern_status check(const view_rule *rule, const quern_tensor *like, bool 
     int64_t shape[QUERN_MAX_DIMS];
     *span = (view_span){0, 0};
     if (rule->tensor == NULL)
-        return rule->optional ? QUERN_OK : error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", rule->name);
+        return rule->optional
+                   ? QUERN_OK
+                   : error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", rule->name);
     for (int32_t i = 0; i < rule->ndim; i++)
-        shape[i] = rule->shape[i] != VIEW_ANY || rule->tensor->ndim != rule->ndim || rule->tensor->shape[i] < 0 ? rule->shape[i]
-                                                                                                                : rule->tensor->shape[i];
+        shape[i] =
+            rule->shape[i] != VIEW_ANY || rule->tensor->ndim != rule->ndim || rule->tensor->shape[i] < 0
+                ? rule->shape[i]
+                : rule->tensor->shape[i];
     const view_want want = {rule->name, rule->dtypes, rule->ndim, shape, rule->output, run};
     return view_check_one(&want, rule->tensor, like, span);
 }
@@ -38,7 +42,8 @@ quern_status view_check_all(const view_rule *rules, int32_t count, const quern_t
         for (int32_t j = 0; j < count; j++)
             if (i != j && rules[i].output && (!rules[j].output || j < i) &&
                 view_share_memory(rules[i].tensor, &spans[i], rules[j].tensor, &spans[j]))
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s shares memory with %s: outputs need memory of their own", rules[i].name,
+                return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                                 "%s shares memory with %s: outputs need memory of their own", rules[i].name,
                                  rules[j].name);
     for (int32_t i = 0; i < count; i++) {
         const quern_tensor *t = rules[i].tensor;
@@ -49,10 +54,14 @@ quern_status view_check_all(const view_rule *rules, int32_t count, const quern_t
     return QUERN_OK;
 }
 
-quern_status view_check_workspace(const void *workspace, size_t given, size_t needed, const quern_tensor *like)
+quern_status view_check_workspace(const void *workspace, size_t given, size_t needed,
+                                  const quern_tensor *like)
 {
-    if (given < needed) return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", given, needed);
+    if (given < needed)
+        return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", given,
+                         needed);
     if (needed == 0) return QUERN_OK;
-    if (workspace == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", needed);
+    if (workspace == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", needed);
     return plugin_check_pointer(workspace, like->device, like->device_id, "workspace");
 }

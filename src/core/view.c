@@ -37,7 +37,8 @@ quern_tensor view_with_batch(const quern_tensor *t)
     return v;
 }
 
-quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, int32_t ndim, const int64_t *shape)
+quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, int32_t ndim,
+                     const int64_t *shape)
 {
     quern_tensor v = quern_tensor_contiguous(data, dtype, ndim, shape);
     v.device = like->device;
@@ -49,7 +50,8 @@ void view_narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count)
 {
     if (t->ndim == 0) return;
     t->shape[dim] = count;
-    if (first != 0 && t->data != NULL) t->data = (char *)t->data + first * t->strides[dim] * (int64_t)quern_dtype_size(t->dtype);
+    if (first != 0 && t->data != NULL)
+        t->data = (char *)t->data + first * t->strides[dim] * (int64_t)quern_dtype_size(t->dtype);
 }
 
 int64_t view_elements(const quern_tensor *t)
@@ -65,7 +67,8 @@ static const char *dtype_list(uint32_t dtypes, char text[64])
     text[0] = '\0';
     for (int d = 0; quern_dtype_size((quern_dtype)d) > 0; d++)
         if (dtypes & 1u << d)
-            used += (size_t)snprintf(text + used, 64 - used, "%s%s", used > 0 ? " or " : "", quern_dtype_name((quern_dtype)d));
+            used += (size_t)snprintf(text + used, 64 - used, "%s%s", used > 0 ? " or " : "",
+                                     quern_dtype_name((quern_dtype)d));
     return text;
 }
 
@@ -84,7 +87,8 @@ static bool find_span(const quern_tensor *t, view_span *s)
     for (int32_t i = 0; i < t->ndim; i++) {
         if (t->shape[i] == 1) continue;
         if (__builtin_mul_overflow(t->shape[i] - 1, t->strides[i], &reach)) return false;
-        if (reach < 0 ? __builtin_add_overflow(lo, reach, &lo) : __builtin_add_overflow(hi, reach, &hi)) return false;
+        if (reach < 0 ? __builtin_add_overflow(lo, reach, &lo) : __builtin_add_overflow(hi, reach, &hi))
+            return false;
     }
     if (__builtin_add_overflow(hi, 1, &hi)) return false;
     return !__builtin_mul_overflow(lo, size, &s->low) && !__builtin_mul_overflow(hi, size, &s->high);
@@ -95,8 +99,8 @@ static uint64_t magnitude(int64_t x)
     return x < 0 ? 0 - (uint64_t)x : (uint64_t)x;
 }
 
-/* Whether two elements of t, which has some, share memory: walking the strides from small to large, each must step over
- * all that stands within. (Layouts that interleave without nesting are refused too.) */
+/* Whether two elements of t, which has some, share memory: walking the strides from small to large, each
+ * must step over all that stands within. (Layouts that interleave without nesting are refused too.) */
 static bool overlaps_itself(const quern_tensor *t)
 {
     uint64_t reach = 0;
@@ -117,13 +121,15 @@ static bool overlaps_itself(const quern_tensor *t)
 static quern_status check_shape(const view_want *want, const quern_tensor *t)
 {
     if (t->ndim != want->ndim)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted", want->name, t->ndim, want->ndim);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted", want->name,
+                         t->ndim, want->ndim);
     for (int32_t i = 0; i < t->ndim; i++) {
         if (t->shape[i] < 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: 0 or more is accepted", want->name, i, (long long)t->shape[i]);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: 0 or more is accepted",
+                             want->name, i, (long long)t->shape[i]);
         if (want->shape != NULL && t->shape[i] != want->shape[i])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: %lld is accepted", want->name, i, (long long)t->shape[i],
-                             (long long)want->shape[i]);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[%d] is %lld: %lld is accepted", want->name,
+                             i, (long long)t->shape[i], (long long)want->shape[i]);
     }
     return QUERN_OK;
 }
@@ -134,51 +140,66 @@ static quern_status check_data(const view_want *want, const quern_tensor *t, con
     const size_t size = quern_dtype_size(t->dtype);
     int64_t end;
     if (t->data == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is NULL: memory is needed for its elements", want->name);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is NULL: memory is needed for its elements",
+                         want->name);
     if ((uintptr_t)t->data % size != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.data is %p: a multiple of the element's %zu bytes is accepted", want->name, t->data, size);
-    if (__builtin_add_overflow((int64_t)(intptr_t)t->data, s->high, &end) || __builtin_add_overflow((int64_t)(intptr_t)t->data, s->low, &end))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: its strides reach past the address space from %p: memory for every element is accepted",
-                         want->name, t->data);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s.data is %p: a multiple of the element's %zu bytes is accepted", want->name,
+                         t->data, size);
+    if (__builtin_add_overflow((int64_t)(intptr_t)t->data, s->high, &end) ||
+        __builtin_add_overflow((int64_t)(intptr_t)t->data, s->low, &end))
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "%s: its strides reach past the address space from %p: memory for every element is accepted",
+            want->name, t->data);
     return QUERN_OK;
 }
 
-quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like, view_span *span)
+quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like,
+                            view_span *span)
 {
     const char *name = want->name;
     char text[64];
     if (t->device != QUERN_CPU && t->device != QUERN_CUDA)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: device %d: 0 (cpu) or 1 (cuda) is accepted", name, (int)t->device);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: device %d: 0 (cpu) or 1 (cuda) is accepted", name,
+                         (int)t->device);
     if (like != NULL && (t->device != like->device || t->device_id != like->device_id))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is on device %d:%d: all tensors of a call share one device, here %d:%d", name,
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s is on device %d:%d: all tensors of a call share one device, here %d:%d", name,
                          (int)t->device, t->device_id, (int)like->device, like->device_id);
     if ((unsigned)t->dtype >= 32 || !(want->dtypes & 1u << t->dtype))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype %s: %s is accepted", name, quern_dtype_name(t->dtype),
-                         dtype_list(want->dtypes, text));
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype %s: %s is accepted", name,
+                         quern_dtype_name(t->dtype), dtype_list(want->dtypes, text));
     const quern_status status = check_shape(want, t);
     if (status != QUERN_OK) return status;
     if (!find_span(t, span))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: shape times strides overflows 64 bits: at most 2^63 - 1 bytes are accepted", name);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s: shape times strides overflows 64 bits: at most 2^63 - 1 bytes are accepted",
+                         name);
     const int32_t last = t->ndim - 1;
     if (last >= 0 && t->shape[last] > 1 && t->strides[last] != 1)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.strides[%d] is %lld: 1 is accepted for the last dimension", name, last,
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s.strides[%d] is %lld: 1 is accepted for the last dimension", name, last,
                          (long long)t->strides[last]);
     if (span->high == 0) return QUERN_OK;
     if (want->output && overlaps_itself(t))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: its strides let elements share memory: an output's may not", name);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s: its strides let elements share memory: an output's may not", name);
     return want->run ? check_data(want, t, span) : QUERN_OK;
 }
 
 quern_status view_check_head_dim(const char *name, int64_t dim)
 {
     if (dim >= 8 && dim <= 512 && dim % 8 == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: head dim %lld: a multiple of 8 from 8 to 512 is accepted", name, (long long)dim);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s: head dim %lld: a multiple of 8 from 8 to 512 is accepted", name, (long long)dim);
 }
 
 quern_status view_check_heads(int64_t heads, int64_t kv_heads)
 {
     if (kv_heads < 1 ? heads == 0 : heads > 0 && heads % kv_heads == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: a positive multiple of k's %lld is accepted", (long long)heads,
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "q has %lld heads: a positive multiple of k's %lld is accepted", (long long)heads,
                      (long long)kv_heads);
 }
 
@@ -188,17 +209,20 @@ static bool reachable(const quern_tensor *t, int64_t delta, uint32_t used)
 {
     int32_t widest = -1;
     for (int32_t i = 0; i < t->ndim; i++)
-        if (!(used & 1u << i) && t->shape[i] > 1 && (widest < 0 || t->strides[i] > t->strides[widest])) widest = i;
+        if (!(used & 1u << i) && t->shape[i] > 1 && (widest < 0 || t->strides[i] > t->strides[widest]))
+            widest = i;
     if (widest < 0) return delta == 0;
     const int64_t s = t->strides[widest];
     int64_t d = delta / s;
     if (delta % s < 0) d--;
     for (int64_t x = d; x <= d + 1; x++)
-        if (x > -t->shape[widest] && x < t->shape[widest] && reachable(t, delta - x * s, used | 1u << widest)) return true;
+        if (x > -t->shape[widest] && x < t->shape[widest] && reachable(t, delta - x * s, used | 1u << widest))
+            return true;
     return false;
 }
 
-bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b, const view_span *b_span)
+bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b,
+                       const view_span *b_span)
 {
     if (a_span->high == 0 || b_span->high == 0) return false;
     const intptr_t pa = (intptr_t)a->data, pb = (intptr_t)b->data;
@@ -206,7 +230,8 @@ bool view_share_memory(const quern_tensor *a, const view_span *a_span, const que
     /* Views of one buffer may interleave without meeting (the gradients of a fused QKV tensor): with equal
      * positive strides that is decided exactly, otherwise meeting ranges count as shared. */
     const int64_t size = (int64_t)quern_dtype_size(a->dtype);
-    if (a->dtype != b->dtype || a->ndim != b->ndim || (pb - pa) % size != 0 || overlaps_itself(a)) return true;
+    if (a->dtype != b->dtype || a->ndim != b->ndim || (pb - pa) % size != 0 || overlaps_itself(a))
+        return true;
     quern_tensor both = *a;
     for (int32_t i = 0; i < a->ndim; i++) {
         if (b->shape[i] > both.shape[i]) both.shape[i] = b->shape[i];
@@ -220,8 +245,11 @@ quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *na
     if (cu[0] != 0) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[0] is %d: 0 is accepted", name, cu[0]);
     for (int64_t i = 0; i < batch; i++)
         if (cu[i + 1] < cu[i])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name, (long long)i + 1, cu[i + 1], cu[i]);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name,
+                             (long long)i + 1, cu[i + 1], cu[i]);
     if (cu[batch] > total)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s ends at %d: at most the %lld packed rows are accepted", name, cu[batch], (long long)total);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s ends at %d: at most the %lld packed rows are accepted", name, cu[batch],
+                         (long long)total);
     return QUERN_OK;
 }

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * view.h - the one check of a tensor that a caller hands in, and the views that stages take. Every check sets the error
- * sentence (argument, given, accepted) and touches no data.
+ * view.h - the one check of a tensor that a caller hands in, and the views that stages take. Every check sets
+ * the error sentence (argument, given, accepted) and touches no data.
  */
 #ifndef QUERN_CORE_VIEW_H
 #define QUERN_CORE_VIEW_H
@@ -35,9 +35,11 @@ typedef struct view_span {
 } view_span;
 
 /* Checks one tensor; the device as of `like` (NULL: any). *span is set. */
-quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like, view_span *span);
+quern_status view_check_one(const view_want *want, const quern_tensor *t, const quern_tensor *like,
+                            view_span *span);
 /* Whether two tensors that were checked have an element in common. */
-bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b, const view_span *b_span);
+bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b,
+                       const view_span *b_span);
 /* What attention, dense and sparse, accepts: a head dim, and query heads to key/value heads. */
 quern_status view_check_head_dim(const char *name, int64_t dim);
 quern_status view_check_heads(int64_t heads, int64_t kv_heads);
@@ -59,23 +61,25 @@ typedef struct view_rule {
 } view_rule;
 
 quern_status view_check(const view_rule *rule, const quern_tensor *like, bool run);
-/* Checks all rules, then that no output shares memory with another tensor of the list and that every pointer is memory
- * of its tensor's device. */
+/* Checks all rules, then that no output shares memory with another tensor of the list and that every
+ * pointer is memory of its tensor's device. */
 quern_status view_check_all(const view_rule *rules, int32_t count, const quern_tensor *like, bool run);
 /* Checks a workspace: its size, that it is there, and that it is memory of the device of `like`. */
-quern_status view_check_workspace(const void *workspace, size_t given, size_t needed, const quern_tensor *like);
+quern_status view_check_workspace(const void *workspace, size_t given, size_t needed,
+                                  const quern_tensor *like);
 
 /* ---- views ---- */
 
 /* The view, or the absent view for NULL. */
 quern_tensor view_or_absent(const quern_tensor *t);
-/* A checked tensor with strides that are safe to calculate with: where an extent of 1, or a lack of elements, lets a
- * stride be any number, it becomes that of a contiguous tensor. */
+/* A checked tensor with strides that are safe to calculate with: where an extent of 1, or a lack of
+ * elements, lets a stride be any number, it becomes that of a contiguous tensor. */
 quern_tensor view_canonical(const quern_tensor *t);
 /* A leading batch extent of 1: [T, ...] as [1, T, ...]. */
 quern_tensor view_with_batch(const quern_tensor *t);
 /* A contiguous view on the same device as `like`. */
-quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, int32_t ndim, const int64_t *shape);
+quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, int32_t ndim,
+                     const int64_t *shape);
 /* Extents [first, first + count) along `dim`; an absent view stays absent. */
 void view_narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count);
 /* Elements of a view. */

@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * call.h - one NSA call inside the family: checked (op.h), with its views normalised and its stages' arguments filled. An
- * operation is three functions: `carve` lays out the workspace and fills the stages' arguments, `run` calls the stages,
- * `stages` names them. What carve leaves is not changed any more: a plan may be run by several threads.
+ * call.h - one NSA call inside the family: checked (op.h), with its views normalised and its stages'
+ * arguments filled. An operation is three functions: `carve` lays out the workspace and fills the stages'
+ * arguments, `run` calls the stages, `stages` names them. What carve leaves is not changed any more: a plan
+ * may be run by several threads.
  */
 #ifndef QUERN_NSA_CALL_H
 #define QUERN_NSA_CALL_H
@@ -14,7 +15,8 @@
 
 /* Every tensor of a call as stages take it; absent where the caller gave none or the operation has no use. */
 typedef struct nsa_views {
-    quern_tensor q, k, v, k_b[NSA_BRANCHES], v_b[NSA_BRANCHES]; /* k_b[NSA_CMP] is k_cmp; the others resolved */
+    quern_tensor q, k, v, k_b[NSA_BRANCHES],
+        v_b[NSA_BRANCHES]; /* k_b[NSA_CMP] is k_cmp; the others resolved */
     quern_tensor w_k, w_v, pe_k, pe_v, w_gate, gates;
     quern_tensor block_idx, block_count, group_idx;
     quern_tensor o, o_b[NSA_BRANCHES], lse_b[NSA_BRANCHES];
@@ -30,8 +32,8 @@ typedef struct nsa_call {
     bool separate[NSA_BRANCHES]; /* the branch has its own k, v */
     bool use_compress, use_select, use_attend[NSA_BRANCHES], recompute[NSA_BRANCHES], use_gate, use_fused;
     int32_t converts;
-    int64_t passes;    /* forward: of heads/passes heads each */
-    const void *scratch; /* what the stages share, one after the other */
+    int64_t passes;                /* forward: of heads/passes heads each */
+    const void *scratch;           /* what the stages share, one after the other */
     stage_seqs tokens, compressed; /* queries against tokens, against compressed entries */
     nsa_views views;
     check_args check;
@@ -52,22 +54,25 @@ static inline bool nsa_branch_on(const nsa_call *call, int branch)
 
 static inline bool nsa_is_backward(int32_t op)
 {
-    return op == NSA_BACKWARD || op == NSA_COMPRESS_BACKWARD || op == NSA_ATTEND_BACKWARD || op == NSA_GATE_BACKWARD;
+    return op == NSA_BACKWARD || op == NSA_COMPRESS_BACKWARD || op == NSA_ATTEND_BACKWARD ||
+           op == NSA_GATE_BACKWARD;
 }
 
 /* args.c. A fresh tensor in the workspace, shaped like an activation [B, N, heads, dim] and so on. */
 quern_tensor nsa_take(const nsa_call *call, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape);
 /* `given`, or one in the workspace where it is absent. */
-quern_tensor nsa_given_or_take(const nsa_call *call, const quern_tensor *given, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape);
-/* The f32 tensor in which several stages sum what becomes `out` (a token's row each): `out` itself where it is f32 or
- * absent, else one in the workspace, listed in call->convert. */
+quern_tensor nsa_given_or_take(const nsa_call *call, const quern_tensor *given, arena *a, quern_dtype dtype,
+                               int32_t ndim, const int64_t *shape);
+/* The f32 tensor in which several stages sum what becomes `out` (a token's row each): `out` itself where
+ * it is f32 or absent, else one in the workspace, listed in call->convert. */
 quern_tensor nsa_sum_for(nsa_call *call, const quern_tensor *out, arena *a);
 /* Makes room for a stage's `bytes` in a place of *most bytes that stages use one after the other. */
 static inline void nsa_make_room(size_t *most, size_t bytes)
 {
     if (bytes > *most) *most = bytes;
 }
-/* Arguments of the stages, as the forward needs them: the attention stage of a branch; compress; select; gate. */
+/* Arguments of the stages, as the forward needs them: the attention stage of a branch; compress; select;
+ * gate. */
 attend_args nsa_branch_args(const nsa_call *call, int branch);
 compress_args nsa_compress_args(const nsa_call *call);
 select_args nsa_select_args(const nsa_call *call);
@@ -77,8 +82,9 @@ typedef struct nsa_operation {
     void (*carve)(nsa_call *call, arena *a);
     quern_status (*run)(const nsa_call *call, const op_frame *frame);
 } nsa_operation;
-extern const nsa_operation nsa_forward_operation, nsa_backward_operation, nsa_compress_operation, nsa_compress_backward_operation,
-    nsa_select_operation, nsa_attend_operation, nsa_attend_backward_operation, nsa_gate_operation, nsa_gate_backward_operation;
+extern const nsa_operation nsa_forward_operation, nsa_backward_operation, nsa_compress_operation,
+    nsa_compress_backward_operation, nsa_select_operation, nsa_attend_operation,
+    nsa_attend_backward_operation, nsa_gate_operation, nsa_gate_backward_operation;
 
 extern const op_family nsa_list_family; /* list.c */
 

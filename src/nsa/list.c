@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * list.c - lists of blocks in another block length. The stage takes 2-D lists: leading dimensions that stand one after
- * the other in all tensors are merged, and the stage runs for every index of the others.
+ * list.c - lists of blocks in another block length. The stage takes 2-D lists: leading dimensions that stand
+ * one after the other in all tensors are merged, and the stage runs for every index of the others.
  */
 #include "core/error.h"
 #include "core/view.h"
@@ -17,7 +17,7 @@ typedef struct list_call {
     op_call head;
     quern_nsa_list_params params;
     quern_tensor all[TENSORS];
-    int32_t first; /* dimensions from here on, but the last, are merged */
+    int32_t first;                         /* dimensions from here on, but the last, are merged */
     int64_t lists, strides[TENSORS], runs; /* a run's lists, and from one to the next */
 } list_call;
 
@@ -42,8 +42,10 @@ static quern_status check_params(op_call *call)
 {
     const int64_t from = ((list_call *)call)->params.from, to = ((list_call *)call)->params.to;
     if (from < 1 || to < 1 || (from % to != 0 && to % from != 0) || from > INT32_MAX || to > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "from %lld, to %lld: positive block sizes of which one divides the other are accepted",
-                         (long long)from, (long long)to);
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "from %lld, to %lld: positive block sizes of which one divides the other are accepted",
+            (long long)from, (long long)to);
     return QUERN_OK;
 }
 
@@ -56,7 +58,8 @@ static void roles(op_call *call)
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
-    return error_set(QUERN_ERR_INTERNAL, "%s is refused: no tensor of a list is", call->family->tensors[tensor].field);
+    return error_set(QUERN_ERR_INTERNAL, "%s is refused: no tensor of a list is",
+                     call->family->tensors[tensor].field);
 }
 
 static quern_status derive(op_call *call)
@@ -65,12 +68,15 @@ static quern_status derive(op_call *call)
     const quern_tensor *in = call->given[IN];
     if (in == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "in is NULL: a tensor is needed");
     if (in->ndim < 1 || in->ndim > QUERN_MAX_DIMS)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "in has %d dimensions: 1 to %d are accepted", in->ndim, QUERN_MAX_DIMS);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "in has %d dimensions: 1 to %d are accepted", in->ndim,
+                         QUERN_MAX_DIMS);
     const int32_t last = in->ndim - 1;
     int64_t k_out = in->shape[last];
     if (p->from > p->to && __builtin_mul_overflow(in->shape[last], p->from / p->to, &k_out))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "in.shape[%d] is %lld: at most 2^63 - 1 entries after the expansion by %lld are accepted", last,
-                         (long long)in->shape[last], (long long)(p->from / p->to));
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "in.shape[%d] is %lld: at most 2^63 - 1 entries after the expansion by %lld are accepted", last,
+            (long long)in->shape[last], (long long)(p->from / p->to));
     call->like = *in;
     call->like.dtype = QUERN_I32;
     call->lead_count = last;
@@ -96,8 +102,11 @@ static void merge(list_call *c)
         const int32_t dim = c->first - 1;
         const int64_t extent = all[IN].shape[dim];
         for (int t = 0; t < TENSORS; t++)
-            if (all[t].ndim > 0 && c->lists > 1 && extent > 1 && all[t].strides[dim] != c->strides[t] * c->lists) return;
-        for (int t = 0; t < TENSORS && c->lists == 1; t++) c->strides[t] = all[t].ndim > 0 ? all[t].strides[dim] : 0;
+            if (all[t].ndim > 0 && c->lists > 1 && extent > 1 &&
+                all[t].strides[dim] != c->strides[t] * c->lists)
+                return;
+        for (int t = 0; t < TENSORS && c->lists == 1; t++)
+            c->strides[t] = all[t].ndim > 0 ? all[t].strides[dim] : 0;
         c->lists *= extent;
     }
 }
@@ -112,7 +121,8 @@ static list_convert_args args_of(const list_call *c, int64_t run)
         if (t == COUNT && c->all[t].data == NULL) continue;
         *flat[t] = c->all[t];
         int64_t index = run;
-        for (int32_t i = c->first - 1; i >= 0; index /= c->all[IN].shape[i], i--) view_narrow(flat[t], i, index % c->all[IN].shape[i], 1);
+        for (int32_t i = c->first - 1; i >= 0; index /= c->all[IN].shape[i], i--)
+            view_narrow(flat[t], i, index % c->all[IN].shape[i], 1);
         flat[t]->ndim = t == COUNT ? 1 : 2;
         flat[t]->shape[0] = c->lists;
         flat[t]->strides[0] = c->strides[t];
@@ -134,7 +144,9 @@ static quern_status plan(op_call *call)
     if (c->lists == 0) c->runs = 0;
     if (c->runs == 0) return QUERN_OK;
     const list_convert_args args = args_of(c, 0);
-    return STAGE_TAKES(call->backend->list_convert, &call->exec, &args, why) ? QUERN_OK : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+    return STAGE_TAKES(call->backend->list_convert, &call->exec, &args, why)
+               ? QUERN_OK
+               : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
 }
 
 /* The status word of entries outside the sequence: each list is a head of one row. */
@@ -148,8 +160,13 @@ static quern_status report(const list_call *c, const op_frame *frame, const list
     lists.shape[3] = args->in.shape[1];
     lists.strides[3] = 1;
     lists.strides[0] = lists.strides[2] = 0;
-    const check_args check = {.seqs = {1, args->n, args->n, {0}, {0}}, .blocks = lists, .tile = args->n > 0 ? args->n : 1,
-                              .select_block = args->from, .block_size = 1, .stride = 1, .status = op_status_view(&c->head)};
+    const check_args check = {.seqs = {1, args->n, args->n, {0}, {0}},
+                              .blocks = lists,
+                              .tile = args->n > 0 ? args->n : 1,
+                              .select_block = args->from,
+                              .block_size = 1,
+                              .stride = 1,
+                              .status = op_status_view(&c->head)};
     return op_check(&c->head, frame, &check, NULL);
 }
 
@@ -195,15 +212,16 @@ const op_family nsa_list_family = {
     .stage = stage,
 };
 
-quern_status quern_nsa_list_convert_workspace(quern_context *ctx, const quern_nsa_list_params *given, const quern_nsa_list_tensors *views,
-                                              size_t *bytes)
+quern_status quern_nsa_list_convert_workspace(quern_context *ctx, const quern_nsa_list_params *given,
+                                              const quern_nsa_list_tensors *views, size_t *bytes)
 {
     list_call call;
     return op_workspace_of(&call.head, &nsa_list_family, 0, ctx, given, views, bytes);
 }
 
-quern_status quern_nsa_list_convert(quern_context *ctx, const quern_exec *exec, const quern_nsa_list_params *given,
-                                    const quern_nsa_list_tensors *views, void *workspace, size_t workspace_bytes)
+quern_status quern_nsa_list_convert(quern_context *ctx, const quern_exec *exec,
+                                    const quern_nsa_list_params *given, const quern_nsa_list_tensors *views,
+                                    void *workspace, size_t workspace_bytes)
 {
     list_call call;
     return op_run(&call.head, &nsa_list_family, 0, ctx, exec, given, views, workspace, workspace_bytes);

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* plan.c - from a checked call to its stages: views and sequences as stages take them, then the operation's own carve. */
+/* plan.c - from a checked call to its stages: views and sequences as stages take them, then the
+ * operation's own carve. */
 #include "core/error.h"
 #include "nsa/call.h"
 
@@ -9,9 +10,17 @@
 #include <string.h>
 
 static const nsa_operation *const operations[NSA_OPS] = {
-    &nsa_forward_operation, &nsa_backward_operation, &nsa_compress_operation,         &nsa_compress_backward_operation,
-    &nsa_select_operation,  &nsa_attend_operation,   &nsa_attend_backward_operation, &nsa_gate_operation,
-    &nsa_gate_operation,    &nsa_gate_operation,     &nsa_gate_backward_operation,
+    &nsa_forward_operation,
+    &nsa_backward_operation,
+    &nsa_compress_operation,
+    &nsa_compress_backward_operation,
+    &nsa_select_operation,
+    &nsa_attend_operation,
+    &nsa_attend_backward_operation,
+    &nsa_gate_operation,
+    &nsa_gate_operation,
+    &nsa_gate_operation,
+    &nsa_gate_backward_operation,
 };
 
 static void fill_extents(nsa_call *c)
@@ -98,8 +107,12 @@ static void fill_sequences(nsa_call *c)
     const quern_tensor cu = flat(c, T_CU_SEQLENS);
     c->tokens = (stage_seqs){c->batch, c->n, c->n, cu, cu};
     c->compressed = (stage_seqs){c->batch, c->n, c->n_cmp, cu, flat(c, T_CU_SEQLENS_CMP)};
-    c->check = (check_args){.seqs = c->compressed, .tile = p->tile, .select_block = p->select_block, .block_size = p->block_size,
-                            .stride = p->stride, .status = op_status_view(h)};
+    c->check = (check_args){.seqs = c->compressed,
+                            .tile = p->tile,
+                            .select_block = p->select_block,
+                            .block_size = p->block_size,
+                            .stride = p->stride,
+                            .status = op_status_view(h)};
     if (h->role[T_CU_SEQLENS_CMP] != OP_NEEDED) c->check.seqs.cu_kv = (quern_tensor){0};
     if (h->role[T_BLOCK_IDX] == OP_NEEDED) c->check.blocks = c->views.block_idx;
     if (h->role[T_GROUP_IDX] == OP_NEEDED) c->check.groups = c->views.group_idx;
@@ -113,11 +126,14 @@ static quern_status check_supported(const nsa_call *c)
     const bool backward = nsa_is_backward(c->head.operation);
     char why[STAGE_WHY_BYTES] = "";
     bool ok = true;
-    if (c->use_compress) ok = STAGE_TAKES(backward ? b->compress_backward : b->compress_forward, exec, &c->compress, why);
+    if (c->use_compress)
+        ok = STAGE_TAKES(backward ? b->compress_backward : b->compress_forward, exec, &c->compress, why);
     if (ok && c->use_select && !c->use_fused) ok = STAGE_TAKES(b->select, exec, &c->select, why);
     for (int i = 0; i < NSA_BRANCHES && ok; i++)
-        if (c->use_attend[i]) ok = STAGE_TAKES(backward ? b->attend_backward : b->attend_forward, exec, &c->attend[i], why);
-    if (ok && c->use_gate) ok = STAGE_TAKES(backward ? b->gate_backward : b->gate_forward, exec, &c->gate, why);
+        if (c->use_attend[i])
+            ok = STAGE_TAKES(backward ? b->attend_backward : b->attend_forward, exec, &c->attend[i], why);
+    if (ok && c->use_gate)
+        ok = STAGE_TAKES(backward ? b->gate_backward : b->gate_forward, exec, &c->gate, why);
     return ok ? QUERN_OK : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* roles.c - what each NSA operation does with each tensor, by the parameters and by which tensors are there. */
+/* roles.c - what each NSA operation does with each tensor, by the parameters and by which tensors are
+ * there. */
 #include "core/error.h"
 #include "nsa/call.h"
 #include "nsa/schema.h"
@@ -12,7 +13,8 @@ static const int32_t d_o_b[] = {T_D_O_CMP, T_D_O_SLC, T_D_O_WIN};
 typedef struct context {
     nsa_op op;
     const quern_nsa_params *p;
-    bool on[NSA_BRANCHES], own[NSA_BRANCHES]; /* the branch is computed; it has a pair of keys and values of its own */
+    bool on[NSA_BRANCHES],
+        own[NSA_BRANCHES]; /* the branch is computed; it has a pair of keys and values of its own */
     bool whole, backward, attends, compresses, selects, reads_k, weights;
 } context;
 
@@ -28,7 +30,8 @@ static context context_of(const op_call *call)
     x.attends = x.whole || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD;
     x.compresses = op == NSA_COMPRESS || op == NSA_COMPRESS_BACKWARD ||
                    (x.whole && p->compress != QUERN_NSA_COMPRESS_GIVEN && (x.on[NSA_CMP] || x.on[NSA_SLC]));
-    x.selects = op == NSA_SELECT || (op == NSA_FORWARD && x.on[NSA_SLC] && p->selection == QUERN_NSA_LIST_COMPUTED);
+    x.selects =
+        op == NSA_SELECT || (op == NSA_FORWARD && x.on[NSA_SLC] && p->selection == QUERN_NSA_LIST_COMPUTED);
     x.own[NSA_SLC] = call->given[T_K_SLC] != NULL || call->given[T_V_SLC] != NULL;
     x.own[NSA_WIN] = call->given[T_K_WIN] != NULL || call->given[T_V_WIN] != NULL;
     x.reads_k = x.compresses;
@@ -47,13 +50,16 @@ static void set_pair(uint8_t *r, int32_t k, op_role role)
 static void roles_of_keys(const context *x, const op_call *call, uint8_t *r)
 {
     const nsa_op op = x->op;
-    if (x->attends || op == NSA_SELECT || op == NSA_GATES || ((op == NSA_GATE || op == NSA_GATE_BACKWARD) && x->weights)) r[T_Q] = OP_NEEDED;
+    if (x->attends || op == NSA_SELECT || op == NSA_GATES ||
+        ((op == NSA_GATE || op == NSA_GATE_BACKWARD) && x->weights))
+        r[T_Q] = OP_NEEDED;
     if (x->reads_k) set_pair(r, T_K, OP_NEEDED);
     if (x->attends && x->on[NSA_SLC] && x->own[NSA_SLC]) set_pair(r, T_K_SLC, OP_NEEDED);
     if (x->attends && x->on[NSA_WIN] && x->own[NSA_WIN]) set_pair(r, T_K_WIN, OP_NEEDED);
     op_role cmp = OP_UNUSED, cu = OP_UNUSED;
     if (op == NSA_COMPRESS) cmp = OP_RESULT;
-    else if (op == NSA_FORWARD) cmp = x->compresses ? OP_OPTIONAL_RESULT : x->on[NSA_CMP] || x->selects ? OP_NEEDED : OP_UNUSED;
+    else if (op == NSA_FORWARD)
+        cmp = x->compresses ? OP_OPTIONAL_RESULT : x->on[NSA_CMP] || x->selects ? OP_NEEDED : OP_UNUSED;
     else if (op == NSA_SELECT || (x->attends && x->on[NSA_CMP])) cmp = OP_NEEDED;
     if (op == NSA_COMPRESS) cu = OP_RESULT;
     else if (op == NSA_FORWARD && x->compresses) cu = OP_OPTIONAL_RESULT;
@@ -68,18 +74,22 @@ static void roles_of_keys(const context *x, const op_call *call, uint8_t *r)
 
 static void roles_of_weights(const context *x, uint8_t *r)
 {
-    const bool linear = x->p->compress == QUERN_NSA_COMPRESS_LINEAR, given = x->p->compress == QUERN_NSA_COMPRESS_GIVEN;
+    const bool linear = x->p->compress == QUERN_NSA_COMPRESS_LINEAR,
+               given = x->p->compress == QUERN_NSA_COMPRESS_GIVEN;
     const bool gate_mode = x->op == NSA_GATE || x->op == NSA_GATE_BACKWARD;
     if (x->compresses) set_pair(r, T_W_K, linear ? OP_NEEDED : OP_OPTIONAL);
     if (x->compresses && linear) set_pair(r, T_PE_K, OP_OPTIONAL);
     if (x->whole && given) set_pair(r, T_W_K, OP_REFUSED);
-    if ((x->whole || x->op == NSA_COMPRESS || x->op == NSA_COMPRESS_BACKWARD) && !linear) set_pair(r, T_PE_K, OP_REFUSED);
+    if ((x->whole || x->op == NSA_COMPRESS || x->op == NSA_COMPRESS_BACKWARD) && !linear)
+        set_pair(r, T_PE_K, OP_REFUSED);
     if (x->whole || gate_mode) r[T_W_GATE] = x->weights ? OP_NEEDED : OP_REFUSED;
     if (x->op == NSA_GATES) r[T_W_GATE] = OP_NEEDED;
     if (x->op == NSA_GATES) r[T_GATES] = OP_RESULT;
     if (x->op == NSA_COMBINE) r[T_GATES] = OP_OPTIONAL;
-    if (x->op == NSA_FORWARD || x->op == NSA_GATE) r[T_GATES] = x->p->gate == QUERN_NSA_GATE_GIVEN ? OP_NEEDED : OP_OPTIONAL_RESULT;
-    if (x->op == NSA_BACKWARD || x->op == NSA_GATE_BACKWARD) r[T_GATES] = x->p->gate == QUERN_NSA_GATE_NONE ? OP_UNUSED : OP_NEEDED;
+    if (x->op == NSA_FORWARD || x->op == NSA_GATE)
+        r[T_GATES] = x->p->gate == QUERN_NSA_GATE_GIVEN ? OP_NEEDED : OP_OPTIONAL_RESULT;
+    if (x->op == NSA_BACKWARD || x->op == NSA_GATE_BACKWARD)
+        r[T_GATES] = x->p->gate == QUERN_NSA_GATE_NONE ? OP_UNUSED : OP_NEEDED;
 }
 
 static void roles_of_lists(const context *x, uint8_t *r)
@@ -92,7 +102,8 @@ static void roles_of_lists(const context *x, uint8_t *r)
         r[T_BLOCK_IDX] = OP_NEEDED;
     }
     if (groups && x->on[NSA_CMP] && x->attends)
-        r[T_GROUP_IDX] = x->op == NSA_FORWARD && x->p->groups == QUERN_NSA_LIST_COMPUTED ? OP_OPTIONAL_RESULT : OP_NEEDED;
+        r[T_GROUP_IDX] =
+            x->op == NSA_FORWARD && x->p->groups == QUERN_NSA_LIST_COMPUTED ? OP_OPTIONAL_RESULT : OP_NEEDED;
     if (groups && x->op == NSA_SELECT) r[T_GROUP_IDX] = OP_OPTIONAL_RESULT;
 }
 
@@ -100,7 +111,8 @@ static void roles_of_lists(const context *x, uint8_t *r)
 static void roles_of_results(const context *x, uint8_t *r)
 {
     const nsa_op op = x->op;
-    const bool gates = op == NSA_COMBINE || op == NSA_GATE || op == NSA_GATE_BACKWARD; /* these take any subset as given */
+    const bool gates =
+        op == NSA_COMBINE || op == NSA_GATE || op == NSA_GATE_BACKWARD; /* these take any subset as given */
     op_role o = OP_UNUSED, lse = OP_UNUSED, d_o = OP_UNUSED;
     if (op == NSA_FORWARD) o = lse = OP_OPTIONAL_RESULT;
     if (op == NSA_ATTEND) o = OP_RESULT, lse = OP_OPTIONAL_RESULT;
@@ -158,18 +170,20 @@ void nsa_roles(op_call *call)
     roles_of_gradients(&x, call, call->role);
 }
 
-/* A tensor that means nothing beside these parameters: the caller expects something that the call would not do. (What
- * another operation of the same struct uses is left alone.) */
+/* A tensor that means nothing beside these parameters: the caller expects something that the call would
+ * not do. (What another operation of the same struct uses is left alone.) */
 quern_status nsa_refuse(const op_call *call, int32_t tensor)
 {
     const quern_nsa_params *p = &((const nsa_call *)call)->params;
-    static const char *const kinds[] = {"mean", "linear", "given"}, *const gates[] = {"none", "weights", "given"};
+    static const char *const kinds[] = {"mean", "linear", "given"}, *const gates[] = {"none", "weights",
+                                                                                      "given"};
     const char *accepted = "weights"; /* W_GATE and its gradient */
     const bool gate = tensor == T_W_GATE || tensor == T_D_W_GATE || tensor == T_D_GATES;
     if (tensor == T_W_K || tensor == T_W_V) accepted = "mean or linear";
     if (tensor == T_PE_K || tensor == T_PE_V) accepted = "linear";
     if (tensor == T_D_K_CMP || tensor == T_D_V_CMP) accepted = "given";
     if (tensor == T_D_GATES) accepted = "given or none";
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with %s %s: with it %s is accepted", call->family->tensors[tensor].field,
-                     gate ? "gate" : "compress", gate ? gates[p->gate] : kinds[p->compress], accepted);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with %s %s: with it %s is accepted",
+                     call->family->tensors[tensor].field, gate ? "gate" : "compress",
+                     gate ? gates[p->gate] : kinds[p->compress], accepted);
 }

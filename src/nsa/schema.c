@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* schema.c - what native sparse attention is: its tensors and parameters, the extents that follow from them, and what the
- * host can check of the offsets. */
+/* schema.c - what native sparse attention is: its tensors and parameters, the extents that follow from
+ * them, and what the host can check of the offsets. */
 #include "nsa/schema.h"
 
 #include "core/error.h"
@@ -60,7 +60,8 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == NSA_TENSORS, "a row a tensor");
 _Static_assert(sizeof(quern_nsa_tensors) == (1 + NSA_TENSORS) * sizeof(void *), "a tensor a field");
-_Static_assert(offsetof(quern_nsa_tensors, d_o) == (1 + T_D_O) * sizeof(void *), "in the order of the fields");
+_Static_assert(offsetof(quern_nsa_tensors, d_o) == (1 + T_D_O) * sizeof(void *),
+               "in the order of the fields");
 
 static const char *const compress_choices[] = {"mean", "linear", "given", NULL};
 static const char *const scope_choices[] = {"group", "head", NULL};
@@ -74,16 +75,20 @@ static const char *const list_choices[] = {"computed", "given", NULL};
 static const op_param params[] = {
     {"block_size", AT(block_size), OP_INTEGER, 1, INT32_MAX, NULL, "l, compression block length"},
     {"stride", AT(stride), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "d, its stride; divides l; 0: l"},
-    {"select_block", AT(select_block), OP_INTEGER, INT64_MIN, INT64_MAX, NULL, "l', selection block length; a multiple of d; 0: l"},
-    {"num_selected", AT(num_selected), OP_INTEGER, 1, INT32_MAX, NULL, "k, selected blocks per tile, forced ones included"},
+    {"select_block", AT(select_block), OP_INTEGER, INT64_MIN, INT64_MAX, NULL,
+     "l', selection block length; a multiple of d; 0: l"},
+    {"num_selected", AT(num_selected), OP_INTEGER, 1, INT32_MAX, NULL,
+     "k, selected blocks per tile, forced ones included"},
     {"tile", AT(tile), OP_INTEGER, 1, 256, NULL, "Tq, consecutive queries that share a selection, 1 to 256"},
     {"window", AT(window), OP_INTEGER, 1, INT64_MAX, NULL, "W, window length in keys, self included"},
     {"compress", AT(compress), OP_CHOICE, 0, QUERN_NSA_COMPRESS_GIVEN, compress_choices,
      "how blocks are compressed; given: K_cmp, V_cmp are inputs"},
-    {"scope", AT(scope), OP_CHOICE, 0, QUERN_NSA_SCOPE_HEAD, scope_choices, "heads that share a selection: all of a key/value head, or none"},
-    {"metric", AT(metric), OP_CHOICE, 0, QUERN_NSA_METRIC_MEAN_LOGIT, metric_choices, "score of a block; mean_logit needs l = d = l'"},
-    {"compressed_visibility", AT(compressed_visibility), OP_CHOICE, 0, QUERN_NSA_VISIBLE_STARTED, visibility_choices,
-     "an entry is seen once its whole block has passed, or has begun"},
+    {"scope", AT(scope), OP_CHOICE, 0, QUERN_NSA_SCOPE_HEAD, scope_choices,
+     "heads that share a selection: all of a key/value head, or none"},
+    {"metric", AT(metric), OP_CHOICE, 0, QUERN_NSA_METRIC_MEAN_LOGIT, metric_choices,
+     "score of a block; mean_logit needs l = d = l'"},
+    {"compressed_visibility", AT(compressed_visibility), OP_CHOICE, 0, QUERN_NSA_VISIBLE_STARTED,
+     visibility_choices, "an entry is seen once its whole block has passed, or has begun"},
     {"forced_first", AT(forced_first), OP_INTEGER, 0, INT32_MAX, NULL, "first blocks, always selected"},
     {"forced_local", AT(forced_local), OP_INTEGER, 0, INT32_MAX, NULL,
      "newest blocks, always selected; those of the tile count as one; causal only"},
@@ -98,8 +103,10 @@ static const op_param params[] = {
 };
 #undef AT
 static const quern_nsa_params defaults = QUERN_NSA_PARAMS_INIT;
-static const char *const operations[] = {"nsa_forward",     "nsa_backward", "nsa_compress", "nsa_compress_backward", "nsa_select",       "nsa_attend",
-                                         "nsa_attend_backward", "nsa_gates", "nsa_combine",  "nsa_gate",              "nsa_gate_backward"};
+static const char *const operations[] = {
+    "nsa_forward", "nsa_backward", "nsa_compress",        "nsa_compress_backward",
+    "nsa_select",  "nsa_attend",   "nsa_attend_backward", "nsa_gates",
+    "nsa_combine", "nsa_gate",     "nsa_gate_backward"};
 
 int64_t nsa_entries_of(const op_call *call, int64_t n)
 {
@@ -111,14 +118,16 @@ int64_t nsa_entries_of(const op_call *call, int64_t n)
 static quern_status check_products(const op_call *call)
 {
     const int64_t *s = call->symbol;
-    const int64_t per_query[] = {s[S_H], 512}, lists[] = {s[S_HS], call->varlen ? s[S_ROWS] : s[S_TILES], s[S_K]};
+    const int64_t per_query[] = {s[S_H], 512},
+                  lists[] = {s[S_HS], call->varlen ? s[S_ROWS] : s[S_TILES], s[S_K]};
     int64_t rows = s[S_T], entries = call->varlen ? 1 : s[S_B];
     bool fits = call->varlen || !__builtin_mul_overflow(s[S_B], s[S_N], &rows);
     for (int i = 0; i < 2; i++) fits = fits && !__builtin_mul_overflow(rows, per_query[i], &rows);
     for (int i = 0; i < 3; i++) fits = fits && !__builtin_mul_overflow(entries, lists[i], &entries);
     if (fits && rows <= INT64_MAX / 64 && entries <= INT64_MAX / 64) return QUERN_OK;
     return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "batch %lld, %lld tokens, %lld heads, num_selected %lld: the sizes overflow: products below 2^57 are accepted",
+                     "batch %lld, %lld tokens, %lld heads, num_selected %lld: the sizes overflow: products "
+                     "below 2^57 are accepted",
                      (long long)s[S_B], (long long)s[S_N], (long long)s[S_H], (long long)s[S_K]);
 }
 
@@ -152,14 +161,20 @@ static void derive_extents(op_call *call, int64_t n)
 /* Queries, keys and values give the extents: of each, the first that the operation uses. */
 static quern_status derive(op_call *call)
 {
-    static const int32_t query_list[] = {T_Q, T_O_CMP, T_O_SLC, T_O_WIN, T_O, T_D_O}, key_list[] = {T_K, T_K_SLC, T_K_WIN, T_K_CMP};
-    static const int32_t value_list[] = {T_V, T_V_SLC, T_V_WIN, T_V_CMP, T_O, T_O_CMP, T_O_SLC, T_O_WIN, T_D_O};
+    static const int32_t query_list[] = {T_Q, T_O_CMP, T_O_SLC, T_O_WIN, T_O, T_D_O},
+                         key_list[] = {T_K, T_K_SLC, T_K_WIN, T_K_CMP};
+    static const int32_t value_list[] = {T_V,     T_V_SLC, T_V_WIN, T_V_CMP, T_O,
+                                         T_O_CMP, T_O_SLC, T_O_WIN, T_D_O};
     const bool compress_alone = call->operation == NSA_COMPRESS || call->operation == NSA_COMPRESS_BACKWARD;
-    const int32_t q = op_first_used(call, query_list, 6), k = op_first_used(call, key_list, 4), v = op_first_used(call, value_list, 9);
-    const int32_t lead = compress_alone ? k : q, ndim = call->varlen ? 3 : 4, at = call->varlen ? 0 : 1, all[] = {q, k, v};
+    const int32_t q = op_first_used(call, query_list, 6), k = op_first_used(call, key_list, 4),
+                  v = op_first_used(call, value_list, 9);
+    const int32_t lead = compress_alone ? k : q, ndim = call->varlen ? 3 : 4, at = call->varlen ? 0 : 1,
+                  all[] = {q, k, v};
     if (lead == OP_NONE)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                         compress_alone ? "k" : call->role[T_Q] == OP_NEEDED ? "q" : "o_cmp");
+                         compress_alone                 ? "k"
+                         : call->role[T_Q] == OP_NEEDED ? "q"
+                                                        : "o_cmp");
     call->like = *call->given[lead];
     quern_status status = op_check_activation(call, lead, ndim);
     for (int i = 0; i < 3 && status == QUERN_OK; i++)
@@ -174,7 +189,9 @@ static quern_status derive(op_call *call)
     s[S_HKV] = k != OP_NONE ? t[k]->shape[at + 1] : 0;
     s[S_D] = queries ? t[T_Q]->shape[at + 2] : k != OP_NONE ? t[k]->shape[at + 2] : 0;
     s[S_DV] = v != OP_NONE ? t[v]->shape[at + 2] : 0;
-    if (n > INT32_MAX) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens: at most %d are accepted", (long long)n, INT32_MAX);
+    if (n > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens: at most %d are accepted", (long long)n,
+                         INT32_MAX);
     if (queries) status = view_check_head_dim("q", s[S_D]);
     if (status == QUERN_OK && v != OP_NONE) status = view_check_head_dim(tensors[v].field, s[S_DV]);
     if (status == QUERN_OK && q != OP_NONE && k != OP_NONE) status = view_check_heads(s[S_H], s[S_HKV]);
@@ -186,12 +203,15 @@ static quern_status derive(op_call *call)
 /* cu_seqlens_cmp that is handed in: every sequence has as many entries as its length makes. */
 static quern_status check_entries(const op_call *call, const int32_t *tokens, const int32_t *entries)
 {
-    const quern_status status = view_check_offsets(entries, call->symbol[S_B], "cu_seqlens_cmp", call->symbol[S_TC]);
+    const quern_status status =
+        view_check_offsets(entries, call->symbol[S_B], "cu_seqlens_cmp", call->symbol[S_TC]);
     if (status != QUERN_OK) return status;
     for (int64_t b = 0; b < call->symbol[S_B]; b++) {
         const int64_t n = (int64_t)tokens[b + 1] - tokens[b], expected = nsa_entries_of(call, n);
         if (entries[b + 1] - entries[b] != expected)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "cu_seqlens_cmp[%lld] is %d after %d: %lld entries of the sequence's %lld tokens are accepted",
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "cu_seqlens_cmp[%lld] is %d after %d: %lld entries of the sequence's %lld "
+                             "tokens are accepted",
                              (long long)b + 1, entries[b + 1], entries[b], (long long)expected, (long long)n);
     }
     return QUERN_OK;
@@ -200,7 +220,8 @@ static quern_status check_entries(const op_call *call, const int32_t *tokens, co
 static quern_status check_data(const op_call *call, void *const *data)
 {
     if (!call->varlen) return QUERN_OK;
-    const quern_status status = view_check_offsets(data[T_CU_SEQLENS], call->symbol[S_B], "cu_seqlens", call->symbol[S_T]);
+    const quern_status status =
+        view_check_offsets(data[T_CU_SEQLENS], call->symbol[S_B], "cu_seqlens", call->symbol[S_T]);
     if (status != QUERN_OK || call->role[T_CU_SEQLENS_CMP] != OP_NEEDED) return status;
     return check_entries(call, data[T_CU_SEQLENS], data[T_CU_SEQLENS_CMP]);
 }

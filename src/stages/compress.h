@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* compress.h - blocks of tokens as entries: their mean, optionally projected, or a linear map; forward and backward. */
+/* compress.h - blocks of tokens as entries: their mean, optionally projected, or a linear map; forward and
+ * backward. */
 #ifndef QUERN_STAGES_COMPRESS_H
 #define QUERN_STAGES_COMPRESS_H
 

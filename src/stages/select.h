@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* select.h - per tile of queries the best blocks by the scores of their compressed entries, and the best groups. */
+/* select.h - per tile of queries the best blocks by the scores of their compressed entries, and the best
+ * groups. */
 #ifndef QUERN_STAGES_SELECT_H
 #define QUERN_STAGES_SELECT_H
 

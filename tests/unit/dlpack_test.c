@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dlpack_test.c - views to and from the tensors of DLPack, whose own header is used where it is installed; the layout
- * below is its text, shortened. */
+/* dlpack_test.c - views to and from the tensors of DLPack, whose own header is used where it is installed;
+ * the layout below is its text, shortened. */
 #include "cmocka_c11.h"
 
 #include <stddef.h>
@@ -51,7 +51,9 @@ static void a_managed_tensor_becomes_a_view(void **unused)
     (void)unused;
     float memory[4 + 2 * 3 * 8];
     int64_t shape[] = {2, 3, 8}, strides[] = {8, 16, 1};
-    DLManagedTensor m = {.dl_tensor = {.data = memory, .ndim = 3, .shape = shape, .strides = strides, .byte_offset = 16}, .deleter = never};
+    DLManagedTensor m = {
+        .dl_tensor = {.data = memory, .ndim = 3, .shape = shape, .strides = strides, .byte_offset = 16},
+        .deleter = never};
     m.dl_tensor.device.device_type = 1;
     m.dl_tensor.dtype = (DLDataType){2, 32, 1};
     quern_tensor t;
@@ -78,10 +80,12 @@ static void every_dtype_goes_there_and_back(void **unused)
     static const struct {
         quern_dtype dtype;
         int code, bits, lanes;
-    } all[] = {{QUERN_F32, 2, 32, 1}, {QUERN_F16, 2, 16, 1}, {QUERN_BF16, 4, 16, 1}, {QUERN_F64, 2, 64, 1}, {QUERN_I8, 0, 8, 1}, {QUERN_I16, 0, 16, 1},
-               {QUERN_I32, 0, 32, 1}, {QUERN_I64, 0, 64, 1}, {QUERN_U8, 1, 8, 1}, {QUERN_U16, 1, 16, 1}, {QUERN_U32, 1, 32, 1}, {QUERN_U64, 1, 64, 1},
-               {QUERN_BOOL, 6, 8, 1}, {QUERN_C64, 5, 64, 1}, {QUERN_E4M3, 10, 8, 1}, {QUERN_E5M2, 12, 8, 1}, {QUERN_E8M0, 14, 8, 1},
-               {QUERN_E2M1X2, 17, 4, 2}};
+    } all[] = {{QUERN_F32, 2, 32, 1},  {QUERN_F16, 2, 16, 1},  {QUERN_BF16, 4, 16, 1},
+               {QUERN_F64, 2, 64, 1},  {QUERN_I8, 0, 8, 1},    {QUERN_I16, 0, 16, 1},
+               {QUERN_I32, 0, 32, 1},  {QUERN_I64, 0, 64, 1},  {QUERN_U8, 1, 8, 1},
+               {QUERN_U16, 1, 16, 1},  {QUERN_U32, 1, 32, 1},  {QUERN_U64, 1, 64, 1},
+               {QUERN_BOOL, 6, 8, 1},  {QUERN_C64, 5, 64, 1},  {QUERN_E4M3, 10, 8, 1},
+               {QUERN_E5M2, 12, 8, 1}, {QUERN_E8M0, 14, 8, 1}, {QUERN_E2M1X2, 17, 4, 2}};
     int64_t bytes[2];
     int seen = 0;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
@@ -89,15 +93,18 @@ static void every_dtype_goes_there_and_back(void **unused)
         DLTensor d;
         memset(&d, 0x5a, sizeof d);
         assert_int_equal(quern_tensor_to_dlpack(&t, &d), QUERN_OK);
-        assert_true(d.dtype.code == all[i].code && d.dtype.bits == all[i].bits && d.dtype.lanes == all[i].lanes);
-        assert_true(d.data == bytes && d.ndim == 2 && d.shape == t.shape && d.strides == t.strides && d.byte_offset == 0);
+        assert_true(d.dtype.code == all[i].code && d.dtype.bits == all[i].bits &&
+                    d.dtype.lanes == all[i].lanes);
+        assert_true(d.data == bytes && d.ndim == 2 && d.shape == t.shape && d.strides == t.strides &&
+                    d.byte_offset == 0);
         assert_true(d.device.device_type == 1 && d.device.device_id == 0);
         assert_int_equal((size_t)(d.dtype.bits * d.dtype.lanes + 7) / 8, quern_dtype_size(t.dtype));
         assert_int_equal(quern_tensor_from_dlpack(&d, &back), QUERN_OK);
         assert_memory_equal(&back, &t, sizeof t);
         seen++;
     }
-    if (quern_dtype_size((quern_dtype)seen) > 0) fail_msg("dtype %s has no row here", quern_dtype_name((quern_dtype)seen));
+    if (quern_dtype_size((quern_dtype)seen) > 0)
+        fail_msg("dtype %s has no row here", quern_dtype_name((quern_dtype)seen));
 }
 
 static void what_has_no_counterpart_is_named(void **unused)

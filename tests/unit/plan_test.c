@@ -30,7 +30,8 @@ static int close_context(void **state)
 static quern_plan *plan_or_fail(quern_operation op, const void *params, const void *tensors)
 {
     quern_plan *plan = NULL;
-    if (quern_plan_create(ctx, op, params, tensors, &plan) != QUERN_OK) fail_msg("operation %d: %s", (int)op, quern_last_error(ctx));
+    if (quern_plan_create(ctx, op, params, tensors, &plan) != QUERN_OK)
+        fail_msg("operation %d: %s", (int)op, quern_last_error(ctx));
     return plan;
 }
 
@@ -39,7 +40,8 @@ static void run_or_fail(const quern_plan *plan, void *const *data)
     size_t bytes = 0;
     assert_int_equal(quern_plan_workspace(plan, &bytes), QUERN_OK);
     test_workspace workspace = test_workspace_make(bytes);
-    if (quern_plan_run(plan, NULL, data, workspace.data, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_plan_run(plan, NULL, data, workspace.data, bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace_close(&workspace);
 }
 
@@ -68,7 +70,8 @@ static void check_elsewhere(nsa_case *c, quern_operation op, const nsa_call *cal
     for (int i = 0; i < NSA_SLOTS; i++) {
         test_tensor there = c->tensor[i];
         there.view.data = data[i];
-        if ((out & NSA_BIT(i)) && !test_tensor_same_bits(&c->tensor[i], &there)) fail_msg("%s: %s differs by plan", call->name, nsa_slot_names[i]);
+        if ((out & NSA_BIT(i)) && !test_tensor_same_bits(&c->tensor[i], &there))
+            fail_msg("%s: %s differs by plan", call->name, nsa_slot_names[i]);
         free(moved[i]);
     }
     quern_plan_destroy(plan);
@@ -81,9 +84,12 @@ static void a_plan_gives_the_bits_of_the_call(void **state)
     for (int trial = 0; trial < test_trials(24); trial++) {
         nsa_config config = nsa_config_random(&random, 90);
         nsa_case *c = nsa_case_random(&config, &random);
-        check_elsewhere(c, QUERN_OP_NSA_FORWARD, &nsa_call_forward, nsa_forward_inputs(c), nsa_forward_outputs(c));
-        check_elsewhere(c, QUERN_OP_NSA_BACKWARD, &nsa_call_backward, nsa_backward_inputs(c), nsa_backward_outputs(c));
-        check_elsewhere(c, QUERN_OP_NSA_ATTEND, &nsa_call_attend, nsa_attend_inputs(c), nsa_attend_outputs(c));
+        check_elsewhere(c, QUERN_OP_NSA_FORWARD, &nsa_call_forward, nsa_forward_inputs(c),
+                        nsa_forward_outputs(c));
+        check_elsewhere(c, QUERN_OP_NSA_BACKWARD, &nsa_call_backward, nsa_backward_inputs(c),
+                        nsa_backward_outputs(c));
+        check_elsewhere(c, QUERN_OP_NSA_ATTEND, &nsa_call_attend, nsa_attend_inputs(c),
+                        nsa_attend_outputs(c));
         nsa_case_free(c);
     }
 }
@@ -96,7 +102,8 @@ static const oracle_dense dense = {2, 7, 9, 4, 2, 16, 16, true, 0, -1, 0, cu_q, 
 
 static void attention_data(const attention_case *c, void *data[TENSORS])
 {
-    const test_tensor *const all[] = {&c->q, &c->k, &c->v, &c->cu_q, &c->cu_kv, &c->o, &c->lse, &c->d_o, &c->d_q, &c->d_k, &c->d_v};
+    const test_tensor *const all[] = {&c->q,   &c->k,   &c->v,   &c->cu_q, &c->cu_kv, &c->o,
+                                      &c->lse, &c->d_o, &c->d_q, &c->d_k,  &c->d_v};
     for (int i = 0; i < TENSORS; i++) data[i] = all[i]->view.data;
 }
 
@@ -107,11 +114,12 @@ static void check_forward(const attention_case *c)
     attention_reference_free(&r);
 }
 
-static void expect(const quern_plan *plan, const quern_exec *exec, void *const *data, void *workspace, size_t bytes, quern_status status,
-                   const char *words)
+static void expect(const quern_plan *plan, const quern_exec *exec, void *const *data, void *workspace,
+                   size_t bytes, quern_status status, const char *words)
 {
     assert_int_equal(quern_plan_run(plan, exec, data, workspace, bytes), status);
-    if (strstr(quern_last_error(ctx), words) == NULL) fail_msg("\"%s\" does not say \"%s\"", quern_last_error(ctx), words);
+    if (strstr(quern_last_error(ctx), words) == NULL)
+        fail_msg("\"%s\" does not say \"%s\"", quern_last_error(ctx), words);
 }
 
 static void a_run_checks_what_guards_memory(void **state)
@@ -214,7 +222,8 @@ static void *run_often(void *arg)
     size_t bytes = 0;
     (void)quern_plan_workspace(r->plan, &bytes);
     void *workspace = malloc(bytes);
-    for (int i = 0; i < 50 && r->status == QUERN_OK; i++) r->status = quern_plan_run(r->plan, NULL, r->data, workspace, bytes);
+    for (int i = 0; i < 50 && r->status == QUERN_OK; i++)
+        r->status = quern_plan_run(r->plan, NULL, r->data, workspace, bytes);
     free(workspace);
     return NULL;
 }
@@ -265,7 +274,8 @@ static void a_plan_is_described(void **state)
     const quern_nsa_tensors backward = nsa_bind(c, nsa_backward_inputs(c) | nsa_backward_outputs(c));
     plan = plan_or_fail(QUERN_OP_NSA_BACKWARD, &config.params, &backward);
     assert_int_equal(quern_plan_describe(plan, text, sizeof text), QUERN_OK);
-    assert_non_null(strstr(text, "gate_backward, attend_backward, attend_backward, attend_backward, compress_backward"));
+    assert_non_null(
+        strstr(text, "gate_backward, attend_backward, attend_backward, attend_backward, compress_backward"));
     quern_plan_destroy(plan);
     nsa_case_free(c);
 }
@@ -284,15 +294,19 @@ static void extents_are_those_of_the_helpers(void **state)
         p.tile = 3;
         p.scope = i / 2 % 2 ? QUERN_NSA_SCOPE_HEAD : QUERN_NSA_SCOPE_GROUP;
         const int64_t entries = varlen ? quern_nsa_entry_rows(&p, n) : quern_nsa_entries(&p, n);
-        const int64_t rows = varlen ? quern_nsa_list_rows(&p, n, 2) : quern_nsa_tiles(&p, n), hs = quern_nsa_list_heads(&p, 4, 2);
+        const int64_t rows = varlen ? quern_nsa_list_rows(&p, n, 2) : quern_nsa_tiles(&p, n),
+                      hs = quern_nsa_list_heads(&p, 4, 2);
         for (int off = -1; off <= 1; off++) {
-            quern_tensor q = quern_tensor_contiguous(NULL, QUERN_F32, 4, (int64_t[]){1, n, 4, 8}), k = q, cmp = q, idx = q, cu;
+            quern_tensor q = quern_tensor_contiguous(NULL, QUERN_F32, 4, (int64_t[]){1, n, 4, 8}), k = q,
+                         cmp = q, idx = q, cu;
             k.shape[2] = cmp.shape[2] = 2;
             cmp.shape[1] = entries + (off > 0);
-            idx = quern_tensor_contiguous(NULL, QUERN_I32, 4, (int64_t[]){1, hs, rows + (off < 0), p.num_selected});
+            idx = quern_tensor_contiguous(NULL, QUERN_I32, 4,
+                                          (int64_t[]){1, hs, rows + (off < 0), p.num_selected});
             cu = quern_tensor_contiguous(NULL, QUERN_I32, 1, (int64_t[]){3});
             quern_tensor *const all[] = {&q, &k, &cmp, &idx};
-            for (int t = 0; t < 4; t++) *all[t] = quern_tensor_contiguous(NULL, all[t]->dtype, 4 - varlen, all[t]->shape + varlen);
+            for (int t = 0; t < 4; t++)
+                *all[t] = quern_tensor_contiguous(NULL, all[t]->dtype, 4 - varlen, all[t]->shape + varlen);
             quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
             t.q = t.o = &q, t.k = t.v = &k, t.k_cmp = t.v_cmp = &cmp, t.block_idx = &idx;
             if (varlen) t.cu_seqlens = &cu;
@@ -304,7 +318,8 @@ static void extents_are_those_of_the_helpers(void **state)
         assert_int_equal(quern_nsa_groups(&p, n), (quern_nsa_entries(&p, n) + 127) / 128);
     }
     const quern_nsa_params none = {.size = sizeof none};
-    assert_true(quern_nsa_entries(&none, 9) == 0 && quern_nsa_blocks(&none, 9) == 0 && quern_nsa_tiles(&none, 9) == 0);
+    assert_true(quern_nsa_entries(&none, 9) == 0 && quern_nsa_blocks(&none, 9) == 0 &&
+                quern_nsa_tiles(&none, 9) == 0);
 }
 
 static void what_makes_no_plan_is_named(void **state)
@@ -314,13 +329,18 @@ static void what_makes_no_plan_is_named(void **state)
     quern_plan *plan = (quern_plan *)&random;
     (void)state;
     attention_case_make(&c, &dense, QUERN_F32, TEST_CONTIGUOUS, &random);
-    assert_int_equal(quern_plan_create(ctx, (quern_operation)0, &c.params, &c.tensors, &plan), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_plan_create(ctx, (quern_operation)0, &c.params, &c.tensors, &plan),
+                     QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(ctx), "operation 0"));
-    assert_int_equal(quern_plan_create(ctx, (quern_operation)3, &c.params, &c.tensors, &plan), QUERN_ERR_INVALID_ARGUMENT);
-    assert_int_equal(quern_plan_create(NULL, QUERN_OP_ATTENTION_FORWARD, &c.params, &c.tensors, &plan), QUERN_ERR_INVALID_ARGUMENT);
-    assert_int_equal(quern_plan_create(ctx, QUERN_OP_ATTENTION_FORWARD, &c.params, &c.tensors, NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_plan_create(ctx, (quern_operation)3, &c.params, &c.tensors, &plan),
+                     QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_plan_create(NULL, QUERN_OP_ATTENTION_FORWARD, &c.params, &c.tensors, &plan),
+                     QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_plan_create(ctx, QUERN_OP_ATTENTION_FORWARD, &c.params, &c.tensors, NULL),
+                     QUERN_ERR_INVALID_ARGUMENT);
     c.k.view.ndim = 9;
-    assert_int_equal(quern_plan_create(ctx, QUERN_OP_ATTENTION_FORWARD, &c.params, &c.tensors, &plan), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_plan_create(ctx, QUERN_OP_ATTENTION_FORWARD, &c.params, &c.tensors, &plan),
+                     QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(ctx), "k has 9 dimensions"));
     assert_ptr_equal(plan, &random);
     quern_plan_destroy(NULL);

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stages_test.c - the lists of fields beside each stage's arguments are whole: pointers are relocated, carried and hashed
- * by them. */
+/* stages_test.c - the lists of fields beside each stage's arguments are whole: pointers are relocated,
+ * carried and hashed by them. */
 #include "build_id.h"
 #include "cmocka_c11.h"
 
@@ -19,7 +19,8 @@ static int by_offset(const void *a, const void *b)
     return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
 
-/* The fields lie side by side but for the padding that the largest alignment (8) makes, and all are listed once. */
+/* The fields lie side by side but for the padding that the largest alignment (8) makes, and all are listed
+ * once. */
 static void check_cover(const char *what, field *fields, size_t count, size_t size)
 {
     size_t end = 0;
@@ -34,103 +35,22 @@ static void check_cover(const char *what, field *fields, size_t count, size_t si
     if (size - end >= 8) fail_msg("%s: a field at the end is not listed", what);
 }
 
-#define FIELD(member) {#member, offsetof(ARGS, member), sizeof(((ARGS *)0)->member)},
+#define FIELD(member) {#member, offsetof(fields_of, member), sizeof(((fields_of *)0)->member)},
+#define CHECK(type, ...)                                                                  \
+    {                                                                                     \
+        typedef type fields_of;                                                           \
+        field fields[] = {__VA_ARGS__};                                                   \
+        check_cover(#type, fields, sizeof fields / sizeof *fields, sizeof(fields_of));    \
+    }
+#define CHECK_ARGS(name, NAME) CHECK(name##_args, NAME##_TENSORS(FIELD) NAME##_VALUES(FIELD))
 
 static void every_field_is_listed(void **unused)
 {
     (void)unused;
-#define ARGS attend_args
-    field attend[] = {ATTEND_TENSORS(FIELD) ATTEND_VALUES(FIELD)};
-    check_cover("attend_args", attend, sizeof attend / sizeof *attend, sizeof(ARGS));
-#undef ARGS
-#define ARGS compress_args
-    field compress[] = {COMPRESS_TENSORS(FIELD) COMPRESS_VALUES(FIELD)};
-    check_cover("compress_args", compress, sizeof compress / sizeof *compress, sizeof(ARGS));
-#undef ARGS
-#define ARGS select_args
-    field select[] = {SELECT_TENSORS(FIELD) SELECT_VALUES(FIELD)};
-    check_cover("select_args", select, sizeof select / sizeof *select, sizeof(ARGS));
-#undef ARGS
-#define ARGS gate_args
-    field gate[] = {GATE_TENSORS(FIELD) GATE_VALUES(FIELD)};
-    check_cover("gate_args", gate, sizeof gate / sizeof *gate, sizeof(ARGS));
-#undef ARGS
-#define ARGS convert_args
-    field convert[] = {CONVERT_TENSORS(FIELD) CONVERT_VALUES(FIELD)};
-    check_cover("convert_args", convert, sizeof convert / sizeof *convert, sizeof(ARGS));
-#undef ARGS
-#define ARGS rowdot_args
-    field rowdot[] = {ROWDOT_TENSORS(FIELD) ROWDOT_VALUES(FIELD)};
-    check_cover("rowdot_args", rowdot, sizeof rowdot / sizeof *rowdot, sizeof(ARGS));
-#undef ARGS
-#define ARGS list_convert_args
-    field list_convert[] = {LIST_CONVERT_TENSORS(FIELD) LIST_CONVERT_VALUES(FIELD)};
-    check_cover("list_convert_args", list_convert, sizeof list_convert / sizeof *list_convert, sizeof(ARGS));
-#undef ARGS
-#define ARGS check_args
-    field check[] = {CHECK_TENSORS(FIELD) CHECK_VALUES(FIELD)};
-    check_cover("check_args", check, sizeof check / sizeof *check, sizeof(ARGS));
-#undef ARGS
-#define ARGS gemm_args
-    field gemm[] = {GEMM_TENSORS(FIELD) GEMM_VALUES(FIELD)};
-    check_cover("gemm_args", gemm, sizeof gemm / sizeof *gemm, sizeof(ARGS));
-#undef ARGS
-#define ARGS pool_args
-    field pool[] = {POOL_TENSORS(FIELD) POOL_VALUES(FIELD)};
-    check_cover("pool_args", pool, sizeof pool / sizeof *pool, sizeof(ARGS));
-#undef ARGS
-#define ARGS pool_append_args
-    field append[] = {POOL_APPEND_TENSORS(FIELD) POOL_APPEND_VALUES(FIELD)};
-    check_cover("pool_append_args", append, sizeof append / sizeof *append, sizeof(ARGS));
-#undef ARGS
-#define ARGS attend_gate_args
-    field fused[] = {ATTEND_GATE_MEMBERS(FIELD) ATTEND_GATE_VALUES(FIELD)};
-    check_cover("attend_gate_args", fused, sizeof fused / sizeof *fused, sizeof(ARGS));
-#undef ARGS
-#define ARGS quantise_args
-    field quantise[] = {QUANTISE_TENSORS(FIELD) QUANTISE_VALUES(FIELD)};
-    check_cover("quantise_args", quantise, sizeof quantise / sizeof *quantise, sizeof(ARGS));
-#undef ARGS
-#define ARGS dequantise_args
-    field dequantise[] = {DEQUANTISE_TENSORS(FIELD) DEQUANTISE_VALUES(FIELD)};
-    check_cover("dequantise_args", dequantise, sizeof dequantise / sizeof *dequantise, sizeof(ARGS));
-#undef ARGS
-#define ARGS fused_quantise_args
-    field fused_quantise[] = {FUSED_QUANTISE_TENSORS(FIELD) FUSED_QUANTISE_VALUES(FIELD)};
-    check_cover("fused_quantise_args", fused_quantise, sizeof fused_quantise / sizeof *fused_quantise, sizeof(ARGS));
-#undef ARGS
-#define ARGS from_mxfp4_args
-    field from_mxfp4[] = {FROM_MXFP4_TENSORS(FIELD) FROM_MXFP4_VALUES(FIELD)};
-    check_cover("from_mxfp4_args", from_mxfp4, sizeof from_mxfp4 / sizeof *from_mxfp4, sizeof(ARGS));
-#undef ARGS
-#define ARGS swizzle_args
-    field swizzle[] = {SWIZZLE_TENSORS(FIELD) SWIZZLE_VALUES(FIELD)};
-    check_cover("swizzle_args", swizzle, sizeof swizzle / sizeof *swizzle, sizeof(ARGS));
-#undef ARGS
-#define ARGS interleave_args
-    field interleave[] = {INTERLEAVE_TENSORS(FIELD) INTERLEAVE_VALUES(FIELD)};
-    check_cover("interleave_args", interleave, sizeof interleave / sizeof *interleave, sizeof(ARGS));
-#undef ARGS
-#define ARGS prepack_args
-    field prepack[] = {PREPACK_TENSORS(FIELD) PREPACK_VALUES(FIELD)};
-    check_cover("prepack_args", prepack, sizeof prepack / sizeof *prepack, sizeof(ARGS));
-#undef ARGS
-#define ARGS grouped_gemm_args
-    field grouped_gemm[] = {GROUPED_GEMM_TENSORS(FIELD) GROUPED_GEMM_VALUES(FIELD)};
-    check_cover("grouped_gemm_args", grouped_gemm, sizeof grouped_gemm / sizeof *grouped_gemm, sizeof(ARGS));
-#undef ARGS
-#define ARGS route_args
-    field route[] = {ROUTE_TENSORS(FIELD) ROUTE_VALUES(FIELD)};
-    check_cover("route_args", route, sizeof route / sizeof *route, sizeof(ARGS));
-#undef ARGS
-#define ARGS stage_exec
-    field exec[] = {STAGE_EXEC_VALUES(FIELD)};
-    check_cover("stage_exec", exec, sizeof exec / sizeof *exec, sizeof(ARGS));
-#undef ARGS
-#define ARGS quern_cuda_plugin
-    field plugin[] = {PLUGIN_VALUES(FIELD)};
-    check_cover("quern_cuda_plugin", plugin, sizeof plugin / sizeof *plugin, sizeof(ARGS));
-#undef ARGS
+    BACKEND_ARGS(CHECK_ARGS)
+    CHECK(attend_gate_args, ATTEND_GATE_MEMBERS(FIELD) ATTEND_GATE_VALUES(FIELD))
+    CHECK(stage_exec, STAGE_EXEC_VALUES(FIELD))
+    CHECK(quern_cuda_plugin, PLUGIN_VALUES(FIELD))
 }
 
 static void the_build_id_follows_names_places_and_sizes(void **unused)

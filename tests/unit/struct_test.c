@@ -79,10 +79,12 @@ static void problem_make(problem *p)
     for (int i = 0; i < 8; i++) p->v[i] = (float)(i + 1);
     p->params = (quern_attention_params)QUERN_ATTENTION_PARAMS_INIT;
     p->tensors = (quern_attention_tensors)QUERN_ATTENTION_TENSORS_INIT;
-    p->tensors.q = &p->views[0], p->tensors.k = &p->views[1], p->tensors.v = &p->views[2], p->tensors.o = &p->views[3];
+    p->tensors.q = &p->views[0], p->tensors.k = &p->views[1], p->tensors.v = &p->views[2],
+    p->tensors.o = &p->views[3];
 }
 
-static quern_status attend(quern_context *ctx, problem *p, const quern_exec *exec, const void *params, const void *tensors)
+static quern_status attend(quern_context *ctx, problem *p, const quern_exec *exec, const void *params,
+                           const void *tensors)
 {
     size_t bytes = 0;
     memset(p->o, 0, sizeof p->o);
@@ -102,7 +104,8 @@ static void older_and_newer_callers_compute(void **unused)
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     problem p;
     problem_make(&p);
-    static const size_t params_sizes[] = {8, 16, 24, 32, 40, 48, 56}, tensors_sizes[] = {56, 64, 72, 80, 88, 96, 104, 112};
+    static const size_t params_sizes[] = {8, 16, 24, 32, 40, 48, 56},
+                        tensors_sizes[] = {56, 64, 72, 80, 88, 96, 104, 112};
     for (size_t i = 0; i < sizeof params_sizes / sizeof *params_sizes; i++) {
         void *params = copy_of(&p.params, sizeof p.params, params_sizes[i]);
         assert_int_equal(attend(ctx, &p, NULL, params, &p.tensors), QUERN_OK);
@@ -184,10 +187,12 @@ static void dtypes_have_sizes_and_names(void **unused)
         quern_dtype dtype;
         size_t size;
         const char *name;
-    } all[] = {{QUERN_F32, 4, "f32"}, {QUERN_F16, 2, "f16"}, {QUERN_BF16, 2, "bf16"}, {QUERN_I32, 4, "i32"}, {QUERN_U8, 1, "u8"},
-               {QUERN_I64, 8, "i64"}, {QUERN_F64, 8, "f64"}, {QUERN_E4M3, 1, "e4m3"}, {QUERN_E5M2, 1, "e5m2"}, {QUERN_E8M0, 1, "e8m0"},
-               {QUERN_E2M1X2, 1, "e2m1x2"}, {QUERN_I8, 1, "i8"}, {QUERN_I16, 2, "i16"}, {QUERN_U16, 2, "u16"}, {QUERN_U32, 4, "u32"},
-               {QUERN_U64, 8, "u64"}, {QUERN_BOOL, 1, "bool"}, {QUERN_C64, 8, "c64"}};
+    } all[] = {{QUERN_F32, 4, "f32"},   {QUERN_F16, 2, "f16"},       {QUERN_BF16, 2, "bf16"},
+               {QUERN_I32, 4, "i32"},   {QUERN_U8, 1, "u8"},         {QUERN_I64, 8, "i64"},
+               {QUERN_F64, 8, "f64"},   {QUERN_E4M3, 1, "e4m3"},     {QUERN_E5M2, 1, "e5m2"},
+               {QUERN_E8M0, 1, "e8m0"}, {QUERN_E2M1X2, 1, "e2m1x2"}, {QUERN_I8, 1, "i8"},
+               {QUERN_I16, 2, "i16"},   {QUERN_U16, 2, "u16"},       {QUERN_U32, 4, "u32"},
+               {QUERN_U64, 8, "u64"},   {QUERN_BOOL, 1, "bool"},     {QUERN_C64, 8, "c64"}};
     const int count = sizeof all / sizeof *all;
     for (int i = 0; i < count; i++) {
         assert_int_equal(all[i].dtype, i);
@@ -201,10 +206,8 @@ static void dtypes_have_sizes_and_names(void **unused)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_size_is_accepted_or_named),
-        cmocka_unit_test(older_and_newer_callers_compute),
-        cmocka_unit_test(nsa_takes_other_sizes),
-        cmocka_unit_test(a_context_takes_other_sizes),
+        cmocka_unit_test(every_size_is_accepted_or_named), cmocka_unit_test(older_and_newer_callers_compute),
+        cmocka_unit_test(nsa_takes_other_sizes),           cmocka_unit_test(a_context_takes_other_sizes),
         cmocka_unit_test(dtypes_have_sizes_and_names),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

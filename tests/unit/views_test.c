@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * views_test.c - views at the edge of what is accepted: what an operation does not use is not looked at, whatever stands
- * there; tensors without elements may have any other extents; where an extent is 1 its stride may be any number. Meant
- * to run under the sanitizers, too.
+ * views_test.c - views at the edge of what is accepted: what an operation does not use is not looked at,
+ * whatever stands there; tensors without elements may have any other extents; where an extent is 1 its stride
+ * may be any number. Meant to run under the sanitizers, too.
  */
 #include "attention_case.h"
 #include "cmocka_c11.h"
@@ -14,9 +14,10 @@
 #include <string.h>
 #include <unistd.h>
 
-static const nsa_call *const calls[] = {&nsa_call_forward, &nsa_call_backward, &nsa_call_compress, &nsa_call_compress_backward, &nsa_call_select,
-                                        &nsa_call_attend, &nsa_call_attend_backward, &nsa_call_gates, &nsa_call_combine, &nsa_call_gate,
-                                        &nsa_call_gate_backward};
+static const nsa_call *const calls[] = {
+    &nsa_call_forward, &nsa_call_backward, &nsa_call_compress,        &nsa_call_compress_backward,
+    &nsa_call_select,  &nsa_call_attend,   &nsa_call_attend_backward, &nsa_call_gates,
+    &nsa_call_combine, &nsa_call_gate,     &nsa_call_gate_backward};
 enum { OPS = sizeof calls / sizeof *calls };
 
 enum { MOST_BYTES = 1 << 30 }; /* a workspace that nobody has cannot be run with */
@@ -40,7 +41,8 @@ static int close_context(void **state)
 
 static const quern_tensor **member(quern_nsa_tensors *t, int slot)
 {
-    return (const quern_tensor **)(void *)((char *)t + offsetof(quern_nsa_tensors, q) + (size_t)slot * sizeof(quern_tensor *));
+    return (const quern_tensor **)(void *)((char *)t + offsetof(quern_nsa_tensors, q) +
+                                           (size_t)slot * sizeof(quern_tensor *));
 }
 
 static quern_status call_it(const nsa_call *call, const quern_nsa_params *params, const quern_nsa_tensors *t)
@@ -57,13 +59,15 @@ static quern_status call_it(const nsa_call *call, const quern_nsa_params *params
 /* ---- what is not used ---- */
 
 /* Backward, or the gate's backward, of the window branch alone with `o_slc`: the bits of every gradient. */
-static void window_alone(nsa_case *c, const nsa_call *call, nsa_set in, nsa_set out, const quern_tensor *o_slc, test_tensor copies[NSA_SLOTS])
+static void window_alone(nsa_case *c, const nsa_call *call, nsa_set in, nsa_set out,
+                         const quern_tensor *o_slc, test_tensor copies[NSA_SLOTS])
 {
     quern_nsa_tensors t = nsa_bind(c, nsa_present(c, in | out));
     t.o_slc = o_slc;
     for (int i = 0; i < NSA_SLOTS; i++)
         if (out & NSA_BIT(i)) test_tensor_reset(&c->tensor[i]);
-    if (call_it(call, &c->config.params, &t) != QUERN_OK) fail_msg("%s: %s", call->name, quern_last_error(ctx));
+    if (call_it(call, &c->config.params, &t) != QUERN_OK)
+        fail_msg("%s: %s", call->name, quern_last_error(ctx));
     nsa_copy(c, out, copies);
 }
 
@@ -83,8 +87,10 @@ static void a_branch_that_is_off_is_not_read(void **state)
         none.data = NULL;
         deep.ndim = 100000;
         const quern_tensor *const given[] = {NULL, &filled.view, &none, &deep};
-        const nsa_set gate_in = NSA_BIT(NSA_O_WIN) | NSA_BIT(NSA_D_O) | NSA_BIT(NSA_GATES) | (weights ? NSA_BIT(NSA_Q) | NSA_BIT(NSA_W_GATE) : 0);
-        const nsa_set gate_out = NSA_BIT(NSA_D_O_WIN) | (weights ? NSA_BIT(NSA_D_Q) | NSA_BIT(NSA_D_W_GATE) : NSA_BIT(NSA_D_GATES));
+        const nsa_set gate_in = NSA_BIT(NSA_O_WIN) | NSA_BIT(NSA_D_O) | NSA_BIT(NSA_GATES) |
+                                (weights ? NSA_BIT(NSA_Q) | NSA_BIT(NSA_W_GATE) : 0);
+        const nsa_set gate_out = NSA_BIT(NSA_D_O_WIN) |
+                                 (weights ? NSA_BIT(NSA_D_Q) | NSA_BIT(NSA_D_W_GATE) : NSA_BIT(NSA_D_GATES));
         const nsa_set combine_in = NSA_BIT(NSA_O_WIN) | NSA_BIT(NSA_GATES);
         const struct {
             const nsa_call *call;
@@ -108,11 +114,13 @@ static void a_branch_that_is_off_is_not_read(void **state)
     }
 }
 
-/* Every tensor that an operation has no use for, given as nonsense: nothing is refused for it, and no bit changes. */
+/* Every tensor that an operation has no use for, given as nonsense: nothing is refused for it, and no bit
+ * changes. */
 static void what_is_not_used_is_not_looked_at(void **state)
 {
     (void)state;
-    const quern_tensor nonsense = {(void *)8, (quern_dtype)77, (quern_device)9, -3, 100000, {-1, INT64_MIN}, {INT64_MIN, INT64_MAX}};
+    const quern_tensor nonsense = {(void *)8, (quern_dtype)77, (quern_device)9,       -3,
+                                   100000,    {-1, INT64_MIN}, {INT64_MIN, INT64_MAX}};
     int left_alone = 0;
     for (uint32_t branches = 1; branches <= QUERN_NSA_BRANCH_ALL; branches++) {
         test_random random = {11};
@@ -140,7 +148,8 @@ static void what_is_not_used_is_not_looked_at(void **state)
                 }
                 *member(&t, slot) = NULL; /* it would be used, were it right, or means nothing here */
             }
-            if (call_it(whole[op], &c->config.params, &t) != QUERN_OK) fail_msg("%s: %s", whole[op]->name, quern_last_error(ctx));
+            if (call_it(whole[op], &c->config.params, &t) != QUERN_OK)
+                fail_msg("%s: %s", whole[op]->name, quern_last_error(ctx));
             nsa_check_same_bits(c, nsa_present(c, out[op]), expected, whole[op]->name);
             nsa_free_copies(expected);
         }
@@ -164,11 +173,15 @@ static void no_tokens_take_no_time(void **state)
     const int64_t many = (int64_t)1 << 40;
     for (int side = 0; side < 2; side++) {
         const int64_t b = side == 0 ? 1 : many, h = side == 0 ? many : 2;
-        const quern_tensor q = empty_of(QUERN_F32, 4, b, 0, h, 8), lse = empty_of(QUERN_F32, 3, b, h, 0, 0), gates = empty_of(QUERN_F32, 4, b, 0, h, 3);
-        const quern_tensor idx = empty_of(QUERN_I32, 4, b, h, 0, 16), bare = {NULL, QUERN_F32, QUERN_CPU, 0, 4, {b, 0, h, 8}, {INT64_MIN, INT64_MAX, INT64_MIN, 1}};
+        const quern_tensor q = empty_of(QUERN_F32, 4, b, 0, h, 8), lse = empty_of(QUERN_F32, 3, b, h, 0, 0),
+                           gates = empty_of(QUERN_F32, 4, b, 0, h, 3);
+        const quern_tensor
+            idx = empty_of(QUERN_I32, 4, b, h, 0, 16),
+            bare = {NULL, QUERN_F32, QUERN_CPU, 0, 4, {b, 0, h, 8}, {INT64_MIN, INT64_MAX, INT64_MIN, 1}};
         quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
         quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
-        t.q = t.k = t.v = t.k_cmp = t.v_cmp = t.o = t.o_cmp = t.o_slc = t.o_win = t.d_o = t.d_o_cmp = t.d_o_slc = t.d_o_win = &q;
+        t.q = t.k = t.v = t.k_cmp = t.v_cmp = t.o = t.o_cmp = t.o_slc = t.o_win = t.d_o = t.d_o_cmp =
+            t.d_o_slc = t.d_o_win = &q;
         t.d_q = t.d_k = t.d_v = &bare;
         t.lse_cmp = t.lse_slc = t.lse_win = &lse;
         t.gates = &gates;
@@ -176,10 +189,13 @@ static void no_tokens_take_no_time(void **state)
         for (int op = 0; op < OPS; op++) {
             quern_nsa_tensors now = t;
             if (calls[op] == &nsa_call_gates) continue; /* weights of 2^40 heads are no empty tensor */
-            if (calls[op] == &nsa_call_compress_backward || calls[op] == &nsa_call_attend_backward) now.d_k_cmp = now.d_v_cmp = &q;
+            if (calls[op] == &nsa_call_compress_backward || calls[op] == &nsa_call_attend_backward)
+                now.d_k_cmp = now.d_v_cmp = &q;
             const quern_status status = call_it(calls[op], &params, &now);
-            if (status != QUERN_OK && status != QUERN_ERR_INVALID_ARGUMENT) fail_msg("%s: %s", calls[op]->name, quern_last_error(ctx));
-            if (status != QUERN_OK && strstr(quern_last_error(ctx), "overflow") == NULL) fail_msg("%s: %s", calls[op]->name, quern_last_error(ctx));
+            if (status != QUERN_OK && status != QUERN_ERR_INVALID_ARGUMENT)
+                fail_msg("%s: %s", calls[op]->name, quern_last_error(ctx));
+            if (status != QUERN_OK && strstr(quern_last_error(ctx), "overflow") == NULL)
+                fail_msg("%s: %s", calls[op]->name, quern_last_error(ctx));
         }
         quern_attention_params attention = QUERN_ATTENTION_PARAMS_INIT;
         quern_attention_tensors a = QUERN_ATTENTION_TENSORS_INIT;
@@ -188,9 +204,13 @@ static void no_tokens_take_no_time(void **state)
         a.lse = &lse;
         size_t bytes;
         for (int backward = 0; backward < 2; backward++) {
-            assert_int_equal((backward ? quern_attention_backward_workspace : quern_attention_forward_workspace)(ctx, &attention, &a, &bytes), QUERN_OK);
+            assert_int_equal((backward ? quern_attention_backward_workspace
+                                       : quern_attention_forward_workspace)(ctx, &attention, &a, &bytes),
+                             QUERN_OK);
             test_workspace w = test_workspace_make(bytes);
-            assert_int_equal((backward ? quern_attention_backward : quern_attention_forward)(ctx, NULL, &attention, &a, w.data, bytes), QUERN_OK);
+            assert_int_equal((backward ? quern_attention_backward
+                                       : quern_attention_forward)(ctx, NULL, &attention, &a, w.data, bytes),
+                             QUERN_OK);
             test_workspace_close(&w);
         }
     }
@@ -221,12 +241,18 @@ static void strides_of_single_extents_are_any_number(void **state)
             for (int i = 0; i < NSA_SLOTS; i++)
                 for (int32_t d = 0; d < c->tensor[i].view.ndim; d++)
                     if (c->tensor[i].view.shape[d] == 1) c->tensor[i].view.strides[d] = wild[w];
-            if (nsa_try(c, ctx, nsa_call_forward, nsa_forward_inputs(c) | forward) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+            if (nsa_try(c, ctx, nsa_call_forward, nsa_forward_inputs(c) | forward) != QUERN_OK)
+                fail_msg("%s", quern_last_error(ctx));
             for (int i = 0; i < NSA_SLOTS; i++)
-                if ((forward & NSA_BIT(i)) && memcmp(first[i].buffer, c->tensor[i].buffer, c->tensor[i].bytes) != 0) fail_msg("%s", nsa_slot_names[i]);
-            if (nsa_try(c, ctx, nsa_call_backward, nsa_backward_inputs(c) | backward) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+                if ((forward & NSA_BIT(i)) &&
+                    memcmp(first[i].buffer, c->tensor[i].buffer, c->tensor[i].bytes) != 0)
+                    fail_msg("%s", nsa_slot_names[i]);
+            if (nsa_try(c, ctx, nsa_call_backward, nsa_backward_inputs(c) | backward) != QUERN_OK)
+                fail_msg("%s", quern_last_error(ctx));
             for (int i = 0; i < NSA_SLOTS; i++)
-                if ((backward & NSA_BIT(i)) && memcmp(second[i].buffer, c->tensor[i].buffer, c->tensor[i].bytes) != 0) fail_msg("%s", nsa_slot_names[i]);
+                if ((backward & NSA_BIT(i)) &&
+                    memcmp(second[i].buffer, c->tensor[i].buffer, c->tensor[i].bytes) != 0)
+                    fail_msg("%s", nsa_slot_names[i]);
             nsa_free_copies(first);
             nsa_free_copies(second);
             nsa_case_free(c);
@@ -245,25 +271,30 @@ static void head_dims_without_kernels_are_refused(void **state)
         config.d = wide == 0 ? 264 : 16;
         config.dv = wide == 0 ? 16 : 512;
         nsa_case *c = nsa_case_new(&config, &random);
-        const nsa_set all = ((nsa_set)1 << NSA_SLOTS) - 1, forward = nsa_forward_inputs(c) | nsa_forward_outputs(c);
+        const nsa_set all = ((nsa_set)1 << NSA_SLOTS) - 1,
+                      forward = nsa_forward_inputs(c) | nsa_forward_outputs(c);
         const nsa_set alone = NSA_BIT(NSA_K) | NSA_BIT(NSA_V) | NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_V_CMP);
         const nsa_set select = NSA_BIT(NSA_Q) | NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_BLOCK_IDX);
         const struct {
             const nsa_call *call;
             nsa_set set;
             bool refused;
-        } calls_of[] = {{&nsa_call_forward, forward, true},
-                        {&nsa_call_backward, nsa_backward_inputs(c) | nsa_backward_outputs(c), true},
-                        {&nsa_call_compress, alone, true},
-                        {&nsa_call_select, select, wide == 0},
-                        {&nsa_call_attend, nsa_attend_inputs(c) | nsa_attend_outputs(c), true},
-                        {&nsa_call_gates, NSA_BIT(NSA_Q) | NSA_BIT(NSA_W_GATE) | NSA_BIT(NSA_GATES), wide == 0},
-                        {&nsa_call_combine, NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_O), wide == 1}};
+        } calls_of[] = {
+            {&nsa_call_forward, forward, true},
+            {&nsa_call_backward, nsa_backward_inputs(c) | nsa_backward_outputs(c), true},
+            {&nsa_call_compress, alone, true},
+            {&nsa_call_select, select, wide == 0},
+            {&nsa_call_attend, nsa_attend_inputs(c) | nsa_attend_outputs(c), true},
+            {&nsa_call_gates, NSA_BIT(NSA_Q) | NSA_BIT(NSA_W_GATE) | NSA_BIT(NSA_GATES), wide == 0},
+            {&nsa_call_combine, NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_O), wide == 1}};
         for (size_t i = 0; i < sizeof calls_of / sizeof *calls_of; i++) {
             const quern_status status = nsa_try(c, ctx, *calls_of[i].call, calls_of[i].set & all);
             if (status != (calls_of[i].refused ? QUERN_ERR_UNSUPPORTED : QUERN_OK))
-                fail_msg("%s: %s (%s)", calls_of[i].call->name, quern_status_name(status), quern_last_error(ctx));
-            if (calls_of[i].refused) assert_non_null(strstr(quern_last_error(ctx), "the cpu backend takes multiples of 8 up to 256"));
+                fail_msg("%s: %s (%s)", calls_of[i].call->name, quern_status_name(status),
+                         quern_last_error(ctx));
+            if (calls_of[i].refused)
+                assert_non_null(
+                    strstr(quern_last_error(ctx), "the cpu backend takes multiples of 8 up to 256"));
         }
         nsa_case_free(c);
     }
@@ -279,7 +310,8 @@ static void strides_past_the_address_space_are_refused(void **state)
     char workspace[64];
     attention_case_make(&c, &dense, QUERN_F32, TEST_CONTIGUOUS, &random);
     c.v.view.strides[0] = (INT64_MAX / 4) / 4 * 4 - 1024;
-    assert_int_equal(quern_attention_forward(ctx, NULL, &c.params, &c.tensors, workspace, sizeof workspace), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_attention_forward(ctx, NULL, &c.params, &c.tensors, workspace, sizeof workspace),
+                     QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(ctx), "address space"));
     attention_case_free(&c);
 }

@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * bench_overhead.c - `quern bench overhead`: what a call costs beside its kernels. On the CPU the calls have no tokens. On
- * a GPU they have a few and the stream is idle; the time ends when the call returns, with its kernels launched.
+ * bench_overhead.c - `quern bench overhead`: what a call costs beside its kernels. On the CPU the calls have
+ * no tokens. On a GPU they have a few and the stream is idle; the time ends when the call returns, with its
+ * kernels launched.
  */
 #include "bench.h"
 
@@ -18,7 +19,11 @@
 #include <quern/cuda.h>
 #include <quern/plan.h>
 
-enum { ROUNDS = 301, CALLS = 16 /* of a round on the CPU, whose clock is coarse beside one call */, GPU_TOKENS = 64 };
+enum {
+    ROUNDS = 301,
+    CALLS = 16 /* of a round on the CPU, whose clock is coarse beside one call */,
+    GPU_TOKENS = 64
+};
 enum { H = 32, HKV = 8, D = 128 };
 
 /* An operation on tensors that all stand in one block of memory. */
@@ -41,7 +46,11 @@ typedef struct subject {
 static void *allocate(const subject *s, size_t bytes)
 {
     void *p = NULL;
-    if (s->gpu) return quern_cuda_allocate(0, bytes, &p) == QUERN_OK && quern_cuda_fill(0, p, 0, bytes, NULL) == QUERN_OK ? p : NULL;
+    if (s->gpu)
+        return quern_cuda_allocate(0, bytes, &p) == QUERN_OK &&
+                       quern_cuda_fill(0, p, 0, bytes, NULL) == QUERN_OK
+                   ? p
+                   : NULL;
     return calloc(1, bytes + 64);
 }
 
@@ -65,13 +74,15 @@ static quern_status call_once(const subject *s, bool by_plan)
 {
     if (by_plan) return quern_plan_run(s->plan, NULL, s->data, s->workspace, s->bytes);
     if (s->op == QUERN_OP_ATTENTION_FORWARD)
-        return quern_attention_forward(s->ctx, NULL, &s->attention, &s->attention_tensors, s->workspace, s->bytes);
+        return quern_attention_forward(s->ctx, NULL, &s->attention, &s->attention_tensors, s->workspace,
+                                       s->bytes);
     return quern_nsa_forward(s->ctx, NULL, &s->nsa, &s->nsa_tensors, s->workspace, s->bytes);
 }
 
 static quern_status open_subject(subject *s)
 {
-    const int64_t n = s->gpu ? GPU_TOKENS : 0, q_shape[] = {1, n, H, D}, k_shape[] = {1, n, HKV, D}, gate_shape[] = {H, 3, D};
+    const int64_t n = s->gpu ? GPU_TOKENS : 0, q_shape[] = {1, n, H, D}, k_shape[] = {1, n, HKV, D},
+                  gate_shape[] = {H, 3, D};
     size_t used = 0;
     s->attention = (quern_attention_params)QUERN_ATTENTION_PARAMS_INIT;
     s->nsa = (quern_nsa_params)QUERN_NSA_PARAMS_INIT;
@@ -82,14 +93,18 @@ static quern_status open_subject(subject *s)
     s->v = tensor_of(s, &used, 4, k_shape);
     s->o = tensor_of(s, &used, 4, q_shape);
     s->gate = tensor_of(s, &used, 3, gate_shape);
-    s->attention_tensors = (quern_attention_tensors){.size = sizeof s->attention_tensors, .q = &s->q, .k = &s->k, .v = &s->v, .o = &s->o};
-    s->nsa_tensors = (quern_nsa_tensors){.size = sizeof s->nsa_tensors, .q = &s->q, .k = &s->k, .v = &s->v, .o = &s->o, .w_gate = &s->gate};
+    s->attention_tensors = (quern_attention_tensors){
+        .size = sizeof s->attention_tensors, .q = &s->q, .k = &s->k, .v = &s->v, .o = &s->o};
+    s->nsa_tensors = (quern_nsa_tensors){
+        .size = sizeof s->nsa_tensors, .q = &s->q, .k = &s->k, .v = &s->v, .o = &s->o, .w_gate = &s->gate};
     const bool dense = s->op == QUERN_OP_ATTENTION_FORWARD;
-    const void *params = dense ? (const void *)&s->attention : &s->nsa, *tensors = dense ? (const void *)&s->attention_tensors : &s->nsa_tensors;
+    const void *params = dense ? (const void *)&s->attention : &s->nsa,
+               *tensors = dense ? (const void *)&s->attention_tensors : &s->nsa_tensors;
     const size_t fields = (dense ? sizeof s->attention_tensors : sizeof s->nsa_tensors) / sizeof(void *) - 1;
     quern_status status = quern_plan_create(s->ctx, s->op, params, tensors, &s->plan);
     if (status == QUERN_OK) status = quern_plan_workspace(s->plan, &s->bytes);
-    if (status == QUERN_OK && (s->workspace = allocate(s, s->bytes)) == NULL) status = QUERN_ERR_OUT_OF_MEMORY;
+    if (status == QUERN_OK && (s->workspace = allocate(s, s->bytes)) == NULL)
+        status = QUERN_ERR_OUT_OF_MEMORY;
     for (size_t i = 0; i < fields && i < 64; i++) { /* fields are pointers after `size` */
         const quern_tensor *t = ((const quern_tensor *const *)((const char *)tensors + sizeof(size_t)))[i];
         s->data[i] = t != NULL ? t->data : NULL;
@@ -121,11 +136,14 @@ static int measure(quern_context *ctx, bool gpu, const char *name, quern_operati
     for (int plan = 0; plan < 2 && status == QUERN_OK; plan++) {
         timing t;
         if ((status = time_calls(&s, plan == 1, &t)) != QUERN_OK) break;
-        printf("%-18s %-5s %8.3f us  (p10 %.3f, p90 %.3f)\n", name, plan ? "plan" : "call", t.median * 1e3, t.p10 * 1e3, t.p90 * 1e3);
-        json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:i, s:f, s:f, s:f}", "op", name, "subject", "overhead", "by", plan ? "plan" : "call",
-                                              "reps", ROUNDS, "ms_median", t.median, "ms_p10", t.p10, "ms_p90", t.p90));
+        printf("%-18s %-5s %8.3f us  (p10 %.3f, p90 %.3f)\n", name, plan ? "plan" : "call", t.median * 1e3,
+               t.p10 * 1e3, t.p90 * 1e3);
+        json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:i, s:f, s:f, s:f}", "op", name, "subject",
+                                              "overhead", "by", plan ? "plan" : "call", "reps", ROUNDS,
+                                              "ms_median", t.median, "ms_p10", t.p10, "ms_p90", t.p90));
     }
-    if (status == QUERN_OK && quern_plan_describe(s.plan, line, sizeof line) == QUERN_OK) printf("  %s\n", line);
+    if (status == QUERN_OK && quern_plan_describe(s.plan, line, sizeof line) == QUERN_OK)
+        printf("  %s\n", line);
     quern_plan_destroy(s.plan);
     if (s.workspace != NULL) release(&s, s.workspace);
     if (s.memory != NULL) release(&s, s.memory);
@@ -136,14 +154,18 @@ int bench_overhead(int device, int64_t threads, const char *json)
 {
     quern_context *ctx = NULL;
     int code = output_check(json);
-    if (code == EXIT_DONE) code = open_context(&(machine_options){.threads = threads, .device = device}, &ctx);
+    if (code == EXIT_DONE)
+        code = open_context(&(machine_options){.threads = threads, .device = device}, &ctx);
     if (code != EXIT_DONE) return code;
     json_t *list = json_array();
     code = measure(ctx, device == QUERN_CUDA, "attention_forward", QUERN_OP_ATTENTION_FORWARD, list);
-    if (code == EXIT_DONE) code = measure(ctx, device == QUERN_CUDA, "nsa_forward", QUERN_OP_NSA_FORWARD, list);
-    json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:{}, s:o}", "schema", 1, "version", quern_version(), "commit", machine_commit(), "machine",
-                             machine_json(ctx), "device", device == QUERN_CUDA ? "cuda" : "cpu", "ceilings", "results", list);
-    if (code == EXIT_DONE && json != NULL) code = output_json(json, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
+    if (code == EXIT_DONE)
+        code = measure(ctx, device == QUERN_CUDA, "nsa_forward", QUERN_OP_NSA_FORWARD, list);
+    json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:{}, s:o}", "schema", 1, "version", quern_version(),
+                             "commit", machine_commit(), "machine", machine_json(ctx), "device",
+                             device == QUERN_CUDA ? "cuda" : "cpu", "ceilings", "results", list);
+    if (code == EXIT_DONE && json != NULL)
+        code = output_json(json, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
     json_decref(root);
     quern_context_destroy(ctx);
     return code;

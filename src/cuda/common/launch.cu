@@ -1,13 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* launch.cu - what launches ask of CUDA once and remember: how much dynamic shared memory a kernel may have, and how much
- * a device's blocks can have. A call to CUDA costs as much as a tenth of a launch. */
+/* launch.cu - what launches ask of CUDA once and remember: how much dynamic shared memory a kernel may
+ * have, and how much a device's blocks can have. A call to CUDA costs as much as a tenth of a launch. */
 #include "common/launch.cuh"
 
 #include <atomic>
 #include <mutex>
 
-namespace {
+namespace
+{
 
 enum { SLOTS = 4096, DEVICES = 64 }; /* slots: several times the kernels there are, on eight devices */
 
@@ -40,11 +41,14 @@ cudaError_t shared_allow(const void *kernel, size_t bytes)
     if (code != cudaSuccess) return code;
     const uint64_t key = (uint64_t)(uintptr_t)kernel | (uint64_t)(device + 1) << 48;
     const allowed_kernel *known = slot_of(key);
-    if (known != NULL && known->key.load(std::memory_order_acquire) == key && known->bytes.load(std::memory_order_acquire) >= bytes)
+    if (known != NULL && known->key.load(std::memory_order_acquire) == key &&
+        known->bytes.load(std::memory_order_acquire) >= bytes)
         return cudaSuccess;
     const std::lock_guard<std::mutex> hold(growing);
     allowed_kernel *slot = slot_of(key);
-    if (slot != NULL && slot->key.load(std::memory_order_relaxed) == key && slot->bytes.load(std::memory_order_relaxed) >= bytes) return cudaSuccess;
+    if (slot != NULL && slot->key.load(std::memory_order_relaxed) == key &&
+        slot->bytes.load(std::memory_order_relaxed) >= bytes)
+        return cudaSuccess;
     code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code != cudaSuccess || slot == NULL) return code;
     slot->bytes.store(bytes, std::memory_order_release);
