@@ -151,13 +151,18 @@ static void make_operands(operands *o)
 static double time_product(quern_context *ctx, operands *o, const figure *f, void *workspace, size_t *bytes)
 {
     const int64_t tokens = EXPERTS * f->rows, a[] = {tokens, K}, a_codes[] = {tokens, K / 2}, a_scales[] = {tokens, K / 16}, c[] = {tokens, N};
-    const int64_t c_codes[] = {tokens, N / 2}, c_scales[] = {tokens, N / 16}, repacked[] = {EXPERTS, quern_moe_prepack_bytes(N, K)}, experts = EXPERTS;
+    const int64_t c_codes[] = {tokens, N / 2}, c_scales[] = {tokens, N / 16}, repacked[] = {EXPERTS, quern_moe_prepack_bytes(N, K)},
+                  experts = EXPERTS;
     for (int e = 0; e < EXPERTS; e++) o->ends[e] = (int32_t)((e + 1) * f->rows);
-    const quern_tensor a_view = quern_tensor_contiguous(o->a, QUERN_BF16, 2, a), a_codes_view = quern_tensor_contiguous(o->a_codes, QUERN_U8, 2, a_codes);
-    const quern_tensor a_scales_view = quern_tensor_contiguous(o->a_scales, QUERN_U8, 2, a_scales), c_view = quern_tensor_contiguous(o->c, QUERN_BF16, 2, c);
+    const quern_tensor a_view = quern_tensor_contiguous(o->a, QUERN_BF16, 2, a),
+                       a_codes_view = quern_tensor_contiguous(o->a_codes, QUERN_U8, 2, a_codes);
+    const quern_tensor a_scales_view = quern_tensor_contiguous(o->a_scales, QUERN_U8, 2, a_scales),
+                       c_view = quern_tensor_contiguous(o->c, QUERN_BF16, 2, c);
     const quern_tensor c_codes_view = quern_tensor_contiguous(o->c_codes, QUERN_U8, 2, c_codes);
-    const quern_tensor c_scales_view = quern_tensor_contiguous(o->c_scales, QUERN_U8, 2, c_scales), one = quern_tensor_contiguous(&o->one, QUERN_F32, 0, NULL);
-    const quern_tensor b_view = quern_tensor_contiguous(o->repacked, QUERN_U8, 2, repacked), offsets = quern_tensor_contiguous(o->ends, QUERN_I32, 1, &experts);
+    const quern_tensor c_scales_view = quern_tensor_contiguous(o->c_scales, QUERN_U8, 2, c_scales),
+                       one = quern_tensor_contiguous(&o->one, QUERN_F32, 0, NULL);
+    const quern_tensor b_view = quern_tensor_contiguous(o->repacked, QUERN_U8, 2, repacked),
+                       offsets = quern_tensor_contiguous(o->ends, QUERN_I32, 1, &experts);
     quern_nvfp4_gemm_params p = QUERN_NVFP4_GEMM_PARAMS_INIT;
     quern_nvfp4_gemm_tensors t = QUERN_NVFP4_GEMM_TENSORS_INIT;
     p.n = N;
@@ -200,7 +205,8 @@ static double time_quantise(quern_context *ctx, const quern_tensor *x, operands 
 {
     const int64_t rows = x->shape[0], width = fused ? x->shape[1] / 2 : x->shape[1], codes[] = {rows, width / 2}, scales[] = {rows, width / 16};
     float global = 0.01f;
-    const quern_tensor codes_view = quern_tensor_contiguous(o->c, QUERN_U8, 2, codes), scales_view = quern_tensor_contiguous(o->a_codes, QUERN_U8, 2, scales);
+    const quern_tensor codes_view = quern_tensor_contiguous(o->c, QUERN_U8, 2, codes),
+                       scales_view = quern_tensor_contiguous(o->a_codes, QUERN_U8, 2, scales);
     const quern_tensor global_view = quern_tensor_contiguous(&global, QUERN_F32, 0, NULL);
     quern_nvfp4_quantize_params p = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
     quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
@@ -237,8 +243,8 @@ static void quantise_figure(operands *o, bool fused, double target)
         const double copy = bytes_moved / (ceiling_measure(CEILING_COPY, 2) * 1e9);
         fractions[r] = copy / time_quantise(ctx, &x, o, fused, workspace, &bytes);
     }
-    report(fused ? "de-interleave, SwiGLU, quantise, bf16, of the copy bandwidth" : "quantise rne bf16, computed global, of the copy bandwidth", 2, target,
-           median(fractions));
+    report(fused ? "de-interleave, SwiGLU, quantise, bf16, of the copy bandwidth" : "quantise rne bf16, computed global, of the copy bandwidth", 2,
+           target, median(fractions));
     free(workspace);
     free(values);
     quern_context_destroy(ctx);

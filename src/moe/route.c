@@ -24,13 +24,15 @@ static quern_status check_params(const quern_moe_route_params *p)
 {
     if (p->score < QUERN_MOE_SCORE_SOFTMAX || p->score > QUERN_MOE_SCORE_SIGMOID)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "score is %d: 0 (softmax), 1 (sqrt_softplus) or 2 (sigmoid) is accepted", (int)p->score);
-    if (!isfinite(p->route_scale)) return error_set(QUERN_ERR_INVALID_ARGUMENT, "route_scale is %g: a finite number is accepted", (double)p->route_scale);
+    if (!isfinite(p->route_scale))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "route_scale is %g: a finite number is accepted", (double)p->route_scale);
     return QUERN_OK;
 }
 
 static quern_status check_presence(const quern_moe_route_tensors *t, bool backward)
 {
-    if ((t->logits != NULL) == (t->hidden != NULL)) return error_set(QUERN_ERR_INVALID_ARGUMENT, "logits and hidden: exactly one of them is accepted");
+    if ((t->logits != NULL) == (t->hidden != NULL))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "logits and hidden: exactly one of them is accepted");
     if ((t->hidden != NULL) != (t->weight != NULL)) return error_set(QUERN_ERR_INVALID_ARGUMENT, "hidden and weight: both or neither are accepted");
     if (backward) {
         if ((t->d_hidden != NULL || t->d_weight != NULL) && t->hidden == NULL)
@@ -40,7 +42,8 @@ static quern_status check_presence(const quern_moe_route_tensors *t, bool backwa
     }
     if ((t->input_ids != NULL) != (t->tid2eid != NULL))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "input_ids and tid2eid: both or neither are accepted");
-    if (t->bias != NULL && t->tid2eid != NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bias is given with tid2eid: one or the other is accepted");
+    if (t->bias != NULL && t->tid2eid != NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bias is given with tid2eid: one or the other is accepted");
     return QUERN_OK;
 }
 
@@ -168,7 +171,8 @@ static quern_status run(quern_context *ctx, const quern_exec *exec, const quern_
     return status != QUERN_OK ? status : stage_of(&call, backward)->run(&call.exec, &call.args, arena_on(workspace).base);
 }
 
-quern_status quern_moe_route_workspace(quern_context *ctx, const quern_moe_route_params *params, const quern_moe_route_tensors *tensors, size_t *bytes)
+quern_status quern_moe_route_workspace(quern_context *ctx, const quern_moe_route_params *params, const quern_moe_route_tensors *tensors,
+                                       size_t *bytes)
 {
     return workspace_of(ctx, params, tensors, false, bytes);
 }

@@ -42,7 +42,8 @@ static quern_status check_presence(const quern_nvfp4_gemm_params *p, const quern
 {
     if ((t->a != NULL) == (t->a_codes != NULL)) return error_set(QUERN_ERR_INVALID_ARGUMENT, "a and a_codes: exactly one of them is accepted");
     if (p->a8 && t->a == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "a8 is true without a: activations in floats are accepted");
-    if ((t->a_codes != NULL) != (t->a_scales != NULL)) return error_set(QUERN_ERR_INVALID_ARGUMENT, "a_codes and a_scales: both or neither are accepted");
+    if ((t->a_codes != NULL) != (t->a_scales != NULL))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "a_codes and a_scales: both or neither are accepted");
     if (t->pad_row_offsets != NULL && t->a_scales == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "pad_row_offsets is given without a_scales: both or neither are accepted");
     if ((t->b_repacked != NULL) == (t->b_codes != NULL))
@@ -131,7 +132,8 @@ static quern_status check_padding(const quern_nvfp4_gemm_tensors *t, const gemm_
     for (int64_t e = 0; e < s->experts; e++) {
         const int64_t rows = ends[e] - (e > 0 ? ends[e - 1] : 0), needed = (rows + 127) / 128 * 128;
         if (pad[e] < 0 || pad[e] % 128 != 0 || pad[e] + needed > most)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "pad_row_offsets[%lld] is %d for %lld rows: a multiple of 128 within the %lld rows of a_scales is accepted",
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "pad_row_offsets[%lld] is %d for %lld rows: a multiple of 128 within the %lld rows of a_scales is accepted",
                              (long long)e, pad[e], (long long)rows, (long long)most);
     }
     return QUERN_OK;
@@ -196,15 +198,16 @@ static size_t bytes_of(const gemm_call *call)
     return nvfp4_workspace_bytes(call->base.backend->grouped_gemm.workspace(&call->base.exec, &call->args));
 }
 
-quern_status quern_nvfp4_gemm_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params, const quern_nvfp4_gemm_tensors *tensors, size_t *bytes)
+quern_status quern_nvfp4_gemm_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params, const quern_nvfp4_gemm_tensors *tensors,
+                                        size_t *bytes)
 {
     gemm_call call;
     const quern_status status = plan(ctx, NULL, params, tensors, false, &call);
     return status != QUERN_OK ? status : nvfp4_give_bytes(bytes_of(&call), bytes);
 }
 
-quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_gemm_params *params, const quern_nvfp4_gemm_tensors *tensors,
-                              void *workspace, size_t workspace_bytes)
+quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_gemm_params *params,
+                              const quern_nvfp4_gemm_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
     DEFAULT_FLOAT_STATE;
     gemm_call call;

@@ -122,8 +122,8 @@ static quern_status padded_rows(const quern_nvfp4_swizzle_tensors *t, int64_t ro
     for (int64_t e = 0; e < tokens->shape[0]; e++) {
         const int32_t n = ((const int32_t *)tokens->data)[e];
         if (n < 0 || n > rows - sum)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "tokens_per_expert[%lld] is %d: 0 to the %lld rows that are left is accepted", (long long)e, n,
-                             (long long)(rows - sum));
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "tokens_per_expert[%lld] is %d: 0 to the %lld rows that are left is accepted", (long long)e,
+                             n, (long long)(rows - sum));
         sum += n;
         *padded += tiles(n, TILE_ROWS) * TILE_ROWS;
     }

@@ -44,7 +44,8 @@ quern_status nvfp4_weights_of(const quern_tensor *codes, const quern_tensor *sca
     const int64_t blocks = w->k / QUERN_NVFP4_BLOCK, bytes = (w->n + 127) / 128 * 128 * ((blocks + 3) / 4 * 4);
     const bool scales_k_major = scales_layout == QUERN_NVFP4_LAYOUT_K_MAJOR;
     rules[0] = (view_rule){"b_codes", &w->codes, VIEW_U8, 3, {w->experts, w->codes.shape[1], w->codes.shape[2]}, false, output};
-    rules[1] = (view_rule){"b_scales", &w->scales, VIEW_SCALE, 3, {w->experts, scales_k_major ? w->n : blocks, scales_k_major ? blocks : w->n}, false, output};
+    rules[1] = (view_rule){"b_scales", &w->scales, VIEW_SCALE, 3, {w->experts, scales_k_major ? w->n : blocks, scales_k_major ? blocks : w->n},
+                           false,      output};
     if (swizzled) rules[1] = (view_rule){"b_scales", &w->scales, VIEW_SCALE, 2, {w->experts, bytes}, false, output};
     return QUERN_OK;
 }

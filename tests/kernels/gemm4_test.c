@@ -60,8 +60,8 @@ static double weight_at(const test_tensor *units, int64_t k, int64_t column)
 static void expect(const gemm4_kernels *kernels, const char *what, int64_t k, int64_t column, double got, double expected, double bound)
 {
     if (!(fabs(got - expected) <= bound))
-        fail_msg("%s %s at (%lld, %lld): %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level), what, (long long)k, (long long)column, got,
-                 expected, bound);
+        fail_msg("%s %s at (%lld, %lld): %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level), what, (long long)k,
+                 (long long)column, got, expected, bound);
 }
 
 static void decode(const gemm4_kernels *kernels, test_random *random)
@@ -143,7 +143,8 @@ static void integers(const gemm4_kernels *kernels, test_random *random)
     static float scales[DEPTH_MOST / 16 * GEMM4_PANEL];
     for (int64_t rows = 0; rows <= 15; rows++) {
         const int64_t units = test_random_int(random, 1, UNITS_MOST), depth = units * GEMM4_UNIT, blocks = depth / 16;
-        test_tensor panel = random_units(random, units), c = floats_of(random, rows * GEMM4_PANEL), a = bytes_of(random, rows * depth, TEST_CONTIGUOUS);
+        test_tensor panel = random_units(random, units), c = floats_of(random, rows * GEMM4_PANEL),
+                    a = bytes_of(random, rows * depth, TEST_CONTIGUOUS);
         float *a_scale = malloc((size_t)(rows * blocks + 1) * sizeof *a_scale);
         int32_t *start = malloc((size_t)(rows * blocks + 1) * sizeof *start);
         assert_true(a_scale != NULL && start != NULL);
@@ -164,7 +165,8 @@ static void integers(const gemm4_kernels *kernels, test_random *random)
             double sum = rows % 2 ? old[i] : 0, size = fabs(sum);
             for (int64_t b = 0; b < blocks; b++) {
                 double block = 0; /* exact */
-                for (int64_t j = 16 * b; j < 16 * b + 16; j++) block += values[r * depth + j] * 2 * (double)oracle_e2m1(code_at(&panel, k_of_byte(j), n));
+                for (int64_t j = 16 * b; j < 16 * b + 16; j++)
+                    block += values[r * depth + j] * 2 * (double)oracle_e2m1(code_at(&panel, k_of_byte(j), n));
                 const double term = block * (double)a_scale[r * blocks + b] * (double)oracle_e4m3(scale_at(&panel, 16 * b, n));
                 sum += term, size += fabs(term);
             }
@@ -207,6 +209,7 @@ static void at_every_level(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {KERNEL_TEST(decode), KERNEL_TEST(rows_bf16), KERNEL_TEST(row_f32), KERNEL_TEST(integers), KERNEL_TEST(scale_row)};
+    const struct CMUnitTest tests[] = {KERNEL_TEST(decode), KERNEL_TEST(rows_bf16), KERNEL_TEST(row_f32), KERNEL_TEST(integers),
+                                       KERNEL_TEST(scale_row)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -81,7 +81,8 @@ static void quantise_row(const quantise_kernels *kernels, test_random *random)
         const int64_t n = lengths[i / 3 % LENGTHS], blocks = (n + 15) / 16;
         if (!nvfp4_case_accepted(index)) continue;
         test_tensor t = tensor_of(random, activations[i % 3], 1, n, TEST_UNALIGNED);
-        test_tensor codes = tensor_of(random, QUERN_U8, 1, 8 * blocks, TEST_UNALIGNED), scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
+        test_tensor codes = tensor_of(random, QUERN_U8, 1, 8 * blocks, TEST_UNALIGNED),
+                    scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
         nvfp4_case_fill(&t, random, test_random_one_in(random, 2));
         double *x = test_tensor_get(&t);
         const quantise_rule rule = rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, n)));
@@ -152,7 +153,8 @@ static void dequantise_row(const quantise_kernels *kernels, test_random *random)
         const bool reciprocal = i / 3 % 2;
         const quantise_rule rule = {reciprocal ? QUANTISE_PROFILE_COMPRESSED_TENSORS : QUANTISE_PROFILE_RNE, QUANTISE_SCALES_RNE,
                                     globals[test_random_int(random, 0, reciprocal ? 2 : 4)]};
-        test_tensor codes = tensor_of(random, QUERN_U8, 1, 8 * blocks, TEST_UNALIGNED), scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
+        test_tensor codes = tensor_of(random, QUERN_U8, 1, 8 * blocks, TEST_UNALIGNED),
+                    scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
         test_tensor out = tensor_of(random, activations[i % 3], 1, n, TEST_UNALIGNED);
         fill_bytes(&codes, random, 255), fill_bytes(&scales, random, 126);
         kernels->dequantise_row(&rule, codes.view.data, scales.view.data, n, out.view.data, out.view.dtype);
@@ -192,7 +194,8 @@ static void part_row(const quantise_kernels *kernels, test_random *random)
     for (int i = 0; i < 5 * 3 * 2 * 6; i++) {
         const int64_t q = runs[i % 5], width = q * test_random_int(random, 1, 1 + 200 / q), first = test_random_int(random, 0, width);
         const int64_t n = test_random_int(random, 0, width - first);
-        test_tensor t = tensor_of(random, activations[i / 5 % 3], 1, 2 * width, TEST_UNALIGNED), out = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
+        test_tensor t = tensor_of(random, activations[i / 5 % 3], 1, 2 * width, TEST_UNALIGNED),
+                    out = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
         test_tensor_normal(&t, random, 1);
         kernels->part_row(t.view.data, t.view.dtype, first, i / 15 % 2, q, n, out.view.data);
         test_tensor_check_guards(&out, "part");

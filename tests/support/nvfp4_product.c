@@ -170,7 +170,8 @@ static void make_b(const product_case *c, test_random *random, test_tensor t[TEN
     const int64_t swizzled[] = {c->experts, (c->n + 127) / 128 * 128 * ((blocks + 3) / 4 * 4)};
     const bool contiguous = layout == PRODUCT_TRANSPOSED;
     t[B_CODES] = test_tensor_make(random, QUERN_U8, 3, codes, contiguous ? TEST_CONTIGUOUS : any_layout(random));
-    t[B_SCALES] = test_tensor_make(random, QUERN_U8, layout == PRODUCT_SWIZZLED ? 2 : 3, layout == PRODUCT_SWIZZLED ? swizzled : scales, any_layout(random));
+    t[B_SCALES] =
+        test_tensor_make(random, QUERN_U8, layout == PRODUCT_SWIZZLED ? 2 : 3, layout == PRODUCT_SWIZZLED ? swizzled : scales, any_layout(random));
     for (int64_t i = 0; layout == PRODUCT_SWIZZLED && i < test_tensor_count(&t[B_SCALES]); i++) *byte_at(&t[B_SCALES], i) = 0;
     for (int64_t e = 0; e < c->experts; e++)
         for (int64_t n = 0; n < c->n; n++) {
@@ -215,7 +216,9 @@ static void make_rest(const product_case *c, test_random *random, test_tensor t[
 {
     const int64_t out = product_out_columns(c), blocks = (out + 15) / 16, counts[] = {1, c->experts, c->tokens};
     const int64_t c_shape[] = {c->tokens, out}, codes[] = {c->tokens, 8 * blocks}, scales[] = {c->tokens, blocks};
-    if (c->a_global != NULL) t[A_GLOBAL] = f32_tensor(random, QUERN_F32, c->params.a_global_per != QUERN_NVFP4_GLOBAL_TENSOR, counts[c->params.a_global_per], 0, c->a_global);
+    if (c->a_global != NULL)
+        t[A_GLOBAL] =
+            f32_tensor(random, QUERN_F32, c->params.a_global_per != QUERN_NVFP4_GLOBAL_TENSOR, counts[c->params.a_global_per], 0, c->a_global);
     if (c->b_global != NULL) t[B_GLOBAL] = f32_tensor(random, QUERN_F32, c->b_parts, c->experts, 2, c->b_global);
     if (c->bias != NULL) t[BIAS] = f32_tensor(random, QUERN_F32, 2, c->experts, c->n, c->bias);
     t[OFFSETS] = test_tensor_make(random, QUERN_I32, 1, &c->experts, TEST_UNALIGNED);
@@ -333,8 +336,10 @@ product_case product_subset(const product_case *c, test_random *random, const bo
     }
     if (c->a_global != NULL) {
         const int64_t counts[] = {1, c->experts, 0};
-        s.a_global = c->params.a_global_per == QUERN_NVFP4_GLOBAL_ROW ? kept_rows(c->a_global, c->tokens, 1, kept) : test_doubles(counts[c->params.a_global_per]);
-        if (c->params.a_global_per != QUERN_NVFP4_GLOBAL_ROW) memcpy(s.a_global, c->a_global, sizeof(double) * (size_t)counts[c->params.a_global_per]);
+        s.a_global = c->params.a_global_per == QUERN_NVFP4_GLOBAL_ROW ? kept_rows(c->a_global, c->tokens, 1, kept)
+                                                                      : test_doubles(counts[c->params.a_global_per]);
+        if (c->params.a_global_per != QUERN_NVFP4_GLOBAL_ROW)
+            memcpy(s.a_global, c->a_global, sizeof(double) * (size_t)counts[c->params.a_global_per]);
     }
     const int64_t b_count = c->b_parts == 0 ? 1 : c->experts * c->b_parts;
     if (c->b_global != NULL) s.b_global = memcpy(test_doubles(b_count), c->b_global, sizeof(double) * (size_t)b_count);
@@ -368,7 +373,8 @@ static void check_quantised(const product_case *c, const double *h, const double
             assert_int_equal(codes[i], 0);
             continue;
         }
-        const int at_least = oracle_e2m1_nearest((float)(fmax(0, fabs(x) - e) / s * (1 - 1e-5))), at_most = oracle_e2m1_nearest((float)((fabs(x) + e) / s * (1 + 1e-5)));
+        const int at_least = oracle_e2m1_nearest((float)(fmax(0, fabs(x) - e) / s * (1 - 1e-5))),
+                  at_most = oracle_e2m1_nearest((float)((fabs(x) + e) / s * (1 + 1e-5)));
         const bool sign_known = fabs(x) > e && x != 0;
         if (codes[i] % 8 < at_least || codes[i] % 8 > at_most || (sign_known && (codes[i] >= 8) != (x < 0)))
             fail_msg("%s: %g within %g became code %d under scale %d", what, x, e, codes[i], scale);
@@ -382,7 +388,8 @@ static void check_row(const product_case *c, const product_result *r, const orac
     const int64_t out = product_out_columns(c), blocks = (out + 15) / 16;
     double *h = test_doubles(16 * blocks), *err = test_doubles(16 * blocks);
     for (int64_t i = 0; i < out; i++) {
-        const int64_t g = swiglu ? oracle_interleaved_at(i, false, c->params.granularity) : i, u = oracle_interleaved_at(i, true, c->params.granularity);
+        const int64_t g = swiglu ? oracle_interleaved_at(i, false, c->params.granularity) : i,
+                      u = oracle_interleaved_at(i, true, c->params.granularity);
         h[i] = p->c[t * c->n + g], err[i] = factor * p->size[t * c->n + g];
         if (!swiglu) continue;
         const double up = p->c[t * c->n + u], gate_error = err[i], up_error = factor * p->size[t * c->n + u], gate = h[i];
@@ -394,10 +401,12 @@ static void check_row(const product_case *c, const product_result *r, const orac
     for (int64_t i = 0; i < out && !c->quantised; i++) {
         const double got = r->c[t * out + i], bound = err[i] + half_ulp(c->c_dtype, fabs(h[i]) + err[i]);
         if (c->c_dtype == QUERN_F16 && fabs(h[i]) > 60000) continue; /* may be infinite */
-        if (!(fabs(got - h[i]) <= bound)) fail_msg("%s: row %lld column %lld is %.9g, expected %.9g within %.3g", what, (long long)t, (long long)i, got, h[i], bound);
+        if (!(fabs(got - h[i]) <= bound))
+            fail_msg("%s: row %lld column %lld is %.9g, expected %.9g within %.3g", what, (long long)t, (long long)i, got, h[i], bound);
     }
     for (int64_t b = 0; b < blocks && c->quantised; b++)
-        check_quantised(c, h + 16 * b, err + 16 * b, out - 16 * b < 16 ? out - 16 * b : 16, r->codes + (t * blocks + b) * 16, r->scales[t * blocks + b], what);
+        check_quantised(c, h + 16 * b, err + 16 * b, out - 16 * b < 16 ? out - 16 * b : 16, r->codes + (t * blocks + b) * 16,
+                        r->scales[t * blocks + b], what);
     free(h), free(err);
 }
 
@@ -412,7 +421,8 @@ static void check_unused_row(const product_case *c, const product_result *r, int
 
 void product_check(const product_case *c, const product_result *r, const char *what)
 {
-    oracle_product p = {.tokens = c->tokens, .n = c->n, .k = c->k, .experts = c->experts, .ends = c->ends, .a = c->a_values, .bias = c->bias, .old = c->old};
+    oracle_product p = {
+        .tokens = c->tokens, .n = c->n, .k = c->k, .experts = c->experts, .ends = c->ends, .a = c->a_values, .bias = c->bias, .old = c->old};
     double *b = test_doubles(c->experts * c->k * c->n), *a_global = test_doubles(c->tokens), *b_global = test_doubles(c->experts * c->n);
     p.c = test_doubles(c->tokens * c->n), p.size = test_doubles(c->tokens * c->n);
     for (int64_t i = 0; i < c->experts * c->k * c->n; i++) {

@@ -71,7 +71,8 @@ static void check_order(const routing *r, int64_t experts)
     int64_t row = 0;
     for (int64_t e = 0; e < experts; e++) {
         for (int64_t s = 0; s < slots; s++)
-            if (chosen[s] == e && order[row++] != s) fail_msg("row %lld holds slot %d, expected %lld", (long long)row - 1, order[row - 1], (long long)s);
+            if (chosen[s] == e && order[row++] != s)
+                fail_msg("row %lld holds slot %d, expected %lld", (long long)row - 1, order[row - 1], (long long)s);
         assert_int_equal(ends[e], row);
     }
     assert_int_equal(row, slots);
@@ -92,7 +93,8 @@ static void golden_router(quern_context *ctx, const quern_safetensors *file, boo
     assert_int_equal(quern_safetensors_get(file, "topk.w.gate.e_score_correction_bias", &bias), QUERN_OK);
     assert_int_equal(quern_safetensors_get(file, "input_ids", &ids), QUERN_OK);
     assert_int_equal(quern_safetensors_get(file, "hash.w.gate.tid2eid", &table), QUERN_OK);
-    logits = quern_tensor_contiguous(logits.data, QUERN_F32, 2, logits_shape), hidden = quern_tensor_contiguous(hidden.data, QUERN_F32, 2, hidden_shape);
+    logits = quern_tensor_contiguous(logits.data, QUERN_F32, 2, logits_shape),
+    hidden = quern_tensor_contiguous(hidden.data, QUERN_F32, 2, hidden_shape);
     ids = quern_tensor_contiguous(ids.data, QUERN_I32, 1, &tokens);
     quern_moe_route_params p = {sizeof p, QUERN_MOE_SCORE_SQRT_SOFTPLUS, K, true, 1.5f};
     quern_moe_route_tensors t = QUERN_MOE_ROUTE_TENSORS_INIT;
@@ -198,7 +200,8 @@ static void check_token(const route_case *c, int64_t t, const int32_t *chosen, c
     }
     for (int64_t e = 0; e < c->experts; e++) slack = fmax(slack, c->slack[t * c->experts + e]);
     for (int64_t e = 0; e < c->experts; e++)
-        if (!taken[e] && scores[e] + c->bias_values[e] > worst + 1e-6 + 2 * slack) fail_msg("%s: token %lld left out expert %lld", what, (long long)t, (long long)e);
+        if (!taken[e] && scores[e] + c->bias_values[e] > worst + 1e-6 + 2 * slack)
+            fail_msg("%s: token %lld left out expert %lld", what, (long long)t, (long long)e);
     oracle_route_weights(scores, chosen, c->p.top_k, c->p.renormalize, (double)c->p.route_scale, expected);
     for (int64_t j = 0; j < c->p.top_k; j++)
         if (fabs(weights[j] - expected[j]) > (2e-6 + 4 * slack) * fabs(expected[j]) + 1e-12)
@@ -213,7 +216,8 @@ static void against_float64(void **state)
         char what[30];
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        quern_context *ctx = test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), trial % 2 ? 1 : 3);
+        quern_context *ctx =
+            test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), trial % 2 ? 1 : 3);
         route_case c = make_case(&random, trial % 2);
         routing r = make_routing(&random, c.tokens, c.experts, c.p.top_k);
         quern_moe_route_tensors t = tensors_of(&c);
@@ -257,8 +261,8 @@ static void ties_and_nan(void **state)
 }
 
 /* d_logits by central differences, d_hidden and d_weight from those. */
-static void check_gradients(const route_case *c, const int32_t *chosen, const double *d_weights, const test_tensor *d_logits, const test_tensor *d_hidden,
-                            const test_tensor *d_weight)
+static void check_gradients(const route_case *c, const int32_t *chosen, const double *d_weights, const test_tensor *d_logits,
+                            const test_tensor *d_hidden, const test_tensor *d_weight)
 {
     const double step = 1e-5;
     const int64_t k = c->p.top_k;
@@ -269,13 +273,15 @@ static void check_gradients(const route_case *c, const int32_t *chosen, const do
         for (int side = 0; side < 2; side++) {
             memcpy(logits, c->exact + t * c->experts, sizeof(double) * (size_t)c->experts);
             logits[i % c->experts] += side ? step : -step;
-            loss[side] = oracle_route_loss((oracle_score)c->p.score, logits, c->experts, chosen + t * k, k, c->p.renormalize, (double)c->p.route_scale, d_weights + t * k);
+            loss[side] = oracle_route_loss((oracle_score)c->p.score, logits, c->experts, chosen + t * k, k, c->p.renormalize,
+                                           (double)c->p.route_scale, d_weights + t * k);
         }
         d[i] = (loss[1] - loss[0]) / (2 * step);
     }
     test_check("d_logits", got, d, c->tokens * c->experts, 1e-5);
     if (c->dim > 0) {
-        double *h = test_tensor_get(&c->hidden), *w = test_tensor_get(&c->weight), *got_h = test_tensor_get(d_hidden), *got_w = test_tensor_get(d_weight);
+        double *h = test_tensor_get(&c->hidden), *w = test_tensor_get(&c->weight), *got_h = test_tensor_get(d_hidden),
+               *got_w = test_tensor_get(d_weight);
         double *d_h = test_doubles(c->tokens * c->dim), *d_w = test_doubles(c->experts * c->dim);
         for (int64_t i = 0; i < c->tokens * c->experts; i++)
             for (int64_t j = 0; j < c->dim; j++) {
@@ -296,19 +302,22 @@ static void gradients(void **state)
     for (int trial = 0; trial < test_trials(60); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        quern_context *ctx = test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), trial % 2 ? 1 : 3);
+        quern_context *ctx =
+            test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), trial % 2 ? 1 : 3);
         route_case c = make_case(&random, trial % 2);
         const int64_t slots[] = {c.tokens, c.p.top_k}, matrix[] = {c.tokens, c.experts}, hidden[] = {c.tokens, c.dim}, weight[] = {c.experts, c.dim};
         routing r = make_routing(&random, c.tokens, c.experts, c.p.top_k);
         quern_moe_route_tensors t = tensors_of(&c);
         into(&t, &r);
         if (route(ctx, &c.p, &t) != QUERN_OK) fail_msg("trial %d: %s", trial, quern_last_error(ctx));
-        test_tensor d_weights = test_tensor_make(&random, QUERN_F32, 2, slots, TEST_STRIDED), d_logits = test_tensor_make(&random, QUERN_F32, 2, matrix, TEST_STRIDED);
+        test_tensor d_weights = test_tensor_make(&random, QUERN_F32, 2, slots, TEST_STRIDED),
+                    d_logits = test_tensor_make(&random, QUERN_F32, 2, matrix, TEST_STRIDED);
         test_tensor d_hidden = {.buffer = NULL}, d_weight = {.buffer = NULL};
         test_tensor_normal(&d_weights, &random, 1);
         t.d_weights = &d_weights.view, t.d_logits = &d_logits.view;
         if (c.dim > 0) {
-            d_hidden = test_tensor_make(&random, c.hidden.view.dtype, 2, hidden, TEST_STRIDED), d_weight = test_tensor_make(&random, QUERN_F32, 2, weight, TEST_STRIDED);
+            d_hidden = test_tensor_make(&random, c.hidden.view.dtype, 2, hidden, TEST_STRIDED),
+            d_weight = test_tensor_make(&random, QUERN_F32, 2, weight, TEST_STRIDED);
             t.d_hidden = &d_hidden.view, t.d_weight = &d_weight.view;
         }
         if (route_backward(ctx, &c.p, &t) != QUERN_OK) fail_msg("trial %d: %s", trial, quern_last_error(ctx));
@@ -337,10 +346,14 @@ static void bad_calls(void **state)
     float logits[2 * 4] = {0}, weights[4] = {7, 7, 7, 7}, d_weights[4] = {0}, bias[4] = {0};
     int32_t experts[4] = {7, 7, 7, 7}, offsets[4], permutation[4], ids[2] = {0, 3}, table[3 * 2] = {0, 1, 2, 3, 0, 1};
     const int64_t matrix[] = {2, 4}, slots[] = {2, 2}, table_shape[] = {3, 2}, four = 4, two = 2;
-    const quern_tensor logits_view = quern_tensor_contiguous(logits, QUERN_F32, 2, matrix), bias_view = quern_tensor_contiguous(bias, QUERN_F32, 1, &four);
-    const quern_tensor experts_view = quern_tensor_contiguous(experts, QUERN_I32, 2, slots), weights_view = quern_tensor_contiguous(weights, QUERN_F32, 2, slots);
-    const quern_tensor d_weights_view = quern_tensor_contiguous(d_weights, QUERN_F32, 2, slots), offsets_view = quern_tensor_contiguous(offsets, QUERN_I32, 1, &four);
-    const quern_tensor permutation_view = quern_tensor_contiguous(permutation, QUERN_I32, 1, &four), ids_view = quern_tensor_contiguous(ids, QUERN_I32, 1, &two);
+    const quern_tensor logits_view = quern_tensor_contiguous(logits, QUERN_F32, 2, matrix),
+                       bias_view = quern_tensor_contiguous(bias, QUERN_F32, 1, &four);
+    const quern_tensor experts_view = quern_tensor_contiguous(experts, QUERN_I32, 2, slots),
+                       weights_view = quern_tensor_contiguous(weights, QUERN_F32, 2, slots);
+    const quern_tensor d_weights_view = quern_tensor_contiguous(d_weights, QUERN_F32, 2, slots),
+                       offsets_view = quern_tensor_contiguous(offsets, QUERN_I32, 1, &four);
+    const quern_tensor permutation_view = quern_tensor_contiguous(permutation, QUERN_I32, 1, &four),
+                       ids_view = quern_tensor_contiguous(ids, QUERN_I32, 1, &two);
     const quern_tensor table_view = quern_tensor_contiguous(table, QUERN_I32, 2, table_shape);
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_PORTABLE, 1);
     quern_moe_route_params p = {sizeof p, QUERN_MOE_SCORE_SIGMOID, 2, false, 1};

@@ -102,8 +102,10 @@ static void many_experts(void **state)
     for (size_t i = 0; i < sizeof scales; i++) scales[i] = (uint8_t)(i % 127);
     for (int i = 0; i < TOKENS * K; i++) a[i] = (float)(i % 13 - 6);
     for (int e = 0; e < EXPERTS; e++) ends[e] = e * TOKENS / (EXPERTS - 1);
-    const int64_t codes_shape[] = {EXPERTS, K / 2, N}, scales_shape[] = {EXPERTS, K / 16, N}, a_shape[] = {TOKENS, K}, c_shape[] = {TOKENS, N}, experts = EXPERTS;
-    const quern_tensor codes_view = quern_tensor_contiguous(codes, QUERN_U8, 3, codes_shape), scales_view = quern_tensor_contiguous(scales, QUERN_U8, 3, scales_shape);
+    const int64_t codes_shape[] = {EXPERTS, K / 2, N}, scales_shape[] = {EXPERTS, K / 16, N}, a_shape[] = {TOKENS, K}, c_shape[] = {TOKENS, N},
+                  experts = EXPERTS;
+    const quern_tensor codes_view = quern_tensor_contiguous(codes, QUERN_U8, 3, codes_shape),
+                       scales_view = quern_tensor_contiguous(scales, QUERN_U8, 3, scales_shape);
     const quern_tensor a_view = quern_tensor_contiguous(a, QUERN_F32, 2, a_shape), c_view = quern_tensor_contiguous(c, QUERN_F32, 2, c_shape);
     const quern_tensor offsets = quern_tensor_contiguous(ends, QUERN_I32, 1, &experts);
     quern_nvfp4_gemm_params p = QUERN_NVFP4_GEMM_PARAMS_INIT;
@@ -149,7 +151,8 @@ static void make_small(small_call *s)
     s->a_scales_view = quern_tensor_contiguous(s->a_scales, QUERN_U8, 2, a_scales), s->c_view = quern_tensor_contiguous(s->c, QUERN_F32, 2, c);
     s->offsets = quern_tensor_contiguous(s->ends, QUERN_I32, 1, &one), s->one = quern_tensor_contiguous(&s->global, QUERN_F32, 0, NULL);
     s->repacked_view = quern_tensor_contiguous(s->repacked, QUERN_U8, 2, repacked);
-    s->c_codes_view = quern_tensor_contiguous(s->c_codes, QUERN_U8, 2, c_codes), s->c_scales_view = quern_tensor_contiguous(s->c_scales, QUERN_U8, 2, c_scales);
+    s->c_codes_view = quern_tensor_contiguous(s->c_codes, QUERN_U8, 2, c_codes),
+    s->c_scales_view = quern_tensor_contiguous(s->c_scales, QUERN_U8, 2, c_scales);
     s->p = (quern_nvfp4_gemm_params)QUERN_NVFP4_GEMM_PARAMS_INIT;
     s->t = (quern_nvfp4_gemm_tensors)QUERN_NVFP4_GEMM_TENSORS_INIT;
     s->t.a = &s->a_view, s->t.b_codes = &s->codes_view, s->t.b_scales = &s->scales_view, s->t.offsets = &s->offsets, s->t.c = &s->c_view;
@@ -185,7 +188,8 @@ static void bad_calls(void **state)
     s.t.a = NULL, refused(&s, "a and a_codes");
     s.t.a_codes = &s.a_codes_view, refused(&s, "a and a_codes");
     s.t.a = NULL, s.t.a_codes = &s.a_codes_view, refused(&s, "a_codes and a_scales");
-    s.t.a = NULL, s.t.a_codes = &s.a_codes_view, s.t.a_scales = &s.a_scales_view, s.a_scales[3] = 0x80, refused(&s, "a_scales[3] is the scale byte 0x80");
+    s.t.a = NULL, s.t.a_codes = &s.a_codes_view, s.t.a_scales = &s.a_scales_view, s.a_scales[3] = 0x80,
+    refused(&s, "a_scales[3] is the scale byte 0x80");
     s.t.b_codes = NULL, refused(&s, "b_codes and b_repacked");
     s.t.b_codes = NULL, s.t.b_repacked = &s.repacked_view, refused(&s, "n is 0 with b_repacked");
     s.t.c = NULL, refused(&s, "c and c_codes");
@@ -210,7 +214,8 @@ static void bad_calls(void **state)
     s.p.a8 = true, s.a[5] = NAN, refused(&s, "a[5]");
     s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, refused(&s, "c_global is NULL");
     s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, s.t.c_global = &s.one, s.a[33] = INFINITY, refused(&s, "a[33]");
-    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, s.t.c_global = &s.one, s.p.accumulate = true, refused(&s, "accumulate is true without c");
+    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, s.t.c_global = &s.one, s.p.accumulate = true,
+    refused(&s, "accumulate is true without c");
     s.p.n = 15, refused(&s, "n is 15");
     s.p.profile = (quern_nvfp4_profile)9, refused(&s, "profile is 9");
 }

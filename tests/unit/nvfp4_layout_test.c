@@ -35,7 +35,8 @@ static uint8_t byte_at(const test_tensor *t, int64_t row, int64_t column)
 
 static quern_context *any_context(test_random *random)
 {
-    return test_context((quern_cpu_level)test_random_int(random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), (int32_t)test_random_int(random, 1, 3));
+    return test_context((quern_cpu_level)test_random_int(random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()),
+                        (int32_t)test_random_int(random, 1, 3));
 }
 
 typedef struct fused_case {
@@ -109,7 +110,8 @@ static void check_fused_block(const fused_case *c, const double *h, int64_t n, i
     uint8_t exact[16];
     for (int64_t i = 0; i < n; i++) rounded[i] = (float)h[i];
     const int expected = oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, c->global[p], rounded, exact);
-    if (abs(scale - expected) > (c->params.swiglu ? 1 : 0)) fail_msg("row %lld block %lld: scale %d, expected %d", (long long)r, (long long)b, scale, expected);
+    if (abs(scale - expected) > (c->params.swiglu ? 1 : 0))
+        fail_msg("row %lld block %lld: scale %d, expected %d", (long long)r, (long long)b, scale, expected);
     for (int64_t i = 0; i < 16; i++) {
         const int code = byte_at(&c->codes[p], r, 8 * b + i / 2) >> 4 * (i % 2) & 15;
         if (scale == expected && code == exact[i]) continue;
@@ -169,8 +171,10 @@ static void from_mxfp4(void **state)
         quern_context *ctx = any_context(&random);
         const int64_t rows = test_random_int(&random, 0, 20), blocks = test_random_int(&random, 0, 12), span = test_random_int(&random, 0, 30);
         const int base = (int)test_random_int(&random, 0, 253 - span);
-        test_tensor mx = matrix(&random, QUERN_U8, rows, 16 * blocks, TEST_STRIDED), exponents = matrix(&random, QUERN_U8, rows, blocks, TEST_STRIDED);
-        test_tensor codes = matrix(&random, QUERN_U8, rows, 16 * blocks, TEST_STRIDED), scales = matrix(&random, QUERN_U8, rows, 2 * blocks, TEST_UNALIGNED);
+        test_tensor mx = matrix(&random, QUERN_U8, rows, 16 * blocks, TEST_STRIDED),
+                    exponents = matrix(&random, QUERN_U8, rows, blocks, TEST_STRIDED);
+        test_tensor codes = matrix(&random, QUERN_U8, rows, 16 * blocks, TEST_STRIDED),
+                    scales = matrix(&random, QUERN_U8, rows, 2 * blocks, TEST_UNALIGNED);
         uint8_t *expected = malloc((size_t)(rows * blocks * 32 + 1)), *powers = malloc((size_t)(rows * blocks + 1));
         uint8_t *expected_scales = malloc((size_t)(rows * blocks * 2 + 1));
         assert_true(expected != NULL && powers != NULL && expected_scales != NULL);
@@ -185,10 +189,12 @@ static void from_mxfp4(void **state)
         }
         float global, expected_global;
         int64_t rounded;
-        const quern_tensor global_view = quern_tensor_contiguous(&global, QUERN_F32, 0, NULL), rounded_view = quern_tensor_contiguous(&rounded, QUERN_I64, 0, NULL);
+        const quern_tensor global_view = quern_tensor_contiguous(&global, QUERN_F32, 0, NULL),
+                           rounded_view = quern_tensor_contiguous(&rounded, QUERN_I64, 0, NULL);
         quern_nvfp4_from_mxfp4_params p = QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT;
         quern_nvfp4_from_mxfp4_tensors t = QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT;
-        t.mx_codes = &mx.view, t.exponents = &exponents.view, t.codes = &codes.view, t.scales = &scales.view, t.global = &global_view, t.rounded_blocks = &rounded_view;
+        t.mx_codes = &mx.view, t.exponents = &exponents.view, t.codes = &codes.view, t.scales = &scales.view, t.global = &global_view,
+        t.rounded_blocks = &rounded_view;
         if (quern_nvfp4_from_mxfp4(ctx, NULL, &p, &t, NULL, 0) != QUERN_OK) fail_msg("trial %d: %s", trial, quern_last_error(ctx));
         assert_int_equal(rounded, oracle_nvfp4_from_mxfp4(expected, powers, rows * blocks, expected_scales, &expected_global));
         assert_memory_equal(&global, &expected_global, 4);
@@ -210,8 +216,8 @@ static void from_mxfp4(void **state)
     }
 }
 
-static quern_status swizzle(quern_context *ctx, bool inverse, bool weight, const quern_tensor *linear, const quern_tensor *swizzled, const quern_tensor *tokens,
-                            const quern_tensor *offsets)
+static quern_status swizzle(quern_context *ctx, bool inverse, bool weight, const quern_tensor *linear, const quern_tensor *swizzled,
+                            const quern_tensor *tokens, const quern_tensor *offsets)
 {
     quern_nvfp4_swizzle_params p = QUERN_NVFP4_SWIZZLE_PARAMS_INIT;
     quern_nvfp4_swizzle_tensors t = QUERN_NVFP4_SWIZZLE_TENSORS_INIT;
@@ -263,7 +269,8 @@ static void assembled_scales_match_the_vectors(void **state)
     uint8_t *out = malloc((size_t)more), *back = malloc((size_t)(raw.shape[0] * raw.shape[1]));
     int32_t offsets[8];
     assert_true(out != NULL && back != NULL);
-    const quern_tensor offsets_view = quern_tensor_contiguous(offsets, QUERN_I32, 1, &entries), back_view = quern_tensor_contiguous(back, QUERN_U8, 2, raw.shape);
+    const quern_tensor offsets_view = quern_tensor_contiguous(offsets, QUERN_I32, 1, &entries),
+                       back_view = quern_tensor_contiguous(back, QUERN_U8, 2, raw.shape);
     quern_tensor out_view = quern_tensor_contiguous(out, QUERN_U8, 1, &more);
     assert_int_equal(swizzle(ctx, false, false, &raw, &out_view, &tokens, &offsets_view), QUERN_OK);
     assert_memory_equal(out, expected, (size_t)bytes);
@@ -299,9 +306,11 @@ static void interleave_there_and_back(void **state)
     (void)state;
     for (int trial = 0; trial < 60; trial++) {
         quern_context *ctx = any_context(&random);
-        const int64_t rows = test_random_int(&random, 0, 6), width = test_random_int(&random, 0, 70), q = trial % 3 ? 8 : test_random_int(&random, 1, 20);
+        const int64_t rows = test_random_int(&random, 0, 6), width = test_random_int(&random, 0, 70),
+                      q = trial % 3 ? 8 : test_random_int(&random, 1, 20);
         const int64_t runs = 2 * q * ((width + q - 1) / q);
-        test_tensor x = matrix(&random, dtypes[trial % 3], rows, 2 * width, TEST_STRIDED), out = matrix(&random, dtypes[trial % 3], rows, runs, TEST_STRIDED);
+        test_tensor x = matrix(&random, dtypes[trial % 3], rows, 2 * width, TEST_STRIDED),
+                    out = matrix(&random, dtypes[trial % 3], rows, runs, TEST_STRIDED);
         test_tensor back = matrix(&random, dtypes[trial % 3], rows, 2 * width, TEST_STRIDED);
         if (trial % 3 == 0) fill_bytes(&x, &random, 255);
         else test_tensor_normal(&x, &random, 1);
@@ -335,8 +344,10 @@ static void bad_calls(void **state)
     int32_t ends[2] = {3, 2};
     size_t bytes;
     const int64_t shape[] = {2, 32}, codes_shape[] = {2, 16}, scales_shape[] = {2, 2}, two = 2, odd[] = {2, 30};
-    const quern_tensor x_view = quern_tensor_contiguous(x, QUERN_F32, 2, shape), codes_view = quern_tensor_contiguous(codes, QUERN_U8, 2, codes_shape);
-    const quern_tensor scales_view = quern_tensor_contiguous(scales, QUERN_U8, 2, scales_shape), one = quern_tensor_contiguous(&global, QUERN_F32, 0, NULL);
+    const quern_tensor x_view = quern_tensor_contiguous(x, QUERN_F32, 2, shape),
+                       codes_view = quern_tensor_contiguous(codes, QUERN_U8, 2, codes_shape);
+    const quern_tensor scales_view = quern_tensor_contiguous(scales, QUERN_U8, 2, scales_shape),
+                       one = quern_tensor_contiguous(&global, QUERN_F32, 0, NULL);
     const quern_tensor bad = quern_tensor_contiguous(&bad_global, QUERN_F32, 0, NULL), offsets = quern_tensor_contiguous(ends, QUERN_I32, 1, &two);
     const quern_tensor pair = quern_tensor_contiguous(globals, QUERN_F32, 1, &two), odd_view = quern_tensor_contiguous(x, QUERN_F32, 2, odd);
     quern_nvfp4_quantize_params p = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
@@ -346,7 +357,8 @@ static void bad_calls(void **state)
     expect_error(ctx, quern_nvfp4_quantize_workspace(NULL, &p, &t, &bytes), "ctx");
     expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, NULL, &t, &bytes), "params");
     expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, NULL), "bytes");
-    p.profile = (quern_nvfp4_profile)4, expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "profile is 4"), p.profile = QUERN_NVFP4_PROFILE_HALFSTEP;
+    p.profile = (quern_nvfp4_profile)4, expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "profile is 4"),
+    p.profile = QUERN_NVFP4_PROFILE_HALFSTEP;
     p.scales = QUERN_NVFP4_SCALES_SEARCH, expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "scales is 2 with profile halfstep");
     p.profile = QUERN_NVFP4_PROFILE_RNE, p.global_per = QUERN_NVFP4_GLOBAL_EXPERT;
     expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "offsets is NULL");

@@ -193,10 +193,12 @@ static void check_blocks(const quantize_case *c, const double *codes, const doub
             const float g = (float)globals[c->params.global_per == QUERN_NVFP4_GLOBAL_ROW ? r : e];
             if (weight || r < used_rows(c))
                 scale = oracle_nvfp4_block((oracle_profile)c->params.profile, (oracle_scales)c->params.scales, g, x, expected);
-            if (scales[r * wide + b] != scale) fail_msg("row %lld block %lld: scale %g, expected %d", (long long)r, (long long)b, scales[r * wide + b], scale);
+            if (scales[r * wide + b] != scale)
+                fail_msg("row %lld block %lld: scale %g, expected %d", (long long)r, (long long)b, scales[r * wide + b], scale);
             for (int64_t i = 0; i < 8; i++) {
                 const double got = codes[weight ? (8 * r + i) * c->columns + b : (r * blocks + b) * 8 + i];
-                if (got != (expected[2 * i] | expected[2 * i + 1] << 4)) fail_msg("row %lld block %lld: byte %lld is %g", (long long)r, (long long)b, (long long)i, got);
+                if (got != (expected[2 * i] | expected[2 * i + 1] << 4))
+                    fail_msg("row %lld block %lld: byte %lld is %g", (long long)r, (long long)b, (long long)i, got);
             }
         }
 }
@@ -218,7 +220,8 @@ static void random_cases(void **state)
         test_random random;
         const int index = trial % NVFP4_CASES;
         if (!test_trial(seed, trial, &random) || !nvfp4_case_accepted(index)) continue;
-        quern_context *ctx = test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), trial % 2 ? 1 : 3);
+        quern_context *ctx =
+            test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), trial % 2 ? 1 : 3);
         quantize_case c = make_case(&random, index);
         const quern_nvfp4_quantize_tensors t = tensors_of(&c);
         if (quantize(ctx, &c.params, &t) != QUERN_OK) fail_msg("trial %d: %s", trial, quern_last_error(ctx));
@@ -264,7 +267,8 @@ static void dequantized_values(void **state)
             const int scale = (int)scales[c.params.weight ? r / 16 * c.columns + n : r * wide + n / 16];
             const int code = byte >> 4 * ((c.params.weight ? r : n) % 2) & 15;
             const double expected = test_round(c.x.view.dtype, (double)oracle_nvfp4_value((oracle_profile)p.profile, (float)globals[e], scale, code));
-            if (got[i] != expected && !(isnan(expected) && isnan(got[i]))) fail_msg("trial %d: [%lld] is %a, expected %a", trial, (long long)i, got[i], expected);
+            if (got[i] != expected && !(isnan(expected) && isnan(got[i])))
+                fail_msg("trial %d: [%lld] is %a, expected %a", trial, (long long)i, got[i], expected);
         }
         free(codes), free(scales), free(globals), free(got);
         free_case(&c);
@@ -291,9 +295,11 @@ static void not_finite(void **state)
             test_tensor codes = test_tensor_copy(&c.codes), scales = test_tensor_copy(&c.scales), global = test_tensor_copy(&c.global);
             const quern_nvfp4_quantize_tensors t = tensors_of(&c);
             assert_int_equal(quantize(ctx, &c.params, &t), QUERN_ERR_INVALID_ARGUMENT);
-            snprintf(text, sizeof text, "x[%lld] (row %lld, column %lld) is ", (long long)at, (long long)(at / c.columns), (long long)(at % c.columns));
+            snprintf(text, sizeof text, "x[%lld] (row %lld, column %lld) is ", (long long)at, (long long)(at / c.columns),
+                     (long long)(at % c.columns));
             if (strstr(quern_last_error(ctx), text) == NULL) fail_msg("'%s' does not say '%s'", quern_last_error(ctx), text);
-            assert_true(test_tensor_same_bits(&codes, &c.codes) && test_tensor_same_bits(&scales, &c.scales) && test_tensor_same_bits(&global, &c.global));
+            assert_true(test_tensor_same_bits(&codes, &c.codes) && test_tensor_same_bits(&scales, &c.scales) &&
+                        test_tensor_same_bits(&global, &c.global));
             test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&global);
         }
         free_case(&c);

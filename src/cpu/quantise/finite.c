@@ -36,9 +36,9 @@ static void measure_piece(void *arg, int64_t index, int32_t thread)
 
 quern_status report_not_finite(const quern_tensor *x, int64_t row, int64_t column, const char *name)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] (row %lld, column %lld) is %g: finite numbers are accepted", name,
-                     (long long)(row * view_columns(x) + column), (long long)row, (long long)column,
-                     (double)element_of(view_row(x, row), x->dtype, column));
+    const int64_t index = row * view_columns(x) + column;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] (row %lld, column %lld) is %g: finite numbers are accepted", name, (long long)index,
+                     (long long)row, (long long)column, (double)element_of(view_row(x, row), x->dtype, column));
 }
 
 static quern_status report_piece(const quern_tensor *x, const row_cut *cut, int64_t entry, const char *name)

@@ -205,7 +205,8 @@ INLINE void part_row_as(const void *x, const quern_dtype dtype, int64_t first, c
     while (i < n) {
         const int64_t column = first + i, in_run = column % q, left = q - in_run;
         const int64_t run = left < n - i ? left : n - i, at = (column - in_run) * 2 + in_run + (up ? q : 0);
-        for (int64_t c = 0; c < run; c += LANES) store_some(out + i, QUERN_F32, c, run, load_some((const char *)x + at * dtype_bytes(dtype), dtype, c, run));
+        for (int64_t c = 0; c < run; c += LANES)
+            store_some(out + i, QUERN_F32, c, run, load_some((const char *)x + at * dtype_bytes(dtype), dtype, c, run));
         i += run;
     }
 }

@@ -42,6 +42,7 @@ quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scale
     while (!is_bad(view_row(scales, row), columns)) row++;
     const uint8_t *bytes = view_row(scales, row);
     while (bytes[c] <= LARGEST_SCALE) c++;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is the scale byte 0x%02X: 0x00 to 0x%02X are accepted", name, (long long)(row * columns + c),
-                     bytes[c], LARGEST_SCALE);
+    const int64_t index = row * columns + c;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is the scale byte 0x%02X: 0x00 to 0x%02X are accepted", name, (long long)index, bytes[c],
+                     LARGEST_SCALE);
 }

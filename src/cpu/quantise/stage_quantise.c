@@ -54,7 +54,8 @@ static void write_globals(const quantise_args *args, const row_magnitudes *m, in
 
 static void copy_globals(const quantise_args *args)
 {
-    for (int64_t i = 0; args->global.ndim > 0 && i < view_rows(&args->global); i++) set_global(&args->global, i, *(const float *)view_row(&args->given, i));
+    for (int64_t i = 0; args->global.ndim > 0 && i < view_rows(&args->global); i++)
+        set_global(&args->global, i, *(const float *)view_row(&args->given, i));
 }
 
 static const quern_tensor *globals_of(const quantise_args *args)

@@ -62,7 +62,8 @@ static void gradient_tile(void *arg, int64_t index, int32_t thread)
     const route_job *route = job->route;
     const attention_kernels *dense = route->dense;
     route_scratch *s = &route->scratch[thread];
-    const quern_tensor *b = job->of_weight ? &route->args->hidden : &route->args->weight, *out = job->of_weight ? &route->args->d_weight : &route->args->d_hidden;
+    const quern_tensor *b = job->of_weight ? &route->args->hidden : &route->args->weight,
+                       *out = job->of_weight ? &route->args->d_weight : &route->args->d_hidden;
     const int64_t panel = dense->panel, across = tiles(route->dim, panel), row = index / across * ROUTE_ROWS, column = index % across * panel;
     const int64_t rows = at_most(out->shape[0] - row, ROUTE_ROWS), columns = at_most(route->dim - column, panel), length = b->shape[0];
     for (int64_t p = 0; p < length; p += ROUTE_DEPTH) {
