@@ -80,6 +80,14 @@ void clear_sums(const pool_sums *sums, int64_t width);
 /* Rows [j, j + rows) of a series: 0 is a, 1 is b. `first` is the projection of the block's first token. */
 pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int64_t width, int series, const f32_rows *bias, int64_t j, int64_t rows);
 
+/* How far ahead of the rows that are merged memory is asked for: a block, or 8 rows. (Past the tensor's end that does
+ * nothing.) The hardware follows a row, but not to the next block's. */
+static inline int64_t pool_ahead(const pool_args *args)
+{
+    enum { ROWS = 8 };
+    return (args->ratio < ROWS ? args->ratio : ROWS) * args->proj.strides[1] * (int64_t)quern_dtype_size(args->proj.dtype);
+}
+
 /* Merges the first `rows` rows of a block, a few at a time, so that memory is read row by row. */
 void merge_block(const pool_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums);
 

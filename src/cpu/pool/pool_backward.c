@@ -68,13 +68,15 @@ static void compute_statistics(const backward_job *job, const pool_sequence *s, 
     const pool_sums sums = sums_at(to->sums, width);
     clear_sums(&sums, width);
     if (args->overlap && (i > 0 || args->continued)) {
-        const pool_rows b = series_rows(pool_row(&args->proj, s->view_b, s->token0 + (i - 1) * r), args->proj.dtype, stride, width, 1, &job->bias_b, 0, r);
+        pool_rows b = series_rows(pool_row(&args->proj, s->view_b, s->token0 + (i - 1) * r), args->proj.dtype, stride, width, 1, &job->bias_b, 0, r);
+        b.ahead = pool_ahead(args);
         merge_block(job->kernels, &b, width, &sums);
     } else if (args->overlap && s->prev != NULL) {
         const pool_rows b = series_rows(s->prev, args->prev_b.dtype, s->prev_stride, width, 0, &job->bias_b, 0, r);
         merge_block(job->kernels, &b, width, &sums);
     }
-    const pool_rows a = series_rows(pool_row(&args->proj, s->view_b, s->token0 + i * r), args->proj.dtype, stride, width, 0, &job->bias_a, 0, r);
+    pool_rows a = series_rows(pool_row(&args->proj, s->view_b, s->token0 + i * r), args->proj.dtype, stride, width, 0, &job->bias_a, 0, r);
+    a.ahead = pool_ahead(args);
     merge_block(job->kernels, &a, width, &sums);
     job->kernels->pooled_row(&sums, width, to->pooled, to->inverse_sum);
     job->kernels->convert(pool_row(&args->d_out, s->view_b, s->entry0 + i), args->d_out.dtype, to->d, QUERN_F32, width);

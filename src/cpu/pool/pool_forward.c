@@ -13,7 +13,7 @@
 
 #include <string.h>
 
-enum { TASK_TOKENS = 256, AHEAD_ROWS = 8 }; /* rows are asked for so much before they are read: 64 KiB at C 512 */
+enum { TASK_TOKENS = 256 };
 
 typedef struct pool_job {
     const pool_args *args;
@@ -76,19 +76,19 @@ static void pool_piece(void *arg, int64_t index, int32_t thread)
     const int64_t first = index % job->pieces * job->task_blocks, r = args->ratio, width = args->width;
     const int64_t end = s.blocks - first < job->task_blocks ? s.blocks : first + job->task_blocks;
     float *scratch = job->scratch + thread * job->scratch_floats, *row = scratch + 6 * width;
-    const int64_t ahead = (r < AHEAD_ROWS ? r : AHEAD_ROWS) * args->proj.strides[1] * (int64_t)quern_dtype_size(args->proj.dtype);
+    const int64_t ahead = pool_ahead(args);
     if (first >= end) return;
     begin(job, &s, first, &(pool_sums){scratch, scratch + width, scratch + 2 * width});
     for (int64_t i = first; i < end; i++) {
         const pool_sums own = sums_at(scratch + (i - first) % 2 * 3 * width, width), next = sums_at(scratch + (i - first + 1) % 2 * 3 * width, width);
         const char *token = row_of(args, &s, s.token0 + i * r);
         pool_rows a = series_rows(token, args->proj.dtype, args->proj.strides[1], width, 0, &job->bias_a, 0, r);
-        a.ahead = i + 1 < end ? ahead : 0;
+        a.ahead = ahead;
         merge_block(job->kernels, &a, width, &own);
         clear_sums(&next, width);
         if (args->overlap && i + 1 < end) {
             pool_rows b = series_rows(token, args->proj.dtype, args->proj.strides[1], width, 1, &job->bias_b, 0, r);
-            b.ahead = a.ahead;
+            b.ahead = ahead;
             merge_block(job->kernels, &b, width, &next);
         }
         emit(job, &s, i, &own, row, row + width);
