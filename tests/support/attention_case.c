@@ -63,6 +63,41 @@ void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype d
     t->cu_seqlens_kv = a->cu_kv != NULL ? &c->cu_kv.view : NULL;
 }
 
+void attention_case_make_exact(attention_case *c, const oracle_dense *a, test_layout layout, test_random *random)
+{
+    const double least = 0x1p-17; /* f16 holds the eight bits of a smaller bf16 number no more */
+    attention_case_make(c, a, QUERN_BF16, layout, random);
+    test_tensor *const inputs[] = {&c->q, &c->k, &c->v, &c->d_o};
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) {
+        double *values = test_tensor_get(inputs[i]);
+        for (int64_t j = 0; j < test_tensor_count(inputs[i]); j++)
+            if (fabs(values[j]) < least) values[j] = 0;
+        test_tensor_set(inputs[i], values);
+        free(values);
+    }
+}
+
+/* Copies values, and fails the test where the dtype does not hold one. */
+static void copy_exactly(test_tensor *to, const test_tensor *from)
+{
+    double *values = test_tensor_get(from);
+    test_tensor_set(to, values);
+    double *stored = test_tensor_get(to);
+    for (int64_t i = 0; i < test_tensor_count(from); i++)
+        if (stored[i] != values[i]) fail_msg("%s does not hold %a", quern_dtype_name(to->view.dtype), values[i]);
+    free(values);
+    free(stored);
+}
+
+void attention_case_make_like(attention_case *c, const attention_case *exact, quern_dtype dtype, test_layout layout, test_random *random)
+{
+    attention_case_make(c, &exact->dense, dtype, layout, random);
+    copy_exactly(&c->q, &exact->q);
+    copy_exactly(&c->k, &exact->k);
+    copy_exactly(&c->v, &exact->v);
+    copy_exactly(&c->d_o, &exact->d_o);
+}
+
 void attention_case_free(attention_case *c)
 {
     test_tensor *const all[] = {&c->q, &c->k, &c->v, &c->cu_q, &c->cu_kv, &c->o, &c->lse, &c->d_o, &c->d_q, &c->d_k, &c->d_v};

@@ -29,6 +29,11 @@ typedef struct attention_reference {
 /* Inputs N(0, 1), outputs full of sentinels. */
 void attention_case_make(attention_case *c, const oracle_dense *dense, quern_dtype dtype, test_layout layout,
                          test_random *random);
+/* The case that attention_case_make gives in bf16, of values that every activation dtype holds exactly: with these
+ * inputs one answer of the oracle serves all of them. */
+void attention_case_make_exact(attention_case *c, const oracle_dense *dense, test_layout layout, test_random *random);
+/* The same problem in another dtype and layout, with the inputs of an exact case. */
+void attention_case_make_like(attention_case *c, const attention_case *exact, quern_dtype dtype, test_layout layout, test_random *random);
 void attention_case_free(attention_case *c);
 /* Sets the outputs (forward's; backward's) back to sentinels. */
 void attention_case_reset(attention_case *c);

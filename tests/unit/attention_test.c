@@ -44,55 +44,46 @@ static const oracle_dense cases[] = {
     {0, 0, 0, 2, 1, 8, 8, true, 0, -1, 0, nothing, NULL},
 };
 
-static void check_dtype(quern_dtype dtype)
+static void check_case(size_t number, attention_case *c, const attention_reference *reference, const char *layout)
 {
-    test_random random = {test_seed("attention", 1)};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        attention_case c;
-        const test_layout layout = (test_layout)((i + dtype) % TEST_LAYOUTS);
-        attention_case_make(&c, &cases[i], dtype, layout, &random);
-        attention_reference reference = attention_case_reference(&c);
-        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-            quern_context *ctx = test_context(level, 2);
-            char label[100];
-            snprintf(label, sizeof label, "case %zu, %s, %s, %s", i, quern_dtype_name(dtype), test_layout_name(layout),
-                     quern_cpu_level_name(level));
-            attention_case_reset(&c);
-            attention_case_forward(&c, ctx);
-            attention_case_check_forward(&c, &reference, label);
-            attention_case_backward(&c, ctx);
-            attention_case_check_backward(&c, &reference, label);
-            quern_context_destroy(ctx);
-        }
-        attention_reference_free(&reference);
-        attention_case_free(&c);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        quern_context *ctx = test_context(level, 2);
+        char label[100];
+        snprintf(label, sizeof label, "case %zu, %s, %s, %s", number, quern_dtype_name(c->dtype), layout, quern_cpu_level_name(level));
+        attention_case_reset(c);
+        attention_case_forward(c, ctx);
+        attention_case_check_forward(c, reference, label);
+        attention_case_backward(c, ctx);
+        attention_case_check_backward(c, reference, label);
+        quern_context_destroy(ctx);
     }
 }
 
-static void f32_matches_the_oracle(void **state)
+/* Inputs that every dtype holds exactly; attention_full_test draws f32 inputs of full precision. */
+static void every_dtype_matches_the_oracle(void **state)
 {
+    test_random random = {test_seed("attention", 1)};
     (void)state;
-    check_dtype(QUERN_F32);
-}
-
-static void f16_matches_the_oracle(void **state)
-{
-    (void)state;
-    check_dtype(QUERN_F16);
-}
-
-static void bf16_matches_the_oracle(void **state)
-{
-    (void)state;
-    check_dtype(QUERN_BF16);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        attention_case exact;
+        attention_case_make_exact(&exact, &cases[i], TEST_CONTIGUOUS, &random);
+        attention_reference reference = attention_case_reference(&exact);
+        for (int dtype = QUERN_F32; dtype <= QUERN_BF16; dtype++) {
+            const test_layout layout = (test_layout)((i + (size_t)dtype) % TEST_LAYOUTS);
+            attention_case c;
+            attention_case_make_like(&c, &exact, (quern_dtype)dtype, layout, &random);
+            check_case(i, &c, &reference, test_layout_name(layout));
+            attention_case_free(&c);
+        }
+        attention_reference_free(&reference);
+        attention_case_free(&exact);
+    }
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(f32_matches_the_oracle),
-        cmocka_unit_test(f16_matches_the_oracle),
-        cmocka_unit_test(bf16_matches_the_oracle),
+        cmocka_unit_test(every_dtype_matches_the_oracle),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
