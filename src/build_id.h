@@ -23,7 +23,7 @@ static inline uint64_t build_id_add(uint64_t hash, const char *text, size_t offs
 }
 
 #define BUILD_ID_FIELD(field) \
-    h = build_id_add(h, #field, offsetof(fields_of, field), sizeof(((fields_of *)0)->field));
+    h = build_id_add(h, #field, offsetof(fields_of, field), sizeof(__typeof__(((fields_of *)0)->field)));
 #define BUILD_ID_ROW(stage, name) \
     h = build_id_add(h, #stage, offsetof(quern_backend, stage), sizeof(name##_args));
 #define BUILD_ID_ARGS(name, NAME)      \

@@ -234,6 +234,7 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
     DEFAULT_FLOAT_STATE; /* a plan computes defaults, such as the scale */
     char *const kept = (char *)call + family->params_at;
     size_t params_size;
+    used->count = 0;
     if (ctx == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
     memcpy(&params_size, family->defaults, sizeof params_size);
@@ -246,10 +247,10 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
     if (status == QUERN_OK) status = family->check_params(call);
     if (status != QUERN_OK) return status;
     memset(own, 0, sizeof *own);
-    own->size = sizeof own->size + (size_t)family->tensor_count * sizeof *own->t;
+    own->size = sizeof own->size + (size_t)family->tensor_count * sizeof(void *);
     if ((status = op_struct(own, tensors, "tensors", family->tensors_init)) != QUERN_OK) return status;
     memcpy(&params_size, tensors, sizeof params_size);
-    call->given_count = (int32_t)((params_size < own->size ? params_size : own->size) / sizeof *own->t) - 1;
+    call->given_count = (int32_t)((params_size < own->size ? params_size : own->size) / sizeof(void *)) - 1;
     call->given = own->t;
     call->varlen = family->varlen_by != OP_NONE && own->t[family->varlen_by] != NULL;
     family->roles(call);
