@@ -7,10 +7,10 @@
  * overlap the sums of series b of the open block, and the ring of rows that can still be taken back; row q of the sequence
  * in slot q mod ring. The sums lag behind by the rows in the ring.
  *
- * A call first works on copies of the sums: it merges the rows that leave the ring, keeps those sums as the state's new
- * ones, and where a block becomes whole merges the ring's rows too and emits the entry. States and outputs are written once
- * every entry is known to be storable. Rows are merged in order, some at a time, which gives the bits of one by one.
- * A token costs two merges of a row and two copies of the sums (12 KiB at C 512); an entry up to `ring` rows more.
+ * A call merges the rows that leave the ring; where a block becomes whole, it merges the ring's rows too, into a copy of
+ * the sums, and emits the entry. Formats that may refuse an entry work on copies alone: states and outputs are written
+ * once every entry is known to be storable. Rows are merged in order, some at a time, which gives the bits of one by one.
+ * A token costs the merges of a row; an entry up to `ring` rows more and a copy of the sums (12 KiB at C 512).
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -25,7 +25,7 @@ typedef struct append_job {
     f32_rows bias_a, bias_b;
     entry_plan entry;
     int64_t width, sums_floats; /* of both accumulators */
-    float *work;                /* [batch]: running sums, the state's new sums */
+    float *work;                /* [batch]: sums with the ring's rows, the state's new sums */
     float *rows;                /* a thread's: a row, angles */
     float *finished, *pooled;   /* where entries and pooled rows wait, or NULL */
 } append_job;
@@ -129,39 +129,57 @@ static void begin_next(const append_job *job, bool overlap, float *sums)
     clear_sums(&next, width);
 }
 
+/* Merges rows q ... end - 1 of sequence b into sums and emits the entries from block `emitted` on, as the n-th and later
+ * ones of the call. `last`: no block follows, so the series b of the one that ends there is not needed. Returns the n that
+ * comes next. */
+static int64_t advance(const append_job *job, int64_t b, int64_t q, int64_t end, bool last, int64_t emitted, int64_t n, float *sums, float *row)
+{
+    const pool_state *state = job->args->states[b];
+    const int64_t r = state->ratio;
+    while (q < end) {
+        const int64_t j = (q - state->origin) % r, whole = q - j + r;
+        const row_run run = rows_from(job, b, q, whole < end ? whole : end);
+        merge_run(job, state->overlap && !(last && whole == end), &run, j, sums);
+        q += run.rows;
+        if (q < whole) continue;
+        const int64_t block = (q - state->origin) / r - 1;
+        if (block >= emitted) emit(job, sums, n++, state->origin + block * r, row);
+        begin_next(job, state->overlap, sums);
+    }
+    return n;
+}
+
+/* Where a state's new sums grow: in the state itself, where no entry can be refused. */
+static float *sums_to_keep(const append_job *job, int64_t b)
+{
+    return job->finished == NULL ? pool_state_data(job->args->states[b]) : job->work + (2 * b + 1) * job->sums_floats;
+}
+
+static void merge_prev(const append_job *job, int64_t b, float *sums)
+{
+    const quern_tensor *prev = &job->args->prev_b;
+    const char *first = (const char *)prev->data + b * prev->strides[0] * (int64_t)quern_dtype_size(prev->dtype);
+    const pool_rows before = series_rows(first, prev->dtype, prev->strides[1], job->width, 0, &job->bias_b, 0, job->args->states[b]->ratio);
+    const pool_sums own = sums_at(sums, job->width);
+    merge_block(job->kernels, &before, job->width, &own);
+}
+
 static void append_one(void *arg, int64_t b, int32_t thread)
 {
     const append_job *job = arg;
     const pool_state *state = job->args->states[b];
-    const int64_t tokens = tokens_of(job, b), end = state->position + tokens, held = state->held + tokens < state->ring ? state->held + tokens : state->ring;
-    const int64_t blocks = pool_state_entries(state, end), emitted = pool_state_entries(state, state->position), r = state->ratio;
-    float *sums = job->work + 2 * b * job->sums_floats, *kept = sums + job->sums_floats, *row = job->rows + 2 * thread * job->width;
-    const size_t bytes = (size_t)job->sums_floats * sizeof *sums;
-    const int64_t last = state->origin + blocks * r; /* rows from here on are in no whole block */
-    int64_t n = first_entry(job, b), q = state->position - state->held;
-    memcpy(sums, pool_state_data(state), bytes);
-    if (is_present(&job->args->prev_b)) {
-        const quern_tensor *prev = &job->args->prev_b;
-        const char *first = (const char *)prev->data + b * prev->strides[0] * (int64_t)quern_dtype_size(prev->dtype);
-        const pool_rows before = series_rows(first, prev->dtype, prev->strides[1], job->width, 0, &job->bias_b, 0, r);
-        const pool_sums own = sums_at(sums, job->width);
-        merge_block(job->kernels, &before, job->width, &own);
-    }
-    if (q == end - held) memcpy(kept, sums, bytes);
-    while (q < end - held || (blocks > emitted && q < last)) {
-        const int64_t j = (q - state->origin) % r;
-        int64_t stop = q - j + r;
-        if (q < end - held && stop > end - held) stop = end - held;
-        const row_run run = rows_from(job, b, q, stop);
-        merge_run(job, state->overlap, &run, j, sums);
-        q += run.rows;
-        if (j + run.rows == r) {
-            const int64_t block = (q - state->origin) / r - 1;
-            if (block >= emitted) emit(job, sums, n++, state->origin + block * r, row);
-            begin_next(job, state->overlap, sums);
-        }
-        if (q == end - held) memcpy(kept, sums, bytes);
-    }
+    const int64_t tokens = tokens_of(job, b), end = state->position + tokens;
+    const int64_t left = end - (state->held + tokens < state->ring ? state->held + tokens : state->ring); /* rows before leave the ring */
+    const int64_t emitted = pool_state_entries(state, state->position), blocks = pool_state_entries(state, end);
+    const int64_t last = state->origin + blocks * state->ratio; /* rows from here on are in no whole block */
+    float *kept = sums_to_keep(job, b), *ahead = job->work + 2 * b * job->sums_floats, *row = job->rows + 2 * thread * job->width;
+    const size_t bytes = (size_t)job->sums_floats * sizeof *kept;
+    if (kept != pool_state_data(state)) memcpy(kept, pool_state_data(state), bytes);
+    if (is_present(&job->args->prev_b)) merge_prev(job, b, kept);
+    const int64_t n = advance(job, b, state->position - state->held, left, false, emitted, first_entry(job, b), kept, row);
+    if (blocks == emitted || left >= last) return;
+    memcpy(ahead, kept, bytes);
+    advance(job, b, left, last, true, emitted, n, ahead, row);
 }
 
 /* Writes a state and the entries that waited. */
@@ -173,7 +191,8 @@ static void commit_one(void *arg, int64_t b, int32_t thread)
     const quern_tensor *proj = &job->args->proj;
     const int64_t tokens = tokens_of(job, b), end = state->position + tokens, size = (int64_t)quern_dtype_size(proj->dtype);
     const int64_t held = state->held + tokens < state->ring ? state->held + tokens : state->ring;
-    memcpy(pool_state_data(state), job->work + (2 * b + 1) * job->sums_floats, (size_t)job->sums_floats * sizeof(float));
+    const float *sums = sums_to_keep(job, b);
+    if (sums != pool_state_data(state)) memcpy(pool_state_data(state), sums, (size_t)job->sums_floats * sizeof *sums);
     for (int64_t q = end - held > state->position ? end - held : state->position; q < end; q++) {
         const int64_t row = job->args->cu[b] + q - state->position;
         job->kernels->convert((const char *)proj->data + row * proj->strides[0] * size, proj->dtype, ring_row(state, q), QUERN_F32, pool_state_columns(state));
