@@ -1,12 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nvfp4.c - what NVFP4's products and quantisers must reach on the CPU, as fractions of what the machine can do. A figure
- * is the median of rounds; in each the ceiling and the operation are measured one after the other, so that what else the
- * machine does in that second slows both. Prints a line per figure; exit code 1 where one misses.
+ * nvfp4.c - what NVFP4's products and quantisers must reach on the CPU, as fractions of what the machine can
+ * do. A figure is the median of rounds; in each the ceiling and the operation are measured one after the
+ * other, so that what else the machine does in that second slows both. Prints a line per figure; exit code 1
+ * where one misses.
  *
- * Weights: 16 experts of 4096 x 4096, 151 MB repacked. Work: 2 M N K operations a product; 9/16 byte a weight; 4 9/16
- * bytes a value quantised (read for the largest magnitude, read again, written) or made of a gate and an up value.
+ * Weights: 16 experts of 4096 x 4096, 151 MB repacked. Work: 2 M N K operations a product; 9/16 byte a
+ * weight; 4 9/16 bytes a value quantised (read for the largest magnitude, read again, written) or made of a
+ * gate and an up value.
  */
 #include "ceilings.h"
 
@@ -80,7 +82,8 @@ static void report(const char *what, int threads, double target, double measured
     char line[120];
     const bool passed = measured >= target;
     snprintf(line, sizeof line, "%s, %d thread%s", what, threads, threads > 1 ? "s" : "");
-    printf("%-74s target >= %-8.3g measured %-8.3g %-8s %s\n", line, target, measured, "", passed ? "PASS" : "FAIL");
+    printf("%-74s target >= %-8.3g measured %-8.3g %-8s %s\n", line, target, measured, "",
+           passed ? "PASS" : "FAIL");
     fflush(stdout);
     if (!passed) failed = 1;
 }
@@ -109,7 +112,8 @@ static quern_context *context_of(quern_cpu_level level, int threads)
 
 static void repack(operands *o)
 {
-    const int64_t codes_shape[] = {1, K / 2, N}, scales_shape[] = {1, K / 16, N}, repacked_shape[] = {1, quern_moe_prepack_bytes(N, K)};
+    const int64_t codes_shape[] = {1, K / 2, N}, scales_shape[] = {1, K / 16, N},
+                  repacked_shape[] = {1, quern_moe_prepack_bytes(N, K)};
     uint8_t *codes = need(malloc((size_t)K / 2 * N)), *scales = need(malloc((size_t)K / 16 * N));
     const quern_tensor codes_view = quern_tensor_contiguous(codes, QUERN_U8, 3, codes_shape);
     const quern_tensor scales_view = quern_tensor_contiguous(scales, QUERN_U8, 3, scales_shape);
@@ -118,8 +122,10 @@ static void repack(operands *o)
     o->repacked = need(bench_allocate((size_t)(EXPERTS * repacked_shape[1])));
     for (int e = 0; e < EXPERTS; e++) {
         for (int64_t i = 0; i < (int64_t)K / 2 * N; i++) codes[i] = (uint8_t)(next_random(&state) >> 8);
-        for (int64_t i = 0; i < (int64_t)K / 16 * N; i++) scales[i] = (uint8_t)(0x28 + (next_random(&state) >> 8) % 32);
-        const quern_tensor view = quern_tensor_contiguous(o->repacked + e * repacked_shape[1], QUERN_U8, 2, repacked_shape);
+        for (int64_t i = 0; i < (int64_t)K / 16 * N; i++)
+            scales[i] = (uint8_t)(0x28 + (next_random(&state) >> 8) % 32);
+        const quern_tensor view =
+            quern_tensor_contiguous(o->repacked + e * repacked_shape[1], QUERN_U8, 2, repacked_shape);
         quern_moe_prepack_params p = QUERN_MOE_PREPACK_PARAMS_INIT;
         quern_moe_prepack_tensors t = QUERN_MOE_PREPACK_TENSORS_INIT;
         t.b_codes = &codes_view, t.b_scales = &scales_view, t.b_repacked = &view;
@@ -141,18 +147,21 @@ static void make_operands(operands *o)
     o->c = need(malloc(rows * N * sizeof(float)));
     o->c_codes = need(malloc(rows * N / 2));
     o->c_scales = need(malloc(rows * N / 16));
-    for (size_t i = 0; i < rows * K; i++) o->a[i] = (uint16_t)(0x3d00 + (next_random(&state) >> 8) % 0x300 + (next_random(&state) >> 31 << 15));
+    for (size_t i = 0; i < rows * K; i++)
+        o->a[i] = (uint16_t)(0x3d00 + (next_random(&state) >> 8) % 0x300 + (next_random(&state) >> 31 << 15));
     for (size_t i = 0; i < rows * K / 2; i++) o->a_codes[i] = (uint8_t)(next_random(&state) >> 8);
-    for (size_t i = 0; i < rows * K / 16; i++) o->a_scales[i] = (uint8_t)(0x28 + (next_random(&state) >> 8) % 32);
+    for (size_t i = 0; i < rows * K / 16; i++)
+        o->a_scales[i] = (uint8_t)(0x28 + (next_random(&state) >> 8) % 32);
     repack(o);
 }
 
 /* Seconds of one call, after a warm-up where there was none. */
 static double time_product(quern_context *ctx, operands *o, const figure *f, void *workspace, size_t *bytes)
 {
-    const int64_t tokens = EXPERTS * f->rows, a[] = {tokens, K}, a_codes[] = {tokens, K / 2}, a_scales[] = {tokens, K / 16}, c[] = {tokens, N};
-    const int64_t c_codes[] = {tokens, N / 2}, c_scales[] = {tokens, N / 16}, repacked[] = {EXPERTS, quern_moe_prepack_bytes(N, K)},
-                  experts = EXPERTS;
+    const int64_t tokens = EXPERTS * f->rows, a[] = {tokens, K}, a_codes[] = {tokens, K / 2},
+                  a_scales[] = {tokens, K / 16}, c[] = {tokens, N};
+    const int64_t c_codes[] = {tokens, N / 2}, c_scales[] = {tokens, N / 16},
+                  repacked[] = {EXPERTS, quern_moe_prepack_bytes(N, K)}, experts = EXPERTS;
     for (int e = 0; e < EXPERTS; e++) o->ends[e] = (int32_t)((e + 1) * f->rows);
     const quern_tensor a_view = quern_tensor_contiguous(o->a, QUERN_BF16, 2, a),
                        a_codes_view = quern_tensor_contiguous(o->a_codes, QUERN_U8, 2, a_codes);
@@ -192,7 +201,8 @@ static void product_figure(operands *o, const figure *f)
     time_product(ctx, o, f, workspace, &bytes);
     for (int r = 0; r < ROUNDS; r++) {
         const double compute = operations / (ceiling_measure(f->compute, f->threads) * 1e9);
-        const double read = f->rows <= 32 ? weight_bytes / (ceiling_measure(CEILING_READ, f->threads) * 1e9) : 0;
+        const double read =
+            f->rows <= 32 ? weight_bytes / (ceiling_measure(CEILING_READ, f->threads) * 1e9) : 0;
         const double seconds = time_product(ctx, o, f, workspace, &bytes);
         fractions[r] = (compute > read ? compute : read) / seconds;
     }
@@ -201,9 +211,11 @@ static void product_figure(operands *o, const figure *f)
     quern_context_destroy(ctx);
 }
 
-static double time_quantise(quern_context *ctx, const quern_tensor *x, operands *o, bool fused, void *workspace, size_t *bytes)
+static double time_quantise(quern_context *ctx, const quern_tensor *x, operands *o, bool fused,
+                            void *workspace, size_t *bytes)
 {
-    const int64_t rows = x->shape[0], width = fused ? x->shape[1] / 2 : x->shape[1], codes[] = {rows, width / 2}, scales[] = {rows, width / 16};
+    const int64_t rows = x->shape[0], width = fused ? x->shape[1] / 2 : x->shape[1],
+                  codes[] = {rows, width / 2}, scales[] = {rows, width / 16};
     float global = 0.01f;
     const quern_tensor codes_view = quern_tensor_contiguous(o->c, QUERN_U8, 2, codes),
                        scales_view = quern_tensor_contiguous(o->a_codes, QUERN_U8, 2, scales);
@@ -218,11 +230,13 @@ static double time_quantise(quern_context *ctx, const quern_tensor *x, operands 
     t.global = ft.gate_global = &global_view;
     fp.swiglu = true;
     if (workspace == NULL) {
-        check(fused ? quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, bytes) : quern_nvfp4_quantize_workspace(ctx, &p, &t, bytes));
+        check(fused ? quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, bytes)
+                    : quern_nvfp4_quantize_workspace(ctx, &p, &t, bytes));
         return 0;
     }
     const double start = now();
-    check(fused ? quern_nvfp4_fused_quantize(ctx, NULL, &fp, &ft, workspace, *bytes) : quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, *bytes));
+    check(fused ? quern_nvfp4_fused_quantize(ctx, NULL, &fp, &ft, workspace, *bytes)
+                : quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, *bytes));
     return now() - start;
 }
 
@@ -243,8 +257,9 @@ static void quantise_figure(operands *o, bool fused, double target)
         const double copy = bytes_moved / (ceiling_measure(CEILING_COPY, 2) * 1e9);
         fractions[r] = copy / time_quantise(ctx, &x, o, fused, workspace, &bytes);
     }
-    report(fused ? "de-interleave, SwiGLU, quantise, bf16, of the copy bandwidth" : "quantise rne bf16, computed global, of the copy bandwidth", 2,
-           target, median(fractions));
+    report(fused ? "de-interleave, SwiGLU, quantise, bf16, of the copy bandwidth"
+                 : "quantise rne bf16, computed global, of the copy bandwidth",
+           2, target, median(fractions));
     free(workspace);
     free(values);
     quern_context_destroy(ctx);

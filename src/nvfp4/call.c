@@ -10,7 +10,8 @@
 
 #include <math.h>
 
-quern_status nvfp4_begin(quern_context *ctx, const quern_exec *exec, const quern_tensor *like, nvfp4_call *call)
+quern_status nvfp4_begin(quern_context *ctx, const quern_exec *exec, const quern_tensor *like,
+                         nvfp4_call *call)
 {
     quern_exec how;
     const quern_status status = op_exec(exec, &how);
@@ -35,12 +36,14 @@ size_t nvfp4_workspace_bytes(size_t bytes)
 
 quern_status nvfp4_give_bytes(size_t needed, size_t *bytes)
 {
-    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     *bytes = needed;
     return QUERN_OK;
 }
 
-quern_status nvfp4_check_workspace(const nvfp4_call *call, void *workspace, size_t given, size_t needed, void **aligned)
+quern_status nvfp4_check_workspace(const nvfp4_call *call, void *workspace, size_t given, size_t needed,
+                                   void **aligned)
 {
     const quern_status status = view_check_workspace(workspace, given, needed, &call->like);
     *aligned = status == QUERN_OK && needed > 0 ? arena_on(workspace).base : NULL;
@@ -49,17 +52,21 @@ quern_status nvfp4_check_workspace(const nvfp4_call *call, void *workspace, size
 
 quern_status nvfp4_check_profile(quern_nvfp4_profile profile)
 {
-    if (profile >= QUERN_NVFP4_PROFILE_RNE && profile <= QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "profile is %d: 0 (rne) to %d (compressed_tensors) is accepted", (int)profile,
+    if (profile >= QUERN_NVFP4_PROFILE_RNE && profile <= QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS)
+        return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "profile is %d: 0 (rne) to %d (compressed_tensors) is accepted", (int)profile,
                      QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS);
 }
 
 quern_status nvfp4_check_global_per(quern_nvfp4_global per, bool weight)
 {
     if (per < QUERN_NVFP4_GLOBAL_TENSOR || per > QUERN_NVFP4_GLOBAL_ROW)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "global_per is %d: 0 (tensor), 1 (expert) or 2 (row) is accepted", (int)per);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "global_per is %d: 0 (tensor), 1 (expert) or 2 (row) is accepted", (int)per);
     if (weight && per == QUERN_NVFP4_GLOBAL_ROW)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "global_per is 2 (row) for a weight: 0 (tensor) or 1 (expert) is accepted");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "global_per is 2 (row) for a weight: 0 (tensor) or 1 (expert) is accepted");
     return QUERN_OK;
 }
 
@@ -70,9 +77,11 @@ quern_status nvfp4_check_offsets(const quern_tensor *offsets, int64_t rows)
     for (int64_t e = 0; e < offsets->shape[0]; e++) {
         const int32_t before = e > 0 ? p[e - 1] : 0;
         if (p[e] < before)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "offsets[%lld] is %d after %d: it may not fall", (long long)e, p[e], before);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "offsets[%lld] is %d after %d: it may not fall",
+                             (long long)e, p[e], before);
         if (p[e] > rows)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "offsets[%lld] is %d: at most the %lld rows are accepted", (long long)e, p[e],
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "offsets[%lld] is %d: at most the %lld rows are accepted", (long long)e, p[e],
                              (long long)rows);
     }
     return QUERN_OK;
@@ -91,7 +100,9 @@ quern_status nvfp4_check_globals(const quern_tensor *global, const char *name)
     for (int64_t i = 0; i < view_elements(global); i++) {
         const float g = ((const float *)global->data)[row_offset(global, i)];
         if (!(g > 0.0f) || isinf(g))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %g: a global above 0 and finite is accepted", name, (long long)i, (double)g);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "%s[%lld] is %g: a global above 0 and finite is accepted", name, (long long)i,
+                             (double)g);
     }
     return QUERN_OK;
 }

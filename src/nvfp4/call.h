@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* call.h - what NVFP4's operations share: who executes a call, its workspace, and checks of what its tensors hold. */
+/* call.h - what NVFP4's operations share: who executes a call, its workspace, and checks of what its tensors
+ * hold. */
 #ifndef QUERN_NVFP4_CALL_H
 #define QUERN_NVFP4_CALL_H
 
@@ -15,7 +16,8 @@ typedef struct nvfp4_call {
 } nvfp4_call;
 
 /* The backend of `like`'s device, for a call whose tensors are checked. */
-quern_status nvfp4_begin(quern_context *ctx, const quern_exec *exec, const quern_tensor *like, nvfp4_call *call);
+quern_status nvfp4_begin(quern_context *ctx, const quern_exec *exec, const quern_tensor *like,
+                         nvfp4_call *call);
 /* Whether the backend has the stage: `run` is its function. */
 quern_status nvfp4_check_stage(const nvfp4_call *call, bool has, const char *what);
 
@@ -23,7 +25,8 @@ quern_status nvfp4_check_stage(const nvfp4_call *call, bool has, const char *wha
 size_t nvfp4_workspace_bytes(size_t bytes);
 quern_status nvfp4_give_bytes(size_t needed, size_t *bytes);
 /* Checks the workspace and aligns it into *aligned. */
-quern_status nvfp4_check_workspace(const nvfp4_call *call, void *workspace, size_t given, size_t needed, void **aligned);
+quern_status nvfp4_check_workspace(const nvfp4_call *call, void *workspace, size_t given, size_t needed,
+                                   void **aligned);
 
 quern_status nvfp4_check_profile(quern_nvfp4_profile profile);
 quern_status nvfp4_check_global_per(quern_nvfp4_global per, bool weight);

@@ -33,8 +33,8 @@ static quern_status check_offsets_wanted(const coded *t, quern_nvfp4_global per,
 }
 
 /* The extents of codes, scales and global, from x's. */
-static void code_shapes(const quern_tensor *x, bool weight, quern_nvfp4_global per, const quern_tensor *offsets, view_rule *codes, view_rule *scales,
-                        view_rule *global)
+static void code_shapes(const quern_tensor *x, bool weight, quern_nvfp4_global per,
+                        const quern_tensor *offsets, view_rule *codes, view_rule *scales, view_rule *global)
 {
     const int32_t along = weight ? x->ndim - 2 : x->ndim - 1;
     codes->ndim = scales->ndim = x->ndim;
@@ -54,14 +54,17 @@ static quern_status check_x(const coded *t, quern_nvfp4_global per, bool weight,
     view_rule rule = {"x", x, VIEW_ACTIVATION, x != NULL ? x->ndim : 0, {0}, false, !t->to_codes};
     for (int32_t i = 0; i < QUERN_MAX_DIMS; i++) rule.shape[i] = VIEW_ANY;
     if (x != NULL && (x->ndim < (weight ? 2 : 1) || x->ndim > (weight ? 3 : QUERN_MAX_DIMS - 1)))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted", x->ndim, weight ? "2 or 3 for a weight" : "1 to 5");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted", x->ndim,
+                         weight ? "2 or 3 for a weight" : "1 to 5");
     const quern_status status = view_check(&rule, NULL, run);
     if (status != QUERN_OK) return status;
     if (weight && x->shape[x->ndim - 2] % QUERN_NVFP4_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", x->ndim - 2,
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", x->ndim - 2,
                          (long long)x->shape[x->ndim - 2]);
     if (per == QUERN_NVFP4_GLOBAL_EXPERT && x->ndim != (weight ? 3 : 2))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted with a global an expert", x->ndim,
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x has %d dimensions: %s are accepted with a global an expert", x->ndim,
                          weight ? "3 ([E, K, N])" : "2 ([T, D])");
     return QUERN_OK;
 }
@@ -69,7 +72,8 @@ static quern_status check_x(const coded *t, quern_nvfp4_global per, bool weight,
 static quern_status check_coded(const coded *t, quern_nvfp4_global per, bool weight, bool run)
 {
     quern_status status;
-    if ((status = nvfp4_check_global_per(per, weight)) != QUERN_OK || (status = check_x(t, per, weight, run)) != QUERN_OK ||
+    if ((status = nvfp4_check_global_per(per, weight)) != QUERN_OK ||
+        (status = check_x(t, per, weight, run)) != QUERN_OK ||
         (status = check_offsets_wanted(t, per, weight)) != QUERN_OK)
         return status;
     view_rule rules[] = {
@@ -95,25 +99,31 @@ static quern_tensor matrices(const quern_tensor *t, bool weight)
     return weight && t->ndim == 2 ? view_with_batch(t) : *t;
 }
 
-static quern_status plan_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_quantize_params *params,
+static quern_status plan_quantize(quern_context *ctx, const quern_exec *exec,
+                                  const quern_nvfp4_quantize_params *params,
                                   const quern_nvfp4_quantize_tensors *tensors, bool run, quantize_call *call)
 {
     quern_status status;
     quern_nvfp4_quantize_params p = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
     quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
     *call = (quantize_call){0};
-    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if (ctx == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
     if ((status = op_struct(&p, params, "params", "QUERN_NVFP4_QUANTIZE_PARAMS_INIT")) != QUERN_OK ||
         (status = op_struct(&t, tensors, "tensors", "QUERN_NVFP4_QUANTIZE_TENSORS_INIT")) != QUERN_OK ||
         (status = nvfp4_check_profile(p.profile)) != QUERN_OK)
         return status;
     if (p.scales < QUERN_NVFP4_SCALES_RNE || p.scales > QUERN_NVFP4_SCALES_SEARCH)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "scales is %d: 0 (rne), 1 (four_over_six) or 2 (search) is accepted", (int)p.scales);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "scales is %d: 0 (rne), 1 (four_over_six) or 2 (search) is accepted", (int)p.scales);
     if (p.profile == QUERN_NVFP4_PROFILE_HALFSTEP && p.scales != QUERN_NVFP4_SCALES_RNE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "scales is %d with profile halfstep: 0 (rne) is accepted", (int)p.scales);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "scales is %d with profile halfstep: 0 (rne) is accepted", (int)p.scales);
     const coded all = {t.x, t.codes, t.scales, t.global, t.given_global, t.offsets, true};
-    if ((status = check_coded(&all, p.global_per, p.weight, run)) != QUERN_OK || (status = nvfp4_begin(ctx, exec, t.x, &call->base)) != QUERN_OK ||
-        (status = nvfp4_check_stage(&call->base, call->base.backend->quantise.run != NULL, "quantisation to NVFP4")) != QUERN_OK)
+    if ((status = check_coded(&all, p.global_per, p.weight, run)) != QUERN_OK ||
+        (status = nvfp4_begin(ctx, exec, t.x, &call->base)) != QUERN_OK ||
+        (status = nvfp4_check_stage(&call->base, call->base.backend->quantise.run != NULL,
+                                    "quantisation to NVFP4")) != QUERN_OK)
         return status;
     call->args = (quantise_args){.profile = (quantise_profile)p.profile,
                                  .choice = (quantise_scales)p.scales,
@@ -141,32 +151,42 @@ quern_status quern_nvfp4_quantize_workspace(quern_context *ctx, const quern_nvfp
     return status != QUERN_OK ? status : nvfp4_give_bytes(quantize_bytes(&call), bytes);
 }
 
-quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_quantize_params *params,
-                                  const quern_nvfp4_quantize_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec,
+                                  const quern_nvfp4_quantize_params *params,
+                                  const quern_nvfp4_quantize_tensors *tensors, void *workspace,
+                                  size_t workspace_bytes)
 {
     DEFAULT_FLOAT_STATE;
     quantize_call call;
     void *aligned;
     quern_status status = plan_quantize(ctx, exec, params, tensors, true, &call);
-    if (status == QUERN_OK) status = nvfp4_check_workspace(&call.base, workspace, workspace_bytes, quantize_bytes(&call), &aligned);
-    return status != QUERN_OK ? status : call.base.backend->quantise.run(&call.base.exec, &call.args, aligned);
+    if (status == QUERN_OK)
+        status =
+            nvfp4_check_workspace(&call.base, workspace, workspace_bytes, quantize_bytes(&call), &aligned);
+    return status != QUERN_OK ? status
+                              : call.base.backend->quantise.run(&call.base.exec, &call.args, aligned);
 }
 
-static quern_status plan_dequantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_dequantize_params *params,
-                                    const quern_nvfp4_dequantize_tensors *tensors, bool run, dequantize_call *call)
+static quern_status plan_dequantize(quern_context *ctx, const quern_exec *exec,
+                                    const quern_nvfp4_dequantize_params *params,
+                                    const quern_nvfp4_dequantize_tensors *tensors, bool run,
+                                    dequantize_call *call)
 {
     quern_status status;
     quern_nvfp4_dequantize_params p = QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT;
     quern_nvfp4_dequantize_tensors t = QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT;
     *call = (dequantize_call){0};
-    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if (ctx == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
     if ((status = op_struct(&p, params, "params", "QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT")) != QUERN_OK ||
         (status = op_struct(&t, tensors, "tensors", "QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT")) != QUERN_OK ||
         (status = nvfp4_check_profile(p.profile)) != QUERN_OK)
         return status;
     const coded all = {t.x, t.codes, t.scales, t.global, NULL, t.offsets, false};
-    if ((status = check_coded(&all, p.global_per, p.weight, run)) != QUERN_OK || (status = nvfp4_begin(ctx, exec, t.x, &call->base)) != QUERN_OK ||
-        (status = nvfp4_check_stage(&call->base, call->base.backend->dequantise.run != NULL, "dequantisation of NVFP4")) != QUERN_OK)
+    if ((status = check_coded(&all, p.global_per, p.weight, run)) != QUERN_OK ||
+        (status = nvfp4_begin(ctx, exec, t.x, &call->base)) != QUERN_OK ||
+        (status = nvfp4_check_stage(&call->base, call->base.backend->dequantise.run != NULL,
+                                    "dequantisation of NVFP4")) != QUERN_OK)
         return status;
     call->args = (dequantise_args){.profile = (quantise_profile)p.profile,
                                    .per = (quantise_global)p.global_per,
@@ -187,8 +207,10 @@ quern_status quern_nvfp4_dequantize_workspace(quern_context *ctx, const quern_nv
     return status != QUERN_OK ? status : nvfp4_give_bytes(0, bytes);
 }
 
-quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_dequantize_params *params,
-                                    const quern_nvfp4_dequantize_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_exec *exec,
+                                    const quern_nvfp4_dequantize_params *params,
+                                    const quern_nvfp4_dequantize_tensors *tensors, void *workspace,
+                                    size_t workspace_bytes)
 {
     DEFAULT_FLOAT_STATE;
     dequantize_call call;

@@ -17,9 +17,10 @@ typedef struct nvfp4_weights {
 
 enum { NVFP4_WEIGHT_RULES = 2 };
 
-/* Reads the layouts of codes and scales into *w, and what both must look like into rules[NVFP4_WEIGHT_RULES], for the
- * caller to check with its other tensors; their tensors then are w's views. */
-quern_status nvfp4_weights_of(const quern_tensor *codes, const quern_tensor *scales, quern_nvfp4_codes_layout codes_layout,
-                              quern_nvfp4_scales_layout scales_layout, bool output, nvfp4_weights *w, view_rule rules[NVFP4_WEIGHT_RULES]);
+/* Reads the layouts of codes and scales into *w, and what both must look like into rules[NVFP4_WEIGHT_RULES],
+ * for the caller to check with its other tensors; their tensors then are w's views. */
+quern_status nvfp4_weights_of(const quern_tensor *codes, const quern_tensor *scales,
+                              quern_nvfp4_codes_layout codes_layout, quern_nvfp4_scales_layout scales_layout,
+                              bool output, nvfp4_weights *w, view_rule rules[NVFP4_WEIGHT_RULES]);
 
 #endif

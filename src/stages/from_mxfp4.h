@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* from_mxfp4.h - MXFP4 (codes [rows, K/2], a power of two for each 32 [rows, K/32]) to NVFP4 with one global [1]. */
+/* from_mxfp4.h - MXFP4 (codes [rows, K/2], a power of two for each 32 [rows, K/32]) to NVFP4 with one global
+ * [1]. */
 #ifndef QUERN_STAGES_FROM_MXFP4_H
 #define QUERN_STAGES_FROM_MXFP4_H
 

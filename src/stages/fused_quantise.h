@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * fused_quantise.h - a product's output to NVFP4. A row of x [M, 2 I] interleaves gate and up by runs of `granularity`.
- * Part [0] is the gate or, under `swiglu`, what SwiGLU makes of both; [1] is up. A part may be absent.
+ * fused_quantise.h - a product's output to NVFP4. A row of x [M, 2 I] interleaves gate and up by runs of
+ * `granularity`. Part [0] is the gate or, under `swiglu`, what SwiGLU makes of both; [1] is up. A part may be
+ * absent.
  */
 #ifndef QUERN_STAGES_FUSED_QUANTISE_H
 #define QUERN_STAGES_FUSED_QUANTISE_H
@@ -17,7 +18,8 @@ typedef struct fused_quantise_args {
     quern_tensor x, codes[2], scales[2], global[2];
 } fused_quantise_args;
 STAGE_DECLARE(fused_quantise);
-#define FUSED_QUANTISE_TENSORS(F) F(x) F(codes[0]) F(codes[1]) F(scales[0]) F(scales[1]) F(global[0]) F(global[1])
+#define FUSED_QUANTISE_TENSORS(F)                                                                            \
+    F(x) F(codes[0]) F(codes[1]) F(scales[0]) F(scales[1]) F(global[0]) F(global[1])
 #define FUSED_QUANTISE_VALUES(F) F(profile) F(swiglu) F(limit) F(alpha) F(beta) F(granularity)
 
 #endif

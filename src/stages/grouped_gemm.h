@@ -1,11 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * grouped_gemm.h - C = A B, each expert's rows of A [T, K] by its NVFP4 matrix B [K, N]. A is in floats, in NVFP4, or is
- * rounded to int8 inside.
+ * grouped_gemm.h - C = A B, each expert's rows of A [T, K] by its NVFP4 matrix B [K, N]. A is in floats, in
+ * NVFP4, or is rounded to int8 inside.
  *
- * Result = fl(acc fl(G_A G_B)) + bias + C in f32, in that order. Then, under `swiglu`, columns that interleave gate and up
- * become half as many; then one rounding to C's dtype, or quantisation to c_codes and c_scales with the global c_global.
+ * Result = fl(acc fl(G_A G_B)) + bias + C in f32, in that order. Then, under `swiglu`, columns that
+ * interleave gate and up become half as many; then one rounding to C's dtype, or quantisation to c_codes and
+ * c_scales with the global c_global.
  */
 #ifndef QUERN_STAGES_GROUPED_GEMM_H
 #define QUERN_STAGES_GROUPED_GEMM_H
@@ -26,7 +27,8 @@ typedef struct grouped_gemm_args {
     scale_order order;
     quern_tensor b_codes, b_scales; /* as prepack's; or absent */
     quern_tensor b_repacked;        /* u8 [E, bytes] */
-    quern_tensor b_global;          /* [1, 1], [E, 1], or [E, 2]: gate's and up's by runs of `granularity`; absent: 1 */
+    quern_tensor
+        b_global; /* [1, 1], [E, 1], or [E, 2]: gate's and up's by runs of `granularity`; absent: 1 */
     quern_tensor offsets;           /* i32 [E] */
     quern_tensor bias;              /* f32, f16, bf16 [E, N], or absent */
     bool accumulate;
@@ -39,10 +41,12 @@ typedef struct grouped_gemm_args {
 } grouped_gemm_args;
 STAGE_DECLARE(grouped_gemm);
 #define GROUPED_GEMM_TENSORS(F)                                                                              \
-    F(a) F(a_codes) F(a_scales) F(pad_row_offsets) F(a_global) F(b_codes) F(b_scales) F(b_repacked) F(b_global) \
-    F(offsets) F(bias) F(c) F(c_codes) F(c_scales) F(c_global)
-#define GROUPED_GEMM_VALUES(F)                                                                              \
-    F(tokens) F(n) F(k) F(int8) F(a_per) F(k_major) F(order) F(accumulate) F(swiglu) F(limit) F(alpha) F(beta) \
-    F(granularity) F(profile)
+    F(a)                                                                                                     \
+    F(a_codes) F(a_scales) F(pad_row_offsets) F(a_global) F(b_codes) F(b_scales) F(b_repacked) F(b_global)   \
+        F(offsets) F(bias) F(c) F(c_codes) F(c_scales) F(c_global)
+#define GROUPED_GEMM_VALUES(F)                                                                               \
+    F(tokens)                                                                                                \
+    F(n) F(k) F(int8) F(a_per) F(k_major) F(order) F(accumulate) F(swiglu) F(limit) F(alpha) F(beta)         \
+        F(granularity) F(profile)
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* interleave.h - gate and up between two halves of the last dimension and alternating runs; elements of any size. */
+/* interleave.h - gate and up between two halves of the last dimension and alternating runs; elements of any
+ * size. */
 #ifndef QUERN_STAGES_INTERLEAVE_H
 #define QUERN_STAGES_INTERLEAVE_H
 

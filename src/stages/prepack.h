@@ -6,8 +6,8 @@
 
 #include "stages/stage.h"
 
-/* How scales of a weight [K, N] stand: [E, K/16, N], [E, N, K/16], or [E, bytes] in the order of tensor cores with N down
- * and K/16 across. */
+/* How scales of a weight [K, N] stand: [E, K/16, N], [E, N, K/16], or [E, bytes] in the order of tensor cores
+ * with N down and K/16 across. */
 typedef enum scale_order { SCALES_LINEAR = 0, SCALES_K_MAJOR = 1, SCALES_SWIZZLED = 2 } scale_order;
 
 typedef struct prepack_args {

@@ -3,9 +3,9 @@
 /*
  * quantise.h - values to NVFP4: codes, a scale for each 16 of them, and a global scale.
  *
- * In this stage and those beside it, activations have any number of leading dimensions; matrices with blocks along their
- * rows are 3-D [E, K, N], their codes [E, K/2, N] and scales [E, K/16, N]. A global stands in a view whose last extent is
- * 1: [1], [E, 1], or a value a row.
+ * In this stage and those beside it, activations have any number of leading dimensions; matrices with blocks
+ * along their rows are 3-D [E, K, N], their codes [E, K/2, N] and scales [E, K/16, N]. A global stands in a
+ * view whose last extent is 1: [1], [E, 1], or a value a row.
  */
 #ifndef QUERN_STAGES_QUANTISE_H
 #define QUERN_STAGES_QUANTISE_H
@@ -14,7 +14,8 @@
 
 enum { QUANTISE_BLOCK = 16 };
 
-/* How values become codes, and which scale a block gets: <quern/nvfp4.h> has the rules under the same names. */
+/* How values become codes, and which scale a block gets: <quern/nvfp4.h> has the rules under the same names.
+ */
 typedef enum quantise_profile {
     QUANTISE_PROFILE_RNE = 0,
     QUANTISE_PROFILE_HALFSTEP = 1,
@@ -22,10 +23,18 @@ typedef enum quantise_profile {
     QUANTISE_PROFILE_COMPRESSED_TENSORS = 3
 } quantise_profile;
 
-typedef enum quantise_scales { QUANTISE_SCALES_RNE = 0, QUANTISE_SCALES_FOUR_OVER_SIX = 1, QUANTISE_SCALES_SEARCH = 2 } quantise_scales;
+typedef enum quantise_scales {
+    QUANTISE_SCALES_RNE = 0,
+    QUANTISE_SCALES_FOUR_OVER_SIX = 1,
+    QUANTISE_SCALES_SEARCH = 2
+} quantise_scales;
 
 /* What shares a global. */
-typedef enum quantise_global { QUANTISE_GLOBAL_TENSOR = 0, QUANTISE_GLOBAL_EXPERT = 1, QUANTISE_GLOBAL_ROW = 2 } quantise_global;
+typedef enum quantise_global {
+    QUANTISE_GLOBAL_TENSOR = 0,
+    QUANTISE_GLOBAL_EXPERT = 1,
+    QUANTISE_GLOBAL_ROW = 2
+} quantise_global;
 
 /* A value that is not finite is an error on the CPU, found before anything is written. */
 typedef struct quantise_args {
@@ -33,7 +42,8 @@ typedef struct quantise_args {
     quantise_scales choice;
     quantise_global per;
     bool columns;            /* blocks along the rows of x [E, K, N], else along its last dimension */
-    quern_tensor x, offsets; /* offsets: i32 [E], where each expert's rows end; for a global an expert of rows */
+    quern_tensor x,
+        offsets; /* offsets: i32 [E], where each expert's rows end; for a global an expert of rows */
     quern_tensor given;      /* globals; absent: computed */
     quern_tensor codes, scales;
     quern_tensor global; /* written: as given, or computed. May be absent with `given` */

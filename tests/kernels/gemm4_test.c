@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* gemm4_test.c - the tile kernels of products with NVFP4 weights at every level: decoding and integer sums are exact. */
+/* gemm4_test.c - the tile kernels of products with NVFP4 weights at every level: decoding and integer sums
+ * are exact. */
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/gemm4/gemm4_kernels.h"
@@ -33,7 +34,8 @@ static test_tensor random_units(test_random *random, int64_t units)
     test_tensor t = bytes_of(random, units * GEMM4_UNIT_BYTES, TEST_UNALIGNED);
     uint8_t *p = t.view.data;
     for (int64_t i = 0; i < units * GEMM4_UNIT_BYTES; i++)
-        p[i] = (uint8_t)(i % GEMM4_STRIP_BYTES < 64 ? test_random_int(random, 0, 126) : test_random_int(random, 0, 255));
+        p[i] = (uint8_t)(i % GEMM4_STRIP_BYTES < 64 ? test_random_int(random, 0, 126)
+                                                    : test_random_int(random, 0, 255));
     return t;
 }
 
@@ -41,14 +43,16 @@ static test_tensor random_units(test_random *random, int64_t units)
 static int code_at(const test_tensor *units, int64_t k, int64_t column)
 {
     static const int nibble_of_k[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-    const uint8_t *strip = (const uint8_t *)units->view.data + k / 64 * GEMM4_UNIT_BYTES + column / 16 * GEMM4_STRIP_BYTES;
+    const uint8_t *strip =
+        (const uint8_t *)units->view.data + k / 64 * GEMM4_UNIT_BYTES + column / 16 * GEMM4_STRIP_BYTES;
     const int nibble = nibble_of_k[k % 8];
     return strip[64 + k % 64 / 8 * 64 + column % 16 * 4 + nibble / 2] >> 4 * (nibble % 2) & 15;
 }
 
 static int scale_at(const test_tensor *units, int64_t k, int64_t column)
 {
-    const uint8_t *strip = (const uint8_t *)units->view.data + k / 64 * GEMM4_UNIT_BYTES + column / 16 * GEMM4_STRIP_BYTES;
+    const uint8_t *strip =
+        (const uint8_t *)units->view.data + k / 64 * GEMM4_UNIT_BYTES + column / 16 * GEMM4_STRIP_BYTES;
     return strip[k % 64 / 16 * 16 + column % 16];
 }
 
@@ -57,17 +61,20 @@ static double weight_at(const test_tensor *units, int64_t k, int64_t column)
     return (double)oracle_e2m1(code_at(units, k, column)) * (double)oracle_e4m3(scale_at(units, k, column));
 }
 
-static void expect(const gemm4_kernels *kernels, const char *what, int64_t k, int64_t column, double got, double expected, double bound)
+static void expect(const gemm4_kernels *kernels, const char *what, int64_t k, int64_t column, double got,
+                   double expected, double bound)
 {
     if (!(fabs(got - expected) <= bound))
-        fail_msg("%s %s at (%lld, %lld): %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level), what, (long long)k,
-                 (long long)column, got, expected, bound);
+        fail_msg("%s %s at (%lld, %lld): %.9g, expected %.9g within %.3g",
+                 quern_cpu_level_name(kernels->level), what, (long long)k, (long long)column, got, expected,
+                 bound);
 }
 
 static void decode(const gemm4_kernels *kernels, test_random *random)
 {
     for (int64_t units = 0; units <= UNITS_MOST; units++) {
-        test_tensor panel = random_units(random, units), out = floats_of(random, units * GEMM4_UNIT * GEMM4_PANEL);
+        test_tensor panel = random_units(random, units),
+                    out = floats_of(random, units * GEMM4_UNIT * GEMM4_PANEL);
         test_tensor words = floats_of(random, units * GEMM4_UNIT / 2 * GEMM4_PANEL);
         kernels->decode_f32(panel.view.data, units, out.view.data);
         if (kernels->decode_bf16 != NULL) kernels->decode_bf16(panel.view.data, units, words.view.data);
@@ -95,14 +102,17 @@ static void rows_bf16(const gemm4_kernels *kernels, test_random *random)
     const attention_kernels *dense = attention_kernels_for(kernels->level);
     static uint32_t decoded[DEPTH_MOST / 2 * GEMM4_PANEL];
     for (int64_t i = 0; i < 2 * UNITS_MOST * GEMM4_FEW_ROWS; i++) {
-        const int64_t rows = i / 2 % GEMM4_FEW_ROWS + 1, units = i / 2 / GEMM4_FEW_ROWS + 1, depth = units * GEMM4_UNIT, count = rows * (depth + 6);
-        test_tensor panel = random_units(random, units), a = test_tensor_make(random, QUERN_BF16, 1, &count, TEST_CONTIGUOUS);
+        const int64_t rows = i / 2 % GEMM4_FEW_ROWS + 1, units = i / 2 / GEMM4_FEW_ROWS + 1,
+                      depth = units * GEMM4_UNIT, count = rows * (depth + 6);
+        test_tensor panel = random_units(random, units),
+                    a = test_tensor_make(random, QUERN_BF16, 1, &count, TEST_CONTIGUOUS);
         test_tensor c = floats_of(random, rows * GEMM4_PANEL);
         test_tensor_normal(&a, random, 1), test_tensor_normal(&c, random, 1);
         float expected[GEMM4_FEW_ROWS * GEMM4_PANEL];
         memcpy(expected, c.view.data, (size_t)(rows * GEMM4_PANEL) * 4);
         kernels->decode_bf16(panel.view.data, units, decoded);
-        dense->mm_bf16(rows, GEMM4_PANEL, depth / 2, a.view.data, depth / 2 + 3, 1, decoded, GEMM4_PANEL, expected, GEMM4_PANEL, i % 2);
+        dense->mm_bf16(rows, GEMM4_PANEL, depth / 2, a.view.data, depth / 2 + 3, 1, decoded, GEMM4_PANEL,
+                       expected, GEMM4_PANEL, i % 2);
         kernels->rows_bf16(panel.view.data, units, rows, a.view.data, depth / 2 + 3, c.view.data, i % 2);
         test_tensor_check_guards(&c, "rows_bf16");
         assert_memory_equal(c.view.data, expected, (size_t)(rows * GEMM4_PANEL) * 4);
@@ -116,13 +126,15 @@ static void row_f32(const gemm4_kernels *kernels, test_random *random)
     static float decoded[DEPTH_MOST * GEMM4_PANEL];
     for (int64_t i = 0; i < 2 * UNITS_MOST; i++) {
         const int64_t units = i / 2 + 1, depth = units * GEMM4_UNIT;
-        test_tensor panel = random_units(random, units), a = floats_of(random, depth), c = floats_of(random, GEMM4_PANEL);
+        test_tensor panel = random_units(random, units), a = floats_of(random, depth),
+                    c = floats_of(random, GEMM4_PANEL);
         test_tensor_normal(&a, random, 1), test_tensor_normal(&c, random, 1);
         float expected[GEMM4_PANEL];
         memcpy(expected, c.view.data, sizeof expected);
         kernels->decode_f32(panel.view.data, units, decoded);
         for (int64_t n = 0; n < GEMM4_PANEL; n += dense->panel)
-            dense->mm_f32(1, dense->panel, depth, a.view.data, depth, 1, decoded + n, GEMM4_PANEL, expected + n, GEMM4_PANEL, i % 2);
+            dense->mm_f32(1, dense->panel, depth, a.view.data, depth, 1, decoded + n, GEMM4_PANEL,
+                          expected + n, GEMM4_PANEL, i % 2);
         kernels->row_f32(panel.view.data, units, a.view.data, c.view.data, i % 2);
         test_tensor_check_guards(&c, "row_f32");
         assert_memory_equal(c.view.data, expected, sizeof expected);
@@ -142,7 +154,8 @@ static void integers(const gemm4_kernels *kernels, test_random *random)
     static uint32_t codes[DEPTH_MOST / 4 * GEMM4_PANEL];
     static float scales[DEPTH_MOST / 16 * GEMM4_PANEL];
     for (int64_t rows = 0; rows <= 15; rows++) {
-        const int64_t units = test_random_int(random, 1, UNITS_MOST), depth = units * GEMM4_UNIT, blocks = depth / 16;
+        const int64_t units = test_random_int(random, 1, UNITS_MOST), depth = units * GEMM4_UNIT,
+                      blocks = depth / 16;
         test_tensor panel = random_units(random, units), c = floats_of(random, rows * GEMM4_PANEL),
                     a = bytes_of(random, rows * depth, TEST_CONTIGUOUS);
         float *a_scale = malloc((size_t)(rows * blocks + 1) * sizeof *a_scale);
@@ -151,12 +164,15 @@ static void integers(const gemm4_kernels *kernels, test_random *random)
         int8_t *values = a.view.data;
         for (int64_t i = 0; i < rows * blocks; i++) {
             start[i] = 0, a_scale[i] = oracle_e4m3((int)test_random_int(random, 0, 126));
-            for (int64_t j = 0; j < 16; j++) start[i] -= 12 * (values[16 * i + j] = (int8_t)test_random_int(random, -127, 127));
+            for (int64_t j = 0; j < 16; j++)
+                start[i] -= 12 * (values[16 * i + j] = (int8_t)test_random_int(random, -127, 127));
         }
         test_tensor_normal(&c, random, 1);
         double *old = test_tensor_get(&c);
         kernels->decode_i8(panel.view.data, units, codes, scales);
-        const gemm4_i8_tile t = {rows, blocks, (const uint32_t *)a.view.data, a_scale, start, blocks, codes, scales, c.view.data, rows % 2};
+        const gemm4_i8_tile t = {
+            rows,        blocks,  (const uint32_t *)a.view.data, a_scale, start, blocks, codes, scales,
+            c.view.data, rows % 2};
         kernels->mm_i8(&t);
         test_tensor_check_guards(&c, "mm_i8");
         double *got = test_tensor_get(&c);
@@ -166,8 +182,10 @@ static void integers(const gemm4_kernels *kernels, test_random *random)
             for (int64_t b = 0; b < blocks; b++) {
                 double block = 0; /* exact */
                 for (int64_t j = 16 * b; j < 16 * b + 16; j++)
-                    block += values[r * depth + j] * 2 * (double)oracle_e2m1(code_at(&panel, k_of_byte(j), n));
-                const double term = block * (double)a_scale[r * blocks + b] * (double)oracle_e4m3(scale_at(&panel, 16 * b, n));
+                    block +=
+                        values[r * depth + j] * 2 * (double)oracle_e2m1(code_at(&panel, k_of_byte(j), n));
+                const double term = block * (double)a_scale[r * blocks + b] *
+                                    (double)oracle_e4m3(scale_at(&panel, 16 * b, n));
                 sum += term, size += fabs(term);
             }
             expect(kernels, "mm_i8", r, n, got[i], sum, (double)(blocks + 1) * 0x1p-24 * size);
@@ -180,14 +198,17 @@ static void integers(const gemm4_kernels *kernels, test_random *random)
 static void scale_row(const gemm4_kernels *kernels, test_random *random)
 {
     for (int64_t n = 0; n <= GEMM4_PANEL; n++) {
-        test_tensor acc = floats_of(random, n), g = floats_of(random, n), bias = floats_of(random, n), out = floats_of(random, n);
-        test_tensor_normal(&acc, random, 1), test_tensor_normal(&g, random, 1), test_tensor_normal(&bias, random, 1);
+        test_tensor acc = floats_of(random, n), g = floats_of(random, n), bias = floats_of(random, n),
+                    out = floats_of(random, n);
+        test_tensor_normal(&acc, random, 1), test_tensor_normal(&g, random, 1),
+            test_tensor_normal(&bias, random, 1);
         double *x = test_tensor_get(&acc), *y = test_tensor_get(&g), *z = test_tensor_get(&bias);
         kernels->scale_row(acc.view.data, 0.3f, g.view.data, n % 2 ? bias.view.data : NULL, n, out.view.data);
         test_tensor_check_guards(&out, "scale_row");
         double *got = test_tensor_get(&out);
         for (int64_t i = 0; i < n; i++) {
-            const float global = 0.3f * (float)y[i], product = (float)x[i] * global, sum = n % 2 ? product + (float)z[i] : product;
+            const float global = 0.3f * (float)y[i], product = (float)x[i] * global,
+                        sum = n % 2 ? product + (float)z[i] : product;
             expect(kernels, "scale_row", 0, i, got[i], (double)sum, 0);
         }
         free(x), free(y), free(z), free(got);
@@ -209,7 +230,7 @@ static void at_every_level(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {KERNEL_TEST(decode), KERNEL_TEST(rows_bf16), KERNEL_TEST(row_f32), KERNEL_TEST(integers),
-                                       KERNEL_TEST(scale_row)};
+    const struct CMUnitTest tests[] = {KERNEL_TEST(decode), KERNEL_TEST(rows_bf16), KERNEL_TEST(row_f32),
+                                       KERNEL_TEST(integers), KERNEL_TEST(scale_row)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

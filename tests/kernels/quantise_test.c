@@ -14,10 +14,12 @@ typedef struct kernel_test {
 } kernel_test;
 
 static const quern_dtype activations[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
-static const int64_t lengths[] = {0, 1, 3, 15, 16, 17, 31, 48, 64, 100, 127, 128, 250, 256, 272, 301, 512, 1000};
+static const int64_t lengths[] = {0,   1,   3,   15,  16,  17,  31,  48,  64,
+                                  100, 127, 128, 250, 256, 272, 301, 512, 1000};
 enum { LENGTHS = sizeof lengths / sizeof *lengths };
 
-static test_tensor tensor_of(test_random *random, quern_dtype dtype, int64_t rows, int64_t n, test_layout layout)
+static test_tensor tensor_of(test_random *random, quern_dtype dtype, int64_t rows, int64_t n,
+                             test_layout layout)
 {
     const int64_t shape[] = {rows, n};
     return test_tensor_make(random, dtype, 2, shape, layout);
@@ -27,12 +29,14 @@ static test_tensor tensor_of(test_random *random, quern_dtype dtype, int64_t row
 static float global_for(test_random *random, oracle_profile profile, float amax)
 {
     static const float stale[] = {1e-30f, 1e30f, 0x1p-140f, 1, 3e38f};
-    return test_random_one_in(random, 3) ? stale[test_random_int(random, 0, 4)] : oracle_nvfp4_global(profile, amax);
+    return test_random_one_in(random, 3) ? stale[test_random_int(random, 0, 4)]
+                                         : oracle_nvfp4_global(profile, amax);
 }
 
 static quantise_rule rule_of(int index, float global)
 {
-    return (quantise_rule){(quantise_profile)nvfp4_case_profile(index), (quantise_scales)nvfp4_case_scales(index), global};
+    return (quantise_rule){(quantise_profile)nvfp4_case_profile(index),
+                           (quantise_scales)nvfp4_case_scales(index), global};
 }
 
 static int nibble(const uint8_t *codes, int64_t i)
@@ -61,17 +65,21 @@ static void magnitude(const quantise_kernels *kernels, test_random *random)
     }
 }
 
-static void expect_block(const quantise_kernels *kernels, const quantise_rule *rule, const float x[16], const int got[16], int scale, int64_t n)
+static void expect_block(const quantise_kernels *kernels, const quantise_rule *rule, const float x[16],
+                         const int got[16], int scale, int64_t n)
 {
     uint8_t codes[16];
-    const int expected = oracle_nvfp4_block((oracle_profile)rule->profile, (oracle_scales)rule->scales, rule->global, x, codes);
+    const int expected = oracle_nvfp4_block((oracle_profile)rule->profile, (oracle_scales)rule->scales,
+                                            rule->global, x, codes);
     if (scale != expected)
-        fail_msg("%s profile %d scales %d global %a n %lld: scale %d, expected %d", quern_cpu_level_name(kernels->level), (int)rule->profile,
-                 (int)rule->scales, (double)rule->global, (long long)n, scale, expected);
+        fail_msg("%s profile %d scales %d global %a n %lld: scale %d, expected %d",
+                 quern_cpu_level_name(kernels->level), (int)rule->profile, (int)rule->scales,
+                 (double)rule->global, (long long)n, scale, expected);
     for (int i = 0; i < 16; i++)
         if (got[i] != codes[i])
-            fail_msg("%s profile %d scales %d global %a n %lld: %a became %d, expected %d under scale %d", quern_cpu_level_name(kernels->level),
-                     (int)rule->profile, (int)rule->scales, (double)rule->global, (long long)n, (double)x[i], got[i], codes[i], scale);
+            fail_msg("%s profile %d scales %d global %a n %lld: %a became %d, expected %d under scale %d",
+                     quern_cpu_level_name(kernels->level), (int)rule->profile, (int)rule->scales,
+                     (double)rule->global, (long long)n, (double)x[i], got[i], codes[i], scale);
 }
 
 static void quantise_row(const quantise_kernels *kernels, test_random *random)
@@ -85,7 +93,8 @@ static void quantise_row(const quantise_kernels *kernels, test_random *random)
                     scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
         nvfp4_case_fill(&t, random, test_random_one_in(random, 2));
         double *x = test_tensor_get(&t);
-        const quantise_rule rule = rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, n)));
+        const quantise_rule rule =
+            rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, n)));
         kernels->quantise_row(&rule, t.view.data, t.view.dtype, n, codes.view.data, scales.view.data);
         test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
         test_tensor_check_unchanged(&t, "x");
@@ -110,18 +119,22 @@ static void quantise_columns(const quantise_kernels *kernels, test_random *rando
         const int64_t n = lengths[i / 3 % LENGTHS];
         if (!nvfp4_case_accepted(index)) continue;
         test_tensor t = tensor_of(random, activations[i % 3], 16, n, TEST_STRIDED);
-        test_tensor codes = tensor_of(random, QUERN_U8, 8, n, TEST_STRIDED), scales = tensor_of(random, QUERN_U8, 1, n, TEST_UNALIGNED);
+        test_tensor codes = tensor_of(random, QUERN_U8, 8, n, TEST_STRIDED),
+                    scales = tensor_of(random, QUERN_U8, 1, n, TEST_UNALIGNED);
         nvfp4_case_fill(&t, random, test_random_one_in(random, 2));
         double *x = test_tensor_get(&t);
-        const quantise_rule rule = rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, 16 * n)));
-        kernels->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0], n, codes.view.data, codes.view.strides[0], scales.view.data);
+        const quantise_rule rule =
+            rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, 16 * n)));
+        kernels->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0], n, codes.view.data,
+                                  codes.view.strides[0], scales.view.data);
         test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
         for (int64_t c = 0; c < n; c++) {
             float block[16];
             int got[16];
             for (int r = 0; r < 16; r++) {
                 block[r] = (float)x[r * n + c];
-                got[r] = ((const uint8_t *)codes.view.data)[r / 2 * codes.view.strides[0] + c] >> 4 * (r % 2) & 15;
+                got[r] =
+                    ((const uint8_t *)codes.view.data)[r / 2 * codes.view.strides[0] + c] >> 4 * (r % 2) & 15;
             }
             expect_block(kernels, &rule, block, got, ((const uint8_t *)scales.view.data)[c], n);
         }
@@ -134,15 +147,19 @@ static void fill_bytes(test_tensor *t, test_random *random, int most)
 {
     const int64_t rows = t->view.shape[0], n = t->view.shape[1];
     for (int64_t i = 0; i < rows * n; i++)
-        ((uint8_t *)t->view.data)[i / n * t->view.strides[0] + i % n] = (uint8_t)test_random_int(random, 0, most);
+        ((uint8_t *)t->view.data)[i / n * t->view.strides[0] + i % n] =
+            (uint8_t)test_random_int(random, 0, most);
 }
 
-static void expect_meaning(const quantise_kernels *kernels, const quantise_rule *rule, quern_dtype dtype, int scale, int code, double got)
+static void expect_meaning(const quantise_kernels *kernels, const quantise_rule *rule, quern_dtype dtype,
+                           int scale, int code, double got)
 {
-    const double expected = test_round(dtype, (double)oracle_nvfp4_value((oracle_profile)rule->profile, rule->global, scale, code));
+    const double expected = test_round(
+        dtype, (double)oracle_nvfp4_value((oracle_profile)rule->profile, rule->global, scale, code));
     if (got != expected || signbit(got) != signbit(expected))
-        fail_msg("%s profile %d: code %d, scale %d, global %a as %s is %a, expected %a", quern_cpu_level_name(kernels->level), (int)rule->profile,
-                 code, scale, (double)rule->global, quern_dtype_name(dtype), got, expected);
+        fail_msg("%s profile %d: code %d, scale %d, global %a as %s is %a, expected %a",
+                 quern_cpu_level_name(kernels->level), (int)rule->profile, code, scale, (double)rule->global,
+                 quern_dtype_name(dtype), got, expected);
 }
 
 static void dequantise_row(const quantise_kernels *kernels, test_random *random)
@@ -151,7 +168,8 @@ static void dequantise_row(const quantise_kernels *kernels, test_random *random)
     for (int i = 0; i < 2 * 3 * LENGTHS; i++) {
         const int64_t n = lengths[i / 6], blocks = (n + 15) / 16;
         const bool reciprocal = i / 3 % 2;
-        const quantise_rule rule = {reciprocal ? QUANTISE_PROFILE_COMPRESSED_TENSORS : QUANTISE_PROFILE_RNE, QUANTISE_SCALES_RNE,
+        const quantise_rule rule = {reciprocal ? QUANTISE_PROFILE_COMPRESSED_TENSORS : QUANTISE_PROFILE_RNE,
+                                    QUANTISE_SCALES_RNE,
                                     globals[test_random_int(random, 0, reciprocal ? 2 : 4)]};
         test_tensor codes = tensor_of(random, QUERN_U8, 1, 8 * blocks, TEST_UNALIGNED),
                     scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
@@ -161,7 +179,8 @@ static void dequantise_row(const quantise_kernels *kernels, test_random *random)
         test_tensor_check_guards(&out, "out");
         double *got = test_tensor_get(&out);
         for (int64_t c = 0; c < n; c++)
-            expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[c / 16], nibble(codes.view.data, c), got[c]);
+            expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[c / 16],
+                           nibble(codes.view.data, c), got[c]);
         free(got);
         test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&out);
     }
@@ -171,17 +190,21 @@ static void dequantise_columns(const quantise_kernels *kernels, test_random *ran
 {
     for (int i = 0; i < 2 * 3 * LENGTHS; i++) {
         const int64_t n = lengths[i / 6];
-        const quantise_rule rule = {i / 3 % 2 ? QUANTISE_PROFILE_COMPRESSED_TENSORS : QUANTISE_PROFILE_MODELOPT, QUANTISE_SCALES_RNE, 0.3f};
-        test_tensor codes = tensor_of(random, QUERN_U8, 8, n, TEST_STRIDED), scales = tensor_of(random, QUERN_U8, 1, n, TEST_UNALIGNED);
+        const quantise_rule rule = {i / 3 % 2 ? QUANTISE_PROFILE_COMPRESSED_TENSORS
+                                              : QUANTISE_PROFILE_MODELOPT,
+                                    QUANTISE_SCALES_RNE, 0.3f};
+        test_tensor codes = tensor_of(random, QUERN_U8, 8, n, TEST_STRIDED),
+                    scales = tensor_of(random, QUERN_U8, 1, n, TEST_UNALIGNED);
         test_tensor out = tensor_of(random, activations[i % 3], 16, n, TEST_STRIDED);
         fill_bytes(&codes, random, 255), fill_bytes(&scales, random, 126);
-        kernels->dequantise_columns(&rule, codes.view.data, codes.view.strides[0], scales.view.data, n, out.view.data, out.view.dtype,
-                                    out.view.strides[0]);
+        kernels->dequantise_columns(&rule, codes.view.data, codes.view.strides[0], scales.view.data, n,
+                                    out.view.data, out.view.dtype, out.view.strides[0]);
         test_tensor_check_guards(&out, "out");
         double *got = test_tensor_get(&out);
         for (int64_t j = 0; j < 16 * n; j++) {
             const int byte = ((const uint8_t *)codes.view.data)[j / n / 2 * codes.view.strides[0] + j % n];
-            expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[j % n], byte >> 4 * (j / n % 2) & 15, got[j]);
+            expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[j % n],
+                           byte >> 4 * (j / n % 2) & 15, got[j]);
         }
         free(got);
         test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&out);
@@ -192,7 +215,8 @@ static void part_row(const quantise_kernels *kernels, test_random *random)
 {
     static const int64_t runs[] = {1, 3, 8, 16, 64};
     for (int i = 0; i < 5 * 3 * 2 * 6; i++) {
-        const int64_t q = runs[i % 5], width = q * test_random_int(random, 1, 1 + 200 / q), first = test_random_int(random, 0, width);
+        const int64_t q = runs[i % 5], width = q * test_random_int(random, 1, 1 + 200 / q),
+                      first = test_random_int(random, 0, width);
         const int64_t n = test_random_int(random, 0, width - first);
         test_tensor t = tensor_of(random, activations[i / 5 % 3], 1, 2 * width, TEST_UNALIGNED),
                     out = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
@@ -200,7 +224,8 @@ static void part_row(const quantise_kernels *kernels, test_random *random)
         kernels->part_row(t.view.data, t.view.dtype, first, i / 15 % 2, q, n, out.view.data);
         test_tensor_check_guards(&out, "part");
         double *x = test_tensor_get(&t), *got = test_tensor_get(&out);
-        for (int64_t c = 0; c < n; c++) assert_true(got[c] == x[oracle_interleaved_at(first + c, i / 15 % 2, q)]);
+        for (int64_t c = 0; c < n; c++)
+            assert_true(got[c] == x[oracle_interleaved_at(first + c, i / 15 % 2, q)]);
         free(x), free(got);
         test_tensor_free(&t), test_tensor_free(&out);
     }
@@ -217,7 +242,8 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
     for (int i = 0; i < 4 * LENGTHS; i++) {
         const swiglu_rule rule = rules[i % 4];
         const int64_t n = lengths[i / 4];
-        test_tensor gate = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED), up = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
+        test_tensor gate = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED),
+                    up = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
         test_tensor out = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
         test_tensor_normal(&gate, random, 6), test_tensor_normal(&up, random, 6);
         double *g = test_tensor_get(&gate), *u = test_tensor_get(&up);
@@ -227,11 +253,14 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
         double *got = test_tensor_get(&out);
         for (int64_t c = 0; c < n; c++) {
             const double limit = rule.limit > 0 ? (double)rule.limit : INFINITY, alpha = (double)rule.alpha;
-            const double x = g[c] > limit ? limit : g[c], y = isnan(u[c]) ? u[c] : clamp(u[c], -limit, limit) + (double)rule.beta;
+            const double x = g[c] > limit ? limit : g[c],
+                         y = isnan(u[c]) ? u[c] : clamp(u[c], -limit, limit) + (double)rule.beta;
             const double expected = x / (1 + exp(-alpha * x)) * y;
-            const double bound = (6 + 2 * fabs(alpha * x)) * 0x1p-23 * fabs(expected) + fabs(x * y) * 0x1p-126;
+            const double bound =
+                (6 + 2 * fabs(alpha * x)) * 0x1p-23 * fabs(expected) + fabs(x * y) * 0x1p-126;
             if (isnan(expected) ? !isnan(got[c]) : !(fabs(got[c] - expected) <= bound))
-                fail_msg("%s swiglu(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level), g[c], u[c], got[c], expected);
+                fail_msg("%s swiglu(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
+                         g[c], u[c], got[c], expected);
         }
         free(g), free(u), free(got);
         test_tensor_free(&gate), test_tensor_free(&up), test_tensor_free(&out);
@@ -253,8 +282,9 @@ static void at_every_level(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        KERNEL_TEST(magnitude),      KERNEL_TEST(quantise_row),       KERNEL_TEST(quantise_columns), KERNEL_TEST(dequantise_row),
-        KERNEL_TEST(dequantise_columns), KERNEL_TEST(part_row), KERNEL_TEST(swiglu_row),
+        KERNEL_TEST(magnitude),      KERNEL_TEST(quantise_row),       KERNEL_TEST(quantise_columns),
+        KERNEL_TEST(dequantise_row), KERNEL_TEST(dequantise_columns), KERNEL_TEST(part_row),
+        KERNEL_TEST(swiglu_row),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -18,15 +18,16 @@ void oracle_route_scores(oracle_score score, const double *logits, int64_t exper
     for (int64_t e = 0; score == ORACLE_SOFTMAX && e < experts; e++) scores[e] /= sum;
 }
 
-void oracle_route_weights(const double *scores, const int32_t *chosen, int64_t k, bool renormalize, double scale, double *weights)
+void oracle_route_weights(const double *scores, const int32_t *chosen, int64_t k, bool renormalize,
+                          double scale, double *weights)
 {
     double sum = 1e-20;
     for (int64_t j = 0; j < k; j++) sum += scores[chosen[j]];
     for (int64_t j = 0; j < k; j++) weights[j] = scores[chosen[j]] * scale / (renormalize ? sum : 1);
 }
 
-double oracle_route_loss(oracle_score score, const double *logits, int64_t experts, const int32_t *chosen, int64_t k, bool renormalize, double scale,
-                         const double *d_weights)
+double oracle_route_loss(oracle_score score, const double *logits, int64_t experts, const int32_t *chosen,
+                         int64_t k, bool renormalize, double scale, const double *d_weights)
 {
     double scores[512], weights[512], loss = 0;
     oracle_route_scores(score, logits, experts, scores);

@@ -62,7 +62,8 @@ static uint8_t code_of(oracle_profile profile, float y)
 {
     static const int half_steps[13] = {0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 7, 7};
     const float magnitude = clip6(fabsf(y));
-    const int code = profile == ORACLE_HALFSTEP ? half_steps[(int)rintf(2 * magnitude)] : oracle_e2m1_nearest(magnitude);
+    const int code =
+        profile == ORACLE_HALFSTEP ? half_steps[(int)rintf(2 * magnitude)] : oracle_e2m1_nearest(magnitude);
     return (uint8_t)(code + (y < 0 ? 8 : 0));
 }
 
@@ -133,11 +134,13 @@ static int choose(oracle_scales scales, const float xn[16], float a)
     return chosen;
 }
 
-int oracle_nvfp4_block(oracle_profile profile, oracle_scales scales, float global, const float x[16], uint8_t codes[16])
+int oracle_nvfp4_block(oracle_profile profile, oracle_scales scales, float global, const float x[16],
+                       uint8_t codes[16])
 {
     float xn[16];
     if (scales == ORACLE_SCALES_RNE && profile == ORACLE_MODELOPT) return block_modelopt(global, x, codes);
-    if (scales == ORACLE_SCALES_RNE && profile == ORACLE_COMPRESSED) return block_compressed(global, x, codes);
+    if (scales == ORACLE_SCALES_RNE && profile == ORACLE_COMPRESSED)
+        return block_compressed(global, x, codes);
     const float g = profile == ORACLE_COMPRESSED ? 1.0f / global : global;
     for (int i = 0; i < 16; i++) xn[i] = x[i] / g;
     const float a = largest(xn);
@@ -145,7 +148,8 @@ int oracle_nvfp4_block(oracle_profile profile, oracle_scales scales, float globa
     if (a < 6 * 0x1p-9f) return 0;
     const int byte = choose(scales, xn, a);
     const float s = oracle_e4m3(byte);
-    for (int i = 0; i < 16; i++) codes[i] = code_of(profile == ORACLE_HALFSTEP ? ORACLE_HALFSTEP : ORACLE_RNE, xn[i] / s);
+    for (int i = 0; i < 16; i++)
+        codes[i] = code_of(profile == ORACLE_HALFSTEP ? ORACLE_HALFSTEP : ORACLE_RNE, xn[i] / s);
     return byte;
 }
 
@@ -166,7 +170,8 @@ static bool all_zero(const uint8_t codes[32])
     return true;
 }
 
-int64_t oracle_nvfp4_from_mxfp4(uint8_t *codes, const uint8_t *exponents, int64_t blocks, uint8_t *scales, float *global)
+int64_t oracle_nvfp4_from_mxfp4(uint8_t *codes, const uint8_t *exponents, int64_t blocks, uint8_t *scales,
+                                float *global)
 {
     int largest_exponent = -1;
     int64_t rounded = 0;

@@ -13,7 +13,8 @@ static void element(const oracle_product *p, int64_t e, int64_t t, int64_t n)
         size += fabs(term);
     }
     const float global = (float)p->a_global[t] * (float)p->b_global[e * p->n + n];
-    const double bias = p->bias != 0 ? p->bias[e * p->n + n] : 0, old = p->old != 0 ? p->old[t * p->n + n] : 0;
+    const double bias = p->bias != 0 ? p->bias[e * p->n + n] : 0,
+                 old = p->old != 0 ? p->old[t * p->n + n] : 0;
     p->c[t * p->n + n] = sum * (double)global + bias + old;
     p->size[t * p->n + n] = size * (double)global + fabs(bias) + fabs(old);
 }

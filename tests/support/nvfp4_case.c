@@ -31,7 +31,8 @@ static double value(test_random *random, quern_dtype dtype, double sigma, bool e
     const double sign = test_random_one_in(random, 2) ? 1 : -1;
     if (test_random_one_in(random, 4)) return sign * ties[test_random_int(random, 0, 11)] * sigma;
     if (extreme && test_random_one_in(random, 40)) return sign * largest_of(dtype);
-    if (extreme && test_random_one_in(random, 20)) return sign * (dtype == QUERN_F16 ? 0x1p-24 : dtype == QUERN_BF16 ? 0x1p-133 : 0x1p-149);
+    if (extreme && test_random_one_in(random, 20))
+        return sign * (dtype == QUERN_F16 ? 0x1p-24 : dtype == QUERN_BF16 ? 0x1p-133 : 0x1p-149);
     return sigma * test_random_normal(random);
 }
 
@@ -40,7 +41,8 @@ void nvfp4_case_fill(test_tensor *t, test_random *random, bool extreme)
     const int64_t count = test_tensor_count(t);
     double *x = test_doubles(count), sigma = 1;
     for (int64_t i = 0; i < count; i++) {
-        if (i % 16 == 0) sigma = test_random_one_in(random, 8) ? 0 : ldexp(1, (int)test_random_int(random, -12, 6));
+        if (i % 16 == 0)
+            sigma = test_random_one_in(random, 8) ? 0 : ldexp(1, (int)test_random_int(random, -12, 6));
         x[i] = value(random, t->view.dtype, sigma, extreme);
         if (fabs(x[i]) > largest_of(t->view.dtype)) x[i] = 1;
     }

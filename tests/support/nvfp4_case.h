@@ -16,8 +16,9 @@ bool nvfp4_case_accepted(int index);
 oracle_profile nvfp4_case_profile(int index);
 oracle_scales nvfp4_case_scales(int index);
 
-/* Fills a tensor with values that differ in magnitude from block to block, among them ties of both formats, zeros of both
- * signs, subnormal numbers, the largest ones of the dtype, and blocks of zeros. `extreme` allows the last ones but zeros. */
+/* Fills a tensor with values that differ in magnitude from block to block, among them ties of both formats,
+ * zeros of both signs, subnormal numbers, the largest ones of the dtype, and blocks of zeros. `extreme`
+ * allows the last ones but zeros. */
 void nvfp4_case_fill(test_tensor *t, test_random *random, bool extreme);
 /* The largest magnitude, exact in f32. */
 float nvfp4_case_amax(const double *x, int64_t count);

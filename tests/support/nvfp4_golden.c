@@ -41,7 +41,8 @@ static quern_tensor named(const nvfp4_golden_file *f, const char *profile, const
     char full[200];
     quern_tensor t;
     snprintf(full, sizeof full, "%s.%s.%s", profile, kind, name);
-    if (quern_safetensors_get(f->file, full, &t) != QUERN_OK) fail_msg("%s: %s", full, quern_last_error(NULL));
+    if (quern_safetensors_get(f->file, full, &t) != QUERN_OK)
+        fail_msg("%s: %s", full, quern_last_error(NULL));
     return t;
 }
 
@@ -55,7 +56,8 @@ bool nvfp4_golden_next(nvfp4_golden_file *f, nvfp4_golden *g)
             snprintf(global, sizeof global, "%s.gscale.%s", prefixes[f->profile], full + 3);
             if (!quern_safetensors_has(f->file, global)) continue;
             *g = (nvfp4_golden){.name = full + 3, .profile = (oracle_profile)f->profile, .count = 1};
-            if (quern_safetensors_get(f->file, full, &g->in) != QUERN_OK) fail_msg("%s: %s", full, quern_last_error(NULL));
+            if (quern_safetensors_get(f->file, full, &g->in) != QUERN_OK)
+                fail_msg("%s: %s", full, quern_last_error(NULL));
             for (int32_t i = 0; i < g->in.ndim; i++) g->count *= g->in.shape[i];
             g->columns = g->in.shape[g->in.ndim - 1];
             g->rows = g->count / g->columns;
@@ -75,12 +77,14 @@ void nvfp4_golden_free(nvfp4_golden *g)
     free(g->x);
 }
 
-const uint8_t *nvfp4_golden_bytes(const nvfp4_golden_file *f, const char *prefix, const char *name, int64_t *bytes)
+const uint8_t *nvfp4_golden_bytes(const nvfp4_golden_file *f, const char *prefix, const char *name,
+                                  int64_t *bytes)
 {
     char full[200];
     quern_tensor t;
     snprintf(full, sizeof full, "%s%s", prefix, name);
-    if (quern_safetensors_get(f->file, full, &t) != QUERN_OK) fail_msg("%s: %s", full, quern_last_error(NULL));
+    if (quern_safetensors_get(f->file, full, &t) != QUERN_OK)
+        fail_msg("%s: %s", full, quern_last_error(NULL));
     *bytes = 1;
     for (int32_t i = 0; i < t.ndim; i++) *bytes *= t.shape[i];
     return t.data;

@@ -31,6 +31,7 @@ void nvfp4_golden_close(nvfp4_golden_file *file);
 bool nvfp4_golden_next(nvfp4_golden_file *file, nvfp4_golden *golden);
 void nvfp4_golden_free(nvfp4_golden *golden);
 /* The U8 tensor "prefix" + "name". */
-const uint8_t *nvfp4_golden_bytes(const nvfp4_golden_file *file, const char *prefix, const char *name, int64_t *bytes);
+const uint8_t *nvfp4_golden_bytes(const nvfp4_golden_file *file, const char *prefix, const char *name,
+                                  int64_t *bytes);
 
 #endif

@@ -25,7 +25,9 @@ static uint8_t *random_bytes(test_random *random, int64_t count, int low, int hi
 static double *random_globals(test_random *random, int64_t count)
 {
     double *values = test_doubles(count);
-    for (int64_t i = 0; i < count; i++) values[i] = (double)(float)ldexp(1 + test_random_uniform(random), (int)test_random_int(random, -9, -4));
+    for (int64_t i = 0; i < count; i++)
+        values[i] =
+            (double)(float)ldexp(1 + test_random_uniform(random), (int)test_random_int(random, -9, -4));
     return values;
 }
 
@@ -39,17 +41,20 @@ static void make_a(product_case *c, test_random *random)
         c->a_codes = random_bytes(random, c->tokens * c->k, 0, 15);
         c->a_scales = random_bytes(random, c->tokens * c->k / 16, 0, 126);
         c->a_values = test_doubles(c->tokens * c->k);
-        for (int64_t i = 0; i < c->tokens * c->k; i++) c->a_values[i] = (double)oracle_e2m1(c->a_codes[i]) * (double)oracle_e4m3(c->a_scales[i / 16]);
+        for (int64_t i = 0; i < c->tokens * c->k; i++)
+            c->a_values[i] = (double)oracle_e2m1(c->a_codes[i]) * (double)oracle_e4m3(c->a_scales[i / 16]);
         return;
     }
-    c->a = test_tensor_make(random, dtypes[c->kind], 2, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
+    c->a = test_tensor_make(random, dtypes[c->kind], 2, shape,
+                            (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
     test_tensor_normal(&c->a, random, 1);
     c->a_values = test_tensor_get(&c->a);
     for (int64_t t = 0; c->kind == PRODUCT_A_INT8 && t < c->tokens; t++) {
         float amax = 0;
         for (int64_t k = 0; k < c->k; k++) amax = fmaxf(amax, fabsf((float)c->a_values[t * c->k + k]));
         const float scale = amax > 0 ? amax / 127 : 1;
-        for (int64_t k = 0; k < c->k; k++) c->a_values[t * c->k + k] = (double)rintf((float)c->a_values[t * c->k + k] / scale);
+        for (int64_t k = 0; k < c->k; k++)
+            c->a_values[t * c->k + k] = (double)rintf((float)c->a_values[t * c->k + k] / scale);
         c->a_row_scale[t] = (double)scale;
     }
 }
@@ -60,44 +65,54 @@ static void make_epilogue(product_case *c, test_random *random)
     c->c_dtype = dtypes[test_random_int(random, 0, 2)];
     c->quantised = test_random_one_in(random, 4);
     c->c_global = 0.3f;
-    c->params.profile = test_random_one_in(random, 2) ? QUERN_NVFP4_PROFILE_RNE : QUERN_NVFP4_PROFILE_MODELOPT;
+    c->params.profile =
+        test_random_one_in(random, 2) ? QUERN_NVFP4_PROFILE_RNE : QUERN_NVFP4_PROFILE_MODELOPT;
     if (test_random_one_in(random, 2)) c->bias = random_globals(random, c->experts * c->n);
-    if (c->params.activation == QUERN_NVFP4_ACTIVATION_NONE && !c->quantised && test_random_one_in(random, 2)) {
+    if (c->params.activation == QUERN_NVFP4_ACTIVATION_NONE && !c->quantised &&
+        test_random_one_in(random, 2)) {
         c->params.accumulate = true;
         c->old = test_doubles(c->tokens * c->n);
-        for (int64_t i = 0; i < c->tokens * c->n; i++) c->old[i] = test_round(c->c_dtype, test_random_normal(random));
+        for (int64_t i = 0; i < c->tokens * c->n; i++)
+            c->old[i] = test_round(c->c_dtype, test_random_normal(random));
     }
 }
 
 product_case product_make(test_random *random, product_a kind)
 {
     static const int64_t runs[] = {8, 8, 1, 16, 32};
-    product_case c = {.kind = kind, .params = QUERN_NVFP4_GEMM_PARAMS_INIT, .experts = test_random_int(random, 1, 5)};
+    product_case c = {
+        .kind = kind, .params = QUERN_NVFP4_GEMM_PARAMS_INIT, .experts = test_random_int(random, 1, 5)};
     const bool paired = test_random_one_in(random, 2);
     c.params.a8 = kind == PRODUCT_A_INT8;
     c.params.a_global_per = (quern_nvfp4_global)test_random_int(random, 0, 2);
     c.params.granularity = runs[test_random_int(random, 0, 4)];
-    c.n = paired ? 2 * c.params.granularity * test_random_int(random, 1, 1 + 80 / c.params.granularity) : test_random_int(random, 1, 150);
-    c.k = 16 * (test_random_one_in(random, 4) ? test_random_int(random, 0, 3) : test_random_int(random, 1, 40));
-    c.tokens = test_random_one_in(random, 12) ? test_random_int(random, 380, 800) : test_random_int(random, 0, 24);
+    c.n = paired ? 2 * c.params.granularity * test_random_int(random, 1, 1 + 80 / c.params.granularity)
+                 : test_random_int(random, 1, 150);
+    c.k =
+        16 * (test_random_one_in(random, 4) ? test_random_int(random, 0, 3) : test_random_int(random, 1, 40));
+    c.tokens =
+        test_random_one_in(random, 12) ? test_random_int(random, 380, 800) : test_random_int(random, 0, 24);
     if (paired && test_random_one_in(random, 2)) {
         c.params.activation = QUERN_NVFP4_ACTIVATION_SWIGLU;
         if (test_random_one_in(random, 2)) c.params.limit = 2, c.params.alpha = 1.702f, c.params.beta = 1;
     }
     c.ends = allocate(c.experts * (int64_t)sizeof *c.ends);
     for (int64_t e = 0, at = 0; e < c.experts; e++) {
-        if (!test_random_one_in(random, 3)) at = test_random_one_in(random, 2) ? c.tokens : test_random_int(random, at, c.tokens);
+        if (!test_random_one_in(random, 3))
+            at = test_random_one_in(random, 2) ? c.tokens : test_random_int(random, at, c.tokens);
         c.ends[e] = (int32_t)at;
     }
     c.b_codes = random_bytes(random, c.experts * c.k * c.n, 0, 15);
-    c.b_scales = random_bytes(random, c.experts * c.k / 16 * c.n, test_random_one_in(random, 2) ? 0 : 30, test_random_one_in(random, 2) ? 126 : 60);
+    c.b_scales = random_bytes(random, c.experts * c.k / 16 * c.n, test_random_one_in(random, 2) ? 0 : 30,
+                              test_random_one_in(random, 2) ? 126 : 60);
     make_a(&c, random);
     if (!test_random_one_in(random, 4)) {
         const int64_t counts[] = {1, c.experts, c.tokens};
         c.a_global = random_globals(random, counts[c.params.a_global_per]);
     }
     c.b_parts = (int)test_random_int(random, 0, paired ? 2 : 1);
-    if (!test_random_one_in(random, 4)) c.b_global = random_globals(random, c.b_parts == 0 ? 1 : c.experts * c.b_parts);
+    if (!test_random_one_in(random, 4))
+        c.b_global = random_globals(random, c.b_parts == 0 ? 1 : c.experts * c.b_parts);
     make_epilogue(&c, random);
     return c;
 }
@@ -105,7 +120,8 @@ product_case product_make(test_random *random, product_a kind)
 void product_free(product_case *c)
 {
     if (c->a.buffer != NULL) test_tensor_free(&c->a);
-    free(c->ends), free(c->b_codes), free(c->b_scales), free(c->a_codes), free(c->a_scales), free(c->a_values), free(c->a_row_scale);
+    free(c->ends), free(c->b_codes), free(c->b_scales), free(c->a_codes), free(c->a_scales),
+        free(c->a_values), free(c->a_row_scale);
     free(c->a_global), free(c->b_global), free(c->bias), free(c->old);
 }
 
@@ -115,7 +131,22 @@ int64_t product_out_columns(const product_case *c)
 }
 
 /* A call's tensors. */
-enum { A_CODES, A_SCALES, PAD, A_GLOBAL, B_CODES, B_SCALES, REPACKED, B_GLOBAL, OFFSETS, BIAS, C, C_CODES, C_SCALES, TENSORS };
+enum {
+    A_CODES,
+    A_SCALES,
+    PAD,
+    A_GLOBAL,
+    B_CODES,
+    B_SCALES,
+    REPACKED,
+    B_GLOBAL,
+    OFFSETS,
+    BIAS,
+    C,
+    C_CODES,
+    C_SCALES,
+    TENSORS
+};
 
 static test_layout any_layout(test_random *random)
 {
@@ -125,18 +156,23 @@ static test_layout any_layout(test_random *random)
 static uint8_t *byte_at(const test_tensor *t, int64_t i)
 {
     int64_t at = 0;
-    for (int32_t d = t->view.ndim - 1; d >= 0; i /= t->view.shape[d], d--) at += i % t->view.shape[d] * t->view.strides[d];
+    for (int32_t d = t->view.ndim - 1; d >= 0; i /= t->view.shape[d], d--)
+        at += i % t->view.shape[d] * t->view.strides[d];
     return (uint8_t *)t->view.data + at;
 }
 
 static void make_a_codes(const product_case *c, test_random *random, test_tensor t[TENSORS], bool swizzled)
 {
-    const int64_t codes[] = {c->tokens, c->k / 2}, scales[] = {c->tokens, c->k / 16}, entries = c->experts + 1, row = (c->k / 16 + 3) / 4 * 4;
+    const int64_t codes[] = {c->tokens, c->k / 2}, scales[] = {c->tokens, c->k / 16},
+                  entries = c->experts + 1, row = (c->k / 16 + 3) / 4 * 4;
     const int64_t bytes = (c->tokens + 128 * c->experts) / 128 * 128 * row;
     t[A_CODES] = test_tensor_make(random, QUERN_U8, 2, codes, any_layout(random));
-    for (int64_t i = 0; i < c->tokens * c->k / 2; i++) *byte_at(&t[A_CODES], i) = (uint8_t)(c->a_codes[2 * i] | c->a_codes[2 * i + 1] << 4);
-    t[A_SCALES] = test_tensor_make(random, QUERN_U8, swizzled ? 1 : 2, swizzled ? &bytes : scales, any_layout(random));
-    for (int64_t i = 0; !swizzled && i < c->tokens * c->k / 16; i++) *byte_at(&t[A_SCALES], i) = c->a_scales[i];
+    for (int64_t i = 0; i < c->tokens * c->k / 2; i++)
+        *byte_at(&t[A_CODES], i) = (uint8_t)(c->a_codes[2 * i] | c->a_codes[2 * i + 1] << 4);
+    t[A_SCALES] =
+        test_tensor_make(random, QUERN_U8, swizzled ? 1 : 2, swizzled ? &bytes : scales, any_layout(random));
+    for (int64_t i = 0; !swizzled && i < c->tokens * c->k / 16; i++)
+        *byte_at(&t[A_SCALES], i) = c->a_scales[i];
     if (!swizzled) return;
     memset(t[A_SCALES].view.data, 0, (size_t)bytes);
     int32_t *pad = allocate(entries * 4), at = 0;
@@ -144,7 +180,8 @@ static void make_a_codes(const product_case *c, test_random *random, test_tensor
         pad[e] = at;
         for (int64_t r = first; r < c->ends[e]; r++)
             for (int64_t b = 0; b < c->k / 16; b++)
-                ((uint8_t *)t[A_SCALES].view.data)[at * row + oracle_swizzled_at(r - first, b, c->k / 16)] = c->a_scales[r * c->k / 16 + b];
+                ((uint8_t *)t[A_SCALES].view.data)[at * row + oracle_swizzled_at(r - first, b, c->k / 16)] =
+                    c->a_scales[r * c->k / 16 + b];
         at += (int32_t)((c->ends[e] - first + 127) / 128 * 128);
     }
     pad[c->experts] = at;
@@ -154,32 +191,41 @@ static void make_a_codes(const product_case *c, test_random *random, test_tensor
 }
 
 /* Where scale (b, n) of an expert stands in a tensor of the layout. */
-static uint8_t *b_scale_at(const product_case *c, const test_tensor *t, product_layout layout, int64_t e, int64_t b, int64_t n)
+static uint8_t *b_scale_at(const product_case *c, const test_tensor *t, product_layout layout, int64_t e,
+                           int64_t b, int64_t n)
 {
     const int64_t blocks = c->k / 16;
-    if (layout == PRODUCT_SWIZZLED) return (uint8_t *)t->view.data + e * t->view.strides[0] + oracle_swizzled_at(n, b, blocks);
-    if (layout == PRODUCT_K_MAJOR || layout == PRODUCT_TRANSPOSED) return byte_at(t, (e * c->n + n) * blocks + b);
+    if (layout == PRODUCT_SWIZZLED)
+        return (uint8_t *)t->view.data + e * t->view.strides[0] + oracle_swizzled_at(n, b, blocks);
+    if (layout == PRODUCT_K_MAJOR || layout == PRODUCT_TRANSPOSED)
+        return byte_at(t, (e * c->n + n) * blocks + b);
     return byte_at(t, (e * blocks + b) * c->n + n);
 }
 
 static void make_b(const product_case *c, test_random *random, test_tensor t[TENSORS], product_layout layout)
 {
     const bool k_major = layout == PRODUCT_K_MAJOR || layout == PRODUCT_TRANSPOSED;
-    const int64_t codes[] = {c->experts, k_major ? c->n : c->k / 2, k_major ? c->k / 2 : c->n}, blocks = c->k / 16;
+    const int64_t codes[] = {c->experts, k_major ? c->n : c->k / 2, k_major ? c->k / 2 : c->n},
+                  blocks = c->k / 16;
     const int64_t scales[] = {c->experts, k_major ? c->n : blocks, k_major ? blocks : c->n};
     const int64_t swizzled[] = {c->experts, (c->n + 127) / 128 * 128 * ((blocks + 3) / 4 * 4)};
     const bool contiguous = layout == PRODUCT_TRANSPOSED;
-    t[B_CODES] = test_tensor_make(random, QUERN_U8, 3, codes, contiguous ? TEST_CONTIGUOUS : any_layout(random));
-    t[B_SCALES] =
-        test_tensor_make(random, QUERN_U8, layout == PRODUCT_SWIZZLED ? 2 : 3, layout == PRODUCT_SWIZZLED ? swizzled : scales, any_layout(random));
-    for (int64_t i = 0; layout == PRODUCT_SWIZZLED && i < test_tensor_count(&t[B_SCALES]); i++) *byte_at(&t[B_SCALES], i) = 0;
+    t[B_CODES] =
+        test_tensor_make(random, QUERN_U8, 3, codes, contiguous ? TEST_CONTIGUOUS : any_layout(random));
+    t[B_SCALES] = test_tensor_make(random, QUERN_U8, layout == PRODUCT_SWIZZLED ? 2 : 3,
+                                   layout == PRODUCT_SWIZZLED ? swizzled : scales, any_layout(random));
+    for (int64_t i = 0; layout == PRODUCT_SWIZZLED && i < test_tensor_count(&t[B_SCALES]); i++)
+        *byte_at(&t[B_SCALES], i) = 0;
     for (int64_t e = 0; e < c->experts; e++)
         for (int64_t n = 0; n < c->n; n++) {
             for (int64_t p = 0; p < c->k / 2; p++) {
                 const uint8_t *pair = c->b_codes + (e * c->k + 2 * p) * c->n + n;
-                *byte_at(&t[B_CODES], k_major ? (e * c->n + n) * c->k / 2 + p : (e * c->k / 2 + p) * c->n + n) = (uint8_t)(pair[0] | pair[c->n] << 4);
+                *byte_at(&t[B_CODES],
+                         k_major ? (e * c->n + n) * c->k / 2 + p : (e * c->k / 2 + p) * c->n + n) =
+                    (uint8_t)(pair[0] | pair[c->n] << 4);
             }
-            for (int64_t b = 0; b < blocks; b++) *b_scale_at(c, &t[B_SCALES], layout, e, b, n) = c->b_scales[(e * blocks + b) * c->n + n];
+            for (int64_t b = 0; b < blocks; b++)
+                *b_scale_at(c, &t[B_SCALES], layout, e, b, n) = c->b_scales[(e * blocks + b) * c->n + n];
         }
     if (layout != PRODUCT_TRANSPOSED) return;
     quern_tensor *view = &t[B_CODES].view; /* [E, K/2, N] of [E, N, K/2] */
@@ -194,17 +240,20 @@ static void repack(const product_case *c, quern_context *ctx, test_random *rando
     quern_moe_prepack_tensors all = QUERN_MOE_PREPACK_TENSORS_INIT;
     t[REPACKED] = test_tensor_make(random, QUERN_U8, 2, shape, any_layout(random));
     all.b_codes = &t[B_CODES].view, all.b_scales = &t[B_SCALES].view, all.b_repacked = &t[REPACKED].view;
-    if (quern_moe_prepack(ctx, NULL, &p, &all, NULL, 0) != QUERN_OK) fail_msg("prepack: %s", quern_last_error(ctx));
+    if (quern_moe_prepack(ctx, NULL, &p, &all, NULL, 0) != QUERN_OK)
+        fail_msg("prepack: %s", quern_last_error(ctx));
     test_tensor_check_guards(&t[REPACKED], "b_repacked");
     test_tensor codes = test_tensor_copy(&t[B_CODES]), scales = test_tensor_copy(&t[B_SCALES]);
     test_tensor_reset(&t[B_CODES]), test_tensor_reset(&t[B_SCALES]);
     p.inverse = true;
-    if (quern_moe_prepack(ctx, NULL, &p, &all, NULL, 0) != QUERN_OK) fail_msg("unpack: %s", quern_last_error(ctx));
+    if (quern_moe_prepack(ctx, NULL, &p, &all, NULL, 0) != QUERN_OK)
+        fail_msg("unpack: %s", quern_last_error(ctx));
     assert_true(test_tensor_same_bits(&codes, &t[B_CODES]) && test_tensor_same_bits(&scales, &t[B_SCALES]));
     test_tensor_free(&codes), test_tensor_free(&scales);
 }
 
-static test_tensor f32_tensor(test_random *random, quern_dtype dtype, int32_t ndim, int64_t first, int64_t second, const double *values)
+static test_tensor f32_tensor(test_random *random, quern_dtype dtype, int32_t ndim, int64_t first,
+                              int64_t second, const double *values)
 {
     const int64_t shape[] = {first, second};
     test_tensor t = test_tensor_make(random, dtype, ndim, shape, any_layout(random));
@@ -214,12 +263,15 @@ static test_tensor f32_tensor(test_random *random, quern_dtype dtype, int32_t nd
 
 static void make_rest(const product_case *c, test_random *random, test_tensor t[TENSORS])
 {
-    const int64_t out = product_out_columns(c), blocks = (out + 15) / 16, counts[] = {1, c->experts, c->tokens};
-    const int64_t c_shape[] = {c->tokens, out}, codes[] = {c->tokens, 8 * blocks}, scales[] = {c->tokens, blocks};
+    const int64_t out = product_out_columns(c), blocks = (out + 15) / 16,
+                  counts[] = {1, c->experts, c->tokens};
+    const int64_t c_shape[] = {c->tokens, out}, codes[] = {c->tokens, 8 * blocks},
+                  scales[] = {c->tokens, blocks};
     if (c->a_global != NULL)
-        t[A_GLOBAL] =
-            f32_tensor(random, QUERN_F32, c->params.a_global_per != QUERN_NVFP4_GLOBAL_TENSOR, counts[c->params.a_global_per], 0, c->a_global);
-    if (c->b_global != NULL) t[B_GLOBAL] = f32_tensor(random, QUERN_F32, c->b_parts, c->experts, 2, c->b_global);
+        t[A_GLOBAL] = f32_tensor(random, QUERN_F32, c->params.a_global_per != QUERN_NVFP4_GLOBAL_TENSOR,
+                                 counts[c->params.a_global_per], 0, c->a_global);
+    if (c->b_global != NULL)
+        t[B_GLOBAL] = f32_tensor(random, QUERN_F32, c->b_parts, c->experts, 2, c->b_global);
     if (c->bias != NULL) t[BIAS] = f32_tensor(random, QUERN_F32, 2, c->experts, c->n, c->bias);
     t[OFFSETS] = test_tensor_make(random, QUERN_I32, 1, &c->experts, TEST_UNALIGNED);
     test_tensor_set_i32(&t[OFFSETS], c->ends);
@@ -243,7 +295,8 @@ static product_result read_result(const product_case *c, const test_tensor t[TEN
     }
     test_tensor_check_guards(&t[C_CODES], "c_codes"), test_tensor_check_guards(&t[C_SCALES], "c_scales");
     r.codes = allocate(c->tokens * 16 * blocks), r.scales = allocate(c->tokens * blocks);
-    for (int64_t i = 0; i < c->tokens * 16 * blocks; i++) r.codes[i] = *byte_at(&t[C_CODES], i / 2) >> 4 * (i % 2) & 15;
+    for (int64_t i = 0; i < c->tokens * 16 * blocks; i++)
+        r.codes[i] = *byte_at(&t[C_CODES], i / 2) >> 4 * (i % 2) & 15;
     for (int64_t i = 0; i < c->tokens * blocks; i++) r.scales[i] = *byte_at(&t[C_SCALES], i);
     return r;
 }
@@ -253,13 +306,15 @@ static const quern_tensor *view(const test_tensor *t)
     return t->buffer != NULL ? &t->view : NULL;
 }
 
-product_result product_run(const product_case *c, quern_context *ctx, test_random *random, product_layout layout)
+product_result product_run(const product_case *c, quern_context *ctx, test_random *random,
+                           product_layout layout)
 {
     test_tensor t[TENSORS] = {{.buffer = NULL}};
     size_t bytes = 0;
     quern_nvfp4_gemm_params p = c->params;
     quern_nvfp4_gemm_tensors all = QUERN_NVFP4_GEMM_TENSORS_INIT;
-    const quern_tensor c_global = quern_tensor_contiguous((void *)(uintptr_t)&c->c_global, QUERN_F32, 0, NULL);
+    const quern_tensor c_global =
+        quern_tensor_contiguous((void *)(uintptr_t)&c->c_global, QUERN_F32, 0, NULL);
     if (c->kind == PRODUCT_A_NVFP4) make_a_codes(c, random, t, layout == PRODUCT_SWIZZLED);
     make_b(c, random, t, layout);
     make_rest(c, random, t);
@@ -267,14 +322,19 @@ product_result product_run(const product_case *c, quern_context *ctx, test_rando
     if (layout == PRODUCT_K_MAJOR) p.b_codes = QUERN_NVFP4_CODES_K_MAJOR;
     if (layout == PRODUCT_K_MAJOR || layout == PRODUCT_TRANSPOSED) p.b_scales = QUERN_NVFP4_LAYOUT_K_MAJOR;
     if (layout == PRODUCT_SWIZZLED) p.b_scales = QUERN_NVFP4_LAYOUT_SWIZZLED;
-    all.a = view(&c->a), all.a_codes = view(&t[A_CODES]), all.a_scales = view(&t[A_SCALES]), all.pad_row_offsets = view(&t[PAD]);
-    all.a_global = view(&t[A_GLOBAL]), all.b_global = view(&t[B_GLOBAL]), all.offsets = view(&t[OFFSETS]), all.bias = view(&t[BIAS]);
-    all.b_repacked = view(&t[REPACKED]), all.c = view(&t[C]), all.c_codes = view(&t[C_CODES]), all.c_scales = view(&t[C_SCALES]);
+    all.a = view(&c->a), all.a_codes = view(&t[A_CODES]), all.a_scales = view(&t[A_SCALES]),
+    all.pad_row_offsets = view(&t[PAD]);
+    all.a_global = view(&t[A_GLOBAL]), all.b_global = view(&t[B_GLOBAL]), all.offsets = view(&t[OFFSETS]),
+    all.bias = view(&t[BIAS]);
+    all.b_repacked = view(&t[REPACKED]), all.c = view(&t[C]), all.c_codes = view(&t[C_CODES]),
+    all.c_scales = view(&t[C_SCALES]);
     if (layout != PRODUCT_REPACKED) all.b_codes = view(&t[B_CODES]), all.b_scales = view(&t[B_SCALES]);
     if (c->quantised) all.c_global = &c_global;
-    if (quern_nvfp4_gemm_workspace(ctx, &p, &all, &bytes) != QUERN_OK) fail_msg("workspace: %s", quern_last_error(ctx));
+    if (quern_nvfp4_gemm_workspace(ctx, &p, &all, &bytes) != QUERN_OK)
+        fail_msg("workspace: %s", quern_last_error(ctx));
     test_workspace w = test_workspace_make(bytes);
-    if (quern_nvfp4_gemm(ctx, NULL, &p, &all, w.data, w.bytes) != QUERN_OK) fail_msg("gemm: %s", quern_last_error(ctx));
+    if (quern_nvfp4_gemm(ctx, NULL, &p, &all, w.data, w.bytes) != QUERN_OK)
+        fail_msg("gemm: %s", quern_last_error(ctx));
     test_workspace_close(&w);
     if (c->a.buffer != NULL) test_tensor_check_unchanged(&c->a, "a");
     const product_result r = read_result(c, t);
@@ -317,7 +377,8 @@ product_case product_subset(const product_case *c, test_random *random, const bo
         s.ends[e] = (int32_t)rows;
     }
     s.b_codes = allocate(c->experts * c->k * c->n), s.b_scales = allocate(c->experts * c->k / 16 * c->n);
-    memcpy(s.b_codes, c->b_codes, (size_t)(c->experts * c->k * c->n)), memcpy(s.b_scales, c->b_scales, (size_t)(c->experts * c->k / 16 * c->n));
+    memcpy(s.b_codes, c->b_codes, (size_t)(c->experts * c->k * c->n)),
+        memcpy(s.b_scales, c->b_scales, (size_t)(c->experts * c->k / 16 * c->n));
     s.a_values = kept_rows(c->a_values, c->tokens, c->k, kept);
     s.a_row_scale = kept_rows(c->a_row_scale, c->tokens, 1, kept);
     if (c->a_codes != NULL) {
@@ -336,35 +397,47 @@ product_case product_subset(const product_case *c, test_random *random, const bo
     }
     if (c->a_global != NULL) {
         const int64_t counts[] = {1, c->experts, 0};
-        s.a_global = c->params.a_global_per == QUERN_NVFP4_GLOBAL_ROW ? kept_rows(c->a_global, c->tokens, 1, kept)
-                                                                      : test_doubles(counts[c->params.a_global_per]);
+        s.a_global = c->params.a_global_per == QUERN_NVFP4_GLOBAL_ROW
+                         ? kept_rows(c->a_global, c->tokens, 1, kept)
+                         : test_doubles(counts[c->params.a_global_per]);
         if (c->params.a_global_per != QUERN_NVFP4_GLOBAL_ROW)
             memcpy(s.a_global, c->a_global, sizeof(double) * (size_t)counts[c->params.a_global_per]);
     }
     const int64_t b_count = c->b_parts == 0 ? 1 : c->experts * c->b_parts;
-    if (c->b_global != NULL) s.b_global = memcpy(test_doubles(b_count), c->b_global, sizeof(double) * (size_t)b_count);
-    if (c->bias != NULL) s.bias = memcpy(test_doubles(c->experts * c->n), c->bias, sizeof(double) * (size_t)(c->experts * c->n));
+    if (c->b_global != NULL)
+        s.b_global = memcpy(test_doubles(b_count), c->b_global, sizeof(double) * (size_t)b_count);
+    if (c->bias != NULL)
+        s.bias =
+            memcpy(test_doubles(c->experts * c->n), c->bias, sizeof(double) * (size_t)(c->experts * c->n));
     if (c->old != NULL) s.old = kept_rows(c->old, c->tokens, c->n, kept);
     return s;
 }
 
 static double half_ulp(quern_dtype dtype, double x)
 {
-    return dtype == QUERN_F32 ? fabs(x) * 0x1p-24 : dtype == QUERN_BF16 ? fabs(x) * 0x1p-8 : fabs(x) * 0x1p-11 + 0x1p-25;
+    return dtype == QUERN_F32    ? fabs(x) * 0x1p-24
+           : dtype == QUERN_BF16 ? fabs(x) * 0x1p-8
+                                 : fabs(x) * 0x1p-11 + 0x1p-25;
 }
 
-/* Codes of a block whose exact values are h within err: the scale and each code must be what some value in reach gives. */
-static void check_quantised(const product_case *c, const double *h, const double *err, int64_t n, const uint8_t *codes, int scale, const char *what)
+/* Codes of a block whose exact values are h within err: the scale and each code must be what some value in
+ * reach gives. */
+static void check_quantised(const product_case *c, const double *h, const double *err, int64_t n,
+                            const uint8_t *codes, int scale, const char *what)
 {
     double low = 0, high = 0;
-    for (int64_t i = 0; i < n; i++) low = fmax(low, fabs(h[i]) - err[i]), high = fmax(high, fabs(h[i]) + err[i]);
+    for (int64_t i = 0; i < n; i++)
+        low = fmax(low, fabs(h[i]) - err[i]), high = fmax(high, fabs(h[i]) + err[i]);
     const double g = (double)c->c_global, down = low / g * (1 - 1e-5), up = high / g * (1 + 1e-5);
     uint8_t unused[16];
     const float least[16] = {(float)(down * g)}, most[16] = {(float)(up * g)};
-    const int lowest = oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, c->c_global, least, unused);
-    const int highest = oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, c->c_global, most, unused);
+    const int lowest =
+        oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, c->c_global, least, unused);
+    const int highest =
+        oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, c->c_global, most, unused);
     const bool zeros = down <= 0; /* ModelOpt: a block of zeros has scale 1 */
-    if (scale > highest && !(zeros && scale == 0x38)) fail_msg("%s: scale %d, at most %d expected", what, scale, highest);
+    if (scale > highest && !(zeros && scale == 0x38))
+        fail_msg("%s: scale %d, at most %d expected", what, scale, highest);
     if (scale < lowest && !zeros) fail_msg("%s: scale %d, at least %d expected", what, scale, lowest);
     const double s = (double)oracle_e4m3(scale) * g;
     for (int64_t i = 0; i < 16; i++) {
@@ -381,9 +454,11 @@ static void check_quantised(const product_case *c, const double *h, const double
     }
 }
 
-static void check_row(const product_case *c, const product_result *r, const oracle_product *p, int64_t t, const char *what)
+static void check_row(const product_case *c, const product_result *r, const oracle_product *p, int64_t t,
+                      const char *what)
 {
-    const bool integers = c->kind >= PRODUCT_A_NVFP4, swiglu = c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
+    const bool integers = c->kind >= PRODUCT_A_NVFP4,
+               swiglu = c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
     const double factor = integers ? (4 + (double)c->k / 16) * 0x1p-23 : ((double)c->k + 8) * 0x1p-24;
     const int64_t out = product_out_columns(c), blocks = (out + 15) / 16;
     double *h = test_doubles(16 * blocks), *err = test_doubles(16 * blocks);
@@ -392,21 +467,25 @@ static void check_row(const product_case *c, const product_result *r, const orac
                       u = oracle_interleaved_at(i, true, c->params.granularity);
         h[i] = p->c[t * c->n + g], err[i] = factor * p->size[t * c->n + g];
         if (!swiglu) continue;
-        const double up = p->c[t * c->n + u], gate_error = err[i], up_error = factor * p->size[t * c->n + u], gate = h[i];
-        const double silu = oracle_swiglu(gate, 1, c->params.limit > 0 ? (double)c->params.limit : 0, (double)c->params.alpha, 0);
-        h[i] = oracle_swiglu(gate, up, (double)c->params.limit, (double)c->params.alpha, (double)c->params.beta);
-        err[i] = 1.2 * gate_error * (fabs(up) + up_error + fabs((double)c->params.beta)) + (fabs(silu) + 1.2 * gate_error) * up_error +
-                 (4 + fabs(gate)) * 0x1p-22 * fabs(h[i]) + 1e-30;
+        const double up = p->c[t * c->n + u], gate_error = err[i], up_error = factor * p->size[t * c->n + u],
+                     gate = h[i];
+        const double silu = oracle_swiglu(gate, 1, c->params.limit > 0 ? (double)c->params.limit : 0,
+                                          (double)c->params.alpha, 0);
+        h[i] =
+            oracle_swiglu(gate, up, (double)c->params.limit, (double)c->params.alpha, (double)c->params.beta);
+        err[i] = 1.2 * gate_error * (fabs(up) + up_error + fabs((double)c->params.beta)) +
+                 (fabs(silu) + 1.2 * gate_error) * up_error + (4 + fabs(gate)) * 0x1p-22 * fabs(h[i]) + 1e-30;
     }
     for (int64_t i = 0; i < out && !c->quantised; i++) {
         const double got = r->c[t * out + i], bound = err[i] + half_ulp(c->c_dtype, fabs(h[i]) + err[i]);
         if (c->c_dtype == QUERN_F16 && fabs(h[i]) > 60000) continue; /* may be infinite */
         if (!(fabs(got - h[i]) <= bound))
-            fail_msg("%s: row %lld column %lld is %.9g, expected %.9g within %.3g", what, (long long)t, (long long)i, got, h[i], bound);
+            fail_msg("%s: row %lld column %lld is %.9g, expected %.9g within %.3g", what, (long long)t,
+                     (long long)i, got, h[i], bound);
     }
     for (int64_t b = 0; b < blocks && c->quantised; b++)
-        check_quantised(c, h + 16 * b, err + 16 * b, out - 16 * b < 16 ? out - 16 * b : 16, r->codes + (t * blocks + b) * 16,
-                        r->scales[t * blocks + b], what);
+        check_quantised(c, h + 16 * b, err + 16 * b, out - 16 * b < 16 ? out - 16 * b : 16,
+                        r->codes + (t * blocks + b) * 16, r->scales[t * blocks + b], what);
     free(h), free(err);
 }
 
@@ -414,20 +493,30 @@ static void check_row(const product_case *c, const product_result *r, const orac
 static void check_unused_row(const product_case *c, const product_result *r, int64_t t)
 {
     const int64_t out = product_out_columns(c), blocks = (out + 15) / 16;
-    for (int64_t i = 0; i < out && !c->quantised; i++) assert_true(r->c[t * out + i] == (c->old != NULL ? c->old[t * out + i] : 0));
-    for (int64_t i = 0; i < 16 * blocks && c->quantised; i++) assert_int_equal(r->codes[t * 16 * blocks + i], 0);
+    for (int64_t i = 0; i < out && !c->quantised; i++)
+        assert_true(r->c[t * out + i] == (c->old != NULL ? c->old[t * out + i] : 0));
+    for (int64_t i = 0; i < 16 * blocks && c->quantised; i++)
+        assert_int_equal(r->codes[t * 16 * blocks + i], 0);
     for (int64_t i = 0; i < blocks && c->quantised; i++) assert_int_equal(r->scales[t * blocks + i], 0);
 }
 
 void product_check(const product_case *c, const product_result *r, const char *what)
 {
-    oracle_product p = {
-        .tokens = c->tokens, .n = c->n, .k = c->k, .experts = c->experts, .ends = c->ends, .a = c->a_values, .bias = c->bias, .old = c->old};
-    double *b = test_doubles(c->experts * c->k * c->n), *a_global = test_doubles(c->tokens), *b_global = test_doubles(c->experts * c->n);
+    oracle_product p = {.tokens = c->tokens,
+                        .n = c->n,
+                        .k = c->k,
+                        .experts = c->experts,
+                        .ends = c->ends,
+                        .a = c->a_values,
+                        .bias = c->bias,
+                        .old = c->old};
+    double *b = test_doubles(c->experts * c->k * c->n), *a_global = test_doubles(c->tokens),
+           *b_global = test_doubles(c->experts * c->n);
     p.c = test_doubles(c->tokens * c->n), p.size = test_doubles(c->tokens * c->n);
     for (int64_t i = 0; i < c->experts * c->k * c->n; i++) {
         const int64_t e = i / (c->k * c->n), k = i / c->n % c->k, n = i % c->n;
-        b[i] = (double)oracle_e2m1(c->b_codes[i]) * (double)oracle_e4m3(c->b_scales[(e * (c->k / 16) + k / 16) * c->n + n]);
+        b[i] = (double)oracle_e2m1(c->b_codes[i]) *
+               (double)oracle_e4m3(c->b_scales[(e * (c->k / 16) + k / 16) * c->n + n]);
     }
     for (int64_t t = 0; t < c->tokens; t++) {
         const int64_t e = expert_of(c, t), index[] = {0, e < c->experts ? e : 0, t};
@@ -436,7 +525,10 @@ void product_check(const product_case *c, const product_result *r, const char *w
     }
     for (int64_t i = 0; i < c->experts * c->n; i++) {
         const int64_t e = i / c->n, part = i % c->n / c->params.granularity % 2;
-        b_global[i] = c->b_global == NULL ? 1 : c->b_global[c->b_parts == 0 ? 0 : c->b_parts == 1 ? e : 2 * e + part];
+        b_global[i] = c->b_global == NULL ? 1
+                                          : c->b_global[c->b_parts == 0   ? 0
+                                                        : c->b_parts == 1 ? e
+                                                                          : 2 * e + part];
     }
     p.b = b, p.a_global = a_global, p.b_global = b_global;
     oracle_grouped_product(&p);

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nvfp4_product.h - random grouped products: operands in every form and layout, calls, and the exact result. */
+/* nvfp4_product.h - random grouped products: operands in every form and layout, calls, and the exact result.
+ */
 #ifndef QUERN_TEST_NVFP4_PRODUCT_H
 #define QUERN_TEST_NVFP4_PRODUCT_H
 
@@ -10,7 +11,14 @@
 
 #include <quern/moe.h>
 
-typedef enum product_a { PRODUCT_A_F32, PRODUCT_A_F16, PRODUCT_A_BF16, PRODUCT_A_NVFP4, PRODUCT_A_INT8, PRODUCT_A_KINDS } product_a;
+typedef enum product_a {
+    PRODUCT_A_F32,
+    PRODUCT_A_F16,
+    PRODUCT_A_BF16,
+    PRODUCT_A_NVFP4,
+    PRODUCT_A_INT8,
+    PRODUCT_A_KINDS
+} product_a;
 
 /* How B, and A's scales, are handed in. */
 typedef enum product_layout {
@@ -50,7 +58,8 @@ typedef struct product_result {
     uint8_t *codes, *scales;
 } product_result;
 int64_t product_out_columns(const product_case *c);
-product_result product_run(const product_case *c, quern_context *ctx, test_random *random, product_layout layout);
+product_result product_run(const product_case *c, quern_context *ctx, test_random *random,
+                           product_layout layout);
 void product_result_free(product_result *r);
 /* The case with only the rows that `kept` marks, in their order. */
 product_case product_subset(const product_case *c, test_random *random, const bool *kept);

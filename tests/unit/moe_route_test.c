@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* moe_route_test.c - the router: DeepSeek-V4's golden vectors, random logits and hidden states against float64, ties and
- * NaN, gradients by differences, and what is refused. */
+/* moe_route_test.c - the router: DeepSeek-V4's golden vectors, random logits and hidden states against
+ * float64, ties and NaN, gradients by differences, and what is refused. */
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "golden.h"
@@ -17,7 +17,8 @@
 
 enum { EXPERTS_MOST = 70 };
 
-static quern_status route(quern_context *ctx, const quern_moe_route_params *p, const quern_moe_route_tensors *t)
+static quern_status route(quern_context *ctx, const quern_moe_route_params *p,
+                          const quern_moe_route_tensors *t)
 {
     size_t bytes = 0;
     quern_status status = quern_moe_route_workspace(ctx, p, t, &bytes);
@@ -28,7 +29,8 @@ static quern_status route(quern_context *ctx, const quern_moe_route_params *p, c
     return status;
 }
 
-static quern_status route_backward(quern_context *ctx, const quern_moe_route_params *p, const quern_moe_route_tensors *t)
+static quern_status route_backward(quern_context *ctx, const quern_moe_route_params *p,
+                                   const quern_moe_route_tensors *t)
 {
     size_t bytes = 0;
     quern_status status = quern_moe_route_backward_workspace(ctx, p, t, &bytes);
@@ -47,32 +49,39 @@ typedef struct routing {
 static routing make_routing(test_random *random, int64_t tokens, int64_t experts, int64_t k)
 {
     const int64_t slots[] = {tokens, k}, flat = tokens * k;
-    return (routing){test_tensor_make(random, QUERN_I32, 2, slots, TEST_STRIDED), test_tensor_make(random, QUERN_F32, 2, slots, TEST_STRIDED),
-                     test_tensor_make(random, QUERN_I32, 1, &experts, TEST_UNALIGNED), test_tensor_make(random, QUERN_I32, 1, &flat, TEST_UNALIGNED)};
+    return (routing){test_tensor_make(random, QUERN_I32, 2, slots, TEST_STRIDED),
+                     test_tensor_make(random, QUERN_F32, 2, slots, TEST_STRIDED),
+                     test_tensor_make(random, QUERN_I32, 1, &experts, TEST_UNALIGNED),
+                     test_tensor_make(random, QUERN_I32, 1, &flat, TEST_UNALIGNED)};
 }
 
 static void into(quern_moe_route_tensors *t, const routing *r)
 {
-    t->experts = &r->experts.view, t->weights = &r->weights.view, t->offsets = &r->offsets.view, t->permutation = &r->permutation.view;
+    t->experts = &r->experts.view, t->weights = &r->weights.view, t->offsets = &r->offsets.view,
+    t->permutation = &r->permutation.view;
 }
 
 static void free_routing(routing *r)
 {
     test_tensor_check_guards(&r->experts, "experts"), test_tensor_check_guards(&r->weights, "weights");
-    test_tensor_check_guards(&r->offsets, "offsets"), test_tensor_check_guards(&r->permutation, "permutation");
-    test_tensor_free(&r->experts), test_tensor_free(&r->weights), test_tensor_free(&r->offsets), test_tensor_free(&r->permutation);
+    test_tensor_check_guards(&r->offsets, "offsets"),
+        test_tensor_check_guards(&r->permutation, "permutation");
+    test_tensor_free(&r->experts), test_tensor_free(&r->weights), test_tensor_free(&r->offsets),
+        test_tensor_free(&r->permutation);
 }
 
 /* Offsets and permutation are what the experts say. */
 static void check_order(const routing *r, int64_t experts)
 {
-    int32_t *chosen = test_tensor_get_i32(&r->experts), *ends = test_tensor_get_i32(&r->offsets), *order = test_tensor_get_i32(&r->permutation);
+    int32_t *chosen = test_tensor_get_i32(&r->experts), *ends = test_tensor_get_i32(&r->offsets),
+            *order = test_tensor_get_i32(&r->permutation);
     const int64_t slots = test_tensor_count(&r->permutation);
     int64_t row = 0;
     for (int64_t e = 0; e < experts; e++) {
         for (int64_t s = 0; s < slots; s++)
             if (chosen[s] == e && order[row++] != s)
-                fail_msg("row %lld holds slot %d, expected %lld", (long long)row - 1, order[row - 1], (long long)s);
+                fail_msg("row %lld holds slot %d, expected %lld", (long long)row - 1, order[row - 1],
+                         (long long)s);
         assert_int_equal(ends[e], row);
     }
     assert_int_equal(row, slots);
@@ -87,8 +96,10 @@ static void golden_router(quern_context *ctx, const quern_safetensors *file, boo
     const int64_t logits_shape[] = {T, E}, hidden_shape[] = {T, D}, tokens = T;
     quern_tensor logits, hidden, weight, bias, ids, table;
     char name[80];
-    snprintf(name, sizeof name, "%slogits", prefix), assert_int_equal(quern_safetensors_get(file, name, &logits), QUERN_OK);
-    snprintf(name, sizeof name, "%sw.gate.weight", prefix), assert_int_equal(quern_safetensors_get(file, name, &weight), QUERN_OK);
+    snprintf(name, sizeof name, "%slogits", prefix),
+        assert_int_equal(quern_safetensors_get(file, name, &logits), QUERN_OK);
+    snprintf(name, sizeof name, "%sw.gate.weight", prefix),
+        assert_int_equal(quern_safetensors_get(file, name, &weight), QUERN_OK);
     assert_int_equal(quern_safetensors_get(file, "hidden", &hidden), QUERN_OK);
     assert_int_equal(quern_safetensors_get(file, "topk.w.gate.e_score_correction_bias", &bias), QUERN_OK);
     assert_int_equal(quern_safetensors_get(file, "input_ids", &ids), QUERN_OK);
@@ -105,8 +116,10 @@ static void golden_router(quern_context *ctx, const quern_safetensors *file, boo
     if (hash) t.input_ids = &ids, t.tid2eid = &table;
     else t.bias = &bias;
     if (route(ctx, &p, &t) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
-    int32_t *expected = golden_get_i32(file, prefix, hash ? "indices" : "indices_sorted", T * K), *chosen = test_tensor_get_i32(&r.experts);
-    double *weights = golden_get(file, prefix, hash ? "weights" : "weights_sorted", T * K), *got = test_tensor_get(&r.weights);
+    int32_t *expected = golden_get_i32(file, prefix, hash ? "indices" : "indices_sorted", T * K),
+            *chosen = test_tensor_get_i32(&r.experts);
+    double *weights = golden_get(file, prefix, hash ? "weights" : "weights_sorted", T * K),
+           *got = test_tensor_get(&r.weights);
     assert_memory_equal(chosen, expected, sizeof *chosen * T * K);
     test_check_golden("weights", got, weights, T * K, 5e-6);
     check_order(&r, E);
@@ -139,12 +152,15 @@ typedef struct route_case {
 static route_case make_case(test_random *random, bool from_hidden)
 {
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
-    route_case c = {.p = QUERN_MOE_ROUTE_PARAMS_INIT, .tokens = test_random_int(random, 0, 90), .experts = test_random_int(random, 1, EXPERTS_MOST)};
+    route_case c = {.p = QUERN_MOE_ROUTE_PARAMS_INIT,
+                    .tokens = test_random_int(random, 0, 90),
+                    .experts = test_random_int(random, 1, EXPERTS_MOST)};
     c.p.score = (quern_moe_score)test_random_int(random, 0, 2);
     c.p.top_k = test_random_int(random, 1, c.experts < 8 ? c.experts : 8);
     c.p.renormalize = test_random_one_in(random, 2), c.p.route_scale = 2.5f;
     c.dim = from_hidden ? test_random_int(random, 1, 300) : 0;
-    const int64_t logits[] = {c.tokens, c.experts}, hidden[] = {c.tokens, c.dim}, weight[] = {c.experts, c.dim};
+    const int64_t logits[] = {c.tokens, c.experts}, hidden[] = {c.tokens, c.dim},
+                  weight[] = {c.experts, c.dim};
     const test_layout layout = (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1);
     c.exact = test_doubles(c.tokens * c.experts), c.slack = test_doubles(c.tokens * c.experts);
     if (from_hidden) {
@@ -187,8 +203,10 @@ static void free_case(route_case *c)
     free(c->exact), free(c->slack), free(c->bias_values);
 }
 
-/* No expert that was left out is better than one that was taken, beyond f32's error; weights are the oracle's. */
-static void check_token(const route_case *c, int64_t t, const int32_t *chosen, const double *weights, const char *what)
+/* No expert that was left out is better than one that was taken, beyond f32's error; weights are the
+ * oracle's. */
+static void check_token(const route_case *c, int64_t t, const int32_t *chosen, const double *weights,
+                        const char *what)
 {
     double scores[EXPERTS_MOST], expected[EXPERTS_MOST], worst = INFINITY, slack = 0;
     bool taken[EXPERTS_MOST] = {false};
@@ -205,7 +223,8 @@ static void check_token(const route_case *c, int64_t t, const int32_t *chosen, c
     oracle_route_weights(scores, chosen, c->p.top_k, c->p.renormalize, (double)c->p.route_scale, expected);
     for (int64_t j = 0; j < c->p.top_k; j++)
         if (fabs(weights[j] - expected[j]) > (2e-6 + 4 * slack) * fabs(expected[j]) + 1e-12)
-            fail_msg("%s: token %lld slot %lld: weight %.9g, expected %.9g", what, (long long)t, (long long)j, weights[j], expected[j]);
+            fail_msg("%s: token %lld slot %lld: weight %.9g, expected %.9g", what, (long long)t, (long long)j,
+                     weights[j], expected[j]);
 }
 
 static void against_float64(void **state)
@@ -216,8 +235,9 @@ static void against_float64(void **state)
         char what[30];
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), trial % 2 ? 1 : 3);
+        quern_context *ctx = test_context(
+            (quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()),
+            trial % 2 ? 1 : 3);
         route_case c = make_case(&random, trial % 2);
         routing r = make_routing(&random, c.tokens, c.experts, c.p.top_k);
         quern_moe_route_tensors t = tensors_of(&c);
@@ -226,7 +246,8 @@ static void against_float64(void **state)
         if (route(ctx, &c.p, &t) != QUERN_OK) fail_msg("%s: %s", what, quern_last_error(ctx));
         int32_t *chosen = test_tensor_get_i32(&r.experts);
         double *weights = test_tensor_get(&r.weights);
-        for (int64_t token = 0; token < c.tokens; token++) check_token(&c, token, chosen + token * c.p.top_k, weights + token * c.p.top_k, what);
+        for (int64_t token = 0; token < c.tokens; token++)
+            check_token(&c, token, chosen + token * c.p.top_k, weights + token * c.p.top_k, what);
         check_order(&r, c.experts);
         free(chosen), free(weights);
         free_routing(&r);
@@ -261,8 +282,9 @@ static void ties_and_nan(void **state)
 }
 
 /* d_logits by central differences, d_hidden and d_weight from those. */
-static void check_gradients(const route_case *c, const int32_t *chosen, const double *d_weights, const test_tensor *d_logits,
-                            const test_tensor *d_hidden, const test_tensor *d_weight)
+static void check_gradients(const route_case *c, const int32_t *chosen, const double *d_weights,
+                            const test_tensor *d_logits, const test_tensor *d_hidden,
+                            const test_tensor *d_weight)
 {
     const double step = 1e-5;
     const int64_t k = c->p.top_k;
@@ -273,15 +295,15 @@ static void check_gradients(const route_case *c, const int32_t *chosen, const do
         for (int side = 0; side < 2; side++) {
             memcpy(logits, c->exact + t * c->experts, sizeof(double) * (size_t)c->experts);
             logits[i % c->experts] += side ? step : -step;
-            loss[side] = oracle_route_loss((oracle_score)c->p.score, logits, c->experts, chosen + t * k, k, c->p.renormalize,
-                                           (double)c->p.route_scale, d_weights + t * k);
+            loss[side] = oracle_route_loss((oracle_score)c->p.score, logits, c->experts, chosen + t * k, k,
+                                           c->p.renormalize, (double)c->p.route_scale, d_weights + t * k);
         }
         d[i] = (loss[1] - loss[0]) / (2 * step);
     }
     test_check("d_logits", got, d, c->tokens * c->experts, 1e-5);
     if (c->dim > 0) {
-        double *h = test_tensor_get(&c->hidden), *w = test_tensor_get(&c->weight), *got_h = test_tensor_get(d_hidden),
-               *got_w = test_tensor_get(d_weight);
+        double *h = test_tensor_get(&c->hidden), *w = test_tensor_get(&c->weight),
+               *got_h = test_tensor_get(d_hidden), *got_w = test_tensor_get(d_weight);
         double *d_h = test_doubles(c->tokens * c->dim), *d_w = test_doubles(c->experts * c->dim);
         for (int64_t i = 0; i < c->tokens * c->experts; i++)
             for (int64_t j = 0; j < c->dim; j++) {
@@ -302,10 +324,12 @@ static void gradients(void **state)
     for (int trial = 0; trial < test_trials(60); trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), trial % 2 ? 1 : 3);
+        quern_context *ctx = test_context(
+            (quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()),
+            trial % 2 ? 1 : 3);
         route_case c = make_case(&random, trial % 2);
-        const int64_t slots[] = {c.tokens, c.p.top_k}, matrix[] = {c.tokens, c.experts}, hidden[] = {c.tokens, c.dim}, weight[] = {c.experts, c.dim};
+        const int64_t slots[] = {c.tokens, c.p.top_k}, matrix[] = {c.tokens, c.experts},
+                      hidden[] = {c.tokens, c.dim}, weight[] = {c.experts, c.dim};
         routing r = make_routing(&random, c.tokens, c.experts, c.p.top_k);
         quern_moe_route_tensors t = tensors_of(&c);
         into(&t, &r);
@@ -325,7 +349,8 @@ static void gradients(void **state)
         double *dw = test_tensor_get(&d_weights);
         check_gradients(&c, chosen, dw, &d_logits, &d_hidden, &d_weight);
         test_tensor_check_guards(&d_logits, "d_logits");
-        if (c.dim > 0) test_tensor_check_guards(&d_hidden, "d_hidden"), test_tensor_check_guards(&d_weight, "d_weight");
+        if (c.dim > 0)
+            test_tensor_check_guards(&d_hidden, "d_hidden"), test_tensor_check_guards(&d_weight, "d_weight");
         free(chosen), free(dw);
         test_tensor_free(&d_weights), test_tensor_free(&d_logits);
         if (c.dim > 0) test_tensor_free(&d_hidden), test_tensor_free(&d_weight);
@@ -338,13 +363,15 @@ static void gradients(void **state)
 static void expect_error(quern_context *ctx, quern_status status, const char *says)
 {
     if (status != QUERN_ERR_INVALID_ARGUMENT) fail_msg("%s: status %d", says, (int)status);
-    if (strstr(quern_last_error(ctx), says) == NULL) fail_msg("'%s' does not say '%s'", quern_last_error(ctx), says);
+    if (strstr(quern_last_error(ctx), says) == NULL)
+        fail_msg("'%s' does not say '%s'", quern_last_error(ctx), says);
 }
 
 static void bad_calls(void **state)
 {
     float logits[2 * 4] = {0}, weights[4] = {7, 7, 7, 7}, d_weights[4] = {0}, bias[4] = {0};
-    int32_t experts[4] = {7, 7, 7, 7}, offsets[4], permutation[4], ids[2] = {0, 3}, table[3 * 2] = {0, 1, 2, 3, 0, 1};
+    int32_t experts[4] = {7, 7, 7, 7}, offsets[4], permutation[4], ids[2] = {0, 3},
+            table[3 * 2] = {0, 1, 2, 3, 0, 1};
     const int64_t matrix[] = {2, 4}, slots[] = {2, 2}, table_shape[] = {3, 2}, four = 4, two = 2;
     const quern_tensor logits_view = quern_tensor_contiguous(logits, QUERN_F32, 2, matrix),
                        bias_view = quern_tensor_contiguous(bias, QUERN_F32, 1, &four);
@@ -361,10 +388,12 @@ static void bad_calls(void **state)
     (void)state;
     expect_error(ctx, route(ctx, &p, &t), "logits and hidden");
     t.logits = &logits_view, expect_error(ctx, route(ctx, &p, &t), "experts is NULL");
-    t.experts = &experts_view, t.weights = &weights_view, t.offsets = &offsets_view, t.permutation = &permutation_view;
+    t.experts = &experts_view, t.weights = &weights_view, t.offsets = &offsets_view,
+    t.permutation = &permutation_view;
     p.top_k = 5, expect_error(ctx, route(ctx, &p, &t), "top_k is 5: 1 to the 4 experts"), p.top_k = 0;
     expect_error(ctx, route(ctx, &p, &t), "top_k is 0"), p.top_k = 2;
-    p.score = (quern_moe_score)3, expect_error(ctx, route(ctx, &p, &t), "score is 3"), p.score = QUERN_MOE_SCORE_SIGMOID;
+    p.score = (quern_moe_score)3, expect_error(ctx, route(ctx, &p, &t), "score is 3"),
+    p.score = QUERN_MOE_SCORE_SIGMOID;
     p.route_scale = NAN, expect_error(ctx, route(ctx, &p, &t), "route_scale is nan"), p.route_scale = 1;
     t.input_ids = &ids_view, expect_error(ctx, route(ctx, &p, &t), "input_ids and tid2eid");
     t.tid2eid = &table_view, expect_error(ctx, route(ctx, &p, &t), "input_ids[1] is 3: 0 to 2");
@@ -372,7 +401,8 @@ static void bad_calls(void **state)
     t.bias = &bias_view, expect_error(ctx, route(ctx, &p, &t), "bias is given with tid2eid");
     for (int i = 0; i < 4; i++) assert_true(experts[i] == 7 && weights[i] == 7);
     t.d_weights = &d_weights_view, expect_error(ctx, route_backward(ctx, &p, &t), "experts[0, 0] is 7");
-    t.d_hidden = &logits_view, expect_error(ctx, route_backward(ctx, &p, &t), "d_hidden is given without hidden");
+    t.d_hidden = &logits_view,
+    expect_error(ctx, route_backward(ctx, &p, &t), "d_hidden is given without hidden");
     quern_context_destroy(ctx);
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nvfp4_gemm_test.c - the grouped product: random operands against float64, equal bits whatever the layout, the threads
- * and the other rows, repacking and back, and what is refused. */
+/* nvfp4_gemm_test.c - the grouped product: random operands against float64, equal bits whatever the layout,
+ * the threads and the other rows, repacking and back, and what is refused. */
 #include "cmocka_c11.h"
 #include "nvfp4_product.h"
 
@@ -25,7 +25,8 @@ static void against_float64(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         quern_context *ctx = test_context(any_level(&random), (int32_t)test_random_int(&random, 1, 3));
         product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS));
-        product_result r = product_run(&c, ctx, &random, (product_layout)(trial / PRODUCT_A_KINDS % PRODUCT_LAYOUTS));
+        product_result r =
+            product_run(&c, ctx, &random, (product_layout)(trial / PRODUCT_A_KINDS % PRODUCT_LAYOUTS));
         snprintf(what, sizeof what, "trial %d", trial);
         product_check(&c, &r, what);
         product_result_free(&r);
@@ -34,11 +35,14 @@ static void against_float64(void **state)
     }
 }
 
-static bool same_rows(const product_case *c, const product_result *a, int64_t row_a, const product_result *b, int64_t row_b)
+static bool same_rows(const product_case *c, const product_result *a, int64_t row_a, const product_result *b,
+                      int64_t row_b)
 {
     const int64_t out = product_out_columns(c), blocks = (out + 15) / 16;
-    if (!c->quantised) return memcmp(a->c + row_a * out, b->c + row_b * out, sizeof(double) * (size_t)out) == 0;
-    return memcmp(a->codes + row_a * 16 * blocks, b->codes + row_b * 16 * blocks, (size_t)(16 * blocks)) == 0 &&
+    if (!c->quantised)
+        return memcmp(a->c + row_a * out, b->c + row_b * out, sizeof(double) * (size_t)out) == 0;
+    return memcmp(a->codes + row_a * 16 * blocks, b->codes + row_b * 16 * blocks, (size_t)(16 * blocks)) ==
+               0 &&
            memcmp(a->scales + row_a * blocks, b->scales + row_b * blocks, (size_t)blocks) == 0;
 }
 
@@ -56,7 +60,8 @@ static void equal_bits_in_every_layout(void **state)
         for (int layout = 0; layout < PRODUCT_LAYOUTS; layout++) {
             product_result r = product_run(&c, three, &random, (product_layout)layout);
             for (int64_t t = 0; t < c.tokens; t++)
-                if (!same_rows(&c, &first, t, &r, t)) fail_msg("trial %d: row %lld differs in layout %d", trial, (long long)t, layout);
+                if (!same_rows(&c, &first, t, &r, t))
+                    fail_msg("trial %d: row %lld differs in layout %d", trial, (long long)t, layout);
             product_result_free(&r);
         }
         product_result_free(&first);
@@ -82,7 +87,8 @@ static void rows_do_not_depend_on_others(void **state)
         product_case some = product_subset(&c, &random, kept);
         product_result r = product_run(&some, ctx, &random, PRODUCT_REPACKED);
         for (int64_t t = 0, to = 0; t < c.tokens; t++)
-            if (kept[t] && !same_rows(&c, &all, t, &r, to++)) fail_msg("trial %d: row %lld differs among fewer", trial, (long long)t);
+            if (kept[t] && !same_rows(&c, &all, t, &r, to++))
+                fail_msg("trial %d: row %lld differs among fewer", trial, (long long)t);
         free(kept);
         product_result_free(&all), product_result_free(&r);
         product_free(&c), product_free(&some);
@@ -102,11 +108,12 @@ static void many_experts(void **state)
     for (size_t i = 0; i < sizeof scales; i++) scales[i] = (uint8_t)(i % 127);
     for (int i = 0; i < TOKENS * K; i++) a[i] = (float)(i % 13 - 6);
     for (int e = 0; e < EXPERTS; e++) ends[e] = e * TOKENS / (EXPERTS - 1);
-    const int64_t codes_shape[] = {EXPERTS, K / 2, N}, scales_shape[] = {EXPERTS, K / 16, N}, a_shape[] = {TOKENS, K}, c_shape[] = {TOKENS, N},
-                  experts = EXPERTS;
+    const int64_t codes_shape[] = {EXPERTS, K / 2, N}, scales_shape[] = {EXPERTS, K / 16, N},
+                  a_shape[] = {TOKENS, K}, c_shape[] = {TOKENS, N}, experts = EXPERTS;
     const quern_tensor codes_view = quern_tensor_contiguous(codes, QUERN_U8, 3, codes_shape),
                        scales_view = quern_tensor_contiguous(scales, QUERN_U8, 3, scales_shape);
-    const quern_tensor a_view = quern_tensor_contiguous(a, QUERN_F32, 2, a_shape), c_view = quern_tensor_contiguous(c, QUERN_F32, 2, c_shape);
+    const quern_tensor a_view = quern_tensor_contiguous(a, QUERN_F32, 2, a_shape),
+                       c_view = quern_tensor_contiguous(c, QUERN_F32, 2, c_shape);
     const quern_tensor offsets = quern_tensor_contiguous(ends, QUERN_I32, 1, &experts);
     quern_nvfp4_gemm_params p = QUERN_NVFP4_GEMM_PARAMS_INIT;
     quern_nvfp4_gemm_tensors t = QUERN_NVFP4_GEMM_TENSORS_INIT;
@@ -122,8 +129,10 @@ static void many_experts(void **state)
             for (int n = 0; n < N; n++) {
                 double sum = 0, size = 0;
                 for (int k = 0; k < K; k++) {
-                    const double term = (double)a[row * K + k] * (double)oracle_e2m1(codes[(e * K / 2 + k / 2) * N + n] >> 4 * (k % 2) & 15) *
-                                        (double)oracle_e4m3(scales[(e * K / 16 + k / 16) * N + n]);
+                    const double term =
+                        (double)a[row * K + k] *
+                        (double)oracle_e2m1(codes[(e * K / 2 + k / 2) * N + n] >> 4 * (k % 2) & 15) *
+                        (double)oracle_e4m3(scales[(e * K / 16 + k / 16) * N + n]);
                     sum += term, size += fabs(term);
                 }
                 assert_true(fabs((double)c[row * N + n] - sum) <= (K + 8) * 0x1p-24 * size);
@@ -133,29 +142,37 @@ static void many_experts(void **state)
 
 /* A product of one expert, two rows, K 32, N 16, whose parts can be spoiled. */
 typedef struct small_call {
-    uint8_t codes[16 * 16], scales[2 * 16], a_codes[2 * 16], a_scales[2 * 2], repacked[2304], c_codes[2 * 8], c_scales[2];
+    uint8_t codes[16 * 16], scales[2 * 16], a_codes[2 * 16], a_scales[2 * 2], repacked[2304], c_codes[2 * 8],
+        c_scales[2];
     float a[2 * 32], c[2 * 16], global;
     int32_t ends[2];
-    quern_tensor codes_view, scales_view, a_view, a_codes_view, a_scales_view, c_view, offsets, one, repacked_view, c_codes_view, c_scales_view;
+    quern_tensor codes_view, scales_view, a_view, a_codes_view, a_scales_view, c_view, offsets, one,
+        repacked_view, c_codes_view, c_scales_view;
     quern_nvfp4_gemm_params p;
     quern_nvfp4_gemm_tensors t;
 } small_call;
 
 static void make_small(small_call *s)
 {
-    const int64_t codes[] = {1, 16, 16}, scales[] = {1, 2, 16}, a[] = {2, 32}, a_codes[] = {2, 16}, a_scales[] = {2, 2}, c[] = {2, 16}, one = 1;
+    const int64_t codes[] = {1, 16, 16}, scales[] = {1, 2, 16}, a[] = {2, 32}, a_codes[] = {2, 16},
+                  a_scales[] = {2, 2}, c[] = {2, 16}, one = 1;
     const int64_t repacked[] = {1, 2304}, c_codes[] = {2, 8}, c_scales[] = {2, 1};
     memset(s, 0, sizeof *s);
-    s->codes_view = quern_tensor_contiguous(s->codes, QUERN_U8, 3, codes), s->scales_view = quern_tensor_contiguous(s->scales, QUERN_U8, 3, scales);
-    s->a_view = quern_tensor_contiguous(s->a, QUERN_F32, 2, a), s->a_codes_view = quern_tensor_contiguous(s->a_codes, QUERN_U8, 2, a_codes);
-    s->a_scales_view = quern_tensor_contiguous(s->a_scales, QUERN_U8, 2, a_scales), s->c_view = quern_tensor_contiguous(s->c, QUERN_F32, 2, c);
-    s->offsets = quern_tensor_contiguous(s->ends, QUERN_I32, 1, &one), s->one = quern_tensor_contiguous(&s->global, QUERN_F32, 0, NULL);
+    s->codes_view = quern_tensor_contiguous(s->codes, QUERN_U8, 3, codes),
+    s->scales_view = quern_tensor_contiguous(s->scales, QUERN_U8, 3, scales);
+    s->a_view = quern_tensor_contiguous(s->a, QUERN_F32, 2, a),
+    s->a_codes_view = quern_tensor_contiguous(s->a_codes, QUERN_U8, 2, a_codes);
+    s->a_scales_view = quern_tensor_contiguous(s->a_scales, QUERN_U8, 2, a_scales),
+    s->c_view = quern_tensor_contiguous(s->c, QUERN_F32, 2, c);
+    s->offsets = quern_tensor_contiguous(s->ends, QUERN_I32, 1, &one),
+    s->one = quern_tensor_contiguous(&s->global, QUERN_F32, 0, NULL);
     s->repacked_view = quern_tensor_contiguous(s->repacked, QUERN_U8, 2, repacked);
     s->c_codes_view = quern_tensor_contiguous(s->c_codes, QUERN_U8, 2, c_codes),
     s->c_scales_view = quern_tensor_contiguous(s->c_scales, QUERN_U8, 2, c_scales);
     s->p = (quern_nvfp4_gemm_params)QUERN_NVFP4_GEMM_PARAMS_INIT;
     s->t = (quern_nvfp4_gemm_tensors)QUERN_NVFP4_GEMM_TENSORS_INIT;
-    s->t.a = &s->a_view, s->t.b_codes = &s->codes_view, s->t.b_scales = &s->scales_view, s->t.offsets = &s->offsets, s->t.c = &s->c_view;
+    s->t.a = &s->a_view, s->t.b_codes = &s->codes_view, s->t.b_scales = &s->scales_view,
+    s->t.offsets = &s->offsets, s->t.c = &s->c_view;
     s->ends[0] = 2, s->global = 1;
     for (int i = 0; i < 32; i++) s->c[i] = 7;
 }
@@ -172,7 +189,8 @@ static void refused(small_call *s, const char *says)
         test_workspace_close(&w);
     }
     if (status != QUERN_ERR_INVALID_ARGUMENT) fail_msg("%s: status %d", says, (int)status);
-    if (strstr(quern_last_error(ctx), says) == NULL) fail_msg("'%s' does not say '%s'", quern_last_error(ctx), says);
+    if (strstr(quern_last_error(ctx), says) == NULL)
+        fail_msg("'%s' does not say '%s'", quern_last_error(ctx), says);
     for (int i = 0; i < 32; i++) assert_true(s->c[i] == 7);
     for (int i = 0; i < 16; i++) assert_int_equal(s->c_codes[i], 0);
     quern_context_destroy(ctx);
@@ -202,7 +220,8 @@ static void bad_calls(void **state)
     s.p.granularity = 0, refused(&s, "granularity is 0");
     s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU, s.p.granularity = 3, refused(&s, "granularity is 3");
     s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU, s.p.granularity = 16, refused(&s, "N is 16");
-    s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU, s.p.accumulate = true, refused(&s, "accumulate is true with an activation");
+    s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU, s.p.accumulate = true,
+    refused(&s, "accumulate is true with an activation");
     s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU, refused(&s, "c.shape[1] is 16: 8 is accepted");
     s.p.activation = (quern_nvfp4_activation)2, refused(&s, "activation is 2");
     s.p.b_codes = (quern_nvfp4_codes_layout)2, refused(&s, "b_codes' layout is 2");
@@ -212,10 +231,12 @@ static void bad_calls(void **state)
     s.codes_view.shape[1] = 15, refused(&s, "b_codes hold K = 2 x 15");
     s.p.a_global_per = (quern_nvfp4_global)3, refused(&s, "global_per is 3");
     s.p.a8 = true, s.a[5] = NAN, refused(&s, "a[5]");
-    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, refused(&s, "c_global is NULL");
-    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, s.t.c_global = &s.one, s.a[33] = INFINITY, refused(&s, "a[33]");
-    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, s.t.c_global = &s.one, s.p.accumulate = true,
-    refused(&s, "accumulate is true without c");
+    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view,
+    refused(&s, "c_global is NULL");
+    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, s.t.c_global = &s.one,
+    s.a[33] = INFINITY, refused(&s, "a[33]");
+    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, s.t.c_global = &s.one,
+    s.p.accumulate = true, refused(&s, "accumulate is true without c");
     s.p.n = 15, refused(&s, "n is 15");
     s.p.profile = (quern_nvfp4_profile)9, refused(&s, "profile is 9");
 }
@@ -242,8 +263,12 @@ static void nan_stays_in_its_row(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(against_float64), cmocka_unit_test(equal_bits_in_every_layout), cmocka_unit_test(rows_do_not_depend_on_others),
-        cmocka_unit_test(many_experts),    cmocka_unit_test(bad_calls),                  cmocka_unit_test(nan_stays_in_its_row),
+        cmocka_unit_test(against_float64),
+        cmocka_unit_test(equal_bits_in_every_layout),
+        cmocka_unit_test(rows_do_not_depend_on_others),
+        cmocka_unit_test(many_experts),
+        cmocka_unit_test(bad_calls),
+        cmocka_unit_test(nan_stays_in_its_row),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

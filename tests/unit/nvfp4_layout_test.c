@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nvfp4_layout_test.c - the fused quantisers, MXFP4, swizzled scales and interleaving, and what they refuse. */
+/* nvfp4_layout_test.c - the fused quantisers, MXFP4, swizzled scales and interleaving, and what they refuse.
+ */
 #include "cmocka_c11.h"
 #include "nvfp4_case.h"
 #include "nvfp4_golden.h"
@@ -10,7 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns, test_layout layout)
+static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns,
+                          test_layout layout)
 {
     const int64_t shape[] = {rows, columns};
     return test_tensor_make(random, dtype, 2, shape, layout);
@@ -22,7 +24,8 @@ static void fill_bytes(test_tensor *t, test_random *random, int most)
     for (int64_t i = 0; i < test_tensor_count(t); i++) x[i] = (double)test_random_int(random, 0, most);
     for (int64_t i = 0; i < test_tensor_count(t); i++) { /* rows may be strided */
         int64_t at = 0, rest = i;
-        for (int32_t d = t->view.ndim - 1; d >= 0; rest /= t->view.shape[d], d--) at += rest % t->view.shape[d] * t->view.strides[d];
+        for (int32_t d = t->view.ndim - 1; d >= 0; rest /= t->view.shape[d], d--)
+            at += rest % t->view.shape[d] * t->view.strides[d];
         ((uint8_t *)t->view.data)[at] = (uint8_t)x[i];
     }
     free(x);
@@ -35,8 +38,9 @@ static uint8_t byte_at(const test_tensor *t, int64_t row, int64_t column)
 
 static quern_context *any_context(test_random *random)
 {
-    return test_context((quern_cpu_level)test_random_int(random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()),
-                        (int32_t)test_random_int(random, 1, 3));
+    return test_context(
+        (quern_cpu_level)test_random_int(random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()),
+        (int32_t)test_random_int(random, 1, 3));
 }
 
 typedef struct fused_case {
@@ -50,12 +54,15 @@ typedef struct fused_case {
 static quern_status fused(quern_context *ctx, const fused_case *c)
 {
     size_t bytes = 0;
-    const quern_tensor global[2] = {quern_tensor_contiguous((void *)(uintptr_t)&c->global[0], QUERN_F32, 0, NULL),
-                                    quern_tensor_contiguous((void *)(uintptr_t)&c->global[1], QUERN_F32, 0, NULL)};
+    const quern_tensor global[2] = {
+        quern_tensor_contiguous((void *)(uintptr_t)&c->global[0], QUERN_F32, 0, NULL),
+        quern_tensor_contiguous((void *)(uintptr_t)&c->global[1], QUERN_F32, 0, NULL)};
     quern_nvfp4_fused_quantize_tensors t = QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT;
     t.x = &c->x.view;
-    if (c->part[0]) t.gate_codes = &c->codes[0].view, t.gate_scales = &c->scales[0].view, t.gate_global = &global[0];
-    if (c->part[1]) t.up_codes = &c->codes[1].view, t.up_scales = &c->scales[1].view, t.up_global = &global[1];
+    if (c->part[0])
+        t.gate_codes = &c->codes[0].view, t.gate_scales = &c->scales[0].view, t.gate_global = &global[0];
+    if (c->part[1])
+        t.up_codes = &c->codes[1].view, t.up_scales = &c->scales[1].view, t.up_global = &global[1];
     quern_status status = quern_nvfp4_fused_quantize_workspace(ctx, &c->params, &t, &bytes);
     if (status != QUERN_OK) return status;
     test_workspace w = test_workspace_make(bytes);
@@ -68,15 +75,19 @@ static fused_case make_fused(test_random *random, int trial)
 {
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
     static const int64_t runs[] = {8, 8, 1, 16, 5};
-    fused_case c = {.params = QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT, .rows = test_random_int(random, 0, 9), .global = {0.01f, 0.02f}};
+    fused_case c = {.params = QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT,
+                    .rows = test_random_int(random, 0, 9),
+                    .global = {0.01f, 0.02f}};
     c.params.profile = (quern_nvfp4_profile)(trial % 4);
     c.params.swiglu = test_random_one_in(random, 2);
     c.params.granularity = runs[test_random_int(random, 0, 4)];
     if (test_random_one_in(random, 2)) c.params.limit = 1;
-    c.width = c.params.granularity * test_random_int(random, 1, test_random_one_in(random, 4) ? 3000 / c.params.granularity : 20);
+    c.width = c.params.granularity *
+              test_random_int(random, 1, test_random_one_in(random, 4) ? 3000 / c.params.granularity : 20);
     c.part[1] = !c.params.swiglu && !test_random_one_in(random, 3);
     c.part[0] = !c.part[1] || test_random_one_in(random, 2);
-    c.x = matrix(random, dtypes[test_random_int(random, 0, 2)], c.rows, 2 * c.width, (test_layout)(trial % TEST_LAYOUTS));
+    c.x = matrix(random, dtypes[test_random_int(random, 0, 2)], c.rows, 2 * c.width,
+                 (test_layout)(trial % TEST_LAYOUTS));
     test_tensor_normal(&c.x, random, 4);
     for (int p = 0; p < 2; p++) {
         c.codes[p] = matrix(random, QUERN_U8, c.rows, (c.width + 15) / 16 * 8, TEST_STRIDED);
@@ -104,19 +115,22 @@ static double fused_value(const fused_case *c, const double *x, int64_t r, int64
 /* The nearest codes of h under the scale that was written: another one only at a midpoint. */
 static void check_fused_block(const fused_case *c, const double *h, int64_t n, int64_t r, int64_t b, int p)
 {
-    const float global = c->params.profile == QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS ? 1 / c->global[p] : c->global[p];
+    const float global =
+        c->params.profile == QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS ? 1 / c->global[p] : c->global[p];
     const int scale = byte_at(&c->scales[p], r, b);
     float rounded[16] = {0};
     uint8_t exact[16];
     for (int64_t i = 0; i < n; i++) rounded[i] = (float)h[i];
-    const int expected = oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, c->global[p], rounded, exact);
+    const int expected = oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE,
+                                            c->global[p], rounded, exact);
     if (abs(scale - expected) > (c->params.swiglu ? 1 : 0))
         fail_msg("row %lld block %lld: scale %d, expected %d", (long long)r, (long long)b, scale, expected);
     for (int64_t i = 0; i < 16; i++) {
         const int code = byte_at(&c->codes[p], r, 8 * b + i / 2) >> 4 * (i % 2) & 15;
         if (scale == expected && code == exact[i]) continue;
         const double y = fabs((double)rounded[i]) / ((double)oracle_e4m3(scale) * (double)global);
-        const int low = code % 8 > 0 ? oracle_e2m1_nearest((float)(y * (1 - 1e-5))) : 0, high = oracle_e2m1_nearest((float)(y * (1 + 1e-5)));
+        const int low = code % 8 > 0 ? oracle_e2m1_nearest((float)(y * (1 - 1e-5))) : 0,
+                  high = oracle_e2m1_nearest((float)(y * (1 + 1e-5)));
         if (!c->params.swiglu || code % 8 < low || code % 8 > high)
             fail_msg("row %lld: %g became %d under scale %d", (long long)r, h[i], code, scale);
     }
@@ -131,15 +145,22 @@ static void fused_quantisers(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         quern_context *ctx = any_context(&random);
         fused_case c = make_fused(&random, trial);
-        if (c.params.swiglu && c.params.profile == QUERN_NVFP4_PROFILE_HALFSTEP) c.params.profile = QUERN_NVFP4_PROFILE_RNE;
+        if (c.params.swiglu && c.params.profile == QUERN_NVFP4_PROFILE_HALFSTEP)
+            c.params.profile = QUERN_NVFP4_PROFILE_RNE;
         double *x = test_tensor_get(&c.x);
-        for (int64_t i = 0; i < c.rows * c.width && c.part[0] != c.part[1] && !c.params.swiglu; i++) /* the other part is not read */
-            x[i / c.width * 2 * c.width + oracle_interleaved_at(i % c.width, c.part[0], c.params.granularity)] = (double)NAN;
+        for (int64_t i = 0; i < c.rows * c.width && c.part[0] != c.part[1] && !c.params.swiglu;
+             i++) /* the other part is not read */
+            x[i / c.width * 2 * c.width +
+              oracle_interleaved_at(i % c.width, c.part[0], c.params.granularity)] = (double)NAN;
         test_tensor_set(&c.x, x);
         if (fused(ctx, &c) != QUERN_OK) fail_msg("trial %d: %s", trial, quern_last_error(ctx));
         for (int p = 0; p < 2; p++) {
-            if (c.part[p]) test_tensor_check_guards(&c.codes[p], "codes"), test_tensor_check_guards(&c.scales[p], "scales");
-            else test_tensor_check_unchanged(&c.codes[p], "codes"), test_tensor_check_unchanged(&c.scales[p], "scales");
+            if (c.part[p])
+                test_tensor_check_guards(&c.codes[p], "codes"),
+                    test_tensor_check_guards(&c.scales[p], "scales");
+            else
+                test_tensor_check_unchanged(&c.codes[p], "codes"),
+                    test_tensor_check_unchanged(&c.scales[p], "scales");
             for (int64_t r = 0; c.part[p] && r < c.rows; r++)
                 for (int64_t b = 0; 16 * b < c.width; b++) {
                     double h[16] = {0};
@@ -149,7 +170,8 @@ static void fused_quantisers(void **state)
                 }
         }
         if (c.rows > 0 && c.part[0]) { /* a NaN that is read */
-            test_tensor_reset(&c.codes[0]), test_tensor_reset(&c.scales[0]), test_tensor_reset(&c.codes[1]), test_tensor_reset(&c.scales[1]);
+            test_tensor_reset(&c.codes[0]), test_tensor_reset(&c.scales[0]), test_tensor_reset(&c.codes[1]),
+                test_tensor_reset(&c.scales[1]);
             x[2 * (c.rows - 1) * c.width] = (double)INFINITY;
             test_tensor_set(&c.x, x);
             assert_int_equal(fused(ctx, &c), QUERN_ERR_INVALID_ARGUMENT);
@@ -169,21 +191,26 @@ static void from_mxfp4(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         quern_context *ctx = any_context(&random);
-        const int64_t rows = test_random_int(&random, 0, 20), blocks = test_random_int(&random, 0, 12), span = test_random_int(&random, 0, 30);
+        const int64_t rows = test_random_int(&random, 0, 20), blocks = test_random_int(&random, 0, 12),
+                      span = test_random_int(&random, 0, 30);
         const int base = (int)test_random_int(&random, 0, 253 - span);
         test_tensor mx = matrix(&random, QUERN_U8, rows, 16 * blocks, TEST_STRIDED),
                     exponents = matrix(&random, QUERN_U8, rows, blocks, TEST_STRIDED);
         test_tensor codes = matrix(&random, QUERN_U8, rows, 16 * blocks, TEST_STRIDED),
                     scales = matrix(&random, QUERN_U8, rows, 2 * blocks, TEST_UNALIGNED);
-        uint8_t *expected = malloc((size_t)(rows * blocks * 32 + 1)), *powers = malloc((size_t)(rows * blocks + 1));
+        uint8_t *expected = malloc((size_t)(rows * blocks * 32 + 1)),
+                *powers = malloc((size_t)(rows * blocks + 1));
         uint8_t *expected_scales = malloc((size_t)(rows * blocks * 2 + 1));
         assert_true(expected != NULL && powers != NULL && expected_scales != NULL);
         fill_bytes(&mx, &random, trial % 5 == 0 ? 0 : 255);
         for (int64_t i = 0; i < rows * blocks; i++) {
-            uint8_t *power = (uint8_t *)exponents.view.data + i / blocks * exponents.view.strides[0] + i % blocks;
+            uint8_t *power =
+                (uint8_t *)exponents.view.data + i / blocks * exponents.view.strides[0] + i % blocks;
             *power = powers[i] = (uint8_t)(base + test_random_int(&random, 0, span));
             for (int j = 0; j < 32; j++) {
-                if (i % 7 == 3) ((uint8_t *)mx.view.data)[i / blocks * mx.view.strides[0] + i % blocks * 16 + j / 2] = 0x80; /* zeros, one sign set */
+                if (i % 7 == 3)
+                    ((uint8_t *)mx.view.data)[i / blocks * mx.view.strides[0] + i % blocks * 16 + j / 2] =
+                        0x80; /* zeros, one sign set */
                 expected[32 * i + j] = byte_at(&mx, i / blocks, i % blocks * 16 + j / 2) >> 4 * (j % 2) & 15;
             }
         }
@@ -193,15 +220,19 @@ static void from_mxfp4(void **state)
                            rounded_view = quern_tensor_contiguous(&rounded, QUERN_I64, 0, NULL);
         quern_nvfp4_from_mxfp4_params p = QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT;
         quern_nvfp4_from_mxfp4_tensors t = QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT;
-        t.mx_codes = &mx.view, t.exponents = &exponents.view, t.codes = &codes.view, t.scales = &scales.view, t.global = &global_view,
-        t.rounded_blocks = &rounded_view;
-        if (quern_nvfp4_from_mxfp4(ctx, NULL, &p, &t, NULL, 0) != QUERN_OK) fail_msg("trial %d: %s", trial, quern_last_error(ctx));
-        assert_int_equal(rounded, oracle_nvfp4_from_mxfp4(expected, powers, rows * blocks, expected_scales, &expected_global));
+        t.mx_codes = &mx.view, t.exponents = &exponents.view, t.codes = &codes.view, t.scales = &scales.view,
+        t.global = &global_view, t.rounded_blocks = &rounded_view;
+        if (quern_nvfp4_from_mxfp4(ctx, NULL, &p, &t, NULL, 0) != QUERN_OK)
+            fail_msg("trial %d: %s", trial, quern_last_error(ctx));
+        assert_int_equal(rounded, oracle_nvfp4_from_mxfp4(expected, powers, rows * blocks, expected_scales,
+                                                          &expected_global));
         assert_memory_equal(&global, &expected_global, 4);
         test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
         for (int64_t i = 0; i < rows * blocks * 32; i++)
-            assert_int_equal(byte_at(&codes, i / (32 * blocks), i % (32 * blocks) / 2) >> 4 * (i % 2) & 15, expected[i]);
-        for (int64_t i = 0; i < rows * blocks * 2; i++) assert_int_equal(byte_at(&scales, i / (2 * blocks), i % (2 * blocks)), expected_scales[i]);
+            assert_int_equal(byte_at(&codes, i / (32 * blocks), i % (32 * blocks) / 2) >> 4 * (i % 2) & 15,
+                             expected[i]);
+        for (int64_t i = 0; i < rows * blocks * 2; i++)
+            assert_int_equal(byte_at(&scales, i / (2 * blocks), i % (2 * blocks)), expected_scales[i]);
         if (rows * blocks > 0) {
             test_tensor_reset(&codes);
             *(uint8_t *)exponents.view.data = trial % 2 ? 0xFF : 0xFE;
@@ -211,13 +242,15 @@ static void from_mxfp4(void **state)
             test_tensor_check_unchanged(&codes, "codes");
         }
         free(expected), free(powers), free(expected_scales);
-        test_tensor_free(&mx), test_tensor_free(&exponents), test_tensor_free(&codes), test_tensor_free(&scales);
+        test_tensor_free(&mx), test_tensor_free(&exponents), test_tensor_free(&codes),
+            test_tensor_free(&scales);
         quern_context_destroy(ctx);
     }
 }
 
-static quern_status swizzle(quern_context *ctx, bool inverse, bool weight, const quern_tensor *linear, const quern_tensor *swizzled,
-                            const quern_tensor *tokens, const quern_tensor *offsets)
+static quern_status swizzle(quern_context *ctx, bool inverse, bool weight, const quern_tensor *linear,
+                            const quern_tensor *swizzled, const quern_tensor *tokens,
+                            const quern_tensor *offsets)
 {
     quern_nvfp4_swizzle_params p = QUERN_NVFP4_SWIZZLE_PARAMS_INIT;
     quern_nvfp4_swizzle_tensors t = QUERN_NVFP4_SWIZZLE_TENSORS_INIT;
@@ -232,9 +265,11 @@ static void swizzle_there_and_back(void **state)
     (void)state;
     for (int trial = 0; trial < 60; trial++) {
         quern_context *ctx = any_context(&random);
-        const int64_t rows = test_random_int(&random, 0, 300), columns = test_random_int(&random, 0, 21), tiles = (columns + 3) / 4;
+        const int64_t rows = test_random_int(&random, 0, 300), columns = test_random_int(&random, 0, 21),
+                      tiles = (columns + 3) / 4;
         const int64_t bytes = (rows + 127) / 128 * 512 * tiles;
-        test_tensor linear = matrix(&random, QUERN_U8, rows, columns, TEST_STRIDED), back = matrix(&random, QUERN_U8, rows, columns, TEST_STRIDED);
+        test_tensor linear = matrix(&random, QUERN_U8, rows, columns, TEST_STRIDED),
+                    back = matrix(&random, QUERN_U8, rows, columns, TEST_STRIDED);
         test_tensor swizzled = test_tensor_make(&random, QUERN_U8, 1, &bytes, TEST_UNALIGNED);
         fill_bytes(&linear, &random, 255);
         assert_int_equal(swizzle(ctx, false, false, &linear.view, &swizzled.view, NULL, NULL), QUERN_OK);
@@ -244,7 +279,8 @@ static void swizzle_there_and_back(void **state)
         int64_t sum = 0, sum_swizzled = 0;
         for (int64_t i = 0; i < rows * columns; i++) {
             const uint8_t byte = byte_at(&linear, i / columns, i % columns);
-            assert_int_equal(((uint8_t *)swizzled.view.data)[oracle_swizzled_at(i / columns, i % columns, columns)], byte);
+            assert_int_equal(
+                ((uint8_t *)swizzled.view.data)[oracle_swizzled_at(i / columns, i % columns, columns)], byte);
             sum += byte;
         }
         for (int64_t i = 0; i < bytes; i++) sum_swizzled += ((uint8_t *)swizzled.view.data)[i];
@@ -279,7 +315,8 @@ static void assembled_scales_match_the_vectors(void **state)
     assert_int_equal(swizzle(ctx, true, false, &back_view, &out_view, &tokens, NULL), QUERN_OK);
     assert_memory_equal(back, raw.data, (size_t)(raw.shape[0] * raw.shape[1]));
     out_view.shape[0] = bytes - 1;
-    assert_int_equal(swizzle(ctx, false, false, &raw, &out_view, &tokens, &offsets_view), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(swizzle(ctx, false, false, &raw, &out_view, &tokens, &offsets_view),
+                     QUERN_ERR_INVALID_ARGUMENT);
     assert_int_equal(quern_safetensors_get(f.file, "asm.raw3d", &raw3), QUERN_OK);
     assert_int_equal(quern_safetensors_get(f.file, "asm.assembled3d", &assembled3), QUERN_OK);
     const quern_tensor weight_view = quern_tensor_contiguous(out, QUERN_U8, 2, assembled3.shape);
@@ -290,7 +327,8 @@ static void assembled_scales_match_the_vectors(void **state)
     quern_context_destroy(ctx);
 }
 
-static quern_status interleave(quern_context *ctx, bool inverse, int64_t q, const test_tensor *x, const test_tensor *out)
+static quern_status interleave(quern_context *ctx, bool inverse, int64_t q, const test_tensor *x,
+                               const test_tensor *out)
 {
     quern_nvfp4_interleave_params p = QUERN_NVFP4_INTERLEAVE_PARAMS_INIT;
     quern_nvfp4_interleave_tensors t = QUERN_NVFP4_INTERLEAVE_TENSORS_INIT;
@@ -322,7 +360,8 @@ static void interleave_there_and_back(void **state)
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = 0; i < runs / 2; i++)
                 for (int part = 0; part < 2; part++)
-                    assert_true(got[r * runs + oracle_interleaved_at(i, part, q)] == (i < width ? in[2 * r * width + part * width + i] : 0));
+                    assert_true(got[r * runs + oracle_interleaved_at(i, part, q)] ==
+                                (i < width ? in[2 * r * width + part * width + i] : 0));
         free(in), free(got);
         test_tensor_free(&x), test_tensor_free(&out), test_tensor_free(&back);
         quern_context_destroy(ctx);
@@ -333,7 +372,8 @@ static void interleave_there_and_back(void **state)
 static void expect_error(quern_context *ctx, quern_status status, const char *says)
 {
     if (status != QUERN_ERR_INVALID_ARGUMENT) fail_msg("%s: status %d", says, (int)status);
-    if (strstr(quern_last_error(ctx), says) == NULL) fail_msg("'%s' does not say '%s'", quern_last_error(ctx), says);
+    if (strstr(quern_last_error(ctx), says) == NULL)
+        fail_msg("'%s' does not say '%s'", quern_last_error(ctx), says);
 }
 
 static void bad_calls(void **state)
@@ -343,13 +383,16 @@ static void bad_calls(void **state)
     uint8_t codes[64], scales[64];
     int32_t ends[2] = {3, 2};
     size_t bytes;
-    const int64_t shape[] = {2, 32}, codes_shape[] = {2, 16}, scales_shape[] = {2, 2}, two = 2, odd[] = {2, 30};
+    const int64_t shape[] = {2, 32}, codes_shape[] = {2, 16}, scales_shape[] = {2, 2}, two = 2,
+                  odd[] = {2, 30};
     const quern_tensor x_view = quern_tensor_contiguous(x, QUERN_F32, 2, shape),
                        codes_view = quern_tensor_contiguous(codes, QUERN_U8, 2, codes_shape);
     const quern_tensor scales_view = quern_tensor_contiguous(scales, QUERN_U8, 2, scales_shape),
                        one = quern_tensor_contiguous(&global, QUERN_F32, 0, NULL);
-    const quern_tensor bad = quern_tensor_contiguous(&bad_global, QUERN_F32, 0, NULL), offsets = quern_tensor_contiguous(ends, QUERN_I32, 1, &two);
-    const quern_tensor pair = quern_tensor_contiguous(globals, QUERN_F32, 1, &two), odd_view = quern_tensor_contiguous(x, QUERN_F32, 2, odd);
+    const quern_tensor bad = quern_tensor_contiguous(&bad_global, QUERN_F32, 0, NULL),
+                       offsets = quern_tensor_contiguous(ends, QUERN_I32, 1, &two);
+    const quern_tensor pair = quern_tensor_contiguous(globals, QUERN_F32, 1, &two),
+                       odd_view = quern_tensor_contiguous(x, QUERN_F32, 2, odd);
     quern_nvfp4_quantize_params p = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
     quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
     (void)state;
@@ -357,19 +400,24 @@ static void bad_calls(void **state)
     expect_error(ctx, quern_nvfp4_quantize_workspace(NULL, &p, &t, &bytes), "ctx");
     expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, NULL, &t, &bytes), "params");
     expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, NULL), "bytes");
-    p.profile = (quern_nvfp4_profile)4, expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "profile is 4"),
+    p.profile = (quern_nvfp4_profile)4,
+    expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "profile is 4"),
     p.profile = QUERN_NVFP4_PROFILE_HALFSTEP;
-    p.scales = QUERN_NVFP4_SCALES_SEARCH, expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "scales is 2 with profile halfstep");
+    p.scales = QUERN_NVFP4_SCALES_SEARCH,
+    expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes),
+                 "scales is 2 with profile halfstep");
     p.profile = QUERN_NVFP4_PROFILE_RNE, p.global_per = QUERN_NVFP4_GLOBAL_EXPERT;
     expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "offsets is NULL");
     t.offsets = &offsets, t.global = &pair;
     assert_int_equal(quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), QUERN_OK);
     void *workspace = malloc(bytes);
     expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "offsets[0] is 3");
-    ends[0] = 2, ends[1] = 1, expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "offsets[1] is 1 after 2");
+    ends[0] = 2, ends[1] = 1,
+    expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "offsets[1] is 1 after 2");
     t.offsets = NULL, p.global_per = QUERN_NVFP4_GLOBAL_TENSOR, t.global = NULL;
     expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "global is NULL");
-    t.given_global = &bad, expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "given_global[0] is -1");
+    t.given_global = &bad,
+    expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "given_global[0] is -1");
     t.given_global = NULL, t.global = &one, t.x = &odd_view, p.weight = true;
     expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "a multiple of 16");
     free(workspace);
@@ -378,22 +426,30 @@ static void bad_calls(void **state)
     quern_nvfp4_dequantize_tensors dt = QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT;
     memset(codes, 0, sizeof codes), memset(scales, 0, sizeof scales);
     dt.codes = &codes_view, dt.scales = &scales_view, dt.global = &one, dt.x = &x_view;
-    scales[3] = 0x7F, expect_error(ctx, quern_nvfp4_dequantize(ctx, NULL, &dp, &dt, NULL, 0), "scales[3] is the scale byte 0x7F");
+    scales[3] = 0x7F, expect_error(ctx, quern_nvfp4_dequantize(ctx, NULL, &dp, &dt, NULL, 0),
+                                   "scales[3] is the scale byte 0x7F");
     assert_true(x[0] == 1);
-    scales[3] = 0, global = NAN, expect_error(ctx, quern_nvfp4_dequantize(ctx, NULL, &dp, &dt, NULL, 0), "global[0] is nan");
+    scales[3] = 0, global = NAN,
+    expect_error(ctx, quern_nvfp4_dequantize(ctx, NULL, &dp, &dt, NULL, 0), "global[0] is nan");
 
     quern_nvfp4_fused_quantize_params fp = QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT;
     quern_nvfp4_fused_quantize_tensors ft = QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT;
     ft.x = &x_view;
     expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "at least one is needed");
-    fp.limit = -1, expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "limit is -1"), fp.limit = 0;
-    fp.granularity = 3, expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "x.shape[1] is 32"), fp.granularity = 0;
+    fp.limit = -1,
+    expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "limit is -1"),
+    fp.limit = 0;
+    fp.granularity = 3,
+    expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "x.shape[1] is 32"),
+    fp.granularity = 0;
     expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "granularity is 0");
 
     ends[0] = 1, ends[1] = 2; /* of two rows */
-    expect_error(ctx, swizzle(ctx, false, false, &scales_view, &codes_view, NULL, NULL), "swizzled has 2 dimensions");
+    expect_error(ctx, swizzle(ctx, false, false, &scales_view, &codes_view, NULL, NULL),
+                 "swizzled has 2 dimensions");
     const quern_tensor flat = quern_tensor_contiguous(codes, QUERN_U8, 1, &two);
-    expect_error(ctx, swizzle(ctx, false, false, &scales_view, &flat, &offsets, NULL), "tokens_per_expert[1] is 2");
+    expect_error(ctx, swizzle(ctx, false, false, &scales_view, &flat, &offsets, NULL),
+                 "tokens_per_expert[1] is 2");
     expect_error(ctx, swizzle(ctx, false, false, &scales_view, &flat, NULL, NULL), "swizzled.shape[0] is 2");
     quern_context_destroy(ctx);
 }

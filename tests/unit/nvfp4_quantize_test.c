@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nvfp4_quantize_test.c - quantise and dequantise through the public functions: the golden vectors, and random shapes,
- * strides and globals against the oracle, at every level and on one thread and three. */
+/* nvfp4_quantize_test.c - quantise and dequantise through the public functions: the golden vectors, and
+ * random shapes, strides and globals against the oracle, at every level and on one thread and three. */
 #include "cmocka_c11.h"
 #include "nvfp4_case.h"
 #include "nvfp4_golden.h"
@@ -11,7 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static quern_status quantize(quern_context *ctx, const quern_nvfp4_quantize_params *p, const quern_nvfp4_quantize_tensors *t)
+static quern_status quantize(quern_context *ctx, const quern_nvfp4_quantize_params *p,
+                             const quern_nvfp4_quantize_tensors *t)
 {
     size_t bytes = 0;
     quern_status status = quern_nvfp4_quantize_workspace(ctx, p, t, &bytes);
@@ -54,8 +55,10 @@ static void golden_vectors(void **state)
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
         for (int weight = 0; weight < 2; weight++) {
             quern_context *ctx = test_context(level, 2);
-            nvfp4_golden_file f = nvfp4_golden_open(QUERN_TEST_VECTORS, weight ? "nvfp4_weights_scales" : "nvfp4_quant");
-            for (nvfp4_golden g; nvfp4_golden_next(&f, &g); nvfp4_golden_free(&g)) golden_case(ctx, &g, weight);
+            nvfp4_golden_file f =
+                nvfp4_golden_open(QUERN_TEST_VECTORS, weight ? "nvfp4_weights_scales" : "nvfp4_quant");
+            for (nvfp4_golden g; nvfp4_golden_next(&f, &g); nvfp4_golden_free(&g))
+                golden_case(ctx, &g, weight);
             nvfp4_golden_close(&f);
             quern_context_destroy(ctx);
         }
@@ -101,9 +104,11 @@ static test_tensor make_globals(const quantize_case *c, test_random *random)
 {
     const quern_nvfp4_global per = c->params.global_per;
     const int64_t shape[] = {per == QUERN_NVFP4_GLOBAL_EXPERT ? c->experts : c->rows};
-    test_tensor t = test_tensor_make(random, QUERN_F32, per == QUERN_NVFP4_GLOBAL_TENSOR ? 0 : 1, shape, TEST_UNALIGNED);
+    test_tensor t =
+        test_tensor_make(random, QUERN_F32, per == QUERN_NVFP4_GLOBAL_TENSOR ? 0 : 1, shape, TEST_UNALIGNED);
     double *values = test_doubles(test_tensor_count(&t));
-    for (int64_t i = 0; i < test_tensor_count(&t); i++) values[i] = ldexp(1 + test_random_uniform(random), (int)test_random_int(random, -14, 2));
+    for (int64_t i = 0; i < test_tensor_count(&t); i++)
+        values[i] = ldexp(1 + test_random_uniform(random), (int)test_random_int(random, -14, 2));
     test_tensor_set(&t, values);
     free(values);
     return t;
@@ -118,18 +123,23 @@ static quantize_case make_case(test_random *random, int index)
     c.params.weight = test_random_one_in(random, 2);
     c.params.global_per = (quern_nvfp4_global)test_random_int(random, 0, c.params.weight ? 1 : 2);
     c.experts = test_random_int(random, 1, 4);
-    c.columns = test_random_one_in(random, 3) ? test_random_int(random, 0, 20) : test_random_int(random, 1, 400);
+    c.columns =
+        test_random_one_in(random, 3) ? test_random_int(random, 0, 20) : test_random_int(random, 1, 400);
     if (test_random_one_in(random, 20)) c.columns = 16384 + test_random_int(random, 1, 40);
     const int64_t k = 16 * test_random_int(random, 0, 4);
     c.rows = c.params.weight ? c.experts * k : test_random_int(random, 0, 60);
     const int64_t blocks = (c.columns + 15) / 16;
     const int64_t weight_shape[] = {c.experts, k, c.columns}, rows_shape[] = {c.rows, c.columns};
-    const int64_t weight_codes[] = {c.experts, k / 2, c.columns}, weight_scales[] = {c.experts, k / 16, c.columns};
+    const int64_t weight_codes[] = {c.experts, k / 2, c.columns},
+                  weight_scales[] = {c.experts, k / 16, c.columns};
     const int64_t rows_codes[] = {c.rows, 8 * blocks}, rows_scales[] = {c.rows, blocks};
     const int32_t ndim = c.params.weight ? 3 : 2;
-    c.x = test_tensor_make(random, dtypes[test_random_int(random, 0, 2)], ndim, c.params.weight ? weight_shape : rows_shape, any_layout(random));
-    c.codes = test_tensor_make(random, QUERN_U8, ndim, c.params.weight ? weight_codes : rows_codes, any_layout(random));
-    c.scales = test_tensor_make(random, QUERN_U8, ndim, c.params.weight ? weight_scales : rows_scales, any_layout(random));
+    c.x = test_tensor_make(random, dtypes[test_random_int(random, 0, 2)], ndim,
+                           c.params.weight ? weight_shape : rows_shape, any_layout(random));
+    c.codes = test_tensor_make(random, QUERN_U8, ndim, c.params.weight ? weight_codes : rows_codes,
+                               any_layout(random));
+    c.scales = test_tensor_make(random, QUERN_U8, ndim, c.params.weight ? weight_scales : rows_scales,
+                                any_layout(random));
     if (c.params.global_per == QUERN_NVFP4_GLOBAL_EXPERT && !c.params.weight) make_offsets(&c, random);
     if (c.given) c.given_global = make_globals(&c, random);
     c.global = make_globals(&c, random);
@@ -161,9 +171,11 @@ static float expected_global(const quantize_case *c, int64_t index)
     const quern_nvfp4_global per = c->params.global_per;
     int64_t first = 0, end = used_rows(c);
     if (per == QUERN_NVFP4_GLOBAL_ROW) first = index, end = index + 1;
-    if (per == QUERN_NVFP4_GLOBAL_EXPERT) first = index > 0 ? expert_end(c, index - 1) : 0, end = expert_end(c, index);
+    if (per == QUERN_NVFP4_GLOBAL_EXPERT)
+        first = index > 0 ? expert_end(c, index - 1) : 0, end = expert_end(c, index);
     if (per == QUERN_NVFP4_GLOBAL_EXPERT && first == end) return 1;
-    return oracle_nvfp4_global((oracle_profile)c->params.profile, nvfp4_case_amax(c->values + first * c->columns, (end - first) * c->columns));
+    return oracle_nvfp4_global((oracle_profile)c->params.profile,
+                               nvfp4_case_amax(c->values + first * c->columns, (end - first) * c->columns));
 }
 
 static void check_globals(const quantize_case *c, const double *globals)
@@ -171,34 +183,46 @@ static void check_globals(const quantize_case *c, const double *globals)
     double *given = c->given ? test_tensor_get(&c->given_global) : NULL;
     for (int64_t i = 0; i < test_tensor_count(&c->global); i++) {
         const double expected = c->given ? given[i] : (double)expected_global(c, i);
-        if (globals[i] != expected) fail_msg("global %lld is %a, expected %a", (long long)i, globals[i], expected);
+        if (globals[i] != expected)
+            fail_msg("global %lld is %a, expected %a", (long long)i, globals[i], expected);
     }
     free(given);
 }
 
 /* Value (row, column) of block b: of a row, or of a column of a matrix. */
-static void check_blocks(const quantize_case *c, const double *codes, const double *scales, const double *globals)
+static void check_blocks(const quantize_case *c, const double *codes, const double *scales,
+                         const double *globals)
 {
     const bool weight = c->params.weight;
-    const int64_t blocks = (c->columns + 15) / 16, wide = weight ? c->columns : blocks, down = weight ? c->rows / 16 : c->rows;
+    const int64_t blocks = (c->columns + 15) / 16, wide = weight ? c->columns : blocks,
+                  down = weight ? c->rows / 16 : c->rows;
     for (int64_t r = 0; r < down; r++)
         for (int64_t b = 0; b < wide; b++) {
             float x[16] = {0};
             uint8_t expected[16] = {0};
             int scale = 0;
             for (int64_t i = 0; i < 16; i++)
-                if (weight || 16 * b + i < c->columns) x[i] = (float)c->values[weight ? (16 * r + i) * c->columns + b : r * c->columns + 16 * b + i];
-            const int64_t e = weight ? (c->params.global_per == QUERN_NVFP4_GLOBAL_EXPERT ? 16 * r / (c->rows / c->experts) : 0)
-                                     : r < used_rows(c) ? expert_of(c, r) : 0;
+                if (weight || 16 * b + i < c->columns)
+                    x[i] =
+                        (float)
+                            c->values[weight ? (16 * r + i) * c->columns + b : r * c->columns + 16 * b + i];
+            const int64_t e =
+                weight ? (c->params.global_per == QUERN_NVFP4_GLOBAL_EXPERT ? 16 * r / (c->rows / c->experts)
+                                                                            : 0)
+                : r < used_rows(c) ? expert_of(c, r)
+                                   : 0;
             const float g = (float)globals[c->params.global_per == QUERN_NVFP4_GLOBAL_ROW ? r : e];
             if (weight || r < used_rows(c))
-                scale = oracle_nvfp4_block((oracle_profile)c->params.profile, (oracle_scales)c->params.scales, g, x, expected);
+                scale = oracle_nvfp4_block((oracle_profile)c->params.profile, (oracle_scales)c->params.scales,
+                                           g, x, expected);
             if (scales[r * wide + b] != scale)
-                fail_msg("row %lld block %lld: scale %g, expected %d", (long long)r, (long long)b, scales[r * wide + b], scale);
+                fail_msg("row %lld block %lld: scale %g, expected %d", (long long)r, (long long)b,
+                         scales[r * wide + b], scale);
             for (int64_t i = 0; i < 8; i++) {
                 const double got = codes[weight ? (8 * r + i) * c->columns + b : (r * blocks + b) * 8 + i];
                 if (got != (expected[2 * i] | expected[2 * i + 1] << 4))
-                    fail_msg("row %lld block %lld: byte %lld is %g", (long long)r, (long long)b, (long long)i, got);
+                    fail_msg("row %lld block %lld: byte %lld is %g", (long long)r, (long long)b, (long long)i,
+                             got);
             }
         }
 }
@@ -220,15 +244,18 @@ static void random_cases(void **state)
         test_random random;
         const int index = trial % NVFP4_CASES;
         if (!test_trial(seed, trial, &random) || !nvfp4_case_accepted(index)) continue;
-        quern_context *ctx =
-            test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), trial % 2 ? 1 : 3);
+        quern_context *ctx = test_context(
+            (quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()),
+            trial % 2 ? 1 : 3);
         quantize_case c = make_case(&random, index);
         const quern_nvfp4_quantize_tensors t = tensors_of(&c);
         if (quantize(ctx, &c.params, &t) != QUERN_OK) fail_msg("trial %d: %s", trial, quern_last_error(ctx));
-        double *codes = test_tensor_get(&c.codes), *scales = test_tensor_get(&c.scales), *globals = test_tensor_get(&c.global);
+        double *codes = test_tensor_get(&c.codes), *scales = test_tensor_get(&c.scales),
+               *globals = test_tensor_get(&c.global);
         check_globals(&c, globals);
         check_blocks(&c, codes, scales, globals);
-        test_tensor_check_guards(&c.codes, "codes"), test_tensor_check_guards(&c.scales, "scales"), test_tensor_check_guards(&c.global, "global");
+        test_tensor_check_guards(&c.codes, "codes"), test_tensor_check_guards(&c.scales, "scales"),
+            test_tensor_check_guards(&c.global, "global");
         test_tensor_check_unchanged(&c.x, "x");
         free(codes), free(scales), free(globals);
         free_case(&c);
@@ -245,28 +272,37 @@ static void dequantized_values(void **state)
         test_random random;
         const int index = trial % ORACLE_PROFILES;
         if (!test_trial(seed, trial, &random)) continue;
-        quern_context *ctx = test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(
+            (quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), 2);
         quantize_case c = make_case(&random, index);
         const quern_nvfp4_quantize_tensors t = tensors_of(&c);
         assert_int_equal(quantize(ctx, &c.params, &t), QUERN_OK);
-        double *codes = test_tensor_get(&c.codes), *scales = test_tensor_get(&c.scales), *globals = test_tensor_get(&c.global);
+        double *codes = test_tensor_get(&c.codes), *scales = test_tensor_get(&c.scales),
+               *globals = test_tensor_get(&c.global);
         quern_nvfp4_dequantize_params p = QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT;
         quern_nvfp4_dequantize_tensors d = QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT;
         p.profile = c.params.profile, p.global_per = c.params.global_per, p.weight = c.params.weight;
         d.codes = t.codes, d.scales = t.scales, d.global = t.global, d.offsets = t.offsets, d.x = &c.x.view;
         test_tensor_reset(&c.x);
-        if (quern_nvfp4_dequantize(ctx, NULL, &p, &d, NULL, 0) != QUERN_OK) fail_msg("trial %d: %s", trial, quern_last_error(ctx));
+        if (quern_nvfp4_dequantize(ctx, NULL, &p, &d, NULL, 0) != QUERN_OK)
+            fail_msg("trial %d: %s", trial, quern_last_error(ctx));
         test_tensor_check_guards(&c.x, "x");
         double *got = test_tensor_get(&c.x);
         const int64_t wide = (c.columns + 15) / 16;
         for (int64_t i = 0; i < c.rows * c.columns; i++) {
-            const int64_t r = i / c.columns, n = i % c.columns, per_expert = c.params.weight ? c.rows / c.experts : 1;
-            const int64_t e = c.params.global_per == QUERN_NVFP4_GLOBAL_ROW ? r : c.params.global_per == QUERN_NVFP4_GLOBAL_TENSOR ? 0
-                              : c.params.weight ? r / per_expert : r < used_rows(&c) ? expert_of(&c, r) : 0;
+            const int64_t r = i / c.columns, n = i % c.columns,
+                          per_expert = c.params.weight ? c.rows / c.experts : 1;
+            const int64_t e = c.params.global_per == QUERN_NVFP4_GLOBAL_ROW      ? r
+                              : c.params.global_per == QUERN_NVFP4_GLOBAL_TENSOR ? 0
+                              : c.params.weight                                  ? r / per_expert
+                              : r < used_rows(&c)                                ? expert_of(&c, r)
+                                                                                 : 0;
             const int byte = (int)codes[c.params.weight ? r / 2 * c.columns + n : r * wide * 8 + n / 2];
             const int scale = (int)scales[c.params.weight ? r / 16 * c.columns + n : r * wide + n / 16];
             const int code = byte >> 4 * ((c.params.weight ? r : n) % 2) & 15;
-            const double expected = test_round(c.x.view.dtype, (double)oracle_nvfp4_value((oracle_profile)p.profile, (float)globals[e], scale, code));
+            const double expected =
+                test_round(c.x.view.dtype, (double)oracle_nvfp4_value((oracle_profile)p.profile,
+                                                                      (float)globals[e], scale, code));
             if (got[i] != expected && !(isnan(expected) && isnan(got[i])))
                 fail_msg("trial %d: [%lld] is %a, expected %a", trial, (long long)i, got[i], expected);
         }
@@ -288,17 +324,21 @@ static void not_finite(void **state)
         const int64_t count = used_rows(&c) * c.columns;
         if (count > 0) {
             char text[60];
-            const int64_t at = test_random_int(&random, 0, count - 1), later = test_random_int(&random, at, count - 1);
+            const int64_t at = test_random_int(&random, 0, count - 1),
+                          later = test_random_int(&random, at, count - 1);
             c.values[at] = trial % 2 ? (double)NAN : -(double)INFINITY, c.values[later] = c.values[at];
             test_tensor_set(&c.x, c.values);
             test_tensor_reset(&c.codes), test_tensor_reset(&c.scales), test_tensor_reset(&c.global);
-            test_tensor codes = test_tensor_copy(&c.codes), scales = test_tensor_copy(&c.scales), global = test_tensor_copy(&c.global);
+            test_tensor codes = test_tensor_copy(&c.codes), scales = test_tensor_copy(&c.scales),
+                        global = test_tensor_copy(&c.global);
             const quern_nvfp4_quantize_tensors t = tensors_of(&c);
             assert_int_equal(quantize(ctx, &c.params, &t), QUERN_ERR_INVALID_ARGUMENT);
-            snprintf(text, sizeof text, "x[%lld] (row %lld, column %lld) is ", (long long)at, (long long)(at / c.columns),
-                     (long long)(at % c.columns));
-            if (strstr(quern_last_error(ctx), text) == NULL) fail_msg("'%s' does not say '%s'", quern_last_error(ctx), text);
-            assert_true(test_tensor_same_bits(&codes, &c.codes) && test_tensor_same_bits(&scales, &c.scales) &&
+            snprintf(text, sizeof text, "x[%lld] (row %lld, column %lld) is ", (long long)at,
+                     (long long)(at / c.columns), (long long)(at % c.columns));
+            if (strstr(quern_last_error(ctx), text) == NULL)
+                fail_msg("'%s' does not say '%s'", quern_last_error(ctx), text);
+            assert_true(test_tensor_same_bits(&codes, &c.codes) &&
+                        test_tensor_same_bits(&scales, &c.scales) &&
                         test_tensor_same_bits(&global, &c.global));
             test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&global);
         }

@@ -3,10 +3,11 @@
 /*
  * gemm4.c - the table of products with NVFP4 weights for AVX-512 with BF16 and VNNI.
  *
- * A word of a line is two codes of a column, neighbours along K. One look-up (vpermw: the index is the low five bits, so
- * the table stands twice and nothing is masked) turns it into two bf16 values. code * scale has at most 6 significant bits
- * and is exact in bf16: the values are widened, multiplied and joined again. That is 8 instructions for 32 values. Up to
- * eight rows take the values from registers; limit, reading the weights of one row, and the dot products of eight.
+ * A word of a line is two codes of a column, neighbours along K. One look-up (vpermw: the index is the low
+ * five bits, so the table stands twice and nothing is masked) turns it into two bf16 values. code * scale has
+ * at most 6 significant bits and is exact in bf16: the values are widened, multiplied and joined again. That
+ * is 8 instructions for 32 values. Up to eight rows take the values from registers; limit, reading the
+ * weights of one row, and the dot products of eight.
  */
 #include "cpu/gemm4/gemm4_rows.h"
 
@@ -15,8 +16,9 @@
 /* bf16 of each code, twice. */
 static inline __m512i code_table(void)
 {
-    const __m256i once = _mm256_setr_epi16(0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, (short)0x8000, (short)0xbf00, (short)0xbf80,
-                                           (short)0xbfc0, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0);
+    const __m256i once = _mm256_setr_epi16(0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                           (short)0x8000, (short)0xbf00, (short)0xbf80, (short)0xbfc0,
+                                           (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0);
     return _mm512_broadcast_i64x4(once);
 }
 
@@ -47,7 +49,8 @@ static void decode_bf16(const uint8_t *panel, int64_t units, uint32_t *out)
 }
 
 /* Some rows and strips with their sums in registers: each pair of K is decoded once for all rows. */
-INLINE void few_rows(const int rows, const int strips, const uint8_t *panel, int64_t units, const uint32_t *a, int64_t lda, float *c, bool accumulate)
+INLINE void few_rows(const int rows, const int strips, const uint8_t *panel, int64_t units, const uint32_t *a,
+                     int64_t lda, float *c, bool accumulate)
 {
     const __m512i table = code_table();
     __m512 acc[GEMM4_FEW_ROWS][GEMM4_STRIPS];
@@ -66,10 +69,13 @@ INLINE void few_rows(const int rows, const int strips, const uint8_t *panel, int
             _mm_prefetch((const char *)from + ROW_AHEAD + 128 * in_unit + 64, _MM_HINT_T0);
 #pragma GCC unroll 8
             for (int p = 0; p < 8; p++) {
-                const __m512i b = scaled_pair(_mm512_loadu_si512(from + 64 + 64 * (2 * in_unit + p / 4)), p % 4, table, scale);
+                const __m512i b = scaled_pair(_mm512_loadu_si512(from + 64 + 64 * (2 * in_unit + p / 4)),
+                                              p % 4, table, scale);
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++)
-                    acc[r][strip] = _mm512_dpbf16_ps(acc[r][strip], (__m512bh)_mm512_set1_epi32((int)a[r * lda + 8 * block + p]), (__m512bh)b);
+                    acc[r][strip] = _mm512_dpbf16_ps(
+                        acc[r][strip], (__m512bh)_mm512_set1_epi32((int)a[r * lda + 8 * block + p]),
+                        (__m512bh)b);
             }
         }
     }
@@ -78,18 +84,23 @@ INLINE void few_rows(const int rows, const int strips, const uint8_t *panel, int
 #pragma GCC unroll 4
         for (int strip = 0; strip < strips; strip++) {
             float *to = c + r * GEMM4_PANEL + strip * GEMM4_STRIP;
-            _mm512_storeu_ps(to, accumulate ? _mm512_add_ps(acc[r][strip], _mm512_loadu_ps(to)) : acc[r][strip]);
+            _mm512_storeu_ps(to,
+                             accumulate ? _mm512_add_ps(acc[r][strip], _mm512_loadu_ps(to)) : acc[r][strip]);
         }
 }
 
-/* As many strips at once as their sums need not to wait for each other: four of one row, two of two to four, else one. */
-INLINE void all_strips(const int rows, const int strips, const uint8_t *panel, int64_t units, const uint32_t *a, int64_t lda, float *c, bool accumulate)
+/* As many strips at once as their sums need not to wait for each other: four of one row, two of two to four,
+ * else one. */
+INLINE void all_strips(const int rows, const int strips, const uint8_t *panel, int64_t units,
+                       const uint32_t *a, int64_t lda, float *c, bool accumulate)
 {
     for (int strip = 0; strip < GEMM4_STRIPS; strip += strips)
-        few_rows(rows, strips, panel + strip * GEMM4_STRIP_BYTES, units, a, lda, c + strip * GEMM4_STRIP, accumulate);
+        few_rows(rows, strips, panel + strip * GEMM4_STRIP_BYTES, units, a, lda, c + strip * GEMM4_STRIP,
+                 accumulate);
 }
 
-static void rows_bf16(const uint8_t *panel, int64_t units, int64_t rows, const uint32_t *a, int64_t lda, float *c, bool accumulate)
+static void rows_bf16(const uint8_t *panel, int64_t units, int64_t rows, const uint32_t *a, int64_t lda,
+                      float *c, bool accumulate)
 {
     switch (rows) {
     case 1: all_strips(1, 4, panel, units, a, lda, c, accumulate); break;
@@ -104,5 +115,7 @@ static void rows_bf16(const uint8_t *panel, int64_t units, int64_t rows, const u
     }
 }
 
-const gemm4_kernels gemm4_kernels_avx512bf16 = {
-    .level = QUERN_CPU_LEVEL_AVX512BF16, GEMM4_ROW_KERNELS, .decode_bf16 = decode_bf16, .rows_bf16 = rows_bf16};
+const gemm4_kernels gemm4_kernels_avx512bf16 = {.level = QUERN_CPU_LEVEL_AVX512BF16,
+                                                GEMM4_ROW_KERNELS,
+                                                .decode_bf16 = decode_bf16,
+                                                .rows_bf16 = rows_bf16};

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* finish.c - the epilogue of a grouped product, on 64 columns of a row at a time: globals, bias, what C held, SwiGLU, and
- * the output's dtype or its quantisation. */
+/* finish.c - the epilogue of a grouped product, on 64 columns of a row at a time: globals, bias, what C held,
+ * SwiGLU, and the output's dtype or its quantisation. */
 #include "core/half.h"
 #include "cpu/gemm4/product.h"
 #include "cpu/quantise/globals.h"
@@ -14,16 +14,19 @@ static char *output_at(const quern_tensor *t, int64_t row, int64_t column)
     return (char *)t->data + (row * t->strides[0] + column) * (int64_t)quern_dtype_size(t->dtype);
 }
 
-static void store_row(const product_job *job, const quern_tensor *c, int64_t row, int64_t column, const float *values, int64_t n)
+static void store_row(const product_job *job, const quern_tensor *c, int64_t row, int64_t column,
+                      const float *values, int64_t n)
 {
     job->dense->store_row(values, c->dtype, output_at(c, row, 0), column, n);
 }
 
-static void quantise_output(const product_job *job, int64_t row, int64_t column, const float *values, int64_t n)
+static void quantise_output(const product_job *job, int64_t row, int64_t column, const float *values,
+                            int64_t n)
 {
     const grouped_gemm_args *args = job->args;
     const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE, *(const float *)args->c_global.data};
-    job->quantise->quantise_row(&rule, values, QUERN_F32, n, (uint8_t *)output_at(&args->c_codes, row, column / 2),
+    job->quantise->quantise_row(&rule, values, QUERN_F32, n,
+                                (uint8_t *)output_at(&args->c_codes, row, column / 2),
                                 (uint8_t *)output_at(&args->c_scales, row, column / 16));
 }
 
@@ -44,14 +47,18 @@ static void put_row(const product_job *job, product_scratch *s, int64_t row, int
 }
 
 /* What multiplies and what is added to each column of a panel. */
-static void column_values(const product_job *job, int64_t expert, int64_t column, int64_t n, float *global, float *bias)
+static void column_values(const product_job *job, int64_t expert, int64_t column, int64_t n, float *global,
+                          float *bias)
 {
     const grouped_gemm_args *args = job->args;
     const quern_tensor *g = &args->b_global;
     for (int64_t c = 0; c < n; c++) {
         const int64_t part = g->ndim > 0 && g->shape[1] == 2 ? (column + c) / args->granularity % 2 : 0;
-        global[c] = g->ndim == 0 ? 1.0f : ((const float *)g->data)[(g->shape[0] > 1 ? expert * g->strides[0] : 0) + part];
-        if (args->bias.ndim > 0) bias[c] = element_of(view_row(&args->bias, expert), args->bias.dtype, column + c);
+        global[c] = g->ndim == 0
+                        ? 1.0f
+                        : ((const float *)g->data)[(g->shape[0] > 1 ? expert * g->strides[0] : 0) + part];
+        if (args->bias.ndim > 0)
+            bias[c] = element_of(view_row(&args->bias, expert), args->bias.dtype, column + c);
     }
 }
 
@@ -62,14 +69,17 @@ static float row_global(const product_job *job, int64_t expert, int64_t row)
     return args->int8 ? job->row_global[row] * given : given;
 }
 
-void finish_rows(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t rows, int64_t column, int64_t n)
+void finish_rows(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t rows,
+                 int64_t column, int64_t n)
 {
     const grouped_gemm_args *args = job->args;
     float global[GEMM4_PANEL], bias[GEMM4_PANEL];
     column_values(job, expert, column, n, global, bias);
     for (int64_t r = 0; r < rows; r++) {
-        job->kernels->scale_row(s->c + r * GEMM4_PANEL, row_global(job, expert, row + r), global, args->bias.ndim > 0 ? bias : NULL, n, s->row);
-        for (int64_t c = 0; args->accumulate && c < n; c++) s->row[c] += element_of(output_at(&args->c, row + r, 0), args->c.dtype, column + c);
+        job->kernels->scale_row(s->c + r * GEMM4_PANEL, row_global(job, expert, row + r), global,
+                                args->bias.ndim > 0 ? bias : NULL, n, s->row);
+        for (int64_t c = 0; args->accumulate && c < n; c++)
+            s->row[c] += element_of(output_at(&args->c, row + r, 0), args->c.dtype, column + c);
         put_row(job, s, row + r, column, n);
     }
 }

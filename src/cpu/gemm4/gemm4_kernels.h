@@ -1,14 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * gemm4_kernels.h - the tile kernels of products with NVFP4 weights: one table per CPU level. They get pointers and sizes;
- * they never validate, allocate or start threads.
+ * gemm4_kernels.h - the tile kernels of products with NVFP4 weights: one table per CPU level. They get
+ * pointers and sizes; they never validate, allocate or start threads.
  *
- * Repacked weights, version 1. A panel is 64 columns of one expert's matrix; its K is cut into units of 64. A unit is 2304
- * bytes, four strips of 16 columns one after the other. A strip is a line of scales, byte 16 b + n that of block b (16 of
- * K) and column n, and eight lines of codes. Line l is 16 words of 32 bits, word n the codes of column n at k = 8 l ...
- * 8 l + 7 as eight nibbles from the lowest up: k 0, 2, 4, 6, then 1, 3, 5, 7. So a shift by 4 p brings the codes of the
- * pair 2 p, 2 p + 1 to the bottom of both halves of a word. Columns past N and rows past K are 0.
+ * Repacked weights, version 1. A panel is 64 columns of one expert's matrix; its K is cut into units of 64. A
+ * unit is 2304 bytes, four strips of 16 columns one after the other. A strip is a line of scales, byte 16 b +
+ * n that of block b (16 of K) and column n, and eight lines of codes. Line l is 16 words of 32 bits, word n
+ * the codes of column n at k = 8 l ... 8 l + 7 as eight nibbles from the lowest up: k 0, 2, 4, 6, then 1, 3,
+ * 5, 7. So a shift by 4 p brings the codes of the pair 2 p, 2 p + 1 to the bottom of both halves of a word.
+ * Columns past N and rows past K are 0.
  */
 #ifndef QUERN_CPU_GEMM4_KERNELS_H
 #define QUERN_CPU_GEMM4_KERNELS_H
@@ -47,19 +48,24 @@ typedef struct gemm4_kernels {
     /* Units of a panel to code * scale, exact: [64 units][64] f32, or [32 units][64] words of two bf16. */
     void (*decode_f32)(const uint8_t *panel, int64_t units, float *out);
     void (*decode_bf16)(const uint8_t *panel, int64_t units, uint32_t *out);
-    /* c[64] (+)= a row times the units, decoded on the way: the same bits as decode_f32 and a product of one row. */
+    /* c[64] (+)= a row times the units, decoded on the way: the same bits as decode_f32 and a product of one
+     * row. */
     void (*row_f32)(const uint8_t *panel, int64_t units, const float *a, float *c, bool accumulate);
-    /* c[rows][64] (+)= up to GEMM4_FEW_ROWS rows of words, `lda` apart, in the same way as decode_bf16 and a product. */
-    void (*rows_bf16)(const uint8_t *panel, int64_t units, int64_t rows, const uint32_t *a, int64_t lda, float *c, bool accumulate);
-    /* Units to the operands of mm_i8: [16 units][64] words and [4 units][64] scales. Within a block the words hold k 0, 4, 1,
-     * 5 | 2, 6, 3, 7 | 8, 12, 9, 13 | 10, 14, 11, 15. */
+    /* c[rows][64] (+)= up to GEMM4_FEW_ROWS rows of words, `lda` apart, in the same way as decode_bf16 and a
+     * product. */
+    void (*rows_bf16)(const uint8_t *panel, int64_t units, int64_t rows, const uint32_t *a, int64_t lda,
+                      float *c, bool accumulate);
+    /* Units to the operands of mm_i8: [16 units][64] words and [4 units][64] scales. Within a block the words
+     * hold k 0, 4, 1, 5 | 2, 6, 3, 7 | 8, 12, 9, 13 | 10, 14, 11, 15. */
     void (*decode_i8)(const uint8_t *panel, int64_t units, uint32_t *codes, float *scales);
     void (*mm_i8)(const gemm4_i8_tile *t);
     /* out[j] = fl(fl(acc[j] fl(a_global b_global[j])) + bias[j]); bias NULL: none. */
-    void (*scale_row)(const float *acc, float a_global, const float *b_global, const float *bias, int64_t n, float *out);
+    void (*scale_row)(const float *acc, float a_global, const float *b_global, const float *bias, int64_t n,
+                      float *out);
 } gemm4_kernels;
 
 const gemm4_kernels *gemm4_kernels_for(quern_cpu_level level);
-extern const gemm4_kernels gemm4_kernels_portable, gemm4_kernels_avx2, gemm4_kernels_avx512, gemm4_kernels_avx512bf16;
+extern const gemm4_kernels gemm4_kernels_portable, gemm4_kernels_avx2, gemm4_kernels_avx512,
+    gemm4_kernels_avx512bf16;
 
 #endif

@@ -1,12 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * gemm4_rows.h - the tile kernels of products with NVFP4 weights, written over the level's vectors and compiled by each
- * level's file under its own flags. The layout of repacked weights stands in gemm4_kernels.h.
+ * gemm4_rows.h - the tile kernels of products with NVFP4 weights, written over the level's vectors and
+ * compiled by each level's file under its own flags. The layout of repacked weights stands in
+ * gemm4_kernels.h.
  *
- * Decoding to f32 takes a shift, a table look-up and a product a vector; it is done once for all rows of an expert.
- * mm_i8 keeps I8_ROWS x I8_VECTORS sums in f32 and as many of a block in integers; a block of 16 takes 4 dot products, a
- * conversion, a product of scales and an FMA: limit, two thirds of the peak of the dot product.
+ * Decoding to f32 takes a shift, a table look-up and a product a vector; it is done once for all rows of an
+ * expert. mm_i8 keeps I8_ROWS x I8_VECTORS sums in f32 and as many of a block in integers; a block of 16
+ * takes 4 dot products, a conversion, a product of scales and an FMA: limit, two thirds of the peak of the
+ * dot product.
  */
 #ifndef QUERN_CPU_GEMM4_ROWS_H
 #define QUERN_CPU_GEMM4_ROWS_H
@@ -48,7 +50,8 @@ INLINE vint load_words(const uint8_t *p)
 INLINE vfloat load_scales(const uint8_t *p)
 {
     const vint v = v_load_bytes(p);
-    const vfloat normal = (vfloat)((v << 20) + (120 << 23)), below = __builtin_convertvector(v, vfloat) * 0x1p-9f;
+    const vfloat normal = (vfloat)((v << 20) + (120 << 23)),
+                 below = __builtin_convertvector(v, vfloat) * 0x1p-9f;
     return v_select(v < 8, below, normal); /* no subnormal f32 on the way: they cost hundreds of cycles */
 }
 
@@ -69,7 +72,8 @@ static void decode_f32(const uint8_t *panel, int64_t units, float *out)
                     const vint w = load_words(codes + 64 * line + 4 * v * LANES);
                     float *to = out + 8 * line * GEMM4_PANEL + strip * GEMM4_STRIP + v * LANES;
 #pragma GCC unroll 8
-                    for (int j = 0; j < 8; j++) v_store(to + k_of_nibble(j) * GEMM4_PANEL, code_value(w >> 4 * j) * s);
+                    for (int j = 0; j < 8; j++)
+                        v_store(to + k_of_nibble(j) * GEMM4_PANEL, code_value(w >> 4 * j) * s);
                 }
         }
 }
@@ -91,20 +95,24 @@ static void row_f32(const uint8_t *panel, int64_t units, const float *a, float *
                 const vint w = load_words(strip + 64 + 64 * line + 4 * column);
                 __builtin_prefetch(strip + 64 + 64 * line + ROW_AHEAD);
 #pragma GCC unroll 8
-                for (int k = 0; k < 8; k++) acc[v] = v_fma(v_splat(a[k]), code_value(w >> 4 * (k / 2 + k % 2 * 4)) * s, acc[v]);
+                for (int k = 0; k < 8; k++)
+                    acc[v] = v_fma(v_splat(a[k]), code_value(w >> 4 * (k / 2 + k % 2 * 4)) * s, acc[v]);
             }
 #pragma GCC unroll 16
-    for (int v = 0; v < VECTORS; v++) v_store(c + v * LANES, accumulate ? acc[v] + v_load(c + v * LANES) : acc[v]);
+    for (int v = 0; v < VECTORS; v++)
+        v_store(c + v * LANES, accumulate ? acc[v] + v_load(c + v * LANES) : acc[v]);
 }
 
 /* Twice a code's value plus 12, in each byte, from a code in each byte. */
 INLINE vint doubled_plus_12(vint codes)
 {
 #if defined(__AVX512BW__)
-    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    const __m512i table =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     return (vint)_mm512_shuffle_epi8(table, (__m512i)codes);
 #elif defined(__AVX2__)
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    const __m256i table =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     return (vint)_mm256_shuffle_epi8(table, (__m256i)codes);
 #else
     static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -124,10 +132,12 @@ static void decode_i8(const uint8_t *panel, int64_t units, uint32_t *codes, floa
             for (int v = 0; v < VECTORS_A_STRIP; v++) {
                 const int column = strip * GEMM4_STRIP + v * LANES;
                 for (int b = 0; b < GEMM4_BLOCKS; b++)
-                    v_store(scales + (u * GEMM4_BLOCKS + b) * GEMM4_PANEL + column, load_scales(from + b * GEMM4_STRIP + v * LANES));
+                    v_store(scales + (u * GEMM4_BLOCKS + b) * GEMM4_PANEL + column,
+                            load_scales(from + b * GEMM4_STRIP + v * LANES));
                 for (int line = 0; line < GEMM4_LINES; line++) {
                     const vint w = load_words(from + 64 + 64 * line + 4 * v * LANES);
-                    const vint low = doubled_plus_12(w & 0x0f0f0f0f), high = doubled_plus_12(w >> 4 & 0x0f0f0f0f);
+                    const vint low = doubled_plus_12(w & 0x0f0f0f0f),
+                               high = doubled_plus_12(w >> 4 & 0x0f0f0f0f);
                     uint32_t *to = codes + (u * GEMM4_WORDS_I8 + 2 * line) * GEMM4_PANEL + column;
                     memcpy(to, &low, sizeof low);
                     memcpy(to + GEMM4_PANEL, &high, sizeof high);
@@ -148,7 +158,8 @@ INLINE vint dot4(vint sum, vint b, vint a)
     const __m256i pairs = _mm256_maddubs_epi16((__m256i)b, (__m256i)a);
     return sum + (vint)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
-    for (int byte = 0; byte < 4; byte++) sum += (b >> 8 * byte & 255) * ((vint)((vuint)a << (24 - 8 * byte)) >> 24);
+    for (int byte = 0; byte < 4; byte++)
+        sum += (b >> 8 * byte & 255) * ((vint)((vuint)a << (24 - 8 * byte)) >> 24);
     return sum;
 #endif
 }
@@ -175,7 +186,8 @@ INLINE void i8_block(const gemm4_i8_tile *t, const int rows, int64_t row, int64_
         for (int word = 0; word < 4; word++, b += GEMM4_PANEL) {
             vint bv[I8_VECTORS];
 #pragma GCC unroll 2
-            for (int j = 0; j < I8_VECTORS; j++) bv[j] = (vint)v_load((const float *)(const void *)(b + j * LANES));
+            for (int j = 0; j < I8_VECTORS; j++)
+                bv[j] = (vint)v_load((const float *)(const void *)(b + j * LANES));
 #pragma GCC unroll 8
             for (int i = 0; i < rows; i++) {
                 const vint av = (int32_t)a[4 * (i * t->lda + block) + word] - (vint){0};
@@ -190,13 +202,15 @@ INLINE void i8_block(const gemm4_i8_tile *t, const int rows, int64_t row, int64_
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 2
             for (int j = 0; j < I8_VECTORS; j++)
-                acc[i][j] = v_fma(__builtin_convertvector(sum[i][j], vfloat), s[j] * a_scale[i * t->lda + block], acc[i][j]);
+                acc[i][j] = v_fma(__builtin_convertvector(sum[i][j], vfloat),
+                                  s[j] * a_scale[i * t->lda + block], acc[i][j]);
     }
     float *c = t->c + row * GEMM4_PANEL + column;
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++, c += GEMM4_PANEL)
 #pragma GCC unroll 2
-        for (int j = 0; j < I8_VECTORS; j++) v_store(c + j * LANES, t->accumulate ? acc[i][j] + v_load(c + j * LANES) : acc[i][j]);
+        for (int j = 0; j < I8_VECTORS; j++)
+            v_store(c + j * LANES, t->accumulate ? acc[i][j] + v_load(c + j * LANES) : acc[i][j]);
 }
 
 static void mm_i8(const gemm4_i8_tile *t)
@@ -208,7 +222,8 @@ static void mm_i8(const gemm4_i8_tile *t)
     }
 }
 
-static void scale_row(const float *acc, float a_global, const float *b_global, const float *bias, int64_t n, float *out)
+static void scale_row(const float *acc, float a_global, const float *b_global, const float *bias, int64_t n,
+                      float *out)
 {
     for (int64_t c = 0; c < n; c += LANES) {
         const int32_t left = n - c < LANES ? (int32_t)(n - c) : LANES;
@@ -219,6 +234,8 @@ static void scale_row(const float *acc, float a_global, const float *b_global, c
     }
 }
 
-#define GEMM4_ROW_KERNELS .decode_f32 = decode_f32, .row_f32 = row_f32, .decode_i8 = decode_i8, .mm_i8 = mm_i8, .scale_row = scale_row
+#define GEMM4_ROW_KERNELS                                                                                    \
+    .decode_f32 = decode_f32, .row_f32 = row_f32, .decode_i8 = decode_i8, .mm_i8 = mm_i8,                    \
+    .scale_row = scale_row
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* panels.c - packs and unpacks units: the bytes of 64 columns and 64 of K are gathered as [pair of K][column], then their
- * nibbles go to their places, 16 columns at a time. */
+/* panels.c - packs and unpacks units: the bytes of 64 columns and 64 of K are gathered as [pair of
+ * K][column], then their nibbles go to their places, 16 columns at a time. */
 #include "cpu/gemm4/panels.h"
 
 #include <string.h>
@@ -12,7 +12,8 @@ typedef struct unit_bytes {
     uint8_t codes[PAIRS][GEMM4_PANEL], scales[GEMM4_BLOCKS][GEMM4_PANEL];
 } unit_bytes;
 
-weight_view weight_of(const quern_tensor *codes, const quern_tensor *scales, bool k_major, scale_order order, int64_t n, int64_t k, int64_t expert)
+weight_view weight_of(const quern_tensor *codes, const quern_tensor *scales, bool k_major, scale_order order,
+                      int64_t n, int64_t k, int64_t expert)
 {
     weight_view w = {.codes = (uint8_t *)codes->data + expert * codes->strides[0],
                      .pair_stride = k_major ? 1 : codes->strides[1],
@@ -32,7 +33,8 @@ static uint8_t *scale_at(const weight_view *w, int64_t block, int64_t column)
 {
     if (!w->swizzled) return w->scales + block * w->block_stride + column * w->scale_column_stride;
     const int64_t tiles = (w->k / 16 + 3) / 4;
-    return w->scales + (column / 128 * tiles + block / 4) * 512 + column % 32 * 16 + column % 128 / 32 * 4 + block % 4;
+    return w->scales + (column / 128 * tiles + block / 4) * 512 + column % 32 * 16 + column % 128 / 32 * 4 +
+           block % 4;
 }
 
 /* What of a unit the matrix has. */
@@ -59,12 +61,14 @@ static void gather(const weight_view *w, const unit_extent *e, unit_bytes *unit)
     if (e->columns < GEMM4_PANEL || e->pairs < PAIRS) memset(unit, 0, sizeof *unit);
     const uint8_t *from = w->codes + e->pair * w->pair_stride + e->column * w->column_stride;
     if (w->column_stride == 1)
-        for (int64_t p = 0; p < e->pairs; p++) memcpy(unit->codes[p], from + p * w->pair_stride, (size_t)e->columns);
+        for (int64_t p = 0; p < e->pairs; p++)
+            memcpy(unit->codes[p], from + p * w->pair_stride, (size_t)e->columns);
     else
         for (int64_t c = 0; c < e->columns; c++)
             for (int64_t p = 0; p < e->pairs; p++) unit->codes[p][c] = from[p + c * w->column_stride];
     for (int64_t b = 0; b < e->blocks; b++)
-        for (int64_t c = 0; c < e->columns; c++) unit->scales[b][c] = *scale_at(w, e->block + b, e->column + c);
+        for (int64_t c = 0; c < e->columns; c++)
+            unit->scales[b][c] = *scale_at(w, e->block + b, e->column + c);
 }
 
 /* Byte j of a column's line holds k 2 j and 2 j + 1: to nibbles j and j + 4. */
@@ -81,10 +85,12 @@ static uint32_t word_of(const uint8_t *first)
 static void place(const unit_bytes *unit, uint8_t *out)
 {
     for (int strip = 0; strip < GEMM4_STRIPS; strip++, out += GEMM4_STRIP_BYTES) {
-        for (int b = 0; b < GEMM4_BLOCKS; b++) memcpy(out + b * GEMM4_STRIP, unit->scales[b] + strip * GEMM4_STRIP, GEMM4_STRIP);
+        for (int b = 0; b < GEMM4_BLOCKS; b++)
+            memcpy(out + b * GEMM4_STRIP, unit->scales[b] + strip * GEMM4_STRIP, GEMM4_STRIP);
         for (int line = 0; line < GEMM4_LINES; line++) {
             uint32_t words[GEMM4_STRIP];
-            for (int n = 0; n < GEMM4_STRIP; n++) words[n] = word_of(&unit->codes[PAIRS_A_LINE * line][strip * GEMM4_STRIP + n]);
+            for (int n = 0; n < GEMM4_STRIP; n++)
+                words[n] = word_of(&unit->codes[PAIRS_A_LINE * line][strip * GEMM4_STRIP + n]);
             memcpy(out + 64 + 64 * line, words, sizeof words);
         }
     }
@@ -105,12 +111,14 @@ void unpack_unit(const weight_view *w, int64_t panel, int64_t unit, const uint8_
     const unit_extent e = extent_of(w, panel, unit);
     for (int64_t c = 0; c < e.columns; c++) {
         const uint8_t *strip = in + c / GEMM4_STRIP * GEMM4_STRIP_BYTES;
-        for (int64_t b = 0; b < e.blocks; b++) *scale_at(w, e.block + b, e.column + c) = strip[b * GEMM4_STRIP + c % GEMM4_STRIP];
+        for (int64_t b = 0; b < e.blocks; b++)
+            *scale_at(w, e.block + b, e.column + c) = strip[b * GEMM4_STRIP + c % GEMM4_STRIP];
         for (int64_t p = 0; p < e.pairs; p++) {
             uint32_t word;
             memcpy(&word, strip + 64 + p / PAIRS_A_LINE * 64 + c % GEMM4_STRIP * 4, sizeof word);
             word >>= 4 * (p % PAIRS_A_LINE);
-            w->codes[(e.pair + p) * w->pair_stride + (e.column + c) * w->column_stride] = (uint8_t)((word & 15) | (word >> 16 & 15) << 4);
+            w->codes[(e.pair + p) * w->pair_stride + (e.column + c) * w->column_stride] =
+                (uint8_t)((word & 15) | (word >> 16 & 15) << 4);
         }
     }
 }

@@ -17,7 +17,8 @@ typedef struct weight_view {
     int64_t n, k;
 } weight_view;
 
-weight_view weight_of(const quern_tensor *codes, const quern_tensor *scales, bool k_major, scale_order order, int64_t n, int64_t k, int64_t expert);
+weight_view weight_of(const quern_tensor *codes, const quern_tensor *scales, bool k_major, scale_order order,
+                      int64_t n, int64_t k, int64_t expert);
 /* Units [first, first + count) of panel `panel`, count * GEMM4_UNIT_BYTES. */
 void pack_units(const weight_view *w, int64_t panel, int64_t first, int64_t count, uint8_t *out);
 /* The reverse, of one unit. */

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* product.h - what the files of the grouped product share: the plan of a call, A's rows made ready, and the epilogue. */
+/* product.h - what the files of the grouped product share: the plan of a call, A's rows made ready, and the
+ * epilogue. */
 #ifndef QUERN_CPU_GEMM4_PRODUCT_H
 #define QUERN_CPU_GEMM4_PRODUCT_H
 
@@ -14,9 +15,9 @@
 typedef enum product_kind { PRODUCT_F32, PRODUCT_BF16, PRODUCT_I8 } product_kind;
 
 enum {
-    PRODUCT_ROWS = 384,                  /* of a task: decoding a panel is shared by them, their sums stay in L2 */
-    PRODUCT_BUFFER = 32768,              /* bytes of decoded weights */
-    PRODUCT_UNITS_F32 = 2,               /* units that are summed from zero and then added, by kind */
+    PRODUCT_ROWS = 384,     /* of a task: decoding a panel is shared by them, their sums stay in L2 */
+    PRODUCT_BUFFER = 32768, /* bytes of decoded weights */
+    PRODUCT_UNITS_F32 = 2,  /* units that are summed from zero and then added, by kind */
     PRODUCT_UNITS_BF16 = 4,
     PRODUCT_UNITS_I8 = 4
 };
@@ -37,7 +38,8 @@ typedef struct product_job {
     const quantise_kernels *quantise;
     product_kind kind;
     int64_t units, experts;
-    /* A made ready, rows of `units` units: f32, bf16, or words of four int8 with a scale and a start a block. */
+    /* A made ready, rows of `units` units: f32, bf16, or words of four int8 with a scale and a start a block.
+     */
     char *a;
     float *a_scale;
     int32_t *start;
@@ -53,7 +55,8 @@ int64_t ready_row_bytes(const product_job *job);
 void ready_rows(const stage_exec *exec, const product_job *job, int64_t rows);
 
 /* The sums of `rows` rows from `row` on, columns [column, column + n), in scratch.c, to the output. */
-void finish_rows(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t rows, int64_t column, int64_t n);
+void finish_rows(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t rows,
+                 int64_t column, int64_t n);
 /* Zeros to the output's rows from `first` on. */
 void zero_output(const product_job *job, int64_t first);
 

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * ready.c - rows of A made ready for the tile kernels: in the product's dtype, padded with zeros to whole units. Integers:
- * NVFP4 codes doubled (|2 code| <= 12), or values rounded to int8; four of K a word, in the order in which decode_i8 lays
- * out the weights.
+ * ready.c - rows of A made ready for the tile kernels: in the product's dtype, padded with zeros to whole
+ * units. Integers: NVFP4 codes doubled (|2 code| <= 12), or values rounded to int8; four of K a word, in the
+ * order in which decode_i8 lays out the weights.
  */
 #include "core/half.h"
 #include "core/parallel.h"
@@ -40,7 +40,8 @@ static uint8_t a_scale_at(const grouped_gemm_args *args, int64_t row, int64_t bl
     if (args->pad_row_offsets.ndim == 0) return data[row * args->a_scales.strides[0] + block];
     const int64_t expert = expert_of_row(&args->offsets, row);
     const int64_t first = expert > 0 ? ((const int32_t *)args->offsets.data)[expert - 1] : 0;
-    const int64_t r = ((const int32_t *)args->pad_row_offsets.data)[expert] + row - first, tiles = (args->k / 16 + 3) / 4;
+    const int64_t r = ((const int32_t *)args->pad_row_offsets.data)[expert] + row - first,
+                  tiles = (args->k / 16 + 3) / 4;
     return data[(r / 128 * tiles + block / 4) * 512 + r % 32 * 16 + r % 128 / 32 * 4 + block % 4];
 }
 
@@ -62,7 +63,8 @@ static void ready_codes(const product_job *job, int64_t row)
     int8_t *out = (int8_t *)job->a + row * 16 * blocks;
     for (int64_t b = 0; b < blocks; b++, out += 16) {
         const bool there = 16 * b < args->k;
-        for (int i = 0; i < 16; i++) out[i] = there ? doubled[codes[8 * b + k_of_byte[i] / 2] >> 4 * (k_of_byte[i] % 2) & 15] : 0;
+        for (int i = 0; i < 16; i++)
+            out[i] = there ? doubled[codes[8 * b + k_of_byte[i] / 2] >> 4 * (k_of_byte[i] % 2) & 15] : 0;
         start_block(job, row * blocks + b, out, there ? 0.25f * e4m3(a_scale_at(args, row, b)) : 0.0f);
     }
 }
@@ -78,7 +80,10 @@ static void ready_int8(const product_job *job, int64_t row)
     int8_t *out = (int8_t *)job->a + row * 16 * blocks;
     job->row_global[row] = scale;
     for (int64_t b = 0; b < blocks; b++, out += 16) {
-        for (int i = 0; i < 16; i++) out[i] = 16 * b < args->k ? (int8_t)rintf(element_of(values, args->a.dtype, 16 * b + k_of_byte[i]) / scale) : 0;
+        for (int i = 0; i < 16; i++)
+            out[i] = 16 * b < args->k
+                         ? (int8_t)rintf(element_of(values, args->a.dtype, 16 * b + k_of_byte[i]) / scale)
+                         : 0;
         start_block(job, row * blocks + b, out, 0.5f);
     }
 }
@@ -97,7 +102,8 @@ static void ready_task(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
     const ready_job *job = arg;
-    const int64_t first = index * ROWS_A_TASK, end = first + ROWS_A_TASK < job->rows ? first + ROWS_A_TASK : job->rows;
+    const int64_t first = index * ROWS_A_TASK,
+                  end = first + ROWS_A_TASK < job->rows ? first + ROWS_A_TASK : job->rows;
     for (int64_t row = first; row < end; row++) {
         if (job->product->kind != PRODUCT_I8) ready_floats(job->product, row);
         else if (job->product->args->int8) ready_int8(job->product, row);

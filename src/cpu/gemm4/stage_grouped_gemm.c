@@ -1,13 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_grouped_gemm.c - the grouped product. A task is a panel of 64 columns and up to PRODUCT_ROWS rows of one expert:
- * it decodes a few units of the panel into a cache and multiplies all its rows by them, until K ends. Few rows skip the
- * buffer and take the values from registers. Every row's sums take the same steps in either case (units of K summed from zero,
- * then added), so a row's bits depend on nothing but the row; tasks are cut by shape, not by threads.
+ * stage_grouped_gemm.c - the grouped product. A task is a panel of 64 columns and up to PRODUCT_ROWS rows of
+ * one expert: it decodes a few units of the panel into a cache and multiplies all its rows by them, until K
+ * ends. Few rows skip the buffer and take the values from registers. Every row's sums take the same steps in
+ * either case (units of K summed from zero, then added), so a row's bits depend on nothing but the row; tasks
+ * are cut by shape, not by threads.
  *
- * bf16 activations at the level with bf16 dot products: code * scale is exact in bf16. Else f32. NVFP4 or int8
- * activations: integers within a block of 16, f32 across.
+ * bf16 activations at the level with bf16 dot products: code * scale is exact in bf16. Else f32. NVFP4 or
+ * int8 activations: integers within a block of 16, f32 across.
  *
  * Limit: few rows, reading the weights; many, the dot product.
  */
@@ -26,7 +27,8 @@ static product_job plan(const stage_exec *exec, const grouped_gemm_args *args)
                        .units = units_of(args->k),
                        .experts = args->offsets.shape[0]};
     job.kind = args->int8 || args->a_codes.ndim > 0 ? PRODUCT_I8 : PRODUCT_F32;
-    if (job.kind == PRODUCT_F32 && args->a.dtype == QUERN_BF16 && job.kernels->decode_bf16 != NULL) job.kind = PRODUCT_BF16;
+    if (job.kind == PRODUCT_F32 && args->a.dtype == QUERN_BF16 && job.kernels->decode_bf16 != NULL)
+        job.kind = PRODUCT_BF16;
     return job;
 }
 
@@ -59,17 +61,21 @@ size_t cpu_grouped_gemm_workspace(const stage_exec *exec, const grouped_gemm_arg
 }
 
 /* Units [first, first + count) of an expert's panel. */
-static const uint8_t *units_at(const product_job *job, product_scratch *s, int64_t expert, int64_t panel, int64_t first, int64_t count)
+static const uint8_t *units_at(const product_job *job, product_scratch *s, int64_t expert, int64_t panel,
+                               int64_t first, int64_t count)
 {
     const grouped_gemm_args *args = job->args;
     if (args->b_repacked.ndim > 0)
-        return (const uint8_t *)args->b_repacked.data + expert * args->b_repacked.strides[0] + (panel * job->units + first) * GEMM4_UNIT_BYTES;
-    const weight_view w = weight_of(&args->b_codes, &args->b_scales, args->k_major, args->order, args->n, args->k, expert);
+        return (const uint8_t *)args->b_repacked.data + expert * args->b_repacked.strides[0] +
+               (panel * job->units + first) * GEMM4_UNIT_BYTES;
+    const weight_view w =
+        weight_of(&args->b_codes, &args->b_scales, args->k_major, args->order, args->n, args->k, expert);
     pack_units(&w, panel, first, count, s->packed);
     return s->packed;
 }
 
-static void multiply_f32(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first, int64_t count, int64_t row, int64_t rows)
+static void multiply_f32(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
+                         int64_t count, int64_t row, int64_t rows)
 {
     const int64_t k = job->units * GEMM4_UNIT, panel = job->dense->panel;
     const float *a = (const float *)(const void *)job->a + row * k + first * GEMM4_UNIT;
@@ -79,10 +85,12 @@ static void multiply_f32(const product_job *job, product_scratch *s, const uint8
     }
     job->kernels->decode_f32(units, count, s->decoded);
     for (int64_t c = 0; c < GEMM4_PANEL; c += panel)
-        job->dense->mm_f32(rows, panel, count * GEMM4_UNIT, a, k, 1, s->decoded + c, GEMM4_PANEL, s->c + c, GEMM4_PANEL, first > 0);
+        job->dense->mm_f32(rows, panel, count * GEMM4_UNIT, a, k, 1, s->decoded + c, GEMM4_PANEL, s->c + c,
+                           GEMM4_PANEL, first > 0);
 }
 
-static void multiply_bf16(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first, int64_t count, int64_t row, int64_t rows)
+static void multiply_bf16(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
+                          int64_t count, int64_t row, int64_t rows)
 {
     const int64_t words = job->units * GEMM4_UNIT / 2;
     const uint32_t *a = (const uint32_t *)(const void *)job->a + row * words + first * GEMM4_UNIT / 2;
@@ -92,10 +100,12 @@ static void multiply_bf16(const product_job *job, product_scratch *s, const uint
         return;
     }
     job->kernels->decode_bf16(units, count, decoded);
-    job->dense->mm_bf16(rows, GEMM4_PANEL, count * GEMM4_UNIT / 2, a, words, 1, decoded, GEMM4_PANEL, s->c, GEMM4_PANEL, first > 0);
+    job->dense->mm_bf16(rows, GEMM4_PANEL, count * GEMM4_UNIT / 2, a, words, 1, decoded, GEMM4_PANEL, s->c,
+                        GEMM4_PANEL, first > 0);
 }
 
-static void multiply_i8(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first, int64_t count, int64_t row, int64_t rows)
+static void multiply_i8(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
+                        int64_t count, int64_t row, int64_t rows)
 {
     const int64_t blocks = job->units * GEMM4_BLOCKS, at = row * blocks + first * GEMM4_BLOCKS;
     uint32_t *decoded = (uint32_t *)(void *)s->decoded;
@@ -127,13 +137,17 @@ static int64_t expert_of_task(const product_job *job, int64_t index)
 
 static void product_task(void *arg, int64_t index, int32_t thread)
 {
-    static const int64_t group[] = {[PRODUCT_F32] = PRODUCT_UNITS_F32, [PRODUCT_BF16] = PRODUCT_UNITS_BF16, [PRODUCT_I8] = PRODUCT_UNITS_I8};
+    static const int64_t group[] = {[PRODUCT_F32] = PRODUCT_UNITS_F32,
+                                    [PRODUCT_BF16] = PRODUCT_UNITS_BF16,
+                                    [PRODUCT_I8] = PRODUCT_UNITS_I8};
     const product_job *job = arg;
     product_scratch *s = &job->scratch[thread];
     const int32_t *ends = job->args->offsets.data;
     const int64_t expert = expert_of_task(job, index);
-    const int64_t panels = panels_of(job->args->n), task = index - job->first_task[expert], panel = task % panels;
-    const int64_t begin = (expert > 0 ? ends[expert - 1] : 0) + task / panels * PRODUCT_ROWS, left = ends[expert] - begin;
+    const int64_t panels = panels_of(job->args->n), task = index - job->first_task[expert],
+                  panel = task % panels;
+    const int64_t begin = (expert > 0 ? ends[expert - 1] : 0) + task / panels * PRODUCT_ROWS,
+                  left = ends[expert] - begin;
     const int64_t rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS, column = panel * GEMM4_PANEL;
     for (int64_t u = 0; u < job->units; u += group[job->kind]) {
         const int64_t count = job->units - u < group[job->kind] ? job->units - u : group[job->kind];
@@ -143,7 +157,8 @@ static void product_task(void *arg, int64_t index, int32_t thread)
         else multiply_i8(job, s, units, u, count, begin, rows);
     }
     for (int64_t i = 0; job->units == 0 && i < rows * GEMM4_PANEL; i++) s->c[i] = 0.0f;
-    finish_rows(job, s, expert, begin, rows, column, job->args->n - column < GEMM4_PANEL ? job->args->n - column : GEMM4_PANEL);
+    finish_rows(job, s, expert, begin, rows, column,
+                job->args->n - column < GEMM4_PANEL ? job->args->n - column : GEMM4_PANEL);
 }
 
 /* Tasks of all experts before each, and their number. */
@@ -165,9 +180,12 @@ static quern_status check(const stage_exec *exec, const product_job *job, int64_
 {
     const grouped_gemm_args *args = job->args;
     quern_status status = QUERN_OK;
-    if (args->b_repacked.ndim == 0) status = check_scale_bytes(exec, &args->b_scales, view_rows(&args->b_scales), "b_scales");
+    if (args->b_repacked.ndim == 0)
+        status = check_scale_bytes(exec, &args->b_scales, view_rows(&args->b_scales), "b_scales");
     if (status == QUERN_OK && args->a_scales.ndim > 0)
-        status = check_scale_bytes(exec, &args->a_scales, args->pad_row_offsets.ndim > 0 ? view_rows(&args->a_scales) : rows, "a_scales");
+        status =
+            check_scale_bytes(exec, &args->a_scales,
+                              args->pad_row_offsets.ndim > 0 ? view_rows(&args->a_scales) : rows, "a_scales");
     row_magnitudes m = {.bits = job->magnitudes};
     if (status == QUERN_OK && must_be_finite(args)) status = row_magnitudes_of(exec, &args->a, rows, "a", &m);
     return status;

@@ -30,15 +30,17 @@ static void measure_piece(void *arg, int64_t index, int32_t thread)
     const row_piece p = piece_at(cut, index);
     const int64_t part = p.column / cut->columns_a_piece, element = (int64_t)quern_dtype_size(job->x->dtype);
     for (int64_t row = p.first; row < p.end; row++)
-        job->m->bits[row * cut->pieces_a_row + part] =
-            job->kernels->magnitude((const char *)view_row(job->x, row) + p.column * element, job->x->dtype, p.columns);
+        job->m->bits[row * cut->pieces_a_row + part] = job->kernels->magnitude(
+            (const char *)view_row(job->x, row) + p.column * element, job->x->dtype, p.columns);
 }
 
 quern_status report_not_finite(const quern_tensor *x, int64_t row, int64_t column, const char *name)
 {
     const int64_t index = row * view_columns(x) + column;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] (row %lld, column %lld) is %g: finite numbers are accepted", name, (long long)index,
-                     (long long)row, (long long)column, (double)element_of(view_row(x, row), x->dtype, column));
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s[%lld] (row %lld, column %lld) is %g: finite numbers are accepted", name,
+                     (long long)index, (long long)row, (long long)column,
+                     (double)element_of(view_row(x, row), x->dtype, column));
 }
 
 static quern_status report_piece(const quern_tensor *x, const row_cut *cut, int64_t entry, const char *name)
@@ -49,7 +51,8 @@ static quern_status report_piece(const quern_tensor *x, const row_cut *cut, int6
     return report_not_finite(x, row, c, name);
 }
 
-quern_status row_magnitudes_of(const stage_exec *exec, const quern_tensor *x, int64_t rows, const char *name, row_magnitudes *m)
+quern_status row_magnitudes_of(const stage_exec *exec, const quern_tensor *x, int64_t rows, const char *name,
+                               row_magnitudes *m)
 {
     m->cut = cut_rows(rows, view_columns(x));
     magnitude_job job = {quantise_kernels_for(exec->cpu_level), x, m};

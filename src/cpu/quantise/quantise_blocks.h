@@ -1,14 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * quantise_blocks.h - LANES blocks of 16 values at once: x[i] holds value i of each block, a lane a block. So a block's
- * maximum and its sums are vertical and run in the order of the index.
+ * quantise_blocks.h - LANES blocks of 16 values at once: x[i] holds value i of each block, a lane a block. So
+ * a block's maximum and its sums are vertical and run in the order of the index.
  *
- * Rounding to E2M1 and E4M3 is one addition: magic(y) is the power of two whose f32 neighbours stand as far apart as the
- * format's around y, so y + magic rounds y to the format, ties to even, and the sum's low bits count its steps.
- * Every step of a profile is one f32 rounding (files that include this are compiled without contraction to FMA), with
- * true divisions: two vectors a value, which is the limit while data comes from a cache (10 cycles of AVX-512 for 16
- * values).
+ * Rounding to E2M1 and E4M3 is one addition: magic(y) is the power of two whose f32 neighbours stand as far
+ * apart as the format's around y, so y + magic rounds y to the format, ties to even, and the sum's low bits
+ * count its steps. Every step of a profile is one f32 rounding (files that include this are compiled without
+ * contraction to FMA), with true divisions: two vectors a value, which is the limit while data comes from a
+ * cache (10 cycles of AVX-512 for 16 values).
  */
 #ifndef QUERN_CPU_QUANTISE_BLOCKS_H
 #define QUERN_CPU_QUANTISE_BLOCKS_H
@@ -130,7 +130,8 @@ INLINE vint searched(const vfloat xn[BLOCK], vint nearest)
     return chosen;
 }
 
-INLINE void normalised_block(float global, quantise_scales scales, const bool half_steps, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+INLINE void normalised_block(float global, quantise_scales scales, const bool half_steps,
+                             const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
 {
     vfloat xn[BLOCK];
 #pragma GCC unroll 16
@@ -161,7 +162,8 @@ static void block_half_steps(const quantise_rule *rule, const vfloat x[BLOCK], v
     normalised_block(global_of(rule), QUANTISE_SCALES_RNE, true, x, codes, scale);
 }
 
-static void block_four_over_six(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+static void block_four_over_six(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK],
+                                vint *scale)
 {
     normalised_block(global_of(rule), QUANTISE_SCALES_FOUR_OVER_SIX, false, x, codes, scale);
 }

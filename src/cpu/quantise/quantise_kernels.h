@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * quantise_kernels.h - the tile kernels that turn values into NVFP4 codes and back: one table per CPU level. They get
- * pointers, sizes and strides; they never validate, allocate or start threads. Every level gives the same bits.
+ * quantise_kernels.h - the tile kernels that turn values into NVFP4 codes and back: one table per CPU level.
+ * They get pointers, sizes and strides; they never validate, allocate or start threads. Every level gives the
+ * same bits.
  */
 #ifndef QUERN_CPU_QUANTISE_KERNELS_H
 #define QUERN_CPU_QUANTISE_KERNELS_H
@@ -16,8 +17,8 @@ typedef struct quantise_rule {
     float global;
 } quantise_rule;
 
-/* What SwiGLU makes of a gate g and an up value u: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, +-limit) + beta);
- * limit 0: no clamp. */
+/* What SwiGLU makes of a gate g and an up value u: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u,
+ * +-limit) + beta); limit 0: no clamp. */
 typedef struct swiglu_rule {
     float limit, alpha, beta;
 } swiglu_rule;
@@ -26,19 +27,23 @@ typedef struct quantise_kernels {
     quern_cpu_level level;
     /* The bits of the largest magnitude of n values; from 0x7f800000 on one of them is infinite or NaN. */
     uint32_t (*magnitude)(const void *x, quern_dtype dtype, int64_t n);
-    /* A row of n values, blocks along it, the last one padded with zeros: ceil(n / 16) scales and 8 times as many bytes of
-     * codes. */
-    void (*quantise_row)(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t n, uint8_t *codes, uint8_t *scales);
-    /* 16 rows of n values, `stride` elements apart, one block a column: 8 rows of codes, codes_stride bytes apart, and n
-     * scales. */
-    void (*quantise_columns)(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t stride, int64_t n, uint8_t *codes,
-                             int64_t codes_stride, uint8_t *scales);
+    /* A row of n values, blocks along it, the last one padded with zeros: ceil(n / 16) scales and 8 times as
+     * many bytes of codes. */
+    void (*quantise_row)(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t n,
+                         uint8_t *codes, uint8_t *scales);
+    /* 16 rows of n values, `stride` elements apart, one block a column: 8 rows of codes, codes_stride bytes
+     * apart, and n scales. */
+    void (*quantise_columns)(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t stride,
+                             int64_t n, uint8_t *codes, int64_t codes_stride, uint8_t *scales);
     /* The inverse of each. */
-    void (*dequantise_row)(const quantise_rule *rule, const uint8_t *codes, const uint8_t *scales, int64_t n, void *out, quern_dtype dtype);
-    void (*dequantise_columns)(const quantise_rule *rule, const uint8_t *codes, int64_t codes_stride, const uint8_t *scales, int64_t n, void *out,
-                               quern_dtype dtype, int64_t stride);
+    void (*dequantise_row)(const quantise_rule *rule, const uint8_t *codes, const uint8_t *scales, int64_t n,
+                           void *out, quern_dtype dtype);
+    void (*dequantise_columns)(const quantise_rule *rule, const uint8_t *codes, int64_t codes_stride,
+                               const uint8_t *scales, int64_t n, void *out, quern_dtype dtype,
+                               int64_t stride);
     /* n columns of gate (or up) from column `first` on, out of a row that interleaves both by runs of q. */
-    void (*part_row)(const void *x, quern_dtype dtype, int64_t first, bool up, int64_t q, int64_t n, float *out);
+    void (*part_row)(const void *x, quern_dtype dtype, int64_t first, bool up, int64_t q, int64_t n,
+                     float *out);
     /* h[i] of n gates and ups; h may be gate. */
     void (*swiglu_row)(const swiglu_rule *rule, const float *gate, const float *up, int64_t n, float *h);
 } quantise_kernels;

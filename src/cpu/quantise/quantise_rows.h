@@ -1,13 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * quantise_rows.h - the quantisers' tile kernels, written once over the level's vectors and compiled by each level's
- * file under its own flags.
+ * quantise_rows.h - the quantisers' tile kernels, written once over the level's vectors and compiled by each
+ * level's file under its own flags.
  *
- * A row's blocks stand one after the other, and the arithmetic (quantise_blocks.h) wants them side by side, a lane a
- * block: LANES blocks are loaded, transposed in registers, quantised, and their codes zipped back. A matrix with blocks
- * along its rows has its columns side by side as it stands. Limit: the two divisions a value; from memory, one read of x
- * and one write of 9/16 byte a value, after the read that found the largest magnitude.
+ * A row's blocks stand one after the other, and the arithmetic (quantise_blocks.h) wants them side by side, a
+ * lane a block: LANES blocks are loaded, transposed in registers, quantised, and their codes zipped back. A
+ * matrix with blocks along its rows has its columns side by side as it stands. Limit: the two divisions a
+ * value; from memory, one read of x and one write of 9/16 byte a value, after the read that found the largest
+ * magnitude.
  */
 #ifndef QUERN_CPU_QUANTISE_ROWS_H
 #define QUERN_CPU_QUANTISE_ROWS_H
@@ -28,7 +29,8 @@ INLINE uint32_t magnitude_as(const void *x, const quern_dtype dtype, int64_t n)
     int64_t c = 0;
     for (; c + 4 * LANES <= n; c += 4 * LANES)
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) most[v] = larger(most[v], (vint)load_as(x, dtype, c + v * LANES) & 0x7fffffff);
+        for (int v = 0; v < 4; v++)
+            most[v] = larger(most[v], (vint)load_as(x, dtype, c + v * LANES) & 0x7fffffff);
     for (; c < n; c += LANES) most[0] = larger(most[0], (vint)load_some(x, dtype, c, n) & 0x7fffffff);
     int32_t lanes[4 * LANES];
     uint32_t all = 0;
@@ -44,7 +46,8 @@ static uint32_t magnitude(const void *x, quern_dtype dtype, int64_t n)
     return dtype == QUERN_BF16 ? magnitude_as(x, QUERN_BF16, n) : magnitude_as(x, QUERN_F16, n);
 }
 
-/* x[i], lane b = value i of block b, from `n` values of a row that starts at element `at`; zeros past the end. */
+/* x[i], lane b = value i of block b, from `n` values of a row that starts at element `at`; zeros past the
+ * end. */
 INLINE void load_blocks(const void *row, const quern_dtype dtype, int64_t at, int64_t n, vfloat x[BLOCK])
 {
     for (int part = 0; part < BLOCK / LANES; part++) {
@@ -52,7 +55,9 @@ INLINE void load_blocks(const void *row, const quern_dtype dtype, int64_t at, in
 #pragma GCC unroll 16
         for (int b = 0; b < LANES; b++) {
             const int64_t c = at + b * BLOCK + part * LANES;
-            v[b] = c + LANES <= n ? load_as(row, dtype, c) : c < n ? load_tail(row, dtype, c, n) : (vfloat){0};
+            v[b] = c + LANES <= n ? load_as(row, dtype, c)
+                   : c < n        ? load_tail(row, dtype, c, n)
+                                  : (vfloat){0};
         }
         v_transpose(v);
     }
@@ -67,7 +72,8 @@ INLINE void store_codes(const vint code[BLOCK], int64_t bytes, uint8_t *to)
         const vint low = c[0] | c[1] << 4 | c[2] << 8 | c[3] << 12;
         word[w] = low | c[4] << 16 | c[5] << 20 | c[6] << 24 | (vint)((vuint)c[7] << 28);
     }
-    const vint zipped[2] = {__builtin_shufflevector(word[0], word[1], ZIP_LOW), __builtin_shufflevector(word[0], word[1], ZIP_HIGH)};
+    const vint zipped[2] = {__builtin_shufflevector(word[0], word[1], ZIP_LOW),
+                            __builtin_shufflevector(word[0], word[1], ZIP_HIGH)};
     if (bytes >= (int64_t)sizeof zipped) memcpy(to, zipped, sizeof zipped);
     else memcpy(to, zipped, (size_t)bytes);
 }
@@ -83,7 +89,8 @@ INLINE void store_bytes(vint v, int64_t n, uint8_t *to)
     }
 }
 
-INLINE void quantise_row_as(const quantise_rule *rule, const void *row, const quern_dtype dtype, int64_t n, uint8_t *codes, uint8_t *scales)
+INLINE void quantise_row_as(const quantise_rule *rule, const void *row, const quern_dtype dtype, int64_t n,
+                            uint8_t *codes, uint8_t *scales)
 {
     block_function *quantise = block_function_of(rule);
     const int64_t blocks = (n + BLOCK - 1) / BLOCK;
@@ -97,15 +104,17 @@ INLINE void quantise_row_as(const quantise_rule *rule, const void *row, const qu
     }
 }
 
-static void quantise_row(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t n, uint8_t *codes, uint8_t *scales)
+static void quantise_row(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t n,
+                         uint8_t *codes, uint8_t *scales)
 {
     if (dtype == QUERN_F32) quantise_row_as(rule, x, QUERN_F32, n, codes, scales);
     else if (dtype == QUERN_BF16) quantise_row_as(rule, x, QUERN_BF16, n, codes, scales);
     else quantise_row_as(rule, x, QUERN_F16, n, codes, scales);
 }
 
-INLINE void quantise_columns_as(const quantise_rule *rule, const char *x, const quern_dtype dtype, int64_t stride, int64_t n, uint8_t *codes,
-                                int64_t codes_stride, uint8_t *scales)
+INLINE void quantise_columns_as(const quantise_rule *rule, const char *x, const quern_dtype dtype,
+                                int64_t stride, int64_t n, uint8_t *codes, int64_t codes_stride,
+                                uint8_t *scales)
 {
     block_function *quantise = block_function_of(rule);
     for (int64_t c = 0; c < n; c += LANES) {
@@ -114,16 +123,18 @@ INLINE void quantise_columns_as(const quantise_rule *rule, const char *x, const 
 #pragma GCC unroll 16
         for (int i = 0; i < BLOCK; i++) v[i] = load_some(x + i * stride * dtype_bytes(dtype), dtype, c, n);
         quantise(rule, v, code, &scale);
-        for (int i = 0; i < BLOCK / 2; i++) store_bytes(code[2 * i] | code[2 * i + 1] << 4, n - c, codes + i * codes_stride + c);
+        for (int i = 0; i < BLOCK / 2; i++)
+            store_bytes(code[2 * i] | code[2 * i + 1] << 4, n - c, codes + i * codes_stride + c);
         store_bytes(scale, n - c, scales + c);
     }
 }
 
-static void quantise_columns(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t stride, int64_t n, uint8_t *codes,
-                             int64_t codes_stride, uint8_t *scales)
+static void quantise_columns(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t stride,
+                             int64_t n, uint8_t *codes, int64_t codes_stride, uint8_t *scales)
 {
     if (dtype == QUERN_F32) quantise_columns_as(rule, x, QUERN_F32, stride, n, codes, codes_stride, scales);
-    else if (dtype == QUERN_BF16) quantise_columns_as(rule, x, QUERN_BF16, stride, n, codes, codes_stride, scales);
+    else if (dtype == QUERN_BF16)
+        quantise_columns_as(rule, x, QUERN_BF16, stride, n, codes, codes_stride, scales);
     else quantise_columns_as(rule, x, QUERN_F16, stride, n, codes, codes_stride, scales);
 }
 
@@ -144,7 +155,8 @@ INLINE vint load_bytes(const uint8_t *p, int64_t n)
     return v_load_bytes(bytes);
 }
 
-INLINE void dequantise_row_as(const quantise_rule *rule, const uint8_t *codes, const uint8_t *scales, int64_t n, void *out, const quern_dtype dtype)
+INLINE void dequantise_row_as(const quantise_rule *rule, const uint8_t *codes, const uint8_t *scales,
+                              int64_t n, void *out, const quern_dtype dtype)
 {
     for (int64_t b = 0; b * BLOCK < n; b++) {
         uint8_t unpacked[BLOCK];
@@ -156,15 +168,17 @@ INLINE void dequantise_row_as(const quantise_rule *rule, const uint8_t *codes, c
     }
 }
 
-static void dequantise_row(const quantise_rule *rule, const uint8_t *codes, const uint8_t *scales, int64_t n, void *out, quern_dtype dtype)
+static void dequantise_row(const quantise_rule *rule, const uint8_t *codes, const uint8_t *scales, int64_t n,
+                           void *out, quern_dtype dtype)
 {
     if (dtype == QUERN_F32) dequantise_row_as(rule, codes, scales, n, out, QUERN_F32);
     else if (dtype == QUERN_BF16) dequantise_row_as(rule, codes, scales, n, out, QUERN_BF16);
     else dequantise_row_as(rule, codes, scales, n, out, QUERN_F16);
 }
 
-INLINE void dequantise_columns_as(const quantise_rule *rule, const uint8_t *codes, int64_t codes_stride, const uint8_t *scales, int64_t n, char *out,
-                                  const quern_dtype dtype, int64_t stride)
+INLINE void dequantise_columns_as(const quantise_rule *rule, const uint8_t *codes, int64_t codes_stride,
+                                  const uint8_t *scales, int64_t n, char *out, const quern_dtype dtype,
+                                  int64_t stride)
 {
     for (int64_t c = 0; c < n; c += LANES) {
         const vint scale = load_bytes(scales + c, n - c);
@@ -175,11 +189,13 @@ INLINE void dequantise_columns_as(const quantise_rule *rule, const uint8_t *code
     }
 }
 
-static void dequantise_columns(const quantise_rule *rule, const uint8_t *codes, int64_t codes_stride, const uint8_t *scales, int64_t n, void *out,
-                               quern_dtype dtype, int64_t stride)
+static void dequantise_columns(const quantise_rule *rule, const uint8_t *codes, int64_t codes_stride,
+                               const uint8_t *scales, int64_t n, void *out, quern_dtype dtype, int64_t stride)
 {
-    if (dtype == QUERN_F32) dequantise_columns_as(rule, codes, codes_stride, scales, n, out, QUERN_F32, stride);
-    else if (dtype == QUERN_BF16) dequantise_columns_as(rule, codes, codes_stride, scales, n, out, QUERN_BF16, stride);
+    if (dtype == QUERN_F32)
+        dequantise_columns_as(rule, codes, codes_stride, scales, n, out, QUERN_F32, stride);
+    else if (dtype == QUERN_BF16)
+        dequantise_columns_as(rule, codes, codes_stride, scales, n, out, QUERN_BF16, stride);
     else dequantise_columns_as(rule, codes, codes_stride, scales, n, out, QUERN_F16, stride);
 }
 
@@ -192,7 +208,8 @@ INLINE vfloat halves_of(vfloat a, vfloat b, const bool up)
 }
 #endif
 
-INLINE void part_row_as(const void *x, const quern_dtype dtype, int64_t first, const bool up, int64_t q, int64_t n, float *out)
+INLINE void part_row_as(const void *x, const quern_dtype dtype, int64_t first, const bool up, int64_t q,
+                        int64_t n, float *out)
 {
     int64_t i = 0;
 #if defined(__AVX512F__)
@@ -206,16 +223,24 @@ INLINE void part_row_as(const void *x, const quern_dtype dtype, int64_t first, c
         const int64_t column = first + i, in_run = column % q, left = q - in_run;
         const int64_t run = left < n - i ? left : n - i, at = (column - in_run) * 2 + in_run + (up ? q : 0);
         for (int64_t c = 0; c < run; c += LANES)
-            store_some(out + i, QUERN_F32, c, run, load_some((const char *)x + at * dtype_bytes(dtype), dtype, c, run));
+            store_some(out + i, QUERN_F32, c, run,
+                       load_some((const char *)x + at * dtype_bytes(dtype), dtype, c, run));
         i += run;
     }
 }
 
-static void part_row(const void *x, quern_dtype dtype, int64_t first, bool up, int64_t q, int64_t n, float *out)
+static void part_row(const void *x, quern_dtype dtype, int64_t first, bool up, int64_t q, int64_t n,
+                     float *out)
 {
-    if (dtype == QUERN_F32) up ? part_row_as(x, QUERN_F32, first, true, q, n, out) : part_row_as(x, QUERN_F32, first, false, q, n, out);
-    else if (dtype == QUERN_BF16) up ? part_row_as(x, QUERN_BF16, first, true, q, n, out) : part_row_as(x, QUERN_BF16, first, false, q, n, out);
-    else up ? part_row_as(x, QUERN_F16, first, true, q, n, out) : part_row_as(x, QUERN_F16, first, false, q, n, out);
+    if (dtype == QUERN_F32)
+        up ? part_row_as(x, QUERN_F32, first, true, q, n, out)
+           : part_row_as(x, QUERN_F32, first, false, q, n, out);
+    else if (dtype == QUERN_BF16)
+        up ? part_row_as(x, QUERN_BF16, first, true, q, n, out)
+           : part_row_as(x, QUERN_BF16, first, false, q, n, out);
+    else
+        up ? part_row_as(x, QUERN_F16, first, true, q, n, out)
+           : part_row_as(x, QUERN_F16, first, false, q, n, out);
 }
 
 /* NaN fails every comparison and stays. */
@@ -233,11 +258,13 @@ INLINE vfloat swiglu(const swiglu_rule *rule, vfloat g, vfloat u)
 static void swiglu_row(const swiglu_rule *rule, const float *gate, const float *up, int64_t n, float *h)
 {
     for (int64_t c = 0; c < n; c += LANES)
-        store_some(h, QUERN_F32, c, n, swiglu(rule, load_some(gate, QUERN_F32, c, n), load_some(up, QUERN_F32, c, n)));
+        store_some(h, QUERN_F32, c, n,
+                   swiglu(rule, load_some(gate, QUERN_F32, c, n), load_some(up, QUERN_F32, c, n)));
 }
 
-#define QUANTISE_KERNELS                                                                                                                             \
-    .magnitude = magnitude, .quantise_row = quantise_row, .quantise_columns = quantise_columns, .dequantise_row = dequantise_row,                    \
-    .dequantise_columns = dequantise_columns, .part_row = part_row, .swiglu_row = swiglu_row
+#define QUANTISE_KERNELS                                                                                     \
+    .magnitude = magnitude, .quantise_row = quantise_row, .quantise_columns = quantise_columns,              \
+    .dequantise_row = dequantise_row, .dequantise_columns = dequantise_columns, .part_row = part_row,        \
+    .swiglu_row = swiglu_row
 
 #endif

@@ -8,8 +8,8 @@
 
 #include <quern/quern.h>
 
-/* Values of a piece of work: enough to pay for handing it out, few enough to share a tensor among threads. A multiple of
- * every level's group of blocks. */
+/* Values of a piece of work: enough to pay for handing it out, few enough to share a tensor among threads. A
+ * multiple of every level's group of blocks. */
 enum { PIECE = 16384 };
 
 /* Rows of a view: all its elements by the last dimension. */
@@ -51,7 +51,11 @@ typedef struct row_cut {
 
 static inline row_cut cut_rows(int64_t rows, int64_t columns)
 {
-    row_cut cut = {.rows = rows, .columns = columns, .rows_a_piece = 1, .columns_a_piece = PIECE, .pieces_a_row = (columns + PIECE - 1) / PIECE};
+    row_cut cut = {.rows = rows,
+                   .columns = columns,
+                   .rows_a_piece = 1,
+                   .columns_a_piece = PIECE,
+                   .pieces_a_row = (columns + PIECE - 1) / PIECE};
     if (cut.pieces_a_row < 1) cut.pieces_a_row = 1;
     if (columns < PIECE) cut.rows_a_piece = PIECE / (columns > 0 ? columns : 1);
     cut.pieces = (rows + cut.rows_a_piece - 1) / cut.rows_a_piece * cut.pieces_a_row;
@@ -64,9 +68,11 @@ typedef struct row_piece {
 
 static inline row_piece piece_at(const row_cut *cut, int64_t index)
 {
-    row_piece p = {.first = index / cut->pieces_a_row * cut->rows_a_piece, .column = index % cut->pieces_a_row * cut->columns_a_piece};
+    row_piece p = {.first = index / cut->pieces_a_row * cut->rows_a_piece,
+                   .column = index % cut->pieces_a_row * cut->columns_a_piece};
     p.end = p.first + cut->rows_a_piece < cut->rows ? p.first + cut->rows_a_piece : cut->rows;
-    p.columns = cut->columns - p.column < cut->columns_a_piece ? cut->columns - p.column : cut->columns_a_piece;
+    p.columns =
+        cut->columns - p.column < cut->columns_a_piece ? cut->columns - p.column : cut->columns_a_piece;
     return p;
 }
 

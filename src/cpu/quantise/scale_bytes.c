@@ -29,10 +29,12 @@ static void scan_piece(void *arg, int64_t index, int32_t thread)
     scan_job *job = arg;
     const row_piece p = piece_at(&job->cut, index);
     for (int64_t row = p.first; row < p.end; row++)
-        if (is_bad((const uint8_t *)view_row(job->scales, row) + p.column, p.columns)) atomic_store(&job->bad, true);
+        if (is_bad((const uint8_t *)view_row(job->scales, row) + p.column, p.columns))
+            atomic_store(&job->bad, true);
 }
 
-quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scales, int64_t rows, const char *name)
+quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scales, int64_t rows,
+                               const char *name)
 {
     const int64_t columns = view_columns(scales);
     scan_job job = {.scales = scales, .cut = cut_rows(rows, columns)};
@@ -43,6 +45,7 @@ quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scale
     const uint8_t *bytes = view_row(scales, row);
     while (bytes[c] <= LARGEST_SCALE) c++;
     const int64_t index = row * columns + c;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is the scale byte 0x%02X: 0x00 to 0x%02X are accepted", name, (long long)index, bytes[c],
-                     LARGEST_SCALE);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s[%lld] is the scale byte 0x%02X: 0x00 to 0x%02X are accepted", name, (long long)index,
+                     bytes[c], LARGEST_SCALE);
 }

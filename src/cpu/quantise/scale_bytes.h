@@ -6,7 +6,9 @@
 
 #include "backend.h"
 
-/* The first `rows` rows of a tensor of scale bytes: 0x7F (NaN) and negative ones are an error that names the first. */
-quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scales, int64_t rows, const char *name);
+/* The first `rows` rows of a tensor of scale bytes: 0x7F (NaN) and negative ones are an error that names the
+ * first. */
+quern_status check_scale_bytes(const stage_exec *exec, const quern_tensor *scales, int64_t rows,
+                               const char *name);
 
 #endif

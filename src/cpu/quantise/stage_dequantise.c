@@ -30,9 +30,11 @@ static void rows_piece(void *arg, int64_t index, int32_t thread)
             continue;
         }
         const int64_t expert = args->offsets.ndim > 0 ? expert_of_row(&args->offsets, row) : 0;
-        const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE, global_at(&args->global, args->per, row, expert)};
+        const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE,
+                                    global_at(&args->global, args->per, row, expert)};
         job->kernels->dequantise_row(&rule, (const uint8_t *)view_row(&args->codes, row) + p.column / 2,
-                                     (const uint8_t *)view_row(&args->scales, row) + p.column / 16, p.columns, out, args->out.dtype);
+                                     (const uint8_t *)view_row(&args->scales, row) + p.column / 16, p.columns,
+                                     out, args->out.dtype);
     }
 }
 
@@ -44,10 +46,13 @@ static void columns_piece(void *arg, int64_t index, int32_t thread)
     const row_piece p = piece_at(&job->cut, index);
     const int64_t element = (int64_t)quern_dtype_size(args->out.dtype), blocks = args->out.shape[1] / 16;
     for (int64_t block = p.first; block < p.end; block++) {
-        const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE, global_at(&args->global, args->per, 0, block / blocks)};
-        job->kernels->dequantise_columns(&rule, (const uint8_t *)view_row(&args->codes, 8 * block) + p.column, args->codes.strides[1],
-                                         (const uint8_t *)view_row(&args->scales, block) + p.column, p.columns,
-                                         (char *)view_row(&args->out, 16 * block) + p.column * element, args->out.dtype, args->out.strides[1]);
+        const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE,
+                                    global_at(&args->global, args->per, 0, block / blocks)};
+        job->kernels->dequantise_columns(
+            &rule, (const uint8_t *)view_row(&args->codes, 8 * block) + p.column, args->codes.strides[1],
+            (const uint8_t *)view_row(&args->scales, block) + p.column, p.columns,
+            (char *)view_row(&args->out, 16 * block) + p.column * element, args->out.dtype,
+            args->out.strides[1]);
     }
 }
 
@@ -55,9 +60,11 @@ quern_status cpu_dequantise(const stage_exec *exec, const dequantise_args *args,
 {
     (void)workspace;
     const int64_t rows = view_rows(&args->out), used = rows_with_expert(&args->offsets, rows);
-    const quern_status status = check_scale_bytes(exec, &args->scales, args->columns ? view_rows(&args->scales) : used, "scales");
+    const quern_status status =
+        check_scale_bytes(exec, &args->scales, args->columns ? view_rows(&args->scales) : used, "scales");
     if (status != QUERN_OK) return status;
-    dequantise_job job = {args, quantise_kernels_for(exec->cpu_level), cut_rows(args->columns ? rows / 16 : rows, view_columns(&args->out)), used};
+    dequantise_job job = {args, quantise_kernels_for(exec->cpu_level),
+                          cut_rows(args->columns ? rows / 16 : rows, view_columns(&args->out)), used};
     parallel_for(exec, job.cut.pieces, args->columns ? columns_piece : rows_piece, &job);
     return QUERN_OK;
 }

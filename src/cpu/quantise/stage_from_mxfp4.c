@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_from_mxfp4.c - MXFP4 (a power of two for each 32 codes) to NVFP4. The global is the power that puts the largest
- * block's scale at 2^8; scales from 2^8 down to 2^-9 are E4M3 bytes, so blocks within 17 binades of the largest keep
- * their codes. A block below that gets the least scale and codes that are rounded. Limit: codes read and written once.
+ * stage_from_mxfp4.c - MXFP4 (a power of two for each 32 codes) to NVFP4. The global is the power that puts
+ * the largest block's scale at 2^8; scales from 2^8 down to 2^-9 are E4M3 bytes, so blocks within 17 binades
+ * of the largest keep their codes. A block below that gets the least scale and codes that are rounded. Limit:
+ * codes read and written once.
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -64,24 +65,30 @@ static quern_status report(const mx_job *job)
     const int64_t blocks = view_columns(&job->args->exponents);
     for (int64_t i = 0;; i++) {
         const uint8_t exponent = ((const uint8_t *)view_row(&job->args->exponents, i / blocks))[i % blocks];
-        if (is_bad((const uint8_t *)view_row(&job->args->codes_in, i / blocks) + i % blocks * MX_BYTES, exponent))
+        if (is_bad((const uint8_t *)view_row(&job->args->codes_in, i / blocks) + i % blocks * MX_BYTES,
+                   exponent))
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "exponents[%lld] is 0x%02X: 0x00 to 0xFD, and 0xFE without codes of magnitude 4 or 6, are accepted", (long long)i,
-                             exponent);
+                             "exponents[%lld] is 0x%02X: 0x00 to 0xFD, and 0xFE without codes of magnitude 4 "
+                             "or 6, are accepted",
+                             (long long)i, exponent);
     }
 }
 
 /* What magnitude m * 2^-down rounds to, ties to even; down 0 is never asked for. */
 static uint8_t lowered(uint8_t code, int down)
 {
-    static const uint8_t table[5][8] = {
-        {0, 0, 1, 2, 2, 3, 4, 5}, {0, 0, 0, 1, 1, 2, 2, 3}, {0, 0, 0, 0, 0, 1, 1, 2}, {0, 0, 0, 0, 0, 0, 0, 1}, {0}};
+    static const uint8_t table[5][8] = {{0, 0, 1, 2, 2, 3, 4, 5},
+                                        {0, 0, 0, 1, 1, 2, 2, 3},
+                                        {0, 0, 0, 0, 0, 1, 1, 2},
+                                        {0, 0, 0, 0, 0, 0, 0, 1},
+                                        {0}};
     return (uint8_t)(table[down < 5 ? down - 1 : 4][code & 7] | (code & 8));
 }
 
 static void lower_block(uint8_t *codes, int down)
 {
-    for (int i = 0; i < MX_BYTES; i++) codes[i] = (uint8_t)(lowered(codes[i] & 15, down) | lowered(codes[i] >> 4, down) << 4);
+    for (int i = 0; i < MX_BYTES; i++)
+        codes[i] = (uint8_t)(lowered(codes[i] & 15, down) | lowered(codes[i] >> 4, down) << 4);
 }
 
 /* The byte of scale 2^power. */

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_fused_quantise.c - a product's interleaved output to quantised gate and up, or to quantised SwiGLU, in one pass:
- * a strip of a row goes through a buffer of f32 in L1. Limit: x read twice (the first time for what is not finite) and
- * 9/16 byte a column written.
+ * stage_fused_quantise.c - a product's interleaved output to quantised gate and up, or to quantised SwiGLU,
+ * in one pass: a strip of a row goes through a buffer of f32 in L1. Limit: x read twice (the first time for
+ * what is not finite) and 9/16 byte a column written.
  */
 #include "core/parallel.h"
 #include "cpu/quantise/finite.h"
@@ -32,11 +32,13 @@ size_t cpu_fused_quantise_workspace(const stage_exec *exec, const fused_quantise
     return row_magnitudes_bytes(&args->x);
 }
 
-static void quantise_strip(const fused_job *job, int part, const float *h, int64_t row, int64_t column, int64_t n)
+static void quantise_strip(const fused_job *job, int part, const float *h, int64_t row, int64_t column,
+                           int64_t n)
 {
     const fused_quantise_args *args = job->args;
     const quantise_rule rule = {args->profile, QUANTISE_SCALES_RNE, *(const float *)args->global[part].data};
-    job->kernels->quantise_row(&rule, h, QUERN_F32, n, (uint8_t *)view_row(&args->codes[part], row) + column / 2,
+    job->kernels->quantise_row(&rule, h, QUERN_F32, n,
+                               (uint8_t *)view_row(&args->codes[part], row) + column / 2,
                                (uint8_t *)view_row(&args->scales[part], row) + column / 16);
 }
 
@@ -51,7 +53,8 @@ static void fused_row(void *arg, int64_t row, int32_t thread)
     for (int64_t column = 0; column < width; column += STRIP) {
         const int64_t n = width - column < STRIP ? width - column : STRIP;
         for (int p = 0; p < 2; p++)
-            if (args->swiglu || args->codes[p].ndim > 0) job->kernels->part_row(x, args->x.dtype, column, p == 1, q, n, part[p]);
+            if (args->swiglu || args->codes[p].ndim > 0)
+                job->kernels->part_row(x, args->x.dtype, column, p == 1, q, n, part[p]);
         if (args->swiglu) {
             const swiglu_rule rule = {args->limit, args->alpha, args->beta};
             job->kernels->swiglu_row(&rule, part[0], part[1], n, part[0]);
@@ -99,7 +102,8 @@ quern_status cpu_fused_quantise(const stage_exec *exec, const fused_quantise_arg
 {
     row_magnitudes m = {.bits = workspace};
     fused_job job = {args, quantise_kernels_for(exec->cpu_level), workspace};
-    const quern_status status = reads_all(args) ? row_magnitudes_of(exec, &args->x, args->x.shape[0], "x", &m) : check_part(exec, &job);
+    const quern_status status = reads_all(args) ? row_magnitudes_of(exec, &args->x, args->x.shape[0], "x", &m)
+                                                : check_part(exec, &job);
     if (status != QUERN_OK) return status;
     parallel_for(exec, args->x.shape[0], fused_row, &job);
     return QUERN_OK;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_interleave.c - gate and up, two halves of a row, to runs that alternate, and back. A half that is no multiple of
- * the run is padded with zeros. Limit: bytes read and written once. */
+/* stage_interleave.c - gate and up, two halves of a row, to runs that alternate, and back. A half that is no
+ * multiple of the run is padded with zeros. Limit: bytes read and written once. */
 #include "core/parallel.h"
 #include "cpu/quantise/rows.h"
 #include "cpu/quantise/stages.h"
@@ -12,14 +12,16 @@ static void interleave_row(void *arg, int64_t row, int32_t thread)
 {
     (void)thread;
     const interleave_args *args = arg;
-    const quern_tensor *halves = args->inverse ? &args->out : &args->in, *runs = args->inverse ? &args->in : &args->out;
+    const quern_tensor *halves = args->inverse ? &args->out : &args->in,
+                       *runs = args->inverse ? &args->in : &args->out;
     const size_t element = quern_dtype_size(args->in.dtype);
     const int64_t width = view_columns(halves) / 2, q = args->granularity;
     char *half = view_row(halves, row), *run = view_row(runs, row);
     for (int64_t part = 0; part < 2; part++)
         for (int64_t c = 0; c < view_columns(runs) / 2; c += q) {
             const int64_t left = width - c, n = left < 0 ? 0 : left < q ? left : q;
-            char *one = half + (size_t)(part * width + c) * element, *other = run + (size_t)(2 * c + part * q) * element;
+            char *one = half + (size_t)(part * width + c) * element,
+                 *other = run + (size_t)(2 * c + part * q) * element;
             if (args->inverse) memcpy(one, other, (size_t)n * element);
             else {
                 memcpy(other, one, (size_t)n * element);

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_quantise.c - the quantise stage: a pass for the largest magnitudes, which also finds what is not finite, then one
- * that writes. Limit: x read twice and 9/16 byte a value written.
+ * stage_quantise.c - the quantise stage: a pass for the largest magnitudes, which also finds what is not
+ * finite, then one that writes. Limit: x read twice and 9/16 byte a value written.
  */
 #include "core/parallel.h"
 #include "cpu/quantise/finite.h"
@@ -35,8 +35,10 @@ static void expert_globals(const quantise_args *args, const row_magnitudes *m)
 {
     int64_t first = 0;
     for (int64_t e = 0; e < args->global.shape[0]; e++) {
-        const int64_t end = args->columns ? first + args->x.shape[1] : ((const int32_t *)args->offsets.data)[e];
-        set_global(&args->global, e, end > first ? global_from_largest(args->profile, largest_of_rows(m, first, end)) : 1.0f);
+        const int64_t end =
+            args->columns ? first + args->x.shape[1] : ((const int32_t *)args->offsets.data)[e];
+        set_global(&args->global, e,
+                   end > first ? global_from_largest(args->profile, largest_of_rows(m, first, end)) : 1.0f);
         first = end;
     }
 }
@@ -46,7 +48,8 @@ static void write_globals(const quantise_args *args, const row_magnitudes *m, in
     if (args->per == QUANTISE_GLOBAL_EXPERT) {
         expert_globals(args, m);
     } else if (args->per == QUANTISE_GLOBAL_ROW) {
-        for (int64_t r = 0; r < rows; r++) set_global(&args->global, r, global_from_largest(args->profile, largest_of_rows(m, r, r + 1)));
+        for (int64_t r = 0; r < rows; r++)
+            set_global(&args->global, r, global_from_largest(args->profile, largest_of_rows(m, r, r + 1)));
     } else {
         set_global(&args->global, 0, global_from_largest(args->profile, largest_of_rows(m, 0, rows)));
     }
@@ -71,15 +74,18 @@ static void quantise_rows_piece(void *arg, int64_t index, int32_t thread)
     const row_piece p = piece_at(&job->cut, index);
     const int64_t element = (int64_t)quern_dtype_size(args->x.dtype), blocks = (p.columns + 15) / 16;
     for (int64_t row = p.first; row < p.end; row++) {
-        uint8_t *codes = (uint8_t *)view_row(&args->codes, row) + p.column / 2, *scales = (uint8_t *)view_row(&args->scales, row) + p.column / 16;
+        uint8_t *codes = (uint8_t *)view_row(&args->codes, row) + p.column / 2,
+                *scales = (uint8_t *)view_row(&args->scales, row) + p.column / 16;
         if (row >= job->rows) {
             memset(codes, 0, (size_t)(8 * blocks));
             memset(scales, 0, (size_t)blocks);
             continue;
         }
         const int64_t expert = args->offsets.ndim > 0 ? expert_of_row(&args->offsets, row) : 0;
-        const quantise_rule rule = {args->profile, args->choice, global_at(globals_of(args), args->per, row, expert)};
-        job->kernels->quantise_row(&rule, (const char *)view_row(&args->x, row) + p.column * element, args->x.dtype, p.columns, codes, scales);
+        const quantise_rule rule = {args->profile, args->choice,
+                                    global_at(globals_of(args), args->per, row, expert)};
+        job->kernels->quantise_row(&rule, (const char *)view_row(&args->x, row) + p.column * element,
+                                   args->x.dtype, p.columns, codes, scales);
     }
 }
 
@@ -92,10 +98,12 @@ static void quantise_columns_piece(void *arg, int64_t index, int32_t thread)
     const row_piece p = piece_at(&job->cut, index);
     const int64_t element = (int64_t)quern_dtype_size(args->x.dtype), blocks = args->x.shape[1] / 16;
     for (int64_t block = p.first; block < p.end; block++) {
-        const quantise_rule rule = {args->profile, args->choice, global_at(globals_of(args), args->per, 0, block / blocks)};
-        job->kernels->quantise_columns(&rule, (const char *)view_row(&args->x, 16 * block) + p.column * element, args->x.dtype, args->x.strides[1],
-                                       p.columns, (uint8_t *)view_row(&args->codes, 8 * block) + p.column, args->codes.strides[1],
-                                       (uint8_t *)view_row(&args->scales, block) + p.column);
+        const quantise_rule rule = {args->profile, args->choice,
+                                    global_at(globals_of(args), args->per, 0, block / blocks)};
+        job->kernels->quantise_columns(
+            &rule, (const char *)view_row(&args->x, 16 * block) + p.column * element, args->x.dtype,
+            args->x.strides[1], p.columns, (uint8_t *)view_row(&args->codes, 8 * block) + p.column,
+            args->codes.strides[1], (uint8_t *)view_row(&args->scales, block) + p.column);
     }
 }
 
@@ -107,7 +115,8 @@ quern_status cpu_quantise(const stage_exec *exec, const quantise_args *args, voi
     if (status != QUERN_OK) return status;
     if (args->given.ndim == 0) write_globals(args, &m, used);
     else copy_globals(args);
-    quantise_job job = {args, quantise_kernels_for(exec->cpu_level), cut_rows(args->columns ? rows / 16 : rows, view_columns(&args->x)), used};
+    quantise_job job = {args, quantise_kernels_for(exec->cpu_level),
+                        cut_rows(args->columns ? rows / 16 : rows, view_columns(&args->x)), used};
     parallel_for(exec, job.cut.pieces, args->columns ? quantise_columns_piece : quantise_rows_piece, &job);
     return QUERN_OK;
 }

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_swizzle.c - scales between rows and the order of tensor cores: tiles of 128 rows and 4 columns, 512 bytes each,
- * in which row r stands at (r % 32) * 16 + (r / 32) * 4. Rows and columns past the end are zero. Limit: bytes read and
- * written once.
+ * stage_swizzle.c - scales between rows and the order of tensor cores: tiles of 128 rows and 4 columns, 512
+ * bytes each, in which row r stands at (r % 32) * 16 + (r / 32) * 4. Rows and columns past the end are zero.
+ * Limit: bytes read and written once.
  */
 #include "core/parallel.h"
 #include "cpu/quantise/rows.h"
@@ -34,11 +34,13 @@ static uint8_t *linear_at(const swizzle_args *args, int64_t matrix, int64_t row,
 static void move_tiles(const swizzle_job *job, int64_t matrix, int64_t first, int64_t rows, uint8_t *tile)
 {
     for (int64_t t = 0; t < job->tiles; t++, tile += TILE_BYTES) {
-        const int64_t left = job->columns - t * TILE_COLUMNS, columns = left < TILE_COLUMNS ? left : TILE_COLUMNS;
+        const int64_t left = job->columns - t * TILE_COLUMNS,
+                      columns = left < TILE_COLUMNS ? left : TILE_COLUMNS;
         if (!job->args->inverse) memset(tile, 0, TILE_BYTES);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t c = 0; c < columns; c++) {
-                uint8_t *linear = linear_at(job->args, matrix, first + r, t * TILE_COLUMNS + c), *swizzled = in_tile(tile, r, c);
+                uint8_t *linear = linear_at(job->args, matrix, first + r, t * TILE_COLUMNS + c),
+                        *swizzled = in_tile(tile, r, c);
                 if (job->args->inverse) *linear = *swizzled;
                 else *swizzled = *linear;
             }
@@ -51,7 +53,8 @@ static void tile_row(void *arg, int64_t index, int32_t thread)
     (void)thread;
     const swizzle_job *job = arg;
     const quern_tensor *swizzled = &job->args->swizzled;
-    const int64_t down = (job->rows + TILE_ROWS - 1) / TILE_ROWS, matrix = index / down, first = index % down * TILE_ROWS;
+    const int64_t down = (job->rows + TILE_ROWS - 1) / TILE_ROWS, matrix = index / down,
+                  first = index % down * TILE_ROWS;
     const int64_t rows = job->rows - first < TILE_ROWS ? job->rows - first : TILE_ROWS;
     uint8_t *base = (uint8_t *)swizzled->data + (swizzled->ndim > 1 ? matrix * swizzled->strides[0] : 0);
     move_tiles(job, matrix, first, rows, base + index % down * job->tiles * TILE_BYTES);
@@ -67,13 +70,17 @@ static void assemble(const swizzle_job *job)
     int64_t row = 0, padded = 0;
     for (int64_t e = 0; e < args->tokens.shape[0]; e++) {
         if (offsets != NULL) offsets[e] = (int32_t)padded;
-        for (int64_t first = 0; first < tokens[e]; first += TILE_ROWS, to += job->tiles * TILE_BYTES, padded += TILE_ROWS)
-            move_tiles(job, 0, row + first, tokens[e] - first < TILE_ROWS ? tokens[e] - first : TILE_ROWS, to);
+        for (int64_t first = 0; first < tokens[e];
+             first += TILE_ROWS, to += job->tiles * TILE_BYTES, padded += TILE_ROWS)
+            move_tiles(job, 0, row + first, tokens[e] - first < TILE_ROWS ? tokens[e] - first : TILE_ROWS,
+                       to);
         row += tokens[e];
     }
     if (offsets != NULL) offsets[args->tokens.shape[0]] = (int32_t)padded;
-    if (!args->inverse) memset(to, 0, (size_t)(args->swizzled.shape[0] - (to - (uint8_t *)args->swizzled.data)));
-    for (; args->inverse && row < job->rows; row++) memset(linear_at(args, 0, row, 0), 0, (size_t)job->columns);
+    if (!args->inverse)
+        memset(to, 0, (size_t)(args->swizzled.shape[0] - (to - (uint8_t *)args->swizzled.data)));
+    for (; args->inverse && row < job->rows; row++)
+        memset(linear_at(args, 0, row, 0), 0, (size_t)job->columns);
 }
 
 quern_status cpu_swizzle(const stage_exec *exec, const swizzle_args *args, void *workspace)
@@ -81,7 +88,8 @@ quern_status cpu_swizzle(const stage_exec *exec, const swizzle_args *args, void 
     (void)workspace;
     const quern_tensor *linear = &args->linear;
     const int64_t matrices = args->transposed ? linear->shape[0] : 1;
-    swizzle_job job = {.args = args, .rows = linear->shape[args->transposed ? 2 : 0], .columns = linear->shape[1]};
+    swizzle_job job = {
+        .args = args, .rows = linear->shape[args->transposed ? 2 : 0], .columns = linear->shape[1]};
     job.tiles = (job.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     if (args->tokens.ndim > 0) assemble(&job);
     else parallel_for(exec, matrices * ((job.rows + TILE_ROWS - 1) / TILE_ROWS), tile_row, &job);

@@ -34,5 +34,6 @@ void route_scores(route_score score, const float *logits, int64_t experts, float
         softmax(logits, experts, out);
         return;
     }
-    for (int64_t e = 0; e < experts; e++) out[e] = score == ROUTE_SIGMOID ? sigmoid(logits[e]) : sqrtf(softplus(logits[e]));
+    for (int64_t e = 0; e < experts; e++)
+        out[e] = score == ROUTE_SIGMOID ? sigmoid(logits[e]) : sqrtf(softplus(logits[e]));
 }

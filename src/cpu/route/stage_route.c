@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_route.c - the router: logits, scores, the choice of each token, then a counting sort of all slots by expert.
- * Limit: the product that makes the logits; the sort walks T k slots twice on one thread.
+ * stage_route.c - the router: logits, scores, the choice of each token, then a counting sort of all slots by
+ * expert. Limit: the product that makes the logits; the sort walks T k slots twice on one thread.
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -92,7 +92,8 @@ static void write_weights(const route_args *args, int64_t token, const float *sc
     float *weights = (float *)args->weights.data + token * args->weights.strides[0], sum = 0.0f;
     for (int64_t j = 0; j < args->top_k; j++) sum += scores[chosen[j]];
     for (int64_t j = 0; j < args->top_k; j++)
-        weights[j] = (args->renormalize ? scores[chosen[j]] / (sum + 1e-20f) : scores[chosen[j]]) * args->scale;
+        weights[j] =
+            (args->renormalize ? scores[chosen[j]] / (sum + 1e-20f) : scores[chosen[j]]) * args->scale;
 }
 
 static void route_token(void *arg, int64_t token, int32_t thread)
@@ -108,7 +109,8 @@ static void route_token(void *arg, int64_t token, int32_t thread)
     } else {
         if (args->bias.ndim > 0) {
             keys = scores + job->experts;
-            for (int64_t e = 0; e < job->experts; e++) keys[e] = scores[e] + ((const float *)args->bias.data)[e];
+            for (int64_t e = 0; e < job->experts; e++)
+                keys[e] = scores[e] + ((const float *)args->bias.data)[e];
         }
         choose(keys, job->experts, args->top_k, chosen);
     }
@@ -124,8 +126,10 @@ static void sort_slots(const route_job *job)
     for (int64_t t = 0; t < job->tokens; t++)
         for (int64_t j = 0; j < args->top_k; j++) ends[*entry(&args->experts, t, j)]++;
     for (int64_t e = 1; e < job->experts; e++) ends[e] += ends[e - 1];
-    for (int64_t t = job->tokens - 1; t >= 0; t--) /* from the back, so that ends[e] runs down to the expert's first row */
-        for (int64_t j = args->top_k - 1; j >= 0; j--) permutation[--ends[*entry(&args->experts, t, j)]] = (int32_t)(t * args->top_k + j);
+    for (int64_t t = job->tokens - 1; t >= 0;
+         t--) /* from the back, so that ends[e] runs down to the expert's first row */
+        for (int64_t j = args->top_k - 1; j >= 0; j--)
+            permutation[--ends[*entry(&args->experts, t, j)]] = (int32_t)(t * args->top_k + j);
     for (int64_t e = 0; e + 1 < job->experts; e++) ends[e] = ends[e + 1];
     if (job->experts > 0) ends[job->experts - 1] = (int32_t)(job->tokens * args->top_k);
 }
@@ -137,12 +141,14 @@ static quern_status check_table(const route_job *job)
     for (int64_t t = 0; args->tid2eid.ndim > 0 && t < job->tokens; t++) {
         const int32_t id = ((const int32_t *)args->input_ids.data)[t];
         if (id < 0 || id >= args->tid2eid.shape[0])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "input_ids[%lld] is %d: 0 to %lld, the rows of tid2eid, is accepted", (long long)t, id,
-                             (long long)args->tid2eid.shape[0] - 1);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "input_ids[%lld] is %d: 0 to %lld, the rows of tid2eid, is accepted",
+                             (long long)t, id, (long long)args->tid2eid.shape[0] - 1);
         for (int64_t j = 0; j < args->top_k; j++)
             if (table_row(args, t)[j] < 0 || table_row(args, t)[j] >= job->experts)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "tid2eid[%d, %lld] is %d: an expert, 0 to %lld, is accepted", id, (long long)j,
-                                 table_row(args, t)[j], (long long)job->experts - 1);
+                return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                                 "tid2eid[%d, %lld] is %d: an expert, 0 to %lld, is accepted", id,
+                                 (long long)j, table_row(args, t)[j], (long long)job->experts - 1);
     }
     return QUERN_OK;
 }
@@ -161,7 +167,8 @@ quern_status cpu_route(const stage_exec *exec, const route_args *args, void *wor
 }
 
 /* The gradient of a token's scores, zero but for the chosen, into d[E]. */
-static void score_gradient(const route_args *args, int64_t token, const float *scores, int64_t experts, float *d)
+static void score_gradient(const route_args *args, int64_t token, const float *scores, int64_t experts,
+                           float *d)
 {
     const int32_t *chosen = entry(&args->experts, token, 0);
     const float *d_weights = (const float *)args->d_weights.data + token * args->d_weights.strides[0];
@@ -172,11 +179,13 @@ static void score_gradient(const route_args *args, int64_t token, const float *s
         dot += d_weights[j] * scores[chosen[j]];
     }
     for (int64_t j = 0; j < args->top_k; j++)
-        d[chosen[j]] += args->renormalize ? args->scale * (d_weights[j] * sum - dot) / sum / sum : args->scale * d_weights[j];
+        d[chosen[j]] += args->renormalize ? args->scale * (d_weights[j] * sum - dot) / sum / sum
+                                          : args->scale * d_weights[j];
 }
 
 /* d by scores to d by logits, in place. */
-static void logit_gradient(route_score score, const float *logits, const float *scores, int64_t experts, float *d)
+static void logit_gradient(route_score score, const float *logits, const float *scores, int64_t experts,
+                           float *d)
 {
     float dot = 0.0f;
     for (int64_t e = 0; score == ROUTE_SOFTMAX && e < experts; e++) dot += d[e] * scores[e];
@@ -193,7 +202,8 @@ static void backward_token(void *arg, int64_t token, int32_t thread)
     const route_args *args = job->args;
     const float *logits = job->logits + token * job->logits_stride;
     float *scores = job->scores + thread * 2 * job->experts;
-    float *d = job->d_own != NULL ? job->d_own + token * job->experts : (float *)args->d_logits.data + token * args->d_logits.strides[0];
+    float *d = job->d_own != NULL ? job->d_own + token * job->experts
+                                  : (float *)args->d_logits.data + token * args->d_logits.strides[0];
     route_scores(args->score, logits, job->experts, scores);
     score_gradient(args, token, scores, job->experts, d);
     logit_gradient(args->score, logits, scores, job->experts, d);
@@ -205,8 +215,9 @@ static quern_status check_experts(const route_job *job)
         for (int64_t j = 0; j < job->args->top_k; j++) {
             const int32_t e = *entry(&job->args->experts, t, j);
             if (e < 0 || e >= job->experts)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "experts[%lld, %lld] is %d: 0 to %lld is accepted", (long long)t, (long long)j, e,
-                                 (long long)job->experts - 1);
+                return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                                 "experts[%lld, %lld] is %d: 0 to %lld is accepted", (long long)t,
+                                 (long long)j, e, (long long)job->experts - 1);
         }
     return QUERN_OK;
 }
@@ -221,6 +232,7 @@ quern_status cpu_route_backward(const stage_exec *exec, const route_args *args, 
     if (job.own != NULL) route_products(exec, &job);
     parallel_for(exec, job.tokens, backward_token, &job);
     const float *d = job.d_own != NULL ? job.d_own : args->d_logits.data;
-    if (job.own != NULL) route_gradients(exec, &job, d, job.d_own != NULL ? job.experts : args->d_logits.strides[0]);
+    if (job.own != NULL)
+        route_gradients(exec, &job, d, job.d_own != NULL ? job.experts : args->d_logits.strides[0]);
     return QUERN_OK;
 }
