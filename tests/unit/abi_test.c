@@ -110,6 +110,24 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_cuda_device), 312);
     assert_int_equal(sizeof(quern_safetensors_item), 16);
     assert_int_equal(sizeof(quern_safetensors_pair), 16);
+    assert_int_equal(sizeof(quern_nvfp4_quantize_params), 24);
+    assert_int_equal(sizeof(quern_nvfp4_quantize_tensors), 56);
+    assert_int_equal(sizeof(quern_nvfp4_dequantize_params), 24);
+    assert_int_equal(sizeof(quern_nvfp4_dequantize_tensors), 48);
+    assert_int_equal(sizeof(quern_nvfp4_fused_quantize_params), 40);
+    assert_int_equal(sizeof(quern_nvfp4_fused_quantize_tensors), 64);
+    assert_int_equal(sizeof(quern_nvfp4_from_mxfp4_params), 8);
+    assert_int_equal(sizeof(quern_nvfp4_from_mxfp4_tensors), 56);
+    assert_int_equal(sizeof(quern_nvfp4_swizzle_params), 16);
+    assert_int_equal(sizeof(quern_nvfp4_swizzle_tensors), 40);
+    assert_int_equal(sizeof(quern_nvfp4_interleave_params), 24);
+    assert_int_equal(sizeof(quern_nvfp4_interleave_tensors), 24);
+    assert_int_equal(sizeof(quern_nvfp4_gemm_params), 64);
+    assert_int_equal(sizeof(quern_nvfp4_gemm_tensors), 128);
+    assert_int_equal(sizeof(quern_moe_prepack_params), 24);
+    assert_int_equal(sizeof(quern_moe_prepack_tensors), 32);
+    assert_int_equal(sizeof(quern_moe_route_params), 32);
+    assert_int_equal(sizeof(quern_moe_route_tensors), 120);
 }
 
 static void initialisers_set_size_and_nothing_to_read(void **unused)
