@@ -13,6 +13,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 static void random_calls(void **state)
 {
@@ -210,6 +211,43 @@ static void long_sequences(void **state)
         dsv4_case_free(&c);
         quern_context_destroy(ctx);
     }
+}
+
+/* Rows 2^29 + 8 elements apart reach past 2^31 elements: the bits of rows that stand together. */
+static void offsets_beyond_32_bits(void **state)
+{
+    (void)state;
+    enum { TOKENS = 8, WIDTH = 16, RATIO = 4, COLUMNS = 4 * WIDTH };
+    const int64_t stride = ((int64_t)1 << 29) + 8, together[] = {TOKENS, COLUMNS}, bias[] = {RATIO, WIDTH}, entries[] = {TOKENS / RATIO, WIDTH};
+    const size_t bytes = (size_t)(stride * TOKENS) * sizeof(float);
+    float *wide[2], near[2][TOKENS * COLUMNS], b_data[RATIO * WIDTH] = {0}, out_data[2][2 * WIDTH], d_data[2 * WIDTH];
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+    for (int i = 0; i < 2; i++) {
+        wide[i] = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        assert_true(wide[i] != MAP_FAILED);
+    }
+    for (int i = 0; i < TOKENS * COLUMNS; i++) near[0][i] = wide[0][i / COLUMNS * stride + i % COLUMNS] = (float)(i * 37 % 101) * 0.05f;
+    for (int i = 0; i < 2 * WIDTH; i++) d_data[i] = (float)(i % 7) - 3;
+    const quern_tensor b = quern_tensor_contiguous(b_data, QUERN_F32, 2, bias), d_out = quern_tensor_contiguous(d_data, QUERN_F32, 2, entries);
+    for (int far = 0; far < 2; far++) {
+        quern_tensor proj = quern_tensor_contiguous(far ? wide[0] : near[0], QUERN_F32, 2, together), d_proj = proj;
+        const quern_tensor out = quern_tensor_contiguous(out_data[far], QUERN_F32, 2, entries);
+        d_proj.data = far ? wide[1] : near[1];
+        if (far) proj.strides[0] = d_proj.strides[0] = stride;
+        const quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
+        quern_dsv4_compress_tensors t = QUERN_DSV4_COMPRESS_TENSORS_INIT;
+        t.proj = &proj, t.b_a = t.b_b = &b, t.out = &out, t.d_out = &d_out, t.d_proj = &d_proj;
+        run(ctx, &p, &t);
+        size_t need;
+        assert_int_equal(quern_dsv4_compress_backward_workspace(ctx, &p, &t, &need), QUERN_OK);
+        test_workspace w = test_workspace_make(need);
+        assert_int_equal(quern_dsv4_compress_backward(ctx, NULL, &p, &t, w.data, need), QUERN_OK);
+        test_workspace_close(&w);
+    }
+    assert_memory_equal(out_data[0], out_data[1], sizeof out_data[0]);
+    for (int t = 0; t < TOKENS; t++) assert_memory_equal(near[1] + t * COLUMNS, wide[1] + t * stride, COLUMNS * sizeof(float));
+    for (int i = 0; i < 2; i++) munmap(wide[i], bytes);
+    quern_context_destroy(ctx);
 }
 
 static void rope_tables(void **state)
@@ -432,7 +470,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_calls),   cmocka_unit_test(threads_change_no_bit), cmocka_unit_test(golden_vectors), cmocka_unit_test(row_formats),
-        cmocka_unit_test(long_sequences), cmocka_unit_test(rope_tables),           cmocka_unit_test(packing),        cmocka_unit_test(bad_parameters),
+        cmocka_unit_test(long_sequences), cmocka_unit_test(offsets_beyond_32_bits), cmocka_unit_test(rope_tables),           cmocka_unit_test(packing),        cmocka_unit_test(bad_parameters),
         cmocka_unit_test(bad_tensors),    cmocka_unit_test(bad_backward),          cmocka_unit_test(plans),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
