@@ -73,7 +73,7 @@ static void wrong_command_lines_are_usage_errors(void **state)
     expect(2, "bench attention --threads 1,-2", "--threads");
     expect(2, "probe nsa --memory lots", "--memory 'lots'");
     expect(2, "probe", "attention and nsa");
-    expect(2, "accept house", "attention and nsa");
+    expect(2, "accept house", "attention, nsa and dsv4");
     expect(2, "info --threads 5000", "1024");
 }
 

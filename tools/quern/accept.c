@@ -89,10 +89,10 @@ int accept_times(const bench_case *first, quern_context *ctx_first, const bench_
 
 static void print_help(void)
 {
-    printf("usage: quern accept attention|nsa\n\n"
+    printf("usage: quern accept attention|nsa|dsv4\n\n"
            "Measures what this machine must reach: a line per figure with target, measured and PASS or FAIL.\n"
-           "make accept-attention and make accept-nsa call it and add the figures that need the tests' oracle\n"
-           "and the language model.\n\nexample:\n  quern accept attention\n\n"
+           "make accept-attention, make accept-nsa and make accept-dsv4 call it; the first two add the figures\n"
+           "that need the tests' oracle and the language model.\n\nexample:\n  quern accept attention\n\n"
            "exit codes: 0 every figure passed, 1 one failed, 2 wrong command line, 4 the machine lacks what is needed.\n");
 }
 
@@ -125,5 +125,6 @@ int verb_accept(int argc, char **argv)
     }
     if (argc - first == 1 && strcmp(argv[first], "attention") == 0) return accept_area(accept_attention, threads);
     if (argc - first == 1 && strcmp(argv[first], "nsa") == 0) return accept_area(accept_nsa, threads);
-    return fail(EXIT_USAGE, "one of attention and nsa is accepted");
+    if (argc - first == 1 && strcmp(argv[first], "dsv4") == 0) return accept_area(accept_dsv4, threads);
+    return fail(EXIT_USAGE, "one of attention, nsa and dsv4 is accepted");
 }

@@ -41,5 +41,6 @@ int accept_times(const bench_case *first, quern_context *ctx_first, const bench_
 
 int accept_attention(acceptance *a);
 int accept_nsa(acceptance *a);
+int accept_dsv4(acceptance *a); /* bench_compressor.c */
 
 #endif

@@ -41,6 +41,12 @@ static int64_t bias_floats(const pool_args *args)
     return args->ratio * args->width;
 }
 
+/* Where d_norm stands in a slot. */
+static int64_t norm_at(const pool_args *args)
+{
+    return (args->overlap ? 2 : 1) * bias_floats(args);
+}
+
 static backward_job carve(const stage_exec *exec, const pool_args *args, arena *a)
 {
     backward_job job = {.args = args, .kernels = pool_kernels_for(exec->cpu_level)};
@@ -49,7 +55,7 @@ static backward_job carve(const stage_exec *exec, const pool_args *args, arena *
     job.entry = carve_entry(&args->entry, job.kernels, args->width, args->ratio, a);
     job.scratch_floats = round_up16((2 * STATISTICS_ROWS + 2) * args->width);
     job.scratch = arena_take(a, (size_t)(job.scratch_floats * exec->threads) * sizeof(float));
-    job.slot_floats = round_up16(2 * bias_floats(args) + args->width);
+    job.slot_floats = round_up16(norm_at(args) + args->width);
     job.runs = args->ratio < LONG_RATIO ? SLOTS : FEW_SLOTS;
     job.slots = arena_take(a, (size_t)(job.runs * job.slot_floats) * sizeof(float));
     return job;
@@ -167,7 +173,7 @@ static void backward_run(const backward_job *job, int64_t b, int64_t first, int6
 {
     const pool_args *args = job->args;
     const pool_sequence s = pool_sequence_at(args, b);
-    float *rows = scratch + 2 * STATISTICS_ROWS * args->width, *d_norm = slot + 2 * bias_floats(args);
+    float *rows = scratch + 2 * STATISTICS_ROWS * args->width, *d_norm = slot + norm_at(args);
     block_statistics own = statistics_at(scratch, args->width), next = statistics_at(scratch + STATISTICS_ROWS * args->width, args->width);
     compute_statistics(job, &s, first, &own, d_norm, rows);
     if (first == 0 && !args->continued && args->overlap && s.prev != NULL) prev_gradients(job, &s, b, &own, slot, rows);
@@ -252,5 +258,5 @@ void pool_backward(const stage_exec *exec, const pool_args *args, void *workspac
     clear_unused(args);
     add_slots(&job, &args->d_bias_a, 0, args->ratio);
     add_slots(&job, &args->d_bias_b, bias_floats(args), args->ratio);
-    add_slots(&job, &args->d_norm_weight, 2 * bias_floats(args), 1);
+    add_slots(&job, &args->d_norm_weight, norm_at(args), 1);
 }
