@@ -278,6 +278,8 @@ static int compute_in_child(quern_context *of_parent)
     }
     int status = 1;
     waitpid(child, &status, 0);
+    nsa_free_copies(expected);
+    nsa_case_free(c);
     return WIFEXITED(status) ? WEXITSTATUS(status) : 100 + WTERMSIG(status);
 }
 
