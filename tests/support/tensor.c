@@ -39,7 +39,7 @@ int64_t test_tensor_count(const test_tensor *t)
 
 const char *test_layout_name(test_layout layout)
 {
-    static const char *const names[TEST_LAYOUTS] = {"contiguous", "unaligned", "strided"};
+    static const char *const names[TEST_LAYOUTS] = {"contiguous", "unaligned", "strided", "spaced"};
     return names[layout];
 }
 
@@ -51,7 +51,9 @@ test_tensor test_tensor_make(test_random *random, quern_dtype dtype, int32_t ndi
     int64_t extent = 1;
     int32_t order[QUERN_MAX_DIMS];
     for (int32_t i = 0; i < ndim; i++) order[i] = i;
-    if (layout == TEST_STRIDED) {
+    const bool gaps = layout == TEST_STRIDED || layout == TEST_SPACED;
+    const int64_t unit = layout == TEST_SPACED ? 16 / (int64_t)size : 1;
+    if (gaps) {
         for (int32_t i = ndim - 2; i > 0; i--) { /* shuffle all but the last */
             const int32_t j = (int32_t)test_random_int(random, 0, i), swap = order[i];
             order[i] = order[j];
@@ -62,9 +64,9 @@ test_tensor test_tensor_make(test_random *random, quern_dtype dtype, int32_t ndi
         const int32_t dim = order[i];
         t.view.strides[dim] = extent;
         extent *= shape[dim] > 0 ? shape[dim] : 1;
-        if (layout == TEST_STRIDED) extent += test_random_int(random, 0, 5);
+        if (gaps) extent = (extent + unit - 1) / unit * unit + unit * test_random_int(random, 0, 5);
     }
-    const size_t offset = GUARD + (layout == TEST_CONTIGUOUS ? 0 : size * (size_t)test_random_int(random, 1, 7));
+    const size_t offset = GUARD + (layout == TEST_CONTIGUOUS || layout == TEST_SPACED ? 0 : size * (size_t)test_random_int(random, 1, 7));
     t.bytes = offset + (size_t)extent * size + GUARD;
     t.buffer = allocate(t.bytes);
     t.snapshot = allocate(t.bytes);

