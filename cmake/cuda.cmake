@@ -16,12 +16,19 @@ set(CMAKE_CUDA_ARCHITECTURES "${quern_cuda_default}" CACHE STRING
 set(nvcc_flags -std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -Werror all-warnings
     -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-missing-field-initializers,-ffile-prefix-map=${PROJECT_SOURCE_DIR}/= -Xptxas=-v -I${PROJECT_SOURCE_DIR}/include
     -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/src/cuda)
+# src/cuda/sm90 is compiled for sm_90a alone, and left out where that is not asked for.
+set(nvcc_targets)
+set(nvcc_sm90)
 foreach(architecture ${CMAKE_CUDA_ARCHITECTURES})
   string(REGEX REPLACE "-(real|virtual)$" "" number ${architecture})
   if(architecture MATCHES "-virtual$")
-    list(APPEND nvcc_flags -gencode=arch=compute_${number},code=compute_${number})
+    list(APPEND nvcc_targets -gencode=arch=compute_${number},code=compute_${number})
   else()
-    list(APPEND nvcc_flags -gencode=arch=compute_${number},code=sm_${number})
+    list(APPEND nvcc_targets -gencode=arch=compute_${number},code=sm_${number})
+  endif()
+  if(architecture MATCHES "^90a(-real)?$")
+    set(nvcc_sm90 -gencode=arch=compute_90a,code=sm_90a)
+    list(APPEND nvcc_flags -DQUERN_SM90)
   endif()
 endforeach()
 
@@ -68,10 +75,17 @@ foreach(source ${cuda_sources})
   file(RELATIVE_PATH name ${PROJECT_SOURCE_DIR}/src/cuda ${source})
   string(REGEX REPLACE "[/.]" "_" object ${name})
   set(object ${PROJECT_BINARY_DIR}/cuda/${object})
+  set(targets ${nvcc_targets})
+  if(name MATCHES "^sm90/")
+    if(NOT nvcc_sm90)
+      continue()
+    endif()
+    set(targets ${nvcc_sm90})
+  endif()
   add_custom_command(
     OUTPUT ${object}.o
     COMMAND ${CMAKE_COMMAND} -E env sh -c "\"$@\" >${object}.log 2>&1 || { cat ${object}.log >&2; exit 1; }" nvcc
-            ${launcher} ${QUERN_NVCC} ${nvcc_flags} -MD -MF ${object}.d -c ${source} -o ${object}.o
+            ${launcher} ${QUERN_NVCC} ${nvcc_flags} ${targets} -MD -MF ${object}.d -c ${source} -o ${object}.o
     DEPENDS ${source}
     DEPFILE ${object}.d
     COMMENT "Compiling ${name}"

@@ -12,13 +12,13 @@ measured=$(cat build/release/cuda/*.log | awk '
     /bytes stack frame/ { stack = $1; spill = $5 }
     /Used [0-9]+ registers/ && target == "sm_90a" {
         for (i = 1; i < NF; i++) if ($i == "Used") registers = $(i + 1)
-        # _Z, or _ZN..., then <length><name>: the first name that ends in _kernel
+        # _Z <length><name>, or _ZN <length><namespace> ... <length><name>: the last of these names
         kernel = name
         while (match(kernel, /[0-9]+[a-z]/)) {
             length_ = substr(kernel, RSTART, RLENGTH - 1) + 0
             word = substr(kernel, RSTART + RLENGTH - 1, length_)
             kernel = substr(kernel, RSTART + RLENGTH - 1 + length_)
-            if (word !~ /^_GLOBAL/) break
+            if (name !~ /^_ZN/ || kernel !~ /^[0-9]/) break
         }
         if (registers > r[word]) r[word] = registers
         if (stack > s[word]) s[word] = stack

@@ -10,8 +10,29 @@
 #include <math.h>
 
 quern_status attend_backward_by_rows(const attend_args *args, const attend_launch &l, const launcher &to);
-quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &l, void *workspace, const launcher &to);
+/* `hopper`: the products are sm90/attend_backward_keys.cuh's. */
+quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &l, void *workspace, const launcher &to, bool hopper);
 size_t attend_backward_keys_bytes(const attend_args *args);
+
+/* Sequences as pieces of keys, and back. */
+__device__ __forceinline__ seqs by_key(const seqs &s)
+{
+    return {s.batch, s.n_kv, s.n_q, s.cu_kv != NULL ? s.cu_kv : s.cu_q, s.cu_q};
+}
+
+__device__ __forceinline__ sequence flip(const sequence &s) { return {s.b, s.view_b, s.k0, s.nk, s.q0, s.nq}; }
+
+/* The first query in [0, nq] for which `seen` holds; seen is false, then true. */
+template <typename F> __device__ __forceinline__ int first_query(int64_t nq, F seen)
+{
+    int64_t lo = 0, hi = nq;
+    while (lo < hi) {
+        const int64_t mid = (lo + hi) / 2;
+        if (seen(mid)) hi = mid;
+        else lo = mid + 1;
+    }
+    return (int)lo;
+}
 
 /* The forward's lse in the exp2 domain (+inf for a row without keys), delta and row_scale of one row. */
 __device__ __forceinline__ void row_statistics(const attend_kernel &a, const sequence &seq, int64_t n, int64_t head, float *lse2, float *delta,

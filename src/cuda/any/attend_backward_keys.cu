@@ -17,6 +17,7 @@
  * fit together and are two launches. Limit: the tensor cores.
  */
 #include "any/attend_backward.cuh"
+#include "sm90/attend.cuh"
 
 enum { ROWS = 64, MOST_SPLITS = 16 };
 
@@ -29,13 +30,6 @@ struct key_block {
     int64_t slot;                  /* of the partial sums, shares > 1 */
     int offset;                    /* of key0 in the slot */
 };
-
-__device__ __forceinline__ seqs by_key(const seqs &s)
-{
-    return {s.batch, s.n_kv, s.n_q, s.cu_kv != NULL ? s.cu_kv : s.cu_q, s.cu_q};
-}
-
-__device__ __forceinline__ sequence flip(const sequence &s) { return {s.b, s.view_b, s.k0, s.nk, s.q0, s.nq}; }
 
 /* Piece `piece` of KT keys of a range. */
 template <int KT> __device__ __forceinline__ bool find_range(const attend_kernel &a, int64_t piece, int64_t pieces, key_block *b)
@@ -98,18 +92,6 @@ template <int KT> __device__ __forceinline__ bool find_item(const attend_kernel 
     b->key0 += b->offset;
     if (b->key0 + KT < b->key_end) b->key_end = b->key0 + KT;
     return b->key0 < b->key_end;
-}
-
-/* The first query in [0, nq] for which `seen` holds; seen is false, then true. */
-template <typename F> __device__ __forceinline__ int first_query(int64_t nq, F seen)
-{
-    int64_t lo = 0, hi = nq;
-    while (lo < hi) {
-        const int64_t mid = (lo + hi) / 2;
-        if (seen(mid)) hi = mid;
-        else lo = mid + 1;
-    }
-    return (int)lo;
 }
 
 __device__ __forceinline__ void cp_async4(uint32_t dst, const void *src)
@@ -364,14 +346,18 @@ static quern_status launch(const attend_args *args, const attend_kernel &a, int6
     return launch_shared(to, attend_backward_keys<T, DP, KW, PARTS, LISTED>, grid, 32 * KW, bytes, "attend_backward by keys", a, pieces);
 }
 
-template <typename T, int DP, int KW, bool LISTED> static quern_status run(const attend_args *args, const attend_kernel &a, const launcher &to)
+template <typename T, int DP, int KW, bool LISTED>
+static quern_status run(const attend_args *args, const attend_launch &l, const launcher &to, bool hopper)
 {
+    const attend_kernel &a = l.kernel;
     constexpr int KT = 16 * KW;
     const int64_t capacity = LISTED ? a.sq.n_kv / a.list_block + a.sq.batch + 1 : 0;
     const int64_t pieces = LISTED ? args->k.shape[0] * a.kv_heads * capacity : pieces_of(args, KT);
     if (pieces == 0 || a.kv_heads == 0) return QUERN_OK;
     quern_status status;
-    if constexpr (DP <= 128) {
+    if (hopper) {
+        status = sm90_attend_backward_keys(args, l, pieces, to.stream);
+    } else if constexpr (DP <= 128) {
         status = launch<T, DP, KW, 3, LISTED>(args, a, pieces, to);
     } else {
         status = launch<T, DP, KW, 1, LISTED>(args, a, pieces, to);
@@ -382,23 +368,25 @@ template <typename T, int DP, int KW, bool LISTED> static quern_status run(const
     return LAUNCHED("attend_backward: sum of shares");
 }
 
-template <typename T, int DP> static quern_status choose(const attend_args *args, const attend_launch &l, const launcher &to)
+template <typename T, int DP> static quern_status choose(const attend_args *args, const attend_launch &l, const launcher &to, bool hopper)
 {
     constexpr int WIDE = DP > 128 ? 4 : 8;
-    if (!l.listed) return run<T, DP, WIDE, false>(args, l.kernel, to);
-    if (l.kernel.list_block <= 64) return run<T, DP, 4, true>(args, l.kernel, to);
-    return run<T, DP, WIDE, true>(args, l.kernel, to);
+    if (!l.listed) return run<T, DP, WIDE, false>(args, l, to, hopper);
+    if (l.kernel.list_block <= 64) return run<T, DP, 4, true>(args, l, to, false);
+    return run<T, DP, WIDE, true>(args, l, to, false);
 }
 
-template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, const launcher &to)
+template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, const launcher &to, bool hopper)
 {
-    return l.dim == 64 ? choose<T, 64>(args, l, to) : l.dim == 128 ? choose<T, 128>(args, l, to) : choose<T, 256>(args, l, to);
+    return l.dim == 64    ? choose<T, 64>(args, l, to, hopper)
+           : l.dim == 128 ? choose<T, 128>(args, l, to, hopper)
+                          : choose<T, 256>(args, l, to, hopper);
 }
 
-quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &launch_args, void *workspace, const launcher &to)
+quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &launch_args, void *workspace, const launcher &to, bool hopper)
 {
     attend_launch l = launch_args;
     l.kernel.part = (float *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15);
     l.kernel.splits = l.listed ? 1 : splits_of(args);
-    return l.dtype == QUERN_BF16 ? choose_dim<bf16>(args, l, to) : choose_dim<f16>(args, l, to);
+    return l.dtype == QUERN_BF16 ? choose_dim<bf16>(args, l, to, hopper) : choose_dim<f16>(args, l, to, hopper);
 }

@@ -4,6 +4,7 @@
  * stages themselves: which dtypes and dims run where, and the rows past the last sequence border. */
 #include "any/attend_backward.cuh"
 #include "any/stages.cuh"
+#include "sm90/attend.cuh"
 
 #include <math.h>
 #include <stdio.h>
@@ -73,12 +74,13 @@ static bool shape_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
     return listed_fits(args, why);
 }
 
-size_t attend_forward_bytes(const stage_exec *, const attend_args *) { return 0; }
+/* The same for every kernel: what pointers are aligned to is not known yet. */
+size_t attend_forward_bytes(const stage_exec *, const attend_args *args) { return args->q.dtype == QUERN_F32 ? 0 : SM90_COUNT_BYTES; }
 
-/* The inverted index, then the partial sums of the keys' gradients. */
+/* The inverted index, the partial sums of the keys' gradients, the counter of Hopper's kernel of the rows. */
 size_t attend_backward_bytes(const stage_exec *, const attend_args *args)
 {
-    return (present(args->list) ? inverse_workspace(args) : 0) + (args->q.dtype == QUERN_F32 ? 0 : attend_backward_keys_bytes(args));
+    return (present(args->list) ? inverse_workspace(args) : 0) + (args->q.dtype == QUERN_F32 ? 0 : attend_backward_keys_bytes(args) + SM90_COUNT_BYTES);
 }
 
 static quern_status attend_backward_half(const stage_exec *exec, const attend_args *args, void *workspace, const launcher &to)
@@ -90,8 +92,14 @@ static quern_status attend_backward_half(const stage_exec *exec, const attend_ar
         if (status != QUERN_OK) return status;
         index_bytes = inverse_workspace(args);
     }
-    const quern_status status = attend_backward_by_rows(args, l, to);
-    return status != QUERN_OK ? status : attend_backward_by_keys(args, l, (char *)workspace + index_bytes, to);
+    char *const sums = (char *)workspace + index_bytes;
+    sm90_device device;
+    if (to.most != NULL || !sm90_attend_backward_takes(exec, args, &device)) {
+        const quern_status status = attend_backward_by_rows(args, l, to);
+        return status != QUERN_OK ? status : attend_backward_by_keys(args, l, sums, to, false);
+    }
+    const quern_status status = sm90_attend_backward_rows(args, l, device, sums + attend_backward_keys_bytes(args), to.stream);
+    return status != QUERN_OK ? status : attend_backward_by_keys(args, l, sums, to, true);
 }
 
 static quern_status attend_forward_launch(const attend_args *args, const launcher &to)
@@ -134,9 +142,12 @@ bool shared_fits(const stage_exec *exec, size_t bytes, const char *what, char wh
     return false;
 }
 
-quern_status attend_forward_run(const stage_exec *exec, const attend_args *args, void *)
+quern_status attend_forward_run(const stage_exec *exec, const attend_args *args, void *workspace)
 {
-    const quern_status status = attend_forward_launch(args, {(cudaStream_t)exec->stream, NULL});
+    quern_status status;
+    sm90_device device;
+    if (sm90_attend_forward_takes(exec, args, &device)) status = sm90_attend_forward(exec, args, device, workspace);
+    else status = attend_forward_launch(args, {(cudaStream_t)exec->stream, NULL});
     if (status != QUERN_OK) return status;
     const quern_status tail = fill_tail(exec, &args->seqs, true, &args->o, 0.0f);
     return tail != QUERN_OK ? tail : fill_tail_stat(exec, &args->seqs, &args->lse, -INFINITY);

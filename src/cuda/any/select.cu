@@ -3,6 +3,7 @@
 /* select.cu - the select stage: its arguments, and the row statistics where the caller has none. The kernel is
  * select.cuh's, compiled for each dtype in a file of its own, so that no file takes long. */
 #include "any/select_launch.cuh"
+#include "sm90/attend.cuh"
 
 #include <stdio.h>
 
@@ -44,7 +45,7 @@ bool select_supports(const stage_exec *exec, const select_args *args, char why[S
 
 size_t select_bytes(const stage_exec *, const select_args *args)
 {
-    return needs_lse(args) ? (size_t)(args->q.shape[0] * args->q.shape[1] * args->q.shape[2]) * 4 + 15 : 0;
+    return needs_lse(args) ? (size_t)(args->q.shape[0] * args->q.shape[1] * args->q.shape[2]) * 4 + 15 + SM90_COUNT_BYTES : 0;
 }
 
 quern_status select_run(const stage_exec *exec, const select_args *args, void *workspace)
@@ -54,7 +55,7 @@ quern_status select_run(const stage_exec *exec, const select_args *args, void *w
         const int64_t n = args->q.shape[1], h = args->q.shape[2];
         branch.lse = {(void *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15), QUERN_F32, QUERN_CUDA, args->q.device_id, 3,
                       {args->q.shape[0], h, n}, {h * n, n, 1}};
-        const quern_status status = attend_forward_run(exec, &branch, NULL);
+        const quern_status status = attend_forward_run(exec, &branch, (float *)branch.lse.data + args->q.shape[0] * h * n);
         if (status != QUERN_OK) return status;
     }
     return select_launch_all(args, &branch, {(cudaStream_t)exec->stream, NULL});

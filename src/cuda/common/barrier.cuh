@@ -1,0 +1,52 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* barrier.cuh - Hopper's barriers: mbarriers in shared memory, which count arrivals and the bytes of bulk copies, named
+ * barriers between some warps of a block, and the hand-over of registers from one warpgroup to another. An mbarrier's
+ * phases alternate: a wait for parity 0 ends when the first phase is complete; one for parity 1 on a fresh barrier ends
+ * at once. */
+#ifndef QUERN_CUDA_BARRIER_CUH
+#define QUERN_CUDA_BARRIER_CUH
+
+#include <stdint.h>
+
+__device__ __forceinline__ void mbar_init(uint32_t bar, uint32_t arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+/* Shows fresh barriers to the copy engine; a __syncthreads() follows. */
+__device__ __forceinline__ void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+/* One arrival, and `bytes` more that copies will bring. */
+__device__ __forceinline__ void mbar_expect(uint32_t bar, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void mbar_arrive(uint32_t bar)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void mbar_wait(uint32_t bar, uint32_t parity)
+{
+    asm volatile("{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(bar),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* Named barrier `id` of `threads` threads, those that only arrive included. __syncthreads() is 0. */
+__device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+/* All warps of a warpgroup call; only code compiled for sm_90a may. */
+template <int REGISTERS> __device__ __forceinline__ void registers_up()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS> __device__ __forceinline__ void registers_down()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+/* Orders this thread's ordinary accesses to shared memory before the tensor cores' and the copy engine's. */
+__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#endif

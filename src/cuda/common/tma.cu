@@ -1,0 +1,50 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* tma.cu - descriptions of tensors for the copy engine. The encoder is the driver's; the runtime finds it. */
+#include "common/tma.cuh"
+
+#include <atomic>
+
+bool tma_can(const quern_tensor &t)
+{
+    if (t.ndim != 4 || t.data == NULL || ((uintptr_t)t.data & 15) != 0) return false;
+    for (int i = 0; i < 4; i++)
+        if (t.shape[i] < 1 || t.shape[i] > INT32_MAX) return false;
+    for (int i = 0; i < 3; i++)
+        if (t.shape[i] > 1 && (t.strides[i] < 1 || t.strides[i] % 8 != 0 || t.strides[i] >= (int64_t)1 << 39)) return false;
+    return true;
+}
+
+typedef CUresult tensor_map_encoder(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
+                                    const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                                    CUtensorMapFloatOOBfill);
+
+static cudaError_t find_encoder(tensor_map_encoder **encoder)
+{
+    static std::atomic<tensor_map_encoder *> known{NULL};
+    *encoder = known.load(std::memory_order_relaxed);
+    if (*encoder != NULL) return cudaSuccess;
+    void *found = NULL;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t code = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    if (code != cudaSuccess) return code;
+    if (result != cudaDriverEntryPointSuccess || found == NULL) return cudaErrorSymbolNotFound;
+    *encoder = (tensor_map_encoder *)found;
+    known.store(*encoder, std::memory_order_relaxed);
+    return cudaSuccess;
+}
+
+quern_status tma_describe(CUtensorMap *map, const quern_tensor &t, int heads, int rows)
+{
+    tensor_map_encoder *encode;
+    const cudaError_t code = find_encoder(&encode);
+    if (code != cudaSuccess) return cuda_report(code, "looking for cuTensorMapEncodeTiled");
+    const cuuint64_t shape[4] = {(cuuint64_t)t.shape[3], (cuuint64_t)t.shape[2], (cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]};
+    cuuint64_t strides[3];
+    for (int i = 0; i < 3; i++) strides[i] = t.shape[2 - i] > 1 ? (cuuint64_t)t.strides[2 - i] * 2 : 16; /* of one, the stride is nothing */
+    const cuuint32_t box[4] = {TMA_COLUMNS, (cuuint32_t)heads, (cuuint32_t)rows, 1}, steps[4] = {1, 1, 1, 1};
+    const CUresult result = encode(map, t.dtype == QUERN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, t.data,
+                                   shape, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return cuda_report(result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue, "describing a tensor to the copy engine");
+}
