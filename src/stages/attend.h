@@ -32,6 +32,7 @@ typedef struct attend_args {
     quern_tensor q, k, v, o, lse; /* COMPRESSED: k, v are k_cmp, v_cmp; varlen ones use seqs.cu_kv */
     /* Backward only. Given: q, k, v, lse, d_o, delta. The gradient that reaches this branch is
      * row_scale * d_o, row by row (row_scale absent: 1), and delta = row_scale * rowsum(d_o * o).
+     * A backward may write delta.
      * d_q, d_k, d_v are f32 or the activations' dtype; with accumulate_* they are f32 and added to. */
     quern_tensor d_o, row_scale, delta; /* row_scale, delta: f32 [B,H,N], any strides */
     quern_tensor d_q, d_k, d_v;

@@ -9,6 +9,8 @@
 
 #include <math.h>
 
+/* Writes args->delta anew where o's rounding spoils it (attend_delta.cu says where), before the two read it. */
+quern_status attend_backward_delta(const attend_args *args, const launcher &to);
 quern_status attend_backward_by_rows(const attend_args *args, const attend_launch &l, const launcher &to);
 /* `hopper`: the products are sm90/attend_backward_keys.cuh's. */
 quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &l, void *workspace, const launcher &to, bool hopper);

@@ -109,6 +109,8 @@ static quern_status attend_forward_launch(const attend_args *args, const launche
 
 static quern_status attend_backward_launch(const stage_exec *exec, const attend_args *args, void *workspace, const launcher &to)
 {
+    const quern_status status = attend_backward_delta(args, to);
+    if (status != QUERN_OK) return status;
     return args->q.dtype == QUERN_F32 ? attend_backward_f32(exec, args, workspace, to) : attend_backward_half(exec, args, workspace, to);
 }
 
