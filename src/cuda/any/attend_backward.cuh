@@ -46,8 +46,10 @@ __device__ __forceinline__ void row_statistics(const attend_kernel &a, const seq
     *row_scale = a.row_scale.p == NULL ? 1.0f : a.row_scale.p[seq.view_b * a.row_scale.s[0] + head * a.row_scale.s[1] + n * a.row_scale.s[2]];
 }
 
+/* A zero as + 0: the sign that the products leave may come from a row that is not seen, by a factor of 0. */
 template <typename T> __device__ __forceinline__ void store_pair(void *base, int64_t at, float x, float y, bool f32, bool add)
 {
+    x += 0.0f, y += 0.0f;
     if (f32) {
         float *p = (float *)base + at;
         p[0] = add ? p[0] + x : x;

@@ -9,7 +9,8 @@
  * its 16 rows, and on Hopper four warps make one warpgroup product. With WN = 4 (per-token lists, <= 16 rows a
  * tile) the warps split the keys, keep their own maximum, sum and O, and merge through shared memory in warp order.
  *
- * NaN and infinity in V reach the rows that see them and no others (spread_nonfinite).
+ * NaN and infinity in V reach the rows that see them and no others (spread_nonfinite). A zero of O is stored as + 0:
+ * the sign that the products leave may come from a value that is not seen, by a factor of 0.
  *
  * At D = 128, WN = 1: 128 rows, 128 keys a tile; registers a thread O 64, S 64; shared memory 160 KB, one block
  * an SM. Limit: the tensor cores, shared with 16 exponentials a clock and SM.
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
         for (int i = 0; i < OT; i++) {
             const int c = i * 8 + (lane & 3) * 2;
             if (c >= a.dim_v) continue;
-            const float x = o[i][h * 2] * inverse, y = o[i][h * 2 + 1] * inverse;
+            const float x = o[i][h * 2] * inverse + 0.0f, y = o[i][h * 2 + 1] * inverse + 0.0f;
             if (a.vec_o) {
                 *(uint32_t *)(dst + c) = pack2<T>(x, y);
             } else {
