@@ -138,7 +138,7 @@ def gate():
     def gate_error(wide):
         return (forward(q, w, *o_b, wide=wide)[0] - g).abs().max().item()
     branches = dict(o_cmp=o_b[0], o_slc=o_b[1], o_win=o_b[2])
-    run = quern.call("nsa_gate", p, False, q=q, w_gate=w, gates=g, o=o, **branches)
+    run = quern.call("nsa_gate", p, q=q, w_gate=w, gates=g, o=o, **branches)
     t = ms(run)
     agree("gate", o, forward(q, w, *o_b)[1])
     print(f"    largest difference of a gate: PyTorch in f32 {gate_error(torch.float32):.2g}, in bf16 {gate_error(BF16):.2g}", flush=True)
@@ -158,7 +158,7 @@ def gate():
     line("    over eager", 9, eager / t, "x")
     line("    over torch.compile", 2.4, compiled / t, "x")
     m = 64
-    small = quern.call("nsa_gate", p, False, q=act(1, m, h, d), w_gate=w, gates=empty(1, m, h, 3, dtype=torch.float32), o=empty(1, m, h, d),
+    small = quern.call("nsa_gate", p, q=act(1, m, h, d), w_gate=w, gates=empty(1, m, h, 3, dtype=torch.float32), o=empty(1, m, h, d),
                        o_cmp=act(1, m, h, d), o_slc=act(1, m, h, d), o_win=act(1, m, h, d))
     line("gate forward of 64 tokens in a graph", 6, graph_us(small), "us", True)
 

@@ -85,6 +85,14 @@ static void run(quern_status status)
     CHECK(cudaDeviceSynchronize());
 }
 
+static void run_forward(const quern_backend *b, const stage_exec *exec, const attend_args *args)
+{
+    void *workspace;
+    CHECK(cudaMalloc(&workspace, b->attend_forward.workspace(exec, args) + 1));
+    run(b->attend_forward.run(exec, args, workspace));
+    CHECK(cudaFree(workspace));
+}
+
 static void four_million_tokens(void **state)
 {
     (void)state;
@@ -97,7 +105,7 @@ static void four_million_tokens(void **state)
         .mask = ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1.0f / sqrtf(D), .window = 100, .query_offset = 0, .tile = 1};
     a.q = repeating(&random, H, D), a.k = repeating(&random, HKV, D), a.v = repeating(&random, HKV, D), a.o = tokens(H, D);
     a.lse = make(QUERN_F32, 3, (const int64_t[]){1, H, N});
-    run(b->attend_forward.run(&exec, &a, NULL));
+    run_forward(b, &exec, &a);
     compare("window, o", &a.o, PERIOD, H * row);
 
     const int64_t tiles = N / BLOCK;
@@ -109,13 +117,13 @@ static void four_million_tokens(void **state)
     blocks.list = make(QUERN_I32, 4, (const int64_t[]){1, HKV, tiles, 2});
     CHECK(cudaMemcpy(blocks.list.data, list, sizeof *list * (size_t)(HKV * tiles * 2), cudaMemcpyHostToDevice));
     free(list);
-    run(b->attend_forward.run(&exec, &blocks, NULL));
+    run_forward(b, &exec, &blocks);
     compare("selected, o", &blocks.o, PERIOD, H * row);
 
     attend_args *const backward[] = {&blocks, &a}; /* the forward that stands in o and lse comes first */
     for (int i = 0; i < 2; i++) {
         attend_args *x = backward[i];
-        if (i == 1) run(b->attend_forward.run(&exec, x, NULL));
+        if (i == 1) run_forward(b, &exec, x);
         x->d_o = a.q;
         x->delta = make(QUERN_F32, 3, (const int64_t[]){1, H, N});
         run(b->rowdot.run(&exec, &(rowdot_args){x->seqs, x->d_o, x->o, x->delta}, NULL));
