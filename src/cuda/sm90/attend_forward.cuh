@@ -282,6 +282,18 @@ __device__ __forceinline__ void transpose4(uint32_t (&w)[4])
     w[0] = high ? c : x[0], w[1] = high ? d : x[1], w[2] = high ? x[2] : c, w[3] = high ? x[3] : d;
 }
 
+/* The state of a thread's two rows before their first key. */
+__device__ __forceinline__ row_state begin_rows(const attend_kernel &a, const work &w, const int (&place)[2])
+{
+    row_state r = {{0, 0}, {0, 0}, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int n = (int)quotient((uint32_t)place[h], a.by_hs);
+        if (n < w.queries) row_keys(a, sequence_of(w), w.query + n, &r.lo[h], &r.hi[h]);
+    }
+    return r;
+}
+
 /* Divides O by the rows' sums and stores it, and LSE. */
 template <typename T, int OT>
 __device__ __forceinline__ void store_rows(float (&o)[OT][4], const attend_kernel &a, const work &w, row_state &r, const int (&place)[2])
@@ -303,7 +315,10 @@ __device__ __forceinline__ void store_rows(float (&o)[OT][4], const attend_kerne
         for (int i = 0; i < OT; i += 4) {
             uint32_t words[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) words[j] = pack2<T>(o[i + j][h * 2] * inverse, o[i + j][h * 2 + 1] * inverse);
+            for (int j = 0; j < 4; j++) { /* + 0: an unseen value's sign may stand in a sum that is 0 */
+                const float x = o[i + j][h * 2] * inverse + 0.0f, y = o[i + j][h * 2 + 1] * inverse + 0.0f;
+                words[j] = pack2<T>(x, y);
+            }
             transpose4(words);
             const int c = (i + (threadIdx.x & 3)) * 8;
             if (mine && c < a.dim_v) *(uint4 *)(to + c) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -331,12 +346,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint
         const int32_t *list = list_of<DK, DV, LISTED>(smem, turn);
         const int tiles = (w.slots + KEYS - 1) / KEYS;
         const seen_tiles seen = find_seen<KEYS, LISTED>(w); /* at DV = 256 registers are too few to keep it */
-        row_state r = {{0, 0}, {0, 0}, {-INFINITY, -INFINITY}, {0.0f, 0.0f}};
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int n = (int)quotient((uint32_t)place[h], a.by_hs);
-            if (n < w.queries) row_keys(a, sequence_of(w), w.query + n, &r.lo[h], &r.hi[h]);
-        }
+        row_state r = begin_rows(a, w, place);
         float o[OT][4] = {}, s[NT][4];
         uint32_t p[NT / 2][4];
         auto scores = [&](int stage) {
