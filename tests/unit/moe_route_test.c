@@ -299,6 +299,8 @@ static void check_gradients(const route_case *c, const int32_t *chosen, const do
                                            c->p.renormalize, (double)c->p.route_scale, d_weights + t * k);
         }
         d[i] = (loss[1] - loss[0]) / (2 * step);
+        /* Weights that are renormalised over one expert are constant: what is left is the losses' rounding. */
+        if (fabs(loss[1] - loss[0]) <= 4 * 0x1p-52 * (fabs(loss[0]) + fabs(loss[1]))) d[i] = 0;
     }
     test_check("d_logits", got, d, c->tokens * c->experts, 1e-5);
     if (c->dim > 0) {

@@ -5,9 +5,9 @@
  * both as A and as B; bf16 ones read words of two dimensions as A and, as B, words of two rows.
  *
  * delta = rowsum(d_o o) comes from an o that was rounded to its dtype. That shifts all dS = P (dP - delta) of a row by
- * the same share of P. Compressed entries that overlap have values much like their neighbours', so where a row sees few
- * of them dP - delta is small beside delta, and in 16 bits the shift was a tenth of d_k_cmp. These rows, the first 3 l
- * of a sequence, take delta as the mean of dP under P.
+ * the same share of P. Where a row sees few compressed entries, whose values are means and often overlap, dP - delta is
+ * small beside delta, and in 16 bits the shift was a tenth of d_k_cmp. These rows, the first 3 l or 4 l of a sequence,
+ * take delta as the mean of dP under P.
  */
 #include "cpu/attend/attend_backward.h"
 #include "cpu/attend/nonfinite.h"
@@ -102,7 +102,8 @@ static void pack(const backward_plan *p, const row_source *src, void *dst, int64
 /* Most keys of a row whose delta is made anew. */
 static int64_t few_keys(const attend_args *args)
 {
-    return args->mask == ATTEND_COMPRESSED && args->list.ndim == 0 && args->stride < args->block_size ? 2 * (args->block_size / args->stride) + 1 : 0;
+    const bool compressed = args->mask == ATTEND_COMPRESSED && args->list.ndim == 0;
+    return compressed ? 2 * (args->block_size / args->stride) + 1 : 0;
 }
 
 static float dot(const float *x, const float *y, int64_t n) /* n: a multiple of 8 */

@@ -1,9 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_delta.cu - delta anew for rows that see few compressed entries that overlap. Such entries have
- * values much alike, so dP - delta is small beside delta, and a delta from an o rounded to 16 bits is off by
- * as much. These rows, the first of each sequence, take row_scale times the mean of dP under P, in f32.
+ * attend_delta.cu - delta anew for rows that see few compressed entries. Their values are means and often
+ * overlap, so dP - delta is small beside delta, and a delta from an o rounded to 16 bits is off by as much. These rows, the first of each sequence, take row_scale times the mean of dP under P, in f32.
  *
  * A warp owns a row: each lane 8 consecutive elements, the entries one after another. Limit: the latency of
  * an entry's two sums over the warp; there are some 3 l rows a sequence and head.
@@ -80,8 +79,7 @@ static quern_status launch(const attend_kernel &a, int few, int64_t shares, cuda
 
 quern_status attend_backward_delta(const attend_args *args, const launcher &to)
 {
-    const bool overlap = args->mask == ATTEND_COMPRESSED && args->stride < args->block_size;
-    if (!overlap || present(args->list) || to.most != NULL) return QUERN_OK;
+    if (args->mask != ATTEND_COMPRESSED || present(args->list) || to.most != NULL) return QUERN_OK;
     const attend_launch l = attend_launch_of(args);
     const attend_kernel &a = l.kernel;
     const int64_t few = 2 * (args->block_size / args->stride) + 1;
