@@ -137,6 +137,7 @@ __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const k
             }
         }
         const int found = (__any_sync(~0u, part) ? 1 : 0) | (__any_sync(~0u, odd) ? 2 : 0);
+        __syncwarp(); /* the arrival speaks for what all lanes wrote */
         if (lane == 0) {
             st->part[searcher] = found;
             mbar_arrive(base + at::STAT_FULL + 8 * stage);
@@ -232,6 +233,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const key_block 
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {}, s[NT][4], dp[NT][4];
     uint32_t fp[NT / 2][4], fs[NT / 2][4];
     auto arrive = [&](uint32_t bar) {
+        __syncwarp(); /* the arrival speaks for what all lanes read */
         if (lane == 0) mbar_arrive(base + bar);
     };
     auto products = [&](int stage) {
