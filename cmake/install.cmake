@@ -4,13 +4,13 @@
 include(CMakePackageConfigHelpers)
 
 # The static library is one object whose hidden symbols are made local, so that only quern_* names can meet
-# a program's own.
+# a program's own. Its references to oneDNN are weak: src/cpu/gemm.c does without where they stay empty.
 set(static_library ${CMAKE_CURRENT_BINARY_DIR}/static/libquern.a)
 add_custom_command(
   OUTPUT ${static_library}
   COMMAND ${CMAKE_COMMAND} -E make_directory static
   COMMAND ${CMAKE_LINKER} -r -o static/quern.o ${quern_objects}
-  COMMAND ${CMAKE_OBJCOPY} --localize-hidden static/quern.o
+  COMMAND ${CMAKE_OBJCOPY} --localize-hidden --wildcard --weaken-symbol=dnnl_* static/quern.o
   COMMAND ${CMAKE_COMMAND} -E rm -f ${static_library}
   COMMAND ${CMAKE_AR} rcs ${static_library} static/quern.o
   DEPENDS quern_plain ${QUERN_LEVELS} ${quern_objects}
@@ -19,10 +19,17 @@ add_custom_target(quern_static ALL DEPENDS ${static_library})
 
 set(QUERN_STATIC_LIBS "-lm -lpthread -ldl")
 if(QUERN_HAVE_ONEDNN)
-  string(PREPEND QUERN_STATIC_LIBS "-ldnnl ")
   find_library(DNNL_ARCHIVE libdnnl.a)
-  if(NOT DNNL_ARCHIVE)
-    message(STATUS "No libdnnl.a: a program that is linked with -static needs a Quern that was built with -DQUERN_ONEDNN=OFF")
+  if(DNNL_ARCHIVE)
+    string(PREPEND QUERN_STATIC_LIBS "-ldnnl ")
+  else()
+    # -lquern_dnnl is oneDNN's shared library, and nothing in a program that is linked with -static: the linker takes
+    # the .so, a script, in the one case and the .a, an archive without members, in the other.
+    string(PREPEND QUERN_STATIC_LIBS "-lquern_dnnl ")
+    set(dnnl_stand_in ${CMAKE_CURRENT_BINARY_DIR}/static/libquern_dnnl)
+    file(WRITE ${dnnl_stand_in}.so "INPUT(-ldnnl)\n")
+    execute_process(COMMAND ${CMAKE_AR} rcs ${dnnl_stand_in}.a COMMAND_ERROR_IS_FATAL ANY)
+    install(FILES ${dnnl_stand_in}.so ${dnnl_stand_in}.a DESTINATION ${CMAKE_INSTALL_LIBDIR})
   endif()
 endif()
 if(OpenMP_C_FOUND)

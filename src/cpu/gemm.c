@@ -43,6 +43,9 @@ static void own_product(const gemm *g, int64_t m, int64_t n, int64_t k, const ch
 #include <stdlib.h>
 #include <string.h>
 
+/* NULL in a static program that was linked without oneDNN. */
+#pragma weak dnnl_get_effective_cpu_isa
+
 typedef struct gemm_primitive {
     struct gemm_primitive *next;
     gemm_shape shape;
@@ -181,7 +184,8 @@ static void find_primitives(const stage_exec *exec, gemm *g)
 {
     gemm_cache *cache = exec->gemm;
     const unsigned wanted = g->shape.dtype == QUERN_BF16 ? dnnl_cpu_isa_avx512_core_bf16 : dnnl_cpu_isa_avx512_core;
-    if (cache == NULL || g->kernels->panel != 64 || exec->cpu_level != quern_cpu_level_detect() ||
+    if (cache == NULL || dnnl_get_effective_cpu_isa == NULL || g->kernels->panel != 64 ||
+        exec->cpu_level != quern_cpu_level_detect() ||
         ((unsigned)dnnl_get_effective_cpu_isa() & wanted) != wanted)
         return;
     gemm_shape shape = g->shape;
