@@ -10,6 +10,7 @@
 
 #include <fcntl.h>
 #include <math.h>
+#include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -110,13 +111,32 @@ static void charts_are_drawn_without_telling_gnuplot_a_path(void **state)
     check_no_leftovers();
 }
 
+/* long.st: dense attention of 128k tokens, which takes seconds. */
+static void save_long_attention(void)
+{
+    static const char *const names[] = {"Q", "K", "V"};
+    const int64_t shape[] = {1, 131072, 1, 16};
+    float *zeros = calloc(131072 * 16, sizeof *zeros);
+    assert_non_null(zeros);
+    const quern_tensor t = quern_tensor_contiguous(zeros, QUERN_F32, 4, shape);
+    quern_safetensors_item items[3];
+    for (int i = 0; i < 3; i++) items[i] = (quern_safetensors_item){names[i], &t};
+    assert_int_equal(quern_safetensors_save(path_of("long.st"), items, 3, NULL, 0), QUERN_OK);
+    free(zeros);
+}
+
 /* Each verb that takes long is stopped while it works. */
 static void signals_end_a_command_at_once(void **state)
 {
     static const char *const commands[] = {"bench nsa --n 256k --reps 99 --json $DIR/s.json --svg $DIR/s.svg",
                                            "probe attention --memory 400M --backward", "accept nsa",
-                                           "accept attention", "info --measure"};
+                                           "accept attention", "info --measure",
+                                           "run attention $DIR/long.st $DIR/s.st",
+                                           "run attention $DIR/long.st $DIR/kept.st"};
+    char kept[16];
     (void)state;
+    save_long_attention();
+    write_text("kept.st", "older", 5);
     for (size_t i = 0; i < 2 * sizeof commands / sizeof *commands; i++) {
         char prefix[80];
         struct timespec before, after;
@@ -130,7 +150,10 @@ static void signals_end_a_command_at_once(void **state)
         if (code != (i % 2 == 0 ? 130 : 143) || seconds > 2)
             fail_msg("quern %s: exit code %d after %.1f s: %s", commands[i / 2], code, seconds, output);
     }
-    assert_false(exists("s.json") || exists("s.svg"));
+    assert_false(exists("s.json") || exists("s.svg") || exists("s.st"));
+    read_text("kept.st", kept, sizeof kept);
+    assert_string_equal(kept, "older");
+    assert_int_equal(unlink(path_of("long.st")), 0);
     check_no_leftovers();
 }
 
