@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* backend.cu - the CUDA rows of the stage table, and the one symbol that libquern looks up. */
-#include "any/stages.cuh"
 #include "common/calls.cuh"
+#include "stages.cuh"
 
 extern "C" {
 #include "build_id.h"

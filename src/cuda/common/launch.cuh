@@ -13,6 +13,9 @@ struct launcher {
     size_t *most; /* not NULL: launch nothing, note the most bytes here */
 };
 
+/* Blocks of `threads` that hold n threads. */
+static inline unsigned blocks_for(int64_t n, int threads) { return (unsigned)((n + threads - 1) / threads); }
+
 /* Lets a kernel have `bytes` of dynamic shared memory on the current device. */
 cudaError_t shared_allow(const void *kernel, size_t bytes);
 /* The most that a block of the device can have. */

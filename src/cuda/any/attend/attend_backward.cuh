@@ -1,0 +1,64 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* attend_backward.cuh - what the two kernels of attention's backward for bf16 and f16 share. */
+#ifndef QUERN_CUDA_ATTEND_BACKWARD_CUH
+#define QUERN_CUDA_ATTEND_BACKWARD_CUH
+
+#include "any/attend/attend.cuh"
+#include "stages.cuh"
+
+#include <math.h>
+
+/* Writes args->delta anew where o's rounding spoils it (attend_delta.cu says where), before the two read it. */
+quern_status attend_backward_delta(const attend_args *args, const launcher &to);
+quern_status attend_backward_by_rows(const attend_args *args, const attend_launch &l, const launcher &to);
+/* `hopper`: the products are sm90/attend/attend_backward_keys.cuh's. */
+quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &l, void *workspace, const launcher &to, bool hopper);
+size_t attend_backward_keys_bytes(const attend_args *args);
+
+/* Sequences as pieces of keys, and back. */
+__device__ __forceinline__ seqs by_key(const seqs &s)
+{
+    return {s.batch, s.n_kv, s.n_q, s.cu_kv != NULL ? s.cu_kv : s.cu_q, s.cu_q};
+}
+
+__device__ __forceinline__ sequence flip(const sequence &s) { return {s.b, s.view_b, s.k0, s.nk, s.q0, s.nq}; }
+
+/* The first query in [0, nq] for which `seen` holds; seen is false, then true. */
+template <typename F> __device__ __forceinline__ int first_query(int64_t nq, F seen)
+{
+    int64_t lo = 0, hi = nq;
+    while (lo < hi) {
+        const int64_t mid = (lo + hi) / 2;
+        if (seen(mid)) hi = mid;
+        else lo = mid + 1;
+    }
+    return (int)lo;
+}
+
+/* The forward's lse in the exp2 domain (+inf for a row without keys), delta and row_scale of one row. */
+__device__ __forceinline__ void row_statistics(const attend_kernel &a, const sequence &seq, int64_t n, int64_t head, float *lse2, float *delta,
+                                               float *row_scale)
+{
+    const float lse = a.lse.p[seq.view_b * a.lse.s[0] + head * a.lse.s[1] + n * a.lse.s[2]];
+    *lse2 = lse == -INFINITY ? INFINITY : lse * 1.4426950408889634f;
+    *delta = a.delta.p[seq.view_b * a.delta.s[0] + head * a.delta.s[1] + n * a.delta.s[2]];
+    *row_scale = a.row_scale.p == NULL ? 1.0f : a.row_scale.p[seq.view_b * a.row_scale.s[0] + head * a.row_scale.s[1] + n * a.row_scale.s[2]];
+}
+
+/* A zero as + 0: the sign that the products leave may come from a row that is not seen, by a factor of 0. */
+template <typename T> __device__ __forceinline__ void store_pair(void *base, int64_t at, float x, float y, bool f32, bool add)
+{
+    x += 0.0f, y += 0.0f;
+    if (f32) {
+        float *p = (float *)base + at;
+        p[0] = add ? p[0] + x : x;
+        p[1] = add ? p[1] + y : y;
+    } else {
+        T *p = (T *)base + at;
+        p[0] = from_float<T>(x);
+        p[1] = from_float<T>(y);
+    }
+}
+
+#endif

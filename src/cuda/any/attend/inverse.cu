@@ -1,0 +1,228 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * inverse.cu - the inverted index of block lists: for every block, the tiles that chose it, in tile order.
+ *
+ * The rows of a list are cut into a fixed number of chunks. count: how often each chunk names each block
+ * (integer atomics: the sum does not depend on their order). scan: exclusive sums over chunks, then over
+ * blocks. fill: one warp a chunk walks its rows in order, so that each block's tiles come out ascending.
+ * A row's entries count once each, and only those inside the sequence whose first key some query of the
+ * tile may see. Packed batches: sequence b's blocks start at index floor(k0 / lb) + b, which never meet.
+ *
+ * items: a block's rows, over all units of its key/value head, are cut into items of item_rows. item_start counts
+ * the items, and slot_start the partial sums, of the blocks before one, in the order (view, kv head, index).
+ */
+#include "any/attend/attend.cuh"
+#include "stages.cuh"
+
+enum { MAX_CHUNKS = 256 };
+
+struct inverse_shape {
+    int64_t lists;    /* (batch view, unit) pairs */
+    int64_t rows;     /* list rows of one pair */
+    int64_t capacity; /* blocks of one pair, + 1 */
+    int64_t chunks, chunk_rows;
+};
+
+static inverse_shape shape_of(const attend_args *args)
+{
+    inverse_shape s;
+    const int64_t lb = args->mask == ATTEND_COMPRESSED ? 128 : args->block_size;
+    s.lists = args->list.shape[0] * args->list.shape[1];
+    s.rows = args->list.shape[2];
+    s.capacity = args->seqs.n_kv / lb + args->seqs.batch + 1;
+    s.chunk_rows = (s.rows + MAX_CHUNKS - 1) / MAX_CHUNKS;
+    if (s.chunk_rows < 64) s.chunk_rows = 64;
+    s.chunks = (s.rows + s.chunk_rows - 1) / s.chunk_rows;
+    return s;
+}
+
+struct inverse_memory {
+    int32_t *count, *start, *tile, *item_start, *slot_start;
+};
+
+static int64_t places_of(const attend_args *args) { return args->list.shape[0] * args->k.shape[2] * shape_of(args).capacity; }
+
+/* Rows behind all blocks together, at most. */
+static int64_t rows_of(const attend_args *args)
+{
+    const inverse_shape s = shape_of(args);
+    const int64_t heads = args->list.shape[1] > 0 ? args->q.shape[2] / args->list.shape[1] : 1;
+    return s.lists * s.rows * args->list.shape[3] * (args->tile > 0 ? args->tile : 1) * heads;
+}
+
+int64_t inverse_item_rows(const attend_args *args)
+{
+    const int64_t share = (rows_of(args) / 2048 + 63) / 64 * 64;
+    return share > 4096 ? share : 4096;
+}
+
+/* A block with more rows than an item's has at most twice rows / item_rows items. */
+int64_t inverse_slots(const attend_args *args)
+{
+    const int64_t rows = rows_of(args), item = inverse_item_rows(args);
+    return rows > item ? 2 * (rows / item) + 2 : 0;
+}
+
+int64_t inverse_items(const attend_args *args) { return places_of(args) + inverse_slots(args); }
+
+static inverse_memory carve(const attend_args *args, void *workspace, size_t *bytes)
+{
+    const inverse_shape s = shape_of(args);
+    const size_t count = (size_t)(s.lists * s.chunks * s.capacity), start = (size_t)(s.lists * s.capacity);
+    int32_t *p = (int32_t *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15);
+    const size_t tile = (size_t)(s.lists * s.rows * args->list.shape[3]), places = (size_t)places_of(args) + 1;
+    *bytes = 4 * (count + start + tile + 2 * places) + 15;
+    return {p, p + count, p + count + start, p + count + start + tile, p + count + start + tile + places};
+}
+
+size_t inverse_workspace(const attend_args *args)
+{
+    size_t bytes;
+    carve(args, NULL, &bytes);
+    return bytes;
+}
+
+/* Sequence and tile of list row `row`; false for an unused row. */
+__device__ bool list_place(const attend_kernel &a, int64_t view_b, int64_t row, sequence *seq, int64_t *q0)
+{
+    if (a.sq.cu_q == NULL) {
+        *seq = sequence_at(a.sq, view_b);
+        *q0 = row * a.tile;
+        return *q0 < seq->nq;
+    }
+    return piece_at(a.sq, row, a.tile, 1, seq, q0);
+}
+
+/* The block index of entry e of a list row, or -1 where it does not count. */
+__device__ int64_t entry_block(const attend_kernel &a, const int32_t *list, int e, const sequence &seq, int64_t q0)
+{
+    const int32_t x = list[e];
+    const int64_t last = (q0 + a.tile < seq.nq ? q0 + a.tile : seq.nq) - 1;
+    int lo, hi;
+    row_keys(a, seq, last, &lo, &hi);
+    if (x < 0 || (int64_t)x * a.list_block >= hi) return -1;
+    for (int i = 0; i < e; i++)
+        if (list[i] == x) return -1;
+    return (a.sq.cu_q == NULL ? 0 : seq.k0 / a.list_block + seq.b) + x;
+}
+
+__global__ void inverse_count(const __grid_constant__ attend_kernel a, int64_t rows, int64_t capacity, int64_t chunk_rows, int32_t *count)
+{
+    const int64_t pair = blockIdx.y, view_b = pair / a.units, u = pair % a.units;
+    const int64_t first = (int64_t)blockIdx.x * chunk_rows, end = first + chunk_rows < rows ? first + chunk_rows : rows;
+    int32_t *c = count + (pair * gridDim.x + blockIdx.x) * capacity;
+    for (int64_t i = threadIdx.x; i < (end - first) * a.list_k; i += blockDim.x) {
+        const int64_t row = first + i / a.list_k;
+        sequence seq;
+        int64_t q0;
+        if (!list_place(a, view_b, row, &seq, &q0)) continue;
+        const int32_t *list = a.list + view_b * a.list_stride[0] + u * a.list_stride[1] + row * a.list_stride[2];
+        const int64_t block = entry_block(a, list, (int)(i % a.list_k), seq, q0);
+        if (block >= 0) atomicAdd(&c[block], 1);
+    }
+}
+
+/* The sum of `x` over the threads before this one; *total over all. 1024 threads. */
+__device__ __forceinline__ int32_t sum_before(int32_t x, int32_t *sums, int32_t *total)
+{
+    __syncthreads();
+    sums[threadIdx.x] = x;
+    __syncthreads();
+    for (unsigned step = 1; step < blockDim.x; step *= 2) {
+        const int32_t left = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+        __syncthreads();
+        sums[threadIdx.x] += left;
+        __syncthreads();
+    }
+    *total = sums[blockDim.x - 1];
+    return sums[threadIdx.x] - x;
+}
+
+/* Exclusive sums: over chunks for each block, then over blocks. One block of threads a pair. */
+__global__ void inverse_scan(int64_t capacity, int64_t chunks, int32_t *count, int32_t *start)
+{
+    __shared__ int32_t sums[1024];
+    int32_t *c = count + (int64_t)blockIdx.x * chunks * capacity, *s = start + (int64_t)blockIdx.x * capacity;
+    int32_t carry = 0, all;
+    for (int64_t base = 0; base < capacity; base += blockDim.x) {
+        const int64_t block = base + threadIdx.x;
+        int32_t total = 0;
+        if (block < capacity)
+            for (int64_t i = 0; i < chunks; i++) {
+                const int32_t n = c[i * capacity + block];
+                c[i * capacity + block] = total;
+                total += n;
+            }
+        const int32_t begin = carry + sum_before(total, sums, &all);
+        if (block < capacity) s[block] = begin;
+        carry += all;
+    }
+}
+
+__global__ void inverse_cut(const __grid_constant__ attend_kernel a, int64_t places, int64_t capacity, const int32_t *start, int32_t *item_start,
+                            int32_t *slot_start)
+{
+    __shared__ int32_t sums[1024];
+    const int units_here = a.units / a.kv_heads;
+    int32_t items_before = 0, slots_before = 0, all;
+    for (int64_t base = 0; base <= places; base += blockDim.x) {
+        const int64_t place = base + threadIdx.x, pair = place / capacity, index = place - pair * capacity;
+        int64_t rows = 0;
+        if (place < places && index + 1 < capacity)
+            for (int u = 0; u < units_here; u++) {
+                const int32_t *s = start + (pair * units_here + u) * capacity + index;
+                rows += (int64_t)(s[1] - s[0]) * a.tile * a.hs;
+            }
+        const int32_t items = place >= places ? 0 : rows > a.item_rows ? (int32_t)((rows + a.item_rows - 1) / a.item_rows) : 1;
+        const int32_t item = items_before + sum_before(items, sums, &all);
+        items_before += all;
+        const int32_t slot = slots_before + sum_before(items > 1 ? items : 0, sums, &all);
+        slots_before += all;
+        if (place <= places) item_start[place] = item, slot_start[place] = slot;
+    }
+}
+
+__global__ void inverse_fill(const __grid_constant__ attend_kernel a, int64_t rows, int64_t capacity, int64_t chunk_rows, int32_t *count,
+                             const int32_t *start, int32_t *tile, int64_t pair_entries)
+{
+    const int64_t pair = blockIdx.y, view_b = pair / a.units, u = pair % a.units;
+    const int64_t first = (int64_t)blockIdx.x * chunk_rows, end = first + chunk_rows < rows ? first + chunk_rows : rows;
+    int32_t *c = count + (pair * gridDim.x + blockIdx.x) * capacity;
+    const int32_t *s = start + pair * capacity;
+    for (int64_t row = first; row < end; row++) {
+        sequence seq;
+        int64_t q0;
+        if (!list_place(a, view_b, row, &seq, &q0)) continue;
+        const int32_t *list = a.list + view_b * a.list_stride[0] + u * a.list_stride[1] + row * a.list_stride[2];
+        for (int e = threadIdx.x; e < a.list_k; e += 32) {
+            const int64_t block = entry_block(a, list, e, seq, q0);
+            if (block >= 0) tile[pair * pair_entries + s[block] + c[block]++] = (int32_t)(q0 / a.tile);
+        }
+        __syncwarp();
+    }
+}
+
+quern_status inverse_build(const stage_exec *exec, const attend_args *args, attend_kernel *kernel, void *workspace)
+{
+    const inverse_shape s = shape_of(args);
+    cudaStream_t stream = (cudaStream_t)exec->stream;
+    size_t bytes;
+    const inverse_memory m = carve(args, workspace, &bytes);
+    kernel->inverse_start = m.start;
+    kernel->inverse_tile = m.tile;
+    kernel->inverse_entries = s.rows * kernel->list_k;
+    kernel->item_start = m.item_start;
+    kernel->slot_start = m.slot_start;
+    kernel->item_rows = inverse_item_rows(args);
+    if (s.lists == 0) return QUERN_OK;
+    const cudaError_t code = cudaMemsetAsync(m.count, 0, (size_t)(s.lists * s.chunks * s.capacity) * 4, stream);
+    if (code != cudaSuccess) return cuda_report(code, "inverse: clear");
+    const dim3 grid((unsigned)s.chunks, (unsigned)s.lists);
+    if (s.rows > 0) inverse_count<<<grid, 256, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count);
+    inverse_scan<<<(unsigned)s.lists, 1024, 0, stream>>>(s.capacity, s.chunks, m.count, m.start);
+    if (s.rows > 0)
+        inverse_fill<<<grid, 32, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count, m.start, m.tile, kernel->inverse_entries);
+    inverse_cut<<<1, 1024, 0, stream>>>(*kernel, places_of(args), s.capacity, m.start, m.item_start, m.slot_start);
+    return LAUNCHED("inverse");
+}

@@ -1,0 +1,90 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* select.cu - the select stage: its arguments, and the row statistics where the caller has none. The kernel is
+ * select.cuh's, compiled for each dtype in a file of its own, so that no file takes long. */
+#include "any/select/select_launch.cuh"
+#include "sm90/attend/attend.cuh"
+
+#include <stdio.h>
+
+/* The compressed branch as an attention call: for the shape, and for its row statistics where the caller has none. */
+static attend_args branch_of(const select_args *args)
+{
+    attend_args a = {};
+    a.mask = ATTEND_COMPRESSED;
+    a.seqs = args->seqs;
+    a.causal = args->params.causal, a.scale = args->params.scale;
+    a.block_size = args->params.block_size, a.stride = args->params.stride;
+    a.visibility = args->params.compressed_visibility;
+    a.tile = args->params.tile, a.scope = args->params.scope;
+    a.q = args->q, a.k = args->k_cmp, a.v = args->k_cmp, a.lse = args->lse_cmp;
+    return a;
+}
+
+static bool needs_lse(const select_args *args) { return args->params.metric == SELECT_SOFTMAX && !present(args->lse_cmp); }
+static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to);
+
+bool select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
+{
+    if (!dims_fit(args->q.shape[3], args->k_cmp.shape[3], why)) return false;
+    const int64_t span = args->params.block_size / args->params.stride + args->params.select_block / args->params.stride;
+    if (span > MAX_HISTORY) {
+        snprintf(why, STAGE_WHY_BYTES, "(block_size + select_block) / stride is %lld: the cuda backend takes up to %d", (long long)span, MAX_HISTORY);
+        return false;
+    }
+    if (args->params.num_selected > 1024 || args->params.max_compressed_groups > 1024) {
+        snprintf(why, STAGE_WHY_BYTES, "num_selected %lld, max_compressed_groups %lld: the cuda backend takes up to 1024",
+                 (long long)args->params.num_selected, (long long)args->params.max_compressed_groups);
+        return false;
+    }
+    attend_args branch = branch_of(args);
+    size_t most = 0;
+    if (needs_lse(args) && !attend_forward_supports(exec, &branch, why)) return false;
+    return select_launch_all(args, &branch, {NULL, &most}) == QUERN_OK && shared_fits(exec, most, "select", why);
+}
+
+size_t select_bytes(const stage_exec *, const select_args *args)
+{
+    return needs_lse(args) ? (size_t)(args->q.shape[0] * args->q.shape[1] * args->q.shape[2]) * 4 + 15 + SM90_COUNT_BYTES : 0;
+}
+
+quern_status select_run(const stage_exec *exec, const select_args *args, void *workspace)
+{
+    attend_args branch = branch_of(args);
+    if (needs_lse(args)) {
+        const int64_t n = args->q.shape[1], h = args->q.shape[2];
+        branch.lse = {(void *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15), QUERN_F32, QUERN_CUDA, args->q.device_id, 3,
+                      {args->q.shape[0], h, n}, {h * n, n, 1}};
+        const quern_status status = attend_forward_run(exec, &branch, (float *)branch.lse.data + args->q.shape[0] * h * n);
+        if (status != QUERN_OK) return status;
+    }
+    return select_launch_all(args, &branch, {(cudaStream_t)exec->stream, NULL});
+}
+
+static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to)
+{
+    attend_launch l = attend_launch_of(branch);
+    select_kernel s = {};
+    s.a = l.kernel;
+    const bool by_head = args->params.scope == LIST_BY_HEAD;
+    s.a.hs = by_head ? 1 : s.a.group;
+    s.a.units = by_head ? s.a.heads : s.a.kv_heads;
+    s.idx = (int32_t *)args->block_idx.data, s.count = (int32_t *)args->block_count.data;
+    const quern_tensor &lists = present(args->block_idx) ? args->block_idx : args->group_idx; /* blocks that were handed in are absent */
+    s.list_rows = lists.shape[2];
+    for (int i = 0; i < 3; i++) s.idx_stride[i] = args->block_idx.strides[i], s.count_stride[i] = args->block_count.strides[i];
+    s.k = present(args->block_idx) ? (int32_t)args->params.num_selected : 0;
+    if (!args->groups_given && present(args->group_idx)) {
+        s.c = (int32_t)args->params.max_compressed_groups;
+        s.groups = (int32_t *)args->group_idx.data;
+        for (int i = 0; i < 3; i++) s.group_stride[i] = args->group_idx.strides[i];
+    }
+    s.forced_first = (int32_t)args->params.forced_first, s.forced_local = (int32_t)args->params.forced_local;
+    s.l_over_d = (int32_t)(args->params.block_size / args->params.stride), s.s_over_d = (int32_t)(args->params.select_block / args->params.stride);
+    s.history = s.l_over_d + s.s_over_d > 2 ? (s.l_over_d + s.s_over_d - 2 + 31) / 32 * 32 : 0;
+    s.select_block = args->params.select_block;
+    s.mean_logit = args->params.metric == SELECT_MEAN_LOGIT;
+    const int64_t views = lists.shape[0];
+    if (l.dtype == QUERN_F32) return select_launch_f32(s, l.dim, views, to);
+    return l.dtype == QUERN_BF16 ? select_launch_bf16(s, l.dim, views, to) : select_launch_f16(s, l.dim, views, to);
+}

@@ -1,0 +1,170 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * work.cuh - what a persistent block of the Hopper attention kernels does next: which packed rows (any/attend/attend.cuh), and
+ * which key slots they walk. One warp plans and leaves the plan of a turn in shared memory for the others.
+ *
+ * A piece is up to M / hs queries with their hs heads, so that its rows are one box of Q. Pieces are numbered section after
+ * section of SECTION units, whose keys and values L2 serves to many blocks at once, and in a section the longest causal ones
+ * of all units first, so that short ones fill what is left at the end. A block begins with the one of its own number and then takes whichever is next, by
+ * a counter: no result depends on who computes it.
+ */
+#ifndef QUERN_CUDA_SM90_WORK_CUH
+#define QUERN_CUDA_SM90_WORK_CUH
+
+#include "any/attend/attend.cuh"
+
+enum { SECTION = 8 };
+
+struct work_plan {
+    int32_t pieces, total; /* of a unit, of all */
+    int32_t queries;       /* of a piece, at most */
+    int32_t per_tile;      /* listed: pieces of a tile of queries */
+    int32_t box;           /* keys of a bulk copy */
+    int32_t *taken;        /* pieces taken beyond each block's first; NULL: every block has one at most */
+};
+
+/* One turn's piece, by one sequence: `view` in dim 0 of the views, rows q0 ... and k0 ... in dim 1. */
+struct work {
+    int32_t view, q0, nq, k0, nk;
+    int32_t unit, kvh, head0;
+    int32_t query, queries; /* the first, and how many; 0: no piece */
+    int32_t base, slots;    /* the first key (range); slots, 0: no row sees a key */
+    int32_t lo, hi;         /* keys that every row sees: [lo, hi) */
+    int32_t end;            /* keys at or past it are seen by no row */
+    int32_t list_row;
+};
+
+__device__ __forceinline__ sequence sequence_of(const work &w) { return {0, w.view, w.q0, w.nq, w.k0, w.nk}; }
+
+/* Sets the sequence of piece `i` of those cut by `unit` queries; all lanes of the warp call. */
+__device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t unit, work *w, int32_t *first)
+{
+    const int32_t n_q = (int32_t)s.n_q, n_kv = (int32_t)s.n_kv, batch = (int32_t)s.batch;
+    if (s.cu_q == NULL) {
+        const int32_t per = (n_q + unit - 1) / unit, b = i / per;
+        *first = (i - b * per) * unit;
+        w->view = b, w->q0 = 0, w->nq = n_q, w->k0 = 0, w->nk = n_kv;
+        return b < batch;
+    }
+    const int32_t *ck = s.cu_kv != NULL ? s.cu_kv : s.cu_q;
+    const int lane = threadIdx.x & 31;
+    for (int32_t b0 = 0; b0 < batch; b0 += 32) {
+        int32_t n = 0;
+        if (b0 + lane < batch) {
+            n = (int32_t)(border(s.cu_q, b0 + lane + 1, n_q) - border(s.cu_q, b0 + lane, n_q));
+            n = n > 0 ? (n + unit - 1) / unit : 0;
+        }
+        int32_t sum = n;
+        for (int step = 1; step < 32; step *= 2) {
+            const int32_t left = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += left;
+        }
+        const uint32_t past = __ballot_sync(~0u, i < sum);
+        if (past != 0) {
+            const int owner = __ffs((int)past) - 1, b = b0 + owner;
+            *first = (i - __shfl_sync(~0u, sum - n, owner)) * unit;
+            w->view = 0;
+            w->q0 = (int32_t)border(s.cu_q, b, n_q), w->nq = (int32_t)border(s.cu_q, b + 1, n_q) - w->q0;
+            w->k0 = (int32_t)border(ck, b, n_kv), w->nk = (int32_t)border(ck, b + 1, n_kv) - w->k0;
+            w->nk = w->nk > 0 ? w->nk : 0;
+            return true;
+        }
+        i -= __shfl_sync(~0u, sum, 31);
+    }
+    return false;
+}
+
+/* The next piece that nobody has taken; all lanes of the warp call. */
+__device__ __forceinline__ int32_t next_piece(const work_plan &plan)
+{
+    int32_t next = plan.total;
+    if (plan.taken != NULL && (threadIdx.x & 31) == 0) next = (int32_t)gridDim.x + atomicAdd(plan.taken, 1);
+    return __shfl_sync(~0u, next, 0);
+}
+
+/* Fills in piece `index`: 0 queries where a packed batch has no such piece. All lanes of the warp call. */
+template <bool LISTED> __device__ __forceinline__ void find_work(const attend_kernel &a, const work_plan &plan, int32_t index, work *w)
+{
+    w->queries = w->slots = 0;
+    const int32_t unit0 = index / (plan.pieces * SECTION) * SECTION, width = a.units - unit0 < SECTION ? a.units - unit0 : SECTION;
+    const int32_t in_section = index - unit0 * plan.pieces, u = unit0 + in_section % width, piece = plan.pieces - 1 - in_section / width;
+    const int32_t tile = LISTED ? piece / plan.per_tile : piece;
+    int32_t query;
+    if (!find_piece(a.sq, tile, LISTED ? a.tile : plan.queries, w, &query)) return;
+    int32_t end = w->nq;
+    if (LISTED) {
+        w->list_row = a.sq.cu_q == NULL ? query / a.tile : tile;
+        if (end - query > a.tile) end = query + a.tile;
+        query += (piece - tile * plan.per_tile) * plan.queries;
+    }
+    if (query >= end) return;
+    const bool by_head = a.units == a.heads;
+    w->unit = u;
+    w->kvh = by_head ? u / a.group : u;
+    w->head0 = by_head ? u : u * a.group;
+    w->query = query;
+    w->queries = end - query < plan.queries ? end - query : plan.queries;
+    int last_hi;
+    row_keys(a, sequence_of(*w), query, &w->base, &w->hi);
+    row_keys(a, sequence_of(*w), query + w->queries - 1, &w->lo, &last_hi);
+    w->slots = last_hi > w->base ? last_hi - w->base : 0;
+    w->end = last_hi;
+}
+
+/* Copies a list into `clean`, rising and without padding, repeats and blocks that start at or past key `end`; returns
+ * how many are left. One warp calls; `scratch` has room for k. */
+__device__ __forceinline__ int clean_by_warp(const int32_t *list, int k, int block, int end, int32_t *clean, int32_t *scratch)
+{
+    const int lane = threadIdx.x & 31;
+    uint32_t again = 0; /* bit j: entry 32 j + lane stands before, too */
+    int kept = 0;
+    __syncwarp();
+    for (int e = lane; e < k; e += 32) {
+        const int32_t x = list[e];
+        scratch[e] = x >= 0 && (int64_t)x * block < end ? x : INT32_MAX;
+    }
+    __syncwarp();
+    for (int e = lane; e < k; e += 32) {
+        const int32_t mine = scratch[e];
+        bool found = false;
+        for (int i = 0; i < e; i++) found = found || scratch[i] == mine;
+        again |= (uint32_t)found << (e >> 5);
+    }
+    __syncwarp();
+    for (int e = lane; e < k; e += 32)
+        if (again >> (e >> 5) & 1) scratch[e] = INT32_MAX;
+    __syncwarp();
+    for (int e0 = 0; e0 < k; e0 += 32) {
+        const int32_t mine = e0 + lane < k ? scratch[e0 + lane] : INT32_MAX;
+        int at = 0;
+        for (int i = 0; i < k; i++) at += scratch[i] < mine;
+        if (mine != INT32_MAX) clean[at] = mine;
+        kept += __popc(__ballot_sync(~0u, mine != INT32_MAX));
+    }
+    __syncwarp();
+    return kept;
+}
+
+/* The tiles of KEYS slots whose every key is seen by every row: of a range [from, to); of a list, which rises, those that
+ * end before key `to`. */
+struct seen_tiles {
+    int from, to;
+};
+
+template <int KEYS, bool LISTED> __device__ __forceinline__ seen_tiles find_seen(const work &w)
+{
+    if (LISTED) return {0, w.hi};
+    const int end = w.hi - w.base < w.slots ? w.hi - w.base : w.slots;
+    return {(w.lo - w.base + KEYS - 1) / KEYS, end > 0 ? end / KEYS : 0};
+}
+
+template <int KEYS, bool LISTED>
+__device__ __forceinline__ bool tile_seen(const attend_kernel &a, const work &w, const seen_tiles &seen, const int32_t *list, int t)
+{
+    if (!LISTED) return t >= seen.from && t < seen.to;
+    const int end = (t + 1) * KEYS;
+    return end <= w.slots && (int64_t)(list[quotient((uint32_t)(end - 1), a.by_block)] + 1) * a.list_block <= seen.to;
+}
+
+#endif
