@@ -39,7 +39,7 @@ _Static_assert(sizeof(quern_attention_tensors) == (1 + ATTENTION_TENSORS) * size
 static const op_param params[] = {
     {"causal", AT(causal), OP_FLAG, 0, 1, NULL, "a query sees keys up to its own position"},
     {"window", AT(window), OP_INTEGER, 0, INT64_MAX, NULL, "keys seen, self included; 0: all"},
-    {"scale", AT(scale), OP_SCALE, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
+    {"scale", AT(scale), OP_ROOT, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
     {"query_offset", AT(query_offset), OP_INTEGER, -1, INT32_MAX, NULL, "position of query 0; -1: Nkv - Nq"},
 };
 #undef AT

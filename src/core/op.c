@@ -33,22 +33,30 @@ static int64_t value_of(const op_param *p, const char *params)
     }
 }
 
+static float number_of(const op_param *p, const char *params)
+{
+    float x;
+    memcpy(&x, params + p->offset, sizeof x);
+    return x;
+}
+
 static quern_status check_ranges(const op_family *family, const char *params)
 {
     for (int32_t i = 0; i < family->param_count; i++) {
         const op_param *p = &family->params[i];
-        if (p->kind == OP_SCALE || p->kind == OP_POSITIVE) {
-            float x;
-            memcpy(&x, params + p->offset, sizeof x);
+        if (p->kind == OP_ROOT || p->kind == OP_POSITIVE) {
+            const float x = number_of(p, params);
             if (!(x >= 0.0f) || isinf(x))
-                return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                 "%s is %g: 0 (%s) or a finite positive number is accepted", p->field,
-                                 (double)x, p->kind == OP_SCALE ? "1/sqrt(D)" : "the default");
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %g: 0 (%s) or a finite positive number is accepted", p->field, (double)x,
+                                 p->kind == OP_ROOT ? "1/sqrt(D)" : "the default");
+        } else if (p->kind == OP_NUMBER) {
+            const float x = number_of(p, params);
+            if (!isfinite(x)) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %g: a finite number is accepted", p->field, (double)x);
         } else if (p->kind != OP_FLAG) {
             const int64_t x = value_of(p, params);
             if (x < p->least || x > p->most)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", p->field,
-                                 (long long)x, (long long)p->least, (long long)p->most);
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", p->field, (long long)x, (long long)p->least,
+                                 (long long)p->most);
         }
     }
     return QUERN_OK;
@@ -70,6 +78,36 @@ quern_status op_check_activation(const op_call *call, int32_t tensor, int32_t nd
     return view_check_one(&want, call->given[tensor], &call->like, &span);
 }
 
+/* The dtypes that a tensor of the call may have, as bits. */
+static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
+{
+    const uint32_t activation = 1u << call->like.dtype;
+    const quern_tensor *source = t->gradient_of != OP_NONE ? call->given[t->gradient_of] : NULL;
+    switch (t->dtype) {
+    case OP_ACTIVATION: return activation;
+    case OP_WEIGHT: return activation | VIEW_F32;
+    case OP_FLOAT: return VIEW_ACTIVATION;
+    case OP_F32: return VIEW_F32;
+    case OP_I32: return VIEW_I32;
+    case OP_I64: return VIEW_I64;
+    case OP_U8: return VIEW_U8;
+    case OP_SCALE: return VIEW_SCALE;
+    case OP_EXPONENT: return VIEW_EXPONENT;
+    case OP_STORED: return VIEW_ACTIVATION | VIEW_U8;
+    case OP_ANY: return VIEW_ACTIVATION | VIEW_SCALE | VIEW_EXPONENT;
+    case OP_SOURCE: return source != NULL ? 1u << source->dtype : activation;
+    }
+    return 0;
+}
+
+quern_status op_check_kind(const op_call *call, int32_t tensor, int32_t ndim)
+{
+    view_span span;
+    const op_tensor *t = &call->family->tensors[tensor];
+    const view_want want = {t->field, dtypes_of(call, t), ndim, NULL, false, false};
+    return view_check_one(&want, call->given[tensor], &call->like, &span);
+}
+
 quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *lead, int64_t *batch)
 {
     const quern_tensor *t = call->given[cu];
@@ -79,12 +117,10 @@ quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *
         return QUERN_OK;
     }
     if (t->ndim != 1 || t->shape[0] < 1)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s has %d dimensions of %lld: one dimension of batch + 1 offsets is accepted",
-                         field, t->ndim, t->ndim == 1 ? (long long)t->shape[0] : 0);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions of %lld: one dimension of batch + 1 offsets is accepted", field, t->ndim,
+                         t->ndim == 1 ? (long long)t->shape[0] : 0);
     if (t->shape[0] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[0] is %lld: 1 to %d is accepted", field,
-                         (long long)t->shape[0], INT32_MAX);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[0] is %lld: 1 to %d is accepted", field, (long long)t->shape[0], INT32_MAX);
     *batch = t->shape[0] - 1;
     return QUERN_OK;
 }
@@ -102,8 +138,7 @@ static quern_status check_sources(const op_call *call)
     for (int32_t i = 0; i < call->family->tensor_count; i++) {
         if (call->role[i] != OP_SOURCE_MISSING || call->given[i] == NULL) continue;
         const char *of = all[all[i].gradient_of].field;
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and %s is NULL: both or no %s are accepted",
-                         all[i].field, of, all[i].field);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and %s is NULL: both or no %s are accepted", all[i].field, of, all[i].field);
     }
     return QUERN_OK;
 }
@@ -114,11 +149,12 @@ static int32_t shape_of(const op_call *call, const op_tensor *t, int64_t shape[Q
     const uint8_t *symbols = call->varlen && t->varlen[0] != 0 ? t->varlen : t->fixed;
     int32_t n = 0;
     for (int32_t i = 0; i < QUERN_MAX_DIMS && symbols[i] != 0; i++) {
-        if (symbols[i] != OP_LEAD) {
+        if (symbols[i] < OP_LEAD) {
             shape[n++] = call->symbol[symbols[i]];
             continue;
         }
-        for (int32_t k = 0; k < call->lead_count; k++) shape[n++] = call->lead[k];
+        const op_extents *lead = &call->lead[symbols[i] - OP_LEAD];
+        for (int32_t k = 0; k < lead->count; k++) shape[n++] = lead->extent[k];
     }
     return n;
 }
@@ -146,12 +182,6 @@ static bool is_result(const op_call *call, int32_t tensor)
 /* Each tensor alone. */
 static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *used)
 {
-    const uint32_t act = 1u << call->like.dtype;
-    const uint32_t dtypes[] = {[OP_ACTIVATION] = act,
-                               [OP_WEIGHT] = act | VIEW_F32,
-                               [OP_F32] = VIEW_F32,
-                               [OP_I32] = VIEW_I32,
-                               [OP_STORED] = VIEW_ACTIVATION | VIEW_U8};
     used->count = 0;
     for (int32_t i = 0; i < call->family->tensor_count; i++) {
         const op_tensor *t = &call->family->tensors[i];
@@ -162,8 +192,7 @@ static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *u
                 return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", t->field);
             continue;
         }
-        const view_want want = {t->field, dtypes[t->dtype],   shape_of(call, t, shape),
-                                shape,    is_result(call, i), looks == OP_AT_DATA};
+        const view_want want = {t->field, dtypes_of(call, t), shape_of(call, t, shape), shape, is_result(call, i), looks == OP_AT_DATA};
         view_span *span = &used->span[used->count];
         const quern_status status = view_check_one(&want, call->given[i], &call->like, span);
         if (status != QUERN_OK) return status;
@@ -175,8 +204,7 @@ static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *u
 
 static quern_status shared(const char *a, const char *b)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s shares memory with %s: outputs need memory of their own",
-                     a, b);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s shares memory with %s: outputs need memory of their own", a, b);
 }
 
 /* That no result shares memory with another tensor, and that each address is of the device. */
@@ -188,16 +216,14 @@ static quern_status check_memory(const op_call *call, const used_tensors *used)
         if (!is_result(call, a)) continue;
         for (int32_t j = 0; j < used->count; j++) {
             const int32_t b = used->index[j];
-            if (i != j && (!is_result(call, b) || j < i) &&
-                view_share_memory(call->given[a], &used->span[i], call->given[b], &used->span[j]))
+            if (i != j && (!is_result(call, b) || j < i) && view_share_memory(call->given[a], &used->span[i], call->given[b], &used->span[j]))
                 return shared(all[a].field, all[b].field);
         }
     }
     for (int32_t i = 0; i < used->count; i++) {
         if (used->span[i].high == 0) continue;
         const int32_t a = used->index[i];
-        const quern_status status =
-            plugin_check_pointer(call->given[a]->data, call->like.device, call->like.device_id, all[a].field);
+        const quern_status status = plugin_check_pointer(call->given[a]->data, call->like.device, call->like.device_id, all[a].field);
         if (status != QUERN_OK) return status;
     }
     return QUERN_OK;
@@ -223,20 +249,18 @@ static quern_status check_status(const op_call *call, const quern_tensor *status
 quern_status op_check_backward_scale(float scale)
 {
     if (scale <= ATTEND_BACKWARD_SCALE_MOST) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "scale is %g: 0 (1/sqrt(D)) to %d is accepted by a backward",
-                     (double)scale, ATTEND_BACKWARD_SCALE_MOST);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "scale is %g: 0 (1/sqrt(D)) to %d is accepted by a backward", (double)scale,
+                     ATTEND_BACKWARD_SCALE_MOST);
 }
 
-static quern_status prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
-                            const void *params, const void *tensors, op_looks looks, any_tensors *own,
-                            used_tensors *used)
+static quern_status prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
+                            op_looks looks, any_tensors *own, used_tensors *used)
 {
     DEFAULT_FLOAT_STATE; /* a plan computes defaults, such as the scale */
     char *const kept = (char *)call + family->params_at;
     size_t params_size;
     used->count = 0;
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
     memcpy(&params_size, family->defaults, sizeof params_size);
     memset(call, 0, sizeof *call);
     memcpy(kept, family->defaults, params_size);
@@ -262,8 +286,8 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
     return call->backend != NULL ? family->plan(call) : error_status();
 }
 
-quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
-                        const void *params, const void *tensors, op_looks looks)
+quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
+                        op_looks looks)
 {
     any_tensors own;
     used_tensors used;
@@ -272,24 +296,20 @@ quern_status op_prepare(op_call *call, const op_family *family, int32_t operatio
     return status;
 }
 
-quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
-                             const void *params, const void *tensors, size_t *bytes)
+quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
+                             size_t *bytes)
 {
     const quern_status status = op_prepare(call, family, operation, ctx, params, tensors, OP_AT_SHAPES);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     *bytes = call->bytes;
     return QUERN_OK;
 }
 
 static quern_status check_workspace(const op_call *call, const void *workspace, size_t bytes)
 {
-    if (bytes < call->bytes)
-        return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", bytes,
-                         call->bytes);
-    if (call->bytes > 0 && workspace == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", call->bytes);
+    if (bytes < call->bytes) return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", bytes, call->bytes);
+    if (call->bytes > 0 && workspace == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", call->bytes);
     return QUERN_OK;
 }
 
@@ -305,9 +325,8 @@ static quern_status execute(const op_call *call, const quern_exec *exec, void *c
     return call->family->run(call, &frame);
 }
 
-quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
-                    const quern_exec *exec, const void *params, const void *tensors, void *workspace,
-                    size_t bytes)
+quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const quern_exec *exec, const void *params,
+                    const void *tensors, void *workspace, size_t bytes)
 {
     any_tensors own;
     used_tensors used;
@@ -317,36 +336,27 @@ quern_status op_run(op_call *call, const op_family *family, int32_t operation, q
     if (status == QUERN_OK) status = op_exec(exec, &how);
     if (status == QUERN_OK) status = check_status(call, how.status, &used);
     if (status == QUERN_OK) status = check_workspace(call, workspace, bytes);
-    if (status == QUERN_OK && call->bytes > 0)
-        status = plugin_check_pointer(workspace, call->like.device, call->like.device_id, "workspace");
+    if (status == QUERN_OK && call->bytes > 0) status = plugin_check_pointer(workspace, call->like.device, call->like.device_id, "workspace");
     if (status != QUERN_OK) return status;
-    for (int32_t i = 0; i < family->tensor_count; i++)
-        data[i] = call->alignment[i] > 0 ? own.t[i]->data : NULL;
+    for (int32_t i = 0; i < family->tensor_count; i++) data[i] = call->alignment[i] > 0 ? own.t[i]->data : NULL;
     return execute(call, &how, data, workspace);
 }
 
-quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,
-                       size_t bytes)
+quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace, size_t bytes)
 {
     quern_exec how;
     quern_status status = op_exec(exec, &how);
-    if (status == QUERN_OK && data == NULL)
-        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "data is NULL: the tensors' addresses are needed");
+    if (status == QUERN_OK && data == NULL) status = error_set(QUERN_ERR_INVALID_ARGUMENT, "data is NULL: the tensors' addresses are needed");
     if (status != QUERN_OK) return status;
     for (int32_t i = 0; i < call->given_count; i++) {
         const char *field = call->family->tensors[i].field;
         if (call->alignment[i] == 0) continue;
         if (data[i] == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "data[%d] is NULL: the plan was made with %s, memory is needed for its elements",
-                             i, field);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "data[%d] is NULL: the plan was made with %s, memory is needed for its elements", i, field);
         if ((uintptr_t)data[i] % call->alignment[i] != 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "data[%d] (%s) is %p: the plan was made for a multiple of %d", i, field, data[i],
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "data[%d] (%s) is %p: the plan was made for a multiple of %d", i, field, data[i],
                              call->alignment[i]);
     }
-    if ((status = check_status(call, how.status, NULL)) != QUERN_OK ||
-        (status = check_workspace(call, workspace, bytes)) != QUERN_OK)
-        return status;
+    if ((status = check_status(call, how.status, NULL)) != QUERN_OK || (status = check_workspace(call, workspace, bytes)) != QUERN_OK) return status;
     return execute(call, &how, data, workspace);
 }

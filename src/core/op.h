@@ -42,29 +42,45 @@ quern_status op_exec(const quern_exec *given, quern_exec *exec);
 
 enum { OP_TENSORS_MAX = 64, OP_SYMBOLS_MAX = 32 };
 
+/* Which dtypes a tensor may have. */
 typedef enum op_dtype {
-    OP_ACTIVATION, /* that of the call's activations */
+    OP_ACTIVATION, /* that of call->like */
     OP_WEIGHT,     /* the same, or f32 */
+    OP_FLOAT,      /* f32, f16 or bf16, whatever the others have */
     OP_F32,
     OP_I32,
-    OP_STORED /* f32, f16, bf16, or bytes: the family says which */
+    OP_I64,
+    OP_U8,
+    OP_SCALE,    /* bytes of E4M3: u8 or e4m3 */
+    OP_EXPONENT, /* bytes of E8M0: u8 or e8m0 */
+    OP_STORED,   /* f32, f16, bf16, or u8: the family says which */
+    OP_ANY,      /* those and the bytes above: the family says which */
+    OP_SOURCE    /* that of the tensor which it is the gradient of */
 } op_dtype;
 
 /* A tensor. They stand in the order of the fields of the family's tensors struct, which are pointers after
- * `size`. A shape is a list of places in op_call.symbol, from 1 on; 0 ends it. OP_LEAD stands for the
- * leading extents of call->lead. An empty varlen shape: as fixed. */
+ * `size`. A shape is a list of places in op_call.symbol, from 1 on; 0 ends it. OP_LEAD + i stands for all
+ * the extents of call->lead[i], however many there are: leading ones, or the whole of a global's shape, which
+ * may be [], [E] or [E, 2]. An empty varlen shape: as fixed. */
 typedef struct op_tensor {
     const char *field, *name; /* in the struct, and in files */
     op_dtype dtype;
     int8_t gradient_of; /* the tensor that this is the gradient of, or OP_NONE */
     uint8_t fixed[QUERN_MAX_DIMS], varlen[QUERN_MAX_DIMS];
 } op_tensor;
-enum { OP_NONE = -1, OP_LEAD = 255 };
+enum { OP_NONE = -1, OP_LEADS = 4, OP_LEAD = 256 - OP_LEADS };
 
-typedef enum op_kind { OP_INTEGER, OP_FLAG, OP_SCALE, OP_POSITIVE, OP_CHOICE, OP_SET } op_kind;
+typedef enum op_kind {
+    OP_INTEGER,  /* int64_t */
+    OP_FLAG,     /* bool */
+    OP_ROOT,     /* float: 0, for 1/sqrt(D), or finite and positive */
+    OP_POSITIVE, /* float: 0, for a default, or finite and positive */
+    OP_NUMBER,   /* float: any finite one */
+    OP_CHOICE,   /* an enum */
+    OP_SET       /* uint32_t of or-ed bits */
+} op_kind;
 
-/* A parameter: an int64_t, a bool, a float (0, its default, or finite and positive), an enum, or a
- * uint32_t of or-ed bits. */
+/* A parameter. */
 typedef struct op_param {
     const char *field;
     size_t offset;
@@ -84,6 +100,11 @@ typedef enum op_role {
     OP_SOURCE_MISSING /* the gradient of a tensor that was not given */
 } op_role;
 
+typedef struct op_extents {
+    int32_t count;
+    int64_t extent[QUERN_MAX_DIMS];
+} op_extents;
+
 /* A call or a plan: the head of a family's own struct, whose other members its functions fill. */
 typedef struct op_call {
     const struct op_family *family;
@@ -95,8 +116,8 @@ typedef struct op_call {
     const quern_tensor *const *given; /* while it is prepared: the caller's views, or NULL */
     uint8_t role[OP_TENSORS_MAX];
     uint8_t alignment[OP_TENSORS_MAX]; /* bytes, of a tensor with elements that the call uses; 0: of others */
-    int64_t symbol[OP_SYMBOLS_MAX], lead[QUERN_MAX_DIMS];
-    int32_t lead_count;
+    int64_t symbol[OP_SYMBOLS_MAX];
+    op_extents lead[OP_LEADS];
     int32_t given_count; /* entries of a plan's data: the pointers that the caller's struct has */
     size_t bytes;        /* of workspace */
 } op_call;
@@ -119,9 +140,9 @@ typedef struct op_family {
     int32_t param_count;
     const void *defaults; /* the parameters' struct, as its _INIT macro sets it */
     const char *params_init, *tensors_init;
-    size_t call_size, params_at; /* of the family's struct, and where the parameters stand in it */
-    quern_status (*check_params)(op_call *call); /* each is in its range; resolves defaults */
-    void (*roles)(op_call *call);                /* of every tensor, by parameters and `given` */
+    size_t call_size, params_at;                                 /* of the family's struct, and where the parameters stand in it */
+    quern_status (*check_params)(op_call *call);                 /* each is in its range; resolves defaults */
+    void (*roles)(op_call *call);                                /* of every tensor, by parameters and `given` */
     quern_status (*refuse)(const op_call *call, int32_t tensor); /* sets the error: why OP_REFUSED */
     quern_status (*derive)(op_call *call);                       /* like, symbols */
     /* Offsets in the host's memory; `data` as of quern_plan_run(). */
@@ -137,8 +158,7 @@ typedef struct op_family {
 static inline bool op_uses(const op_call *call, int32_t tensor)
 {
     const uint8_t role = call->role[tensor];
-    return role != OP_UNUSED && role != OP_REFUSED && role != OP_SOURCE_MISSING &&
-           call->given[tensor] != NULL;
+    return role != OP_UNUSED && role != OP_REFUSED && role != OP_SOURCE_MISSING && call->given[tensor] != NULL;
 }
 
 /* The first tensor of the list that the call uses, or OP_NONE. */
@@ -146,11 +166,13 @@ int32_t op_first_used(const op_call *call, const int32_t *list, int32_t count);
 /* Whether a tensor's ndim and dtype are those of an activation, its device that of call->like; extents are
  * free. */
 quern_status op_check_activation(const op_call *call, int32_t tensor, int32_t ndim);
+/* The same for a tensor of any class. */
+quern_status op_check_kind(const op_call *call, int32_t tensor, int32_t ndim);
 /* The batch: of `lead` where lengths are fixed, else by the extent of the offsets in tensor `cu`, which is
  * checked. */
 quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *lead, int64_t *batch);
 /* The view of a tensor for stages, symbolic; absent where the call does not use it. `batch`: varlen
- * activations get a leading extent of 1. */
+ * activations get a leading extent of 1. A scalar [] comes as [1], for no dimensions are an absent view. */
 quern_tensor op_view(const op_call *call, int32_t tensor, bool batch);
 /* The view of the status word: present also where the caller asks for none (see op_frame). */
 quern_tensor op_status_view(const op_call *call);
@@ -164,26 +186,22 @@ void op_workspace_end(op_call *call, const arena *a);
 op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace);
 
 /* The stage's run with its views placed. `scratch` is symbolic or NULL. */
-#define OP_STAGE(stage, name)                                                                                \
-    quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args,             \
-                            const void *scratch);
+#define OP_STAGE(stage, name) quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args, const void *scratch);
 BACKEND_STAGES(OP_STAGE)
 #undef OP_STAGE
 
 /* The public functions of an operation; `call` is room for the family's struct. */
-quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
-                             const void *params, const void *tensors, size_t *bytes);
-quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
-                    const quern_exec *exec, const void *params, const void *tensors, void *workspace,
-                    size_t bytes);
+quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
+                             size_t *bytes);
+quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const quern_exec *exec, const void *params,
+                    const void *tensors, void *workspace, size_t bytes);
 
 /* What plans add: preparing alone, and running with pointers (NULL: absent) in the order of the family's
  * tensors. */
 typedef enum op_looks { OP_AT_SHAPES, OP_AT_ALIGNMENT, OP_AT_DATA } op_looks;
-quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
-                        const void *params, const void *tensors, op_looks looks);
-quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,
-                       size_t bytes);
+quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
+                        op_looks looks);
+quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace, size_t bytes);
 
 /* Refuses a scale of scores with which a backward of attention could not make P anew. */
 quern_status op_check_backward_scale(float scale);

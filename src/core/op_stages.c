@@ -33,6 +33,11 @@ quern_tensor op_view(const op_call *call, int32_t tensor, bool batch)
     if (!op_uses(call, tensor)) return (quern_tensor){0};
     quern_tensor t = view_canonical(call->given[tensor]);
     t.data = symbolic(tensor, residue(call, tensor));
+    if (t.ndim == 0) {
+        t.ndim = 1;
+        t.shape[0] = 1;
+        t.strides[0] = 1;
+    }
     return batch && call->varlen ? view_with_batch(&t) : t;
 }
 

@@ -16,6 +16,7 @@ enum {
     VIEW_I32 = 1 << QUERN_I32,
     VIEW_I64 = 1 << QUERN_I64,
     VIEW_SCALE = 1 << QUERN_U8 | 1 << QUERN_E4M3,
+    VIEW_EXPONENT = 1 << QUERN_U8 | 1 << QUERN_E8M0,
     VIEW_U8 = 1 << QUERN_U8
 };
 

@@ -25,7 +25,7 @@ static quern_tensor rows_view(const op_call *call, int32_t tensor, bool own)
 static pool_args pool_of(const dsv4_compress_call *c)
 {
     const op_call *h = &c->head;
-    const bool lead = h->lead_count > 0, own = lead || h->varlen;
+    const bool lead = h->lead[0].count > 0, own = lead || h->varlen;
     pool_args p = {.ratio = c->params.ratio, .width = h->symbol[DS_C], .overlap = c->params.kind == QUERN_DSV4_CSA, .batch = h->symbol[DS_B],
                    .start_token = c->params.start_token, .start_position = c->params.start_abs_pos, .blocks = c->params.n_blocks};
     p.cu_seqlens = op_view(h, DC_CU_SEQLENS, false);

@@ -157,8 +157,8 @@ static quern_status derive(op_call *call)
     s[DS_B] = 1;
     if (status == QUERN_OK && (call->varlen || ndim == 3)) status = op_find_batch(call, DC_CU_SEQLENS, main, &s[DS_B]);
     if (status != QUERN_OK) return status;
-    call->lead_count = ndim - 2;
-    call->lead[0] = main->shape[0];
+    call->lead[0].count = ndim - 2;
+    call->lead[0].extent[0] = main->shape[0];
     s[DS_B1] = s[DS_B] + 1;
     s[DS_T] = main->shape[ndim - 2];
     s[DS_IN] = main->shape[ndim - 1];

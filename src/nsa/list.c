@@ -79,8 +79,8 @@ static quern_status derive(op_call *call)
             (long long)in->shape[last], (long long)(p->from / p->to));
     call->like = *in;
     call->like.dtype = QUERN_I32;
-    call->lead_count = last;
-    for (int32_t i = 0; i < last; i++) call->lead[i] = in->shape[i];
+    call->lead[0].count = last;
+    for (int32_t i = 0; i < last; i++) call->lead[0].extent[i] = in->shape[i];
     call->symbol[S_K_IN] = in->shape[last];
     call->symbol[S_K_OUT] = k_out;
     return QUERN_OK;

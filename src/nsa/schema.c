@@ -95,7 +95,7 @@ static const op_param params[] = {
     {"max_compressed_groups", AT(max_compressed_groups), OP_INTEGER, 0, INT32_MAX, NULL,
      "c, groups of 128 entries attended; 0: all; needs mean_logit"},
     {"causal", AT(causal), OP_FLAG, 0, 1, NULL, "a query sees nothing after its own position"},
-    {"scale", AT(scale), OP_SCALE, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
+    {"scale", AT(scale), OP_ROOT, 0, 0, NULL, "of the scores; 0: 1/sqrt(D)"},
     {"branches", AT(branches), OP_SET, 1, QUERN_NSA_BRANCH_ALL, branch_choices, "branches that are computed"},
     {"gate", AT(gate), OP_CHOICE, 0, QUERN_NSA_GATE_GIVEN, gate_choices, NULL},
     {"selection", AT(selection), OP_CHOICE, 0, QUERN_NSA_LIST_GIVEN, list_choices, NULL},
