@@ -6,12 +6,12 @@
 set -eu
 cd "$(dirname "$0")/.."
 allowed='
-src/cuda/any/select.cuh select_blocks 353
-src/cuda/any/attend_forward.cu attend_forward 202
-src/cuda/any/attend_f32.cu attend_rows_f32 105
-src/cuda/any/attend_f32.cu attend_keys_f32 109
-src/cuda/any/attend_backward_keys.cu attend_backward_keys 181
-src/cuda/any/attend_backward_rows.cu attend_backward_rows 147
+src/cuda/any/select/select.cuh select_blocks 353
+src/cuda/any/attend/attend_forward.cu attend_forward 202
+src/cuda/any/attend/attend_f32.cu attend_rows_f32 105
+src/cuda/any/attend/attend_f32.cu attend_keys_f32 109
+src/cuda/any/attend/attend_backward_keys.cu attend_backward_keys 181
+src/cuda/any/attend/attend_backward_rows.cu attend_backward_rows 147
 '
 # A function's brace opens and closes in the first column; its name stands before the first parenthesis above that.
 find src tools tests bench examples \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) -print0 | xargs -0 awk '

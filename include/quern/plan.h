@@ -72,7 +72,8 @@ QUERN_API quern_status quern_plan_run(const quern_plan *plan, const quern_exec *
                                       void *workspace, size_t bytes);
 
 /* Writes one line about the plan, ended with '\0' and cut to `bytes`: the operation, the backend, the
- * stages in the order in which they run, the workspace. */
+ * stages in the order in which they first run, each with the kernels chosen for it and how often it runs, the
+ * workspace. Names of stages and kernels are for people: they change without notice. */
 QUERN_API quern_status quern_plan_describe(const quern_plan *plan, char *text, size_t bytes);
 
 #ifdef __cplusplus

@@ -83,13 +83,6 @@ quern_status attention_run(const op_call *call, const op_frame *frame)
     return status == QUERN_OK ? op_attend_backward(call, frame, &c->attend, c->scratch) : status;
 }
 
-const char *attention_stage(const op_call *call, int32_t i)
-{
-    static const char *const forward[] = {"attend_forward", NULL}, *const backward[] = {
-                                                                       "rowdot", "attend_backward", NULL};
-    return is_backward(call) ? backward[i] : forward[i];
-}
-
 quern_status quern_attention_forward_workspace(quern_context *ctx, const quern_attention_params *params,
                                                const quern_attention_tensors *tensors, size_t *bytes)
 {

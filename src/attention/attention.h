@@ -36,6 +36,5 @@ extern const op_family attention_family;
 /* The family's functions that call stages: attention.c. */
 quern_status attention_plan(op_call *call);
 quern_status attention_run(const op_call *call, const op_frame *frame);
-const char *attention_stage(const op_call *call, int32_t i);
 
 #endif

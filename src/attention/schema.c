@@ -139,5 +139,4 @@ const op_family attention_family = {
     .check_data = check_data,
     .plan = attention_plan,
     .run = attention_run,
-    .stage = attention_stage,
 };

@@ -123,9 +123,22 @@ typedef struct op_call {
 } op_call;
 enum { OP_ALIGN_MOST = 64 };
 
+/* What a call would run: its stages in the order of their first runs, with the kernels that each would choose. */
+enum { OP_STEPS_MAX = 16 };
+typedef struct op_step {
+    const char *stage;
+    char kernel[STAGE_NAME_BYTES]; /* "" where the stage does not name them */
+    int32_t times;
+} op_step;
+typedef struct op_steps {
+    op_step step[OP_STEPS_MAX];
+    int32_t count;
+} op_steps;
+
 /* Where a call's pointers stand: its tensors', the workspace's and the status word's. */
 typedef struct op_frame {
     stage_exec exec;
+    op_steps *listed; /* not NULL: stages are listed here, not run */
     bool asked; /* for the status word */
     uintptr_t base[OP_TENSORS_MAX + 2];
 } op_frame;
@@ -148,9 +161,8 @@ typedef struct op_family {
     /* Offsets in the host's memory; `data` as of quern_plan_run(). */
     quern_status (*check_data)(const op_call *call, void *const *data);
     quern_status (*plan)(op_call *call); /* the stages' arguments, backend's refusals, bytes */
+    /* Calls stages by the functions op_<stage>() alone: the same way lists them. */
     quern_status (*run)(const op_call *call, const op_frame *frame);
-    /* The name of the i-th stage that runs; NULL past the last. */
-    const char *(*stage)(const op_call *call, int32_t i);
 } op_family;
 
 /* ---- for a family's functions ---- */
@@ -202,6 +214,8 @@ typedef enum op_looks { OP_AT_SHAPES, OP_AT_ALIGNMENT, OP_AT_DATA } op_looks;
 quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
                         op_looks looks);
 quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace, size_t bytes);
+/* The stages that op_run_at() would run. */
+quern_status op_list(const op_call *call, op_steps *steps);
 
 /* Refuses a scale of scores with which a backward of attention could not make P anew. */
 quern_status op_check_backward_scale(float scale);

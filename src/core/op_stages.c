@@ -4,6 +4,8 @@
 #include "core/op.h"
 #include "core/view.h"
 
+#include <string.h>
+
 enum { REGION_SHIFT = 48, WORKSPACE = OP_TENSORS_MAX, STATUS = OP_TENSORS_MAX + 1 };
 
 /* Offsets may be negative (strides are): they count from the middle of a region. */
@@ -64,6 +66,7 @@ op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *d
     op_frame f;
     f.exec = call->exec;
     f.exec.stream = exec->stream;
+    f.listed = NULL;
     f.asked = exec->status != NULL;
     for (int32_t i = 0; i < call->family->tensor_count; i++)
         f.base[i] =
@@ -89,10 +92,38 @@ static void place_attend_gate(attend_gate_args *args, const op_frame *frame)
     place_gate(&args->gate, frame);
 }
 
+static void list_step(op_steps *steps, const char *stage, const char *kernel)
+{
+    int32_t i = 0;
+    while (i < steps->count && (steps->step[i].stage != stage || strcmp(steps->step[i].kernel, kernel) != 0)) i++;
+    if (i == OP_STEPS_MAX) return;
+    op_step *step = &steps->step[i];
+    if (i == steps->count) {
+        *step = (op_step){.stage = stage};
+        memcpy(step->kernel, kernel, strlen(kernel) + 1);
+        steps->count++;
+    }
+    step->times++;
+}
+
+quern_status op_list(const op_call *call, op_steps *steps)
+{
+    const op_frame frame = {.exec = call->exec, .listed = steps};
+    steps->count = 0;
+    return call->family->run(call, &frame);
+}
+
 #define STAGE(stage, name)                                                                                   \
     quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args,             \
                             const void *scratch)                                                             \
     {                                                                                                        \
+        static const char own_name[] = #stage;                                                               \
+        if (frame->listed != NULL) {                                                                         \
+            char kernel[STAGE_NAME_BYTES] = "";                                                              \
+            if (call->backend->stage.kernel != NULL) call->backend->stage.kernel(&frame->exec, args, kernel); \
+            list_step(frame->listed, own_name, kernel);                                                      \
+            return QUERN_OK;                                                                                 \
+        }                                                                                                    \
         name##_args now = *args;                                                                             \
         place_##name(&now, frame);                                                                           \
         return call->backend->stage.run(&frame->exec, &now,                                                  \

@@ -7,6 +7,7 @@
 #include "core/op.h"
 #include "families.h"
 
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -66,27 +67,35 @@ quern_status quern_plan_run(const quern_plan *plan, const quern_exec *exec, void
 }
 
 /* Adds to a text of `bytes` bytes that holds *used. */
-static void add(char *text, size_t bytes, size_t *used, const char *what, const char *before)
+__attribute__((format(printf, 4, 5))) static void add(char *text, size_t bytes, size_t *used, const char *format, ...)
 {
-    const int n = *used < bytes ? snprintf(text + *used, bytes - *used, "%s%s", before, what) : 0;
+    if (*used >= bytes) return;
+    va_list list;
+    va_start(list, format);
+    const int n = vsnprintf(text + *used, bytes - *used, format, list);
+    va_end(list);
     *used += n > 0 ? (size_t)n : 0;
 }
 
 quern_status quern_plan_describe(const quern_plan *plan, char *text, size_t bytes)
 {
-    const quern_status status = need_plan(plan);
+    quern_status status = need_plan(plan);
     if (status != QUERN_OK) return status;
     if (text == NULL || bytes == 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "text is NULL or of 0 bytes: room for a line is needed");
     const op_call *c = &plan->call;
-    char number[64];
+    op_steps steps;
     size_t used = 0;
-    add(text, bytes, &used, c->family->operations[c->operation], "");
-    add(text, bytes, &used, c->backend->name, " on ");
-    if (c->exec.device == QUERN_CPU) add(text, bytes, &used, quern_cpu_level_name(c->exec.cpu_level), " ");
-    for (int32_t i = 0; c->family->stage(c, i) != NULL; i++)
-        add(text, bytes, &used, c->family->stage(c, i), i == 0 ? ": " : ", ");
-    snprintf(number, sizeof number, "; %zu bytes of workspace", c->bytes);
-    add(text, bytes, &used, number, "");
+    status = op_list(c, &steps);
+    if (status != QUERN_OK) return status;
+    add(text, bytes, &used, "%s on %s", c->family->operations[c->operation], c->backend->name);
+    if (c->exec.device == QUERN_CPU) add(text, bytes, &used, " %s", quern_cpu_level_name(c->exec.cpu_level));
+    for (int32_t i = 0; i < steps.count; i++) {
+        const op_step *step = &steps.step[i];
+        add(text, bytes, &used, "%s %s", i == 0 ? ":" : ",", step->stage);
+        if (step->kernel[0] != '\0') add(text, bytes, &used, " by %s", step->kernel);
+        if (step->times > 1) add(text, bytes, &used, " (%d times)", step->times);
+    }
+    add(text, bytes, &used, "; %zu bytes of workspace", c->bytes);
     return QUERN_OK;
 }

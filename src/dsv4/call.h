@@ -31,6 +31,5 @@ extern const op_family dsv4_compress_family;
 /* The family's functions that call stages: compress.c. */
 quern_status dsv4_compress_plan(op_call *call);
 quern_status dsv4_compress_run(const op_call *call, const op_frame *frame);
-const char *dsv4_compress_stage(const op_call *call, int32_t i);
 
 #endif

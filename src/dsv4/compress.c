@@ -75,11 +75,6 @@ quern_status dsv4_compress_run(const op_call *call, const op_frame *frame)
     return is_backward(call) ? op_pool_backward(call, frame, &c->pool, c->scratch) : op_pool_forward(call, frame, &c->pool, c->scratch);
 }
 
-const char *dsv4_compress_stage(const op_call *call, int32_t i)
-{
-    return i > 0 ? NULL : is_backward(call) ? "pool_backward" : "pool_forward";
-}
-
 quern_status quern_dsv4_compress_workspace(quern_context *ctx, const quern_dsv4_compress_params *params, const quern_dsv4_compress_tensors *tensors,
                                            size_t *bytes)
 {

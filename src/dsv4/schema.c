@@ -233,5 +233,4 @@ const op_family dsv4_compress_family = {
     .check_data = check_data,
     .plan = dsv4_compress_plan,
     .run = dsv4_compress_run,
-    .stage = dsv4_compress_stage,
 };

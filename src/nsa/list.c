@@ -182,12 +182,6 @@ static quern_status run(const op_call *call, const op_frame *frame)
     return status;
 }
 
-static const char *stage(const op_call *call, int32_t i)
-{
-    (void)call;
-    return i == 0 ? "list_convert" : NULL;
-}
-
 const op_family nsa_list_family = {
     .operations = operations,
     .operation_count = 1,
@@ -209,7 +203,6 @@ const op_family nsa_list_family = {
     .check_data = check_data,
     .plan = plan,
     .run = run,
-    .stage = stage,
 };
 
 quern_status quern_nsa_list_convert_workspace(quern_context *ctx, const quern_nsa_list_params *given,

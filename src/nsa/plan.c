@@ -159,28 +159,3 @@ quern_status nsa_run_stages(const op_call *call, const op_frame *frame)
     const quern_status status = frame->asked ? op_check(call, frame, &c->check, NULL) : QUERN_OK;
     return status == QUERN_OK ? operations[call->operation]->run(c, frame) : status;
 }
-
-/* The stages in the order of the operations' run functions; a pass of a long forward repeats them. */
-const char *nsa_stage(const op_call *call, int32_t i)
-{
-    const nsa_call *c = (const nsa_call *)call;
-    const bool backward = nsa_is_backward(call->operation);
-    const bool late = c->params.metric == QUERN_NSA_METRIC_SOFTMAX && c->use_attend[NSA_CMP];
-    const char *names[16];
-    int32_t n = 0;
-    if (c->use_compress && !backward) names[n++] = "compress_forward";
-    if (c->use_fused) names[n++] = "attend_gate_forward";
-    if (c->use_select && !c->use_fused && !late) names[n++] = "select";
-    for (int b = 0; b < NSA_BRANCHES; b++)
-        if (c->recompute[b]) names[n++] = "attend_forward";
-    if (c->use_gate && backward) names[n++] = "gate_backward";
-    for (int b = 0; b < NSA_BRANCHES; b++) {
-        if (!c->use_attend[b]) continue;
-        names[n++] = backward ? "attend_backward" : "attend_forward";
-        if (b == NSA_CMP && c->use_select && late) names[n++] = "select";
-    }
-    if (c->use_gate && !backward) names[n++] = "gate_forward";
-    if (c->use_compress && backward) names[n++] = "compress_backward";
-    for (int32_t k = 0; k < c->converts; k++) names[n++] = "convert";
-    return i < n ? names[i] : NULL;
-}

@@ -247,5 +247,4 @@ const op_family nsa_family = {
     .check_data = check_data,
     .plan = nsa_plan,
     .run = nsa_run_stages,
-    .stage = nsa_stage,
 };

@@ -41,6 +41,5 @@ int64_t nsa_entries_of(const op_call *call, int64_t n);
 /* plan.c and the operations' files. */
 quern_status nsa_plan(op_call *call);
 quern_status nsa_run_stages(const op_call *call, const op_frame *frame);
-const char *nsa_stage(const op_call *call, int32_t i);
 
 #endif

@@ -34,12 +34,17 @@ typedef struct stage_exec {
 
 enum { STAGE_WHY_BYTES = 200 };
 
-/* The functions of a stage whose arguments are NAME_args. No `supports`: every case is taken; no `workspace`: none is needed. */
+enum { STAGE_NAME_BYTES = 64 };
+
+/* The functions of a stage whose arguments are NAME_args. No `supports`: every case is taken; no `workspace`: none is
+ * needed. `kernel` writes the name of the kernels that `run` would choose, for quern_plan_describe(); it sees no more
+ * than `supports` does. NULL: no plan has this stage. */
 #define STAGE_DECLARE(name)                                                                            \
     typedef struct name##_stage {                                                                      \
         bool (*supports)(const stage_exec *exec, const name##_args *args, char why[STAGE_WHY_BYTES]);  \
         size_t (*workspace)(const stage_exec *exec, const name##_args *args);                          \
         quern_status (*run)(const stage_exec *exec, const name##_args *args, void *workspace);         \
+        void (*kernel)(const stage_exec *exec, const name##_args *args, char text[STAGE_NAME_BYTES]);  \
     } name##_stage
 #define STAGE_TAKES(stage, exec, args, why) ((stage).supports == NULL || (stage).supports(exec, args, why))
 #define STAGE_WORKSPACE(stage, exec, args) ((stage).workspace != NULL ? (stage).workspace(exec, args) : (size_t)0)

@@ -230,7 +230,7 @@ STAGE_BRIDGE(rowdot, rowdot_args, rowdot_tensors)
 STAGE_BRIDGE(list_convert, list_convert_args, list_convert_tensors)
 STAGE_BRIDGE(check, check_args, check_tensors)
 
-#define ROW(stage) .stage = {stage##_supports, stage##_workspace, stage##_run}
+#define ROW(stage) .stage = {stage##_supports, stage##_workspace, stage##_run, NULL}
 static const quern_backend bridged = {
     .name = "cuda, from host memory",
     ROW(attend_forward), ROW(attend_backward), ROW(compress_forward), ROW(compress_backward), ROW(select),

@@ -3,9 +3,11 @@
 /* plan_test.c - plans: the bits of the ordinary call, on any memory, from any thread; what a run checks. */
 #include "attention_case.h"
 #include "cmocka_c11.h"
+#include "levels.h"
 #include "nsa_random.h"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -254,30 +256,83 @@ static void threads_share_a_plan(void **state)
     attention_case_free(&c);
 }
 
-static void a_plan_is_described(void **state)
+/* The whole line, `line` and the bytes at its end. */
+static void expect_line(quern_context *at, quern_operation op, const void *params, const void *tensors, const char *line)
+{
+    char text[400], expected[400];
+    size_t bytes = 0;
+    quern_plan *plan = NULL;
+    if (quern_plan_create(at, op, params, tensors, &plan) != QUERN_OK) fail_msg("%s", quern_last_error(at));
+    assert_int_equal(quern_plan_workspace(plan, &bytes), QUERN_OK);
+    snprintf(expected, sizeof expected, "%s; %zu bytes of workspace", line, bytes);
+    assert_int_equal(quern_plan_describe(plan, text, sizeof text), QUERN_OK);
+    assert_string_equal(text, expected);
+    quern_plan_destroy(plan);
+}
+
+static void a_plan_names_its_kernels_at_every_level(void **state)
+{
+    static const char *const level_names[] = {"", "portable", "avx2", "avx512", "avx512bf16"};
+    static const char *const row_names[] = {"", "portable", "avx2", "avx512", "avx512"};
+    test_random random = {5};
+    nsa_config config = nsa_config_small(), half = config;
+    char line[400];
+    (void)state;
+    half.dtype = QUERN_BF16;
+    half.params.metric = QUERN_NSA_METRIC_SOFTMAX;
+    nsa_case *c = nsa_case_new(&config, &random), *h = nsa_case_new(&half, &random);
+    const quern_nsa_tensors forward = nsa_bind(c, nsa_forward_inputs(c) | nsa_forward_outputs(c));
+    const quern_nsa_tensors backward = nsa_bind(c, nsa_backward_inputs(c) | nsa_backward_outputs(c));
+    const quern_nsa_tensors half_backward = nsa_bind(h, nsa_backward_inputs(h) | nsa_backward_outputs(h));
+    const quern_nsa_tensors select = nsa_bind(h, NSA_BIT(NSA_Q) | NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_BLOCK_IDX));
+    attention_case dense_case;
+    attention_case_make(&dense_case, &dense, QUERN_BF16, TEST_CONTIGUOUS, &random);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        quern_context *at = test_context(level, 2);
+        const char *const name = level_names[level], *const rows = row_names[level];
+        const char *const dot = level == QUERN_CPU_LEVEL_AVX512BF16 ? "bf16" : "f32";
+        snprintf(line, sizeof line, "nsa_forward on cpu %s: compress_forward by compress_f32_%s, attend_gate_forward by attend_f32_%s",
+                 name, rows, name);
+        expect_line(at, QUERN_OP_NSA_FORWARD, &config.params, &forward, line);
+        snprintf(line, sizeof line,
+                 "nsa_backward on cpu %s: gate_backward by gate_f32_%s, attend_backward by attend_f32_%s (3 times), "
+                 "compress_backward by compress_f32_%s",
+                 name, rows, name, rows);
+        expect_line(at, QUERN_OP_NSA_BACKWARD, &config.params, &backward, line);
+        snprintf(line, sizeof line,
+                 "nsa_backward on cpu %s: gate_backward by gate_f32_%s, attend_backward by attend_%s_%s (3 times), "
+                 "compress_backward by compress_f32_%s, convert by convert_f32_%s (3 times)",
+                 name, rows, dot, name, rows, rows);
+        expect_line(at, QUERN_OP_NSA_BACKWARD, &half.params, &half_backward, line);
+        snprintf(line, sizeof line, "nsa_select on cpu %s: select by select_%s_%s", name, dot, name);
+        expect_line(at, QUERN_OP_NSA_SELECT, &half.params, &select, line);
+        snprintf(line, sizeof line, "attention_forward on cpu %s: attend_forward by attend_%s_%s", name, dot, name);
+        expect_line(at, QUERN_OP_ATTENTION_FORWARD, &dense_case.params, &dense_case.tensors, line);
+        snprintf(line, sizeof line, "attention_backward on cpu %s: rowdot by rowdot_f32_%s, attend_backward by attend_%s_%s", name,
+                 name, dot, name);
+        expect_line(at, QUERN_OP_ATTENTION_BACKWARD, &dense_case.params, &dense_case.tensors, line);
+        quern_context_destroy(at);
+    }
+    attention_case_free(&dense_case);
+    nsa_case_free(c);
+    nsa_case_free(h);
+}
+
+static void a_line_is_cut_to_its_room(void **state)
 {
     test_random random = {5};
-    nsa_config config = nsa_config_small();
+    attention_case c;
     char text[300], cut[10];
     (void)state;
-    nsa_case *c = nsa_case_new(&config, &random);
-    const quern_nsa_tensors forward = nsa_bind(c, nsa_forward_inputs(c) | nsa_forward_outputs(c));
-    quern_plan *plan = plan_or_fail(QUERN_OP_NSA_FORWARD, &config.params, &forward);
+    attention_case_make(&c, &dense, QUERN_F32, TEST_CONTIGUOUS, &random);
+    quern_plan *plan = plan_or_fail(QUERN_OP_ATTENTION_FORWARD, &c.params, &c.tensors);
     assert_int_equal(quern_plan_describe(plan, text, sizeof text), QUERN_OK);
-    assert_non_null(strstr(text, "nsa_forward on cpu"));
-    assert_non_null(strstr(text, "compress_forward, attend_gate_forward; "));
     assert_int_equal(quern_plan_describe(plan, cut, sizeof cut), QUERN_OK);
     assert_memory_equal(cut, text, sizeof cut - 1);
     assert_int_equal(cut[9], '\0');
     assert_int_equal(quern_plan_describe(plan, NULL, 3), QUERN_ERR_INVALID_ARGUMENT);
     quern_plan_destroy(plan);
-    const quern_nsa_tensors backward = nsa_bind(c, nsa_backward_inputs(c) | nsa_backward_outputs(c));
-    plan = plan_or_fail(QUERN_OP_NSA_BACKWARD, &config.params, &backward);
-    assert_int_equal(quern_plan_describe(plan, text, sizeof text), QUERN_OK);
-    assert_non_null(
-        strstr(text, "gate_backward, attend_backward, attend_backward, attend_backward, compress_backward"));
-    quern_plan_destroy(plan);
-    nsa_case_free(c);
+    attention_case_free(&c);
 }
 
 /* Lists and entries of the extents that nsa.h's helpers give are accepted, one more or less is not. */
@@ -355,7 +410,8 @@ int main(void)
         cmocka_unit_test(a_plan_without_addresses_takes_any),
         cmocka_unit_test(an_older_caller_has_fewer_addresses),
         cmocka_unit_test(threads_share_a_plan),
-        cmocka_unit_test(a_plan_is_described),
+        cmocka_unit_test(a_plan_names_its_kernels_at_every_level),
+        cmocka_unit_test(a_line_is_cut_to_its_room),
         cmocka_unit_test(extents_are_those_of_the_helpers),
         cmocka_unit_test(what_makes_no_plan_is_named),
     };

@@ -117,6 +117,12 @@ bool cpu_attend_supports(const stage_exec *exec, const attend_args *args, char w
     return takes_dims(args->q.shape[3], args->v.shape[3], why);
 }
 
+void cpu_attend_kernel(const stage_exec *exec, const attend_args *args, char text[STAGE_NAME_BYTES])
+{
+    const attend_plan plan = attend_plan_of(exec, args);
+    cpu_name_kernels(text, "attend", plan.bf16, plan.kernels->level);
+}
+
 size_t cpu_attend_forward_workspace(const stage_exec *exec, const attend_args *args)
 {
     arena a = {NULL, 0};

@@ -310,6 +310,11 @@ bool cpu_attend_gate_supports(const stage_exec *exec, const attend_gate_args *ar
     return takes_dims(args->branch[0].q.shape[3], args->gate.o.shape[3], why);
 }
 
+void cpu_attend_gate_kernel(const stage_exec *exec, const attend_gate_args *args, char text[STAGE_NAME_BYTES])
+{
+    cpu_attend_kernel(exec, &args->branch[CMP], text);
+}
+
 size_t cpu_attend_gate_workspace(const stage_exec *exec, const attend_gate_args *args)
 {
     arena a = {NULL, 0};

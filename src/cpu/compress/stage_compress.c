@@ -199,6 +199,15 @@ bool cpu_compress_supports(const stage_exec *exec, const compress_args *args, ch
     return takes_dims(args->k.shape[3], args->v.shape[3], why);
 }
 
+/* Products of both sides are alike: W_k and W_v have one dtype. */
+void cpu_compress_kernel(const stage_exec *exec, const compress_args *args, char text[STAGE_NAME_BYTES])
+{
+    const compress_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .pack = attention_kernels_for(exec->cpu_level)};
+    const bool products = is_present(&args->w_k) || is_present(&args->w_v), k = is_present(&args->w_k);
+    const bool bf16 = products && as_bf16(&job, k ? &args->k : &args->v, k ? &args->w_k : &args->w_v);
+    cpu_name_kernels(text, "compress", bf16, products ? job.pack->level : job.kernels->level);
+}
+
 size_t cpu_compress_workspace(const stage_exec *exec, const compress_args *args)
 {
     arena a = {NULL, 0};

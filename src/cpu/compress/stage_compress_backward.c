@@ -309,6 +309,13 @@ size_t cpu_compress_backward_workspace(const stage_exec *exec, const compress_ar
     return arena_size(&a);
 }
 
+void cpu_compress_backward_kernel(const stage_exec *exec, const compress_args *args, char text[STAGE_NAME_BYTES])
+{
+    const bool products = is_present(&args->w_k) || is_present(&args->w_v);
+    cpu_name_kernels(text, "compress", false,
+                     products ? attention_kernels_for(exec->cpu_level)->level : nsa_kernels_for(exec->cpu_level)->level);
+}
+
 static void clear_tokens(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;

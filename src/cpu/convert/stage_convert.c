@@ -37,3 +37,9 @@ quern_status cpu_convert(const stage_exec *exec, const convert_args *args, void 
     if (rows < args->out.shape[1]) zero_rows(&args->out, rows);
     return QUERN_OK;
 }
+
+void cpu_convert_kernel(const stage_exec *exec, const convert_args *args, char text[STAGE_NAME_BYTES])
+{
+    (void)args;
+    cpu_name_kernels(text, "convert", false, nsa_kernels_for(exec->cpu_level)->level);
+}

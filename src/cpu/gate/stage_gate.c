@@ -83,6 +83,12 @@ bool cpu_gate_supports(const stage_exec *exec, const gate_args *args, char why[S
     return takes_dims(is_present(&args->q) ? args->q.shape[3] : 0, dim_v, why);
 }
 
+void cpu_gate_kernel(const stage_exec *exec, const gate_args *args, char text[STAGE_NAME_BYTES])
+{
+    (void)args;
+    cpu_name_kernels(text, "gate", false, nsa_kernels_for(exec->cpu_level)->level);
+}
+
 quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, void *workspace)
 {
     (void)workspace;

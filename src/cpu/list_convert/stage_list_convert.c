@@ -5,6 +5,8 @@
 #include "core/parallel.h"
 #include "cpu/stages.h"
 
+#include <stdio.h>
+
 /* Inserts x into the rising list unless it is there. */
 static int64_t insert(int32_t *list, int64_t count, int32_t x)
 {
@@ -44,4 +46,11 @@ quern_status cpu_list_convert(const stage_exec *exec, const list_convert_args *a
     list_convert_args copy = *args;
     if (args->out.shape[1] > 0 || args->count.ndim > 0) parallel_for(exec, args->in.shape[0], convert_list, &copy);
     return QUERN_OK;
+}
+
+void cpu_list_convert_kernel(const stage_exec *exec, const list_convert_args *args, char text[STAGE_NAME_BYTES])
+{
+    (void)exec;
+    (void)args;
+    snprintf(text, STAGE_NAME_BYTES, "list_convert_i32_%s", quern_cpu_level_name(QUERN_CPU_LEVEL_PORTABLE));
 }

@@ -300,6 +300,12 @@ static void *carve_forward(const stage_exec *exec, const pool_args *args, arena 
     return arena_take(a, is_present(&args->x) ? arena_size(&inner) : pool_forward_workspace(exec, &job->inner));
 }
 
+void cpu_pool_kernel(const stage_exec *exec, const pool_args *args, char text[STAGE_NAME_BYTES])
+{
+    (void)args;
+    cpu_name_kernels(text, "pool", false, pool_kernels_for(exec->cpu_level)->level);
+}
+
 size_t cpu_pool_workspace(const stage_exec *exec, const pool_args *args)
 {
     arena a = {NULL, 0};

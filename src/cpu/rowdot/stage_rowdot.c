@@ -43,3 +43,9 @@ quern_status cpu_rowdot(const stage_exec *exec, const rowdot_args *args, void *w
     parallel_for(exec, args->a.shape[0] * args->a.shape[1], token, &job);
     return QUERN_OK;
 }
+
+void cpu_rowdot_kernel(const stage_exec *exec, const rowdot_args *args, char text[STAGE_NAME_BYTES])
+{
+    (void)args;
+    cpu_name_kernels(text, "rowdot", false, attention_kernels_for(exec->cpu_level)->level);
+}

@@ -66,6 +66,13 @@ bool cpu_select_supports(const stage_exec *exec, const select_args *args, char w
     return takes_dims(args->q.shape[3], args->k_cmp.shape[3], why);
 }
 
+void cpu_select_kernel(const stage_exec *exec, const select_args *args, char text[STAGE_NAME_BYTES])
+{
+    select_plan plan;
+    select_plan_make(exec, args, &plan);
+    cpu_name_kernels(text, "select", plan.attention.bf16, plan.attention.kernels->level);
+}
+
 size_t cpu_select_workspace(const stage_exec *exec, const select_args *args)
 {
     arena a = {NULL, 0};
