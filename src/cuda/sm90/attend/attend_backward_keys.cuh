@@ -137,11 +137,8 @@ __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const k
             }
         }
         const int found = (__any_sync(~0u, part) ? 1 : 0) | (__any_sync(~0u, odd) ? 2 : 0);
-        __syncwarp(); /* the arrival speaks for what all lanes wrote */
-        if (lane == 0) {
-            st->part[searcher] = found;
-            mbar_arrive(base + at::STAT_FULL + 8 * stage);
-        }
+        if (lane == 0) st->part[searcher] = found;
+        mbar_arrive(base + at::STAT_FULL + 8 * stage); /* each lane's, for what it wrote */
     }
 }
 
@@ -232,10 +229,6 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const key_block 
     const uint32_t ak = base + at::K + group * 64 * 128, av = base + at::V + group * 64 * 128;
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {}, s[NT][4], dp[NT][4];
     uint32_t fp[NT / 2][4], fs[NT / 2][4];
-    auto arrive = [&](uint32_t bar) {
-        __syncwarp(); /* the arrival speaks for what all lanes read */
-        if (lane == 0) mbar_arrive(base + bar);
-    };
     auto products = [&](int stage) {
         const uint32_t q = base + at::Q + stage * at::Q_BYTES, g = base + at::DO + stage * at::DO_BYTES;
 #pragma unroll
@@ -276,7 +269,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const key_block 
         wg_commit();
         wg_wait<0>(dk);
         wg_wait<0>(dv);
-        arrive(at::FREE + 8 * stage);
+        mbar_arrive(base + at::FREE + 8 * stage); /* each lane's, for what it read */
     }
     store_keys<T, DK, DV>(dk, dv, a, b, place);
 }
@@ -294,8 +287,8 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     if (threadIdx.x == 0) {
         mbar_init(base + at::OWN_FULL, 1);
         for (int i = 0; i < STAGES; i++) {
-            mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 4 * GROUPS);
-            mbar_init(base + at::STAT_FULL + 8 * i, SEARCHERS);
+            mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 128 * GROUPS);
+            mbar_init(base + at::STAT_FULL + 8 * i, 32 * SEARCHERS);
         }
         mbar_init_done();
     }
