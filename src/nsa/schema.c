@@ -111,7 +111,7 @@ static const char *const operations[] = {
 int64_t nsa_entries_of(const op_call *call, int64_t n)
 {
     const quern_nsa_params *p = &((const nsa_call *)call)->params;
-    return n >= p->block_size ? (n - p->block_size) / p->stride + 1 : 0;
+    return mask_entries(n, p->block_size, p->stride);
 }
 
 /* Whether the workspace's largest tensors can be counted in 64 bits. */

@@ -6,19 +6,12 @@
 
 #include "stages/stage.h"
 
-/* Which keys a query sees. Positions are per sequence. */
-typedef enum attend_mask {
-    ATTEND_RANGE,      /* tokens: causal or not, optional window, query_offset */
-    ATTEND_COMPRESSED, /* entries: stride, block_size, visibility; optional group list */
-    ATTEND_BLOCKS      /* tokens of listed blocks */
-} attend_mask;
-
 /* The backward makes P = exp(scale q . k - lse) anew. lse is f32, so where scores are larger than some 2^23 its rounding
  * alone is an exponent that overflows: a backward takes no larger scale. */
 enum { ATTEND_BACKWARD_SCALE_MOST = 65536 };
 
 typedef struct attend_args {
-    attend_mask mask;
+    attend_mask mask; /* which keys a query sees: core/mask.h */
     stage_seqs seqs;
     bool causal;
     float scale;

@@ -16,6 +16,8 @@
 
 #include <quern/quern.h>
 
+#include "core/mask.h"
+
 /* What executes a stage: a thread team (CPU) or a stream (CUDA). */
 typedef struct stage_exec {
     quern_device device;
@@ -60,9 +62,6 @@ typedef struct stage_seqs {
 
 /* Lists of blocks or groups: one for all query heads of a key/value head, or one a query head. */
 typedef enum list_scope { LIST_BY_GROUP = 0, LIST_BY_HEAD = 1 } list_scope;
-
-/* When a compressed entry is seen: once its whole block has passed, or as soon as it has begun. */
-typedef enum entry_visibility { ENTRY_COMPLETE = 0, ENTRY_STARTED = 1 } entry_visibility;
 
 enum { STAGE_GROUP_ENTRIES = 128 }; /* compressed entries of a group */
 

@@ -25,7 +25,7 @@ int64_t attend_list_length(const attend_plan *plan)
 
 static int64_t block_count(const attend_plan *plan, int64_t keys)
 {
-    return (keys + plan->list_block - 1) / plan->list_block;
+    return mask_blocks(keys, plan->list_block);
 }
 
 void attend_lists_carve(const attend_plan *plan, int64_t chunk_rows, arena *a, attend_lists *lists)

@@ -44,29 +44,11 @@ attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b)
 
 void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo, int64_t *hi)
 {
-    int64_t first = 0, end = seq->nk;
-    if (args->mask == ATTEND_RANGE) {
-        const int64_t p = query + (args->query_offset >= 0 ? args->query_offset : seq->nk - seq->nq);
-        if (args->causal) {
-            end = p + 1;
-            if (args->window > 0 && args->window <= p) first = p - args->window + 1;
-        } else if (args->window > 0) {
-            first = p - args->window / 2;
-            end = p + args->window / 2 + 1;
-        }
-    } else if (args->causal) {
-        if (args->mask == ATTEND_BLOCKS) {
-            end = query + 1;
-        } else {
-            const int64_t reach = args->visibility == ENTRY_COMPLETE ? query - args->block_size + 1 : query;
-            end = reach < 0 ? 0 : reach / args->stride + 1;
-        }
-    }
-    if (first < 0) first = 0;
-    if (first > seq->nk) first = seq->nk;
-    if (end > seq->nk) end = seq->nk;
-    *lo = first;
-    *hi = end < first ? first : end;
+    const key_mask mask = {args->mask,         args->causal,     args->visibility, args->window,
+                           args->query_offset, args->block_size, args->stride};
+    const key_range range = mask_keys(&mask, seq->nq, seq->nk, query);
+    *lo = range.lo;
+    *hi = range.hi;
 }
 
 int32_t attend_row_panel(const attend_plan *plan, int64_t dim)

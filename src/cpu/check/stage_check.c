@@ -23,8 +23,8 @@ static void check_sequence(void *arg, int64_t index, int32_t thread)
     const int64_t heads = list->shape[1], b = index / heads, h = index % heads, k = list->shape[3];
     const int32_t *cu = a->seqs.cu_q.data;
     const int64_t tokens = cu != NULL ? cu[b + 1] - cu[b] : a->seqs.n_q;
-    const int64_t entries = tokens >= a->block_size ? (tokens - a->block_size) / a->stride + 1 : 0;
-    const int64_t limit = c->groups ? (entries + STAGE_GROUP_ENTRIES - 1) / STAGE_GROUP_ENTRIES : (tokens + a->select_block - 1) / a->select_block;
+    const int64_t limit = c->groups ? mask_blocks(mask_entries(tokens, a->block_size, a->stride), STAGE_GROUP_ENTRIES)
+                                    : mask_blocks(tokens, a->select_block);
     int64_t row = first_list_row(&a->seqs, a->tile, b);
     const int64_t end = cu != NULL ? row + (tokens + a->tile - 1) / a->tile : list->shape[2], view = cu != NULL ? 0 : b;
     bool bad = false;

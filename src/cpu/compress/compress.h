@@ -64,7 +64,7 @@ void multiply_step(const compress_matrix *m, int64_t h, int64_t step, int64_t ro
 /* Entries of a sequence of n tokens. */
 static inline int64_t entries_of(const compress_args *args, int64_t n)
 {
-    return n < args->block_size ? 0 : (n - args->block_size) / args->stride + 1;
+    return mask_entries(n, args->block_size, args->stride);
 }
 
 /* The mean of entry i's tokens for head h ... as many heads as `joined`, into out. */

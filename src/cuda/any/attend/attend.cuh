@@ -47,28 +47,10 @@ struct attend_kernel {
 /* The interval [lo, hi) of keys that query `query` of `seq` sees. */
 __device__ __forceinline__ void row_keys(const attend_kernel &a, const sequence &seq, int64_t query, int *lo, int *hi)
 {
-    int64_t first = 0, end = seq.nk;
-    if (a.mask == ATTEND_RANGE) {
-        const int64_t p = query + (a.query_offset >= 0 ? a.query_offset : seq.nk - seq.nq);
-        if (a.causal) {
-            end = p + 1;
-            if (a.window > 0 && a.window <= p) first = p - a.window + 1;
-        } else if (a.window > 0) {
-            first = p - a.window / 2;
-            end = p + a.window / 2 + 1;
-        }
-    } else if (a.mask == ATTEND_COMPRESSED) {
-        if (a.causal) {
-            const int64_t reach = a.visibility == ENTRY_COMPLETE ? query - a.block_size + 1 : query;
-            end = reach < 0 ? 0 : reach / a.stride + 1;
-        }
-    } else if (a.causal) {
-        end = query + 1;
-    }
-    first = first < 0 ? 0 : first > seq.nk ? seq.nk : first; /* a window past the last key begins behind it */
-    end = end > seq.nk ? seq.nk : end;
-    *lo = (int)first;
-    *hi = (int)(end < first ? first : end);
+    const key_mask mask = {a.mask, a.causal != 0, a.visibility, a.window, a.query_offset, a.block_size, a.stride};
+    const key_range range = mask_keys(&mask, seq.nq, seq.nk, query);
+    *lo = (int)range.lo;
+    *hi = (int)range.hi;
 }
 
 /* Copies the list of `row` into `clean`, rising and without what does not count; `flags` is scratch of the same size.

@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(THREADS) check_list(const __grid_constant__ ch
         int64_t first;
         if (a.s.cu_q == NULL) seq = sequence_at(a.s, b);
         else if (!piece_at(a.s, row, a.tile, 1, &seq, &first)) continue;
-        const int64_t keys = a.step == 0 ? seq.nq : seq.nq >= a.block_size ? (seq.nq - a.block_size) / a.step + 1 : 0;
-        const int64_t limit = (keys + a.unit - 1) / a.unit;
+        const int64_t limit = mask_blocks(a.step == 0 ? seq.nq : mask_entries(seq.nq, a.block_size, a.step), a.unit);
         const int32_t *list = a.list + b * a.stride[0] + h * a.stride[1] + row * a.stride[2];
         for (int64_t e = lane; e < a.k; e += 32) bad |= list[e] < -1 || list[e] >= limit;
     }
@@ -49,7 +48,7 @@ static quern_status check_lists(const check_args *args, const quern_tensor &list
 {
     if (!present(list)) return QUERN_OK;
     check_kernel a = {seqs_of(args->seqs), (const int32_t *)list.data, {list.strides[0], list.strides[1], list.strides[2]},
-                      list.shape[0], list.shape[1], list.shape[2], list.shape[3], args->tile, groups ? 128 : args->select_block,
+                      list.shape[0], list.shape[1], list.shape[2], list.shape[3], args->tile, groups ? (int64_t)STAGE_GROUP_ENTRIES : args->select_block,
                       args->block_size, groups ? args->stride : 0, groups ? QUERN_STATUS_BAD_GROUP : QUERN_STATUS_BAD_INDEX,
                       (int32_t *)args->status.data};
     a.s.cu_kv = NULL;

@@ -27,7 +27,7 @@ __global__ void compress_borders(seqs sq, int64_t l, int64_t d, int32_t *cu_cmp)
         int32_t n = 0;
         if (b < sq.batch) {
             const int64_t len = border(sq.cu_q, b + 1, sq.n_q) - border(sq.cu_q, b, sq.n_q);
-            n = len >= l ? (int32_t)((len - l) / d + 1) : 0;
+            n = (int32_t)mask_entries(len, l, d);
         }
         for (int w = 1; w < 32; w *= 2) {
             const int32_t left = __shfl_up_sync(~0u, n, w);
@@ -101,7 +101,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) compress_spread
     sequence seq;
     int64_t t0;
     if (!piece_at(a.sq, blockIdx.x, a.d, 1, &seq, &t0)) return;
-    const int64_t entries = (x.d_mean != NULL || x.d_cmp.p != NULL) && seq.nq >= a.l ? (seq.nq - a.l) / a.d + 1 : 0, j = t0 / a.d;
+    const bool reads = x.d_mean != NULL || x.d_cmp.p != NULL;
+    const int64_t entries = reads ? mask_entries(seq.nq, a.l, a.d) : 0, j = t0 / a.d;
     const int64_t row0 = a.sq.cu_q == NULL || entries == 0 ? 0 : a.sq.cu_kv[seq.b];
     chunk sum = {};
     for (int64_t e = j - a.l / a.d + 1 < 0 ? 0 : j - a.l / a.d + 1; e <= j && e < entries; e++) {

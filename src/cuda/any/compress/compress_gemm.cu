@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(THREADS) gemm_gradients(const __grid_constant_
         int64_t t0;
         if (piece_at(m.a.sq, row, m.a.d, 1, &seq, &t0)) {
             newest = t0 / m.a.d;
-            entries = seq.nq >= m.a.l ? (seq.nq - m.a.l) / m.a.d + 1 : 0;
+            entries = mask_entries(seq.nq, m.a.l, m.a.d);
             row = m.a.sq.cu_q == NULL ? seq.view_b * m.a.rows : m.a.sq.cu_kv[seq.b];
         }
     } else if (token_of(m, row, 0) >= 0) {

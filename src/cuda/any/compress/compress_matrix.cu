@@ -125,7 +125,7 @@ template <typename T> __global__ void matrix_d_x(const __grid_constant__ matrix_
     sequence seq;
     int64_t t0;
     if (!piece_at(m.a.sq, blockIdx.x, ROWS * m.a.d, 1, &seq, &t0)) return;
-    const int64_t entries = seq.nq >= m.a.l ? (seq.nq - m.a.l) / m.a.d + 1 : 0, j0 = t0 / m.a.d;
+    const int64_t entries = mask_entries(seq.nq, m.a.l, m.a.d), j0 = t0 / m.a.d;
     const int64_t row0 = m.a.sq.cu_q == NULL ? seq.view_b * m.a.rows : m.a.sq.cu_kv[seq.b];
     float sum[ROWS] = {};
     for (int64_t cover = 0; cover < m.a.l / m.a.d; cover++) {
