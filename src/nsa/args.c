@@ -53,13 +53,24 @@ compress_args nsa_compress_args(const nsa_call *c)
 select_args nsa_select_args(const nsa_call *c)
 {
     const quern_nsa_params *p = &c->params;
-    const select_params params = {
-        p->block_size, p->stride, p->select_block, p->num_selected, p->forced_first, p->forced_local, p->max_compressed_groups, p->tile,
-        (list_scope)p->scope, (select_metric)p->metric, (entry_visibility)p->compressed_visibility, p->causal, p->scale};
-    return (select_args){.seqs = c->compressed, .params = params, .q = c->views.q, .k_cmp = c->views.k_b[NSA_CMP],
-                         .lse_cmp = c->views.lse_b[NSA_CMP], .block_idx = c->views.block_idx,
-                         .block_count = c->views.block_count, .group_idx = c->views.group_idx,
-                         .groups_given = c->params.groups == QUERN_NSA_LIST_GIVEN};
+    select_args s = {.seqs = c->compressed, .causal = p->causal, .scale = p->scale, .tile = p->tile};
+    s.scorer = (select_scorer)p->metric;
+    s.visibility = (entry_visibility)p->compressed_visibility;
+    s.scope = (list_scope)p->scope;
+    s.block_size = p->block_size;
+    s.stride = p->stride;
+    s.select_block = p->select_block;
+    s.k = p->num_selected;
+    s.forced_first = p->forced_first;
+    s.forced_local = p->forced_local;
+    s.group_k = p->max_compressed_groups;
+    s.q = c->views.q;
+    s.keys = c->views.k_b[NSA_CMP];
+    s.lse = c->views.lse_b[NSA_CMP];
+    s.blocks = c->views.block_idx;
+    s.count = c->views.block_count;
+    if (p->groups != QUERN_NSA_LIST_GIVEN) s.groups = c->views.group_idx;
+    return s;
 }
 
 gate_args nsa_gate_args(const nsa_call *c)

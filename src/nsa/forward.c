@@ -43,10 +43,12 @@ static attend_args attend_of_pass(const nsa_call *c, int branch, int64_t pass)
 static select_args select_of_pass(const nsa_call *c, int64_t pass)
 {
     select_args s = c->select;
-    s.q = of_pass(c, s.q, 2, c->heads, pass), s.k_cmp = of_pass(c, s.k_cmp, 2, c->kv_heads, pass);
-    s.lse_cmp = of_pass(c, s.lse_cmp, 1, c->heads, pass);
-    s.block_idx = of_pass(c, s.block_idx, 1, c->list_heads, pass), s.block_count = of_pass(c, s.block_count, 1, c->list_heads, pass);
-    s.group_idx = of_pass(c, s.group_idx, 1, c->list_heads, pass);
+    s.q = of_pass(c, s.q, 2, c->heads, pass);
+    s.keys = of_pass(c, s.keys, 2, c->kv_heads, pass);
+    s.lse = of_pass(c, s.lse, 1, c->heads, pass);
+    s.blocks = of_pass(c, s.blocks, 1, c->list_heads, pass);
+    s.count = of_pass(c, s.count, 1, c->list_heads, pass);
+    s.groups = of_pass(c, s.groups, 1, c->list_heads, pass);
     return s;
 }
 
@@ -88,7 +90,7 @@ static void carve(nsa_call *c, arena *a)
         for (int i = 0; i < NSA_BRANCHES; i++) c->fused.branch[i] = nsa_branch_args(c, i), c->fused.separate[i] = c->separate[i];
         c->fused.branches = p->branches;
         c->fused.select = nsa_select_args(c);
-        if (!selects) c->fused.select.block_idx = c->fused.select.block_count = (quern_tensor){0};
+        if (!selects) c->fused.select.blocks = c->fused.select.count = (quern_tensor){0};
         c->fused.select_given = !c->use_select;
         c->fused.gate = nsa_gate_args(c);
         c->use_fused = STAGE_TAKES(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused, why);
@@ -115,7 +117,7 @@ static void carve(nsa_call *c, arena *a)
         }
         if (c->use_select) {
             c->select = nsa_select_args(c);
-            if (!selects) c->select.block_idx = c->select.block_count = (quern_tensor){0}; /* an input, or no branch of this call's */
+            if (!selects) c->select.blocks = c->select.count = (quern_tensor){0}; /* an input, or no branch of this call's */
             const select_args part = select_of_pass(c, 0);
             nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->select, &c->head.exec, &part));
         }

@@ -13,7 +13,7 @@ typedef struct attend_gate_args {
     attend_args branch[3]; /* cmp, slc, win; mask fields set, o absent unless wanted */
     uint32_t branches;
     bool separate[3];      /* the branch reads keys and values of its own */
-    select_args select;    /* computed inside where select.block_idx was not handed in */
+    select_args select;    /* computed inside where select.blocks was not handed in */
     bool select_given;
     gate_args gate;
 } attend_gate_args;

@@ -1,39 +1,48 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* select.h - per tile of queries the best blocks by the scores of their compressed entries, and the best
- * groups. */
+/*
+ * select.h - top-k: for each tile of queries the k best blocks of tokens, by scores of the entries that stand for them.
+ *
+ * A scorer makes a score of every entry that a tile's last query sees. A block's score is the sum of its entries', each
+ * as often as it overlaps the block; under MEAN_LOGIT blocks are entries. Forced blocks are chosen before the contest.
+ * Ties go to the lowest index, NaN sorts last, lists rise and are padded with -1.
+ */
 #ifndef QUERN_STAGES_SELECT_H
 #define QUERN_STAGES_SELECT_H
 
 #include "stages/stage.h"
 
-typedef enum select_metric { SELECT_SOFTMAX = 0, SELECT_MEAN_LOGIT = 1 } select_metric;
+/* The rows of a tile are its queries' heads that share a list. */
+typedef enum select_scorer {
+    SELECT_PROBABILITY = 0, /* sum over the rows of softmax(scale q . key), over the entries that the row sees */
+    SELECT_MEAN_LOGIT = 1   /* scale (mean of the rows) . key */
+} select_scorer;
 
-/* How blocks are scored and chosen. Lengths count tokens. */
-typedef struct select_params {
-    int64_t block_size, stride, select_block;
-    int64_t num_selected, forced_first, forced_local, max_compressed_groups;
-    int64_t tile;
-    list_scope scope;
-    select_metric metric;
-    entry_visibility compressed_visibility;
-    bool causal;
-    float scale;
-} select_params;
-
+/* Lengths count tokens. */
 typedef struct select_args {
-    stage_seqs seqs; /* cu_q: tokens; cu_kv: compressed rows */
-    select_params params;
-    quern_tensor q, k_cmp;
-    quern_tensor lse_cmp; /* softmax metric: of the compressed branch, or absent */
-    quern_tensor block_idx, block_count, group_idx; /* group_idx with max_compressed_groups > 0 */
-    bool groups_given;
+    stage_seqs seqs; /* cu_q: tokens; cu_kv: entries */
+    select_scorer scorer;
+    float scale;
+    bool causal;
+    entry_visibility visibility;
+    int64_t block_size, stride; /* of entries (core/mask.h) */
+    int64_t select_block;       /* of the blocks that are chosen */
+    int64_t tile;               /* queries that share a list */
+    list_scope scope;
+    int64_t k;                          /* entries of a list of blocks */
+    int64_t forced_first, forced_local; /* blocks: the first so many; where causal, as many up to the one of the tile's
+                                           first query, and with them all up to the one of its last query */
+    int64_t group_k; /* entries of a list of groups: STAGE_GROUP_ENTRIES entries, by their mean score; where causal,
+                        the newest that the first query and the last query see are forced */
+    quern_tensor q, keys;
+    quern_tensor lse;          /* PROBABILITY: of each row over the keys that it sees; absent: made inside */
+    quern_tensor blocks, count; /* i32 [B,Hs,rows,k], [B,Hs,rows]; either may be absent */
+    quern_tensor groups;        /* i32 [B,Hs,rows,group_k], or absent */
 } select_args;
 STAGE_DECLARE(select);
-#define SELECT_TENSORS(F) STAGE_SEQS_TENSORS(F) F(q) F(k_cmp) F(lse_cmp) F(block_idx) F(block_count) F(group_idx)
-#define SELECT_VALUES(F)                                                                                               \
-    STAGE_SEQS_VALUES(F) F(params.block_size) F(params.stride) F(params.select_block) F(params.num_selected)           \
-    F(params.forced_first) F(params.forced_local) F(params.max_compressed_groups) F(params.tile) F(params.scope)       \
-    F(params.metric) F(params.compressed_visibility) F(params.causal) F(params.scale) F(groups_given)
+#define SELECT_TENSORS(F) STAGE_SEQS_TENSORS(F) F(q) F(keys) F(lse) F(blocks) F(count) F(groups)
+#define SELECT_VALUES(F)                                                                                     \
+    STAGE_SEQS_VALUES(F) F(scorer) F(scale) F(causal) F(visibility) F(block_size) F(stride) F(select_block)  \
+    F(tile) F(scope) F(k) F(forced_first) F(forced_local) F(group_k)
 
 #endif

@@ -61,12 +61,11 @@ static void a_smaller_gpu_refuses_with_a_sentence(void **state)
                     check(cuda->attend_backward.supports(&exec, &a, why), k == 0 || (k == 1 && dims[i] <= 64), why, "backward", dtype, dims[i],
                           limits[k]);
                     if (listed) continue;
-                    select_args s = {.seqs = {1, N, N / 64, {0}, {0}},
-                                     .params = {.block_size = 64, .stride = 64, .select_block = 64, .num_selected = 16, .forced_first = 1,
-                                                .forced_local = 2, .tile = 1, .causal = true, .scale = 1}};
-                    s.q = a.q, s.k_cmp = shaped(dtype, 1, N / 64, H, dims[i]);
-                    s.lse_cmp = quern_tensor_contiguous(NULL, QUERN_F32, 3, (int64_t[]){1, H, N});
-                    s.block_idx = shaped(QUERN_I32, 1, H, N, 16);
+                    select_args s = {.seqs = {1, N, N / 64, {0}, {0}}, .block_size = 64, .stride = 64, .select_block = 64,
+                                     .k = 16, .forced_first = 1, .forced_local = 2, .tile = 1, .causal = true, .scale = 1};
+                    s.q = a.q, s.keys = shaped(dtype, 1, N / 64, H, dims[i]);
+                    s.lse = quern_tensor_contiguous(NULL, QUERN_F32, 3, (int64_t[]){1, H, N});
+                    s.blocks = shaped(QUERN_I32, 1, H, N, 16);
                     const bool chosen = cuda->select.supports(&exec, &s, why);
                     if (k != 1) check(chosen, k == 0, why, "select", dtype, dims[i], limits[k]);
                 }

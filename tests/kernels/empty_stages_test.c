@@ -87,10 +87,14 @@ static void lists(void **state)
         check_args check = {.seqs = {.batch = b}, .blocks = view(QUERN_I32, 4, b, h, 0, 3), .tile = 1, .select_block = 8, .block_size = 8, .stride = 8};
         check.status = quern_tensor_contiguous(&word, QUERN_I32, 1, (const int64_t[]){1});
         RUN(check, &check);
-        select_args select = {.seqs = {.batch = b}, .q = view(QUERN_F32, 4, b, 0, h, 8), .k_cmp = view(QUERN_F32, 4, b, 0, h, 8)};
-        select.params = (select_params){.block_size = 8, .stride = 8, .select_block = 8, .num_selected = 3, .tile = 1, .causal = true, .scale = 1};
-        select.block_idx = view(QUERN_I32, 4, b, h, 0, 3);
-        select.block_count = view(QUERN_I32, 3, b, h, 0, 0);
+        select_args select = {.seqs = {.batch = b}, .q = view(QUERN_F32, 4, b, 0, h, 8), .keys = view(QUERN_F32, 4, b, 0, h, 8)};
+        select.block_size = select.stride = select.select_block = 8;
+        select.k = 3;
+        select.tile = 1;
+        select.causal = true;
+        select.scale = 1;
+        select.blocks = view(QUERN_I32, 4, b, h, 0, 3);
+        select.count = view(QUERN_I32, 3, b, h, 0, 0);
         RUN(select, &select);
     }
     assert_int_equal(word, 0);

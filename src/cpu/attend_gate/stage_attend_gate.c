@@ -167,7 +167,7 @@ static size_t carve_pass(const stage_exec *exec, const gated_job *job, gated_pas
 /* Fills the job but for what stands in the workspace. */
 static void plan_job(const stage_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
 {
-    const bool softmax = args->select.params.metric == SELECT_SOFTMAX;
+    const bool softmax = args->select.scorer == SELECT_PROBABILITY;
     *job = (gated_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .select = args->select, .threads = exec->threads};
     for (int i = 0; i < BRANCHES; i++) job->attend[i] = args->branch[i];
     job->select_late = !args->select_given && softmax && is_on(job, CMP);
@@ -179,7 +179,7 @@ static void plan_job(const stage_exec *exec, const attend_gate_args *args, arena
             const int64_t shape[] = {q->shape[0], q->shape[2], q->shape[1]};
             *lse = view_on(q, arena_take(a, (size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float)), QUERN_F32, 3, shape);
         }
-        job->select.lse_cmp = *lse;
+        job->select.lse = *lse;
     }
     for (int i = 0; i < BRANCHES; i++) {
         if (!is_on(job, i)) continue;

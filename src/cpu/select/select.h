@@ -14,7 +14,7 @@ enum { SELECT_ROWS = 48, SELECT_KEYS = 128 };
 
 typedef struct select_plan {
     const select_args *args;
-    attend_args attend; /* the compressed branch's mask over q and k_cmp; attention.args points here */
+    attend_args attend; /* the entries' mask over q and keys; attention.args points here */
     attend_plan attention;
     const nsa_kernels *kernels;
     int64_t list_heads, hs, tile; /* hs: query heads that share a list */
@@ -38,7 +38,7 @@ typedef struct select_scratch {
 
 /* The plan points into itself: it stays where it was made. */
 void select_plan_make(const stage_exec *exec, const select_args *args, select_plan *plan);
-/* The keys of a plan's k_cmp, packed for its products. */
+/* The keys, packed for the products. */
 void *select_keys_carve(const select_plan *plan, arena *a);
 void select_keys_pack(const stage_exec *exec, const select_plan *plan, void *keys);
 void select_scratch_carve(const select_plan *plan, arena *a, select_scratch *s);

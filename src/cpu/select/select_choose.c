@@ -13,7 +13,7 @@
 /* s[J] = sum over m < l'/d, n < l/d of p[(l'/d) J + m - n]: every entry as often as it overlaps the block. */
 static void map_to_blocks(const select_plan *p, const float *entries, int64_t seen, int64_t first, int64_t end, float *scores)
 {
-    const select_params *n = &p->args->params;
+    const select_args *n = p->args;
     const int64_t per_block = n->select_block / n->stride, per_entry = n->block_size / n->stride;
     for (int64_t j = first; j < end; j++) {
         const int64_t low = per_block * j - per_entry + 1, high = per_block * (j + 1); /* entries that touch block j */
@@ -32,10 +32,10 @@ static void map_to_blocks(const select_plan *p, const float *entries, int64_t se
  * mean of their seen entries' scores. */
 static void choose_groups(const select_plan *p, const float *entries, int64_t seen_first, int64_t seen, select_scratch *s, int32_t *out)
 {
-    const int64_t want = p->args->params.max_compressed_groups, groups = (seen + STAGE_GROUP_ENTRIES - 1) / STAGE_GROUP_ENTRIES;
+    const int64_t want = p->args->group_k, groups = mask_blocks(seen, STAGE_GROUP_ENTRIES);
     int64_t count = 0, skip = -1;
     int64_t rest = groups; /* groups that compete: all but the last and `skip` */
-    if (p->args->params.causal && groups > 0) {
+    if (p->args->causal && groups > 0) {
         rest--;
         s->chosen[count++] = (int32_t)rest;
         if (seen_first > 0 && (seen_first - 1) / STAGE_GROUP_ENTRIES != rest) {
@@ -64,25 +64,24 @@ static void choose_groups(const select_plan *p, const float *entries, int64_t se
 void select_choose(const select_plan *p, const attend_sequence *seq, int64_t list_head, int64_t tile, int64_t row, float *entries,
                    select_scratch *s)
 {
-    const select_args *args = p->args;
-    const select_params *n = &args->params;
+    const select_args *n = p->args;
     const int64_t first = tile * p->tile, end = first + p->tile < seq->nq ? first + p->tile : seq->nq, view_b = seq->view_b;
     const int64_t seen = select_seen(p, seq, end - 1);
-    if (is_present(&args->group_idx) && !args->groups_given)
-        choose_groups(p, entries, select_seen(p, seq, first), seen, s, row_at(&args->group_idx, view_b, list_head, row));
-    if (!is_present(&args->block_idx)) return;
+    if (is_present(&n->groups))
+        choose_groups(p, entries, select_seen(p, seq, first), seen, s, row_at(&n->groups, view_b, list_head, row));
+    if (!is_present(&n->blocks)) return;
 
-    const int64_t all = (seq->nq + n->select_block - 1) / n->select_block;
-    const int64_t candidates = n->causal ? (end - 1) / n->select_block + 1 : all;
+    const key_range tokens = mask_keys(&(key_mask){.kind = ATTEND_BLOCKS, .causal = n->causal}, seq->nq, seq->nq, end - 1);
+    const int64_t candidates = mask_blocks(tokens.hi, n->select_block);
     const int64_t forced_first = n->forced_first < candidates ? n->forced_first : candidates;
     int64_t local = candidates; /* blocks local ... candidates - 1 are forced */
     if (n->causal && n->forced_local > 0) local = first / n->select_block - (n->forced_local - 1);
     if (local < forced_first) local = forced_first;
-    int64_t want = n->num_selected - forced_first - (candidates - local);
+    int64_t want = n->k - forced_first - (candidates - local);
     if (want > local - forced_first) want = local - forced_first;
 
     const float *scores = entries;
-    if (n->metric == SELECT_MEAN_LOGIT) {
+    if (n->scorer == SELECT_MEAN_LOGIT) {
         for (int64_t j = seen; j < candidates; j++) entries[j] = -INFINITY;
     } else if (n->select_block != n->stride || n->block_size != n->stride) {
         map_to_blocks(p, entries, seen, forced_first, local, s->scores);
@@ -92,11 +91,11 @@ void select_choose(const select_plan *p, const attend_sequence *seq, int64_t lis
     for (int64_t i = 0; i < found; i++) s->chosen[i] = rank_index(s->best[i]);
     attend_list_sort(s->chosen, found);
 
-    int32_t *out = row_at(&args->block_idx, view_b, list_head, row);
+    int32_t *out = row_at(&n->blocks, view_b, list_head, row);
     int64_t count = 0;
     for (int64_t j = 0; j < forced_first; j++) out[count++] = (int32_t)j;
     for (int64_t i = 0; i < found; i++) out[count++] = s->chosen[i];
     for (int64_t j = local; j < candidates; j++) out[count++] = (int32_t)j;
-    for (int64_t i = count; i < n->num_selected; i++) out[i] = -1;
-    if (is_present(&args->block_count)) *(int32_t *)row_at(&args->block_count, view_b, list_head, row) = (int32_t)count;
+    for (int64_t i = count; i < n->k; i++) out[i] = -1;
+    if (is_present(&n->count)) *(int32_t *)row_at(&n->count, view_b, list_head, row) = (int32_t)count;
 }

@@ -4,7 +4,7 @@
  * select_score.c - scores of compressed entries, tile by tile.
  *
  * mean_logit: the mean query of every tile (f32), scale folded in, times the packed entries: one row a tile.
- * softmax: products of 48 query rows by 128 entries, each turned into probabilities with the row's LSE and summed
+ * probability: products of 48 query rows by 128 entries, each turned into probabilities with the row's LSE and summed
  * into its tile's row of entries. Without an LSE from the compressed branch a pass before makes it with the same
  * products. Scores live in 24 KB of L1; only the tiles' rows of entries are kept. Limit: the products' FMAs (2 D a
  * score) and one exp2 a score.
@@ -21,23 +21,22 @@ enum { ENTRY_BYTES = 1 << 20 /* of a task's rows of entries, at most, where seve
 
 void select_plan_make(const stage_exec *exec, const select_args *args, select_plan *p)
 {
-    const select_params *n = &args->params;
-    const bool softmax = n->metric == SELECT_SOFTMAX;
+    const bool softmax = args->scorer == SELECT_PROBABILITY;
     memset(p, 0, sizeof *p);
     p->args = args;
-    p->attend = (attend_args){.mask = ATTEND_COMPRESSED, .seqs = args->seqs, .causal = n->causal, .scale = n->scale, .block_size = n->block_size,
-                              .stride = n->stride, .visibility = n->compressed_visibility, .tile = n->tile, .scope = n->scope, .q = args->q,
-                              .k = args->k_cmp, .v = args->k_cmp};
+    p->attend = (attend_args){.mask = ATTEND_COMPRESSED, .seqs = args->seqs, .causal = args->causal, .scale = args->scale,
+                              .block_size = args->block_size, .stride = args->stride, .visibility = args->visibility,
+                              .tile = args->tile, .scope = args->scope, .q = args->q, .k = args->keys, .v = args->keys};
     p->attention = attend_plan_of(exec, &p->attend);
     attend_plan *a = &p->attention;
-    if (n->scope == LIST_BY_HEAD) a->hs = 1, a->units = a->heads;
+    if (args->scope == LIST_BY_HEAD) a->hs = 1, a->units = a->heads;
     if (!softmax) a->bf16 = false, a->key_words = a->dim_k, a->scale2 = 1.0f;
     p->kernels = nsa_kernels_for(exec->cpu_level);
     p->list_heads = a->units;
     p->hs = a->hs;
-    p->tile = n->tile;
+    p->tile = args->tile;
     p->width = round_up16(args->seqs.n_kv + 1);
-    p->blocks = (args->seqs.n_q + n->select_block - 1) / n->select_block;
+    p->blocks = mask_blocks(args->seqs.n_q, args->select_block);
     p->tiles = softmax ? SELECT_ROWS / (p->tile * p->hs) : SELECT_ROWS;
     const int64_t most = ENTRY_BYTES / 4 / p->width;
     if (p->tiles > most) p->tiles = most;
@@ -57,9 +56,9 @@ void select_keys_pack(const stage_exec *exec, const select_plan *p, void *keys)
 
 void select_scratch_carve(const select_plan *p, arena *a, select_scratch *s)
 {
-    const bool softmax = p->args->params.metric == SELECT_SOFTMAX;
-    const int64_t k = p->args->params.num_selected < p->blocks ? p->args->params.num_selected : p->blocks;
-    const int64_t groups = (p->width + STAGE_GROUP_ENTRIES - 1) / STAGE_GROUP_ENTRIES;
+    const bool softmax = p->args->scorer == SELECT_PROBABILITY;
+    const int64_t k = p->args->k < p->blocks ? p->args->k : p->blocks;
+    const int64_t groups = mask_blocks(p->width, STAGE_GROUP_ENTRIES);
     const size_t most = (size_t)(k > groups ? k : groups);
     memset(s, 0, sizeof *s);
     if (softmax) {
@@ -138,7 +137,7 @@ static void add_rows(const select_plan *p, const void *keys, int64_t b, int64_t 
     const attend_plan *t = &p->attention;
     attend_chunk *c = &s->chunk;
     attend_chunk_begin(t, b, (int32_t)list_head, row0, rows, c);
-    const quern_tensor *lse = &p->args->lse_cmp;
+    const quern_tensor *lse = &p->args->lse;
     for (int32_t r = 0; r < rows; r++) {
         const int64_t query = (row0 + r) / p->hs, head = c->head0 + (row0 + r) % p->hs;
         s->seen[r] = (int32_t)select_seen(p, &c->seq, query);
@@ -163,7 +162,7 @@ static void add_rows(const select_plan *p, const void *keys, int64_t b, int64_t 
 
 void select_score(const select_plan *p, const void *keys, int64_t b, int64_t list_head, int64_t tile0, int64_t count, select_scratch *s)
 {
-    if (p->args->params.metric == SELECT_MEAN_LOGIT) {
+    if (p->args->scorer == SELECT_MEAN_LOGIT) {
         score_mean_logits(p, keys, b, list_head, tile0, count, s);
         return;
     }

@@ -28,7 +28,7 @@ static void carve(const stage_exec *exec, const select_plan *plan, arena *a, sel
 
 static int64_t tiles_of(const select_plan *p, int64_t n)
 {
-    return (n + p->tile - 1) / p->tile;
+    return mask_blocks(n, p->tile);
 }
 
 static void run_task(void *arg, int64_t index, int32_t thread)
@@ -48,10 +48,10 @@ static void run_task(void *arg, int64_t index, int32_t thread)
 /* Rows of packed lists that no tile has: -1, count 0. */
 static void fill_unused(const select_plan *p)
 {
-    const quern_tensor *lists[] = {&p->args->block_idx, &p->args->group_idx}, *counts = &p->args->block_count;
+    const quern_tensor *lists[] = {&p->args->blocks, &p->args->groups}, *counts = &p->args->count;
     const int64_t used = first_list_row(&p->args->seqs, p->tile, p->args->seqs.batch);
     for (int i = 0; i < 2; i++) {
-        if (!is_present(lists[i]) || (i == 1 && p->args->groups_given)) continue;
+        if (!is_present(lists[i])) continue;
         for (int64_t r = used; r < lists[i]->shape[2]; r++)
             for (int64_t h = 0; h < lists[i]->shape[1]; h++)
                 for (int64_t e = 0; e < lists[i]->shape[3]; e++) ((int32_t *)row_at(lists[i], 0, h, r))[e] = -1;
@@ -63,7 +63,7 @@ static void fill_unused(const select_plan *p)
 bool cpu_select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
 {
     (void)exec;
-    return takes_dims(args->q.shape[3], args->k_cmp.shape[3], why);
+    return takes_dims(args->q.shape[3], args->keys.shape[3], why);
 }
 
 void cpu_select_kernel(const stage_exec *exec, const select_args *args, char text[STAGE_NAME_BYTES])

@@ -13,28 +13,28 @@ static attend_args branch_of(const select_args *args)
     attend_args a = {};
     a.mask = ATTEND_COMPRESSED;
     a.seqs = args->seqs;
-    a.causal = args->params.causal, a.scale = args->params.scale;
-    a.block_size = args->params.block_size, a.stride = args->params.stride;
-    a.visibility = args->params.compressed_visibility;
-    a.tile = args->params.tile, a.scope = args->params.scope;
-    a.q = args->q, a.k = args->k_cmp, a.v = args->k_cmp, a.lse = args->lse_cmp;
+    a.causal = args->causal, a.scale = args->scale;
+    a.block_size = args->block_size, a.stride = args->stride;
+    a.visibility = args->visibility;
+    a.tile = args->tile, a.scope = args->scope;
+    a.q = args->q, a.k = args->keys, a.v = args->keys, a.lse = args->lse;
     return a;
 }
 
-static bool needs_lse(const select_args *args) { return args->params.metric == SELECT_SOFTMAX && !present(args->lse_cmp); }
+static bool needs_lse(const select_args *args) { return args->scorer == SELECT_PROBABILITY && !present(args->lse); }
 static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to);
 
 bool select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
 {
-    if (!dims_fit(args->q.shape[3], args->k_cmp.shape[3], why)) return false;
-    const int64_t span = args->params.block_size / args->params.stride + args->params.select_block / args->params.stride;
+    if (!dims_fit(args->q.shape[3], args->keys.shape[3], why)) return false;
+    const int64_t span = args->block_size / args->stride + args->select_block / args->stride;
     if (span > MAX_HISTORY) {
         snprintf(why, STAGE_WHY_BYTES, "(block_size + select_block) / stride is %lld: the cuda backend takes up to %d", (long long)span, MAX_HISTORY);
         return false;
     }
-    if (args->params.num_selected > 1024 || args->params.max_compressed_groups > 1024) {
-        snprintf(why, STAGE_WHY_BYTES, "num_selected %lld, max_compressed_groups %lld: the cuda backend takes up to 1024",
-                 (long long)args->params.num_selected, (long long)args->params.max_compressed_groups);
+    if (args->k > 1024 || args->group_k > 1024) {
+        snprintf(why, STAGE_WHY_BYTES, "lists of %lld blocks and %lld groups: the cuda backend takes up to 1024",
+                 (long long)args->k, (long long)args->group_k);
         return false;
     }
     attend_args branch = branch_of(args);
@@ -66,24 +66,24 @@ static quern_status select_launch_all(const select_args *args, const attend_args
     attend_launch l = attend_launch_of(branch);
     select_kernel s = {};
     s.a = l.kernel;
-    const bool by_head = args->params.scope == LIST_BY_HEAD;
+    const bool by_head = args->scope == LIST_BY_HEAD;
     s.a.hs = by_head ? 1 : s.a.group;
     s.a.units = by_head ? s.a.heads : s.a.kv_heads;
-    s.idx = (int32_t *)args->block_idx.data, s.count = (int32_t *)args->block_count.data;
-    const quern_tensor &lists = present(args->block_idx) ? args->block_idx : args->group_idx; /* blocks that were handed in are absent */
+    s.idx = (int32_t *)args->blocks.data, s.count = (int32_t *)args->count.data;
+    const quern_tensor &lists = present(args->blocks) ? args->blocks : args->groups; /* blocks that were handed in are absent */
     s.list_rows = lists.shape[2];
-    for (int i = 0; i < 3; i++) s.idx_stride[i] = args->block_idx.strides[i], s.count_stride[i] = args->block_count.strides[i];
-    s.k = present(args->block_idx) ? (int32_t)args->params.num_selected : 0;
-    if (!args->groups_given && present(args->group_idx)) {
-        s.c = (int32_t)args->params.max_compressed_groups;
-        s.groups = (int32_t *)args->group_idx.data;
-        for (int i = 0; i < 3; i++) s.group_stride[i] = args->group_idx.strides[i];
+    for (int i = 0; i < 3; i++) s.idx_stride[i] = args->blocks.strides[i], s.count_stride[i] = args->count.strides[i];
+    s.k = present(args->blocks) ? (int32_t)args->k : 0;
+    if (present(args->groups)) {
+        s.c = (int32_t)args->group_k;
+        s.groups = (int32_t *)args->groups.data;
+        for (int i = 0; i < 3; i++) s.group_stride[i] = args->groups.strides[i];
     }
-    s.forced_first = (int32_t)args->params.forced_first, s.forced_local = (int32_t)args->params.forced_local;
-    s.l_over_d = (int32_t)(args->params.block_size / args->params.stride), s.s_over_d = (int32_t)(args->params.select_block / args->params.stride);
+    s.forced_first = (int32_t)args->forced_first, s.forced_local = (int32_t)args->forced_local;
+    s.l_over_d = (int32_t)(args->block_size / args->stride), s.s_over_d = (int32_t)(args->select_block / args->stride);
     s.history = s.l_over_d + s.s_over_d > 2 ? (s.l_over_d + s.s_over_d - 2 + 31) / 32 * 32 : 0;
-    s.select_block = args->params.select_block;
-    s.mean_logit = args->params.metric == SELECT_MEAN_LOGIT;
+    s.select_block = args->select_block;
+    s.mean_logit = args->scorer == SELECT_MEAN_LOGIT;
     const int64_t views = lists.shape[0];
     if (l.dtype == QUERN_F32) return select_launch_f32(s, l.dim, views, to);
     return l.dtype == QUERN_BF16 ? select_launch_bf16(s, l.dim, views, to) : select_launch_f16(s, l.dim, views, to);
