@@ -51,4 +51,35 @@ void oracle_dsv4_widen_fp8(const unsigned char *bytes, int64_t n, double *row);
 void oracle_dsv4_widen_fp4(const unsigned char *bytes, int64_t n, double *row);
 void oracle_dsv4_widen_row584(const unsigned char bytes[584], double *row);
 
+/* The indexer of one sequence: query t stands at position start + t and sees entries s < (start + t + 1) / ratio. */
+typedef struct oracle_indexer {
+    int64_t queries, heads, width, entries, ratio, start;
+} oracle_indexer;
+
+/* Entries that query t sees. */
+int64_t oracle_dsv4_visible(int64_t entries, int64_t ratio, int64_t position);
+/* scores [T, S] = c sum_h w[t,h] max(0, q[t,h] . k[s]), of entries that are seen; elsewhere they stay as they are. */
+void oracle_dsv4_scores(const oracle_indexer *x, const double *q, const double *k, const double *w, double *scores);
+/* The k best of n scores, ties to the lowest index, NaN after all others: indices ascending, then -1. Returns how many. */
+int64_t oracle_dsv4_best(const double *scores, int64_t n, int64_t k, int32_t *idx);
+
+/* The attention core of one sequence: query t stands at start + t, raw row j at start + queries - raw + j. */
+typedef struct oracle_core {
+    int64_t queries, raw, entries, heads, dim, window, ratio, start, rope_dim;
+    int64_t chosen; /* extent of a query's list; -1: there is none, every visible entry is attended */
+} oracle_core;
+
+/* NULL where absent: kv_cmp, idx, count, sink, cos_sin; lse_win and the gradients are optional outputs. */
+typedef struct oracle_core_arrays {
+    const double *q, *kv, *kv_cmp, *sink, *cos_sin; /* [T,H,D] [N,D] [S,D] [H] [P,R] */
+    const int32_t *idx, *count;                     /* [T,chosen] [T] */
+    double *o, *lse, *lse_win;                      /* [T,H,D] [H,T] [H,T] */
+    const double *d_o;
+    double *d_q, *d_kv, *d_kv_cmp, *d_sink; /* added to */
+} oracle_core_arrays;
+
+void oracle_dsv4_attend(const oracle_core *c, const oracle_core_arrays *x);
+/* Every gradient that is given, from the inputs and d_o alone. */
+void oracle_dsv4_attend_backward(const oracle_core *c, const oracle_core_arrays *x);
+
 #endif
