@@ -25,6 +25,7 @@
 #include "stages/gate.h"
 #include "stages/gemm.h"
 #include "stages/grouped_gemm.h"
+#include "stages/indexer.h"
 #include "stages/interleave.h"
 #include "stages/list_convert.h"
 #include "stages/pool.h"
@@ -62,7 +63,8 @@
     F(gemm, gemm)                     \
     F(pool_forward, pool)             \
     F(pool_backward, pool)            \
-    F(pool_append, pool_append)
+    F(pool_append, pool_append)       \
+    F(indexer, indexer)
 
 /* F(NAME, UPPER): the structs NAME_args, whose views are UPPER_TENSORS and whose other fields
  * UPPER_VALUES. The members of attend_gate_args are such structs themselves. */
@@ -86,7 +88,8 @@
     F(route, ROUTE) \
     F(gemm, GEMM) \
     F(pool, POOL) \
-    F(pool_append, POOL_APPEND)
+    F(pool_append, POOL_APPEND) \
+    F(indexer, INDEXER)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

@@ -6,4 +6,5 @@
 #include "dsv4/call.h"
 #include "nsa/call.h"
 
-const struct op_family *const quern_families[] = {&attention_family, &nsa_family, &nsa_list_family, &dsv4_compress_family, NULL};
+const struct op_family *const quern_families[] = {&attention_family, &nsa_family, &nsa_list_family, &dsv4_compress_family,
+                                                 &dsv4_index_family, NULL};

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * dsv4.h - the compressed attention of DeepSeek-V4 (CSA, HCA): compressors and their streaming states.
+ * dsv4.h - the compressed attention of DeepSeek-V4 (CSA, HCA): compressors and their streaming states, the indexer that
+ * selects entries.
  *
  * A compressor turns every r tokens of a sequence into one entry of C channels. A token's projection holds values C_a and
  * logits Z_a and, for CSA, a second series C_b, Z_b that the *next* block reads. With biases by the place in the block,
@@ -164,6 +165,44 @@ QUERN_API quern_status quern_dsv4_append_workspace(quern_context *ctx, const que
 QUERN_API quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params,
                                          quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
                                          const quern_dsv4_append_tensors *tensors, void *workspace, size_t workspace_bytes);
+
+/*
+ * The indexer: scores every query against the entries it sees and keeps the best k.
+ *
+ *   score[t,s] = Hi^-1/2 C^-1/2 sum over h of w[t,h] max(0, q[t,h] . k[s]),   s < floor((start_abs_pos + t + 1) / r)
+ *
+ * NaN passes through the maximum and is the lowest of all scores; ties go to the lowest index. The scores of a query depend
+ * on nothing but its own row and the keys, so the choice is the same however tokens are cut into calls.
+ */
+typedef struct quern_dsv4_index_params {
+    size_t size;
+    int64_t ratio;         /* r, tokens of an entry; 0: 4 */
+    int64_t top_k;         /* 1 to 2048; 0: 512 */
+    int64_t start_abs_pos; /* where query 0 stands */
+    quern_dsv4_format key_format; /* of k: rows, fp8 (either scale) or fp4 */
+} quern_dsv4_index_params;
+#define QUERN_DSV4_INDEX_PARAMS_INIT QUERN_SIZED(quern_dsv4_index_params)
+
+/*
+ * NULL means absent. act is one of f32, f16, bf16. Hi heads, C (a multiple of 8 to 256) channels, S entries.
+ * Refused as above, and: a top_k, ratio or format other than stated; heads, queries or entries beyond 2^31 - 1.
+ */
+typedef struct quern_dsv4_index_tensors {
+    size_t size;
+    const quern_tensor *q;      /* act [B, T, Hi, C], rotated (and transformed) as the keys are */
+    const quern_tensor *k;      /* [B, S, C] f32, f16 or bf16; with a format u8 [B, S, bytes of a row] */
+    const quern_tensor *w;      /* act or f32 [B, T, Hi]: weights of the heads, without the factor above */
+    const quern_tensor *idx;    /* i32 [B, T, top_k]: entries, ascending, then -1; written */
+    const quern_tensor *count;  /* i32 [B, T]: how many; written */
+    const quern_tensor *scores; /* f32 [B, T, S]; -inf where an entry is not seen; may be NULL; written */
+} quern_dsv4_index_tensors;
+#define QUERN_DSV4_INDEX_TENSORS_INIT QUERN_SIZED(quern_dsv4_index_tensors)
+
+/* CPU alone. bf16 queries against keys in bf16 or bytes go through exact products with f32 sums, all else through f32. */
+QUERN_API quern_status quern_dsv4_index_workspace(quern_context *ctx, const quern_dsv4_index_params *params,
+                                                  const quern_dsv4_index_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *exec, const quern_dsv4_index_params *params,
+                                        const quern_dsv4_index_tensors *tensors, void *workspace, size_t workspace_bytes);
 
 /* What a RoPE table is made of; factor 0: plain, else YaRN. */
 typedef struct quern_dsv4_rope_params {

@@ -38,7 +38,8 @@ typedef enum quern_operation {
     QUERN_OP_NSA_GATE_BACKWARD = 26,
     QUERN_OP_NSA_LIST_CONVERT = 32,
     QUERN_OP_DSV4_COMPRESS = 48,
-    QUERN_OP_DSV4_COMPRESS_BACKWARD = 49
+    QUERN_OP_DSV4_COMPRESS_BACKWARD = 49,
+    QUERN_OP_DSV4_INDEX = 50
 } quern_operation;
 
 typedef struct quern_plan quern_plan;

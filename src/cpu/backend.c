@@ -52,4 +52,5 @@ const quern_backend quern_backend_cpu = {
     .pool_forward = {NULL, cpu_pool_workspace, cpu_pool, cpu_pool_kernel},
     .pool_backward = {NULL, cpu_pool_backward_workspace, cpu_pool_backward, cpu_pool_kernel},
     .pool_append = {NULL, cpu_pool_append_workspace, cpu_pool_append, NULL},
+    .indexer = {cpu_indexer_supports, cpu_indexer_workspace, cpu_indexer, cpu_indexer_kernel},
 };

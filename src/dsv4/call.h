@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* call.h - the compressors inside the family: their description, and a call. */
+/* call.h - the family's operations inside: their descriptions, and calls. */
 #ifndef QUERN_DSV4_CALL_H
 #define QUERN_DSV4_CALL_H
 
@@ -31,5 +31,19 @@ extern const op_family dsv4_compress_family;
 /* The family's functions that call stages: compress.c. */
 quern_status dsv4_compress_plan(op_call *call);
 quern_status dsv4_compress_run(const op_call *call, const op_frame *frame);
+
+/* ---- the indexer ---- */
+
+/* In the order of quern_dsv4_index_tensors. */
+typedef enum dsv4_index_tensor { DI_Q, DI_K, DI_W, DI_IDX, DI_COUNT, DI_SCORES, DSV4_INDEX_TENSORS } dsv4_index_tensor;
+
+typedef struct dsv4_index_call {
+    op_call head;
+    quern_dsv4_index_params params;
+    indexer_args indexer;
+    const void *scratch;
+} dsv4_index_call;
+
+extern const op_family dsv4_index_family;
 
 #endif

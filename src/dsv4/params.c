@@ -72,10 +72,15 @@ int64_t dsv4_row_bytes(quern_dsv4_format format, int64_t width)
     return 0;
 }
 
-entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight, const quern_tensor *cos_sin)
+entry_format dsv4_entry_format(quern_dsv4_format format)
 {
     static const entry_format formats[] = {ENTRY_ROWS, ENTRY_FP8, ENTRY_FP8_POWER, ENTRY_FP4, ENTRY_ROW584};
-    entry_args e = {.round_bf16 = p->round_bf16, .eps = p->eps, .rope_last = p->rope_last, .hadamard = p->hadamard, .format = formats[p->format]};
+    return formats[format];
+}
+
+entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight, const quern_tensor *cos_sin)
+{
+    entry_args e = {.round_bf16 = p->round_bf16, .eps = p->eps, .rope_last = p->rope_last, .hadamard = p->hadamard, .format = dsv4_entry_format(p->format)};
     if (norm_weight != NULL) e.norm_weight = *norm_weight;
     if (cos_sin != NULL) e.cos_sin = *cos_sin;
     return e;

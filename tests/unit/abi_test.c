@@ -101,6 +101,9 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(offsetof(quern_dsv4_compress_tensors, d_out), 136);
     assert_int_equal(sizeof(quern_dsv4_append_tensors), 88);
     assert_int_equal(sizeof(quern_dsv4_rope_params), 32);
+    assert_int_equal(sizeof(quern_dsv4_index_params), 40);
+    assert_int_equal(offsetof(quern_dsv4_index_params, key_format), 32);
+    assert_int_equal(sizeof(quern_dsv4_index_tensors), 56);
     assert_int_equal(offsetof(quern_nsa_params, compress), 56);
     assert_int_equal(offsetof(quern_nsa_params, branches), 104);
     assert_int_equal(sizeof(quern_nsa_tensors), 376);

@@ -6,6 +6,7 @@
  * `kernel_table_test --markdown > docs/kernels.md` writes that page.
  */
 #include "cmocka_c11.h"
+#include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/kernels/nsa_kernels.h"
 #include "cpu/pool/pool_kernels.h"
@@ -39,7 +40,8 @@ static void every_field_is_listed_once(void **state)
         size_t first, end;
     } tables[] = {{"attention", offsetof(attention_kernels, mm_f32), sizeof(attention_kernels)},
                   {"nsa", offsetof(nsa_kernels, sum_rows), sizeof(nsa_kernels)},
-                  {"pool", offsetof(pool_kernels, merge), sizeof(pool_kernels)}};
+                  {"pool", offsetof(pool_kernels, merge), sizeof(pool_kernels)},
+                  {"indexer", offsetof(indexer_kernels, score_f32), sizeof(indexer_kernels)}};
     size_t count;
     const test_kernel *rows = test_kernels(&count);
     (void)state;

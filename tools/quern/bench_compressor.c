@@ -4,6 +4,7 @@
  * RoPE, from projections. Kernel and ceiling take turns; the fraction is the median of the rounds'. */
 #include "accept.h"
 #include "bench.h"
+#include "bench_core.h"
 #include "command.h"
 #include "compressor.h"
 #include "machine.h"
@@ -275,7 +276,7 @@ int accept_dsv4(acceptance *a)
     if (code != EXIT_DONE) return code;
     accept_figure(a, "append of a projected token, C 512, ring 8", true, 1.5, r[0].time.median * 1000, "us");
     accept_figure(a, "the same with an entry", true, 4, r[1].time.median * 1000, "us");
-    return EXIT_DONE;
+    return accept_core(a);
 }
 
 int bench_compressor(int argc, char **argv, const char *subject)

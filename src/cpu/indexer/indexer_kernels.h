@@ -1,0 +1,46 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * indexer_kernels.h - the tile kernels of the indexer: one table per CPU level. They get pointers and sizes; they never
+ * validate, allocate or start threads.
+ */
+#ifndef QUERN_CPU_INDEXER_KERNELS_H
+#define QUERN_CPU_INDEXER_KERNELS_H
+
+#include <quern/quern.h>
+
+/* One query against a panel of keys. Words are floats, or pairs of bf16 values. */
+typedef struct indexer_tile {
+    const void *q; /* [heads][words] */
+    const float *w;
+    int64_t heads, words;
+    const void *keys; /* [words][panel] */
+    float *sum;       /* [panel], out: sum over h in order of w[h] max(0, q[h] . key) */
+} indexer_tile;
+
+/* Scores that may be among the best, in the order of their entries. */
+typedef struct indexer_best {
+    int32_t *rank, *index; /* a score as an integer of the same order: NaN below -inf, both zeros alike */
+    int64_t n;
+    int32_t least; /* scores of this rank or below are not taken */
+} indexer_best;
+enum { RANK_NAN = INT32_MIN + 1 };
+
+typedef struct indexer_kernels {
+    quern_cpu_level level;
+    int32_t panel; /* columns of a panel, a multiple of 16 */
+    void (*score_f32)(const indexer_tile *t);
+    void (*score_bf16)(const indexer_tile *t); /* NULL where the level has no bf16 dot product */
+    /* x[i] = x[i] * scale + 0, or x[i] * key_scale[i] * scale + 0. */
+    void (*scale_scores)(float *x, const float *key_scale, float scale, int64_t n);
+    /* Appends entries first ... first + n - 1; there is room for n. */
+    void (*collect)(const float *score, int64_t n, int32_t first, indexer_best *best);
+    /* Codes as f32; e2m1 two to a byte, the first in the low bits, times the scale of their 32. */
+    void (*widen_e4m3)(const uint8_t *codes, int64_t n, float *out);
+    void (*widen_e2m1)(const uint8_t *codes, const float *scales, int64_t n, float *out);
+} indexer_kernels;
+
+const indexer_kernels *indexer_kernels_for(quern_cpu_level level);
+extern const indexer_kernels indexer_kernels_portable, indexer_kernels_avx2, indexer_kernels_avx512, indexer_kernels_avx512bf16;
+
+#endif

@@ -1,0 +1,162 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * indexer_rows.h - the indexer's kernels, written once over the level's vectors and compiled by each level's file under
+ * its own flags.
+ *
+ * A query's heads are rows, keys are columns, so a score is a sum down the rows: no sum across lanes. The tile is that of
+ * attention's products (kernels/attention_mm.h): INDEX_ROWS heads by INDEX_VECTORS vectors of keys in registers, the
+ * keys of a panel (16 KB of 64 in bf16, C 128) in L1, the query's words broadcast. ReLU and weight take two operations a
+ * vector where the product takes 64 dot products (C 128, bf16). Limit: the product's.
+ */
+#ifndef QUERN_CPU_INDEXER_ROWS_H
+#define QUERN_CPU_INDEXER_ROWS_H
+
+#include "cpu/indexer/indexer_kernels.h"
+#include "cpu/kernels/vector.h"
+
+#if defined(__AVX512F__)
+enum { INDEX_ROWS = 6, INDEX_VECTORS = 4 };
+#elif defined(__FMA__)
+enum { INDEX_ROWS = 6, INDEX_VECTORS = 2 };
+#else
+enum { INDEX_ROWS = 4, INDEX_VECTORS = 4 };
+#endif
+enum { INDEX_PANEL = INDEX_VECTORS * LANES };
+
+INLINE vfloat index_step(const bool pairs, vfloat sum, vfloat a, vfloat b)
+{
+#if defined(__AVX512BF16__)
+    if (pairs) return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
+    (void)pairs;
+    return v_fma(a, b, sum);
+}
+
+/* NaN stays NaN. */
+INLINE vfloat v_relu(vfloat v)
+{
+    return v_max((vfloat){0}, v);
+}
+
+INLINE void index_heads(const bool pairs, const int heads, const indexer_tile *t, const float *q, const float *w)
+{
+    vfloat acc[INDEX_ROWS][INDEX_VECTORS];
+    const float *keys = t->keys, *low = heads > 3 ? q + 3 * t->words : q;
+#pragma GCC unroll 8
+    for (int i = 0; i < heads; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < INDEX_VECTORS; j++) acc[i][j] = (vfloat){0};
+    for (int64_t p = 0; p < t->words; p++, q++, low++, keys += INDEX_PANEL) {
+        vfloat key[INDEX_VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < INDEX_VECTORS; j++) key[j] = v_load(keys + j * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < heads; i++) {
+            const vfloat a = v_splat(i < 3 ? q[i * t->words] : low[(i - 3) * t->words]);
+#pragma GCC unroll 4
+            for (int j = 0; j < INDEX_VECTORS; j++) acc[i][j] = index_step(pairs, acc[i][j], a, key[j]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < INDEX_VECTORS; j++) {
+        vfloat sum = v_load(t->sum + j * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < heads; i++) sum = v_fma(v_splat(w[i]), v_relu(acc[i][j]), sum);
+        v_store(t->sum + j * LANES, sum);
+    }
+}
+
+INLINE void index_score(const bool pairs, const indexer_tile *t)
+{
+    const float *q = t->q;
+    int64_t h = 0;
+    for (int j = 0; j < INDEX_PANEL; j++) t->sum[j] = 0.0f;
+    for (; h + INDEX_ROWS <= t->heads; h += INDEX_ROWS) index_heads(pairs, INDEX_ROWS, t, q + h * t->words, t->w + h);
+    for (; h + 4 <= t->heads; h += 4) index_heads(pairs, 4, t, q + h * t->words, t->w + h);
+    for (; h + 2 <= t->heads; h += 2) index_heads(pairs, 2, t, q + h * t->words, t->w + h);
+    if (h < t->heads) index_heads(pairs, 1, t, q + h * t->words, t->w + h);
+}
+
+static void score_f32(const indexer_tile *t)
+{
+    index_score(false, t);
+}
+
+__attribute__((unused)) static void score_bf16(const indexer_tile *t)
+{
+    index_score(true, t);
+}
+
+static void scale_scores(float *x, const float *key_scale, float scale, int64_t n)
+{
+    if (key_scale != NULL)
+        for (int64_t i = 0; i < n; i++) x[i] *= key_scale[i];
+    for (int64_t i = 0; i < n; i++) x[i] = x[i] * scale + 0.0f;
+}
+
+/* Bits of the lanes whose mask is set. */
+INLINE uint32_t mask_bits(vint mask)
+{
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__FMA__)
+    return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (uint32_t)(mask[i] & 1) << i;
+    return bits;
+#endif
+}
+
+INLINE vint rank_of(vfloat v)
+{
+    const vint bits = (vint)(v + 0.0f), rank = bits ^ ((bits >> 31) & 0x7fffffff), nan = v_is_nan(v);
+    return (rank & ~nan) | (((vint){0} + RANK_NAN) & nan);
+}
+
+static void collect(const float *score, int64_t n, int32_t first, indexer_best *best)
+{
+    for (int64_t at = 0; at < n; at += LANES) {
+        const int32_t left = (int32_t)(n - at < LANES ? n - at : LANES);
+        const vint rank = rank_of(v_load_first(score + at, left, (vfloat){0}));
+        uint32_t bits = mask_bits((rank > best->least) & lanes_in(0, 0, left));
+        int32_t ranks[LANES];
+        if (bits == 0) continue;
+        memcpy(ranks, &rank, sizeof ranks);
+        for (; bits != 0; bits &= bits - 1) {
+            const int lane = __builtin_ctz(bits);
+            best->rank[best->n] = ranks[lane];
+            best->index[best->n++] = first + (int32_t)at + lane;
+        }
+    }
+}
+
+/* The 7 bits of the size stand where an f32's exponent and mantissa do, 120 too low in the exponent; a product with
+ * 2^120 sets that right and makes the subnormals normal. */
+static void widen_e4m3(const uint8_t *codes, int64_t n, float *out)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t code = codes[i], size = code & 127;
+        const uint32_t bits = size == 127 ? 0x7fc00000u : size << 20;
+        float x;
+        memcpy(&x, &bits, sizeof x);
+        x *= 0x1p120f;
+        out[i] = code & 128 ? -x : x;
+    }
+}
+
+static void widen_e2m1(const uint8_t *codes, const float *scales, int64_t n, float *out)
+{
+    static const float values[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    for (int64_t i = 0; i < n; i += 2) {
+        out[i] = values[codes[i / 2] & 15] * scales[i / 32];
+        out[i + 1] = values[codes[i / 2] >> 4] * scales[i / 32];
+    }
+}
+
+#define INDEXER_ROW_KERNELS \
+    .panel = INDEX_PANEL, .score_f32 = score_f32, .scale_scores = scale_scores, .collect = collect, \
+    .widen_e4m3 = widen_e4m3, .widen_e2m1 = widen_e2m1
+
+#endif

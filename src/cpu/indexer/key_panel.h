@@ -1,0 +1,32 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* key_panel.h - a panel of the indexer's keys from any of their formats. */
+#ifndef QUERN_CPU_KEY_PANEL_H
+#define QUERN_CPU_KEY_PANEL_H
+
+#include "backend.h"
+#include "core/arena.h"
+#include "cpu/indexer/indexer_kernels.h"
+#include "cpu/kernels/attention_kernels.h"
+
+typedef struct key_panel {
+    const indexer_kernels *kernels;
+    const attention_kernels *packing;
+    entry_format format;
+    int64_t width;
+    bool bf16; /* words are pairs of bf16 values, else floats */
+    void *words; /* [words][panel] */
+    float *rows, *scale; /* of byte formats: the rows widened, and what a key's score is multiplied by */
+    uint16_t *halves;
+} key_panel;
+
+static inline int64_t key_panel_words(const key_panel *p)
+{
+    return p->bf16 ? p->width / 2 : p->width;
+}
+
+void key_panel_carve(key_panel *p, arena *a);
+/* Keys first ... first + n - 1 of sequence b, n <= panel; the other columns are 0. */
+void key_panel_fill(key_panel *p, const quern_tensor *keys, int64_t b, int64_t first, int64_t n);
+
+#endif

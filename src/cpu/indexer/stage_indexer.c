@@ -1,0 +1,215 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_indexer.c - the indexer stage: scores of some queries against panels of keys, straight into the choice.
+ *
+ * A task is up to eight queries of a sequence and a range of its entries. A panel of keys is packed once for the task's
+ * queries and stays in L1; packing takes as long as one query's heads. Where there are few queries (decode), ranges of
+ * entries are tasks of their own, each keeps its best, and the best of these are the best of all: a score depends on its
+ * query and key alone, and the order of scores is total, so the choice does not depend on how the work was cut.
+ */
+#include "core/arena.h"
+#include "core/parallel.h"
+#include "cpu/indexer/best.h"
+#include "cpu/indexer/key_panel.h"
+#include "cpu/rows_at.h"
+#include "cpu/stages.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { TASK_QUERIES = 8, TASKS_A_THREAD = 4, RANGE_PANELS = 16 };
+
+typedef struct indexer_scratch {
+    key_panel panel;
+    void *q;      /* [TASK_QUERIES][heads][words] */
+    float *w;     /* [TASK_QUERIES][heads] */
+    float *score; /* [panel] */
+    indexer_best best[TASK_QUERIES];
+} indexer_scratch;
+
+typedef struct indexer_job {
+    const indexer_args *args;
+    const indexer_kernels *kernels;
+    const attention_kernels *packing;
+    bool bf16;
+    int64_t queries, heads, width, entries, k, room;
+    int64_t blocks, ranges, range; /* tasks of a sequence: blocks times ranges; entries of a range */
+    indexer_scratch *scratch;      /* one a thread */
+    int32_t *partial_rank, *partial_index; /* [B][T][ranges][k], where there are several */
+    int64_t *partial_n;
+} indexer_job;
+
+static void carve_scratch(const indexer_job *job, arena *a, indexer_scratch *s)
+{
+    s->panel = (key_panel){.kernels = job->kernels, .packing = job->packing, .format = job->args->format, .width = job->width, .bf16 = job->bf16};
+    key_panel_carve(&s->panel, a);
+    const size_t queries = (size_t)(job->queries < TASK_QUERIES ? job->queries : TASK_QUERIES), heads = (size_t)job->heads;
+    s->q = arena_take(a, queries * heads * (size_t)key_panel_words(&s->panel) * sizeof(float));
+    s->w = arena_take(a, queries * heads * sizeof *s->w);
+    s->score = arena_take(a, (size_t)job->kernels->panel * sizeof *s->score);
+    for (size_t i = 0; i < queries; i++) {
+        s->best[i].rank = arena_take(a, (size_t)job->room * sizeof *s->best[i].rank);
+        s->best[i].index = arena_take(a, (size_t)job->room * sizeof *s->best[i].index);
+    }
+}
+
+/* Products of bf16 values, where queries and keys are exact in it. */
+static bool by_bf16(const indexer_kernels *kernels, const indexer_args *args)
+{
+    const bool exact = args->format != ENTRY_ROWS || args->keys.dtype == QUERN_BF16;
+    return kernels->score_bf16 != NULL && args->q.dtype == QUERN_BF16 && exact;
+}
+
+static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena *a)
+{
+    indexer_job job = {.args = args, .kernels = indexer_kernels_for(exec->cpu_level), .packing = attention_kernels_for(exec->cpu_level)};
+    const quern_tensor *q = &args->q;
+    job.bf16 = by_bf16(job.kernels, args);
+    job.queries = q->shape[1], job.heads = q->shape[2], job.width = q->shape[3];
+    job.entries = args->keys.shape[1], job.k = args->idx.shape[2];
+    job.room = best_room(job.k, job.kernels->panel);
+    job.blocks = (job.queries + TASK_QUERIES - 1) / TASK_QUERIES;
+    const int64_t panels = (job.entries + job.kernels->panel - 1) / job.kernels->panel, tasks = q->shape[0] * job.blocks;
+    const int64_t wanted = (int64_t)TASKS_A_THREAD * exec->threads, most = (panels + RANGE_PANELS - 1) / RANGE_PANELS;
+    job.ranges = tasks >= wanted || tasks == 0 ? 1 : (wanted + tasks - 1) / tasks;
+    if (job.ranges > most) job.ranges = most < 1 ? 1 : most;
+    job.range = (panels + job.ranges - 1) / job.ranges * job.kernels->panel;
+    job.scratch = arena_take(a, sizeof *job.scratch * (size_t)exec->threads);
+    for (int32_t i = 0; i < exec->threads; i++) {
+        indexer_scratch s;
+        carve_scratch(&job, a, &s);
+        if (a->base != NULL) job.scratch[i] = s;
+    }
+    if (job.ranges > 1) {
+        const size_t lists = (size_t)(q->shape[0] * job.queries * job.ranges);
+        job.partial_rank = arena_take(a, lists * (size_t)job.k * sizeof *job.partial_rank);
+        job.partial_index = arena_take(a, lists * (size_t)job.k * sizeof *job.partial_index);
+        job.partial_n = arena_take(a, lists * sizeof *job.partial_n);
+    }
+    return job;
+}
+
+/* Entries that a query sees. */
+static int64_t seen_by(const indexer_job *job, int64_t query)
+{
+    const int64_t whole = (job->args->position + query + 1) / job->args->ratio;
+    return whole < job->entries ? whole : job->entries;
+}
+
+static void pack_queries(const indexer_job *job, int64_t b, int64_t first, int64_t n, indexer_scratch *s)
+{
+    const int64_t words = key_panel_words(&s->panel);
+    const quern_tensor *q = &job->args->q, *w = &job->args->w;
+    for (int64_t i = 0; i < n; i++) {
+        const row_source heads = {row_at(q, b, first + i, 0), q->dtype, q->strides[2], job->heads, job->width};
+        const row_source weights = {row_at(w, b, first + i, 0), w->dtype, job->heads, 1, job->heads};
+        float *to = (float *)s->q + i * job->heads * words;
+        if (job->bf16) job->packing->pack_rows_bf16(&heads, (uint16_t *)to, job->width);
+        else job->packing->pack_rows_f32(&heads, 1.0f, to, words);
+        job->packing->pack_rows_f32(&weights, 1.0f, s->w + i * job->heads, job->heads);
+    }
+}
+
+/* One query against the panel that holds entries first ... first + n - 1, all of which it sees. */
+static void score_panel(const indexer_job *job, int64_t b, int64_t query, int64_t slot, int64_t first, int64_t n, indexer_scratch *s)
+{
+    const int64_t words = key_panel_words(&s->panel);
+    indexer_best *best = &s->best[slot];
+    const indexer_tile tile = {(const float *)s->q + slot * job->heads * words, s->w + slot * job->heads, job->heads, words, s->panel.words, s->score};
+    (job->bf16 ? job->kernels->score_bf16 : job->kernels->score_f32)(&tile);
+    job->kernels->scale_scores(s->score, s->panel.scale, job->args->scale, n);
+    const quern_tensor *scores = &job->args->scores;
+    if (is_present(scores)) memcpy((float *)row_at(scores, b, query, 0) + first, s->score, (size_t)n * sizeof *s->score);
+    if (best->n + n > job->room) best_cut(best, job->k);
+    job->kernels->collect(s->score, n, (int32_t)first, best);
+}
+
+static void give(const indexer_job *job, int64_t b, int64_t query, indexer_best *best)
+{
+    const quern_tensor *count = &job->args->count;
+    int32_t *idx = row_at(&job->args->idx, b, query, 0);
+    best_cut(best, job->k);
+    memcpy(idx, best->index, (size_t)best->n * sizeof *idx);
+    for (int64_t i = best->n; i < job->k; i++) idx[i] = -1;
+    ((int32_t *)count->data)[b * count->strides[0] + query * count->strides[1]] = (int32_t)best->n;
+    const quern_tensor *scores = &job->args->scores;
+    for (int64_t e = seen_by(job, query); is_present(scores) && e < job->entries; e++) ((float *)row_at(scores, b, query, 0))[e] = -INFINITY;
+}
+
+static void keep_partial(const indexer_job *job, int64_t b, int64_t query, int64_t range, indexer_best *best)
+{
+    const int64_t list = (b * job->queries + query) * job->ranges + range;
+    best_cut(best, job->k);
+    memcpy(job->partial_rank + list * job->k, best->rank, (size_t)best->n * sizeof *best->rank);
+    memcpy(job->partial_index + list * job->k, best->index, (size_t)best->n * sizeof *best->index);
+    job->partial_n[list] = best->n;
+}
+
+static void run_task(void *arg, int64_t index, int32_t thread)
+{
+    indexer_job *job = arg;
+    indexer_scratch *s = &job->scratch[thread];
+    const int64_t b = index / job->ranges / job->blocks, range = index % job->ranges, panel = job->kernels->panel;
+    const int64_t query0 = (job->blocks - 1 - index / job->ranges % job->blocks) * TASK_QUERIES; /* the longest first */
+    const int64_t n = job->queries - query0 < TASK_QUERIES ? job->queries - query0 : TASK_QUERIES;
+    const int64_t last = seen_by(job, query0 + n - 1), stop = (range + 1) * job->range < last ? (range + 1) * job->range : last;
+    pack_queries(job, b, query0, n, s);
+    for (int64_t i = 0; i < n; i++) best_reset(&s->best[i]);
+    for (int64_t first = range * job->range; first < stop; first += panel) {
+        key_panel_fill(&s->panel, &job->args->keys, b, first, stop - first < panel ? stop - first : panel);
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t seen = seen_by(job, query0 + i) - first;
+            if (seen > 0) score_panel(job, b, query0 + i, i, first, seen < panel ? seen : panel, s);
+        }
+    }
+    for (int64_t i = 0; i < n; i++) {
+        if (job->ranges > 1) keep_partial(job, b, query0 + i, range, &s->best[i]);
+        else give(job, b, query0 + i, &s->best[i]);
+    }
+}
+
+/* Lays a query's lists end to end. */
+static void merge_query(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const indexer_job *job = arg;
+    const int64_t list = index * job->ranges;
+    indexer_best all = {job->partial_rank + list * job->k, job->partial_index + list * job->k, 0, 0};
+    for (int64_t r = 0; r < job->ranges; r++) {
+        const size_t bytes = (size_t)job->partial_n[list + r] * sizeof *all.rank;
+        memmove(all.rank + all.n, job->partial_rank + (list + r) * job->k, bytes);
+        memmove(all.index + all.n, job->partial_index + (list + r) * job->k, bytes);
+        all.n += job->partial_n[list + r];
+    }
+    give(job, index / job->queries, index % job->queries, &all);
+}
+
+bool cpu_indexer_supports(const stage_exec *exec, const indexer_args *args, char why[STAGE_WHY_BYTES])
+{
+    (void)exec;
+    return takes_dims(args->q.shape[3], 0, why);
+}
+
+void cpu_indexer_kernel(const stage_exec *exec, const indexer_args *args, char text[STAGE_NAME_BYTES])
+{
+    const indexer_kernels *kernels = indexer_kernels_for(exec->cpu_level);
+    cpu_name_kernels(text, "indexer", by_bf16(kernels, args), kernels->level);
+}
+
+size_t cpu_indexer_workspace(const stage_exec *exec, const indexer_args *args)
+{
+    arena a = {NULL, 0};
+    carve(exec, args, &a);
+    return arena_size(&a);
+}
+
+quern_status cpu_indexer(const stage_exec *exec, const indexer_args *args, void *workspace)
+{
+    arena a = arena_on(workspace);
+    indexer_job job = carve(exec, args, &a);
+    const int64_t batch = args->q.shape[0];
+    parallel_for(exec, batch * job.blocks * job.ranges, run_task, &job);
+    if (job.ranges > 1) parallel_for(exec, batch * job.queries, merge_query, &job);
+    return QUERN_OK;
+}

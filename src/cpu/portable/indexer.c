@@ -1,0 +1,6 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* indexer.c - the indexer's table compiled for this level. */
+#include "cpu/indexer/indexer_rows.h"
+
+const indexer_kernels indexer_kernels_portable = {.level = QUERN_CPU_LEVEL_PORTABLE, INDEXER_ROW_KERNELS};

@@ -1,0 +1,156 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* index.c - the indexer: its description, its public functions, and the stage that it is. */
+#include "core/error.h"
+#include "core/view.h"
+#include "dsv4/call.h"
+
+#include <math.h>
+#include <stddef.h>
+
+enum { INDEX_RATIO = 4, INDEX_TOP_K = 512, INDEX_TOP_K_MOST = 2048, INDEX_WIDTH_MOST = 256, INDEX_FP4_BLOCK = 32 };
+enum { IS_B = 1, IS_T, IS_H, IS_C, IS_S, IS_ROW, IS_K };
+
+static const op_tensor tensors[] = {
+    {"q", "q_I", OP_ACTIVATION, OP_NONE, {IS_B, IS_T, IS_H, IS_C}, {0}},
+    {"k", "k_I", OP_STORED, OP_NONE, {IS_B, IS_S, IS_ROW}, {0}},
+    {"w", "w", OP_WEIGHT, OP_NONE, {IS_B, IS_T, IS_H}, {0}},
+    {"idx", "idx", OP_I32, OP_NONE, {IS_B, IS_T, IS_K}, {0}},
+    {"count", "count", OP_I32, OP_NONE, {IS_B, IS_T}, {0}},
+    {"scores", "scores", OP_F32, OP_NONE, {IS_B, IS_T, IS_S}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == DSV4_INDEX_TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_dsv4_index_tensors) == (1 + DSV4_INDEX_TENSORS) * sizeof(void *), "a tensor a field");
+
+static const char *const formats[] = {"rows", "fp8", "fp8_power", "fp4", NULL};
+#define AT(member) offsetof(quern_dsv4_index_params, member)
+static const op_param params[] = {
+    {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "tokens of an entry; 0: 4"},
+    {"top_k", AT(top_k), OP_INTEGER, 0, INDEX_TOP_K_MOST, NULL, "entries kept; 0: 512"},
+    {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "where query 0 stands"},
+    {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, formats, "of k_I"},
+};
+#undef AT
+static const quern_dsv4_index_params defaults = QUERN_DSV4_INDEX_PARAMS_INIT;
+static const char *const operations[] = {"dsv4_index"};
+
+static quern_status check_params(op_call *call)
+{
+    quern_dsv4_index_params *p = &((dsv4_index_call *)call)->params;
+    if (p->ratio == 0) p->ratio = INDEX_RATIO;
+    if (p->top_k == 0) p->top_k = INDEX_TOP_K;
+    return QUERN_OK;
+}
+
+static void roles(op_call *call)
+{
+    for (int i = 0; i < DSV4_INDEX_TENSORS; i++)
+        call->role[i] = i <= DI_W ? OP_NEEDED : i == DI_SCORES ? OP_OPTIONAL_RESULT : OP_RESULT;
+}
+
+static quern_status check_key_dtype(const op_call *call, quern_dsv4_format format)
+{
+    const quern_dtype dtype = call->given[DI_K]->dtype;
+    if ((dtype == QUERN_U8) == (format != QUERN_DSV4_ROWS)) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has dtype %s: %s is accepted", quern_dtype_name(dtype),
+                     format != QUERN_DSV4_ROWS ? "u8, the format's bytes," : "f32, f16 or bf16");
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_tensor *const *t = call->given;
+    const quern_dsv4_index_params *p = &((const dsv4_index_call *)call)->params;
+    const quern_tensor *q = t[DI_Q], *k = t[DI_K];
+    int64_t *s = call->symbol;
+    if (q == NULL || k == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", q == NULL ? "q" : "k");
+    call->like = *q;
+    quern_status status = op_check_activation(call, DI_Q, 4);
+    if (status != QUERN_OK) return status;
+    if (k->ndim != 3)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has %d dimensions: 3 are accepted", k->ndim);
+    if ((status = check_key_dtype(call, p->key_format)) != QUERN_OK) return status;
+    s[IS_B] = q->shape[0], s[IS_T] = q->shape[1], s[IS_H] = q->shape[2], s[IS_C] = q->shape[3];
+    s[IS_S] = k->shape[1];
+    s[IS_K] = p->top_k;
+    s[IS_ROW] = p->key_format == QUERN_DSV4_ROWS ? s[IS_C] : dsv4_row_bytes(p->key_format, s[IS_C]);
+    const int64_t width_step = p->key_format == QUERN_DSV4_FP4 ? INDEX_FP4_BLOCK : 8;
+    if (s[IS_C] < width_step || s[IS_C] > INDEX_WIDTH_MOST || s[IS_C] % width_step != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld channels: a multiple of %lld up to %d is accepted", (long long)s[IS_C],
+                         (long long)width_step, INDEX_WIDTH_MOST);
+    if (s[IS_H] < 1 || s[IS_H] > INT32_MAX || s[IS_T] > INT32_MAX || s[IS_S] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld heads, %lld queries and %lld entries: 1 to %d heads and as many of the others are accepted",
+                         (long long)s[IS_H], (long long)s[IS_T], (long long)s[IS_S], INT32_MAX);
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    (void)call, (void)data;
+    return QUERN_OK;
+}
+
+static quern_status plan(op_call *call)
+{
+    dsv4_index_call *c = (dsv4_index_call *)call;
+    const indexer_stage *stage = &call->backend->indexer;
+    arena a = op_workspace();
+    char why[STAGE_WHY_BYTES] = "";
+    if (stage->run == NULL) return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no indexer: the cpu has", call->backend->name);
+    const double channels = (double)call->symbol[IS_C], heads = (double)call->symbol[IS_H];
+    c->indexer = (indexer_args){.ratio = c->params.ratio,
+                                .position = c->params.start_abs_pos,
+                                .format = dsv4_entry_format(c->params.key_format),
+                                .scale = (float)(1.0 / sqrt(channels * heads)),
+                                .q = op_view(call, DI_Q, false),
+                                .keys = op_view(call, DI_K, false),
+                                .w = op_view(call, DI_W, false),
+                                .idx = op_view(call, DI_IDX, false),
+                                .count = op_view(call, DI_COUNT, false),
+                                .scores = op_view(call, DI_SCORES, false)};
+    if (!STAGE_TAKES(*stage, &call->exec, &c->indexer, why)) return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+    c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->indexer));
+    op_workspace_end(call, &a);
+    return QUERN_OK;
+}
+
+static quern_status run(const op_call *call, const op_frame *frame)
+{
+    const dsv4_index_call *c = (const dsv4_index_call *)call;
+    return op_indexer(call, frame, &c->indexer, c->scratch);
+}
+
+const op_family dsv4_index_family = {
+    .operations = operations,
+    .operation_count = 1,
+    .first = QUERN_OP_DSV4_INDEX,
+    .tensors = tensors,
+    .tensor_count = DSV4_INDEX_TENSORS,
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_DSV4_INDEX_PARAMS_INIT",
+    .tensors_init = "QUERN_DSV4_INDEX_TENSORS_INIT",
+    .call_size = sizeof(dsv4_index_call),
+    .params_at = offsetof(dsv4_index_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = plan,
+    .run = run,
+};
+
+quern_status quern_dsv4_index_workspace(quern_context *ctx, const quern_dsv4_index_params *given, const quern_dsv4_index_tensors *of, size_t *bytes)
+{
+    dsv4_index_call call;
+    return op_workspace_of(&call.head, &dsv4_index_family, 0, ctx, given, of, bytes);
+}
+
+quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *exec, const quern_dsv4_index_params *given, const quern_dsv4_index_tensors *of,
+                              void *workspace, size_t workspace_bytes)
+{
+    dsv4_index_call call;
+    return op_run(&call.head, &dsv4_index_family, 0, ctx, exec, given, of, workspace, workspace_bytes);
+}

@@ -1,0 +1,28 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * indexer.h - the arguments of the stage that scores a query against all entries it sees and keeps the best:
+ *
+ *   score[t,s] = scale sum_h w[t,h] max(0, q[t,h] . key[s]),   s < (position of t + 1) / ratio
+ *
+ * The scores go into the choice as they come; they are stored only where `scores` is present.
+ */
+#ifndef QUERN_STAGES_INDEXER_H
+#define QUERN_STAGES_INDEXER_H
+
+#include "stages/pool.h"
+#include "stages/stage.h"
+
+typedef struct indexer_args {
+    int64_t ratio, position; /* tokens of an entry; where query 0 of every sequence stands */
+    entry_format format;     /* of keys: ENTRY_ROWS, or bytes */
+    float scale;
+    quern_tensor q, keys, w;   /* [B,T,H,C], [B,S,C or bytes], [B,T,H] */
+    quern_tensor idx, count;   /* i32 [B,T,k] ascending, then -1; [B,T] */
+    quern_tensor scores;       /* f32 [B,T,S] or absent; -inf where an entry is not seen */
+} indexer_args;
+STAGE_DECLARE(indexer);
+#define INDEXER_TENSORS(F) F(q) F(keys) F(w) F(idx) F(count) F(scores)
+#define INDEXER_VALUES(F) F(ratio) F(position) F(format) F(scale)
+
+#endif

@@ -1,0 +1,256 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* bench_core.c - `quern bench v4-index`: DeepSeek-V4's indexer on the last queries of a sequence. Kernel and ceiling take
+ * turns; the fraction is the median of the rounds'. */
+#include "bench_core.h"
+
+#include "accept.h"
+#include "bench.h"
+#include "command.h"
+#include "machine.h"
+#include "output.h"
+#include "values.h"
+
+#include <quern/dsv4.h>
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ROUNDS = 9, LENGTHS_MAX = 16, MEMORY = 12 };
+
+typedef struct core_bench {
+    const char *n, *threads, *json;
+    int64_t queries, heads, width, top_k, ratio, rounds;
+    int dtype;
+} core_bench;
+
+static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL};
+#define AT(member) offsetof(core_bench, member)
+static const option_row rows[] = {
+    {"n", OPTION_TEXT, AT(n), NULL, "tokens of the context, such as 16k,64k"},
+    {"queries", OPTION_INT, AT(queries), NULL, "its last tokens, which ask; 0: all"},
+    {"heads", OPTION_INT, AT(heads), NULL, "query heads"},
+    {"width", OPTION_INT, AT(width), NULL, "channels of a head"},
+    {"top-k", OPTION_INT, AT(top_k), NULL, "entries selected"},
+    {"ratio", OPTION_INT, AT(ratio), NULL, "tokens of an entry"},
+    {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of queries and keys"},
+    {"rounds", OPTION_INT, AT(rounds), NULL, "in which kernel and ceiling take turns, at most 101"},
+    {"threads", OPTION_TEXT, AT(threads), NULL, "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
+    {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
+};
+#undef AT
+
+/* A pass: what it runs, what it must compute at least. */
+typedef struct core_pass {
+    const char *op, *formula;
+    bool backward;
+    double flops;
+} core_pass;
+
+/* A call on random data. */
+typedef struct core_data {
+    const core_bench *o;
+    int64_t n, queries, entries;
+    quern_dsv4_index_params index;
+    quern_dsv4_index_tensors index_tensors;
+    quern_tensor t[MEMORY];
+    void *memory[MEMORY], *workspace;
+    int used;
+    size_t bytes;
+} core_data;
+
+/* The next tensor of the data, contiguous; NULL where memory is short. */
+static const quern_tensor *make(core_data *d, quern_dtype dtype, int32_t ndim, const int64_t *shape, bool random)
+{
+    int64_t count = 1;
+    for (int32_t k = 0; k < ndim; k++) count *= shape[k];
+    quern_tensor *t = &d->t[d->used];
+    void *memory = bench_allocate((size_t)count * quern_dtype_size(dtype) + 1);
+    *t = quern_tensor_contiguous(memory, dtype, ndim, shape);
+    if (memory != NULL && random) fill_normal(t, (uint64_t)d->used + 1);
+    d->memory[d->used++] = memory;
+    return memory != NULL ? t : NULL;
+}
+
+static void close_data(core_data *d)
+{
+    for (int i = 0; i < d->used; i++) free(d->memory[i]);
+    free(d->workspace);
+}
+
+static quern_status open_index(core_data *d, quern_context *ctx)
+{
+    const core_bench *o = d->o;
+    const quern_dtype dtype = (quern_dtype)o->dtype;
+    d->index = (quern_dsv4_index_params)QUERN_DSV4_INDEX_PARAMS_INIT;
+    d->index.ratio = o->ratio, d->index.top_k = o->top_k, d->index.start_abs_pos = d->n - d->queries;
+    quern_dsv4_index_tensors *t = &d->index_tensors;
+    *t = (quern_dsv4_index_tensors)QUERN_DSV4_INDEX_TENSORS_INIT;
+    const int64_t q[] = {1, d->queries, o->heads, o->width}, k[] = {1, d->entries, o->width}, idx[] = {1, d->queries, o->top_k};
+    t->q = make(d, dtype, 4, q, true);
+    t->k = make(d, dtype, 3, k, true);
+    t->w = make(d, QUERN_F32, 3, q, true);
+    t->idx = make(d, QUERN_I32, 3, idx, false);
+    t->count = make(d, QUERN_I32, 2, idx, false);
+    if (t->q == NULL || t->k == NULL || t->w == NULL || t->idx == NULL || t->count == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    return quern_dsv4_index_workspace(ctx, &d->index, t, &d->bytes);
+}
+
+static int open_data(core_data *d, const core_bench *o, int64_t n, quern_context *ctx)
+{
+    *d = (core_data){.o = o, .n = n, .queries = o->queries > 0 && o->queries < n ? o->queries : n, .entries = n / o->ratio};
+    const quern_status status = open_index(d, ctx);
+    if (status == QUERN_ERR_OUT_OF_MEMORY) return fail(EXIT_MACHINE, "no memory for %" PRId64 " tokens", n);
+    if (status != QUERN_OK) return fail_status(status);
+    d->workspace = bench_allocate(d->bytes + 1);
+    return d->workspace != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for the workspace");
+}
+
+static core_pass pass_of(const core_data *d)
+{
+    double pairs = 0; /* of a query and an entry that it sees */
+    for (int64_t t = d->n - d->queries; t < d->n; t++) pairs += (double)((t + 1) / d->o->ratio);
+    return (core_pass){"v4-index", "2 Hi C for a query and an entry that it sees", false, 2 * pairs * (double)(d->o->heads * d->o->width)};
+}
+
+static quern_status run_pass(core_data *d, quern_context *ctx)
+{
+    return quern_dsv4_index(ctx, NULL, &d->index, &d->index_tensors, d->workspace, d->bytes);
+}
+
+static int by_value(const void *a, const void *b)
+{
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *x, int n)
+{
+    qsort(x, (size_t)n, sizeof *x, by_value);
+    return x[n / 2];
+}
+
+/* The pass, for about a tenth of a second, in turns with its ceiling. */
+static int measure(core_data *d, const core_pass *what, int rounds, quern_context *ctx, measurement *out, ceiling *limit)
+{
+    double ms[BENCH_REPS_MAX], fraction[BENCH_REPS_MAX], rate[BENCH_REPS_MAX];
+    const quern_cpu_level level = quern_context_cpu_level(ctx);
+    *limit = level == QUERN_CPU_LEVEL_AVX512BF16 && d->o->dtype == QUERN_BF16 ? CEILING_BF16
+             : level >= QUERN_CPU_LEVEL_AVX512                               ? CEILING_FMA512
+                                                                             : CEILING_FMA256;
+    for (int i = -1; i < rounds; i++) {
+        int runs = 0;
+        progress("%s n %" PRId64 ": round %d of %d", what->op, d->n, i + 1, rounds);
+        const double start = now_ms();
+        do {
+            const quern_status status = run_pass(d, ctx);
+            if (status != QUERN_OK) return fail_status(status);
+            runs++;
+        } while (now_ms() - start < 100);
+        if (i < 0) continue;
+        ms[i] = (now_ms() - start) / runs;
+        rate[i] = ceiling_measure(*limit, quern_context_threads(ctx));
+        fraction[i] = rate[i] > 0 ? what->flops / ms[i] * 1e-6 / rate[i] : 0;
+    }
+    progress_clear();
+    *out = (measurement){.time = timing_of(ms, rounds), .fraction = median(fraction, rounds), .ceiling = median(rate, rounds)};
+    return EXIT_DONE;
+}
+
+static void report(const core_data *d, const core_pass *what, const measurement *m, ceiling limit, int threads, json_t *list)
+{
+    const double rate = what->flops / m->time.median * 1e-6;
+    printf("%-14s n %8" PRId64 "  queries %6" PRId64 "  threads %2d  %10.3f ms (p10 %.3f, p90 %.3f)  %7.1f GFLOP/s  %5.3f of %s %.1f\n", what->op, d->n,
+           d->queries, threads, m->time.median, m->time.p10, m->time.p90, rate, m->fraction, ceiling_name(limit), m->ceiling);
+    const core_bench *o = d->o;
+    json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:b}", "n", (json_int_t)d->n, "queries", (json_int_t)d->queries, "heads", (json_int_t)o->heads,
+                              "width", (json_int_t)o->width, "top_k", (json_int_t)o->top_k, "ratio", (json_int_t)o->ratio, "backward", (int)what->backward);
+    json_array_append_new(list, json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:f, s:s, s:f, s:s}", "op", what->op, "shape", shape, "dtype",
+                                          dtype_choices[o->dtype], "threads", threads, "reps", m->time.reps, "ms_median", m->time.median, "ms_p10",
+                                          m->time.p10, "ms_p90", m->time.p90, "gflops", rate, "ceiling", ceiling_name(limit), "fraction", m->fraction,
+                                          "formula", what->formula));
+}
+
+static int bench(const core_bench *o)
+{
+    int64_t lengths[LENGTHS_MAX], threads[4];
+    const int length_count = parse_integers(o->n, 1, INT32_MAX, lengths, LENGTHS_MAX), thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
+    if (length_count < 0 || thread_count < 0 || o->queries < 0 || o->ratio < 1 || o->heads < 1 || o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
+        return fail(EXIT_USAGE, "--n '%s' --threads '%s' --queries %" PRId64 " --ratio %" PRId64 " --heads %" PRId64 " --rounds %" PRId64
+                    ": lists such as 16k,64k and 1,2, 0 or more queries, a ratio and heads from 1 on, and 1 to %d rounds are accepted",
+                    o->n, o->threads, o->queries, o->ratio, o->heads, o->rounds, BENCH_REPS_MAX);
+    json_t *list = json_array();
+    quern_context *ctx = NULL;
+    int code = output_check(o->json);
+    for (int i = 0; i < thread_count * length_count && code == EXIT_DONE; i++) {
+        core_data d;
+        quern_context_destroy(ctx);
+        ctx = NULL;
+        if ((code = open_context(&(machine_options){.threads = threads[i / length_count]}, &ctx)) != EXIT_DONE) break;
+        code = open_data(&d, o, lengths[i % length_count], ctx);
+        if (code == EXIT_DONE) {
+            const core_pass what = pass_of(&d);
+            measurement m = {.fraction = 0};
+            ceiling limit;
+            code = measure(&d, &what, (int)o->rounds, ctx, &m, &limit);
+            if (code == EXIT_DONE) report(&d, &what, &m, limit, quern_context_threads(ctx), list);
+        }
+        close_data(&d);
+    }
+    if (code == EXIT_DONE && o->json != NULL) {
+        json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:O}", "schema", 1, "version", quern_version(), "commit", machine_commit(), "machine",
+                                 machine_json(ctx), "device", "cpu", "results", list);
+        code = output_json(o->json, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
+        json_decref(root);
+    }
+    json_decref(list);
+    quern_context_destroy(ctx);
+    return code;
+}
+
+/* A fraction on all threads. */
+static int accept_one(acceptance *a, const core_bench *o, int64_t n, const char *line, double target)
+{
+    enum { ACCEPT_ROUNDS = 21 };
+    core_data d;
+    measurement m = {.fraction = 0};
+    ceiling limit;
+    int code = open_data(&d, o, n, a->all);
+    const core_pass what = pass_of(&d);
+    if (code == EXIT_DONE) code = measure(&d, &what, ACCEPT_ROUNDS, a->all, &m, &limit);
+    close_data(&d);
+    if (code == EXIT_DONE) accept_figure(a, line, false, target, m.fraction, "");
+    return code;
+}
+
+static core_bench index_defaults(void)
+{
+    return (core_bench){.n = "64k", .threads = "0", .queries = 64, .heads = 64, .width = 128, .top_k = 512, .ratio = 4, .rounds = ROUNDS, .dtype = QUERN_BF16};
+}
+
+int accept_core(acceptance *a)
+{
+    const core_bench index = index_defaults();
+    return accept_one(a, &index, 65536, "indexer scores and top-512 of 16k entries, 64 x 128, bf16: of bf16 dot peak", 0.7);
+}
+
+int bench_core(int argc, char **argv, const char *subject)
+{
+    core_bench o = index_defaults();
+    const option_group groups[] = {{rows, sizeof rows / sizeof *rows, &o}};
+    int first;
+    bool help;
+    const int code = parse_options(argc, argv, groups, 1, &first, &help);
+    if (code != EXIT_DONE) return code;
+    if (help) {
+        printf("usage: quern bench %s [--key value ...]\n\n"
+               "The last queries of a context of n tokens, as a fraction of the arithmetic peak that is measured in turns with them.\n\noptions:\n",
+               subject);
+        print_options(&groups[0]);
+        return EXIT_DONE;
+    }
+    if (argc - first != 1) return fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
+    return bench(&o);
+}

@@ -1,0 +1,14 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* bench_core.h - DeepSeek-V4's indexer, measured. */
+#ifndef QUERN_TOOLS_BENCH_CORE_H
+#define QUERN_TOOLS_BENCH_CORE_H
+
+struct acceptance;
+
+/* `quern bench` v4-index. */
+int bench_core(int argc, char **argv, const char *subject);
+/* Its figures of `quern accept dsv4`. */
+int accept_core(struct acceptance *a);
+
+#endif
