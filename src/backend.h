@@ -16,7 +16,7 @@
 
 #include "stages/attend.h"
 #include "stages/attend_gate.h"
-#include "stages/check.h"
+#include "stages/validate_lists.h"
 #include "stages/compress.h"
 #include "stages/convert.h"
 #include "stages/dequantise.h"
@@ -48,7 +48,7 @@
     F(convert, convert)               \
     F(rowdot, rowdot)                 \
     F(list_convert, list_convert)     \
-    F(check, check)                   \
+    F(validate_lists, validate_lists)                  \
     F(attend_gate_forward, attend_gate) /* optional */ \
     F(quantise, quantise)             \
     F(dequantise, dequantise)         \
@@ -76,7 +76,7 @@
     F(convert, CONVERT) \
     F(rowdot, ROWDOT) \
     F(list_convert, LIST_CONVERT) \
-    F(check, CHECK) \
+    F(validate_lists, VALIDATE_LISTS) \
     F(quantise, QUANTISE) \
     F(dequantise, DEQUANTISE) \
     F(fused_quantise, FUSED_QUANTISE) \

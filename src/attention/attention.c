@@ -53,7 +53,7 @@ quern_status attention_plan(op_call *call)
     arena a = op_workspace();
     char why[STAGE_WHY_BYTES] = "";
     c->attend = attend_of(c);
-    c->check = (check_args){.seqs = c->attend.seqs, .status = op_status_view(call)};
+    c->lists = (validate_lists_args){.seqs = c->attend.seqs, .status = op_status_view(call)};
     const attend_stage *stage = is_backward(call) ? &b->attend_backward : &b->attend_forward;
     size_t bytes = 0;
     if (is_backward(call)) {
@@ -76,7 +76,7 @@ quern_status attention_run(const op_call *call, const op_frame *frame)
 {
     const attention_call *c = (const attention_call *)call;
     quern_status status = QUERN_OK;
-    if (frame->asked) status = op_check(call, frame, &c->check, NULL);
+    if (frame->asked) status = op_validate_lists(call, frame, &c->lists, NULL);
     if (status == QUERN_OK && !is_backward(call))
         return op_attend_forward(call, frame, &c->attend, c->scratch);
     if (status == QUERN_OK) status = op_rowdot(call, frame, &c->rowdot, c->scratch);

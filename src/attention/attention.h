@@ -27,7 +27,7 @@ typedef struct attention_call {
     quern_attention_params params;
     attend_args attend;
     rowdot_args rowdot; /* backward */
-    check_args check;
+    validate_lists_args lists;
     const void *scratch;
 } attention_call;
 

@@ -49,7 +49,7 @@ void cpu_convert_kernel(const stage_exec *exec, const convert_args *args, char t
 quern_status cpu_list_convert(const stage_exec *exec, const list_convert_args *args, void *workspace);
 void cpu_list_convert_kernel(const stage_exec *exec, const list_convert_args *args, char text[STAGE_NAME_BYTES]);
 
-quern_status cpu_check(const stage_exec *exec, const check_args *args, void *workspace);
+quern_status cpu_validate_lists(const stage_exec *exec, const validate_lists_args *args, void *workspace);
 
 size_t cpu_gemm_workspace(const stage_exec *exec, const gemm_args *args);
 quern_status cpu_gemm(const stage_exec *exec, const gemm_args *args, void *workspace);

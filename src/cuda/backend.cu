@@ -48,7 +48,7 @@ static const quern_backend backend = {
     .convert = {convert_supports, convert_bytes, on_device<convert_args, convert_run>},
     .rowdot = {rowdot_supports, rowdot_bytes, on_device<rowdot_args, rowdot_run>},
     .list_convert = {list_convert_supports, list_convert_bytes, on_device<list_convert_args, list_convert_run>},
-    .check = {check_supports, check_bytes, on_device<check_args, check_run>},
+    .validate_lists = {validate_lists_supports, validate_lists_bytes, on_device<validate_lists_args, validate_lists_run>},
 };
 
 #define TEXT2(x) #x

@@ -41,8 +41,8 @@ quern_status rowdot_run(const stage_exec *exec, const rowdot_args *args, void *w
 bool list_convert_supports(const stage_exec *exec, const list_convert_args *args, char why[STAGE_WHY_BYTES]);
 size_t list_convert_bytes(const stage_exec *exec, const list_convert_args *args);
 quern_status list_convert_run(const stage_exec *exec, const list_convert_args *args, void *workspace);
-bool check_supports(const stage_exec *exec, const check_args *args, char why[STAGE_WHY_BYTES]);
-size_t check_bytes(const stage_exec *exec, const check_args *args);
-quern_status check_run(const stage_exec *exec, const check_args *args, void *workspace);
+bool validate_lists_supports(const stage_exec *exec, const validate_lists_args *args, char why[STAGE_WHY_BYTES]);
+size_t validate_lists_bytes(const stage_exec *exec, const validate_lists_args *args);
+quern_status validate_lists_run(const stage_exec *exec, const validate_lists_args *args, void *workspace);
 
 #endif

@@ -36,7 +36,7 @@ typedef struct nsa_call {
     const void *scratch;           /* what the stages share, one after the other */
     stage_seqs tokens, compressed; /* queries against tokens, against compressed entries */
     nsa_views views;
-    check_args check;
+    validate_lists_args lists;
     /* Filled by carve, where they are used. */
     compress_args compress;
     select_args select;

@@ -160,14 +160,14 @@ static quern_status report(const list_call *c, const op_frame *frame, const list
     lists.shape[3] = args->in.shape[1];
     lists.strides[3] = 1;
     lists.strides[0] = lists.strides[2] = 0;
-    const check_args check = {.seqs = {1, args->n, args->n, {0}, {0}},
+    const validate_lists_args validate = {.seqs = {1, args->n, args->n, {0}, {0}},
                               .blocks = lists,
                               .tile = args->n > 0 ? args->n : 1,
                               .select_block = args->from,
                               .block_size = 1,
                               .stride = 1,
                               .status = op_status_view(&c->head)};
-    return op_check(&c->head, frame, &check, NULL);
+    return op_validate_lists(&c->head, frame, &validate, NULL);
 }
 
 static quern_status run(const op_call *call, const op_frame *frame)

@@ -107,15 +107,15 @@ static void fill_sequences(nsa_call *c)
     const quern_tensor cu = flat(c, T_CU_SEQLENS);
     c->tokens = (stage_seqs){c->batch, c->n, c->n, cu, cu};
     c->compressed = (stage_seqs){c->batch, c->n, c->n_cmp, cu, flat(c, T_CU_SEQLENS_CMP)};
-    c->check = (check_args){.seqs = c->compressed,
+    c->lists = (validate_lists_args){.seqs = c->compressed,
                             .tile = p->tile,
                             .select_block = p->select_block,
                             .block_size = p->block_size,
                             .stride = p->stride,
                             .status = op_status_view(h)};
-    if (h->role[T_CU_SEQLENS_CMP] != OP_NEEDED) c->check.seqs.cu_kv = (quern_tensor){0};
-    if (h->role[T_BLOCK_IDX] == OP_NEEDED) c->check.blocks = c->views.block_idx;
-    if (h->role[T_GROUP_IDX] == OP_NEEDED) c->check.groups = c->views.group_idx;
+    if (h->role[T_CU_SEQLENS_CMP] != OP_NEEDED) c->lists.seqs.cu_kv = (quern_tensor){0};
+    if (h->role[T_BLOCK_IDX] == OP_NEEDED) c->lists.blocks = c->views.block_idx;
+    if (h->role[T_GROUP_IDX] == OP_NEEDED) c->lists.groups = c->views.group_idx;
 }
 
 /* Whether the backend takes every stage that the carved call uses. */
@@ -156,6 +156,6 @@ quern_status nsa_plan(op_call *call)
 quern_status nsa_run_stages(const op_call *call, const op_frame *frame)
 {
     const nsa_call *c = (const nsa_call *)call;
-    const quern_status status = frame->asked ? op_check(call, frame, &c->check, NULL) : QUERN_OK;
+    const quern_status status = frame->asked ? op_validate_lists(call, frame, &c->lists, NULL) : QUERN_OK;
     return status == QUERN_OK ? operations[call->operation]->run(c, frame) : status;
 }

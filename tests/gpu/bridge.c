@@ -173,69 +173,51 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
     return status;
 }
 
-#define AT(member) offsetof(ARGS, member),
-#define ARGS attend_args
-static const size_t attend_tensors[] = {ATTEND_TENSORS(AT)};
-#undef ARGS
-#define ARGS compress_args
-static const size_t compress_tensors[] = {COMPRESS_TENSORS(AT)};
-#undef ARGS
-#define ARGS select_args
-static const size_t select_tensors[] = {SELECT_TENSORS(AT)};
-#undef ARGS
-#define ARGS gate_args
-static const size_t gate_tensors[] = {GATE_TENSORS(AT)};
-#undef ARGS
-#define ARGS convert_args
-static const size_t convert_tensors[] = {CONVERT_TENSORS(AT)};
-#undef ARGS
-#define ARGS rowdot_args
-static const size_t rowdot_tensors[] = {ROWDOT_TENSORS(AT)};
-#undef ARGS
-#define ARGS list_convert_args
-static const size_t list_convert_tensors[] = {LIST_CONVERT_TENSORS(AT)};
-#undef ARGS
-#define ARGS check_args
-static const size_t check_tensors[] = {CHECK_TENSORS(AT)};
-#undef ARGS
-
-#define STAGE_BRIDGE(stage, type, tensors)                                                                            \
-    static bool stage##_supports(const stage_exec *exec, const type *args, char why[STAGE_WHY_BYTES])                 \
-    {                                                                                                                 \
-        return cuda->stage.supports(exec, args, why);                                                                 \
-    }                                                                                                                 \
-    static size_t stage##_workspace(const stage_exec *exec, const type *args)                                         \
-    {                                                                                                                 \
-        return cuda->stage.workspace(exec, args);                                                                     \
-    }                                                                                                                 \
-    static quern_status stage##_call(const stage_exec *exec, const void *args, void *workspace)                       \
-    {                                                                                                                 \
-        return cuda->stage.run(exec, args, workspace);                                                                \
-    }                                                                                                                 \
-    static quern_status stage##_run(const stage_exec *exec, const type *args, void *workspace)                        \
-    {                                                                                                                 \
-        type copy = *args;                                                                                            \
-        (void)workspace;                                                                                              \
-        return bridge(#stage, exec, &copy, tensors, sizeof tensors / sizeof *tensors, cuda->stage.workspace(exec, args), stage##_call); \
+/* Where the views of a stage's arguments stand; returns how many there are. */
+#define AT(member) offsetof(fields_of, member),
+#define VIEWS(name, NAME)                                        \
+    static size_t name##_views(const size_t **offsets)           \
+    {                                                            \
+        typedef name##_args fields_of;                           \
+        static const size_t all[] = {NAME##_TENSORS(AT)};        \
+        *offsets = all;                                          \
+        return sizeof all / sizeof *all;                         \
     }
-STAGE_BRIDGE(attend_forward, attend_args, attend_tensors)
-STAGE_BRIDGE(attend_backward, attend_args, attend_tensors)
-STAGE_BRIDGE(compress_forward, compress_args, compress_tensors)
-STAGE_BRIDGE(compress_backward, compress_args, compress_tensors)
-STAGE_BRIDGE(select, select_args, select_tensors)
-STAGE_BRIDGE(gate_forward, gate_args, gate_tensors)
-STAGE_BRIDGE(gate_backward, gate_args, gate_tensors)
-STAGE_BRIDGE(convert, convert_args, convert_tensors)
-STAGE_BRIDGE(rowdot, rowdot_args, rowdot_tensors)
-STAGE_BRIDGE(list_convert, list_convert_args, list_convert_tensors)
-STAGE_BRIDGE(check, check_args, check_tensors)
+BACKEND_ARGS(VIEWS)
 
-#define ROW(stage) .stage = {stage##_supports, stage##_workspace, stage##_run, NULL}
-static const quern_backend bridged = {
-    .name = "cuda, from host memory",
-    ROW(attend_forward), ROW(attend_backward), ROW(compress_forward), ROW(compress_backward), ROW(select),
-    ROW(gate_forward), ROW(gate_backward), ROW(convert), ROW(rowdot), ROW(list_convert), ROW(check),
-};
+/* No GPU backend offers this stage; its views are those of its members. */
+static size_t attend_gate_views(const size_t **offsets)
+{
+    *offsets = NULL;
+    fail_msg("attend_gate: the views of its members are not carried");
+    return 0;
+}
+
+#define STAGE_BRIDGE(stage, name)                                                                                   \
+    static bool stage##_supports(const stage_exec *exec, const name##_args *args, char why[STAGE_WHY_BYTES])        \
+    {                                                                                                               \
+        return STAGE_TAKES(cuda->stage, exec, args, why);                                                           \
+    }                                                                                                               \
+    static size_t stage##_workspace(const stage_exec *exec, const name##_args *args)                                \
+    {                                                                                                               \
+        return STAGE_WORKSPACE(cuda->stage, exec, args);                                                            \
+    }                                                                                                               \
+    static quern_status stage##_call(const stage_exec *exec, const void *args, void *workspace)                     \
+    {                                                                                                               \
+        return cuda->stage.run(exec, args, workspace);                                                              \
+    }                                                                                                               \
+    static quern_status stage##_run(const stage_exec *exec, const name##_args *args, void *workspace)               \
+    {                                                                                                               \
+        name##_args copy = *args;                                                                                   \
+        const size_t *offsets = NULL, count = name##_views(&offsets);                                               \
+        (void)workspace;                                                                                            \
+        return bridge(#stage, exec, &copy, offsets, count, stage##_workspace(exec, args), stage##_call);            \
+    }
+BACKEND_STAGES(STAGE_BRIDGE)
+
+static quern_backend bridged = {.name = "cuda, from host memory"};
+#define ROW(stage, name)       \
+    if (cuda->stage.run != NULL) bridged.stage = (name##_stage){stage##_supports, stage##_workspace, stage##_run, cuda->stage.kernel};
 
 const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *ignored, stage_exec *exec)
 {
@@ -247,6 +229,7 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
         if (plugin->check_device(0) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
         CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         cuda = plugin->backend;
+        BACKEND_STAGES(ROW)
     }
     *exec = (stage_exec){.device = QUERN_CPU, .device_id = device_id, .threads = ctx->threads, .cpu_level = ctx->cpu_level};
     return &bridged;

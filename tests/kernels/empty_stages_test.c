@@ -84,9 +84,9 @@ static void lists(void **state)
     RUN(list_convert, &convert);
     for (int i = 0; i < EMPTIES; i++) {
         const int64_t b = empties[i].batch, h = empties[i].heads;
-        check_args check = {.seqs = {.batch = b}, .blocks = view(QUERN_I32, 4, b, h, 0, 3), .tile = 1, .select_block = 8, .block_size = 8, .stride = 8};
-        check.status = quern_tensor_contiguous(&word, QUERN_I32, 1, (const int64_t[]){1});
-        RUN(check, &check);
+        validate_lists_args validate = {.seqs = {.batch = b}, .blocks = view(QUERN_I32, 4, b, h, 0, 3), .tile = 1, .select_block = 8, .block_size = 8, .stride = 8};
+        validate.status = quern_tensor_contiguous(&word, QUERN_I32, 1, (const int64_t[]){1});
+        RUN(validate_lists, &validate);
         select_args select = {.seqs = {.batch = b}, .q = view(QUERN_F32, 4, b, 0, h, 8), .keys = view(QUERN_F32, 4, b, 0, h, 8)};
         select.block_size = select.stride = select.select_block = 8;
         select.k = 3;

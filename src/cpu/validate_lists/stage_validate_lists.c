@@ -1,24 +1,24 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_check.c - the check stage: whether a handed-in list has entries outside its sequence. The borders themselves are
- * checked before any stage: the host can read them. */
+/* stage_validate_lists.c - the validate_lists stage: whether a handed-in list has entries outside its sequence. The
+ * offsets of sequences are checked before any stage: the host can read them. */
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
-typedef struct check_list {
-    const check_args *args;
+typedef struct list_job {
+    const validate_lists_args *args;
     const quern_tensor *list;
     bool groups;
     int32_t bit;
-} check_list;
+} list_job;
 
 /* The lists of one sequence and one head. */
-static void check_sequence(void *arg, int64_t index, int32_t thread)
+static void validate_sequence(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
-    const check_list *c = arg;
-    const check_args *a = c->args;
+    const list_job *c = arg;
+    const validate_lists_args *a = c->args;
     const quern_tensor *list = c->list;
     const int64_t heads = list->shape[1], b = index / heads, h = index % heads, k = list->shape[3];
     const int32_t *cu = a->seqs.cu_q.data;
@@ -35,12 +35,12 @@ static void check_sequence(void *arg, int64_t index, int32_t thread)
     if (bad) __atomic_fetch_or((int32_t *)a->status.data, c->bit, __ATOMIC_RELAXED);
 }
 
-quern_status cpu_check(const stage_exec *exec, const check_args *args, void *workspace)
+quern_status cpu_validate_lists(const stage_exec *exec, const validate_lists_args *args, void *workspace)
 {
     (void)workspace;
-    check_list lists[] = {{args, &args->blocks, false, QUERN_STATUS_BAD_INDEX}, {args, &args->groups, true, QUERN_STATUS_BAD_GROUP}};
+    list_job lists[] = {{args, &args->blocks, false, QUERN_STATUS_BAD_INDEX}, {args, &args->groups, true, QUERN_STATUS_BAD_GROUP}};
     for (int i = 0; i < 2; i++)
         if (lists[i].list->ndim > 0 && lists[i].list->shape[2] > 0)
-            parallel_for(exec, args->seqs.batch * lists[i].list->shape[1], check_sequence, &lists[i]);
+            parallel_for(exec, args->seqs.batch * lists[i].list->shape[1], validate_sequence, &lists[i]);
     return QUERN_OK;
 }

@@ -1,14 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* check.cu - the check stage: sets bits of the caller's status word where a handed-in list has entries outside its
- * sequence or the borders of a packed batch are none. Runs only where the caller asks; the kernels that use the lists
- * bound every entry themselves. A warp a list row, lanes over its entries; limit: the lists' bytes over the copy rate. */
+/* validate_lists.cu - the validate_lists stage: sets bits of the caller's status word where a handed-in list has entries
+ * outside its sequence, or where offsets of sequences fall or leave the batch. Runs only where the caller asks; the
+ * kernels that use the lists bound every entry themselves. A warp takes a row of a list, its lanes the entries; limit:
+ * the lists' bytes over the copy rate. */
 #include "stages.cuh"
 
 enum { THREADS = 256 };
 static const int64_t most_blocks = 4096;
 
-struct check_kernel {
+struct list_kernel {
     seqs s;
     const int32_t *list;
     int64_t stride[3], views, heads, rows, k;
@@ -17,7 +18,7 @@ struct check_kernel {
     int32_t bit, *status;
 };
 
-__global__ void __launch_bounds__(THREADS) check_list(const __grid_constant__ check_kernel a)
+__global__ void __launch_bounds__(THREADS) validate_list(const __grid_constant__ list_kernel a)
 {
     const int lane = threadIdx.x % 32;
     bool bad = false;
@@ -34,41 +35,42 @@ __global__ void __launch_bounds__(THREADS) check_list(const __grid_constant__ ch
     if (__any_sync(~0u, bad) && lane == 0) atomicOr(a.status, a.bit);
 }
 
-__global__ void __launch_bounds__(THREADS) check_borders(const int32_t *cu, int64_t batch, int64_t rows, int32_t *status)
+__global__ void __launch_bounds__(THREADS) validate_offsets(const int32_t *cu, int64_t batch, int64_t rows, int32_t *status)
 {
     bool bad = threadIdx.x == 0 && (cu[0] != 0 || cu[batch] > rows);
     for (int64_t i = threadIdx.x; i < batch; i += THREADS) bad |= cu[i + 1] < cu[i];
     if (__any_sync(~0u, bad) && threadIdx.x % 32 == 0) atomicOr(status, QUERN_STATUS_BAD_OFFSETS);
 }
 
-bool check_supports(const stage_exec *, const check_args *, char *) { return true; }
-size_t check_bytes(const stage_exec *, const check_args *) { return 0; }
+bool validate_lists_supports(const stage_exec *, const validate_lists_args *, char *) { return true; }
+size_t validate_lists_bytes(const stage_exec *, const validate_lists_args *) { return 0; }
 
-static quern_status check_lists(const check_args *args, const quern_tensor &list, bool groups, cudaStream_t stream)
+static quern_status launch_list(const validate_lists_args *args, const quern_tensor &list, bool groups, cudaStream_t stream)
 {
     if (!present(list)) return QUERN_OK;
-    check_kernel a = {seqs_of(args->seqs), (const int32_t *)list.data, {list.strides[0], list.strides[1], list.strides[2]},
-                      list.shape[0], list.shape[1], list.shape[2], list.shape[3], args->tile, groups ? (int64_t)STAGE_GROUP_ENTRIES : args->select_block,
-                      args->block_size, groups ? args->stride : 0, groups ? QUERN_STATUS_BAD_GROUP : QUERN_STATUS_BAD_INDEX,
-                      (int32_t *)args->status.data};
+    list_kernel a = {seqs_of(args->seqs), (const int32_t *)list.data, {list.strides[0], list.strides[1], list.strides[2]},
+                     list.shape[0], list.shape[1], list.shape[2], list.shape[3], args->tile,
+                     groups ? (int64_t)STAGE_GROUP_ENTRIES : args->select_block, args->block_size,
+                     groups ? args->stride : 0, groups ? QUERN_STATUS_BAD_GROUP : QUERN_STATUS_BAD_INDEX,
+                     (int32_t *)args->status.data};
     a.s.cu_kv = NULL;
     const int64_t blocks = (a.views * a.heads * a.rows + THREADS / 32 - 1) / (THREADS / 32);
     if (blocks == 0) return QUERN_OK;
-    check_list<<<(unsigned)(blocks < most_blocks ? blocks : most_blocks), THREADS, 0, stream>>>(a);
-    return LAUNCHED("check of a list");
+    validate_list<<<(unsigned)(blocks < most_blocks ? blocks : most_blocks), THREADS, 0, stream>>>(a);
+    return LAUNCHED("validation of a list");
 }
 
-quern_status check_run(const stage_exec *exec, const check_args *args, void *)
+quern_status validate_lists_run(const stage_exec *exec, const validate_lists_args *args, void *)
 {
     cudaStream_t stream = (cudaStream_t)exec->stream;
     const quern_tensor *const borders[] = {&args->seqs.cu_q, &args->seqs.cu_kv};
     for (int i = 0; i < 2; i++) {
         if (!present(*borders[i])) continue;
-        check_borders<<<1, THREADS, 0, stream>>>((const int32_t *)borders[i]->data, args->seqs.batch, i == 0 ? args->seqs.n_q : args->seqs.n_kv,
+        validate_offsets<<<1, THREADS, 0, stream>>>((const int32_t *)borders[i]->data, args->seqs.batch, i == 0 ? args->seqs.n_q : args->seqs.n_kv,
                                                  (int32_t *)args->status.data);
-        const quern_status status = LAUNCHED("check of the borders");
+        const quern_status status = LAUNCHED("validation of cu_seqlens");
         if (status != QUERN_OK) return status;
     }
-    const quern_status status = check_lists(args, args->blocks, false, stream);
-    return status != QUERN_OK ? status : check_lists(args, args->groups, true, stream);
+    const quern_status status = launch_list(args, args->blocks, false, stream);
+    return status != QUERN_OK ? status : launch_list(args, args->groups, true, stream);
 }
