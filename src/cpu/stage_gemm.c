@@ -14,7 +14,6 @@
 #include "core/arena.h"
 #include "core/parallel.h"
 #include "cpu/kernels/attention_kernels.h"
-#include "cpu/pool/pool_kernels.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
@@ -23,7 +22,6 @@ enum { TILE_ROWS = 96, TILE_COLUMNS = 256, DEPTH = 128, FEW_ROWS = 32 };
 typedef struct gemm_job {
     const gemm_args *args;
     const attention_kernels *kernels;
-    const pool_kernels *rows;
     int64_t m, n, k, tiles_n;
     bool pairs;             /* bf16 products */
     const float *b;         /* panels, or the caller's rows */
@@ -36,7 +34,7 @@ typedef struct gemm_job {
 static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
 {
     const quern_tensor *b = &args->b;
-    gemm_job job = {.args = args, .kernels = attention_kernels_for(exec->cpu_level), .rows = pool_kernels_for(exec->cpu_level)};
+    gemm_job job = {.args = args, .kernels = attention_kernels_for(exec->cpu_level)};
     job.m = args->c.shape[0];
     job.n = args->c.shape[1];
     job.k = args->a_transposed ? args->a.shape[0] : args->a.shape[1];
@@ -101,7 +99,7 @@ static operand rows_of_a(const gemm_job *job, int64_t row, int64_t rows, int64_t
     if (a->dtype == QUERN_F32) return (operand){first, across ? 1 : a->strides[0], across ? a->strides[0] : 1};
     const int64_t lines = across ? depth : rows, n = across ? rows : depth, step = a->strides[0] * (int64_t)quern_dtype_size(a->dtype);
     const int64_t ld = across ? TILE_ROWS : DEPTH;
-    for (int64_t i = 0; i < lines; i++) job->rows->convert(first + i * step, a->dtype, copy + i * ld, QUERN_F32, n);
+    for (int64_t i = 0; i < lines; i++) job->kernels->rows->convert(first + i * step, a->dtype, copy + i * ld, QUERN_F32, n);
     return (operand){copy, across ? 1 : ld, across ? ld : 1};
 }
 
@@ -111,8 +109,8 @@ static void store_tile(const gemm_job *job, const float *tile, int64_t row, int6
     for (int64_t i = 0; i < rows; i++) {
         char *to = (char *)(uintptr_t)element(c, row + i, column);
         const float *from = tile + i * TILE_COLUMNS;
-        if (job->args->accumulate) job->kernels->add_scaled_row((float *)(void *)to, from, 1.0f, columns);
-        else job->rows->convert(from, QUERN_F32, to, c->dtype, columns);
+        if (job->args->accumulate) job->kernels->rows->add_scaled((float *)(void *)to, from, 1.0f, columns);
+        else job->kernels->rows->convert(from, QUERN_F32, to, c->dtype, columns);
     }
 }
 

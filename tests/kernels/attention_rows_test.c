@@ -314,20 +314,7 @@ static void rows_of_output(const attention_kernels *kernels, test_random *random
         test_tensor_normal(&o, random, 1);
         test_tensor_normal(&t, random, 1);
         if (n == 24) ((float *)o.view.data)[17] = NAN;
-        if (n == 32) ((float *)o.view.data)[17] = 1e30f; /* infinite in f16 */
         double *x = test_tensor_get(&o), *y = test_tensor_get(&t);
-        for (int i = 0; i < 3; i++) {
-            test_tensor out = matrix(random, activations[i], 1, n, TEST_UNALIGNED);
-            const quern_dtype dtype = activations[i];
-            const int64_t size = (int64_t)quern_dtype_size(dtype);
-            kernels->store_row(o.view.data, dtype, (char *)out.view.data - 3 * size, 3, n);
-            test_tensor_check_guards(&out, "store_row");
-            double *got = test_tensor_get(&out);
-            for (int64_t c = 0; c < n; c++)
-                expect(kernels, "store_row", dtype, c, got[c], test_round(dtype, x[c]), bound_of(kernels, "store_row", 0));
-            free(got);
-            test_tensor_free(&out);
-        }
         kernels->scale_row(o.view.data, 0.3f, n);
         test_tensor_check_guards(&o, "scale_row");
         for (int64_t c = 0; c < n; c++)
@@ -338,13 +325,6 @@ static void rows_of_output(const attention_kernels *kernels, test_random *random
         for (int64_t c = 0; c < n; c++)
             expect(kernels, "scale_add_row", 0, c, ((float *)o.view.data)[c], x[c] * 0.3f + y[c],
                    bound_of(kernels, "scale_add_row", 0) * (fabs(x[c] * 0.3f) + fabs(y[c])));
-        test_tensor_set(&o, x);
-        kernels->add_scaled_row(o.view.data, t.view.data, -1.7f, n);
-        test_tensor_check_guards(&o, "add_scaled_row");
-        test_tensor_check_guards(&t, "add_scaled_row's source");
-        for (int64_t c = 0; c < n; c++)
-            expect(kernels, "add_scaled_row", 0, c, ((float *)o.view.data)[c], x[c] - y[c] * 1.7f,
-                   bound_of(kernels, "add_scaled_row", 0) * (fabs(x[c]) + fabs(y[c] * 1.7f)));
         free(x);
         free(y);
         test_tensor_free(&o);

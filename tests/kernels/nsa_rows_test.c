@@ -88,60 +88,14 @@ static void spread_row(const nsa_kernels *kernels, test_random *random)
         test_tensor out = rows_of(random, dtype, rows, n, stream ? TEST_CONTIGUOUS : TEST_STRIDED);
         double *x = test_tensor_get(&row);
         kernels->spread_row(row.view.data, 0.125f, n, dtype, out.view.data, out.view.strides[0], rows, stream);
-        kernels->fence();
+        kernels->rows->fence();
         test_tensor_check_guards(&out, "spread_row");
         double *got = test_tensor_get(&out);
         for (int64_t j = 0; j < rows * n; j++)
             expect(kernels, "spread_row", QUERN_F32, n, j, got[j], test_round(dtype, x[j % n] * 0.125),
-                   bound_of(kernels, "spread_row", 0, 0) + (stream ? bound_of(kernels, "fence", 0, 0) : 0));
+                   bound_of(kernels, "spread_row", 0, 0) + (stream ? test_kernel_bound("row", "fence", kernels->rows->level, 0, 0) : 0));
         free(x), free(got);
         test_tensor_free(&row), test_tensor_free(&out);
-    }
-}
-
-static void convert_row(const nsa_kernels *kernels, test_random *random)
-{
-    static const double special[] = {0.0, -0.0, INFINITY, -INFINITY, NAN, 65519, 65520, 0x1p-24, 0x1p-25, 0x3p-25, 1 + 0x1p-8, 1 + 0x3p-8, 1e-40};
-    for (int i = 0; i < 9 * LENGTHS; i++) {
-        const quern_dtype from = activations[i % 3], to = activations[i / 3 % 3];
-        const int64_t n = lengths[i / 9];
-        test_tensor in = row_of(random, from, n, TEST_UNALIGNED), out = row_of(random, to, n, TEST_UNALIGNED);
-        double *x = test_tensor_get(&in);
-        for (int64_t j = 0; j < n; j += 2) x[j] = special[j / 2 % (int64_t)(sizeof special / sizeof *special)];
-        test_tensor_set(&in, x);
-        free(x);
-        x = test_tensor_get(&in);
-        kernels->convert_row(in.view.data, from, out.view.data, to, n);
-        test_tensor_check_guards(&out, "convert_row");
-        double *got = test_tensor_get(&out);
-        for (int64_t j = 0; j < n; j++) {
-            const double expected = test_round(to, x[j]);
-            assert_true(bound_of(kernels, "convert_row", 0, 0) == 0);
-            if (isnan(expected) ? !isnan(got[j]) : got[j] != expected || signbit(got[j]) != signbit(expected))
-                fail_msg("%s convert_row %s -> %s: %.9g became %.9g, expected %.9g", quern_cpu_level_name(kernels->level), quern_dtype_name(from),
-                         quern_dtype_name(to), x[j], got[j], expected);
-        }
-        free(x), free(got);
-        test_tensor_free(&in), test_tensor_free(&out);
-    }
-}
-
-static void add_scaled(const nsa_kernels *kernels, test_random *random)
-{
-    for (int i = 0; i < LENGTHS; i++) {
-        const int64_t n = lengths[i];
-        test_tensor src = row_of(random, QUERN_F32, n, TEST_UNALIGNED), dst = row_of(random, QUERN_F32, n, TEST_UNALIGNED);
-        double *x = test_tensor_get(&src), *old = test_tensor_get(&dst);
-        kernels->add_scaled(src.view.data, 0.7f, n, dst.view.data);
-        test_tensor_check_guards(&dst, "add_scaled");
-        double *got = test_tensor_get(&dst);
-        for (int64_t c = 0; c < n; c++) {
-            const double term = (double)0.7f * x[c];
-            expect(kernels, "add_scaled", QUERN_F32, n, c, got[c], old[c] + term,
-                   bound_of(kernels, "add_scaled", 0, 0) * (fabs(old[c]) + fabs(term)));
-        }
-        free(x), free(old), free(got);
-        test_tensor_free(&src), test_tensor_free(&dst);
     }
 }
 
@@ -233,7 +187,7 @@ static void gate_rows(const nsa_kernels *kernels, test_random *random)
         if (combines) t.out = grid_from(&out);
         double *old = test_tensor_get(&gates);
         kernels->gate_rows(&t);
-        kernels->fence();
+        kernels->rows->fence();
         test_tensor_check_guards(&gates, "gates");
         if (combines) test_tensor_check_guards(&out, "gate_rows");
         else test_tensor_check_unchanged(&out, "gate_rows");
@@ -282,7 +236,7 @@ static void gate_backward(const nsa_kernels *kernels, test_random *random)
         t.d_o_b[1] = grid_from(&d_o_b);
         double *g = test_tensor_get(&gates), *old = test_tensor_get(&d_q);
         kernels->gate_backward(&t);
-        kernels->fence();
+        kernels->rows->fence();
         test_tensor_check_unchanged(&gates, "gates");
         test_tensor *outputs[] = {&delta, &d_gates, &d_o_b, &d_q};
         double *got[4];
@@ -432,13 +386,11 @@ static void at_every_level(void **state)
 int main(void)
 {
     char program[] = "nsa_rows_test";
-    kernel_test sum = {sum_rows}, spread = {spread_row}, convert = {convert_row}, add = {add_scaled}, gates = {gate_rows},
+    kernel_test sum = {sum_rows}, spread = {spread_row}, gates = {gate_rows},
                 gradients = {gate_backward}, weights = {gate_weight}, probabilities = {add_probabilities}, best = {best_of};
     const struct CMUnitTest tests[] = {
         {"sum_rows", at_every_level, NULL, NULL, &sum},
         {"spread_row", at_every_level, NULL, NULL, &spread},
-        {"convert_row", at_every_level, NULL, NULL, &convert},
-        {"add_scaled", at_every_level, NULL, NULL, &add},
         {"gate_rows", at_every_level, NULL, NULL, &gates},
         {"gate_backward", at_every_level, NULL, NULL, &gradients},
         {"gate_weight", at_every_level, NULL, NULL, &weights},

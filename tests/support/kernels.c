@@ -7,6 +7,7 @@
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/kernels/nsa_kernels.h"
+#include "cpu/kernels/row_kernels.h"
 #include "cpu/pool/pool_kernels.h"
 
 #include <math.h>
@@ -33,6 +34,7 @@ const test_kernel *test_kernels(size_t *count)
 const void *test_kernel_table(const char *table, quern_cpu_level level)
 {
     if (strcmp(table, "indexer") == 0) return indexer_kernels_for(level);
+    if (strcmp(table, "row") == 0) return row_kernels_for(level);
     if (strcmp(table, "pool") == 0) return pool_kernels_for(level);
     return strcmp(table, "nsa") == 0 ? (const void *)nsa_kernels_for(level) : (const void *)attention_kernels_for(level);
 }

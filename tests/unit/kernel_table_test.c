@@ -9,6 +9,7 @@
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/kernels/nsa_kernels.h"
+#include "cpu/kernels/row_kernels.h"
 #include "cpu/pool/pool_kernels.h"
 #include "kernels.h"
 
@@ -38,7 +39,8 @@ static void every_field_is_listed_once(void **state)
     const struct {
         const char *table;
         size_t first, end;
-    } tables[] = {{"attention", offsetof(attention_kernels, mm_f32), sizeof(attention_kernels)},
+    } tables[] = {{"row", offsetof(row_kernels, convert), sizeof(row_kernels)},
+                  {"attention", offsetof(attention_kernels, mm_f32), sizeof(attention_kernels)},
                   {"nsa", offsetof(nsa_kernels, sum_rows), sizeof(nsa_kernels)},
                   {"pool", offsetof(pool_kernels, merge), sizeof(pool_kernels)},
                   {"indexer", offsetof(indexer_kernels, score_f32), sizeof(indexer_kernels)}};

@@ -181,12 +181,12 @@ void backward_rows_store(const backward_plan *p, const attend_sequence *seq, int
     for (int64_t r = 0; r < n; r++) {
         float *d_q = rows->d_q + r * p->key_ld;
         const int64_t query = (row0 + r) / p->attend.hs, head = (int64_t)unit * p->attend.hs + (row0 + r) % p->attend.hs;
-        const int64_t at = seq->view_b * t->strides[0] + (seq->q0 + query) * t->strides[1] + head * t->strides[2];
+        void *to = row_at(t, seq->view_b, seq->q0 + query, head);
         if (args->accumulate_q) {
-            k->add_scaled_row((float *)t->data + at, d_q, args->scale, p->attend.dim_k);
+            k->rows->add_scaled(to, d_q, args->scale, p->attend.dim_k);
         } else {
             k->scale_row(d_q, args->scale, p->attend.dim_k);
-            k->store_row(d_q, t->dtype, t->data, at, p->attend.dim_k);
+            k->rows->convert(d_q, QUERN_F32, to, t->dtype, p->attend.dim_k);
         }
     }
 }

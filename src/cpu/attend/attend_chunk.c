@@ -13,6 +13,7 @@
  * products. Blocks come in rising order either way, so the sums have one order.
  */
 #include "cpu/attend/attend_tile.h"
+#include "cpu/rows_at.h"
 
 #include <math.h>
 #include <string.h>
@@ -302,8 +303,8 @@ void attend_chunk_store(const attend_plan *p, const attend_chunk *c)
     for (int32_t r = 0; r < c->rows; r++) {
         const int64_t query = c->seq.q0 + (c->row0 + r) / p->hs, head = c->head0 + (c->row0 + r) % p->hs;
         if (o->ndim > 0)
-            p->kernels->store_row(c->o + (int64_t)r * p->value_width, o->dtype, o->data,
-                                  c->seq.view_b * o->strides[0] + query * o->strides[1] + head * o->strides[2], p->dim_v);
+            p->kernels->rows->convert(c->o + (int64_t)r * p->value_width, QUERN_F32,
+                                      row_at(o, c->seq.view_b, query, head), o->dtype, p->dim_v);
         if (lse->ndim > 0)
             ((float *)lse->data)[c->seq.view_b * lse->strides[0] + head * lse->strides[1] + query * lse->strides[2]] = c->sum[r];
     }

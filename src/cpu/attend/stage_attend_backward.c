@@ -195,10 +195,10 @@ static void end_keys(const backward_task *t)
         const int64_t c = key - base, token = t->seq.k0 + key;
         if (keys->fresh[c / KEY_ALIGN]) continue;
         if (p->d_k.data != NULL)
-            k->add_scaled_row(gradient_at(&p->d_k, t->seq.view_b, token, t->kv_head), keys->d_k + c * p->key_ld, p->attend.args->scale,
+            k->rows->add_scaled(gradient_at(&p->d_k, t->seq.view_b, token, t->kv_head), keys->d_k + c * p->key_ld, p->attend.args->scale,
                               p->attend.dim_k);
         if (p->d_v.data != NULL)
-            k->add_scaled_row(gradient_at(&p->d_v, t->seq.view_b, token, t->kv_head), keys->d_v + c * p->value_ld, 1.0f, p->attend.dim_v);
+            k->rows->add_scaled(gradient_at(&p->d_v, t->seq.view_b, token, t->kv_head), keys->d_v + c * p->value_ld, 1.0f, p->attend.dim_v);
     }
     atomic_store_explicit(&t->turns[t->self], keys->key1, memory_order_release);
 }
@@ -237,7 +237,7 @@ static void step_gathered(const backward_task *t, int32_t n)
     backward_step(p, g, n, &t->own->keys, &t->own->scratch);
     for (int32_t i = 0; i < n; i++) {
         if (i + ROWS_AHEAD < n) prefetch(t->own->chunk.d_q + t->own->rows[i + ROWS_AHEAD] * p->key_ld, p->key_width);
-        p->attend.kernels->add_scaled_row(t->own->chunk.d_q + t->own->rows[i] * p->key_ld, g->d_q + i * p->key_ld, 1.0f, p->key_width);
+        p->attend.kernels->rows->add_scaled(t->own->chunk.d_q + t->own->rows[i] * p->key_ld, g->d_q + i * p->key_ld, 1.0f, p->key_width);
     }
 }
 
@@ -343,7 +343,7 @@ static void write_token(void *arg, int64_t index, int32_t thread)
     const quern_tensor *t = job->t;
     const int64_t b = index / t->shape[1], n = index % t->shape[1];
     for (int64_t h = 0; h < t->shape[2]; h++)
-        job->kernels->store_row(gradient_at(job->g, b, n, h), t->dtype, row_at(t, b, n, h), 0, t->shape[3]);
+        job->kernels->rows->convert(gradient_at(job->g, b, n, h), QUERN_F32, row_at(t, b, n, h), t->dtype, t->shape[3]);
 }
 
 size_t cpu_attend_backward_workspace(const stage_exec *exec, const attend_args *args)

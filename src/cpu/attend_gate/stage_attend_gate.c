@@ -227,7 +227,7 @@ static void begin_rows(const gated_job *job, const attend_plan *p, const attend_
         gate_make(&job->args->gate, job->kernels, c->seq.view_b, query, tokens, c->head0 + first, heads, s->gates + 3 * r);
         for (int32_t i = r; i < end && job->current > 0; i++) {
             const int64_t row = c->row0 + i;
-            job->kernels->convert_row(row_at(o, c->seq.view_b, c->seq.q0 + row / p->hs, c->head0 + row % p->hs), o->dtype,
+            job->kernels->rows->convert(row_at(o, c->seq.view_b, c->seq.q0 + row / p->hs, c->head0 + row % p->hs), o->dtype,
                                       s->sum + i * p->value_width, QUERN_F32, p->dim_v);
         }
     }
@@ -240,7 +240,7 @@ static void store_rows(const gated_job *job, const attend_plan *p, const attend_
         void *dst = row_at(o, c->seq.view_b, c->seq.q0 + (c->row0 + r) / p->hs, c->head0 + (c->row0 + r) % p->hs);
         job->kernels->spread_row(s->sum + r * p->value_width, 1.0f, p->dim_v, o->dtype, dst, p->dim_v, 1, may_stream(dst, o->dtype, p->dim_v));
     }
-    job->kernels->fence();
+    job->kernels->rows->fence();
 }
 
 /* Rows [first, first + n) of a chunk, in `rows` or (NULL) where the chunk's own stand. */
@@ -273,7 +273,7 @@ static void run_slice(const gated_job *job, const gated_pass *pass, int32_t firs
         attend_chunk_finish(p, &slice);
         attend_chunk_store(p, &slice);
         for (int32_t r = 0; r < n; r++)
-            p->kernels->add_scaled_row(s->sum + r * p->value_width, slice.o + r * p->value_width, s->gates[3 * r + branch], p->value_width);
+            p->kernels->rows->add_scaled(s->sum + r * p->value_width, slice.o + r * p->value_width, s->gates[3 * r + branch], p->value_width);
     }
     store_rows(job, plan, &rows, s);
 }

@@ -22,5 +22,5 @@ static void mm_bf16(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_ro
 }
 
 const attention_kernels attention_kernels_avx512bf16 = {
-    .level = QUERN_CPU_LEVEL_AVX512BF16, .panel = PANEL, .mm_f32 = mm_f32, .mm_bf16 = mm_bf16, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS,
+    .level = QUERN_CPU_LEVEL_AVX512BF16, .rows = &row_kernels_avx512, .panel = PANEL, .mm_f32 = mm_f32, .mm_bf16 = mm_bf16, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS,
     ATTENTION_ROW_KERNELS_BF16, ATTENTION_BACKWARD_ROW_KERNELS_BF16};

@@ -107,7 +107,7 @@ void gather_tile(const tile_source *s, const sequence_rows *seq, int64_t h, int6
     const bool shifted = is_present(s->pe);
     for (int64_t p = 0; p < positions && shifted; p++) {
         const int64_t at = h * s->pe->strides[0] + (p0 + p) * s->pe->strides[1];
-        s->kernels->convert_row((const char *)s->pe->data + at * (int64_t)quern_dtype_size(s->pe->dtype), s->pe->dtype, shift + p * dim, QUERN_F32,
+        s->kernels->rows->convert((const char *)s->pe->data + at * (int64_t)quern_dtype_size(s->pe->dtype), s->pe->dtype, shift + p * dim, QUERN_F32,
                                 dim);
     }
     for (int64_t i = 0; i < count; i++) {
@@ -122,8 +122,8 @@ void gather_tile(const tile_source *s, const sequence_rows *seq, int64_t h, int6
         }
         float *row = (float *)out + i * ld;
         for (int64_t p = 0; p < positions; p++)
-            s->kernels->convert_row(row_at(s->x, seq->view_b, seq->token0 + (first + i) * s->args->stride + p0 + p, h), s->x->dtype, row + p * dim,
+            s->kernels->rows->convert(row_at(s->x, seq->view_b, seq->token0 + (first + i) * s->args->stride + p0 + p, h), s->x->dtype, row + p * dim,
                                     QUERN_F32, dim);
-        if (shifted) s->kernels->add_scaled(shift, 1.0f, width, row);
+        if (shifted) s->kernels->rows->add_scaled(row, shift, 1.0f, width);
     }
 }

@@ -120,7 +120,7 @@ static void mean_side(const compress_job *job, const side *s, const sequence_row
             stride = round_up16(dim);
         }
         for (int64_t i = 0; i < count; i++)
-            job->kernels->convert_row(rows + i * stride, QUERN_F32, row_at(s->y, seq->view_b, seq->entry0 + first + i, h), s->y->dtype, dim);
+            job->kernels->rows->convert(rows + i * stride, QUERN_F32, row_at(s->y, seq->view_b, seq->entry0 + first + i, h), s->y->dtype, dim);
     }
 }
 
@@ -155,8 +155,8 @@ static void linear_piece(void *arg, int64_t index, int32_t thread)
         multiply_step(m, h, step, count, tile, sum, step > 0, (char *)sum + job->sum_bytes);
     }
     for (int64_t i = 0; i < count; i++) {
-        if (s->bias != NULL) job->kernels->add_scaled(s->bias + h * dim, 1.0f, dim, sum + i * width);
-        job->kernels->convert_row(sum + i * width, QUERN_F32, row_at(s->y, seq.view_b, seq.entry0 + first + i, h), s->y->dtype, dim);
+        if (s->bias != NULL) job->kernels->rows->add_scaled(sum + i * width, s->bias + h * dim, 1.0f, dim);
+        job->kernels->rows->convert(sum + i * width, QUERN_F32, row_at(s->y, seq.view_b, seq.entry0 + first + i, h), s->y->dtype, dim);
     }
 }
 
@@ -172,14 +172,14 @@ static void encode(void *arg, int64_t index, int32_t thread)
     memset(bias, 0, (size_t)dim * sizeof *bias);
     for (int64_t p = 0; p < job->args->block_size; p++) {
         const int64_t at = h * s->pe->strides[0] + p * s->pe->strides[1];
-        job->kernels->convert_row((const char *)s->pe->data + at * (int64_t)quern_dtype_size(s->pe->dtype), s->pe->dtype, shift, QUERN_F32, dim);
+        job->kernels->rows->convert((const char *)s->pe->data + at * (int64_t)quern_dtype_size(s->pe->dtype), s->pe->dtype, shift, QUERN_F32, dim);
         memset(part, 0, (size_t)dim * sizeof *part);
         for (int64_t c = 0; c < dim; c++) {
             const uint16_t *w = (const uint16_t *)s->w->data + h * s->w->strides[0] + (p * dim + c) * s->w->strides[1];
-            job->kernels->convert_row(w, QUERN_BF16, row, QUERN_F32, dim);
-            job->kernels->add_scaled(row, shift[c], dim, part);
+            job->kernels->rows->convert(w, QUERN_BF16, row, QUERN_F32, dim);
+            job->kernels->rows->add_scaled(part, row, shift[c], dim);
         }
-        job->kernels->add_scaled(part, 1.0f, dim, bias);
+        job->kernels->rows->add_scaled(bias, part, 1.0f, dim);
     }
 }
 

@@ -135,7 +135,7 @@ static void prepare(void *arg, int64_t index, int32_t thread)
         for (int64_t h = 0; h < s->heads; h++) {
             float *row = row_at(&s->g, b, n, h);
             memset(row + s->dim, 0, (size_t)(s->width - s->dim) * sizeof *row);
-            job->kernels->convert_row(row_at(s->y, b, n, h), s->y->dtype, row, QUERN_F32, s->dim);
+            job->kernels->rows->convert(row_at(s->y, b, n, h), s->y->dtype, row, QUERN_F32, s->dim);
         }
     if (is_present(&s->r))
         for (int64_t h = 0; h < s->heads && first < end; h++)
@@ -163,7 +163,7 @@ static void put(const backward_job *job, const side *s, const sequence_rows *seq
     const quern_tensor *d = s->d_x;
     char *dst = row_at(d, seq->view_b, seq->token0 + t0, h);
     if (job->args->accumulate) {
-        for (int64_t t = t0; t < t1; t++) job->kernels->add_scaled(row, scale, n, (float *)dst + (t - t0) * d->strides[1]);
+        for (int64_t t = t0; t < t1; t++) job->kernels->rows->add_scaled((float *)dst + (t - t0) * d->strides[1], row, scale, n);
         return;
     }
     const bool stream = may_stream(dst, d->dtype, n) && d->strides[1] * (int64_t)quern_dtype_size(d->dtype) % 64 == 0;
@@ -195,7 +195,7 @@ static void spread_runs(void *arg, int64_t index, int32_t thread)
             put(job, s, &seq, j * d, end, h, row, 1.0f / (float)args->block_size, s->dim * joined);
         }
     }
-    job->kernels->fence();
+    job->kernels->rows->fence();
 }
 
 /* linear: the tokens of 96 runs of one head. */
@@ -227,7 +227,7 @@ static void linear_runs(void *arg, int64_t index, int32_t thread)
                 put(job, s, &seq, t, t + 1, h, scratch.sum + j * ld + r * s->dim, 1.0f, s->dim);
             }
     }
-    job->kernels->fence();
+    job->kernels->rows->fence();
 }
 
 /* Rows of dW from a tile's C [rows][width], times scale. */
@@ -291,7 +291,7 @@ static void linear_encodings(void *arg, int64_t h, int32_t thread)
         for (int64_t i = 0; i < seq.entries; i += DEPTH) {
             const row_source src = rows_at(&s->g, seq.view_b, seq.entry0 + i, h, seq.entries - i < DEPTH ? seq.entries - i : DEPTH);
             job->kernels->sum_rows(&src, part);
-            job->kernels->add_scaled(part, 1.0f, s->width, sum);
+            job->kernels->rows->add_scaled(sum, part, 1.0f, s->width);
         }
     }
     for (int64_t step = 0; step < s->back.steps; step++) {

@@ -25,7 +25,7 @@ static void convert_piece(void *arg, int64_t index, int32_t thread)
     const int64_t joined = heads_joined(in) > 1 && heads_joined(out) > 1 ? in->shape[2] : 1;
     for (int64_t n = first; n < end; n++)
         for (int64_t h = 0; h < in->shape[2]; h += joined)
-            job->kernels->convert_row(row_at(in, b, n, h), in->dtype, row_at(out, b, n, h), out->dtype, in->shape[3] * joined);
+            job->kernels->rows->convert(row_at(in, b, n, h), in->dtype, row_at(out, b, n, h), out->dtype, in->shape[3] * joined);
 }
 
 quern_status cpu_convert(const stage_exec *exec, const convert_args *args, void *workspace)

@@ -72,7 +72,7 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
         }
         job->kernels->gate_rows(&t);
     }
-    job->kernels->fence();
+    job->kernels->rows->fence();
 }
 
 bool cpu_gate_supports(const stage_exec *exec, const gate_args *args, char why[STAGE_WHY_BYTES])

@@ -131,9 +131,9 @@ static void run_part(void *arg, int64_t part, int32_t thread)
             for (int64_t k = 0; n >= valid && k < tokens * job->heads; k++) clear_row(job, b, n + k / job->heads, k % job->heads);
             i += tokens;
         }
-        if (sum != NULL) job->kernels->add_scaled(few, 1.0f, floats, sum);
+        if (sum != NULL) job->kernels->rows->add_scaled(sum, few, 1.0f, floats);
     }
-    job->kernels->fence();
+    job->kernels->rows->fence();
 }
 
 static void reduce_head(void *arg, int64_t h, int32_t thread)
@@ -145,7 +145,7 @@ static void reduce_head(void *arg, int64_t h, int32_t thread)
         float *dst = (float *)d_w->data + h * d_w->strides[0] + i * d_w->strides[1];
         memset(dst, 0, (size_t)job->dim * sizeof *dst);
         for (int64_t part = 0; part < job->parts; part++)
-            job->kernels->add_scaled(job->parts_sum + ((part * job->heads + h) * 3 + i) * job->dim, 1.0f, job->dim, dst);
+            job->kernels->rows->add_scaled(dst, job->parts_sum + ((part * job->heads + h) * 3 + i) * job->dim, 1.0f, job->dim);
     }
 }
 

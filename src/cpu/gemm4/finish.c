@@ -17,7 +17,7 @@ static char *output_at(const quern_tensor *t, int64_t row, int64_t column)
 static void store_row(const product_job *job, const quern_tensor *c, int64_t row, int64_t column,
                       const float *values, int64_t n)
 {
-    job->dense->store_row(values, c->dtype, output_at(c, row, 0), column, n);
+    job->dense->rows->convert(values, QUERN_F32, output_at(c, row, column), c->dtype, n);
 }
 
 static void quantise_output(const product_job *job, int64_t row, int64_t column, const float *values,

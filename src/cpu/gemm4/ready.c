@@ -74,7 +74,7 @@ static void ready_int8(const product_job *job, int64_t row)
 {
     const grouped_gemm_args *args = job->args;
     const void *values = view_row(&args->a, row);
-    const float amax = float_from_bits(job->quantise->magnitude(values, args->a.dtype, args->k));
+    const float amax = float_from_bits(job->quantise->rows->magnitude(values, args->a.dtype, args->k));
     const float scale = amax > 0.0f ? amax / 127.0f : 1.0f;
     const int64_t blocks = job->units * GEMM4_BLOCKS;
     int8_t *out = (int8_t *)job->a + row * 16 * blocks;

@@ -54,7 +54,7 @@ static void widen_rows(key_panel *p, const quern_tensor *keys, int64_t b, int64_
         float *row = p->rows + i * p->width;
         p->scale[i] = p->format == ENTRY_FP4 ? widen_fp4(p, bytes, row) : widen_fp8(p, bytes, row);
     }
-    if (p->bf16) p->packing->store_row(p->rows, QUERN_BF16, p->halves, 0, n * p->width);
+    if (p->bf16) p->packing->rows->convert(p->rows, QUERN_F32, p->halves, QUERN_BF16, n * p->width);
 }
 
 void key_panel_fill(key_panel *p, const quern_tensor *keys, int64_t b, int64_t first, int64_t n)

@@ -77,13 +77,7 @@ __attribute__((unused)) static void softmax_backward_bf16(const softmax_backward
     }
 }
 
-static void add_scaled_row(float *sum, const float *x, float scale, int64_t n)
-{
-    for (int64_t i = 0; i < n; i++) sum[i] += scale * (x[i] + 0.0f);
-}
-
-#define ATTENTION_BACKWARD_ROW_KERNELS \
-    .softmax_backward_f32 = softmax_backward_f32, .add_scaled_row = add_scaled_row
+#define ATTENTION_BACKWARD_ROW_KERNELS .softmax_backward_f32 = softmax_backward_f32
 #define ATTENTION_BACKWARD_ROW_KERNELS_BF16 .softmax_backward_bf16 = softmax_backward_bf16
 
 #endif

@@ -16,7 +16,7 @@
 #ifndef QUERN_CPU_ATTENTION_KERNELS_H
 #define QUERN_CPU_ATTENTION_KERNELS_H
 
-#include <quern/quern.h>
+#include "cpu/kernels/row_kernels.h"
 
 enum { MAX_DIM = 256 }; /* of a head */
 
@@ -58,6 +58,7 @@ typedef void mm_kernel(int64_t m, int64_t n, int64_t k, const void *a, int64_t a
 
 typedef struct attention_kernels {
     quern_cpu_level level;
+    const row_kernels *rows;
     int32_t panel; /* columns of a panel, a multiple of 16; n of a product is at most this */
     /* C[m][n] (+)= A B. n is rounded up to a multiple of 16 by the caller's padding. */
     mm_kernel *mm_f32, *mm_bf16; /* mm_bf16 is NULL where the level has no bf16 dot product */
@@ -74,14 +75,10 @@ typedef struct attention_kernels {
     void (*softmax_bf16)(const softmax_tile *t);
     void (*softmax_backward_f32)(const softmax_backward_tile *t);
     void (*softmax_backward_bf16)(const softmax_backward_tile *t);
-    /* The sign of a zero may come from 0 times an unseen key, so these two take and make +0 for it: sum += scale * x;
-     * o[0 .. n) = o * shrink. */
-    void (*add_scaled_row)(float *sum, const float *x, float scale, int64_t n);
+    /* o[0 .. n) = o * shrink; a zero becomes +0, as its sign may come from 0 times an unseen key. */
     void (*scale_row)(float *o, float shrink, int64_t n);
     /* o[0 .. n) = o * shrink + t. */
     void (*scale_add_row)(float *o, float shrink, const float *t, int64_t n);
-    /* dst[at ...] = row in dtype (f32, bf16, f16; round to nearest even). */
-    void (*store_row)(const float *row, quern_dtype dtype, void *dst, int64_t at, int64_t n);
 } attention_kernels;
 
 /* The table of a level this machine has. */

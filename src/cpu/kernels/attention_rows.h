@@ -251,24 +251,10 @@ static void scale_add_row(float *o, float shrink, const float *t, int64_t n)
     for (int64_t i = 0; i < n; i++) o[i] = o[i] * shrink + t[i];
 }
 
-static void store_row(const float *row, quern_dtype dtype, void *dst, int64_t at, int64_t n)
-{
-    if (dtype == QUERN_F32) {
-        memcpy((float *)dst + at, row, (size_t)n * sizeof *row);
-    } else if (dtype == QUERN_BF16) {
-        uint16_t *d = (uint16_t *)dst + at;
-        for (int64_t i = 0; i < n; i++) d[i] = bf16_from_float(row[i]);
-    } else {
-        uint16_t *d = (uint16_t *)dst + at;
-        for (int64_t i = 0; i < n; i++) d[i] = f16_from_float(row[i]);
-    }
-}
-
 /* What each level's table has in common; bf16 entries only where the level has the dot product. */
 #define ATTENTION_ROW_KERNELS                                                                          \
     .pack_rows_f32 = pack_rows_f32, .pack_keys_f32 = pack_keys_f32, .pack_values_f32 = pack_values_f32, \
-    .softmax_f32 = softmax_f32, .scale_row = scale_row,                                                 \
-    .scale_add_row = scale_add_row, .store_row = store_row
+    .softmax_f32 = softmax_f32, .scale_row = scale_row, .scale_add_row = scale_add_row
 #define ATTENTION_ROW_KERNELS_BF16                                                                     \
     .pack_rows_bf16 = pack_rows_bf16, .pack_keys_bf16 = pack_keys_bf16,                                 \
     .pack_values_bf16 = pack_values_bf16, .softmax_bf16 = softmax_bf16

@@ -50,15 +50,11 @@ typedef struct gate_backward_block {
 
 typedef struct nsa_kernels {
     quern_cpu_level level;
+    const row_kernels *rows;
     /* out[0 .. dim) = sum of the source's rows. */
     void (*sum_rows)(const row_source *src, float *out);
     /* dst[r * stride + i] = scale * row[i] for r < rows; `stream`: past the caches, rows of whole lines of 64 bytes. */
     void (*spread_row)(const float *row, float scale, int64_t n, quern_dtype dtype, void *dst, int64_t stride, int64_t rows, bool stream);
-    /* dst = src in another dtype. */
-    void (*convert_row)(const void *src, quern_dtype from, void *dst, quern_dtype to, int64_t n);
-    /* dst[i] += scale * src[i]. */
-    void (*add_scaled)(const float *src, float scale, int64_t n, float *dst);
-
     void (*gate_rows)(const gate_block *t);
     void (*gate_backward)(const gate_backward_block *t);
     /* d_w[h][b][n] += sum over tokens t of s[t][h][b] q[t][h]. */
@@ -70,8 +66,6 @@ typedef struct nsa_kernels {
                               const float *lse2, float *acc);
     /* The `want` best of scores[from .. to), best first: best[] holds keys, see rank_index(). Returns how many. */
     int64_t (*best_of)(const float *scores, int64_t from, int64_t to, int64_t want, uint64_t *best);
-    /* Stores past the caches are seen by other threads after this. */
-    void (*fence)(void);
 } nsa_kernels;
 
 /* The index of a key of best_of(): the score's order stands above it, and its complement below, so that a greater key is

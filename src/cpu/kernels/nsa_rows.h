@@ -23,13 +23,6 @@
 
 enum { SUM_VECTORS = LANES == 16 ? 16 : 8, SPREAD_BYTES = 4096, COLUMNS = 16, SUM_ROWS = 8 };
 
-static void fence(void)
-{
-#if defined(__FMA__)
-    _mm_sfence();
-#endif
-}
-
 /* Rows [first, end) onto what the rows before left in out. */
 INLINE void sum_columns(const row_source *s, const quern_dtype dtype, const int vectors, int64_t first, int64_t end, int64_t column, float *out)
 {
@@ -89,29 +82,6 @@ static void spread_row(const float *row, float scale, int64_t n, quern_dtype dty
 #define CALL(t) spread_row_of(row, scale, n, t, dst, stride, rows, stream)
     BY_DTYPE(dtype, CALL);
 #undef CALL
-}
-
-static void convert_row(const void *src, quern_dtype from, void *dst, quern_dtype to, int64_t n)
-{
-    if (from == to) {
-        memcpy(dst, src, (size_t)(n * dtype_bytes(from)));
-        return;
-    }
-    for (int64_t c = 0; c < n; c += LANES) {
-        vfloat v;
-#define CALL(t) v = load_some(src, t, c, n)
-        BY_DTYPE(from, CALL);
-#undef CALL
-#define CALL(t) store_some(dst, t, c, n, v)
-        BY_DTYPE(to, CALL);
-#undef CALL
-    }
-}
-
-static void add_scaled(const float *src, float scale, int64_t n, float *dst)
-{
-    for (int64_t c = 0; c < n; c += LANES)
-        store_some(dst, QUERN_F32, c, n, v_fma(load_some(src, QUERN_F32, c, n), v_splat(scale), load_some(dst, QUERN_F32, c, n)));
 }
 
 INLINE const void *row_after(const void *p, const quern_dtype dtype, int64_t elements)
@@ -217,9 +187,8 @@ static int64_t best_of(const float *scores, int64_t from, int64_t to, int64_t wa
     return count;
 }
 
-#define NSA_ROW_KERNELS                                                                                \
-    .sum_rows = sum_rows, .spread_row = spread_row, .convert_row = convert_row, .add_scaled = add_scaled, \
-    .gate_rows = gate_rows, .gate_backward = gate_backward, .gate_weight = gate_weight,                 \
-    .add_probabilities = add_probabilities, .best_of = best_of, .fence = fence
+#define NSA_ROW_KERNELS                                                                                      \
+    .sum_rows = sum_rows, .spread_row = spread_row, .gate_rows = gate_rows, .gate_backward = gate_backward,   \
+    .gate_weight = gate_weight, .add_probabilities = add_probabilities, .best_of = best_of
 
 #endif

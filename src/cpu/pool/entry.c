@@ -32,7 +32,7 @@ static void angles_of(const entry_plan *p, int64_t position, float *angles)
     const quern_tensor *table = &p->args->cos_sin;
     const int64_t row = position + (p->args->rope_last ? p->ratio - 1 : 0);
     const char *at = (const char *)table->data + row * table->strides[0] * (int64_t)quern_dtype_size(table->dtype);
-    p->kernels->convert(at, table->dtype, angles, QUERN_F32, table->shape[1]);
+    p->kernels->rows->convert(at, table->dtype, angles, QUERN_F32, table->shape[1]);
 }
 
 static void rotate(const entry_plan *p, float *row, int64_t position, bool inverse, float *angles)
@@ -48,8 +48,8 @@ static void round_to_bf16(const entry_plan *p, float *row)
     uint16_t halves[64];
     for (int64_t i = 0; i < p->width; i += 64) {
         const int64_t n = p->width - i < 64 ? p->width - i : 64;
-        p->kernels->convert(row + i, QUERN_F32, halves, QUERN_BF16, n);
-        p->kernels->convert(halves, QUERN_BF16, row + i, QUERN_F32, n);
+        p->kernels->rows->convert(row + i, QUERN_F32, halves, QUERN_BF16, n);
+        p->kernels->rows->convert(halves, QUERN_BF16, row + i, QUERN_F32, n);
     }
 }
 
@@ -77,7 +77,7 @@ void entry_backward(const entry_plan *p, const float *pooled, int64_t position, 
 
 bool entry_is_storable(const entry_plan *p, const float *row)
 {
-    return p->args->format == ENTRY_ROWS || p->kernels->largest_bits(row, p->width) < 0x7f800000u;
+    return p->args->format == ENTRY_ROWS || p->kernels->rows->magnitude(row, QUERN_F32, p->width) < 0x7f800000u;
 }
 
 static float larger_of(float a, float b)
@@ -87,7 +87,7 @@ static float larger_of(float a, float b)
 
 static float largest_of(const entry_plan *p, const float *row, int64_t n)
 {
-    return float_from_bits(p->kernels->largest_bits(row, n));
+    return float_from_bits(p->kernels->rows->magnitude(row, QUERN_F32, n));
 }
 
 /* The least power of two that is not below x, a normal number. */
@@ -129,7 +129,7 @@ static void store_row584(const entry_plan *p, const float *row, uint8_t *to)
         p->kernels->quantise_e4m3(tile, scale, ROW584_TILE, to + ROW584_TILE * i);
         to[SCALES + i] = exponent_byte(scale);
     }
-    p->kernels->convert(row + CODES, QUERN_F32, to + CODES, QUERN_BF16, ROW584_PLAIN);
+    p->kernels->rows->convert(row + CODES, QUERN_F32, to + CODES, QUERN_BF16, ROW584_PLAIN);
     to[SCALES + ROW584_TILES] = 0;
 }
 
@@ -142,5 +142,5 @@ void store_entry(const entry_plan *p, const float *row, void *to, quern_dtype dt
     case ENTRY_ROW584: store_row584(p, row, to); return;
     case ENTRY_ROWS: break;
     }
-    p->kernels->convert(row, QUERN_F32, to, dtype, p->width);
+    p->kernels->rows->convert(row, QUERN_F32, to, dtype, p->width);
 }

@@ -4,16 +4,13 @@
  * entry_rows.h - what follows on a pooled row: norm, rotation, Walsh-Hadamard transform, the formats of caches. Written
  * once over the level's vectors. One row stands for r projected ones of four times its length, so these are a tenth of
  * the pooling's time at most (the Hadamard transform: 7 additions a channel of the indexer's 128).
- *
- * Formats: e4m3 and e2m1 are the f32 bits with the mantissa rounded to 3 or 1 bits (adding half a unit less one, plus
- * the last kept bit) and another exponent bias; below the least normal number, adding a power of two whose last place is
- * the format's least step rounds there. Every level gives the same bits.
  */
 #ifndef QUERN_CPU_ENTRY_ROWS_H
 #define QUERN_CPU_ENTRY_ROWS_H
 
-#include "cpu/pool/pool_kernels.h"
+#include "cpu/kernels/formats.h"
 #include "cpu/kernels/vector_dtype.h"
+#include "cpu/pool/pool_kernels.h"
 
 /* Sum of x y z over n channels, lane by lane; y, z may be NULL: 1. */
 INLINE float product_sum(const float *x, const float *y, const float *z, int64_t n)
@@ -111,46 +108,13 @@ static void hadamard_row(float *row, int64_t n)
     for (int64_t at = 0; at < n; at += LANES) store_some(row, QUERN_F32, at, n, load_some(row, QUERN_F32, at, n) * scale);
 }
 
-static uint32_t largest_bits(const float *row, int64_t n)
-{
-    vuint most = {0};
-    for (int64_t at = 0; at < n; at += LANES) {
-        const vuint bits = (vuint)load_some(row, QUERN_F32, at, n) & 0x7fffffffu;
-        const vuint more = (vuint)((vint)bits > (vint)most);
-        most = (bits & more) | (most & ~more);
-    }
-    uint32_t lanes[LANES], all = 0;
-    memcpy(lanes, &most, sizeof lanes);
-    for (int i = 0; i < LANES; i++)
-        if (lanes[i] > all) all = lanes[i];
-    return all;
-}
-
-/* The bits of |x| rounded to `kept` bits of mantissa, whose exponents stand `bias` lower; below `least` by the steps of a
- * number whose last place is the format's least. */
-INLINE vuint rounded_bits(vfloat x, const int kept, const uint32_t bias, const float least, const float steps)
-{
-    const vuint u = (vuint)x & 0x7fffffffu, odd = (u >> (23 - kept)) & 1u;
-    const vuint normal = ((u + ((1u << (22 - kept)) - 1u) + odd) >> (23 - kept)) - (bias << kept);
-    const vfloat shifted = (vfloat)u + steps;
-    const vuint small = (vuint)shifted - (vuint)v_splat(steps);
-    const vuint tiny = (vuint)((vfloat)u < least);
-    return (small & tiny) | (normal & ~tiny);
-}
-
-INLINE vuint at_most(vuint v, uint32_t most)
-{
-    const vuint over = (vuint)((vint)v > (int32_t)most);
-    return (v & ~over) | (over & most);
-}
-
 typedef uint8_t vbyte __attribute__((vector_size(LANES)));
 
 /* The codes of n - at or LANES channels. */
 INLINE vbyte e4m3_codes(const float *row, float scale, int64_t at, int64_t n)
 {
     const vfloat x = load_some(row, QUERN_F32, at, n) / scale;
-    const vuint code = at_most(rounded_bits(x, 3, 120, 0x1p-6f, 0x1p14f), 126) | ((vuint)x >> 31) << 7;
+    const vuint code = (vuint)saturated_e4m3(magnitude_of(x)) | ((vuint)x >> 31) << 7;
     return __builtin_convertvector(code, vbyte);
 }
 
@@ -168,32 +132,15 @@ static void quantise_e2m1(const float *row, float scale, int64_t n, uint8_t *cod
     for (int64_t at = 0; at < n; at += LANES) {
         const vfloat x = load_some(row, QUERN_F32, at, n), y = x / scale;
         const vuint negative = (vuint)(x < 0) & 8u;
-        const vuint code = at_most(rounded_bits(y, 1, 126, 1.0f, 0x1p22f), 7) | negative;
+        const vuint code = (vuint)saturated_e2m1(magnitude_of(y)) | negative;
         uint32_t lanes[LANES];
         memcpy(lanes, &code, sizeof lanes);
         for (int64_t i = 0; i < LANES && at + i < n; i += 2) codes[(at + i) / 2] = (uint8_t)(lanes[i] | lanes[i + 1] << 4);
     }
 }
 
-static void convert(const void *src, quern_dtype from, void *dst, quern_dtype to, int64_t n)
-{
-    if (from == to) {
-        memcpy(dst, src, (size_t)(n * dtype_bytes(from)));
-        return;
-    }
-    for (int64_t c = 0; c < n; c += LANES) {
-        vfloat v;
-#define CALL(t) v = load_some(src, t, c, n)
-        BY_DTYPE(from, CALL);
-#undef CALL
-#define CALL(t) store_some(dst, t, c, n, v)
-        BY_DTYPE(to, CALL);
-#undef CALL
-    }
-}
-
-#define ENTRY_ROW_KERNELS                                                                                                      \
-    .norm_row = norm_row, .norm_backward = norm_backward, .rotate_row = rotate_row, .hadamard_row = hadamard_row,              \
-    .largest_bits = largest_bits, .quantise_e4m3 = quantise_e4m3, .quantise_e2m1 = quantise_e2m1, .convert = convert
+#define ENTRY_ROW_KERNELS                                                                                     \
+    .norm_row = norm_row, .norm_backward = norm_backward, .rotate_row = rotate_row, .hadamard_row = hadamard_row, \
+    .quantise_e4m3 = quantise_e4m3, .quantise_e2m1 = quantise_e2m1
 
 #endif

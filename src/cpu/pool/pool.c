@@ -23,7 +23,7 @@ void fill_rows(const pool_kernels *kernels, const quern_tensor *t, f32_rows *row
     if (rows->copy == NULL) return;
     const int64_t n = t->shape[t->ndim - 1], count = t->ndim > 1 ? t->shape[0] : 1, stride = t->ndim > 1 ? t->strides[0] : 0;
     for (int64_t r = 0; r < count; r++)
-        kernels->convert((const char *)t->data + r * stride * (int64_t)quern_dtype_size(t->dtype), t->dtype, rows->copy + r * n, QUERN_F32, n);
+        kernels->rows->convert((const char *)t->data + r * stride * (int64_t)quern_dtype_size(t->dtype), t->dtype, rows->copy + r * n, QUERN_F32, n);
 }
 
 static int64_t at_least_0(int64_t n)

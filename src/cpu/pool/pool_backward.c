@@ -85,7 +85,7 @@ static void compute_statistics(const backward_job *job, const pool_sequence *s, 
     a.ahead = pool_ahead(args);
     merge_block(job->kernels, &a, width, &sums);
     job->kernels->pooled_row(&sums, width, to->pooled, to->inverse_sum);
-    job->kernels->convert(pool_row(&args->d_out, s->view_b, s->entry0 + i), args->d_out.dtype, to->d, QUERN_F32, width);
+    job->kernels->rows->convert(pool_row(&args->d_out, s->view_b, s->entry0 + i), args->d_out.dtype, to->d, QUERN_F32, width);
     entry_backward(&job->entry, to->pooled, s->position + i * r, to->d, d_norm, scratch);
 }
 
@@ -185,7 +185,7 @@ static void backward_run(const backward_job *job, int64_t b, int64_t first, int6
         own = next;
         next = swapped;
     }
-    job->kernels->fence();
+    job->kernels->rows->fence();
 }
 
 /* A run of the call's blocks. */

@@ -12,7 +12,7 @@
 #ifndef QUERN_CPU_POOL_KERNELS_H
 #define QUERN_CPU_POOL_KERNELS_H
 
-#include <quern/quern.h>
+#include "cpu/kernels/row_kernels.h"
 
 /* Rows of values and logits; row j of each stands j * stride elements after its first. */
 typedef struct pool_rows {
@@ -42,6 +42,7 @@ typedef struct pool_gradient {
 
 typedef struct pool_kernels {
     quern_cpu_level level;
+    const row_kernels *rows;
     void (*merge)(const pool_rows *rows, int64_t n, const pool_sums *sums);
     /* pooled = weighted / sum, inverse_sum = 1 / sum; 0 where nothing was merged. inverse_sum may be NULL. */
     void (*pooled_row)(const pool_sums *sums, int64_t n, float *pooled, float *inverse_sum);
@@ -54,16 +55,10 @@ typedef struct pool_kernels {
     void (*rotate_row)(float *row, const float *cosines, const float *sines, int64_t n, bool inverse);
     /* The Walsh-Hadamard transform in Sylvester's order over sqrt(n); n is a power of two. */
     void (*hadamard_row)(float *row, int64_t n);
-    /* The bits of the largest |x|: from 0x7f800000 on one of them is infinite or NaN. */
-    uint32_t (*largest_bits)(const float *row, int64_t n);
     /* codes[i] = row[i] / scale to the nearest e4m3, ties to even, at most 448. */
     void (*quantise_e4m3)(const float *row, float scale, int64_t n, uint8_t *codes);
     /* The same to e2m1, at most 6, two to a byte, the first in the low bits; a value below 0 keeps its sign. n is even. */
     void (*quantise_e2m1)(const float *row, float scale, int64_t n, uint8_t *codes);
-    /* dst[i] = src[i] in another dtype. */
-    void (*convert)(const void *src, quern_dtype from, void *dst, quern_dtype to, int64_t n);
-    /* Stores past the caches are seen by other threads after this. */
-    void (*fence)(void);
 } pool_kernels;
 
 const pool_kernels *pool_kernels_for(quern_cpu_level level);

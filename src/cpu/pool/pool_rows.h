@@ -248,13 +248,6 @@ static void pool_backward(const pool_rows *s, int64_t n, const pool_gradient *g)
 #undef CALL
 }
 
-static void pool_fence(void)
-{
-#if defined(__FMA__)
-    _mm_sfence();
-#endif
-}
-
-#define POOL_ROW_KERNELS .merge = merge, .pooled_row = pooled_row, .pool_backward = pool_backward, .fence = pool_fence
+#define POOL_ROW_KERNELS .merge = merge, .pooled_row = pooled_row, .pool_backward = pool_backward
 
 #endif

@@ -195,7 +195,7 @@ static void commit_one(void *arg, int64_t b, int32_t thread)
     if (sums != pool_state_data(state)) memcpy(pool_state_data(state), sums, (size_t)job->sums_floats * sizeof *sums);
     for (int64_t q = end - held > state->position ? end - held : state->position; q < end; q++) {
         const int64_t row = job->args->cu[b] + q - state->position;
-        job->kernels->convert((const char *)proj->data + row * proj->strides[0] * size, proj->dtype, ring_row(state, q), QUERN_F32, pool_state_columns(state));
+        job->kernels->rows->convert((const char *)proj->data + row * proj->strides[0] * size, proj->dtype, ring_row(state, q), QUERN_F32, pool_state_columns(state));
     }
     state->position = end;
     state->held = held;

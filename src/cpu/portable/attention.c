@@ -14,4 +14,4 @@ static inline vec step_f32(vec acc, vec a, vec b) { return acc + a * b; }
 #include "cpu/kernels/attention_mm.h"
 
 const attention_kernels attention_kernels_portable = {
-    .level = QUERN_CPU_LEVEL_PORTABLE, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS};
+    .level = QUERN_CPU_LEVEL_PORTABLE, .rows = &row_kernels_portable, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS};

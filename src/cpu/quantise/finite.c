@@ -30,7 +30,7 @@ static void measure_piece(void *arg, int64_t index, int32_t thread)
     const row_piece p = piece_at(cut, index);
     const int64_t part = p.column / cut->columns_a_piece, element = (int64_t)quern_dtype_size(job->x->dtype);
     for (int64_t row = p.first; row < p.end; row++)
-        job->m->bits[row * cut->pieces_a_row + part] = job->kernels->magnitude(
+        job->m->bits[row * cut->pieces_a_row + part] = job->kernels->rows->magnitude(
             (const char *)view_row(job->x, row) + p.column * element, job->x->dtype, p.columns);
 }
 

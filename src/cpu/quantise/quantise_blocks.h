@@ -4,9 +4,7 @@
  * quantise_blocks.h - LANES blocks of 16 values at once: x[i] holds value i of each block, a lane a block. So
  * a block's maximum and its sums are vertical and run in the order of the index.
  *
- * Rounding to E2M1 and E4M3 is one addition: magic(y) is the power of two whose f32 neighbours stand as far
- * apart as the format's around y, so y + magic rounds y to the format, ties to even, and the sum's low bits
- * count its steps. Every step of a profile is one f32 rounding (files that include this are compiled without
+ * Every step of a profile is one f32 rounding (files that include this are compiled without
  * contraction to FMA), with true divisions: two vectors a value, which is the limit while data comes from a
  * cache (10 cycles of AVX-512 for 16 values).
  */
@@ -14,56 +12,19 @@
 #define QUERN_CPU_QUANTISE_BLOCKS_H
 
 #include "cpu/quantise/quantise_kernels.h"
+#include "cpu/kernels/formats.h"
 #include "cpu/kernels/vector_dtype.h"
 
 enum { BLOCK = QUANTISE_BLOCK };
 
 typedef void block_function(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale);
 
-INLINE vfloat magnitude_of(vfloat v)
-{
-    return (vfloat)((vint)v & 0x7fffffff);
-}
-
-INLINE vfloat v_min(vfloat v, vfloat than)
-{
-    return v_select(v < than, v, than);
-}
-
-/* The code of magnitudes in [0, 6]. */
-INLINE vint e2m1_of(vfloat y)
-{
-    vint power = (vint)y & 0x7f800000;
-    power = (vint)v_max((vfloat)power, v_splat(1.0f));
-    const vint magic = power + (22 << 23);
-    return (vint)(y + (vfloat)magic) - magic + ((power - (127 << 23)) >> 22);
-}
-
-/* The same with the older rule: to halves first, then to codes with ties down. */
+/* The code of magnitudes in [0, 6] by the older rule: to halves first, then to codes with ties down. */
 INLINE vint e2m1_half_steps(vfloat y)
 {
     const vfloat shifted = (y + y) + 8388608.0f;
     const vfloat steps = shifted - 8388608.0f;
     return e2m1_of(steps * 0.49999f);
-}
-
-/* The byte of numbers in [0, 448]. */
-INLINE vint e4m3_of(vfloat s)
-{
-    vint power = (vint)s & 0x7f800000;
-    power = (vint)v_max((vfloat)power, v_splat(0x1p-6f));
-    const vint magic = power + (20 << 23);
-    return (vint)(s + (vfloat)magic) - magic + ((power - (121 << 23)) >> 20);
-}
-
-INLINE vfloat e2m1_value(vint code)
-{
-    return (vfloat)(code << 22) * 0x1p126f;
-}
-
-INLINE vfloat e4m3_value(vint byte)
-{
-    return (vfloat)(byte << 20) * 0x1p120f;
 }
 
 INLINE vint code_of(vfloat y, const bool half_steps)
@@ -81,18 +42,13 @@ INLINE vfloat largest_of(const vfloat x[BLOCK])
     return a;
 }
 
-INLINE vint saturated_e4m3(vfloat s)
-{
-    return e4m3_of(v_min(s, v_splat(448.0f)));
-}
-
 /* Sum of the squared errors that scale s leaves, in the order of the index. */
 INLINE vfloat error_of(const vfloat xn[BLOCK], vfloat s)
 {
     vfloat sum = {0};
     for (int i = 0; i < BLOCK; i++) {
         const vfloat y = xn[i] / s;
-        const vfloat rounded = e2m1_value(e2m1_of(v_min(magnitude_of(y), v_splat(6.0f))));
+        const vfloat rounded = e2m1_value(saturated_e2m1(magnitude_of(y)));
         const vfloat difference = rounded * s - magnitude_of(xn[i]);
         sum += difference * difference;
     }

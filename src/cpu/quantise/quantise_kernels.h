@@ -8,6 +8,7 @@
 #ifndef QUERN_CPU_QUANTISE_KERNELS_H
 #define QUERN_CPU_QUANTISE_KERNELS_H
 
+#include "cpu/kernels/row_kernels.h"
 #include "stages/quantise.h"
 
 /* How a tensor is quantised. `global` is G, or R under COMPRESSED_TENSORS. */
@@ -25,8 +26,7 @@ typedef struct swiglu_rule {
 
 typedef struct quantise_kernels {
     quern_cpu_level level;
-    /* The bits of the largest magnitude of n values; from 0x7f800000 on one of them is infinite or NaN. */
-    uint32_t (*magnitude)(const void *x, quern_dtype dtype, int64_t n);
+    const row_kernels *rows;
     /* A row of n values, blocks along it, the last one padded with zeros: ceil(n / 16) scales and 8 times as
      * many bytes of codes. */
     void (*quantise_row)(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t n,

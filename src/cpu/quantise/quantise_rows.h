@@ -17,35 +17,6 @@
 
 enum { GROUP = LANES * BLOCK }; /* values of the blocks quantised at once */
 
-INLINE vint larger(vint a, vint b)
-{
-    const vint more = a > b;
-    return (a & more) | (b & ~more);
-}
-
-INLINE uint32_t magnitude_as(const void *x, const quern_dtype dtype, int64_t n)
-{
-    vint most[4] = {{0}};
-    int64_t c = 0;
-    for (; c + 4 * LANES <= n; c += 4 * LANES)
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; v++)
-            most[v] = larger(most[v], (vint)load_as(x, dtype, c + v * LANES) & 0x7fffffff);
-    for (; c < n; c += LANES) most[0] = larger(most[0], (vint)load_some(x, dtype, c, n) & 0x7fffffff);
-    int32_t lanes[4 * LANES];
-    uint32_t all = 0;
-    memcpy(lanes, most, sizeof lanes);
-    for (int i = 0; i < 4 * LANES; i++)
-        if ((uint32_t)lanes[i] > all) all = (uint32_t)lanes[i];
-    return all;
-}
-
-static uint32_t magnitude(const void *x, quern_dtype dtype, int64_t n)
-{
-    if (dtype == QUERN_F32) return magnitude_as(x, QUERN_F32, n);
-    return dtype == QUERN_BF16 ? magnitude_as(x, QUERN_BF16, n) : magnitude_as(x, QUERN_F16, n);
-}
-
 /* x[i], lane b = value i of block b, from `n` values of a row that starts at element `at`; zeros past the
  * end. */
 INLINE void load_blocks(const void *row, const quern_dtype dtype, int64_t at, int64_t n, vfloat x[BLOCK])
@@ -263,7 +234,7 @@ static void swiglu_row(const swiglu_rule *rule, const float *gate, const float *
 }
 
 #define QUANTISE_KERNELS                                                                                     \
-    .magnitude = magnitude, .quantise_row = quantise_row, .quantise_columns = quantise_columns,              \
+    .quantise_row = quantise_row, .quantise_columns = quantise_columns,                                      \
     .dequantise_row = dequantise_row, .dequantise_columns = dequantise_columns, .part_row = part_row,        \
     .swiglu_row = swiglu_row
 

@@ -80,7 +80,7 @@ static void measure_part(void *arg, int64_t row, int32_t thread)
     uint32_t most = 0;
     for (int64_t c = 0; c < args->x.shape[1] / 2; c += q) {
         const char *run = (const char *)view_row(&args->x, row) + part_column(args, c) * element;
-        const uint32_t bits = job->kernels->magnitude(run, args->x.dtype, q);
+        const uint32_t bits = job->kernels->rows->magnitude(run, args->x.dtype, q);
         if (bits > most) most = bits;
     }
     job->bits[row] = most;

@@ -86,7 +86,7 @@ static void gradient_tile(void *arg, int64_t index, int32_t thread)
     for (int64_t i = 0; length == 0 && i < rows * panel; i++) s->c[i] = 0.0f;
     for (int64_t r = 0; r < rows; r++) {
         const row_source to = block_of(out, row + r, 1, column, columns);
-        dense->store_row(s->c + r * panel, out->dtype, (void *)(uintptr_t)to.data, 0, columns);
+        dense->rows->convert(s->c + r * panel, QUERN_F32, (void *)(uintptr_t)to.data, out->dtype, columns);
     }
 }
 

@@ -104,7 +104,7 @@ static void score_mean_logits(const select_plan *p, const void *keys, int64_t b,
         for (int64_t h = 0; h < p->hs; h++) {
             const row_source rows = rows_at(&p->args->q, seq.view_b, seq.q0 + first, head0 + h, n);
             p->kernels->sum_rows(&rows, one);
-            p->kernels->add_scaled(one, p->attend.scale / (float)(n * p->hs), dim, mean);
+            p->kernels->rows->add_scaled(mean, one, p->attend.scale / (float)(n * p->hs), dim);
         }
         const int64_t last = select_seen(p, &seq, first + n - 1);
         if (last > seen) seen = last;
