@@ -34,7 +34,7 @@ static test_tensor random_units(test_random *random, int64_t units)
     test_tensor t = bytes_of(random, units * GEMM4_UNIT_BYTES, TEST_UNALIGNED);
     uint8_t *p = t.view.data;
     for (int64_t i = 0; i < units * GEMM4_UNIT_BYTES; i++)
-        p[i] = (uint8_t)(i % GEMM4_STRIP_BYTES < 64 ? test_random_int(random, 0, 126)
+        p[i] = (uint8_t)(i % GEMM4_STRIP_BYTES < 64 ? gemm4_scale_byte((uint8_t)test_random_int(random, 0, 126))
                                                     : test_random_int(random, 0, 255));
     return t;
 }
@@ -46,14 +46,16 @@ static int code_at(const test_tensor *units, int64_t k, int64_t column)
     const uint8_t *strip =
         (const uint8_t *)units->view.data + k / 64 * GEMM4_UNIT_BYTES + column / 16 * GEMM4_STRIP_BYTES;
     const int nibble = nibble_of_k[k % 8];
-    return strip[64 + k % 64 / 8 * 64 + column % 16 * 4 + nibble / 2] >> 4 * (nibble % 2) & 15;
+    const uint8_t *word = strip + 64 + k % 64 / 8 * 64 + column % 16 * 4;
+    const int magnitude = word[nibble / 2] >> (4 * (nibble % 2) + 1) & 7;
+    return magnitude | (word[(nibble / 2 + 2) % 4] >> 4 * (nibble % 2) & 1) << 3;
 }
 
 static int scale_at(const test_tensor *units, int64_t k, int64_t column)
 {
     const uint8_t *strip =
         (const uint8_t *)units->view.data + k / 64 * GEMM4_UNIT_BYTES + column / 16 * GEMM4_STRIP_BYTES;
-    return strip[k % 64 / 16 * 16 + column % 16];
+    return gemm4_e4m3_byte(strip[k % 64 / 16 * 16 + column % 16]);
 }
 
 static double weight_at(const test_tensor *units, int64_t k, int64_t column)

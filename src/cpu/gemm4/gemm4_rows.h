@@ -16,43 +16,44 @@
 #include "cpu/gemm4/gemm4_kernels.h"
 #include "cpu/kernels/vector.h"
 
-#define E2M1_VALUES 0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f
-#define E2M1_NEGATIVE -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f
+#define E2M1_VALUES 0.0f, -0.0f, 0.5f, -0.5f, 1.0f, -1.0f, 1.5f, -1.5f, 2.0f, -2.0f, 3.0f, -3.0f, 4.0f, -4.0f, 6.0f, -6.0f
+#define E2M1_MAGNITUDES 0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f
 
 enum { VECTORS_A_STRIP = GEMM4_STRIP / LANES, ROW_AHEAD = 4 * GEMM4_UNIT_BYTES /* bytes */ };
 
-/* What the lowest nibble of each lane means. */
-INLINE vfloat code_value(vint w)
+/* What nibble j of each lane means. */
+INLINE vfloat code_value(vint w, const int j)
 {
 #if defined(__AVX512F__)
-    const __m512 table = {E2M1_VALUES, E2M1_NEGATIVE};
-    return _mm512_permutexvar_ps((__m512i)w, table);
+    const __m512 table = {E2M1_VALUES};
+    return _mm512_permutexvar_ps((__m512i)(w >> 4 * j), table);
 #elif defined(__AVX2__)
-    const __m256 table = {E2M1_VALUES};
-    const vint sign = (w & 8) << 28;
-    return (vfloat)((vint)_mm256_permutevar8x32_ps(table, (__m256i)w) | sign);
+    const __m256 table = {E2M1_MAGNITUDES};
+    const vint sign = (vint)((vuint)w << (31 - 4 * j)) & INT32_MIN;
+    return (vfloat)((vint)_mm256_permutevar8x32_ps(table, (__m256i)(w >> (4 * j + 1))) | sign);
 #else
-    static const float table[16] = {E2M1_VALUES, E2M1_NEGATIVE};
+    static const float table[16] = {E2M1_VALUES};
     vfloat v;
-    for (int i = 0; i < LANES; i++) v[i] = table[w[i] & 15];
+    for (int i = 0; i < LANES; i++) v[i] = table[w[i] >> 4 * j & 15];
     return v;
 #endif
 }
 
+/* The words of LANES columns, each nibble with the sign of its own code in the lowest bit. */
 INLINE vint load_words(const uint8_t *p)
 {
     vint v;
     memcpy(&v, p, sizeof v);
-    return v;
+    const vint others = (vint)((vuint)v >> 16) | v << 16;
+    return (v & (int32_t)0xeeeeeeee) | (others & 0x11111111);
 }
 
 /* The scales of LANES columns. */
 INLINE vfloat load_scales(const uint8_t *p)
 {
     const vint v = v_load_bytes(p);
-    const vfloat normal = (vfloat)((v << 20) + (120 << 23)),
-                 below = __builtin_convertvector(v, vfloat) * 0x1p-9f;
-    return v_select(v < 8, below, normal); /* no subnormal f32 on the way: they cost hundreds of cycles */
+    const vfloat zero = {0};
+    return v_select(v == 255, zero, (vfloat)((v << 20) + (118 << 23)));
 }
 
 /* Nibble j of a word is that of this k. */
@@ -73,12 +74,48 @@ static void decode_f32(const uint8_t *panel, int64_t units, float *out)
                     float *to = out + 8 * line * GEMM4_PANEL + strip * GEMM4_STRIP + v * LANES;
 #pragma GCC unroll 8
                     for (int j = 0; j < 8; j++)
-                        v_store(to + k_of_nibble(j) * GEMM4_PANEL, code_value(w >> 4 * j) * s);
+                        v_store(to + k_of_nibble(j) * GEMM4_PANEL, code_value(w, j) * s);
                 }
         }
 }
 
-/* Sums of all columns side by side, so that they do not wait for each other; K in order, as in a product. */
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* Moves byte i of each lane to the top, zeros below. */
+INLINE __m256i to_top(const int i)
+{
+    const char b = (char)i, none = -1;
+    return _mm256_broadcastsi128_si256(_mm_setr_epi8(none, none, none, b, none, none, none, (char)(b + 4), none, none, none,
+                                                     (char)(b + 8), none, none, none, (char)(b + 12)));
+}
+#endif
+
+/* acc + the eight products of a line: a's eight values and a column's codes times its scale, K in order. */
+INLINE vfloat add_line(vfloat acc, const uint8_t *words, const float *a, vfloat scale)
+{
+    const vint w = load_words(words);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    /* A look-up of bytes gives twice the values of four codes; each in turn becomes the top byte of an integer. */
+    const __m256i table = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 0, 1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8, 12, -12));
+    const vfloat small = scale * 0x1p-25f;
+    const vint even = (vint)_mm256_shuffle_epi8(table, (__m256i)(w & 0x0f0f0f0f)),
+               odd = (vint)_mm256_shuffle_epi8(table, (__m256i)(w >> 4 & 0x0f0f0f0f));
+#endif
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) {
+        const int j = k / 2 + k % 2 * 4;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        const __m256i top = _mm256_shuffle_epi8((__m256i)(j % 2 != 0 ? odd : even), to_top(j / 2));
+        const vfloat value = _mm256_cvtepi32_ps(top) * small;
+#else
+        const vfloat value = code_value(w, j) * scale;
+#endif
+        acc = v_fma(v_splat(a[k]), value, acc);
+    }
+    return acc;
+}
+
+/* Sums of all columns side by side, so that they do not wait for each other. */
 static void row_f32(const uint8_t *panel, int64_t units, const float *a, float *c, bool accumulate)
 {
     enum { VECTORS = GEMM4_PANEL / LANES };
@@ -91,31 +128,28 @@ static void row_f32(const uint8_t *panel, int64_t units, const float *a, float *
             for (int v = 0; v < VECTORS; v++) {
                 const uint8_t *strip = panel + v / VECTORS_A_STRIP * GEMM4_STRIP_BYTES;
                 const int column = v % VECTORS_A_STRIP * LANES;
-                const vfloat s = load_scales(strip + line / 2 * GEMM4_STRIP + column);
-                const vint w = load_words(strip + 64 + 64 * line + 4 * column);
                 __builtin_prefetch(strip + 64 + 64 * line + ROW_AHEAD);
-#pragma GCC unroll 8
-                for (int k = 0; k < 8; k++)
-                    acc[v] = v_fma(v_splat(a[k]), code_value(w >> 4 * (k / 2 + k % 2 * 4)) * s, acc[v]);
+                acc[v] = add_line(acc[v], strip + 64 + 64 * line + 4 * column, a,
+                                  load_scales(strip + line / 2 * GEMM4_STRIP + column));
             }
 #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; v++)
         v_store(c + v * LANES, accumulate ? acc[v] + v_load(c + v * LANES) : acc[v]);
 }
 
-/* Twice a code's value plus 12, in each byte, from a code in each byte. */
+/* Twice a code's value plus 12, in each byte, from a nibble in each byte. */
 INLINE vint doubled_plus_12(vint codes)
 {
 #if defined(__AVX512BW__)
     const __m512i table =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 12, 13, 11, 14, 10, 15, 9, 16, 8, 18, 6, 20, 4, 24, 0));
     return (vint)_mm512_shuffle_epi8(table, (__m512i)codes);
 #elif defined(__AVX2__)
     const __m256i table =
-        _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 12, 13, 11, 14, 10, 15, 9, 16, 8, 18, 6, 20, 4, 24, 0));
     return (vint)_mm256_shuffle_epi8(table, (__m256i)codes);
 #else
-    static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    static const uint8_t table[16] = {12, 12, 13, 11, 14, 10, 15, 9, 16, 8, 18, 6, 20, 4, 24, 0};
     uint8_t bytes[sizeof(vint)];
     memcpy(bytes, &codes, sizeof bytes);
     for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = table[bytes[i]];

@@ -71,12 +71,12 @@ static void gather(const weight_view *w, const unit_extent *e, unit_bytes *unit)
             unit->scales[b][c] = *scale_at(w, e->block + b, e->column + c);
 }
 
-/* Byte j of a column's line holds k 2 j and 2 j + 1: to nibbles j and j + 4. */
+/* Byte j of a column's line holds k 2 j and 2 j + 1: to nibbles j and j + 4, turned left by one bit. */
 static uint32_t word_of(const uint8_t *first)
 {
     uint32_t word = 0;
     for (int j = 0; j < PAIRS_A_LINE; j++) {
-        const uint32_t byte = first[j * GEMM4_PANEL];
+        const uint32_t codes = first[j * GEMM4_PANEL], byte = (codes << 1 & 0xff) | codes >> 7;
         word |= (byte & 15) << 4 * j | byte >> 4 << (4 * j + 16);
     }
     return word;
@@ -86,7 +86,8 @@ static void place(const unit_bytes *unit, uint8_t *out)
 {
     for (int strip = 0; strip < GEMM4_STRIPS; strip++, out += GEMM4_STRIP_BYTES) {
         for (int b = 0; b < GEMM4_BLOCKS; b++)
-            memcpy(out + b * GEMM4_STRIP, unit->scales[b] + strip * GEMM4_STRIP, GEMM4_STRIP);
+            for (int n = 0; n < GEMM4_STRIP; n++)
+                out[b * GEMM4_STRIP + n] = gemm4_scale_byte(unit->scales[b][strip * GEMM4_STRIP + n]);
         for (int line = 0; line < GEMM4_LINES; line++) {
             uint32_t words[GEMM4_STRIP];
             for (int n = 0; n < GEMM4_STRIP; n++)
@@ -112,13 +113,14 @@ void unpack_unit(const weight_view *w, int64_t panel, int64_t unit, const uint8_
     for (int64_t c = 0; c < e.columns; c++) {
         const uint8_t *strip = in + c / GEMM4_STRIP * GEMM4_STRIP_BYTES;
         for (int64_t b = 0; b < e.blocks; b++)
-            *scale_at(w, e.block + b, e.column + c) = strip[b * GEMM4_STRIP + c % GEMM4_STRIP];
+            *scale_at(w, e.block + b, e.column + c) = gemm4_e4m3_byte(strip[b * GEMM4_STRIP + c % GEMM4_STRIP]);
         for (int64_t p = 0; p < e.pairs; p++) {
             uint32_t word;
             memcpy(&word, strip + 64 + p / PAIRS_A_LINE * 64 + c % GEMM4_STRIP * 4, sizeof word);
             word >>= 4 * (p % PAIRS_A_LINE);
+            const uint32_t byte = (word & 15) | (word >> 16 & 15) << 4;
             w->codes[(e.pair + p) * w->pair_stride + (e.column + c) * w->column_stride] =
-                (uint8_t)((word & 15) | (word >> 16 & 15) << 4);
+                (uint8_t)(byte >> 1 | byte << 7);
         }
     }
 }

@@ -77,7 +77,7 @@ static const uint8_t *units_at(const product_job *job, product_scratch *s, int64
 static void multiply_f32(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
                          int64_t count, int64_t row, int64_t rows)
 {
-    const int64_t k = job->units * GEMM4_UNIT, panel = job->dense->panel;
+    const int64_t k = ready_row_bytes(job) / 4, panel = job->dense->panel;
     const float *a = (const float *)(const void *)job->a + row * k + first * GEMM4_UNIT;
     if (rows == 1) {
         job->kernels->row_f32(units, count, a, s->c, first > 0);
@@ -92,7 +92,7 @@ static void multiply_f32(const product_job *job, product_scratch *s, const uint8
 static void multiply_bf16(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
                           int64_t count, int64_t row, int64_t rows)
 {
-    const int64_t words = job->units * GEMM4_UNIT / 2;
+    const int64_t words = ready_row_bytes(job) / 4;
     const uint32_t *a = (const uint32_t *)(const void *)job->a + row * words + first * GEMM4_UNIT / 2;
     uint32_t *decoded = (uint32_t *)(void *)s->decoded;
     if (rows <= GEMM4_FEW_ROWS) {
