@@ -46,6 +46,15 @@ static const op_param params[] = {
 static const quern_attention_params defaults = QUERN_ATTENTION_PARAMS_INIT;
 static const char *const operations[] = {"attention_forward", "attention_backward"};
 
+static const char *const symbols[] = {"", [B] = "B", [B1] = "B+1", [NQ] = "Nq", [NKV] = "Nkv", [TQ] = "Tq",
+                                      [TKV] = "Tkv", [H] = "H", [HKV] = "Hkv", [D] = "D", [DV] = "Dv", NULL};
+static const op_entry ops[] = {
+    {.name = "attention",
+     .help = "dense attention; with dO also its backward",
+     .forward = ATTENTION_FORWARD,
+     .backward = ATTENTION_BACKWARD},
+};
+
 static quern_status check_params(op_call *call)
 {
     const float scale = ((const attention_call *)call)->params.scale;
@@ -130,6 +139,10 @@ const op_family attention_family = {
     .defaults = &defaults,
     .params_init = "QUERN_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_ATTENTION_TENSORS_INIT",
+    .symbols = symbols,
+    .group = "attention",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(attention_call),
     .params_at = offsetof(attention_call, params),
     .check_params = check_params,

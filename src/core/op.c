@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* op.c - the checks that follow from a family's description, and calls over them. */
-#include "core/op.h"
+#include "core/op_entry.h"
 
 #include "core/context.h"
 #include "core/error.h"
@@ -12,26 +12,7 @@
 #include <math.h>
 #include <string.h>
 
-/* A tensors struct of any family. */
-typedef struct any_tensors {
-    size_t size;
-    const quern_tensor *t[OP_TENSORS_MAX];
-} any_tensors;
-
 /* ---- parameters ---- */
-
-static int64_t value_of(const op_param *p, const char *params)
-{
-    int64_t whole = 0;
-    int32_t choice = 0;
-    uint32_t set = 0;
-    switch (p->kind) {
-    case OP_INTEGER: memcpy(&whole, params + p->offset, sizeof whole); return whole;
-    case OP_CHOICE: memcpy(&choice, params + p->offset, sizeof choice); return choice;
-    case OP_SET: memcpy(&set, params + p->offset, sizeof set); return set;
-    default: return 0;
-    }
-}
 
 static float number_of(const op_param *p, const char *params)
 {
@@ -47,16 +28,19 @@ static quern_status check_ranges(const op_family *family, const char *params)
         if (p->kind == OP_ROOT || p->kind == OP_POSITIVE) {
             const float x = number_of(p, params);
             if (!(x >= 0.0f) || isinf(x))
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %g: 0 (%s) or a finite positive number is accepted", p->field, (double)x,
-                                 p->kind == OP_ROOT ? "1/sqrt(D)" : "the default");
+                return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                                 "%s is %g: 0 (%s) or a finite positive number is accepted", p->field,
+                                 (double)x, p->kind == OP_ROOT ? "1/sqrt(D)" : "the default");
         } else if (p->kind == OP_NUMBER) {
             const float x = number_of(p, params);
-            if (!isfinite(x)) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %g: a finite number is accepted", p->field, (double)x);
+            if (!isfinite(x))
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %g: a finite number is accepted",
+                                 p->field, (double)x);
         } else if (p->kind != OP_FLAG) {
-            const int64_t x = value_of(p, params);
+            const int64_t x = op_param_value(p, params);
             if (x < p->least || x > p->most)
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", p->field, (long long)x, (long long)p->least,
-                                 (long long)p->most);
+                return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", p->field,
+                                 (long long)x, (long long)p->least, (long long)p->most);
         }
     }
     return QUERN_OK;
@@ -117,10 +101,12 @@ quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *
         return QUERN_OK;
     }
     if (t->ndim != 1 || t->shape[0] < 1)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions of %lld: one dimension of batch + 1 offsets is accepted", field, t->ndim,
-                         t->ndim == 1 ? (long long)t->shape[0] : 0);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s has %d dimensions of %lld: one dimension of batch + 1 offsets is accepted",
+                         field, t->ndim, t->ndim == 1 ? (long long)t->shape[0] : 0);
     if (t->shape[0] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[0] is %lld: 1 to %d is accepted", field, (long long)t->shape[0], INT32_MAX);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s.shape[0] is %lld: 1 to %d is accepted", field,
+                         (long long)t->shape[0], INT32_MAX);
     *batch = t->shape[0] - 1;
     return QUERN_OK;
 }
@@ -132,20 +118,27 @@ static quern_status check_roles(const op_call *call)
     return QUERN_OK;
 }
 
+quern_status op_derive(op_call *call)
+{
+    const quern_status status = check_roles(call);
+    return status == QUERN_OK ? call->family->derive(call) : status;
+}
+
 static quern_status check_sources(const op_call *call)
 {
     const op_tensor *all = call->family->tensors;
     for (int32_t i = 0; i < call->family->tensor_count; i++) {
         if (call->role[i] != OP_SOURCE_MISSING || call->given[i] == NULL) continue;
         const char *of = all[all[i].gradient_of].field;
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and %s is NULL: both or no %s are accepted", all[i].field, of, all[i].field);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and %s is NULL: both or no %s are accepted",
+                         all[i].field, of, all[i].field);
     }
     return QUERN_OK;
 }
 
-/* The extents that a tensor has by its description; returns how many. */
-static int32_t shape_of(const op_call *call, const op_tensor *t, int64_t shape[QUERN_MAX_DIMS])
+int32_t op_shape(const op_call *call, int32_t tensor, int64_t shape[QUERN_MAX_DIMS])
 {
+    const op_tensor *t = &call->family->tensors[tensor];
     const uint8_t *symbols = call->varlen && t->varlen[0] != 0 ? t->varlen : t->fixed;
     int32_t n = 0;
     for (int32_t i = 0; i < QUERN_MAX_DIMS && symbols[i] != 0; i++) {
@@ -192,7 +185,8 @@ static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *u
                 return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", t->field);
             continue;
         }
-        const view_want want = {t->field, dtypes_of(call, t), shape_of(call, t, shape), shape, is_result(call, i), looks == OP_AT_DATA};
+        const view_want want = {t->field, dtypes_of(call, t), op_shape(call, i, shape),
+                                shape,    is_result(call, i), looks == OP_AT_DATA};
         view_span *span = &used->span[used->count];
         const quern_status status = view_check_one(&want, call->given[i], &call->like, span);
         if (status != QUERN_OK) return status;
@@ -204,7 +198,8 @@ static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *u
 
 static quern_status shared(const char *a, const char *b)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s shares memory with %s: outputs need memory of their own", a, b);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s shares memory with %s: outputs need memory of their own",
+                     a, b);
 }
 
 /* That no result shares memory with another tensor, and that each address is of the device. */
@@ -216,14 +211,16 @@ static quern_status check_memory(const op_call *call, const used_tensors *used)
         if (!is_result(call, a)) continue;
         for (int32_t j = 0; j < used->count; j++) {
             const int32_t b = used->index[j];
-            if (i != j && (!is_result(call, b) || j < i) && view_share_memory(call->given[a], &used->span[i], call->given[b], &used->span[j]))
+            if (i != j && (!is_result(call, b) || j < i) &&
+                view_share_memory(call->given[a], &used->span[i], call->given[b], &used->span[j]))
                 return shared(all[a].field, all[b].field);
         }
     }
     for (int32_t i = 0; i < used->count; i++) {
         if (used->span[i].high == 0) continue;
         const int32_t a = used->index[i];
-        const quern_status status = plugin_check_pointer(call->given[a]->data, call->like.device, call->like.device_id, all[a].field);
+        const quern_status status =
+            plugin_check_pointer(call->given[a]->data, call->like.device, call->like.device_id, all[a].field);
         if (status != QUERN_OK) return status;
     }
     return QUERN_OK;
@@ -249,21 +246,18 @@ static quern_status check_status(const op_call *call, const quern_tensor *status
 quern_status op_check_backward_scale(float scale)
 {
     if (scale <= ATTEND_BACKWARD_SCALE_MOST) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "scale is %g: 0 (1/sqrt(D)) to %d is accepted by a backward", (double)scale,
-                     ATTEND_BACKWARD_SCALE_MOST);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "scale is %g: 0 (1/sqrt(D)) to %d is accepted by a backward",
+                     (double)scale, ATTEND_BACKWARD_SCALE_MOST);
 }
 
-static quern_status prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
-                            op_looks looks, any_tensors *own, used_tensors *used)
+quern_status op_begin(op_call *call, const op_family *family, int32_t operation, const void *params,
+                      const void *tensors, op_tensors *own)
 {
-    DEFAULT_FLOAT_STATE; /* a plan computes defaults, such as the scale */
     char *const kept = (char *)call + family->params_at;
-    size_t params_size;
-    used->count = 0;
-    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    memcpy(&params_size, family->defaults, sizeof params_size);
+    size_t size;
+    memcpy(&size, family->defaults, sizeof size);
     memset(call, 0, sizeof *call);
-    memcpy(kept, family->defaults, params_size);
+    memcpy(kept, family->defaults, size);
     call->family = family;
     call->operation = operation;
     quern_status status = op_struct(kept, params, "params", family->params_init);
@@ -273,12 +267,24 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
     memset(own, 0, sizeof *own);
     own->size = sizeof own->size + (size_t)family->tensor_count * sizeof(void *);
     if ((status = op_struct(own, tensors, "tensors", family->tensors_init)) != QUERN_OK) return status;
-    memcpy(&params_size, tensors, sizeof params_size);
-    call->given_count = (int32_t)((params_size < own->size ? params_size : own->size) / sizeof(void *)) - 1;
+    memcpy(&size, tensors, sizeof size);
+    call->given_count = (int32_t)((size < own->size ? size : own->size) / sizeof(void *)) - 1;
     call->given = own->t;
     call->varlen = family->varlen_by != OP_NONE && own->t[family->varlen_by] != NULL;
     family->roles(call);
-    if ((status = check_roles(call)) != QUERN_OK || (status = family->derive(call)) != QUERN_OK ||
+    return QUERN_OK;
+}
+
+static quern_status prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+                            const void *params, const void *tensors, op_looks looks, op_tensors *own,
+                            used_tensors *used)
+{
+    DEFAULT_FLOAT_STATE; /* a plan computes defaults, such as the scale */
+    used->count = 0;
+    if (ctx == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    quern_status status = op_begin(call, family, operation, params, tensors, own);
+    if (status != QUERN_OK || (status = op_derive(call)) != QUERN_OK ||
         (status = check_tensors(call, looks, used)) != QUERN_OK || (status = check_sources(call)) != QUERN_OK)
         return status;
     if (looks == OP_AT_DATA && (status = check_memory(call, used)) != QUERN_OK) return status;
@@ -286,30 +292,34 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
     return call->backend != NULL ? family->plan(call) : error_status();
 }
 
-quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
-                        op_looks looks)
+quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+                        const void *params, const void *tensors, op_looks looks)
 {
-    any_tensors own;
+    op_tensors own;
     used_tensors used;
     const quern_status status = prepare(call, family, operation, ctx, params, tensors, looks, &own, &used);
     call->given = NULL;
     return status;
 }
 
-quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
-                             size_t *bytes)
+quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+                             const void *params, const void *tensors, size_t *bytes)
 {
     const quern_status status = op_prepare(call, family, operation, ctx, params, tensors, OP_AT_SHAPES);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     *bytes = call->bytes;
     return QUERN_OK;
 }
 
 static quern_status check_workspace(const op_call *call, const void *workspace, size_t bytes)
 {
-    if (bytes < call->bytes) return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", bytes, call->bytes);
-    if (call->bytes > 0 && workspace == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", call->bytes);
+    if (bytes < call->bytes)
+        return error_set(QUERN_ERR_WORKSPACE, "workspace_bytes is %zu: at least %zu are accepted", bytes,
+                         call->bytes);
+    if (call->bytes > 0 && workspace == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "workspace is NULL: %zu bytes are needed", call->bytes);
     return QUERN_OK;
 }
 
@@ -325,10 +335,11 @@ static quern_status execute(const op_call *call, const quern_exec *exec, void *c
     return call->family->run(call, &frame);
 }
 
-quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const quern_exec *exec, const void *params,
-                    const void *tensors, void *workspace, size_t bytes)
+quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+                    const quern_exec *exec, const void *params, const void *tensors, void *workspace,
+                    size_t bytes)
 {
-    any_tensors own;
+    op_tensors own;
     used_tensors used;
     quern_exec how;
     void *data[OP_TENSORS_MAX];
@@ -336,27 +347,36 @@ quern_status op_run(op_call *call, const op_family *family, int32_t operation, q
     if (status == QUERN_OK) status = op_exec(exec, &how);
     if (status == QUERN_OK) status = check_status(call, how.status, &used);
     if (status == QUERN_OK) status = check_workspace(call, workspace, bytes);
-    if (status == QUERN_OK && call->bytes > 0) status = plugin_check_pointer(workspace, call->like.device, call->like.device_id, "workspace");
+    if (status == QUERN_OK && call->bytes > 0)
+        status = plugin_check_pointer(workspace, call->like.device, call->like.device_id, "workspace");
     if (status != QUERN_OK) return status;
-    for (int32_t i = 0; i < family->tensor_count; i++) data[i] = call->alignment[i] > 0 ? own.t[i]->data : NULL;
+    for (int32_t i = 0; i < family->tensor_count; i++)
+        data[i] = call->alignment[i] > 0 ? own.t[i]->data : NULL;
     return execute(call, &how, data, workspace);
 }
 
-quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace, size_t bytes)
+quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,
+                       size_t bytes)
 {
     quern_exec how;
     quern_status status = op_exec(exec, &how);
-    if (status == QUERN_OK && data == NULL) status = error_set(QUERN_ERR_INVALID_ARGUMENT, "data is NULL: the tensors' addresses are needed");
+    if (status == QUERN_OK && data == NULL)
+        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "data is NULL: the tensors' addresses are needed");
     if (status != QUERN_OK) return status;
     for (int32_t i = 0; i < call->given_count; i++) {
         const char *field = call->family->tensors[i].field;
         if (call->alignment[i] == 0) continue;
         if (data[i] == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "data[%d] is NULL: the plan was made with %s, memory is needed for its elements", i, field);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "data[%d] is NULL: the plan was made with %s, memory is needed for its elements",
+                             i, field);
         if ((uintptr_t)data[i] % call->alignment[i] != 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "data[%d] (%s) is %p: the plan was made for a multiple of %d", i, field, data[i],
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "data[%d] (%s) is %p: the plan was made for a multiple of %d", i, field, data[i],
                              call->alignment[i]);
     }
-    if ((status = check_status(call, how.status, NULL)) != QUERN_OK || (status = check_workspace(call, workspace, bytes)) != QUERN_OK) return status;
+    if ((status = check_status(call, how.status, NULL)) != QUERN_OK ||
+        (status = check_workspace(call, workspace, bytes)) != QUERN_OK)
+        return status;
     return execute(call, &how, data, workspace);
 }

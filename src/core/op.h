@@ -20,7 +20,7 @@
 #include "backend.h"
 #include "core/arena.h"
 
-#include <quern/plan.h>
+#include <quern/op.h>
 
 /* ---- the size rule ---- */
 
@@ -40,7 +40,7 @@ quern_status op_exec(const quern_exec *given, quern_exec *exec);
 
 /* ---- the description of a family ---- */
 
-enum { OP_TENSORS_MAX = 64, OP_SYMBOLS_MAX = 32 };
+enum { OP_TENSORS_MAX = QUERN_OP_TENSORS_MAX, OP_SYMBOLS_MAX = 32, OP_ASKED = 4 };
 
 /* Which dtypes a tensor may have. */
 typedef enum op_dtype {
@@ -85,20 +85,47 @@ typedef struct op_param {
     const char *field;
     size_t offset;
     op_kind kind;
-    int64_t least, most;        /* INTEGER, CHOICE, SET */
-    const char *const *choices; /* CHOICE: names from 0 on. SET: of the bits */
-    const char *help;           /* NULL: follows from the tensors that a file holds */
+    int64_t least, most; /* INTEGER, CHOICE, SET */
+    const char *const
+        *choices;     /* CHOICE: names from 0 on. SET: of the bits. FLAG: of false and true, or NULL */
+    const char *help; /* NULL: follows from the tensors that a file holds */
 } op_param;
 
-typedef enum op_role {
-    OP_UNUSED, /* not looked at */
-    OP_NEEDED,
-    OP_OPTIONAL,
-    OP_RESULT,
-    OP_OPTIONAL_RESULT,
-    OP_REFUSED,       /* means nothing beside these parameters: the family says why */
-    OP_SOURCE_MISSING /* the gradient of a tensor that was not given */
-} op_role;
+/* What quern/op.h says of them; why one is refused, the family says. */
+typedef quern_op_role op_role;
+#define OP_UNUSED QUERN_OP_UNUSED
+#define OP_NEEDED QUERN_OP_NEEDED
+#define OP_OPTIONAL QUERN_OP_OPTIONAL
+#define OP_RESULT QUERN_OP_RESULT
+#define OP_OPTIONAL_RESULT QUERN_OP_OPTIONAL_RESULT
+#define OP_REFUSED QUERN_OP_REFUSED
+#define OP_SOURCE_MISSING QUERN_OP_SOURCE_MISSING
+
+/* A parameter that is not chosen but follows from the tensors that are there: choice i where tensor by[i] is,
+ * the choice of OP_NONE where none is. */
+typedef struct op_mode {
+    int8_t param, by[4];
+} op_mode;
+
+/* Another name, in an operation's files and options, of the tensor or parameter of a field. */
+typedef struct op_rename {
+    const char *field, *name;
+} op_rename;
+
+/* An operation as files, commands and bindings know it. */
+typedef struct quern_op {
+    const char *name, *help;
+    int8_t forward, backward; /* places among the family's operations; backward OP_NONE: there is none */
+    const op_rename *renames; /* ends with a field of NULL; NULL: there are none */
+    const char *fixed; /* the field of a parameter that is no option, at `fixed_to`; NULL: there is none */
+    int64_t fixed_to;
+    /* Results that are written to files only where the option asks for it, or the backward reads them; the
+     * list ends with OP_NONE. */
+    const char *aside;
+    bool aside_valued; /* the option takes true or false */
+    const int8_t *aside_tensors;
+    const char *asked[OP_ASKED]; /* extents of results that follow from no input: options, op_call.asked */
+} op_entry;
 
 typedef struct op_extents {
     int32_t count;
@@ -118,6 +145,9 @@ typedef struct op_call {
     uint8_t alignment[OP_TENSORS_MAX]; /* bytes, of a tensor with elements that the call uses; 0: of others */
     int64_t symbol[OP_SYMBOLS_MAX];
     op_extents lead[OP_LEADS];
+    quern_dtype stored; /* set by derive: the usual dtype of an OP_STORED result */
+    int64_t
+        asked[OP_ASKED]; /* where a result is absent: the extents that it is to have (quern_op_expect()) */
     int32_t given_count; /* entries of a plan's data: the pointers that the caller's struct has */
     size_t bytes;        /* of workspace */
 } op_call;
@@ -153,11 +183,20 @@ typedef struct op_family {
     int32_t param_count;
     const void *defaults; /* the parameters' struct, as its _INIT macro sets it */
     const char *params_init, *tensors_init;
-    size_t call_size, params_at;                                 /* of the family's struct, and where the parameters stand in it */
-    quern_status (*check_params)(op_call *call);                 /* each is in its range; resolves defaults */
-    void (*roles)(op_call *call);                                /* of every tensor, by parameters and `given` */
+    quern_status (*preset)(void *params, const char *name); /* NULL: there are none */
+    const char *const *symbols;                             /* the extents' names in shapes, by number */
+    const char *const *leads;                               /* those of the lists; NULL: "..." */
+    const char *group;                                      /* the operations below, which share options */
+    const op_entry *entries;
+    const op_mode *modes;
+    int32_t entry_count, mode_count;
+    size_t call_size, params_at; /* of the family's struct, and where the parameters stand in it */
+    quern_status (*check_params)(op_call *call); /* each is in its range; resolves defaults */
+    void (*roles)(op_call *call);                /* of every tensor, by parameters and `given` */
     quern_status (*refuse)(const op_call *call, int32_t tensor); /* sets the error: why OP_REFUSED */
     quern_status (*derive)(op_call *call);                       /* like, symbols */
+    /* Writes an index tensor that follows from the others; NULL: none does. */
+    quern_status (*complete)(const op_call *call, int32_t tensor, int32_t *data);
     /* Offsets in the host's memory; `data` as of quern_plan_run(). */
     quern_status (*check_data)(const op_call *call, void *const *data);
     quern_status (*plan)(op_call *call); /* the stages' arguments, backend's refusals, bytes */
@@ -170,7 +209,8 @@ typedef struct op_family {
 static inline bool op_uses(const op_call *call, int32_t tensor)
 {
     const uint8_t role = call->role[tensor];
-    return role != OP_UNUSED && role != OP_REFUSED && role != OP_SOURCE_MISSING && call->given[tensor] != NULL;
+    return role != OP_UNUSED && role != OP_REFUSED && role != OP_SOURCE_MISSING &&
+           call->given[tensor] != NULL;
 }
 
 /* The first tensor of the list that the call uses, or OP_NONE. */
@@ -198,22 +238,41 @@ void op_workspace_end(op_call *call, const arena *a);
 op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *data, void *workspace);
 
 /* The stage's run with its views placed. `scratch` is symbolic or NULL. */
-#define OP_STAGE(stage, name) quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args, const void *scratch);
+#define OP_STAGE(stage, name)                                                                                \
+    quern_status op_##stage(const op_call *call, const op_frame *frame, const name##_args *args,             \
+                            const void *scratch);
 BACKEND_STAGES(OP_STAGE)
 #undef OP_STAGE
 
+/* A tensors struct of any family. */
+typedef struct op_tensors {
+    size_t size;
+    const quern_tensor *t[OP_TENSORS_MAX];
+} op_tensors;
+
+/* The beginning of a call: the structs' sizes, the parameters' ranges, roles. *own becomes the caller's
+ * struct at this library's size. */
+quern_status op_begin(op_call *call, const op_family *family, int32_t operation, const void *params,
+                      const void *tensors, op_tensors *own);
+/* Refuses tensors of OP_REFUSED; then like, symbols and lists. */
+quern_status op_derive(op_call *call);
+/* The extents that a tensor has by its description; returns how many. */
+int32_t op_shape(const op_call *call, int32_t tensor, int64_t shape[QUERN_MAX_DIMS]);
+
 /* The public functions of an operation; `call` is room for the family's struct. */
-quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
-                             size_t *bytes);
-quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const quern_exec *exec, const void *params,
-                    const void *tensors, void *workspace, size_t bytes);
+quern_status op_workspace_of(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+                             const void *params, const void *tensors, size_t *bytes);
+quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+                    const quern_exec *exec, const void *params, const void *tensors, void *workspace,
+                    size_t bytes);
 
 /* What plans add: preparing alone, and running with pointers (NULL: absent) in the order of the family's
  * tensors. */
 typedef enum op_looks { OP_AT_SHAPES, OP_AT_ALIGNMENT, OP_AT_DATA } op_looks;
-quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx, const void *params, const void *tensors,
-                        op_looks looks);
-quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace, size_t bytes);
+quern_status op_prepare(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
+                        const void *params, const void *tensors, op_looks looks);
+quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const *data, void *workspace,
+                       size_t bytes);
 /* The stages that op_run_at() would run. */
 quern_status op_list(const op_call *call, op_steps *steps);
 

@@ -78,10 +78,10 @@ op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *d
 
 #define PLACE(field)                                                                                         \
     if (args->field.ndim > 0) args->field.data = placed(args->field.data, frame);
-#define PLACE_ALL(name, NAME)                                          \
-    static void place_##name(name##_args *args, const op_frame *frame) \
-    {                                                                  \
-        NAME##_TENSORS(PLACE)                                          \
+#define PLACE_ALL(name, NAME)                                                                                \
+    static void place_##name(name##_args *args, const op_frame *frame)                                       \
+    {                                                                                                        \
+        NAME##_TENSORS(PLACE)                                                                                \
     }
 BACKEND_ARGS(PLACE_ALL)
 

@@ -37,7 +37,7 @@ static const op_tensor tensors[] = {
 _Static_assert(sizeof tensors / sizeof *tensors == DSV4_COMPRESS_TENSORS, "a row a tensor");
 _Static_assert(sizeof(quern_dsv4_compress_tensors) == (1 + DSV4_COMPRESS_TENSORS) * sizeof(void *), "a tensor a field");
 
-static const char *const kinds[] = {"csa", "hca", NULL}, *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
+static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL}, *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_compress_params, member)
 static const op_param params[] = {
     {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
@@ -45,7 +45,7 @@ static const op_param params[] = {
     {"start_token", AT(start_token), OP_INTEGER, 0, INT32_MAX, NULL, "row where the first block starts"},
     {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "its position; a multiple of r unless rope_last"},
     {"n_blocks", AT(n_blocks), OP_INTEGER, 0, INT32_MAX, NULL, "entries of a sequence; 0: all whole blocks"},
-    {"rope_last", AT(rope_last), OP_FLAG, 0, 1, NULL, "rotate by the position of a block's last token, else of its first"},
+    {"rope_last", AT(rope_last), OP_FLAG, 0, 1, ends, "the token of a block whose position rotates its entry"},
     {"round_bf16", AT(round_bf16), OP_FLAG, 0, 1, NULL, "round pooled rows before the norm"},
     {"hadamard", AT(hadamard), OP_FLAG, 0, 1, NULL, "Walsh-Hadamard transform of the entries"},
     {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norm; 0: 1e-6"},
@@ -54,6 +54,30 @@ static const op_param params[] = {
 #undef AT
 static const quern_dsv4_compress_params defaults = QUERN_DSV4_COMPRESS_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_compress", "dsv4_compress_backward"};
+
+static const char *const symbols[] = {"", [DS_B] = "B", [DS_B1] = "B+1", [DS_T] = "T", [DS_COLUMNS] = "4C|2C", [DS_IN] = "Dm", [DS_R] = "r",
+                                      [DS_C] = "C", [DS_2C] = "2C", [DS_P] = "P", [DS_ROPE] = "R", [DS_N] = "n", [DS_ROW] = "C|bytes", NULL};
+static const op_rename csa_renames[] = {{"rope_last", "rope-at"}, {NULL, NULL}};
+static const op_rename hca_renames[] = {{"rope_last", "rope-at"}, {"b_a", "B"}, {"d_b_a", "dB"}, {NULL, NULL}};
+#define COMPRESS_HELP                                                                                                            \
+    "DeepSeek-V4's compressor, one shot or in pieces; with d_out also its backward. X and proj may have a leading batch extent; " \
+    "with cu_seqlens n is floor(T / r)"
+static const op_entry ops[] = {
+    {.name = "csa-compress",
+     .help = COMPRESS_HELP,
+     .forward = DSV4_COMPRESS,
+     .backward = DSV4_COMPRESS_BACKWARD,
+     .renames = csa_renames,
+     .fixed = "kind",
+     .fixed_to = QUERN_DSV4_CSA},
+    {.name = "hca-compress",
+     .help = COMPRESS_HELP,
+     .forward = DSV4_COMPRESS,
+     .backward = DSV4_COMPRESS_BACKWARD,
+     .renames = hca_renames,
+     .fixed = "kind",
+     .fixed_to = QUERN_DSV4_HCA},
+};
 
 static const quern_dsv4_compress_params *params_of(const op_call *call)
 {
@@ -160,6 +184,7 @@ static quern_status derive(op_call *call)
     call->lead[0].count = ndim - 2;
     call->lead[0].extent[0] = main->shape[0];
     s[DS_B1] = s[DS_B] + 1;
+    call->stored = p->format == QUERN_DSV4_ROWS ? main->dtype : QUERN_U8;
     s[DS_T] = main->shape[ndim - 2];
     s[DS_IN] = main->shape[ndim - 1];
     s[DS_R] = p->ratio;
@@ -224,6 +249,10 @@ const op_family dsv4_compress_family = {
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_COMPRESS_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_COMPRESS_TENSORS_INIT",
+    .symbols = symbols,
+    .group = "compressors",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(dsv4_compress_call),
     .params_at = offsetof(dsv4_compress_call, params),
     .check_params = check_params,

@@ -38,6 +38,13 @@ static const op_param params[] = {
 static const quern_nsa_list_params defaults = QUERN_NSA_LIST_PARAMS_INIT;
 static const char *const operations[] = {"nsa_list_convert"};
 
+static const char *const symbols[] = {"", [S_K_IN] = "k", [S_K_OUT] = "k_out", NULL};
+static const op_entry ops[] = {
+    {.name = "nsa-list-convert",
+     .help = "convert a list of blocks to another block length",
+     .backward = OP_NONE},
+};
+
 static quern_status check_params(op_call *call)
 {
     const int64_t from = ((list_call *)call)->params.from, to = ((list_call *)call)->params.to;
@@ -194,6 +201,10 @@ const op_family nsa_list_family = {
     .defaults = &defaults,
     .params_init = "QUERN_NSA_LIST_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_LIST_TENSORS_INIT",
+    .symbols = symbols,
+    .group = "list",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(list_call),
     .params_at = offsetof(list_call, params),
     .check_params = check_params,

@@ -9,7 +9,8 @@
 
 static quern_status out_of_range(const char *name, int64_t given, int64_t least, int64_t most)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", name, (long long)given, (long long)least, (long long)most);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld is accepted", name,
+                     (long long)given, (long long)least, (long long)most);
 }
 
 static int64_t gcd(int64_t a, int64_t b)
@@ -26,19 +27,24 @@ static quern_status check_selection(const quern_nsa_params *p)
 {
     int64_t forced = p->forced_first;
     if (p->causal && p->forced_local > 0)
-        forced += p->forced_local + (p->select_block - gcd(p->tile, p->select_block) + p->tile - 1) / p->select_block;
+        forced += p->forced_local +
+                  (p->select_block - gcd(p->tile, p->select_block) + p->tile - 1) / p->select_block;
     if (p->num_selected < forced)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "num_selected is %lld: at least the %lld forced blocks (first %lld, local %lld, tile %lld) are accepted",
-                         (long long)p->num_selected, (long long)forced, (long long)p->forced_first, (long long)p->forced_local, (long long)p->tile);
+                         "num_selected is %lld: at least the %lld forced blocks (first %lld, local %lld, "
+                         "tile %lld) are accepted",
+                         (long long)p->num_selected, (long long)forced, (long long)p->forced_first,
+                         (long long)p->forced_local, (long long)p->tile);
     return QUERN_OK;
 }
 
 static quern_status check_metric(const quern_nsa_params *p)
 {
-    if (p->metric == QUERN_NSA_METRIC_MEAN_LOGIT && (p->stride != p->block_size || p->select_block != p->block_size))
+    if (p->metric == QUERN_NSA_METRIC_MEAN_LOGIT &&
+        (p->stride != p->block_size || p->select_block != p->block_size))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "metric mean_logit with block_size %lld, stride %lld, select_block %lld: three equal ones are accepted",
+                         "metric mean_logit with block_size %lld, stride %lld, select_block %lld: three "
+                         "equal ones are accepted",
                          (long long)p->block_size, (long long)p->stride, (long long)p->select_block);
     return QUERN_OK;
 }
@@ -47,14 +53,19 @@ static quern_status check_groups(const quern_nsa_params *p)
 {
     if (p->max_compressed_groups == 0) {
         if (p->groups == QUERN_NSA_LIST_GIVEN)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "groups is given with max_compressed_groups 0: 1 or more is accepted with it");
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "groups is given with max_compressed_groups 0: 1 or more is accepted with it");
         return QUERN_OK;
     }
     if (p->metric != QUERN_NSA_METRIC_MEAN_LOGIT)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "max_compressed_groups is %lld with metric softmax: mean_logit is accepted with it",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "max_compressed_groups is %lld with metric softmax: mean_logit is accepted with it",
                          (long long)p->max_compressed_groups);
-    const int64_t least = p->causal ? 1 + (p->tile - 1 + STAGE_GROUP_ENTRIES * p->stride - 1) / (STAGE_GROUP_ENTRIES * p->stride) : 1;
-    if (p->max_compressed_groups < least) return out_of_range("max_compressed_groups", p->max_compressed_groups, least, INT32_MAX);
+    const int64_t least = p->causal ? 1 + (p->tile - 1 + STAGE_GROUP_ENTRIES * p->stride - 1) /
+                                              (STAGE_GROUP_ENTRIES * p->stride)
+                                    : 1;
+    if (p->max_compressed_groups < least)
+        return out_of_range("max_compressed_groups", p->max_compressed_groups, least, INT32_MAX);
     return QUERN_OK;
 }
 
@@ -64,22 +75,30 @@ quern_status nsa_check_params(op_call *call)
     const int32_t op = call->operation;
     if (p->stride == 0) p->stride = p->block_size;
     if (p->select_block == 0) p->select_block = p->block_size;
-    if (p->stride < 1 || p->stride > p->block_size) return out_of_range("stride", p->stride, 1, p->block_size);
-    if (p->select_block < 1 || p->select_block > INT32_MAX) return out_of_range("select_block", p->select_block, 1, INT32_MAX);
+    if (p->stride < 1 || p->stride > p->block_size)
+        return out_of_range("stride", p->stride, 1, p->block_size);
+    if (p->select_block < 1 || p->select_block > INT32_MAX)
+        return out_of_range("select_block", p->select_block, 1, INT32_MAX);
     if (p->block_size % p->stride != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "stride is %lld: a divisor of block_size %lld is accepted", (long long)p->stride,
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "stride is %lld: a divisor of block_size %lld is accepted", (long long)p->stride,
                          (long long)p->block_size);
     if (p->select_block % p->stride != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "select_block is %lld: a multiple of stride %lld is accepted", (long long)p->select_block,
-                         (long long)p->stride);
-    const bool selects = op == NSA_SELECT || (op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_SLC) && p->selection == QUERN_NSA_LIST_COMPUTED);
-    const bool chooses_groups = op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_CMP) && p->max_compressed_groups > 0 &&
-                                p->groups == QUERN_NSA_LIST_COMPUTED;
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "select_block is %lld: a multiple of stride %lld is accepted",
+                         (long long)p->select_block, (long long)p->stride);
+    const bool selects = op == NSA_SELECT || (op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_SLC) &&
+                                              p->selection == QUERN_NSA_LIST_COMPUTED);
+    const bool chooses_groups = op == NSA_FORWARD && (p->branches & QUERN_NSA_BRANCH_CMP) &&
+                                p->max_compressed_groups > 0 && p->groups == QUERN_NSA_LIST_COMPUTED;
     const bool compress_alone = op == NSA_COMPRESS || op == NSA_COMPRESS_BACKWARD;
-    const bool groups = op == NSA_FORWARD || op == NSA_BACKWARD || op == NSA_SELECT || op == NSA_ATTEND || op == NSA_ATTEND_BACKWARD;
+    const bool groups = op == NSA_FORWARD || op == NSA_BACKWARD || op == NSA_SELECT || op == NSA_ATTEND ||
+                        op == NSA_ATTEND_BACKWARD;
     if (compress_alone && p->compress == QUERN_NSA_COMPRESS_GIVEN)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is given: mean or linear is accepted to compress alone");
-    quern_status status = op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD ? op_check_backward_scale(p->scale) : QUERN_OK;
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "compress is given: mean or linear is accepted to compress alone");
+    quern_status status =
+        op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD ? op_check_backward_scale(p->scale) : QUERN_OK;
     if (status == QUERN_OK && selects) status = check_selection(p);
     if (status == QUERN_OK && (selects || chooses_groups)) status = check_metric(p);
     if (status == QUERN_OK && groups) status = check_groups(p);
@@ -92,7 +111,8 @@ quern_status quern_nsa_params_preset(quern_nsa_params *params, const char *name)
     const quern_status status = op_struct(&p, params, "params", "QUERN_NSA_PARAMS_INIT");
     if (status != QUERN_OK) return status;
     if (name == NULL || strcmp(name, "tile256") != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': tile256 is accepted", TEXT_NAME(name != NULL ? name : "NULL"));
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "preset '%s': tile256 is accepted",
+                         TEXT_NAME(name != NULL ? name : "NULL"));
     p.tile = 256;
     p.scope = QUERN_NSA_SCOPE_HEAD;
     p.metric = QUERN_NSA_METRIC_MEAN_LOGIT;

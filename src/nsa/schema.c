@@ -108,6 +108,50 @@ static const char *const operations[] = {
     "nsa_select",  "nsa_attend",   "nsa_attend_backward", "nsa_gates",
     "nsa_combine", "nsa_gate",     "nsa_gate_backward"};
 
+static const char *const symbols[] = {
+    "",          [S_B] = "B",         [S_B1] = "B+1", [S_N] = "N",   [S_T] = "T",   [S_H] = "H",         [S_HKV] = "Hkv",
+    [S_D] = "D", [S_DV] = "Dv",       [S_NC] = "Nc",  [S_TC] = "Tc", [S_L] = "l",   [S_LD] = "D|l*D",    [S_LDV] = "Dv|l*Dv",
+    [S_3] = "3", [S_HS] = "Hs",       [S_TILES] = "tiles", [S_ROWS] = "rows", [S_K] = "k", [S_C] = "c", NULL};
+
+static const int8_t branch_outputs[] = {T_O_CMP, T_O_SLC, T_O_WIN, OP_NONE};
+static const op_entry ops[] = {
+    {.name = "nsa",
+     .help = "native sparse attention, the whole; with dO also its backward. gate: gates by weights; gates: "
+             "handed in; neither: 1/3 each. block_idx, group_idx: handed-in lists",
+     .forward = NSA_FORWARD,
+     .backward = NSA_BACKWARD,
+     .aside = "save-branches",
+     .aside_tensors = branch_outputs},
+    {.name = "nsa-compress",
+     .help = "compress keys and values; with dK_cmp and dV_cmp also the backward",
+     .forward = NSA_COMPRESS,
+     .backward = NSA_COMPRESS_BACKWARD},
+    {.name = "nsa-select", .help = "choose the blocks of every tile", .forward = NSA_SELECT, .backward = OP_NONE},
+    {.name = "nsa-attend",
+     .help = "attend over the branches asked for; with dO_cmp, dO_slc, dO_win also the backward",
+     .forward = NSA_ATTEND,
+     .backward = NSA_ATTEND_BACKWARD},
+    {.name = "nsa-gates", .help = "compute the gates", .forward = NSA_GATES, .backward = OP_NONE},
+    {.name = "nsa-combine",
+     .help = "combine the branches by gates handed in, or 1/3 each",
+     .forward = NSA_COMBINE,
+     .backward = OP_NONE},
+    {.name = "nsa-gate",
+     .help = "compute the gates and combine in one pass; with dO also the backward (dQ is the gate's share)",
+     .forward = NSA_GATE,
+     .backward = NSA_GATE_BACKWARD},
+};
+/* gate, selection and groups stand last. */
+enum { PARAMS = sizeof params / sizeof *params };
+static const op_mode modes[] = {{PARAMS - 3, {OP_NONE, T_W_GATE, T_GATES}},
+                                {PARAMS - 2, {OP_NONE, T_BLOCK_IDX}},
+                                {PARAMS - 1, {OP_NONE, T_GROUP_IDX}}};
+
+static quern_status preset(void *p, const char *name)
+{
+    return quern_nsa_params_preset(p, name);
+}
+
 int64_t nsa_entries_of(const op_call *call, int64_t n)
 {
     const quern_nsa_params *p = &((const nsa_call *)call)->params;
@@ -217,6 +261,21 @@ static quern_status check_entries(const op_call *call, const int32_t *tokens, co
     return QUERN_OK;
 }
 
+/* cu_seqlens_cmp; starts that make no sense are left to the call to refuse. */
+static quern_status complete(const op_call *call, int32_t tensor, int32_t *data)
+{
+    const quern_tensor *cu = call->given[T_CU_SEQLENS];
+    if (tensor != T_CU_SEQLENS_CMP || cu == NULL || cu->dtype != QUERN_I32 || cu->ndim != 1)
+        return error_set(QUERN_ERR_UNSUPPORTED, "%s does not follow from cu_seqlens", tensors[tensor].field);
+    const int32_t *starts = cu->data;
+    int64_t sum = 0;
+    for (int64_t b = 0; b < cu->shape[0]; b++) {
+        if (b > 0) sum += nsa_entries_of(call, (int64_t)starts[b] - starts[b - 1]);
+        data[b] = (int32_t)sum;
+    }
+    return QUERN_OK;
+}
+
 static quern_status check_data(const op_call *call, void *const *data)
 {
     if (!call->varlen) return QUERN_OK;
@@ -238,6 +297,14 @@ const op_family nsa_family = {
     .defaults = &defaults,
     .params_init = "QUERN_NSA_PARAMS_INIT",
     .tensors_init = "QUERN_NSA_TENSORS_INIT",
+    .preset = preset,
+    .symbols = symbols,
+    .group = "nsa",
+    .entries = ops,
+    .modes = modes,
+    .entry_count = sizeof ops / sizeof *ops,
+    .mode_count = sizeof modes / sizeof *modes,
+    .complete = complete,
     .call_size = sizeof(nsa_call),
     .params_at = offsetof(nsa_call, params),
     .check_params = nsa_check_params,

@@ -12,6 +12,7 @@ dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 nm -D --defined-only "$build/libquern.so" | awk '{print $3}' | sort >"$dir/shared"
 nm -g --defined-only "$build/static/libquern.a" | awk 'NF == 3 {print $3}' | sort >"$dir/static"
+# (quern_op_*, of op.h, is listed too, but promised by no version.)
 diff symbols.txt "$dir/shared"
 diff symbols.txt "$dir/static"
 ! objdump -p "$build/libquern.so" | grep 'NEEDED *libjansson'

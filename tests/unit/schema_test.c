@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* schema_test.c - what a description of a family can say: every class of dtype, every kind of parameter, shapes
- * whose number of dimensions depends on the call. A family of the test's own stands for those of the library. */
+/* schema_test.c - what a description of a family can say: every class of dtype, every kind of parameter,
+ * shapes whose number of dimensions depends on the call. A family of the test's own stands for those of the
+ * library. */
 #include "cmocka_c11.h"
 #include "core/op.h"
 
@@ -9,7 +10,21 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { T_X, T_ANY_FLOAT, T_WEIGHT, T_CODES, T_SCALES, T_EXPONENTS, T_COUNT, T_GLOBAL, T_STORED, T_ANY, T_OUT, T_D_WEIGHT, TENSORS };
+enum {
+    T_X,
+    T_ANY_FLOAT,
+    T_WEIGHT,
+    T_CODES,
+    T_SCALES,
+    T_EXPONENTS,
+    T_COUNT,
+    T_GLOBAL,
+    T_STORED,
+    T_ANY,
+    T_OUT,
+    T_D_WEIGHT,
+    TENSORS
+};
 enum { S_D = 1, S_BLOCKS };
 enum { L_ROWS = OP_LEAD, L_GLOBAL };
 
@@ -49,12 +64,16 @@ static const op_tensor tensors[] = {
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
 
-static const char *const choices[] = {"none", "expert", "pair", "row", NULL}, *const bits[] = {"a", "b", NULL};
+static const char *const choices[] = {"none", "expert", "pair", "row", NULL}, *const bits[] = {"a", "b",
+                                                                                               NULL};
 #define AT(member) offsetof(toy_params, member)
 static const op_param params[] = {
-    {"whole", AT(whole), OP_INTEGER, 1, 9, NULL, ""},  {"flag", AT(flag), OP_FLAG, 0, 1, NULL, ""},
-    {"root", AT(root), OP_ROOT, 0, 0, NULL, ""},       {"positive", AT(positive), OP_POSITIVE, 0, 0, NULL, ""},
-    {"number", AT(number), OP_NUMBER, 0, 0, NULL, ""}, {"choice", AT(choice), OP_CHOICE, 0, 3, choices, ""},
+    {"whole", AT(whole), OP_INTEGER, 1, 9, NULL, ""},
+    {"flag", AT(flag), OP_FLAG, 0, 1, NULL, ""},
+    {"root", AT(root), OP_ROOT, 0, 0, NULL, ""},
+    {"positive", AT(positive), OP_POSITIVE, 0, 0, NULL, ""},
+    {"number", AT(number), OP_NUMBER, 0, 0, NULL, ""},
+    {"choice", AT(choice), OP_CHOICE, 0, 3, choices, ""},
     {"set", AT(set), OP_SET, 1, 3, bits, ""},
 };
 #undef AT
@@ -140,7 +159,8 @@ static quern_context *ctx;
 static char memory[4096] __attribute__((aligned(64)));
 
 /* A call with x bf16 [3, 32] and one more tensor. */
-static quern_status call_with(const toy_params *p, int32_t tensor, quern_dtype dtype, int32_t ndim, const int64_t *shape, toy_call *call)
+static quern_status call_with(const toy_params *p, int32_t tensor, quern_dtype dtype, int32_t ndim,
+                              const int64_t *shape, toy_call *call)
 {
     const int64_t x_shape[] = {3, 32}, w_shape[] = {32};
     const quern_tensor x = quern_tensor_contiguous(memory, QUERN_BF16, 2, x_shape),
@@ -181,10 +201,13 @@ static void every_class_takes_its_dtypes(void **state)
             const size_t length = strlen(name);
             bool accepted = false;
             for (; (at = strstr(at, name)) != NULL; at += length)
-                accepted = accepted || ((at == cases[i].accepted || at[-1] == ' ') && (at[length] == ' ' || at[length] == '\0'));
-            const quern_status status = call_with(&defaults, cases[i].tensor, (quern_dtype)d, cases[i].ndim, cases[i].shape, &call);
+                accepted = accepted || ((at == cases[i].accepted || at[-1] == ' ') &&
+                                        (at[length] == ' ' || at[length] == '\0'));
+            const quern_status status =
+                call_with(&defaults, cases[i].tensor, (quern_dtype)d, cases[i].ndim, cases[i].shape, &call);
             if ((status == QUERN_OK) != accepted)
-                fail_msg("%s as %s: status %d: %s", tensors[cases[i].tensor].field, name, status, quern_last_error(NULL));
+                fail_msg("%s as %s: status %d: %s", tensors[cases[i].tensor].field, name, status,
+                         quern_last_error(NULL));
         }
     }
 }
@@ -199,8 +222,10 @@ static void a_global_has_the_dimensions_of_its_list(void **state)
         p.choice = choice;
         for (int given = 0; given < 4; given++) {
             toy_call call;
-            const quern_status status = call_with(&p, T_GLOBAL, QUERN_F32, ndims[given], shapes[given], &call);
-            if ((status == QUERN_OK) != (given == choice)) fail_msg("global %d where %d is accepted: status %d", given, choice, status);
+            const quern_status status =
+                call_with(&p, T_GLOBAL, QUERN_F32, ndims[given], shapes[given], &call);
+            if ((status == QUERN_OK) != (given == choice))
+                fail_msg("global %d where %d is accepted: status %d", given, choice, status);
             if (status != QUERN_OK) continue;
             assert_int_equal(call.global.ndim, ndims[given] > 0 ? ndims[given] : 1); /* present, though [] */
             assert_int_equal(call.global.shape[0], ndims[given] > 0 ? shapes[given][0] : 1);
@@ -221,8 +246,10 @@ static void every_kind_of_parameter_has_its_range(void **state)
     toy_params p;
     (void)state;
     p = defaults, p.whole = 10, expect_params(&p, "whole is 10: 1 to 9 is accepted");
-    p = defaults, p.root = -1, expect_params(&p, "root is -1: 0 (1/sqrt(D)) or a finite positive number is accepted");
-    p = defaults, p.positive = INFINITY, expect_params(&p, "positive is inf: 0 (the default) or a finite positive number is accepted");
+    p = defaults, p.root = -1,
+    expect_params(&p, "root is -1: 0 (1/sqrt(D)) or a finite positive number is accepted");
+    p = defaults, p.positive = INFINITY,
+    expect_params(&p, "positive is inf: 0 (the default) or a finite positive number is accepted");
     p = defaults, p.number = -INFINITY, expect_params(&p, "number is -inf: a finite number is accepted");
     p = defaults, p.number = NAN, expect_params(&p, "number is nan: a finite number is accepted");
     p = defaults, p.number = -2.5f, expect_params(&p, "");

@@ -149,11 +149,10 @@ static int million(acceptance *a)
     return EXIT_DONE;
 }
 
-static bool leave_out(void *arg, const slot *s)
+static void leave_out_all_but_o(job *j)
 {
-    job *j = arg;
-    if (strcmp(s->name, "O") != 0) slot_set(&j->tensors, s, NULL);
-    return true;
+    for (int32_t i = 0; i < j->op->info.tensor_count; i++)
+        if (!j->input[i] && strcmp(j->op->tensors[i].name, "O") != 0) j->tensors.t[i] = NULL;
 }
 
 /* Forward workspace of a call that asks for O alone, so that all the rest stands in it, against what it may hold: one
@@ -166,8 +165,8 @@ static int workspace(acceptance *a, const char *what, const bench_case *c)
     size_t bytes = 0;
     int code = bench_open(&j, c, a->all, true);
     if (code == EXIT_DONE) {
-        list_each(j.op->family, j.op->gives, leave_out, &j);
-        const quern_status status = pass_size(&j.op->forward, a->all, &j.params, &j.tensors, &bytes);
+        leave_out_all_but_o(&j);
+        const quern_status status = quern_op_workspace(a->all, j.op->op, QUERN_OP_FORWARD, &j.params, &j.tensors, &bytes);
         if (status != QUERN_OK) code = fail_status(status);
     }
     if (code == EXIT_DONE) {

@@ -5,7 +5,6 @@
 #include "bench_core.h"
 
 #include "command.h"
-#include "compressor.h"
 #include "machine.h"
 #include "output.h"
 #include "peer_onednn.h"
@@ -77,7 +76,7 @@ static void print_help(const operation *op)
            "--device, --threads and --json.\n\noptions:\n");
     print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
     print_options(&(option_group){bench_case_rows, bench_case_row_count, (void *)(uintptr_t)&defaults.what});
-    if (op != NULL) print_options(&(option_group){op->family->params, op->family->param_count, (void *)(uintptr_t)&defaults.what.params});
+    if (op != NULL) print_options(&(option_group){op->options, op->option_count, (void *)(uintptr_t)&defaults.what.params});
     printf("\nexamples:\n  quern bench ceilings --threads 1,2\n"
            "  quern bench attention --n 4096 --heads 8/8 --threads 1,2 --backward\n"
            "  quern bench nsa --n 4k,16k,64k --tile 64 --metric mean_logit --svg nsa.svg --json nsa.json\n"
@@ -98,7 +97,7 @@ static int time_peer(const bench_case *c, quern_context *ctx, int reps, timing *
     job j;
     bench_case dense = *c;
     dense.op = operation_named("attention");
-    dense.params = params_init(&family_attention);
+    dense.params = params_init(dense.op);
     dense.params.attention.causal = c->params.nsa.causal;
     dense.params.attention.scale = c->params.nsa.scale;
     int code = bench_open(&j, &dense, ctx, false);
@@ -124,7 +123,7 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
     const int passes = j.backward ? 2 : 1;
     job_free(&j);
     if (code == EXIT_DONE && peer != NULL) code = time_peer(c, ctx, (int)o->reps, &peer_time[0], &peer_time[1]);
-    if (code == EXIT_DONE && !o->no_peer && c->device == QUERN_CPU && c->op->family == &family_attention &&
+    if (code == EXIT_DONE && !o->no_peer && c->device == QUERN_CPU && strcmp(c->op->name, "attention") == 0 &&
         peer_onednn(c, threads, (int)o->reps, &peer_time[0]))
         peer = "oneDNN";
     for (int p = 0; p < passes && code == EXIT_DONE; p++) {
@@ -236,7 +235,7 @@ int verb_bench(int argc, char **argv)
     bench_options options = default_options(op);
     const option_group groups[] = {{rows, ROWS, &options},
                                    {bench_case_rows, bench_case_row_count, &options.what},
-                                   {op != NULL ? op->family->params : NULL, op != NULL ? op->family->param_count : 0, &options.what.params}};
+                                   {op != NULL ? op->options : NULL, op != NULL ? op->option_count : 0, &options.what.params}};
     int first;
     bool help;
     int code = parse_options(argc, argv, groups, op != NULL ? 3 : 2, &first, &help);
@@ -249,11 +248,11 @@ int verb_bench(int argc, char **argv)
         return fail(EXIT_USAGE, "one of ceilings, overhead, attention, nsa, compress, select, gate, csa-compress, hca-compress, csa-append and v4-index is "
                                 "accepted; see quern bench --help");
     if (options.profile != NULL) { /* first the preset, then the options over it */
-        if (op == NULL || op->family != &family_nsa) return fail(EXIT_USAGE, "--profile: only operations of the nsa family have presets");
+        if (op == NULL || strcmp(op->info.group, "nsa") != 0) return fail(EXIT_USAGE, "--profile: only operations of the nsa family have presets");
         const char *profile = options.profile;
         options = default_options(op);
-        if (quern_nsa_params_preset(&options.what.params.nsa, profile) != QUERN_OK) return fail(EXIT_USAGE, "--profile: %s", quern_last_error(NULL));
-        code = parse_options(argc, argv, groups, 3, &first, &help);
+        code = params_preset(op, &options.what.params, profile);
+        if (code == EXIT_DONE) code = parse_options(argc, argv, groups, 3, &first, &help);
         if (code != EXIT_DONE) return code;
     }
     if (strcmp(subjects[subject].what, "overhead") == 0) {

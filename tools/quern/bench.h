@@ -81,6 +81,8 @@ work bench_work(const bench_case *c, bool backward, quern_cpu_level level);
 
 /* `quern bench overhead`. */
 int bench_overhead(int device, int64_t threads, const char *json);
+/* `quern bench` csa-compress, hca-compress, csa-append. */
+int bench_compressor(int argc, char **argv, const char *subject);
 
 timing timing_of(double *ms, int count);
 /* GFLOP/s or GB/s of a row, as its limit counts. */

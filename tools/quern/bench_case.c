@@ -15,7 +15,7 @@ static double causal_pairs(double n, double most)
 /* Of one sequence. Documents of a packed batch are equally long. */
 static double attended_pairs(const bench_case *c, double n)
 {
-    if (c->op->family == &family_attention) {
+    if (strcmp(c->op->name, "attention") == 0) {
         const quern_attention_params *p = &c->params.attention;
         if (p->causal) return causal_pairs(n, (double)p->window);
         return p->window > 0 && (double)p->window < n ? n * (double)(p->window | 1) : n * n;

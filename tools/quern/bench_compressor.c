@@ -6,7 +6,6 @@
 #include "bench.h"
 #include "bench_core.h"
 #include "command.h"
-#include "compressor.h"
 #include "machine.h"
 #include "output.h"
 #include "values.h"

@@ -12,10 +12,10 @@
 
 #include <string.h>
 
-static const quern_tensor *tensor_named(const job *j, const char *name)
+static const quern_tensor *tensor_of(const job *j, const char *name)
 {
-    const slot *s = slot_named(j->op->family, name, strlen(name));
-    return s != NULL ? slot_get(&j->tensors, s) : NULL;
+    const int i = tensor_named(j->op, name);
+    return i >= 0 ? j->tensors.t[i] : NULL;
 }
 
 /* Notes the data of the tensors of a list, each of `bytes` bytes and at a line. False where one is otherwise.
@@ -23,7 +23,7 @@ static const quern_tensor *tensor_named(const job *j, const char *name)
 static bool collect(const job *j, const char *const *names, int count, char **to, size_t bytes)
 {
     for (int i = 0; i < count; i++) {
-        const quern_tensor *t = tensor_named(j, names[i]);
+        const quern_tensor *t = tensor_of(j, names[i]);
         if (t == NULL || (size_t)value_count(t) * quern_dtype_size(t->dtype) != bytes ||
             (uintptr_t)t->data % 64 != 0)
             return false;
@@ -37,9 +37,9 @@ double bench_mover_ms(const job *j, bool backward, int threads)
     static const char *const read[2][MOVER_STREAMS] = {{"Q", "O_cmp", "O_slc", "O_win"},
                                                        {"dO", "Q", "O_cmp", "O_slc", "O_win"}};
     static const char *const write[2][MOVER_STREAMS] = {{"O"}, {"dO_cmp", "dO_slc", "dO_win", "dQ"}};
-    const quern_tensor *q = tensor_named(j, "Q"), *gates = tensor_named(j, "gates");
+    const quern_tensor *q = tensor_of(j, "Q"), *gates = tensor_of(j, "gates");
     if (strcmp(j->op->name, "nsa-gate") != 0 || j->device != QUERN_CPU || q == NULL || gates == NULL ||
-        tensor_named(j, "gate") == NULL)
+        tensor_of(j, "gate") == NULL)
         return 0;
     mover m = {.reads = backward ? 5 : 4,
                .writes = backward ? 4 : 1,

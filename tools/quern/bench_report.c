@@ -49,21 +49,35 @@ void report_formulas(const bench_row *rows, size_t count)
     }
 }
 
+/* A parameter's value: the library hands it out as text. */
+static json_t *param_json(const char *takes, const char *text)
+{
+    if (strcmp(takes, "INT") == 0) return json_integer(atoll(text));
+    if (strcmp(takes, "NUMBER") == 0) return json_real(atof(text));
+    return strcmp(takes, "true|false") == 0 ? json_boolean(*text == 't') : json_string(text);
+}
+
 /* What `base` holds for a row. */
 static void set_option(json_t *object, const option_row *row, const void *base)
 {
-    const void *at = (const char *)base + row->offset;
+    const void *at = row->type == OPTION_PARAM ? base : (const char *)base + row->offset;
     char text[60];
     json_t *value;
     option_current_text(row, base, text, sizeof text);
-    if (row->type == OPTION_INT) value = json_integer(*(const int64_t *)at);
+    if (row->type == OPTION_PARAM) value = param_json(row->choices[1], text);
+    else if (row->type == OPTION_INT) value = json_integer(*(const int64_t *)at);
     else if (row->type == OPTION_BOOL) value = json_boolean(*(const bool *)at);
     else if (row->type == OPTION_FLOAT) value = json_real((double)*(const float *)at);
     else value = json_string(text);
     json_object_set_new(object, row->name, value);
 }
 
-/* The shape: sizes, kinds of inputs, and every parameter of the operation's family under its option's name. */
+static bool is_of_every_case(const char *option)
+{
+    return strcmp(option, "batch") == 0 || strcmp(option, "dtype") == 0 || strcmp(option, "backward") == 0;
+}
+
+/* The shape: sizes, kinds of inputs, and every parameter of the operation under its option's name. */
 static json_t *shape_json(const bench_case *c)
 {
     json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "B", (json_int_t)c->batch, "N", (json_int_t)c->n, "H",
@@ -71,10 +85,10 @@ static json_t *shape_json(const bench_case *c)
                               (json_int_t)c->dim_v);
     json_object_set_new(shape, "documents", json_integer((json_int_t)c->documents));
     json_object_set_new(shape, "data", json_string(c->data == DATA_SMOOTH ? "smooth" : "noise"));
-    if (c->op->family == &family_nsa)
+    if (strcmp(c->op->info.group, "nsa") == 0)
         for (size_t i = 0; i < bench_case_row_count; i++)
-            if (!list_has("batch dtype backward", bench_case_rows[i].name)) set_option(shape, &bench_case_rows[i], c);
-    for (size_t i = 0; i < c->op->family->param_count; i++) set_option(shape, &c->op->family->params[i], &c->params);
+            if (!is_of_every_case(bench_case_rows[i].name)) set_option(shape, &bench_case_rows[i], c);
+    for (size_t i = 0; i < c->op->option_count; i++) set_option(shape, &c->op->options[i], &c->params);
     return shape;
 }
 

@@ -1,5 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
+/* job.c - sizes, memory and passes of a job; its file is in job_file.c. */
 #include "job.h"
 
 #include "ceilings.h"
@@ -26,277 +27,19 @@ void job_init(job *j, const operation *op, const any_params *params)
     memset(j, 0, sizeof *j);
     j->op = op;
     j->params = *params;
-    j->tensors = tensors_init(op->family);
+    j->tensors = tensors_init(op);
+    j->dtype = JOB_DTYPE_USUAL;
 }
 
-static size_t slot_index(const job *j, const slot *s)
+void job_bind(job *j, int tensor, const quern_tensor *t)
 {
-    return (size_t)(s - j->op->family->slots);
+    j->storage[tensor] = *t;
+    j->input[tensor] = true;
+    j->tensors.t[tensor] = &j->storage[tensor];
+    if (j->op->tensors[tensor].trigger) j->backward = true;
 }
 
-static bool packed(const job *j)
-{
-    const family *f = j->op->family;
-    const slot *s = slot_named(f, f->packed_by, strlen(f->packed_by));
-    return s != NULL && slot_get(&j->tensors, s) != NULL;
-}
-
-static const char *shape_of(const job *j, const slot *s)
-{
-    return s->packed != NULL && packed(j) ? s->packed : s->fixed;
-}
-
-/* The branch that a tensor belongs to, by its name: 0 where to none. */
-static uint32_t branch_of(const slot *s)
-{
-    const size_t n = strlen(s->name);
-    const char *end = n > 4 ? s->name + n - 4 : "";
-    return strcmp(end, "_cmp") == 0   ? QUERN_NSA_BRANCH_CMP
-           : strcmp(end, "_slc") == 0 ? QUERN_NSA_BRANCH_SLC
-           : strcmp(end, "_win") == 0 ? QUERN_NSA_BRANCH_WIN
-                                      : 0;
-}
-
-/* ---- symbols ---- */
-
-static const int64_t *symbol_value(const job *j, const char *name)
-{
-    for (size_t i = 0; i < j->symbol_count; i++)
-        if (strcmp(j->symbols[i].name, name) == 0) return &j->symbols[i].value;
-    return NULL;
-}
-
-/* The first binding counts: whether the tensors agree is the library's to say. */
-static void symbol_bind(job *j, const char *name, int64_t value)
-{
-    if (symbol_value(j, name) != NULL || j->symbol_count == SYMBOLS_MAX) return;
-    snprintf(j->symbols[j->symbol_count].name, sizeof j->symbols->name, "%s", name);
-    j->symbols[j->symbol_count++].value = value;
-}
-
-static int64_t symbol_or(const job *j, const char *name, int64_t otherwise)
-{
-    const int64_t *v = symbol_value(j, name);
-    return v != NULL ? *v : otherwise;
-}
-
-/* Splits a shape into at most QUERN_MAX_DIMS words; returns how many. */
-static int32_t shape_words(const char *shape, char words[QUERN_MAX_DIMS][8])
-{
-    int32_t n = 0;
-    for (const char *at = shape; *at != '\0' && n < QUERN_MAX_DIMS; n++) {
-        const size_t length = strcspn(at, " ");
-        snprintf(words[n], 8, "%.*s", (int)length, at);
-        at += length + (at[length] == ' ');
-    }
-    return n;
-}
-
-/* Binds the symbols of an input's shape. False where the number of dimensions is another. */
-static bool bind_shape(job *j, const char *shape, const quern_tensor *t)
-{
-    char words[QUERN_MAX_DIMS][8];
-    if (strpbrk(shape, "=|*") != NULL) return true;
-    const int32_t n = shape_words(shape, words);
-    int32_t skip = 0;
-    if (strcmp(words[0], "...") == 0) {
-        if (t->ndim < n - 1) return false;
-        j->lead_count = t->ndim - (n - 1);
-        memcpy(j->lead, t->shape, sizeof j->lead);
-        skip = 1;
-    } else if (t->ndim != n) {
-        return false;
-    }
-    for (int32_t i = skip; i < n; i++) {
-        const int64_t extent = t->shape[t->ndim - n + i];
-        if (strcmp(words[i], "B+1") == 0) symbol_bind(j, "B", extent > 0 ? extent - 1 : 0);
-        else symbol_bind(j, words[i], extent);
-    }
-    return true;
-}
-
-/* The sum of two numbers >= 0, or the largest there is: no tensor is as long. */
-static int64_t add_most(int64_t a, int64_t b)
-{
-    return a > INT64_MAX - b ? INT64_MAX : a + b;
-}
-
-static int64_t ceil_div(int64_t a, int64_t b)
-{
-    return a / b + (a % b != 0);
-}
-
-/* Binds what follows from inputs and parameters. Parameters that the library will refuse only have to
- * do no harm here. */
-static void derive_symbols(job *j)
-{
-    if (j->op->family == &family_list) {
-        const quern_nsa_list_params *p = &j->params.list;
-        const bool expands = p->to >= 1 && p->from > p->to;
-        int64_t k = symbol_or(j, "k", 0);
-        if (expands && __builtin_mul_overflow(k, p->from / p->to, &k)) k = 0;
-        symbol_bind(j, "k_out", k);
-    }
-    if (j->op->family != &family_nsa) return;
-    const quern_nsa_params *p = &j->params.nsa;
-    const int64_t l = p->block_size > 0 ? p->block_size : 1, d = p->stride > 0 ? p->stride : l;
-    const int64_t tile = p->tile > 0 ? p->tile : 1, n = symbol_or(j, "N", 0), total = symbol_or(j, "T", 0);
-    symbol_bind(j, "Nc", n >= l ? (n - l) / d + 1 : 0);
-    symbol_bind(j, "Tc", total / d);
-    symbol_bind(j, "tiles", ceil_div(n, tile));
-    symbol_bind(j, "rows", add_most(total / tile, symbol_or(j, "B", 0)));
-    symbol_bind(j, "Hs", p->scope == QUERN_NSA_SCOPE_HEAD ? symbol_or(j, "H", 0) : symbol_or(j, "Hkv", 0));
-    symbol_bind(j, "k", p->num_selected > 0 ? p->num_selected : 0);
-    symbol_bind(j, "c", p->max_compressed_groups > 0 ? p->max_compressed_groups : 0);
-}
-
-/* ---- inputs ---- */
-
-static bool is_input(const operation *op, const char *name)
-{
-    return list_has(op->needs, name) || list_has(op->takes, name) || list_has(op->trigger, name);
-}
-
-bool job_bind(job *j, const slot *s, const quern_tensor *t)
-{
-    const size_t i = slot_index(j, s);
-    if (!is_input(j->op, s->name)) return false;
-    j->storage[i] = *t;
-    j->input[i] = true;
-    slot_set(&j->tensors, s, &j->storage[i]);
-    if (list_has(j->op->trigger, s->name)) j->backward = true;
-    return true;
-}
-
-/* Tensors that the parameters leave aside, though the operation could read them. */
-static bool left_aside(const job *j, const slot *s)
-{
-    if (j->op->family != &family_nsa) return false;
-    const quern_nsa_params *p = &j->params.nsa;
-    if (strcmp(j->op->name, "nsa") == 0 && branch_of(s) == QUERN_NSA_BRANCH_CMP && p->compress != QUERN_NSA_COMPRESS_GIVEN) {
-        fprintf(stderr, "quern run: note: %s of the file is not read: --compress given reads it\n", s->name);
-        return true;
-    }
-    return list_has("dO_cmp dO_slc dO_win", s->name) && (p->branches & branch_of(s)) == 0;
-}
-
-int job_read(job *j, const quern_safetensors *file, const char *path, const char *without)
-{
-    const family *f = j->op->family;
-    char ignored[512];
-    snprintf(ignored, sizeof ignored, "%s", without != NULL ? without : "");
-    for (char *c = ignored; *c != '\0'; c++)
-        if (*c == ',') *c = ' ';
-    for (size_t i = 0; i < f->slot_count; i++) {
-        const slot *s = &f->slots[i];
-        if (!is_input(j->op, s->name)) continue;
-        quern_tensor view;
-        if (!quern_safetensors_has(file, s->name) || list_has(ignored, s->name)) {
-            if (list_has(j->op->needs, s->name))
-                return fail(EXIT_INPUT, "tensor %s is missing from '%s': %s needs %s", s->name, path, j->op->name, j->op->needs);
-            continue;
-        }
-        if (left_aside(j, s)) continue;
-        const quern_status status = quern_safetensors_get(file, s->name, &view);
-        if (status != QUERN_OK) return fail(EXIT_INPUT, "%s", quern_last_error(NULL));
-        if (j->device == QUERN_CUDA) {
-            const size_t bytes = (size_t)value_count(&view) * quern_dtype_size(view.dtype);
-            const void *from = view.data;
-            view.data = job_allocate(j, s, bytes);
-            view.device = QUERN_CUDA;
-            if (view.data == NULL) return fail_status(QUERN_ERR_OUT_OF_MEMORY);
-            const quern_status copied = quern_cuda_copy(0, view.data, from, bytes, NULL);
-            if (copied != QUERN_OK) return fail_status(copied);
-        }
-        job_bind(j, s, &view);
-    }
-    return EXIT_DONE;
-}
-
-/* ---- outputs ---- */
-
-static bool given(const job *j, const char *name)
-{
-    const slot *s = slot_named(j->op->family, name, strlen(name));
-    return s != NULL && j->input[slot_index(j, s)];
-}
-
-static int set_modes(job *j)
-{
-    if (j->op->family != &family_nsa) return EXIT_DONE;
-    quern_nsa_params *p = &j->params.nsa;
-    if (given(j, "gate") && given(j, "gates"))
-        return fail(EXIT_INPUT, "the file holds both gate and gates: one is accepted; --without gate or --without gates picks");
-    p->gate = given(j, "gates")  ? QUERN_NSA_GATE_GIVEN
-              : given(j, "gate") ? QUERN_NSA_GATE_WEIGHTS
-                                 : QUERN_NSA_GATE_NONE;
-    p->selection = given(j, "block_idx") ? QUERN_NSA_LIST_GIVEN : QUERN_NSA_LIST_COMPUTED;
-    p->groups = given(j, "group_idx") ? QUERN_NSA_LIST_GIVEN : QUERN_NSA_LIST_COMPUTED;
-    return EXIT_DONE;
-}
-
-/* Is this output asked for? */
-static bool wanted(const job *j, const slot *s)
-{
-    const char *shape = shape_of(j, s);
-    if (*shape == '=' && !given(j, shape + 1)) return false; /* a gradient of an absent input */
-    if (j->op->family != &family_nsa) return true;
-    const quern_nsa_params *p = &j->params.nsa;
-    const bool whole = strcmp(j->op->name, "nsa") == 0;
-    const uint32_t branch = branch_of(s);
-    if (list_has("O_cmp O_slc O_win lse_cmp lse_slc lse_win dK_slc dV_slc dK_win dV_win", s->name) &&
-        (p->branches & branch) == 0)
-        return false;
-    if (list_has("O_cmp O_slc O_win", s->name)) return !whole || j->save_branches || j->backward;
-    const bool entries = !whole || (p->branches & (QUERN_NSA_BRANCH_CMP | QUERN_NSA_BRANCH_SLC)) != 0;
-    if (list_has("K_cmp V_cmp", s->name)) return entries && p->compress != QUERN_NSA_COMPRESS_GIVEN;
-    if (list_has("block_idx block_count", s->name))
-        return !whole || ((p->branches & QUERN_NSA_BRANCH_SLC) != 0 && p->selection == QUERN_NSA_LIST_COMPUTED);
-    if (strcmp(s->name, "group_idx") == 0) return p->max_compressed_groups > 0 && (!whole || (p->branches & QUERN_NSA_BRANCH_CMP) != 0);
-    if (strcmp(s->name, "cu_seqlens_cmp") == 0) return packed(j) && entries;
-    if (strcmp(j->op->name, "nsa-gate") == 0 && strcmp(s->name, "dQ") == 0) return p->gate == QUERN_NSA_GATE_WEIGHTS;
-    if (strcmp(j->op->name, "nsa-attend") == 0) {
-        if (list_has("dK dV", s->name)) return (p->branches & (QUERN_NSA_BRANCH_SLC | QUERN_NSA_BRANCH_WIN)) != 0;
-        if (list_has("dK_cmp dV_cmp", s->name)) return (p->branches & branch) != 0;
-    }
-    return true;
-}
-
-/* The dtype of the first activation handed in. */
-static quern_dtype activation_dtype(const job *j)
-{
-    const family *f = j->op->family;
-    for (size_t i = 0; i < f->slot_count; i++)
-        if (j->input[i] && f->slots[i].dtype == SLOT_ACT) return j->storage[i].dtype;
-    return QUERN_F32;
-}
-
-static bool output_shape(const job *j, const slot *s, int64_t *shape, int32_t *ndim)
-{
-    const char *text = shape_of(j, s);
-    if (*text == '=') {
-        const slot *like = slot_named(j->op->family, text + 1, strlen(text + 1));
-        const quern_tensor *t = slot_get(&j->tensors, like);
-        if (t == NULL) return output_shape(j, like, shape, ndim);
-        memcpy(shape, t->shape, sizeof t->shape);
-        *ndim = t->ndim;
-        return true;
-    }
-    char words[QUERN_MAX_DIMS][8];
-    const int32_t n = shape_words(text, words);
-    *ndim = 0;
-    for (int32_t i = 0; i < n; i++) {
-        if (strcmp(words[i], "...") == 0) {
-            memcpy(shape, j->lead, sizeof j->lead);
-            *ndim = j->lead_count;
-            continue;
-        }
-        const int64_t *v = symbol_value(j, strcmp(words[i], "B+1") == 0 ? "B" : words[i]);
-        if (v == NULL && strcmp(words[i], "3") != 0) return false;
-        shape[(*ndim)++] = v == NULL ? 3 : add_most(*v, words[i][1] == '+');
-    }
-    return true;
-}
+/* ---- memory ---- */
 
 bool job_bytes(quern_dtype dtype, int32_t ndim, const int64_t *shape, size_t *bytes)
 {
@@ -338,87 +81,214 @@ static void give_back(const job *j, void *p, size_t bytes)
     else free(p);
 }
 
-void *job_allocate(job *j, const slot *s, size_t bytes)
+void *job_allocate(job *j, int tensor, size_t bytes)
 {
-    const size_t i = slot_index(j, s);
-    j->owned[i] = take(j, bytes);
-    j->owned_bytes[i] = bytes;
-    return j->owned[i];
+    j->owned[tensor] = take(j, bytes);
+    j->owned_bytes[tensor] = bytes;
+    return j->owned[tensor];
 }
 
-void job_symbol(job *j, const char *name, int64_t value)
+quern_tensor *job_add_output(job *j, const char *name, quern_dtype dtype, int32_t ndim, const int64_t *shape)
 {
-    symbol_bind(j, name, value);
-}
-
-bool job_shape(job *j, const slot *s, int64_t shape[QUERN_MAX_DIMS], int32_t *ndim)
-{
-    derive_symbols(j);
-    return output_shape(j, s, shape, ndim);
-}
-
-typedef struct allocation {
-    job *j;
-    int code;
-} allocation;
-
-static bool allocate_output(void *arg, const slot *s)
-{
-    allocation *a = arg;
-    job *j = a->j;
-    const size_t i = slot_index(j, s);
-    int64_t shape[QUERN_MAX_DIMS];
-    int32_t ndim;
-    if (slot_get(&j->tensors, s) != NULL || !wanted(j, s)) return true;
-    if (!output_shape(j, s, shape, &ndim)) {
-        a->code = fail(EXIT_INPUT, "the shape [%s] of output %s does not follow from the tensors of the file: %s takes %s %s",
-                       shape_of(j, s), s->name, j->op->name, j->op->needs, j->op->takes);
-        return false;
-    }
-    const quern_dtype dtype = s->dtype == SLOT_ACT ? activation_dtype(j) : s->dtype == SLOT_I32 ? QUERN_I32 : QUERN_F32;
     size_t bytes;
-    const bool fits = job_bytes(dtype, ndim, shape, &bytes);
-    if (!fits || job_allocate(j, s, bytes) == NULL) {
-        a->code = fits ? fail(EXIT_MACHINE, "no memory for output %s of %zu bytes", s->name, bytes)
-                       : fail(EXIT_INPUT, "output %s: its shape [%s] makes 2^63 bytes or more", s->name, shape_of(j, s));
-        return false;
-    }
-    j->storage[i] = quern_tensor_contiguous(j->owned[i], dtype, ndim, shape);
-    j->storage[i].device = (quern_device)j->device;
-    slot_set(&j->tensors, s, &j->storage[i]);
-    return true;
+    quern_tensor *t = &j->added[j->added_count];
+    void *data =
+        j->added_count < JOB_ADDED_MAX && job_bytes(dtype, ndim, shape, &bytes) ? take(j, bytes) : NULL;
+    if (data == NULL) return NULL;
+    *t = quern_tensor_contiguous(data, dtype, ndim, shape);
+    t->device = (quern_device)j->device;
+    j->added_names[j->added_count++] = name;
+    return t;
 }
 
-static int bind_inputs(job *j)
+static quern_status copy(const job *j, void *to, const void *from, size_t bytes)
 {
-    const family *f = j->op->family;
-    for (size_t i = 0; i < f->slot_count; i++) {
-        const char *shape = shape_of(j, &f->slots[i]);
-        if (!j->input[i] || bind_shape(j, shape, &j->storage[i])) continue;
-        return fail(EXIT_INPUT, "tensor %s has %d dimensions: %s is accepted", f->slots[i].name, j->storage[i].ndim, shape);
+    if (j->device == QUERN_CUDA) {
+        const quern_status status = quern_cuda_copy(0, to, from, bytes, NULL);
+        return status == QUERN_OK ? quern_cuda_synchronize(0, NULL) : status;
+    }
+    memcpy(to, from, bytes);
+    return QUERN_OK;
+}
+
+/* ---- inputs that follow from others ---- */
+
+/* Fills `made` in host memory from copies of the index tensors that were handed in. */
+static quern_status complete(const job *j, int tensor, int32_t *made)
+{
+    any_tensors host = tensors_init(j->op);
+    quern_tensor views[QUERN_OP_TENSORS_MAX];
+    void *copies[QUERN_OP_TENSORS_MAX] = {NULL};
+    quern_status status = QUERN_OK;
+    for (int32_t i = 0; i < j->op->info.tensor_count && status == QUERN_OK; i++) {
+        if (!j->input[i] || j->storage[i].dtype != QUERN_I32) continue;
+        const size_t bytes = (size_t)value_count(&j->storage[i]) * sizeof(int32_t);
+        views[i] = j->storage[i];
+        views[i].device = QUERN_CPU;
+        views[i].data = copies[i] = malloc(bytes + 1);
+        host.t[i] = &views[i];
+        status = copies[i] != NULL ? copy(j, copies[i], j->storage[i].data, bytes) : QUERN_ERR_OUT_OF_MEMORY;
+    }
+    if (status == QUERN_OK) status = quern_op_complete(j->op->op, &j->params, &host, tensor, made);
+    for (int i = 0; i < QUERN_OP_TENSORS_MAX; i++) free(copies[i]);
+    return status;
+}
+
+static int complete_input(job *j, int tensor, const quern_tensor *expected)
+{
+    size_t bytes;
+    if (!job_bytes(QUERN_I32, expected->ndim, expected->shape, &bytes)) return EXIT_DONE;
+    int32_t *made = malloc(bytes + 1);
+    void *to = made != NULL ? job_allocate(j, tensor, bytes) : NULL;
+    quern_status status = to != NULL ? QUERN_OK : QUERN_ERR_OUT_OF_MEMORY;
+    if (status == QUERN_OK && !j->plan) status = complete(j, tensor, made);
+    if (status == QUERN_OK && !j->plan) status = copy(j, to, made, bytes);
+    free(made);
+    if (status != QUERN_OK && status != QUERN_ERR_UNSUPPORTED) return fail_status(status);
+    if (status == QUERN_ERR_UNSUPPORTED) { /* it is missing: the library says so */
+        give_back(j, to, bytes);
+        j->owned[tensor] = NULL;
+        return EXIT_DONE;
+    }
+    j->storage[tensor] = *expected;
+    j->storage[tensor].data = to;
+    j->tensors.t[tensor] = &j->storage[tensor];
+    return EXIT_DONE;
+}
+
+static int complete_inputs(job *j)
+{
+    quern_op_role roles[QUERN_OP_TENSORS_MAX];
+    quern_tensor expected[QUERN_OP_TENSORS_MAX];
+    quern_status status = quern_op_roles(j->op->op, QUERN_OP_FORWARD, &j->params, &j->tensors, roles);
+    if (status != QUERN_OK) return fail_status(status);
+    for (int32_t i = 0; i < j->op->info.tensor_count; i++) {
+        const quern_op_tensor *t = &j->op->tensors[i];
+        if (roles[i] != QUERN_OP_NEEDED || j->tensors.t[i] != NULL || strcmp(t->dtype, "i32") != 0 ||
+            t->needed)
+            continue;
+        status = quern_op_expect(j->op->op, QUERN_OP_FORWARD, &j->params, &j->tensors, j->asked, expected);
+        if (status != QUERN_OK) return fail_status(status);
+        const int code = complete_input(j, i, &expected[i]);
+        if (code != EXIT_DONE) return code;
+    }
+    return EXIT_DONE;
+}
+
+/* ---- outputs ---- */
+
+static int allocate_output(job *j, int tensor, const quern_tensor *expected)
+{
+    const quern_op_tensor *info = &j->op->tensors[tensor];
+    const bool floats = strcmp(info->dtype, "float") == 0 ||
+                        (strcmp(info->dtype, "stored") == 0 && expected->dtype != QUERN_U8);
+    quern_tensor *t = &j->storage[tensor];
+    size_t bytes;
+    const quern_dtype dtype = j->dtype != JOB_DTYPE_USUAL && floats ? (quern_dtype)j->dtype : expected->dtype;
+    if (!job_bytes(dtype, expected->ndim, expected->shape, &bytes)) {
+        const bool varlen = expected->ndim > 0 && *info->varlen != '\0' && expected->ndim < 4;
+        return fail(EXIT_INPUT, "output %s: its shape [%s] makes 2^63 bytes or more", info->name,
+                    varlen ? info->varlen : info->fixed);
+    }
+    void *data = job_allocate(j, tensor, bytes);
+    if (data == NULL) return fail(EXIT_MACHINE, "no memory for output %s of %zu bytes", info->name, bytes);
+    *t = quern_tensor_contiguous(data, dtype, expected->ndim, expected->shape);
+    t->device = (quern_device)j->device;
+    j->tensors.t[tensor] = t;
+    return EXIT_DONE;
+}
+
+static bool is_result(quern_op_role role)
+{
+    return role == QUERN_OP_RESULT || role == QUERN_OP_OPTIONAL_RESULT;
+}
+
+/* What stands aside is wanted where the backward pass reads it, too. */
+static bool wanted(const job *j, int tensor, const quern_op_role *backward)
+{
+    const bool read =
+        j->backward && (backward[tensor] == QUERN_OP_NEEDED || backward[tensor] == QUERN_OP_OPTIONAL);
+    return !j->op->tensors[tensor].aside || j->aside || read;
+}
+
+/* A gradient comes for every input that was handed in: zeros where the parameters do not use it. */
+static int allocate_gradient(job *j, int tensor, quern_op_role role, const quern_tensor *expected)
+{
+    const quern_op_tensor *t = &j->op->tensors[tensor];
+    if (t->gradient_of < 0) return is_result(role) ? allocate_output(j, tensor, expected) : EXIT_DONE;
+    if (!j->input[t->gradient_of] || (!is_result(role) && role != QUERN_OP_UNUSED)) return EXIT_DONE;
+    quern_tensor like = j->storage[t->gradient_of];
+    if (strcmp(t->dtype, "f32") == 0) like.dtype = QUERN_F32;
+    return allocate_output(j, tensor, is_result(role) ? expected : &like);
+}
+
+static int allocate_outputs(job *j, quern_op_pass pass)
+{
+    quern_op_role roles[QUERN_OP_TENSORS_MAX], backward[QUERN_OP_TENSORS_MAX];
+    quern_tensor expected[QUERN_OP_TENSORS_MAX];
+    quern_status status = quern_op_roles(j->op->op, pass, &j->params, &j->tensors, roles);
+    if (status == QUERN_OK && j->backward)
+        status = quern_op_roles(j->op->op, QUERN_OP_BACKWARD, &j->params, &j->tensors, backward);
+    if (status == QUERN_OK)
+        status = quern_op_expect(j->op->op, pass, &j->params, &j->tensors, j->asked, expected);
+    if (status != QUERN_OK) return fail_status(status);
+    int code = EXIT_DONE;
+    for (int32_t i = 0; i < j->op->info.tensor_count && code == EXIT_DONE; i++) {
+        if (j->tensors.t[i] != NULL || !j->op->tensors[i].result[pass]) continue;
+        if (pass == QUERN_OP_BACKWARD) code = allocate_gradient(j, i, roles[i], &expected[i]);
+        else if (is_result(roles[i]) && wanted(j, i, backward)) code = allocate_output(j, i, &expected[i]);
+    }
+    return code;
+}
+
+/* How many words a shape has; -1 where they stand for any number of dimensions. */
+static int word_count(const char *shape)
+{
+    int n = *shape != '\0';
+    for (const char *c = shape; *c != '\0'; c++) n += *c == ' ';
+    return strstr(shape, "...") != NULL ? -1 : n;
+}
+
+static int check_dimensions(const job *j)
+{
+    const int varlen = j->op->info.varlen_by;
+    for (int32_t i = 0; i < j->op->info.tensor_count; i++) {
+        const quern_op_tensor *t = &j->op->tensors[i];
+        const char *shape = *t->varlen != '\0' && varlen >= 0 && j->input[varlen] ? t->varlen : t->fixed;
+        const int n = word_count(shape);
+        if (j->input[i] && n >= 0 && j->storage[i].ndim != n)
+            return fail(EXIT_INPUT, "tensor %s has %d dimensions: %s is accepted", t->name,
+                        j->storage[i].ndim, shape);
     }
     return EXIT_DONE;
 }
 
 int job_prepare(job *j, quern_context *ctx)
 {
-    int code = set_modes(j);
-    if (code == EXIT_DONE) code = bind_inputs(j);
-    if (code != EXIT_DONE) return code;
-    derive_symbols(j);
-    allocation a = {j, EXIT_DONE};
-    list_each(j->op->family, j->op->gives, allocate_output, &a);
-    if (a.code == EXIT_DONE && j->backward) list_each(j->op->family, j->op->gradients, allocate_output, &a);
-    if (a.code != EXIT_DONE) return a.code;
     size_t forward = 0, backward = 0;
-    quern_status status = pass_size(&j->op->forward, ctx, &j->params, &j->tensors, &forward);
+    int code = check_dimensions(j);
+    if (code == EXIT_DONE) code = complete_inputs(j);
+    if (code == EXIT_DONE) code = allocate_outputs(j, QUERN_OP_FORWARD);
+    if (code == EXIT_DONE && j->backward) code = allocate_outputs(j, QUERN_OP_BACKWARD);
+    if (code != EXIT_DONE) return code;
+    quern_status status =
+        quern_op_workspace(ctx, j->op->op, QUERN_OP_FORWARD, &j->params, &j->tensors, &forward);
     if (status == QUERN_OK && j->backward)
-        status = pass_size(&j->op->backward, ctx, &j->params, &j->tensors, &backward);
+        status = quern_op_workspace(ctx, j->op->op, QUERN_OP_BACKWARD, &j->params, &j->tensors, &backward);
     if (status != QUERN_OK) return fail_status(status);
     j->workspace_bytes = forward > backward ? forward : backward;
     j->workspace = take(j, j->workspace_bytes);
-    if (j->workspace == NULL) return fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", j->workspace_bytes);
-    return job_fill_borders(j);
+    return j->workspace != NULL
+               ? EXIT_DONE
+               : fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", j->workspace_bytes);
+}
+
+/* ---- passes ---- */
+
+quern_status job_pass(job *j, quern_context *ctx, quern_op_pass pass)
+{
+    return quern_op_run(ctx, NULL, j->op->op, pass, &j->params, &j->tensors, j->workspace,
+                        j->workspace_bytes);
 }
 
 int job_run(job *j, quern_context *ctx)
@@ -428,73 +298,26 @@ int job_run(job *j, quern_context *ctx)
         return done == QUERN_OK ? EXIT_DONE : fail_status(done);
     }
     const double start = now_ms();
-    quern_status status = pass_run(&j->op->forward, ctx, &j->params, &j->tensors, j->workspace, j->workspace_bytes);
+    quern_status status = job_pass(j, ctx, QUERN_OP_FORWARD);
     j->forward_ms = now_ms() - start;
     if (status == QUERN_OK && j->backward) {
-        status = pass_run(&j->op->backward, ctx, &j->params, &j->tensors, j->workspace, j->workspace_bytes);
+        status = job_pass(j, ctx, QUERN_OP_BACKWARD);
         j->backward_ms = now_ms() - start - j->forward_ms;
     }
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
-typedef struct collection {
-    const job *j;
-    quern_safetensors_item items[SLOTS_MAX];
-    size_t count;
-} collection;
-
-static bool collect(void *arg, const slot *s)
-{
-    collection *c = arg;
-    const quern_tensor *t = slot_get(&c->j->tensors, s);
-    const bool internal = strcmp(c->j->op->name, "nsa") == 0 && list_has("O_cmp O_slc O_win", s->name) && !c->j->save_branches;
-    if (t != NULL && !internal) c->items[c->count++] = (quern_safetensors_item){s->name, t};
-    return true;
-}
-
-/* Replaces device tensors by copies in host memory, one after another in *memory. */
-static quern_status download(collection *c, quern_tensor copies[SLOTS_MAX], char **memory)
-{
-    size_t sizes[SLOTS_MAX], total = 0;
-    for (size_t i = 0; i < c->count; i++) {
-        copies[i] = *c->items[i].tensor;
-        sizes[i] = (size_t)value_count(&copies[i]) * quern_dtype_size(copies[i].dtype);
-        total += (sizes[i] + 63) & ~(size_t)63;
-    }
-    *memory = malloc(total + 1);
-    if (*memory == NULL) return QUERN_ERR_OUT_OF_MEMORY;
-    quern_status status = QUERN_OK;
-    char *at = *memory;
-    for (size_t i = 0; i < c->count && status == QUERN_OK; i++) {
-        status = quern_cuda_copy(0, at, copies[i].data, sizes[i], NULL);
-        copies[i].data = at, copies[i].device = QUERN_CPU;
-        c->items[i].tensor = &copies[i];
-        at += (sizes[i] + 63) & ~(size_t)63;
-    }
-    return status == QUERN_OK ? quern_cuda_synchronize(0, NULL) : status;
-}
-
-int job_write(const job *j, const char *path)
-{
-    collection c = {.j = j};
-    quern_tensor copies[SLOTS_MAX];
-    char *memory = NULL;
-    list_each(j->op->family, j->op->gives, collect, &c);
-    if (j->backward) list_each(j->op->family, j->op->gradients, collect, &c);
-    const quern_safetensors_pair metadata[] = {{"quern", quern_version()}, {"op", j->op->name}};
-    quern_status status = j->device == QUERN_CUDA ? download(&c, copies, &memory) : QUERN_OK;
-    if (status == QUERN_OK) status = quern_safetensors_save(path, c.items, c.count, metadata, 2);
-    free(memory);
-    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
-}
-
 void job_free(job *j)
 {
-    for (size_t i = 0; i < SLOTS_MAX; i++) give_back(j, j->owned[i], j->owned_bytes[i]);
+    for (size_t i = 0; i < QUERN_OP_TENSORS_MAX; i++) give_back(j, j->owned[i], j->owned_bytes[i]);
+    for (size_t i = 0; i < j->added_count; i++)
+        give_back(j, j->added[i].data,
+                  (size_t)value_count(&j->added[i]) * quern_dtype_size(j->added[i].dtype));
     give_back(j, j->workspace, j->workspace_bytes);
     for (int i = 0; i < 3; i++) (void)quern_cuda_event_destroy(0, j->events[i]);
     (void)quern_cuda_free(0, j->flush);
     memset(j->events, 0, sizeof j->events);
     j->workspace = j->flush = NULL;
+    j->added_count = 0;
     memset(j->owned, 0, sizeof j->owned);
 }

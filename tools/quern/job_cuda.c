@@ -13,9 +13,9 @@ quern_status job_run_cuda(job *j, quern_context *ctx)
     for (int i = 0; i < 3 && status == QUERN_OK; i++)
         if (j->events[i] == NULL) status = quern_cuda_event_create(0, &j->events[i]);
     if (status == QUERN_OK) status = quern_cuda_event_record(0, j->events[0], NULL);
-    if (status == QUERN_OK) status = pass_run(&j->op->forward, ctx, &j->params, &j->tensors, j->workspace, j->workspace_bytes);
+    if (status == QUERN_OK) status = job_pass(j, ctx, QUERN_OP_FORWARD);
     if (status == QUERN_OK) status = quern_cuda_event_record(0, j->events[1], NULL);
-    if (status == QUERN_OK && j->backward) status = pass_run(&j->op->backward, ctx, &j->params, &j->tensors, j->workspace, j->workspace_bytes);
+    if (status == QUERN_OK && j->backward) status = job_pass(j, ctx, QUERN_OP_BACKWARD);
     if (status == QUERN_OK) status = quern_cuda_event_record(0, j->events[2], NULL);
     if (status == QUERN_OK) status = quern_cuda_synchronize(0, NULL);
     if (status == QUERN_OK) status = quern_cuda_event_elapsed(0, j->events[0], j->events[1], &j->forward_ms);

@@ -1,12 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/*
- * ops.h - the operations of `quern run` as tables: which tensors each reads and writes, under which names
- * and shapes, with which parameters, by which calls.
- *
- * A shape is a list of symbols: "B N Hkv D". Reading a tensor binds its symbols; an output's shape is then
- * known. "=K" means the shape of tensor K. Shapes with other signs (|, *) are for the reader only.
- */
+/* ops.h - the library's operations as the command uses them: what quern/op.h says of each, read once. */
 #ifndef QUERN_TOOLS_OPS_H
 #define QUERN_TOOLS_OPS_H
 
@@ -14,90 +8,44 @@
 
 #include <quern/attention.h>
 #include <quern/nsa.h>
+#include <quern/op.h>
 
+/* Parameters of any operation. The rows of benchmarks read those that they know by their type. */
 typedef union any_params {
     quern_attention_params attention;
     quern_nsa_params nsa;
-    quern_nsa_list_params list;
+    char bytes[QUERN_OP_PARAMS_BYTES];
 } any_params;
 
-typedef union any_tensors {
-    quern_attention_tensors attention;
-    quern_nsa_tensors nsa;
-    quern_nsa_list_tensors list;
+/* A tensors struct of any operation. */
+typedef struct any_tensors {
+    size_t size;
+    const quern_tensor *t[QUERN_OP_TENSORS_MAX];
 } any_tensors;
 
-typedef enum slot_dtype { SLOT_ACT, SLOT_WEIGHT, SLOT_F32, SLOT_I32 } slot_dtype;
-
-/* A named tensor of a family. */
-typedef struct slot {
-    const char *name;
-    size_t offset; /* of its pointer in the family's tensors struct */
-    slot_dtype dtype;
-    const char *fixed, *packed; /* shape; packed NULL: as fixed */
-} slot;
-
-typedef struct family {
-    const char *name;
-    const slot *slots;
-    size_t slot_count;
-    const option_row *params; /* offsets in any_params */
-    size_t param_count;
-    const char *packed_by; /* the tensor whose presence means a packed batch */
-} family;
-
-/* One direction of an operation. The family says which members are set. */
-typedef struct pass {
-    quern_status (*attention_size)(quern_context *, const quern_attention_params *,
-                                   const quern_attention_tensors *, size_t *);
-    quern_status (*attention)(quern_context *, const quern_exec *, const quern_attention_params *,
-                              const quern_attention_tensors *, void *, size_t);
-    quern_status (*nsa_size)(quern_context *, const quern_nsa_params *, const quern_nsa_tensors *, size_t *);
-    quern_status (*nsa)(quern_context *, const quern_exec *, const quern_nsa_params *, const quern_nsa_tensors *,
-                        void *, size_t);
-    quern_status (*list_size)(quern_context *, const quern_nsa_list_params *, const quern_nsa_list_tensors *, size_t *);
-    quern_status (*list)(quern_context *, const quern_exec *, const quern_nsa_list_params *,
-                         const quern_nsa_list_tensors *, void *, size_t);
-} pass;
-
-/* Tensor names are space-separated lists. */
 typedef struct operation {
-    const char *name, *help;
-    const family *family;
-    const char *needs, *takes; /* inputs: required, optional */
-    const char *gives;         /* outputs */
-    const char *trigger;       /* inputs that ask for the backward pass; "" where there is none */
-    const char *gradients;     /* its outputs */
-    pass forward, backward;
+    const char *name;
+    const quern_op *op;
+    quern_op_info info;
+    quern_op_tensor tensors[QUERN_OP_TENSORS_MAX];
+    quern_op_param params[QUERN_OP_PARAMS_MAX];
+    option_row options[QUERN_OP_PARAMS_MAX]; /* OPTION_PARAM; base: any_params */
+    size_t option_count;
+    const char *words[QUERN_OP_PARAMS_MAX][3]; /* of the options */
+    struct operation *next;
 } operation;
 
-extern const family family_attention, family_nsa, family_list;
-extern const operation operations[];
-extern const size_t operation_count;
-
-enum { SLOTS_MAX = 64 };
-
-/* NULL where there is none of the name. */
+/* NULL where there is none of the name (or no memory). */
 const operation *operation_named(const char *name);
-const slot *slot_named(const family *f, const char *name, size_t length);
-/* True if `name` is a word of `list`. */
-bool list_has(const char *list, const char *name);
-/* Calls visit(arg, slot) for each word of the list, until one returns false. */
-bool list_each(const family *f, const char *list, bool (*visit)(void *arg, const slot *s), void *arg);
+/* The number of a tensor; -1 where there is none of the name. */
+int tensor_named(const operation *op, const char *name);
+/* Whether the operation has a parameter of this option. */
+bool has_option(const operation *op, const char *name);
 
-/* The pointer member of a slot. */
-const quern_tensor *slot_get(const any_tensors *tensors, const slot *s);
-void slot_set(any_tensors *tensors, const slot *s, const quern_tensor *t);
-
-/* Default parameters of a family, and no tensors. */
-any_params params_init(const family *f);
-any_tensors tensors_init(const family *f);
-
-/* Bytes of workspace of a pass, and the pass itself. */
-quern_status pass_size(const pass *p, quern_context *ctx, const any_params *params, const any_tensors *tensors,
-                       size_t *bytes);
-quern_status pass_run(const pass *p, quern_context *ctx, const any_params *params, const any_tensors *tensors,
-                      void *workspace, size_t bytes);
-bool pass_exists(const pass *p);
+/* Default parameters, and no tensors; op NULL: zeros. */
+any_params params_init(const operation *op);
+any_tensors tensors_init(const operation *op);
+/* Sets a preset: an exit code after a message. */
+int params_preset(const operation *op, any_params *params, const char *preset);
 
 #endif

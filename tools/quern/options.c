@@ -4,7 +4,7 @@
 
 #include "command.h"
 
-#include <quern/nsa.h>
+#include <quern/op.h>
 
 #include <errno.h>
 #include <getopt.h>
@@ -13,8 +13,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-static const char *const branch_names[] = {"cmp", "slc", "win"};
 
 static bool parse_integer(const char *text, char **end, int64_t *out)
 {
@@ -48,26 +46,8 @@ bool parse_pair(const char *text, int64_t *a, int64_t *b)
     memcpy(copy, text, strlen(text) + 1);
     char *slash = strchr(copy, '/');
     if (slash != NULL) *slash = '\0';
-    return parse_integers(copy, 1, 1 << 20, a, 1) == 1 && parse_integers(slash != NULL ? slash + 1 : copy, 1, 1 << 20, b, 1) == 1;
-}
-
-static bool parse_branches(const char *text, uint32_t *out)
-{
-    if (strcmp(text, "all") == 0) {
-        *out = QUERN_NSA_BRANCH_ALL;
-        return true;
-    }
-    *out = 0;
-    while (*text != '\0') {
-        const size_t n = strcspn(text, ",");
-        int b = 0;
-        while (b < 3 && (strlen(branch_names[b]) != n || strncmp(text, branch_names[b], n) != 0)) b++;
-        if (b == 3) return false;
-        *out |= 1u << b;
-        text += n;
-        if (*text == ',' && *++text == '\0') return false;
-    }
-    return *out != 0;
+    return parse_integers(copy, 1, 1 << 20, a, 1) == 1 &&
+           parse_integers(slash != NULL ? slash + 1 : copy, 1, 1 << 20, b, 1) == 1;
 }
 
 /* Words may be written with dashes or underscores. */
@@ -80,7 +60,7 @@ static bool same_word(const char *a, const char *b)
 /* Stores the value; false where the row does not accept it. */
 static bool store(const option_row *row, void *base, const char *value)
 {
-    void *at = (char *)base + row->offset;
+    void *at = row->type == OPTION_PARAM ? base : (char *)base + row->offset;
     char *end;
     int64_t integer;
     switch (row->type) {
@@ -104,29 +84,24 @@ static bool store(const option_row *row, void *base, const char *value)
             }
         }
         return false;
-    case OPTION_BRANCHES: return parse_branches(value, at);
+    case OPTION_PARAM:
+        return quern_op_set(quern_op_named(row->choices[0]), base, row->name, value) == QUERN_OK;
     }
     return false;
 }
 
 void option_value_text(const option_row *row, char *text, size_t room)
 {
-    static const char *const words[] = {"", "true|false", "INT", "NUMBER", "TEXT", "", "all|cmp,slc,win"};
-    size_t used = (size_t)snprintf(text, room, "%s", words[row->type]);
+    static const char *const words[] = {"", "true|false", "INT", "NUMBER", "TEXT", "", ""};
+    size_t used =
+        (size_t)snprintf(text, room, "%s", row->type == OPTION_PARAM ? row->choices[1] : words[row->type]);
     for (int i = 0; row->type == OPTION_CHOICE && row->choices[i] != NULL; i++)
         used += (size_t)snprintf(text + used, room - used, "%s%s", i > 0 ? "|" : "", row->choices[i]);
 }
 
-static void branches_text(uint32_t branches, char *text, size_t room)
-{
-    size_t used = (size_t)snprintf(text, room, "%s", branches == QUERN_NSA_BRANCH_ALL ? "all" : "");
-    for (int b = 0; b < 3 && branches != QUERN_NSA_BRANCH_ALL; b++)
-        if (branches & 1u << b) used += (size_t)snprintf(text + used, room - used, "%s%s", used > 0 ? "," : "", branch_names[b]);
-}
-
 void option_current_text(const option_row *row, const void *base, char *text, size_t room)
 {
-    const void *at = (const char *)base + row->offset;
+    const void *at = row->type == OPTION_PARAM ? base : (const char *)base + row->offset;
     const char *word;
     switch (row->type) {
     case OPTION_FLAG: snprintf(text, room, "off"); break;
@@ -138,7 +113,9 @@ void option_current_text(const option_row *row, const void *base, char *text, si
         snprintf(text, room, "%s", word != NULL ? word : "none");
         break;
     case OPTION_CHOICE: snprintf(text, room, "%s", row->choices[*(const int *)at]); break;
-    case OPTION_BRANCHES: branches_text(*(const uint32_t *)at, text, room); break;
+    case OPTION_PARAM:
+        (void)quern_op_text(quern_op_named(row->choices[0]), base, (int32_t)row->offset, text, room);
+        break;
     }
 }
 
@@ -158,7 +135,8 @@ void print_options(const option_group *group)
     }
 }
 
-int parse_options(int argc, char **argv, const option_group *groups, size_t group_count, int *first, bool *help)
+int parse_options(int argc, char **argv, const option_group *groups, size_t group_count, int *first,
+                  bool *help)
 {
     struct option table[OPTION_MAX + 2];
     const option_row *rows[OPTION_MAX];
@@ -168,7 +146,8 @@ int parse_options(int argc, char **argv, const option_group *groups, size_t grou
         for (size_t i = 0; i < groups[g].count && n < OPTION_MAX; i++, n++) {
             rows[n] = &groups[g].rows[i];
             bases[n] = groups[g].base;
-            table[n] = (struct option){rows[n]->name, rows[n]->type == OPTION_FLAG ? no_argument : required_argument, NULL, n + 1};
+            table[n] = (struct option){
+                rows[n]->name, rows[n]->type == OPTION_FLAG ? no_argument : required_argument, NULL, n + 1};
         }
     }
     table[n] = (struct option){"help", no_argument, NULL, OPTION_MAX + 1};
@@ -181,9 +160,12 @@ int parse_options(int argc, char **argv, const option_group *groups, size_t grou
             *help = true;
             return EXIT_DONE;
         }
-        if (c == ':') return fail(EXIT_USAGE, "option '%s' needs a value; see quern %s --help", argv[optind - 1], command_verb);
+        if (c == ':')
+            return fail(EXIT_USAGE, "option '%s' needs a value; see quern %s --help", argv[optind - 1],
+                        command_verb);
         if (c == '?')
-            return fail(EXIT_USAGE, "option '%s' is unknown, ambiguous or takes no value; see quern %s --help",
+            return fail(EXIT_USAGE,
+                        "option '%s' is unknown, ambiguous or takes no value; see quern %s --help",
                         argv[optind - 1], command_verb);
         if (!store(rows[c - 1], bases[c - 1], optarg)) {
             char value[100];

@@ -12,20 +12,21 @@
 #include <stdint.h>
 
 typedef enum option_type {
-    OPTION_FLAG,    /* bool, no value */
-    OPTION_BOOL,    /* bool: true or false */
-    OPTION_INT,     /* int64_t */
-    OPTION_FLOAT,   /* float */
-    OPTION_TEXT,    /* const char * */
-    OPTION_CHOICE,  /* an enum: the index of the word in `choices` */
-    OPTION_BRANCHES /* uint32_t: all, or a comma list of cmp, slc, win */
+    OPTION_FLAG,   /* bool, no value */
+    OPTION_BOOL,   /* bool: true or false */
+    OPTION_INT,    /* int64_t */
+    OPTION_FLOAT,  /* float */
+    OPTION_TEXT,   /* const char * */
+    OPTION_CHOICE, /* an enum: the index of the word in `choices` */
+    OPTION_PARAM   /* a parameter of an operation of the library */
 } option_type;
 
 typedef struct option_row {
     const char *name;
     option_type type;
-    size_t offset;              /* in the struct of the row's group */
-    const char *const *choices; /* OPTION_CHOICE: NULL-terminated */
+    size_t offset; /* in the struct of the row's group. OPTION_PARAM: the parameter's number */
+    const char *const
+        *choices; /* OPTION_CHOICE: NULL-terminated. OPTION_PARAM: the operation, what it takes */
     const char *help;
 } option_row;
 
@@ -40,7 +41,8 @@ enum { OPTION_MAX = 64 }; /* rows of a verb, over all its groups */
 
 /* Parses argv[1 ...]. Leaves the other words in argv[*first ... argc - 1]. --help sets *help and stops.
  * Returns EXIT_DONE, or EXIT_USAGE after a message. */
-int parse_options(int argc, char **argv, const option_group *groups, size_t group_count, int *first, bool *help);
+int parse_options(int argc, char **argv, const option_group *groups, size_t group_count, int *first,
+                  bool *help);
 
 /* One line a row: "  --name VALUE  help (default)"; the default is what the group's struct holds, none where
  * base is NULL. */

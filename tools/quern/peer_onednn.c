@@ -157,7 +157,7 @@ static bool run_composed(composed *c, const bench_case *what, char *q, char *k, 
 bool peer_onednn(const bench_case *what, int threads, int reps, timing *time)
 {
     const quern_attention_params *p = &what->params.attention;
-    if (what->op->family != &family_attention || !p->causal || p->window > 0 || p->scale != 0 || p->query_offset >= 0 || what->batch != 1 ||
+    if (strcmp(what->op->name, "attention") != 0 || !p->causal || p->window > 0 || p->scale != 0 || p->query_offset >= 0 || what->batch != 1 ||
         what->documents > 0 || what->dtype == QUERN_F16)
         return false;
     const int64_t shapes[4][3] = {{what->n, what->heads, what->dim}, {what->n, what->kv_heads, what->dim}, {what->n, what->kv_heads, what->dim_v},

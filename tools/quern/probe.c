@@ -57,7 +57,7 @@ static void print_help(const operation *op)
     print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
     print_options(&(option_group){bench_case_rows, bench_case_row_count, (void *)(uintptr_t)&defaults.what});
     print_options(&(option_group){machine_rows, machine_row_count, (void *)(uintptr_t)&defaults.machine});
-    if (op != NULL) print_options(&(option_group){op->family->params, op->family->param_count, (void *)(uintptr_t)&defaults.what.params});
+    if (op != NULL) print_options(&(option_group){op->options, op->option_count, (void *)(uintptr_t)&defaults.what.params});
     printf("\nexamples:\n  quern probe nsa --memory 2G --tile 64 --metric mean_logit --dtype bf16\n"
            "  quern probe attention --memory 8G --backward --dry-run --json\n\n"
            "exit codes: 0 done, 1 the run took over 64 MiB (stacks of threads, libraries) more memory than the limit,\n"
@@ -196,7 +196,7 @@ int verb_probe(int argc, char **argv)
     const option_group groups[] = {{rows, ROWS, &o},
                                    {bench_case_rows, bench_case_row_count, &o.what},
                                    {machine_rows, machine_row_count, &o.machine},
-                                   {op != NULL ? op->family->params : NULL, op != NULL ? op->family->param_count : 0, &o.what.params}};
+                                   {op != NULL ? op->options : NULL, op != NULL ? op->option_count : 0, &o.what.params}};
     int first;
     bool help;
     int code = parse_options(argc, argv, groups, op != NULL ? 4 : 3, &first, &help);
@@ -210,9 +210,8 @@ int verb_probe(int argc, char **argv)
     if (o.profile != NULL) { /* first the preset, then the options over it */
         const char *profile = o.profile;
         o = default_options(op);
-        if (op->family != &family_nsa) return fail(EXIT_USAGE, "--profile: only nsa has presets");
-        if (quern_nsa_params_preset(&o.what.params.nsa, profile) != QUERN_OK) return fail(EXIT_USAGE, "--profile: %s", quern_last_error(NULL));
-        code = parse_options(argc, argv, groups, 4, &first, &help);
+        code = params_preset(op, &o.what.params, profile);
+        if (code == EXIT_DONE) code = parse_options(argc, argv, groups, 4, &first, &help);
         if (code != EXIT_DONE) return code;
     }
     if (!parse_pair(o.heads, &o.what.heads, &o.what.kv_heads) || o.what.heads % o.what.kv_heads != 0)

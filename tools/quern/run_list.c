@@ -2,98 +2,166 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "run_list.h"
 
-#include "compressor.h"
-#include "ops.h"
+#include "scenario.h"
 
 #include <stdio.h>
 #include <string.h>
 
-static const char *const dtype_words[] = {"act", "weight", "f32", "i32"};
-
 static const char intro[] =
     "# `quern run`\n\n"
-    "`quern run OP IN.safetensors OUT.safetensors [--key value ...]` reads the operation's tensors from IN by\n"
-    "name, computes, and writes its outputs to OUT, whole or not at all. Tensors of other names are left alone.\n"
-    "OUT replaces a regular file and keeps its permissions; a symbolic link is followed, a pipe or device written as\n"
-    "it stands (`/dev/stdout`). An OUT that cannot be written is found before the work. Exit codes: 0 done, 2 the command\n"
-    "line, 3 a file, tensor, dtype or parameter is not accepted, 4 the machine lacks what is needed, 5 a defect; SIGINT\n"
+    "`quern run OP IN.safetensors OUT.safetensors [--key value ...]` reads the operation's tensors from IN "
+    "by\n"
+    "name, computes, and writes its outputs to OUT, whole or not at all. Tensors of other names are left "
+    "alone.\n"
+    "OUT replaces a regular file and keeps its permissions; a symbolic link is followed, a pipe or device "
+    "written as\n"
+    "it stands (`/dev/stdout`). An OUT that cannot be written is found before the work. Exit codes: 0 done, "
+    "2 the command\n"
+    "line, 3 a file, tensor, dtype or parameter is not accepted, 4 the machine lacks what is needed, 5 a "
+    "defect; SIGINT\n"
     "and SIGTERM end the command at once with 130 and 143 and leave nothing behind.\n"
-    "`--profile NAME` sets a preset first, later options override it; `--threads`, `--device cpu|cuda`, `--json`\n"
+    "`--profile NAME` sets a preset first, later options override it; `--threads`, `--device cpu|cuda`, "
+    "`--json`\n"
     "and `--without NAME,...` (act as if IN lacked these tensors) go with every operation.\n\n"
-    "act: f32, f16 or bf16, one for all; weight: f32 or the activations' dtype. Symbols are those of the\n"
-    "headers: B batch, N tokens, T tokens of a packed batch (with cu_seqlens), H and Hkv heads, D and Dv head\n"
-    "dims, Nc and Tc compressed entries, Hs selection lists, l block size, k selected blocks, c groups.\n"
-    "An output that stands among the optional inputs is passed through where it was handed in. Gradients come\n"
-    "for every differentiable input that the file holds; the first input of a line \"backward with\" asks for them.\n\n"
+    "act: f32, f16 or bf16, one for all; weight: f32 or the activations' dtype; float: f32, f16 or bf16; "
+    "scale: u8 or\n"
+    "e4m3; exponent: u8 or e8m0; stored: float, or bytes of a format; any: float or bytes. Symbols are those "
+    "of the\n"
+    "headers: B batch, N tokens, T tokens of a packed batch (with cu_seqlens), H and Hkv heads, D and Dv "
+    "head\n"
+    "dims, Nc and Tc compressed entries, Hs selection lists, l block size, k selected blocks, c groups; ... "
+    "any number\n"
+    "of leading dimensions; x|y one or the other, as the parameters say.\n"
+    "An output that stands among the optional inputs is passed through where it was handed in. Gradients "
+    "come\n"
+    "for every differentiable input that the file holds; the first input of a line \"backward with\" asks "
+    "for them.\n\n"
     "This page is printed by `quern run --list --markdown`.\n";
 
-typedef struct printer {
-    bool markdown;
-    const char *role;
-    const family *f;
-} printer;
+typedef enum list_role { IN, IN_OPTIONAL, BACKWARD_WITH, OUT, OUT_BACKWARD, LIST_ROLES } list_role;
 
-static bool print_slot(void *arg, const slot *s)
+static bool has_role(const quern_op_tensor *t, list_role role)
 {
-    const printer *p = arg;
-    char packed[80] = "";
-    if (s->packed != NULL) snprintf(packed, sizeof packed, p->markdown ? "`[%s]`" : "or [%s]", s->packed);
-    if (p->markdown) {
-        char bar[60]; /* a | would end the cell */
-        size_t n = 0;
-        for (const char *c = s->fixed; *c != '\0' && n + 4 < sizeof bar; c++)
-            n += (size_t)snprintf(bar + n, sizeof bar - n, "%s%c", *c == '|' ? "\\" : "", *c);
-        printf("| `%s` | %s | %s | `[%s]` | %s |\n", s->name, p->role, dtype_words[s->dtype], bar, packed);
-    } else {
-        printf("    %-16s %-14s %-7s [%s] %s\n", s->name, p->role, dtype_words[s->dtype], s->fixed, packed);
+    switch (role) {
+    case IN: return t->input && t->needed;
+    case IN_OPTIONAL: return t->input && !t->needed;
+    case BACKWARD_WITH: return t->trigger;
+    case OUT: return t->result[QUERN_OP_FORWARD];
+    case OUT_BACKWARD: return t->result[QUERN_OP_BACKWARD];
+    default: return false;
     }
-    return true;
 }
 
-static void print_tensors(const operation *op, bool markdown)
+/* Text in a cell of a Markdown table, where a | would end it. */
+static const char *escaped(bool markdown, const char *text, char *to, size_t room)
 {
-    const char *const lists[] = {op->needs, op->takes, op->trigger, op->gives, op->gradients};
-    const char *const roles[] = {"in", "in, optional", "backward with", "out", "out, backward"};
+    size_t n = 0;
+    for (; *text != '\0' && n + 2 < room; text++) {
+        if (markdown && *text == '|') to[n++] = '\\';
+        to[n++] = *text;
+    }
+    to[n] = '\0';
+    return to;
+}
+
+static void print_tensor(bool markdown, const char *name, const char *role, const char *dtype,
+                         const char *fixed, const char *varlen)
+{
+    char shape[100], packed[100] = "";
+    escaped(markdown, fixed, shape, sizeof shape);
+    escaped(markdown, varlen, packed, sizeof packed);
+    const bool other = *packed != '\0';
+    if (markdown)
+        printf("| `%s` | %s | %s | `[%s]` | %s%s%s |\n", name, role, dtype, shape, other ? "`[" : "", packed,
+               other ? "]`" : "");
+    else
+        printf("    %-16s %-14s %-7s [%s] %s%s%s\n", name, role, dtype, shape, other ? "or [" : "", packed,
+               other ? "]" : "");
+}
+
+static void print_tensors(const operation *op, const scenario_output *outputs, bool markdown)
+{
+    static const char *const words[] = {"in", "in, optional", "backward with", "out", "out, backward"};
     if (markdown) printf("\n| tensor | | dtype | shape | packed |\n| --- | --- | --- | --- | --- |\n");
-    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
-        printer p = {markdown, roles[i], op->family};
-        list_each(op->family, lists[i], print_slot, &p);
+    for (int role = IN; role < LIST_ROLES; role++) {
+        if (outputs != NULL && role > IN_OPTIONAL) break;
+        for (int32_t i = 0; i < op->info.tensor_count; i++) {
+            const quern_op_tensor *t = &op->tensors[i];
+            if (has_role(t, (list_role)role))
+                print_tensor(markdown, t->name, words[role], t->dtype, t->fixed, t->varlen);
+        }
+    }
+    for (; outputs != NULL && outputs->name != NULL; outputs++)
+        print_tensor(markdown, outputs->name, words[OUT], outputs->dtype, outputs->shape, "");
+}
+
+static void print_rows(const option_row *rows, size_t count, const void *base, bool markdown)
+{
+    for (size_t i = 0; i < count; i++) {
+        char value[100], cell[160], now[64];
+        option_value_text(&rows[i], value, sizeof value);
+        option_current_text(&rows[i], base, now, sizeof now);
+        escaped(markdown, value, cell, sizeof cell);
+        if (markdown) printf("| `--%s` | %s | %s | %s |\n", rows[i].name, cell, now, rows[i].help);
+        else printf("    --%s %s  %s (default %s)\n", rows[i].name, cell, rows[i].help, now);
     }
 }
 
-static void print_params(const family *f, bool markdown)
+static void print_params(const operation *op, const scenario *s, bool markdown)
 {
-    const any_params defaults = params_init(f);
+    const any_params defaults = params_init(op);
+    option_row rows[QUERN_OP_PARAMS_MAX];
+    const size_t count = scenario_params(s, op, rows);
     if (markdown) printf("\n| option | value | default | |\n| --- | --- | --- | --- |\n");
-    for (size_t i = 0; i < f->param_count; i++) {
-        const option_row *row = &f->params[i];
-        char value[100], escaped[160], now[60];
-        option_value_text(row, value, sizeof value);
-        option_current_text(row, &defaults, now, sizeof now);
-        size_t n = 0;
-        for (const char *c = value; *c != '\0' && n + 3 < sizeof escaped; c++) {
-            if (markdown && *c == '|') escaped[n++] = '\\';
-            escaped[n++] = *c;
-        }
-        escaped[n] = '\0';
-        if (markdown) printf("| `--%s` | %s | %s | %s |\n", row->name, escaped, now, row->help);
-        else printf("    --%s %s  %s (default %s)\n", row->name, escaped, row->help, now);
-    }
+    if (s != NULL) print_rows(s->rows, s->row_count, s->options, markdown);
+    print_rows(rows, count, &defaults, markdown);
+}
+
+/* A scenario with a name of its own. */
+static void print_scenario(const scenario *s, bool markdown)
+{
+    const operation *op = operation_named(s->op);
+    if (op == NULL || strcmp(s->name, s->op) == 0) return;
+    if (markdown) printf("\n## %s\n\n%s.\n", s->name, s->help);
+    else printf("%s: %s\n  tensors:\n", s->name, s->help);
+    print_tensors(op, s->outputs, markdown);
+    if (!markdown) printf("  options:\n");
+    print_params(op, s, markdown);
+}
+
+void run_names(void)
+{
+    const quern_op *op;
+    quern_op_info info;
+    for (size_t i = 0; (op = quern_op_at(i)) != NULL; i++)
+        if (quern_op_get(op, &info) == QUERN_OK) printf("  %-17s %s\n", info.name, info.help);
+    for (size_t i = 0; scenarios[i] != NULL; i++)
+        if (strcmp(scenarios[i]->name, scenarios[i]->op) != 0)
+            printf("  %-17s %s\n", scenarios[i]->name, scenarios[i]->help);
+}
+
+static const operation *operation_at(size_t i)
+{
+    quern_op_info info;
+    const quern_op *op = quern_op_at(i);
+    return op != NULL && quern_op_get(op, &info) == QUERN_OK ? operation_named(info.name) : NULL;
 }
 
 void run_list(bool markdown)
 {
-    static const family *const families[] = {&family_attention, &family_nsa, &family_list, NULL};
+    const operation *op;
     if (markdown) fputs(intro, stdout);
-    for (size_t i = 0; i < operation_count; i++) {
-        const operation *op = &operations[i];
-        if (markdown) printf("\n## %s\n\n%s.\n", op->name, op->help);
-        else printf("%s: %s\n  options of family %s; tensors:\n", op->name, op->help, op->family->name);
-        print_tensors(op, markdown);
+    for (size_t i = 0; (op = operation_at(i)) != NULL; i++) {
+        if (markdown) printf("\n## %s\n\n%s.\n", op->name, op->info.help);
+        else printf("%s: %s\n  options of family %s; tensors:\n", op->name, op->info.help, op->info.group);
+        print_tensors(op, NULL, markdown);
     }
-    for (const family *const *f = families; *f != NULL; f++) {
-        printf(markdown ? "\n## Options of family %s\n" : "options of family %s\n", (*f)->name);
-        print_params(*f, markdown);
+    const char *before = "";
+    for (size_t i = 0; (op = operation_at(i)) != NULL; i++) {
+        if (strcmp(before, op->info.group) == 0) continue;
+        before = op->info.group;
+        printf(markdown ? "\n## Options of family %s\n" : "options of family %s\n", before);
+        print_params(op, scenario_named(op->name), markdown);
     }
-    compressor_list(markdown);
+    for (size_t i = 0; scenarios[i] != NULL; i++) print_scenario(scenarios[i], markdown);
 }
