@@ -75,10 +75,12 @@ static void carve_side(const stage_exec *exec, compress_job *job, side *s, arena
 static compress_job carve(const stage_exec *exec, const compress_args *args, arena *a)
 {
     compress_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .pack = attention_kernels_for(exec->cpu_level)};
+    stage_exec own = *exec; /* oneDNN takes full tiles only, so an entry's bits would depend on how many entries a call has */
+    own.gemm = NULL;
     job.piece = args->kind == COMPRESS_LINEAR ? COMPRESS_ENTRIES : MEAN_ENTRIES * (runs_of_entry(args) < 4 ? runs_of_entry(args) : 4);
     job.sides[0] = (side){&args->k, &args->k_cmp, &args->pe_k, &args->w_k, {0}, NULL};
     job.sides[1] = (side){&args->v, &args->v_cmp, &args->pe_v, &args->w_v, {0}, NULL};
-    for (int i = 0; i < 2 && args->kind != COMPRESS_GIVEN; i++) carve_side(exec, &job, &job.sides[i], a);
+    for (int i = 0; i < 2 && args->kind != COMPRESS_GIVEN; i++) carve_side(&own, &job, &job.sides[i], a);
     job.scratch_bytes += job.rows_bytes + job.shift_bytes + job.sum_bytes;
     job.scratch = arena_take(a, job.scratch_bytes * (size_t)exec->threads);
     return job;
