@@ -17,6 +17,7 @@
 #include "stages/attend.h"
 #include "stages/attend_gate.h"
 #include "stages/validate_lists.h"
+#include "stages/cache.h"
 #include "stages/compress.h"
 #include "stages/convert.h"
 #include "stages/dequantise.h"
@@ -64,7 +65,10 @@
     F(pool_forward, pool)             \
     F(pool_backward, pool)            \
     F(pool_append, pool_append)       \
-    F(indexer, indexer)
+    F(indexer, indexer)               \
+    F(cache_copy, cache_copy)         \
+    F(decode, decode)                 \
+    F(nsa_decode, nsa_decode)
 
 /* F(NAME, UPPER): the structs NAME_args, whose views are UPPER_TENSORS and whose other fields
  * UPPER_VALUES. The members of attend_gate_args are such structs themselves. */
@@ -89,7 +93,10 @@
     F(gemm, GEMM) \
     F(pool, POOL) \
     F(pool_append, POOL_APPEND) \
-    F(indexer, INDEXER)
+    F(indexer, INDEXER) \
+    F(cache_copy, CACHE_COPY) \
+    F(decode, DECODE) \
+    F(nsa_decode, NSA_DECODE)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 

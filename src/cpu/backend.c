@@ -53,4 +53,7 @@ const quern_backend quern_backend_cpu = {
     .pool_backward = {NULL, cpu_pool_backward_workspace, cpu_pool_backward, cpu_pool_kernel},
     .pool_append = {NULL, cpu_pool_append_workspace, cpu_pool_append, NULL},
     .indexer = {cpu_indexer_supports, cpu_indexer_workspace, cpu_indexer, cpu_indexer_kernel},
+    .cache_copy = {NULL, NULL, cpu_cache_copy, NULL},
+    .decode = {NULL, cpu_decode_workspace, cpu_decode, NULL},
+    .nsa_decode = {NULL, cpu_nsa_decode_workspace, cpu_nsa_decode, NULL},
 };

@@ -68,4 +68,10 @@ size_t cpu_indexer_workspace(const stage_exec *exec, const indexer_args *args);
 quern_status cpu_indexer(const stage_exec *exec, const indexer_args *args, void *workspace);
 void cpu_indexer_kernel(const stage_exec *exec, const indexer_args *args, char text[STAGE_NAME_BYTES]);
 
+quern_status cpu_cache_copy(const stage_exec *exec, const cache_copy_args *args, void *workspace);
+size_t cpu_decode_workspace(const stage_exec *exec, const decode_args *args);
+quern_status cpu_decode(const stage_exec *exec, const decode_args *args, void *workspace);
+size_t cpu_nsa_decode_workspace(const stage_exec *exec, const nsa_decode_args *args);
+quern_status cpu_nsa_decode(const stage_exec *exec, const nsa_decode_args *args, void *workspace);
+
 #endif

@@ -4,6 +4,7 @@
 #include "cmocka_c11.h"
 
 #include <quern/attention.h>
+#include <quern/cache.h>
 #include <quern/cuda.h>
 #include <quern/dsv4.h>
 #include <quern/nsa.h>
@@ -104,6 +105,12 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_dsv4_index_params), 40);
     assert_int_equal(offsetof(quern_dsv4_index_params, key_format), 32);
     assert_int_equal(sizeof(quern_dsv4_index_tensors), 56);
+    assert_int_equal(sizeof(quern_cache_params), 112);
+    assert_int_equal(offsetof(quern_cache_params, separate_slc), 92);
+    assert_int_equal(sizeof(quern_cache_columns), 48);
+    assert_int_equal(sizeof(quern_cache_batch), 40);
+    assert_int_equal(sizeof(quern_cache_tensors), 88);
+    assert_int_equal(sizeof(quern_decode_tensors), 64);
     assert_int_equal(offsetof(quern_nsa_params, compress), 56);
     assert_int_equal(offsetof(quern_nsa_params, branches), 104);
     assert_int_equal(sizeof(quern_nsa_tensors), 376);

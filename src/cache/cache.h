@@ -1,0 +1,58 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* cache.h - a cache of keys and values inside the library: its kinds of rows (planes), what its memory holds, and a call's
+ * batch as stages take it. */
+#ifndef QUERN_CACHE_CACHE_H
+#define QUERN_CACHE_CACHE_H
+
+#include "backend.h"
+
+#include <quern/cache.h>
+
+typedef enum cache_kind { CACHE_TOKENS, CACHE_ENTRIES, CACHE_SLC, CACHE_WIN, CACHE_KINDS } cache_kind;
+
+/* What follows from the parameters. */
+typedef struct cache_layout {
+    quern_cache_params params; /* defaults resolved; without compression its fields are 0 */
+    int64_t blocks[CACHE_KINDS];  /* of a sequence, at most; 0: the cache has no such rows */
+    int64_t column[CACHE_KINDS], columns;
+    int64_t ring;                 /* blocks of the ring */
+    int64_t block_bytes;          /* of one head */
+    size_t memory_bytes, rows_bytes;
+} cache_layout;
+
+struct quern_cache {
+    uint64_t magic;
+    cache_layout layout;
+    char *rows;
+    cache_length *sequences;
+    /* [pages]: who wrote it last, as sequence * columns + column, or -1. It still does where the sequence has tokens there and
+     * its table names the page there. */
+    int64_t *owner;
+};
+
+/* A call's batch: checked, with the runs of its tokens. */
+typedef struct cache_call {
+    quern_cache_batch batch;
+    int64_t tokens;
+} cache_call;
+
+quern_status cache_layout_of(const quern_cache_params *params, cache_layout *layout);
+quern_status cache_check(const quern_cache *cache);
+/* Compressed entries of n tokens. */
+int64_t cache_entries(const cache_layout *layout, int64_t n);
+/* Blocks of a kind that n tokens need. */
+int64_t cache_blocks(const cache_layout *layout, cache_kind kind, int64_t n);
+/* The rows of a kind as stages see them. */
+cache_plane cache_plane_of(const quern_cache *cache, cache_kind kind, const int32_t *table);
+
+/* Checks the batch. `appends`: counts are tokens to come, else tokens that are there. */
+quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch *given, bool appends, cache_call *call);
+/* Checks that the pages of the batch's sequences are in the pool. */
+quern_status cache_check_pages(const quern_cache *cache, const cache_call *call, bool appends);
+/* Makes those that an append writes its sequences' own, or refuses: then nothing has changed. */
+quern_status cache_claim_pages(quern_cache *cache, const cache_call *call);
+/* The call's queries as stages see them. */
+cache_queries cache_queries_of(const quern_cache *cache, const cache_call *call);
+
+#endif

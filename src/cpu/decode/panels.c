@@ -1,0 +1,153 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * panels.c - one step of blockwise softmax attention over rows as a cache holds them: up to 384 keys in panels of 64.
+ *
+ * A panel is packed just before its product, by the kernels that pack for a prefill, so that a score has the same
+ * bits there and here: D products added in order, a key a lane. Packed keys and values of a panel (16 KB each in bf16 at
+ * D = 128) stay in L1 or L2; a cache's rows are read once, in order, which is the limit. A key and value of 128 bf16
+ * come from memory in some 82 cycles a core (25 GB/s); for 4 query rows packing them takes about 20, the products 20 and
+ * the softmax 2.
+ */
+#include "cpu/decode/panels.h"
+
+#include <math.h>
+#include <string.h>
+
+static const float log2_e = 1.44269504088896340736f;
+
+decode_shape decode_shape_of(const stage_exec *exec, quern_dtype dtype, int64_t dim_k, int64_t dim_v, float scale)
+{
+    decode_shape s = {.kernels = attention_kernels_for(exec->cpu_level), .dtype = dtype, .dim_k = dim_k, .dim_v = dim_v};
+    s.bf16 = dtype == QUERN_BF16 && s.kernels->mm_bf16 != NULL;
+    s.key_words = s.bf16 ? dim_k / 2 : dim_k;
+    s.value_width = round_up16(dim_v);
+    s.value_panel = s.value_width < s.kernels->panel ? s.value_width : s.kernels->panel;
+    s.value_panels = round_up(dim_v, s.value_panel) / s.value_panel;
+    s.q_scale = scale * log2_e;
+    s.scale2 = s.bf16 ? scale * log2_e : 1.0f;
+    return s;
+}
+
+void decode_rows_carve(const decode_shape *shape, int64_t most, arena *a, decode_rows *rows)
+{
+    const size_t n = (size_t)most * sizeof(float);
+    rows->q = arena_take(a, n * (size_t)shape->key_words);
+    rows->o = arena_take(a, n * (size_t)shape->value_width);
+    rows->max = arena_take(a, n);
+    rows->sum = arena_take(a, n);
+}
+
+void decode_scratch_carve(const decode_shape *shape, int64_t most_rows, arena *a, decode_scratch *s)
+{
+    const size_t word = sizeof(float), n = (size_t)most_rows * word;
+    s->keys = arena_take(a, (size_t)(PANEL_KEYS * shape->key_words) * word);
+    s->values = arena_take(a, (size_t)(PANEL_KEYS * shape->value_panels * shape->value_panel) * word);
+    s->s = arena_take(a, n * STEP_KEYS);
+    s->shrink = arena_take(a, n);
+    s->lo = arena_take(a, n);
+    s->hi = arena_take(a, n);
+    s->gathered = arena_take(a, (size_t)(PANEL_KEYS * (shape->dim_k + shape->dim_v)) * quern_dtype_size(shape->dtype));
+}
+
+void decode_rows_pack(const decode_shape *shape, const quern_tensor *q, int64_t row, int64_t head, int64_t n, int32_t at, decode_rows *rows)
+{
+    const row_source src = {row_at(q, 0, row, head), q->dtype, q->strides[2], n, shape->dim_k};
+    float *dst = (float *)rows->q + at * shape->key_words;
+    if (shape->bf16) shape->kernels->pack_rows_bf16(&src, (uint16_t *)(void *)dst, 2 * shape->key_words);
+    else shape->kernels->pack_rows_f32(&src, shape->q_scale, dst, shape->key_words);
+}
+
+void decode_rows_reset(decode_rows *rows, int32_t n)
+{
+    rows->n = n;
+    rows->fresh = true;
+    for (int32_t r = 0; r < n; r++) {
+        rows->max[r] = -INFINITY;
+        rows->sum[r] = 0.0f;
+    }
+}
+
+int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const decode_panel *panels, int32_t count, decode_scratch *s)
+{
+    const attention_kernels *k = shape->kernels;
+    mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
+    int32_t keys = 0;
+    for (int32_t i = 0; i < count; keys += (int32_t)panels[i++].n) {
+        const row_source all = {panels[i].keys, shape->dtype, shape->dim_k, panels[i].n, shape->dim_k};
+        for (int64_t c = 0; c < all.rows; c += k->panel) {
+            const int64_t n = all.rows - c < k->panel ? all.rows - c : k->panel;
+            const row_source src = {panels[i].keys + c * shape->dim_k * (int64_t)quern_dtype_size(shape->dtype), shape->dtype,
+                                    shape->dim_k, n, shape->dim_k};
+            if (shape->bf16) k->pack_keys_bf16(&src, k->panel, (uint32_t *)(void *)s->keys);
+            else k->pack_keys_f32(&src, k->panel, s->keys);
+            mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, k->panel, s->s + keys + c, STEP_KEYS,
+               false);
+        }
+    }
+    return keys;
+}
+
+/* O (+)= P V for keys [column, column + panel->n) of the step. */
+static void add_panel(const decode_shape *shape, decode_rows *rows, const decode_panel *panel, int32_t column, decode_scratch *s)
+{
+    const attention_kernels *k = shape->kernels;
+    const int64_t pairs = shape->bf16 ? 2 : 1, depth = (panel->n + pairs - 1) / pairs;
+    const int64_t panel_stride = PANEL_KEYS / pairs * shape->value_panel;
+    const row_source src = {panel->values, shape->dtype, shape->dim_v, panel->n, shape->dim_v};
+    mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
+    if (shape->bf16) k->pack_values_bf16(&src, (int32_t)shape->value_panel, (uint32_t *)(void *)s->values, panel_stride);
+    else k->pack_values_f32(&src, (int32_t)shape->value_panel, s->values, panel_stride);
+    for (int64_t j = 0; j < shape->value_panels; j++) {
+        const int64_t at = j * shape->value_panel, left = shape->value_width - at;
+        mm(rows->n, left < shape->value_panel ? left : shape->value_panel, depth, s->s + column / pairs, STEP_KEYS, 1,
+           s->values + j * panel_stride, shape->value_panel, rows->o + at, shape->value_width, !rows->fresh);
+    }
+    rows->fresh = false;
+}
+
+void decode_add(const decode_shape *shape, decode_rows *rows, const decode_panel *panels, int32_t count, int32_t keys, bool values, decode_scratch *s)
+{
+    if (keys == 0) return;
+    for (int32_t r = 0; r < rows->n; r++) {
+        s->lo[r] = 0;
+        s->hi[r] = keys;
+    }
+    const softmax_tile tile = {s->s, STEP_KEYS, rows->n, (int32_t)round_up16(keys), s->lo, s->hi, shape->scale2, rows->max, rows->sum, s->shrink};
+    if (shape->bf16) shape->kernels->softmax_bf16(&tile);
+    else shape->kernels->softmax_f32(&tile);
+    if (!values) return;
+    for (int32_t r = 0; r < rows->n && !rows->fresh; r++)
+        if (s->shrink[r] != 1.0f) shape->kernels->scale_row(rows->o + r * shape->value_width, s->shrink[r], shape->value_width);
+    int32_t column = 0;
+    for (int32_t i = 0; i < count; column += (int32_t)panels[i++].n) add_panel(shape, rows, &panels[i], column, s);
+}
+
+void decode_rows_finish(const decode_shape *shape, decode_rows *rows)
+{
+    const double ln2 = 0.69314718055994530942;
+    if (rows->fresh) memset(rows->o, 0, (size_t)(rows->n * shape->value_width) * sizeof *rows->o);
+    rows->fresh = false;
+    for (int32_t r = 0; r < rows->n; r++) {
+        const float sum = rows->sum[r];
+        if (sum != 0.0f) shape->kernels->scale_row(rows->o + r * shape->value_width, 1.0f / sum, shape->value_width);
+        rows->sum[r] = sum == 0.0f ? -INFINITY : (float)((double)rows->max[r] * (double)shape->scale2 * ln2 + log((double)sum));
+    }
+}
+
+decode_panel decode_next_panel(const cache_plane *plane, int64_t sequence, int64_t head, int64_t *key, int64_t end)
+{
+    const int64_t at = *key % PANEL_KEYS, size = (int64_t)quern_dtype_size(plane->dtype);
+    const int64_t stop = *key - at + PANEL_KEYS < end ? *key - at + PANEL_KEYS : end;
+    const char *block = cache_block(plane, sequence, head, *key / PANEL_KEYS);
+    const decode_panel panel = {block + at * plane->dim * size, block + (PANEL_KEYS * plane->dim + at * plane->dim_v) * size, stop - *key};
+    *key = stop;
+    return panel;
+}
+
+void decode_prefetch(const decode_shape *shape, const decode_panel *panel)
+{
+    const int64_t size = (int64_t)quern_dtype_size(shape->dtype), keys = panel->n * shape->dim_k * size, values = panel->n * shape->dim_v * size;
+    for (int64_t i = 0; i < keys; i += 64) __builtin_prefetch(panel->keys + i, 0, 2);
+    for (int64_t i = 0; i < values; i += 64) __builtin_prefetch(panel->values + i, 0, 2);
+}

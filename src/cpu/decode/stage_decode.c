@@ -1,0 +1,271 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_decode.c - the decode stage: dense attention of the newest tokens over a cache.
+ *
+ * A task is one key/value head of one sequence, up to 96 query rows of it (whole queries), and a share of the keys. Up to
+ * 8 queries a sequence, the keys are cut into at most 32 shares of 1024 or more, by the sequence's length alone; their
+ * results (o, maximum, sum) meet in the workspace and are added in order. So neither the number of threads nor the rest
+ * of the batch changes a bit. More queries fill the tasks without that.
+ *
+ * Panels that every query of a task sees are packed once for all of them; the others are cut to what each query sees.
+ * Limit: the read bandwidth on keys and values (panels.c).
+ */
+#include "core/parallel.h"
+#include "cpu/decode/panels.h"
+#include "cpu/stages.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { ROWS_MOST = 96, QUERIES_SPLIT = 8, SHARES_MOST = 32, SHARE_KEYS = 1024 };
+
+/* Where the tasks of a sequence's queries start, and its shares' results in the workspace. */
+typedef struct run_place {
+    cache_run run;
+    int64_t task, tile, part; /* part: in rows */
+} run_place;
+
+typedef struct decode_space {
+    decode_rows rows;
+    decode_scratch scratch;
+} decode_space;
+
+typedef struct decode_job {
+    const decode_args *args;
+    decode_shape shape;
+    int64_t group, tile_queries, shares_most;
+    run_place *places; /* [batch + 1] */
+    float *parts;      /* [rows][value_width + 2]: o, maximum, sum */
+    decode_space *spaces;
+} decode_job;
+
+static int64_t lesser(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static int64_t shares_of(int64_t keys)
+{
+    const int64_t shares = (keys + SHARE_KEYS - 1) / SHARE_KEYS;
+    return shares < 1 ? 1 : lesser(shares, SHARES_MOST);
+}
+
+static int64_t tiles_of(const decode_job *job, const cache_run *run)
+{
+    return (run->count + job->tile_queries - 1) / job->tile_queries;
+}
+
+/* Shares that a run's tasks are laid out for; 1: its tiles are finished by one task each. */
+static int64_t shares_laid_out(const decode_job *job, const cache_run *run)
+{
+    return run->count <= QUERIES_SPLIT ? job->shares_most : 1;
+}
+
+/* Query rows of a full tile of the run. */
+static int64_t tile_rows(const decode_job *job, const cache_run *run)
+{
+    return lesser(run->count, job->tile_queries) * job->group;
+}
+
+static void carve(const stage_exec *exec, const decode_args *args, arena *a, decode_job *job)
+{
+    const cache_plane *plane = &args->tokens;
+    *job = (decode_job){.args = args, .shape = decode_shape_of(exec, plane->dtype, plane->dim, plane->dim_v, args->scale)};
+    job->group = args->q.shape[2] / plane->kv_heads;
+    job->tile_queries = job->group < ROWS_MOST ? ROWS_MOST / job->group : 1;
+    job->shares_most = shares_of(args->window > 0 ? lesser(args->window + PANEL_KEYS + QUERIES_SPLIT, args->capacity) : args->capacity);
+    job->places = arena_take(a, (size_t)(args->queries.batch + 1) * sizeof *job->places);
+    run_place at = {.task = 0};
+    int64_t most = 0;
+    for (int64_t i = 0, row = 0; i < args->queries.batch; row += args->queries.counts[i++]) {
+        at.run = cache_queries_at(&args->queries, i, row);
+        const cache_run *run = &at.run;
+        const int64_t tiles = tiles_of(job, run) * plane->kv_heads, shares = shares_laid_out(job, run);
+        if (a->base != NULL) job->places[i] = at;
+        at.task += tiles * shares;
+        at.tile += tiles;
+        if (shares > 1) at.part += tiles * shares * tile_rows(job, run);
+        if (tile_rows(job, run) > most) most = tile_rows(job, run);
+    }
+    if (a->base != NULL) job->places[args->queries.batch] = at;
+    job->parts = arena_take(a, (size_t)(at.part * (job->shape.value_width + 2)) * sizeof(float));
+    job->spaces = arena_take(a, sizeof *job->spaces * (size_t)exec->threads);
+    for (int32_t i = 0; i < exec->threads; i++) {
+        decode_space space;
+        decode_rows_carve(&job->shape, most, a, &space.rows);
+        decode_scratch_carve(&job->shape, most, a, &space.scratch);
+        if (a->base != NULL) job->spaces[i] = space;
+    }
+}
+
+/* A tile of a run's queries and the keys that they see. */
+typedef struct query_tile {
+    const cache_run *run;
+    int64_t head, first, queries; /* the first query's number in the run */
+    int64_t start, end;           /* of the keys */
+    int64_t share_keys, shares;
+} query_tile;
+
+static int64_t low_of(const decode_args *args, int64_t position)
+{
+    return args->window > 0 && position >= args->window ? position - args->window + 1 : 0;
+}
+
+static query_tile tile_at(const decode_job *job, const cache_run *run, int64_t tile)
+{
+    query_tile t = {.run = run, .head = tile / tiles_of(job, run)};
+    t.first = tile % tiles_of(job, run) * job->tile_queries;
+    t.queries = lesser(run->count - t.first, job->tile_queries);
+    t.start = low_of(job->args, run->first + t.first) / PANEL_KEYS * PANEL_KEYS;
+    t.end = run->first + t.first + t.queries;
+    t.shares = shares_laid_out(job, run) > 1 ? shares_of(t.end - t.start) : 1;
+    t.share_keys = round_up((t.end - t.start + t.shares - 1) / t.shares, PANEL_KEYS);
+    return t;
+}
+
+/* A panel that some queries do not see, or not whole: query by query. `key`: its first. */
+static void run_edge(const decode_job *job, const query_tile *t, const decode_panel *panel, int64_t key, decode_space *s)
+{
+    const int64_t size = (int64_t)quern_dtype_size(job->shape.dtype);
+    for (int64_t i = 0; i < t->queries; i++) {
+        const int64_t position = t->run->first + t->first + i, low = low_of(job->args, position);
+        const int64_t from = low > key ? low - key : 0, to = lesser(position + 1 - key, panel->n);
+        if (from >= to) continue;
+        const decode_panel seen = {panel->keys + from * job->shape.dim_k * size, panel->values + from * job->shape.dim_v * size, to - from};
+        decode_rows rows = s->rows;
+        rows.q = (float *)rows.q + i * job->group * job->shape.key_words;
+        rows.o += i * job->group * job->shape.value_width;
+        rows.max += i * job->group;
+        rows.sum += i * job->group;
+        rows.n = (int32_t)job->group;
+        const int32_t keys = decode_scores(&job->shape, &rows, &seen, 1, &s->scratch);
+        decode_add(&job->shape, &rows, &seen, 1, keys, true, &s->scratch);
+    }
+}
+
+static void run_keys(const decode_job *job, const query_tile *t, int64_t from, int64_t to, decode_space *s)
+{
+    const cache_plane *plane = &job->args->tokens;
+    const int64_t first = t->run->first + t->first, low = low_of(job->args, first + t->queries - 1);
+    int64_t next_key = from;
+    decode_panel next = {NULL, NULL, 0};
+    if (from < to) next = decode_next_panel(plane, t->run->sequence, t->head, &next_key, to);
+    for (int64_t key = from; key < to;) {
+        const decode_panel panel = next;
+        if (next_key < to) {
+            next = decode_next_panel(plane, t->run->sequence, t->head, &next_key, to);
+            decode_prefetch(&job->shape, &next);
+        }
+        if (low <= key && first + 1 >= key + panel.n) {
+            const int32_t keys = decode_scores(&job->shape, &s->rows, &panel, 1, &s->scratch);
+            decode_add(&job->shape, &s->rows, &panel, 1, keys, true, &s->scratch);
+        } else {
+            run_edge(job, t, &panel, key, s);
+        }
+        key += panel.n;
+    }
+}
+
+static void store(const decode_job *job, const query_tile *t, decode_rows *rows)
+{
+    const decode_args *args = job->args;
+    decode_rows_finish(&job->shape, rows);
+    for (int32_t r = 0; r < rows->n; r++) {
+        const int64_t row = t->run->row + t->first + r / job->group, head = t->head * job->group + r % job->group;
+        job->shape.kernels->rows->convert(rows->o + r * job->shape.value_width, QUERN_F32, row_at(&args->o, 0, row, head), args->o.dtype, job->shape.dim_v);
+        if (is_present(&args->lse)) *(float *)row_at(&args->lse, 0, head, row) = rows->sum[r];
+    }
+}
+
+/* The run whose tasks (or, by_tile, tiles) hold `index`. */
+static int64_t run_of(const decode_job *job, int64_t index, bool by_tile)
+{
+    int64_t low = 0, high = job->args->queries.batch;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if ((by_tile ? job->places[middle].tile : job->places[middle].task) <= index) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+static float *part_at(const decode_job *job, int64_t run, int64_t task)
+{
+    return job->parts + (job->places[run].part + task * tile_rows(job, &job->places[run].run)) * (job->shape.value_width + 2);
+}
+
+static void run_task(void *arg, int64_t index, int32_t thread)
+{
+    const decode_job *job = arg;
+    const int64_t b = run_of(job, index, false), task = index - job->places[b].task;
+    const cache_run *run = &job->places[b].run;
+    const int64_t laid_out = shares_laid_out(job, run), share = task % laid_out, width = job->shape.value_width;
+    const query_tile t = tile_at(job, run, task / laid_out);
+    if (share >= t.shares) return;
+    decode_space *s = &job->spaces[thread];
+    for (int64_t i = 0; i < t.queries; i++)
+        decode_rows_pack(&job->shape, &job->args->q, run->row + t.first + i, t.head * job->group, job->group, (int32_t)(i * job->group), &s->rows);
+    decode_rows_reset(&s->rows, (int32_t)(t.queries * job->group));
+    memset(s->rows.o, 0, (size_t)(s->rows.n * width) * sizeof(float));
+    s->rows.fresh = false;
+    const int64_t from = t.start + share * t.share_keys;
+    run_keys(job, &t, from, lesser(from + t.share_keys, t.end), s);
+    if (laid_out == 1) {
+        store(job, &t, &s->rows);
+        return;
+    }
+    float *part = part_at(job, b, task);
+    for (int32_t r = 0; r < s->rows.n; r++, part += width + 2) {
+        memcpy(part, s->rows.o + r * width, (size_t)width * sizeof *part);
+        part[width] = s->rows.max[r];
+        part[width + 1] = s->rows.sum[r];
+    }
+}
+
+/* Adds a tile's shares in order. */
+static void run_combine(void *arg, int64_t index, int32_t thread)
+{
+    const decode_job *job = arg;
+    const int64_t b = run_of(job, index, true), tile = index - job->places[b].tile, width = job->shape.value_width;
+    const cache_run *run = &job->places[b].run;
+    const int64_t laid_out = shares_laid_out(job, run);
+    if (laid_out == 1) return;
+    const query_tile t = tile_at(job, run, tile);
+    decode_rows *rows = &job->spaces[thread].rows;
+    decode_rows_reset(rows, (int32_t)(t.queries * job->group));
+    memset(rows->o, 0, (size_t)(rows->n * width) * sizeof *rows->o);
+    rows->fresh = false;
+    for (int32_t r = 0; r < rows->n; r++) {
+        for (int64_t i = 0; i < t.shares; i++) {
+            const float most = (part_at(job, b, tile * laid_out + i) + r * (width + 2))[width];
+            if (most > rows->max[r]) rows->max[r] = most;
+        }
+        for (int64_t i = 0; i < t.shares; i++) {
+            const float *part = part_at(job, b, tile * laid_out + i) + r * (width + 2);
+            if (part[width] == -INFINITY) continue;
+            const float factor = exp2f((part[width] - rows->max[r]) * job->shape.scale2);
+            job->shape.kernels->rows->add_scaled(rows->o + r * width, part, factor, width);
+            rows->sum[r] += factor * part[width + 1];
+        }
+    }
+    store(job, &t, rows);
+}
+
+size_t cpu_decode_workspace(const stage_exec *exec, const decode_args *args)
+{
+    arena a = {NULL, 0};
+    decode_job job;
+    carve(exec, args, &a, &job);
+    return arena_size(&a);
+}
+
+quern_status cpu_decode(const stage_exec *exec, const decode_args *args, void *workspace)
+{
+    arena a = arena_on(workspace);
+    decode_job job;
+    carve(exec, args, &a, &job);
+    parallel_for(exec, job.places[args->queries.batch].task, run_task, &job);
+    if (job.places[args->queries.batch].part > 0) parallel_for(exec, job.places[args->queries.batch].tile, run_combine, &job);
+    return QUERN_OK;
+}

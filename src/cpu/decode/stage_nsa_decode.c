@@ -1,0 +1,336 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_nsa_decode.c - the nsa_decode stage: the newest tokens over compressed entries, selected blocks and window.
+ *
+ * A task is one query and one key/value head: the entries' scores once, kept for the selection; then the blocks that it
+ * chose, then the window; each branch's O goes, by its gate, into one sum. Scores, lse and the order of all sums that lead
+ * to the choice are those of the forward (select_score.c, attend_tile.c): steps of 384 entries where the compressed branch
+ * is on, whose lse selects, else of 128; so the lists have the same bits.
+ *
+ * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). A list's panel is asked for while the one before it is
+ * computed; rows of blocks that do not fill a panel are gathered.
+ */
+#include "core/parallel.h"
+#include "cpu/decode/panels.h"
+#include "cpu/gate/gate.h"
+#include "cpu/select/select.h"
+#include "cpu/stages.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { CMP, SLC, WIN, SCORE_PANELS = SELECT_KEYS / PANEL_KEYS };
+
+typedef struct nsa_space {
+    decode_rows rows;
+    decode_scratch scratch;
+    select_scratch select;
+    float *sum;    /* [group][value_width] */
+    float *gates;  /* [group][3] */
+    float *scores; /* [group][width]: of entries */
+    float *mean;   /* [lists][D]: mean_logit */
+    float *keys;   /* a packed panel in f32: mean_logit */
+    float *lse2;
+    int32_t *seen;
+    decode_panel pending; /* n 0: none */
+    int64_t gathered;     /* rows in scratch.gathered */
+} nsa_space;
+
+/* Stays where it was made: its plan points into it. */
+typedef struct nsa_job {
+    const nsa_decode_args *args;
+    decode_shape shape;
+    const nsa_kernels *kernels;
+    select_args select;
+    select_plan plan;
+    gate_args gate;
+    bool cmp, slc, win, softmax;
+    int64_t group, lists, width; /* lists: of a key/value head */
+    cache_run *runs;             /* [batch] */
+    int64_t *tasks;              /* [batch + 1]: where each run's start */
+    nsa_space *spaces;
+} nsa_job;
+
+/* Where a task is. */
+typedef struct nsa_query {
+    const cache_run *run;
+    int64_t head, row, position, seen; /* seen: entries */
+} nsa_query;
+
+static void carve_space(const nsa_job *job, arena *a, nsa_space *s)
+{
+    const size_t n = (size_t)job->group * sizeof(float);
+    memset(s, 0, sizeof *s);
+    decode_rows_carve(&job->shape, job->group, a, &s->rows);
+    decode_scratch_carve(&job->shape, job->group, a, &s->scratch);
+    s->sum = arena_take(a, n * (size_t)job->shape.value_width);
+    s->gates = arena_take(a, 3 * n);
+    s->lse2 = arena_take(a, n);
+    s->seen = arena_take(a, n);
+    if (!job->slc) return;
+    select_scratch_carve(&job->plan, a, &s->select);
+    s->scores = arena_take(a, n * (size_t)job->width);
+    if (job->softmax) return;
+    s->mean = arena_take(a, n * (size_t)job->shape.dim_k);
+    s->keys = arena_take(a, (size_t)(PANEL_KEYS * job->shape.dim_k) * sizeof(float));
+}
+
+static void carve(const stage_exec *exec, const nsa_decode_args *args, arena *a, nsa_job *job)
+{
+    const cache_plane *plane = &args->plane[SLC];
+    const int64_t entries = mask_entries(args->capacity, args->block_size, args->stride);
+    const int64_t keys[] = {1, entries, plane->kv_heads, plane->dim};
+    *job = (nsa_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level)};
+    job->shape = decode_shape_of(exec, plane->dtype, plane->dim, plane->dim_v, args->scale);
+    job->cmp = (args->branches & 1u << CMP) != 0;
+    job->slc = (args->branches & 1u << SLC) != 0;
+    job->win = (args->branches & 1u << WIN) != 0;
+    job->softmax = args->scorer == SELECT_PROBABILITY;
+    job->group = args->q.shape[2] / plane->kv_heads;
+    job->lists = args->scope == LIST_BY_HEAD ? job->group : 1;
+    job->gate = (gate_args){.kind = args->gate, .q = args->q, .w_gate = args->w_gate, .gates = args->gates, .o = args->o};
+    job->select = (select_args){.seqs = {.batch = 1, .n_q = args->capacity, .n_kv = entries}, .causal = true, .tile = 1, .q = args->q,
+                                .keys = quern_tensor_contiguous(NULL, plane->dtype, 4, keys), .blocks = args->blocks, .count = args->block_count};
+    job->select.scorer = args->scorer;
+    job->select.scale = args->scale;
+    job->select.visibility = ENTRY_COMPLETE;
+    job->select.block_size = args->block_size;
+    job->select.stride = args->stride;
+    job->select.select_block = args->select_block;
+    job->select.scope = args->scope;
+    job->select.k = args->k;
+    job->select.forced_first = args->forced_first;
+    job->select.forced_local = args->forced_local;
+    select_plan_make(exec, &job->select, &job->plan);
+    job->plan.tiles = 1;
+    job->width = round_up16(entries + 1) + STEP_KEYS;
+    const cache_queries *queries = &args->queries;
+    job->runs = arena_take(a, (size_t)queries->batch * sizeof *job->runs);
+    job->tasks = arena_take(a, (size_t)(queries->batch + 1) * sizeof *job->tasks);
+    for (int64_t i = 0, row = 0; i <= queries->batch && a->base != NULL; i++) {
+        job->tasks[i] = row * plane->kv_heads;
+        if (i == queries->batch) break;
+        job->runs[i] = cache_queries_at(queries, i, row);
+        row += queries->counts[i];
+    }
+    job->spaces = arena_take(a, sizeof *job->spaces * (size_t)exec->threads);
+    for (int32_t i = 0; i < exec->threads; i++) {
+        nsa_space space;
+        carve_space(job, a, &space);
+        if (a->base != NULL) job->spaces[i] = space;
+    }
+}
+
+/* The mean queries of the head's lists, scale folded in. */
+static void make_means(const nsa_job *job, const nsa_query *q, nsa_space *s)
+{
+    const int64_t dim = job->shape.dim_k, rows = job->group / job->lists;
+    float one[MAX_DIM];
+    for (int64_t j = 0; j < job->lists; j++) {
+        memset(s->mean + j * dim, 0, (size_t)dim * sizeof *s->mean);
+        for (int64_t r = 0; r < rows; r++) {
+            const row_source src = rows_at(&job->args->q, 0, q->row, q->head * job->group + j * rows + r, 1);
+            job->kernels->sum_rows(&src, one);
+            job->kernels->rows->add_scaled(s->mean + j * dim, one, job->args->scale / (float)rows, dim);
+        }
+    }
+}
+
+/* scores[list][key ...] of a panel's entries by the mean queries. */
+static void score_means(const nsa_job *job, const decode_panel *panel, int64_t key, nsa_space *s)
+{
+    const attention_kernels *k = job->shape.kernels;
+    const int64_t dim = job->shape.dim_k;
+    for (int64_t c = 0; c < panel->n; c += k->panel) {
+        const int64_t n = panel->n - c < k->panel ? panel->n - c : k->panel;
+        const row_source src = {panel->keys + c * dim * (int64_t)quern_dtype_size(job->shape.dtype), job->shape.dtype, dim, n, dim};
+        k->pack_keys_f32(&src, k->panel, s->keys);
+        k->mm_f32(job->lists, round_up16(n), dim, s->mean, dim, 1, s->keys, k->panel, s->scores + key + c, job->width, false);
+    }
+}
+
+static void close_branch(const nsa_job *job, int branch, nsa_space *s)
+{
+    const int64_t width = job->shape.value_width;
+    decode_rows_finish(&job->shape, &s->rows);
+    for (int32_t r = 0; r < s->rows.n; r++)
+        job->shape.kernels->rows->add_scaled(s->sum + r * width, s->rows.o + r * width, s->gates[3 * r + branch], width);
+}
+
+/* The entries that the query sees: their scores for the selection, and the compressed branch. */
+static void run_entries(const nsa_job *job, const nsa_query *q, nsa_space *s)
+{
+    const int32_t most = job->cmp ? STEP_PANELS : SCORE_PANELS;
+    const bool by_rows = job->cmp || job->softmax;
+    decode_rows_reset(&s->rows, (int32_t)job->group);
+    if (job->slc && !job->softmax) make_means(job, q, s);
+    for (int64_t key = 0, first = 0; key < q->seen; first = key) {
+        decode_panel panels[STEP_PANELS];
+        int32_t count = 0, keys;
+        while (count < most && key < q->seen) {
+            const int64_t at = key;
+            panels[count] = decode_next_panel(&job->args->plane[CMP], q->run->sequence, q->head, &key, q->seen);
+            if (job->slc && !job->softmax) score_means(job, &panels[count], at, s);
+            count++;
+        }
+        if (!by_rows) continue;
+        keys = decode_scores(&job->shape, &s->rows, panels, count, &s->scratch);
+        for (int64_t r = 0; r < job->group && job->slc && job->softmax; r++)
+            memcpy(s->scores + r * job->width + first, s->scratch.s + r * STEP_KEYS, (size_t)round_up16(keys) * sizeof *s->scores);
+        decode_add(&job->shape, &s->rows, panels, count, keys, job->cmp, &s->scratch);
+    }
+    if (!job->cmp) {
+        for (int64_t r = 0; r < job->group; r++) s->lse2[r] = s->rows.max[r] * job->shape.scale2 + log2f(s->rows.sum[r]);
+        return;
+    }
+    close_branch(job, CMP, s);
+    for (int64_t r = 0; r < job->group; r++) s->lse2[r] = log2_e * s->rows.sum[r];
+}
+
+static void choose(const nsa_job *job, const nsa_query *q, nsa_space *s)
+{
+    const int64_t rows = job->group / job->lists, cleared = round_up16(q->seen + 16);
+    const attend_sequence seq = {.nq = q->position + 1, .nk = q->seen};
+    for (int64_t j = 0; j < job->lists; j++) {
+        float *entries = s->scores + j * job->width;
+        if (job->softmax) {
+            entries = s->select.entries;
+            memset(entries, 0, (size_t)(cleared < job->plan.width ? cleared : job->plan.width) * sizeof *entries);
+            for (int64_t r = 0; r < rows; r++) s->seen[r] = (int32_t)q->seen;
+            job->kernels->add_probabilities(s->scores + j * rows * job->width, job->width, (int32_t)rows, s->seen, (int32_t)round_up16(q->seen),
+                                            job->shape.scale2, s->lse2 + j * rows, entries);
+        }
+        select_choose(&job->plan, &seq, q->head * job->lists + j, q->position, q->row, entries, &s->select);
+    }
+}
+
+static void step(const nsa_job *job, const decode_panel *panel, nsa_space *s)
+{
+    const int32_t keys = decode_scores(&job->shape, &s->rows, panel, 1, &s->scratch);
+    decode_add(&job->shape, &s->rows, panel, 1, keys, true, &s->scratch);
+}
+
+static void run_pending(const nsa_job *job, nsa_space *s)
+{
+    if (s->pending.n > 0) step(job, &s->pending, s);
+    s->pending.n = 0;
+}
+
+static void run_gathered(const nsa_job *job, nsa_space *s)
+{
+    const int64_t size = (int64_t)quern_dtype_size(job->shape.dtype);
+    const decode_panel panel = {s->scratch.gathered, s->scratch.gathered + PANEL_KEYS * job->shape.dim_k * size, s->gathered};
+    if (s->gathered > 0) step(job, &panel, s);
+    s->gathered = 0;
+}
+
+static void gather(const nsa_job *job, decode_panel panel, nsa_space *s)
+{
+    const int64_t size = (int64_t)quern_dtype_size(job->shape.dtype), key = job->shape.dim_k * size, value = job->shape.dim_v * size;
+    while (panel.n > 0) {
+        const int64_t room = PANEL_KEYS - s->gathered, n = panel.n < room ? panel.n : room;
+        memcpy(s->scratch.gathered + s->gathered * key, panel.keys, (size_t)(n * key));
+        memcpy(s->scratch.gathered + PANEL_KEYS * key + s->gathered * value, panel.values, (size_t)(n * value));
+        panel.keys += n * key;
+        panel.values += n * value;
+        panel.n -= n;
+        s->gathered += n;
+        if (s->gathered == PANEL_KEYS) run_gathered(job, s);
+    }
+}
+
+/* Keys [from, end) of a plane. */
+static void run_tokens(const nsa_job *job, const nsa_query *q, int branch, int64_t from, int64_t end, nsa_space *s)
+{
+    while (from < end) {
+        const decode_panel panel = decode_next_panel(&job->args->plane[branch], q->run->sequence, q->head, &from, end);
+        if (panel.n < PANEL_KEYS) {
+            gather(job, panel, s);
+            continue;
+        }
+        decode_prefetch(&job->shape, &panel);
+        run_pending(job, s);
+        s->pending = panel;
+    }
+}
+
+static void run_selected(const nsa_job *job, const nsa_query *q, nsa_space *s)
+{
+    const decode_rows all = s->rows;
+    const int64_t length = job->args->select_block, rows = job->group / job->lists;
+    decode_rows_reset(&s->rows, (int32_t)job->group);
+    for (int64_t j = 0; j < job->lists; j++) {
+        const int32_t *list = row_at(&job->args->blocks, 0, q->head * job->lists + j, q->row);
+        s->rows.q = (float *)all.q + j * rows * job->shape.key_words;
+        s->rows.o = all.o + j * rows * job->shape.value_width;
+        s->rows.max = all.max + j * rows;
+        s->rows.sum = all.sum + j * rows;
+        s->rows.n = (int32_t)rows;
+        s->rows.fresh = true;
+        for (int64_t i = 0; i < job->args->k && list[i] >= 0; i++) {
+            const int64_t end = (list[i] + 1) * length;
+            run_tokens(job, q, SLC, list[i] * length, end < q->position + 1 ? end : q->position + 1, s);
+        }
+        run_pending(job, s);
+        run_gathered(job, s);
+    }
+    s->rows = all;
+    s->rows.fresh = false;
+    close_branch(job, SLC, s);
+}
+
+static void run_window(const nsa_job *job, const nsa_query *q, nsa_space *s)
+{
+    const int64_t low = q->position >= job->args->window ? q->position - job->args->window + 1 : 0;
+    decode_rows_reset(&s->rows, (int32_t)job->group);
+    run_tokens(job, q, WIN, low, q->position + 1, s);
+    run_pending(job, s);
+    run_gathered(job, s);
+    close_branch(job, WIN, s);
+}
+
+static void run_task(void *arg, int64_t index, int32_t thread)
+{
+    const nsa_job *job = arg;
+    const nsa_decode_args *args = job->args;
+    const int64_t kv_heads = args->plane[SLC].kv_heads, width = job->shape.value_width;
+    int64_t b = 0, high = args->queries.batch;
+    while (high - b > 1) {
+        const int64_t middle = (b + high) / 2;
+        if (job->tasks[middle] <= index) b = middle;
+        else high = middle;
+    }
+    const int64_t task = index - job->tasks[b], position = job->runs[b].first + task / kv_heads;
+    const nsa_query q = {.run = &job->runs[b], .head = task % kv_heads, .row = job->runs[b].row + task / kv_heads, .position = position,
+                         .seen = mask_entries(position + 1, args->block_size, args->stride)};
+    nsa_space *s = &job->spaces[thread];
+    decode_rows_pack(&job->shape, &args->q, q.row, q.head * job->group, job->group, 0, &s->rows);
+    gate_make(&job->gate, job->kernels, 0, q.row, 1, q.head * job->group, job->group, s->gates);
+    memset(s->sum, 0, (size_t)(job->group * width) * sizeof *s->sum);
+    if (job->cmp || job->slc) run_entries(job, &q, s);
+    if (job->slc) {
+        choose(job, &q, s);
+        run_selected(job, &q, s);
+    }
+    if (job->win) run_window(job, &q, s);
+    for (int64_t r = 0; r < job->group; r++)
+        job->shape.kernels->rows->convert(s->sum + r * width, QUERN_F32, row_at(&args->o, 0, q.row, q.head * job->group + r), args->o.dtype, job->shape.dim_v);
+}
+
+size_t cpu_nsa_decode_workspace(const stage_exec *exec, const nsa_decode_args *args)
+{
+    arena a = {NULL, 0};
+    nsa_job job;
+    carve(exec, args, &a, &job);
+    return arena_size(&a);
+}
+
+quern_status cpu_nsa_decode(const stage_exec *exec, const nsa_decode_args *args, void *workspace)
+{
+    arena a = arena_on(workspace);
+    nsa_job job;
+    carve(exec, args, &a, &job);
+    parallel_for(exec, job.tasks[args->queries.batch], run_task, &job);
+    return QUERN_OK;
+}

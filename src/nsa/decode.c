@@ -1,0 +1,210 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * decode.c - native sparse attention of the newest tokens over a cache: checks, then the nsa_decode stage.
+ *
+ * What parameters are legal is the selection's own check (params.c), made on a call of its shapes: one sequence as long as
+ * the cache's capacity.
+ */
+#include "cache/cache.h"
+#include "nsa/call.h"
+
+#include "core/arena.h"
+#include "core/context.h"
+#include "core/error.h"
+#include "core/float_state.h"
+#include "core/op.h"
+#include "core/view.h"
+
+typedef struct decode_call {
+    const quern_backend *backend;
+    stage_exec exec;
+    quern_nsa_params params; /* defaults resolved */
+    quern_decode_tensors t;
+    cache_call call;
+    int64_t heads, list_heads;
+    nsa_decode_args decode;
+    void *scratch;
+} decode_call;
+
+static quern_status refuse(const char *what, const char *accepted)
+{
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: a decoding call accepts %s", what, accepted);
+}
+
+/* What a decoding call takes of what NSA has. */
+static quern_status check_kind(const quern_nsa_params *p)
+{
+    if (!p->causal) return refuse("causal is false", "true");
+    if (p->tile != 1) return error_set(QUERN_ERR_INVALID_ARGUMENT, "tile is %lld: a decoding call accepts 1", (long long)p->tile);
+    if (p->compressed_visibility != QUERN_NSA_VISIBLE_COMPLETE) return refuse("compressed_visibility is started", "complete");
+    if (p->max_compressed_groups != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "max_compressed_groups is %lld: a decoding call accepts 0",
+                         (long long)p->max_compressed_groups);
+    if (p->compress == QUERN_NSA_COMPRESS_GIVEN) return refuse("compress is given", "mean or linear");
+    if (p->selection != QUERN_NSA_LIST_COMPUTED) return refuse("selection is given", "computed");
+    if (p->groups != QUERN_NSA_LIST_COMPUTED) return refuse("groups is given", "computed");
+    return QUERN_OK;
+}
+
+/* That the cache holds what the parameters ask for. */
+static quern_status check_cache(const quern_cache *cache, const quern_nsa_params *p)
+{
+    const quern_cache_params *has = &cache->layout.params;
+    if (has->block_size != p->block_size || has->stride != p->stride)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "block_size is %lld, stride %lld: those of the cache, %lld and %lld, are accepted",
+                         (long long)p->block_size, (long long)p->stride, (long long)has->block_size, (long long)has->stride);
+    if (has->compress != p->compress)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is %d: that of the cache, %d, is accepted", (int)p->compress, (int)has->compress);
+    if (has->separate_win && p->window > has->window)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "window is %lld: at most that of the cache's ring, %lld, is accepted",
+                         (long long)p->window, (long long)has->window);
+    return QUERN_OK;
+}
+
+/* The parameters' own rules, and q's heads; sets params and list_heads. */
+static quern_status check_params(quern_context *ctx, const quern_cache *cache, const quern_nsa_params *given, decode_call *c)
+{
+    const quern_cache_params *has = &cache->layout.params;
+    c->params = (quern_nsa_params)QUERN_NSA_PARAMS_INIT;
+    quern_status status = op_struct(&c->params, given, "params", "QUERN_NSA_PARAMS_INIT");
+    if (status == QUERN_OK) status = check_kind(&c->params);
+    if (status != QUERN_OK) return status;
+    quern_nsa_params *p = &c->params;
+    const int64_t q_shape[] = {1, has->capacity, c->heads, has->dim};
+    int64_t key_shape[] = {1, quern_nsa_entries(p, has->capacity), has->kv_heads, has->dim};
+    int64_t idx_shape[] = {1, quern_nsa_list_heads(p, c->heads, has->kv_heads), has->capacity, p->num_selected};
+    if (key_shape[1] < 0) key_shape[1] = 0;
+    const quern_tensor q = quern_tensor_contiguous(NULL, has->dtype, 4, q_shape), k = quern_tensor_contiguous(NULL, has->dtype, 4, key_shape);
+    const quern_tensor idx = quern_tensor_contiguous(NULL, QUERN_I32, 4, idx_shape), count = quern_tensor_contiguous(NULL, QUERN_I32, 3, idx_shape);
+    quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
+    t.q = &q;
+    t.k_cmp = &k;
+    t.block_idx = &idx;
+    t.block_count = &count;
+    nsa_call select;
+    quern_nsa_params chosen = *p;
+    if (!(p->branches & QUERN_NSA_BRANCH_SLC)) { /* nothing is chosen: the rules of choosing do not count */
+        chosen.forced_first = chosen.forced_local = 0;
+        chosen.metric = QUERN_NSA_METRIC_SOFTMAX;
+    }
+    status = op_prepare(&select.head, &nsa_family, NSA_SELECT, ctx, &chosen, &t, OP_AT_SHAPES);
+    if (status != QUERN_OK) return status;
+    p->stride = select.params.stride;
+    p->select_block = select.params.select_block;
+    p->scale = select.params.scale;
+    c->list_heads = idx_shape[1];
+    return check_cache(cache, p);
+}
+
+static quern_status check_tensors(const quern_cache *cache, const decode_call *c, bool run)
+{
+    const quern_cache_params *has = &cache->layout.params;
+    const quern_decode_tensors *t = &c->t;
+    const quern_nsa_params *p = &c->params;
+    const uint32_t act = 1u << (unsigned)has->dtype;
+    const bool weights = p->gate == QUERN_NSA_GATE_WEIGHTS, given = p->gate == QUERN_NSA_GATE_GIVEN;
+    if (t->lse != NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "lse is given: sparse attention accepts NULL");
+    if (t->w_gate != NULL && !weights) return error_set(QUERN_ERR_INVALID_ARGUMENT, "w_gate is given: gate weights takes it, else NULL is accepted");
+    if ((t->block_idx != NULL || t->block_count != NULL) && !(p->branches & QUERN_NSA_BRANCH_SLC))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: without the selected branch NULL is accepted",
+                         t->block_idx != NULL ? "block_idx" : "block_count");
+    const int64_t tokens = c->call.tokens;
+    const view_rule rules[] = {
+        {"q", t->q, act, 3, {tokens, c->heads, has->dim}, false, false},
+        {"o", t->o, act, 3, {tokens, c->heads, has->dim_v}, false, true},
+        {"w_gate", t->w_gate, act | VIEW_F32, 3, {c->heads, 3, has->dim}, !weights, false},
+        {"gates", t->gates, VIEW_F32, 3, {tokens, c->heads, 3}, !given, !given},
+        {"block_idx", t->block_idx, VIEW_I32, 3, {c->list_heads, tokens, p->num_selected}, true, true},
+        {"block_count", t->block_count, VIEW_I32, 2, {c->list_heads, tokens}, true, true},
+    };
+    return view_check_all(rules, sizeof rules / sizeof *rules, t->q, run);
+}
+
+/* A view with a leading extent of 1, or none. */
+static quern_tensor batch_of_one(const quern_tensor *t)
+{
+    if (t == NULL) return (quern_tensor){0};
+    const quern_tensor v = view_canonical(t);
+    return view_with_batch(&v);
+}
+
+/* The stage's arguments; lists that nobody asked for stand in the workspace. */
+static void carve(const quern_cache *cache, decode_call *c, arena *a)
+{
+    const quern_nsa_params *p = &c->params;
+    const int32_t *table = c->call.batch.table;
+    const int64_t lists[] = {1, c->list_heads, c->call.tokens, p->num_selected};
+    const cache_kind slc = cache->layout.params.separate_slc ? CACHE_SLC : CACHE_TOKENS, win = cache->layout.params.separate_win ? CACHE_WIN : CACHE_TOKENS;
+    nsa_decode_args *d = &c->decode;
+    *d = (nsa_decode_args){.queries = cache_queries_of(cache, &c->call), .capacity = cache->layout.params.capacity, .window = p->window,
+                           .branches = p->branches, .gate = (gate_kind)p->gate, .q = batch_of_one(c->t.q), .o = batch_of_one(c->t.o),
+                           .gates = batch_of_one(c->t.gates), .blocks = batch_of_one(c->t.block_idx),
+                           .block_count = batch_of_one(c->t.block_count)};
+    if (p->gate == QUERN_NSA_GATE_WEIGHTS) d->w_gate = view_canonical(c->t.w_gate);
+    d->plane[NSA_CMP] = cache_plane_of(cache, CACHE_ENTRIES, table);
+    d->plane[NSA_SLC] = cache_plane_of(cache, slc, table);
+    d->plane[NSA_WIN] = cache_plane_of(cache, win, table);
+    d->scale = p->scale;
+    d->block_size = p->block_size;
+    d->stride = p->stride;
+    d->select_block = p->select_block;
+    d->k = p->num_selected;
+    d->forced_first = p->forced_first;
+    d->forced_local = p->forced_local;
+    d->scorer = (select_scorer)p->metric;
+    d->scope = (list_scope)p->scope;
+    if (c->t.block_idx == NULL && (p->branches & QUERN_NSA_BRANCH_SLC))
+        d->blocks = quern_tensor_contiguous(arena_take(a, (size_t)(lists[1] * lists[2] * lists[3]) * sizeof(int32_t)), QUERN_I32, 4, lists);
+    c->scratch = arena_take(a, STAGE_WORKSPACE(c->backend->nsa_decode, &c->exec, d));
+}
+
+static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_cache *cache,
+                         const quern_cache_batch *batch, const quern_decode_tensors *tensors, bool run, decode_call *c)
+{
+    quern_exec how;
+    quern_status status;
+    *c = (decode_call){.t = QUERN_DECODE_TENSORS_INIT};
+    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if ((status = cache_check_batch(cache, batch, false, &c->call)) != QUERN_OK || (status = op_exec(exec, &how)) != QUERN_OK ||
+        (status = op_struct(&c->t, tensors, "tensors", "QUERN_DECODE_TENSORS_INIT")) != QUERN_OK)
+        return status;
+    const view_rule q = {"q", c->t.q, 1u << (unsigned)cache->layout.params.dtype, 3, {c->call.tokens, VIEW_ANY, cache->layout.params.dim}, false, false};
+    if ((status = view_check(&q, c->t.q, run)) != QUERN_OK) return status;
+    c->heads = c->t.q->shape[1];
+    if ((status = view_check_heads(c->heads, cache->layout.params.kv_heads)) != QUERN_OK ||
+        (status = check_params(ctx, cache, params, c)) != QUERN_OK || (status = check_tensors(cache, c, run)) != QUERN_OK)
+        return status;
+    if (c->t.q->device != QUERN_CPU) return error_set(QUERN_ERR_UNSUPPORTED, "q is on device %d: the cpu keeps caches", (int)c->t.q->device);
+    c->backend = context_backend(ctx, QUERN_CPU, 0, how.stream, &c->exec);
+    return c->backend != NULL ? QUERN_OK : error_status();
+}
+
+quern_status quern_nsa_decode_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_cache *cache,
+                                        const quern_cache_batch *batch, const quern_decode_tensors *tensors, size_t *bytes)
+{
+    decode_call c;
+    const quern_status status = plan(ctx, NULL, params, cache, batch, tensors, false, &c);
+    if (status != QUERN_OK) return status;
+    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    arena a = {NULL, 0};
+    carve(cache, &c, &a);
+    *bytes = arena_size(&a);
+    return QUERN_OK;
+}
+
+quern_status quern_nsa_decode(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_cache *cache,
+                              const quern_cache_batch *batch, const quern_decode_tensors *tensors, void *workspace, size_t workspace_bytes)
+{
+    DEFAULT_FLOAT_STATE;
+    decode_call c;
+    quern_status status = plan(ctx, exec, params, cache, batch, tensors, true, &c);
+    if (status != QUERN_OK) return status;
+    arena size = {NULL, 0}, a = arena_on(workspace);
+    carve(cache, &c, &size);
+    if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&size), c.t.q)) != QUERN_OK ||
+        (status = cache_check_pages(cache, &c.call, false)) != QUERN_OK || c.call.tokens == 0 || c.heads == 0)
+        return status;
+    carve(cache, &c, &a);
+    return c.backend->nsa_decode.run(&c.exec, &c.decode, c.scratch);
+}

@@ -1,0 +1,377 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * nsa_decode_test.c - native sparse attention from a cache: whatever the pieces, subsets of the batch, roll-backs, pages
+ * and threads, each row is that of the whole sequence within the bounds, and the lists are the prefill's to the bit.
+ */
+#include "cache_case.h"
+#include "cmocka_c11.h"
+#include "compare.h"
+#include "nsa_random.h"
+#include "nsa_reference.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { STEP_MOST = 40, SEQUENCES_MOST = NSA_MAX_BATCH + 2 };
+
+/* A problem, what its prefill gave, and a cache that is being filled with it. */
+typedef struct player {
+    nsa_case *c;
+    quern_context *ctx[2]; /* of one and of three threads */
+    cache_case cache;
+    int64_t row0[NSA_MAX_BATCH + 1], tokens[NSA_MAX_BATCH], id[NSA_MAX_BATCH]; /* tokens: held */
+    double *in[NSA_SLOTS];
+    double *o;
+    int32_t *lists, *counts; /* of the prefill */
+    int64_t steps;
+} player;
+
+static nsa_config config_of(test_random *random)
+{
+    nsa_config c = nsa_config_random(random, test_random_one_in(random, 4) ? 700 : 180);
+    quern_nsa_params *p = &c.params;
+    p->causal = true;
+    p->tile = 1;
+    p->compressed_visibility = QUERN_NSA_VISIBLE_COMPLETE;
+    p->max_compressed_groups = 0;
+    p->selection = p->groups = QUERN_NSA_LIST_COMPUTED;
+    if (p->compress == QUERN_NSA_COMPRESS_GIVEN) p->compress = QUERN_NSA_COMPRESS_MEAN;
+    const int64_t least = nsa_least_selected(p);
+    if (p->num_selected < least) p->num_selected = least;
+    if (!c.packed) {
+        c.packed = true;
+        for (int64_t b = 0; b < c.batch; b++) c.lens[b] = c.n - 3 * b > 0 ? c.n - 3 * b : 1;
+    }
+    return c;
+}
+
+static void player_open(player *p, const nsa_config *config, quern_cpu_level level, test_random *random)
+{
+    memset(p, 0, sizeof *p);
+    p->c = nsa_case_random(config, random);
+    for (int i = 0; i < 2; i++) p->ctx[i] = test_context(level, 1 + 2 * i);
+    nsa_run(p->c, p->ctx[0], nsa_call_forward, nsa_forward_inputs(p->c), nsa_forward_outputs(p->c));
+    for (int64_t b = 0; b < config->batch; b++) p->row0[b + 1] = p->row0[b] + config->lens[b];
+    for (int i = 0; i < NSA_SLOTS; i++)
+        if (p->c->tensor[i].buffer != NULL && p->c->tensor[i].view.dtype != QUERN_I32) p->in[i] = test_tensor_get(&p->c->tensor[i]);
+    if (config->params.branches & QUERN_NSA_BRANCH_SLC) {
+        p->lists = test_tensor_get_i32(&p->c->tensor[NSA_BLOCK_IDX]);
+        p->counts = test_tensor_get_i32(&p->c->tensor[NSA_BLOCK_COUNT]);
+    }
+    p->o = test_doubles(p->c->rows * config->h * config->dv);
+
+    quern_cache_params cache = QUERN_CACHE_PARAMS_INIT;
+    cache.dtype = config->dtype;
+    cache.sequences = config->batch + test_random_int(random, 0, SEQUENCES_MOST - NSA_MAX_BATCH);
+    cache.kv_heads = config->hkv, cache.dim = config->d, cache.dim_v = config->dv;
+    for (int64_t b = 0; b < config->batch; b++)
+        if (config->lens[b] > cache.capacity) cache.capacity = config->lens[b];
+    cache.capacity += test_random_int(random, 0, 100);
+    cache.page = test_random_one_in(random, 2) ? QUERN_CACHE_PAGE : 0;
+    cache.block_size = config->params.block_size, cache.stride = config->params.stride, cache.compress = config->params.compress;
+    cache.separate_slc = config->separate_slc && (config->params.branches & QUERN_NSA_BRANCH_SLC);
+    cache.separate_win = config->separate_win && (config->params.branches & QUERN_NSA_BRANCH_WIN);
+    cache.window = config->params.window, cache.step = STEP_MOST;
+    cache_case_make(&p->cache, &cache, random);
+    const int64_t shift = test_random_int(random, 0, cache.sequences - 1);
+    for (int64_t b = 0; b < config->batch; b++) p->id[b] = (b + shift) % cache.sequences;
+}
+
+static void player_close(player *p)
+{
+    for (int i = 0; i < NSA_SLOTS; i++) free(p->in[i]);
+    free(p->lists), free(p->counts), free(p->o);
+    cache_case_free(&p->cache);
+    for (int i = 0; i < 2; i++) quern_context_destroy(p->ctx[i]);
+    nsa_case_free(p->c);
+}
+
+/* The rows of a call. */
+typedef struct piece {
+    int32_t ids[NSA_MAX_BATCH];
+    int64_t counts[NSA_MAX_BATCH], rows[NSA_MAX_BATCH * (STEP_MOST + 8)], n;
+    quern_cache_batch batch;
+} piece;
+
+static void piece_add(const player *p, int64_t b, int64_t first, int64_t count, piece *x)
+{
+    x->ids[x->batch.batch] = (int32_t)p->id[b];
+    x->counts[x->batch.batch++] = count;
+    for (int64_t i = 0; i < count; i++) x->rows[x->n++] = p->row0[b] + first + i;
+}
+
+static const quern_tensor *weight(const player *p, nsa_slot slot)
+{
+    return p->c->tensor[slot].buffer != NULL ? &p->c->tensor[slot].view : NULL;
+}
+
+static void append(player *p, piece *x, test_random *random)
+{
+    const nsa_config *g = &p->c->config;
+    static const nsa_slot slots[] = {NSA_K, NSA_V, NSA_K_SLC, NSA_V_SLC, NSA_K_WIN, NSA_V_WIN};
+    const bool wanted[] = {true, true, p->cache.params.separate_slc, p->cache.params.separate_slc, p->cache.params.separate_win,
+                           p->cache.params.separate_win};
+    test_tensor rows[6];
+    quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
+    const quern_tensor **places[] = {&t.k, &t.v, &t.k_slc, &t.v_slc, &t.k_win, &t.v_win};
+    x->batch.sequences = x->ids, x->batch.counts = x->counts, x->batch.table = p->cache.table;
+    for (int i = 0; i < 6; i++) {
+        if (!wanted[i]) continue;
+        rows[i] = cache_rows(random, g->dtype, p->in[slots[i]], x->rows, x->n, g->hkv, i % 2 ? g->dv : g->d);
+        *places[i] = &rows[i].view;
+    }
+    t.w_k = weight(p, NSA_W_K), t.w_v = weight(p, NSA_W_V), t.pe_k = weight(p, NSA_PE_K), t.pe_v = weight(p, NSA_PE_V);
+    size_t bytes;
+    quern_context *ctx = p->ctx[p->steps % 2];
+    if (quern_cache_append_workspace(ctx, p->cache.cache, &x->batch, &t, &bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    test_workspace w = test_workspace_make(bytes);
+    if (quern_cache_append(ctx, NULL, p->cache.cache, &x->batch, &t, w.data, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    test_workspace_close(&w);
+    for (int i = 0; i < 6; i++) {
+        if (!wanted[i]) continue;
+        test_tensor_check_unchanged(&rows[i], "appended rows");
+        test_tensor_free(&rows[i]);
+    }
+}
+
+/* Results of a decoding call. */
+typedef struct results {
+    test_tensor o, gates, lists, counts;
+} results;
+
+static void attend(player *p, const piece *x, const test_tensor *q, const test_tensor *gates, int threads, test_random *random, results *r)
+{
+    const nsa_config *g = &p->c->config;
+    const int64_t hs = g->params.scope == QUERN_NSA_SCOPE_HEAD ? g->h : g->hkv;
+    const int64_t o[] = {x->n, g->h, g->dv}, gate[] = {x->n, g->h, 3}, lists[] = {hs, x->n, g->params.num_selected};
+    const bool selects = p->lists != NULL, gives = g->params.gate == QUERN_NSA_GATE_GIVEN;
+    r->o = test_tensor_make(random, g->dtype, 3, o, TEST_STRIDED);
+    r->gates = test_tensor_make(random, QUERN_F32, 3, gate, TEST_UNALIGNED);
+    r->lists = test_tensor_make(random, QUERN_I32, 3, lists, TEST_STRIDED);
+    r->counts = test_tensor_make(random, QUERN_I32, 2, lists, TEST_CONTIGUOUS);
+    quern_decode_tensors t = QUERN_DECODE_TENSORS_INIT;
+    t.q = &q->view, t.o = &r->o.view, t.gates = gives ? &gates->view : &r->gates.view;
+    if (g->params.gate == QUERN_NSA_GATE_WEIGHTS) t.w_gate = weight(p, NSA_W_GATE);
+    if (selects) t.block_idx = &r->lists.view, t.block_count = &r->counts.view;
+    size_t bytes;
+    quern_context *ctx = p->ctx[threads];
+    if (quern_nsa_decode_workspace(ctx, &g->params, p->cache.cache, &x->batch, &t, &bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    test_workspace w = test_workspace_make(bytes);
+    if (quern_nsa_decode(ctx, NULL, &g->params, p->cache.cache, &x->batch, &t, w.data, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    test_workspace_close(&w);
+    test_tensor_check_unchanged(q, "q");
+    test_tensor_check_guards(&r->o, "o");
+    test_tensor_check_guards(&r->lists, "block_idx");
+    test_tensor_check_guards(&r->counts, "block_count");
+}
+
+static void results_free(results *r)
+{
+    test_tensor_free(&r->o), test_tensor_free(&r->gates), test_tensor_free(&r->lists), test_tensor_free(&r->counts);
+}
+
+static void check_lists(const player *p, const piece *x, const results *r)
+{
+    const nsa_config *g = &p->c->config;
+    const int64_t k = g->params.num_selected, hs = r->lists.view.shape[0];
+    int32_t *lists = test_tensor_get_i32(&r->lists), *counts = test_tensor_get_i32(&r->counts);
+    for (int64_t h = 0; h < hs; h++)
+        for (int64_t i = 0; i < x->n; i++) {
+            const int64_t row = h * p->c->list_rows + x->rows[i];
+            if (memcmp(lists + (h * x->n + i) * k, p->lists + row * k, (size_t)k * sizeof *lists) != 0 || counts[h * x->n + i] != p->counts[row])
+                fail_msg("list head %lld, row %lld: not the prefill's list", (long long)h, (long long)x->rows[i]);
+        }
+    free(lists), free(counts);
+}
+
+static void decode(player *p, piece *x, test_random *random)
+{
+    const nsa_config *g = &p->c->config;
+    test_tensor q = cache_rows(random, g->dtype, p->in[NSA_Q], x->rows, x->n, g->h, g->d), gates = {.bytes = 0};
+    const bool gives = g->params.gate == QUERN_NSA_GATE_GIVEN;
+    if (gives) gates = cache_rows(random, QUERN_F32, p->in[NSA_GATES], x->rows, x->n, g->h, 3);
+    results r[2];
+    for (int i = 0; i < 2; i++) attend(p, x, &q, &gates, i, random, &r[i]);
+    assert_true(test_tensor_same_bits(&r[0].o, &r[1].o));
+    if (!gives) assert_true(test_tensor_same_bits(&r[0].gates, &r[1].gates));
+    if (p->lists != NULL)
+        for (int i = 0; i < 2; i++) check_lists(p, x, &r[i]);
+    double *o = test_tensor_get(&r[0].o);
+    const int64_t width = g->h * g->dv;
+    for (int64_t i = 0; i < x->n; i++) memcpy(p->o + x->rows[i] * width, o + i * width, (size_t)width * sizeof *o);
+    free(o);
+    if (!gives) {
+        double *made = test_tensor_get(&r[0].gates);
+        for (int64_t i = 0; i < x->n; i++)
+            for (int64_t e = 0; e < 3 * g->h; e++) assert_true(made[i * 3 * g->h + e] == p->in[NSA_GATES][x->rows[i] * 3 * g->h + e]);
+        free(made);
+    }
+    for (int i = 0; i < 2; i++) results_free(&r[i]);
+    test_tensor_free(&q);
+    if (gives) test_tensor_free(&gates);
+}
+
+/* Pieces of any size to any subset, with roll-backs on the way, until every sequence is at its end. */
+static void play(player *p, test_random *random)
+{
+    const nsa_config *g = &p->c->config;
+    for (bool more = true; more; p->steps++) {
+        piece x = {.batch = QUERN_CACHE_BATCH_INIT};
+        int64_t room[NSA_MAX_BATCH];
+        more = false;
+        for (int64_t b = 0; b < g->batch; b++) {
+            const int64_t length = g->lens[b], most = test_random_one_in(random, 3) ? STEP_MOST : 3;
+            if (p->tokens[b] > 0 && p->tokens[b] < length && test_random_one_in(random, 4)) {
+                const int64_t held = p->tokens[b] < 8 ? p->tokens[b] : 8, n = test_random_int(random, 1, held);
+                if (quern_cache_rollback(p->cache.cache, p->id[b], n) == QUERN_OK) p->tokens[b] -= n;
+                else assert_true(p->cache.params.separate_win);
+            }
+            more = more || p->tokens[b] < length;
+            room[b] = length - p->tokens[b] < most ? length - p->tokens[b] : most;
+        }
+        for (int64_t i = 0; i < g->batch; i++) {
+            const int64_t b = p->steps % 2 ? i : g->batch - 1 - i;
+            if (g->batch > 1 && test_random_one_in(random, 3)) continue;
+            const int64_t n = test_random_int(random, 0, room[b]);
+            cache_case_assign(&p->cache, p->id[b], p->tokens[b] + n);
+            piece_add(p, b, p->tokens[b], n, &x);
+            p->tokens[b] += n;
+        }
+        append(p, &x, random);
+        decode(p, &x, random);
+    }
+}
+
+static void any_pieces_give_the_prefill(void **state)
+{
+    (void)state;
+    const uint64_t seed = test_seed("any_pieces_give_the_prefill", 91);
+    for (int trial = 0; trial < test_trials(120); trial++) {
+        test_random random;
+        if (!test_trial(seed, trial, &random)) continue;
+        const nsa_config config = config_of(&random);
+        player p;
+        char text[600], name[700];
+        player_open(&p, &config, nsa_random_level(&random), &random);
+        play(&p, &random);
+        nsa_reference *r = nsa_reference_new(p.c, true);
+        nsa_reference_take_lists(r);
+        nsa_reference_forward(r);
+        snprintf(name, sizeof name, "o [trial %d %s]", trial, nsa_config_describe(&config, text));
+        test_check(name, p.o, r->value[NSA_O], p.row0[config.batch] * config.h * config.dv, test_forward_bound(config.dtype));
+        nsa_reference_free(r);
+        player_close(&p);
+    }
+}
+
+/* A cache with a few tokens, and a call that is right. */
+typedef struct fixture {
+    quern_context *ctx;
+    cache_case cache;
+    float rows[24 * 32], out[24 * 32];
+    int32_t lists[64];
+    char workspace[1 << 20];
+    int32_t id;
+    int64_t count;
+    quern_tensor kv, q, o, idx;
+    quern_cache_batch batch;
+    quern_cache_tensors t;
+    quern_decode_tensors d;
+    quern_nsa_params params;
+} fixture;
+
+static void fixture_open(fixture *f)
+{
+    test_random random = {7};
+    memset(f, 0, sizeof *f);
+    const quern_cache_params params = {sizeof params, QUERN_F32, 1, 1, 16, 16, 100, 0, 0, 8, 4, 0, false, true, 10, 20};
+    cache_case_make(&f->cache, &params, &random);
+    f->ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+    for (int i = 0; i < 24 * 32; i++) f->rows[i] = (float)(i % 7);
+    const int64_t kv[] = {20, 1, 16}, q[] = {2, 2, 16}, idx[] = {1, 2, 4};
+    f->count = 20;
+    f->kv = quern_tensor_contiguous(f->rows, QUERN_F32, 3, kv);
+    f->q = quern_tensor_contiguous(f->rows, QUERN_F32, 3, q), f->o = quern_tensor_contiguous(f->out, QUERN_F32, 3, q);
+    f->idx = quern_tensor_contiguous(f->lists, QUERN_I32, 3, idx);
+    f->batch = (quern_cache_batch){sizeof f->batch, 1, &f->id, &f->count, NULL};
+    f->t = (quern_cache_tensors)QUERN_CACHE_TENSORS_INIT;
+    f->d = (quern_decode_tensors)QUERN_DECODE_TENSORS_INIT;
+    f->t.k = f->t.v = f->t.k_win = f->t.v_win = &f->kv;
+    f->d.q = &f->q, f->d.o = &f->o, f->d.block_idx = &f->idx;
+    f->params = (quern_nsa_params)QUERN_NSA_PARAMS_INIT;
+    f->params.block_size = 8, f->params.stride = 4, f->params.num_selected = 4, f->params.window = 10;
+    if (quern_cache_append(f->ctx, NULL, f->cache.cache, &f->batch, &f->t, f->workspace, sizeof f->workspace) != QUERN_OK)
+        fail_msg("%s", quern_last_error(f->ctx));
+    f->count = 2;
+}
+
+static void refuse(fixture *f, const char *sentence)
+{
+    void *before = cache_case_copy(&f->cache);
+    assert_int_equal(quern_nsa_decode(f->ctx, NULL, &f->params, f->cache.cache, &f->batch, &f->d, f->workspace, sizeof f->workspace),
+                     QUERN_ERR_INVALID_ARGUMENT);
+    if (strstr(quern_last_error(f->ctx), sentence) == NULL) fail_msg("'%s' is not in '%s'", sentence, quern_last_error(f->ctx));
+    cache_case_check_same(&f->cache, before);
+    for (int i = 0; i < 24 * 32; i++) assert_true(f->out[i] == 0.0f);
+}
+
+static void what_a_decoding_call_refuses(void **state)
+{
+    (void)state;
+    fixture f;
+    fixture_open(&f);
+    const quern_nsa_params good = f.params;
+#define REFUSE(change, sentence)      \
+    f.params = good;                  \
+    f.params.change;                  \
+    refuse(&f, sentence)
+    REFUSE(causal = false, "causal is false");
+    REFUSE(tile = 2, "tile is 2");
+    REFUSE(compressed_visibility = QUERN_NSA_VISIBLE_STARTED, "compressed_visibility is started");
+    REFUSE(max_compressed_groups = 1, "max_compressed_groups is 1");
+    REFUSE(compress = QUERN_NSA_COMPRESS_GIVEN, "compress is given");
+    REFUSE(compress = QUERN_NSA_COMPRESS_LINEAR, "compress is 1: that of the cache, 0");
+    REFUSE(selection = QUERN_NSA_LIST_GIVEN, "selection is given");
+    REFUSE(block_size = 4, "block_size is 4, stride 4: those of the cache, 8 and 4");
+    REFUSE(stride = 8, "block_size is 8, stride 8");
+    REFUSE(window = 11, "window is 11: at most that of the cache's ring, 10");
+    REFUSE(num_selected = 2, "num_selected is 2: at least the 3 forced blocks");
+    REFUSE(metric = QUERN_NSA_METRIC_MEAN_LOGIT, "metric mean_logit with block_size 8");
+    REFUSE(gate = QUERN_NSA_GATE_WEIGHTS, "w_gate is NULL");
+    REFUSE(gate = QUERN_NSA_GATE_GIVEN, "gates is NULL");
+    REFUSE(gate = (quern_nsa_gate_kind)3, "gate");
+    REFUSE(scale = -1.0f, "scale");
+    REFUSE(branches = QUERN_NSA_BRANCH_WIN, "block_idx is given");
+    f.params = good;
+    f.d.w_gate = &f.q;
+    refuse(&f, "w_gate is given");
+    f.d.w_gate = NULL;
+    f.d.lse = &f.q;
+    refuse(&f, "lse is given");
+    f.d.lse = NULL;
+    f.q.shape[1] = 0;
+    refuse(&f, "q has 0 heads");
+    f.q.shape[1] = 2;
+    f.idx.shape[2] = 3;
+    refuse(&f, "block_idx.shape[2] is 3: 4 is accepted");
+    f.idx.shape[2] = 4;
+    /* The ring keeps 8 tokens for roll-backs. */
+    assert_int_equal(quern_cache_rollback(f.cache.cache, 0, 5), QUERN_OK);
+    assert_int_equal(quern_cache_rollback(f.cache.cache, 0, 4), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_cache_rollback(f.cache.cache, 0, 3), QUERN_OK);
+    if (quern_nsa_decode(f.ctx, NULL, &f.params, f.cache.cache, &f.batch, &f.d, f.workspace, sizeof f.workspace) != QUERN_OK)
+        fail_msg("%s", quern_last_error(f.ctx));
+    f.count = 21;
+    assert_int_equal(quern_cache_append(f.ctx, NULL, f.cache.cache, &f.batch, &f.t, f.workspace, sizeof f.workspace), QUERN_ERR_INVALID_ARGUMENT);
+    assert_non_null(strstr(quern_last_error(f.ctx), "counts[0] is 21: 0 to 20"));
+    cache_case_free(&f.cache);
+    quern_context_destroy(f.ctx);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(any_pieces_give_the_prefill), cmocka_unit_test(what_a_decoding_call_refuses)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
