@@ -33,6 +33,17 @@ static const op_param params[] = {
 #undef AT
 static const quern_dsv4_index_params defaults = QUERN_DSV4_INDEX_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_index"};
+static const char *const symbols[] = {"",           [IS_B] = "B", [IS_T] = "T",         [IS_H] = "Hi", [IS_C] = "C_I",
+                                      [IS_S] = "S", [IS_ROW] = "C_I|bytes", [IS_K] = "k", NULL};
+static const int8_t scores_alone[] = {DI_SCORES, OP_NONE};
+static const op_entry ops[] = {
+    {.name = "v4-index",
+     .help = "DeepSeek-V4's indexer: the entries of the greatest scores of every query, ascending",
+     .backward = OP_NONE,
+     .aside = "save-scores",
+     .aside_valued = true,
+     .aside_tensors = scores_alone},
+};
 
 static quern_status check_params(op_call *call)
 {
@@ -132,6 +143,10 @@ const op_family dsv4_index_family = {
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_INDEX_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_INDEX_TENSORS_INIT",
+    .symbols = symbols,
+    .group = "v4-index",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(dsv4_index_call),
     .params_at = offsetof(dsv4_index_call, params),
     .check_params = check_params,
