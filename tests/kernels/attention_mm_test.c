@@ -6,6 +6,7 @@
  */
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
 
@@ -95,6 +96,10 @@ static void check_product(const attention_kernels *kernels, bool pairs, const pr
                          x->accumulate ? " accumulate" : "", test_layout_name(x->layout), (long long)i, (long long)j, out[i * x->n + j], sum);
         }
     }
+    TEST_TIME("attention", pairs ? "mm_bf16" : "mm_f32", kernels->level, x->m * x->n * x->k * (1 + pairs),
+              (pairs ? kernels->mm_bf16 : kernels->mm_f32)(x->m, x->n, x->k, a.view.data, x->transposed ? 1 : a.view.strides[0],
+                                                           x->transposed ? a.view.strides[0] : 1, b.view.data, b.view.strides[0],
+                                                           c.view.data, c.view.strides[0], false));
     free(old);
     free(out);
     test_tensor_free(&a);
@@ -176,7 +181,7 @@ static void special_values_stay_in_their_row_and_column(void **state)
     each_level(special_values);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     char program[] = "attention_mm_test";
     const struct CMUnitTest tests[] = {
@@ -184,5 +189,5 @@ int main(void)
         cmocka_unit_test(special_values_stay_in_their_row_and_column),
         cmocka_unit_test_prestate(test_every_kernel, program),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return TEST_KERNELS_MAIN(argc, argv, tests);
 }

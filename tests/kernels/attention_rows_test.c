@@ -4,6 +4,7 @@
  * at every level, entry by entry against double; bounds are those of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
 
@@ -76,10 +77,14 @@ static void pack_rows(const attention_kernels *kernels, test_random *random)
                 for (int64_t c = 0; c < ldd; c++)
                     expect(kernels, "pack_rows_bf16", r, c, got[r * ldd + c], c < dim ? values[r * dim + c] : 0,
                            bound_of(kernels, "pack_rows_bf16", 0));
+            TEST_TIME("attention", "pack_rows_bf16", kernels->level, 4 * rows * dim,
+                      kernels->pack_rows_bf16(&src, narrow.view.data, ldd));
             free(got);
             test_tensor_free(&narrow);
         }
         test_tensor_check_unchanged(&in, "source");
+        TEST_TIME("attention", "pack_rows_f32", kernels->level, rows * dim * (4 + (int64_t)quern_dtype_size(src.dtype)),
+                  kernels->pack_rows_f32(&src, 0.7f, out.view.data, ldd));
         free(values);
         test_tensor_free(&in);
         test_tensor_free(&out);
@@ -112,9 +117,13 @@ static void pack_keys(const attention_kernels *kernels, test_random *random)
                 for (int64_t r = 0; r < panel; r++)
                     expect(kernels, "pack_keys_bf16", d, r, half_of(w[d / 2 * panel + r], d % 2), r < rows ? values[r * dim + d] : 0,
                            bound_of(kernels, "pack_keys_bf16", 0));
+            TEST_TIME("attention", "pack_keys_bf16", kernels->level, 4 * rows * dim,
+                      kernels->pack_keys_bf16(&src, panel, words.view.data));
             test_tensor_free(&words);
         }
         test_tensor_check_unchanged(&in, "source");
+        TEST_TIME("attention", "pack_keys_f32", kernels->level, rows * dim * (4 + (int64_t)quern_dtype_size(src.dtype)),
+                  kernels->pack_keys_f32(&src, panel, out.view.data));
         free(values);
         test_tensor_free(&in);
         test_tensor_free(&out);
@@ -149,9 +158,13 @@ static void pack_values(const attention_kernels *kernels, test_random *random)
                     expect(kernels, "pack_values_bf16", r, c, half_of(word, r % 2), r < rows && c < dim ? values[r * dim + c] : 0,
                            bound_of(kernels, "pack_values_bf16", 0));
                 }
+            TEST_TIME("attention", "pack_values_bf16", kernels->level, 4 * rows * dim,
+                      kernels->pack_values_bf16(&src, panel, words.view.data, words.view.strides[0]));
             test_tensor_free(&words);
         }
         test_tensor_check_unchanged(&in, "source");
+        TEST_TIME("attention", "pack_values_f32", kernels->level, rows * dim * (4 + (int64_t)quern_dtype_size(src.dtype)),
+                  kernels->pack_values_f32(&src, panel, out.view.data, out.view.strides[0]));
         free(values);
         test_tensor_free(&in);
         test_tensor_free(&out);
@@ -230,6 +243,8 @@ static void softmax(const attention_kernels *kernels, bool narrow, test_random *
                 expect(kernels, "shrink", r, 0, shrink[r], factor, factor < 1 ? exp2_bound(kernels, name, factor, 0, (top - max0[r]) * scale2) : 0);
             expect(kernels, "sum", r, 0, sum[r], nan ? NAN : sum0[r] * factor + total, bound + (total + sum0[r]) * sum_bound);
         }
+        TEST_TIME("attention", name, kernels->level, 8 * ROWS * columns,
+                  (narrow ? kernels->softmax_bf16 : kernels->softmax_f32)(&tile));
         free(in);
         test_tensor_free(&s);
     }
@@ -293,6 +308,8 @@ static void softmax_backward(const attention_kernels *kernels, bool narrow, test
                 expect(kernels, "dS by row pairs", r, c, half_of(dd[r / 2 * lds + c], r % 2), expected_ds, rounding);
                 expect(kernels, "dS by column pairs", r, c, half_of(dw[r * lds / 2 + c / 2], c % 2), expected_ds, rounding);
             }
+        TEST_TIME("attention", name, kernels->level, 16 * ROWS * columns,
+                  (narrow ? kernels->softmax_backward_bf16 : kernels->softmax_backward_f32)(&tile));
         free(in);
         test_tensor_free(&t);
         test_tensor_free(&p_pairs);
@@ -325,6 +342,8 @@ static void rows_of_output(const attention_kernels *kernels, test_random *random
         for (int64_t c = 0; c < n; c++)
             expect(kernels, "scale_add_row", 0, c, ((float *)o.view.data)[c], x[c] * 0.3f + y[c],
                    bound_of(kernels, "scale_add_row", 0) * (fabs(x[c] * 0.3f) + fabs(y[c])));
+        TEST_TIME("attention", "scale_add_row", kernels->level, 12 * n, kernels->scale_add_row(o.view.data, 0.3f, t.view.data, n));
+        TEST_TIME("attention", "scale_row", kernels->level, 8 * n, kernels->scale_row(o.view.data, 1.0f, n));
         free(x);
         free(y);
         test_tensor_free(&o);
@@ -346,7 +365,7 @@ static void at_every_level(void **state)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     char program[] = "attention_rows_test";
     kernel_test rows = {pack_rows}, keys = {pack_keys}, values = {pack_values}, forward = {softmax_of_tiles}, backward = {backward_of_tiles},
@@ -360,5 +379,5 @@ int main(void)
         {"rows_of_output", at_every_level, NULL, NULL, &output},
         {"every_kernel", test_every_kernel, NULL, NULL, program},
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return TEST_KERNELS_MAIN(argc, argv, tests);
 }

@@ -5,6 +5,8 @@
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/gemm4/gemm4_kernels.h"
+#include "kernel_time.h"
+#include "kernels.h"
 #include "oracle/nvfp4.h"
 #include "tensor.h"
 
@@ -72,6 +74,12 @@ static void expect(const gemm4_kernels *kernels, const char *what, int64_t k, in
                  bound);
 }
 
+/* The bound of a kernel's row, for sums of n terms. */
+static double bound_of(const gemm4_kernels *kernels, const char *name, double terms)
+{
+    return test_kernel_bound("gemm4", name, kernels->level, terms, 0);
+}
+
 static void decode(const gemm4_kernels *kernels, test_random *random)
 {
     for (int64_t units = 0; units <= UNITS_MOST; units++) {
@@ -86,13 +94,18 @@ static void decode(const gemm4_kernels *kernels, test_random *random)
                 float got;
                 uint16_t half;
                 memcpy(&got, (const char *)out.view.data + 4 * (k * GEMM4_PANEL + c), 4);
-                expect(kernels, "decode_f32", k, c, (double)got, weight_at(&panel, k, c), 0);
+                expect(kernels, "decode_f32", k, c, (double)got, weight_at(&panel, k, c), bound_of(kernels, "decode_f32", 0));
                 if (kernels->decode_bf16 == NULL) continue;
                 memcpy(&half, (const char *)words.view.data + 4 * (k / 2 * GEMM4_PANEL + c) + 2 * (k % 2), 2);
                 const uint32_t bits = (uint32_t)half << 16;
                 memcpy(&got, &bits, 4);
-                expect(kernels, "decode_bf16", k, c, (double)got, weight_at(&panel, k, c), 0);
+                expect(kernels, "decode_bf16", k, c, (double)got, weight_at(&panel, k, c), bound_of(kernels, "decode_bf16", 0));
             }
+        TEST_TIME("gemm4", "decode_f32", kernels->level, units * (GEMM4_UNIT_BYTES + 4 * GEMM4_UNIT * GEMM4_PANEL),
+                  kernels->decode_f32(panel.view.data, units, out.view.data));
+        if (kernels->decode_bf16 != NULL)
+            TEST_TIME("gemm4", "decode_bf16", kernels->level, units * (GEMM4_UNIT_BYTES + 2 * GEMM4_UNIT * GEMM4_PANEL),
+                      kernels->decode_bf16(panel.view.data, units, words.view.data));
         test_tensor_free(&panel), test_tensor_free(&out), test_tensor_free(&words);
     }
 }
@@ -117,7 +130,10 @@ static void rows_bf16(const gemm4_kernels *kernels, test_random *random)
                        expected, GEMM4_PANEL, i % 2);
         kernels->rows_bf16(panel.view.data, units, rows, a.view.data, depth / 2 + 3, c.view.data, i % 2);
         test_tensor_check_guards(&c, "rows_bf16");
+        assert_true(bound_of(kernels, "rows_bf16", 0) == 0);
         assert_memory_equal(c.view.data, expected, (size_t)(rows * GEMM4_PANEL) * 4);
+        TEST_TIME("gemm4", "rows_bf16", kernels->level, rows * depth * GEMM4_PANEL,
+                  kernels->rows_bf16(panel.view.data, units, rows, a.view.data, depth / 2 + 3, c.view.data, false));
         test_tensor_free(&panel), test_tensor_free(&a), test_tensor_free(&c);
     }
 }
@@ -139,7 +155,10 @@ static void row_f32(const gemm4_kernels *kernels, test_random *random)
                           expected + n, GEMM4_PANEL, i % 2);
         kernels->row_f32(panel.view.data, units, a.view.data, c.view.data, i % 2);
         test_tensor_check_guards(&c, "row_f32");
+        assert_true(bound_of(kernels, "row_f32", 0) == 0);
         assert_memory_equal(c.view.data, expected, sizeof expected);
+        TEST_TIME("gemm4", "row_f32", kernels->level, depth * GEMM4_PANEL,
+                  kernels->row_f32(panel.view.data, units, a.view.data, c.view.data, false));
         test_tensor_free(&panel), test_tensor_free(&a), test_tensor_free(&c);
     }
 }
@@ -176,6 +195,7 @@ static void integers(const gemm4_kernels *kernels, test_random *random)
             rows,        blocks,  (const uint32_t *)a.view.data, a_scale, start, blocks, codes, scales,
             c.view.data, rows % 2};
         kernels->mm_i8(&t);
+        assert_true(bound_of(kernels, "decode_i8", 0) == 0); /* what it decodes goes into exact sums */
         test_tensor_check_guards(&c, "mm_i8");
         double *got = test_tensor_get(&c);
         for (int64_t i = 0; i < rows * GEMM4_PANEL; i++) {
@@ -190,8 +210,11 @@ static void integers(const gemm4_kernels *kernels, test_random *random)
                                     (double)oracle_e4m3(scale_at(&panel, 16 * b, n));
                 sum += term, size += fabs(term);
             }
-            expect(kernels, "mm_i8", r, n, got[i], sum, (double)(blocks + 1) * 0x1p-24 * size);
+            expect(kernels, "mm_i8", r, n, got[i], sum, bound_of(kernels, "mm_i8", (double)blocks) * size);
         }
+        TEST_TIME("gemm4", "decode_i8", kernels->level, units * (GEMM4_UNIT_BYTES + (GEMM4_UNIT + 16) * GEMM4_PANEL),
+                  kernels->decode_i8(panel.view.data, units, codes, scales));
+        TEST_TIME("gemm4", "mm_i8", kernels->level, rows * depth * GEMM4_PANEL, kernels->mm_i8(&t));
         free(a_scale), free(start), free(old), free(got);
         test_tensor_free(&panel), test_tensor_free(&c), test_tensor_free(&a);
     }
@@ -211,8 +234,10 @@ static void scale_row(const gemm4_kernels *kernels, test_random *random)
         for (int64_t i = 0; i < n; i++) {
             const float global = 0.3f * (float)y[i], product = (float)x[i] * global,
                         sum = n % 2 ? product + (float)z[i] : product;
-            expect(kernels, "scale_row", 0, i, got[i], (double)sum, 0);
+            expect(kernels, "scale_row", 0, i, got[i], (double)sum, bound_of(kernels, "scale_row", 0));
         }
+        TEST_TIME("gemm4", "scale_row", kernels->level, 16 * n,
+                  kernels->scale_row(acc.view.data, 0.3f, g.view.data, bias.view.data, n, out.view.data));
         free(x), free(y), free(z), free(got);
         test_tensor_free(&acc), test_tensor_free(&g), test_tensor_free(&bias), test_tensor_free(&out);
     }
@@ -222,17 +247,20 @@ static void scale_row(const gemm4_kernels *kernels, test_random *random)
 static void at_every_level(void **state)
 {
     const kernel_test *test = *state;
-    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
-        test_random random = {test_seed(quern_cpu_level_name((quern_cpu_level)level), 78)};
-        test->run(gemm4_kernels_for((quern_cpu_level)level), &random);
+    const uint64_t seed = test_seed("gemm4", 78);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        test_random random = {seed};
+        test->run(gemm4_kernels_for(level), &random);
     }
 }
 
 #define KERNEL_TEST(name) {#name, at_every_level, NULL, NULL, &(kernel_test){name}}
 
-int main(void)
+int main(int argc, char **argv)
 {
+    char program[] = "gemm4_test";
     const struct CMUnitTest tests[] = {KERNEL_TEST(decode), KERNEL_TEST(rows_bf16), KERNEL_TEST(row_f32),
-                                       KERNEL_TEST(integers), KERNEL_TEST(scale_row)};
-    return cmocka_run_group_tests(tests, NULL, NULL);
+                                       KERNEL_TEST(integers), KERNEL_TEST(scale_row),
+                                       {"every_kernel", test_every_kernel, NULL, NULL, program}};
+    return TEST_KERNELS_MAIN(argc, argv, tests);
 }

@@ -3,6 +3,7 @@
 /* indexer_rows_test.c - the indexer's kernels at every level against double. Bounds are those of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/indexer/indexer_kernels.h"
+#include "kernel_time.h"
 #include "kernels.h"
 #include "oracle/dsv4.h"
 #include "tensor.h"
@@ -50,6 +51,8 @@ static void check_score(const indexer_kernels *kernels, bool pairs, int64_t head
     sum[0] = sum[panel + 1] = 77;
     const indexer_tile tile = {q_words + 1, w, heads, words, key_words + 1, sum + 1};
     (pairs ? kernels->score_bf16 : kernels->score_f32)(&tile);
+    TEST_TIME("indexer", pairs ? "score_bf16" : "score_f32", kernels->level, heads * words * panel * (pairs ? PARTS : 1),
+              (pairs ? kernels->score_bf16 : kernels->score_f32)(&tile));
     const double terms = (double)(heads + words * (pairs ? PARTS : 1));
     const double unit = test_kernel_bound("indexer", pairs ? "score_bf16" : "score_f32", kernels->level, terms, 0);
     assert_true(sum[0] == 77 && sum[panel + 1] == 77);
@@ -106,6 +109,7 @@ static void scaling(void **state)
                 assert_true(fabs((double)x[i] - exact) <= unit * fabs(exact));
                 assert_true(x[i] != 0 || !signbit(x[i]));
             }
+            TEST_TIME("indexer", "scale_scores", kernels->level, 8 * n, kernels->scale_scores(x, NULL, 1.0f, n));
         }
     }
 }
@@ -144,6 +148,7 @@ static void collecting(void **state)
                 at++;
             }
             assert_int_equal(best.n, at);
+            TEST_TIME("indexer", "collect", kernels->level, 4 * n, (best.n = 1, kernels->collect(x, n, 1000, &best)));
             assert_true(rank[0] == 5 && index[0] == 5);
         }
     }
@@ -174,6 +179,7 @@ static void codes(void **state)
                 else assert_true((double)out[i] == expected[0] && !signbit(out[i]) == (i < 128));
             }
             assert_true(out[n] == 77);
+            TEST_TIME("indexer", "widen_e4m3", kernels->level, 5 * n, kernels->widen_e4m3(bytes, n, out));
         }
         for (int64_t n = 0; n <= 256; n += 32) {
             unsigned char row[128 + 8];
@@ -184,13 +190,14 @@ static void codes(void **state)
             kernels->widen_e2m1(row, scales, n, out);
             for (int64_t i = 0; i < n; i++) assert_true((double)out[i] == expected[i]);
             assert_true(out[n] == 77);
+            TEST_TIME("indexer", "widen_e2m1", kernels->level, 4 * n + n / 2, kernels->widen_e2m1(row, scales, n, out));
         }
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(scores), cmocka_unit_test(scaling), cmocka_unit_test(collecting), cmocka_unit_test(codes),
                                        cmocka_unit_test_prestate(test_every_kernel, (char *)"indexer_rows_test")};
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return TEST_KERNELS_MAIN(argc, argv, tests);
 }

@@ -7,6 +7,7 @@
  */
 #include "cmocka_c11.h"
 #include "cpu/kernels/nsa_kernels.h"
+#include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
 
@@ -73,6 +74,8 @@ static void sum_rows(const nsa_kernels *kernels, test_random *random)
             for (int64_t r = 0; r < rows; r++) sum += x[r * n + c], size += fabs(x[r * n + c]);
             expect(kernels, "sum_rows", QUERN_F32, n, c, got[c], sum, bound_of(kernels, "sum_rows", (double)rows, 0) * size);
         }
+        TEST_TIME("nsa", "sum_rows", kernels->level, rows * n * (int64_t)quern_dtype_size(in.view.dtype),
+                  kernels->sum_rows(&src, out.view.data));
         free(x), free(got);
         test_tensor_free(&in), test_tensor_free(&out);
     }
@@ -94,6 +97,9 @@ static void spread_row(const nsa_kernels *kernels, test_random *random)
         for (int64_t j = 0; j < rows * n; j++)
             expect(kernels, "spread_row", QUERN_F32, n, j, got[j], test_round(dtype, x[j % n] * 0.125),
                    bound_of(kernels, "spread_row", 0, 0) + (stream ? test_kernel_bound("row", "fence", kernels->rows->level, 0, 0) : 0));
+        TEST_TIME("nsa", "spread_row", kernels->level, rows * n * (int64_t)quern_dtype_size(dtype),
+                  kernels->spread_row(row.view.data, 0.125f, n, dtype, out.view.data, out.view.strides[0], rows, stream));
+        TEST_TIME("row", "fence", kernels->rows->level, 64, kernels->rows->fence());
         free(x), free(got);
         test_tensor_free(&row), test_tensor_free(&out);
     }
@@ -211,6 +217,7 @@ static void gate_rows(const nsa_kernels *kernels, test_random *random)
                 expect(kernels, "gate_rows", c.dtype, c.n, r * c.n + j, got[r * c.n + j], sum, bound);
             }
         }
+        TEST_TIME("nsa", "gate_rows", kernels->level, 5 * c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype), kernels->gate_rows(&t));
         free(old), free(g), free(got);
         test_tensor_free(&gates), test_tensor_free(&out);
         gate_free(&c);
@@ -267,6 +274,8 @@ static void gate_backward(const nsa_kernels *kernels, test_random *random)
                 expect(kernels, "d_q", q_dtype, c.n, at, got[3][at], sum, bound);
             }
         }
+        TEST_TIME("nsa", "gate_backward", kernels->level, 6 * c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype),
+                  kernels->gate_backward(&t));
         for (int k = 0; k < 4; k++) free(got[k]), test_tensor_free(outputs[k]);
         free(g), free(old);
         test_tensor_free(&gates);
@@ -294,6 +303,8 @@ static void gate_weight(const nsa_kernels *kernels, test_random *random)
             }
             expect(kernels, "gate_weight", QUERN_F32, c.n, at, got[at], sum, bound_of(kernels, "gate_weight", (double)c.tokens, 0) * size);
         }
+        TEST_TIME("nsa", "gate_weight", kernels->level, c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype) + 24 * c.heads * c.n,
+                  kernels->gate_weight(s.view.data, &q, c.dtype, c.tokens, c.heads, c.n, d_w.view.data));
         free(old), free(factors), free(got);
         test_tensor_free(&d_w), test_tensor_free(&s);
         gate_free(&c);
@@ -328,6 +339,8 @@ static void add_probabilities(const nsa_kernels *kernels, test_random *random)
             }
             expect(kernels, "add_probabilities", QUERN_F32, columns, c, got[c], sum, bound);
         }
+        TEST_TIME("nsa", "add_probabilities", kernels->level, 4 * (int64_t)rows * columns,
+                  kernels->add_probabilities(s.view.data, s.view.strides[0], rows, seen, columns, scale2, lse2, acc.view.data));
         free(x), free(old), free(got);
         test_tensor_free(&s), test_tensor_free(&acc);
     }
@@ -369,6 +382,8 @@ static void best_of(const nsa_kernels *kernels, test_random *random)
                 fail_msg("%s best_of round %d: place %lld holds index %lld, which belongs at %lld", quern_cpu_level_name(kernels->level), round,
                          (long long)b, (long long)i, (long long)before);
         }
+        if (want <= 16 && round % 4 == 0)
+            TEST_TIME("nsa", "best_of", kernels->level, 4 * there, kernels->best_of(scores, from, to, want, best));
         test_tensor_free(&t);
     }
 }
@@ -383,7 +398,7 @@ static void at_every_level(void **state)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     char program[] = "nsa_rows_test";
     kernel_test sum = {sum_rows}, spread = {spread_row}, gates = {gate_rows},
@@ -398,5 +413,5 @@ int main(void)
         {"best_of", at_every_level, NULL, NULL, &best},
         {"every_kernel", test_every_kernel, NULL, NULL, program},
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return TEST_KERNELS_MAIN(argc, argv, tests);
 }

@@ -7,6 +7,7 @@
  */
 #include "cmocka_c11.h"
 #include "cpu/pool/pool_kernels.h"
+#include "kernel_time.h"
 #include "kernels.h"
 #include "oracle/dsv4.h"
 #include "tensor.h"
@@ -159,6 +160,8 @@ static void merge(const pool_kernels *kernels, test_random *random)
         expect_same(kernels, kept, p.sums.max, p.n);
         expect_same(kernels, kept + p.n, p.sums.sum, p.n);
         expect_same(kernels, kept + 2 * p.n, p.sums.weighted, p.n);
+        TEST_TIME("pool", "merge", kernels->level, p.rows * p.n * (4 + 2 * (int64_t)quern_dtype_size(p.source.dtype)),
+                  kernels->merge(&p.source, p.n, &p.sums));
         free(kept);
         pooling_free(&p);
     }
@@ -181,6 +184,7 @@ static void pooled_row(const pool_kernels *kernels, test_random *random)
             expect(kernels, "pooled_row", n, i, (double)((float *)out.view.data)[i], expected, bound * fabs(expected));
             if (k % 2) expect(kernels, "pooled_row: inverse", n, i, (double)((float *)inverse.view.data)[i], s == 0 ? 0 : 1 / s, bound * fabs(1 / s));
         }
+        TEST_TIME("pool", "pooled_row", kernels->level, 12 * n, kernels->pooled_row(&sums, n, out.view.data, NULL));
         test_tensor *all[] = {&max, &sum, &weighted, &out, &inverse};
         for (int t = 0; t < 5; t++) test_tensor_free(all[t]);
     }
@@ -226,6 +230,8 @@ static void pool_backward(const pool_kernels *kernels, test_random *random)
         kernels->pool_backward(&p.source, n, &g);
         kernels->rows->fence();
         check_gradient(kernels, &p, &g, &d_value, &d_logit, &d_bias, before);
+        TEST_TIME("pool", "pool_backward", kernels->level,
+                  rows * n * (2 * (int64_t)(quern_dtype_size(dtype) + quern_dtype_size(d_dtype)) + 4), kernels->pool_backward(&p.source, n, &g));
         test_tensor *out[] = {&d_value, &d_logit, &d_bias, &pooled, &inverse, &d};
         for (int t = 0; t < 6; t++) test_tensor_check_guards(out[t], "pool_backward"), test_tensor_free(out[t]);
         free(before);
@@ -253,6 +259,11 @@ static void norms(const pool_kernels *kernels, test_random *random)
                 expect(kernels, "norm_backward: weight", n, i, (double)((float *)d_weight.view.data)[i], before[i] + dw,
                        bound_of(kernels, "norm_backward", (double)n, 0) * (fabs(dw) + fabs(before[i])));
         }
+        TEST_TIME("pool", "norm_row", kernels->level, 12 * n, kernels->norm_row(x.view.data, weight.view.data, 1e-3f, n, out.view.data));
+        float *again = out.view.data; /* a gradient that does not shrink from call to call */
+        TEST_TIME("pool", "norm_backward", kernels->level, 20 * n,
+                  (memcpy(again, d.view.data, (size_t)n * sizeof *again),
+                   kernels->norm_backward(x.view.data, weight.view.data, 1e-3f, n, again, d_weight.view.data)));
         free(xv), free(w), free(dv), free(before);
         test_tensor *all[] = {&x, &weight, &out, &d, &d_weight};
         for (int t = 0; t < 5; t++) {
@@ -277,6 +288,8 @@ static void rotations(const pool_kernels *kernels, test_random *random)
             expect(kernels, "rotate_row", n, i, (double)((float *)row.view.data)[i], x[i] * c + other,
                    bound_of(kernels, "rotate_row", 0, 0) * (fabs(x[i] * c) + fabs(other)));
         }
+        TEST_TIME("pool", "rotate_row", kernels->level, 12 * n,
+                  (memset(row.view.data, 0, (size_t)n * sizeof(float)), kernels->rotate_row(row.view.data, cosines, cosines + n / 2, n, inverse)));
         free(x), free(angles);
         test_tensor_free(&row), test_tensor_free(&table);
     }
@@ -295,6 +308,7 @@ static void transforms(const pool_kernels *kernels, test_random *random)
             expect(kernels, "hadamard_row", n, i, (double)((float *)row.view.data)[i], sum / sqrt((double)n),
                    bound_of(kernels, "hadamard_row", (double)n, 0) * size / sqrt((double)n));
         }
+        TEST_TIME("pool", "hadamard_row", kernels->level, 8 * n, kernels->hadamard_row(row.view.data, n));
         free(x);
         test_tensor_free(&row);
     }
@@ -334,6 +348,8 @@ static void formats(const pool_kernels *kernels, test_random *random)
         assert_true(oracle_dsv4_quantise_fp4(row, n, expected));
         for (int64_t i = 0; i < n; i += 32) kernels->quantise_e2m1(row + i, ldexpf(1, expected[n / 2 + i / 32] - 127), 32, codes + i / 2);
         assert_memory_equal(codes, expected, n / 2);
+        TEST_TIME("pool", "quantise_e4m3", kernels->level, 5 * n, kernels->quantise_e4m3(row, scale, n, codes));
+        TEST_TIME("pool", "quantise_e2m1", kernels->level, 4 * n + n / 2, kernels->quantise_e2m1(row, scale, n, codes));
     }
     for (int64_t n = 0; n < 70; n++) { /* tails */
         fill_formats(random, row, n);
@@ -374,7 +390,7 @@ TEST(transforms)
 TEST(formats)
 #undef TEST
 
-int main(void)
+int main(int argc, char **argv)
 {
     char program[] = "pool_rows_test";
     const struct CMUnitTest tests[] = {
@@ -382,5 +398,5 @@ int main(void)
         cmocka_unit_test(norms_test),     cmocka_unit_test(rotations_test),  cmocka_unit_test(transforms_test),
         cmocka_unit_test(formats_test),   cmocka_unit_test_prestate(test_every_kernel, program),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return TEST_KERNELS_MAIN(argc, argv, tests);
 }

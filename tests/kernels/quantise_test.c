@@ -3,6 +3,8 @@
 /* quantise_test.c - the quantisers' tile kernels at every level, bit for bit against the oracle. */
 #include "cmocka_c11.h"
 #include "cpu/quantise/quantise_kernels.h"
+#include "kernel_time.h"
+#include "kernels.h"
 #include "nvfp4_case.h"
 
 #include <math.h>
@@ -37,6 +39,11 @@ static quantise_rule rule_of(int index, float global)
 {
     return (quantise_rule){(quantise_profile)nvfp4_case_profile(index),
                            (quantise_scales)nvfp4_case_scales(index), global};
+}
+
+static double bound_of(const quantise_kernels *kernels, const char *name, double argument)
+{
+    return test_kernel_bound("quantise", name, kernels->level, 0, argument);
 }
 
 static int nibble(const uint8_t *codes, int64_t i)
@@ -75,6 +82,7 @@ static void quantise_row(const quantise_kernels *kernels, test_random *random)
         const quantise_rule rule =
             rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, n)));
         kernels->quantise_row(&rule, t.view.data, t.view.dtype, n, codes.view.data, scales.view.data);
+        assert_true(bound_of(kernels, "quantise_row", 0) == 0);
         test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
         test_tensor_check_unchanged(&t, "x");
         for (int64_t b = 0; b < blocks; b++) {
@@ -86,6 +94,9 @@ static void quantise_row(const quantise_kernels *kernels, test_random *random)
             }
             expect_block(kernels, &rule, block, got, ((const uint8_t *)scales.view.data)[b], n);
         }
+        if (rule.scales == QUANTISE_SCALES_RNE)
+            TEST_TIME("quantise", "quantise_row", kernels->level, n * (int64_t)quern_dtype_size(t.view.dtype) + 9 * blocks,
+                      kernels->quantise_row(&rule, t.view.data, t.view.dtype, n, codes.view.data, scales.view.data));
         free(x);
         test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
     }
@@ -106,6 +117,7 @@ static void quantise_columns(const quantise_kernels *kernels, test_random *rando
             rule_of(index, global_for(random, nvfp4_case_profile(index), nvfp4_case_amax(x, 16 * n)));
         kernels->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0], n, codes.view.data,
                                   codes.view.strides[0], scales.view.data);
+        assert_true(bound_of(kernels, "quantise_columns", 0) == 0);
         test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
         for (int64_t c = 0; c < n; c++) {
             float block[16];
@@ -117,6 +129,10 @@ static void quantise_columns(const quantise_kernels *kernels, test_random *rando
             }
             expect_block(kernels, &rule, block, got, ((const uint8_t *)scales.view.data)[c], n);
         }
+        if (rule.scales == QUANTISE_SCALES_RNE)
+            TEST_TIME("quantise", "quantise_columns", kernels->level, n * (16 * (int64_t)quern_dtype_size(t.view.dtype) + 9),
+                      kernels->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0], n, codes.view.data,
+                                                codes.view.strides[0], scales.view.data));
         free(x);
         test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
     }
@@ -155,11 +171,14 @@ static void dequantise_row(const quantise_kernels *kernels, test_random *random)
         test_tensor out = tensor_of(random, activations[i % 3], 1, n, TEST_UNALIGNED);
         fill_bytes(&codes, random, 255), fill_bytes(&scales, random, 126);
         kernels->dequantise_row(&rule, codes.view.data, scales.view.data, n, out.view.data, out.view.dtype);
+        assert_true(bound_of(kernels, "dequantise_row", 0) == 0);
         test_tensor_check_guards(&out, "out");
         double *got = test_tensor_get(&out);
         for (int64_t c = 0; c < n; c++)
             expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[c / 16],
                            nibble(codes.view.data, c), got[c]);
+        TEST_TIME("quantise", "dequantise_row", kernels->level, n * (int64_t)quern_dtype_size(out.view.dtype) + 9 * blocks,
+                  kernels->dequantise_row(&rule, codes.view.data, scales.view.data, n, out.view.data, out.view.dtype));
         free(got);
         test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&out);
     }
@@ -178,6 +197,7 @@ static void dequantise_columns(const quantise_kernels *kernels, test_random *ran
         fill_bytes(&codes, random, 255), fill_bytes(&scales, random, 126);
         kernels->dequantise_columns(&rule, codes.view.data, codes.view.strides[0], scales.view.data, n,
                                     out.view.data, out.view.dtype, out.view.strides[0]);
+        assert_true(bound_of(kernels, "dequantise_columns", 0) == 0);
         test_tensor_check_guards(&out, "out");
         double *got = test_tensor_get(&out);
         for (int64_t j = 0; j < 16 * n; j++) {
@@ -185,6 +205,9 @@ static void dequantise_columns(const quantise_kernels *kernels, test_random *ran
             expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[j % n],
                            byte >> 4 * (j / n % 2) & 15, got[j]);
         }
+        TEST_TIME("quantise", "dequantise_columns", kernels->level, n * (16 * (int64_t)quern_dtype_size(out.view.dtype) + 9),
+                  kernels->dequantise_columns(&rule, codes.view.data, codes.view.strides[0], scales.view.data, n,
+                                              out.view.data, out.view.dtype, out.view.strides[0]));
         free(got);
         test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&out);
     }
@@ -201,10 +224,13 @@ static void part_row(const quantise_kernels *kernels, test_random *random)
                     out = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
         test_tensor_normal(&t, random, 1);
         kernels->part_row(t.view.data, t.view.dtype, first, i / 15 % 2, q, n, out.view.data);
+        assert_true(bound_of(kernels, "part_row", 0) == 0);
         test_tensor_check_guards(&out, "part");
         double *x = test_tensor_get(&t), *got = test_tensor_get(&out);
         for (int64_t c = 0; c < n; c++)
             assert_true(got[c] == x[oracle_interleaved_at(first + c, i / 15 % 2, q)]);
+        TEST_TIME("quantise", "part_row", kernels->level, n * (4 + (int64_t)quern_dtype_size(t.view.dtype)),
+                  kernels->part_row(t.view.data, t.view.dtype, first, i / 15 % 2, q, n, out.view.data));
         free(x), free(got);
         test_tensor_free(&t), test_tensor_free(&out);
     }
@@ -235,12 +261,13 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
             const double x = g[c] > limit ? limit : g[c],
                          y = isnan(u[c]) ? u[c] : clamp(u[c], -limit, limit) + (double)rule.beta;
             const double expected = x / (1 + exp(-alpha * x)) * y;
-            const double bound =
-                (6 + 2 * fabs(alpha * x)) * 0x1p-23 * fabs(expected) + fabs(x * y) * 0x1p-126;
+            const double bound = bound_of(kernels, "swiglu_row", alpha * x) * fabs(expected) + fabs(x * y) * 0x1p-126;
             if (isnan(expected) ? !isnan(got[c]) : !(fabs(got[c] - expected) <= bound))
                 fail_msg("%s swiglu(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
                          g[c], u[c], got[c], expected);
         }
+        TEST_TIME("quantise", "swiglu_row", kernels->level, 12 * n,
+                  kernels->swiglu_row(&rule, gate.view.data, up.view.data, n, out.view.data));
         free(g), free(u), free(got);
         test_tensor_free(&gate), test_tensor_free(&up), test_tensor_free(&out);
     }
@@ -250,20 +277,21 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
 static void at_every_level(void **state)
 {
     const kernel_test *test = *state;
+    const uint64_t seed = test_seed("quantise", 77);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
-        test_random random = {test_seed(quern_cpu_level_name(level), 77)};
+        test_random random = {seed};
         test->run(quantise_kernels_for(level), &random);
     }
 }
 
 #define KERNEL_TEST(name) {#name, at_every_level, NULL, NULL, &(kernel_test){name}}
 
-int main(void)
+int main(int argc, char **argv)
 {
+    char program[] = "quantise_test";
     const struct CMUnitTest tests[] = {
-        KERNEL_TEST(quantise_row),       KERNEL_TEST(quantise_columns),
-        KERNEL_TEST(dequantise_row), KERNEL_TEST(dequantise_columns), KERNEL_TEST(part_row),
-        KERNEL_TEST(swiglu_row),
+        KERNEL_TEST(quantise_row), KERNEL_TEST(quantise_columns), KERNEL_TEST(dequantise_row), KERNEL_TEST(dequantise_columns),
+        KERNEL_TEST(part_row), KERNEL_TEST(swiglu_row), {"every_kernel", test_every_kernel, NULL, NULL, program},
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return TEST_KERNELS_MAIN(argc, argv, tests);
 }

@@ -4,6 +4,7 @@
  * fence() is nsa_rows_test's, after stores past the caches. */
 #include "cmocka_c11.h"
 #include "cpu/kernels/row_kernels.h"
+#include "kernel_time.h"
 #include "kernels.h"
 #include "tensor.h"
 
@@ -51,6 +52,9 @@ static void convert(const row_kernels *kernels, test_random *random)
                 fail_msg("%s convert %s -> %s: %.9g became %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
                          quern_dtype_name(from), quern_dtype_name(to), x[j], got[j], expected);
         }
+        if (from != to)
+            TEST_TIME("row", "convert", kernels->level, n * (int64_t)(quern_dtype_size(from) + quern_dtype_size(to)),
+                      kernels->convert(in.view.data, from, out.view.data, to, n));
         free(x);
         free(got);
         test_tensor_free(&in);
@@ -78,6 +82,7 @@ static void add_scaled(const row_kernels *kernels, test_random *random)
                 fail_msg("%s add_scaled, n %lld: [%lld] is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
                          (long long)n, (long long)c, got[c], old[c] + term);
         }
+        TEST_TIME("row", "add_scaled", kernels->level, 12 * n, kernels->add_scaled(sum.view.data, source.view.data, 0.7f, n));
         free(x);
         free(old);
         free(got);
@@ -106,6 +111,8 @@ static void magnitude(const row_kernels *kernels, test_random *random)
             assert_true(kernels->magnitude(t.view.data, t.view.dtype, n) >= 0x7f800000u);
             x[j] = before;
         }
+        TEST_TIME("row", "magnitude", kernels->level, n * (int64_t)quern_dtype_size(t.view.dtype),
+                  kernels->magnitude(t.view.data, t.view.dtype, n));
         free(x);
         test_tensor_free(&t);
     }
@@ -127,12 +134,12 @@ static void at_every_level(void **state)
 
 #define KERNEL_TEST(name) {#name, at_every_level, NULL, NULL, &(kernel_test){name}}
 
-int main(void)
+int main(int argc, char **argv)
 {
     char program[] = "row_kernels_test";
     const struct CMUnitTest tests[] = {
         KERNEL_TEST(convert), KERNEL_TEST(add_scaled), KERNEL_TEST(magnitude),
         {"every_kernel", test_every_kernel, NULL, NULL, program},
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return TEST_KERNELS_MAIN(argc, argv, tests);
 }
