@@ -20,14 +20,12 @@ typedef struct ready_job {
     int64_t rows;
 } ready_job;
 
-/* Rows of floats are no multiple of CACHE_WAY bytes apart: the rows of a product would meet in few sets of the first cache. */
+/* Rows are no multiple of CACHE_WAY bytes apart: the rows of a product would meet in few sets of the first cache. */
 enum { ROWS_A_TASK = 8, WEIGHT_OFFSET = 12, CACHE_WAY = 4096 };
 
 int64_t ready_row_bytes(const product_job *job)
 {
-    const int64_t k = job->units * GEMM4_UNIT;
-    if (job->kind == PRODUCT_I8) return k;
-    const int64_t bytes = job->kind == PRODUCT_F32 ? 4 * k : 2 * k;
+    const int64_t k = job->units * GEMM4_UNIT, bytes = job->kind == PRODUCT_F32 ? 4 * k : job->kind == PRODUCT_BF16 ? 2 * k : k;
     return bytes % CACHE_WAY > 0 ? bytes : bytes + CACHE_WAY / 8;
 }
 
@@ -62,13 +60,13 @@ static void ready_codes(const product_job *job, int64_t row)
     static const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     const grouped_gemm_args *args = job->args;
     const uint8_t *codes = (const uint8_t *)args->a_codes.data + row * args->a_codes.strides[0];
-    const int64_t blocks = job->units * GEMM4_BLOCKS;
-    int8_t *out = (int8_t *)job->a + row * 16 * blocks;
+    const int64_t blocks = job->units * GEMM4_BLOCKS, first = row * ready_row_bytes(job) / 16;
+    int8_t *out = (int8_t *)job->a + 16 * first;
     for (int64_t b = 0; b < blocks; b++, out += 16) {
         const bool there = 16 * b < args->k;
         for (int i = 0; i < 16; i++)
             out[i] = there ? doubled[codes[8 * b + k_of_byte[i] / 2] >> 4 * (k_of_byte[i] % 2) & 15] : 0;
-        start_block(job, row * blocks + b, out, there ? 0.25f * e4m3(a_scale_at(args, row, b)) : 0.0f);
+        start_block(job, first + b, out, there ? 0.25f * e4m3(a_scale_at(args, row, b)) : 0.0f);
     }
 }
 
@@ -79,15 +77,15 @@ static void ready_int8(const product_job *job, int64_t row)
     const void *values = view_row(&args->a, row);
     const float amax = float_from_bits(job->quantise->rows->magnitude(values, args->a.dtype, args->k));
     const float scale = amax > 0.0f ? amax / 127.0f : 1.0f;
-    const int64_t blocks = job->units * GEMM4_BLOCKS;
-    int8_t *out = (int8_t *)job->a + row * 16 * blocks;
+    const int64_t blocks = job->units * GEMM4_BLOCKS, first = row * ready_row_bytes(job) / 16;
+    int8_t *out = (int8_t *)job->a + 16 * first;
     job->row_global[row] = scale;
     for (int64_t b = 0; b < blocks; b++, out += 16) {
         for (int i = 0; i < 16; i++)
             out[i] = 16 * b < args->k
                          ? (int8_t)rintf(element_of(values, args->a.dtype, 16 * b + k_of_byte[i]) / scale)
                          : 0;
-        start_block(job, row * blocks + b, out, 0.5f);
+        start_block(job, first + b, out, 0.5f);
     }
 }
 

@@ -40,7 +40,7 @@ static bool must_be_finite(const grouped_gemm_args *args)
 
 static void carve(const stage_exec *exec, product_job *job, arena *a)
 {
-    const int64_t tokens = job->args->tokens, blocks = tokens * job->units * GEMM4_BLOCKS;
+    const int64_t tokens = job->args->tokens, blocks = tokens * ready_row_bytes(job) / 16;
     job->a = arena_take(a, (size_t)(tokens * ready_row_bytes(job)));
     job->first_task = arena_take(a, (size_t)(job->experts + 1) * sizeof(int64_t));
     job->scratch = arena_take(a, (size_t)exec->threads * sizeof(product_scratch));
@@ -107,7 +107,7 @@ static void multiply_bf16(const product_job *job, product_scratch *s, const uint
 static void multiply_i8(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
                         int64_t count, int64_t row, int64_t rows)
 {
-    const int64_t blocks = job->units * GEMM4_BLOCKS, at = row * blocks + first * GEMM4_BLOCKS;
+    const int64_t blocks = ready_row_bytes(job) / 16, at = row * blocks + first * GEMM4_BLOCKS;
     uint32_t *decoded = (uint32_t *)(void *)s->decoded;
     job->kernels->decode_i8(units, count, decoded, s->scales);
     const gemm4_i8_tile t = {.rows = rows,
