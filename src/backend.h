@@ -16,6 +16,7 @@
 
 #include "stages/attend.h"
 #include "stages/attend_gate.h"
+#include "stages/attend_mqa.h"
 #include "stages/validate_lists.h"
 #include "stages/cache.h"
 #include "stages/compress.h"
@@ -66,6 +67,8 @@
     F(pool_backward, pool)            \
     F(pool_append, pool_append)       \
     F(indexer, indexer)               \
+    F(attend_mqa_forward, attend_mqa) \
+    F(attend_mqa_backward, attend_mqa) \
     F(cache_copy, cache_copy)         \
     F(decode, decode)                 \
     F(nsa_decode, nsa_decode)
@@ -94,6 +97,7 @@
     F(pool, POOL) \
     F(pool_append, POOL_APPEND) \
     F(indexer, INDEXER) \
+    F(attend_mqa, ATTEND_MQA) \
     F(cache_copy, CACHE_COPY) \
     F(decode, DECODE) \
     F(nsa_decode, NSA_DECODE)

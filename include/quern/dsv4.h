@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * dsv4.h - the compressed attention of DeepSeek-V4 (CSA, HCA): compressors and their streaming states, the indexer that
- * selects entries.
+ * selects entries, and the attention core over raw rows and entries.
  *
  * A compressor turns every r tokens of a sequence into one entry of C channels. A token's projection holds values C_a and
  * logits Z_a and, for CSA, a second series C_b, Z_b that the *next* block reads. With biases by the place in the block,
@@ -203,6 +203,67 @@ QUERN_API quern_status quern_dsv4_index_workspace(quern_context *ctx, const quer
                                                   const quern_dsv4_index_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *exec, const quern_dsv4_index_params *params,
                                         const quern_dsv4_index_tensors *tensors, void *workspace, size_t workspace_bytes);
+
+/*
+ * The attention core of CSA, HCA and window layers. One row a key is key and value at once for all H heads. Query t's keys
+ * are the raw rows t - window < j <= t and, of the compressed entries s < floor((t + 1) / r), all (HCA) or the chosen (CSA),
+ * t and j positions in the sequence; one softmax over both:
+ *
+ *   o[t,h] = rotate back (sum_i p_i key_i),  p_i = e^(D^-1/2 q . key_i) / (e^sink[h] + sum of the numerators)
+ *
+ * lse[h,t] is the logarithm of that sum without the sink. A query without keys has output 0 and lse -inf.
+ */
+typedef struct quern_dsv4_attention_params {
+    size_t size;
+    int64_t ratio;         /* r, tokens of an entry; 0: 4 with idx, else 128. Looked at with kv_cmp */
+    int64_t window;        /* raw keys of a query, its own among them; 0: 128 */
+    int64_t start_abs_pos; /* where query 0 stands; -1: N - T. Varlen: 0 or -1, every sequence starts at 0 */
+} quern_dsv4_attention_params;
+#define QUERN_DSV4_ATTENTION_PARAMS_INIT {sizeof(quern_dsv4_attention_params), 0, 0, -1}
+
+/*
+ * NULL means absent. act is one of f32, f16, bf16, the same for all. H heads, D (a multiple of 8 to 512) channels.
+ *
+ *              fixed lengths         varlen, with cu_seqlens
+ *   q, o, d_o  [B, T, H, D]          [T, H, D]
+ *   kv         [B, N, D]             [T, D]
+ *   kv_cmp     [B, S, D]             [floor(T / r), D]: sequence b's rows after those before it, floor(N_b / r) each
+ *   idx        [B, T, k]             [T, k], entries counted from the sequence's first
+ *   count      [B, T]                [T]
+ *   lse        [B, H, T]             [H, T]
+ *
+ * Raw row j of N stands at position start_abs_pos + T - N + j. A list may come in any order; -1 is padding, an entry that
+ * stands twice counts once, one that is not visible is not attended, and one outside [-1, S) is skipped and sets
+ * QUERN_STATUS_BAD_INDEX. Varlen: rows of o past the last sequence are written as 0, of lse as -inf.
+ *
+ * Refused as above, and: a position that is negative or that cos_sin lacks; a window below 1 or a ratio below 0.
+ */
+typedef struct quern_dsv4_attention_tensors {
+    size_t size;
+    const quern_tensor *q, *kv;     /* act, rotated */
+    const quern_tensor *kv_cmp;     /* act; NULL: the window alone */
+    const quern_tensor *idx, *count; /* i32; NULL: every visible entry; every entry of the list */
+    const quern_tensor *sink;       /* f32 [H]; NULL or -inf: none */
+    const quern_tensor *cos_sin;    /* act or f32 [P, R], see quern_dsv4_rope_table(); NULL: no rotation of o */
+    const quern_tensor *cu_seqlens; /* i32 [B+1], starting at 0, not falling, the last at most T */
+    const quern_tensor *o;          /* act; written, read by backward */
+    const quern_tensor *lse;        /* f32; may be NULL; written, read by backward */
+    const quern_tensor *lse_win;    /* f32, as lse, of the window's keys alone; may be NULL; written */
+    const quern_tensor *d_o;        /* act: gradient of the loss by o; read by backward */
+    const quern_tensor *d_q, *d_kv, *d_kv_cmp, *d_sink; /* written by backward, each may be NULL; d_sink f32 */
+} quern_dsv4_attention_tensors;
+#define QUERN_DSV4_ATTENTION_TENSORS_INIT QUERN_SIZED(quern_dsv4_attention_tensors)
+
+/* CPU alone. */
+QUERN_API quern_status quern_dsv4_attention_workspace(quern_context *ctx, const quern_dsv4_attention_params *params,
+                                                      const quern_dsv4_attention_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_dsv4_attention(quern_context *ctx, const quern_exec *exec, const quern_dsv4_attention_params *params,
+                                            const quern_dsv4_attention_tensors *tensors, void *workspace, size_t workspace_bytes);
+/* From the inputs, o, lse and d_o: every d_ that is given. The choice of entries carries no gradient. */
+QUERN_API quern_status quern_dsv4_attention_backward_workspace(quern_context *ctx, const quern_dsv4_attention_params *params,
+                                                               const quern_dsv4_attention_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_dsv4_attention_backward(quern_context *ctx, const quern_exec *exec, const quern_dsv4_attention_params *params,
+                                                     const quern_dsv4_attention_tensors *tensors, void *workspace, size_t workspace_bytes);
 
 /* What a RoPE table is made of; factor 0: plain, else YaRN. */
 typedef struct quern_dsv4_rope_params {

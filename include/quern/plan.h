@@ -39,7 +39,9 @@ typedef enum quern_operation {
     QUERN_OP_NSA_LIST_CONVERT = 32,
     QUERN_OP_DSV4_COMPRESS = 48,
     QUERN_OP_DSV4_COMPRESS_BACKWARD = 49,
-    QUERN_OP_DSV4_INDEX = 50
+    QUERN_OP_DSV4_INDEX = 50,
+    QUERN_OP_DSV4_ATTENTION = 51,
+    QUERN_OP_DSV4_ATTENTION_BACKWARD = 52
 } quern_operation;
 
 typedef struct quern_plan quern_plan;

@@ -56,4 +56,6 @@ const quern_backend quern_backend_cpu = {
     .cache_copy = {NULL, NULL, cpu_cache_copy, NULL},
     .decode = {NULL, cpu_decode_workspace, cpu_decode, NULL},
     .nsa_decode = {NULL, cpu_nsa_decode_workspace, cpu_nsa_decode, NULL},
+    .attend_mqa_forward = {cpu_attend_mqa_supports, cpu_attend_mqa_workspace, cpu_attend_mqa, cpu_attend_mqa_kernel},
+    .attend_mqa_backward = {cpu_attend_mqa_supports, cpu_attend_mqa_backward_workspace, cpu_attend_mqa_backward, cpu_attend_mqa_kernel},
 };

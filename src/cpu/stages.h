@@ -74,4 +74,11 @@ quern_status cpu_decode(const stage_exec *exec, const decode_args *args, void *w
 size_t cpu_nsa_decode_workspace(const stage_exec *exec, const nsa_decode_args *args);
 quern_status cpu_nsa_decode(const stage_exec *exec, const nsa_decode_args *args, void *workspace);
 
+bool cpu_attend_mqa_supports(const stage_exec *exec, const attend_mqa_args *args, char why[STAGE_WHY_BYTES]);
+void cpu_attend_mqa_kernel(const stage_exec *exec, const attend_mqa_args *args, char text[STAGE_NAME_BYTES]);
+size_t cpu_attend_mqa_workspace(const stage_exec *exec, const attend_mqa_args *args);
+quern_status cpu_attend_mqa(const stage_exec *exec, const attend_mqa_args *args, void *workspace);
+size_t cpu_attend_mqa_backward_workspace(const stage_exec *exec, const attend_mqa_args *args);
+quern_status cpu_attend_mqa_backward(const stage_exec *exec, const attend_mqa_args *args, void *workspace);
+
 #endif

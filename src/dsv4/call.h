@@ -46,4 +46,30 @@ typedef struct dsv4_index_call {
 
 extern const op_family dsv4_index_family;
 
+/* ---- the attention core ---- */
+
+typedef enum dsv4_attention_op { DSV4_ATTENTION, DSV4_ATTENTION_BACKWARD, DSV4_ATTENTION_OPS } dsv4_attention_op;
+
+/* In the order of quern_dsv4_attention_tensors. */
+typedef enum dsv4_attention_tensor {
+    DA_Q, DA_KV, DA_KV_CMP, DA_IDX, DA_COUNT, DA_SINK, DA_COS_SIN, DA_CU_SEQLENS, DA_O, DA_LSE, DA_LSE_WIN, DA_D_O, DA_D_Q, DA_D_KV, DA_D_KV_CMP,
+    DA_D_SINK,
+    DSV4_ATTENTION_TENSORS
+} dsv4_attention_tensor;
+
+typedef enum dsv4_attention_symbol { AS_B = 1, AS_B1, AS_T, AS_N, AS_H, AS_D, AS_S, AS_K, AS_P, AS_ROPE } dsv4_attention_symbol;
+
+typedef struct dsv4_attention_call {
+    op_call head;
+    quern_dsv4_attention_params params;
+    attend_mqa_args attend;
+    const void *scratch;
+} dsv4_attention_call;
+
+extern const op_family dsv4_attention_family;
+
+/* The family's functions that call stages: attention.c. */
+quern_status dsv4_attention_plan(op_call *call);
+quern_status dsv4_attention_run(const op_call *call, const op_frame *frame);
+
 #endif

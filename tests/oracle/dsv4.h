@@ -79,7 +79,7 @@ typedef struct oracle_core_arrays {
 } oracle_core_arrays;
 
 void oracle_dsv4_attend(const oracle_core *c, const oracle_core_arrays *x);
-/* Every gradient that is given, from the inputs and d_o alone. */
+/* Every gradient that is given, from the inputs, d_o and o (which may be rounded: it gives delta = rowsum(d_o o)). */
 void oracle_dsv4_attend_backward(const oracle_core *c, const oracle_core_arrays *x);
 
 #endif

@@ -91,18 +91,20 @@ void oracle_dsv4_attend(const oracle_core *c, const oracle_core_arrays *x)
     free(score);
 }
 
-/* One head of one query: p_i = e^(s_i - all), ds_i = p_i (dO . v_i - delta), delta = sum_i p_i dO . v_i. */
+/* One head of one query: p_i = e^(s_i - all), ds_i = p_i (dO . v_i - delta), delta = dO . o, which is sum_i p_i dO . v_i where o
+ * is exact. The softmax of one key without a sink is constant: ds is 0 whatever o was rounded to. */
 static void head_backward(const oracle_core *c, const oracle_core_arrays *x, const key_set *k, int64_t t, int64_t h, double *score)
 {
     const int64_t at = (t * c->heads + h) * c->dim;
     const double all = scores_of(c, x, k, x->q + at, sink_of(x, h), score), scale = 1 / sqrt((double)c->dim);
     if (all == -INFINITY) return;
-    double *d_o = malloc((size_t)c->dim * sizeof *d_o), delta = 0;
+    double *d_o = malloc((size_t)c->dim * sizeof *d_o);
+    const double delta = dot(x->d_o + at, x->o + at, c->dim);
     memcpy(d_o, x->d_o + at, (size_t)c->dim * sizeof *d_o);
     if (x->cos_sin != NULL) oracle_dsv4_rotate(d_o, c->dim, x->cos_sin, c->rope_dim, c->start + t, false);
-    for (int64_t i = 0; i < k->n; i++) delta += exp(score[i] - all) * dot(d_o, key_row(c, x, k, i), c->dim);
     for (int64_t i = 0; i < k->n; i++) {
-        const double p = exp(score[i] - all), *key = key_row(c, x, k, i), ds = p * (dot(d_o, key, c->dim) - delta) * scale;
+        const double p = exp(score[i] - all), *key = key_row(c, x, k, i);
+        const double ds = k->n == 1 && sink_of(x, h) == -INFINITY ? 0 : p * (dot(d_o, key, c->dim) - delta) * scale;
         double *d_key = i < k->raw ? x->d_kv : x->d_kv_cmp;
         for (int64_t d = 0; d < c->dim; d++) {
             if (x->d_q != NULL) x->d_q[at + d] += ds * key[d];

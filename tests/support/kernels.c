@@ -6,6 +6,7 @@
 
 #include "cmocka_c11.h"
 #include "cpu/gemm4/gemm4_kernels.h"
+#include "cpu/attend_mqa/mqa_kernels.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/kernels/nsa_kernels.h"
@@ -38,6 +39,7 @@ const test_kernel *test_kernels(size_t *count)
 
 const void *test_kernel_table(const char *table, quern_cpu_level level)
 {
+    if (strcmp(table, "mqa") == 0) return mqa_kernels_for(level);
     if (strcmp(table, "indexer") == 0) return indexer_kernels_for(level);
     if (strcmp(table, "gemm4") == 0) return gemm4_kernels_for(level);
     if (strcmp(table, "quantise") == 0) return quantise_kernels_for(level);

@@ -7,6 +7,7 @@
  */
 #include "cmocka_c11.h"
 #include "cpu/gemm4/gemm4_kernels.h"
+#include "cpu/attend_mqa/mqa_kernels.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/kernels/nsa_kernels.h"
@@ -47,7 +48,8 @@ static void every_field_is_listed_once(void **state)
                   {"pool", offsetof(pool_kernels, merge), sizeof(pool_kernels)},
                   {"indexer", offsetof(indexer_kernels, score_f32), sizeof(indexer_kernels)},
                   {"quantise", offsetof(quantise_kernels, quantise_row), sizeof(quantise_kernels)},
-                  {"gemm4", offsetof(gemm4_kernels, decode_f32), sizeof(gemm4_kernels)}};
+                  {"gemm4", offsetof(gemm4_kernels, decode_f32), sizeof(gemm4_kernels)},
+                  {"mqa", offsetof(mqa_kernels, mqa_softmax_f32), sizeof(mqa_kernels)}};
     size_t count;
     const test_kernel *rows = test_kernels(&count);
     (void)state;

@@ -129,7 +129,9 @@ static void gradients(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         problem p = random_problem(&random, trial);
-        const oracle_core_arrays x = arrays_of(&p, NULL, NULL);
+        double *o = test_doubles(p.c.queries * p.c.heads * p.c.dim), *lse = test_doubles(p.c.heads * p.c.queries);
+        const oracle_core_arrays x = arrays_of(&p, o, lse);
+        oracle_dsv4_attend(&p.c, &x);
         oracle_dsv4_attend_backward(&p.c, &x);
         for (int i = 0; i < INPUTS; i++) {
             for (int64_t k = 0; k < p.counts[i]; k++) {
@@ -144,7 +146,7 @@ static void gradients(void **state)
             }
         }
         for (int i = 0; i < INPUTS; i++) free(p.x[i]), free(p.grad[i]);
-        free(p.d_o), free(p.cos_sin), free(p.idx), free(p.count);
+        free(p.d_o), free(p.cos_sin), free(p.idx), free(p.count), free(o), free(lse);
     }
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_core.c - `quern bench v4-index`: DeepSeek-V4's indexer on the last queries of a sequence. Kernel and ceiling take
- * turns; the fraction is the median of the rounds'. */
+/* bench_core.c - `quern bench v4-index` and `v4-attention`: DeepSeek-V4's indexer and attention core on the last queries of a
+ * sequence. Kernel and ceiling take turns; the fraction is the median of the rounds'. */
 #include "bench_core.h"
 
 #include "accept.h"
@@ -18,23 +18,27 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROUNDS = 9, LENGTHS_MAX = 16, MEMORY = 12 };
+enum { ROUNDS = 9, LENGTHS_MAX = 16, MEMORY = 16, WINDOW_ROPE = 64 };
 
 typedef struct core_bench {
     const char *n, *threads, *json;
-    int64_t queries, heads, width, top_k, ratio, rounds;
+    int64_t batch, queries, heads, width, top_k, ratio, window, rounds;
     int dtype;
+    bool attention, backward;
 } core_bench;
 
 static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL};
 #define AT(member) offsetof(core_bench, member)
 static const option_row rows[] = {
     {"n", OPTION_TEXT, AT(n), NULL, "tokens of the context, such as 16k,64k"},
+    {"batch", OPTION_INT, AT(batch), NULL, "sequences"},
     {"queries", OPTION_INT, AT(queries), NULL, "its last tokens, which ask; 0: all"},
     {"heads", OPTION_INT, AT(heads), NULL, "query heads"},
     {"width", OPTION_INT, AT(width), NULL, "channels of a head"},
-    {"top-k", OPTION_INT, AT(top_k), NULL, "entries selected"},
+    {"top-k", OPTION_INT, AT(top_k), NULL, "entries selected; v4-attention: 0 attends all"},
     {"ratio", OPTION_INT, AT(ratio), NULL, "tokens of an entry"},
+    {"window", OPTION_INT, AT(window), NULL, "v4-attention: raw keys of a query"},
+    {"backward", OPTION_FLAG, AT(backward), NULL, "v4-attention: the backward pass as well"},
     {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of queries and keys"},
     {"rounds", OPTION_INT, AT(rounds), NULL, "in which kernel and ceiling take turns, at most 101"},
     {"threads", OPTION_TEXT, AT(threads), NULL, "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
@@ -55,6 +59,8 @@ typedef struct core_data {
     int64_t n, queries, entries;
     quern_dsv4_index_params index;
     quern_dsv4_index_tensors index_tensors;
+    quern_dsv4_attention_params core;
+    quern_dsv4_attention_tensors core_tensors;
     quern_tensor t[MEMORY];
     void *memory[MEMORY], *workspace;
     int used;
@@ -88,7 +94,7 @@ static quern_status open_index(core_data *d, quern_context *ctx)
     d->index.ratio = o->ratio, d->index.top_k = o->top_k, d->index.start_abs_pos = d->n - d->queries;
     quern_dsv4_index_tensors *t = &d->index_tensors;
     *t = (quern_dsv4_index_tensors)QUERN_DSV4_INDEX_TENSORS_INIT;
-    const int64_t q[] = {1, d->queries, o->heads, o->width}, k[] = {1, d->entries, o->width}, idx[] = {1, d->queries, o->top_k};
+    const int64_t q[] = {o->batch, d->queries, o->heads, o->width}, k[] = {o->batch, d->entries, o->width}, idx[] = {o->batch, d->queries, o->top_k};
     t->q = make(d, dtype, 4, q, true);
     t->k = make(d, dtype, 3, k, true);
     t->w = make(d, QUERN_F32, 3, q, true);
@@ -98,26 +104,87 @@ static quern_status open_index(core_data *d, quern_context *ctx)
     return quern_dsv4_index_workspace(ctx, &d->index, t, &d->bytes);
 }
 
+/* Entries spread over all that a query sees, at random places. */
+static void fill_lists(const core_data *d, const quern_tensor *idx)
+{
+    uint64_t state = 1;
+    for (int64_t row = 0; row < d->o->batch * d->queries; row++) {
+        const int64_t seen = (d->n - d->queries + row % d->queries + 1) / d->o->ratio, k = d->o->top_k;
+        for (int64_t i = 0; i < k; i++) {
+            const int64_t low = i * seen / k, end = (i + 1) * seen / k;
+            state = state * 6364136223846793005u + 1442695040888963407u;
+            ((int32_t *)idx->data)[row * k + i] = seen <= k ? (int32_t)(i < seen ? i : -1) : (int32_t)(low + (int64_t)(state >> 33) % (end - low));
+        }
+    }
+}
+
+static quern_status open_attention(core_data *d, quern_context *ctx)
+{
+    const core_bench *o = d->o;
+    const quern_dtype dtype = (quern_dtype)o->dtype;
+    const int64_t raw = d->queries + o->window - 1 < d->n ? d->queries + o->window - 1 : d->n;
+    const int64_t q[] = {o->batch, d->queries, o->heads, o->width}, kv[] = {o->batch, raw, o->width}, cmp[] = {o->batch, d->entries, o->width};
+    const int64_t lse[] = {o->batch, o->heads, d->queries}, idx[] = {o->batch, d->queries, o->top_k}, table[] = {d->n, WINDOW_ROPE < o->width ? WINDOW_ROPE : o->width};
+    d->core = (quern_dsv4_attention_params)QUERN_DSV4_ATTENTION_PARAMS_INIT;
+    d->core.ratio = o->ratio, d->core.window = o->window, d->core.start_abs_pos = d->n - d->queries;
+    quern_dsv4_attention_tensors *t = &d->core_tensors;
+    *t = (quern_dsv4_attention_tensors)QUERN_DSV4_ATTENTION_TENSORS_INIT;
+    t->q = make(d, dtype, 4, q, true);
+    t->kv = make(d, dtype, 3, kv, true);
+    t->kv_cmp = make(d, dtype, 3, cmp, true);
+    t->idx = o->top_k > 0 ? make(d, QUERN_I32, 3, idx, false) : NULL;
+    t->sink = make(d, QUERN_F32, 1, &o->heads, true);
+    t->cos_sin = make(d, QUERN_F32, 2, table, true);
+    t->o = make(d, dtype, 4, q, false);
+    t->lse = make(d, QUERN_F32, 3, lse, false);
+    bool whole = t->q != NULL && t->kv != NULL && t->kv_cmp != NULL && (t->idx != NULL || o->top_k == 0) && t->sink != NULL && t->cos_sin != NULL &&
+                 t->o != NULL && t->lse != NULL;
+    if (o->backward) {
+        t->d_o = make(d, dtype, 4, q, true);
+        t->d_q = make(d, dtype, 4, q, false);
+        t->d_kv = make(d, dtype, 3, kv, false);
+        t->d_kv_cmp = make(d, dtype, 3, cmp, false);
+        t->d_sink = make(d, QUERN_F32, 1, &o->heads, false);
+        whole = whole && t->d_o != NULL && t->d_q != NULL && t->d_kv != NULL && t->d_kv_cmp != NULL && t->d_sink != NULL;
+    }
+    if (!whole) return QUERN_ERR_OUT_OF_MEMORY;
+    if (t->idx != NULL) fill_lists(d, t->idx);
+    size_t backward = 0;
+    quern_status status = quern_dsv4_attention_workspace(ctx, &d->core, t, &d->bytes);
+    if (status == QUERN_OK && o->backward) status = quern_dsv4_attention_backward_workspace(ctx, &d->core, t, &backward);
+    if (backward > d->bytes) d->bytes = backward;
+    return status;
+}
+
 static int open_data(core_data *d, const core_bench *o, int64_t n, quern_context *ctx)
 {
     *d = (core_data){.o = o, .n = n, .queries = o->queries > 0 && o->queries < n ? o->queries : n, .entries = n / o->ratio};
-    const quern_status status = open_index(d, ctx);
+    const quern_status status = o->attention ? open_attention(d, ctx) : open_index(d, ctx);
     if (status == QUERN_ERR_OUT_OF_MEMORY) return fail(EXIT_MACHINE, "no memory for %" PRId64 " tokens", n);
     if (status != QUERN_OK) return fail_status(status);
     d->workspace = bench_allocate(d->bytes + 1);
     return d->workspace != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for the workspace");
 }
 
-static core_pass pass_of(const core_data *d)
+static core_pass pass_of(const core_data *d, bool backward)
 {
-    double pairs = 0; /* of a query and an entry that it sees */
-    for (int64_t t = d->n - d->queries; t < d->n; t++) pairs += (double)((t + 1) / d->o->ratio);
-    return (core_pass){"v4-index", "2 Hi C for a query and an entry that it sees", false, 2 * pairs * (double)(d->o->heads * d->o->width)};
+    const core_bench *o = d->o;
+    double pairs = 0; /* of a query and a key or entry */
+    for (int64_t t = d->n - d->queries; t < d->n; t++) {
+        const int64_t seen = (t + 1) / o->ratio, chosen = o->top_k > 0 && o->top_k < seen ? o->top_k : seen;
+        pairs += (double)(o->attention ? chosen + (t + 1 < o->window ? t + 1 : o->window) : seen);
+    }
+    pairs *= (double)(o->batch * o->heads * o->width);
+    if (!o->attention) return (core_pass){"v4-index", "2 Hi C for a query and an entry that it sees", false, 2 * pairs};
+    if (backward) return (core_pass){"v4-attention", "10 H D for a query and a key that it sees", true, 10 * pairs};
+    return (core_pass){"v4-attention", "4 H D for a query and a key that it sees", false, 4 * pairs};
 }
 
-static quern_status run_pass(core_data *d, quern_context *ctx)
+static quern_status run_pass(core_data *d, bool backward, quern_context *ctx)
 {
-    return quern_dsv4_index(ctx, NULL, &d->index, &d->index_tensors, d->workspace, d->bytes);
+    if (!d->o->attention) return quern_dsv4_index(ctx, NULL, &d->index, &d->index_tensors, d->workspace, d->bytes);
+    return backward ? quern_dsv4_attention_backward(ctx, NULL, &d->core, &d->core_tensors, d->workspace, d->bytes)
+                    : quern_dsv4_attention(ctx, NULL, &d->core, &d->core_tensors, d->workspace, d->bytes);
 }
 
 static int by_value(const void *a, const void *b)
@@ -145,7 +212,7 @@ static int measure(core_data *d, const core_pass *what, int rounds, quern_contex
         progress("%s n %" PRId64 ": round %d of %d", what->op, d->n, i + 1, rounds);
         const double start = now_ms();
         do {
-            const quern_status status = run_pass(d, ctx);
+            const quern_status status = run_pass(d, what->backward, ctx);
             if (status != QUERN_OK) return fail_status(status);
             runs++;
         } while (now_ms() - start < 100);
@@ -162,10 +229,10 @@ static int measure(core_data *d, const core_pass *what, int rounds, quern_contex
 static void report(const core_data *d, const core_pass *what, const measurement *m, ceiling limit, int threads, json_t *list)
 {
     const double rate = what->flops / m->time.median * 1e-6;
-    printf("%-14s n %8" PRId64 "  queries %6" PRId64 "  threads %2d  %10.3f ms (p10 %.3f, p90 %.3f)  %7.1f GFLOP/s  %5.3f of %s %.1f\n", what->op, d->n,
+    printf("%-12s %-8s n %8" PRId64 "  queries %6" PRId64 "  threads %2d  %10.3f ms (p10 %.3f, p90 %.3f)  %7.1f GFLOP/s  %5.3f of %s %.1f\n", what->op, what->backward ? "backward" : "", d->n,
            d->queries, threads, m->time.median, m->time.p10, m->time.p90, rate, m->fraction, ceiling_name(limit), m->ceiling);
     const core_bench *o = d->o;
-    json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:b}", "n", (json_int_t)d->n, "queries", (json_int_t)d->queries, "heads", (json_int_t)o->heads,
+    json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:b}", "batch", (json_int_t)o->batch, "window", (json_int_t)o->window, "n", (json_int_t)d->n, "queries", (json_int_t)d->queries, "heads", (json_int_t)o->heads,
                               "width", (json_int_t)o->width, "top_k", (json_int_t)o->top_k, "ratio", (json_int_t)o->ratio, "backward", (int)what->backward);
     json_array_append_new(list, json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:f, s:s, s:f, s:s}", "op", what->op, "shape", shape, "dtype",
                                           dtype_choices[o->dtype], "threads", threads, "reps", m->time.reps, "ms_median", m->time.median, "ms_p10",
@@ -177,10 +244,10 @@ static int bench(const core_bench *o)
 {
     int64_t lengths[LENGTHS_MAX], threads[4];
     const int length_count = parse_integers(o->n, 1, INT32_MAX, lengths, LENGTHS_MAX), thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
-    if (length_count < 0 || thread_count < 0 || o->queries < 0 || o->ratio < 1 || o->heads < 1 || o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
-        return fail(EXIT_USAGE, "--n '%s' --threads '%s' --queries %" PRId64 " --ratio %" PRId64 " --heads %" PRId64 " --rounds %" PRId64
-                    ": lists such as 16k,64k and 1,2, 0 or more queries, a ratio and heads from 1 on, and 1 to %d rounds are accepted",
-                    o->n, o->threads, o->queries, o->ratio, o->heads, o->rounds, BENCH_REPS_MAX);
+    if (length_count < 0 || thread_count < 0 || o->batch < 1 || o->queries < 0 || o->window < 1 || o->ratio < 1 || o->heads < 1 || o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
+        return fail(EXIT_USAGE, "--n '%s' --threads '%s' --batch %" PRId64 " --queries %" PRId64 " --window %" PRId64 " --ratio %" PRId64 " --heads %" PRId64 " --rounds %" PRId64
+                    ": lists such as 16k,64k and 1,2, 0 or more queries, a batch, window, ratio and heads from 1 on, and 1 to %d rounds are accepted",
+                    o->n, o->threads, o->batch, o->queries, o->window, o->ratio, o->heads, o->rounds, BENCH_REPS_MAX);
     json_t *list = json_array();
     quern_context *ctx = NULL;
     int code = output_check(o->json);
@@ -190,8 +257,8 @@ static int bench(const core_bench *o)
         ctx = NULL;
         if ((code = open_context(&(machine_options){.threads = threads[i / length_count]}, &ctx)) != EXIT_DONE) break;
         code = open_data(&d, o, lengths[i % length_count], ctx);
-        if (code == EXIT_DONE) {
-            const core_pass what = pass_of(&d);
+        for (int backward = 0; backward <= (o->attention && o->backward) && code == EXIT_DONE; backward++) {
+            const core_pass what = pass_of(&d, backward == 1);
             measurement m = {.fraction = 0};
             ceiling limit;
             code = measure(&d, &what, (int)o->rounds, ctx, &m, &limit);
@@ -210,35 +277,46 @@ static int bench(const core_bench *o)
     return code;
 }
 
-/* A fraction on all threads. */
-static int accept_one(acceptance *a, const core_bench *o, int64_t n, const char *line, double target)
+/* Fractions on all threads; the backward's is asked for by its line. */
+static int accept_one(acceptance *a, const core_bench *o, int64_t n, const char *const line[2], const double target[2])
 {
     enum { ACCEPT_ROUNDS = 21 };
     core_data d;
-    measurement m = {.fraction = 0};
-    ceiling limit;
     int code = open_data(&d, o, n, a->all);
-    const core_pass what = pass_of(&d);
-    if (code == EXIT_DONE) code = measure(&d, &what, ACCEPT_ROUNDS, a->all, &m, &limit);
+    for (int backward = 0; backward < 2 && code == EXIT_DONE && line[backward] != NULL; backward++) {
+        const core_pass what = pass_of(&d, backward == 1);
+        measurement m = {.fraction = 0};
+        ceiling limit;
+        code = measure(&d, &what, ACCEPT_ROUNDS, a->all, &m, &limit);
+        if (code == EXIT_DONE) accept_figure(a, line[backward], false, target[backward], m.fraction, "");
+    }
     close_data(&d);
-    if (code == EXIT_DONE) accept_figure(a, line, false, target, m.fraction, "");
     return code;
 }
 
-static core_bench index_defaults(void)
+static core_bench defaults_of(bool attention)
 {
-    return (core_bench){.n = "64k", .threads = "0", .queries = 64, .heads = 64, .width = 128, .top_k = 512, .ratio = 4, .rounds = ROUNDS, .dtype = QUERN_BF16};
+    core_bench o = {.n = "64k", .threads = "0", .batch = 1, .queries = 64, .heads = 64, .width = 128, .top_k = 512, .ratio = 4, .window = 128,
+                    .rounds = ROUNDS, .dtype = QUERN_BF16, .attention = attention};
+    if (attention) o.n = "16k", o.width = 512, o.queries = 512;
+    return o;
 }
 
 int accept_core(acceptance *a)
 {
-    const core_bench index = index_defaults();
-    return accept_one(a, &index, 65536, "indexer scores and top-512 of 16k entries, 64 x 128, bf16: of bf16 dot peak", 0.7);
+    const char *const index_line[2] = {"indexer scores and top-512 of 16k entries, 64 x 128, bf16: of bf16 dot peak", NULL};
+    const char *const core_lines[2] = {"CSA attention, 16k tokens, 64 heads, D 512, window 128 + top-512, bf16: of bf16 dot peak", "its backward"};
+    const double index_target[2] = {0.7}, core_targets[2] = {0.6, 0.45};
+    const core_bench index = defaults_of(false);
+    core_bench core = defaults_of(true);
+    core.backward = true;
+    const int code = accept_one(a, &index, 65536, index_line, index_target);
+    return code == EXIT_DONE ? accept_one(a, &core, 16384, core_lines, core_targets) : code;
 }
 
 int bench_core(int argc, char **argv, const char *subject)
 {
-    core_bench o = index_defaults();
+    core_bench o = defaults_of(strcmp(subject, "v4-attention") == 0);
     const option_group groups[] = {{rows, sizeof rows / sizeof *rows, &o}};
     int first;
     bool help;

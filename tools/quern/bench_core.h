@@ -1,14 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_core.h - DeepSeek-V4's indexer, measured. */
+/* bench_core.h - DeepSeek-V4's indexer and attention core, measured. */
 #ifndef QUERN_TOOLS_BENCH_CORE_H
 #define QUERN_TOOLS_BENCH_CORE_H
 
 struct acceptance;
 
-/* `quern bench` v4-index. */
+/* `quern bench` v4-index, v4-attention. */
 int bench_core(int argc, char **argv, const char *subject);
-/* Its figures of `quern accept dsv4`. */
+/* Their figures of `quern accept dsv4`. */
 int accept_core(struct acceptance *a);
 
 #endif

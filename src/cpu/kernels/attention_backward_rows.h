@@ -21,18 +21,6 @@
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/kernels/vector.h"
 
-/* Words of two bf16 values, `even` in the lower halves. */
-INLINE vuint pair_halves(vfloat even, vfloat odd)
-{
-#if defined(__AVX512BF16__)
-    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
-                                                23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (vuint)_mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
-#else
-    return __builtin_convertvector(v_narrow(even), vuint) | __builtin_convertvector(v_narrow(odd), vuint) << 16;
-#endif
-}
-
 typedef struct backward_vector {
     vfloat p, ds; /* row_scale * P, dS */
 } backward_vector;
@@ -67,7 +55,7 @@ __attribute__((unused)) static void softmax_backward_bf16(const softmax_backward
         const int32_t lo0 = t->lo[r], hi0 = t->hi[r], lo1 = t->lo[r + 1], hi1 = t->hi[r + 1];
         for (int32_t c = 0; c < t->columns; c += LANES) {
             const backward_vector even = backward_of(t, r, c, lo0, hi0), odd = backward_of(t, r + 1, c, lo1, hi1);
-            const vuint p = pair_halves(even.p, odd.p), ds = pair_halves(even.ds, odd.ds);
+            const vuint p = v_pairs(even.p, odd.p), ds = v_pairs(even.ds, odd.ds);
             const vhalf ds_even = v_narrow(even.ds), ds_odd = v_narrow(odd.ds);
             memcpy(t->p_pairs + r / 2 * t->lds + c, &p, sizeof p);
             memcpy(t->ds_pairs + r / 2 * t->lds + c, &ds, sizeof ds);

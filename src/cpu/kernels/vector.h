@@ -272,4 +272,16 @@ INLINE vhalf v_narrow(vfloat v)
 #endif
 }
 
+/* Words of two bf16 values, `even` in the lower halves. */
+INLINE vuint v_pairs(vfloat even, vfloat odd)
+{
+#if defined(__AVX512BF16__)
+    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                                23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (vuint)_mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+#else
+    return __builtin_convertvector(v_narrow(even), vuint) | __builtin_convertvector(v_narrow(odd), vuint) << 16;
+#endif
+}
+
 #endif

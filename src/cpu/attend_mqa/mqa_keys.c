@@ -1,0 +1,118 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* mqa_keys.c - sequences, tasks, and which keys a query has. Lists may come from a caller, so every entry is checked. */
+#include "cpu/attend/attend.h"
+#include "cpu/attend_mqa/mqa.h"
+#include "cpu/rows_at.h"
+
+#include <string.h>
+
+bool mqa_by_bf16(const stage_exec *exec, const attend_mqa_args *args)
+{
+    const attention_kernels *kernels = attention_kernels_for(exec->cpu_level);
+    return kernels->mm_bf16 != NULL && args->q.dtype == QUERN_BF16 && args->kv.dtype == QUERN_BF16;
+}
+
+mqa_plan mqa_plan_of(const stage_exec *exec, const attend_mqa_args *args)
+{
+    mqa_plan p = {.args = args, .kernels = attention_kernels_for(exec->cpu_level), .rows = mqa_kernels_for(exec->cpu_level)};
+    p.rotation = pool_kernels_for(exec->cpu_level);
+    p.conversion = row_kernels_for(exec->cpu_level);
+    p.bf16 = mqa_by_bf16(exec, args);
+    p.batch = args->seqs.batch;
+    p.heads = args->q.shape[2];
+    p.dim = args->q.shape[3];
+    p.rope = is_present(&args->cos_sin) ? args->cos_sin.shape[1] : 0;
+    p.columns = round_up16(p.heads);
+    p.words = p.bf16 ? p.dim / 2 : p.dim;
+    p.width = round_up16(p.dim);
+    p.pitch = (p.bf16 ? p.width / 2 : p.width) + MQA_PAD;
+    p.panel = p.kernels->panel;
+    p.list = is_present(&args->list) ? args->list.shape[2] : -1;
+    p.scale2 = args->scale * log2_e;
+    return p;
+}
+
+void mqa_starts_carve(const mqa_plan *plan, arena *a, mqa_starts *starts)
+{
+    starts->entry = arena_take(a, (size_t)(plan->batch + 1) * sizeof *starts->entry);
+    starts->task = arena_take(a, (size_t)(plan->batch + 1) * sizeof *starts->task);
+}
+
+int64_t mqa_starts_fill(const mqa_plan *plan, int64_t queries, mqa_starts *starts)
+{
+    const stage_seqs *seqs = &plan->args->seqs;
+    const int32_t *cu = seqs->cu_q.data;
+    starts->entry[0] = starts->task[0] = 0;
+    for (int64_t b = 0; b < plan->batch; b++) {
+        const int64_t n = cu != NULL ? cu[b + 1] - cu[b] : seqs->n_q;
+        starts->entry[b + 1] = starts->entry[b] + (cu != NULL ? n / plan->args->ratio : 0);
+        starts->task[b + 1] = starts->task[b] + (n + queries - 1) / queries;
+    }
+    return starts->task[plan->batch];
+}
+
+mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int64_t b)
+{
+    const attend_mqa_args *a = plan->args;
+    const int32_t *cu = a->seqs.cu_q.data;
+    const bool entries = is_present(&a->entries);
+    if (cu == NULL) return (mqa_sequence){b, 0, a->seqs.n_q, 0, a->seqs.n_kv, 0, entries ? a->entries.shape[1] : 0, a->position};
+    const int64_t n = cu[b + 1] - cu[b];
+    return (mqa_sequence){0, cu[b], n, cu[b], n, starts->entry[b], entries ? starts->entry[b + 1] - starts->entry[b] : 0, 0};
+}
+
+int64_t mqa_task_sequence(const mqa_plan *plan, const mqa_starts *starts, int64_t task)
+{
+    int64_t low = 0, high = plan->batch; /* task[low] <= task < task[high] */
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (starts->task[middle] <= task) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+/* The entries of a query's list that it sees, each once, rising. */
+static int64_t clean_list(const mqa_plan *plan, const mqa_sequence *s, int64_t query, int64_t visible, int32_t *list)
+{
+    const quern_tensor *t = &plan->args->list, *count = &plan->args->count;
+    const int32_t *given = mqa_row(t, s->view_b, s->query0 + query);
+    int64_t most = plan->list, n = 0, kept = 0;
+    if (is_present(count)) most = ((const int32_t *)count->data)[s->view_b * count->strides[0] + (s->query0 + query) * count->strides[1]];
+    if (most > plan->list) most = plan->list;
+    bool bad = false, rising = true;
+    for (int64_t i = 0; i < most; i++) {
+        const int32_t x = given[i];
+        bad = bad || x < -1 || x >= s->entries;
+        if (x < 0 || x >= visible) continue;
+        rising = rising && (n == 0 || x > list[n - 1]);
+        list[n++] = x;
+    }
+    if (bad && plan->args->status.data != NULL) __atomic_fetch_or((int32_t *)plan->args->status.data, QUERN_STATUS_BAD_INDEX, __ATOMIC_RELAXED);
+    if (rising) return n;
+    attend_list_sort(list, n);
+    for (int64_t i = 0; i < n; i++)
+        if (i == 0 || list[i] != list[kept - 1]) list[kept++] = list[i];
+    return kept;
+}
+
+mqa_keys mqa_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query, int32_t *list)
+{
+    const int64_t position = s->position + query, first = s->position + s->queries - s->raw, window = plan->args->window;
+    const int64_t low = position - first >= window ? position - first - window + 1 : 0, end = position - first + 1 < s->raw ? position - first + 1 : s->raw;
+    const int64_t whole = (position + 1) / plan->args->ratio, visible = whole < s->entries ? whole : s->entries;
+    mqa_keys k = {low, end > low ? end - low : 0, 0, NULL};
+    k.n = k.raw + visible;
+    if (plan->list < 0) return k;
+    k.list = list;
+    k.n = k.raw + clean_list(plan, s, query, visible, list);
+    return k;
+}
+
+int64_t mqa_keys_most(const mqa_plan *plan)
+{
+    const attend_mqa_args *a = plan->args;
+    const int64_t raw = a->window < a->seqs.n_kv ? a->window : a->seqs.n_kv, all = is_present(&a->entries) ? a->entries.shape[1] : 0;
+    return raw + (plan->list >= 0 && plan->list < all ? plan->list : all);
+}

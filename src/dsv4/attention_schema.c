@@ -1,0 +1,181 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* attention_schema.c - what the attention core is: its tensors, its parameters, and what follows from them. */
+#include "core/error.h"
+#include "core/view.h"
+#include "dsv4/call.h"
+
+#include <stddef.h>
+
+enum { WINDOW_DEFAULT = 128, RATIO_CHOSEN = 4, RATIO_ALL = 128, HEADS_MOST = 65536 };
+
+static const op_tensor tensors[] = {
+    {"q", "Q", OP_ACTIVATION, OP_NONE, {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
+    {"kv", "KV", OP_ACTIVATION, OP_NONE, {AS_B, AS_N, AS_D}, {AS_T, AS_D}},
+    {"kv_cmp", "KV_cmp", OP_ACTIVATION, OP_NONE, {AS_B, AS_S, AS_D}, {AS_S, AS_D}},
+    {"idx", "idx", OP_I32, OP_NONE, {AS_B, AS_T, AS_K}, {AS_T, AS_K}},
+    {"count", "count", OP_I32, OP_NONE, {AS_B, AS_T}, {AS_T}},
+    {"sink", "sink", OP_F32, OP_NONE, {AS_H}, {0}},
+    {"cos_sin", "cos_sin", OP_WEIGHT, OP_NONE, {AS_P, AS_ROPE}, {0}},
+    {"cu_seqlens", "cu_seqlens", OP_I32, OP_NONE, {AS_B1}, {0}},
+    {"o", "O", OP_ACTIVATION, OP_NONE, {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
+    {"lse", "lse", OP_F32, OP_NONE, {AS_B, AS_H, AS_T}, {AS_H, AS_T}},
+    {"lse_win", "lse_win", OP_F32, OP_NONE, {AS_B, AS_H, AS_T}, {AS_H, AS_T}},
+    {"d_o", "dO", OP_ACTIVATION, DA_O, {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
+    {"d_q", "dQ", OP_ACTIVATION, DA_Q, {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
+    {"d_kv", "dKV", OP_ACTIVATION, DA_KV, {AS_B, AS_N, AS_D}, {AS_T, AS_D}},
+    {"d_kv_cmp", "dKV_cmp", OP_ACTIVATION, DA_KV_CMP, {AS_B, AS_S, AS_D}, {AS_S, AS_D}},
+    {"d_sink", "dsink", OP_F32, DA_SINK, {AS_H}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == DSV4_ATTENTION_TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_dsv4_attention_tensors) == (1 + DSV4_ATTENTION_TENSORS) * sizeof(void *), "a tensor a field");
+
+#define AT(member) offsetof(quern_dsv4_attention_params, member)
+static const op_param params[] = {
+    {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "r, tokens of an entry; 0: 4 with idx, else 128"},
+    {"window", AT(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query, its own among them; 0: 128"},
+    {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, -1, INT32_MAX, NULL, "where query 0 stands; -1: N - T"},
+};
+#undef AT
+static const quern_dsv4_attention_params defaults = QUERN_DSV4_ATTENTION_PARAMS_INIT;
+static const char *const operations[] = {"dsv4_attention", "dsv4_attention_backward"};
+
+static quern_status check_params(op_call *call)
+{
+    quern_dsv4_attention_params *p = &((dsv4_attention_call *)call)->params;
+    if (p->window == 0) p->window = WINDOW_DEFAULT;
+    return QUERN_OK;
+}
+
+static void roles(op_call *call)
+{
+    const bool backward = call->operation == DSV4_ATTENTION_BACKWARD;
+    const quern_tensor *const *t = call->given;
+    uint8_t *r = call->role;
+    r[DA_Q] = r[DA_KV] = OP_NEEDED;
+    r[DA_KV_CMP] = r[DA_SINK] = r[DA_COS_SIN] = r[DA_CU_SEQLENS] = OP_OPTIONAL;
+    r[DA_IDX] = t[DA_KV_CMP] != NULL ? OP_OPTIONAL : OP_REFUSED;
+    r[DA_COUNT] = t[DA_IDX] != NULL ? OP_OPTIONAL : OP_REFUSED;
+    r[DA_O] = backward ? OP_NEEDED : OP_RESULT;
+    r[DA_LSE] = backward ? OP_NEEDED : OP_OPTIONAL_RESULT;
+    r[DA_LSE_WIN] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
+    r[DA_D_O] = backward ? OP_NEEDED : OP_UNUSED;
+    for (int i = DA_D_Q; i <= DA_D_SINK; i++)
+        r[i] = !backward ? OP_UNUSED : t[tensors[i].gradient_of] != NULL ? OP_OPTIONAL_RESULT : OP_SOURCE_MISSING;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    (void)call;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: it stands beside %s", tensors[tensor].field, tensor == DA_IDX ? "kv_cmp" : "idx");
+}
+
+/* Extents of the tensors that may be absent. */
+static quern_status derive_optional(op_call *call, bool varlen)
+{
+    const quern_tensor *const *t = call->given;
+    int64_t *s = call->symbol;
+    const struct {
+        int32_t tensor, ndim;
+    } free_extents[] = {{DA_KV_CMP, varlen ? 2 : 3}, {DA_IDX, varlen ? 2 : 3}, {DA_COS_SIN, 2}};
+    for (int i = 0; i < 3; i++) {
+        const int32_t x = free_extents[i].tensor;
+        if (t[x] != NULL && t[x]->ndim != free_extents[i].ndim)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted", tensors[x].field, t[x]->ndim, free_extents[i].ndim);
+    }
+    s[AS_S] = t[DA_KV_CMP] == NULL ? 0 : varlen ? s[AS_T] / ((dsv4_attention_call *)call)->params.ratio : t[DA_KV_CMP]->shape[1];
+    s[AS_K] = t[DA_IDX] != NULL ? t[DA_IDX]->shape[varlen ? 1 : 2] : 0;
+    s[AS_P] = t[DA_COS_SIN] != NULL ? t[DA_COS_SIN]->shape[0] : 0;
+    s[AS_ROPE] = t[DA_COS_SIN] != NULL ? t[DA_COS_SIN]->shape[1] : 0;
+    if (s[AS_ROPE] % 2 != 0 || s[AS_ROPE] > s[AS_D])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cos_sin has %lld columns: an even number up to the %lld channels is accepted",
+                         (long long)s[AS_ROPE], (long long)s[AS_D]);
+    if (s[AS_S] > INT32_MAX || s[AS_K] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld entries and lists of %lld: at most %d are accepted", (long long)s[AS_S], (long long)s[AS_K], INT32_MAX);
+    return QUERN_OK;
+}
+
+/* Where queries stand; resolves start_abs_pos. */
+static quern_status derive_positions(op_call *call, bool varlen)
+{
+    quern_dsv4_attention_params *p = &((dsv4_attention_call *)call)->params;
+    const int64_t *s = call->symbol, queries = s[AS_T], raw = s[AS_N];
+    if (varlen && p->start_abs_pos > 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "start_abs_pos is %lld with cu_seqlens: 0 or -1 is accepted", (long long)p->start_abs_pos);
+    const int64_t start = varlen ? 0 : p->start_abs_pos >= 0 ? p->start_abs_pos : raw - queries;
+    if (start < 0 || start + queries - raw < 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "query 0 stands at position %lld and raw row 0 at %lld: 0 or more is accepted", (long long)start,
+                         (long long)(start + queries - raw));
+    if (!varlen && s[AS_ROPE] > 0 && queries > 0 && start + queries > s[AS_P])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "the last query stands at position %lld: cos_sin has positions 0 to %lld", (long long)(start + queries - 1),
+                         (long long)s[AS_P] - 1);
+    p->start_abs_pos = start;
+    return QUERN_OK;
+}
+
+static quern_status derive(op_call *call)
+{
+    const bool varlen = call->varlen;
+    const int32_t at = varlen ? 0 : 1;
+    const quern_tensor *const *t = call->given;
+    int64_t *s = call->symbol;
+    if (t[DA_Q] == NULL || t[DA_KV] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", t[DA_Q] == NULL ? "q" : "kv");
+    call->like = *t[DA_Q];
+    quern_status status = op_check_activation(call, DA_Q, at + 3);
+    if (status == QUERN_OK) status = op_check_activation(call, DA_KV, at + 2);
+    if (status == QUERN_OK) status = view_check_head_dim("q", t[DA_Q]->shape[at + 2]);
+    if (status == QUERN_OK) status = op_find_batch(call, DA_CU_SEQLENS, t[DA_Q], &s[AS_B]);
+    if (status != QUERN_OK) return status;
+    quern_dsv4_attention_params *p = &((dsv4_attention_call *)call)->params;
+    if (p->ratio == 0) p->ratio = t[DA_IDX] != NULL ? RATIO_CHOSEN : RATIO_ALL;
+    s[AS_B1] = s[AS_B] + 1;
+    s[AS_T] = t[DA_Q]->shape[at];
+    s[AS_N] = t[DA_KV]->shape[at];
+    s[AS_H] = t[DA_Q]->shape[at + 1];
+    s[AS_D] = t[DA_Q]->shape[at + 2];
+    if (s[AS_H] < 1 || s[AS_H] > HEADS_MOST)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: 1 to %d are accepted", (long long)s[AS_H], HEADS_MOST);
+    if (s[AS_T] > INT32_MAX || s[AS_N] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld queries and %lld raw rows: at most %d each are accepted", (long long)s[AS_T], (long long)s[AS_N],
+                         INT32_MAX);
+    status = derive_optional(call, varlen);
+    return status == QUERN_OK ? derive_positions(call, varlen) : status;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    if (!call->varlen) return QUERN_OK;
+    const int64_t *s = call->symbol;
+    const int32_t *cu = data[DA_CU_SEQLENS];
+    const quern_status status = view_check_offsets(cu, s[AS_B], "cu_seqlens", s[AS_T]);
+    if (status != QUERN_OK) return status;
+    for (int64_t b = 0; b < s[AS_B] && s[AS_ROPE] > 0; b++)
+        if (cu[b + 1] - cu[b] > s[AS_P])
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld has %d tokens: cos_sin has positions 0 to %lld", (long long)b, cu[b + 1] - cu[b],
+                             (long long)s[AS_P] - 1);
+    return QUERN_OK;
+}
+
+const op_family dsv4_attention_family = {
+    .operations = operations,
+    .operation_count = DSV4_ATTENTION_OPS,
+    .first = QUERN_OP_DSV4_ATTENTION,
+    .tensors = tensors,
+    .tensor_count = DSV4_ATTENTION_TENSORS,
+    .varlen_by = DA_CU_SEQLENS,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_DSV4_ATTENTION_PARAMS_INIT",
+    .tensors_init = "QUERN_DSV4_ATTENTION_TENSORS_INIT",
+    .call_size = sizeof(dsv4_attention_call),
+    .params_at = offsetof(dsv4_attention_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = dsv4_attention_plan,
+    .run = dsv4_attention_run,
+};
