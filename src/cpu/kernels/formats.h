@@ -20,7 +20,13 @@ INLINE vfloat magnitude_of(vfloat v)
 /* Where v is NaN: `than`. */
 INLINE vfloat v_min(vfloat v, vfloat than)
 {
+#if defined(__AVX512F__)
+    return _mm512_min_ps(v, than);
+#elif defined(__FMA__)
+    return _mm256_min_ps(v, than);
+#else
     return v_select(v < than, v, than);
+#endif
 }
 
 /* The code of magnitudes in [0, 6]. */
