@@ -19,23 +19,28 @@
 #include "stages/attend_mqa.h"
 #include "stages/validate_lists.h"
 #include "stages/cache.h"
+#include "stages/combine.h"
 #include "stages/compress.h"
 #include "stages/convert.h"
 #include "stages/dequantise.h"
+#include "stages/expert_sums.h"
 #include "stages/from_mxfp4.h"
 #include "stages/fused_quantise.h"
 #include "stages/gate.h"
 #include "stages/gemm.h"
+#include "stages/grouped_dense.h"
 #include "stages/grouped_gemm.h"
 #include "stages/indexer.h"
 #include "stages/interleave.h"
 #include "stages/list_convert.h"
+#include "stages/permute.h"
 #include "stages/pool.h"
 #include "stages/prepack.h"
 #include "stages/quantise.h"
 #include "stages/route.h"
 #include "stages/rowdot.h"
 #include "stages/select.h"
+#include "stages/swiglu.h"
 #include "stages/swizzle.h"
 
 /* F(stage, NAME): a row of the table, whose arguments are NAME_args. */
@@ -60,6 +65,13 @@
     F(interleave, interleave)         \
     F(prepack, prepack)               \
     F(grouped_gemm, grouped_gemm)     \
+    F(grouped_gemm_backward, grouped_gemm) \
+    F(grouped_dense, grouped_dense)   \
+    F(permute, permute)               \
+    F(combine, combine)               \
+    F(swiglu_forward, swiglu)         \
+    F(swiglu_backward, swiglu)        \
+    F(expert_sums, expert_sums)       \
     F(route_forward, route)           \
     F(route_backward, route)          \
     F(gemm, gemm)                     \
@@ -92,6 +104,11 @@
     F(interleave, INTERLEAVE) \
     F(prepack, PREPACK) \
     F(grouped_gemm, GROUPED_GEMM) \
+    F(grouped_dense, GROUPED_DENSE) \
+    F(permute, PERMUTE) \
+    F(combine, COMBINE) \
+    F(swiglu, SWIGLU) \
+    F(expert_sums, EXPERT_SUMS) \
     F(route, ROUTE) \
     F(gemm, GEMM) \
     F(pool, POOL) \

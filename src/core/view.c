@@ -4,6 +4,8 @@
 
 #include "core/error.h"
 
+#include <math.h>
+
 #include <stdio.h>
 
 quern_tensor view_or_absent(const quern_tensor *t)
@@ -251,5 +253,30 @@ quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *na
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "%s ends at %d: at most the %lld packed rows are accepted", name, cu[batch],
                          (long long)total);
+    return QUERN_OK;
+}
+
+quern_status view_check_ends(const int32_t *ends, int64_t count, const char *name, int64_t rows)
+{
+    for (int64_t e = 0; e < count; e++) {
+        const int32_t before = e > 0 ? ends[e - 1] : 0;
+        if (ends[e] < before)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name, (long long)e, ends[e], before);
+        if (ends[e] > rows)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d: at most the %lld rows are accepted", name, (long long)e, ends[e],
+                             (long long)rows);
+    }
+    return QUERN_OK;
+}
+
+quern_status view_check_globals(const void *data, const quern_tensor *view, const char *name)
+{
+    for (int64_t i = 0; i < view_elements(view); i++) {
+        int64_t at = 0, rest = i;
+        for (int32_t d = view->ndim - 1; d >= 0; rest /= view->shape[d], d--) at += rest % view->shape[d] * view->strides[d];
+        const float g = ((const float *)data)[at];
+        if (!(g > 0.0f) || isinf(g))
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %g: a global above 0 and finite is accepted", name, (long long)i, (double)g);
+    }
     return QUERN_OK;
 }

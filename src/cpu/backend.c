@@ -3,9 +3,12 @@
 /* backend.c - the CPU's rows of the stage table. */
 #include "cpu/gemm.h"
 #include "cpu/gemm4/stages.h"
+#include "cpu/grouped_dense/stages.h"
+#include "cpu/permute/stages.h"
 #include "cpu/quantise/stages.h"
 #include "cpu/route/route.h"
 #include "cpu/stages.h"
+#include "cpu/swiglu/stages.h"
 
 #include <stdlib.h>
 
@@ -46,6 +49,13 @@ const quern_backend quern_backend_cpu = {
     .interleave = {NULL, NULL, cpu_interleave, NULL},
     .prepack = {NULL, NULL, cpu_prepack, NULL},
     .grouped_gemm = {NULL, cpu_grouped_gemm_workspace, cpu_grouped_gemm, NULL},
+    .grouped_gemm_backward = {NULL, cpu_grouped_gemm_backward_workspace, cpu_grouped_gemm_backward, NULL},
+    .grouped_dense = {NULL, cpu_grouped_dense_workspace, cpu_grouped_dense, NULL},
+    .permute = {NULL, NULL, cpu_permute, NULL},
+    .combine = {NULL, cpu_combine_workspace, cpu_combine, NULL},
+    .swiglu_forward = {NULL, NULL, cpu_swiglu, NULL},
+    .swiglu_backward = {NULL, NULL, cpu_swiglu_backward, NULL},
+    .expert_sums = {NULL, cpu_expert_sums_workspace, cpu_expert_sums, NULL},
     .route_forward = {NULL, cpu_route_workspace, cpu_route, NULL},
     .route_backward = {NULL, cpu_route_backward_workspace, cpu_route_backward, NULL},
     .gemm = {NULL, cpu_gemm_workspace, cpu_gemm, NULL},

@@ -125,7 +125,8 @@ static quern_status plan_quantize(quern_context *ctx, const quern_exec *exec,
         (status = nvfp4_check_stage(&call->base, call->base.backend->quantise.run != NULL,
                                     "quantisation to NVFP4")) != QUERN_OK)
         return status;
-    call->args = (quantise_args){.profile = (quantise_profile)p.profile,
+    call->args = (quantise_args){.name = "x",
+                                 .profile = (quantise_profile)p.profile,
                                  .choice = (quantise_scales)p.scales,
                                  .per = (quantise_global)p.global_per,
                                  .columns = p.weight,

@@ -110,6 +110,28 @@ static void decode(const gemm4_kernels *kernels, test_random *random)
     }
 }
 
+/* Word [n / 2][k] of a turned unit is columns n and n + 1 at k. */
+static void turn_bf16(const gemm4_kernels *kernels, test_random *random)
+{
+    static uint32_t decoded[GEMM4_UNIT / 2 * GEMM4_PANEL];
+    if (kernels->turn_bf16 == NULL) return;
+    for (int64_t i = 0; i < 8; i++) {
+        test_tensor panel = random_units(random, 1), turned = floats_of(random, GEMM4_UNIT / 2 * GEMM4_PANEL);
+        kernels->decode_bf16(panel.view.data, 1, decoded);
+        kernels->turn_bf16(decoded, turned.view.data);
+        test_tensor_check_guards(&turned, "turn_bf16");
+        for (int64_t k = 0; k < GEMM4_UNIT; k++)
+            for (int64_t n = 0; n < GEMM4_PANEL; n++) {
+                uint16_t got, expected;
+                memcpy(&got, (const char *)turned.view.data + 4 * (n / 2 * GEMM4_UNIT + k) + 2 * (n % 2), 2);
+                memcpy(&expected, (const char *)decoded + 4 * (k / 2 * GEMM4_PANEL + n) + 2 * (k % 2), 2);
+                if (got != expected || bound_of(kernels, "turn_bf16", 0) > 0) fail_msg("turn_bf16: k %lld column %lld", (long long)k, (long long)n);
+            }
+        TEST_TIME("gemm4", "turn_bf16", kernels->level, 16 * GEMM4_UNIT / 2 * GEMM4_PANEL / 2, kernels->turn_bf16(decoded, turned.view.data));
+        test_tensor_free(&panel), test_tensor_free(&turned);
+    }
+}
+
 /* Few rows decoded on the way have the bits of the same rows through decode_bf16 and the dense product. */
 static void rows_bf16(const gemm4_kernels *kernels, test_random *random)
 {
@@ -259,7 +281,7 @@ static void at_every_level(void **state)
 int main(int argc, char **argv)
 {
     char program[] = "gemm4_test";
-    const struct CMUnitTest tests[] = {KERNEL_TEST(decode), KERNEL_TEST(rows_bf16), KERNEL_TEST(row_f32),
+    const struct CMUnitTest tests[] = {KERNEL_TEST(decode), KERNEL_TEST(turn_bf16), KERNEL_TEST(rows_bf16), KERNEL_TEST(row_f32),
                                        KERNEL_TEST(integers), KERNEL_TEST(scale_row),
                                        {"every_kernel", test_every_kernel, NULL, NULL, program}};
     return TEST_KERNELS_MAIN(argc, argv, tests);

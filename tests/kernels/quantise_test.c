@@ -273,6 +273,41 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
     }
 }
 
+/* Each value within a few roundings of the formula's terms (a sigmoid below 2^-127 may be that); at the limit a gradient passes, beyond it there is none. */
+static void swiglu_backward_row(const quantise_kernels *kernels, test_random *random)
+{
+    static const swiglu_rule rules[] = {{0, 1, 0}, {10, 1, 0}, {0.75f, 1, 0}, {7, 1.702f, 1}};
+    for (int i = 0; i < 4 * LENGTHS; i++) {
+        const swiglu_rule rule = rules[i % 4];
+        const int64_t n = lengths[i / 4];
+        test_tensor gate = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED), up = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED),
+                    d = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
+        test_tensor_normal(&gate, random, 6), test_tensor_normal(&up, random, 6), test_tensor_normal(&d, random, 1);
+        double *g = test_tensor_get(&gate), *u = test_tensor_get(&up), *by = test_tensor_get(&d);
+        const double limit = rule.limit > 0 ? (double)rule.limit : INFINITY, alpha = (double)rule.alpha, beta = (double)rule.beta;
+        if (n > 4) g[0] = fmin(limit, 50), u[1] = fmin(limit, 50), u[2] = -fmin(limit, 50), g[3] = -300, g[4] = NAN;
+        test_tensor_set(&gate, g), test_tensor_set(&up, u);
+        kernels->swiglu_backward_row(&rule, d.view.data, n, gate.view.data, up.view.data);
+        test_tensor_check_guards(&gate, "gate"), test_tensor_check_guards(&up, "up");
+        double *d_gate = test_tensor_get(&gate), *d_up = test_tensor_get(&up);
+        for (int64_t c = 0; c < n; c++) {
+            const double x = g[c] > limit ? limit : g[c], y = clamp(u[c], -limit, limit) + beta, s = 1 / (1 + exp(-alpha * x));
+            const double slope = s * (1 + alpha * x * (1 - s)), terms = s * (1 + fabs(alpha * x) * (1 - s));
+            const double gate_bound = bound_of(kernels, "swiglu_backward_row", alpha * x) * fabs(by[c] * y) * terms + fabs(by[c] * y * alpha * x) * 0x1p-125 + 1e-36,
+                         up_bound = bound_of(kernels, "swiglu_backward_row", alpha * x) * fabs(by[c] * x * s) + fabs(by[c] * x) * 0x1p-125 + 1e-36;
+            const double expected = g[c] > limit ? 0 : by[c] * y * slope, expected_up = fabs(u[c]) > limit ? 0 : by[c] * x * s;
+            if (isnan(expected) ? !isnan(d_gate[c]) : d_gate[c] != expected && !(fabs(d_gate[c] - expected) <= gate_bound))
+                fail_msg("%s d gate(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level), g[c], u[c], d_gate[c], expected);
+            if (isnan(expected_up) ? !isnan(d_up[c]) : d_up[c] != expected_up && !(fabs(d_up[c] - expected_up) <= up_bound))
+                fail_msg("%s d up(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level), g[c], u[c], d_up[c], expected_up);
+        }
+        TEST_TIME("quantise", "swiglu_backward_row", kernels->level, 20 * n,
+                  kernels->swiglu_backward_row(&rule, d.view.data, n, gate.view.data, up.view.data));
+        free(g), free(u), free(by), free(d_gate), free(d_up);
+        test_tensor_free(&gate), test_tensor_free(&up), test_tensor_free(&d);
+    }
+}
+
 /* Runs a test at every level that this machine has. */
 static void at_every_level(void **state)
 {
@@ -291,7 +326,8 @@ int main(int argc, char **argv)
     char program[] = "quantise_test";
     const struct CMUnitTest tests[] = {
         KERNEL_TEST(quantise_row), KERNEL_TEST(quantise_columns), KERNEL_TEST(dequantise_row), KERNEL_TEST(dequantise_columns),
-        KERNEL_TEST(part_row), KERNEL_TEST(swiglu_row), {"every_kernel", test_every_kernel, NULL, NULL, program},
+        KERNEL_TEST(part_row), KERNEL_TEST(swiglu_row), KERNEL_TEST(swiglu_backward_row),
+        {"every_kernel", test_every_kernel, NULL, NULL, program},
     };
     return TEST_KERNELS_MAIN(argc, argv, tests);
 }

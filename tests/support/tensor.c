@@ -166,6 +166,8 @@ void test_tensor_set(test_tensor *t, const double *values)
         if (t->view.dtype == QUERN_F32) {
             const float f = (float)values[i];
             memcpy(element(t, i), &f, sizeof f);
+        } else if (t->view.dtype == QUERN_U8) {
+            *(unsigned char *)element(t, i) = (unsigned char)values[i];
         } else {
             const uint16_t h = half_bits(t->view.dtype, values[i]);
             memcpy(element(t, i), &h, sizeof h);

@@ -84,6 +84,35 @@ static void decode_bf16(const uint8_t *panel, int64_t units, uint32_t *out)
             }
 }
 
+/* Even and odd numbers of K, 16 words each, to 32 words in order at out. */
+static inline void store_zipped(uint32_t *out, __m512i even, __m512i odd)
+{
+    const vint low = __builtin_shufflevector((vint)even, (vint)odd, ZIP_LOW),
+               high = __builtin_shufflevector((vint)even, (vint)odd, ZIP_HIGH);
+    memcpy(out, &low, sizeof low);
+    memcpy(out + LANES, &high, sizeof high);
+}
+
+/* 16 words of K by 16 columns at a time: transposed, a vector holds one column's words of K. */
+static void turn_bf16(const uint32_t *decoded, uint32_t *out)
+{
+    const __m512i low = _mm512_set1_epi32(0xffff);
+    for (int64_t p = 0; p < GEMM4_UNIT / 2; p += LANES)
+        for (int64_t n = 0; n < GEMM4_PANEL; n += LANES) {
+            vfloat v[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) v[i] = v_load((const float *)(const void *)(decoded + (p + i) * GEMM4_PANEL + n));
+            v_transpose(v);
+#pragma GCC unroll 8
+            for (int i = 0; i < LANES; i += 2) {
+                const __m512i a = (__m512i)v[i], b = (__m512i)v[i + 1];
+                const __m512i even = _mm512_or_si512(_mm512_and_si512(a, low), _mm512_slli_epi32(b, 16));
+                const __m512i odd = _mm512_or_si512(_mm512_srli_epi32(a, 16), _mm512_andnot_si512(low, b));
+                store_zipped(out + (n + i) / 2 * GEMM4_UNIT + 2 * p, even, odd);
+            }
+        }
+}
+
 /* A block of K of some rows and strips: each pair of K is decoded once for all rows. */
 INLINE void few_rows_block(const int rows, const int strips, const decoder *d, const uint8_t *unit, int block,
                            const uint32_t *const a[], __m512 acc[][GEMM4_STRIPS])
@@ -174,4 +203,5 @@ static void rows_bf16(const uint8_t *panel, int64_t units, int64_t rows, const u
 const gemm4_kernels gemm4_kernels_avx512bf16 = {.level = QUERN_CPU_LEVEL_AVX512BF16,
                                                 GEMM4_ROW_KERNELS,
                                                 .decode_bf16 = decode_bf16,
+                                                .turn_bf16 = turn_bf16,
                                                 .rows_bf16 = rows_bf16};

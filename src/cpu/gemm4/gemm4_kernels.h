@@ -51,6 +51,9 @@ typedef struct gemm4_kernels {
     /* Units of a panel to code * scale, exact: [64 units][64] f32, or [32 units][64] words of two bf16. */
     void (*decode_f32)(const uint8_t *panel, int64_t units, float *out);
     void (*decode_bf16)(const uint8_t *panel, int64_t units, uint32_t *out);
+    /* A unit of decode_bf16, [32][64] words that pair K, to [32][64] words that pair columns: word [n / 2][k] holds columns n
+     * and n + 1. NULL where there is no decode_bf16. */
+    void (*turn_bf16)(const uint32_t *decoded, uint32_t *out);
     /* c[64] (+)= a row times the units, decoded on the way: the same bits as decode_f32 and a product of one
      * row. */
     void (*row_f32)(const uint8_t *panel, int64_t units, const float *a, float *c, bool accumulate);

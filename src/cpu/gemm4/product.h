@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* product.h - what the files of the grouped product share: the plan of a call, A's rows made ready, and the
- * epilogue. */
+/* product.h - what the files of the grouped product and its gradient share: the plan of a call and its tasks, A's rows
+ * made ready, and the epilogue. */
 #ifndef QUERN_CPU_GEMM4_PRODUCT_H
 #define QUERN_CPU_GEMM4_PRODUCT_H
 
@@ -25,7 +25,7 @@ enum {
 /* A thread's own memory. */
 typedef struct product_scratch {
     uint8_t packed[4 * GEMM4_UNIT_BYTES]; /* units of weights that the caller did not repack */
-    float decoded[PRODUCT_BUFFER / 4];
+    float decoded[PRODUCT_BUFFER / 4], turned[PRODUCT_BUFFER / 4];
     float scales[4 * GEMM4_BLOCKS * GEMM4_PANEL];
     float c[PRODUCT_ROWS * GEMM4_PANEL];
     float row[GEMM4_PANEL], part[2][GEMM4_PANEL];
@@ -38,6 +38,8 @@ typedef struct product_job {
     const quantise_kernels *quantise;
     product_kind kind;
     int64_t units, experts;
+    const int32_t *ends;   /* [experts] */
+    int32_t all;           /* the one end without offsets */
     /* A made ready, rows of `units` units: f32, bf16, or words of four int8 with a scale and a start a block.
      */
     char *a;
@@ -48,6 +50,18 @@ typedef struct product_job {
     uint32_t *magnitudes;  /* of A, where what is not finite is an error */
     product_scratch *scratch; /* [threads] */
 } product_job;
+
+/* The extents and kernels of a call. */
+product_job product_plan(const stage_exec *exec, const grouped_gemm_args *args);
+/* Where each expert's rows end. */
+void product_ends(product_job *job);
+/* Tasks of all experts before each, and their number: `across` for each PRODUCT_ROWS rows of an expert. */
+int64_t product_tasks(product_job *job, int64_t across);
+/* The expert of a task. */
+int64_t product_expert(const product_job *job, int64_t index);
+/* Units [first, first + count) of an expert's panel, repacked. */
+const uint8_t *product_units(const product_job *job, product_scratch *s, int64_t expert, int64_t panel,
+                             int64_t first, int64_t count);
 
 /* Bytes of a row of A made ready. */
 int64_t ready_row_bytes(const product_job *job);

@@ -20,12 +20,7 @@
 
 static product_job plan(const stage_exec *exec, const grouped_gemm_args *args)
 {
-    product_job job = {.args = args,
-                       .kernels = gemm4_kernels_for(exec->cpu_level),
-                       .dense = attention_kernels_for(exec->cpu_level),
-                       .quantise = quantise_kernels_for(exec->cpu_level),
-                       .units = units_of(args->k),
-                       .experts = args->offsets.shape[0]};
+    product_job job = product_plan(exec, args);
     job.kind = args->int8 || args->a_codes.ndim > 0 ? PRODUCT_I8 : PRODUCT_F32;
     if (job.kind == PRODUCT_F32 && args->a.dtype == QUERN_BF16 && job.kernels->decode_bf16 != NULL)
         job.kind = PRODUCT_BF16;
@@ -58,20 +53,6 @@ size_t cpu_grouped_gemm_workspace(const stage_exec *exec, const grouped_gemm_arg
     arena a = arena_on(NULL);
     carve(exec, &job, &a);
     return a.used;
-}
-
-/* Units [first, first + count) of an expert's panel. */
-static const uint8_t *units_at(const product_job *job, product_scratch *s, int64_t expert, int64_t panel,
-                               int64_t first, int64_t count)
-{
-    const grouped_gemm_args *args = job->args;
-    if (args->b_repacked.ndim > 0)
-        return (const uint8_t *)args->b_repacked.data + expert * args->b_repacked.strides[0] +
-               (panel * job->units + first) * GEMM4_UNIT_BYTES;
-    const weight_view w =
-        weight_of(&args->b_codes, &args->b_scales, args->k_major, args->order, args->n, args->k, expert);
-    pack_units(&w, panel, first, count, s->packed);
-    return s->packed;
 }
 
 static void multiply_f32(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
@@ -123,18 +104,6 @@ static void multiply_i8(const product_job *job, product_scratch *s, const uint8_
     job->kernels->mm_i8(&t);
 }
 
-/* The last expert whose first task is not past the index: one with tasks. */
-static int64_t expert_of_task(const product_job *job, int64_t index)
-{
-    int64_t low = 0, high = job->experts;
-    while (high - low > 1) {
-        const int64_t middle = (low + high) / 2;
-        if (job->first_task[middle] <= index) low = middle;
-        else high = middle;
-    }
-    return low;
-}
-
 static void product_task(void *arg, int64_t index, int32_t thread)
 {
     static const int64_t group[] = {[PRODUCT_F32] = PRODUCT_UNITS_F32,
@@ -142,8 +111,8 @@ static void product_task(void *arg, int64_t index, int32_t thread)
                                     [PRODUCT_I8] = PRODUCT_UNITS_I8};
     const product_job *job = arg;
     product_scratch *s = &job->scratch[thread];
-    const int32_t *ends = job->args->offsets.data;
-    const int64_t expert = expert_of_task(job, index);
+    const int32_t *ends = job->ends;
+    const int64_t expert = product_expert(job, index);
     const int64_t panels = panels_of(job->args->n), task = index - job->first_task[expert],
                   panel = task % panels;
     const int64_t begin = (expert > 0 ? ends[expert - 1] : 0) + task / panels * PRODUCT_ROWS,
@@ -151,7 +120,7 @@ static void product_task(void *arg, int64_t index, int32_t thread)
     const int64_t rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS, column = panel * GEMM4_PANEL;
     for (int64_t u = 0; u < job->units; u += group[job->kind]) {
         const int64_t count = job->units - u < group[job->kind] ? job->units - u : group[job->kind];
-        const uint8_t *units = units_at(job, s, expert, panel, u, count);
+        const uint8_t *units = product_units(job, s, expert, panel, u, count);
         if (job->kind == PRODUCT_BF16) multiply_bf16(job, s, units, u, count, begin, rows);
         else if (job->kind == PRODUCT_F32) multiply_f32(job, s, units, u, count, begin, rows);
         else multiply_i8(job, s, units, u, count, begin, rows);
@@ -159,20 +128,6 @@ static void product_task(void *arg, int64_t index, int32_t thread)
     for (int64_t i = 0; job->units == 0 && i < rows * GEMM4_PANEL; i++) s->c[i] = 0.0f;
     finish_rows(job, s, expert, begin, rows, column,
                 job->args->n - column < GEMM4_PANEL ? job->args->n - column : GEMM4_PANEL);
-}
-
-/* Tasks of all experts before each, and their number. */
-static int64_t count_tasks(product_job *job)
-{
-    const int32_t *ends = job->args->offsets.data;
-    int64_t tasks = 0;
-    for (int64_t e = 0; e < job->experts; e++) {
-        const int64_t rows = ends[e] - (e > 0 ? ends[e - 1] : 0);
-        job->first_task[e] = tasks;
-        tasks += (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS * panels_of(job->args->n);
-    }
-    job->first_task[job->experts] = tasks;
-    return tasks;
 }
 
 /* What the tensors hold, before anything is written. */
@@ -196,11 +151,12 @@ quern_status cpu_grouped_gemm(const stage_exec *exec, const grouped_gemm_args *a
     product_job job = plan(exec, args);
     arena a = arena_on(workspace);
     carve(exec, &job, &a);
+    product_ends(&job);
     const int64_t rows = rows_with_expert(&args->offsets, args->tokens);
     const quern_status status = check(exec, &job, rows);
     if (status != QUERN_OK) return status;
     ready_rows(exec, &job, rows);
-    parallel_for(exec, count_tasks(&job), product_task, &job);
+    parallel_for(exec, product_tasks(&job, panels_of(args->n)), product_task, &job);
     zero_output(&job, rows);
     return QUERN_OK;
 }

@@ -46,6 +46,8 @@ typedef struct quantise_kernels {
                      float *out);
     /* h[i] of n gates and ups; h may be gate. */
     void (*swiglu_row)(const swiglu_rule *rule, const float *gate, const float *up, int64_t n, float *h);
+    /* n gates and ups become the gradients of each where that of h is d. */
+    void (*swiglu_backward_row)(const swiglu_rule *rule, const float *d, int64_t n, float *gate, float *up);
 } quantise_kernels;
 
 const quantise_kernels *quantise_kernels_for(quern_cpu_level level);

@@ -233,9 +233,26 @@ static void swiglu_row(const swiglu_rule *rule, const float *gate, const float *
                    swiglu(rule, load_some(gate, QUERN_F32, c, n), load_some(up, QUERN_F32, c, n)));
 }
 
+/* With s the sigmoid of alpha g: du = d g s, dg = d (u + beta) s (1 + alpha g (1 - s)); both 0 beyond the limit. */
+static void swiglu_backward_row(const swiglu_rule *rule, const float *d, int64_t n, float *gate, float *up)
+{
+    const vfloat limit = v_splat(rule->limit > 0.0f ? rule->limit : INFINITY), zero = {0};
+    for (int64_t c = 0; c < n; c += LANES) {
+        const vfloat g = load_some(gate, QUERN_F32, c, n), u = load_some(up, QUERN_F32, c, n);
+        const vfloat h = load_some(d, QUERN_F32, c, n), x = v_select(g > limit, limit, g);
+        const vfloat below = v_select(u < -limit, -limit, u), v = v_select(u > limit, limit, below);
+        vfloat y = x * (rule->alpha * -1.44269504088896340736f);
+        y = v_select(y > 127.0f, v_splat(127.0f), y);
+        const vfloat e = v_exp2(y), s = 1.0f / (1.0f + e);
+        const vfloat dg = h * (v + rule->beta) * s * (1.0f + rule->alpha * x * (e * s)), du = h * x * s;
+        store_some(gate, QUERN_F32, c, n, v_select(g > limit, zero, dg));
+        store_some(up, QUERN_F32, c, n, v_select(u > limit, zero, v_select(u < -limit, zero, du)));
+    }
+}
+
 #define QUANTISE_KERNELS                                                                                     \
     .quantise_row = quantise_row, .quantise_columns = quantise_columns,                                      \
     .dequantise_row = dequantise_row, .dequantise_columns = dequantise_columns, .part_row = part_row,        \
-    .swiglu_row = swiglu_row
+    .swiglu_row = swiglu_row, .swiglu_backward_row = swiglu_backward_row
 
 #endif

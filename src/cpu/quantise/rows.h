@@ -36,6 +36,12 @@ static inline void *view_row(const quern_tensor *t, int64_t row)
     return (char *)t->data + at * (int64_t)quern_dtype_size(t->dtype);
 }
 
+/* An element of a row. */
+static inline void *view_at(const quern_tensor *t, int64_t row, int64_t column)
+{
+    return (char *)view_row(t, row) + column * (int64_t)quern_dtype_size(t->dtype);
+}
+
 static inline float element_of(const void *row, quern_dtype dtype, int64_t column)
 {
     if (dtype == QUERN_F32) return ((const float *)row)[column];

@@ -24,6 +24,12 @@ size_t cpu_quantise_workspace(const stage_exec *exec, const quantise_args *args)
     return row_magnitudes_bytes(&args->x);
 }
 
+/* The row of x that row r of the codes is. */
+static int64_t source_row(const quantise_args *args, int64_t r)
+{
+    return args->slots.ndim > 0 ? ((const int32_t *)args->slots.data)[r] / args->slots_a_row : r;
+}
+
 static void set_global(const quern_tensor *global, int64_t index, float value)
 {
     float *to = view_row(global, index);
@@ -48,8 +54,10 @@ static void write_globals(const quantise_args *args, const row_magnitudes *m, in
     if (args->per == QUANTISE_GLOBAL_EXPERT) {
         expert_globals(args, m);
     } else if (args->per == QUANTISE_GLOBAL_ROW) {
-        for (int64_t r = 0; r < rows; r++)
-            set_global(&args->global, r, global_from_largest(args->profile, largest_of_rows(m, r, r + 1)));
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t x = source_row(args, r);
+            set_global(&args->global, r, global_from_largest(args->profile, largest_of_rows(m, x, x + 1)));
+        }
     } else {
         set_global(&args->global, 0, global_from_largest(args->profile, largest_of_rows(m, 0, rows)));
     }
@@ -84,7 +92,7 @@ static void quantise_rows_piece(void *arg, int64_t index, int32_t thread)
         const int64_t expert = args->offsets.ndim > 0 ? expert_of_row(&args->offsets, row) : 0;
         const quantise_rule rule = {args->profile, args->choice,
                                     global_at(globals_of(args), args->per, row, expert)};
-        job->kernels->quantise_row(&rule, (const char *)view_row(&args->x, row) + p.column * element,
+        job->kernels->quantise_row(&rule, (const char *)view_row(&args->x, source_row(args, row)) + p.column * element,
                                    args->x.dtype, p.columns, codes, scales);
     }
 }
@@ -109,9 +117,11 @@ static void quantise_columns_piece(void *arg, int64_t index, int32_t thread)
 
 quern_status cpu_quantise(const stage_exec *exec, const quantise_args *args, void *workspace)
 {
-    const int64_t rows = view_rows(&args->x), used = rows_with_expert(&args->offsets, rows);
+    const int64_t rows = args->slots.ndim > 0 ? args->slots.shape[0] : view_rows(&args->x);
+    const int64_t used = rows_with_expert(&args->offsets, rows);
     row_magnitudes m = {.bits = workspace};
-    const quern_status status = row_magnitudes_of(exec, &args->x, used, "x", &m);
+    const quern_status status =
+        row_magnitudes_of(exec, &args->x, args->slots.ndim > 0 ? view_rows(&args->x) : used, args->name, &m);
     if (status != QUERN_OK) return status;
     if (args->given.ndim == 0) write_globals(args, &m, used);
     else copy_globals(args);

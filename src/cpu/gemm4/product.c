@@ -1,0 +1,57 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* product.c - the extents of a grouped product, how its rows are cut into tasks, and where its weights stand. */
+#include "cpu/gemm4/product.h"
+
+product_job product_plan(const stage_exec *exec, const grouped_gemm_args *args)
+{
+    return (product_job){.args = args,
+                         .kernels = gemm4_kernels_for(exec->cpu_level),
+                         .dense = attention_kernels_for(exec->cpu_level),
+                         .quantise = quantise_kernels_for(exec->cpu_level),
+                         .units = units_of(args->k),
+                         .experts = args->offsets.ndim > 0 ? args->offsets.shape[0] : 1};
+}
+
+void product_ends(product_job *job)
+{
+    job->all = (int32_t)job->args->tokens;
+    job->ends = job->args->offsets.ndim > 0 ? job->args->offsets.data : &job->all;
+}
+
+int64_t product_tasks(product_job *job, int64_t across)
+{
+    int64_t tasks = 0;
+    for (int64_t e = 0; e < job->experts; e++) {
+        const int64_t rows = job->ends[e] - (e > 0 ? job->ends[e - 1] : 0);
+        job->first_task[e] = tasks;
+        tasks += (rows + PRODUCT_ROWS - 1) / PRODUCT_ROWS * across;
+    }
+    job->first_task[job->experts] = tasks;
+    return tasks;
+}
+
+/* The last expert whose first task is not past the index: one with tasks. */
+int64_t product_expert(const product_job *job, int64_t index)
+{
+    int64_t low = 0, high = job->experts;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (job->first_task[middle] <= index) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+const uint8_t *product_units(const product_job *job, product_scratch *s, int64_t expert, int64_t panel,
+                             int64_t first, int64_t count)
+{
+    const grouped_gemm_args *args = job->args;
+    if (args->b_repacked.ndim > 0)
+        return (const uint8_t *)args->b_repacked.data + expert * args->b_repacked.strides[0] +
+               (panel * job->units + first) * GEMM4_UNIT_BYTES;
+    const weight_view w =
+        weight_of(&args->b_codes, &args->b_scales, args->k_major, args->order, args->n, args->k, expert);
+    pack_units(&w, panel, first, count, s->packed);
+    return s->packed;
+}

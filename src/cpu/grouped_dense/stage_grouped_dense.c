@@ -1,0 +1,158 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_grouped_dense.c - the grouped product with matrices of floats. A task is up to DENSE_ROWS rows of one expert and a
+ * panel of columns; both operands are packed into a thread's own memory DENSE_DEPTH of K at a time. A row's sums are cut by K
+ * alone, so its bits do not depend on the other rows. Operands that are both bf16 are multiplied as bf16 where the level has
+ * the dot product, else all is widened to f32. Limit: the dot product; few rows, reading the weights.
+ */
+#include "cpu/grouped_dense/stages.h"
+
+#include "core/arena.h"
+#include "core/parallel.h"
+#include "cpu/kernels/attention_kernels.h"
+#include "cpu/quantise/rows.h"
+
+enum { DENSE_ROWS = 192, DENSE_DEPTH = 256, DENSE_PANEL = 64 /* no level's panel is wider */ };
+
+typedef struct dense_scratch {
+    float a[DENSE_ROWS * DENSE_DEPTH], b[DENSE_DEPTH * DENSE_PANEL], c[DENSE_ROWS * DENSE_PANEL];
+    float bias[DENSE_PANEL];
+} dense_scratch;
+
+typedef struct dense_job {
+    const grouped_dense_args *args;
+    const attention_kernels *kernels;
+    bool pairs; /* of bf16 */
+    int64_t n, k, experts, panels;
+    const int32_t *ends;
+    int32_t all; /* ends of the one expert without offsets */
+    int64_t *first_task;    /* [experts + 1] */
+    dense_scratch *scratch; /* [threads] */
+} dense_job;
+
+static dense_job plan(const stage_exec *exec, const grouped_dense_args *args)
+{
+    dense_job job = {.args = args,
+                     .kernels = attention_kernels_for(exec->cpu_level),
+                     .n = args->c.shape[1],
+                     .k = args->a.shape[1],
+                     .experts = args->offsets.ndim > 0 ? args->offsets.shape[0] : 1,
+                     .all = (int32_t)args->a.shape[0]};
+    job.pairs = args->a.dtype == QUERN_BF16 && args->b.dtype == QUERN_BF16 && job.kernels->mm_bf16 != NULL && job.k % 2 == 0;
+    job.panels = (job.n + job.kernels->panel - 1) / job.kernels->panel;
+    return job;
+}
+
+static void carve(const stage_exec *exec, dense_job *job, arena *a)
+{
+    job->first_task = arena_take(a, (size_t)(job->experts + 1) * sizeof *job->first_task);
+    job->scratch = arena_take(a, (size_t)exec->threads * sizeof *job->scratch);
+}
+
+size_t cpu_grouped_dense_workspace(const stage_exec *exec, const grouped_dense_args *args)
+{
+    dense_job job = plan(exec, args);
+    arena a = arena_on(NULL);
+    carve(exec, &job, &a);
+    return a.used;
+}
+
+/* Rows and columns of a view whose rows are `stride` elements apart. */
+static row_source block_of(const quern_tensor *t, int64_t at, int64_t stride, int64_t rows, int64_t columns)
+{
+    return (row_source){(const char *)t->data + at * (int64_t)quern_dtype_size(t->dtype), t->dtype, stride, rows, columns};
+}
+
+/* Rows [k, k + depth) of B, columns [column, column + n), as the kernels' operand. */
+static void pack_b(const dense_job *job, dense_scratch *s, int64_t expert, int64_t k, int64_t depth, int64_t column, int64_t n)
+{
+    const attention_kernels *kernels = job->kernels;
+    const quern_tensor *b = &job->args->b;
+    const int64_t from = expert * b->strides[0], stride = b->strides[1];
+    const int32_t panel = kernels->panel;
+    if (job->args->b_transposed) {
+        const row_source src = block_of(b, from + column * stride + k, stride, n, depth);
+        if (job->pairs) kernels->pack_keys_bf16(&src, panel, (uint32_t *)(void *)s->b);
+        else kernels->pack_keys_f32(&src, panel, s->b);
+        return;
+    }
+    const row_source src = block_of(b, from + k * stride + column, stride, depth, n);
+    if (job->pairs) kernels->pack_values_bf16(&src, panel, (uint32_t *)(void *)s->b, 0);
+    else kernels->pack_rows_f32(&src, 1.0f, s->b, panel);
+}
+
+static void multiply(const dense_job *job, dense_scratch *s, int64_t row, int64_t rows, int64_t k, int64_t depth)
+{
+    const attention_kernels *kernels = job->kernels;
+    const quern_tensor *a = &job->args->a;
+    const row_source src = block_of(a, row * a->strides[0] + k, a->strides[0], rows, depth);
+    if (job->pairs) {
+        kernels->pack_rows_bf16(&src, (uint16_t *)(void *)s->a, depth);
+        kernels->mm_bf16(rows, kernels->panel, depth / 2, s->a, depth / 2, 1, s->b, kernels->panel, s->c, kernels->panel, k > 0);
+        return;
+    }
+    kernels->pack_rows_f32(&src, 1.0f, s->a, depth);
+    kernels->mm_f32(rows, kernels->panel, depth, s->a, depth, 1, s->b, kernels->panel, s->c, kernels->panel, k > 0);
+}
+
+static void finish(const dense_job *job, dense_scratch *s, int64_t expert, int64_t row, int64_t rows, int64_t column, int64_t n)
+{
+    const grouped_dense_args *args = job->args;
+    const row_kernels *kernels = job->kernels->rows;
+    if (args->bias.ndim > 0) kernels->convert(view_at(&args->bias, expert, column), args->bias.dtype, s->bias, QUERN_F32, n);
+    for (int64_t r = 0; r < rows; r++) {
+        float *sums = s->c + r * job->kernels->panel;
+        for (int64_t c = 0; args->bias.ndim > 0 && c < n; c++) sums[c] += s->bias[c];
+        void *to = view_at(&args->c, row + r, column);
+        const float *old = to;
+        for (int64_t c = 0; args->accumulate && c < n; c++) sums[c] += old[c];
+        kernels->convert(sums, QUERN_F32, to, args->c.dtype, n);
+    }
+}
+
+/* The last expert whose first task is not past the index: one with tasks. */
+static int64_t expert_of_task(const dense_job *job, int64_t index)
+{
+    int64_t low = 0, high = job->experts;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (job->first_task[middle] <= index) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+static void dense_task(void *arg, int64_t index, int32_t thread)
+{
+    const dense_job *job = arg;
+    dense_scratch *s = &job->scratch[thread];
+    const int64_t expert = expert_of_task(job, index), task = index - job->first_task[expert];
+    const int64_t row = (expert > 0 ? job->ends[expert - 1] : 0) + task / job->panels * DENSE_ROWS;
+    const int64_t rows = job->ends[expert] - row < DENSE_ROWS ? job->ends[expert] - row : DENSE_ROWS;
+    const int64_t panel = job->kernels->panel, column = task % job->panels * panel;
+    const int64_t n = job->n - column < panel ? job->n - column : panel;
+    for (int64_t k = 0; k < job->k; k += DENSE_DEPTH) {
+        const int64_t depth = job->k - k < DENSE_DEPTH ? job->k - k : DENSE_DEPTH;
+        pack_b(job, s, expert, k, depth, column, n);
+        multiply(job, s, row, rows, k, depth);
+    }
+    for (int64_t i = 0; job->k == 0 && i < rows * panel; i++) s->c[i] = 0.0f;
+    finish(job, s, expert, row, rows, column, n);
+}
+
+quern_status cpu_grouped_dense(const stage_exec *exec, const grouped_dense_args *args, void *workspace)
+{
+    dense_job job = plan(exec, args);
+    arena a = arena_on(workspace);
+    int64_t tasks = 0;
+    carve(exec, &job, &a);
+    job.ends = args->offsets.ndim > 0 ? args->offsets.data : &job.all;
+    for (int64_t e = 0; e < job.experts; e++) {
+        job.first_task[e] = tasks;
+        tasks += (job.ends[e] - (e > 0 ? job.ends[e - 1] : 0) + DENSE_ROWS - 1) / DENSE_ROWS * job.panels;
+    }
+    job.first_task[job.experts] = tasks;
+    parallel_for(exec, tasks, dense_task, &job);
+    return QUERN_OK;
+}

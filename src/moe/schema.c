@@ -1,0 +1,317 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* schema.c - what the layer is: its tensors and parameters, the extents that follow from them, and what the host can check
+ * of globals. */
+#include "core/error.h"
+#include "core/view.h"
+#include "moe/call.h"
+
+#include <math.h>
+#include <stddef.h>
+
+static const op_tensor tensors[] = {
+    {"hidden", "hidden", OP_ACTIVATION, OP_NONE, {ML_TOKENS, MS_D}, {0}},
+    {"logits", "logits", OP_F32, OP_NONE, {ML_TOKENS, MS_E}, {0}},
+    {"weight", "weight", OP_FLOAT, OP_NONE, {MS_E, MS_D}, {0}},
+    {"bias", "bias", OP_F32, OP_NONE, {MS_E}, {0}},
+    {"input_ids", "input_ids", OP_I32, OP_NONE, {ML_TOKENS}, {0}},
+    {"tid2eid", "tid2eid", OP_I32, OP_NONE, {MS_V, MS_K}, {0}},
+    {"gate_up_codes", "gate_up_codes", OP_U8, OP_NONE, {MS_E, MS_HALF_D, MS_2I}, {0}},
+    {"gate_up_scales", "gate_up_scales", OP_SCALE, OP_NONE, {MS_E, MS_D_BLOCKS, MS_2I}, {0}},
+    {"gate_up_repacked", "gate_up_repacked", OP_U8, OP_NONE, {MS_E, MS_UP_BYTES}, {0}},
+    {"gate_up_global", "gate_up_global", OP_F32, OP_NONE, {ML_UP_GLOBAL}, {0}},
+    {"down_codes", "down_codes", OP_U8, OP_NONE, {MS_E, MS_HALF_I, MS_D}, {0}},
+    {"down_scales", "down_scales", OP_SCALE, OP_NONE, {MS_E, MS_I_BLOCKS, MS_D}, {0}},
+    {"down_repacked", "down_repacked", OP_U8, OP_NONE, {MS_E, MS_DOWN_BYTES}, {0}},
+    {"down_global", "down_global", OP_F32, OP_NONE, {ML_DOWN_GLOBAL}, {0}},
+    {"gate_up", "gate_up", OP_FLOAT, OP_NONE, {MS_E, MS_2I, MS_D}, {0}},
+    {"down", "down", OP_FLOAT, OP_NONE, {MS_E, MS_D, MS_I}, {0}},
+    {"gate_up_bias", "gate_up_bias", OP_FLOAT, OP_NONE, {MS_E, MS_2I}, {0}},
+    {"down_bias", "down_bias", OP_FLOAT, OP_NONE, {MS_E, MS_D}, {0}},
+    {"gate_up_input_global", "gate_up_input_global", OP_F32, OP_NONE, {MS_E}, {0}},
+    {"down_input_global", "down_input_global", OP_F32, OP_NONE, {MS_E}, {0}},
+    {"shared_gate", "shared_gate", OP_FLOAT, OP_NONE, {MS_IS, MS_D}, {0}},
+    {"shared_up", "shared_up", OP_FLOAT, OP_NONE, {MS_IS, MS_D}, {0}},
+    {"shared_down", "shared_down", OP_FLOAT, OP_NONE, {MS_D, MS_IS}, {0}},
+    {"shared_gate_up_codes", "shared_gate_up_codes", OP_U8, OP_NONE, {MS_HALF_D, MS_2IS}, {0}},
+    {"shared_gate_up_scales", "shared_gate_up_scales", OP_SCALE, OP_NONE, {MS_D_BLOCKS, MS_2IS}, {0}},
+    {"shared_gate_up_repacked", "shared_gate_up_repacked", OP_U8, OP_NONE, {MS_SHARED_UP_BYTES}, {0}},
+    {"shared_gate_up_global", "shared_gate_up_global", OP_F32, OP_NONE, {ML_SHARED_GLOBAL}, {0}},
+    {"shared_down_codes", "shared_down_codes", OP_U8, OP_NONE, {MS_HALF_IS, MS_D}, {0}},
+    {"shared_down_scales", "shared_down_scales", OP_SCALE, OP_NONE, {MS_IS_BLOCKS, MS_D}, {0}},
+    {"shared_down_repacked", "shared_down_repacked", OP_U8, OP_NONE, {MS_SHARED_DOWN_BYTES}, {0}},
+    {"shared_down_global", "shared_down_global", OP_F32, OP_NONE, {0}, {0}},
+    {"out", "out", OP_ACTIVATION, OP_NONE, {ML_TOKENS, MS_D}, {0}},
+    {"experts", "experts", OP_I32, OP_NONE, {MS_T, MS_K}, {0}},
+    {"weights", "weights", OP_F32, OP_NONE, {MS_T, MS_K}, {0}},
+    {"offsets", "offsets", OP_I32, OP_NONE, {MS_E}, {0}},
+    {"permutation", "permutation", OP_I32, OP_NONE, {MS_TK}, {0}},
+    {"d_out", "d_out", OP_ACTIVATION, M_OUT, {ML_TOKENS, MS_D}, {0}},
+    {"d_hidden", "d_hidden", OP_ACTIVATION, M_HIDDEN, {ML_TOKENS, MS_D}, {0}},
+    {"d_logits", "d_logits", OP_F32, M_LOGITS, {ML_TOKENS, MS_E}, {0}},
+    {"d_weight", "d_weight", OP_F32, M_WEIGHT, {MS_E, MS_D}, {0}},
+    {"d_weights", "d_weights", OP_F32, OP_NONE, {MS_T, MS_K}, {0}},
+    {"d_gate_up_bias", "d_gate_up_bias", OP_F32, M_UP_BIAS, {MS_E, MS_2I}, {0}},
+    {"d_down_bias", "d_down_bias", OP_F32, M_DOWN_BIAS, {MS_E, MS_D}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == MOE_TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_moe_tensors) == (1 + MOE_TENSORS) * sizeof(void *), "a tensor a field");
+
+static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid", NULL};
+#define AT(member) offsetof(quern_moe_params, member)
+static const op_param params[] = {
+    {"score", AT(score), OP_CHOICE, 0, 2, scores, "what the router makes of logits"},
+    {"top_k", AT(top_k), OP_INTEGER, 1, INT32_MAX, NULL, "experts of a token"},
+    {"renormalize", AT(renormalize), OP_FLAG, 0, 1, NULL, "divide the chosen experts' scores by their sum"},
+    {"route_scale", AT(route_scale), OP_NUMBER, 0, 0, NULL, "multiplies routing weights"},
+    {"limit", AT(limit), OP_NUMBER, 0, 0, NULL, "of gate and up; 0: none"},
+    {"alpha", AT(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
+    {"beta", AT(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
+    {"granularity", AT(granularity), OP_INTEGER, 1, 32, NULL, "runs of gate and up in NVFP4 columns; divides 32"},
+    {"a4", AT(a4), OP_FLAG, 0, 1, NULL, "quantise the activations of the experts' products to NVFP4"},
+    {"intermediate", AT(intermediate), OP_INTEGER, 0, INT32_MAX / 2, NULL, "I; 0: from the tensors"},
+    {"shared_intermediate", AT(shared_intermediate), OP_INTEGER, 0, INT32_MAX / 2, NULL, "I of the shared expert; 0: from the tensors"},
+};
+#undef AT
+static const quern_moe_params defaults = QUERN_MOE_PARAMS_INIT;
+static const char *const operations[] = {"moe_forward", "moe_backward"};
+
+static const quern_moe_params *params_of(const op_call *call)
+{
+    return &((const moe_call *)call)->params;
+}
+
+static quern_status check_params(op_call *call)
+{
+    const quern_moe_params *p = params_of(call);
+    if (p->limit < 0.0f)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "limit is %g: 0 (no clamp) or a finite positive number is accepted", (double)p->limit);
+    if (32 % p->granularity != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "granularity is %lld: a divisor of 32 is accepted", (long long)p->granularity);
+    return QUERN_OK;
+}
+
+/* Codes with scales, or repacked. `there`: NVFP4 weights are expected. */
+static void weight_roles(op_call *call, moe_tensor codes, bool there)
+{
+    const bool repacked = call->given[codes + 2] != NULL;
+    call->role[codes] = call->role[codes + 1] = there && !repacked ? OP_NEEDED : OP_REFUSED;
+    call->role[codes + 2] = there ? OP_OPTIONAL : OP_REFUSED;
+    call->role[codes + 3] = there ? OP_OPTIONAL : OP_REFUSED; /* the global */
+}
+
+static bool any_given(const op_call *call, moe_tensor first, moe_tensor last)
+{
+    for (int i = first; i <= (int)last; i++)
+        if (call->given[i] != NULL) return true;
+    return false;
+}
+
+static void expert_roles(op_call *call)
+{
+    const bool floats = any_given(call, M_GATE_UP, M_DOWN), shared_floats = any_given(call, M_SHARED_GATE, M_SHARED_DOWN);
+    const bool shared_codes = !shared_floats && any_given(call, M_SHARED_UP_CODES, M_SHARED_DOWN_GLOBAL);
+    uint8_t *r = call->role;
+    weight_roles(call, M_UP_CODES, !floats);
+    weight_roles(call, M_DOWN_CODES, !floats);
+    r[M_GATE_UP] = r[M_DOWN] = floats ? OP_NEEDED : OP_UNUSED;
+    r[M_UP_BIAS] = r[M_DOWN_BIAS] = OP_OPTIONAL;
+    r[M_UP_INPUT] = r[M_DOWN_INPUT] = params_of(call)->a4 ? OP_OPTIONAL : OP_REFUSED;
+    r[M_SHARED_GATE] = r[M_SHARED_UP] = r[M_SHARED_DOWN] = shared_floats ? OP_NEEDED : OP_UNUSED;
+    weight_roles(call, M_SHARED_UP_CODES, shared_codes);
+    weight_roles(call, M_SHARED_DOWN_CODES, shared_codes);
+}
+
+static uint8_t gradient_role(const op_call *call, moe_tensor of)
+{
+    return call->operation != MOE_BACKWARD ? OP_UNUSED : call->given[of] != NULL ? OP_OPTIONAL_RESULT : OP_SOURCE_MISSING;
+}
+
+static void roles(op_call *call)
+{
+    const bool backward = call->operation == MOE_BACKWARD, table = call->given[M_TID2EID] != NULL;
+    uint8_t *r = call->role;
+    r[M_HIDDEN] = OP_NEEDED;
+    r[M_WEIGHT] = call->given[M_LOGITS] != NULL ? OP_REFUSED : OP_NEEDED;
+    r[M_LOGITS] = r[M_TID2EID] = OP_OPTIONAL;
+    r[M_BIAS] = table ? OP_REFUSED : OP_OPTIONAL;
+    r[M_INPUT_IDS] = table ? OP_NEEDED : OP_REFUSED;
+    expert_roles(call);
+    r[M_OUT] = backward ? OP_UNUSED : OP_RESULT;
+    r[M_EXPERTS] = r[M_WEIGHTS] = r[M_OFFSETS] = r[M_PERMUTATION] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
+    r[M_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
+    r[M_D_HIDDEN] = gradient_role(call, M_HIDDEN);
+    r[M_D_LOGITS] = gradient_role(call, M_LOGITS);
+    r[M_D_WEIGHT] = gradient_role(call, M_WEIGHT);
+    r[M_D_WEIGHTS] = backward ? OP_OPTIONAL_RESULT : OP_UNUSED;
+    r[M_D_UP_BIAS] = gradient_role(call, M_UP_BIAS);
+    r[M_D_DOWN_BIAS] = gradient_role(call, M_DOWN_BIAS);
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    const char *field = tensors[tensor].field;
+    switch (tensor) {
+    case M_WEIGHT: return error_set(QUERN_ERR_INVALID_ARGUMENT, "weight is given with logits: one or the other is accepted");
+    case M_BIAS: return error_set(QUERN_ERR_INVALID_ARGUMENT, "bias is given with tid2eid: one or the other is accepted");
+    case M_INPUT_IDS: return error_set(QUERN_ERR_INVALID_ARGUMENT, "input_ids is given without tid2eid: both or neither are accepted");
+    case M_UP_INPUT:
+    case M_DOWN_INPUT: return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and a4 is false: it is accepted with a4", field);
+    default: break;
+    }
+    const bool shared = tensor >= M_SHARED_GATE, floats = any_given(call, shared ? M_SHARED_GATE : M_GATE_UP, shared ? M_SHARED_DOWN : M_DOWN);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with %s: one or the other is accepted", field,
+                     floats ? (shared ? "a shared expert in floats" : "experts in floats") : "repacked weights");
+}
+
+/* The extents of a global, with or without experts and parts. */
+static void global_lead(op_call *call, int32_t lead, moe_tensor tensor, const int64_t whole[2], int32_t most)
+{
+    const quern_tensor *g = call->given[tensor];
+    op_extents *to = &call->lead[lead - OP_LEAD];
+    to->count = g == NULL ? 0 : g->ndim < 0 ? 0 : g->ndim < most ? g->ndim : most;
+    for (int32_t i = 0; i < to->count; i++) to->extent[i] = whole[i];
+}
+
+/* T and D from hidden, E from the router. */
+static quern_status derive_tokens(op_call *call)
+{
+    const quern_tensor *hidden = call->given[M_HIDDEN];
+    const int32_t router = call->given[M_LOGITS] != NULL ? M_LOGITS : M_WEIGHT;
+    op_extents *lead = &call->lead[0];
+    int64_t *s = call->symbol;
+    quern_status status;
+    if (hidden == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "hidden is NULL: a tensor is needed");
+    if (call->given[router] == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "weight is NULL: the router's weight, or logits, are needed");
+    call->like = *hidden;
+    const int32_t ndim = hidden->ndim < 2 ? 2 : hidden->ndim < QUERN_MAX_DIMS ? hidden->ndim : QUERN_MAX_DIMS;
+    if ((status = op_check_activation(call, M_HIDDEN, ndim)) != QUERN_OK ||
+        (status = op_check_kind(call, router, router == M_LOGITS ? ndim : 2)) != QUERN_OK)
+        return status;
+    lead->count = ndim - 1;
+    s[MS_T] = 1;
+    for (int32_t i = 0; i < lead->count; i++) {
+        lead->extent[i] = hidden->shape[i];
+        if (__builtin_mul_overflow(s[MS_T], hidden->shape[i], &s[MS_T])) s[MS_T] = INT64_MAX;
+    }
+    s[MS_D] = hidden->shape[ndim - 1];
+    s[MS_E] = router == M_LOGITS ? call->given[router]->shape[ndim - 1] : call->given[router]->shape[0];
+    return QUERN_OK;
+}
+
+/* I, from the parameter or from the first of some tensors, whose dimension `at` is `times` I. */
+static quern_status derive_width(const op_call *call, int64_t given, moe_tensor codes, moe_tensor floats, int32_t ndim, int64_t *width,
+                                 const char *field)
+{
+    const bool in_floats = call->given[floats] != NULL;
+    const moe_tensor tensor = in_floats ? floats : codes;
+    const int32_t dims = in_floats && floats == M_SHARED_GATE ? 2 : ndim;
+    quern_status status;
+    *width = given;
+    if (given > 0) return QUERN_OK;
+    if (call->given[tensor] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL and %s is 0: one of them is needed", tensors[tensor].field, field);
+    if ((status = op_check_kind(call, tensor, dims)) != QUERN_OK) return status;
+    const int64_t *shape = call->given[tensor]->shape;
+    *width = !in_floats ? shape[ndim - 1] / 2 : floats == M_SHARED_GATE ? shape[0] : shape[1] / 2;
+    return QUERN_OK;
+}
+
+/* Widths of NVFP4 weights. */
+static quern_status check_width(const char *what, int64_t width, int64_t multiple)
+{
+    if (width % multiple == 0) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: a multiple of %lld is accepted by NVFP4 weights", what, (long long)width,
+                     (long long)multiple);
+}
+
+static quern_status check_widths(const op_call *call, bool shared)
+{
+    const int64_t *s = call->symbol, q = params_of(call)->granularity, block = QUERN_NVFP4_BLOCK;
+    const quern_status status = check_width("hidden's last extent", s[MS_D], block);
+    return status != QUERN_OK ? status
+                              : check_width(shared ? "shared_intermediate" : "intermediate", s[shared ? MS_IS : MS_I], q > block ? q : block);
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_moe_params *p = params_of(call);
+    int64_t *s = call->symbol;
+    quern_status status = derive_tokens(call);
+    if (status != QUERN_OK) return status;
+    const bool floats = call->role[M_GATE_UP] == OP_NEEDED, shared_floats = call->role[M_SHARED_GATE] == OP_NEEDED;
+    const bool shared = shared_floats || call->role[M_SHARED_UP_REPACKED] == OP_OPTIONAL;
+    if ((status = derive_width(call, p->intermediate, M_UP_CODES, M_GATE_UP, 3, &s[MS_I], "intermediate")) != QUERN_OK) return status;
+    if (shared && (status = derive_width(call, p->shared_intermediate, M_SHARED_UP_CODES, M_SHARED_GATE, 2, &s[MS_IS],
+                                         "shared_intermediate")) != QUERN_OK)
+        return status;
+    if (p->top_k > s[MS_E])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted", (long long)p->top_k, (long long)s[MS_E]);
+    if (s[MS_E] > INT32_MAX || s[MS_T] > INT32_MAX / p->top_k)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens of %lld experts each: at most %d slots are accepted", (long long)s[MS_T],
+                         (long long)p->top_k, INT32_MAX);
+    if (p->a4 && floats) return error_set(QUERN_ERR_INVALID_ARGUMENT, "a4 is true with gate_up in floats: NVFP4 weights are accepted");
+    if ((!floats && (status = check_widths(call, false)) != QUERN_OK) ||
+        (shared && !shared_floats && (status = check_widths(call, true)) != QUERN_OK))
+        return status;
+    s[MS_K] = p->top_k;
+    s[MS_TK] = s[MS_T] * p->top_k;
+    s[MS_V] = call->given[M_TID2EID] != NULL ? call->given[M_TID2EID]->shape[0] : 0;
+    s[MS_2I] = 2 * s[MS_I];
+    s[MS_HALF_D] = s[MS_D] / 2;
+    s[MS_D_BLOCKS] = s[MS_D] / QUERN_NVFP4_BLOCK;
+    s[MS_HALF_I] = s[MS_I] / 2;
+    s[MS_I_BLOCKS] = s[MS_I] / QUERN_NVFP4_BLOCK;
+    s[MS_UP_BYTES] = prepack_bytes(s[MS_2I], s[MS_D]);
+    s[MS_DOWN_BYTES] = prepack_bytes(s[MS_D], s[MS_I]);
+    s[MS_2IS] = 2 * s[MS_IS];
+    s[MS_HALF_IS] = s[MS_IS] / 2;
+    s[MS_IS_BLOCKS] = s[MS_IS] / QUERN_NVFP4_BLOCK;
+    s[MS_SHARED_UP_BYTES] = prepack_bytes(s[MS_2IS], s[MS_D]);
+    s[MS_SHARED_DOWN_BYTES] = prepack_bytes(s[MS_D], s[MS_IS]);
+    const int64_t by_expert[] = {s[MS_E], 2}, by_part[] = {2, 0};
+    global_lead(call, ML_UP_GLOBAL, M_UP_GLOBAL, by_expert, 2);
+    global_lead(call, ML_DOWN_GLOBAL, M_DOWN_GLOBAL, by_expert, 1);
+    global_lead(call, ML_SHARED_GLOBAL, M_SHARED_UP_GLOBAL, by_part, 1);
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    const moe_call *c = (const moe_call *)call;
+    const struct {
+        const quern_tensor *view;
+        moe_tensor tensor;
+    } globals[] = {{&c->up_global, M_UP_GLOBAL}, {&c->down_global, M_DOWN_GLOBAL}, {&c->up_input, M_UP_INPUT},
+                   {&c->down_input, M_DOWN_INPUT}, {&c->shared_up_global, M_SHARED_UP_GLOBAL}, {&c->shared_down_global, M_SHARED_DOWN_GLOBAL}};
+    for (size_t i = 0; i < sizeof globals / sizeof *globals; i++) {
+        const moe_tensor at = globals[i].tensor;
+        if (globals[i].view->ndim == 0) continue;
+        const quern_status status = view_check_globals(data[at], globals[i].view, tensors[at].field);
+        if (status != QUERN_OK) return status;
+    }
+    return QUERN_OK;
+}
+
+const op_family moe_family = {
+    .operations = operations,
+    .operation_count = MOE_OPS,
+    .first = QUERN_OP_MOE_FORWARD,
+    .tensors = tensors,
+    .tensor_count = MOE_TENSORS,
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_MOE_PARAMS_INIT",
+    .tensors_init = "QUERN_MOE_TENSORS_INIT",
+    .call_size = sizeof(moe_call),
+    .params_at = offsetof(moe_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = moe_plan,
+    .run = moe_run,
+};
