@@ -3,6 +3,7 @@
 /* bench.c - `quern bench WHAT`: times an operation at several lengths, beside the limit of the machine. */
 #include "bench.h"
 #include "bench_core.h"
+#include "bench_decode.h"
 
 #include "command.h"
 #include "machine.h"
@@ -55,7 +56,7 @@ static const struct {
     const char *what;
     int (*run)(int argc, char **argv, const char *what);
 } scenarios[] = {{"csa-compress", bench_compressor}, {"hca-compress", bench_compressor}, {"csa-append", bench_compressor},
-               {"v4-index", bench_core}, {"v4-attention", bench_core}};
+               {"v4-index", bench_core}, {"v4-attention", bench_core}, {"nsa-decode", bench_decode}, {"attention-decode", bench_decode}};
 
 static bench_options default_options(const operation *op)
 {
@@ -68,7 +69,7 @@ static bench_options default_options(const operation *op)
 static void print_help(const operation *op)
 {
     const bench_options defaults = default_options(op);
-    printf("usage: quern bench ceilings|overhead|attention|nsa|compress|select|gate|csa-compress|hca-compress|csa-append|v4-index|v4-attention [--key value ...]\n\n"
+    printf("usage: quern bench ceilings|overhead|attention|nsa|compress|select|gate|csa-compress|hca-compress|csa-append|v4-index|v4-attention|nsa-decode|attention-decode [--key value ...]\n\n"
            "Medians of repeated runs on random data, the fraction of the machine's limit that was measured beside\n"
            "them (f32 multiply-add, bf16 dot product, read, copy or write bandwidth), for nsa also the speed-up over\n"
            "dense attention, for attention that over matmul and softmax of oneDNN. Parameters of the operation are\n"
@@ -245,7 +246,7 @@ int verb_bench(int argc, char **argv)
         return EXIT_DONE;
     }
     if (argc - first != 1 || subject == SUBJECTS || strcmp(argv[first], subjects[subject].what) != 0)
-        return fail(EXIT_USAGE, "one of ceilings, overhead, attention, nsa, compress, select, gate, csa-compress, hca-compress, csa-append, v4-index and v4-attention is "
+        return fail(EXIT_USAGE, "one of ceilings, overhead, attention, nsa, compress, select, gate, csa-compress, hca-compress, csa-append, v4-index, v4-attention, nsa-decode and attention-decode is "
                                 "accepted; see quern bench --help");
     if (options.profile != NULL) { /* first the preset, then the options over it */
         if (op == NULL || strcmp(op->info.group, "nsa") != 0) return fail(EXIT_USAGE, "--profile: only operations of the nsa family have presets");
