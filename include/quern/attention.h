@@ -8,7 +8,8 @@
  *
  * Symbols: B batch, N tokens of a sequence, T tokens of a packed batch, H query heads, Hkv key/value
  * heads, g = H / Hkv (any integer >= 1), D query/key head dim, Dv value head dim; D and Dv are multiples
- * of 8 up to 512; kernels there are for up to 256 (others: QUERN_ERR_UNSUPPORTED). Query head h reads key/value head h / g (integer division).
+ * of 8 up to 512, on a GPU up to 256 (others: QUERN_ERR_UNSUPPORTED). Query head h reads key/value head h / g (integer
+ * division).
  *
  * Which keys a query sees. The queries are the last Nq of Nkv positions: query i stands at position
  * p = Nkv - Nq + i, unless params.query_offset >= 0 gives the position of query 0 (chunked prefill).

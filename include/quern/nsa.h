@@ -252,7 +252,7 @@ static inline int64_t quern_nsa_list_heads(const quern_nsa_params *p, int64_t he
  *   wrong ndim, extent or dtype                        as quern_nsa_tensors says                 all
  *   a negative extent; sizes that overflow 64 bits     products below 2^57                       all
  *   head dims                                          multiples of 8, 8 ... 512                 all
- *   head dims above 256: QUERN_ERR_UNSUPPORTED         8 ... 256, for which there are kernels    all that read them
+ *   head dims above 256, GPU: QUERN_ERR_UNSUPPORTED    8 ... 256, for which there are kernels    all that read them
  *   H no positive multiple of Hkv                      one (with Hkv = 0: H = 0)                 all
  *   N or T > 2^31 - 1                                  fewer tokens                              all
  *   last dimension not contiguous                      stride 1                                  all

@@ -7,8 +7,6 @@
 #include "backend.h"
 #include "cpu/kernels/attention_kernels.h"
 
-#include <stdio.h>
-
 static inline int64_t round_up(int64_t n, int64_t to)
 {
     return (n + to - 1) / to * to;
@@ -22,14 +20,6 @@ static inline int64_t round_up16(int64_t n)
 static inline bool is_present(const quern_tensor *t)
 {
     return t->ndim > 0;
-}
-
-/* Whether the kernels take two head dims (0: absent); if not, says so. */
-static inline bool takes_dims(int64_t dim_k, int64_t dim_v, char why[STAGE_WHY_BYTES])
-{
-    if (dim_k <= MAX_DIM && dim_v <= MAX_DIM) return true;
-    snprintf(why, STAGE_WHY_BYTES, "head dims %lld and %lld: the cpu backend takes multiples of 8 up to %d", (long long)dim_k, (long long)dim_v, MAX_DIM);
-    return false;
 }
 
 /* Element [b][n][h][0] of a 4-D view, or [b][n][h] of a 3-D one. */

@@ -9,7 +9,6 @@
 /* The name of tile kernels: <operation>_<dtype of their products or rows>_<level>. */
 void cpu_name_kernels(char text[STAGE_NAME_BYTES], const char *operation, bool bf16, quern_cpu_level level);
 
-bool cpu_attend_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
 void cpu_attend_kernel(const stage_exec *exec, const attend_args *args, char text[STAGE_NAME_BYTES]);
 size_t cpu_attend_forward_workspace(const stage_exec *exec, const attend_args *args);
 quern_status cpu_attend_forward(const stage_exec *exec, const attend_args *args, void *workspace);
@@ -19,7 +18,6 @@ quern_status cpu_attend_backward(const stage_exec *exec, const attend_args *args
 quern_status cpu_rowdot(const stage_exec *exec, const rowdot_args *args, void *workspace);
 void cpu_rowdot_kernel(const stage_exec *exec, const rowdot_args *args, char text[STAGE_NAME_BYTES]);
 
-bool cpu_compress_supports(const stage_exec *exec, const compress_args *args, char why[STAGE_WHY_BYTES]);
 void cpu_compress_kernel(const stage_exec *exec, const compress_args *args, char text[STAGE_NAME_BYTES]);
 size_t cpu_compress_workspace(const stage_exec *exec, const compress_args *args);
 quern_status cpu_compress(const stage_exec *exec, const compress_args *args, void *workspace);
@@ -27,17 +25,14 @@ size_t cpu_compress_backward_workspace(const stage_exec *exec, const compress_ar
 quern_status cpu_compress_backward(const stage_exec *exec, const compress_args *args, void *workspace);
 void cpu_compress_backward_kernel(const stage_exec *exec, const compress_args *args, char text[STAGE_NAME_BYTES]);
 
-bool cpu_select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES]);
 void cpu_select_kernel(const stage_exec *exec, const select_args *args, char text[STAGE_NAME_BYTES]);
 size_t cpu_select_workspace(const stage_exec *exec, const select_args *args);
 quern_status cpu_select(const stage_exec *exec, const select_args *args, void *workspace);
 
-bool cpu_attend_gate_supports(const stage_exec *exec, const attend_gate_args *args, char why[STAGE_WHY_BYTES]);
 void cpu_attend_gate_kernel(const stage_exec *exec, const attend_gate_args *args, char text[STAGE_NAME_BYTES]);
 size_t cpu_attend_gate_workspace(const stage_exec *exec, const attend_gate_args *args);
 quern_status cpu_attend_gate(const stage_exec *exec, const attend_gate_args *args, void *workspace);
 
-bool cpu_gate_supports(const stage_exec *exec, const gate_args *args, char why[STAGE_WHY_BYTES]);
 void cpu_gate_kernel(const stage_exec *exec, const gate_args *args, char text[STAGE_NAME_BYTES]);
 quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, void *workspace);
 size_t cpu_gate_backward_workspace(const stage_exec *exec, const gate_args *args);
@@ -63,7 +58,6 @@ quern_status cpu_pool_backward(const stage_exec *exec, const pool_args *args, vo
 size_t cpu_pool_append_workspace(const stage_exec *exec, const pool_append_args *args);
 quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *args, void *workspace);
 
-bool cpu_indexer_supports(const stage_exec *exec, const indexer_args *args, char why[STAGE_WHY_BYTES]);
 size_t cpu_indexer_workspace(const stage_exec *exec, const indexer_args *args);
 quern_status cpu_indexer(const stage_exec *exec, const indexer_args *args, void *workspace);
 void cpu_indexer_kernel(const stage_exec *exec, const indexer_args *args, char text[STAGE_NAME_BYTES]);

@@ -9,6 +9,7 @@
 #include "core/error.h"
 #include "cuda_plugin.h"
 
+#include <stdio.h>
 #include <string.h>
 
 enum { LIMIT = 99 * 1024, N = 512, H = 4 };
@@ -71,8 +72,28 @@ static void a_smaller_gpu_refuses_with_a_sentence(void **state)
                 }
 }
 
+/* Head dims that views may have and that the GPU's kernels lack. */
+static void wide_heads_are_refused_with_a_sentence(void **state)
+{
+    (void)state;
+    const stage_exec exec = {.device = QUERN_CUDA};
+    for (int wide = 0; wide < 2; wide++) {
+        const int dim_k = wide == 0 ? 264 : 64, dim_v = wide == 0 ? 64 : 512;
+        attend_args a = {.mask = ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1, .query_offset = -1};
+        a.q = a.k = shaped(QUERN_BF16, 1, N, H, dim_k);
+        a.v = a.o = shaped(QUERN_BF16, 1, N, H, dim_v);
+        char why[STAGE_WHY_BYTES] = "", expected[STAGE_WHY_BYTES];
+        snprintf(expected, sizeof expected, "head dims %d and %d: the cuda backend takes multiples of 8 up to 256", dim_k, dim_v);
+        assert_false(cuda->attend_forward.supports(&exec, &a, why));
+        assert_string_equal(why, expected);
+        assert_false(cuda->attend_backward.supports(&exec, &a, why));
+        assert_string_equal(why, expected);
+    }
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(a_smaller_gpu_refuses_with_a_sentence)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(a_smaller_gpu_refuses_with_a_sentence),
+                                       cmocka_unit_test(wide_heads_are_refused_with_a_sentence)};
     return cmocka_run_group_tests(tests, open_backend, NULL);
 }

@@ -53,7 +53,7 @@ static const quern_dtype activations[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
 
 static void pack_rows(const attention_kernels *kernels, test_random *random)
 {
-    static const int64_t dims[] = {8, 24, 40, 128, 256};
+    static const int64_t dims[] = {8, 24, 40, 256, 512};
     for (int i = 0; i < 3 * 5 * TEST_LAYOUTS; i++) {
         const int64_t dim = dims[i / 3 % 5], rows = test_random_int(random, 0, 7), ldd = dim + (i % 2 ? 8 : 0);
         test_tensor in = matrix(random, activations[i % 3], rows, dim, (test_layout)(i / 15));
@@ -93,7 +93,7 @@ static void pack_rows(const attention_kernels *kernels, test_random *random)
 
 static void pack_keys(const attention_kernels *kernels, test_random *random)
 {
-    static const int64_t dims[] = {8, 24, 40, 128, 256};
+    static const int64_t dims[] = {8, 24, 40, 256, 512};
     const int32_t panel = kernels->panel;
     for (int i = 0; i < 3 * 5 * TEST_LAYOUTS; i++) {
         const int64_t dim = dims[i / 3 % 5], rows = i % 7 == 0 ? 0 : test_random_int(random, 1, panel);
@@ -132,7 +132,7 @@ static void pack_keys(const attention_kernels *kernels, test_random *random)
 
 static void pack_values(const attention_kernels *kernels, test_random *random)
 {
-    static const int64_t dims[] = {8, 24, 72, 128, 256};
+    static const int64_t dims[] = {8, 24, 72, 256, 512};
     for (int i = 0; i < 3 * 5 * TEST_LAYOUTS; i++) {
         const int64_t dim = dims[i / 3 % 5], rows = i % 7 == 0 ? 0 : test_random_int(random, 1, 64), width = (dim + 15) / 16 * 16;
         const int32_t panel = width < kernels->panel ? (int32_t)width : kernels->panel;

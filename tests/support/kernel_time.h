@@ -10,8 +10,6 @@
 
 #include <quern/quern.h>
 
-struct CMUnitTest;
-
 /* What is being timed, and how far it is. */
 typedef struct test_timer {
     double *best;        /* where the least time of a call goes; NULL: nothing is timed */
@@ -31,7 +29,10 @@ bool test_timer_goes_on(test_timer *timer);
 
 /* The rest of a kernel test's main(): runs the tests; `--bench [PATTERN]` also times the rows whose table.name holds the
  * pattern, and prints them. */
-int test_kernels_main(int argc, char **argv, const struct CMUnitTest *tests, size_t count);
-#define TEST_KERNELS_MAIN(argc, argv, tests) test_kernels_main(argc, argv, tests, sizeof tests / sizeof *tests)
+#define TEST_KERNELS_MAIN(argc, argv, tests) \
+    (test_kernels_time(argc, argv), test_kernels_report(cmocka_run_group_tests(tests, NULL, NULL)))
+
+void test_kernels_time(int argc, char **argv);
+int test_kernels_report(int failed);
 
 #endif

@@ -259,47 +259,6 @@ static void strides_of_single_extents_are_any_number(void **state)
         }
 }
 
-/* Head dims that are legal but that the kernels lack: refused by the backend, with what it takes. */
-static void head_dims_without_kernels_are_refused(void **state)
-{
-    (void)state;
-    test_random random = {3};
-    nsa_config config = nsa_config_small();
-    config.params.gate = QUERN_NSA_GATE_WEIGHTS;
-    config.n = 20;
-    for (int wide = 0; wide < 2; wide++) {
-        config.d = wide == 0 ? 264 : 16;
-        config.dv = wide == 0 ? 16 : 512;
-        nsa_case *c = nsa_case_new(&config, &random);
-        const nsa_set all = ((nsa_set)1 << NSA_SLOTS) - 1,
-                      forward = nsa_forward_inputs(c) | nsa_forward_outputs(c);
-        const nsa_set alone = NSA_BIT(NSA_K) | NSA_BIT(NSA_V) | NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_V_CMP);
-        const nsa_set select = NSA_BIT(NSA_Q) | NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_BLOCK_IDX);
-        const struct {
-            const nsa_call *call;
-            nsa_set set;
-            bool refused;
-        } calls_of[] = {
-            {&nsa_call_forward, forward, true},
-            {&nsa_call_backward, nsa_backward_inputs(c) | nsa_backward_outputs(c), true},
-            {&nsa_call_compress, alone, true},
-            {&nsa_call_select, select, wide == 0},
-            {&nsa_call_attend, nsa_attend_inputs(c) | nsa_attend_outputs(c), true},
-            {&nsa_call_gates, NSA_BIT(NSA_Q) | NSA_BIT(NSA_W_GATE) | NSA_BIT(NSA_GATES), wide == 0},
-            {&nsa_call_combine, NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_O), wide == 1}};
-        for (size_t i = 0; i < sizeof calls_of / sizeof *calls_of; i++) {
-            const quern_status status = nsa_try(c, ctx, *calls_of[i].call, calls_of[i].set & all);
-            if (status != (calls_of[i].refused ? QUERN_ERR_UNSUPPORTED : QUERN_OK))
-                fail_msg("%s: %s (%s)", calls_of[i].call->name, quern_status_name(status),
-                         quern_last_error(ctx));
-            if (calls_of[i].refused)
-                assert_non_null(
-                    strstr(quern_last_error(ctx), "the cpu backend takes multiples of 8 up to 256"));
-        }
-        nsa_case_free(c);
-    }
-}
-
 /* Strides that carry the tensor out of the address space are refused. */
 static void strides_past_the_address_space_are_refused(void **state)
 {
@@ -323,7 +282,6 @@ int main(void)
         cmocka_unit_test(what_is_not_used_is_not_looked_at),
         cmocka_unit_test(no_tokens_take_no_time),
         cmocka_unit_test(strides_of_single_extents_are_any_number),
-        cmocka_unit_test(head_dims_without_kernels_are_refused),
         cmocka_unit_test(strides_past_the_address_space_are_refused),
     };
     return cmocka_run_group_tests(tests, open_context, close_context);

@@ -111,12 +111,6 @@ void attend_store_unused(const attend_plan *p)
         for (int32_t h = 0; h < p->heads; h++) *(float *)row_at(&a->lse, 0, h, n) = -INFINITY;
 }
 
-bool cpu_attend_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
-{
-    (void)exec;
-    return takes_dims(args->q.shape[3], args->v.shape[3], why);
-}
-
 void cpu_attend_kernel(const stage_exec *exec, const attend_args *args, char text[STAGE_NAME_BYTES])
 {
     const attend_plan plan = attend_plan_of(exec, args);

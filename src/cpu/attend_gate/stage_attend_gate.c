@@ -304,12 +304,6 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     for (int32_t first = 0; first < rows; first += slice_rows) run_slice(job, pass, first, rows - first < slice_rows ? rows - first : slice_rows, s);
 }
 
-bool cpu_attend_gate_supports(const stage_exec *exec, const attend_gate_args *args, char why[STAGE_WHY_BYTES])
-{
-    (void)exec;
-    return takes_dims(args->branch[0].q.shape[3], args->gate.o.shape[3], why);
-}
-
 void cpu_attend_gate_kernel(const stage_exec *exec, const attend_gate_args *args, char text[STAGE_NAME_BYTES])
 {
     cpu_attend_kernel(exec, &args->branch[CMP], text);

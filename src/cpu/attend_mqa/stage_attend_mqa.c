@@ -16,6 +16,7 @@
 #include "cpu/stages.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 enum { SPAN = 1024, TASK_QUERIES = 8, TASKS_A_THREAD = 8 };

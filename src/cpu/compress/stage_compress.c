@@ -195,12 +195,6 @@ static void write_borders(const compress_args *args)
     for (int64_t b = 0; b < args->seqs.batch; b++) out[b + 1] = out[b] + (int32_t)entries_of(args, cu[b + 1] - cu[b]);
 }
 
-bool cpu_compress_supports(const stage_exec *exec, const compress_args *args, char why[STAGE_WHY_BYTES])
-{
-    (void)exec;
-    return takes_dims(args->k.shape[3], args->v.shape[3], why);
-}
-
 /* Products of both sides are alike: W_k and W_v have one dtype. */
 void cpu_compress_kernel(const stage_exec *exec, const compress_args *args, char text[STAGE_NAME_BYTES])
 {

@@ -75,14 +75,6 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
     job->kernels->rows->fence();
 }
 
-bool cpu_gate_supports(const stage_exec *exec, const gate_args *args, char why[STAGE_WHY_BYTES])
-{
-    (void)exec;
-    const quern_tensor *value = is_present(&args->o) ? &args->o : &args->d_o; /* gates alone have neither */
-    const int64_t dim_v = is_present(value) ? value->shape[3] : 0;
-    return takes_dims(is_present(&args->q) ? args->q.shape[3] : 0, dim_v, why);
-}
-
 void cpu_gate_kernel(const stage_exec *exec, const gate_args *args, char text[STAGE_NAME_BYTES])
 {
     (void)args;

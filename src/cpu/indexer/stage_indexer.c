@@ -185,12 +185,6 @@ static void merge_query(void *arg, int64_t index, int32_t thread)
     give(job, index / job->queries, index % job->queries, &all);
 }
 
-bool cpu_indexer_supports(const stage_exec *exec, const indexer_args *args, char why[STAGE_WHY_BYTES])
-{
-    (void)exec;
-    return takes_dims(args->q.shape[3], 0, why);
-}
-
 void cpu_indexer_kernel(const stage_exec *exec, const indexer_args *args, char text[STAGE_NAME_BYTES])
 {
     const indexer_kernels *kernels = indexer_kernels_for(exec->cpu_level);

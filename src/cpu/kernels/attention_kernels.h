@@ -18,7 +18,7 @@
 
 #include "cpu/kernels/row_kernels.h"
 
-enum { MAX_DIM = 256 }; /* of a head */
+enum { MAX_DIM = 512 }; /* of a head */
 
 /* A strided source of rows. */
 typedef struct row_source {

@@ -60,12 +60,6 @@ static void fill_unused(const select_plan *p)
         for (int64_t h = 0; h < counts->shape[1]; h++) *(int32_t *)row_at(counts, 0, h, r) = 0;
 }
 
-bool cpu_select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
-{
-    (void)exec;
-    return takes_dims(args->q.shape[3], args->keys.shape[3], why);
-}
-
 void cpu_select_kernel(const stage_exec *exec, const select_args *args, char text[STAGE_NAME_BYTES])
 {
     select_plan plan;
