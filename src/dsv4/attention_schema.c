@@ -40,6 +40,19 @@ static const op_param params[] = {
 static const quern_dsv4_attention_params defaults = QUERN_DSV4_ATTENTION_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_attention", "dsv4_attention_backward"};
 
+static const char *const symbols[] = {"",           [AS_B] = "B", [AS_B1] = "B+1", [AS_T] = "T", [AS_N] = "N", [AS_H] = "H", [AS_D] = "D",
+                                      [AS_S] = "S", [AS_K] = "k", [AS_P] = "P",    [AS_ROPE] = "R", NULL};
+static const int8_t window_alone[] = {DA_LSE_WIN, OP_NONE};
+static const op_entry ops[] = {
+    {.name = "v4-attention",
+     .help = "DeepSeek-V4's attention core over raw rows and compressed entries; with dO also its backward. Packed: S is floor(T / r)",
+     .forward = DSV4_ATTENTION,
+     .backward = DSV4_ATTENTION_BACKWARD,
+     .aside = "lse-win",
+     .aside_valued = true,
+     .aside_tensors = window_alone},
+};
+
 static quern_status check_params(op_call *call)
 {
     quern_dsv4_attention_params *p = &((dsv4_attention_call *)call)->params;
@@ -169,6 +182,10 @@ const op_family dsv4_attention_family = {
     .defaults = &defaults,
     .params_init = "QUERN_DSV4_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_ATTENTION_TENSORS_INIT",
+    .symbols = symbols,
+    .group = "v4-attention",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(dsv4_attention_call),
     .params_at = offsetof(dsv4_attention_call, params),
     .check_params = check_params,
