@@ -6,7 +6,16 @@
 #include "dsv4/call.h"
 #include "moe/call.h"
 #include "nsa/call.h"
+#include "nvfp4/call.h"
 
-const struct op_family *const quern_families[] = {&attention_family, &nsa_family, &nsa_list_family, &dsv4_compress_family,
-                                                 &dsv4_index_family, &dsv4_attention_family,
-                                                 &moe_family, NULL};
+const struct op_family *const quern_families[] = {
+    &attention_family,      /* dense attention */
+    &nsa_family,            /* native sparse attention */
+    &nsa_list_family,       /* its lists of blocks */
+    &dsv4_compress_family,  /* DeepSeek-V4: compressors */
+    &dsv4_index_family,     /* indexer */
+    &dsv4_attention_family, /* attention core */
+    &nvfp4_dequantize_family,
+    &moe_family,
+    NULL,
+};

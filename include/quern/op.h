@@ -52,6 +52,7 @@ typedef struct quern_op_info {
 
 typedef struct quern_op_tensor {
     const char *name, *field; /* in files, and in the struct */
+    const char *other_name;   /* in files, with some parameters (quern_op_tensor_name()); NULL: none */
     /* "act", that of the operation's activations; "weight", act or f32; "float", f32, f16 or bf16; "f32", "i32",
      * "i64", "u8"; "scale", u8 or e4m3; "exponent", u8 or e8m0; "stored", float or u8; "any" */
     const char *dtype;
@@ -83,6 +84,9 @@ QUERN_API quern_status quern_op_get(const quern_op *op, quern_op_info *info);
 /* All of them: info.tensor_count entries, info.param_count entries. May allocate for the call. */
 QUERN_API quern_status quern_op_get_tensors(const quern_op *op, quern_op_tensor *tensors);
 QUERN_API quern_status quern_op_get_params(const quern_op *op, quern_op_param *params);
+
+/* The name of a tensor in files, with these parameters; NULL where there is no such tensor. */
+QUERN_API const char *quern_op_tensor_name(const quern_op *op, const void *params, int32_t tensor);
 
 /* ---- parameters ---- */
 

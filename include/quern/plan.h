@@ -42,6 +42,7 @@ typedef enum quern_operation {
     QUERN_OP_DSV4_INDEX = 50,
     QUERN_OP_DSV4_ATTENTION = 51,
     QUERN_OP_DSV4_ATTENTION_BACKWARD = 52,
+    QUERN_OP_NVFP4_DEQUANTIZE = 65,
     QUERN_OP_MOE_FORWARD = 96,
     QUERN_OP_MOE_BACKWARD = 97
 } quern_operation;

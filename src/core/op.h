@@ -107,9 +107,10 @@ typedef struct op_mode {
     int8_t param, by[4];
 } op_mode;
 
-/* Another name, in an operation's files and options, of the tensor or parameter of a field. */
+/* Another name, in an operation's files and options, of the tensor or parameter of a field. `when`: the field of
+ * a flag that must be set; NULL: always. */
 typedef struct op_rename {
-    const char *field, *name;
+    const char *field, *name, *when;
 } op_rename;
 
 /* An operation as files, commands and bindings know it. */

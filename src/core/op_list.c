@@ -47,7 +47,15 @@ const quern_op *quern_op_named(const char *name)
 static const char *renamed(const quern_op *op, const char *field)
 {
     for (const op_rename *r = op->renames; r != NULL && r->field != NULL; r++)
-        if (strcmp(r->field, field) == 0) return r->name;
+        if (r->when == NULL && strcmp(r->field, field) == 0) return r->name;
+    return NULL;
+}
+
+/* Its name where a flag is set; NULL: there is no such flag. */
+static const op_rename *renamed_when(const quern_op *op, const char *field)
+{
+    for (const op_rename *r = op->renames; r != NULL && r->field != NULL; r++)
+        if (r->when != NULL && strcmp(r->field, field) == 0) return r;
     return NULL;
 }
 
@@ -183,10 +191,12 @@ quern_status quern_op_get_tensors(const quern_op *op, quern_op_tensor *tensors)
         const op_tensor *t = &family->tensors[i];
         const op_tensor *source = t->dtype == OP_SOURCE ? &family->tensors[t->gradient_of] : t;
         const char *name = renamed(op, t->field);
+        const op_rename *other = renamed_when(op, t->field);
         tensors[i] = (quern_op_tensor){.name = name != NULL ? name : t->name,
                                        .field = t->field,
                                        .dtype = dtype_word(source->dtype),
                                        .gradient_of = t->gradient_of};
+        if (other != NULL) tensors[i].other_name = other->name;
         shape_text(family, t->fixed, tensors[i].fixed, sizeof tensors->fixed);
         shape_text(family, t->varlen, tensors[i].varlen, sizeof tensors->varlen);
     }
@@ -197,6 +207,20 @@ quern_status quern_op_get_tensors(const quern_op *op, quern_op_tensor *tensors)
     for (const int8_t *t = op->aside_tensors; t != NULL && *t != OP_NONE; t++) tensors[*t].aside = true;
     free(call);
     return QUERN_OK;
+}
+
+const char *quern_op_tensor_name(const quern_op *op, const void *params, int32_t tensor)
+{
+    const op_family *family = op_family_of(op);
+    if (family == NULL || tensor < 0 || tensor >= family->tensor_count) return NULL;
+    const op_tensor *t = &family->tensors[tensor];
+    const op_rename *other = renamed_when(op, t->field);
+    for (int32_t i = 0; other != NULL && i < family->param_count; i++)
+        if (strcmp(family->params[i].field, other->when) == 0 &&
+            op_param_value(&family->params[i], params) != 0)
+            return other->name;
+    const char *name = renamed(op, t->field);
+    return name != NULL ? name : t->name;
 }
 
 /* ---- parameters ---- */

@@ -57,8 +57,8 @@ static const char *const operations[] = {"dsv4_compress", "dsv4_compress_backwar
 
 static const char *const symbols[] = {"", [DS_B] = "B", [DS_B1] = "B+1", [DS_T] = "T", [DS_COLUMNS] = "4C|2C", [DS_IN] = "Dm", [DS_R] = "r",
                                       [DS_C] = "C", [DS_2C] = "2C", [DS_P] = "P", [DS_ROPE] = "R", [DS_N] = "n", [DS_ROW] = "C|bytes", NULL};
-static const op_rename csa_renames[] = {{"rope_last", "rope-at"}, {NULL, NULL}};
-static const op_rename hca_renames[] = {{"rope_last", "rope-at"}, {"b_a", "B"}, {"d_b_a", "dB"}, {NULL, NULL}};
+static const op_rename csa_renames[] = {{"rope_last", "rope-at", NULL}, {NULL, NULL, NULL}};
+static const op_rename hca_renames[] = {{"rope_last", "rope-at", NULL}, {"b_a", "B", NULL}, {"d_b_a", "dB", NULL}, {NULL, NULL, NULL}};
 #define COMPRESS_HELP                                                                                                            \
     "DeepSeek-V4's compressor, one shot or in pieces; with d_out also its backward. X and proj may have a leading batch extent; " \
     "with cu_seqlens n is floor(T / r)"

@@ -5,7 +5,6 @@
 #include "core/arena.h"
 #include "core/context.h"
 #include "core/error.h"
-#include "core/op.h"
 #include "core/view.h"
 
 #include <math.h>
@@ -70,11 +69,19 @@ quern_status nvfp4_check_global_per(quern_nvfp4_global per, bool weight)
     return QUERN_OK;
 }
 
+const char *const nvfp4_profile_words[] = {"rne", "halfstep", "modelopt", "compressed_tensors", NULL},
+                  *const nvfp4_global_words[] = {"tensor", "expert", "row", NULL},
+                  *const nvfp4_layout_words[] = {"activation", "weight", NULL};
+
 quern_status nvfp4_check_offsets(const quern_tensor *offsets, int64_t rows)
 {
-    const int32_t *p = offsets->data;
     if (offsets->device != QUERN_CPU) return QUERN_OK; /* device contents are bounded in the kernels */
-    for (int64_t e = 0; e < offsets->shape[0]; e++) {
+    return nvfp4_check_ends(offsets->data, offsets->shape[0], rows);
+}
+
+quern_status nvfp4_check_ends(const int32_t *p, int64_t experts, int64_t rows)
+{
+    for (int64_t e = 0; e < experts; e++) {
         const int32_t before = e > 0 ? p[e - 1] : 0;
         if (p[e] < before)
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "offsets[%lld] is %d after %d: it may not fall",

@@ -7,7 +7,14 @@
 
 #include "backend.h"
 
+#include "core/op.h"
+
 #include <quern/nvfp4.h>
+
+extern const op_family nvfp4_dequantize_family;
+
+/* The words of the parameters that several operations have. */
+extern const char *const nvfp4_profile_words[], *const nvfp4_global_words[], *const nvfp4_layout_words[];
 
 typedef struct nvfp4_call {
     const quern_backend *backend;
@@ -32,6 +39,8 @@ quern_status nvfp4_check_profile(quern_nvfp4_profile profile);
 quern_status nvfp4_check_global_per(quern_nvfp4_global per, bool weight);
 /* i32 [E] in the CPU's memory: never falling, from 0 to at most `rows`. */
 quern_status nvfp4_check_offsets(const quern_tensor *offsets, int64_t rows);
+/* The same of E offsets. */
+quern_status nvfp4_check_ends(const int32_t *ends, int64_t experts, int64_t rows);
 /* A view that nvfp4_global_view() made, in the CPU's memory: finite and above 0. */
 quern_status nvfp4_check_globals(const quern_tensor *global, const char *name);
 /* A trailing extent of 1, which the stages want; NULL gives the absent view. */

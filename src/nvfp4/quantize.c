@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* quantize.c - values to NVFP4 and back: checks, then one stage. */
+/* quantize.c - values to NVFP4: checks, then one stage. */
 #include "core/error.h"
 #include "core/float_state.h"
 #include "core/op.h"
@@ -12,18 +12,7 @@ typedef struct quantize_call {
     quantise_args args;
 } quantize_call;
 
-typedef struct dequantize_call {
-    nvfp4_call base;
-    dequantise_args args;
-} dequantize_call;
-
-/* The tensors that both directions have. */
-typedef struct coded {
-    const quern_tensor *x, *codes, *scales, *global, *given_global, *offsets;
-    bool to_codes; /* which side is written */
-} coded;
-
-static quern_status check_offsets_wanted(const coded *t, quern_nvfp4_global per, bool weight)
+static quern_status check_offsets_wanted(const quern_nvfp4_quantize_tensors *t, quern_nvfp4_global per, bool weight)
 {
     const bool wanted = per == QUERN_NVFP4_GLOBAL_EXPERT && !weight;
     if (wanted == (t->offsets != NULL)) return QUERN_OK;
@@ -48,10 +37,10 @@ static void code_shapes(const quern_tensor *x, bool weight, quern_nvfp4_global p
     if (per == QUERN_NVFP4_GLOBAL_EXPERT) global->shape[0] = weight ? x->shape[0] : offsets->shape[0];
 }
 
-static quern_status check_x(const coded *t, quern_nvfp4_global per, bool weight, bool run)
+static quern_status check_x(const quern_nvfp4_quantize_tensors *t, quern_nvfp4_global per, bool weight, bool run)
 {
     const quern_tensor *x = t->x;
-    view_rule rule = {"x", x, VIEW_ACTIVATION, x != NULL ? x->ndim : 0, {0}, false, !t->to_codes};
+    view_rule rule = {"x", x, VIEW_ACTIVATION, x != NULL ? x->ndim : 0, {0}, false, false};
     for (int32_t i = 0; i < QUERN_MAX_DIMS; i++) rule.shape[i] = VIEW_ANY;
     if (x != NULL && (x->ndim < (weight ? 2 : 1) || x->ndim > (weight ? 3 : QUERN_MAX_DIMS - 1)))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted", x->ndim,
@@ -69,7 +58,7 @@ static quern_status check_x(const coded *t, quern_nvfp4_global per, bool weight,
     return QUERN_OK;
 }
 
-static quern_status check_coded(const coded *t, quern_nvfp4_global per, bool weight, bool run)
+static quern_status check_coded(const quern_nvfp4_quantize_tensors *t, quern_nvfp4_global per, bool weight, bool run)
 {
     quern_status status;
     if ((status = nvfp4_check_global_per(per, weight)) != QUERN_OK ||
@@ -77,10 +66,10 @@ static quern_status check_coded(const coded *t, quern_nvfp4_global per, bool wei
         (status = check_offsets_wanted(t, per, weight)) != QUERN_OK)
         return status;
     view_rule rules[] = {
-        {"x", t->x, VIEW_ACTIVATION, t->x->ndim, {0}, false, !t->to_codes},
-        {"codes", t->codes, VIEW_U8, 0, {0}, false, t->to_codes},
-        {"scales", t->scales, VIEW_SCALE, 0, {0}, false, t->to_codes},
-        {"global", t->global, VIEW_F32, 0, {0}, t->given_global != NULL, t->to_codes},
+        {"x", t->x, VIEW_ACTIVATION, t->x->ndim, {0}, false, false},
+        {"codes", t->codes, VIEW_U8, 0, {0}, false, true},
+        {"scales", t->scales, VIEW_SCALE, 0, {0}, false, true},
+        {"global", t->global, VIEW_F32, 0, {0}, t->given_global != NULL, true},
         {"given_global", t->given_global, VIEW_F32, 0, {0}, true, false},
         {"offsets", t->offsets, VIEW_I32, 1, {VIEW_ANY}, true, false},
     };
@@ -119,8 +108,7 @@ static quern_status plan_quantize(quern_context *ctx, const quern_exec *exec,
     if (p.profile == QUERN_NVFP4_PROFILE_HALFSTEP && p.scales != QUERN_NVFP4_SCALES_RNE)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "scales is %d with profile halfstep: 0 (rne) is accepted", (int)p.scales);
-    const coded all = {t.x, t.codes, t.scales, t.global, t.given_global, t.offsets, true};
-    if ((status = check_coded(&all, p.global_per, p.weight, run)) != QUERN_OK ||
+    if ((status = check_coded(&t, p.global_per, p.weight, run)) != QUERN_OK ||
         (status = nvfp4_begin(ctx, exec, t.x, &call->base)) != QUERN_OK ||
         (status = nvfp4_check_stage(&call->base, call->base.backend->quantise.run != NULL,
                                     "quantisation to NVFP4")) != QUERN_OK)
@@ -166,57 +154,4 @@ quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec,
             nvfp4_check_workspace(&call.base, workspace, workspace_bytes, quantize_bytes(&call), &aligned);
     return status != QUERN_OK ? status
                               : call.base.backend->quantise.run(&call.base.exec, &call.args, aligned);
-}
-
-static quern_status plan_dequantize(quern_context *ctx, const quern_exec *exec,
-                                    const quern_nvfp4_dequantize_params *params,
-                                    const quern_nvfp4_dequantize_tensors *tensors, bool run,
-                                    dequantize_call *call)
-{
-    quern_status status;
-    quern_nvfp4_dequantize_params p = QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT;
-    quern_nvfp4_dequantize_tensors t = QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT;
-    *call = (dequantize_call){0};
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = op_struct(&p, params, "params", "QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT")) != QUERN_OK ||
-        (status = op_struct(&t, tensors, "tensors", "QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT")) != QUERN_OK ||
-        (status = nvfp4_check_profile(p.profile)) != QUERN_OK)
-        return status;
-    const coded all = {t.x, t.codes, t.scales, t.global, NULL, t.offsets, false};
-    if ((status = check_coded(&all, p.global_per, p.weight, run)) != QUERN_OK ||
-        (status = nvfp4_begin(ctx, exec, t.x, &call->base)) != QUERN_OK ||
-        (status = nvfp4_check_stage(&call->base, call->base.backend->dequantise.run != NULL,
-                                    "dequantisation of NVFP4")) != QUERN_OK)
-        return status;
-    call->args = (dequantise_args){.profile = (quantise_profile)p.profile,
-                                   .per = (quantise_global)p.global_per,
-                                   .columns = p.weight,
-                                   .codes = matrices(t.codes, p.weight),
-                                   .scales = matrices(t.scales, p.weight),
-                                   .global = nvfp4_global_view(t.global),
-                                   .offsets = view_or_absent(t.offsets),
-                                   .out = matrices(t.x, p.weight)};
-    return run ? nvfp4_check_globals(&call->args.global, "global") : QUERN_OK;
-}
-
-quern_status quern_nvfp4_dequantize_workspace(quern_context *ctx, const quern_nvfp4_dequantize_params *params,
-                                              const quern_nvfp4_dequantize_tensors *tensors, size_t *bytes)
-{
-    dequantize_call call;
-    const quern_status status = plan_dequantize(ctx, NULL, params, tensors, false, &call);
-    return status != QUERN_OK ? status : nvfp4_give_bytes(0, bytes);
-}
-
-quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_exec *exec,
-                                    const quern_nvfp4_dequantize_params *params,
-                                    const quern_nvfp4_dequantize_tensors *tensors, void *workspace,
-                                    size_t workspace_bytes)
-{
-    DEFAULT_FLOAT_STATE;
-    dequantize_call call;
-    (void)workspace;
-    (void)workspace_bytes;
-    const quern_status status = plan_dequantize(ctx, exec, params, tensors, true, &call);
-    return status != QUERN_OK ? status : call.base.backend->dequantise.run(&call.base.exec, &call.args, NULL);
 }

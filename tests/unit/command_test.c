@@ -245,6 +245,28 @@ static void stages_alone_give_what_the_whole_gives(void **state)
     assert_int_equal(run("run nsa-list-convert $DIR/list.safetensors $DIR/halves.safetensors --from 32 --to 20 --n 192"), 3);
 }
 
+/* Names, shapes and dtypes of results that the parameters choose. */
+static void results_follow_the_options(void **state)
+{
+    (void)state;
+    copy_renamed("nvfp4_weights_scales.safetensors", "rne.codes.w1=codes rne.scales.w1=scales rne.gscale.w1=global in.w1=X", "w1.safetensors");
+    expect(0, "run nvfp4-dequantize $DIR/w1.safetensors $DIR/w1.out --layout weight --json", "\"W\"");
+    expect(0, "compare $DIR/w1.out $VECTORS/nvfp4_weights_scales.safetensors W=in.w1 --tolerance 0.2", "PASS");
+    expect(3, "compare $DIR/w1.out $DIR/w1.out X", "X");
+    expect(0, "run nvfp4-dequantize $DIR/w1.safetensors $DIR/w1.bf16 --layout weight --dtype bf16", "");
+    expect(1, "compare $DIR/w1.bf16 $DIR/w1.out W --tolerance 0.2", "dtypes differ");
+    expect(0, "compare $DIR/w1.bf16 $DIR/w1.out W --tolerance 4e-3 --widen", "PASS");
+    copy_renamed("nvfp4_quant.safetensors", "rne.codes.gauss_s1=codes rne.scales.gauss_s1=scales rne.gscale.gauss_s1=global", "a.safetensors");
+    expect(0, "run nvfp4-dequantize $DIR/a.safetensors $DIR/a.out", "");
+    expect(0, "compare $DIR/a.out $VECTORS/nvfp4_quant.safetensors X=in.gauss_s1 --tolerance 0.2", "PASS");
+    expect(0, "run nvfp4-dequantize $DIR/a.safetensors $DIR/a.cut --columns 61", "");
+    expect(1, "compare $DIR/a.cut $DIR/a.out X", "shapes differ");
+    expect(3, "run nvfp4-dequantize $DIR/a.safetensors $DIR/none.safetensors --columns 40", "codes.shape[1]");
+    expect(3, "run nvfp4-dequantize $DIR/a.safetensors $DIR/none.safetensors --global-per row", "global");
+    expect(2, "run nvfp4-dequantize $DIR/a.safetensors $DIR/none.safetensors --layout matrix", "activation|weight");
+    assert_false(exists("none.safetensors"));
+}
+
 /* Files of two sequences, with their compressed rows or without, whose borders follow from the sequences'. */
 static void handed_in_entries_of_packed_sequences_count(void **state)
 {
@@ -438,6 +460,7 @@ int main(void)
         cmocka_unit_test(stages_alone_give_what_the_whole_gives),
         cmocka_unit_test(handed_in_entries_of_packed_sequences_count),
         cmocka_unit_test(run_writes_what_was_computed),
+        cmocka_unit_test(results_follow_the_options),
         cmocka_unit_test(bench_writes_its_schema),
         cmocka_unit_test(bench_takes_every_parameter),
         cmocka_unit_test(probe_keeps_to_its_limit),

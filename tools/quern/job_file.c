@@ -11,6 +11,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+static const char *name_of(const job *j, int tensor)
+{
+    return quern_op_tensor_name(j->op->op, &j->params, tensor);
+}
+
 /* Whether a name stands in a list with commas. */
 static bool listed(const char *list, const char *name)
 {
@@ -24,10 +29,11 @@ static int open_inputs(job *j, const quern_safetensors *file, const char *withou
 {
     for (int32_t i = 0; i < j->op->info.tensor_count; i++) {
         const quern_op_tensor *t = &j->op->tensors[i];
+        const char *name = name_of(j, i);
         quern_tensor view;
-        if ((!t->input && !t->trigger) || !quern_safetensors_has(file, t->name) || listed(without, t->name))
+        if ((!t->input && !t->trigger) || !quern_safetensors_has(file, name) || listed(without, name))
             continue;
-        if (quern_safetensors_get(file, t->name, &view) != QUERN_OK)
+        if (quern_safetensors_get(file, name, &view) != QUERN_OK)
             return fail(EXIT_INPUT, "%s", quern_last_error(NULL));
         job_bind(j, i, &view);
     }
@@ -43,11 +49,11 @@ static int check_missing(const job *j, const quern_op_role *roles, const char *p
         const quern_op_tensor *t = &j->op->tensors[i];
         const size_t used = strlen(needs);
         if (!t->needed) continue;
-        snprintf(needs + used, sizeof needs - used, "%s%s", used > 0 ? " " : "", t->name);
+        snprintf(needs + used, sizeof needs - used, "%s%s", used > 0 ? " " : "", name_of(j, i));
         if (missing < 0 && !j->input[i] && (roles == NULL || roles[i] == QUERN_OP_NEEDED)) missing = i;
     }
     if (missing < 0) return EXIT_DONE;
-    return fail(EXIT_INPUT, "tensor %s is missing from '%s': %s needs %s", j->op->tensors[missing].name, path,
+    return fail(EXIT_INPUT, "tensor %s is missing from '%s': %s needs %s", name_of(j, missing), path,
                 j->op->name, needs);
 }
 
@@ -178,7 +184,7 @@ int job_write(const job *j, const char *op, const char *path)
         const bool result = (t->result[QUERN_OP_FORWARD] && (!t->aside || j->aside)) ||
                             (j->backward && t->result[QUERN_OP_BACKWARD]);
         if (result && j->tensors.t[i] != NULL)
-            c.items[c.count++] = (quern_safetensors_item){t->name, j->tensors.t[i]};
+            c.items[c.count++] = (quern_safetensors_item){name_of(j, i), j->tensors.t[i]};
     }
     for (size_t i = 0; i < j->added_count; i++)
         c.items[c.count++] = (quern_safetensors_item){j->added_names[i], &j->added[i]};

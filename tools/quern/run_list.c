@@ -87,8 +87,11 @@ static void print_tensors(const operation *op, const scenario_output *outputs, b
         if (outputs != NULL && role > IN_OPTIONAL) break;
         for (int32_t i = 0; i < op->info.tensor_count; i++) {
             const quern_op_tensor *t = &op->tensors[i];
+            char name[40];
+            if (t->other_name == NULL) snprintf(name, sizeof name, "%s", t->name);
+            else snprintf(name, sizeof name, markdown ? "%s`, `%s" : "%s, %s", t->name, t->other_name);
             if (has_role(t, (list_role)role))
-                print_tensor(markdown, t->name, words[role], t->dtype, t->fixed, t->varlen);
+                print_tensor(markdown, name, words[role], t->dtype, t->fixed, t->varlen);
         }
     }
     for (; outputs != NULL && outputs->name != NULL; outputs++)

@@ -1,0 +1,223 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* dequantize.c - NVFP4 back to values: the operation's description, and its one stage. */
+#include "core/error.h"
+#include "core/view.h"
+#include "nvfp4/call.h"
+
+#include <stddef.h>
+
+/* In the order of quern_nvfp4_dequantize_tensors. */
+enum { T_CODES, T_SCALES, T_GLOBAL, T_OFFSETS, T_X, TENSORS };
+enum { S_E = 1 };
+/* Shapes of any number of dimensions; blocks lie along the last one, or along a weight's K. */
+enum { L_X = OP_LEAD, L_CODES, L_SCALES, L_GLOBAL };
+enum { ASKED_COLUMNS };
+
+typedef struct dequantize_call {
+    op_call head;
+    quern_nvfp4_dequantize_params params;
+    dequantise_args args;
+} dequantize_call;
+
+static const op_tensor tensors[] = {
+    {"codes", "codes", OP_U8, OP_NONE, {L_CODES}, {0}},
+    {"scales", "scales", OP_SCALE, OP_NONE, {L_SCALES}, {0}},
+    {"global", "global", OP_F32, OP_NONE, {L_GLOBAL}, {0}},
+    {"offsets", "offsets", OP_I32, OP_NONE, {S_E}, {0}},
+    {"x", "X", OP_FLOAT, OP_NONE, {L_X}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_nvfp4_dequantize_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
+
+#define AT(member) offsetof(quern_nvfp4_dequantize_params, member)
+static const op_param params[] = {
+    {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
+     "of the quantiser; with compressed_tensors the global is a reciprocal"},
+    {"global_per", AT(global_per), OP_CHOICE, 0, QUERN_NVFP4_GLOBAL_ROW, nvfp4_global_words,
+     "what shares a global: all, an expert, a row of an activation"},
+    {"weight", AT(weight), OP_FLAG, 0, 1, nvfp4_layout_words,
+     "blocks along the last dimension, or along K of [K, N] or [E, K, N]"},
+};
+#undef AT
+static const quern_nvfp4_dequantize_params defaults = QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT;
+static const char *const operations[] = {"nvfp4_dequantize"};
+static const char *const symbols[] = {"", [S_E] = "E", NULL};
+static const char *const leads[] = {"... D|... K N", "... 8*ceil(D/16)|... K/2 N",
+                                    "... ceil(D/16)|... K/16 N", "|E|..."};
+static const op_rename renames[] = {{"weight", "layout", NULL}, {"x", "W", "weight"}, {NULL, NULL, NULL}};
+static const op_entry ops[] = {
+    {.name = "nvfp4-dequantize",
+     .help = "NVFP4 back to values; columns: D of an activation, 0: that of whole blocks",
+     .backward = OP_NONE,
+     .renames = renames,
+     .asked = {[ASKED_COLUMNS] = "columns"}},
+};
+
+static const quern_nvfp4_dequantize_params *params_of(const op_call *call)
+{
+    return &((const dequantize_call *)call)->params;
+}
+
+static quern_status check_params(op_call *call)
+{
+    return nvfp4_check_global_per(params_of(call)->global_per, params_of(call)->weight);
+}
+
+static void roles(op_call *call)
+{
+    const bool rows = params_of(call)->global_per == QUERN_NVFP4_GLOBAL_EXPERT && !params_of(call)->weight;
+    call->role[T_CODES] = call->role[T_SCALES] = call->role[T_GLOBAL] = OP_NEEDED;
+    call->role[T_OFFSETS] = rows ? OP_NEEDED : OP_REFUSED;
+    call->role[T_X] = OP_RESULT;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s is given: it is accepted with an activation and a global an expert",
+                     call->family->tensors[tensor].field);
+}
+
+/* x's shape: its own, or where it is absent that which the codes make. */
+static quern_status find_shape(op_call *call, op_extents *shape)
+{
+    const quern_tensor *codes = call->given[T_CODES], *x = call->given[T_X], *of = x != NULL ? x : codes;
+    const bool weight = params_of(call)->weight;
+    const char *name = tensors[x != NULL ? T_X : T_CODES].field;
+    if (of == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", name);
+    if (of->ndim < (weight ? 2 : 1) || of->ndim > (weight ? 3 : QUERN_MAX_DIMS - 1))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %s are accepted", name, of->ndim,
+                         weight ? "2 or 3 for a weight" : "1 to 5");
+    call->like = *of;
+    const quern_status status = op_check_kind(call, x != NULL ? T_X : T_CODES, of->ndim);
+    if (status != QUERN_OK) return status;
+    const int32_t along = weight ? of->ndim - 2 : of->ndim - 1;
+    shape->count = of->ndim;
+    for (int32_t i = 0; i < of->ndim; i++) shape->extent[i] = of->shape[i];
+    if (x == NULL) shape->extent[along] *= 2;
+    if (x == NULL && !weight && call->asked[ASKED_COLUMNS] != 0)
+        shape->extent[along] = call->asked[ASKED_COLUMNS];
+    if (weight && shape->extent[along] % QUERN_NVFP4_BLOCK != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", along,
+                         (long long)shape->extent[along]);
+    return QUERN_OK;
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_nvfp4_dequantize_params *p = params_of(call);
+    op_extents *x = &call->lead[L_X - OP_LEAD], *global = &call->lead[L_GLOBAL - OP_LEAD];
+    const quern_tensor *offsets = call->given[T_OFFSETS];
+    quern_status status = find_shape(call, x);
+    if (status != QUERN_OK) return status;
+    const int32_t along = p->weight ? x->count - 2 : x->count - 1;
+    const int64_t blocks = nvfp4_blocks(x->extent[along]);
+    if (p->global_per == QUERN_NVFP4_GLOBAL_EXPERT && x->count != (p->weight ? 3 : 2))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x has %d dimensions: %s are accepted with a global an expert", x->count,
+                         p->weight ? "3 ([E, K, N])" : "2 ([T, D])");
+    if (op_uses(call, T_OFFSETS)) {
+        if ((status = op_check_kind(call, T_OFFSETS, 1)) != QUERN_OK) return status;
+        call->symbol[S_E] = offsets->shape[0];
+    }
+    call->lead[L_CODES - OP_LEAD] = call->lead[L_SCALES - OP_LEAD] = *global = *x;
+    call->lead[L_CODES - OP_LEAD].extent[along] = blocks * QUERN_NVFP4_BLOCK / 2;
+    call->lead[L_SCALES - OP_LEAD].extent[along] = blocks;
+    if (p->global_per == QUERN_NVFP4_GLOBAL_TENSOR) global->count = 0;
+    else if (p->global_per == QUERN_NVFP4_GLOBAL_ROW) global->count = x->count - 1;
+    else {
+        global->count = 1;
+        if (!p->weight) global->extent[0] = call->symbol[S_E];
+    }
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    quern_tensor global = ((const dequantize_call *)call)->args.global;
+    quern_status status = QUERN_OK;
+    if (data[T_OFFSETS] != NULL)
+        status = nvfp4_check_ends(data[T_OFFSETS], call->symbol[S_E], call->lead[0].extent[0]);
+    global.data = data[T_GLOBAL];
+    return status == QUERN_OK && global.data != NULL ? nvfp4_check_globals(&global, "global") : status;
+}
+
+/* Weights as [E, K, N]. */
+static quern_tensor matrices(const op_call *call, int32_t tensor)
+{
+    const quern_tensor t = op_view(call, tensor, false);
+    return params_of(call)->weight && t.ndim == 2 ? view_with_batch(&t) : t;
+}
+
+static quern_status plan(op_call *call)
+{
+    dequantize_call *c = (dequantize_call *)call;
+    const dequantise_stage *stage = &call->backend->dequantise;
+    const quern_tensor global = op_view(call, T_GLOBAL, false);
+    char why[STAGE_WHY_BYTES] = "";
+    if (stage->run == NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "dequantisation of NVFP4 on device %s: cpu is accepted",
+                         call->backend->name);
+    c->args = (dequantise_args){.profile = (quantise_profile)c->params.profile,
+                                .per = (quantise_global)c->params.global_per,
+                                .columns = c->params.weight,
+                                .codes = matrices(call, T_CODES),
+                                .scales = matrices(call, T_SCALES),
+                                .global = nvfp4_global_view(&global),
+                                .offsets = op_view(call, T_OFFSETS, false),
+                                .out = matrices(call, T_X)};
+    return STAGE_TAKES(*stage, &call->exec, &c->args, why) ? QUERN_OK
+                                                           : error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+}
+
+static quern_status run(const op_call *call, const op_frame *frame)
+{
+    return op_dequantise(call, frame, &((const dequantize_call *)call)->args, NULL);
+}
+
+const op_family nvfp4_dequantize_family = {
+    .operations = operations,
+    .operation_count = 1,
+    .first = QUERN_OP_NVFP4_DEQUANTIZE,
+    .tensors = tensors,
+    .tensor_count = TENSORS,
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT",
+    .tensors_init = "QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT",
+    .symbols = symbols,
+    .leads = leads,
+    .group = "nvfp4-dequantize",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(dequantize_call),
+    .params_at = offsetof(dequantize_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = plan,
+    .run = run,
+};
+
+quern_status quern_nvfp4_dequantize_workspace(quern_context *ctx, const quern_nvfp4_dequantize_params *given,
+                                              const quern_nvfp4_dequantize_tensors *views, size_t *bytes)
+{
+    dequantize_call call;
+    return op_workspace_of(&call.head, &nvfp4_dequantize_family, 0, ctx, given, views, bytes);
+}
+
+quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_exec *exec,
+                                    const quern_nvfp4_dequantize_params *given,
+                                    const quern_nvfp4_dequantize_tensors *views, void *workspace,
+                                    size_t workspace_bytes)
+{
+    dequantize_call call;
+    return op_run(&call.head, &nvfp4_dequantize_family, 0, ctx, exec, given, views, workspace,
+                  workspace_bytes);
+}
