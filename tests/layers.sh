@@ -47,8 +47,13 @@ for f in "${families[@]}"; do
     forbid "family $f names a backend" '(cpu|cuda)/' "src/$f"
     forbid "family $f names another's inside" "($others)/" "src/$f"
 done
+forbid "the cache names a family or a backend" "$any_family|families\\.h|(cpu|cuda)/" src/cache
+forbid "a stage, a backend or a family names the list of families" 'families\.h' src/stages src/cpu src/cuda "${families[@]/#/src/}"
 forbid "io names a family or a backend" "$any_family|(cpu|cuda)/|backend\\.h" src/io
 forbid "bench names the command" "(tools/.*|$tool_headers)\"" bench
-forbid "the oracle names the library's inside" '(core|stages|cpu|cuda|io)/|backend\.h'"|($family)/" tests/oracle
-forbid "an example names more than the API" '(core|stages|cpu|cuda|io)/|backend\.h'"|($family)/" examples
+forbid "the oracle names the library's inside" '(core|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" tests/oracle
+forbid "an include climbs out of its folder" '\.\./.*' src bench tools examples tests include
+forbid "the API names what is inside" '(core|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" include
+forbid "the library names the command, a benchmark or a test" '(tools|bench|tests|oracle|support)/' src
+forbid "an example names more than the API" '(core|stages|cpu|cuda|io|cache)/|backend\.h'"|($family)/" examples
 [[ $bad == 0 ]]
