@@ -85,4 +85,11 @@ MASK_FUNCTION key_range mask_keys(const key_mask *m, int64_t nq, int64_t nk, int
     return range;
 }
 
+/* The first of the keys that a causal query at `position` >= 0 sees in a window; 0: no window. */
+MASK_FUNCTION int64_t mask_window_first(int64_t position, int64_t window)
+{
+    const key_mask m = {ATTEND_RANGE, true, 0, window, position, 0, 0};
+    return mask_keys(&m, 1, position + 1, 0).lo;
+}
+
 #endif

@@ -32,6 +32,14 @@ typedef struct attend_args {
     bool accumulate_q, accumulate_k, accumulate_v;
 } attend_args;
 STAGE_DECLARE(attend);
+
+/* The most keys of a row whose delta a backward takes anew, from dP: entries are alike where they overlap, so that
+ * dP - delta is small beside the rounding of o. 0: no row's. */
+static inline int64_t attend_few_keys(const attend_args *args)
+{
+    const bool all_entries = args->mask == ATTEND_COMPRESSED && args->list.ndim == 0;
+    return all_entries ? 2 * (args->block_size / args->stride) + 1 : 0;
+}
 #define ATTEND_TENSORS(F) \
     STAGE_SEQS_TENSORS(F) F(list) F(q) F(k) F(v) F(o) F(lse) F(d_o) F(row_scale) F(delta) F(d_q) F(d_k) F(d_v)
 #define ATTEND_VALUES(F)                                                                                               \

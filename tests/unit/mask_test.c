@@ -78,6 +78,17 @@ static void counts(void **state)
             }
 }
 
+static void windows(void **state)
+{
+    (void)state;
+    for (int64_t position = 0; position < 30; position++)
+        for (int64_t window = 0; window < 35; window++) {
+            int64_t first = position;
+            while (first > 0 && (window == 0 || position - first + 1 < window)) first--;
+            assert_int_equal(mask_window_first(position, window), first);
+        }
+}
+
 /* Positions are 64-bit. */
 static void far_positions(void **state)
 {
@@ -95,6 +106,7 @@ int main(void)
         cmocka_unit_test(ranges),
         cmocka_unit_test(entries_and_blocks),
         cmocka_unit_test(counts),
+        cmocka_unit_test(windows),
         cmocka_unit_test(far_positions),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -99,13 +99,6 @@ static void pack(const backward_plan *p, const row_source *src, void *dst, int64
     else p->attend.kernels->pack_rows_f32(src, 1.0f, dst, ld);
 }
 
-/* Most keys of a row whose delta is made anew. */
-static int64_t few_keys(const attend_args *args)
-{
-    const bool compressed = args->mask == ATTEND_COMPRESSED && args->list.ndim == 0;
-    return compressed ? 2 * (args->block_size / args->stride) + 1 : 0;
-}
-
 static float dot(const float *x, const float *y, int64_t n) /* n: a multiple of 8 */
 {
     float lanes[8] = {0}, sum = 0.0f;
@@ -142,7 +135,7 @@ void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
     const int64_t hs = p->attend.hs, head0 = (int64_t)unit * hs;
     const quern_dtype packed = p->attend.bf16 ? QUERN_BF16 : QUERN_F32;
     const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld), o_ld = words_ld(p, p->value_words, p->value_ld);
-    const int64_t few = few_keys(args);
+    const int64_t few = attend_few_keys(args);
     for (int64_t r = 0; r < n;) { /* the heads of one query at a time */
         const int64_t query = (row0 + r) / hs, h = (row0 + r) % hs, m = hs - h < n - r ? hs - h : n - r;
         const row_source q = query_rows(&args->q, seq, query, head0 + h, m), d_o = query_rows(&args->d_o, seq, query, head0 + h, m);

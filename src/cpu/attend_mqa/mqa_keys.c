@@ -100,8 +100,8 @@ static int64_t clean_list(const mqa_plan *plan, const mqa_sequence *s, int64_t q
 mqa_keys mqa_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query, int32_t *list)
 {
     const int64_t position = s->position + query, first = s->position + s->queries - s->raw, window = plan->args->window;
-    const int64_t low = position - first >= window ? position - first - window + 1 : 0, end = position - first + 1 < s->raw ? position - first + 1 : s->raw;
-    const int64_t whole = (position + 1) / plan->args->ratio, visible = whole < s->entries ? whole : s->entries;
+    const int64_t low = mask_window_first(position - first, window), end = position - first + 1 < s->raw ? position - first + 1 : s->raw;
+    const int64_t whole = mask_entries(position + 1, plan->args->ratio, plan->args->ratio), visible = whole < s->entries ? whole : s->entries;
     mqa_keys k = {low, end > low ? end - low : 0, 0, NULL};
     k.n = k.raw + visible;
     if (plan->list < 0) return k;

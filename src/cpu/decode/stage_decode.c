@@ -109,7 +109,7 @@ typedef struct query_tile {
 
 static int64_t low_of(const decode_args *args, int64_t position)
 {
-    return args->window > 0 && position >= args->window ? position - args->window + 1 : 0;
+    return mask_window_first(position, args->window);
 }
 
 static query_tile tile_at(const decode_job *job, const cache_run *run, int64_t tile)

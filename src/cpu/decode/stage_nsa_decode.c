@@ -282,7 +282,7 @@ static void run_selected(const nsa_job *job, const nsa_query *q, nsa_space *s)
 
 static void run_window(const nsa_job *job, const nsa_query *q, nsa_space *s)
 {
-    const int64_t low = q->position >= job->args->window ? q->position - job->args->window + 1 : 0;
+    const int64_t low = mask_window_first(q->position, job->args->window);
     decode_rows_reset(&s->rows, (int32_t)job->group);
     run_tokens(job, q, WIN, low, q->position + 1, s);
     run_pending(job, s);

@@ -93,7 +93,7 @@ static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena
 /* Entries that a query sees. */
 static int64_t seen_by(const indexer_job *job, int64_t query)
 {
-    const int64_t whole = (job->args->position + query + 1) / job->args->ratio;
+    const int64_t whole = mask_entries(job->args->position + query + 1, job->args->ratio, job->args->ratio);
     return whole < job->entries ? whole : job->entries;
 }
 

@@ -79,10 +79,10 @@ static quern_status launch(const attend_kernel &a, int few, int64_t shares, cuda
 
 quern_status attend_backward_delta(const attend_args *args, const launcher &to)
 {
-    if (args->mask != ATTEND_COMPRESSED || present(args->list) || to.most != NULL) return QUERN_OK;
+    const int64_t few = attend_few_keys(args);
+    if (few == 0 || to.most != NULL) return QUERN_OK;
     const attend_launch l = attend_launch_of(args);
     const attend_kernel &a = l.kernel;
-    const int64_t few = 2 * (args->block_size / args->stride) + 1;
     const int64_t rows = queries_at_most(args, few) * a.heads;
     if (rows == 0 || a.sq.batch == 0 || a.kv_heads == 0) return QUERN_OK;
     int64_t shares = BLOCKS / a.sq.batch < 1 ? 1 : BLOCKS / a.sq.batch;
