@@ -134,11 +134,11 @@ static void multiply(const product_job *job, product_scratch *s, int64_t row, in
     const int64_t across = job->dense->panel, depth = count * GEMM4_PANEL, words = row_bytes(job) / 4;
     const void *a = job->a + row * row_bytes(job) + panel * GEMM4_PANEL * (int64_t)element_size(job);
     if (job->kind == PRODUCT_BF16) {
-        job->dense->mm_bf16(rows, GEMM4_UNIT, depth / 2, a, words, 1, s->turned, GEMM4_UNIT, s->c, GEMM4_UNIT, panel > 0);
+        job->dense->mm_bf16(rows, GEMM4_UNIT, depth / 2, a, words, 1, s->turned, GEMM4_UNIT, s->c[0], GEMM4_UNIT, panel > 0);
         return;
     }
     for (int64_t k = 0; k < GEMM4_UNIT; k += across)
-        job->dense->mm_f32(rows, across, depth, a, words, 1, s->turned + k * PRODUCT_UNITS_F32 * GEMM4_PANEL, across, s->c + k,
+        job->dense->mm_f32(rows, across, depth, a, words, 1, s->turned + k * PRODUCT_UNITS_F32 * GEMM4_PANEL, across, s->c[0] + k,
                            GEMM4_UNIT, panel > 0);
 }
 
@@ -149,7 +149,7 @@ static void store_rows(const product_job *job, product_scratch *s, int64_t exper
     for (int64_t r = 0; r < rows; r++) {
         const float given = args->a_global.ndim > 0 ? global_at(&args->a_global, args->a_per, row + r, expert) : 1.0f;
         const float global = given * larger_global(job, expert);
-        float *sums = s->c + r * GEMM4_UNIT;
+        float *sums = s->c[0] + r * GEMM4_UNIT;
         for (int64_t c = 0; c < n; c++) sums[c] *= global;
         job->dense->rows->convert(sums, QUERN_F32, view_at(&args->d_a, row + r, u * GEMM4_UNIT), args->d_a.dtype, n);
     }
@@ -168,7 +168,7 @@ static void backward_task(void *arg, int64_t index, int32_t thread)
         turn_panels(job, s, expert, u, p, count);
         multiply(job, s, row, rows, p, count);
     }
-    if (panels == 0) memset(s->c, 0, (size_t)rows * GEMM4_UNIT * sizeof *s->c);
+    if (panels == 0) memset(s->c[0], 0, (size_t)rows * GEMM4_UNIT * sizeof *s->c[0]);
     store_rows(job, s, expert, row, rows, u);
 }
 

@@ -69,14 +69,16 @@ static float row_global(const product_job *job, int64_t expert, int64_t row)
     return args->int8 ? job->row_global[row] * given : given;
 }
 
-void finish_rows(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t rows,
-                 int64_t column, int64_t n)
+void finish_rows(const product_job *job, product_scratch *s, const float *sums, int64_t expert, int64_t row,
+                 int64_t rows, int64_t panel)
 {
     const grouped_gemm_args *args = job->args;
+    const int64_t column = panel * GEMM4_PANEL;
+    const int64_t n = args->n - column < GEMM4_PANEL ? args->n - column : GEMM4_PANEL;
     float global[GEMM4_PANEL], bias[GEMM4_PANEL];
     column_values(job, expert, column, n, global, bias);
     for (int64_t r = 0; r < rows; r++) {
-        job->kernels->scale_row(s->c + r * GEMM4_PANEL, row_global(job, expert, row + r), global,
+        job->kernels->scale_row(sums + r * GEMM4_PANEL, row_global(job, expert, row + r), global,
                                 args->bias.ndim > 0 ? bias : NULL, n, s->row);
         for (int64_t c = 0; args->accumulate && c < n; c++)
             s->row[c] += element_of(output_at(&args->c, row + r, 0), args->c.dtype, column + c);

@@ -16,6 +16,7 @@ typedef enum product_kind { PRODUCT_F32, PRODUCT_BF16, PRODUCT_I8 } product_kind
 
 enum {
     PRODUCT_ROWS = 384,     /* of a task: decoding a panel is shared by them, their sums stay in L2 */
+    PRODUCT_PANELS = 4,     /* of a task of many rows: they share what is read of the rows */
     PRODUCT_BUFFER = 32768, /* bytes of decoded weights */
     PRODUCT_UNITS_F32 = 2,  /* units that are summed from zero and then added, by kind */
     PRODUCT_UNITS_BF16 = 4,
@@ -27,7 +28,7 @@ typedef struct product_scratch {
     uint8_t packed[4 * GEMM4_UNIT_BYTES]; /* units of weights that the caller did not repack */
     float decoded[PRODUCT_BUFFER / 4], turned[PRODUCT_BUFFER / 4];
     float scales[4 * GEMM4_BLOCKS * GEMM4_PANEL];
-    float c[PRODUCT_ROWS * GEMM4_PANEL];
+    float c[PRODUCT_PANELS][PRODUCT_ROWS * GEMM4_PANEL];
     float row[GEMM4_PANEL], part[2][GEMM4_PANEL];
 } product_scratch;
 
@@ -68,9 +69,9 @@ int64_t ready_row_bytes(const product_job *job);
 /* Makes A's rows ready; rows past the last offset are not looked at. */
 void ready_rows(const stage_exec *exec, const product_job *job, int64_t rows);
 
-/* The sums of `rows` rows from `row` on, columns [column, column + n), in scratch.c, to the output. */
-void finish_rows(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t rows,
-                 int64_t column, int64_t n);
+/* The sums of `rows` rows from `row` on, of a panel's columns, to the output. */
+void finish_rows(const product_job *job, product_scratch *s, const float *sums, int64_t expert, int64_t row,
+                 int64_t rows, int64_t panel);
 /* Zeros to the output's rows from `first` on. */
 void zero_output(const product_job *job, int64_t first);
 

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_grouped_gemm.c - the grouped product. A task is a panel of 64 columns and up to PRODUCT_ROWS rows of
+ * stage_grouped_gemm.c - the grouped product. A task is one or a few panels of 64 columns and up to PRODUCT_ROWS rows of
  * one expert: it decodes a few units of the panel into a cache and multiplies all its rows by them, until K
  * ends. Few rows skip the buffer and take the values from registers. Every row's sums take the same steps in
  * either case (units of K summed from zero, then added), so a row's bits depend on nothing but the row; tasks
@@ -17,6 +17,8 @@
 #include "cpu/gemm4/product.h"
 #include "cpu/gemm4/stages.h"
 #include "cpu/quantise/scale_bytes.h"
+
+#include <string.h>
 
 static product_job plan(const stage_exec *exec, const grouped_gemm_args *args)
 {
@@ -56,37 +58,37 @@ size_t cpu_grouped_gemm_workspace(const stage_exec *exec, const grouped_gemm_arg
 }
 
 static void multiply_f32(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
-                         int64_t count, int64_t row, int64_t rows)
+                         int64_t count, int64_t row, int64_t rows, float *sums)
 {
     const int64_t k = ready_row_bytes(job) / 4, panel = job->dense->panel;
     const float *a = (const float *)(const void *)job->a + row * k + first * GEMM4_UNIT;
     if (rows == 1) {
-        job->kernels->row_f32(units, count, a, s->c, first > 0);
+        job->kernels->row_f32(units, count, a, sums, first > 0);
         return;
     }
     job->kernels->decode_f32(units, count, s->decoded);
     for (int64_t c = 0; c < GEMM4_PANEL; c += panel)
-        job->dense->mm_f32(rows, panel, count * GEMM4_UNIT, a, k, 1, s->decoded + c, GEMM4_PANEL, s->c + c,
+        job->dense->mm_f32(rows, panel, count * GEMM4_UNIT, a, k, 1, s->decoded + c, GEMM4_PANEL, sums + c,
                            GEMM4_PANEL, first > 0);
 }
 
 static void multiply_bf16(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
-                          int64_t count, int64_t row, int64_t rows)
+                         int64_t count, int64_t row, int64_t rows, float *sums)
 {
     const int64_t words = ready_row_bytes(job) / 4;
     const uint32_t *a = (const uint32_t *)(const void *)job->a + row * words + first * GEMM4_UNIT / 2;
     uint32_t *decoded = (uint32_t *)(void *)s->decoded;
     if (rows <= GEMM4_FEW_ROWS) {
-        job->kernels->rows_bf16(units, count, rows, a, words, s->c, first > 0);
+        job->kernels->rows_bf16(units, count, rows, a, words, sums, first > 0);
         return;
     }
     job->kernels->decode_bf16(units, count, decoded);
-    job->dense->mm_bf16(rows, GEMM4_PANEL, count * GEMM4_UNIT / 2, a, words, 1, decoded, GEMM4_PANEL, s->c,
+    job->dense->mm_bf16(rows, GEMM4_PANEL, count * GEMM4_UNIT / 2, a, words, 1, decoded, GEMM4_PANEL, sums,
                         GEMM4_PANEL, first > 0);
 }
 
 static void multiply_i8(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
-                        int64_t count, int64_t row, int64_t rows)
+                         int64_t count, int64_t row, int64_t rows, float *sums)
 {
     const int64_t blocks = ready_row_bytes(job) / 16, at = row * blocks + first * GEMM4_BLOCKS;
     uint32_t *decoded = (uint32_t *)(void *)s->decoded;
@@ -99,9 +101,30 @@ static void multiply_i8(const product_job *job, product_scratch *s, const uint8_
                              .lda = blocks,
                              .b = decoded,
                              .b_scale = s->scales,
-                             .c = s->c,
+                             .c = sums,
                              .accumulate = first > 0};
     job->kernels->mm_i8(&t);
+}
+
+/* Panels of a task: those of many rows share what is read of the rows, few rows leave more tasks to share out. */
+static int64_t panels_a_task(const product_job *job)
+{
+    return job->args->tokens > 32 * job->experts ? PRODUCT_PANELS : 1;
+}
+
+static int64_t tasks_across(const product_job *job)
+{
+    return (panels_of(job->args->n) + panels_a_task(job) - 1) / panels_a_task(job);
+}
+
+/* A few units of K, times a task's rows. */
+static void multiply_units(const product_job *job, product_scratch *s, int64_t expert, int64_t panel, int64_t first,
+                           int64_t count, int64_t row, int64_t rows, float *sums)
+{
+    const uint8_t *units = product_units(job, s, expert, panel, first, count);
+    if (job->kind == PRODUCT_BF16) multiply_bf16(job, s, units, first, count, row, rows, sums);
+    else if (job->kind == PRODUCT_F32) multiply_f32(job, s, units, first, count, row, rows, sums);
+    else multiply_i8(job, s, units, first, count, row, rows, sums);
 }
 
 static void product_task(void *arg, int64_t index, int32_t thread)
@@ -111,23 +134,20 @@ static void product_task(void *arg, int64_t index, int32_t thread)
                                     [PRODUCT_I8] = PRODUCT_UNITS_I8};
     const product_job *job = arg;
     product_scratch *s = &job->scratch[thread];
-    const int32_t *ends = job->ends;
-    const int64_t expert = product_expert(job, index);
-    const int64_t panels = panels_of(job->args->n), task = index - job->first_task[expert],
-                  panel = task % panels;
-    const int64_t begin = (expert > 0 ? ends[expert - 1] : 0) + task / panels * PRODUCT_ROWS,
-                  left = ends[expert] - begin;
-    const int64_t rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS, column = panel * GEMM4_PANEL;
+    const int64_t expert = product_expert(job, index), task = index - job->first_task[expert];
+    const int64_t across = tasks_across(job), first = task % across * panels_a_task(job), all = panels_of(job->args->n);
+    const int64_t panels = all - first < panels_a_task(job) ? all - first : panels_a_task(job);
+    const int64_t begin = (expert > 0 ? job->ends[expert - 1] : 0) + task / across * PRODUCT_ROWS;
+    const int64_t left = job->ends[expert] - begin, rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS;
     for (int64_t u = 0; u < job->units; u += group[job->kind]) {
         const int64_t count = job->units - u < group[job->kind] ? job->units - u : group[job->kind];
-        const uint8_t *units = product_units(job, s, expert, panel, u, count);
-        if (job->kind == PRODUCT_BF16) multiply_bf16(job, s, units, u, count, begin, rows);
-        else if (job->kind == PRODUCT_F32) multiply_f32(job, s, units, u, count, begin, rows);
-        else multiply_i8(job, s, units, u, count, begin, rows);
+        for (int64_t p = 0; p < panels; p++)
+            multiply_units(job, s, expert, first + p, u, count, begin, rows, s->c[p]);
     }
-    for (int64_t i = 0; job->units == 0 && i < rows * GEMM4_PANEL; i++) s->c[i] = 0.0f;
-    finish_rows(job, s, expert, begin, rows, column,
-                job->args->n - column < GEMM4_PANEL ? job->args->n - column : GEMM4_PANEL);
+    for (int64_t p = 0; p < panels; p++) {
+        if (job->units == 0) memset(s->c[p], 0, (size_t)rows * GEMM4_PANEL * sizeof *s->c[p]);
+        finish_rows(job, s, s->c[p], expert, begin, rows, first + p);
+    }
 }
 
 /* What the tensors hold, before anything is written. */
@@ -156,7 +176,7 @@ quern_status cpu_grouped_gemm(const stage_exec *exec, const grouped_gemm_args *a
     const quern_status status = check(exec, &job, rows);
     if (status != QUERN_OK) return status;
     ready_rows(exec, &job, rows);
-    parallel_for(exec, product_tasks(&job, panels_of(args->n)), product_task, &job);
+    parallel_for(exec, product_tasks(&job, tasks_across(&job)), product_task, &job);
     zero_output(&job, rows);
     return QUERN_OK;
 }
