@@ -276,6 +276,10 @@ static void run_panel(void *arg, int64_t index, int32_t thread)
         const mqa_slot *slot = &job->slots[i];
         for (int64_t first = 0, n; first < slot->keys.n; first += n) {
             n = slot->keys.n - first < OWNER_KEYS ? slot->keys.n - first : OWNER_KEYS;
+            for (int64_t k = 0; k < n; k++) {
+                const float *to = owned_row(job, &slot->keys, first + k);
+                for (int64_t d = 0; to != NULL && d < width; d += 16) __builtin_prefetch(to + c + d, 1);
+            }
             key_sums(p, slot, first, n, c, sums);
             for (int64_t k = 0; k < n; k++) {
                 float *to = owned_row(job, &slot->keys, first + k);
