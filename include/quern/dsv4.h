@@ -218,8 +218,10 @@ typedef struct quern_dsv4_attention_params {
     int64_t ratio;         /* r, tokens of an entry; 0: 4 with idx, else 128. Looked at with kv_cmp */
     int64_t window;        /* raw keys of a query, its own among them; 0: 128 */
     int64_t start_abs_pos; /* where query 0 stands; -1: N - T. Varlen: 0 or -1, every sequence starts at 0 */
+    quern_dsv4_format format; /* of kv and kv_cmp: QUERN_DSV4_ROWS, or QUERN_DSV4_ROW584 (D 512). Forward alone */
+    int64_t page;          /* 0: kv and kv_cmp are contiguous; else they stand in pages of so many slots. Forward alone */
 } quern_dsv4_attention_params;
-#define QUERN_DSV4_ATTENTION_PARAMS_INIT {sizeof(quern_dsv4_attention_params), 0, 0, -1}
+#define QUERN_DSV4_ATTENTION_PARAMS_INIT {sizeof(quern_dsv4_attention_params), 0, 0, -1, QUERN_DSV4_ROWS, 0}
 
 /*
  * NULL means absent. act is one of f32, f16, bf16, the same for all. H heads, D (a multiple of 8 to 512) channels.
@@ -232,16 +234,23 @@ typedef struct quern_dsv4_attention_params {
  *   count      [B, T]                [T]
  *   lse        [B, H, T]             [H, T]
  *
+ * With format row584 kv and kv_cmp are u8 [B, N, 584] and [B, S, 584]. With pages they are pools [pages, page, D], or u8
+ * [pages, page * 584], whose page holds the 576 bytes of data of every slot, then 8 bytes of scales of every slot. Position
+ * p of sequence b stands in slot p % page of page kv_table[b, p / page], entry s in slot s % page of page
+ * kv_cmp_table[b, s / page]; the sequence has start + T raw rows and floor((start + T) / r) entries, and only columns that
+ * its queries need are looked at. Fixed lengths alone.
+ *
  * Raw row j of N stands at position start_abs_pos + T - N + j. A list may come in any order; -1 is padding, an entry that
  * stands twice counts once, one that is not visible is not attended, and one outside [-1, S) is skipped and sets
  * QUERN_STATUS_BAD_INDEX. Varlen: rows of o past the last sequence are written as 0, of lse as -inf.
  *
- * Refused as above, and: a position that is negative or that cos_sin lacks; a window below 1 or a ratio below 0.
+ * Refused as above, and: a position that is negative or that cos_sin lacks; a window below 1 or a ratio below 0; pages or
+ * bytes with cu_seqlens or in the backward; a column that a table lacks, or that names no page of the pool.
  */
 typedef struct quern_dsv4_attention_tensors {
     size_t size;
-    const quern_tensor *q, *kv;     /* act, rotated */
-    const quern_tensor *kv_cmp;     /* act; NULL: the window alone */
+    const quern_tensor *q, *kv;     /* act, rotated; kv with a format u8 */
+    const quern_tensor *kv_cmp;     /* as kv; NULL: the window alone */
     const quern_tensor *idx, *count; /* i32; NULL: every visible entry; every entry of the list */
     const quern_tensor *sink;       /* f32 [H]; NULL or -inf: none */
     const quern_tensor *cos_sin;    /* act or f32 [P, R], see quern_dsv4_rope_table(); NULL: no rotation of o */
@@ -251,6 +260,8 @@ typedef struct quern_dsv4_attention_tensors {
     const quern_tensor *lse_win;    /* f32, as lse, of the window's keys alone; may be NULL; written */
     const quern_tensor *d_o;        /* act: gradient of the loss by o; read by backward */
     const quern_tensor *d_q, *d_kv, *d_kv_cmp, *d_sink; /* written by backward, each may be NULL; d_sink f32 */
+    const quern_tensor *start_positions;         /* i32 [B], in place of params.start_abs_pos; fixed lengths; may be NULL */
+    const quern_tensor *kv_table, *kv_cmp_table; /* i32 [B, columns], with pages */
 } quern_dsv4_attention_tensors;
 #define QUERN_DSV4_ATTENTION_TENSORS_INIT QUERN_SIZED(quern_dsv4_attention_tensors)
 

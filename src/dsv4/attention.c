@@ -22,6 +22,11 @@ static attend_mqa_args attend_of(const dsv4_attention_call *c)
     const op_call *h = &c->head;
     const int64_t *s = h->symbol;
     attend_mqa_args a = {.window = c->params.window, .ratio = c->params.ratio, .position = c->params.start_abs_pos};
+    a.format = dsv4_entry_format(c->params.format);
+    a.page = c->params.page;
+    a.positions = op_view(h, DA_START_POSITIONS, false);
+    a.kv_table = op_view(h, DA_KV_TABLE, false);
+    a.entries_table = op_view(h, DA_KV_CMP_TABLE, false);
     a.scale = 1.0f / sqrtf((float)s[AS_D]);
     a.seqs = (stage_seqs){.batch = s[AS_B], .n_q = s[AS_T], .n_kv = s[AS_N], .cu_q = op_view(h, DA_CU_SEQLENS, false)};
     a.q = op_view(h, DA_Q, true);

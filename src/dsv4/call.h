@@ -53,11 +53,12 @@ typedef enum dsv4_attention_op { DSV4_ATTENTION, DSV4_ATTENTION_BACKWARD, DSV4_A
 /* In the order of quern_dsv4_attention_tensors. */
 typedef enum dsv4_attention_tensor {
     DA_Q, DA_KV, DA_KV_CMP, DA_IDX, DA_COUNT, DA_SINK, DA_COS_SIN, DA_CU_SEQLENS, DA_O, DA_LSE, DA_LSE_WIN, DA_D_O, DA_D_Q, DA_D_KV, DA_D_KV_CMP,
-    DA_D_SINK,
+    DA_D_SINK, DA_START_POSITIONS, DA_KV_TABLE, DA_KV_CMP_TABLE,
     DSV4_ATTENTION_TENSORS
 } dsv4_attention_tensor;
 
-typedef enum dsv4_attention_symbol { AS_B = 1, AS_B1, AS_T, AS_N, AS_H, AS_D, AS_S, AS_K, AS_P, AS_ROPE } dsv4_attention_symbol;
+typedef enum dsv4_attention_symbol { AS_B = 1, AS_B1, AS_T, AS_N, AS_H, AS_D, AS_S, AS_K, AS_P, AS_ROPE, AS_ROW, AS_KV_COLUMNS, AS_CMP_COLUMNS } dsv4_attention_symbol;
+enum { AS_KV = OP_LEAD, AS_KV_CMP = OP_LEAD + 1 };
 
 typedef struct dsv4_attention_call {
     op_call head;

@@ -7,16 +7,24 @@
  * all, or those of its list. The i-th query of a sequence of n stands at `position` + i, the j-th of m raw rows at
  * `position` + n - m + j; entry s is visible from position (s + 1) ratio - 1 on. Packed batches ([1, T, ..], seqs.cu_q):
  * position is 0, raw rows are the queries' own, and a sequence of n has n / ratio entries, sequence after sequence.
+ *
+ * Pages: row i of sequence b stands in slot i % page of page table[b, i / page] of a pool [pages, page, D], or as bytes
+ * [pages, page row bytes], all slots' data before all slots' scales. Raw rows are numbered by position then, from 0 on.
  */
 #ifndef QUERN_STAGES_ATTEND_MQA_H
 #define QUERN_STAGES_ATTEND_MQA_H
 
+#include "stages/pool.h"
 #include "stages/stage.h"
 
 typedef struct attend_mqa_args {
     stage_seqs seqs; /* n_q: queries; n_kv: raw rows */
     int64_t window, ratio, position;
     float scale;
+    entry_format format;         /* of kv and entries: ENTRY_ROWS or ENTRY_ROW584 */
+    int64_t page;                /* slots of a page; 0: kv and entries are contiguous */
+    quern_tensor positions;      /* i32 [B] in place of position, or absent */
+    quern_tensor kv_table, entries_table; /* i32 [B, columns], with pages */
     quern_tensor q, kv, entries; /* [B,T,H,D], [B,N,D], [B,S,D] or absent */
     quern_tensor list, count;    /* i32 [B,T,k] in any order, or absent: all visible; [B,T] or absent */
     quern_tensor sink;           /* f32 [H] or absent: logits that add to the denominator alone */
@@ -28,8 +36,8 @@ typedef struct attend_mqa_args {
 } attend_mqa_args;
 STAGE_DECLARE(attend_mqa);
 #define ATTEND_MQA_TENSORS(F)                                                                                                      \
-    STAGE_SEQS_TENSORS(F) F(q) F(kv) F(entries) F(list) F(count) F(sink) F(cos_sin) F(o) F(lse) F(lse_win) F(status) F(d_o) F(d_q) \
+    STAGE_SEQS_TENSORS(F) F(positions) F(kv_table) F(entries_table) F(q) F(kv) F(entries) F(list) F(count) F(sink) F(cos_sin) F(o) F(lse) F(lse_win) F(status) F(d_o) F(d_q) \
     F(d_kv) F(d_entries) F(d_sink)
-#define ATTEND_MQA_VALUES(F) STAGE_SEQS_VALUES(F) F(window) F(ratio) F(position) F(scale)
+#define ATTEND_MQA_VALUES(F) STAGE_SEQS_VALUES(F) F(window) F(ratio) F(position) F(scale) F(format) F(page)
 
 #endif

@@ -3,11 +3,13 @@
 /* mqa.c - tiles of keys, and the products of a query's heads against them. */
 #include "cpu/attend_mqa/mqa.h"
 
+#include "core/half.h"
 #include "cpu/rows_at.h"
 
 #include <string.h>
 
 enum { ENTRIES_AHEAD = 8 };
+enum { ROW584_DATA = 576, ROW584_SCALES = 8, ROW584_CODES = 448, ROW584_TAIL = 64, ROW584_BLOCK = 64 };
 
 static int64_t panels_of(const mqa_plan *plan, int64_t columns)
 {
@@ -21,20 +23,68 @@ void mqa_tile_carve(const mqa_plan *plan, arena *a, mqa_tile *tile)
     tile->pairs = arena_take(a, plan->bf16 ? panels * MQA_TILE / 2 * (size_t)plan->panel * sizeof *tile->pairs : 0);
 }
 
-/* Copies rows of one view to rows at, at + 1, ... of the tile. */
-static void copy_rows(const mqa_plan *plan, const quern_tensor *t, int64_t b, int64_t first, int64_t n, int64_t at, mqa_tile *tile)
+/* Where rows stand. Bytes: 576 of data, with 8 of scales behind them or, in a page, behind the data of all slots. */
+typedef struct row_place {
+    const char *data, *scales;
+    int64_t step, scale_step; /* bytes from row to row */
+    int64_t rows;             /* that stand so, from this one on */
+} row_place;
+
+/* Row `row` of a sequence's raw rows, or of its entries. */
+static row_place place_of(const mqa_plan *plan, const mqa_sequence *s, bool entries, int64_t row)
 {
-    const row_source src = {mqa_row(t, b, first), t->dtype, t->strides[1], n, plan->dim};
-    float *to = tile->rows + at * plan->pitch;
-    if (plan->bf16) plan->kernels->pack_rows_bf16(&src, (uint16_t *)to, 2 * plan->pitch);
-    else plan->kernels->pack_rows_f32(&src, 1.0f, to, plan->pitch);
+    const attend_mqa_args *a = plan->args;
+    const quern_tensor *t = entries ? &a->entries : &a->kv, *table = entries ? &a->entries_table : &a->kv_table;
+    const int64_t size = (int64_t)quern_dtype_size(t->dtype), step = t->strides[1] * size;
+    if (a->page == 0) {
+        const char *data = mqa_row(t, s->view_b, row + (entries ? s->entry0 : s->raw0));
+        return (row_place){data, data + ROW584_DATA, step, step, INT64_MAX};
+    }
+    const int64_t slot = row % a->page, page = ((const int32_t *)table->data)[s->view_b * table->strides[0] + row / a->page];
+    const char *base = (const char *)t->data + page * t->strides[0] * size;
+    if (a->format == ENTRY_ROWS) return (row_place){base + slot * step, NULL, step, 0, a->page - slot};
+    return (row_place){base + slot * ROW584_DATA, base + a->page * ROW584_DATA + slot * ROW584_SCALES, ROW584_DATA, ROW584_SCALES, a->page - slot};
 }
 
-static void prefetch_entry(const mqa_plan *plan, int64_t b, int64_t row)
+/* A row of 448 e4m3 with a power of two for every 64, then 64 bf16, as words of a tile. */
+static void widen_row584(const mqa_plan *plan, const char *data, const char *scales, float *to)
 {
-    const char *p = mqa_row(&plan->args->entries, b, row);
-    const int64_t bytes = plan->dim * (int64_t)quern_dtype_size(plan->args->entries.dtype);
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
+    float row[MQA_DIM_MOST];
+    uint16_t tail[ROW584_TAIL];
+    plan->codes->widen_e4m3((const uint8_t *)data, ROW584_CODES, row);
+    for (int64_t i = 0; i < ROW584_CODES / ROW584_BLOCK; i++) {
+        const uint32_t exponent = (uint8_t)scales[i];
+        const float scale = float_from_bits(exponent == 255 ? 0x7fc00000u : exponent == 0 ? 0x00400000u : exponent << 23);
+        plan->kernels->scale_row(row + i * ROW584_BLOCK, scale, ROW584_BLOCK);
+    }
+    memcpy(tail, data + ROW584_CODES, sizeof tail);
+    plan->conversion->convert(tail, QUERN_BF16, row + ROW584_CODES, QUERN_F32, ROW584_TAIL);
+    plan->conversion->convert(row, QUERN_F32, to, plan->bf16 ? QUERN_BF16 : QUERN_F32, MQA_DIM_MOST);
+}
+
+/* Copies rows first ... first + n - 1 to rows at, at + 1, ... of the tile. */
+static void copy_rows(const mqa_plan *plan, const mqa_sequence *s, bool entries, int64_t first, int64_t n, int64_t at, mqa_tile *tile)
+{
+    const quern_tensor *t = entries ? &plan->args->entries : &plan->args->kv;
+    for (int64_t done = 0, rows; done < n; done += rows) {
+        const row_place place = place_of(plan, s, entries, first + done);
+        float *to = tile->rows + (at + done) * plan->pitch;
+        rows = n - done < place.rows ? n - done : place.rows;
+        const row_source src = {place.data, t->dtype, t->strides[1], rows, plan->dim};
+        for (int64_t i = 0; plan->args->format == ENTRY_ROW584 && i < rows; i++)
+            widen_row584(plan, place.data + i * place.step, place.scales + i * place.scale_step, to + i * plan->pitch);
+        if (plan->args->format != ENTRY_ROWS) continue;
+        if (plan->bf16) plan->kernels->pack_rows_bf16(&src, (uint16_t *)to, 2 * plan->pitch);
+        else plan->kernels->pack_rows_f32(&src, 1.0f, to, plan->pitch);
+    }
+}
+
+static void prefetch_entry(const mqa_plan *plan, const mqa_sequence *s, int64_t row)
+{
+    const quern_tensor *t = &plan->args->entries;
+    const row_place place = place_of(plan, s, true, row);
+    const int64_t bytes = plan->args->format == ENTRY_ROWS ? plan->dim * (int64_t)quern_dtype_size(t->dtype) : ROW584_DATA;
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(place.data + at);
 }
 
 /* Pairs of keys, in slices of columns that the packing kernel takes. */
@@ -50,17 +100,16 @@ static void pack_pairs(const mqa_plan *plan, mqa_tile *tile)
 
 void mqa_tile_fill(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *keys, int64_t first, int64_t n, mqa_tile *tile)
 {
-    const attend_mqa_args *a = plan->args;
     const int64_t raw_end = first + n < keys->raw ? first + n : keys->raw, raw = raw_end > first ? raw_end - first : 0;
     tile->n = n;
-    if (raw > 0) copy_rows(plan, &a->kv, s->view_b, s->raw0 + keys->raw0 + first, raw, 0, tile);
+    if (raw > 0) copy_rows(plan, s, false, keys->raw0 + first, raw, 0, tile);
     const int64_t entry = first + raw - keys->raw;
-    if (raw < n && keys->list == NULL) copy_rows(plan, &a->entries, s->view_b, s->entry0 + entry, n - raw, raw, tile);
+    if (raw < n && keys->list == NULL) copy_rows(plan, s, true, entry, n - raw, raw, tile);
     if (keys->list != NULL) {
         for (int64_t i = raw; i < n; i++) {
             const int64_t at = first + i - keys->raw;
-            if (at + ENTRIES_AHEAD < keys->n - keys->raw) prefetch_entry(plan, s->view_b, s->entry0 + keys->list[at + ENTRIES_AHEAD]);
-            copy_rows(plan, &a->entries, s->view_b, s->entry0 + keys->list[at], 1, i, tile);
+            if (at + ENTRIES_AHEAD < keys->n - keys->raw) prefetch_entry(plan, s, keys->list[at + ENTRIES_AHEAD]);
+            copy_rows(plan, s, true, keys->list[at], 1, i, tile);
         }
     }
     if (plan->bf16) pack_pairs(plan, tile);

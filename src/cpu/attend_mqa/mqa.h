@@ -13,6 +13,7 @@
 
 #include "backend.h"
 #include "core/arena.h"
+#include "cpu/indexer/indexer_kernels.h"
 #include "cpu/attend_mqa/mqa_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/kernels/row_kernels.h"
@@ -27,7 +28,7 @@ enum {
 /* One sequence of the call: rows in the views, and where its queries stand. */
 typedef struct mqa_sequence {
     int64_t view_b, query0, queries, raw0, raw, entry0, entries, position;
-} mqa_sequence;
+} mqa_sequence; /* raw0, entry0 are 0 with pages */
 
 /* Where sequences start: [batch + 1] each. Rows of a fixed-length batch start at 0. */
 typedef struct mqa_starts {
@@ -40,6 +41,7 @@ typedef struct mqa_plan {
     const mqa_kernels *rows;
     const pool_kernels *rotation;
     const row_kernels *conversion;
+    const indexer_kernels *codes; /* of bytes */
     bool bf16; /* products over pairs of bf16; otherwise f32 */
     int64_t batch, heads, dim, rope;
     int64_t columns; /* heads rounded up to 16: those of S */
@@ -93,7 +95,7 @@ void mqa_scores(const mqa_plan *plan, const mqa_tile *tile, const float *columns
 /* o [heads][width] (+)= p . tile, p as a softmax or gradient kernel gave it: floats [keys][columns], or pairs of keys. */
 void mqa_values(const mqa_plan *plan, const mqa_tile *tile, const float *p, float *o, bool accumulate);
 
-/* Row [b][n] of a [B,N,D] view. */
+/* Row [b][n] of a [B,N,..] view. */
 static inline void *mqa_row(const quern_tensor *t, int64_t b, int64_t n)
 {
     return (char *)t->data + (b * t->strides[0] + n * t->strides[1]) * (int64_t)quern_dtype_size(t->dtype);

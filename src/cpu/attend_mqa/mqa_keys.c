@@ -10,7 +10,7 @@
 bool mqa_by_bf16(const stage_exec *exec, const attend_mqa_args *args)
 {
     const attention_kernels *kernels = attention_kernels_for(exec->cpu_level);
-    return kernels->mm_bf16 != NULL && args->q.dtype == QUERN_BF16 && args->kv.dtype == QUERN_BF16;
+    return kernels->mm_bf16 != NULL && args->q.dtype == QUERN_BF16 && args->kv.dtype != QUERN_F32; /* bytes are exact in bf16 */
 }
 
 mqa_plan mqa_plan_of(const stage_exec *exec, const attend_mqa_args *args)
@@ -18,6 +18,7 @@ mqa_plan mqa_plan_of(const stage_exec *exec, const attend_mqa_args *args)
     mqa_plan p = {.args = args, .kernels = attention_kernels_for(exec->cpu_level), .rows = mqa_kernels_for(exec->cpu_level)};
     p.rotation = pool_kernels_for(exec->cpu_level);
     p.conversion = row_kernels_for(exec->cpu_level);
+    p.codes = indexer_kernels_for(exec->cpu_level);
     p.bf16 = mqa_by_bf16(exec, args);
     p.batch = args->seqs.batch;
     p.heads = args->q.shape[2];
@@ -57,7 +58,11 @@ mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int
     const attend_mqa_args *a = plan->args;
     const int32_t *cu = a->seqs.cu_q.data;
     const bool entries = is_present(&a->entries);
-    if (cu == NULL) return (mqa_sequence){b, 0, a->seqs.n_q, 0, a->seqs.n_kv, 0, entries ? a->entries.shape[1] : 0, a->position};
+    if (cu == NULL) {
+        const int64_t position = is_present(&a->positions) ? ((const int32_t *)a->positions.data)[b] : a->position, tokens = position + a->seqs.n_q;
+        const int64_t most = !entries ? 0 : a->page > 0 ? tokens / a->ratio : a->entries.shape[1];
+        return (mqa_sequence){b, 0, a->seqs.n_q, 0, a->page > 0 ? tokens : a->seqs.n_kv, 0, most, position};
+    }
     const int64_t n = cu[b + 1] - cu[b];
     return (mqa_sequence){0, cu[b], n, cu[b], n, starts->entry[b], entries ? starts->entry[b + 1] - starts->entry[b] : 0, 0};
 }
@@ -113,6 +118,7 @@ mqa_keys mqa_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query,
 int64_t mqa_keys_most(const mqa_plan *plan)
 {
     const attend_mqa_args *a = plan->args;
-    const int64_t raw = a->window < a->seqs.n_kv ? a->window : a->seqs.n_kv, all = is_present(&a->entries) ? a->entries.shape[1] : 0;
+    const int64_t rows = a->page > 0 ? a->kv_table.shape[1] * a->page : a->seqs.n_kv, raw = a->window < rows ? a->window : rows;
+    const int64_t all = !is_present(&a->entries) ? 0 : a->page > 0 ? a->entries_table.shape[1] * a->page : a->entries.shape[1];
     return raw + (plan->list >= 0 && plan->list < all ? plan->list : all);
 }
