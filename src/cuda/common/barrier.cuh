@@ -49,4 +49,14 @@ template <int REGISTERS> __device__ __forceinline__ void registers_down()
 /* Orders this thread's ordinary accesses to shared memory before the tensor cores' and the copy engine's. */
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+/* A counter in global memory that orders what threads of different blocks do: everything before an addition comes before
+ * what follows a load that saw it. */
+__device__ __forceinline__ int32_t load_acquire(const int32_t *p)
+{
+    int32_t x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+__device__ __forceinline__ void add_release(int32_t *p, int32_t x) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+
 #endif

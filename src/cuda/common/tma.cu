@@ -11,7 +11,7 @@ bool tma_can(const quern_tensor &t)
     for (int i = 0; i < 4; i++)
         if (t.shape[i] < 1 || t.shape[i] > INT32_MAX) return false;
     for (int i = 0; i < 3; i++)
-        if (t.shape[i] > 1 && (t.strides[i] < 1 || t.strides[i] % 8 != 0 || t.strides[i] >= (int64_t)1 << 39)) return false;
+        if (t.shape[i] > 1 && (t.strides[i] < 1 || t.strides[i] % 8 != 0 || t.strides[i] >= (int64_t)1 << 38)) return false;
     return true;
 }
 
@@ -39,11 +39,15 @@ quern_status tma_describe(CUtensorMap *map, const quern_tensor &t, int heads, in
     tensor_map_encoder *encode;
     const cudaError_t code = find_encoder(&encode);
     if (code != cudaSuccess) return cuda_report(code, "looking for cuTensorMapEncodeTiled");
+    const int64_t size = t.dtype == QUERN_F32 ? 4 : 2;
+    const CUtensorMapDataType type = t.dtype == QUERN_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : t.dtype == QUERN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     const cuuint64_t shape[4] = {(cuuint64_t)t.shape[3], (cuuint64_t)t.shape[2], (cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]};
     cuuint64_t strides[3];
-    for (int i = 0; i < 3; i++) strides[i] = t.shape[2 - i] > 1 ? (cuuint64_t)t.strides[2 - i] * 2 : 16; /* of one, the stride is nothing */
-    const cuuint32_t box[4] = {TMA_COLUMNS, (cuuint32_t)heads, (cuuint32_t)rows, 1}, steps[4] = {1, 1, 1, 1};
-    const CUresult result = encode(map, t.dtype == QUERN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, t.data,
+    for (int i = 0; i < 3; i++) strides[i] = t.shape[2 - i] > 1 ? (cuuint64_t)(t.strides[2 - i] * size) : 16; /* of one, the stride is nothing */
+    const cuuint32_t box[4] = {(cuuint32_t)(128 / size), (cuuint32_t)heads, (cuuint32_t)rows, 1}, steps[4] = {1, 1, 1, 1};
+    const CUresult result = encode(map, type, 4, t.data,
                                    shape, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return cuda_report(result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue, "describing a tensor to the copy engine");

@@ -59,6 +59,7 @@ template <typename T> __device__ __forceinline__ void wg_rs(float (&c)[8][4], co
 
 /* The same for any width, over accumulators of N / 8 tiles, added to or (ADD false) overwritten. */
 #define WG_LIST_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WG_LIST_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define WG_LIST_40 WG_LIST_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define WG_LIST_64 WG_LIST_32 \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
@@ -66,15 +67,16 @@ template <typename T> __device__ __forceinline__ void wg_rs(float (&c)[8][4], co
     ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
     ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define WG_TILES_8(c, i) WG4(c[i]), WG4(c[i + 1]), WG4(c[i + 2]), WG4(c[i + 3]), WG4(c[i + 4]), WG4(c[i + 5]), WG4(c[i + 6]), WG4(c[i + 7])
+#define WG_TILES_16(c) WG4(c[0]), WG4(c[1]), WG4(c[2]), WG4(c[3])
 #define WG_TILES_32(c) WG_TILES_8(c, 0)
 #define WG_TILES_40(c) WG_TILES_8(c, 0), WG4(c[8]), WG4(c[9])
 #define WG_TILES_64(c) WG_TILES_8(c, 0), WG_TILES_8(c, 8)
 #define WG_TILES_128(c) WG_TILES_64(c), WG_TILES_8(c, 16), WG_TILES_8(c, 24)
 
 /* SIZE accumulators; A, B, ADD are the operands after them. */
-#define WG_SS(type, n, size, at_a, at_b, at_add) \
+#define WG_SS(type, n, size, at_a, at_b, at_add, rows) \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #at_add ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" WG_LIST_##size "}, %" \
-                 #at_a ", %" #at_b ", p, 1, 1, 0, 0; }" \
+                 #at_a ", %" #at_b ", p, 1, 1, " #rows ", " #rows "; }" \
                  : WG_TILES_##size(c) \
                  : "l"(a), "l"(b), "n"((int)ADD))
 #define WG_RS(type, n, size, a0, a1, a2, a3, at_b, at_add, at_rows) \
@@ -87,12 +89,22 @@ template <typename T> __device__ __forceinline__ void wg_rs(float (&c)[8][4], co
 template <typename T, int N, bool ADD> __device__ __forceinline__ void wg_ss_wide(float (&c)[N / 8][4], uint64_t a, uint64_t b)
 {
     constexpr bool B16 = __is_same(T, bf16);
-    if constexpr (N == 64 && B16) WG_SS("bf16", 64, 32, 32, 33, 34);
-    else if constexpr (N == 64) WG_SS("f16", 64, 32, 32, 33, 34);
-    else if constexpr (N == 80 && B16) WG_SS("bf16", 80, 40, 40, 41, 42);
-    else if constexpr (N == 80) WG_SS("f16", 80, 40, 40, 41, 42);
-    else if constexpr (B16) WG_SS("bf16", 128, 64, 64, 65, 66);
-    else WG_SS("f16", 128, 64, 64, 65, 66);
+    if constexpr (N == 64 && B16) WG_SS("bf16", 64, 32, 32, 33, 34, 0);
+    else if constexpr (N == 64) WG_SS("f16", 64, 32, 32, 33, 34, 0);
+    else if constexpr (N == 80 && B16) WG_SS("bf16", 80, 40, 40, 41, 42, 0);
+    else if constexpr (N == 80) WG_SS("f16", 80, 40, 40, 41, 42, 0);
+    else if constexpr (B16) WG_SS("bf16", 128, 64, 64, 65, 66, 0);
+    else WG_SS("f16", 128, 64, 64, 65, 66, 0);
+}
+
+/* C[64][N] (+)= A[16][64]^T B[16][N], both tiles in shared memory with the 64 and the N in a row. */
+template <typename T, int N, bool ADD> __device__ __forceinline__ void wg_rows(float (&c)[N / 8][4], uint64_t a, uint64_t b)
+{
+    constexpr bool B16 = __is_same(T, bf16);
+    if constexpr (N == 32 && B16) WG_SS("bf16", 32, 16, 16, 17, 18, 1);
+    else if constexpr (N == 32) WG_SS("f16", 32, 16, 16, 17, 18, 1);
+    else if constexpr (B16) WG_SS("bf16", 64, 32, 32, 33, 34, 1);
+    else WG_SS("f16", 64, 32, 32, 33, 34, 1);
 }
 
 /* C[64][N] (+)= A[64][16] B, A in registers, B in shared memory: ROWS: its 16 rows of N; else N rows with the 16 in each. */

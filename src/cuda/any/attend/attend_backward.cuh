@@ -12,8 +12,9 @@
 /* Writes args->delta anew where o's rounding spoils it (attend_delta.cu says where), before the two read it. */
 quern_status attend_backward_delta(const attend_args *args, const launcher &to);
 quern_status attend_backward_by_rows(const attend_args *args, const attend_launch &l, const launcher &to);
-/* `hopper`: the products are sm90/attend/attend_backward_keys.cuh's. */
-quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &l, void *workspace, const launcher &to, bool hopper);
+/* `hopper`: for Hopper's kernels, which compute dQ too (sm90/attend/attend_backward_launch.cu); else NULL. */
+struct sm90_backward_call;
+quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &l, void *workspace, const launcher &to, const sm90_backward_call *hopper);
 size_t attend_backward_keys_bytes(const attend_args *args);
 
 /* Sequences as pieces of keys, and back. */

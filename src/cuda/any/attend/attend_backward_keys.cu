@@ -19,7 +19,7 @@
 #include "any/attend/attend_backward.cuh"
 #include "sm90/attend/attend.cuh"
 
-enum { ROWS = 64, MOST_SPLITS = 16 };
+enum { ROWS = 64 };
 
 /* The keys and the share of rows that a block works on. */
 struct key_block {
@@ -315,14 +315,16 @@ static int64_t pieces_of(const attend_args *args, int keys)
 
 static int range_keys(const attend_args *args) { return args->q.shape[3] > 128 || args->v.shape[3] > 128 ? 64 : 128; }
 
-/* Shares of a range's rows: enough to fill a large GPU four times, where there are rows enough. */
+/* Shares of a range's rows: enough to fill a large GPU four times, where there are rows enough. Compressed entries are few,
+ * and the first are seen by all: smaller shares leave less to wait for at the end. */
 static int splits_of(const attend_args *args)
 {
     const int64_t blocks = pieces_of(args, range_keys(args)) * args->k.shape[2],
                   rows = args->seqs.n_q * (args->q.shape[2] / (args->k.shape[2] > 0 ? args->k.shape[2] : 1));
-    int64_t splits = blocks > 0 ? 528 / blocks : 1;
+    const int64_t finer = args->mask == ATTEND_COMPRESSED ? 4 : 1, most = 16 * finer;
+    int64_t splits = blocks > 0 ? 528 * finer / blocks : 1;
     if (splits > rows / 1024) splits = rows / 1024;
-    return splits < 2 ? 1 : splits > MOST_SPLITS ? MOST_SPLITS : (int)splits;
+    return splits < 2 ? 1 : splits > most ? (int)most : (int)splits;
 }
 
 size_t attend_backward_keys_bytes(const attend_args *args)
@@ -347,7 +349,7 @@ static quern_status launch(const attend_args *args, const attend_kernel &a, int6
 }
 
 template <typename T, int DP, int KW, bool LISTED>
-static quern_status run(const attend_args *args, const attend_launch &l, const launcher &to, bool hopper)
+static quern_status run(const attend_args *args, const attend_launch &l, const launcher &to, const sm90_backward_call *hopper)
 {
     const attend_kernel &a = l.kernel;
     constexpr int KT = 16 * KW;
@@ -355,8 +357,8 @@ static quern_status run(const attend_args *args, const attend_launch &l, const l
     const int64_t pieces = LISTED ? args->k.shape[0] * a.kv_heads * capacity : pieces_of(args, KT);
     if (pieces == 0 || a.kv_heads == 0) return QUERN_OK;
     quern_status status;
-    if (hopper) {
-        status = sm90_attend_backward_keys(args, l, pieces, to.stream);
+    if (hopper != NULL) {
+        status = sm90_attend_backward(args, l, pieces, *hopper, to.stream);
     } else if constexpr (DP <= 128) {
         status = launch<T, DP, KW, 3, LISTED>(args, a, pieces, to);
     } else {
@@ -368,22 +370,22 @@ static quern_status run(const attend_args *args, const attend_launch &l, const l
     return LAUNCHED("attend_backward: sum of shares");
 }
 
-template <typename T, int DP> static quern_status choose(const attend_args *args, const attend_launch &l, const launcher &to, bool hopper)
+template <typename T, int DP> static quern_status choose(const attend_args *args, const attend_launch &l, const launcher &to, const sm90_backward_call *hopper)
 {
     constexpr int WIDE = DP > 128 ? 4 : 8;
     if (!l.listed) return run<T, DP, WIDE, false>(args, l, to, hopper);
-    if (l.kernel.list_block <= 64) return run<T, DP, 4, true>(args, l, to, false);
-    return run<T, DP, WIDE, true>(args, l, to, false);
+    if (l.kernel.list_block <= 64) return run<T, DP, 4, true>(args, l, to, NULL);
+    return run<T, DP, WIDE, true>(args, l, to, NULL);
 }
 
-template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, const launcher &to, bool hopper)
+template <typename T> static quern_status choose_dim(const attend_args *args, const attend_launch &l, const launcher &to, const sm90_backward_call *hopper)
 {
     return l.dim == 64    ? choose<T, 64>(args, l, to, hopper)
            : l.dim == 128 ? choose<T, 128>(args, l, to, hopper)
                           : choose<T, 256>(args, l, to, hopper);
 }
 
-quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &launch_args, void *workspace, const launcher &to, bool hopper)
+quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &launch_args, void *workspace, const launcher &to, const sm90_backward_call *hopper)
 {
     attend_launch l = launch_args;
     l.kernel.part = (float *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15);

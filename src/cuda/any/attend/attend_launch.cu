@@ -78,10 +78,10 @@ static bool shape_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
 /* The same for every kernel: what pointers are aligned to is not known yet. */
 size_t attend_forward_bytes(const stage_exec *, const attend_args *args) { return args->q.dtype == QUERN_F32 ? 0 : SM90_COUNT_BYTES; }
 
-/* The inverted index, the partial sums of the keys' gradients, the counter of Hopper's kernel of the rows. */
+/* The inverted index, the partial sums of the keys' gradients, what Hopper's kernels need. */
 size_t attend_backward_bytes(const stage_exec *, const attend_args *args)
 {
-    return (present(args->list) ? inverse_workspace(args) : 0) + (args->q.dtype == QUERN_F32 ? 0 : attend_backward_keys_bytes(args) + SM90_COUNT_BYTES);
+    return (present(args->list) ? inverse_workspace(args) : 0) + (args->q.dtype == QUERN_F32 ? 0 : attend_backward_keys_bytes(args) + sm90_attend_backward_bytes(args));
 }
 
 static quern_status attend_backward_half(const stage_exec *exec, const attend_args *args, void *workspace, const launcher &to)
@@ -97,10 +97,10 @@ static quern_status attend_backward_half(const stage_exec *exec, const attend_ar
     sm90_device device;
     if (to.most != NULL || !sm90_attend_backward_takes(exec, args, &device)) {
         const quern_status status = attend_backward_by_rows(args, l, to);
-        return status != QUERN_OK ? status : attend_backward_by_keys(args, l, sums, to, false);
+        return status != QUERN_OK ? status : attend_backward_by_keys(args, l, sums, to, NULL);
     }
-    const quern_status status = sm90_attend_backward_rows(args, l, device, sums + attend_backward_keys_bytes(args), to.stream);
-    return status != QUERN_OK ? status : attend_backward_by_keys(args, l, sums, to, true);
+    const sm90_backward_call hopper = {device, sums + attend_backward_keys_bytes(args)};
+    return attend_backward_by_keys(args, l, sums, to, &hopper);
 }
 
 static quern_status attend_forward_launch(const attend_args *args, const launcher &to)

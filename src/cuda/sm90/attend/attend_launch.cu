@@ -45,7 +45,7 @@ bool sm90_attend_forward_takes(const stage_exec *exec, const attend_args *args, 
 bool sm90_attend_backward_takes(const stage_exec *exec, const attend_args *args, sm90_device *device)
 {
     if (!call_taken(args) || !tma_can(args->d_o) || present(args->list)) return false;
-    if (args->q.shape[3] > 128 || args->v.shape[3] > 128 || args->q.shape[2] / args->k.shape[2] > 64) return false;
+    if (args->q.shape[3] > 128 || args->v.shape[3] > 128 || (args->d_q.dtype == QUERN_F32 && !tma_can(args->d_q))) return false;
     return sm90_device_of(exec, device);
 }
 
@@ -65,17 +65,4 @@ quern_status sm90_attend_forward(const stage_exec *exec, const attend_args *args
     const int k = l.kernel.dim_k, v = l.kernel.dim_v;
     const int dims = k <= 64 && v <= 64 ? 0 : k <= 128 && v <= 128 ? 1 : k <= 192 && v <= 128 ? 2 : 3;
     return table[l.dtype == QUERN_F16][dims](args, l, device, workspace, (cudaStream_t)exec->stream);
-}
-
-quern_status sm90_attend_backward_rows(const attend_args *args, const attend_launch &l, const sm90_device &device, void *workspace,
-                                       cudaStream_t stream)
-{
-    static sm90_attend *const table[2][2] = {{sm90_rows_bf16_64, sm90_rows_bf16_128}, {sm90_rows_f16_64, sm90_rows_f16_128}};
-    return table[l.dtype == QUERN_F16][l.dim > 64](args, l, device, workspace, stream);
-}
-
-quern_status sm90_attend_backward_keys(const attend_args *args, const attend_launch &l, int64_t pieces, cudaStream_t stream)
-{
-    static sm90_attend_keys *const table[2][2] = {{sm90_keys_bf16_64, sm90_keys_bf16_128}, {sm90_keys_f16_64, sm90_keys_f16_128}};
-    return table[l.dtype == QUERN_F16][l.dim > 64](args, l, pieces, stream);
 }

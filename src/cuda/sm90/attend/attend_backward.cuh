@@ -1,0 +1,357 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * attend_backward.cuh - attention's backward on Hopper for bf16 and f16, where keys are a range; after FlashAttention-3
+ * (arXiv 2407.08608).
+ *
+ *   P = exp(S - lse) recomputed, dP = dO V^T, dS = P (row_scale dP - delta)
+ *   dV = P^T row_scale dO, dK = scale dS^T Q, dQ = scale dS K: five products.
+ * A block owns 128 keys, 64 each of two computing warpgroups, and walks the rows that see them: tiles of 64 queries from the
+ * last to the first, each with the heads of the group one after another. S and dP are transposed: S^T = K Q^T leaves P^T and
+ * dS^T in registers as the A operands of dV and dK, which stay in registers. dS^T also goes to shared memory, and each
+ * warpgroup takes dS K for all 128 keys and half of the columns.
+ *
+ * Every key block adds its share of dQ to f32 sums in global memory (TMA's reduction). A counter for each tile and head says
+ * how many key blocks have added, and a block waits until all before it have: the order is that of the keys, whoever
+ * computes them. A block waits only for blocks that took a lower ticket, so some block can always go on. First keys, which
+ * see most rows, go first, and all rows are walked from the end: blocks that start together follow each other one step apart.
+ *
+ * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics, two rows a thread, and looks
+ * for what is not finite in rows that do not see all of these keys; warps 2 and 3 add dQ's two buffers. What is not finite
+ * in Q and dO becomes 0 between the products that read it for S and dP and those for dK and dV, and the keys that such a row
+ * sees get it (NaN in dK). K that is not finite becomes 0 for dQ's product, and the rows that see it get NaN.
+ *
+ * Registers at D = 128: dK 64, dV 64, S^T 32, dP^T 32, P^T and dS^T 32 of 232 (dQ's 32 are those of S^T or dP^T). Shared
+ * memory: K, V 64 KB, Q, dO 64 KB, dS 32 KB, dQ 64 KB. Limit: the tensor cores; shared memory comes close behind.
+ */
+#ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_CUH
+#define QUERN_CUDA_SM90_ATTEND_BACKWARD_CUH
+
+#include "common/launch.cuh"
+#include "sm90/attend/attend_backward_feed.cuh"
+
+namespace sm90_backward {
+
+/* Both computing warpgroups: Q and dO of a stage become finite; what was not goes to the keys that see it. */
+template <typename T, int DK, int DV>
+__device__ __forceinline__ void clean_rows(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4], char *q, char *g, const statistics *st, int key)
+{
+    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
+    auto sees = [&](int j, int h) { return key + h * 8 >= st->lo[j] && key + h * 8 < st->hi[j]; };
+    named_sync(CLEANING, 256); /* nobody multiplies with them */
+    spread_nonfinite<T, ROWS>(dk, q, 0, ROWS, true, sees);
+    spread_nonfinite<T, ROWS>(dv, g, 0, ROWS, false, sees);
+    named_sync(CLEANING, 256);
+#pragma unroll 1
+    for (int i = (int)(threadIdx.x - 128) * 2; i < ROWS * (DK + DV) * 2; i += 512) {
+        uint16_t *x = (uint16_t *)(i < ROWS * DK * 2 ? q + i : g + i - ROWS * DK * 2);
+        if ((*x & 0x7fff) >= INFINITE) *x = 0;
+    }
+    async_fence();
+    named_sync(CLEANING, 256);
+}
+
+/* Both computing warpgroups: whether something in K is not finite. */
+template <typename T, int DK> __device__ __forceinline__ bool search_keys(const char *keys, int32_t *odd)
+{
+    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
+    uint32_t most = 0;
+    for (int i = (int)(threadIdx.x - 128) * 16; i < KEYS * DK * 2; i += 4096) {
+        const uint4 v = *(const uint4 *)(keys + i);
+        most = __vmaxu2(most, __vmaxu2(__vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff), __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff)));
+    }
+    if ((most & 0xffff) >= INFINITE || most >> 16 >= INFINITE) atomicOr(odd, 1);
+    named_sync(CLEANING, 256);
+    return *odd != 0;
+}
+
+/* Both computing warpgroups, around dQ's product: K becomes finite; K as it was. */
+template <typename T, int DK> __device__ __forceinline__ void clean_keys(char *keys)
+{
+    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
+    named_sync(CLEANING, 256); /* nobody multiplies with it */
+#pragma unroll 1
+    for (int i = (int)(threadIdx.x - 128) * 2; i < KEYS * DK * 2; i += 512) {
+        uint16_t *x = (uint16_t *)(keys + i);
+        if ((*x & 0x7fff) >= INFINITE) *x = 0;
+    }
+    async_fence();
+    named_sync(CLEANING, 256);
+}
+
+template <typename T, int DK> __device__ __forceinline__ void restore_keys(const attend_kernel &a, const key_block &b, char *keys)
+{
+    named_sync(CLEANING, 256);
+#pragma unroll 1
+    for (int i = (int)threadIdx.x - 128; i < KEYS * DK / 8; i += 256) {
+        const int row = i / (DK / 8), chunk = i - row * (DK / 8), key = b.k0 + b.key0 + row;
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (key < a.sq.n_kv && chunk * 8 < a.dim_k)
+            x = *(const uint4 *)((const T *)a.k.p + b.view * a.k.s[0] + key * a.k.s[1] + b.kvh * a.k.s[2] + chunk * 8);
+        *(uint4 *)(keys + tile_at<KEYS>(row, chunk)) = x;
+    }
+    async_fence();
+    named_sync(CLEANING, 256);
+}
+
+/* dQ of the rows that see what is not finite in K becomes NaN. */
+template <typename T, int NQ>
+__device__ __forceinline__ void poison_rows(float (&dq)[NQ / 8][4], const attend_kernel &a, const key_block &b, const char *keys, int query, int head,
+                                            int group)
+{
+    int lo[2] = {0, 0}, hi[2] = {0, 0};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int n = query + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7) + h * 8;
+        float lse2, delta, row_scale;
+        if (n >= b.nq) continue;
+        row_statistics(a, sequence_of(b), b.q0 + n, head, &lse2, &delta, &row_scale);
+        if (lse2 != INFINITY) row_keys(a, sequence_of(b), n, &lo[h], &hi[h]);
+    }
+#pragma unroll 1
+    for (int j = 0; j < KEYS; j++) {
+        const int key = b.key0 + j;
+        const bool s0 = key >= lo[0] && key < hi[0], s1 = key >= lo[1] && key < hi[1];
+        if (!s0 && !s1) continue;
+#pragma unroll
+        for (int i = 0; i < NQ / 8; i++) {
+            const T *p = (const T *)(keys + tile_at<KEYS>(j, group * (NQ / 8) + i)) + (threadIdx.x & 3) * 2;
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const bool odd = !isfinite(to_float<T>(p[c]));
+                if (odd && s0) dq[i][c] = NAN;
+                if (odd && s1) dq[i][2 + c] = NAN;
+            }
+        }
+    }
+}
+
+/* dK and dV of one thread's keys, or their share. */
+template <typename T, int DK, int DV>
+__device__ __forceinline__ void store_keys(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4], const attend_kernel &a, const key_block &b, int place)
+{
+    const int width = a.dim_k + a.dim_v;
+    const bool whole = a.splits <= 1;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int r = place + h * 8, key = b.key0 + r;
+        if (key >= b.key_end) continue;
+        float *part = a.part + (b.slot * KEYS + r) * width;
+        const int64_t at_k = b.view * a.d_k.s[0] + (b.k0 + key) * a.d_k.s[1] + b.kvh * a.d_k.s[2];
+        const int64_t at_v = b.view * a.d_v.s[0] + (b.k0 + key) * a.d_v.s[1] + b.kvh * a.d_v.s[2];
+#pragma unroll
+        for (int i = 0; i < DK / 8; i++) {
+            const int c = i * 8 + (threadIdx.x & 3) * 2;
+            const float x = dk[i][h * 2] * a.scale, y = dk[i][h * 2 + 1] * a.scale;
+            if (c >= a.dim_k) continue;
+            if (whole) store_pair<T>(a.d_k.p, at_k + c, x, y, a.f32_dkv, a.add_k);
+            else *(float2 *)(part + c) = make_float2(x, y);
+        }
+#pragma unroll
+        for (int i = 0; i < DV / 8; i++) {
+            const int c = i * 8 + (threadIdx.x & 3) * 2;
+            if (c >= a.dim_v) continue;
+            if (whole) store_pair<T>(a.d_v.p, at_v + c, dv[i][h * 2], dv[i][h * 2 + 1], a.f32_dkv, a.add_v);
+            else *(float2 *)(part + a.dim_k + c) = make_float2(dv[i][h * 2], dv[i][h * 2 + 1]);
+        }
+    }
+}
+
+/* P^T and dS^T of a stage, from S^T and dP^T. SCALED: there is a row_scale. PART: some of these pairs do not see each other. */
+template <typename T, bool SCALED, bool PART, int NT>
+__device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&dp)[NT][4], uint32_t (&fp)[NT / 2][4], uint32_t (&fs)[NT / 2][4],
+                                        const statistics *st, float scale_log2, int key)
+{
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+        const int r = i * 8 + (threadIdx.x & 3) * 2;
+        const float2 lse2 = *(const float2 *)&st->lse2[r], delta = *(const float2 *)&st->delta[r];
+        const float2 rs = SCALED ? *(const float2 *)&st->row_scale[r] : make_float2(1.0f, 1.0f);
+        int2 lo = make_int2(0, 0), hi = make_int2(0, 0);
+        if (PART) lo = *(const int2 *)&st->lo[r], hi = *(const int2 *)&st->hi[r];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float p[2] = {exp2_fast(fmaf(s[i][h * 2], scale_log2, -lse2.x)), exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -lse2.y))};
+            float d[2] = {p[0] * fmaf(dp[i][h * 2], rs.x, -delta.x), p[1] * fmaf(dp[i][h * 2 + 1], rs.y, -delta.y)};
+            p[0] *= rs.x, p[1] *= rs.y;
+            if (PART) {
+                const int k = key + h * 8;
+                if (k < lo.x || k >= hi.x) p[0] = d[0] = 0.0f;
+                if (k < lo.y || k >= hi.y) p[1] = d[1] = 0.0f;
+            }
+            fp[i >> 1][(i & 1) * 2 + h] = pack2<T>(p[0], p[1]);
+            fs[i >> 1][(i & 1) * 2 + h] = pack2<T>(d[0], d[1]);
+        }
+    }
+}
+
+/* acc = 64 keys times the ROWS rows of a stage. */
+template <typename T, int ROWS, int DIM> __device__ __forceinline__ void rows_by_keys(float (&acc)[ROWS / 8][4], uint32_t keys, uint32_t rows)
+{
+    wg_start();
+#pragma unroll
+    for (int c = 0; c < DIM; c += 16) {
+        const uint64_t x = wg_tile(keys + (c >> 6) * (KEYS * 128) + (c & 63) * 2, 0);
+        const uint64_t y = wg_tile(rows + (c >> 6) * (ROWS * 128) + (c & 63) * 2, 0);
+        if (c == 0) wg_ss_wide<T, ROWS, false>(acc, x, y);
+        else wg_ss_wide<T, ROWS, true>(acc, x, y);
+    }
+    wg_commit();
+}
+
+/* dq = dS, in shared memory transposed, times NQ columns of K. */
+template <typename T, int NQ> __device__ __forceinline__ void columns_of_rows(float (&dq)[NQ / 8][4], uint32_t ds, uint32_t columns)
+{
+    wg_start();
+#pragma unroll
+    for (int c = 0; c < KEYS; c += 16) {
+        const uint64_t x = wg_tile(ds + c * 128, KEYS * 128), y = wg_tile(columns + c * 128, KEYS * 128);
+        if (c == 0) wg_rows<T, NQ, false>(dq, x, y);
+        else wg_rows<T, NQ, true>(dq, x, y);
+    }
+    wg_commit();
+}
+
+/* Puts scale dq where TMA takes it from; `to`: this lane's first two columns. */
+template <int ROWS, int NQ> __device__ __forceinline__ void write_rows(const float (&dq)[NQ / 8][4], uint32_t to, float scale)
+{
+#pragma unroll
+    for (int i = 0; i < NQ / 8; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            store_shared((to ^ (i & 3) << 5) + (i >> 2) * (ROWS * 128) + h * 1024, dq[i][h * 2] * scale, dq[i][h * 2 + 1] * scale);
+}
+
+/* A computing warpgroup. */
+template <typename T, int DK, int DV>
+__device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backward_plan &plan, key_block &b, char *smem, uint32_t base, int group)
+{
+    typedef layout<DK, DV> at;
+    constexpr int NT = ROWS / 8, NQ = DK / 2;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, place = group * 64 + warp * 16 + (lane >> 2), key = b.key0 + place;
+    const int steps = b.tiles * a.hs;
+    const uint32_t ak = base + at::K + group * 64 * 128, av = base + at::V + group * 64 * 128;
+    /* A lane's part of the first stmatrix of dS^T (rows of 64 queries, one for each key), and of the first store of dQ (panels
+     * of 32 columns). */
+    const uint32_t ds = base + at::DS + tile_at<KEYS>(group * 64 + warp * 16 + (lane & 15), lane >> 4);
+    const uint32_t dq_at = base + at::DQ + group * (NQ / 32) * (ROWS * 128) + tile_at<ROWS>(warp * 16 + (lane >> 2), lane >> 1 & 1) + (lane & 1) * 8;
+    const bool scaled = a.row_scale.p != NULL;
+    float dk[DK / 8][4] = {}, dv[DV / 8][4] = {}, s[NT][4], dp[NT][4], dq[NQ / 8][4];
+    uint32_t fp[NT / 2][4], fs[NT / 2][4];
+    bool odd = false;
+    if (steps > 0) {
+        mbar_wait(base + at::OWN_FULL, 0);
+        odd = search_keys<T, DK>(smem + at::K, &b.odd);
+        mbar_wait(base + at::FULL, 0);
+        rows_by_keys<T, ROWS, DK>(s, ak, base + at::Q);
+        rows_by_keys<T, ROWS, DV>(dp, av, base + at::DO);
+        wg_wait<0>(s);
+        wg_wait<0>(dp);
+    }
+#pragma unroll 1
+    for (int t = 0; t < steps; t++) {
+        const int stage = t % STAGES, buffer = t % BUFFERS;
+        const statistics *st = (const statistics *)(smem + at::STAT) + stage;
+        mbar_wait(base + at::STAT_FULL + 8 * stage, t / STAGES & 1);
+        const int part = st->part;
+        if (part != 0) softmax<T, true, true>(s, dp, fp, fs, st, a.scale_log2, key);
+        else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, a.scale_log2, key);
+        else softmax<T, false, false>(s, dp, fp, fs, st, a.scale_log2, key);
+        if (part & 2) clean_rows<T, DK, DV>(dk, dv, smem + at::Q + stage * at::Q_BYTES, smem + at::DO + stage * at::DO_BYTES, st, key);
+        /* The other warpgroup is past its product with this buffer: it has filled the other one since, and this one waited for it. */
+#pragma unroll
+        for (int i = 0; i < NT / 2; i++) stmatrix4((ds + buffer * at::DS_BYTES) ^ i << 5, fs[i]);
+        async_fence();
+        named_arrive(DS_FULL + (group ^ 1), 256);
+        const bool unclean = odd && part != 0;
+        if (unclean) clean_keys<T, DK>(smem + at::K);
+        const uint32_t q = base + at::Q + stage * at::Q_BYTES, g = base + at::DO + stage * at::DO_BYTES;
+        wg_start();
+#pragma unroll
+        for (int c = 0; c < ROWS; c += 16) wg_rs_wide<T, DV, true, true>(dv, fp[c / 16], wg_tile(g + c * 128, ROWS * 128));
+#pragma unroll
+        for (int c = 0; c < ROWS; c += 16) wg_rs_wide<T, DK, true, true>(dk, fs[c / 16], wg_tile(q + c * 128, ROWS * 128));
+        wg_commit();
+        named_sync(DS_FULL + group, 256);
+        const uint32_t columns = base + at::K + (DK == 64 ? group * 64 : group * (DK / 128) * (KEYS * 128));
+        columns_of_rows<T, NQ>(dq, base + at::DS + buffer * at::DS_BYTES, columns);
+        wg_wait<1>(dv);
+        wg_wait<1>(dk);
+        mbar_arrive(base + at::FREE + 8 * stage); /* each lane's, for what it read */
+        if (unclean) {
+            wg_wait<0>(dq);
+            restore_keys<T, DK>(a, b, smem + at::K);
+        }
+        /* After the last step the products below are of what the stage held before, and nobody reads them. */
+        const int next = (t + 1) % STAGES;
+        if (t + 1 < steps) mbar_wait(base + at::FULL + 8 * next, (t + 1) / STAGES & 1);
+        rows_by_keys<T, ROWS, DK>(s, ak, base + at::Q + next * at::Q_BYTES);
+        wg_wait<1>(dq);
+        if (unclean) {
+            int head;
+            const int tile = tile_at_step(a, plan, b, t, &head);
+            poison_rows<T, NQ>(dq, a, b, smem + at::K, tile * ROWS, head, group);
+        }
+        mbar_wait(base + at::DQ_FREE + 8 * buffer, (t / BUFFERS & 1) ^ 1);
+        write_rows<ROWS, NQ>(dq, dq_at + buffer * at::DQ_BYTES, a.scale);
+        async_fence();
+        named_arrive(DQ_FULL + buffer, 128 * GROUPS + 32);
+        rows_by_keys<T, ROWS, DV>(dp, av, base + at::DO + next * at::DO_BYTES);
+        wg_wait<0>(s);
+        wg_wait<0>(dp);
+    }
+    store_keys<T, DK, DV>(dk, dv, a, b, place);
+}
+
+template <typename T, int DK, int DV>
+__global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+    attend_backward_sm90(const __grid_constant__ attend_kernel a, const __grid_constant__ sm90_backward_plan plan, const __grid_constant__ maps m)
+{
+#ifdef QUERN_WGMMA
+    typedef layout<DK, DV> at;
+    extern __shared__ __align__(1024) char smem[];
+    const uint32_t base = smem_address(smem);
+    key_block &b = *(key_block *)(smem + at::BLOCK);
+    if (threadIdx.x == 0) {
+        if (!find_keys(a, plan, &b)) b.key_end = b.tiles = -1;
+        mbar_init(base + at::OWN_FULL, 1);
+        for (int i = 0; i < STAGES; i++) {
+            mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 128 * GROUPS);
+            mbar_init(base + at::STAT_FULL + 8 * i, 32);
+        }
+        for (int i = 0; i < BUFFERS; i++) mbar_init(base + at::DQ_FREE + 8 * i, 1);
+        mbar_init_done();
+    }
+    __syncthreads();
+    if (b.tiles < 0) return;
+    const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    if (group == 0) {
+        registers_down<FEED>();
+        if (warp == 0) feed<DK, DV>(a, plan, b, m, base);
+        else if (warp == 1) fetch_statistics<T, DK, DV>(a, plan, b, smem, base);
+        else add_rows<DK, DV>(a, plan, b, m, base, warp - 2);
+    } else {
+        registers_up<COMPUTE>();
+        compute<T, DK, DV>(a, plan, b, smem, base, group - 1);
+    }
+#endif
+}
+
+template <typename T, int DK, int DV>
+static quern_status run(const attend_args *args, const attend_launch &l, const sm90_backward_plan &plan, const quern_tensor &d_q, cudaStream_t stream)
+{
+    maps m;
+    quern_status status = tma_describe(&m.q, args->q, 1, ROWS);
+    if (status == QUERN_OK) status = tma_describe(&m.d_o, args->d_o, 1, ROWS);
+    if (status == QUERN_OK) status = tma_describe(&m.k, args->k, 1, KEYS);
+    if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, KEYS);
+    if (status == QUERN_OK) status = tma_describe(&m.d_q, d_q, 1, ROWS);
+    if (status != QUERN_OK) return status;
+    const unsigned blocks = (unsigned)plan.pieces * (unsigned)plan.kv_heads * (unsigned)l.kernel.splits;
+    return launch_shared({stream, NULL}, attend_backward_sm90<T, DK, DV>, dim3(blocks), 128 * (GROUPS + 1), layout<DK, DV>::BYTES, "attend_backward_sm90",
+                         l.kernel, plan, m);
+}
+
+}
+
+#endif
