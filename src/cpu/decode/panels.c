@@ -3,16 +3,18 @@
 /*
  * panels.c - one step of blockwise softmax attention over rows as a cache holds them: up to 384 keys in panels of 64.
  *
- * A panel is packed just before its product, by the kernels that pack for a prefill, so that a score has the same
- * bits there and here: D products added in order, a key a lane. Packed keys and values of a panel (16 KB each in bf16 at
- * D = 128) stay in L1 or L2; a cache's rows are read once, in order, which is the limit. A key and value of 128 bf16
- * come from memory in some 82 cycles a core (25 GB/s); for 4 query rows packing them takes about 20, the products 20 and
- * the softmax 2.
+ * Entries are packed panel by panel for their scores, by the kernels that pack for a prefill: D products added in order,
+ * a key a lane, so that a score has the same bits there and here. Otherwise few query rows take keys and values as they
+ * stand (attention_direct.h); more, and levels without bf16 products, take packed panels, which stay in L1 or L2. Either
+ * way a cache's rows are read once, in order; the next panel is asked for meanwhile. Limit: the read bandwidth. A key
+ * and value of 128 bf16 come from memory in some 82 cycles a core (25 GB/s).
  */
 #include "cpu/decode/panels.h"
 
 #include <math.h>
 #include <string.h>
+
+enum { DIRECT_MOST = 12 /* query rows that packing does not pay for */ };
 
 static const float log2_e = 1.44269504088896340736f;
 
@@ -47,6 +49,7 @@ void decode_scratch_carve(const decode_shape *shape, int64_t most_rows, arena *a
     s->shrink = arena_take(a, n);
     s->lo = arena_take(a, n);
     s->hi = arena_take(a, n);
+    s->ahead = (decode_panel){NULL, NULL, 0};
     s->gathered = arena_take(a, (size_t)(PANEL_KEYS * (shape->dim_k + shape->dim_v)) * quern_dtype_size(shape->dtype));
 }
 
@@ -68,40 +71,81 @@ void decode_rows_reset(decode_rows *rows, int32_t n)
     }
 }
 
-int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const decode_panel *panels, int32_t count, decode_scratch *s)
+/* Whether the rows are so few that panels are used as they stand. */
+static bool is_direct(const decode_shape *shape, const decode_rows *rows)
+{
+    return shape->bf16 && rows->n <= DIRECT_MOST;
+}
+
+static row_source keys_of(const decode_shape *shape, const decode_panel *panel)
+{
+    return (row_source){panel->keys, shape->dtype, shape->dim_k, panel->n, shape->dim_k};
+}
+
+static row_source values_of(const decode_shape *shape, const decode_panel *panel)
+{
+    return (row_source){panel->values, shape->dtype, shape->dim_v, panel->n, shape->dim_v};
+}
+
+static void prefetch(const row_source *rows)
+{
+    const int64_t bytes = rows->rows * rows->dim * (int64_t)quern_dtype_size(rows->dtype);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)rows->data + i, 0, 2);
+}
+
+/* Scores of one panel from column `column` on. */
+static void score_panel(const decode_shape *shape, const decode_rows *rows, const decode_panel *panel, int32_t column, decode_scratch *s)
 {
     const attention_kernels *k = shape->kernels;
     mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
+    for (int64_t c = 0; c < panel->n; c += k->panel) {
+        const int64_t n = panel->n - c < k->panel ? panel->n - c : k->panel;
+        row_source src = keys_of(shape, panel);
+        src.data = panel->keys + c * shape->dim_k * (int64_t)quern_dtype_size(shape->dtype);
+        src.rows = n;
+        if (shape->bf16) k->pack_keys_bf16(&src, k->panel, (uint32_t *)(void *)s->keys);
+        else k->pack_keys_f32(&src, k->panel, s->keys);
+        mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, k->panel, s->s + column + c, STEP_KEYS, false);
+    }
+}
+
+int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const decode_panel *panels, int32_t count, bool packed, decode_scratch *s)
+{
     int32_t keys = 0;
     for (int32_t i = 0; i < count; keys += (int32_t)panels[i++].n) {
-        const row_source all = {panels[i].keys, shape->dtype, shape->dim_k, panels[i].n, shape->dim_k};
-        for (int64_t c = 0; c < all.rows; c += k->panel) {
-            const int64_t n = all.rows - c < k->panel ? all.rows - c : k->panel;
-            const row_source src = {panels[i].keys + c * shape->dim_k * (int64_t)quern_dtype_size(shape->dtype), shape->dtype,
-                                    shape->dim_k, n, shape->dim_k};
-            if (shape->bf16) k->pack_keys_bf16(&src, k->panel, (uint32_t *)(void *)s->keys);
-            else k->pack_keys_f32(&src, k->panel, s->keys);
-            mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, k->panel, s->s + keys + c, STEP_KEYS,
-               false);
+        if (!packed && is_direct(shape, rows)) {
+            const row_source src = keys_of(shape, &panels[i]);
+            shape->kernels->score_rows_bf16(rows->n, rows->q, shape->dim_k, &src, panels[i].values, s->s + keys, STEP_KEYS);
+            continue;
         }
+        const row_source next = i + 1 < count ? keys_of(shape, &panels[i + 1]) : values_of(shape, &panels[0]);
+        prefetch(&next);
+        score_panel(shape, rows, &panels[i], keys, s);
     }
     return keys;
 }
 
 /* O (+)= P V for keys [column, column + panel->n) of the step. */
-static void add_panel(const decode_shape *shape, decode_rows *rows, const decode_panel *panel, int32_t column, decode_scratch *s)
+static void add_panel(const decode_shape *shape, decode_rows *rows, const decode_panel *panel, int32_t column, const row_source *ahead, decode_scratch *s)
 {
     const attention_kernels *k = shape->kernels;
     const int64_t pairs = shape->bf16 ? 2 : 1, depth = (panel->n + pairs - 1) / pairs;
     const int64_t panel_stride = PANEL_KEYS / pairs * shape->value_panel;
-    const row_source src = {panel->values, shape->dtype, shape->dim_v, panel->n, shape->dim_v};
+    const row_source src = values_of(shape, panel);
+    const float *weights = s->s + column / pairs;
+    if (is_direct(shape, rows)) {
+        k->add_values_bf16(rows->n, weights, STEP_KEYS, &src, ahead->rows > 0 ? ahead->data : src.data, rows->o, shape->value_width, !rows->fresh);
+        rows->fresh = false;
+        return;
+    }
     mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
+    prefetch(ahead);
     if (shape->bf16) k->pack_values_bf16(&src, (int32_t)shape->value_panel, (uint32_t *)(void *)s->values, panel_stride);
     else k->pack_values_f32(&src, (int32_t)shape->value_panel, s->values, panel_stride);
     for (int64_t j = 0; j < shape->value_panels; j++) {
         const int64_t at = j * shape->value_panel, left = shape->value_width - at;
-        mm(rows->n, left < shape->value_panel ? left : shape->value_panel, depth, s->s + column / pairs, STEP_KEYS, 1,
-           s->values + j * panel_stride, shape->value_panel, rows->o + at, shape->value_width, !rows->fresh);
+        mm(rows->n, left < shape->value_panel ? left : shape->value_panel, depth, weights, STEP_KEYS, 1, s->values + j * panel_stride,
+           shape->value_panel, rows->o + at, shape->value_width, !rows->fresh);
     }
     rows->fresh = false;
 }
@@ -120,7 +164,10 @@ void decode_add(const decode_shape *shape, decode_rows *rows, const decode_panel
     for (int32_t r = 0; r < rows->n && !rows->fresh; r++)
         if (s->shrink[r] != 1.0f) shape->kernels->scale_row(rows->o + r * shape->value_width, s->shrink[r], shape->value_width);
     int32_t column = 0;
-    for (int32_t i = 0; i < count; column += (int32_t)panels[i++].n) add_panel(shape, rows, &panels[i], column, s);
+    for (int32_t i = 0; i < count; column += (int32_t)panels[i++].n) {
+        const row_source ahead = i + 1 < count ? values_of(shape, &panels[i + 1]) : keys_of(shape, &s->ahead);
+        add_panel(shape, rows, &panels[i], column, &ahead, s);
+    }
 }
 
 void decode_rows_finish(const decode_shape *shape, decode_rows *rows)
@@ -143,11 +190,4 @@ decode_panel decode_next_panel(const cache_plane *plane, int64_t sequence, int64
     const decode_panel panel = {block + at * plane->dim * size, block + (PANEL_KEYS * plane->dim + at * plane->dim_v) * size, stop - *key};
     *key = stop;
     return panel;
-}
-
-void decode_prefetch(const decode_shape *shape, const decode_panel *panel)
-{
-    const int64_t size = (int64_t)quern_dtype_size(shape->dtype), keys = panel->n * shape->dim_k * size, values = panel->n * shape->dim_v * size;
-    for (int64_t i = 0; i < keys; i += 64) __builtin_prefetch(panel->keys + i, 0, 2);
-    for (int64_t i = 0; i < values; i += 64) __builtin_prefetch(panel->values + i, 0, 2);
 }

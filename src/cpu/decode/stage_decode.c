@@ -139,7 +139,7 @@ static void run_edge(const decode_job *job, const query_tile *t, const decode_pa
         rows.max += i * job->group;
         rows.sum += i * job->group;
         rows.n = (int32_t)job->group;
-        const int32_t keys = decode_scores(&job->shape, &rows, &seen, 1, &s->scratch);
+        const int32_t keys = decode_scores(&job->shape, &rows, &seen, 1, false, &s->scratch);
         decode_add(&job->shape, &rows, &seen, 1, keys, true, &s->scratch);
     }
 }
@@ -153,12 +153,11 @@ static void run_keys(const decode_job *job, const query_tile *t, int64_t from, i
     if (from < to) next = decode_next_panel(plane, t->run->sequence, t->head, &next_key, to);
     for (int64_t key = from; key < to;) {
         const decode_panel panel = next;
-        if (next_key < to) {
-            next = decode_next_panel(plane, t->run->sequence, t->head, &next_key, to);
-            decode_prefetch(&job->shape, &next);
-        }
+        next.n = 0;
+        if (next_key < to) next = decode_next_panel(plane, t->run->sequence, t->head, &next_key, to);
+        s->scratch.ahead = next;
         if (low <= key && first + 1 >= key + panel.n) {
-            const int32_t keys = decode_scores(&job->shape, &s->rows, &panel, 1, &s->scratch);
+            const int32_t keys = decode_scores(&job->shape, &s->rows, &panel, 1, false, &s->scratch);
             decode_add(&job->shape, &s->rows, &panel, 1, keys, true, &s->scratch);
         } else {
             run_edge(job, t, &panel, key, s);

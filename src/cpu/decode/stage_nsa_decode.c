@@ -175,7 +175,7 @@ static void run_entries(const nsa_job *job, const nsa_query *q, nsa_space *s)
             count++;
         }
         if (!by_rows) continue;
-        keys = decode_scores(&job->shape, &s->rows, panels, count, &s->scratch);
+        keys = decode_scores(&job->shape, &s->rows, panels, count, true, &s->scratch);
         for (int64_t r = 0; r < job->group && job->slc && job->softmax; r++)
             memcpy(s->scores + r * job->width + first, s->scratch.s + r * STEP_KEYS, (size_t)round_up16(keys) * sizeof *s->scores);
         decode_add(&job->shape, &s->rows, panels, count, keys, job->cmp, &s->scratch);
@@ -207,7 +207,7 @@ static void choose(const nsa_job *job, const nsa_query *q, nsa_space *s)
 
 static void step(const nsa_job *job, const decode_panel *panel, nsa_space *s)
 {
-    const int32_t keys = decode_scores(&job->shape, &s->rows, panel, 1, &s->scratch);
+    const int32_t keys = decode_scores(&job->shape, &s->rows, panel, 1, false, &s->scratch);
     decode_add(&job->shape, &s->rows, panel, 1, keys, true, &s->scratch);
 }
 
@@ -249,8 +249,9 @@ static void run_tokens(const nsa_job *job, const nsa_query *q, int branch, int64
             gather(job, panel, s);
             continue;
         }
-        decode_prefetch(&job->shape, &panel);
+        s->scratch.ahead = panel;
         run_pending(job, s);
+        s->scratch.ahead.n = 0;
         s->pending = panel;
     }
 }

@@ -62,6 +62,12 @@ typedef struct attention_kernels {
     int32_t panel; /* columns of a panel, a multiple of 16; n of a product is at most this */
     /* C[m][n] (+)= A B. n is rounded up to a multiple of 16 by the caller's padding. */
     mm_kernel *mm_f32, *mm_bf16; /* mm_bf16 is NULL where the level has no bf16 dot product */
+    /* The same of few rows with bf16 keys and values as they stand; NULL where mm_bf16 is. `ahead`: what is read next,
+     * asked for at the end; any address. s[i][j] = q[i] . keys[j] for i < m, in up to three columns past the last key anything;
+     * ldq counts elements. o[i] (+)= sum of p[i][j] values[j] in the values' columns and zeros up to a multiple of 16; p
+     * are words of two weights, that of a last lone key with 0. */
+    void (*score_rows_bf16)(int64_t m, const void *q, int64_t ldq, const row_source *keys, const void *ahead, float *s, int64_t lds);
+    void (*add_values_bf16)(int64_t m, const void *p, int64_t ldp, const row_source *values, const void *ahead, float *o, int64_t ldo, bool accumulate);
     /* dst[row][dim] = scale * row, contiguous f32, or bf16 unscaled. */
     void (*pack_rows_f32)(const row_source *src, float scale, float *dst, int64_t ldd);
     void (*pack_rows_bf16)(const row_source *src, uint16_t *dst, int64_t ldd);
