@@ -17,5 +17,6 @@ const struct op_family *const quern_families[] = {
     &dsv4_attention_family, /* attention core */
     &nvfp4_dequantize_family,
     &moe_family,
+    &moe_route_family,
     NULL,
 };

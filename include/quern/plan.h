@@ -44,7 +44,9 @@ typedef enum quern_operation {
     QUERN_OP_DSV4_ATTENTION_BACKWARD = 52,
     QUERN_OP_NVFP4_DEQUANTIZE = 65,
     QUERN_OP_MOE_FORWARD = 96,
-    QUERN_OP_MOE_BACKWARD = 97
+    QUERN_OP_MOE_BACKWARD = 97,
+    QUERN_OP_MOE_ROUTE = 98,
+    QUERN_OP_MOE_ROUTE_BACKWARD = 99
 } quern_operation;
 
 typedef struct quern_plan quern_plan;

@@ -57,7 +57,7 @@ typedef struct moe_call {
     const void *scratch;
 } moe_call;
 
-extern const op_family moe_family;
+extern const op_family moe_family, moe_route_family;
 
 /* steps.c: room for another step's arguments, all absent. */
 #define MOE_STEP_ADD(stage, name, most) name##_args *moe_add_##stage(moe_call *c);

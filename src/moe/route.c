@@ -1,223 +1,217 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* route.c - the router and its gradient: checks, then one stage. */
-#include <quern/moe.h>
-
-#include "backend.h"
-#include "core/arena.h"
-#include "core/context.h"
+/* route.c - the router and its gradient: their description, their public functions, and the stage that each is. */
 #include "core/error.h"
-#include "core/float_state.h"
-#include "core/op.h"
 #include "core/view.h"
+#include "moe/call.h"
 
-#include <math.h>
+#include <stddef.h>
+
+typedef enum route_op { ROUTE, ROUTE_BACKWARD, ROUTE_OPS } route_op;
+
+/* In the order of quern_moe_route_tensors. */
+enum {
+    R_LOGITS, R_HIDDEN, R_WEIGHT, R_BIAS, R_INPUT_IDS, R_TID2EID, R_EXPERTS, R_WEIGHTS, R_OFFSETS, R_PERMUTATION,
+    R_D_WEIGHTS, R_D_LOGITS, R_D_HIDDEN, R_D_WEIGHT, ROUTE_TENSORS_COUNT
+};
+enum { RS_T = 1, RS_E, RS_D, RS_K, RS_TK, RS_V };
 
 typedef struct route_call {
-    const quern_backend *backend;
-    stage_exec exec;
-    quern_tensor like;
+    op_call head;
+    quern_moe_route_params params;
     route_args args;
+    const void *scratch;
 } route_call;
 
-static quern_status check_params(const quern_moe_route_params *p)
+static const op_tensor tensors[] = {
+    {"logits", "logits", OP_F32, OP_NONE, {RS_T, RS_E}, {0}},
+    {"hidden", "hidden", OP_FLOAT, OP_NONE, {RS_T, RS_D}, {0}},
+    {"weight", "weight", OP_FLOAT, OP_NONE, {RS_E, RS_D}, {0}},
+    {"bias", "bias", OP_F32, OP_NONE, {RS_E}, {0}},
+    {"input_ids", "input_ids", OP_I32, OP_NONE, {RS_T}, {0}},
+    {"tid2eid", "tid2eid", OP_I32, OP_NONE, {RS_V, RS_K}, {0}},
+    {"experts", "experts", OP_I32, OP_NONE, {RS_T, RS_K}, {0}},
+    {"weights", "weights", OP_F32, OP_NONE, {RS_T, RS_K}, {0}},
+    {"offsets", "offsets", OP_I32, OP_NONE, {RS_E}, {0}},
+    {"permutation", "permutation", OP_I32, OP_NONE, {RS_TK}, {0}},
+    {"d_weights", "d_weights", OP_F32, R_WEIGHTS, {RS_T, RS_K}, {0}},
+    {"d_logits", "d_logits", OP_F32, OP_NONE, {RS_T, RS_E}, {0}},
+    {"d_hidden", "d_hidden", OP_SOURCE, R_HIDDEN, {RS_T, RS_D}, {0}},
+    {"d_weight", "d_weight", OP_F32, R_WEIGHT, {RS_E, RS_D}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == ROUTE_TENSORS_COUNT, "a row a tensor");
+_Static_assert(sizeof(quern_moe_route_tensors) == (1 + ROUTE_TENSORS_COUNT) * sizeof(void *), "a tensor a field");
+
+static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid", NULL};
+#define AT(member) offsetof(quern_moe_route_params, member)
+static const op_param params[] = {
+    {"score", AT(score), OP_CHOICE, 0, 2, scores, "what becomes of logits"},
+    {"top_k", AT(top_k), OP_INTEGER, 1, INT32_MAX, NULL, "experts of a token"},
+    {"renormalize", AT(renormalize), OP_FLAG, 0, 1, NULL, "divide the chosen experts' scores by their sum"},
+    {"route_scale", AT(route_scale), OP_NUMBER, 0, 0, NULL, "multiplies the weights"},
+};
+#undef AT
+static const quern_moe_route_params defaults = QUERN_MOE_ROUTE_PARAMS_INIT;
+static const char *const operations[] = {"moe_route", "moe_route_backward"};
+static const char *const symbols[] = {"", [RS_T] = "T", [RS_E] = "E", [RS_D] = "D", [RS_K] = "k", [RS_TK] = "Tk", [RS_V] = "V", NULL};
+static const op_entry ops[] = {
+    {.name = "moe-route",
+     .help = "the experts of each token, their weights, and the order of the experts' rows; with d_weights also the backward",
+     .forward = ROUTE,
+     .backward = ROUTE_BACKWARD},
+};
+
+static quern_status check_params(op_call *call)
 {
-    if (p->score < QUERN_MOE_SCORE_SOFTMAX || p->score > QUERN_MOE_SCORE_SIGMOID)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "score is %d: 0 (softmax), 1 (sqrt_softplus) or 2 (sigmoid) is accepted",
-                         (int)p->score);
-    if (!isfinite(p->route_scale))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "route_scale is %g: a finite number is accepted",
-                         (double)p->route_scale);
+    (void)call;
     return QUERN_OK;
 }
 
-static quern_status check_presence(const quern_moe_route_tensors *t, bool backward)
+static void roles(op_call *call)
 {
-    if ((t->logits != NULL) == (t->hidden != NULL))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "logits and hidden: exactly one of them is accepted");
-    if ((t->hidden != NULL) != (t->weight != NULL))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "hidden and weight: both or neither are accepted");
-    if (backward) {
-        if ((t->d_hidden != NULL || t->d_weight != NULL) && t->hidden == NULL)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "%s is given without hidden: with logits, d_logits is accepted",
-                             t->d_hidden != NULL ? "d_hidden" : "d_weight");
-        return QUERN_OK;
-    }
-    if ((t->input_ids != NULL) != (t->tid2eid != NULL))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "input_ids and tid2eid: both or neither are accepted");
-    if (t->bias != NULL && t->tid2eid != NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "bias is given with tid2eid: one or the other is accepted");
-    return QUERN_OK;
+    const bool backward = call->operation == ROUTE_BACKWARD, products = call->given[R_HIDDEN] != NULL || call->given[R_WEIGHT] != NULL;
+    const bool table = call->given[R_TID2EID] != NULL;
+    uint8_t *r = call->role;
+    r[R_LOGITS] = products ? OP_REFUSED : OP_NEEDED;
+    r[R_HIDDEN] = r[R_WEIGHT] = products ? OP_NEEDED : OP_OPTIONAL;
+    r[R_BIAS] = backward ? OP_UNUSED : table ? OP_REFUSED : OP_OPTIONAL;
+    r[R_INPUT_IDS] = backward ? OP_UNUSED : table ? OP_NEEDED : OP_REFUSED;
+    r[R_TID2EID] = backward ? OP_UNUSED : OP_OPTIONAL;
+    r[R_EXPERTS] = backward ? OP_NEEDED : OP_RESULT;
+    r[R_WEIGHTS] = r[R_OFFSETS] = r[R_PERMUTATION] = backward ? OP_UNUSED : OP_RESULT;
+    r[R_D_WEIGHTS] = backward ? OP_NEEDED : OP_UNUSED;
+    r[R_D_LOGITS] = backward ? OP_OPTIONAL_RESULT : OP_UNUSED;
+    r[R_D_HIDDEN] = r[R_D_WEIGHT] = !backward ? OP_UNUSED : products ? OP_OPTIONAL_RESULT : OP_SOURCE_MISSING;
 }
 
-/* T, E and D (0 with logits), from the inputs. */
-static quern_status read_shape(const quern_moe_route_params *p, const quern_moe_route_tensors *t, bool run,
-                               int64_t shape[3])
+static quern_status refuse(const op_call *call, int32_t tensor)
 {
+    (void)call;
+    if (tensor == R_LOGITS)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "logits is given with hidden or weight: one or the others are accepted");
+    if (tensor == R_BIAS) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bias is given with tid2eid: one or the other is accepted");
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "input_ids is given without tid2eid: both or neither are accepted");
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_moe_route_params *p = &((const route_call *)call)->params;
+    const quern_tensor *const *t = call->given;
+    const bool products = t[R_HIDDEN] != NULL && t[R_WEIGHT] != NULL;
+    int64_t *s = call->symbol;
     quern_status status;
-    const view_rule logits = {"logits", t->logits, VIEW_F32, 2, {VIEW_ANY, VIEW_ANY}, true, false};
-    const view_rule hidden = {"hidden", t->hidden, VIEW_ACTIVATION, 2, {VIEW_ANY, VIEW_ANY}, true, false};
-    const view_rule weight = {"weight", t->weight, VIEW_ACTIVATION, 2, {VIEW_ANY, VIEW_ANY}, true, false};
-    if ((status = view_check(&logits, NULL, run)) != QUERN_OK ||
-        (status = view_check(&hidden, NULL, run)) != QUERN_OK ||
-        (status = view_check(&weight, t->hidden, run)) != QUERN_OK)
+    if (!products && t[R_LOGITS] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: logits, or hidden and weight, are needed",
+                         t[R_HIDDEN] != NULL ? "weight" : t[R_WEIGHT] != NULL ? "hidden" : "logits");
+    call->like = products ? *t[R_HIDDEN] : *t[R_LOGITS];
+    if ((status = op_check_kind(call, products ? R_HIDDEN : R_LOGITS, 2)) != QUERN_OK ||
+        (products && (status = op_check_kind(call, R_WEIGHT, 2)) != QUERN_OK))
         return status;
-    shape[0] = t->logits != NULL ? t->logits->shape[0] : t->hidden->shape[0];
-    shape[1] = t->logits != NULL ? t->logits->shape[1] : t->weight->shape[0];
-    shape[2] = t->logits != NULL ? 0 : t->hidden->shape[1];
-    if (p->top_k < 1 || p->top_k > shape[1])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted",
-                         (long long)p->top_k, (long long)shape[1]);
-    if (shape[1] > INT32_MAX || shape[0] > INT32_MAX / p->top_k)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%lld tokens of %lld experts each: at most %d slots are accepted",
-                         (long long)shape[0], (long long)p->top_k, INT32_MAX);
+    s[RS_T] = call->like.shape[0];
+    s[RS_E] = products ? t[R_WEIGHT]->shape[0] : call->like.shape[1];
+    s[RS_D] = products ? call->like.shape[1] : 0;
+    s[RS_K] = p->top_k;
+    s[RS_V] = t[R_TID2EID] != NULL ? t[R_TID2EID]->shape[0] : 0;
+    if (p->top_k > s[RS_E])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted", (long long)p->top_k, (long long)s[RS_E]);
+    if (s[RS_E] > INT32_MAX || s[RS_T] > INT32_MAX / p->top_k)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens of %lld experts each: at most %d slots are accepted", (long long)s[RS_T],
+                         (long long)p->top_k, INT32_MAX);
+    s[RS_TK] = s[RS_T] * s[RS_K];
     return QUERN_OK;
 }
 
-static quern_status check_tensors(const quern_moe_route_params *p, const quern_moe_route_tensors *t,
-                                  const int64_t shape[3], bool backward, bool run)
+static quern_status check_data(const op_call *call, void *const *data)
 {
-    const int64_t tokens = shape[0], experts = shape[1], dim = shape[2], k = p->top_k;
-    const quern_tensor *like = t->logits != NULL ? t->logits : t->hidden;
-    const uint32_t act = 1u << like->dtype;
-    const bool forward = !backward;
-    const view_rule rules[] = {
-        {"logits", t->logits, VIEW_F32, 2, {tokens, experts}, true, false},
-        {"hidden", t->hidden, VIEW_ACTIVATION, 2, {tokens, dim}, true, false},
-        {"weight", t->weight, VIEW_ACTIVATION, 2, {experts, dim}, true, false},
-        {"bias", forward ? t->bias : NULL, VIEW_F32, 1, {experts}, true, false},
-        {"input_ids", forward ? t->input_ids : NULL, VIEW_I32, 1, {tokens}, true, false},
-        {"tid2eid", forward ? t->tid2eid : NULL, VIEW_I32, 2, {VIEW_ANY, k}, true, false},
-        {"experts", t->experts, VIEW_I32, 2, {tokens, k}, false, forward},
-        {"weights", forward ? t->weights : NULL, VIEW_F32, 2, {tokens, k}, backward, true},
-        {"offsets", forward ? t->offsets : NULL, VIEW_I32, 1, {experts}, backward, true},
-        {"permutation", forward ? t->permutation : NULL, VIEW_I32, 1, {tokens * k}, backward, true},
-        {"d_weights", backward ? t->d_weights : NULL, VIEW_F32, 2, {tokens, k}, forward, false},
-        {"d_logits", backward ? t->d_logits : NULL, VIEW_F32, 2, {tokens, experts}, true, true},
-        {"d_hidden", backward ? t->d_hidden : NULL, act, 2, {tokens, dim}, true, true},
-        {"d_weight", backward ? t->d_weight : NULL, VIEW_F32, 2, {experts, dim}, true, true},
-    };
-    return view_check_all(rules, sizeof rules / sizeof *rules, like, run);
-}
-
-static void fill(const quern_moe_route_params *p, const quern_moe_route_tensors *t, bool backward,
-                 route_args *args)
-{
-    *args = (route_args){.score = (route_score)p->score,
-                         .top_k = p->top_k,
-                         .renormalize = p->renormalize,
-                         .scale = p->route_scale};
-    args->logits = view_or_absent(t->logits);
-    args->hidden = view_or_absent(t->hidden);
-    args->weight = view_or_absent(t->weight);
-    args->experts = *t->experts;
-    if (backward) {
-        args->d_weights = *t->d_weights;
-        args->d_logits = view_or_absent(t->d_logits);
-        args->d_hidden = view_or_absent(t->d_hidden);
-        args->d_weight = view_or_absent(t->d_weight);
-        return;
-    }
-    args->bias = view_or_absent(t->bias);
-    args->input_ids = view_or_absent(t->input_ids);
-    args->tid2eid = view_or_absent(t->tid2eid);
-    args->weights = *t->weights;
-    args->offsets = *t->offsets;
-    args->permutation = *t->permutation;
-}
-
-static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *params,
-                         const quern_moe_route_tensors *tensors, bool backward, bool run, route_call *call)
-{
-    quern_status status;
-    quern_exec how;
-    int64_t shape[3];
-    quern_moe_route_params p = QUERN_MOE_ROUTE_PARAMS_INIT;
-    quern_moe_route_tensors t = QUERN_MOE_ROUTE_TENSORS_INIT;
-    *call = (route_call){0};
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = op_struct(&p, params, "params", "QUERN_MOE_ROUTE_PARAMS_INIT")) != QUERN_OK ||
-        (status = op_struct(&t, tensors, "tensors", "QUERN_MOE_ROUTE_TENSORS_INIT")) != QUERN_OK ||
-        (status = op_exec(exec, &how)) != QUERN_OK || (status = check_params(&p)) != QUERN_OK ||
-        (status = check_presence(&t, backward)) != QUERN_OK ||
-        (status = read_shape(&p, &t, run, shape)) != QUERN_OK ||
-        (status = check_tensors(&p, &t, shape, backward, run)) != QUERN_OK)
-        return status;
-    call->like = t.logits != NULL ? *t.logits : *t.hidden;
-    call->backend = context_backend(ctx, call->like.device, call->like.device_id, how.stream, &call->exec);
-    if (call->backend == NULL) return error_status();
-    if (call->backend->route_forward.run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "routing on device %s: cpu is accepted", call->backend->name);
-    fill(&p, &t, backward, &call->args);
+    (void)call, (void)data;
     return QUERN_OK;
 }
 
-static const route_stage *stage_of(const route_call *call, bool backward)
+static quern_status plan(op_call *call)
 {
-    return backward ? &call->backend->route_backward : &call->backend->route_forward;
+    route_call *c = (route_call *)call;
+    const route_stage *stage = call->operation == ROUTE ? &call->backend->route_forward : &call->backend->route_backward;
+    arena a = op_workspace();
+    if (stage->run == NULL) return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no routing: the cpu has", call->backend->name);
+    c->args = (route_args){.score = (route_score)c->params.score,
+                           .top_k = c->params.top_k,
+                           .renormalize = c->params.renormalize,
+                           .scale = c->params.route_scale,
+                           .logits = op_view(call, R_LOGITS, false),
+                           .hidden = op_view(call, R_HIDDEN, false),
+                           .weight = op_view(call, R_WEIGHT, false),
+                           .bias = op_view(call, R_BIAS, false),
+                           .input_ids = op_view(call, R_INPUT_IDS, false),
+                           .tid2eid = op_view(call, R_TID2EID, false),
+                           .experts = op_view(call, R_EXPERTS, false),
+                           .weights = op_view(call, R_WEIGHTS, false),
+                           .offsets = op_view(call, R_OFFSETS, false),
+                           .permutation = op_view(call, R_PERMUTATION, false),
+                           .d_weights = op_view(call, R_D_WEIGHTS, false),
+                           .d_logits = op_view(call, R_D_LOGITS, false),
+                           .d_hidden = op_view(call, R_D_HIDDEN, false),
+                           .d_weight = op_view(call, R_D_WEIGHT, false)};
+    c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->args));
+    op_workspace_end(call, &a);
+    return QUERN_OK;
 }
 
-static size_t bytes_of(const route_call *call, bool backward)
+static quern_status run(const op_call *call, const op_frame *frame)
 {
-    arena a = arena_on(NULL);
-    arena_take(&a, stage_of(call, backward)->workspace(&call->exec, &call->args));
-    return arena_size(&a);
+    const route_call *c = (const route_call *)call;
+    return call->operation == ROUTE ? op_route_forward(call, frame, &c->args, c->scratch) : op_route_backward(call, frame, &c->args, c->scratch);
 }
 
-static quern_status workspace_of(quern_context *ctx, const quern_moe_route_params *params,
-                                 const quern_moe_route_tensors *tensors, bool backward, size_t *bytes)
+const op_family moe_route_family = {
+    .operations = operations,
+    .operation_count = ROUTE_OPS,
+    .first = QUERN_OP_MOE_ROUTE,
+    .tensors = tensors,
+    .tensor_count = ROUTE_TENSORS_COUNT,
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_MOE_ROUTE_PARAMS_INIT",
+    .tensors_init = "QUERN_MOE_ROUTE_TENSORS_INIT",
+    .symbols = symbols,
+    .group = "routing",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(route_call),
+    .params_at = offsetof(route_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = plan,
+    .run = run,
+};
+
+quern_status quern_moe_route_workspace(quern_context *ctx, const quern_moe_route_params *given, const quern_moe_route_tensors *of, size_t *bytes)
 {
     route_call call;
-    const quern_status status = plan(ctx, NULL, params, tensors, backward, false, &call);
-    if (status != QUERN_OK) return status;
-    if (bytes == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
-    *bytes = bytes_of(&call, backward);
-    return QUERN_OK;
+    return op_workspace_of(&call.head, &moe_route_family, ROUTE, ctx, given, of, bytes);
 }
 
-static quern_status run(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *params,
-                        const quern_moe_route_tensors *tensors, bool backward, void *workspace,
-                        size_t workspace_bytes)
+quern_status quern_moe_route(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *given, const quern_moe_route_tensors *of,
+                             void *workspace, size_t workspace_bytes)
 {
     route_call call;
-    quern_status status = plan(ctx, exec, params, tensors, backward, true, &call);
-    if (status == QUERN_OK)
-        status = view_check_workspace(workspace, workspace_bytes, bytes_of(&call, backward), &call.like);
-    return status != QUERN_OK
-               ? status
-               : stage_of(&call, backward)->run(&call.exec, &call.args, arena_on(workspace).base);
+    return op_run(&call.head, &moe_route_family, ROUTE, ctx, exec, given, of, workspace, workspace_bytes);
 }
 
-quern_status quern_moe_route_workspace(quern_context *ctx, const quern_moe_route_params *params,
-                                       const quern_moe_route_tensors *tensors, size_t *bytes)
+quern_status quern_moe_route_backward_workspace(quern_context *ctx, const quern_moe_route_params *given, const quern_moe_route_tensors *of,
+                                                size_t *bytes)
 {
-    return workspace_of(ctx, params, tensors, false, bytes);
+    route_call call;
+    return op_workspace_of(&call.head, &moe_route_family, ROUTE_BACKWARD, ctx, given, of, bytes);
 }
 
-quern_status quern_moe_route(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *params,
-                             const quern_moe_route_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_moe_route_backward(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *given,
+                                      const quern_moe_route_tensors *of, void *workspace, size_t workspace_bytes)
 {
-    DEFAULT_FLOAT_STATE;
-    return run(ctx, exec, params, tensors, false, workspace, workspace_bytes);
-}
-
-quern_status quern_moe_route_backward_workspace(quern_context *ctx, const quern_moe_route_params *params,
-                                                const quern_moe_route_tensors *tensors, size_t *bytes)
-{
-    return workspace_of(ctx, params, tensors, true, bytes);
-}
-
-quern_status quern_moe_route_backward(quern_context *ctx, const quern_exec *exec,
-                                      const quern_moe_route_params *params,
-                                      const quern_moe_route_tensors *tensors, void *workspace,
-                                      size_t workspace_bytes)
-{
-    DEFAULT_FLOAT_STATE;
-    return run(ctx, exec, params, tensors, true, workspace, workspace_bytes);
+    route_call call;
+    return op_run(&call.head, &moe_route_family, ROUTE_BACKWARD, ctx, exec, given, of, workspace, workspace_bytes);
 }

@@ -75,6 +75,22 @@ static const op_param params[] = {
 #undef AT
 static const quern_moe_params defaults = QUERN_MOE_PARAMS_INIT;
 static const char *const operations[] = {"moe_forward", "moe_backward"};
+static const char *const symbols[] = {"", [MS_T] = "T", [MS_D] = "D", [MS_E] = "E", [MS_K] = "k", [MS_TK] = "Tk", [MS_V] = "V", [MS_I] = "I",
+                                      [MS_2I] = "2I", [MS_HALF_D] = "D/2", [MS_D_BLOCKS] = "D/16", [MS_HALF_I] = "I/2", [MS_I_BLOCKS] = "I/16",
+                                      [MS_UP_BYTES] = "bytes", [MS_DOWN_BYTES] = "bytes", [MS_IS] = "Is", [MS_2IS] = "2Is",
+                                      [MS_HALF_IS] = "Is/2", [MS_IS_BLOCKS] = "Is/16", [MS_SHARED_UP_BYTES] = "bytes",
+                                      [MS_SHARED_DOWN_BYTES] = "bytes", NULL};
+static const char *const leads[] = {"...", "(E (2))...", "(E)...", "(2)...", NULL};
+static const int8_t routing[] = {M_EXPERTS, M_WEIGHTS, M_OFFSETS, M_PERMUTATION, OP_NONE};
+static const op_entry ops[] = {
+    {.name = "moe",
+     .help = "a mixture-of-experts layer: router, experts, shared expert; with d_out also its backward",
+     .forward = MOE_FORWARD,
+     .backward = MOE_BACKWARD,
+     .aside = "save-routing",
+     .aside_valued = true,
+     .aside_tensors = routing},
+};
 
 static const quern_moe_params *params_of(const op_call *call)
 {
@@ -305,6 +321,11 @@ const op_family moe_family = {
     .defaults = &defaults,
     .params_init = "QUERN_MOE_PARAMS_INIT",
     .tensors_init = "QUERN_MOE_TENSORS_INIT",
+    .symbols = symbols,
+    .leads = leads,
+    .group = "mixture of experts",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
     .call_size = sizeof(moe_call),
     .params_at = offsetof(moe_call, params),
     .check_params = check_params,

@@ -388,7 +388,7 @@ static void bad_calls(void **state)
     quern_moe_route_params p = {sizeof p, QUERN_MOE_SCORE_SIGMOID, 2, false, 1};
     quern_moe_route_tensors t = QUERN_MOE_ROUTE_TENSORS_INIT;
     (void)state;
-    expect_error(ctx, route(ctx, &p, &t), "logits and hidden");
+    expect_error(ctx, route(ctx, &p, &t), "logits, or hidden and weight");
     t.logits = &logits_view, expect_error(ctx, route(ctx, &p, &t), "experts is NULL");
     t.experts = &experts_view, t.weights = &weights_view, t.offsets = &offsets_view,
     t.permutation = &permutation_view;
@@ -397,14 +397,14 @@ static void bad_calls(void **state)
     p.score = (quern_moe_score)3, expect_error(ctx, route(ctx, &p, &t), "score is 3"),
     p.score = QUERN_MOE_SCORE_SIGMOID;
     p.route_scale = NAN, expect_error(ctx, route(ctx, &p, &t), "route_scale is nan"), p.route_scale = 1;
-    t.input_ids = &ids_view, expect_error(ctx, route(ctx, &p, &t), "input_ids and tid2eid");
+    t.input_ids = &ids_view, expect_error(ctx, route(ctx, &p, &t), "input_ids is given without tid2eid");
     t.tid2eid = &table_view, expect_error(ctx, route(ctx, &p, &t), "input_ids[1] is 3: 0 to 2");
     ids[1] = 1, table[3] = 4, expect_error(ctx, route(ctx, &p, &t), "tid2eid[1, 1] is 4: an expert, 0 to 3");
     t.bias = &bias_view, expect_error(ctx, route(ctx, &p, &t), "bias is given with tid2eid");
     for (int i = 0; i < 4; i++) assert_true(experts[i] == 7 && weights[i] == 7);
     t.d_weights = &d_weights_view, expect_error(ctx, route_backward(ctx, &p, &t), "experts[0, 0] is 7");
     t.d_hidden = &logits_view,
-    expect_error(ctx, route_backward(ctx, &p, &t), "d_hidden is given without hidden");
+    expect_error(ctx, route_backward(ctx, &p, &t), "d_hidden is given and hidden is NULL");
     quern_context_destroy(ctx);
 }
 
