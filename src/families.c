@@ -7,6 +7,7 @@
 #include "moe/call.h"
 #include "nsa/call.h"
 #include "nvfp4/call.h"
+#include "nvfp4/gemm.h"
 
 const struct op_family *const quern_families[] = {
     &attention_family,      /* dense attention */
@@ -16,6 +17,7 @@ const struct op_family *const quern_families[] = {
     &dsv4_index_family,     /* indexer */
     &dsv4_attention_family, /* attention core */
     &nvfp4_dequantize_family,
+    &nvfp4_gemm_family,
     &moe_family,
     &moe_route_family,
     NULL,

@@ -242,6 +242,15 @@ typedef enum quern_nvfp4_scales_layout {
     QUERN_NVFP4_LAYOUT_SWIZZLED = 2 /* [E, bytes], as quern_nvfp4_swizzle makes of a weight's */
 } quern_nvfp4_scales_layout;
 
+/* What a product's result is: for commands and bindings, which make it. A call's c, or c_codes, says it itself. */
+typedef enum quern_nvfp4_output {
+    QUERN_NVFP4_OUTPUT_INPUT = 0, /* A's dtype; f32 where A is in NVFP4 */
+    QUERN_NVFP4_OUTPUT_F32 = 1,
+    QUERN_NVFP4_OUTPUT_BF16 = 2,
+    QUERN_NVFP4_OUTPUT_F16 = 3,
+    QUERN_NVFP4_OUTPUT_NVFP4 = 4
+} quern_nvfp4_output;
+
 typedef enum quern_nvfp4_activation { QUERN_NVFP4_ACTIVATION_NONE = 0, QUERN_NVFP4_ACTIVATION_SWIGLU = 1 } quern_nvfp4_activation;
 
 typedef struct quern_nvfp4_gemm_params {
@@ -256,10 +265,13 @@ typedef struct quern_nvfp4_gemm_params {
     float limit, alpha, beta;         /* of SwiGLU, as for quern_nvfp4_fused_quantize */
     int64_t granularity;              /* of gate and up in B's columns; with an activation a divisor of 32 */
     quern_nvfp4_profile profile;      /* of a quantised output */
+    bool a_swizzled;                  /* a_scales are swizzled; true also wherever there are pad_row_offsets */
+    quern_nvfp4_output output;
+    bool prepack;                     /* repack B into the workspace first: the same bits */
 } quern_nvfp4_gemm_params;
 #define QUERN_NVFP4_GEMM_PARAMS_INIT                                                                                   \
     {sizeof(quern_nvfp4_gemm_params), QUERN_NVFP4_CODES_LINEAR, QUERN_NVFP4_LAYOUT_LINEAR, 0, QUERN_NVFP4_GLOBAL_TENSOR, \
-     false, false, QUERN_NVFP4_ACTIVATION_NONE, 0.0f, 1.0f, 0.0f, 8, QUERN_NVFP4_PROFILE_RNE}
+     false, false, QUERN_NVFP4_ACTIVATION_NONE, 0.0f, 1.0f, 0.0f, 8, QUERN_NVFP4_PROFILE_RNE, false, QUERN_NVFP4_OUTPUT_INPUT, false}
 
 typedef struct quern_nvfp4_gemm_tensors {
     size_t size;
@@ -275,6 +287,9 @@ typedef struct quern_nvfp4_gemm_tensors {
     const quern_tensor *c;                  /* f32, f16, bf16 [T, N], [T, N/2] under SwiGLU; or */
     const quern_tensor *c_codes, *c_scales; /* [T, 8 ceil(N/16)], [T, ceil(N/16)], of N/2 under SwiGLU */
     const quern_tensor *c_global;           /* [], read, for a quantised output */
+    const quern_tensor *c_old;              /* as c: added as by `accumulate`, and left as it is; or NULL */
+    const quern_tensor *d_c;                /* f32, f16, bf16, as c: read by backward */
+    const quern_tensor *d_a;                /* f32, f16, bf16 [T, K]: written by backward */
 } quern_nvfp4_gemm_tensors;
 #define QUERN_NVFP4_GEMM_TENSORS_INIT QUERN_SIZED(quern_nvfp4_gemm_tensors)
 
@@ -282,6 +297,14 @@ QUERN_API quern_status quern_nvfp4_gemm_workspace(quern_context *ctx, const quer
                                                   const quern_nvfp4_gemm_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_gemm_params *params,
                                         const quern_nvfp4_gemm_tensors *tensors, void *workspace, size_t workspace_bytes);
+
+/* The gradient of A for frozen weights: d_a = d B^T G_B, of A in floats times G_A, too, with d = d_c or, under SwiGLU, what it
+ * becomes of the product made anew. Quantised and int8 activations pass gradients straight through: d_a is then that of the
+ * values that they stand for. Zeros past the last offset. */
+QUERN_API quern_status quern_nvfp4_gemm_backward_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params,
+                                                           const quern_nvfp4_gemm_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nvfp4_gemm_backward(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_gemm_params *params,
+                                                 const quern_nvfp4_gemm_tensors *tensors, void *workspace, size_t workspace_bytes);
 
 #ifdef __cplusplus
 }

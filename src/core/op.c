@@ -271,6 +271,7 @@ quern_status op_begin(op_call *call, const op_family *family, int32_t operation,
     call->given_count = (int32_t)((size < own->size ? size : own->size) / sizeof(void *)) - 1;
     call->given = own->t;
     call->varlen = family->varlen_by != OP_NONE && own->t[family->varlen_by] != NULL;
+    if (family->adapt != NULL) family->adapt(call, own->t);
     family->roles(call);
     return QUERN_OK;
 }

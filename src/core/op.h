@@ -193,6 +193,8 @@ typedef struct op_family {
     int32_t entry_count, mode_count;
     size_t call_size, params_at; /* of the family's struct, and where the parameters stand in it */
     quern_status (*check_params)(op_call *call); /* each is in its range; resolves defaults */
+    /* May put views of the family's own in place of the caller's; NULL: it does not. */
+    void (*adapt)(op_call *call, const quern_tensor **given);
     void (*roles)(op_call *call);                /* of every tensor, by parameters and `given` */
     quern_status (*refuse)(const op_call *call, int32_t tensor); /* sets the error: why OP_REFUSED */
     quern_status (*derive)(op_call *call);                       /* like, symbols */

@@ -80,7 +80,7 @@ static const char *const symbols[] = {"", [MS_T] = "T", [MS_D] = "D", [MS_E] = "
                                       [MS_UP_BYTES] = "bytes", [MS_DOWN_BYTES] = "bytes", [MS_IS] = "Is", [MS_2IS] = "2Is",
                                       [MS_HALF_IS] = "Is/2", [MS_IS_BLOCKS] = "Is/16", [MS_SHARED_UP_BYTES] = "bytes",
                                       [MS_SHARED_DOWN_BYTES] = "bytes", NULL};
-static const char *const leads[] = {"...", "(E (2))...", "(E)...", "(2)...", NULL};
+static const char *const leads[] = {"...", "|E|E 2...", "|E...", "|2...", NULL};
 static const int8_t routing[] = {M_EXPERTS, M_WEIGHTS, M_OFFSETS, M_PERMUTATION, OP_NONE};
 static const op_entry ops[] = {
     {.name = "moe",

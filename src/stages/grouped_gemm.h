@@ -4,7 +4,7 @@
  * grouped_gemm.h - C = A B, each expert's rows of A [T, K] by its NVFP4 matrix B [K, N]. A is in floats, in
  * NVFP4, or is rounded to int8 inside. Without offsets there is one expert, and all rows are its own.
  *
- * Result = fl(acc fl(G_A G_B)) + bias + C in f32, in that order. Then, under `swiglu`, columns that
+ * Result = fl(acc fl(G_A G_B)) + bias + C_old in f32, in that order. Then, under `swiglu`, columns that
  * interleave gate and up become half as many; then one rounding to C's dtype, or quantisation to c_codes and
  * c_scales with the global c_global.
  *
@@ -34,10 +34,10 @@ typedef struct grouped_gemm_args {
         b_global; /* [1, 1], [E, 1], or [E, 2]: gate's and up's by runs of `granularity`; absent: 1 */
     quern_tensor offsets;           /* i32 [E], or absent */
     quern_tensor bias;              /* f32, f16, bf16 [E, N], or absent */
-    bool accumulate;
     bool swiglu;
     float limit, alpha, beta;
     int64_t granularity;
+    quern_tensor c_old; /* as c, perhaps c itself: what the result is added to; rows past the last offset are copied; or absent */
     quern_tensor c; /* f32, f16, bf16 [T, N], or [T, N/2] under swiglu; absent: */
     quantise_profile profile;
     quern_tensor c_codes, c_scales, c_global;
@@ -47,10 +47,10 @@ STAGE_DECLARE(grouped_gemm);
 #define GROUPED_GEMM_TENSORS(F)                                                                              \
     F(a)                                                                                                     \
     F(a_codes) F(a_scales) F(pad_row_offsets) F(a_global) F(b_codes) F(b_scales) F(b_repacked) F(b_global)   \
-        F(offsets) F(bias) F(c) F(c_codes) F(c_scales) F(c_global) F(d_c) F(d_a)
+        F(offsets) F(bias) F(c_old) F(c) F(c_codes) F(c_scales) F(c_global) F(d_c) F(d_a)
 #define GROUPED_GEMM_VALUES(F)                                                                               \
     F(tokens)                                                                                                \
-    F(n) F(k) F(int8) F(a_per) F(k_major) F(order) F(accumulate) F(swiglu) F(limit) F(alpha) F(beta)         \
+    F(n) F(k) F(int8) F(a_per) F(k_major) F(order) F(swiglu) F(limit) F(alpha) F(beta)         \
         F(granularity) F(profile)
 
 #endif

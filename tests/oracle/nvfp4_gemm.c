@@ -3,6 +3,7 @@
 #include "oracle/nvfp4_gemm.h"
 
 #include <math.h>
+#include <stdbool.h>
 
 static void element(const oracle_product *p, int64_t e, int64_t t, int64_t n)
 {
@@ -32,4 +33,12 @@ double oracle_swiglu(double gate, double up, double limit, double alpha, double 
     if (limit > 0 && up > limit) up = limit;
     if (limit > 0 && up < -limit) up = -limit;
     return gate / (1 + exp(-alpha * gate)) * (up + beta);
+}
+
+void oracle_swiglu_gradient(double gate, double up, double limit, double alpha, double beta, double d[2])
+{
+    const bool gate_out = limit > 0 && gate > limit, up_out = limit > 0 && fabs(up) > limit;
+    const double g = gate_out ? limit : gate, u = up_out ? copysign(limit, up) : up, s = 1 / (1 + exp(-alpha * g));
+    d[0] = gate_out ? 0 : (u + beta) * (s + alpha * g * s * (1 - s));
+    d[1] = up_out ? 0 : g * s;
 }

@@ -22,4 +22,7 @@ void oracle_grouped_product(const oracle_product *p);
 /* SwiGLU of a gate and an up value; limit 0: no clamp. */
 double oracle_swiglu(double gate, double up, double limit, double alpha, double beta);
 
+/* Its derivatives by gate and by up; 0 beyond the limit. */
+void oracle_swiglu_gradient(double gate, double up, double limit, double alpha, double beta, double d[2]);
+
 #endif

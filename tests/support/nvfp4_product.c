@@ -306,15 +306,12 @@ static const quern_tensor *view(const test_tensor *t)
     return t->buffer != NULL ? &t->view : NULL;
 }
 
-product_result product_run(const product_case *c, quern_context *ctx, test_random *random,
-                           product_layout layout)
+/* The case's operands in one layout; `all` views them. */
+static quern_nvfp4_gemm_params bind(const product_case *c, quern_context *ctx, test_random *random, product_layout layout,
+                                    test_tensor t[TENSORS], quern_nvfp4_gemm_tensors *all)
 {
-    test_tensor t[TENSORS] = {{.buffer = NULL}};
-    size_t bytes = 0;
     quern_nvfp4_gemm_params p = c->params;
-    quern_nvfp4_gemm_tensors all = QUERN_NVFP4_GEMM_TENSORS_INIT;
-    const quern_tensor c_global =
-        quern_tensor_contiguous((void *)(uintptr_t)&c->c_global, QUERN_F32, 0, NULL);
+    *all = (quern_nvfp4_gemm_tensors)QUERN_NVFP4_GEMM_TENSORS_INIT;
     if (c->kind == PRODUCT_A_NVFP4) make_a_codes(c, random, t, layout == PRODUCT_SWIZZLED);
     make_b(c, random, t, layout);
     make_rest(c, random, t);
@@ -322,14 +319,38 @@ product_result product_run(const product_case *c, quern_context *ctx, test_rando
     if (layout == PRODUCT_K_MAJOR) p.b_codes = QUERN_NVFP4_CODES_K_MAJOR;
     if (layout == PRODUCT_K_MAJOR || layout == PRODUCT_TRANSPOSED) p.b_scales = QUERN_NVFP4_LAYOUT_K_MAJOR;
     if (layout == PRODUCT_SWIZZLED) p.b_scales = QUERN_NVFP4_LAYOUT_SWIZZLED;
-    all.a = view(&c->a), all.a_codes = view(&t[A_CODES]), all.a_scales = view(&t[A_SCALES]),
-    all.pad_row_offsets = view(&t[PAD]);
-    all.a_global = view(&t[A_GLOBAL]), all.b_global = view(&t[B_GLOBAL]), all.offsets = view(&t[OFFSETS]),
-    all.bias = view(&t[BIAS]);
-    all.b_repacked = view(&t[REPACKED]), all.c = view(&t[C]), all.c_codes = view(&t[C_CODES]),
-    all.c_scales = view(&t[C_SCALES]);
-    if (layout != PRODUCT_REPACKED) all.b_codes = view(&t[B_CODES]), all.b_scales = view(&t[B_SCALES]);
+    all->a = view(&c->a), all->a_codes = view(&t[A_CODES]), all->a_scales = view(&t[A_SCALES]),
+    all->pad_row_offsets = view(&t[PAD]);
+    all->a_global = view(&t[A_GLOBAL]), all->b_global = view(&t[B_GLOBAL]), all->offsets = view(&t[OFFSETS]),
+    all->bias = view(&t[BIAS]);
+    all->b_repacked = view(&t[REPACKED]);
+    if (layout != PRODUCT_REPACKED) all->b_codes = view(&t[B_CODES]), all->b_scales = view(&t[B_SCALES]);
+    p.prepack = layout != PRODUCT_REPACKED && test_random_one_in(random, 3);
+    return p;
+}
+
+static void free_all(test_tensor t[TENSORS])
+{
+    for (int i = 0; i < TENSORS; i++)
+        if (t[i].buffer != NULL) test_tensor_free(&t[i]);
+}
+
+product_result product_run(const product_case *c, quern_context *ctx, test_random *random,
+                           product_layout layout)
+{
+    test_tensor t[TENSORS] = {{.buffer = NULL}}, old = {.buffer = NULL};
+    size_t bytes = 0;
+    quern_nvfp4_gemm_tensors all;
+    const quern_tensor c_global =
+        quern_tensor_contiguous((void *)(uintptr_t)&c->c_global, QUERN_F32, 0, NULL);
+    quern_nvfp4_gemm_params p = bind(c, ctx, random, layout, t, &all);
+    all.c = view(&t[C]), all.c_codes = view(&t[C_CODES]), all.c_scales = view(&t[C_SCALES]);
     if (c->quantised) all.c_global = &c_global;
+    if (c->old != NULL && test_random_one_in(random, 2)) { /* not in place */
+        old = test_tensor_make(random, c->c_dtype, 2, t[C].view.shape, any_layout(random));
+        test_tensor_set(&old, c->old), test_tensor_reset(&t[C]);
+        all.c_old = &old.view, p.accumulate = false;
+    }
     if (quern_nvfp4_gemm_workspace(ctx, &p, &all, &bytes) != QUERN_OK)
         fail_msg("workspace: %s", quern_last_error(ctx));
     test_workspace w = test_workspace_make(bytes);
@@ -337,10 +358,31 @@ product_result product_run(const product_case *c, quern_context *ctx, test_rando
         fail_msg("gemm: %s", quern_last_error(ctx));
     test_workspace_close(&w);
     if (c->a.buffer != NULL) test_tensor_check_unchanged(&c->a, "a");
+    if (old.buffer != NULL) test_tensor_check_unchanged(&old, "c_old"), test_tensor_free(&old);
     const product_result r = read_result(c, t);
-    for (int i = 0; i < TENSORS; i++)
-        if (t[i].buffer != NULL) test_tensor_free(&t[i]);
+    free_all(t);
     return r;
+}
+
+double *product_run_backward(const product_case *c, quern_context *ctx, test_random *random, product_layout layout,
+                             const test_tensor *d_c, quern_dtype dtype)
+{
+    test_tensor t[TENSORS] = {{.buffer = NULL}};
+    const int64_t shape[] = {c->tokens, c->k};
+    test_tensor d_a = test_tensor_make(random, dtype, 2, shape, any_layout(random));
+    quern_nvfp4_gemm_tensors all;
+    size_t bytes = 0;
+    const quern_nvfp4_gemm_params p = bind(c, ctx, random, layout, t, &all);
+    all.d_c = &d_c->view, all.d_a = &d_a.view;
+    if (quern_nvfp4_gemm_backward_workspace(ctx, &p, &all, &bytes) != QUERN_OK) fail_msg("workspace: %s", quern_last_error(ctx));
+    test_workspace w = test_workspace_make(bytes);
+    if (quern_nvfp4_gemm_backward(ctx, NULL, &p, &all, w.data, w.bytes) != QUERN_OK) fail_msg("backward: %s", quern_last_error(ctx));
+    test_workspace_close(&w);
+    test_tensor_check_guards(&d_a, "d_a"), test_tensor_check_unchanged(d_c, "d_c");
+    double *values = test_tensor_get(&d_a);
+    test_tensor_free(&d_a);
+    free_all(t);
+    return values;
 }
 
 void product_result_free(product_result *r)
@@ -348,7 +390,7 @@ void product_result_free(product_result *r)
     free(r->c), free(r->codes), free(r->scales);
 }
 
-static int64_t expert_of(const product_case *c, int64_t row)
+int64_t product_expert_of(const product_case *c, int64_t row)
 {
     int64_t e = 0;
     while (e < c->experts && row >= c->ends[e]) e++;
@@ -411,130 +453,4 @@ product_case product_subset(const product_case *c, test_random *random, const bo
             memcpy(test_doubles(c->experts * c->n), c->bias, sizeof(double) * (size_t)(c->experts * c->n));
     if (c->old != NULL) s.old = kept_rows(c->old, c->tokens, c->n, kept);
     return s;
-}
-
-static double half_ulp(quern_dtype dtype, double x)
-{
-    return dtype == QUERN_F32    ? fabs(x) * 0x1p-24
-           : dtype == QUERN_BF16 ? fabs(x) * 0x1p-8
-                                 : fabs(x) * 0x1p-11 + 0x1p-25;
-}
-
-/* Codes of a block whose exact values are h within err: the scale and each code must be what some value in
- * reach gives. */
-static void check_quantised(const product_case *c, const double *h, const double *err, int64_t n,
-                            const uint8_t *codes, int scale, const char *what)
-{
-    double low = 0, high = 0;
-    for (int64_t i = 0; i < n; i++)
-        low = fmax(low, fabs(h[i]) - err[i]), high = fmax(high, fabs(h[i]) + err[i]);
-    const double g = (double)c->c_global, down = low / g * (1 - 1e-5), up = high / g * (1 + 1e-5);
-    uint8_t unused[16];
-    const float least[16] = {(float)(down * g)}, most[16] = {(float)(up * g)};
-    const int lowest =
-        oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, c->c_global, least, unused);
-    const int highest =
-        oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE, c->c_global, most, unused);
-    const bool zeros = down <= 0; /* ModelOpt: a block of zeros has scale 1 */
-    if (scale > highest && !(zeros && scale == 0x38))
-        fail_msg("%s: scale %d, at most %d expected", what, scale, highest);
-    if (scale < lowest && !zeros) fail_msg("%s: scale %d, at least %d expected", what, scale, lowest);
-    const double s = (double)oracle_e4m3(scale) * g;
-    for (int64_t i = 0; i < 16; i++) {
-        const double x = i < n ? h[i] : 0, e = i < n ? err[i] : 0;
-        if (s == 0) {
-            assert_int_equal(codes[i], 0);
-            continue;
-        }
-        const int at_least = oracle_e2m1_nearest((float)(fmax(0, fabs(x) - e) / s * (1 - 1e-5))),
-                  at_most = oracle_e2m1_nearest((float)((fabs(x) + e) / s * (1 + 1e-5)));
-        const bool sign_known = fabs(x) > e && x != 0;
-        if (codes[i] % 8 < at_least || codes[i] % 8 > at_most || (sign_known && (codes[i] >= 8) != (x < 0)))
-            fail_msg("%s: %g within %g became code %d under scale %d", what, x, e, codes[i], scale);
-    }
-}
-
-static void check_row(const product_case *c, const product_result *r, const oracle_product *p, int64_t t,
-                      const char *what)
-{
-    const bool integers = c->kind >= PRODUCT_A_NVFP4,
-               swiglu = c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
-    const double factor = integers ? (4 + (double)c->k / 16) * 0x1p-23 : ((double)c->k + 8) * 0x1p-24;
-    const int64_t out = product_out_columns(c), blocks = (out + 15) / 16;
-    double *h = test_doubles(16 * blocks), *err = test_doubles(16 * blocks);
-    for (int64_t i = 0; i < out; i++) {
-        const int64_t g = swiglu ? oracle_interleaved_at(i, false, c->params.granularity) : i,
-                      u = oracle_interleaved_at(i, true, c->params.granularity);
-        h[i] = p->c[t * c->n + g], err[i] = factor * p->size[t * c->n + g];
-        if (!swiglu) continue;
-        const double up = p->c[t * c->n + u], gate_error = err[i], up_error = factor * p->size[t * c->n + u],
-                     gate = h[i];
-        const double silu = oracle_swiglu(gate, 1, c->params.limit > 0 ? (double)c->params.limit : 0,
-                                          (double)c->params.alpha, 0);
-        h[i] =
-            oracle_swiglu(gate, up, (double)c->params.limit, (double)c->params.alpha, (double)c->params.beta);
-        err[i] = 1.2 * gate_error * (fabs(up) + up_error + fabs((double)c->params.beta)) +
-                 (fabs(silu) + 1.2 * gate_error) * up_error + (4 + fabs(gate)) * 0x1p-22 * fabs(h[i]) + 1e-30;
-    }
-    for (int64_t i = 0; i < out && !c->quantised; i++) {
-        const double got = r->c[t * out + i], bound = err[i] + half_ulp(c->c_dtype, fabs(h[i]) + err[i]);
-        if (c->c_dtype == QUERN_F16 && fabs(h[i]) > 60000) continue; /* may be infinite */
-        if (!(fabs(got - h[i]) <= bound))
-            fail_msg("%s: row %lld column %lld is %.9g, expected %.9g within %.3g", what, (long long)t,
-                     (long long)i, got, h[i], bound);
-    }
-    for (int64_t b = 0; b < blocks && c->quantised; b++)
-        check_quantised(c, h + 16 * b, err + 16 * b, out - 16 * b < 16 ? out - 16 * b : 16,
-                        r->codes + (t * blocks + b) * 16, r->scales[t * blocks + b], what);
-    free(h), free(err);
-}
-
-/* Rows without an expert: zeros, or what was there. */
-static void check_unused_row(const product_case *c, const product_result *r, int64_t t)
-{
-    const int64_t out = product_out_columns(c), blocks = (out + 15) / 16;
-    for (int64_t i = 0; i < out && !c->quantised; i++)
-        assert_true(r->c[t * out + i] == (c->old != NULL ? c->old[t * out + i] : 0));
-    for (int64_t i = 0; i < 16 * blocks && c->quantised; i++)
-        assert_int_equal(r->codes[t * 16 * blocks + i], 0);
-    for (int64_t i = 0; i < blocks && c->quantised; i++) assert_int_equal(r->scales[t * blocks + i], 0);
-}
-
-void product_check(const product_case *c, const product_result *r, const char *what)
-{
-    oracle_product p = {.tokens = c->tokens,
-                        .n = c->n,
-                        .k = c->k,
-                        .experts = c->experts,
-                        .ends = c->ends,
-                        .a = c->a_values,
-                        .bias = c->bias,
-                        .old = c->old};
-    double *b = test_doubles(c->experts * c->k * c->n), *a_global = test_doubles(c->tokens),
-           *b_global = test_doubles(c->experts * c->n);
-    p.c = test_doubles(c->tokens * c->n), p.size = test_doubles(c->tokens * c->n);
-    for (int64_t i = 0; i < c->experts * c->k * c->n; i++) {
-        const int64_t e = i / (c->k * c->n), k = i / c->n % c->k, n = i % c->n;
-        b[i] = (double)oracle_e2m1(c->b_codes[i]) *
-               (double)oracle_e4m3(c->b_scales[(e * (c->k / 16) + k / 16) * c->n + n]);
-    }
-    for (int64_t t = 0; t < c->tokens; t++) {
-        const int64_t e = expert_of(c, t), index[] = {0, e < c->experts ? e : 0, t};
-        const float given = c->a_global != NULL ? (float)c->a_global[index[c->params.a_global_per]] : 1;
-        a_global[t] = (double)((float)c->a_row_scale[t] * given);
-    }
-    for (int64_t i = 0; i < c->experts * c->n; i++) {
-        const int64_t e = i / c->n, part = i % c->n / c->params.granularity % 2;
-        b_global[i] = c->b_global == NULL ? 1
-                                          : c->b_global[c->b_parts == 0   ? 0
-                                                        : c->b_parts == 1 ? e
-                                                                          : 2 * e + part];
-    }
-    p.b = b, p.a_global = a_global, p.b_global = b_global;
-    oracle_grouped_product(&p);
-    for (int64_t t = 0; t < c->tokens; t++) {
-        if (expert_of(c, t) < c->experts) check_row(c, r, &p, t, what);
-        else check_unused_row(c, r, t);
-    }
-    free(b), free(a_global), free(b_global), free(p.c), free(p.size);
 }

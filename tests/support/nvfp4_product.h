@@ -63,7 +63,14 @@ product_result product_run(const product_case *c, quern_context *ctx, test_rando
 void product_result_free(product_result *r);
 /* The case with only the rows that `kept` marks, in their order. */
 product_case product_subset(const product_case *c, test_random *random, const bool *kept);
+/* The expert of a row; past the last: their number. */
+int64_t product_expert_of(const product_case *c, int64_t row);
 /* Checks a result against float64. */
 void product_check(const product_case *c, const product_result *r, const char *what);
+/* d_a of a backward, in `dtype`. */
+double *product_run_backward(const product_case *c, quern_context *ctx, test_random *random, product_layout layout,
+                             const test_tensor *d_c, quern_dtype dtype);
+/* Checks it. */
+void product_check_backward(const product_case *c, const test_tensor *d_c, const double *d_a, quern_dtype dtype, const char *what);
 
 #endif

@@ -197,6 +197,39 @@ static void refused(small_call *s, const char *says)
     make_small(s);
 }
 
+/* The gradient of A: every form of A and of B, of the output's gradient, levels and threads. */
+static void gradients(void **state)
+{
+    static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
+    const uint64_t seed = test_seed("nvfp4 gradients", 52);
+    (void)state;
+    for (int trial = 0; trial < test_trials(60); trial++) {
+        test_random random;
+        char what[80];
+        if (!test_trial(seed, trial, &random)) continue;
+        product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS));
+        const quern_dtype dtype = dtypes[test_random_int(&random, 0, 2)], own = dtypes[test_random_int(&random, 0, 2)];
+        const int64_t shape[] = {c.tokens, product_out_columns(&c)};
+        test_tensor d_c = test_tensor_make(&random, dtype, 2, shape, (test_layout)test_random_int(&random, 0, TEST_LAYOUTS - 1));
+        test_tensor_normal(&d_c, &random, 1);
+        for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+            double *first = NULL;
+            for (int32_t threads = 1; threads <= 3; threads++) {
+                quern_context *ctx = test_context(level, threads);
+                const product_layout layout = (product_layout)test_random_int(&random, 0, PRODUCT_LAYOUTS - 1);
+                double *d_a = product_run_backward(&c, ctx, &random, layout, &d_c, own);
+                snprintf(what, sizeof what, "trial %d, %s", trial, quern_cpu_level_name(level));
+                if (first == NULL) product_check_backward(&c, &d_c, d_a, own, what), first = d_a;
+                else assert_memory_equal(first, d_a, sizeof *d_a * (size_t)(c.tokens * c.k)), free(d_a);
+                quern_context_destroy(ctx);
+            }
+            free(first);
+        }
+        test_tensor_free(&d_c);
+        product_free(&c);
+    }
+}
+
 static void bad_calls(void **state)
 {
     static small_call s;
@@ -205,12 +238,12 @@ static void bad_calls(void **state)
     s.scales[17] = 0x7F, refused(&s, "b_scales[17] is the scale byte 0x7F");
     s.t.a = NULL, refused(&s, "a and a_codes");
     s.t.a_codes = &s.a_codes_view, refused(&s, "a and a_codes");
-    s.t.a = NULL, s.t.a_codes = &s.a_codes_view, refused(&s, "a_codes and a_scales");
+    s.t.a = NULL, s.t.a_codes = &s.a_codes_view, refused(&s, "a_scales is NULL");
     s.t.a = NULL, s.t.a_codes = &s.a_codes_view, s.t.a_scales = &s.a_scales_view, s.a_scales[3] = 0x80,
     refused(&s, "a_scales[3] is the scale byte 0x80");
-    s.t.b_codes = NULL, refused(&s, "b_codes and b_repacked");
-    s.t.b_codes = NULL, s.t.b_repacked = &s.repacked_view, refused(&s, "n is 0 with b_repacked");
-    s.t.c = NULL, refused(&s, "c and c_codes");
+    s.t.b_codes = NULL, refused(&s, "b_codes and b_repacked are NULL");
+    s.t.b_codes = s.t.b_scales = NULL, s.t.b_repacked = &s.repacked_view, refused(&s, "n is 0 with b_repacked");
+    s.t.c = NULL, refused(&s, "c is NULL");
     s.t.offsets = NULL, refused(&s, "offsets is NULL");
     s.ends[0] = 3, refused(&s, "offsets[0] is 3");
     s.ends[0] = -1, refused(&s, "offsets[0] is -1");
@@ -224,8 +257,8 @@ static void bad_calls(void **state)
     refused(&s, "accumulate is true with an activation");
     s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU, refused(&s, "c.shape[1] is 16: 8 is accepted");
     s.p.activation = (quern_nvfp4_activation)2, refused(&s, "activation is 2");
-    s.p.b_codes = (quern_nvfp4_codes_layout)2, refused(&s, "b_codes' layout is 2");
-    s.p.b_scales = (quern_nvfp4_scales_layout)3, refused(&s, "b_scales' layout is 3");
+    s.p.b_codes = (quern_nvfp4_codes_layout)2, refused(&s, "b_codes is 2");
+    s.p.b_scales = (quern_nvfp4_scales_layout)3, refused(&s, "b_scales is 3");
     s.p.b_scales = QUERN_NVFP4_LAYOUT_SWIZZLED, refused(&s, "b_scales has 3 dimensions");
     s.a_view.shape[1] = 16, refused(&s, "a has K = 16");
     s.codes_view.shape[1] = 15, refused(&s, "b_codes hold K = 2 x 15");
@@ -267,7 +300,7 @@ int main(void)
         cmocka_unit_test(equal_bits_in_every_layout),
         cmocka_unit_test(rows_do_not_depend_on_others),
         cmocka_unit_test(many_experts),
-        cmocka_unit_test(bad_calls),
+        cmocka_unit_test(gradients), cmocka_unit_test(bad_calls),
         cmocka_unit_test(nan_stays_in_its_row),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -80,8 +80,8 @@ void finish_rows(const product_job *job, product_scratch *s, const float *sums, 
     for (int64_t r = 0; r < rows; r++) {
         job->kernels->scale_row(sums + r * GEMM4_PANEL, row_global(job, expert, row + r), global,
                                 args->bias.ndim > 0 ? bias : NULL, n, s->row);
-        for (int64_t c = 0; args->accumulate && c < n; c++)
-            s->row[c] += element_of(output_at(&args->c, row + r, 0), args->c.dtype, column + c);
+        for (int64_t c = 0; args->c_old.ndim > 0 && c < n; c++)
+            s->row[c] += element_of(output_at(&args->c_old, row + r, 0), args->c_old.dtype, column + c);
         put_row(job, s, row + r, column, n);
     }
 }
@@ -94,7 +94,10 @@ static void zero_rows_of(const quern_tensor *t, int64_t first)
 
 void zero_output(const product_job *job, int64_t first)
 {
-    if (job->args->accumulate) return;
+    const quern_tensor *c = &job->args->c, *old = &job->args->c_old;
+    for (int64_t row = first; old->ndim > 0 && old->data != c->data && row < c->shape[0]; row++)
+        memcpy(output_at(c, row, 0), output_at(old, row, 0), (size_t)c->shape[1] * quern_dtype_size(c->dtype));
+    if (old->ndim > 0) return;
     zero_rows_of(&job->args->c, first);
     zero_rows_of(&job->args->c_codes, first);
     zero_rows_of(&job->args->c_scales, first);

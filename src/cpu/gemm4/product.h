@@ -72,7 +72,7 @@ void ready_rows(const stage_exec *exec, const product_job *job, int64_t rows);
 /* The sums of `rows` rows from `row` on, of a panel's columns, to the output. */
 void finish_rows(const product_job *job, product_scratch *s, const float *sums, int64_t expert, int64_t row,
                  int64_t rows, int64_t panel);
-/* Zeros to the output's rows from `first` on. */
+/* Zeros, or c_old, to the output's rows from `first` on. */
 void zero_output(const product_job *job, int64_t first);
 
 #endif

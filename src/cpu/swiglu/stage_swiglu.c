@@ -93,9 +93,9 @@ static void backward_row(void *arg, int64_t row, int32_t thread)
     float part[2][STRIP], d[STRIP], product[PARTS] = {0}, sum = 0.0f;
     for (int64_t column = 0; column < job->width; column += STRIP) {
         const int64_t n = strip_of(job, column);
-        const float *d_act = view_at(&args->d_act, row, column);
-        if (args->d_weights.ndim > 0) add_product(&args->act, row, column, n, d_act, product);
-        for (int64_t c = 0; c < n; c++) d[c] = weight * d_act[c];
+        job->rows->convert(view_at(&args->d_act, row, column), args->d_act.dtype, d, QUERN_F32, n);
+        if (args->d_weights.ndim > 0) add_product(&args->act, row, column, n, d, product);
+        for (int64_t c = 0; c < n; c++) d[c] *= weight;
         read_parts(job, row, column, n, part);
         job->kernels->swiglu_backward_row(&job->rule, d, n, part[0], part[1]);
         write_parts(job, row, column, n, part);
