@@ -3,60 +3,14 @@
 """What the GPU backend must reach, beside PyTorch eager, torch.compile and cuDNN attention in one process on the same
 buffers. Medians of CUDA events, the L2 cache written over before each repetition, random data.
 usage: accept.py LIBQUERN"""
-import statistics
 import sys
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from measure import BF16, act, cudnn, empty, fail, failures, graph_us, line, ms
 from quern import Quern
 
-BF16 = torch.bfloat16
-torch.manual_seed(1)
 quern = Quern(sys.argv[1])
-flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-failed = 0
-
-
-def act(*shape):
-    return torch.randn(*shape, dtype=BF16, device="cuda")
-
-
-def empty(*shape, dtype=BF16):
-    return torch.empty(*shape, dtype=dtype, device="cuda")
-
-
-def ms(function, reps=15, warm=3):
-    for _ in range(warm):
-        function()
-    times = []
-    for _ in range(reps):
-        flush.zero_()
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        function()
-        b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b))
-    return statistics.median(times)
-
-
-def graph_us(function, calls=20):
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        function()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                function()
-    return ms(graph.replay) * 1e3 / calls
-
-
-def line(what, target, measured, unit, most=False):
-    global failed
-    good = measured <= target if most else measured >= target
-    failed += not good
-    print(f"{what:78} target {'<=' if most else '>='} {target:<8.3g} measured {measured:<8.3g} {unit:8} {'PASS' if good else 'FAIL'}", flush=True)
 
 
 def peers(what, function, *inputs):
@@ -68,11 +22,9 @@ def peers(what, function, *inputs):
 
 
 def agree(what, a, b):
-    global failed
     error = ((a.float() - b.float()).norm() / b.float().norm()).item()
     if not error < 1e-2:
-        failed += 1
-        print(f"{what}: differs from PyTorch by {error:.3g} FAIL", flush=True)
+        fail(f"{what}: differs from PyTorch by {error:.3g}")
 
 
 def rates():
@@ -163,22 +115,6 @@ def gate():
     line("gate forward of 64 tokens in a graph", 6, graph_us(small), "us", True)
 
 
-def cudnn(q, k, v, do=None):
-    """Milliseconds of cuDNN's causal attention: forward, and forward and backward."""
-    q, k, v = (x.transpose(1, 2).detach().requires_grad_(do is not None) for x in (q, k, v))
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        def forward():
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-        def both():
-            q.grad = k.grad = v.grad = None
-            forward().backward(do.transpose(1, 2))
-        reps = 1 if q.shape[2] > 1 << 18 else 5
-        with torch.no_grad():
-            f = ms(forward, reps, 1)
-        return f, ms(both, reps, 1) if do is not None else 0
-
-
 def dense():
     n, h, hkv, d = 32768, 32, 8, 128
     q, k, v, o, lse, do = act(1, n, h, d), act(1, n, hkv, d), act(1, n, hkv, d), empty(1, n, h, d), empty(1, h, n, dtype=torch.float32), act(1, n, h, d)
@@ -226,8 +162,7 @@ for part in (compress, gate, dense,
     try:
         part()
     except (RuntimeError, torch.OutOfMemoryError) as error:
-        failed += 1
-        print(f"FAIL    {str(error)[:300]}", flush=True)
+        fail(str(error)[:300])
     torch.cuda.empty_cache()
-print(f"{failed} failed")
-sys.exit(failed != 0)
+print(f"{failures()} failed")
+sys.exit(failures() != 0)

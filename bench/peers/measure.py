@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""What the programs beside this share: random data, medians of CUDA events with the L2 cache written over before each
+repetition, cuDNN's attention, and the lines of a report."""
+import statistics
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+BF16 = torch.bfloat16
+torch.manual_seed(1)
+flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+_failed = 0
+
+
+def act(*shape):
+    return torch.randn(*shape, dtype=BF16, device="cuda")
+
+
+def empty(*shape, dtype=BF16):
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
+def ms(function, reps=15, warm=3):
+    for _ in range(warm):
+        function()
+    times = []
+    for _ in range(reps):
+        flush.zero_()
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        function()
+        b.record()
+        b.synchronize()
+        times.append(a.elapsed_time(b))
+    return statistics.median(times)
+
+
+def graph_us(function, calls=20):
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        function()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                function()
+    return ms(graph.replay) * 1e3 / calls
+
+
+def line(what, target, measured, unit, most=False):
+    global _failed
+    good = measured <= target if most else measured >= target
+    _failed += not good
+    print(f"{what:78} target {'<=' if most else '>='} {target:<8.3g} measured {measured:<8.3g} {unit:8} {'PASS' if good else 'FAIL'}", flush=True)
+
+
+def fail(why):
+    """A line of what could not be measured, or is wrong."""
+    global _failed
+    _failed += 1
+    print(f"FAIL    {why}", flush=True)
+
+
+def failures():
+    return _failed
+
+
+def cudnn(q, k, v, do=None):
+    """Milliseconds of cuDNN's causal attention: forward, and forward and backward."""
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_(do is not None) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        def forward():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        def both():
+            q.grad = k.grad = v.grad = None
+            forward().backward(do.transpose(1, 2))
+        reps = (1, 0) if q.shape[2] > 1 << 18 else (5, 1)  # of 1M tokens once: half a minute, and two with the backward
+        with torch.no_grad():
+            f = ms(forward, *reps)
+        return f, ms(both, *reps) if do is not None else 0
