@@ -16,6 +16,8 @@ typedef struct quern_cuda_plugin {
     const char *version; /* of quern.h */
     const quern_backend *backend;
     quern_status (*check_device)(int32_t device);
+    /* Fills in the fields of an exec that describe the device. */
+    quern_status (*properties)(int32_t device, stage_exec *exec);
     /* Whether the first byte of `name` stands in memory of the device that its tensor names. */
     quern_status (*check_pointer)(const void *p, quern_device device, int32_t device_id, const char *name);
     /* As in cuda.h; the arguments are checked already. */
@@ -35,7 +37,7 @@ typedef struct quern_cuda_plugin {
     quern_status (*event_elapsed)(int32_t device, void *from, void *to, double *ms);
 } quern_cuda_plugin;
 #define PLUGIN_VALUES(F)                                                                                              \
-    F(build_id) F(version) F(backend) F(check_device) F(check_pointer) F(count) F(device) F(allocate) F(release) F(copy) \
+    F(build_id) F(version) F(backend) F(check_device) F(properties) F(check_pointer) F(count) F(device) F(allocate) F(release) F(copy) \
     F(fill) F(stream_create) F(stream_destroy) F(synchronize) F(query) F(event_create) F(event_destroy)                \
     F(event_record) F(event_elapsed)
 

@@ -111,5 +111,6 @@ const quern_backend *context_backend(quern_context *ctx, quern_device device, in
     if (device == QUERN_CUDA && plugin == NULL) return NULL;
     *exec = (stage_exec){.device = device, .device_id = device_id, .threads = ctx->threads, .parallel_for = ctx->parallel_for,
                          .parallel_for_arg = ctx->parallel_for_arg, .forks = ctx->forks, .cpu_level = ctx->cpu_level, .stream = stream, .gemm = ctx->kept};
+    if (plugin != NULL && plugin->properties(device_id, exec) != QUERN_OK) return NULL;
     return plugin != NULL ? plugin->backend : &quern_backend_cpu;
 }

@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* backend.cu - the CUDA rows of the stage table, and the one symbol that libquern looks up. */
 #include "common/calls.cuh"
-#include "stages.cuh"
+#include "variants.cuh"
 
 extern "C" {
 #include "build_id.h"
@@ -25,12 +25,27 @@ quern_status cuda_report(cudaError_t code, const char *what)
     return report(status, "cuda, %s: %s", what, cudaGetErrorString(code));
 }
 
-/* A stage runs on the device of its tensors, whatever the thread's current one is. */
-template <typename Args, quern_status (*stage)(const stage_exec *, const Args *, void *)>
-static quern_status on_device(const stage_exec *exec, const Args *args, void *workspace)
+/* A stage by its variants. It runs on the device of its tensors, whatever the thread's current one is. */
+template <typename Args, const variants<Args> &all> struct by_variants {
+    static bool supports(const stage_exec *exec, const Args *args, char why[STAGE_WHY_BYTES]) { return choose(all, exec, args, why) != NULL; }
+    static size_t workspace(const stage_exec *exec, const Args *args) { return workspace_of(all, exec, args); }
+    static quern_status run(const stage_exec *exec, const Args *args, void *workspace)
+    {
+        const device_scope scope(exec->device_id);
+        return scope.code != cudaSuccess ? cuda_report(scope.code, "choosing the device") : run_chosen(all, exec, args, workspace);
+    }
+    static void kernel(const stage_exec *exec, const Args *args, char text[STAGE_NAME_BYTES])
+    {
+        char why[STAGE_WHY_BYTES];
+        const variant<Args> *v = choose(all, exec, args, why);
+        snprintf(text, STAGE_NAME_BYTES, "%s", v != NULL ? v->name : "");
+    }
+};
+
+template <typename Stage, typename Args, const variants<Args> &all> static constexpr Stage stage_of()
 {
-    const device_scope scope(exec->device_id);
-    return scope.code != cudaSuccess ? cuda_report(scope.code, "choosing the device") : stage(exec, args, workspace);
+    using functions = by_variants<Args, all>;
+    return {functions::supports, functions::workspace, functions::run, functions::kernel};
 }
 
 /* A stage without a row is not offered here. */
@@ -38,17 +53,17 @@ static const quern_backend backend = {
     .name = "cuda",
     .open = NULL,
     .close = NULL,
-    .attend_forward = {attend_forward_supports, attend_forward_bytes, on_device<attend_args, attend_forward_run>},
-    .attend_backward = {attend_backward_supports, attend_backward_bytes, on_device<attend_args, attend_backward_run>},
-    .compress_forward = {compress_supports, compress_forward_bytes, on_device<compress_args, compress_forward_run>},
-    .compress_backward = {compress_supports, compress_backward_bytes, on_device<compress_args, compress_backward_run>},
-    .select = {select_supports, select_bytes, on_device<select_args, select_run>},
-    .gate_forward = {gate_supports, gate_forward_bytes, on_device<gate_args, gate_forward_run>},
-    .gate_backward = {gate_supports, gate_backward_bytes, on_device<gate_args, gate_backward_run>},
-    .convert = {convert_supports, convert_bytes, on_device<convert_args, convert_run>},
-    .rowdot = {rowdot_supports, rowdot_bytes, on_device<rowdot_args, rowdot_run>},
-    .list_convert = {list_convert_supports, list_convert_bytes, on_device<list_convert_args, list_convert_run>},
-    .validate_lists = {validate_lists_supports, validate_lists_bytes, on_device<validate_lists_args, validate_lists_run>},
+    .attend_forward = stage_of<attend_stage, attend_args, attend_forward_variants>(),
+    .attend_backward = stage_of<attend_stage, attend_args, attend_backward_variants>(),
+    .compress_forward = stage_of<compress_stage, compress_args, compress_forward_variants>(),
+    .compress_backward = stage_of<compress_stage, compress_args, compress_backward_variants>(),
+    .select = stage_of<select_stage, select_args, select_variants>(),
+    .gate_forward = stage_of<gate_stage, gate_args, gate_forward_variants>(),
+    .gate_backward = stage_of<gate_stage, gate_args, gate_backward_variants>(),
+    .convert = stage_of<convert_stage, convert_args, convert_variants>(),
+    .rowdot = stage_of<rowdot_stage, rowdot_args, rowdot_variants>(),
+    .list_convert = stage_of<list_convert_stage, list_convert_args, list_convert_variants>(),
+    .validate_lists = stage_of<validate_lists_stage, validate_lists_args, validate_lists_variants>(),
 };
 
 #define TEXT2(x) #x
@@ -58,7 +73,7 @@ extern "C" __attribute__((visibility("default"))) const quern_cuda_plugin *quern
 {
     static const quern_cuda_plugin plugin = {
         build_id(), TEXT(QUERN_VERSION_MAJOR) "." TEXT(QUERN_VERSION_MINOR) "." TEXT(QUERN_VERSION_PATCH),
-        &backend, device_check, device_check_pointer, device_count, device_info, device_allocate, device_free, device_copy, device_fill,
+        &backend, device_check, device_properties, device_check_pointer, device_count, device_info, device_allocate, device_free, device_copy, device_fill,
         stream_create, stream_destroy, stream_synchronize, stream_query, event_create, event_destroy, event_record, event_elapsed};
     report = set;
     return &plugin;

@@ -3,7 +3,9 @@
 /* calls.cu - devices, pointers, memory, streams and events, each over a call or two of the CUDA runtime. */
 #include "common/calls.cuh"
 
+#include <atomic>
 #include <cuda.h>
+#include <mutex>
 #include <stdio.h>
 
 #define REPORT (cuda_set_error())
@@ -23,6 +25,41 @@ quern_status device_count(int32_t *count)
                       driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     }
     *count = n;
+    return QUERN_OK;
+}
+
+namespace
+{
+enum { DEVICES = 64 };
+struct known_device {
+    std::atomic<bool> known; /* the rest is written before, under the lock */
+    int major, minor, multiprocessors, shared_bytes;
+};
+known_device known_devices[DEVICES];
+std::mutex learning;
+} // namespace
+
+static cudaError_t ask_properties(int32_t device, known_device *d)
+{
+    cudaError_t code = cudaDeviceGetAttribute(&d->major, cudaDevAttrComputeCapabilityMajor, device);
+    if (code == cudaSuccess) code = cudaDeviceGetAttribute(&d->minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (code == cudaSuccess) code = cudaDeviceGetAttribute(&d->multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    return code == cudaSuccess ? cudaDeviceGetAttribute(&d->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) : code;
+}
+
+quern_status device_properties(int32_t device, stage_exec *exec)
+{
+    known_device here = {};
+    known_device *const d = device >= 0 && device < DEVICES ? &known_devices[device] : &here;
+    if (!d->known.load(std::memory_order_acquire)) {
+        const std::lock_guard<std::mutex> hold(learning);
+        const cudaError_t code = ask_properties(device, d);
+        if (code != cudaSuccess) return cuda_report(code, "device properties");
+        d->known.store(true, std::memory_order_release);
+    }
+    exec->compute = d->major * 10 + d->minor;
+    exec->multiprocessors = d->multiprocessors;
+    exec->shared_bytes = (size_t)d->shared_bytes;
     return QUERN_OK;
 }
 

@@ -29,10 +29,14 @@ typedef struct stage_exec {
     quern_cpu_level cpu_level;
     void *stream;            /* CUDA: cudaStream_t */
     struct gemm_cache *gemm; /* CPU: the context's oneDNN primitives; NULL: no use of oneDNN */
-    size_t shared_bytes;     /* CUDA: shared memory that a kernel may take; 0: what the device offers */
+    int32_t compute;         /* CUDA: the device's compute capability, 90 for 9.0 */
+    int32_t multiprocessors; /* CUDA */
+    size_t shared_bytes;     /* CUDA: shared memory that a block may take */
+    const char *variant;     /* CUDA: where a stage has kernels of this name, no others are chosen; NULL: no such wish */
 } stage_exec;
 #define STAGE_EXEC_VALUES(F)                                                                           \
-    F(device) F(device_id) F(threads) F(parallel_for) F(parallel_for_arg) F(forks) F(cpu_level) F(stream) F(gemm) F(shared_bytes)
+    F(device) F(device_id) F(threads) F(parallel_for) F(parallel_for_arg) F(forks) F(cpu_level) F(stream) F(gemm) F(compute) \
+    F(multiprocessors) F(shared_bytes) F(variant)
 
 enum { STAGE_WHY_BYTES = 200 };
 

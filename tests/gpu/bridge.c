@@ -223,8 +223,8 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
 {
     (void)device;
     (void)ignored;
+    const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
     if (cuda == NULL) {
-        const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
         if (plugin->build_id != build_id()) fail_msg("the plugin is of another build");
         if (plugin->check_device(0) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
         CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -232,6 +232,7 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
         BACKEND_STAGES(ROW)
     }
     *exec = (stage_exec){.device = QUERN_CPU, .device_id = device_id, .threads = ctx->threads, .cpu_level = ctx->cpu_level};
+    if (plugin->properties(0, exec) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
     return &bridged;
 }
 

@@ -100,6 +100,7 @@ static void four_million_tokens(void **state)
     const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
     const quern_backend *b = plugin->backend;
     stage_exec exec = {.device = QUERN_CUDA};
+    run(plugin->properties(0, &exec));
     const size_t row = D * 2;
     attend_args a = {
         .mask = ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1.0f / sqrtf(D), .window = 100, .query_offset = 0, .tile = 1};

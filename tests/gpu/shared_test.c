@@ -16,12 +16,13 @@ enum { LIMIT = 99 * 1024, N = 512, H = 4 };
 quern_cuda_plugin_entry quern_cuda_backend;
 
 static const quern_backend *cuda;
+static stage_exec exec_here = {.device = QUERN_CUDA};
 
 static int open_backend(void **state)
 {
     (void)state;
     const quern_cuda_plugin *plugin = quern_cuda_backend(error_set);
-    if (plugin->check_device(0) != QUERN_OK) return 1;
+    if (plugin->check_device(0) != QUERN_OK || plugin->properties(0, &exec_here) != QUERN_OK) return 1;
     cuda = plugin->backend;
     return 0;
 }
@@ -50,7 +51,8 @@ static void a_smaller_gpu_refuses_with_a_sentence(void **state)
             for (int listed = 0; listed < 2; listed++)
                 for (int k = 0; k < 3; k++) {
                     const quern_dtype dtype = dtypes[j];
-                    stage_exec exec = {.device = QUERN_CUDA, .shared_bytes = limits[k]};
+                    stage_exec exec = exec_here;
+                    if (limits[k] > 0) exec.shared_bytes = limits[k];
                     attend_args a = {.mask = listed ? ATTEND_BLOCKS : ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1,
                                      .query_offset = -1, .block_size = 64, .stride = 64, .tile = 128};
                     a.q = a.o = a.d_o = a.d_q = shaped(dtype, 1, N, H, dims[i]);
@@ -76,7 +78,7 @@ static void a_smaller_gpu_refuses_with_a_sentence(void **state)
 static void wide_heads_are_refused_with_a_sentence(void **state)
 {
     (void)state;
-    const stage_exec exec = {.device = QUERN_CUDA};
+    const stage_exec exec = exec_here;
     for (int wide = 0; wide < 2; wide++) {
         const int dim_k = wide == 0 ? 264 : 64, dim_v = wide == 0 ? 64 : 512;
         attend_args a = {.mask = ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1, .query_offset = -1};

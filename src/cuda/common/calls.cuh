@@ -10,9 +10,6 @@ extern "C" {
 #include "cuda_plugin.h"
 }
 
-/* libquern's error_set(). */
-quern_status (*cuda_set_error())(quern_status, const char *, ...);
-
 /* Makes a device current while it lives. */
 struct device_scope {
     int before = -1;
@@ -33,6 +30,8 @@ struct device_scope {
 
 quern_status device_check(int32_t device);
 quern_status device_check_pointer(const void *p, quern_device device, int32_t device_id, const char *name);
+/* Fills in the exec's fields that describe the device. */
+quern_status device_properties(int32_t device, stage_exec *exec);
 quern_status device_count(int32_t *count);
 quern_status device_info(int32_t device, quern_cuda_device *info);
 quern_status device_allocate(int32_t device, size_t bytes, void **p);

@@ -156,6 +156,8 @@ static inline fast_div fast_div_by(uint32_t d)
 
 __device__ __forceinline__ uint32_t quotient(uint32_t x, const fast_div &f) { return (__umulhi(x, f.m) + x) >> f.s; }
 
+/* libquern's error_set(). */
+quern_status (*cuda_set_error())(quern_status, const char *, ...);
 quern_status cuda_report(cudaError_t code, const char *what);
 #define LAUNCHED(what) cuda_report(cudaGetLastError(), what)
 

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* launch.cu - what launches ask of CUDA once and remember: how much dynamic shared memory a kernel may
- * have, and how much a device's blocks can have. A call to CUDA costs as much as a tenth of a launch. */
+/* launch.cu - what launches ask of CUDA once and remember: that a kernel may have its dynamic shared memory. A call to CUDA
+ * costs as much as a tenth of a launch. */
 #include "common/launch.cuh"
 
 #include <atomic>
@@ -10,7 +10,7 @@
 namespace
 {
 
-enum { SLOTS = 4096, DEVICES = 64 }; /* slots: several times the kernels there are, on eight devices */
+enum { SLOTS = 4096 }; /* several times the kernels there are, on eight devices */
 
 struct allowed_kernel {
     std::atomic<uint64_t> key; /* of a kernel and a device; 0: free. Never changes again. */
@@ -19,7 +19,6 @@ struct allowed_kernel {
 
 allowed_kernel allowed[SLOTS];
 std::mutex growing;
-std::atomic<int> offered_by[DEVICES];
 
 /* The slot that has the key, or the free one where it belongs; NULL where all are taken. */
 allowed_kernel *slot_of(uint64_t key)
@@ -56,12 +55,10 @@ cudaError_t shared_allow(const void *kernel, size_t bytes)
     return cudaSuccess;
 }
 
-cudaError_t shared_offered(int device, int *bytes)
+bool shared_fits(const stage_exec *exec, size_t bytes, const char *what, char why[STAGE_WHY_BYTES])
 {
-    const bool slot = device >= 0 && device < DEVICES;
-    *bytes = slot ? offered_by[device].load(std::memory_order_relaxed) : 0;
-    if (*bytes > 0) return cudaSuccess;
-    const cudaError_t code = cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (code == cudaSuccess && slot) offered_by[device].store(*bytes, std::memory_order_relaxed);
-    return code;
+    if (bytes <= exec->shared_bytes) return true;
+    snprintf(why, STAGE_WHY_BYTES, "%s at this head dim, dtype and list length takes %zu bytes of shared memory a block: cuda:%d offers %zu", what,
+             bytes, exec->device_id, exec->shared_bytes);
+    return false;
 }

@@ -18,9 +18,6 @@ static inline unsigned blocks_for(int64_t n, int threads) { return (unsigned)((n
 
 /* Lets a kernel have `bytes` of dynamic shared memory on the current device. */
 cudaError_t shared_allow(const void *kernel, size_t bytes);
-/* The most that a block of the device can have. */
-cudaError_t shared_offered(int device, int *bytes);
-
 template <typename K, typename... Args>
 static quern_status launch_shared(const launcher &to, K kernel, dim3 grid, int threads, size_t bytes, const char *what, const Args &...args)
 {

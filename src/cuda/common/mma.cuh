@@ -8,7 +8,6 @@
 #define QUERN_CUDA_MMA_CUH
 
 #include "common/device.cuh"
-#include "common/wgmma.cuh"
 
 __device__ __forceinline__ uint32_t smem_address(const void *p)
 {
@@ -109,22 +108,18 @@ template <typename T> __device__ __forceinline__ void load_chunk16(uint32_t tile
     }
 }
 
-/* acc[n][.] += A[row0 + ..][k] B[n0 + n 8 + ..][k] over DP columns, for 16 rows a warp. WG: the four warps of a
- * warpgroup hold 64 consecutive rows, and the product may be one of Hopper's (finish with wg_finish). */
-template <typename T, int DP, int NT, int ROWS_A, int ROWS_B, bool WG>
-__device__ __forceinline__ void product_nt(float (&acc)[NT][4], uint32_t a, int row0, uint32_t b, int n0, int lane)
-{
-#ifdef QUERN_WGMMA
-    if constexpr (WG) {
-        const int wg_row = row0 & ~63;
-#pragma unroll
-        for (int k0 = 0; k0 < DP; k0 += 16) {
-            const uint64_t da = wg_tile(a + (k0 >> 6) * (ROWS_A * 128) + wg_row * 128 + (k0 & 63) * 2, 0);
-            const uint64_t db = wg_tile(b + (k0 >> 6) * (ROWS_B * 128) + n0 * 128 + (k0 & 63) * 2, 0);
-            wg_ss<T>(acc, da, db);
-        }
-    } else
-#endif
+/* Products of 16 rows a warp by mma.sync. A kernel takes the kind of its products as a parameter, so that one text runs on
+ * Hopper's warpgroup products, too (sm90/attend/products.cuh). Those ask for more: show() before the barrier after which
+ * shared memory that threads filled is an operand, start() before registers become operands or accumulators, finish()
+ * before accumulators are read. */
+struct warp_products {
+    static __device__ __forceinline__ void show() {}
+    static __device__ __forceinline__ void start() {}
+    static __device__ __forceinline__ void finish() {}
+
+    /* acc[n][.] += A[row0 + ..][k] B[n0 + n 8 + ..][k] over DP columns. */
+    template <typename T, int DP, int NT, int ROWS_A, int ROWS_B>
+    static __device__ __forceinline__ void nt(float (&acc)[NT][4], uint32_t a, int row0, uint32_t b, int n0, int lane)
     {
 #pragma unroll
         for (int k0 = 0; k0 < DP; k0 += 16) {
@@ -139,9 +134,22 @@ __device__ __forceinline__ void product_nt(float (&acc)[NT][4], uint32_t a, int 
             }
         }
     }
-}
 
-/* The same with A's fragments in registers. */
+    /* acc[n][.] += A[..][k] B[k0 + k][n 8 + ..] for the 16 k of fragment `fa` and DP columns. */
+    template <typename T, int DP, int ROWS_B>
+    static __device__ __forceinline__ void nn(float (&acc)[DP / 8][4], const uint32_t (&fa)[4], uint32_t b, int k0, int lane)
+    {
+#pragma unroll
+        for (int n = 0; n < DP / 8; n += 2) {
+            uint32_t fb[4];
+            load_b_trans<ROWS_B>(fb, b, k0, n * 8, lane);
+            mma16816<T>(acc[n], fa, fb[0], fb[1]);
+            mma16816<T>(acc[n + 1], fa, fb[2], fb[3]);
+        }
+    }
+};
+
+/* warp_products::nt with A's fragments in registers. */
 template <typename T, int DP, int NT, int ROWS_B>
 __device__ __forceinline__ void product_nt_held(float (&acc)[NT][4], const uint32_t (&fa)[DP / 16][4], uint32_t b, int n0, int lane)
 {
@@ -154,30 +162,6 @@ __device__ __forceinline__ void product_nt_held(float (&acc)[NT][4], const uint3
             mma16816<T>(acc[n], fa[k0 / 16], fb[0], fb[1]);
             mma16816<T>(acc[n + 1], fa[k0 / 16], fb[2], fb[3]);
         }
-}
-
-/* acc[n][.] += A[..][k] B[k0 + k][n 8 + ..] for the 16 k of fragment `fa` and DP columns. */
-template <typename T, int DP, int ROWS_B, bool WG>
-__device__ __forceinline__ void product_nn(float (&acc)[DP / 8][4], const uint32_t (&fa)[4], uint32_t b, int k0, int lane)
-{
-#ifdef QUERN_WGMMA
-    if constexpr (WG) {
-#pragma unroll
-        for (int p = 0; p < DP / 64; p++) {
-            float(&part)[8][4] = *(float(*)[8][4])&acc[p * 8];
-            wg_rs<T>(part, fa, wg_tile(b + p * (ROWS_B * 128) + k0 * 128, ROWS_B * 128));
-        }
-    } else
-#endif
-    {
-#pragma unroll
-        for (int n = 0; n < DP / 8; n += 2) {
-            uint32_t fb[4];
-            load_b_trans<ROWS_B>(fb, b, k0, n * 8, lane);
-            mma16816<T>(acc[n], fa, fb[0], fb[1]);
-            mma16816<T>(acc[n + 1], fa, fb[2], fb[3]);
-        }
-    }
 }
 
 #endif

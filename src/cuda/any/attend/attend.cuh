@@ -121,6 +121,64 @@ template <int M> __device__ __forceinline__ bool find_rows(const attend_kernel &
     return first < end;
 }
 
+/* Copies the block's rows of `view` into a tile of M rows; rows that it does not have become zeros. */
+template <typename T, int M, int THREADS, int CHUNKS>
+__device__ __forceinline__ void load_rows(const attend_kernel &a, const row_block &b, const view4 &view, int dim, bool vec, uint32_t tile,
+                                          char *tile_ptr)
+{
+    const int mine = threadIdx.x % CHUNKS;
+    const T *p = (const T *)view.p + b.seq.view_b * view.s[0] + b.seq.q0 * view.s[1] + b.head0 * view.s[2] + mine * 8;
+    for (int r = threadIdx.x / CHUNKS; r < M; r += THREADS / CHUNKS) {
+        int n, head;
+        row_place(a, b.query, b.rem, r, &n, &head);
+        const bool valid = r < b.rows && mine * 8 < dim;
+        load_chunk16<T>(tile, tile_ptr, tile_at<M>(r, mine), valid ? p + n * view.s[1] + head * view.s[2] : p, valid, vec);
+    }
+}
+
+/* What the rows of a block see: the first key of their slots and how many slots there are, and the bounds that tell which
+ * tiles all rows see. `list` is shared memory of three lists; the first becomes the clean one. All threads call. */
+struct row_bounds {
+    int base, slots, last_lo, first_hi;
+};
+
+template <bool LISTED> __device__ __forceinline__ row_bounds find_bounds(const attend_kernel &a, const row_block &b, int32_t *list)
+{
+    row_bounds seen;
+    int last_hi, n, head;
+    row_keys(a, b.seq, b.query, &seen.base, &seen.first_hi);
+    row_place(a, b.query, b.rem, b.rows - 1, &n, &head);
+    row_keys(a, b.seq, n, &seen.last_lo, &last_hi);
+    seen.slots = last_hi - seen.base;
+    if (LISTED) seen.slots = clean_list(b.list_row, a.list_k, a.list_block, last_hi, list, list + a.list_k, list + 2 * a.list_k) * a.list_block;
+    return seen;
+}
+
+/* The keys that a thread's two rows see, `row` and that + 8 of the block; none where the block has no such row. */
+__device__ __forceinline__ void thread_bounds(const attend_kernel &a, const row_block &b, int row, int (&lo)[2], int (&hi)[2])
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int n, head;
+        lo[h] = hi[h] = 0;
+        row_place(a, b.query, b.rem, row + h * 8, &n, &head);
+        if (row + h * 8 < b.rows) row_keys(a, b.seq, n, &lo[h], &hi[h]);
+    }
+}
+
+/* Where a thread's chunk of the block's keys and values stands in their first row. */
+template <typename T> struct key_rows {
+    const T *k, *v;
+    bool in_k, in_v;
+};
+
+template <typename T, int CHUNKS> __device__ __forceinline__ key_rows<T> find_key_rows(const attend_kernel &a, const row_block &b)
+{
+    const int column = threadIdx.x % CHUNKS * 8;
+    return {(const T *)a.k.p + b.seq.view_b * a.k.s[0] + b.seq.k0 * a.k.s[1] + b.kvh * a.k.s[2] + column,
+            (const T *)a.v.p + b.seq.view_b * a.v.s[0] + b.seq.k0 * a.v.s[1] + b.kvh * a.v.s[2] + column, column < a.dim_k, column < a.dim_v};
+}
+
 /* Copies K and V of slots [slot0, slot0 + 64) into rows at_row ... of their tiles. Slots that are consecutive keys,
  * all there, need no look at each: this is nearly always so. `column` gets a list's keys. `k`, `v` stand at this
  * thread's chunk. */
@@ -226,6 +284,16 @@ __device__ __forceinline__ bool all_seen(const attend_kernel &a, const int32_t *
         if ((int64_t)(list[e] + 1) * a.list_block > first_hi) return false;
     return true;
 }
+
+/* Blocks of M packed rows, for find_rows(). */
+static inline dim3 row_grid(const attend_args *args, const attend_kernel &a, int m, bool listed)
+{
+    const int64_t pieces = listed ? piece_bound(args->seqs, a.tile, 1) * (((int64_t)a.tile * a.hs + m - 1) / m) : piece_bound(args->seqs, m, a.hs);
+    return dim3((unsigned)pieces, (unsigned)a.units);
+}
+
+/* Whether a tile of a list's queries fits one warp's rows. */
+static inline bool few_rows(const attend_kernel &a) { return (int64_t)a.tile * a.hs <= 16; }
 
 struct attend_launch {
     attend_kernel kernel;

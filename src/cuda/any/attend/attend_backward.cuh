@@ -5,18 +5,25 @@
 #define QUERN_CUDA_ATTEND_BACKWARD_CUH
 
 #include "any/attend/attend.cuh"
-#include "stages.cuh"
 
 #include <math.h>
 
-/* Writes args->delta anew where o's rounding spoils it (attend_delta.cu says where), before the two read it. */
-quern_status attend_backward_delta(const attend_args *args, const launcher &to);
-quern_status attend_backward_by_rows(const attend_args *args, const attend_launch &l, const launcher &to);
-/* `hopper`: for Hopper's kernels, which compute dQ too (sm90/attend/attend_backward_launch.cu); else NULL. */
-struct sm90_backward_call;
-quern_status attend_backward_by_keys(const attend_args *args, const attend_launch &l, void *workspace, const launcher &to, const sm90_backward_call *hopper);
-size_t attend_backward_keys_bytes(const attend_args *args);
+enum { BACKWARD_STEP = 64 }; /* keys or rows that a block takes at a time */
 
+/* Writes args->delta anew where o's rounding spoils it (attend_delta.cu says where), before the two read it. */
+quern_status attend_backward_delta(const attend_args *args, const attend_launch &l, cudaStream_t stream);
+
+/* dK and dV by pieces of `keys` keys, or by listed blocks: how many; into how many shares each range's rows are cut; bytes
+ * of the shares' partial gradients; their sum, after the kernels that leave them. */
+int64_t backward_pieces(const attend_args *args, int keys);
+int backward_splits(const attend_args *args);
+size_t backward_shares_bytes(const attend_args *args);
+quern_status backward_sum_shares(const attend_args *args, const attend_launch &l, cudaStream_t stream);
+
+/* What every backward in 16 bits does before its kernels, and after them: delta, the inverted index, room for shares, which
+ * starts at a->part; the sum of the shares, the rows past the last sequence. */
+quern_status backward_begin(const stage_exec *exec, const attend_args *args, void *workspace, attend_launch *l);
+quern_status backward_end(const stage_exec *exec, const attend_args *args, const attend_launch &l);
 /* Sequences as pieces of keys, and back. */
 __device__ __forceinline__ seqs by_key(const seqs &s)
 {

@@ -77,18 +77,17 @@ static quern_status launch(const attend_kernel &a, int few, int64_t shares, cuda
     return LAUNCHED("attend_backward: delta of few entries");
 }
 
-quern_status attend_backward_delta(const attend_args *args, const launcher &to)
+quern_status attend_backward_delta(const attend_args *args, const attend_launch &l, cudaStream_t stream)
 {
     const int64_t few = attend_few_keys(args);
-    if (few == 0 || to.most != NULL) return QUERN_OK;
-    const attend_launch l = attend_launch_of(args);
+    if (few == 0) return QUERN_OK;
     const attend_kernel &a = l.kernel;
     const int64_t rows = queries_at_most(args, few) * a.heads;
     if (rows == 0 || a.sq.batch == 0 || a.kv_heads == 0) return QUERN_OK;
     int64_t shares = BLOCKS / a.sq.batch < 1 ? 1 : BLOCKS / a.sq.batch;
     if (shares > (rows + WARPS - 1) / WARPS) shares = (rows + WARPS - 1) / WARPS;
     const int most = few < INT32_MAX ? (int)few : INT32_MAX;
-    if (l.dtype == QUERN_F32) return launch<float>(a, most, shares, to.stream);
-    if (l.dtype == QUERN_BF16) return launch<bf16>(a, most, shares, to.stream);
-    return launch<f16>(a, most, shares, to.stream);
+    if (l.dtype == QUERN_F32) return launch<float>(a, most, shares, stream);
+    if (l.dtype == QUERN_BF16) return launch<bf16>(a, most, shares, stream);
+    return launch<f16>(a, most, shares, stream);
 }

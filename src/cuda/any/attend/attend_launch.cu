@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_launch.cu - turns a stage's arguments into what the attention kernels take, and the attention
- * stages themselves: which dtypes and dims run where, and the rows past the last sequence border. */
+/* attend_launch.cu - turns a stage's arguments into what the attention kernels take, and the variants for any GPU: of 16-bit
+ * inputs on the tensor cores, of f32 on the f32 cores. */
+#include "any/attend/attend_any.cuh"
 #include "any/attend/attend_backward.cuh"
 #include "common/tail.cuh"
-#include "sm90/attend/attend.cuh"
 #include "stages.cuh"
 
 #include <math.h>
@@ -64,7 +64,7 @@ static bool listed_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
     return true;
 }
 
-static bool shape_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
+bool attend_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
 {
     if (!dims_fit(args->q.shape[3], args->v.shape[3], why)) return false;
     if (args->k.shape[2] > 0 && args->seqs.n_q > INT32_MAX / (args->q.shape[2] / args->k.shape[2] + 1)) {
@@ -75,92 +75,157 @@ static bool shape_fits(const attend_args *args, char why[STAGE_WHY_BYTES])
     return listed_fits(args, why);
 }
 
-/* The same for every kernel: what pointers are aligned to is not known yet. */
-size_t attend_forward_bytes(const stage_exec *, const attend_args *args) { return args->q.dtype == QUERN_F32 ? 0 : SM90_COUNT_BYTES; }
-
-/* The inverted index, the partial sums of the keys' gradients, what Hopper's kernels need. */
-size_t attend_backward_bytes(const stage_exec *, const attend_args *args)
+bool attend_parts_fit(const stage_exec *exec, const attend_args *args, attend_launch *l, attend_part *first, attend_part *second,
+                      char why[STAGE_WHY_BYTES])
 {
-    return (present(args->list) ? inverse_workspace(args) : 0) + (args->q.dtype == QUERN_F32 ? 0 : attend_backward_keys_bytes(args) + sm90_attend_backward_bytes(args));
+    size_t most = 0;
+    const launcher note = {NULL, &most};
+    l->kernel.splits = 1; /* of a grid that is only asked for its blocks' memory */
+    if (first(args, *l, note) != QUERN_OK || (second != NULL && second(args, *l, note) != QUERN_OK)) return false;
+    return shared_fits(exec, most, second != NULL ? "attention's backward" : "attention's forward", why);
 }
 
-static quern_status attend_backward_half(const stage_exec *exec, const attend_args *args, void *workspace, const launcher &to)
+/* ---- the forward ---- */
+
+quern_status attend_end(const stage_exec *exec, const attend_args *args)
 {
+    const quern_status status = fill_tail(exec, &args->seqs, true, &args->o, 0.0f);
+    return status != QUERN_OK ? status : fill_tail_stat(exec, &args->seqs, &args->lse, -INFINITY);
+}
+
+quern_status attend_forward_by(const stage_exec *exec, const attend_args *args, const attend_launch &l, attend_part *part)
+{
+    const quern_status status = part(args, l, {(cudaStream_t)exec->stream, NULL});
+    return status != QUERN_OK ? status : attend_end(exec, args);
+}
+
+static attend_part *forward_of(const attend_launch &l)
+{
+    static attend_part *const parts[2][3] = {{attend_forward_bf16_64, attend_forward_bf16_128, attend_forward_bf16_256},
+                                             {attend_forward_f16_64, attend_forward_f16_128, attend_forward_f16_256}};
+    static attend_part *const f32[3] = {attend_forward_f32_64, attend_forward_f32_128, attend_forward_f32_256};
+    return l.dtype == QUERN_F32 ? part_of(l, f32) : part_of(l, parts);
+}
+
+bool attend_forward_any_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+{
+    if (args->q.dtype == QUERN_F32 || !attend_fits(args, why)) return false;
     attend_launch l = attend_launch_of(args);
-    size_t index_bytes = 0;
-    if (l.listed && to.most == NULL) {
-        const quern_status status = inverse_build(exec, args, &l.kernel, workspace);
-        if (status != QUERN_OK) return status;
-        index_bytes = inverse_workspace(args);
-    }
-    char *const sums = (char *)workspace + index_bytes;
-    sm90_device device;
-    if (to.most != NULL || !sm90_attend_backward_takes(exec, args, &device)) {
-        const quern_status status = attend_backward_by_rows(args, l, to);
-        return status != QUERN_OK ? status : attend_backward_by_keys(args, l, sums, to, NULL);
-    }
-    const sm90_backward_call hopper = {device, sums + attend_backward_keys_bytes(args)};
-    return attend_backward_by_keys(args, l, sums, to, &hopper);
+    return attend_parts_fit(exec, args, &l, forward_of(l), NULL, why);
 }
 
-static quern_status attend_forward_launch(const attend_args *args, const launcher &to)
+bool attend_forward_f32_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
 {
-    return args->q.dtype == QUERN_F32 ? attend_forward_f32(args, to) : attend_forward_half(args, to);
+    if (args->q.dtype != QUERN_F32 || !attend_fits(args, why)) return false;
+    attend_launch l = attend_launch_of(args);
+    return attend_parts_fit(exec, args, &l, forward_of(l), NULL, why);
 }
 
-static quern_status attend_backward_launch(const stage_exec *exec, const attend_args *args, void *workspace, const launcher &to)
+quern_status attend_forward_any_run(const stage_exec *exec, const attend_args *args, void *)
 {
-    const quern_status status = attend_backward_delta(args, to);
-    if (status != QUERN_OK) return status;
-    return args->q.dtype == QUERN_F32 ? attend_backward_f32(exec, args, workspace, to) : attend_backward_half(exec, args, workspace, to);
+    const attend_launch l = attend_launch_of(args);
+    return attend_forward_by(exec, args, l, forward_of(l));
 }
 
-bool attend_forward_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+quern_status attend_forward_f32_run(const stage_exec *exec, const attend_args *args, void *workspace)
 {
-    size_t most = 0;
-    return shape_fits(args, why) && attend_forward_launch(args, {NULL, &most}) == QUERN_OK && shared_fits(exec, most, "attention's forward", why);
+    return attend_forward_any_run(exec, args, workspace);
 }
 
-bool attend_backward_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+/* ---- the backward ---- */
+
+quern_status backward_begin(const stage_exec *exec, const attend_args *args, void *workspace, attend_launch *l)
 {
-    size_t most = 0;
-    return shape_fits(args, why) && attend_backward_launch(exec, args, NULL, {NULL, &most}) == QUERN_OK &&
-           shared_fits(exec, most, "attention's backward", why);
+    *l = attend_launch_of(args);
+    quern_status status = attend_backward_delta(args, *l, (cudaStream_t)exec->stream);
+    if (status == QUERN_OK && l->listed) status = inverse_build(exec, args, &l->kernel, workspace);
+    char *const shares = (char *)workspace + (l->listed ? inverse_workspace(args) : 0);
+    l->kernel.part = (float *)(((uintptr_t)shares + 15) & ~(uintptr_t)15);
+    l->kernel.splits = backward_splits(args);
+    return status;
 }
 
-bool shared_fits(const stage_exec *exec, size_t bytes, const char *what, char why[STAGE_WHY_BYTES])
+static quern_status fill_tails(const stage_exec *exec, const attend_args *args)
 {
-    int offered = 0;
-    cudaError_t code = cudaSuccess;
-    if (exec->shared_bytes == 0) code = shared_offered(exec->device_id, &offered);
-    if (code != cudaSuccess) {
-        (void)cudaGetLastError();
-        snprintf(why, STAGE_WHY_BYTES, "cuda:%d, shared memory of a block: %s", exec->device_id, cudaGetErrorString(code));
-        return false;
-    }
-    const size_t limit = exec->shared_bytes > 0 ? exec->shared_bytes : (size_t)offered;
-    if (bytes <= limit) return true;
-    snprintf(why, STAGE_WHY_BYTES, "%s at this head dim, dtype and list length takes %zu bytes of shared memory a block: cuda:%d offers %zu", what,
-             bytes, exec->device_id, limit);
-    return false;
-}
-
-quern_status attend_forward_run(const stage_exec *exec, const attend_args *args, void *workspace)
-{
-    quern_status status;
-    sm90_device device;
-    if (sm90_attend_forward_takes(exec, args, &device)) status = sm90_attend_forward(exec, args, device, workspace);
-    else status = attend_forward_launch(args, {(cudaStream_t)exec->stream, NULL});
-    if (status != QUERN_OK) return status;
-    const quern_status tail = fill_tail(exec, &args->seqs, true, &args->o, 0.0f);
-    return tail != QUERN_OK ? tail : fill_tail_stat(exec, &args->seqs, &args->lse, -INFINITY);
-}
-
-quern_status attend_backward_run(const stage_exec *exec, const attend_args *args, void *workspace)
-{
-    quern_status status = attend_backward_launch(exec, args, workspace, {(cudaStream_t)exec->stream, NULL});
-    if (status == QUERN_OK && !args->accumulate_q) status = fill_tail(exec, &args->seqs, true, &args->d_q, 0.0f);
+    quern_status status = QUERN_OK;
+    if (!args->accumulate_q) status = fill_tail(exec, &args->seqs, true, &args->d_q, 0.0f);
     if (status == QUERN_OK && !args->accumulate_k) status = fill_tail(exec, &args->seqs, false, &args->d_k, 0.0f);
     if (status == QUERN_OK && !args->accumulate_v) status = fill_tail(exec, &args->seqs, false, &args->d_v, 0.0f);
     return status;
+}
+
+quern_status backward_end(const stage_exec *exec, const attend_args *args, const attend_launch &l)
+{
+    const quern_status status = backward_sum_shares(args, l, (cudaStream_t)exec->stream);
+    return status != QUERN_OK ? status : fill_tails(exec, args);
+}
+
+quern_status attend_backward_by(const stage_exec *exec, const attend_args *args, void *workspace, attend_part *rows, attend_part *keys)
+{
+    attend_launch l;
+    const launcher to = {(cudaStream_t)exec->stream, NULL};
+    quern_status status = backward_begin(exec, args, workspace, &l);
+    if (status == QUERN_OK) status = rows(args, l, to);
+    if (status == QUERN_OK) status = keys(args, l, to);
+    return status != QUERN_OK ? status : backward_end(exec, args, l);
+}
+
+static attend_part *rows_of(const attend_launch &l)
+{
+    static attend_part *const parts[2][3] = {{attend_rows_bf16_64, attend_rows_bf16_128, attend_rows_bf16_256},
+                                             {attend_rows_f16_64, attend_rows_f16_128, attend_rows_f16_256}};
+    return part_of(l, parts);
+}
+
+static attend_part *keys_of(const attend_launch &l)
+{
+    static attend_part *const parts[2][3] = {{attend_keys_bf16_64, attend_keys_bf16_128, attend_keys_bf16_256},
+                                             {attend_keys_f16_64, attend_keys_f16_128, attend_keys_f16_256}};
+    return part_of(l, parts);
+}
+
+size_t attend_backward_any_bytes(const stage_exec *, const attend_args *args)
+{
+    if (args->q.dtype == QUERN_F32) return 0;
+    return (present(args->list) ? inverse_workspace(args) : 0) + backward_shares_bytes(args);
+}
+
+bool attend_backward_any_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+{
+    if (args->q.dtype == QUERN_F32 || !attend_fits(args, why)) return false;
+    attend_launch l = attend_launch_of(args);
+    return attend_parts_fit(exec, args, &l, rows_of(l), keys_of(l), why);
+}
+
+quern_status attend_backward_any_run(const stage_exec *exec, const attend_args *args, void *workspace)
+{
+    const attend_launch l = attend_launch_of(args);
+    return attend_backward_by(exec, args, workspace, rows_of(l), keys_of(l));
+}
+
+static attend_part *f32_of(const attend_launch &l)
+{
+    static attend_part *const parts[3] = {attend_backward_f32_64, attend_backward_f32_128, attend_backward_f32_256};
+    return part_of(l, parts);
+}
+
+size_t attend_backward_f32_bytes(const stage_exec *, const attend_args *args)
+{
+    return args->q.dtype == QUERN_F32 && present(args->list) ? inverse_workspace(args) : 0;
+}
+
+bool attend_backward_f32_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])
+{
+    if (args->q.dtype != QUERN_F32 || !attend_fits(args, why)) return false;
+    attend_launch l = attend_launch_of(args);
+    return attend_parts_fit(exec, args, &l, f32_of(l), f32_of(l), why);
+}
+
+quern_status attend_backward_f32_run(const stage_exec *exec, const attend_args *args, void *workspace)
+{
+    attend_launch l = attend_launch_of(args);
+    quern_status status = attend_backward_delta(args, l, (cudaStream_t)exec->stream);
+    if (status == QUERN_OK && l.listed) status = inverse_build(exec, args, &l.kernel, workspace);
+    if (status == QUERN_OK) status = f32_of(l)(args, l, {(cudaStream_t)exec->stream, NULL});
+    return status != QUERN_OK ? status : fill_tails(exec, args);
 }

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* convert.cu - the convert stage. Limit: bytes moved over the copy rate. */
 #include "common/chunk.cuh"
+#include "common/launch.cuh"
 #include "stages.cuh"
 
 enum { THREADS = 256 };
@@ -24,9 +25,6 @@ template <typename A, typename B> __global__ void __launch_bounds__(THREADS) con
         x = load_chunk((const A *)a.in.p + b * a.in.s[0] + n * a.in.s[1] + h * a.in.s[2] + c, a.vec_in);
     store_chunk((B *)a.out.p + b * a.out.s[0] + n * a.out.s[1] + h * a.out.s[2] + c, x, a.vec_out);
 }
-
-bool convert_supports(const stage_exec *, const convert_args *, char *) { return true; }
-size_t convert_bytes(const stage_exec *, const convert_args *) { return 0; }
 
 template <typename A> static quern_status convert_to(const convert_kernel &a, quern_dtype to, cudaStream_t stream)
 {

@@ -352,8 +352,6 @@ bool gate_supports(const stage_exec *, const gate_args *args, char why[STAGE_WHY
     return dims_fit(args->q.shape[3], value.shape[3], why);
 }
 
-size_t gate_forward_bytes(const stage_exec *, const gate_args *) { return 0; }
-
 size_t gate_backward_bytes(const stage_exec *, const gate_args *args)
 {
     if (!present(args->d_w_gate)) return 0;

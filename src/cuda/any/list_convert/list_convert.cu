@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* list_convert.cu - the list conversion stage. Limit: bytes moved over the copy rate. */
+#include "common/launch.cuh"
 #include "stages.cuh"
 
 enum { THREADS = 256 };
@@ -30,9 +31,6 @@ __global__ void list_convert(const int32_t *in, int64_t in_stride, int k_in, int
     for (int e = kept; e < k_out; e++) dst[e] = -1;
     if (count != NULL) count[i * count_stride] = kept;
 }
-
-bool list_convert_supports(const stage_exec *, const list_convert_args *, char *) { return true; }
-size_t list_convert_bytes(const stage_exec *, const list_convert_args *) { return 0; }
 
 quern_status list_convert_run(const stage_exec *exec, const list_convert_args *args, void *)
 {

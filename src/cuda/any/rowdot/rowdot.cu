@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* rowdot.cu - the rowdot stage. Limit: bytes moved over the copy rate. */
 #include "common/chunk.cuh"
+#include "common/launch.cuh"
 #include "stages.cuh"
 
 enum { THREADS = 256 };
@@ -30,9 +31,6 @@ template <typename T, int LPR> __global__ void __launch_bounds__(THREADS) rowdot
     for (int w = LPR / 2; w > 0; w /= 2) dot += __shfl_xor_sync(~0u, dot, w);
     if (c == 0 && i < a.rows) a.out.p[b * a.out.s[0] + h * a.out.s[1] + n * a.out.s[2]] = dot;
 }
-
-bool rowdot_supports(const stage_exec *, const rowdot_args *, char *) { return true; }
-size_t rowdot_bytes(const stage_exec *, const rowdot_args *) { return 0; }
 
 template <typename T> static quern_status rowdot_of(const rowdot_kernel &a, cudaStream_t stream)
 {

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* select.cu - the select stage: its arguments, and the row statistics where the caller has none. The kernel is
- * select.cuh's, compiled for each dtype in a file of its own, so that no file takes long. */
+ * select.cuh's. */
 #include "any/select/select_launch.cuh"
-#include "sm90/attend/attend.cuh"
+#include "stages.cuh"
 
 #include <stdio.h>
 
@@ -39,13 +39,15 @@ bool select_supports(const stage_exec *exec, const select_args *args, char why[S
     }
     attend_args branch = branch_of(args);
     size_t most = 0;
-    if (needs_lse(args) && !attend_forward_supports(exec, &branch, why)) return false;
+    if (needs_lse(args) && choose(attend_forward_variants, exec, &branch, why) == NULL) return false;
     return select_launch_all(args, &branch, {NULL, &most}) == QUERN_OK && shared_fits(exec, most, "select", why);
 }
 
-size_t select_bytes(const stage_exec *, const select_args *args)
+size_t select_bytes(const stage_exec *exec, const select_args *args)
 {
-    return needs_lse(args) ? (size_t)(args->q.shape[0] * args->q.shape[1] * args->q.shape[2]) * 4 + 15 + SM90_COUNT_BYTES : 0;
+    if (!needs_lse(args)) return 0;
+    const attend_args branch = branch_of(args);
+    return (size_t)(args->q.shape[0] * args->q.shape[1] * args->q.shape[2]) * 4 + 15 + workspace_of(attend_forward_variants, exec, &branch);
 }
 
 quern_status select_run(const stage_exec *exec, const select_args *args, void *workspace)
@@ -55,7 +57,8 @@ quern_status select_run(const stage_exec *exec, const select_args *args, void *w
         const int64_t n = args->q.shape[1], h = args->q.shape[2];
         branch.lse = {(void *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15), QUERN_F32, QUERN_CUDA, args->q.device_id, 3,
                       {args->q.shape[0], h, n}, {h * n, n, 1}};
-        const quern_status status = attend_forward_run(exec, &branch, (float *)branch.lse.data + args->q.shape[0] * h * n);
+        const quern_status status =
+            run_chosen(attend_forward_variants, exec, &branch, (float *)branch.lse.data + args->q.shape[0] * h * n);
         if (status != QUERN_OK) return status;
     }
     return select_launch_all(args, &branch, {(cudaStream_t)exec->stream, NULL});
@@ -84,7 +87,10 @@ static quern_status select_launch_all(const select_args *args, const attend_args
     s.history = s.l_over_d + s.s_over_d > 2 ? (s.l_over_d + s.s_over_d - 2 + 31) / 32 * 32 : 0;
     s.select_block = args->select_block;
     s.mean_logit = args->scorer == SELECT_MEAN_LOGIT;
-    const int64_t views = lists.shape[0];
-    if (l.dtype == QUERN_F32) return select_launch_f32(s, l.dim, views, to);
-    return l.dtype == QUERN_BF16 ? select_launch_bf16(s, l.dim, views, to) : select_launch_f16(s, l.dim, views, to);
+    static select_part *const mean[] = {select_mean_f32, select_mean_bf16, select_mean_f16};
+    static select_part *const softmax[2][3] = {{select_softmax_bf16_64, select_softmax_bf16_128, select_softmax_bf16_256},
+                                               {select_softmax_f16_64, select_softmax_f16_128, select_softmax_f16_256}};
+    const int dtype = l.dtype == QUERN_F32 ? 0 : l.dtype == QUERN_BF16 ? 1 : 2, dim = l.dim == 64 ? 0 : l.dim == 128 ? 1 : 2;
+    select_part *const part = s.mean_logit ? mean[dtype] : dtype == 0 ? select_softmax_f32 : softmax[dtype - 1][dim];
+    return part(s, lists.shape[0], to);
 }

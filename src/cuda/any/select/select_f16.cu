@@ -1,9 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* select_f16.cu - the selection kernels of f16. */
 #include "any/select/select.cuh"
 
-quern_status select_launch_f16(const select_kernel &s, int dim, int64_t views, const launcher &to)
+quern_status select_mean_f16(const select_kernel &s, int64_t views, const launcher &to)
 {
-    return select_launch<f16>(s, dim, views, to);
+    return launch<f16, 64, 0>(s, views, to);
 }

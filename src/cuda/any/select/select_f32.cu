@@ -1,9 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* select_f32.cu - the selection kernels of f32. */
 #include "any/select/select.cuh"
 
-quern_status select_launch_f32(const select_kernel &s, int dim, int64_t views, const launcher &to)
+quern_status select_mean_f32(const select_kernel &s, int64_t views, const launcher &to)
 {
-    return select_launch<float>(s, dim, views, to);
+    return launch<float, 64, 0>(s, views, to);
+}
+
+quern_status select_softmax_f32(const select_kernel &s, int64_t views, const launcher &to)
+{
+    return launch<float, 64, 1>(s, views, to);
 }

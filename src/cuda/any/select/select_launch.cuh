@@ -5,7 +5,7 @@
 #define QUERN_CUDA_SELECT_LAUNCH_CUH
 
 #include "any/attend/attend.cuh"
-#include "stages.cuh"
+#include "common/launch.cuh"
 
 enum { KEYS = 64, WARPS = 8, THREADS = 32 * WARPS, MAX_HISTORY = 512, GROUP = 128 };
 
@@ -21,8 +21,10 @@ struct select_kernel {
     bool mean_logit;
 };
 
-quern_status select_launch_f32(const select_kernel &s, int dim, int64_t views, const launcher &to);
-quern_status select_launch_bf16(const select_kernel &s, int dim, int64_t views, const launcher &to);
-quern_status select_launch_f16(const select_kernel &s, int dim, int64_t views, const launcher &to);
+/* The kernels, a file for each dtype and padded head dim; what the f32 cores score takes any. */
+typedef quern_status select_part(const select_kernel &s, int64_t views, const launcher &to);
+select_part select_mean_f32, select_mean_bf16, select_mean_f16, select_softmax_f32;
+select_part select_softmax_bf16_64, select_softmax_bf16_128, select_softmax_bf16_256;
+select_part select_softmax_f16_64, select_softmax_f16_128, select_softmax_f16_256;
 
 #endif

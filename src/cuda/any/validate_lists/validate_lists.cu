@@ -42,9 +42,6 @@ __global__ void __launch_bounds__(THREADS) validate_offsets(const int32_t *cu, i
     if (__any_sync(~0u, bad) && threadIdx.x % 32 == 0) atomicOr(status, QUERN_STATUS_BAD_OFFSETS);
 }
 
-bool validate_lists_supports(const stage_exec *, const validate_lists_args *, char *) { return true; }
-size_t validate_lists_bytes(const stage_exec *, const validate_lists_args *) { return 0; }
-
 static quern_status launch_list(const validate_lists_args *args, const quern_tensor &list, bool groups, cudaStream_t stream)
 {
     if (!present(list)) return QUERN_OK;

@@ -1,21 +1,16 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attend_launch.cu - which attention calls Hopper's kernels take, and which instance. */
+#include "any/attend/attend_any.cuh"
+#include "any/attend/attend_backward.cuh"
 #include "common/tma.cuh"
 #include "sm90/attend/attend.cuh"
+#include "stages.cuh"
 
 enum { SHARED_BYTES = 227 * 1024, MOST_LIST = 256, LEAST_ROWS = 64 };
 
-bool sm90_device_of(const stage_exec *exec, sm90_device *device)
-{
-    int major = 0, minor = 0;
-    if (exec->shared_bytes != 0 && exec->shared_bytes < SHARED_BYTES) return false;
-    cudaError_t code = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec->device_id);
-    if (code == cudaSuccess) code = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, exec->device_id);
-    if (code == cudaSuccess) code = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, exec->device_id);
-    if (code != cudaSuccess) (void)cudaGetLastError();
-    return code == cudaSuccess && major == 9 && minor == 0;
-}
+/* Whether the device is a Hopper GPU whose blocks have all their shared memory. */
+static bool is_hopper(const stage_exec *exec) { return exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES; }
 
 /* Lists must come in blocks that copies can serve, short enough for a warp to sort, for rows that fill a warpgroup. */
 static bool list_taken(const attend_args *args, int64_t heads_of_list)
@@ -34,19 +29,20 @@ static bool call_taken(const attend_args *args)
     return (s.batch + s.n_q) * (args->q.shape[2] + 8) <= INT32_MAX; /* pieces are counted in 32 bits */
 }
 
-bool sm90_attend_forward_takes(const stage_exec *exec, const attend_args *args, sm90_device *device)
+bool attend_forward_sm90_supports(const stage_exec *exec, const attend_args *args, char *)
 {
-    if (!call_taken(args) || !rows_aligned16(args->o)) return false;
+    char limits[STAGE_WHY_BYTES];
+    if (!is_hopper(exec) || !attend_fits(args, limits) || !call_taken(args) || !rows_aligned16(args->o)) return false;
     const bool by_head = present(args->list) && args->scope == LIST_BY_HEAD;
     const int64_t heads = by_head ? 1 : args->q.shape[2] / args->k.shape[2];
-    return heads <= 128 && list_taken(args, heads) && sm90_device_of(exec, device);
+    return heads <= 128 && list_taken(args, heads);
 }
 
-bool sm90_attend_backward_takes(const stage_exec *exec, const attend_args *args, sm90_device *device)
+bool attend_backward_sm90_supports(const stage_exec *exec, const attend_args *args, char *)
 {
-    if (!call_taken(args) || !tma_can(args->d_o) || present(args->list)) return false;
-    if (args->q.shape[3] > 128 || args->v.shape[3] > 128 || (args->d_q.dtype == QUERN_F32 && !tma_can(args->d_q))) return false;
-    return sm90_device_of(exec, device);
+    char limits[STAGE_WHY_BYTES];
+    if (!is_hopper(exec) || !attend_fits(args, limits) || !call_taken(args) || !tma_can(args->d_o) || present(args->list)) return false;
+    return args->q.shape[3] <= 128 && args->v.shape[3] <= 128 && (args->d_q.dtype != QUERN_F32 || tma_can(args->d_q));
 }
 
 quern_status sm90_count_from_zero(int64_t pieces, const sm90_device &device, void *workspace, cudaStream_t stream, int32_t **counter)
@@ -57,12 +53,84 @@ quern_status sm90_count_from_zero(int64_t pieces, const sm90_device &device, voi
     return cuda_report(cudaMemsetAsync(*counter, 0, sizeof **counter, stream), "attention: the counter of pieces");
 }
 
-quern_status sm90_attend_forward(const stage_exec *exec, const attend_args *args, const sm90_device &device, void *workspace)
+size_t attend_forward_sm90_bytes(const stage_exec *, const attend_args *args) { return args->q.dtype == QUERN_F32 ? 0 : SM90_COUNT_BYTES; }
+
+quern_status attend_forward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace)
 {
     static sm90_attend *const table[2][4] = {{sm90_forward_bf16_64, sm90_forward_bf16_128, sm90_forward_bf16_192, sm90_forward_bf16_256},
                                              {sm90_forward_f16_64, sm90_forward_f16_128, sm90_forward_f16_192, sm90_forward_f16_256}};
     const attend_launch l = attend_launch_of(args);
     const int k = l.kernel.dim_k, v = l.kernel.dim_v;
     const int dims = k <= 64 && v <= 64 ? 0 : k <= 128 && v <= 128 ? 1 : k <= 192 && v <= 128 ? 2 : 3;
-    return table[l.dtype == QUERN_F16][dims](args, l, device, workspace, (cudaStream_t)exec->stream);
+    const quern_status status = table[l.dtype == QUERN_F16][dims](args, l, {exec->multiprocessors}, workspace, (cudaStream_t)exec->stream);
+    return status != QUERN_OK ? status : attend_end(exec, args);
+}
+
+size_t attend_backward_sm90_bytes(const stage_exec *exec, const attend_args *args)
+{
+    return attend_backward_any_bytes(exec, args) + sm90_attend_backward_bytes(args);
+}
+
+quern_status attend_backward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace)
+{
+    const int64_t pieces = backward_pieces(args, 128);
+    const sm90_backward_call call = {{exec->multiprocessors}, (char *)workspace + attend_backward_any_bytes(exec, args)};
+    attend_launch l;
+    quern_status status = backward_begin(exec, args, workspace, &l);
+    if (status == QUERN_OK && pieces > 0) status = sm90_attend_backward(args, l, pieces, call, (cudaStream_t)exec->stream);
+    return status != QUERN_OK ? status : backward_end(exec, args, l);
+}
+
+/* ---- any's kernels with warpgroup products ---- */
+
+static attend_part *forward_of(const attend_launch &l)
+{
+    static attend_part *const parts[2][3] = {{wgmma_forward_bf16_64, wgmma_forward_bf16_128, wgmma_forward_bf16_256},
+                                             {wgmma_forward_f16_64, wgmma_forward_f16_128, wgmma_forward_f16_256}};
+    return part_of(l, parts);
+}
+
+static attend_part *rows_of(const attend_launch &l)
+{
+    static attend_part *const parts[2][3] = {{wgmma_rows_bf16_64, wgmma_rows_bf16_128, wgmma_rows_bf16_256},
+                                             {wgmma_rows_f16_64, wgmma_rows_f16_128, wgmma_rows_f16_256}};
+    static attend_part *const few[2][3] = {{attend_rows_bf16_64, attend_rows_bf16_128, attend_rows_bf16_256},
+                                           {attend_rows_f16_64, attend_rows_f16_128, attend_rows_f16_256}};
+    return l.listed && few_rows(l.kernel) ? part_of(l, few) : part_of(l, parts); /* too few for a warpgroup */
+}
+
+static attend_part *keys_of(const attend_launch &l)
+{
+    static attend_part *const parts[2][3] = {{wgmma_keys_bf16_64, wgmma_keys_bf16_128, wgmma_keys_bf16_256},
+                                             {wgmma_keys_f16_64, wgmma_keys_f16_128, wgmma_keys_f16_256}};
+    return part_of(l, parts);
+}
+
+bool attend_forward_wgmma_supports(const stage_exec *exec, const attend_args *args, char *)
+{
+    char limits[STAGE_WHY_BYTES];
+    if (!present(args->list) || !is_hopper(exec) || args->q.dtype == QUERN_F32 || !attend_fits(args, limits)) return false;
+    attend_launch l = attend_launch_of(args);
+    return !few_rows(l.kernel) && attend_parts_fit(exec, args, &l, forward_of(l), NULL, limits);
+}
+
+quern_status attend_forward_wgmma_run(const stage_exec *exec, const attend_args *args, void *)
+{
+    const attend_launch l = attend_launch_of(args);
+    return attend_forward_by(exec, args, l, forward_of(l));
+}
+
+bool attend_backward_wgmma_supports(const stage_exec *exec, const attend_args *args, char *)
+{
+    char limits[STAGE_WHY_BYTES];
+    const bool wide = args->q.shape[3] > 128 || args->v.shape[3] > 128;
+    if ((!present(args->list) && !wide) || !is_hopper(exec) || args->q.dtype == QUERN_F32 || !attend_fits(args, limits)) return false;
+    attend_launch l = attend_launch_of(args);
+    return attend_parts_fit(exec, args, &l, rows_of(l), keys_of(l), limits);
+}
+
+quern_status attend_backward_wgmma_run(const stage_exec *exec, const attend_args *args, void *workspace)
+{
+    const attend_launch l = attend_launch_of(args);
+    return attend_backward_by(exec, args, workspace, rows_of(l), keys_of(l));
 }

@@ -1,16 +1,18 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_f32.cu - attention forward and backward for f32 inputs, every mask, on the f32 cores (the tensor
+ * attend_f32.cuh - attention forward and backward for f32 inputs, every mask, on the f32 cores (the tensor
  * cores would round the operands).
  *
  * 256 threads as 16 x 16 own TS rows x TS keys; thread (ty, tx) holds rows ty RT ... and keys or columns
  * tx, tx + 16, ...; operands stand in shared memory with rows of DP + 1 floats, so that both row and column
  * walks are free of bank conflicts. Streams of rows and keys are those of attend.cuh, the two backward kernels those of
- * attend_backward_rows.cu and attend_backward_keys.cu. TS = 64 up to D = 128 (132 KB in the backward), 32 at D = 256.
+ * attend_backward_rows.cuh and attend_backward_keys.cuh. TS = 64 up to D = 128 (132 KB in the backward), 32 at D = 256.
  */
-#include "any/attend/attend.cuh"
-#include "stages.cuh"
+#ifndef QUERN_CUDA_ATTEND_F32_CUH
+#define QUERN_CUDA_ATTEND_F32_CUH
+
+#include "any/attend/attend_any.cuh"
 
 #include <math.h>
 
@@ -67,8 +69,8 @@ struct block_rows {
     const int32_t *list_row;
 };
 
-/* The packed rows of this block (the same cut as in attend_forward.cu). */
-__device__ bool find_rows(const attend_kernel &a, int m, bool listed, block_rows *r)
+/* The packed rows of this block (the same cut as in attend_forward.cuh). */
+static __device__ bool find_rows(const attend_kernel &a, int m, bool listed, block_rows *r)
 {
     r->u = blockIdx.y;
     const int64_t piece = (int64_t)gridDim.x - 1 - blockIdx.x;
@@ -99,6 +101,32 @@ __device__ __forceinline__ const float *row_of(const view4 &v, const sequence &s
 __device__ __forceinline__ float stat_of(const view3 &v, const sequence &seq, int64_t n, int64_t head)
 {
     return v.p[seq.view_b * v.s[0] + head * v.s[1] + (seq.q0 + n) * v.s[2]];
+}
+
+/* Takes a tile's scores of one row in: P into `p`, and the row's running maximum and sum. Returns what earlier sums shrink by. */
+template <int TS, int RT>
+__device__ __forceinline__ float soften_row(float (&s)[RT], const int32_t *column, int lo, int hi, float scale, float *p_row, float *row_max,
+                                            float *row_sum)
+{
+    const int tx = threadIdx.x % SIDE;
+    float top = *row_max;
+    for (int j = 0; j < RT; j++) {
+        const int key = column[tx + SIDE * j];
+        s[j] = key >= lo && key < hi ? s[j] * scale : -INFINITY;
+        top = fmaxf(top, s[j]);
+    }
+    for (int w = 8; w > 0; w /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, w));
+    const float from = top == -INFINITY ? 0.0f : top, shrink = expf(*row_max - from);
+    *row_max = top;
+    float sum = 0.0f;
+    for (int j = 0; j < RT; j++) {
+        const int key = column[tx + SIDE * j];
+        const float p = expf(s[j] - from);
+        p_row[tx + SIDE * j] = key >= lo && key < hi ? p : UNSEEN;
+        sum += p;
+    }
+    *row_sum = *row_sum * shrink + sum;
+    return shrink;
 }
 
 template <int DP, bool BACKWARD>
@@ -165,23 +193,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend_rows_f32(const __grid_const
                 }
                 continue;
             }
-            float top = row_max[i];
-            for (int j = 0; j < RT; j++) {
-                const int key = column[tx + SIDE * j];
-                s[i][j] = key >= lo[i] && key < hi[i] ? s[i][j] * a.scale : -INFINITY;
-                top = fmaxf(top, s[i][j]);
-            }
-            for (int w = 8; w > 0; w /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, w));
-            const float from = top == -INFINITY ? 0.0f : top, shrink = expf(row_max[i] - from);
-            row_max[i] = top;
-            float sum = 0.0f;
-            for (int j = 0; j < RT; j++) {
-                const int key = column[tx + SIDE * j];
-                const float p = expf(s[i][j] - from);
-                sp[(ty * RT + i) * (TS + 1) + tx + SIDE * j] = key >= lo[i] && key < hi[i] ? p : UNSEEN;
-                sum += p;
-            }
-            row_sum[i] = row_sum[i] * shrink + sum;
+            const float shrink = soften_row<TS, RT>(s[i], column, lo[i], hi[i], a.scale, sp + (ty * RT + i) * (TS + 1), &row_max[i], &row_sum[i]);
             for (int n = 0; n < CT; n++) acc[i][n] *= shrink;
         }
         __syncthreads();
@@ -206,6 +218,35 @@ __global__ void __launch_bounds__(THREADS, 1) attend_rows_f32(const __grid_const
         if (!BACKWARD && a.lse.p != NULL && tx == 0)
             a.lse.p[seq.view_b * a.lse.s[0] + head * a.lse.s[1] + (seq.q0 + n_at) * a.lse.s[2]] =
                 row_sum[i] == 0.0f ? -INFINITY : row_max[i] + logf(row_sum[i]);
+    }
+}
+
+/* Copies TS rows of a unit's stream, from position row0 on, with their statistics. `tiles`: of a list, or NULL. */
+template <int DP>
+__device__ __forceinline__ void load_stream(const attend_kernel &a, const sequence &seq, const int32_t *tiles, int head0, int64_t row0, int64_t rows,
+                                            float *sq, float *sg, float *stat)
+{
+    constexpr int TS = shape<DP>::TS, LD = shape<DP>::LD;
+    const int lane = threadIdx.x & 31, tile_rows = a.tile * a.hs;
+    for (int i = threadIdx.x >> 5; i < TS; i += THREADS / 32) {
+        int64_t row = row0 + i < rows ? row0 + i : -1;
+        if (tiles != NULL && row >= 0) row = (int64_t)tiles[row / tile_rows] * tile_rows + row % tile_rows;
+        if (row >= seq.nq * a.hs) row = -1;
+        const int64_t n = row >= 0 ? row / a.hs : 0, head = head0 + (row >= 0 ? row % a.hs : 0);
+        load_row<DP>(sq + i * LD, row >= 0 ? row_of(a.q, seq, seq.q0, n, head) : NULL, a.dim_k, lane);
+        load_row<DP>(sg + i * LD, row >= 0 ? row_of(a.d_o, seq, seq.q0, n, head) : NULL, a.dim_v, lane);
+        if (lane != 0) continue;
+        int lo = 0, hi = 0;
+        float lse = 0.0f, delta = 0.0f, row_scale = 1.0f;
+        if (row >= 0) {
+            row_keys(a, seq, n, &lo, &hi);
+            lse = stat_of(a.lse, seq, n, head);
+            if (lse == -INFINITY) hi = 0;
+            delta = stat_of(a.delta, seq, n, head);
+            if (a.row_scale.p != NULL) row_scale = stat_of(a.row_scale, seq, n, head);
+        }
+        stat[i] = lse, stat[TS + i] = delta, stat[2 * TS + i] = row_scale;
+        ((int *)stat)[3 * TS + i] = lo, ((int *)stat)[4 * TS + i] = hi;
     }
 }
 
@@ -261,27 +302,7 @@ __global__ void __launch_bounds__(THREADS, 1) attend_keys_f32(const __grid_const
                 if (hi <= key0 || lo >= key_end) continue;
             }
             __syncthreads();
-            for (int i = warp; i < TS; i += THREADS / 32) {
-                int64_t row = row0 + i < rows ? row0 + i : -1;
-                if (listed && row >= 0) row = (int64_t)tiles_here[row / tile_rows] * tile_rows + row % tile_rows;
-                if (row >= seq.nq * a.hs) row = -1;
-                const int64_t n = row >= 0 ? row / a.hs : 0, head = head0 + (row >= 0 ? row % a.hs : 0);
-                load_row<DP>(sq + i * LD, row >= 0 ? row_of(a.q, seq, seq.q0, n, head) : NULL, a.dim_k, lane);
-                load_row<DP>(sg + i * LD, row >= 0 ? row_of(a.d_o, seq, seq.q0, n, head) : NULL, a.dim_v, lane);
-                if (lane == 0) {
-                    int lo = 0, hi = 0;
-                    float lse = 0.0f, delta = 0.0f, row_scale = 1.0f;
-                    if (row >= 0) {
-                        row_keys(a, seq, n, &lo, &hi);
-                        lse = stat_of(a.lse, seq, n, head);
-                        if (lse == -INFINITY) hi = 0;
-                        delta = stat_of(a.delta, seq, n, head);
-                        if (a.row_scale.p != NULL) row_scale = stat_of(a.row_scale, seq, n, head);
-                    }
-                    stat[i] = lse, stat[TS + i] = delta, stat[2 * TS + i] = row_scale;
-                    ((int *)stat)[3 * TS + i] = lo, ((int *)stat)[4 * TS + i] = hi;
-                }
-            }
+            load_stream<DP>(a, seq, listed ? tiles_here : NULL, head0, row0, rows, sq, sg, stat);
             __syncthreads();
             float s[RT][RT] = {}, dp[RT][RT] = {};
             mm_nt<DP>(s, sk, sq, a.dim_k); /* transposed: keys by rows */
@@ -347,24 +368,10 @@ template <int DP> static quern_status by_keys(const attend_args *args, const att
     return launch(attend_keys_f32<DP>, l, pieces, l.kernel.kv_heads, bytes, to);
 }
 
-quern_status attend_forward_f32(const attend_args *args, const launcher &to)
-{
-    const attend_launch l = attend_launch_of(args);
-    return l.dim == 64 ? by_rows<64, false>(args, l, to) : l.dim == 128 ? by_rows<128, false>(args, l, to) : by_rows<256, false>(args, l, to);
-}
-
-template <int DP> static quern_status backward(const attend_args *args, const attend_launch &l, const launcher &to)
+template <int DP> static quern_status backward_f32(const attend_args *args, const attend_launch &l, const launcher &to)
 {
     const quern_status status = by_rows<DP, true>(args, l, to);
     return status != QUERN_OK ? status : by_keys<DP>(args, l, to);
 }
 
-quern_status attend_backward_f32(const stage_exec *exec, const attend_args *args, void *workspace, const launcher &to)
-{
-    attend_launch l = attend_launch_of(args);
-    if (l.listed && to.most == NULL) {
-        const quern_status status = inverse_build(exec, args, &l.kernel, workspace);
-        if (status != QUERN_OK) return status;
-    }
-    return l.dim == 64 ? backward<64>(args, l, to) : l.dim == 128 ? backward<128>(args, l, to) : backward<256>(args, l, to);
-}
+#endif
