@@ -13,7 +13,8 @@
 #define QUERN_CPU_INDEXER_ROWS_H
 
 #include "cpu/indexer/indexer_kernels.h"
-#include "cpu/kernels/vector.h"
+#include "cpu/kernels/formats.h"
+#include "cpu/kernels/vector_dtype.h"
 
 #if defined(__AVX512F__)
 enum { INDEX_ROWS = 6, INDEX_VECTORS = 4 };
@@ -132,27 +133,19 @@ static void collect(const float *score, int64_t n, int32_t first, indexer_best *
     }
 }
 
-/* The 7 bits of the size stand where an f32's exponent and mantissa do, 120 too low in the exponent; a product with
- * 2^120 sets that right and makes the subnormals normal. */
 static void widen_e4m3(const uint8_t *codes, int64_t n, float *out)
 {
-    for (int64_t i = 0; i < n; i++) {
-        const uint32_t code = codes[i], size = code & 127;
-        const uint32_t bits = size == 127 ? 0x7fc00000u : size << 20;
-        float x;
-        memcpy(&x, &bits, sizeof x);
-        x *= 0x1p120f;
-        out[i] = code & 128 ? -x : x;
+    for (int64_t i = 0; i < n; i += LANES) {
+        const vint code = load_bytes(codes + i, n - i), size = code & 127;
+        const vfloat value = v_select(size == 127, v_splat(NAN), e4m3_value(size));
+        store_some(out, QUERN_F32, i, n, (vfloat)((vint)value | (code & 128) << 24));
     }
 }
 
 static void widen_e2m1(const uint8_t *codes, const float *scales, int64_t n, float *out)
 {
-    static const float values[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-    for (int64_t i = 0; i < n; i += 2) {
-        out[i] = values[codes[i / 2] & 15] * scales[i / 32];
-        out[i + 1] = values[codes[i / 2] >> 4] * scales[i / 32];
-    }
+    for (int64_t i = 0; i < n; i += LANES)
+        store_some(out, QUERN_F32, i, n, signed_e2m1(load_nibbles(codes + i / 2, n - i)) * scales[i / 32]);
 }
 
 #define INDEXER_ROW_KERNELS \

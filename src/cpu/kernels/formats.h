@@ -58,14 +58,54 @@ INLINE vint saturated_e4m3(vfloat s)
     return e4m3_of(v_min(s, v_splat(448.0f)));
 }
 
+/* The magnitude of a code in [0, 7]. Its bits stand where an f32's are, but for 0 and 1, which would be subnormal. */
 INLINE vfloat e2m1_value(vint code)
 {
-    return (vfloat)(code << 22) * 0x1p126f;
+    const vint normal = (code << 22) + (126 << 23), small = -code & 0x3f000000; /* 0 or 0.5 */
+    return v_select(code > 1, (vfloat)normal, (vfloat)small);
+}
+
+/* Of a code with its sign in bit 3. */
+INLINE vfloat signed_e2m1(vint code)
+{
+    return (vfloat)((vint)e2m1_value(code & 7) | (code & 8) << 28);
 }
 
 INLINE vfloat e4m3_value(vint byte)
 {
     return (vfloat)(byte << 20) * 0x1p120f;
+}
+
+/* The first n bytes, or LANES, a lane a byte; 0 in the others. */
+INLINE vint load_bytes(const uint8_t *p, int64_t n)
+{
+    uint8_t bytes[LANES] = {0};
+    if (n >= LANES) return v_load_bytes(p);
+    memcpy(bytes, p, (size_t)n);
+    return v_load_bytes(bytes);
+}
+
+/* The first n codes of 4 bits, or LANES, a lane a code; two to a byte, the first in the low bits. (What is stored in
+ * pieces and loaded whole waits for the stores.) */
+INLINE vint load_nibbles(const uint8_t *p, int64_t n)
+{
+    uint32_t low = 0, high = 0;
+    uint16_t half = 0;
+    if (n < LANES) {
+        uint8_t bytes[8] = {0};
+        memcpy(bytes, p, (size_t)(n + 1) / 2);
+        memcpy(&low, bytes, sizeof low);
+        memcpy(&high, bytes + 4, sizeof high);
+    } else if (LANES == 4) {
+        memcpy(&half, p, sizeof half);
+        low = half;
+    } else {
+        memcpy(&low, p, sizeof low);
+        if (LANES == 16) memcpy(&high, p + 4, sizeof high);
+    }
+    const vint lane = LANE_NUMBERS;
+    const vuint upper = (vuint)(lane > 7), words = ((low - (vuint){0}) & ~upper) | ((high - (vuint){0}) & upper);
+    return (vint)(words >> (vuint)((lane & 7) * 4)) & 15;
 }
 
 #endif

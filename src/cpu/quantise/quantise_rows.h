@@ -112,31 +112,19 @@ static void quantise_columns(const quantise_rule *rule, const void *x, quern_dty
 /* What codes mean whose scale bytes are given, lane by lane. */
 INLINE vfloat value_of(const quantise_rule *rule, vint code, vint scale)
 {
-    const vfloat magnitude = e2m1_value(code & 7), s = e4m3_value(scale);
-    const vfloat signed_code = (vfloat)((vint)magnitude | (code & 8) << 28);
-    if (rule->profile == QUANTISE_PROFILE_COMPRESSED_TENSORS) return signed_code * (s / rule->global);
-    return (signed_code * s) * rule->global;
-}
-
-INLINE vint load_bytes(const uint8_t *p, int64_t n)
-{
-    uint8_t bytes[LANES] = {0};
-    if (n >= LANES) return v_load_bytes(p);
-    memcpy(bytes, p, (size_t)n);
-    return v_load_bytes(bytes);
+    const vfloat value = signed_e2m1(code), s = e4m3_value(scale);
+    if (rule->profile == QUANTISE_PROFILE_COMPRESSED_TENSORS) return value * (s / rule->global);
+    return (value * s) * rule->global;
 }
 
 INLINE void dequantise_row_as(const quantise_rule *rule, const uint8_t *codes, const uint8_t *scales,
                               int64_t n, void *out, const quern_dtype dtype)
 {
-    for (int64_t b = 0; b * BLOCK < n; b++) {
-        uint8_t unpacked[BLOCK];
-        for (int i = 0; i < BLOCK; i++) unpacked[i] = (uint8_t)(codes[8 * b + i / 2] >> 4 * (i % 2) & 15);
+    for (int64_t b = 0; b * BLOCK < n; b++)
         for (int i = 0; i < BLOCK && b * BLOCK + i < n; i += LANES) {
-            const vfloat v = value_of(rule, load_bytes(unpacked + i, LANES), scales[b] - (vint){0});
+            const vfloat v = value_of(rule, load_nibbles(codes + 8 * b + i / 2, LANES), scales[b] - (vint){0});
             store_some(out, dtype, b * BLOCK + i, n, v);
         }
-    }
 }
 
 static void dequantise_row(const quantise_rule *rule, const uint8_t *codes, const uint8_t *scales, int64_t n,
