@@ -46,10 +46,11 @@ bench: all
 	build/release/quern bench attention
 	build/release/quern bench nsa
 
-accept: $(patsubst bench/accept/%.sh,accept-%,$(wildcard bench/accept/*.sh))
+accept: $(patsubst bench/accept/%.json,accept-%,$(wildcard bench/accept/*.json))
 
 accept-%: all
-	bench/accept/$*.sh
+	cmake --build build/release --target accept accept_error accept_nvfp4 >/dev/null
+	build/release/accept bench/accept/$*.json build/release
 
 install: all
 	cmake --install build/release

@@ -33,7 +33,7 @@ static void copy_renamed(const char *golden, const char *pairs, const char *name
 
 static void every_verb_has_help(void **state)
 {
-    static const char *const verbs[] = {"info", "run", "compare", "bench", "probe", "accept"};
+    static const char *const verbs[] = {"info", "run", "compare", "bench", "probe"};
     (void)state;
     expect(0, "--help", "usage: quern VERB");
     expect(0, "--version", "quern 0.");
@@ -73,7 +73,6 @@ static void wrong_command_lines_are_usage_errors(void **state)
     expect(2, "bench attention --threads 1,-2", "--threads");
     expect(2, "probe nsa --memory lots", "--memory 'lots'");
     expect(2, "probe", "attention and nsa");
-    expect(2, "accept house", "attention, nsa and dsv4");
     expect(2, "info --threads 5000", "1024");
 }
 
@@ -330,6 +329,12 @@ static void bench_writes_its_schema(void **state)
     const double high = atof(strstr(json, "\"ms_p90\": ") + 10);
     if (!(low <= median && median <= high && low > 0)) fail_msg("10%% %g, median %g, 90%% %g of two times", low, median, high);
     expect(3, "bench attention --n 64 --json $DIR/no/such/place", "no/such/place");
+    expect(2, "bench attention --n 64 --rounds 102", "--rounds 102");
+    expect(0, "bench nsa --n 256 --heads 2/1 --dim 16 --rounds 3 --no-peer --json $DIR/rounds.json", "");
+    assert_int_equal(run_with("cat $DIR/rounds.json; true", ""), 0);
+    assert_non_null(strstr(output, "\"reps\": 3"));
+    const char *workspace = strstr(output, "\"workspace_fraction\": ");
+    assert_true(workspace != NULL && atof(workspace + 22) > 0 && atof(workspace + 22) <= 1);
     expect(0, "bench gate --n 256 --dim 128 --reps 1 --backward --json $DIR/gate.json", "of mover");
     assert_int_equal(run_with("cat $DIR/gate.json; true", ""), 0);
     const char *moved = strstr(output, "\"mover_fraction\": ");

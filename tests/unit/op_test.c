@@ -48,7 +48,7 @@ static int param_named(const char *name)
     return -1;
 }
 
-/* Names differ, a shape stands beside every tensor, every operation reads and writes something. */
+/* Names differ, but for an input beside the output of its name; a shape stands beside every tensor, every operation reads and writes something. */
 static void the_list_is_whole(void **state)
 {
     const quern_op *op;
@@ -60,7 +60,8 @@ static void the_list_is_whole(void **state)
         read_op(info.name);
         int reads = 0, writes = 0;
         for (int i = 0; i < info.tensor_count; i++) {
-            for (int k = 0; k < i; k++) assert_string_not_equal(tensors[i].name, tensors[k].name);
+            for (int k = 0; k < i; k++)
+                if (tensors[i].input == tensors[k].input) assert_string_not_equal(tensors[i].name, tensors[k].name);
             reads += tensors[i].input;
             writes += tensors[i].result[QUERN_OP_FORWARD];
             assert_false(tensors[i].trigger && tensors[i].input);

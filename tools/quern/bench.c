@@ -19,7 +19,7 @@
 typedef struct bench_options {
     const char *n, *heads, *dim, *threads, *json, *svg, *profile;
     bench_case what;
-    int64_t reps;
+    int64_t reps, rounds;
     bool no_peer;
 } bench_options;
 
@@ -35,6 +35,7 @@ static const option_row rows[] = {
     {"data", OPTION_CHOICE, AT(what.data), data_choices, "independent N(0,1), or smoothed over 16 tokens along time"},
     {"seed", OPTION_INT, AT(what.seed), NULL, "of the data"},
     {"reps", OPTION_INT, AT(reps), NULL, "runs that are timed; 0: at least 3 and a second"},
+    {"rounds", OPTION_INT, AT(rounds), NULL, "instead of reps: rounds of a moment each, in turns with the limits; medians of the rounds"},
     {"no-peer", OPTION_FLAG, AT(no_peer), NULL, "leave out dense attention (nsa), oneDNN (attention)"},
     {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
     {"svg", OPTION_TEXT, AT(svg), NULL, "draw time and speed-up against length to this file (gnuplot)"},
@@ -119,7 +120,8 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
     snprintf(label, sizeof label, "%s N %" PRId64, c->op->name, c->n);
     progress("%s: data", label);
     int code = bench_open(&j, c, ctx, false);
-    if (code == EXIT_DONE) code = bench_measure(&j, c, ctx, 0, (int)o->reps, label, measured);
+    if (code == EXIT_DONE) code = bench_measure(&j, c, ctx, (int)o->rounds, (int)o->reps, label, measured);
+    const double allowed = code == EXIT_DONE ? bench_workspace(&j, c, ctx) : 0;
     const size_t workspace_bytes = j.workspace_bytes;
     const int passes = j.backward ? 2 : 1;
     job_free(&j);
@@ -132,7 +134,7 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
         bench_row *row = &r->rows[r->count++];
         *row = (bench_row){.what = c, .backward = p == 1, .threads = threads, .measured = measured[p],
                            .work = bench_work(c, p == 1, quern_context_cpu_level(ctx)), .peer = peer_time[p].reps > 0 ? peer : NULL,
-                           .peer_ms = peer_time[p].median, .workspace_bytes = workspace_bytes};
+                           .peer_ms = peer_time[p].median, .workspace_bytes = workspace_bytes, .workspace_fraction = p == 0 ? allowed : 0};
         const ceiling limit = row->work.limit;
         if (limit < CEILINGS && measured[p].ceiling > r->ceilings[limit][slot_of_threads])
             r->ceilings[limit][slot_of_threads] = measured[p].ceiling;
@@ -179,8 +181,9 @@ static int bench(const bench_options *o, bool only_ceilings)
     if (!parse_pair(o->heads, &base.heads, &base.kv_heads) || base.heads % base.kv_heads != 0)
         return fail(EXIT_USAGE, "--heads '%s': H/Hkv with H a multiple of Hkv is accepted", o->heads);
     if (!parse_pair(o->dim, &base.dim, &base.dim_v)) return fail(EXIT_USAGE, "--dim '%s': D or D/Dv is accepted", o->dim);
-    if (base.batch < 1 || base.batch > INT32_MAX || o->reps < 0 || o->reps > BENCH_REPS_MAX)
-        return fail(EXIT_USAGE, "--batch %" PRId64 " --reps %" PRId64 ": 1 to 2^31 - 1, and 0 to %d, is accepted", base.batch, o->reps, BENCH_REPS_MAX);
+    if (base.batch < 1 || base.batch > INT32_MAX || o->reps < 0 || o->reps > BENCH_REPS_MAX || o->rounds < 0 || o->rounds > BENCH_REPS_MAX)
+        return fail(EXIT_USAGE, "--batch %" PRId64 " --reps %" PRId64 " --rounds %" PRId64 ": 1 to 2^31 - 1, and 0 to %d of these, is accepted", base.batch, o->reps,
+                    o->rounds, BENCH_REPS_MAX);
     if (base.documents < 0 || (base.documents > 0 && base.batch != 1))
         return fail(EXIT_USAGE, "--documents %" PRId64 " --batch %" PRId64 ": 0, or at least 1 with batch 1, is accepted", base.documents,
                     base.batch);

@@ -66,6 +66,7 @@ typedef struct bench_row {
     const char *peer; /* NULL: none */
     double peer_ms;
     size_t workspace_bytes;
+    double workspace_fraction; /* nsa's forward: bench_workspace(); else 0 */
 } bench_row;
 
 /* Starts a job, allocates and fills its inputs, prepares it; with `plan` only sizes it. Returns an exit code;
@@ -77,6 +78,10 @@ int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan);
 int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, int reps, const char *label, measurement out[2]);
 /* The times alone, for what is a numerator or a peer. */
 int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *forward, timing *backward);
+/* Forward workspace of NSA where O alone is asked for, so that all the rest stands in it, over what it may hold: one packed
+ * copy of K and V in the compute dtype, compressed K and V, indices, statistics (LSE of three branches, gates), 4 MiB a
+ * thread. 0 for other operations. */
+double bench_workspace(const job *j, const bench_case *c, quern_context *ctx);
 work bench_work(const bench_case *c, bool backward, quern_cpu_level level);
 
 /* `quern bench overhead`. */

@@ -82,6 +82,25 @@ work bench_work(const bench_case *c, bool backward, quern_cpu_level level)
     return w;
 }
 
+double bench_workspace(const job *j, const bench_case *c, quern_context *ctx)
+{
+    any_tensors t = j->tensors;
+    size_t bytes = 0;
+    if (strcmp(c->op->name, "nsa") != 0) return 0;
+    for (int32_t i = 0; i < c->op->info.tensor_count; i++)
+        if (!j->input[i] && strcmp(c->op->tensors[i].name, "O") != 0) t.t[i] = NULL;
+    if (quern_op_workspace(ctx, c->op->op, QUERN_OP_FORWARD, &j->params, &t, &bytes) != QUERN_OK) return 0;
+    const quern_nsa_params *p = &c->params.nsa;
+    const double n = (double)c->n, h = (double)c->heads, kv = (double)c->kv_heads, width = (double)(c->dim + c->dim_v);
+    const double element = (double)quern_dtype_size((quern_dtype)c->dtype), tiles = (n + (double)p->tile - 1) / (double)p->tile;
+    const double computed = c->dtype == QUERN_BF16 && quern_context_cpu_level(ctx) == QUERN_CPU_LEVEL_AVX512BF16 ? 2 : 4;
+    const double lists = p->scope == QUERN_NSA_SCOPE_HEAD ? h : kv;
+    const double packed = n * kv * width * computed, compressed = n / (double)(p->stride > 0 ? p->stride : p->block_size) * kv * width * element;
+    const double indices = lists * tiles * (double)(p->num_selected + 1 + p->max_compressed_groups) * 4;
+    const double statistics = n * h * 6 * 4, threads = (double)quern_context_threads(ctx) * 4 * 0x1p20;
+    return (double)bytes / (packed + compressed + indices + statistics + threads);
+}
+
 double row_rate(const bench_row *row)
 {
     return (row->work.flops > 0 ? row->work.flops : row->work.bytes) / row->measured.time.median * 1e-6;

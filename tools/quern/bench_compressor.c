@@ -2,7 +2,6 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* bench_compressor.c - `quern bench csa-compress`, `hca-compress` and `csa-append`: DeepSeek-V4's compressors with norm and
  * RoPE, from projections. Kernel and ceiling take turns; the fraction is the median of the rounds'. */
-#include "accept.h"
 #include "bench.h"
 #include "bench_core.h"
 #include "bench_decode.h"
@@ -243,41 +242,6 @@ static int bench(const compressor_bench *o, const char *subject)
     json_decref(list);
     quern_context_destroy(ctx);
     return code;
-}
-
-/* One shot of a kind on all threads: fractions of the bandwidths. */
-static int accept_kind(acceptance *a, bool csa)
-{
-    enum { ACCEPT_ROUNDS = 21 };
-    const compressor_bench o = {.width = 512, .backward = true};
-    result r[2] = {{.threads = a->threads}, {.threads = a->threads}};
-    subject_data d;
-    int code = open_data(&d, &o, csa, 16384, a->all);
-    for (int i = 0; i < 2 && code == EXIT_DONE; i++) code = measure(&d, i == 1, ACCEPT_ROUNDS, a->all, &r[i]);
-    close_data(&d);
-    if (code != EXIT_DONE) return code;
-    accept_figure(a, csa ? "CSA pooling, norm, RoPE, 16k tokens, C 512: of read" : "HCA pooling, norm, RoPE, 16k tokens, C 512: of read", false, 0.7,
-                  r[0].fraction, "");
-    accept_figure(a, csa ? "its backward: of copy" : "its backward, HCA: of copy", false, 0.6, r[1].fraction, "");
-    return EXIT_DONE;
-}
-
-int accept_dsv4(acceptance *a)
-{
-    const compressor_bench o = {.width = 512};
-    result r[2] = {{.threads = 1}, {.threads = 1}};
-    subject_data d;
-    int code = accept_kind(a, true);
-    if (code == EXIT_DONE) code = accept_kind(a, false);
-    if (code != EXIT_DONE) return code;
-    code = open_data(&d, &o, true, 16384, a->one);
-    if (code == EXIT_DONE) code = measure_append(&d, 8, a->one, r);
-    close_data(&d);
-    if (code != EXIT_DONE) return code;
-    accept_figure(a, "append of a projected token, C 512, ring 8", true, 1.5, r[0].time.median * 1000, "us");
-    accept_figure(a, "the same with an entry", true, 4, r[1].time.median * 1000, "us");
-    code = accept_decode(a);
-    return code == EXIT_DONE ? accept_core(a) : code;
 }
 
 int bench_compressor(int argc, char **argv, const char *subject)

@@ -4,7 +4,6 @@
  * sequence. Kernel and ceiling take turns; the fraction is the median of the rounds'. */
 #include "bench_core.h"
 
-#include "accept.h"
 #include "bench.h"
 #include "command.h"
 #include "machine.h"
@@ -277,82 +276,12 @@ static int bench(const core_bench *o)
     return code;
 }
 
-/* Fractions on all threads; the backward's is asked for by its line. */
-static int accept_one(acceptance *a, const core_bench *o, int64_t n, const char *const line[2], const double target[2])
-{
-    enum { ACCEPT_ROUNDS = 21 };
-    core_data d;
-    int code = open_data(&d, o, n, a->all);
-    for (int backward = 0; backward < 2 && code == EXIT_DONE && line[backward] != NULL; backward++) {
-        const core_pass what = pass_of(&d, backward == 1);
-        measurement m = {.fraction = 0};
-        ceiling limit;
-        code = measure(&d, &what, ACCEPT_ROUNDS, a->all, &m, &limit);
-        if (code == EXIT_DONE) accept_figure(a, line[backward], false, target[backward], m.fraction, "");
-    }
-    close_data(&d);
-    return code;
-}
-
 static core_bench defaults_of(bool attention)
 {
     core_bench o = {.n = "64k", .threads = "0", .batch = 1, .queries = 64, .heads = 64, .width = 128, .top_k = 512, .ratio = 4, .window = 128,
                     .rounds = ROUNDS, .dtype = QUERN_BF16, .attention = attention};
     if (attention) o.n = "16k", o.width = 512, o.queries = 512;
     return o;
-}
-
-/* The newest token of each sequence: CSA's chosen entries, or all of HCA's. */
-static core_bench decode_of(bool csa, int64_t batch)
-{
-    core_bench o = defaults_of(true);
-    o.batch = batch, o.queries = 1;
-    if (!csa) o.top_k = 0, o.ratio = 128;
-    return o;
-}
-
-/* A step at a million tokens: both attention cores and the indexer, one after the other. */
-static int accept_million(acceptance *a)
-{
-    enum { ACCEPT_ROUNDS = 21, PARTS = 3, MILLION = 1 << 20 };
-    core_bench parts[PARTS] = {decode_of(true, 1), decode_of(false, 1), defaults_of(false)};
-    parts[2].queries = 1;
-    double ms = 0;
-    int code = EXIT_DONE;
-    for (int i = 0; i < PARTS && code == EXIT_DONE; i++) {
-        core_data d;
-        measurement m = {.fraction = 0};
-        ceiling limit;
-        code = open_data(&d, &parts[i], MILLION, a->all);
-        const core_pass what = pass_of(&d, false);
-        if (code == EXIT_DONE) code = measure(&d, &what, ACCEPT_ROUNDS, a->all, &m, &limit);
-        close_data(&d);
-        ms += m.time.median;
-    }
-    if (code == EXIT_DONE) accept_figure(a, "a step at 1M tokens: CSA and HCA attention and the indexer, bf16", true, 12, ms, "ms");
-    return code;
-}
-
-int accept_core(acceptance *a)
-{
-    const struct {
-        core_bench bench;
-        int64_t n;
-        const char *line[2];
-        double target[2];
-    } figures[] = {
-        {defaults_of(false), 65536, {"indexer scores and top-512 of 16k entries, 64 x 128, bf16: of bf16 dot peak", NULL}, {0.7, 0}},
-        {defaults_of(true), 16384, {"CSA attention, 16k tokens, 64 heads, D 512, window 128 + top-512, bf16: of bf16 dot peak", "its backward"}, {0.6, 0.45}},
-        {decode_of(true, 8), 32768, {"CSA decode, 8 sequences of 32k tokens, 64 heads, bf16 rows: of bf16 dot peak", NULL}, {0.55, 0}},
-        {decode_of(false, 8), 32768, {"HCA decode, the same: of bf16 dot peak", NULL}, {0.55, 0}},
-    };
-    int code = EXIT_DONE;
-    for (size_t i = 0; i < sizeof figures / sizeof *figures && code == EXIT_DONE; i++) {
-        core_bench o = figures[i].bench;
-        o.backward = figures[i].line[1] != NULL;
-        code = accept_one(a, &o, figures[i].n, figures[i].line, figures[i].target);
-    }
-    return code == EXIT_DONE ? accept_million(a) : code;
 }
 
 int bench_core(int argc, char **argv, const char *subject)

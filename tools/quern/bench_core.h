@@ -4,11 +4,7 @@
 #ifndef QUERN_TOOLS_BENCH_CORE_H
 #define QUERN_TOOLS_BENCH_CORE_H
 
-struct acceptance;
-
 /* `quern bench` v4-index, v4-attention. */
 int bench_core(int argc, char **argv, const char *subject);
-/* Their figures of `quern accept dsv4`. */
-int accept_core(struct acceptance *a);
 
 #endif

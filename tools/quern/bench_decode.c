@@ -4,7 +4,6 @@
  * larger than the machine's own. Calls and the read ceiling take turns; the fraction is the median of the rounds'. */
 #include "bench_decode.h"
 
-#include "accept.h"
 #include "bench.h"
 #include "command.h"
 #include "machine.h"
@@ -287,23 +286,6 @@ static decode_bench defaults_of(bool sparse)
     o.window = sparse ? 512 : 0;
     o.sparse = sparse;
     return o;
-}
-
-int accept_decode(acceptance *a)
-{
-    static const char *const names[] = {"dense decode, 8 sequences of 32k, heads 32/8, bf16: of read", "NSA decode, the same: of read"};
-    enum { ACCEPT_ROUNDS = 21 };
-    int code = EXIT_DONE;
-    for (int sparse = 0; sparse < 2 && code == EXIT_DONE; sparse++) {
-        const decode_bench o = defaults_of(sparse == 1);
-        decode_data d;
-        measurement m = {.fraction = 0};
-        code = open_data(&d, &o, 32768, a->all);
-        if (code == EXIT_DONE) code = measure(&d, ACCEPT_ROUNDS, a->all, &m);
-        close_data(&d);
-        if (code == EXIT_DONE) accept_figure(a, names[sparse], false, 0.8, m.fraction, "");
-    }
-    return code;
 }
 
 int bench_decode(int argc, char **argv, const char *subject)

@@ -4,11 +4,7 @@
 #ifndef QUERN_TOOLS_BENCH_DECODE_H
 #define QUERN_TOOLS_BENCH_DECODE_H
 
-struct acceptance;
-
 /* `quern bench` nsa-decode, attention-decode. */
 int bench_decode(int argc, char **argv, const char *subject);
-/* Their figures of `quern accept dsv4`. */
-int accept_decode(struct acceptance *a);
 
 #endif

@@ -113,7 +113,7 @@ enum {
 typedef struct turns {
     int rounds, runs;
     double times[2][BENCH_REPS_MAX]; /* of the runs, by pass */
-    double rate[2][BENCH_REPS_MAX], fraction[2][BENCH_REPS_MAX], moved[2][BENCH_REPS_MAX]; /* of the rounds */
+    double rate[2][BENCH_REPS_MAX], fraction[2][BENCH_REPS_MAX], moved[2][BENCH_REPS_MAX], round_ms[2][BENCH_REPS_MAX]; /* of the rounds */
     double run_ms;                                                                         /* of all runs */
 } turns;
 
@@ -127,6 +127,7 @@ static void end_round(turns *t, int passes, const work w[2], int first_run, cons
         const double ms = timing_of(round, runs).median, done = w[p].flops > 0 ? w[p].flops : w[p].bytes;
         const double rate = 0.5 * (before->rate[p] + after->rate[p]);
         t->rate[p][t->rounds] = rate;
+        t->round_ms[p][t->rounds] = ms;
         t->fraction[p][t->rounds] = rate > 0 ? done / ms * 1e-6 / rate : 0;
         t->moved[p][t->rounds] = 0.5 * (before->mover_ms[p] + after->mover_ms[p]) / ms;
     }
@@ -199,7 +200,8 @@ int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, i
     }
     progress_clear();
     for (int p = 0; p < passes && code == EXIT_DONE; p++)
-        out[p] = (measurement){timing_of(t->times[p], t->runs), timing_of(t->rate[p], t->rounds).median,
+        out[p] = (measurement){rounds > 0 ? timing_of(t->round_ms[p], t->rounds) : timing_of(t->times[p], t->runs),
+                               timing_of(t->rate[p], t->rounds).median,
                                timing_of(t->fraction[p], t->rounds).median,
                                timing_of(t->moved[p], t->rounds).median};
     free(t);

@@ -96,7 +96,7 @@ json_t *report_json(const bench_row *row)
 {
     char op[40];
     const bool limited = row->measured.ceiling > 0;
-    return json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o, s:s, s:I, s:o}", "op",
+    return json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o, s:s, s:I, s:o, s:o}", "op",
                      op_name(row, op, sizeof op), "shape", shape_json(row->what), "dtype",
                      quern_dtype_name((quern_dtype)row->what->dtype), "threads", row->threads, "reps", row->measured.time.reps, "ms_median",
                      row->measured.time.median, "ms_p10", row->measured.time.p10, "ms_p90", row->measured.time.p90, "gflops",
@@ -106,7 +106,8 @@ json_t *report_json(const bench_row *row)
                      limited ? json_real(row->measured.fraction) : json_null(), "peer",
                      row->peer != NULL ? json_string(row->peer) : json_null(), "peer_ms",
                      row->peer != NULL ? json_real(row->peer_ms) : json_null(), "formula", row->work.formula, "workspace_bytes",
-                     (json_int_t)row->workspace_bytes, "mover_fraction", row->measured.moved > 0 ? json_real(row->measured.moved) : json_null());
+                     (json_int_t)row->workspace_bytes, "mover_fraction", row->measured.moved > 0 ? json_real(row->measured.moved) : json_null(), "workspace_fraction",
+                     row->workspace_fraction > 0 ? json_real(row->workspace_fraction) : json_null());
 }
 
 bool have_program(const char *name)

@@ -10,12 +10,11 @@
 
 #include <quern/quern.h>
 
-#include <signal.h>
 
 /* The command's exit codes; documented in its help. */
 enum {
     EXIT_DONE = 0,
-    EXIT_MISMATCH = 1, /* a comparison or an acceptance figure failed */
+    EXIT_MISMATCH = 1, /* a comparison failed */
     EXIT_USAGE = 2,    /* the command line: unknown verb, option or value */
     EXIT_INPUT = 3,    /* a file, its tensors, or a parameter that does not go with them */
     EXIT_MACHINE = 4,  /* the machine lacks a device, a CPU level, memory or a program */
@@ -30,8 +29,6 @@ int fail_status(quern_status status);
 
 /* The verb that runs, for messages. */
 extern const char *command_verb;
-/* A child process that ends with the command; 0: none. */
-extern volatile sig_atomic_t command_child;
 
 /* Options of every verb that computes. */
 typedef struct machine_options {
@@ -51,6 +48,5 @@ int verb_run(int argc, char **argv);
 int verb_compare(int argc, char **argv);
 int verb_bench(int argc, char **argv);
 int verb_probe(int argc, char **argv);
-int verb_accept(int argc, char **argv);
 
 #endif

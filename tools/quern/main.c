@@ -20,12 +20,10 @@ static const struct verb {
     {"compare", verb_compare, "the tensors of two files"},
     {"bench", verb_bench, "time an operation, beside the limit of the machine"},
     {"probe", verb_probe, "the longest sequence within a memory limit"},
-    {"accept", verb_accept, "measure what this machine must reach"},
 };
 enum { VERBS = sizeof verbs / sizeof *verbs };
 
 const char *command_verb = "";
-volatile sig_atomic_t command_child;
 
 const char *const device_choices[] = {"cpu", "cuda", NULL};
 const option_row machine_rows[] = {
@@ -82,7 +80,7 @@ static void print_help(void)
            quern_version());
     for (size_t i = 0; i < VERBS; i++) printf("  %-8s %s\n", verbs[i].name, verbs[i].help);
     printf("\nquern VERB --help tells the rest; quern --version the version.\n"
-           "\nexit codes: 0 done; 1 a comparison or acceptance figure failed; 2 the command line is wrong;\n"
+           "\nexit codes: 0 done; 1 a comparison failed; 2 the command line is wrong;\n"
            "3 a file, its tensors or a parameter is not accepted; 4 the machine lacks what is needed\n"
            "(device, CPU level, memory, program); 5 a defect of Quern; 130, 143 ended by SIGINT, SIGTERM, "
            "with nothing\n"
@@ -112,7 +110,7 @@ static int run_verb(int argc, char **argv)
             return verbs[i].call(argc - 1, argv + 1);
         }
     }
-    return fail(EXIT_USAGE, "verb '%s' is unknown: info, run, compare, bench, probe and accept are accepted",
+    return fail(EXIT_USAGE, "verb '%s' is unknown: info, run, compare, bench and probe are accepted",
                 argv[1]);
 }
 

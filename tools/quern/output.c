@@ -75,7 +75,6 @@ json_t *output_number(double value)
 static void end(int number)
 {
     quern_file_discard_all();
-    if (command_child > 0) kill(command_child, SIGTERM);
     _exit(128 + number);
 }
 
