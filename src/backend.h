@@ -40,6 +40,7 @@
 #include "stages/route.h"
 #include "stages/rowdot.h"
 #include "stages/select.h"
+#include "stages/store_rows.h"
 #include "stages/swiglu.h"
 #include "stages/swizzle.h"
 
@@ -81,6 +82,7 @@
     F(indexer, indexer)               \
     F(attend_mqa_forward, attend_mqa) \
     F(attend_mqa_backward, attend_mqa) \
+    F(store_rows, store_rows)         \
     F(cache_copy, cache_copy)         \
     F(decode, decode)                 \
     F(nsa_decode, nsa_decode)
@@ -115,6 +117,7 @@
     F(pool_append, POOL_APPEND) \
     F(indexer, INDEXER) \
     F(attend_mqa, ATTEND_MQA) \
+    F(store_rows, STORE_ROWS) \
     F(cache_copy, CACHE_COPY) \
     F(decode, DECODE) \
     F(nsa_decode, NSA_DECODE)

@@ -16,6 +16,7 @@ const struct op_family *const quern_families[] = {
     &dsv4_compress_family,  /* DeepSeek-V4: compressors */
     &dsv4_index_family,     /* indexer */
     &dsv4_attention_family, /* attention core */
+    &dsv4_store_family,     /* rows of its caches */
     &nvfp4_dequantize_family,
     &nvfp4_gemm_family,
     &moe_family,

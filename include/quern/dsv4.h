@@ -276,6 +276,34 @@ QUERN_API quern_status quern_dsv4_attention_backward_workspace(quern_context *ct
 QUERN_API quern_status quern_dsv4_attention_backward(quern_context *ctx, const quern_exec *exec, const quern_dsv4_attention_params *params,
                                                      const quern_dsv4_attention_tensors *tensors, void *workspace, size_t workspace_bytes);
 
+/* Writes rows into a cache that quern_dsv4_attention() or quern_dsv4_index() reads. */
+typedef struct quern_dsv4_store_params {
+    size_t size;
+    quern_dsv4_format format;
+    int64_t page; /* 0: contiguous rows, which k of the indexer is too; else slots of a page, in rows or row584 */
+} quern_dsv4_store_params;
+#define QUERN_DSV4_STORE_PARAMS_INIT QUERN_SIZED(quern_dsv4_store_params)
+
+/*
+ * Row i of x goes to slot slots[i], counted over all pages: page * slots + slot; contiguous: the number of the row. -1: it
+ * is not stored. Of two rows for one slot the later stays. Refused as above, and: a slot outside the cache; with a format a
+ * NaN or Inf in a row that is stored. The cache is then as it was.
+ */
+typedef struct quern_dsv4_store_tensors {
+    size_t size;
+    const quern_tensor *x;     /* act [n, D] */
+    const quern_tensor *slots; /* i32 [n] */
+    const quern_tensor *cache; /* f32, f16 or bf16 [rows, D] or [pages, page, D]; with a format u8 [rows, bytes of a row] or
+                                * [pages, page * 584]. Slots that are not named are left as they are */
+} quern_dsv4_store_tensors;
+#define QUERN_DSV4_STORE_TENSORS_INIT QUERN_SIZED(quern_dsv4_store_tensors)
+
+/* CPU alone. */
+QUERN_API quern_status quern_dsv4_store_workspace(quern_context *ctx, const quern_dsv4_store_params *params, const quern_dsv4_store_tensors *tensors,
+                                                  size_t *bytes);
+QUERN_API quern_status quern_dsv4_store(quern_context *ctx, const quern_exec *exec, const quern_dsv4_store_params *params,
+                                        const quern_dsv4_store_tensors *tensors, void *workspace, size_t workspace_bytes);
+
 /* What a RoPE table is made of; factor 0: plain, else YaRN. */
 typedef struct quern_dsv4_rope_params {
     size_t size;

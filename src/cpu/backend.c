@@ -62,6 +62,7 @@ const quern_backend quern_backend_cpu = {
     .pool_forward = {NULL, cpu_pool_workspace, cpu_pool, cpu_pool_kernel},
     .pool_backward = {NULL, cpu_pool_backward_workspace, cpu_pool_backward, cpu_pool_kernel},
     .pool_append = {NULL, cpu_pool_append_workspace, cpu_pool_append, NULL},
+    .store_rows = {NULL, cpu_store_rows_workspace, cpu_store_rows, NULL},
     .indexer = {NULL, cpu_indexer_workspace, cpu_indexer, cpu_indexer_kernel},
     .cache_copy = {NULL, NULL, cpu_cache_copy, NULL},
     .decode = {NULL, cpu_decode_workspace, cpu_decode, NULL},

@@ -75,4 +75,7 @@ quern_status cpu_attend_mqa(const stage_exec *exec, const attend_mqa_args *args,
 size_t cpu_attend_mqa_backward_workspace(const stage_exec *exec, const attend_mqa_args *args);
 quern_status cpu_attend_mqa_backward(const stage_exec *exec, const attend_mqa_args *args, void *workspace);
 
+size_t cpu_store_rows_workspace(const stage_exec *exec, const store_rows_args *args);
+quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args, void *workspace);
+
 #endif

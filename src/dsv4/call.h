@@ -73,4 +73,18 @@ extern const op_family dsv4_attention_family;
 quern_status dsv4_attention_plan(op_call *call);
 quern_status dsv4_attention_run(const op_call *call, const op_frame *frame);
 
+/* ---- rows of a cache ---- */
+
+/* In the order of quern_dsv4_store_tensors. */
+typedef enum dsv4_store_tensor { DT_X, DT_SLOTS, DT_CACHE, DSV4_STORE_TENSORS } dsv4_store_tensor;
+
+typedef struct dsv4_store_call {
+    op_call head;
+    quern_dsv4_store_params params;
+    store_rows_args store;
+    const void *scratch;
+} dsv4_store_call;
+
+extern const op_family dsv4_store_family;
+
 #endif

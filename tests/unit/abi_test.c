@@ -115,6 +115,8 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(offsetof(quern_dsv4_attention_params, start_abs_pos), 24);
     assert_int_equal(sizeof(quern_dsv4_attention_tensors), 160);
     assert_int_equal(offsetof(quern_dsv4_attention_tensors, d_o), 96);
+    assert_int_equal(sizeof(quern_dsv4_store_params), 24);
+    assert_int_equal(sizeof(quern_dsv4_store_tensors), 32);
     const quern_dsv4_attention_params core = QUERN_DSV4_ATTENTION_PARAMS_INIT;
     assert_int_equal(core.size, sizeof core);
     assert_int_equal(core.start_abs_pos, -1);

@@ -1,0 +1,77 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * stage_store_rows.c - the store_rows stage: rows one after the other, so that of two for one slot the later stays. A row
+ * takes less than a microsecond; calls bring the new tokens of a step. Formats of bytes take finite rows alone, and all rows
+ * are looked at before one is written.
+ */
+#include "core/error.h"
+#include "cpu/pool/pool.h"
+#include "cpu/stages.h"
+
+#include <string.h>
+
+enum { ROW584_BYTES = 584, ROW584_DATA = 576, ROW584_SCALES = 8 };
+
+static float *carve(const store_rows_args *args, arena *a)
+{
+    return arena_take(a, (size_t)args->x.shape[1] * sizeof(float));
+}
+
+size_t cpu_store_rows_workspace(const stage_exec *exec, const store_rows_args *args)
+{
+    arena a = {NULL, 0};
+    (void)exec;
+    carve(args, &a);
+    return arena_size(&a);
+}
+
+/* Row i of x as floats. */
+static void widen(const store_rows_args *args, const row_kernels *kernels, int64_t i, float *row)
+{
+    const quern_tensor *x = &args->x;
+    const char *from = (const char *)x->data + i * x->strides[0] * (int64_t)quern_dtype_size(x->dtype);
+    kernels->convert(from, x->dtype, row, QUERN_F32, x->shape[1]);
+}
+
+static void store(const store_rows_args *args, const entry_plan *entry, const float *row, int64_t slot)
+{
+    const quern_tensor *cache = &args->cache;
+    const int64_t size = (int64_t)quern_dtype_size(cache->dtype), page = args->page > 0 ? slot / args->page : slot;
+    char *base = (char *)cache->data + page * cache->strides[0] * size;
+    if (args->page == 0) {
+        store_entry(entry, row, base, cache->dtype);
+    } else if (args->format == ENTRY_ROWS) {
+        store_entry(entry, row, base + slot % args->page * cache->strides[1] * size, cache->dtype);
+    } else {
+        char bytes[ROW584_BYTES];
+        store_entry(entry, row, bytes, QUERN_U8);
+        memcpy(base + slot % args->page * ROW584_DATA, bytes, ROW584_DATA);
+        memcpy(base + args->page * ROW584_DATA + slot % args->page * ROW584_SCALES, bytes + ROW584_DATA, ROW584_SCALES);
+    }
+}
+
+quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args, void *workspace)
+{
+    arena a = arena_on(workspace);
+    float *row = carve(args, &a);
+    const entry_args how = {.format = args->format};
+    const pool_kernels *kernels = pool_kernels_for(exec->cpu_level);
+    const entry_plan entry = {.args = &how, .kernels = kernels, .width = args->x.shape[1], .ratio = 1};
+    const int64_t rows = args->x.shape[0];
+    for (int64_t i = 0; i < rows && args->format != ENTRY_ROWS; i++) {
+        widen(args, kernels->rows, i, row);
+        if (i32_at(&args->slots, i, -1) < 0 || entry_is_storable(&entry, row)) continue;
+        int64_t column = 0;
+        while ((row[column] - row[column]) == 0.0f) column++;
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x[%lld, %lld] is %g before it is quantised: finite values are accepted", (long long)i,
+                         (long long)column, (double)row[column]);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t slot = i32_at(&args->slots, i, -1);
+        if (slot < 0) continue;
+        widen(args, kernels->rows, i, row);
+        store(args, &entry, row, slot);
+    }
+    return QUERN_OK;
+}

@@ -1,0 +1,140 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* store.c - writes rows into the caches of the indexer and the attention core: description, public functions, stage. */
+#include "core/error.h"
+#include "core/view.h"
+#include "dsv4/call.h"
+
+#include <stddef.h>
+
+enum { STORE_PAGE_MOST = 65536 };
+enum { SS_N = 1, SS_D, SS_ROW };
+
+static const op_tensor tensors[] = {
+    {"x", "x", OP_ACTIVATION, OP_NONE, {SS_N, SS_D}, {0}},
+    {"slots", "slots", OP_I32, OP_NONE, {SS_N}, {0}},
+    {"cache", "cache", OP_STORED, OP_NONE, {OP_LEAD, SS_ROW}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == DSV4_STORE_TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_dsv4_store_tensors) == (1 + DSV4_STORE_TENSORS) * sizeof(void *), "a tensor a field");
+
+static const char *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
+#define AT(member) offsetof(quern_dsv4_store_params, member)
+static const op_param params[] = {
+    {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of the cache"},
+    {"page", AT(page), OP_INTEGER, 0, STORE_PAGE_MOST, NULL, "slots of a page; 0: contiguous"},
+};
+#undef AT
+static const quern_dsv4_store_params defaults = QUERN_DSV4_STORE_PARAMS_INIT;
+static const char *const operations[] = {"dsv4_store"};
+static const char *const symbols[] = {"", [SS_N] = "n", [SS_D] = "D", [SS_ROW] = "D|bytes", NULL};
+
+static quern_status check_params(op_call *call)
+{
+    const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
+    if (p->page == 0 || p->format == QUERN_DSV4_ROWS || p->format == QUERN_DSV4_ROW584) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "page is %lld with format %s: pages hold rows or row584", (long long)p->page, formats[p->format]);
+}
+
+static void roles(op_call *call)
+{
+    call->role[DT_X] = call->role[DT_SLOTS] = OP_NEEDED;
+    call->role[DT_CACHE] = OP_RESULT;
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_tensor *const *t = call->given;
+    const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
+    const quern_tensor *x = t[DT_X], *cache = t[DT_CACHE];
+    const bool bytes = p->format != QUERN_DSV4_ROWS;
+    int64_t *s = call->symbol;
+    if (x == NULL || cache == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", x == NULL ? "x" : "cache");
+    call->like = *x;
+    quern_status status = op_check_activation(call, DT_X, 2);
+    if (status != QUERN_OK) return status;
+    s[SS_N] = x->shape[0], s[SS_D] = x->shape[1];
+    const quern_dsv4_compress_params width = {.format = p->format};
+    if ((status = dsv4_check_width(&width, s[SS_D], 0)) != QUERN_OK) return status;
+    const int32_t ndim = p->page > 0 && !bytes ? 3 : 2;
+    if (cache->ndim != ndim)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache has %d dimensions: %d are accepted", cache->ndim, ndim);
+    if ((cache->dtype == QUERN_U8) != bytes)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache has dtype %s: %s is accepted", quern_dtype_name(cache->dtype),
+                         bytes ? "u8, the format's bytes," : "f32, f16 or bf16");
+    s[SS_ROW] = bytes ? dsv4_row_bytes(p->format, s[SS_D]) * (p->page > 0 ? p->page : 1) : s[SS_D];
+    call->lead[0].count = ndim - 1;
+    call->lead[0].extent[0] = cache->shape[0];
+    call->lead[0].extent[1] = p->page;
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
+    const int64_t rows = call->lead[0].extent[0], page = p->page > 0 ? p->page : 1;
+    const int32_t *slots = data[DT_SLOTS];
+    for (int64_t i = 0; i < call->symbol[SS_N]; i++)
+        if (slots[i] < -1 || slots[i] / page >= rows)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "slots[%lld] is %d: -1 to %lld are accepted", (long long)i, slots[i], (long long)(rows * page - 1));
+    return QUERN_OK;
+}
+
+static quern_status plan(op_call *call)
+{
+    dsv4_store_call *c = (dsv4_store_call *)call;
+    const store_rows_stage *stage = &call->backend->store_rows;
+    arena a = op_workspace();
+    if (stage->run == NULL) return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no caches: the cpu has", call->backend->name);
+    c->store = (store_rows_args){.format = dsv4_entry_format(c->params.format),
+                                 .page = c->params.page,
+                                 .x = op_view(call, DT_X, false),
+                                 .slots = op_view(call, DT_SLOTS, false),
+                                 .cache = op_view(call, DT_CACHE, false)};
+    c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->store));
+    op_workspace_end(call, &a);
+    return QUERN_OK;
+}
+
+static quern_status run(const op_call *call, const op_frame *frame)
+{
+    const dsv4_store_call *c = (const dsv4_store_call *)call;
+    return op_store_rows(call, frame, &c->store, c->scratch);
+}
+
+const op_family dsv4_store_family = {
+    .operations = operations,
+    .operation_count = 1,
+    .first = QUERN_OP_DSV4_STORE,
+    .tensors = tensors,
+    .tensor_count = DSV4_STORE_TENSORS,
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_DSV4_STORE_PARAMS_INIT",
+    .tensors_init = "QUERN_DSV4_STORE_TENSORS_INIT",
+    .symbols = symbols,
+    .call_size = sizeof(dsv4_store_call),
+    .params_at = offsetof(dsv4_store_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = plan,
+    .run = run,
+};
+
+quern_status quern_dsv4_store_workspace(quern_context *ctx, const quern_dsv4_store_params *given, const quern_dsv4_store_tensors *of, size_t *bytes)
+{
+    dsv4_store_call call;
+    return op_workspace_of(&call.head, &dsv4_store_family, 0, ctx, given, of, bytes);
+}
+
+quern_status quern_dsv4_store(quern_context *ctx, const quern_exec *exec, const quern_dsv4_store_params *given, const quern_dsv4_store_tensors *of,
+                              void *workspace, size_t workspace_bytes)
+{
+    dsv4_store_call call;
+    return op_run(&call.head, &dsv4_store_family, 0, ctx, exec, given, of, workspace, workspace_bytes);
+}
