@@ -1,0 +1,8 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""Quern: sparse attention, compressed attention and FP4 experts on CPUs and NVIDIA GPUs."""
+
+from ._operations import version
+
+__version__ = version()
+__all__ = ["__version__"]
