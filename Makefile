@@ -35,6 +35,9 @@ test: setup-dev
 	@cmake/setup.sh $(SETUP_CROSS) || true
 	tests/run.sh test
 
+test-python: packages
+	python/tests/run.sh
+
 test-gpu:
 	tests/gpu/run.sh
 
@@ -64,4 +67,4 @@ tidy: packages-dev all
 clean:
 	rm -rf build
 
-.PHONY: all packages packages-dev setup setup-dev demo check test test-gpu test-gpu-sanitize bench accept install format tidy clean
+.PHONY: all packages packages-dev setup setup-dev demo check test test-python test-gpu test-gpu-sanitize bench accept install format tidy clean

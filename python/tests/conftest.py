@@ -1,0 +1,56 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""Golden vectors and bounds for the tests."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+VECTORS = pathlib.Path(__file__).parents[2] / "tests" / "vectors"
+
+
+class Golden:
+    """The tensors of a file of golden vectors, by name, as NumPy arrays or torch tensors."""
+
+    def __init__(self, name: str) -> None:
+        from safetensors import safe_open
+
+        self._numpy = safe_open(str(VECTORS / f"{name}.safetensors"), "np")
+        self._name = name
+
+    def __getitem__(self, name):
+        return self._numpy.get_tensor(name)
+
+    def torch(self, *names):
+        from safetensors import safe_open
+
+        with safe_open(str(VECTORS / f"{self._name}.safetensors"), "pt") as file:
+            found = [file.get_tensor(name) for name in names]
+        return found[0] if len(names) == 1 else found
+
+
+@pytest.fixture
+def golden():
+    return Golden
+
+
+def _array(x):
+    return x.detach().float().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
+
+
+def close(got, expected, bound):
+    """Largest error over the largest expected value."""
+    got, expected = _array(got), _array(expected)
+    assert got.shape == expected.shape
+    assert np.array_equal(np.isneginf(got), np.isneginf(expected))
+    finite = np.isfinite(expected)
+    error = np.abs(got - expected)[finite].max(initial=0) / max(
+        np.abs(expected[finite]).max(initial=0), 1e-30
+    )
+    assert error <= bound, error
+
+
+@pytest.fixture(name="close")
+def close_fixture():
+    return close

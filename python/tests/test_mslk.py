@@ -1,0 +1,235 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""quern.compat.mslk against the golden vectors and against float64 references."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from quern import reference  # noqa: E402
+from quern.compat import mslk  # noqa: E402
+
+BOUND = 2e-6
+GRADIENT = 1e-5
+SHAPE = {"compress_block_size": 32, "num_selected_blocks": 3, "window_size": 64, "q_tile_size": 64}
+CASES = {
+    "full": ("W_k", "W_v", "gate"),
+    "nogate": ("W_k", "W_v"),
+    "noproj": ("gate",),
+    "noncausal": ("W_k", "W_v", "gate"),
+}
+KEYWORDS = {"W_k": "W_k_compress", "W_v": "W_v_compress", "gate": "gate_proj_weight"}
+
+
+def arguments(file, case):
+    q, k, v = file.torch("Q", "K", "V")
+    weights = {KEYWORDS[name]: file.torch(name) for name in CASES[case]}
+    return (q, k, v), {**SHAPE, **weights, "causal": case != "noncausal"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nsa_forward(golden, close, case):
+    file = golden("nsa_small")
+    inputs, settings = arguments(file, case)
+    expected = file.torch(f"{case}.mslk.O")
+    close(mslk.nsa_forward(*inputs, **settings), expected, BOUND)
+    close(mslk.nsa_forward_reference(*inputs, **settings), expected, BOUND)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nsa_gradients(golden, close, case):
+    file = golden("nsa_small")
+    inputs, settings = arguments(file, case)
+    leaves = [t.requires_grad_() for t in (*inputs, *(settings[KEYWORDS[name]] for name in CASES[case]))]
+    mslk.nsa(*inputs, **settings).backward(file.torch("dO"))
+    names = ["dQ", "dK", "dV", *(f"d{name}" for name in CASES[case])]
+    for name, leaf in zip(names, leaves):
+        close(leaf.grad, file.torch(f"{case}.mslk.{name}"), GRADIENT)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nsa_backward_reference(golden, close, case):
+    file = golden("nsa_small")
+    inputs, settings = arguments(file, case)
+    grads = mslk.nsa_backward_reference(*inputs, file.torch("dO"), **settings)
+    for name in ("dQ", "dK", "dV"):
+        close(grads[name], file.torch(f"{case}.mslk.{name}"), BOUND)
+    for name, keyword in KEYWORDS.items():
+        if name in CASES[case]:
+            close(grads[f"d{keyword}"], file.torch(f"{case}.mslk.d{name}"), BOUND)
+        else:
+            assert grads[f"d{keyword}"] is None
+
+
+@pytest.mark.parametrize("case", ["full", "noproj", "noncausal"])
+def test_selected_blocks(golden, case):
+    file = golden("nsa_small")
+    (q, k, v), settings = arguments(file, case)
+    k_cmp, _ = mslk.compress_kv(k, v, 32, settings.get("W_k_compress"), settings.get("W_v_compress"))
+    idx = mslk.score_and_select_blocks(q, k_cmp, 3, 32, causal=settings["causal"], q_tile_size=64)
+    expected = file.torch(f"{case}.block_idx_sorted")
+    assert idx.dtype == torch.int32 and idx.shape == expected.shape
+    assert (idx.diff(dim=-1) >= 0).all()
+    for got, want in zip(idx.view(-1, 3).tolist(), expected.view(-1, 3).tolist()):
+        assert sorted(set(got)) == [block for block in want if block >= 0]
+    both, groups = mslk.fused_score_and_select_all(q, k_cmp, 3, 32, causal=settings["causal"], q_tile_size=64)
+    assert torch.equal(both, idx) and groups is None
+    assert mslk.score_and_select_blocks(q, k_cmp, 99, 32, q_tile_size=64).shape[-1] == 6
+
+
+@pytest.mark.parametrize("projected", [True, False])
+def test_compress_varlen(golden, close, projected):
+    file = golden("nsa_compress_varlen")
+    k, v, cu, dk, dv = file.torch("K", "V", "cu_seqlens", "dK_cmp", "dV_cmp")
+    weights = file.torch("W_k", "W_v") if projected else (None, None)
+    case = "proj" if projected else "noproj"
+    for max_seqlen in (None, 300):
+        k_cmp, v_cmp = mslk.fused_compress_kv(k, v, 32, *weights, cu_seqlens=cu, max_seqlen=max_seqlen)
+        close(k_cmp, file.torch(f"{case}.K_cmp"), BOUND)
+        close(v_cmp, file.torch(f"{case}.V_cmp"), BOUND)
+    grads = mslk.fused_compress_kv_backward(dk, dv, k, v, 32, *weights, cu_seqlens=cu)
+    for name, grad in zip(("dK", "dV", "dW_k", "dW_v"), grads):
+        if grad is None:
+            assert not projected
+        else:
+            close(grad, file.torch(f"{case}.{name}"), GRADIENT)
+
+
+def test_varlen_is_each_sequence_alone(close):
+    torch.manual_seed(1)
+    lengths = [100, 64, 0, 300, 31]
+    cu = torch.tensor([0, 100, 164, 164, 464, 495], dtype=torch.int32)
+    q, k, v = torch.randn(495, 4, 32), torch.randn(495, 2, 32), torch.randn(495, 2, 32)
+    gate = torch.randn(4, 3, 32) / 6
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, gate)]
+    o = mslk.nsa(*leaves[:3], **SHAPE, gate_proj_weight=leaves[3], cu_seqlens=cu)
+    d_o = torch.randn_like(o)
+    o.backward(d_o)
+    d_gate = torch.zeros_like(gate)
+    k_cmp, _ = mslk.fused_compress_kv(k, v, 32, cu_seqlens=cu)
+    idx = mslk.fused_score_and_select_blocks(q, k_cmp, 3, 32, q_tile_size=64, cu_seqlens=cu)
+    assert idx.shape == (5, 4, 5, 3)
+    for b, n in enumerate(lengths):
+        rows = slice(int(cu[b]), int(cu[b + 1]))
+        one = [t[None, rows].clone().requires_grad_() for t in (q, k, v)]
+        weight = gate.clone().requires_grad_()
+        alone = mslk.nsa(*one, **SHAPE, gate_proj_weight=weight)
+        close(o[None, rows], alone, BOUND)
+        alone.backward(d_o[None, rows])
+        d_gate += weight.grad
+        for whole, part in zip(leaves, one):
+            close(whole.grad[None, rows], part.grad, BOUND)
+        tiles = -(-n // 64)
+        assert (idx[b, :, tiles:] == -1).all()
+        if n >= 96:
+            expected = mslk.score_and_select_blocks(
+                one[0], mslk.compress_kv(*one[1:], 32)[0], 3, 32, q_tile_size=64
+            )
+            assert torch.equal(idx[b, :, :tiles], expected[0])
+    close(leaves[3].grad, d_gate, GRADIENT)
+
+
+def test_gates(golden, close):
+    file = golden("nsa_gating")
+    q, a, b, c, w, d_o = file.torch("Q", "O_cmp", "O_slc", "O_sld", "W", "dO")
+    gates = mslk.compute_gates(q, w)
+    close(gates, file.torch("gates"), BOUND)
+    close(mslk.gate_and_combine(a, b, c, gates), file.torch("out"), BOUND)
+    for fused, expected in zip(mslk.fused_gate_and_combine(q, a, b, c, w), file.torch("out", "gates")):
+        close(fused, expected, BOUND)
+    third = mslk.compute_gates(q)
+    close(mslk.gate_and_combine(a, b, c, third), file.torch("out_nogate"), BOUND)
+    close(mslk.fused_gate_and_combine(q, a, b, c)[0], file.torch("out_nogate"), BOUND)
+    grads = mslk.fused_gating_backward(q, d_o, a, b, c, gates, w)
+    for name, grad in zip(("dO_cmp", "dO_slc", "dO_sld", "dQ", "dW"), grads):
+        close(grad, file.torch(name), GRADIENT)
+    flat = mslk.fused_gating_backward(*(t[0] for t in (q, d_o, a, b, c, gates)), w)
+    for grad, one in zip(grads, flat):
+        assert torch.equal(grad.view(one.shape), one)
+    without = mslk.fused_gating_backward(q, d_o, a, b, c, third, None)
+    close(without[0], d_o / 3, BOUND)
+    assert without[3] is None and without[4] is None
+
+
+def test_block_sparse_tensors():
+    lists = torch.tensor([[[[0, 1, 5], [2, -1, -1]]]], dtype=torch.int32)
+    made = mslk.build_fa4_block_sparse_tensors(lists, 64, 128, seqlen_k=400)
+    assert made.full_block_cnt.tolist() == [[[2, 1]]]
+    assert made.full_block_idx[0, 0, 0, :2].tolist() == [0, 2] and made.full_block_idx[0, 0, 1, 0] == 1
+    assert not made.mask_block_cnt.any() and made.mask_block_idx.shape == made.full_block_idx.shape
+    finer = mslk.build_fa4_block_sparse_tensors(lists, 256, 128)
+    assert finer.full_block_cnt.tolist() == [[[6, 2]]]
+    assert finer.full_block_idx[0, 0, 0].tolist() == [0, 1, 2, 3, 10, 11]
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernel_rules(monkeypatch, close, block, causal):
+    """W + 1 keys, and the 128-token tiles that hold a chosen block."""
+    torch.manual_seed(2)
+    inputs = [torch.randn(2, 700, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    settings = {
+        "compress_block_size": block,
+        "num_selected_blocks": 2,
+        "window_size": 41,
+        "q_tile_size": 64,
+        "causal": causal,
+    }
+    plain = mslk.nsa_forward(*inputs, **settings)
+    monkeypatch.setattr(mslk, "KERNEL_RULES", True)
+    k_cmp, _ = mslk.compress_kv(*inputs[1:], block)
+    chosen = mslk.score_and_select_blocks(inputs[0], k_cmp, 2, block, causal, 64)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    expected = reference.nsa(
+        *wide,
+        block_size=block,
+        window=42,
+        tile=64,
+        causal=causal,
+        complete=False,
+        select_block=128,
+        block_idx=chosen * block // 128,
+    )
+    got = mslk.nsa(*inputs, **settings)
+    close(got, expected, BOUND)
+    close(mslk.nsa_forward(*inputs, **settings), expected, BOUND)
+    assert (got - plain).abs().max() > 0.01
+    d_o = torch.randn_like(got)
+    got.backward(d_o)
+    expected.backward(d_o.double())
+    for leaf, wanted in zip(inputs, wide):
+        close(leaf.grad, wanted.grad, GRADIENT)
+
+
+def test_compressed_groups(close):
+    """With as many groups as there are, nothing changes; with fewer, the lists say which."""
+    torch.manual_seed(3)
+    inputs = [torch.randn(1, 1200, 2, 16) for _ in range(3)]
+    settings = {"compress_block_size": 4, "num_selected_blocks": 4, "window_size": 32, "q_tile_size": 64}
+    plain = mslk.nsa_forward(*inputs, **settings)
+    close(mslk.nsa_forward(*inputs, **settings, num_cmp_selected_blocks=3), plain, BOUND)
+    assert (mslk.nsa_forward(*inputs, **settings, num_cmp_selected_blocks=2) - plain).abs().max() > 1e-3
+    k_cmp, _ = mslk.compress_kv(*inputs[1:], 4)
+    idx, groups = mslk.fused_score_and_select_all(inputs[0], k_cmp, 4, 4, 2, q_tile_size=64)
+    assert idx.shape == (1, 2, 19, 4) and groups.shape == (1, 2, 19, 2)
+    assert groups[0, 0, -1].max() == 2
+    with pytest.raises(ValueError, match="cmp_n_block_size 64"):
+        mslk.fused_score_and_select_all(inputs[0], k_cmp, 4, 4, 2, 64)
+
+
+def test_any_layout(close):
+    q, k, v = (torch.randn(1, 16, 100, heads).transpose(1, 2).transpose(2, 3) for heads in (4, 2, 2))
+    assert q.stride(-1) != 1
+    settings = {"compress_block_size": 16, "num_selected_blocks": 2, "window_size": 20, "q_tile_size": 16}
+    plain = mslk.nsa_forward(*(t.contiguous() for t in (q, k, v)), **settings)
+    assert torch.equal(mslk.nsa_forward(q, k, v, **settings), plain)
+
+
+def test_sentences():
+    q = torch.randn(1, 64, 4, 16)
+    with pytest.raises(ValueError, match="k.shape"):
+        mslk.nsa_forward(q, q[..., :8], q[..., :8])
+    with pytest.raises(ValueError, match="tile"):
+        mslk.nsa_forward(q, q, q, q_tile_size=512)
+    with pytest.raises(TypeError, match="tensor"):
+        mslk.nsa_forward(q, q.numpy(), q)
