@@ -1,0 +1,212 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""NVFP4 experts under the names of the CuTe DSL bridge: quantisers and layouts.
+
+FP4 is torch.float4_e2m1fn_x2 and its scales are torch.float8_e4m3fn; uint8 is accepted for both. Globals are
+f32, [] or [E], those of activations also [T]. expert_offsets are int32 and inclusive.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _operations as ops
+from ._varlen import dense
+
+# How the quantisers round: "halfstep" is what existing checkpoints of these kernels hold; "rne", "modelopt"
+# and "compressed_tensors" are the library's others.
+PROFILE = "halfstep"
+_BLOCK = 16
+_TILE = 128  # rows of scales that an expert's are padded to
+_ROW = 4  # columns
+
+__all__ = [
+    "PROFILE",
+    "ceil_div",
+    "round_up",
+    "quantize_to_nvfp4",
+    "quantize_activation_nvfp4",
+    "quantize_weight_to_nvfp4",
+    "interleave_l1_weights",
+    "deinterleave_l1_weights",
+    "assemble_scales_2d_side",
+    "assemble_scales_3d_side",
+    "make_b_k_major",
+    "compute_expert_offsets",
+    "deinterleave_quantize_nvfp4_cuda",
+]
+
+
+def ceil_div(a: int, b: int) -> int:
+    """⌈a / b⌉."""
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """The least multiple of b that is not below a."""
+    return ceil_div(a, b) * b
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as uint8: what the library calls codes and scales."""
+    return (
+        tensor if not isinstance(tensor, Tensor) or tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+    )
+
+
+def _codes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.float4_e2m1fn_x2)
+
+
+def _scales(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.float8_e4m3fn)
+
+
+def _new(like: Tensor, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+# ---- quantisers ----
+
+
+def _check_block(block_size: int) -> None:
+    if block_size != _BLOCK:
+        raise ValueError(f"block_size {block_size}: {_BLOCK} is accepted")
+
+
+def _quantize(x: Tensor, given: Tensor | None, weight: bool) -> tuple[Tensor, Tensor, Tensor]:
+    along = x.dim() - 2 if weight else x.dim() - 1
+    shape = list(x.shape)
+    blocks = ceil_div(shape[along], _BLOCK)
+    codes = _new(x, *shape[:along], blocks * _BLOCK // 2, *shape[along + 1 :])
+    scales = _new(x, *shape[:along], blocks, *shape[along + 1 :])
+    per = "row" if given is not None and given.dim() > 0 else "tensor"
+    tensors = {
+        "x": dense(x),
+        "given_global": given,
+        "codes": codes,
+        "scales": scales,
+        "global": _new(x, dtype=torch.float32) if given is None else None,
+    }
+    params = ops.params(
+        "nvfp4-quantize", profile=PROFILE, weight="weight" if weight else None, global_per=per
+    )
+    ops.call("nvfp4-quantize", params, tensors, ())
+    return _codes(codes), _scales(scales), tensors["global"]
+
+
+def quantize_to_nvfp4(x_bf16: Tensor, block_size: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """[.., D] → x_fp4 [.., D/2], x_sf [.., D/16] (D rounded up to whole blocks), global_scale []."""
+    _check_block(block_size)
+    return _quantize(x_bf16, None, weight=False)
+
+
+def quantize_activation_nvfp4(
+    x_bf16: Tensor, global_scale: Tensor | float, block_size: int = 16
+) -> tuple[Tensor, Tensor]:
+    """quantize_to_nvfp4 with a given global, [] or one a row: → x_fp4 [.., D/2], x_sf [.., D/16]."""
+    _check_block(block_size)
+    given = torch.as_tensor(global_scale, dtype=torch.float32, device=x_bf16.device)
+    if given.numel() == 1 and given.shape != x_bf16.shape[:-1]:
+        given = given.reshape(())
+    return _quantize(x_bf16, given, weight=False)[:2]
+
+
+def quantize_weight_to_nvfp4(w_bf16: Tensor, block_size: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """[K, N], blocks along K → [K/2, N], [K/16, N], global_scale []."""
+    _check_block(block_size)
+    return _quantize(w_bf16, None, weight=True)
+
+
+def deinterleave_quantize_nvfp4_cuda(
+    fused_bf16: Tensor, intermediate: int, global_scale: Tensor, granularity: int = 8
+) -> tuple[Tensor, Tensor]:
+    """The gate columns of [M, 2I], quantised → x_fp4 [M, I/2], x_sf [M, I/16]. I is `intermediate`."""
+    if fused_bf16.shape[-1] != 2 * intermediate:
+        raise ValueError(f"fused_bf16 has {fused_bf16.shape[-1]} columns: {2 * intermediate} are accepted")
+    blocks = ceil_div(intermediate, _BLOCK)
+    codes, scales = (
+        _new(fused_bf16, fused_bf16.shape[0], 8 * blocks),
+        _new(fused_bf16, fused_bf16.shape[0], blocks),
+    )
+    given = torch.as_tensor(global_scale, dtype=torch.float32, device=fused_bf16.device).reshape(())
+    params = ops.params("nvfp4-fused-quantize", profile=PROFILE, granularity=granularity)
+    ops.call(
+        "nvfp4-fused-quantize",
+        params,
+        {"x": dense(fused_bf16), "gate_global": given, "gate_codes": codes, "gate_scales": scales},
+        (),
+    )
+    return _codes(codes), _scales(scales)
+
+
+# ---- layouts ----
+
+
+def _interleave(x: Tensor, columns: int, granularity: int, inverse: bool) -> Tensor:
+    bytewise = x.dtype in (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
+    plain = dense(_bytes(x) if bytewise else x)
+    out = _new(x, *x.shape[:-1], columns, dtype=plain.dtype)
+    params = ops.params("nvfp4-interleave", granularity=granularity, inverse=inverse)
+    ops.call("nvfp4-interleave", params, {"x": plain, "out": out}, ())
+    return out.view(x.dtype)
+
+
+def interleave_l1_weights(w_ekn: Tensor, granularity_bf16: int = 8) -> Tensor:
+    """Gate and up of the last dimension, from halves to alternating runs of columns: [E, K, 2I] → the same,
+    where granularity_bf16 divides I; else both are padded with zeros to it. Weights, codes, scales and biases
+    alike."""
+    half = w_ekn.shape[-1] // 2
+    return _interleave(w_ekn, 2 * round_up(half, max(granularity_bf16, 1)), granularity_bf16, False)
+
+
+def deinterleave_l1_weights(w_ekn: Tensor, granularity_bf16: int = 8) -> Tensor:
+    """The inverse of interleave_l1_weights, padding included."""
+    return _interleave(w_ekn, w_ekn.shape[-1], granularity_bf16, True)
+
+
+def assemble_scales_2d_side(scales: Sequence[Tensor]) -> Tensor:
+    """The experts' [M_e, K_sf] → one after the other, each padded to whole tiles of 128 × 4 and swizzled:
+    [bytes]."""
+    counts = [one.shape[0] for one in scales]
+    linear = torch.cat([_bytes(one) for one in scales])
+    rows = sum(round_up(count, _TILE) for count in counts)
+    out = _new(linear, rows * round_up(linear.shape[1], _ROW))
+    tokens = torch.tensor(counts, dtype=torch.int32, device=linear.device)
+    ops.call(
+        "nvfp4-swizzle",
+        ops.params("nvfp4-swizzle"),
+        {"linear": linear, "swizzled": out, "tokens_per_expert": tokens},
+        (),
+    )
+    return _scales(out)
+
+
+def assemble_scales_3d_side(scales: Sequence[Tensor]) -> Tensor:
+    """The experts' [K_sf, N] → each as [N, K_sf], padded to whole tiles of 128 × 4 and swizzled: [E,
+    bytes]."""
+    linear = torch.stack([_bytes(one) for one in scales])
+    experts, columns, rows = linear.shape
+    out = _new(linear, experts, round_up(rows, _TILE) * round_up(columns, _ROW))
+    ops.call(
+        "nvfp4-swizzle", ops.params("nvfp4-swizzle", weight="weight"), {"linear": linear, "swizzled": out}, ()
+    )
+    return _scales(out)
+
+
+def make_b_k_major(b_tensor: Tensor) -> Tensor:
+    """[E, K/2, N] → the same shape and values with K contiguous."""
+    return _bytes(b_tensor).transpose(-2, -1).contiguous().view(b_tensor.dtype).transpose(-2, -1)
+
+
+def compute_expert_offsets(
+    tokens_per_expert: Tensor | Sequence[int], num_experts: int, device: torch.device | str = "cuda"
+) -> Tensor:
+    """Where each expert's rows end: int32 [num_experts]."""
+    tokens = torch.as_tensor(tokens_per_expert, device=device)
+    if tokens.shape != (num_experts,):
+        raise ValueError(f"tokens_per_expert has shape {list(tokens.shape)}: [{num_experts}] is accepted")
+    return tokens.cumsum(0).to(torch.int32)
