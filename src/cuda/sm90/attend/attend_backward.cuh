@@ -1,28 +1,33 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_backward.cuh - attention's backward on Hopper for bf16 and f16, where keys are a range; after FlashAttention-3
- * (arXiv 2407.08608).
+ * attend_backward.cuh - attention's backward on Hopper for bf16 and f16, where keys are a range; after
+ * FlashAttention-3 (arXiv 2407.08608).
  *
  *   P = exp(S - lse) recomputed, dP = dO V^T, dS = P (row_scale dP - delta)
  *   dV = P^T row_scale dO, dK = scale dS^T Q, dQ = scale dS K: five products.
- * A block owns 128 keys, 64 each of two computing warpgroups, and walks the rows that see them: tiles of 64 queries from the
- * last to the first, each with the heads of the group one after another. S and dP are transposed: S^T = K Q^T leaves P^T and
- * dS^T in registers as the A operands of dV and dK, which stay in registers. dS^T also goes to shared memory, and each
- * warpgroup takes dS K for all 128 keys and half of the columns.
+ * A block owns 128 keys, 64 each of two computing warpgroups, and walks the rows that see them: tiles of 64
+ * queries from the last to the first, each with the heads of the group one after another. S and dP are
+ * transposed: S^T = K Q^T leaves P^T and dS^T in registers as the A operands of dV and dK, which stay in
+ * registers. dS^T also goes to shared memory, and each warpgroup takes dS K for all 128 keys and half of the
+ * columns.
  *
- * Every key block adds its share of dQ to f32 sums in global memory (TMA's reduction). A counter for each tile and head says
- * how many key blocks have added, and a block waits until all before it have: the order is that of the keys, whoever
- * computes them. A block waits only for blocks that took a lower ticket, so some block can always go on. First keys, which
- * see most rows, go first, and all rows are walked from the end: blocks that start together follow each other one step apart.
+ * Every key block adds its share of dQ to f32 sums in global memory (TMA's reduction). A counter for each
+ * tile and head says how many key blocks have added, and a block waits until all before it have: the order is
+ * that of the keys, whoever computes them. A block waits only for blocks that took a lower ticket, so some
+ * block can always go on. First keys, which see most rows, go first. Blocks that start together walk the rows
+ * from the end, one step apart; those that follow (sm90_backward_plan's wave) begin one after the other, at
+ * their diagonals, and walk the other way: so they stay beside each other, too, and L2 serves them all.
  *
- * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics, two rows a thread, and looks
- * for what is not finite in rows that do not see all of these keys; warps 2 and 3 add dQ's two buffers. What is not finite
- * in Q and dO becomes 0 between the products that read it for S and dP and those for dK and dV, and the keys that such a row
- * sees get it (NaN in dK). K that is not finite becomes 0 for dQ's product, and the rows that see it get NaN.
+ * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics, two rows a
+ * thread, and looks for what is not finite in rows that do not see all of these keys; warps 2 and 3 add dQ's
+ * two buffers. What is not finite in Q and dO becomes 0 between the products that read it for S and dP and
+ * those for dK and dV, and the keys that such a row sees get it (NaN in dK). K that is not finite becomes 0
+ * for dQ's product, and the rows that see it get NaN.
  *
- * Registers at D = 128: dK 64, dV 64, S^T 32, dP^T 32, P^T and dS^T 32 of 232 (dQ's 32 are those of S^T or dP^T). Shared
- * memory: K, V 64 KB, Q, dO 64 KB, dS 32 KB, dQ 64 KB. Limit: the tensor cores; shared memory comes close behind.
+ * Registers at D = 128: dK 64, dV 64, S^T 32, dP^T 32, P^T and dS^T 32 of 232 (dQ's 32 are those of S^T or
+ * dP^T). Shared memory: K, V 64 KB, Q, dO 64 KB, dS 32 KB, dQ 64 KB. Limit: the tensor cores; shared memory
+ * comes close behind.
  */
 #ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_CUH
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_CUH
@@ -34,7 +39,8 @@ namespace sm90_backward {
 
 /* Both computing warpgroups: Q and dO of a stage become finite; what was not goes to the keys that see it. */
 template <typename T, int DK, int DV>
-__device__ __forceinline__ void clean_rows(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4], char *q, char *g, const statistics *st, int key)
+__device__ __forceinline__ void clean_rows(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4], char *q, char *g,
+                                           const statistics *st, int key)
 {
     constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
     auto sees = [&](int j, int h) { return key + h * 8 >= st->lo[j] && key + h * 8 < st->hi[j]; };
@@ -58,7 +64,8 @@ template <typename T, int DK> __device__ __forceinline__ bool search_keys(const 
     uint32_t most = 0;
     for (int i = (int)(threadIdx.x - 128) * 16; i < KEYS * DK * 2; i += 4096) {
         const uint4 v = *(const uint4 *)(keys + i);
-        most = __vmaxu2(most, __vmaxu2(__vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff), __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff)));
+        most = __vmaxu2(most, __vmaxu2(__vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff),
+                                       __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff)));
     }
     if ((most & 0xffff) >= INFINITE || most >> 16 >= INFINITE) atomicOr(odd, 1);
     named_sync(CLEANING, 256);
@@ -79,7 +86,8 @@ template <typename T, int DK> __device__ __forceinline__ void clean_keys(char *k
     named_sync(CLEANING, 256);
 }
 
-template <typename T, int DK> __device__ __forceinline__ void restore_keys(const attend_kernel &a, const key_block &b, char *keys)
+template <typename T, int DK>
+__device__ __forceinline__ void restore_keys(const attend_kernel &a, const key_block &b, char *keys)
 {
     named_sync(CLEANING, 256);
 #pragma unroll 1
@@ -87,7 +95,8 @@ template <typename T, int DK> __device__ __forceinline__ void restore_keys(const
         const int row = i / (DK / 8), chunk = i - row * (DK / 8), key = b.k0 + b.key0 + row;
         uint4 x = make_uint4(0, 0, 0, 0);
         if (key < a.sq.n_kv && chunk * 8 < a.dim_k)
-            x = *(const uint4 *)((const T *)a.k.p + b.view * a.k.s[0] + key * a.k.s[1] + b.kvh * a.k.s[2] + chunk * 8);
+            x = *(const uint4 *)((const T *)a.k.p + b.view * a.k.s[0] + key * a.k.s[1] + b.kvh * a.k.s[2] +
+                                 chunk * 8);
         *(uint4 *)(keys + tile_at<KEYS>(row, chunk)) = x;
     }
     async_fence();
@@ -96,7 +105,8 @@ template <typename T, int DK> __device__ __forceinline__ void restore_keys(const
 
 /* dQ of the rows that see what is not finite in K becomes NaN. */
 template <typename T, int NQ>
-__device__ __forceinline__ void poison_rows(float (&dq)[NQ / 8][4], const attend_kernel &a, const key_block &b, const char *keys, int query, int head,
+__device__ __forceinline__ void poison_rows(float (&dq)[NQ / 8][4], const attend_kernel &a,
+                                            const key_block &b, const char *keys, int query, int head,
                                             int group)
 {
     int lo[2] = {0, 0}, hi[2] = {0, 0};
@@ -128,7 +138,8 @@ __device__ __forceinline__ void poison_rows(float (&dq)[NQ / 8][4], const attend
 
 /* dK and dV of one thread's keys, or their share. */
 template <typename T, int DK, int DV>
-__device__ __forceinline__ void store_keys(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4], const attend_kernel &a, const key_block &b, int place)
+__device__ __forceinline__ void store_keys(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4],
+                                           const attend_kernel &a, const key_block &b, int place)
 {
     const int width = a.dim_k + a.dim_v;
     const bool whole = a.splits <= 1;
@@ -157,9 +168,11 @@ __device__ __forceinline__ void store_keys(float (&dk)[DK / 8][4], float (&dv)[D
     }
 }
 
-/* P^T and dS^T of a stage, from S^T and dP^T. SCALED: there is a row_scale. PART: some of these pairs do not see each other. */
+/* P^T and dS^T of a stage, from S^T and dP^T. SCALED: there is a row_scale. PART: some of these pairs do not
+ * see each other. */
 template <typename T, bool SCALED, bool PART, int NT>
-__device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&dp)[NT][4], uint32_t (&fp)[NT / 2][4], uint32_t (&fs)[NT / 2][4],
+__device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&dp)[NT][4],
+                                        uint32_t (&fp)[NT / 2][4], uint32_t (&fs)[NT / 2][4],
                                         const statistics *st, float scale_log2, int key)
 {
 #pragma unroll
@@ -171,8 +184,10 @@ __device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&d
         if (PART) lo = *(const int2 *)&st->lo[r], hi = *(const int2 *)&st->hi[r];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float p[2] = {exp2_fast(fmaf(s[i][h * 2], scale_log2, -lse2.x)), exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -lse2.y))};
-            float d[2] = {p[0] * fmaf(dp[i][h * 2], rs.x, -delta.x), p[1] * fmaf(dp[i][h * 2 + 1], rs.y, -delta.y)};
+            float p[2] = {exp2_fast(fmaf(s[i][h * 2], scale_log2, -lse2.x)),
+                          exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -lse2.y))};
+            float d[2] = {p[0] * fmaf(dp[i][h * 2], rs.x, -delta.x),
+                          p[1] * fmaf(dp[i][h * 2 + 1], rs.y, -delta.y)};
             p[0] *= rs.x, p[1] *= rs.y;
             if (PART) {
                 const int k = key + h * 8;
@@ -186,7 +201,8 @@ __device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&d
 }
 
 /* acc = 64 keys times the ROWS rows of a stage. */
-template <typename T, int ROWS, int DIM> __device__ __forceinline__ void rows_by_keys(float (&acc)[ROWS / 8][4], uint32_t keys, uint32_t rows)
+template <typename T, int ROWS, int DIM>
+__device__ __forceinline__ void rows_by_keys(float (&acc)[ROWS / 8][4], uint32_t keys, uint32_t rows)
 {
     wg_start();
 #pragma unroll
@@ -200,7 +216,8 @@ template <typename T, int ROWS, int DIM> __device__ __forceinline__ void rows_by
 }
 
 /* dq = dS, in shared memory transposed, times NQ columns of K. */
-template <typename T, int NQ> __device__ __forceinline__ void columns_of_rows(float (&dq)[NQ / 8][4], uint32_t ds, uint32_t columns)
+template <typename T, int NQ>
+__device__ __forceinline__ void columns_of_rows(float (&dq)[NQ / 8][4], uint32_t ds, uint32_t columns)
 {
     wg_start();
 #pragma unroll
@@ -213,28 +230,33 @@ template <typename T, int NQ> __device__ __forceinline__ void columns_of_rows(fl
 }
 
 /* Puts scale dq where TMA takes it from; `to`: this lane's first two columns. */
-template <int ROWS, int NQ> __device__ __forceinline__ void write_rows(const float (&dq)[NQ / 8][4], uint32_t to, float scale)
+template <int ROWS, int NQ>
+__device__ __forceinline__ void write_rows(const float (&dq)[NQ / 8][4], uint32_t to, float scale)
 {
 #pragma unroll
     for (int i = 0; i < NQ / 8; i++)
 #pragma unroll
         for (int h = 0; h < 2; h++)
-            store_shared((to ^ (i & 3) << 5) + (i >> 2) * (ROWS * 128) + h * 1024, dq[i][h * 2] * scale, dq[i][h * 2 + 1] * scale);
+            store_shared((to ^ (i & 3) << 5) + (i >> 2) * (ROWS * 128) + h * 1024, dq[i][h * 2] * scale,
+                         dq[i][h * 2 + 1] * scale);
 }
 
 /* A computing warpgroup. */
 template <typename T, int DK, int DV>
-__device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backward_plan &plan, key_block &b, char *smem, uint32_t base, int group)
+__device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backward_plan &plan, key_block &b,
+                                        char *smem, uint32_t base, int group)
 {
     typedef layout<DK, DV> at;
     constexpr int NT = ROWS / 8, NQ = DK / 2;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, place = group * 64 + warp * 16 + (lane >> 2), key = b.key0 + place;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3,
+              place = group * 64 + warp * 16 + (lane >> 2), key = b.key0 + place;
     const int steps = b.tiles * a.hs;
     const uint32_t ak = base + at::K + group * 64 * 128, av = base + at::V + group * 64 * 128;
-    /* A lane's part of the first stmatrix of dS^T (rows of 64 queries, one for each key), and of the first store of dQ (panels
-     * of 32 columns). */
+    /* A lane's part of the first stmatrix of dS^T (rows of 64 queries, one for each key), and of the first
+     * store of dQ (panels of 32 columns). */
     const uint32_t ds = base + at::DS + tile_at<KEYS>(group * 64 + warp * 16 + (lane & 15), lane >> 4);
-    const uint32_t dq_at = base + at::DQ + group * (NQ / 32) * (ROWS * 128) + tile_at<ROWS>(warp * 16 + (lane >> 2), lane >> 1 & 1) + (lane & 1) * 8;
+    const uint32_t dq_at = base + at::DQ + group * (NQ / 32) * (ROWS * 128) +
+                           tile_at<ROWS>(warp * 16 + (lane >> 2), lane >> 1 & 1) + (lane & 1) * 8;
     const bool scaled = a.row_scale.p != NULL;
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {}, s[NT][4], dp[NT][4], dq[NQ / 8][4];
     uint32_t fp[NT / 2][4], fs[NT / 2][4];
@@ -257,8 +279,11 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
         if (part != 0) softmax<T, true, true>(s, dp, fp, fs, st, a.scale_log2, key);
         else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, a.scale_log2, key);
         else softmax<T, false, false>(s, dp, fp, fs, st, a.scale_log2, key);
-        if (part & 2) clean_rows<T, DK, DV>(dk, dv, smem + at::Q + stage * at::Q_BYTES, smem + at::DO + stage * at::DO_BYTES, st, key);
-        /* The other warpgroup is past its product with this buffer: it has filled the other one since, and this one waited for it. */
+        if (part & 2)
+            clean_rows<T, DK, DV>(dk, dv, smem + at::Q + stage * at::Q_BYTES,
+                                  smem + at::DO + stage * at::DO_BYTES, st, key);
+            /* The other warpgroup is past its product with this buffer: it has filled the other one since,
+             * and this one waited for it. */
 #pragma unroll
         for (int i = 0; i < NT / 2; i++) stmatrix4((ds + buffer * at::DS_BYTES) ^ i << 5, fs[i]);
         async_fence();
@@ -268,9 +293,11 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
         const uint32_t q = base + at::Q + stage * at::Q_BYTES, g = base + at::DO + stage * at::DO_BYTES;
         wg_start();
 #pragma unroll
-        for (int c = 0; c < ROWS; c += 16) wg_rs_wide<T, DV, true, true>(dv, fp[c / 16], wg_tile(g + c * 128, ROWS * 128));
+        for (int c = 0; c < ROWS; c += 16)
+            wg_rs_wide<T, DV, true, true>(dv, fp[c / 16], wg_tile(g + c * 128, ROWS * 128));
 #pragma unroll
-        for (int c = 0; c < ROWS; c += 16) wg_rs_wide<T, DK, true, true>(dk, fs[c / 16], wg_tile(q + c * 128, ROWS * 128));
+        for (int c = 0; c < ROWS; c += 16)
+            wg_rs_wide<T, DK, true, true>(dk, fs[c / 16], wg_tile(q + c * 128, ROWS * 128));
         wg_commit();
         named_sync(DS_FULL + group, 256);
         const uint32_t columns = base + at::K + (DK == 64 ? group * 64 : group * (DK / 128) * (KEYS * 128));
@@ -305,7 +332,8 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
 
 template <typename T, int DK, int DV>
 __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
-    attend_backward_sm90(const __grid_constant__ attend_kernel a, const __grid_constant__ sm90_backward_plan plan, const __grid_constant__ maps m)
+    attend_backward_sm90(const __grid_constant__ attend_kernel a,
+                         const __grid_constant__ sm90_backward_plan plan, const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
     typedef layout<DK, DV> at;
@@ -338,7 +366,8 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 }
 
 template <typename T, int DK, int DV>
-static quern_status run(const attend_args *args, const attend_launch &l, const sm90_backward_plan &plan, const quern_tensor &d_q, cudaStream_t stream)
+static quern_status run(const attend_args *args, const attend_launch &l, const sm90_backward_plan &plan,
+                        const quern_tensor &d_q, cudaStream_t stream)
 {
     maps m;
     quern_status status = tma_describe(&m.q, args->q, 1, ROWS);
@@ -348,10 +377,10 @@ static quern_status run(const attend_args *args, const attend_launch &l, const s
     if (status == QUERN_OK) status = tma_describe(&m.d_q, d_q, 1, ROWS);
     if (status != QUERN_OK) return status;
     const unsigned blocks = (unsigned)plan.pieces * (unsigned)plan.kv_heads * (unsigned)l.kernel.splits;
-    return launch_shared({stream, NULL}, attend_backward_sm90<T, DK, DV>, dim3(blocks), 128 * (GROUPS + 1), layout<DK, DV>::BYTES, "attend_backward_sm90",
-                         l.kernel, plan, m);
+    return launch_shared({stream, NULL}, attend_backward_sm90<T, DK, DV>, dim3(blocks), 128 * (GROUPS + 1),
+                         layout<DK, DV>::BYTES, "attend_backward_sm90", l.kernel, plan, m);
 }
 
-}
+} // namespace sm90_backward
 
 #endif

@@ -2,8 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "sm90/attend/attend_backward.cuh"
 
-quern_status sm90_backward_bf16_128(const attend_args *args, const attend_launch &l, const sm90_backward_plan &plan, const quern_tensor &d_q,
-                                  cudaStream_t stream)
+quern_status sm90_backward_bf16_128(const attend_args *args, const attend_launch &l,
+                                    const sm90_backward_plan &plan, const quern_tensor &d_q,
+                                    cudaStream_t stream)
 {
     return sm90_backward::run<bf16, 128, 128>(args, l, plan, d_q, stream);
 }

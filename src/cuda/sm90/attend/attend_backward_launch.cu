@@ -1,11 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_backward_launch.cu - the launches of attention's backward on Hopper. dQ is summed in f32: in place where d_q is
- * f32, else in workspace, as many key/value heads at a time as MOST_SUMS bytes hold, and then stored in d_q's dtype.
+ * attend_backward_launch.cu - the launches of attention's backward on Hopper. dQ is summed in f32: in place
+ * where d_q is f32, else in workspace, as many key/value heads at a time as MOST_SUMS bytes hold, and then
+ * stored in d_q's dtype.
  *
- * Workspace: the counters (tickets, a word for each key/value head; turns, a word for each tile and head), then the sums.
- * Limit of the kernel here: bandwidth.
+ * Workspace: the counters (tickets, a word for each key/value head; turns, a word for each tile and head),
+ * then the sums. Limit of the kernel here: bandwidth.
  */
 #include "common/chunk.cuh"
 #include "common/tma.cuh"
@@ -15,19 +16,22 @@ static const size_t MOST_SUMS = (size_t)1 << 30;
 enum { ROWS = 16, CHUNKS = 16 };
 
 struct room {
-    int64_t tiles;          /* of 64 queries, of all sequences */
-    size_t counters, sums;  /* bytes */
-    int64_t per;            /* key/value heads at a time */
+    int64_t tiles;         /* of 64 queries, of all sequences */
+    size_t counters, sums; /* bytes */
+    int64_t per;           /* key/value heads at a time */
 };
 
 static room room_of(const attend_args *args)
 {
-    const int64_t heads = args->q.shape[2], kv_heads = args->k.shape[2], group = kv_heads > 0 ? heads / kv_heads : 1;
-    const size_t one = (size_t)(args->q.shape[0] * args->q.shape[1] * group * args->q.shape[3]) * sizeof(float);
+    const int64_t heads = args->q.shape[2], kv_heads = args->k.shape[2],
+                  group = kv_heads > 0 ? heads / kv_heads : 1;
+    const size_t one =
+        (size_t)(args->q.shape[0] * args->q.shape[1] * group * args->q.shape[3]) * sizeof(float);
     room r = {piece_bound(args->seqs, SM90_BACKWARD_ROWS, 1), 0, 0, kv_heads};
     r.counters = ((size_t)(kv_heads + heads * r.tiles) * sizeof(int32_t) + 15) & ~(size_t)15;
     if (args->d_q.dtype == QUERN_F32 || kv_heads == 0 || one == 0) return r;
-    const int64_t most = one < MOST_SUMS ? (int64_t)(MOST_SUMS / one) : 1, passes = (kv_heads + most - 1) / most;
+    const int64_t most = one < MOST_SUMS ? (int64_t)(MOST_SUMS / one) : 1,
+                  passes = (kv_heads + most - 1) / most;
     r.per = (kv_heads + passes - 1) / passes;
     r.sums = one * (size_t)r.per;
     return r;
@@ -35,7 +39,8 @@ static room room_of(const attend_args *args)
 
 size_t sm90_attend_backward_bytes(const attend_args *args)
 {
-    const bool taken = args->q.dtype != QUERN_F32 && !present(args->list) && args->q.shape[3] <= 128 && args->v.shape[3] <= 128;
+    const bool taken = args->q.dtype != QUERN_F32 && !present(args->list) && args->q.shape[3] <= 128 &&
+                       args->v.shape[3] <= 128;
     if (!taken) return 0;
     const room r = room_of(args);
     return r.counters + r.sums + 15;
@@ -43,55 +48,79 @@ size_t sm90_attend_backward_bytes(const attend_args *args)
 
 /* Heads head0 ... of d_q from their sums, or 0. A thread has 8 columns of a row; 16 x 16 threads. */
 template <typename T, bool ZERO>
-__global__ void __launch_bounds__(ROWS * CHUNKS) attend_store_rows(view4 to, const float *sums, int batch, int tokens, int head0, int heads, int dim, bool wide,
-                                                                  fast_div by_heads)
+__global__ void __launch_bounds__(ROWS *CHUNKS)
+    attend_store_rows(view4 to, const float *sums, int batch, int tokens, int head0, int heads, int dim,
+                      bool wide, fast_div by_heads)
 {
-    const uint32_t row = blockIdx.x * ROWS + threadIdx.x / CHUNKS, token = quotient(row, by_heads), head = row - token * heads;
+    const uint32_t row = blockIdx.x * ROWS + threadIdx.x / CHUNKS, token = quotient(row, by_heads),
+                   head = row - token * heads;
     const int c = threadIdx.x % CHUNKS * 8;
     if (token >= (uint32_t)tokens || c >= dim) return;
     for (int b = blockIdx.y; b < batch; b += gridDim.y) {
         T *p = (T *)to.p + b * to.s[0] + token * to.s[1] + (head0 + head) * to.s[2] + c;
         chunk x = {};
         if (!ZERO) x = load_chunk(sums + ((int64_t)b * tokens * heads + row) * dim + c, true);
-        for (int i = 0; i < CHUNK; i++) x.x[i] += 0.0f; /* a zero's sign may come from a row that is not seen */
+        for (int i = 0; i < CHUNK; i++)
+            x.x[i] += 0.0f; /* a zero's sign may come from a row that is not seen */
         store_chunk(p, x, wide);
     }
 }
 
 template <typename T, bool ZERO>
-static quern_status store_rows(const attend_args *args, const float *sums, int64_t head0, int64_t heads, cudaStream_t stream)
+static quern_status store_rows(const attend_args *args, const float *sums, int64_t head0, int64_t heads,
+                               cudaStream_t stream)
 {
     const int64_t batch = args->d_q.shape[0], tokens = args->d_q.shape[1];
-    const dim3 grid((unsigned)((tokens * heads + ROWS - 1) / ROWS), (unsigned)(batch < 65535 ? batch : 65535));
-    attend_store_rows<T, ZERO><<<grid, ROWS * CHUNKS, 0, stream>>>(view4_of(args->d_q), sums, (int)batch, (int)tokens, (int)head0, (int)heads,
-                                                                  (int)args->d_q.shape[3], rows_aligned16(args->d_q), fast_div_by((uint32_t)heads));
+    const dim3 grid((unsigned)((tokens * heads + ROWS - 1) / ROWS),
+                    (unsigned)(batch < 65535 ? batch : 65535));
+    attend_store_rows<T, ZERO><<<grid, ROWS * CHUNKS, 0, stream>>>(
+        view4_of(args->d_q), sums, (int)batch, (int)tokens, (int)head0, (int)heads, (int)args->d_q.shape[3],
+        rows_aligned16(args->d_q), fast_div_by((uint32_t)heads));
     return LAUNCHED("attention's backward: dQ");
 }
 
-quern_status sm90_attend_backward(const attend_args *args, const attend_launch &l, int64_t pieces, const sm90_backward_call &call, cudaStream_t stream)
+quern_status sm90_attend_backward(const attend_args *args, const attend_launch &l, int64_t pieces,
+                                  const sm90_backward_call &call, cudaStream_t stream)
 {
-    static sm90_attend_back *const table[2][2] = {{sm90_backward_bf16_64, sm90_backward_bf16_128}, {sm90_backward_f16_64, sm90_backward_f16_128}};
+    static sm90_attend_back *const table[2][2] = {{sm90_backward_bf16_64, sm90_backward_bf16_128},
+                                                  {sm90_backward_f16_64, sm90_backward_f16_128}};
     const attend_kernel &a = l.kernel;
     const room r = room_of(args);
     char *const counters = (char *)(((uintptr_t)call.workspace + 15) & ~(uintptr_t)15);
     float *const sums = (float *)(counters + r.counters);
     const bool in_place = args->d_q.dtype == QUERN_F32;
     quern_tensor d_q = args->d_q;
-    /* Causal blocks that begin together end one after the other at the diagonal, and those that follow begin so: walking away
-     * from it they stay beside each other, and L2 serves them all. */
+    /* Causal blocks that begin together end one after the other at the diagonal, and those that follow begin
+     * so: walking away from it they stay beside each other, and L2 serves them all. */
     const bool windowed = a.mask == ATTEND_RANGE && a.window > 0;
     const int32_t wave = a.causal && !windowed && a.splits == 1 ? call.device.multiprocessors : INT32_MAX;
-    sm90_backward_plan plan = {(int32_t)pieces, 0, 0, (int32_t)r.tiles, wave, windowed, (int32_t *)counters, (int32_t *)counters + a.kv_heads};
-    quern_status status = cuda_report(cudaMemsetAsync(counters, 0, r.counters, stream), "attention's backward: its counters");
-    if (status == QUERN_OK && in_place && !args->accumulate_q) status = store_rows<float, true>(args, NULL, 0, a.heads, stream);
+    sm90_backward_plan plan = {(int32_t)pieces,
+                               0,
+                               0,
+                               (int32_t)r.tiles,
+                               wave,
+                               windowed,
+                               (int32_t *)counters,
+                               (int32_t *)counters + a.kv_heads};
+    quern_status status =
+        cuda_report(cudaMemsetAsync(counters, 0, r.counters, stream), "attention's backward: its counters");
+    if (status == QUERN_OK && in_place && !args->accumulate_q)
+        status = store_rows<float, true>(args, NULL, 0, a.heads, stream);
     for (int64_t kv0 = 0; kv0 < a.kv_heads && status == QUERN_OK; kv0 += r.per, plan.taken++) {
         plan.kv0 = (int32_t)kv0;
         plan.kv_heads = (int32_t)(a.kv_heads - kv0 < r.per ? a.kv_heads - kv0 : r.per);
         const int64_t heads = (int64_t)plan.kv_heads * a.group;
         if (!in_place) {
-            d_q.data = sums, d_q.dtype = QUERN_F32, d_q.shape[2] = heads;
-            d_q.strides[3] = 1, d_q.strides[2] = d_q.shape[3], d_q.strides[1] = heads * d_q.shape[3], d_q.strides[0] = d_q.shape[1] * d_q.strides[1];
-            status = cuda_report(cudaMemsetAsync(sums, 0, (size_t)(d_q.shape[0] * d_q.strides[0]) * sizeof(float), stream), "attention's backward: its sums");
+            d_q.data = sums;
+            d_q.dtype = QUERN_F32;
+            d_q.shape[2] = heads;
+            d_q.strides[3] = 1;
+            d_q.strides[2] = d_q.shape[3];
+            d_q.strides[1] = heads * d_q.shape[3];
+            d_q.strides[0] = d_q.shape[1] * d_q.strides[1];
+            status = cuda_report(
+                cudaMemsetAsync(sums, 0, (size_t)(d_q.shape[0] * d_q.strides[0]) * sizeof(float), stream),
+                "attention's backward: its sums");
         }
         if (status == QUERN_OK) status = table[l.dtype == QUERN_F16][l.dim > 64](args, l, plan, d_q, stream);
         if (status == QUERN_OK && !in_place)
