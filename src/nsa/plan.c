@@ -52,70 +52,70 @@ static quern_tensor flat(const nsa_call *c, int32_t tensor)
 static void fill_inputs(nsa_call *c)
 {
     nsa_views *v = &c->views;
-    v->q = with_batch(c, T_Q);
-    v->k = with_batch(c, T_K);
-    v->v = with_batch(c, T_V);
-    v->k_b[NSA_CMP] = with_batch(c, T_K_CMP);
-    v->v_b[NSA_CMP] = with_batch(c, T_V_CMP);
+    v->q = with_batch(c, T(q));
+    v->k = with_batch(c, T(k));
+    v->v = with_batch(c, T(v));
+    v->k_b[NSA_CMP] = with_batch(c, T(k_cmp));
+    v->v_b[NSA_CMP] = with_batch(c, T(v_cmp));
     for (int i = NSA_SLC; i <= NSA_WIN; i++) {
-        const int32_t own = i == NSA_SLC ? T_K_SLC : T_K_WIN;
+        const int32_t own = i == NSA_SLC ? T(k_slc) : T(k_win);
         c->separate[i] = op_uses(&c->head, own);
         v->k_b[i] = c->separate[i] ? with_batch(c, own) : v->k;
         v->v_b[i] = c->separate[i] ? with_batch(c, own + 1) : v->v;
     }
-    v->w_k = flat(c, T_W_K);
-    v->w_v = flat(c, T_W_V);
-    v->pe_k = flat(c, T_PE_K);
-    v->pe_v = flat(c, T_PE_V);
-    v->w_gate = flat(c, T_W_GATE);
-    v->gates = with_batch(c, T_GATES);
-    v->block_idx = with_batch(c, T_BLOCK_IDX);
-    v->block_count = with_batch(c, T_BLOCK_COUNT);
-    v->group_idx = with_batch(c, T_GROUP_IDX);
+    v->w_k = flat(c, T(w_k));
+    v->w_v = flat(c, T(w_v));
+    v->pe_k = flat(c, T(pe_k));
+    v->pe_v = flat(c, T(pe_v));
+    v->w_gate = flat(c, T(w_gate));
+    v->gates = with_batch(c, T(gates));
+    v->block_idx = with_batch(c, T(block_idx));
+    v->block_count = with_batch(c, T(block_count));
+    v->group_idx = with_batch(c, T(group_idx));
 }
 
 static void fill_results(nsa_call *c)
 {
     nsa_views *v = &c->views;
-    v->o = with_batch(c, T_O);
-    v->d_o = with_batch(c, T_D_O);
+    v->o = with_batch(c, T(o));
+    v->d_o = with_batch(c, T(d_o));
     for (int i = 0; i < NSA_BRANCHES; i++) {
-        v->o_b[i] = with_batch(c, T_O_CMP + i);
-        v->lse_b[i] = with_batch(c, T_LSE_CMP + i);
-        v->d_o_b[i] = with_batch(c, T_D_O_CMP + i);
+        v->o_b[i] = with_batch(c, T(o_cmp) + i);
+        v->lse_b[i] = with_batch(c, T(lse_cmp) + i);
+        v->d_o_b[i] = with_batch(c, T(d_o_cmp) + i);
     }
-    v->d_q = with_batch(c, T_D_Q);
-    v->d_k = with_batch(c, T_D_K);
-    v->d_v = with_batch(c, T_D_V);
-    static const int32_t d_k[] = {T_D_K_CMP, T_D_K_SLC, T_D_K_WIN};
+    v->d_q = with_batch(c, T(d_q));
+    v->d_k = with_batch(c, T(d_k));
+    v->d_v = with_batch(c, T(d_v));
+    static const int32_t d_k[] = {T(d_k_cmp), T(d_k_slc), T(d_k_win)};
     for (int i = 0; i < NSA_BRANCHES; i++) {
         v->d_k_b[i] = with_batch(c, d_k[i]);
         v->d_v_b[i] = with_batch(c, d_k[i] + 1);
     }
-    v->d_w_k = flat(c, T_D_W_K);
-    v->d_w_v = flat(c, T_D_W_V);
-    v->d_pe_k = flat(c, T_D_PE_K);
-    v->d_pe_v = flat(c, T_D_PE_V);
-    v->d_w_gate = flat(c, T_D_W_GATE);
-    v->d_gates = with_batch(c, T_D_GATES);
+    v->d_w_k = flat(c, T(d_w_k));
+    v->d_w_v = flat(c, T(d_w_v));
+    v->d_pe_k = flat(c, T(d_pe_k));
+    v->d_pe_v = flat(c, T(d_pe_v));
+    v->d_w_gate = flat(c, T(d_w_gate));
+    v->d_gates = with_batch(c, T(d_gates));
 }
 
 static void fill_sequences(nsa_call *c)
 {
     const op_call *h = &c->head;
     const quern_nsa_params *p = &c->params;
-    const quern_tensor cu = flat(c, T_CU_SEQLENS);
+    const quern_tensor cu = flat(c, T(cu_seqlens));
     c->tokens = (stage_seqs){c->batch, c->n, c->n, cu, cu};
-    c->compressed = (stage_seqs){c->batch, c->n, c->n_cmp, cu, flat(c, T_CU_SEQLENS_CMP)};
+    c->compressed = (stage_seqs){c->batch, c->n, c->n_cmp, cu, flat(c, T(cu_seqlens_cmp))};
     c->lists = (validate_lists_args){.seqs = c->compressed,
-                            .tile = p->tile,
-                            .select_block = p->select_block,
-                            .block_size = p->block_size,
-                            .stride = p->stride,
-                            .status = op_status_view(h)};
-    if (h->role[T_CU_SEQLENS_CMP] != OP_NEEDED) c->lists.seqs.cu_kv = (quern_tensor){0};
-    if (h->role[T_BLOCK_IDX] == OP_NEEDED) c->lists.blocks = c->views.block_idx;
-    if (h->role[T_GROUP_IDX] == OP_NEEDED) c->lists.groups = c->views.group_idx;
+                                     .tile = p->tile,
+                                     .select_block = p->select_block,
+                                     .block_size = p->block_size,
+                                     .stride = p->stride,
+                                     .status = op_status_view(h)};
+    if (h->role[T(cu_seqlens_cmp)] != OP_NEEDED) c->lists.seqs.cu_kv = (quern_tensor){0};
+    if (h->role[T(block_idx)] == OP_NEEDED) c->lists.blocks = c->views.block_idx;
+    if (h->role[T(group_idx)] == OP_NEEDED) c->lists.groups = c->views.group_idx;
 }
 
 /* Whether the backend takes every stage that the carved call uses. */

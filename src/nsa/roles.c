@@ -6,8 +6,8 @@
 #include "nsa/call.h"
 #include "nsa/schema.h"
 
-static const int32_t o_b[] = {T_O_CMP, T_O_SLC, T_O_WIN}, lse_b[] = {T_LSE_CMP, T_LSE_SLC, T_LSE_WIN};
-static const int32_t d_o_b[] = {T_D_O_CMP, T_D_O_SLC, T_D_O_WIN};
+static const int32_t o_b[] = {T(o_cmp), T(o_slc), T(o_win)}, lse_b[] = {T(lse_cmp), T(lse_slc), T(lse_win)};
+static const int32_t d_o_b[] = {T(d_o_cmp), T(d_o_slc), T(d_o_win)};
 
 /* What the roles of all tensors hang on. */
 typedef struct context {
@@ -32,8 +32,8 @@ static context context_of(const op_call *call)
                    (x.whole && p->compress != QUERN_NSA_COMPRESS_GIVEN && (x.on[NSA_CMP] || x.on[NSA_SLC]));
     x.selects =
         op == NSA_SELECT || (op == NSA_FORWARD && x.on[NSA_SLC] && p->selection == QUERN_NSA_LIST_COMPUTED);
-    x.own[NSA_SLC] = call->given[T_K_SLC] != NULL || call->given[T_V_SLC] != NULL;
-    x.own[NSA_WIN] = call->given[T_K_WIN] != NULL || call->given[T_V_WIN] != NULL;
+    x.own[NSA_SLC] = call->given[T(k_slc)] != NULL || call->given[T(v_slc)] != NULL;
+    x.own[NSA_WIN] = call->given[T(k_win)] != NULL || call->given[T(v_win)] != NULL;
     x.reads_k = x.compresses;
     for (int i = NSA_SLC; i <= NSA_WIN; i++) x.reads_k = x.reads_k || (x.attends && x.on[i] && !x.own[i]);
     x.weights = p->gate == QUERN_NSA_GATE_WEIGHTS;
@@ -52,10 +52,10 @@ static void roles_of_keys(const context *x, const op_call *call, uint8_t *r)
     const nsa_op op = x->op;
     if (x->attends || op == NSA_SELECT || op == NSA_GATES ||
         ((op == NSA_GATE || op == NSA_GATE_BACKWARD) && x->weights))
-        r[T_Q] = OP_NEEDED;
-    if (x->reads_k) set_pair(r, T_K, OP_NEEDED);
-    if (x->attends && x->on[NSA_SLC] && x->own[NSA_SLC]) set_pair(r, T_K_SLC, OP_NEEDED);
-    if (x->attends && x->on[NSA_WIN] && x->own[NSA_WIN]) set_pair(r, T_K_WIN, OP_NEEDED);
+        r[T(q)] = OP_NEEDED;
+    if (x->reads_k) set_pair(r, T(k), OP_NEEDED);
+    if (x->attends && x->on[NSA_SLC] && x->own[NSA_SLC]) set_pair(r, T(k_slc), OP_NEEDED);
+    if (x->attends && x->on[NSA_WIN] && x->own[NSA_WIN]) set_pair(r, T(k_win), OP_NEEDED);
     op_role cmp = OP_UNUSED, cu = OP_UNUSED;
     if (op == NSA_COMPRESS) cmp = OP_RESULT;
     else if (op == NSA_FORWARD)
@@ -64,11 +64,11 @@ static void roles_of_keys(const context *x, const op_call *call, uint8_t *r)
     if (op == NSA_COMPRESS) cu = OP_RESULT;
     else if (op == NSA_FORWARD && x->compresses) cu = OP_OPTIONAL_RESULT;
     else if (cmp == OP_NEEDED || op == NSA_COMPRESS_BACKWARD) cu = OP_NEEDED;
-    set_pair(r, T_K_CMP, cmp);
-    if (op == NSA_SELECT) r[T_V_CMP] = OP_UNUSED;
+    set_pair(r, T(k_cmp), cmp);
+    if (op == NSA_SELECT) r[T(v_cmp)] = OP_UNUSED;
     if (call->varlen) {
-        r[T_CU_SEQLENS] = OP_NEEDED;
-        r[T_CU_SEQLENS_CMP] = (uint8_t)cu;
+        r[T(cu_seqlens)] = OP_NEEDED;
+        r[T(cu_seqlens_cmp)] = (uint8_t)cu;
     }
 }
 
@@ -77,34 +77,34 @@ static void roles_of_weights(const context *x, uint8_t *r)
     const bool linear = x->p->compress == QUERN_NSA_COMPRESS_LINEAR,
                given = x->p->compress == QUERN_NSA_COMPRESS_GIVEN;
     const bool gate_mode = x->op == NSA_GATE || x->op == NSA_GATE_BACKWARD;
-    if (x->compresses) set_pair(r, T_W_K, linear ? OP_NEEDED : OP_OPTIONAL);
-    if (x->compresses && linear) set_pair(r, T_PE_K, OP_OPTIONAL);
-    if (x->whole && given) set_pair(r, T_W_K, OP_REFUSED);
+    if (x->compresses) set_pair(r, T(w_k), linear ? OP_NEEDED : OP_OPTIONAL);
+    if (x->compresses && linear) set_pair(r, T(pe_k), OP_OPTIONAL);
+    if (x->whole && given) set_pair(r, T(w_k), OP_REFUSED);
     if ((x->whole || x->op == NSA_COMPRESS || x->op == NSA_COMPRESS_BACKWARD) && !linear)
-        set_pair(r, T_PE_K, OP_REFUSED);
-    if (x->whole || gate_mode) r[T_W_GATE] = x->weights ? OP_NEEDED : OP_REFUSED;
-    if (x->op == NSA_GATES) r[T_W_GATE] = OP_NEEDED;
-    if (x->op == NSA_GATES) r[T_GATES] = OP_RESULT;
-    if (x->op == NSA_COMBINE) r[T_GATES] = OP_OPTIONAL;
+        set_pair(r, T(pe_k), OP_REFUSED);
+    if (x->whole || gate_mode) r[T(w_gate)] = x->weights ? OP_NEEDED : OP_REFUSED;
+    if (x->op == NSA_GATES) r[T(w_gate)] = OP_NEEDED;
+    if (x->op == NSA_GATES) r[T(gates)] = OP_RESULT;
+    if (x->op == NSA_COMBINE) r[T(gates)] = OP_OPTIONAL;
     if (x->op == NSA_FORWARD || x->op == NSA_GATE)
-        r[T_GATES] = x->p->gate == QUERN_NSA_GATE_GIVEN ? OP_NEEDED : OP_OPTIONAL_RESULT;
+        r[T(gates)] = x->p->gate == QUERN_NSA_GATE_GIVEN ? OP_NEEDED : OP_OPTIONAL_RESULT;
     if (x->op == NSA_BACKWARD || x->op == NSA_GATE_BACKWARD)
-        r[T_GATES] = x->p->gate == QUERN_NSA_GATE_NONE ? OP_UNUSED : OP_NEEDED;
+        r[T(gates)] = x->p->gate == QUERN_NSA_GATE_NONE ? OP_UNUSED : OP_NEEDED;
 }
 
 static void roles_of_lists(const context *x, uint8_t *r)
 {
     const bool groups = x->p->max_compressed_groups > 0;
     if (x->selects) {
-        r[T_BLOCK_IDX] = x->op == NSA_SELECT ? OP_RESULT : OP_OPTIONAL_RESULT;
-        r[T_BLOCK_COUNT] = OP_OPTIONAL_RESULT;
+        r[T(block_idx)] = x->op == NSA_SELECT ? OP_RESULT : OP_OPTIONAL_RESULT;
+        r[T(block_count)] = OP_OPTIONAL_RESULT;
     } else if (x->attends && x->on[NSA_SLC]) {
-        r[T_BLOCK_IDX] = OP_NEEDED;
+        r[T(block_idx)] = OP_NEEDED;
     }
     if (groups && x->on[NSA_CMP] && x->attends)
-        r[T_GROUP_IDX] =
+        r[T(group_idx)] =
             x->op == NSA_FORWARD && x->p->groups == QUERN_NSA_LIST_COMPUTED ? OP_OPTIONAL_RESULT : OP_NEEDED;
-    if (groups && x->op == NSA_SELECT) r[T_GROUP_IDX] = OP_OPTIONAL_RESULT;
+    if (groups && x->op == NSA_SELECT) r[T(group_idx)] = OP_OPTIONAL_RESULT;
 }
 
 /* Outputs of the branches and of the gate, and the gradients that come in. */
@@ -126,9 +126,9 @@ static void roles_of_results(const context *x, uint8_t *r)
         r[lse_b[i]] = (uint8_t)lse;
         r[d_o_b[i]] = (uint8_t)d_o;
     }
-    if (op == NSA_SELECT && x->p->metric == QUERN_NSA_METRIC_SOFTMAX) r[T_LSE_CMP] = OP_OPTIONAL;
-    if (op == NSA_FORWARD || op == NSA_COMBINE || op == NSA_GATE) r[T_O] = OP_RESULT;
-    if (op == NSA_BACKWARD || op == NSA_GATE_BACKWARD) r[T_D_O] = OP_NEEDED;
+    if (op == NSA_SELECT && x->p->metric == QUERN_NSA_METRIC_SOFTMAX) r[T(lse_cmp)] = OP_OPTIONAL;
+    if (op == NSA_FORWARD || op == NSA_COMBINE || op == NSA_GATE) r[T(o)] = OP_RESULT;
+    if (op == NSA_BACKWARD || op == NSA_GATE_BACKWARD) r[T(d_o)] = OP_NEEDED;
 }
 
 static op_role if_given(const op_call *call, int32_t source, op_role role)
@@ -141,23 +141,23 @@ static void roles_of_gradients(const context *x, const op_call *call, uint8_t *r
     const nsa_op op = x->op;
     const bool gated = op == NSA_BACKWARD || op == NSA_GATE_BACKWARD;
     if (!x->backward) return;
-    if (op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD) r[T_D_Q] = OP_RESULT;
-    if (op == NSA_GATE_BACKWARD && x->weights) r[T_D_Q] = OP_OPTIONAL_RESULT;
-    if (x->reads_k) set_pair(r, T_D_K, op == NSA_COMPRESS_BACKWARD ? OP_OPTIONAL_RESULT : OP_RESULT);
+    if (op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD) r[T(d_q)] = OP_RESULT;
+    if (op == NSA_GATE_BACKWARD && x->weights) r[T(d_q)] = OP_OPTIONAL_RESULT;
+    if (x->reads_k) set_pair(r, T(d_k), op == NSA_COMPRESS_BACKWARD ? OP_OPTIONAL_RESULT : OP_RESULT);
     for (int i = 0; i < 4 && x->attends; i++) {
         const bool used = i < 2 ? x->on[NSA_SLC] : x->on[NSA_WIN];
-        r[T_D_K_SLC + i] = (uint8_t)if_given(call, T_K_SLC + i, used ? OP_RESULT : OP_UNUSED);
+        r[T(d_k_slc) + i] = (uint8_t)if_given(call, T(k_slc) + i, used ? OP_RESULT : OP_UNUSED);
     }
-    if (op == NSA_COMPRESS_BACKWARD) set_pair(r, T_D_K_CMP, OP_NEEDED);
-    if (op == NSA_ATTEND_BACKWARD && x->on[NSA_CMP]) set_pair(r, T_D_K_CMP, OP_RESULT);
+    if (op == NSA_COMPRESS_BACKWARD) set_pair(r, T(d_k_cmp), OP_NEEDED);
+    if (op == NSA_ATTEND_BACKWARD && x->on[NSA_CMP]) set_pair(r, T(d_k_cmp), OP_RESULT);
     if (op == NSA_BACKWARD) {
         const bool given = x->p->compress == QUERN_NSA_COMPRESS_GIVEN;
-        set_pair(r, T_D_K_CMP, !given ? OP_REFUSED : x->on[NSA_CMP] ? OP_RESULT : OP_UNUSED);
+        set_pair(r, T(d_k_cmp), !given ? OP_REFUSED : x->on[NSA_CMP] ? OP_RESULT : OP_UNUSED);
     }
     for (int i = 0; i < 4 && (op == NSA_BACKWARD || op == NSA_COMPRESS_BACKWARD); i++)
-        r[T_D_W_K + i] = (uint8_t)if_given(call, T_W_K + i, x->compresses ? OP_OPTIONAL_RESULT : OP_UNUSED);
-    if (gated) r[T_D_W_GATE] = x->weights ? OP_OPTIONAL_RESULT : OP_REFUSED;
-    if (gated) r[T_D_GATES] = x->weights ? OP_REFUSED : OP_OPTIONAL_RESULT;
+        r[T(d_w_k) + i] = (uint8_t)if_given(call, T(w_k) + i, x->compresses ? OP_OPTIONAL_RESULT : OP_UNUSED);
+    if (gated) r[T(d_w_gate)] = x->weights ? OP_OPTIONAL_RESULT : OP_REFUSED;
+    if (gated) r[T(d_gates)] = x->weights ? OP_REFUSED : OP_OPTIONAL_RESULT;
 }
 
 void nsa_roles(op_call *call)
@@ -178,11 +178,11 @@ quern_status nsa_refuse(const op_call *call, int32_t tensor)
     static const char *const kinds[] = {"mean", "linear", "given"}, *const gates[] = {"none", "weights",
                                                                                       "given"};
     const char *accepted = "weights"; /* W_GATE and its gradient */
-    const bool gate = tensor == T_W_GATE || tensor == T_D_W_GATE || tensor == T_D_GATES;
-    if (tensor == T_W_K || tensor == T_W_V) accepted = "mean or linear";
-    if (tensor == T_PE_K || tensor == T_PE_V) accepted = "linear";
-    if (tensor == T_D_K_CMP || tensor == T_D_V_CMP) accepted = "given";
-    if (tensor == T_D_GATES) accepted = "given or none";
+    const bool gate = tensor == T(w_gate) || tensor == T(d_w_gate) || tensor == T(d_gates);
+    if (tensor == T(w_k) || tensor == T(w_v)) accepted = "mean or linear";
+    if (tensor == T(pe_k) || tensor == T(pe_v)) accepted = "linear";
+    if (tensor == T(d_k_cmp) || tensor == T(d_v_cmp)) accepted = "given";
+    if (tensor == T(d_gates)) accepted = "given or none";
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with %s %s: with it %s is accepted",
                      call->family->tensors[tensor].field, gate ? "gate" : "compress",
                      gate ? gates[p->gate] : kinds[p->compress], accepted);

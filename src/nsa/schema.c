@@ -11,57 +11,60 @@
 #include <stddef.h>
 
 static const op_tensor tensors[] = {
-    {"q", "Q", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_D}, {S_T, S_H, S_D}},
-    {"k", "K", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
-    {"v", "V", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
-    {"k_slc", "K_slc", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
-    {"v_slc", "V_slc", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
-    {"k_win", "K_win", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
-    {"v_win", "V_win", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
-    {"k_cmp", "K_cmp", OP_ACTIVATION, OP_NONE, {S_B, S_NC, S_HKV, S_D}, {S_TC, S_HKV, S_D}},
-    {"v_cmp", "V_cmp", OP_ACTIVATION, OP_NONE, {S_B, S_NC, S_HKV, S_DV}, {S_TC, S_HKV, S_DV}},
-    {"cu_seqlens", "cu_seqlens", OP_I32, OP_NONE, {S_B1}, {0}},
-    {"cu_seqlens_cmp", "cu_seqlens_cmp", OP_I32, OP_NONE, {S_B1}, {0}},
-    {"w_k", "W_k", OP_WEIGHT, OP_NONE, {S_HKV, S_LD, S_D}, {0}},
-    {"w_v", "W_v", OP_WEIGHT, OP_NONE, {S_HKV, S_LDV, S_DV}, {0}},
-    {"pe_k", "pe_k", OP_WEIGHT, OP_NONE, {S_HKV, S_L, S_D}, {0}},
-    {"pe_v", "pe_v", OP_WEIGHT, OP_NONE, {S_HKV, S_L, S_DV}, {0}},
-    {"w_gate", "gate", OP_WEIGHT, OP_NONE, {S_H, S_3, S_D}, {0}},
-    {"gates", "gates", OP_F32, OP_NONE, {S_B, S_N, S_H, S_3}, {S_T, S_H, S_3}},
-    {"block_idx", "block_idx", OP_I32, OP_NONE, {S_B, S_HS, S_TILES, S_K}, {S_HS, S_ROWS, S_K}},
-    {"block_count", "block_count", OP_I32, OP_NONE, {S_B, S_HS, S_TILES}, {S_HS, S_ROWS}},
-    {"group_idx", "group_idx", OP_I32, OP_NONE, {S_B, S_HS, S_TILES, S_C}, {S_HS, S_ROWS, S_C}},
-    {"o", "O", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
-    {"o_cmp", "O_cmp", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
-    {"o_slc", "O_slc", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
-    {"o_win", "O_win", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
-    {"lse_cmp", "lse_cmp", OP_F32, OP_NONE, {S_B, S_H, S_N}, {S_H, S_T}},
-    {"lse_slc", "lse_slc", OP_F32, OP_NONE, {S_B, S_H, S_N}, {S_H, S_T}},
-    {"lse_win", "lse_win", OP_F32, OP_NONE, {S_B, S_H, S_N}, {S_H, S_T}},
-    {"d_o", "dO", OP_ACTIVATION, T_O, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
-    {"d_o_cmp", "dO_cmp", OP_ACTIVATION, T_O_CMP, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
-    {"d_o_slc", "dO_slc", OP_ACTIVATION, T_O_SLC, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
-    {"d_o_win", "dO_win", OP_ACTIVATION, T_O_WIN, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
-    {"d_q", "dQ", OP_ACTIVATION, T_Q, {S_B, S_N, S_H, S_D}, {S_T, S_H, S_D}},
-    {"d_k", "dK", OP_ACTIVATION, T_K, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
-    {"d_v", "dV", OP_ACTIVATION, T_V, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
-    {"d_k_slc", "dK_slc", OP_ACTIVATION, T_K_SLC, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
-    {"d_v_slc", "dV_slc", OP_ACTIVATION, T_V_SLC, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
-    {"d_k_win", "dK_win", OP_ACTIVATION, T_K_WIN, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
-    {"d_v_win", "dV_win", OP_ACTIVATION, T_V_WIN, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
-    {"d_k_cmp", "dK_cmp", OP_ACTIVATION, T_K_CMP, {S_B, S_NC, S_HKV, S_D}, {S_TC, S_HKV, S_D}},
-    {"d_v_cmp", "dV_cmp", OP_ACTIVATION, T_V_CMP, {S_B, S_NC, S_HKV, S_DV}, {S_TC, S_HKV, S_DV}},
-    {"d_w_k", "dW_k", OP_F32, T_W_K, {S_HKV, S_LD, S_D}, {0}},
-    {"d_w_v", "dW_v", OP_F32, T_W_V, {S_HKV, S_LDV, S_DV}, {0}},
-    {"d_pe_k", "dpe_k", OP_F32, T_PE_K, {S_HKV, S_L, S_D}, {0}},
-    {"d_pe_v", "dpe_v", OP_F32, T_PE_V, {S_HKV, S_L, S_DV}, {0}},
-    {"d_w_gate", "dgate", OP_F32, T_W_GATE, {S_H, S_3, S_D}, {0}},
-    {"d_gates", "dgates", OP_F32, T_GATES, {S_B, S_N, S_H, S_3}, {S_T, S_H, S_3}},
+    [T(q)] = {"q", "Q", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_D}, {S_T, S_H, S_D}},
+    [T(k)] = {"k", "K", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    [T(v)] = {"v", "V", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    [T(k_slc)] = {"k_slc", "K_slc", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    [T(v_slc)] = {"v_slc", "V_slc", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    [T(k_win)] = {"k_win", "K_win", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    [T(v_win)] = {"v_win", "V_win", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    [T(k_cmp)] = {"k_cmp", "K_cmp", OP_ACTIVATION, OP_NONE, {S_B, S_NC, S_HKV, S_D}, {S_TC, S_HKV, S_D}},
+    [T(v_cmp)] = {"v_cmp", "V_cmp", OP_ACTIVATION, OP_NONE, {S_B, S_NC, S_HKV, S_DV}, {S_TC, S_HKV, S_DV}},
+    [T(cu_seqlens)] = {"cu_seqlens", "cu_seqlens", OP_I32, OP_NONE, {S_B1}, {0}},
+    [T(cu_seqlens_cmp)] = {"cu_seqlens_cmp", "cu_seqlens_cmp", OP_I32, OP_NONE, {S_B1}, {0}},
+    [T(w_k)] = {"w_k", "W_k", OP_WEIGHT, OP_NONE, {S_HKV, S_LD, S_D}, {0}},
+    [T(w_v)] = {"w_v", "W_v", OP_WEIGHT, OP_NONE, {S_HKV, S_LDV, S_DV}, {0}},
+    [T(pe_k)] = {"pe_k", "pe_k", OP_WEIGHT, OP_NONE, {S_HKV, S_L, S_D}, {0}},
+    [T(pe_v)] = {"pe_v", "pe_v", OP_WEIGHT, OP_NONE, {S_HKV, S_L, S_DV}, {0}},
+    [T(w_gate)] = {"w_gate", "gate", OP_WEIGHT, OP_NONE, {S_H, S_3, S_D}, {0}},
+    [T(gates)] = {"gates", "gates", OP_F32, OP_NONE, {S_B, S_N, S_H, S_3}, {S_T, S_H, S_3}},
+    [T(block_idx)] =
+        {"block_idx", "block_idx", OP_I32, OP_NONE, {S_B, S_HS, S_TILES, S_K}, {S_HS, S_ROWS, S_K}},
+    [T(block_count)] = {"block_count", "block_count", OP_I32, OP_NONE, {S_B, S_HS, S_TILES}, {S_HS, S_ROWS}},
+    [T(group_idx)] =
+        {"group_idx", "group_idx", OP_I32, OP_NONE, {S_B, S_HS, S_TILES, S_C}, {S_HS, S_ROWS, S_C}},
+    [T(o)] = {"o", "O", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    [T(o_cmp)] = {"o_cmp", "O_cmp", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    [T(o_slc)] = {"o_slc", "O_slc", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    [T(o_win)] = {"o_win", "O_win", OP_ACTIVATION, OP_NONE, {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    [T(lse_cmp)] = {"lse_cmp", "lse_cmp", OP_F32, OP_NONE, {S_B, S_H, S_N}, {S_H, S_T}},
+    [T(lse_slc)] = {"lse_slc", "lse_slc", OP_F32, OP_NONE, {S_B, S_H, S_N}, {S_H, S_T}},
+    [T(lse_win)] = {"lse_win", "lse_win", OP_F32, OP_NONE, {S_B, S_H, S_N}, {S_H, S_T}},
+    [T(d_o)] = {"d_o", "dO", OP_ACTIVATION, T(o), {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    [T(d_o_cmp)] = {"d_o_cmp", "dO_cmp", OP_ACTIVATION, T(o_cmp), {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    [T(d_o_slc)] = {"d_o_slc", "dO_slc", OP_ACTIVATION, T(o_slc), {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    [T(d_o_win)] = {"d_o_win", "dO_win", OP_ACTIVATION, T(o_win), {S_B, S_N, S_H, S_DV}, {S_T, S_H, S_DV}},
+    [T(d_q)] = {"d_q", "dQ", OP_ACTIVATION, T(q), {S_B, S_N, S_H, S_D}, {S_T, S_H, S_D}},
+    [T(d_k)] = {"d_k", "dK", OP_ACTIVATION, T(k), {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    [T(d_v)] = {"d_v", "dV", OP_ACTIVATION, T(v), {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    [T(d_k_slc)] = {"d_k_slc", "dK_slc", OP_ACTIVATION, T(k_slc), {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    [T(d_v_slc)] =
+        {"d_v_slc", "dV_slc", OP_ACTIVATION, T(v_slc), {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    [T(d_k_win)] = {"d_k_win", "dK_win", OP_ACTIVATION, T(k_win), {S_B, S_N, S_HKV, S_D}, {S_T, S_HKV, S_D}},
+    [T(d_v_win)] =
+        {"d_v_win", "dV_win", OP_ACTIVATION, T(v_win), {S_B, S_N, S_HKV, S_DV}, {S_T, S_HKV, S_DV}},
+    [T(d_k_cmp)] =
+        {"d_k_cmp", "dK_cmp", OP_ACTIVATION, T(k_cmp), {S_B, S_NC, S_HKV, S_D}, {S_TC, S_HKV, S_D}},
+    [T(d_v_cmp)] =
+        {"d_v_cmp", "dV_cmp", OP_ACTIVATION, T(v_cmp), {S_B, S_NC, S_HKV, S_DV}, {S_TC, S_HKV, S_DV}},
+    [T(d_w_k)] = {"d_w_k", "dW_k", OP_F32, T(w_k), {S_HKV, S_LD, S_D}, {0}},
+    [T(d_w_v)] = {"d_w_v", "dW_v", OP_F32, T(w_v), {S_HKV, S_LDV, S_DV}, {0}},
+    [T(d_pe_k)] = {"d_pe_k", "dpe_k", OP_F32, T(pe_k), {S_HKV, S_L, S_D}, {0}},
+    [T(d_pe_v)] = {"d_pe_v", "dpe_v", OP_F32, T(pe_v), {S_HKV, S_L, S_DV}, {0}},
+    [T(d_w_gate)] = {"d_w_gate", "dgate", OP_F32, T(w_gate), {S_H, S_3, S_D}, {0}},
+    [T(d_gates)] = {"d_gates", "dgates", OP_F32, T(gates), {S_B, S_N, S_H, S_3}, {S_T, S_H, S_3}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == NSA_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_nsa_tensors) == (1 + NSA_TENSORS) * sizeof(void *), "a tensor a field");
-_Static_assert(offsetof(quern_nsa_tensors, d_o) == (1 + T_D_O) * sizeof(void *),
-               "in the order of the fields");
 
 static const char *const compress_choices[] = {"mean", "linear", "given", NULL};
 static const char *const scope_choices[] = {"group", "head", NULL};
@@ -108,12 +111,29 @@ static const char *const operations[] = {
     "nsa_select",  "nsa_attend",   "nsa_attend_backward", "nsa_gates",
     "nsa_combine", "nsa_gate",     "nsa_gate_backward"};
 
-static const char *const symbols[] = {
-    "",          [S_B] = "B",         [S_B1] = "B+1", [S_N] = "N",   [S_T] = "T",   [S_H] = "H",         [S_HKV] = "Hkv",
-    [S_D] = "D", [S_DV] = "Dv",       [S_NC] = "Nc",  [S_TC] = "Tc", [S_L] = "l",   [S_LD] = "D|l*D",    [S_LDV] = "Dv|l*Dv",
-    [S_3] = "3", [S_HS] = "Hs",       [S_TILES] = "tiles", [S_ROWS] = "rows", [S_K] = "k", [S_C] = "c", NULL};
+static const char *const symbols[] = {"",
+                                      [S_B] = "B",
+                                      [S_B1] = "B+1",
+                                      [S_N] = "N",
+                                      [S_T] = "T",
+                                      [S_H] = "H",
+                                      [S_HKV] = "Hkv",
+                                      [S_D] = "D",
+                                      [S_DV] = "Dv",
+                                      [S_NC] = "Nc",
+                                      [S_TC] = "Tc",
+                                      [S_L] = "l",
+                                      [S_LD] = "D|l*D",
+                                      [S_LDV] = "Dv|l*Dv",
+                                      [S_3] = "3",
+                                      [S_HS] = "Hs",
+                                      [S_TILES] = "tiles",
+                                      [S_ROWS] = "rows",
+                                      [S_K] = "k",
+                                      [S_C] = "c",
+                                      NULL};
 
-static const int8_t branch_outputs[] = {T_O_CMP, T_O_SLC, T_O_WIN, OP_NONE};
+static const int8_t branch_outputs[] = {T(o_cmp), T(o_slc), T(o_win), OP_NONE};
 static const op_entry ops[] = {
     {.name = "nsa",
      .help = "native sparse attention, the whole; with dO also its backward. gate: gates by weights; gates: "
@@ -126,7 +146,10 @@ static const op_entry ops[] = {
      .help = "compress keys and values; with dK_cmp and dV_cmp also the backward",
      .forward = NSA_COMPRESS,
      .backward = NSA_COMPRESS_BACKWARD},
-    {.name = "nsa-select", .help = "choose the blocks of every tile", .forward = NSA_SELECT, .backward = OP_NONE},
+    {.name = "nsa-select",
+     .help = "choose the blocks of every tile",
+     .forward = NSA_SELECT,
+     .backward = OP_NONE},
     {.name = "nsa-attend",
      .help = "attend over the branches asked for; with dO_cmp, dO_slc, dO_win also the backward",
      .forward = NSA_ATTEND,
@@ -143,9 +166,9 @@ static const op_entry ops[] = {
 };
 /* gate, selection and groups stand last. */
 enum { PARAMS = sizeof params / sizeof *params };
-static const op_mode modes[] = {{PARAMS - 3, {OP_NONE, T_W_GATE, T_GATES}},
-                                {PARAMS - 2, {OP_NONE, T_BLOCK_IDX}},
-                                {PARAMS - 1, {OP_NONE, T_GROUP_IDX}}};
+static const op_mode modes[] = {{PARAMS - 3, {OP_NONE, T(w_gate), T(gates)}},
+                                {PARAMS - 2, {OP_NONE, T(block_idx)}},
+                                {PARAMS - 1, {OP_NONE, T(group_idx)}}};
 
 static quern_status preset(void *p, const char *name)
 {
@@ -205,10 +228,10 @@ static void derive_extents(op_call *call, int64_t n)
 /* Queries, keys and values give the extents: of each, the first that the operation uses. */
 static quern_status derive(op_call *call)
 {
-    static const int32_t query_list[] = {T_Q, T_O_CMP, T_O_SLC, T_O_WIN, T_O, T_D_O},
-                         key_list[] = {T_K, T_K_SLC, T_K_WIN, T_K_CMP};
-    static const int32_t value_list[] = {T_V,     T_V_SLC, T_V_WIN, T_V_CMP, T_O,
-                                         T_O_CMP, T_O_SLC, T_O_WIN, T_D_O};
+    static const int32_t query_list[] = {T(q), T(o_cmp), T(o_slc), T(o_win), T(o), T(d_o)},
+                         key_list[] = {T(k), T(k_slc), T(k_win), T(k_cmp)};
+    static const int32_t value_list[] = {T(v),     T(v_slc), T(v_win), T(v_cmp), T(o),
+                                         T(o_cmp), T(o_slc), T(o_win), T(d_o)};
     const bool compress_alone = call->operation == NSA_COMPRESS || call->operation == NSA_COMPRESS_BACKWARD;
     const int32_t q = op_first_used(call, query_list, 6), k = op_first_used(call, key_list, 4),
                   v = op_first_used(call, value_list, 9);
@@ -216,9 +239,9 @@ static quern_status derive(op_call *call)
                   all[] = {q, k, v};
     if (lead == OP_NONE)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
-                         compress_alone                 ? "k"
-                         : call->role[T_Q] == OP_NEEDED ? "q"
-                                                        : "o_cmp");
+                         compress_alone                  ? "k"
+                         : call->role[T(q)] == OP_NEEDED ? "q"
+                                                         : "o_cmp");
     call->like = *call->given[lead];
     quern_status status = op_check_activation(call, lead, ndim);
     for (int i = 0; i < 3 && status == QUERN_OK; i++)
@@ -226,12 +249,12 @@ static quern_status derive(op_call *call)
     if (status != QUERN_OK) return status;
     const quern_tensor *const *t = call->given;
     int64_t *s = call->symbol;
-    if ((status = op_find_batch(call, T_CU_SEQLENS, t[lead], &s[S_B])) != QUERN_OK) return status;
+    if ((status = op_find_batch(call, T(cu_seqlens), t[lead], &s[S_B])) != QUERN_OK) return status;
     const int64_t n = t[lead]->shape[at];
-    const bool queries = op_uses(call, T_Q);
+    const bool queries = op_uses(call, T(q));
     s[S_H] = q != OP_NONE ? t[q]->shape[at + 1] : 0;
     s[S_HKV] = k != OP_NONE ? t[k]->shape[at + 1] : 0;
-    s[S_D] = queries ? t[T_Q]->shape[at + 2] : k != OP_NONE ? t[k]->shape[at + 2] : 0;
+    s[S_D] = queries ? t[T(q)]->shape[at + 2] : k != OP_NONE ? t[k]->shape[at + 2] : 0;
     s[S_DV] = v != OP_NONE ? t[v]->shape[at + 2] : 0;
     if (n > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens: at most %d are accepted", (long long)n,
@@ -264,8 +287,8 @@ static quern_status check_entries(const op_call *call, const int32_t *tokens, co
 /* cu_seqlens_cmp; starts that make no sense are left to the call to refuse. */
 static quern_status complete(const op_call *call, int32_t tensor, int32_t *data)
 {
-    const quern_tensor *cu = call->given[T_CU_SEQLENS];
-    if (tensor != T_CU_SEQLENS_CMP || cu == NULL || cu->dtype != QUERN_I32 || cu->ndim != 1)
+    const quern_tensor *cu = call->given[T(cu_seqlens)];
+    if (tensor != T(cu_seqlens_cmp) || cu == NULL || cu->dtype != QUERN_I32 || cu->ndim != 1)
         return error_set(QUERN_ERR_UNSUPPORTED, "%s does not follow from cu_seqlens", tensors[tensor].field);
     const int32_t *starts = cu->data;
     int64_t sum = 0;
@@ -280,9 +303,9 @@ static quern_status check_data(const op_call *call, void *const *data)
 {
     if (!call->varlen) return QUERN_OK;
     const quern_status status =
-        view_check_offsets(data[T_CU_SEQLENS], call->symbol[S_B], "cu_seqlens", call->symbol[S_T]);
-    if (status != QUERN_OK || call->role[T_CU_SEQLENS_CMP] != OP_NEEDED) return status;
-    return check_entries(call, data[T_CU_SEQLENS], data[T_CU_SEQLENS_CMP]);
+        view_check_offsets(data[T(cu_seqlens)], call->symbol[S_B], "cu_seqlens", call->symbol[S_T]);
+    if (status != QUERN_OK || call->role[T(cu_seqlens_cmp)] != OP_NEEDED) return status;
+    return check_entries(call, data[T(cu_seqlens)], data[T(cu_seqlens_cmp)]);
 }
 
 const op_family nsa_family = {
@@ -291,7 +314,7 @@ const op_family nsa_family = {
     .first = QUERN_OP_NSA_FORWARD,
     .tensors = tensors,
     .tensor_count = NSA_TENSORS,
-    .varlen_by = T_CU_SEQLENS,
+    .varlen_by = T(cu_seqlens),
     .params = params,
     .param_count = sizeof params / sizeof *params,
     .defaults = &defaults,

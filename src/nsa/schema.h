@@ -6,6 +6,10 @@
 
 #include "core/op.h"
 
+#include <quern/nsa.h>
+
+#include <stddef.h>
+
 /* In the order of quern_operation. */
 typedef enum nsa_op {
     NSA_FORWARD, NSA_BACKWARD, NSA_COMPRESS, NSA_COMPRESS_BACKWARD, NSA_SELECT, NSA_ATTEND,
@@ -14,14 +18,9 @@ typedef enum nsa_op {
 
 enum { NSA_CMP, NSA_SLC, NSA_WIN, NSA_BRANCHES };
 
-/* In the order of quern_nsa_tensors. */
-typedef enum nsa_tensor {
-    T_Q, T_K, T_V, T_K_SLC, T_V_SLC, T_K_WIN, T_V_WIN, T_K_CMP, T_V_CMP, T_CU_SEQLENS, T_CU_SEQLENS_CMP,
-    T_W_K, T_W_V, T_PE_K, T_PE_V, T_W_GATE, T_GATES, T_BLOCK_IDX, T_BLOCK_COUNT, T_GROUP_IDX, T_O, T_O_CMP,
-    T_O_SLC, T_O_WIN, T_LSE_CMP, T_LSE_SLC, T_LSE_WIN, T_D_O, T_D_O_CMP, T_D_O_SLC, T_D_O_WIN, T_D_Q, T_D_K,
-    T_D_V, T_D_K_SLC, T_D_V_SLC, T_D_K_WIN, T_D_V_WIN, T_D_K_CMP, T_D_V_CMP, T_D_W_K, T_D_W_V, T_D_PE_K,
-    T_D_PE_V, T_D_W_GATE, T_D_GATES, NSA_TENSORS
-} nsa_tensor;
+/* The number of a tensor: the place of its field after `size`. */
+#define T(field) ((int)(offsetof(quern_nsa_tensors, field) / sizeof(void *)) - 1)
+enum { NSA_TENSORS = sizeof(quern_nsa_tensors) / sizeof(void *) - 1 };
 
 /* Extents as the shapes below name them: fixed length B and N, varlen T. */
 typedef enum nsa_symbol {
