@@ -17,7 +17,9 @@ const struct op_family *const quern_families[] = {
     &dsv4_index_family,     /* indexer */
     &dsv4_attention_family, /* attention core */
     &dsv4_store_family,     /* rows of its caches */
+    &nvfp4_quantize_family,
     &nvfp4_dequantize_family,
+    &nvfp4_from_mxfp4_family,
     &nvfp4_gemm_family,
     &moe_family,
     &moe_route_family,

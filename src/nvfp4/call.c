@@ -123,3 +123,34 @@ quern_tensor nvfp4_global_view(const quern_tensor *global)
     v.strides[v.ndim++] = 1;
     return v;
 }
+
+quern_tensor nvfp4_tail_view(const quern_tensor *t)
+{
+    quern_tensor v = *t;
+    if (v.ndim == 0) return v;
+    v.shape[v.ndim] = 1;
+    v.strides[v.ndim++] = 1;
+    return v;
+}
+
+quern_status nvfp4_derive_coded(op_call *call, bool weight, quern_nvfp4_global per, int64_t experts)
+{
+    const op_extents *x = &call->lead[0];
+    op_extents *global = &call->lead[3];
+    const int32_t along = weight ? x->count - 2 : x->count - 1;
+    const int64_t blocks = nvfp4_blocks(x->extent[along]);
+    if (weight && x->extent[along] % QUERN_NVFP4_BLOCK != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", along,
+                         (long long)x->extent[along]);
+    if (per == QUERN_NVFP4_GLOBAL_EXPERT && x->count != (weight ? 3 : 2))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted with a global an expert", x->count,
+                         weight ? "3 ([E, K, N])" : "2 ([T, D])");
+    call->lead[1] = call->lead[2] = *global = *x;
+    call->lead[1].extent[along] = blocks * QUERN_NVFP4_BLOCK / 2;
+    call->lead[2].extent[along] = blocks;
+    if (per == QUERN_NVFP4_GLOBAL_TENSOR) global->count = 0;
+    else if (per == QUERN_NVFP4_GLOBAL_ROW) global->count = x->count - 1;
+    else global->count = 1;
+    if (per == QUERN_NVFP4_GLOBAL_EXPERT && !weight) global->extent[0] = experts;
+    return QUERN_OK;
+}

@@ -11,7 +11,7 @@
 
 #include <quern/nvfp4.h>
 
-extern const op_family nvfp4_dequantize_family;
+extern const op_family nvfp4_dequantize_family, nvfp4_quantize_family, nvfp4_from_mxfp4_family;
 
 /* The words of the parameters that several operations have. */
 extern const char *const nvfp4_profile_words[], *const nvfp4_global_words[], *const nvfp4_layout_words[];
@@ -45,6 +45,11 @@ quern_status nvfp4_check_ends(const int32_t *ends, int64_t experts, int64_t rows
 quern_status nvfp4_check_globals(const quern_tensor *global, const char *name);
 /* A trailing extent of 1, which the stages want; NULL gives the absent view. */
 quern_tensor nvfp4_global_view(const quern_tensor *global);
+
+/* The same of a view of op_view(), where [] is [1]. */
+quern_tensor nvfp4_tail_view(const quern_tensor *t);
+/* From x's extents in lead[0], which x's blocks must suit, those of codes, scales and global in lead[1 ... 3]. */
+quern_status nvfp4_derive_coded(op_call *call, bool weight, quern_nvfp4_global per, int64_t experts);
 
 /* ceil(columns / 16). */
 static inline int64_t nvfp4_blocks(int64_t columns)

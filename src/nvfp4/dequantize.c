@@ -98,40 +98,20 @@ static quern_status find_shape(op_call *call, op_extents *shape)
     if (x == NULL) shape->extent[along] *= 2;
     if (x == NULL && !weight && call->asked[ASKED_COLUMNS] != 0)
         shape->extent[along] = call->asked[ASKED_COLUMNS];
-    if (weight && shape->extent[along] % QUERN_NVFP4_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", along,
-                         (long long)shape->extent[along]);
     return QUERN_OK;
 }
 
 static quern_status derive(op_call *call)
 {
     const quern_nvfp4_dequantize_params *p = params_of(call);
-    op_extents *x = &call->lead[L_X - OP_LEAD], *global = &call->lead[L_GLOBAL - OP_LEAD];
     const quern_tensor *offsets = call->given[T_OFFSETS];
-    quern_status status = find_shape(call, x);
+    quern_status status = find_shape(call, &call->lead[L_X - OP_LEAD]);
     if (status != QUERN_OK) return status;
-    const int32_t along = p->weight ? x->count - 2 : x->count - 1;
-    const int64_t blocks = nvfp4_blocks(x->extent[along]);
-    if (p->global_per == QUERN_NVFP4_GLOBAL_EXPERT && x->count != (p->weight ? 3 : 2))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x has %d dimensions: %s are accepted with a global an expert", x->count,
-                         p->weight ? "3 ([E, K, N])" : "2 ([T, D])");
     if (op_uses(call, T_OFFSETS)) {
         if ((status = op_check_kind(call, T_OFFSETS, 1)) != QUERN_OK) return status;
         call->symbol[S_E] = offsets->shape[0];
     }
-    call->lead[L_CODES - OP_LEAD] = call->lead[L_SCALES - OP_LEAD] = *global = *x;
-    call->lead[L_CODES - OP_LEAD].extent[along] = blocks * QUERN_NVFP4_BLOCK / 2;
-    call->lead[L_SCALES - OP_LEAD].extent[along] = blocks;
-    if (p->global_per == QUERN_NVFP4_GLOBAL_TENSOR) global->count = 0;
-    else if (p->global_per == QUERN_NVFP4_GLOBAL_ROW) global->count = x->count - 1;
-    else {
-        global->count = 1;
-        if (!p->weight) global->extent[0] = call->symbol[S_E];
-    }
-    return QUERN_OK;
+    return nvfp4_derive_coded(call, p->weight, p->global_per, call->symbol[S_E]);
 }
 
 static quern_status check_data(const op_call *call, void *const *data)

@@ -59,7 +59,7 @@ static const char *const operations[] = {"nvfp4_gemm", "nvfp4_gemm_backward"};
 static const char *const symbols[] = {"", [GS_T] = "T", [GS_K] = "K", [GS_N] = "N", [GS_E] = "E", [GS_OUT] = "N|N/2", [GS_HALF_K] = "K/2",
                                       [GS_K_BLOCKS] = "K/16", [GS_E1] = "E+1", [GS_BYTES] = "bytes", [GS_CODES_0] = "K/2|N",
                                       [GS_CODES_1] = "N|K/2", [GS_CODE_COLUMNS] = "C/2", [GS_CODE_BLOCKS] = "C/16", NULL};
-static const char *const leads[] = {"T K/16|bytes", "|E|T", "E K/16 N|E N K/16|E bytes", "|E|E 2"};
+static const char *const leads[] = {"T K/16|bytes...", "|E|T...", "E K/16 N|E N K/16|E bytes...", "|E|E 2...", NULL};
 static const op_rename renames[] = {{"a_swizzled", "a-scales", NULL}, {NULL, NULL, NULL}};
 static const op_entry ops[] = {
     {.name = "nvfp4-gemm",

@@ -1,18 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* layout.c - conversions from MXFP4 and between layouts: checks, then one stage each. */
+/* layout.c - conversions between layouts: checks, then one stage each. */
 #include "core/error.h"
 #include "core/float_state.h"
 #include "core/op.h"
 #include "core/view.h"
 #include "nvfp4/call.h"
 
-enum { MX_BLOCK = 32, TILE_ROWS = 128, TILE_COLUMNS = 4 };
-
-typedef struct from_mxfp4_call {
-    nvfp4_call base;
-    from_mxfp4_args args;
-} from_mxfp4_call;
+enum { TILE_ROWS = 128, TILE_COLUMNS = 4 };
 
 typedef struct swizzle_call {
     nvfp4_call base;
@@ -52,76 +47,6 @@ static quern_status check_last(const quern_tensor *t, const char *name)
 {
     if (t->ndim >= 1) return QUERN_OK;
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has 0 dimensions: at least 1 is accepted", name);
-}
-
-static quern_status check_mxfp4(const quern_nvfp4_from_mxfp4_tensors *t, bool run)
-{
-    quern_status status;
-    const view_rule first = any_shape("mx_codes", t->mx_codes, VIEW_U8, false);
-    if ((status = view_check(&first, NULL, run)) != QUERN_OK ||
-        (status = check_last(t->mx_codes, "mx_codes")) != QUERN_OK)
-        return status;
-    const quern_tensor *codes = t->mx_codes;
-    const int64_t bytes = codes->shape[codes->ndim - 1];
-    if (bytes % (MX_BLOCK / 2) != 0)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
-            "mx_codes.shape[%d] is %lld: whole blocks of 32, a multiple of 16 bytes, are accepted",
-            codes->ndim - 1, (long long)bytes);
-    const view_rule rules[] = {
-        like_but_last("mx_codes", codes, VIEW_U8, codes, bytes, false),
-        like_but_last("exponents", t->exponents, 1u << QUERN_U8 | 1u << QUERN_E8M0, codes,
-                      bytes / (MX_BLOCK / 2), false),
-        like_but_last("codes", t->codes, VIEW_U8, codes, bytes, true),
-        like_but_last("scales", t->scales, VIEW_SCALE, codes, bytes / (QUERN_NVFP4_BLOCK / 2), true),
-        {"global", t->global, VIEW_F32, 0, {0}, false, true},
-        {"rounded_blocks", t->rounded_blocks, VIEW_I64, 0, {0}, true, true},
-    };
-    return view_check_all(rules, sizeof rules / sizeof *rules, codes, run);
-}
-
-static quern_status plan_mxfp4(quern_context *ctx, const quern_exec *exec,
-                               const quern_nvfp4_from_mxfp4_params *params,
-                               const quern_nvfp4_from_mxfp4_tensors *tensors, bool run, from_mxfp4_call *call)
-{
-    quern_status status;
-    quern_nvfp4_from_mxfp4_params p = QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT;
-    quern_nvfp4_from_mxfp4_tensors t = QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT;
-    *call = (from_mxfp4_call){0};
-    if ((status = check_context(ctx)) != QUERN_OK ||
-        (status = op_struct(&p, params, "params", "QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT")) != QUERN_OK ||
-        (status = op_struct(&t, tensors, "tensors", "QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT")) != QUERN_OK ||
-        (status = check_mxfp4(&t, run)) != QUERN_OK ||
-        (status = nvfp4_begin(ctx, exec, t.mx_codes, &call->base)) != QUERN_OK)
-        return status;
-    call->args = (from_mxfp4_args){*t.mx_codes,
-                                   *t.exponents,
-                                   *t.codes,
-                                   *t.scales,
-                                   nvfp4_global_view(t.global),
-                                   nvfp4_global_view(t.rounded_blocks)};
-    return nvfp4_check_stage(&call->base, call->base.backend->from_mxfp4.run != NULL, "MXFP4 to NVFP4");
-}
-
-quern_status quern_nvfp4_from_mxfp4_workspace(quern_context *ctx, const quern_nvfp4_from_mxfp4_params *params,
-                                              const quern_nvfp4_from_mxfp4_tensors *tensors, size_t *bytes)
-{
-    from_mxfp4_call call;
-    const quern_status status = plan_mxfp4(ctx, NULL, params, tensors, false, &call);
-    return status != QUERN_OK ? status : nvfp4_give_bytes(0, bytes);
-}
-
-quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_exec *exec,
-                                    const quern_nvfp4_from_mxfp4_params *params,
-                                    const quern_nvfp4_from_mxfp4_tensors *tensors, void *workspace,
-                                    size_t workspace_bytes)
-{
-    DEFAULT_FLOAT_STATE;
-    from_mxfp4_call call;
-    (void)workspace;
-    (void)workspace_bytes;
-    const quern_status status = plan_mxfp4(ctx, exec, params, tensors, true, &call);
-    return status != QUERN_OK ? status : call.base.backend->from_mxfp4.run(&call.base.exec, &call.args, NULL);
 }
 
 static int64_t tiles(int64_t n, int64_t tile)

@@ -1,157 +1,190 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* quantize.c - values to NVFP4: checks, then one stage. */
+/* quantize.c - values to NVFP4: the operation's description, and its one stage. */
 #include "core/error.h"
-#include "core/float_state.h"
-#include "core/op.h"
 #include "core/view.h"
 #include "nvfp4/call.h"
 
+#include <stddef.h>
+
+/* In the order of quern_nvfp4_quantize_tensors. */
+enum { T_X, T_OFFSETS, T_GIVEN, T_CODES, T_SCALES, T_GLOBAL, TENSORS };
+enum { S_E = 1 };
+/* Shapes of any number of dimensions; blocks lie along the last one, or along a weight's K. */
+enum { L_X = OP_LEAD, L_CODES, L_SCALES, L_GLOBAL };
+
 typedef struct quantize_call {
-    nvfp4_call base;
+    op_call head;
+    quern_nvfp4_quantize_params params;
     quantise_args args;
+    const void *scratch;
 } quantize_call;
 
-static quern_status check_offsets_wanted(const quern_nvfp4_quantize_tensors *t, quern_nvfp4_global per, bool weight)
+static const op_tensor tensors[] = {
+    {"x", "X", OP_FLOAT, OP_NONE, {L_X}, {0}},
+    {"offsets", "offsets", OP_I32, OP_NONE, {S_E}, {0}},
+    {"given_global", "global", OP_F32, OP_NONE, {L_GLOBAL}, {0}},
+    {"codes", "codes", OP_U8, OP_NONE, {L_CODES}, {0}},
+    {"scales", "scales", OP_SCALE, OP_NONE, {L_SCALES}, {0}},
+    {"global", "global", OP_F32, OP_NONE, {L_GLOBAL}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_nvfp4_quantize_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
+
+static const char *const choices[] = {"rne", "four_over_six", "search", NULL};
+#define AT(member) offsetof(quern_nvfp4_quantize_params, member)
+static const op_param params[] = {
+    {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words, "of the quantiser"},
+    {"scales", AT(scales), OP_CHOICE, 0, QUERN_NVFP4_SCALES_SEARCH, choices, "which scale a block gets"},
+    {"global_per", AT(global_per), OP_CHOICE, 0, QUERN_NVFP4_GLOBAL_ROW, nvfp4_global_words,
+     "what shares a global: all, an expert, a row of an activation"},
+    {"weight", AT(weight), OP_FLAG, 0, 1, nvfp4_layout_words, "blocks along the last dimension, or along K of [K, N] or [E, K, N]"},
+};
+#undef AT
+static const quern_nvfp4_quantize_params defaults = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
+static const char *const operations[] = {"nvfp4_quantize"};
+static const char *const symbols[] = {"", [S_E] = "E", NULL};
+static const char *const leads[] = {"... D|... K N", "... 8*ceil(D/16)|... K/2 N", "... ceil(D/16)|... K/16 N", "|E|..."};
+static const op_rename renames[] = {{"weight", "layout", NULL}, {"x", "W", "weight"}, {NULL, NULL, NULL}};
+static const op_entry ops[] = {
+    {.name = "nvfp4-quantize", .help = "values to NVFP4: codes, scales, and a global, computed or given", .backward = OP_NONE, .renames = renames},
+};
+
+static const quern_nvfp4_quantize_params *params_of(const op_call *call)
 {
-    const bool wanted = per == QUERN_NVFP4_GLOBAL_EXPERT && !weight;
-    if (wanted == (t->offsets != NULL)) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     wanted ? "offsets is NULL: an activation with a global an expert needs them"
-                            : "offsets is given: it is accepted with an activation and a global an expert");
+    return &((const quantize_call *)call)->params;
 }
 
-/* The extents of codes, scales and global, from x's. */
-static void code_shapes(const quern_tensor *x, bool weight, quern_nvfp4_global per,
-                        const quern_tensor *offsets, view_rule *codes, view_rule *scales, view_rule *global)
+static quern_status check_params(op_call *call)
 {
-    const int32_t along = weight ? x->ndim - 2 : x->ndim - 1;
-    codes->ndim = scales->ndim = x->ndim;
-    for (int32_t i = 0; i < x->ndim; i++) {
-        codes->shape[i] = i == along ? 8 * nvfp4_blocks(x->shape[i]) : x->shape[i];
-        scales->shape[i] = i == along ? nvfp4_blocks(x->shape[i]) : x->shape[i];
-    }
-    if (per == QUERN_NVFP4_GLOBAL_TENSOR) return;
-    global->ndim = per == QUERN_NVFP4_GLOBAL_ROW ? x->ndim - 1 : 1;
-    for (int32_t i = 0; i + 1 < x->ndim && per == QUERN_NVFP4_GLOBAL_ROW; i++) global->shape[i] = x->shape[i];
-    if (per == QUERN_NVFP4_GLOBAL_EXPERT) global->shape[0] = weight ? x->shape[0] : offsets->shape[0];
+    const quern_nvfp4_quantize_params *p = params_of(call);
+    if (p->profile == QUERN_NVFP4_PROFILE_HALFSTEP && p->scales != QUERN_NVFP4_SCALES_RNE)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "scales is %d with profile halfstep: 0 (rne) is accepted", (int)p->scales);
+    return nvfp4_check_global_per(p->global_per, p->weight);
 }
 
-static quern_status check_x(const quern_nvfp4_quantize_tensors *t, quern_nvfp4_global per, bool weight, bool run)
+static void roles(op_call *call)
 {
-    const quern_tensor *x = t->x;
-    view_rule rule = {"x", x, VIEW_ACTIVATION, x != NULL ? x->ndim : 0, {0}, false, false};
-    for (int32_t i = 0; i < QUERN_MAX_DIMS; i++) rule.shape[i] = VIEW_ANY;
-    if (x != NULL && (x->ndim < (weight ? 2 : 1) || x->ndim > (weight ? 3 : QUERN_MAX_DIMS - 1)))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted", x->ndim,
-                         weight ? "2 or 3 for a weight" : "1 to 5");
-    const quern_status status = view_check(&rule, NULL, run);
-    if (status != QUERN_OK) return status;
-    if (weight && x->shape[x->ndim - 2] % QUERN_NVFP4_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", x->ndim - 2,
-                         (long long)x->shape[x->ndim - 2]);
-    if (per == QUERN_NVFP4_GLOBAL_EXPERT && x->ndim != (weight ? 3 : 2))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x has %d dimensions: %s are accepted with a global an expert", x->ndim,
-                         weight ? "3 ([E, K, N])" : "2 ([T, D])");
-    return QUERN_OK;
+    const bool rows = params_of(call)->global_per == QUERN_NVFP4_GLOBAL_EXPERT && !params_of(call)->weight;
+    call->role[T_X] = OP_NEEDED;
+    call->role[T_OFFSETS] = rows ? OP_NEEDED : OP_REFUSED;
+    call->role[T_GIVEN] = OP_OPTIONAL;
+    call->role[T_CODES] = call->role[T_SCALES] = OP_RESULT;
+    call->role[T_GLOBAL] = call->given[T_GIVEN] != NULL ? OP_OPTIONAL_RESULT : OP_RESULT;
 }
 
-static quern_status check_coded(const quern_nvfp4_quantize_tensors *t, quern_nvfp4_global per, bool weight, bool run)
+static quern_status refuse(const op_call *call, int32_t tensor)
 {
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: it is accepted with an activation and a global an expert",
+                     call->family->tensors[tensor].field);
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_nvfp4_quantize_params *p = params_of(call);
+    const quern_tensor *x = call->given[T_X], *offsets = call->given[T_OFFSETS];
+    op_extents *shape = &call->lead[L_X - OP_LEAD];
     quern_status status;
-    if ((status = nvfp4_check_global_per(per, weight)) != QUERN_OK ||
-        (status = check_x(t, per, weight, run)) != QUERN_OK ||
-        (status = check_offsets_wanted(t, per, weight)) != QUERN_OK)
-        return status;
-    view_rule rules[] = {
-        {"x", t->x, VIEW_ACTIVATION, t->x->ndim, {0}, false, false},
-        {"codes", t->codes, VIEW_U8, 0, {0}, false, true},
-        {"scales", t->scales, VIEW_SCALE, 0, {0}, false, true},
-        {"global", t->global, VIEW_F32, 0, {0}, t->given_global != NULL, true},
-        {"given_global", t->given_global, VIEW_F32, 0, {0}, true, false},
-        {"offsets", t->offsets, VIEW_I32, 1, {VIEW_ANY}, true, false},
-    };
-    for (int32_t i = 0; i < t->x->ndim; i++) rules[0].shape[i] = t->x->shape[i];
-    if (t->offsets != NULL && (status = view_check(&rules[5], t->x, run)) != QUERN_OK) return status;
-    code_shapes(t->x, weight, per, t->offsets, &rules[1], &rules[2], &rules[3]);
-    rules[4].ndim = rules[3].ndim;
-    for (int32_t i = 0; i < rules[3].ndim; i++) rules[4].shape[i] = rules[3].shape[i];
-    if ((status = view_check_all(rules, 6, t->x, run)) != QUERN_OK || !run) return status;
-    return t->offsets != NULL ? nvfp4_check_offsets(t->offsets, t->x->shape[0]) : QUERN_OK;
+    if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
+    if (x->ndim < (p->weight ? 2 : 1) || x->ndim > (p->weight ? 3 : QUERN_MAX_DIMS - 1))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted", x->ndim,
+                         p->weight ? "2 or 3 for a weight" : "1 to 5");
+    call->like = *x;
+    if ((status = op_check_kind(call, T_X, x->ndim)) != QUERN_OK) return status;
+    if (op_uses(call, T_OFFSETS)) {
+        if ((status = op_check_kind(call, T_OFFSETS, 1)) != QUERN_OK) return status;
+        call->symbol[S_E] = offsets->shape[0];
+    } else if (call->role[T_OFFSETS] == OP_NEEDED) {
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "offsets is NULL: an activation with a global an expert needs them");
+    }
+    shape->count = x->ndim;
+    for (int32_t i = 0; i < x->ndim; i++) shape->extent[i] = x->shape[i];
+    return nvfp4_derive_coded(call, p->weight, p->global_per, call->symbol[S_E]);
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    const quantize_call *c = (const quantize_call *)call;
+    quern_status status = QUERN_OK;
+    if (c->args.offsets.ndim > 0) status = view_check_ends(data[T_OFFSETS], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
+    return status == QUERN_OK && c->args.given.ndim > 0 ? view_check_globals(data[T_GIVEN], &c->args.given, "given_global") : status;
 }
 
 /* Weights as [E, K, N]. */
-static quern_tensor matrices(const quern_tensor *t, bool weight)
+static quern_tensor matrices(const op_call *call, int32_t tensor)
 {
-    return weight && t->ndim == 2 ? view_with_batch(t) : *t;
+    const quern_tensor t = op_view(call, tensor, false);
+    return params_of(call)->weight && t.ndim == 2 ? view_with_batch(&t) : t;
 }
 
-static quern_status plan_quantize(quern_context *ctx, const quern_exec *exec,
-                                  const quern_nvfp4_quantize_params *params,
-                                  const quern_nvfp4_quantize_tensors *tensors, bool run, quantize_call *call)
+static quern_status plan(op_call *call)
 {
-    quern_status status;
-    quern_nvfp4_quantize_params p = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
-    quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
-    *call = (quantize_call){0};
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = op_struct(&p, params, "params", "QUERN_NVFP4_QUANTIZE_PARAMS_INIT")) != QUERN_OK ||
-        (status = op_struct(&t, tensors, "tensors", "QUERN_NVFP4_QUANTIZE_TENSORS_INIT")) != QUERN_OK ||
-        (status = nvfp4_check_profile(p.profile)) != QUERN_OK)
-        return status;
-    if (p.scales < QUERN_NVFP4_SCALES_RNE || p.scales > QUERN_NVFP4_SCALES_SEARCH)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "scales is %d: 0 (rne), 1 (four_over_six) or 2 (search) is accepted", (int)p.scales);
-    if (p.profile == QUERN_NVFP4_PROFILE_HALFSTEP && p.scales != QUERN_NVFP4_SCALES_RNE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "scales is %d with profile halfstep: 0 (rne) is accepted", (int)p.scales);
-    if ((status = check_coded(&t, p.global_per, p.weight, run)) != QUERN_OK ||
-        (status = nvfp4_begin(ctx, exec, t.x, &call->base)) != QUERN_OK ||
-        (status = nvfp4_check_stage(&call->base, call->base.backend->quantise.run != NULL,
-                                    "quantisation to NVFP4")) != QUERN_OK)
-        return status;
-    call->args = (quantise_args){.name = "x",
-                                 .profile = (quantise_profile)p.profile,
-                                 .choice = (quantise_scales)p.scales,
-                                 .per = (quantise_global)p.global_per,
-                                 .columns = p.weight,
-                                 .x = matrices(t.x, p.weight),
-                                 .offsets = view_or_absent(t.offsets),
-                                 .codes = matrices(t.codes, p.weight),
-                                 .scales = matrices(t.scales, p.weight),
-                                 .global = nvfp4_global_view(t.global),
-                                 .given = nvfp4_global_view(t.given_global)};
-    return run ? nvfp4_check_globals(&call->args.given, "given_global") : QUERN_OK;
+    quantize_call *c = (quantize_call *)call;
+    const quantise_stage *stage = &call->backend->quantise;
+    const quern_tensor global = op_view(call, T_GLOBAL, false), given = op_view(call, T_GIVEN, false);
+    arena a = op_workspace();
+    if (stage->run == NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "quantisation to NVFP4 on device %s: cpu is accepted", call->backend->name);
+    c->args = (quantise_args){.profile = (quantise_profile)c->params.profile,
+                              .choice = (quantise_scales)c->params.scales,
+                              .per = (quantise_global)c->params.global_per,
+                              .columns = c->params.weight,
+                              .name = "x",
+                              .x = matrices(call, T_X),
+                              .offsets = op_view(call, T_OFFSETS, false),
+                              .codes = matrices(call, T_CODES),
+                              .scales = matrices(call, T_SCALES),
+                              .global = nvfp4_tail_view(&global),
+                              .given = nvfp4_tail_view(&given)};
+    c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->args));
+    op_workspace_end(call, &a);
+    return QUERN_OK;
 }
 
-static size_t quantize_bytes(const quantize_call *call)
+static quern_status run(const op_call *call, const op_frame *frame)
 {
-    return nvfp4_workspace_bytes(call->base.backend->quantise.workspace(&call->base.exec, &call->args));
+    const quantize_call *c = (const quantize_call *)call;
+    return op_quantise(call, frame, &c->args, c->scratch);
 }
 
-quern_status quern_nvfp4_quantize_workspace(quern_context *ctx, const quern_nvfp4_quantize_params *params,
-                                            const quern_nvfp4_quantize_tensors *tensors, size_t *bytes)
+const op_family nvfp4_quantize_family = {
+    .operations = operations,
+    .operation_count = 1,
+    .first = QUERN_OP_NVFP4_QUANTIZE,
+    .tensors = tensors,
+    .tensor_count = TENSORS,
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_NVFP4_QUANTIZE_PARAMS_INIT",
+    .tensors_init = "QUERN_NVFP4_QUANTIZE_TENSORS_INIT",
+    .symbols = symbols,
+    .leads = leads,
+    .group = "nvfp4-quantize",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(quantize_call),
+    .params_at = offsetof(quantize_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = plan,
+    .run = run,
+};
+
+quern_status quern_nvfp4_quantize_workspace(quern_context *ctx, const quern_nvfp4_quantize_params *given,
+                                            const quern_nvfp4_quantize_tensors *views, size_t *bytes)
 {
     quantize_call call;
-    const quern_status status = plan_quantize(ctx, NULL, params, tensors, false, &call);
-    return status != QUERN_OK ? status : nvfp4_give_bytes(quantize_bytes(&call), bytes);
+    return op_workspace_of(&call.head, &nvfp4_quantize_family, 0, ctx, given, views, bytes);
 }
 
-quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec,
-                                  const quern_nvfp4_quantize_params *params,
-                                  const quern_nvfp4_quantize_tensors *tensors, void *workspace,
-                                  size_t workspace_bytes)
+quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_quantize_params *given,
+                                  const quern_nvfp4_quantize_tensors *views, void *workspace, size_t workspace_bytes)
 {
-    DEFAULT_FLOAT_STATE;
     quantize_call call;
-    void *aligned;
-    quern_status status = plan_quantize(ctx, exec, params, tensors, true, &call);
-    if (status == QUERN_OK)
-        status =
-            nvfp4_check_workspace(&call.base, workspace, workspace_bytes, quantize_bytes(&call), &aligned);
-    return status != QUERN_OK ? status
-                              : call.base.backend->quantise.run(&call.base.exec, &call.args, aligned);
+    return op_run(&call.head, &nvfp4_quantize_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

@@ -1,0 +1,131 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* from_mxfp4.c - MXFP4 to NVFP4: the operation's description, and its one stage. */
+#include "core/error.h"
+#include "nvfp4/call.h"
+
+#include <stddef.h>
+
+/* In the order of quern_nvfp4_from_mxfp4_tensors. */
+enum { T_MX_CODES, T_EXPONENTS, T_CODES, T_SCALES, T_GLOBAL, T_ROUNDED, TENSORS };
+enum { S_BYTES = 1, S_MX_BLOCKS, S_BLOCKS };
+enum { L_ROWS = OP_LEAD };
+enum { MX_BLOCK = 32 };
+
+typedef struct from_call {
+    op_call head;
+    quern_nvfp4_from_mxfp4_params params;
+    from_mxfp4_args args;
+} from_call;
+
+static const op_tensor tensors[] = {
+    {"mx_codes", "codes", OP_U8, OP_NONE, {L_ROWS, S_BYTES}, {0}},
+    {"exponents", "exponents", OP_EXPONENT, OP_NONE, {L_ROWS, S_MX_BLOCKS}, {0}},
+    {"codes", "codes", OP_U8, OP_NONE, {L_ROWS, S_BYTES}, {0}},
+    {"scales", "scales", OP_SCALE, OP_NONE, {L_ROWS, S_BLOCKS}, {0}},
+    {"global", "global", OP_F32, OP_NONE, {0}, {0}},
+    {"rounded_blocks", "rounded_blocks", OP_I64, OP_NONE, {0}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_nvfp4_from_mxfp4_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
+
+static const quern_nvfp4_from_mxfp4_params defaults = QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT;
+static const char *const operations[] = {"nvfp4_from_mxfp4"};
+static const char *const symbols[] = {"", [S_BYTES] = "K/2", [S_MX_BLOCKS] = "K/32", [S_BLOCKS] = "K/16", NULL};
+static const op_entry ops[] = {
+    {.name = "nvfp4-from-mxfp4", .help = "MXFP4 to NVFP4: exact where block exponents span at most 17 binades", .backward = OP_NONE},
+};
+
+static quern_status check_params(op_call *call)
+{
+    (void)call;
+    return QUERN_OK;
+}
+
+static void roles(op_call *call)
+{
+    for (int i = 0; i < TENSORS; i++)
+        call->role[i] = i <= T_EXPONENTS ? OP_NEEDED : i == T_ROUNDED ? OP_OPTIONAL_RESULT : OP_RESULT;
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_tensor *codes = call->given[T_MX_CODES];
+    op_extents *rows = &call->lead[L_ROWS - OP_LEAD];
+    if (codes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes is NULL: a tensor is needed");
+    if (codes->ndim < 1 || codes->ndim > QUERN_MAX_DIMS)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes has %d dimensions: at least 1 is accepted", codes->ndim);
+    call->like = *codes;
+    const quern_status status = op_check_kind(call, T_MX_CODES, codes->ndim);
+    if (status != QUERN_OK) return status;
+    rows->count = codes->ndim - 1;
+    for (int32_t i = 0; i < rows->count; i++) rows->extent[i] = codes->shape[i];
+    const int64_t bytes = codes->shape[codes->ndim - 1];
+    if (bytes % (MX_BLOCK / 2) != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes.shape[%d] is %lld: whole blocks of 32, a multiple of 16 bytes, are accepted",
+                         codes->ndim - 1, (long long)bytes);
+    call->symbol[S_BYTES] = bytes;
+    call->symbol[S_MX_BLOCKS] = bytes / (MX_BLOCK / 2);
+    call->symbol[S_BLOCKS] = bytes / (QUERN_NVFP4_BLOCK / 2);
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    (void)call, (void)data;
+    return QUERN_OK;
+}
+
+static quern_status plan(op_call *call)
+{
+    const quern_tensor global = op_view(call, T_GLOBAL, false), rounded = op_view(call, T_ROUNDED, false);
+    if (call->backend->from_mxfp4.run == NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "MXFP4 to NVFP4 on device %s: cpu is accepted", call->backend->name);
+    ((from_call *)call)->args = (from_mxfp4_args){op_view(call, T_MX_CODES, false), op_view(call, T_EXPONENTS, false),
+                                                  op_view(call, T_CODES, false),    op_view(call, T_SCALES, false),
+                                                  nvfp4_tail_view(&global),         nvfp4_tail_view(&rounded)};
+    return QUERN_OK;
+}
+
+static quern_status run(const op_call *call, const op_frame *frame)
+{
+    return op_from_mxfp4(call, frame, &((const from_call *)call)->args, NULL);
+}
+
+const op_family nvfp4_from_mxfp4_family = {
+    .operations = operations,
+    .operation_count = 1,
+    .first = QUERN_OP_NVFP4_FROM_MXFP4,
+    .tensors = tensors,
+    .tensor_count = TENSORS,
+    .varlen_by = OP_NONE,
+    .defaults = &defaults,
+    .params_init = "QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT",
+    .tensors_init = "QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT",
+    .symbols = symbols,
+    .group = "nvfp4-from-mxfp4",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(from_call),
+    .params_at = offsetof(from_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = plan,
+    .run = run,
+};
+
+quern_status quern_nvfp4_from_mxfp4_workspace(quern_context *ctx, const quern_nvfp4_from_mxfp4_params *given,
+                                              const quern_nvfp4_from_mxfp4_tensors *views, size_t *bytes)
+{
+    from_call call;
+    return op_workspace_of(&call.head, &nvfp4_from_mxfp4_family, 0, ctx, given, views, bytes);
+}
+
+quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_from_mxfp4_params *given,
+                                    const quern_nvfp4_from_mxfp4_tensors *views, void *workspace, size_t workspace_bytes)
+{
+    from_call call;
+    return op_run(&call.head, &nvfp4_from_mxfp4_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
+}
