@@ -92,4 +92,11 @@ MASK_FUNCTION int64_t mask_window_first(int64_t position, int64_t window)
     return mask_keys(&m, 1, position + 1, 0).lo;
 }
 
+/* How many blocks of `size` tokens query `query` of n tokens sees, whole or in part: the first so many. */
+MASK_FUNCTION int64_t mask_blocks_seen(bool causal, int64_t n, int64_t query, int64_t size)
+{
+    const key_mask m = {ATTEND_BLOCKS, causal, 0, 0, 0, 0, 0};
+    return mask_blocks(mask_keys(&m, n, n, query).hi, size);
+}
+
 #endif

@@ -78,6 +78,19 @@ static void counts(void **state)
             }
 }
 
+static void blocks_seen(void **state)
+{
+    (void)state;
+    for (int64_t n = 1; n < 30; n++)
+        for (int64_t query = 0; query < n; query++)
+            for (int64_t size = 1; size < 9; size++)
+                for (int causal = 0; causal < 2; causal++) {
+                    int64_t seen = 0;
+                    while (seen * size <= (causal ? query : n - 1)) seen++;
+                    assert_int_equal(mask_blocks_seen(causal, n, query, size), seen);
+                }
+}
+
 static void windows(void **state)
 {
     (void)state;
@@ -106,6 +119,7 @@ int main(void)
         cmocka_unit_test(ranges),
         cmocka_unit_test(entries_and_blocks),
         cmocka_unit_test(counts),
+        cmocka_unit_test(blocks_seen),
         cmocka_unit_test(windows),
         cmocka_unit_test(far_positions),
     };

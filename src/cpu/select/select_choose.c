@@ -71,8 +71,7 @@ void select_choose(const select_plan *p, const attend_sequence *seq, int64_t lis
         choose_groups(p, entries, select_seen(p, seq, first), seen, s, row_at(&n->groups, view_b, list_head, row));
     if (!is_present(&n->blocks)) return;
 
-    const key_range tokens = mask_keys(&(key_mask){.kind = ATTEND_BLOCKS, .causal = n->causal}, seq->nq, seq->nq, end - 1);
-    const int64_t candidates = mask_blocks(tokens.hi, n->select_block);
+    const int64_t candidates = mask_blocks_seen(n->causal, seq->nq, end - 1, n->select_block);
     const int64_t forced_first = n->forced_first < candidates ? n->forced_first : candidates;
     int64_t local = candidates; /* blocks local ... candidates - 1 are forced */
     if (n->causal && n->forced_local > 0) local = first / n->select_block - (n->forced_local - 1);

@@ -164,11 +164,11 @@ __device__ __forceinline__ own_list open_list(const select_kernel &s, const list
     own_list x;
     x.q0 = run.q_first + (int64_t)warp * a.tile;
     x.mine = warp < run.lists;
-    const int64_t q_last = q_end_of(x.q0, a.tile, run.seq.nq) - 1, blocks = (run.seq.nq + s.select_block - 1) / s.select_block;
+    const int64_t q_last = q_end_of(x.q0, a.tile, run.seq.nq) - 1;
     int ignore;
     x.seen_last = x.seen_first = 0;
     if (x.mine) row_keys(a, run.seq, q_last, &ignore, &x.seen_last), row_keys(a, run.seq, x.q0, &ignore, &x.seen_first);
-    x.candidates = (int)(a.causal ? q_last / s.select_block + 1 : blocks);
+    x.candidates = (int)mask_blocks_seen(a.causal != 0, run.seq.nq, q_last, s.select_block);
     x.f0 = s.forced_first < x.candidates ? s.forced_first : x.candidates, x.g0 = 0, x.g1 = 0;
     if (a.causal && s.forced_local > 0) {
         x.g1 = x.candidates;

@@ -67,9 +67,9 @@ __device__ __forceinline__ void find_statistics(const select_kernel &s, const li
 /* The entries to walk: all that any list of the run may see, then on until every block is closed. */
 template <typename T> __device__ __forceinline__ int64_t find_walk_end(const select_kernel &s, const list_run<T> &run)
 {
-    const int64_t blocks = (run.seq.nq + s.select_block - 1) / s.select_block, after = run.q_first + (int64_t)run.lists * s.a.tile - 1;
+    const int64_t after = run.q_first + (int64_t)run.lists * s.a.tile - 1;
     const int64_t tail_q = after < run.seq.nq ? after : run.seq.nq - 1;
-    return (s.a.causal ? tail_q / s.select_block + 1 : blocks) * s.s_over_d;
+    return mask_blocks_seen(s.a.causal != 0, run.seq.nq, tail_q, s.select_block) * s.s_over_d;
 }
 
 /* Tensor cores: asks for the KEYS entries from `from` on, into one of two tiles. */
