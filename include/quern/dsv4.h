@@ -249,7 +249,7 @@ typedef struct quern_dsv4_attention_params {
  */
 typedef struct quern_dsv4_attention_tensors {
     size_t size;
-    const quern_tensor *q, *kv;     /* act, rotated; kv with a format u8 */
+    const quern_tensor *q, *kv;     /* act, rotated; kv with a format u8, else in the forward f32, f16 or bf16 */
     const quern_tensor *kv_cmp;     /* as kv; NULL: the window alone */
     const quern_tensor *idx, *count; /* i32; NULL: every visible entry; every entry of the list */
     const quern_tensor *sink;       /* f32 [H]; NULL or -inf: none */

@@ -49,11 +49,11 @@ static const char *const operations[] = {"dsv4_attention", "dsv4_attention_backw
 static const char *const symbols[] = {"",           [AS_B] = "B", [AS_B1] = "B+1", [AS_T] = "T", [AS_N] = "N", [AS_H] = "H", [AS_D] = "D",
                                       [AS_S] = "S", [AS_K] = "k", [AS_P] = "P",    [AS_ROPE] = "R", [AS_ROW] = "D|bytes",
                                       [AS_KV_COLUMNS] = "columns", [AS_CMP_COLUMNS] = "columns", NULL};
-static const char *const leads[] = {"B N|pages P", "B S|pages P", NULL};
 static const int8_t window_alone[] = {DA_LSE_WIN, OP_NONE};
 static const op_entry ops[] = {
     {.name = "v4-attention",
-     .help = "DeepSeek-V4's attention core over raw rows and compressed entries; with dO also its backward. Packed: S is floor(T / r)",
+     .help = "DeepSeek-V4's attention core over raw rows [B N D] and compressed entries [B S D]; with dO also its backward. Packed: S is "
+             "floor(T / r)",
      .forward = DSV4_ATTENTION,
      .backward = DSV4_ATTENTION_BACKWARD,
      .aside = "lse-win",
@@ -113,9 +113,13 @@ static quern_status derive_rows(op_call *call, int32_t tensor, int32_t lead)
     const int32_t ndim = call->varlen || (bytes && p->page > 0) ? 2 : 3;
     if (t->ndim != ndim)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: %d are accepted", tensors[tensor].field, t->ndim, ndim);
-    if (t->dtype != (bytes ? QUERN_U8 : call->like.dtype))
+    const quern_dtype wanted = bytes                                                    ? QUERN_U8
+                               : tensor == DA_KV_CMP                                   ? call->given[DA_KV]->dtype
+                               : call->operation == DSV4_ATTENTION && t->dtype != QUERN_U8 ? t->dtype
+                                                                                       : call->like.dtype;
+    if (t->dtype != wanted)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype %s: %s is accepted", tensors[tensor].field, quern_dtype_name(t->dtype),
-                         quern_dtype_name(bytes ? QUERN_U8 : call->like.dtype));
+                         quern_dtype_name(wanted));
     if (p->page > 0 && t->shape[0] > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld pages: at most %d are accepted", tensors[tensor].field, (long long)t->shape[0], INT32_MAX);
     op_extents *x = &call->lead[lead];
@@ -284,7 +288,6 @@ const op_family dsv4_attention_family = {
     .params_init = "QUERN_DSV4_ATTENTION_PARAMS_INIT",
     .tensors_init = "QUERN_DSV4_ATTENTION_TENSORS_INIT",
     .symbols = symbols,
-    .leads = leads,
     .group = "v4-attention",
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,

@@ -31,6 +31,7 @@ typedef struct scenario {
 } scenario;
 
 extern const scenario scenario_csa_compress, scenario_hca_compress; /* compressor.c */
+extern const scenario scenario_v4_attention; /* v4_attention.c */
 extern const scenario scenario_nsa_decode, scenario_attention_decode; /* decode.c */
 
 /* Ends with NULL. */

@@ -10,7 +10,8 @@
 bool mqa_by_bf16(const stage_exec *exec, const attend_mqa_args *args)
 {
     const attention_kernels *kernels = attention_kernels_for(exec->cpu_level);
-    return kernels->mm_bf16 != NULL && args->q.dtype == QUERN_BF16 && args->kv.dtype != QUERN_F32; /* bytes are exact in bf16 */
+    const bool exact = args->kv.dtype == QUERN_BF16 || args->kv.dtype == QUERN_U8; /* the bytes' values are */
+    return kernels->mm_bf16 != NULL && args->q.dtype == QUERN_BF16 && exact;
 }
 
 mqa_plan mqa_plan_of(const stage_exec *exec, const attend_mqa_args *args)
