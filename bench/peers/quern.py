@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""Quern's C calls on PyTorch's tensors, through ctypes: the structs of attention.h and nsa.h, field by field."""
+"""Quern's C calls on PyTorch's tensors, through ctypes: over the structs that quern/op.h describes."""
 import ctypes as c
 
 import torch
@@ -13,39 +13,91 @@ class Tensor(c.Structure):
                 ("shape", c.c_int64 * 6), ("strides", c.c_int64 * 6)]
 
 
-class AttentionParams(c.Structure):
-    _fields_ = [("size", c.c_size_t), ("causal", c.c_bool), ("window", c.c_int64), ("scale", c.c_float), ("query_offset", c.c_int64)]
-
-
-class NsaParams(c.Structure):
-    _fields_ = ([("size", c.c_size_t)]
-                + [(n, c.c_int64) for n in "block_size stride select_block num_selected tile window".split()]
-                + [(n, c.c_int) for n in "compress scope metric compressed_visibility".split()]
-                + [(n, c.c_int64) for n in "forced_first forced_local max_compressed_groups".split()]
-                + [("causal", c.c_bool), ("scale", c.c_float), ("branches", c.c_uint32), ("gate", c.c_int), ("selection", c.c_int),
-                   ("groups", c.c_int)])
-
-
 class Exec(c.Structure):
     _fields_ = [("size", c.c_size_t), ("stream", c.c_void_p), ("status", c.POINTER(Tensor))]
 
 
-def _tensors(names):
-    class Tensors(c.Structure):
-        _fields_ = [("size", c.c_size_t)] + [(n, c.POINTER(Tensor)) for n in names.split()]
-    return Tensors
+class OpInfo(c.Structure):
+    _fields_ = ([(n, c.c_char_p) for n in "name help group".split()] + [("forward", c.c_int), ("backward", c.c_int)]
+                + [(n, c.c_int32) for n in "tensor_count param_count varlen_by".split()]
+                + [("tensors_size", c.c_size_t), ("params_size", c.c_size_t), ("aside", c.c_char_p), ("aside_valued", c.c_bool),
+                   ("asked", c.c_char_p * 4)])
 
 
-ATTENTION = _tensors("q k v cu_seqlens_q cu_seqlens_kv o lse d_o d_q d_k d_v")
-NSA = _tensors("q k v k_slc v_slc k_win v_win k_cmp v_cmp cu_seqlens cu_seqlens_cmp w_k w_v pe_k pe_v w_gate gates block_idx "
-               "block_count group_idx o o_cmp o_slc o_win lse_cmp lse_slc lse_win d_o d_o_cmp d_o_slc d_o_win d_q d_k d_v d_k_slc "
-               "d_v_slc d_k_win d_v_win d_k_cmp d_v_cmp d_w_k d_w_v d_pe_k d_pe_v d_w_gate d_gates")
+class OpTensor(c.Structure):
+    _fields_ = ([(n, c.c_char_p) for n in "name field other_name dtype".split()] + [("gradient_of", c.c_int32)]
+                + [(n, c.c_bool) for n in "needed input trigger".split()] + [("result", c.c_bool * 2), ("aside", c.c_bool)]
+                + [("fixed", c.c_char * 64), ("varlen", c.c_char * 64)])
+
+
+class OpParam(c.Structure):
+    _fields_ = [("name", c.c_char * 32), ("field", c.c_char_p), ("help", c.c_char_p), ("value", c.c_char * 64), ("initial", c.c_char * 64),
+                ("option", c.c_bool)]
+
+
+class Op:
+    """An operation as quern/op.h lists it: its fields, its parameters and the words of these."""
+
+    def __init__(self, quern, name):
+        self.lib, self.check = quern.lib, quern._check
+        self.op = self.lib.quern_op_named(name.encode())
+        if not self.op:
+            raise RuntimeError(f"there is no operation {name}")
+        info = OpInfo()
+        self.check(self.lib.quern_op_get(self.op, c.byref(info)))
+        tensors, params = (OpTensor * info.tensor_count)(), (OpParam * info.param_count)()
+        self.check(self.lib.quern_op_get_tensors(self.op, tensors))
+        self.check(self.lib.quern_op_get_params(self.op, params))
+        self.tensors = type("Tensors", (c.Structure,), {"_fields_": [("size", c.c_size_t)] + [(t.field.decode(), c.POINTER(Tensor)) for t in tensors]})
+        self.params = {p.field.decode(): (i, p.value.decode()) for i, p in enumerate(params)}
+
+
+class Params:
+    """A params struct whose fields are read and set as numbers, as in C."""
+
+    def __init__(self, op, preset=None, **values):
+        self.__dict__.update(op=op, memory=(c.c_int64 * 64)())
+        op.check(op.lib.quern_op_defaults(op.op, self.memory))
+        if preset is not None:
+            op.check(op.lib.quern_op_preset(op.op, self.memory, preset.encode()))
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def _words(self, name):
+        takes = self.op.params[name][1]
+        bits = takes.startswith("all|")
+        return (takes[4:].split(",") if bits else takes.split("|") if "|" in takes else None), bits
+
+    def __setattr__(self, name, value):
+        words, bits = self._words(name)
+        if bits and isinstance(value, int):
+            value = ",".join(w for i, w in enumerate(words) if value >> i & 1)
+        elif words == ["true", "false"]:
+            value = "true" if value else "false"
+        elif words and isinstance(value, int):
+            value = words[value]
+        self.op.check(self.op.lib.quern_op_set(self.op.op, self.memory, name.encode(), str(value).encode()))
+
+    def __getattr__(self, name):
+        text = c.create_string_buffer(64)
+        self.op.check(self.op.lib.quern_op_text(self.op.op, self.memory, self.op.params[name][0], text, len(text)))
+        text, (words, bits) = text.value.decode(), self._words(name)
+        if bits:
+            return sum(1 << i for i, w in enumerate(words) if text == "all" or w in text.split(","))
+        if words == ["true", "false"]:
+            return text == "true"
+        return words.index(text) if words else float(text) if "." in text or "e" in text else int(text)
 
 
 class Quern:
     def __init__(self, path):
         self.lib = c.CDLL(path)
         self.lib.quern_last_error.restype = c.c_char_p
+        self.lib.quern_op_named.restype = c.c_void_p
+        for name in "get get_tensors get_params defaults preset set text".split():
+            getattr(self.lib, "quern_op_" + name).argtypes = [c.c_void_p] + {"preset": [c.c_void_p, c.c_char_p], "set": [c.c_void_p, c.c_char_p, c.c_char_p],
+                                                              "text": [c.c_void_p, c.c_int32, c.c_char_p, c.c_size_t]}.get(name, [c.c_void_p])
+        self.ops = {}
         self.ctx = c.c_void_p()
         self._check(self.lib.quern_context_create(None, c.byref(self.ctx)))
         self._check(self.lib.quern_cuda_check(0))
@@ -54,20 +106,20 @@ class Quern:
         if status != 0:
             raise RuntimeError(self.lib.quern_last_error(None).decode())
 
+    def op(self, name):
+        if name not in self.ops:
+            self.ops[name] = Op(self, name)
+        return self.ops[name]
+
     def nsa_params(self, preset=None, **values):
-        p = NsaParams(c.sizeof(NsaParams), 64, 0, 0, 16, 1, 512, 0, 0, 0, 0, 1, 2, 0, True, 0.0, 7, 0, 0, 0)
-        if preset is not None:
-            self._check(self.lib.quern_nsa_params_preset(c.byref(p), preset.encode()))
-        for name, value in values.items():
-            setattr(p, name, value)
-        return p
+        return Params(self.op("nsa"), preset, **values)
 
     def attention_params(self):
-        return AttentionParams(c.sizeof(AttentionParams), True, 0, 0.0, -1)
+        return Params(self.op("attention"))
 
     def call(self, name, params, **tensors):
         """A function of no arguments that runs quern_<name> on the current stream; the workspace is taken here."""
-        kind = ATTENTION if name.startswith("attention") else NSA
+        kind = params.op.tensors
         t, keep = kind(c.sizeof(kind)), []
         for key, x in tensors.items():
             view = Tensor(x.data_ptr(), DTYPES[x.dtype], 1, x.device.index or 0, x.dim())
@@ -77,10 +129,10 @@ class Quern:
             setattr(t, key, c.pointer(view))
         function = getattr(self.lib, "quern_" + name)
         size, execution = c.c_size_t(), Exec(c.sizeof(Exec))
-        self._check(getattr(self.lib, "quern_" + name + "_workspace")(self.ctx, c.byref(params), c.byref(t), c.byref(size)))
+        self._check(getattr(self.lib, "quern_" + name + "_workspace")(self.ctx, params.memory, c.byref(t), c.byref(size)))
         memory = torch.empty(size.value + 256, dtype=torch.uint8, device="cuda")
         keep.append(memory)
-        arguments = [self.ctx, c.byref(execution), c.byref(params), c.byref(t), c.c_void_p(memory.data_ptr()), size]
+        arguments = [self.ctx, c.byref(execution), params.memory, c.byref(t), c.c_void_p(memory.data_ptr()), size]
 
         def run(_keep=keep):
             execution.stream = torch.cuda.current_stream().cuda_stream
