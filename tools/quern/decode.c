@@ -40,6 +40,7 @@ typedef struct decode_run {
     quern_context *ctx;
     bool sparse;
     quern_nsa_tensors nsa; /* as the file has them; of dense attention q, k, v */
+    quern_tensor o;        /* the shape of O */
     const int32_t *cu;     /* NULL: fixed length */
     int64_t batch, length, lists; /* length: of each sequence */
     stream streams[STREAMS];
@@ -66,7 +67,6 @@ static int64_t length_of(const decode_run *r, int64_t b)
 static int bind(decode_run *r)
 {
     const job *j = r->j;
-    quern_tensor o;
     quern_status status;
     size_t bytes;
     if (r->sparse) {
@@ -86,15 +86,15 @@ static int bind(decode_run *r)
     if (q == NULL || r->nsa.k == NULL || v == NULL) return fail(EXIT_INPUT, "tensors Q, K and V are needed");
     if (q->ndim != ndim || r->nsa.k->ndim != ndim || v->ndim != ndim)
         return fail(EXIT_INPUT, "Q, K and V have %d, %d and %d dimensions: %d are accepted", q->ndim, r->nsa.k->ndim, v->ndim, ndim);
-    o = *q;
-    o.shape[ndim - 1] = v->shape[ndim - 1];
-    o = quern_tensor_contiguous(NULL, q->dtype, ndim, o.shape);
+    r->o = *q;
+    r->o.shape[ndim - 1] = v->shape[ndim - 1];
+    r->o = quern_tensor_contiguous(NULL, q->dtype, ndim, r->o.shape);
     if (r->sparse) {
         quern_nsa_tensors t = r->nsa;
-        t.o = &o;
+        t.o = &r->o;
         status = quern_nsa_forward_workspace(r->ctx, &j->params.nsa, &t, &bytes);
     } else {
-        const quern_attention_tensors t = {.size = sizeof t, .q = q, .k = r->nsa.k, .v = v, .cu_seqlens_q = r->nsa.cu_seqlens, .o = &o};
+        const quern_attention_tensors t = {.size = sizeof t, .q = q, .k = r->nsa.k, .v = v, .cu_seqlens_q = r->nsa.cu_seqlens, .o = &r->o};
         status = quern_attention_forward_workspace(r->ctx, &j->params.attention, &t, &bytes);
     }
     if (status != QUERN_OK) return fail_status(status);
@@ -171,11 +171,8 @@ static int make_streams(decode_run *r)
     const quern_tensor *const wholes[] = {t->q, t->k, t->v, r->params.separate_slc ? t->k_slc : NULL, r->params.separate_slc ? t->v_slc : NULL,
                                           r->params.separate_win ? t->k_win : NULL, r->params.separate_win ? t->v_win : NULL,
                                           r->sparse && p->gate == QUERN_NSA_GATE_GIVEN ? t->gates : NULL};
-    int64_t shape[QUERN_MAX_DIMS];
-    memcpy(shape, t->q->shape, sizeof shape);
-    shape[t->q->ndim - 1] = t->v->shape[t->v->ndim - 1];
     job *j = r->j;
-    const quern_tensor *o = job_add_output(j, "O", t->q->dtype, t->q->ndim, shape);
+    const quern_tensor *o = job_add_output(j, "O", r->o.dtype, r->o.ndim, r->o.shape);
     const int64_t most = r->batch * longest(r);
     bool ok = o != NULL;
     for (int i = 0; i < STREAMS && ok; i++) {
@@ -188,7 +185,7 @@ static int make_streams(decode_run *r)
         ok = s->piece.data != NULL;
     }
     if (ok && r->sparse && (p->branches & QUERN_NSA_BRANCH_SLC)) {
-        r->lists = quern_nsa_list_heads(p, t->q->shape[t->q->ndim - 2], r->params.kv_heads);
+        r->lists = quern_nsa_list_heads(p, r->o.shape[r->o.ndim - 2], r->params.kv_heads);
         const int64_t rows_most = quern_nsa_list_rows(p, r->length, r->batch);
         const int64_t fixed[] = {r->batch, r->lists, r->length, p->num_selected}, packed[] = {r->lists, rows_most, p->num_selected};
         r->block_idx = job_add_output(j, "block_idx", QUERN_I32, r->cu != NULL ? 3 : 4, r->cu != NULL ? packed : fixed);

@@ -87,14 +87,17 @@ static row_source values_of(const decode_shape *shape, const decode_panel *panel
     return (row_source){panel->values, shape->dtype, shape->dim_v, panel->n, shape->dim_v};
 }
 
-static void prefetch(const row_source *rows)
+/* Asks for part `part` of `parts` of the rows: a burst of more lines than the processor keeps under way would hold it up. */
+static void prefetch(const row_source *rows, int64_t part, int64_t parts)
 {
     const int64_t bytes = rows->rows * rows->dim * (int64_t)quern_dtype_size(rows->dtype);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)rows->data + i, 0, 2);
+    for (int64_t i = bytes * part / parts / 64 * 64; i < bytes * (part + 1) / parts; i += 64)
+        __builtin_prefetch((const char *)rows->data + i, 0, 3);
 }
 
-/* Scores of one panel from column `column` on. */
-static void score_panel(const decode_shape *shape, const decode_rows *rows, const decode_panel *panel, int32_t column, decode_scratch *s)
+/* Scores of one panel from column `column` on. `next`: the rows that are read after it. */
+static void score_panel(const decode_shape *shape, const decode_rows *rows, const decode_panel *panel, int32_t column, const row_source *next,
+                        decode_scratch *s)
 {
     const attention_kernels *k = shape->kernels;
     mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
@@ -103,8 +106,10 @@ static void score_panel(const decode_shape *shape, const decode_rows *rows, cons
         row_source src = keys_of(shape, panel);
         src.data = panel->keys + c * shape->dim_k * (int64_t)quern_dtype_size(shape->dtype);
         src.rows = n;
+        prefetch(next, 2 * (c / k->panel), 2 * PANEL_KEYS / k->panel);
         if (shape->bf16) k->pack_keys_bf16(&src, k->panel, (uint32_t *)(void *)s->keys);
         else k->pack_keys_f32(&src, k->panel, s->keys);
+        prefetch(next, 2 * (c / k->panel) + 1, 2 * PANEL_KEYS / k->panel);
         mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, k->panel, s->s + column + c, STEP_KEYS, false);
     }
 }
@@ -119,8 +124,7 @@ int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const 
             continue;
         }
         const row_source next = i + 1 < count ? keys_of(shape, &panels[i + 1]) : values_of(shape, &panels[0]);
-        prefetch(&next);
-        score_panel(shape, rows, &panels[i], keys, s);
+        score_panel(shape, rows, &panels[i], keys, &next, s);
     }
     return keys;
 }
@@ -139,7 +143,7 @@ static void add_panel(const decode_shape *shape, decode_rows *rows, const decode
         return;
     }
     mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
-    prefetch(ahead);
+    prefetch(ahead, 0, 1);
     if (shape->bf16) k->pack_values_bf16(&src, (int32_t)shape->value_panel, (uint32_t *)(void *)s->values, panel_stride);
     else k->pack_values_f32(&src, (int32_t)shape->value_panel, s->values, panel_stride);
     for (int64_t j = 0; j < shape->value_panels; j++) {

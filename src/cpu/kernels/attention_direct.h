@@ -27,11 +27,9 @@ INLINE __m512bh load_halves(const uint16_t *p, __mmask32 kept)
  * those at `ahead`. */
 INLINE void prefetch_after(const row_source *src, int64_t row, int64_t n, const char *ahead)
 {
-    const int64_t bytes = 2 * src->stride, end = src->rows * bytes;
-    for (int64_t at = row * bytes + DIRECT_AHEAD, last = at + n * bytes; at < last; at += 64) {
-        const char *line = at < end ? (const char *)src->data + at : ahead + (at - end);
-        __builtin_prefetch(line, 0, 3);
-    }
+    const int64_t bytes = 2 * src->stride, at = row * bytes + DIRECT_AHEAD, end = src->rows * bytes;
+    const char *from = at < end ? (const char *)src->data + at : ahead + (at - end);
+    for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
 }
 
 /* acc[r][i] += the products of 32 elements, or of those that are kept. */

@@ -77,8 +77,9 @@ __attribute__((unused)) static void pack_rows_bf16(const row_source *src, uint16
     }
 }
 
-/* Column c0 ... c0 + LANES of a panel from LANES rows of `words` 32-bit words, both sides walked in order. */
-INLINE void pack_columns(float rows[LANES][MAX_DIM], int64_t words, int32_t panel, float *dst)
+/* Column c0 ... c0 + LANES of a panel from LANES rows of `words` 32-bit words, both sides walked in order. Whole vectors of a
+ * row can be read. */
+INLINE void pack_columns(const float *const rows[LANES], int64_t words, int32_t panel, float *dst)
 {
     for (int64_t d = 0; d < words; d += LANES) {
         vfloat v[LANES];
@@ -91,12 +92,14 @@ INLINE void pack_columns(float rows[LANES][MAX_DIM], int64_t words, int32_t pane
 
 static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
 {
-    float rows[LANES][MAX_DIM];
+    float copies[LANES][MAX_DIM];
+    const float *rows[LANES];
+    for (int32_t i = 0; i < LANES; i++) rows[i] = copies[i];
     for (int32_t c0 = 0; c0 < panel; c0 += LANES) {
         for (int32_t i = 0; i < LANES; i++) {
             prefetch_row(src, c0 + i + ROWS_AHEAD);
-            if (c0 + i < src->rows) widen_row(source_row(src, c0 + i), src->dtype, rows[i], src->dim);
-            else memset(rows[i], 0, (size_t)src->dim * sizeof(float));
+            if (c0 + i < src->rows) widen_row(source_row(src, c0 + i), src->dtype, copies[i], src->dim);
+            else memset(copies[i], 0, (size_t)src->dim * sizeof(float));
         }
         pack_columns(rows, src->dim, panel, dst + c0);
     }
@@ -104,12 +107,15 @@ static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
 
 __attribute__((unused)) static void pack_keys_bf16(const row_source *src, int32_t panel, uint32_t *dst)
 {
-    float rows[LANES][MAX_DIM]; /* of words: pairs along D */
+    float copies[LANES][MAX_DIM]; /* of words: pairs along D */
+    const float *rows[LANES];
+    const bool stands = src->dim / 2 % LANES == 0; /* rows are whole vectors: they are read where they stand */
     for (int32_t c0 = 0; c0 < panel; c0 += LANES) {
         for (int32_t i = 0; i < LANES; i++) {
             prefetch_row(src, c0 + i + ROWS_AHEAD);
-            if (c0 + i < src->rows) memcpy(rows[i], source_row(src, c0 + i), (size_t)src->dim * 2);
-            else memset(rows[i], 0, (size_t)src->dim * 2);
+            rows[i] = c0 + i < src->rows && stands ? source_row(src, c0 + i) : copies[i];
+            if (c0 + i >= src->rows) memset(copies[i], 0, (size_t)src->dim * 2);
+            else if (!stands) memcpy(copies[i], source_row(src, c0 + i), (size_t)src->dim * 2);
         }
         pack_columns(rows, src->dim / 2, panel, (float *)dst + c0);
     }
