@@ -123,6 +123,95 @@ def test_deinterleave_quantize(golden):
         assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+
+def values(codes, scales, along):
+    """What codes and scales mean, without a global, in float64; blocks of 16 lie along a dimension."""
+    codes = codes.view(torch.uint8)
+    nibbles = torch.stack((codes & 15, codes >> 4), along + 1).flatten(along, along + 1).int()
+    signed = VALUES[nibbles & 7] * (1 - 2 * (nibbles >> 3))
+    return signed * scales.view(torch.float8_e4m3fn).double().repeat_interleave(16, along)
+
+
+class Product:
+    """Random operands of a product and what it is in float64."""
+
+    def __init__(self, counts, k, n, past=0):
+        torch.manual_seed(len(counts) + k)
+        self.offsets = bridge.compute_expert_offsets(counts, len(counts), "cpu")
+        rows = sum(counts) + past
+        self.a, self.a_scales, self.a_global = bridge.quantize_to_nvfp4(torch.randn(rows, k))
+        weights = [bridge.quantize_weight_to_nvfp4(torch.randn(k, n) * (i + 1)) for i in range(len(counts))]
+        self.b, self.b_scales, self.b_global = (torch.stack([w[i] for w in weights]) for i in range(3))
+        self.counts, a, b = counts, values(self.a, self.a_scales, 1), values(self.b, self.b_scales, 1)
+        self.exact, self.size = torch.zeros(rows, n).double(), torch.zeros(rows, n).double()
+        end = 0
+        for e, count in enumerate(counts):
+            here, end = slice(end, end + count), end + count
+            scale = (self.a_global * self.b_global[e]).double()
+            self.exact[here] = a[here] @ b[e] * scale
+            self.size[here] = a[here].abs() @ b[e].abs() * scale
+
+    def operands(self, swizzled=False, k_major=False):
+        b = bridge.make_b_k_major(self.b) if k_major else self.b
+        if not swizzled:
+            return self.a, b, self.a_scales, self.b_scales, self.offsets, self.a_global, self.b_global
+        rows = self.a_scales[: sum(self.counts)].split(self.counts)
+        scales = bridge.assemble_scales_2d_side(rows), bridge.assemble_scales_3d_side(self.b_scales.unbind())
+        return self.a, b, *scales, self.offsets, self.a_global, self.b_global
+
+
+@pytest.mark.parametrize("counts,k,n", [([5, 0, 130, 64], 96, 48), ([1], 16, 7), ([0, 0], 32, 16)])
+def test_grouped_gemm(counts, k, n):
+    product = Product(counts, k, n, past=3)
+    got = bridge.run_nvfp4_grouped_gemm(*product.operands())
+    assert got.dtype == torch.bfloat16 and got.shape == product.exact.shape
+    bound = (4 + k / 16) * 2**-23 * product.size + 2**-8 * product.exact.abs()
+    assert ((got.double() - product.exact).abs() <= bound).all()
+    assert not got[sum(counts) :].any()
+    assert torch.equal(bridge.run_nvfp4_grouped_gemm(*product.operands(k_major=True)), got)
+    assert torch.equal(bridge.run_nvfp4_grouped_gemm(*product.operands(True, True)), got)
+
+
+def test_globals_of_rows_and_experts():
+    product = Product([3, 4], 32, 16)
+    a, b, *middle, one, many = product.operands()
+    expected = bridge.run_nvfp4_grouped_gemm(a, b, *middle, one, many)
+    for given in (one.expand(7).contiguous(), one.expand(2).contiguous()):
+        assert torch.equal(bridge.run_nvfp4_grouped_gemm(a, b, *middle, given, many), expected)
+    plain = bridge.run_nvfp4_grouped_gemm(a, b, *middle)
+    unit = bridge.run_nvfp4_grouped_gemm(a, b, *middle, torch.ones(()), torch.ones(2))
+    assert torch.equal(plain, unit)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.75])
+def test_fused_swiglu(limit):
+    product = Product([9, 0, 20], 64, 64)
+    got = bridge.run_fused_swiglu_grouped_gemm(*product.operands(), limit)
+    runs = product.exact.unflatten(1, (-1, 2, 8))
+    gate, up = runs[:, :, 0], runs[:, :, 1]
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    expected = (torch.nn.functional.silu(gate) * up).flatten(1)
+    split = got.unflatten(1, (-1, 2, 8))
+    assert got.shape == (29, 64) and not split[:, :, 1].any()
+    assert torch.allclose(split[:, :, 0].flatten(1).double(), expected, rtol=2**-7, atol=1e-5)
+    codes, scales = bridge.deinterleave_quantize_nvfp4_cuda(got, 32, torch.tensor(0.01))
+    want = bridge.quantize_activation_nvfp4(split[:, :, 0].flatten(1), torch.tensor(0.01))
+    assert torch.equal(codes.view(torch.uint8), want[0].view(torch.uint8))
+    every = bridge.run_fused_swiglu_grouped_gemm(*product.operands(), limit, paired=False)
+    x = product.exact.clamp(max=limit) if limit else product.exact
+    assert torch.allclose(every.double(), torch.nn.functional.silu(x), rtol=2**-7, atol=1e-5)
+
+
+def test_warmup():
+    bridge.warmup_compilation(256, 3584, 4096, "cpu")
+    bridge.warmup_fused_swiglu_compilation(8, 32, 64, "cpu", 10.0)
+    with pytest.raises(ValueError, match="K"):
+        bridge.warmup_compilation(2, 5, 8, "cpu")
+
+
 def test_sentences():
     x = torch.ones(4, 32)
     assert bridge.ceil_div(7, 2) == 4 and bridge.round_up(7, 4) == 8

@@ -1,14 +1,15 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""NVFP4 experts under the names of the CuTe DSL bridge: quantisers and layouts.
+"""NVFP4 experts under the names of the CuTe DSL bridge: quantisers, layouts, grouped products.
 
 FP4 is torch.float4_e2m1fn_x2 and its scales are torch.float8_e4m3fn; uint8 is accepted for both. Globals are
-f32, [] or [E], those of activations also [T]. expert_offsets are int32 and inclusive.
+f32, [] or [E], those of activations also [T]. expert_offsets are int32 and inclusive. `mma_tiler_mn` and
+`cluster_shape_mn` tune another kernel and are ignored.
 """
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
@@ -22,22 +23,7 @@ PROFILE = "halfstep"
 _BLOCK = 16
 _TILE = 128  # rows of scales that an expert's are padded to
 _ROW = 4  # columns
-
-__all__ = [
-    "PROFILE",
-    "ceil_div",
-    "round_up",
-    "quantize_to_nvfp4",
-    "quantize_activation_nvfp4",
-    "quantize_weight_to_nvfp4",
-    "interleave_l1_weights",
-    "deinterleave_l1_weights",
-    "assemble_scales_2d_side",
-    "assemble_scales_3d_side",
-    "make_b_k_major",
-    "compute_expert_offsets",
-    "deinterleave_quantize_nvfp4_cuda",
-]
+_RUN = 8  # columns of gate, then of up, in fused weights
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -210,3 +196,146 @@ def compute_expert_offsets(
     if tokens.shape != (num_experts,):
         raise ValueError(f"tokens_per_expert has shape {list(tokens.shape)}: [{num_experts}] is accepted")
     return tokens.cumsum(0).to(torch.int32)
+
+
+# ---- grouped products ----
+
+
+def _pad_row_offsets(expert_offsets: Tensor) -> Tensor:
+    """Where the experts' rows of assembled scales begin: int32 [E+1]."""
+    counts = expert_offsets.diff(prepend=expert_offsets.new_zeros(1))
+    padded = (counts + _TILE - 1) // _TILE * _TILE
+    return torch.nn.functional.pad(padded.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _product(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    expert_offsets: Tensor,
+    global_scale_a: Tensor | None,
+    global_scale_b: Tensor | None,
+    **settings: Any,
+) -> Tensor:
+    """C [T, N], or [T, N/2] under SwiGLU, in the dtype that `output` names."""
+    a, b = _bytes(mat_a), _bytes(mat_b)
+    if b.stride(-1) != 1 and b.stride(-2) != 1:
+        b = b.contiguous()
+    tokens, experts = a.shape[0], b.shape[0]
+    swizzled = scale_a.dim() == 1
+    if global_scale_a is not None:
+        global_scale_a = global_scale_a.float()
+        settings["a_global_per"] = "tensor"
+        if global_scale_a.dim() > 0:
+            settings["a_global_per"] = "expert" if global_scale_a.shape[0] == experts else "row"
+    tensors = {
+        "a_codes": dense(a),
+        "a_scales": dense(_bytes(scale_a)),
+        "pad_row_offsets": _pad_row_offsets(expert_offsets) if swizzled else None,
+        "a_global": global_scale_a,
+        "b_codes": b,
+        "b_scales": dense(_bytes(scale_b)),
+        "b_global": None if global_scale_b is None else global_scale_b.float(),
+        "offsets": expert_offsets,
+    }
+    half = settings.get("activation") == "swiglu"
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[settings["output"]]
+    tensors["c"] = _new(a, tokens, b.shape[2] // 2 if half else b.shape[2], dtype=dtype)
+    params = ops.params("nvfp4-gemm", b_scales="swizzled" if scale_b.dim() == 2 else "linear", **settings)
+    return ops.call("nvfp4-gemm", params, tensors, ("c",))[0]
+
+
+def run_nvfp4_grouped_gemm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    expert_offsets: Tensor,
+    global_scale_a: Tensor | None = None,
+    global_scale_b: Tensor | None = None,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    cluster_shape_mn: tuple[int, int] = (1, 1),
+) -> Tensor:
+    """The rows of each expert times its weights → bf16 [T, N]; rows past the last offset are 0.
+
+    mat_a [T, K/2], scale_a [T, K/16] or assembled [bytes]. mat_b [E, K/2, N], also with K contiguous, scale_b
+    [E, K/16, N] or assembled [E, bytes]. expert_offsets int32 [E].
+    """
+    return _product(
+        mat_a, mat_b, scale_a, scale_b, expert_offsets, global_scale_a, global_scale_b, output="bf16"
+    )
+
+
+def run_fused_swiglu_grouped_gemm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    expert_offsets: Tensor,
+    global_scale_a: Tensor | None = None,
+    global_scale_b: Tensor | None = None,
+    swiglu_limit: float = 0.0,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    cluster_shape_mn: tuple[int, int] = (1, 1),
+    *,
+    paired: bool = True,
+) -> Tensor:
+    """run_nvfp4_grouped_gemm on weights that interleave gate and up by 8, then SwiGLU → bf16 [T, N].
+
+    The gate columns hold silu(min(gate, L)) · clamp(up, ±L), where L is swiglu_limit (0: no clamp), and the
+    up columns 0: what deinterleave_quantize_nvfp4_cuda reads. paired=False: silu(min(x, L)) of every
+    column x.
+    """
+    given = (mat_a, mat_b, scale_a, scale_b, expert_offsets, global_scale_a, global_scale_b)
+    if not paired:
+        x = _product(*given, output="f32")
+        return torch.nn.functional.silu(x.clamp(max=swiglu_limit) if swiglu_limit > 0 else x).bfloat16()
+    result = _product(*given, output="bf16", activation="swiglu", limit=float(swiglu_limit), granularity=_RUN)
+    out = result.new_zeros(result.shape[0], 2 * result.shape[1])
+    out.unflatten(1, (-1, 2, _RUN))[:, :, 0] = result.unflatten(1, (-1, _RUN))
+    return out
+
+
+def _no_tokens(
+    num_experts: int, K_packed: int, N_packed: int, device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of a product of no rows; its weights take no memory."""
+    row = torch.zeros(N_packed, dtype=torch.uint8, device=device)
+    offsets = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    blocks = 2 * K_packed // _BLOCK
+    return (
+        row.new_empty(0, K_packed),
+        row.expand(num_experts, K_packed, N_packed),
+        row.new_empty(0, blocks),
+        row.expand(num_experts, blocks, N_packed),
+        offsets,
+    )
+
+
+def warmup_compilation(
+    num_experts: int,
+    K_packed: int,
+    N_packed: int,
+    device: torch.device | str,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    cluster_shape_mn: tuple[int, int] = (1, 1),
+) -> None:
+    """Checks these extents (mat_b.shape[1], mat_b.shape[2]) and loads what run_nvfp4_grouped_gemm needs
+    there. Nothing is compiled."""
+    run_nvfp4_grouped_gemm(*_no_tokens(num_experts, K_packed, N_packed, device))
+
+
+def warmup_fused_swiglu_compilation(
+    num_experts: int,
+    K_packed: int,
+    N_packed: int,
+    device: torch.device | str,
+    swiglu_limit: float = 0.0,
+    mma_tiler_mn: tuple[int, int] = (128, 128),
+    cluster_shape_mn: tuple[int, int] = (1, 1),
+) -> None:
+    """warmup_compilation for run_fused_swiglu_grouped_gemm."""
+    run_fused_swiglu_grouped_gemm(
+        *_no_tokens(num_experts, K_packed, N_packed, device), swiglu_limit=swiglu_limit
+    )
