@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """Quern: sparse attention, compressed attention and FP4 experts on CPUs and NVIDIA GPUs."""
 
+from ._attention import attention
 from ._operations import version
 
 __version__ = version()
-__all__ = ["__version__"]
+__all__ = ["__version__", "attention"]

@@ -46,6 +46,15 @@ def is_torch(tensor: Any) -> bool:
     return torch is not None and isinstance(tensor, torch.Tensor)
 
 
+def need_torch(**tensors: Any) -> None:
+    """TypeError where one of them is no torch.Tensor, which the first one is."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not is_torch(tensor):
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__} beside a torch.Tensor: one framework is accepted"
+            )
+
+
 def _framework(tensor: Any) -> str:
     return "torch" if is_torch(tensor) else type(tensor).__module__.partition(".")[0]
 

@@ -45,12 +45,24 @@ def close(got, expected, bound):
     assert got.shape == expected.shape
     assert np.array_equal(np.isneginf(got), np.isneginf(expected))
     finite = np.isfinite(expected)
-    error = np.abs(got - expected)[finite].max(initial=0) / max(
-        np.abs(expected[finite]).max(initial=0), 1e-30
-    )
+    got, expected = got[finite].astype(np.float64), expected[finite].astype(np.float64)
+    error = np.abs(got - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30)
+    assert error <= bound, error
+
+
+def near(got, expected, bound):
+    """The relative L2 error, against a float64 reference of the same inputs."""
+    got, expected = (x.detach().double() for x in (got, expected))
+    assert got.shape == expected.shape
+    error = float((got - expected).norm() / expected.norm().clamp(min=1e-30))
     assert error <= bound, error
 
 
 @pytest.fixture(name="close")
 def close_fixture():
     return close
+
+
+@pytest.fixture(name="near")
+def near_fixture():
+    return near

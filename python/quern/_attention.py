@@ -1,0 +1,49 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""Dense attention for every framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _arrays
+from . import _operations as ops
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = True,
+    window: int = 0,
+    scale: float | None = None,
+    query_offset: int | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale · q kᵀ) v over the keys that each query sees → o, or (o, lse).
+
+    q [B, Nq, H, D], k [B, Nkv, Hkv, D], v [B, Nkv, Hkv, Dv] → o [B, Nq, H, Dv], lse f32 [B, H, Nq]; or
+    packed, q [Tq, H, D], k [Tkv, Hkv, D], v [Tkv, Hkv, Dv] → o [Tq, H, Dv], lse [H, Tq], with cu_seqlens
+    int32 [B+1] (cu_seqlens_kv None: the same). f32, f16 or bf16. Query head h reads head h // (H / Hkv) of k
+    and v.
+
+    The queries are the last Nq positions, unless query_offset is the position of the first. causal: keys up
+    to the query, and with a window the last `window` of them; else all, or those at most window // 2 away.
+    scale None: 1/√D. A query that sees no key gives 0 and lse -inf.
+
+    With torch it is differentiable by q, k and v; lse carries no gradient.
+    """
+    settings = (causal, window, scale or 0.0, -1 if query_offset is None else query_offset)
+    if _arrays.is_torch(q):
+        from . import _torch_attention
+
+        _arrays.need_torch(k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
+        o, lse = _torch_attention.attention(q, k, v, cu_seqlens_q, cu_seqlens_kv, *settings)
+        return (o, lse) if return_lse else o
+    params = ops.params("attention", **dict(zip(("causal", "window", "scale", "query_offset"), settings)))
+    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    results = ops.call("attention", params, tensors, ("o", "lse") if return_lse else ("o",))
+    return results if return_lse else results[0]

@@ -1,0 +1,75 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""quern on NumPy's arrays, without a framework."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import quern
+
+
+def expected(q, k, v):
+    k, v = (np.repeat(t, q.shape[2] // t.shape[2], 2) for t in (k, v))
+    scores = np.einsum("bnhd,bshd->bhns", q, k) / np.sqrt(q.shape[3])
+    scores = np.where(np.tri(q.shape[1], k.shape[1], dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bhns,bshd->bnhd", weights / weights.sum(-1, keepdims=True), v)
+
+
+def inputs(n=50, dtype=np.float32):
+    random = np.random.default_rng(0)
+    return [random.standard_normal((2, n, heads, 16)).astype(dtype) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("dtype,bound", [(np.float32, 1e-6), (np.float16, 2e-3)])
+def test_attention(close, dtype, bound):
+    given = inputs(dtype=dtype)
+    o, lse = quern.attention(*given, return_lse=True)
+    assert o.dtype == dtype and lse.dtype == np.float32 and lse.shape == (2, 4, 50)
+    close(o, expected(*(t.astype(np.float64) for t in given)), bound)
+
+
+def test_views_are_taken_as_they_stand(close):
+    given = inputs()
+    wide = [np.zeros((2, 50, t.shape[2], 24), np.float32) for t in given]
+    for to, t in zip(wide, given):
+        to[:, ::-1, :, 3:19] = t
+    views = [t[:, ::-1, :, 3:19] for t in wide]
+    assert np.array_equal(quern.attention(*views), quern.attention(*given))
+
+
+def test_threads_at_once():
+    given, results = inputs(300), [None] * 6
+    want = quern.attention(*given)
+
+    def work(i):
+        results[i] = quern.attention(*given)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(np.array_equal(one, want) for one in results)
+
+
+def test_fork():
+    given = inputs()
+    want = quern.attention(*given)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(quern.attention(*given), want) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_sentences():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match="k is a list"):
+        quern.attention(q, k.tolist(), v)
+    with pytest.raises(ValueError, match="last dimension|contiguous"):
+        quern.attention(np.asfortranarray(q), k, v)
+    with pytest.raises(ValueError, match="dtype|f64|float64"):
+        quern.attention(q.astype(np.float64), k, v)
