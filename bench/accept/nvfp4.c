@@ -265,6 +265,48 @@ static void quantise_figure(operands *o, bool fused, double target)
     quern_context_destroy(ctx);
 }
 
+/* The gradient of A: the operations of the product itself. */
+static double time_backward(quern_context *ctx, operands *o, void *workspace, size_t *bytes)
+{
+    const int64_t tokens = (int64_t)EXPERTS * ROWS_MOST, rows[] = {tokens, K}, experts = EXPERTS,
+                  repacked[] = {EXPERTS, quern_moe_prepack_bytes(N, K)};
+    for (int e = 0; e < EXPERTS; e++) o->ends[e] = (e + 1) * ROWS_MOST;
+    const quern_tensor a = quern_tensor_contiguous(o->a, QUERN_BF16, 2, rows),
+                       d_a = quern_tensor_contiguous(o->c, QUERN_BF16, 2, rows);
+    const quern_tensor b = quern_tensor_contiguous(o->repacked, QUERN_U8, 2, repacked),
+                       offsets = quern_tensor_contiguous(o->ends, QUERN_I32, 1, &experts);
+    quern_nvfp4_gemm_params p = QUERN_NVFP4_GEMM_PARAMS_INIT;
+    quern_nvfp4_gemm_tensors t = QUERN_NVFP4_GEMM_TENSORS_INIT;
+    p.n = N;
+    t.a = t.d_c = &a;
+    t.b_repacked = &b, t.offsets = &offsets, t.d_a = &d_a;
+    if (workspace == NULL) {
+        check(quern_nvfp4_gemm_backward_workspace(ctx, &p, &t, bytes));
+        return 0;
+    }
+    const double start = now();
+    check(quern_nvfp4_gemm_backward(ctx, NULL, &p, &t, workspace, *bytes));
+    return now() - start;
+}
+
+static void backward_figure(operands *o, double target)
+{
+    quern_context *ctx = context_of(QUERN_CPU_LEVEL_AUTO, 2);
+    double fractions[ROUNDS];
+    size_t bytes;
+    time_backward(ctx, o, NULL, &bytes);
+    void *workspace = need(malloc(bytes + 1));
+    time_backward(ctx, o, workspace, &bytes);
+    for (int r = 0; r < ROUNDS; r++) {
+        const double compute =
+            2.0 * EXPERTS * ROWS_MOST * N * K / (ceiling_measure(CEILING_BF16, 2) * 1e9);
+        fractions[r] = compute / time_backward(ctx, o, workspace, &bytes);
+    }
+    report("backward through frozen weights, M 256, of bf16 peak", 2, target, median(fractions));
+    free(workspace);
+    quern_context_destroy(ctx);
+}
+
 int main(void)
 {
     static operands o;
@@ -287,6 +329,7 @@ int main(void)
     }
     make_operands(&o);
     for (size_t i = 0; i < sizeof figures / sizeof *figures; i++) product_figure(&o, &figures[i]);
+    backward_figure(&o, 0.8);
     quantise_figure(&o, false, 0.6);
     quantise_figure(&o, true, 0.6);
     return failed;
