@@ -139,7 +139,7 @@ quern_status quern_op_follow(const quern_op *op, void *params, const void *tenso
         const op_param *p = &family->params[mode->param];
         int32_t chosen = OP_NONE, otherwise = 0;
         for (int32_t i = 0; i <= p->most; i++) {
-            const int32_t by = mode->by[i];
+            const int8_t by = mode->by[i];
             if (by == OP_NONE) otherwise = i;
             if (by == OP_NONE || own.t[by] == NULL) continue;
             if (chosen != OP_NONE)

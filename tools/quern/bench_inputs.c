@@ -164,8 +164,8 @@ static bool shape_of(const bench_case *c, const job *j, const quern_op_tensor *t
 /* First token of a document. */
 static int64_t document_start(const bench_case *c, int64_t document)
 {
-    return document * (c->n / c->documents) +
-           (document < c->n % c->documents ? document : c->n % c->documents);
+    const int64_t count = at_least_one(c->documents), longer = c->n % count;
+    return document * (c->n / count) + (document < longer ? document : longer);
 }
 
 static void fill_starts(const bench_case *c, int32_t *cu)
@@ -180,7 +180,7 @@ static void fill_lists(const bench_case *c, bool groups, const quern_tensor *t, 
     const quern_nsa_params *p = &c->params.nsa;
     const int64_t l = at_least_one(p->block_size), d = p->stride > 0 ? p->stride : l,
                   tile_rows = at_least_one(p->tile);
-    const int64_t k = t->shape[t->ndim - 1], rows = t->shape[t->ndim - 2];
+    const int64_t k = t->shape[t->ndim - 1], rows = at_least_one(t->shape[t->ndim - 2]);
     const int64_t unit = groups ? times_most(128, d) : p->select_block > 0 ? p->select_block : l;
     const int64_t length = c->documents > 0 ? c->n / c->documents : c->n,
                   tiles = length / tile_rows + (length % tile_rows != 0);
@@ -277,7 +277,7 @@ static int make_input(job *j, const bench_case *c, int tensor)
 
 int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan)
 {
-    bool chosen[QUERN_OP_TENSORS_MAX];
+    bool chosen[QUERN_OP_TENSORS_MAX] = {false};
     job_init(j, c->op, &c->params);
     j->plan = plan;
     j->device = c->device;

@@ -91,7 +91,7 @@ static bool is_read(quern_op_role role)
 /* Leaves aside what the call writes itself, and the triggers of what the parameters leave out. */
 static int choose_inputs(job *j, const quern_op_role *roles)
 {
-    quern_op_role backward[QUERN_OP_TENSORS_MAX];
+    quern_op_role backward[QUERN_OP_TENSORS_MAX] = {QUERN_OP_UNUSED};
     const quern_status status =
         j->backward ? quern_op_roles(j->op->op, QUERN_OP_BACKWARD, &j->params, &j->tensors, backward)
                     : QUERN_OK;
