@@ -10,7 +10,7 @@
 
 static const int64_t claimed = (int64_t)1 << 62; /* or-ed to an owner of this call, until all pages are checked */
 
-/* Whether a sequence stands earlier in the batch. Small batches are searched; the others' marks would need memory. */
+/* Whether a sequence stands earlier in the batch. */
 static bool stands_before(const quern_cache_batch *b, int64_t i)
 {
     for (int64_t j = 0; j < i; j++)
