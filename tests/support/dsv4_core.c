@@ -14,7 +14,7 @@ static const char *const names[] = {"q", "kv", "kv_cmp", "idx", "count", "sink",
 
 static void fill_lists(core_case *c, test_random *random)
 {
-    const int64_t rows = test_tensor_count(&c->t[CORE_IDX]) / (c->shape.chosen > 0 ? c->shape.chosen : 1), k = c->shape.chosen;
+    const int64_t rows = c->shape.queries * (c->varlen ? 1 : c->batch), k = c->shape.chosen;
     int32_t *idx = malloc((size_t)(rows * k + 1) * sizeof *idx), *count = malloc((size_t)(rows + 1) * sizeof *count);
     for (int64_t row = 0; row < rows; row++) {
         const bool rising = test_random_one_in(random, 2);
