@@ -20,6 +20,7 @@ const struct op_family *const quern_families[] = {
     &nvfp4_quantize_family,
     &nvfp4_dequantize_family,
     &nvfp4_from_mxfp4_family,
+    &nvfp4_fused_quantize_family,
     &nvfp4_gemm_family,
     &moe_family,
     &moe_route_family,

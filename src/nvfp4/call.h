@@ -11,7 +11,7 @@
 
 #include <quern/nvfp4.h>
 
-extern const op_family nvfp4_dequantize_family, nvfp4_quantize_family, nvfp4_from_mxfp4_family;
+extern const op_family nvfp4_dequantize_family, nvfp4_quantize_family, nvfp4_from_mxfp4_family, nvfp4_fused_quantize_family;
 
 /* The words of the parameters that several operations have. */
 extern const char *const nvfp4_profile_words[], *const nvfp4_global_words[], *const nvfp4_layout_words[];

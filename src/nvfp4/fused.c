@@ -1,129 +1,203 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* fused.c - a product's interleaved output to NVFP4: checks, then one stage. */
+/* fused.c - a product's interleaved output to NVFP4: the operation's description, and its one stage. */
 #include "core/error.h"
-#include "core/float_state.h"
-#include "core/op.h"
 #include "core/view.h"
 #include "nvfp4/call.h"
 
-#include <math.h>
+#include <stddef.h>
+
+/* In the order of quern_nvfp4_fused_quantize_tensors. */
+enum { T_X, T_GATE_GLOBAL, T_UP_GLOBAL, T_GATE_CODES, T_GATE_SCALES, T_UP_CODES, T_UP_SCALES, TENSORS };
+enum { S_M = 1, S_2I, S_BYTES, S_BLOCKS };
 
 typedef struct fused_call {
-    nvfp4_call base;
+    op_call head;
+    quern_nvfp4_fused_quantize_params params;
     fused_quantise_args args;
+    const void *scratch;
 } fused_call;
 
-static quern_status check_params(const quern_nvfp4_fused_quantize_params *p)
+static const op_tensor tensors[] = {
+    {"x", "X", OP_FLOAT, OP_NONE, {S_M, S_2I}, {0}},
+    {"gate_global", "gate_global", OP_F32, OP_NONE, {0}, {0}},
+    {"up_global", "up_global", OP_F32, OP_NONE, {0}, {0}},
+    {"gate_codes", "gate_codes", OP_U8, OP_NONE, {S_M, S_BYTES}, {0}},
+    {"gate_scales", "gate_scales", OP_SCALE, OP_NONE, {S_M, S_BLOCKS}, {0}},
+    {"up_codes", "up_codes", OP_U8, OP_NONE, {S_M, S_BYTES}, {0}},
+    {"up_scales", "up_scales", OP_SCALE, OP_NONE, {S_M, S_BLOCKS}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_nvfp4_fused_quantize_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
+
+static const char *const activations[] = {"none", "swiglu", NULL};
+#define AT(member) offsetof(quern_nvfp4_fused_quantize_params, member)
+static const op_param params[] = {
+    {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words, "of the quantiser"},
+    {"swiglu", AT(swiglu), OP_FLAG, 0, 1, activations, "quantise gate and up, or what SwiGLU makes of them"},
+    {"limit", AT(limit), OP_NUMBER, 0, 0, NULL, "of gate and up; 0: none"},
+    {"alpha", AT(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
+    {"beta", AT(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
+    {"granularity", AT(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "runs of gate and up in X's columns"},
+};
+#undef AT
+static const quern_nvfp4_fused_quantize_params defaults = QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT;
+static const char *const operations[] = {"nvfp4_fused_quantize"};
+static const char *const symbols[] = {"", [S_M] = "M", [S_2I] = "2I", [S_BYTES] = "8*ceil(I/16)", [S_BLOCKS] = "ceil(I/16)", NULL};
+static const op_rename renames[] = {{"swiglu", "activation", NULL},
+                                    {"gate_global", "global", "swiglu"},
+                                    {"gate_codes", "codes", "swiglu"},
+                                    {"gate_scales", "scales", "swiglu"},
+                                    {NULL, NULL, NULL}};
+static const op_entry ops[] = {
+    {.name = "nvfp4-fused-quantize",
+     .help = "interleaved gate and up of a product to NVFP4, each or both by its global; or their SwiGLU",
+     .backward = OP_NONE,
+     .renames = renames},
+};
+
+static const quern_nvfp4_fused_quantize_params *params_of(const op_call *call)
 {
-    if (!(p->limit >= 0.0f) || isinf(p->limit))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "limit is %g: 0 (no clamp) or a finite positive number is accepted",
-                         (double)p->limit);
-    if (!isfinite(p->alpha) || !isfinite(p->beta))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "alpha is %g and beta %g: finite numbers are accepted",
-                         (double)p->alpha, (double)p->beta);
-    if (p->granularity < 1 || p->granularity > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "granularity is %lld: 1 to %d is accepted",
-                         (long long)p->granularity, INT32_MAX);
-    return nvfp4_check_profile(p->profile);
+    return &((const fused_call *)call)->params;
 }
 
-static quern_status check_tensors(const quern_nvfp4_fused_quantize_params *p,
-                                  const quern_nvfp4_fused_quantize_tensors *t, bool run)
+static quern_status check_params(op_call *call)
 {
-    const view_rule x = {"x", t->x, VIEW_ACTIVATION, 2, {VIEW_ANY, VIEW_ANY}, false, false};
-    const quern_status status = view_check(&x, NULL, run);
+    const float limit = params_of(call)->limit;
+    if (limit >= 0.0f) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "limit is %g: 0 (no clamp) or a finite positive number is accepted", (double)limit);
+}
+
+/* A part is written where its codes, or where nothing says codes its global, are there. */
+static void part_roles(op_call *call, int32_t global, int32_t codes, bool refused)
+{
+    const bool given = call->given[codes] != NULL, asked = given || call->given[global] != NULL;
+    call->role[global] = refused ? OP_UNUSED : given ? OP_NEEDED : OP_OPTIONAL;
+    call->role[codes] = refused ? OP_REFUSED : asked ? OP_OPTIONAL_RESULT : OP_UNUSED;
+    call->role[codes + 1] = refused ? OP_UNUSED : given ? OP_RESULT : asked ? OP_OPTIONAL_RESULT : OP_UNUSED;
+}
+
+static void roles(op_call *call)
+{
+    const bool swiglu = params_of(call)->swiglu;
+    call->role[T_X] = OP_NEEDED;
+    part_roles(call, T_GATE_GLOBAL, T_GATE_CODES, false);
+    part_roles(call, T_UP_GLOBAL, T_UP_CODES, swiglu);
+    if (!swiglu) return;
+    call->role[T_GATE_GLOBAL] = OP_NEEDED;
+    call->role[T_GATE_CODES] = call->role[T_GATE_SCALES] = OP_RESULT;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with swiglu: the result goes to gate_codes alone",
+                     call->family->tensors[tensor].field);
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_tensor *const *t = call->given, *x = t[T_X];
+    const int64_t q = params_of(call)->granularity;
+    if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
+    call->like = *x;
+    const quern_status status = op_check_kind(call, T_X, 2);
     if (status != QUERN_OK) return status;
-    const int64_t rows = t->x->shape[0], columns = t->x->shape[1], blocks = nvfp4_blocks(columns / 2);
-    if (columns % 2 != 0 || columns / 2 % p->granularity != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x.shape[1] is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
-                         (long long)columns, (long long)p->granularity, 2 * (long long)p->granularity);
-    const bool gate = t->gate_codes != NULL || p->swiglu, up = t->up_codes != NULL;
-    if (!gate && !up)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "gate_codes and up_codes are NULL: at least one is needed");
-    if (up && p->swiglu)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "up_codes is given with swiglu: the result goes to gate_codes alone");
-    const view_rule rules[] = {
-        {"x", t->x, VIEW_ACTIVATION, 2, {rows, columns}, false, false},
-        {"gate_global", gate ? t->gate_global : NULL, VIEW_F32, 0, {0}, !gate, false},
-        {"up_global", up ? t->up_global : NULL, VIEW_F32, 0, {0}, !up, false},
-        {"gate_codes", t->gate_codes, VIEW_U8, 2, {rows, 8 * blocks}, !gate, true},
-        {"gate_scales", gate ? t->gate_scales : NULL, VIEW_SCALE, 2, {rows, blocks}, !gate, true},
-        {"up_codes", t->up_codes, VIEW_U8, 2, {rows, 8 * blocks}, !up, true},
-        {"up_scales", up ? t->up_scales : NULL, VIEW_SCALE, 2, {rows, blocks}, !up, true},
-    };
-    return view_check_all(rules, sizeof rules / sizeof *rules, t->x, run);
+    call->symbol[S_M] = x->shape[0];
+    call->symbol[S_2I] = x->shape[1];
+    if (x->shape[1] % 2 != 0 || x->shape[1] / 2 % q != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x.shape[1] is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
+                         (long long)x->shape[1], (long long)q, 2 * (long long)q);
+    if (!params_of(call)->swiglu && t[T_GATE_CODES] == NULL && t[T_UP_CODES] == NULL && t[T_GATE_GLOBAL] == NULL && t[T_UP_GLOBAL] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "gate_codes and up_codes are NULL: at least one is needed");
+    call->symbol[S_BLOCKS] = nvfp4_blocks(x->shape[1] / 2);
+    call->symbol[S_BYTES] = call->symbol[S_BLOCKS] * QUERN_NVFP4_BLOCK / 2;
+    return QUERN_OK;
 }
 
-static void fill_part(fused_quantise_args *args, int part, const quern_tensor *codes,
-                      const quern_tensor *scales, const quern_tensor *global)
+static quern_status check_data(const op_call *call, void *const *data)
 {
-    args->codes[part] = *codes;
-    args->scales[part] = *scales;
-    args->global[part] = nvfp4_global_view(global);
+    static const int32_t globals[] = {T_GATE_GLOBAL, T_UP_GLOBAL};
+    const fused_call *c = (const fused_call *)call;
+    for (int part = 0; part < 2; part++) {
+        if (c->args.global[part].ndim == 0) continue;
+        const quern_status status = view_check_globals(data[globals[part]], &c->args.global[part], tensors[globals[part]].field);
+        if (status != QUERN_OK) return status;
+    }
+    return QUERN_OK;
 }
 
-static quern_status plan(quern_context *ctx, const quern_exec *exec,
-                         const quern_nvfp4_fused_quantize_params *params,
-                         const quern_nvfp4_fused_quantize_tensors *tensors, bool run, fused_call *call)
+static quern_status plan(op_call *call)
 {
-    quern_status status;
-    quern_nvfp4_fused_quantize_params p = QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT;
-    quern_nvfp4_fused_quantize_tensors t = QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT;
-    *call = (fused_call){0};
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = op_struct(&p, params, "params", "QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT")) != QUERN_OK ||
-        (status = op_struct(&t, tensors, "tensors", "QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT")) != QUERN_OK ||
-        (status = check_params(&p)) != QUERN_OK || (status = check_tensors(&p, &t, run)) != QUERN_OK ||
-        (status = nvfp4_begin(ctx, exec, t.x, &call->base)) != QUERN_OK ||
-        (status = nvfp4_check_stage(&call->base, call->base.backend->fused_quantise.run != NULL,
-                                    "fused quantisation to NVFP4")) != QUERN_OK)
-        return status;
-    call->args = (fused_quantise_args){.profile = (quantise_profile)p.profile,
-                                       .swiglu = p.swiglu,
-                                       .limit = p.limit,
-                                       .alpha = p.alpha,
-                                       .beta = p.beta,
-                                       .granularity = p.granularity,
-                                       .x = *t.x};
-    if (t.gate_codes != NULL) fill_part(&call->args, 0, t.gate_codes, t.gate_scales, t.gate_global);
-    if (t.up_codes != NULL) fill_part(&call->args, 1, t.up_codes, t.up_scales, t.up_global);
-    if (run) status = nvfp4_check_globals(&call->args.global[0], "gate_global");
-    if (run && status == QUERN_OK) status = nvfp4_check_globals(&call->args.global[1], "up_global");
-    return status;
+    static const int32_t codes[] = {T_GATE_CODES, T_UP_CODES}, globals[] = {T_GATE_GLOBAL, T_UP_GLOBAL};
+    fused_call *c = (fused_call *)call;
+    const fused_quantise_stage *stage = &call->backend->fused_quantise;
+    arena a = op_workspace();
+    if (stage->run == NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "fused quantisation to NVFP4 on device %s: cpu is accepted", call->backend->name);
+    if (!op_uses(call, T_GATE_CODES) && !op_uses(call, T_UP_CODES))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "gate_codes and up_codes are NULL: at least one is needed");
+    c->args = (fused_quantise_args){.profile = (quantise_profile)c->params.profile,
+                                    .swiglu = c->params.swiglu,
+                                    .limit = c->params.limit,
+                                    .alpha = c->params.alpha,
+                                    .beta = c->params.beta,
+                                    .granularity = c->params.granularity,
+                                    .x = op_view(call, T_X, false)};
+    for (int part = 0; part < 2; part++) {
+        if (!op_uses(call, codes[part])) continue;
+        const quern_tensor global = op_view(call, globals[part], false);
+        c->args.codes[part] = op_view(call, codes[part], false);
+        c->args.scales[part] = op_view(call, codes[part] + 1, false);
+        c->args.global[part] = nvfp4_tail_view(&global);
+    }
+    c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->args));
+    op_workspace_end(call, &a);
+    return QUERN_OK;
 }
 
-static size_t bytes_of(const fused_call *call)
+static quern_status run(const op_call *call, const op_frame *frame)
 {
-    return nvfp4_workspace_bytes(call->base.backend->fused_quantise.workspace(&call->base.exec, &call->args));
+    const fused_call *c = (const fused_call *)call;
+    return op_fused_quantise(call, frame, &c->args, c->scratch);
 }
 
-quern_status quern_nvfp4_fused_quantize_workspace(quern_context *ctx,
-                                                  const quern_nvfp4_fused_quantize_params *params,
-                                                  const quern_nvfp4_fused_quantize_tensors *tensors,
-                                                  size_t *bytes)
+const op_family nvfp4_fused_quantize_family = {
+    .operations = operations,
+    .operation_count = 1,
+    .first = QUERN_OP_NVFP4_FUSED_QUANTIZE,
+    .tensors = tensors,
+    .tensor_count = TENSORS,
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT",
+    .tensors_init = "QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT",
+    .symbols = symbols,
+    .group = "nvfp4-fused-quantize",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(fused_call),
+    .params_at = offsetof(fused_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = plan,
+    .run = run,
+};
+
+quern_status quern_nvfp4_fused_quantize_workspace(quern_context *ctx, const quern_nvfp4_fused_quantize_params *given,
+                                                  const quern_nvfp4_fused_quantize_tensors *views, size_t *bytes)
 {
     fused_call call;
-    const quern_status status = plan(ctx, NULL, params, tensors, false, &call);
-    return status != QUERN_OK ? status : nvfp4_give_bytes(bytes_of(&call), bytes);
+    return op_workspace_of(&call.head, &nvfp4_fused_quantize_family, 0, ctx, given, views, bytes);
 }
 
-quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quern_exec *exec,
-                                        const quern_nvfp4_fused_quantize_params *params,
-                                        const quern_nvfp4_fused_quantize_tensors *tensors, void *workspace,
-                                        size_t workspace_bytes)
+quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_fused_quantize_params *given,
+                                        const quern_nvfp4_fused_quantize_tensors *views, void *workspace, size_t workspace_bytes)
 {
-    DEFAULT_FLOAT_STATE;
     fused_call call;
-    void *aligned;
-    quern_status status = plan(ctx, exec, params, tensors, true, &call);
-    if (status == QUERN_OK)
-        status = nvfp4_check_workspace(&call.base, workspace, workspace_bytes, bytes_of(&call), &aligned);
-    return status != QUERN_OK ? status
-                              : call.base.backend->fused_quantise.run(&call.base.exec, &call.args, aligned);
+    return op_run(&call.head, &nvfp4_fused_quantize_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }
