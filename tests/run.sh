@@ -130,7 +130,7 @@ if [[ ${1:-test} == test ]]; then
     count "build: asan-ubsan" build asan-ubsan "${sanitized[@]}"
     QUERN_TEST_TRIALS=1/8 programs asan-ubsan "${sanitized[@]}"
     # A build without the x86 levels; release goes through the portable kernels with everything else.
-    mapfile -t portable < <(cd tests && ls -- kernels/*_test.c unit/*golden_test.c unit/{core,kernel_table}_test.c | sed 's|.*/||; s|\.c$||')
+    mapfile -t portable < <(cd tests && ls -- kernels/*_test.c families/*/*golden_test.c core/core_test.c | sed 's|.*/||; s|\.c$||')
     count "build: portable" build portable "${portable[@]}"
     programs portable "${portable[@]}"
     count "clang-tidy" tests/tidy.sh
