@@ -3,7 +3,8 @@
 """Quern: sparse attention, compressed attention and FP4 experts on CPUs and NVIDIA GPUs."""
 
 from ._attention import attention
+from ._nsa import nsa
 from ._operations import version
 
 __version__ = version()
-__all__ = ["__version__", "attention"]
+__all__ = ["__version__", "attention", "nsa"]

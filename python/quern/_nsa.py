@@ -1,64 +1,125 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""NSA with gradients for torch: which tensors a training forward saves, and which the backward reads and
-writes."""
+"""Native sparse attention for every framework."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from . import _arrays
 from . import _operations as ops
 
-# What the caller hands in, in the order of NsaFunction's arguments after the two params structs.
-INPUTS = ("q", "k", "v", "w_k", "w_v", "w_gate", "cu_seqlens", "block_idx", "group_idx")
-_DIFFERENTIABLE = INPUTS[:6]
-_SAVED = ("k_cmp", "v_cmp", "gates", "o_cmp", "o_slc", "o_win", "lse_cmp", "lse_slc", "lse_win")
 
+def nsa(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    gate: Any = None,
+    gates: Any = None,
+    preset: str | None = None,
+    block_size: int = 64,
+    num_selected: int = 16,
+    window: int = 512,
+    stride: int | None = None,
+    select_block: int | None = None,
+    tile: int | None = None,
+    compress: str = "mean",
+    scope: str | None = None,
+    metric: str | None = None,
+    compressed_visibility: str | None = None,
+    forced_first: int | None = None,
+    forced_local: int | None = None,
+    max_compressed_groups: int = 0,
+    causal: bool = True,
+    scale: float | None = None,
+    branches: str = "all",
+    w_k: Any = None,
+    w_v: Any = None,
+    pe_k: Any = None,
+    pe_v: Any = None,
+    k_cmp: Any = None,
+    v_cmp: Any = None,
+    k_slc: Any = None,
+    v_slc: Any = None,
+    k_win: Any = None,
+    v_win: Any = None,
+    block_idx: Any = None,
+    group_idx: Any = None,
+    cu_seqlens: Any = None,
+    cu_seqlens_cmp: Any = None,
+    save_branches: bool = False,
+) -> Any:
+    """Native sparse attention: compress, select, attend over three branches, gate → o [B, N, H, Dv].
 
-def forward(
-    params: bytes, tensors: dict[str, Tensor | None], groups: bool, save: bool
-) -> dict[str, Tensor | None]:
-    """The output `o`; with `save` also every tensor that the backward reads."""
-    names = ["o"]
-    if save:
-        names += _SAVED
-        names += ["block_idx"] if tensors.get("block_idx") is None else []
-        names += ["group_idx"] if groups and tensors.get("group_idx") is None else []
-        names += ["cu_seqlens_cmp"] if tensors.get("cu_seqlens") is not None else []
-    return {**tensors, **dict(zip(names, ops.call("nsa", params, tensors, names)))}
+    q [B, N, H, D], k [B, N, Hkv, D], v [B, N, Hkv, Dv]; or packed, [T, ·, ·] with cu_seqlens int32 [B+1].
+    f32, f16 or bf16; query head h reads head h // (H / Hkv) of k and v.
 
+    gate: weights [H, 3, D] of the gates sigmoid(q · w), in the order cmp, slc, win; gates: gates f32 [B, N,
+    H, 3] instead; neither: a third each. preset "tile256" sets tile, scope, metric, visibility and forced
+    blocks; what is given beside it overrides it.
 
-class NsaFunction(torch.autograd.Function):
-    """(params, params_given, groups, the tensors of INPUTS) → o.
+    block_size, stride, select_block: tokens of a compressed block, from one to the next, of a selection block
+    (None: block_size). num_selected: blocks that a tile of `tile` queries selects, the first forced_first and
+    the newest forced_local among them. window: keys, the query's own included. compress: "mean" with optional
+    w_k [Hkv, D, D], w_v [Hkv, Dv, Dv]; "linear" with w_k [Hkv, l·D, D], w_v and optional pe_k [Hkv, l, D],
+    pe_v; "given" with k_cmp, v_cmp [B, Nc, Hkv, ·] (packed: and cu_seqlens_cmp). scope "group" or "head";
+    metric "softmax" or "mean_logit"; compressed_visibility "complete" or "started". max_compressed_groups:
+    groups of 128 entries that a tile attends, 0 all. branches: "all", or some of "cmp,slc,win". k_slc, v_slc,
+    k_win, v_win: keys and values of these branches alone. block_idx [B, Hs, tiles, num_selected], group_idx:
+    lists instead of selecting. scale None: 1/√D.
 
-    params_given are the same settings with both lists handed in, which is how the backward finds them.
+    With torch it is differentiable by every tensor of floats; weights' gradients are computed in f32. A
+    training forward keeps the statistics, gates, compressed keys and lists; with save_branches also the
+    branches' outputs, which the backward otherwise computes again. Selection carries no gradient.
     """
+    fields = {
+        "block_size": block_size,
+        "num_selected": num_selected,
+        "window": window,
+        "stride": stride,
+        "select_block": select_block,
+        "tile": tile,
+        "compress": compress,
+        "scope": scope,
+        "metric": metric,
+        "compressed_visibility": compressed_visibility,
+        "forced_first": forced_first,
+        "forced_local": forced_local,
+        "max_compressed_groups": max_compressed_groups,
+        "causal": causal,
+        "scale": scale,
+        "branches": branches,
+        "gate": "weights" if gate is not None else "given" if gates is not None else "none",
+        "selection": None if block_idx is None else "given",
+        "groups": None if group_idx is None else "given",
+    }
+    if gate is not None and gates is not None:
+        raise ValueError("gate and gates are given: one of them is accepted")
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "k_slc": k_slc,
+        "v_slc": v_slc,
+        "k_win": k_win,
+        "v_win": v_win,
+        "k_cmp": k_cmp,
+        "v_cmp": v_cmp,
+        "w_k": w_k,
+        "w_v": w_v,
+        "pe_k": pe_k,
+        "pe_v": pe_v,
+        "w_gate": gate,
+        "gates": gates,
+        "block_idx": block_idx,
+        "group_idx": group_idx,
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_cmp": cu_seqlens_cmp,
+    }
+    if _arrays.is_torch(q):
+        from . import _torch_nsa
 
-    @staticmethod
-    def forward(ctx: Any, params: bytes, params_given: bytes, groups: bool, *inputs: Tensor | None) -> Tensor:
-        save = any(ctx.needs_input_grad)
-        result = forward(params, dict(zip(INPUTS, inputs)), groups, save)
-        o = result["o"]
-        if save:
-            del result["o"]
-            ctx.params, ctx.names = params_given, tuple(result)
-            ctx.save_for_backward(*result.values())
-        return o
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = dict(zip(ctx.names, ctx.saved_tensors))
-        present = [name for name in _DIFFERENTIABLE if tensors[name] is not None]
-        grads = ops.call(
-            "nsa",
-            ctx.params,
-            {**tensors, "d_o": d_o.contiguous()},
-            [f"d_{name}" for name in present],
-            backward=True,
-        )
-        by_name = {name: grad.to(tensors[name].dtype) for name, grad in zip(present, grads)}
-        return (None, None, None, *(by_name.get(name) for name in INPUTS))
+        settings = _torch_nsa.settings_of(preset, tuple(fields.items()))
+        return _torch_nsa.run(settings, tensors, save_branches)[0]
+    return ops.call("nsa", ops.params("nsa", preset, **fields), tensors, ("o",))[0]

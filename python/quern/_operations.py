@@ -51,10 +51,13 @@ class Operation(NamedTuple):
 
 def _read_operations() -> dict[str, Operation]:
     found: dict[str, Operation] = {}
+    number = 0
     for line in _library.operations().splitlines():
         kind, name, *rest = line.split("\t")
         if kind == "op":
-            operation = found[name] = Operation(len(found), {}, tuple(rest[1:]))
+            operation = Operation(number, {}, tuple(rest[1:]))
+            found.setdefault(name, operation)
+            number += 1
         elif kind == "tensor":
             operation.tensors[name] = len(operation.tensors)
     return found
@@ -83,6 +86,17 @@ def params(name: str, preset: str | None = None, **settings: Any) -> bytes:
     """A params struct: the preset's fields, then those given. None leaves a field as it is."""
     given = tuple(item for item in settings.items() if item[1] is not None)
     return _params(OPERATIONS[name].number, preset or "", given)
+
+
+@functools.lru_cache(maxsize=1024)
+def params_from(name: str, settings: str) -> bytes:
+    """A params struct from lines of name=value."""
+    return bytes(_parameters(OPERATIONS[name].number, "", settings))
+
+
+def settings(name: str, parameters: bytes) -> str:
+    """All parameters of a params struct as lines of name=value."""
+    return str(_library.settings(OPERATIONS[name].number, parameters))
 
 
 def call(

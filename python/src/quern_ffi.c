@@ -8,6 +8,7 @@
  *   version() -> str
  *   operations() -> str            what there is, a line a fact; quern/_operations.py reads it
  *   parameters(op, preset, text) -> bytes          a params struct; text holds "name=value" lines
+ *   settings(op, params) -> str                    all of its parameters as such lines
  *   expect(op, pass, params, asked, tensors) -> bytes     int64 role, dtype, ndim, shape[6] of each tensor
  *   run(op, pass, params, tensors)
  *
@@ -369,6 +370,30 @@ EXPORT int __tvm_ffi_parameters(void *self, const TVMFFIAny *args, int32_t count
     if (status != QUERN_OK) return fail_as(status);
     if (set_params(&s, &params, lines) != 0) return -1;
     return give_bytes(params.bytes, sizeof params.bytes, result);
+}
+
+EXPORT int __tvm_ffi_settings(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result)
+{
+    (void)self;
+    TVMFFIByteArray bytes;
+    params_room params = {{0}};
+    quern_op_info info;
+    quern_op_param described[QUERN_OP_PARAMS_MAX];
+    char lines[4096] = "", value[64];
+    size_t used = 0;
+    const quern_op *op =
+        count == 2 && args[0].type_index == kTVMFFIInt ? quern_op_at((size_t)args[0].v_int64) : NULL;
+    if (op == NULL || !text_of(&args[1], &bytes) || bytes.size > sizeof params.bytes)
+        return fail("TypeError", "the number of an operation of quern/op.h and its params are accepted");
+    memcpy(params.bytes, bytes.data, bytes.size);
+    quern_status status = quern_op_get(op, &info);
+    if (status == QUERN_OK) status = quern_op_get_params(op, described);
+    for (int32_t i = 0; status == QUERN_OK && i < info.param_count; i++) {
+        status = quern_op_text(op, &params, i, value, sizeof value);
+        if (status == QUERN_OK)
+            used += (size_t)snprintf(lines + used, sizeof lines - used, "%s=%s\n", described[i].field, value);
+    }
+    return status == QUERN_OK ? give_text(lines, used, result) : fail_as(status);
 }
 
 EXPORT int __tvm_ffi_expect(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result)

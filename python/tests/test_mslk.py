@@ -231,5 +231,5 @@ def test_sentences():
         mslk.nsa_forward(q, q[..., :8], q[..., :8])
     with pytest.raises(ValueError, match="tile"):
         mslk.nsa_forward(q, q, q, q_tile_size=512)
-    with pytest.raises(TypeError, match="tensor"):
+    with pytest.raises(TypeError, match="one framework"):
         mslk.nsa_forward(q, q.numpy(), q)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _nsa, reference
 from .. import _operations as ops
+from .. import _torch_nsa, reference
 from . import _mslk_parts as _parts
 from ._mslk_parts import (  # noqa: F401
     BlockSparseTensors,
@@ -85,28 +85,21 @@ def _whole(
     q_tile_size: int,
     cu_seqlens: Tensor | None,
     num_cmp_selected_blocks: int | None,
-) -> tuple[bytes, bytes, bool, dict[str, Tensor | None]]:
-    """The params of the forward, those of the backward, whether there are groups, and the tensors of
-    _nsa.INPUTS."""
+) -> tuple[str, dict[str, Tensor | None]]:
+    """The settings and tensors of _torch_nsa.run()."""
     settings = _parts.settings(
         compress_block_size, num_selected_blocks, causal, q_tile_size, softmax_scale, num_cmp_selected_blocks
     )
     settings.update(window=window_size, gate="none" if gate_proj_weight is None else "weights")
-    given = (Q, K, V, W_k_compress, W_v_compress, gate_proj_weight)
-    tensors = {
-        **{name: dense(t) for name, t in zip(_nsa.INPUTS, given)},
-        "cu_seqlens": cu_seqlens,
-        "block_idx": None,
-        "group_idx": None,
-    }
-    groups = bool(num_cmp_selected_blocks)
-    listed = {"selection": "given", "groups": "given" if groups else None}
+    tensors = {"q": dense(Q), "k": dense(K), "v": dense(V), "cu_seqlens": cu_seqlens}
+    tensors.update(w_k=dense(W_k_compress), w_v=dense(W_v_compress), w_gate=dense(gate_proj_weight))
     if KERNEL_RULES:
         tensors.update(_kernel_lists(tensors, settings))
-        settings.update(window=window_size + 1, num_selected=tensors["block_idx"].shape[-1], **listed)
+        settings.update(window=window_size + 1, num_selected=tensors["block_idx"].shape[-1])
+        settings.update(selection="given", groups="given" if num_cmp_selected_blocks else None)
         if compress_block_size % _KERNEL_TILE != 0:
             settings.update(select_block=_KERNEL_TILE)
-    return ops.params("nsa", **settings), ops.params("nsa", **{**settings, **listed}), groups, tensors
+    return ops.settings("nsa", ops.params("nsa", **settings)), tensors
 
 
 def nsa_forward(
@@ -129,7 +122,7 @@ def nsa_forward(
 ) -> Tensor:
     """Compress, select, attend over three branches, gate → O, shaped like Q. n_block_size and max_seqlen are
     ignored."""
-    params, _, groups, tensors = _whole(
+    settings, tensors = _whole(
         Q,
         K,
         V,
@@ -145,7 +138,8 @@ def nsa_forward(
         cu_seqlens,
         num_cmp_selected_blocks,
     )
-    return _nsa.forward(params, tensors, groups, save=False)["o"]
+    with torch.no_grad():
+        return _torch_nsa.run(settings, tensors)[0]
 
 
 def nsa(
@@ -167,7 +161,7 @@ def nsa(
     num_cmp_selected_blocks: int | None = None,
 ) -> Tensor:
     """nsa_forward with gradients for Q, K, V, W_k_compress, W_v_compress and gate_proj_weight."""
-    params, given, groups, tensors = _whole(
+    settings, tensors = _whole(
         Q,
         K,
         V,
@@ -183,7 +177,7 @@ def nsa(
         cu_seqlens,
         num_cmp_selected_blocks,
     )
-    return _nsa.NsaFunction.apply(params, given, groups, *(tensors[name] for name in _nsa.INPUTS))
+    return _torch_nsa.run(settings, tensors)[0]
 
 
 def nsa_forward_reference(

@@ -1,0 +1,171 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""quern.nsa: golden vectors, float64 gradients, torch.library, torch.compile, NumPy."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import quern  # noqa: E402
+from quern import _operations as ops  # noqa: E402
+from quern import _torch_nsa, reference  # noqa: E402
+
+BOUND = 2e-6
+GRADIENT = 1e-5
+PAPER = {"block_size": 16, "num_selected": 6, "window": 48}
+
+
+def paper(file):
+    names = ("Q", "K", "V", "W_k", "W_v", "gate")
+    return dict(zip(("q", "k", "v", "w_k", "w_v", "gate"), (t.requires_grad_() for t in file.torch(*names))))
+
+
+@pytest.mark.parametrize("save_branches", [False, True])
+def test_paper(golden, close, save_branches):
+    file = golden("nsa_paper_b")
+    given = paper(file)
+    o = quern.nsa(**given, **PAPER, forced_first=1, forced_local=2, save_branches=save_branches)
+    close(o, file.torch("O"), BOUND)
+    o.backward(file.torch("dO"))
+    for name, wanted in zip(given, ("dQ", "dK", "dV", "dW_k", "dW_v", "dgate")):
+        close(given[name].grad, file.torch(wanted), GRADIENT)
+
+
+def test_causal_tiles(golden, close):
+    """The preset's selection, with visibility `complete` instead."""
+    file = golden("nsa_small")
+    given = paper(file)
+    o = quern.nsa(
+        **given,
+        preset="tile256",
+        block_size=32,
+        num_selected=3,
+        window=64,
+        tile=64,
+        compressed_visibility="complete",
+        block_idx=file.torch("full.block_idx_sorted"),
+    )
+    close(o, file.torch("full.causal.O"), BOUND)
+
+
+def random_inputs(n=130):
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(2, n, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    return {"q": q, "k": k, "v": v}
+
+
+TILES = {
+    "block_size": 16,
+    "num_selected": 3,
+    "window": 20,
+    "tile": 8,
+    "scope": "head",
+    "metric": "mean_logit",
+    "forced_first": 0,
+    "forced_local": 0,
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_against_float64(near, causal):
+    given = random_inputs()
+    wide = {name: t.detach().double().requires_grad_() for name, t in given.items()}
+    o = quern.nsa(**given, **TILES, causal=causal)
+    expected = reference.nsa(**wide, block_size=16, num_selected=3, window=20, tile=8, causal=causal)
+    near(o, expected, BOUND)
+    d_o = torch.randn_like(o)
+    wanted = torch.autograd.grad(expected, list(wide.values()), d_o.double())
+    for got, want in zip(torch.autograd.grad(o, list(given.values()), d_o), wanted):
+        near(got, want, GRADIENT)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_one_gradient_alone(close, which):
+    given = random_inputs()
+    quern.nsa(**given, **TILES).sum().backward()
+    alone = {name: t.detach().requires_grad_(name == which) for name, t in given.items()}
+    quern.nsa(**alone, **TILES).sum().backward()
+    assert torch.equal(alone[which].grad, given[which].grad)
+    assert all(t.grad is None for name, t in alone.items() if name != which)
+
+
+@pytest.mark.parametrize("branches", ["cmp", "slc", "win", "cmp,win", "slc,win"])
+def test_branches_alone(close, branches):
+    """A branch that is off is one whose gate is 0."""
+    given = random_inputs()
+    gates = torch.full((2, 130, 4, 3), 1 / 3)
+    for i, name in enumerate(("cmp", "slc", "win")):
+        gates[..., i] *= name in branches.split(",")
+    o, want = quern.nsa(**given, **TILES, branches=branches), quern.nsa(**given, **TILES, gates=gates)
+    close(o, want, BOUND)
+    for a, b in zip(
+        *(torch.autograd.grad(t.sin().sum(), list(given.values()), allow_unused=True) for t in (o, want))
+    ):
+        close(a, b, GRADIENT)
+
+
+def operator_arguments(**more):
+    given = {**random_inputs(40), "w_gate": torch.randn(4, 3, 16, requires_grad=True)}
+    params = ops.params("nsa", gate="weights", **TILES, **more)
+    return (*(given.get(name) for name in _torch_nsa.INPUTS), ops.settings("nsa", params))
+
+
+@pytest.mark.parametrize("save", [0, 1, 2])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_opcheck(save, groups):
+    utils = ("test_schema", "test_faketensor") + (("test_aot_dispatch_dynamic",) if save else ())
+    arguments = operator_arguments(max_compressed_groups=groups)
+    torch.library.opcheck(torch.ops.quern.nsa, (*arguments, save), test_utils=utils)
+
+
+def test_opcheck_varlen():
+    *given, settings = operator_arguments()
+    given = [t if t is None or t.dim() < 4 else t.detach()[0].requires_grad_() for t in given]
+    given[_torch_nsa.INPUTS.index("cu_seqlens")] = torch.tensor([0, 7, 7, 40], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.quern.nsa, (*given, settings, 2))
+
+
+def test_compile(close):
+    given = random_inputs()
+    compiled = torch.compile(lambda t: quern.nsa(**t, **TILES).sin(), fullgraph=True, backend="aot_eager")
+    got, want = compiled(given), quern.nsa(**given, **TILES).sin()
+    close(got, want, BOUND)
+    leaves = list(given.values())
+    for a, b in zip(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves)):
+        close(a, b, BOUND)
+
+
+def test_checkpoint(close):
+    from torch.utils.checkpoint import checkpoint
+
+    given = random_inputs()
+    leaves = list(given.values())
+    want = torch.autograd.grad(quern.nsa(**given, **TILES).sum(), leaves)
+    o = checkpoint(lambda *t: quern.nsa(*t, **TILES), *leaves, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(o.sum(), leaves), want):
+        assert torch.equal(a, b)
+
+
+def test_numpy(close):
+    given = {name: t.detach() for name, t in random_inputs().items()}
+    plain = quern.nsa(**{name: t.numpy() for name, t in given.items()}, **TILES)
+    close(plain, quern.nsa(**given, **TILES), 0)
+
+
+def test_weights_of_half_precision(close):
+    given = {name: t.detach().bfloat16() for name, t in random_inputs().items()}
+    gate = torch.randn(4, 3, 16).bfloat16().requires_grad_()
+    quern.nsa(**given, gate=gate, **TILES).sum().backward()
+    assert gate.grad.dtype == torch.bfloat16
+
+
+def test_sentences():
+    given = {name: t.detach() for name, t in random_inputs().items()}
+    with pytest.raises(ValueError, match="num_selected"):
+        quern.nsa(**given, num_selected=1)
+    with pytest.raises(ValueError, match="tile512"):
+        quern.nsa(**given, preset="tile512")
+    with pytest.raises(ValueError, match="gate and gates"):
+        quern.nsa(**given, gate=given["q"], gates=given["q"])
+    with pytest.raises(TypeError, match="v is a ndarray"):
+        quern.nsa(given["q"], given["k"], given["v"].numpy())
