@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""The little that differs between frameworks: where results get their memory, and a tensor without its
-history."""
+"""The little that differs between frameworks: where results get their memory."""
 
 from __future__ import annotations
 
@@ -9,35 +8,18 @@ import sys
 from typing import Any, Sequence
 
 
-class Torch:
-    """Memory like that of a torch tensor."""
+class Memory:
+    """Makes results beside a tensor: in its framework, on its device."""
 
     def __init__(self, like: Any) -> None:
-        self.device = like.device
-
-    def plain(self, tensor: Any) -> Any:
-        return tensor.detach() if tensor.requires_grad else tensor
+        self.module = sys.modules[framework(like)]
+        self.where = {"device": like.device} if is_torch(like) else {}
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-
-
-class Namespace:
-    """Memory like that of a NumPy or CuPy array."""
-
-    def __init__(self, like: Any) -> None:
-        self.module = sys.modules[type(like).__module__.partition(".")[0]]
-
-    def plain(self, tensor: Any) -> Any:
-        return tensor
-
-    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        """A new tensor of what its framework calls the dtype."""
         if not hasattr(self.module, dtype):
-            raise TypeError(
-                f"{self.module.__name__} has no {dtype}: a tensor for the result, or torch, is accepted"
-            )
-        return self.module.empty(shape, getattr(self.module, dtype))
+            raise TypeError(f"{self.module.__name__} has no {dtype}: a tensor for the result is accepted")
+        return self.module.empty(shape, dtype=getattr(self.module, dtype), **self.where)
 
 
 def is_torch(tensor: Any) -> bool:
@@ -55,21 +37,15 @@ def need_torch(**tensors: Any) -> None:
             )
 
 
-def _framework(tensor: Any) -> str:
+def framework(tensor: Any) -> str:
+    """The name of the module that the tensor is of."""
     return "torch" if is_torch(tensor) else type(tensor).__module__.partition(".")[0]
 
 
-def check(name: str, tensor: Any, like: Any) -> Any:
-    """The first tensor's framework, after a look at whether this one is of the same. TypeError where it is
-    not."""
+def check(name: str, tensor: Any, first: Any) -> None:
+    """TypeError where it is no tensor, or not of the first tensor's framework."""
     if not hasattr(tensor, "__dlpack__"):
         raise TypeError(f"{name} is a {type(tensor).__name__}: tensors that have __dlpack__ are accepted")
-    framework = _framework(tensor)
-    if like is None:
-        like = Torch(tensor) if framework == "torch" else Namespace(tensor)
-        like.framework = framework
-    elif framework != like.framework:
-        raise TypeError(
-            f"{name} is of {framework}, the first tensor of {like.framework}: one framework is accepted"
-        )
-    return like
+    given, accepted = framework(tensor), framework(first)
+    if given != accepted:
+        raise TypeError(f"{name} is of {given}, the first tensor of {accepted}: one framework is accepted")

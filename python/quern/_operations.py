@@ -107,31 +107,35 @@ def call(
     *,
     backward: bool = False,
     asked: Mapping[str, int] | None = None,
-    dtypes: Mapping[str, str] | None = None,
 ) -> tuple[Any, ...]:
     """Runs an operation and returns its `results`, in that order, in memory of the inputs' framework.
 
     tensors: by their fields in the C struct, None for those that are absent; those that are results already
-    are written where they stand. asked: extents that no input says. dtypes: of results that may have several.
+    are written where they stand. asked: extents that no input says.
     """
     operation = OPERATIONS[name]
-    slots: list[Any] = [None] * len(operation.tensors)
-    like = None
+    places = operation.tensors
+    slots: list[Any] = [None] * len(places)
+    first = kind = None
     for field, tensor in tensors.items():
-        if tensor is not None:
-            like = _arrays.check(field, tensor, like)
-            slots[operation.tensors[field]] = like.plain(tensor)
-    if like is None:
+        if tensor is None:
+            continue
+        if type(tensor) is not kind:  # a look at each type that comes is enough
+            kind = type(tensor)
+            first = tensor if first is None else first
+            _arrays.check(field, tensor, first)
+        slots[places[field]] = tensor
+    if first is None:
         raise TypeError(f"{name}: no tensor is given")
-    wanted = [operation.tensors[field] for field in results]
+    wanted = [places[field] for field in results]
     missing = [slot for slot in wanted if slots[slot] is None]
     if missing:
+        memory = _arrays.Memory(first)
         extents = struct.pack("4q", *([(asked or {}).get(e, 0) for e in operation.asked] + [0] * 4)[:4])
         expected = bytes(_expect(operation.number, int(backward), parameters, extents, *slots))
-        by_place = {operation.tensors[field]: dtype for field, dtype in (dtypes or {}).items()}
         for slot in missing:
             role, dtype, ndim, *shape = _EXPECTED.unpack_from(expected, slot * _EXPECTED.size)
             if role in _RESULTS:
-                slots[slot] = like.empty(shape[:ndim], by_place.get(slot, DTYPES[dtype]))
+                slots[slot] = memory.empty(shape[:ndim], DTYPES[dtype])
     _run(operation.number, int(backward), parameters, *slots)
-    return tuple(slots[slot] for slot in wanted)
+    return tuple([slots[slot] for slot in wanted])

@@ -92,24 +92,32 @@ typedef struct subject {
     int32_t tensor_count;
 } subject;
 
+enum { SUBJECTS_MAX = 128 };
+static subject subjects[SUBJECTS_MAX];
+static size_t subject_count;
+static pthread_once_t subjects_once = PTHREAD_ONCE_INIT;
+
+/* Finding an operation by its number goes through the families' lists: once is enough. */
+static void list_subjects(void)
+{
+    quern_op_info info;
+    const quern_op *op;
+    const direct_op *direct;
+    for (size_t i = 0; (op = quern_op_at(i)) != NULL && subject_count < SUBJECTS_MAX; i++) {
+        const int32_t count = quern_op_get(op, &info) == QUERN_OK ? info.tensor_count : 0;
+        subjects[subject_count++] = (subject){op, NULL, count};
+    }
+    for (size_t i = 0; (direct = direct_at(i)) != NULL && subject_count < SUBJECTS_MAX; i++)
+        subjects[subject_count++] = (subject){NULL, direct, direct_tensor_count(direct)};
+}
+
 static int find_subject(const TVMFFIAny *number, subject *s)
 {
-    *s = (subject){0};
-    if (number->type_index != kTVMFFIInt) return fail("TypeError", "an operation's number is accepted");
-    size_t described = 0;
-    while (quern_op_at(described) != NULL) described++;
-    const size_t i = (size_t)number->v_int64;
-    s->op = quern_op_at(i);
-    if (s->op == NULL && i >= described) s->direct = direct_at(i - described);
-    if (s->op == NULL && s->direct == NULL) return fail("TypeError", "an operation's number is accepted");
-    if (s->direct != NULL) {
-        s->tensor_count = direct_tensor_count(s->direct);
-        return 0;
-    }
-    quern_op_info info;
-    const quern_status status = quern_op_get(s->op, &info);
-    s->tensor_count = info.tensor_count;
-    return status == QUERN_OK ? 0 : fail_as(status);
+    (void)pthread_once(&subjects_once, list_subjects);
+    if (number->type_index != kTVMFFIInt || number->v_int64 < 0 || (size_t)number->v_int64 >= subject_count)
+        return fail("TypeError", "an operation's number is accepted");
+    *s = subjects[number->v_int64];
+    return 0;
 }
 
 /* What `expect` and `run` are asked. */
@@ -147,7 +155,8 @@ static int read_request(const TVMFFIAny *args, int32_t count, int32_t before, re
 {
     const int32_t tensors = 3 + before;
     TVMFFIByteArray params;
-    memset(r, 0, sizeof *r);
+    memset(&r->tensors, 0, sizeof r->tensors);
+    r->first = NULL;
     if (count < tensors || args[1].type_index != kTVMFFIInt || !text_of(&args[2], &params) ||
         params.size > sizeof r->params.bytes)
         return fail("TypeError", "an operation's number, a pass, params and tensors are accepted");
@@ -155,6 +164,7 @@ static int read_request(const TVMFFIAny *args, int32_t count, int32_t before, re
     r->pass = args[1].v_int64 != 0 ? QUERN_OP_BACKWARD : QUERN_OP_FORWARD;
     if (count - tensors != r->subject.tensor_count)
         return fail("TypeError", "as many tensors, or None, as the operation has are accepted");
+    memset(r->params.bytes, 0, sizeof r->params.bytes);
     memcpy(r->params.bytes, params.data, params.size);
     r->tensors.size = sizeof r->tensors.size + (size_t)r->subject.tensor_count * sizeof(void *);
     for (int32_t i = 0; i < r->subject.tensor_count; i++)
