@@ -11,11 +11,13 @@
 #include <time.h>
 
 enum { SLICES = 12, MAX_THREADS = 256 };
-static const int64_t compute_rounds = 200000;            /* about 5 ms */
+static const int64_t compute_rounds = 200000;         /* about 5 ms */
 static const size_t memory_bytes = (size_t)256 << 20; /* over all threads: eight times a large L3 */
 
-static const char *const names[CEILINGS] = {"fma512", "fma256", "bf16", "vnni", "exp2", "read", "copy", "write"};
-static const char *const units[CEILINGS] = {"GFLOP/s", "GFLOP/s", "GFLOP/s", "GOP/s", "Gexp/s", "GB/s", "GB/s", "GB/s"};
+static const char *const names[CEILINGS] = {"fma512", "fma256", "bf16", "vnni",
+                                            "exp2",   "read",   "copy", "write"};
+static const char *const units[CEILINGS] = {"GFLOP/s", "GFLOP/s", "GFLOP/s", "GOP/s",
+                                            "Gexp/s",  "GB/s",    "GB/s",    "GB/s"};
 
 const char *ceiling_name(ceiling c)
 {
@@ -183,7 +185,8 @@ double ceiling_measure(ceiling c, int threads)
     t->memory = memory_kernel(c);
     t->bytes = memory_bytes / (size_t)threads & ~(size_t)4095;
     double rates[SLICES] = {0};
-    if ((t->compute != NULL || t->memory != NULL) && pthread_barrier_init(&t->barrier, NULL, (unsigned)threads) == 0) {
+    if ((t->compute != NULL || t->memory != NULL) &&
+        pthread_barrier_init(&t->barrier, NULL, (unsigned)threads) == 0) {
         int started = 0;
         for (; started < threads; started++) {
             members[started] = (member){t, started};

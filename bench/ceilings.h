@@ -2,9 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * ceilings.h - what this machine can do at most, measured: the denominators of every fraction that the
- * bench prints. A ceiling is the median of several short slices, as the figures beside it are medians: machines are
- * shared, arithmetic varies by a few hundredths and memory by a factor of two from second to second, and the best slice
- * would belong to another moment.
+ * bench prints. A ceiling is the median of several short slices, as the figures beside it are medians:
+ * machines are shared, arithmetic varies by a few hundredths and memory by a factor of two from second to
+ * second, and the best slice would belong to another moment.
  */
 #ifndef QUERN_BENCH_CEILINGS_H
 #define QUERN_BENCH_CEILINGS_H
@@ -35,7 +35,8 @@ double ceiling_measure(ceiling c, int threads);
  * Memory: one pass over `bytes` bytes (a multiple of 256). */
 typedef double ceiling_compute(int64_t rounds);
 typedef void ceiling_memory(void *to, const void *from, size_t bytes);
-ceiling_compute ceiling_fma_avx2, ceiling_fma_avx512, ceiling_exp2_avx512, ceiling_bf16_avx512, ceiling_vnni_avx512;
+ceiling_compute ceiling_fma_avx2, ceiling_fma_avx512, ceiling_exp2_avx512, ceiling_bf16_avx512,
+    ceiling_vnni_avx512;
 ceiling_memory ceiling_read_plain, ceiling_copy_plain, ceiling_write_plain;
 ceiling_memory ceiling_read_avx2, ceiling_copy_avx2, ceiling_write_avx2;
 ceiling_memory ceiling_read_avx512, ceiling_copy_avx512, ceiling_write_avx512;

@@ -28,8 +28,10 @@ double ceiling_fma_avx512(int64_t rounds)
 double ceiling_exp2_avx512(int64_t rounds)
 {
     const __m512 magic = _mm512_set1_ps(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    const __m512 c0 = _mm512_set1_ps(1.0f), c1 = _mm512_set1_ps(0.69314718f), c2 = _mm512_set1_ps(0.24022651f);
-    const __m512 c3 = _mm512_set1_ps(0.05550411f), c4 = _mm512_set1_ps(0.0096181f), c5 = _mm512_set1_ps(0.0013333f);
+    const __m512 c0 = _mm512_set1_ps(1.0f), c1 = _mm512_set1_ps(0.69314718f),
+                 c2 = _mm512_set1_ps(0.24022651f);
+    const __m512 c3 = _mm512_set1_ps(0.05550411f), c4 = _mm512_set1_ps(0.0096181f),
+                 c5 = _mm512_set1_ps(0.0013333f);
     __m512 x[EXP_CHAINS];
 #pragma GCC unroll 16
     for (int i = 0; i < EXP_CHAINS; i++) x[i] = _mm512_set1_ps(-0.1f * (float)i);

@@ -46,7 +46,8 @@ static uint64_t mix(uint64_t x)
 static void normal_pair(uint64_t seed, int64_t pair, float out[2])
 {
     const uint64_t bits = mix(seed * 0x9e3779b97f4a7c15u + (uint64_t)pair * 0xd1342543de82ef95u + 1);
-    const float u = ((float)(bits >> 40) + 1.0f) * 0x1p-24f, angle = (float)(bits & 0xffffff) * (6.2831853f * 0x1p-24f);
+    const float u = ((float)(bits >> 40) + 1.0f) * 0x1p-24f,
+                angle = (float)(bits & 0xffffff) * (6.2831853f * 0x1p-24f);
     const float radius = sqrtf(-2.0f * logf(u));
     out[0] = radius * cosf(angle);
     out[1] = radius * sinf(angle);
@@ -68,7 +69,8 @@ bool fill_smooth(const quern_tensor *t, uint64_t seed, double sigma)
 {
     enum { REACH_MAX = 256 };
     const int reach = (int)(4 * sigma) < REACH_MAX ? (int)(4 * sigma) : REACH_MAX;
-    const int64_t batch = t->shape[0], n = t->shape[1], width = value_count(t) / (batch * n > 0 ? batch * n : 1);
+    const int64_t batch = t->shape[0], n = t->shape[1],
+                  width = value_count(t) / (batch * n > 0 ? batch * n : 1);
     float weight[2 * REACH_MAX + 1] = {0};
     double square = 0;
     for (int i = -reach; i <= reach; i++) {

@@ -13,8 +13,8 @@ double value_at(const quern_tensor *t, int64_t i);
 /* The same of an f32, f16 or bf16 tensor, set. */
 void value_set(const quern_tensor *t, int64_t i, float v);
 
-/* Fills a contiguous f32, f16 or bf16 tensor with independent N(0,1) values. The values depend on the seed and
- * the element only, not on dtype (but for rounding) or machine. */
+/* Fills a contiguous f32, f16 or bf16 tensor with independent N(0,1) values. The values depend on the seed
+ * and the element only, not on dtype (but for rounding) or machine. */
 void fill_normal(const quern_tensor *t, uint64_t seed);
 /* The same, smoothed along dimension 1 (time) of a [B, N, H, D] tensor by a Gaussian of the given standard
  * deviation in tokens, and scaled back to unit variance. False without memory. */

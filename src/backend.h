@@ -45,81 +45,81 @@
 #include "stages/swizzle.h"
 
 /* F(stage, NAME): a row of the table, whose arguments are NAME_args. */
-#define BACKEND_STAGES(F)             \
-    F(attend_forward, attend)         \
-    F(attend_backward, attend)        \
-    F(compress_forward, compress)     \
-    F(compress_backward, compress)    \
-    F(select, select)                 \
-    F(gate_forward, gate)             \
-    F(gate_backward, gate)            \
-    F(convert, convert)               \
-    F(rowdot, rowdot)                 \
-    F(list_convert, list_convert)     \
-    F(validate_lists, validate_lists)                  \
-    F(attend_gate_forward, attend_gate) /* optional */ \
-    F(quantise, quantise)             \
-    F(dequantise, dequantise)         \
-    F(fused_quantise, fused_quantise) \
-    F(from_mxfp4, from_mxfp4)         \
-    F(swizzle, swizzle)               \
-    F(interleave, interleave)         \
-    F(prepack, prepack)               \
-    F(grouped_gemm, grouped_gemm)     \
-    F(grouped_gemm_backward, grouped_gemm) \
-    F(grouped_dense, grouped_dense)   \
-    F(permute, permute)               \
-    F(combine, combine)               \
-    F(swiglu_forward, swiglu)         \
-    F(swiglu_backward, swiglu)        \
-    F(expert_sums, expert_sums)       \
-    F(route_forward, route)           \
-    F(route_backward, route)          \
-    F(gemm, gemm)                     \
-    F(pool_forward, pool)             \
-    F(pool_backward, pool)            \
-    F(pool_append, pool_append)       \
-    F(indexer, indexer)               \
-    F(attend_mqa_forward, attend_mqa) \
-    F(attend_mqa_backward, attend_mqa) \
-    F(store_rows, store_rows)         \
-    F(cache_copy, cache_copy)         \
-    F(decode, decode)                 \
+#define BACKEND_STAGES(F)                                                                                    \
+    F(attend_forward, attend)                                                                                \
+    F(attend_backward, attend)                                                                               \
+    F(compress_forward, compress)                                                                            \
+    F(compress_backward, compress)                                                                           \
+    F(select, select)                                                                                        \
+    F(gate_forward, gate)                                                                                    \
+    F(gate_backward, gate)                                                                                   \
+    F(convert, convert)                                                                                      \
+    F(rowdot, rowdot)                                                                                        \
+    F(list_convert, list_convert)                                                                            \
+    F(validate_lists, validate_lists)                                                                        \
+    F(attend_gate_forward, attend_gate) /* optional */                                                       \
+    F(quantise, quantise)                                                                                    \
+    F(dequantise, dequantise)                                                                                \
+    F(fused_quantise, fused_quantise)                                                                        \
+    F(from_mxfp4, from_mxfp4)                                                                                \
+    F(swizzle, swizzle)                                                                                      \
+    F(interleave, interleave)                                                                                \
+    F(prepack, prepack)                                                                                      \
+    F(grouped_gemm, grouped_gemm)                                                                            \
+    F(grouped_gemm_backward, grouped_gemm)                                                                   \
+    F(grouped_dense, grouped_dense)                                                                          \
+    F(permute, permute)                                                                                      \
+    F(combine, combine)                                                                                      \
+    F(swiglu_forward, swiglu)                                                                                \
+    F(swiglu_backward, swiglu)                                                                               \
+    F(expert_sums, expert_sums)                                                                              \
+    F(route_forward, route)                                                                                  \
+    F(route_backward, route)                                                                                 \
+    F(gemm, gemm)                                                                                            \
+    F(pool_forward, pool)                                                                                    \
+    F(pool_backward, pool)                                                                                   \
+    F(pool_append, pool_append)                                                                              \
+    F(indexer, indexer)                                                                                      \
+    F(attend_mqa_forward, attend_mqa)                                                                        \
+    F(attend_mqa_backward, attend_mqa)                                                                       \
+    F(store_rows, store_rows)                                                                                \
+    F(cache_copy, cache_copy)                                                                                \
+    F(decode, decode)                                                                                        \
     F(nsa_decode, nsa_decode)
 
 /* F(NAME, UPPER): the structs NAME_args, whose views are UPPER_TENSORS and whose other fields
  * UPPER_VALUES. The members of attend_gate_args are such structs themselves. */
-#define BACKEND_ARGS(F) \
-    F(attend, ATTEND) \
-    F(compress, COMPRESS) \
-    F(select, SELECT) \
-    F(gate, GATE) \
-    F(convert, CONVERT) \
-    F(rowdot, ROWDOT) \
-    F(list_convert, LIST_CONVERT) \
-    F(validate_lists, VALIDATE_LISTS) \
-    F(quantise, QUANTISE) \
-    F(dequantise, DEQUANTISE) \
-    F(fused_quantise, FUSED_QUANTISE) \
-    F(from_mxfp4, FROM_MXFP4) \
-    F(swizzle, SWIZZLE) \
-    F(interleave, INTERLEAVE) \
-    F(prepack, PREPACK) \
-    F(grouped_gemm, GROUPED_GEMM) \
-    F(grouped_dense, GROUPED_DENSE) \
-    F(permute, PERMUTE) \
-    F(combine, COMBINE) \
-    F(swiglu, SWIGLU) \
-    F(expert_sums, EXPERT_SUMS) \
-    F(route, ROUTE) \
-    F(gemm, GEMM) \
-    F(pool, POOL) \
-    F(pool_append, POOL_APPEND) \
-    F(indexer, INDEXER) \
-    F(attend_mqa, ATTEND_MQA) \
-    F(store_rows, STORE_ROWS) \
-    F(cache_copy, CACHE_COPY) \
-    F(decode, DECODE) \
+#define BACKEND_ARGS(F)                                                                                      \
+    F(attend, ATTEND)                                                                                        \
+    F(compress, COMPRESS)                                                                                    \
+    F(select, SELECT)                                                                                        \
+    F(gate, GATE)                                                                                            \
+    F(convert, CONVERT)                                                                                      \
+    F(rowdot, ROWDOT)                                                                                        \
+    F(list_convert, LIST_CONVERT)                                                                            \
+    F(validate_lists, VALIDATE_LISTS)                                                                        \
+    F(quantise, QUANTISE)                                                                                    \
+    F(dequantise, DEQUANTISE)                                                                                \
+    F(fused_quantise, FUSED_QUANTISE)                                                                        \
+    F(from_mxfp4, FROM_MXFP4)                                                                                \
+    F(swizzle, SWIZZLE)                                                                                      \
+    F(interleave, INTERLEAVE)                                                                                \
+    F(prepack, PREPACK)                                                                                      \
+    F(grouped_gemm, GROUPED_GEMM)                                                                            \
+    F(grouped_dense, GROUPED_DENSE)                                                                          \
+    F(permute, PERMUTE)                                                                                      \
+    F(combine, COMBINE)                                                                                      \
+    F(swiglu, SWIGLU)                                                                                        \
+    F(expert_sums, EXPERT_SUMS)                                                                              \
+    F(route, ROUTE)                                                                                          \
+    F(gemm, GEMM)                                                                                            \
+    F(pool, POOL)                                                                                            \
+    F(pool_append, POOL_APPEND)                                                                              \
+    F(indexer, INDEXER)                                                                                      \
+    F(attend_mqa, ATTEND_MQA)                                                                                \
+    F(store_rows, STORE_ROWS)                                                                                \
+    F(cache_copy, CACHE_COPY)                                                                                \
+    F(decode, DECODE)                                                                                        \
     F(nsa_decode, NSA_DECODE)
 
 #define BACKEND_ROW(stage, name) name##_stage stage;

@@ -22,15 +22,14 @@ static inline uint64_t build_id_add(uint64_t hash, const char *text, size_t offs
     return hash;
 }
 
-#define BUILD_ID_FIELD(field) \
+#define BUILD_ID_FIELD(field)                                                                                \
     h = build_id_add(h, #field, offsetof(fields_of, field), sizeof(__typeof__(((fields_of *)0)->field)));
-#define BUILD_ID_ROW(stage, name) \
+#define BUILD_ID_ROW(stage, name)                                                                            \
     h = build_id_add(h, #stage, offsetof(quern_backend, stage), sizeof(name##_args));
-#define BUILD_ID_ARGS(name, NAME)      \
-    {                                  \
-        typedef name##_args fields_of; \
-        NAME##_TENSORS(BUILD_ID_FIELD) \
-        NAME##_VALUES(BUILD_ID_FIELD)  \
+#define BUILD_ID_ARGS(name, NAME)                                                                            \
+    {                                                                                                        \
+        typedef name##_args fields_of;                                                                       \
+        NAME##_TENSORS(BUILD_ID_FIELD) NAME##_VALUES(BUILD_ID_FIELD)                                         \
     }
 
 static inline uint64_t build_id(void)
@@ -46,8 +45,9 @@ static inline uint64_t build_id(void)
     }
     {
         typedef quern_tensor fields_of;
-        BUILD_ID_FIELD(data) BUILD_ID_FIELD(dtype) BUILD_ID_FIELD(device) BUILD_ID_FIELD(device_id)
-        BUILD_ID_FIELD(ndim) BUILD_ID_FIELD(shape) BUILD_ID_FIELD(strides)
+        BUILD_ID_FIELD(data)
+        BUILD_ID_FIELD(dtype) BUILD_ID_FIELD(device) BUILD_ID_FIELD(device_id) BUILD_ID_FIELD(ndim)
+            BUILD_ID_FIELD(shape) BUILD_ID_FIELD(strides)
     }
     {
         typedef quern_cuda_plugin fields_of;

@@ -12,7 +12,7 @@
 #define QUERN_CUDA_PLUGIN_SYMBOL "quern_cuda_backend"
 
 typedef struct quern_cuda_plugin {
-    uint64_t build_id; /* build_id.h; first, whatever else changes */
+    uint64_t build_id;   /* build_id.h; first, whatever else changes */
     const char *version; /* of quern.h */
     const quern_backend *backend;
     quern_status (*check_device)(int32_t device);
@@ -36,11 +36,13 @@ typedef struct quern_cuda_plugin {
     quern_status (*event_record)(int32_t device, void *event, void *stream);
     quern_status (*event_elapsed)(int32_t device, void *from, void *to, double *ms);
 } quern_cuda_plugin;
-#define PLUGIN_VALUES(F)                                                                                              \
-    F(build_id) F(version) F(backend) F(check_device) F(properties) F(check_pointer) F(count) F(device) F(allocate) F(release) F(copy) \
-    F(fill) F(stream_create) F(stream_destroy) F(synchronize) F(query) F(event_create) F(event_destroy)                \
-    F(event_record) F(event_elapsed)
+#define PLUGIN_VALUES(F)                                                                                     \
+    F(build_id)                                                                                              \
+    F(version) F(backend) F(check_device) F(properties) F(check_pointer) F(count) F(device) F(allocate)      \
+        F(release) F(copy) F(fill) F(stream_create) F(stream_destroy) F(synchronize) F(query)                \
+            F(event_create) F(event_destroy) F(event_record) F(event_elapsed)
 
-typedef const quern_cuda_plugin *quern_cuda_plugin_entry(quern_status (*set)(quern_status, const char *, ...));
+typedef const quern_cuda_plugin *quern_cuda_plugin_entry(quern_status (*set)(quern_status, const char *,
+                                                                             ...));
 
 #endif

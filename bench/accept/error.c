@@ -3,8 +3,8 @@
 /*
  * error.c - f32 error of dense attention and NSA at N = 16384 against the float64 oracle, on sampled rows.
  *
- * The oracle takes the library's own compressed keys and values and its own selection, as docs/numerics.md says;
- * gates are 1/3 each. Prints a line per figure; exit code 1 where one misses.
+ * The oracle takes the library's own compressed keys and values and its own selection, as docs/numerics.md
+ * says; gates are 1/3 each. Prints a line per figure; exit code 1 where one misses.
  */
 #include "oracle/attention.h"
 #include "values.h"
@@ -79,7 +79,8 @@ static int64_t sampled_row(int s)
 static int report(const char *what, double difference, double norm)
 {
     const double error = sqrt(difference / norm);
-    printf("%-74s target <= %-8.3g measured %-8.3g %-8s %s\n", what, bound, error, "", error <= bound ? "PASS" : "FAIL");
+    printf("%-74s target <= %-8.3g measured %-8.3g %-8s %s\n", what, bound, error, "",
+           error <= bound ? "PASS" : "FAIL");
     return error <= bound ? 0 : 1;
 }
 
@@ -94,7 +95,10 @@ static int dense_error(inputs *in)
     quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
     quern_attention_tensors t = QUERN_ATTENTION_TENSORS_INIT;
     size_t bytes;
-    t.q = &in->q, t.k = &in->k, t.v = &in->v, t.o = &in->o;
+    t.q = &in->q;
+    t.k = &in->k;
+    t.v = &in->v;
+    t.o = &in->o;
     check(quern_attention_forward_workspace(in->ctx, &params, &t, &bytes));
     void *workspace = need(malloc(bytes + 1));
     check(quern_attention_forward(in->ctx, NULL, &params, &t, workspace, bytes));
@@ -120,12 +124,20 @@ static int nsa_error(inputs *in, int64_t tile, quern_nsa_metric metric, const ch
 {
     quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
-    const int64_t tiles = (N + tile - 1) / tile, compressed[] = {1, N / L, HKV, D}, lists[] = {1, HKV, tiles, K};
-    quern_tensor k_cmp = make(QUERN_F32, 4, compressed), v_cmp = make(QUERN_F32, 4, compressed), idx = make(QUERN_I32, 4, lists);
+    const int64_t tiles = (N + tile - 1) / tile, compressed[] = {1, N / L, HKV, D},
+                  lists[] = {1, HKV, tiles, K};
+    quern_tensor k_cmp = make(QUERN_F32, 4, compressed), v_cmp = make(QUERN_F32, 4, compressed),
+                 idx = make(QUERN_I32, 4, lists);
     size_t bytes;
     params.tile = tile;
     params.metric = metric;
-    t.q = &in->q, t.k = &in->k, t.v = &in->v, t.o = &in->o, t.k_cmp = &k_cmp, t.v_cmp = &v_cmp, t.block_idx = &idx;
+    t.q = &in->q;
+    t.k = &in->k;
+    t.v = &in->v;
+    t.o = &in->o;
+    t.k_cmp = &k_cmp;
+    t.v_cmp = &v_cmp;
+    t.block_idx = &idx;
     check(quern_nsa_forward_workspace(in->ctx, &params, &t, &bytes));
     void *workspace = need(malloc(bytes + 1));
     check(quern_nsa_forward(in->ctx, NULL, &params, &t, workspace, bytes));
@@ -137,7 +149,8 @@ static int nsa_error(inputs *in, int64_t tile, quern_nsa_metric metric, const ch
             for (int b = 0; b < 3; b++) {
                 const branch_mask mask = {b == 0 ? COMPRESSED : b == 1 ? SELECTED : WINDOW, tile, idx.data};
                 const oracle_shape shape = {N, b == 0 ? N / L : N, H, HKV, D, D, 0, 0};
-                oracle_attend_row(&shape, branch_sees, &mask, in->q64, b == 0 ? kc : in->k64, b == 0 ? vc : in->v64, h, at, row);
+                oracle_attend_row(&shape, branch_sees, &mask, in->q64, b == 0 ? kc : in->k64,
+                                  b == 0 ? vc : in->v64, h, at, row);
                 for (int64_t c = 0; c < D; c++) sum[c] = (b == 0 ? 0 : sum[c]) + row[c] / 3;
             }
             for (int64_t c = 0; c < D; c++) {
@@ -158,16 +171,26 @@ static int nsa_error(inputs *in, int64_t tile, quern_nsa_metric metric, const ch
 int main(void)
 {
     const int64_t queries[] = {1, N, H, D}, keys[] = {1, N, HKV, D};
-    inputs in = {NULL, make(QUERN_F32, 4, queries), make(QUERN_F32, 4, keys), make(QUERN_F32, 4, keys), make(QUERN_F32, 4, queries),
-                 NULL, NULL, NULL};
+    inputs in = {NULL,
+                 make(QUERN_F32, 4, queries),
+                 make(QUERN_F32, 4, keys),
+                 make(QUERN_F32, 4, keys),
+                 make(QUERN_F32, 4, queries),
+                 NULL,
+                 NULL,
+                 NULL};
     check(quern_context_create(NULL, &in.ctx));
     fill_normal(&in.q, 1);
     fill_normal(&in.k, 2);
     fill_normal(&in.v, 3);
-    in.q64 = widen(&in.q), in.k64 = widen(&in.k), in.v64 = widen(&in.v);
+    in.q64 = widen(&in.q);
+    in.k64 = widen(&in.k);
+    in.v64 = widen(&in.v);
     int failed = dense_error(&in);
-    failed += nsa_error(&in, 64, QUERN_NSA_METRIC_MEAN_LOGIT, "NSA f32 forward, tile 64, mean_logit, N 16384: relative L2 error");
-    failed += nsa_error(&in, 1, QUERN_NSA_METRIC_SOFTMAX, "NSA f32 forward, T 1, softmax, N 16384: relative L2 error");
+    failed += nsa_error(&in, 64, QUERN_NSA_METRIC_MEAN_LOGIT,
+                        "NSA f32 forward, tile 64, mean_logit, N 16384: relative L2 error");
+    failed += nsa_error(&in, 1, QUERN_NSA_METRIC_SOFTMAX,
+                        "NSA f32 forward, T 1, softmax, N 16384: relative L2 error");
     quern_context_destroy(in.ctx);
     free(in.q.data), free(in.k.data), free(in.v.data), free(in.o.data);
     free(in.q64), free(in.k64), free(in.v64);

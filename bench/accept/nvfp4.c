@@ -128,7 +128,9 @@ static void repack(operands *o)
             quern_tensor_contiguous(o->repacked + e * repacked_shape[1], QUERN_U8, 2, repacked_shape);
         quern_moe_prepack_params p = QUERN_MOE_PREPACK_PARAMS_INIT;
         quern_moe_prepack_tensors t = QUERN_MOE_PREPACK_TENSORS_INIT;
-        t.b_codes = &codes_view, t.b_scales = &scales_view, t.b_repacked = &view;
+        t.b_codes = &codes_view;
+        t.b_scales = &scales_view;
+        t.b_repacked = &view;
         check(quern_moe_prepack(ctx, NULL, &p, &t, NULL, 0));
     }
     quern_context_destroy(ctx);
@@ -175,11 +177,17 @@ static double time_product(quern_context *ctx, operands *o, const figure *f, voi
     quern_nvfp4_gemm_params p = QUERN_NVFP4_GEMM_PARAMS_INIT;
     quern_nvfp4_gemm_tensors t = QUERN_NVFP4_GEMM_TENSORS_INIT;
     p.n = N;
-    t.b_repacked = &b_view, t.offsets = &offsets;
-    if (f->integers) t.a_codes = &a_codes_view, t.a_scales = &a_scales_view;
-    else t.a = &a_view;
-    if (f->quantised) t.c_codes = &c_codes_view, t.c_scales = &c_scales_view, t.c_global = &one;
-    else t.c = &c_view;
+    t.b_repacked = &b_view;
+    t.offsets = &offsets;
+    if (f->integers) {
+        t.a_codes = &a_codes_view;
+        t.a_scales = &a_scales_view;
+    } else t.a = &a_view;
+    if (f->quantised) {
+        t.c_codes = &c_codes_view;
+        t.c_scales = &c_scales_view;
+        t.c_global = &one;
+    } else t.c = &c_view;
     if (workspace == NULL) {
         check(quern_nvfp4_gemm_workspace(ctx, &p, &t, bytes));
         return 0;
@@ -279,7 +287,9 @@ static double time_backward(quern_context *ctx, operands *o, void *workspace, si
     quern_nvfp4_gemm_tensors t = QUERN_NVFP4_GEMM_TENSORS_INIT;
     p.n = N;
     t.a = t.d_c = &a;
-    t.b_repacked = &b, t.offsets = &offsets, t.d_a = &d_a;
+    t.b_repacked = &b;
+    t.offsets = &offsets;
+    t.d_a = &d_a;
     if (workspace == NULL) {
         check(quern_nvfp4_gemm_backward_workspace(ctx, &p, &t, bytes));
         return 0;
@@ -298,8 +308,7 @@ static void backward_figure(operands *o, double target)
     void *workspace = need(malloc(bytes + 1));
     time_backward(ctx, o, workspace, &bytes);
     for (int r = 0; r < ROUNDS; r++) {
-        const double compute =
-            2.0 * EXPERTS * ROWS_MOST * N * K / (ceiling_measure(CEILING_BF16, 2) * 1e9);
+        const double compute = 2.0 * EXPERTS * ROWS_MOST * N * K / (ceiling_measure(CEILING_BF16, 2) * 1e9);
         fractions[r] = compute / time_backward(ctx, o, workspace, &bytes);
     }
     report("backward through frozen weights, M 256, of bf16 peak", 2, target, median(fractions));

@@ -1,10 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nvfp4_layer.c - what a whole mixture-of-experts layer takes beside its products alone: 32 experts, top 4, hidden and
- * intermediate width 2880, a shared expert of the same width, bf16 activations, repacked NVFP4 weights (449 MB), 2 threads.
- * The products are those of the layer's own routing. A figure is the median of rounds, in each of which both are timed one
- * after the other. Prints a line per figure; exit code 1 where one misses.
+ * nvfp4_layer.c - what a whole mixture-of-experts layer takes beside its products alone: 32 experts, top 4,
+ * hidden and intermediate width 2880, a shared expert of the same width, bf16 activations, repacked NVFP4
+ * weights (449 MB), 2 threads. The products are those of the layer's own routing. A figure is the median of
+ * rounds, in each of which both are timed one after the other. Prints a line per figure; exit code 1 where
+ * one misses.
  */
 #include "ceilings.h"
 
@@ -63,7 +64,8 @@ static quern_tensor view(void *data, quern_dtype dtype, int64_t rows, int64_t co
     return quern_tensor_contiguous(data, dtype, 2, shape);
 }
 
-/* EXPERTS + 1 random matrices [WIDTH, n], the last one the shared expert's. They hold the same numbers, each in its own memory. */
+/* EXPERTS + 1 random matrices [WIDTH, n], the last one the shared expert's. They hold the same numbers, each
+ * in its own memory. */
 static uint8_t *random_weights(quern_context *ctx, int64_t n, uint32_t *state, int64_t *bytes)
 {
     const int64_t codes_shape[] = {1, WIDTH / 2, n}, scales_shape[] = {1, WIDTH / 16, n};
@@ -73,10 +75,13 @@ static uint8_t *random_weights(quern_context *ctx, int64_t n, uint32_t *state, i
     for (int64_t i = 0; i < WIDTH / 2 * n; i++) codes[i] = (uint8_t)(next_random(state) >> 8);
     for (int64_t i = 0; i < WIDTH / 16 * n; i++) scales[i] = (uint8_t)(0x08 + (next_random(state) >> 8) % 16);
     const quern_tensor codes_view = quern_tensor_contiguous(codes, QUERN_U8, 3, codes_shape),
-                       scales_view = quern_tensor_contiguous(scales, QUERN_U8, 3, scales_shape), to = view(all, QUERN_U8, 1, *bytes);
+                       scales_view = quern_tensor_contiguous(scales, QUERN_U8, 3, scales_shape),
+                       to = view(all, QUERN_U8, 1, *bytes);
     quern_moe_prepack_params p = QUERN_MOE_PREPACK_PARAMS_INIT;
     quern_moe_prepack_tensors t = QUERN_MOE_PREPACK_TENSORS_INIT;
-    t.b_codes = &codes_view, t.b_scales = &scales_view, t.b_repacked = &to;
+    t.b_codes = &codes_view;
+    t.b_scales = &scales_view;
+    t.b_repacked = &to;
     check(quern_moe_prepack(ctx, NULL, &p, &t, NULL, 0));
     for (int64_t e = 1; e <= EXPERTS; e++) memcpy(all + e * *bytes, all, (size_t)*bytes);
     free(codes);
@@ -107,19 +112,29 @@ static void make_layer(quern_context *ctx, layer *l)
 static double time_layer(quern_context *ctx, layer *l, int64_t tokens, void *workspace, size_t *bytes)
 {
     const int64_t experts = EXPERTS;
-    const quern_tensor hidden = view(l->hidden, QUERN_BF16, tokens, WIDTH), router = view(l->router, QUERN_BF16, EXPERTS, WIDTH),
-                       up = view(l->up, QUERN_U8, EXPERTS, l->up_bytes), down = view(l->down, QUERN_U8, EXPERTS, l->down_bytes),
+    const quern_tensor hidden = view(l->hidden, QUERN_BF16, tokens, WIDTH),
+                       router = view(l->router, QUERN_BF16, EXPERTS, WIDTH),
+                       up = view(l->up, QUERN_U8, EXPERTS, l->up_bytes),
+                       down = view(l->down, QUERN_U8, EXPERTS, l->down_bytes),
                        out = view(l->out, QUERN_BF16, tokens, WIDTH),
-                       shared_up = quern_tensor_contiguous(l->up + EXPERTS * l->up_bytes, QUERN_U8, 1, &l->up_bytes),
-                       shared_down = quern_tensor_contiguous(l->down + EXPERTS * l->down_bytes, QUERN_U8, 1, &l->down_bytes),
+                       shared_up =
+                           quern_tensor_contiguous(l->up + EXPERTS * l->up_bytes, QUERN_U8, 1, &l->up_bytes),
+                       shared_down = quern_tensor_contiguous(l->down + EXPERTS * l->down_bytes, QUERN_U8, 1,
+                                                             &l->down_bytes),
                        offsets = quern_tensor_contiguous(l->ends, QUERN_I32, 1, &experts);
     quern_moe_params p = QUERN_MOE_PARAMS_INIT;
     quern_moe_tensors t = QUERN_MOE_TENSORS_INIT;
     p.top_k = TOP_K;
     p.renormalize = true;
     p.intermediate = p.shared_intermediate = WIDTH;
-    t.hidden = &hidden, t.weight = &router, t.gate_up_repacked = &up, t.down_repacked = &down, t.out = &out, t.offsets = &offsets;
-    t.shared_gate_up_repacked = &shared_up, t.shared_down_repacked = &shared_down;
+    t.hidden = &hidden;
+    t.weight = &router;
+    t.gate_up_repacked = &up;
+    t.down_repacked = &down;
+    t.out = &out;
+    t.offsets = &offsets;
+    t.shared_gate_up_repacked = &shared_up;
+    t.shared_down_repacked = &shared_down;
     if (workspace == NULL) {
         check(quern_moe_forward_workspace(ctx, &p, &t, bytes));
         return 0;
@@ -130,11 +145,13 @@ static double time_layer(quern_context *ctx, layer *l, int64_t tokens, void *wor
 }
 
 /* One of the layer's products, of `rows` rows that end per expert where `ends` says. */
-static double time_product(quern_context *ctx, layer *l, const int32_t *ends, int64_t experts, int64_t rows, bool down, void *workspace,
-                           size_t *bytes)
+static double time_product(quern_context *ctx, layer *l, const int32_t *ends, int64_t experts, int64_t rows,
+                           bool down, void *workspace, size_t *bytes)
 {
-    const int64_t n = down ? WIDTH : 2 * WIDTH, each = down ? l->down_bytes : l->up_bytes, first = experts == 1 ? EXPERTS : 0;
-    const quern_tensor a = view(l->act, QUERN_BF16, rows, WIDTH), b = view((down ? l->down : l->up) + first * each, QUERN_U8, experts, each);
+    const int64_t n = down ? WIDTH : 2 * WIDTH, each = down ? l->down_bytes : l->up_bytes,
+                  first = experts == 1 ? EXPERTS : 0;
+    const quern_tensor a = view(l->act, QUERN_BF16, rows, WIDTH),
+                       b = view((down ? l->down : l->up) + first * each, QUERN_U8, experts, each);
     const quern_tensor c = down ? view(l->y, QUERN_F32, rows, WIDTH) : view(l->out, QUERN_BF16, rows, WIDTH);
     const quern_tensor offsets = quern_tensor_contiguous((void *)(uintptr_t)ends, QUERN_I32, 1, &experts);
     quern_nvfp4_gemm_params p = QUERN_NVFP4_GEMM_PARAMS_INIT;
@@ -142,7 +159,10 @@ static double time_product(quern_context *ctx, layer *l, const int32_t *ends, in
     size_t needed;
     p.n = n;
     p.activation = down ? QUERN_NVFP4_ACTIVATION_NONE : QUERN_NVFP4_ACTIVATION_SWIGLU;
-    t.a = &a, t.b_repacked = &b, t.offsets = &offsets, t.c = &c;
+    t.a = &a;
+    t.b_repacked = &b;
+    t.offsets = &offsets;
+    t.c = &c;
     check(quern_nvfp4_gemm_workspace(ctx, &p, &t, &needed));
     if (needed > *bytes) *bytes = needed;
     if (workspace == NULL) return 0;
@@ -185,8 +205,10 @@ static bool figure(quern_context *ctx, layer *l, int64_t tokens)
     qsort(ratios, ROUNDS, sizeof *ratios, by_value);
     const bool passed = ratios[ROUNDS / 2] <= 1.15;
     char line[80];
-    snprintf(line, sizeof line, "MoE layer, M %lld, time over that of its products, 2 threads", (long long)tokens);
-    printf("%-74s target <= %-8.3g measured %-8.3g %-8s %s\n", line, 1.15, ratios[ROUNDS / 2], "", passed ? "PASS" : "FAIL");
+    snprintf(line, sizeof line, "MoE layer, M %lld, time over that of its products, 2 threads",
+             (long long)tokens);
+    printf("%-74s target <= %-8.3g measured %-8.3g %-8s %s\n", line, 1.15, ratios[ROUNDS / 2], "",
+           passed ? "PASS" : "FAIL");
     fflush(stdout);
     return passed;
 }

@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nvfp4_profiles.c - what NVFP4 costs in precision: the relative RMSE of every profile and choice of scales, one global over
- * 2^18 values, on normal, Laplace and heavy-tailed data (Student's t, 3 degrees of freedom). The targets are those of rne,
- * four_over_six and search on normal data. Prints a line per figure; exit code 1 where one misses.
+ * nvfp4_profiles.c - what NVFP4 costs in precision: the relative RMSE of every profile and choice of scales,
+ * one global over 2^18 values, on normal, Laplace and heavy-tailed data (Student's t, 3 degrees of freedom).
+ * The targets are those of rne, four_over_six and search on normal data. Prints a line per figure; exit code
+ * 1 where one misses.
  */
 #include <quern/nvfp4.h>
 
@@ -64,7 +65,10 @@ static double relative_rmse(quern_context *ctx, const float *x, int profile, int
     size_t bytes;
     p.profile = dp.profile = (quern_nvfp4_profile)profile;
     p.scales = (quern_nvfp4_scales)scales;
-    t.x = &x_view, t.codes = dt.codes = &codes_view, t.scales = dt.scales = &scales_view, t.global = dt.global = &global_view;
+    t.x = &x_view;
+    t.codes = dt.codes = &codes_view;
+    t.scales = dt.scales = &scales_view;
+    t.global = dt.global = &global_view;
     dt.x = &back_view;
     check(quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes));
     void *workspace = malloc(bytes + 1);
@@ -74,7 +78,8 @@ static double relative_rmse(quern_context *ctx, const float *x, int profile, int
     free(workspace);
     for (int64_t i = 0; i < COUNT; i++) {
         const double d = (double)back[i] - (double)x[i];
-        error += d * d, size += (double)x[i] * (double)x[i];
+        error += d * d;
+        size += (double)x[i] * (double)x[i];
     }
     return sqrt(error / size);
 }
@@ -82,7 +87,8 @@ static double relative_rmse(quern_context *ctx, const float *x, int profile, int
 int main(void)
 {
     static const char *const profiles[] = {"rne", "halfstep", "modelopt", "compressed_tensors"},
-                      *const choices[] = {"rne", "four_over_six", "search"}, *const data[] = {"normal", "Laplace", "heavy-tailed"};
+                             *const choices[] = {"rne", "four_over_six", "search"},
+                             *const data[] = {"normal", "Laplace", "heavy-tailed"};
     static const double targets[] = {0.09515, 0.08705, 0.0815}; /* of rne on normal data */
     static float x[COUNT];
     quern_context *ctx;
@@ -98,9 +104,13 @@ int main(void)
                 if (profile == QUERN_NVFP4_PROFILE_HALFSTEP && scales > 0) continue;
                 const double rmse = relative_rmse(ctx, x, profile, scales);
                 const bool fine = !judged || rmse <= targets[scales];
-                snprintf(line, sizeof line, "relative RMSE, %s data, %s, scales %s", data[kind], profiles[profile], choices[scales]);
+                snprintf(line, sizeof line, "relative RMSE, %s data, %s, scales %s", data[kind],
+                         profiles[profile], choices[scales]);
                 if (judged) snprintf(target, sizeof target, "target <= %-8.4g", targets[scales]);
-                printf("%-74s %-18s measured %-8.4g %-8s %s\n", line, target, rmse, "", !judged ? "" : fine ? "PASS" : "FAIL");
+                printf("%-74s %-18s measured %-8.4g %-8s %s\n", line, target, rmse, "",
+                       !judged ? ""
+                       : fine  ? "PASS"
+                               : "FAIL");
                 passed = passed && fine;
             }
     }

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * hello.c - a complete program on the installed library: dense attention, then native sparse attention of the same
- * tokens. NSA's window branch, as wide as the sequence, must give what dense attention gives.
+ * hello.c - a complete program on the installed library: dense attention, then native sparse attention of the
+ * same tokens. NSA's window branch, as wide as the sequence, must give what dense attention gives.
  *
  *   cc hello.c $(pkg-config --cflags --libs quern) -lm -o hello
  */
@@ -38,12 +38,17 @@ int main(void)
     quern_context *ctx;
     size_t bytes;
     need(quern_context_create(NULL, &ctx)); /* NULL: all processors, the best instructions that they have */
-    quern_tensor q = make(H), k = make(HKV), v = make(HKV), dense = make(H), sparse = make(H), window = make(H);
+    quern_tensor q = make(H), k = make(HKV), v = make(HKV), dense = make(H), sparse = make(H),
+                 window = make(H);
 
     quern_attention_params causal = QUERN_ATTENTION_PARAMS_INIT; /* the defaults: causal, 1 / sqrt(D) */
     quern_attention_tensors a = QUERN_ATTENTION_TENSORS_INIT;
-    a.q = &q, a.k = &k, a.v = &v, a.o = &dense;
-    need(quern_attention_forward_workspace(ctx, &causal, &a, &bytes)); /* from shapes alone: ask once, run often */
+    a.q = &q;
+    a.k = &k;
+    a.v = &v;
+    a.o = &dense;
+    need(quern_attention_forward_workspace(ctx, &causal, &a,
+                                           &bytes)); /* from shapes alone: ask once, run often */
     void *workspace = malloc(bytes);
     need(quern_attention_forward(ctx, NULL, &causal, &a, workspace, bytes));
     free(workspace);
@@ -53,7 +58,11 @@ int main(void)
     params.num_selected = 8;
     params.window = N;
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
-    t.q = &q, t.k = &k, t.v = &v, t.o = &sparse, t.o_win = &window;
+    t.q = &q;
+    t.k = &k;
+    t.v = &v;
+    t.o = &sparse;
+    t.o_win = &window;
     need(quern_nsa_forward_workspace(ctx, &params, &t, &bytes));
     workspace = malloc(bytes);
     need(quern_nsa_forward(ctx, NULL, &params, &t, workspace, bytes));
@@ -66,7 +75,8 @@ int main(void)
         norm += z[i] * z[i];
     }
     printf("quern %s, %s, %d threads: |sparse| = %.3f, |window - dense| <= %.1e\n", quern_version(),
-           quern_cpu_level_name(quern_context_cpu_level(ctx)), (int)quern_context_threads(ctx), sqrtf(norm), most);
+           quern_cpu_level_name(quern_context_cpu_level(ctx)), (int)quern_context_threads(ctx), sqrtf(norm),
+           most);
     quern_context_destroy(ctx);
     free(q.data), free(k.data), free(v.data), free(dense.data), free(sparse.data), free(window.data);
     return most <= 1e-5f && norm > 0 ? 0 : 1;

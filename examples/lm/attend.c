@@ -15,10 +15,16 @@ static int64_t entries(const lm_config *c, int64_t n)
 
 bool attention_allocate(const lm_config *c, lm_attention *a)
 {
-    const size_t n = (size_t)c->context, dim = (size_t)(c->width / c->heads), q = n * (size_t)c->width, kv = n * (size_t)c->kv_heads * dim;
+    const size_t n = (size_t)c->context, dim = (size_t)(c->width / c->heads), q = n * (size_t)c->width,
+                 kv = n * (size_t)c->kv_heads * dim;
     const size_t cmp = ((size_t)entries(c, c->context) + 1) * (size_t)c->kv_heads * dim;
-    *a = (lm_attention){.q = malloc(q * 4), .k = malloc(kv * 4), .v = malloc(kv * 4), .o = malloc(q * 4),
-                        .gates = malloc(n * (size_t)c->heads * 3 * 4), .k_cmp = malloc(cmp * 4), .v_cmp = malloc(cmp * 4),
+    *a = (lm_attention){.q = malloc(q * 4),
+                        .k = malloc(kv * 4),
+                        .v = malloc(kv * 4),
+                        .o = malloc(q * 4),
+                        .gates = malloc(n * (size_t)c->heads * 3 * 4),
+                        .k_cmp = malloc(cmp * 4),
+                        .v_cmp = malloc(cmp * 4),
                         .block_idx = malloc(n * (size_t)(c->kv_heads * c->selected) * sizeof(int32_t))};
     bool ok = a->q && a->k && a->v && a->o && a->gates && a->k_cmp && a->v_cmp && a->block_idx;
     for (int i = 0; i < 3; i++) {
@@ -36,7 +42,8 @@ void attention_free(lm_attention *a)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-static quern_tensor view(void *data, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b, int64_t c, int64_t d)
+static quern_tensor view(void *data, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b, int64_t c,
+                         int64_t d)
 {
     return quern_tensor_contiguous(data, dtype, ndim, (const int64_t[]){a, b, c, d});
 }
@@ -55,37 +62,53 @@ static bool done(quern_status status)
     return status == QUERN_OK || failure("%s", quern_last_error(NULL)) == 0;
 }
 
-static bool dense(lm_model *m, lm_attention *a, int32_t n, const float *d_o, float *d_q, float *d_k, float *d_v)
+static bool dense(lm_model *m, lm_attention *a, int32_t n, const float *d_o, float *d_q, float *d_k,
+                  float *d_v)
 {
     const lm_config *c = &m->config;
     const int64_t dim = c->width / c->heads;
-    const quern_tensor q = view(a->q, QUERN_F32, 4, 1, n, c->heads, dim), k = view(a->k, QUERN_F32, 4, 1, n, c->kv_heads, dim),
-                       v = view(a->v, QUERN_F32, 4, 1, n, c->kv_heads, dim), o = view(a->o, QUERN_F32, 4, 1, n, c->heads, dim),
+    const quern_tensor q = view(a->q, QUERN_F32, 4, 1, n, c->heads, dim),
+                       k = view(a->k, QUERN_F32, 4, 1, n, c->kv_heads, dim),
+                       v = view(a->v, QUERN_F32, 4, 1, n, c->kv_heads, dim),
+                       o = view(a->o, QUERN_F32, 4, 1, n, c->heads, dim),
                        lse = view(a->lse[0], QUERN_F32, 3, 1, c->heads, n, 0);
     quern_attention_params p = QUERN_ATTENTION_PARAMS_INIT;
     p.scale = SCALE;
     quern_attention_tensors t = QUERN_ATTENTION_TENSORS_INIT;
-    t.q = &q, t.k = &k, t.v = &v, t.o = &o, t.lse = &lse;
+    t.q = &q;
+    t.k = &k;
+    t.v = &v;
+    t.o = &o;
+    t.lse = &lse;
     size_t bytes;
     if (d_o == NULL)
         return done(quern_attention_forward_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
                done(quern_attention_forward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
-    const quern_tensor go = view((float *)d_o, QUERN_F32, 4, 1, n, c->heads, dim), gq = view(d_q, QUERN_F32, 4, 1, n, c->heads, dim),
-                       gk = view(d_k, QUERN_F32, 4, 1, n, c->kv_heads, dim), gv = view(d_v, QUERN_F32, 4, 1, n, c->kv_heads, dim);
-    t.d_o = &go, t.d_q = &gq, t.d_k = &gk, t.d_v = &gv;
+    const quern_tensor go = view((float *)d_o, QUERN_F32, 4, 1, n, c->heads, dim),
+                       gq = view(d_q, QUERN_F32, 4, 1, n, c->heads, dim),
+                       gk = view(d_k, QUERN_F32, 4, 1, n, c->kv_heads, dim),
+                       gv = view(d_v, QUERN_F32, 4, 1, n, c->kv_heads, dim);
+    t.d_o = &go;
+    t.d_q = &gq;
+    t.d_k = &gk;
+    t.d_v = &gv;
     return done(quern_attention_backward_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
            done(quern_attention_backward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
 }
 
-static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n, const float *d_o, float *d_q, float *d_k, float *d_v,
-                   float *d_w_gate)
+static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n, const float *d_o, float *d_q,
+                   float *d_k, float *d_v, float *d_w_gate)
 {
     const lm_config *c = &m->config;
     const int64_t dim = c->width / c->heads, nc = entries(c, n);
-    const quern_tensor q = view(a->q, QUERN_F32, 4, 1, n, c->heads, dim), k = view(a->k, QUERN_F32, 4, 1, n, c->kv_heads, dim),
-                       v = view(a->v, QUERN_F32, 4, 1, n, c->kv_heads, dim), o = view(a->o, QUERN_F32, 4, 1, n, c->heads, dim),
-                       gate = view((float *)w_gate, QUERN_F32, 3, c->heads, 3, dim, 0), gates = view(a->gates, QUERN_F32, 4, 1, n, c->heads, 3),
-                       k_cmp = view(a->k_cmp, QUERN_F32, 4, 1, nc, c->kv_heads, dim), v_cmp = view(a->v_cmp, QUERN_F32, 4, 1, nc, c->kv_heads, dim),
+    const quern_tensor q = view(a->q, QUERN_F32, 4, 1, n, c->heads, dim),
+                       k = view(a->k, QUERN_F32, 4, 1, n, c->kv_heads, dim),
+                       v = view(a->v, QUERN_F32, 4, 1, n, c->kv_heads, dim),
+                       o = view(a->o, QUERN_F32, 4, 1, n, c->heads, dim),
+                       gate = view((float *)w_gate, QUERN_F32, 3, c->heads, 3, dim, 0),
+                       gates = view(a->gates, QUERN_F32, 4, 1, n, c->heads, 3),
+                       k_cmp = view(a->k_cmp, QUERN_F32, 4, 1, nc, c->kv_heads, dim),
+                       v_cmp = view(a->v_cmp, QUERN_F32, 4, 1, nc, c->kv_heads, dim),
                        idx = view(a->block_idx, QUERN_I32, 4, 1, c->kv_heads, n, c->selected);
     quern_tensor lse[3], o_b[3];
     for (int i = 0; i < 3; i++) {
@@ -99,28 +122,48 @@ static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n,
     p.gate = QUERN_NSA_GATE_WEIGHTS;
     p.scale = SCALE;
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
-    t.q = &q, t.k = &k, t.v = &v, t.o = &o, t.w_gate = &gate, t.gates = &gates, t.k_cmp = &k_cmp, t.v_cmp = &v_cmp, t.block_idx = &idx;
-    t.lse_cmp = &lse[0], t.lse_slc = &lse[1], t.lse_win = &lse[2];
-    t.o_cmp = &o_b[0], t.o_slc = &o_b[1], t.o_win = &o_b[2];
+    t.q = &q;
+    t.k = &k;
+    t.v = &v;
+    t.o = &o;
+    t.w_gate = &gate;
+    t.gates = &gates;
+    t.k_cmp = &k_cmp;
+    t.v_cmp = &v_cmp;
+    t.block_idx = &idx;
+    t.lse_cmp = &lse[0];
+    t.lse_slc = &lse[1];
+    t.lse_win = &lse[2];
+    t.o_cmp = &o_b[0];
+    t.o_slc = &o_b[1];
+    t.o_win = &o_b[2];
     size_t bytes;
     if (d_o == NULL)
         return done(quern_nsa_forward_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
                done(quern_nsa_forward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
-    const quern_tensor go = view((float *)d_o, QUERN_F32, 4, 1, n, c->heads, dim), gq = view(d_q, QUERN_F32, 4, 1, n, c->heads, dim),
-                       gk = view(d_k, QUERN_F32, 4, 1, n, c->kv_heads, dim), gv = view(d_v, QUERN_F32, 4, 1, n, c->kv_heads, dim),
+    const quern_tensor go = view((float *)d_o, QUERN_F32, 4, 1, n, c->heads, dim),
+                       gq = view(d_q, QUERN_F32, 4, 1, n, c->heads, dim),
+                       gk = view(d_k, QUERN_F32, 4, 1, n, c->kv_heads, dim),
+                       gv = view(d_v, QUERN_F32, 4, 1, n, c->kv_heads, dim),
                        gg = view(d_w_gate, QUERN_F32, 3, c->heads, 3, dim, 0);
-    t.d_o = &go, t.d_q = &gq, t.d_k = &gk, t.d_v = &gv, t.d_w_gate = &gg;
+    t.d_o = &go;
+    t.d_q = &gq;
+    t.d_k = &gk;
+    t.d_v = &gv;
+    t.d_w_gate = &gg;
     return done(quern_nsa_backward_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
            done(quern_nsa_backward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
 }
 
 bool attention_forward(lm_model *m, lm_attention *a, const float *w_gate, int32_t n)
 {
-    return m->config.sparse ? sparse(m, a, w_gate, n, NULL, NULL, NULL, NULL, NULL) : dense(m, a, n, NULL, NULL, NULL, NULL);
+    return m->config.sparse ? sparse(m, a, w_gate, n, NULL, NULL, NULL, NULL, NULL)
+                            : dense(m, a, n, NULL, NULL, NULL, NULL);
 }
 
-bool attention_backward(lm_model *m, lm_attention *a, const float *w_gate, const float *d_o, float *d_q, float *d_k, float *d_v, float *d_w_gate,
-                        int32_t n)
+bool attention_backward(lm_model *m, lm_attention *a, const float *w_gate, const float *d_o, float *d_q,
+                        float *d_k, float *d_v, float *d_w_gate, int32_t n)
 {
-    return m->config.sparse ? sparse(m, a, w_gate, n, d_o, d_q, d_k, d_v, d_w_gate) : dense(m, a, n, d_o, d_q, d_k, d_v);
+    return m->config.sparse ? sparse(m, a, w_gate, n, d_o, d_q, d_k, d_v, d_w_gate)
+                            : dense(m, a, n, d_o, d_q, d_k, d_v);
 }

@@ -52,7 +52,8 @@ static bool walk(source_list *list, const char *path, int depth)
     for (struct dirent *e; ok && (e = readdir(dir)) != NULL;) {
         if (e->d_name[0] == '.') continue;
         char inner[4096];
-        if (snprintf(inner, sizeof inner, "%s/%s", path, e->d_name) < (int)sizeof inner) ok = walk(list, inner, depth + 1);
+        if (snprintf(inner, sizeof inner, "%s/%s", path, e->d_name) < (int)sizeof inner)
+            ok = walk(list, inner, depth + 1);
     }
     closedir(dir);
     return ok;
@@ -68,10 +69,12 @@ static bool headers(source_list *list)
         line[strcspn(line, "\n")] = '\0';
         const size_t n = strlen(line);
         struct stat st;
-        if (n > 2 && strcmp(line + n - 2, ".h") == 0 && stat(line, &st) == 0 && S_ISREG(st.st_mode)) ok = add_path(list, line);
+        if (n > 2 && strcmp(line + n - 2, ".h") == 0 && stat(line, &st) == 0 && S_ISREG(st.st_mode))
+            ok = add_path(list, line);
     }
     ok = pclose(f) == 0 && ok;
-    return ok || failure("linux-libc-dev and libc6-dev are not installed (make setup); or name a corpus with --corpus") == 0;
+    return ok || failure("linux-libc-dev and libc6-dev are not installed (make setup); or name a corpus with "
+                         "--corpus") == 0;
 }
 
 static int by_digest(const void *a, const void *b)
@@ -120,7 +123,8 @@ bool corpus_load(const char *path, lm_corpus *corpus)
     }
     free(list.items);
     corpus->train = corpus->size - corpus->size / 20;
-    if (ok && corpus->size < 4096) ok = failure("the corpus has %lld bytes: at least 4096 are needed", (long long)corpus->size) == 0;
+    if (ok && corpus->size < 4096)
+        ok = failure("the corpus has %lld bytes: at least 4096 are needed", (long long)corpus->size) == 0;
     if (ok) digest(corpus);
     else corpus_free(corpus);
     return ok;
@@ -134,8 +138,8 @@ void corpus_free(lm_corpus *corpus)
 
 int64_t corpus_piece(const lm_corpus *corpus, int64_t n, uint64_t seed, int64_t i)
 {
-    /* A random order of all pieces, drawn anew for every pass: piece i of a pass is where a Fisher-Yates shuffle
-     * puts it. The shuffle is replayed, which costs microseconds. */
+    /* A random order of all pieces, drawn anew for every pass: piece i of a pass is where a Fisher-Yates
+     * shuffle puts it. The shuffle is replayed, which costs microseconds. */
     const int64_t pieces = (corpus->train - 1) / n;
     if (pieces < 1) return 0;
     uint64_t state = seed + (uint64_t)(i / pieces) * 0x9e3779b97f4a7c15u;

@@ -6,13 +6,15 @@
 #ifdef LM_ONEDNN
 #include <oneapi/dnnl/dnnl.h>
 
-void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c, bool accumulate)
+void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a,
+          const float *b, float *c, bool accumulate)
 {
-    dnnl_sgemm(a_transposed ? 'T' : 'N', b_transposed ? 'T' : 'N', m, n, k, 1.0f, a, a_transposed ? m : k, b, b_transposed ? k : n,
-               accumulate ? 1.0f : 0.0f, c, n);
+    dnnl_sgemm(a_transposed ? 'T' : 'N', b_transposed ? 'T' : 'N', m, n, k, 1.0f, a, a_transposed ? m : k, b,
+               b_transposed ? k : n, accumulate ? 1.0f : 0.0f, c, n);
 }
 #else
-void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c, bool accumulate)
+void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a,
+          const float *b, float *c, bool accumulate)
 {
 #pragma omp parallel for
     for (int64_t i = 0; i < m; i++) {

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* layers.c - everything of the model that is neither a matrix product nor attention, forward and backward. Rows
- * are independent, so OpenMP splits them; sums over rows run in fixed slices, so that a run repeats bit by bit. */
+/* layers.c - everything of the model that is neither a matrix product nor attention, forward and backward.
+ * Rows are independent, so OpenMP splits them; sums over rows run in fixed slices, so that a run repeats bit
+ * by bit. */
 #include "lm.h"
 
 #include <math.h>
@@ -23,7 +24,8 @@ void norm_forward(const float *x, const float *w, float *y, float *inverse, int6
     }
 }
 
-bool norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x, float *d_w, int64_t rows, int64_t cols)
+bool norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x,
+                   float *d_w, int64_t rows, int64_t cols)
 {
     float *part = w != NULL ? calloc((size_t)(SLICES * cols), sizeof *part) : NULL;
     if (w != NULL && part == NULL) return failure("no memory for the gradient of a norm") == 0;
@@ -35,7 +37,8 @@ bool norm_backward(const float *x, const float *w, const float *inverse, const f
             float dot = 0.0f;
             for (int64_t c = 0; c < cols; c++) dot += p[c] * g[c] * (w != NULL ? w[c] : 1.0f);
             const float k = dot * inv * inv * inv / (float)cols;
-            for (int64_t c = 0; c < cols; c++) d_x[r * cols + c] += g[c] * (w != NULL ? w[c] : 1.0f) * inv - p[c] * k;
+            for (int64_t c = 0; c < cols; c++)
+                d_x[r * cols + c] += g[c] * (w != NULL ? w[c] : 1.0f) * inv - p[c] * k;
             if (part != NULL)
                 for (int64_t c = 0; c < cols; c++) part[s * cols + c] += g[c] * p[c] * inv;
         }
@@ -64,7 +67,8 @@ void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int
         for (int64_t h = 0; h < heads; h++) {
             float *p = x + (t * heads + h) * dim;
             for (int64_t m = 0; m < dim / 2; m++) {
-                const float c = table[t * dim + m], s = sign * table[t * dim + dim / 2 + m], a = p[2 * m], b = p[2 * m + 1];
+                const float c = table[t * dim + m], s = sign * table[t * dim + dim / 2 + m], a = p[2 * m],
+                            b = p[2 * m + 1];
                 p[2 * m] = a * c - b * s;
                 p[2 * m + 1] = a * s + b * c;
             }
@@ -77,7 +81,8 @@ void swiglu_forward(const float *gate, const float *up, float *y, int64_t n)
     for (int64_t i = 0; i < n; i++) y[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
 }
 
-void swiglu_backward(const float *gate, const float *up, const float *d_y, float *d_gate, float *d_up, int64_t n)
+void swiglu_backward(const float *gate, const float *up, const float *d_y, float *d_gate, float *d_up,
+                     int64_t n)
 {
 #pragma omp parallel for
     for (int64_t i = 0; i < n; i++) {
@@ -107,8 +112,8 @@ double cross_entropy(float *logits, const uint8_t *target, int64_t rows, bool gr
     return total / (double)rows;
 }
 
-/* Rows of the three tables for position t; what precedes the text counts as zeros. Hashes are multiplicative: the upper
- * 14 of 32 bits, for HASH_ROWS. */
+/* Rows of the three tables for position t; what precedes the text counts as zeros. Hashes are multiplicative:
+ * the upper 14 of 32 bits, for HASH_ROWS. */
 static void rows_of(const uint8_t *text, int64_t t, int64_t row[3])
 {
     const uint32_t a = text[t], b = t > 0 ? text[t - 1] : 0, c = t > 1 ? text[t - 2] : 0;
@@ -124,7 +129,8 @@ void embed_forward(const lm_param *params, const uint8_t *text, float *x, int64_
         int64_t row[3];
         rows_of(text, t, row);
         for (int64_t c = 0; c < width; c++)
-            x[t * width + c] = params[P_BYTE].value[row[0] * width + c] + params[P_PAIR].value[row[1] * width + c] +
+            x[t * width + c] = params[P_BYTE].value[row[0] * width + c] +
+                               params[P_PAIR].value[row[1] * width + c] +
                                params[P_TRIPLE].value[row[2] * width + c];
     }
 }

@@ -28,13 +28,16 @@ typedef struct lm_config {
     bool sparse; /* native sparse attention; otherwise dense */
     int32_t block, selected, window;
 } lm_config;
-#define LM_CONFIG_DEFAULT {128, 4, 4, 1, 384, 4096, true, 32, 8, 256}
+#define LM_CONFIG_DEFAULT                                                                                    \
+    {                                                                                                        \
+        128, 4, 4, 1, 384, 4096, true, 32, 8, 256                                                            \
+    }
 
 /* One trained array, with its gradient and optimizer state. */
 typedef struct lm_param {
     char name[48];
     int64_t rows, cols;
-    bool muon; /* a hidden matrix; otherwise AdamW */
+    bool muon;  /* a hidden matrix; otherwise AdamW */
     float rate; /* of AdamW, relative to the schedule */
     float *value, *grad;
     float *first, *second; /* Muon: momentum, none. AdamW: both moments. */
@@ -64,8 +67,8 @@ typedef struct lm_model {
 /* model.c */
 bool model_create(lm_model *model, const lm_config *config, uint64_t seed);
 void model_destroy(lm_model *model);
-/* Mean cross-entropy in nats of predicting text[1 .. n] from text[0 .. n - 1]; n <= context. With `train`, the
- * gradients are left in params. Negative on failure. */
+/* Mean cross-entropy in nats of predicting text[1 .. n] from text[0 .. n - 1]; n <= context. With `train`,
+ * the gradients are left in params. Negative on failure. */
 double model_loss(lm_model *model, const uint8_t *text, int32_t n, bool train);
 /* Logits of the byte after text[0 .. n - 1]; n <= context. */
 const float *model_next(lm_model *model, const uint8_t *text, int32_t n);
@@ -79,45 +82,52 @@ bool attention_allocate(const lm_config *config, lm_attention *a);
 void attention_free(lm_attention *a);
 bool attention_forward(lm_model *model, lm_attention *a, const float *w_gate, int32_t n);
 /* d_o -> d_q, d_k, d_v, d_w_gate (sparse). */
-bool attention_backward(lm_model *model, lm_attention *a, const float *w_gate, const float *d_o, float *d_q, float *d_k, float *d_v, float *d_w_gate,
-                        int32_t n);
+bool attention_backward(lm_model *model, lm_attention *a, const float *w_gate, const float *d_o, float *d_q,
+                        float *d_k, float *d_v, float *d_w_gate, int32_t n);
 
 /* layers.c */
 void norm_forward(const float *x, const float *w, float *y, float *inverse, int64_t rows, int64_t cols);
 /* d_x += ...; d_w = ... (w NULL: no weight, and it cannot fail). False, and said, without memory. */
-bool norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x, float *d_w, int64_t rows, int64_t cols);
+bool norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x,
+                   float *d_w, int64_t rows, int64_t cols);
 void rope_table(float *table, int64_t positions, int64_t dim);
 /* Rotates interleaved pairs of every head; backwards with sign -1. */
 void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int64_t dim, float sign);
 void swiglu_forward(const float *gate, const float *up, float *y, int64_t n);
-void swiglu_backward(const float *gate, const float *up, const float *d_y, float *d_gate, float *d_up, int64_t n);
+void swiglu_backward(const float *gate, const float *up, const float *d_y, float *d_gate, float *d_up,
+                     int64_t n);
 /* Mean loss in nats; d_logits = gradient of the mean, in place of the logits where `gradient`. */
 double cross_entropy(float *logits, const uint8_t *target, int64_t rows, bool gradient);
 void embed_forward(const lm_param *params, const uint8_t *text, float *x, int64_t n, int64_t width);
 void embed_backward(lm_param *params, const uint8_t *text, const float *d_x, int64_t n, int64_t width);
 
 /* gemm.c: C[m][n] = A B (+ C), A [m][k] or, transposed, [k][m]; B likewise. */
-void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c, bool accumulate);
+void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a,
+          const float *b, float *c, bool accumulate);
 
 /* optimizer.c */
 typedef struct lm_rates {
     float muon, adam;
 } lm_rates;
-#define LM_RATES_DEFAULT {0.02f, 0.02f}
-/* One update from the gradients; `schedule` scales both rates. False, and said, without memory: the step is then
- * half done. */
+#define LM_RATES_DEFAULT                                                                                     \
+    {                                                                                                        \
+        0.02f, 0.02f                                                                                         \
+    }
+/* One update from the gradients; `schedule` scales both rates. False, and said, without memory: the step is
+ * then half done. */
 bool optimizer_step(lm_model *model, float schedule, lm_rates rates);
 
 /* corpus.c */
 typedef struct lm_corpus {
     uint8_t *bytes;
-    int64_t size, train; /* bytes [0, train) train, the rest is held out */
+    int64_t size, train;      /* bytes [0, train) train, the rest is held out */
     char digest[DIGEST_TEXT]; /* SHA-256 of the bytes that train */
 } lm_corpus;
 /* `path`: a file or folder, or NULL for the C headers of linux-libc-dev and libc6-dev. */
 bool corpus_load(const char *path, lm_corpus *corpus);
 void corpus_free(lm_corpus *corpus);
-/* The start of training piece `i`: pieces of n bytes in an order drawn by seed. Negative, and said, without memory. */
+/* The start of training piece `i`: pieces of n bytes in an order drawn by seed. Negative, and said, without
+ * memory. */
 int64_t corpus_piece(const lm_corpus *corpus, int64_t n, uint64_t seed, int64_t i);
 /* The start of held-out piece `i` of `count` spread over the held-out part; -1 past the last. */
 int64_t corpus_held_out(const lm_corpus *corpus, int64_t n, int64_t i, int64_t count);
@@ -166,10 +176,11 @@ int failure(const char *format, ...) __attribute__((format(printf, 1, 2)));
 bool output_check(const char *path);
 /* A result for other programs; NULL path: none is wanted. */
 bool json_write(const char *path, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Draws the losses > 0. Without gnuplot a warning: a run is worth more than its picture. False, and said, where the
- * file cannot be written. */
+/* Draws the losses > 0. Without gnuplot a warning: a run is worth more than its picture. False, and said,
+ * where the file cannot be written. */
 bool curve_draw(const char *path, const double *loss, int64_t count, const char *title);
-/* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the program at once, with exit code 128 + number and no temporary file. */
+/* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the program at once, with exit code 128 + number and no temporary
+ * file. */
 void output_end_on_signals(void);
 /* The exit code, or 3 where standard output could not be written. */
 int output_finish(int code);

@@ -15,13 +15,15 @@ static const char help[] =
     "  lm eval       held-out bits per byte of a checkpoint\n"
     "  lm generate   continue a prompt\n"
     "  lm order2     held-out bits per byte of an interpolated order-2 byte model\n\n"
-    "lm VERB --help says more. Exit codes: 0 done, 2 wrong usage, 3 failed; 130, 143 ended by SIGINT, SIGTERM. Files are\n"
+    "lm VERB --help says more. Exit codes: 0 done, 2 wrong usage, 3 failed; 130, 143 ended by SIGINT, "
+    "SIGTERM. Files are\n"
     "written whole or not at all: an interrupted run leaves the checkpoint before it.\n";
 
 int verb_eval(int argc, char **argv)
 {
-    static const char text[] = "lm eval --checkpoint FILE [--corpus PATH] [--pieces 48] - held-out bits per byte\n\n"
-                               "example:\n  lm eval --checkpoint nsa.safetensors --pieces 90\n";
+    static const char text[] =
+        "lm eval --checkpoint FILE [--corpus PATH] [--pieces 48] - held-out bits per byte\n\n"
+        "example:\n  lm eval --checkpoint nsa.safetensors --pieces 90\n";
     lm_options o;
     if (!options_parse(argc, argv, text, &o)) return 2;
     if (o.checkpoint == NULL) return failure("--checkpoint FILE is needed") * 2;
@@ -32,7 +34,9 @@ int verb_eval(int argc, char **argv)
     const bool loaded = checkpoint_load(&m, o.checkpoint, &run);
     const bool fits = loaded && held_out_fits(&corpus, m.config.context);
     const double bits = fits ? evaluate(&m, &corpus, o.pieces) : -1.0;
-    if (bits >= 0.0) printf("%.4f held-out bits per byte (%s, step %lld)\n", bits, m.config.sparse ? "nsa" : "dense", (long long)m.step);
+    if (bits >= 0.0)
+        printf("%.4f held-out bits per byte (%s, step %lld)\n", bits, m.config.sparse ? "nsa" : "dense",
+               (long long)m.step);
     model_destroy(&m);
     corpus_free(&corpus);
     return bits >= 0.0 ? 0 : 3;
@@ -40,8 +44,9 @@ int verb_eval(int argc, char **argv)
 
 int verb_generate(int argc, char **argv)
 {
-    static const char text[] = "lm generate --checkpoint FILE [--prompt TEXT] [--bytes 400] [--temperature 0.7] [--seed 1]\n\n"
-                               "example:\n  lm generate --checkpoint nsa.safetensors --prompt 'struct ' --temperature 0.5\n";
+    static const char text[] =
+        "lm generate --checkpoint FILE [--prompt TEXT] [--bytes 400] [--temperature 0.7] [--seed 1]\n\n"
+        "example:\n  lm generate --checkpoint nsa.safetensors --prompt 'struct ' --temperature 0.5\n";
     lm_options o;
     if (!options_parse(argc, argv, text, &o)) return 2;
     if (o.checkpoint == NULL) return failure("--checkpoint FILE is needed") * 2;
@@ -59,13 +64,19 @@ int verb_generate(int argc, char **argv)
         const int64_t n = i < m.config.context ? i : m.config.context;
         const float *logits = model_next(&m, all + i - n, (int32_t)n);
         ok = logits != NULL;
-        for (int c = 0; c < BYTES && ok; c++) ok = isfinite(logits[c]) || failure("the model gives a logit of %g: its weights are too large", (double)logits[c]) == 0;
+        for (int c = 0; c < BYTES && ok; c++)
+            ok = isfinite(logits[c]) ||
+                 failure("the model gives a logit of %g: its weights are too large", (double)logits[c]) == 0;
         if (!ok) break;
         double p[BYTES], sum = 0.0, top = logits[0];
         int best = 0;
         for (int c = 1; c < BYTES; c++)
-            if (logits[c] > top) top = logits[c], best = c;
-        for (int c = 0; c < BYTES; c++) sum += p[c] = o.temperature > 0.0 ? exp((logits[c] - top) / o.temperature) : c == best;
+            if (logits[c] > top) {
+                top = logits[c];
+                best = c;
+            }
+        for (int c = 0; c < BYTES; c++)
+            sum += p[c] = o.temperature > 0.0 ? exp((logits[c] - top) / o.temperature) : c == best;
         double at = (double)(random_next(&state) >> 11) * 0x1p-53 * sum;
         int c = 0;
         while (c < BYTES - 1 && (at -= p[c]) >= 0.0) c++;
@@ -81,9 +92,11 @@ int verb_generate(int argc, char **argv)
 
 int verb_order2(int argc, char **argv)
 {
-    static const char text[] = "lm order2 [--corpus PATH] [--steps 390] [--context 4096] [--pieces 48] [--json FILE]\n"
-                               "An order-2 byte model (Witten-Bell) on the bytes that `lm train` sees in --steps steps, and on all.\n\n"
-                               "example:\n  lm order2 --steps 390\n";
+    static const char text[] =
+        "lm order2 [--corpus PATH] [--steps 390] [--context 4096] [--pieces 48] [--json FILE]\n"
+        "An order-2 byte model (Witten-Bell) on the bytes that `lm train` sees in --steps steps, and on "
+        "all.\n\n"
+        "example:\n  lm order2 --steps 390\n";
     lm_options o;
     if (!options_parse(argc, argv, text, &o)) return 2;
     lm_corpus corpus;
@@ -108,7 +121,8 @@ int verb_order2(int argc, char **argv)
         }
         for (int i = 0; ok && i < 2; i++) bits[i] /= (double)(count * n);
         if (ok) {
-            printf("order-2 (Witten-Bell): %.4f held-out bits per byte on the same bytes, %.4f on all\n", bits[0], bits[1]);
+            printf("order-2 (Witten-Bell): %.4f held-out bits per byte on the same bytes, %.4f on all\n",
+                   bits[0], bits[1]);
             ok = json_write(o.json, "{\"same_bytes\": %.6f, \"all_bytes\": %.6f}\n", bits[0], bits[1]);
         }
         corpus_free(&corpus);
@@ -120,7 +134,10 @@ int verb_order2(int argc, char **argv)
 
 static int run_verb(int argc, char **argv)
 {
-    static const struct { const char *name; int (*run)(int, char **); } verbs[] = {
+    static const struct {
+        const char *name;
+        int (*run)(int, char **);
+    } verbs[] = {
         {"train", verb_train}, {"eval", verb_eval}, {"generate", verb_generate}, {"order2", verb_order2}};
     for (size_t i = 0; argc > 1 && i < sizeof verbs / sizeof *verbs; i++)
         if (strcmp(argv[1], verbs[i].name) == 0) return verbs[i].run(argc - 1, argv + 1);

@@ -3,8 +3,8 @@
 /*
  * optimizer.c - Muon on the hidden matrices, AdamW on embeddings, norms, gates and head.
  *
- * Muon (momentum .95, Nesterov): the update is the momentum with its singular values pushed to about 1 by five
- * Newton-Schulz steps X <- a X + (b A + c A A) X, A = X X^T, times sqrt(max(1, out / in)).
+ * Muon (momentum .95, Nesterov): the update is the momentum with its singular values pushed to about 1 by
+ * five Newton-Schulz steps X <- a X + (b A + c A A) X, A = X X^T, times sqrt(max(1, out / in)).
  */
 #include "lm.h"
 
@@ -15,7 +15,8 @@ static bool newton_schulz(float *x, int64_t rows, int64_t cols)
 {
     const bool wide = rows <= cols;
     const int64_t m = wide ? rows : cols, n = wide ? cols : rows;
-    float *t = calloc((size_t)(m * n), 4), *a = malloc((size_t)(m * m) * 4), *b = malloc((size_t)(m * m) * 4), *y = malloc((size_t)(m * n) * 4);
+    float *t = calloc((size_t)(m * n), 4), *a = malloc((size_t)(m * m) * 4), *b = malloc((size_t)(m * m) * 4),
+          *y = malloc((size_t)(m * n) * 4);
     const bool ok = t != NULL && a != NULL && b != NULL && y != NULL;
     double norm = 0.0;
     for (int64_t i = 0; i < rows * cols; i++) norm += (double)x[i] * (double)x[i];
@@ -32,13 +33,15 @@ static bool newton_schulz(float *x, int64_t rows, int64_t cols)
     for (int64_t r = 0; ok && r < rows; r++)
         for (int64_t c = 0; c < cols; c++) x[r * cols + c] = t[wide ? r * n + c : c * n + r];
     free(t), free(a), free(b), free(y);
-    return ok || failure("no memory for Muon's step of a matrix of %lld x %lld", (long long)rows, (long long)cols) == 0;
+    return ok || failure("no memory for Muon's step of a matrix of %lld x %lld", (long long)rows,
+                         (long long)cols) == 0;
 }
 
 static bool muon(lm_param *p, float rate)
 {
     const int64_t n = p->rows * p->cols;
-    const float momentum = 0.95f, scale = rate * sqrtf(p->cols > p->rows ? (float)p->cols / (float)p->rows : 1.0f);
+    const float momentum = 0.95f,
+                scale = rate * sqrtf(p->cols > p->rows ? (float)p->cols / (float)p->rows : 1.0f);
     for (int64_t i = 0; i < n; i++) {
         p->first[i] = momentum * p->first[i] + p->grad[i];
         p->grad[i] += momentum * p->first[i];
@@ -50,7 +53,8 @@ static bool muon(lm_param *p, float rate)
 
 static void adamw(lm_param *p, float rate, int64_t step)
 {
-    const float b1 = 0.9f, b2 = 0.95f, decay = 0.01f, c1 = 1.0f / (1.0f - powf(b1, (float)step)), c2 = 1.0f / (1.0f - powf(b2, (float)step));
+    const float b1 = 0.9f, b2 = 0.95f, decay = 0.01f, c1 = 1.0f / (1.0f - powf(b1, (float)step)),
+                c2 = 1.0f / (1.0f - powf(b2, (float)step));
     const int64_t n = p->rows * p->cols;
 #pragma omp parallel for
     for (int64_t i = 0; i < n; i++) {

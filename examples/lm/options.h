@@ -14,8 +14,8 @@ typedef struct lm_options {
     double temperature;
 } lm_options;
 
-/* Parses into defaults; prints help and exits 0 on --help, returns false (usage error, said) otherwise. With --resume,
- * an option that the checkpoint decides is a usage error. */
+/* Parses into defaults; prints help and exits 0 on --help, returns false (usage error, said) otherwise. With
+ * --resume, an option that the checkpoint decides is a usage error. */
 bool options_parse(int argc, char **argv, const char *help, lm_options *options);
 
 #endif

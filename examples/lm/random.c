@@ -15,6 +15,7 @@ uint64_t random_next(uint64_t *state)
 /* Box-Muller. */
 float random_normal(uint64_t *state)
 {
-    const double u = (double)((random_next(state) >> 11) + 1) * 0x1p-53, v = (double)(random_next(state) >> 11) * 0x1p-53;
+    const double u = (double)((random_next(state) >> 11) + 1) * 0x1p-53,
+                 v = (double)(random_next(state) >> 11) * 0x1p-53;
     return (float)(sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v));
 }

@@ -8,8 +8,8 @@
  *
  * Symbols: B batch, N tokens of a sequence, T tokens of a packed batch, H query heads, Hkv key/value
  * heads, g = H / Hkv (any integer >= 1), D query/key head dim, Dv value head dim; D and Dv are multiples
- * of 8 up to 512, on a GPU up to 256 (others: QUERN_ERR_UNSUPPORTED). Query head h reads key/value head h / g (integer
- * division).
+ * of 8 up to 512, on a GPU up to 256 (others: QUERN_ERR_UNSUPPORTED). Query head h reads key/value head h / g
+ * (integer division).
  *
  * Which keys a query sees. The queries are the last Nq of Nkv positions: query i stands at position
  * p = Nkv - Nq + i, unless params.query_offset >= 0 gives the position of query 0 (chunked prefill).
@@ -37,7 +37,10 @@ typedef struct quern_attention_params {
     float scale;          /* 0: 1 / sqrt(D); otherwise finite and > 0; backward: at most 65536 (lse is f32) */
     int64_t query_offset; /* -1: Nkv - Nq; otherwise 0 ... 2^31 - 1 */
 } quern_attention_params;
-#define QUERN_ATTENTION_PARAMS_INIT {sizeof(quern_attention_params), true, 0, 0.0f, -1}
+#define QUERN_ATTENTION_PARAMS_INIT                                                                          \
+    {                                                                                                        \
+        sizeof(quern_attention_params), true, 0, 0.0f, -1                                                    \
+    }
 
 /*
  * The tensors of a call; NULL means absent. "act" is one of f32, f16, bf16, the same for all.
@@ -46,21 +49,23 @@ typedef struct quern_attention_params {
  *               with cu_seqlens_q and cu_seqlens_kv: int32 [B+1], starting at 0, not decreasing, the
  *               last at most Tq, Tkv. cu_seqlens_kv may be NULL: the same as cu_seqlens_q. Output rows
  *               past the last offset are written as 0 (lse: -inf). On CUDA, where only kernels read the
- *               offsets, bad ones are not refused but clamped into the tensors, with QUERN_STATUS_BAD_OFFSETS.
+ *               offsets, bad ones are not refused but clamped into the tensors, with
+ * QUERN_STATUS_BAD_OFFSETS.
  *
- * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said, before an output or the workspace is written: a NULL that is
- * needed; a size other than quern.h says; a parameter, ndim, extent, dtype or head dim other than stated here;
- * H no multiple of Hkv; more than 2^31 - 1 tokens; a last dimension with gaps; data NULL or not aligned to its element;
- * an output that shares memory with itself or another tensor; offsets other than stated; tensors on two devices
- * (a device without a backend: QUERN_ERR_DEVICE); a workspace that is too small (QUERN_ERR_WORKSPACE) or NULL.
+ * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said, before an output or the workspace is written: a NULL
+ * that is needed; a size other than quern.h says; a parameter, ndim, extent, dtype or head dim other than
+ * stated here; H no multiple of Hkv; more than 2^31 - 1 tokens; a last dimension with gaps; data NULL or not
+ * aligned to its element; an output that shares memory with itself or another tensor; offsets other than
+ * stated; tensors on two devices (a device without a backend: QUERN_ERR_DEVICE); a workspace that is too
+ * small (QUERN_ERR_WORKSPACE) or NULL.
  */
 typedef struct quern_attention_tensors {
     size_t size;
     const quern_tensor *q, *k, *v; /* act */
     const quern_tensor *cu_seqlens_q, *cu_seqlens_kv;
-    const quern_tensor *o;   /* act; written by forward, read by backward */
-    const quern_tensor *lse; /* f32; written by forward (optional there), read by backward */
-    const quern_tensor *d_o; /* act, like o: gradient of the loss by o; read by backward */
+    const quern_tensor *o;               /* act; written by forward, read by backward */
+    const quern_tensor *lse;             /* f32; written by forward (optional there), read by backward */
+    const quern_tensor *d_o;             /* act, like o: gradient of the loss by o; read by backward */
     const quern_tensor *d_q, *d_k, *d_v; /* act, like q, k, v; overwritten by backward */
 } quern_attention_tensors;
 #define QUERN_ATTENTION_TENSORS_INIT QUERN_SIZED(quern_attention_tensors)
@@ -77,11 +82,13 @@ QUERN_API quern_status quern_attention_backward_workspace(quern_context *ctx,
                                                           size_t *bytes);
 
 /* Reads q, k, v; writes o and, if given, lse. */
-QUERN_API quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
+QUERN_API quern_status quern_attention_forward(quern_context *ctx, const quern_exec *exec,
+                                               const quern_attention_params *params,
                                                const quern_attention_tensors *tensors, void *workspace,
                                                size_t workspace_bytes);
 /* Reads q, k, v, o, lse, d_o; writes d_q, d_k, d_v (all three). */
-QUERN_API quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
+QUERN_API quern_status quern_attention_backward(quern_context *ctx, const quern_exec *exec,
+                                                const quern_attention_params *params,
                                                 const quern_attention_tensors *tensors, void *workspace,
                                                 size_t workspace_bytes);
 

@@ -1,23 +1,24 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * cache.h - caches of keys and values, and decoding from them: dense attention and native sparse attention (nsa.h)
- * of the newest tokens of a batch of sequences of any lengths.
+ * cache.h - caches of keys and values, and decoding from them: dense attention and native sparse attention
+ * (nsa.h) of the newest tokens of a batch of sequences of any lengths.
  *
- * A cache holds rows for sequences 0 ... S - 1 in memory of the caller. Tokens are appended to any subset of them;
- * the last ones can be taken back. For sparse attention the cache also holds the compressed entries, each computed
- * once, when the last token of its block arrives; all raw rows are kept, because any block may be selected. A
- * separate pair of the window branch goes round in a ring.
+ * A cache holds rows for sequences 0 ... S - 1 in memory of the caller. Tokens are appended to any subset of
+ * them; the last ones can be taken back. For sparse attention the cache also holds the compressed entries,
+ * each computed once, when the last token of its block arrives; all raw rows are kept, because any block may
+ * be selected. A separate pair of the window branch goes round in a ring.
  *
- * Rows stand in blocks of 64 tokens of one key/value head, keys [64, D], then values [64, Dv], in the cache's dtype.
- * Contiguous: the blocks of a head follow each other, head after head, sequence after sequence. Paged: a page holds
- * the blocks of all heads for 64 tokens (or 64 entries); the caller says which page of the pool holds which tokens.
+ * Rows stand in blocks of 64 tokens of one key/value head, keys [64, D], then values [64, Dv], in the cache's
+ * dtype. Contiguous: the blocks of a head follow each other, head after head, sequence after sequence. Paged:
+ * a page holds the blocks of all heads for 64 tokens (or 64 entries); the caller says which page of the pool
+ * holds which tokens.
  *
- * Symbols: S sequences of the cache, B of a call, T tokens of a call (those of the call's first sequence, then of the
- * second, ...), H, Hkv, D, Dv, l, d, W, k, Hs as in nsa.h.
+ * Symbols: S sequences of the cache, B of a call, T tokens of a call (those of the call's first sequence,
+ * then of the second, ...), H, Hkv, D, Dv, l, d, W, k, Hs as in nsa.h.
  *
- * A call runs on the CPU and computes; a cache is used by one call at a time. On an error the cache and the outputs
- * are as they were.
+ * A call runs on the CPU and computes; a cache is used by one call at a time. On an error the cache and the
+ * outputs are as they were.
  */
 #ifndef QUERN_CACHE_H
 #define QUERN_CACHE_H
@@ -41,13 +42,13 @@ typedef struct quern_cache_params {
     int64_t page;       /* 0: contiguous; 64: paged */
     int64_t pages;      /* paged: pages of the pool, 1 ... 2^31 - 1 */
     /* Sparse attention; block_size 0: dense, and the rest is not looked at. */
-    int64_t block_size; /* l */
-    int64_t stride;     /* d, a divisor of l; 0: l */
+    int64_t block_size;               /* l */
+    int64_t stride;                   /* d, a divisor of l; 0: l */
     quern_nsa_compress_kind compress; /* mean or linear */
     bool separate_slc, separate_win;  /* the branch has keys and values of its own */
-    int64_t window;     /* W, with separate_win */
-    int64_t step;       /* with separate_win: most tokens of a sequence in a call, 1 ... 2^31 - 1. The ring holds
-                         * W + 8 + step */
+    int64_t window;                   /* W, with separate_win */
+    int64_t step; /* with separate_win: most tokens of a sequence in a call, 1 ... 2^31 - 1. The ring holds
+                   * W + 8 + step */
 } quern_cache_params;
 #define QUERN_CACHE_PARAMS_INIT QUERN_SIZED(quern_cache_params)
 
@@ -55,29 +56,32 @@ typedef struct quern_cache_params {
 typedef struct quern_cache quern_cache;
 
 /* Bytes of the two. */
-QUERN_API quern_status quern_cache_size(const quern_cache_params *params, size_t *memory_bytes, size_t *rows_bytes);
-/* A cache of empty sequences. Neither memory needs an alignment beyond that of a row's element; both stay where they
- * are as long as the cache is used. The rows need not be cleared. */
-QUERN_API quern_status quern_cache_create(const quern_cache_params *params, void *memory, size_t memory_bytes, void *rows,
-                                          size_t rows_bytes, quern_cache **cache);
+QUERN_API quern_status quern_cache_size(const quern_cache_params *params, size_t *memory_bytes,
+                                        size_t *rows_bytes);
+/* A cache of empty sequences. Neither memory needs an alignment beyond that of a row's element; both stay
+ * where they are as long as the cache is used. The rows need not be cleared. */
+QUERN_API quern_status quern_cache_create(const quern_cache_params *params, void *memory, size_t memory_bytes,
+                                          void *rows, size_t rows_bytes, quern_cache **cache);
 
 /* Tokens of a sequence, and its compressed entries. Either may be NULL. */
-QUERN_API quern_status quern_cache_length(const quern_cache *cache, int64_t sequence, int64_t *tokens, int64_t *entries);
-/* Bytes of the rows that the sequences hold: tokens, separate pairs, entries; paged: of their pages, each whole. */
+QUERN_API quern_status quern_cache_length(const quern_cache *cache, int64_t sequence, int64_t *tokens,
+                                          int64_t *entries);
+/* Bytes of the rows that the sequences hold: tokens, separate pairs, entries; paged: of their pages, each
+ * whole. */
 QUERN_API quern_status quern_cache_held(const quern_cache *cache, int64_t *bytes);
-/* Takes back the last n tokens of a sequence, 0 ... 8 and at most those it has; with separate_win also at most those
- * that the ring still has room for (8 after the most tokens that the sequence ever had). Entries that end in these
- * tokens go, too, and are computed again when their blocks are whole again. */
+/* Takes back the last n tokens of a sequence, 0 ... 8 and at most those it has; with separate_win also at
+ * most those that the ring still has room for (8 after the most tokens that the sequence ever had). Entries
+ * that end in these tokens go, too, and are computed again when their blocks are whole again. */
 QUERN_API quern_status quern_cache_rollback(quern_cache *cache, int64_t sequence, int64_t n);
 /* Empties a sequence. Its pages are free for others. */
 QUERN_API quern_status quern_cache_reset(quern_cache *cache, int64_t sequence);
 
 /*
- * Page tables: i32 [S, columns], on the host. A row lists the pages of a sequence in four runs of columns: tokens,
- * entries, the selected branch's own pair, the window's ring. Column first + i of a run is the page of that run's rows
- * 64 i ... 64 i + 63 (the ring's: modulo its pages). Only columns that the sequence's tokens need are looked at. Each page
- * is written by one sequence in one column, as long as that column is in use and names it; others may read it (a common
- * beginning of full pages).
+ * Page tables: i32 [S, columns], on the host. A row lists the pages of a sequence in four runs of columns:
+ * tokens, entries, the selected branch's own pair, the window's ring. Column first + i of a run is the page
+ * of that run's rows 64 i ... 64 i + 63 (the ring's: modulo its pages). Only columns that the sequence's
+ * tokens need are looked at. Each page is written by one sequence in one column, as long as that column is in
+ * use and names it; others may read it (a common beginning of full pages).
  */
 typedef struct quern_cache_columns {
     size_t size;
@@ -87,15 +91,17 @@ typedef struct quern_cache_columns {
 #define QUERN_CACHE_COLUMNS_INIT QUERN_SIZED(quern_cache_columns)
 QUERN_API quern_status quern_cache_columns_of(const quern_cache_params *params, quern_cache_columns *columns);
 /* Pages of each run that a sequence of so many tokens needs (the fields as counts; columns: their sum). */
-QUERN_API quern_status quern_cache_pages_of(const quern_cache_params *params, int64_t tokens, quern_cache_columns *pages);
+QUERN_API quern_status quern_cache_pages_of(const quern_cache_params *params, int64_t tokens,
+                                            quern_cache_columns *pages);
 
 /* Which sequences a call is about; host memory. */
 typedef struct quern_cache_batch {
     size_t size;
     int64_t batch;            /* B >= 0 */
     const int32_t *sequences; /* [B], each at most once */
-    const int64_t *counts;    /* [B] tokens: to append, or the newest ones, which are the queries. >= 0, 2^31 - 1 in all */
-    const int32_t *table;     /* paged: [S, columns]; else NULL */
+    const int64_t
+        *counts; /* [B] tokens: to append, or the newest ones, which are the queries. >= 0, 2^31 - 1 in all */
+    const int32_t *table; /* paged: [S, columns]; else NULL */
 } quern_cache_batch;
 #define QUERN_CACHE_BATCH_INIT QUERN_SIZED(quern_cache_batch)
 
@@ -111,20 +117,22 @@ typedef struct quern_cache_tensors {
 #define QUERN_CACHE_TENSORS_INIT QUERN_SIZED(quern_cache_tensors)
 
 /*
- * Appends counts[b] tokens to each sequence of the batch and computes the entries whose blocks become whole: the bits are
- * those that quern_nsa_compress() gives at the same CPU level. The workspace that is asked for depends on B and the
- * counts, not on what the sequences hold.
+ * Appends counts[b] tokens to each sequence of the batch and computes the entries whose blocks become whole:
+ * the bits are those that quern_nsa_compress() gives at the same CPU level. The workspace that is asked for
+ * depends on B and the counts, not on what the sequences hold.
  *
- * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said: a NULL that is needed; a size other than quern.h says; ids outside
- * 0 ... S - 1 or twice in a batch; more tokens than capacity or step; a table's page that is outside the pool, that
- * another sequence or another place writes, or none; a tensor's ndim, extent, dtype, strides or memory; another device than
- * the CPU (QUERN_ERR_UNSUPPORTED); a workspace that is too small (QUERN_ERR_WORKSPACE) or NULL.
+ * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said: a NULL that is needed; a size other than quern.h
+ * says; ids outside 0 ... S - 1 or twice in a batch; more tokens than capacity or step; a table's page that
+ * is outside the pool, that another sequence or another place writes, or none; a tensor's ndim, extent,
+ * dtype, strides or memory; another device than the CPU (QUERN_ERR_UNSUPPORTED); a workspace that is too
+ * small (QUERN_ERR_WORKSPACE) or NULL.
  */
-QUERN_API quern_status quern_cache_append_workspace(quern_context *ctx, const quern_cache *cache, const quern_cache_batch *batch,
+QUERN_API quern_status quern_cache_append_workspace(quern_context *ctx, const quern_cache *cache,
+                                                    const quern_cache_batch *batch,
                                                     const quern_cache_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_cache_append(quern_context *ctx, const quern_exec *exec, quern_cache *cache,
-                                          const quern_cache_batch *batch, const quern_cache_tensors *tensors, void *workspace,
-                                          size_t workspace_bytes);
+                                          const quern_cache_batch *batch, const quern_cache_tensors *tensors,
+                                          void *workspace, size_t workspace_bytes);
 
 /* The tensors of a decoding call; act is the cache's dtype. NULL means absent. */
 typedef struct quern_decode_tensors {
@@ -133,35 +141,40 @@ typedef struct quern_decode_tensors {
     const quern_tensor *o;      /* act [T, H, Dv]; written */
     const quern_tensor *lse;    /* dense: f32 [H, T]; written; may be NULL */
     const quern_tensor *w_gate; /* act or f32 [H, 3, D]: sparse, gate WEIGHTS */
-    const quern_tensor *gates;  /* f32 [T, H, 3]: sparse; read where the gate is GIVEN, else written; may then be NULL */
+    const quern_tensor
+        *gates; /* f32 [T, H, 3]: sparse; read where the gate is GIVEN, else written; may then be NULL */
     const quern_tensor *block_idx;   /* i32 [Hs, T, k]: sparse; written; may be NULL */
     const quern_tensor *block_count; /* i32 [Hs, T]: sparse; written; may be NULL */
 } quern_decode_tensors;
 #define QUERN_DECODE_TENSORS_INIT QUERN_SIZED(quern_decode_tensors)
 
 /*
- * Attention of the newest counts[b] tokens of each sequence, which stand in the cache: row t is that of the whole
- * sequence's call, within rounding. The number of threads changes no bit. Refusals as for the append; and
- *   dense    params.causal false; a query_offset other than -1
- *   sparse   causal false, tile other than 1, compressed_visibility other than complete, max_compressed_groups > 0,
- *            compress GIVEN or another than the cache's, a given selection, block_size or stride other than the cache's,
- *            a window larger than the ring's; what nsa.h refuses
- * The chosen blocks are those that quern_nsa_forward() chooses at the same CPU level. A query and key/value head read at
- * most Nc + k l' + W rows (scope head: Nc + g k l' + W). Workspaces depend on the cache's capacity, B, the counts and
- * the tensors' shapes.
+ * Attention of the newest counts[b] tokens of each sequence, which stand in the cache: row t is that of the
+ * whole sequence's call, within rounding. The number of threads changes no bit. Refusals as for the append;
+ * and dense    params.causal false; a query_offset other than -1 sparse   causal false, tile other than 1,
+ * compressed_visibility other than complete, max_compressed_groups > 0, compress GIVEN or another than the
+ * cache's, a given selection, block_size or stride other than the cache's, a window larger than the ring's;
+ * what nsa.h refuses The chosen blocks are those that quern_nsa_forward() chooses at the same CPU level. A
+ * query and key/value head read at most Nc + k l' + W rows (scope head: Nc + g k l' + W). Workspaces depend
+ * on the cache's capacity, B, the counts and the tensors' shapes.
  */
-QUERN_API quern_status quern_attention_decode_workspace(quern_context *ctx, const quern_attention_params *params,
-                                                        const quern_cache *cache, const quern_cache_batch *batch,
+QUERN_API quern_status quern_attention_decode_workspace(quern_context *ctx,
+                                                        const quern_attention_params *params,
+                                                        const quern_cache *cache,
+                                                        const quern_cache_batch *batch,
                                                         const quern_decode_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_attention_decode(quern_context *ctx, const quern_exec *exec, const quern_attention_params *params,
-                                              const quern_cache *cache, const quern_cache_batch *batch,
-                                              const quern_decode_tensors *tensors, void *workspace, size_t workspace_bytes);
-QUERN_API quern_status quern_nsa_decode_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_cache *cache,
-                                                  const quern_cache_batch *batch, const quern_decode_tensors *tensors,
-                                                  size_t *bytes);
-QUERN_API quern_status quern_nsa_decode(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
-                                        const quern_cache *cache, const quern_cache_batch *batch,
-                                        const quern_decode_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_attention_decode(quern_context *ctx, const quern_exec *exec,
+                                              const quern_attention_params *params, const quern_cache *cache,
+                                              const quern_cache_batch *batch,
+                                              const quern_decode_tensors *tensors, void *workspace,
+                                              size_t workspace_bytes);
+QUERN_API quern_status quern_nsa_decode_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                                  const quern_cache *cache, const quern_cache_batch *batch,
+                                                  const quern_decode_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_decode(quern_context *ctx, const quern_exec *exec,
+                                        const quern_nsa_params *params, const quern_cache *cache,
+                                        const quern_cache_batch *batch, const quern_decode_tensors *tensors,
+                                        void *workspace, size_t workspace_bytes);
 
 #ifdef __cplusplus
 }

@@ -1,21 +1,22 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * cuda.h - NVIDIA GPUs: what is there, and the little that a program needs to hand device memory to the calls of the
- * other headers without linking CUDA itself. Needs no CUDA header: a stream is a cudaStream_t as void *, NULL the
- * default stream; memory from cudaMalloc, PyTorch and the like serves as well as that of quern_cuda_allocate().
+ * cuda.h - NVIDIA GPUs: what is there, and the little that a program needs to hand device memory to the calls
+ * of the other headers without linking CUDA itself. Needs no CUDA header: a stream is a cudaStream_t as void
+ * *, NULL the default stream; memory from cudaMalloc, PyTorch and the like serves as well as that of
+ * quern_cuda_allocate().
  *
- * The GPU backend is libquern_cuda.so.0, a library of its own. It is loaded by the first call that needs it: the file
- * that the environment variable QUERN_CUDA_LIBRARY names, else the one beside libquern, else where the loader looks. A
- * call whose tensors say QUERN_CUDA fails with
- *   QUERN_ERR_DEVICE            no such library, no GPU or driver, too old a driver, a device that does not exist
- *   QUERN_ERR_UNSUPPORTED       a GPU of an architecture without kernels; a case that the backend does not take
- *   QUERN_ERR_INVALID_ARGUMENT  a pointer that is not memory of the device that its tensor names
- *   QUERN_ERR_OUT_OF_MEMORY     quern_cuda_allocate() only: calls allocate nothing
- * and leaves no CUDA error pending. Failures of the GPU's work itself appear, as in CUDA, at a later synchronisation;
- * quern_cuda_query() asks without waiting.
+ * The GPU backend is libquern_cuda.so.0, a library of its own. It is loaded by the first call that needs it:
+ * the file that the environment variable QUERN_CUDA_LIBRARY names, else the one beside libquern, else where
+ * the loader looks. A call whose tensors say QUERN_CUDA fails with QUERN_ERR_DEVICE            no such
+ * library, no GPU or driver, too old a driver, a device that does not exist QUERN_ERR_UNSUPPORTED       a GPU
+ * of an architecture without kernels; a case that the backend does not take QUERN_ERR_INVALID_ARGUMENT  a
+ * pointer that is not memory of the device that its tensor names QUERN_ERR_OUT_OF_MEMORY
+ * quern_cuda_allocate() only: calls allocate nothing and leaves no CUDA error pending. Failures of the GPU's
+ * work itself appear, as in CUDA, at a later synchronisation; quern_cuda_query() asks without waiting.
  *
- * The calling thread's current CUDA device is as before after every call. A stream belongs to the tensors' device.
+ * The calling thread's current CUDA device is as before after every call. A stream belongs to the tensors'
+ * device.
  */
 #ifndef QUERN_CUDA_H
 #define QUERN_CUDA_H
@@ -45,9 +46,10 @@ QUERN_API quern_status quern_cuda_device_get(int32_t device, quern_cuda_device *
 /* Device memory. Freeing NULL is allowed; freeing waits for the device. */
 QUERN_API quern_status quern_cuda_allocate(int32_t device, size_t bytes, void **p);
 QUERN_API quern_status quern_cuda_free(int32_t device, void *p);
-/* Copies between host and device memory, or within either, in the stream's order. Host memory that is not page-locked
- * has been read when the call returns, and may be written until the stream's work is done. */
-QUERN_API quern_status quern_cuda_copy(int32_t device, void *to, const void *from, size_t bytes, void *stream);
+/* Copies between host and device memory, or within either, in the stream's order. Host memory that is not
+ * page-locked has been read when the call returns, and may be written until the stream's work is done. */
+QUERN_API quern_status quern_cuda_copy(int32_t device, void *to, const void *from, size_t bytes,
+                                       void *stream);
 QUERN_API quern_status quern_cuda_fill(int32_t device, void *to, uint8_t value, size_t bytes, void *stream);
 
 /* Streams. The work of a created one does not wait for the default stream's. */

@@ -1,23 +1,26 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * dsv4.h - the compressed attention of DeepSeek-V4 (CSA, HCA): compressors and their streaming states, the indexer that
- * selects entries, and the attention core over raw rows and entries.
+ * dsv4.h - the compressed attention of DeepSeek-V4 (CSA, HCA): compressors and their streaming states, the
+ * indexer that selects entries, and the attention core over raw rows and entries.
  *
- * A compressor turns every r tokens of a sequence into one entry of C channels. A token's projection holds values C_a and
- * logits Z_a and, for CSA, a second series C_b, Z_b that the *next* block reads. With biases by the place in the block,
+ * A compressor turns every r tokens of a sequence into one entry of C channels. A token's projection holds
+ * values C_a and logits Z_a and, for CSA, a second series C_b, Z_b that the *next* block reads. With biases
+ * by the place in the block,
  *
- *   entry[i,c] = sum of softmax(logits)[j] * value[j,c] over, for CSA, series b of block i - 1, then series a of block i;
- *                for HCA over series a of block i
+ *   entry[i,c] = sum of softmax(logits)[j] * value[j,c] over, for CSA, series b of block i - 1, then series a
+ * of block i; for HCA over series a of block i
  *
- * channel by channel, in f32. A logit of -inf weighs nothing; where all are, the entry is 0. Block 0 without a block
- * before it has its own r tokens alone. Then, each where asked for: rounding to bf16, RMS norm, rotation of the last
- * channels, Walsh-Hadamard transform, a cache's row format.
+ * channel by channel, in f32. A logit of -inf weighs nothing; where all are, the entry is 0. Block 0 without
+ * a block before it has its own r tokens alone. Then, each where asked for: rounding to bf16, RMS norm,
+ * rotation of the last channels, Walsh-Hadamard transform, a cache's row format.
  *
- * Symbols: B sequences, T tokens (of a sequence, or of a varlen batch), r ratio, C width, n entries of a call, R rotated
- * channels, P positions of a RoPE table, Dm width of hidden states; columns = 4C (CSA: C_a Z_a C_b Z_b) or 2C (HCA: C Z).
+ * Symbols: B sequences, T tokens (of a sequence, or of a varlen batch), r ratio, C width, n entries of a
+ * call, R rotated channels, P positions of a RoPE table, Dm width of hidden states; columns = 4C (CSA: C_a
+ * Z_a C_b Z_b) or 2C (HCA: C Z).
  *
- * Source of the maths: the DeepSeek-V4 report (arXiv 2606.19348) and its public inference code. YaRN: arXiv 2309.00071.
+ * Source of the maths: the DeepSeek-V4 report (arXiv 2606.19348) and its public inference code. YaRN: arXiv
+ * 2309.00071.
  */
 #ifndef QUERN_DSV4_H
 #define QUERN_DSV4_H
@@ -38,8 +41,10 @@ typedef enum quern_dsv4_format {
     QUERN_DSV4_ROWS = 0,      /* in the dtype of `out` */
     QUERN_DSV4_FP8 = 1,       /* C e4m3 bytes, then an f32 scale, little-endian: max(amax, 1e-4) / 448 */
     QUERN_DSV4_FP8_POWER = 2, /* the same with the next power of two as scale */
-    QUERN_DSV4_FP4 = 3,       /* C / 2 bytes of e2m1 (the first in the low bits), then C / 32 E8M0 scales; C a multiple of 32 */
-    QUERN_DSV4_ROW584 = 4     /* C 512: 448 e4m3, the last 64 channels in bf16, 7 E8M0 scales of 64 each, a zero */
+    QUERN_DSV4_FP4 =
+        3, /* C / 2 bytes of e2m1 (the first in the low bits), then C / 32 E8M0 scales; C a multiple of 32 */
+    QUERN_DSV4_ROW584 =
+        4 /* C 512: 448 e4m3, the last 64 channels in bf16, 7 E8M0 scales of 64 each, a zero */
 } quern_dsv4_format;
 
 typedef struct quern_dsv4_compress_params {
@@ -58,8 +63,8 @@ typedef struct quern_dsv4_compress_params {
 #define QUERN_DSV4_COMPRESS_PARAMS_INIT QUERN_SIZED(quern_dsv4_compress_params)
 
 /*
- * The tensors of a call; NULL means absent. act is one of f32, f16, bf16, the same for all; weights (w, biases, prev_b,
- * norm_weight, cos_sin) are act or f32.
+ * The tensors of a call; NULL means absent. act is one of f32, f16, bf16, the same for all; weights (w,
+ * biases, prev_b, norm_weight, cos_sin) are act or f32.
  *
  *                      one sequence     B of T tokens       varlen, with cu_seqlens
  *   proj               [T, columns]     [B, T, columns]     [T, columns]
@@ -67,85 +72,108 @@ typedef struct quern_dsv4_compress_params {
  *   prev_b             [r, 2C]          [B, r, 2C]          [B, r, 2C]
  *   out, pooled, d_out [n, C]           [B, n, C]           [floor(T / r), C]
  *
- * n is params.n_blocks, or floor((T - start_token) / r). Varlen: sequence b's entries follow those of the sequences before
- * it, floor(N_b / r) rows each; rows without an entry are written as 0 (d_out's are not read).
+ * n is params.n_blocks, or floor((T - start_token) / r). Varlen: sequence b's entries follow those of the
+ * sequences before it, floor(N_b / r) rows each; rows without an entry are written as 0 (d_out's are not
+ * read).
  *
- * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said, before an output or the workspace is written: a NULL that is
- * needed; a tensor that these parameters have no use for; a size other than quern.h says; a parameter, ndim, extent or dtype
- * other than stated here; a last dimension with gaps; data NULL or not aligned to its element; an output that shares memory
- * with itself or another tensor; starts, counts and positions outside a sequence or the table; tensors on two devices (a
- * device without these operations: QUERN_ERR_UNSUPPORTED); a workspace that is too small (QUERN_ERR_WORKSPACE) or NULL.
- * With a format: an entry with a NaN or Inf, before an output is written.
+ * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said, before an output or the workspace is written: a NULL
+ * that is needed; a tensor that these parameters have no use for; a size other than quern.h says; a
+ * parameter, ndim, extent or dtype other than stated here; a last dimension with gaps; data NULL or not
+ * aligned to its element; an output that shares memory with itself or another tensor; starts, counts and
+ * positions outside a sequence or the table; tensors on two devices (a device without these operations:
+ * QUERN_ERR_UNSUPPORTED); a workspace that is too small (QUERN_ERR_WORKSPACE) or NULL. With a format: an
+ * entry with a NaN or Inf, before an output is written.
  */
 typedef struct quern_dsv4_compress_tensors {
     size_t size;
     const quern_tensor *proj;      /* act; or x and w: proj = x w, summed in f32 and not rounded */
     const quern_tensor *x, *w;     /* act, and [Dm, columns] */
     const quern_tensor *b_a, *b_b; /* [r, C]: biases of the logits; b_b for CSA */
-    const quern_tensor *prev_b;    /* CSA: values and logits (without bias) of series b of the block before block 0, or NULL */
+    const quern_tensor
+        *prev_b; /* CSA: values and logits (without bias) of series b of the block before block 0, or NULL */
     const quern_tensor *norm_weight; /* [C]; NULL: no norm */
     const quern_tensor *cos_sin;     /* [P, R], see quern_dsv4_rope_table(); NULL: no rotation */
     const quern_tensor *cu_seqlens;  /* i32 [B+1], starting at 0, not falling, the last at most T */
-    const quern_tensor *start_tokens, *start_positions, *block_counts; /* varlen: i32 [B], in place of the params. block_counts: 0 is none */
-    const quern_tensor *has_prev;    /* varlen: i32 [B], 0 where a sequence has no block before it; NULL: all have, where prev_b is given */
-    const quern_tensor *cu_seqlens_cmp; /* varlen: i32 [B+1], written: where the sequences' entries start; may be NULL */
-    const quern_tensor *pooled;      /* f32, before anything else; may be NULL; written */
-    const quern_tensor *out;         /* f32, f16 or bf16; with a format u8, rows of its bytes instead of C; written */
-    const quern_tensor *d_out;       /* act or f32: gradient of the loss by out, as if it had no format; read by backward */
+    const quern_tensor *start_tokens, *start_positions,
+        *block_counts;            /* varlen: i32 [B], in place of the params. block_counts: 0 is none */
+    const quern_tensor *has_prev; /* varlen: i32 [B], 0 where a sequence has no block before it; NULL: all
+                                     have, where prev_b is given */
+    const quern_tensor
+        *cu_seqlens_cmp; /* varlen: i32 [B+1], written: where the sequences' entries start; may be NULL */
+    const quern_tensor *pooled; /* f32, before anything else; may be NULL; written */
+    const quern_tensor *out; /* f32, f16 or bf16; with a format u8, rows of its bytes instead of C; written */
+    const quern_tensor
+        *d_out; /* act or f32: gradient of the loss by out, as if it had no format; read by backward */
     /* Written by backward, each may be NULL. In the dtype of what they are the gradient of: */
     const quern_tensor *d_proj, *d_x, *d_prev_b;
     const quern_tensor *d_w, *d_b_a, *d_b_b, *d_norm_weight; /* f32 */
 } quern_dsv4_compress_tensors;
 #define QUERN_DSV4_COMPRESS_TENSORS_INIT QUERN_SIZED(quern_dsv4_compress_tensors)
 
-/* Bytes of workspace that the call with the same arguments needs; looks at shapes alone. From x it holds the projections of
- * some 4096 tokens, in the backward pass their gradients too, and a packed copy of w. */
-QUERN_API quern_status quern_dsv4_compress_workspace(quern_context *ctx, const quern_dsv4_compress_params *params,
-                                                     const quern_dsv4_compress_tensors *tensors, size_t *bytes);
+/* Bytes of workspace that the call with the same arguments needs; looks at shapes alone. From x it holds the
+ * projections of some 4096 tokens, in the backward pass their gradients too, and a packed copy of w. */
+QUERN_API quern_status quern_dsv4_compress_workspace(quern_context *ctx,
+                                                     const quern_dsv4_compress_params *params,
+                                                     const quern_dsv4_compress_tensors *tensors,
+                                                     size_t *bytes);
 /* Writes out, and pooled and cu_seqlens_cmp where they are given. */
-QUERN_API quern_status quern_dsv4_compress(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params,
-                                           const quern_dsv4_compress_tensors *tensors, void *workspace, size_t workspace_bytes);
-/* From the inputs and d_out, through roundings and formats as if they were not there: every d_ that is given. */
-QUERN_API quern_status quern_dsv4_compress_backward_workspace(quern_context *ctx, const quern_dsv4_compress_params *params,
-                                                              const quern_dsv4_compress_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_dsv4_compress_backward(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params,
-                                                    const quern_dsv4_compress_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_dsv4_compress(quern_context *ctx, const quern_exec *exec,
+                                           const quern_dsv4_compress_params *params,
+                                           const quern_dsv4_compress_tensors *tensors, void *workspace,
+                                           size_t workspace_bytes);
+/* From the inputs and d_out, through roundings and formats as if they were not there: every d_ that is given.
+ */
+QUERN_API quern_status quern_dsv4_compress_backward_workspace(quern_context *ctx,
+                                                              const quern_dsv4_compress_params *params,
+                                                              const quern_dsv4_compress_tensors *tensors,
+                                                              size_t *bytes);
+QUERN_API quern_status quern_dsv4_compress_backward(quern_context *ctx, const quern_exec *exec,
+                                                    const quern_dsv4_compress_params *params,
+                                                    const quern_dsv4_compress_tensors *tensors,
+                                                    void *workspace, size_t workspace_bytes);
 
 /*
- * A state is what a sequence's compressor keeps between calls: softmax sums (HCA 3 C floats, CSA 6 C) and a ring of the
- * last `ring` projected rows (ring * columns floats), which can be taken back. It lives in the caller's memory. Any way to
- * cut a sequence into appends gives the same entries to the bit, which are those of quern_dsv4_compress() on the same
- * projections and CPU level. A state is used by one thread at a time.
+ * A state is what a sequence's compressor keeps between calls: softmax sums (HCA 3 C floats, CSA 6 C) and a
+ * ring of the last `ring` projected rows (ring * columns floats), which can be taken back. It lives in the
+ * caller's memory. Any way to cut a sequence into appends gives the same entries to the bit, which are those
+ * of quern_dsv4_compress() on the same projections and CPU level. A state is used by one thread at a time.
  */
 typedef struct quern_dsv4_state quern_dsv4_state;
 
 /* Bytes of memory for a state of `width` channels with a ring of 0 ... 8 rows. */
-QUERN_API quern_status quern_dsv4_state_size(const quern_dsv4_compress_params *params, int64_t width, int64_t ring, size_t *bytes);
-/* An empty state in `memory` (any alignment; it must stay where it is). Its first token stands at params->start_abs_pos. */
-QUERN_API quern_status quern_dsv4_state_create(const quern_dsv4_compress_params *params, int64_t width, int64_t ring, void *memory, size_t bytes,
+QUERN_API quern_status quern_dsv4_state_size(const quern_dsv4_compress_params *params, int64_t width,
+                                             int64_t ring, size_t *bytes);
+/* An empty state in `memory` (any alignment; it must stay where it is). Its first token stands at
+ * params->start_abs_pos. */
+QUERN_API quern_status quern_dsv4_state_create(const quern_dsv4_compress_params *params, int64_t width,
+                                               int64_t ring, void *memory, size_t bytes,
                                                quern_dsv4_state **state);
 /* The position of the next token, and how many of the last ones can be taken back. Either may be NULL. */
-QUERN_API quern_status quern_dsv4_state_position(const quern_dsv4_state *state, int64_t *position, int64_t *held);
-/* Takes back the last n tokens; more than the ring holds is an error. Entries of blocks that are no longer whole are
- * computed again when they are: (position - start_abs_pos) / r entries remain. */
+QUERN_API quern_status quern_dsv4_state_position(const quern_dsv4_state *state, int64_t *position,
+                                                 int64_t *held);
+/* Takes back the last n tokens; more than the ring holds is an error. Entries of blocks that are no longer
+ * whole are computed again when they are: (position - start_abs_pos) / r entries remain. */
 QUERN_API quern_status quern_dsv4_state_rollback(quern_dsv4_state *state, int64_t n);
 /* An independent copy in memory of its own, as large as for quern_dsv4_state_create(). */
-QUERN_API quern_status quern_dsv4_state_fork(const quern_dsv4_state *state, void *memory, size_t bytes, quern_dsv4_state **copy);
-/* Writes a state into `to`, as many bytes as *bytes says afterwards; with `to` NULL only says. The bytes are of the
- * machine's byte order and hold a version and a checksum. */
+QUERN_API quern_status quern_dsv4_state_fork(const quern_dsv4_state *state, void *memory, size_t bytes,
+                                             quern_dsv4_state **copy);
+/* Writes a state into `to`, as many bytes as *bytes says afterwards; with `to` NULL only says. The bytes are
+ * of the machine's byte order and hold a version and a checksum. */
 QUERN_API quern_status quern_dsv4_state_save(const quern_dsv4_state *state, void *to, size_t *bytes);
-/* Makes a state from saved bytes. Refused (QUERN_ERR_FORMAT) where they are damaged or cut off, or are those of another
- * kind, ratio, width or ring; *state is then left as it is. */
-QUERN_API quern_status quern_dsv4_state_restore(const quern_dsv4_compress_params *params, int64_t width, int64_t ring, const void *from,
-                                                size_t from_bytes, void *memory, size_t bytes, quern_dsv4_state **state);
+/* Makes a state from saved bytes. Refused (QUERN_ERR_FORMAT) where they are damaged or cut off, or are those
+ * of another kind, ratio, width or ring; *state is then left as it is. */
+QUERN_API quern_status quern_dsv4_state_restore(const quern_dsv4_compress_params *params, int64_t width,
+                                                int64_t ring, const void *from, size_t from_bytes,
+                                                void *memory, size_t bytes, quern_dsv4_state **state);
 
 /* The tensors of an append; NULL means absent. act: f32, f16 or bf16. */
 typedef struct quern_dsv4_append_tensors {
     size_t size;
-    const quern_tensor *proj;        /* act [T, columns]: the tokens of the first state, then of the second, ... */
-    const quern_tensor *x, *w;       /* instead of proj: act [T, Dm], and [Dm, columns] f32 or as x */
-    const quern_tensor *b_a, *b_b;   /* [r, C]; b_b for CSA. These and the next two: f32, or proj's dtype */
-    const quern_tensor *prev_b;      /* [B, r, 2C] = C_b Z_b of the block before; CSA states without a token yet. May be NULL */
+    const quern_tensor *proj;  /* act [T, columns]: the tokens of the first state, then of the second, ... */
+    const quern_tensor *x, *w; /* instead of proj: act [T, Dm], and [Dm, columns] f32 or as x */
+    const quern_tensor *b_a, *b_b; /* [r, C]; b_b for CSA. These and the next two: f32, or proj's dtype */
+    const quern_tensor
+        *prev_b; /* [B, r, 2C] = C_b Z_b of the block before; CSA states without a token yet. May be NULL */
     const quern_tensor *norm_weight; /* [C]; NULL: no norm */
     const quern_tensor *cos_sin;     /* [P, R], see quern_dsv4_rope_table(); NULL: no rotation */
     const quern_tensor *out;         /* f32, f16 or bf16 [n, C], or with a format u8 [n, bytes of a row] */
@@ -154,38 +182,48 @@ typedef struct quern_dsv4_append_tensors {
 #define QUERN_DSV4_APPEND_TENSORS_INIT QUERN_SIZED(quern_dsv4_append_tensors)
 
 /* The entries that become whole when counts[b] tokens go to states[b]: n of out. */
-QUERN_API quern_status quern_dsv4_append_entries(quern_dsv4_state *const *states, const int64_t *counts, int64_t batch, int64_t *n);
+QUERN_API quern_status quern_dsv4_append_entries(quern_dsv4_state *const *states, const int64_t *counts,
+                                                 int64_t batch, int64_t *n);
 /*
- * Appends counts[b] >= 0 tokens to states[b], b < batch; each state stands there once, and all have the params' kind and
- * ratio and one width and ring size. Entries come out state after state. params->start_token, n_blocks and start_abs_pos
- * are not looked at. On an error states and outputs are as they were. CPU alone.
+ * Appends counts[b] >= 0 tokens to states[b], b < batch; each state stands there once, and all have the
+ * params' kind and ratio and one width and ring size. Entries come out state after state.
+ * params->start_token, n_blocks and start_abs_pos are not looked at. On an error states and outputs are as
+ * they were. CPU alone.
  */
-QUERN_API quern_status quern_dsv4_append_workspace(quern_context *ctx, const quern_dsv4_compress_params *params, quern_dsv4_state *const *states,
-                                                   const int64_t *counts, int64_t batch, const quern_dsv4_append_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params,
-                                         quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
-                                         const quern_dsv4_append_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_dsv4_append_workspace(quern_context *ctx,
+                                                   const quern_dsv4_compress_params *params,
+                                                   quern_dsv4_state *const *states, const int64_t *counts,
+                                                   int64_t batch, const quern_dsv4_append_tensors *tensors,
+                                                   size_t *bytes);
+QUERN_API quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec,
+                                         const quern_dsv4_compress_params *params,
+                                         quern_dsv4_state *const *states, const int64_t *counts,
+                                         int64_t batch, const quern_dsv4_append_tensors *tensors,
+                                         void *workspace, size_t workspace_bytes);
 
 /*
  * The indexer: scores every query against the entries it sees and keeps the best k.
  *
- *   score[t,s] = Hi^-1/2 C^-1/2 sum over h of w[t,h] max(0, q[t,h] . k[s]),   s < floor((start_abs_pos + t + 1) / r)
+ *   score[t,s] = Hi^-1/2 C^-1/2 sum over h of w[t,h] max(0, q[t,h] . k[s]),   s < floor((start_abs_pos + t +
+ * 1) / r)
  *
- * NaN passes through the maximum and is the lowest of all scores; ties go to the lowest index. The scores of a query depend
- * on nothing but its own row and the keys, so the choice is the same however tokens are cut into calls.
+ * NaN passes through the maximum and is the lowest of all scores; ties go to the lowest index. The scores of
+ * a query depend on nothing but its own row and the keys, so the choice is the same however tokens are cut
+ * into calls.
  */
 typedef struct quern_dsv4_index_params {
     size_t size;
-    int64_t ratio;         /* r, tokens of an entry; 0: 4 */
-    int64_t top_k;         /* 1 to 2048; 0: 512 */
-    int64_t start_abs_pos; /* where query 0 stands */
+    int64_t ratio;                /* r, tokens of an entry; 0: 4 */
+    int64_t top_k;                /* 1 to 2048; 0: 512 */
+    int64_t start_abs_pos;        /* where query 0 stands */
     quern_dsv4_format key_format; /* of k: rows, fp8 (either scale) or fp4 */
 } quern_dsv4_index_params;
 #define QUERN_DSV4_INDEX_PARAMS_INIT QUERN_SIZED(quern_dsv4_index_params)
 
 /*
  * NULL means absent. act is one of f32, f16, bf16. Hi heads, C (a multiple of 8 to 256) channels, S entries.
- * Refused as above, and: a top_k, ratio or format other than stated; heads, queries or entries beyond 2^31 - 1.
+ * Refused as above, and: a top_k, ratio or format other than stated; heads, queries or entries beyond 2^31
+ * - 1.
  */
 typedef struct quern_dsv4_index_tensors {
     size_t size;
@@ -198,16 +236,19 @@ typedef struct quern_dsv4_index_tensors {
 } quern_dsv4_index_tensors;
 #define QUERN_DSV4_INDEX_TENSORS_INIT QUERN_SIZED(quern_dsv4_index_tensors)
 
-/* CPU alone. bf16 queries against keys in bf16 or bytes go through exact products with f32 sums, all else through f32. */
+/* CPU alone. bf16 queries against keys in bf16 or bytes go through exact products with f32 sums, all else
+ * through f32. */
 QUERN_API quern_status quern_dsv4_index_workspace(quern_context *ctx, const quern_dsv4_index_params *params,
                                                   const quern_dsv4_index_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *exec, const quern_dsv4_index_params *params,
-                                        const quern_dsv4_index_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *exec,
+                                        const quern_dsv4_index_params *params,
+                                        const quern_dsv4_index_tensors *tensors, void *workspace,
+                                        size_t workspace_bytes);
 
 /*
- * The attention core of CSA, HCA and window layers. One row a key is key and value at once for all H heads. Query t's keys
- * are the raw rows t - window < j <= t and, of the compressed entries s < floor((t + 1) / r), all (HCA) or the chosen (CSA),
- * t and j positions in the sequence; one softmax over both:
+ * The attention core of CSA, HCA and window layers. One row a key is key and value at once for all H heads.
+ * Query t's keys are the raw rows t - window < j <= t and, of the compressed entries s < floor((t + 1) / r),
+ * all (HCA) or the chosen (CSA), t and j positions in the sequence; one softmax over both:
  *
  *   o[t,h] = rotate back (sum_i p_i key_i),  p_i = e^(D^-1/2 q . key_i) / (e^sink[h] + sum of the numerators)
  *
@@ -218,114 +259,139 @@ typedef struct quern_dsv4_attention_params {
     int64_t ratio;         /* r, tokens of an entry; 0: 4 with idx, else 128. Looked at with kv_cmp */
     int64_t window;        /* raw keys of a query, its own among them; 0: 128 */
     int64_t start_abs_pos; /* where query 0 stands; -1: N - T. Varlen: 0 or -1, every sequence starts at 0 */
-    quern_dsv4_format format; /* of kv and kv_cmp: QUERN_DSV4_ROWS, or QUERN_DSV4_ROW584 (D 512). Forward alone */
-    int64_t page;          /* 0: kv and kv_cmp are contiguous; else they stand in pages of so many slots. Forward alone */
+    quern_dsv4_format
+        format; /* of kv and kv_cmp: QUERN_DSV4_ROWS, or QUERN_DSV4_ROW584 (D 512). Forward alone */
+    int64_t
+        page; /* 0: kv and kv_cmp are contiguous; else they stand in pages of so many slots. Forward alone */
 } quern_dsv4_attention_params;
-#define QUERN_DSV4_ATTENTION_PARAMS_INIT {sizeof(quern_dsv4_attention_params), 0, 0, -1, QUERN_DSV4_ROWS, 0}
+#define QUERN_DSV4_ATTENTION_PARAMS_INIT                                                                     \
+    {                                                                                                        \
+        sizeof(quern_dsv4_attention_params), 0, 0, -1, QUERN_DSV4_ROWS, 0                                    \
+    }
 
 /*
- * NULL means absent. act is one of f32, f16, bf16, the same for all. H heads, D (a multiple of 8 to 512) channels.
+ * NULL means absent. act is one of f32, f16, bf16, the same for all. H heads, D (a multiple of 8 to 512)
+ * channels.
  *
  *              fixed lengths         varlen, with cu_seqlens
  *   q, o, d_o  [B, T, H, D]          [T, H, D]
  *   kv         [B, N, D]             [T, D]
- *   kv_cmp     [B, S, D]             [floor(T / r), D]: sequence b's rows after those before it, floor(N_b / r) each
- *   idx        [B, T, k]             [T, k], entries counted from the sequence's first
- *   count      [B, T]                [T]
- *   lse        [B, H, T]             [H, T]
+ *   kv_cmp     [B, S, D]             [floor(T / r), D]: sequence b's rows after those before it, floor(N_b /
+ * r) each idx        [B, T, k]             [T, k], entries counted from the sequence's first count      [B,
+ * T]                [T] lse        [B, H, T]             [H, T]
  *
- * With format row584 kv and kv_cmp are u8 [B, N, 584] and [B, S, 584]. With pages they are pools [pages, page, D], or u8
- * [pages, page * 584], whose page holds the 576 bytes of data of every slot, then 8 bytes of scales of every slot. Position
- * p of sequence b stands in slot p % page of page kv_table[b, p / page], entry s in slot s % page of page
- * kv_cmp_table[b, s / page]; the sequence has start + T raw rows and floor((start + T) / r) entries, and only columns that
- * its queries need are looked at. Fixed lengths alone.
+ * With format row584 kv and kv_cmp are u8 [B, N, 584] and [B, S, 584]. With pages they are pools [pages,
+ * page, D], or u8 [pages, page * 584], whose page holds the 576 bytes of data of every slot, then 8 bytes of
+ * scales of every slot. Position p of sequence b stands in slot p % page of page kv_table[b, p / page], entry
+ * s in slot s % page of page kv_cmp_table[b, s / page]; the sequence has start + T raw rows and floor((start
+ * + T) / r) entries, and only columns that its queries need are looked at. Fixed lengths alone.
  *
- * Raw row j of N stands at position start_abs_pos + T - N + j. A list may come in any order; -1 is padding, an entry that
- * stands twice counts once, one that is not visible is not attended, and one outside [-1, S) is skipped and sets
- * QUERN_STATUS_BAD_INDEX. Varlen: rows of o past the last sequence are written as 0, of lse as -inf.
+ * Raw row j of N stands at position start_abs_pos + T - N + j. A list may come in any order; -1 is padding,
+ * an entry that stands twice counts once, one that is not visible is not attended, and one outside [-1, S) is
+ * skipped and sets QUERN_STATUS_BAD_INDEX. Varlen: rows of o past the last sequence are written as 0, of lse
+ * as -inf.
  *
- * Refused as above, and: a position that is negative or that cos_sin lacks; a window below 1 or a ratio below 0; pages or
- * bytes with cu_seqlens or in the backward; a column that a table lacks, or that names no page of the pool.
+ * Refused as above, and: a position that is negative or that cos_sin lacks; a window below 1 or a ratio below
+ * 0; pages or bytes with cu_seqlens or in the backward; a column that a table lacks, or that names no page of
+ * the pool.
  */
 typedef struct quern_dsv4_attention_tensors {
     size_t size;
-    const quern_tensor *q, *kv;     /* act, rotated; kv with a format u8, else in the forward f32, f16 or bf16 */
-    const quern_tensor *kv_cmp;     /* as kv; NULL: the window alone */
+    const quern_tensor *q, *kv; /* act, rotated; kv with a format u8, else in the forward f32, f16 or bf16 */
+    const quern_tensor *kv_cmp; /* as kv; NULL: the window alone */
     const quern_tensor *idx, *count; /* i32; NULL: every visible entry; every entry of the list */
-    const quern_tensor *sink;       /* f32 [H]; NULL or -inf: none */
-    const quern_tensor *cos_sin;    /* act or f32 [P, R], see quern_dsv4_rope_table(); NULL: no rotation of o */
+    const quern_tensor *sink;        /* f32 [H]; NULL or -inf: none */
+    const quern_tensor *cos_sin; /* act or f32 [P, R], see quern_dsv4_rope_table(); NULL: no rotation of o */
     const quern_tensor *cu_seqlens; /* i32 [B+1], starting at 0, not falling, the last at most T */
     const quern_tensor *o;          /* act; written, read by backward */
     const quern_tensor *lse;        /* f32; may be NULL; written, read by backward */
     const quern_tensor *lse_win;    /* f32, as lse, of the window's keys alone; may be NULL; written */
     const quern_tensor *d_o;        /* act: gradient of the loss by o; read by backward */
-    const quern_tensor *d_q, *d_kv, *d_kv_cmp, *d_sink; /* written by backward, each may be NULL; d_sink f32 */
-    const quern_tensor *start_positions;         /* i32 [B], in place of params.start_abs_pos; fixed lengths; may be NULL */
+    const quern_tensor *d_q, *d_kv, *d_kv_cmp,
+        *d_sink; /* written by backward, each may be NULL; d_sink f32 */
+    const quern_tensor
+        *start_positions; /* i32 [B], in place of params.start_abs_pos; fixed lengths; may be NULL */
     const quern_tensor *kv_table, *kv_cmp_table; /* i32 [B, columns], with pages */
 } quern_dsv4_attention_tensors;
 #define QUERN_DSV4_ATTENTION_TENSORS_INIT QUERN_SIZED(quern_dsv4_attention_tensors)
 
 /* CPU alone. */
-QUERN_API quern_status quern_dsv4_attention_workspace(quern_context *ctx, const quern_dsv4_attention_params *params,
-                                                      const quern_dsv4_attention_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_dsv4_attention(quern_context *ctx, const quern_exec *exec, const quern_dsv4_attention_params *params,
-                                            const quern_dsv4_attention_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_dsv4_attention_workspace(quern_context *ctx,
+                                                      const quern_dsv4_attention_params *params,
+                                                      const quern_dsv4_attention_tensors *tensors,
+                                                      size_t *bytes);
+QUERN_API quern_status quern_dsv4_attention(quern_context *ctx, const quern_exec *exec,
+                                            const quern_dsv4_attention_params *params,
+                                            const quern_dsv4_attention_tensors *tensors, void *workspace,
+                                            size_t workspace_bytes);
 /* From the inputs, o, lse and d_o: every d_ that is given. The choice of entries carries no gradient. */
-QUERN_API quern_status quern_dsv4_attention_backward_workspace(quern_context *ctx, const quern_dsv4_attention_params *params,
-                                                               const quern_dsv4_attention_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_dsv4_attention_backward(quern_context *ctx, const quern_exec *exec, const quern_dsv4_attention_params *params,
-                                                     const quern_dsv4_attention_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_dsv4_attention_backward_workspace(quern_context *ctx,
+                                                               const quern_dsv4_attention_params *params,
+                                                               const quern_dsv4_attention_tensors *tensors,
+                                                               size_t *bytes);
+QUERN_API quern_status quern_dsv4_attention_backward(quern_context *ctx, const quern_exec *exec,
+                                                     const quern_dsv4_attention_params *params,
+                                                     const quern_dsv4_attention_tensors *tensors,
+                                                     void *workspace, size_t workspace_bytes);
 
 /* Writes rows into a cache that quern_dsv4_attention() or quern_dsv4_index() reads. */
 typedef struct quern_dsv4_store_params {
     size_t size;
     quern_dsv4_format format;
-    int64_t page; /* 0: contiguous rows, which k of the indexer is too; else slots of a page, in rows or row584 */
+    int64_t
+        page; /* 0: contiguous rows, which k of the indexer is too; else slots of a page, in rows or row584 */
 } quern_dsv4_store_params;
 #define QUERN_DSV4_STORE_PARAMS_INIT QUERN_SIZED(quern_dsv4_store_params)
 
 /*
- * Row i of x goes to slot slots[i], counted over all pages: page * slots + slot; contiguous: the number of the row. -1: it
- * is not stored. Of two rows for one slot the later stays. Refused as above, and: a slot outside the cache; with a format a
- * NaN or Inf in a row that is stored. The cache is then as it was.
+ * Row i of x goes to slot slots[i], counted over all pages: page * slots + slot; contiguous: the number of
+ * the row. -1: it is not stored. Of two rows for one slot the later stays. Refused as above, and: a slot
+ * outside the cache; with a format a NaN or Inf in a row that is stored. The cache is then as it was.
  */
 typedef struct quern_dsv4_store_tensors {
     size_t size;
     const quern_tensor *x;     /* act [n, D] */
     const quern_tensor *slots; /* i32 [n] */
-    const quern_tensor *cache; /* f32, f16 or bf16 [rows, D] or [pages, page, D]; with a format u8 [rows, bytes of a row] or
-                                * [pages, page * 584]. Slots that are not named are left as they are */
+    const quern_tensor
+        *cache; /* f32, f16 or bf16 [rows, D] or [pages, page, D]; with a format u8 [rows, bytes of a row] or
+                 * [pages, page * 584]. Slots that are not named are left as they are */
 } quern_dsv4_store_tensors;
 #define QUERN_DSV4_STORE_TENSORS_INIT QUERN_SIZED(quern_dsv4_store_tensors)
 
 /* CPU alone. */
-QUERN_API quern_status quern_dsv4_store_workspace(quern_context *ctx, const quern_dsv4_store_params *params, const quern_dsv4_store_tensors *tensors,
-                                                  size_t *bytes);
-QUERN_API quern_status quern_dsv4_store(quern_context *ctx, const quern_exec *exec, const quern_dsv4_store_params *params,
-                                        const quern_dsv4_store_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_dsv4_store_workspace(quern_context *ctx, const quern_dsv4_store_params *params,
+                                                  const quern_dsv4_store_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_dsv4_store(quern_context *ctx, const quern_exec *exec,
+                                        const quern_dsv4_store_params *params,
+                                        const quern_dsv4_store_tensors *tensors, void *workspace,
+                                        size_t workspace_bytes);
 
 /* What a RoPE table is made of; factor 0: plain, else YaRN. */
 typedef struct quern_dsv4_rope_params {
     size_t size;
-    float base;            /* 10000 in window layers, 160000 in CSA and HCA layers */
-    float factor;          /* 16 in CSA and HCA layers */
-    float original_length; /* 65536 */
+    float base;                 /* 10000 in window layers, 160000 in CSA and HCA layers */
+    float factor;               /* 16 in CSA and HCA layers */
+    float original_length;      /* 65536 */
     float beta_fast, beta_slow; /* 32, 1 */
 } quern_dsv4_rope_params;
 #define QUERN_DSV4_ROPE_PARAMS_INIT QUERN_SIZED(quern_dsv4_rope_params)
 
-/* Fills table [P, R], f32, f16 or bf16 on the CPU: R / 2 cosines, then as many sines, of position * inv_m, where
- * inv_m = 1 / base^(2m / R), by YaRN inv_m / factor * ramp + inv_m * (1 - ramp); every step rounded to f32. */
+/* Fills table [P, R], f32, f16 or bf16 on the CPU: R / 2 cosines, then as many sines, of position * inv_m,
+ * where inv_m = 1 / base^(2m / R), by YaRN inv_m / factor * ramp + inv_m * (1 - ramp); every step rounded to
+ * f32. */
 QUERN_API quern_status quern_dsv4_rope_table(const quern_dsv4_rope_params *params, const quern_tensor *table);
 
-/* Packs a compressor's weights from its parts [Dm, C]: w_a_kv, w_a_z and, for CSA, w_b_kv, w_b_z (HCA: NULL) into w [Dm,
- * columns]. f32, f16 or bf16, on the CPU; the parts share a dtype, w may have another. */
-QUERN_API quern_status quern_dsv4_pack_weights(quern_dsv4_kind kind, const quern_tensor *w_a_kv, const quern_tensor *w_a_z,
-                                               const quern_tensor *w_b_kv, const quern_tensor *w_b_z, const quern_tensor *w);
-/* The same from a checkpoint: wkv and wgate are [S C, Dm] and ape [r, S C], S = 2 for CSA (series b first), 1 for HCA.
- * Writes w [Dm, columns], b_a [r, C] and b_b [r, C] (HCA: NULL). */
-QUERN_API quern_status quern_dsv4_pack_checkpoint(quern_dsv4_kind kind, const quern_tensor *wkv, const quern_tensor *wgate, const quern_tensor *ape,
-                                                  const quern_tensor *w, const quern_tensor *b_a, const quern_tensor *b_b);
+/* Packs a compressor's weights from its parts [Dm, C]: w_a_kv, w_a_z and, for CSA, w_b_kv, w_b_z (HCA: NULL)
+ * into w [Dm, columns]. f32, f16 or bf16, on the CPU; the parts share a dtype, w may have another. */
+QUERN_API quern_status quern_dsv4_pack_weights(quern_dsv4_kind kind, const quern_tensor *w_a_kv,
+                                               const quern_tensor *w_a_z, const quern_tensor *w_b_kv,
+                                               const quern_tensor *w_b_z, const quern_tensor *w);
+/* The same from a checkpoint: wkv and wgate are [S C, Dm] and ape [r, S C], S = 2 for CSA (series b first), 1
+ * for HCA. Writes w [Dm, columns], b_a [r, C] and b_b [r, C] (HCA: NULL). */
+QUERN_API quern_status quern_dsv4_pack_checkpoint(quern_dsv4_kind kind, const quern_tensor *wkv,
+                                                  const quern_tensor *wgate, const quern_tensor *ape,
+                                                  const quern_tensor *w, const quern_tensor *b_a,
+                                                  const quern_tensor *b_b);
 
 #ifdef __cplusplus
 }

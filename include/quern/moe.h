@@ -11,13 +11,13 @@ extern "C" {
 #endif
 
 /*
- * The router: which top_k experts each of T tokens goes to, with which weights, and the order of the experts' rows.
- * Scores are f32: softmax over the experts, sqrt(softplus), or sigmoid of the logits. The experts are those of the
- * greatest score + bias (ties: the lowest expert; NaN counts as least), in rising order, or a table's by token id, in the
- * table's order. Weights are the scores of the chosen without bias, divided by (their sum + 1e-20) where `renormalize`,
- * times route_scale.
- * A token's slot j is number t top_k + j. permutation lists the slots by expert, then by number; offsets says where each
- * expert's end. (DeepSeek-V3 and V4, Qwen, Mixtral route so.)
+ * The router: which top_k experts each of T tokens goes to, with which weights, and the order of the experts'
+ * rows. Scores are f32: softmax over the experts, sqrt(softplus), or sigmoid of the logits. The experts are
+ * those of the greatest score + bias (ties: the lowest expert; NaN counts as least), in rising order, or a
+ * table's by token id, in the table's order. Weights are the scores of the chosen without bias, divided by
+ * (their sum + 1e-20) where `renormalize`, times route_scale. A token's slot j is number t top_k + j.
+ * permutation lists the slots by expert, then by number; offsets says where each expert's end. (DeepSeek-V3
+ * and V4, Qwen, Mixtral route so.)
  */
 typedef enum quern_moe_score {
     QUERN_MOE_SCORE_SOFTMAX = 0,
@@ -32,45 +32,56 @@ typedef struct quern_moe_route_params {
     bool renormalize;
     float route_scale;
 } quern_moe_route_params;
-#define QUERN_MOE_ROUTE_PARAMS_INIT {sizeof(quern_moe_route_params), QUERN_MOE_SCORE_SOFTMAX, 1, false, 1.0f}
+#define QUERN_MOE_ROUTE_PARAMS_INIT                                                                          \
+    {                                                                                                        \
+        sizeof(quern_moe_route_params), QUERN_MOE_SCORE_SOFTMAX, 1, false, 1.0f                              \
+    }
 
 typedef struct quern_moe_route_tensors {
     size_t size;
-    const quern_tensor *logits;           /* f32 [T, E]; or */
-    const quern_tensor *hidden, *weight;  /* f32, f16, bf16: [T, D], [E, D]; logits = hidden weight^T in f32 */
-    const quern_tensor *bias;             /* f32 [E], or NULL; not with a table */
-    const quern_tensor *input_ids, *tid2eid; /* i32 [T], [V, top_k]: the table; or NULL */
-    const quern_tensor *experts;          /* i32 [T, top_k]: written by forward, read by backward */
-    const quern_tensor *weights;          /* f32 [T, top_k]: written by forward */
+    const quern_tensor *logits;          /* f32 [T, E]; or */
+    const quern_tensor *hidden, *weight; /* f32, f16, bf16: [T, D], [E, D]; logits = hidden weight^T in f32 */
+    const quern_tensor *bias;            /* f32 [E], or NULL; not with a table */
+    const quern_tensor *input_ids, *tid2eid;   /* i32 [T], [V, top_k]: the table; or NULL */
+    const quern_tensor *experts;               /* i32 [T, top_k]: written by forward, read by backward */
+    const quern_tensor *weights;               /* f32 [T, top_k]: written by forward */
     const quern_tensor *offsets, *permutation; /* i32 [E], [T top_k]: written by forward */
-    const quern_tensor *d_weights;        /* f32 [T, top_k]: read by backward */
-    const quern_tensor *d_logits;         /* f32 [T, E], or NULL: written by backward */
-    const quern_tensor *d_hidden;         /* hidden's dtype [T, D], or NULL: written by backward */
-    const quern_tensor *d_weight;         /* f32 [E, D], or NULL: written by backward */
+    const quern_tensor *d_weights;             /* f32 [T, top_k]: read by backward */
+    const quern_tensor *d_logits;              /* f32 [T, E], or NULL: written by backward */
+    const quern_tensor *d_hidden;              /* hidden's dtype [T, D], or NULL: written by backward */
+    const quern_tensor *d_weight;              /* f32 [E, D], or NULL: written by backward */
 } quern_moe_route_tensors;
 #define QUERN_MOE_ROUTE_TENSORS_INIT QUERN_SIZED(quern_moe_route_tensors)
 
 QUERN_API quern_status quern_moe_route_workspace(quern_context *ctx, const quern_moe_route_params *params,
                                                  const quern_moe_route_tensors *tensors, size_t *bytes);
-/* A token or expert id outside its range is QUERN_ERR_INVALID_ARGUMENT on the CPU; outputs are then untouched. */
-QUERN_API quern_status quern_moe_route(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *params,
-                                       const quern_moe_route_tensors *tensors, void *workspace, size_t workspace_bytes);
+/* A token or expert id outside its range is QUERN_ERR_INVALID_ARGUMENT on the CPU; outputs are then
+ * untouched. */
+QUERN_API quern_status quern_moe_route(quern_context *ctx, const quern_exec *exec,
+                                       const quern_moe_route_params *params,
+                                       const quern_moe_route_tensors *tensors, void *workspace,
+                                       size_t workspace_bytes);
 /* The gradient of the weights through the scores of the experts given; the bias has none, nor has the choice.
  * d sqrt(softplus) where the score is 0 is 0. */
-QUERN_API quern_status quern_moe_route_backward_workspace(quern_context *ctx, const quern_moe_route_params *params,
-                                                          const quern_moe_route_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_moe_route_backward(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *params,
-                                                const quern_moe_route_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_moe_route_backward_workspace(quern_context *ctx,
+                                                          const quern_moe_route_params *params,
+                                                          const quern_moe_route_tensors *tensors,
+                                                          size_t *bytes);
+QUERN_API quern_status quern_moe_route_backward(quern_context *ctx, const quern_exec *exec,
+                                                const quern_moe_route_params *params,
+                                                const quern_moe_route_tensors *tensors, void *workspace,
+                                                size_t workspace_bytes);
 
 /*
- * Experts' weights, repacked once into the layout that quern_nvfp4_gemm reads fastest, and exactly back. The layout is the
- * backend's; its version changes when its bytes do. Version 2, on the CPU: panels of 64 columns; 2304 bytes for 64 of K.
+ * Experts' weights, repacked once into the layout that quern_nvfp4_gemm reads fastest, and exactly back. The
+ * layout is the backend's; its version changes when its bytes do. Version 2, on the CPU: panels of 64
+ * columns; 2304 bytes for 64 of K.
  */
 enum { QUERN_MOE_PREPACK_VERSION = 2 };
 
 typedef struct quern_moe_prepack_params {
     size_t size;
-    bool inverse;                       /* from b_repacked to b_codes and b_scales */
+    bool inverse; /* from b_repacked to b_codes and b_scales */
     quern_nvfp4_codes_layout b_codes;
     quern_nvfp4_scales_layout b_scales;
 } quern_moe_prepack_params;
@@ -78,8 +89,9 @@ typedef struct quern_moe_prepack_params {
 
 typedef struct quern_moe_prepack_tensors {
     size_t size;
-    const quern_tensor *b_codes, *b_scales; /* as for quern_nvfp4_gemm, swizzled scales excepted where they are written */
-    const quern_tensor *b_repacked;         /* u8 [E, quern_moe_prepack_bytes(N, K)] */
+    const quern_tensor *b_codes,
+        *b_scales; /* as for quern_nvfp4_gemm, swizzled scales excepted where they are written */
+    const quern_tensor *b_repacked; /* u8 [E, quern_moe_prepack_bytes(N, K)] */
 } quern_moe_prepack_tensors;
 #define QUERN_MOE_PREPACK_TENSORS_INIT QUERN_SIZED(quern_moe_prepack_tensors)
 
@@ -87,29 +99,31 @@ typedef struct quern_moe_prepack_tensors {
 QUERN_API int64_t quern_moe_prepack_bytes(int64_t n, int64_t k);
 QUERN_API quern_status quern_moe_prepack_workspace(quern_context *ctx, const quern_moe_prepack_params *params,
                                                    const quern_moe_prepack_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_moe_prepack(quern_context *ctx, const quern_exec *exec, const quern_moe_prepack_params *params,
-                                         const quern_moe_prepack_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_moe_prepack(quern_context *ctx, const quern_exec *exec,
+                                         const quern_moe_prepack_params *params,
+                                         const quern_moe_prepack_tensors *tensors, void *workspace,
+                                         size_t workspace_bytes);
 
 /*
  * The whole layer: router, experts, shared expert.
  *     out[t] = sum over slots j of weights[t][j] expert(e[t][j])(hidden[t]) + shared(hidden[t])
  *     expert(e)(x) = act(x gate_up[e] + gate_up_bias[e]) down[e] + down_bias[e]
- * with act SwiGLU as of quern_nvfp4_fused_quantize, slots added in order in f32, the shared expert without route_scale, and
- * one rounding to out's dtype. What stands between the products is in hidden's dtype.
+ * with act SwiGLU as of quern_nvfp4_fused_quantize, slots added in order in f32, the shared expert without
+ * route_scale, and one rounding to out's dtype. What stands between the products is in hidden's dtype.
  *
- * Experts are in NVFP4, the columns of gate_up interleaved by `granularity`, or in floats, gate_up in two halves. The
- * shared expert is in either, and has the same activation.
+ * Experts are in NVFP4, the columns of gate_up interleaved by `granularity`, or in floats, gate_up in two
+ * halves. The shared expert is in either, and has the same activation.
  *
- * a4: the experts' products take NVFP4 activations. hidden is quantised with a computed global a token, or with
- * gate_up_input_global, one an expert; the activation, in f32, likewise. A number that is not finite is then
- * QUERN_ERR_INVALID_ARGUMENT on the CPU. The shared expert's activations stay as they are.
+ * a4: the experts' products take NVFP4 activations. hidden is quantised with a computed global a token, or
+ * with gate_up_input_global, one an expert; the activation, in f32, likewise. A number that is not finite is
+ * then QUERN_ERR_INVALID_ARGUMENT on the CPU. The shared expert's activations stay as they are.
  *
- * The backward takes the forward's inputs and d_out, and makes the whole forward anew but the last products. Experts are
- * frozen. Quantised activations pass gradients straight through, a clamp none beyond its limit. bias, and the choice of
- * experts, have no gradient.
+ * The backward takes the forward's inputs and d_out, and makes the whole forward anew but the last products.
+ * Experts are frozen. Quantised activations pass gradients straight through, a clamp none beyond its limit.
+ * bias, and the choice of experts, have no gradient.
  *
- * T is the product of hidden's leading extents. Within a context a token's result does not depend on the other tokens, to
- * the bit. Nothing is written but the workspace where a call fails.
+ * T is the product of hidden's leading extents. Within a context a token's result does not depend on the
+ * other tokens, to the bit. Nothing is written but the workspace where a call fails.
  */
 typedef struct quern_moe_params {
     size_t size;
@@ -120,10 +134,13 @@ typedef struct quern_moe_params {
     float limit, alpha, beta; /* of SwiGLU */
     int64_t granularity;      /* of gate and up in NVFP4 columns: a divisor of 32 */
     bool a4;
-    int64_t intermediate, shared_intermediate; /* I and Is; 0: from the tensors, which repacked ones do not tell */
+    int64_t intermediate,
+        shared_intermediate; /* I and Is; 0: from the tensors, which repacked ones do not tell */
 } quern_moe_params;
-#define QUERN_MOE_PARAMS_INIT \
-    {sizeof(quern_moe_params), QUERN_MOE_SCORE_SOFTMAX, 1, false, 1.0f, 0.0f, 1.0f, 0.0f, 8, false, 0, 0}
+#define QUERN_MOE_PARAMS_INIT                                                                                \
+    {                                                                                                        \
+        sizeof(quern_moe_params), QUERN_MOE_SCORE_SOFTMAX, 1, false, 1.0f, 0.0f, 1.0f, 0.0f, 8, false, 0, 0  \
+    }
 
 typedef struct quern_moe_tensors {
     size_t size;
@@ -132,18 +149,24 @@ typedef struct quern_moe_tensors {
     const quern_tensor *weight;              /* f32, f16, bf16 [E, D]: the router's */
     const quern_tensor *bias;                /* as for quern_moe_route, as the next two */
     const quern_tensor *input_ids, *tid2eid; /* [..], [V, top_k] */
-    /* NVFP4: [E, D/2, 2 I], [E, D/16, 2 I], or repacked [E, bytes]; global [], [E], or [E, 2], gate's and up's; NULL: 1. */
+    /* NVFP4: [E, D/2, 2 I], [E, D/16, 2 I], or repacked [E, bytes]; global [], [E], or [E, 2], gate's and
+     * up's; NULL: 1. */
     const quern_tensor *gate_up_codes, *gate_up_scales, *gate_up_repacked, *gate_up_global;
     /* [E, I/2, D], [E, I/16, D], or [E, bytes]; [] or [E]. */
     const quern_tensor *down_codes, *down_scales, *down_repacked, *down_global;
-    const quern_tensor *gate_up, *down;           /* or floats: [E, 2 I, D], [E, D, I] */
-    const quern_tensor *gate_up_bias, *down_bias; /* f32, f16, bf16 [E, 2 I], with gate_up's columns, and [E, D]; or NULL */
-    const quern_tensor *gate_up_input_global, *down_input_global; /* f32 [E], with a4; NULL: computed, one a row */
-    const quern_tensor *shared_gate, *shared_up, *shared_down; /* f32, f16, bf16 [Is, D], [Is, D], [D, Is]; or NULL */
+    const quern_tensor *gate_up, *down; /* or floats: [E, 2 I, D], [E, D, I] */
+    const quern_tensor *gate_up_bias,
+        *down_bias; /* f32, f16, bf16 [E, 2 I], with gate_up's columns, and [E, D]; or NULL */
+    const quern_tensor *gate_up_input_global,
+        *down_input_global; /* f32 [E], with a4; NULL: computed, one a row */
+    const quern_tensor *shared_gate, *shared_up,
+        *shared_down; /* f32, f16, bf16 [Is, D], [Is, D], [D, Is]; or NULL */
     /* Or in NVFP4: [D/2, 2 Is], [D/16, 2 Is], or [bytes]; [] or [2]. */
-    const quern_tensor *shared_gate_up_codes, *shared_gate_up_scales, *shared_gate_up_repacked, *shared_gate_up_global;
-    const quern_tensor *shared_down_codes, *shared_down_scales, *shared_down_repacked; /* [Is/2, D], [Is/16, D] */
-    const quern_tensor *shared_down_global;                                            /* [] */
+    const quern_tensor *shared_gate_up_codes, *shared_gate_up_scales, *shared_gate_up_repacked,
+        *shared_gate_up_global;
+    const quern_tensor *shared_down_codes, *shared_down_scales,
+        *shared_down_repacked;                 /* [Is/2, D], [Is/16, D] */
+    const quern_tensor *shared_down_global;    /* [] */
     const quern_tensor *out;                   /* hidden's dtype [.., D]: written by forward */
     const quern_tensor *experts, *weights;     /* i32, f32 [T, top_k], or NULL: written by forward */
     const quern_tensor *offsets, *permutation; /* i32 [E], [T top_k], or NULL: written by forward */
@@ -157,12 +180,14 @@ typedef struct quern_moe_tensors {
 
 QUERN_API quern_status quern_moe_forward_workspace(quern_context *ctx, const quern_moe_params *params,
                                                    const quern_moe_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_moe_forward(quern_context *ctx, const quern_exec *exec, const quern_moe_params *params,
-                                         const quern_moe_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_moe_forward(quern_context *ctx, const quern_exec *exec,
+                                         const quern_moe_params *params, const quern_moe_tensors *tensors,
+                                         void *workspace, size_t workspace_bytes);
 QUERN_API quern_status quern_moe_backward_workspace(quern_context *ctx, const quern_moe_params *params,
                                                     const quern_moe_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_moe_backward(quern_context *ctx, const quern_exec *exec, const quern_moe_params *params,
-                                          const quern_moe_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_moe_backward(quern_context *ctx, const quern_exec *exec,
+                                          const quern_moe_params *params, const quern_moe_tensors *tensors,
+                                          void *workspace, size_t workspace_bytes);
 
 #ifdef __cplusplus
 }

@@ -15,23 +15,21 @@
  * Compress.  Entry i covers tokens [i d, i d + l). mean: their mean in f32, then optionally times w_k
  *            (w_v). linear: (tokens + pe) flattened position-major times w_k (w_v). given: the caller
  *            hands in k_cmp, v_cmp.
- * Select.    Per tile the num_selected best of the ceil(N / l') selection blocks, forced ones included. The candidates
- *            are, causal, the blocks that begin at or before the tile's last query; else all. A block's score:
- *              softmax     p = softmax over the entries that a query sees, summed over the tile's queries (and, scope
- *                          group, the g heads): s[J] = sum over m < l'/d, n < l/d of p[J l'/d + m - n]
- *              mean_logit  scale * (mean of the tile's queries, and of the g heads) . k_cmp[J]
- *            A candidate with no entry that the tile's last query sees scores 0 (softmax) or -inf (mean_logit). Ties
- *            go to the lower index, NaN comes last. Forced are the first forced_first blocks and, causal and with forced_local > 0,
- *            the blocks that the tile touches and the forced_local - 1 before these.
- *            Entries stand in groups of 128. With c > 0 the compressed branch attends c groups a tile: those of the
- *            newest entries that the tile's last and first query see (causal), then the best by the mean of
- *            mean_logit over the group's entries that the last query sees. Selection carries no gradient.
+ * Select.    Per tile the num_selected best of the ceil(N / l') selection blocks, forced ones included. The
+ * candidates are, causal, the blocks that begin at or before the tile's last query; else all. A block's
+ * score: softmax     p = softmax over the entries that a query sees, summed over the tile's queries (and,
+ * scope group, the g heads): s[J] = sum over m < l'/d, n < l/d of p[J l'/d + m - n] mean_logit  scale * (mean
+ * of the tile's queries, and of the g heads) . k_cmp[J] A candidate with no entry that the tile's last query
+ * sees scores 0 (softmax) or -inf (mean_logit). Ties go to the lower index, NaN comes last. Forced are the
+ * first forced_first blocks and, causal and with forced_local > 0, the blocks that the tile touches and the
+ * forced_local - 1 before these. Entries stand in groups of 128. With c > 0 the compressed branch attends c
+ * groups a tile: those of the newest entries that the tile's last and first query see (causal), then the best
+ * by the mean of mean_logit over the group's entries that the last query sees. Selection carries no gradient.
  * Attend.    cmp: entry i is seen by query q iff i d + l - 1 <= q (complete) or i d <= q (started).
- *            slc: tokens <= q of the chosen blocks.  win: tokens q - W < j <= q. A softmax over what is seen each, as
- *            in attention.h; query head h reads key/value head h / g.
- *            Non-causal: all entries, chosen blocks whole, |q - j| <= W / 2.
- * Gate.      o = sum_b g_b o_b, g_b = sigmoid(q . w_gate[h,b]), or given, or 1/3.
- * A query that sees no key in a branch gets o_b = 0, lse_b = -inf, and no gradient flows there.
+ *            slc: tokens <= q of the chosen blocks.  win: tokens q - W < j <= q. A softmax over what is seen
+ * each, as in attention.h; query head h reads key/value head h / g. Non-causal: all entries, chosen blocks
+ * whole, |q - j| <= W / 2. Gate.      o = sum_b g_b o_b, g_b = sigmoid(q . w_gate[h,b]), or given, or 1/3. A
+ * query that sees no key in a branch gets o_b = 0, lse_b = -inf, and no gradient flows there.
  */
 #ifndef QUERN_NSA_H
 #define QUERN_NSA_H
@@ -79,30 +77,32 @@ enum {
 /* Lengths count tokens. In brackets what QUERN_NSA_PARAMS_INIT sets. */
 typedef struct quern_nsa_params {
     size_t size;
-    int64_t block_size;     /* l >= 1 [64] */
-    int64_t stride;         /* d; 0: l. Divides l. [0] */
-    int64_t select_block;   /* l'; 0: l. A multiple of d. [0] */
-    int64_t num_selected;   /* k >= 1 blocks of a tile, forced ones included [16] */
-    int64_t tile;           /* Tq, 1 ... 256 consecutive queries that share a selection [1] */
-    int64_t window;         /* W >= 1, the query's own token included [512] */
+    int64_t block_size;               /* l >= 1 [64] */
+    int64_t stride;                   /* d; 0: l. Divides l. [0] */
+    int64_t select_block;             /* l'; 0: l. A multiple of d. [0] */
+    int64_t num_selected;             /* k >= 1 blocks of a tile, forced ones included [16] */
+    int64_t tile;                     /* Tq, 1 ... 256 consecutive queries that share a selection [1] */
+    int64_t window;                   /* W >= 1, the query's own token included [512] */
     quern_nsa_compress_kind compress; /* [mean] */
-    quern_nsa_scope scope;  /* heads that share a selection: the g of a key/value head, or none [group] */
+    quern_nsa_scope scope;   /* heads that share a selection: the g of a key/value head, or none [group] */
     quern_nsa_metric metric; /* [softmax] */
     quern_nsa_visibility compressed_visibility; /* [complete] */
-    int64_t forced_first; /* >= 0 blocks [1] */
-    int64_t forced_local; /* >= 0 blocks; causal only [2] */
-    int64_t max_compressed_groups; /* c; 0: every entry is attended. Needs mean_logit. [0] */
-    bool causal;            /* [true] */
-    float scale;            /* 0: 1 / sqrt(D); otherwise finite and > 0; backward: at most 65536 [0] */
-    uint32_t branches;      /* QUERN_NSA_BRANCH_* or-ed; at least one. An absent branch has o_b = 0. [all] */
+    int64_t forced_first;                       /* >= 0 blocks [1] */
+    int64_t forced_local;                       /* >= 0 blocks; causal only [2] */
+    int64_t max_compressed_groups;              /* c; 0: every entry is attended. Needs mean_logit. [0] */
+    bool causal;                                /* [true] */
+    float scale;       /* 0: 1 / sqrt(D); otherwise finite and > 0; backward: at most 65536 [0] */
+    uint32_t branches; /* QUERN_NSA_BRANCH_* or-ed; at least one. An absent branch has o_b = 0. [all] */
     quern_nsa_gate_kind gate; /* [none] */
     quern_nsa_list selection; /* block_idx: computed, or handed in [computed] */
     quern_nsa_list groups;    /* group_idx: computed, or handed in [computed] */
 } quern_nsa_params;
-#define QUERN_NSA_PARAMS_INIT                                                                          \
-    {sizeof(quern_nsa_params), 64, 0, 0, 16, 1, 512, QUERN_NSA_COMPRESS_MEAN, QUERN_NSA_SCOPE_GROUP,   \
-     QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_VISIBLE_COMPLETE, 1, 2, 0, true, 0.0f,                        \
-     QUERN_NSA_BRANCH_ALL, QUERN_NSA_GATE_NONE, QUERN_NSA_LIST_COMPUTED, QUERN_NSA_LIST_COMPUTED}
+#define QUERN_NSA_PARAMS_INIT                                                                                \
+    {                                                                                                        \
+        sizeof(quern_nsa_params), 64, 0, 0, 16, 1, 512, QUERN_NSA_COMPRESS_MEAN, QUERN_NSA_SCOPE_GROUP,      \
+            QUERN_NSA_METRIC_SOFTMAX, QUERN_NSA_VISIBLE_COMPLETE, 1, 2, 0, true, 0.0f, QUERN_NSA_BRANCH_ALL, \
+            QUERN_NSA_GATE_NONE, QUERN_NSA_LIST_COMPUTED, QUERN_NSA_LIST_COMPUTED                            \
+    }
 
 /* Sets the fields of the named preset and leaves the others: "tile256" (Tq = 256, head scope, mean_logit,
  * forced 0/0, started visibility, l = d = l', gates by weights). Unknown: QUERN_ERR_INVALID_ARGUMENT. */
@@ -119,8 +119,8 @@ QUERN_API quern_status quern_nsa_params_preset(quern_nsa_params *params, const c
 typedef struct quern_nsa_tensors {
     size_t size;
     /* activations */
-    const quern_tensor *q;            /* act [B,N,H,D] */
-    const quern_tensor *k, *v;        /* act [B,N,Hkv,D], [B,N,Hkv,Dv] */
+    const quern_tensor *q;             /* act [B,N,H,D] */
+    const quern_tensor *k, *v;         /* act [B,N,Hkv,D], [B,N,Hkv,Dv] */
     const quern_tensor *k_slc, *v_slc; /* separate pair of the selected branch; default k, v */
     const quern_tensor *k_win, *v_win; /* separate pair of the window branch; default k, v */
     const quern_tensor *k_cmp, *v_cmp; /* act [B,Nc,Hkv,D], [B,Nc,Hkv,Dv] */
@@ -135,29 +135,29 @@ typedef struct quern_nsa_tensors {
     const quern_tensor *block_count; /* i32 [B,Hs,tiles] */
     const quern_tensor *group_idx;   /* i32 [B,Hs,tiles,c], like block_idx */
     /* results */
-    const quern_tensor *o;                   /* act [B,N,H,Dv] */
-    const quern_tensor *o_cmp, *o_slc, *o_win; /* act, like o */
+    const quern_tensor *o;                           /* act [B,N,H,Dv] */
+    const quern_tensor *o_cmp, *o_slc, *o_win;       /* act, like o */
     const quern_tensor *lse_cmp, *lse_slc, *lse_win; /* f32 [B,H,N], natural log */
     /* gradients; overwritten, not accumulated */
-    const quern_tensor *d_o;                        /* act, like o; an input */
-    const quern_tensor *d_o_cmp, *d_o_slc, *d_o_win; /* act, like o */
+    const quern_tensor *d_o;                                                     /* act, like o; an input */
+    const quern_tensor *d_o_cmp, *d_o_slc, *d_o_win;                             /* act, like o */
     const quern_tensor *d_q, *d_k, *d_v, *d_k_slc, *d_v_slc, *d_k_win, *d_v_win; /* act */
-    const quern_tensor *d_k_cmp, *d_v_cmp;          /* act */
+    const quern_tensor *d_k_cmp, *d_v_cmp;                                       /* act */
     const quern_tensor *d_w_k, *d_w_v, *d_pe_k, *d_pe_v, *d_w_gate; /* f32, shaped like the weight */
-    const quern_tensor *d_gates;                    /* f32 [B,N,H,3] */
+    const quern_tensor *d_gates;                                    /* f32 [B,N,H,3] */
 } quern_nsa_tensors;
 /* Every tensor absent. */
 #define QUERN_NSA_TENSORS_INIT QUERN_SIZED(quern_nsa_tensors)
 
 /*
- * Bits of exec's status word. Each call reports on the lists and offsets that it takes as inputs; rows of a list that
- * belong to no tile are not looked at.
- *   QUERN_STATUS_BAD_INDEX    block_idx: an entry other than -1 and 0 ... blocks of its sequence - 1; skipped
- *   QUERN_STATUS_BAD_GROUP    group_idx: the same, of groups of 128 compressed entries
- *   QUERN_STATUS_BAD_OFFSETS  cu_seqlens, cu_seqlens_cmp
+ * Bits of exec's status word. Each call reports on the lists and offsets that it takes as inputs; rows of a
+ * list that belong to no tile are not looked at. QUERN_STATUS_BAD_INDEX    block_idx: an entry other than -1
+ * and 0 ... blocks of its sequence - 1; skipped QUERN_STATUS_BAD_GROUP    group_idx: the same, of groups of
+ * 128 compressed entries QUERN_STATUS_BAD_OFFSETS  cu_seqlens, cu_seqlens_cmp
  */
 
-/* ---- extents, so that a caller computes none of the formulas above; `n` tokens of a sequence, `total` of a batch ---- */
+/* ---- extents, so that a caller computes none of the formulas above; `n` tokens of a sequence, `total` of a
+ * batch ---- */
 
 /* Nc: compressed entries of a sequence. */
 static inline int64_t quern_nsa_entries(const quern_nsa_params *p, int64_t n)
@@ -206,9 +206,9 @@ static inline int64_t quern_nsa_list_heads(const quern_nsa_params *p, int64_t he
 }
 
 /*
- * What is refused. Every check comes before the first byte of an output or of the workspace is written; the sentence
- * of quern_last_error() names the argument, what was given and what is accepted. Status: QUERN_ERR_INVALID_ARGUMENT
- * unless said.
+ * What is refused. Every check comes before the first byte of an output or of the workspace is written; the
+ * sentence of quern_last_error() names the argument, what was given and what is accepted. Status:
+ * QUERN_ERR_INVALID_ARGUMENT unless said.
  *
  *   combination                                        accepted instead                          refused by
  *   ctx, params, tensors or bytes NULL                 not NULL                                  all
@@ -225,61 +225,56 @@ static inline int64_t quern_nsa_list_heads(const quern_nsa_params *p, int64_t he
  *   an enum of no meaning; branches 0 or > 7           the enum's values; 1 ... 7                all
  *   scale < 0, NaN or infinite                         0 (1 / sqrt(D)) or finite and > 0         all
  *   scale > 65536 (lse, in f32, no longer tells        at most 65536                             backward,
- *     such scores apart)                                                                         attend_backward
- *   num_selected < forced_first + (forced_local > 0 ?  at least that many (non-causal:           forward that computes
- *     forced_local + (l' - gcd(Tq, l') + Tq - 1) / l'  forced_first)                             the lists, select
- *     : 0)
- *   metric mean_logit without l = d = l'               l = d = l', or metric softmax             the same
- *   max_compressed_groups > 0 with metric softmax      mean_logit, or 0                          forward, backward,
- *   0 < max_compressed_groups < 1 + ceil((Tq - 1) /    at least that many (non-causal: 1)        select, attend and
- *     (128 d))                                                                                   its backward
- *   groups GIVEN with max_compressed_groups 0          max_compressed_groups > 0                 the same
- *   compress GIVEN                                     mean, linear                              compress, its backward
- *   a tensor that the operation needs is NULL: linear  the tensor                                each, as described
- *     without w_k or w_v, gate GIVEN without gates,                                              with the function
- *     gate WEIGHTS without w_gate, selection GIVEN
- *     without block_idx, groups GIVEN without
- *     group_idx, compress GIVEN without k_cmp, v_cmp,
+ *     such scores apart) attend_backward num_selected < forced_first + (forced_local > 0 ?  at least that
+ * many (non-causal:           forward that computes forced_local + (l' - gcd(Tq, l') + Tq - 1) / l'
+ * forced_first)                             the lists, select : 0) metric mean_logit without l = d = l' l = d
+ * = l', or metric softmax             the same max_compressed_groups > 0 with metric softmax      mean_logit,
+ * or 0                          forward, backward, 0 < max_compressed_groups < 1 + ceil((Tq - 1) /    at
+ * least that many (non-causal: 1)        select, attend and (128 d)) its backward groups GIVEN with
+ * max_compressed_groups 0          max_compressed_groups > 0                 the same compress GIVEN mean,
+ * linear                              compress, its backward a tensor that the operation needs is NULL:
+ * linear  the tensor                                each, as described without w_k or w_v, gate GIVEN without
+ * gates,                                              with the function gate WEIGHTS without w_gate,
+ * selection GIVEN without block_idx, groups GIVEN without group_idx, compress GIVEN without k_cmp, v_cmp,
  *     k_slc without v_slc, k_win without v_win, ...
- *   pe_k, pe_v with compress other than linear         compress linear, or NULL                  the whole, compress
- *   w_k, w_v with compress GIVEN                       NULL                                      the whole
- *   w_gate with gate other than WEIGHTS                gate WEIGHTS, or NULL                     the whole, gate
- *   d_w_gate with gate other than WEIGHTS              gate WEIGHTS, or NULL                     the backwards of these
+ *   pe_k, pe_v with compress other than linear         compress linear, or NULL                  the whole,
+ * compress w_k, w_v with compress GIVEN                       NULL                                      the
+ * whole w_gate with gate other than WEIGHTS                gate WEIGHTS, or NULL                     the
+ * whole, gate d_w_gate with gate other than WEIGHTS              gate WEIGHTS, or NULL the backwards of these
  *   d_gates with gate WEIGHTS                          gate GIVEN or NONE, or NULL               the same
  *   d_k_cmp, d_v_cmp with compress other than GIVEN    compress GIVEN, or NULL                   backward
- *   d_w_k, d_w_v, d_pe_k, d_pe_v, d_k_slc, d_v_slc,    both, or no gradient                      the backwards that
- *     d_k_win, d_v_win without the tensor itself                                                 write them
- *   wrong ndim, extent or dtype                        as quern_nsa_tensors says                 all
- *   a negative extent; sizes that overflow 64 bits     products below 2^57                       all
- *   head dims                                          multiples of 8, 8 ... 512                 all
- *   head dims above 256, GPU: QUERN_ERR_UNSUPPORTED    8 ... 256, for which there are kernels    all that read them
- *   H no positive multiple of Hkv                      one (with Hkv = 0: H = 0)                 all
- *   N or T > 2^31 - 1                                  fewer tokens                              all
- *   last dimension not contiguous                      stride 1                                  all
- *   data NULL or not aligned to the element            memory for every element                  all
- *   an output with elements that share memory          strides that do not                       all
- *   an output that shares memory with another tensor   memory of its own                         all
- *   cu_seqlens, cu_seqlens_cmp not from 0, falling, or 0 = c[0] <= c[1] <= ... <= rows           all (on the CPU)
- *     past the packed rows
- *   cu_seqlens_cmp with more or fewer entries than a   Nc of every sequence                      all that read it
- *     sequence makes                                                                             (on the CPU)
- *   tensors on two devices                             one device                                all
- *   a device without a backend: QUERN_ERR_DEVICE       the CPU, or a GPU with its plugin          all
- *   workspace_bytes too small: QUERN_ERR_WORKSPACE     at least what _workspace() says           all with a workspace
- *   workspace NULL where bytes are needed              memory of any alignment                   the same
+ *   d_w_k, d_w_v, d_pe_k, d_pe_v, d_k_slc, d_v_slc,    both, or no gradient                      the
+ * backwards that d_k_win, d_v_win without the tensor itself write them wrong ndim, extent or dtype as
+ * quern_nsa_tensors says                 all a negative extent; sizes that overflow 64 bits     products
+ * below 2^57                       all head dims                                          multiples of 8, 8
+ * ... 512                 all head dims above 256, GPU: QUERN_ERR_UNSUPPORTED    8 ... 256, for which there
+ * are kernels    all that read them H no positive multiple of Hkv                      one (with Hkv = 0: H =
+ * 0)                 all N or T > 2^31 - 1                                  fewer tokens all last dimension
+ * not contiguous                      stride 1                                  all data NULL or not aligned
+ * to the element            memory for every element                  all an output with elements that share
+ * memory          strides that do not                       all an output that shares memory with another
+ * tensor   memory of its own                         all cu_seqlens, cu_seqlens_cmp not from 0, falling, or 0
+ * = c[0] <= c[1] <= ... <= rows           all (on the CPU) past the packed rows cu_seqlens_cmp with more or
+ * fewer entries than a   Nc of every sequence                      all that read it sequence makes (on the
+ * CPU) tensors on two devices                             one device                                all a
+ * device without a backend: QUERN_ERR_DEVICE       the CPU, or a GPU with its plugin          all
+ *   workspace_bytes too small: QUERN_ERR_WORKSPACE     at least what _workspace() says           all with a
+ * workspace workspace NULL where bytes are needed              memory of any alignment                   the
+ * same
  *
- * Not refused: entries of a block or group list that are out of range (skipped, see exec's status word), duplicates (count once), blocks of the
- * future (masked); a tensor that the operation has no use for under these parameters: it is not looked at, whatever stands there.
- * Tensors of a branch that params.branches leaves out are such, of the gate's operations, too.
+ * Not refused: entries of a block or group list that are out of range (skipped, see exec's status word),
+ * duplicates (count once), blocks of the future (masked); a tensor that the operation has no use for under
+ * these parameters: it is not looked at, whatever stands there. Tensors of a branch that params.branches
+ * leaves out are such, of the gate's operations, too.
  */
 
 /*
  * The whole. Forward reads q, k, v (and k_slc ... pe_v, w_gate or gates, block_idx, group_idx as params
  * say) and writes o, and whichever of these are given: k_cmp, v_cmp, cu_seqlens_cmp, gates, block_idx,
  * block_count, group_idx, o_b, lse_b. Backward needs k_cmp, v_cmp, block_idx, group_idx (c > 0), lse_b,
- * gates as forward wrote them, d_o, and o_b (recomputed where absent); it writes d_q, d_k, d_v and every other
- * d_ tensor that is given and whose input these params use: what belongs to a branch that is off (d_k_slc; d_w_k
- * where the window branch is alone) is left as it is, like that input.
+ * gates as forward wrote them, d_o, and o_b (recomputed where absent); it writes d_q, d_k, d_v and every
+ * other d_ tensor that is given and whose input these params use: what belongs to a branch that is off
+ * (d_k_slc; d_w_k where the window branch is alone) is left as it is, like that input.
  *
  * Forward's workspace on the CPU is at most the sum of
  *   - one packed copy of K and V in the dtype of the products (bf16 pairs with AVX512-BF16, else f32), each
@@ -292,27 +287,27 @@ static inline int64_t quern_nsa_list_heads(const quern_nsa_params *p, int64_t he
  */
 QUERN_API quern_status quern_nsa_forward_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                    const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_forward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
-                                         const quern_nsa_tensors *tensors, void *workspace,
-                                         size_t workspace_bytes);
+QUERN_API quern_status quern_nsa_forward(quern_context *ctx, const quern_exec *exec,
+                                         const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                         void *workspace, size_t workspace_bytes);
 QUERN_API quern_status quern_nsa_backward_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                     const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_backward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
-                                          const quern_nsa_tensors *tensors, void *workspace,
-                                          size_t workspace_bytes);
+QUERN_API quern_status quern_nsa_backward(quern_context *ctx, const quern_exec *exec,
+                                          const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                          void *workspace, size_t workspace_bytes);
 
 /* Compress alone: k, v, w_k, w_v, pe_k, pe_v -> k_cmp, v_cmp (and cu_seqlens_cmp where packed). Backward:
  * d_k_cmp, d_v_cmp and the inputs -> d_k, d_v, d_w_k, d_w_v, d_pe_k, d_pe_v (those given). */
 QUERN_API quern_status quern_nsa_compress_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                     const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_compress(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
-                                          const quern_nsa_tensors *tensors, void *workspace,
-                                          size_t workspace_bytes);
+QUERN_API quern_status quern_nsa_compress(quern_context *ctx, const quern_exec *exec,
+                                          const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                          void *workspace, size_t workspace_bytes);
 QUERN_API quern_status quern_nsa_compress_backward_workspace(quern_context *ctx,
                                                              const quern_nsa_params *params,
-                                                             const quern_nsa_tensors *tensors,
-                                                             size_t *bytes);
-QUERN_API quern_status quern_nsa_compress_backward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                                                             const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_compress_backward(quern_context *ctx, const quern_exec *exec,
+                                                   const quern_nsa_params *params,
                                                    const quern_nsa_tensors *tensors, void *workspace,
                                                    size_t workspace_bytes);
 
@@ -320,47 +315,48 @@ QUERN_API quern_status quern_nsa_compress_backward(quern_context *ctx, const que
  * block_count, group_idx (c > 0). N comes from q. Carries no gradient. */
 QUERN_API quern_status quern_nsa_select_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                   const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_select(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
-                                        const quern_nsa_tensors *tensors, void *workspace,
-                                        size_t workspace_bytes);
+QUERN_API quern_status quern_nsa_select(quern_context *ctx, const quern_exec *exec,
+                                        const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                        void *workspace, size_t workspace_bytes);
 
 /* Attend alone, the branches of params.branches: q, k_cmp, v_cmp, k, v (or the separate pairs), block_idx,
  * group_idx -> o_b, lse_b. Backward: those, d_o_b -> d_q, d_k, d_v, d_k_cmp, d_v_cmp, d_k_slc, ... */
 QUERN_API quern_status quern_nsa_attend_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                   const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_attend(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
-                                        const quern_nsa_tensors *tensors, void *workspace,
-                                        size_t workspace_bytes);
-QUERN_API quern_status quern_nsa_attend_backward_workspace(quern_context *ctx,
-                                                           const quern_nsa_params *params,
-                                                           const quern_nsa_tensors *tensors,
-                                                           size_t *bytes);
-QUERN_API quern_status quern_nsa_attend_backward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+QUERN_API quern_status quern_nsa_attend(quern_context *ctx, const quern_exec *exec,
+                                        const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                        void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_nsa_attend_backward_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                                           const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_attend_backward(quern_context *ctx, const quern_exec *exec,
+                                                 const quern_nsa_params *params,
                                                  const quern_nsa_tensors *tensors, void *workspace,
                                                  size_t workspace_bytes);
 
 /* Gates alone: q, w_gate -> gates. */
 QUERN_API quern_status quern_nsa_gates_workspace(quern_context *ctx, const quern_nsa_params *params,
-                                               const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_gates(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
-                                     const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes);
+                                                 const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_gates(quern_context *ctx, const quern_exec *exec,
+                                       const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                       void *workspace, size_t workspace_bytes);
 /* Combine alone: o_cmp, o_slc, o_win (any of those that params.branches has), gates (NULL: 1/3 each) -> o. */
 QUERN_API quern_status quern_nsa_combine_workspace(quern_context *ctx, const quern_nsa_params *params,
-                                               const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_combine(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
-                                     const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes);
+                                                   const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_combine(quern_context *ctx, const quern_exec *exec,
+                                         const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                         void *workspace, size_t workspace_bytes);
 /* Both in one pass: q, w_gate (or gates in, or none), o_b -> gates (if given), o. */
 QUERN_API quern_status quern_nsa_gate_workspace(quern_context *ctx, const quern_nsa_params *params,
-                                               const quern_nsa_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nsa_gate(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
-                                     const quern_nsa_tensors *tensors, void *workspace, size_t workspace_bytes);
+                                                const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_gate(quern_context *ctx, const quern_exec *exec,
+                                      const quern_nsa_params *params, const quern_nsa_tensors *tensors,
+                                      void *workspace, size_t workspace_bytes);
 /* Backward of the gate: q, w_gate, gates, o_b, d_o -> d_o_b, and by mode d_q (the gate's share only) and
  * d_w_gate, or d_gates. */
-QUERN_API quern_status quern_nsa_gate_backward_workspace(quern_context *ctx,
-                                                         const quern_nsa_params *params,
-                                                         const quern_nsa_tensors *tensors,
-                                                         size_t *bytes);
-QUERN_API quern_status quern_nsa_gate_backward(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+QUERN_API quern_status quern_nsa_gate_backward_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                                         const quern_nsa_tensors *tensors, size_t *bytes);
+QUERN_API quern_status quern_nsa_gate_backward(quern_context *ctx, const quern_exec *exec,
+                                               const quern_nsa_params *params,
                                                const quern_nsa_tensors *tensors, void *workspace,
                                                size_t workspace_bytes);
 
@@ -373,8 +369,8 @@ typedef struct quern_nsa_list_params {
 } quern_nsa_list_params;
 #define QUERN_NSA_LIST_PARAMS_INIT QUERN_SIZED(quern_nsa_list_params)
 
-/* All i32, in any strides, with the same leading dimensions (what does not merge into one dimension in all three takes a
- * launch each on a GPU). */
+/* All i32, in any strides, with the same leading dimensions (what does not merge into one dimension in all
+ * three takes a launch each on a GPU). */
 typedef struct quern_nsa_list_tensors {
     size_t size;
     const quern_tensor *in;    /* [.., k_in] */
@@ -383,9 +379,11 @@ typedef struct quern_nsa_list_tensors {
 } quern_nsa_list_tensors;
 #define QUERN_NSA_LIST_TENSORS_INIT QUERN_SIZED(quern_nsa_list_tensors)
 
-/* Converts lists of blocks between block lengths: out is ascending and padded with -1. Entries of `in` outside the
- * sequence are skipped (other than -1: QUERN_STATUS_BAD_INDEX), an index that comes twice counts once. */
-QUERN_API quern_status quern_nsa_list_convert_workspace(quern_context *ctx, const quern_nsa_list_params *params,
+/* Converts lists of blocks between block lengths: out is ascending and padded with -1. Entries of `in`
+ * outside the sequence are skipped (other than -1: QUERN_STATUS_BAD_INDEX), an index that comes twice counts
+ * once. */
+QUERN_API quern_status quern_nsa_list_convert_workspace(quern_context *ctx,
+                                                        const quern_nsa_list_params *params,
                                                         const quern_nsa_list_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_nsa_list_convert(quern_context *ctx, const quern_exec *exec,
                                               const quern_nsa_list_params *params,

@@ -1,12 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nvfp4.h - NVFP4, a 4-bit float format: E2M1 codes in blocks of 16, an E4M3 scale a block, an f32 scale a tensor.
+ * nvfp4.h - NVFP4, a 4-bit float format: E2M1 codes in blocks of 16, an E4M3 scale a block, an f32 scale a
+ * tensor.
  *
- * A code is 0, 0.5, 1, 1.5, 2, 3, 4 or 6, bit 3 its sign; two stand in a byte, the low nibble first. A scale is one byte
- * of E4M3, 0x00 to 0x7E. With the tensor's (or expert's, or row's) global scale G
- *     value = fl(fl(code * scale) * G)
- * in f32, rounded once more to the output's type.
+ * A code is 0, 0.5, 1, 1.5, 2, 3, 4 or 6, bit 3 its sign; two stand in a byte, the low nibble first. A scale
+ * is one byte of E4M3, 0x00 to 0x7E. With the tensor's (or expert's, or row's) global scale G value =
+ * fl(fl(code * scale) * G) in f32, rounded once more to the output's type.
  */
 #ifndef QUERN_NVFP4_H
 #define QUERN_NVFP4_H
@@ -21,8 +21,8 @@ extern "C" {
 enum { QUERN_NVFP4_BLOCK = 16 };
 
 /*
- * How values become codes. Each step is one f32 rounding; E4M3 and E2M1 round to the nearest, ties to even, and saturate.
- * amax is the largest magnitude of what shares a global, a that of a block.
+ * How values become codes. Each step is one f32 rounding; E4M3 and E2M1 round to the nearest, ties to even,
+ * and saturate. amax is the largest magnitude of what shares a global, a that of a block.
  */
 typedef enum quern_nvfp4_profile {
     /* G = max(amax, 1e-8) / 2688; scale = a / (6 G), 0 (and codes 0) where that is below 2^-9. */
@@ -31,13 +31,13 @@ typedef enum quern_nvfp4_profile {
     QUERN_NVFP4_PROFILE_HALFSTEP = 1,
     /* ModelOpt: G = amax / 2688; scale at least 2^-9, 1 for a block of zeros. */
     QUERN_NVFP4_PROFILE_MODELOPT = 2,
-    /* compressed-tensors: the global is the reciprocal R = 2688 / amax, value = code * fl(scale / R). A product takes
-     * G = 1 / R. */
+    /* compressed-tensors: the global is the reciprocal R = 2688 / amax, value = code * fl(scale / R). A
+     * product takes G = 1 / R. */
     QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS = 3
 } quern_nvfp4_profile;
 
-/* Which scale a block gets. The other two minimise the squared error among candidates, under the normalisation, underflow
- * and code rules of RNE and the profile's own global; HALFSTEP takes RNE only. */
+/* Which scale a block gets. The other two minimise the squared error among candidates, under the
+ * normalisation, underflow and code rules of RNE and the profile's own global; HALFSTEP takes RNE only. */
 typedef enum quern_nvfp4_scales {
     QUERN_NVFP4_SCALES_RNE = 0,           /* the profile's own rule */
     QUERN_NVFP4_SCALES_FOUR_OVER_SIX = 1, /* the block's largest value becomes 6 or 4 */
@@ -53,13 +53,14 @@ typedef enum quern_nvfp4_global {
 
 /*
  * Common to all operations
- *  - scales, and codes, are u8; scales may also be e4m3. Blocks lie along the last dimension D of an activation, whose last
- *    block is padded with zeros: codes [.., 8 ceil(D / 16)], scales [.., ceil(D / 16)]. A weight [K, N] or [E, K, N] has
- *    them along K, a multiple of 16: codes [(E,) K/2, N], scales [(E,) K/16, N].
- *  - Globals are f32, finite and above 0. offsets are i32 [E], where each expert's rows of an activation [T, D] end: never
- *    falling, at most T. Rows past the last are written as 0, and not read.
+ *  - scales, and codes, are u8; scales may also be e4m3. Blocks lie along the last dimension D of an
+ * activation, whose last block is padded with zeros: codes [.., 8 ceil(D / 16)], scales [.., ceil(D / 16)]. A
+ * weight [K, N] or [E, K, N] has them along K, a multiple of 16: codes [(E,) K/2, N], scales [(E,) K/16, N].
+ *  - Globals are f32, finite and above 0. offsets are i32 [E], where each expert's rows of an activation [T,
+ * D] end: never falling, at most T. Rows past the last are written as 0, and not read.
  *  - On the CPU a value that is not finite, a scale byte of 0x7F or more, a bad global or a bad offset is
- *    QUERN_ERR_INVALID_ARGUMENT, the sentence names the first; outputs are then untouched. Pointers may not overlap.
+ *    QUERN_ERR_INVALID_ARGUMENT, the sentence names the first; outputs are then untouched. Pointers may not
+ * overlap.
  */
 
 typedef struct quern_nvfp4_quantize_params {
@@ -73,20 +74,25 @@ typedef struct quern_nvfp4_quantize_params {
 
 typedef struct quern_nvfp4_quantize_tensors {
     size_t size;
-    const quern_tensor *x;            /* f32, f16, bf16 [.., D], or a weight */
-    const quern_tensor *offsets;      /* with a global an expert of an activation */
-    const quern_tensor *given_global; /* as global; NULL: computed from x. An expert without rows gets 1 */
+    const quern_tensor *x;              /* f32, f16, bf16 [.., D], or a weight */
+    const quern_tensor *offsets;        /* with a global an expert of an activation */
+    const quern_tensor *given_global;   /* as global; NULL: computed from x. An expert without rows gets 1 */
     const quern_tensor *codes, *scales; /* written */
     const quern_tensor *global; /* written: [], [E], or x's leading shape; may be NULL with given_global */
 } quern_nvfp4_quantize_tensors;
 #define QUERN_NVFP4_QUANTIZE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_quantize_tensors)
 
-QUERN_API quern_status quern_nvfp4_quantize_workspace(quern_context *ctx, const quern_nvfp4_quantize_params *params,
-                                                      const quern_nvfp4_quantize_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_quantize_params *params,
-                                            const quern_nvfp4_quantize_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_nvfp4_quantize_workspace(quern_context *ctx,
+                                                      const quern_nvfp4_quantize_params *params,
+                                                      const quern_nvfp4_quantize_tensors *tensors,
+                                                      size_t *bytes);
+QUERN_API quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec,
+                                            const quern_nvfp4_quantize_params *params,
+                                            const quern_nvfp4_quantize_tensors *tensors, void *workspace,
+                                            size_t workspace_bytes);
 
-/* Codes back to values, rounded to the nearest of x's dtype. The profile matters as to whether the global is R. */
+/* Codes back to values, rounded to the nearest of x's dtype. The profile matters as to whether the global is
+ * R. */
 typedef struct quern_nvfp4_dequantize_params {
     size_t size;
     quern_nvfp4_profile profile;
@@ -103,17 +109,22 @@ typedef struct quern_nvfp4_dequantize_tensors {
 } quern_nvfp4_dequantize_tensors;
 #define QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_dequantize_tensors)
 
-QUERN_API quern_status quern_nvfp4_dequantize_workspace(quern_context *ctx, const quern_nvfp4_dequantize_params *params,
-                                                        const quern_nvfp4_dequantize_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_dequantize_params *params,
-                                              const quern_nvfp4_dequantize_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_nvfp4_dequantize_workspace(quern_context *ctx,
+                                                        const quern_nvfp4_dequantize_params *params,
+                                                        const quern_nvfp4_dequantize_tensors *tensors,
+                                                        size_t *bytes);
+QUERN_API quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_exec *exec,
+                                              const quern_nvfp4_dequantize_params *params,
+                                              const quern_nvfp4_dequantize_tensors *tensors, void *workspace,
+                                              size_t workspace_bytes);
 
 /*
- * A product's output x [M, 2 I] to NVFP4 in one pass. x interleaves gate and up by runs of `granularity` columns, which
- * divides I. Either gate, up or both are quantised as they stand, or, under `swiglu`, what SwiGLU makes of them in f32:
- *     min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + beta)
- * Without up_codes the up columns are not read, and without gate_codes and swiglu the gate columns are not. Scales follow
- * the profile's own rule; codes may differ from those of exact arithmetic where a value lies within 1e-5 of a midpoint.
+ * A product's output x [M, 2 I] to NVFP4 in one pass. x interleaves gate and up by runs of `granularity`
+ * columns, which divides I. Either gate, up or both are quantised as they stand, or, under `swiglu`, what
+ * SwiGLU makes of them in f32: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + beta)
+ * Without up_codes the up columns are not read, and without gate_codes and swiglu the gate columns are not.
+ * Scales follow the profile's own rule; codes may differ from those of exact arithmetic where a value lies
+ * within 1e-5 of a midpoint.
  */
 typedef struct quern_nvfp4_fused_quantize_params {
     size_t size;
@@ -123,27 +134,35 @@ typedef struct quern_nvfp4_fused_quantize_params {
     float alpha, beta; /* 1 and 0 */
     int64_t granularity;
 } quern_nvfp4_fused_quantize_params;
-#define QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT                                                         \
-    {sizeof(quern_nvfp4_fused_quantize_params), QUERN_NVFP4_PROFILE_RNE, false, 0.0f, 1.0f, 0.0f, 8}
+#define QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT                                                               \
+    {                                                                                                        \
+        sizeof(quern_nvfp4_fused_quantize_params), QUERN_NVFP4_PROFILE_RNE, false, 0.0f, 1.0f, 0.0f, 8       \
+    }
 
 typedef struct quern_nvfp4_fused_quantize_tensors {
     size_t size;
-    const quern_tensor *x;                       /* f32, f16, bf16 [M, 2 I] */
-    const quern_tensor *gate_global, *up_global; /* [] for each part that is written; swiglu takes gate_global */
-    const quern_tensor *gate_codes, *gate_scales; /* [M, 8 ceil(I/16)], [M, ceil(I/16)]; under swiglu the result's */
-    const quern_tensor *up_codes, *up_scales;     /* not under swiglu */
+    const quern_tensor *x; /* f32, f16, bf16 [M, 2 I] */
+    const quern_tensor *gate_global,
+        *up_global; /* [] for each part that is written; swiglu takes gate_global */
+    const quern_tensor *gate_codes,
+        *gate_scales; /* [M, 8 ceil(I/16)], [M, ceil(I/16)]; under swiglu the result's */
+    const quern_tensor *up_codes, *up_scales; /* not under swiglu */
 } quern_nvfp4_fused_quantize_tensors;
 #define QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_fused_quantize_tensors)
 
-QUERN_API quern_status quern_nvfp4_fused_quantize_workspace(quern_context *ctx, const quern_nvfp4_fused_quantize_params *params,
-                                                            const quern_nvfp4_fused_quantize_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_fused_quantize_params *params,
-                                                  const quern_nvfp4_fused_quantize_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_nvfp4_fused_quantize_workspace(quern_context *ctx,
+                                                            const quern_nvfp4_fused_quantize_params *params,
+                                                            const quern_nvfp4_fused_quantize_tensors *tensors,
+                                                            size_t *bytes);
+QUERN_API quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quern_exec *exec,
+                                                  const quern_nvfp4_fused_quantize_params *params,
+                                                  const quern_nvfp4_fused_quantize_tensors *tensors,
+                                                  void *workspace, size_t workspace_bytes);
 
 /*
- * MXFP4 (OCP Microscaling: E2M1 codes, a power of two for each 32) to NVFP4. Codes stay as they are, and the values too,
- * where the exponents of blocks that are not zero span at most 17 binades; blocks below that are rounded and counted.
- * An exponent byte 0xFF, or 0xFE with a code of magnitude 4 or 6, is an error.
+ * MXFP4 (OCP Microscaling: E2M1 codes, a power of two for each 32) to NVFP4. Codes stay as they are, and the
+ * values too, where the exponents of blocks that are not zero span at most 17 binades; blocks below that are
+ * rounded and counted. An exponent byte 0xFF, or 0xFE with a code of magnitude 4 or 6, is an error.
  */
 typedef struct quern_nvfp4_from_mxfp4_params {
     size_t size;
@@ -160,19 +179,24 @@ typedef struct quern_nvfp4_from_mxfp4_tensors {
 } quern_nvfp4_from_mxfp4_tensors;
 #define QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT QUERN_SIZED(quern_nvfp4_from_mxfp4_tensors)
 
-QUERN_API quern_status quern_nvfp4_from_mxfp4_workspace(quern_context *ctx, const quern_nvfp4_from_mxfp4_params *params,
-                                                        const quern_nvfp4_from_mxfp4_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_from_mxfp4_params *params,
-                                              const quern_nvfp4_from_mxfp4_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_nvfp4_from_mxfp4_workspace(quern_context *ctx,
+                                                        const quern_nvfp4_from_mxfp4_params *params,
+                                                        const quern_nvfp4_from_mxfp4_tensors *tensors,
+                                                        size_t *bytes);
+QUERN_API quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_exec *exec,
+                                              const quern_nvfp4_from_mxfp4_params *params,
+                                              const quern_nvfp4_from_mxfp4_tensors *tensors, void *workspace,
+                                              size_t workspace_bytes);
 
 /*
  * Scales between rows and the order of tensor cores. With C = ceil(columns / 4), scale (r, c) stands at byte
  *     ((r / 128) C + c / 4) 512 + (r % 32) 16 + ((r % 128) / 32) 4 + c % 4
  * of ceil(rows / 128) 128 rows of 4 C bytes; what pads them is 0.
  *   - linear [rows, columns], swizzled [bytes].
- *   - with tokens_per_expert i32 [E]: the linear rows are the experts' one after the other (they sum to at most `rows`),
- *     and each expert's begin at a multiple of 128 rows: at most rows + 127 E. An expert without rows takes none.
- *     pad_row_offsets i32 [E + 1] says where they begin. Bytes past the last are 0; linear rows past it too.
+ *   - with tokens_per_expert i32 [E]: the linear rows are the experts' one after the other (they sum to at
+ * most `rows`), and each expert's begin at a multiple of 128 rows: at most rows + 127 E. An expert without
+ * rows takes none. pad_row_offsets i32 [E + 1] says where they begin. Bytes past the last are 0; linear rows
+ * past it too.
  *   - weight: linear [E, columns, rows] (scales of codes [E, K/2, N]), swizzled [E, bytes].
  */
 typedef struct quern_nvfp4_swizzle_params {
@@ -190,22 +214,30 @@ typedef struct quern_nvfp4_swizzle_tensors {
 } quern_nvfp4_swizzle_tensors;
 #define QUERN_NVFP4_SWIZZLE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_swizzle_tensors)
 
-QUERN_API quern_status quern_nvfp4_swizzle_workspace(quern_context *ctx, const quern_nvfp4_swizzle_params *params,
-                                                     const quern_nvfp4_swizzle_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nvfp4_swizzle(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_swizzle_params *params,
-                                           const quern_nvfp4_swizzle_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_nvfp4_swizzle_workspace(quern_context *ctx,
+                                                     const quern_nvfp4_swizzle_params *params,
+                                                     const quern_nvfp4_swizzle_tensors *tensors,
+                                                     size_t *bytes);
+QUERN_API quern_status quern_nvfp4_swizzle(quern_context *ctx, const quern_exec *exec,
+                                           const quern_nvfp4_swizzle_params *params,
+                                           const quern_nvfp4_swizzle_tensors *tensors, void *workspace,
+                                           size_t workspace_bytes);
 
 /*
- * Gate and up of a weight's last dimension, [.., 2 I] in two halves, to runs of q = granularity columns that alternate:
- * gate column i stands at (i / q) 2 q + i % q, up column i at that + q. Where q does not divide I both are padded with
- * zeros first: the other tensor is [.., 2 q ceil(I / q)]. Codes, scales and biases take the same call.
+ * Gate and up of a weight's last dimension, [.., 2 I] in two halves, to runs of q = granularity columns that
+ * alternate: gate column i stands at (i / q) 2 q + i % q, up column i at that + q. Where q does not divide I
+ * both are padded with zeros first: the other tensor is [.., 2 q ceil(I / q)]. Codes, scales and biases take
+ * the same call.
  */
 typedef struct quern_nvfp4_interleave_params {
     size_t size;
     bool inverse; /* x holds runs, out halves */
     int64_t granularity;
 } quern_nvfp4_interleave_params;
-#define QUERN_NVFP4_INTERLEAVE_PARAMS_INIT {sizeof(quern_nvfp4_interleave_params), false, 8}
+#define QUERN_NVFP4_INTERLEAVE_PARAMS_INIT                                                                   \
+    {                                                                                                        \
+        sizeof(quern_nvfp4_interleave_params), false, 8                                                      \
+    }
 
 typedef struct quern_nvfp4_interleave_tensors {
     size_t size;
@@ -214,25 +246,31 @@ typedef struct quern_nvfp4_interleave_tensors {
 } quern_nvfp4_interleave_tensors;
 #define QUERN_NVFP4_INTERLEAVE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_interleave_tensors)
 
-QUERN_API quern_status quern_nvfp4_interleave_workspace(quern_context *ctx, const quern_nvfp4_interleave_params *params,
-                                                        const quern_nvfp4_interleave_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_interleave_params *params,
-                                              const quern_nvfp4_interleave_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_nvfp4_interleave_workspace(quern_context *ctx,
+                                                        const quern_nvfp4_interleave_params *params,
+                                                        const quern_nvfp4_interleave_tensors *tensors,
+                                                        size_t *bytes);
+QUERN_API quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_exec *exec,
+                                              const quern_nvfp4_interleave_params *params,
+                                              const quern_nvfp4_interleave_tensors *tensors, void *workspace,
+                                              size_t workspace_bytes);
 
 /*
  * The grouped product: C[t] = A[t] B[e] for the rows t of expert e, B in NVFP4.
  *     result = fl(acc fl(G_A G_B)) + bias + C, in f32 and in that order
- * then SwiGLU where asked, then one rounding to C's dtype, or quantisation. acc sums in f32: products of f32, f16 and bf16
- * activations with code * scale, which is exact; with A in NVFP4, or rounded to int8 (a8), exact integers within a block of
- * 16. Within a context, a row's result depends on that row alone, to the bit, whatever the other rows, the layout of B and
- * the number of threads.
+ * then SwiGLU where asked, then one rounding to C's dtype, or quantisation. acc sums in f32: products of f32,
+ * f16 and bf16 activations with code * scale, which is exact; with A in NVFP4, or rounded to int8 (a8), exact
+ * integers within a block of
+ * 16. Within a context, a row's result depends on that row alone, to the bit, whatever the other rows, the
+ * layout of B and the number of threads.
  *
- * Bound against exact arithmetic, with S the sum of |a b| and the globals, |bias| and |C|: (4 + K / 16) 2^-23 S for integer
- * products, (K + 8) 2^-24 S for others, and half a unit of the output's last place. (bf16 activations at the level
- * AVX512BF16: numbers below 2^-126 count as 0.)
+ * Bound against exact arithmetic, with S the sum of |a b| and the globals, |bias| and |C|: (4 + K / 16) 2^-23
+ * S for integer products, (K + 8) 2^-24 S for others, and half a unit of the output's last place. (bf16
+ * activations at the level AVX512BF16: numbers below 2^-126 count as 0.)
  */
 typedef enum quern_nvfp4_codes_layout {
-    QUERN_NVFP4_CODES_LINEAR = 0, /* [E, K/2, N]; a view of [E, N, K/2] with strides (., 1, K/2) is taken too */
+    QUERN_NVFP4_CODES_LINEAR =
+        0, /* [E, K/2, N]; a view of [E, N, K/2] with strides (., 1, K/2) is taken too */
     QUERN_NVFP4_CODES_K_MAJOR = 1 /* [E, N, K/2] */
 } quern_nvfp4_codes_layout;
 
@@ -242,7 +280,8 @@ typedef enum quern_nvfp4_scales_layout {
     QUERN_NVFP4_LAYOUT_SWIZZLED = 2 /* [E, bytes], as quern_nvfp4_swizzle makes of a weight's */
 } quern_nvfp4_scales_layout;
 
-/* What a product's result is: for commands and bindings, which make it. A call's c, or c_codes, says it itself. */
+/* What a product's result is: for commands and bindings, which make it. A call's c, or c_codes, says it
+ * itself. */
 typedef enum quern_nvfp4_output {
     QUERN_NVFP4_OUTPUT_INPUT = 0, /* A's dtype; f32 where A is in NVFP4 */
     QUERN_NVFP4_OUTPUT_F32 = 1,
@@ -251,37 +290,45 @@ typedef enum quern_nvfp4_output {
     QUERN_NVFP4_OUTPUT_NVFP4 = 4
 } quern_nvfp4_output;
 
-typedef enum quern_nvfp4_activation { QUERN_NVFP4_ACTIVATION_NONE = 0, QUERN_NVFP4_ACTIVATION_SWIGLU = 1 } quern_nvfp4_activation;
+typedef enum quern_nvfp4_activation {
+    QUERN_NVFP4_ACTIVATION_NONE = 0,
+    QUERN_NVFP4_ACTIVATION_SWIGLU = 1
+} quern_nvfp4_activation;
 
 typedef struct quern_nvfp4_gemm_params {
     size_t size;
     quern_nvfp4_codes_layout b_codes;
     quern_nvfp4_scales_layout b_scales;
-    int64_t n;                        /* columns of B; 0: from b_codes */
+    int64_t n; /* columns of B; 0: from b_codes */
     quern_nvfp4_global a_global_per;
-    bool a8;                          /* A, in floats, is rounded to int8 with a scale a row */
-    bool accumulate;                  /* C is added to; not with an activation, nor to a quantised output */
+    bool a8;         /* A, in floats, is rounded to int8 with a scale a row */
+    bool accumulate; /* C is added to; not with an activation, nor to a quantised output */
     quern_nvfp4_activation activation;
-    float limit, alpha, beta;         /* of SwiGLU, as for quern_nvfp4_fused_quantize */
-    int64_t granularity;              /* of gate and up in B's columns; with an activation a divisor of 32 */
-    quern_nvfp4_profile profile;      /* of a quantised output */
-    bool a_swizzled;                  /* a_scales are swizzled; true also wherever there are pad_row_offsets */
+    float limit, alpha, beta;    /* of SwiGLU, as for quern_nvfp4_fused_quantize */
+    int64_t granularity;         /* of gate and up in B's columns; with an activation a divisor of 32 */
+    quern_nvfp4_profile profile; /* of a quantised output */
+    bool a_swizzled;             /* a_scales are swizzled; true also wherever there are pad_row_offsets */
     quern_nvfp4_output output;
-    bool prepack;                     /* repack B into the workspace first: the same bits */
+    bool prepack; /* repack B into the workspace first: the same bits */
 } quern_nvfp4_gemm_params;
-#define QUERN_NVFP4_GEMM_PARAMS_INIT                                                                                   \
-    {sizeof(quern_nvfp4_gemm_params), QUERN_NVFP4_CODES_LINEAR, QUERN_NVFP4_LAYOUT_LINEAR, 0, QUERN_NVFP4_GLOBAL_TENSOR, \
-     false, false, QUERN_NVFP4_ACTIVATION_NONE, 0.0f, 1.0f, 0.0f, 8, QUERN_NVFP4_PROFILE_RNE, false, QUERN_NVFP4_OUTPUT_INPUT, false}
+#define QUERN_NVFP4_GEMM_PARAMS_INIT                                                                         \
+    {                                                                                                        \
+        sizeof(quern_nvfp4_gemm_params), QUERN_NVFP4_CODES_LINEAR, QUERN_NVFP4_LAYOUT_LINEAR, 0,             \
+            QUERN_NVFP4_GLOBAL_TENSOR, false, false, QUERN_NVFP4_ACTIVATION_NONE, 0.0f, 1.0f, 0.0f, 8,       \
+            QUERN_NVFP4_PROFILE_RNE, false, QUERN_NVFP4_OUTPUT_INPUT, false                                  \
+    }
 
 typedef struct quern_nvfp4_gemm_tensors {
     size_t size;
-    const quern_tensor *a;                  /* f32, f16, bf16 [T, K]; or */
-    const quern_tensor *a_codes, *a_scales; /* [T, K/2], [T, K/16], or with pad_row_offsets [bytes], swizzled by expert */
+    const quern_tensor *a; /* f32, f16, bf16 [T, K]; or */
+    const quern_tensor *a_codes,
+        *a_scales; /* [T, K/2], [T, K/16], or with pad_row_offsets [bytes], swizzled by expert */
     const quern_tensor *pad_row_offsets;    /* i32 [E + 1], multiples of 128; NULL: scales in rows */
     const quern_tensor *a_global;           /* [], [E], or [T]; NULL: 1 */
     const quern_tensor *b_codes, *b_scales; /* K a multiple of 16; or */
     const quern_tensor *b_repacked;         /* u8 [E, bytes], of quern_moe_prepack */
-    const quern_tensor *b_global;           /* [], [E], or [E, 2]: gate's and up's, N a multiple of 2 granularity; NULL: 1 */
+    const quern_tensor
+        *b_global; /* [], [E], or [E, 2]: gate's and up's, N a multiple of 2 granularity; NULL: 1 */
     const quern_tensor *offsets;            /* i32 [E] */
     const quern_tensor *bias;               /* f32, f16, bf16 [E, N], interleaved as B; or NULL */
     const quern_tensor *c;                  /* f32, f16, bf16 [T, N], [T, N/2] under SwiGLU; or */
@@ -295,16 +342,22 @@ typedef struct quern_nvfp4_gemm_tensors {
 
 QUERN_API quern_status quern_nvfp4_gemm_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params,
                                                   const quern_nvfp4_gemm_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_gemm_params *params,
-                                        const quern_nvfp4_gemm_tensors *tensors, void *workspace, size_t workspace_bytes);
+QUERN_API quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *exec,
+                                        const quern_nvfp4_gemm_params *params,
+                                        const quern_nvfp4_gemm_tensors *tensors, void *workspace,
+                                        size_t workspace_bytes);
 
-/* The gradient of A for frozen weights: d_a = d B^T G_B, of A in floats times G_A, too, with d = d_c or, under SwiGLU, what it
- * becomes of the product made anew. Quantised and int8 activations pass gradients straight through: d_a is then that of the
- * values that they stand for. Zeros past the last offset. */
-QUERN_API quern_status quern_nvfp4_gemm_backward_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params,
-                                                           const quern_nvfp4_gemm_tensors *tensors, size_t *bytes);
-QUERN_API quern_status quern_nvfp4_gemm_backward(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_gemm_params *params,
-                                                 const quern_nvfp4_gemm_tensors *tensors, void *workspace, size_t workspace_bytes);
+/* The gradient of A for frozen weights: d_a = d B^T G_B, of A in floats times G_A, too, with d = d_c or,
+ * under SwiGLU, what it becomes of the product made anew. Quantised and int8 activations pass gradients
+ * straight through: d_a is then that of the values that they stand for. Zeros past the last offset. */
+QUERN_API quern_status quern_nvfp4_gemm_backward_workspace(quern_context *ctx,
+                                                           const quern_nvfp4_gemm_params *params,
+                                                           const quern_nvfp4_gemm_tensors *tensors,
+                                                           size_t *bytes);
+QUERN_API quern_status quern_nvfp4_gemm_backward(quern_context *ctx, const quern_exec *exec,
+                                                 const quern_nvfp4_gemm_params *params,
+                                                 const quern_nvfp4_gemm_tensors *tensors, void *workspace,
+                                                 size_t workspace_bytes);
 
 #ifdef __cplusplus
 }

@@ -5,11 +5,12 @@
  *
  * This header stands outside the promise of a stable ABI: it may change in any release. What an operation
  * computes is said beside its function in attention.h, nsa.h and so on; here is what these functions check
- * against: which tensors and parameters there are, under which names, in which shapes, and which of them a call
- * with given parameters needs. The structs are those of the functions: `params` and `tensors` point to them.
+ * against: which tensors and parameters there are, under which names, in which shapes, and which of them a
+ * call with given parameters needs. The structs are those of the functions: `params` and `tensors` point to
+ * them.
  *
- * An operation is a forward pass and, where it has one, its backward pass, on one params struct and one tensors
- * struct. Tensors and parameters have numbers from 0 on, in the order of the structs' fields.
+ * An operation is a forward pass and, where it has one, its backward pass, on one params struct and one
+ * tensors struct. Tensors and parameters have numbers from 0 on, in the order of the structs' fields.
  */
 #ifndef QUERN_OP_H
 #define QUERN_OP_H
@@ -39,22 +40,22 @@ typedef enum quern_op_pass { QUERN_OP_FORWARD = 0, QUERN_OP_BACKWARD = 1 } quern
 
 /* Texts are in static storage. */
 typedef struct quern_op_info {
-    const char *name, *help; /* "nsa-compress" */
-    const char *group;       /* operations of one group share their parameters */
+    const char *name, *help;           /* "nsa-compress" */
+    const char *group;                 /* operations of one group share their parameters */
     quern_operation forward, backward; /* of plan.h; backward 0: there is none */
     int32_t tensor_count, param_count;
     int32_t varlen_by; /* the tensor whose presence means the shapes of a varlen batch; -1: there is none */
     size_t tensors_size, params_size; /* of the structs */
-    const char *aside; /* an option that asks for the tensors marked so; NULL: there are none */
-    bool aside_valued; /* it takes true or false */
+    const char *aside;    /* an option that asks for the tensors marked so; NULL: there are none */
+    bool aside_valued;    /* it takes true or false */
     const char *asked[4]; /* extents of results that follow from no input; NULL past the last */
 } quern_op_info;
 
 typedef struct quern_op_tensor {
     const char *name, *field; /* in files, and in the struct */
     const char *other_name;   /* in files, with some parameters (quern_op_tensor_name()); NULL: none */
-    /* "act", that of the operation's activations; "weight", act or f32; "float", f32, f16 or bf16; "f32", "i32",
-     * "i64", "u8"; "scale", u8 or e4m3; "exponent", u8 or e8m0; "stored", float or u8; "any" */
+    /* "act", that of the operation's activations; "weight", act or f32; "float", f32, f16 or bf16; "f32",
+     * "i32", "i64", "u8"; "scale", u8 or e4m3; "exponent", u8 or e8m0; "stored", float or u8; "any" */
     const char *dtype;
     int32_t gradient_of; /* or -1 */
     bool needed;    /* the forward pass needs it at default parameters, where no other tensor stands for it */
@@ -69,9 +70,9 @@ typedef struct quern_op_param {
     char name[32];     /* "block-size" */
     const char *field; /* "block_size" */
     const char *help;
-    char value[64];    /* what it takes: INT, NUMBER, true|false, or words: "mean|linear", "all|cmp,slc" */
-    char initial[64];  /* its default, as such a text */
-    bool option;       /* false: it is fixed, or follows from the tensors that are there */
+    char value[64];   /* what it takes: INT, NUMBER, true|false, or words: "mean|linear", "all|cmp,slc" */
+    char initial[64]; /* its default, as such a text */
+    bool option;      /* false: it is fixed, or follows from the tensors that are there */
 } quern_op_param;
 
 /* ---- the list ---- */
@@ -109,8 +110,8 @@ QUERN_API quern_status quern_op_follow(const quern_op *op, void *params, const v
 QUERN_API quern_status quern_op_roles(const quern_op *op, quern_op_pass pass, const void *params,
                                       const void *tensors, quern_op_role *roles);
 /* The dtype and shape, contiguous and without data, that each tensor with a role must have (a result's where
- * several are accepted: the usual one). Where inputs are absent or not accepted: an error, as the call's. `asked`:
- * the extents that info.asked names; NULL: 0. */
+ * several are accepted: the usual one). Where inputs are absent or not accepted: an error, as the call's.
+ * `asked`: the extents that info.asked names; NULL: 0. */
 QUERN_API quern_status quern_op_expect(const quern_op *op, quern_op_pass pass, const void *params,
                                        const void *tensors, const int64_t *asked, quern_tensor *expected);
 /* One extent by its name in shapes, as far as the tensors that are there and the parameters decide it. */

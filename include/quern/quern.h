@@ -10,11 +10,12 @@
  *  - The library never aborts, exits, prints, or allocates during a computation: `*_workspace()` says
  *    how many bytes a call needs, the caller hands them over and may reuse them as soon as the call
  *    (on CUDA: the stream's work) is done. Workspace needs no particular alignment.
- *  - Structs that callers fill start with `size_t size`; their `_INIT` macro sets it. A smaller struct is that of a
- *    caller compiled against an older header: the fields it lacks take their defaults. A larger one is that of a newer
- *    caller: it is accepted where every byte past this library's struct is zero.
- *  - Every operation is `(ctx, exec, params, tensors, workspace, bytes)` and has its `*_workspace(ctx, params, tensors,
- *    &bytes)`. exec NULL means the CPU, or the default stream of the tensors' device, and no status word.
+ *  - Structs that callers fill start with `size_t size`; their `_INIT` macro sets it. A smaller struct is
+ * that of a caller compiled against an older header: the fields it lacks take their defaults. A larger one is
+ * that of a newer caller: it is accepted where every byte past this library's struct is zero.
+ *  - Every operation is `(ctx, exec, params, tensors, workspace, bytes)` and has its `*_workspace(ctx,
+ * params, tensors, &bytes)`. exec NULL means the CPU, or the default stream of the tensors' device, and no
+ * status word.
  *  - Outputs may not overlap inputs or each other unless a function says so.
  */
 #ifndef QUERN_QUERN_H
@@ -47,7 +48,10 @@ template <typename T> constexpr T quern_sized()
 #define QUERN_SIZED(type) quern_sized<type>()
 extern "C" {
 #else
-#define QUERN_SIZED(type) {.size = sizeof(type)}
+#define QUERN_SIZED(type)                                                                                    \
+    {                                                                                                        \
+        .size = sizeof(type)                                                                                 \
+    }
 #endif
 
 /* What a call came to. The values are part of the ABI. */
@@ -72,10 +76,11 @@ typedef enum quern_dtype {
     QUERN_U8 = 4,
     QUERN_I64 = 5,
     QUERN_F64 = 6,
-    QUERN_E4M3 = 7,    /* 8-bit float without infinities, bias 7 (OCP OFP8; "e4m3fn" elsewhere) */
-    QUERN_E5M2 = 8,    /* 8-bit float, bias 15 (OCP OFP8) */
-    QUERN_E8M0 = 9,    /* a power of two: 2^(byte - 127), 255 is NaN (OCP MX) */
-    QUERN_E2M1X2 = 10, /* two 4-bit floats a byte, the first in the low bits; shapes and strides count bytes */
+    QUERN_E4M3 = 7, /* 8-bit float without infinities, bias 7 (OCP OFP8; "e4m3fn" elsewhere) */
+    QUERN_E5M2 = 8, /* 8-bit float, bias 15 (OCP OFP8) */
+    QUERN_E8M0 = 9, /* a power of two: 2^(byte - 127), 255 is NaN (OCP MX) */
+    QUERN_E2M1X2 =
+        10, /* two 4-bit floats a byte, the first in the low bits; shapes and strides count bytes */
     QUERN_I8 = 11,
     QUERN_I16 = 12,
     QUERN_U16 = 13,
@@ -121,7 +126,8 @@ static inline quern_tensor quern_tensor_contiguous(void *data, quern_dtype dtype
 
 /* Bytes of one element, 0 for an unknown dtype. */
 QUERN_API size_t quern_dtype_size(quern_dtype dtype);
-/* "f32", "e4m3", "e2m1x2" and so on: the enum's name in lower case; "?" for an unknown dtype. Static storage. */
+/* "f32", "e4m3", "e2m1x2" and so on: the enum's name in lower case; "?" for an unknown dtype. Static storage.
+ */
 QUERN_API const char *quern_dtype_name(quern_dtype dtype);
 /* A short English name of a status. Static storage. */
 QUERN_API const char *quern_status_name(quern_status status);
@@ -131,27 +137,28 @@ QUERN_API const char *quern_version(void);
 /*
  * A context holds what does not change between calls: the number of threads, the CPU level, the loaded
  * GPU backend. It may be used from several threads at once if each call has its own workspace. After a
- * fork the child computes on one thread, whoever used OpenMP before, but for contexts with an executor that it makes
- * itself. Where OpenMP's threads cannot be created (address space, a limit of the system), there are fewer.
- * Kernels run under the default floating-point state (round to nearest even, subnormals kept, no traps), on every
- * thread; the caller's state comes back as it was, sticky flags included.
+ * fork the child computes on one thread, whoever used OpenMP before, but for contexts with an executor that
+ * it makes itself. Where OpenMP's threads cannot be created (address space, a limit of the system), there are
+ * fewer. Kernels run under the default floating-point state (round to nearest even, subnormals kept, no
+ * traps), on every thread; the caller's state comes back as it was, sticky flags included.
  */
 typedef struct quern_context quern_context;
 
 typedef enum quern_cpu_level {
     QUERN_CPU_LEVEL_AUTO = 0, /* the best this machine has, or what QUERN_CPU names */
     QUERN_CPU_LEVEL_PORTABLE = 1,
-    QUERN_CPU_LEVEL_AVX2 = 2,       /* AVX2, FMA, F16C */
-    QUERN_CPU_LEVEL_AVX512 = 3,     /* AVX-512 F, BW, DQ, VL */
-    QUERN_CPU_LEVEL_AVX512BF16 = 4  /* the same with AVX512_BF16 and AVX512_VNNI */
+    QUERN_CPU_LEVEL_AVX2 = 2,      /* AVX2, FMA, F16C */
+    QUERN_CPU_LEVEL_AVX512 = 3,    /* AVX-512 F, BW, DQ, VL */
+    QUERN_CPU_LEVEL_AVX512BF16 = 4 /* the same with AVX512_BF16 and AVX512_VNNI */
 } quern_cpu_level;
 
 /*
- * Runs body(body_arg, index, thread) once for each index in 0 ... count - 1 and returns when all are done. `thread` is
- * in 0 ... threads - 1; no two calls that run at the same time share a thread number. Results do not depend on which
- * thread gets which index, nor on their order, and a serial loop will do. The library starts the lowest index that is
- * left at each call of body and runs what is left over itself; a call may wait for one that another thread has begun, so
- * a thread that has begun one must go on. `arg` is quern_context_params.parallel_for_arg.
+ * Runs body(body_arg, index, thread) once for each index in 0 ... count - 1 and returns when all are done.
+ * `thread` is in 0 ... threads - 1; no two calls that run at the same time share a thread number. Results do
+ * not depend on which thread gets which index, nor on their order, and a serial loop will do. The library
+ * starts the lowest index that is left at each call of body and runs what is left over itself; a call may
+ * wait for one that another thread has begun, so a thread that has begun one must go on. `arg` is
+ * quern_context_params.parallel_for_arg.
  */
 typedef void quern_parallel_for(void *arg, int32_t threads, int64_t count,
                                 void (*body)(void *body_arg, int64_t index, int32_t thread), void *body_arg);
@@ -181,8 +188,8 @@ QUERN_API quern_cpu_level quern_cpu_level_detect(void);
 
 /*
  * How a call runs. NULL in its place means every field at its default.
- * `stream` belongs to the device of the call's tensors. `status` stands on that device, shares no memory with another
- * tensor of the call, and is or-ed with QUERN_STATUS_* and never cleared.
+ * `stream` belongs to the device of the call's tensors. `status` stands on that device, shares no memory with
+ * another tensor of the call, and is or-ed with QUERN_STATUS_* and never cleared.
  */
 typedef struct quern_exec {
     size_t size;
@@ -191,14 +198,14 @@ typedef struct quern_exec {
 } quern_exec;
 #define QUERN_EXEC_INIT QUERN_SIZED(quern_exec)
 
-/* Bits of the status word: what the data of a call's inputs turned out to be. On a GPU only the kernels read it, so it
- * cannot be refused. Each operation says beside its tensors which bits it sets. */
+/* Bits of the status word: what the data of a call's inputs turned out to be. On a GPU only the kernels read
+ * it, so it cannot be refused. Each operation says beside its tensors which bits it sets. */
 enum {
     QUERN_STATUS_BAD_INDEX = 1,  /* an index list has an entry outside its range; it was skipped */
     QUERN_STATUS_BAD_GROUP = 2,  /* the same, of a list of groups */
-    QUERN_STATUS_BAD_OFFSETS = 4 /* offsets such as cu_seqlens are not 0 = c[0] <= c[1] <= ... <= rows. They were clamped
-                                  * into the tensor; a sequence that ends before it starts is empty. (On the CPU such
-                                  * offsets are refused.) */
+    QUERN_STATUS_BAD_OFFSETS = 4 /* offsets such as cu_seqlens are not 0 = c[0] <= c[1] <= ... <= rows. They
+                                  * were clamped into the tensor; a sequence that ends before it starts is
+                                  * empty. (On the CPU such offsets are refused.) */
 };
 
 /*

@@ -9,8 +9,8 @@
  *
  * Reading maps the file; tensor views point into the mapping and are read-only (a write to one is a
  * fault). They live until the file is closed. Whoever shortens a file while it is mapped gets SIGBUS:
- * replace files by rename, as quern_safetensors_save does. Finding a tensor by its name takes the logarithm of their
- * number.
+ * replace files by rename, as quern_safetensors_save does. Finding a tensor by its name takes the logarithm
+ * of their number.
  */
 #ifndef QUERN_SAFETENSORS_H
 #define QUERN_SAFETENSORS_H
@@ -28,8 +28,7 @@ typedef struct quern_safetensors quern_safetensors;
  * valid safetensors file; the sentence names the tensor and what is wrong. Close with _close. */
 QUERN_API quern_status quern_safetensors_open(const char *path, quern_safetensors **file);
 /* The same from memory, which stays the caller's and must outlive the file. */
-QUERN_API quern_status quern_safetensors_open_bytes(const void *bytes, size_t size,
-                                                    quern_safetensors **file);
+QUERN_API quern_status quern_safetensors_open_bytes(const void *bytes, size_t size, quern_safetensors **file);
 /* Unmaps and frees; NULL is allowed. */
 QUERN_API void quern_safetensors_close(quern_safetensors *file);
 
@@ -39,10 +38,10 @@ QUERN_API size_t quern_safetensors_count(const quern_safetensors *file);
 QUERN_API const char *quern_safetensors_name(const quern_safetensors *file, size_t index);
 /* True if a tensor of this name is in the file. */
 QUERN_API bool quern_safetensors_has(const quern_safetensors *file, const char *name);
-/* A contiguous CPU view of the named tensor, its data aligned to its element. The format's F8_E4M3, F8_E5M2, F8_E8M0
- * and F4 are QUERN_E4M3, QUERN_E5M2, QUERN_E8M0 and QUERN_E2M1X2; of F4 the file's shape counts elements, the view's
- * last extent bytes. No such tensor: QUERN_ERR_INVALID_ARGUMENT. F6_E2M3 and F6_E3M2, F4 of an odd last extent, or more
- * than QUERN_MAX_DIMS dimensions: QUERN_ERR_UNSUPPORTED. */
+/* A contiguous CPU view of the named tensor, its data aligned to its element. The format's F8_E4M3, F8_E5M2,
+ * F8_E8M0 and F4 are QUERN_E4M3, QUERN_E5M2, QUERN_E8M0 and QUERN_E2M1X2; of F4 the file's shape counts
+ * elements, the view's last extent bytes. No such tensor: QUERN_ERR_INVALID_ARGUMENT. F6_E2M3 and F6_E3M2, F4
+ * of an odd last extent, or more than QUERN_MAX_DIMS dimensions: QUERN_ERR_UNSUPPORTED. */
 QUERN_API quern_status quern_safetensors_get(const quern_safetensors *file, const char *name,
                                              quern_tensor *view);
 
@@ -53,7 +52,7 @@ QUERN_API const char *quern_safetensors_metadata_key(const quern_safetensors *fi
 QUERN_API const char *quern_safetensors_metadata(const quern_safetensors *file, const char *key);
 
 typedef struct quern_safetensors_item {
-    const char *name; /* UTF-8, unique, not "__metadata__" */
+    const char *name;           /* UTF-8, unique, not "__metadata__" */
     const quern_tensor *tensor; /* on the CPU; any strides */
 } quern_safetensors_item;
 
@@ -61,8 +60,8 @@ typedef struct quern_safetensors_pair {
     const char *key, *value; /* UTF-8; keys unique */
 } quern_safetensors_pair;
 
-/* Writes the tensors, streamed one after another, and the metadata as quern/file.h writes: readers of a regular file
- * see the old one or the new one, never a part. */
+/* Writes the tensors, streamed one after another, and the metadata as quern/file.h writes: readers of a
+ * regular file see the old one or the new one, never a part. */
 QUERN_API quern_status quern_safetensors_save(const char *path, const quern_safetensors_item *items,
                                               size_t count, const quern_safetensors_pair *metadata,
                                               size_t metadata_count);

@@ -12,14 +12,32 @@ typedef enum attention_op { ATTENTION_FORWARD, ATTENTION_BACKWARD, ATTENTION_OPS
 
 /* In the order of quern_attention_tensors. */
 typedef enum attention_tensor {
-    ATTENTION_Q, ATTENTION_K, ATTENTION_V, ATTENTION_CU_Q, ATTENTION_CU_KV, ATTENTION_O,
-    ATTENTION_LSE, ATTENTION_D_O, ATTENTION_D_Q, ATTENTION_D_K, ATTENTION_D_V, ATTENTION_TENSORS
+    ATTENTION_Q,
+    ATTENTION_K,
+    ATTENTION_V,
+    ATTENTION_CU_Q,
+    ATTENTION_CU_KV,
+    ATTENTION_O,
+    ATTENTION_LSE,
+    ATTENTION_D_O,
+    ATTENTION_D_Q,
+    ATTENTION_D_K,
+    ATTENTION_D_V,
+    ATTENTION_TENSORS
 } attention_tensor;
 
 /* Extents: fixed length B and N, varlen T. */
 typedef enum attention_symbol {
-    ATTENTION_B = 1, ATTENTION_B1, ATTENTION_NQ, ATTENTION_NKV, ATTENTION_TQ, ATTENTION_TKV, ATTENTION_H,
-    ATTENTION_HKV, ATTENTION_D, ATTENTION_DV
+    ATTENTION_B = 1,
+    ATTENTION_B1,
+    ATTENTION_NQ,
+    ATTENTION_NKV,
+    ATTENTION_TQ,
+    ATTENTION_TKV,
+    ATTENTION_H,
+    ATTENTION_HKV,
+    ATTENTION_D,
+    ATTENTION_DV
 } attention_symbol;
 
 typedef struct attention_call {

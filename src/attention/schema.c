@@ -46,8 +46,9 @@ static const op_param params[] = {
 static const quern_attention_params defaults = QUERN_ATTENTION_PARAMS_INIT;
 static const char *const operations[] = {"attention_forward", "attention_backward"};
 
-static const char *const symbols[] = {"", [B] = "B", [B1] = "B+1", [NQ] = "Nq", [NKV] = "Nkv", [TQ] = "Tq",
-                                      [TKV] = "Tkv", [H] = "H", [HKV] = "Hkv", [D] = "D", [DV] = "Dv", NULL};
+static const char *const symbols[] = {
+    "",        [B] = "B",     [B1] = "B+1", [NQ] = "Nq", [NKV] = "Nkv", [TQ] = "Tq", [TKV] = "Tkv",
+    [H] = "H", [HKV] = "Hkv", [D] = "D",    [DV] = "Dv", NULL};
 static const op_entry ops[] = {
     {.name = "attention",
      .help = "dense attention; with dO also its backward",

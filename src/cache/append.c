@@ -3,10 +3,12 @@
 /*
  * append.c - tokens into a cache:
  *
- *   cache_copy of each pair  ->  where blocks become whole: cache_copy of their tokens, compress, cache_copy of the entries
+ *   cache_copy of each pair  ->  where blocks become whole: cache_copy of their tokens, compress, cache_copy
+ * of the entries
  *
- * An entry has the bits of a prefill's: the compress stage gets the block's tokens alone, and where it sums overlapping
- * blocks by runs of d tokens (by a run's number modulo l/d), from an entry on whose number is a multiple of l/d.
+ * An entry has the bits of a prefill's: the compress stage gets the block's tokens alone, and where it sums
+ * overlapping blocks by runs of d tokens (by a run's number modulo l/d), from an entry on whose number is a
+ * multiple of l/d.
  */
 #include "cache/cache.h"
 
@@ -37,18 +39,26 @@ static quern_status check_tensors(const quern_cache *cache, const append_call *c
     const uint32_t act = 1u << (unsigned)p->dtype, weight = act | VIEW_F32;
     const bool linear = p->block_size > 0 && p->compress == QUERN_NSA_COMPRESS_LINEAR;
     int64_t in_k = p->dim, in_v = p->dim_v;
-    if (linear && (__builtin_mul_overflow(p->block_size, p->dim, &in_k) || __builtin_mul_overflow(p->block_size, p->dim_v, &in_v)))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "block_size %lld: its weights have more than 2^63 rows", (long long)p->block_size);
+    if (linear && (__builtin_mul_overflow(p->block_size, p->dim, &in_k) ||
+                   __builtin_mul_overflow(p->block_size, p->dim_v, &in_v)))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "block_size %lld: its weights have more than 2^63 rows",
+                         (long long)p->block_size);
     const struct {
         const char *name;
         const quern_tensor *given;
         bool accepted;
-    } extra[] = {{"k_slc", t->k_slc, p->separate_slc},  {"v_slc", t->v_slc, p->separate_slc}, {"k_win", t->k_win, p->separate_win},
-                 {"v_win", t->v_win, p->separate_win},  {"w_k", t->w_k, p->block_size > 0},   {"w_v", t->w_v, p->block_size > 0},
-                 {"pe_k", t->pe_k, linear},             {"pe_v", t->pe_v, linear}};
+    } extra[] = {{"k_slc", t->k_slc, p->separate_slc},
+                 {"v_slc", t->v_slc, p->separate_slc},
+                 {"k_win", t->k_win, p->separate_win},
+                 {"v_win", t->v_win, p->separate_win},
+                 {"w_k", t->w_k, p->block_size > 0},
+                 {"w_v", t->w_v, p->block_size > 0},
+                 {"pe_k", t->pe_k, linear},
+                 {"pe_v", t->pe_v, linear}};
     for (size_t i = 0; i < sizeof extra / sizeof *extra; i++)
         if (extra[i].given != NULL && !extra[i].accepted)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: the cache's parameters accept NULL", extra[i].name);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: the cache's parameters accept NULL",
+                             extra[i].name);
     const view_rule rules[] = {
         {"k", t->k, act, 3, {c->call.tokens, p->kv_heads, p->dim}, false, false},
         {"v", t->v, act, 3, {c->call.tokens, p->kv_heads, p->dim_v}, false, false},
@@ -64,13 +74,16 @@ static quern_status check_tensors(const quern_cache *cache, const append_call *c
     return view_check_all(rules, sizeof rules / sizeof *rules, t->k, run);
 }
 
-/* Entries from a run's first to its last one that the compress stage makes, and their tokens. `most`: the most that so many
- * tokens can come to, wherever they stand. */
-static void span_of(const quern_cache *cache, const cache_run *run, bool most, cache_run *span, cache_run *new)
+/* Entries from a run's first to its last one that the compress stage makes, and their tokens. `most`: the
+ * most that so many tokens can come to, wherever they stand. */
+static void span_of(const quern_cache *cache, const cache_run *run, bool most, cache_run *span,
+                    cache_run *new)
 {
     const quern_cache_params *p = &cache->layout.params;
-    const int64_t first = cache_entries(&cache->layout, run->first), end = cache_entries(&cache->layout, run->first + run->count);
-    const int64_t parts = p->compress == QUERN_NSA_COMPRESS_MEAN && p->stride > 0 ? p->block_size / p->stride : 1;
+    const int64_t first = cache_entries(&cache->layout, run->first),
+                  end = cache_entries(&cache->layout, run->first + run->count);
+    const int64_t parts =
+        p->compress == QUERN_NSA_COMPRESS_MEAN && p->stride > 0 ? p->block_size / p->stride : 1;
     *span = *new = (cache_run){run->sequence, 0, 0, 0};
     if (most && p->block_size > 0 && run->count > 0) {
         new->count = (run->count + p->stride - 1) / p->stride;
@@ -115,17 +128,25 @@ static void carve(const quern_cache *cache, append_call *c, bool most, arena *a)
     if (a->base != NULL) c->cu_tokens[batch] = (int32_t)c->span_tokens;
     if (c->span_tokens == 0) return;
     const size_t size = quern_dtype_size(p->dtype);
-    const int64_t rows[] = {c->span_tokens, c->span_tokens, c->span_entries, c->span_entries}, dims[] = {p->dim, p->dim_v, p->dim, p->dim_v};
+    const int64_t rows[] = {c->span_tokens, c->span_tokens, c->span_entries, c->span_entries},
+                  dims[] = {p->dim, p->dim_v, p->dim, p->dim_v};
     quern_tensor views[4];
     for (int i = 0; i < 4; i++) {
         const int64_t shape[] = {1, rows[i], p->kv_heads, dims[i]};
-        views[i] = quern_tensor_contiguous(arena_take(a, (size_t)(shape[1] * shape[2] * shape[3]) * size), p->dtype, 4, shape);
+        views[i] = quern_tensor_contiguous(arena_take(a, (size_t)(shape[1] * shape[2] * shape[3]) * size),
+                                           p->dtype, 4, shape);
     }
     const int64_t cu[] = {batch + 1};
     c->k = views[0];
     c->v = views[1];
-    c->compress = (compress_args){.seqs = {.batch = batch, .n_q = c->span_tokens, .n_kv = c->span_entries}, .kind = (compress_kind)p->compress,
-                                  .block_size = p->block_size, .stride = p->stride, .k = c->k, .v = c->v, .k_cmp = views[2], .v_cmp = views[3]};
+    c->compress = (compress_args){.seqs = {.batch = batch, .n_q = c->span_tokens, .n_kv = c->span_entries},
+                                  .kind = (compress_kind)p->compress,
+                                  .block_size = p->block_size,
+                                  .stride = p->stride,
+                                  .k = c->k,
+                                  .v = c->v,
+                                  .k_cmp = views[2],
+                                  .v_cmp = views[3]};
     c->compress.seqs.cu_q = quern_tensor_contiguous(c->cu_tokens, QUERN_I32, 1, cu);
     c->compress.seqs.cu_kv = quern_tensor_contiguous(c->cu_entries, QUERN_I32, 1, cu);
     const quern_tensor *weights[] = {c->t.w_k, c->t.w_v, c->t.pe_k, c->t.pe_v};
@@ -135,29 +156,36 @@ static void carve(const quern_cache *cache, append_call *c, bool most, arena *a)
     c->scratch = arena_take(a, STAGE_WORKSPACE(c->backend->compress_forward, &c->exec, &c->compress));
 }
 
-static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_cache *cache, const quern_cache_batch *batch,
-                         const quern_cache_tensors *tensors, bool run, append_call *c)
+static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_cache *cache,
+                         const quern_cache_batch *batch, const quern_cache_tensors *tensors, bool run,
+                         append_call *c)
 {
     quern_exec how;
     quern_status status;
     *c = (append_call){.t = QUERN_CACHE_TENSORS_INIT};
-    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = cache_check_batch(cache, batch, true, &c->call)) != QUERN_OK || (status = op_exec(exec, &how)) != QUERN_OK ||
+    if (ctx == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if ((status = cache_check_batch(cache, batch, true, &c->call)) != QUERN_OK ||
+        (status = op_exec(exec, &how)) != QUERN_OK ||
         (status = op_struct(&c->t, tensors, "tensors", "QUERN_CACHE_TENSORS_INIT")) != QUERN_OK ||
         (status = check_tensors(cache, c, run)) != QUERN_OK)
         return status;
-    if (c->t.k->device != QUERN_CPU) return error_set(QUERN_ERR_UNSUPPORTED, "k is on device %d: the cpu keeps caches", (int)c->t.k->device);
+    if (c->t.k->device != QUERN_CPU)
+        return error_set(QUERN_ERR_UNSUPPORTED, "k is on device %d: the cpu keeps caches",
+                         (int)c->t.k->device);
     c->backend = context_backend(ctx, QUERN_CPU, 0, how.stream, &c->exec);
     return c->backend != NULL ? QUERN_OK : error_status();
 }
 
-quern_status quern_cache_append_workspace(quern_context *ctx, const quern_cache *cache, const quern_cache_batch *batch,
-                                          const quern_cache_tensors *tensors, size_t *bytes)
+quern_status quern_cache_append_workspace(quern_context *ctx, const quern_cache *cache,
+                                          const quern_cache_batch *batch, const quern_cache_tensors *tensors,
+                                          size_t *bytes)
 {
     append_call c;
     const quern_status status = plan(ctx, NULL, cache, batch, tensors, false, &c);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     arena a = {NULL, 0};
     carve(cache, &c, true, &a);
     *bytes = arena_size(&a);
@@ -165,11 +193,15 @@ quern_status quern_cache_append_workspace(quern_context *ctx, const quern_cache 
 }
 
 /* Rows of one pair to their plane. */
-static quern_status append_pair(const quern_cache *cache, const append_call *c, cache_kind kind, const quern_tensor *k, const quern_tensor *v)
+static quern_status append_pair(const quern_cache *cache, const append_call *c, cache_kind kind,
+                                const quern_tensor *k, const quern_tensor *v)
 {
     const quern_tensor flat[] = {view_canonical(k), view_canonical(v)};
-    const cache_copy_args copy = {.plane = cache_plane_of(cache, kind, c->call.batch.table), .runs = c->runs, .count = c->call.batch.batch,
-                                  .k = view_with_batch(&flat[0]), .v = view_with_batch(&flat[1])};
+    const cache_copy_args copy = {.plane = cache_plane_of(cache, kind, c->call.batch.table),
+                                  .runs = c->runs,
+                                  .count = c->call.batch.batch,
+                                  .k = view_with_batch(&flat[0]),
+                                  .v = view_with_batch(&flat[1])};
     return c->backend->cache_copy.run(&c->exec, &copy, NULL);
 }
 
@@ -177,17 +209,25 @@ static quern_status append_pair(const quern_cache *cache, const append_call *c, 
 static quern_status append_entries(const quern_cache *cache, const append_call *c)
 {
     const int32_t *table = c->call.batch.table;
-    const cache_copy_args gather = {.plane = cache_plane_of(cache, CACHE_TOKENS, table), .runs = c->spans, .count = c->call.batch.batch,
-                                    .k = c->k, .v = c->v, .from_cache = true};
-    const cache_copy_args scatter = {.plane = cache_plane_of(cache, CACHE_ENTRIES, table), .runs = c->news, .count = c->call.batch.batch,
-                                     .k = c->compress.k_cmp, .v = c->compress.v_cmp};
+    const cache_copy_args gather = {.plane = cache_plane_of(cache, CACHE_TOKENS, table),
+                                    .runs = c->spans,
+                                    .count = c->call.batch.batch,
+                                    .k = c->k,
+                                    .v = c->v,
+                                    .from_cache = true};
+    const cache_copy_args scatter = {.plane = cache_plane_of(cache, CACHE_ENTRIES, table),
+                                     .runs = c->news,
+                                     .count = c->call.batch.batch,
+                                     .k = c->compress.k_cmp,
+                                     .v = c->compress.v_cmp};
     quern_status status = c->backend->cache_copy.run(&c->exec, &gather, NULL);
     if (status == QUERN_OK) status = c->backend->compress_forward.run(&c->exec, &c->compress, c->scratch);
     return status == QUERN_OK ? c->backend->cache_copy.run(&c->exec, &scatter, NULL) : status;
 }
 
-quern_status quern_cache_append(quern_context *ctx, const quern_exec *exec, quern_cache *cache, const quern_cache_batch *batch,
-                                const quern_cache_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_cache_append(quern_context *ctx, const quern_exec *exec, quern_cache *cache,
+                                const quern_cache_batch *batch, const quern_cache_tensors *tensors,
+                                void *workspace, size_t workspace_bytes)
 {
     DEFAULT_FLOAT_STATE;
     append_call c;
@@ -196,16 +236,19 @@ quern_status quern_cache_append(quern_context *ctx, const quern_exec *exec, quer
     arena size = {NULL, 0}, a = arena_on(workspace);
     carve(cache, &c, false, &size);
     if (c.span_tokens > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "counts come to %lld tokens with those of their blocks: %d are accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "counts come to %lld tokens with those of their blocks: %d are accepted",
                          (long long)c.span_tokens, INT32_MAX);
     if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&size), c.t.k)) != QUERN_OK ||
-        (status = cache_check_pages(cache, &c.call, true)) != QUERN_OK || (status = cache_claim_pages(cache, &c.call)) != QUERN_OK ||
-        c.call.tokens == 0)
+        (status = cache_check_pages(cache, &c.call, true)) != QUERN_OK ||
+        (status = cache_claim_pages(cache, &c.call)) != QUERN_OK || c.call.tokens == 0)
         return status;
     carve(cache, &c, false, &a);
     status = append_pair(cache, &c, CACHE_TOKENS, c.t.k, c.t.v);
-    if (status == QUERN_OK && c.t.k_slc != NULL) status = append_pair(cache, &c, CACHE_SLC, c.t.k_slc, c.t.v_slc);
-    if (status == QUERN_OK && c.t.k_win != NULL) status = append_pair(cache, &c, CACHE_WIN, c.t.k_win, c.t.v_win);
+    if (status == QUERN_OK && c.t.k_slc != NULL)
+        status = append_pair(cache, &c, CACHE_SLC, c.t.k_slc, c.t.v_slc);
+    if (status == QUERN_OK && c.t.k_win != NULL)
+        status = append_pair(cache, &c, CACHE_WIN, c.t.k_win, c.t.v_win);
     if (status == QUERN_OK && c.span_tokens > 0) status = append_entries(cache, &c);
     if (status != QUERN_OK) return status;
     for (int64_t i = 0; i < c.call.batch.batch; i++) {

@@ -8,7 +8,8 @@
 
 #include <inttypes.h>
 
-static const int64_t claimed = (int64_t)1 << 62; /* or-ed to an owner of this call, until all pages are checked */
+static const int64_t claimed = (int64_t)1
+                               << 62; /* or-ed to an owner of this call, until all pages are checked */
 
 /* Whether a sequence stands earlier in the batch. */
 static bool stands_before(const quern_cache_batch *b, int64_t i)
@@ -18,22 +19,27 @@ static bool stands_before(const quern_cache_batch *b, int64_t i)
     return false;
 }
 
-static quern_status check_count(const quern_cache *cache, const quern_cache_batch *b, int64_t i, bool appends, int64_t tokens)
+static quern_status check_count(const quern_cache *cache, const quern_cache_batch *b, int64_t i, bool appends,
+                                int64_t tokens)
 {
     const quern_cache_params *p = &cache->layout.params;
     const int64_t has = cache->sequences[b->sequences[i]].tokens;
     int64_t most = appends ? p->capacity - has : has;
     if (p->separate_win && p->step < most) most = p->step;
     if (b->counts[i] < 0 || b->counts[i] > most)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "counts[%" PRId64 "] is %" PRId64 ": 0 to %" PRId64 " tokens of sequence %d are accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "counts[%" PRId64 "] is %" PRId64 ": 0 to %" PRId64
+                         " tokens of sequence %d are accepted",
                          i, b->counts[i], most, b->sequences[i]);
     if (b->counts[i] > INT32_MAX - tokens)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "counts[%" PRId64 "] is %" PRId64 ": %d tokens in all are accepted", i, b->counts[i],
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "counts[%" PRId64 "] is %" PRId64 ": %d tokens in all are accepted", i, b->counts[i],
                          INT32_MAX);
     return QUERN_OK;
 }
 
-quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch *given, bool appends, cache_call *call)
+quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch *given, bool appends,
+                               cache_call *call)
 {
     *call = (cache_call){.batch = QUERN_CACHE_BATCH_INIT};
     quern_cache_batch *b = &call->batch;
@@ -42,8 +48,9 @@ quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch
     if (status != QUERN_OK) return status;
     const quern_cache_params *p = &cache->layout.params;
     if (b->batch < 0 || b->batch > p->sequences)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "batch is %" PRId64 ": 0 to the cache's %" PRId64 " sequences are accepted", b->batch,
-                         p->sequences);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "batch is %" PRId64 ": 0 to the cache's %" PRId64 " sequences are accepted",
+                         b->batch, p->sequences);
     if (b->batch > 0 && (b->sequences == NULL || b->counts == NULL))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: an array of batch entries is needed",
                          b->sequences == NULL ? "sequences" : "counts");
@@ -52,10 +59,12 @@ quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch
                          p->page != 0 ? "a paged cache needs one" : "a contiguous cache takes none");
     for (int64_t i = 0; i < b->batch; i++) {
         if (b->sequences[i] < 0 || b->sequences[i] >= p->sequences)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequences[%" PRId64 "] is %d: 0 to %" PRId64 " is accepted", i, b->sequences[i],
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "sequences[%" PRId64 "] is %d: 0 to %" PRId64 " is accepted", i, b->sequences[i],
                              p->sequences - 1);
         if (stands_before(b, i))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequences[%" PRId64 "] is %d again: each is accepted once", i, b->sequences[i]);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "sequences[%" PRId64 "] is %d again: each is accepted once", i, b->sequences[i]);
         if ((status = check_count(cache, b, i, appends, call->tokens)) != QUERN_OK) return status;
         call->tokens += b->counts[i];
     }
@@ -74,8 +83,9 @@ quern_status cache_check_pages(const quern_cache *cache, const cache_call *call,
             for (int64_t c = first; c < first + blocks; c++)
                 if (row[c] < 0 || row[c] >= l->params.pages)
                     return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                                     "table[%" PRId64 "][%" PRId64 "] is %d: a page of the pool, 0 to %" PRId64 ", is accepted", sequence, c,
-                                     row[c], l->params.pages - 1);
+                                     "table[%" PRId64 "][%" PRId64
+                                     "] is %d: a page of the pool, 0 to %" PRId64 ", is accepted",
+                                     sequence, c, row[c], l->params.pages - 1);
         }
     }
     return QUERN_OK;
@@ -97,8 +107,8 @@ static quern_status claim(quern_cache *cache, const int32_t *table, int64_t sequ
     }
     if (taken)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "table[%" PRId64 "][%" PRId64 "] is page %" PRId64 ", which table[%" PRId64 "][%" PRId64
-                         "] writes: each page is written in one place",
+                         "table[%" PRId64 "][%" PRId64 "] is page %" PRId64 ", which table[%" PRId64
+                         "][%" PRId64 "] writes: each page is written in one place",
                          sequence, column, page, other / l->columns, other % l->columns);
     cache->owner[page] = mine | claimed;
     return QUERN_OK;
@@ -116,10 +126,12 @@ static quern_status each_written(quern_cache *cache, const cache_call *call, boo
 {
     const cache_layout *l = &cache->layout;
     for (int64_t i = 0; i < call->batch.batch; i++) {
-        const int64_t sequence = call->batch.sequences[i], from = cache->sequences[sequence].tokens, to = from + call->batch.counts[i];
+        const int64_t sequence = call->batch.sequences[i], from = cache->sequences[sequence].tokens,
+                      to = from + call->batch.counts[i];
         for (int kind = 0; kind < CACHE_KINDS; kind++) {
             const bool entries = kind == CACHE_ENTRIES;
-            const int64_t first = entries ? cache_entries(l, from) : from, end = entries ? cache_entries(l, to) : to;
+            const int64_t first = entries ? cache_entries(l, from) : from,
+                          end = entries ? cache_entries(l, to) : to;
             if (l->blocks[kind] == 0 || first == end) continue;
             for (int64_t block = first / CACHE_BLOCK; block <= (end - 1) / CACHE_BLOCK; block++) {
                 const int64_t column = l->column[kind] + (kind == CACHE_WIN ? block % l->ring : block);

@@ -14,8 +14,8 @@ static const uint64_t cache_magic = 0x65686361436e5551; /* "QUnCache" */
 
 static quern_status out_of_range(const char *name, int64_t given, int64_t least, int64_t most)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.%s is %lld: %lld to %lld is accepted", name, (long long)given,
-                     (long long)least, (long long)most);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.%s is %lld: %lld to %lld is accepted", name,
+                     (long long)given, (long long)least, (long long)most);
 }
 
 static quern_status check_range(const char *name, int64_t given, int64_t least, int64_t most)
@@ -26,8 +26,8 @@ static quern_status check_range(const char *name, int64_t given, int64_t least, 
 static quern_status check_dim(const char *name, int64_t dim)
 {
     if (dim >= 8 && dim <= 256 && dim % 8 == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.%s is %lld: a multiple of 8 from 8 to 256 is accepted", name,
-                     (long long)dim);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "params.%s is %lld: a multiple of 8 from 8 to 256 is accepted", name, (long long)dim);
 }
 
 /* The compression's fields; resolves the stride. */
@@ -37,11 +37,12 @@ static quern_status check_compression(quern_cache_params *p)
     if (status != QUERN_OK) return status;
     if (p->stride == 0) p->stride = p->block_size;
     if (p->stride < 1 || p->block_size % p->stride != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.stride is %lld: a divisor of block_size %lld is accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "params.stride is %lld: a divisor of block_size %lld is accepted",
                          (long long)p->stride, (long long)p->block_size);
     if (p->compress != QUERN_NSA_COMPRESS_MEAN && p->compress != QUERN_NSA_COMPRESS_LINEAR)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.compress is %d: 0 (mean) or 1 (linear) is accepted",
-                         (int)p->compress);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "params.compress is %d: 0 (mean) or 1 (linear) is accepted", (int)p->compress);
     if (!p->separate_win) return QUERN_OK;
     status = check_range("window", p->window, 1, INT32_MAX);
     return status == QUERN_OK ? check_range("step", p->step, 1, INT32_MAX) : status;
@@ -62,10 +63,15 @@ static quern_status check_params(const quern_cache_params *given, quern_cache_pa
                   {"kv_heads", p->kv_heads, 1, INT32_MAX},
                   {"capacity", p->capacity, 1, INT32_MAX}};
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
-        if ((status = check_range(ranges[i].name, ranges[i].given, ranges[i].least, ranges[i].most)) != QUERN_OK) return status;
-    if ((status = check_dim("dim", p->dim)) != QUERN_OK || (status = check_dim("dim_v", p->dim_v)) != QUERN_OK) return status;
+        if ((status = check_range(ranges[i].name, ranges[i].given, ranges[i].least, ranges[i].most)) !=
+            QUERN_OK)
+            return status;
+    if ((status = check_dim("dim", p->dim)) != QUERN_OK ||
+        (status = check_dim("dim_v", p->dim_v)) != QUERN_OK)
+        return status;
     if (p->page != 0 && p->page != QUERN_CACHE_PAGE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.page is %lld: 0 (contiguous) or 64 is accepted", (long long)p->page);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.page is %lld: 0 (contiguous) or 64 is accepted",
+                         (long long)p->page);
     if (p->page != 0 && (status = check_range("pages", p->pages, 1, INT32_MAX)) != QUERN_OK) return status;
     if (p->block_size != 0) return check_compression(p);
     p->stride = p->window = p->step = 0;
@@ -94,7 +100,8 @@ quern_status cache_layout_of(const quern_cache_params *params, cache_layout *lay
     const quern_status status = check_params(params, &l.params);
     if (status != QUERN_OK) return status;
     const quern_cache_params *p = &l.params;
-    if (p->separate_win) l.ring = (p->window + QUERN_CACHE_ROLLBACK_MOST + p->step + CACHE_BLOCK - 1) / CACHE_BLOCK;
+    if (p->separate_win)
+        l.ring = (p->window + QUERN_CACHE_ROLLBACK_MOST + p->step + CACHE_BLOCK - 1) / CACHE_BLOCK;
     for (int i = 0; i < CACHE_KINDS; i++) {
         l.blocks[i] = cache_blocks(&l, (cache_kind)i, p->capacity);
         l.column[i] = l.columns;
@@ -103,24 +110,29 @@ quern_status cache_layout_of(const quern_cache_params *params, cache_layout *lay
     l.block_bytes = CACHE_BLOCK * (p->dim + p->dim_v) * (int64_t)quern_dtype_size(p->dtype);
     int64_t blocks = p->pages, bytes, owners, numbers;
     bool fits = p->page != 0 || !__builtin_mul_overflow(p->sequences, l.columns, &blocks);
-    fits = fits && !__builtin_mul_overflow(blocks, p->kv_heads, &bytes) && !__builtin_mul_overflow(bytes, l.block_bytes, &bytes);
+    fits = fits && !__builtin_mul_overflow(blocks, p->kv_heads, &bytes) &&
+           !__builtin_mul_overflow(bytes, l.block_bytes, &bytes);
     fits = fits && !__builtin_mul_overflow(p->sequences, l.columns, &owners);
     fits = fits && !__builtin_mul_overflow(p->sequences, (int64_t)sizeof(cache_length), &numbers);
     if (!fits)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "params: %lld sequences of %lld tokens, %lld heads: fewer than 2^63 bytes are accepted",
-                         (long long)p->sequences, (long long)p->capacity, (long long)p->kv_heads);
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "params: %lld sequences of %lld tokens, %lld heads: fewer than 2^63 bytes are accepted",
+            (long long)p->sequences, (long long)p->capacity, (long long)p->kv_heads);
     l.rows_bytes = (size_t)bytes;
-    l.memory_bytes = sizeof(quern_cache) + (size_t)numbers + (p->page != 0 ? (size_t)p->pages * sizeof(int64_t) : 0) + ARENA_ALIGN - 1;
+    l.memory_bytes = sizeof(quern_cache) + (size_t)numbers +
+                     (p->page != 0 ? (size_t)p->pages * sizeof(int64_t) : 0) + ARENA_ALIGN - 1;
     *layout = l;
     return QUERN_OK;
 }
 
 quern_status cache_check(const quern_cache *cache)
 {
-    if (cache == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache is NULL: one of quern_cache_create() is needed");
+    if (cache == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache is NULL: one of quern_cache_create() is needed");
     if (cache->magic != cache_magic)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache is no cache: one of quern_cache_create() is accepted");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "cache is no cache: one of quern_cache_create() is accepted");
     return QUERN_OK;
 }
 
@@ -137,27 +149,31 @@ quern_status quern_cache_size(const quern_cache_params *params, size_t *memory_b
     return QUERN_OK;
 }
 
-quern_status quern_cache_create(const quern_cache_params *params, void *memory, size_t memory_bytes, void *rows, size_t rows_bytes,
-                                quern_cache **cache)
+quern_status quern_cache_create(const quern_cache_params *params, void *memory, size_t memory_bytes,
+                                void *rows, size_t rows_bytes, quern_cache **cache)
 {
     cache_layout layout;
     const quern_status status = cache_layout_of(params, &layout);
     if (status != QUERN_OK) return status;
-    if (cache == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache is NULL: a place for the cache is needed");
+    if (cache == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache is NULL: a place for the cache is needed");
     const struct {
         const char *name;
         const void *at;
         size_t given, needed;
-    } places[] = {{"memory", memory, memory_bytes, layout.memory_bytes}, {"rows", rows, rows_bytes, layout.rows_bytes}};
+    } places[] = {{"memory", memory, memory_bytes, layout.memory_bytes},
+                  {"rows", rows, rows_bytes, layout.rows_bytes}};
     for (int i = 0; i < 2; i++) {
         if (places[i].at == NULL && places[i].needed > 0)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: %zu bytes are needed", places[i].name, places[i].needed);
-        if (places[i].given < places[i].needed)
-            return error_set(QUERN_ERR_WORKSPACE, "%s has %zu bytes: at least %zu are accepted", places[i].name, places[i].given,
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: %zu bytes are needed", places[i].name,
                              places[i].needed);
+        if (places[i].given < places[i].needed)
+            return error_set(QUERN_ERR_WORKSPACE, "%s has %zu bytes: at least %zu are accepted",
+                             places[i].name, places[i].given, places[i].needed);
     }
     if ((uintptr_t)rows % quern_dtype_size(layout.params.dtype) != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "rows is %p: a multiple of the element's %zu bytes is accepted", rows,
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "rows is %p: a multiple of the element's %zu bytes is accepted", rows,
                          quern_dtype_size(layout.params.dtype));
     quern_cache *c = (quern_cache *)(void *)arena_on(memory).base;
     *c = (quern_cache){.magic = cache_magic, .layout = layout, .rows = rows};
@@ -174,8 +190,8 @@ static quern_status check_sequence(const quern_cache *cache, int64_t sequence)
     const quern_status status = cache_check(cache);
     if (status != QUERN_OK) return status;
     if (sequence >= 0 && sequence < cache->layout.params.sequences) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence is %lld: 0 to %lld is accepted", (long long)sequence,
-                     (long long)cache->layout.params.sequences - 1);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence is %lld: 0 to %lld is accepted",
+                     (long long)sequence, (long long)cache->layout.params.sequences - 1);
 }
 
 quern_status quern_cache_length(const quern_cache *cache, int64_t sequence, int64_t *tokens, int64_t *entries)
@@ -191,13 +207,17 @@ quern_status quern_cache_held(const quern_cache *cache, int64_t *bytes)
 {
     const quern_status status = cache_check(cache);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     const cache_layout *l = &cache->layout;
     int64_t rows = 0;
     for (int64_t s = 0; s < l->params.sequences; s++) {
-        const int64_t n = cache->sequences[s].tokens, entries = cache_entries(l, n), ring = l->ring * CACHE_BLOCK;
-        const int64_t held[CACHE_KINDS] = {n, entries, l->params.separate_slc ? n : 0, l->params.separate_win ? (n < ring ? n : ring) : 0};
-        for (int i = 0; i < CACHE_KINDS; i++) rows += l->params.page != 0 ? cache_blocks(l, (cache_kind)i, n) * CACHE_BLOCK : held[i];
+        const int64_t n = cache->sequences[s].tokens, entries = cache_entries(l, n),
+                      ring = l->ring * CACHE_BLOCK;
+        const int64_t held[CACHE_KINDS] = {n, entries, l->params.separate_slc ? n : 0,
+                                           l->params.separate_win ? (n < ring ? n : ring) : 0};
+        for (int i = 0; i < CACHE_KINDS; i++)
+            rows += l->params.page != 0 ? cache_blocks(l, (cache_kind)i, n) * CACHE_BLOCK : held[i];
     }
     *bytes = rows * l->params.kv_heads * (l->block_bytes / CACHE_BLOCK);
     return QUERN_OK;
@@ -213,7 +233,8 @@ quern_status quern_cache_rollback(quern_cache *cache, int64_t sequence, int64_t 
     const int64_t room = s->tokens - (s->most - QUERN_CACHE_ROLLBACK_MOST);
     if (l->params.separate_win && room < most) most = room;
     if (n < 0 || n > most)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is %lld: 0 to %lld of sequence %lld's %lld tokens are accepted", (long long)n,
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "n is %lld: 0 to %lld of sequence %lld's %lld tokens are accepted", (long long)n,
                          (long long)most, (long long)sequence, (long long)s->tokens);
     s->tokens -= n;
     return QUERN_OK;
@@ -231,7 +252,8 @@ cache_plane cache_plane_of(const quern_cache *cache, cache_kind kind, const int3
 {
     const cache_layout *l = &cache->layout;
     const quern_cache_params *p = &l->params;
-    cache_plane plane = {.data = cache->rows, .dim = p->dim, .dim_v = p->dim_v, .kv_heads = p->kv_heads, .dtype = p->dtype};
+    cache_plane plane = {
+        .data = cache->rows, .dim = p->dim, .dim_v = p->dim_v, .kv_heads = p->kv_heads, .dtype = p->dtype};
     plane.ring = kind == CACHE_WIN ? l->ring : 0;
     if (p->page != 0) {
         plane.table = table + l->column[kind];
@@ -263,7 +285,8 @@ quern_status quern_cache_columns_of(const quern_cache_params *params, quern_cach
     return QUERN_OK;
 }
 
-quern_status quern_cache_pages_of(const quern_cache_params *params, int64_t tokens, quern_cache_columns *pages)
+quern_status quern_cache_pages_of(const quern_cache_params *params, int64_t tokens,
+                                  quern_cache_columns *pages)
 {
     cache_layout l;
     quern_cache_columns c = QUERN_CACHE_COLUMNS_INIT;
@@ -271,8 +294,8 @@ quern_status quern_cache_pages_of(const quern_cache_params *params, int64_t toke
     if (status == QUERN_OK) status = op_struct(&c, pages, "pages", "QUERN_CACHE_COLUMNS_INIT");
     if (status != QUERN_OK) return status;
     if (tokens < 0 || tokens > l.params.capacity)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tokens is %lld: 0 to the capacity %lld is accepted", (long long)tokens,
-                         (long long)l.params.capacity);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tokens is %lld: 0 to the capacity %lld is accepted",
+                         (long long)tokens, (long long)l.params.capacity);
     c.tokens = cache_blocks(&l, CACHE_TOKENS, tokens);
     c.entries = cache_blocks(&l, CACHE_ENTRIES, tokens);
     c.slc = cache_blocks(&l, CACHE_SLC, tokens);

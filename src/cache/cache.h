@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* cache.h - a cache of keys and values inside the library: its kinds of rows (planes), what its memory holds, and a call's
- * batch as stages take it. */
+/* cache.h - a cache of keys and values inside the library: its kinds of rows (planes), what its memory holds,
+ * and a call's batch as stages take it. */
 #ifndef QUERN_CACHE_CACHE_H
 #define QUERN_CACHE_CACHE_H
 
@@ -13,11 +13,11 @@ typedef enum cache_kind { CACHE_TOKENS, CACHE_ENTRIES, CACHE_SLC, CACHE_WIN, CAC
 
 /* What follows from the parameters. */
 typedef struct cache_layout {
-    quern_cache_params params; /* defaults resolved; without compression its fields are 0 */
-    int64_t blocks[CACHE_KINDS];  /* of a sequence, at most; 0: the cache has no such rows */
+    quern_cache_params params;   /* defaults resolved; without compression its fields are 0 */
+    int64_t blocks[CACHE_KINDS]; /* of a sequence, at most; 0: the cache has no such rows */
     int64_t column[CACHE_KINDS], columns;
-    int64_t ring;                 /* blocks of the ring */
-    int64_t block_bytes;          /* of one head */
+    int64_t ring;        /* blocks of the ring */
+    int64_t block_bytes; /* of one head */
     size_t memory_bytes, rows_bytes;
 } cache_layout;
 
@@ -26,8 +26,8 @@ struct quern_cache {
     cache_layout layout;
     char *rows;
     cache_length *sequences;
-    /* [pages]: who wrote it last, as sequence * columns + column, or -1. It still does where the sequence has tokens there and
-     * its table names the page there. */
+    /* [pages]: who wrote it last, as sequence * columns + column, or -1. It still does where the sequence has
+     * tokens there and its table names the page there. */
     int64_t *owner;
 };
 
@@ -47,7 +47,8 @@ int64_t cache_blocks(const cache_layout *layout, cache_kind kind, int64_t n);
 cache_plane cache_plane_of(const quern_cache *cache, cache_kind kind, const int32_t *table);
 
 /* Checks the batch. `appends`: counts are tokens to come, else tokens that are there. */
-quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch *given, bool appends, cache_call *call);
+quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch *given, bool appends,
+                               cache_call *call);
 /* Checks that the pages of the batch's sequences are in the pool. */
 quern_status cache_check_pages(const quern_cache *cache, const cache_call *call, bool appends);
 /* Makes those that an append writes its sequences' own, or refuses: then nothing has changed. */

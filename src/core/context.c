@@ -52,7 +52,8 @@ static quern_status level_from_environment(quern_cpu_level *level)
 quern_status quern_context_create(const quern_context_params *params, quern_context **ctx)
 {
     quern_context_params p = QUERN_CONTEXT_PARAMS_INIT;
-    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: a place for the context is needed");
+    if (ctx == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: a place for the context is needed");
     if (params != NULL) {
         const quern_status status = op_struct(&p, params, "params", "QUERN_CONTEXT_PARAMS_INIT");
         if (status != QUERN_OK) return status;
@@ -62,8 +63,9 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
                          p.threads, MAX_THREADS);
     quern_cpu_level best = quern_cpu_level_detect(), level = p.cpu_level;
     if (level < QUERN_CPU_LEVEL_AUTO || level > QUERN_CPU_LEVEL_AVX512BF16)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.cpu_level is %d: 0 (automatic) to %d is accepted",
-                         (int)level, QUERN_CPU_LEVEL_AVX512BF16);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "params.cpu_level is %d: 0 (automatic) to %d is accepted", (int)level,
+                         QUERN_CPU_LEVEL_AVX512BF16);
     if (level == QUERN_CPU_LEVEL_AUTO) {
         quern_status status = level_from_environment(&level);
         if (status != QUERN_OK) return status;
@@ -104,13 +106,20 @@ quern_cpu_level quern_context_cpu_level(const quern_context *ctx)
     return ctx->cpu_level;
 }
 
-const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id,
-                                     void *stream, stage_exec *exec)
+const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id, void *stream,
+                                     stage_exec *exec)
 {
     const quern_cuda_plugin *plugin = device == QUERN_CUDA ? plugin_for(device_id) : NULL;
     if (device == QUERN_CUDA && plugin == NULL) return NULL;
-    *exec = (stage_exec){.device = device, .device_id = device_id, .threads = ctx->threads, .parallel_for = ctx->parallel_for,
-                         .parallel_for_arg = ctx->parallel_for_arg, .forks = ctx->forks, .cpu_level = ctx->cpu_level, .stream = stream, .gemm = ctx->kept};
+    *exec = (stage_exec){.device = device,
+                         .device_id = device_id,
+                         .threads = ctx->threads,
+                         .parallel_for = ctx->parallel_for,
+                         .parallel_for_arg = ctx->parallel_for_arg,
+                         .forks = ctx->forks,
+                         .cpu_level = ctx->cpu_level,
+                         .stream = stream,
+                         .gemm = ctx->kept};
     if (plugin != NULL && plugin->properties(device_id, exec) != QUERN_OK) return NULL;
     return plugin != NULL ? plugin->backend : &quern_backend_cpu;
 }

@@ -17,7 +17,7 @@ struct quern_context {
 
 /* The backend for `device`, and an exec for it in *exec. Sets the error, with its status, and returns
  * NULL where there is none. */
-const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id,
-                                     void *stream, stage_exec *exec);
+const quern_backend *context_backend(quern_context *ctx, quern_device device, int32_t device_id, void *stream,
+                                     stage_exec *exec);
 
 #endif

@@ -16,10 +16,10 @@ static uint64_t xgetbv0(void)
 
 quern_cpu_level quern_cpu_level_detect(void)
 {
-    enum { OSXSAVE = 1 << 27, AVX = 1 << 28, FMA = 1 << 12, F16C = 1 << 29 };  /* leaf 1 ecx */
-    enum { AVX2 = 1 << 5, F = 1 << 16, DQ = 1 << 17, BW = 1 << 30 };           /* leaf 7 ebx */
-    enum { VNNI = 1 << 11 };                                                   /* leaf 7 ecx */
-    const uint32_t vl = 1u << 31, bf16 = 1u << 5;                              /* leaf 7 ebx; leaf 7.1 eax */
+    enum { OSXSAVE = 1 << 27, AVX = 1 << 28, FMA = 1 << 12, F16C = 1 << 29 }; /* leaf 1 ecx */
+    enum { AVX2 = 1 << 5, F = 1 << 16, DQ = 1 << 17, BW = 1 << 30 };          /* leaf 7 ebx */
+    enum { VNNI = 1 << 11 };                                                  /* leaf 7 ecx */
+    const uint32_t vl = 1u << 31, bf16 = 1u << 5;                             /* leaf 7 ebx; leaf 7.1 eax */
     const uint64_t ymm_state = 0x6, zmm_state = 0xe6;
     uint32_t a, b, c, d, features, extended, a1;
     if (!__get_cpuid(1, &a, &b, &features, &d)) return QUERN_CPU_LEVEL_PORTABLE;
@@ -30,7 +30,8 @@ quern_cpu_level quern_cpu_level_detect(void)
     if ((xcr0 & ymm_state) != ymm_state || !(extended & AVX2)) return QUERN_CPU_LEVEL_PORTABLE;
     const uint32_t avx512 = F | DQ | BW | vl;
     if ((xcr0 & zmm_state) != zmm_state || (extended & avx512) != avx512) return QUERN_CPU_LEVEL_AVX2;
-    if (!(c & VNNI) || !__get_cpuid_count(7, 1, &a1, &b, &c, &d) || !(a1 & bf16)) return QUERN_CPU_LEVEL_AVX512;
+    if (!(c & VNNI) || !__get_cpuid_count(7, 1, &a1, &b, &c, &d) || !(a1 & bf16))
+        return QUERN_CPU_LEVEL_AVX512;
     return QUERN_CPU_LEVEL_AVX512BF16;
 }
 #else

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * float_state.h - the floating-point state of a thread while it computes for the library: round to nearest even, keep
- * subnormals, trap nothing. A caller may have set any other (a debugger's traps, an audio program's flush to zero); its
- * state, the sticky flags included, comes back as it was.
+ * float_state.h - the floating-point state of a thread while it computes for the library: round to nearest
+ * even, keep subnormals, trap nothing. A caller may have set any other (a debugger's traps, an audio
+ * program's flush to zero); its state, the sticky flags included, comes back as it was.
  */
 #ifndef QUERN_CORE_FLOAT_STATE_H
 #define QUERN_CORE_FLOAT_STATE_H
@@ -45,6 +45,8 @@ static inline void float_state_leave(const float_state *callers)
 #endif
 
 /* From here to the end of the block. Stands first in every operation that computes. */
-#define DEFAULT_FLOAT_STATE const float_state callers_float_state __attribute__((cleanup(float_state_leave), unused)) = float_state_enter()
+#define DEFAULT_FLOAT_STATE                                                                                  \
+    const float_state callers_float_state __attribute__((cleanup(float_state_leave), unused)) =              \
+        float_state_enter()
 
 #endif

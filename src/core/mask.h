@@ -3,9 +3,9 @@
 /*
  * mask.h - which keys a query sees: one text for the code of the host and of the device.
  *
- * Keys are tokens, or entries that stand for blocks of tokens: entry e for tokens [e stride, e stride + block_size).
- * The keys that a query sees are an interval whose ends never fall from query to query; under ATTEND_BLOCKS a list says
- * which of its blocks count.
+ * Keys are tokens, or entries that stand for blocks of tokens: entry e for tokens [e stride, e stride +
+ * block_size). The keys that a query sees are an interval whose ends never fall from query to query; under
+ * ATTEND_BLOCKS a list says which of its blocks count.
  */
 #ifndef QUERN_CORE_MASK_H
 #define QUERN_CORE_MASK_H
@@ -32,8 +32,9 @@ typedef enum entry_visibility { ENTRY_COMPLETE = 0, ENTRY_STARTED = 1 } entry_vi
 typedef struct key_mask {
     int32_t kind; /* attend_mask */
     bool causal;
-    int32_t visibility;         /* COMPRESSED: entry_visibility */
-    int64_t window;             /* RANGE; 0: none. Causal: so many keys, the query's own last; else window / 2 to either side */
+    int32_t visibility; /* COMPRESSED: entry_visibility */
+    int64_t window; /* RANGE; 0: none. Causal: so many keys, the query's own last; else window / 2 to either
+                       side */
     int64_t query_offset;       /* RANGE: query 0's position; -1: the last query is at the last key. Else 0 */
     int64_t block_size, stride; /* COMPRESSED */
 } key_mask;
@@ -71,7 +72,8 @@ MASK_FUNCTION key_range mask_keys(const key_mask *m, int64_t nq, int64_t nk, int
         }
     } else if (m->kind == ATTEND_COMPRESSED) {
         if (m->causal) {
-            const int64_t newest = m->visibility == ENTRY_COMPLETE ? query - m->block_size + 1 : query; /* first token */
+            const int64_t newest =
+                m->visibility == ENTRY_COMPLETE ? query - m->block_size + 1 : query; /* first token */
             end = newest < 0 ? 0 : newest / m->stride + 1;
         }
     } else if (m->causal) {

@@ -107,8 +107,8 @@ typedef struct op_mode {
     int8_t param, by[4];
 } op_mode;
 
-/* Another name, in an operation's files and options, of the tensor or parameter of a field. `when`: the field of
- * a flag that must be set; NULL: always. */
+/* Another name, in an operation's files and options, of the tensor or parameter of a field. `when`: the field
+ * of a flag that must be set; NULL: always. */
 typedef struct op_rename {
     const char *field, *name, *when;
 } op_rename;
@@ -154,7 +154,8 @@ typedef struct op_call {
 } op_call;
 enum { OP_ALIGN_MOST = 64 };
 
-/* What a call would run: its stages in the order of their first runs, with the kernels that each would choose. */
+/* What a call would run: its stages in the order of their first runs, with the kernels that each would
+ * choose. */
 enum { OP_STEPS_MAX = 16 };
 typedef struct op_step {
     const char *stage;
@@ -170,7 +171,7 @@ typedef struct op_steps {
 typedef struct op_frame {
     stage_exec exec;
     op_steps *listed; /* not NULL: stages are listed here, not run */
-    bool asked; /* for the status word */
+    bool asked;       /* for the status word */
     uintptr_t base[OP_TENSORS_MAX + 2];
 } op_frame;
 
@@ -195,7 +196,7 @@ typedef struct op_family {
     quern_status (*check_params)(op_call *call); /* each is in its range; resolves defaults */
     /* May put views of the family's own in place of the caller's; NULL: it does not. */
     void (*adapt)(op_call *call, const quern_tensor **given);
-    void (*roles)(op_call *call);                /* of every tensor, by parameters and `given` */
+    void (*roles)(op_call *call); /* of every tensor, by parameters and `given` */
     quern_status (*refuse)(const op_call *call, int32_t tensor); /* sets the error: why OP_REFUSED */
     quern_status (*derive)(op_call *call);                       /* like, symbols */
     /* Writes an index tensor that follows from the others; NULL: none does. */

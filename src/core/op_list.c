@@ -154,8 +154,10 @@ static void note_around(op_call *call, quern_op_pass pass, int32_t from, quern_o
         if (fixed != NULL && strcmp(p->field, fixed) == 0) continue;
         for (int32_t i = 0; other_value(p, i, &value); i++) {
             op_param_store(p, params, value);
-            call->given = all, note_roles(call, pass, false, false, tensors);
-            call->given = nothing, note_roles(call, pass, false, false, tensors);
+            call->given = all;
+            note_roles(call, pass, false, false, tensors);
+            call->given = nothing;
+            note_roles(call, pass, false, false, tensors);
             if (from == 0) note_around(call, pass, k + 1, tensors, fixed); /* pairs */
         }
         op_param_store(p, params, before);

@@ -95,7 +95,8 @@ static void place_attend_gate(attend_gate_args *args, const op_frame *frame)
 static void list_step(op_steps *steps, const char *stage, const char *kernel)
 {
     int32_t i = 0;
-    while (i < steps->count && (steps->step[i].stage != stage || strcmp(steps->step[i].kernel, kernel) != 0)) i++;
+    while (i < steps->count && (steps->step[i].stage != stage || strcmp(steps->step[i].kernel, kernel) != 0))
+        i++;
     if (i == OP_STEPS_MAX) return;
     op_step *step = &steps->step[i];
     if (i == steps->count) {
@@ -120,7 +121,8 @@ quern_status op_list(const op_call *call, op_steps *steps)
         static const char own_name[] = #stage;                                                               \
         if (frame->listed != NULL) {                                                                         \
             char kernel[STAGE_NAME_BYTES] = "";                                                              \
-            if (call->backend->stage.kernel != NULL) call->backend->stage.kernel(&frame->exec, args, kernel); \
+            if (call->backend->stage.kernel != NULL)                                                         \
+                call->backend->stage.kernel(&frame->exec, args, kernel);                                     \
             list_step(frame->listed, own_name, kernel);                                                      \
             return QUERN_OK;                                                                                 \
         }                                                                                                    \

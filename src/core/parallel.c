@@ -3,17 +3,18 @@
 /*
  * parallel.c - hands out indices to a team of threads.
  *
- * Indices are tickets: whoever is called takes the next one, whatever index the executor names. So they start in rising
- * order on any executor, none runs twice or is left out, and a body may wait for a lower index, which some thread is
- * working on.
+ * Indices are tickets: whoever is called takes the next one, whatever index the executor names. So they start
+ * in rising order on any executor, none runs twice or is left out, and a body may wait for a lower index,
+ * which some thread is working on.
  *
  * OpenMP has two habits that a guest cannot afford.
- *   - A child of fork that enters a parallel region waits for its parent's threads. So a child computes on one thread,
- *     whoever used OpenMP before the fork: the library is told of forks from when it is loaded.
- *   - Where a thread cannot be created, libgomp ends the process. So before it is asked for a larger team than it has,
- *     as many threads are created here and joined again, with one to spare; where that fails, the team is smaller. (What
- *     other threads of the process take in between cannot be known.) libgomp keeps a team for each thread that calls,
- *     and ends its surplus threads when asked for a smaller one; so a thread's teams all have one size.
+ *   - A child of fork that enters a parallel region waits for its parent's threads. So a child computes on
+ * one thread, whoever used OpenMP before the fork: the library is told of forks from when it is loaded.
+ *   - Where a thread cannot be created, libgomp ends the process. So before it is asked for a larger team
+ * than it has, as many threads are created here and joined again, with one to spare; where that fails, the
+ * team is smaller. (What other threads of the process take in between cannot be known.) libgomp keeps a team
+ * for each thread that calls, and ends its surplus threads when asked for a smaller one; so a thread's teams
+ * all have one size.
  */
 #include "core/parallel.h"
 
@@ -79,7 +80,8 @@ static void *stand_by(void *gate)
     return NULL;
 }
 
-/* Stacks of the size that OMP_STACKSIZE asks for (a number and B, K, M or G; K where none stands), as libgomp's. */
+/* Stacks of the size that OMP_STACKSIZE asks for (a number and B, K, M or G; K where none stands), as
+ * libgomp's. */
 static void set_stack(pthread_attr_t *attr)
 {
     const char *text = getenv("OMP_STACKSIZE");
@@ -87,7 +89,10 @@ static void set_stack(pthread_attr_t *attr)
     size_t bytes = text != NULL ? strtoul(text, &unit, 10) : 0;
     if (bytes == 0) return;
     while (*unit == ' ') unit++;
-    bytes <<= *unit == 'B' || *unit == 'b' ? 0 : *unit == 'M' || *unit == 'm' ? 20 : *unit == 'G' || *unit == 'g' ? 30 : 10;
+    bytes <<= *unit == 'B' || *unit == 'b'   ? 0
+              : *unit == 'M' || *unit == 'm' ? 20
+              : *unit == 'G' || *unit == 'g' ? 30
+                                             : 10;
     pthread_attr_setstacksize(attr, bytes);
 }
 
@@ -108,7 +113,8 @@ static int32_t creatable(int32_t wanted)
     return n;
 }
 
-/* The team that OpenMP can make of this thread, at most `wanted`: one more thread is created than it lacks. */
+/* The team that OpenMP can make of this thread, at most `wanted`: one more thread is created than it lacks.
+ */
 static int32_t team_of(int32_t wanted)
 {
     static _Thread_local int32_t had = 1, refused; /* refused: calls until more is tried again */
@@ -143,9 +149,9 @@ void parallel_for(const stage_exec *exec, int64_t count, parallel_body *body, vo
     ticket_roll roll = {body, arg, count, exec->threads, 0};
     if (count > 1 && exec->threads > 1) {
         if (exec->parallel_for != NULL && exec->forks == parallel_forks())
-            exec->parallel_for(exec->parallel_for_arg, exec->threads < count ? exec->threads : (int32_t)count, count, take_one, &roll);
-        else if (exec->parallel_for == NULL && parallel_forks() == 0)
-            run_openmp(&roll);
+            exec->parallel_for(exec->parallel_for_arg, exec->threads < count ? exec->threads : (int32_t)count,
+                               count, take_one, &roll);
+        else if (exec->parallel_for == NULL && parallel_forks() == 0) run_openmp(&roll);
     }
     take_all(&roll, 0);
 }

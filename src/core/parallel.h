@@ -1,19 +1,20 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* parallel.h - the one parallel loop of the library: on the caller's executor where there is one, else by OpenMP. */
+/* parallel.h - the one parallel loop of the library: on the caller's executor where there is one, else by
+ * OpenMP. */
 #ifndef QUERN_CORE_PARALLEL_H
 #define QUERN_CORE_PARALLEL_H
 
 #include "stages/stage.h"
 
-/* Calls body(arg, index, thread) once for each index in [0, count), thread in [0, exec->threads), under the default
- * floating-point state. Indices are started one by one in rising order (put the longest work first), so a body may wait
- * for a lower index; which thread gets which is open, so results must not depend on it. */
+/* Calls body(arg, index, thread) once for each index in [0, count), thread in [0, exec->threads), under the
+ * default floating-point state. Indices are started one by one in rising order (put the longest work first),
+ * so a body may wait for a lower index; which thread gets which is open, so results must not depend on it. */
 typedef void parallel_body(void *arg, int64_t index, int32_t thread);
 void parallel_for(const stage_exec *exec, int64_t count, parallel_body *body, void *arg);
 
-/* How many forks lie between this process and the one that loaded the library. An executor from before the last of them
- * (exec->forks) has lost its threads and is not used. */
+/* How many forks lie between this process and the one that loaded the library. An executor from before the
+ * last of them (exec->forks) has lost its threads and is not used. */
 int32_t parallel_forks(void);
 
 #endif

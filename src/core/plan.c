@@ -67,7 +67,8 @@ quern_status quern_plan_run(const quern_plan *plan, const quern_exec *exec, void
 }
 
 /* Adds to a text of `bytes` bytes that holds *used. */
-__attribute__((format(printf, 4, 5))) static void add(char *text, size_t bytes, size_t *used, const char *format, ...)
+__attribute__((format(printf, 4, 5))) static void add(char *text, size_t bytes, size_t *used,
+                                                      const char *format, ...)
 {
     if (*used >= bytes) return;
     va_list list;

@@ -3,8 +3,8 @@
 /*
  * plugin.c - libquern_cuda at run time, and cuda.h over its table.
  *
- * The loaded table never changes, so a reader needs one atomic load. A failed attempt is not remembered: the next call
- * tries again. The library stays loaded until the process ends, for its kernels may be running.
+ * The loaded table never changes, so a reader needs one atomic load. A failed attempt is not remembered: the
+ * next call tries again. The library stays loaded until the process ends, for its kernels may be running.
  */
 #include "core/plugin.h"
 
@@ -42,13 +42,16 @@ static const quern_cuda_plugin *load(void)
     bool static_program = false;
     (void)dl_iterate_phdr(is_static, &static_program);
     if (static_program) { /* the backend would bring a second C library into it */
-        error_set(QUERN_ERR_DEVICE, "device cuda: this program is linked statically: one that is linked to shared libraries can load " LIBRARY);
+        error_set(QUERN_ERR_DEVICE, "device cuda: this program is linked statically: one that is linked to "
+                                    "shared libraries can load " LIBRARY);
         return NULL;
     }
     void *library = library_open(LIBRARY, "QUERN_CUDA_LIBRARY", &here);
     if (library == NULL) {
         const char *why = dlerror();
-        error_set(QUERN_ERR_DEVICE, "device cuda: no backend (%s): " LIBRARY " beside libquern, or named by QUERN_CUDA_LIBRARY, is needed",
+        error_set(QUERN_ERR_DEVICE,
+                  "device cuda: no backend (%s): " LIBRARY
+                  " beside libquern, or named by QUERN_CUDA_LIBRARY, is needed",
                   TEXT_NAME(why != NULL ? why : "not found"));
         return NULL;
     }
@@ -56,9 +59,13 @@ static const quern_cuda_plugin *load(void)
     void *symbol = dlsym(library, QUERN_CUDA_PLUGIN_SYMBOL);
     memcpy(&entry, &symbol, sizeof entry); /* ISO C has no cast from an object's to a function's pointer */
     const quern_cuda_plugin *plugin = entry != NULL ? entry(error_set) : NULL;
-    if (plugin != NULL && plugin->build_id == build_id() && strcmp(plugin->version, quern_version()) == 0) return plugin;
-    error_set(QUERN_ERR_DEVICE, "device cuda: the backend that was found is of another build (id %016llx): that of quern %s with id %016llx is needed",
-              plugin != NULL ? (unsigned long long)plugin->build_id : 0, quern_version(), (unsigned long long)build_id());
+    if (plugin != NULL && plugin->build_id == build_id() && strcmp(plugin->version, quern_version()) == 0)
+        return plugin;
+    error_set(QUERN_ERR_DEVICE,
+              "device cuda: the backend that was found is of another build (id %016llx): that of quern %s "
+              "with id %016llx is needed",
+              plugin != NULL ? (unsigned long long)plugin->build_id : 0, quern_version(),
+              (unsigned long long)build_id());
     dlclose(library);
     return NULL;
 }
@@ -69,7 +76,8 @@ static const quern_cuda_plugin *plugin_get(void)
     if (plugin != NULL) return plugin;
     pthread_mutex_lock(&lock);
     plugin = atomic_load_explicit(&loaded, memory_order_relaxed);
-    if (plugin == NULL && (plugin = load()) != NULL) atomic_store_explicit(&loaded, plugin, memory_order_release);
+    if (plugin == NULL && (plugin = load()) != NULL)
+        atomic_store_explicit(&loaded, plugin, memory_order_release);
     pthread_mutex_unlock(&lock);
     return plugin;
 }
@@ -90,7 +98,8 @@ quern_status plugin_check_pointer(const void *p, quern_device device, int32_t de
     const quern_cuda_plugin *plugin = NULL;
     if (device != QUERN_CPU) {
         if ((plugin = plugin_for(device_id)) == NULL) return error_status();
-    } else if ((plugin = atomic_load_explicit(&loaded, memory_order_acquire)) == NULL || !atomic_load_explicit(&usable[0], memory_order_relaxed)) {
+    } else if ((plugin = atomic_load_explicit(&loaded, memory_order_acquire)) == NULL ||
+               !atomic_load_explicit(&usable[0], memory_order_relaxed)) {
         return QUERN_OK;
     }
     return plugin->check_pointer(p, device, device_id, name);
@@ -100,7 +109,8 @@ quern_status plugin_check_pointer(const void *p, quern_device device, int32_t de
 
 static quern_status need(const void *p, const char *name)
 {
-    return p != NULL ? QUERN_OK : error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed", name);
+    return p != NULL ? QUERN_OK
+                     : error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a pointer is needed", name);
 }
 
 quern_status quern_cuda_check(int32_t device)
@@ -128,9 +138,9 @@ quern_status quern_cuda_device_get(int32_t device, quern_cuda_device *info)
 }
 
 /* The rest: a pointer that may not be NULL, the device, the table's row. */
-#define FORWARD(pointer, row, ...)                                                    \
-    const quern_status status = need(pointer, #pointer);                              \
-    const quern_cuda_plugin *plugin = status == QUERN_OK ? plugin_for(device) : NULL; \
+#define FORWARD(pointer, row, ...)                                                                           \
+    const quern_status status = need(pointer, #pointer);                                                     \
+    const quern_cuda_plugin *plugin = status == QUERN_OK ? plugin_for(device) : NULL;                        \
     return plugin != NULL ? plugin->row(device, __VA_ARGS__) : error_status()
 
 quern_status quern_cuda_allocate(int32_t device, size_t bytes, void **p)
@@ -147,7 +157,8 @@ quern_status quern_cuda_free(int32_t device, void *p)
 quern_status quern_cuda_copy(int32_t device, void *to, const void *from, size_t bytes, void *stream)
 {
     if (bytes == 0) return QUERN_OK;
-    if (from == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "from is NULL: %zu bytes are to be read", bytes);
+    if (from == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "from is NULL: %zu bytes are to be read", bytes);
     FORWARD(to, copy, to, from, bytes, stream);
 }
 
@@ -197,6 +208,8 @@ quern_status quern_cuda_event_record(int32_t device, void *event, void *stream)
 
 quern_status quern_cuda_event_elapsed(int32_t device, void *from, void *to, double *ms)
 {
-    if (from == NULL || to == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: an event is needed", from == NULL ? "from" : "to");
+    if (from == NULL || to == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: an event is needed",
+                         from == NULL ? "from" : "to");
     FORWARD(ms, event_elapsed, from, to, ms);
 }

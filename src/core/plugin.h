@@ -6,10 +6,11 @@
 
 #include "cuda_plugin.h"
 
-/* The plugin, loaded by the first call, for a `device` that can compute; NULL with the error set where one is missing. */
+/* The plugin, loaded by the first call, for a `device` that can compute; NULL with the error set where one is
+ * missing. */
 const quern_cuda_plugin *plugin_for(int32_t device);
-/* Whether `p`, not NULL, is memory of the device that its tensor names. Host memory is looked at only once the plugin
- * is loaded. */
+/* Whether `p`, not NULL, is memory of the device that its tensor names. Host memory is looked at only once
+ * the plugin is loaded. */
 quern_status plugin_check_pointer(const void *p, quern_device device, int32_t device_id, const char *name);
 
 #endif

@@ -261,10 +261,11 @@ quern_status view_check_ends(const int32_t *ends, int64_t count, const char *nam
     for (int64_t e = 0; e < count; e++) {
         const int32_t before = e > 0 ? ends[e - 1] : 0;
         if (ends[e] < before)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name, (long long)e, ends[e], before);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name,
+                             (long long)e, ends[e], before);
         if (ends[e] > rows)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d: at most the %lld rows are accepted", name, (long long)e, ends[e],
-                             (long long)rows);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d: at most the %lld rows are accepted",
+                             name, (long long)e, ends[e], (long long)rows);
     }
     return QUERN_OK;
 }
@@ -273,10 +274,13 @@ quern_status view_check_globals(const void *data, const quern_tensor *view, cons
 {
     for (int64_t i = 0; i < view_elements(view); i++) {
         int64_t at = 0, rest = i;
-        for (int32_t d = view->ndim - 1; d >= 0; rest /= view->shape[d], d--) at += rest % view->shape[d] * view->strides[d];
+        for (int32_t d = view->ndim - 1; d >= 0; rest /= view->shape[d], d--)
+            at += rest % view->shape[d] * view->strides[d];
         const float g = ((const float *)data)[at];
         if (!(g > 0.0f) || isinf(g))
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %g: a global above 0 and finite is accepted", name, (long long)i, (double)g);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "%s[%lld] is %g: a global above 0 and finite is accepted", name, (long long)i,
+                             (double)g);
     }
     return QUERN_OK;
 }

@@ -13,9 +13,9 @@ enum { GEMM_DEPTH = 4096 }; /* a sum is cut here, whoever computes it */
 
 /* A full tile of a product, and how its operands stand. dtype f32, or bf16 where the level has mm_bf16. A is
  * [m][lda], or [k][lda] if transposed (f32 only). The columns of B come in panels, as attention_kernels.h has
- * them: row p, column j at j / panel * panel_stride + p * ldb + j % panel; panel_stride = panel is a plain matrix.
- * ldb and panel_stride count f32 or words of two bf16 neighbours along k (k then is even); lda counts elements.
- * C is f32 [m][ldc]; n rounded up to 16 columns of B are readable and of C writable. */
+ * them: row p, column j at j / panel * panel_stride + p * ldb + j % panel; panel_stride = panel is a plain
+ * matrix. ldb and panel_stride count f32 or words of two bf16 neighbours along k (k then is even); lda counts
+ * elements. C is f32 [m][ldc]; n rounded up to 16 columns of B are readable and of C writable. */
 typedef struct gemm_shape {
     quern_dtype dtype;
     int64_t m, n, k, lda;
@@ -33,7 +33,8 @@ typedef struct gemm {
 /* A product made ready. Makes oneDNN's primitives on first use of a shape and keeps them with the context. */
 gemm gemm_plan(const stage_exec *exec, const gemm_shape *shape);
 /* m, n, k are those of the shape or, at an end, less. Runs on the calling thread alone. */
-void gemm_run(const gemm *g, int64_t m, int64_t n, int64_t k, const void *a, const void *b, float *c, bool accumulate, void *scratch);
+void gemm_run(const gemm *g, int64_t m, int64_t n, int64_t k, const void *a, const void *b, float *c,
+              bool accumulate, void *scratch);
 
 /* What a context keeps: primitives by shape. */
 typedef struct gemm_cache {

@@ -7,5 +7,6 @@
 
 void cpu_name_kernels(char text[STAGE_NAME_BYTES], const char *operation, bool bf16, quern_cpu_level level)
 {
-    snprintf(text, STAGE_NAME_BYTES, "%s_%s_%s", operation, bf16 ? "bf16" : "f32", quern_cpu_level_name(level));
+    snprintf(text, STAGE_NAME_BYTES, "%s_%s_%s", operation, bf16 ? "bf16" : "f32",
+             quern_cpu_level_name(level));
 }

@@ -3,13 +3,14 @@
 /*
  * stage_gemm.c - the gemm stage: dense products by attention's micro-kernel.
  *
- * oneDNN is not asked: it takes full tiles and leaves the rest to the micro-kernel, so that a row's bits would depend on
- * how many rows there are. Here each element of c is the sum over k in one order, whatever m, and as exact.
+ * oneDNN is not asked: it takes full tiles and leaves the rest to the micro-kernel, so that a row's bits
+ * would depend on how many rows there are. Here each element of c is the sum over k in one order, whatever m,
+ * and as exact.
  *
- * b is packed once into panels of 64 columns; where there are few rows, and b is f32 and stands row by row, it is read
- * as it is. A task is 96 rows by 256 columns: its tile of c (96 KiB) and 128 columns of a (48 KiB) stay in the caches
- * while the panels pass. a is converted to f32 by task, or multiplied as bf16 where b is bf16 too and the level has the
- * instruction. Limit: FMA, or with few rows the bandwidth of reading b.
+ * b is packed once into panels of 64 columns; where there are few rows, and b is f32 and stands row by row,
+ * it is read as it is. A task is 96 rows by 256 columns: its tile of c (96 KiB) and 128 columns of a (48 KiB)
+ * stay in the caches while the panels pass. a is converted to f32 by task, or multiplied as bf16 where b is
+ * bf16 too and the level has the instruction. Limit: FMA, or with few rows the bandwidth of reading b.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
@@ -23,9 +24,9 @@ typedef struct gemm_job {
     const gemm_args *args;
     const attention_kernels *kernels;
     int64_t m, n, k, tiles_n;
-    bool pairs;             /* bf16 products */
-    const float *b;         /* panels, or the caller's rows */
-    float *packed;          /* NULL: b is the caller's */
+    bool pairs;     /* bf16 products */
+    const float *b; /* panels, or the caller's rows */
+    float *packed;  /* NULL: b is the caller's */
     int64_t ldb, panel_stride;
     char *scratch; /* a thread's: a tile of c, rows of a */
     size_t scratch_bytes;
@@ -39,8 +40,8 @@ static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
     job.n = args->c.shape[1];
     job.k = args->a_transposed ? args->a.shape[0] : args->a.shape[1];
     job.tiles_n = (job.n + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    job.pairs = job.kernels->mm_bf16 != NULL && args->a.dtype == QUERN_BF16 && b->dtype == QUERN_BF16 && !args->a_transposed && !args->b_transposed &&
-                job.k % 2 == 0;
+    job.pairs = job.kernels->mm_bf16 != NULL && args->a.dtype == QUERN_BF16 && b->dtype == QUERN_BF16 &&
+                !args->a_transposed && !args->b_transposed && job.k % 2 == 0;
     if (job.m <= FEW_ROWS && b->dtype == QUERN_F32 && !args->b_transposed && job.n % 16 == 0) {
         job.b = b->data;
         job.ldb = b->strides[0];
@@ -48,7 +49,9 @@ static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
     } else {
         job.ldb = job.kernels->panel;
         job.panel_stride = round_up(job.pairs ? job.k / 2 : job.k, 64) * job.kernels->panel;
-        job.b = job.packed = arena_take(a, (size_t)(round_up(job.n, job.kernels->panel) / job.kernels->panel * job.panel_stride) * sizeof(float));
+        job.b = job.packed = arena_take(
+            a, (size_t)(round_up(job.n, job.kernels->panel) / job.kernels->panel * job.panel_stride) *
+                   sizeof(float));
     }
     job.scratch_bytes = (TILE_ROWS * TILE_COLUMNS + TILE_ROWS * DEPTH) * sizeof(float);
     job.scratch = arena_take(a, job.scratch_bytes * (size_t)exec->threads);
@@ -66,27 +69,33 @@ static void pack_part(void *arg, int64_t index, int32_t thread)
     (void)thread;
     const gemm_job *job = arg;
     const quern_tensor *b = &job->args->b;
-    const int64_t panel = job->kernels->panel, pieces = (job->k + DEPTH - 1) / DEPTH, p = index % pieces * DEPTH;
+    const int64_t panel = job->kernels->panel, pieces = (job->k + DEPTH - 1) / DEPTH,
+                  p = index % pieces * DEPTH;
     const int64_t depth = job->k - p < DEPTH ? job->k - p : DEPTH;
     if (job->args->b_transposed) {
         const int64_t first = index / pieces * panel, left = job->n - first;
-        const row_source src = {element(b, first, p), b->dtype, b->strides[0], left < panel ? left : panel, depth};
-        job->kernels->pack_keys_f32(&src, (int32_t)panel, job->packed + index / pieces * job->panel_stride + p * panel);
+        const row_source src = {element(b, first, p), b->dtype, b->strides[0], left < panel ? left : panel,
+                                depth};
+        job->kernels->pack_keys_f32(&src, (int32_t)panel,
+                                    job->packed + index / pieces * job->panel_stride + p * panel);
         return;
     }
     const row_source src = {element(b, p, 0), b->dtype, b->strides[0], depth, job->n};
     float *to = job->packed + (job->pairs ? p / 2 : p) * panel;
-    if (job->pairs) job->kernels->pack_values_bf16(&src, (int32_t)panel, (uint32_t *)(void *)to, job->panel_stride);
+    if (job->pairs)
+        job->kernels->pack_values_bf16(&src, (int32_t)panel, (uint32_t *)(void *)to, job->panel_stride);
     else job->kernels->pack_values_f32(&src, (int32_t)panel, to, job->panel_stride);
 }
 
-/* Where the product finds columns p ... p + depth - 1 of `rows` rows of a, and in which steps (4-byte words). */
+/* Where the product finds columns p ... p + depth - 1 of `rows` rows of a, and in which steps (4-byte words).
+ */
 typedef struct operand {
     const void *data;
     int64_t row, k;
 } operand;
 
-static operand rows_of_a(const gemm_job *job, int64_t row, int64_t rows, int64_t p, int64_t depth, float *copy)
+static operand rows_of_a(const gemm_job *job, int64_t row, int64_t rows, int64_t p, int64_t depth,
+                         float *copy)
 {
     const quern_tensor *a = &job->args->a;
     const bool across = job->args->a_transposed;
@@ -96,14 +105,18 @@ static operand rows_of_a(const gemm_job *job, int64_t row, int64_t rows, int64_t
         job->kernels->pack_rows_bf16(&src, (uint16_t *)(void *)copy, DEPTH);
         return (operand){copy, DEPTH / 2, 1};
     }
-    if (a->dtype == QUERN_F32) return (operand){first, across ? 1 : a->strides[0], across ? a->strides[0] : 1};
-    const int64_t lines = across ? depth : rows, n = across ? rows : depth, step = a->strides[0] * (int64_t)quern_dtype_size(a->dtype);
+    if (a->dtype == QUERN_F32)
+        return (operand){first, across ? 1 : a->strides[0], across ? a->strides[0] : 1};
+    const int64_t lines = across ? depth : rows, n = across ? rows : depth,
+                  step = a->strides[0] * (int64_t)quern_dtype_size(a->dtype);
     const int64_t ld = across ? TILE_ROWS : DEPTH;
-    for (int64_t i = 0; i < lines; i++) job->kernels->rows->convert(first + i * step, a->dtype, copy + i * ld, QUERN_F32, n);
+    for (int64_t i = 0; i < lines; i++)
+        job->kernels->rows->convert(first + i * step, a->dtype, copy + i * ld, QUERN_F32, n);
     return (operand){copy, across ? 1 : ld, across ? ld : 1};
 }
 
-static void store_tile(const gemm_job *job, const float *tile, int64_t row, int64_t rows, int64_t column, int64_t columns)
+static void store_tile(const gemm_job *job, const float *tile, int64_t row, int64_t rows, int64_t column,
+                       int64_t columns)
 {
     const quern_tensor *c = &job->args->c;
     for (int64_t i = 0; i < rows; i++) {
@@ -117,16 +130,21 @@ static void store_tile(const gemm_job *job, const float *tile, int64_t row, int6
 static void product_tile(void *arg, int64_t index, int32_t thread)
 {
     const gemm_job *job = arg;
-    const int64_t row = index / job->tiles_n * TILE_ROWS, column = index % job->tiles_n * TILE_COLUMNS, panel = job->kernels->panel;
-    const int64_t rows = job->m - row < TILE_ROWS ? job->m - row : TILE_ROWS, columns = job->n - column < TILE_COLUMNS ? job->n - column : TILE_COLUMNS;
-    float *tile = (float *)(void *)(job->scratch + (size_t)thread * job->scratch_bytes), *copy = tile + TILE_ROWS * TILE_COLUMNS;
+    const int64_t row = index / job->tiles_n * TILE_ROWS, column = index % job->tiles_n * TILE_COLUMNS,
+                  panel = job->kernels->panel;
+    const int64_t rows = job->m - row < TILE_ROWS ? job->m - row : TILE_ROWS,
+                  columns = job->n - column < TILE_COLUMNS ? job->n - column : TILE_COLUMNS;
+    float *tile = (float *)(void *)(job->scratch + (size_t)thread * job->scratch_bytes),
+          *copy = tile + TILE_ROWS * TILE_COLUMNS;
     mm_kernel *mm = job->pairs ? job->kernels->mm_bf16 : job->kernels->mm_f32;
     for (int64_t p = 0; p == 0 || p < job->k; p += DEPTH) {
         const int64_t depth = job->k - p < DEPTH ? job->k - p : DEPTH, words = job->pairs ? depth / 2 : depth;
         const operand a = rows_of_a(job, row, rows, p, depth, copy);
         for (int64_t j = 0; j < columns; j += panel) {
-            const float *b = job->b + (column + j) / panel * job->panel_stride + (job->pairs ? p / 2 : p) * job->ldb;
-            mm(rows, columns - j < panel ? columns - j : panel, words, a.data, a.row, a.k, b, job->ldb, tile + j, TILE_COLUMNS, p > 0);
+            const float *b =
+                job->b + (column + j) / panel * job->panel_stride + (job->pairs ? p / 2 : p) * job->ldb;
+            mm(rows, columns - j < panel ? columns - j : panel, words, a.data, a.row, a.k, b, job->ldb,
+               tile + j, TILE_COLUMNS, p > 0);
         }
     }
     store_tile(job, tile, row, rows, column, columns);

@@ -23,13 +23,15 @@ size_t cpu_compress_workspace(const stage_exec *exec, const compress_args *args)
 quern_status cpu_compress(const stage_exec *exec, const compress_args *args, void *workspace);
 size_t cpu_compress_backward_workspace(const stage_exec *exec, const compress_args *args);
 quern_status cpu_compress_backward(const stage_exec *exec, const compress_args *args, void *workspace);
-void cpu_compress_backward_kernel(const stage_exec *exec, const compress_args *args, char text[STAGE_NAME_BYTES]);
+void cpu_compress_backward_kernel(const stage_exec *exec, const compress_args *args,
+                                  char text[STAGE_NAME_BYTES]);
 
 void cpu_select_kernel(const stage_exec *exec, const select_args *args, char text[STAGE_NAME_BYTES]);
 size_t cpu_select_workspace(const stage_exec *exec, const select_args *args);
 quern_status cpu_select(const stage_exec *exec, const select_args *args, void *workspace);
 
-void cpu_attend_gate_kernel(const stage_exec *exec, const attend_gate_args *args, char text[STAGE_NAME_BYTES]);
+void cpu_attend_gate_kernel(const stage_exec *exec, const attend_gate_args *args,
+                            char text[STAGE_NAME_BYTES]);
 size_t cpu_attend_gate_workspace(const stage_exec *exec, const attend_gate_args *args);
 quern_status cpu_attend_gate(const stage_exec *exec, const attend_gate_args *args, void *workspace);
 
@@ -42,7 +44,8 @@ quern_status cpu_convert(const stage_exec *exec, const convert_args *args, void 
 void cpu_convert_kernel(const stage_exec *exec, const convert_args *args, char text[STAGE_NAME_BYTES]);
 
 quern_status cpu_list_convert(const stage_exec *exec, const list_convert_args *args, void *workspace);
-void cpu_list_convert_kernel(const stage_exec *exec, const list_convert_args *args, char text[STAGE_NAME_BYTES]);
+void cpu_list_convert_kernel(const stage_exec *exec, const list_convert_args *args,
+                             char text[STAGE_NAME_BYTES]);
 
 quern_status cpu_validate_lists(const stage_exec *exec, const validate_lists_args *args, void *workspace);
 

@@ -19,20 +19,29 @@ quern_status cuda_report(cudaError_t code, const char *what)
 {
     if (code == cudaSuccess) return QUERN_OK;
     (void)cudaGetLastError(); /* leave nothing pending behind */
-    const quern_status status = code == cudaErrorMemoryAllocation ? QUERN_ERR_OUT_OF_MEMORY
-                                : code == cudaErrorNoKernelImageForDevice || code == cudaErrorUnsupportedPtxVersion ? QUERN_ERR_UNSUPPORTED
-                                                                                                                 : QUERN_ERR_DEVICE;
+    const quern_status status =
+        code == cudaErrorMemoryAllocation ? QUERN_ERR_OUT_OF_MEMORY
+        : code == cudaErrorNoKernelImageForDevice || code == cudaErrorUnsupportedPtxVersion
+            ? QUERN_ERR_UNSUPPORTED
+            : QUERN_ERR_DEVICE;
     return report(status, "cuda, %s: %s", what, cudaGetErrorString(code));
 }
 
 /* A stage by its variants. It runs on the device of its tensors, whatever the thread's current one is. */
 template <typename Args, const variants<Args> &all> struct by_variants {
-    static bool supports(const stage_exec *exec, const Args *args, char why[STAGE_WHY_BYTES]) { return choose(all, exec, args, why) != NULL; }
-    static size_t workspace(const stage_exec *exec, const Args *args) { return workspace_of(all, exec, args); }
+    static bool supports(const stage_exec *exec, const Args *args, char why[STAGE_WHY_BYTES])
+    {
+        return choose(all, exec, args, why) != NULL;
+    }
+    static size_t workspace(const stage_exec *exec, const Args *args)
+    {
+        return workspace_of(all, exec, args);
+    }
     static quern_status run(const stage_exec *exec, const Args *args, void *workspace)
     {
         const device_scope scope(exec->device_id);
-        return scope.code != cudaSuccess ? cuda_report(scope.code, "choosing the device") : run_chosen(all, exec, args, workspace);
+        return scope.code != cudaSuccess ? cuda_report(scope.code, "choosing the device")
+                                         : run_chosen(all, exec, args, workspace);
     }
     static void kernel(const stage_exec *exec, const Args *args, char text[STAGE_NAME_BYTES])
     {
@@ -69,12 +78,30 @@ static const quern_backend backend = {
 #define TEXT2(x) #x
 #define TEXT(x) TEXT2(x)
 
-extern "C" __attribute__((visibility("default"))) const quern_cuda_plugin *quern_cuda_backend(quern_status (*set)(quern_status, const char *, ...))
+extern "C" __attribute__((visibility("default"))) const quern_cuda_plugin *
+quern_cuda_backend(quern_status (*set)(quern_status, const char *, ...))
 {
     static const quern_cuda_plugin plugin = {
-        build_id(), TEXT(QUERN_VERSION_MAJOR) "." TEXT(QUERN_VERSION_MINOR) "." TEXT(QUERN_VERSION_PATCH),
-        &backend, device_check, device_properties, device_check_pointer, device_count, device_info, device_allocate, device_free, device_copy, device_fill,
-        stream_create, stream_destroy, stream_synchronize, stream_query, event_create, event_destroy, event_record, event_elapsed};
+        build_id(),
+        TEXT(QUERN_VERSION_MAJOR) "." TEXT(QUERN_VERSION_MINOR) "." TEXT(QUERN_VERSION_PATCH),
+        &backend,
+        device_check,
+        device_properties,
+        device_check_pointer,
+        device_count,
+        device_info,
+        device_allocate,
+        device_free,
+        device_copy,
+        device_fill,
+        stream_create,
+        stream_destroy,
+        stream_synchronize,
+        stream_query,
+        event_create,
+        event_destroy,
+        event_record,
+        event_elapsed};
     report = set;
     return &plugin;
 }

@@ -17,12 +17,15 @@ quern_status device_count(int32_t *count)
 {
     int driver = 0, n = 0;
     cudaError_t code = cudaDriverGetVersion(&driver);
-    if (code == cudaSuccess && driver == 0) return REPORT(QUERN_ERR_DEVICE, "device cuda: no NVIDIA driver is loaded");
+    if (code == cudaSuccess && driver == 0)
+        return REPORT(QUERN_ERR_DEVICE, "device cuda: no NVIDIA driver is loaded");
     if (code == cudaSuccess) code = cudaGetDeviceCount(&n);
     if (code != cudaSuccess) {
         (void)cudaGetLastError();
-        return REPORT(QUERN_ERR_DEVICE, "device cuda: %s (the driver serves CUDA %d.%d, this library needs %d.%d)", cudaGetErrorString(code),
-                      driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+        return REPORT(QUERN_ERR_DEVICE,
+                      "device cuda: %s (the driver serves CUDA %d.%d, this library needs %d.%d)",
+                      cudaGetErrorString(code), driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
+                      CUDART_VERSION % 1000 / 10);
     }
     *count = n;
     return QUERN_OK;
@@ -42,9 +45,13 @@ std::mutex learning;
 static cudaError_t ask_properties(int32_t device, known_device *d)
 {
     cudaError_t code = cudaDeviceGetAttribute(&d->major, cudaDevAttrComputeCapabilityMajor, device);
-    if (code == cudaSuccess) code = cudaDeviceGetAttribute(&d->minor, cudaDevAttrComputeCapabilityMinor, device);
-    if (code == cudaSuccess) code = cudaDeviceGetAttribute(&d->multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    return code == cudaSuccess ? cudaDeviceGetAttribute(&d->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) : code;
+    if (code == cudaSuccess)
+        code = cudaDeviceGetAttribute(&d->minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (code == cudaSuccess)
+        code = cudaDeviceGetAttribute(&d->multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    return code == cudaSuccess
+               ? cudaDeviceGetAttribute(&d->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
+               : code;
 }
 
 quern_status device_properties(int32_t device, stage_exec *exec)
@@ -79,21 +86,27 @@ quern_status device_check(int32_t device)
     if (scope.code != cudaSuccess) return cuda_report(scope.code, "choosing the device");
     cudaFuncAttributes attributes;
     code = cudaFuncGetAttributes(&attributes, probe_kernel);
-    if (code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction || code == cudaErrorUnsupportedPtxVersion) {
+    if (code == cudaErrorNoKernelImageForDevice || code == cudaErrorInvalidDeviceFunction ||
+        code == cudaErrorUnsupportedPtxVersion) {
         (void)cudaGetLastError();
-        return REPORT(QUERN_ERR_UNSUPPORTED, "cuda:%d has compute capability %d.%d: this build holds no kernels for it", device, major, minor);
+        return REPORT(QUERN_ERR_UNSUPPORTED,
+                      "cuda:%d has compute capability %d.%d: this build holds no kernels for it", device,
+                      major, minor);
     }
     return cuda_report(code, "looking for kernels");
 }
 
-/* The driver's own question about a pointer, where it answers: the runtime's asks for more than is wanted here. */
-typedef CUresult pointer_question(unsigned count, CUpointer_attribute *attributes, void **data, CUdeviceptr pointer);
+/* The driver's own question about a pointer, where it answers: the runtime's asks for more than is wanted
+ * here. */
+typedef CUresult pointer_question(unsigned count, CUpointer_attribute *attributes, void **data,
+                                  CUdeviceptr pointer);
 
 static pointer_question *find_question()
 {
     void *found = NULL;
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t code = cudaGetDriverEntryPointByVersion("cuPointerGetAttributes", &found, 12000, cudaEnableDefault, &result);
+    const cudaError_t code =
+        cudaGetDriverEntryPointByVersion("cuPointerGetAttributes", &found, 12000, cudaEnableDefault, &result);
     if (code == cudaSuccess && result == cudaDriverEntryPointSuccess) return (pointer_question *)found;
     (void)cudaGetLastError();
     return NULL;
@@ -108,7 +121,8 @@ static bool plainly_right(const void *p, quern_device device, int32_t device_id)
     int ordinal = -1;
     void *answers[] = {&type, &ordinal};
     if (ask == NULL || ask(2, which, answers, (CUdeviceptr)p) != CUDA_SUCCESS) return false;
-    return device == QUERN_CPU ? type != CU_MEMORYTYPE_DEVICE : type == CU_MEMORYTYPE_DEVICE && ordinal == device_id;
+    return device == QUERN_CPU ? type != CU_MEMORYTYPE_DEVICE
+                               : type == CU_MEMORYTYPE_DEVICE && ordinal == device_id;
 }
 
 quern_status device_check_pointer(const void *p, quern_device device, int32_t device_id, const char *name)
@@ -119,12 +133,16 @@ quern_status device_check_pointer(const void *p, quern_device device, int32_t de
     if (code != cudaSuccess) return cuda_report(code, name);
     if (device == QUERN_CPU) {
         if (at.type != cudaMemoryTypeDevice) return QUERN_OK;
-        return REPORT(QUERN_ERR_INVALID_ARGUMENT, "%s is memory of cuda:%d: its tensor says cpu, host memory is accepted", name, at.device);
+        return REPORT(QUERN_ERR_INVALID_ARGUMENT,
+                      "%s is memory of cuda:%d: its tensor says cpu, host memory is accepted", name,
+                      at.device);
     }
     if (at.type != cudaMemoryTypeDevice && at.type != cudaMemoryTypeManaged)
-        return REPORT(QUERN_ERR_INVALID_ARGUMENT, "%s is host memory: memory of cuda:%d is accepted", name, device_id);
+        return REPORT(QUERN_ERR_INVALID_ARGUMENT, "%s is host memory: memory of cuda:%d is accepted", name,
+                      device_id);
     if (at.type == cudaMemoryTypeDevice && at.device != device_id)
-        return REPORT(QUERN_ERR_INVALID_ARGUMENT, "%s is memory of cuda:%d: memory of cuda:%d is accepted", name, at.device, device_id);
+        return REPORT(QUERN_ERR_INVALID_ARGUMENT, "%s is memory of cuda:%d: memory of cuda:%d is accepted",
+                      name, at.device, device_id);
     return QUERN_OK;
 }
 
@@ -140,15 +158,20 @@ quern_status device_info(int32_t device, quern_cuda_device *info)
     if (code == cudaSuccess) code = cudaDriverGetVersion(&driver);
     if (code != cudaSuccess) return cuda_report(code, "device properties");
     snprintf(info->name, sizeof info->name, "%s", p.name);
-    info->compute_major = p.major, info->compute_minor = p.minor, info->multiprocessors = p.multiProcessorCount;
-    info->driver = driver, info->runtime = CUDART_VERSION;
-    info->memory_bytes = (int64_t)total, info->free_bytes = (int64_t)left, info->l2_bytes = p.l2CacheSize;
+    info->compute_major = p.major;
+    info->compute_minor = p.minor;
+    info->multiprocessors = p.multiProcessorCount;
+    info->driver = driver;
+    info->runtime = CUDART_VERSION;
+    info->memory_bytes = (int64_t)total;
+    info->free_bytes = (int64_t)left;
+    info->l2_bytes = p.l2CacheSize;
     return QUERN_OK;
 }
 
 /* One runtime call on a device. */
-#define ON_DEVICE(device, what, call)                               \
-    const device_scope scope(device);                               \
+#define ON_DEVICE(device, what, call)                                                                        \
+    const device_scope scope(device);                                                                        \
     return cuda_report(scope.code != cudaSuccess ? scope.code : (call), what)
 
 quern_status device_allocate(int32_t device, size_t bytes, void **p)
@@ -164,7 +187,10 @@ quern_status device_allocate(int32_t device, size_t bytes, void **p)
     return cuda_report(code, "allocating");
 }
 
-quern_status device_free(int32_t device, void *p) { ON_DEVICE(device, "freeing", cudaFree(p)); }
+quern_status device_free(int32_t device, void *p)
+{
+    ON_DEVICE(device, "freeing", cudaFree(p));
+}
 
 quern_status device_copy(int32_t device, void *to, const void *from, size_t bytes, void *stream)
 {
@@ -178,10 +204,14 @@ quern_status device_fill(int32_t device, void *to, uint8_t value, size_t bytes, 
 
 quern_status stream_create(int32_t device, void **stream)
 {
-    ON_DEVICE(device, "creating a stream", cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking));
+    ON_DEVICE(device, "creating a stream",
+              cudaStreamCreateWithFlags((cudaStream_t *)stream, cudaStreamNonBlocking));
 }
 
-quern_status stream_destroy(int32_t device, void *stream) { ON_DEVICE(device, "destroying a stream", cudaStreamDestroy((cudaStream_t)stream)); }
+quern_status stream_destroy(int32_t device, void *stream)
+{
+    ON_DEVICE(device, "destroying a stream", cudaStreamDestroy((cudaStream_t)stream));
+}
 
 quern_status stream_synchronize(int32_t device, void *stream)
 {
@@ -197,9 +227,15 @@ quern_status stream_query(int32_t device, void *stream, bool *done)
     return code == cudaErrorNotReady ? QUERN_OK : cuda_report(code, "asking a stream");
 }
 
-quern_status event_create(int32_t device, void **event) { ON_DEVICE(device, "creating an event", cudaEventCreate((cudaEvent_t *)event)); }
+quern_status event_create(int32_t device, void **event)
+{
+    ON_DEVICE(device, "creating an event", cudaEventCreate((cudaEvent_t *)event));
+}
 
-quern_status event_destroy(int32_t device, void *event) { ON_DEVICE(device, "destroying an event", cudaEventDestroy((cudaEvent_t)event)); }
+quern_status event_destroy(int32_t device, void *event)
+{
+    ON_DEVICE(device, "destroying an event", cudaEventDestroy((cudaEvent_t)event));
+}
 
 quern_status event_record(int32_t device, void *event, void *stream)
 {

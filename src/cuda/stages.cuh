@@ -38,18 +38,21 @@ quern_status rowdot_run(const stage_exec *exec, const rowdot_args *args, void *w
 quern_status list_convert_run(const stage_exec *exec, const list_convert_args *args, void *workspace);
 quern_status validate_lists_run(const stage_exec *exec, const validate_lists_args *args, void *workspace);
 
-/* sm90/: compute capability 9.0, where its code is compiled. By TMA and specialised warps; by any's kernels with warpgroup
- * products. */
+/* sm90/: compute capability 9.0, where its code is compiled. By TMA and specialised warps; by any's kernels
+ * with warpgroup products. */
 #ifdef QUERN_SM90
 bool attend_forward_sm90_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
 size_t attend_forward_sm90_bytes(const stage_exec *exec, const attend_args *args);
 quern_status attend_forward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace);
-bool attend_forward_wgmma_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
+bool attend_forward_wgmma_supports(const stage_exec *exec, const attend_args *args,
+                                   char why[STAGE_WHY_BYTES]);
 quern_status attend_forward_wgmma_run(const stage_exec *exec, const attend_args *args, void *workspace);
-bool attend_backward_sm90_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
+bool attend_backward_sm90_supports(const stage_exec *exec, const attend_args *args,
+                                   char why[STAGE_WHY_BYTES]);
 size_t attend_backward_sm90_bytes(const stage_exec *exec, const attend_args *args);
 quern_status attend_backward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace);
-bool attend_backward_wgmma_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
+bool attend_backward_wgmma_supports(const stage_exec *exec, const attend_args *args,
+                                    char why[STAGE_WHY_BYTES]);
 quern_status attend_backward_wgmma_run(const stage_exec *exec, const attend_args *args, void *workspace);
 #endif
 

@@ -1,9 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* variants.cu - for each stage its variants, in the order in which they are asked. A kernel is added by a row. */
+/* variants.cu - for each stage its variants, in the order in which they are asked. A kernel is added by a
+ * row. */
 #include "stages.cuh"
 
-#define LIST(rows) {rows, sizeof rows / sizeof *rows}
+#define LIST(rows)                                                                                           \
+    {                                                                                                        \
+        rows, sizeof rows / sizeof *rows                                                                     \
+    }
 
 static const variant<attend_args> attend_forward_rows[] = {
 #ifdef QUERN_SM90
@@ -17,8 +21,10 @@ const variants<attend_args> attend_forward_variants = LIST(attend_forward_rows);
 
 static const variant<attend_args> attend_backward_rows[] = {
 #ifdef QUERN_SM90
-    {"attend_backward_sm90", attend_backward_sm90_supports, attend_backward_sm90_bytes, attend_backward_sm90_run},
-    {"attend_backward_wgmma", attend_backward_wgmma_supports, attend_backward_any_bytes, attend_backward_wgmma_run},
+    {"attend_backward_sm90", attend_backward_sm90_supports, attend_backward_sm90_bytes,
+     attend_backward_sm90_run},
+    {"attend_backward_wgmma", attend_backward_wgmma_supports, attend_backward_any_bytes,
+     attend_backward_wgmma_run},
 #endif
     {"attend_backward_any", attend_backward_any_supports, attend_backward_any_bytes, attend_backward_any_run},
     {"attend_backward_f32", attend_backward_f32_supports, attend_backward_f32_bytes, attend_backward_f32_run},
@@ -38,10 +44,12 @@ const variants<compress_args> compress_backward_variants = LIST(compress_backwar
 static const variant<select_args> select_rows[] = {{"select_any", select_supports, select_bytes, select_run}};
 const variants<select_args> select_variants = LIST(select_rows);
 
-static const variant<gate_args> gate_forward_rows[] = {{"gate_forward_any", gate_supports, NULL, gate_forward_run}};
+static const variant<gate_args> gate_forward_rows[] = {
+    {"gate_forward_any", gate_supports, NULL, gate_forward_run}};
 const variants<gate_args> gate_forward_variants = LIST(gate_forward_rows);
 
-static const variant<gate_args> gate_backward_rows[] = {{"gate_backward_any", gate_supports, gate_backward_bytes, gate_backward_run}};
+static const variant<gate_args> gate_backward_rows[] = {
+    {"gate_backward_any", gate_supports, gate_backward_bytes, gate_backward_run}};
 const variants<gate_args> gate_backward_variants = LIST(gate_backward_rows);
 
 static const variant<convert_args> convert_rows[] = {{"convert_any", NULL, NULL, convert_run}};
@@ -50,7 +58,8 @@ const variants<convert_args> convert_variants = LIST(convert_rows);
 static const variant<rowdot_args> rowdot_rows[] = {{"rowdot_any", NULL, NULL, rowdot_run}};
 const variants<rowdot_args> rowdot_variants = LIST(rowdot_rows);
 
-static const variant<list_convert_args> list_convert_rows[] = {{"list_convert_any", NULL, NULL, list_convert_run}};
+static const variant<list_convert_args> list_convert_rows[] = {
+    {"list_convert_any", NULL, NULL, list_convert_run}};
 const variants<list_convert_args> list_convert_variants = LIST(list_convert_rows);
 
 static const variant<validate_lists_args> validate_lists_rows[] = {

@@ -1,13 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * variants.cuh - a stage on the GPU is an ordered list of variants: sets of kernels that compute it, the most special first.
- * The first whose `supports` agrees runs. variants.cu holds the lists; an instance of any's or sm90's kernels is a function in
- * a file of its own, so that a part of them can be compiled.
+ * variants.cuh - a stage on the GPU is an ordered list of variants: sets of kernels that compute it, the most
+ * special first. The first whose `supports` agrees runs. variants.cu holds the lists; an instance of any's or
+ * sm90's kernels is a function in a file of its own, so that a part of them can be compiled.
  *
- * `supports` writes a reason where the call is of the variant's kind (dtype, device) but beyond its limits, and leaves `why`
- * as it is elsewhere: of several the last one's reason is the stage's. `workspace` does not depend on where tensors stand
- * in memory, as that of the stage may not: it is the most of all variants'. NULL: every call is taken; no bytes.
+ * `supports` writes a reason where the call is of the variant's kind (dtype, device) but beyond its limits,
+ * and leaves `why` as it is elsewhere: of several the last one's reason is the stage's. `workspace` does not
+ * depend on where tensors stand in memory, as that of the stage may not: it is the most of all variants'.
+ * NULL: every call is taken; no bytes.
  */
 #ifndef QUERN_CUDA_VARIANTS_CUH
 #define QUERN_CUDA_VARIANTS_CUH
@@ -37,12 +38,15 @@ extern const variants<rowdot_args> rowdot_variants;
 extern const variants<list_convert_args> list_convert_variants;
 extern const variants<validate_lists_args> validate_lists_variants;
 
-/* The variant that runs a call; NULL with the reason in `why` where there is none. exec->variant forces one. */
+/* The variant that runs a call; NULL with the reason in `why` where there is none. exec->variant forces one.
+ */
 template <typename Args>
-static const variant<Args> *choose(const variants<Args> &all, const stage_exec *exec, const Args *args, char why[STAGE_WHY_BYTES])
+static const variant<Args> *choose(const variants<Args> &all, const stage_exec *exec, const Args *args,
+                                   char why[STAGE_WHY_BYTES])
 {
     bool forced = false;
-    for (int i = 0; exec->variant != NULL && i < all.count; i++) forced = forced || strcmp(all.list[i].name, exec->variant) == 0;
+    for (int i = 0; exec->variant != NULL && i < all.count; i++)
+        forced = forced || strcmp(all.list[i].name, exec->variant) == 0;
     why[0] = '\0';
     for (int i = 0; i < all.count; i++) {
         const variant<Args> &v = all.list[i];
@@ -53,7 +57,8 @@ static const variant<Args> *choose(const variants<Args> &all, const stage_exec *
     return NULL;
 }
 
-template <typename Args> static size_t workspace_of(const variants<Args> &all, const stage_exec *exec, const Args *args)
+template <typename Args>
+static size_t workspace_of(const variants<Args> &all, const stage_exec *exec, const Args *args)
 {
     size_t most = 0;
     for (int i = 0; i < all.count; i++) {
@@ -63,7 +68,9 @@ template <typename Args> static size_t workspace_of(const variants<Args> &all, c
     return most;
 }
 
-template <typename Args> static quern_status run_chosen(const variants<Args> &all, const stage_exec *exec, const Args *args, void *workspace)
+template <typename Args>
+static quern_status run_chosen(const variants<Args> &all, const stage_exec *exec, const Args *args,
+                               void *workspace)
 {
     char why[STAGE_WHY_BYTES];
     const variant<Args> *v = choose(all, exec, args, why);

@@ -30,22 +30,30 @@ static const pool_state *state_at(quern_dsv4_state *const *states, int64_t b)
 }
 
 /* Each state and its count; sets the sums. */
-static quern_status check_states(quern_dsv4_state *const *states, const int64_t *counts, int64_t batch, int64_t *tokens, int64_t *entries)
+static quern_status check_states(quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
+                                 int64_t *tokens, int64_t *entries)
 {
     *tokens = *entries = 0;
-    if (batch < 0) return error_set(QUERN_ERR_INVALID_ARGUMENT, "batch is %lld: 0 or more states are accepted", (long long)batch);
+    if (batch < 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "batch is %lld: 0 or more states are accepted",
+                         (long long)batch);
     if (batch > 0 && (states == NULL || counts == NULL))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: an array of batch entries is needed", states == NULL ? "states" : "counts");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: an array of batch entries is needed",
+                         states == NULL ? "states" : "counts");
     for (int64_t b = 0; b < batch; b++) {
         const quern_status status = dsv4_state_check(states[b], "states[]");
         if (status != QUERN_OK) return status;
         const pool_state *s = state_at(states, b);
         if (counts[b] < 0 || counts[b] > INT32_MAX - *tokens || counts[b] > INT32_MAX - s->position)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "counts[%lld] is %lld: 0 or more tokens are accepted, %d at most in a call and a sequence",
-                             (long long)b, (long long)counts[b], INT32_MAX);
+            return error_set(
+                QUERN_ERR_INVALID_ARGUMENT,
+                "counts[%lld] is %lld: 0 or more tokens are accepted, %d at most in a call and a sequence",
+                (long long)b, (long long)counts[b], INT32_MAX);
         for (int64_t i = 0; i < b; i++)
             if (states[i] == states[b])
-                return error_set(QUERN_ERR_INVALID_ARGUMENT, "states[%lld] is states[%lld]: each state is accepted once", (long long)b, (long long)i);
+                return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                                 "states[%lld] is states[%lld]: each state is accepted once", (long long)b,
+                                 (long long)i);
         *tokens += counts[b];
         *entries += pool_state_entries(s, s->position + counts[b]) - pool_state_entries(s, s->position);
     }
@@ -53,24 +61,33 @@ static quern_status check_states(quern_dsv4_state *const *states, const int64_t 
 }
 
 /* The states fit the parameters and each other; positions stay in the table. */
-static quern_status check_dims(const append_call *c, quern_dsv4_state *const *states, const int64_t *counts, int64_t batch)
+static quern_status check_dims(const append_call *c, quern_dsv4_state *const *states, const int64_t *counts,
+                               int64_t batch)
 {
     const pool_state *like = c->like;
     const bool overlap = c->params.kind == QUERN_DSV4_CSA;
     for (int64_t b = 0; b < batch; b++) {
         const pool_state *s = state_at(states, b);
-        if (s->ratio != c->params.ratio || s->overlap != overlap || s->width != like->width || s->ring != like->ring)
+        if (s->ratio != c->params.ratio || s->overlap != overlap || s->width != like->width ||
+            s->ring != like->ring)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "states[%lld] is of ratio %d, %s, width %lld, ring %lld: ratio %lld, %s, width %lld, ring %lld are accepted", (long long)b,
-                             s->ratio, s->overlap ? "CSA" : "HCA", (long long)s->width, (long long)s->ring, (long long)c->params.ratio,
-                             overlap ? "CSA" : "HCA", (long long)like->width, (long long)like->ring);
+                             "states[%lld] is of ratio %d, %s, width %lld, ring %lld: ratio %lld, %s, width "
+                             "%lld, ring %lld are accepted",
+                             (long long)b, s->ratio, s->overlap ? "CSA" : "HCA", (long long)s->width,
+                             (long long)s->ring, (long long)c->params.ratio, overlap ? "CSA" : "HCA",
+                             (long long)like->width, (long long)like->ring);
         const int64_t whole = pool_state_entries(s, s->position + counts[b]);
         const int64_t last = s->origin + (whole - 1) * s->ratio + (c->params.rope_last ? s->ratio - 1 : 0);
-        if (c->t.cos_sin != NULL && whole > pool_state_entries(s, s->position) && last >= c->t.cos_sin->shape[0])
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "states[%lld] comes to an entry at position %lld: cos_sin has positions 0 to %lld", (long long)b,
-                             (long long)last, (long long)c->t.cos_sin->shape[0] - 1);
+        if (c->t.cos_sin != NULL && whole > pool_state_entries(s, s->position) &&
+            last >= c->t.cos_sin->shape[0])
+            return error_set(
+                QUERN_ERR_INVALID_ARGUMENT,
+                "states[%lld] comes to an entry at position %lld: cos_sin has positions 0 to %lld",
+                (long long)b, (long long)last, (long long)c->t.cos_sin->shape[0] - 1);
         if (c->t.prev_b != NULL && s->begun)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "prev_b is given, and states[%lld] has begun: empty states are accepted", (long long)b);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "prev_b is given, and states[%lld] has begun: empty states are accepted",
+                             (long long)b);
     }
     return QUERN_OK;
 }
@@ -82,23 +99,38 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
     const int64_t width = c->like->width, r = c->params.ratio, columns = pool_state_columns(c->like);
     const int64_t bytes = dsv4_row_bytes(c->params.format, width);
     if (project == (t->proj != NULL) || project != (t->w != NULL))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "proj is %s, x %s, w %s: proj alone, or x and w are accepted", t->proj != NULL ? "given" : "NULL",
-                         project ? "given" : "NULL", t->w != NULL ? "given" : "NULL");
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT, "proj is %s, x %s, w %s: proj alone, or x and w are accepted",
+            t->proj != NULL ? "given" : "NULL", project ? "given" : "NULL", t->w != NULL ? "given" : "NULL");
     if (csa != (t->b_b != NULL))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "b_b is %s: %s", csa ? "NULL" : "given", csa ? "CSA needs it" : "HCA has no series b");
-    if (!csa && t->prev_b != NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "prev_b is given: HCA has no series b");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "b_b is %s: %s", csa ? "NULL" : "given",
+                         csa ? "CSA needs it" : "HCA has no series b");
+    if (!csa && t->prev_b != NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "prev_b is given: HCA has no series b");
     const quern_tensor *like = project ? t->x : t->proj;
     const uint32_t act = VIEW_ACTIVATION & 1u << (unsigned)like->dtype, weight = act | VIEW_F32;
     const view_rule rules[] = {
         {"proj", t->proj, VIEW_ACTIVATION, 2, {c->tokens, columns}, project, false},
         {"x", t->x, VIEW_ACTIVATION, 2, {c->tokens, VIEW_ANY}, !project, false},
-        {"w", t->w, weight, 2, {project && t->x->ndim == 2 ? t->x->shape[1] : VIEW_ANY, columns}, !project, false},
+        {"w",
+         t->w,
+         weight,
+         2,
+         {project && t->x->ndim == 2 ? t->x->shape[1] : VIEW_ANY, columns},
+         !project,
+         false},
         {"b_a", t->b_a, weight, 2, {r, width}, false, false},
         {"b_b", t->b_b, weight, 2, {r, width}, !csa, false},
         {"prev_b", t->prev_b, weight, 3, {batch, r, 2 * width}, true, false},
         {"norm_weight", t->norm_weight, weight, 1, {width}, true, false},
         {"cos_sin", t->cos_sin, weight, 2, {VIEW_ANY, VIEW_ANY}, true, false},
-        {"out", t->out, bytes > 0 ? 1u << QUERN_U8 : VIEW_ACTIVATION, 2, {c->entries, bytes > 0 ? bytes : width}, false, true},
+        {"out",
+         t->out,
+         bytes > 0 ? 1u << QUERN_U8 : VIEW_ACTIVATION,
+         2,
+         {c->entries, bytes > 0 ? bytes : width},
+         false,
+         true},
         {"pooled", t->pooled, VIEW_F32, 2, {c->entries, width}, true, true},
     };
     quern_status status = view_check_all(rules, sizeof rules / sizeof *rules, like, run);
@@ -110,7 +142,8 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
 static void *carve(append_call *c, quern_dsv4_state *const *states, int64_t batch, arena *a)
 {
     const quern_dsv4_append_tensors *t = &c->t;
-    c->append = (pool_append_args){.batch = batch, .states = (pool_state *const *)states, .proj = view_or_absent(t->proj)};
+    c->append = (pool_append_args){
+        .batch = batch, .states = (pool_state *const *)states, .proj = view_or_absent(t->proj)};
     c->append.bias_a = view_or_absent(t->b_a);
     c->append.bias_b = view_or_absent(t->b_b);
     c->append.prev_b = view_or_absent(t->prev_b);
@@ -121,7 +154,8 @@ static void *carve(append_call *c, quern_dsv4_state *const *states, int64_t batc
     size_t bytes = 0;
     if (t->x != NULL) {
         const int64_t shape[] = {c->tokens, pool_state_columns(c->like)};
-        c->append.proj = view_on(t->x, arena_take(a, (size_t)(shape[0] * shape[1]) * sizeof(float)), QUERN_F32, 2, shape);
+        c->append.proj =
+            view_on(t->x, arena_take(a, (size_t)(shape[0] * shape[1]) * sizeof(float)), QUERN_F32, 2, shape);
         c->gemm = (gemm_args){.a = *t->x, .b = *t->w, .c = c->append.proj};
         bytes = c->backend->gemm.workspace(&c->exec, &c->gemm);
     }
@@ -129,27 +163,35 @@ static void *carve(append_call *c, quern_dsv4_state *const *states, int64_t batc
     return arena_take(a, pool > bytes ? pool : bytes);
 }
 
-static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params, quern_dsv4_state *const *states,
-                         const int64_t *counts, int64_t batch, const quern_dsv4_append_tensors *tensors, bool run, append_call *c)
+static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params,
+                         quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
+                         const quern_dsv4_append_tensors *tensors, bool run, append_call *c)
 {
     quern_exec how;
     quern_status status;
     *c = (append_call){.t = QUERN_DSV4_APPEND_TENSORS_INIT};
-    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if (ctx == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
     if ((status = dsv4_params(params, &c->params)) != QUERN_OK ||
-        (status = op_struct(&c->t, tensors, "tensors", "QUERN_DSV4_APPEND_TENSORS_INIT")) != QUERN_OK || (status = op_exec(exec, &how)) != QUERN_OK ||
+        (status = op_struct(&c->t, tensors, "tensors", "QUERN_DSV4_APPEND_TENSORS_INIT")) != QUERN_OK ||
+        (status = op_exec(exec, &how)) != QUERN_OK ||
         (status = check_states(states, counts, batch, &c->tokens, &c->entries)) != QUERN_OK)
         return status;
     if (batch == 0) return QUERN_OK;
     c->like = state_at(states, 0);
-    if ((status = check_tensors(c, batch, run)) != QUERN_OK || (status = check_dims(c, states, counts, batch)) != QUERN_OK) return status;
+    if ((status = check_tensors(c, batch, run)) != QUERN_OK ||
+        (status = check_dims(c, states, counts, batch)) != QUERN_OK)
+        return status;
     const quern_tensor *like = c->t.out;
-    if (like->device != QUERN_CPU) return error_set(QUERN_ERR_UNSUPPORTED, "out is on device %d: the cpu keeps states", (int)like->device);
+    if (like->device != QUERN_CPU)
+        return error_set(QUERN_ERR_UNSUPPORTED, "out is on device %d: the cpu keeps states",
+                         (int)like->device);
     c->backend = context_backend(ctx, like->device, like->device_id, how.stream, &c->exec);
     return c->backend != NULL ? QUERN_OK : error_status();
 }
 
-quern_status quern_dsv4_append_entries(quern_dsv4_state *const *states, const int64_t *counts, int64_t batch, int64_t *n)
+quern_status quern_dsv4_append_entries(quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
+                                       int64_t *n)
 {
     int64_t tokens, entries;
     const quern_status status = check_states(states, counts, batch, &tokens, &entries);
@@ -159,22 +201,26 @@ quern_status quern_dsv4_append_entries(quern_dsv4_state *const *states, const in
     return QUERN_OK;
 }
 
-quern_status quern_dsv4_append_workspace(quern_context *ctx, const quern_dsv4_compress_params *params, quern_dsv4_state *const *states,
-                                         const int64_t *counts, int64_t batch, const quern_dsv4_append_tensors *tensors, size_t *bytes)
+quern_status quern_dsv4_append_workspace(quern_context *ctx, const quern_dsv4_compress_params *params,
+                                         quern_dsv4_state *const *states, const int64_t *counts,
+                                         int64_t batch, const quern_dsv4_append_tensors *tensors,
+                                         size_t *bytes)
 {
     append_call c;
     const quern_status status = plan(ctx, NULL, params, states, counts, batch, tensors, false, &c);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     arena a = {NULL, 0};
     if (batch > 0) carve(&c, states, batch, &a);
     *bytes = arena_size(&a);
     return QUERN_OK;
 }
 
-quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params, quern_dsv4_state *const *states,
-                               const int64_t *counts, int64_t batch, const quern_dsv4_append_tensors *tensors, void *workspace,
-                               size_t workspace_bytes)
+quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec,
+                               const quern_dsv4_compress_params *params, quern_dsv4_state *const *states,
+                               const int64_t *counts, int64_t batch, const quern_dsv4_append_tensors *tensors,
+                               void *workspace, size_t workspace_bytes)
 {
     DEFAULT_FLOAT_STATE;
     append_call c;
@@ -182,7 +228,8 @@ quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec, const
     if (status != QUERN_OK || batch == 0) return status;
     arena size = {NULL, 0}, a = arena_on(workspace);
     carve(&c, states, batch, &size);
-    if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&size), c.t.out)) != QUERN_OK) return status;
+    if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&size), c.t.out)) != QUERN_OK)
+        return status;
     void *scratch = carve(&c, states, batch, &a);
     int64_t *cu = (int64_t *)(uintptr_t)c.append.cu;
     cu[0] = 0;

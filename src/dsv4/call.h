@@ -11,13 +11,49 @@ typedef enum dsv4_op { DSV4_COMPRESS, DSV4_COMPRESS_BACKWARD, DSV4_OPS } dsv4_op
 
 /* In the order of quern_dsv4_compress_tensors. */
 typedef enum dsv4_compress_tensor {
-    DC_PROJ, DC_X, DC_W, DC_B_A, DC_B_B, DC_PREV_B, DC_NORM_WEIGHT, DC_COS_SIN, DC_CU_SEQLENS, DC_START_TOKENS, DC_START_POSITIONS, DC_BLOCK_COUNTS,
-    DC_HAS_PREV, DC_CU_SEQLENS_CMP, DC_POOLED, DC_OUT, DC_D_OUT, DC_D_PROJ, DC_D_X, DC_D_PREV_B, DC_D_W, DC_D_B_A, DC_D_B_B, DC_D_NORM_WEIGHT,
+    DC_PROJ,
+    DC_X,
+    DC_W,
+    DC_B_A,
+    DC_B_B,
+    DC_PREV_B,
+    DC_NORM_WEIGHT,
+    DC_COS_SIN,
+    DC_CU_SEQLENS,
+    DC_START_TOKENS,
+    DC_START_POSITIONS,
+    DC_BLOCK_COUNTS,
+    DC_HAS_PREV,
+    DC_CU_SEQLENS_CMP,
+    DC_POOLED,
+    DC_OUT,
+    DC_D_OUT,
+    DC_D_PROJ,
+    DC_D_X,
+    DC_D_PREV_B,
+    DC_D_W,
+    DC_D_B_A,
+    DC_D_B_B,
+    DC_D_NORM_WEIGHT,
     DSV4_COMPRESS_TENSORS
 } dsv4_compress_tensor;
 
-/* Extents; DS_N counts the entries of a sequence, or of a varlen batch, DS_ROW the elements of a stored one. */
-typedef enum dsv4_symbol { DS_B = 1, DS_B1, DS_T, DS_COLUMNS, DS_IN, DS_R, DS_C, DS_2C, DS_P, DS_ROPE, DS_N, DS_ROW } dsv4_symbol;
+/* Extents; DS_N counts the entries of a sequence, or of a varlen batch, DS_ROW the elements of a stored one.
+ */
+typedef enum dsv4_symbol {
+    DS_B = 1,
+    DS_B1,
+    DS_T,
+    DS_COLUMNS,
+    DS_IN,
+    DS_R,
+    DS_C,
+    DS_2C,
+    DS_P,
+    DS_ROPE,
+    DS_N,
+    DS_ROW
+} dsv4_symbol;
 
 typedef struct dsv4_compress_call {
     op_call head;
@@ -35,7 +71,15 @@ quern_status dsv4_compress_run(const op_call *call, const op_frame *frame);
 /* ---- the indexer ---- */
 
 /* In the order of quern_dsv4_index_tensors. */
-typedef enum dsv4_index_tensor { DI_Q, DI_K, DI_W, DI_IDX, DI_COUNT, DI_SCORES, DSV4_INDEX_TENSORS } dsv4_index_tensor;
+typedef enum dsv4_index_tensor {
+    DI_Q,
+    DI_K,
+    DI_W,
+    DI_IDX,
+    DI_COUNT,
+    DI_SCORES,
+    DSV4_INDEX_TENSORS
+} dsv4_index_tensor;
 
 typedef struct dsv4_index_call {
     op_call head;
@@ -48,16 +92,51 @@ extern const op_family dsv4_index_family;
 
 /* ---- the attention core ---- */
 
-typedef enum dsv4_attention_op { DSV4_ATTENTION, DSV4_ATTENTION_BACKWARD, DSV4_ATTENTION_OPS } dsv4_attention_op;
+typedef enum dsv4_attention_op {
+    DSV4_ATTENTION,
+    DSV4_ATTENTION_BACKWARD,
+    DSV4_ATTENTION_OPS
+} dsv4_attention_op;
 
 /* In the order of quern_dsv4_attention_tensors. */
 typedef enum dsv4_attention_tensor {
-    DA_Q, DA_KV, DA_KV_CMP, DA_IDX, DA_COUNT, DA_SINK, DA_COS_SIN, DA_CU_SEQLENS, DA_O, DA_LSE, DA_LSE_WIN, DA_D_O, DA_D_Q, DA_D_KV, DA_D_KV_CMP,
-    DA_D_SINK, DA_START_POSITIONS, DA_KV_TABLE, DA_KV_CMP_TABLE,
+    DA_Q,
+    DA_KV,
+    DA_KV_CMP,
+    DA_IDX,
+    DA_COUNT,
+    DA_SINK,
+    DA_COS_SIN,
+    DA_CU_SEQLENS,
+    DA_O,
+    DA_LSE,
+    DA_LSE_WIN,
+    DA_D_O,
+    DA_D_Q,
+    DA_D_KV,
+    DA_D_KV_CMP,
+    DA_D_SINK,
+    DA_START_POSITIONS,
+    DA_KV_TABLE,
+    DA_KV_CMP_TABLE,
     DSV4_ATTENTION_TENSORS
 } dsv4_attention_tensor;
 
-typedef enum dsv4_attention_symbol { AS_B = 1, AS_B1, AS_T, AS_N, AS_H, AS_D, AS_S, AS_K, AS_P, AS_ROPE, AS_ROW, AS_KV_COLUMNS, AS_CMP_COLUMNS } dsv4_attention_symbol;
+typedef enum dsv4_attention_symbol {
+    AS_B = 1,
+    AS_B1,
+    AS_T,
+    AS_N,
+    AS_H,
+    AS_D,
+    AS_S,
+    AS_K,
+    AS_P,
+    AS_ROPE,
+    AS_ROW,
+    AS_KV_COLUMNS,
+    AS_CMP_COLUMNS
+} dsv4_attention_symbol;
 enum { AS_KV = OP_LEAD, AS_KV_CMP = OP_LEAD + 1 };
 
 typedef struct dsv4_attention_call {

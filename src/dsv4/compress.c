@@ -26,8 +26,13 @@ static pool_args pool_of(const dsv4_compress_call *c)
 {
     const op_call *h = &c->head;
     const bool lead = h->lead[0].count > 0, own = lead || h->varlen;
-    pool_args p = {.ratio = c->params.ratio, .width = h->symbol[DS_C], .overlap = c->params.kind == QUERN_DSV4_CSA, .batch = h->symbol[DS_B],
-                   .start_token = c->params.start_token, .start_position = c->params.start_abs_pos, .blocks = c->params.n_blocks};
+    pool_args p = {.ratio = c->params.ratio,
+                   .width = h->symbol[DS_C],
+                   .overlap = c->params.kind == QUERN_DSV4_CSA,
+                   .batch = h->symbol[DS_B],
+                   .start_token = c->params.start_token,
+                   .start_position = c->params.start_abs_pos,
+                   .blocks = c->params.n_blocks};
     p.cu_seqlens = op_view(h, DC_CU_SEQLENS, false);
     p.start_tokens = op_view(h, DC_START_TOKENS, false);
     p.start_positions = op_view(h, DC_START_POSITIONS, false);
@@ -58,10 +63,13 @@ static pool_args pool_of(const dsv4_compress_call *c)
 quern_status dsv4_compress_plan(op_call *call)
 {
     dsv4_compress_call *c = (dsv4_compress_call *)call;
-    const pool_stage *stage = is_backward(call) ? &call->backend->pool_backward : &call->backend->pool_forward;
+    const pool_stage *stage =
+        is_backward(call) ? &call->backend->pool_backward : &call->backend->pool_forward;
     arena a = op_workspace();
     char why[STAGE_WHY_BYTES] = "";
-    if (stage->run == NULL) return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no compressors: the cpu has", call->backend->name);
+    if (stage->run == NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no compressors: the cpu has",
+                         call->backend->name);
     c->pool = pool_of(c);
     if (!STAGE_TAKES(*stage, &call->exec, &c->pool, why)) return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
     c->scratch = arena_take(&a, stage->workspace(&call->exec, &c->pool));
@@ -72,33 +80,42 @@ quern_status dsv4_compress_plan(op_call *call)
 quern_status dsv4_compress_run(const op_call *call, const op_frame *frame)
 {
     const dsv4_compress_call *c = (const dsv4_compress_call *)call;
-    return is_backward(call) ? op_pool_backward(call, frame, &c->pool, c->scratch) : op_pool_forward(call, frame, &c->pool, c->scratch);
+    return is_backward(call) ? op_pool_backward(call, frame, &c->pool, c->scratch)
+                             : op_pool_forward(call, frame, &c->pool, c->scratch);
 }
 
-quern_status quern_dsv4_compress_workspace(quern_context *ctx, const quern_dsv4_compress_params *params, const quern_dsv4_compress_tensors *tensors,
-                                           size_t *bytes)
+quern_status quern_dsv4_compress_workspace(quern_context *ctx, const quern_dsv4_compress_params *params,
+                                           const quern_dsv4_compress_tensors *tensors, size_t *bytes)
 {
     dsv4_compress_call call;
     return op_workspace_of(&call.head, &dsv4_compress_family, DSV4_COMPRESS, ctx, params, tensors, bytes);
 }
 
-quern_status quern_dsv4_compress(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params,
-                                 const quern_dsv4_compress_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_dsv4_compress(quern_context *ctx, const quern_exec *exec,
+                                 const quern_dsv4_compress_params *params,
+                                 const quern_dsv4_compress_tensors *tensors, void *workspace,
+                                 size_t workspace_bytes)
 {
     dsv4_compress_call call;
-    return op_run(&call.head, &dsv4_compress_family, DSV4_COMPRESS, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return op_run(&call.head, &dsv4_compress_family, DSV4_COMPRESS, ctx, exec, params, tensors, workspace,
+                  workspace_bytes);
 }
 
-quern_status quern_dsv4_compress_backward_workspace(quern_context *ctx, const quern_dsv4_compress_params *params,
+quern_status quern_dsv4_compress_backward_workspace(quern_context *ctx,
+                                                    const quern_dsv4_compress_params *params,
                                                     const quern_dsv4_compress_tensors *tensors, size_t *bytes)
 {
     dsv4_compress_call call;
-    return op_workspace_of(&call.head, &dsv4_compress_family, DSV4_COMPRESS_BACKWARD, ctx, params, tensors, bytes);
+    return op_workspace_of(&call.head, &dsv4_compress_family, DSV4_COMPRESS_BACKWARD, ctx, params, tensors,
+                           bytes);
 }
 
-quern_status quern_dsv4_compress_backward(quern_context *ctx, const quern_exec *exec, const quern_dsv4_compress_params *params,
-                                          const quern_dsv4_compress_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_dsv4_compress_backward(quern_context *ctx, const quern_exec *exec,
+                                          const quern_dsv4_compress_params *params,
+                                          const quern_dsv4_compress_tensors *tensors, void *workspace,
+                                          size_t workspace_bytes)
 {
     dsv4_compress_call call;
-    return op_run(&call.head, &dsv4_compress_family, DSV4_COMPRESS_BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return op_run(&call.head, &dsv4_compress_family, DSV4_COMPRESS_BACKWARD, ctx, exec, params, tensors,
+                  workspace, workspace_bytes);
 }

@@ -14,14 +14,16 @@ enum { DSV4_WIDTH_MOST = 65536, DSV4_RATIO_MOST = 65536 };
 quern_status dsv4_params(const quern_dsv4_compress_params *given, quern_dsv4_compress_params *known);
 /* The same of parameters that are known already. */
 quern_status dsv4_resolve(quern_dsv4_compress_params *p);
-/* Whether a format and the transform take entries of `width` channels of which `rope_dim` are rotated (0: none). */
+/* Whether a format and the transform take entries of `width` channels of which `rope_dim` are rotated (0:
+ * none). */
 quern_status dsv4_check_width(const quern_dsv4_compress_params *p, int64_t width, int64_t rope_dim);
 /* Bytes of a stored entry; 0 for QUERN_DSV4_ROWS. */
 int64_t dsv4_row_bytes(quern_dsv4_format format, int64_t width);
 /* What stages call a format. */
 entry_format dsv4_entry_format(quern_dsv4_format format);
 /* How stages finish an entry; norm_weight and cos_sin may be NULL. */
-entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight, const quern_tensor *cos_sin);
+entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight,
+                      const quern_tensor *cos_sin);
 
 quern_status dsv4_state_check(const quern_dsv4_state *state, const char *name);
 

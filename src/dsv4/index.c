@@ -8,7 +8,13 @@
 #include <math.h>
 #include <stddef.h>
 
-enum { INDEX_RATIO = 4, INDEX_TOP_K = 512, INDEX_TOP_K_MOST = 2048, INDEX_WIDTH_MOST = 256, INDEX_FP4_BLOCK = 32 };
+enum {
+    INDEX_RATIO = 4,
+    INDEX_TOP_K = 512,
+    INDEX_TOP_K_MOST = 2048,
+    INDEX_WIDTH_MOST = 256,
+    INDEX_FP4_BLOCK = 32
+};
 enum { IS_B = 1, IS_T, IS_H, IS_C, IS_S, IS_ROW, IS_K };
 
 static const op_tensor tensors[] = {
@@ -20,7 +26,8 @@ static const op_tensor tensors[] = {
     {"scores", "scores", OP_F32, OP_NONE, {IS_B, IS_T, IS_S}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == DSV4_INDEX_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_dsv4_index_tensors) == (1 + DSV4_INDEX_TENSORS) * sizeof(void *), "a tensor a field");
+_Static_assert(sizeof(quern_dsv4_index_tensors) == (1 + DSV4_INDEX_TENSORS) * sizeof(void *),
+               "a tensor a field");
 
 static const char *const formats[] = {"rows", "fp8", "fp8_power", "fp4", NULL};
 #define AT(member) offsetof(quern_dsv4_index_params, member)
@@ -33,8 +40,9 @@ static const op_param params[] = {
 #undef AT
 static const quern_dsv4_index_params defaults = QUERN_DSV4_INDEX_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_index"};
-static const char *const symbols[] = {"",           [IS_B] = "B", [IS_T] = "T",         [IS_H] = "Hi", [IS_C] = "C_I",
-                                      [IS_S] = "S", [IS_ROW] = "C_I|bytes", [IS_K] = "k", NULL};
+static const char *const symbols[] = {
+    "",           [IS_B] = "B",           [IS_T] = "T", [IS_H] = "Hi", [IS_C] = "C_I",
+    [IS_S] = "S", [IS_ROW] = "C_I|bytes", [IS_K] = "k", NULL};
 static const int8_t scores_alone[] = {DI_SCORES, OP_NONE};
 static const op_entry ops[] = {
     {.name = "v4-index",
@@ -81,17 +89,23 @@ static quern_status derive(op_call *call)
     if (k->ndim != 3)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has %d dimensions: 3 are accepted", k->ndim);
     if ((status = check_key_dtype(call, p->key_format)) != QUERN_OK) return status;
-    s[IS_B] = q->shape[0], s[IS_T] = q->shape[1], s[IS_H] = q->shape[2], s[IS_C] = q->shape[3];
+    s[IS_B] = q->shape[0];
+    s[IS_T] = q->shape[1];
+    s[IS_H] = q->shape[2];
+    s[IS_C] = q->shape[3];
     s[IS_S] = k->shape[1];
     s[IS_K] = p->top_k;
     s[IS_ROW] = p->key_format == QUERN_DSV4_ROWS ? s[IS_C] : dsv4_row_bytes(p->key_format, s[IS_C]);
     const int64_t width_step = p->key_format == QUERN_DSV4_FP4 ? INDEX_FP4_BLOCK : 8;
     if (s[IS_C] < width_step || s[IS_C] > INDEX_WIDTH_MOST || s[IS_C] % width_step != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld channels: a multiple of %lld up to %d is accepted", (long long)s[IS_C],
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "q has %lld channels: a multiple of %lld up to %d is accepted", (long long)s[IS_C],
                          (long long)width_step, INDEX_WIDTH_MOST);
     if (s[IS_H] < 1 || s[IS_H] > INT32_MAX || s[IS_T] > INT32_MAX || s[IS_S] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld heads, %lld queries and %lld entries: 1 to %d heads and as many of the others are accepted",
-                         (long long)s[IS_H], (long long)s[IS_T], (long long)s[IS_S], INT32_MAX);
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "%lld heads, %lld queries and %lld entries: 1 to %d heads and as many of the others are accepted",
+            (long long)s[IS_H], (long long)s[IS_T], (long long)s[IS_S], INT32_MAX);
     return QUERN_OK;
 }
 
@@ -107,7 +121,9 @@ static quern_status plan(op_call *call)
     const indexer_stage *stage = &call->backend->indexer;
     arena a = op_workspace();
     char why[STAGE_WHY_BYTES] = "";
-    if (stage->run == NULL) return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no indexer: the cpu has", call->backend->name);
+    if (stage->run == NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no indexer: the cpu has",
+                         call->backend->name);
     const double channels = (double)call->symbol[IS_C], heads = (double)call->symbol[IS_H];
     c->indexer = (indexer_args){.ratio = c->params.ratio,
                                 .position = c->params.start_abs_pos,
@@ -119,7 +135,8 @@ static quern_status plan(op_call *call)
                                 .idx = op_view(call, DI_IDX, false),
                                 .count = op_view(call, DI_COUNT, false),
                                 .scores = op_view(call, DI_SCORES, false)};
-    if (!STAGE_TAKES(*stage, &call->exec, &c->indexer, why)) return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+    if (!STAGE_TAKES(*stage, &call->exec, &c->indexer, why))
+        return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
     c->scratch = arena_take(&a, STAGE_WORKSPACE(*stage, &call->exec, &c->indexer));
     op_workspace_end(call, &a);
     return QUERN_OK;
@@ -157,13 +174,15 @@ const op_family dsv4_index_family = {
     .run = run,
 };
 
-quern_status quern_dsv4_index_workspace(quern_context *ctx, const quern_dsv4_index_params *given, const quern_dsv4_index_tensors *of, size_t *bytes)
+quern_status quern_dsv4_index_workspace(quern_context *ctx, const quern_dsv4_index_params *given,
+                                        const quern_dsv4_index_tensors *of, size_t *bytes)
 {
     dsv4_index_call call;
     return op_workspace_of(&call.head, &dsv4_index_family, 0, ctx, given, of, bytes);
 }
 
-quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *exec, const quern_dsv4_index_params *given, const quern_dsv4_index_tensors *of,
+quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *exec,
+                              const quern_dsv4_index_params *given, const quern_dsv4_index_tensors *of,
                               void *workspace, size_t workspace_bytes)
 {
     dsv4_index_call call;

@@ -13,26 +13,33 @@ enum { CSA_RATIO = 4, HCA_RATIO = 128, FP4_BLOCK = 32, ROW584_WIDTH = 512, ROW58
 quern_status dsv4_resolve(quern_dsv4_compress_params *p)
 {
     if (p->kind != QUERN_DSV4_CSA && p->kind != QUERN_DSV4_HCA)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "kind is %d: 0 (CSA) and 1 (HCA) are accepted", (int)p->kind);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "kind is %d: 0 (CSA) and 1 (HCA) are accepted",
+                         (int)p->kind);
     if (p->ratio < 0 || p->ratio > DSV4_RATIO_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ratio is %lld: 1 to %d, or 0 (%d or %d), are accepted", (long long)p->ratio, DSV4_RATIO_MOST,
-                         CSA_RATIO, HCA_RATIO);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ratio is %lld: 1 to %d, or 0 (%d or %d), are accepted",
+                         (long long)p->ratio, DSV4_RATIO_MOST, CSA_RATIO, HCA_RATIO);
     if (p->ratio == 0) p->ratio = p->kind == QUERN_DSV4_CSA ? CSA_RATIO : HCA_RATIO;
     const struct {
         const char *name;
         int64_t value;
-    } counts[] = {{"start_token", p->start_token}, {"start_abs_pos", p->start_abs_pos}, {"n_blocks", p->n_blocks}};
+    } counts[] = {
+        {"start_token", p->start_token}, {"start_abs_pos", p->start_abs_pos}, {"n_blocks", p->n_blocks}};
     for (int i = 0; i < 3; i++)
         if (counts[i].value < 0 || counts[i].value > INT32_MAX)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: 0 to %d are accepted", counts[i].name, (long long)counts[i].value, INT32_MAX);
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: 0 to %d are accepted", counts[i].name,
+                             (long long)counts[i].value, INT32_MAX);
     if (!p->rope_last && p->start_abs_pos % p->ratio != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "start_abs_pos is %lld: multiples of ratio %lld are accepted unless rope_last is set",
-                         (long long)p->start_abs_pos, (long long)p->ratio);
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "start_abs_pos is %lld: multiples of ratio %lld are accepted unless rope_last is set",
+            (long long)p->start_abs_pos, (long long)p->ratio);
     if (!(p->eps >= 0.0f) || isinf(p->eps))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "eps is %g: 0 (1e-6) or a finite positive number is accepted", (double)p->eps);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "eps is %g: 0 (1e-6) or a finite positive number is accepted", (double)p->eps);
     if (p->eps == 0.0f) p->eps = 1e-6f;
     if ((unsigned)p->format > QUERN_DSV4_ROW584)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %d: 0 (rows) to %d are accepted", (int)p->format, QUERN_DSV4_ROW584);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %d: 0 (rows) to %d are accepted",
+                         (int)p->format, QUERN_DSV4_ROW584);
     return QUERN_OK;
 }
 
@@ -46,16 +53,23 @@ quern_status dsv4_params(const quern_dsv4_compress_params *given, quern_dsv4_com
 quern_status dsv4_check_width(const quern_dsv4_compress_params *p, int64_t width, int64_t rope_dim)
 {
     if (width < 1 || width > DSV4_WIDTH_MOST)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "entries have %lld channels: 1 to %d are accepted", (long long)width, DSV4_WIDTH_MOST);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "entries have %lld channels: 1 to %d are accepted",
+                         (long long)width, DSV4_WIDTH_MOST);
     if (rope_dim % 2 != 0 || rope_dim > width)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cos_sin has %lld columns: an even number up to the %lld channels is accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "cos_sin has %lld columns: an even number up to the %lld channels is accepted",
                          (long long)rope_dim, (long long)width);
     if (p->hadamard && (width & (width - 1)) != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "entries have %lld channels: hadamard takes powers of two", (long long)width);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "entries have %lld channels: hadamard takes powers of two", (long long)width);
     if (p->format == QUERN_DSV4_FP4 && width % FP4_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "entries have %lld channels: format fp4 takes multiples of %d", (long long)width, FP4_BLOCK);
-    if (p->format == QUERN_DSV4_ROW584 && (width != ROW584_WIDTH || (rope_dim != 0 && rope_dim != ROW584_ROPE)))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "entries have %lld channels, %lld of them rotated: format row584 takes %d and %d",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "entries have %lld channels: format fp4 takes multiples of %d", (long long)width,
+                         FP4_BLOCK);
+    if (p->format == QUERN_DSV4_ROW584 &&
+        (width != ROW584_WIDTH || (rope_dim != 0 && rope_dim != ROW584_ROPE)))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "entries have %lld channels, %lld of them rotated: format row584 takes %d and %d",
                          (long long)width, (long long)rope_dim, ROW584_WIDTH, ROW584_ROPE);
     return QUERN_OK;
 }
@@ -78,9 +92,14 @@ entry_format dsv4_entry_format(quern_dsv4_format format)
     return formats[format];
 }
 
-entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight, const quern_tensor *cos_sin)
+entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight,
+                      const quern_tensor *cos_sin)
 {
-    entry_args e = {.round_bf16 = p->round_bf16, .eps = p->eps, .rope_last = p->rope_last, .hadamard = p->hadamard, .format = dsv4_entry_format(p->format)};
+    entry_args e = {.round_bf16 = p->round_bf16,
+                    .eps = p->eps,
+                    .rope_last = p->rope_last,
+                    .hadamard = p->hadamard,
+                    .format = dsv4_entry_format(p->format)};
     if (norm_weight != NULL) e.norm_weight = *norm_weight;
     if (cos_sin != NULL) e.cos_sin = *cos_sin;
     return e;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* schema.c - what the compressors are: their tensors and parameters, the extents that follow from them, and what the host
- * can check of starts, counts and positions. */
+/* schema.c - what the compressors are: their tensors and parameters, the extents that follow from them, and
+ * what the host can check of starts, counts and positions. */
 #include "core/error.h"
 #include "core/view.h"
 #include "dsv4/call.h"
@@ -35,17 +35,21 @@ static const op_tensor tensors[] = {
     {"d_norm_weight", "dnorm_weight", OP_F32, DC_NORM_WEIGHT, {DS_C}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == DSV4_COMPRESS_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_dsv4_compress_tensors) == (1 + DSV4_COMPRESS_TENSORS) * sizeof(void *), "a tensor a field");
+_Static_assert(sizeof(quern_dsv4_compress_tensors) == (1 + DSV4_COMPRESS_TENSORS) * sizeof(void *),
+               "a tensor a field");
 
-static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL}, *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
+static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL},
+                         *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_compress_params, member)
 static const op_param params[] = {
     {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
     {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "r, tokens of a block; 0: 4 (csa), 128 (hca)"},
     {"start_token", AT(start_token), OP_INTEGER, 0, INT32_MAX, NULL, "row where the first block starts"},
-    {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "its position; a multiple of r unless rope_last"},
+    {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL,
+     "its position; a multiple of r unless rope_last"},
     {"n_blocks", AT(n_blocks), OP_INTEGER, 0, INT32_MAX, NULL, "entries of a sequence; 0: all whole blocks"},
-    {"rope_last", AT(rope_last), OP_FLAG, 0, 1, ends, "the token of a block whose position rotates its entry"},
+    {"rope_last", AT(rope_last), OP_FLAG, 0, 1, ends,
+     "the token of a block whose position rotates its entry"},
     {"round_bf16", AT(round_bf16), OP_FLAG, 0, 1, NULL, "round pooled rows before the norm"},
     {"hadamard", AT(hadamard), OP_FLAG, 0, 1, NULL, "Walsh-Hadamard transform of the entries"},
     {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norm; 0: 1e-6"},
@@ -55,12 +59,26 @@ static const op_param params[] = {
 static const quern_dsv4_compress_params defaults = QUERN_DSV4_COMPRESS_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_compress", "dsv4_compress_backward"};
 
-static const char *const symbols[] = {"", [DS_B] = "B", [DS_B1] = "B+1", [DS_T] = "T", [DS_COLUMNS] = "4C|2C", [DS_IN] = "Dm", [DS_R] = "r",
-                                      [DS_C] = "C", [DS_2C] = "2C", [DS_P] = "P", [DS_ROPE] = "R", [DS_N] = "n", [DS_ROW] = "C|bytes", NULL};
+static const char *const symbols[] = {"",
+                                      [DS_B] = "B",
+                                      [DS_B1] = "B+1",
+                                      [DS_T] = "T",
+                                      [DS_COLUMNS] = "4C|2C",
+                                      [DS_IN] = "Dm",
+                                      [DS_R] = "r",
+                                      [DS_C] = "C",
+                                      [DS_2C] = "2C",
+                                      [DS_P] = "P",
+                                      [DS_ROPE] = "R",
+                                      [DS_N] = "n",
+                                      [DS_ROW] = "C|bytes",
+                                      NULL};
 static const op_rename csa_renames[] = {{"rope_last", "rope-at", NULL}, {NULL, NULL, NULL}};
-static const op_rename hca_renames[] = {{"rope_last", "rope-at", NULL}, {"b_a", "B", NULL}, {"d_b_a", "dB", NULL}, {NULL, NULL, NULL}};
-#define COMPRESS_HELP                                                                                                            \
-    "DeepSeek-V4's compressor, one shot or in pieces; with d_out also its backward. X and proj may have a leading batch extent; " \
+static const op_rename hca_renames[] = {
+    {"rope_last", "rope-at", NULL}, {"b_a", "B", NULL}, {"d_b_a", "dB", NULL}, {NULL, NULL, NULL}};
+#define COMPRESS_HELP                                                                                        \
+    "DeepSeek-V4's compressor, one shot or in pieces; with d_out also its backward. X and proj may have a "  \
+    "leading batch extent; "                                                                                 \
     "with cu_seqlens n is floor(T / r)"
 static const op_entry ops[] = {
     {.name = "csa-compress",
@@ -91,7 +109,8 @@ static quern_status check_params(op_call *call)
 
 static void roles(op_call *call)
 {
-    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA, backward = call->operation == DSV4_COMPRESS_BACKWARD;
+    const bool csa = params_of(call)->kind == QUERN_DSV4_CSA,
+               backward = call->operation == DSV4_COMPRESS_BACKWARD;
     const quern_tensor *const *t = call->given;
     uint8_t *r = call->role;
     r[DC_PROJ] = t[DC_X] != NULL ? OP_REFUSED : OP_NEEDED;
@@ -108,7 +127,9 @@ static void roles(op_call *call)
     r[DC_OUT] = backward ? OP_UNUSED : OP_RESULT;
     r[DC_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
     for (int i = DC_D_PROJ; i <= DC_D_NORM_WEIGHT; i++)
-        r[i] = !backward ? OP_UNUSED : t[tensors[i].gradient_of] != NULL ? OP_OPTIONAL_RESULT : OP_SOURCE_MISSING;
+        r[i] = !backward                           ? OP_UNUSED
+               : t[tensors[i].gradient_of] != NULL ? OP_OPTIONAL_RESULT
+                                                   : OP_SOURCE_MISSING;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
@@ -131,19 +152,24 @@ static quern_status check_matrix(const op_call *call, int32_t tensor)
     return view_check_one(&want, call->given[tensor], &call->like, &span);
 }
 
-/* How many entries there are, and whether start_token and n_blocks are within the tokens of every sequence of fixed length. */
+/* How many entries there are, and whether start_token and n_blocks are within the tokens of every sequence of
+ * fixed length. */
 static quern_status derive_entries(op_call *call)
 {
     const quern_dsv4_compress_params *p = params_of(call);
     const int64_t tokens = call->symbol[DS_T], whole = (tokens - p->start_token) / p->ratio;
     call->symbol[DS_N] = call->varlen ? tokens / p->ratio : p->n_blocks > 0 ? p->n_blocks : whole;
     if (!call->varlen && p->start_token > tokens)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "start_token is %lld: 0 to the %lld tokens of a sequence are accepted", (long long)p->start_token,
-                         (long long)tokens);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "start_token is %lld: 0 to the %lld tokens of a sequence are accepted",
+                         (long long)p->start_token, (long long)tokens);
     if (call->varlen && p->n_blocks > 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n_blocks is %lld with cu_seqlens: 0, or block_counts, is accepted", (long long)p->n_blocks);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "n_blocks is %lld with cu_seqlens: 0, or block_counts, is accepted",
+                         (long long)p->n_blocks);
     if (!call->varlen && p->n_blocks > whole)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n_blocks is %lld: 0 (all) to the %lld whole blocks after start_token are accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "n_blocks is %lld: 0 (all) to the %lld whole blocks after start_token are accepted",
                          (long long)p->n_blocks, (long long)whole);
     return QUERN_OK;
 }
@@ -153,14 +179,17 @@ static quern_status check_dtypes(const op_call *call)
 {
     const bool bytes = params_of(call)->format != QUERN_DSV4_ROWS;
     const quern_tensor *const *t = call->given;
-    const quern_tensor *out = op_uses(call, DC_OUT) ? t[DC_OUT] : NULL, *d_out = op_uses(call, DC_D_OUT) ? t[DC_D_OUT] : NULL;
+    const quern_tensor *out = op_uses(call, DC_OUT) ? t[DC_OUT] : NULL,
+                       *d_out = op_uses(call, DC_D_OUT) ? t[DC_D_OUT] : NULL;
     if (out != NULL && (out->dtype == QUERN_U8) != bytes)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "out has dtype %s: %s is accepted", quern_dtype_name(out->dtype),
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "out has dtype %s: %s is accepted",
+                         quern_dtype_name(out->dtype),
                          bytes ? "u8, the format's bytes," : "f32, f16 or bf16");
-    if (d_out != NULL && d_out->dtype == QUERN_U8) return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_out has dtype u8: f32, f16 or bf16 is accepted");
+    if (d_out != NULL && d_out->dtype == QUERN_U8)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_out has dtype u8: f32, f16 or bf16 is accepted");
     if (op_uses(call, DC_D_PREV_B) && t[DC_D_PREV_B]->dtype != t[DC_PREV_B]->dtype)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_prev_b has dtype %s: %s, as prev_b, is accepted", quern_dtype_name(t[DC_D_PREV_B]->dtype),
-                         quern_dtype_name(t[DC_PREV_B]->dtype));
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_prev_b has dtype %s: %s, as prev_b, is accepted",
+                         quern_dtype_name(t[DC_D_PREV_B]->dtype), quern_dtype_name(t[DC_PREV_B]->dtype));
     return QUERN_OK;
 }
 
@@ -171,15 +200,18 @@ static quern_status derive(op_call *call)
     const int32_t first = t[DC_X] != NULL ? DC_X : DC_PROJ;
     const quern_tensor *main = t[first];
     int64_t *s = call->symbol;
-    if (main == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "proj is NULL: proj, or x and w, are needed");
+    if (main == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "proj is NULL: proj, or x and w, are needed");
     call->like = *main;
     const int32_t ndim = !call->varlen && main->ndim == 3 ? 3 : 2;
     quern_status status = op_check_activation(call, first, ndim);
-    if (status == QUERN_OK && t[DC_B_A] == NULL) status = error_set(QUERN_ERR_INVALID_ARGUMENT, "b_a is NULL: a tensor is needed");
+    if (status == QUERN_OK && t[DC_B_A] == NULL)
+        status = error_set(QUERN_ERR_INVALID_ARGUMENT, "b_a is NULL: a tensor is needed");
     if (status == QUERN_OK) status = check_matrix(call, DC_B_A);
     if (status == QUERN_OK && t[DC_COS_SIN] != NULL) status = check_matrix(call, DC_COS_SIN);
     s[DS_B] = 1;
-    if (status == QUERN_OK && (call->varlen || ndim == 3)) status = op_find_batch(call, DC_CU_SEQLENS, main, &s[DS_B]);
+    if (status == QUERN_OK && (call->varlen || ndim == 3))
+        status = op_find_batch(call, DC_CU_SEQLENS, main, &s[DS_B]);
     if (status != QUERN_OK) return status;
     call->lead[0].count = ndim - 2;
     call->lead[0].extent[0] = main->shape[0];
@@ -195,8 +227,11 @@ static quern_status derive(op_call *call)
     s[DS_ROPE] = t[DC_COS_SIN] != NULL ? t[DC_COS_SIN]->shape[1] : 0;
     s[DS_ROW] = p->format == QUERN_DSV4_ROWS ? s[DS_C] : dsv4_row_bytes(p->format, s[DS_C]);
     if (s[DS_T] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld tokens: at most %d are accepted", tensors[first].field, (long long)s[DS_T], INT32_MAX);
-    if ((status = dsv4_check_width(p, s[DS_C], s[DS_ROPE])) != QUERN_OK || (status = derive_entries(call)) != QUERN_OK) return status;
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %lld tokens: at most %d are accepted",
+                         tensors[first].field, (long long)s[DS_T], INT32_MAX);
+    if ((status = dsv4_check_width(p, s[DS_C], s[DS_ROPE])) != QUERN_OK ||
+        (status = derive_entries(call)) != QUERN_OK)
+        return status;
     return check_dtypes(call);
 }
 
@@ -210,30 +245,39 @@ static quern_status check_sequence(const op_call *call, void *const *data, int64
 {
     const quern_dsv4_compress_params *p = params_of(call);
     const int32_t *cu = data[DC_CU_SEQLENS];
-    const int64_t n = cu != NULL ? cu[b + 1] - cu[b] : call->symbol[DS_T], start = value_at(data[DC_START_TOKENS], b, p->start_token);
-    const int64_t position = value_at(data[DC_START_POSITIONS], b, p->start_abs_pos), whole = (n - start) / p->ratio;
+    const int64_t n = cu != NULL ? cu[b + 1] - cu[b] : call->symbol[DS_T],
+                  start = value_at(data[DC_START_TOKENS], b, p->start_token);
+    const int64_t position = value_at(data[DC_START_POSITIONS], b, p->start_abs_pos),
+                  whole = (n - start) / p->ratio;
     const int64_t blocks = value_at(data[DC_BLOCK_COUNTS], b, p->n_blocks > 0 ? p->n_blocks : whole);
     const int64_t last = position + (blocks - 1) * p->ratio + (p->rope_last ? p->ratio - 1 : 0);
     if (start < 0 || start > n)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld starts at token %lld: 0 to its %lld tokens are accepted", (long long)b,
-                         (long long)start, (long long)n);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "sequence %lld starts at token %lld: 0 to its %lld tokens are accepted",
+                         (long long)b, (long long)start, (long long)n);
     if (blocks < 0 || blocks > whole)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld has block count %lld: 0 to its %lld whole blocks are accepted", (long long)b,
-                         (long long)blocks, (long long)whole);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "sequence %lld has block count %lld: 0 to its %lld whole blocks are accepted",
+                         (long long)b, (long long)blocks, (long long)whole);
     if (position < 0 || (!p->rope_last && position % p->ratio != 0))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld starts at position %lld: %s accepted", (long long)b, (long long)position,
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld starts at position %lld: %s accepted",
+                         (long long)b, (long long)position,
                          position < 0 ? "0 or more is" : "multiples of ratio are, unless rope_last is set,");
     if (blocks > 0 && call->symbol[DS_ROPE] > 0 && last >= call->symbol[DS_P])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld comes to an entry at position %lld: cos_sin has positions 0 to %lld", (long long)b,
-                         (long long)last, (long long)call->symbol[DS_P] - 1);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "sequence %lld comes to an entry at position %lld: cos_sin has positions 0 to %lld",
+                         (long long)b, (long long)last, (long long)call->symbol[DS_P] - 1);
     return QUERN_OK;
 }
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
     quern_status status = QUERN_OK;
-    if (call->varlen) status = view_check_offsets(data[DC_CU_SEQLENS], call->symbol[DS_B], "cu_seqlens", call->symbol[DS_T]);
-    for (int64_t b = 0; b < call->symbol[DS_B] && status == QUERN_OK; b++) status = check_sequence(call, data, b);
+    if (call->varlen)
+        status =
+            view_check_offsets(data[DC_CU_SEQLENS], call->symbol[DS_B], "cu_seqlens", call->symbol[DS_T]);
+    for (int64_t b = 0; b < call->symbol[DS_B] && status == QUERN_OK; b++)
+        status = check_sequence(call, data, b);
     return status;
 }
 

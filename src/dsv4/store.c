@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* store.c - writes rows into the caches of the indexer and the attention core: description, public functions, stage. */
+/* store.c - writes rows into the caches of the indexer and the attention core: description, public functions,
+ * stage. */
 #include "core/error.h"
 #include "core/view.h"
 #include "dsv4/call.h"
@@ -16,7 +17,8 @@ static const op_tensor tensors[] = {
     {"cache", "cache", OP_STORED, OP_NONE, {OP_LEAD, SS_ROW}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == DSV4_STORE_TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_dsv4_store_tensors) == (1 + DSV4_STORE_TENSORS) * sizeof(void *), "a tensor a field");
+_Static_assert(sizeof(quern_dsv4_store_tensors) == (1 + DSV4_STORE_TENSORS) * sizeof(void *),
+               "a tensor a field");
 
 static const char *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
 #define AT(member) offsetof(quern_dsv4_store_params, member)
@@ -33,7 +35,8 @@ static quern_status check_params(op_call *call)
 {
     const quern_dsv4_store_params *p = &((const dsv4_store_call *)call)->params;
     if (p->page == 0 || p->format == QUERN_DSV4_ROWS || p->format == QUERN_DSV4_ROW584) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "page is %lld with format %s: pages hold rows or row584", (long long)p->page, formats[p->format]);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "page is %lld with format %s: pages hold rows or row584",
+                     (long long)p->page, formats[p->format]);
 }
 
 static void roles(op_call *call)
@@ -50,18 +53,22 @@ static quern_status derive(op_call *call)
     const bool bytes = p->format != QUERN_DSV4_ROWS;
     int64_t *s = call->symbol;
     if (x == NULL || cache == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", x == NULL ? "x" : "cache");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed",
+                         x == NULL ? "x" : "cache");
     call->like = *x;
     quern_status status = op_check_activation(call, DT_X, 2);
     if (status != QUERN_OK) return status;
-    s[SS_N] = x->shape[0], s[SS_D] = x->shape[1];
+    s[SS_N] = x->shape[0];
+    s[SS_D] = x->shape[1];
     const quern_dsv4_compress_params width = {.format = p->format};
     if ((status = dsv4_check_width(&width, s[SS_D], 0)) != QUERN_OK) return status;
     const int32_t ndim = p->page > 0 && !bytes ? 3 : 2;
     if (cache->ndim != ndim)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache has %d dimensions: %d are accepted", cache->ndim, ndim);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache has %d dimensions: %d are accepted", cache->ndim,
+                         ndim);
     if ((cache->dtype == QUERN_U8) != bytes)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache has dtype %s: %s is accepted", quern_dtype_name(cache->dtype),
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "cache has dtype %s: %s is accepted",
+                         quern_dtype_name(cache->dtype),
                          bytes ? "u8, the format's bytes," : "f32, f16 or bf16");
     s[SS_ROW] = bytes ? dsv4_row_bytes(p->format, s[SS_D]) * (p->page > 0 ? p->page : 1) : s[SS_D];
     call->lead[0].count = ndim - 1;
@@ -77,7 +84,8 @@ static quern_status check_data(const op_call *call, void *const *data)
     const int32_t *slots = data[DT_SLOTS];
     for (int64_t i = 0; i < call->symbol[SS_N]; i++)
         if (slots[i] < -1 || slots[i] / page >= rows)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "slots[%lld] is %d: -1 to %lld are accepted", (long long)i, slots[i], (long long)(rows * page - 1));
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "slots[%lld] is %d: -1 to %lld are accepted",
+                             (long long)i, slots[i], (long long)(rows * page - 1));
     return QUERN_OK;
 }
 
@@ -86,7 +94,9 @@ static quern_status plan(op_call *call)
     dsv4_store_call *c = (dsv4_store_call *)call;
     const store_rows_stage *stage = &call->backend->store_rows;
     arena a = op_workspace();
-    if (stage->run == NULL) return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no caches: the cpu has", call->backend->name);
+    if (stage->run == NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no caches: the cpu has",
+                         call->backend->name);
     c->store = (store_rows_args){.format = dsv4_entry_format(c->params.format),
                                  .page = c->params.page,
                                  .x = op_view(call, DT_X, false),
@@ -126,13 +136,15 @@ const op_family dsv4_store_family = {
     .run = run,
 };
 
-quern_status quern_dsv4_store_workspace(quern_context *ctx, const quern_dsv4_store_params *given, const quern_dsv4_store_tensors *of, size_t *bytes)
+quern_status quern_dsv4_store_workspace(quern_context *ctx, const quern_dsv4_store_params *given,
+                                        const quern_dsv4_store_tensors *of, size_t *bytes)
 {
     dsv4_store_call call;
     return op_workspace_of(&call.head, &dsv4_store_family, 0, ctx, given, of, bytes);
 }
 
-quern_status quern_dsv4_store(quern_context *ctx, const quern_exec *exec, const quern_dsv4_store_params *given, const quern_dsv4_store_tensors *of,
+quern_status quern_dsv4_store(quern_context *ctx, const quern_exec *exec,
+                              const quern_dsv4_store_params *given, const quern_dsv4_store_tensors *of,
                               void *workspace, size_t workspace_bytes)
 {
     dsv4_store_call call;

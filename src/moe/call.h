@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * call.h - the layer inside the family: its description, and a call. A call is a list of steps, each a stage with its
- * arguments; the plan adds them in the order in which they run.
+ * call.h - the layer inside the family: its description, and a call. A call is a list of steps, each a stage
+ * with its arguments; the plan adds them in the order in which they run.
  */
 #ifndef QUERN_MOE_CALL_H
 #define QUERN_MOE_CALL_H
@@ -15,27 +15,84 @@ typedef enum moe_op { MOE_FORWARD, MOE_BACKWARD, MOE_OPS } moe_op;
 
 /* In the order of quern_moe_tensors. */
 typedef enum moe_tensor {
-    M_HIDDEN, M_LOGITS, M_WEIGHT, M_BIAS, M_INPUT_IDS, M_TID2EID,
-    M_UP_CODES, M_UP_SCALES, M_UP_REPACKED, M_UP_GLOBAL, M_DOWN_CODES, M_DOWN_SCALES, M_DOWN_REPACKED, M_DOWN_GLOBAL,
-    M_GATE_UP, M_DOWN, M_UP_BIAS, M_DOWN_BIAS, M_UP_INPUT, M_DOWN_INPUT,
-    M_SHARED_GATE, M_SHARED_UP, M_SHARED_DOWN,
-    M_SHARED_UP_CODES, M_SHARED_UP_SCALES, M_SHARED_UP_REPACKED, M_SHARED_UP_GLOBAL,
-    M_SHARED_DOWN_CODES, M_SHARED_DOWN_SCALES, M_SHARED_DOWN_REPACKED, M_SHARED_DOWN_GLOBAL,
-    M_OUT, M_EXPERTS, M_WEIGHTS, M_OFFSETS, M_PERMUTATION,
-    M_D_OUT, M_D_HIDDEN, M_D_LOGITS, M_D_WEIGHT, M_D_WEIGHTS, M_D_UP_BIAS, M_D_DOWN_BIAS,
+    M_HIDDEN,
+    M_LOGITS,
+    M_WEIGHT,
+    M_BIAS,
+    M_INPUT_IDS,
+    M_TID2EID,
+    M_UP_CODES,
+    M_UP_SCALES,
+    M_UP_REPACKED,
+    M_UP_GLOBAL,
+    M_DOWN_CODES,
+    M_DOWN_SCALES,
+    M_DOWN_REPACKED,
+    M_DOWN_GLOBAL,
+    M_GATE_UP,
+    M_DOWN,
+    M_UP_BIAS,
+    M_DOWN_BIAS,
+    M_UP_INPUT,
+    M_DOWN_INPUT,
+    M_SHARED_GATE,
+    M_SHARED_UP,
+    M_SHARED_DOWN,
+    M_SHARED_UP_CODES,
+    M_SHARED_UP_SCALES,
+    M_SHARED_UP_REPACKED,
+    M_SHARED_UP_GLOBAL,
+    M_SHARED_DOWN_CODES,
+    M_SHARED_DOWN_SCALES,
+    M_SHARED_DOWN_REPACKED,
+    M_SHARED_DOWN_GLOBAL,
+    M_OUT,
+    M_EXPERTS,
+    M_WEIGHTS,
+    M_OFFSETS,
+    M_PERMUTATION,
+    M_D_OUT,
+    M_D_HIDDEN,
+    M_D_LOGITS,
+    M_D_WEIGHT,
+    M_D_WEIGHTS,
+    M_D_UP_BIAS,
+    M_D_DOWN_BIAS,
     MOE_TENSORS
 } moe_tensor;
 
 /* Extents; MS_X_BYTES are those of repacked matrices. */
 typedef enum moe_symbol {
-    MS_T = 1, MS_D, MS_E, MS_K, MS_TK, MS_V, MS_I, MS_2I, MS_HALF_D, MS_D_BLOCKS, MS_HALF_I, MS_I_BLOCKS,
-    MS_UP_BYTES, MS_DOWN_BYTES,
-    MS_IS, MS_2IS, MS_HALF_IS, MS_IS_BLOCKS, MS_SHARED_UP_BYTES, MS_SHARED_DOWN_BYTES
+    MS_T = 1,
+    MS_D,
+    MS_E,
+    MS_K,
+    MS_TK,
+    MS_V,
+    MS_I,
+    MS_2I,
+    MS_HALF_D,
+    MS_D_BLOCKS,
+    MS_HALF_I,
+    MS_I_BLOCKS,
+    MS_UP_BYTES,
+    MS_DOWN_BYTES,
+    MS_IS,
+    MS_2IS,
+    MS_HALF_IS,
+    MS_IS_BLOCKS,
+    MS_SHARED_UP_BYTES,
+    MS_SHARED_DOWN_BYTES
 } moe_symbol;
 enum { ML_TOKENS = OP_LEAD, ML_UP_GLOBAL, ML_DOWN_GLOBAL, ML_SHARED_GLOBAL };
 
 /* F(stage, arguments, how many): the steps that a call may take. */
-#define MOE_STEPS(F)                                                                                             F(route_forward, route, 1)                                                                                   F(route_backward, route, 1)                                                                                  F(permute, permute, 9)                                                                                       F(quantise, quantise, 2)                                                                                     F(dequantise, dequantise, 1)                                                                                 F(grouped_gemm, grouped_gemm, 4)                                                                             F(grouped_gemm_backward, grouped_gemm, 4)                                                                    F(grouped_dense, grouped_dense, 8)                                                                           F(swiglu_forward, swiglu, 2)                                                                                 F(swiglu_backward, swiglu, 2)                                                                                F(expert_sums, expert_sums, 2)                                                                               F(combine, combine, 1)
+#define MOE_STEPS(F)                                                                                         \
+    F(route_forward, route, 1)                                                                               \
+    F(route_backward, route, 1) F(permute, permute, 9) F(quantise, quantise, 2) F(dequantise, dequantise, 1) \
+        F(grouped_gemm, grouped_gemm, 4) F(grouped_gemm_backward, grouped_gemm, 4)                           \
+            F(grouped_dense, grouped_dense, 8) F(swiglu_forward, swiglu, 2) F(swiglu_backward, swiglu, 2)    \
+                F(expert_sums, expert_sums, 2) F(combine, combine, 1)
 #define MOE_STEP_NAME(stage, name, most) MOE_##stage,
 typedef enum moe_step_kind { MOE_STEPS(MOE_STEP_NAME) MOE_STEP_KINDS } moe_step_kind;
 enum { MOE_STEPS_MOST = 32 };
@@ -49,7 +106,8 @@ typedef struct moe_call {
     op_call head;
     quern_moe_params params;
     arena a;
-    quern_tensor up_global, down_global, up_input, down_input, shared_up_global, shared_down_global; /* for check_data */
+    quern_tensor up_global, down_global, up_input, down_input, shared_up_global,
+        shared_down_global; /* for check_data */
     MOE_STEPS(MOE_STEP_ARGS)
     uint8_t used[MOE_STEP_KINDS]; /* arguments of each kind */
     moe_step step[MOE_STEPS_MOST];
@@ -89,10 +147,11 @@ moe_routing moe_route(moe_call *c, const quern_tensor *x);
 /* The experts' input, sorted: tokens' rows. */
 moe_rows moe_gather(moe_call *c, const quern_tensor *x, const moe_routing *r);
 /* The rows in NVFP4, with given globals or one a row. */
-moe_rows moe_quantised(moe_call *c, const char *name, const quern_tensor *x, const quern_tensor *slots, int64_t rows,
-                       const quern_tensor *ends, const quern_tensor *given);
+moe_rows moe_quantised(moe_call *c, const char *name, const quern_tensor *x, const quern_tensor *slots,
+                       int64_t rows, const quern_tensor *ends, const quern_tensor *given);
 /* x gate_up + bias as f32 [R, 2 I], or with the activation in `dtype` [R, I]. */
-quern_tensor moe_up(moe_call *c, const moe_rows *rows, const quern_tensor *ends, bool activate, quern_dtype dtype);
+quern_tensor moe_up(moe_call *c, const moe_rows *rows, const quern_tensor *ends, bool activate,
+                    quern_dtype dtype);
 /* act down + bias as f32 [R, D]. */
 quern_tensor moe_down(moe_call *c, const moe_rows *rows, const quern_tensor *ends);
 /* The same of the shared expert; absent where there is none. */

@@ -4,11 +4,11 @@
  * layer.c - the layer's public functions, and the steps that each is.
  *
  *   forward:  route, gather (a4: quantise), gate_up with SwiGLU, (quantise,) down, shared expert, combine
- *   backward: route, gather, gate_up, SwiGLU, then from d_out: down's gradient g of the activation, SwiGLU's gradient with
- *             each row's routing weight, gate_up's gradient, the router's, combine
+ *   backward: route, gather, gate_up, SwiGLU, then from d_out: down's gradient g of the activation, SwiGLU's
+ * gradient with each row's routing weight, gate_up's gradient, the router's, combine
  *
- * A routing weight's gradient is d_out . y of its slot. With y = act down + bias that is g . act + d_out . bias, which needs
- * no second product.
+ * A routing weight's gradient is d_out . y of its slot. With y = act down + bias that is g . act + d_out .
+ * bias, which needs no second product.
  */
 #include "moe/call.h"
 
@@ -58,7 +58,8 @@ static quern_dtype gradient_dtype(const moe_call *c)
     return c->head.like.dtype == QUERN_BF16 ? QUERN_BF16 : QUERN_F32;
 }
 
-static swiglu_args *add_swiglu_backward(moe_call *c, const quern_tensor *h, const quern_tensor *d_act, int64_t granularity)
+static swiglu_args *add_swiglu_backward(moe_call *c, const quern_tensor *h, const quern_tensor *d_act,
+                                        int64_t granularity)
 {
     const quern_tensor d_h = moe_room(c, gradient_dtype(c), h->shape[0], h->shape[1]);
     swiglu_args *args = moe_add_swiglu_backward(c);
@@ -79,8 +80,12 @@ static quern_tensor activation_taken(moe_call *c, const quern_tensor *h, const m
     if (!c->params.a4) return act;
     const moe_rows rows = between(c, &act, r);
     const quern_tensor values = moe_room(c, QUERN_F32, act.shape[0], act.shape[1]);
-    *moe_add_dequantise(c) = (dequantise_args){
-        .per = rows.per, .codes = rows.codes, .scales = rows.scales, .global = rows.global, .offsets = r->ends, .out = values};
+    *moe_add_dequantise(c) = (dequantise_args){.per = rows.per,
+                                               .codes = rows.codes,
+                                               .scales = rows.scales,
+                                               .global = rows.global,
+                                               .offsets = r->ends,
+                                               .out = values};
     return values;
 }
 
@@ -93,10 +98,11 @@ static quern_tensor shared_gradient(moe_call *c, const quern_tensor *x, const qu
     return moe_shared_up_gradient(c, &args->d_h);
 }
 
-static void add_bias_gradients(moe_call *c, const moe_routing *r, const quern_tensor *d_y, const quern_tensor *d_h,
-                               const quern_tensor *d_weights)
+static void add_bias_gradients(moe_call *c, const moe_routing *r, const quern_tensor *d_y,
+                               const quern_tensor *d_h, const quern_tensor *d_weights)
 {
-    const quern_tensor d_down = op_view(&c->head, M_D_DOWN_BIAS, false), d_up = op_view(&c->head, M_D_UP_BIAS, false);
+    const quern_tensor d_down = op_view(&c->head, M_D_DOWN_BIAS, false),
+                       d_up = op_view(&c->head, M_D_UP_BIAS, false);
     if (op_uses(&c->head, M_DOWN_BIAS))
         *moe_add_expert_sums(c) = (expert_sums_args){.x = *d_y,
                                                      .offsets = r->ends,
@@ -111,9 +117,11 @@ static void add_bias_gradients(moe_call *c, const moe_routing *r, const quern_te
 }
 
 /* The router's gradients from those of its weights; returns that of the hidden states, if it is wanted. */
-static quern_tensor router_gradient(moe_call *c, const quern_tensor *x, const moe_routing *r, const quern_tensor *d_weights)
+static quern_tensor router_gradient(moe_call *c, const quern_tensor *x, const moe_routing *r,
+                                    const quern_tensor *d_weights)
 {
-    const bool from_hidden = !op_uses(&c->head, M_LOGITS), wants_x = from_hidden && op_uses(&c->head, M_D_HIDDEN);
+    const bool from_hidden = !op_uses(&c->head, M_LOGITS),
+               wants_x = from_hidden && op_uses(&c->head, M_D_HIDDEN);
     const bool wants_logits = op_uses(&c->head, M_D_LOGITS);
     if (!wants_x && !wants_logits && !op_uses(&c->head, M_D_WEIGHT)) return (quern_tensor){0};
     const int64_t *s = c->head.symbol;
@@ -145,8 +153,10 @@ static void plan_backward(moe_call *c)
     const quern_tensor h = moe_up(c, &rows, &r.ends, false, QUERN_F32), act = activation_taken(c, &h, &r);
     const quern_tensor d_y = moe_room(c, d_out.dtype, s[MS_TK], s[MS_D]);
     *moe_add_permute(c) = (permute_args){c->params.top_k, d_out, r.slots, d_y};
-    const quern_tensor d_act = moe_down_gradient(c, &d_y, &r.ends), d_weights = moe_room(c, QUERN_F32, s[MS_T], s[MS_K]);
-    const quern_tensor shared = op_uses(&c->head, M_D_HIDDEN) ? shared_gradient(c, &x, &d_out) : (quern_tensor){0};
+    const quern_tensor d_act = moe_down_gradient(c, &d_y, &r.ends),
+                       d_weights = moe_room(c, QUERN_F32, s[MS_T], s[MS_K]);
+    const quern_tensor shared =
+        op_uses(&c->head, M_D_HIDDEN) ? shared_gradient(c, &x, &d_out) : (quern_tensor){0};
     swiglu_args *step = add_swiglu_backward(c, &h, &d_act, moe_runs(c, false));
     step->act = act;
     step->permutation = r.slots;
@@ -201,28 +211,32 @@ quern_status moe_plan(op_call *call)
     return moe_end(c);
 }
 
-quern_status quern_moe_forward_workspace(quern_context *ctx, const quern_moe_params *params, const quern_moe_tensors *tensors, size_t *bytes)
+quern_status quern_moe_forward_workspace(quern_context *ctx, const quern_moe_params *params,
+                                         const quern_moe_tensors *tensors, size_t *bytes)
 {
     moe_call call;
     return op_workspace_of(&call.head, &moe_family, MOE_FORWARD, ctx, params, tensors, bytes);
 }
 
-quern_status quern_moe_forward(quern_context *ctx, const quern_exec *exec, const quern_moe_params *params, const quern_moe_tensors *tensors,
-                               void *workspace, size_t workspace_bytes)
+quern_status quern_moe_forward(quern_context *ctx, const quern_exec *exec, const quern_moe_params *params,
+                               const quern_moe_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
     moe_call call;
-    return op_run(&call.head, &moe_family, MOE_FORWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return op_run(&call.head, &moe_family, MOE_FORWARD, ctx, exec, params, tensors, workspace,
+                  workspace_bytes);
 }
 
-quern_status quern_moe_backward_workspace(quern_context *ctx, const quern_moe_params *params, const quern_moe_tensors *tensors, size_t *bytes)
+quern_status quern_moe_backward_workspace(quern_context *ctx, const quern_moe_params *params,
+                                          const quern_moe_tensors *tensors, size_t *bytes)
 {
     moe_call call;
     return op_workspace_of(&call.head, &moe_family, MOE_BACKWARD, ctx, params, tensors, bytes);
 }
 
-quern_status quern_moe_backward(quern_context *ctx, const quern_exec *exec, const quern_moe_params *params, const quern_moe_tensors *tensors,
-                                void *workspace, size_t workspace_bytes)
+quern_status quern_moe_backward(quern_context *ctx, const quern_exec *exec, const quern_moe_params *params,
+                                const quern_moe_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
     moe_call call;
-    return op_run(&call.head, &moe_family, MOE_BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return op_run(&call.head, &moe_family, MOE_BACKWARD, ctx, exec, params, tensors, workspace,
+                  workspace_bytes);
 }

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* parts.c - the layer's parts as stages: router, and the products of either kind of expert with their gradients. */
+/* parts.c - the layer's parts as stages: router, and the products of either kind of expert with their
+ * gradients. */
 #include "moe/call.h"
 
 #include "core/view.h"
@@ -33,9 +34,10 @@ moe_routing moe_route(moe_call *c, const quern_tensor *x)
 {
     const int64_t *s = c->head.symbol;
     const quern_tensor logits = moe_flat(c, M_LOGITS), ids = flat_ids(c);
-    const moe_routing r = {moe_room(c, QUERN_I32, s[MS_T], s[MS_K]), moe_room(c, QUERN_F32, s[MS_T], s[MS_K]),
-                           view_on(&c->head.like, arena_take(&c->a, (size_t)s[MS_E] * 4), QUERN_I32, 1, &s[MS_E]),
-                           view_on(&c->head.like, arena_take(&c->a, (size_t)s[MS_TK] * 4), QUERN_I32, 1, &s[MS_TK])};
+    const moe_routing r = {
+        moe_room(c, QUERN_I32, s[MS_T], s[MS_K]), moe_room(c, QUERN_F32, s[MS_T], s[MS_K]),
+        view_on(&c->head.like, arena_take(&c->a, (size_t)s[MS_E] * 4), QUERN_I32, 1, &s[MS_E]),
+        view_on(&c->head.like, arena_take(&c->a, (size_t)s[MS_TK] * 4), QUERN_I32, 1, &s[MS_TK])};
     route_args *args = moe_add_route_forward(c);
     *args = (route_args){.score = (route_score)c->params.score,
                          .top_k = c->params.top_k,
@@ -56,8 +58,8 @@ moe_routing moe_route(moe_call *c, const quern_tensor *x)
     return r;
 }
 
-moe_rows moe_quantised(moe_call *c, const char *name, const quern_tensor *x, const quern_tensor *slots, int64_t rows,
-                       const quern_tensor *ends, const quern_tensor *given)
+moe_rows moe_quantised(moe_call *c, const char *name, const quern_tensor *x, const quern_tensor *slots,
+                       int64_t rows, const quern_tensor *ends, const quern_tensor *given)
 {
     const int64_t k = x->shape[1];
     moe_rows q = {.codes = moe_room(c, QUERN_U8, rows, k / 2),
@@ -113,7 +115,8 @@ quern_tensor moe_activate(moe_call *c, const quern_tensor *h, int64_t granularit
 }
 
 /* A product with NVFP4 weights, but for its operands. */
-static grouped_gemm_args product(const moe_call *c, int64_t rows, int64_t n, int64_t k, const quern_tensor *global, const quern_tensor *ends)
+static grouped_gemm_args product(const moe_call *c, int64_t rows, int64_t n, int64_t k,
+                                 const quern_tensor *global, const quern_tensor *ends)
 {
     return (grouped_gemm_args){.tokens = rows,
                                .n = n,
@@ -146,8 +149,8 @@ static int64_t count(const moe_rows *rows)
 }
 
 /* A product with weights in floats. */
-static quern_tensor dense(moe_call *c, const quern_tensor *a, quern_tensor b, bool transposed, const quern_tensor *ends, quern_tensor bias,
-                          quern_tensor to)
+static quern_tensor dense(moe_call *c, const quern_tensor *a, quern_tensor b, bool transposed,
+                          const quern_tensor *ends, quern_tensor bias, quern_tensor to)
 {
     grouped_dense_args *args = moe_add_grouped_dense(c);
     args->a = *a;
@@ -158,12 +161,13 @@ static quern_tensor dense(moe_call *c, const quern_tensor *a, quern_tensor b, bo
     return args->c = to;
 }
 
-quern_tensor moe_up(moe_call *c, const moe_rows *rows, const quern_tensor *ends, bool activate, quern_dtype dtype)
+quern_tensor moe_up(moe_call *c, const moe_rows *rows, const quern_tensor *ends, bool activate,
+                    quern_dtype dtype)
 {
     const int64_t *s = c->head.symbol, r = count(rows);
     if (op_uses(&c->head, M_GATE_UP)) {
-        const quern_tensor h =
-            dense(c, &rows->x, view(c, M_GATE_UP), true, ends, view(c, M_UP_BIAS), moe_room(c, QUERN_F32, r, s[MS_2I]));
+        const quern_tensor h = dense(c, &rows->x, view(c, M_GATE_UP), true, ends, view(c, M_UP_BIAS),
+                                     moe_room(c, QUERN_F32, r, s[MS_2I]));
         return activate ? moe_activate(c, &h, s[MS_I], dtype) : h;
     }
     const quern_tensor to = moe_room(c, activate ? dtype : QUERN_F32, r, activate ? s[MS_I] : s[MS_2I]);
@@ -182,7 +186,8 @@ quern_tensor moe_down(moe_call *c, const moe_rows *rows, const quern_tensor *end
 {
     const int64_t *s = c->head.symbol, r = count(rows);
     const quern_tensor to = moe_room(c, QUERN_F32, r, s[MS_D]);
-    if (op_uses(&c->head, M_DOWN)) return dense(c, &rows->x, view(c, M_DOWN), true, ends, view(c, M_DOWN_BIAS), to);
+    if (op_uses(&c->head, M_DOWN))
+        return dense(c, &rows->x, view(c, M_DOWN), true, ends, view(c, M_DOWN_BIAS), to);
     grouped_gemm_args *args = moe_add_grouped_gemm(c);
     *args = product(c, r, s[MS_D], s[MS_I], &c->down_global, ends);
     take_rows(args, rows);
@@ -195,7 +200,8 @@ quern_tensor moe_down(moe_call *c, const moe_rows *rows, const quern_tensor *end
 
 bool moe_has_shared(const op_call *call)
 {
-    return op_uses(call, M_SHARED_GATE) || op_uses(call, M_SHARED_UP_CODES) || op_uses(call, M_SHARED_UP_REPACKED);
+    return op_uses(call, M_SHARED_GATE) || op_uses(call, M_SHARED_UP_CODES) ||
+           op_uses(call, M_SHARED_UP_REPACKED);
 }
 
 /* gate's or up's half of [T, 2 Is]. */
@@ -217,7 +223,8 @@ quern_tensor moe_shared_up(moe_call *c, const quern_tensor *x, bool activate)
         dense(c, x, stacked(c, M_SHARED_UP), true, NULL, none, half(&h, s[MS_IS], true));
         return activate ? moe_activate(c, &h, s[MS_IS], x->dtype) : h;
     }
-    const quern_tensor to = moe_room(c, activate ? x->dtype : QUERN_F32, s[MS_T], activate ? s[MS_IS] : s[MS_2IS]);
+    const quern_tensor to =
+        moe_room(c, activate ? x->dtype : QUERN_F32, s[MS_T], activate ? s[MS_IS] : s[MS_2IS]);
     grouped_gemm_args *args = moe_add_grouped_gemm(c);
     *args = product(c, s[MS_T], s[MS_2IS], s[MS_D], &c->shared_up_global, NULL);
     take_rows(args, &rows);
@@ -233,7 +240,8 @@ quern_tensor moe_shared_down(moe_call *c, const quern_tensor *act)
     const int64_t *s = c->head.symbol;
     const moe_rows rows = {.x = *act};
     const quern_tensor to = moe_room(c, QUERN_F32, s[MS_T], s[MS_D]), none = {0};
-    if (op_uses(&c->head, M_SHARED_DOWN)) return dense(c, act, stacked(c, M_SHARED_DOWN), true, NULL, none, to);
+    if (op_uses(&c->head, M_SHARED_DOWN))
+        return dense(c, act, stacked(c, M_SHARED_DOWN), true, NULL, none, to);
     grouped_gemm_args *args = moe_add_grouped_gemm(c);
     *args = product(c, s[MS_T], s[MS_D], s[MS_IS], &c->shared_down_global, NULL);
     take_rows(args, &rows);
@@ -295,7 +303,8 @@ quern_tensor moe_shared_down_gradient(moe_call *c, const quern_tensor *d_y)
 {
     const int64_t *s = c->head.symbol;
     const quern_tensor to = moe_room(c, QUERN_F32, s[MS_T], s[MS_IS]), none = {0};
-    if (op_uses(&c->head, M_SHARED_DOWN)) return dense(c, d_y, stacked(c, M_SHARED_DOWN), false, NULL, none, to);
+    if (op_uses(&c->head, M_SHARED_DOWN))
+        return dense(c, d_y, stacked(c, M_SHARED_DOWN), false, NULL, none, to);
     grouped_gemm_args *args = moe_add_grouped_gemm_backward(c);
     *args = product(c, s[MS_T], s[MS_D], s[MS_IS], &c->shared_down_global, NULL);
     args->b_codes = stacked(c, M_SHARED_DOWN_CODES);

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* route.c - the router and its gradient: their description, their public functions, and the stage that each is. */
+/* route.c - the router and its gradient: their description, their public functions, and the stage that each
+ * is. */
 #include "core/error.h"
 #include "core/view.h"
 #include "moe/call.h"
@@ -11,8 +12,21 @@ typedef enum route_op { ROUTE, ROUTE_BACKWARD, ROUTE_OPS } route_op;
 
 /* In the order of quern_moe_route_tensors. */
 enum {
-    R_LOGITS, R_HIDDEN, R_WEIGHT, R_BIAS, R_INPUT_IDS, R_TID2EID, R_EXPERTS, R_WEIGHTS, R_OFFSETS, R_PERMUTATION,
-    R_D_WEIGHTS, R_D_LOGITS, R_D_HIDDEN, R_D_WEIGHT, ROUTE_TENSORS_COUNT
+    R_LOGITS,
+    R_HIDDEN,
+    R_WEIGHT,
+    R_BIAS,
+    R_INPUT_IDS,
+    R_TID2EID,
+    R_EXPERTS,
+    R_WEIGHTS,
+    R_OFFSETS,
+    R_PERMUTATION,
+    R_D_WEIGHTS,
+    R_D_LOGITS,
+    R_D_HIDDEN,
+    R_D_WEIGHT,
+    ROUTE_TENSORS_COUNT
 };
 enum { RS_T = 1, RS_E, RS_D, RS_K, RS_TK, RS_V };
 
@@ -40,7 +54,8 @@ static const op_tensor tensors[] = {
     {"d_weight", "d_weight", OP_F32, R_WEIGHT, {RS_E, RS_D}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == ROUTE_TENSORS_COUNT, "a row a tensor");
-_Static_assert(sizeof(quern_moe_route_tensors) == (1 + ROUTE_TENSORS_COUNT) * sizeof(void *), "a tensor a field");
+_Static_assert(sizeof(quern_moe_route_tensors) == (1 + ROUTE_TENSORS_COUNT) * sizeof(void *),
+               "a tensor a field");
 
 static const char *const scores[] = {"softmax", "sqrtsoftplus", "sigmoid", NULL};
 #define AT(member) offsetof(quern_moe_route_params, member)
@@ -53,10 +68,12 @@ static const op_param params[] = {
 #undef AT
 static const quern_moe_route_params defaults = QUERN_MOE_ROUTE_PARAMS_INIT;
 static const char *const operations[] = {"moe_route", "moe_route_backward"};
-static const char *const symbols[] = {"", [RS_T] = "T", [RS_E] = "E", [RS_D] = "D", [RS_K] = "k", [RS_TK] = "Tk", [RS_V] = "V", NULL};
+static const char *const symbols[] = {
+    "", [RS_T] = "T", [RS_E] = "E", [RS_D] = "D", [RS_K] = "k", [RS_TK] = "Tk", [RS_V] = "V", NULL};
 static const op_entry ops[] = {
     {.name = "moe-route",
-     .help = "the experts of each token, their weights, and the order of the experts' rows; with d_weights also the backward",
+     .help = "the experts of each token, their weights, and the order of the experts' rows; with d_weights "
+             "also the backward",
      .forward = ROUTE,
      .backward = ROUTE_BACKWARD},
 };
@@ -69,7 +86,8 @@ static quern_status check_params(op_call *call)
 
 static void roles(op_call *call)
 {
-    const bool backward = call->operation == ROUTE_BACKWARD, products = call->given[R_HIDDEN] != NULL || call->given[R_WEIGHT] != NULL;
+    const bool backward = call->operation == ROUTE_BACKWARD,
+               products = call->given[R_HIDDEN] != NULL || call->given[R_WEIGHT] != NULL;
     const bool table = call->given[R_TID2EID] != NULL;
     uint8_t *r = call->role;
     r[R_LOGITS] = products ? OP_REFUSED : OP_NEEDED;
@@ -88,9 +106,13 @@ static quern_status refuse(const op_call *call, int32_t tensor)
 {
     (void)call;
     if (tensor == R_LOGITS)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "logits is given with hidden or weight: one or the others are accepted");
-    if (tensor == R_BIAS) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bias is given with tid2eid: one or the other is accepted");
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "input_ids is given without tid2eid: both or neither are accepted");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "logits is given with hidden or weight: one or the others are accepted");
+    if (tensor == R_BIAS)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "bias is given with tid2eid: one or the other is accepted");
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "input_ids is given without tid2eid: both or neither are accepted");
 }
 
 static quern_status derive(op_call *call)
@@ -102,7 +124,9 @@ static quern_status derive(op_call *call)
     quern_status status;
     if (!products && t[R_LOGITS] == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: logits, or hidden and weight, are needed",
-                         t[R_HIDDEN] != NULL ? "weight" : t[R_WEIGHT] != NULL ? "hidden" : "logits");
+                         t[R_HIDDEN] != NULL   ? "weight"
+                         : t[R_WEIGHT] != NULL ? "hidden"
+                                               : "logits");
     call->like = products ? *t[R_HIDDEN] : *t[R_LOGITS];
     if ((status = op_check_kind(call, products ? R_HIDDEN : R_LOGITS, 2)) != QUERN_OK ||
         (products && (status = op_check_kind(call, R_WEIGHT, 2)) != QUERN_OK))
@@ -113,10 +137,12 @@ static quern_status derive(op_call *call)
     s[RS_K] = p->top_k;
     s[RS_V] = t[R_TID2EID] != NULL ? t[R_TID2EID]->shape[0] : 0;
     if (p->top_k > s[RS_E])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted", (long long)p->top_k, (long long)s[RS_E]);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted",
+                         (long long)p->top_k, (long long)s[RS_E]);
     if (s[RS_E] > INT32_MAX || s[RS_T] > INT32_MAX / p->top_k)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens of %lld experts each: at most %d slots are accepted", (long long)s[RS_T],
-                         (long long)p->top_k, INT32_MAX);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%lld tokens of %lld experts each: at most %d slots are accepted",
+                         (long long)s[RS_T], (long long)p->top_k, INT32_MAX);
     s[RS_TK] = s[RS_T] * s[RS_K];
     return QUERN_OK;
 }
@@ -130,9 +156,12 @@ static quern_status check_data(const op_call *call, void *const *data)
 static quern_status plan(op_call *call)
 {
     route_call *c = (route_call *)call;
-    const route_stage *stage = call->operation == ROUTE ? &call->backend->route_forward : &call->backend->route_backward;
+    const route_stage *stage =
+        call->operation == ROUTE ? &call->backend->route_forward : &call->backend->route_backward;
     arena a = op_workspace();
-    if (stage->run == NULL) return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no routing: the cpu has", call->backend->name);
+    if (stage->run == NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no routing: the cpu has",
+                         call->backend->name);
     c->args = (route_args){.score = (route_score)c->params.score,
                            .top_k = c->params.top_k,
                            .renormalize = c->params.renormalize,
@@ -159,7 +188,8 @@ static quern_status plan(op_call *call)
 static quern_status run(const op_call *call, const op_frame *frame)
 {
     const route_call *c = (const route_call *)call;
-    return call->operation == ROUTE ? op_route_forward(call, frame, &c->args, c->scratch) : op_route_backward(call, frame, &c->args, c->scratch);
+    return call->operation == ROUTE ? op_route_forward(call, frame, &c->args, c->scratch)
+                                    : op_route_backward(call, frame, &c->args, c->scratch);
 }
 
 const op_family moe_route_family = {
@@ -189,29 +219,32 @@ const op_family moe_route_family = {
     .run = run,
 };
 
-quern_status quern_moe_route_workspace(quern_context *ctx, const quern_moe_route_params *given, const quern_moe_route_tensors *of, size_t *bytes)
+quern_status quern_moe_route_workspace(quern_context *ctx, const quern_moe_route_params *given,
+                                       const quern_moe_route_tensors *of, size_t *bytes)
 {
     route_call call;
     return op_workspace_of(&call.head, &moe_route_family, ROUTE, ctx, given, of, bytes);
 }
 
-quern_status quern_moe_route(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *given, const quern_moe_route_tensors *of,
-                             void *workspace, size_t workspace_bytes)
+quern_status quern_moe_route(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *given,
+                             const quern_moe_route_tensors *of, void *workspace, size_t workspace_bytes)
 {
     route_call call;
     return op_run(&call.head, &moe_route_family, ROUTE, ctx, exec, given, of, workspace, workspace_bytes);
 }
 
-quern_status quern_moe_route_backward_workspace(quern_context *ctx, const quern_moe_route_params *given, const quern_moe_route_tensors *of,
-                                                size_t *bytes)
+quern_status quern_moe_route_backward_workspace(quern_context *ctx, const quern_moe_route_params *given,
+                                                const quern_moe_route_tensors *of, size_t *bytes)
 {
     route_call call;
     return op_workspace_of(&call.head, &moe_route_family, ROUTE_BACKWARD, ctx, given, of, bytes);
 }
 
-quern_status quern_moe_route_backward(quern_context *ctx, const quern_exec *exec, const quern_moe_route_params *given,
-                                      const quern_moe_route_tensors *of, void *workspace, size_t workspace_bytes)
+quern_status quern_moe_route_backward(quern_context *ctx, const quern_exec *exec,
+                                      const quern_moe_route_params *given, const quern_moe_route_tensors *of,
+                                      void *workspace, size_t workspace_bytes)
 {
     route_call call;
-    return op_run(&call.head, &moe_route_family, ROUTE_BACKWARD, ctx, exec, given, of, workspace, workspace_bytes);
+    return op_run(&call.head, &moe_route_family, ROUTE_BACKWARD, ctx, exec, given, of, workspace,
+                  workspace_bytes);
 }

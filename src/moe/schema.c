@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* schema.c - what the layer is: its tensors and parameters, the extents that follow from them, and what the host can check
- * of globals. */
+/* schema.c - what the layer is: its tensors and parameters, the extents that follow from them, and what the
+ * host can check of globals. */
 #include "core/error.h"
 #include "core/view.h"
 #include "moe/call.h"
@@ -67,19 +67,38 @@ static const op_param params[] = {
     {"limit", AT(limit), OP_NUMBER, 0, 0, NULL, "of gate and up; 0: none"},
     {"alpha", AT(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
     {"beta", AT(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
-    {"granularity", AT(granularity), OP_INTEGER, 1, 32, NULL, "runs of gate and up in NVFP4 columns; divides 32"},
+    {"granularity", AT(granularity), OP_INTEGER, 1, 32, NULL,
+     "runs of gate and up in NVFP4 columns; divides 32"},
     {"a4", AT(a4), OP_FLAG, 0, 1, NULL, "quantise the activations of the experts' products to NVFP4"},
     {"intermediate", AT(intermediate), OP_INTEGER, 0, INT32_MAX / 2, NULL, "I; 0: from the tensors"},
-    {"shared_intermediate", AT(shared_intermediate), OP_INTEGER, 0, INT32_MAX / 2, NULL, "I of the shared expert; 0: from the tensors"},
+    {"shared_intermediate", AT(shared_intermediate), OP_INTEGER, 0, INT32_MAX / 2, NULL,
+     "I of the shared expert; 0: from the tensors"},
 };
 #undef AT
 static const quern_moe_params defaults = QUERN_MOE_PARAMS_INIT;
 static const char *const operations[] = {"moe_forward", "moe_backward"};
-static const char *const symbols[] = {"", [MS_T] = "T", [MS_D] = "D", [MS_E] = "E", [MS_K] = "k", [MS_TK] = "Tk", [MS_V] = "V", [MS_I] = "I",
-                                      [MS_2I] = "2I", [MS_HALF_D] = "D/2", [MS_D_BLOCKS] = "D/16", [MS_HALF_I] = "I/2", [MS_I_BLOCKS] = "I/16",
-                                      [MS_UP_BYTES] = "bytes", [MS_DOWN_BYTES] = "bytes", [MS_IS] = "Is", [MS_2IS] = "2Is",
-                                      [MS_HALF_IS] = "Is/2", [MS_IS_BLOCKS] = "Is/16", [MS_SHARED_UP_BYTES] = "bytes",
-                                      [MS_SHARED_DOWN_BYTES] = "bytes", NULL};
+static const char *const symbols[] = {"",
+                                      [MS_T] = "T",
+                                      [MS_D] = "D",
+                                      [MS_E] = "E",
+                                      [MS_K] = "k",
+                                      [MS_TK] = "Tk",
+                                      [MS_V] = "V",
+                                      [MS_I] = "I",
+                                      [MS_2I] = "2I",
+                                      [MS_HALF_D] = "D/2",
+                                      [MS_D_BLOCKS] = "D/16",
+                                      [MS_HALF_I] = "I/2",
+                                      [MS_I_BLOCKS] = "I/16",
+                                      [MS_UP_BYTES] = "bytes",
+                                      [MS_DOWN_BYTES] = "bytes",
+                                      [MS_IS] = "Is",
+                                      [MS_2IS] = "2Is",
+                                      [MS_HALF_IS] = "Is/2",
+                                      [MS_IS_BLOCKS] = "Is/16",
+                                      [MS_SHARED_UP_BYTES] = "bytes",
+                                      [MS_SHARED_DOWN_BYTES] = "bytes",
+                                      NULL};
 static const char *const leads[] = {"...", "|E|E 2...", "|E...", "|2...", NULL};
 static const int8_t routing[] = {M_EXPERTS, M_WEIGHTS, M_OFFSETS, M_PERMUTATION, OP_NONE};
 static const op_entry ops[] = {
@@ -101,9 +120,12 @@ static quern_status check_params(op_call *call)
 {
     const quern_moe_params *p = params_of(call);
     if (p->limit < 0.0f)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "limit is %g: 0 (no clamp) or a finite positive number is accepted", (double)p->limit);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "limit is %g: 0 (no clamp) or a finite positive number is accepted",
+                         (double)p->limit);
     if (32 % p->granularity != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "granularity is %lld: a divisor of 32 is accepted", (long long)p->granularity);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "granularity is %lld: a divisor of 32 is accepted",
+                         (long long)p->granularity);
     return QUERN_OK;
 }
 
@@ -125,7 +147,8 @@ static bool any_given(const op_call *call, moe_tensor first, moe_tensor last)
 
 static void expert_roles(op_call *call)
 {
-    const bool floats = any_given(call, M_GATE_UP, M_DOWN), shared_floats = any_given(call, M_SHARED_GATE, M_SHARED_DOWN);
+    const bool floats = any_given(call, M_GATE_UP, M_DOWN),
+               shared_floats = any_given(call, M_SHARED_GATE, M_SHARED_DOWN);
     const bool shared_codes = !shared_floats && any_given(call, M_SHARED_UP_CODES, M_SHARED_DOWN_GLOBAL);
     uint8_t *r = call->role;
     weight_roles(call, M_UP_CODES, !floats);
@@ -140,7 +163,9 @@ static void expert_roles(op_call *call)
 
 static uint8_t gradient_role(const op_call *call, moe_tensor of)
 {
-    return call->operation != MOE_BACKWARD ? OP_UNUSED : call->given[of] != NULL ? OP_OPTIONAL_RESULT : OP_SOURCE_MISSING;
+    return call->operation != MOE_BACKWARD ? OP_UNUSED
+           : call->given[of] != NULL       ? OP_OPTIONAL_RESULT
+                                           : OP_SOURCE_MISSING;
 }
 
 static void roles(op_call *call)
@@ -168,16 +193,26 @@ static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const char *field = tensors[tensor].field;
     switch (tensor) {
-    case M_WEIGHT: return error_set(QUERN_ERR_INVALID_ARGUMENT, "weight is given with logits: one or the other is accepted");
-    case M_BIAS: return error_set(QUERN_ERR_INVALID_ARGUMENT, "bias is given with tid2eid: one or the other is accepted");
-    case M_INPUT_IDS: return error_set(QUERN_ERR_INVALID_ARGUMENT, "input_ids is given without tid2eid: both or neither are accepted");
+    case M_WEIGHT:
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "weight is given with logits: one or the other is accepted");
+    case M_BIAS:
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "bias is given with tid2eid: one or the other is accepted");
+    case M_INPUT_IDS:
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "input_ids is given without tid2eid: both or neither are accepted");
     case M_UP_INPUT:
-    case M_DOWN_INPUT: return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and a4 is false: it is accepted with a4", field);
+    case M_DOWN_INPUT:
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given and a4 is false: it is accepted with a4",
+                         field);
     default: break;
     }
-    const bool shared = tensor >= M_SHARED_GATE, floats = any_given(call, shared ? M_SHARED_GATE : M_GATE_UP, shared ? M_SHARED_DOWN : M_DOWN);
+    const bool shared = tensor >= M_SHARED_GATE,
+               floats = any_given(call, shared ? M_SHARED_GATE : M_GATE_UP, shared ? M_SHARED_DOWN : M_DOWN);
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with %s: one or the other is accepted", field,
-                     floats ? (shared ? "a shared expert in floats" : "experts in floats") : "repacked weights");
+                     floats ? (shared ? "a shared expert in floats" : "experts in floats")
+                            : "repacked weights");
 }
 
 /* The extents of a global, with or without experts and parts. */
@@ -198,7 +233,9 @@ static quern_status derive_tokens(op_call *call)
     int64_t *s = call->symbol;
     quern_status status;
     if (hidden == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "hidden is NULL: a tensor is needed");
-    if (call->given[router] == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "weight is NULL: the router's weight, or logits, are needed");
+    if (call->given[router] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "weight is NULL: the router's weight, or logits, are needed");
     call->like = *hidden;
     const int32_t ndim = hidden->ndim < 2 ? 2 : hidden->ndim < QUERN_MAX_DIMS ? hidden->ndim : QUERN_MAX_DIMS;
     if ((status = op_check_activation(call, M_HIDDEN, ndim)) != QUERN_OK ||
@@ -216,8 +253,8 @@ static quern_status derive_tokens(op_call *call)
 }
 
 /* I, from the parameter or from the first of some tensors, whose dimension `at` is `times` I. */
-static quern_status derive_width(const op_call *call, int64_t given, moe_tensor codes, moe_tensor floats, int32_t ndim, int64_t *width,
-                                 const char *field)
+static quern_status derive_width(const op_call *call, int64_t given, moe_tensor codes, moe_tensor floats,
+                                 int32_t ndim, int64_t *width, const char *field)
 {
     const bool in_floats = call->given[floats] != NULL;
     const moe_tensor tensor = in_floats ? floats : codes;
@@ -226,7 +263,8 @@ static quern_status derive_width(const op_call *call, int64_t given, moe_tensor 
     *width = given;
     if (given > 0) return QUERN_OK;
     if (call->given[tensor] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL and %s is 0: one of them is needed", tensors[tensor].field, field);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL and %s is 0: one of them is needed",
+                         tensors[tensor].field, field);
     if ((status = op_check_kind(call, tensor, dims)) != QUERN_OK) return status;
     const int64_t *shape = call->given[tensor]->shape;
     *width = !in_floats ? shape[ndim - 1] / 2 : floats == M_SHARED_GATE ? shape[0] : shape[1] / 2;
@@ -237,7 +275,8 @@ static quern_status derive_width(const op_call *call, int64_t given, moe_tensor 
 static quern_status check_width(const char *what, int64_t width, int64_t multiple)
 {
     if (width % multiple == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: a multiple of %lld is accepted by NVFP4 weights", what, (long long)width,
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s is %lld: a multiple of %lld is accepted by NVFP4 weights", what, (long long)width,
                      (long long)multiple);
 }
 
@@ -246,7 +285,8 @@ static quern_status check_widths(const op_call *call, bool shared)
     const int64_t *s = call->symbol, q = params_of(call)->granularity, block = QUERN_NVFP4_BLOCK;
     const quern_status status = check_width("hidden's last extent", s[MS_D], block);
     return status != QUERN_OK ? status
-                              : check_width(shared ? "shared_intermediate" : "intermediate", s[shared ? MS_IS : MS_I], q > block ? q : block);
+                              : check_width(shared ? "shared_intermediate" : "intermediate",
+                                            s[shared ? MS_IS : MS_I], q > block ? q : block);
 }
 
 static quern_status derive(op_call *call)
@@ -255,18 +295,25 @@ static quern_status derive(op_call *call)
     int64_t *s = call->symbol;
     quern_status status = derive_tokens(call);
     if (status != QUERN_OK) return status;
-    const bool floats = call->role[M_GATE_UP] == OP_NEEDED, shared_floats = call->role[M_SHARED_GATE] == OP_NEEDED;
+    const bool floats = call->role[M_GATE_UP] == OP_NEEDED,
+               shared_floats = call->role[M_SHARED_GATE] == OP_NEEDED;
     const bool shared = shared_floats || call->role[M_SHARED_UP_REPACKED] == OP_OPTIONAL;
-    if ((status = derive_width(call, p->intermediate, M_UP_CODES, M_GATE_UP, 3, &s[MS_I], "intermediate")) != QUERN_OK) return status;
-    if (shared && (status = derive_width(call, p->shared_intermediate, M_SHARED_UP_CODES, M_SHARED_GATE, 2, &s[MS_IS],
-                                         "shared_intermediate")) != QUERN_OK)
+    if ((status = derive_width(call, p->intermediate, M_UP_CODES, M_GATE_UP, 3, &s[MS_I], "intermediate")) !=
+        QUERN_OK)
+        return status;
+    if (shared && (status = derive_width(call, p->shared_intermediate, M_SHARED_UP_CODES, M_SHARED_GATE, 2,
+                                         &s[MS_IS], "shared_intermediate")) != QUERN_OK)
         return status;
     if (p->top_k > s[MS_E])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted", (long long)p->top_k, (long long)s[MS_E]);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted",
+                         (long long)p->top_k, (long long)s[MS_E]);
     if (s[MS_E] > INT32_MAX || s[MS_T] > INT32_MAX / p->top_k)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens of %lld experts each: at most %d slots are accepted", (long long)s[MS_T],
-                         (long long)p->top_k, INT32_MAX);
-    if (p->a4 && floats) return error_set(QUERN_ERR_INVALID_ARGUMENT, "a4 is true with gate_up in floats: NVFP4 weights are accepted");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%lld tokens of %lld experts each: at most %d slots are accepted",
+                         (long long)s[MS_T], (long long)p->top_k, INT32_MAX);
+    if (p->a4 && floats)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "a4 is true with gate_up in floats: NVFP4 weights are accepted");
     if ((!floats && (status = check_widths(call, false)) != QUERN_OK) ||
         (shared && !shared_floats && (status = check_widths(call, true)) != QUERN_OK))
         return status;
@@ -298,8 +345,12 @@ static quern_status check_data(const op_call *call, void *const *data)
     const struct {
         const quern_tensor *view;
         moe_tensor tensor;
-    } globals[] = {{&c->up_global, M_UP_GLOBAL}, {&c->down_global, M_DOWN_GLOBAL}, {&c->up_input, M_UP_INPUT},
-                   {&c->down_input, M_DOWN_INPUT}, {&c->shared_up_global, M_SHARED_UP_GLOBAL}, {&c->shared_down_global, M_SHARED_DOWN_GLOBAL}};
+    } globals[] = {{&c->up_global, M_UP_GLOBAL},
+                   {&c->down_global, M_DOWN_GLOBAL},
+                   {&c->up_input, M_UP_INPUT},
+                   {&c->down_input, M_DOWN_INPUT},
+                   {&c->shared_up_global, M_SHARED_UP_GLOBAL},
+                   {&c->shared_down_global, M_SHARED_DOWN_GLOBAL}};
     for (size_t i = 0; i < sizeof globals / sizeof *globals; i++) {
         const moe_tensor at = globals[i].tensor;
         if (globals[i].view->ndim == 0) continue;

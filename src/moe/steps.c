@@ -13,12 +13,12 @@ static int32_t add(moe_call *c, moe_step_kind kind)
     return c->used[kind]++;
 }
 
-#define ADD(stage, name, most)                                \
-    name##_args *moe_add_##stage(moe_call *c)                 \
-    {                                                         \
-        name##_args *args = &c->stage[add(c, MOE_##stage)];   \
-        *args = (name##_args){0};                             \
-        return args;                                          \
+#define ADD(stage, name, most)                                                                               \
+    name##_args *moe_add_##stage(moe_call *c)                                                                \
+    {                                                                                                        \
+        name##_args *args = &c->stage[add(c, MOE_##stage)];                                                  \
+        *args = (name##_args){0};                                                                            \
+        return args;                                                                                         \
     }
 MOE_STEPS(ADD)
 
@@ -28,10 +28,10 @@ static bool takes(const moe_call *c, const moe_step *step, size_t *bytes, char w
     const quern_backend *b = c->head.backend;
     const stage_exec *exec = &c->head.exec;
     switch ((moe_step_kind)step->kind) {
-#define TAKES(stage, name, most)                                               \
-    case MOE_##stage:                                                          \
-        if (b->stage.run == NULL) return false;                                \
-        *bytes = STAGE_WORKSPACE(b->stage, exec, &c->stage[step->index]);      \
+#define TAKES(stage, name, most)                                                                             \
+    case MOE_##stage:                                                                                        \
+        if (b->stage.run == NULL) return false;                                                              \
+        *bytes = STAGE_WORKSPACE(b->stage, exec, &c->stage[step->index]);                                    \
         return STAGE_TAKES(b->stage, exec, &c->stage[step->index], why);
         MOE_STEPS(TAKES)
     case MOE_STEP_KINDS: break;
@@ -46,8 +46,9 @@ quern_status moe_end(moe_call *c)
         char why[STAGE_WHY_BYTES] = "";
         size_t bytes = 0;
         if (!takes(c, &c->step[i], &bytes, why))
-            return error_set(QUERN_ERR_UNSUPPORTED, "%s%s%s: the cpu has the layer", why[0] != '\0' ? why : "the ",
-                             why[0] != '\0' ? "" : c->head.backend->name, why[0] != '\0' ? "" : " backend has no mixture of experts");
+            return error_set(QUERN_ERR_UNSUPPORTED, "%s%s%s: the cpu has the layer",
+                             why[0] != '\0' ? why : "the ", why[0] != '\0' ? "" : c->head.backend->name,
+                             why[0] != '\0' ? "" : " backend has no mixture of experts");
         if (bytes > most) most = bytes;
     }
     c->scratch = arena_take(&c->a, most);
@@ -62,7 +63,7 @@ quern_status moe_run(const op_call *call, const op_frame *frame)
     for (int32_t i = 0; i < c->steps && status == QUERN_OK; i++) {
         const moe_step *step = &c->step[i];
         switch ((moe_step_kind)step->kind) {
-#define RUN(stage, name, most) \
+#define RUN(stage, name, most)                                                                               \
     case MOE_##stage: status = op_##stage(call, frame, &c->stage[step->index], c->scratch); break;
             MOE_STEPS(RUN)
         case MOE_STEP_KINDS: break;

@@ -11,7 +11,8 @@ quern_tensor nsa_take(const nsa_call *call, arena *a, quern_dtype dtype, int32_t
     return t;
 }
 
-quern_tensor nsa_given_or_take(const nsa_call *call, const quern_tensor *given, arena *a, quern_dtype dtype, int32_t ndim, const int64_t *shape)
+quern_tensor nsa_given_or_take(const nsa_call *call, const quern_tensor *given, arena *a, quern_dtype dtype,
+                               int32_t ndim, const int64_t *shape)
 {
     return given->ndim > 0 ? *given : nsa_take(call, a, dtype, ndim, shape);
 }
@@ -28,7 +29,12 @@ attend_args nsa_branch_args(const nsa_call *c, int branch)
 {
     const quern_nsa_params *p = &c->params;
     static const attend_mask masks[] = {ATTEND_COMPRESSED, ATTEND_BLOCKS, ATTEND_RANGE};
-    attend_args a = {.mask = masks[branch], .causal = p->causal, .scale = p->scale, .query_offset = -1, .tile = p->tile, .scope = (list_scope)p->scope};
+    attend_args a = {.mask = masks[branch],
+                     .causal = p->causal,
+                     .scale = p->scale,
+                     .query_offset = -1,
+                     .tile = p->tile,
+                     .scope = (list_scope)p->scope};
     a.seqs = branch == NSA_CMP ? c->compressed : c->tokens;
     a.window = branch == NSA_WIN ? p->window : 0;
     a.block_size = branch == NSA_SLC ? p->select_block : p->block_size;
@@ -36,18 +42,33 @@ attend_args nsa_branch_args(const nsa_call *c, int branch)
     a.visibility = (entry_visibility)p->compressed_visibility;
     if (branch == NSA_SLC) a.list = c->views.block_idx;
     if (branch == NSA_CMP && p->max_compressed_groups > 0) a.list = c->views.group_idx;
-    a.q = c->views.q, a.k = c->views.k_b[branch], a.v = c->views.v_b[branch];
-    a.o = c->views.o_b[branch], a.lse = c->views.lse_b[branch];
+    a.q = c->views.q;
+    a.k = c->views.k_b[branch];
+    a.v = c->views.v_b[branch];
+    a.o = c->views.o_b[branch];
+    a.lse = c->views.lse_b[branch];
     return a;
 }
 
 compress_args nsa_compress_args(const nsa_call *c)
 {
     const nsa_views *v = &c->views;
-    return (compress_args){.seqs = c->compressed, .kind = (compress_kind)c->params.compress, .block_size = c->params.block_size, .stride = c->params.stride,
-                           .k = v->k, .v = v->v, .w_k = v->w_k, .w_v = v->w_v, .pe_k = v->pe_k, .pe_v = v->pe_v,
-                           .k_cmp = v->k_b[NSA_CMP], .v_cmp = v->v_b[NSA_CMP],
-                           .d_w_k = v->d_w_k, .d_w_v = v->d_w_v, .d_pe_k = v->d_pe_k, .d_pe_v = v->d_pe_v};
+    return (compress_args){.seqs = c->compressed,
+                           .kind = (compress_kind)c->params.compress,
+                           .block_size = c->params.block_size,
+                           .stride = c->params.stride,
+                           .k = v->k,
+                           .v = v->v,
+                           .w_k = v->w_k,
+                           .w_v = v->w_v,
+                           .pe_k = v->pe_k,
+                           .pe_v = v->pe_v,
+                           .k_cmp = v->k_b[NSA_CMP],
+                           .v_cmp = v->v_b[NSA_CMP],
+                           .d_w_k = v->d_w_k,
+                           .d_w_v = v->d_w_v,
+                           .d_pe_k = v->d_pe_k,
+                           .d_pe_v = v->d_pe_v};
 }
 
 select_args nsa_select_args(const nsa_call *c)
@@ -75,8 +96,19 @@ select_args nsa_select_args(const nsa_call *c)
 
 gate_args nsa_gate_args(const nsa_call *c)
 {
-    gate_args g = {.seqs = c->tokens, .kind = (gate_kind)c->params.gate, .q = c->views.q, .w_gate = c->views.w_gate, .gates = c->views.gates, .o = c->views.o,
-                   .d_o = c->views.d_o, .d_q = c->views.d_q, .d_w_gate = c->views.d_w_gate, .d_gates = c->views.d_gates};
-    for (int i = 0; i < NSA_BRANCHES; i++) g.o_b[i] = c->views.o_b[i], g.d_o_b[i] = c->views.d_o_b[i];
+    gate_args g = {.seqs = c->tokens,
+                   .kind = (gate_kind)c->params.gate,
+                   .q = c->views.q,
+                   .w_gate = c->views.w_gate,
+                   .gates = c->views.gates,
+                   .o = c->views.o,
+                   .d_o = c->views.d_o,
+                   .d_q = c->views.d_q,
+                   .d_w_gate = c->views.d_w_gate,
+                   .d_gates = c->views.d_gates};
+    for (int i = 0; i < NSA_BRANCHES; i++) {
+        g.o_b[i] = c->views.o_b[i];
+        g.d_o_b[i] = c->views.d_o_b[i];
+    }
     return g;
 }

@@ -3,7 +3,8 @@
 /*
  * backward.c - the whole backward:
  *
- *   (recompute o_b) -> gate backward (delta_b, the gate's share of dQ, dW_gate) -> attend backward of each branch
+ *   (recompute o_b) -> gate backward (delta_b, the gate's share of dQ, dW_gate) -> attend backward of each
+ * branch
  *   -> compress backward -> convert
  *
  * Sums over branches are f32: the outputs themselves where they are f32, else workspace that is converted at
@@ -17,8 +18,10 @@ static quern_tensor gate_column(const quern_tensor *gates, int branch)
     quern_tensor t = *gates;
     t.data = t.data != NULL ? (float *)t.data + branch : NULL;
     t.ndim = 3;
-    t.shape[1] = gates->shape[2], t.strides[1] = gates->strides[2];
-    t.shape[2] = gates->shape[1], t.strides[2] = gates->strides[1];
+    t.shape[1] = gates->shape[2];
+    t.strides[1] = gates->strides[2];
+    t.shape[2] = gates->shape[1];
+    t.strides[2] = gates->strides[1];
     return t;
 }
 
@@ -31,10 +34,13 @@ static void carve(nsa_call *c, arena *a)
     size_t scratch = 0;
     c->converts = 0;
     const bool compresses = p->compress != QUERN_NSA_COMPRESS_GIVEN && nsa_branch_on(c, NSA_CMP);
-    const quern_tensor d_q = nsa_sum_for(c, &v->d_q, a), d_k = nsa_sum_for(c, &v->d_k, a), d_v = nsa_sum_for(c, &v->d_v, a);
-    quern_tensor d_k_cmp = v->d_k_b[NSA_CMP], d_v_cmp = v->d_v_b[NSA_CMP]; /* outputs where compress is GIVEN */
+    const quern_tensor d_q = nsa_sum_for(c, &v->d_q, a), d_k = nsa_sum_for(c, &v->d_k, a),
+                       d_v = nsa_sum_for(c, &v->d_v, a);
+    quern_tensor d_k_cmp = v->d_k_b[NSA_CMP],
+                 d_v_cmp = v->d_v_b[NSA_CMP]; /* outputs where compress is GIVEN */
     if (compresses) {
-        const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k}, v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v};
+        const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k},
+                      v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v};
         d_k_cmp = nsa_take(c, a, QUERN_F32, 4, k_shape);
         d_v_cmp = nsa_take(c, a, QUERN_F32, 4, v_shape);
     }
@@ -60,16 +66,20 @@ static void carve(nsa_call *c, arena *a)
         attend->accumulate_q = have_q;
         have_q = true;
         if (i == NSA_CMP) {
-            attend->d_k = d_k_cmp, attend->d_v = d_v_cmp;
+            attend->d_k = d_k_cmp;
+            attend->d_v = d_v_cmp;
         } else if (c->separate[i]) {
-            attend->d_k = v->d_k_b[i], attend->d_v = v->d_v_b[i];
+            attend->d_k = v->d_k_b[i];
+            attend->d_v = v->d_v_b[i];
         } else {
-            attend->d_k = d_k, attend->d_v = d_v;
+            attend->d_k = d_k;
+            attend->d_v = d_v;
             attend->accumulate_k = attend->accumulate_v = have_kv;
             have_kv = true;
         }
         nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->attend_backward, &c->head.exec, attend));
-        if (recompute) nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, attend));
+        if (recompute)
+            nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, attend));
     }
     c->use_gate = true;
     nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->gate_backward, &c->head.exec, &c->gate));
@@ -78,12 +88,16 @@ static void carve(nsa_call *c, arena *a)
     c->use_compress = weights || (d_k.ndim > 0 && (compresses || !have_kv));
     if (c->use_compress) {
         c->compress = nsa_compress_args(c);
-        c->compress.d_k_cmp = d_k_cmp, c->compress.d_v_cmp = d_v_cmp;
-        c->compress.d_k = d_k, c->compress.d_v = d_v;
+        c->compress.d_k_cmp = d_k_cmp;
+        c->compress.d_v_cmp = d_v_cmp;
+        c->compress.d_k = d_k;
+        c->compress.d_v = d_v;
         c->compress.accumulate = have_kv;
-        nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->compress_backward, &c->head.exec, &c->compress));
+        nsa_make_room(&scratch,
+                      STAGE_WORKSPACE(c->head.backend->compress_backward, &c->head.exec, &c->compress));
     }
-    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->convert, &c->head.exec, &c->convert[i]));
+    for (int32_t i = 0; i < c->converts; i++)
+        nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->convert, &c->head.exec, &c->convert[i]));
     c->scratch = arena_take(a, scratch);
 }
 
@@ -99,8 +113,10 @@ static quern_status run(const nsa_call *c, const op_frame *f)
     if (status == QUERN_OK) status = op_gate_backward(&c->head, f, &c->gate, c->scratch);
     for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++)
         if (c->use_attend[i]) status = op_attend_backward(&c->head, f, &c->attend[i], c->scratch);
-    if (status == QUERN_OK && c->use_compress) status = op_compress_backward(&c->head, f, &c->compress, c->scratch);
-    for (int32_t i = 0; i < c->converts && status == QUERN_OK; i++) status = op_convert(&c->head, f, &c->convert[i], c->scratch);
+    if (status == QUERN_OK && c->use_compress)
+        status = op_compress_backward(&c->head, f, &c->compress, c->scratch);
+    for (int32_t i = 0; i < c->converts && status == QUERN_OK; i++)
+        status = op_convert(&c->head, f, &c->convert[i], c->scratch);
     return status;
 }
 

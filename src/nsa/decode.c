@@ -3,8 +3,8 @@
 /*
  * decode.c - native sparse attention of the newest tokens over a cache: checks, then the nsa_decode stage.
  *
- * What parameters are legal is the selection's own check (params.c), made on a call of its shapes: one sequence as long as
- * the cache's capacity.
+ * What parameters are legal is the selection's own check (params.c), made on a call of its shapes: one
+ * sequence as long as the cache's capacity.
  */
 #include "cache/cache.h"
 #include "nsa/call.h"
@@ -36,10 +36,14 @@ static quern_status refuse(const char *what, const char *accepted)
 static quern_status check_kind(const quern_nsa_params *p)
 {
     if (!p->causal) return refuse("causal is false", "true");
-    if (p->tile != 1) return error_set(QUERN_ERR_INVALID_ARGUMENT, "tile is %lld: a decoding call accepts 1", (long long)p->tile);
-    if (p->compressed_visibility != QUERN_NSA_VISIBLE_COMPLETE) return refuse("compressed_visibility is started", "complete");
+    if (p->tile != 1)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "tile is %lld: a decoding call accepts 1",
+                         (long long)p->tile);
+    if (p->compressed_visibility != QUERN_NSA_VISIBLE_COMPLETE)
+        return refuse("compressed_visibility is started", "complete");
     if (p->max_compressed_groups != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "max_compressed_groups is %lld: a decoding call accepts 0",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "max_compressed_groups is %lld: a decoding call accepts 0",
                          (long long)p->max_compressed_groups);
     if (p->compress == QUERN_NSA_COMPRESS_GIVEN) return refuse("compress is given", "mean or linear");
     if (p->selection != QUERN_NSA_LIST_COMPUTED) return refuse("selection is given", "computed");
@@ -52,18 +56,23 @@ static quern_status check_cache(const quern_cache *cache, const quern_nsa_params
 {
     const quern_cache_params *has = &cache->layout.params;
     if (has->block_size != p->block_size || has->stride != p->stride)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "block_size is %lld, stride %lld: those of the cache, %lld and %lld, are accepted",
-                         (long long)p->block_size, (long long)p->stride, (long long)has->block_size, (long long)has->stride);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "block_size is %lld, stride %lld: those of the cache, %lld and %lld, are accepted",
+                         (long long)p->block_size, (long long)p->stride, (long long)has->block_size,
+                         (long long)has->stride);
     if (has->compress != p->compress)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is %d: that of the cache, %d, is accepted", (int)p->compress, (int)has->compress);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "compress is %d: that of the cache, %d, is accepted",
+                         (int)p->compress, (int)has->compress);
     if (has->separate_win && p->window > has->window)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "window is %lld: at most that of the cache's ring, %lld, is accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "window is %lld: at most that of the cache's ring, %lld, is accepted",
                          (long long)p->window, (long long)has->window);
     return QUERN_OK;
 }
 
 /* The parameters' own rules, and q's heads; sets params and list_heads. */
-static quern_status check_params(quern_context *ctx, const quern_cache *cache, const quern_nsa_params *given, decode_call *c)
+static quern_status check_params(quern_context *ctx, const quern_cache *cache, const quern_nsa_params *given,
+                                 decode_call *c)
 {
     const quern_cache_params *has = &cache->layout.params;
     c->params = (quern_nsa_params)QUERN_NSA_PARAMS_INIT;
@@ -73,10 +82,13 @@ static quern_status check_params(quern_context *ctx, const quern_cache *cache, c
     quern_nsa_params *p = &c->params;
     const int64_t q_shape[] = {1, has->capacity, c->heads, has->dim};
     int64_t key_shape[] = {1, quern_nsa_entries(p, has->capacity), has->kv_heads, has->dim};
-    int64_t idx_shape[] = {1, quern_nsa_list_heads(p, c->heads, has->kv_heads), has->capacity, p->num_selected};
+    int64_t idx_shape[] = {1, quern_nsa_list_heads(p, c->heads, has->kv_heads), has->capacity,
+                           p->num_selected};
     if (key_shape[1] < 0) key_shape[1] = 0;
-    const quern_tensor q = quern_tensor_contiguous(NULL, has->dtype, 4, q_shape), k = quern_tensor_contiguous(NULL, has->dtype, 4, key_shape);
-    const quern_tensor idx = quern_tensor_contiguous(NULL, QUERN_I32, 4, idx_shape), count = quern_tensor_contiguous(NULL, QUERN_I32, 3, idx_shape);
+    const quern_tensor q = quern_tensor_contiguous(NULL, has->dtype, 4, q_shape),
+                       k = quern_tensor_contiguous(NULL, has->dtype, 4, key_shape);
+    const quern_tensor idx = quern_tensor_contiguous(NULL, QUERN_I32, 4, idx_shape),
+                       count = quern_tensor_contiguous(NULL, QUERN_I32, 3, idx_shape);
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
     t.q = &q;
     t.k_cmp = &k;
@@ -104,10 +116,14 @@ static quern_status check_tensors(const quern_cache *cache, const decode_call *c
     const quern_nsa_params *p = &c->params;
     const uint32_t act = 1u << (unsigned)has->dtype;
     const bool weights = p->gate == QUERN_NSA_GATE_WEIGHTS, given = p->gate == QUERN_NSA_GATE_GIVEN;
-    if (t->lse != NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "lse is given: sparse attention accepts NULL");
-    if (t->w_gate != NULL && !weights) return error_set(QUERN_ERR_INVALID_ARGUMENT, "w_gate is given: gate weights takes it, else NULL is accepted");
+    if (t->lse != NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "lse is given: sparse attention accepts NULL");
+    if (t->w_gate != NULL && !weights)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "w_gate is given: gate weights takes it, else NULL is accepted");
     if ((t->block_idx != NULL || t->block_count != NULL) && !(p->branches & QUERN_NSA_BRANCH_SLC))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: without the selected branch NULL is accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s is given: without the selected branch NULL is accepted",
                          t->block_idx != NULL ? "block_idx" : "block_count");
     const int64_t tokens = c->call.tokens;
     const view_rule rules[] = {
@@ -135,11 +151,18 @@ static void carve(const quern_cache *cache, decode_call *c, arena *a)
     const quern_nsa_params *p = &c->params;
     const int32_t *table = c->call.batch.table;
     const int64_t lists[] = {1, c->list_heads, c->call.tokens, p->num_selected};
-    const cache_kind slc = cache->layout.params.separate_slc ? CACHE_SLC : CACHE_TOKENS, win = cache->layout.params.separate_win ? CACHE_WIN : CACHE_TOKENS;
+    const cache_kind slc = cache->layout.params.separate_slc ? CACHE_SLC : CACHE_TOKENS,
+                     win = cache->layout.params.separate_win ? CACHE_WIN : CACHE_TOKENS;
     nsa_decode_args *d = &c->decode;
-    *d = (nsa_decode_args){.queries = cache_queries_of(cache, &c->call), .capacity = cache->layout.params.capacity, .window = p->window,
-                           .branches = p->branches, .gate = (gate_kind)p->gate, .q = batch_of_one(c->t.q), .o = batch_of_one(c->t.o),
-                           .gates = batch_of_one(c->t.gates), .blocks = batch_of_one(c->t.block_idx),
+    *d = (nsa_decode_args){.queries = cache_queries_of(cache, &c->call),
+                           .capacity = cache->layout.params.capacity,
+                           .window = p->window,
+                           .branches = p->branches,
+                           .gate = (gate_kind)p->gate,
+                           .q = batch_of_one(c->t.q),
+                           .o = batch_of_one(c->t.o),
+                           .gates = batch_of_one(c->t.gates),
+                           .blocks = batch_of_one(c->t.block_idx),
                            .block_count = batch_of_one(c->t.block_count)};
     if (p->gate == QUERN_NSA_GATE_WEIGHTS) d->w_gate = view_canonical(c->t.w_gate);
     d->plane[NSA_CMP] = cache_plane_of(cache, CACHE_ENTRIES, table);
@@ -155,46 +178,62 @@ static void carve(const quern_cache *cache, decode_call *c, arena *a)
     d->scorer = (select_scorer)p->metric;
     d->scope = (list_scope)p->scope;
     if (c->t.block_idx == NULL && (p->branches & QUERN_NSA_BRANCH_SLC))
-        d->blocks = quern_tensor_contiguous(arena_take(a, (size_t)(lists[1] * lists[2] * lists[3]) * sizeof(int32_t)), QUERN_I32, 4, lists);
+        d->blocks = quern_tensor_contiguous(
+            arena_take(a, (size_t)(lists[1] * lists[2] * lists[3]) * sizeof(int32_t)), QUERN_I32, 4, lists);
     c->scratch = arena_take(a, STAGE_WORKSPACE(c->backend->nsa_decode, &c->exec, d));
 }
 
-static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_cache *cache,
-                         const quern_cache_batch *batch, const quern_decode_tensors *tensors, bool run, decode_call *c)
+static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                         const quern_cache *cache, const quern_cache_batch *batch,
+                         const quern_decode_tensors *tensors, bool run, decode_call *c)
 {
     quern_exec how;
     quern_status status;
     *c = (decode_call){.t = QUERN_DECODE_TENSORS_INIT};
-    if (ctx == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = cache_check_batch(cache, batch, false, &c->call)) != QUERN_OK || (status = op_exec(exec, &how)) != QUERN_OK ||
+    if (ctx == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
+    if ((status = cache_check_batch(cache, batch, false, &c->call)) != QUERN_OK ||
+        (status = op_exec(exec, &how)) != QUERN_OK ||
         (status = op_struct(&c->t, tensors, "tensors", "QUERN_DECODE_TENSORS_INIT")) != QUERN_OK)
         return status;
-    const view_rule q = {"q", c->t.q, 1u << (unsigned)cache->layout.params.dtype, 3, {c->call.tokens, VIEW_ANY, cache->layout.params.dim}, false, false};
+    const view_rule q = {"q",
+                         c->t.q,
+                         1u << (unsigned)cache->layout.params.dtype,
+                         3,
+                         {c->call.tokens, VIEW_ANY, cache->layout.params.dim},
+                         false,
+                         false};
     if ((status = view_check(&q, c->t.q, run)) != QUERN_OK) return status;
     c->heads = c->t.q->shape[1];
     if ((status = view_check_heads(c->heads, cache->layout.params.kv_heads)) != QUERN_OK ||
-        (status = check_params(ctx, cache, params, c)) != QUERN_OK || (status = check_tensors(cache, c, run)) != QUERN_OK)
+        (status = check_params(ctx, cache, params, c)) != QUERN_OK ||
+        (status = check_tensors(cache, c, run)) != QUERN_OK)
         return status;
-    if (c->t.q->device != QUERN_CPU) return error_set(QUERN_ERR_UNSUPPORTED, "q is on device %d: the cpu keeps caches", (int)c->t.q->device);
+    if (c->t.q->device != QUERN_CPU)
+        return error_set(QUERN_ERR_UNSUPPORTED, "q is on device %d: the cpu keeps caches",
+                         (int)c->t.q->device);
     c->backend = context_backend(ctx, QUERN_CPU, 0, how.stream, &c->exec);
     return c->backend != NULL ? QUERN_OK : error_status();
 }
 
-quern_status quern_nsa_decode_workspace(quern_context *ctx, const quern_nsa_params *params, const quern_cache *cache,
-                                        const quern_cache_batch *batch, const quern_decode_tensors *tensors, size_t *bytes)
+quern_status quern_nsa_decode_workspace(quern_context *ctx, const quern_nsa_params *params,
+                                        const quern_cache *cache, const quern_cache_batch *batch,
+                                        const quern_decode_tensors *tensors, size_t *bytes)
 {
     decode_call c;
     const quern_status status = plan(ctx, NULL, params, cache, batch, tensors, false, &c);
     if (status != QUERN_OK) return status;
-    if (bytes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
+    if (bytes == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "bytes is NULL: a place for the size is needed");
     arena a = {NULL, 0};
     carve(cache, &c, &a);
     *bytes = arena_size(&a);
     return QUERN_OK;
 }
 
-quern_status quern_nsa_decode(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params, const quern_cache *cache,
-                              const quern_cache_batch *batch, const quern_decode_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_nsa_decode(quern_context *ctx, const quern_exec *exec, const quern_nsa_params *params,
+                              const quern_cache *cache, const quern_cache_batch *batch,
+                              const quern_decode_tensors *tensors, void *workspace, size_t workspace_bytes)
 {
     DEFAULT_FLOAT_STATE;
     decode_call c;

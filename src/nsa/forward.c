@@ -3,21 +3,24 @@
 /*
  * forward.c - the whole forward:
  *
- *   compress -> (select, mean_logit) -> attend cmp -> (select, softmax: with lse_cmp) -> attend slc, win -> gate
+ *   compress -> (select, mean_logit) -> attend cmp -> (select, softmax: with lse_cmp) -> attend slc, win ->
+ * gate
  *
- * A backend that offers attend_gate_forward takes everything after compress in one stage. Elsewhere the branches'
- * outputs that nobody asked for are what a long call holds most of: one of them stands in O, which the gate reads
- * before it writes, and the others are shared by passes over the key/value heads.
+ * A backend that offers attend_gate_forward takes everything after compress in one stage. Elsewhere the
+ * branches' outputs that nobody asked for are what a long call holds most of: one of them stands in O, which
+ * the gate reads before it writes, and the others are shared by passes over the key/value heads.
  */
 #include "core/view.h"
 #include "nsa/call.h"
 
 static const int64_t branches_most = (int64_t)2 << 30; /* bytes of the branches' outputs in the workspace */
 
-/* The passes over the key/value heads that keep `outputs` branches' outputs below that, as far as passes can. */
+/* The passes over the key/value heads that keep `outputs` branches' outputs below that, as far as passes can.
+ */
 static int64_t passes_of(const nsa_call *c, int64_t outputs)
 {
-    const int64_t bytes = outputs * (c->head.varlen ? 1 : c->batch) * c->n * c->heads * c->dim_v * (int64_t)quern_dtype_size(c->head.like.dtype);
+    const int64_t bytes = outputs * (c->head.varlen ? 1 : c->batch) * c->n * c->heads * c->dim_v *
+                          (int64_t)quern_dtype_size(c->head.like.dtype);
     int64_t passes = 1;
     while (passes < c->kv_heads && (bytes / passes > branches_most || c->kv_heads % passes != 0)) passes++;
     return passes;
@@ -34,8 +37,11 @@ static quern_tensor of_pass(const nsa_call *c, quern_tensor t, int32_t dim, int6
 static attend_args attend_of_pass(const nsa_call *c, int branch, int64_t pass)
 {
     attend_args a = c->attend[branch];
-    a.q = of_pass(c, a.q, 2, c->heads, pass), a.o = of_pass(c, a.o, 2, c->heads, pass), a.lse = of_pass(c, a.lse, 1, c->heads, pass);
-    a.k = of_pass(c, a.k, 2, c->kv_heads, pass), a.v = of_pass(c, a.v, 2, c->kv_heads, pass);
+    a.q = of_pass(c, a.q, 2, c->heads, pass);
+    a.o = of_pass(c, a.o, 2, c->heads, pass);
+    a.lse = of_pass(c, a.lse, 1, c->heads, pass);
+    a.k = of_pass(c, a.k, 2, c->kv_heads, pass);
+    a.v = of_pass(c, a.v, 2, c->kv_heads, pass);
     a.list = of_pass(c, a.list, 1, c->list_heads, pass);
     return a;
 }
@@ -55,8 +61,10 @@ static select_args select_of_pass(const nsa_call *c, int64_t pass)
 static gate_args gate_of_pass(const nsa_call *c, int64_t pass)
 {
     gate_args g = c->gate;
-    g.q = of_pass(c, g.q, 2, c->heads, pass), g.w_gate = of_pass(c, g.w_gate, 0, c->heads, pass);
-    g.gates = of_pass(c, g.gates, 2, c->heads, pass), g.o = of_pass(c, g.o, 2, c->heads, pass);
+    g.q = of_pass(c, g.q, 2, c->heads, pass);
+    g.w_gate = of_pass(c, g.w_gate, 0, c->heads, pass);
+    g.gates = of_pass(c, g.gates, 2, c->heads, pass);
+    g.o = of_pass(c, g.o, 2, c->heads, pass);
     for (int i = 0; i < NSA_BRANCHES; i++) g.o_b[i] = of_pass(c, g.o_b[i], 2, c->heads, pass);
     return g;
 }
@@ -68,18 +76,22 @@ static void carve(nsa_call *c, arena *a)
     const quern_dtype act = c->head.like.dtype;
     const int64_t B = c->head.varlen ? 1 : c->batch, N = c->n, H = c->heads;
     const bool cmp = nsa_branch_on(c, NSA_CMP), slc = nsa_branch_on(c, NSA_SLC);
-    const bool selects = slc && p->selection == QUERN_NSA_LIST_COMPUTED, groups = cmp && p->max_compressed_groups > 0;
+    const bool selects = slc && p->selection == QUERN_NSA_LIST_COMPUTED,
+               groups = cmp && p->max_compressed_groups > 0;
     c->use_compress = p->compress != QUERN_NSA_COMPRESS_GIVEN && (cmp || slc);
     c->use_select = selects || (groups && p->groups == QUERN_NSA_LIST_COMPUTED);
     if (c->use_compress) {
-        const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k}, v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v}, borders[] = {c->batch + 1};
+        const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k},
+                      v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v}, borders[] = {c->batch + 1};
         v->k_b[NSA_CMP] = nsa_given_or_take(c, &v->k_b[NSA_CMP], a, act, 4, k_shape);
         v->v_b[NSA_CMP] = nsa_given_or_take(c, &v->v_b[NSA_CMP], a, act, 4, v_shape);
-        if (c->head.varlen) c->compressed.cu_kv = nsa_given_or_take(c, &c->compressed.cu_kv, a, QUERN_I32, 1, borders);
+        if (c->head.varlen)
+            c->compressed.cu_kv = nsa_given_or_take(c, &c->compressed.cu_kv, a, QUERN_I32, 1, borders);
         c->compress = nsa_compress_args(c);
     }
     if (c->use_select) {
-        const int64_t idx[] = {B, c->list_heads, c->list_rows, p->num_selected}, grp[] = {B, c->list_heads, c->list_rows, p->max_compressed_groups};
+        const int64_t idx[] = {B, c->list_heads, c->list_rows, p->num_selected},
+                      grp[] = {B, c->list_heads, c->list_rows, p->max_compressed_groups};
         if (selects) v->block_idx = nsa_given_or_take(c, &v->block_idx, a, QUERN_I32, 4, idx);
         if (groups) v->group_idx = nsa_given_or_take(c, &v->group_idx, a, QUERN_I32, 4, grp);
     }
@@ -87,7 +99,10 @@ static void carve(nsa_call *c, arena *a)
     c->use_fused = false;
     if (c->head.backend->attend_gate_forward.run != NULL) {
         char why[STAGE_WHY_BYTES];
-        for (int i = 0; i < NSA_BRANCHES; i++) c->fused.branch[i] = nsa_branch_args(c, i), c->fused.separate[i] = c->separate[i];
+        for (int i = 0; i < NSA_BRANCHES; i++) {
+            c->fused.branch[i] = nsa_branch_args(c, i);
+            c->fused.separate[i] = c->separate[i];
+        }
         c->fused.branches = p->branches;
         c->fused.select = nsa_select_args(c);
         if (!selects) c->fused.select.blocks = c->fused.select.count = (quern_tensor){0};
@@ -97,7 +112,8 @@ static void carve(nsa_call *c, arena *a)
     }
     size_t scratch = 0;
     if (c->use_fused) {
-        nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused));
+        nsa_make_room(&scratch,
+                      STAGE_WORKSPACE(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused));
     } else {
         int64_t taken = 0;
         for (int i = 0; i < NSA_BRANCHES; i++) {
@@ -117,7 +133,9 @@ static void carve(nsa_call *c, arena *a)
         }
         if (c->use_select) {
             c->select = nsa_select_args(c);
-            if (!selects) c->select.blocks = c->select.count = (quern_tensor){0}; /* an input, or no branch of this call's */
+            if (!selects)
+                c->select.blocks = c->select.count =
+                    (quern_tensor){0}; /* an input, or no branch of this call's */
             const select_args part = select_of_pass(c, 0);
             nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->select, &c->head.exec, &part));
         }
@@ -126,7 +144,9 @@ static void carve(nsa_call *c, arena *a)
         const gate_args part = gate_of_pass(c, 0);
         nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->gate_forward, &c->head.exec, &part));
     }
-    if (c->use_compress) nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->compress_forward, &c->head.exec, &c->compress));
+    if (c->use_compress)
+        nsa_make_room(&scratch,
+                      STAGE_WORKSPACE(c->head.backend->compress_forward, &c->head.exec, &c->compress));
     c->scratch = arena_take(a, scratch);
 }
 
@@ -138,7 +158,8 @@ static quern_status run_select(const nsa_call *c, const op_frame *f, int64_t pas
 
 static quern_status run_pass(const nsa_call *c, const op_frame *f, int64_t pass)
 {
-    const bool late = c->params.metric == QUERN_NSA_METRIC_SOFTMAX; /* after the compressed branch, whose lse it reads */
+    const bool late =
+        c->params.metric == QUERN_NSA_METRIC_SOFTMAX; /* after the compressed branch, whose lse it reads */
     const gate_args gate = gate_of_pass(c, pass);
     quern_status status = QUERN_OK;
     if (c->use_select && !late) status = run_select(c, f, pass);

@@ -168,12 +168,12 @@ static quern_status report(const list_call *c, const op_frame *frame, const list
     lists.strides[3] = 1;
     lists.strides[0] = lists.strides[2] = 0;
     const validate_lists_args validate = {.seqs = {1, args->n, args->n, {0}, {0}},
-                              .blocks = lists,
-                              .tile = args->n > 0 ? args->n : 1,
-                              .select_block = args->from,
-                              .block_size = 1,
-                              .stride = 1,
-                              .status = op_status_view(&c->head)};
+                                          .blocks = lists,
+                                          .tile = args->n > 0 ? args->n : 1,
+                                          .select_block = args->from,
+                                          .block_size = 1,
+                                          .stride = 1,
+                                          .status = op_status_view(&c->head)};
     return op_validate_lists(&c->head, frame, &validate, NULL);
 }
 

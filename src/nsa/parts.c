@@ -7,7 +7,8 @@ static void carve_compress(nsa_call *c, arena *a)
 {
     c->use_compress = true;
     c->compress = nsa_compress_args(c);
-    c->scratch = arena_take(a, STAGE_WORKSPACE(c->head.backend->compress_forward, &c->head.exec, &c->compress));
+    c->scratch =
+        arena_take(a, STAGE_WORKSPACE(c->head.backend->compress_forward, &c->head.exec, &c->compress));
 }
 
 static quern_status run_compress(const nsa_call *c, const op_frame *f)
@@ -21,9 +22,12 @@ static void carve_compress_backward(nsa_call *c, arena *a)
     c->use_compress = true;
     c->compress = nsa_compress_args(c);
     c->compress.k_cmp = c->compress.v_cmp = (quern_tensor){0};
-    c->compress.d_k_cmp = v->d_k_b[NSA_CMP], c->compress.d_v_cmp = v->d_v_b[NSA_CMP];
-    c->compress.d_k = v->d_k, c->compress.d_v = v->d_v;
-    c->scratch = arena_take(a, STAGE_WORKSPACE(c->head.backend->compress_backward, &c->head.exec, &c->compress));
+    c->compress.d_k_cmp = v->d_k_b[NSA_CMP];
+    c->compress.d_v_cmp = v->d_v_b[NSA_CMP];
+    c->compress.d_k = v->d_k;
+    c->compress.d_v = v->d_v;
+    c->scratch =
+        arena_take(a, STAGE_WORKSPACE(c->head.backend->compress_backward, &c->head.exec, &c->compress));
 }
 
 static quern_status run_compress_backward(const nsa_call *c, const op_frame *f)
@@ -69,7 +73,8 @@ static void carve_attend_backward(nsa_call *c, arena *a)
     nsa_views *v = &c->views;
     const int64_t lse_shape[] = {c->head.varlen ? 1 : c->batch, c->heads, c->n};
     c->converts = 0;
-    const quern_tensor d_q = nsa_sum_for(c, &v->d_q, a), d_k = nsa_sum_for(c, &v->d_k, a), d_v = nsa_sum_for(c, &v->d_v, a);
+    const quern_tensor d_q = nsa_sum_for(c, &v->d_q, a), d_k = nsa_sum_for(c, &v->d_k, a),
+                       d_v = nsa_sum_for(c, &v->d_v, a);
     size_t most = 0;
     bool have_q = false, have_kv = false;
     for (int i = 0; i < NSA_BRANCHES; i++) {
@@ -84,13 +89,15 @@ static void carve_attend_backward(nsa_call *c, arena *a)
         attend->accumulate_q = have_q;
         have_q = true;
         const bool own = i == NSA_CMP || c->separate[i];
-        attend->d_k = own ? v->d_k_b[i] : d_k, attend->d_v = own ? v->d_v_b[i] : d_v;
+        attend->d_k = own ? v->d_k_b[i] : d_k;
+        attend->d_v = own ? v->d_v_b[i] : d_v;
         attend->accumulate_k = attend->accumulate_v = !own && have_kv;
         have_kv = have_kv || !own;
         nsa_make_room(&most, STAGE_WORKSPACE(c->head.backend->attend_backward, &c->head.exec, attend));
         nsa_make_room(&most, STAGE_WORKSPACE(c->head.backend->rowdot, &c->head.exec, &c->rowdot[i]));
     }
-    for (int32_t i = 0; i < c->converts; i++) nsa_make_room(&most, STAGE_WORKSPACE(c->head.backend->convert, &c->head.exec, &c->convert[i]));
+    for (int32_t i = 0; i < c->converts; i++)
+        nsa_make_room(&most, STAGE_WORKSPACE(c->head.backend->convert, &c->head.exec, &c->convert[i]));
     c->scratch = arena_take(a, most);
 }
 
@@ -102,7 +109,8 @@ static quern_status run_attend_backward(const nsa_call *c, const op_frame *f)
         status = op_rowdot(&c->head, f, &c->rowdot[i], c->scratch);
         if (status == QUERN_OK) status = op_attend_backward(&c->head, f, &c->attend[i], c->scratch);
     }
-    for (int32_t i = 0; i < c->converts && status == QUERN_OK; i++) status = op_convert(&c->head, f, &c->convert[i], c->scratch);
+    for (int32_t i = 0; i < c->converts && status == QUERN_OK; i++)
+        status = op_convert(&c->head, f, &c->convert[i], c->scratch);
     return status;
 }
 

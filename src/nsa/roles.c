@@ -115,7 +115,10 @@ static void roles_of_results(const context *x, uint8_t *r)
         op == NSA_COMBINE || op == NSA_GATE || op == NSA_GATE_BACKWARD; /* these take any subset as given */
     op_role o = OP_UNUSED, lse = OP_UNUSED, d_o = OP_UNUSED;
     if (op == NSA_FORWARD) o = lse = OP_OPTIONAL_RESULT;
-    if (op == NSA_ATTEND) o = OP_RESULT, lse = OP_OPTIONAL_RESULT;
+    if (op == NSA_ATTEND) {
+        o = OP_RESULT;
+        lse = OP_OPTIONAL_RESULT;
+    }
     if (op == NSA_BACKWARD || gates) o = OP_OPTIONAL;
     if (op == NSA_ATTEND_BACKWARD) o = d_o = OP_NEEDED;
     if (op == NSA_BACKWARD || op == NSA_ATTEND_BACKWARD) lse = OP_NEEDED;

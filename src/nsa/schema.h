@@ -12,8 +12,18 @@
 
 /* In the order of quern_operation. */
 typedef enum nsa_op {
-    NSA_FORWARD, NSA_BACKWARD, NSA_COMPRESS, NSA_COMPRESS_BACKWARD, NSA_SELECT, NSA_ATTEND,
-    NSA_ATTEND_BACKWARD, NSA_GATES, NSA_COMBINE, NSA_GATE, NSA_GATE_BACKWARD, NSA_OPS
+    NSA_FORWARD,
+    NSA_BACKWARD,
+    NSA_COMPRESS,
+    NSA_COMPRESS_BACKWARD,
+    NSA_SELECT,
+    NSA_ATTEND,
+    NSA_ATTEND_BACKWARD,
+    NSA_GATES,
+    NSA_COMBINE,
+    NSA_GATE,
+    NSA_GATE_BACKWARD,
+    NSA_OPS
 } nsa_op;
 
 enum { NSA_CMP, NSA_SLC, NSA_WIN, NSA_BRANCHES };
@@ -24,8 +34,26 @@ enum { NSA_TENSORS = sizeof(quern_nsa_tensors) / sizeof(void *) - 1 };
 
 /* Extents as the shapes below name them: fixed length B and N, varlen T. */
 typedef enum nsa_symbol {
-    S_B = 1, S_B1, S_N, S_T, S_H, S_HKV, S_D, S_DV, S_NC, S_TC, S_L, S_LD, S_LDV,
-    S_3, S_HS, S_TILES, S_ROWS, S_K, S_C, S_SYMBOLS
+    S_B = 1,
+    S_B1,
+    S_N,
+    S_T,
+    S_H,
+    S_HKV,
+    S_D,
+    S_DV,
+    S_NC,
+    S_TC,
+    S_L,
+    S_LD,
+    S_LDV,
+    S_3,
+    S_HS,
+    S_TILES,
+    S_ROWS,
+    S_K,
+    S_C,
+    S_SYMBOLS
 } nsa_symbol;
 
 extern const op_family nsa_family;

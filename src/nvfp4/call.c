@@ -118,7 +118,10 @@ quern_tensor nvfp4_global_view(const quern_tensor *global)
 {
     if (global == NULL) return (quern_tensor){0};
     quern_tensor v = *global;
-    if (v.ndim == 0) v.shape[v.ndim] = 1, v.strides[v.ndim++] = 1; /* [] as [1, 1] */
+    if (v.ndim == 0) {
+        v.shape[v.ndim] = 1;
+        v.strides[v.ndim++] = 1;
+    } /* [] as [1, 1] */
     v.shape[v.ndim] = 1;
     v.strides[v.ndim++] = 1;
     return v;
@@ -140,10 +143,12 @@ quern_status nvfp4_derive_coded(op_call *call, bool weight, quern_nvfp4_global p
     const int32_t along = weight ? x->count - 2 : x->count - 1;
     const int64_t blocks = nvfp4_blocks(x->extent[along]);
     if (weight && x->extent[along] % QUERN_NVFP4_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", along,
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x.shape[%d] is %lld: a weight's K, a multiple of 16, is accepted", along,
                          (long long)x->extent[along]);
     if (per == QUERN_NVFP4_GLOBAL_EXPERT && x->count != (weight ? 3 : 2))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %d dimensions: %s are accepted with a global an expert", x->count,
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x has %d dimensions: %s are accepted with a global an expert", x->count,
                          weight ? "3 ([E, K, N])" : "2 ([T, D])");
     call->lead[1] = call->lead[2] = *global = *x;
     call->lead[1].extent[along] = blocks * QUERN_NVFP4_BLOCK / 2;

@@ -11,7 +11,8 @@
 
 #include <quern/nvfp4.h>
 
-extern const op_family nvfp4_dequantize_family, nvfp4_quantize_family, nvfp4_from_mxfp4_family, nvfp4_fused_quantize_family;
+extern const op_family nvfp4_dequantize_family, nvfp4_quantize_family, nvfp4_from_mxfp4_family,
+    nvfp4_fused_quantize_family;
 
 /* The words of the parameters that several operations have. */
 extern const char *const nvfp4_profile_words[], *const nvfp4_global_words[], *const nvfp4_layout_words[];
@@ -48,7 +49,8 @@ quern_tensor nvfp4_global_view(const quern_tensor *global);
 
 /* The same of a view of op_view(), where [] is [1]. */
 quern_tensor nvfp4_tail_view(const quern_tensor *t);
-/* From x's extents in lead[0], which x's blocks must suit, those of codes, scales and global in lead[1 ... 3]. */
+/* From x's extents in lead[0], which x's blocks must suit, those of codes, scales and global in lead[1 ...
+ * 3]. */
 quern_status nvfp4_derive_coded(op_call *call, bool weight, quern_nvfp4_global per, int64_t experts);
 
 /* ceil(columns / 16). */

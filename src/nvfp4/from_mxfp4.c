@@ -31,9 +31,12 @@ _Static_assert(sizeof(quern_nvfp4_from_mxfp4_tensors) == (1 + TENSORS) * sizeof(
 
 static const quern_nvfp4_from_mxfp4_params defaults = QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT;
 static const char *const operations[] = {"nvfp4_from_mxfp4"};
-static const char *const symbols[] = {"", [S_BYTES] = "K/2", [S_MX_BLOCKS] = "K/32", [S_BLOCKS] = "K/16", NULL};
+static const char *const symbols[] = {"", [S_BYTES] = "K/2", [S_MX_BLOCKS] = "K/32", [S_BLOCKS] = "K/16",
+                                      NULL};
 static const op_entry ops[] = {
-    {.name = "nvfp4-from-mxfp4", .help = "MXFP4 to NVFP4: exact where block exponents span at most 17 binades", .backward = OP_NONE},
+    {.name = "nvfp4-from-mxfp4",
+     .help = "MXFP4 to NVFP4: exact where block exponents span at most 17 binades",
+     .backward = OP_NONE},
 };
 
 static quern_status check_params(op_call *call)
@@ -54,7 +57,8 @@ static quern_status derive(op_call *call)
     op_extents *rows = &call->lead[L_ROWS - OP_LEAD];
     if (codes == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes is NULL: a tensor is needed");
     if (codes->ndim < 1 || codes->ndim > QUERN_MAX_DIMS)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes has %d dimensions: at least 1 is accepted", codes->ndim);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes has %d dimensions: at least 1 is accepted",
+                         codes->ndim);
     call->like = *codes;
     const quern_status status = op_check_kind(call, T_MX_CODES, codes->ndim);
     if (status != QUERN_OK) return status;
@@ -62,8 +66,10 @@ static quern_status derive(op_call *call)
     for (int32_t i = 0; i < rows->count; i++) rows->extent[i] = codes->shape[i];
     const int64_t bytes = codes->shape[codes->ndim - 1];
     if (bytes % (MX_BLOCK / 2) != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "mx_codes.shape[%d] is %lld: whole blocks of 32, a multiple of 16 bytes, are accepted",
-                         codes->ndim - 1, (long long)bytes);
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "mx_codes.shape[%d] is %lld: whole blocks of 32, a multiple of 16 bytes, are accepted",
+            codes->ndim - 1, (long long)bytes);
     call->symbol[S_BYTES] = bytes;
     call->symbol[S_MX_BLOCKS] = bytes / (MX_BLOCK / 2);
     call->symbol[S_BLOCKS] = bytes / (QUERN_NVFP4_BLOCK / 2);
@@ -80,10 +86,11 @@ static quern_status plan(op_call *call)
 {
     const quern_tensor global = op_view(call, T_GLOBAL, false), rounded = op_view(call, T_ROUNDED, false);
     if (call->backend->from_mxfp4.run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "MXFP4 to NVFP4 on device %s: cpu is accepted", call->backend->name);
-    ((from_call *)call)->args = (from_mxfp4_args){op_view(call, T_MX_CODES, false), op_view(call, T_EXPONENTS, false),
-                                                  op_view(call, T_CODES, false),    op_view(call, T_SCALES, false),
-                                                  nvfp4_tail_view(&global),         nvfp4_tail_view(&rounded)};
+        return error_set(QUERN_ERR_UNSUPPORTED, "MXFP4 to NVFP4 on device %s: cpu is accepted",
+                         call->backend->name);
+    ((from_call *)call)->args = (from_mxfp4_args){
+        op_view(call, T_MX_CODES, false), op_view(call, T_EXPONENTS, false), op_view(call, T_CODES, false),
+        op_view(call, T_SCALES, false),   nvfp4_tail_view(&global),          nvfp4_tail_view(&rounded)};
     return QUERN_OK;
 }
 
@@ -123,9 +130,12 @@ quern_status quern_nvfp4_from_mxfp4_workspace(quern_context *ctx, const quern_nv
     return op_workspace_of(&call.head, &nvfp4_from_mxfp4_family, 0, ctx, given, views, bytes);
 }
 
-quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_from_mxfp4_params *given,
-                                    const quern_nvfp4_from_mxfp4_tensors *views, void *workspace, size_t workspace_bytes)
+quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_exec *exec,
+                                    const quern_nvfp4_from_mxfp4_params *given,
+                                    const quern_nvfp4_from_mxfp4_tensors *views, void *workspace,
+                                    size_t workspace_bytes)
 {
     from_call call;
-    return op_run(&call.head, &nvfp4_from_mxfp4_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
+    return op_run(&call.head, &nvfp4_from_mxfp4_family, 0, ctx, exec, given, views, workspace,
+                  workspace_bytes);
 }

@@ -28,12 +28,14 @@ static const op_tensor tensors[] = {
     {"up_scales", "up_scales", OP_SCALE, OP_NONE, {S_M, S_BLOCKS}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
-_Static_assert(sizeof(quern_nvfp4_fused_quantize_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
+_Static_assert(sizeof(quern_nvfp4_fused_quantize_tensors) == (1 + TENSORS) * sizeof(void *),
+               "a tensor a field");
 
 static const char *const activations[] = {"none", "swiglu", NULL};
 #define AT(member) offsetof(quern_nvfp4_fused_quantize_params, member)
 static const op_param params[] = {
-    {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words, "of the quantiser"},
+    {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
+     "of the quantiser"},
     {"swiglu", AT(swiglu), OP_FLAG, 0, 1, activations, "quantise gate and up, or what SwiGLU makes of them"},
     {"limit", AT(limit), OP_NUMBER, 0, 0, NULL, "of gate and up; 0: none"},
     {"alpha", AT(alpha), OP_NUMBER, 0, 0, NULL, "of the gate's sigmoid"},
@@ -43,7 +45,8 @@ static const op_param params[] = {
 #undef AT
 static const quern_nvfp4_fused_quantize_params defaults = QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT;
 static const char *const operations[] = {"nvfp4_fused_quantize"};
-static const char *const symbols[] = {"", [S_M] = "M", [S_2I] = "2I", [S_BYTES] = "8*ceil(I/16)", [S_BLOCKS] = "ceil(I/16)", NULL};
+static const char *const symbols[] = {
+    "", [S_M] = "M", [S_2I] = "2I", [S_BYTES] = "8*ceil(I/16)", [S_BLOCKS] = "ceil(I/16)", NULL};
 static const op_rename renames[] = {{"swiglu", "activation", NULL},
                                     {"gate_global", "global", "swiglu"},
                                     {"gate_codes", "codes", "swiglu"},
@@ -65,7 +68,8 @@ static quern_status check_params(op_call *call)
 {
     const float limit = params_of(call)->limit;
     if (limit >= 0.0f) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "limit is %g: 0 (no clamp) or a finite positive number is accepted", (double)limit);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "limit is %g: 0 (no clamp) or a finite positive number is accepted", (double)limit);
 }
 
 /* A part is written where its codes, or where nothing says codes its global, are there. */
@@ -90,7 +94,8 @@ static void roles(op_call *call)
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with swiglu: the result goes to gate_codes alone",
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s is given with swiglu: the result goes to gate_codes alone",
                      call->family->tensors[tensor].field);
 }
 
@@ -105,10 +110,13 @@ static quern_status derive(op_call *call)
     call->symbol[S_M] = x->shape[0];
     call->symbol[S_2I] = x->shape[1];
     if (x->shape[1] % 2 != 0 || x->shape[1] / 2 % q != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x.shape[1] is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x.shape[1] is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
                          (long long)x->shape[1], (long long)q, 2 * (long long)q);
-    if (!params_of(call)->swiglu && t[T_GATE_CODES] == NULL && t[T_UP_CODES] == NULL && t[T_GATE_GLOBAL] == NULL && t[T_UP_GLOBAL] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "gate_codes and up_codes are NULL: at least one is needed");
+    if (!params_of(call)->swiglu && t[T_GATE_CODES] == NULL && t[T_UP_CODES] == NULL &&
+        t[T_GATE_GLOBAL] == NULL && t[T_UP_GLOBAL] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "gate_codes and up_codes are NULL: at least one is needed");
     call->symbol[S_BLOCKS] = nvfp4_blocks(x->shape[1] / 2);
     call->symbol[S_BYTES] = call->symbol[S_BLOCKS] * QUERN_NVFP4_BLOCK / 2;
     return QUERN_OK;
@@ -120,7 +128,8 @@ static quern_status check_data(const op_call *call, void *const *data)
     const fused_call *c = (const fused_call *)call;
     for (int part = 0; part < 2; part++) {
         if (c->args.global[part].ndim == 0) continue;
-        const quern_status status = view_check_globals(data[globals[part]], &c->args.global[part], tensors[globals[part]].field);
+        const quern_status status =
+            view_check_globals(data[globals[part]], &c->args.global[part], tensors[globals[part]].field);
         if (status != QUERN_OK) return status;
     }
     return QUERN_OK;
@@ -133,9 +142,11 @@ static quern_status plan(op_call *call)
     const fused_quantise_stage *stage = &call->backend->fused_quantise;
     arena a = op_workspace();
     if (stage->run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "fused quantisation to NVFP4 on device %s: cpu is accepted", call->backend->name);
+        return error_set(QUERN_ERR_UNSUPPORTED, "fused quantisation to NVFP4 on device %s: cpu is accepted",
+                         call->backend->name);
     if (!op_uses(call, T_GATE_CODES) && !op_uses(call, T_UP_CODES))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "gate_codes and up_codes are NULL: at least one is needed");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "gate_codes and up_codes are NULL: at least one is needed");
     c->args = (fused_quantise_args){.profile = (quantise_profile)c->params.profile,
                                     .swiglu = c->params.swiglu,
                                     .limit = c->params.limit,
@@ -188,16 +199,21 @@ const op_family nvfp4_fused_quantize_family = {
     .run = run,
 };
 
-quern_status quern_nvfp4_fused_quantize_workspace(quern_context *ctx, const quern_nvfp4_fused_quantize_params *given,
-                                                  const quern_nvfp4_fused_quantize_tensors *views, size_t *bytes)
+quern_status quern_nvfp4_fused_quantize_workspace(quern_context *ctx,
+                                                  const quern_nvfp4_fused_quantize_params *given,
+                                                  const quern_nvfp4_fused_quantize_tensors *views,
+                                                  size_t *bytes)
 {
     fused_call call;
     return op_workspace_of(&call.head, &nvfp4_fused_quantize_family, 0, ctx, given, views, bytes);
 }
 
-quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_fused_quantize_params *given,
-                                        const quern_nvfp4_fused_quantize_tensors *views, void *workspace, size_t workspace_bytes)
+quern_status quern_nvfp4_fused_quantize(quern_context *ctx, const quern_exec *exec,
+                                        const quern_nvfp4_fused_quantize_params *given,
+                                        const quern_nvfp4_fused_quantize_tensors *views, void *workspace,
+                                        size_t workspace_bytes)
 {
     fused_call call;
-    return op_run(&call.head, &nvfp4_fused_quantize_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
+    return op_run(&call.head, &nvfp4_fused_quantize_family, 0, ctx, exec, given, views, workspace,
+                  workspace_bytes);
 }

@@ -30,7 +30,8 @@ static quern_tensor global_view(const gemm_call *c, int32_t tensor)
 static quern_tensor room(const gemm_call *c, arena *a, quern_dtype dtype, int64_t rows, int64_t columns)
 {
     const int64_t shape[] = {rows, columns};
-    return view_on(&c->head.like, arena_take(a, (size_t)(rows * columns) * quern_dtype_size(dtype)), dtype, 2, shape);
+    return view_on(&c->head.like, arena_take(a, (size_t)(rows * columns) * quern_dtype_size(dtype)), dtype, 2,
+                   shape);
 }
 
 /* Operands of either pass. */
@@ -103,7 +104,8 @@ static void plan_backward(gemm_call *c, arena *a)
                               .beta = c->params.beta,
                               .h = c->gemm.c,
                               .d_act = c->backward.d_c};
-    c->swiglu.d_h = room(c, a, c->backward.d_c.dtype == QUERN_BF16 ? QUERN_BF16 : QUERN_F32, s[GS_T], s[GS_N]);
+    c->swiglu.d_h =
+        room(c, a, c->backward.d_c.dtype == QUERN_BF16 ? QUERN_BF16 : QUERN_F32, s[GS_T], s[GS_N]);
     c->backward.d_c = c->swiglu.d_h;
 }
 
@@ -119,7 +121,8 @@ quern_status nvfp4_gemm_plan(op_call *call)
     arena a = op_workspace();
     size_t most = 0;
     if (b->grouped_gemm.run == NULL || b->grouped_gemm_backward.run == NULL || b->prepack.run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no products with NVFP4 weights: the cpu has", b->name);
+        return error_set(QUERN_ERR_UNSUPPORTED,
+                         "the %s backend has no products with NVFP4 weights: the cpu has", b->name);
     c->a_global = global_view(c, G_A_GLOBAL);
     c->b_global = global_view(c, G_B_GLOBAL);
     c->c_global = global_view(c, G_C_GLOBAL);
@@ -149,18 +152,20 @@ quern_status nvfp4_gemm_run(const op_call *call, const op_frame *frame)
     return status == QUERN_OK ? op_grouped_gemm_backward(call, frame, &c->backward, c->scratch) : status;
 }
 
-quern_status quern_nvfp4_gemm_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params, const quern_nvfp4_gemm_tensors *tensors,
-                                        size_t *bytes)
+quern_status quern_nvfp4_gemm_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params,
+                                        const quern_nvfp4_gemm_tensors *tensors, size_t *bytes)
 {
     gemm_call call;
     return op_workspace_of(&call.head, &nvfp4_gemm_family, GEMM, ctx, params, tensors, bytes);
 }
 
-quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_gemm_params *params,
-                              const quern_nvfp4_gemm_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *exec,
+                              const quern_nvfp4_gemm_params *params, const quern_nvfp4_gemm_tensors *tensors,
+                              void *workspace, size_t workspace_bytes)
 {
     gemm_call call;
-    return op_run(&call.head, &nvfp4_gemm_family, GEMM, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return op_run(&call.head, &nvfp4_gemm_family, GEMM, ctx, exec, params, tensors, workspace,
+                  workspace_bytes);
 }
 
 quern_status quern_nvfp4_gemm_backward_workspace(quern_context *ctx, const quern_nvfp4_gemm_params *params,
@@ -170,9 +175,12 @@ quern_status quern_nvfp4_gemm_backward_workspace(quern_context *ctx, const quern
     return op_workspace_of(&call.head, &nvfp4_gemm_family, GEMM_BACKWARD, ctx, params, tensors, bytes);
 }
 
-quern_status quern_nvfp4_gemm_backward(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_gemm_params *params,
-                                       const quern_nvfp4_gemm_tensors *tensors, void *workspace, size_t workspace_bytes)
+quern_status quern_nvfp4_gemm_backward(quern_context *ctx, const quern_exec *exec,
+                                       const quern_nvfp4_gemm_params *params,
+                                       const quern_nvfp4_gemm_tensors *tensors, void *workspace,
+                                       size_t workspace_bytes)
 {
     gemm_call call;
-    return op_run(&call.head, &nvfp4_gemm_family, GEMM_BACKWARD, ctx, exec, params, tensors, workspace, workspace_bytes);
+    return op_run(&call.head, &nvfp4_gemm_family, GEMM_BACKWARD, ctx, exec, params, tensors, workspace,
+                  workspace_bytes);
 }

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* gemm_schema.c - what the grouped product is: its tensors and parameters, the extents that follow from them, and what the
- * host can check of offsets and globals. */
+/* gemm_schema.c - what the grouped product is: its tensors and parameters, the extents that follow from them,
+ * and what the host can check of offsets and globals. */
 #include "core/error.h"
 #include "core/view.h"
 #include "nvfp4/call.h"
@@ -30,14 +30,20 @@ static const op_tensor tensors[] = {
     {"d_a", "dA", OP_FLOAT, OP_NONE, {GS_T, GS_K}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == GEMM_TENSORS_COUNT, "a row a tensor");
-_Static_assert(sizeof(quern_nvfp4_gemm_tensors) == (1 + GEMM_TENSORS_COUNT) * sizeof(void *), "a tensor a field");
+_Static_assert(sizeof(quern_nvfp4_gemm_tensors) == (1 + GEMM_TENSORS_COUNT) * sizeof(void *),
+               "a tensor a field");
 
-static const char *const code_layouts[] = {"linear", "k-major", NULL}, *const scale_layouts[] = {"linear", "k-major", "swizzled", NULL};
+static const char *const code_layouts[] = {"linear", "k-major", NULL}, *const scale_layouts[] = {
+                                                                           "linear", "k-major", "swizzled",
+                                                                           NULL};
 static const char *const a_layouts[] = {"linear", "swizzled", NULL};
-static const char *const activations[] = {"none", "swiglu", NULL}, *const outputs[] = {"input", "f32", "bf16", "f16", "nvfp4", NULL};
+static const char *const activations[] = {"none", "swiglu", NULL}, *const outputs[] = {"input", "f32",
+                                                                                       "bf16",  "f16",
+                                                                                       "nvfp4", NULL};
 #define AT(member) offsetof(quern_nvfp4_gemm_params, member)
 static const op_param params[] = {
-    {"b_codes", AT(b_codes), OP_CHOICE, 0, 1, code_layouts, "layout of B's codes: [E, K/2, N] or [E, N, K/2]"},
+    {"b_codes", AT(b_codes), OP_CHOICE, 0, 1, code_layouts,
+     "layout of B's codes: [E, K/2, N] or [E, N, K/2]"},
     {"b_scales", AT(b_scales), OP_CHOICE, 0, 2, scale_layouts, "layout of B's scales"},
     {"n", AT(n), OP_INTEGER, 0, INT32_MAX, NULL, "columns of B; 0: from B_codes"},
     {"a_global_per", AT(a_global_per), OP_CHOICE, 0, 2, nvfp4_global_words, "what shares a global of A"},
@@ -49,17 +55,31 @@ static const op_param params[] = {
     {"beta", AT(beta), OP_NUMBER, 0, 0, NULL, "added to up"},
     {"granularity", AT(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "runs of gate and up in B's columns"},
     {"profile", AT(profile), OP_CHOICE, 0, 3, nvfp4_profile_words, "of a quantised output"},
-    {"a_swizzled", AT(a_swizzled), OP_FLAG, 0, 1, a_layouts, "layout of A's scales; swizzled with pad_row_offsets"},
+    {"a_swizzled", AT(a_swizzled), OP_FLAG, 0, 1, a_layouts,
+     "layout of A's scales; swizzled with pad_row_offsets"},
     {"output", AT(output), OP_CHOICE, 0, 4, outputs, "dtype of C, or its codes; input: A's"},
     {"prepack", AT(prepack), OP_FLAG, 0, 1, NULL, "repack B first: the same bits"},
 };
 #undef AT
 static const quern_nvfp4_gemm_params defaults = QUERN_NVFP4_GEMM_PARAMS_INIT;
 static const char *const operations[] = {"nvfp4_gemm", "nvfp4_gemm_backward"};
-static const char *const symbols[] = {"", [GS_T] = "T", [GS_K] = "K", [GS_N] = "N", [GS_E] = "E", [GS_OUT] = "N|N/2", [GS_HALF_K] = "K/2",
-                                      [GS_K_BLOCKS] = "K/16", [GS_E1] = "E+1", [GS_BYTES] = "bytes", [GS_CODES_0] = "K/2|N",
-                                      [GS_CODES_1] = "N|K/2", [GS_CODE_COLUMNS] = "C/2", [GS_CODE_BLOCKS] = "C/16", NULL};
-static const char *const leads[] = {"T K/16|bytes...", "|E|T...", "E K/16 N|E N K/16|E bytes...", "|E|E 2...", NULL};
+static const char *const symbols[] = {"",
+                                      [GS_T] = "T",
+                                      [GS_K] = "K",
+                                      [GS_N] = "N",
+                                      [GS_E] = "E",
+                                      [GS_OUT] = "N|N/2",
+                                      [GS_HALF_K] = "K/2",
+                                      [GS_K_BLOCKS] = "K/16",
+                                      [GS_E1] = "E+1",
+                                      [GS_BYTES] = "bytes",
+                                      [GS_CODES_0] = "K/2|N",
+                                      [GS_CODES_1] = "N|K/2",
+                                      [GS_CODE_COLUMNS] = "C/2",
+                                      [GS_CODE_BLOCKS] = "C/16",
+                                      NULL};
+static const char *const leads[] = {"T K/16|bytes...", "|E|T...", "E K/16 N|E N K/16|E bytes...", "|E|E 2...",
+                                    NULL};
 static const op_rename renames[] = {{"a_swizzled", "a-scales", NULL}, {NULL, NULL, NULL}};
 static const op_entry ops[] = {
     {.name = "nvfp4-gemm",
@@ -79,12 +99,16 @@ static quern_status check_params(op_call *call)
     const quern_nvfp4_gemm_params *p = params_of(call);
     const bool swiglu = p->activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
     if (p->limit < 0.0f)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "limit is %g: 0 (no clamp) or a finite positive number is accepted", (double)p->limit);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "limit is %g: 0 (no clamp) or a finite positive number is accepted",
+                         (double)p->limit);
     if (swiglu && 32 % p->granularity != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "granularity is %lld: a divisor of 32 with an activation is accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "granularity is %lld: a divisor of 32 with an activation is accepted",
                          (long long)p->granularity);
     if (p->accumulate && swiglu)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "accumulate is true with an activation: one or the other is accepted");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "accumulate is true with an activation: one or the other is accepted");
     return QUERN_OK;
 }
 
@@ -107,14 +131,16 @@ static void adapt(op_call *call, const quern_tensor **given)
 
 static bool is_coded(const op_call *call)
 {
-    return call->given[G_C] == NULL && (call->given[G_C_CODES] != NULL || params_of(call)->output == QUERN_NVFP4_OUTPUT_NVFP4);
+    return call->given[G_C] == NULL &&
+           (call->given[G_C_CODES] != NULL || params_of(call)->output == QUERN_NVFP4_OUTPUT_NVFP4);
 }
 
 static void roles(op_call *call)
 {
     const quern_nvfp4_gemm_params *p = params_of(call);
     const quern_tensor *const *t = call->given;
-    const bool backward = call->operation == GEMM_BACKWARD, floats = t[G_A] != NULL, repacked = t[G_B_REPACKED] != NULL, coded = is_coded(call);
+    const bool backward = call->operation == GEMM_BACKWARD, floats = t[G_A] != NULL,
+               repacked = t[G_B_REPACKED] != NULL, coded = is_coded(call);
     uint8_t *r = call->role;
     r[G_A] = t[G_A_CODES] != NULL ? OP_OPTIONAL : OP_NEEDED;
     r[G_A_CODES] = floats ? OP_REFUSED : OP_OPTIONAL;
@@ -129,7 +155,9 @@ static void roles(op_call *call)
     r[G_C_CODES] = backward ? OP_UNUSED : coded ? OP_RESULT : OP_REFUSED;
     r[G_C_SCALES] = backward ? OP_UNUSED : coded ? OP_RESULT : OP_REFUSED;
     r[G_C_GLOBAL] = backward ? OP_UNUSED : coded ? OP_NEEDED : OP_REFUSED;
-    r[G_C_OLD] = backward ? OP_UNUSED : coded || p->accumulate || p->activation != QUERN_NVFP4_ACTIVATION_NONE ? OP_REFUSED : OP_OPTIONAL;
+    r[G_C_OLD] = backward                                                                 ? OP_UNUSED
+                 : coded || p->accumulate || p->activation != QUERN_NVFP4_ACTIVATION_NONE ? OP_REFUSED
+                                                                                          : OP_OPTIONAL;
     r[G_D_C] = backward ? OP_NEEDED : OP_UNUSED;
     r[G_D_A] = backward ? OP_RESULT : OP_UNUSED;
     if (coded) r[G_C] = OP_UNUSED;
@@ -138,18 +166,29 @@ static void roles(op_call *call)
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     switch (tensor) {
-    case G_A_CODES: return error_set(QUERN_ERR_INVALID_ARGUMENT, "a and a_codes are given: exactly one of them is accepted");
-    case G_A_SCALES: return error_set(QUERN_ERR_INVALID_ARGUMENT, "a_scales is given without a_codes: both or neither are accepted");
-    case G_PAD: return error_set(QUERN_ERR_INVALID_ARGUMENT, "pad_row_offsets is given without a_scales: both or neither are accepted");
+    case G_A_CODES:
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "a and a_codes are given: exactly one of them is accepted");
+    case G_A_SCALES:
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "a_scales is given without a_codes: both or neither are accepted");
+    case G_PAD:
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "pad_row_offsets is given without a_scales: both or neither are accepted");
     case G_B_CODES:
     case G_B_SCALES:
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given with b_repacked: one or the other is accepted", tensors[tensor].field);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s is given with b_repacked: one or the other is accepted", tensors[tensor].field);
     case G_C_OLD:
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "c_old is given with %s: one or the other is accepted",
-                         is_coded(call) ? "a quantised output" : params_of(call)->accumulate ? "accumulate" : "an activation");
+                         is_coded(call)                ? "a quantised output"
+                         : params_of(call)->accumulate ? "accumulate"
+                                                       : "an activation");
     default: break;
     }
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "c and %s are given: an output in floats, or c_codes, is accepted", tensors[tensor].field);
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "c and %s are given: an output in floats, or c_codes, is accepted",
+                     tensors[tensor].field);
 }
 
 /* T, K and E from A and the offsets. */
@@ -160,18 +199,23 @@ static quern_status derive_rows(op_call *call)
     int64_t *s = call->symbol;
     quern_status status;
     if (t[a] == NULL || t[G_OFFSETS] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: a tensor is needed", t[a] == NULL ? "a and a_codes are NULL" : "offsets is NULL");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: a tensor is needed",
+                         t[a] == NULL ? "a and a_codes are NULL" : "offsets is NULL");
     call->like = *t[a];
-    if ((status = op_check_kind(call, a, 2)) != QUERN_OK || (status = op_check_kind(call, G_OFFSETS, 1)) != QUERN_OK) return status;
+    if ((status = op_check_kind(call, a, 2)) != QUERN_OK ||
+        (status = op_check_kind(call, G_OFFSETS, 1)) != QUERN_OK)
+        return status;
     s[GS_T] = t[a]->shape[0];
     s[GS_K] = t[a]->shape[1] * (a == G_A ? 1 : 2);
     s[GS_E] = t[G_OFFSETS]->shape[0];
     s[GS_E1] = s[GS_E] + 1;
     if (s[GS_K] % QUERN_NVFP4_BLOCK != 0 || s[GS_T] > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "a is [%lld, %lld]: below 2^31 rows, and K a multiple of 16, are accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "a is [%lld, %lld]: below 2^31 rows, and K a multiple of 16, are accepted",
                          (long long)s[GS_T], (long long)s[GS_K]);
     if (params_of(call)->a8 && t[G_A] == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "a8 is true without a: activations in floats are accepted");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "a8 is true without a: activations in floats are accepted");
     return QUERN_OK;
 }
 
@@ -187,18 +231,25 @@ static quern_status derive_columns(op_call *call)
         if (s[GS_N] > 0) return QUERN_OK;
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is 0 with b_repacked: the columns of B are accepted");
     }
-    if (b == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "b_codes and b_repacked are NULL: exactly one of them is accepted");
+    if (b == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "b_codes and b_repacked are NULL: exactly one of them is accepted");
     if ((status = op_check_kind(call, G_B_CODES, 3)) != QUERN_OK) return status;
     const int64_t n = b->shape[c->k_major ? 1 : 2], k = 2 * b->shape[c->k_major ? 2 : 1];
     if (k % QUERN_NVFP4_BLOCK != 0 || k > INT32_MAX || n > INT32_MAX)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "b_codes hold K = 2 x %lld, N = %lld: K a multiple of 16, both below 2^31, is accepted",
-                         (long long)k / 2, (long long)n);
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "b_codes hold K = 2 x %lld, N = %lld: K a multiple of 16, both below 2^31, is accepted",
+            (long long)k / 2, (long long)n);
     if (k != s[GS_K])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "a has K = %lld: b_codes' %lld is accepted", (long long)s[GS_K], (long long)k);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "a has K = %lld: b_codes' %lld is accepted",
+                         (long long)s[GS_K], (long long)k);
     if (s[GS_N] != 0 && s[GS_N] != n)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is %lld: b_codes' %lld columns, or 0, is accepted", (long long)s[GS_N], (long long)n);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "n is %lld: b_codes' %lld columns, or 0, is accepted",
+                         (long long)s[GS_N], (long long)n);
     if (b->shape[0] != s[GS_E])
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "offsets.shape[0] is %lld: b_codes' %lld experts are accepted", (long long)s[GS_E],
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "offsets.shape[0] is %lld: b_codes' %lld experts are accepted", (long long)s[GS_E],
                          (long long)b->shape[0]);
     s[GS_N] = n;
     return QUERN_OK;
@@ -217,12 +268,18 @@ static void derive_leads(op_call *call)
     const int64_t *s = call->symbol, shared[] = {0, s[GS_E], s[GS_T]}, blocks = s[GS_K_BLOCKS];
     const int64_t swizzled = (s[GS_N] + 127) / 128 * 128 * ((blocks + 3) / 4 * 4);
     const bool column = t[G_A_GLOBAL] != NULL && t[G_A_GLOBAL]->ndim == 2; /* [T, 1] */
-    const int32_t parts = t[G_B_GLOBAL] == NULL || t[G_B_GLOBAL]->ndim < 0 ? 0 : t[G_B_GLOBAL]->ndim < 2 ? t[G_B_GLOBAL]->ndim : 2;
-    if (t[G_PAD] != NULL) set_lead(call, GL_A_SCALES, 1, t[G_A_SCALES] != NULL && t[G_A_SCALES]->ndim == 1 ? t[G_A_SCALES]->shape[0] : 0, 0, 0);
+    const int32_t parts = t[G_B_GLOBAL] == NULL || t[G_B_GLOBAL]->ndim < 0 ? 0
+                          : t[G_B_GLOBAL]->ndim < 2                        ? t[G_B_GLOBAL]->ndim
+                                                                           : 2;
+    if (t[G_PAD] != NULL)
+        set_lead(call, GL_A_SCALES, 1,
+                 t[G_A_SCALES] != NULL && t[G_A_SCALES]->ndim == 1 ? t[G_A_SCALES]->shape[0] : 0, 0, 0);
     else set_lead(call, GL_A_SCALES, 2, s[GS_T], blocks, 0);
-    set_lead(call, GL_A_GLOBAL, p->a_global_per == QUERN_NVFP4_GLOBAL_TENSOR ? 0 : 1 + column, shared[p->a_global_per], 1, 0);
+    set_lead(call, GL_A_GLOBAL, p->a_global_per == QUERN_NVFP4_GLOBAL_TENSOR ? 0 : 1 + column,
+             shared[p->a_global_per], 1, 0);
     if (p->b_scales == QUERN_NVFP4_LAYOUT_SWIZZLED) set_lead(call, GL_B_SCALES, 2, s[GS_E], swizzled, 0);
-    else if (p->b_scales == QUERN_NVFP4_LAYOUT_K_MAJOR) set_lead(call, GL_B_SCALES, 3, s[GS_E], s[GS_N], blocks);
+    else if (p->b_scales == QUERN_NVFP4_LAYOUT_K_MAJOR)
+        set_lead(call, GL_B_SCALES, 3, s[GS_E], s[GS_N], blocks);
     else set_lead(call, GL_B_SCALES, 3, s[GS_E], blocks, s[GS_N]);
     set_lead(call, GL_B_GLOBAL, parts, s[GS_E], 2, 0);
 }
@@ -235,16 +292,19 @@ static quern_status derive_outputs(op_call *call)
     int64_t *s = call->symbol;
     const bool swiglu = p->activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
     if ((swiglu || (g != NULL && g->ndim == 2)) && s[GS_N] % (2 * p->granularity) != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "N is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "N is %lld: gate and up in runs of %lld, a multiple of %lld, is accepted",
                          (long long)s[GS_N], (long long)p->granularity, 2 * (long long)p->granularity);
     if (is_coded(call) && p->accumulate)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "accumulate is true without c: an output in floats is accepted");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "accumulate is true without c: an output in floats is accepted");
     for (int i = 0; i < 2; i++, c = t[G_C_OLD])
         if (c != NULL && c->dtype == QUERN_U8)
-            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype u8: f32, f16 and bf16 are accepted", i == 0 ? "c" : "c_old");
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s: dtype u8: f32, f16 and bf16 are accepted",
+                             i == 0 ? "c" : "c_old");
     if (op_uses(call, G_C_OLD) && t[G_C] != NULL && t[G_C]->dtype != t[G_C_OLD]->dtype)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "c_old: dtype %s: c's %s is accepted", quern_dtype_name(t[G_C_OLD]->dtype),
-                         quern_dtype_name(t[G_C]->dtype));
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "c_old: dtype %s: c's %s is accepted",
+                         quern_dtype_name(t[G_C_OLD]->dtype), quern_dtype_name(t[G_C]->dtype));
     s[GS_OUT] = swiglu ? s[GS_N] / 2 : s[GS_N];
     s[GS_CODE_BLOCKS] = s[GS_OUT] / QUERN_NVFP4_BLOCK + (s[GS_OUT] % QUERN_NVFP4_BLOCK != 0);
     s[GS_CODE_COLUMNS] = s[GS_CODE_BLOCKS] * QUERN_NVFP4_BLOCK / 2;
@@ -281,7 +341,8 @@ static quern_status check_padding(const op_call *call, const int32_t *pad, const
         const int64_t rows = ends[e] - (e > 0 ? ends[e - 1] : 0), needed = (rows + 127) / 128 * 128;
         if (pad[e] < 0 || pad[e] % 128 != 0 || pad[e] + needed > most)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "pad_row_offsets[%lld] is %d for %lld rows: a multiple of 128 within the %lld rows of a_scales is accepted",
+                             "pad_row_offsets[%lld] is %d for %lld rows: a multiple of 128 within the %lld "
+                             "rows of a_scales is accepted",
                              (long long)e, pad[e], (long long)rows, (long long)most);
     }
     return QUERN_OK;
@@ -291,10 +352,15 @@ static quern_status check_data(const op_call *call, void *const *data)
 {
     const gemm_call *c = (const gemm_call *)call;
     quern_status status = view_check_ends(data[G_OFFSETS], call->symbol[GS_E], "offsets", call->symbol[GS_T]);
-    if (status == QUERN_OK && c->gemm.pad_row_offsets.ndim > 0) status = check_padding(call, data[G_PAD], data[G_OFFSETS]);
-    if (status == QUERN_OK && c->a_global.ndim > 0) status = view_check_globals(data[G_A_GLOBAL], &c->a_global, "a_global");
-    if (status == QUERN_OK && c->b_global.ndim > 0) status = view_check_globals(data[G_B_GLOBAL], &c->b_global, "b_global");
-    return status == QUERN_OK && c->c_global.ndim > 0 ? view_check_globals(data[G_C_GLOBAL], &c->c_global, "c_global") : status;
+    if (status == QUERN_OK && c->gemm.pad_row_offsets.ndim > 0)
+        status = check_padding(call, data[G_PAD], data[G_OFFSETS]);
+    if (status == QUERN_OK && c->a_global.ndim > 0)
+        status = view_check_globals(data[G_A_GLOBAL], &c->a_global, "a_global");
+    if (status == QUERN_OK && c->b_global.ndim > 0)
+        status = view_check_globals(data[G_B_GLOBAL], &c->b_global, "b_global");
+    return status == QUERN_OK && c->c_global.ndim > 0
+               ? view_check_globals(data[G_C_GLOBAL], &c->c_global, "c_global")
+               : status;
 }
 
 const op_family nvfp4_gemm_family = {

@@ -34,20 +34,26 @@ _Static_assert(sizeof(quern_nvfp4_quantize_tensors) == (1 + TENSORS) * sizeof(vo
 static const char *const choices[] = {"rne", "four_over_six", "search", NULL};
 #define AT(member) offsetof(quern_nvfp4_quantize_params, member)
 static const op_param params[] = {
-    {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words, "of the quantiser"},
+    {"profile", AT(profile), OP_CHOICE, 0, QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS, nvfp4_profile_words,
+     "of the quantiser"},
     {"scales", AT(scales), OP_CHOICE, 0, QUERN_NVFP4_SCALES_SEARCH, choices, "which scale a block gets"},
     {"global_per", AT(global_per), OP_CHOICE, 0, QUERN_NVFP4_GLOBAL_ROW, nvfp4_global_words,
      "what shares a global: all, an expert, a row of an activation"},
-    {"weight", AT(weight), OP_FLAG, 0, 1, nvfp4_layout_words, "blocks along the last dimension, or along K of [K, N] or [E, K, N]"},
+    {"weight", AT(weight), OP_FLAG, 0, 1, nvfp4_layout_words,
+     "blocks along the last dimension, or along K of [K, N] or [E, K, N]"},
 };
 #undef AT
 static const quern_nvfp4_quantize_params defaults = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
 static const char *const operations[] = {"nvfp4_quantize"};
 static const char *const symbols[] = {"", [S_E] = "E", NULL};
-static const char *const leads[] = {"... D|... K N", "... 8*ceil(D/16)|... K/2 N", "... ceil(D/16)|... K/16 N", "|E|..."};
+static const char *const leads[] = {"... D|... K N", "... 8*ceil(D/16)|... K/2 N",
+                                    "... ceil(D/16)|... K/16 N", "|E|..."};
 static const op_rename renames[] = {{"weight", "layout", NULL}, {"x", "W", "weight"}, {NULL, NULL, NULL}};
 static const op_entry ops[] = {
-    {.name = "nvfp4-quantize", .help = "values to NVFP4: codes, scales, and a global, computed or given", .backward = OP_NONE, .renames = renames},
+    {.name = "nvfp4-quantize",
+     .help = "values to NVFP4: codes, scales, and a global, computed or given",
+     .backward = OP_NONE,
+     .renames = renames},
 };
 
 static const quern_nvfp4_quantize_params *params_of(const op_call *call)
@@ -59,7 +65,8 @@ static quern_status check_params(op_call *call)
 {
     const quern_nvfp4_quantize_params *p = params_of(call);
     if (p->profile == QUERN_NVFP4_PROFILE_HALFSTEP && p->scales != QUERN_NVFP4_SCALES_RNE)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "scales is %d with profile halfstep: 0 (rne) is accepted", (int)p->scales);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "scales is %d with profile halfstep: 0 (rne) is accepted", (int)p->scales);
     return nvfp4_check_global_per(p->global_per, p->weight);
 }
 
@@ -75,7 +82,8 @@ static void roles(op_call *call)
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: it is accepted with an activation and a global an expert",
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "%s is given: it is accepted with an activation and a global an expert",
                      call->family->tensors[tensor].field);
 }
 
@@ -95,7 +103,8 @@ static quern_status derive(op_call *call)
         if ((status = op_check_kind(call, T_OFFSETS, 1)) != QUERN_OK) return status;
         call->symbol[S_E] = offsets->shape[0];
     } else if (call->role[T_OFFSETS] == OP_NEEDED) {
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "offsets is NULL: an activation with a global an expert needs them");
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "offsets is NULL: an activation with a global an expert needs them");
     }
     shape->count = x->ndim;
     for (int32_t i = 0; i < x->ndim; i++) shape->extent[i] = x->shape[i];
@@ -106,8 +115,11 @@ static quern_status check_data(const op_call *call, void *const *data)
 {
     const quantize_call *c = (const quantize_call *)call;
     quern_status status = QUERN_OK;
-    if (c->args.offsets.ndim > 0) status = view_check_ends(data[T_OFFSETS], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
-    return status == QUERN_OK && c->args.given.ndim > 0 ? view_check_globals(data[T_GIVEN], &c->args.given, "given_global") : status;
+    if (c->args.offsets.ndim > 0)
+        status = view_check_ends(data[T_OFFSETS], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
+    return status == QUERN_OK && c->args.given.ndim > 0
+               ? view_check_globals(data[T_GIVEN], &c->args.given, "given_global")
+               : status;
 }
 
 /* Weights as [E, K, N]. */
@@ -124,7 +136,8 @@ static quern_status plan(op_call *call)
     const quern_tensor global = op_view(call, T_GLOBAL, false), given = op_view(call, T_GIVEN, false);
     arena a = op_workspace();
     if (stage->run == NULL)
-        return error_set(QUERN_ERR_UNSUPPORTED, "quantisation to NVFP4 on device %s: cpu is accepted", call->backend->name);
+        return error_set(QUERN_ERR_UNSUPPORTED, "quantisation to NVFP4 on device %s: cpu is accepted",
+                         call->backend->name);
     c->args = (quantise_args){.profile = (quantise_profile)c->params.profile,
                               .choice = (quantise_scales)c->params.scales,
                               .per = (quantise_global)c->params.global_per,
@@ -182,8 +195,10 @@ quern_status quern_nvfp4_quantize_workspace(quern_context *ctx, const quern_nvfp
     return op_workspace_of(&call.head, &nvfp4_quantize_family, 0, ctx, given, views, bytes);
 }
 
-quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec, const quern_nvfp4_quantize_params *given,
-                                  const quern_nvfp4_quantize_tensors *views, void *workspace, size_t workspace_bytes)
+quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec *exec,
+                                  const quern_nvfp4_quantize_params *given,
+                                  const quern_nvfp4_quantize_tensors *views, void *workspace,
+                                  size_t workspace_bytes)
 {
     quantize_call call;
     return op_run(&call.head, &nvfp4_quantize_family, 0, ctx, exec, given, views, workspace, workspace_bytes);

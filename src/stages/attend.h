@@ -6,8 +6,8 @@
 
 #include "stages/stage.h"
 
-/* The backward makes P = exp(scale q . k - lse) anew. lse is f32, so where scores are larger than some 2^23 its rounding
- * alone is an exponent that overflows: a backward takes no larger scale. */
+/* The backward makes P = exp(scale q . k - lse) anew. lse is f32, so where scores are larger than some 2^23
+ * its rounding alone is an exponent that overflows: a backward takes no larger scale. */
 enum { ATTEND_BACKWARD_SCALE_MOST = 65536 };
 
 typedef struct attend_args {
@@ -15,13 +15,13 @@ typedef struct attend_args {
     stage_seqs seqs;
     bool causal;
     float scale;
-    int64_t window;       /* RANGE; 0: none */
-    int64_t query_offset; /* RANGE; -1: n_kv - n_q. The other masks: queries stand at 0 ... n_q - 1 */
-    int64_t block_size, stride; /* COMPRESSED: l, d. BLOCKS: block_size is l' */
-    entry_visibility visibility; /* COMPRESSED */
-    int64_t tile;           /* queries that share a list (COMPRESSED with groups, BLOCKS) */
-    list_scope scope;       /* of the list */
-    quern_tensor list;      /* i32 [B,Hs,rows,k]; BLOCKS: blocks. COMPRESSED: groups, or absent */
+    int64_t window;               /* RANGE; 0: none */
+    int64_t query_offset;         /* RANGE; -1: n_kv - n_q. The other masks: queries stand at 0 ... n_q - 1 */
+    int64_t block_size, stride;   /* COMPRESSED: l, d. BLOCKS: block_size is l' */
+    entry_visibility visibility;  /* COMPRESSED */
+    int64_t tile;                 /* queries that share a list (COMPRESSED with groups, BLOCKS) */
+    list_scope scope;             /* of the list */
+    quern_tensor list;            /* i32 [B,Hs,rows,k]; BLOCKS: blocks. COMPRESSED: groups, or absent */
     quern_tensor q, k, v, o, lse; /* COMPRESSED: k, v are k_cmp, v_cmp; varlen ones use seqs.cu_kv */
     /* Backward only. Given: q, k, v, lse, d_o, delta. The gradient that reaches this branch is
      * row_scale * d_o, row by row (row_scale absent: 1), and delta = row_scale * rowsum(d_o * o).
@@ -33,17 +33,18 @@ typedef struct attend_args {
 } attend_args;
 STAGE_DECLARE(attend);
 
-/* The most keys of a row whose delta a backward takes anew, from dP: entries are alike where they overlap, so that
- * dP - delta is small beside the rounding of o. 0: no row's. */
+/* The most keys of a row whose delta a backward takes anew, from dP: entries are alike where they overlap, so
+ * that dP - delta is small beside the rounding of o. 0: no row's. */
 static inline int64_t attend_few_keys(const attend_args *args)
 {
     const bool all_entries = args->mask == ATTEND_COMPRESSED && args->list.ndim == 0;
     return all_entries ? 2 * (args->block_size / args->stride) + 1 : 0;
 }
-#define ATTEND_TENSORS(F) \
+#define ATTEND_TENSORS(F)                                                                                    \
     STAGE_SEQS_TENSORS(F) F(list) F(q) F(k) F(v) F(o) F(lse) F(d_o) F(row_scale) F(delta) F(d_q) F(d_k) F(d_v)
-#define ATTEND_VALUES(F)                                                                                               \
-    F(mask) STAGE_SEQS_VALUES(F) F(causal) F(scale) F(window) F(query_offset) F(block_size) F(stride) F(visibility)   \
-    F(tile) F(scope) F(accumulate_q) F(accumulate_k) F(accumulate_v)
+#define ATTEND_VALUES(F)                                                                                     \
+    F(mask)                                                                                                  \
+    STAGE_SEQS_VALUES(F) F(causal) F(scale) F(window) F(query_offset) F(block_size) F(stride) F(visibility)  \
+        F(tile) F(scope) F(accumulate_q) F(accumulate_k) F(accumulate_v)
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_gate.h - the forward of three branches (compressed, selected, window) with their gate, in one pass per tile,
- * without the branches' outputs in memory. */
+/* attend_gate.h - the forward of three branches (compressed, selected, window) with their gate, in one pass
+ * per tile, without the branches' outputs in memory. */
 #ifndef QUERN_STAGES_ATTEND_GATE_H
 #define QUERN_STAGES_ATTEND_GATE_H
 
@@ -12,8 +12,8 @@
 typedef struct attend_gate_args {
     attend_args branch[3]; /* cmp, slc, win; mask fields set, o absent unless wanted */
     uint32_t branches;
-    bool separate[3];      /* the branch reads keys and values of its own */
-    select_args select;    /* computed inside where select.blocks was not handed in */
+    bool separate[3];   /* the branch reads keys and values of its own */
+    select_args select; /* computed inside where select.blocks was not handed in */
     bool select_given;
     gate_args gate;
 } attend_gate_args;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* cache.h - rows of keys and values that stand in blocks of 64 tokens, copies to and from them, and attention of the newest
- * tokens over them. */
+/* cache.h - rows of keys and values that stand in blocks of 64 tokens, copies to and from them, and attention
+ * of the newest tokens over them. */
 #ifndef QUERN_STAGES_CACHE_H
 #define QUERN_STAGES_CACHE_H
 
@@ -10,13 +10,15 @@
 
 enum { CACHE_BLOCK = 64 };
 
-/* One kind of rows of all sequences: tokens, compressed entries, a branch's own tokens. A block holds 64 rows of one
- * head: keys [64, dim], then values [64, dim_v]. */
+/* One kind of rows of all sequences: tokens, compressed entries, a branch's own tokens. A block holds 64 rows
+ * of one head: keys [64, dim], then values [64, dim_v]. */
 typedef struct cache_plane {
     char *data;
     int64_t dim, dim_v, kv_heads;
-    int64_t sequence_step, head_step, block_step; /* bytes; with a table, block_step is that of a page and sequence_step 0 */
-    const int32_t *table; /* block b of sequence s stands in page table[s * columns + b]; NULL: block b is the b-th */
+    int64_t sequence_step, head_step,
+        block_step; /* bytes; with a table, block_step is that of a page and sequence_step 0 */
+    const int32_t
+        *table; /* block b of sequence s stands in page table[s * columns + b]; NULL: block b is the b-th */
     int64_t columns;
     int64_t ring; /* blocks that rows go round in; 0: rows stay */
     quern_dtype dtype;
@@ -51,8 +53,8 @@ typedef struct cache_length {
     int64_t tokens, most;
 } cache_length;
 
-/* Queries of `batch` sequences: the newest counts[i] tokens of sequences[i], which follow each other in the call's tensors.
- * Host memory. */
+/* Queries of `batch` sequences: the newest counts[i] tokens of sequences[i], which follow each other in the
+ * call's tensors. Host memory. */
 typedef struct cache_queries {
     int64_t batch;
     const int32_t *sequences;
@@ -85,19 +87,21 @@ typedef struct nsa_decode_args {
     int64_t capacity; /* most tokens of a sequence */
     int64_t window;
     float scale;
-    int64_t block_size, stride, select_block, k, forced_first, forced_local; /* as of the select stage, whose tile is one query */
+    int64_t block_size, stride, select_block, k, forced_first,
+        forced_local; /* as of the select stage, whose tile is one query */
     select_scorer scorer;
     list_scope scope;
     uint32_t branches;
     gate_kind gate;
-    quern_tensor q, o;                   /* [1, T, H, D] */
-    quern_tensor w_gate, gates;          /* as of the gate stage */
-    quern_tensor blocks, block_count;    /* [1, Hs, T, k]; the count may be absent */
+    quern_tensor q, o;                /* [1, T, H, D] */
+    quern_tensor w_gate, gates;       /* as of the gate stage */
+    quern_tensor blocks, block_count; /* [1, Hs, T, k]; the count may be absent */
 } nsa_decode_args;
 STAGE_DECLARE(nsa_decode);
 #define NSA_DECODE_TENSORS(F) F(q) F(o) F(w_gate) F(gates) F(blocks) F(block_count)
 #define NSA_DECODE_VALUES(F)                                                                                 \
-    F(plane) F(queries) F(capacity) F(window) F(scale) F(block_size) F(stride) F(select_block) F(k)          \
-    F(forced_first) F(forced_local) F(scorer) F(scope) F(branches) F(gate)
+    F(plane)                                                                                                 \
+    F(queries) F(capacity) F(window) F(scale) F(block_size) F(stride) F(select_block) F(k) F(forced_first)   \
+        F(forced_local) F(scorer) F(scope) F(branches) F(gate)
 
 #endif

@@ -11,12 +11,12 @@
 #include "stages/stage.h"
 
 typedef struct combine_args {
-    int64_t per;              /* slots of a token */
-    quern_tensor y;           /* f32 [T per, D] */
-    quern_tensor permutation; /* i32 [T per] */
-    quern_tensor weights;     /* f32 [T, per]; absent: 1 */
+    int64_t per;                 /* slots of a token */
+    quern_tensor y;              /* f32 [T per, D] */
+    quern_tensor permutation;    /* i32 [T per] */
+    quern_tensor weights;        /* f32 [T, per]; absent: 1 */
     quern_tensor plus, plus_too; /* f32 [T, D], or absent */
-    quern_tensor out;         /* f32, f16, bf16 [.., D] */
+    quern_tensor out;            /* f32, f16, bf16 [.., D] */
 } combine_args;
 STAGE_DECLARE(combine);
 #define COMBINE_TENSORS(F) F(y) F(permutation) F(weights) F(plus) F(plus_too) F(out)

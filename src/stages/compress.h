@@ -21,8 +21,9 @@ typedef struct compress_args {
 } compress_args;
 STAGE_DECLARE(compress);
 #define COMPRESS_TENSORS(F)                                                                                  \
-    STAGE_SEQS_TENSORS(F) F(k) F(v) F(w_k) F(w_v) F(pe_k) F(pe_v) F(k_cmp) F(v_cmp) F(d_k_cmp) F(d_v_cmp)    \
-    F(d_k) F(d_v) F(d_w_k) F(d_w_v) F(d_pe_k) F(d_pe_v)
+    STAGE_SEQS_TENSORS(F)                                                                                    \
+    F(k) F(v) F(w_k) F(w_v) F(pe_k) F(pe_v) F(k_cmp) F(v_cmp) F(d_k_cmp) F(d_v_cmp) F(d_k) F(d_v) F(d_w_k)   \
+        F(d_w_v) F(d_pe_k) F(d_pe_v)
 #define COMPRESS_VALUES(F) STAGE_SEQS_VALUES(F) F(kind) F(block_size) F(stride) F(accumulate)
 
 #endif

@@ -14,15 +14,16 @@ typedef struct gate_args {
     quern_tensor q, w_gate, gates; /* gates: written unless kind is GIVEN; may be absent */
     quern_tensor o_b[3];           /* the branches; absent: 0 */
     quern_tensor o;                /* absent: gates only. May be the memory of one o_b */
-    /* Backward. delta[b] = gate * rowsum(d_o * o_b), f32 [B,H,N], and d_o_b = gate * d_o are optional; d_q f32 (added
-     * to where accumulate) or act; d_w_gate or d_gates by kind. */
+    /* Backward. delta[b] = gate * rowsum(d_o * o_b), f32 [B,H,N], and d_o_b = gate * d_o are optional; d_q
+     * f32 (added to where accumulate) or act; d_w_gate or d_gates by kind. */
     quern_tensor d_o, d_o_b[3], delta[3], d_q, d_w_gate, d_gates;
     bool accumulate;
 } gate_args;
 STAGE_DECLARE(gate);
-#define GATE_TENSORS(F)                                                                                            \
-    STAGE_SEQS_TENSORS(F) F(q) F(w_gate) F(gates) F(o_b[0]) F(o_b[1]) F(o_b[2]) F(o) F(d_o) F(d_o_b[0]) F(d_o_b[1]) \
-    F(d_o_b[2]) F(delta[0]) F(delta[1]) F(delta[2]) F(d_q) F(d_w_gate) F(d_gates)
+#define GATE_TENSORS(F)                                                                                      \
+    STAGE_SEQS_TENSORS(F)                                                                                    \
+    F(q) F(w_gate) F(gates) F(o_b[0]) F(o_b[1]) F(o_b[2]) F(o) F(d_o) F(d_o_b[0]) F(d_o_b[1]) F(d_o_b[2])    \
+        F(delta[0]) F(delta[1]) F(delta[2]) F(d_q) F(d_w_gate) F(d_gates)
 #define GATE_VALUES(F) STAGE_SEQS_VALUES(F) F(kind) F(accumulate)
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* gemm.h - the arguments of the dense product stage: c = a b, or c += a b, summed in f32. A row of c depends on its row of
- * a alone, not on how many rows there are. */
+/* gemm.h - the arguments of the dense product stage: c = a b, or c += a b, summed in f32. A row of c depends
+ * on its row of a alone, not on how many rows there are. */
 #ifndef QUERN_STAGES_GEMM_H
 #define QUERN_STAGES_GEMM_H
 

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * grouped_dense.h - c = a b + bias, each expert's rows of a by its own matrix of floats, summed in f32 and rounded once. A
- * row of c depends on its row of a alone.
+ * grouped_dense.h - c = a b + bias, each expert's rows of a by its own matrix of floats, summed in f32 and
+ * rounded once. A row of c depends on its row of a alone.
  */
 #ifndef QUERN_STAGES_GROUPED_DENSE_H
 #define QUERN_STAGES_GROUPED_DENSE_H

@@ -8,8 +8,8 @@
  * interleave gate and up become half as many; then one rounding to C's dtype, or quantisation to c_codes and
  * c_scales with the global c_global.
  *
- * The backward makes d_a = (d_c G_B) B^T fl(G_A) from the gradient of the product as it stands before SwiGLU; it looks at B,
- * its globals, a_global and offsets alone.
+ * The backward makes d_a = (d_c G_B) B^T fl(G_A) from the gradient of the product as it stands before SwiGLU;
+ * it looks at B, its globals, a_global and offsets alone.
  */
 #ifndef QUERN_STAGES_GROUPED_GEMM_H
 #define QUERN_STAGES_GROUPED_GEMM_H
@@ -19,10 +19,10 @@
 
 typedef struct grouped_gemm_args {
     int64_t tokens, n, k;
-    bool int8;              /* a is rounded to int8, a scale a row */
-    quern_tensor a;         /* f32, f16, bf16 [T, K]; or absent */
-    quern_tensor a_codes;   /* u8 [T, K/2] */
-    quern_tensor a_scales;  /* [T, K/16]; with pad_row_offsets [bytes], in the order of tensor cores */
+    bool int8;                    /* a is rounded to int8, a scale a row */
+    quern_tensor a;               /* f32, f16, bf16 [T, K]; or absent */
+    quern_tensor a_codes;         /* u8 [T, K/2] */
+    quern_tensor a_scales;        /* [T, K/16]; with pad_row_offsets [bytes], in the order of tensor cores */
     quern_tensor pad_row_offsets; /* i32 [E + 1]: where each expert's scales begin, in rows */
     quantise_global a_per;
     quern_tensor a_global; /* a trailing extent of 1; absent: 1 */
@@ -31,26 +31,29 @@ typedef struct grouped_gemm_args {
     quern_tensor b_codes, b_scales; /* as prepack's; or absent */
     quern_tensor b_repacked;        /* u8 [E, bytes] */
     quern_tensor
-        b_global; /* [1, 1], [E, 1], or [E, 2]: gate's and up's by runs of `granularity`; absent: 1 */
-    quern_tensor offsets;           /* i32 [E], or absent */
-    quern_tensor bias;              /* f32, f16, bf16 [E, N], or absent */
+        b_global;         /* [1, 1], [E, 1], or [E, 2]: gate's and up's by runs of `granularity`; absent: 1 */
+    quern_tensor offsets; /* i32 [E], or absent */
+    quern_tensor bias;    /* f32, f16, bf16 [E, N], or absent */
     bool swiglu;
     float limit, alpha, beta;
     int64_t granularity;
-    quern_tensor c_old; /* as c, perhaps c itself: what the result is added to; rows past the last offset are copied; or absent */
-    quern_tensor c; /* f32, f16, bf16 [T, N], or [T, N/2] under swiglu; absent: */
+    quern_tensor c_old; /* as c, perhaps c itself: what the result is added to; rows past the last offset are
+                           copied; or absent */
+    quern_tensor c;     /* f32, f16, bf16 [T, N], or [T, N/2] under swiglu; absent: */
     quantise_profile profile;
     quern_tensor c_codes, c_scales, c_global;
-    quern_tensor d_c, d_a; /* f32, f16, bf16 [T, N] and [T, K]; of the backward. Zeros in d_a past the last offset */
+    quern_tensor d_c,
+        d_a; /* f32, f16, bf16 [T, N] and [T, K]; of the backward. Zeros in d_a past the last offset */
 } grouped_gemm_args;
 STAGE_DECLARE(grouped_gemm);
 #define GROUPED_GEMM_TENSORS(F)                                                                              \
     F(a)                                                                                                     \
-    F(a_codes) F(a_scales) F(pad_row_offsets) F(a_global) F(b_codes) F(b_scales) F(b_repacked) F(b_global)   \
-        F(offsets) F(bias) F(c_old) F(c) F(c_codes) F(c_scales) F(c_global) F(d_c) F(d_a)
+    F(a_codes)                                                                                               \
+    F(a_scales) F(pad_row_offsets) F(a_global) F(b_codes) F(b_scales) F(b_repacked) F(b_global) F(offsets)   \
+        F(bias) F(c_old) F(c) F(c_codes) F(c_scales) F(c_global) F(d_c) F(d_a)
 #define GROUPED_GEMM_VALUES(F)                                                                               \
     F(tokens)                                                                                                \
-    F(n) F(k) F(int8) F(a_per) F(k_major) F(order) F(swiglu) F(limit) F(alpha) F(beta)         \
-        F(granularity) F(profile)
+    F(n)                                                                                                     \
+    F(k) F(int8) F(a_per) F(k_major) F(order) F(swiglu) F(limit) F(alpha) F(beta) F(granularity) F(profile)
 
 #endif

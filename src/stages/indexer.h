@@ -17,9 +17,9 @@ typedef struct indexer_args {
     int64_t ratio, position; /* tokens of an entry; where query 0 of every sequence stands */
     entry_format format;     /* of keys: ENTRY_ROWS, or bytes */
     float scale;
-    quern_tensor q, keys, w;   /* [B,T,H,C], [B,S,C or bytes], [B,T,H] */
-    quern_tensor idx, count;   /* i32 [B,T,k] ascending, then -1; [B,T] */
-    quern_tensor scores;       /* f32 [B,T,S] or absent; -inf where an entry is not seen */
+    quern_tensor q, keys, w; /* [B,T,H,C], [B,S,C or bytes], [B,T,H] */
+    quern_tensor idx, count; /* i32 [B,T,k] ascending, then -1; [B,T] */
+    quern_tensor scores;     /* f32 [B,T,S] or absent; -inf where an entry is not seen */
 } indexer_args;
 STAGE_DECLARE(indexer);
 #define INDEXER_TENSORS(F) F(q) F(keys) F(w) F(idx) F(count) F(scores)

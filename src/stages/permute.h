@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * permute.h - rows to other places, their bytes unchanged: a token's row to each of its slots, or every row to its own.
+ * permute.h - rows to other places, their bytes unchanged: a token's row to each of its slots, or every row
+ * to its own.
  *
  * Slot j of token t is number t * per + j. A permutation says which slot each sorted row holds.
  */

@@ -1,12 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * pool.h - the arguments of the stages that pool tokens into entries: softmax over the tokens of a block, channel by
- * channel, then what becomes of the pooled row.
+ * pool.h - the arguments of the stages that pool tokens into entries: softmax over the tokens of a block,
+ * channel by channel, then what becomes of the pooled row.
  *
- * A token's projection is [value, logit] (one series) or [value a, logit a, value b, logit b], each `width` columns.
- * Series a counts in the token's own block, series b (`overlap`) in the next block. Views of packed batches are
- * [1, T, ..]; an absent view has ndim 0.
+ * A token's projection is [value, logit] (one series) or [value a, logit a, value b, logit b], each `width`
+ * columns. Series a counts in the token's own block, series b (`overlap`) in the next block. Views of packed
+ * batches are [1, T, ..]; an absent view has ndim 0.
  */
 #ifndef QUERN_STAGES_POOL_H
 #define QUERN_STAGES_POOL_H
@@ -40,23 +40,27 @@ typedef struct entry_args {
 typedef struct pool_args {
     int64_t ratio, width;
     bool overlap;
-    /* Sequences: fixed length, or packed by cu_seqlens. The i32 [batch] tensors, where present, stand for the numbers. */
+    /* Sequences: fixed length, or packed by cu_seqlens. The i32 [batch] tensors, where present, stand for the
+     * numbers. */
     int64_t batch;
     quern_tensor cu_seqlens;
     int64_t start_token, start_position, blocks; /* 0 blocks: all that are whole */
-    quern_tensor start_tokens, start_positions, block_counts, has_prev; /* has_prev absent: where prev_b is present */
-    /* The call is a part of a longer sequence (fixed length only): rows before start_token hold the block before;
-     * backward: a block after `blocks` follows, in proj and d_out, which gives series b of the last one its gradient. */
+    quern_tensor start_tokens, start_positions, block_counts,
+        has_prev; /* has_prev absent: where prev_b is present */
+    /* The call is a part of a longer sequence (fixed length only): rows before start_token hold the block
+     * before; backward: a block after `blocks` follows, in proj and d_out, which gives series b of the last
+     * one its gradient. */
     bool continued, followed;
     quern_tensor proj;           /* [B, T, columns]; or absent, and proj = x w in f32: */
     quern_tensor x, w;           /* [B, T, in], [in, columns] */
     quern_tensor bias_a, bias_b; /* [ratio, width] */
     quern_tensor prev_b;         /* [B, ratio, 2 width]: values and logits of series b of the block before */
     entry_args entry;
-    quern_tensor cu_entries;  /* i32 [batch + 1], or absent: where the sequences' entries start in out */
-    quern_tensor pooled, out; /* [B, n, width] f32 or absent; [B, n, width] or bytes of the format, or absent */
-    /* Backward: gradients of `out` before its format. All outputs are optional; d_proj is written in the blocks' rows and,
-     * unless continued or followed, as 0 elsewhere. */
+    quern_tensor cu_entries; /* i32 [batch + 1], or absent: where the sequences' entries start in out */
+    quern_tensor pooled,
+        out; /* [B, n, width] f32 or absent; [B, n, width] or bytes of the format, or absent */
+    /* Backward: gradients of `out` before its format. All outputs are optional; d_proj is written in the
+     * blocks' rows and, unless continued or followed, as 0 elsewhere. */
     quern_tensor d_out;
     quern_tensor d_proj, d_prev_b;                  /* proj's dtype or f32 */
     quern_tensor d_x, d_w;                          /* x's dtype; f32 */
@@ -64,19 +68,22 @@ typedef struct pool_args {
     bool accumulate;                                /* these three are added to */
 } pool_args;
 STAGE_DECLARE(pool);
-#define POOL_TENSORS(F)                                                                                                    \
-    F(cu_seqlens) F(start_tokens) F(start_positions) F(block_counts) F(has_prev) F(proj) F(x) F(w) F(bias_a) F(bias_b) F(prev_b)     \
-    ENTRY_TENSORS(F) F(cu_entries) F(pooled) F(out) F(d_out) F(d_proj) F(d_x) F(d_w) F(d_prev_b) F(d_bias_a) F(d_bias_b) F(d_norm_weight)
-#define POOL_VALUES(F)                                                                                                     \
-    F(ratio) F(width) F(overlap) F(batch) F(start_token) F(start_position) F(blocks) F(continued) F(followed)              \
-    ENTRY_VALUES(F) F(accumulate)
+#define POOL_TENSORS(F)                                                                                      \
+    F(cu_seqlens)                                                                                            \
+    F(start_tokens) F(start_positions) F(block_counts) F(has_prev) F(proj) F(x) F(w) F(bias_a) F(bias_b)     \
+        F(prev_b) ENTRY_TENSORS(F) F(cu_entries) F(pooled) F(out) F(d_out) F(d_proj) F(d_x) F(d_w)           \
+            F(d_prev_b) F(d_bias_a) F(d_bias_b) F(d_norm_weight)
+#define POOL_VALUES(F)                                                                                       \
+    F(ratio)                                                                                                 \
+    F(width) F(overlap) F(batch) F(start_token) F(start_position) F(blocks) F(continued) F(followed)         \
+        ENTRY_VALUES(F) F(accumulate)
 
 /* The state of one sequence that is pooled token by token: a header, then floats. */
 typedef struct pool_state {
     uint32_t magic, version;
     uint64_t checksum; /* of a saved copy; else 0 */
     int32_t ratio;
-    int16_t overlap, begun;   /* begun: a token or a block before it was taken in */
+    int16_t overlap, begun; /* begun: a token or a block before it was taken in */
     int64_t width;
     int64_t ring;             /* rows that it can take back */
     int64_t origin, position; /* of the first token, of the next one */
@@ -111,7 +118,8 @@ static inline int64_t pool_state_entries(const pool_state *s, int64_t position)
     return (position - s->origin) / s->ratio;
 }
 
-/* Appends tokens to states. Rows of sequence b in proj [T, columns] are cu[b] ... cu[b + 1] - 1 (host memory). */
+/* Appends tokens to states. Rows of sequence b in proj [T, columns] are cu[b] ... cu[b + 1] - 1 (host
+ * memory). */
 typedef struct pool_append_args {
     int64_t batch;
     pool_state *const *states;
@@ -119,7 +127,8 @@ typedef struct pool_append_args {
     quern_tensor proj, bias_a, bias_b;
     quern_tensor prev_b; /* [B, ratio, 2 width]: the block before; of states that have not begun. Or absent */
     entry_args entry;
-    quern_tensor out, pooled; /* rows of the entries that become whole, sequence after sequence; pooled may be absent */
+    quern_tensor out,
+        pooled; /* rows of the entries that become whole, sequence after sequence; pooled may be absent */
 } pool_append_args;
 STAGE_DECLARE(pool_append);
 #define POOL_APPEND_TENSORS(F) F(proj) F(bias_a) F(bias_b) F(prev_b) ENTRY_TENSORS(F) F(out) F(pooled)

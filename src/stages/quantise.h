@@ -41,15 +41,15 @@ typedef struct quantise_args {
     quantise_profile profile;
     quantise_scales choice;
     quantise_global per;
-    bool columns;            /* blocks along the rows of x [E, K, N], else along its last dimension */
-    const char *name;        /* of x, in sentences */
+    bool columns;     /* blocks along the rows of x [E, K, N], else along its last dimension */
+    const char *name; /* of x, in sentences */
     quern_tensor x,
         offsets; /* offsets: i32 [E], where each expert's rows end; for a global an expert of rows */
-    /* Present: row r of codes, scales, offsets and globals is row slots[r] / slots_a_row of x. The globals of experts are
-     * then given. */
+    /* Present: row r of codes, scales, offsets and globals is row slots[r] / slots_a_row of x. The globals of
+     * experts are then given. */
     quern_tensor slots;
     int64_t slots_a_row;
-    quern_tensor given;      /* globals; absent: computed */
+    quern_tensor given; /* globals; absent: computed */
     quern_tensor codes, scales;
     quern_tensor global; /* written: as given, or computed. May be absent with `given` */
 } quantise_args;

@@ -1,15 +1,16 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage.h - what every stage shares: what executes it, the sequences of a call, and how its arguments are listed.
+ * stage.h - what every stage shares: what executes it, the sequences of a call, and how its arguments are
+ * listed.
  *
- * A stage takes one struct of arguments. Its views are normalised: activations are always 4-D [B, N, heads, dim]
- * (varlen: B = 1, N = T, with `seqs.cu_*` set), statistics 3-D [B, H, N], index lists 4-D [B, Hs, rows, k] (varlen:
- * B = 1). A view with ndim == 0 is absent.
+ * A stage takes one struct of arguments. Its views are normalised: activations are always 4-D [B, N, heads,
+ * dim] (varlen: B = 1, N = T, with `seqs.cu_*` set), statistics 3-D [B, H, N], index lists 4-D [B, Hs, rows,
+ * k] (varlen: B = 1). A view with ndim == 0 is absent.
  *
- * Lists of fields. Beside each struct NAME_args stand two macros: NAME_TENSORS(F) applies F to each view among its
- * fields, NAME_VALUES(F) to each other field. Pointers are relocated, carried to a GPU by the tests, and hashed into the
- * build id by these lists. A test checks that they cover the struct.
+ * Lists of fields. Beside each struct NAME_args stand two macros: NAME_TENSORS(F) applies F to each view
+ * among its fields, NAME_VALUES(F) to each other field. Pointers are relocated, carried to a GPU by the
+ * tests, and hashed into the build id by these lists. A test checks that they cover the struct.
  */
 #ifndef QUERN_STAGES_STAGE_H
 #define QUERN_STAGES_STAGE_H
@@ -22,41 +23,45 @@
 typedef struct stage_exec {
     quern_device device;
     int32_t device_id;
-    int32_t threads;         /* CPU: size of the team */
+    int32_t threads;                  /* CPU: size of the team */
     quern_parallel_for *parallel_for; /* CPU: the caller's executor; NULL: OpenMP */
     void *parallel_for_arg;
-    int32_t forks;           /* CPU: parallel_forks() when the context was made */
+    int32_t forks; /* CPU: parallel_forks() when the context was made */
     quern_cpu_level cpu_level;
     void *stream;            /* CUDA: cudaStream_t */
     struct gemm_cache *gemm; /* CPU: the context's oneDNN primitives; NULL: no use of oneDNN */
     int32_t compute;         /* CUDA: the device's compute capability, 90 for 9.0 */
     int32_t multiprocessors; /* CUDA */
     size_t shared_bytes;     /* CUDA: shared memory that a block may take */
-    const char *variant;     /* CUDA: where a stage has kernels of this name, no others are chosen; NULL: no such wish */
+    const char
+        *variant; /* CUDA: where a stage has kernels of this name, no others are chosen; NULL: no such wish */
 } stage_exec;
-#define STAGE_EXEC_VALUES(F)                                                                           \
-    F(device) F(device_id) F(threads) F(parallel_for) F(parallel_for_arg) F(forks) F(cpu_level) F(stream) F(gemm) F(compute) \
-    F(multiprocessors) F(shared_bytes) F(variant)
+#define STAGE_EXEC_VALUES(F)                                                                                 \
+    F(device)                                                                                                \
+    F(device_id) F(threads) F(parallel_for) F(parallel_for_arg) F(forks) F(cpu_level) F(stream) F(gemm)      \
+        F(compute) F(multiprocessors) F(shared_bytes) F(variant)
 
 enum { STAGE_WHY_BYTES = 200 };
 
 enum { STAGE_NAME_BYTES = 64 };
 
-/* The functions of a stage whose arguments are NAME_args. No `supports`: every case is taken; no `workspace`: none is
- * needed. `kernel` writes the name of the kernels that `run` would choose, for quern_plan_describe(); it sees no more
- * than `supports` does. NULL: no plan has this stage. */
-#define STAGE_DECLARE(name)                                                                            \
-    typedef struct name##_stage {                                                                      \
-        bool (*supports)(const stage_exec *exec, const name##_args *args, char why[STAGE_WHY_BYTES]);  \
-        size_t (*workspace)(const stage_exec *exec, const name##_args *args);                          \
-        quern_status (*run)(const stage_exec *exec, const name##_args *args, void *workspace);         \
-        void (*kernel)(const stage_exec *exec, const name##_args *args, char text[STAGE_NAME_BYTES]);  \
+/* The functions of a stage whose arguments are NAME_args. No `supports`: every case is taken; no `workspace`:
+ * none is needed. `kernel` writes the name of the kernels that `run` would choose, for quern_plan_describe();
+ * it sees no more than `supports` does. NULL: no plan has this stage. */
+#define STAGE_DECLARE(name)                                                                                  \
+    typedef struct name##_stage {                                                                            \
+        bool (*supports)(const stage_exec *exec, const name##_args *args, char why[STAGE_WHY_BYTES]);        \
+        size_t (*workspace)(const stage_exec *exec, const name##_args *args);                                \
+        quern_status (*run)(const stage_exec *exec, const name##_args *args, void *workspace);               \
+        void (*kernel)(const stage_exec *exec, const name##_args *args, char text[STAGE_NAME_BYTES]);        \
     } name##_stage
 #define STAGE_TAKES(stage, exec, args, why) ((stage).supports == NULL || (stage).supports(exec, args, why))
-#define STAGE_WORKSPACE(stage, exec, args) ((stage).workspace != NULL ? (stage).workspace(exec, args) : (size_t)0)
+#define STAGE_WORKSPACE(stage, exec, args)                                                                   \
+    ((stage).workspace != NULL ? (stage).workspace(exec, args) : (size_t)0)
 
-/* The sequences of a call. Fixed length: cu_q is absent and there are `batch` sequences of n_q, n_kv tokens. Varlen:
- * int32 [batch + 1] in the device's memory; n_q, n_kv are then the total rows T. cu_kv absent: as cu_q. */
+/* The sequences of a call. Fixed length: cu_q is absent and there are `batch` sequences of n_q, n_kv tokens.
+ * Varlen: int32 [batch + 1] in the device's memory; n_q, n_kv are then the total rows T. cu_kv absent: as
+ * cu_q. */
 typedef struct stage_seqs {
     int64_t batch, n_q, n_kv;
     quern_tensor cu_q, cu_kv;

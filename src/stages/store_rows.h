@@ -12,7 +12,8 @@ typedef struct store_rows_args {
     int64_t page;       /* slots of a page; 0: rows are contiguous */
     quern_tensor x;     /* [n, D] */
     quern_tensor slots; /* i32 [n]: a row's number, or page * slots + slot; -1: the row is not stored */
-    quern_tensor cache; /* [rows, D or bytes]; [pages, page, D] or, as bytes, [pages, page row bytes]: data before scales */
+    quern_tensor cache; /* [rows, D or bytes]; [pages, page, D] or, as bytes, [pages, page row bytes]: data
+                           before scales */
 } store_rows_args;
 STAGE_DECLARE(store_rows);
 #define STORE_ROWS_TENSORS(F) F(x) F(slots) F(cache)

@@ -15,8 +15,8 @@ typedef struct swiglu_args {
     float limit, alpha, beta;
     quern_tensor h;   /* f32 [R, 2 I] */
     quern_tensor act; /* f32, f16, bf16 [R, I]; written, or read by the backward for d_weights */
-    /* Backward: d_h = gradient of h where act's is weight * d_act, and d_weights[slot] = d_act . act, of row r the slot
-     * permutation[r]. Without permutation weights are 1. */
+    /* Backward: d_h = gradient of h where act's is weight * d_act, and d_weights[slot] = d_act . act, of row
+     * r the slot permutation[r]. Without permutation weights are 1. */
     quern_tensor d_act;                /* f32, f16, bf16 [R, I] */
     quern_tensor permutation, weights; /* i32 [R], f32 [T, R / T]; or absent */
     quern_tensor d_h;                  /* f32 or bf16 [R, 2 I] */

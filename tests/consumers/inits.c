@@ -5,11 +5,11 @@
 #include <quern/cuda.h>
 #include <quern/nsa.h>
 
-#define CHECK(type, init)                        \
-    do {                                 \
-        type t = init;                   \
-        static const type constant = init; \
-        wrong |= t.size != sizeof(type) || constant.size != t.size; \
+#define CHECK(type, init)                                                                                    \
+    do {                                                                                                     \
+        type t = init;                                                                                       \
+        static const type constant = init;                                                                   \
+        wrong |= t.size != sizeof(type) || constant.size != t.size;                                          \
     } while (0)
 
 int main(void)

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * product.c - dense products, the part of the library that oneDNN does where it is linked: NSA's compression with a
- * weight, of keys whose every block has the same rows, so that each output is the product of one row.
+ * product.c - dense products, the part of the library that oneDNN does where it is linked: NSA's compression
+ * with a weight, of keys whose every block has the same rows, so that each output is the product of one row.
  */
 #include <quern/nsa.h>
 
@@ -26,14 +26,19 @@ int main(void)
     for (int i = 0; i < N * D; i++) keys[i] = (float)(i / D / BLOCK * 7 % 13 - 6) + (float)(i % D % 5);
     for (int i = 0; i < D * D; i++) weight[i] = (float)(i * 11 % 17 - 8);
     const int64_t rows[] = {1, N, 1, D}, blocks[] = {1, N / BLOCK, 1, D}, square[] = {1, D, D};
-    quern_tensor k = quern_tensor_contiguous(keys, QUERN_F32, 4, rows), v = quern_tensor_contiguous(values, QUERN_F32, 4, rows);
+    quern_tensor k = quern_tensor_contiguous(keys, QUERN_F32, 4, rows),
+                 v = quern_tensor_contiguous(values, QUERN_F32, 4, rows);
     quern_tensor k_cmp = quern_tensor_contiguous(compressed, QUERN_F32, 4, blocks);
     quern_tensor v_cmp = quern_tensor_contiguous(unused, QUERN_F32, 4, blocks);
     quern_tensor w = quern_tensor_contiguous(weight, QUERN_F32, 3, square);
     quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
     params.block_size = BLOCK;
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
-    t.k = &k, t.v = &v, t.k_cmp = &k_cmp, t.v_cmp = &v_cmp, t.w_k = &w;
+    t.k = &k;
+    t.v = &v;
+    t.k_cmp = &k_cmp;
+    t.v_cmp = &v_cmp;
+    t.w_k = &w;
     quern_context *ctx;
     size_t bytes;
     need(quern_context_create(NULL, &ctx));

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* cuda_absent_test.c - calls for a GPU where there is no backend, or a wrong one, say so and touch nothing. */
+/* cuda_absent_test.c - calls for a GPU where there is no backend, or a wrong one, say so and touch nothing.
+ */
 #include "cmocka_c11.h"
 
 #include <stddef.h>
@@ -89,7 +90,8 @@ static void a_call_on_the_gpu_fails_and_leaves_its_output(void **unused)
     (void)unused;
     float q[8] = {0}, o[8] = {7, 7, 7, 7, 7, 7, 7, 7};
     const int64_t shape[] = {1, 1, 1, 8};
-    quern_tensor in = quern_tensor_contiguous(q, QUERN_F32, 4, shape), out = quern_tensor_contiguous(o, QUERN_F32, 4, shape);
+    quern_tensor in = quern_tensor_contiguous(q, QUERN_F32, 4, shape),
+                 out = quern_tensor_contiguous(o, QUERN_F32, 4, shape);
     in.device = out.device = QUERN_CUDA;
     quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
     quern_attention_tensors t = QUERN_ATTENTION_TENSORS_INIT;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* gemm_stage_test.c - the gemm stage against double in every dtype and orientation, and that a row's bits do not depend on
- * how many rows there are. */
+/* gemm_stage_test.c - the gemm stage against double in every dtype and orientation, and that a row's bits do
+ * not depend on how many rows there are. */
 #include "backend.h"
 #include "cmocka_c11.h"
 #include "compare.h"
@@ -15,7 +15,8 @@ static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
 static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns)
 {
     const int64_t shape[] = {rows, columns};
-    test_tensor t = test_tensor_make(random, dtype, 2, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
+    test_tensor t =
+        test_tensor_make(random, dtype, 2, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
     test_tensor_normal(&t, random, 1);
     return t;
 }
@@ -30,12 +31,14 @@ static void run(const stage_exec *exec, const gemm_args *args)
 /* c (+)= a b in double; c holds what it was before. */
 static void multiply(const gemm_args *args, const double *a, const double *b, double *c)
 {
-    const int64_t m = args->c.shape[0], n = args->c.shape[1], k = args->a_transposed ? args->a.shape[0] : args->a.shape[1];
+    const int64_t m = args->c.shape[0], n = args->c.shape[1],
+                  k = args->a_transposed ? args->a.shape[0] : args->a.shape[1];
     for (int64_t i = 0; i < m; i++) {
         for (int64_t j = 0; j < n; j++) {
             double sum = args->accumulate ? c[i * n + j] : 0;
             for (int64_t p = 0; p < k; p++)
-                sum += (args->a_transposed ? a[p * m + i] : a[i * k + p]) * (args->b_transposed ? b[j * k + p] : b[p * n + j]);
+                sum += (args->a_transposed ? a[p * m + i] : a[i * k + p]) *
+                       (args->b_transposed ? b[j * k + p] : b[p * n + j]);
             c[i * n + j] = sum;
         }
     }
@@ -49,20 +52,26 @@ static void random_products(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         const int64_t most = test_random_one_in(&random, 4) ? 300 : 40;
-        const int64_t m = test_random_int(&random, 0, most), n = test_random_int(&random, 1, most), k = test_random_int(&random, 0, most);
+        const int64_t m = test_random_int(&random, 0, most), n = test_random_int(&random, 1, most),
+                      k = test_random_int(&random, 0, most);
         const int orientation = (int)test_random_int(&random, 0, 2);
-        const quern_dtype da = dtypes[test_random_int(&random, 0, 2)], db = dtypes[test_random_int(&random, 0, 2)];
+        const quern_dtype da = dtypes[test_random_int(&random, 0, 2)],
+                          db = dtypes[test_random_int(&random, 0, 2)];
         const bool accumulate = test_random_one_in(&random, 3);
         test_tensor a = matrix(&random, da, orientation == 1 ? k : m, orientation == 1 ? m : k);
         test_tensor b = matrix(&random, db, orientation == 2 ? n : k, orientation == 2 ? k : n);
-        test_tensor c = matrix(&random, accumulate ? QUERN_F32 : dtypes[test_random_int(&random, 0, 2)], m, n);
+        test_tensor c =
+            matrix(&random, accumulate ? QUERN_F32 : dtypes[test_random_int(&random, 0, 2)], m, n);
         const gemm_args args = {a.view, b.view, c.view, orientation == 1, orientation == 2, accumulate};
-        const stage_exec exec = {.threads = (int32_t)test_random_int(&random, 1, 3), .cpu_level = (quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect())};
+        const stage_exec exec = {.threads = (int32_t)test_random_int(&random, 1, 3),
+                                 .cpu_level =
+                                     (quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect())};
         double *x = test_tensor_get(&a), *y = test_tensor_get(&b), *expected = test_tensor_get(&c);
         multiply(&args, x, y, expected);
         run(&exec, &args);
         double *out = test_tensor_get(&c);
-        test_tensor_check_unchanged(&a, "a"), test_tensor_check_unchanged(&b, "b"), test_tensor_check_guards(&c, "c");
+        test_tensor_check_unchanged(&a, "a"), test_tensor_check_unchanged(&b, "b"),
+            test_tensor_check_guards(&c, "c");
         test_check("c", out, expected, m * n, test_forward_bound(c.view.dtype));
         free(x), free(y), free(expected), free(out);
         test_tensor_free(&a), test_tensor_free(&b), test_tensor_free(&c);
@@ -77,9 +86,11 @@ static void rows_do_not_depend_on_their_number(void **state)
         test_random random = {(uint64_t)trial + 1};
         const int64_t m = 131, n = trial % 2 ? 112 : 70, k = trial % 3 ? 260 : 97;
         const quern_dtype dtype = dtypes[trial % 3];
-        test_tensor a = matrix(&random, dtype, m, k), b = matrix(&random, trial % 4 < 2 ? dtype : QUERN_F32, k, n);
+        test_tensor a = matrix(&random, dtype, m, k),
+                    b = matrix(&random, trial % 4 < 2 ? dtype : QUERN_F32, k, n);
         test_tensor whole = matrix(&random, QUERN_F32, m, n), pieces = matrix(&random, QUERN_F32, m, n);
-        const stage_exec exec = {.threads = 2, .cpu_level = (quern_cpu_level)(1 + trial % (int)quern_cpu_level_detect())};
+        const stage_exec exec = {.threads = 2,
+                                 .cpu_level = (quern_cpu_level)(1 + trial % (int)quern_cpu_level_detect())};
         gemm_args args = {.a = a.view, .b = b.view, .c = whole.view};
         run(&exec, &args);
         for (int64_t row = 0, rows; row < m; row += rows) {
@@ -101,6 +112,7 @@ static void rows_do_not_depend_on_their_number(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(random_products), cmocka_unit_test(rows_do_not_depend_on_their_number)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(random_products),
+                                       cmocka_unit_test(rows_do_not_depend_on_their_number)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * guest_test.c - the library in somebody else's process: the caller's threads, its floating-point state, its forks and
- * its limits. Whatever these are, the bits are those of one thread in a process that has touched none of them.
+ * guest_test.c - the library in somebody else's process: the caller's threads, its floating-point state, its
+ * forks and its limits. Whatever these are, the bits are those of one thread in a process that has touched
+ * none of them.
  */
 #include "cmocka_c11.h"
 #include "nsa_random.h"
@@ -35,7 +36,7 @@ static nsa_case *make_case(int which)
     config.params.gate = QUERN_NSA_GATE_WEIGHTS;
     config.n = 190;
     config.d = config.dv = 24; /* 1 / sqrt(24) is rounded */
-    if (which == 3) { /* 256 entries of one product: what oneDNN takes */
+    if (which == 3) {          /* 256 entries of one product: what oneDNN takes */
         config.params.compress = QUERN_NSA_COMPRESS_LINEAR;
         config.dtype = QUERN_F32;
         config.params.stride = 2;
@@ -64,7 +65,8 @@ static quern_context *context_with(quern_parallel_for *parallel_for, void *arg, 
 }
 
 /* Runs a case once more with ctx: every result has the bits of `expected`. */
-static void check_case(nsa_case *c, quern_context *ctx, const test_tensor expected[NSA_SLOTS], const char *what)
+static void check_case(nsa_case *c, quern_context *ctx, const test_tensor expected[NSA_SLOTS],
+                       const char *what)
 {
     run_case(c, ctx);
     nsa_check_same_bits(c, nsa_forward_outputs(c) | nsa_backward_outputs(c), expected, what);
@@ -139,7 +141,8 @@ static void shares(void *arg, int32_t threads, int64_t count, executor_body *bod
     }
 }
 
-/* Calls nothing for some indices, twice for others, and with thread numbers out of range: all is computed all the same. */
+/* Calls nothing for some indices, twice for others, and with thread numbers out of range: all is computed all
+ * the same. */
 static void careless(void *arg, int32_t threads, int64_t count, executor_body *body, void *body_arg)
 {
     note(arg, threads, count);
@@ -208,7 +211,9 @@ static void the_floating_point_state_is_the_callers(void **state)
     static const struct {
         const char *name;
         unsigned csr;
-    } states[] = {{"flush to zero, subnormals are zero", 0x9fc0}, {"round up", 0x5f80}, {"round to zero with sticky flags", 0x7fbf},
+    } states[] = {{"flush to zero, subnormals are zero", 0x9fc0},
+                  {"round up", 0x5f80},
+                  {"round to zero with sticky flags", 0x7fbf},
                   {"traps", 0x1f80 & ~0x0e80u}};
     (void)state;
     for (int which = 0; which < CASES; which++) {
@@ -219,7 +224,8 @@ static void the_floating_point_state_is_the_callers(void **state)
         for (size_t s = 0; s < sizeof states / sizeof *states; s++)
             for (int32_t threads = 1; threads <= 3; threads++) {
                 const nsa_call calls[] = {nsa_call_forward, nsa_call_backward};
-                const nsa_set sets[] = {nsa_forward_inputs(c) | nsa_forward_outputs(c), nsa_backward_inputs(c) | nsa_backward_outputs(c)};
+                const nsa_set sets[] = {nsa_forward_inputs(c) | nsa_forward_outputs(c),
+                                        nsa_backward_inputs(c) | nsa_backward_outputs(c)};
                 quern_context *ctx = context_with(NULL, NULL, threads);
                 for (int i = 0; i < 2; i++) {
                     const unsigned before = _mm_getcsr();
@@ -230,7 +236,8 @@ static void the_floating_point_state_is_the_callers(void **state)
                     assert_int_equal(status, QUERN_OK);
                     assert_int_equal(after, states[s].csr);
                 }
-                nsa_check_same_bits(c, nsa_forward_outputs(c) | nsa_backward_outputs(c), expected, states[s].name);
+                nsa_check_same_bits(c, nsa_forward_outputs(c) | nsa_backward_outputs(c), expected,
+                                    states[s].name);
                 quern_context_destroy(ctx);
             }
         nsa_free_copies(expected);
@@ -241,7 +248,8 @@ static void the_floating_point_state_is_the_callers(void **state)
 
 /* ---- processes ---- */
 
-/* Runs this program again with an argument, in a process that has computed nothing yet; fails unless it exits with 0. */
+/* Runs this program again with an argument, in a process that has computed nothing yet; fails unless it exits
+ * with 0. */
 static void run_self(const char *what)
 {
     char self[4096];
@@ -257,7 +265,8 @@ static void run_self(const char *what)
     int status = 1;
     assert_int_equal(waitpid(child, &status, 0), child);
     if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
-        fail_msg("%s: %s %d", what, WIFEXITED(status) ? "exit status" : "signal", WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status));
+        fail_msg("%s: %s %d", what, WIFEXITED(status) ? "exit status" : "signal",
+                 WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status));
 }
 
 /* A child computes with what its parent made, and with a context of its own. */
@@ -322,7 +331,8 @@ static int fork_with_an_executor(void)
     return result;
 }
 
-/* `spare` bytes of address space beside what the call took when it ran on one thread: stacks take 8 MiB each. */
+/* `spare` bytes of address space beside what the call took when it ran on one thread: stacks take 8 MiB each.
+ */
 static int few_threads(int64_t spare)
 {
     nsa_case *c = make_case(2);

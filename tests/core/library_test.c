@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* library_test.c - where a library that is loaded at run time is found: the environment variable, beside, the loader. */
+/* library_test.c - where a library that is loaded at run time is found: the environment variable, beside, the
+ * loader. */
 #include "cmocka_c11.h"
 
 #include "core/library.h"
@@ -29,7 +30,8 @@ static void copy_beside(const char *name)
     FILE *in = fopen(file_of(mathematics), "rb"), *out = fopen(path, "wb");
     assert_non_null(in);
     assert_non_null(out);
-    for (size_t n; (n = fread(bytes, 1, sizeof bytes, in)) > 0;) assert_int_equal(fwrite(bytes, 1, n, out), n);
+    for (size_t n; (n = fread(bytes, 1, sizeof bytes, in)) > 0;)
+        assert_int_equal(fwrite(bytes, 1, n, out), n);
     fclose(in);
     assert_int_equal(fclose(out), 0);
     dlclose(mathematics);

@@ -14,7 +14,8 @@ static bool sees(const key_mask *m, int64_t nq, int64_t nk, int64_t query, int64
         return !m->causal || (m->visibility == ENTRY_STARTED ? first <= query : last <= query);
     }
     if (m->kind == ATTEND_BLOCKS) return !m->causal || key <= query;
-    const int64_t position = query + (m->query_offset >= 0 ? m->query_offset : nk - nq), behind = position - key;
+    const int64_t position = query + (m->query_offset >= 0 ? m->query_offset : nk - nq),
+                  behind = position - key;
     if (m->causal) return behind >= 0 && (m->window == 0 || behind < m->window);
     return m->window == 0 || (behind <= m->window / 2 && -behind <= m->window / 2);
 }
@@ -28,8 +29,10 @@ static void expect_definition(const key_mask *m, int64_t nq, int64_t nk)
         for (int64_t key = 0; key < nk; key++) {
             const bool in = key >= range.lo && key < range.hi;
             if (in != sees(m, nq, nk, query, key))
-                fail_msg("kind %d, causal %d, window %lld, offset %lld, %lld queries: query %lld, key %lld of %lld: %d", m->kind, m->causal,
-                         (long long)m->window, (long long)m->query_offset, (long long)nq, (long long)query, (long long)key, (long long)nk, in);
+                fail_msg("kind %d, causal %d, window %lld, offset %lld, %lld queries: query %lld, key %lld "
+                         "of %lld: %d",
+                         m->kind, m->causal, (long long)m->window, (long long)m->query_offset, (long long)nq,
+                         (long long)query, (long long)key, (long long)nk, in);
         }
         lo_before = range.lo;
         hi_before = range.hi;
@@ -44,7 +47,11 @@ static void ranges(void **state)
             for (int64_t offset = -1; offset < KEYS_MOST + 5; offset += 3)
                 for (int64_t nk = 0; nk <= KEYS_MOST; nk += 4)
                     for (int64_t nq = 1; nq <= KEYS_MOST + 8; nq += 9)
-                        expect_definition(&(key_mask){.kind = ATTEND_RANGE, .causal = causal, .window = window, .query_offset = offset}, nq, nk);
+                        expect_definition(&(key_mask){.kind = ATTEND_RANGE,
+                                                      .causal = causal,
+                                                      .window = window,
+                                                      .query_offset = offset},
+                                          nq, nk);
 }
 
 static void entries_and_blocks(void **state)
@@ -56,10 +63,14 @@ static void entries_and_blocks(void **state)
             for (int visibility = ENTRY_COMPLETE; visibility <= ENTRY_STARTED; visibility++)
                 for (int64_t stride = 1; stride <= 4; stride++)
                     for (int64_t block_size = stride; block_size <= 3 * stride; block_size += stride) {
-                        const key_mask m = {.kind = ATTEND_COMPRESSED, .causal = causal, .visibility = visibility,
-                                            .block_size = block_size, .stride = stride};
+                        const key_mask m = {.kind = ATTEND_COMPRESSED,
+                                            .causal = causal,
+                                            .visibility = visibility,
+                                            .block_size = block_size,
+                                            .stride = stride};
                         expect_definition(&m, nq, mask_entries(nq, block_size, stride));
-                        expect_definition(&m, nq, nq / stride + 2); /* a longer view than the sequence fills */
+                        expect_definition(&m, nq,
+                                          nq / stride + 2); /* a longer view than the sequence fills */
                     }
         }
 }
@@ -107,21 +118,21 @@ static void far_positions(void **state)
 {
     const int64_t n = (int64_t)1 << 40;
     (void)state;
-    const key_range window = mask_keys(&(key_mask){.kind = ATTEND_RANGE, .causal = true, .window = 512, .query_offset = -1}, 8, n, 7);
+    const key_range window = mask_keys(
+        &(key_mask){.kind = ATTEND_RANGE, .causal = true, .window = 512, .query_offset = -1}, 8, n, 7);
     assert_true(window.lo == n - 512 && window.hi == n);
-    const key_range entries = mask_keys(&(key_mask){.kind = ATTEND_COMPRESSED, .causal = true, .block_size = 32, .stride = 16}, n, n / 16, n - 1);
+    const key_range entries =
+        mask_keys(&(key_mask){.kind = ATTEND_COMPRESSED, .causal = true, .block_size = 32, .stride = 16}, n,
+                  n / 16, n - 1);
     assert_true(entries.lo == 0 && entries.hi == n / 16 - 1);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(ranges),
-        cmocka_unit_test(entries_and_blocks),
-        cmocka_unit_test(counts),
-        cmocka_unit_test(blocks_seen),
-        cmocka_unit_test(windows),
-        cmocka_unit_test(far_positions),
+        cmocka_unit_test(ranges),  cmocka_unit_test(entries_and_blocks),
+        cmocka_unit_test(counts),  cmocka_unit_test(blocks_seen),
+        cmocka_unit_test(windows), cmocka_unit_test(far_positions),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

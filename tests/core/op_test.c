@@ -48,7 +48,8 @@ static int param_named(const char *name)
     return -1;
 }
 
-/* Names differ, but for an input beside the output of its name; a shape stands beside every tensor, every operation reads and writes something. */
+/* Names differ, but for an input beside the output of its name; a shape stands beside every tensor, every
+ * operation reads and writes something. */
 static void the_list_is_whole(void **state)
 {
     const quern_op *op;
@@ -61,7 +62,8 @@ static void the_list_is_whole(void **state)
         int reads = 0, writes = 0;
         for (int i = 0; i < info.tensor_count; i++) {
             for (int k = 0; k < i; k++)
-                if (tensors[i].input == tensors[k].input) assert_string_not_equal(tensors[i].name, tensors[k].name);
+                if (tensors[i].input == tensors[k].input)
+                    assert_string_not_equal(tensors[i].name, tensors[k].name);
             reads += tensors[i].input;
             writes += tensors[i].result[QUERN_OP_FORWARD];
             assert_false(tensors[i].trigger && tensors[i].input);
@@ -209,12 +211,17 @@ static void calls_by_name_are_the_calls(void **state)
     int64_t extent;
     (void)state;
     for (int i = 0; i < N * H * D; i++) q[i] = (float)(i * 37 % 101) / 50 - 1;
-    for (int i = 0; i < N * HKV * D; i++)
-        k[i] = (float)(i * 53 % 97) / 48 - 1, v[i] = (float)(i * 29 % 89) / 44 - 1;
+    for (int i = 0; i < N * HKV * D; i++) {
+        k[i] = (float)(i * 53 % 97) / 48 - 1;
+        v[i] = (float)(i * 29 % 89) / 44 - 1;
+    }
     assert_int_equal(quern_context_create(NULL, &ctx), QUERN_OK);
     const quern_op *op = read_op("nsa");
     assert_int_equal(quern_op_defaults(op, &p), QUERN_OK);
-    p.block_size = 8, p.num_selected = 4, p.window = 16, p.tile = 16;
+    p.block_size = 8;
+    p.num_selected = 4;
+    p.window = 16;
+    p.tile = 16;
     t.size = info.tensors_size;
     for (int i = 0; i < 3; i++) t.t[i] = &inputs[i];
     assert_int_equal(quern_op_roles(op, QUERN_OP_FORWARD, &p, &t, roles), QUERN_OK);
@@ -239,8 +246,12 @@ static void calls_by_name_are_the_calls(void **state)
             assert_non_null(results[way][i].data = calloc((size_t)count, sizeof(float)));
             if (way == 0) t.t[at] = &results[0][i];
         }
-    direct.q = &inputs[0], direct.k = &inputs[1], direct.v = &inputs[2];
-    direct.o = &results[1][0], direct.block_idx = &results[1][1], direct.lse_win = &results[1][2];
+    direct.q = &inputs[0];
+    direct.k = &inputs[1];
+    direct.v = &inputs[2];
+    direct.o = &results[1][0];
+    direct.block_idx = &results[1][1];
+    direct.lse_win = &results[1][2];
     assert_int_equal(quern_op_workspace(ctx, op, QUERN_OP_FORWARD, &p, &t, &bytes), QUERN_OK);
     assert_int_equal(quern_nsa_forward_workspace(ctx, &p, &direct, &same), QUERN_OK);
     assert_int_equal(bytes, same);
@@ -281,7 +292,9 @@ static void entries_follow_from_where_sequences_start(void **state)
     t.size = info.tensors_size;
     t.t[tensor_named("cu_seqlens")] = &cu;
     assert_int_equal(quern_op_defaults(op, &p), QUERN_OK);
-    p.block_size = 8, p.stride = 4, p.select_block = 8;
+    p.block_size = 8;
+    p.stride = 4;
+    p.select_block = 8;
     assert_int_equal(quern_op_complete(op, &p, &t, tensor_named("cu_seqlens_cmp"), made), QUERN_OK);
     assert_int_equal(made[0], 0);
     assert_int_equal(made[1], 0);

@@ -181,7 +181,9 @@ static void a_plan_without_addresses_takes_any(void **state)
     quern_tensor views[3] = {c.q.view, c.k.view, c.v.view};
     quern_attention_tensors tensors = c.tensors;
     for (int i = 0; i < 3; i++) views[i].data = NULL;
-    tensors.q = &views[0], tensors.k = &views[1], tensors.v = &views[2];
+    tensors.q = &views[0];
+    tensors.k = &views[1];
+    tensors.v = &views[2];
     quern_plan *plan = plan_or_fail(QUERN_OP_ATTENTION_FORWARD, &c.params, &tensors);
     run_or_fail(plan, data);
     check_forward(&c);
@@ -257,7 +259,8 @@ static void threads_share_a_plan(void **state)
 }
 
 /* The whole line, `line` and the bytes at its end. */
-static void expect_line(quern_context *at, quern_operation op, const void *params, const void *tensors, const char *line)
+static void expect_line(quern_context *at, quern_operation op, const void *params, const void *tensors,
+                        const char *line)
 {
     char text[400], expected[400];
     size_t bytes = 0;
@@ -284,32 +287,39 @@ static void a_plan_names_its_kernels_at_every_level(void **state)
     const quern_nsa_tensors forward = nsa_bind(c, nsa_forward_inputs(c) | nsa_forward_outputs(c));
     const quern_nsa_tensors backward = nsa_bind(c, nsa_backward_inputs(c) | nsa_backward_outputs(c));
     const quern_nsa_tensors half_backward = nsa_bind(h, nsa_backward_inputs(h) | nsa_backward_outputs(h));
-    const quern_nsa_tensors select = nsa_bind(h, NSA_BIT(NSA_Q) | NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_BLOCK_IDX));
+    const quern_nsa_tensors select =
+        nsa_bind(h, NSA_BIT(NSA_Q) | NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_BLOCK_IDX));
     attention_case dense_case;
     attention_case_make(&dense_case, &dense, QUERN_BF16, TEST_CONTIGUOUS, &random);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         quern_context *at = test_context(level, 2);
         const char *const name = level_names[level], *const rows = row_names[level];
         const char *const dot = level == QUERN_CPU_LEVEL_AVX512BF16 ? "bf16" : "f32";
-        snprintf(line, sizeof line, "nsa_forward on cpu %s: compress_forward by compress_f32_%s, attend_gate_forward by attend_f32_%s",
+        snprintf(line, sizeof line,
+                 "nsa_forward on cpu %s: compress_forward by compress_f32_%s, attend_gate_forward by "
+                 "attend_f32_%s",
                  name, rows, name);
         expect_line(at, QUERN_OP_NSA_FORWARD, &config.params, &forward, line);
         snprintf(line, sizeof line,
-                 "nsa_backward on cpu %s: gate_backward by gate_f32_%s, attend_backward by attend_f32_%s (3 times), "
+                 "nsa_backward on cpu %s: gate_backward by gate_f32_%s, attend_backward by attend_f32_%s (3 "
+                 "times), "
                  "compress_backward by compress_f32_%s",
                  name, rows, name, rows);
         expect_line(at, QUERN_OP_NSA_BACKWARD, &config.params, &backward, line);
         snprintf(line, sizeof line,
-                 "nsa_backward on cpu %s: gate_backward by gate_f32_%s, attend_backward by attend_%s_%s (3 times), "
+                 "nsa_backward on cpu %s: gate_backward by gate_f32_%s, attend_backward by attend_%s_%s (3 "
+                 "times), "
                  "compress_backward by compress_f32_%s, convert by convert_f32_%s (3 times)",
                  name, rows, dot, name, rows, rows);
         expect_line(at, QUERN_OP_NSA_BACKWARD, &half.params, &half_backward, line);
         snprintf(line, sizeof line, "nsa_select on cpu %s: select by select_%s_%s", name, dot, name);
         expect_line(at, QUERN_OP_NSA_SELECT, &half.params, &select, line);
-        snprintf(line, sizeof line, "attention_forward on cpu %s: attend_forward by attend_%s_%s", name, dot, name);
+        snprintf(line, sizeof line, "attention_forward on cpu %s: attend_forward by attend_%s_%s", name, dot,
+                 name);
         expect_line(at, QUERN_OP_ATTENTION_FORWARD, &dense_case.params, &dense_case.tensors, line);
-        snprintf(line, sizeof line, "attention_backward on cpu %s: rowdot by rowdot_f32_%s, attend_backward by attend_%s_%s", name,
-                 name, dot, name);
+        snprintf(line, sizeof line,
+                 "attention_backward on cpu %s: rowdot by rowdot_f32_%s, attend_backward by attend_%s_%s",
+                 name, name, dot, name);
         expect_line(at, QUERN_OP_ATTENTION_BACKWARD, &dense_case.params, &dense_case.tensors, line);
         quern_context_destroy(at);
     }
@@ -363,7 +373,10 @@ static void extents_are_those_of_the_helpers(void **state)
             for (int t = 0; t < 4; t++)
                 *all[t] = quern_tensor_contiguous(NULL, all[t]->dtype, 4 - varlen, all[t]->shape + varlen);
             quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
-            t.q = t.o = &q, t.k = t.v = &k, t.k_cmp = t.v_cmp = &cmp, t.block_idx = &idx;
+            t.q = t.o = &q;
+            t.k = t.v = &k;
+            t.k_cmp = t.v_cmp = &cmp;
+            t.block_idx = &idx;
             if (varlen) t.cu_seqlens = &cu;
             size_t bytes;
             const quern_status status = quern_nsa_forward_workspace(ctx, &p, &t, &bytes);

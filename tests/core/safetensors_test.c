@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* safetensors_test.c - the reader refuses every malformed file with a sentence, the writer never leaves a part. */
+/* safetensors_test.c - the reader refuses every malformed file with a sentence, the writer never leaves a
+ * part. */
 #include <quern/safetensors.h>
 
 #include <setjmp.h>
@@ -79,9 +80,12 @@ static void hostile_headers_are_refused(void **state)
     expect_refused(" {}", 0, "begins with '{'");
     expect_refused("{", 0, "no valid JSON");
     expect_refused("{}x", 0, "no valid JSON");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]},\"a\":{\"dtype\":\"U8\",\"shape\":[0],"
-                   "\"data_offsets\":[0,0]}}", 0, "duplicate");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0, "duplicate");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]},\"a\":{\"dtype\":\"U8\","
+                   "\"shape\":[0],"
+                   "\"data_offsets\":[0,0]}}",
+                   0, "duplicate");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0,
+                   "duplicate");
     expect_refused("{\"__metadata__\":{\"k\":\"1\",\"k\":\"2\"}}", 0, "duplicate");
     expect_refused("{\"__metadata__\":{},\"__metadata__\":{}}", 0, "duplicate");
     expect_refused("{\"a\xff\":{}}", 0, "no valid JSON");
@@ -97,16 +101,24 @@ static void hostile_headers_are_refused(void **state)
     expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0]}}", 4, "data_offsets");
     expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,0]}}", 4, "[4, 0]");
     expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 4, "[0, 8]");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,9223372036854775807]}}", 4, "9223372036854775807");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[99999999999999999999],\"data_offsets\":[0,4]}}", 4, "no valid JSON");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,9223372036854775807]}}", 4,
+                   "9223372036854775807");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[99999999999999999999],\"data_offsets\":[0,4]}}", 4,
+                   "no valid JSON");
     expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", 4, "64 bits");
     expect_refused("{\"a\":{\"dtype\":\"F4\",\"shape\":[3],\"data_offsets\":[0,2]}}", 2, "12 bits");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,4]}}", 4, "overflows");
-    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[0,4611686018427387904,4],\"data_offsets\":[0,0]}}", 0, "overflows");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"U8\",\"shape\":[4],"
-                   "\"data_offsets\":[3,7]}}", 7, "overlap");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"U8\",\"shape\":[4],"
-                   "\"data_offsets\":[5,9]}}", 9, "hole");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,4]}}", 4,
+                   "overflows");
+    expect_refused("{\"a\":{\"dtype\":\"F32\",\"shape\":[0,4611686018427387904,4],\"data_offsets\":[0,0]}}",
+                   0, "overflows");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"U8\","
+                   "\"shape\":[4],"
+                   "\"data_offsets\":[3,7]}}",
+                   7, "overlap");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"U8\","
+                   "\"shape\":[4],"
+                   "\"data_offsets\":[5,9]}}",
+                   9, "hole");
     expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]}}", 5, "must agree");
     expect_refused("{\"a\":1,}", 0, "no JSON object");
     expect_refused("{\"a\\ud800\":{}}", 0, "no valid JSON");
@@ -115,8 +127,10 @@ static void hostile_headers_are_refused(void **state)
     expect_refused("{\"a\n\":{}}", 0, "no valid JSON");
     expect_refused("{\"a\xed\xa0\x80\":{}}", 0, "no valid JSON");
     expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[01],\"data_offsets\":[0,1]}}", 1, "no valid JSON");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1],\"x\":[1,]}}", 1, "no valid JSON");
-    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1],\"x\":nul}}", 1, "no valid JSON");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1],\"x\":[1,]}}", 1,
+                   "no valid JSON");
+    expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1],\"x\":nul}}", 1,
+                   "no valid JSON");
     expect_refused("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},}", 1, "no valid JSON");
     expect_refused("{\"a\" {}}", 0, "no valid JSON");
     expect_refused("{} {}", 0, "no valid JSON");
@@ -130,7 +144,8 @@ static void bad_lengths_are_refused(void **state)
     quern_safetensors *file = NULL;
     uint8_t bytes[16] = {0};
     assert_int_equal(quern_safetensors_open_bytes(NULL, 0, &file), QUERN_ERR_FORMAT);
-    for (size_t n = 0; n <= 16; n++) assert_int_equal(quern_safetensors_open_bytes(bytes, n, &file), QUERN_ERR_FORMAT);
+    for (size_t n = 0; n <= 16; n++)
+        assert_int_equal(quern_safetensors_open_bytes(bytes, n, &file), QUERN_ERR_FORMAT);
     memset(bytes, 0xff, sizeof bytes);
     assert_int_equal(quern_safetensors_open_bytes(bytes, sizeof bytes, &file), QUERN_ERR_FORMAT);
     assert_non_null(strstr(quern_last_error(NULL), "18446744073709551615"));
@@ -169,7 +184,8 @@ static void misaligned_data_comes_out_aligned(void **state)
     (void)state;
     size_t size;
     uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
-                             "\"b\":{\"dtype\":\"I32\",\"shape\":[1,2],\"data_offsets\":[1,9]}}", 9, &size);
+                             "\"b\":{\"dtype\":\"I32\",\"shape\":[1,2],\"data_offsets\":[1,9]}}",
+                             9, &size);
     quern_safetensors *file = NULL;
     quern_tensor t;
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
@@ -187,7 +203,8 @@ static void tensors_that_a_view_cannot_hold_are_unsupported(void **state)
     size_t size;
     uint8_t *bytes = file_of("{\"a\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[0,3]},"
                              "\"b\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1],\"data_offsets\":[3,4]},"
-                             "\"odd\":{\"dtype\":\"F4\",\"shape\":[2,3],\"data_offsets\":[4,7]}}", 7, &size);
+                             "\"odd\":{\"dtype\":\"F4\",\"shape\":[2,3],\"data_offsets\":[4,7]}}",
+                             7, &size);
     quern_safetensors *file = NULL;
     quern_tensor t = {.ndim = -77};
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
@@ -202,25 +219,28 @@ static void tensors_that_a_view_cannot_hold_are_unsupported(void **state)
     free(bytes);
 }
 
-/* The file of each dtype, byte by byte, and back; packed 4-bit floats count elements in the file and bytes in a view. */
+/* The file of each dtype, byte by byte, and back; packed 4-bit floats count elements in the file and bytes in
+ * a view. */
 static void every_dtype_goes_in_and_comes_out(void **state)
 {
     static const struct {
         const char *name;
         quern_dtype dtype;
         int bits;
-    } all[] = {{"F64", QUERN_F64, 64},       {"F32", QUERN_F32, 32},       {"F16", QUERN_F16, 16},       {"BF16", QUERN_BF16, 16},
-               {"F8_E4M3", QUERN_E4M3, 8},   {"F8_E5M2", QUERN_E5M2, 8},   {"F8_E8M0", QUERN_E8M0, 8},   {"F4", QUERN_E2M1X2, 4},
-               {"I64", QUERN_I64, 64},       {"I32", QUERN_I32, 32},       {"I16", QUERN_I16, 16},       {"I8", QUERN_I8, 8},
-               {"U64", QUERN_U64, 64},       {"U32", QUERN_U32, 32},       {"U16", QUERN_U16, 16},       {"U8", QUERN_U8, 8},
-               {"BOOL", QUERN_BOOL, 8},      {"C64", QUERN_C64, 64}};
+    } all[] = {{"F64", QUERN_F64, 64},     {"F32", QUERN_F32, 32},     {"F16", QUERN_F16, 16},
+               {"BF16", QUERN_BF16, 16},   {"F8_E4M3", QUERN_E4M3, 8}, {"F8_E5M2", QUERN_E5M2, 8},
+               {"F8_E8M0", QUERN_E8M0, 8}, {"F4", QUERN_E2M1X2, 4},    {"I64", QUERN_I64, 64},
+               {"I32", QUERN_I32, 32},     {"I16", QUERN_I16, 16},     {"I8", QUERN_I8, 8},
+               {"U64", QUERN_U64, 64},     {"U32", QUERN_U32, 32},     {"U16", QUERN_U16, 16},
+               {"U8", QUERN_U8, 8},        {"BOOL", QUERN_BOOL, 8},    {"C64", QUERN_C64, 64}};
     (void)state;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         char header[160];
         size_t size;
         quern_safetensors *file = NULL;
         quern_tensor t, again;
-        snprintf(header, sizeof header, "{\"x\":{\"dtype\":\"%s\",\"shape\":[3,2],\"data_offsets\":[0,%d]}}", all[i].name, 6 * all[i].bits / 8);
+        snprintf(header, sizeof header, "{\"x\":{\"dtype\":\"%s\",\"shape\":[3,2],\"data_offsets\":[0,%d]}}",
+                 all[i].name, 6 * all[i].bits / 8);
         uint8_t *bytes = file_of(header, (size_t)(6 * all[i].bits / 8), &size);
         assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
         assert_int_equal(quern_safetensors_get(file, "x", &t), QUERN_OK);
@@ -241,7 +261,8 @@ static void every_dtype_goes_in_and_comes_out(void **state)
     uint8_t pair = 0x21;
     const quern_tensor scalar = quern_tensor_contiguous(&pair, QUERN_E2M1X2, 0, NULL);
     const quern_safetensors_item item = {"x", &scalar};
-    assert_int_equal(quern_safetensors_save(path, &item, 1, NULL, 0), QUERN_ERR_INVALID_ARGUMENT); /* half of it is no shape */
+    assert_int_equal(quern_safetensors_save(path, &item, 1, NULL, 0),
+                     QUERN_ERR_INVALID_ARGUMENT); /* half of it is no shape */
 }
 
 /* Names find their tensors among many, and hold what JSON escapes say. */
@@ -249,7 +270,7 @@ static void names_are_found(void **state)
 {
     enum { MANY = 20000 };
     (void)state;
-    char (*names)[16] = malloc(sizeof *names * MANY);
+    char(*names)[16] = malloc(sizeof *names * MANY);
     quern_safetensors_item *items = malloc(sizeof *items * MANY);
     const quern_tensor nothing = quern_tensor_contiguous(NULL, QUERN_U8, 1, (const int64_t[]){0});
     assert_true(names != NULL && items != NULL);
@@ -267,8 +288,10 @@ static void names_are_found(void **state)
     free(names);
     free(items);
     size_t size;
-    uint8_t *bytes = file_of("{\"\\u00e9\\ud83d\\ude00\\/\\n\\\"\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0],\"more\":"
-                             "[1.5e3,{\"x\":null},true,false,-0]} } ", 0, &size);
+    uint8_t *bytes = file_of("{\"\\u00e9\\ud83d\\ude00\\/"
+                             "\\n\\\"\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0],\"more\":"
+                             "[1.5e3,{\"x\":null},true,false,-0]} } ",
+                             0, &size);
     assert_int_equal(quern_safetensors_open_bytes(bytes, size, &file), QUERN_OK);
     assert_true(quern_safetensors_has(file, "\xc3\xa9\xf0\x9f\x98\x80/\n\""));
     quern_safetensors_close(file);
@@ -284,14 +307,17 @@ static void what_is_saved_is_read_back(void **state)
     int32_t scalar = 42;
     const int64_t shape2[] = {2, 3}, shape1[] = {1}, shape3[] = {3}, none[] = {4, 0};
     quern_tensor transposed = quern_tensor_contiguous(matrix, QUERN_F32, 2, shape2);
-    transposed.shape[0] = 3, transposed.shape[1] = 2;
-    transposed.strides[0] = 1, transposed.strides[1] = 3;
+    transposed.shape[0] = 3;
+    transposed.shape[1] = 2;
+    transposed.strides[0] = 1;
+    transposed.strides[1] = 3;
     const quern_tensor m = quern_tensor_contiguous(matrix, QUERN_F32, 2, shape2);
     const quern_tensor w = quern_tensor_contiguous(wide, QUERN_I64, 1, shape1);
     const quern_tensor h = quern_tensor_contiguous(halves, QUERN_BF16, 1, shape3);
     const quern_tensor s = quern_tensor_contiguous(&scalar, QUERN_I32, 0, NULL);
     const quern_tensor e = quern_tensor_contiguous(NULL, QUERN_F16, 2, none);
-    const quern_safetensors_item items[] = {{"h", &h}, {"m", &m}, {"w \"\xc3\xa9\"", &w}, {"t", &transposed}, {"s", &s}, {"e", &e}};
+    const quern_safetensors_item items[] = {{"h", &h},          {"m", &m}, {"w \"\xc3\xa9\"", &w},
+                                            {"t", &transposed}, {"s", &s}, {"e", &e}};
     const quern_safetensors_pair metadata[] = {{"key", "value\n\"quoted\""}, {"empty", ""}};
     assert_int_equal(quern_safetensors_save(path, items, 6, metadata, 2), QUERN_OK);
     assert_int_equal(files_in_directory(), 1);
@@ -362,8 +388,9 @@ static void bad_items_are_refused(void **state)
     const quern_tensor strange = quern_tensor_contiguous(&x, (quern_dtype)99, 1, shape);
     quern_tensor gpu = good;
     gpu.device = QUERN_CUDA;
-    const quern_safetensors_item bad[] = {{NULL, &good},     {"a", NULL},  {"__metadata__", &good}, {"a\xff", &good}, {"a", &minus},
-                                          {"a", &large}, {"a", &nowhere}, {"a", &strange},         {"a", &gpu}};
+    const quern_safetensors_item bad[] = {{NULL, &good},    {"a", NULL},     {"__metadata__", &good},
+                                          {"a\xff", &good}, {"a", &minus},   {"a", &large},
+                                          {"a", &nowhere},  {"a", &strange}, {"a", &gpu}};
     unlink(path);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         assert_int_equal(quern_safetensors_save(path, &bad[i], 1, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
@@ -371,7 +398,8 @@ static void bad_items_are_refused(void **state)
     }
     const quern_safetensors_item twice[] = {{"a", &good}, {"a", &good}};
     assert_int_equal(quern_safetensors_save(path, twice, 2, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
-    const quern_safetensors_pair pairs[] = {{"k", "1"}, {"k", "2"}}, invalid = {"k", "\xff"}, missing = {"k", NULL};
+    const quern_safetensors_pair pairs[] = {{"k", "1"}, {"k", "2"}}, invalid = {"k", "\xff"},
+                                 missing = {"k", NULL};
     assert_int_equal(quern_safetensors_save(path, twice, 1, pairs, 2), QUERN_ERR_INVALID_ARGUMENT);
     assert_int_equal(quern_safetensors_save(path, twice, 1, &invalid, 1), QUERN_ERR_INVALID_ARGUMENT);
     assert_int_equal(quern_safetensors_save(path, twice, 1, &missing, 1), QUERN_ERR_INVALID_ARGUMENT);

@@ -245,16 +245,30 @@ static void every_kind_of_parameter_has_its_range(void **state)
 {
     toy_params p;
     (void)state;
-    p = defaults, p.whole = 10, expect_params(&p, "whole is 10: 1 to 9 is accepted");
-    p = defaults, p.root = -1,
+    p = defaults;
+    p.whole = 10;
+    expect_params(&p, "whole is 10: 1 to 9 is accepted");
+    p = defaults;
+    p.root = -1;
     expect_params(&p, "root is -1: 0 (1/sqrt(D)) or a finite positive number is accepted");
-    p = defaults, p.positive = INFINITY,
+    p = defaults;
+    p.positive = INFINITY;
     expect_params(&p, "positive is inf: 0 (the default) or a finite positive number is accepted");
-    p = defaults, p.number = -INFINITY, expect_params(&p, "number is -inf: a finite number is accepted");
-    p = defaults, p.number = NAN, expect_params(&p, "number is nan: a finite number is accepted");
-    p = defaults, p.number = -2.5f, expect_params(&p, "");
-    p = defaults, p.choice = 4, expect_params(&p, "choice is 4: 0 to 3 is accepted");
-    p = defaults, p.set = 0, expect_params(&p, "set is 0: 1 to 3 is accepted");
+    p = defaults;
+    p.number = -INFINITY;
+    expect_params(&p, "number is -inf: a finite number is accepted");
+    p = defaults;
+    p.number = NAN;
+    expect_params(&p, "number is nan: a finite number is accepted");
+    p = defaults;
+    p.number = -2.5f;
+    expect_params(&p, "");
+    p = defaults;
+    p.choice = 4;
+    expect_params(&p, "choice is 4: 0 to 3 is accepted");
+    p = defaults;
+    p.set = 0;
+    expect_params(&p, "set is 0: 1 to 3 is accepted");
 }
 
 static int open_context(void **state)

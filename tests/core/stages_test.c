@@ -27,20 +27,22 @@ static void check_cover(const char *what, field *fields, size_t count, size_t si
     qsort(fields, count, sizeof *fields, by_offset);
     for (size_t i = 0; i < count; i++) {
         if (fields[i].offset < end) fail_msg("%s: %s overlaps the field before it", what, fields[i].name);
-        if (fields[i].offset - end >= 8 || (fields[i].offset - end > 0 && fields[i].offset % 8 != 0 && fields[i].size >= 8))
+        if (fields[i].offset - end >= 8 ||
+            (fields[i].offset - end > 0 && fields[i].offset % 8 != 0 && fields[i].size >= 8))
             fail_msg("%s: a field before %s is not listed", what, fields[i].name);
-        if (fields[i].offset - end >= 4 && fields[i].size < 8) fail_msg("%s: a field before %s is not listed", what, fields[i].name);
+        if (fields[i].offset - end >= 4 && fields[i].size < 8)
+            fail_msg("%s: a field before %s is not listed", what, fields[i].name);
         end = fields[i].offset + fields[i].size;
     }
     if (size - end >= 8) fail_msg("%s: a field at the end is not listed", what);
 }
 
 #define FIELD(member) {#member, offsetof(fields_of, member), sizeof(((fields_of *)0)->member)},
-#define CHECK(type, ...)                                                                  \
-    {                                                                                     \
-        typedef type fields_of;                                                           \
-        field fields[] = {__VA_ARGS__};                                                   \
-        check_cover(#type, fields, sizeof fields / sizeof *fields, sizeof(fields_of));    \
+#define CHECK(type, ...)                                                                                     \
+    {                                                                                                        \
+        typedef type fields_of;                                                                              \
+        field fields[] = {__VA_ARGS__};                                                                      \
+        check_cover(#type, fields, sizeof fields / sizeof *fields, sizeof(fields_of));                       \
     }
 #define CHECK_ARGS(name, NAME) CHECK(name##_args, NAME##_TENSORS(FIELD) NAME##_VALUES(FIELD))
 

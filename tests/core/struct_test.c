@@ -79,7 +79,9 @@ static void problem_make(problem *p)
     for (int i = 0; i < 8; i++) p->v[i] = (float)(i + 1);
     p->params = (quern_attention_params)QUERN_ATTENTION_PARAMS_INIT;
     p->tensors = (quern_attention_tensors)QUERN_ATTENTION_TENSORS_INIT;
-    p->tensors.q = &p->views[0], p->tensors.k = &p->views[1], p->tensors.v = &p->views[2],
+    p->tensors.q = &p->views[0];
+    p->tensors.k = &p->views[1];
+    p->tensors.v = &p->views[2];
     p->tensors.o = &p->views[3];
 }
 
@@ -141,7 +143,10 @@ static void nsa_takes_other_sizes(void **unused)
     for (int i = 0; i < 4; i++) views[i] = quern_tensor_contiguous(data[i], QUERN_F32, 4, shape);
     const quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
     quern_nsa_tensors tensors = QUERN_NSA_TENSORS_INIT;
-    tensors.q = &views[0], tensors.k = &views[1], tensors.v = &views[2], tensors.o = &views[3];
+    tensors.q = &views[0];
+    tensors.k = &views[1];
+    tensors.v = &views[2];
+    tensors.o = &views[3];
     size_t whole = 0, bytes = 0;
     assert_int_equal(quern_nsa_forward_workspace(ctx, &params, &tensors, &whole), QUERN_OK);
     for (size_t size = 8; size <= sizeof params + TAIL; size += 8) {

@@ -105,19 +105,17 @@ static void every_level_comes_once_in_order(void **state)
 {
     int expected = QUERN_CPU_LEVEL_PORTABLE;
     (void)state;
-    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) assert_int_equal(level, expected++);
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
+        assert_int_equal(level, expected++);
     assert_int_equal(expected, quern_cpu_level_detect() + 1);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(rounding_is_to_nearest_even),
-        cmocka_unit_test(half_patterns_round_trip),
-        cmocka_unit_test(strided_views_keep_their_values),
-        cmocka_unit_test(relative_l2_knows_special_values),
-        cmocka_unit_test(trials_are_a_number_or_a_share),
-        cmocka_unit_test(every_level_comes_once_in_order),
+        cmocka_unit_test(rounding_is_to_nearest_even),     cmocka_unit_test(half_patterns_round_trip),
+        cmocka_unit_test(strided_views_keep_their_values), cmocka_unit_test(relative_l2_knows_special_values),
+        cmocka_unit_test(trials_are_a_number_or_a_share),  cmocka_unit_test(every_level_comes_once_in_order),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

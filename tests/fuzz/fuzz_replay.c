@@ -1,12 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * fuzz_replay.c - drives a fuzz target without libFuzzer: every corpus file as it is, cut at every length, and
- * mutated in a fixed pseudo-random order.
+ * fuzz_replay.c - drives a fuzz target without libFuzzer: every corpus file as it is, cut at every length,
+ * and mutated in a fixed pseudo-random order.
  *
  * A corpus file is the text of a safetensors header; the file fed to the target is its length, the text and
- * 64 bytes of data. Without arguments the corpus of the source tree is replayed. `--write DIRECTORY` writes its
- * binary files, as seeds for libFuzzer.
+ * 64 bytes of data. Without arguments the corpus of the source tree is replayed. `--write DIRECTORY` writes
+ * its binary files, as seeds for libFuzzer.
  */
 #include "cmocka_c11.h"
 
@@ -42,8 +42,20 @@ static size_t load(const char *path, uint8_t *file)
 
 static size_t mutate(uint8_t *file, size_t size)
 {
-    static const char *const words[] = {"[0,64]", "-1", "9223372036854775807", "18446744073709551616", "1e400", "{}", "[]",
-                                        "null", "\"F32\"", "\"F4\"", "\"__metadata__\":", "\\u0000", "[[[[[[[[", "\xff\xfe"};
+    static const char *const words[] = {"[0,64]",
+                                        "-1",
+                                        "9223372036854775807",
+                                        "18446744073709551616",
+                                        "1e400",
+                                        "{}",
+                                        "[]",
+                                        "null",
+                                        "\"F32\"",
+                                        "\"F4\"",
+                                        "\"__metadata__\":",
+                                        "\\u0000",
+                                        "[[[[[[[[",
+                                        "\xff\xfe"};
     for (uint32_t n = 1 + next_random() % 4; n > 0; n--) {
         const size_t at = next_random() % size;
         const uint32_t kind = next_random() % 6;

@@ -21,7 +21,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (size > 0) memcpy(exact, data, size);
     const quern_status status = quern_safetensors_open_bytes(exact, size, &file);
     if (status != QUERN_OK) {
-        if (file != NULL || *quern_last_error(NULL) == '\0') abort(); /* an error has a sentence and no file */
+        if (file != NULL || *quern_last_error(NULL) == '\0')
+            abort(); /* an error has a sentence and no file */
         free(exact);
         return 0;
     }

@@ -27,10 +27,12 @@
 #include <unistd.h>
 
 enum { GUARD = 512, PATTERN = 0x5a, RUNS = 3, MAX_TENSORS = 80 };
-static const size_t most_bytes = (size_t)1 << 30; /* of a tensor with its gaps; offsets_test.c has the large ones */
+static const size_t most_bytes = (size_t)1
+                                 << 30; /* of a tensor with its gaps; offsets_test.c has the large ones */
 
 quern_cuda_plugin_entry quern_cuda_backend;
-const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *stream, stage_exec *exec);
+const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id,
+                                            void *stream, stage_exec *exec);
 quern_cpu_level __wrap_quern_cpu_level_detect(void);
 
 static const quern_backend *cuda;
@@ -101,7 +103,8 @@ static void image_take(image *m, int run, const char *stage)
     CHECK(cudaStreamSynchronize(stream));
     for (size_t i = 0; i < m->total; i++)
         if ((i < m->at || i >= m->at + m->bytes) && now[i] != PATTERN)
-            fail_msg("%s: byte %lld of a buffer of %zu was written", stage, (long long)i - (long long)m->at, m->bytes);
+            fail_msg("%s: byte %lld of a buffer of %zu was written", stage, (long long)i - (long long)m->at,
+                     m->bytes);
     if (run == 0) {
         memcpy(m->start[1], now, m->total);
     } else if (m->host != NULL) {
@@ -115,8 +118,8 @@ static void image_take(image *m, int run, const char *stage)
 
 typedef quern_status stage_call(const stage_exec *exec, const void *args, void *workspace);
 
-static quern_status bridge(const char *stage, const stage_exec *given, void *args, const size_t *offsets, size_t count, size_t workspace_bytes,
-                           stage_call *call)
+static quern_status bridge(const char *stage, const stage_exec *given, void *args, const size_t *offsets,
+                           size_t count, size_t workspace_bytes, stage_call *call)
 {
     image images[MAX_TENSORS + 1];
     size_t made = 0;
@@ -134,7 +137,8 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
         quern_tensor *t = (quern_tensor *)((char *)args + offsets[i]);
         if (t->ndim == 0) continue;
         if (made == MAX_TENSORS) fail_msg("%s: more than %d tensors", stage, MAX_TENSORS);
-        images[made] = image_make(t->data != NULL ? t->data : "", t->data != NULL ? span_of(t) : 0, (uintptr_t)t->data % 256);
+        images[made] = image_make(t->data != NULL ? t->data : "", t->data != NULL ? span_of(t) : 0,
+                                  (uintptr_t)t->data % 256);
         t->data = images[made].device + images[made].at;
         t->device = QUERN_CUDA;
         made++;
@@ -149,7 +153,8 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
         cudaGraph_t graph;
         cudaGraphExec_t replay;
         for (size_t i = 0; i < made; i++)
-            CHECK(cudaMemcpyAsync(images[i].device, images[i].start[0], images[i].total, cudaMemcpyHostToDevice, stream));
+            CHECK(cudaMemcpyAsync(images[i].device, images[i].start[0], images[i].total,
+                                  cudaMemcpyHostToDevice, stream));
         CHECK(cudaStreamSynchronize(stream));
         if (run == 2) CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
         status = call(&exec, args, workspace);
@@ -167,7 +172,8 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
         for (size_t i = 0; i < made; i++) image_take(&images[i], run, stage);
     }
     for (size_t i = 0; i < made; i++) {
-        if (images[i].host != NULL && images[i].bytes > 0) memcpy(images[i].host, images[i].start[1] + images[i].at, images[i].bytes);
+        if (images[i].host != NULL && images[i].bytes > 0)
+            memcpy(images[i].host, images[i].start[1] + images[i].at, images[i].bytes);
         image_free(&images[i]);
     }
     return status;
@@ -175,13 +181,13 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
 
 /* Where the views of a stage's arguments stand; returns how many there are. */
 #define AT(member) offsetof(fields_of, member),
-#define VIEWS(name, NAME)                                        \
-    static size_t name##_views(const size_t **offsets)           \
-    {                                                            \
-        typedef name##_args fields_of;                           \
-        static const size_t all[] = {NAME##_TENSORS(AT)};        \
-        *offsets = all;                                          \
-        return sizeof all / sizeof *all;                         \
+#define VIEWS(name, NAME)                                                                                    \
+    static size_t name##_views(const size_t **offsets)                                                       \
+    {                                                                                                        \
+        typedef name##_args fields_of;                                                                       \
+        static const size_t all[] = {NAME##_TENSORS(AT)};                                                    \
+        *offsets = all;                                                                                      \
+        return sizeof all / sizeof *all;                                                                     \
     }
 BACKEND_ARGS(VIEWS)
 
@@ -193,33 +199,35 @@ static size_t attend_gate_views(const size_t **offsets)
     return 0;
 }
 
-#define STAGE_BRIDGE(stage, name)                                                                                   \
-    static bool stage##_supports(const stage_exec *exec, const name##_args *args, char why[STAGE_WHY_BYTES])        \
-    {                                                                                                               \
-        return STAGE_TAKES(cuda->stage, exec, args, why);                                                           \
-    }                                                                                                               \
-    static size_t stage##_workspace(const stage_exec *exec, const name##_args *args)                                \
-    {                                                                                                               \
-        return STAGE_WORKSPACE(cuda->stage, exec, args);                                                            \
-    }                                                                                                               \
-    static quern_status stage##_call(const stage_exec *exec, const void *args, void *workspace)                     \
-    {                                                                                                               \
-        return cuda->stage.run(exec, args, workspace);                                                              \
-    }                                                                                                               \
-    static quern_status stage##_run(const stage_exec *exec, const name##_args *args, void *workspace)               \
-    {                                                                                                               \
-        name##_args copy = *args;                                                                                   \
-        const size_t *offsets = NULL, count = name##_views(&offsets);                                               \
-        (void)workspace;                                                                                            \
-        return bridge(#stage, exec, &copy, offsets, count, stage##_workspace(exec, args), stage##_call);            \
+#define STAGE_BRIDGE(stage, name)                                                                            \
+    static bool stage##_supports(const stage_exec *exec, const name##_args *args, char why[STAGE_WHY_BYTES]) \
+    {                                                                                                        \
+        return STAGE_TAKES(cuda->stage, exec, args, why);                                                    \
+    }                                                                                                        \
+    static size_t stage##_workspace(const stage_exec *exec, const name##_args *args)                         \
+    {                                                                                                        \
+        return STAGE_WORKSPACE(cuda->stage, exec, args);                                                     \
+    }                                                                                                        \
+    static quern_status stage##_call(const stage_exec *exec, const void *args, void *workspace)              \
+    {                                                                                                        \
+        return cuda->stage.run(exec, args, workspace);                                                       \
+    }                                                                                                        \
+    static quern_status stage##_run(const stage_exec *exec, const name##_args *args, void *workspace)        \
+    {                                                                                                        \
+        name##_args copy = *args;                                                                            \
+        const size_t *offsets = NULL, count = name##_views(&offsets);                                        \
+        (void)workspace;                                                                                     \
+        return bridge(#stage, exec, &copy, offsets, count, stage##_workspace(exec, args), stage##_call);     \
     }
 BACKEND_STAGES(STAGE_BRIDGE)
 
 static quern_backend bridged = {.name = "cuda, from host memory"};
-#define ROW(stage, name)       \
-    if (cuda->stage.run != NULL) bridged.stage = (name##_stage){stage##_supports, stage##_workspace, stage##_run, cuda->stage.kernel};
+#define ROW(stage, name)                                                                                     \
+    if (cuda->stage.run != NULL)                                                                             \
+        bridged.stage = (name##_stage){stage##_supports, stage##_workspace, stage##_run, cuda->stage.kernel};
 
-const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id, void *ignored, stage_exec *exec)
+const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_device device, int32_t device_id,
+                                            void *ignored, stage_exec *exec)
 {
     (void)device;
     (void)ignored;
@@ -231,7 +239,8 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
         cuda = plugin->backend;
         BACKEND_STAGES(ROW)
     }
-    *exec = (stage_exec){.device = QUERN_CPU, .device_id = device_id, .threads = ctx->threads, .cpu_level = ctx->cpu_level};
+    *exec = (stage_exec){
+        .device = QUERN_CPU, .device_id = device_id, .threads = ctx->threads, .cpu_level = ctx->cpu_level};
     if (plugin->properties(0, exec) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
     return &bridged;
 }

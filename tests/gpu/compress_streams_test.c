@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * compress_streams_test.c - linear compression's products where their library is least at ease: the process's first
- * product inside a stream's capture, and four threads with a stream each, going through more shapes than the
- * plugin's table of chosen algorithms has places, in different orders. Every result is the same bits as a plain call's.
+ * compress_streams_test.c - linear compression's products where their library is least at ease: the process's
+ * first product inside a stream's capture, and four threads with a stream each, going through more shapes
+ * than the plugin's table of chosen algorithms has places, in different orders. Every result is the same bits
+ * as a plain call's.
  */
 #include "backend.h"
 #include "cmocka_c11.h"
@@ -21,10 +22,10 @@ static const int64_t N = (ENTRIES + SHAPES) * STEP + L;
 
 quern_cuda_plugin_entry quern_cuda_backend;
 
-#define CHECK(call)                                                                     \
-    do {                                                                                \
-        const cudaError_t code_ = (call);                                               \
-        if (code_ != cudaSuccess) fail_msg("%s: %s", #call, cudaGetErrorString(code_)); \
+#define CHECK(call)                                                                                          \
+    do {                                                                                                     \
+        const cudaError_t code_ = (call);                                                                    \
+        if (code_ != cudaSuccess) fail_msg("%s: %s", #call, cudaGetErrorString(code_));                      \
     } while (0)
 
 /* A stream and what its calls read and write. */
@@ -74,12 +75,15 @@ static lane lane_make(int number)
     lane a = {.exec = {.device = QUERN_CUDA}, .number = number};
     CHECK(cudaStreamCreateWithFlags(&a.stream, cudaStreamNonBlocking));
     a.exec.stream = a.stream;
-    a.forward = (compress_args){.kind = COMPRESS_LINEAR, .block_size = L, .stride = STEP, .seqs = {.batch = 1}};
-    a.forward.k = make(QUERN_BF16, 4, x, true), a.forward.w_k = make(QUERN_BF16, 3, w, true);
+    a.forward =
+        (compress_args){.kind = COMPRESS_LINEAR, .block_size = L, .stride = STEP, .seqs = {.batch = 1}};
+    a.forward.k = make(QUERN_BF16, 4, x, true);
+    a.forward.w_k = make(QUERN_BF16, 3, w, true);
     a.backward = a.forward;
     a.forward.k_cmp = make(QUERN_BF16, 4, y, false);
     a.backward.d_k_cmp = make(QUERN_F32, 4, y, true);
-    a.backward.d_k = make(QUERN_F32, 4, x, false), a.backward.d_w_k = make(QUERN_F32, 3, w, false);
+    a.backward.d_k = make(QUERN_F32, 4, x, false);
+    a.backward.d_w_k = make(QUERN_F32, 3, w, false);
     resize(&a, ENTRIES + SHAPES);
     const size_t forward = backend->compress_forward.workspace(&a.exec, &a.forward);
     const size_t back = backend->compress_backward.workspace(&a.exec, &a.backward);
@@ -90,8 +94,9 @@ static lane lane_make(int number)
 
 static void lane_free(lane *a)
 {
-    void *const all[] = {a->forward.k.data, a->forward.w_k.data, a->forward.k_cmp.data, a->backward.d_k_cmp.data, a->backward.d_k.data,
-                         a->backward.d_w_k.data, a->workspace};
+    void *const all[] = {
+        a->forward.k.data,    a->forward.w_k.data,    a->forward.k_cmp.data, a->backward.d_k_cmp.data,
+        a->backward.d_k.data, a->backward.d_w_k.data, a->workspace};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) CHECK(cudaFree(all[i]));
     CHECK(cudaStreamDestroy(a->stream));
 }
@@ -109,10 +114,14 @@ static uint64_t digest(const lane *a)
     uint64_t sum = 14695981039346656037u;
     for (int i = 0; i < OUTPUTS; i++) {
         const quern_tensor *t = outputs[i];
-        const size_t bytes = (size_t)(t->ndim == 4 ? t->shape[1] * t->strides[1] : t->shape[0] * t->strides[0]) * quern_dtype_size(t->dtype);
+        const size_t bytes =
+            (size_t)(t->ndim == 4 ? t->shape[1] * t->strides[1] : t->shape[0] * t->strides[0]) *
+            quern_dtype_size(t->dtype);
         unsigned char *host = malloc(bytes);
-        const bool ok = host != NULL && cudaMemcpyAsync(host, t->data, bytes, cudaMemcpyDeviceToHost, a->stream) == cudaSuccess &&
-                        cudaStreamSynchronize(a->stream) == cudaSuccess;
+        const bool ok =
+            host != NULL &&
+            cudaMemcpyAsync(host, t->data, bytes, cudaMemcpyDeviceToHost, a->stream) == cudaSuccess &&
+            cudaStreamSynchronize(a->stream) == cudaSuccess;
         for (size_t k = 0; ok && k < bytes; k++) sum = (sum ^ host[k]) * 1099511628211u;
         free(host);
         if (!ok) return 0;
@@ -179,12 +188,14 @@ static void threads_agree(void **state)
         lanes[0].wanted[shape] = digest(&lanes[0]);
         assert_true(lanes[0].wanted[shape] != 0);
     }
-    for (int i = 0; i < THREADS; i++) assert_int_equal(pthread_create(&threads[i], NULL, go_through_shapes, &lanes[i]), 0);
+    for (int i = 0; i < THREADS; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, go_through_shapes, &lanes[i]), 0);
     for (int i = 0; i < THREADS; i++) assert_int_equal(pthread_join(threads[i], NULL), 0);
     for (int i = 0; i < THREADS; i++) {
         assert_true(!lanes[i].failed);
         for (int shape = 0; shape < SHAPES; shape++)
-            if (lanes[i].got[shape] != lanes[0].wanted[shape]) fail_msg("thread %d, %d entries: other bits", i, ENTRIES + shape);
+            if (lanes[i].got[shape] != lanes[0].wanted[shape])
+                fail_msg("thread %d, %d entries: other bits", i, ENTRIES + shape);
         lane_free(&lanes[i]);
     }
 }

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* describe_test.c - the line that quern_plan_describe() writes about plans on a GPU: each stage with the variant chosen. */
+/* describe_test.c - the line that quern_plan_describe() writes about plans on a GPU: each stage with the
+ * variant chosen. */
 #include "cmocka_c11.h"
 
 #include <stdio.h>
@@ -13,9 +14,9 @@
 
 enum { N = 256, H = 32, HKV = 2, D = 128, TILE = 128 };
 
-#define OK(call)                                                                   \
-    do {                                                                           \
-        if ((call) != QUERN_OK) fail_msg("%s: %s", #call, quern_last_error(NULL)); \
+#define OK(call)                                                                                             \
+    do {                                                                                                     \
+        if ((call) != QUERN_OK) fail_msg("%s: %s", #call, quern_last_error(NULL));                           \
     } while (0)
 
 static quern_context *ctx;
@@ -26,7 +27,8 @@ static int open_context(void **state)
     (void)state;
     quern_context_params params = QUERN_CONTEXT_PARAMS_INIT;
     quern_cuda_device device = QUERN_CUDA_DEVICE_INIT;
-    if (quern_context_create(&params, &ctx) != QUERN_OK || quern_cuda_device_get(0, &device) != QUERN_OK) return 1;
+    if (quern_context_create(&params, &ctx) != QUERN_OK || quern_cuda_device_get(0, &device) != QUERN_OK)
+        return 1;
     fast = device.compute_major == 9 && device.compute_minor == 0 ? "sm90" : "any";
     return 0;
 }
@@ -41,7 +43,8 @@ static int close_context(void **state)
 /* A view of aligned memory that no plan reads. */
 static quern_tensor view(quern_dtype dtype, int32_t ndim, const int64_t *shape)
 {
-    quern_tensor t = quern_tensor_contiguous((void *)(uintptr_t)4096, dtype, ndim, shape); // NOLINT(performance-no-int-to-ptr)
+    quern_tensor t = quern_tensor_contiguous((void *)(uintptr_t)4096, dtype, ndim,
+                                             shape); // NOLINT(performance-no-int-to-ptr)
     t.device = QUERN_CUDA;
     return t;
 }
@@ -65,15 +68,20 @@ static void attention(void **state)
     const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D};
     const quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
     quern_attention_tensors t = QUERN_ATTENTION_TENSORS_INIT;
-    quern_tensor q = view(QUERN_BF16, 4, q_shape), k = view(QUERN_BF16, 4, k_shape), f = view(QUERN_F32, 4, q_shape), fk = view(QUERN_F32, 4, k_shape);
+    quern_tensor q = view(QUERN_BF16, 4, q_shape), k = view(QUERN_BF16, 4, k_shape),
+                 f = view(QUERN_F32, 4, q_shape), fk = view(QUERN_F32, 4, k_shape);
     char line[200];
-    t.q = t.o = &q, t.k = t.v = &k;
+    t.q = t.o = &q;
+    t.k = t.v = &k;
     snprintf(line, sizeof line, "attention_forward on cuda: attend_forward by attend_forward_%s", fast);
     expect_line(QUERN_OP_ATTENTION_FORWARD, &params, &t, line);
     q.data = (char *)q.data + 2;
-    expect_line(QUERN_OP_ATTENTION_FORWARD, &params, &t, "attention_forward on cuda: attend_forward by attend_forward_any");
-    t.q = t.o = &f, t.k = t.v = &fk;
-    expect_line(QUERN_OP_ATTENTION_FORWARD, &params, &t, "attention_forward on cuda: attend_forward by attend_forward_f32");
+    expect_line(QUERN_OP_ATTENTION_FORWARD, &params, &t,
+                "attention_forward on cuda: attend_forward by attend_forward_any");
+    t.q = t.o = &f;
+    t.k = t.v = &fk;
+    expect_line(QUERN_OP_ATTENTION_FORWARD, &params, &t,
+                "attention_forward on cuda: attend_forward by attend_forward_f32");
 }
 
 static void nsa(void **state)
@@ -82,14 +90,18 @@ static void nsa(void **state)
     const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, gate_shape[] = {H, 3, D};
     quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
-    quern_tensor q = view(QUERN_BF16, 4, q_shape), k = view(QUERN_BF16, 4, k_shape), gate = view(QUERN_BF16, 3, gate_shape);
+    quern_tensor q = view(QUERN_BF16, 4, q_shape), k = view(QUERN_BF16, 4, k_shape),
+                 gate = view(QUERN_BF16, 3, gate_shape);
     char line[400];
     params.gate = QUERN_NSA_GATE_WEIGHTS;
     params.tile = TILE;
     params.metric = QUERN_NSA_METRIC_SOFTMAX;
-    t.q = t.o = &q, t.k = t.v = &k, t.w_gate = &gate;
+    t.q = t.o = &q;
+    t.k = t.v = &k;
+    t.w_gate = &gate;
     snprintf(line, sizeof line,
-             "nsa_forward on cuda: compress_forward by compress_forward_any, attend_forward by attend_forward_%s (3 times), "
+             "nsa_forward on cuda: compress_forward by compress_forward_any, attend_forward by "
+             "attend_forward_%s (3 times), "
              "select by select_any, gate_forward by gate_forward_any",
              fast);
     expect_line(QUERN_OP_NSA_FORWARD, &params, &t, line);

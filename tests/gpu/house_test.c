@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * house_test.c - the two shared libraries as a program meets them: cuda.h's calls, whole layers on device memory beside
- * the CPU backend, and every documented fault, after each of which the device still computes.
+ * house_test.c - the two shared libraries as a program meets them: cuda.h's calls, whole layers on device
+ * memory beside the CPU backend, and every documented fault, after each of which the device still computes.
  */
 #include "cmocka_c11.h"
 
@@ -21,9 +21,9 @@ static int32_t device; /* whose memory and stream a test uses */
 static void *stream;
 static quern_context *ctx;
 
-#define OK(call)                                                                    \
-    do {                                                                            \
-        if ((call) != QUERN_OK) fail_msg("%s: %s", #call, quern_last_error(NULL)); \
+#define OK(call)                                                                                             \
+    do {                                                                                                     \
+        if ((call) != QUERN_OK) fail_msg("%s: %s", #call, quern_last_error(NULL));                           \
     } while (0)
 
 static uint32_t seed = 1;
@@ -86,13 +86,14 @@ static void twin_free(twin *t)
     OK(quern_cuda_free(device, t->base));
 }
 
-static const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, lse_shape[] = {1, H, N}, w_shape[] = {H, 3, D},
-                     gate_shape[] = {1, N, H, 3};
+static const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, lse_shape[] = {1, H, N},
+                     w_shape[] = {H, 3, D}, gate_shape[] = {1, N, H, 3};
 
 static int start(void **unused)
 {
     (void)unused;
-    if (quern_cuda_stream_create(device, &stream) != QUERN_OK || quern_context_create(NULL, &ctx) != QUERN_OK) {
+    if (quern_cuda_stream_create(device, &stream) != QUERN_OK ||
+        quern_context_create(NULL, &ctx) != QUERN_OK) {
         printf("%s\n", quern_last_error(NULL));
         return 1;
     }
@@ -107,7 +108,8 @@ static void the_device_is_described(void **unused)
     OK(quern_cuda_device_count(&count));
     assert_true(count >= 1);
     OK(quern_cuda_device_get(device, &info));
-    assert_true(info.compute_major >= 8 && info.multiprocessors > 0 && info.memory_bytes > 0 && info.l2_bytes > 0);
+    assert_true(info.compute_major >= 8 && info.multiprocessors > 0 && info.memory_bytes > 0 &&
+                info.l2_bytes > 0);
     assert_true(info.free_bytes > 0 && info.free_bytes <= info.memory_bytes && strlen(info.name) > 0);
     assert_int_equal(quern_cuda_check(count), QUERN_ERR_DEVICE);
     assert_int_equal(quern_cuda_check(-1), QUERN_ERR_DEVICE);
@@ -121,7 +123,11 @@ static void attention_forward(twin *t, quern_status expected)
         quern_attention_tensors a = QUERN_ATTENTION_TENSORS_INIT;
         const quern_tensor *v[5];
         for (int i = 0; i < 5; i++) v[i] = gpu ? &t[i].device : &t[i].host;
-        a.q = v[0], a.k = v[1], a.v = v[2], a.o = v[3], a.lse = v[4];
+        a.q = v[0];
+        a.k = v[1];
+        a.v = v[2];
+        a.o = v[3];
+        a.lse = v[4];
         const quern_exec exec = {sizeof exec, gpu ? stream : NULL, NULL};
         size_t bytes;
         void *workspace = NULL;
@@ -129,7 +135,8 @@ static void attention_forward(twin *t, quern_status expected)
         if (status == QUERN_OK && gpu) OK(quern_cuda_allocate(device, bytes, &workspace));
         if (status == QUERN_OK && !gpu) workspace = malloc(bytes + 1);
         if (status == QUERN_OK) status = quern_attention_forward(ctx, &exec, &params, &a, workspace, bytes);
-        if (status != (gpu ? expected : QUERN_OK)) fail_msg("status %d: %s", (int)status, quern_last_error(NULL));
+        if (status != (gpu ? expected : QUERN_OK))
+            fail_msg("status %d: %s", (int)status, quern_last_error(NULL));
         if (gpu) {
             OK(quern_cuda_synchronize(device, stream));
             OK(quern_cuda_free(device, workspace));
@@ -142,8 +149,10 @@ static void attention_forward(twin *t, quern_status expected)
 static void attention_make(twin *t)
 {
     t[0] = twin_make(QUERN_F32, 4, q_shape, true);
-    t[1] = twin_make(QUERN_F32, 4, k_shape, true), t[2] = twin_make(QUERN_F32, 4, k_shape, true);
-    t[3] = twin_make(QUERN_F32, 4, q_shape, false), t[4] = twin_make(QUERN_F32, 3, lse_shape, false);
+    t[1] = twin_make(QUERN_F32, 4, k_shape, true);
+    t[2] = twin_make(QUERN_F32, 4, k_shape, true);
+    t[3] = twin_make(QUERN_F32, 4, q_shape, false);
+    t[4] = twin_make(QUERN_F32, 3, lse_shape, false);
 }
 
 static void dense_attention_agrees_with_the_cpu(void **unused)
@@ -175,17 +184,24 @@ static void pointers_of_another_device_are_refused(void **unused)
     OK(quern_cuda_synchronize(device, stream));
     for (int i = 0; i < LAYER; i++) assert_true(o[i] < -1e30f);
     free(o);
-    quern_attention_tensors a = QUERN_ATTENTION_TENSORS_INIT; /* device memory that its tensor calls the host's */
+    quern_attention_tensors a =
+        QUERN_ATTENTION_TENSORS_INIT; /* device memory that its tensor calls the host's */
     const quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
     quern_tensor q = t[0].host;
     q.data = t[0].device.data;
-    a.q = &q, a.k = &t[1].host, a.v = &t[2].host, a.o = &t[3].host;
+    a.q = &q;
+    a.k = &t[1].host;
+    a.v = &t[2].host;
+    a.o = &t[3].host;
     assert_int_equal(quern_attention_forward(ctx, NULL, &params, &a, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(NULL), "its tensor says cpu"));
     q = t[0].device;
     q.device_id = 63;
     for (int i = 1; i < 5; i++) t[i].device.device_id = 63;
-    a.q = &q, a.k = &t[1].device, a.v = &t[2].device, a.o = &t[3].device;
+    a.q = &q;
+    a.k = &t[1].device;
+    a.v = &t[2].device;
+    a.o = &t[3].device;
     assert_int_equal(quern_attention_forward(ctx, NULL, &params, &a, NULL, 0), QUERN_ERR_DEVICE);
     for (int i = 1; i < 5; i++) t[i].device.device_id = 0;
     attention_forward(t, QUERN_OK);
@@ -209,28 +225,56 @@ static void a_whole_layer_agrees_with_the_cpu(void **unused)
     (void)unused;
     enum { Q, K, V, W, O, GATES, L0, L1, L2, IDX, DO, DQ, DK, DV, DW, KC, VC, COUNT };
     quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
-    params.block_size = 16, params.stride = 16, params.select_block = 16, params.num_selected = 4, params.window = 40;
+    params.block_size = 16;
+    params.stride = 16;
+    params.select_block = 16;
+    params.num_selected = 4;
+    params.window = 40;
     params.gate = QUERN_NSA_GATE_WEIGHTS;
-    const int64_t rows = (N + params.tile - 1) / params.tile, hs = params.scope == QUERN_NSA_SCOPE_HEAD ? H : HKV;
+    const int64_t rows = (N + params.tile - 1) / params.tile,
+                  hs = params.scope == QUERN_NSA_SCOPE_HEAD ? H : HKV;
     const int64_t idx_shape[] = {1, hs, rows, 4}, cmp_shape[] = {1, (N - 16) / 16 + 1, HKV, D};
     twin t[COUNT];
-    t[Q] = twin_make(QUERN_F32, 4, q_shape, true), t[K] = twin_make(QUERN_F32, 4, k_shape, true), t[V] = twin_make(QUERN_F32, 4, k_shape, true);
-    t[W] = twin_make(QUERN_F32, 3, w_shape, true), t[DO] = twin_make(QUERN_F32, 4, q_shape, true);
-    t[O] = twin_make(QUERN_F32, 4, q_shape, false), t[GATES] = twin_make(QUERN_F32, 4, gate_shape, false);
+    t[Q] = twin_make(QUERN_F32, 4, q_shape, true);
+    t[K] = twin_make(QUERN_F32, 4, k_shape, true);
+    t[V] = twin_make(QUERN_F32, 4, k_shape, true);
+    t[W] = twin_make(QUERN_F32, 3, w_shape, true);
+    t[DO] = twin_make(QUERN_F32, 4, q_shape, true);
+    t[O] = twin_make(QUERN_F32, 4, q_shape, false);
+    t[GATES] = twin_make(QUERN_F32, 4, gate_shape, false);
     for (int i = L0; i <= L2; i++) t[i] = twin_make(QUERN_F32, 3, lse_shape, false);
     t[IDX] = twin_make(QUERN_I32, 4, idx_shape, false);
-    t[DQ] = twin_make(QUERN_F32, 4, q_shape, false), t[DK] = twin_make(QUERN_F32, 4, k_shape, false), t[DV] = twin_make(QUERN_F32, 4, k_shape, false);
+    t[DQ] = twin_make(QUERN_F32, 4, q_shape, false);
+    t[DK] = twin_make(QUERN_F32, 4, k_shape, false);
+    t[DV] = twin_make(QUERN_F32, 4, k_shape, false);
     t[DW] = twin_make(QUERN_F32, 3, w_shape, false);
-    t[KC] = twin_make(QUERN_F32, 4, cmp_shape, false), t[VC] = twin_make(QUERN_F32, 4, cmp_shape, false);
+    t[KC] = twin_make(QUERN_F32, 4, cmp_shape, false);
+    t[VC] = twin_make(QUERN_F32, 4, cmp_shape, false);
     for (int gpu = 0; gpu < 2; gpu++) {
         quern_nsa_tensors a = QUERN_NSA_TENSORS_INIT;
         const quern_tensor *v[COUNT];
         for (int i = 0; i < COUNT; i++) v[i] = gpu ? &t[i].device : &t[i].host;
-        a.q = v[Q], a.k = v[K], a.v = v[V], a.w_gate = v[W], a.o = v[O], a.gates = v[GATES], a.block_idx = v[IDX];
-        a.lse_cmp = v[L0], a.lse_slc = v[L1], a.lse_win = v[L2], a.k_cmp = v[KC], a.v_cmp = v[VC];
+        a.q = v[Q];
+        a.k = v[K];
+        a.v = v[V];
+        a.w_gate = v[W];
+        a.o = v[O];
+        a.gates = v[GATES];
+        a.block_idx = v[IDX];
+        a.lse_cmp = v[L0];
+        a.lse_slc = v[L1];
+        a.lse_win = v[L2];
+        a.k_cmp = v[KC];
+        a.v_cmp = v[VC];
         const quern_exec exec = {sizeof exec, gpu ? stream : NULL, NULL};
         for (int pass = 0; pass < 2; pass++) {
-            if (pass == 1) a.d_o = v[DO], a.d_q = v[DQ], a.d_k = v[DK], a.d_v = v[DV], a.d_w_gate = v[DW];
+            if (pass == 1) {
+                a.d_o = v[DO];
+                a.d_q = v[DQ];
+                a.d_k = v[DK];
+                a.d_v = v[DV];
+                a.d_w_gate = v[DW];
+            }
             size_t bytes;
             void *workspace = NULL;
             OK((pass ? quern_nsa_backward_workspace : quern_nsa_forward_workspace)(ctx, &params, &a, &bytes));
@@ -238,7 +282,9 @@ static void a_whole_layer_agrees_with_the_cpu(void **unused)
             else workspace = malloc(bytes + 1);
             if (gpu && bytes > 0) { /* host memory for the workspace is refused */
                 void *host = malloc(bytes);
-                assert_int_equal((pass ? quern_nsa_backward : quern_nsa_forward)(ctx, &exec, &params, &a, host, bytes), QUERN_ERR_INVALID_ARGUMENT);
+                assert_int_equal(
+                    (pass ? quern_nsa_backward : quern_nsa_forward)(ctx, &exec, &params, &a, host, bytes),
+                    QUERN_ERR_INVALID_ARGUMENT);
                 free(host);
             }
             OK((pass ? quern_nsa_backward : quern_nsa_forward)(ctx, &exec, &params, &a, workspace, bytes));
@@ -260,19 +306,29 @@ static void a_whole_layer_agrees_with_the_cpu(void **unused)
     for (int i = 0; i < COUNT; i++) twin_free(&t[i]);
 }
 
-/* Borders that the host cannot read: clamped into the tensor, reported, and the result that of the clamped ones. */
+/* Borders that the host cannot read: clamped into the tensor, reported, and the result that of the clamped
+ * ones. */
 static void bad_borders_set_the_status(void **unused)
 {
     (void)unused;
     static const int32_t borders[2][4] = {{0, 120, N + 100, N}, {0, 120, N, N}};
-    const int64_t shapes[][3] = {{N, H, D}, {N, HKV, D}, {N, HKV, D}, {N, H, D}, {N, H, D}}, cu_shape[] = {4}, one[] = {1};
+    const int64_t shapes[][3] = {{N, H, D}, {N, HKV, D}, {N, HKV, D}, {N, H, D}, {N, H, D}}, cu_shape[] = {4},
+                  one[] = {1};
     quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
-    params.block_size = 16, params.stride = 16, params.select_block = 16, params.num_selected = 4, params.window = 40;
+    params.block_size = 16;
+    params.stride = 16;
+    params.select_block = 16;
+    params.num_selected = 4;
+    params.window = 40;
     twin t[5], cu = twin_make(QUERN_I32, 1, cu_shape, false), status = twin_make(QUERN_I32, 1, one, false);
     for (int i = 0; i < 5; i++) t[i] = twin_make(QUERN_F32, 3, shapes[i], i < 3);
     for (int run = 0; run < 2; run++) {
         quern_nsa_tensors a = QUERN_NSA_TENSORS_INIT;
-        a.q = &t[0].device, a.k = &t[1].device, a.v = &t[2].device, a.o = &t[3 + run].device, a.cu_seqlens = &cu.device;
+        a.q = &t[0].device;
+        a.k = &t[1].device;
+        a.v = &t[2].device;
+        a.o = &t[3 + run].device;
+        a.cu_seqlens = &cu.device;
         quern_exec exec = {sizeof exec, stream, &status.host};
         size_t bytes;
         void *workspace;
@@ -280,7 +336,8 @@ static void bad_borders_set_the_status(void **unused)
         OK(quern_cuda_allocate(device, bytes, &workspace));
         OK(quern_cuda_copy(device, cu.device.data, borders[run], sizeof borders[run], stream));
         OK(quern_cuda_fill(device, status.device.data, 0, 4, stream));
-        assert_int_equal(quern_nsa_forward(ctx, &exec, &params, &a, workspace, bytes), QUERN_ERR_INVALID_ARGUMENT); /* a status of the host's */
+        assert_int_equal(quern_nsa_forward(ctx, &exec, &params, &a, workspace, bytes),
+                         QUERN_ERR_INVALID_ARGUMENT); /* a status of the host's */
         exec.status = &status.device;
         OK(quern_nsa_forward(ctx, &exec, &params, &a, workspace, bytes));
         OK(quern_cuda_synchronize(device, stream));
@@ -302,12 +359,17 @@ static void attention_reports_bad_offsets(void **unused)
 {
     (void)unused;
     static const int32_t offsets[2][4] = {{0, 120, N + 100, N}, {0, 120, N, N}};
-    const int64_t shapes[][3] = {{N, H, D}, {N, HKV, D}, {N, HKV, D}, {N, H, D}}, cu_shape[] = {4}, one[] = {1};
+    const int64_t shapes[][3] = {{N, H, D}, {N, HKV, D}, {N, HKV, D}, {N, H, D}}, cu_shape[] = {4},
+                  one[] = {1};
     const quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
     twin t[4], cu = twin_make(QUERN_I32, 1, cu_shape, false), status = twin_make(QUERN_I32, 1, one, false);
     for (int i = 0; i < 4; i++) t[i] = twin_make(QUERN_F32, 3, shapes[i], i < 3);
     quern_attention_tensors a = QUERN_ATTENTION_TENSORS_INIT;
-    a.q = &t[0].device, a.k = &t[1].device, a.v = &t[2].device, a.o = &t[3].device, a.cu_seqlens_q = &cu.device;
+    a.q = &t[0].device;
+    a.k = &t[1].device;
+    a.v = &t[2].device;
+    a.o = &t[3].device;
+    a.cu_seqlens_q = &cu.device;
     const quern_exec exec = {sizeof exec, stream, &status.device};
     for (int run = 0; run < 2; run++) {
         size_t bytes;
@@ -336,11 +398,16 @@ static void a_plan_runs_on_device_memory(void **unused)
     attention_forward(t, QUERN_OK);
     const quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
     quern_attention_tensors a = QUERN_ATTENTION_TENSORS_INIT;
-    a.q = &t[0].device, a.k = &t[1].device, a.v = &t[2].device, a.o = &t[3].device, a.lse = &t[4].device;
+    a.q = &t[0].device;
+    a.k = &t[1].device;
+    a.v = &t[2].device;
+    a.o = &t[3].device;
+    a.lse = &t[4].device;
     quern_plan *plan = NULL;
     size_t bytes = 0;
     void *workspace = NULL;
-    void *data[11] = {t[0].device.data, t[1].device.data, t[2].device.data, NULL, NULL, t[3].device.data, t[4].device.data};
+    void *data[11] = {t[0].device.data, t[1].device.data, t[2].device.data, NULL, NULL,
+                      t[3].device.data, t[4].device.data};
     const quern_exec exec = {sizeof exec, stream, NULL};
     OK(quern_plan_create(ctx, QUERN_OP_ATTENTION_FORWARD, &params, &a, &plan));
     OK(quern_plan_workspace(plan, &bytes));
@@ -374,7 +441,8 @@ static void events_measure_time(void **unused)
     OK(quern_cuda_free(device, p));
 }
 
-/* Another GPU's memory is refused by its name, and calls on that GPU run there though the thread's current one is cuda:0. */
+/* Another GPU's memory is refused by its name, and calls on that GPU run there though the thread's current
+ * one is cuda:0. */
 static void a_second_gpu_is_a_device_of_its_own(void **unused)
 {
     (void)unused;
@@ -388,7 +456,8 @@ static void a_second_gpu_is_a_device_of_its_own(void **unused)
     OK(quern_cuda_stream_create(1, &stream));
     other = twin_make(QUERN_F32, 4, q_shape, true);
     device = 0;
-    void *const second = stream, *const right = t[0].device.data;
+    void *const second = stream;
+    *const right = t[0].device.data;
     stream = first;
     t[0].device.data = other.device.data;
     attention_forward(t, QUERN_ERR_INVALID_ARGUMENT);
@@ -400,13 +469,15 @@ static void a_second_gpu_is_a_device_of_its_own(void **unused)
     attention_forward(t, QUERN_OK);
     assert_true(twin_difference(&t[3]) < 1e-5);
     for (int i = 0; i < 5; i++) twin_free(&t[i]);
-    device = 1, stream = second;
+    device = 1;
+    stream = second;
     dense_attention_agrees_with_the_cpu(NULL);
     a_whole_layer_agrees_with_the_cpu(NULL);
     bad_borders_set_the_status(NULL);
     twin_free(&other);
     OK(quern_cuda_stream_destroy(1, stream));
-    device = 0, stream = first;
+    device = 0;
+    stream = first;
 }
 
 int main(void)

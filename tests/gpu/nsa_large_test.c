@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nsa_large_test.c - the whole of NSA against the float64 oracle at the head dims, groups and tiles that the GPU's
- * kernels are specialised for; the random tests stay below D 48 to be fast. */
+/* nsa_large_test.c - the whole of NSA against the float64 oracle at the head dims, groups and tiles that the
+ * GPU's kernels are specialised for; the random tests stay below D 48 to be fast. */
 #include "cmocka_c11.h"
 #include "nsa_random.h"
 #include "nsa_reference.h"
@@ -40,13 +40,31 @@ static void check(quern_dtype dtype)
     test_random random = {test_seed("nsa_large", 91)};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         const shape *s = &shapes[i];
-        nsa_config c = {.params = QUERN_NSA_PARAMS_INIT, .dtype = dtype, .weight_dtype = dtype, .layout = (test_layout)(i % TEST_LAYOUTS),
-                        .batch = s->packed ? 3 : 1, .n = s->n, .lens = {s->n - 70, 0, 70}, .packed = s->packed, .spare = s->packed ? 5 : 0,
-                        .h = s->h, .hkv = s->hkv, .d = s->d, .dv = s->dv, .project_k = i % 3 == 0, .project_v = i % 2 == 0,
-                        .separate_slc = i % 4 == 1, .separate_win = i % 4 == 2};
+        nsa_config c = {.params = QUERN_NSA_PARAMS_INIT,
+                        .dtype = dtype,
+                        .weight_dtype = dtype,
+                        .layout = (test_layout)(i % TEST_LAYOUTS),
+                        .batch = s->packed ? 3 : 1,
+                        .n = s->n,
+                        .lens = {s->n - 70, 0, 70},
+                        .packed = s->packed,
+                        .spare = s->packed ? 5 : 0,
+                        .h = s->h,
+                        .hkv = s->hkv,
+                        .d = s->d,
+                        .dv = s->dv,
+                        .project_k = i % 3 == 0,
+                        .project_v = i % 2 == 0,
+                        .separate_slc = i % 4 == 1,
+                        .separate_win = i % 4 == 2};
         char text[600];
-        c.params.block_size = s->block, c.params.stride = s->stride, c.params.select_block = s->select;
-        c.params.tile = s->tile, c.params.num_selected = s->k, c.params.metric = s->metric, c.params.scope = s->scope;
+        c.params.block_size = s->block;
+        c.params.stride = s->stride;
+        c.params.select_block = s->select;
+        c.params.tile = s->tile;
+        c.params.num_selected = s->k;
+        c.params.metric = s->metric;
+        c.params.scope = s->scope;
         c.params.forced_local = s->tile > s->block ? 0 : 2;
         c.params.window = 100;
         c.params.gate = (quern_nsa_gate_kind)(i % 3);

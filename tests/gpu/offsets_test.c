@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * offsets_test.c - element offsets above 2^31 on the device: 4M tokens, heads 8/2, D 128. The tokens repeat with a
- * period of 1024, and every stage here looks at most 128 tokens back, so all periods but the first and the last have
- * the same results, bit for bit, as long as no offset wraps. The last whole period is compared with the second.
+ * offsets_test.c - element offsets above 2^31 on the device: 4M tokens, heads 8/2, D 128. The tokens repeat
+ * with a period of 1024, and every stage here looks at most 128 tokens back, so all periods but the first and
+ * the last have the same results, bit for bit, as long as no offset wraps. The last whole period is compared
+ * with the second.
  */
 #include "backend.h"
 #include "cmocka_c11.h"
@@ -21,10 +22,10 @@ static const int64_t N = (int64_t)4 << 20;
 
 quern_cuda_plugin_entry quern_cuda_backend;
 
-#define CHECK(call)                                                                     \
-    do {                                                                                \
-        const cudaError_t code_ = (call);                                               \
-        if (code_ != cudaSuccess) fail_msg("%s: %s", #call, cudaGetErrorString(code_)); \
+#define CHECK(call)                                                                                          \
+    do {                                                                                                     \
+        const cudaError_t code_ = (call);                                                                    \
+        if (code_ != cudaSuccess) fail_msg("%s: %s", #call, cudaGetErrorString(code_));                      \
     } while (0)
 
 static quern_tensor make(quern_dtype dtype, int32_t ndim, const int64_t *shape)
@@ -65,7 +66,8 @@ static void compare(const char *name, const quern_tensor *t, int64_t rows, size_
     CHECK(cudaMemcpy(a, (char *)t->data + bytes, bytes, cudaMemcpyDeviceToHost));
     CHECK(cudaMemcpy(b, (char *)t->data + last * bytes, bytes, cudaMemcpyDeviceToHost));
     for (size_t i = 0; i < bytes; i++)
-        if (a[i] != b[i]) fail_msg("%s: byte %zu of a period differs between the second and the last but one", name, i);
+        if (a[i] != b[i])
+            fail_msg("%s: byte %zu of a period differs between the second and the last but one", name, i);
     size_t set = 0;
     for (size_t i = 0; i < bytes; i++) set += a[i] != 0 && a[i] != (char)0xff;
     if (set < bytes / 2) fail_msg("%s: hardly written", name);
@@ -102,9 +104,17 @@ static void four_million_tokens(void **state)
     stage_exec exec = {.device = QUERN_CUDA};
     run(plugin->properties(0, &exec));
     const size_t row = D * 2;
-    attend_args a = {
-        .mask = ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1.0f / sqrtf(D), .window = 100, .query_offset = 0, .tile = 1};
-    a.q = repeating(&random, H, D), a.k = repeating(&random, HKV, D), a.v = repeating(&random, HKV, D), a.o = tokens(H, D);
+    attend_args a = {.mask = ATTEND_RANGE,
+                     .seqs = {1, N, N, {0}, {0}},
+                     .causal = true,
+                     .scale = 1.0f / sqrtf(D),
+                     .window = 100,
+                     .query_offset = 0,
+                     .tile = 1};
+    a.q = repeating(&random, H, D);
+    a.k = repeating(&random, HKV, D);
+    a.v = repeating(&random, HKV, D);
+    a.o = tokens(H, D);
     a.lse = make(QUERN_F32, 3, (const int64_t[]){1, H, N});
     run_forward(b, &exec, &a);
     compare("window, o", &a.o, PERIOD, H * row);
@@ -112,11 +122,17 @@ static void four_million_tokens(void **state)
     const int64_t tiles = N / BLOCK;
     int32_t *list = malloc(sizeof *list * (size_t)(HKV * tiles * 2));
     if (list == NULL) fail_msg("the test is out of memory");
-    for (int64_t i = 0; i < HKV * tiles; i++) list[2 * i] = (int32_t)(i % tiles) - 1, list[2 * i + 1] = (int32_t)(i % tiles);
+    for (int64_t i = 0; i < HKV * tiles; i++) {
+        list[2 * i] = (int32_t)(i % tiles) - 1;
+        list[2 * i + 1] = (int32_t)(i % tiles);
+    }
     attend_args blocks = a;
-    blocks.mask = ATTEND_BLOCKS, blocks.block_size = blocks.tile = BLOCK, blocks.window = 0;
+    blocks.mask = ATTEND_BLOCKS;
+    blocks.block_size = blocks.tile = BLOCK;
+    blocks.window = 0;
     blocks.list = make(QUERN_I32, 4, (const int64_t[]){1, HKV, tiles, 2});
-    CHECK(cudaMemcpy(blocks.list.data, list, sizeof *list * (size_t)(HKV * tiles * 2), cudaMemcpyHostToDevice));
+    CHECK(
+        cudaMemcpy(blocks.list.data, list, sizeof *list * (size_t)(HKV * tiles * 2), cudaMemcpyHostToDevice));
     free(list);
     run_forward(b, &exec, &blocks);
     compare("selected, o", &blocks.o, PERIOD, H * row);
@@ -128,7 +144,9 @@ static void four_million_tokens(void **state)
         x->d_o = a.q;
         x->delta = make(QUERN_F32, 3, (const int64_t[]){1, H, N});
         run(b->rowdot.run(&exec, &(rowdot_args){x->seqs, x->d_o, x->o, x->delta}, NULL));
-        x->d_q = tokens(H, D), x->d_k = tokens(HKV, D), x->d_v = tokens(HKV, D);
+        x->d_q = tokens(H, D);
+        x->d_k = tokens(HKV, D);
+        x->d_v = tokens(HKV, D);
         void *workspace;
         CHECK(cudaMalloc(&workspace, b->attend_backward.workspace(&exec, x) + 1));
         run(b->attend_backward.run(&exec, x, workspace));
@@ -139,12 +157,17 @@ static void four_million_tokens(void **state)
         drop(&x->delta), drop(&x->d_q), drop(&x->d_k), drop(&x->d_v);
     }
 
-    compress_args c = {.kind = COMPRESS_MEAN, .seqs = a.seqs, .block_size = BLOCK, .stride = BLOCK, .k = a.k, .v = a.v};
-    c.k_cmp = make(QUERN_BF16, 4, (const int64_t[]){1, tiles, HKV, D}), c.v_cmp = make(QUERN_BF16, 4, (const int64_t[]){1, tiles, HKV, D});
+    compress_args c = {
+        .kind = COMPRESS_MEAN, .seqs = a.seqs, .block_size = BLOCK, .stride = BLOCK, .k = a.k, .v = a.v};
+    c.k_cmp = make(QUERN_BF16, 4, (const int64_t[]){1, tiles, HKV, D});
+    c.v_cmp = make(QUERN_BF16, 4, (const int64_t[]){1, tiles, HKV, D});
     run(b->compress_forward.run(&exec, &c, NULL));
     compare("k_cmp", &c.k_cmp, PERIOD / BLOCK, HKV * row);
     compare("v_cmp", &c.v_cmp, PERIOD / BLOCK, HKV * row);
-    c.d_k_cmp = c.k_cmp, c.d_v_cmp = c.v_cmp, c.d_k = tokens(HKV, D), c.d_v = tokens(HKV, D);
+    c.d_k_cmp = c.k_cmp;
+    c.d_v_cmp = c.v_cmp;
+    c.d_k = tokens(HKV, D);
+    c.d_v = tokens(HKV, D);
     run(b->compress_backward.run(&exec, &c, NULL));
     compare("compress, d_k", &c.d_k, PERIOD, HKV * row);
     compare("compress, d_v", &c.d_v, PERIOD, HKV * row);

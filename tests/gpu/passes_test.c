@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * passes_test.c - a forward so long that its branches' outputs go through the workspace a few heads at a time, against
- * the same call that is handed memory for every branch's output: the same bits in less memory.
+ * passes_test.c - a forward so long that its branches' outputs go through the workspace a few heads at a
+ * time, against the same call that is handed memory for every branch's output: the same bits in less memory.
  */
 #include "cmocka_c11.h"
 
@@ -15,9 +15,9 @@
 enum { H = 8, HKV = 4, D = 128, PERIOD = 4099 };
 static const int64_t N = 700001;
 
-#define OK(call)                                                                    \
-    do {                                                                            \
-        if ((call) != QUERN_OK) fail_msg("%s: %s", #call, quern_last_error(NULL)); \
+#define OK(call)                                                                                             \
+    do {                                                                                                     \
+        if ((call) != QUERN_OK) fail_msg("%s: %s", #call, quern_last_error(NULL));                           \
     } while (0)
 
 static uint32_t seed = 1;
@@ -26,7 +26,8 @@ static uint32_t seed = 1;
 static quern_tensor make(quern_dtype dtype, int32_t ndim, const int64_t *shape, bool random)
 {
     quern_tensor t = quern_tensor_contiguous(NULL, dtype, ndim, shape);
-    const size_t bytes = (size_t)(t.strides[0] * shape[0]) * quern_dtype_size(dtype), block = (size_t)PERIOD * D * 2;
+    const size_t bytes = (size_t)(t.strides[0] * shape[0]) * quern_dtype_size(dtype),
+                 block = (size_t)PERIOD * D * 2;
     t.device = QUERN_CUDA;
     OK(quern_cuda_allocate(0, bytes, &t.data));
     if (!random) {
@@ -39,7 +40,8 @@ static quern_tensor make(quern_dtype dtype, int32_t ndim, const int64_t *shape, 
         seed = seed * 1664525u + 1013904223u;
         values[i] = (uint16_t)(0x3e00 + (seed >> 31 << 15) + (seed >> 16 & 0x1ff)); /* bf16, 1/8 <= |x| < 2 */
     }
-    for (size_t at = 0; at < bytes; at += block) OK(quern_cuda_copy(0, (char *)t.data + at, values, bytes - at < block ? bytes - at : block, NULL));
+    for (size_t at = 0; at < bytes; at += block)
+        OK(quern_cuda_copy(0, (char *)t.data + at, values, bytes - at < block ? bytes - at : block, NULL));
     OK(quern_cuda_synchronize(0, NULL));
     free(values);
     return t;
@@ -59,7 +61,8 @@ static size_t forward(quern_context *ctx, const quern_nsa_params *params, const 
 
 static void agree(const quern_tensor *a, const quern_tensor *b)
 {
-    const size_t bytes = (size_t)(a->strides[0] * a->shape[0]) * quern_dtype_size(a->dtype), piece = (size_t)64 << 20;
+    const size_t bytes = (size_t)(a->strides[0] * a->shape[0]) * quern_dtype_size(a->dtype),
+                 piece = (size_t)64 << 20;
     char *x = malloc(piece), *y = malloc(piece);
     assert_true(x != NULL && y != NULL);
     for (size_t at = 0; at < bytes; at += piece) {
@@ -75,33 +78,51 @@ static void agree(const quern_tensor *a, const quern_tensor *b)
 
 static void check(quern_nsa_metric metric, quern_nsa_scope scope, int64_t tile, bool packed)
 {
-    const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, w_shape[] = {H, 3, D}, gate_shape[] = {1, N, H, 3}, cu_shape[] = {4};
+    const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, w_shape[] = {H, 3, D},
+                  gate_shape[] = {1, N, H, 3}, cu_shape[] = {4};
     const int32_t cu[] = {0, 1000, 1000, (int32_t)N - 5};
     const int32_t skip = packed ? 1 : 0; /* packed tensors have no batch */
     quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
-    params.gate = QUERN_NSA_GATE_WEIGHTS, params.metric = metric, params.scope = scope, params.tile = tile;
+    params.gate = QUERN_NSA_GATE_WEIGHTS;
+    params.metric = metric;
+    params.scope = scope;
+    params.tile = tile;
     if (tile > 64) params.forced_local = 0;
-    const quern_tensor q = make(QUERN_BF16, 4 - skip, q_shape + skip, true), k = make(QUERN_BF16, 4 - skip, k_shape + skip, true);
-    const quern_tensor v = make(QUERN_BF16, 4 - skip, k_shape + skip, true), w = make(QUERN_BF16, 3, w_shape, true);
+    const quern_tensor q = make(QUERN_BF16, 4 - skip, q_shape + skip, true),
+                       k = make(QUERN_BF16, 4 - skip, k_shape + skip, true);
+    const quern_tensor v = make(QUERN_BF16, 4 - skip, k_shape + skip, true),
+                       w = make(QUERN_BF16, 3, w_shape, true);
     quern_tensor o[2], gates[2], branch[3], borders = make(QUERN_I32, 1, cu_shape, false);
     OK(quern_cuda_copy(0, borders.data, cu, sizeof cu, NULL));
-    for (int i = 0; i < 2; i++)
-        o[i] = make(QUERN_BF16, 4 - skip, q_shape + skip, false), gates[i] = make(QUERN_F32, 4 - skip, gate_shape + skip, false);
+    for (int i = 0; i < 2; i++) {
+        o[i] = make(QUERN_BF16, 4 - skip, q_shape + skip, false);
+        gates[i] = make(QUERN_F32, 4 - skip, gate_shape + skip, false);
+    }
     for (int i = 0; i < 3; i++) branch[i] = make(QUERN_BF16, 4 - skip, q_shape + skip, false);
     quern_context *ctx;
     OK(quern_context_create(NULL, &ctx));
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
-    t.q = &q, t.k = &k, t.v = &v, t.w_gate = &w, t.o = &o[0], t.gates = &gates[0];
+    t.q = &q;
+    t.k = &k;
+    t.v = &v;
+    t.w_gate = &w;
+    t.o = &o[0];
+    t.gates = &gates[0];
     if (packed) t.cu_seqlens = &borders;
     const size_t shared = forward(ctx, &params, &t);
-    t.o = &o[1], t.gates = &gates[1], t.o_cmp = &branch[0], t.o_slc = &branch[1], t.o_win = &branch[2];
+    t.o = &o[1];
+    t.gates = &gates[1];
+    t.o_cmp = &branch[0];
+    t.o_slc = &branch[1];
+    t.o_win = &branch[2];
     const size_t given = forward(ctx, &params, &t);
     agree(&o[0], &o[1]);
     agree(&gates[0], &gates[1]);
     /* Two of the three go through the workspace, at most half of their heads at a time. */
     assert_true(shared < given + (size_t)N * H * D * 2 + ((size_t)64 << 20));
     quern_context_destroy(ctx);
-    const quern_tensor *const all[] = {&q, &k, &v, &w, &borders, &o[0], &o[1], &gates[0], &gates[1], &branch[0], &branch[1], &branch[2]};
+    const quern_tensor *const all[] = {&q,    &k,        &v,        &w,         &borders,   &o[0],
+                                       &o[1], &gates[0], &gates[1], &branch[0], &branch[1], &branch[2]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) OK(quern_cuda_free(0, all[i]->data));
 }
 

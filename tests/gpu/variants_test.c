@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * variants_test.c - the variants of attention's stages: the first that takes a call runs, the hook forces one, and all that
- * take a call agree. Each is forced in turn on the same tensors; results are compared with those of the most general one,
- * whose own are checked against the oracle by the other tests.
+ * variants_test.c - the variants of attention's stages: the first that takes a call runs, the hook forces
+ * one, and all that take a call agree. Each is forced in turn on the same tensors; results are compared with
+ * those of the most general one, whose own are checked against the oracle by the other tests.
  */
 #include "backend.h"
 #include "cmocka_c11.h"
@@ -23,10 +23,10 @@ quern_cuda_plugin_entry quern_cuda_backend;
 static const quern_backend *cuda;
 static stage_exec exec_here = {.device = QUERN_CUDA};
 
-#define CHECK(call)                                                                     \
-    do {                                                                                \
-        const cudaError_t code_ = (call);                                               \
-        if (code_ != cudaSuccess) fail_msg("%s: %s", #call, cudaGetErrorString(code_)); \
+#define CHECK(call)                                                                                          \
+    do {                                                                                                     \
+        const cudaError_t code_ = (call);                                                                    \
+        if (code_ != cudaSuccess) fail_msg("%s: %s", #call, cudaGetErrorString(code_));                      \
     } while (0)
 
 static int open_backend(void **state)
@@ -52,7 +52,8 @@ static quern_tensor noise(test_random *random, quern_dtype dtype, int64_t heads,
     test_tensor one = test_tensor_make(random, dtype, 4, shape, TEST_CONTIGUOUS);
     test_tensor_normal(&one, random, 1);
     const quern_tensor t = make(dtype, 4, shape);
-    CHECK(cudaMemcpy(t.data, one.view.data, (size_t)(N * heads * dim) * quern_dtype_size(dtype), cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy(t.data, one.view.data, (size_t)(N * heads * dim) * quern_dtype_size(dtype),
+                     cudaMemcpyHostToDevice));
     test_tensor_free(&one);
     return t;
 }
@@ -116,21 +117,24 @@ static void compare(const attend_args *a, float *first[RESULTS], const char *nam
             most = fmaxf(most, fabsf(first[i][k]));
             off = fmaxf(off, fabsf(x[k] - first[i][k]));
         }
-        if (!(off <= most / 64)) fail_msg("%s: result %d is off by %g of %g", name, i, (double)off, (double)most);
+        if (!(off <= most / 64))
+            fail_msg("%s: result %d is off by %g of %g", name, i, (double)off, (double)most);
         if (first[i] == NULL) first[i] = x;
         else free(x);
     }
 }
 
 /* Returns how many variants took the call. */
-static int try_all(const attend_stage *stage, const attend_args *a, const char *const *names, int from, int end)
+static int try_all(const attend_stage *stage, const attend_args *a, const char *const *names, int from,
+                   int end)
 {
     float *first[RESULTS] = {NULL};
     int taken = 0;
     for (int i = 0; names[i] != NULL; i++) {
         const quern_tensor *all[RESULTS];
         results_of(a, all);
-        for (int k = from; k < end; k++) CHECK(cudaMemset(all[k]->data, 0xff, (size_t)(all[k]->strides[0] * all[k]->shape[0]) * 4));
+        for (int k = from; k < end; k++)
+            CHECK(cudaMemset(all[k]->data, 0xff, (size_t)(all[k]->strides[0] * all[k]->shape[0]) * 4));
         if (!run_as(stage, a, names[i])) continue;
         compare(a, first, names[i], from, end);
         taken++;
@@ -142,27 +146,43 @@ static int try_all(const attend_stage *stage, const attend_args *a, const char *
 static void variants_agree(void **state)
 {
     (void)state;
-    static const char *const forward[] = {"attend_forward_any", "attend_forward_sm90", "attend_forward_wgmma", NULL};
-    static const char *const backward[] = {"attend_backward_any", "attend_backward_sm90", "attend_backward_wgmma", NULL};
+    static const char *const forward[] = {"attend_forward_any", "attend_forward_sm90", "attend_forward_wgmma",
+                                          NULL};
+    static const char *const backward[] = {"attend_backward_any", "attend_backward_sm90",
+                                           "attend_backward_wgmma", NULL};
     static const int64_t dims[] = {64, 128, 256};
     test_random random = {test_seed("variants_agree", 3)};
     for (int i = 0; i < 3; i++)
         for (int listed = 0; listed < 2; listed++) {
             const int64_t d = dims[i], statistics[] = {1, H, N}, q[] = {1, N, H, d}, k[] = {1, N, HKV, d};
-            attend_args a = {.mask = listed ? ATTEND_BLOCKS : ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true,
-                             .scale = 1.0f / sqrtf((float)d), .query_offset = -1, .block_size = BLOCK, .stride = BLOCK, .tile = listed ? TILE : 1};
+            attend_args a = {.mask = listed ? ATTEND_BLOCKS : ATTEND_RANGE,
+                             .seqs = {1, N, N, {0}, {0}},
+                             .causal = true,
+                             .scale = 1.0f / sqrtf((float)d),
+                             .query_offset = -1,
+                             .block_size = BLOCK,
+                             .stride = BLOCK,
+                             .tile = listed ? TILE : 1};
             if (listed) a.list = lists();
-            a.q = noise(&random, QUERN_BF16, H, d), a.k = noise(&random, QUERN_BF16, HKV, d), a.v = noise(&random, QUERN_BF16, HKV, d);
+            a.q = noise(&random, QUERN_BF16, H, d);
+            a.k = noise(&random, QUERN_BF16, HKV, d);
+            a.v = noise(&random, QUERN_BF16, HKV, d);
             a.d_o = noise(&random, QUERN_BF16, H, d);
-            a.lse = make(QUERN_F32, 3, statistics), a.delta = make(QUERN_F32, 3, statistics);
-            a.d_q = make(QUERN_F32, 4, q), a.d_k = make(QUERN_F32, 4, k), a.d_v = make(QUERN_F32, 4, k);
+            a.lse = make(QUERN_F32, 3, statistics);
+            a.delta = make(QUERN_F32, 3, statistics);
+            a.d_q = make(QUERN_F32, 4, q);
+            a.d_k = make(QUERN_F32, 4, k);
+            a.d_v = make(QUERN_F32, 4, k);
             a.o = make(QUERN_BF16, 4, q);
             CHECK(cudaMemset(a.delta.data, 0, (size_t)(H * N) * 4));
             /* o is bf16: lse stands for it here */
-            const int forwards = try_all(&cuda->attend_forward, &a, forward, 1, 2), backwards = try_all(&cuda->attend_backward, &a, backward, 2, 5);
+            const int forwards = try_all(&cuda->attend_forward, &a, forward, 1, 2),
+                      backwards = try_all(&cuda->attend_backward, &a, backward, 2, 5);
             if (exec_here.compute == 90 && (forwards < 2 || backwards < 2))
-                fail_msg("dim %d, listed %d: %d forwards and %d backwards on compute capability 9.0", (int)d, listed, forwards, backwards);
-            quern_tensor *const made[] = {&a.q, &a.k, &a.v, &a.d_o, &a.lse, &a.delta, &a.d_q, &a.d_k, &a.d_v, &a.o, &a.list};
+                fail_msg("dim %d, listed %d: %d forwards and %d backwards on compute capability 9.0", (int)d,
+                         listed, forwards, backwards);
+            quern_tensor *const made[] = {&a.q,   &a.k,   &a.v,   &a.d_o, &a.lse, &a.delta,
+                                          &a.d_q, &a.d_k, &a.d_v, &a.o,   &a.list};
             for (size_t t = 0; t < sizeof made / sizeof *made; t++) CHECK(cudaFree(made[t]->data));
         }
 }
@@ -171,10 +191,16 @@ static void names_that_no_stage_has_force_nothing(void **state)
 {
     (void)state;
     const int64_t shape[] = {1, N, H, 64};
-    attend_args a = {.mask = ATTEND_RANGE, .seqs = {1, N, N, {0}, {0}}, .causal = true, .scale = 1, .query_offset = -1, .tile = 1};
+    attend_args a = {.mask = ATTEND_RANGE,
+                     .seqs = {1, N, N, {0}, {0}},
+                     .causal = true,
+                     .scale = 1,
+                     .query_offset = -1,
+                     .tile = 1};
     stage_exec exec = exec_here;
     char why[STAGE_WHY_BYTES] = "", kernel[STAGE_NAME_BYTES] = "";
-    a.q = quern_tensor_contiguous((void *)(uintptr_t)4096, QUERN_BF16, 4, shape); // NOLINT(performance-no-int-to-ptr)
+    a.q = quern_tensor_contiguous((void *)(uintptr_t)4096, QUERN_BF16, 4,
+                                  shape); // NOLINT(performance-no-int-to-ptr)
     a.k = a.v = a.o = a.q;
     cuda->attend_forward.kernel(&exec, &a, kernel);
     assert_string_equal(kernel, exec.compute == 90 ? "attend_forward_sm90" : "attend_forward_any");
@@ -188,6 +214,7 @@ static void names_that_no_stage_has_force_nothing(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree), cmocka_unit_test(names_that_no_stage_has_force_nothing)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree),
+                                       cmocka_unit_test(names_that_no_stage_has_force_nothing)};
     return cmocka_run_group_tests(tests, open_backend, NULL);
 }

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attend_backward_test.c - the attend_backward stage against the oracle, at every level: random shapes under
- * every mask, with lists in any order, gated gradients, outputs that are added to, and any number of threads. */
+ * every mask, with lists in any order, gated gradients, outputs that are added to, and any number of threads.
+ */
 #include "backend.h"
 #include "cmocka_c11.h"
 #include "compare.h"
@@ -73,7 +74,8 @@ static void choose_mask(backward_case *c, test_random *random)
     const bool listed = a->mask == ATTEND_BLOCKS || test_random_one_in(random, 2);
     a->visibility = (entry_visibility)test_random_int(random, 0, 1);
     a->stride = listed ? 1 : test_random_int(random, 1, 16);
-    a->block_size = a->mask == ATTEND_BLOCKS ? pick(random, blocks, 7) : a->stride * test_random_int(random, 1, 3);
+    a->block_size =
+        a->mask == ATTEND_BLOCKS ? pick(random, blocks, 7) : a->stride * test_random_int(random, 1, 3);
     a->scope = (list_scope)test_random_int(random, 0, 1);
     if (!listed) return;
     if (test_random_one_in(random, 2)) a->tile = test_random_int(random, 2, 256);
@@ -116,7 +118,8 @@ static void choose_sizes(backward_case *c, test_random *random)
 static test_tensor make(test_random *random, quern_dtype dtype, int64_t b, int64_t n, int64_t h, int64_t d)
 {
     const int64_t shape[] = {b, n, h, d};
-    test_tensor t = test_tensor_make(random, dtype, 4, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
+    test_tensor t =
+        test_tensor_make(random, dtype, 4, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
     test_tensor_normal(&t, random, 1);
     return t;
 }
@@ -124,7 +127,8 @@ static test_tensor make(test_random *random, quern_dtype dtype, int64_t b, int64
 static test_tensor make_statistic(test_random *random, const backward_case *c)
 {
     const int64_t shape[] = {c->views, c->h, c->nq};
-    return test_tensor_make(random, QUERN_F32, 3, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
+    return test_tensor_make(random, QUERN_F32, 3, shape,
+                            (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
 }
 
 static test_tensor make_borders(test_random *random, const int32_t *cu, int64_t sequences)
@@ -184,9 +188,16 @@ static void case_make(backward_case *c, quern_dtype dtype, test_random *random)
     a->seqs = (stage_seqs){c->sequences, c->nq, c->nk, c->borders_q.view, c->borders_kv.view};
     a->scale = (float)(1 / sqrt((double)c->d));
     a->list = c->list.view;
-    a->q = c->q.view, a->k = c->k.view, a->v = c->v.view, a->lse = c->lse.view;
-    a->d_o = c->d_o.view, a->delta = c->delta.view, a->row_scale = c->row_scale.view;
-    a->d_q = c->d_q.view, a->d_k = c->d_k.view, a->d_v = c->d_v.view;
+    a->q = c->q.view;
+    a->k = c->k.view;
+    a->v = c->v.view;
+    a->lse = c->lse.view;
+    a->d_o = c->d_o.view;
+    a->delta = c->delta.view;
+    a->row_scale = c->row_scale.view;
+    a->d_q = c->d_q.view;
+    a->d_k = c->d_k.view;
+    a->d_v = c->d_v.view;
     a->accumulate_q = a->accumulate_k = a->accumulate_v = add;
 }
 
@@ -213,7 +224,8 @@ typedef struct gradients {
 static gradients reference_of(backward_case *c)
 {
     const int64_t rows = c->views * c->nq * c->h, key_rows = c->views * c->nk * c->hkv;
-    double *q = test_tensor_get(&c->q), *k = test_tensor_get(&c->k), *v = test_tensor_get(&c->v), *d_o = test_tensor_get(&c->d_o);
+    double *q = test_tensor_get(&c->q), *k = test_tensor_get(&c->k), *v = test_tensor_get(&c->v),
+           *d_o = test_tensor_get(&c->d_o);
     double *o = zeros(rows * c->dv), *lse = zeros(rows), *delta = zeros(rows);
     double *row_scale = c->row_scale.buffer != NULL ? test_tensor_get(&c->row_scale) : NULL;
     int32_t *list = c->list_k > 0 ? test_tensor_get_i32(&c->list) : NULL;
@@ -224,19 +236,24 @@ static gradients reference_of(backward_case *c)
     }
     int64_t list_row = 0;
     for (int64_t b = 0; b < c->sequences; b++) {
-        const int64_t view = c->packed ? 0 : b, q0 = view * c->nq + c->cu_q[b], k0 = view * c->nk + c->cu_kv[b];
+        const int64_t view = c->packed ? 0 : b, q0 = view * c->nq + c->cu_q[b],
+                      k0 = view * c->nk + c->cu_kv[b];
         const sequence s = {c, list != NULL ? list + view * c->list_heads * c->list_rows * c->list_k : NULL,
-                            c->packed ? c->cu_q[b + 1] - c->cu_q[b] : c->nq, c->packed ? c->cu_kv[b + 1] - c->cu_kv[b] : c->nk, list_row};
+                            c->packed ? c->cu_q[b + 1] - c->cu_q[b] : c->nq,
+                            c->packed ? c->cu_kv[b + 1] - c->cu_kv[b] : c->nk, list_row};
         const oracle_shape shape = {s.nq, s.nk, c->h, c->hkv, c->d, c->dv, (double)c->args.scale, c->nq};
-        const double *sq = q + q0 * c->h * c->d, *sk = k + k0 * c->hkv * c->d, *sv = v + k0 * c->hkv * c->dv, *sdo = d_o + q0 * c->h * c->dv;
+        const double *sq = q + q0 * c->h * c->d, *sk = k + k0 * c->hkv * c->d, *sv = v + k0 * c->hkv * c->dv,
+                     *sdo = d_o + q0 * c->h * c->dv;
         const int64_t at = view * c->h * c->nq + c->cu_q[b];
         double *so = o + q0 * c->h * c->dv;
         oracle_attend(&shape, sees, &s, sq, sk, sv, so, lse + at);
-        oracle_attend_backward(&shape, sees, &s, sq, sk, sv, sdo, g.d_q + q0 * c->h * c->d, g.d_k + k0 * c->hkv * c->d, g.d_v + k0 * c->hkv * c->dv);
+        oracle_attend_backward(&shape, sees, &s, sq, sk, sv, sdo, g.d_q + q0 * c->h * c->d,
+                               g.d_k + k0 * c->hkv * c->d, g.d_v + k0 * c->hkv * c->dv);
         for (int64_t t = 0; t < s.nq; t++)
             for (int64_t head = 0; head < c->h; head++)
                 for (int64_t e = 0; e < c->dv; e++)
-                    delta[at + head * c->nq + t] += sdo[(t * c->h + head) * c->dv + e] * so[(t * c->h + head) * c->dv + e];
+                    delta[at + head * c->nq + t] +=
+                        sdo[(t * c->h + head) * c->dv + e] * so[(t * c->h + head) * c->dv + e];
         if (c->packed) list_row += (s.nq + c->args.tile - 1) / c->args.tile;
     }
     test_tensor_set(&c->lse, lse);
@@ -248,11 +265,13 @@ static gradients reference_of(backward_case *c)
 static void run(backward_case *c, quern_cpu_level level, int32_t threads)
 {
     const stage_exec exec = {.device = QUERN_CPU, .threads = threads, .cpu_level = level};
-    test_workspace workspace = test_workspace_make(quern_backend_cpu.attend_backward.workspace(&exec, &c->args));
+    test_workspace workspace =
+        test_workspace_make(quern_backend_cpu.attend_backward.workspace(&exec, &c->args));
     assert_int_equal(quern_backend_cpu.attend_backward.run(&exec, &c->args, workspace.data), QUERN_OK);
     test_workspace_close(&workspace);
     const test_tensor *inputs[] = {&c->q, &c->k, &c->v, &c->d_o, &c->lse, &c->delta};
-    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) test_tensor_check_unchanged(inputs[i], "an input");
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
+        test_tensor_check_unchanged(inputs[i], "an input");
     test_tensor_check_guards(&c->d_q, "d_q");
     test_tensor_check_guards(&c->d_k, "d_k");
     test_tensor_check_guards(&c->d_v, "d_v");
@@ -260,8 +279,8 @@ static void run(backward_case *c, quern_cpu_level level, int32_t threads)
 
 /* What an output holds beside what it must. Where every row lists just one key, d_q and d_k are 0 but for the
  * rounding of dP - delta, whose terms are of size sqrt(Dv): that is measured against elements of 0.05. */
-static void check(const char *label, const char *name, const test_tensor *t, const double *before, bool add, const double *reference,
-                  quern_dtype dtype)
+static void check(const char *label, const char *name, const test_tensor *t, const double *before, bool add,
+                  const double *reference, quern_dtype dtype)
 {
     double *out = test_tensor_get(t), error = 0, size = 0;
     const int64_t count = test_tensor_count(t);
@@ -287,9 +306,11 @@ static void case_check(quern_dtype dtype, uint64_t seed, test_random *random)
     for (int i = 0; i < 3; i++) before[i] = test_tensor_get(outputs[i]);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         char label[200];
-        snprintf(label, sizeof label, "seed %llu, %s, %s, mask %d, h %lld/%lld, d %lld/%lld, nq %lld, nk %lld, tile %lld", (unsigned long long)seed,
-                 quern_cpu_level_name(level), quern_dtype_name(dtype), (int)c.args.mask, (long long)c.h, (long long)c.hkv,
-                 (long long)c.d, (long long)c.dv, (long long)c.nq, (long long)c.nk, (long long)c.args.tile);
+        snprintf(label, sizeof label,
+                 "seed %llu, %s, %s, mask %d, h %lld/%lld, d %lld/%lld, nq %lld, nk %lld, tile %lld",
+                 (unsigned long long)seed, quern_cpu_level_name(level), quern_dtype_name(dtype),
+                 (int)c.args.mask, (long long)c.h, (long long)c.hkv, (long long)c.d, (long long)c.dv,
+                 (long long)c.nq, (long long)c.nk, (long long)c.args.tile);
         for (int i = 0; i < 3; i++) test_tensor_set(outputs[i], before[i]);
         run(&c, level, 1);
         for (int i = 0; i < 3; i++) {
@@ -345,11 +366,12 @@ static void special_values_stay_with_those_who_see_them(void **state)
                 double *out = test_tensor_get(outputs[o]);
                 for (int64_t e = 0; e < test_tensor_count(outputs[o]); e++)
                     if (isfinite(references[o][e]) && !isfinite(out[e]))
-                        fail_msg("seed %llu, case %d, %s: output %d holds %g at %lld, expected %g", (unsigned long long)seed, i,
-                                 quern_cpu_level_name(level), o, out[e], (long long)e, references[o][e]);
+                        fail_msg("seed %llu, case %d, %s: output %d holds %g at %lld, expected %g",
+                                 (unsigned long long)seed, i, quern_cpu_level_name(level), o, out[e],
+                                 (long long)e, references[o][e]);
                     else if (isnan(references[o][e]) && isfinite(out[e]))
-                        fail_msg("seed %llu, case %d, %s: output %d hides a NaN at %lld", (unsigned long long)seed, i,
-                                 quern_cpu_level_name(level), o, (long long)e);
+                        fail_msg("seed %llu, case %d, %s: output %d hides a NaN at %lld",
+                                 (unsigned long long)seed, i, quern_cpu_level_name(level), o, (long long)e);
                 free(out);
             }
         }

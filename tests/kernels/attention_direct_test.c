@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attention_direct_test.c - products of a few query rows with keys and values as they stand, against sums in double. Bounds
- * are those of src/cpu/kernels.inc. */
+/* attention_direct_test.c - products of a few query rows with keys and values as they stand, against sums in
+ * double. Bounds are those of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "kernel_time.h"
@@ -12,7 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns, test_layout layout)
+static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns,
+                          test_layout layout)
 {
     const int64_t shape[] = {rows, columns};
     return test_tensor_make(random, dtype, 2, shape, layout);
@@ -23,24 +24,29 @@ static row_source source_of(const test_tensor *t)
     return (row_source){t->view.data, t->view.dtype, t->view.strides[0], t->view.shape[0], t->view.shape[1]};
 }
 
-static void expect(const char *name, quern_cpu_level level, int64_t n, int64_t row, int64_t column, double out, double sum, double size)
+static void expect(const char *name, quern_cpu_level level, int64_t n, int64_t row, int64_t column,
+                   double out, double sum, double size)
 {
     const double bound = test_kernel_bound("attention", name, level, (double)n, 0) * size;
     if (!(fabs(out - sum) <= bound))
-        fail_msg("%s %s: %lld terms: [%lld][%lld] is %.9g, expected %.9g", quern_cpu_level_name(level), name, (long long)n, (long long)row,
-                 (long long)column, out, sum);
+        fail_msg("%s %s: %lld terms: [%lld][%lld] is %.9g, expected %.9g", quern_cpu_level_name(level), name,
+                 (long long)n, (long long)row, (long long)column, out, sum);
 }
 
 /* m queries, n keys of `dim`. */
-static void scores(const attention_kernels *kernels, test_random *random, int64_t m, int64_t n, int64_t dim, test_layout layout)
+static void scores(const attention_kernels *kernels, test_random *random, int64_t m, int64_t n, int64_t dim,
+                   test_layout layout)
 {
-    test_tensor q = matrix(random, QUERN_BF16, m, dim, layout), keys = matrix(random, QUERN_BF16, n, dim, layout);
+    test_tensor q = matrix(random, QUERN_BF16, m, dim, layout),
+                keys = matrix(random, QUERN_BF16, n, dim, layout);
     test_tensor s = matrix(random, QUERN_F32, m, (n + 3) / 4 * 4, layout);
     test_tensor_normal(&q, random, 1), test_tensor_normal(&keys, random, 1);
     double *x = test_tensor_get(&q), *y = test_tensor_get(&keys);
     const row_source src = source_of(&keys);
-    kernels->score_rows_bf16(m, q.view.data, q.view.strides[0], &src, src.data, s.view.data, s.view.strides[0]);
-    test_tensor_check_unchanged(&q, "q"), test_tensor_check_unchanged(&keys, "keys"), test_tensor_check_guards(&s, "s");
+    kernels->score_rows_bf16(m, q.view.data, q.view.strides[0], &src, src.data, s.view.data,
+                             s.view.strides[0]);
+    test_tensor_check_unchanged(&q, "q"), test_tensor_check_unchanged(&keys, "keys"),
+        test_tensor_check_guards(&s, "s");
     for (int64_t i = 0; i < m; i++)
         for (int64_t j = 0; j < n; j++) {
             double sum = 0, size = 0;
@@ -48,10 +54,12 @@ static void scores(const attention_kernels *kernels, test_random *random, int64_
                 sum += x[i * dim + d] * y[j * dim + d];
                 size += fabs(x[i * dim + d] * y[j * dim + d]);
             }
-            expect("score_rows_bf16", kernels->level, dim, i, j, (double)((const float *)s.view.data)[i * s.view.strides[0] + j], sum, size);
+            expect("score_rows_bf16", kernels->level, dim, i, j,
+                   (double)((const float *)s.view.data)[i * s.view.strides[0] + j], sum, size);
         }
     TEST_TIME("attention", "score_rows_bf16", kernels->level, m * n * dim,
-              kernels->score_rows_bf16(m, q.view.data, q.view.strides[0], &src, src.data, s.view.data, s.view.strides[0]));
+              kernels->score_rows_bf16(m, q.view.data, q.view.strides[0], &src, src.data, s.view.data,
+                                       s.view.strides[0]));
     free(x), free(y);
     test_tensor_free(&q), test_tensor_free(&keys), test_tensor_free(&s);
 }
@@ -74,17 +82,21 @@ static test_tensor weights_of(test_random *random, int64_t m, int64_t n, test_la
     return p;
 }
 
-static void sums(const attention_kernels *kernels, test_random *random, int64_t m, int64_t n, int64_t dim, test_layout layout, bool accumulate)
+static void sums(const attention_kernels *kernels, test_random *random, int64_t m, int64_t n, int64_t dim,
+                 test_layout layout, bool accumulate)
 {
     double *weights = test_doubles(m * n + 1);
     const int64_t width = (dim + 15) / 16 * 16;
-    test_tensor p = weights_of(random, m, n, layout, weights), values = matrix(random, QUERN_BF16, n, dim, layout);
+    test_tensor p = weights_of(random, m, n, layout, weights),
+                values = matrix(random, QUERN_BF16, n, dim, layout);
     test_tensor o = matrix(random, QUERN_F32, m, width, layout);
     test_tensor_normal(&values, random, 1), test_tensor_normal(&o, random, 1);
     double *x = test_tensor_get(&values), *before = test_tensor_get(&o);
     const row_source src = source_of(&values);
-    kernels->add_values_bf16(m, p.view.data, p.view.strides[0], &src, src.data, o.view.data, o.view.strides[0], accumulate);
-    test_tensor_check_unchanged(&p, "p"), test_tensor_check_unchanged(&values, "values"), test_tensor_check_guards(&o, "o");
+    kernels->add_values_bf16(m, p.view.data, p.view.strides[0], &src, src.data, o.view.data,
+                             o.view.strides[0], accumulate);
+    test_tensor_check_unchanged(&p, "p"), test_tensor_check_unchanged(&values, "values"),
+        test_tensor_check_guards(&o, "o");
     double *out = test_tensor_get(&o);
     for (int64_t i = 0; i < m; i++)
         for (int64_t c = 0; c < width; c++) {
@@ -96,7 +108,8 @@ static void sums(const attention_kernels *kernels, test_random *random, int64_t 
             expect("add_values_bf16", kernels->level, n + 1, i, c, out[i * width + c], sum, size);
         }
     TEST_TIME("attention", "add_values_bf16", kernels->level, m * n * dim,
-              kernels->add_values_bf16(m, p.view.data, p.view.strides[0], &src, src.data, o.view.data, o.view.strides[0], false));
+              kernels->add_values_bf16(m, p.view.data, p.view.strides[0], &src, src.data, o.view.data,
+                                       o.view.strides[0], false));
     free(weights), free(x), free(before), free(out);
     test_tensor_free(&p), test_tensor_free(&values), test_tensor_free(&o);
 }

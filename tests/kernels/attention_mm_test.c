@@ -54,7 +54,8 @@ static void fill(test_tensor *t, bool pairs, test_random *random)
     free(words);
 }
 
-static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns, test_layout layout)
+static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns,
+                          test_layout layout)
 {
     const int64_t shape[] = {rows, columns};
     return test_tensor_make(random, dtype, 2, shape, layout);
@@ -63,16 +64,18 @@ static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, 
 static void check_product(const attention_kernels *kernels, bool pairs, const product *x, test_random *random)
 {
     const quern_dtype words = pairs ? QUERN_I32 : QUERN_F32;
-    test_tensor a = x->transposed ? matrix(random, words, x->k, x->m, x->layout) : matrix(random, words, x->m, x->k, x->layout);
+    test_tensor a = x->transposed ? matrix(random, words, x->k, x->m, x->layout)
+                                  : matrix(random, words, x->m, x->k, x->layout);
     test_tensor b = matrix(random, words, x->k, x->n, x->layout);
     test_tensor c = matrix(random, QUERN_F32, x->m, x->n, x->layout);
     fill(&a, pairs, random);
     fill(&b, pairs, random);
     if (x->accumulate) test_tensor_normal(&c, random, 1);
     double *old = test_tensor_get(&c);
-    (pairs ? kernels->mm_bf16 : kernels->mm_f32)(x->m, x->n, x->k, a.view.data, x->transposed ? 1 : a.view.strides[0],
-                                                 x->transposed ? a.view.strides[0] : 1, b.view.data, b.view.strides[0], c.view.data,
-                                                 c.view.strides[0], x->accumulate);
+    (pairs ? kernels->mm_bf16
+           : kernels->mm_f32)(x->m, x->n, x->k, a.view.data, x->transposed ? 1 : a.view.strides[0],
+                              x->transposed ? a.view.strides[0] : 1, b.view.data, b.view.strides[0],
+                              c.view.data, c.view.strides[0], x->accumulate);
     test_tensor_check_unchanged(&a, "A");
     test_tensor_check_unchanged(&b, "B");
     test_tensor_check_guards(&c, "C");
@@ -84,22 +87,28 @@ static void check_product(const attention_kernels *kernels, bool pairs, const pr
             for (int64_t p = 0; p < x->k; p++) {
                 for (int half = 0; half <= pairs; half++) {
                     const double term =
-                        (x->transposed ? value_at(&a, pairs, p, i, half) : value_at(&a, pairs, i, p, half)) * value_at(&b, pairs, p, j, half);
+                        (x->transposed ? value_at(&a, pairs, p, i, half) : value_at(&a, pairs, i, p, half)) *
+                        value_at(&b, pairs, p, j, half);
                     sum += term;
                     size += fabs(term);
                 }
             }
-            const double bound = test_kernel_bound("attention", pairs ? "mm_bf16" : "mm_f32", kernels->level, (double)(x->k * (1 + pairs)), 0) * size;
+            const double bound = test_kernel_bound("attention", pairs ? "mm_bf16" : "mm_f32", kernels->level,
+                                                   (double)(x->k * (1 + pairs)), 0) *
+                                 size;
             if (!(fabs(out[i * x->n + j] - sum) <= bound))
-                fail_msg("%s %s: m %lld n %lld k %lld%s%s %s: C[%lld][%lld] is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
-                         pairs ? "mm_bf16" : "mm_f32", (long long)x->m, (long long)x->n, (long long)x->k, x->transposed ? " transposed" : "",
-                         x->accumulate ? " accumulate" : "", test_layout_name(x->layout), (long long)i, (long long)j, out[i * x->n + j], sum);
+                fail_msg("%s %s: m %lld n %lld k %lld%s%s %s: C[%lld][%lld] is %.9g, expected %.9g",
+                         quern_cpu_level_name(kernels->level), pairs ? "mm_bf16" : "mm_f32", (long long)x->m,
+                         (long long)x->n, (long long)x->k, x->transposed ? " transposed" : "",
+                         x->accumulate ? " accumulate" : "", test_layout_name(x->layout), (long long)i,
+                         (long long)j, out[i * x->n + j], sum);
         }
     }
     TEST_TIME("attention", pairs ? "mm_bf16" : "mm_f32", kernels->level, x->m * x->n * x->k * (1 + pairs),
-              (pairs ? kernels->mm_bf16 : kernels->mm_f32)(x->m, x->n, x->k, a.view.data, x->transposed ? 1 : a.view.strides[0],
-                                                           x->transposed ? a.view.strides[0] : 1, b.view.data, b.view.strides[0],
-                                                           c.view.data, c.view.strides[0], false));
+              (pairs ? kernels->mm_bf16
+                     : kernels->mm_f32)(x->m, x->n, x->k, a.view.data, x->transposed ? 1 : a.view.strides[0],
+                                        x->transposed ? a.view.strides[0] : 1, b.view.data, b.view.strides[0],
+                                        c.view.data, c.view.strides[0], false));
     free(old);
     free(out);
     test_tensor_free(&a);
@@ -161,13 +170,15 @@ static void special_values(const attention_kernels *kernels, bool pairs, test_ra
     const uint32_t nan = pairs ? 0x7fc03f80u : 0x7fc00000u, infinite = pairs ? 0x3f80ff80u : 0xff800000u;
     memcpy((uint32_t *)a.view.data + BAD_ROW * K + 5, &nan, sizeof nan);
     memcpy((uint32_t *)b.view.data + 9 * n + BAD_COLUMN, &infinite, sizeof infinite);
-    (pairs ? kernels->mm_bf16 : kernels->mm_f32)(M, n, K, a.view.data, K, 1, b.view.data, n, c.view.data, n, false);
+    (pairs ? kernels->mm_bf16 : kernels->mm_f32)(M, n, K, a.view.data, K, 1, b.view.data, n, c.view.data, n,
+                                                 false);
     double *out = test_tensor_get(&c);
     for (int64_t i = 0; i < M; i++)
         for (int64_t j = 0; j < n; j++) {
             const double x = out[i * n + j];
             if (i == BAD_ROW ? !isnan(x) : j == BAD_COLUMN ? !isinf(x) : !isfinite(x))
-                fail_msg("%s: C[%lld][%lld] is %g", quern_cpu_level_name(kernels->level), (long long)i, (long long)j, x);
+                fail_msg("%s: C[%lld][%lld] is %g", quern_cpu_level_name(kernels->level), (long long)i,
+                         (long long)j, x);
         }
     free(out);
     test_tensor_free(&a);

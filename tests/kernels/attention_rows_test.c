@@ -12,7 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns, test_layout layout)
+static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns,
+                          test_layout layout)
 {
     const int64_t shape[] = {rows, columns};
     return test_tensor_make(random, dtype, 2, shape, layout);
@@ -23,11 +24,14 @@ static row_source source_of(const test_tensor *t)
     return (row_source){t->view.data, t->view.dtype, t->view.strides[0], t->view.shape[0], t->view.shape[1]};
 }
 
-static void expect(const attention_kernels *kernels, const char *what, int64_t row, int64_t column, double out, double expected, double bound)
+static void expect(const attention_kernels *kernels, const char *what, int64_t row, int64_t column,
+                   double out, double expected, double bound)
 {
-    if (isnan(expected) ? isnan(out) : out == expected || (isfinite(expected) && fabs(out - expected) <= bound)) return;
-    fail_msg("%s %s: [%lld][%lld] is %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level), what, (long long)row, (long long)column,
-             out, expected, bound);
+    if (isnan(expected) ? isnan(out)
+                        : out == expected || (isfinite(expected) && fabs(out - expected) <= bound))
+        return;
+    fail_msg("%s %s: [%lld][%lld] is %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level),
+             what, (long long)row, (long long)column, out, expected, bound);
 }
 
 static double bound_of(const attention_kernels *kernels, const char *name, double argument)
@@ -55,7 +59,8 @@ static void pack_rows(const attention_kernels *kernels, test_random *random)
 {
     static const int64_t dims[] = {8, 24, 40, 256, 512};
     for (int i = 0; i < 3 * 5 * TEST_LAYOUTS; i++) {
-        const int64_t dim = dims[i / 3 % 5], rows = test_random_int(random, 0, 7), ldd = dim + (i % 2 ? 8 : 0);
+        const int64_t dim = dims[i / 3 % 5], rows = test_random_int(random, 0, 7),
+                      ldd = dim + (i % 2 ? 8 : 0);
         test_tensor in = matrix(random, activations[i % 3], rows, dim, (test_layout)(i / 15));
         test_tensor out = matrix(random, QUERN_F32, rows, ldd, TEST_UNALIGNED);
         const row_source src = source_of(&in);
@@ -66,7 +71,8 @@ static void pack_rows(const attention_kernels *kernels, test_random *random)
         const float *f = out.view.data;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t c = 0; c < ldd; c++)
-                expect(kernels, "pack_rows_f32", r, c, f[r * ldd + c], c < dim ? (float)values[r * dim + c] * 0.7f : 0,
+                expect(kernels, "pack_rows_f32", r, c, f[r * ldd + c],
+                       c < dim ? (float)values[r * dim + c] * 0.7f : 0,
                        bound_of(kernels, "pack_rows_f32", 0));
         if (kernels->pack_rows_bf16 != NULL && src.dtype == QUERN_BF16) {
             test_tensor narrow = matrix(random, QUERN_BF16, rows, ldd, TEST_UNALIGNED);
@@ -75,15 +81,16 @@ static void pack_rows(const attention_kernels *kernels, test_random *random)
             double *got = test_tensor_get(&narrow);
             for (int64_t r = 0; r < rows; r++)
                 for (int64_t c = 0; c < ldd; c++)
-                    expect(kernels, "pack_rows_bf16", r, c, got[r * ldd + c], c < dim ? values[r * dim + c] : 0,
-                           bound_of(kernels, "pack_rows_bf16", 0));
+                    expect(kernels, "pack_rows_bf16", r, c, got[r * ldd + c],
+                           c < dim ? values[r * dim + c] : 0, bound_of(kernels, "pack_rows_bf16", 0));
             TEST_TIME("attention", "pack_rows_bf16", kernels->level, 4 * rows * dim,
                       kernels->pack_rows_bf16(&src, narrow.view.data, ldd));
             free(got);
             test_tensor_free(&narrow);
         }
         test_tensor_check_unchanged(&in, "source");
-        TEST_TIME("attention", "pack_rows_f32", kernels->level, rows * dim * (4 + (int64_t)quern_dtype_size(src.dtype)),
+        TEST_TIME("attention", "pack_rows_f32", kernels->level,
+                  rows * dim * (4 + (int64_t)quern_dtype_size(src.dtype)),
                   kernels->pack_rows_f32(&src, 0.7f, out.view.data, ldd));
         free(values);
         test_tensor_free(&in);
@@ -107,7 +114,8 @@ static void pack_keys(const attention_kernels *kernels, test_random *random)
         const float *f = out.view.data;
         for (int64_t d = 0; d < dim; d++)
             for (int64_t r = 0; r < panel; r++)
-                expect(kernels, "pack_keys_f32", d, r, f[d * panel + r], r < rows ? values[r * dim + d] : 0, bound_of(kernels, "pack_keys_f32", 0));
+                expect(kernels, "pack_keys_f32", d, r, f[d * panel + r], r < rows ? values[r * dim + d] : 0,
+                       bound_of(kernels, "pack_keys_f32", 0));
         if (kernels->pack_keys_bf16 != NULL && src.dtype == QUERN_BF16) {
             test_tensor words = matrix(random, QUERN_I32, dim / 2, panel, TEST_UNALIGNED);
             kernels->pack_keys_bf16(&src, panel, words.view.data);
@@ -115,14 +123,15 @@ static void pack_keys(const attention_kernels *kernels, test_random *random)
             const uint32_t *w = words.view.data;
             for (int64_t d = 0; d < dim; d++)
                 for (int64_t r = 0; r < panel; r++)
-                    expect(kernels, "pack_keys_bf16", d, r, half_of(w[d / 2 * panel + r], d % 2), r < rows ? values[r * dim + d] : 0,
-                           bound_of(kernels, "pack_keys_bf16", 0));
+                    expect(kernels, "pack_keys_bf16", d, r, half_of(w[d / 2 * panel + r], d % 2),
+                           r < rows ? values[r * dim + d] : 0, bound_of(kernels, "pack_keys_bf16", 0));
             TEST_TIME("attention", "pack_keys_bf16", kernels->level, 4 * rows * dim,
                       kernels->pack_keys_bf16(&src, panel, words.view.data));
             test_tensor_free(&words);
         }
         test_tensor_check_unchanged(&in, "source");
-        TEST_TIME("attention", "pack_keys_f32", kernels->level, rows * dim * (4 + (int64_t)quern_dtype_size(src.dtype)),
+        TEST_TIME("attention", "pack_keys_f32", kernels->level,
+                  rows * dim * (4 + (int64_t)quern_dtype_size(src.dtype)),
                   kernels->pack_keys_f32(&src, panel, out.view.data));
         free(values);
         test_tensor_free(&in);
@@ -134,7 +143,8 @@ static void pack_values(const attention_kernels *kernels, test_random *random)
 {
     static const int64_t dims[] = {8, 24, 72, 256, 512};
     for (int i = 0; i < 3 * 5 * TEST_LAYOUTS; i++) {
-        const int64_t dim = dims[i / 3 % 5], rows = i % 7 == 0 ? 0 : test_random_int(random, 1, 64), width = (dim + 15) / 16 * 16;
+        const int64_t dim = dims[i / 3 % 5], rows = i % 7 == 0 ? 0 : test_random_int(random, 1, 64),
+                      width = (dim + 15) / 16 * 16;
         const int32_t panel = width < kernels->panel ? (int32_t)width : kernels->panel;
         const int64_t panels = (dim + panel - 1) / panel;
         test_tensor in = matrix(random, activations[i % 3], rows, dim, (test_layout)(i / 15));
@@ -146,16 +156,21 @@ static void pack_values(const attention_kernels *kernels, test_random *random)
         test_tensor_check_guards(&out, "pack_values_f32");
         for (int64_t r = 0; r < rows; r++)
             for (int64_t c = 0; c < panels * panel; c++)
-                expect(kernels, "pack_values_f32", r, c, ((const float *)out.view.data)[c / panel * out.view.strides[0] + r * panel + c % panel],
-                       c < dim ? values[r * dim + c] : 0, bound_of(kernels, "pack_values_f32", 0));
+                expect(
+                    kernels, "pack_values_f32", r, c,
+                    ((const float *)out.view.data)[c / panel * out.view.strides[0] + r * panel + c % panel],
+                    c < dim ? values[r * dim + c] : 0, bound_of(kernels, "pack_values_f32", 0));
         if (kernels->pack_values_bf16 != NULL && src.dtype == QUERN_BF16) {
             test_tensor words = matrix(random, QUERN_I32, panels, (rows + 1) / 2 * panel, TEST_STRIDED);
             kernels->pack_values_bf16(&src, panel, words.view.data, words.view.strides[0]);
             test_tensor_check_guards(&words, "pack_values_bf16");
             for (int64_t r = 0; r < (rows + 1) / 2 * 2; r++)
                 for (int64_t c = 0; c < panels * panel; c++) {
-                    const uint32_t word = ((const uint32_t *)words.view.data)[c / panel * words.view.strides[0] + r / 2 * panel + c % panel];
-                    expect(kernels, "pack_values_bf16", r, c, half_of(word, r % 2), r < rows && c < dim ? values[r * dim + c] : 0,
+                    const uint32_t word =
+                        ((const uint32_t *)
+                             words.view.data)[c / panel * words.view.strides[0] + r / 2 * panel + c % panel];
+                    expect(kernels, "pack_values_bf16", r, c, half_of(word, r % 2),
+                           r < rows && c < dim ? values[r * dim + c] : 0,
                            bound_of(kernels, "pack_values_bf16", 0));
                 }
             TEST_TIME("attention", "pack_values_bf16", kernels->level, 4 * rows * dim,
@@ -163,7 +178,8 @@ static void pack_values(const attention_kernels *kernels, test_random *random)
             test_tensor_free(&words);
         }
         test_tensor_check_unchanged(&in, "source");
-        TEST_TIME("attention", "pack_values_f32", kernels->level, rows * dim * (4 + (int64_t)quern_dtype_size(src.dtype)),
+        TEST_TIME("attention", "pack_values_f32", kernels->level,
+                  rows * dim * (4 + (int64_t)quern_dtype_size(src.dtype)),
                   kernels->pack_values_f32(&src, panel, out.view.data, out.view.strides[0]));
         free(values);
         test_tensor_free(&in);
@@ -181,8 +197,14 @@ static void interval(test_random *random, int32_t kind, int32_t columns, int32_t
     if (kind == 1) *hi = 0;
     if (kind == 2) *hi = (int32_t)test_random_int(random, 1, columns);
     if (kind == 3) *lo = (int32_t)test_random_int(random, 0, columns - 1);
-    if (kind == 4) *lo = 5, *hi = 6;
-    if (kind == 5) *lo = (int32_t)test_random_int(random, 0, columns / 2), *hi = (int32_t)test_random_int(random, *lo, columns);
+    if (kind == 4) {
+        *lo = 5;
+        *hi = 6;
+    }
+    if (kind == 5) {
+        *lo = (int32_t)test_random_int(random, 0, columns / 2);
+        *hi = (int32_t)test_random_int(random, *lo, columns);
+    }
 }
 
 /* What rounding to bf16 adds. A row's sum of 384 columns is 96 additions one after
@@ -190,7 +212,8 @@ static void interval(test_random *random, int32_t kind, int32_t columns, int32_t
 static const double bf16 = 0x1p-8, sum_bound = 50 * 0x1p-24;
 
 /* The bound of p = exp2(scaled - max), whose argument is rounded by 2^-24 of both; below 2^-126 exp2 is 0. */
-static double exp2_bound(const attention_kernels *kernels, const char *name, double p, double scaled, double max)
+static double exp2_bound(const attention_kernels *kernels, const char *name, double p, double scaled,
+                         double max)
 {
     return p * bound_of(kernels, name, fabs(scaled) + fabs(max)) + 0x1p-125;
 }
@@ -206,7 +229,8 @@ static void softmax(const attention_kernels *kernels, bool narrow, test_random *
         float max[ROWS], sum[ROWS], shrink[ROWS], max0[ROWS], sum0[ROWS];
         test_tensor_normal(&s, random, 6);
         for (int32_t r = 0; r < ROWS; r++) {
-            interval(random, round < 6 ? round : (int32_t)test_random_int(random, 0, 5), columns, &lo[r], &hi[r]);
+            interval(random, round < 6 ? round : (int32_t)test_random_int(random, 0, 5), columns, &lo[r],
+                     &hi[r]);
             const bool first = r % 3 == 0;
             max0[r] = max[r] = first ? -INFINITY : (float)(r % 3 == 1 ? 100 : 3 * test_random_normal(random));
             sum0[r] = sum[r] = first ? 0 : (float)(1 + test_random_uniform(random));
@@ -224,11 +248,16 @@ static void softmax(const attention_kernels *kernels, bool narrow, test_random *
             const double *x = in + r * columns;
             double top = max0[r], total = 0, bound = 0;
             bool nan = false;
-            for (int32_t c = lo[r]; c < hi[r]; c++) top = x[c] > top ? x[c] : top, nan = nan || isnan(x[c]);
+            for (int32_t c = lo[r]; c < hi[r]; c++) {
+                top = x[c] > top ? x[c] : top;
+                nan = nan || isnan(x[c]);
+            }
             const double factor = top > max0[r] ? exp2((max0[r] - top) * scale2) : 1;
             for (int32_t c = 0; c < columns; c++) {
                 const bool seen = c >= lo[r] && c < hi[r];
-                const double scaled = x[c] * scale2, p = !seen ? 0 : x[c] == -INFINITY ? 0 : exp2((x[c] - top) * scale2);
+                const double scaled = x[c] * scale2, p = !seen               ? 0
+                                                         : x[c] == -INFINITY ? 0
+                                                                             : exp2((x[c] - top) * scale2);
                 const double most = seen && p > 0 ? exp2_bound(kernels, name, p, scaled, top * scale2) : 0;
                 uint16_t bits;
                 memcpy(&bits, (const uint16_t *)(scores + r * lds) + c, sizeof bits);
@@ -240,8 +269,10 @@ static void softmax(const attention_kernels *kernels, bool narrow, test_random *
             }
             expect(kernels, "max", r, 0, max[r], top, 0);
             if (!isinf(max0[r]))
-                expect(kernels, "shrink", r, 0, shrink[r], factor, factor < 1 ? exp2_bound(kernels, name, factor, 0, (top - max0[r]) * scale2) : 0);
-            expect(kernels, "sum", r, 0, sum[r], nan ? NAN : sum0[r] * factor + total, bound + (total + sum0[r]) * sum_bound);
+                expect(kernels, "shrink", r, 0, shrink[r], factor,
+                       factor < 1 ? exp2_bound(kernels, name, factor, 0, (top - max0[r]) * scale2) : 0);
+            expect(kernels, "sum", r, 0, sum[r], nan ? NAN : sum0[r] * factor + total,
+                   bound + (total + sum0[r]) * sum_bound);
         }
         TEST_TIME("attention", name, kernels->level, 8 * ROWS * columns,
                   (narrow ? kernels->softmax_bf16 : kernels->softmax_f32)(&tile));
@@ -260,7 +291,8 @@ static void softmax_backward(const attention_kernels *kernels, bool narrow, test
 {
     const char *name = narrow ? "softmax_backward_bf16" : "softmax_backward_f32";
     for (int round = 0; round < 40; round++) {
-        const int32_t columns = 16 * (int32_t)test_random_int(random, 1, MOST_COLUMNS / 16), lds = columns + 16 * (round % 2);
+        const int32_t columns = 16 * (int32_t)test_random_int(random, 1, MOST_COLUMNS / 16),
+                      lds = columns + 16 * (round % 2);
         const float scale2 = round % 2 ? 0.21f : 1.0f;
         const int64_t shape[] = {2, ROWS, lds}; /* s and dp, of one stride */
         test_tensor t = test_tensor_make(random, QUERN_F32, 3, shape, TEST_UNALIGNED);
@@ -271,7 +303,8 @@ static void softmax_backward(const attention_kernels *kernels, bool narrow, test
         float lse2[ROWS], delta[ROWS], row_scale[ROWS], dp_scale[ROWS];
         test_tensor_normal(&t, random, 3);
         for (int32_t r = 0; r < ROWS; r++) {
-            interval(random, round < 6 ? round : (int32_t)test_random_int(random, 0, 5), columns, &lo[r], &hi[r]);
+            interval(random, round < 6 ? round : (int32_t)test_random_int(random, 0, 5), columns, &lo[r],
+                     &hi[r]);
             lse2[r] = r == 4 ? INFINITY : (float)(9 + test_random_normal(random));
             delta[r] = r == 5 ? 0 : (float)test_random_normal(random);
             row_scale[r] = r % 2 ? 1.0f : (float)test_random_uniform(random);
@@ -280,12 +313,23 @@ static void softmax_backward(const attention_kernels *kernels, bool narrow, test
         float *s = t.view.data, *dp = s + (int64_t)ROWS * lds;
         if (round == 20) dp[lds] = NAN;
         double *in = test_tensor_get(&t);
-        const softmax_backward_tile tile = {
-            s, dp, lds, ROWS, columns, lo, hi, scale2, lse2, delta, row_scale, dp_scale, p_pairs.view.data, ds_pairs.view.data, ds_words.view.data};
-        if (narrow)
-            kernels->softmax_backward_bf16(&tile);
-        else
-            kernels->softmax_backward_f32(&tile);
+        const softmax_backward_tile tile = {s,
+                                            dp,
+                                            lds,
+                                            ROWS,
+                                            columns,
+                                            lo,
+                                            hi,
+                                            scale2,
+                                            lse2,
+                                            delta,
+                                            row_scale,
+                                            dp_scale,
+                                            p_pairs.view.data,
+                                            ds_pairs.view.data,
+                                            ds_words.view.data};
+        if (narrow) kernels->softmax_backward_bf16(&tile);
+        else kernels->softmax_backward_f32(&tile);
         test_tensor_check_guards(&t, "softmax_backward");
         test_tensor_check_guards(&p_pairs, "softmax_backward's P by row pairs");
         test_tensor_check_guards(&ds_pairs, "softmax_backward's dS by row pairs");
@@ -295,18 +339,24 @@ static void softmax_backward(const attention_kernels *kernels, bool narrow, test
             for (int32_t c = 0; c < columns; c++) {
                 const double x = in[r * lds + c], g = in[(ROWS + r) * lds + c];
                 const bool seen = c >= lo[r] && c < hi[r] && r != 4;
-                const double p = seen ? exp2(x * scale2 - lse2[r]) : 0, bound = seen ? exp2_bound(kernels, name, p, x * scale2, lse2[r]) : 0;
-                const double size = fabs(g * dp_scale[r]) + fabs(delta[r]), most = bound * size + p * size * 0x1p-23;
-                const double expected_p = row_scale[r] * p, expected_ds = seen ? p * (g * dp_scale[r] - delta[r]) : 0;
+                const double p = seen ? exp2(x * scale2 - lse2[r]) : 0,
+                             bound = seen ? exp2_bound(kernels, name, p, x * scale2, lse2[r]) : 0;
+                const double size = fabs(g * dp_scale[r]) + fabs(delta[r]),
+                             most = bound * size + p * size * 0x1p-23;
+                const double expected_p = row_scale[r] * p,
+                             expected_ds = seen ? p * (g * dp_scale[r] - delta[r]) : 0;
                 if (!narrow) {
                     expect(kernels, "row_scale P", r, c, s[r * lds + c], expected_p, bound);
                     expect(kernels, "dS", r, c, dp[r * lds + c], expected_ds, most);
                     continue;
                 }
                 const double rounding = fabs(expected_ds) * bf16 + most * 1.01;
-                expect(kernels, "row_scale P by row pairs", r, c, half_of(pp[r / 2 * lds + c], r % 2), expected_p, bound * 1.01 + p * bf16);
-                expect(kernels, "dS by row pairs", r, c, half_of(dd[r / 2 * lds + c], r % 2), expected_ds, rounding);
-                expect(kernels, "dS by column pairs", r, c, half_of(dw[r * lds / 2 + c / 2], c % 2), expected_ds, rounding);
+                expect(kernels, "row_scale P by row pairs", r, c, half_of(pp[r / 2 * lds + c], r % 2),
+                       expected_p, bound * 1.01 + p * bf16);
+                expect(kernels, "dS by row pairs", r, c, half_of(dd[r / 2 * lds + c], r % 2), expected_ds,
+                       rounding);
+                expect(kernels, "dS by column pairs", r, c, half_of(dw[r * lds / 2 + c / 2], c % 2),
+                       expected_ds, rounding);
             }
         TEST_TIME("attention", name, kernels->level, 16 * ROWS * columns,
                   (narrow ? kernels->softmax_backward_bf16 : kernels->softmax_backward_f32)(&tile));
@@ -327,7 +377,8 @@ static void backward_of_tiles(const attention_kernels *kernels, test_random *ran
 static void rows_of_output(const attention_kernels *kernels, test_random *random)
 {
     for (int64_t n = 8; n <= 256; n += 8) {
-        test_tensor o = matrix(random, QUERN_F32, 1, n, TEST_UNALIGNED), t = matrix(random, QUERN_F32, 1, n, TEST_UNALIGNED);
+        test_tensor o = matrix(random, QUERN_F32, 1, n, TEST_UNALIGNED),
+                    t = matrix(random, QUERN_F32, 1, n, TEST_UNALIGNED);
         test_tensor_normal(&o, random, 1);
         test_tensor_normal(&t, random, 1);
         if (n == 24) ((float *)o.view.data)[17] = NAN;
@@ -335,14 +386,16 @@ static void rows_of_output(const attention_kernels *kernels, test_random *random
         kernels->scale_row(o.view.data, 0.3f, n);
         test_tensor_check_guards(&o, "scale_row");
         for (int64_t c = 0; c < n; c++)
-            expect(kernels, "scale_row", 0, c, ((float *)o.view.data)[c], (float)x[c] * 0.3f, bound_of(kernels, "scale_row", 0));
+            expect(kernels, "scale_row", 0, c, ((float *)o.view.data)[c], (float)x[c] * 0.3f,
+                   bound_of(kernels, "scale_row", 0));
         test_tensor_set(&o, x);
         kernels->scale_add_row(o.view.data, 0.3f, t.view.data, n);
         test_tensor_check_guards(&o, "scale_add_row");
         for (int64_t c = 0; c < n; c++)
             expect(kernels, "scale_add_row", 0, c, ((float *)o.view.data)[c], x[c] * 0.3f + y[c],
                    bound_of(kernels, "scale_add_row", 0) * (fabs(x[c] * 0.3f) + fabs(y[c])));
-        TEST_TIME("attention", "scale_add_row", kernels->level, 12 * n, kernels->scale_add_row(o.view.data, 0.3f, t.view.data, n));
+        TEST_TIME("attention", "scale_add_row", kernels->level, 12 * n,
+                  kernels->scale_add_row(o.view.data, 0.3f, t.view.data, n));
         TEST_TIME("attention", "scale_row", kernels->level, 8 * n, kernels->scale_row(o.view.data, 1.0f, n));
         free(x);
         free(y);
@@ -368,8 +421,8 @@ static void at_every_level(void **state)
 int main(int argc, char **argv)
 {
     char program[] = "attention_rows_test";
-    kernel_test rows = {pack_rows}, keys = {pack_keys}, values = {pack_values}, forward = {softmax_of_tiles}, backward = {backward_of_tiles},
-                output = {rows_of_output};
+    kernel_test rows = {pack_rows}, keys = {pack_keys}, values = {pack_values}, forward = {softmax_of_tiles},
+                backward = {backward_of_tiles}, output = {rows_of_output};
     const struct CMUnitTest tests[] = {
         {"pack_rows", at_every_level, NULL, NULL, &rows},
         {"pack_keys", at_every_level, NULL, NULL, &keys},

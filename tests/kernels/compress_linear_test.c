@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * compress_linear_test.c - linear compression over more entries than a tile holds, so that full tiles (oneDNN's) and
- * ends of them (the micro-kernel's) meet: forward and backward against sums in double, equal bits on 1, 2, 3 threads.
+ * compress_linear_test.c - linear compression over more entries than a tile holds, so that full tiles
+ * (oneDNN's) and ends of them (the micro-kernel's) meet: forward and backward against sums in double, equal
+ * bits on 1, 2, 3 threads.
  *
  * Bound of an output: relative L2 error 2e-6 forward and 1e-5 backward in f32; bf16 outputs 4e-3.
  */
@@ -35,15 +36,15 @@ static void *cleared(size_t bytes)
 static float *normal(int64_t count, quern_dtype dtype, double scale, test_random *random)
 {
     float *values = cleared((size_t)count * sizeof *values);
-    for (int64_t i = 0; i < count; i++) values[i] = (float)test_round(dtype, scale * test_random_normal(random));
+    for (int64_t i = 0; i < count; i++)
+        values[i] = (float)test_round(dtype, scale * test_random_normal(random));
     return values;
 }
 
 static void *as_dtype(const float *values, int64_t count, quern_dtype dtype)
 {
     void *data = cleared((size_t)count * quern_dtype_size(dtype));
-    if (dtype == QUERN_F32)
-        memcpy(data, values, (size_t)count * sizeof *values);
+    if (dtype == QUERN_F32) memcpy(data, values, (size_t)count * sizeof *values);
     else
         for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = bf16_from_float(values[i]);
     return data;
@@ -69,7 +70,8 @@ static linear_case make_case(quern_dtype dtype, int64_t l, int64_t d)
 
 static void free_case(linear_case *c)
 {
-    free(c->x), free(c->w), free(c->pe), free(c->g), free(c->x_data), free(c->w_data), free(c->y), free(c->d_x), free(c->d_w), free(c->d_pe);
+    free(c->x), free(c->w), free(c->pe), free(c->g), free(c->x_data), free(c->w_data), free(c->y),
+        free(c->d_x), free(c->d_w), free(c->d_pe);
 }
 
 static void run(linear_case *c, quern_cpu_level level, int32_t threads)
@@ -81,7 +83,8 @@ static void run(linear_case *c, quern_cpu_level level, int32_t threads)
     params.cpu_level = level;
     assert_int_equal(quern_context_create(&params, &ctx), QUERN_OK);
     const quern_backend *backend = context_backend(ctx, QUERN_CPU, 0, NULL, &exec);
-    const int64_t x[] = {1, N, HEADS, D}, y[] = {1, c->entries, HEADS, D}, w[] = {HEADS, c->l * D, D}, pe[] = {HEADS, c->l, D};
+    const int64_t x[] = {1, N, HEADS, D}, y[] = {1, c->entries, HEADS, D}, w[] = {HEADS, c->l * D, D},
+                  pe[] = {HEADS, c->l, D};
     compress_args args = {.kind = COMPRESS_LINEAR, .block_size = c->l, .stride = c->d};
     args.seqs.batch = 1;
     args.seqs.n_q = N;
@@ -115,7 +118,8 @@ static void add_error(double got, double wanted, double error[2])
 static void check_error(const char *what, const double error[2], double bound, quern_cpu_level level)
 {
     if (!(sqrt(error[0]) <= bound * sqrt(error[1])))
-        fail_msg("%s, %s: relative error %.3g, bound %.3g", what, quern_cpu_level_name(level), sqrt(error[0] / error[1]), bound);
+        fail_msg("%s, %s: relative error %.3g, bound %.3g", what, quern_cpu_level_name(level),
+                 sqrt(error[0] / error[1]), bound);
 }
 
 static void check(const linear_case *c, quern_cpu_level level)
@@ -140,24 +144,28 @@ static void check(const linear_case *c, quern_cpu_level level)
             }
         for (int64_t f = 0; f < D; f++) {
             const int64_t at = i * row + h * D + f;
-            const double got = c->dtype == QUERN_BF16 ? (double)float_from_bf16(((uint16_t *)c->y)[at]) : (double)((float *)c->y)[at];
+            const double got = c->dtype == QUERN_BF16 ? (double)float_from_bf16(((uint16_t *)c->y)[at])
+                                                      : (double)((float *)c->y)[at];
             add_error(got, y[f], errors[0]);
         }
     }
     for (int64_t t = 0; t < N; t++)
-        for (int64_t e = 0; e < D; e++) add_error((double)c->d_x[t * row + h * D + e], d_x[t * D + e], errors[1]);
+        for (int64_t e = 0; e < D; e++)
+            add_error((double)c->d_x[t * row + h * D + e], d_x[t * D + e], errors[1]);
     for (int64_t p = 0; p < c->l; p++) { /* a third of dW's rows, all of dpe */
         for (int64_t e = p % 3; e < D; e += 3)
             for (int64_t f = 0; f < D; f++) {
                 double sum = 0;
                 for (int64_t i = 0; i < c->entries; i++)
-                    sum += ((double)c->x[(i * c->d + p) * row + h * D + e] + (double)pe[p * D + e]) * (double)c->g[i * row + h * D + f];
+                    sum += ((double)c->x[(i * c->d + p) * row + h * D + e] + (double)pe[p * D + e]) *
+                           (double)c->g[i * row + h * D + f];
                 add_error((double)c->d_w[((h * c->l + p) * D + e) * D + f], sum, errors[2]);
             }
         for (int64_t e = 0; e < D; e++) {
             double sum = 0;
             for (int64_t i = 0; i < c->entries; i++)
-                for (int64_t f = 0; f < D; f++) sum += (double)c->g[i * row + h * D + f] * (double)w[(p * D + e) * D + f];
+                for (int64_t f = 0; f < D; f++)
+                    sum += (double)c->g[i * row + h * D + f] * (double)w[(p * D + e) * D + f];
             add_error((double)c->d_pe[(h * c->l + p) * D + e], sum, errors[3]);
         }
     }

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* empty_stages_test.c - the CPU's stages on views without elements whose other extents are huge: each returns at once,
- * asks for little workspace, and reads nothing. (The alarm ends a test that spins.) */
+/* empty_stages_test.c - the CPU's stages on views without elements whose other extents are huge: each returns
+ * at once, asks for little workspace, and reads nothing. (The alarm ends a test that spins.) */
 #include "backend.h"
 #include "cmocka_c11.h"
 
@@ -19,13 +19,13 @@ static quern_tensor view(quern_dtype dtype, int32_t ndim, int64_t s0, int64_t s1
 
 static const stage_exec exec = {.threads = 2, .cpu_level = QUERN_CPU_LEVEL_PORTABLE};
 
-#define RUN(stage, args)                                                                                       \
-    do {                                                                                                       \
-        const size_t bytes_ = STAGE_WORKSPACE(quern_backend_cpu.stage, &exec, args);                      \
-        if (bytes_ > LITTLE) fail_msg(#stage ": %zu bytes of workspace for nothing", bytes_);                  \
-        void *workspace_ = malloc(bytes_ + 1);                                                                 \
-        assert_int_equal(quern_backend_cpu.stage.run(&exec, args, workspace_), QUERN_OK);                      \
-        free(workspace_);                                                                                      \
+#define RUN(stage, args)                                                                                     \
+    do {                                                                                                     \
+        const size_t bytes_ = STAGE_WORKSPACE(quern_backend_cpu.stage, &exec, args);                         \
+        if (bytes_ > LITTLE) fail_msg(#stage ": %zu bytes of workspace for nothing", bytes_);                \
+        void *workspace_ = malloc(bytes_ + 1);                                                               \
+        assert_int_equal(quern_backend_cpu.stage.run(&exec, args, workspace_), QUERN_OK);                    \
+        free(workspace_);                                                                                    \
     } while (0)
 
 /* No sequence of many heads; no token of many heads; no token of many sequences. */
@@ -41,8 +41,14 @@ static void attention(void **state)
     for (int i = 0; i < EMPTIES; i++)
         for (int mask = ATTEND_RANGE; mask <= ATTEND_BLOCKS; mask++) {
             const int64_t b = empties[i].batch, h = empties[i].heads;
-            attend_args a = {.mask = (attend_mask)mask, .seqs = {.batch = b}, .causal = true, .scale = 1, .query_offset = -1, .block_size = 8,
-                             .stride = 8, .tile = 1};
+            attend_args a = {.mask = (attend_mask)mask,
+                             .seqs = {.batch = b},
+                             .causal = true,
+                             .scale = 1,
+                             .query_offset = -1,
+                             .block_size = 8,
+                             .stride = 8,
+                             .tile = 1};
             a.q = a.k = a.v = a.o = a.d_o = a.d_q = a.d_k = a.d_v = view(QUERN_BF16, 4, b, 0, h, 16);
             a.lse = a.delta = view(QUERN_F32, 3, b, h, 0, 0);
             if (mask == ATTEND_BLOCKS) a.list = view(QUERN_I32, 4, b, h, 0, 3);
@@ -58,12 +64,22 @@ static void rows(void **state)
     alarm(SECONDS);
     for (int i = 0; i < EMPTIES; i++) {
         const int64_t b = empties[i].batch, h = empties[i].heads;
-        const quern_tensor x = view(QUERN_F16, 4, b, 0, h, 8), f = view(QUERN_F32, 4, b, 0, h, 8), s = view(QUERN_F32, 3, b, h, 0, 0);
+        const quern_tensor x = view(QUERN_F16, 4, b, 0, h, 8), f = view(QUERN_F32, 4, b, 0, h, 8),
+                           s = view(QUERN_F32, 3, b, h, 0, 0);
         const convert_args convert = {.seqs = {.batch = b}, .in = f, .out = x};
         const rowdot_args rowdot = {.seqs = {.batch = b}, .a = x, .b = x, .out = s};
         const gate_args gate = {.seqs = {.batch = b}, .o_b = {x, x, x}, .o = x, .d_o = x, .delta = {s, s, s}};
-        const compress_args compress = {.seqs = {.batch = b}, .block_size = 8, .stride = 8, .k = x, .v = x, .k_cmp = x, .v_cmp = x, .d_k_cmp = x,
-                                        .d_v_cmp = x, .d_k = x, .d_v = x};
+        const compress_args compress = {.seqs = {.batch = b},
+                                        .block_size = 8,
+                                        .stride = 8,
+                                        .k = x,
+                                        .v = x,
+                                        .k_cmp = x,
+                                        .v_cmp = x,
+                                        .d_k_cmp = x,
+                                        .d_v_cmp = x,
+                                        .d_k = x,
+                                        .d_v = x};
         RUN(convert, &convert);
         RUN(rowdot, &rowdot);
         RUN(gate_forward, &gate);
@@ -84,10 +100,17 @@ static void lists(void **state)
     RUN(list_convert, &convert);
     for (int i = 0; i < EMPTIES; i++) {
         const int64_t b = empties[i].batch, h = empties[i].heads;
-        validate_lists_args validate = {.seqs = {.batch = b}, .blocks = view(QUERN_I32, 4, b, h, 0, 3), .tile = 1, .select_block = 8, .block_size = 8, .stride = 8};
+        validate_lists_args validate = {.seqs = {.batch = b},
+                                        .blocks = view(QUERN_I32, 4, b, h, 0, 3),
+                                        .tile = 1,
+                                        .select_block = 8,
+                                        .block_size = 8,
+                                        .stride = 8};
         validate.status = quern_tensor_contiguous(&word, QUERN_I32, 1, (const int64_t[]){1});
         RUN(validate_lists, &validate);
-        select_args select = {.seqs = {.batch = b}, .q = view(QUERN_F32, 4, b, 0, h, 8), .keys = view(QUERN_F32, 4, b, 0, h, 8)};
+        select_args select = {.seqs = {.batch = b},
+                              .q = view(QUERN_F32, 4, b, 0, h, 8),
+                              .keys = view(QUERN_F32, 4, b, 0, h, 8)};
         select.block_size = select.stride = select.select_block = 8;
         select.k = 3;
         select.tile = 1;
@@ -103,6 +126,7 @@ static void lists(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(attention), cmocka_unit_test(rows), cmocka_unit_test(lists)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(attention), cmocka_unit_test(rows),
+                                       cmocka_unit_test(lists)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -36,8 +36,9 @@ static test_tensor random_units(test_random *random, int64_t units)
     test_tensor t = bytes_of(random, units * GEMM4_UNIT_BYTES, TEST_UNALIGNED);
     uint8_t *p = t.view.data;
     for (int64_t i = 0; i < units * GEMM4_UNIT_BYTES; i++)
-        p[i] = (uint8_t)(i % GEMM4_STRIP_BYTES < 64 ? gemm4_scale_byte((uint8_t)test_random_int(random, 0, 126))
-                                                    : test_random_int(random, 0, 255));
+        p[i] =
+            (uint8_t)(i % GEMM4_STRIP_BYTES < 64 ? gemm4_scale_byte((uint8_t)test_random_int(random, 0, 126))
+                                                 : test_random_int(random, 0, 255));
     return t;
 }
 
@@ -94,17 +95,21 @@ static void decode(const gemm4_kernels *kernels, test_random *random)
                 float got;
                 uint16_t half;
                 memcpy(&got, (const char *)out.view.data + 4 * (k * GEMM4_PANEL + c), 4);
-                expect(kernels, "decode_f32", k, c, (double)got, weight_at(&panel, k, c), bound_of(kernels, "decode_f32", 0));
+                expect(kernels, "decode_f32", k, c, (double)got, weight_at(&panel, k, c),
+                       bound_of(kernels, "decode_f32", 0));
                 if (kernels->decode_bf16 == NULL) continue;
                 memcpy(&half, (const char *)words.view.data + 4 * (k / 2 * GEMM4_PANEL + c) + 2 * (k % 2), 2);
                 const uint32_t bits = (uint32_t)half << 16;
                 memcpy(&got, &bits, 4);
-                expect(kernels, "decode_bf16", k, c, (double)got, weight_at(&panel, k, c), bound_of(kernels, "decode_bf16", 0));
+                expect(kernels, "decode_bf16", k, c, (double)got, weight_at(&panel, k, c),
+                       bound_of(kernels, "decode_bf16", 0));
             }
-        TEST_TIME("gemm4", "decode_f32", kernels->level, units * (GEMM4_UNIT_BYTES + 4 * GEMM4_UNIT * GEMM4_PANEL),
+        TEST_TIME("gemm4", "decode_f32", kernels->level,
+                  units * (GEMM4_UNIT_BYTES + 4 * GEMM4_UNIT * GEMM4_PANEL),
                   kernels->decode_f32(panel.view.data, units, out.view.data));
         if (kernels->decode_bf16 != NULL)
-            TEST_TIME("gemm4", "decode_bf16", kernels->level, units * (GEMM4_UNIT_BYTES + 2 * GEMM4_UNIT * GEMM4_PANEL),
+            TEST_TIME("gemm4", "decode_bf16", kernels->level,
+                      units * (GEMM4_UNIT_BYTES + 2 * GEMM4_UNIT * GEMM4_PANEL),
                       kernels->decode_bf16(panel.view.data, units, words.view.data));
         test_tensor_free(&panel), test_tensor_free(&out), test_tensor_free(&words);
     }
@@ -125,9 +130,11 @@ static void turn_bf16(const gemm4_kernels *kernels, test_random *random)
                 uint16_t got, expected;
                 memcpy(&got, (const char *)turned.view.data + 4 * (n / 2 * GEMM4_UNIT + k) + 2 * (n % 2), 2);
                 memcpy(&expected, (const char *)decoded + 4 * (k / 2 * GEMM4_PANEL + n) + 2 * (k % 2), 2);
-                if (got != expected || bound_of(kernels, "turn_bf16", 0) > 0) fail_msg("turn_bf16: k %lld column %lld", (long long)k, (long long)n);
+                if (got != expected || bound_of(kernels, "turn_bf16", 0) > 0)
+                    fail_msg("turn_bf16: k %lld column %lld", (long long)k, (long long)n);
             }
-        TEST_TIME("gemm4", "turn_bf16", kernels->level, 16 * GEMM4_UNIT / 2 * GEMM4_PANEL / 2, kernels->turn_bf16(decoded, turned.view.data));
+        TEST_TIME("gemm4", "turn_bf16", kernels->level, 16 * GEMM4_UNIT / 2 * GEMM4_PANEL / 2,
+                  kernels->turn_bf16(decoded, turned.view.data));
         test_tensor_free(&panel), test_tensor_free(&turned);
     }
 }
@@ -154,8 +161,9 @@ static void rows_bf16(const gemm4_kernels *kernels, test_random *random)
         test_tensor_check_guards(&c, "rows_bf16");
         assert_true(bound_of(kernels, "rows_bf16", 0) == 0);
         assert_memory_equal(c.view.data, expected, (size_t)(rows * GEMM4_PANEL) * 4);
-        TEST_TIME("gemm4", "rows_bf16", kernels->level, rows * depth * GEMM4_PANEL,
-                  kernels->rows_bf16(panel.view.data, units, rows, a.view.data, depth / 2 + 3, c.view.data, false));
+        TEST_TIME(
+            "gemm4", "rows_bf16", kernels->level, rows * depth * GEMM4_PANEL,
+            kernels->rows_bf16(panel.view.data, units, rows, a.view.data, depth / 2 + 3, c.view.data, false));
         test_tensor_free(&panel), test_tensor_free(&a), test_tensor_free(&c);
     }
 }
@@ -206,7 +214,8 @@ static void integers(const gemm4_kernels *kernels, test_random *random)
         assert_true(a_scale != NULL && start != NULL);
         int8_t *values = a.view.data;
         for (int64_t i = 0; i < rows * blocks; i++) {
-            start[i] = 0, a_scale[i] = oracle_e4m3((int)test_random_int(random, 0, 126));
+            start[i] = 0;
+            a_scale[i] = oracle_e4m3((int)test_random_int(random, 0, 126));
             for (int64_t j = 0; j < 16; j++)
                 start[i] -= 12 * (values[16 * i + j] = (int8_t)test_random_int(random, -127, 127));
         }
@@ -230,11 +239,13 @@ static void integers(const gemm4_kernels *kernels, test_random *random)
                         values[r * depth + j] * 2 * (double)oracle_e2m1(code_at(&panel, k_of_byte(j), n));
                 const double term = block * (double)a_scale[r * blocks + b] *
                                     (double)oracle_e4m3(scale_at(&panel, 16 * b, n));
-                sum += term, size += fabs(term);
+                sum += term;
+                size += fabs(term);
             }
             expect(kernels, "mm_i8", r, n, got[i], sum, bound_of(kernels, "mm_i8", (double)blocks) * size);
         }
-        TEST_TIME("gemm4", "decode_i8", kernels->level, units * (GEMM4_UNIT_BYTES + (GEMM4_UNIT + 16) * GEMM4_PANEL),
+        TEST_TIME("gemm4", "decode_i8", kernels->level,
+                  units * (GEMM4_UNIT_BYTES + (GEMM4_UNIT + 16) * GEMM4_PANEL),
                   kernels->decode_i8(panel.view.data, units, codes, scales));
         TEST_TIME("gemm4", "mm_i8", kernels->level, rows * depth * GEMM4_PANEL, kernels->mm_i8(&t));
         free(a_scale), free(start), free(old), free(got);
@@ -276,13 +287,23 @@ static void at_every_level(void **state)
     }
 }
 
-#define KERNEL_TEST(name) {#name, at_every_level, NULL, NULL, &(kernel_test){name}}
+#define KERNEL_TEST(name)                                                                                    \
+    {                                                                                                        \
+#name, at_every_level, NULL, NULL, &(kernel_test)                                                    \
+        {                                                                                                    \
+            name                                                                                             \
+        }                                                                                                    \
+    }
 
 int main(int argc, char **argv)
 {
     char program[] = "gemm4_test";
-    const struct CMUnitTest tests[] = {KERNEL_TEST(decode), KERNEL_TEST(turn_bf16), KERNEL_TEST(rows_bf16), KERNEL_TEST(row_f32),
-                                       KERNEL_TEST(integers), KERNEL_TEST(scale_row),
+    const struct CMUnitTest tests[] = {KERNEL_TEST(decode),
+                                       KERNEL_TEST(turn_bf16),
+                                       KERNEL_TEST(rows_bf16),
+                                       KERNEL_TEST(row_f32),
+                                       KERNEL_TEST(integers),
+                                       KERNEL_TEST(scale_row),
                                        {"every_kernel", test_every_kernel, NULL, NULL, program}};
     return TEST_KERNELS_MAIN(argc, argv, tests);
 }

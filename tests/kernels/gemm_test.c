@@ -53,15 +53,13 @@ static void pack_b(product *x, int64_t panel)
         for (int64_t j = 0; j < s->n; j++) {
             const float value = x->b_values[p * s->n + j];
             const int64_t at = j / panel * s->panel_stride + (pairs ? p / 2 : p) * s->ldb + j % panel;
-            if (!pairs)
-                ((float *)x->b)[at] = value;
-            else
-                ((uint16_t *)x->b)[at * 2 + p % 2] = bf16_from_float(value);
+            if (!pairs) ((float *)x->b)[at] = value;
+            else ((uint16_t *)x->b)[at * 2 + p % 2] = bf16_from_float(value);
         }
 }
 
-static product make_product(const stage_exec *exec, quern_dtype dtype, int64_t m, int64_t n, int64_t k, bool transposed, bool panels, bool gaps,
-                            uint64_t seed)
+static product make_product(const stage_exec *exec, quern_dtype dtype, int64_t m, int64_t n, int64_t k,
+                            bool transposed, bool panels, bool gaps, uint64_t seed)
 {
     const int64_t panel = attention_kernels_for(exec->cpu_level)->panel, pairs = dtype == QUERN_BF16 ? 2 : 1;
     test_random random = {seed};
@@ -85,10 +83,8 @@ static product make_product(const stage_exec *exec, quern_dtype dtype, int64_t m
     for (int64_t i = 0; i < m * k; i++) {
         const float value = x.a_values[i] = (float)test_round(dtype, test_random_normal(&random));
         const int64_t row = i / k, p = i % k, at = transposed ? p * s->lda + row : row * s->lda + p;
-        if (dtype == QUERN_BF16)
-            ((uint16_t *)x.a)[at] = bf16_from_float(value);
-        else
-            ((float *)x.a)[at] = value;
+        if (dtype == QUERN_BF16) ((uint16_t *)x.a)[at] = bf16_from_float(value);
+        else ((float *)x.a)[at] = value;
     }
     for (int64_t i = 0; i < k * n; i++) x.b_values[i] = (float)test_round(dtype, test_random_normal(&random));
     pack_b(&x, panel);
@@ -113,7 +109,8 @@ static void check(product *x, int64_t m, int64_t n, int64_t k, bool accumulate)
     for (int64_t i = 0; i < all; i++) {
         const int64_t row = (i - GUARD) / ldc, column = (i - GUARD) % ldc;
         if (i >= GUARD && row < m && column < round_up(n, 16)) continue;
-        if (memcmp(&x->c[i], &x->old[i], sizeof(float)) != 0) fail_msg("element %lld beside C was written", (long long)i);
+        if (memcmp(&x->c[i], &x->old[i], sizeof(float)) != 0)
+            fail_msg("element %lld beside C was written", (long long)i);
     }
     for (int64_t i = 0; i < m; i++)
         for (int64_t j = 0; j < n; j++) {
@@ -126,8 +123,9 @@ static void check(product *x, int64_t m, int64_t n, int64_t k, bool accumulate)
             }
             const double got = (double)x->c[GUARD + i * ldc + j];
             if (!(fabs(got - sum) <= (double)(k + 2) * 0x1p-24 * size))
-                fail_msg("%s m %lld n %lld k %lld%s%s%s: C[%lld][%lld] is %.9g, expected %.9g", s->dtype == QUERN_BF16 ? "bf16" : "f32", (long long)m,
-                         (long long)n, (long long)k, s->a_transposed ? " transposed" : "", x->panels ? " panels" : "",
+                fail_msg("%s m %lld n %lld k %lld%s%s%s: C[%lld][%lld] is %.9g, expected %.9g",
+                         s->dtype == QUERN_BF16 ? "bf16" : "f32", (long long)m, (long long)n, (long long)k,
+                         s->a_transposed ? " transposed" : "", x->panels ? " panels" : "",
                          accumulate ? " accumulate" : "", (long long)i, (long long)j, got, sum);
         }
 }
@@ -144,7 +142,8 @@ static void each_level(void (*body)(const stage_exec *exec, quern_dtype dtype))
 /* Full tiles, then every kind of end of them. */
 static void all_shapes(const stage_exec *exec, quern_dtype dtype)
 {
-    static const int64_t shapes[][3] = {{1, 8, 8}, {7, 24, 40}, {32, 128, 128}, {96, 64, 256}, {96, 128, 512}, {64, 192, 96}, {128, 128, 128}};
+    static const int64_t shapes[][3] = {{1, 8, 8},      {7, 24, 40},   {32, 128, 128}, {96, 64, 256},
+                                        {96, 128, 512}, {64, 192, 96}, {128, 128, 128}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (int kind = 0; kind < 8; kind++) {
             const bool transposed = kind & 1, panels = kind & 2, gaps = kind & 4;
@@ -179,9 +178,10 @@ static void long_sums(const stage_exec *exec, quern_dtype dtype)
     float *whole = cleared(M * (size_t)x.shape.ldc * sizeof(float));
     memcpy(whole, x.c + GUARD, M * (size_t)x.shape.ldc * sizeof(float));
     for (int64_t p = 0; p < K; p += GEMM_DEPTH)
-        gemm_run(&x.plan, M, N, K - p < GEMM_DEPTH ? K - p : GEMM_DEPTH, (const char *)x.a + p * bytes, (const float *)x.b + p / pairs * x.shape.ldb,
-                 x.c + GUARD, p > 0, x.scratch);
-    for (int64_t i = 0; i < M; i++) assert_memory_equal(whole + i * x.shape.ldc, x.c + GUARD + i * x.shape.ldc, N * sizeof(float));
+        gemm_run(&x.plan, M, N, K - p < GEMM_DEPTH ? K - p : GEMM_DEPTH, (const char *)x.a + p * bytes,
+                 (const float *)x.b + p / pairs * x.shape.ldb, x.c + GUARD, p > 0, x.scratch);
+    for (int64_t i = 0; i < M; i++)
+        assert_memory_equal(whole + i * x.shape.ldc, x.c + GUARD + i * x.shape.ldc, N * sizeof(float));
     free(whole);
     free_product(&x);
 }
@@ -244,8 +244,8 @@ static void picks(const stage_exec *exec, quern_dtype dtype)
             small = make_product(exec, dtype, 96, 24, 40, false, true, false, 12);
     bool wanted = false;
 #ifdef QUERN_ONEDNN
-    wanted =
-        exec->cpu_level == quern_cpu_level_detect() && attention_kernels_for(exec->cpu_level)->panel == 64 && getenv("ONEDNN_MAX_CPU_ISA") == NULL;
+    wanted = exec->cpu_level == quern_cpu_level_detect() &&
+             attention_kernels_for(exec->cpu_level)->panel == 64 && getenv("ONEDNN_MAX_CPU_ISA") == NULL;
 #endif
     assert_int_equal(x.plan.store != NULL, wanted);
     assert_int_equal(x.plan.add != NULL, wanted);

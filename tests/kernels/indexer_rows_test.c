@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* indexer_rows_test.c - the indexer's kernels at every level against double. Bounds are those of src/cpu/kernels.inc. */
+/* indexer_rows_test.c - the indexer's kernels at every level against double. Bounds are those of
+ * src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "kernel_time.h"
@@ -35,14 +36,17 @@ static word random_word(test_random *random, bool pairs)
     return w;
 }
 
-static void check_score(const indexer_kernels *kernels, bool pairs, int64_t heads, int64_t words, test_random *random)
+static void check_score(const indexer_kernels *kernels, bool pairs, int64_t heads, int64_t words,
+                        test_random *random)
 {
     static word q[HEADS_MOST * WORDS_MOST], key[WORDS_MOST * PANEL_MOST];
     static float q_words[HEADS_MOST * WORDS_MOST + 1], key_words[WORDS_MOST * PANEL_MOST + 1], w[HEADS_MOST];
     float sum[PANEL_MOST + 2];
     const int64_t panel = kernels->panel;
-    for (int64_t i = 0; i < heads * words; i++) store_word(pairs, q[i] = random_word(random, pairs), &q_words[i + 1]);
-    for (int64_t i = 0; i < words * panel; i++) store_word(pairs, key[i] = random_word(random, pairs), &key_words[i + 1]);
+    for (int64_t i = 0; i < heads * words; i++)
+        store_word(pairs, q[i] = random_word(random, pairs), &q_words[i + 1]);
+    for (int64_t i = 0; i < words * panel; i++)
+        store_word(pairs, key[i] = random_word(random, pairs), &key_words[i + 1]);
     for (int64_t h = 0; h < heads; h++) w[h] = (float)test_random_normal(random);
     if (test_random_one_in(random, 3) && words > 0) { /* NaN in one key stays there */
         key[1].value[0] = NAN;
@@ -51,10 +55,12 @@ static void check_score(const indexer_kernels *kernels, bool pairs, int64_t head
     sum[0] = sum[panel + 1] = 77;
     const indexer_tile tile = {q_words + 1, w, heads, words, key_words + 1, sum + 1};
     (pairs ? kernels->score_bf16 : kernels->score_f32)(&tile);
-    TEST_TIME("indexer", pairs ? "score_bf16" : "score_f32", kernels->level, heads * words * panel * (pairs ? PARTS : 1),
+    TEST_TIME("indexer", pairs ? "score_bf16" : "score_f32", kernels->level,
+              heads * words * panel * (pairs ? PARTS : 1),
               (pairs ? kernels->score_bf16 : kernels->score_f32)(&tile));
     const double terms = (double)(heads + words * (pairs ? PARTS : 1));
-    const double unit = test_kernel_bound("indexer", pairs ? "score_bf16" : "score_f32", kernels->level, terms, 0);
+    const double unit =
+        test_kernel_bound("indexer", pairs ? "score_bf16" : "score_f32", kernels->level, terms, 0);
     assert_true(sum[0] == 77 && sum[panel + 1] == 77);
     for (int64_t j = 0; j < panel; j++) {
         double exact = 0, size = 0;
@@ -62,16 +68,19 @@ static void check_score(const indexer_kernels *kernels, bool pairs, int64_t head
             double dot = 0, absolute = 0;
             for (int64_t p = 0; p < words; p++)
                 for (int i = 0; i < PARTS; i++) {
-                    const double term = (double)q[h * words + p].value[i] * (double)key[p * panel + j].value[i];
-                    dot += term, absolute += fabs(term);
+                    const double term =
+                        (double)q[h * words + p].value[i] * (double)key[p * panel + j].value[i];
+                    dot += term;
+                    absolute += fabs(term);
                 }
             exact += (double)w[h] * (dot < 0 ? 0 : dot);
             size += fabs((double)w[h]) * absolute;
         }
         const double out = (double)sum[j + 1];
         if (isnan(exact) ? !isnan(out) : !(fabs(out - exact) <= unit * size))
-            fail_msg("%s, heads %lld, words %lld: [%lld] is %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level),
-                     (long long)heads, (long long)words, (long long)j, out, exact, unit * size);
+            fail_msg("%s, heads %lld, words %lld: [%lld] is %.9g, expected %.9g within %.3g",
+                     quern_cpu_level_name(kernels->level), (long long)heads, (long long)words, (long long)j,
+                     out, exact, unit * size);
     }
 }
 
@@ -109,7 +118,8 @@ static void scaling(void **state)
                 assert_true(fabs((double)x[i] - exact) <= unit * fabs(exact));
                 assert_true(x[i] != 0 || !signbit(x[i]));
             }
-            TEST_TIME("indexer", "scale_scores", kernels->level, 8 * n, kernels->scale_scores(x, NULL, 1.0f, n));
+            TEST_TIME("indexer", "scale_scores", kernels->level, 8 * n,
+                      kernels->scale_scores(x, NULL, 1.0f, n));
         }
     }
 }
@@ -126,7 +136,8 @@ static int32_t rank_of(float x)
 
 static void collecting(void **state)
 {
-    static const float special[] = {NAN, -NAN, INFINITY, -INFINITY, 0.0f, -0.0f, 0x1p-149f, -0x1p-149f, 3.5f, -3.5f};
+    static const float special[] = {NAN,   -NAN,      INFINITY,   -INFINITY, 0.0f,
+                                    -0.0f, 0x1p-149f, -0x1p-149f, 3.5f,      -3.5f};
     (void)state;
     test_random random = {test_seed("collecting", 7)};
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
@@ -137,8 +148,11 @@ static void collecting(void **state)
             float x[PANEL_MOST];
             int32_t rank[PANEL_MOST + 4], index[PANEL_MOST + 4];
             for (int64_t i = 0; i < n; i++)
-                x[i] = test_random_one_in(&random, 4) ? special[test_random_int(&random, 0, 9)] : (float)test_random_normal(&random);
-            indexer_best best = {rank, index, 1, trial % 3 == 0 ? INT32_MIN : rank_of(special[test_random_int(&random, 0, 9)])};
+                x[i] = test_random_one_in(&random, 4) ? special[test_random_int(&random, 0, 9)]
+                                                      : (float)test_random_normal(&random);
+            indexer_best best = {rank, index, 1,
+                                 trial % 3 == 0 ? INT32_MIN
+                                                : rank_of(special[test_random_int(&random, 0, 9)])};
             rank[0] = index[0] = 5;
             kernels->collect(x, n, 1000, &best);
             int64_t at = 1;
@@ -148,7 +162,8 @@ static void collecting(void **state)
                 at++;
             }
             assert_int_equal(best.n, at);
-            TEST_TIME("indexer", "collect", kernels->level, 4 * n, (best.n = 1, kernels->collect(x, n, 1000, &best)));
+            TEST_TIME("indexer", "collect", kernels->level, 4 * n,
+                      (best.n = 1, kernels->collect(x, n, 1000, &best)));
             assert_true(rank[0] == 5 && index[0] == 5);
         }
     }
@@ -163,7 +178,10 @@ static void codes(void **state)
     const float one = 1;
     for (int i = 0; i < 256; i++) bytes[i] = (unsigned char)i;
     for (int i = 0; i < 128; i++) nibbles[i] = (unsigned char)(i * 37);
-    for (int i = 0; i < 8; i++) nibbles[128 + i] = (unsigned char)(127 - 15 * i), scales[i] = ldexpf(1, -15 * i);
+    for (int i = 0; i < 8; i++) {
+        nibbles[128 + i] = (unsigned char)(127 - 15 * i);
+        scales[i] = ldexpf(1, -15 * i);
+    }
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         const indexer_kernels *kernels = indexer_kernels_for(level);
         assert_true(test_kernel_bound("indexer", "widen_e4m3", kernels->level, 1, 0) == 0);
@@ -190,14 +208,16 @@ static void codes(void **state)
             kernels->widen_e2m1(row, scales, n, out);
             for (int64_t i = 0; i < n; i++) assert_true((double)out[i] == expected[i]);
             assert_true(out[n] == 77);
-            TEST_TIME("indexer", "widen_e2m1", kernels->level, 4 * n + n / 2, kernels->widen_e2m1(row, scales, n, out));
+            TEST_TIME("indexer", "widen_e2m1", kernels->level, 4 * n + n / 2,
+                      kernels->widen_e2m1(row, scales, n, out));
         }
     }
 }
 
 int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(scores), cmocka_unit_test(scaling), cmocka_unit_test(collecting), cmocka_unit_test(codes),
-                                       cmocka_unit_test_prestate(test_every_kernel, (char *)"indexer_rows_test")};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(scores), cmocka_unit_test(scaling), cmocka_unit_test(collecting),
+        cmocka_unit_test(codes), cmocka_unit_test_prestate(test_every_kernel, (char *)"indexer_rows_test")};
     return TEST_KERNELS_MAIN(argc, argv, tests);
 }

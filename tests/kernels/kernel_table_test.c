@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * kernel_table_test.c - src/cpu/kernels.inc is the whole truth: every field of every level's table stands in it and
- * is filled where it says so, each has a test that times it when asked, and docs/kernels.md shows the same.
- * `kernel_table_test --markdown > docs/kernels.md` writes that page.
+ * kernel_table_test.c - src/cpu/kernels.inc is the whole truth: every field of every level's table stands in
+ * it and is filled where it says so, each has a test that times it when asked, and docs/kernels.md shows the
+ * same. `kernel_table_test --markdown > docs/kernels.md` writes that page.
  */
 #include "cmocka_c11.h"
 #include "cpu/gemm4/gemm4_kernels.h"
@@ -26,7 +26,9 @@ typedef void any_function(void);
 static bool filled(const test_kernel *row, int level)
 {
     any_function *function;
-    memcpy(&function, (const char *)test_kernel_table(row->table, (quern_cpu_level)(QUERN_CPU_LEVEL_PORTABLE + level)) + row->offset,
+    memcpy(&function,
+           (const char *)test_kernel_table(row->table, (quern_cpu_level)(QUERN_CPU_LEVEL_PORTABLE + level)) +
+               row->offset,
            sizeof function);
     return function != NULL;
 }
@@ -34,7 +36,9 @@ static bool filled(const test_kernel *row, int level)
 /* Levels that this build has: the portable build has one. */
 static int levels_built(void)
 {
-    return attention_kernels_for(QUERN_CPU_LEVEL_AVX512BF16)->level == QUERN_CPU_LEVEL_PORTABLE ? 1 : TEST_KERNEL_LEVELS;
+    return attention_kernels_for(QUERN_CPU_LEVEL_AVX512BF16)->level == QUERN_CPU_LEVEL_PORTABLE
+               ? 1
+               : TEST_KERNEL_LEVELS;
 }
 
 static void every_field_is_listed_once(void **state)
@@ -56,10 +60,11 @@ static void every_field_is_listed_once(void **state)
     for (size_t t = 0; t < sizeof tables / sizeof *tables; t++) {
         for (size_t offset = tables[t].first; offset < tables[t].end; offset += sizeof(any_function *)) {
             int found = 0;
-            for (size_t i = 0; i < count; i++) found += strcmp(rows[i].table, tables[t].table) == 0 && rows[i].offset == offset;
+            for (size_t i = 0; i < count; i++)
+                found += strcmp(rows[i].table, tables[t].table) == 0 && rows[i].offset == offset;
             if (found != 1)
-                fail_msg("function %zu of %s_kernels stands in kernels.inc %d times", (offset - tables[t].first) / sizeof(any_function *),
-                         tables[t].table, found);
+                fail_msg("function %zu of %s_kernels stands in kernels.inc %d times",
+                         (offset - tables[t].first) / sizeof(any_function *), tables[t].table, found);
         }
     }
 }
@@ -109,11 +114,13 @@ static void every_kernel_has_a_test_and_a_benchmark(void **state)
     for (size_t i = 0; i < count; i++) {
         snprintf(text, sizeof text, "tests/kernels/%s.c", rows[i].test);
         if (!calls(source(text), rows[i].name)) fail_msg("%s does not call %s", text, rows[i].name);
-        if (strstr(source(text), "test_every_kernel") == NULL) fail_msg("%s does not end with test_every_kernel()", text);
+        if (strstr(source(text), "test_every_kernel") == NULL)
+            fail_msg("%s does not end with test_every_kernel()", text);
         if (strstr(source(text), "TEST_KERNELS_MAIN(") == NULL) fail_msg("%s takes no --bench", text);
         if (rows[i].bench == NULL) continue;
         snprintf(text, sizeof text, "{\"%s\", ", rows[i].bench);
-        if (strstr(source("tools/quern/bench.c"), text) == NULL) fail_msg("%s: `quern bench` has no subject %s", rows[i].name, rows[i].bench);
+        if (strstr(source("tools/quern/bench.c"), text) == NULL)
+            fail_msg("%s: `quern bench` has no subject %s", rows[i].name, rows[i].bench);
     }
 }
 
@@ -139,18 +146,24 @@ static void print_page(FILE *out)
     size_t count;
     const test_kernel *rows = test_kernels(&count);
     fputs("# CPU kernels\n\n"
-          "Written by `kernel_table_test --markdown` from src/cpu/kernels.inc; the test fails where this page, the tables in\n"
-          "the library, the tests and the benchmarks disagree. A level without a bf16 dot product widens to f32 instead (–).\n"
-          "NSA's table for AVX-512 BF16 is that for AVX-512. Tests live in tests/kernels; run with `--bench [PATTERN]` they time the\n"
+          "Written by `kernel_table_test --markdown` from src/cpu/kernels.inc; the test fails where this "
+          "page, the tables in\n"
+          "the library, the tests and the benchmarks disagree. A level without a bf16 dot product widens to "
+          "f32 instead (–).\n"
+          "NSA's table for AVX-512 BF16 is that for AVX-512. Tests live in tests/kernels; run with `--bench "
+          "[PATTERN]` they time the\n"
           "kernels too. `quern bench` has the subjects that the last column names.\n\n"
-          "The bound is in units of 2^-24 of the sum of the n terms' absolute values; x is what exp2 is taken of. An output in\n"
-          "f16 or bf16 is rounded once more, to the nearest. An exact kernel copies, compares, or rounds just once.\n\n"
+          "The bound is in units of 2^-24 of the sum of the n terms' absolute values; x is what exp2 is "
+          "taken of. An output in\n"
+          "f16 or bf16 is rounded once more, to the nearest. An exact kernel copies, compares, or rounds "
+          "just once.\n\n"
           "| kernel | portable | AVX2 | AVX-512 | AVX-512 BF16 | tested and timed by | bound | part of |\n"
           "| --- | --- | --- | --- | --- | --- | --- | --- |\n",
           out);
     for (size_t i = 0; i < count; i++) {
         fprintf(out, "| %s.%s |", rows[i].table, rows[i].name);
-        for (int level = 0; level < TEST_KERNEL_LEVELS; level++) fputs(rows[i].levels >> level & 1 ? " yes |" : " – |", out);
+        for (int level = 0; level < TEST_KERNEL_LEVELS; level++)
+            fputs(rows[i].levels >> level & 1 ? " yes |" : " – |", out);
         fprintf(out, " %s | ", rows[i].test);
         print_bound(out, &rows[i]);
         fprintf(out, " | %s |\n", rows[i].bench != NULL ? rows[i].bench : "–");

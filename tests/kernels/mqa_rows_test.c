@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* mqa_rows_test.c - the row kernels of attention whose heads share their keys, at every level against double. Bounds are
- * those of src/cpu/kernels.inc. */
+/* mqa_rows_test.c - the row kernels of attention whose heads share their keys, at every level against double.
+ * Bounds are those of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/attend_mqa/mqa_kernels.h"
 #include "kernel_time.h"
@@ -22,11 +22,12 @@ static double half_at(const uint16_t *p, int64_t i)
     return (double)x;
 }
 
-static void expect(const mqa_kernels *kernels, const char *what, int64_t key, int64_t head, double out, double exact, double bound)
+static void expect(const mqa_kernels *kernels, const char *what, int64_t key, int64_t head, double out,
+                   double exact, double bound)
 {
     if (isnan(exact) ? isnan(out) : out == exact || fabs(out - exact) <= bound) return;
-    fail_msg("%s %s: key %lld, head %lld is %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level), what, (long long)key, (long long)head,
-             out, exact, bound);
+    fail_msg("%s %s: key %lld, head %lld is %.9g, expected %.9g within %.3g",
+             quern_cpu_level_name(kernels->level), what, (long long)key, (long long)head, out, exact, bound);
 }
 
 /* Scores with a column that is -inf throughout, one that is in part, one with NaN. */
@@ -40,7 +41,8 @@ static void fill_scores(float *s, int64_t keys, int64_t heads, test_random *rand
     }
 }
 
-static void check_softmax(const mqa_kernels *kernels, bool narrow, int64_t keys, int64_t heads, bool fresh, test_random *random)
+static void check_softmax(const mqa_kernels *kernels, bool narrow, int64_t keys, int64_t heads, bool fresh,
+                          test_random *random)
 {
     static float s[SCORES + HEADS_MOST + 1], before[SCORES];
     float max[HEADS_MOST], sum[HEADS_MOST], shrink[HEADS_MOST], old_max[HEADS_MOST], old_sum[HEADS_MOST];
@@ -61,24 +63,32 @@ static void check_softmax(const mqa_kernels *kernels, bool narrow, int64_t keys,
         for (int64_t k = 0; k < keys; k++)
             if ((double)before[k * heads + h] > most) most = (double)before[k * heads + h];
         assert_true((double)max[h] == most);
-        const double fall = most > (double)old_max[h] ? exp2(((double)old_max[h] - most) * (double)(float)scale2) : 1;
+        const double fall =
+            most > (double)old_max[h] ? exp2(((double)old_max[h] - most) * (double)(float)scale2) : 1;
         const double x = 60 * scale2; /* at most that far from the maximum */
         const double unit = test_kernel_bound("mqa", name, kernels->level, 1, x);
         expect(kernels, "shrink", 0, h, (double)shrink[h], fall, unit * fall);
         for (int64_t k = 0; k < keys; k++) {
             const double score = (double)before[k * heads + h];
-            const double p = isnan(score) ? score : most == -INFINITY ? 0 : exp2((score - most) * (double)(float)scale2);
+            const double p = isnan(score)        ? score
+                             : most == -INFINITY ? 0
+                                                 : exp2((score - most) * (double)(float)scale2);
             double out = (double)s[k * heads + h];
             if (narrow) out = half_at((const uint16_t *)(const void *)s, (k / 2 * heads + h) * 2 + k % 2);
-            expect(kernels, name, k, h, out, p, unit * p + (narrow ? test_kernel_rounding(QUERN_BF16, p) : 0));
-            total += p, size += p;
+            expect(kernels, name, k, h, out, p,
+                   unit * p + (narrow ? test_kernel_rounding(QUERN_BF16, p) : 0));
+            total += p;
+            size += p;
         }
-        if (narrow && keys % 2 == 1) assert_true(half_at((const uint16_t *)(const void *)s, (keys / 2 * heads + h) * 2 + 1) == 0);
-        total += (double)old_sum[h] * fall, size += (double)old_sum[h] * fall;
+        if (narrow && keys % 2 == 1)
+            assert_true(half_at((const uint16_t *)(const void *)s, (keys / 2 * heads + h) * 2 + 1) == 0);
+        total += (double)old_sum[h] * fall;
+        size += (double)old_sum[h] * fall;
         expect(kernels, "sum", 0, h, (double)sum[h], total, (unit + (double)(keys + 2) * 0x1p-24) * size);
     }
     for (int64_t i = 0; i < SCORES; i++) s[i] = 0.5f;
-    TEST_TIME("mqa", name, kernels->level, keys * heads, (narrow ? kernels->mqa_softmax_bf16 : kernels->mqa_softmax_f32)(&t));
+    TEST_TIME("mqa", name, kernels->level, keys * heads,
+              (narrow ? kernels->mqa_softmax_bf16 : kernels->mqa_softmax_f32)(&t));
 }
 
 static void softmaxes(void **state)
@@ -90,12 +100,14 @@ static void softmaxes(void **state)
         const mqa_kernels *kernels = mqa_kernels_for(level);
         for (int i = 0; i < 24; i++) {
             check_softmax(kernels, false, keys[i % 6], heads[i / 6 % 2], i >= 12, &random);
-            if (kernels->mqa_softmax_bf16 != NULL) check_softmax(kernels, true, keys[i % 6], heads[i / 6 % 2], i >= 12, &random);
+            if (kernels->mqa_softmax_bf16 != NULL)
+                check_softmax(kernels, true, keys[i % 6], heads[i / 6 % 2], i >= 12, &random);
         }
     }
 }
 
-static void check_gradient(const mqa_kernels *kernels, bool narrow, int64_t keys, int64_t heads, test_random *random)
+static void check_gradient(const mqa_kernels *kernels, bool narrow, int64_t keys, int64_t heads,
+                           test_random *random)
 {
     static float s[SCORES + 1], dp[SCORES + 1], s0[SCORES], dp0[SCORES];
     static uint16_t p[SCORES + 1], ds[SCORES + 1];
@@ -111,25 +123,36 @@ static void check_gradient(const mqa_kernels *kernels, bool narrow, int64_t keys
     }
     dp[9 + heads * (keys - 1)] = NAN; /* of a head that sees nothing */
     memcpy(s0, s, sizeof s0), memcpy(dp0, dp, sizeof dp0);
-    s[keys * heads] = dp[keys * heads] = 77, p[keys * heads] = ds[keys * heads] = 77, pairs[(keys + 1) / 2 * heads] = 77;
+    s[keys * heads] = dp[keys * heads] = 77;
+    p[keys * heads] = ds[keys * heads] = 77;
+    pairs[(keys + 1) / 2 * heads] = 77;
     const mqa_gradient t = {s, dp, (int32_t)keys, (int32_t)heads, scale2, scale, lse2, delta, p, ds, pairs};
     (narrow ? kernels->mqa_gradient_bf16 : kernels->mqa_gradient_f32)(&t);
     assert_true(s[keys * heads] == 77 && dp[keys * heads] == 77);
     assert_true(p[keys * heads] == 77 && ds[keys * heads] == 77 && pairs[(keys + 1) / 2 * heads] == 77);
     for (int64_t i = 0; i < keys * heads; i++) {
         const int64_t k = i / heads, h = i % heads;
-        const double x = (double)s0[i] * (double)scale2, exact_p = lse2[h] == INFINITY ? 0 : exp2(x - (double)lse2[h]);
-        const double unit = test_kernel_bound("mqa", name, kernels->level, 1, fabs(x) < 100 ? fabs(x) + 2 : 2);
+        const double x = (double)s0[i] * (double)scale2,
+                     exact_p = lse2[h] == INFINITY ? 0 : exp2(x - (double)lse2[h]);
+        const double unit =
+            test_kernel_bound("mqa", name, kernels->level, 1, fabs(x) < 100 ? fabs(x) + 2 : 2);
         const double size = exact_p * (fabs((double)dp0[i]) + fabs((double)delta[h])) * (double)scale;
-        const double exact_ds = lse2[h] == INFINITY ? 0 : exact_p * ((double)dp0[i] - (double)delta[h]) * (double)scale;
-        const double round_p = narrow ? test_kernel_rounding(QUERN_BF16, exact_p) : 0, round_ds = narrow ? test_kernel_rounding(QUERN_BF16, exact_ds) : 0;
+        const double exact_ds =
+            lse2[h] == INFINITY ? 0 : exact_p * ((double)dp0[i] - (double)delta[h]) * (double)scale;
+        const double round_p = narrow ? test_kernel_rounding(QUERN_BF16, exact_p) : 0,
+                     round_ds = narrow ? test_kernel_rounding(QUERN_BF16, exact_ds) : 0;
         expect(kernels, "P", k, h, narrow ? half_at(p, i) : (double)s[i], exact_p, unit * exact_p + round_p);
-        expect(kernels, "dS", k, h, narrow ? half_at(ds, i) : (double)dp[i], exact_ds, 2 * unit * size + round_ds);
-        if (narrow) assert_true(half_at((const uint16_t *)(const void *)pairs, (k / 2 * heads + h) * 2 + k % 2) == half_at(ds, i));
-        if (narrow && k == keys - 1 && k % 2 == 0) assert_true(half_at((const uint16_t *)(const void *)pairs, (k / 2 * heads + h) * 2 + 1) == 0);
+        expect(kernels, "dS", k, h, narrow ? half_at(ds, i) : (double)dp[i], exact_ds,
+               2 * unit * size + round_ds);
+        if (narrow)
+            assert_true(half_at((const uint16_t *)(const void *)pairs, (k / 2 * heads + h) * 2 + k % 2) ==
+                        half_at(ds, i));
+        if (narrow && k == keys - 1 && k % 2 == 0)
+            assert_true(half_at((const uint16_t *)(const void *)pairs, (k / 2 * heads + h) * 2 + 1) == 0);
     }
     for (int64_t i = 0; i < SCORES; i++) s[i] = dp[i] = 0.5f;
-    TEST_TIME("mqa", name, kernels->level, keys * heads, (narrow ? kernels->mqa_gradient_bf16 : kernels->mqa_gradient_f32)(&t));
+    TEST_TIME("mqa", name, kernels->level, keys * heads,
+              (narrow ? kernels->mqa_gradient_bf16 : kernels->mqa_gradient_f32)(&t));
 }
 
 static void gradients(void **state)
@@ -141,7 +164,8 @@ static void gradients(void **state)
         const mqa_kernels *kernels = mqa_kernels_for(level);
         for (int i = 0; i < 12; i++) {
             check_gradient(kernels, false, keys[i % 6], i < 6 ? 16 : 48, &random);
-            if (kernels->mqa_gradient_bf16 != NULL) check_gradient(kernels, true, keys[i % 6], i < 6 ? 16 : 48, &random);
+            if (kernels->mqa_gradient_bf16 != NULL)
+                check_gradient(kernels, true, keys[i % 6], i < 6 ? 16 : 48, &random);
         }
     }
 }

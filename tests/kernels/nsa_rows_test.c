@@ -30,7 +30,8 @@ static test_tensor row_of(test_random *random, quern_dtype dtype, int64_t n, tes
     return t;
 }
 
-static test_tensor rows_of(test_random *random, quern_dtype dtype, int64_t rows, int64_t n, test_layout layout)
+static test_tensor rows_of(test_random *random, quern_dtype dtype, int64_t rows, int64_t n,
+                           test_layout layout)
 {
     const int64_t shape[] = {rows, n};
     test_tensor t = test_tensor_make(random, dtype, 2, shape, layout);
@@ -38,12 +39,16 @@ static test_tensor rows_of(test_random *random, quern_dtype dtype, int64_t rows,
     return t;
 }
 
-static void expect(const nsa_kernels *kernels, const char *what, quern_dtype dtype, int64_t n, int64_t at, double out, double expected, double bound)
+static void expect(const nsa_kernels *kernels, const char *what, quern_dtype dtype, int64_t n, int64_t at,
+                   double out, double expected, double bound)
 {
     bound += test_kernel_rounding(dtype, expected);
-    if (isnan(expected) ? isnan(out) : out == expected || (isfinite(expected) && fabs(out - expected) <= bound)) return;
-    fail_msg("%s %s %s, n %lld: [%lld] is %.9g, expected %.9g within %.3g", quern_cpu_level_name(kernels->level), what, quern_dtype_name(dtype),
-             (long long)n, (long long)at, out, expected, bound);
+    if (isnan(expected) ? isnan(out)
+                        : out == expected || (isfinite(expected) && fabs(out - expected) <= bound))
+        return;
+    fail_msg("%s %s %s, n %lld: [%lld] is %.9g, expected %.9g within %.3g",
+             quern_cpu_level_name(kernels->level), what, quern_dtype_name(dtype), (long long)n, (long long)at,
+             out, expected, bound);
 }
 
 static double bound_of(const nsa_kernels *kernels, const char *name, double terms, double argument)
@@ -71,8 +76,12 @@ static void sum_rows(const nsa_kernels *kernels, test_random *random)
         double *got = test_tensor_get(&out);
         for (int64_t c = 0; c < n; c++) {
             double sum = 0, size = 0;
-            for (int64_t r = 0; r < rows; r++) sum += x[r * n + c], size += fabs(x[r * n + c]);
-            expect(kernels, "sum_rows", QUERN_F32, n, c, got[c], sum, bound_of(kernels, "sum_rows", (double)rows, 0) * size);
+            for (int64_t r = 0; r < rows; r++) {
+                sum += x[r * n + c];
+                size += fabs(x[r * n + c]);
+            }
+            expect(kernels, "sum_rows", QUERN_F32, n, c, got[c], sum,
+                   bound_of(kernels, "sum_rows", (double)rows, 0) * size);
         }
         TEST_TIME("nsa", "sum_rows", kernels->level, rows * n * (int64_t)quern_dtype_size(in.view.dtype),
                   kernels->sum_rows(&src, out.view.data));
@@ -86,19 +95,23 @@ static void spread_row(const nsa_kernels *kernels, test_random *random)
     for (int i = 0; i < 6 * LENGTHS; i++) {
         const bool stream = i % 2;
         const quern_dtype dtype = activations[i / 2 % 3];
-        const int64_t n = stream ? (lengths[i / 6] + 31) / 32 * 32 : lengths[i / 6], rows = test_random_int(random, 0, 9);
+        const int64_t n = stream ? (lengths[i / 6] + 31) / 32 * 32 : lengths[i / 6],
+                      rows = test_random_int(random, 0, 9);
         test_tensor row = row_of(random, QUERN_F32, n, TEST_UNALIGNED);
         test_tensor out = rows_of(random, dtype, rows, n, stream ? TEST_CONTIGUOUS : TEST_STRIDED);
         double *x = test_tensor_get(&row);
-        kernels->spread_row(row.view.data, 0.125f, n, dtype, out.view.data, out.view.strides[0], rows, stream);
+        kernels->spread_row(row.view.data, 0.125f, n, dtype, out.view.data, out.view.strides[0], rows,
+                            stream);
         kernels->rows->fence();
         test_tensor_check_guards(&out, "spread_row");
         double *got = test_tensor_get(&out);
         for (int64_t j = 0; j < rows * n; j++)
             expect(kernels, "spread_row", QUERN_F32, n, j, got[j], test_round(dtype, x[j % n] * 0.125),
-                   bound_of(kernels, "spread_row", 0, 0) + (stream ? test_kernel_bound("row", "fence", kernels->rows->level, 0, 0) : 0));
+                   bound_of(kernels, "spread_row", 0, 0) +
+                       (stream ? test_kernel_bound("row", "fence", kernels->rows->level, 0, 0) : 0));
         TEST_TIME("nsa", "spread_row", kernels->level, rows * n * (int64_t)quern_dtype_size(dtype),
-                  kernels->spread_row(row.view.data, 0.125f, n, dtype, out.view.data, out.view.strides[0], rows, stream));
+                  kernels->spread_row(row.view.data, 0.125f, n, dtype, out.view.data, out.view.strides[0],
+                                      rows, stream));
         TEST_TIME("row", "fence", kernels->rows->level, 64, kernels->rows->fence());
         free(x), free(got);
         test_tensor_free(&row), test_tensor_free(&out);
@@ -148,7 +161,8 @@ static gate_case gate_make_case(test_random *random, int i)
         c.absent[b] = b == absent;
         c.o[b] = grid_of(random, &c, c.dtype, c.n, false);
         double *o = test_tensor_get(&c.o[b]);
-        if (i % 5 == 1 && b < 2 && c.n * c.tokens > 0) o[c.n / 2] = b == 0 ? NAN : -INFINITY; /* stays in its row */
+        if (i % 5 == 1 && b < 2 && c.n * c.tokens > 0)
+            o[c.n / 2] = b == 0 ? NAN : -INFINITY; /* stays in its row */
         test_tensor_set(&c.o[b], o);
         free(o);
         c.o_values[b] = test_tensor_get(&c.o[b]);
@@ -175,7 +189,10 @@ static double dot(const double *x, const double *y, int64_t n, double *size)
 {
     double sum = 0;
     *size = 0;
-    for (int64_t j = 0; j < n; j++) sum += x[j] * y[j], *size += fabs(x[j] * y[j]);
+    for (int64_t j = 0; j < n; j++) {
+        sum += x[j] * y[j];
+        *size += fabs(x[j] * y[j]);
+    }
     return sum;
 }
 
@@ -184,9 +201,16 @@ static void gate_rows(const nsa_kernels *kernels, test_random *random)
     for (int i = 0; i < 6 * LENGTHS; i++) {
         gate_case c = gate_make_case(random, i);
         const bool given = i % 4 == 0, combines = i % 4 != 1;
-        test_tensor gates = grid_of(random, &c, QUERN_F32, 3, false), out = grid_of(random, &c, c.dtype, c.n, c.stream);
-        gate_block t = {.dtype = c.dtype, .tokens = c.tokens, .heads = c.heads, .dim = c.n, .dim_v = c.n, .q = grid_from(&c.q),
-                        .gates = grid_from(&gates), .stream = c.stream};
+        test_tensor gates = grid_of(random, &c, QUERN_F32, 3, false),
+                    out = grid_of(random, &c, c.dtype, c.n, c.stream);
+        gate_block t = {.dtype = c.dtype,
+                        .tokens = c.tokens,
+                        .heads = c.heads,
+                        .dim = c.n,
+                        .dim_v = c.n,
+                        .q = grid_from(&c.q),
+                        .gates = grid_from(&gates),
+                        .stream = c.stream};
         for (int b = 0; b < 3; b++)
             if (!c.absent[b]) t.o[b] = grid_from(&c.o[b]);
         if (!given) t.w = weights_from(&c);
@@ -201,10 +225,12 @@ static void gate_rows(const nsa_kernels *kernels, test_random *random)
         for (int64_t r = 0; r < c.tokens * c.heads; r++) {
             double exact[3], error[3], size;
             for (int64_t b = 0; b < 3; b++) {
-                const double x = dot(c.q_values + r * c.n, c.w_values + (r % c.heads * 3 + b) * c.n, c.n, &size);
+                const double x =
+                    dot(c.q_values + r * c.n, c.w_values + (r % c.heads * 3 + b) * c.n, c.n, &size);
                 exact[b] = given ? old[3 * r + b] : 1 / (1 + exp(-x));
-                error[b] =
-                    given ? 0 : exact[b] * (bound_of(kernels, "gate_rows", 0, fabs(x)) + bound_of(kernels, "gate_rows", (double)c.n, 0) * size);
+                error[b] = given ? 0
+                                 : exact[b] * (bound_of(kernels, "gate_rows", 0, fabs(x)) +
+                                               bound_of(kernels, "gate_rows", (double)c.n, 0) * size);
                 expect(kernels, "gates", QUERN_F32, c.n, 3 * r + b, g[3 * r + b], exact[b], error[b]);
             }
             for (int64_t j = 0; combines && j < c.n; j++) {
@@ -212,12 +238,14 @@ static void gate_rows(const nsa_kernels *kernels, test_random *random)
                 for (int b = 0; b < 3; b++) {
                     if (c.absent[b]) continue;
                     const double o = c.o_values[b][r * c.n + j];
-                    sum += exact[b] * o, bound += (bound_of(kernels, "gate_rows", 3, 0) * fabs(exact[b]) + error[b]) * fabs(o);
+                    sum += exact[b] * o;
+                    bound += (bound_of(kernels, "gate_rows", 3, 0) * fabs(exact[b]) + error[b]) * fabs(o);
                 }
                 expect(kernels, "gate_rows", c.dtype, c.n, r * c.n + j, got[r * c.n + j], sum, bound);
             }
         }
-        TEST_TIME("nsa", "gate_rows", kernels->level, 5 * c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype), kernels->gate_rows(&t));
+        TEST_TIME("nsa", "gate_rows", kernels->level,
+                  5 * c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype), kernels->gate_rows(&t));
         free(old), free(g), free(got);
         test_tensor_free(&gates), test_tensor_free(&out);
         gate_free(&c);
@@ -230,13 +258,26 @@ static void gate_backward(const nsa_kernels *kernels, test_random *random)
         gate_case c = gate_make_case(random, i);
         const bool accumulate = i % 4 == 2;
         const quern_dtype q_dtype = accumulate || i % 3 == 1 ? QUERN_F32 : c.dtype;
-        test_tensor gates = grid_of(random, &c, QUERN_F32, 3, false), delta = grid_of(random, &c, QUERN_F32, 1, false);
-        test_tensor d_gates = grid_of(random, &c, QUERN_F32, 3, false), d_o_b = grid_of(random, &c, c.dtype, c.n, c.stream);
+        test_tensor gates = grid_of(random, &c, QUERN_F32, 3, false),
+                    delta = grid_of(random, &c, QUERN_F32, 1, false);
+        test_tensor d_gates = grid_of(random, &c, QUERN_F32, 3, false),
+                    d_o_b = grid_of(random, &c, c.dtype, c.n, c.stream);
         test_tensor d_q = grid_of(random, &c, q_dtype, c.n, c.stream);
         float dl[6 * 5 * 3];
-        gate_backward_block t = {.dtype = c.dtype, .d_q_dtype = q_dtype, .tokens = c.tokens, .heads = c.heads, .dim = c.n, .dim_v = c.n,
-                                 .d_o = grid_from(&c.q), .gates = grid_from(&gates), .d_gates = grid_from(&d_gates), .d_q = grid_from(&d_q),
-                                 .w = weights_from(&c), .dl = dl, .accumulate = accumulate, .stream = {0, c.stream, 0, c.stream && !accumulate}};
+        gate_backward_block t = {.dtype = c.dtype,
+                                 .d_q_dtype = q_dtype,
+                                 .tokens = c.tokens,
+                                 .heads = c.heads,
+                                 .dim = c.n,
+                                 .dim_v = c.n,
+                                 .d_o = grid_from(&c.q),
+                                 .gates = grid_from(&gates),
+                                 .d_gates = grid_from(&d_gates),
+                                 .d_q = grid_from(&d_q),
+                                 .w = weights_from(&c),
+                                 .dl = dl,
+                                 .accumulate = accumulate,
+                                 .stream = {0, c.stream, 0, c.stream && !accumulate}};
         for (int b = 0; b < 3; b++)
             if (!c.absent[b]) t.o[b] = grid_from(&c.o[b]);
         t.delta[2] = grid_from(&delta);
@@ -254,10 +295,16 @@ static void gate_backward(const nsa_kernels *kernels, test_random *random)
         for (int64_t r = 0; r < c.tokens * c.heads; r++) {
             double s[3], error[3];
             for (int64_t b = 0; b < 3; b++) {
-                double size = 0, exact = c.absent[b] ? 0 : dot(c.q_values + r * c.n, c.o_values[b] + r * c.n, c.n, &size);
-                const double gate = g[3 * r + b], bound = bound_of(kernels, "gate_backward", (double)c.n, 0) * size, slope = gate * (1 - gate);
+                double size = 0, exact = c.absent[b]
+                                             ? 0
+                                             : dot(c.q_values + r * c.n, c.o_values[b] + r * c.n, c.n, &size);
+                const double gate = g[3 * r + b],
+                             bound = bound_of(kernels, "gate_backward", (double)c.n, 0) * size,
+                             slope = gate * (1 - gate);
                 expect(kernels, "dots", QUERN_F32, c.n, r, got[1][3 * r + b], exact, bound);
-                if (b == 2) expect(kernels, "delta", QUERN_F32, c.n, r, got[0][r], gate * exact, bound * (fabs(gate) + 1));
+                if (b == 2)
+                    expect(kernels, "delta", QUERN_F32, c.n, r, got[0][r], gate * exact,
+                           bound * (fabs(gate) + 1));
                 s[b] = exact * slope;
                 error[b] = bound * 2 * (fabs(gate) + gate * gate);
                 expect(kernels, "dl", QUERN_F32, c.n, r, dl[3 * r + b], s[b], error[b]);
@@ -265,16 +312,20 @@ static void gate_backward(const nsa_kernels *kernels, test_random *random)
             for (int64_t j = 0; j < c.n; j++) {
                 const int64_t at = r * c.n + j;
                 const double scaled = g[3 * r + 1] * c.q_values[at];
-                expect(kernels, "d_o_b", c.dtype, c.n, at, got[2][at], scaled, bound_of(kernels, "gate_backward", 0, 0) * fabs(scaled));
-                double sum = accumulate ? old[at] : 0, bound = bound_of(kernels, "gate_backward", 1, 0) * fabs(sum);
+                expect(kernels, "d_o_b", c.dtype, c.n, at, got[2][at], scaled,
+                       bound_of(kernels, "gate_backward", 0, 0) * fabs(scaled));
+                double sum = accumulate ? old[at] : 0,
+                       bound = bound_of(kernels, "gate_backward", 1, 0) * fabs(sum);
                 for (int64_t b = 0; b < 3; b++) {
                     const double w = c.w_values[(r % c.heads * 3 + b) * c.n + j];
-                    sum += s[b] * w, bound += (bound_of(kernels, "gate_backward", 4, 0) * fabs(s[b]) + error[b]) * fabs(w);
+                    sum += s[b] * w;
+                    bound += (bound_of(kernels, "gate_backward", 4, 0) * fabs(s[b]) + error[b]) * fabs(w);
                 }
                 expect(kernels, "d_q", q_dtype, c.n, at, got[3][at], sum, bound);
             }
         }
-        TEST_TIME("nsa", "gate_backward", kernels->level, 6 * c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype),
+        TEST_TIME("nsa", "gate_backward", kernels->level,
+                  6 * c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype),
                   kernels->gate_backward(&t));
         for (int k = 0; k < 4; k++) free(got[k]), test_tensor_free(outputs[k]);
         free(g), free(old);
@@ -298,12 +349,16 @@ static void gate_weight(const nsa_kernels *kernels, test_random *random)
             const int64_t row = at / c.n, j = at % c.n;
             double sum = old[at], size = fabs(sum);
             for (int64_t token = 0; token < c.tokens; token++) {
-                const double term = factors[token * c.heads * 3 + row] * c.q_values[(token * c.heads + row / 3) * c.n + j];
-                sum += term, size += fabs(term);
+                const double term =
+                    factors[token * c.heads * 3 + row] * c.q_values[(token * c.heads + row / 3) * c.n + j];
+                sum += term;
+                size += fabs(term);
             }
-            expect(kernels, "gate_weight", QUERN_F32, c.n, at, got[at], sum, bound_of(kernels, "gate_weight", (double)c.tokens, 0) * size);
+            expect(kernels, "gate_weight", QUERN_F32, c.n, at, got[at], sum,
+                   bound_of(kernels, "gate_weight", (double)c.tokens, 0) * size);
         }
-        TEST_TIME("nsa", "gate_weight", kernels->level, c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype) + 24 * c.heads * c.n,
+        TEST_TIME("nsa", "gate_weight", kernels->level,
+                  c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype) + 24 * c.heads * c.n,
                   kernels->gate_weight(s.view.data, &q, c.dtype, c.tokens, c.heads, c.n, d_w.view.data));
         free(old), free(factors), free(got);
         test_tensor_free(&d_w), test_tensor_free(&s);
@@ -315,7 +370,8 @@ static void add_probabilities(const nsa_kernels *kernels, test_random *random)
 {
     enum { MOST_ROWS = 9 };
     for (int round = 0; round < 40; round++) {
-        const int32_t rows = (int32_t)test_random_int(random, 0, MOST_ROWS), columns = 16 * (int32_t)test_random_int(random, 0, 9);
+        const int32_t rows = (int32_t)test_random_int(random, 0, MOST_ROWS),
+                      columns = 16 * (int32_t)test_random_int(random, 0, 9);
         const float scale2 = 0.4f;
         test_tensor s = rows_of(random, QUERN_F32, rows, columns, round % 2 ? TEST_STRIDED : TEST_UNALIGNED);
         test_tensor acc = row_of(random, QUERN_F32, columns, TEST_UNALIGNED);
@@ -326,7 +382,8 @@ static void add_probabilities(const nsa_kernels *kernels, test_random *random)
             lse2[r] = r == 0 ? INFINITY : (float)(2 + test_random_normal(random));
         }
         double *x = test_tensor_get(&s), *old = test_tensor_get(&acc);
-        kernels->add_probabilities(s.view.data, s.view.strides[0], rows, seen, columns, scale2, lse2, acc.view.data);
+        kernels->add_probabilities(s.view.data, s.view.strides[0], rows, seen, columns, scale2, lse2,
+                                   acc.view.data);
         test_tensor_check_guards(&acc, "add_probabilities");
         test_tensor_check_unchanged(&s, "scores");
         double *got = test_tensor_get(&acc);
@@ -335,12 +392,15 @@ static void add_probabilities(const nsa_kernels *kernels, test_random *random)
             for (int32_t r = 0; r < rows; r++) {
                 if (c >= seen[r]) continue;
                 const double scaled = x[r * columns + c] * (double)scale2, p = exp2(scaled - (double)lse2[r]);
-                sum += p, bound += bound_of(kernels, "add_probabilities", rows, fabs(scaled) + fabs((double)lse2[r])) * p;
+                sum += p;
+                bound +=
+                    bound_of(kernels, "add_probabilities", rows, fabs(scaled) + fabs((double)lse2[r])) * p;
             }
             expect(kernels, "add_probabilities", QUERN_F32, columns, c, got[c], sum, bound);
         }
         TEST_TIME("nsa", "add_probabilities", kernels->level, 4 * (int64_t)rows * columns,
-                  kernels->add_probabilities(s.view.data, s.view.strides[0], rows, seen, columns, scale2, lse2, acc.view.data));
+                  kernels->add_probabilities(s.view.data, s.view.strides[0], rows, seen, columns, scale2,
+                                             lse2, acc.view.data));
         free(x), free(old), free(got);
         test_tensor_free(&s), test_tensor_free(&acc);
     }
@@ -358,14 +418,17 @@ static void best_of(const nsa_kernels *kernels, test_random *random)
 {
     enum { MOST = 400 };
     for (int round = 0; round < 300; round++) {
-        const int64_t to = test_random_int(random, 0, MOST), from = test_random_int(random, 0, to < 20 ? to : 20);
-        const int64_t want = test_random_int(random, 0, 40), there = to - from, count = want < there ? want : there;
+        const int64_t to = test_random_int(random, 0, MOST),
+                      from = test_random_int(random, 0, to < 20 ? to : 20);
+        const int64_t want = test_random_int(random, 0, 40), there = to - from,
+                      count = want < there ? want : there;
         test_tensor t = row_of(random, QUERN_F32, to, TEST_UNALIGNED);
         float *scores = t.view.data;
         for (int64_t i = 0; i < to; i++) {
             if (round % 4 == 1) scores[i] = (float)test_random_int(random, -2, 2); /* ties, and both zeros */
             if (round % 4 == 1 && scores[i] == 0 && i % 2) scores[i] = -0.0f;
-            if (round % 4 == 2 && test_random_one_in(random, 3)) scores[i] = test_random_one_in(random, 2) ? NAN : -INFINITY;
+            if (round % 4 == 2 && test_random_one_in(random, 3))
+                scores[i] = test_random_one_in(random, 2) ? NAN : -INFINITY;
             if (round % 4 == 3) scores[i] = NAN;
         }
         uint64_t best[40 + 1];
@@ -379,11 +442,13 @@ static void best_of(const nsa_kernels *kernels, test_random *random)
             assert_true(i >= from && i < to);
             for (int64_t j = from; j < to; j++) before += stands_before(scores, j, i);
             if (before != b)
-                fail_msg("%s best_of round %d: place %lld holds index %lld, which belongs at %lld", quern_cpu_level_name(kernels->level), round,
-                         (long long)b, (long long)i, (long long)before);
+                fail_msg("%s best_of round %d: place %lld holds index %lld, which belongs at %lld",
+                         quern_cpu_level_name(kernels->level), round, (long long)b, (long long)i,
+                         (long long)before);
         }
         if (want <= 16 && round % 4 == 0)
-            TEST_TIME("nsa", "best_of", kernels->level, 4 * there, kernels->best_of(scores, from, to, want, best));
+            TEST_TIME("nsa", "best_of", kernels->level, 4 * there,
+                      kernels->best_of(scores, from, to, want, best));
         test_tensor_free(&t);
     }
 }
@@ -401,8 +466,8 @@ static void at_every_level(void **state)
 int main(int argc, char **argv)
 {
     char program[] = "nsa_rows_test";
-    kernel_test sum = {sum_rows}, spread = {spread_row}, gates = {gate_rows},
-                gradients = {gate_backward}, weights = {gate_weight}, probabilities = {add_probabilities}, best = {best_of};
+    kernel_test sum = {sum_rows}, spread = {spread_row}, gates = {gate_rows}, gradients = {gate_backward},
+                weights = {gate_weight}, probabilities = {add_probabilities}, best = {best_of};
     const struct CMUnitTest tests[] = {
         {"sum_rows", at_every_level, NULL, NULL, &sum},
         {"spread_row", at_every_level, NULL, NULL, &spread},

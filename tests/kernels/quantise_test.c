@@ -95,8 +95,10 @@ static void quantise_row(const quantise_kernels *kernels, test_random *random)
             expect_block(kernels, &rule, block, got, ((const uint8_t *)scales.view.data)[b], n);
         }
         if (rule.scales == QUANTISE_SCALES_RNE)
-            TEST_TIME("quantise", "quantise_row", kernels->level, n * (int64_t)quern_dtype_size(t.view.dtype) + 9 * blocks,
-                      kernels->quantise_row(&rule, t.view.data, t.view.dtype, n, codes.view.data, scales.view.data));
+            TEST_TIME("quantise", "quantise_row", kernels->level,
+                      n * (int64_t)quern_dtype_size(t.view.dtype) + 9 * blocks,
+                      kernels->quantise_row(&rule, t.view.data, t.view.dtype, n, codes.view.data,
+                                            scales.view.data));
         free(x);
         test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
     }
@@ -130,9 +132,10 @@ static void quantise_columns(const quantise_kernels *kernels, test_random *rando
             expect_block(kernels, &rule, block, got, ((const uint8_t *)scales.view.data)[c], n);
         }
         if (rule.scales == QUANTISE_SCALES_RNE)
-            TEST_TIME("quantise", "quantise_columns", kernels->level, n * (16 * (int64_t)quern_dtype_size(t.view.dtype) + 9),
-                      kernels->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0], n, codes.view.data,
-                                                codes.view.strides[0], scales.view.data));
+            TEST_TIME("quantise", "quantise_columns", kernels->level,
+                      n * (16 * (int64_t)quern_dtype_size(t.view.dtype) + 9),
+                      kernels->quantise_columns(&rule, t.view.data, t.view.dtype, t.view.strides[0], n,
+                                                codes.view.data, codes.view.strides[0], scales.view.data));
         free(x);
         test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
     }
@@ -177,8 +180,10 @@ static void dequantise_row(const quantise_kernels *kernels, test_random *random)
         for (int64_t c = 0; c < n; c++)
             expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[c / 16],
                            nibble(codes.view.data, c), got[c]);
-        TEST_TIME("quantise", "dequantise_row", kernels->level, n * (int64_t)quern_dtype_size(out.view.dtype) + 9 * blocks,
-                  kernels->dequantise_row(&rule, codes.view.data, scales.view.data, n, out.view.data, out.view.dtype));
+        TEST_TIME("quantise", "dequantise_row", kernels->level,
+                  n * (int64_t)quern_dtype_size(out.view.dtype) + 9 * blocks,
+                  kernels->dequantise_row(&rule, codes.view.data, scales.view.data, n, out.view.data,
+                                          out.view.dtype));
         free(got);
         test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&out);
     }
@@ -205,9 +210,10 @@ static void dequantise_columns(const quantise_kernels *kernels, test_random *ran
             expect_meaning(kernels, &rule, out.view.dtype, ((const uint8_t *)scales.view.data)[j % n],
                            byte >> 4 * (j / n % 2) & 15, got[j]);
         }
-        TEST_TIME("quantise", "dequantise_columns", kernels->level, n * (16 * (int64_t)quern_dtype_size(out.view.dtype) + 9),
-                  kernels->dequantise_columns(&rule, codes.view.data, codes.view.strides[0], scales.view.data, n,
-                                              out.view.data, out.view.dtype, out.view.strides[0]));
+        TEST_TIME("quantise", "dequantise_columns", kernels->level,
+                  n * (16 * (int64_t)quern_dtype_size(out.view.dtype) + 9),
+                  kernels->dequantise_columns(&rule, codes.view.data, codes.view.strides[0], scales.view.data,
+                                              n, out.view.data, out.view.dtype, out.view.strides[0]));
         free(got);
         test_tensor_free(&codes), test_tensor_free(&scales), test_tensor_free(&out);
     }
@@ -252,7 +258,13 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
         test_tensor out = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
         test_tensor_normal(&gate, random, 6), test_tensor_normal(&up, random, 6);
         double *g = test_tensor_get(&gate), *u = test_tensor_get(&up);
-        if (n > 2) g[0] = -300, g[1] = NAN, u[2] = NAN, test_tensor_set(&gate, g), test_tensor_set(&up, u);
+        if (n > 2) {
+            g[0] = -300;
+            g[1] = NAN;
+            u[2] = NAN;
+            test_tensor_set(&gate, g);
+            test_tensor_set(&up, u);
+        }
         kernels->swiglu_row(&rule, gate.view.data, up.view.data, n, out.view.data);
         test_tensor_check_guards(&out, "swiglu");
         double *got = test_tensor_get(&out);
@@ -261,7 +273,8 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
             const double x = g[c] > limit ? limit : g[c],
                          y = isnan(u[c]) ? u[c] : clamp(u[c], -limit, limit) + (double)rule.beta;
             const double expected = x / (1 + exp(-alpha * x)) * y;
-            const double bound = bound_of(kernels, "swiglu_row", alpha * x) * fabs(expected) + fabs(x * y) * 0x1p-126;
+            const double bound =
+                bound_of(kernels, "swiglu_row", alpha * x) * fabs(expected) + fabs(x * y) * 0x1p-126;
             if (isnan(expected) ? !isnan(got[c]) : !(fabs(got[c] - expected) <= bound))
                 fail_msg("%s swiglu(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
                          g[c], u[c], got[c], expected);
@@ -273,33 +286,53 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
     }
 }
 
-/* Each value within a few roundings of the formula's terms (a sigmoid below 2^-127 may be that); at the limit a gradient passes, beyond it there is none. */
+/* Each value within a few roundings of the formula's terms (a sigmoid below 2^-127 may be that); at the limit
+ * a gradient passes, beyond it there is none. */
 static void swiglu_backward_row(const quantise_kernels *kernels, test_random *random)
 {
     static const swiglu_rule rules[] = {{0, 1, 0}, {10, 1, 0}, {0.75f, 1, 0}, {7, 1.702f, 1}};
     for (int i = 0; i < 4 * LENGTHS; i++) {
         const swiglu_rule rule = rules[i % 4];
         const int64_t n = lengths[i / 4];
-        test_tensor gate = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED), up = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED),
+        test_tensor gate = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED),
+                    up = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED),
                     d = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
-        test_tensor_normal(&gate, random, 6), test_tensor_normal(&up, random, 6), test_tensor_normal(&d, random, 1);
+        test_tensor_normal(&gate, random, 6), test_tensor_normal(&up, random, 6),
+            test_tensor_normal(&d, random, 1);
         double *g = test_tensor_get(&gate), *u = test_tensor_get(&up), *by = test_tensor_get(&d);
-        const double limit = rule.limit > 0 ? (double)rule.limit : INFINITY, alpha = (double)rule.alpha, beta = (double)rule.beta;
-        if (n > 4) g[0] = fmin(limit, 50), u[1] = fmin(limit, 50), u[2] = -fmin(limit, 50), g[3] = -300, g[4] = NAN;
+        const double limit = rule.limit > 0 ? (double)rule.limit : INFINITY, alpha = (double)rule.alpha,
+                     beta = (double)rule.beta;
+        if (n > 4) {
+            g[0] = fmin(limit, 50);
+            u[1] = fmin(limit, 50);
+            u[2] = -fmin(limit, 50);
+            g[3] = -300;
+            g[4] = NAN;
+        }
         test_tensor_set(&gate, g), test_tensor_set(&up, u);
         kernels->swiglu_backward_row(&rule, d.view.data, n, gate.view.data, up.view.data);
         test_tensor_check_guards(&gate, "gate"), test_tensor_check_guards(&up, "up");
         double *d_gate = test_tensor_get(&gate), *d_up = test_tensor_get(&up);
         for (int64_t c = 0; c < n; c++) {
-            const double x = g[c] > limit ? limit : g[c], y = clamp(u[c], -limit, limit) + beta, s = 1 / (1 + exp(-alpha * x));
+            const double x = g[c] > limit ? limit : g[c], y = clamp(u[c], -limit, limit) + beta,
+                         s = 1 / (1 + exp(-alpha * x));
             const double slope = s * (1 + alpha * x * (1 - s)), terms = s * (1 + fabs(alpha * x) * (1 - s));
-            const double gate_bound = bound_of(kernels, "swiglu_backward_row", alpha * x) * fabs(by[c] * y) * terms + fabs(by[c] * y * alpha * x) * 0x1p-125 + 1e-36,
-                         up_bound = bound_of(kernels, "swiglu_backward_row", alpha * x) * fabs(by[c] * x * s) + fabs(by[c] * x) * 0x1p-125 + 1e-36;
-            const double expected = g[c] > limit ? 0 : by[c] * y * slope, expected_up = fabs(u[c]) > limit ? 0 : by[c] * x * s;
-            if (isnan(expected) ? !isnan(d_gate[c]) : d_gate[c] != expected && !(fabs(d_gate[c] - expected) <= gate_bound))
-                fail_msg("%s d gate(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level), g[c], u[c], d_gate[c], expected);
-            if (isnan(expected_up) ? !isnan(d_up[c]) : d_up[c] != expected_up && !(fabs(d_up[c] - expected_up) <= up_bound))
-                fail_msg("%s d up(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level), g[c], u[c], d_up[c], expected_up);
+            const double gate_bound =
+                             bound_of(kernels, "swiglu_backward_row", alpha * x) * fabs(by[c] * y) * terms +
+                             fabs(by[c] * y * alpha * x) * 0x1p-125 + 1e-36,
+                         up_bound =
+                             bound_of(kernels, "swiglu_backward_row", alpha * x) * fabs(by[c] * x * s) +
+                             fabs(by[c] * x) * 0x1p-125 + 1e-36;
+            const double expected = g[c] > limit ? 0 : by[c] * y * slope,
+                         expected_up = fabs(u[c]) > limit ? 0 : by[c] * x * s;
+            if (isnan(expected) ? !isnan(d_gate[c])
+                                : d_gate[c] != expected && !(fabs(d_gate[c] - expected) <= gate_bound))
+                fail_msg("%s d gate(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
+                         g[c], u[c], d_gate[c], expected);
+            if (isnan(expected_up) ? !isnan(d_up[c])
+                                   : d_up[c] != expected_up && !(fabs(d_up[c] - expected_up) <= up_bound))
+                fail_msg("%s d up(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level), g[c],
+                         u[c], d_up[c], expected_up);
         }
         TEST_TIME("quantise", "swiglu_backward_row", kernels->level, 20 * n,
                   kernels->swiglu_backward_row(&rule, d.view.data, n, gate.view.data, up.view.data));
@@ -319,14 +352,25 @@ static void at_every_level(void **state)
     }
 }
 
-#define KERNEL_TEST(name) {#name, at_every_level, NULL, NULL, &(kernel_test){name}}
+#define KERNEL_TEST(name)                                                                                    \
+    {                                                                                                        \
+#name, at_every_level, NULL, NULL, &(kernel_test)                                                    \
+        {                                                                                                    \
+            name                                                                                             \
+        }                                                                                                    \
+    }
 
 int main(int argc, char **argv)
 {
     char program[] = "quantise_test";
     const struct CMUnitTest tests[] = {
-        KERNEL_TEST(quantise_row), KERNEL_TEST(quantise_columns), KERNEL_TEST(dequantise_row), KERNEL_TEST(dequantise_columns),
-        KERNEL_TEST(part_row), KERNEL_TEST(swiglu_row), KERNEL_TEST(swiglu_backward_row),
+        KERNEL_TEST(quantise_row),
+        KERNEL_TEST(quantise_columns),
+        KERNEL_TEST(dequantise_row),
+        KERNEL_TEST(dequantise_columns),
+        KERNEL_TEST(part_row),
+        KERNEL_TEST(swiglu_row),
+        KERNEL_TEST(swiglu_backward_row),
         {"every_kernel", test_every_kernel, NULL, NULL, program},
     };
     return TEST_KERNELS_MAIN(argc, argv, tests);

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* row_kernels_test.c - the row kernels that all families share, at every level, element by element against double.
- * fence() is nsa_rows_test's, after stores past the caches. */
+/* row_kernels_test.c - the row kernels that all families share, at every level, element by element against
+ * double. fence() is nsa_rows_test's, after stores past the caches. */
 #include "cmocka_c11.h"
 #include "cpu/kernels/row_kernels.h"
 #include "kernel_time.h"
@@ -14,7 +14,7 @@
 
 static const quern_dtype activations[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
 static const int64_t lengths[] = {0, 1, 3, 7, 8, 15, 16, 17, 24, 40, 63, 128, 250, 256, 301, 512, 1000};
-static const double special[] = {0.0,    -0.0,    INFINITY, -INFINITY, NAN,         65519,       65520, 1e30,
+static const double special[] = {0.0,     -0.0,    INFINITY, -INFINITY, NAN,        65519,      65520, 1e30,
                                  0x1p-24, 0x1p-25, 0x3p-25,  1e-40,     1 + 0x1p-8, 1 + 0x3p-8, -65504};
 enum { LENGTHS = sizeof lengths / sizeof *lengths, SPECIAL = sizeof special / sizeof *special };
 
@@ -49,11 +49,13 @@ static void convert(const row_kernels *kernels, test_random *random)
             const double expected = test_round(to, x[j]);
             assert_true(bound_of(kernels, "convert") == 0);
             if (isnan(expected) ? !isnan(got[j]) : got[j] != expected || signbit(got[j]) != signbit(expected))
-                fail_msg("%s convert %s -> %s: %.9g became %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
-                         quern_dtype_name(from), quern_dtype_name(to), x[j], got[j], expected);
+                fail_msg("%s convert %s -> %s: %.9g became %.9g, expected %.9g",
+                         quern_cpu_level_name(kernels->level), quern_dtype_name(from), quern_dtype_name(to),
+                         x[j], got[j], expected);
         }
         if (from != to)
-            TEST_TIME("row", "convert", kernels->level, n * (int64_t)(quern_dtype_size(from) + quern_dtype_size(to)),
+            TEST_TIME("row", "convert", kernels->level,
+                      n * (int64_t)(quern_dtype_size(from) + quern_dtype_size(to)),
                       kernels->convert(in.view.data, from, out.view.data, to, n));
         free(x);
         free(got);
@@ -69,7 +71,10 @@ static void add_scaled(const row_kernels *kernels, test_random *random)
         test_tensor source = row_of(random, QUERN_F32, n), sum = row_of(random, QUERN_F32, n);
         double *x = test_tensor_get(&source), *old = test_tensor_get(&sum);
         if (n > 7) x[n - 3] = NAN;
-        if (n > 9) x[n - 9] = -0.0, old[n - 9] = -0.0; /* an unseen key's zero leaves + 0 */
+        if (n > 9) {
+            x[n - 9] = -0.0;
+            old[n - 9] = -0.0;
+        } /* an unseen key's zero leaves + 0 */
         test_tensor_set(&source, x);
         test_tensor_set(&sum, old);
         kernels->add_scaled(sum.view.data, source.view.data, 0.7f, n);
@@ -77,12 +82,16 @@ static void add_scaled(const row_kernels *kernels, test_random *random)
         test_tensor_check_unchanged(&source, "add_scaled's source");
         double *got = test_tensor_get(&sum);
         for (int64_t c = 0; c < n; c++) {
-            const double term = (double)0.7f * x[c], bound = bound_of(kernels, "add_scaled") * (fabs(old[c]) + fabs(term));
-            if (isnan(term) ? !isnan(got[c]) : !(fabs(got[c] - (old[c] + term)) <= bound) || (got[c] == 0 && signbit(got[c])))
-                fail_msg("%s add_scaled, n %lld: [%lld] is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
-                         (long long)n, (long long)c, got[c], old[c] + term);
+            const double term = (double)0.7f * x[c],
+                         bound = bound_of(kernels, "add_scaled") * (fabs(old[c]) + fabs(term));
+            if (isnan(term) ? !isnan(got[c])
+                            : !(fabs(got[c] - (old[c] + term)) <= bound) || (got[c] == 0 && signbit(got[c])))
+                fail_msg("%s add_scaled, n %lld: [%lld] is %.9g, expected %.9g",
+                         quern_cpu_level_name(kernels->level), (long long)n, (long long)c, got[c],
+                         old[c] + term);
         }
-        TEST_TIME("row", "add_scaled", kernels->level, 12 * n, kernels->add_scaled(sum.view.data, source.view.data, 0.7f, n));
+        TEST_TIME("row", "add_scaled", kernels->level, 12 * n,
+                  kernels->add_scaled(sum.view.data, source.view.data, 0.7f, n));
         free(x);
         free(old);
         free(got);
@@ -132,13 +141,21 @@ static void at_every_level(void **state)
     }
 }
 
-#define KERNEL_TEST(name) {#name, at_every_level, NULL, NULL, &(kernel_test){name}}
+#define KERNEL_TEST(name)                                                                                    \
+    {                                                                                                        \
+#name, at_every_level, NULL, NULL, &(kernel_test)                                                    \
+        {                                                                                                    \
+            name                                                                                             \
+        }                                                                                                    \
+    }
 
 int main(int argc, char **argv)
 {
     char program[] = "row_kernels_test";
     const struct CMUnitTest tests[] = {
-        KERNEL_TEST(convert), KERNEL_TEST(add_scaled), KERNEL_TEST(magnitude),
+        KERNEL_TEST(convert),
+        KERNEL_TEST(add_scaled),
+        KERNEL_TEST(magnitude),
         {"every_kernel", test_every_kernel, NULL, NULL, program},
     };
     return TEST_KERNELS_MAIN(argc, argv, tests);

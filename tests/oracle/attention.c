@@ -69,7 +69,8 @@ static double attend_row(const oracle_shape *s, oracle_sees sees, const void *ma
     const double lse = softmax_row(s, sees, mask, q, k, head, t, r);
     for (int64_t c = 0; o != NULL && c < s->dv; c++) {
         o[c] = 0;
-        for (int64_t i = 0; i < r->count; i++) o[c] += r->p[i] * v[(r->key[i] * s->hkv + kv_head) * s->dv + c];
+        for (int64_t i = 0; i < r->count; i++)
+            o[c] += r->p[i] * v[(r->key[i] * s->hkv + kv_head) * s->dv + c];
     }
     return lse;
 }
@@ -97,7 +98,8 @@ void oracle_attend(const oracle_shape *s, oracle_sees sees, const void *mask, co
     row_free(&r);
 }
 
-/* dv_j += p_j do;  dp_j = do . v_j;  ds_j = p_j (dp_j - sum_i p_i dp_i);  dq += scale ds_j k_j, dk_j alike. */
+/* dv_j += p_j do;  dp_j = do . v_j;  ds_j = p_j (dp_j - sum_i p_i dp_i);  dq += scale ds_j k_j, dk_j alike.
+ */
 void oracle_attend_backward(const oracle_shape *s, oracle_sees sees, const void *mask, const double *q,
                             const double *k, const double *v, const double *d_o, double *d_q, double *d_k,
                             double *d_v)

@@ -27,8 +27,8 @@ static sequence sequence_of(const oracle_dense *a, int64_t b)
     return s;
 }
 
-void oracle_dense_forward(const oracle_dense *a, const double *q, const double *k, const double *v,
-                          double *o, double *lse)
+void oracle_dense_forward(const oracle_dense *a, const double *q, const double *k, const double *v, double *o,
+                          double *lse)
 {
     const int64_t rows = (a->cu_q != NULL ? 1 : a->batch) * a->nq * a->h;
     for (int64_t i = 0; o != NULL && i < rows * a->dv; i++) o[i] = 0;

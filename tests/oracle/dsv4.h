@@ -3,7 +3,8 @@
 /*
  * dsv4.h - DeepSeek-V4's compressed attention in double, straight from the equations, for one sequence.
  *
- * Arrays are contiguous. Series a is what a block reads of its own tokens, series b what the next block reads of them.
+ * Arrays are contiguous. Series a is what a block reads of its own tokens, series b what the next block reads
+ * of them.
  */
 #ifndef QUERN_ORACLE_DSV4_H
 #define QUERN_ORACLE_DSV4_H
@@ -32,15 +33,20 @@ typedef struct oracle_compress_arrays {
 void oracle_dsv4_pool(const oracle_compressor *c, const oracle_compress_arrays *x);
 /* pooled -> out: norm, rotation, Hadamard transform. */
 void oracle_dsv4_finish(const oracle_compressor *c, const oracle_compress_arrays *x);
-/* d_out -> every d_ that is given, from proj, and from pooled as it is (a rounding passes gradients unchanged). */
+/* d_out -> every d_ that is given, from proj, and from pooled as it is (a rounding passes gradients
+ * unchanged). */
 void oracle_dsv4_compress_backward(const oracle_compressor *c, const oracle_compress_arrays *x);
 
 /* y = x W, x [rows, k], w [k, n]. */
 void oracle_dsv4_multiply(const double *x, const double *w, int64_t rows, int64_t k, int64_t n, double *y);
-/* In place: pairs (2m, 2m + 1) of the last `dim` of `width` channels by the angles of a position; `inverse`: back. */
-void oracle_dsv4_rotate(double *row, int64_t width, const double *cos_sin, int64_t dim, int64_t position, bool inverse);
-/* cos and sin of pos * inv_freq, [max_pos, dim]; factor 0: plain. In float at each step, as the definition has it. */
-void oracle_dsv4_rope_table(int64_t max_pos, int64_t dim, float base, float factor, float length, float beta_fast, float beta_slow, double *table);
+/* In place: pairs (2m, 2m + 1) of the last `dim` of `width` channels by the angles of a position; `inverse`:
+ * back. */
+void oracle_dsv4_rotate(double *row, int64_t width, const double *cos_sin, int64_t dim, int64_t position,
+                        bool inverse);
+/* cos and sin of pos * inv_freq, [max_pos, dim]; factor 0: plain. In float at each step, as the definition
+ * has it. */
+void oracle_dsv4_rope_table(int64_t max_pos, int64_t dim, float base, float factor, float length,
+                            float beta_fast, float beta_slow, double *table);
 
 /* The row formats of caches, from f32 values to bytes. False where a value is NaN or infinite. */
 bool oracle_dsv4_quantise_fp8(const float *row, int64_t n, bool power_of_two, unsigned char *bytes);
@@ -51,16 +57,20 @@ void oracle_dsv4_widen_fp8(const unsigned char *bytes, int64_t n, double *row);
 void oracle_dsv4_widen_fp4(const unsigned char *bytes, int64_t n, double *row);
 void oracle_dsv4_widen_row584(const unsigned char bytes[584], double *row);
 
-/* The indexer of one sequence: query t stands at position start + t and sees entries s < (start + t + 1) / ratio. */
+/* The indexer of one sequence: query t stands at position start + t and sees entries s < (start + t + 1) /
+ * ratio. */
 typedef struct oracle_indexer {
     int64_t queries, heads, width, entries, ratio, start;
 } oracle_indexer;
 
 /* Entries that query t sees. */
 int64_t oracle_dsv4_visible(int64_t entries, int64_t ratio, int64_t position);
-/* scores [T, S] = c sum_h w[t,h] max(0, q[t,h] . k[s]), of entries that are seen; elsewhere they stay as they are. */
-void oracle_dsv4_scores(const oracle_indexer *x, const double *q, const double *k, const double *w, double *scores);
-/* The k best of n scores, ties to the lowest index, NaN after all others: indices ascending, then -1. Returns how many. */
+/* scores [T, S] = c sum_h w[t,h] max(0, q[t,h] . k[s]), of entries that are seen; elsewhere they stay as they
+ * are. */
+void oracle_dsv4_scores(const oracle_indexer *x, const double *q, const double *k, const double *w,
+                        double *scores);
+/* The k best of n scores, ties to the lowest index, NaN after all others: indices ascending, then -1. Returns
+ * how many. */
 int64_t oracle_dsv4_best(const double *scores, int64_t n, int64_t k, int32_t *idx);
 
 /* The attention core of one sequence: query t stands at start + t, raw row j at start + queries - raw + j. */
@@ -79,7 +89,8 @@ typedef struct oracle_core_arrays {
 } oracle_core_arrays;
 
 void oracle_dsv4_attend(const oracle_core *c, const oracle_core_arrays *x);
-/* Every gradient that is given, from the inputs, d_o and o (which may be rounded: it gives delta = rowsum(d_o o)). */
+/* Every gradient that is given, from the inputs, d_o and o (which may be rounded: it gives delta = rowsum(d_o
+ * o)). */
 void oracle_dsv4_attend_backward(const oracle_core *c, const oracle_core_arrays *x);
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_attend.c - the attention core in double: for every query a set of rows that are keys and values at once. */
+/* dsv4_attend.c - the attention core in double: for every query a set of rows that are keys and values at
+ * once. */
 #include "dsv4.h"
 
 #include <math.h>
@@ -62,8 +63,8 @@ static double sink_of(const oracle_core_arrays *x, int64_t h)
 }
 
 /* Scores of a head's keys; returns the logarithm of the denominator, the sink in it. */
-static double scores_of(const oracle_core *c, const oracle_core_arrays *x, const key_set *k, const double *q, double sink,
-                        double *score)
+static double scores_of(const oracle_core *c, const oracle_core_arrays *x, const key_set *k, const double *q,
+                        double sink, double *score)
 {
     for (int64_t i = 0; i < k->n; i++) score[i] = dot(q, key_row(c, x, k, i), c->dim) / sqrt((double)c->dim);
     const double lse = log_sum(score, k->n);
@@ -82,7 +83,8 @@ void oracle_dsv4_attend(const oracle_core *c, const oracle_core_arrays *x)
             memset(o, 0, (size_t)c->dim * sizeof *o);
             for (int64_t i = 0; i < k.n && all != -INFINITY; i++)
                 for (int64_t d = 0; d < c->dim; d++) o[d] += exp(score[i] - all) * key_row(c, x, &k, i)[d];
-            if (x->cos_sin != NULL) oracle_dsv4_rotate(o, c->dim, x->cos_sin, c->rope_dim, c->start + t, true);
+            if (x->cos_sin != NULL)
+                oracle_dsv4_rotate(o, c->dim, x->cos_sin, c->rope_dim, c->start + t, true);
             x->lse[h * c->queries + t] = log_sum(score, k.n);
             if (x->lse_win != NULL) x->lse_win[h * c->queries + t] = log_sum(score, k.raw);
         }
@@ -91,9 +93,11 @@ void oracle_dsv4_attend(const oracle_core *c, const oracle_core_arrays *x)
     free(score);
 }
 
-/* One head of one query: p_i = e^(s_i - all), ds_i = p_i (dO . v_i - delta), delta = dO . o, which is sum_i p_i dO . v_i where o
- * is exact. The softmax of one key without a sink is constant: ds is 0 whatever o was rounded to. */
-static void head_backward(const oracle_core *c, const oracle_core_arrays *x, const key_set *k, int64_t t, int64_t h, double *score)
+/* One head of one query: p_i = e^(s_i - all), ds_i = p_i (dO . v_i - delta), delta = dO . o, which is sum_i
+ * p_i dO . v_i where o is exact. The softmax of one key without a sink is constant: ds is 0 whatever o was
+ * rounded to. */
+static void head_backward(const oracle_core *c, const oracle_core_arrays *x, const key_set *k, int64_t t,
+                          int64_t h, double *score)
 {
     const int64_t at = (t * c->heads + h) * c->dim;
     const double all = scores_of(c, x, k, x->q + at, sink_of(x, h), score), scale = 1 / sqrt((double)c->dim);
@@ -104,7 +108,8 @@ static void head_backward(const oracle_core *c, const oracle_core_arrays *x, con
     if (x->cos_sin != NULL) oracle_dsv4_rotate(d_o, c->dim, x->cos_sin, c->rope_dim, c->start + t, false);
     for (int64_t i = 0; i < k->n; i++) {
         const double p = exp(score[i] - all), *key = key_row(c, x, k, i);
-        const double ds = k->n == 1 && sink_of(x, h) == -INFINITY ? 0 : p * (dot(d_o, key, c->dim) - delta) * scale;
+        const double ds =
+            k->n == 1 && sink_of(x, h) == -INFINITY ? 0 : p * (dot(d_o, key, c->dim) - delta) * scale;
         double *d_key = i < k->raw ? x->d_kv : x->d_kv_cmp;
         for (int64_t d = 0; d < c->dim; d++) {
             if (x->d_q != NULL) x->d_q[at + d] += ds * key[d];

@@ -17,8 +17,10 @@ static double *moved(double *p, int64_t by)
     return p != NULL ? p + by : NULL;
 }
 
-/* The positions of block i for channel ch: the series b of the block before, then its own. Returns how many. */
-static int64_t terms_of(const oracle_compressor *c, const oracle_compress_arrays *x, int64_t i, int64_t ch, term *terms)
+/* The positions of block i for channel ch: the series b of the block before, then its own. Returns how many.
+ */
+static int64_t terms_of(const oracle_compressor *c, const oracle_compress_arrays *x, int64_t i, int64_t ch,
+                        term *terms)
 {
     const int64_t r = c->ratio, width = c->width, columns = (c->overlap ? 4 : 2) * width;
     int64_t count = 0;
@@ -26,18 +28,19 @@ static int64_t terms_of(const oracle_compressor *c, const oracle_compress_arrays
         const int64_t bias = j * width + ch;
         if (i > 0) {
             const int64_t at = (c->start_token + (i - 1) * r + j) * columns + 2 * width + ch;
-            terms[count++] = (term){x->proj[at], x->proj[at + width] + x->b_b[bias], moved(x->d_proj, at), moved(x->d_proj, at + width),
-                                    moved(x->d_b_b, bias)};
+            terms[count++] = (term){x->proj[at], x->proj[at + width] + x->b_b[bias], moved(x->d_proj, at),
+                                    moved(x->d_proj, at + width), moved(x->d_b_b, bias)};
         } else if (x->prev_b != NULL) {
             const int64_t at = j * 2 * width + ch;
-            terms[count++] = (term){x->prev_b[at], x->prev_b[at + width] + x->b_b[bias], moved(x->d_prev_b, at),
-                                    moved(x->d_prev_b, at + width), moved(x->d_b_b, bias)};
+            terms[count++] =
+                (term){x->prev_b[at], x->prev_b[at + width] + x->b_b[bias], moved(x->d_prev_b, at),
+                       moved(x->d_prev_b, at + width), moved(x->d_b_b, bias)};
         }
     }
     for (int64_t j = 0; j < r; j++) {
         const int64_t bias = j * width + ch, at = (c->start_token + i * r + j) * columns + ch;
-        terms[count++] = (term){x->proj[at], x->proj[at + width] + x->b_a[bias], moved(x->d_proj, at), moved(x->d_proj, at + width),
-                                moved(x->d_b_a, bias)};
+        terms[count++] = (term){x->proj[at], x->proj[at + width] + x->b_a[bias], moved(x->d_proj, at),
+                                moved(x->d_proj, at + width), moved(x->d_b_a, bias)};
     }
     return count;
 }
@@ -76,11 +79,13 @@ void oracle_dsv4_pool(const oracle_compressor *c, const oracle_compress_arrays *
     free(terms);
 }
 
-void oracle_dsv4_rotate(double *row, int64_t width, const double *cos_sin, int64_t dim, int64_t position, bool inverse)
+void oracle_dsv4_rotate(double *row, int64_t width, const double *cos_sin, int64_t dim, int64_t position,
+                        bool inverse)
 {
     for (int64_t m = 0; m < dim / 2; m++) {
         double *pair = row + width - dim + 2 * m;
-        const double cosine = cos_sin[position * dim + m], sine = (inverse ? -1 : 1) * cos_sin[position * dim + dim / 2 + m];
+        const double cosine = cos_sin[position * dim + m],
+                     sine = (inverse ? -1 : 1) * cos_sin[position * dim + dim / 2 + m];
         const double first = pair[0] * cosine - pair[1] * sine;
         pair[1] = pair[0] * sine + pair[1] * cosine;
         pair[0] = first;
@@ -95,7 +100,8 @@ static void hadamard(double *row, int64_t n)
     for (int64_t i = 0; i < n; i++) in[i] = row[i];
     for (int64_t i = 0; i < n; i++) {
         row[i] = 0;
-        for (int64_t j = 0; j < n; j++) row[i] += (__builtin_parityll((unsigned long long)(i & j)) ? -1 : 1) * in[j];
+        for (int64_t j = 0; j < n; j++)
+            row[i] += (__builtin_parityll((unsigned long long)(i & j)) ? -1 : 1) * in[j];
         row[i] /= sqrt((double)n);
     }
     free(in);
@@ -119,7 +125,8 @@ void oracle_dsv4_finish(const oracle_compressor *c, const oracle_compress_arrays
         const double *in = x->pooled + i * c->width;
         double *row = x->out + i * c->width;
         const double scale = x->norm_weight != NULL ? inverse_rms(c, in) : 1;
-        for (int64_t ch = 0; ch < c->width; ch++) row[ch] = in[ch] * scale * (x->norm_weight != NULL ? x->norm_weight[ch] : 1);
+        for (int64_t ch = 0; ch < c->width; ch++)
+            row[ch] = in[ch] * scale * (x->norm_weight != NULL ? x->norm_weight[ch] : 1);
         oracle_dsv4_rotate(row, c->width, x->cos_sin, c->rope_dim, position_of(c, i), false);
         if (c->hadamard) hadamard(row, c->width);
     }
@@ -175,7 +182,8 @@ void oracle_dsv4_multiply(const double *x, const double *w, int64_t rows, int64_
     }
 }
 
-void oracle_dsv4_rope_table(int64_t max_pos, int64_t dim, float base, float factor, float length, float beta_fast, float beta_slow, double *table)
+void oracle_dsv4_rope_table(int64_t max_pos, int64_t dim, float base, float factor, float length,
+                            float beta_fast, float beta_slow, double *table)
 {
     const double turn = 6.283185307179586;
     float low = 0, high = 0;
@@ -188,12 +196,14 @@ void oracle_dsv4_rope_table(int64_t max_pos, int64_t dim, float base, float fact
         if (low == high) high += 0.001f;
     }
     for (int64_t m = 0; m < dim / 2; m++) {
-        const float exponent = (float)(2 * m) / (float)dim, power = (float)pow((double)base, (double)exponent);
+        const float exponent = (float)(2 * m) / (float)dim,
+                    power = (float)pow((double)base, (double)exponent);
         float inverse = 1.0f / power;
         if (factor != 0) {
             float ramp = ((float)m - low) / (high - low);
             ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
-            const float stretched = inverse / factor, slow = stretched * ramp, rest = 1.0f - ramp, fast = inverse * rest;
+            const float stretched = inverse / factor, slow = stretched * ramp, rest = 1.0f - ramp,
+                        fast = inverse * rest;
             inverse = slow + fast;
         }
         for (int64_t p = 0; p < max_pos; p++) {

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_formats.c - the row formats of DeepSeek-V4's caches by search among the values that a code can have. */
+/* dsv4_formats.c - the row formats of DeepSeek-V4's caches by search among the values that a code can have.
+ */
 #include "dsv4.h"
 
 #include <math.h>
@@ -113,7 +114,8 @@ void oracle_dsv4_widen_fp8(const unsigned char *bytes, int64_t n, double *row)
 
 void oracle_dsv4_widen_fp4(const unsigned char *bytes, int64_t n, double *row)
 {
-    for (int64_t i = 0; i < n; i++) row[i] = ldexp(e2m1_value(bytes[i / 2] >> (i % 2 * 4) & 15), bytes[n / 2 + i / 32] - 127);
+    for (int64_t i = 0; i < n; i++)
+        row[i] = ldexp(e2m1_value(bytes[i / 2] >> (i % 2 * 4) & 15), bytes[n / 2 + i / 32] - 127);
 }
 
 void oracle_dsv4_widen_row584(const unsigned char bytes[584], double *row)

@@ -12,7 +12,8 @@ int64_t oracle_dsv4_visible(int64_t entries, int64_t ratio, int64_t position)
     return whole < entries ? whole : entries;
 }
 
-void oracle_dsv4_scores(const oracle_indexer *x, const double *q, const double *k, const double *w, double *scores)
+void oracle_dsv4_scores(const oracle_indexer *x, const double *q, const double *k, const double *w,
+                        double *scores)
 {
     const double c = 1 / sqrt((double)x->width) / sqrt((double)x->heads);
     for (int64_t t = 0; t < x->queries; t++) {

@@ -22,8 +22,15 @@ typedef struct expert {
 static expert expert_at(const oracle_layer *m, int64_t e)
 {
     const int64_t i = m->width, d = m->dim;
-    const double *rows = m->gate_up + e * 2 * i * d, *bias = m->gate_up_bias != NULL ? m->gate_up_bias + e * 2 * i : NULL;
-    return (expert){d, i, rows, rows + i * d, m->down + e * d * i, bias, bias != NULL ? bias + i : NULL,
+    const double *rows = m->gate_up + e * 2 * i * d,
+                 *bias = m->gate_up_bias != NULL ? m->gate_up_bias + e * 2 * i : NULL;
+    return (expert){d,
+                    i,
+                    rows,
+                    rows + i * d,
+                    m->down + e * d * i,
+                    bias,
+                    bias != NULL ? bias + i : NULL,
                     m->down_bias != NULL ? m->down_bias + e * d : NULL};
 }
 
@@ -63,12 +70,14 @@ static void activate(const oracle_layer *m, const double *h, int64_t width, doub
 }
 
 /* d of act to d of h. */
-static void activate_backward(const oracle_layer *m, const double *h, int64_t width, const double *d, double *d_h)
+static void activate_backward(const oracle_layer *m, const double *h, int64_t width, const double *d,
+                              double *d_h)
 {
     for (int64_t i = 0; i < width; i++) {
         const double gate = h[i], up = h[width + i], g = clamped(m, gate, false), u = clamped(m, up, true);
         const double s = 1 / (1 + exp(-m->alpha * g));
-        d_h[i] = clamped(m, gate, false) == gate ? d[i] * (u + m->beta) * (s + m->alpha * g * s * (1 - s)) : 0;
+        d_h[i] =
+            clamped(m, gate, false) == gate ? d[i] * (u + m->beta) * (s + m->alpha * g * s * (1 - s)) : 0;
         d_h[width + i] = clamped(m, up, true) == up ? d[i] * g * s : 0;
     }
 }
@@ -97,14 +106,16 @@ static void run(const oracle_layer *m, const expert *x, int64_t e, int64_t t, st
     activate(m, s->h, x->width, s->act);
     if (m->quantise != NULL && e >= 0) m->quantise(m->arg, true, e, s->act, x->width);
     for (int64_t d = 0; d < m->dim; d++)
-        s->y[d] = dot(x->down + d * x->width, s->act, x->width) + (x->down_bias != NULL ? x->down_bias[d] : 0);
+        s->y[d] =
+            dot(x->down + d * x->width, s->act, x->width) + (x->down_bias != NULL ? x->down_bias[d] : 0);
 }
 
 /* The logits of a token. */
 static void logits_of(const oracle_layer *m, int64_t t, double *logits)
 {
     for (int64_t e = 0; e < m->experts; e++)
-        logits[e] = m->logits != NULL ? m->logits[t * m->experts + e] : dot(m->x + t * m->dim, m->router + e * m->dim, m->dim);
+        logits[e] = m->logits != NULL ? m->logits[t * m->experts + e]
+                                      : dot(m->x + t * m->dim, m->router + e * m->dim, m->dim);
 }
 
 static void weights_of(const oracle_layer *m, int64_t t, double *weights)
@@ -142,8 +153,8 @@ void oracle_layer_forward(const oracle_layer *m, double *out)
 }
 
 /* Adds an expert's gradients for d of its y; bias gradients NULL: none. */
-static void expert_backward(const oracle_layer *m, const expert *x, const steps *s, const double *d_y, double *d_x, double *d_up_bias,
-                            double *d_down_bias)
+static void expert_backward(const oracle_layer *m, const expert *x, const steps *s, const double *d_y,
+                            double *d_x, double *d_up_bias, double *d_down_bias)
 {
     double *d_act = doubles(x->width), *d_h = doubles(2 * x->width);
     for (int64_t d = 0; d < m->dim; d++) {
@@ -166,7 +177,8 @@ static double slot_gradient(const oracle_layer *m, int64_t t, double *logits, in
     d[j] = 1;
     for (int side = 0; side < 2; side++) {
         logits[e] = at + (side ? step : -step);
-        loss[side] = oracle_route_loss(m->score, logits, m->experts, m->chosen + t * m->top_k, m->top_k, m->renormalize, m->scale, d);
+        loss[side] = oracle_route_loss(m->score, logits, m->experts, m->chosen + t * m->top_k, m->top_k,
+                                       m->renormalize, m->scale, d);
     }
     logits[e] = at;
     free(d);
@@ -216,7 +228,8 @@ void oracle_layer_backward(const oracle_layer *m, const double *d_out, const ora
             const double size = sqrt(dot(d, d, m->dim) * dot(s.y, s.y, m->dim) / (double)m->dim);
             g->weights_terms[t * m->top_k + j] = fmax(size, fabs(g->weights[t * m->top_k + j]));
             for (int64_t i = 0; i < m->dim; i++) d_y[i] = weights[j] * d[i];
-            expert_backward(m, &x, &s, d_y, g->x + t * m->dim, g->gate_up_bias + e * 2 * m->width, g->down_bias + e * m->dim);
+            expert_backward(m, &x, &s, d_y, g->x + t * m->dim, g->gate_up_bias + e * 2 * m->width,
+                            g->down_bias + e * m->dim);
             free_steps(&s);
         }
         router_backward(m, t, g);

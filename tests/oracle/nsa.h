@@ -25,12 +25,12 @@ int64_t oracle_nsa_tiles(const oracle_nsa *a);   /* ceil(n / Tq) */
 int64_t oracle_nsa_lists(const oracle_nsa *a);   /* Hs */
 
 /* Compress one of k, v (dim: d or dv). w, pe may be NULL as params.compress allows. */
-void oracle_nsa_compress(const oracle_nsa *a, int64_t dim, const double *x, const double *w,
-                         const double *pe, double *y);
+void oracle_nsa_compress(const oracle_nsa *a, int64_t dim, const double *x, const double *w, const double *pe,
+                         double *y);
 /* d_w, d_pe, pe_terms may be NULL; pe_terms gets the sum of |w * d_y| over all that d_pe sums. */
 void oracle_nsa_compress_backward(const oracle_nsa *a, int64_t dim, const double *x, const double *w,
-                                  const double *pe, const double *d_y, double *d_x, double *d_w,
-                                  double *d_pe, double *pe_terms);
+                                  const double *pe, const double *d_y, double *d_x, double *d_w, double *d_pe,
+                                  double *pe_terms);
 
 /* A selection block (or group of compressed entries) as one tile's list may choose it. */
 typedef struct oracle_choice {

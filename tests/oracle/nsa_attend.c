@@ -34,10 +34,8 @@ static bool branch_sees(const void *mask, int64_t head, int64_t t, int64_t j)
         if (!p->causal) return true;
         return p->compressed_visibility == QUERN_NSA_VISIBLE_STARTED ? start <= t
                                                                      : start + p->block_size - 1 <= t;
-    case SLC:
-        return (!p->causal || j <= t) && is_chosen(m, head, t, j / oracle_nsa_select_block(m->a));
-    default:
-        return p->causal ? j <= t && j > t - p->window : llabs(t - j) <= p->window / 2;
+    case SLC: return (!p->causal || j <= t) && is_chosen(m, head, t, j / oracle_nsa_select_block(m->a));
+    default: return p->causal ? j <= t && j > t - p->window : llabs(t - j) <= p->window / 2;
     }
 }
 
@@ -70,8 +68,14 @@ static branch_mask mask_of(const oracle_nsa *a, const oracle_nsa_arrays *x, int 
 
 static oracle_shape shape_of(const oracle_nsa *a, const oracle_nsa_arrays *x, int branch)
 {
-    const oracle_shape s = {a->n, branch == CMP ? oracle_nsa_entries(a) : a->n, a->h, a->hkv, a->d, a->dv,
-                            (double)a->params.scale, x->lse_stride};
+    const oracle_shape s = {a->n,
+                            branch == CMP ? oracle_nsa_entries(a) : a->n,
+                            a->h,
+                            a->hkv,
+                            a->d,
+                            a->dv,
+                            (double)a->params.scale,
+                            x->lse_stride};
     return s;
 }
 

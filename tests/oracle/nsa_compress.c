@@ -55,8 +55,8 @@ static double mean_of(const oracle_nsa *a, int64_t dim, const double *x, int64_t
     return sum / (double)a->params.block_size;
 }
 
-void oracle_nsa_compress(const oracle_nsa *a, int64_t dim, const double *x, const double *w,
-                         const double *pe, double *y)
+void oracle_nsa_compress(const oracle_nsa *a, int64_t dim, const double *x, const double *w, const double *pe,
+                         double *y)
 {
     const bool linear = a->params.compress == QUERN_NSA_COMPRESS_LINEAR;
     for (int64_t i = 0; i < oracle_nsa_entries(a); i++) {
@@ -97,8 +97,8 @@ static void mean_backward(const oracle_nsa *a, int64_t dim, const double *x, con
 }
 
 void oracle_nsa_compress_backward(const oracle_nsa *a, int64_t dim, const double *x, const double *w,
-                                  const double *pe, const double *d_y, double *d_x, double *d_w,
-                                  double *d_pe, double *pe_terms)
+                                  const double *pe, const double *d_y, double *d_x, double *d_w, double *d_pe,
+                                  double *pe_terms)
 {
     for (int64_t i = 0; i < oracle_nsa_entries(a); i++) {
         for (int64_t head = 0; head < a->hkv; head++) {

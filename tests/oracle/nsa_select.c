@@ -79,7 +79,8 @@ static double mean_logit(const oracle_nsa *a, const double *q, const double *k_c
     for (int64_t c = 0; c < a->d; c++) {
         double mean = 0;
         for (int64_t query = m.first; query <= m.last; query++)
-            for (int64_t head = m.head; head < m.head + m.heads; head++) mean += q[(query * a->h + head) * a->d + c];
+            for (int64_t head = m.head; head < m.head + m.heads; head++)
+                mean += q[(query * a->h + head) * a->d + c];
         sum += mean / (double)((m.last - m.first + 1) * m.heads) * y[c];
     }
     return scale_of(a) * sum;
@@ -101,7 +102,8 @@ void oracle_nsa_block_choices(const oracle_nsa *a, const double *q, const double
 {
     const members m = members_of(a, list, tile);
     const int64_t nc = oracle_nsa_entries(a), blocks = oracle_nsa_blocks(a), d = oracle_nsa_stride(a);
-    const int64_t block = oracle_nsa_select_block(a), per_block = block / d, per_entry = a->params.block_size / d;
+    const int64_t block = oracle_nsa_select_block(a), per_block = block / d,
+                  per_entry = a->params.block_size / d;
     const bool softmax = a->params.metric == QUERN_NSA_METRIC_SOFTMAX;
     double *p = doubles(nc);
     for (int64_t query = m.first; softmax && query <= m.last; query++)
@@ -153,8 +155,8 @@ void oracle_nsa_group_choices(const oracle_nsa *a, const double *q, const double
         c.candidate = c.counts = visible > 0;
         c.score = visible > 0 ? c.score / (double)visible : -INFINITY;
         if (a->params.causal && c.candidate)
-            c.forced = g == newest_last / GROUP_ENTRIES ||
-                       (newest_first >= 0 && g == newest_first / GROUP_ENTRIES);
+            c.forced =
+                g == newest_last / GROUP_ENTRIES || (newest_first >= 0 && g == newest_first / GROUP_ENTRIES);
         choices[g] = c;
     }
 }
@@ -198,7 +200,8 @@ static int64_t *indices(int64_t n)
 int32_t oracle_nsa_pick(const oracle_choice *choices, int64_t count, int64_t k, int32_t *list)
 {
     int64_t *ranked = indices(count);
-    const int64_t candidates = rank_candidates(choices, count, ranked), taken = candidates < k ? candidates : k;
+    const int64_t candidates = rank_candidates(choices, count, ranked),
+                  taken = candidates < k ? candidates : k;
     int64_t at = 0;
     for (int64_t j = 0; j < count; j++)
         for (int64_t r = 0; r < taken; r++)
@@ -244,13 +247,12 @@ bool oracle_nsa_accepts(const oracle_choice *choices, int64_t count, int64_t k, 
     const int32_t taken = oracle_nsa_pick(choices, count, k, expected);
     for (int64_t r = 0; r < k && good; r++) {
         const int32_t j = list[r];
-        good = r >= taken ? j == -1
-                          : j >= 0 && j < count && choices[j].candidate && (r == 0 || j > list[r - 1]);
+        good =
+            r >= taken ? j == -1 : j >= 0 && j < count && choices[j].candidate && (r == 0 || j > list[r - 1]);
         if (!good)
             snprintf(why, 200, "entry %" PRId64 " is %d, with %d candidates of %" PRId64 " to take", r, j,
                      taken, candidates);
-        else if (r < taken)
-            chosen[j] = true;
+        else if (r < taken) chosen[j] = true;
     }
     for (int64_t j = 0; j < count && good; j++) {
         good = !choices[j].forced || chosen[j];
@@ -269,8 +271,8 @@ bool oracle_nsa_accepts(const oracle_choice *choices, int64_t count, int64_t k, 
             for (int64_t r = 0; r < k && good; r++) {
                 good = list[r] == expected[r];
                 if (!good)
-                    snprintf(why, 200, "entry %" PRId64 " is %d, expected %d; scores at the edge %.9g %.9g", r,
-                             list[r], expected[r], edge, below);
+                    snprintf(why, 200, "entry %" PRId64 " is %d, expected %d; scores at the edge %.9g %.9g",
+                             r, list[r], expected[r], edge, below);
             }
         }
     }

@@ -38,7 +38,8 @@ double oracle_swiglu(double gate, double up, double limit, double alpha, double 
 void oracle_swiglu_gradient(double gate, double up, double limit, double alpha, double beta, double d[2])
 {
     const bool gate_out = limit > 0 && gate > limit, up_out = limit > 0 && fabs(up) > limit;
-    const double g = gate_out ? limit : gate, u = up_out ? copysign(limit, up) : up, s = 1 / (1 + exp(-alpha * g));
+    const double g = gate_out ? limit : gate, u = up_out ? copysign(limit, up) : up,
+                 s = 1 / (1 + exp(-alpha * g));
     d[0] = gate_out ? 0 : (u + beta) * (s + alpha * g * s * (1 - s));
     d[1] = up_out ? 0 : g * s;
 }

@@ -9,12 +9,12 @@
 /* Operands as values without their globals; a row's and a column's global multiply as one f32. */
 typedef struct oracle_product {
     int64_t tokens, n, k, experts;
-    const int32_t *ends;             /* [experts] */
-    const double *a, *b;             /* [T, K], [E, K, N] */
-    const double *a_global;          /* [T] */
-    const double *b_global;          /* [E, N] */
-    const double *bias, *old;        /* [E, N], [T, N]; NULL: 0 */
-    double *c, *size;                /* [T, N]: the result, and the sum of its terms' absolute values */
+    const int32_t *ends;      /* [experts] */
+    const double *a, *b;      /* [T, K], [E, K, N] */
+    const double *a_global;   /* [T] */
+    const double *b_global;   /* [E, N] */
+    const double *bias, *old; /* [E, N], [T, N]; NULL: 0 */
+    double *c, *size;         /* [T, N]: the result, and the sum of its terms' absolute values */
 } oracle_product;
 
 /* Rows past the last end are left alone. */

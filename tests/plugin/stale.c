@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stale.c - a libquern_cuda of another build: of this version and complete, but one field of a stage's arguments stood
- * elsewhere when it was compiled, so that its build id differs. Its functions end the process. Compiled with
- * QUERN_TEST_CURRENT it has this build's id instead and describes a device of its own. */
+/* stale.c - a libquern_cuda of another build: of this version and complete, but one field of a stage's
+ * arguments stood elsewhere when it was compiled, so that its build id differs. Its functions end the
+ * process. Compiled with QUERN_TEST_CURRENT it has this build's id instead and describes a device of its own.
+ */
 #include "build_id.h"
 
 #include <stdlib.h>
@@ -31,7 +32,8 @@ quern_cuda_plugin_entry quern_cuda_backend;
 const quern_cuda_plugin *quern_cuda_backend(quern_status (*set)(quern_status, const char *, ...))
 {
     static const quern_backend backend;
-    static quern_cuda_plugin plugin = {.version = "0.1.0", .backend = &backend, .check_device = check_device, .device = describe};
+    static quern_cuda_plugin plugin = {
+        .version = "0.1.0", .backend = &backend, .check_device = check_device, .device = describe};
     (void)set;
 #ifdef QUERN_TEST_CURRENT
     plugin.build_id = build_id();

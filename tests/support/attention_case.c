@@ -11,7 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static test_tensor make(const oracle_dense *a, quern_dtype dtype, int64_t n, int64_t heads, int64_t dim, test_layout layout, test_random *random)
+static test_tensor make(const oracle_dense *a, quern_dtype dtype, int64_t n, int64_t heads, int64_t dim,
+                        test_layout layout, test_random *random)
 {
     const int64_t shape[] = {a->batch, n, heads, dim};
     const int32_t packed = a->cu_q != NULL;
@@ -27,7 +28,8 @@ static test_tensor borders(const int32_t *cu, int64_t batch, test_layout layout,
     return t;
 }
 
-void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype dtype, test_layout layout, test_random *random)
+void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype dtype, test_layout layout,
+                         test_random *random)
 {
     memset(c, 0, sizeof *c);
     c->dense = *a;
@@ -57,13 +59,21 @@ void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype d
     c->params.scale = (float)a->scale;
     c->tensors = (quern_attention_tensors)QUERN_ATTENTION_TENSORS_INIT;
     quern_attention_tensors *t = &c->tensors;
-    t->q = &c->q.view, t->k = &c->k.view, t->v = &c->v.view, t->o = &c->o.view, t->lse = &c->lse.view;
-    t->d_o = &c->d_o.view, t->d_q = &c->d_q.view, t->d_k = &c->d_k.view, t->d_v = &c->d_v.view;
+    t->q = &c->q.view;
+    t->k = &c->k.view;
+    t->v = &c->v.view;
+    t->o = &c->o.view;
+    t->lse = &c->lse.view;
+    t->d_o = &c->d_o.view;
+    t->d_q = &c->d_q.view;
+    t->d_k = &c->d_k.view;
+    t->d_v = &c->d_v.view;
     t->cu_seqlens_q = a->cu_q != NULL ? &c->cu_q.view : NULL;
     t->cu_seqlens_kv = a->cu_kv != NULL ? &c->cu_kv.view : NULL;
 }
 
-void attention_case_make_exact(attention_case *c, const oracle_dense *a, test_layout layout, test_random *random)
+void attention_case_make_exact(attention_case *c, const oracle_dense *a, test_layout layout,
+                               test_random *random)
 {
     const double least = 0x1p-17; /* f16 holds the eight bits of a smaller bf16 number no more */
     attention_case_make(c, a, QUERN_BF16, layout, random);
@@ -84,12 +94,14 @@ static void copy_exactly(test_tensor *to, const test_tensor *from)
     test_tensor_set(to, values);
     double *stored = test_tensor_get(to);
     for (int64_t i = 0; i < test_tensor_count(from); i++)
-        if (stored[i] != values[i]) fail_msg("%s does not hold %a", quern_dtype_name(to->view.dtype), values[i]);
+        if (stored[i] != values[i])
+            fail_msg("%s does not hold %a", quern_dtype_name(to->view.dtype), values[i]);
     free(values);
     free(stored);
 }
 
-void attention_case_make_like(attention_case *c, const attention_case *exact, quern_dtype dtype, test_layout layout, test_random *random)
+void attention_case_make_like(attention_case *c, const attention_case *exact, quern_dtype dtype,
+                              test_layout layout, test_random *random)
 {
     attention_case_make(c, &exact->dense, dtype, layout, random);
     copy_exactly(&c->q, &exact->q);
@@ -100,7 +112,8 @@ void attention_case_make_like(attention_case *c, const attention_case *exact, qu
 
 void attention_case_free(attention_case *c)
 {
-    test_tensor *const all[] = {&c->q, &c->k, &c->v, &c->cu_q, &c->cu_kv, &c->o, &c->lse, &c->d_o, &c->d_q, &c->d_k, &c->d_v};
+    test_tensor *const all[] = {&c->q,   &c->k,   &c->v,   &c->cu_q, &c->cu_kv, &c->o,
+                                &c->lse, &c->d_o, &c->d_q, &c->d_k,  &c->d_v};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) test_tensor_free(all[i]);
 }
 
@@ -126,7 +139,8 @@ void attention_case_forward(attention_case *c, quern_context *ctx)
     if (quern_attention_forward_workspace(ctx, &c->params, &c->tensors, &bytes) != QUERN_OK)
         fail_msg("forward's workspace: %s", quern_last_error(ctx));
     test_workspace workspace = test_workspace_make(bytes);
-    if (quern_attention_forward(ctx, NULL, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK) fail_msg("forward: %s", quern_last_error(ctx));
+    if (quern_attention_forward(ctx, NULL, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK)
+        fail_msg("forward: %s", quern_last_error(ctx));
     test_workspace_close(&workspace);
     check_inputs(c);
     test_tensor_check_guards(&c->o, "o");
@@ -139,7 +153,8 @@ void attention_case_backward(attention_case *c, quern_context *ctx)
     if (quern_attention_backward_workspace(ctx, &c->params, &c->tensors, &bytes) != QUERN_OK)
         fail_msg("backward's workspace: %s", quern_last_error(ctx));
     test_workspace workspace = test_workspace_make(bytes);
-    if (quern_attention_backward(ctx, NULL, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK) fail_msg("backward: %s", quern_last_error(ctx));
+    if (quern_attention_backward(ctx, NULL, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK)
+        fail_msg("backward: %s", quern_last_error(ctx));
     test_workspace_close(&workspace);
     check_inputs(c);
     test_tensor_check_guards(&c->o, "o");
@@ -161,7 +176,10 @@ static bool sees_one_at_most(const oracle_dense *a)
     for (int64_t b = 0; b < a->batch; b++) {
         const int32_t *cu_kv = a->cu_kv != NULL ? a->cu_kv : a->cu_q;
         oracle_range range = {a->nq, a->nkv, a->causal, a->window, a->query_offset};
-        if (a->cu_q != NULL) range.nq = a->cu_q[b + 1] - a->cu_q[b], range.nkv = cu_kv[b + 1] - cu_kv[b];
+        if (a->cu_q != NULL) {
+            range.nq = a->cu_q[b + 1] - a->cu_q[b];
+            range.nkv = cu_kv[b + 1] - cu_kv[b];
+        }
         for (int64_t t = 0; t < range.nq; t++) {
             int64_t seen = 0;
             for (int64_t j = 0; j < range.nkv && seen < 2; j++) seen += oracle_range_sees(&range, 0, t, j);
@@ -173,7 +191,8 @@ static bool sees_one_at_most(const oracle_dense *a)
 
 attention_reference attention_case_reference(const attention_case *c)
 {
-    attention_reference r = {doubles(&c->o), doubles(&c->lse), doubles(&c->d_q), doubles(&c->d_k), doubles(&c->d_v), sees_one_at_most(&c->dense)};
+    attention_reference r = {doubles(&c->o),   doubles(&c->lse), doubles(&c->d_q),
+                             doubles(&c->d_k), doubles(&c->d_v), sees_one_at_most(&c->dense)};
     double *q = test_tensor_get(&c->q), *k = test_tensor_get(&c->k), *v = test_tensor_get(&c->v);
     double *d_o = test_tensor_get(&c->d_o);
     oracle_dense_forward(&c->dense, q, k, v, r.o, r.lse);
@@ -185,21 +204,24 @@ attention_reference attention_case_reference(const attention_case *c)
     return r;
 }
 
-/* With delta = d_o . o of the given o instead of the exact one, dS grows by P e, e = d_o . (exact - given), row by
- * row. So d_q grows by scale e (P K), the output of attention with K for V, and d_k by scale P^T (e q), the value
- * gradient for an output gradient of scale e q. */
+/* With delta = d_o . o of the given o instead of the exact one, dS grows by P e, e = d_o . (exact - given),
+ * row by row. So d_q grows by scale e (P K), the output of attention with K for V, and d_k by scale P^T (e
+ * q), the value gradient for an output gradient of scale e q. */
 void attention_reference_given_o(attention_reference *r, const attention_case *c)
 {
     oracle_dense a = c->dense;
     const int64_t rows = (a.cu_q != NULL ? 1 : a.batch) * a.nq * a.h;
     const double scale = a.scale != 0 ? a.scale : 1 / sqrt((double)a.d);
-    double *q = test_tensor_get(&c->q), *k = test_tensor_get(&c->k), *d_o = test_tensor_get(&c->d_o), *given = test_tensor_get(&c->o);
-    double *pk = doubles(&c->q), *ignore_q = doubles(&c->q), *ignore_k = doubles(&c->k), *more_k = doubles(&c->k);
+    double *q = test_tensor_get(&c->q), *k = test_tensor_get(&c->k), *d_o = test_tensor_get(&c->d_o),
+           *given = test_tensor_get(&c->o);
+    double *pk = doubles(&c->q), *ignore_q = doubles(&c->q), *ignore_k = doubles(&c->k),
+           *more_k = doubles(&c->k);
     a.dv = a.d;
     oracle_dense_forward(&a, q, k, k, pk, NULL);
     for (int64_t i = 0; i < rows; i++) {
         double e = 0;
-        for (int64_t j = 0; j < c->dense.dv; j++) e += d_o[i * c->dense.dv + j] * (r->o[i * c->dense.dv + j] - given[i * c->dense.dv + j]);
+        for (int64_t j = 0; j < c->dense.dv; j++)
+            e += d_o[i * c->dense.dv + j] * (r->o[i * c->dense.dv + j] - given[i * c->dense.dv + j]);
         for (int64_t j = 0; j < a.d; j++) {
             r->d_q[i * a.d + j] += scale * e * pk[i * a.d + j];
             pk[i * a.d + j] = scale * e * q[i * a.d + j];
@@ -220,7 +242,8 @@ void attention_reference_free(attention_reference *r)
     free(r->d_v);
 }
 
-static void check(const test_tensor *t, const double *reference, double bound, const char *name, const char *label)
+static void check(const test_tensor *t, const double *reference, double bound, const char *name,
+                  const char *label)
 {
     char text[200];
     double *values = test_tensor_get(t);
@@ -231,12 +254,14 @@ static void check(const test_tensor *t, const double *reference, double bound, c
 
 /* A gradient that is 0 but for the rounding of P (dP - delta): its entries are sums of at most `count`
  * terms p (dp - delta) k with |dp| about sqrt(Dv), so rounding leaves a small multiple of the bound. */
-static void check_cancelled(const test_tensor *t, const attention_case *c, const char *name, const char *label)
+static void check_cancelled(const test_tensor *t, const attention_case *c, const char *name,
+                            const char *label)
 {
     const double most = test_gradient_bound(c->dtype) * sqrt((double)(c->dense.dv * c->dense.h));
     double *values = test_tensor_get(t);
     for (int64_t i = 0; i < test_tensor_count(t); i++)
-        if (!(fabs(values[i]) <= most)) fail_msg("%s: %s[%lld] is %g, 0 but for %g is right", label, name, (long long)i, values[i], most);
+        if (!(fabs(values[i]) <= most))
+            fail_msg("%s: %s[%lld] is %g, 0 but for %g is right", label, name, (long long)i, values[i], most);
     free(values);
 }
 

@@ -29,11 +29,13 @@ typedef struct attention_reference {
 /* Inputs N(0, 1), outputs full of sentinels. */
 void attention_case_make(attention_case *c, const oracle_dense *dense, quern_dtype dtype, test_layout layout,
                          test_random *random);
-/* The case that attention_case_make gives in bf16, of values that every activation dtype holds exactly: with these
- * inputs one answer of the oracle serves all of them. */
-void attention_case_make_exact(attention_case *c, const oracle_dense *dense, test_layout layout, test_random *random);
+/* The case that attention_case_make gives in bf16, of values that every activation dtype holds exactly: with
+ * these inputs one answer of the oracle serves all of them. */
+void attention_case_make_exact(attention_case *c, const oracle_dense *dense, test_layout layout,
+                               test_random *random);
 /* The same problem in another dtype and layout, with the inputs of an exact case. */
-void attention_case_make_like(attention_case *c, const attention_case *exact, quern_dtype dtype, test_layout layout, test_random *random);
+void attention_case_make_like(attention_case *c, const attention_case *exact, quern_dtype dtype,
+                              test_layout layout, test_random *random);
 void attention_case_free(attention_case *c);
 /* Sets the outputs (forward's; backward's) back to sentinels. */
 void attention_case_reset(attention_case *c);
@@ -44,8 +46,8 @@ void attention_case_forward(attention_case *c, quern_context *ctx);
 void attention_case_backward(attention_case *c, quern_context *ctx);
 
 attention_reference attention_case_reference(const attention_case *c);
-/* Corrects d_q and d_k for the o that the case holds: backward is given o rounded to the dtype, which in rows of
- * few keys moves delta = d_o . o by more than the gradient's bound. */
+/* Corrects d_q and d_k for the o that the case holds: backward is given o rounded to the dtype, which in rows
+ * of few keys moves delta = d_o . o by more than the gradient's bound. */
 void attention_reference_given_o(attention_reference *r, const attention_case *c);
 void attention_reference_free(attention_reference *r);
 /* Fails the test unless the outputs are within the bounds. `label` goes into the message. */

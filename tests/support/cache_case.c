@@ -21,7 +21,8 @@ void cache_case_make(cache_case *c, const quern_cache_params *params, test_rando
     c->memory = test_workspace_make(memory);
     const size_t element = quern_dtype_size(params->dtype);
     c->rows = test_workspace_make(rows + element);
-    c->rows_at = (char *)c->rows.data + (element - (uintptr_t)c->rows.data % element) % element; /* aligned to no more */
+    c->rows_at = (char *)c->rows.data +
+                 (element - (uintptr_t)c->rows.data % element) % element; /* aligned to no more */
     c->rows_bytes = rows;
     memset(c->rows_at, 0xff, rows); /* NaN in every dtype */
     if (quern_cache_create(&c->params, c->memory.data, memory, c->rows_at, rows, &c->cache) != QUERN_OK)
@@ -31,7 +32,8 @@ void cache_case_make(cache_case *c, const quern_cache_params *params, test_rando
     c->free_count = c->params.pages;
     c->table = malloc((size_t)(cells + 1) * sizeof *c->table);
     c->free_pages = malloc((size_t)c->free_count * sizeof *c->free_pages);
-    for (int64_t i = 0; i < cells; i++) c->table[i] = i % 2 ? -1 - (int32_t)i : INT32_MAX; /* nobody may look there */
+    for (int64_t i = 0; i < cells; i++)
+        c->table[i] = i % 2 ? -1 - (int32_t)i : INT32_MAX; /* nobody may look there */
     for (int64_t i = 0; i < c->free_count; i++) {
         const int64_t j = test_random_int(random, 0, i);
         c->free_pages[i] = c->free_pages[j];
@@ -91,12 +93,15 @@ void cache_case_check_same(const cache_case *c, void *copy)
     free(copy);
 }
 
-test_tensor cache_rows(test_random *random, quern_dtype dtype, const double *values, const int64_t *rows, int64_t n, int64_t b, int64_t c)
+test_tensor cache_rows(test_random *random, quern_dtype dtype, const double *values, const int64_t *rows,
+                       int64_t n, int64_t b, int64_t c)
 {
     const int64_t shape[] = {n, b, c};
-    test_tensor t = test_tensor_make(random, dtype, 3, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
+    test_tensor t =
+        test_tensor_make(random, dtype, 3, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
     double *chosen = test_doubles(n * b * c);
-    for (int64_t i = 0; i < n; i++) memcpy(chosen + i * b * c, values + rows[i] * b * c, (size_t)(b * c) * sizeof *chosen);
+    for (int64_t i = 0; i < n; i++)
+        memcpy(chosen + i * b * c, values + rows[i] * b * c, (size_t)(b * c) * sizeof *chosen);
     test_tensor_set(&t, chosen);
     free(chosen);
     return t;

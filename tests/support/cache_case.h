@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* cache_case.h - a cache under test: guarded memory that reads as NaN where nothing was written, pages dealt in random order,
- * and rows of a packed batch as the tensors of a call. */
+/* cache_case.h - a cache under test: guarded memory that reads as NaN where nothing was written, pages dealt
+ * in random order, and rows of a packed batch as the tensors of a call. */
 #ifndef QUERN_TEST_CACHE_CASE_H
 #define QUERN_TEST_CACHE_CASE_H
 
@@ -33,6 +33,7 @@ void *cache_case_copy(const cache_case *c);
 void cache_case_check_same(const cache_case *c, void *copy);
 
 /* A tensor [n, b, c] of rows `rows` of values [.., b, c]. */
-test_tensor cache_rows(test_random *random, quern_dtype dtype, const double *values, const int64_t *rows, int64_t n, int64_t b, int64_t c);
+test_tensor cache_rows(test_random *random, quern_dtype dtype, const double *values, const int64_t *rows,
+                       int64_t n, int64_t b, int64_t c);
 
 #endif

@@ -25,8 +25,7 @@ double test_gradient_bound(quern_dtype dtype)
 static bool special_differs(double out, double reference, int64_t index, char why[200])
 {
     const bool same = isnan(reference) ? isnan(out) : isinf(reference) ? out == reference : isfinite(out);
-    if (!same)
-        snprintf(why, 200, "entry %" PRId64 " is %g, the reference %g", index, out, reference);
+    if (!same) snprintf(why, 200, "entry %" PRId64 " is %g, the reference %g", index, out, reference);
     return !same;
 }
 

@@ -9,9 +9,29 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const names[DSV4_TENSORS] = {
-    "proj",  "x",      "w",   "b_a",   "b_b",    "prev_b", "norm_weight", "cos_sin", "cu_seqlens", "start_tokens", "start_positions", "block_counts", "has_prev",
-    "pooled", "out", "d_out", "d_proj", "d_x", "d_w",         "d_b_a",   "d_b_b",      "d_prev_b",     "d_norm_weight"};
+static const char *const names[DSV4_TENSORS] = {"proj",
+                                                "x",
+                                                "w",
+                                                "b_a",
+                                                "b_b",
+                                                "prev_b",
+                                                "norm_weight",
+                                                "cos_sin",
+                                                "cu_seqlens",
+                                                "start_tokens",
+                                                "start_positions",
+                                                "block_counts",
+                                                "has_prev",
+                                                "pooled",
+                                                "out",
+                                                "d_out",
+                                                "d_proj",
+                                                "d_x",
+                                                "d_w",
+                                                "d_b_a",
+                                                "d_b_b",
+                                                "d_prev_b",
+                                                "d_norm_weight"};
 
 int64_t dsv4_columns(const dsv4_case *c)
 {
@@ -31,7 +51,8 @@ dsv4_sequence dsv4_sequence_of(const dsv4_case *c, int64_t b)
     if (c->kind == DSV4_VARLEN) {
         s.row0 = given(c, DSV4_CU_SEQLENS, b, 0);
         s.rows = given(c, DSV4_CU_SEQLENS, b + 1, 0) - s.row0;
-        for (int64_t i = 0; i < b; i++) s.entry0 += (given(c, DSV4_CU_SEQLENS, i + 1, 0) - given(c, DSV4_CU_SEQLENS, i, 0)) / r;
+        for (int64_t i = 0; i < b; i++)
+            s.entry0 += (given(c, DSV4_CU_SEQLENS, i + 1, 0) - given(c, DSV4_CU_SEQLENS, i, 0)) / r;
         s.entries = s.rows / r;
     }
     s.token0 = s.row0 + start;
@@ -47,21 +68,26 @@ dsv4_sequence dsv4_sequence_of(const dsv4_case *c, int64_t b)
     return s;
 }
 
-static void make(dsv4_case *c, test_random *random, dsv4_tensor which, quern_dtype dtype, int32_t ndim, const int64_t *shape)
+static void make(dsv4_case *c, test_random *random, dsv4_tensor which, quern_dtype dtype, int32_t ndim,
+                 const int64_t *shape)
 {
-    c->t[which] = test_tensor_make(random, dtype, ndim, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
-    if (dtype != QUERN_I32) test_tensor_normal(&c->t[which], random, which == DSV4_PROJ ? 1.5 : which == DSV4_W ? 0.15 : 1);
+    c->t[which] = test_tensor_make(random, dtype, ndim, shape,
+                                   (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
+    if (dtype != QUERN_I32)
+        test_tensor_normal(&c->t[which], random, which == DSV4_PROJ ? 1.5 : which == DSV4_W ? 0.15 : 1);
 }
 
 /* A tensor of rows: with a leading batch extent where the call has one. */
-static void make_rows(dsv4_case *c, test_random *random, dsv4_tensor which, quern_dtype dtype, int64_t rows, int64_t columns)
+static void make_rows(dsv4_case *c, test_random *random, dsv4_tensor which, quern_dtype dtype, int64_t rows,
+                      int64_t columns)
 {
     const int64_t shape[] = {c->batch, rows, columns};
     const bool lead = c->kind == DSV4_FIXED;
     make(c, random, which, dtype, lead ? 3 : 2, lead ? shape : shape + 1);
 }
 
-static void make_i32(dsv4_case *c, test_random *random, dsv4_tensor which, int64_t count, const int32_t *values)
+static void make_i32(dsv4_case *c, test_random *random, dsv4_tensor which, int64_t count,
+                     const int32_t *values)
 {
     c->t[which] = test_tensor_make(random, QUERN_I32, 1, &count, TEST_UNALIGNED);
     test_tensor_set_i32(&c->t[which], values);
@@ -71,13 +97,15 @@ static void make_i32(dsv4_case *c, test_random *random, dsv4_tensor which, int64
 static void draw_sequences(dsv4_case *c, test_random *random)
 {
     const int64_t r = c->shape.ratio;
-    int32_t cu[DSV4_SEQUENCES + 1] = {0}, start[DSV4_SEQUENCES], position[DSV4_SEQUENCES], blocks[DSV4_SEQUENCES], prev[DSV4_SEQUENCES];
+    int32_t cu[DSV4_SEQUENCES + 1] = {0}, start[DSV4_SEQUENCES], position[DSV4_SEQUENCES],
+                                blocks[DSV4_SEQUENCES], prev[DSV4_SEQUENCES];
     c->batch = c->kind == DSV4_ONE ? 1 : test_random_int(random, 1, DSV4_SEQUENCES);
     c->tokens = test_random_int(random, 0, 8 * r);
     c->limit = 0;
     if (c->kind != DSV4_VARLEN) {
         c->shape.start_token = test_random_int(random, 0, c->tokens < 3 ? c->tokens : 3);
-        if (test_random_one_in(random, 4)) c->limit = test_random_int(random, 0, (c->tokens - c->shape.start_token) / r);
+        if (test_random_one_in(random, 4))
+            c->limit = test_random_int(random, 0, (c->tokens - c->shape.start_token) / r);
         return;
     }
     for (int64_t b = 0; b < c->batch; b++) {
@@ -92,19 +120,25 @@ static void draw_sequences(dsv4_case *c, test_random *random)
     make_i32(c, random, DSV4_CU_SEQLENS, c->batch + 1, cu);
     if (test_random_one_in(random, 2)) make_i32(c, random, DSV4_START_TOKENS, c->batch, start);
     if (test_random_one_in(random, 2)) make_i32(c, random, DSV4_START_POSITIONS, c->batch, position);
-    if (c->t[DSV4_START_TOKENS].buffer != NULL && test_random_one_in(random, 2)) make_i32(c, random, DSV4_BLOCK_COUNTS, c->batch, blocks);
-    if (c->t[DSV4_PREV_B].buffer != NULL && test_random_one_in(random, 2)) make_i32(c, random, DSV4_HAS_PREV, c->batch, prev);
+    if (c->t[DSV4_START_TOKENS].buffer != NULL && test_random_one_in(random, 2))
+        make_i32(c, random, DSV4_BLOCK_COUNTS, c->batch, blocks);
+    if (c->t[DSV4_PREV_B].buffer != NULL && test_random_one_in(random, 2))
+        make_i32(c, random, DSV4_HAS_PREV, c->batch, prev);
 }
 
 static void draw_shape(dsv4_case *c, test_random *random)
 {
     static const int64_t widths[] = {2, 8, 16, 24, 32, 64, 70, 128};
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
-    c->shape = (oracle_compressor){.ratio = test_random_one_in(random, 6) ? 40 : test_random_int(random, 1, 9),
-                                   .width = widths[test_random_int(random, 0, 7)], .overlap = test_random_one_in(random, 2),
-                                   .rope_last = test_random_one_in(random, 2), .eps = 1e-6};
+    c->shape =
+        (oracle_compressor){.ratio = test_random_one_in(random, 6) ? 40 : test_random_int(random, 1, 9),
+                            .width = widths[test_random_int(random, 0, 7)],
+                            .overlap = test_random_one_in(random, 2),
+                            .rope_last = test_random_one_in(random, 2),
+                            .eps = 1e-6};
     c->shape.start_abs_pos = (c->shape.rope_last ? 1 : c->shape.ratio) * test_random_int(random, 0, 5);
-    if (!test_random_one_in(random, 3)) c->shape.rope_dim = 2 * test_random_int(random, 1, c->shape.width / 2);
+    if (!test_random_one_in(random, 3))
+        c->shape.rope_dim = 2 * test_random_int(random, 1, c->shape.width / 2);
     c->shape.hadamard = (c->shape.width & (c->shape.width - 1)) == 0 && test_random_one_in(random, 3);
     c->round_bf16 = test_random_one_in(random, 4);
     c->kind = (dsv4_batch)test_random_int(random, 0, 2);
@@ -117,20 +151,24 @@ dsv4_case dsv4_case_random(test_random *random)
     memset(&c, 0, sizeof c);
     draw_shape(&c, random);
     const int64_t r = c.shape.ratio, width = c.shape.width, bias[] = {r, width};
-    const quern_dtype weight = test_random_one_in(random, 2) ? c.dtype : QUERN_F32, result = test_random_one_in(random, 2) ? c.dtype : QUERN_F32;
+    const quern_dtype weight = test_random_one_in(random, 2) ? c.dtype : QUERN_F32,
+                      result = test_random_one_in(random, 2) ? c.dtype : QUERN_F32;
     const bool prev = c.shape.overlap && test_random_one_in(random, 2);
     if (prev) c.t[DSV4_PREV_B].buffer = (unsigned char *)&c; /* there will be one */
     draw_sequences(&c, random);
     c.t[DSV4_PREV_B].buffer = NULL;
     const int64_t blocks = c.kind == DSV4_VARLEN ? c.tokens / r : dsv4_sequence_of(&c, 0).blocks;
-    const int64_t matrix[] = {c.in = test_random_one_in(random, 3) ? test_random_int(random, 1, 90) : 0, dsv4_columns(&c)};
+    const int64_t matrix[] = {c.in = test_random_one_in(random, 3) ? test_random_int(random, 1, 90) : 0,
+                              dsv4_columns(&c)};
     if (c.in > 0) make_rows(&c, random, DSV4_X, c.dtype, c.tokens, c.in);
     if (c.in > 0) make(&c, random, DSV4_W, weight, 2, matrix);
     else make_rows(&c, random, DSV4_PROJ, c.dtype, c.tokens, dsv4_columns(&c));
     make(&c, random, DSV4_BIAS_A, weight, 2, bias);
     if (c.shape.overlap) make(&c, random, DSV4_BIAS_B, weight, 2, bias);
     const int64_t before[] = {c.batch, r, 2 * width};
-    if (prev) make(&c, random, DSV4_PREV_B, weight, c.kind == DSV4_ONE ? 2 : 3, c.kind == DSV4_ONE ? before + 1 : before);
+    if (prev)
+        make(&c, random, DSV4_PREV_B, weight, c.kind == DSV4_ONE ? 2 : 3,
+             c.kind == DSV4_ONE ? before + 1 : before);
     if (!test_random_one_in(random, 3)) make(&c, random, DSV4_NORM_WEIGHT, weight, 1, &width);
     c.max_pos = (8 + 6) * r;
     const int64_t table[] = {c.max_pos, c.shape.rope_dim};
@@ -143,7 +181,9 @@ dsv4_case dsv4_case_random(test_random *random)
     else make_rows(&c, random, DSV4_D_PROJ, c.dtype, c.tokens, dsv4_columns(&c));
     make(&c, random, DSV4_D_BIAS_A, QUERN_F32, 2, bias);
     if (c.shape.overlap) make(&c, random, DSV4_D_BIAS_B, QUERN_F32, 2, bias);
-    if (prev) make(&c, random, DSV4_D_PREV_B, weight, c.kind == DSV4_ONE ? 2 : 3, c.kind == DSV4_ONE ? before + 1 : before);
+    if (prev)
+        make(&c, random, DSV4_D_PREV_B, weight, c.kind == DSV4_ONE ? 2 : 3,
+             c.kind == DSV4_ONE ? before + 1 : before);
     if (c.t[DSV4_NORM_WEIGHT].buffer != NULL) make(&c, random, DSV4_D_NORM_WEIGHT, QUERN_F32, 1, &width);
     return c;
 }
@@ -182,16 +222,26 @@ void dsv4_case_reference(dsv4_case *c, const double *pooled)
         shape.start_token = s.token0 - s.row0;
         shape.start_abs_pos = s.position;
         shape.blocks = s.blocks;
-        const oracle_compress_arrays x = {
-            .proj = in[DSV4_PROJ] + s.row0 * columns, .b_a = in[DSV4_BIAS_A], .b_b = in[DSV4_BIAS_B], .norm_weight = in[DSV4_NORM_WEIGHT],
-            .cos_sin = in[DSV4_COS_SIN], .prev_b = s.prev ? in[DSV4_PREV_B] + own : NULL, .pooled = c->reference[DSV4_POOLED] + at,
-            .out = c->reference[DSV4_OUT] + at, .d_out = in[DSV4_D_OUT] + at, .d_proj = d_proj + s.row0 * columns,
-            .d_b_a = c->reference[DSV4_D_BIAS_A], .d_b_b = c->reference[DSV4_D_BIAS_B], .d_norm_weight = c->reference[DSV4_D_NORM_WEIGHT],
-            .d_prev_b = s.prev ? moved(c->reference[DSV4_D_PREV_B], own) : NULL};
+        const oracle_compress_arrays x = {.proj = in[DSV4_PROJ] + s.row0 * columns,
+                                          .b_a = in[DSV4_BIAS_A],
+                                          .b_b = in[DSV4_BIAS_B],
+                                          .norm_weight = in[DSV4_NORM_WEIGHT],
+                                          .cos_sin = in[DSV4_COS_SIN],
+                                          .prev_b = s.prev ? in[DSV4_PREV_B] + own : NULL,
+                                          .pooled = c->reference[DSV4_POOLED] + at,
+                                          .out = c->reference[DSV4_OUT] + at,
+                                          .d_out = in[DSV4_D_OUT] + at,
+                                          .d_proj = d_proj + s.row0 * columns,
+                                          .d_b_a = c->reference[DSV4_D_BIAS_A],
+                                          .d_b_b = c->reference[DSV4_D_BIAS_B],
+                                          .d_norm_weight = c->reference[DSV4_D_NORM_WEIGHT],
+                                          .d_prev_b =
+                                              s.prev ? moved(c->reference[DSV4_D_PREV_B], own) : NULL};
         oracle_dsv4_pool(&shape, &x);
         double *kept = test_doubles(s.blocks * width);
         memcpy(kept, x.pooled, (size_t)(s.blocks * width) * sizeof *kept);
-        for (int64_t i = 0; c->round_bf16 && i < s.blocks * width; i++) x.pooled[i] = test_round(QUERN_BF16, pooled != NULL ? pooled[at + i] : kept[i]);
+        for (int64_t i = 0; c->round_bf16 && i < s.blocks * width; i++)
+            x.pooled[i] = test_round(QUERN_BF16, pooled != NULL ? pooled[at + i] : kept[i]);
         oracle_dsv4_finish(&shape, &x);
         oracle_dsv4_compress_backward(&shape, &x);
         memcpy(x.pooled, kept, (size_t)(s.blocks * width) * sizeof *kept);
@@ -201,8 +251,10 @@ void dsv4_case_reference(dsv4_case *c, const double *pooled)
         for (int64_t t = 0; t < rows; t++) {
             for (int64_t i = 0; i < c->in; i++) {
                 for (int64_t j = 0; j < columns; j++) {
-                    c->reference[DSV4_D_X][t * c->in + i] += d_proj[t * columns + j] * in[DSV4_W][i * columns + j];
-                    c->reference[DSV4_D_W][i * columns + j] += in[DSV4_X][t * c->in + i] * d_proj[t * columns + j];
+                    c->reference[DSV4_D_X][t * c->in + i] +=
+                        d_proj[t * columns + j] * in[DSV4_W][i * columns + j];
+                    c->reference[DSV4_D_W][i * columns + j] +=
+                        in[DSV4_X][t * c->in + i] * d_proj[t * columns + j];
                 }
             }
         }
@@ -231,11 +283,29 @@ quern_dsv4_compress_tensors dsv4_case_tensors(const dsv4_case *c)
     quern_dsv4_compress_tensors t = QUERN_DSV4_COMPRESS_TENSORS_INIT;
     const quern_tensor *v[DSV4_TENSORS];
     for (int i = 0; i < DSV4_TENSORS; i++) v[i] = c->t[i].buffer != NULL ? &c->t[i].view : NULL;
-    t.proj = v[DSV4_PROJ], t.x = v[DSV4_X], t.w = v[DSV4_W], t.b_a = v[DSV4_BIAS_A], t.b_b = v[DSV4_BIAS_B], t.prev_b = v[DSV4_PREV_B];
-    t.norm_weight = v[DSV4_NORM_WEIGHT], t.cos_sin = v[DSV4_COS_SIN], t.cu_seqlens = v[DSV4_CU_SEQLENS], t.start_tokens = v[DSV4_START_TOKENS];
-    t.start_positions = v[DSV4_START_POSITIONS], t.block_counts = v[DSV4_BLOCK_COUNTS], t.has_prev = v[DSV4_HAS_PREV];
-    t.pooled = v[DSV4_POOLED], t.out = v[DSV4_OUT], t.d_out = v[DSV4_D_OUT], t.d_proj = v[DSV4_D_PROJ], t.d_x = v[DSV4_D_X], t.d_w = v[DSV4_D_W];
-    t.d_b_a = v[DSV4_D_BIAS_A], t.d_b_b = v[DSV4_D_BIAS_B], t.d_prev_b = v[DSV4_D_PREV_B], t.d_norm_weight = v[DSV4_D_NORM_WEIGHT];
+    t.proj = v[DSV4_PROJ];
+    t.x = v[DSV4_X];
+    t.w = v[DSV4_W];
+    t.b_a = v[DSV4_BIAS_A];
+    t.b_b = v[DSV4_BIAS_B];
+    t.prev_b = v[DSV4_PREV_B];
+    t.norm_weight = v[DSV4_NORM_WEIGHT];
+    t.cos_sin = v[DSV4_COS_SIN];
+    t.cu_seqlens = v[DSV4_CU_SEQLENS];
+    t.start_tokens = v[DSV4_START_TOKENS];
+    t.start_positions = v[DSV4_START_POSITIONS];
+    t.block_counts = v[DSV4_BLOCK_COUNTS];
+    t.has_prev = v[DSV4_HAS_PREV];
+    t.pooled = v[DSV4_POOLED];
+    t.out = v[DSV4_OUT];
+    t.d_out = v[DSV4_D_OUT];
+    t.d_proj = v[DSV4_D_PROJ];
+    t.d_x = v[DSV4_D_X];
+    t.d_w = v[DSV4_D_W];
+    t.d_b_a = v[DSV4_D_BIAS_A];
+    t.d_b_b = v[DSV4_D_BIAS_B];
+    t.d_prev_b = v[DSV4_D_PREV_B];
+    t.d_norm_weight = v[DSV4_D_NORM_WEIGHT];
     return t;
 }
 

@@ -40,10 +40,11 @@ typedef enum dsv4_tensor {
     DSV4_TENSORS
 } dsv4_tensor;
 
-/* Tensors of a call; a tensor without a buffer is absent. One sequence: proj [T, columns]; fixed: [B, T, columns];
- * varlen: [T, columns]. */
+/* Tensors of a call; a tensor without a buffer is absent. One sequence: proj [T, columns]; fixed: [B, T,
+ * columns]; varlen: [T, columns]. */
 typedef struct dsv4_case {
-    oracle_compressor shape; /* start_token, start_abs_pos: of every sequence without a tensor that says otherwise */
+    oracle_compressor
+        shape; /* start_token, start_abs_pos: of every sequence without a tensor that says otherwise */
     dsv4_batch kind;
     quern_dtype dtype;
     bool round_bf16;
@@ -60,8 +61,8 @@ typedef struct dsv4_sequence {
 
 dsv4_case dsv4_case_random(test_random *random);
 dsv4_sequence dsv4_sequence_of(const dsv4_case *c, int64_t b);
-/* Pools and finishes every sequence and takes all gradients. `pooled`: the rows that were pooled, which a rounding to
- * bf16 takes as they are; NULL: the oracle's own. */
+/* Pools and finishes every sequence and takes all gradients. `pooled`: the rows that were pooled, which a
+ * rounding to bf16 takes as they are; NULL: the oracle's own. */
 void dsv4_case_reference(dsv4_case *c, const double *pooled);
 /* Compares the outputs and gradients that are there, and the guards of all. */
 void dsv4_case_check(const dsv4_case *c);

@@ -13,8 +13,22 @@ enum { CORE_SEQUENCES = 5 };
 
 /* In the order of quern_dsv4_attention_tensors. */
 typedef enum core_tensor {
-    CORE_Q, CORE_KV, CORE_KV_CMP, CORE_IDX, CORE_COUNT, CORE_SINK, CORE_COS_SIN, CORE_CU, CORE_O, CORE_LSE, CORE_LSE_WIN, CORE_D_O, CORE_D_Q, CORE_D_KV,
-    CORE_D_KV_CMP, CORE_D_SINK,
+    CORE_Q,
+    CORE_KV,
+    CORE_KV_CMP,
+    CORE_IDX,
+    CORE_COUNT,
+    CORE_SINK,
+    CORE_COS_SIN,
+    CORE_CU,
+    CORE_O,
+    CORE_LSE,
+    CORE_LSE_WIN,
+    CORE_D_O,
+    CORE_D_Q,
+    CORE_D_KV,
+    CORE_D_KV_CMP,
+    CORE_D_SINK,
     CORE_TENSORS
 } core_tensor;
 
@@ -33,7 +47,8 @@ typedef struct core_parts {
     bool entries, list, count, sink, rope;
 } core_parts;
 
-core_case core_case_make(test_random *random, const oracle_core *shape, int64_t batch, const int32_t *cu, quern_dtype dtype, const core_parts *parts);
+core_case core_case_make(test_random *random, const oracle_core *shape, int64_t batch, const int32_t *cu,
+                         quern_dtype dtype, const core_parts *parts);
 core_case core_case_random(test_random *random);
 void core_case_free(core_case *c);
 quern_dsv4_attention_params core_case_params(const core_case *c);

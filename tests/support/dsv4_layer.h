@@ -13,9 +13,9 @@ typedef struct dsv4_layer {
     const char *name;
     oracle_indexer indexer; /* csa alone */
     oracle_core core;
-    double *idx_q, *idx_k, *idx_w, *idx_score;          /* [B,T,Hi,C_I] [B,S,C_I] [B,T,Hi] [B,T,S] */
-    double *q, *kv, *kv_cmp, *sink, *cos_sin, *o;       /* [B,T,H,D] ... o after the inverse rotation */
-    int32_t *idx;                                       /* [B,T,k], in no order, -1 padded */
+    double *idx_q, *idx_k, *idx_w, *idx_score;    /* [B,T,Hi,C_I] [B,S,C_I] [B,T,Hi] [B,T,S] */
+    double *q, *kv, *kv_cmp, *sink, *cos_sin, *o; /* [B,T,H,D] ... o after the inverse rotation */
+    int32_t *idx;                                 /* [B,T,k], in no order, -1 padded */
 } dsv4_layer;
 
 /* Layer i: csa, hca, swa. `directory` is QUERN_TEST_VECTORS. */

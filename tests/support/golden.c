@@ -27,7 +27,8 @@ static quern_tensor view_of(const quern_safetensors *file, const char *prefix, c
     quern_tensor view;
     int64_t have = 1;
     snprintf(full, sizeof full, "%s%s", prefix, name);
-    if (quern_safetensors_get(file, full, &view) != QUERN_OK) fail_msg("%s: %s", full, quern_last_error(NULL));
+    if (quern_safetensors_get(file, full, &view) != QUERN_OK)
+        fail_msg("%s: %s", full, quern_last_error(NULL));
     for (int32_t i = 0; i < view.ndim; i++) have *= view.shape[i];
     if (view.dtype != dtype || have != count)
         fail_msg("%s has dtype %s and %" PRId64 " elements, expected %" PRId64, full,

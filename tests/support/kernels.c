@@ -19,10 +19,13 @@
 #include <string.h>
 #include <time.h>
 
-enum { ALL = (1 << TEST_KERNEL_LEVELS) - 1, BF16_DOT = 1 << (QUERN_CPU_LEVEL_AVX512BF16 - QUERN_CPU_LEVEL_PORTABLE) };
+enum {
+    ALL = (1 << TEST_KERNEL_LEVELS) - 1,
+    BF16_DOT = 1 << (QUERN_CPU_LEVEL_AVX512BF16 - QUERN_CPU_LEVEL_PORTABLE)
+};
 
 static const test_kernel rows[] = {
-#define KERNEL(table, member, levels, terms, roundings, argument, test, bench)                                                                       \
+#define KERNEL(table, member, levels, terms, roundings, argument, test, bench)                               \
     {#table, #member, offsetof(table##_kernels, member), levels, terms, roundings, argument, test, bench},
 #include "cpu/kernels.inc"
 #undef KERNEL
@@ -45,7 +48,8 @@ const void *test_kernel_table(const char *table, quern_cpu_level level)
     if (strcmp(table, "quantise") == 0) return quantise_kernels_for(level);
     if (strcmp(table, "row") == 0) return row_kernels_for(level);
     if (strcmp(table, "pool") == 0) return pool_kernels_for(level);
-    return strcmp(table, "nsa") == 0 ? (const void *)nsa_kernels_for(level) : (const void *)attention_kernels_for(level);
+    return strcmp(table, "nsa") == 0 ? (const void *)nsa_kernels_for(level)
+                                     : (const void *)attention_kernels_for(level);
 }
 
 static size_t row_index(const char *table, const char *name)
@@ -56,7 +60,8 @@ static size_t row_index(const char *table, const char *name)
     return i;
 }
 
-double test_kernel_bound(const char *table, const char *name, quern_cpu_level level, double terms, double argument)
+double test_kernel_bound(const char *table, const char *name, quern_cpu_level level, double terms,
+                         double argument)
 {
     const size_t i = row_index(table, name);
     checked[i] |= 1u << (level - QUERN_CPU_LEVEL_PORTABLE);
@@ -103,7 +108,8 @@ test_timer test_timer_of(const char *table, const char *name, quern_cpu_level le
     measure *m = &measures[i][level - QUERN_CPU_LEVEL_PORTABLE];
     timed[i] |= 1u << (level - QUERN_CPU_LEVEL_PORTABLE);
     snprintf(whole, sizeof whole, "%s.%s", table, name);
-    if (pattern == NULL || strstr(whole, pattern) == NULL || work <= m->work) return (test_timer){.best = NULL};
+    if (pattern == NULL || strstr(whole, pattern) == NULL || work <= m->work)
+        return (test_timer){.best = NULL};
     *m = (measure){0, work};
     return (test_timer){.best = &m->ticks, .calls = 1, .batches = BATCHES, .started = now()};
 }
@@ -135,11 +141,12 @@ static void print_measures(void)
             if (m->ticks == 0) continue;
             const double each = m->ticks / (double)m->work;
             char whole[100], times[20] = "-";
-            if (first->ticks != 0) snprintf(times, sizeof times, "%.2f", first->ticks / (double)first->work / each);
+            if (first->ticks != 0)
+                snprintf(times, sizeof times, "%.2f", first->ticks / (double)first->work / each);
             snprintf(whole, sizeof whole, "%s.%s", rows[i].table, rows[i].name);
             printf("%-32s %-11s %9lld %12.1f %13.4f  %14s\n", whole,
-                   quern_cpu_level_name((quern_cpu_level)(QUERN_CPU_LEVEL_PORTABLE + level)), (long long)m->work, m->ticks,
-                   each, times);
+                   quern_cpu_level_name((quern_cpu_level)(QUERN_CPU_LEVEL_PORTABLE + level)),
+                   (long long)m->work, m->ticks, each, times);
         }
 }
 
@@ -166,9 +173,11 @@ void test_every_kernel(void **state)
             memcpy(&own, test_kernel_table(rows[i].table, level), sizeof own);
             const unsigned bit = 1u << (own - QUERN_CPU_LEVEL_PORTABLE);
             if ((rows[i].levels & bit) != 0 && (checked[i] & bit) == 0)
-                fail_msg("%s does not check %s.%s at %s", program, rows[i].table, rows[i].name, quern_cpu_level_name(own));
+                fail_msg("%s does not check %s.%s at %s", program, rows[i].table, rows[i].name,
+                         quern_cpu_level_name(own));
             if ((rows[i].levels & bit) != 0 && (timed[i] & bit) == 0)
-                fail_msg("%s has no call of %s.%s to time at %s", program, rows[i].table, rows[i].name, quern_cpu_level_name(own));
+                fail_msg("%s has no call of %s.%s to time at %s", program, rows[i].table, rows[i].name,
+                         quern_cpu_level_name(own));
         }
     }
     assert_true(listed > 0);

@@ -23,16 +23,18 @@ typedef struct test_kernel {
 enum { TEST_KERNEL_LEVELS = 4 };
 
 const test_kernel *test_kernels(size_t *count);
-/* The table that a level uses: an attention_kernels or an nsa_kernels. Both begin with the level they were made for. */
+/* The table that a level uses: an attention_kernels or an nsa_kernels. Both begin with the level they were
+ * made for. */
 const void *test_kernel_table(const char *table, quern_cpu_level level);
 
-/* The bound of a kernel, to be multiplied by the sum of its terms' absolute values; `level` is the table's own. Notes
- * that the program checks the kernel there. Fails the test where kernels.inc has no such row. */
-double test_kernel_bound(const char *table, const char *name, quern_cpu_level level, double terms, double argument);
+/* The bound of a kernel, to be multiplied by the sum of its terms' absolute values; `level` is the table's
+ * own. Notes that the program checks the kernel there. Fails the test where kernels.inc has no such row. */
+double test_kernel_bound(const char *table, const char *name, quern_cpu_level level, double terms,
+                         double argument);
 /* Half a unit of the last place of an output in dtype; 0 for f32, whose roundings the bound counts. */
 double test_kernel_rounding(quern_dtype dtype, double x);
-/* A test, the last of its program: every row that names the program (*state, a string) was checked at every level of
- * this machine. */
+/* A test, the last of its program: every row that names the program (*state, a string) was checked at every
+ * level of this machine. */
 void test_every_kernel(void **state);
 
 #endif

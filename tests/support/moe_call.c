@@ -40,9 +40,11 @@ void moe_call_forward(moe_case *c, quern_context *ctx)
 {
     const quern_moe_tensors t = moe_bind(c, false);
     size_t bytes = 0;
-    if (quern_moe_forward_workspace(ctx, &c->params, &t, &bytes) != QUERN_OK) fail_msg("workspace: %s", quern_last_error(ctx));
+    if (quern_moe_forward_workspace(ctx, &c->params, &t, &bytes) != QUERN_OK)
+        fail_msg("workspace: %s", quern_last_error(ctx));
     test_workspace w = test_workspace_make(bytes);
-    if (quern_moe_forward(ctx, NULL, &c->params, &t, w.data, w.bytes) != QUERN_OK) fail_msg("forward: %s", quern_last_error(ctx));
+    if (quern_moe_forward(ctx, NULL, &c->params, &t, w.data, w.bytes) != QUERN_OK)
+        fail_msg("forward: %s", quern_last_error(ctx));
     test_workspace_close(&w);
     check_memory(c, false);
     free(c->chosen);
@@ -53,9 +55,11 @@ void moe_call_backward(moe_case *c, quern_context *ctx)
 {
     const quern_moe_tensors t = moe_bind(c, true);
     size_t bytes = 0;
-    if (quern_moe_backward_workspace(ctx, &c->params, &t, &bytes) != QUERN_OK) fail_msg("workspace: %s", quern_last_error(ctx));
+    if (quern_moe_backward_workspace(ctx, &c->params, &t, &bytes) != QUERN_OK)
+        fail_msg("workspace: %s", quern_last_error(ctx));
     test_workspace w = test_workspace_make(bytes);
-    if (quern_moe_backward(ctx, NULL, &c->params, &t, w.data, w.bytes) != QUERN_OK) fail_msg("backward: %s", quern_last_error(ctx));
+    if (quern_moe_backward(ctx, NULL, &c->params, &t, w.data, w.bytes) != QUERN_OK)
+        fail_msg("backward: %s", quern_last_error(ctx));
     test_workspace_close(&w);
     check_memory(c, true);
 }
@@ -73,7 +77,8 @@ static void quantise(const void *arg, bool activation, int64_t expert, double *r
         uint8_t codes[16];
         for (int i = 0; i < 16; i++) x[i] = (float)row[b + i];
         const int scale = oracle_nvfp4_block(ORACLE_RNE, ORACLE_SCALES_RNE, global, x, codes);
-        for (int i = 0; i < 16; i++) row[b + i] = (double)oracle_nvfp4_value(ORACLE_RNE, global, scale, codes[i]);
+        for (int i = 0; i < 16; i++)
+            row[b + i] = (double)oracle_nvfp4_value(ORACLE_RNE, global, scale, codes[i]);
     }
 }
 
@@ -107,8 +112,9 @@ static oracle_layer oracle_of(const moe_case *c)
                           .arg = c};
 }
 
-/* Under a4 an activation at a midpoint may take either code, since its f32 differs from the exact value; one such code moves
- * its row by up to half a step of the format, as much as rounding to bf16 does with all of them. */
+/* Under a4 an activation at a midpoint may take either code, since its f32 differs from the exact value; one
+ * such code moves its row by up to half a step of the format, as much as rounding to bf16 does with all of
+ * them. */
 static quern_dtype bound_dtype(const moe_case *c)
 {
     return c->params.a4 ? QUERN_BF16 : c->dtype;
@@ -125,13 +131,18 @@ static void check_one(const moe_case *c, int tensor, const double *expected, dou
 }
 
 /* Sums whose terms may cancel: not the sum, but what is added, is the measure of the error. */
-static void check_terms(const moe_case *c, int tensor, const double *expected, const double *terms, double bound, const char *what)
+static void check_terms(const moe_case *c, int tensor, const double *expected, const double *terms,
+                        double bound, const char *what)
 {
     double error = 0, size = 0;
     if (c->t[tensor].buffer == NULL) return;
     double *got = test_tensor_get(&c->t[tensor]);
-    for (int64_t i = 0; i < test_tensor_count(&c->t[tensor]); i++) error = hypot(error, got[i] - expected[i]), size = hypot(size, terms[i]);
-    if (!(error <= bound * size + 1e-9)) fail_msg("%s, tensor %d: error %g of terms %g, bound %g", what, tensor, error, size, bound);
+    for (int64_t i = 0; i < test_tensor_count(&c->t[tensor]); i++) {
+        error = hypot(error, got[i] - expected[i]);
+        size = hypot(size, terms[i]);
+    }
+    if (!(error <= bound * size + 1e-9))
+        fail_msg("%s, tensor %d: error %g of terms %g, bound %g", what, tensor, error, size, bound);
     free(got);
 }
 
@@ -156,7 +167,8 @@ static double *as_given(const moe_case *c, const double *halves)
     for (int64_t e = 0; e < c->experts; e++)
         for (int64_t i = 0; i < 2 * c->width; i++) {
             const bool up = i >= c->width;
-            const int64_t at = c->routed == MOE_FLOATS ? i : oracle_interleaved_at(i % c->width, up, c->params.granularity);
+            const int64_t at =
+                c->routed == MOE_FLOATS ? i : oracle_interleaved_at(i % c->width, up, c->params.granularity);
             out[e * 2 * c->width + at] = halves[e * 2 * c->width + i];
         }
     return out;
@@ -166,9 +178,15 @@ static oracle_layer_gradients gradients_of(const moe_case *c, const double *d_ou
 {
     const oracle_layer m = oracle_of(c);
     const int64_t t = c->tokens, e = c->experts, k = c->params.top_k;
-    const oracle_layer_gradients g = {test_doubles(t * c->dim), test_doubles(t * e),      test_doubles(e * c->dim),
-                                      test_doubles(t * k),      test_doubles(e * 2 * c->width), test_doubles(e * c->dim),
-                                      test_doubles(t * k),      test_doubles(t * e),      test_doubles(e * c->dim)};
+    const oracle_layer_gradients g = {test_doubles(t * c->dim),
+                                      test_doubles(t * e),
+                                      test_doubles(e * c->dim),
+                                      test_doubles(t * k),
+                                      test_doubles(e * 2 * c->width),
+                                      test_doubles(e * c->dim),
+                                      test_doubles(t * k),
+                                      test_doubles(t * e),
+                                      test_doubles(e * c->dim)};
     oracle_layer_backward(&m, d_out, &g);
     return g;
 }

@@ -15,12 +15,14 @@ static test_layout any_layout(test_random *random)
     return (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1);
 }
 
-static void add(moe_case *c, test_random *random, int tensor, quern_dtype dtype, int32_t ndim, const int64_t *shape)
+static void add(moe_case *c, test_random *random, int tensor, quern_dtype dtype, int32_t ndim,
+                const int64_t *shape)
 {
     c->t[tensor] = test_tensor_make(random, dtype, ndim, shape, any_layout(random));
 }
 
-static void add_normal(moe_case *c, test_random *random, int tensor, quern_dtype dtype, int32_t ndim, const int64_t *shape, double sigma)
+static void add_normal(moe_case *c, test_random *random, int tensor, quern_dtype dtype, int32_t ndim,
+                       const int64_t *shape, double sigma)
 {
     add(c, random, tensor, dtype, ndim, shape);
     test_tensor_normal(&c->t[tensor], random, sigma);
@@ -34,17 +36,23 @@ static quern_dtype any_float(test_random *random)
 }
 
 /* A stack of NVFP4 matrices [E, K, N], or one: codes, scales, perhaps a global. Returns the values. */
-static double *add_nvfp4(moe_case *c, test_random *random, int codes, int64_t experts, int64_t k, int64_t n, bool stack, int parts)
+static double *add_nvfp4(moe_case *c, test_random *random, int codes, int64_t experts, int64_t k, int64_t n,
+                         bool stack, int parts)
 {
-    const int64_t blocks = k / 16, code_shape[] = {experts, k / 2, n}, scale_shape[] = {experts, blocks, n}, global_shape[] = {experts, parts};
+    const int64_t blocks = k / 16, code_shape[] = {experts, k / 2, n}, scale_shape[] = {experts, blocks, n},
+                  global_shape[] = {experts, parts};
     const int32_t ndim = stack ? 3 : 2, first = stack ? 0 : 1;
-    double *bytes = test_doubles(experts * k / 2 * n), *scales = test_doubles(experts * blocks * n), *values = test_doubles(experts * k * n);
+    double *bytes = test_doubles(experts * k / 2 * n), *scales = test_doubles(experts * blocks * n),
+           *values = test_doubles(experts * k * n);
     double global[2 * 64];
     const int32_t global_dims = (int32_t)test_random_int(random, 0, stack ? (parts > 1 ? 2 : 1) : parts > 1);
-    for (int i = 0; i < 2 * 64; i++) global[i] = test_round(QUERN_F32, 0.6 / sqrt((double)k) * (0.7 + 0.6 * test_random_uniform(random)));
-    for (int64_t i = 0; i < experts * blocks * n; i++) scales[i] = (double)test_random_int(random, 0x28, 0x38);
+    for (int i = 0; i < 2 * 64; i++)
+        global[i] = test_round(QUERN_F32, 0.6 / sqrt((double)k) * (0.7 + 0.6 * test_random_uniform(random)));
+    for (int64_t i = 0; i < experts * blocks * n; i++)
+        scales[i] = (double)test_random_int(random, 0x28, 0x38);
     for (int64_t i = 0; i < experts * k * n; i++) {
-        const int64_t e = i / (k * n), row = i / n % k, column = i % n, part = column / c->params.granularity % 2;
+        const int64_t e = i / (k * n), row = i / n % k, column = i % n,
+                      part = column / c->params.granularity % 2;
         const int code = (int)test_random_int(random, 0, 15);
         const double scale = (double)oracle_e4m3((int)scales[(e * blocks + row / 16) * n + column]);
         const int64_t at = global_dims == 0 ? 0 : !stack ? part : global_dims == 1 ? e : 2 * e + part;
@@ -71,11 +79,17 @@ static void repack(moe_case *c, test_random *random, int codes, int64_t n, int64
     c->t[codes + 2] = test_tensor_make(random, QUERN_U8, stack ? 2 : 1, shape, TEST_UNALIGNED);
     quern_tensor view[] = {c->t[codes].view, c->t[codes + 1].view, c->t[codes + 2].view};
     for (int i = 0; i < 3 && !stack; i++) {
-        for (int32_t d = view[i].ndim++; d > 0; d--) view[i].shape[d] = view[i].shape[d - 1], view[i].strides[d] = view[i].strides[d - 1];
+        for (int32_t d = view[i].ndim++; d > 0; d--) {
+            view[i].shape[d] = view[i].shape[d - 1];
+            view[i].strides[d] = view[i].strides[d - 1];
+        }
         view[i].shape[0] = 1;
     }
-    t.b_codes = &view[0], t.b_scales = &view[1], t.b_repacked = &view[2];
-    if (quern_moe_prepack(ctx, NULL, &p, &t, NULL, 0) != QUERN_OK) fail_msg("prepack: %s", quern_last_error(ctx));
+    t.b_codes = &view[0];
+    t.b_scales = &view[1];
+    t.b_repacked = &view[2];
+    if (quern_moe_prepack(ctx, NULL, &p, &t, NULL, 0) != QUERN_OK)
+        fail_msg("prepack: %s", quern_last_error(ctx));
     quern_context_destroy(ctx);
     double *written = test_tensor_get(&c->t[codes + 2]);
     test_tensor_set(&c->t[codes + 2], written); /* takes the snapshot */
@@ -90,7 +104,8 @@ static double *turned(const double *values, int64_t experts, int64_t k, int64_t 
     double *out = test_doubles(experts * n * k);
     for (int64_t e = 0; e < experts; e++)
         for (int64_t r = 0; r < n; r++) {
-            const int64_t at = granularity == 0 ? r : oracle_interleaved_at(r % (n / 2), r >= n / 2, granularity);
+            const int64_t at =
+                granularity == 0 ? r : oracle_interleaved_at(r % (n / 2), r >= n / 2, granularity);
             for (int64_t i = 0; i < k; i++) out[(e * n + r) * k + i] = values[(e * k + i) * n + at];
         }
     return out;
@@ -128,7 +143,8 @@ static void add_shared(moe_case *c, test_random *random)
     }
     double *values = add_nvfp4(c, random, M_SHARED_UP_CODES, 1, d, 2 * i, false, 2);
     double *halves = turned(values, 1, d, 2 * i, c->params.granularity);
-    c->values[M_SHARED_GATE] = test_doubles(i * d), c->values[M_SHARED_UP] = test_doubles(i * d);
+    c->values[M_SHARED_GATE] = test_doubles(i * d);
+    c->values[M_SHARED_UP] = test_doubles(i * d);
     memcpy(c->values[M_SHARED_GATE], halves, sizeof *halves * (size_t)(i * d));
     memcpy(c->values[M_SHARED_UP], halves + i * d, sizeof *halves * (size_t)(i * d));
     free(values), free(halves);
@@ -173,12 +189,14 @@ static void add_router(moe_case *c, test_random *random, const moe_wish *w)
         if (test_random_one_in(random, 2)) add_normal(c, random, M_BIAS, QUERN_F32, 1, &c->experts, 0.2);
         return;
     }
-    int32_t *ids = calloc((size_t)c->tokens + 1, sizeof *ids), *rows = calloc((size_t)(50 * c->params.top_k), sizeof *rows);
+    int32_t *ids = calloc((size_t)c->tokens + 1, sizeof *ids),
+            *rows = calloc((size_t)(50 * c->params.top_k), sizeof *rows);
     assert_true(ids != NULL && rows != NULL);
     for (int64_t t = 0; t < c->tokens; t++) ids[t] = (int32_t)test_random_int(random, 0, 49);
     const int64_t step = c->params.renormalize ? 1 : 2; /* else a row may name an expert twice */
     for (int64_t r = 0; r < 50; r++)
-        for (int64_t j = 0; j < c->params.top_k; j++) rows[r * c->params.top_k + j] = (int32_t)((r * 7 + j * step) % c->experts);
+        for (int64_t j = 0; j < c->params.top_k; j++)
+            rows[r * c->params.top_k + j] = (int32_t)((r * 7 + j * step) % c->experts);
     add(c, random, M_INPUT_IDS, QUERN_I32, ndim - 1, shape);
     add(c, random, M_TID2EID, QUERN_I32, 2, table);
     test_tensor_set_i32(&c->t[M_INPUT_IDS], ids);
@@ -221,9 +239,13 @@ static void set_params(moe_case *c, test_random *random, const moe_wish *w)
     *p = (quern_moe_params)QUERN_MOE_PARAMS_INIT;
     p->score = (quern_moe_score)test_random_int(random, 0, 2);
     p->top_k = test_random_int(random, 1, c->experts < 4 ? c->experts : 4);
-    /* One renormalised weight is 1 whatever the logits: its gradient is rounding, to which no relative bound applies. */
-    p->renormalize = p->top_k > 1 && test_random_one_in(random, 2), p->route_scale = 1.5f, p->a4 = w->a4;
-    p->limit = limits[test_random_int(random, 0, 2)], p->alpha = alphas[test_random_int(random, 0, 1)];
+    /* One renormalised weight is 1 whatever the logits: its gradient is rounding, to which no relative bound
+     * applies. */
+    p->renormalize = p->top_k > 1 && test_random_one_in(random, 2);
+    p->route_scale = 1.5f;
+    p->a4 = w->a4;
+    p->limit = limits[test_random_int(random, 0, 2)];
+    p->alpha = alphas[test_random_int(random, 0, 1)];
     p->beta = test_random_one_in(random, 2) ? 1.0f : 0.0f;
     p->granularity = (int64_t)1 << test_random_int(random, 0, 5);
 }
@@ -231,11 +253,16 @@ static void set_params(moe_case *c, test_random *random, const moe_wish *w)
 moe_case moe_make(test_random *random, const moe_wish *w)
 {
     const bool any = w->routed == MOE_FLOATS && (w->shared == MOE_FLOATS || w->shared == MOE_NONE);
-    moe_case c = {.tokens = w->tokens, .dtype = w->dtype, .routed = w->routed, .shared = w->shared, .experts = test_random_int(random, 1, 9)};
+    moe_case c = {.tokens = w->tokens,
+                  .dtype = w->dtype,
+                  .routed = w->routed,
+                  .shared = w->shared,
+                  .experts = test_random_int(random, 1, 9)};
     set_params(&c, random, w);
     c.dim = any ? test_random_int(random, 1, 90) : 16 * test_random_int(random, 1, 9);
     c.width = c.routed == MOE_FLOATS ? test_random_int(random, 1, 70) : 32 * test_random_int(random, 1, 5);
-    c.shared_width = c.shared == MOE_FLOATS ? test_random_int(random, 1, 70) : 32 * test_random_int(random, 1, 5);
+    c.shared_width =
+        c.shared == MOE_FLOATS ? test_random_int(random, 1, 70) : 32 * test_random_int(random, 1, 5);
     add_hidden(&c, random);
     add_router(&c, random, w);
     add_routed(&c, random);
@@ -292,7 +319,8 @@ moe_case moe_subset(const moe_case *c, test_random *random, const bool *kept, in
         const bool ids = i == M_INPUT_IDS;
         const int64_t width = ids ? 1 : t->view.shape[t->view.ndim - 1];
         double *all = ids ? NULL : test_tensor_get(t), *some = test_doubles(count * width);
-        int32_t *all_ids = ids ? test_tensor_get_i32(t) : NULL, *some_ids = calloc((size_t)count + 1, sizeof *some_ids);
+        int32_t *all_ids = ids ? test_tensor_get_i32(t) : NULL,
+                *some_ids = calloc((size_t)count + 1, sizeof *some_ids);
         int64_t shape[3], to = 0;
         assert_non_null(some_ids);
         const int32_t ndim = token_shape(&s, width, shape);

@@ -10,7 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CALL(name) {#name, quern_nsa_##name##_workspace, quern_nsa_##name}
+#define CALL(name)                                                                                           \
+    {                                                                                                        \
+#name, quern_nsa_##name##_workspace, quern_nsa_##name                                                \
+    }
 const nsa_call nsa_call_forward = CALL(forward);
 const nsa_call nsa_call_backward = CALL(backward);
 const nsa_call nsa_call_compress = CALL(compress);
@@ -64,7 +67,8 @@ void nsa_free_copies(test_tensor copies[NSA_SLOTS])
     for (int i = 0; i < NSA_SLOTS; i++) test_tensor_free(&copies[i]);
 }
 
-void nsa_check_same_bits(const nsa_case *c, nsa_set set, const test_tensor copies[NSA_SLOTS], const char *what)
+void nsa_check_same_bits(const nsa_case *c, nsa_set set, const test_tensor copies[NSA_SLOTS],
+                         const char *what)
 {
     char text[600];
     for (int i = 0; i < NSA_SLOTS; i++)
@@ -74,7 +78,8 @@ void nsa_check_same_bits(const nsa_case *c, nsa_set set, const test_tensor copie
 
 /* |d_pe_k| <= 1e-5 sum |terms|: the whole's d_pe_k vanishes, so a relative bound would be one of noise. It
  * vanishes because a row's sum of p (dp - delta) does, with delta = d_o . o_cmp; in 16 bits o_cmp is rounded,
- * delta is off by as much as any product with a rounded factor, and the gradients' bound takes 1e-5's place. */
+ * delta is off by as much as any product with a rounded factor, and the gradients' bound takes 1e-5's place.
+ */
 static void check_vanishing(const nsa_reference *r, const double *out)
 {
     const int64_t count = test_tensor_count(&r->c->tensor[NSA_D_PE_K]);

@@ -17,16 +17,20 @@ _Static_assert(offsetof(quern_nsa_tensors, d_gates) ==
                "nsa_slot follows quern_nsa_tensors");
 
 const char *const nsa_slot_names[NSA_SLOTS] = {
-    "q", "k", "v", "k_slc", "v_slc", "k_win", "v_win", "k_cmp", "v_cmp", "cu_seqlens", "cu_seqlens_cmp",
-    "w_k", "w_v", "pe_k", "pe_v", "w_gate", "gates", "block_idx", "block_count", "group_idx",
-    "o", "o_cmp", "o_slc", "o_win", "lse_cmp", "lse_slc", "lse_win", "d_o", "d_o_cmp", "d_o_slc", "d_o_win",
-    "d_q", "d_k", "d_v", "d_k_slc", "d_v_slc", "d_k_win", "d_v_win", "d_k_cmp", "d_v_cmp",
-    "d_w_k", "d_w_v", "d_pe_k", "d_pe_v", "d_w_gate", "d_gates",
+    "q",           "k",         "v",        "k_slc",      "v_slc",          "k_win",
+    "v_win",       "k_cmp",     "v_cmp",    "cu_seqlens", "cu_seqlens_cmp", "w_k",
+    "w_v",         "pe_k",      "pe_v",     "w_gate",     "gates",          "block_idx",
+    "block_count", "group_idx", "o",        "o_cmp",      "o_slc",          "o_win",
+    "lse_cmp",     "lse_slc",   "lse_win",  "d_o",        "d_o_cmp",        "d_o_slc",
+    "d_o_win",     "d_q",       "d_k",      "d_v",        "d_k_slc",        "d_v_slc",
+    "d_k_win",     "d_v_win",   "d_k_cmp",  "d_v_cmp",    "d_w_k",          "d_w_v",
+    "d_pe_k",      "d_pe_v",    "d_w_gate", "d_gates",
 };
 
 nsa_config nsa_config_small(void)
 {
-    nsa_config c = {.params = QUERN_NSA_PARAMS_INIT, .batch = 2, .n = 75, .h = 4, .hkv = 2, .d = 16, .dv = 16};
+    nsa_config c = {
+        .params = QUERN_NSA_PARAMS_INIT, .batch = 2, .n = 75, .h = 4, .hkv = 2, .d = 16, .dv = 16};
     c.params.block_size = 8;
     c.params.num_selected = 5;
     c.params.window = 20;
@@ -36,25 +40,26 @@ nsa_config nsa_config_small(void)
 const char *nsa_config_describe(const nsa_config *c, char text[600])
 {
     const quern_nsa_params *p = &c->params;
-    static const char *const compress[] = {"mean", "linear", "given"}, *const gate[] = {"none", "weights", "given"};
+    static const char *const compress[] = {"mean", "linear", "given"}, *const gate[] = {"none", "weights",
+                                                                                        "given"};
     char size[160];
     int at = snprintf(size, sizeof size, c->packed ? "lens" : "B %" PRId64 " N %" PRId64, c->batch, c->n);
     for (int64_t b = 0; c->packed && b < c->batch; b++)
         at += snprintf(size + at, sizeof size - (size_t)at, " %" PRId64, c->lens[b]);
     if (c->packed) snprintf(size + at, sizeof size - (size_t)at, " spare %" PRId64, c->spare);
-    snprintf(text, 600,
-             "%s %s %s, H %" PRId64 "/%" PRId64 " D %" PRId64 "/%" PRId64 ", l %" PRId64 " d %" PRId64
-             " l' %" PRId64 " k %" PRId64 " tile %" PRId64 " W %" PRId64 ", %s%s%s%s%s %s %s %s forced %" PRId64
-             "/%" PRId64 " groups %" PRId64 " %s scale %g branches %u gate %s separate %d%d, weights %s",
-             quern_dtype_name(c->dtype), test_layout_name(c->layout), size, c->h, c->hkv, c->d, c->dv,
-             p->block_size, p->stride, p->select_block, p->num_selected, p->tile, p->window,
-             compress[p->compress], c->project_k ? " W_k" : "", c->project_v ? " W_v" : "",
-             c->pe_k ? " pe_k" : "", c->pe_v ? " pe_v" : "",
-             p->scope == QUERN_NSA_SCOPE_HEAD ? "head" : "group",
-             p->metric == QUERN_NSA_METRIC_SOFTMAX ? "softmax" : "mean_logit",
-             p->compressed_visibility == QUERN_NSA_VISIBLE_STARTED ? "started" : "complete", p->forced_first,
-             p->forced_local, p->max_compressed_groups, p->causal ? "causal" : "non-causal", (double)p->scale,
-             p->branches, gate[p->gate], c->separate_slc, c->separate_win, quern_dtype_name(c->weight_dtype));
+    snprintf(
+        text, 600,
+        "%s %s %s, H %" PRId64 "/%" PRId64 " D %" PRId64 "/%" PRId64 ", l %" PRId64 " d %" PRId64
+        " l' %" PRId64 " k %" PRId64 " tile %" PRId64 " W %" PRId64 ", %s%s%s%s%s %s %s %s forced %" PRId64
+        "/%" PRId64 " groups %" PRId64 " %s scale %g branches %u gate %s separate %d%d, weights %s",
+        quern_dtype_name(c->dtype), test_layout_name(c->layout), size, c->h, c->hkv, c->d, c->dv,
+        p->block_size, p->stride, p->select_block, p->num_selected, p->tile, p->window, compress[p->compress],
+        c->project_k ? " W_k" : "", c->project_v ? " W_v" : "", c->pe_k ? " pe_k" : "",
+        c->pe_v ? " pe_v" : "", p->scope == QUERN_NSA_SCOPE_HEAD ? "head" : "group",
+        p->metric == QUERN_NSA_METRIC_SOFTMAX ? "softmax" : "mean_logit",
+        p->compressed_visibility == QUERN_NSA_VISIBLE_STARTED ? "started" : "complete", p->forced_first,
+        p->forced_local, p->max_compressed_groups, p->causal ? "causal" : "non-causal", (double)p->scale,
+        p->branches, gate[p->gate], c->separate_slc, c->separate_win, quern_dtype_name(c->weight_dtype));
     return text;
 }
 
@@ -65,8 +70,8 @@ static void make(nsa_case *c, test_random *random, nsa_slot slot, quern_dtype dt
     c->tensor[slot] = test_tensor_make(random, dtype, ndim, shape, c->config.layout);
 }
 
-static void make_activation(nsa_case *c, test_random *random, nsa_slot slot, quern_dtype dtype, int64_t per_seq,
-                            int64_t packed_rows, int64_t heads, int64_t dim)
+static void make_activation(nsa_case *c, test_random *random, nsa_slot slot, quern_dtype dtype,
+                            int64_t per_seq, int64_t packed_rows, int64_t heads, int64_t dim)
 {
     const int64_t fixed[] = {c->config.batch, per_seq, heads, dim}, packed[] = {packed_rows, heads, dim};
     make(c, random, slot, dtype, c->config.packed ? 3 : 4, c->config.packed ? packed : fixed);
@@ -179,7 +184,8 @@ nsa_case *nsa_case_new(const nsa_config *config, test_random *random)
     }
     for (int b = 0; b < 3; b++) {
         const int64_t shape[] = {f->batch, f->h, f->packed ? c->rows : f->n};
-        make(c, random, (nsa_slot)(NSA_LSE_CMP + b), QUERN_F32, f->packed ? 2 : 3, f->packed ? shape + 1 : shape);
+        make(c, random, (nsa_slot)(NSA_LSE_CMP + b), QUERN_F32, f->packed ? 2 : 3,
+             f->packed ? shape + 1 : shape);
     }
     make_activation(c, random, NSA_GATES, QUERN_F32, f->n, c->rows, f->h, 3);
     make_activation(c, random, NSA_D_GATES, QUERN_F32, f->n, c->rows, f->h, 3);
@@ -220,7 +226,8 @@ typedef struct uses {
 static uses uses_of(const nsa_case *c)
 {
     const quern_nsa_params *p = &c->config.params;
-    uses u = {.cmp = p->branches & QUERN_NSA_BRANCH_CMP, .slc = p->branches & QUERN_NSA_BRANCH_SLC,
+    uses u = {.cmp = p->branches & QUERN_NSA_BRANCH_CMP,
+              .slc = p->branches & QUERN_NSA_BRANCH_SLC,
               .win = p->branches & QUERN_NSA_BRANCH_WIN};
     u.selects = u.slc && p->selection == QUERN_NSA_LIST_COMPUTED;
     u.compresses = p->compress != QUERN_NSA_COMPRESS_GIVEN && (u.cmp || u.slc);

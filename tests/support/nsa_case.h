@@ -13,14 +13,52 @@
 
 /* The tensors of a call, in the order of quern_nsa_tensors. */
 typedef enum nsa_slot {
-    NSA_Q, NSA_K, NSA_V, NSA_K_SLC, NSA_V_SLC, NSA_K_WIN, NSA_V_WIN, NSA_K_CMP, NSA_V_CMP,
-    NSA_CU_SEQLENS, NSA_CU_SEQLENS_CMP,
-    NSA_W_K, NSA_W_V, NSA_PE_K, NSA_PE_V, NSA_W_GATE, NSA_GATES,
-    NSA_BLOCK_IDX, NSA_BLOCK_COUNT, NSA_GROUP_IDX,
-    NSA_O, NSA_O_CMP, NSA_O_SLC, NSA_O_WIN, NSA_LSE_CMP, NSA_LSE_SLC, NSA_LSE_WIN,
-    NSA_D_O, NSA_D_O_CMP, NSA_D_O_SLC, NSA_D_O_WIN,
-    NSA_D_Q, NSA_D_K, NSA_D_V, NSA_D_K_SLC, NSA_D_V_SLC, NSA_D_K_WIN, NSA_D_V_WIN, NSA_D_K_CMP, NSA_D_V_CMP,
-    NSA_D_W_K, NSA_D_W_V, NSA_D_PE_K, NSA_D_PE_V, NSA_D_W_GATE, NSA_D_GATES,
+    NSA_Q,
+    NSA_K,
+    NSA_V,
+    NSA_K_SLC,
+    NSA_V_SLC,
+    NSA_K_WIN,
+    NSA_V_WIN,
+    NSA_K_CMP,
+    NSA_V_CMP,
+    NSA_CU_SEQLENS,
+    NSA_CU_SEQLENS_CMP,
+    NSA_W_K,
+    NSA_W_V,
+    NSA_PE_K,
+    NSA_PE_V,
+    NSA_W_GATE,
+    NSA_GATES,
+    NSA_BLOCK_IDX,
+    NSA_BLOCK_COUNT,
+    NSA_GROUP_IDX,
+    NSA_O,
+    NSA_O_CMP,
+    NSA_O_SLC,
+    NSA_O_WIN,
+    NSA_LSE_CMP,
+    NSA_LSE_SLC,
+    NSA_LSE_WIN,
+    NSA_D_O,
+    NSA_D_O_CMP,
+    NSA_D_O_SLC,
+    NSA_D_O_WIN,
+    NSA_D_Q,
+    NSA_D_K,
+    NSA_D_V,
+    NSA_D_K_SLC,
+    NSA_D_V_SLC,
+    NSA_D_K_WIN,
+    NSA_D_V_WIN,
+    NSA_D_K_CMP,
+    NSA_D_V_CMP,
+    NSA_D_W_K,
+    NSA_D_W_V,
+    NSA_D_PE_K,
+    NSA_D_PE_V,
+    NSA_D_W_GATE,
+    NSA_D_GATES,
     NSA_SLOTS
 } nsa_slot;
 
@@ -36,20 +74,20 @@ typedef struct nsa_config {
     quern_nsa_params params;
     quern_dtype dtype, weight_dtype; /* f32 is 0: a config starts as f32 */
     test_layout layout;
-    int64_t batch, n;                /* fixed length */
-    int64_t lens[NSA_MAX_BATCH];     /* packed: `batch` lengths */
+    int64_t batch, n;            /* fixed length */
+    int64_t lens[NSA_MAX_BATCH]; /* packed: `batch` lengths */
     bool packed;
-    int64_t spare;                   /* packed: rows past the last sequence */
+    int64_t spare; /* packed: rows past the last sequence */
     int64_t h, hkv, d, dv;
-    bool project_k, project_v;       /* mean: with w_k, w_v */
-    bool pe_k, pe_v;                 /* linear: with position encodings */
+    bool project_k, project_v; /* mean: with w_k, w_v */
+    bool pe_k, pe_v;           /* linear: with position encodings */
     bool separate_slc, separate_win;
 } nsa_config;
 
 typedef struct nsa_case {
     nsa_config config;
-    int64_t rows;     /* B N, or T */
-    int64_t entries;  /* rows of k_cmp: B Nc, or T / d */
+    int64_t rows;      /* B N, or T */
+    int64_t entries;   /* rows of k_cmp: B Nc, or T / d */
     int64_t list_rows; /* rows per list head: tiles, or T / Tq + B */
     test_tensor tensor[NSA_SLOTS];
 } nsa_case;
@@ -79,7 +117,8 @@ quern_nsa_tensors nsa_bind(const nsa_case *c, nsa_set set);
 typedef struct nsa_call {
     const char *name;
     quern_status (*workspace)(quern_context *, const quern_nsa_params *, const quern_nsa_tensors *, size_t *);
-    quern_status (*run)(quern_context *, const quern_exec *, const quern_nsa_params *, const quern_nsa_tensors *, void *, size_t);
+    quern_status (*run)(quern_context *, const quern_exec *, const quern_nsa_params *,
+                        const quern_nsa_tensors *, void *, size_t);
 } nsa_call;
 extern const nsa_call nsa_call_forward, nsa_call_backward, nsa_call_compress, nsa_call_compress_backward,
     nsa_call_select, nsa_call_attend, nsa_call_attend_backward, nsa_call_gates, nsa_call_combine,
@@ -96,6 +135,7 @@ quern_status nsa_try(nsa_case *c, quern_context *ctx, nsa_call call, nsa_set set
 void nsa_copy(const nsa_case *c, nsa_set set, test_tensor copies[NSA_SLOTS]);
 void nsa_free_copies(test_tensor copies[NSA_SLOTS]);
 /* Fails the test unless the tensors of `set` have the bits of their copies. `what` goes into the message. */
-void nsa_check_same_bits(const nsa_case *c, nsa_set set, const test_tensor copies[NSA_SLOTS], const char *what);
+void nsa_check_same_bits(const nsa_case *c, nsa_set set, const test_tensor copies[NSA_SLOTS],
+                         const char *what);
 
 #endif

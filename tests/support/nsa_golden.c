@@ -12,8 +12,15 @@
 
 static nsa_config small_config(bool started)
 {
-    nsa_config c = {.params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 192, .h = 4, .hkv = 2, .d = 32, .dv = 32,
-                    .project_k = true, .project_v = true};
+    nsa_config c = {.params = QUERN_NSA_PARAMS_INIT,
+                    .batch = 1,
+                    .n = 192,
+                    .h = 4,
+                    .hkv = 2,
+                    .d = 32,
+                    .dv = 32,
+                    .project_k = true,
+                    .project_v = true};
     c.params.block_size = 32;
     c.params.num_selected = 3;
     c.params.tile = 64;
@@ -28,8 +35,15 @@ static nsa_config small_config(bool started)
 
 static nsa_config paper_config(void)
 {
-    nsa_config c = {.params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 250, .h = 6, .hkv = 2, .d = 32, .dv = 32,
-                    .project_k = true, .project_v = true};
+    nsa_config c = {.params = QUERN_NSA_PARAMS_INIT,
+                    .batch = 1,
+                    .n = 250,
+                    .h = 6,
+                    .hkv = 2,
+                    .d = 32,
+                    .dv = 32,
+                    .project_k = true,
+                    .project_v = true};
     c.params.block_size = 16;
     c.params.num_selected = 6;
     c.params.window = 48;
@@ -43,9 +57,9 @@ int nsa_golden_cases(nsa_golden cases[16])
         const char *prefix, *lists;
         bool started;
     } small[] = {
-        {"full.mslk.", "full.", true},      {"full.causal.", "full.", false},
-        {"nogate.mslk.", "nogate.", true},  {"nogate.causal.", "nogate.", false},
-        {"noproj.mslk.", "noproj.", true},  {"noproj.causal.", "noproj.", false},
+        {"full.mslk.", "full.", true},           {"full.causal.", "full.", false},
+        {"nogate.mslk.", "nogate.", true},       {"nogate.causal.", "nogate.", false},
+        {"noproj.mslk.", "noproj.", true},       {"noproj.causal.", "noproj.", false},
         {"noncausal.mslk.", "noncausal.", true},
     };
     int n = 0;
@@ -91,7 +105,8 @@ static void compare_rows(const nsa_case *c, const quern_safetensors *file, nsa_s
     const int64_t width = c->config.h * c->config.dv;
     int32_t *rows = golden_get_i32(file, "", "branch_rows", 12);
     double *expected = golden_get(file, "", name, 12 * width), *out = test_doubles(12 * width);
-    for (int i = 0; i < 12; i++) memcpy(out + i * width, values + rows[i] * width, sizeof *out * (size_t)width);
+    for (int i = 0; i < 12; i++)
+        memcpy(out + i * width, values + rows[i] * width, sizeof *out * (size_t)width);
     test_check_golden(nsa_slot_names[slot], out, expected, 12 * width, GOLDEN_BOUND);
     free(rows);
     free(expected);
@@ -106,12 +121,24 @@ void nsa_golden_compare(const nsa_golden *golden, const nsa_case *c, const quern
         const char *name;
         bool per_case; /* stored once per case, not per visibility */
     } tensors[] = {
-        {NSA_O, "O", false},           {NSA_D_Q, "dQ", false},        {NSA_D_K, "dK", false},
-        {NSA_D_V, "dV", false},        {NSA_D_W_K, "dW_k", false},    {NSA_D_W_V, "dW_v", false},
-        {NSA_D_W_GATE, "dgate", false}, {NSA_O_CMP, "O_cmp", false},  {NSA_LSE_CMP, "lse_cmp", false},
-        {NSA_O_SLC, "O_slc", true},    {NSA_O_WIN, "O_sld", true},    {NSA_LSE_SLC, "lse_slc", true},
-        {NSA_LSE_WIN, "lse_sld", true}, {NSA_GATES, "gates", true},   {NSA_K_CMP, "K_cmp", true},
-        {NSA_V_CMP, "V_cmp", true},    {NSA_O_CMP, "O_cmp.rows", false}, {NSA_O_SLC, "O_slc.rows", false},
+        {NSA_O, "O", false},
+        {NSA_D_Q, "dQ", false},
+        {NSA_D_K, "dK", false},
+        {NSA_D_V, "dV", false},
+        {NSA_D_W_K, "dW_k", false},
+        {NSA_D_W_V, "dW_v", false},
+        {NSA_D_W_GATE, "dgate", false},
+        {NSA_O_CMP, "O_cmp", false},
+        {NSA_LSE_CMP, "lse_cmp", false},
+        {NSA_O_SLC, "O_slc", true},
+        {NSA_O_WIN, "O_sld", true},
+        {NSA_LSE_SLC, "lse_slc", true},
+        {NSA_LSE_WIN, "lse_sld", true},
+        {NSA_GATES, "gates", true},
+        {NSA_K_CMP, "K_cmp", true},
+        {NSA_V_CMP, "V_cmp", true},
+        {NSA_O_CMP, "O_cmp.rows", false},
+        {NSA_O_SLC, "O_slc.rows", false},
         {NSA_O_WIN, "O_sld.rows", false},
     };
     int compared = 0;

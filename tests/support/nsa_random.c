@@ -17,7 +17,7 @@ static int64_t pick(test_random *random, const int64_t *values, size_t count)
 {
     return values[test_random_int(random, 0, (int64_t)count - 1)];
 }
-#define PICK(random, ...)                                                                              \
+#define PICK(random, ...)                                                                                    \
     pick(random, (const int64_t[]){__VA_ARGS__}, sizeof((const int64_t[]){__VA_ARGS__}) / sizeof(int64_t))
 
 int64_t nsa_least_selected(const quern_nsa_params *p)
@@ -42,7 +42,8 @@ static void draw_params(test_random *random, quern_nsa_params *p, int64_t tokens
         if (test_random_one_in(random, 3)) p->select_block = p->block_size;
     }
     p->tile = PICK(random, 1, 1, 1, 2, 3, 7, 16, 33, 64, 100, 256);
-    p->window = test_random_one_in(random, 4) ? PICK(random, 1, 2, 1000) : test_random_int(random, 1, tokens / 2);
+    p->window =
+        test_random_one_in(random, 4) ? PICK(random, 1, 2, 1000) : test_random_int(random, 1, tokens / 2);
     p->compress = (quern_nsa_compress_kind)test_random_int(random, 0, 2);
     p->scope = (quern_nsa_scope)test_random_int(random, 0, 1);
     p->compressed_visibility = (quern_nsa_visibility)test_random_one_in(random, 3);
@@ -71,7 +72,10 @@ nsa_config nsa_config_random(test_random *random, int64_t tokens)
     c.layout = (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1);
     c.hkv = PICK(random, 1, 1, 2, 3);
     c.h = c.hkv * PICK(random, 1, 2, 3, 4);
-    if (test_random_one_in(random, 12)) c.hkv = 1, c.h = 16;
+    if (test_random_one_in(random, 12)) {
+        c.hkv = 1;
+        c.h = 16;
+    }
     c.d = 8 * test_random_int(random, 1, 5);
     c.dv = test_random_one_in(random, 2) ? c.d : 8 * test_random_int(random, 1, 5);
     c.packed = test_random_one_in(random, 2);

@@ -236,7 +236,8 @@ void nsa_reference_attend_backward(nsa_reference *r)
     for (int64_t b = 0; b < r->c->config.batch; b++) {
         const nsa_sequence s = nsa_sequence_of(r->c, b);
         const oracle_nsa_arrays x = arrays_of(r, &s);
-        double *d_keys[] = {x.d_k_cmp, x.d_k_slc != NULL ? x.d_k_slc : x.d_k, x.d_k_win != NULL ? x.d_k_win : x.d_k};
+        double *d_keys[] = {x.d_k_cmp, x.d_k_slc != NULL ? x.d_k_slc : x.d_k,
+                            x.d_k_win != NULL ? x.d_k_win : x.d_k};
         double *d_values[] = {x.d_v_cmp, x.d_v_slc != NULL ? x.d_v_slc : x.d_v,
                               x.d_v_win != NULL ? x.d_v_win : x.d_v};
         for (int branch = 0; branch < 3; branch++)
@@ -282,9 +283,9 @@ void nsa_check(const nsa_reference *r, nsa_set set)
         if ((set & NSA_BIT(i)) == 0 || r->value[i] == NULL) continue;
         double *out = test_tensor_get(t);
         /* Gates are f32 whatever the activations are, and their inputs are exact. */
-        const double bound = i == NSA_GATES   ? test_forward_bound(QUERN_F32)
-                             : i >= NSA_D_O   ? test_gradient_bound(dtype)
-                                              : test_forward_bound(dtype);
+        const double bound = i == NSA_GATES ? test_forward_bound(QUERN_F32)
+                             : i >= NSA_D_O ? test_gradient_bound(dtype)
+                                            : test_forward_bound(dtype);
         snprintf(name, sizeof name, "%s [%s]", nsa_slot_names[i], nsa_config_describe(&r->c->config, text));
         test_check(name, out, r->value[i], test_tensor_count(t), bound);
         free(out);
@@ -318,7 +319,8 @@ void nsa_check_lists(const nsa_reference *r, bool judge_groups)
                 fail_msg("unused list row %lld is not empty [%s]", (long long)row,
                          nsa_config_describe(&c->config, text));
         for (int64_t i = 0; i < groups && !used[row]; i++)
-            if (group_idx[row * groups + i] != -1) fail_msg("unused group row %lld is not empty", (long long)row);
+            if (group_idx[row * groups + i] != -1)
+                fail_msg("unused group row %lld is not empty", (long long)row);
     }
     free(idx);
     free(count);

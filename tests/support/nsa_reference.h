@@ -9,9 +9,9 @@
 
 typedef struct nsa_reference {
     const nsa_case *c;
-    double *value[NSA_SLOTS];  /* row-major, the whole tensor; NULL: the case lacks it (or it is int32) */
-    double *pe_k_terms;        /* sum of |terms| of d_pe_k */
-    double *k_cmp, *v_cmp;     /* what scores and attention read */
+    double *value[NSA_SLOTS]; /* row-major, the whole tensor; NULL: the case lacks it (or it is int32) */
+    double *pe_k_terms;       /* sum of |terms| of d_pe_k */
+    double *k_cmp, *v_cmp;    /* what scores and attention read */
     int32_t *block_idx, *block_count, *group_idx;
 } nsa_reference;
 

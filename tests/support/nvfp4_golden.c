@@ -27,10 +27,8 @@ static float *widened(const quern_tensor *t, int64_t count)
     if (x == NULL) fail_msg("the test is out of memory");
     for (int64_t i = 0; i < count; i++) {
         uint32_t bits;
-        if (t->dtype == QUERN_BF16)
-            bits = (uint32_t)((const uint16_t *)t->data)[i] << 16;
-        else
-            memcpy(&bits, (const char *)t->data + 4 * i, 4);
+        if (t->dtype == QUERN_BF16) bits = (uint32_t)((const uint16_t *)t->data)[i] << 16;
+        else memcpy(&bits, (const char *)t->data + 4 * i, 4);
         memcpy(&x[i], &bits, 4);
     }
     return x;

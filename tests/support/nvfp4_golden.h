@@ -18,8 +18,8 @@ typedef struct nvfp4_golden_file {
 typedef struct nvfp4_golden {
     const char *name;
     oracle_profile profile;
-    quern_tensor in; /* as stored: f32 or bf16 */
-    float *x;        /* widened */
+    quern_tensor in;              /* as stored: f32 or bf16 */
+    float *x;                     /* widened */
     int64_t count, rows, columns; /* columns: the last extent */
     float global;
     const uint8_t *codes, *scales;

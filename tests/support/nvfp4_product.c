@@ -94,7 +94,11 @@ product_case product_make(test_random *random, product_a kind)
         test_random_one_in(random, 12) ? test_random_int(random, 380, 800) : test_random_int(random, 0, 24);
     if (paired && test_random_one_in(random, 2)) {
         c.params.activation = QUERN_NVFP4_ACTIVATION_SWIGLU;
-        if (test_random_one_in(random, 2)) c.params.limit = 2, c.params.alpha = 1.702f, c.params.beta = 1;
+        if (test_random_one_in(random, 2)) {
+            c.params.limit = 2;
+            c.params.alpha = 1.702f;
+            c.params.beta = 1;
+        }
     }
     c.ends = allocate(c.experts * (int64_t)sizeof *c.ends);
     for (int64_t e = 0, at = 0; e < c.experts; e++) {
@@ -229,8 +233,10 @@ static void make_b(const product_case *c, test_random *random, test_tensor t[TEN
         }
     if (layout != PRODUCT_TRANSPOSED) return;
     quern_tensor *view = &t[B_CODES].view; /* [E, K/2, N] of [E, N, K/2] */
-    view->shape[1] = c->k / 2, view->strides[1] = 1;
-    view->shape[2] = c->n, view->strides[2] = c->k / 2;
+    view->shape[1] = c->k / 2;
+    view->strides[1] = 1;
+    view->shape[2] = c->n;
+    view->strides[2] = c->k / 2;
 }
 
 static void repack(const product_case *c, quern_context *ctx, test_random *random, test_tensor t[TENSORS])
@@ -239,7 +245,9 @@ static void repack(const product_case *c, quern_context *ctx, test_random *rando
     quern_moe_prepack_params p = QUERN_MOE_PREPACK_PARAMS_INIT;
     quern_moe_prepack_tensors all = QUERN_MOE_PREPACK_TENSORS_INIT;
     t[REPACKED] = test_tensor_make(random, QUERN_U8, 2, shape, any_layout(random));
-    all.b_codes = &t[B_CODES].view, all.b_scales = &t[B_SCALES].view, all.b_repacked = &t[REPACKED].view;
+    all.b_codes = &t[B_CODES].view;
+    all.b_scales = &t[B_SCALES].view;
+    all.b_repacked = &t[REPACKED].view;
     if (quern_moe_prepack(ctx, NULL, &p, &all, NULL, 0) != QUERN_OK)
         fail_msg("prepack: %s", quern_last_error(ctx));
     test_tensor_check_guards(&t[REPACKED], "b_repacked");
@@ -294,7 +302,8 @@ static product_result read_result(const product_case *c, const test_tensor t[TEN
         return r;
     }
     test_tensor_check_guards(&t[C_CODES], "c_codes"), test_tensor_check_guards(&t[C_SCALES], "c_scales");
-    r.codes = allocate(c->tokens * 16 * blocks), r.scales = allocate(c->tokens * blocks);
+    r.codes = allocate(c->tokens * 16 * blocks);
+    r.scales = allocate(c->tokens * blocks);
     for (int64_t i = 0; i < c->tokens * 16 * blocks; i++)
         r.codes[i] = *byte_at(&t[C_CODES], i / 2) >> 4 * (i % 2) & 15;
     for (int64_t i = 0; i < c->tokens * blocks; i++) r.scales[i] = *byte_at(&t[C_SCALES], i);
@@ -307,24 +316,35 @@ static const quern_tensor *view(const test_tensor *t)
 }
 
 /* The case's operands in one layout; `all` views them. */
-static quern_nvfp4_gemm_params bind(const product_case *c, quern_context *ctx, test_random *random, product_layout layout,
-                                    test_tensor t[TENSORS], quern_nvfp4_gemm_tensors *all)
+static quern_nvfp4_gemm_params bind(const product_case *c, quern_context *ctx, test_random *random,
+                                    product_layout layout, test_tensor t[TENSORS],
+                                    quern_nvfp4_gemm_tensors *all)
 {
     quern_nvfp4_gemm_params p = c->params;
     *all = (quern_nvfp4_gemm_tensors)QUERN_NVFP4_GEMM_TENSORS_INIT;
     if (c->kind == PRODUCT_A_NVFP4) make_a_codes(c, random, t, layout == PRODUCT_SWIZZLED);
     make_b(c, random, t, layout);
     make_rest(c, random, t);
-    if (layout == PRODUCT_REPACKED) repack(c, ctx, random, t), p.n = c->n;
+    if (layout == PRODUCT_REPACKED) {
+        repack(c, ctx, random, t);
+        p.n = c->n;
+    }
     if (layout == PRODUCT_K_MAJOR) p.b_codes = QUERN_NVFP4_CODES_K_MAJOR;
     if (layout == PRODUCT_K_MAJOR || layout == PRODUCT_TRANSPOSED) p.b_scales = QUERN_NVFP4_LAYOUT_K_MAJOR;
     if (layout == PRODUCT_SWIZZLED) p.b_scales = QUERN_NVFP4_LAYOUT_SWIZZLED;
-    all->a = view(&c->a), all->a_codes = view(&t[A_CODES]), all->a_scales = view(&t[A_SCALES]),
+    all->a = view(&c->a);
+    all->a_codes = view(&t[A_CODES]);
+    all->a_scales = view(&t[A_SCALES]);
     all->pad_row_offsets = view(&t[PAD]);
-    all->a_global = view(&t[A_GLOBAL]), all->b_global = view(&t[B_GLOBAL]), all->offsets = view(&t[OFFSETS]),
+    all->a_global = view(&t[A_GLOBAL]);
+    all->b_global = view(&t[B_GLOBAL]);
+    all->offsets = view(&t[OFFSETS]);
     all->bias = view(&t[BIAS]);
     all->b_repacked = view(&t[REPACKED]);
-    if (layout != PRODUCT_REPACKED) all->b_codes = view(&t[B_CODES]), all->b_scales = view(&t[B_SCALES]);
+    if (layout != PRODUCT_REPACKED) {
+        all->b_codes = view(&t[B_CODES]);
+        all->b_scales = view(&t[B_SCALES]);
+    }
     p.prepack = layout != PRODUCT_REPACKED && test_random_one_in(random, 3);
     return p;
 }
@@ -344,12 +364,15 @@ product_result product_run(const product_case *c, quern_context *ctx, test_rando
     const quern_tensor c_global =
         quern_tensor_contiguous((void *)(uintptr_t)&c->c_global, QUERN_F32, 0, NULL);
     quern_nvfp4_gemm_params p = bind(c, ctx, random, layout, t, &all);
-    all.c = view(&t[C]), all.c_codes = view(&t[C_CODES]), all.c_scales = view(&t[C_SCALES]);
+    all.c = view(&t[C]);
+    all.c_codes = view(&t[C_CODES]);
+    all.c_scales = view(&t[C_SCALES]);
     if (c->quantised) all.c_global = &c_global;
     if (c->old != NULL && test_random_one_in(random, 2)) { /* not in place */
         old = test_tensor_make(random, c->c_dtype, 2, t[C].view.shape, any_layout(random));
         test_tensor_set(&old, c->old), test_tensor_reset(&t[C]);
-        all.c_old = &old.view, p.accumulate = false;
+        all.c_old = &old.view;
+        p.accumulate = false;
     }
     if (quern_nvfp4_gemm_workspace(ctx, &p, &all, &bytes) != QUERN_OK)
         fail_msg("workspace: %s", quern_last_error(ctx));
@@ -364,8 +387,8 @@ product_result product_run(const product_case *c, quern_context *ctx, test_rando
     return r;
 }
 
-double *product_run_backward(const product_case *c, quern_context *ctx, test_random *random, product_layout layout,
-                             const test_tensor *d_c, quern_dtype dtype)
+double *product_run_backward(const product_case *c, quern_context *ctx, test_random *random,
+                             product_layout layout, const test_tensor *d_c, quern_dtype dtype)
 {
     test_tensor t[TENSORS] = {{.buffer = NULL}};
     const int64_t shape[] = {c->tokens, c->k};
@@ -373,10 +396,13 @@ double *product_run_backward(const product_case *c, quern_context *ctx, test_ran
     quern_nvfp4_gemm_tensors all;
     size_t bytes = 0;
     const quern_nvfp4_gemm_params p = bind(c, ctx, random, layout, t, &all);
-    all.d_c = &d_c->view, all.d_a = &d_a.view;
-    if (quern_nvfp4_gemm_backward_workspace(ctx, &p, &all, &bytes) != QUERN_OK) fail_msg("workspace: %s", quern_last_error(ctx));
+    all.d_c = &d_c->view;
+    all.d_a = &d_a.view;
+    if (quern_nvfp4_gemm_backward_workspace(ctx, &p, &all, &bytes) != QUERN_OK)
+        fail_msg("workspace: %s", quern_last_error(ctx));
     test_workspace w = test_workspace_make(bytes);
-    if (quern_nvfp4_gemm_backward(ctx, NULL, &p, &all, w.data, w.bytes) != QUERN_OK) fail_msg("backward: %s", quern_last_error(ctx));
+    if (quern_nvfp4_gemm_backward(ctx, NULL, &p, &all, w.data, w.bytes) != QUERN_OK)
+        fail_msg("backward: %s", quern_last_error(ctx));
     test_workspace_close(&w);
     test_tensor_check_guards(&d_a, "d_a"), test_tensor_check_unchanged(d_c, "d_c");
     double *values = test_tensor_get(&d_a);
@@ -418,13 +444,15 @@ product_case product_subset(const product_case *c, test_random *random, const bo
         for (; r < c->ends[e]; r++) rows += kept[r];
         s.ends[e] = (int32_t)rows;
     }
-    s.b_codes = allocate(c->experts * c->k * c->n), s.b_scales = allocate(c->experts * c->k / 16 * c->n);
+    s.b_codes = allocate(c->experts * c->k * c->n);
+    s.b_scales = allocate(c->experts * c->k / 16 * c->n);
     memcpy(s.b_codes, c->b_codes, (size_t)(c->experts * c->k * c->n)),
         memcpy(s.b_scales, c->b_scales, (size_t)(c->experts * c->k / 16 * c->n));
     s.a_values = kept_rows(c->a_values, c->tokens, c->k, kept);
     s.a_row_scale = kept_rows(c->a_row_scale, c->tokens, 1, kept);
     if (c->a_codes != NULL) {
-        s.a_codes = allocate(s.tokens * c->k), s.a_scales = allocate(s.tokens * c->k / 16);
+        s.a_codes = allocate(s.tokens * c->k);
+        s.a_scales = allocate(s.tokens * c->k / 16);
         for (int64_t r = 0, to = 0; r < c->tokens; r++) {
             if (!kept[r]) continue;
             memcpy(s.a_codes + to * c->k, c->a_codes + r * c->k, (size_t)c->k);

@@ -68,9 +68,10 @@ int64_t product_expert_of(const product_case *c, int64_t row);
 /* Checks a result against float64. */
 void product_check(const product_case *c, const product_result *r, const char *what);
 /* d_a of a backward, in `dtype`. */
-double *product_run_backward(const product_case *c, quern_context *ctx, test_random *random, product_layout layout,
-                             const test_tensor *d_c, quern_dtype dtype);
+double *product_run_backward(const product_case *c, quern_context *ctx, test_random *random,
+                             product_layout layout, const test_tensor *d_c, quern_dtype dtype);
 /* Checks it. */
-void product_check_backward(const product_case *c, const test_tensor *d_c, const double *d_a, quern_dtype dtype, const char *what);
+void product_check_backward(const product_case *c, const test_tensor *d_c, const double *d_a,
+                            quern_dtype dtype, const char *what);
 
 #endif

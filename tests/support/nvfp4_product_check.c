@@ -22,8 +22,10 @@ static void check_quantised(const product_case *c, const double *h, const double
                             const uint8_t *codes, int scale, const char *what)
 {
     double low = 0, high = 0;
-    for (int64_t i = 0; i < n; i++)
-        low = fmax(low, fabs(h[i]) - err[i]), high = fmax(high, fabs(h[i]) + err[i]);
+    for (int64_t i = 0; i < n; i++) {
+        low = fmax(low, fabs(h[i]) - err[i]);
+        high = fmax(high, fabs(h[i]) + err[i]);
+    }
     const double g = (double)c->c_global, down = low / g * (1 - 1e-5), up = high / g * (1 + 1e-5);
     uint8_t unused[16];
     const float least[16] = {(float)(down * g)}, most[16] = {(float)(up * g)};
@@ -61,7 +63,8 @@ static void check_row(const product_case *c, const product_result *r, const orac
     for (int64_t i = 0; i < out; i++) {
         const int64_t g = swiglu ? oracle_interleaved_at(i, false, c->params.granularity) : i,
                       u = oracle_interleaved_at(i, true, c->params.granularity);
-        h[i] = p->c[t * c->n + g], err[i] = factor * p->size[t * c->n + g];
+        h[i] = p->c[t * c->n + g];
+        err[i] = factor * p->size[t * c->n + g];
         if (!swiglu) continue;
         const double up = p->c[t * c->n + u], gate_error = err[i], up_error = factor * p->size[t * c->n + u],
                      gate = h[i];
@@ -151,22 +154,26 @@ void product_check(const product_case *c, const product_result *r, const char *w
 }
 
 /* d by the columns of the product, of a row. */
-static void product_gradient(const product_case *c, const oracle_product *p, int64_t t, const double *d_c, double *d)
+static void product_gradient(const product_case *c, const oracle_product *p, int64_t t, const double *d_c,
+                             double *d)
 {
     const int64_t out = product_out_columns(c);
     for (int64_t i = 0; i < out; i++) {
         const bool swiglu = c->params.activation == QUERN_NVFP4_ACTIVATION_SWIGLU;
         if (!swiglu) d[i] = d_c[t * out + i];
         if (!swiglu) continue;
-        const int64_t g = oracle_interleaved_at(i, false, c->params.granularity), u = oracle_interleaved_at(i, true, c->params.granularity);
+        const int64_t g = oracle_interleaved_at(i, false, c->params.granularity),
+                      u = oracle_interleaved_at(i, true, c->params.granularity);
         double of[2];
-        oracle_swiglu_gradient(p->c[t * c->n + g], p->c[t * c->n + u], (double)c->params.limit, (double)c->params.alpha,
-                               (double)c->params.beta, of);
-        d[g] = d_c[t * out + i] * of[0], d[u] = d_c[t * out + i] * of[1];
+        oracle_swiglu_gradient(p->c[t * c->n + g], p->c[t * c->n + u], (double)c->params.limit,
+                               (double)c->params.alpha, (double)c->params.beta, of);
+        d[g] = d_c[t * out + i] * of[0];
+        d[u] = d_c[t * out + i] * of[1];
     }
 }
 
-void product_check_backward(const product_case *c, const test_tensor *d_c, const double *d_a, quern_dtype dtype, const char *what)
+void product_check_backward(const product_case *c, const test_tensor *d_c, const double *d_a,
+                            quern_dtype dtype, const char *what)
 {
     oracle_product p = exact_of(c);
     double *expected = test_doubles(c->tokens * c->k), *d = test_doubles(c->n), *given = test_tensor_get(d_c);
@@ -180,7 +187,8 @@ void product_check_backward(const product_case *c, const test_tensor *d_c, const
         product_gradient(c, &p, t, given, d);
         for (int64_t k = 0; k < c->k; k++)
             for (int64_t n = 0; n < c->n; n++)
-                expected[t * c->k + k] += d[n] * global * p.b_global[e * c->n + n] * p.b[(e * c->k + k) * c->n + n];
+                expected[t * c->k + k] +=
+                    d[n] * global * p.b_global[e * c->n + n] * p.b[(e * c->k + k) * c->n + n];
     }
     const double wide = test_gradient_bound(d_c->view.dtype), own = test_gradient_bound(dtype);
     test_check(what, d_a, expected, c->tokens * c->k, wide > own ? wide : own);

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* random.h - seeded random numbers. A test that draws prints its seed; QUERN_TEST_SEED=number repeats it. Where it runs
- * trials, a message names the trial, and QUERN_TEST_TRIAL=number repeats that one alone. */
+/* random.h - seeded random numbers. A test that draws prints its seed; QUERN_TEST_SEED=number repeats it.
+ * Where it runs trials, a message names the trial, and QUERN_TEST_TRIAL=number repeats that one alone. */
 #ifndef QUERN_TEST_RANDOM_H
 #define QUERN_TEST_RANDOM_H
 
@@ -14,9 +14,11 @@ typedef struct test_random {
 
 /* The seed of this run: QUERN_TEST_SEED, else `fallback`; printed with the test's name. */
 uint64_t test_seed(const char *name, uint64_t fallback);
-/* The trials that a test runs: QUERN_TEST_TRIALS, a number or a share such as 1/8 of `usual` (at least one), else `usual`. */
+/* The trials that a test runs: QUERN_TEST_TRIALS, a number or a share such as 1/8 of `usual` (at least one),
+ * else `usual`. */
 int test_trials(int usual);
-/* The random numbers of a trial, which depend on seed and trial alone. False where QUERN_TEST_TRIAL names another one. */
+/* The random numbers of a trial, which depend on seed and trial alone. False where QUERN_TEST_TRIAL names
+ * another one. */
 bool test_trial(uint64_t seed, int trial, test_random *random);
 /* Uniform in low ... high, both included. */
 int64_t test_random_int(test_random *random, int64_t low, int64_t high);

@@ -66,7 +66,9 @@ test_tensor test_tensor_make(test_random *random, quern_dtype dtype, int32_t ndi
         extent *= shape[dim] > 0 ? shape[dim] : 1;
         if (gaps) extent = (extent + unit - 1) / unit * unit + unit * test_random_int(random, 0, 5);
     }
-    const size_t offset = GUARD + (layout == TEST_CONTIGUOUS || layout == TEST_SPACED ? 0 : size * (size_t)test_random_int(random, 1, 7));
+    const size_t offset = GUARD + (layout == TEST_CONTIGUOUS || layout == TEST_SPACED
+                                       ? 0
+                                       : size * (size_t)test_random_int(random, 1, 7));
     t.bytes = offset + (size_t)extent * size + GUARD;
     t.buffer = allocate(t.bytes);
     t.snapshot = allocate(t.bytes);

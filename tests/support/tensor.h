@@ -33,7 +33,8 @@ typedef struct test_tensor {
 /* A new tensor full of sentinel bytes (as f32, f16, bf16: large odd numbers, no NaN). */
 test_tensor test_tensor_make(test_random *random, quern_dtype dtype, int32_t ndim, const int64_t *shape,
                              test_layout layout);
-/* The same bits in a buffer of its own; to be freed like any. Its guards are not checked: it has no snapshot. */
+/* The same bits in a buffer of its own; to be freed like any. Its guards are not checked: it has no snapshot.
+ */
 test_tensor test_tensor_copy(const test_tensor *tensor);
 void test_tensor_free(test_tensor *tensor);
 int64_t test_tensor_count(const test_tensor *tensor);

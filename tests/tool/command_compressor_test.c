@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* command_compressor_test.c - `quern run csa-compress` and `hca-compress`: pieces give the bytes of one shot, bytes those of
- * a quantiser over f32, and mistakes are told. */
+/* command_compressor_test.c - `quern run csa-compress` and `hca-compress`: pieces give the bytes of one shot,
+ * bytes those of a quantiser over f32, and mistakes are told. */
 #include "command.h"
 #include "tensor.h"
 
@@ -18,18 +18,27 @@ static void write_inputs(void)
     test_random random = {8};
     for (int i = 0; i < 8; i++)
         for (int k = 0; k < TOKENS * 4 * WIDTH; k++) data[i][k] = (float)test_random_normal(&random);
-    const int64_t proj[] = {TOKENS, 4 * WIDTH}, half[] = {TOKENS, 2 * WIDTH}, bias[] = {RATIO, WIDTH}, prev[] = {RATIO, 2 * WIDTH}, norm[] = {WIDTH};
-    const int64_t table[] = {64, 16}, x[] = {TOKENS, IN}, w[] = {IN, 4 * WIDTH}, out[] = {TOKENS / RATIO, WIDTH};
+    const int64_t proj[] = {TOKENS, 4 * WIDTH}, half[] = {TOKENS, 2 * WIDTH}, bias[] = {RATIO, WIDTH},
+                  prev[] = {RATIO, 2 * WIDTH}, norm[] = {WIDTH};
+    const int64_t table[] = {64, 16}, x[] = {TOKENS, IN}, w[] = {IN, 4 * WIDTH},
+                  out[] = {TOKENS / RATIO, WIDTH};
     const quern_tensor t[] = {
-        quern_tensor_contiguous(data[0], QUERN_F32, 2, proj), quern_tensor_contiguous(data[1], QUERN_F32, 2, bias),
-        quern_tensor_contiguous(data[2], QUERN_F32, 2, bias), quern_tensor_contiguous(data[3], QUERN_F32, 2, prev),
-        quern_tensor_contiguous(data[4], QUERN_F32, 1, norm), quern_tensor_contiguous(data[5], QUERN_F32, 2, table),
-        quern_tensor_contiguous(data[6], QUERN_F32, 2, x),    quern_tensor_contiguous(data[7], QUERN_F32, 2, w),
-        quern_tensor_contiguous(data[6], QUERN_F32, 2, out),  quern_tensor_contiguous(data[0], QUERN_F32, 2, half),
+        quern_tensor_contiguous(data[0], QUERN_F32, 2, proj),
+        quern_tensor_contiguous(data[1], QUERN_F32, 2, bias),
+        quern_tensor_contiguous(data[2], QUERN_F32, 2, bias),
+        quern_tensor_contiguous(data[3], QUERN_F32, 2, prev),
+        quern_tensor_contiguous(data[4], QUERN_F32, 1, norm),
+        quern_tensor_contiguous(data[5], QUERN_F32, 2, table),
+        quern_tensor_contiguous(data[6], QUERN_F32, 2, x),
+        quern_tensor_contiguous(data[7], QUERN_F32, 2, w),
+        quern_tensor_contiguous(data[6], QUERN_F32, 2, out),
+        quern_tensor_contiguous(data[0], QUERN_F32, 2, half),
     };
-    const quern_safetensors_item csa[] = {{"proj", &t[0]},        {"B_a", &t[1]},     {"B_b", &t[2]},  {"prev_b", &t[3]},
-                                          {"norm_weight", &t[4]}, {"cos_sin", &t[5]}, {"d_out", &t[8]}};
-    const quern_safetensors_item from_x[] = {{"X", &t[6]}, {"W", &t[7]}, {"B_a", &t[1]}, {"B_b", &t[2]}, {"cos_sin", &t[5]}};
+    const quern_safetensors_item csa[] = {{"proj", &t[0]},   {"B_a", &t[1]},         {"B_b", &t[2]},
+                                          {"prev_b", &t[3]}, {"norm_weight", &t[4]}, {"cos_sin", &t[5]},
+                                          {"d_out", &t[8]}};
+    const quern_safetensors_item from_x[] = {
+        {"X", &t[6]}, {"W", &t[7]}, {"B_a", &t[1]}, {"B_b", &t[2]}, {"cos_sin", &t[5]}};
     const quern_safetensors_item hca[] = {{"proj", &t[9]}, {"B", &t[1]}, {"norm_weight", &t[4]}};
     assert_int_equal(quern_safetensors_save(path_of("csa"), csa, 7, NULL, 0), QUERN_OK);
     assert_int_equal(quern_safetensors_save(path_of("csa_x"), from_x, 5, NULL, 0), QUERN_OK);
@@ -68,7 +77,8 @@ static void same_tensor(const char *a, const char *b, const char *name)
 /* One shot and pieces under the same options. */
 static void in_pieces(const char *op, const char *in, const char *options)
 {
-    static const char *const pieces[] = {"--chunks 45", "--chunks 3,1,7,0,4,30 --ring 5 --rollback 3", "--chunks 1,1,1,1,1,40 --ring 8 --rollback 8"};
+    static const char *const pieces[] = {"--chunks 45", "--chunks 3,1,7,0,4,30 --ring 5 --rollback 3",
+                                         "--chunks 1,1,1,1,1,40 --ring 8 --rollback 8"};
     char line[512];
     snprintf(line, sizeof line, "run %s $DIR/%s $DIR/whole %s", op, in, options);
     expect(0, line, "");

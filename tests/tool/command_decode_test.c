@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* command_decode_test.c - `quern run nsa-decode` and `attention-decode`: rows and lists of whole sequences, however they
- * go into the cache. */
+/* command_decode_test.c - `quern run nsa-decode` and `attention-decode`: rows and lists of whole sequences,
+ * however they go into the cache. */
 #include "command.h"
 #include "compare.h"
 #include "tensor.h"
@@ -18,16 +18,18 @@ static void write_inputs(void)
     enum { INPUTS = 9 };
     static float data[INPUTS][BATCH * TOKENS * HEADS * DIM_V];
     static const char *const names[INPUTS] = {"Q", "K", "V", "K_win", "V_win", "gate", "W_k", "W_v", "pe_k"};
-    const int64_t fixed[INPUTS][4] = {{BATCH, TOKENS, HEADS, DIM},    {BATCH, TOKENS, KV_HEADS, DIM},   {BATCH, TOKENS, KV_HEADS, DIM_V},
-                                      {BATCH, TOKENS, KV_HEADS, DIM}, {BATCH, TOKENS, KV_HEADS, DIM_V}, {HEADS, 3, DIM},
-                                      {KV_HEADS, 8 * DIM, DIM},       {KV_HEADS, 8 * DIM_V, DIM_V},     {KV_HEADS, 8, DIM}};
+    const int64_t fixed[INPUTS][4] = {
+        {BATCH, TOKENS, HEADS, DIM},    {BATCH, TOKENS, KV_HEADS, DIM},   {BATCH, TOKENS, KV_HEADS, DIM_V},
+        {BATCH, TOKENS, KV_HEADS, DIM}, {BATCH, TOKENS, KV_HEADS, DIM_V}, {HEADS, 3, DIM},
+        {KV_HEADS, 8 * DIM, DIM},       {KV_HEADS, 8 * DIM_V, DIM_V},     {KV_HEADS, 8, DIM}};
     static int32_t cu[] = {0, 149, 283};
     const int64_t offsets[] = {3};
     test_random random = {9};
     quern_tensor t[2][INPUTS + 1];
     quern_safetensors_item items[2][INPUTS + 1];
     for (int i = 0; i < INPUTS; i++) {
-        for (int k = 0; k < BATCH * TOKENS * HEADS * DIM_V; k++) data[i][k] = (float)(test_random_normal(&random) * (i > 4 ? 0.2 : 1));
+        for (int k = 0; k < BATCH * TOKENS * HEADS * DIM_V; k++)
+            data[i][k] = (float)(test_random_normal(&random) * (i > 4 ? 0.2 : 1));
         const int64_t packed[] = {BATCH * TOKENS, fixed[i][2], fixed[i][3]};
         t[0][i] = quern_tensor_contiguous(data[i], QUERN_F32, i < 5 ? 4 : 3, fixed[i]);
         t[1][i] = i < 5 ? quern_tensor_contiguous(data[i], QUERN_F32, 3, packed) : t[0][i];
@@ -38,7 +40,8 @@ static void write_inputs(void)
     assert_int_equal(quern_safetensors_save(path_of("fixed"), items[0], INPUTS, NULL, 0), QUERN_OK);
     assert_int_equal(quern_safetensors_save(path_of("packed"), items[1], INPUTS + 1, NULL, 0), QUERN_OK);
     items[1][INPUTS].name = "cu_seqlens_q";
-    assert_int_equal(quern_safetensors_save(path_of("packed_dense"), items[1], INPUTS + 1, NULL, 0), QUERN_OK);
+    assert_int_equal(quern_safetensors_save(path_of("packed_dense"), items[1], INPUTS + 1, NULL, 0),
+                     QUERN_OK);
 }
 
 static quern_safetensors *open_result(const char *name, const char *tensor, quern_tensor *t)
@@ -72,7 +75,8 @@ static void same_rows(void)
 static void same_lists(void)
 {
     quern_tensor a, b;
-    quern_safetensors *whole = open_result("whole", "block_idx", &a), *pieces = open_result("pieces", "block_idx", &b);
+    quern_safetensors *whole = open_result("whole", "block_idx", &a),
+                      *pieces = open_result("pieces", "block_idx", &b);
     size_t bytes = 4;
     assert_int_equal(a.ndim, b.ndim);
     for (int i = 0; i < a.ndim; i++) {
@@ -104,7 +108,8 @@ static void run_both(const char *op, const char *in, const char *options, const 
     same_rows();
 }
 
-static const char *const pieces[] = {"", "--prefill 149 --step 1 --rollback 8", "--prefill 70 --step 3 --page 64 --rollback 2", "--prefill 1000",
+static const char *const pieces[] = {"", "--prefill 149 --step 1 --rollback 8",
+                                     "--prefill 70 --step 3 --page 64 --rollback 2", "--prefill 1000",
                                      "--step 64 --page 64"};
 enum { PIECES = sizeof pieces / sizeof *pieces };
 
@@ -112,7 +117,8 @@ static void sparse_pieces_give_the_whole(void **state)
 {
     static const char *const options[] = {
         "--without W_k,W_v,pe_k,K_win,V_win --block-size 8 --num-selected 5 --window 20",
-        "--without W_k,W_v,pe_k --block-size 8 --stride 4 --select-block 16 --num-selected 4 --window 33 --scope head",
+        "--without W_k,W_v,pe_k --block-size 8 --stride 4 --select-block 16 --num-selected 4 --window 33 "
+        "--scope head",
         "--without gate --compress linear --block-size 8 --num-selected 4 --window 1000 --scope head",
         "--without W_k,W_v,pe_k,gate --block-size 16 --metric mean_logit --num-selected 4 --branches cmp,slc",
     };
@@ -135,7 +141,8 @@ static void dense_pieces_give_the_whole(void **state)
     for (int i = 0; i < 2; i++)
         for (int k = 0; k < PIECES; k++) {
             run_both("attention", "fixed", options[i], pieces[k]);
-            assert_int_equal(cache_bytes(), BATCH * (k == 2 || k == 4 ? 192 : TOKENS) * KV_HEADS * (DIM + DIM_V) * 4);
+            assert_int_equal(cache_bytes(),
+                             BATCH * (k == 2 || k == 4 ? 192 : TOKENS) * KV_HEADS * (DIM + DIM_V) * 4);
             run_both("attention", "packed_dense", options[i], pieces[k]);
         }
 }
@@ -147,7 +154,10 @@ static void bytes_count_rows_of_every_kind(void **state)
     write_inputs();
     expect(0, "run nsa-decode $DIR/fixed $DIR/pieces --without W_k,W_v,pe_k,K_win,V_win --block-size 8", "");
     assert_int_equal(cache_bytes(), (TOKENS + TOKENS / 8) * row);
-    expect(0, "run nsa-decode $DIR/fixed $DIR/pieces --without W_k,W_v,pe_k,K_win,V_win --block-size 8 --page 64", "");
+    expect(
+        0,
+        "run nsa-decode $DIR/fixed $DIR/pieces --without W_k,W_v,pe_k,K_win,V_win --block-size 8 --page 64",
+        "");
     assert_int_equal(cache_bytes(), (192 + 64) * row);
     expect(0, "run nsa-decode $DIR/fixed $DIR/pieces --without W_k,W_v,pe_k --block-size 8 --window 20", "");
     assert_int_equal(cache_bytes(), (TOKENS + TOKENS / 8 + 64) * row); /* a ring for 20 + 8 + 1 tokens */
@@ -157,8 +167,11 @@ static void mistakes_are_told(void **state)
 {
     (void)state;
     write_inputs();
-    expect(3, "run nsa-decode $DIR/fixed $DIR/none --without W_k,W_v,pe_k --block-size 8 --causal false", "causal is false");
-    expect(3, "run nsa-decode $DIR/fixed $DIR/none --without W_k,W_v,pe_k --block-size 8 --metric mean_logit --max-compressed-groups 2",
+    expect(3, "run nsa-decode $DIR/fixed $DIR/none --without W_k,W_v,pe_k --block-size 8 --causal false",
+           "causal is false");
+    expect(3,
+           "run nsa-decode $DIR/fixed $DIR/none --without W_k,W_v,pe_k --block-size 8 --metric mean_logit "
+           "--max-compressed-groups 2",
            "max_compressed_groups is 2");
     expect(3, "run nsa-decode $DIR/fixed $DIR/none --compress given", "");
     expect(2, "run nsa-decode $DIR/fixed $DIR/none --tile 2", "tile");
@@ -172,7 +185,8 @@ static void mistakes_are_told(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(sparse_pieces_give_the_whole), cmocka_unit_test(dense_pieces_give_the_whole),
-                                       cmocka_unit_test(bytes_count_rows_of_every_kind), cmocka_unit_test(mistakes_are_told)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(sparse_pieces_give_the_whole), cmocka_unit_test(dense_pieces_give_the_whole),
+        cmocka_unit_test(bytes_count_rows_of_every_kind), cmocka_unit_test(mistakes_are_told)};
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

@@ -52,10 +52,12 @@ static void the_layer(void **state)
     char arguments[700], in[300];
     snprintf(in, sizeof in, "%s", path_of("moe.safetensors"));
     snprintf(arguments, sizeof arguments,
-             "run moe %s %s --score sqrtsoftplus --top-k 3 --renormalize true --route-scale 1.5 --limit 10", in, path_of("layer.safetensors"));
+             "run moe %s %s --score sqrtsoftplus --top-k 3 --renormalize true --route-scale 1.5 --limit 10",
+             in, path_of("layer.safetensors"));
     assert_int_equal(run(arguments), 0);
     quern_safetensors *file = golden_open(QUERN_TEST_VECTORS, "v4_moe");
-    double *expected = golden_get(file, "topk.", "out", COUNT), *got = written("layer.safetensors", "out", COUNT);
+    double *expected = golden_get(file, "topk.", "out", COUNT),
+           *got = written("layer.safetensors", "out", COUNT);
     test_check_golden("out", got, expected, COUNT, 5e-6);
     free(expected), free(got);
     quern_safetensors_close(file);
@@ -67,16 +69,19 @@ static void the_layer(void **state)
 
 static void the_router(void **state)
 {
-    static const char *const names[][2] = {{"topk.logits", "logits"}, {"topk.w.gate.e_score_correction_bias", "bias"}, {NULL, NULL}};
+    static const char *const names[][2] = {
+        {"topk.logits", "logits"}, {"topk.w.gate.e_score_correction_bias", "bias"}, {NULL, NULL}};
     (void)state;
     copy_renamed("v4_moe", names, "route.safetensors");
     char arguments[700], in[300];
     snprintf(in, sizeof in, "%s", path_of("route.safetensors"));
-    snprintf(arguments, sizeof arguments, "run moe-route %s %s --score sqrtsoftplus --top-k 3 --renormalize true --route-scale 1.5", in,
+    snprintf(arguments, sizeof arguments,
+             "run moe-route %s %s --score sqrtsoftplus --top-k 3 --renormalize true --route-scale 1.5", in,
              path_of("routed.safetensors"));
     assert_int_equal(run(arguments), 0);
     quern_safetensors *file = golden_open(QUERN_TEST_VECTORS, "v4_moe");
-    double *expected = golden_get(file, "topk.", "weights_sorted", 24 * 3), *got = written("routed.safetensors", "weights", 24 * 3);
+    double *expected = golden_get(file, "topk.", "weights_sorted", 24 * 3),
+           *got = written("routed.safetensors", "weights", 24 * 3);
     test_check_golden("weights", got, expected, 24 * 3, 5e-6);
     free(expected), free(got);
     quern_safetensors_close(file);
@@ -85,8 +90,12 @@ static void the_router(void **state)
 /* The quantiser's golden inputs, every profile, bit for bit. */
 static void the_quantiser(void **state)
 {
-    static const char *const inputs[] = {"gauss_s1", "laplace_s1", "wide_s1", "zero_blocks_s1", "negative_tiny_s1"},
-                      *const profiles[][2] = {{"rne", "rne"}, {"seed", "halfstep"}, {"modelopt", "modelopt"}, {"ct", "compressed-tensors"}};
+    static const char *const inputs[] = {"gauss_s1", "laplace_s1", "wide_s1", "zero_blocks_s1",
+                                         "negative_tiny_s1"},
+                             *const profiles[][2] = {{"rne", "rne"},
+                                                     {"seed", "halfstep"},
+                                                     {"modelopt", "modelopt"},
+                                                     {"ct", "compressed-tensors"}};
     enum { BYTES = 37 * 32, BLOCKS = 37 * 4 };
     (void)state;
     for (int i = 0; i < 5; i++)
@@ -96,7 +105,8 @@ static void the_quantiser(void **state)
             const char *const names[][2] = {{source, "X"}, {NULL, NULL}};
             copy_renamed("nvfp4_quant", names, "x.safetensors");
             snprintf(in, sizeof in, "%s", path_of("x.safetensors"));
-            snprintf(arguments, sizeof arguments, "run nvfp4-quantize %s %s --profile %s", in, path_of("q.safetensors"), profiles[p][1]);
+            snprintf(arguments, sizeof arguments, "run nvfp4-quantize %s %s --profile %s", in,
+                     path_of("q.safetensors"), profiles[p][1]);
             assert_int_equal(run(arguments), 0);
             quern_safetensors *expected = golden_open(QUERN_TEST_VECTORS, "nvfp4_quant"), *got = NULL;
             quern_tensor a, b;

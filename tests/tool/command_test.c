@@ -8,7 +8,6 @@
 
 #include <quern/safetensors.h>
 
-
 /* Copies tensors of a golden file under other names: "W=gate Q=Q" becomes a file with gate and Q. */
 static void copy_renamed(const char *golden, const char *pairs, const char *name)
 {
@@ -106,10 +105,12 @@ static void bad_files_leave_the_output_alone(void **state)
     expect(3, "run attention $DIR/hostile $DIR/old.safetensors", "header length");
     expect(3, "run attention $DIR $DIR/old.safetensors", "regular file");
     expect(3, "run attention $VECTORS/nsa_gating.safetensors $DIR/old.safetensors", "tensor K is missing");
-    expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR/old.safetensors --without Q,V", "tensor Q is missing");
+    expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR/old.safetensors --without Q,V",
+           "tensor Q is missing");
     expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR/old.safetensors --window -1", "window");
     expect(3, "run nsa $VECTORS/nsa_small.safetensors $DIR/old.safetensors --tile 0 --block-size 32", "tile");
-    expect(3, "run nsa $VECTORS/nsa_small.safetensors $DIR/old.safetensors --num-selected 1 --block-size 32", "num_selected");
+    expect(3, "run nsa $VECTORS/nsa_small.safetensors $DIR/old.safetensors --num-selected 1 --block-size 32",
+           "num_selected");
     expect(3, "compare $DIR/none $DIR/empty", "none");
     expect(3, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors no_such", "no_such");
     char now[sizeof old];
@@ -138,10 +139,12 @@ static void shapes_that_do_not_fit_are_said(void **state)
 static void an_unwritable_output_is_an_input_error(void **state)
 {
     (void)state;
-    expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR/no/such/place.safetensors", "place.safetensors");
+    expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR/no/such/place.safetensors",
+           "place.safetensors");
     expect(3, "run attention $VECTORS/nsa_small.safetensors $DIR", "regular file");
     expect(3, "run attention $VECTORS/nsa_small.safetensors /dev/full", "/dev/full");
-    assert_int_equal(run_with("ulimit -f 8;", "run attention $VECTORS/nsa_small.safetensors $DIR/large.safetensors"), 3);
+    assert_int_equal(
+        run_with("ulimit -f 8;", "run attention $VECTORS/nsa_small.safetensors $DIR/large.safetensors"), 3);
     assert_non_null(strstr(output, "large.safetensors"));
     assert_false(exists("large.safetensors"));
     check_no_leftovers();
@@ -163,10 +166,18 @@ static void compare_finds_differences(void **state)
 {
     (void)state;
     expect(0, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors", "PASS");
-    expect(1, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors full.mslk.O=full.causal.O", "FAIL");
-    expect(1, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors Q=K --tolerance 1e30", "shapes differ");
-    expect(1, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors full.block_idx=nogate.n_valid", "FAIL");
-    expect(1, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors full.mslk.lse_cmp=full.causal.lse_cmp --tolerance 1e30",
+    expect(1,
+           "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors full.mslk.O=full.causal.O",
+           "FAIL");
+    expect(1, "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors Q=K --tolerance 1e30",
+           "shapes differ");
+    expect(
+        1,
+        "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors full.block_idx=nogate.n_valid",
+        "FAIL");
+    expect(1,
+           "compare $VECTORS/nsa_small.safetensors $VECTORS/nsa_small.safetensors "
+           "full.mslk.lse_cmp=full.causal.lse_cmp --tolerance 1e30",
            "infinities");
 }
 
@@ -176,7 +187,8 @@ static void golden(const char *input, const char *options, const char *vectors, 
     char arguments[1024];
     snprintf(arguments, sizeof arguments, "%s $DIR/golden.safetensors %s", input, options);
     if (run(arguments) != 0) fail_msg("quern %s: %s", arguments, output);
-    snprintf(arguments, sizeof arguments, "compare $DIR/golden.safetensors $VECTORS/%s %s --tolerance 2e-6", vectors, pairs);
+    snprintf(arguments, sizeof arguments, "compare $DIR/golden.safetensors $VECTORS/%s %s --tolerance 2e-6",
+             vectors, pairs);
     if (run(arguments) != 0) fail_msg("quern %s (%s): %s", arguments, options, output);
 }
 
@@ -189,29 +201,38 @@ static void golden_nsa_small_passes(void **state)
     static const char in[] = "run nsa $VECTORS/nsa_small.safetensors", file[] = "nsa_small.safetensors";
     (void)state;
     golden(in, SMALL, file,
-           GRADIENTS("full.mslk") DWEIGHTS("full.mslk") "dgate=full.mslk.dgate O_cmp=full.mslk.O_cmp lse_cmp=full.mslk.lse_cmp "
-           "O_slc=full.O_slc O_win=full.O_sld lse_slc=full.lse_slc lse_win=full.lse_sld gates=full.gates K_cmp=full.K_cmp "
-           "V_cmp=full.V_cmp block_idx=full.block_idx_sorted block_count=full.n_valid");
+           GRADIENTS("full.mslk") DWEIGHTS(
+               "full.mslk") "dgate=full.mslk.dgate O_cmp=full.mslk.O_cmp lse_cmp=full.mslk.lse_cmp "
+                            "O_slc=full.O_slc O_win=full.O_sld lse_slc=full.lse_slc lse_win=full.lse_sld "
+                            "gates=full.gates K_cmp=full.K_cmp "
+                            "V_cmp=full.V_cmp block_idx=full.block_idx_sorted block_count=full.n_valid");
     golden(in, SMALL "--compressed-visibility complete", file,
-           GRADIENTS("full.causal") DWEIGHTS("full.causal") "dgate=full.causal.dgate O_cmp=full.causal.O_cmp lse_cmp=full.causal.lse_cmp");
+           GRADIENTS("full.causal") DWEIGHTS(
+               "full.causal") "dgate=full.causal.dgate O_cmp=full.causal.O_cmp lse_cmp=full.causal.lse_cmp");
     golden(in, SMALL "--without gate", file, GRADIENTS("nogate.mslk") DWEIGHTS("nogate.mslk"));
-    golden(in, SMALL "--without gate --compressed-visibility complete", file, GRADIENTS("nogate.causal") DWEIGHTS("nogate.causal"));
-    golden(in, SMALL "--without W_k,W_v", file, GRADIENTS("noproj.mslk") "dgate=noproj.mslk.dgate block_idx=noproj.block_idx_sorted");
-    golden(in, SMALL "--without W_k,W_v --compressed-visibility complete", file, GRADIENTS("noproj.causal") "dgate=noproj.causal.dgate");
+    golden(in, SMALL "--without gate --compressed-visibility complete", file,
+           GRADIENTS("nogate.causal") DWEIGHTS("nogate.causal"));
+    golden(in, SMALL "--without W_k,W_v", file,
+           GRADIENTS("noproj.mslk") "dgate=noproj.mslk.dgate block_idx=noproj.block_idx_sorted");
+    golden(in, SMALL "--without W_k,W_v --compressed-visibility complete", file,
+           GRADIENTS("noproj.causal") "dgate=noproj.causal.dgate");
     golden(in, SMALL "--causal false", file,
-           GRADIENTS("noncausal.mslk") DWEIGHTS("noncausal.mslk") "dgate=noncausal.mslk.dgate block_idx=noncausal.block_idx_sorted");
+           GRADIENTS("noncausal.mslk")
+               DWEIGHTS("noncausal.mslk") "dgate=noncausal.mslk.dgate block_idx=noncausal.block_idx_sorted");
 }
 
 static void golden_window_passes_as_dense_attention(void **state)
 {
     (void)state;
-    golden("run attention $VECTORS/nsa_small.safetensors", "--window 64", "nsa_small.safetensors", "O=full.O_sld lse=full.lse_sld");
+    golden("run attention $VECTORS/nsa_small.safetensors", "--window 64", "nsa_small.safetensors",
+           "O=full.O_sld lse=full.lse_sld");
 }
 
 static void golden_nsa_paper_b_passes(void **state)
 {
     (void)state;
-    golden("run nsa $VECTORS/nsa_paper_b.safetensors", "--block-size 16 --num-selected 6 --window 48", "nsa_paper_b.safetensors",
+    golden("run nsa $VECTORS/nsa_paper_b.safetensors", "--block-size 16 --num-selected 6 --window 48",
+           "nsa_paper_b.safetensors",
            "O dQ dK dV dW_k dW_v dgate lse_cmp lse_slc lse_win=lse_sld block_idx=sel_idx");
 }
 
@@ -222,7 +243,8 @@ static void golden_nsa_gating_passes(void **state)
     (void)state;
     snprintf(pairs, sizeof pairs, "Q=Q W=gate dO=dO %s", branches);
     copy_renamed(file, pairs, "gate.safetensors");
-    golden("run nsa-gate $DIR/gate.safetensors", "", file, "O=out gates dO_cmp dO_slc dO_win=dO_sld dQ dgate=dW");
+    golden("run nsa-gate $DIR/gate.safetensors", "", file,
+           "O=out gates dO_cmp dO_slc dO_win=dO_sld dQ dgate=dW");
     golden("run nsa-gates $DIR/gate.safetensors", "", file, "gates");
     snprintf(pairs, sizeof pairs, "gates=gates %s", branches);
     copy_renamed(file, pairs, "combine.safetensors");
@@ -234,35 +256,49 @@ static void golden_nsa_gating_passes(void **state)
 static void stages_alone_give_what_the_whole_gives(void **state)
 {
     (void)state;
-    golden("run nsa-compress $VECTORS/nsa_small.safetensors", "--block-size 32", "nsa_small.safetensors", "K_cmp=full.K_cmp V_cmp=full.V_cmp");
-    copy_renamed("nsa_small.safetensors", "Q=Q K=K V=V full.K_cmp=K_cmp full.V_cmp=V_cmp full.block_idx=block_idx", "attend.safetensors");
-    golden("run nsa-select $DIR/attend.safetensors", SMALL, "nsa_small.safetensors", "block_idx=full.block_idx_sorted block_count=full.n_valid");
+    golden("run nsa-compress $VECTORS/nsa_small.safetensors", "--block-size 32", "nsa_small.safetensors",
+           "K_cmp=full.K_cmp V_cmp=full.V_cmp");
+    copy_renamed("nsa_small.safetensors",
+                 "Q=Q K=K V=V full.K_cmp=K_cmp full.V_cmp=V_cmp full.block_idx=block_idx",
+                 "attend.safetensors");
+    golden("run nsa-select $DIR/attend.safetensors", SMALL, "nsa_small.safetensors",
+           "block_idx=full.block_idx_sorted block_count=full.n_valid");
     golden("run nsa-attend $DIR/attend.safetensors", SMALL, "nsa_small.safetensors",
-           "O_cmp=full.mslk.O_cmp O_slc=full.O_slc O_win=full.O_sld lse_slc=full.lse_slc lse_win=full.lse_sld lse_cmp=full.mslk.lse_cmp");
+           "O_cmp=full.mslk.O_cmp O_slc=full.O_slc O_win=full.O_sld lse_slc=full.lse_slc "
+           "lse_win=full.lse_sld lse_cmp=full.mslk.lse_cmp");
     copy_renamed("nsa_small.safetensors", "full.block_idx_sorted=block_idx", "list.safetensors");
-    assert_int_equal(run("run nsa-list-convert $DIR/list.safetensors $DIR/halves.safetensors --from 32 --to 16 --n 192"), 0);
-    assert_int_equal(run("run nsa-list-convert $DIR/list.safetensors $DIR/halves.safetensors --from 32 --to 20 --n 192"), 3);
+    assert_int_equal(
+        run("run nsa-list-convert $DIR/list.safetensors $DIR/halves.safetensors --from 32 --to 16 --n 192"),
+        0);
+    assert_int_equal(
+        run("run nsa-list-convert $DIR/list.safetensors $DIR/halves.safetensors --from 32 --to 20 --n 192"),
+        3);
 }
 
 /* Names, shapes and dtypes of results that the parameters choose. */
 static void results_follow_the_options(void **state)
 {
     (void)state;
-    copy_renamed("nvfp4_weights_scales.safetensors", "rne.codes.w1=codes rne.scales.w1=scales rne.gscale.w1=global in.w1=X", "w1.safetensors");
+    copy_renamed("nvfp4_weights_scales.safetensors",
+                 "rne.codes.w1=codes rne.scales.w1=scales rne.gscale.w1=global in.w1=X", "w1.safetensors");
     expect(0, "run nvfp4-dequantize $DIR/w1.safetensors $DIR/w1.out --layout weight --json", "\"W\"");
-    expect(0, "compare $DIR/w1.out $VECTORS/nvfp4_weights_scales.safetensors W=in.w1 --tolerance 0.2", "PASS");
+    expect(0, "compare $DIR/w1.out $VECTORS/nvfp4_weights_scales.safetensors W=in.w1 --tolerance 0.2",
+           "PASS");
     expect(3, "compare $DIR/w1.out $DIR/w1.out X", "X");
     expect(0, "run nvfp4-dequantize $DIR/w1.safetensors $DIR/w1.bf16 --layout weight --dtype bf16", "");
     expect(1, "compare $DIR/w1.bf16 $DIR/w1.out W --tolerance 0.2", "dtypes differ");
     expect(0, "compare $DIR/w1.bf16 $DIR/w1.out W --tolerance 4e-3 --widen", "PASS");
-    copy_renamed("nvfp4_quant.safetensors", "rne.codes.gauss_s1=codes rne.scales.gauss_s1=scales rne.gscale.gauss_s1=global", "a.safetensors");
+    copy_renamed("nvfp4_quant.safetensors",
+                 "rne.codes.gauss_s1=codes rne.scales.gauss_s1=scales rne.gscale.gauss_s1=global",
+                 "a.safetensors");
     expect(0, "run nvfp4-dequantize $DIR/a.safetensors $DIR/a.out", "");
     expect(0, "compare $DIR/a.out $VECTORS/nvfp4_quant.safetensors X=in.gauss_s1 --tolerance 0.2", "PASS");
     expect(0, "run nvfp4-dequantize $DIR/a.safetensors $DIR/a.cut --columns 61", "");
     expect(1, "compare $DIR/a.cut $DIR/a.out X", "shapes differ");
     expect(3, "run nvfp4-dequantize $DIR/a.safetensors $DIR/none.safetensors --columns 40", "codes.shape[1]");
     expect(3, "run nvfp4-dequantize $DIR/a.safetensors $DIR/none.safetensors --global-per row", "global");
-    expect(2, "run nvfp4-dequantize $DIR/a.safetensors $DIR/none.safetensors --layout matrix", "activation|weight");
+    expect(2, "run nvfp4-dequantize $DIR/a.safetensors $DIR/none.safetensors --layout matrix",
+           "activation|weight");
     assert_false(exists("none.safetensors"));
 }
 
@@ -279,28 +315,43 @@ static void handed_in_entries_of_packed_sequences_count(void **state)
     for (int i = 1; i < 6; i++) {
         items[i] = (quern_safetensors_item){names[i - 1], &views[i]};
         if (i == 4) {
-            assert_int_equal(quern_safetensors_save(path_of("packed.safetensors"), items, 4, NULL, 0), QUERN_OK);
-            expect(0, "run nsa $DIR/packed.safetensors $DIR/whole.safetensors --block-size 32 --num-selected 4 --window 40", "");
+            assert_int_equal(quern_safetensors_save(path_of("packed.safetensors"), items, 4, NULL, 0),
+                             QUERN_OK);
+            expect(0,
+                   "run nsa $DIR/packed.safetensors $DIR/whole.safetensors --block-size 32 --num-selected 4 "
+                   "--window 40",
+                   "");
             assert_int_equal(quern_safetensors_open(path_of("whole.safetensors"), &results), QUERN_OK);
         }
         assert_int_equal(quern_safetensors_get(i < 4 ? file : results, names[i - 1], &views[i]), QUERN_OK);
         if (i < 4) views[i] = quern_tensor_contiguous(views[i].data, views[i].dtype, 3, views[i].shape + 1);
     }
     assert_int_equal(quern_safetensors_save(path_of("given.safetensors"), items, 6, NULL, 0), QUERN_OK);
-    expect(0, "run nsa $DIR/given.safetensors $DIR/again.safetensors --compress given --block-size 32 --num-selected 4 --window 40", "");
-    expect(0, "compare $DIR/again.safetensors $DIR/whole.safetensors O lse_cmp block_idx cu_seqlens_cmp --tolerance 0", "");
+    expect(0,
+           "run nsa $DIR/given.safetensors $DIR/again.safetensors --compress given --block-size 32 "
+           "--num-selected 4 --window 40",
+           "");
+    expect(0,
+           "compare $DIR/again.safetensors $DIR/whole.safetensors O lse_cmp block_idx cu_seqlens_cmp "
+           "--tolerance 0",
+           "");
     quern_safetensors_close(results);
     quern_safetensors_close(file);
 }
 
-/* An output that the library does not write is not in the file; least of all does one stand in for a missing input. */
+/* An output that the library does not write is not in the file; least of all does one stand in for a missing
+ * input. */
 static void run_writes_what_was_computed(void **state)
 {
     (void)state;
     copy_renamed("nsa_small.safetensors", "Q=Q K=K V=V", "plain.safetensors");
-    expect(3, "run nsa $DIR/plain.safetensors $DIR/none.safetensors --compress given --block-size 32", "k_cmp is NULL");
+    expect(3, "run nsa $DIR/plain.safetensors $DIR/none.safetensors --compress given --block-size 32",
+           "k_cmp is NULL");
     assert_false(exists("none.safetensors"));
-    expect(0, "run nsa $DIR/plain.safetensors $DIR/window.safetensors --branches win --metric mean_logit --max-compressed-groups 1", "");
+    expect(0,
+           "run nsa $DIR/plain.safetensors $DIR/window.safetensors --branches win --metric mean_logit "
+           "--max-compressed-groups 1",
+           "");
     expect(3, "compare $DIR/window.safetensors $DIR/window.safetensors K_cmp", "K_cmp");
     expect(3, "compare $DIR/window.safetensors $DIR/window.safetensors group_idx", "group_idx");
     copy_renamed("nsa_small.safetensors", "Q=Q K=K V=V full.block_idx=block_idx", "lists.safetensors");
@@ -310,14 +361,35 @@ static void run_writes_what_was_computed(void **state)
 
 static void bench_writes_its_schema(void **state)
 {
-    static const char *const keys[] = {"\"schema\": 1", "\"version\"", "\"commit\"", "\"machine\"", "\"cpu\"", "\"isa\"",
-                                       "\"device\"", "\"ceilings\"", "\"op\": \"attention\"",
-                                       "\"op\": \"attention-backward\"", "\"shape\"", "\"dtype\"", "\"threads\"", "\"reps\"",
-                                       "\"ms_median\"", "\"ms_p10\"", "\"ms_p90\"", "\"gflops\"", "\"gbps\"", "\"ceiling\"",
-                                       "\"fraction\"", "\"peer\"", "\"peer_ms\"", "\"mover_fraction\": null"};
+    static const char *const keys[] = {"\"schema\": 1",
+                                       "\"version\"",
+                                       "\"commit\"",
+                                       "\"machine\"",
+                                       "\"cpu\"",
+                                       "\"isa\"",
+                                       "\"device\"",
+                                       "\"ceilings\"",
+                                       "\"op\": \"attention\"",
+                                       "\"op\": \"attention-backward\"",
+                                       "\"shape\"",
+                                       "\"dtype\"",
+                                       "\"threads\"",
+                                       "\"reps\"",
+                                       "\"ms_median\"",
+                                       "\"ms_p10\"",
+                                       "\"ms_p90\"",
+                                       "\"gflops\"",
+                                       "\"gbps\"",
+                                       "\"ceiling\"",
+                                       "\"fraction\"",
+                                       "\"peer\"",
+                                       "\"peer_ms\"",
+                                       "\"mover_fraction\": null"};
     static char json[1 << 16];
     (void)state;
-    assert_int_equal(run("bench attention --n 64,128 --heads 2/1 --dim 16 --threads 1 --reps 2 --backward --json $DIR/bench.json"), 0);
+    assert_int_equal(run("bench attention --n 64,128 --heads 2/1 --dim 16 --threads 1 --reps 2 --backward "
+                         "--json $DIR/bench.json"),
+                     0);
     assert_non_null(strstr(output, "G/s of attention-backward: 2 (3 D + 2 Dv) B H pairs"));
     FILE *f = fopen(path_of("bench.json"), "rb");
     assert_non_null(f);
@@ -325,9 +397,11 @@ static void bench_writes_its_schema(void **state)
     fclose(f);
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
         if (strstr(json, keys[i]) == NULL) fail_msg("%s is missing from the bench's JSON", keys[i]);
-    const double median = atof(strstr(json, "\"ms_median\": ") + 13), low = atof(strstr(json, "\"ms_p10\": ") + 10);
+    const double median = atof(strstr(json, "\"ms_median\": ") + 13),
+                 low = atof(strstr(json, "\"ms_p10\": ") + 10);
     const double high = atof(strstr(json, "\"ms_p90\": ") + 10);
-    if (!(low <= median && median <= high && low > 0)) fail_msg("10%% %g, median %g, 90%% %g of two times", low, median, high);
+    if (!(low <= median && median <= high && low > 0))
+        fail_msg("10%% %g, median %g, 90%% %g of two times", low, median, high);
     expect(3, "bench attention --n 64 --json $DIR/no/such/place", "no/such/place");
     expect(2, "bench attention --n 64 --rounds 102", "--rounds 102");
     expect(0, "bench nsa --n 256 --heads 2/1 --dim 16 --rounds 3 --no-peer --json $DIR/rounds.json", "");
@@ -378,21 +452,34 @@ static void bench_takes_every_parameter(void **state)
     for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
         char arguments[300];
         snprintf(arguments, sizeof arguments,
-                 "bench nsa --n 300 --heads 4/2 --dim 16 --threads 1 --reps 1 --backward --no-peer --json $DIR/every.json %s", options[i][0]);
+                 "bench nsa --n 300 --heads 4/2 --dim 16 --threads 1 --reps 1 --backward --no-peer --json "
+                 "$DIR/every.json %s",
+                 options[i][0]);
         expect(0, arguments, "nsa-backward");
         assert_int_equal(run_with("cat $DIR/every.json; true", ""), 0);
-        if (strstr(output, options[i][1]) == NULL) fail_msg("bench nsa %s: no %s in %s", options[i][0], options[i][1], output);
+        if (strstr(output, options[i][1]) == NULL)
+            fail_msg("bench nsa %s: no %s in %s", options[i][0], options[i][1], output);
     }
-    expect(0, "bench compress --n 300 --heads 2/1 --dim 16 --reps 1 --compress linear --documents 2 --backward", "nsa-compress-backward");
-    expect(0, "bench select --n 300 --heads 2/1 --dim 16 --reps 1 --metric softmax --documents 2 --scope head", "nsa-select");
-    expect(0, "bench gate --n 300 --heads 2/1 --dim 16 --reps 1 --gate given --documents 2 --backward", "nsa-gate-backward");
+    expect(0,
+           "bench compress --n 300 --heads 2/1 --dim 16 --reps 1 --compress linear --documents 2 --backward",
+           "nsa-compress-backward");
+    expect(0,
+           "bench select --n 300 --heads 2/1 --dim 16 --reps 1 --metric softmax --documents 2 --scope head",
+           "nsa-select");
+    expect(0, "bench gate --n 300 --heads 2/1 --dim 16 --reps 1 --gate given --documents 2 --backward",
+           "nsa-gate-backward");
     /* All 300 keys chosen and in the window: twice as many pairs as causal ones have. */
-    expect(0, "bench nsa --n 300 --heads 4/2 --dim 16 --reps 1 --no-peer --causal false --branches slc,win --window 600 --json $DIR/pairs.json", "");
+    expect(0,
+           "bench nsa --n 300 --heads 4/2 --dim 16 --reps 1 --no-peer --causal false --branches slc,win "
+           "--window 600 --json $DIR/pairs.json",
+           "");
     assert_int_equal(run_with("cat $DIR/pairs.json; true", ""), 0);
     const char *rate = strstr(output, "\"gflops\": "), *time = strstr(output, "\"ms_median\": ");
     assert_true(rate != NULL && time != NULL);
-    const double work = atof(rate + 10) * atof(time + 13) * 1e6, expected = 2.0 * (16 + 16) * 4 * 2 * 300 * 300;
-    if (!(work > 0.99 * expected && work < 1.01 * expected)) fail_msg("bench nsa --causal false counts %g operations, not %g", work, expected);
+    const double work = atof(rate + 10) * atof(time + 13) * 1e6,
+                 expected = 2.0 * (16 + 16) * 4 * 2 * 300 * 300;
+    if (!(work > 0.99 * expected && work < 1.01 * expected))
+        fail_msg("bench nsa --causal false counts %g operations, not %g", work, expected);
     expect(0, "bench nsa --help", "--compressed-visibility complete|started");
     expect(2, "bench nsa --documents 2 --batch 2", "--documents 2 --batch 2");
     assert_int_equal(run("bench nsa --n 300 --reps 1 --tile 300"), 3);
@@ -413,14 +500,17 @@ static long long json_number(const char *key)
 static void check_probe(const char *options)
 {
     char arguments[300];
-    snprintf(arguments, sizeof arguments, "probe %s --memory 24M --heads 2/1 --dim 32 --threads 2 --granularity 128 --json", options);
+    snprintf(arguments, sizeof arguments,
+             "probe %s --memory 24M --heads 2/1 --dim 32 --threads 2 --granularity 128 --json", options);
     expect(0, arguments, "resident_bytes");
-    const long long n = json_number("N"), bytes = json_number("bytes"), resident = json_number("resident_bytes");
+    const long long n = json_number("N"), bytes = json_number("bytes"),
+                    resident = json_number("resident_bytes");
     assert_true(n >= 128 && n % 128 == 0 && bytes <= 24 << 20);
     assert_true(resident > 0 && resident <= (24 + 64) << 20);
     for (int less = 0; less < 2; less++) {
-        snprintf(arguments, sizeof arguments, "probe %s --memory %lld --heads 2/1 --dim 32 --threads 2 --granularity 128 --json --dry-run", options,
-                 bytes - less);
+        snprintf(arguments, sizeof arguments,
+                 "probe %s --memory %lld --heads 2/1 --dim 32 --threads 2 --granularity 128 --json --dry-run",
+                 options, bytes - less);
         expect(0, arguments, "\"bytes\"");
         assert_int_equal(json_number("N"), n - 128 * less);
     }
@@ -434,7 +524,8 @@ static void probe_finds_the_longest(void **state)
     check_probe("nsa --backward --dtype bf16 --tile 64 --metric mean_logit --max-compressed-groups 4");
     check_probe("nsa --dtype f16 --compress linear --separate both --gate given --selection given");
     check_probe("attention --backward --dtype bf16");
-    expect(0, "probe nsa --memory 900T --heads 1/1 --dim 8 --num-selected 4 --granularity 1000000 --dry-run", "2147000000 tokens");
+    expect(0, "probe nsa --memory 900T --heads 1/1 --dim 8 --num-selected 4 --granularity 1000000 --dry-run",
+           "2147000000 tokens");
     expect(4, "probe attention --memory 900T --granularity 1000000", "--dry-run");
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* command_v4_test.c - `quern run v4-index` and `v4-attention` on the golden layers; which results a file holds; mistakes. */
+/* command_v4_test.c - `quern run v4-index` and `v4-attention` on the golden layers; which results a file
+ * holds; mistakes. */
 #include "command.h"
 #include "compare.h"
 #include "dsv4_golden.h"
@@ -22,7 +23,8 @@ typedef struct tensor_file {
     size_t count;
 } tensor_file;
 
-static void add(tensor_file *f, const char *name, const double *values, const int32_t *whole, int32_t ndim, const int64_t *shape)
+static void add(tensor_file *f, const char *name, const double *values, const int32_t *whole, int32_t ndim,
+                const int64_t *shape)
 {
     int64_t count = 1;
     for (int32_t i = 0; i < ndim; i++) count *= shape[i];
@@ -100,14 +102,16 @@ static void golden_index(void **state)
     assert_false(quern_safetensors_has(file, "scores"));
     assert_int_equal(get(file, "count").shape[1], l.indexer.queries);
     quern_safetensors_close(file);
-    expect(0, "run v4-index $DIR/index $DIR/out --ratio 4 --top-k 4 --start-abs-pos 0 --save-scores true", "");
+    expect(0, "run v4-index $DIR/index $DIR/out --ratio 4 --top-k 4 --start-abs-pos 0 --save-scores true",
+           "");
     file = open_result("out");
     const quern_tensor idx = get(file, "idx"), scores = get(file, "scores");
     assert_int_equal(idx.shape[2], k);
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < k; i++) {
             bool found = false;
-            for (int64_t j = 0; j < k; j++) found = found || ((const int32_t *)idx.data)[row * k + j] == l.idx[row * k + i];
+            for (int64_t j = 0; j < k; j++)
+                found = found || ((const int32_t *)idx.data)[row * k + j] == l.idx[row * k + i];
             assert_true(found);
         }
     double *out = doubles_of(&scores, n);
@@ -121,7 +125,8 @@ static void golden_index(void **state)
 
 static void golden_attention(void **state)
 {
-    static const char *const options[] = {"--ratio 4 --window 8", "--ratio 8 --window 8 --lse-win true", "--window 8 --start-abs-pos 0"};
+    static const char *const options[] = {"--ratio 4 --window 8", "--ratio 8 --window 8 --lse-win true",
+                                          "--window 8 --start-abs-pos 0"};
     static const char *const gradients[] = {"dQ", "dKV", "dsink"};
     (void)state;
     for (int i = 0; i < DSV4_LAYERS; i++) {
@@ -167,14 +172,21 @@ static void caches(void **state)
         char line[300];
         dsv4_layer l = dsv4_layer_read(QUERN_TEST_VECTORS, i);
         write_attention(&l, "core");
-        snprintf(line, sizeof line, "run v4-attention $DIR/core $DIR/whole --window 8 --ratio %d --without dO", (int)l.core.ratio);
+        snprintf(line, sizeof line,
+                 "run v4-attention $DIR/core $DIR/whole --window 8 --ratio %d --without dO",
+                 (int)l.core.ratio);
         expect(0, line, "");
         for (int k = 0; k < 4; k++) {
-            snprintf(line, sizeof line, "run v4-attention $DIR/core $DIR/cached --window 8 --ratio %d --without dO %s", (int)l.core.ratio, same[k]);
+            snprintf(line, sizeof line,
+                     "run v4-attention $DIR/core $DIR/cached --window 8 --ratio %d --without dO %s",
+                     (int)l.core.ratio, same[k]);
             expect(0, line, "");
             same_output("cached", "whole", 0);
         }
-        snprintf(line, sizeof line, "run v4-attention $DIR/core $DIR/cached --window 8 --ratio %d --without dO --format bf16 --page 16", (int)l.core.ratio);
+        snprintf(line, sizeof line,
+                 "run v4-attention $DIR/core $DIR/cached --window 8 --ratio %d --without dO --format bf16 "
+                 "--page 16",
+                 (int)l.core.ratio);
         expect(0, line, "");
         same_output("cached", "whole", 4e-3);
         dsv4_layer_free(&l);
@@ -204,6 +216,7 @@ static void mistakes_are_told(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(golden_index), cmocka_unit_test(golden_attention), cmocka_unit_test(caches), cmocka_unit_test(mistakes_are_told)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(golden_index), cmocka_unit_test(golden_attention),
+                                       cmocka_unit_test(caches), cmocka_unit_test(mistakes_are_told)};
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* lm_test.c - the example's own tests: its hand-written backward against finite differences, a run that is
- * interrupted and resumed against one that is not, by its functions and by the program, and the program's errors. */
+ * interrupted and resumed against one that is not, by its functions and by the program, and the program's
+ * errors. */
 #include "lm.h"
 
 #include <math.h>
@@ -36,7 +37,8 @@ static void fill(uint8_t *text, int n)
     for (int i = 0; i < n; i++) text[i] = (uint8_t)("abcdefgh"[random_next(&state) % 8]);
 }
 
-/* d loss / d value along a random direction, by central differences of the f32 model, for every parameter array. */
+/* d loss / d value along a random direction, by central differences of the f32 model, for every parameter
+ * array. */
 static void check_gradients(const lm_config *config)
 {
     uint8_t text[97];
@@ -45,7 +47,8 @@ static void check_gradients(const lm_config *config)
     assert_true(model_create(&m, config, 3));
     uint64_t state = 11;
     for (int32_t i = 0; i < m.param_count; i++) /* zero matrices would hide gradients behind them */
-        for (int64_t j = 0; j < m.params[i].rows * m.params[i].cols; j++) m.params[i].value[j] += 0.05f * random_normal(&state);
+        for (int64_t j = 0; j < m.params[i].rows * m.params[i].cols; j++)
+            m.params[i].value[j] += 0.05f * random_normal(&state);
     assert_true(model_loss(&m, text, 96, true) > 0.0);
     for (int32_t i = 0; i < m.param_count; i++) {
         lm_param *p = &m.params[i];
@@ -60,12 +63,14 @@ static void check_gradients(const lm_config *config)
         assert_true(norm > 1e-7); /* every array takes part */
         const double step = 2e-3; /* along the gradient, whose length is the derivative there */
         for (int side = 0; side < 2; side++) {
-            for (int64_t j = 0; j < n; j++) p->value[j] = old[j] + (float)((side == 0 ? step : -step) * (double)grad[j] / norm);
+            for (int64_t j = 0; j < n; j++)
+                p->value[j] = old[j] + (float)((side == 0 ? step : -step) * (double)grad[j] / norm);
             numeric[side] = model_loss(&m, text, 96, false);
         }
         memcpy(p->value, old, (size_t)n * 4);
         const double measured = (numeric[0] - numeric[1]) / (2.0 * step);
-        if (fabs(measured - norm) > 2e-2 * norm + 2e-4) print_error("%s: %g by differences, %g by backward\n", p->name, measured, norm);
+        if (fabs(measured - norm) > 2e-2 * norm + 2e-4)
+            print_error("%s: %g by differences, %g by backward\n", p->name, measured, norm);
         assert_true(fabs(measured - norm) <= 2e-2 * norm + 2e-4); /* f32 loss: 1e-7 / step each way */
         free(grad);
         free(old);
@@ -130,7 +135,8 @@ static int remove_places(void **state)
 static void steps(lm_model *m, const lm_corpus *corpus, const lm_run *run, int count)
 {
     for (int i = 0; i < count; i++) {
-        assert_true(model_loss(m, corpus->bytes + corpus_piece(corpus, PIECE, run->seed, m->step), PIECE, true) > 0.0);
+        assert_true(model_loss(m, corpus->bytes + corpus_piece(corpus, PIECE, run->seed, m->step), PIECE,
+                               true) > 0.0);
         assert_true(optimizer_step(m, 1.0f, run->rates));
     }
 }
@@ -179,7 +185,8 @@ static void a_resumed_run_repeats_bit_by_bit(void **state)
 static int program(const places *p, const char *environment, const char *arguments)
 {
     char command[1024];
-    snprintf(command, sizeof command, "cd '%s' && %s '%s' %s >out 2>err", p->folder, environment, LM_COMMAND, arguments);
+    snprintf(command, sizeof command, "cd '%s' && %s '%s' %s >out 2>err", p->folder, environment, LM_COMMAND,
+             arguments);
     const int how = system(command);
     return WIFEXITED(how) ? WEXITSTATUS(how) : -1;
 }
@@ -202,13 +209,16 @@ static bool exists(const places *p, const char *name)
     return access(path, F_OK) == 0;
 }
 
-#define SMALL "--width 32 --layers 2 --heads 2 --inner 48 --context 96 --block 16 --selected 4 --window 32 --pieces 2 "
+#define SMALL                                                                                                \
+    "--width 32 --layers 2 --heads 2 --inner 48 --context 96 --block 16 --selected 4 --window 32 --pieces "  \
+    "2 "
 
 static void the_program_resumes_to_the_same_file(void **state)
 {
     const places *p = *state;
     assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 6 --checkpoint whole"), 0);
-    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 6 --until 3 --checkpoint half"), 0);
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 6 --until 3 --checkpoint half"),
+                     0);
     assert_int_equal(program(p, "", "train --corpus corpus --pieces 2 --resume half --checkpoint rest"), 0);
     char command[256];
     snprintf(command, sizeof command, "cmp '%s/whole' '%s/rest'", p->folder, p->folder);
@@ -220,13 +230,16 @@ static void the_program_resumes_to_the_same_file(void **state)
 static void resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint(void **state)
 {
     const places *p = *state;
-    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 2 --until 1 --checkpoint first"), 0);
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 2 --until 1 --checkpoint first"),
+                     0);
     assert_int_equal(program(p, "", "train --corpus other --resume first --checkpoint second"), 3);
     assert_true(says(p, "only the same one is accepted"));
-    static const char *const options[] = {"--steps 2", "--muon 0.02", "--adam 0.02", "--seed 1", "--width 32", "--attention nsa"};
+    static const char *const options[] = {"--steps 2", "--muon 0.02", "--adam 0.02",
+                                          "--seed 1",  "--width 32",  "--attention nsa"};
     for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
         char arguments[128], name[16];
-        snprintf(arguments, sizeof arguments, "train --corpus corpus %s --resume first --checkpoint second", options[i]);
+        snprintf(arguments, sizeof arguments, "train --corpus corpus %s --resume first --checkpoint second",
+                 options[i]);
         assert_int_equal(program(p, "", arguments), 2);
         snprintf(name, sizeof name, "%.*s", (int)strcspn(options[i], " "), options[i]);
         assert_true(says(p, name));
@@ -237,12 +250,16 @@ static void resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint(
 static void results_are_written_or_missed_aloud(void **state)
 {
     const places *p = *state;
-    assert_int_equal(program(p, "", "order2 --corpus corpus --context 96 --steps 2 --json nowhere/order2.json"), 3);
+    assert_int_equal(
+        program(p, "", "order2 --corpus corpus --context 96 --steps 2 --json nowhere/order2.json"), 3);
     assert_true(says(p, "nowhere/order2.json"));
-    assert_int_equal(program(p, "", "order2 --corpus corpus --context 4096 --steps 2"), 3); /* more than is held out */
+    assert_int_equal(program(p, "", "order2 --corpus corpus --context 4096 --steps 2"),
+                     3); /* more than is held out */
     assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 1 --json nowhere/lm.json"), 3);
     /* without gnuplot: a warning, and everything else */
-    assert_int_equal(program(p, "PATH=/nowhere", "train " SMALL "--corpus corpus --steps 1 --curve curve.svg --json lm.json"), 0);
+    assert_int_equal(program(p, "PATH=/nowhere",
+                             "train " SMALL "--corpus corpus --steps 1 --curve curve.svg --json lm.json"),
+                     0);
     assert_true(says(p, "no curve in curve.svg"));
     assert_true(exists(p, "lm.json") && !exists(p, "curve.svg"));
 }
@@ -251,10 +268,12 @@ static void results_are_written_or_missed_aloud(void **state)
 static void unwritable_targets_are_found_before_the_training(void **state)
 {
     const places *p = *state;
-    static const char *const options[] = {"--checkpoint nowhere/x", "--curve nowhere/x", "--json nowhere/x", "--checkpoint .", "--json ."};
+    static const char *const options[] = {"--checkpoint nowhere/x", "--curve nowhere/x", "--json nowhere/x",
+                                          "--checkpoint .", "--json ."};
     for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
         char arguments[128];
-        snprintf(arguments, sizeof arguments, "train --steps 100000 --corpus corpus --context 96 %s", options[i]);
+        snprintf(arguments, sizeof arguments, "train --steps 100000 --corpus corpus --context 96 %s",
+                 options[i]);
         assert_int_equal(program(p, "timeout 20", arguments), 3);
         assert_true(says(p, "cannot write"));
     }
@@ -269,7 +288,10 @@ static void a_curve_of_any_name_runs_nothing(void **state)
 {
     const places *p = *state;
     if (system("command -v gnuplot >/dev/null") != 0) skip();
-    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 2 --curve \"it's'; system('touch pwned'); set title '\\`touch pwned\\`.svg\""), 0);
+    assert_int_equal(program(p, "",
+                             "train " SMALL "--corpus corpus --steps 2 --curve \"it's'; system('touch "
+                                            "pwned'); set title '\\`touch pwned\\`.svg\""),
+                     0);
     assert_false(exists(p, "pwned"));
     assert_true(exists(p, "it's'; system('touch pwned'); set title '`touch pwned`.svg"));
     assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 2 --curve /dev/full"), 3);
@@ -279,9 +301,17 @@ static void signals_end_it_and_leave_the_old_checkpoint(void **state)
 {
     const places *p = *state;
     assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 1 --checkpoint kept"), 0);
-    assert_int_equal(program(p, "cp kept before; timeout --preserve-status -s INT 1", "train --steps 100000 --corpus corpus --context 96 --checkpoint kept --save-every 0"), 130);
-    assert_int_equal(program(p, "timeout --preserve-status -s TERM 1", "train --steps 100000 --corpus corpus --context 96 --checkpoint kept --save-every 1"), 143);
-    assert_int_equal(program(p, "timeout --preserve-status -s INT 1", "generate --checkpoint before --bytes 1000000"), 130);
+    assert_int_equal(
+        program(p, "cp kept before; timeout --preserve-status -s INT 1",
+                "train --steps 100000 --corpus corpus --context 96 --checkpoint kept --save-every 0"),
+        130);
+    assert_int_equal(
+        program(p, "timeout --preserve-status -s TERM 1",
+                "train --steps 100000 --corpus corpus --context 96 --checkpoint kept --save-every 1"),
+        143);
+    assert_int_equal(
+        program(p, "timeout --preserve-status -s INT 1", "generate --checkpoint before --bytes 1000000"),
+        130);
     char command[128];
     snprintf(command, sizeof command, "ls -A '%s' | grep -q tmp", p->folder);
     assert_int_not_equal(system(command), 0);
@@ -324,7 +354,8 @@ static void spoil(const places *p, const char *from, const char *to)
 static void weights_that_are_no_numbers_are_said(void **state)
 {
     const places *p = *state;
-    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 4 --until 2 --checkpoint sound"), 0);
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 4 --until 2 --checkpoint sound"),
+                     0);
     spoil(p, "sound", "spoilt");
     assert_int_equal(program(p, "", "eval --corpus corpus --checkpoint spoilt"), 3);
     assert_true(says(p, "norm holds nan as element 3"));

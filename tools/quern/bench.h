@@ -11,7 +11,7 @@
 
 typedef enum bench_data { DATA_NORMAL, DATA_SMOOTH } bench_data;
 typedef enum bench_gate { GATE_WEIGHTS, GATE_NONE, GATE_GIVEN } bench_gate;
-typedef enum bench_project { PROJECT_K = 1, PROJECT_V = 2 } bench_project;    /* a set */
+typedef enum bench_project { PROJECT_K = 1, PROJECT_V = 2 } bench_project;         /* a set */
 typedef enum bench_separate { SEPARATE_SLC = 1, SEPARATE_WIN = 2 } bench_separate; /* a set */
 typedef enum bench_weights { WEIGHTS_F32, WEIGHTS_INPUT } bench_weights;
 typedef enum bench_selection { SELECTION_COMPUTED, SELECTION_GIVEN } bench_selection;
@@ -21,8 +21,8 @@ typedef struct bench_case {
     const operation *op;
     int64_t batch, n, heads, kv_heads, dim, dim_v;
     int64_t documents; /* 0: sequences of fixed length; else a packed batch of n tokens */
-    int dtype; /* quern_dtype: f32, f16, bf16 */
-    int device; /* quern_device */
+    int dtype;         /* quern_dtype: f32, f16, bf16 */
+    int device;        /* quern_device */
     bool backward, encodings;
     int data, gate, project, separate, weights, selection; /* the enums above */
     int64_t seed;
@@ -72,15 +72,16 @@ typedef struct bench_row {
 /* Starts a job, allocates and fills its inputs, prepares it; with `plan` only sizes it. Returns an exit code;
  * job_free in any case. */
 int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan);
-/* Measures the passes of a job in turns with their limits. rounds > 0: so many rounds of a moment each; else `reps` runs,
- * or with reps 0 at least 3 and a second, one where a run takes more than 8 seconds. A first run warms up and counts
- * only if it was so long. Returns an exit code. */
-int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, int reps, const char *label, measurement out[2]);
+/* Measures the passes of a job in turns with their limits. rounds > 0: so many rounds of a moment each; else
+ * `reps` runs, or with reps 0 at least 3 and a second, one where a run takes more than 8 seconds. A first run
+ * warms up and counts only if it was so long. Returns an exit code. */
+int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, int reps, const char *label,
+                  measurement out[2]);
 /* The times alone, for what is a numerator or a peer. */
 int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *forward, timing *backward);
-/* Forward workspace of NSA where O alone is asked for, so that all the rest stands in it, over what it may hold: one packed
- * copy of K and V in the compute dtype, compressed K and V, indices, statistics (LSE of three branches, gates), 4 MiB a
- * thread. 0 for other operations. */
+/* Forward workspace of NSA where O alone is asked for, so that all the rest stands in it, over what it may
+ * hold: one packed copy of K and V in the compute dtype, compressed K and V, indices, statistics (LSE of
+ * three branches, gates), 4 MiB a thread. 0 for other operations. */
 double bench_workspace(const job *j, const bench_case *c, quern_context *ctx);
 work bench_work(const bench_case *c, bool backward, quern_cpu_level level);
 

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_compressor.c - `quern bench csa-compress`, `hca-compress` and `csa-append`: DeepSeek-V4's compressors with norm and
- * RoPE, from projections. Kernel and ceiling take turns; the fraction is the median of the rounds'. */
+/* bench_compressor.c - `quern bench csa-compress`, `hca-compress` and `csa-append`: DeepSeek-V4's compressors
+ * with norm and RoPE, from projections. Kernel and ceiling take turns; the fraction is the median of the
+ * rounds'. */
 #include "bench.h"
 #include "bench_core.h"
 #include "bench_decode.h"
@@ -35,7 +36,8 @@ static const option_row rows[] = {
     {"backward", OPTION_FLAG, AT(backward), NULL, "the backward pass as well"},
     {"ring", OPTION_INT, AT(ring), NULL, "csa-append: rows that the state can take back"},
     {"rounds", OPTION_INT, AT(rounds), NULL, "in which kernel and ceiling take turns, at most 101"},
-    {"threads", OPTION_TEXT, AT(threads), NULL, "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
+    {"threads", OPTION_TEXT, AT(threads), NULL,
+     "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
     {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
 };
 #undef AT
@@ -50,7 +52,8 @@ typedef struct subject_data {
     int64_t n, width, ratio, columns, entries;
 } subject_data;
 
-static bool make(subject_data *d, int i, quern_tensor *t, quern_dtype dtype, int32_t ndim, const int64_t *shape, bool random)
+static bool make(subject_data *d, int i, quern_tensor *t, quern_dtype dtype, int32_t ndim,
+                 const int64_t *shape, bool random)
 {
     int64_t count = 1;
     for (int32_t k = 0; k < ndim; k++) count *= shape[k];
@@ -67,28 +70,45 @@ static int open_data(subject_data *d, const compressor_bench *o, bool csa, int64
     d->t = (quern_dsv4_compress_tensors)QUERN_DSV4_COMPRESS_TENSORS_INIT;
     d->params.kind = csa ? QUERN_DSV4_CSA : QUERN_DSV4_HCA;
     d->ratio = d->params.ratio = csa ? 4 : 128;
-    d->n = n, d->width = o->width, d->columns = (csa ? 4 : 2) * o->width, d->entries = n / d->ratio;
+    d->n = n;
+    d->width = o->width;
+    d->columns = (csa ? 4 : 2) * o->width;
+    d->entries = n / d->ratio;
     const quern_dtype dtype = (quern_dtype)o->dtype;
-    const int64_t proj[] = {n, d->columns}, bias[] = {d->ratio, o->width}, table[] = {n, o->width < ROPE ? o->width / 2 * 2 : ROPE};
+    const int64_t proj[] = {n, d->columns}, bias[] = {d->ratio, o->width},
+                  table[] = {n, o->width < ROPE ? o->width / 2 * 2 : ROPE};
     const int64_t out[] = {d->entries, o->width};
-    if (!make(d, 0, &d->proj, dtype, 2, proj, true) || !make(d, 1, &d->b_a, QUERN_F32, 2, bias, true) || !make(d, 2, &d->b_b, QUERN_F32, 2, bias, true) ||
-        !make(d, 3, &d->norm, QUERN_F32, 1, &o->width, true) || !make(d, 4, &d->table, QUERN_F32, 2, table, true) ||
-        !make(d, 5, &d->out, dtype, 2, out, false))
+    if (!make(d, 0, &d->proj, dtype, 2, proj, true) || !make(d, 1, &d->b_a, QUERN_F32, 2, bias, true) ||
+        !make(d, 2, &d->b_b, QUERN_F32, 2, bias, true) ||
+        !make(d, 3, &d->norm, QUERN_F32, 1, &o->width, true) ||
+        !make(d, 4, &d->table, QUERN_F32, 2, table, true) || !make(d, 5, &d->out, dtype, 2, out, false))
         return fail(EXIT_MACHINE, "no memory for %" PRId64 " tokens", n);
-    d->t.proj = &d->proj, d->t.b_a = &d->b_a, d->t.b_b = csa ? &d->b_b : NULL, d->t.norm_weight = &d->norm, d->t.cos_sin = &d->table;
+    d->t.proj = &d->proj;
+    d->t.b_a = &d->b_a;
+    d->t.b_b = csa ? &d->b_b : NULL;
+    d->t.norm_weight = &d->norm;
+    d->t.cos_sin = &d->table;
     d->t.out = &d->out;
     if (o->backward) {
         if (!make(d, 6, &d->d_out, dtype, 2, out, true) || !make(d, 7, &d->d_proj, dtype, 2, proj, false) ||
-            !make(d, 8, &d->d_b_a, QUERN_F32, 2, bias, false) || !make(d, 9, &d->d_b_b, QUERN_F32, 2, bias, false) ||
+            !make(d, 8, &d->d_b_a, QUERN_F32, 2, bias, false) ||
+            !make(d, 9, &d->d_b_b, QUERN_F32, 2, bias, false) ||
             !make(d, 10, &d->d_norm, QUERN_F32, 1, &o->width, false))
             return fail(EXIT_MACHINE, "no memory for the gradients of %" PRId64 " tokens", n);
-        d->t.d_out = &d->d_out, d->t.d_proj = &d->d_proj, d->t.d_b_a = &d->d_b_a, d->t.d_b_b = csa ? &d->d_b_b : NULL, d->t.d_norm_weight = &d->d_norm;
+        d->t.d_out = &d->d_out;
+        d->t.d_proj = &d->d_proj;
+        d->t.d_b_a = &d->d_b_a;
+        d->t.d_b_b = csa ? &d->d_b_b : NULL;
+        d->t.d_norm_weight = &d->d_norm;
     }
     quern_status status = quern_dsv4_compress_workspace(ctx, &d->params, &d->t, &d->bytes[0]);
-    if (status == QUERN_OK && o->backward) status = quern_dsv4_compress_backward_workspace(ctx, &d->params, &d->t, &d->bytes[1]);
+    if (status == QUERN_OK && o->backward)
+        status = quern_dsv4_compress_backward_workspace(ctx, &d->params, &d->t, &d->bytes[1]);
     if (status != QUERN_OK) return fail_status(status);
     for (int i = 0; i < 2; i++) d->workspace[i] = bench_allocate(d->bytes[i] + 1);
-    return d->workspace[0] != NULL && d->workspace[1] != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for the workspace");
+    return d->workspace[0] != NULL && d->workspace[1] != NULL
+               ? EXIT_DONE
+               : fail(EXIT_MACHINE, "no memory for the workspace");
 }
 
 static void close_data(subject_data *d)
@@ -124,15 +144,18 @@ static double median(double *x, int n)
 static int measure(subject_data *d, bool backward, int rounds, quern_context *ctx, result *out)
 {
     double ms[BENCH_REPS_MAX], fraction[BENCH_REPS_MAX], rate[BENCH_REPS_MAX];
-    const double size = (double)quern_dtype_size(d->proj.dtype), rows_bytes = (double)(d->n * d->columns) * size;
+    const double size = (double)quern_dtype_size(d->proj.dtype),
+                 rows_bytes = (double)(d->n * d->columns) * size;
     out->limit = backward ? CEILING_COPY : CEILING_READ;
     out->bytes = (backward ? 2 : 1) * rows_bytes + (double)(d->entries * d->width) * size;
     for (int i = -1; i < rounds; i++) {
         int runs = 0;
         const double start = now_ms();
         do {
-            const quern_status status = backward ? quern_dsv4_compress_backward(ctx, NULL, &d->params, &d->t, d->workspace[1], d->bytes[1])
-                                                 : quern_dsv4_compress(ctx, NULL, &d->params, &d->t, d->workspace[0], d->bytes[0]);
+            const quern_status status =
+                backward
+                    ? quern_dsv4_compress_backward(ctx, NULL, &d->params, &d->t, d->workspace[1], d->bytes[1])
+                    : quern_dsv4_compress(ctx, NULL, &d->params, &d->t, d->workspace[0], d->bytes[0]);
             if (status != QUERN_OK) return fail_status(status);
             runs++;
         } while (now_ms() - start < 100);
@@ -159,18 +182,27 @@ static int measure_append(subject_data *d, int64_t ring, quern_context *ctx, res
     quern_status status = quern_dsv4_state_size(&d->params, d->width, ring, &state_bytes);
     if (status == QUERN_OK) memory = malloc(state_bytes);
     int code = status != QUERN_OK ? fail_status(status)
-               : memory == NULL || workspace == NULL || ms[0] == NULL || ms[1] == NULL ? fail(EXIT_MACHINE, "no memory for a state") : EXIT_DONE;
-    if (code == EXIT_DONE) status = quern_dsv4_state_create(&d->params, d->width, ring, memory, state_bytes, &state);
+               : memory == NULL || workspace == NULL || ms[0] == NULL || ms[1] == NULL
+                   ? fail(EXIT_MACHINE, "no memory for a state")
+                   : EXIT_DONE;
+    if (code == EXIT_DONE)
+        status = quern_dsv4_state_create(&d->params, d->width, ring, memory, state_bytes, &state);
     quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
     quern_tensor proj = d->proj, row = d->out;
-    t.proj = &proj, t.out = &row, t.b_a = d->t.b_a, t.b_b = d->t.b_b, t.norm_weight = d->t.norm_weight, t.cos_sin = d->t.cos_sin;
+    t.proj = &proj;
+    t.out = &row;
+    t.b_a = d->t.b_a;
+    t.b_b = d->t.b_b;
+    t.norm_weight = d->t.norm_weight;
+    t.cos_sin = d->t.cos_sin;
     const int64_t one = 1;
     proj.shape[0] = 1;
     for (int64_t i = 0; i < TOKENS && i < d->n && code == EXIT_DONE && status == QUERN_OK; i++) {
         const bool commit = (i + 1) % d->ratio == 0;
         proj.data = (char *)d->proj.data + i * d->columns * (int64_t)quern_dtype_size(proj.dtype);
         row.shape[0] = commit;
-        if (i < 2 * d->ratio) status = quern_dsv4_append_workspace(ctx, &d->params, &state, &one, 1, &t, &bytes);
+        if (i < 2 * d->ratio)
+            status = quern_dsv4_append_workspace(ctx, &d->params, &state, &one, 1, &t, &bytes);
         if (status != QUERN_OK || bytes > most) break;
         const double start = now_ms();
         status = quern_dsv4_append(ctx, NULL, &d->params, &state, &one, 1, &t, workspace, most);
@@ -184,22 +216,29 @@ static int measure_append(subject_data *d, int64_t ring, quern_context *ctx, res
 
 static void print_result(const result *r)
 {
-    printf("%-14s %-9s N %8" PRId64 "  threads %2d  %10.4f ms (p10 %.4f, p90 %.4f)", r->op, r->backward ? "backward" : "", r->n, r->threads, r->time.median,
-           r->time.p10, r->time.p90);
-    if (r->ceiling > 0) printf("  %7.1f GB/s  %5.3f of %s %.1f", r->bytes / r->time.median * 1e-6, r->fraction, ceiling_name(r->limit), r->ceiling);
+    printf("%-14s %-9s N %8" PRId64 "  threads %2d  %10.4f ms (p10 %.4f, p90 %.4f)", r->op,
+           r->backward ? "backward" : "", r->n, r->threads, r->time.median, r->time.p10, r->time.p90);
+    if (r->ceiling > 0)
+        printf("  %7.1f GB/s  %5.3f of %s %.1f", r->bytes / r->time.median * 1e-6, r->fraction,
+               ceiling_name(r->limit), r->ceiling);
     printf("\n");
 }
 
 static json_t *result_json(const result *r, const compressor_bench *o)
 {
-    json_t *shape = json_pack("{s:I, s:I, s:b}", "n", (json_int_t)r->n, "width", (json_int_t)o->width, "backward", (int)r->backward);
-    json_t *j = json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f}", "op", r->op, "shape", shape, "dtype", dtype_choices[o->dtype], "threads", r->threads,
-                          "reps", r->time.reps, "ms_median", r->time.median, "ms_p10", r->time.p10, "ms_p90", r->time.p90);
+    json_t *shape = json_pack("{s:I, s:I, s:b}", "n", (json_int_t)r->n, "width", (json_int_t)o->width,
+                              "backward", (int)r->backward);
+    json_t *j = json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f}", "op", r->op, "shape", shape, "dtype",
+                          dtype_choices[o->dtype], "threads", r->threads, "reps", r->time.reps, "ms_median",
+                          r->time.median, "ms_p10", r->time.p10, "ms_p90", r->time.p90);
     if (r->ceiling > 0) {
         json_object_set_new(j, "gbps", json_real(r->bytes / r->time.median * 1e-6));
         json_object_set_new(j, "ceiling", json_string(ceiling_name(r->limit)));
         json_object_set_new(j, "fraction", json_real(r->fraction));
-        json_object_set_new(j, "formula", json_string(r->backward ? "projections read and their gradients written, d_out read" : "projections read, entries written"));
+        json_object_set_new(j, "formula",
+                            json_string(r->backward
+                                            ? "projections read and their gradients written, d_out read"
+                                            : "projections read, entries written"));
     }
     return j;
 }
@@ -208,9 +247,12 @@ static int bench(const compressor_bench *o, const char *subject)
 {
     const bool append = strcmp(subject, "csa-append") == 0, csa = strcmp(subject, "hca-compress") != 0;
     int64_t lengths[LENGTHS_MAX], threads[4];
-    const int length_count = parse_integers(o->n, 1, INT32_MAX, lengths, LENGTHS_MAX), thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
+    const int length_count = parse_integers(o->n, 1, INT32_MAX, lengths, LENGTHS_MAX),
+              thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
     if (length_count < 0 || thread_count < 0 || o->width < 1 || o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
-        return fail(EXIT_USAGE, "--n '%s' --threads '%s' --width %" PRId64 " --rounds %" PRId64 ": lists such as 16k,64k and 1,2, 1 or more channels, and 1 to %d rounds are accepted",
+        return fail(EXIT_USAGE,
+                    "--n '%s' --threads '%s' --width %" PRId64 " --rounds %" PRId64
+                    ": lists such as 16k,64k and 1,2, 1 or more channels, and 1 to %d rounds are accepted",
                     o->n, o->threads, o->width, o->rounds, BENCH_REPS_MAX);
     json_t *list = json_array();
     quern_context *ctx = NULL;
@@ -219,13 +261,19 @@ static int bench(const compressor_bench *o, const char *subject)
         subject_data d;
         quern_context_destroy(ctx);
         ctx = NULL;
-        if ((code = open_context(&(machine_options){.threads = threads[i / length_count]}, &ctx)) != EXIT_DONE) break;
-        result r[2] = {{.op = append ? "csa-append" : subject, .n = lengths[i % length_count], .threads = quern_context_threads(ctx)}};
+        if ((code = open_context(&(machine_options){.threads = threads[i / length_count]}, &ctx)) !=
+            EXIT_DONE)
+            break;
+        result r[2] = {{.op = append ? "csa-append" : subject,
+                        .n = lengths[i % length_count],
+                        .threads = quern_context_threads(ctx)}};
         r[1] = r[0];
         r[1].backward = !append;
         if (append) r[1].op = "csa-append+commit";
         code = open_data(&d, o, csa, r[0].n, ctx);
-        if (code == EXIT_DONE) code = append ? measure_append(&d, o->ring, ctx, r) : measure(&d, false, (int)o->rounds, ctx, &r[0]);
+        if (code == EXIT_DONE)
+            code =
+                append ? measure_append(&d, o->ring, ctx, r) : measure(&d, false, (int)o->rounds, ctx, &r[0]);
         if (code == EXIT_DONE && o->backward && !append) code = measure(&d, true, (int)o->rounds, ctx, &r[1]);
         for (int k = 0; k < (append || o->backward ? 2 : 1) && code == EXIT_DONE; k++) {
             print_result(&r[k]);
@@ -234,8 +282,9 @@ static int bench(const compressor_bench *o, const char *subject)
         close_data(&d);
     }
     if (code == EXIT_DONE && o->json != NULL) {
-        json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:O}", "schema", 1, "version", quern_version(), "commit", machine_commit(), "machine",
-                                 machine_json(ctx), "device", "cpu", "results", list);
+        json_t *root =
+            json_pack("{s:i, s:s, s:s, s:o, s:s, s:O}", "schema", 1, "version", quern_version(), "commit",
+                      machine_commit(), "machine", machine_json(ctx), "device", "cpu", "results", list);
         code = output_json(o->json, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
         json_decref(root);
     }
@@ -254,11 +303,14 @@ int bench_compressor(int argc, char **argv, const char *subject)
     if (code != EXIT_DONE) return code;
     if (help) {
         printf("usage: quern bench csa-compress|hca-compress|csa-append [--key value ...]\n\n"
-               "DeepSeek-V4's compressors from projections, with norm and RoPE, as a fraction of the read bandwidth (backward:\n"
-               "of the copy bandwidth) that is measured in turns with them; csa-append: one token, without and with an entry.\n\noptions:\n");
+               "DeepSeek-V4's compressors from projections, with norm and RoPE, as a fraction of the read "
+               "bandwidth (backward:\n"
+               "of the copy bandwidth) that is measured in turns with them; csa-append: one token, without "
+               "and with an entry.\n\noptions:\n");
         print_options(&groups[0]);
         return EXIT_DONE;
     }
-    if (argc - first != 1) return fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
+    if (argc - first != 1)
+        return fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
     return bench(&o, subject);
 }

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_decode.c - `quern bench nsa-decode` and `attention-decode`: a step of a batch of sequences from a cache that is
- * larger than the machine's own. Calls and the read ceiling take turns; the fraction is the median of the rounds'. */
+/* bench_decode.c - `quern bench nsa-decode` and `attention-decode`: a step of a batch of sequences from a
+ * cache that is larger than the machine's own. Calls and the read ceiling take turns; the fraction is the
+ * median of the rounds'. */
 #include "bench_decode.h"
 
 #include "bench.h"
@@ -41,12 +42,14 @@ static const option_row rows[] = {
     {"stride", OPTION_INT, AT(stride), NULL, "nsa-decode: d; 0: l"},
     {"num-selected", OPTION_INT, AT(num_selected), NULL, "nsa-decode: k"},
     {"rounds", OPTION_INT, AT(rounds), NULL, "in which calls and ceiling take turns, at most 101"},
-    {"threads", OPTION_TEXT, AT(threads), NULL, "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
+    {"threads", OPTION_TEXT, AT(threads), NULL,
+     "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
     {"json", OPTION_TEXT, AT(json), NULL, "write the results to this file"},
 };
 #undef AT
 
-/* A filled cache and calls on it. Each call takes other queries, so that the selected branch reads other blocks. */
+/* A filled cache and calls on it. Each call takes other queries, so that the selected branch reads other
+ * blocks. */
 typedef struct decode_data {
     const decode_bench *o;
     int64_t n, heads, kv_heads;
@@ -72,7 +75,8 @@ static int fill(decode_data *d, quern_context *ctx)
     quern_cache_batch one = {sizeof one, 1, NULL, NULL, d->table};
     size_t bytes = 0, needed;
     void *workspace = NULL, *data[] = {malloc(PIECE * row), malloc(PIECE * row)};
-    int code = data[0] != NULL && data[1] != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for %d tokens", PIECE);
+    int code =
+        data[0] != NULL && data[1] != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for %d tokens", PIECE);
     t.k = &kv[0];
     t.v = &kv[1];
     for (int64_t at = 0; at < d->n && code == EXIT_DONE; at += PIECE) {
@@ -90,7 +94,8 @@ static int fill(decode_data *d, quern_context *ctx)
                 free(workspace);
                 workspace = malloc(bytes = needed + 1);
             }
-            if (status == QUERN_OK) status = quern_cache_append(ctx, NULL, d->cache, &one, &t, workspace, bytes);
+            if (status == QUERN_OK)
+                status = quern_cache_append(ctx, NULL, d->cache, &one, &t, workspace, bytes);
             if (status != QUERN_OK) code = fail_status(status);
         }
     }
@@ -102,16 +107,20 @@ static quern_status call(decode_data *d, quern_context *ctx, bool size)
 {
     const decode_bench *o = d->o;
     const int64_t tokens = o->sequences * o->queries, shape[] = {tokens, d->heads, o->dim};
-    const int64_t first = d->call++ % QUERIES * tokens * d->heads * o->dim * (int64_t)quern_dtype_size(d->params.dtype);
+    const int64_t first =
+        d->call++ % QUERIES * tokens * d->heads * o->dim * (int64_t)quern_dtype_size(d->params.dtype);
     const quern_tensor q = quern_tensor_contiguous((char *)d->q_data + first, d->params.dtype, 3, shape);
     const quern_tensor out = quern_tensor_contiguous(d->o_data, d->params.dtype, 3, shape);
     quern_decode_tensors t = QUERN_DECODE_TENSORS_INIT;
     t.q = &q;
     t.o = &out;
-    if (size) return o->sparse ? quern_nsa_decode_workspace(ctx, &d->nsa, d->cache, &d->batch, &t, &d->bytes)
-                               : quern_attention_decode_workspace(ctx, &d->attention, d->cache, &d->batch, &t, &d->bytes);
+    if (size)
+        return o->sparse
+                   ? quern_nsa_decode_workspace(ctx, &d->nsa, d->cache, &d->batch, &t, &d->bytes)
+                   : quern_attention_decode_workspace(ctx, &d->attention, d->cache, &d->batch, &t, &d->bytes);
     return o->sparse ? quern_nsa_decode(ctx, NULL, &d->nsa, d->cache, &d->batch, &t, d->workspace, d->bytes)
-                     : quern_attention_decode(ctx, NULL, &d->attention, d->cache, &d->batch, &t, d->workspace, d->bytes);
+                     : quern_attention_decode(ctx, NULL, &d->attention, d->cache, &d->batch, &t, d->workspace,
+                                              d->bytes);
 }
 
 static void set_params(decode_data *d)
@@ -141,7 +150,8 @@ static int open_data(decode_data *d, const decode_bench *o, int64_t n, quern_con
     memset(d, 0, sizeof *d);
     d->o = o;
     d->n = n;
-    if (!parse_pair(o->heads, &d->heads, &d->kv_heads)) return fail(EXIT_USAGE, "--heads '%s': H/Hkv is accepted", o->heads);
+    if (!parse_pair(o->heads, &d->heads, &d->kv_heads))
+        return fail(EXIT_USAGE, "--heads '%s': H/Hkv is accepted", o->heads);
     set_params(d);
     quern_cache_columns columns = QUERN_CACHE_COLUMNS_INIT;
     size_t memory, bytes;
@@ -158,10 +168,11 @@ static int open_data(decode_data *d, const decode_bench *o, int64_t n, quern_con
     d->ids = malloc((size_t)o->sequences * sizeof *d->ids);
     d->counts = malloc((size_t)o->sequences * sizeof *d->counts);
     d->table = o->page != 0 ? malloc((size_t)cells * sizeof *d->table) : NULL;
-    if (d->memory == NULL || d->rows == NULL || d->q_data == NULL || d->o_data == NULL || d->ids == NULL || d->counts == NULL ||
-        (o->page != 0 && d->table == NULL))
+    if (d->memory == NULL || d->rows == NULL || d->q_data == NULL || d->o_data == NULL || d->ids == NULL ||
+        d->counts == NULL || (o->page != 0 && d->table == NULL))
         return fail(EXIT_MACHINE, "no memory for a cache of %zu bytes", bytes);
-    for (int64_t i = 0; i < cells && o->page != 0; i++) d->table[i] = (int32_t)(i * 7919 % cells); /* pages as a busy server has them */
+    for (int64_t i = 0; i < cells && o->page != 0; i++)
+        d->table[i] = (int32_t)(i * 7919 % cells); /* pages as a busy server has them */
     for (int64_t i = 0; i < o->sequences; i++) {
         d->ids[i] = (int32_t)i;
         d->counts[i] = o->queries;
@@ -169,12 +180,14 @@ static int open_data(decode_data *d, const decode_bench *o, int64_t n, quern_con
     d->batch = (quern_cache_batch){sizeof d->batch, o->sequences, d->ids, d->counts, d->table};
     const quern_tensor q = quern_tensor_contiguous(d->q_data, d->params.dtype, 3, shape);
     fill_normal(&q, 99);
-    if ((status = quern_cache_create(&d->params, d->memory, memory, d->rows, bytes, &d->cache)) != QUERN_OK) return fail_status(status);
+    if ((status = quern_cache_create(&d->params, d->memory, memory, d->rows, bytes, &d->cache)) != QUERN_OK)
+        return fail_status(status);
     const int code = fill(d, ctx);
     if (code != EXIT_DONE) return code;
     if ((status = call(d, ctx, true)) != QUERN_OK) return fail_status(status);
     d->workspace = bench_allocate(d->bytes + 1);
-    return d->workspace != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", d->bytes);
+    return d->workspace != NULL ? EXIT_DONE
+                                : fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", d->bytes);
 }
 
 static void close_data(decode_data *d)
@@ -183,7 +196,8 @@ static void close_data(decode_data *d)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-/* Bytes of keys and values that a step must read: those of the last query, whose neighbours see nearly the same. */
+/* Bytes of keys and values that a step must read: those of the last query, whose neighbours see nearly the
+ * same. */
 static double bytes_of(const decode_data *d)
 {
     const decode_bench *o = d->o;
@@ -193,7 +207,8 @@ static double bytes_of(const decode_data *d)
         const int64_t chosen = o->num_selected * o->block_size;
         read += quern_nsa_entries(&d->nsa, d->n) + o->queries * (chosen < d->n ? chosen : d->n);
     }
-    return (double)(read * o->sequences * d->kv_heads * 2 * o->dim) * (double)quern_dtype_size(d->params.dtype);
+    return (double)(read * o->sequences * d->kv_heads * 2 * o->dim) *
+           (double)quern_dtype_size(d->params.dtype);
 }
 
 static int by_value(const void *a, const void *b)
@@ -225,7 +240,8 @@ static int measure(decode_data *d, int rounds, quern_context *ctx, measurement *
         rate[i] = ceiling_measure(CEILING_READ, quern_context_threads(ctx));
         fraction[i] = bytes_of(d) / ms[i] * 1e-6 / rate[i];
     }
-    *out = (measurement){.time = timing_of(ms, rounds), .fraction = median(fraction, rounds), .ceiling = median(rate, rounds)};
+    *out = (measurement){
+        .time = timing_of(ms, rounds), .fraction = median(fraction, rounds), .ceiling = median(rate, rounds)};
     return EXIT_DONE;
 }
 
@@ -233,25 +249,34 @@ static void report(const decode_data *d, const char *op, const measurement *m, i
 {
     const decode_bench *o = d->o;
     const double rate = bytes_of(d) / m->time.median * 1e-6;
-    printf("%-16s N %8" PRId64 " x %3" PRId64 "  threads %2d  %9.3f ms (p10 %.3f, p90 %.3f)  %7.1f GB/s  %5.3f of %s %.1f\n", op, d->n, o->sequences,
-           threads, m->time.median, m->time.p10, m->time.p90, rate, m->fraction, ceiling_name(CEILING_READ), m->ceiling);
-    json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "n", (json_int_t)d->n, "sequences", (json_int_t)o->sequences, "queries",
-                              (json_int_t)o->queries, "heads", (json_int_t)d->heads, "kv_heads", (json_int_t)d->kv_heads, "dim", (json_int_t)o->dim,
-                              "page", (json_int_t)o->page, "window", (json_int_t)o->window);
-    json_array_append_new(list, json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:f, s:s, s:f, s:s}", "op", op, "shape", shape, "dtype",
-                                          dtype_choices[o->dtype], "threads", threads, "reps", m->time.reps, "ms_median", m->time.median, "ms_p10",
-                                          m->time.p10, "ms_p90", m->time.p90, "gbps", rate, "ceiling", ceiling_name(CEILING_READ), "fraction",
-                                          m->fraction, "formula", "keys and values that the queries must see"));
+    printf("%-16s N %8" PRId64 " x %3" PRId64
+           "  threads %2d  %9.3f ms (p10 %.3f, p90 %.3f)  %7.1f GB/s  %5.3f of %s %.1f\n",
+           op, d->n, o->sequences, threads, m->time.median, m->time.p10, m->time.p90, rate, m->fraction,
+           ceiling_name(CEILING_READ), m->ceiling);
+    json_t *shape =
+        json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "n", (json_int_t)d->n, "sequences",
+                  (json_int_t)o->sequences, "queries", (json_int_t)o->queries, "heads", (json_int_t)d->heads,
+                  "kv_heads", (json_int_t)d->kv_heads, "dim", (json_int_t)o->dim, "page", (json_int_t)o->page,
+                  "window", (json_int_t)o->window);
+    json_array_append_new(
+        list, json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:f, s:s, s:f, s:s}", "op", op, "shape",
+                        shape, "dtype", dtype_choices[o->dtype], "threads", threads, "reps", m->time.reps,
+                        "ms_median", m->time.median, "ms_p10", m->time.p10, "ms_p90", m->time.p90, "gbps",
+                        rate, "ceiling", ceiling_name(CEILING_READ), "fraction", m->fraction, "formula",
+                        "keys and values that the queries must see"));
 }
 
 static int bench(const decode_bench *o, const char *subject)
 {
     int64_t lengths[LENGTHS_MAX], threads[4];
-    const int length_count = parse_integers(o->n, 1, INT32_MAX, lengths, LENGTHS_MAX), thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
-    if (length_count < 0 || thread_count < 0 || o->sequences < 1 || o->queries < 1 || o->queries > QUERIES || o->rounds < 1 ||
-        o->rounds > BENCH_REPS_MAX)
-        return fail(EXIT_USAGE, "--n '%s' --threads '%s' --sequences %" PRId64 " --queries %" PRId64 " --rounds %" PRId64
-                    ": lists such as 4k,32k and 1,2, 1 or more sequences, 1 to %d queries and 1 to %d rounds are accepted",
+    const int length_count = parse_integers(o->n, 1, INT32_MAX, lengths, LENGTHS_MAX),
+              thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
+    if (length_count < 0 || thread_count < 0 || o->sequences < 1 || o->queries < 1 || o->queries > QUERIES ||
+        o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
+        return fail(EXIT_USAGE,
+                    "--n '%s' --threads '%s' --sequences %" PRId64 " --queries %" PRId64 " --rounds %" PRId64
+                    ": lists such as 4k,32k and 1,2, 1 or more sequences, 1 to %d queries and 1 to %d rounds "
+                    "are accepted",
                     o->n, o->threads, o->sequences, o->queries, o->rounds, QUERIES, BENCH_REPS_MAX);
     json_t *list = json_array();
     quern_context *ctx = NULL;
@@ -261,15 +286,18 @@ static int bench(const decode_bench *o, const char *subject)
         measurement m = {.fraction = 0};
         quern_context_destroy(ctx);
         ctx = NULL;
-        if ((code = open_context(&(machine_options){.threads = threads[i / length_count]}, &ctx)) != EXIT_DONE) break;
+        if ((code = open_context(&(machine_options){.threads = threads[i / length_count]}, &ctx)) !=
+            EXIT_DONE)
+            break;
         code = open_data(&d, o, lengths[i % length_count], ctx);
         if (code == EXIT_DONE) code = measure(&d, (int)o->rounds, ctx, &m);
         if (code == EXIT_DONE) report(&d, subject, &m, quern_context_threads(ctx), list);
         close_data(&d);
     }
     if (code == EXIT_DONE && o->json != NULL) {
-        json_t *root = json_pack("{s:i, s:s, s:s, s:o, s:s, s:O}", "schema", 1, "version", quern_version(), "commit", machine_commit(), "machine",
-                                 machine_json(ctx), "device", "cpu", "results", list);
+        json_t *root =
+            json_pack("{s:i, s:s, s:s, s:o, s:s, s:O}", "schema", 1, "version", quern_version(), "commit",
+                      machine_commit(), "machine", machine_json(ctx), "device", "cpu", "results", list);
         code = output_json(o->json, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
         json_decref(root);
     }
@@ -280,7 +308,14 @@ static int bench(const decode_bench *o, const char *subject)
 
 static decode_bench defaults_of(bool sparse)
 {
-    decode_bench o = {.n = "32k", .threads = "0", .heads = "32/8", .dim = 128, .dtype = QUERN_BF16, .sequences = 8, .queries = 1, .rounds = ROUNDS};
+    decode_bench o = {.n = "32k",
+                      .threads = "0",
+                      .heads = "32/8",
+                      .dim = 128,
+                      .dtype = QUERN_BF16,
+                      .sequences = 8,
+                      .queries = 1,
+                      .rounds = ROUNDS};
     o.block_size = 64;
     o.num_selected = 16;
     o.window = sparse ? 512 : 0;
@@ -298,11 +333,13 @@ int bench_decode(int argc, char **argv, const char *subject)
     if (code != EXIT_DONE) return code;
     if (help) {
         printf("usage: quern bench nsa-decode|attention-decode [--key value ...]\n\n"
-               "A step of a batch of sequences from a cache, as a fraction of the read bandwidth that is measured in turns with it:\n"
+               "A step of a batch of sequences from a cache, as a fraction of the read bandwidth that is "
+               "measured in turns with it:\n"
                "of the keys and values that the queries must see.\n\noptions:\n");
         print_options(&groups[0]);
         return EXIT_DONE;
     }
-    if (argc - first != 1) return fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
+    if (argc - first != 1)
+        return fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
     return bench(&o, subject);
 }

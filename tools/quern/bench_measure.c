@@ -113,8 +113,9 @@ enum {
 typedef struct turns {
     int rounds, runs;
     double times[2][BENCH_REPS_MAX]; /* of the runs, by pass */
-    double rate[2][BENCH_REPS_MAX], fraction[2][BENCH_REPS_MAX], moved[2][BENCH_REPS_MAX], round_ms[2][BENCH_REPS_MAX]; /* of the rounds */
-    double run_ms;                                                                         /* of all runs */
+    double rate[2][BENCH_REPS_MAX], fraction[2][BENCH_REPS_MAX], moved[2][BENCH_REPS_MAX],
+        round_ms[2][BENCH_REPS_MAX]; /* of the rounds */
+    double run_ms;                   /* of all runs */
 } turns;
 
 static void end_round(turns *t, int passes, const work w[2], int first_run, const limits *before,
@@ -200,10 +201,10 @@ int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, i
     }
     progress_clear();
     for (int p = 0; p < passes && code == EXIT_DONE; p++)
-        out[p] = (measurement){rounds > 0 ? timing_of(t->round_ms[p], t->rounds) : timing_of(t->times[p], t->runs),
-                               timing_of(t->rate[p], t->rounds).median,
-                               timing_of(t->fraction[p], t->rounds).median,
-                               timing_of(t->moved[p], t->rounds).median};
+        out[p] = (measurement){
+            rounds > 0 ? timing_of(t->round_ms[p], t->rounds) : timing_of(t->times[p], t->runs),
+            timing_of(t->rate[p], t->rounds).median, timing_of(t->fraction[p], t->rounds).median,
+            timing_of(t->moved[p], t->rounds).median};
     free(t);
     return code;
 }

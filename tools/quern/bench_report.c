@@ -21,8 +21,8 @@ static const char *op_name(const bench_row *row, char *text, size_t room)
 
 void report_header(void)
 {
-    printf("%-22s %9s %7s %5s %4s %11s %10s %10s %9s %9s %9s %9s\n", "op", "N", "heads", "dtype", "thr", "ms median", "p10", "p90",
-           "G/s", "of limit", "of mover", "over peer");
+    printf("%-22s %9s %7s %5s %4s %11s %10s %10s %9s %9s %9s %9s\n", "op", "N", "heads", "dtype", "thr",
+           "ms median", "p10", "p90", "G/s", "of limit", "of mover", "over peer");
 }
 
 void report_row(const bench_row *row)
@@ -33,9 +33,10 @@ void report_row(const bench_row *row)
     if (row->measured.ceiling > 0) snprintf(fraction, sizeof fraction, "%.3f", row->measured.fraction);
     if (row->measured.moved > 0) snprintf(moved, sizeof moved, "%.3f", row->measured.moved);
     if (row->peer != NULL) snprintf(peer, sizeof peer, "%.2fx", row->peer_ms / row->measured.time.median);
-    printf("%-22s %9" PRId64 " %7s %5s %4d %11.3f %10.3f %10.3f %9.1f %9s %9s %9s\n", op_name(row, op, sizeof op), c->n, heads,
-           quern_dtype_name((quern_dtype)c->dtype), row->threads, row->measured.time.median, row->measured.time.p10, row->measured.time.p90, row_rate(row),
-           fraction, moved, peer);
+    printf("%-22s %9" PRId64 " %7s %5s %4d %11.3f %10.3f %10.3f %9.1f %9s %9s %9s\n",
+           op_name(row, op, sizeof op), c->n, heads, quern_dtype_name((quern_dtype)c->dtype), row->threads,
+           row->measured.time.median, row->measured.time.p10, row->measured.time.p90, row_rate(row), fraction,
+           moved, peer);
     fflush(stdout);
 }
 
@@ -80,9 +81,9 @@ static bool is_of_every_case(const char *option)
 /* The shape: sizes, kinds of inputs, and every parameter of the operation under its option's name. */
 static json_t *shape_json(const bench_case *c)
 {
-    json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "B", (json_int_t)c->batch, "N", (json_int_t)c->n, "H",
-                              (json_int_t)c->heads, "Hkv", (json_int_t)c->kv_heads, "D", (json_int_t)c->dim, "Dv",
-                              (json_int_t)c->dim_v);
+    json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "B", (json_int_t)c->batch, "N",
+                              (json_int_t)c->n, "H", (json_int_t)c->heads, "Hkv", (json_int_t)c->kv_heads,
+                              "D", (json_int_t)c->dim, "Dv", (json_int_t)c->dim_v);
     json_object_set_new(shape, "documents", json_integer((json_int_t)c->documents));
     json_object_set_new(shape, "data", json_string(c->data == DATA_SMOOTH ? "smooth" : "noise"));
     if (strcmp(c->op->info.group, "nsa") == 0)
@@ -96,18 +97,21 @@ json_t *report_json(const bench_row *row)
 {
     char op[40];
     const bool limited = row->measured.ceiling > 0;
-    return json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o, s:s, s:I, s:o, s:o}", "op",
-                     op_name(row, op, sizeof op), "shape", shape_json(row->what), "dtype",
-                     quern_dtype_name((quern_dtype)row->what->dtype), "threads", row->threads, "reps", row->measured.time.reps, "ms_median",
-                     row->measured.time.median, "ms_p10", row->measured.time.p10, "ms_p90", row->measured.time.p90, "gflops",
-                     row->work.flops > 0 ? json_real(row_rate(row)) : json_null(), "gbps",
-                     row->work.bytes > 0 ? json_real(row_rate(row)) : json_null(), "ceiling",
-                     limited ? json_string(ceiling_name(row->work.limit)) : json_null(), "fraction",
-                     limited ? json_real(row->measured.fraction) : json_null(), "peer",
-                     row->peer != NULL ? json_string(row->peer) : json_null(), "peer_ms",
-                     row->peer != NULL ? json_real(row->peer_ms) : json_null(), "formula", row->work.formula, "workspace_bytes",
-                     (json_int_t)row->workspace_bytes, "mover_fraction", row->measured.moved > 0 ? json_real(row->measured.moved) : json_null(), "workspace_fraction",
-                     row->workspace_fraction > 0 ? json_real(row->workspace_fraction) : json_null());
+    return json_pack(
+        "{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o, s:s, s:I, s:o, s:o}", "op",
+        op_name(row, op, sizeof op), "shape", shape_json(row->what), "dtype",
+        quern_dtype_name((quern_dtype)row->what->dtype), "threads", row->threads, "reps",
+        row->measured.time.reps, "ms_median", row->measured.time.median, "ms_p10", row->measured.time.p10,
+        "ms_p90", row->measured.time.p90, "gflops",
+        row->work.flops > 0 ? json_real(row_rate(row)) : json_null(), "gbps",
+        row->work.bytes > 0 ? json_real(row_rate(row)) : json_null(), "ceiling",
+        limited ? json_string(ceiling_name(row->work.limit)) : json_null(), "fraction",
+        limited ? json_real(row->measured.fraction) : json_null(), "peer",
+        row->peer != NULL ? json_string(row->peer) : json_null(), "peer_ms",
+        row->peer != NULL ? json_real(row->peer_ms) : json_null(), "formula", row->work.formula,
+        "workspace_bytes", (json_int_t)row->workspace_bytes, "mover_fraction",
+        row->measured.moved > 0 ? json_real(row->measured.moved) : json_null(), "workspace_fraction",
+        row->workspace_fraction > 0 ? json_real(row->workspace_fraction) : json_null());
 }
 
 bool have_program(const char *name)
@@ -124,12 +128,14 @@ bool have_program(const char *name)
 }
 
 /* Points of one pass and thread count: length, time, peer's time. */
-static void print_block(FILE *f, const char *name, const bench_row *rows, size_t count, bool backward, int threads)
+static void print_block(FILE *f, const char *name, const bench_row *rows, size_t count, bool backward,
+                        int threads)
 {
     fprintf(f, "$%s << EOD\n", name);
     for (size_t i = 0; i < count; i++)
         if (rows[i].backward == backward && rows[i].threads == threads)
-            fprintf(f, "%" PRId64 " %.6g %.6g\n", rows[i].what->n, rows[i].measured.time.median, rows[i].peer != NULL ? rows[i].peer_ms : -1.0);
+            fprintf(f, "%" PRId64 " %.6g %.6g\n", rows[i].what->n, rows[i].measured.time.median,
+                    rows[i].peer != NULL ? rows[i].peer_ms : -1.0);
     fprintf(f, "EOD\n");
 }
 
@@ -151,27 +157,32 @@ int report_svg(const char *path, const bench_row *rows, size_t count)
     for (int pass_index = 0; pass_index < 2; pass_index++) {
         for (size_t i = 0; i < count && series < 8; i++) {
             bool seen = rows[i].backward != (pass_index == 1);
-            for (size_t k = 0; k < i && !seen; k++) seen = rows[k].backward == rows[i].backward && rows[k].threads == rows[i].threads;
+            for (size_t k = 0; k < i && !seen; k++)
+                seen = rows[k].backward == rows[i].backward && rows[k].threads == rows[i].threads;
             if (seen) continue;
             snprintf(blocks[series], sizeof blocks[series], "s%d", series);
-            snprintf(titles[series], sizeof titles[series], "%s%s, %d thread%s", rows[i].what->op->name, rows[i].backward ? " backward" : "",
-                     rows[i].threads, rows[i].threads > 1 ? "s" : "");
+            snprintf(titles[series], sizeof titles[series], "%s%s, %d thread%s", rows[i].what->op->name,
+                     rows[i].backward ? " backward" : "", rows[i].threads, rows[i].threads > 1 ? "s" : "");
             print_block(f, blocks[series++], rows, count, rows[i].backward, rows[i].threads);
         }
     }
     if (peers) fprintf(f, "set multiplot layout 1,2\n");
     fprintf(f, "set logscale y\nset ylabel 'milliseconds'\nplot ");
     for (int i = 0; i < series; i++) {
-        fprintf(f, "%s$%s using 1:2 with linespoints linewidth 2 linecolor %d title '%s'", i > 0 ? ", " : "", blocks[i], i + 1,
-                titles[i]);
+        fprintf(f, "%s$%s using 1:2 with linespoints linewidth 2 linecolor %d title '%s'", i > 0 ? ", " : "",
+                blocks[i], i + 1, titles[i]);
         if (peers)
-            fprintf(f, ", $%s using 1:3 with linespoints dashtype 2 linecolor %d title '%s beside it'", blocks[i], i + 1, rows[0].peer);
+            fprintf(f, ", $%s using 1:3 with linespoints dashtype 2 linecolor %d title '%s beside it'",
+                    blocks[i], i + 1, rows[0].peer);
     }
     if (peers) {
-        fprintf(f, "\nunset logscale y\nset yrange [0:*]\nset ylabel 'times as fast as %s'\nplot 1 with lines linecolor 'gray' notitle",
+        fprintf(f,
+                "\nunset logscale y\nset yrange [0:*]\nset ylabel 'times as fast as %s'\nplot 1 with lines "
+                "linecolor 'gray' notitle",
                 rows[0].peer);
         for (int i = 0; i < series; i++)
-            fprintf(f, ", $%s using 1:($3/$2) with linespoints linewidth 2 linecolor %d title '%s'", blocks[i], i + 1, titles[i]);
+            fprintf(f, ", $%s using 1:($3/$2) with linespoints linewidth 2 linecolor %d title '%s'",
+                    blocks[i], i + 1, titles[i]);
         fprintf(f, "\nunset multiplot");
     }
     fprintf(f, "\n");

@@ -10,7 +10,6 @@
 
 #include <quern/quern.h>
 
-
 /* The command's exit codes; documented in its help. */
 enum {
     EXIT_DONE = 0,

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* decode.c - `quern run nsa-decode` and `attention-decode`: whole sequences go into a cache in pieces, and each piece's
- * queries are attended from it. */
+/* decode.c - `quern run nsa-decode` and `attention-decode`: whole sequences go into a cache in pieces, and
+ * each piece's queries are attended from it. */
 #include "command.h"
 #include "scenario.h"
 
@@ -16,7 +16,8 @@ typedef struct decode_options {
 
 #define AT(member) offsetof(decode_options, member)
 static const option_row rows[] = {
-    {"prefill", OPTION_INT, AT(prefill), NULL, "tokens of each sequence that are appended and attended in one call"},
+    {"prefill", OPTION_INT, AT(prefill), NULL,
+     "tokens of each sequence that are appended and attended in one call"},
     {"step", OPTION_INT, AT(step), NULL, "tokens of each sequence in every call afterwards"},
     {"page", OPTION_INT, AT(page), NULL, "tokens of a page: 64; 0: a contiguous cache"},
     {"rollback", OPTION_INT, AT(rollback), NULL,
@@ -39,9 +40,9 @@ typedef struct decode_run {
     job *j;
     quern_context *ctx;
     bool sparse;
-    quern_nsa_tensors nsa; /* as the file has them; of dense attention q, k, v */
-    quern_tensor o;        /* the shape of O */
-    const int32_t *cu;     /* NULL: fixed length */
+    quern_nsa_tensors nsa;        /* as the file has them; of dense attention q, k, v */
+    quern_tensor o;               /* the shape of O */
+    const int32_t *cu;            /* NULL: fixed length */
     int64_t batch, length, lists; /* length: of each sequence */
     stream streams[STREAMS];
     quern_tensor *block_idx, idx;
@@ -72,20 +73,37 @@ static int bind(decode_run *r)
     if (r->sparse) {
         quern_nsa_tensors t;
         memcpy(&t, &j->tensors, sizeof t);
-        r->nsa = (quern_nsa_tensors){.size = sizeof r->nsa, .q = t.q, .k = t.k, .v = t.v, .k_slc = t.k_slc, .v_slc = t.v_slc, .k_win = t.k_win,
-                                     .v_win = t.v_win, .cu_seqlens = t.cu_seqlens, .w_k = t.w_k, .w_v = t.w_v, .pe_k = t.pe_k, .pe_v = t.pe_v,
-                                     .w_gate = t.w_gate, .gates = t.gates};
+        r->nsa = (quern_nsa_tensors){.size = sizeof r->nsa,
+                                     .q = t.q,
+                                     .k = t.k,
+                                     .v = t.v,
+                                     .k_slc = t.k_slc,
+                                     .v_slc = t.v_slc,
+                                     .k_win = t.k_win,
+                                     .v_win = t.v_win,
+                                     .cu_seqlens = t.cu_seqlens,
+                                     .w_k = t.w_k,
+                                     .w_v = t.w_v,
+                                     .pe_k = t.pe_k,
+                                     .pe_v = t.pe_v,
+                                     .w_gate = t.w_gate,
+                                     .gates = t.gates};
     } else {
         quern_attention_tensors t;
         memcpy(&t, &j->tensors, sizeof t);
-        r->nsa = (quern_nsa_tensors){.size = sizeof r->nsa, .q = t.q, .k = t.k, .v = t.v, .cu_seqlens = t.cu_seqlens_q};
-        if (t.cu_seqlens_kv != NULL) return fail(EXIT_INPUT, "cu_seqlens_kv: a cache holds the queries' own tokens; cu_seqlens_q alone is accepted");
+        r->nsa = (quern_nsa_tensors){
+            .size = sizeof r->nsa, .q = t.q, .k = t.k, .v = t.v, .cu_seqlens = t.cu_seqlens_q};
+        if (t.cu_seqlens_kv != NULL)
+            return fail(
+                EXIT_INPUT,
+                "cu_seqlens_kv: a cache holds the queries' own tokens; cu_seqlens_q alone is accepted");
     }
     const quern_tensor *q = r->nsa.q, *v = r->nsa.v;
     const int32_t ndim = r->nsa.cu_seqlens != NULL ? 3 : 4;
     if (q == NULL || r->nsa.k == NULL || v == NULL) return fail(EXIT_INPUT, "tensors Q, K and V are needed");
     if (q->ndim != ndim || r->nsa.k->ndim != ndim || v->ndim != ndim)
-        return fail(EXIT_INPUT, "Q, K and V have %d, %d and %d dimensions: %d are accepted", q->ndim, r->nsa.k->ndim, v->ndim, ndim);
+        return fail(EXIT_INPUT, "Q, K and V have %d, %d and %d dimensions: %d are accepted", q->ndim,
+                    r->nsa.k->ndim, v->ndim, ndim);
     r->o = *q;
     r->o.shape[ndim - 1] = v->shape[ndim - 1];
     r->o = quern_tensor_contiguous(NULL, q->dtype, ndim, r->o.shape);
@@ -94,19 +112,23 @@ static int bind(decode_run *r)
         t.o = &r->o;
         status = quern_nsa_forward_workspace(r->ctx, &j->params.nsa, &t, &bytes);
     } else {
-        const quern_attention_tensors t = {.size = sizeof t, .q = q, .k = r->nsa.k, .v = v, .cu_seqlens_q = r->nsa.cu_seqlens, .o = &r->o};
+        const quern_attention_tensors t = {
+            .size = sizeof t, .q = q, .k = r->nsa.k, .v = v, .cu_seqlens_q = r->nsa.cu_seqlens, .o = &r->o};
         status = quern_attention_forward_workspace(r->ctx, &j->params.attention, &t, &bytes);
     }
     if (status != QUERN_OK) return fail_status(status);
     if (r->nsa.k->shape[ndim - 3] != q->shape[ndim - 3])
-        return fail(EXIT_INPUT, "K has %lld tokens: Q's %lld are accepted", (long long)r->nsa.k->shape[ndim - 3], (long long)q->shape[ndim - 3]);
+        return fail(EXIT_INPUT, "K has %lld tokens: Q's %lld are accepted",
+                    (long long)r->nsa.k->shape[ndim - 3], (long long)q->shape[ndim - 3]);
     r->batch = r->nsa.cu_seqlens != NULL ? r->nsa.cu_seqlens->shape[0] - 1 : q->shape[0];
     r->length = q->shape[ndim - 3];
     r->cu = r->nsa.cu_seqlens != NULL ? r->nsa.cu_seqlens->data : NULL;
     for (int64_t b = 0; r->cu != NULL && b < r->batch; b++)
         if (r->cu[0] != 0 || r->cu[b + 1] < r->cu[b] || r->cu[b + 1] > r->length)
-            return fail(EXIT_INPUT, "cu_seqlens[%lld] is %d: offsets from 0 to at most %lld that do not fall are accepted", (long long)b + 1, r->cu[b + 1],
-                        (long long)r->length);
+            return fail(
+                EXIT_INPUT,
+                "cu_seqlens[%lld] is %d: offsets from 0 to at most %lld that do not fall are accepted",
+                (long long)b + 1, r->cu[b + 1], (long long)r->length);
     return EXIT_DONE;
 }
 
@@ -142,7 +164,8 @@ static int make_cache(decode_run *r)
         c->separate_slc = r->nsa.k_slc != NULL && (p->branches & QUERN_NSA_BRANCH_SLC);
         c->separate_win = r->nsa.k_win != NULL && (p->branches & QUERN_NSA_BRANCH_WIN);
         c->window = p->window < c->capacity ? p->window : c->capacity;
-        c->step = options.prefill > options.step + options.rollback ? options.prefill : options.step + options.rollback;
+        c->step = options.prefill > options.step + options.rollback ? options.prefill
+                                                                    : options.step + options.rollback;
         if (c->step > c->capacity) c->step = c->capacity;
     }
     quern_status status = quern_cache_columns_of(c, &columns);
@@ -156,7 +179,8 @@ static int make_cache(decode_run *r)
     r->ids = malloc((size_t)c->sequences * sizeof *r->ids);
     r->counts = malloc((size_t)c->sequences * sizeof *r->counts);
     r->tokens = calloc((size_t)c->sequences, sizeof *r->tokens);
-    if (r->memory == NULL || r->cache_rows == NULL || (c->page != 0 && r->table == NULL) || r->ids == NULL || r->counts == NULL || r->tokens == NULL)
+    if (r->memory == NULL || r->cache_rows == NULL || (c->page != 0 && r->table == NULL) || r->ids == NULL ||
+        r->counts == NULL || r->tokens == NULL)
         return fail(EXIT_MACHINE, "no memory for a cache of %zu bytes", bytes);
     for (size_t i = 0; i < cells && c->page != 0; i++) r->table[i] = (int32_t)(cells - 1 - i);
     status = quern_cache_create(c, r->memory, memory, r->cache_rows, bytes, &r->cache);
@@ -168,8 +192,13 @@ static int make_streams(decode_run *r)
 {
     const quern_nsa_tensors *t = &r->nsa;
     const quern_nsa_params *p = &r->j->params.nsa;
-    const quern_tensor *const wholes[] = {t->q, t->k, t->v, r->params.separate_slc ? t->k_slc : NULL, r->params.separate_slc ? t->v_slc : NULL,
-                                          r->params.separate_win ? t->k_win : NULL, r->params.separate_win ? t->v_win : NULL,
+    const quern_tensor *const wholes[] = {t->q,
+                                          t->k,
+                                          t->v,
+                                          r->params.separate_slc ? t->k_slc : NULL,
+                                          r->params.separate_slc ? t->v_slc : NULL,
+                                          r->params.separate_win ? t->k_win : NULL,
+                                          r->params.separate_win ? t->v_win : NULL,
                                           r->sparse && p->gate == QUERN_NSA_GATE_GIVEN ? t->gates : NULL};
     job *j = r->j;
     const quern_tensor *o = job_add_output(j, "O", r->o.dtype, r->o.ndim, r->o.shape);
@@ -181,16 +210,23 @@ static int make_streams(decode_run *r)
         if (s->whole == NULL) continue;
         const int64_t *tail = s->whole->shape + s->whole->ndim - 2, piece[] = {most, tail[0], tail[1]};
         s->row_bytes = (size_t)(tail[0] * tail[1]) * quern_dtype_size(s->whole->dtype);
-        s->piece = quern_tensor_contiguous(malloc((size_t)most * s->row_bytes + 1), s->whole->dtype, 3, piece);
+        s->piece =
+            quern_tensor_contiguous(malloc((size_t)most * s->row_bytes + 1), s->whole->dtype, 3, piece);
         ok = s->piece.data != NULL;
     }
     if (ok && r->sparse && (p->branches & QUERN_NSA_BRANCH_SLC)) {
         r->lists = quern_nsa_list_heads(p, r->o.shape[r->o.ndim - 2], r->params.kv_heads);
         const int64_t rows_most = quern_nsa_list_rows(p, r->length, r->batch);
-        const int64_t fixed[] = {r->batch, r->lists, r->length, p->num_selected}, packed[] = {r->lists, rows_most, p->num_selected};
-        r->block_idx = job_add_output(j, "block_idx", QUERN_I32, r->cu != NULL ? 3 : 4, r->cu != NULL ? packed : fixed);
-        if (r->block_idx != NULL) memset(r->block_idx->data, 0xff, (size_t)(r->lists * p->num_selected * (r->cu != NULL ? rows_most : r->batch * r->length)) * 4);
-        r->idx = quern_tensor_contiguous(malloc((size_t)(r->lists * most * p->num_selected) * sizeof(int32_t) + 1), QUERN_I32, 3, packed);
+        const int64_t fixed[] = {r->batch, r->lists, r->length, p->num_selected},
+                      packed[] = {r->lists, rows_most, p->num_selected};
+        r->block_idx =
+            job_add_output(j, "block_idx", QUERN_I32, r->cu != NULL ? 3 : 4, r->cu != NULL ? packed : fixed);
+        if (r->block_idx != NULL)
+            memset(r->block_idx->data, 0xff,
+                   (size_t)(r->lists * p->num_selected * (r->cu != NULL ? rows_most : r->batch * r->length)) *
+                       4);
+        r->idx = quern_tensor_contiguous(
+            malloc((size_t)(r->lists * most * p->num_selected) * sizeof(int32_t) + 1), QUERN_I32, 3, packed);
         ok = r->block_idx != NULL && r->idx.data != NULL;
     }
     return ok ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for the calls' rows");
@@ -209,9 +245,16 @@ static bool make_room(decode_run *r, size_t bytes)
 static quern_status append(decode_run *r, const quern_cache_batch *batch)
 {
     const stream *s = r->streams;
-    const quern_cache_tensors t = {.size = sizeof t, .k = &s[K].piece, .v = &s[V].piece, .k_slc = s[K_SLC].whole != NULL ? &s[K_SLC].piece : NULL,
-                                   .v_slc = s[V_SLC].whole != NULL ? &s[V_SLC].piece : NULL, .k_win = s[K_WIN].whole != NULL ? &s[K_WIN].piece : NULL,
-                                   .v_win = s[V_WIN].whole != NULL ? &s[V_WIN].piece : NULL, .w_k = r->nsa.w_k, .w_v = r->nsa.w_v, .pe_k = r->nsa.pe_k,
+    const quern_cache_tensors t = {.size = sizeof t,
+                                   .k = &s[K].piece,
+                                   .v = &s[V].piece,
+                                   .k_slc = s[K_SLC].whole != NULL ? &s[K_SLC].piece : NULL,
+                                   .v_slc = s[V_SLC].whole != NULL ? &s[V_SLC].piece : NULL,
+                                   .k_win = s[K_WIN].whole != NULL ? &s[K_WIN].piece : NULL,
+                                   .v_win = s[V_WIN].whole != NULL ? &s[V_WIN].piece : NULL,
+                                   .w_k = r->nsa.w_k,
+                                   .w_v = r->nsa.w_v,
+                                   .pe_k = r->nsa.pe_k,
                                    .pe_v = r->nsa.pe_v};
     size_t bytes;
     const quern_status status = quern_cache_append_workspace(r->ctx, r->cache, batch, &t, &bytes);
@@ -227,7 +270,8 @@ static quern_status attend(decode_run *r, const quern_cache_batch *batch, int64_
     quern_decode_tensors t = {.size = sizeof t, .q = &s[Q].piece, .o = &s[O].piece};
     size_t bytes;
     if (!r->sparse) {
-        const quern_status status = quern_attention_decode_workspace(r->ctx, &p->attention, r->cache, batch, &t, &bytes);
+        const quern_status status =
+            quern_attention_decode_workspace(r->ctx, &p->attention, r->cache, batch, &t, &bytes);
         if (status != QUERN_OK) return status;
         if (!make_room(r, bytes)) return QUERN_ERR_OUT_OF_MEMORY;
         return quern_attention_decode(r->ctx, NULL, &p->attention, r->cache, batch, &t, r->workspace, bytes);
@@ -238,7 +282,8 @@ static quern_status attend(decode_run *r, const quern_cache_batch *batch, int64_
     if (p->nsa.gate == QUERN_NSA_GATE_WEIGHTS) t.w_gate = r->nsa.w_gate;
     if (s[GATES].whole != NULL) t.gates = &s[GATES].piece;
     quern_nsa_params nsa = p->nsa;
-    if (r->params.separate_win && nsa.window > r->params.window) nsa.window = r->params.window; /* as many as there are tokens */
+    if (r->params.separate_win && nsa.window > r->params.window)
+        nsa.window = r->params.window; /* as many as there are tokens */
     const quern_status status = quern_nsa_decode_workspace(r->ctx, &nsa, r->cache, batch, &t, &bytes);
     if (status != QUERN_OK) return status;
     if (!make_room(r, bytes)) return QUERN_ERR_OUT_OF_MEMORY;
@@ -274,7 +319,8 @@ static void store_lists(const decode_run *r, const quern_cache_batch *batch, int
     }
 }
 
-/* Appends and attends the next `most` tokens of each sequence, after taking the last `back` ones back. *more: some are left. */
+/* Appends and attends the next `most` tokens of each sequence, after taking the last `back` ones back. *more:
+ * some are left. */
 static int call(decode_run *r, int64_t most, int64_t back, bool *more)
 {
     quern_cache_batch batch = {sizeof batch, 0, r->ids, r->counts, r->table};
@@ -282,7 +328,8 @@ static int call(decode_run *r, int64_t most, int64_t back, bool *more)
     quern_status status = QUERN_OK;
     *more = false;
     for (int64_t b = 0; b < r->batch && status == QUERN_OK; b++) {
-        const int64_t left = length_of(r, b) - r->tokens[b], n = left < most ? left : most, held = r->tokens[b] < back ? r->tokens[b] : back;
+        const int64_t left = length_of(r, b) - r->tokens[b], n = left < most ? left : most,
+                      held = r->tokens[b] < back ? r->tokens[b] : back;
         if (n == 0) continue;
         status = quern_cache_rollback(r->cache, b, held);
         r->tokens[b] -= held;
@@ -298,7 +345,8 @@ static int call(decode_run *r, int64_t most, int64_t back, bool *more)
         if (i != O) move_rows(r, &r->streams[i], &batch, false);
     }
     if ((status = append(r, &batch)) == QUERN_OK) status = attend(r, &batch, count);
-    if (status == QUERN_ERR_OUT_OF_MEMORY) return fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", r->workspace_bytes);
+    if (status == QUERN_ERR_OUT_OF_MEMORY)
+        return fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", r->workspace_bytes);
     if (status != QUERN_OK) return fail_status(status);
     move_rows(r, &r->streams[O], &batch, true);
     if (r->block_idx != NULL) store_lists(r, &batch, count);
@@ -313,7 +361,8 @@ static int decode(decode_run *r)
     int code = EXIT_DONE;
     const double start = now_ms();
     if (options.prefill > 0) code = call(r, options.prefill, 0, &more);
-    for (int64_t step = 0; more && code == EXIT_DONE; step++) code = call(r, options.step, step > 0 ? options.rollback : 0, &more);
+    for (int64_t step = 0; more && code == EXIT_DONE; step++)
+        code = call(r, options.step, step > 0 ? options.rollback : 0, &more);
     if (code != EXIT_DONE) return code;
     job *j = r->j;
     j->forward_ms = now_ms() - start;
@@ -328,14 +377,18 @@ static int decode(decode_run *r)
 static int compute(job *j, quern_context *ctx)
 {
     decode_run r = {.j = j, .ctx = ctx, .sparse = strcmp(j->op->name, "nsa") == 0};
-    if (options.prefill < 0 || options.step < 1 || options.rollback < 0 || options.rollback > QUERN_CACHE_ROLLBACK_MOST)
-        return fail(EXIT_USAGE, "--prefill %lld --step %lld --rollback %lld: 0 or more, 1 or more and 0 to 8 tokens are accepted",
-                    (long long)options.prefill, (long long)options.step, (long long)options.rollback);
+    if (options.prefill < 0 || options.step < 1 || options.rollback < 0 ||
+        options.rollback > QUERN_CACHE_ROLLBACK_MOST)
+        return fail(
+            EXIT_USAGE,
+            "--prefill %lld --step %lld --rollback %lld: 0 or more, 1 or more and 0 to 8 tokens are accepted",
+            (long long)options.prefill, (long long)options.step, (long long)options.rollback);
     int code = bind(&r);
     if (code == EXIT_DONE) code = make_cache(&r);
     if (code == EXIT_DONE) code = make_streams(&r);
     if (code == EXIT_DONE) code = decode(&r);
-    void *const blocks[] = {r.memory, r.cache_rows, r.workspace, r.table, r.ids, r.counts, r.tokens, r.idx.data};
+    void *const blocks[] = {r.memory, r.cache_rows, r.workspace, r.table,
+                            r.ids,    r.counts,     r.tokens,    r.idx.data};
     for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) free(blocks[i]);
     for (int i = 0; i < STREAMS; i++) free(r.streams[i].piece.data);
     return code;
@@ -356,9 +409,12 @@ static int forward_alone(job *j)
     return EXIT_DONE;
 }
 
-static const scenario_output dense_outputs[] = {{"O", "act", "B N H Dv"}, {"cache_bytes", "i64", ""}, {NULL, NULL, NULL}};
-static const scenario_output sparse_outputs[] = {
-    {"O", "act", "B N H Dv"}, {"block_idx", "i32", "B Hs N k"}, {"cache_bytes", "i64", ""}, {NULL, NULL, NULL}};
+static const scenario_output dense_outputs[] = {
+    {"O", "act", "B N H Dv"}, {"cache_bytes", "i64", ""}, {NULL, NULL, NULL}};
+static const scenario_output sparse_outputs[] = {{"O", "act", "B N H Dv"},
+                                                 {"block_idx", "i32", "B Hs N k"},
+                                                 {"cache_bytes", "i64", ""},
+                                                 {NULL, NULL, NULL}};
 
 const scenario scenario_nsa_decode = {
     .name = "nsa-decode",

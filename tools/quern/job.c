@@ -64,7 +64,10 @@ static void *take(job *j, size_t bytes)
         if (p == MAP_FAILED) p = NULL;
     } else if (j->device == QUERN_CUDA) {
         if (quern_cuda_allocate(0, rounded, &p) != QUERN_OK) p = NULL;
-        else if (quern_cuda_fill(0, p, 0, rounded, NULL) != QUERN_OK) (void)quern_cuda_free(0, p), p = NULL;
+        else if (quern_cuda_fill(0, p, 0, rounded, NULL) != QUERN_OK) {
+            (void)quern_cuda_free(0, p);
+            p = NULL;
+        }
     } else if (bytes >= large) {
         p = bench_allocate(bytes);
     } else if ((p = aligned_alloc(64, rounded)) != NULL) {

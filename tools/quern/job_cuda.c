@@ -19,7 +19,8 @@ quern_status job_run_cuda(job *j, quern_context *ctx)
     if (status == QUERN_OK) status = quern_cuda_event_record(0, j->events[2], NULL);
     if (status == QUERN_OK) status = quern_cuda_synchronize(0, NULL);
     if (status == QUERN_OK) status = quern_cuda_event_elapsed(0, j->events[0], j->events[1], &j->forward_ms);
-    return status == QUERN_OK ? quern_cuda_event_elapsed(0, j->events[1], j->events[2], &j->backward_ms) : status;
+    return status == QUERN_OK ? quern_cuda_event_elapsed(0, j->events[1], j->events[2], &j->backward_ms)
+                              : status;
 }
 
 int job_flush(job *j)

@@ -167,7 +167,8 @@ static quern_status download(collection *c, quern_tensor copies[COLLECTED_MAX], 
     char *at = *memory;
     for (size_t i = 0; i < c->count && status == QUERN_OK; i++) {
         status = quern_cuda_copy(0, at, copies[i].data, sizes[i], NULL);
-        copies[i].data = at, copies[i].device = QUERN_CPU;
+        copies[i].data = at;
+        copies[i].device = QUERN_CPU;
         c->items[i].tensor = &copies[i];
         at += (sizes[i] + 63) & ~(size_t)63;
     }

@@ -32,6 +32,6 @@ json_t *machine_json(const quern_context *ctx)
 {
     char cpu[128];
     machine_cpu(cpu, sizeof cpu);
-    return json_pack("{s:s, s:s, s:i}", "cpu", cpu, "isa", quern_cpu_level_name(quern_context_cpu_level(ctx)), "threads",
-                     (int)quern_context_threads(ctx));
+    return json_pack("{s:s, s:s, s:i}", "cpu", cpu, "isa", quern_cpu_level_name(quern_context_cpu_level(ctx)),
+                     "threads", (int)quern_context_threads(ctx));
 }

@@ -36,14 +36,15 @@ typedef struct composed {
     int64_t blocks;
 } composed;
 
-static bool matrix(dnnl_memory_desc_t *md, dnnl_data_type_t type, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride)
+static bool matrix(dnnl_memory_desc_t *md, dnnl_data_type_t type, int64_t rows, int64_t columns,
+                   int64_t row_stride, int64_t column_stride)
 {
     const dnnl_dims_t dims = {rows, columns}, strides = {row_stride, column_stride};
     return dnnl_memory_desc_init_by_strides(md, 2, dims, type, strides) == dnnl_success;
 }
 
-static bool make_step(step *s, composed *c, const void *op_desc, const_dnnl_primitive_attr_t attr, int count, const int *names,
-                      const dnnl_memory_desc_t *mds)
+static bool make_step(step *s, composed *c, const void *op_desc, const_dnnl_primitive_attr_t attr, int count,
+                      const int *names, const dnnl_memory_desc_t *mds)
 {
     dnnl_primitive_desc_t pd = NULL;
     bool ok = dnnl_primitive_desc_create(&pd, op_desc, attr, c->engine, NULL) == dnnl_success &&
@@ -85,11 +86,15 @@ static void close_composed(composed *c)
     if (c->engine != NULL) dnnl_engine_destroy(c->engine);
 }
 
-static bool make_block(composed *c, const bench_case *what, int64_t b, dnnl_data_type_t type, const_dnnl_primitive_attr_t scaled)
+static bool make_block(composed *c, const bench_case *what, int64_t b, dnnl_data_type_t type,
+                       const_dnnl_primitive_attr_t scaled)
 {
-    static const int product[] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST}, in_place[] = {DNNL_ARG_SRC, DNNL_ARG_DST};
-    const int64_t first = b * BLOCK, rows = what->n - first < BLOCK ? what->n - first : BLOCK, keys = first + rows;
-    const int64_t q_row = what->heads * what->dim, k_row = what->kv_heads * what->dim, v_row = what->kv_heads * what->dim_v;
+    static const int product[] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST},
+                     in_place[] = {DNNL_ARG_SRC, DNNL_ARG_DST};
+    const int64_t first = b * BLOCK, rows = what->n - first < BLOCK ? what->n - first : BLOCK,
+                  keys = first + rows;
+    const int64_t q_row = what->heads * what->dim, k_row = what->kv_heads * what->dim,
+                  v_row = what->kv_heads * what->dim_v;
     dnnl_memory_desc_t q, k, s, v, o;
     dnnl_matmul_desc_t qk, pv;
     dnnl_softmax_desc_t softmax;
@@ -98,9 +103,11 @@ static bool make_block(composed *c, const bench_case *what, int64_t b, dnnl_data
         !matrix(&o, type, rows, what->dim_v, what->heads * what->dim_v, 1))
         return false;
     const dnnl_memory_desc_t mds_qk[] = {q, k, s}, mds_s[] = {s, s}, mds_pv[] = {s, v, o};
-    return dnnl_matmul_desc_init(&qk, &q, &k, NULL, &s) == dnnl_success && dnnl_matmul_desc_init(&pv, &s, &v, NULL, &o) == dnnl_success &&
+    return dnnl_matmul_desc_init(&qk, &q, &k, NULL, &s) == dnnl_success &&
+           dnnl_matmul_desc_init(&pv, &s, &v, NULL, &o) == dnnl_success &&
            dnnl_softmax_forward_desc_init(&softmax, dnnl_forward_inference, &s, 1) == dnnl_success &&
-           make_step(&c->scores[b], c, &qk, scaled, 3, product, mds_qk) && make_step(&c->softmax[b], c, &softmax, NULL, 2, in_place, mds_s) &&
+           make_step(&c->scores[b], c, &qk, scaled, 3, product, mds_qk) &&
+           make_step(&c->softmax[b], c, &softmax, NULL, 2, in_place, mds_s) &&
            make_step(&c->output[b], c, &pv, NULL, 3, product, mds_pv);
 }
 
@@ -136,16 +143,19 @@ static void mask_diagonal(void *scores, size_t element, int64_t first, int64_t r
     }
 }
 
-static bool run_composed(composed *c, const bench_case *what, char *q, char *k, char *v, char *o, char *scores)
+static bool run_composed(composed *c, const bench_case *what, char *q, char *k, char *v, char *o,
+                         char *scores)
 {
     const size_t element = what->dtype == QUERN_BF16 ? 2 : 4;
     for (int64_t h = 0; h < what->heads; h++) {
         const size_t kv = (size_t)(h / (what->heads / what->kv_heads)) * element;
         for (int64_t b = 0; b < c->blocks; b++) {
             const int64_t first = b * BLOCK, rows = what->n - first < BLOCK ? what->n - first : BLOCK;
-            void *const qk[] = {q + (size_t)((first * what->heads + h) * what->dim) * element, k + kv * (size_t)what->dim, scores};
+            void *const qk[] = {q + (size_t)((first * what->heads + h) * what->dim) * element,
+                                k + kv * (size_t)what->dim, scores};
             void *const in_place[MOST] = {scores, scores};
-            void *const pv[] = {scores, v + kv * (size_t)what->dim_v, o + (size_t)((first * what->heads + h) * what->dim_v) * element};
+            void *const pv[] = {scores, v + kv * (size_t)what->dim_v,
+                                o + (size_t)((first * what->heads + h) * what->dim_v) * element};
             if (!run_step(&c->scores[b], c, qk)) return false;
             mask_diagonal(scores, element, first, rows);
             if (!run_step(&c->softmax[b], c, in_place) || !run_step(&c->output[b], c, pv)) return false;
@@ -157,10 +167,12 @@ static bool run_composed(composed *c, const bench_case *what, char *q, char *k, 
 bool peer_onednn(const bench_case *what, int threads, int reps, timing *time)
 {
     const quern_attention_params *p = &what->params.attention;
-    if (strcmp(what->op->name, "attention") != 0 || !p->causal || p->window > 0 || p->scale != 0 || p->query_offset >= 0 || what->batch != 1 ||
-        what->documents > 0 || what->dtype == QUERN_F16)
+    if (strcmp(what->op->name, "attention") != 0 || !p->causal || p->window > 0 || p->scale != 0 ||
+        p->query_offset >= 0 || what->batch != 1 || what->documents > 0 || what->dtype == QUERN_F16)
         return false;
-    const int64_t shapes[4][3] = {{what->n, what->heads, what->dim}, {what->n, what->kv_heads, what->dim}, {what->n, what->kv_heads, what->dim_v},
+    const int64_t shapes[4][3] = {{what->n, what->heads, what->dim},
+                                  {what->n, what->kv_heads, what->dim},
+                                  {what->n, what->kv_heads, what->dim_v},
                                   {what->n, what->heads, what->dim_v}};
     const size_t element = what->dtype == QUERN_BF16 ? 2 : 4;
     char *data[4] = {NULL}, *scores = bench_allocate((size_t)what->n * BLOCK * element);

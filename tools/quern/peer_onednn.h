@@ -9,8 +9,8 @@
 
 #include "bench.h"
 
-/* Times the dense causal forward pass of a case on `threads` threads. False where there is no such peer: a build
- * without oneDNN 2, another mask, f16, or a call of oneDNN that failed. */
+/* Times the dense causal forward pass of a case on `threads` threads. False where there is no such peer: a
+ * build without oneDNN 2, another mask, f16, or a call of oneDNN that failed. */
 bool peer_onednn(const bench_case *c, int threads, int reps, timing *time);
 
 #endif

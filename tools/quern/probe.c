@@ -3,8 +3,9 @@
 /*
  * probe.c - `quern probe`: the longest sequence within a memory limit.
  *
- * Inputs, outputs and workspace are sized on reserved addresses, without memory, and the length is searched by
- * halving. Then the answer is proven: the operation runs at that length, and the peak resident memory is read.
+ * Inputs, outputs and workspace are sized on reserved addresses, without memory, and the length is searched
+ * by halving. Then the answer is proven: the operation runs at that length, and the peak resident memory is
+ * read.
  */
 #include "bench.h"
 
@@ -30,7 +31,8 @@ typedef struct probe_options {
 
 #define AT(member) offsetof(probe_options, member)
 static const option_row rows[] = {
-    {"memory", OPTION_TEXT, AT(memory), NULL, "limit on inputs, outputs and workspace together, such as 512M or 12G"},
+    {"memory", OPTION_TEXT, AT(memory), NULL,
+     "limit on inputs, outputs and workspace together, such as 512M or 12G"},
     {"heads", OPTION_TEXT, AT(heads), NULL, "H/Hkv"},
     {"dim", OPTION_TEXT, AT(dim), NULL, "D, or D/Dv"},
     {"granularity", OPTION_INT, AT(granularity), NULL, "lengths are multiples of this"},
@@ -57,11 +59,15 @@ static void print_help(const operation *op)
     print_options(&(option_group){rows, ROWS, (void *)(uintptr_t)&defaults});
     print_options(&(option_group){bench_case_rows, bench_case_row_count, (void *)(uintptr_t)&defaults.what});
     print_options(&(option_group){machine_rows, machine_row_count, (void *)(uintptr_t)&defaults.machine});
-    if (op != NULL) print_options(&(option_group){op->options, op->option_count, (void *)(uintptr_t)&defaults.what.params});
+    if (op != NULL)
+        print_options(
+            &(option_group){op->options, op->option_count, (void *)(uintptr_t)&defaults.what.params});
     printf("\nexamples:\n  quern probe nsa --memory 2G --tile 64 --metric mean_logit --dtype bf16\n"
            "  quern probe attention --memory 8G --backward --dry-run --json\n\n"
-           "exit codes: 0 done, 1 the run took over 64 MiB (stacks of threads, libraries) more memory than the limit,\n"
-           "2 wrong command line, 3 a parameter is not accepted, 4 the machine lacks what is needed or the limit holds no\n"
+           "exit codes: 0 done, 1 the run took over 64 MiB (stacks of threads, libraries) more memory than "
+           "the limit,\n"
+           "2 wrong command line, 3 a parameter is not accepted, 4 the machine lacks what is needed or the "
+           "limit holds no\n"
            "sequence, 5 a defect.\n");
 }
 
@@ -70,7 +76,11 @@ static size_t parse_bytes(const char *text)
 {
     char *end;
     const double value = strtod(text, &end);
-    const double unit = *end == 'k' ? 0x1p10 : *end == 'M' ? 0x1p20 : *end == 'G' ? 0x1p30 : *end == 'T' ? 0x1p40 : 1;
+    const double unit = *end == 'k'   ? 0x1p10
+                        : *end == 'M' ? 0x1p20
+                        : *end == 'G' ? 0x1p30
+                        : *end == 'T' ? 0x1p40
+                                      : 1;
     if (end == text || *(end + (unit > 1)) != '\0' || !(value * unit >= 1) || value * unit > 0x1p60) return 0;
     return (size_t)(value * unit);
 }
@@ -118,17 +128,21 @@ static int search(const probe_options *o, size_t limit, quern_context *ctx, int6
 static size_t peak_bytes(int device)
 {
     quern_cuda_device info = QUERN_CUDA_DEVICE_INIT;
-    if (device == QUERN_CUDA) return quern_cuda_device_get(0, &info) == QUERN_OK ? (size_t)(info.memory_bytes - info.free_bytes) : 0;
+    if (device == QUERN_CUDA)
+        return quern_cuda_device_get(0, &info) == QUERN_OK ? (size_t)(info.memory_bytes - info.free_bytes)
+                                                           : 0;
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     return (size_t)usage.ru_maxrss * 1024;
 }
 
-/* Memory that the machine can give without swapping, or that the GPU has left; SIZE_MAX where it does not say. */
+/* Memory that the machine can give without swapping, or that the GPU has left; SIZE_MAX where it does not
+ * say. */
 static size_t memory_available(int device)
 {
     quern_cuda_device info = QUERN_CUDA_DEVICE_INIT;
-    if (device == QUERN_CUDA) return quern_cuda_device_get(0, &info) == QUERN_OK ? (size_t)info.free_bytes : SIZE_MAX;
+    if (device == QUERN_CUDA)
+        return quern_cuda_device_get(0, &info) == QUERN_OK ? (size_t)info.free_bytes : SIZE_MAX;
     char line[128];
     unsigned long long kib;
     size_t bytes = SIZE_MAX;
@@ -144,20 +158,23 @@ static int probe(const probe_options *o, quern_context *ctx)
     const size_t limit = parse_bytes(o->memory);
     int64_t n = 0;
     size_t bytes = 0;
-    if (limit == 0) return fail(EXIT_USAGE, "--memory '%s': a size such as 512M or 12G is accepted", o->memory);
+    if (limit == 0)
+        return fail(EXIT_USAGE, "--memory '%s': a size such as 512M or 12G is accepted", o->memory);
     int code = search(o, limit, ctx, &n, &bytes);
     if (code != EXIT_DONE) return code;
-    if (n == 0) return fail(EXIT_MACHINE, "--memory %s holds not even %" PRId64 " tokens", o->memory, o->granularity);
+    if (n == 0)
+        return fail(EXIT_MACHINE, "--memory %s holds not even %" PRId64 " tokens", o->memory, o->granularity);
     const size_t free_bytes = memory_available(o->what.device);
     if (!o->dry_run && bytes > free_bytes)
-        return fail(EXIT_MACHINE, "the run takes %.3f GiB, %s has %.3f GiB free; --dry-run leaves it out", (double)bytes * 0x1p-30,
-                    o->what.device == QUERN_CUDA ? "the GPU" : "this machine", (double)free_bytes * 0x1p-30);
+        return fail(EXIT_MACHINE, "the run takes %.3f GiB, %s has %.3f GiB free; --dry-run leaves it out",
+                    (double)bytes * 0x1p-30, o->what.device == QUERN_CUDA ? "the GPU" : "this machine",
+                    (double)free_bytes * 0x1p-30);
     if (!o->machine.json)
-        printf("%s: %" PRId64 " tokens fit into %s: inputs, outputs and workspace take %.3f GiB\n", o->what.op->name, n, o->memory,
-               (double)bytes * 0x1p-30);
+        printf("%s: %" PRId64 " tokens fit into %s: inputs, outputs and workspace take %.3f GiB\n",
+               o->what.op->name, n, o->memory, (double)bytes * 0x1p-30);
     fflush(stdout);
-    json_t *result = json_pack("{s:s, s:I, s:I, s:I}", "op", o->what.op->name, "N", (json_int_t)n, "bytes", (json_int_t)bytes, "limit",
-                               (json_int_t)limit);
+    json_t *result = json_pack("{s:s, s:I, s:I, s:I}", "op", o->what.op->name, "N", (json_int_t)n, "bytes",
+                               (json_int_t)bytes, "limit", (json_int_t)limit);
     if (!o->dry_run) {
         job j;
         bench_case c = o->what;
@@ -167,17 +184,20 @@ static int probe(const probe_options *o, quern_context *ctx)
         code = bench_open(&j, &c, ctx, false);
         if (code == EXIT_DONE) code = job_run(&j, ctx);
         progress_clear();
-        const size_t grown = peak_bytes(c.device) - before, slack = (size_t)64 << 20; /* thread stacks, rounding to pages */
+        const size_t grown = peak_bytes(c.device) - before,
+                     slack = (size_t)64 << 20; /* thread stacks, rounding to pages */
         const double ms[2] = {j.forward_ms, j.backward_ms};
         job_free(&j);
         if (code == EXIT_DONE) {
             if (!o->machine.json)
-                printf("proven: forward %.0f ms, backward %.0f ms, resident memory grew by %.3f GiB\n", ms[0], ms[1], (double)grown * 0x1p-30);
+                printf("proven: forward %.0f ms, backward %.0f ms, resident memory grew by %.3f GiB\n", ms[0],
+                       ms[1], (double)grown * 0x1p-30);
             json_object_set_new(result, "forward_ms", json_real(ms[0]));
             json_object_set_new(result, "backward_ms", json_real(ms[1]));
             json_object_set_new(result, "resident_bytes", json_integer((json_int_t)grown));
             if (grown > limit + slack)
-                code = fail(EXIT_MISMATCH, "the run took %.3f GiB, more than the limit of %s", (double)grown * 0x1p-30, o->memory);
+                code = fail(EXIT_MISMATCH, "the run took %.3f GiB, more than the limit of %s",
+                            (double)grown * 0x1p-30, o->memory);
         }
     }
     if (o->machine.json && code <= EXIT_MISMATCH) {
@@ -193,10 +213,11 @@ int verb_probe(int argc, char **argv)
     for (int i = 1; i < argc && op == NULL; i++)
         if (strcmp(argv[i], "nsa") == 0 || strcmp(argv[i], "attention") == 0) op = operation_named(argv[i]);
     probe_options o = default_options(op);
-    const option_group groups[] = {{rows, ROWS, &o},
-                                   {bench_case_rows, bench_case_row_count, &o.what},
-                                   {machine_rows, machine_row_count, &o.machine},
-                                   {op != NULL ? op->options : NULL, op != NULL ? op->option_count : 0, &o.what.params}};
+    const option_group groups[] = {
+        {rows, ROWS, &o},
+        {bench_case_rows, bench_case_row_count, &o.what},
+        {machine_rows, machine_row_count, &o.machine},
+        {op != NULL ? op->options : NULL, op != NULL ? op->option_count : 0, &o.what.params}};
     int first;
     bool help;
     int code = parse_options(argc, argv, groups, op != NULL ? 4 : 3, &first, &help);
@@ -216,10 +237,13 @@ int verb_probe(int argc, char **argv)
     }
     if (!parse_pair(o.heads, &o.what.heads, &o.what.kv_heads) || o.what.heads % o.what.kv_heads != 0)
         return fail(EXIT_USAGE, "--heads '%s': H/Hkv with H a multiple of Hkv is accepted", o.heads);
-    if (!parse_pair(o.dim, &o.what.dim, &o.what.dim_v)) return fail(EXIT_USAGE, "--dim '%s': D or D/Dv is accepted", o.dim);
+    if (!parse_pair(o.dim, &o.what.dim, &o.what.dim_v))
+        return fail(EXIT_USAGE, "--dim '%s': D or D/Dv is accepted", o.dim);
     if (o.granularity < 1 || o.granularity > (int64_t)1 << 30 || o.what.batch < 1 || o.what.batch > INT32_MAX)
-        return fail(EXIT_USAGE, "--granularity %" PRId64 " --batch %" PRId64 ": 1 to 2^30, and 1 to 2^31 - 1, is accepted", o.granularity,
-                    o.what.batch);
+        return fail(EXIT_USAGE,
+                    "--granularity %" PRId64 " --batch %" PRId64
+                    ": 1 to 2^30, and 1 to 2^31 - 1, is accepted",
+                    o.granularity, o.what.batch);
     quern_context *ctx;
     code = open_context(&o.machine, &ctx);
     o.what.device = o.machine.device;

@@ -120,7 +120,8 @@ static void print_result(const job *j, const char *name, quern_context *ctx)
     json_t *outputs = json_object();
     for (int32_t i = 0; i < j->op->info.tensor_count; i++)
         if (j->owned[i] != NULL && !j->input[i])
-            json_object_set_new(outputs, quern_op_tensor_name(j->op->op, &j->params, i), tensor_json(&j->storage[i]));
+            json_object_set_new(outputs, quern_op_tensor_name(j->op->op, &j->params, i),
+                                tensor_json(&j->storage[i]));
     for (size_t i = 0; i < j->added_count; i++)
         json_object_set_new(outputs, j->added_names[i], tensor_json(&j->added[i]));
     json_t *result = json_pack("{s:s, s:s, s:s, s:i, s:f, s:I, s:o}", "version", quern_version(), "op", name,

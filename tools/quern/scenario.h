@@ -30,8 +30,8 @@ typedef struct scenario {
                    quern_context *ctx); /* sizes outputs (job_prepare(), or job_add_output()) and computes */
 } scenario;
 
-extern const scenario scenario_csa_compress, scenario_hca_compress; /* compressor.c */
-extern const scenario scenario_v4_attention; /* v4_attention.c */
+extern const scenario scenario_csa_compress, scenario_hca_compress;   /* compressor.c */
+extern const scenario scenario_v4_attention;                          /* v4_attention.c */
 extern const scenario scenario_nsa_decode, scenario_attention_decode; /* decode.c */
 
 /* Ends with NULL. */

@@ -20,7 +20,8 @@
 
 enum {
     TILE_ROWS = 192, /* query rows of a tile: what a tile of keys from L3 is used for */
-    STEP_ROWS = 96,  /* rows that go through a tile of keys at a time: 16 micro-kernels of 6, 6 vectors of 16 */
+    STEP_ROWS =
+        96, /* rows that go through a tile of keys at a time: 16 micro-kernels of 6, 6 vectors of 16 */
     TILE_KEYS = 384, /* key columns of a tile */
     KEY_ALIGN = 64   /* packed sequences start at multiples of this */
 };
@@ -53,8 +54,8 @@ typedef struct attend_packed {
     uint8_t *nonfinite; /* [kv_heads][packed_rows / 64]: a value there is not finite, and 0 in `values` */
 } attend_packed;
 
-/* Lists of a chunk of rows, inverted: block x was chosen by tiles entries[start[x]] ... entries[start[x + 1] - 1]
- * (counted from the chunk's first tile), rising. */
+/* Lists of a chunk of rows, inverted: block x was chosen by tiles entries[start[x]] ... entries[start[x + 1]
+ * - 1] (counted from the chunk's first tile), rising. */
 typedef struct attend_lists {
     int32_t *start;   /* [blocks + 2] */
     int32_t *mark;    /* [blocks + 1] */
@@ -73,10 +74,10 @@ typedef struct attend_chunk {
     int32_t *lo, *hi; /* [capacity] */
 } attend_chunk;
 
-/* Rows of Q that the thread will probably pack next. A head's rows lie pages apart, so they come from memory one
- * by one, slower than packing them takes: the products before have the time. */
+/* Rows of Q that the thread will probably pack next. A head's rows lie pages apart, so they come from memory
+ * one by one, slower than packing them takes: the products before have the time. */
 typedef struct expected_rows {
-    const char *row0;           /* of head 0 of the first query */
+    const char *row0; /* of head 0 of the first query */
     int64_t query_step, head_step, bytes;
     int32_t hs, at, end; /* rows [at, end) are left; row r is head r % hs of query r / hs */
 } expected_rows;
@@ -96,30 +97,34 @@ typedef struct attend_scratch {
 attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args);
 attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b);
 /* The interval of keys that query `query` of a sequence sees. */
-void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo, int64_t *hi);
+void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo,
+                     int64_t *hi);
 int64_t attend_list_length(const attend_plan *plan);
 void attend_lists_carve(const attend_plan *plan, int64_t chunk_rows, arena *a, attend_lists *lists);
 /* Forgets which entries were seen; before the first attend_list_clean() of a sequence. */
 void attend_lists_reset(const attend_plan *plan, const attend_sequence *seq, attend_lists *lists);
 /* Copies to lists->list what counts of tile `tile`'s list: inside the sequence, not wholly at or past key hi,
  * once each. `stamp` > 0 differs from call to call since the reset. Returns how many. */
-int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t tile, int64_t hi, int32_t stamp,
-                          attend_lists *lists);
+int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t tile,
+                          int64_t hi, int32_t stamp, attend_lists *lists);
 /* Sorts n indices, rising. */
 void attend_list_sort(int32_t *list, int64_t n);
-/* Inverts the lists of rows [row0, row0 + rows) of a unit; hi: each row's interval end. Returns the blocks. */
-int64_t attend_lists_invert(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0, int32_t rows,
-                            const int32_t *hi, attend_lists *lists);
+/* Inverts the lists of rows [row0, row0 + rows) of a unit; hi: each row's interval end. Returns the blocks.
+ */
+int64_t attend_lists_invert(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0,
+                            int32_t rows, const int32_t *hi, attend_lists *lists);
 
 /* One tensor to pack for every (sequence, kv head). Sequences start at multiples of KEY_ALIGN rows. */
 typedef struct attend_pack_target {
     const quern_tensor *tensor;
-    void *columns;    /* keys along columns, or NULL */
-    void *rows;       /* keys along rows, or NULL */
-    uint8_t *nonfinite; /* of `rows`, which hold 0 there: an element of these 64 keys is not finite; NULL: no rows */
+    void *columns;      /* keys along columns, or NULL */
+    void *rows;         /* keys along rows, or NULL */
+    uint8_t *nonfinite; /* of `rows`, which hold 0 there: an element of these 64 keys is not finite; NULL: no
+                           rows */
     int32_t row_panel;
 } attend_pack_target;
-void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const attend_pack_target *targets, int32_t count);
+void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const attend_pack_target *targets,
+                     int32_t count);
 /* Columns of a row panel, and panels, for rows of `dim` elements. */
 int32_t attend_row_panel(const attend_plan *plan, int64_t dim);
 int64_t attend_row_panels(const attend_plan *plan, int64_t dim);
@@ -138,13 +143,16 @@ int32_t attend_chunk_rows(const attend_plan *plan);
 void attend_chunk_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_chunk *chunk);
 void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_scratch *scratch);
 
-void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows, attend_chunk *chunk);
-/* The first rows of chunk `index`, which a thread takes next if all are as fast as each other. Chunks are counted as the
- * stages do: by sequence, unit and, the last first, piece of chunk_rows rows. None where there is no such chunk. */
+void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows,
+                        attend_chunk *chunk);
+/* The first rows of chunk `index`, which a thread takes next if all are as fast as each other. Chunks are
+ * counted as the stages do: by sequence, unit and, the last first, piece of chunk_rows rows. None where there
+ * is no such chunk. */
 expected_rows attend_expect(const attend_plan *plan, int64_t index, int64_t pieces, int64_t chunk_rows);
 /* Resets the running softmax and sets the intervals of this plan's mask; O comes from attend_chunk_run(). */
 void attend_chunk_reset(const attend_plan *plan, attend_chunk *chunk);
-void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, attend_chunk *chunk, attend_scratch *scratch);
+void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, attend_chunk *chunk,
+                      attend_scratch *scratch);
 /* Divides by the sums; afterwards `sum` holds the natural-log lse. */
 void attend_chunk_finish(const attend_plan *plan, attend_chunk *chunk);
 void attend_chunk_store(const attend_plan *plan, const attend_chunk *chunk);

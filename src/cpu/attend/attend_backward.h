@@ -2,7 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * attend_backward.h - the inner functions of the attention backward on the CPU: packed operands, tiles of
- * query rows, and one step of such a tile against a tile of keys. Rows, units and masks are those of attend.h.
+ * query rows, and one step of such a tile against a tile of keys. Rows, units and masks are those of
+ * attend.h.
  */
 #ifndef QUERN_CPU_ATTEND_BACKWARD_H
 #define QUERN_CPU_ATTEND_BACKWARD_H
@@ -18,7 +19,7 @@ enum {
 
 /* Gradients of keys or values: the output itself where it is f32, else a contiguous f32 buffer. */
 typedef struct gradient_rows {
-    float *data; /* NULL: not wanted */
+    float *data;        /* NULL: not wanted */
     int64_t strides[3]; /* batch, token, head */
 } gradient_rows;
 
@@ -29,11 +30,12 @@ static inline float *gradient_at(const gradient_rows *g, int64_t b, int64_t toke
 
 typedef struct backward_plan {
     attend_plan attend;
-    float scale2;        /* scale * log2 e */
-    int64_t value_words; /* words of a packed value or d_o row: Dv, or Dv / 2 */
+    float scale2;                   /* scale * log2 e */
+    int64_t value_words;            /* words of a packed value or d_o row: Dv, or Dv / 2 */
     int64_t key_width, value_width; /* D, Dv rounded up to 16 */
-    int64_t key_ld, value_ld; /* floats or words of a row that vectors are loaded from: an odd number of lines */
-    int64_t key_panel;   /* columns of a panel of key_rows */
+    int64_t key_ld,
+        value_ld;      /* floats or words of a row that vectors are loaded from: an odd number of lines */
+    int64_t key_panel; /* columns of a panel of key_rows */
     /* Packed once per kv head. Both operands of Q K^T and dO V^T: [rows / panel][words][panel]; K as the B of
      * dS K: [panels][rows or pairs][key_panel]. */
     void *keys, *values, *key_rows;
@@ -48,7 +50,7 @@ typedef struct backward_rows {
     float *d_q;                /* [rows][key_ld], not yet scaled */
     int32_t *lo, *hi;          /* keys that the row sees */
     float *lse2, *delta, *row_scale, *dp_scale;
-    uint8_t *nonfinite;        /* [rows] a value of q or d_o is not finite */
+    uint8_t *nonfinite; /* [rows] a value of q or d_o is not finite */
 } backward_rows;
 
 /* A tile of keys [key0, key1) of one kv head, at most BACKWARD_KEYS - 15 unless key0 is a multiple of 16, and
@@ -57,14 +59,14 @@ typedef struct backward_keys {
     const attend_sequence *seq;
     int32_t head;
     int64_t key0, key1;
-    float *d_k, *d_v; /* [BACKWARD_KEYS][ld]; row 0 is key0 rounded down to 16 */
+    float *d_k, *d_v;                      /* [BACKWARD_KEYS][ld]; row 0 is key0 rounded down to 16 */
     bool fresh[BACKWARD_KEYS / KEY_ALIGN]; /* that run of rows was not written yet */
 } backward_keys;
 
 typedef struct backward_scratch {
     float *s, *dp; /* [BACKWARD_ROWS][BACKWARD_LDS] */
     uint32_t *p_pairs, *ds_pairs, *ds_words;
-    int32_t *tile_lo, *tile_hi; /* [BACKWARD_ROWS] */
+    int32_t *tile_lo, *tile_hi;  /* [BACKWARD_ROWS] */
     void *finite_q, *finite_d_o; /* q_pairs, d_o_pairs of a tile without what is not finite */
 } backward_scratch;
 
@@ -73,18 +75,20 @@ void backward_rows_carve(const backward_plan *plan, int64_t capacity, arena *a, 
 backward_rows backward_rows_from(const backward_plan *plan, const backward_rows *rows, int64_t first);
 /* Copies row `from` of src to row `to` of dst, all but pairs and d_q; backward_rows_pair then makes the
  * pairs of n rows and a last row without keys where n is odd. */
-void backward_rows_copy(const backward_plan *plan, const backward_rows *src, int64_t from, const backward_rows *dst, int64_t to);
+void backward_rows_copy(const backward_plan *plan, const backward_rows *src, int64_t from,
+                        const backward_rows *dst, int64_t to);
 void backward_rows_prefetch(const backward_plan *plan, const backward_rows *rows, int64_t row);
 void backward_rows_pair(const backward_plan *plan, const backward_rows *rows, int64_t n);
 /* Reads rows [row0, row0 + n) of unit `unit` of a sequence; sets d_q to 0. */
-void backward_rows_load(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0, int64_t n,
-                        const backward_rows *rows);
+void backward_rows_load(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0,
+                        int64_t n, const backward_rows *rows);
 /* Writes or adds their d_q. */
-void backward_rows_store(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0, int64_t n,
-                         const backward_rows *rows);
+void backward_rows_store(const backward_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0,
+                         int64_t n, const backward_rows *rows);
 
 void backward_scratch_carve(const backward_plan *plan, arena *a, backward_scratch *scratch);
 /* Adds what n rows and the tile of keys give each other to d_q, d_k and d_v. */
-void backward_step(const backward_plan *plan, const backward_rows *rows, int32_t n, backward_keys *keys, const backward_scratch *scratch);
+void backward_step(const backward_plan *plan, const backward_rows *rows, int32_t n, backward_keys *keys,
+                   const backward_scratch *scratch);
 
 #endif

@@ -4,10 +4,10 @@
  * attend_backward_rows.c - packed query rows of the attention backward. f32 products read one copy of a row
  * both as A and as B; bf16 ones read words of two dimensions as A and, as B, words of two rows.
  *
- * delta = rowsum(d_o o) comes from an o that was rounded to its dtype. That shifts all dS = P (dP - delta) of a row by
- * the same share of P. Where a row sees few compressed entries, whose values are means and often overlap, dP - delta is
- * small beside delta, and in 16 bits the shift was a tenth of d_k_cmp. These rows, the first 3 l or 4 l of a sequence,
- * take delta as the mean of dP under P.
+ * delta = rowsum(d_o o) comes from an o that was rounded to its dtype. That shifts all dS = P (dP - delta) of
+ * a row by the same share of P. Where a row sees few compressed entries, whose values are means and often
+ * overlap, dP - delta is small beside delta, and in 16 bits the shift was a tenth of d_k_cmp. These rows, the
+ * first 3 l or 4 l of a sequence, take delta as the mean of dP under P.
  */
 #include "cpu/attend/attend_backward.h"
 #include "cpu/attend/nonfinite.h"
@@ -38,17 +38,28 @@ void backward_rows_carve(const backward_plan *p, int64_t capacity, arena *a, bac
 
 backward_rows backward_rows_from(const backward_plan *p, const backward_rows *rows, int64_t first)
 {
-    const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld), o_ld = words_ld(p, p->value_words, p->value_ld);
+    const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld),
+                  o_ld = words_ld(p, p->value_words, p->value_ld);
     const int64_t pair = p->attend.bf16 ? first / 2 : first;
-    return (backward_rows){(uint32_t *)rows->q + first * q_ld, (uint32_t *)rows->d_o + first * o_ld,
-                           (uint32_t *)rows->q_pairs + pair * p->key_ld, (uint32_t *)rows->d_o_pairs + pair * p->value_ld,
-                           rows->d_q + first * p->key_ld, rows->lo + first, rows->hi + first, rows->lse2 + first,
-                           rows->delta + first, rows->row_scale + first, rows->dp_scale + first, rows->nonfinite + first};
+    return (backward_rows){(uint32_t *)rows->q + first * q_ld,
+                           (uint32_t *)rows->d_o + first * o_ld,
+                           (uint32_t *)rows->q_pairs + pair * p->key_ld,
+                           (uint32_t *)rows->d_o_pairs + pair * p->value_ld,
+                           rows->d_q + first * p->key_ld,
+                           rows->lo + first,
+                           rows->hi + first,
+                           rows->lse2 + first,
+                           rows->delta + first,
+                           rows->row_scale + first,
+                           rows->dp_scale + first,
+                           rows->nonfinite + first};
 }
 
-void backward_rows_copy(const backward_plan *p, const backward_rows *src, int64_t from, const backward_rows *dst, int64_t to)
+void backward_rows_copy(const backward_plan *p, const backward_rows *src, int64_t from,
+                        const backward_rows *dst, int64_t to)
 {
-    const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld), o_ld = words_ld(p, p->value_words, p->value_ld);
+    const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld),
+                  o_ld = words_ld(p, p->value_words, p->value_ld);
     memcpy((uint32_t *)dst->q + to * q_ld, (const uint32_t *)src->q + from * q_ld, (size_t)q_ld * 4);
     memcpy((uint32_t *)dst->d_o + to * o_ld, (const uint32_t *)src->d_o + from * o_ld, (size_t)o_ld * 4);
     dst->lo[to] = src->lo[from];
@@ -62,7 +73,8 @@ void backward_rows_copy(const backward_plan *p, const backward_rows *src, int64_
 
 void backward_rows_prefetch(const backward_plan *p, const backward_rows *rows, int64_t row)
 {
-    const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld), o_ld = words_ld(p, p->value_words, p->value_ld);
+    const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld),
+                  o_ld = words_ld(p, p->value_words, p->value_ld);
     for (int64_t i = 0; i < q_ld; i += 16) __builtin_prefetch((const uint32_t *)rows->q + row * q_ld + i);
     for (int64_t i = 0; i < o_ld; i += 16) __builtin_prefetch((const uint32_t *)rows->d_o + row * o_ld + i);
 }
@@ -82,15 +94,19 @@ void backward_rows_pair(const backward_plan *p, const backward_rows *rows, int64
 }
 
 /* Where query `query` of a unit stands in a 4-D activation; its heads follow at strides[2]. */
-static row_source query_rows(const quern_tensor *t, const attend_sequence *seq, int64_t query, int64_t head, int64_t n)
+static row_source query_rows(const quern_tensor *t, const attend_sequence *seq, int64_t query, int64_t head,
+                             int64_t n)
 {
     const int64_t at = seq->view_b * t->strides[0] + (seq->q0 + query) * t->strides[1] + head * t->strides[2];
-    return (row_source){(const char *)t->data + at * (int64_t)quern_dtype_size(t->dtype), t->dtype, t->strides[2], n, t->shape[3]};
+    return (row_source){(const char *)t->data + at * (int64_t)quern_dtype_size(t->dtype), t->dtype,
+                        t->strides[2], n, t->shape[3]};
 }
 
 static float statistic(const quern_tensor *t, const attend_sequence *seq, int64_t query, int64_t head)
 {
-    return ((const float *)t->data)[seq->view_b * t->strides[0] + head * t->strides[1] + (seq->q0 + query) * t->strides[2]];
+    return (
+        (const float *)
+            t->data)[seq->view_b * t->strides[0] + head * t->strides[1] + (seq->q0 + query) * t->strides[2]];
 }
 
 static void pack(const backward_plan *p, const row_source *src, void *dst, int64_t ld)
@@ -109,17 +125,20 @@ static float dot(const float *x, const float *y, int64_t n) /* n: a multiple of 
 }
 
 /* sum of P dP over sum of P, over keys [lo, hi) of one query and head. */
-static float mean_of_dp(const backward_plan *p, const attend_sequence *seq, int64_t query, int64_t head, int64_t lo, int64_t hi, float lse2)
+static float mean_of_dp(const backward_plan *p, const attend_sequence *seq, int64_t query, int64_t head,
+                        int64_t lo, int64_t hi, float lse2)
 {
     const attend_args *args = p->attend.args;
     const attention_kernels *kernels = p->attend.kernels;
     const int64_t dim_k = p->attend.dim_k, dim_v = p->attend.dim_v, kv_head = head / p->attend.group;
     float q[MAX_DIM], d_o[MAX_DIM], x[MAX_DIM], sum = 0.0f, weight = 0.0f;
-    const row_source q_row = query_rows(&args->q, seq, query, head, 1), o_row = query_rows(&args->d_o, seq, query, head, 1);
+    const row_source q_row = query_rows(&args->q, seq, query, head, 1),
+                     o_row = query_rows(&args->d_o, seq, query, head, 1);
     kernels->pack_rows_f32(&q_row, 1.0f, q, dim_k);
     kernels->pack_rows_f32(&o_row, 1.0f, d_o, dim_v);
     for (int64_t key = lo; key < hi; key++) {
-        const row_source k = rows_at(&args->k, seq->view_b, seq->k0 + key, kv_head, 1), v = rows_at(&args->v, seq->view_b, seq->k0 + key, kv_head, 1);
+        const row_source k = rows_at(&args->k, seq->view_b, seq->k0 + key, kv_head, 1),
+                         v = rows_at(&args->v, seq->view_b, seq->k0 + key, kv_head, 1);
         kernels->pack_rows_f32(&k, 1.0f, x, dim_k);
         const float weight_of_key = exp2f(dot(q, x, dim_k) * p->scale2 - lse2);
         kernels->pack_rows_f32(&v, 1.0f, x, dim_v);
@@ -129,16 +148,19 @@ static float mean_of_dp(const backward_plan *p, const attend_sequence *seq, int6
     return sum / weight;
 }
 
-void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int32_t unit, int64_t row0, int64_t n, const backward_rows *rows)
+void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int32_t unit, int64_t row0,
+                        int64_t n, const backward_rows *rows)
 {
     const attend_args *args = p->attend.args;
     const int64_t hs = p->attend.hs, head0 = (int64_t)unit * hs;
     const quern_dtype packed = p->attend.bf16 ? QUERN_BF16 : QUERN_F32;
-    const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld), o_ld = words_ld(p, p->value_words, p->value_ld);
+    const int64_t q_ld = words_ld(p, p->attend.key_words, p->key_ld),
+                  o_ld = words_ld(p, p->value_words, p->value_ld);
     const int64_t few = attend_few_keys(args);
     for (int64_t r = 0; r < n;) { /* the heads of one query at a time */
         const int64_t query = (row0 + r) / hs, h = (row0 + r) % hs, m = hs - h < n - r ? hs - h : n - r;
-        const row_source q = query_rows(&args->q, seq, query, head0 + h, m), d_o = query_rows(&args->d_o, seq, query, head0 + h, m);
+        const row_source q = query_rows(&args->q, seq, query, head0 + h, m),
+                         d_o = query_rows(&args->d_o, seq, query, head0 + h, m);
         uint32_t *q_to = (uint32_t *)rows->q + r * q_ld, *o_to = (uint32_t *)rows->d_o + r * o_ld;
         pack(p, &q, q_to, q_ld);
         pack(p, &d_o, o_to, o_ld);
@@ -151,13 +173,15 @@ void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
             rows->hi[r + i] = (int32_t)(none ? lo : hi);
             rows->lse2[r + i] = lse * log2_e;
             const bool one = hi - lo == 1; /* P is 1 and dS 0, which delta's rounding must not hide */
-            rows->row_scale[r + i] = args->row_scale.ndim > 0 ? statistic(&args->row_scale, seq, query, head0 + h + i) : 1.0f;
+            rows->row_scale[r + i] =
+                args->row_scale.ndim > 0 ? statistic(&args->row_scale, seq, query, head0 + h + i) : 1.0f;
             rows->delta[r + i] = one ? 0.0f : statistic(&args->delta, seq, query, head0 + h + i);
             if (!one && !none && hi - lo <= few)
-                rows->delta[r + i] = rows->row_scale[r + i] * mean_of_dp(p, seq, query, head0 + h + i, lo, hi, rows->lse2[r + i]);
+                rows->delta[r + i] = rows->row_scale[r + i] *
+                                     mean_of_dp(p, seq, query, head0 + h + i, lo, hi, rows->lse2[r + i]);
             rows->dp_scale[r + i] = one ? 0.0f : rows->row_scale[r + i];
-            rows->nonfinite[r + i] =
-                any_nonfinite(q_to + i * q_ld, packed, p->attend.dim_k) || any_nonfinite(o_to + i * o_ld, packed, p->attend.dim_v);
+            rows->nonfinite[r + i] = any_nonfinite(q_to + i * q_ld, packed, p->attend.dim_k) ||
+                                     any_nonfinite(o_to + i * o_ld, packed, p->attend.dim_v);
         }
         r += m;
     }
@@ -165,7 +189,8 @@ void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
     memset(rows->d_q, 0, (size_t)(n * p->key_ld) * sizeof(float));
 }
 
-void backward_rows_store(const backward_plan *p, const attend_sequence *seq, int32_t unit, int64_t row0, int64_t n, const backward_rows *rows)
+void backward_rows_store(const backward_plan *p, const attend_sequence *seq, int32_t unit, int64_t row0,
+                         int64_t n, const backward_rows *rows)
 {
     const attend_args *args = p->attend.args;
     const attention_kernels *k = p->attend.kernels;
@@ -173,7 +198,8 @@ void backward_rows_store(const backward_plan *p, const attend_sequence *seq, int
     if (t->ndim == 0) return;
     for (int64_t r = 0; r < n; r++) {
         float *d_q = rows->d_q + r * p->key_ld;
-        const int64_t query = (row0 + r) / p->attend.hs, head = (int64_t)unit * p->attend.hs + (row0 + r) % p->attend.hs;
+        const int64_t query = (row0 + r) / p->attend.hs,
+                      head = (int64_t)unit * p->attend.hs + (row0 + r) % p->attend.hs;
         void *to = row_at(t, seq->view_b, seq->q0 + query, head);
         if (args->accumulate_q) {
             k->rows->add_scaled(to, d_q, args->scale, p->attend.dim_k);

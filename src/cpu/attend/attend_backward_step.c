@@ -6,13 +6,13 @@
  *
  *   S = Q K^T, dP = dO V^T           A rows of Q, dO; B panels of K, V
  *   P, dS from S and dP              attention_backward_rows.h
- *   dV += (c P)^T dO, dK += dS^T Q   A columns of P, dS (broadcast, so the transpose is free); B rows of dO, Q
- *   dQ += dS K                       A rows of dS; B rows of K
+ *   dV += (c P)^T dO, dK += dS^T Q   A columns of P, dS (broadcast, so the transpose is free); B rows of dO,
+ * Q dQ += dS K                       A rows of dS; B rows of K
  *
  * At D = 128 in f32 S and dP are 160 KB each and dK, dV, and the rows of Q, dO and dQ 110 KB each; what two
- * products share stays in L2, and the panel that a product reads as B (32 to 48 KB) in L1 while A streams past
- * it. 192 is 32 micro-kernels of 6, so none runs part filled, and a micro-kernel does 96 (bf16 pairs) to 192
- * steps of 24 FMAs for 24 stores; with 96 or 128 rows or keys that cost 3 to 6%.
+ * products share stays in L2, and the panel that a product reads as B (32 to 48 KB) in L1 while A streams
+ * past it. 192 is 32 micro-kernels of 6, so none runs part filled, and a micro-kernel does 96 (bf16 pairs) to
+ * 192 steps of 24 FMAs for 24 stores; with 96 or 128 rows or keys that cost 3 to 6%.
  *
  * A tile that its rows see only in part is worked on by runs of 64 keys, each with just the rows that see
  * some of it. Masked scores are 0 in P and dS; where rows of Q, dO or K hold values that are not finite, the
@@ -43,7 +43,8 @@ void backward_scratch_carve(const backward_plan *p, arena *a, backward_scratch *
 }
 
 /* Rows [*first, *end) that see some of columns [c0, c1). */
-static void rows_meeting(const backward_scratch *s, int32_t n, int32_t c0, int32_t c1, int32_t *first, int32_t *end)
+static void rows_meeting(const backward_scratch *s, int32_t n, int32_t c0, int32_t c1, int32_t *first,
+                         int32_t *end)
 {
     int32_t a = 0, b = n;
     while (a < b && (s->tile_hi[a] <= c0 || s->tile_lo[a] >= c1)) a++;
@@ -58,47 +59,56 @@ static const void *at_row(const void *words, int64_t row, int64_t ld)
 }
 
 /* S and dP of rows [a, b), columns [c, c + n), which lie in one panel. */
-static void score(const backward_plan *p, const backward_rows *rows, const backward_keys *keys, int32_t a, int32_t b,
-                  int64_t base, int32_t c, int32_t n, const backward_scratch *s)
+static void score(const backward_plan *p, const backward_rows *rows, const backward_keys *keys, int32_t a,
+                  int32_t b, int64_t base, int32_t c, int32_t n, const backward_scratch *s)
 {
     const attention_kernels *k = p->attend.kernels;
     mm_kernel *mm = p->attend.bf16 ? k->mm_bf16 : k->mm_f32;
-    const int64_t key = keys->head * p->attend.packed_rows + keys->seq->packed0 + base + c, in_panel = key % k->panel;
-    const int64_t q_ld = p->attend.bf16 ? p->attend.key_words : p->key_ld, o_ld = p->attend.bf16 ? p->value_words : p->value_ld;
+    const int64_t key = keys->head * p->attend.packed_rows + keys->seq->packed0 + base + c,
+                  in_panel = key % k->panel;
+    const int64_t q_ld = p->attend.bf16 ? p->attend.key_words : p->key_ld,
+                  o_ld = p->attend.bf16 ? p->value_words : p->value_ld;
     const int64_t at = (int64_t)a * BACKWARD_LDS + c;
     mm(b - a, n, p->attend.key_words, at_row(rows->q, a, q_ld), q_ld, 1,
-       (const uint32_t *)p->keys + (key - in_panel) * p->attend.key_words + in_panel, k->panel, s->s + at, BACKWARD_LDS, false);
+       (const uint32_t *)p->keys + (key - in_panel) * p->attend.key_words + in_panel, k->panel, s->s + at,
+       BACKWARD_LDS, false);
     mm(b - a, n, p->value_words, at_row(rows->d_o, a, o_ld), o_ld, 1,
-       (const uint32_t *)p->values + (key - in_panel) * p->value_words + in_panel, k->panel, s->dp + at, BACKWARD_LDS, false);
+       (const uint32_t *)p->values + (key - in_panel) * p->value_words + in_panel, k->panel, s->dp + at,
+       BACKWARD_LDS, false);
 }
 
 /* sum[keys][width] (+)= X^T Y over rows [a, b), X = P or dS, Y = dO or Q. */
-static void sum_over_rows(const backward_plan *p, int32_t a, int32_t b, int32_t c0, int32_t c1, const void *x, const void *y,
-                          int64_t width, int64_t ld, float *sum, bool accumulate)
+static void sum_over_rows(const backward_plan *p, int32_t a, int32_t b, int32_t c0, int32_t c1, const void *x,
+                          const void *y, int64_t width, int64_t ld, float *sum, bool accumulate)
 {
     const attention_kernels *k = p->attend.kernels;
     mm_kernel *mm = p->attend.bf16 ? k->mm_bf16 : k->mm_f32;
     const int64_t first = p->attend.bf16 ? a / 2 : a, end = p->attend.bf16 ? (b + 1) / 2 : b;
     const uint32_t *xa = (const uint32_t *)x + first * BACKWARD_LDS + c0;
     for (int64_t j = 0; j < width; j += k->panel)
-        mm(c1 - c0, width - j < k->panel ? width - j : k->panel, end - first, xa, 1, BACKWARD_LDS, (const uint32_t *)y + first * ld + j, ld,
-           sum + c0 * ld + j, ld, accumulate);
+        mm(c1 - c0, width - j < k->panel ? width - j : k->panel, end - first, xa, 1, BACKWARD_LDS,
+           (const uint32_t *)y + first * ld + j, ld, sum + c0 * ld + j, ld, accumulate);
 }
 
 /* dQ[a .. b) += dS[a .. b)[c0 .. c1) K. */
-static void sum_over_keys(const backward_plan *p, const backward_rows *rows, const backward_keys *keys, int32_t a, int32_t b,
-                          int64_t base, int32_t c0, int32_t c1, const backward_scratch *s)
+static void sum_over_keys(const backward_plan *p, const backward_rows *rows, const backward_keys *keys,
+                          int32_t a, int32_t b, int64_t base, int32_t c0, int32_t c1,
+                          const backward_scratch *s)
 {
     const attention_kernels *k = p->attend.kernels;
     mm_kernel *mm = p->attend.bf16 ? k->mm_bf16 : k->mm_f32;
     const int64_t pairs = p->attend.bf16 ? 2 : 1, ld = BACKWARD_LDS / pairs;
-    const int64_t panels = (p->key_width + p->key_panel - 1) / p->key_panel, stride = p->attend.packed_rows / pairs * p->key_panel;
-    const uint32_t *b_rows = (const uint32_t *)p->key_rows + keys->head * panels * stride + (keys->seq->packed0 + base + c0) / pairs * p->key_panel;
-    const uint32_t *ds = (p->attend.bf16 ? s->ds_words : (const uint32_t *)(const void *)s->dp) + a * ld + c0 / pairs;
+    const int64_t panels = (p->key_width + p->key_panel - 1) / p->key_panel,
+                  stride = p->attend.packed_rows / pairs * p->key_panel;
+    const uint32_t *b_rows = (const uint32_t *)p->key_rows + keys->head * panels * stride +
+                             (keys->seq->packed0 + base + c0) / pairs * p->key_panel;
+    const uint32_t *ds =
+        (p->attend.bf16 ? s->ds_words : (const uint32_t *)(const void *)s->dp) + a * ld + c0 / pairs;
     for (int64_t j = 0; j < panels; j++) {
-        const int64_t column = j * p->key_panel, n = p->key_width - column < p->key_panel ? p->key_width - column : p->key_panel;
-        mm(b - a, n, (c1 - c0 + pairs - 1) / pairs, ds, ld, 1, b_rows + j * stride, p->key_panel, rows->d_q + a * p->key_ld + column, p->key_ld,
-           true);
+        const int64_t column = j * p->key_panel,
+                      n = p->key_width - column < p->key_panel ? p->key_width - column : p->key_panel;
+        mm(b - a, n, (c1 - c0 + pairs - 1) / pairs, ds, ld, 1, b_rows + j * stride, p->key_panel,
+           rows->d_q + a * p->key_ld + column, p->key_ld, true);
     }
 }
 
@@ -111,20 +121,23 @@ static float p_at(bool bf16, const backward_scratch *s, int64_t r, int64_t c)
 
 static float ds_at(bool bf16, const backward_scratch *s, int64_t r, int64_t c)
 {
-    return bf16 ? element_as_f32(s->ds_words + r * (BACKWARD_LDS / 2), QUERN_BF16, c) : s->dp[r * BACKWARD_LDS + c];
+    return bf16 ? element_as_f32(s->ds_words + r * (BACKWARD_LDS / 2), QUERN_BF16, c)
+                : s->dp[r * BACKWARD_LDS + c];
 }
 
 static bool any_key_nonfinite(const backward_plan *p, const backward_keys *keys, int64_t base)
 {
     const uint8_t *of_head = p->nonfinite + keys->head * p->attend.packed_rows / KEY_ALIGN;
     bool found = false;
-    for (int64_t at = (keys->seq->packed0 + base) / KEY_ALIGN; at <= (keys->seq->packed0 + keys->key1 - 1) / KEY_ALIGN; at++) found |= of_head[at];
+    for (int64_t at = (keys->seq->packed0 + base) / KEY_ALIGN;
+         at <= (keys->seq->packed0 + keys->key1 - 1) / KEY_ALIGN; at++)
+        found |= of_head[at];
     return found;
 }
 
 /* What keys [base, key1) that are not finite add to dQ of the rows that see them. */
-static void add_nonfinite_keys(const backward_plan *p, const backward_rows *rows, const backward_keys *keys, int32_t first, int32_t end, int64_t base,
-                               const backward_scratch *s)
+static void add_nonfinite_keys(const backward_plan *p, const backward_rows *rows, const backward_keys *keys,
+                               int32_t first, int32_t end, int64_t base, const backward_scratch *s)
 {
     const quern_tensor *k = &p->attend.args->k;
     for (int64_t key = keys->key0; key < keys->key1; key++) {
@@ -133,14 +146,16 @@ static void add_nonfinite_keys(const backward_plan *p, const backward_rows *rows
         for (int32_t d = 0; d < p->attend.dim_k; d++) {
             if (!is_nonfinite(row, k->dtype, d)) continue;
             for (int32_t r = first; r < end; r++)
-                if (c >= s->tile_lo[r] && c < s->tile_hi[r]) rows->d_q[r * p->key_ld + d] += ds_at(p->attend.bf16, s, r, c) * element_as_f32(row, k->dtype, d);
+                if (c >= s->tile_lo[r] && c < s->tile_hi[r])
+                    rows->d_q[r * p->key_ld + d] +=
+                        ds_at(p->attend.bf16, s, r, c) * element_as_f32(row, k->dtype, d);
         }
     }
 }
 
 /* What rows of q and d_o that are not finite add to dK and dV of the keys that they see. */
-static void add_nonfinite_rows(const backward_plan *p, const backward_rows *rows, const backward_keys *keys, int32_t first, int32_t end,
-                               const backward_scratch *s)
+static void add_nonfinite_rows(const backward_plan *p, const backward_rows *rows, const backward_keys *keys,
+                               int32_t first, int32_t end, const backward_scratch *s)
 {
     const bool bf16 = p->attend.bf16;
     const quern_dtype dtype = bf16 ? QUERN_BF16 : QUERN_F32;
@@ -150,15 +165,18 @@ static void add_nonfinite_rows(const backward_plan *p, const backward_rows *rows
         const void *q = (const uint32_t *)rows->q + r * q_ld, *d_o = (const uint32_t *)rows->d_o + r * o_ld;
         for (int32_t c = s->tile_lo[r]; c < s->tile_hi[r]; c++) {
             for (int32_t d = 0; d < p->attend.dim_k; d++)
-                if (is_nonfinite(q, dtype, d)) keys->d_k[c * p->key_ld + d] += ds_at(bf16, s, r, c) * element_as_f32(q, dtype, d);
+                if (is_nonfinite(q, dtype, d))
+                    keys->d_k[c * p->key_ld + d] += ds_at(bf16, s, r, c) * element_as_f32(q, dtype, d);
             for (int32_t d = 0; d < p->attend.dim_v; d++)
-                if (is_nonfinite(d_o, dtype, d)) keys->d_v[c * p->value_ld + d] += p_at(bf16, s, r, c) * element_as_f32(d_o, dtype, d);
+                if (is_nonfinite(d_o, dtype, d))
+                    keys->d_v[c * p->value_ld + d] += p_at(bf16, s, r, c) * element_as_f32(d_o, dtype, d);
         }
     }
 }
 
 /* The tile's rows with operands of dV and dK that are finite. */
-static backward_rows finite_rows(const backward_plan *p, const backward_rows *rows, int32_t n, const backward_scratch *s)
+static backward_rows finite_rows(const backward_plan *p, const backward_rows *rows, int32_t n,
+                                 const backward_scratch *s)
 {
     const int64_t halves = p->attend.bf16 ? (n + 1) / 2 * 2 : n; /* bf16: rows of two halves a word */
     const quern_dtype dtype = p->attend.bf16 ? QUERN_BF16 : QUERN_F32;
@@ -177,25 +195,29 @@ static bool same_freshness(const backward_keys *keys, int32_t columns)
     return true;
 }
 
-static void multiply(const backward_plan *p, const backward_rows *rows, backward_keys *keys, int32_t a, int32_t b, int64_t base,
-                     int32_t c0, int32_t c1, const backward_scratch *s)
+static void multiply(const backward_plan *p, const backward_rows *rows, backward_keys *keys, int32_t a,
+                     int32_t b, int64_t base, int32_t c0, int32_t c1, const backward_scratch *s)
 {
-    const void *pt = p->attend.bf16 ? (const void *)s->p_pairs : s->s, *dst = p->attend.bf16 ? (const void *)s->ds_pairs : s->dp;
+    const void *pt = p->attend.bf16 ? (const void *)s->p_pairs : s->s,
+               *dst = p->attend.bf16 ? (const void *)s->ds_pairs : s->dp;
     const bool add = !keys->fresh[c0 / KEY_ALIGN];
     sum_over_rows(p, a, b, c0, c1, pt, rows->d_o_pairs, p->value_width, p->value_ld, keys->d_v, add);
     sum_over_rows(p, a, b, c0, c1, dst, rows->q_pairs, p->key_width, p->key_ld, keys->d_k, add);
     sum_over_keys(p, rows, keys, a, b, base, c0, c1, s);
 }
 
-void backward_step(const backward_plan *p, const backward_rows *rows, int32_t n, backward_keys *keys, const backward_scratch *s)
+void backward_step(const backward_plan *p, const backward_rows *rows, int32_t n, backward_keys *keys,
+                   const backward_scratch *s)
 {
     const attention_kernels *k = p->attend.kernels;
     const int64_t base = keys->key0 & ~(int64_t)15;
-    const int32_t columns = (int32_t)((keys->key1 - base + 15) & ~(int64_t)15), seen = (int32_t)(keys->key1 - base);
+    const int32_t columns = (int32_t)((keys->key1 - base + 15) & ~(int64_t)15),
+                  seen = (int32_t)(keys->key1 - base);
     /* Whole: every row sees every column, or those it does not see are padding. */
     bool whole = base == keys->key0 && (seen == columns || keys->key1 == keys->seq->nk), nonfinite = false;
     for (int32_t r = 0; r < n + (n & 1); r++) {
-        const int64_t lo = rows->lo[r] > keys->key0 ? rows->lo[r] : keys->key0, hi = rows->hi[r] < keys->key1 ? rows->hi[r] : keys->key1;
+        const int64_t lo = rows->lo[r] > keys->key0 ? rows->lo[r] : keys->key0,
+                      hi = rows->hi[r] < keys->key1 ? rows->hi[r] : keys->key1;
         s->tile_lo[r] = lo < hi ? (int32_t)(lo - base) : 0;
         s->tile_hi[r] = lo < hi ? (int32_t)(hi - base) : 0;
         whole = whole && (r == n || (s->tile_lo[r] == 0 && s->tile_hi[r] == seen));
@@ -214,10 +236,21 @@ void backward_step(const backward_plan *p, const backward_rows *rows, int32_t n,
         c += w;
     }
     const int32_t top = first & ~1;
-    const softmax_backward_tile soft = {
-        s->s + (int64_t)top * BACKWARD_LDS, s->dp + (int64_t)top * BACKWARD_LDS, BACKWARD_LDS, end + (end & 1) - top, columns,
-        s->tile_lo + top, s->tile_hi + top, p->scale2, rows->lse2 + top, rows->delta + top, rows->row_scale + top, rows->dp_scale + top,
-        s->p_pairs + top / 2 * BACKWARD_LDS, s->ds_pairs + top / 2 * BACKWARD_LDS, s->ds_words + top * (BACKWARD_LDS / 2)};
+    const softmax_backward_tile soft = {s->s + (int64_t)top * BACKWARD_LDS,
+                                        s->dp + (int64_t)top * BACKWARD_LDS,
+                                        BACKWARD_LDS,
+                                        end + (end & 1) - top,
+                                        columns,
+                                        s->tile_lo + top,
+                                        s->tile_hi + top,
+                                        p->scale2,
+                                        rows->lse2 + top,
+                                        rows->delta + top,
+                                        rows->row_scale + top,
+                                        rows->dp_scale + top,
+                                        s->p_pairs + top / 2 * BACKWARD_LDS,
+                                        s->ds_pairs + top / 2 * BACKWARD_LDS,
+                                        s->ds_words + top * (BACKWARD_LDS / 2)};
     if (p->attend.bf16) k->softmax_backward_bf16(&soft);
     else k->softmax_backward_f32(&soft);
 

@@ -1,16 +1,16 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_chunk.c - a chunk of query rows of one sequence and head group, from packing Q to storing O, under any
- * mask: which tiles of keys its rows meet, in which order.
+ * attend_chunk.c - a chunk of query rows of one sequence and head group, from packing Q to storing O, under
+ * any mask: which tiles of keys its rows meet, in which order.
  *
- * A range (causal, window, compressed entries) is walked in tiles of 384 keys. Lists of blocks are walked in one of
- * two orders. Tile by tile, where the rows that share a list fill a tile: its blocks, rising, are laid side by side
- * into tiles of keys. Key by key, for short tiles (per-token selection, where the heads of a group are all that
- * share a list): the chunk's lists are inverted, and each block meets the rows that chose it, gathered into a tile;
- * its result is added to their running O. So a block's K and V (64 KB at f32, 64 keys, D = 128) are read once per
- * chunk, not once per query; gathering Q and adding O moves 1.5 KB a row and block, 10% of the time of its
- * products. Blocks come in rising order either way, so the sums have one order.
+ * A range (causal, window, compressed entries) is walked in tiles of 384 keys. Lists of blocks are walked in
+ * one of two orders. Tile by tile, where the rows that share a list fill a tile: its blocks, rising, are laid
+ * side by side into tiles of keys. Key by key, for short tiles (per-token selection, where the heads of a
+ * group are all that share a list): the chunk's lists are inverted, and each block meets the rows that chose
+ * it, gathered into a tile; its result is added to their running O. So a block's K and V (64 KB at f32, 64
+ * keys, D = 128) are read once per chunk, not once per query; gathering Q and adding O moves 1.5 KB a row and
+ * block, 10% of the time of its products. Blocks come in rising order either way, so the sums have one order.
  */
 #include "cpu/attend/attend_tile.h"
 #include "cpu/rows_at.h"
@@ -67,7 +67,8 @@ static void prefetch_query(const quern_tensor *q, int64_t at, int64_t heads, int
     }
 }
 
-void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows, attend_chunk *c)
+void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows,
+                        attend_chunk *c)
 {
     const attention_kernels *k = plan->kernels;
     const quern_tensor *q = &plan->args->q;
@@ -78,14 +79,20 @@ void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_
     c->row0 = row0;
     c->rows = rows;
     const float scale = plan->args->scale * log2_e;
-    for (int32_t r = 0; r < rows;) { /* the heads of one query at a time; of all queries, where that is one head */
+    for (int32_t r = 0;
+         r < rows;) { /* the heads of one query at a time; of all queries, where that is one head */
         const int64_t query = (row0 + r) / plan->hs, h = (row0 + r) % plan->hs;
         const int64_t n = plan->hs > 1 && plan->hs - h < rows - r ? plan->hs - h : rows - r;
-        const int64_t at = c->seq.view_b * q->strides[0] + (c->seq.q0 + query) * q->strides[1] + (c->head0 + h) * q->strides[2];
+        const int64_t at = c->seq.view_b * q->strides[0] + (c->seq.q0 + query) * q->strides[1] +
+                           (c->head0 + h) * q->strides[2];
         const int64_t stride = q->strides[plan->hs > 1 ? 2 : 1];
-        if (plan->hs > 1 && r + QUERIES_AHEAD * plan->hs < rows) prefetch_query(q, at + QUERIES_AHEAD * q->strides[1], n, plan->dim_k);
-        const row_source src = {(const char *)q->data + at * (int64_t)quern_dtype_size(q->dtype), q->dtype, stride, n, plan->dim_k};
-        if (plan->bf16) k->pack_rows_bf16(&src, (uint16_t *)((uint32_t *)c->q + r * plan->key_words), 2 * plan->key_words);
+        if (plan->hs > 1 && r + QUERIES_AHEAD * plan->hs < rows)
+            prefetch_query(q, at + QUERIES_AHEAD * q->strides[1], n, plan->dim_k);
+        const row_source src = {(const char *)q->data + at * (int64_t)quern_dtype_size(q->dtype), q->dtype,
+                                stride, n, plan->dim_k};
+        if (plan->bf16)
+            k->pack_rows_bf16(&src, (uint16_t *)((uint32_t *)c->q + r * plan->key_words),
+                              2 * plan->key_words);
         else k->pack_rows_f32(&src, scale, (float *)c->q + r * plan->key_words, plan->key_words);
         r += (int32_t)n;
     }
@@ -98,13 +105,19 @@ expected_rows attend_expect(const attend_plan *plan, int64_t index, int64_t piec
     const int64_t row0 = (pieces - 1 - index % pieces) * chunk_rows;
     const quern_tensor *q = &plan->args->q;
     const attend_sequence seq = attend_sequence_at(plan, b);
-    const int64_t size = (int64_t)quern_dtype_size(q->dtype), head = plan->units == plan->heads ? unit : unit * plan->group;
+    const int64_t size = (int64_t)quern_dtype_size(q->dtype),
+                  head = plan->units == plan->heads ? unit : unit * plan->group;
     const int64_t left = seq.nq * plan->hs - row0, query = row0 / plan->hs;
     const int64_t at = seq.view_b * q->strides[0] + (seq.q0 + query) * q->strides[1] + head * q->strides[2];
     const int64_t most = chunk_rows < TILE_ROWS ? chunk_rows : TILE_ROWS;
     const int32_t first = (int32_t)(row0 % plan->hs), n = (int32_t)(left < most ? left : most);
-    return (expected_rows){
-        (const char *)q->data + at * size, q->strides[1] * size, q->strides[2] * size, plan->dim_k * size, plan->hs, first, first + n};
+    return (expected_rows){(const char *)q->data + at * size,
+                           q->strides[1] * size,
+                           q->strides[2] * size,
+                           plan->dim_k * size,
+                           plan->hs,
+                           first,
+                           first + n};
 }
 
 static void clear_o(const attend_plan *plan, const attend_chunk *c)
@@ -129,8 +142,16 @@ void attend_chunk_reset(const attend_plan *plan, attend_chunk *c)
 
 static tile_rows rows_of(const attend_plan *p, const attend_chunk *c, int32_t first, int32_t n)
 {
-    return (tile_rows){&c->seq, n, c->kv_head, (const float *)c->q + (int64_t)first * p->key_words, c->o + (int64_t)first * p->value_width,
-                       c->lo + first, c->hi + first, c->max + first, c->sum + first, false};
+    return (tile_rows){&c->seq,
+                       n,
+                       c->kv_head,
+                       (const float *)c->q + (int64_t)first * p->key_words,
+                       c->o + (int64_t)first * p->value_width,
+                       c->lo + first,
+                       c->hi + first,
+                       c->max + first,
+                       c->sum + first,
+                       false};
 }
 
 /* The keys of a window of rows' intervals from `key` on. */
@@ -140,7 +161,8 @@ static key_tile range_tile(int64_t key, int64_t end)
     return (key_tile){1, {{key, key + TILE_KEYS < end ? key + TILE_KEYS : end}}};
 }
 
-static void run_range(const attend_plan *p, const attend_packed *packed, const attend_chunk *c, attend_scratch *s)
+static void run_range(const attend_plan *p, const attend_packed *packed, const attend_chunk *c,
+                      attend_scratch *s)
 {
     for (int32_t first = 0; first < c->rows; first += TILE_ROWS) {
         const int32_t n = c->rows - first < TILE_ROWS ? c->rows - first : TILE_ROWS;
@@ -156,8 +178,8 @@ static void run_range(const attend_plan *p, const attend_packed *packed, const a
     }
 }
 
-/* Appends what fits of run [*key, end) to a tile and moves *key on. Returns whether the tile is full. Blocks that
- * are not a multiple of 16 long make tiles of their own. */
+/* Appends what fits of run [*key, end) to a tile and moves *key on. Returns whether the tile is full. Blocks
+ * that are not a multiple of 16 long make tiles of their own. */
 static bool take_keys(const attend_plan *p, key_tile *tile, int32_t *columns, int64_t *key, int64_t end)
 {
     const int64_t base = *key & ~(int64_t)15;
@@ -183,7 +205,8 @@ static key_tile next_tile(const attend_plan *p, int64_t nk, list_walk *w)
     key_tile tile = {.n = 0};
     int32_t columns = 0;
     for (; w->at < w->n; w->at++, w->key = -1) {
-        const int64_t end = (w->list[w->at] + 1) * p->list_block < nk ? (w->list[w->at] + 1) * p->list_block : nk;
+        const int64_t end =
+            (w->list[w->at] + 1) * p->list_block < nk ? (w->list[w->at] + 1) * p->list_block : nk;
         if (w->key < 0) w->key = w->list[w->at] * p->list_block;
         const bool full = take_keys(p, &tile, &columns, &w->key, end);
         if (w->key < end) return tile;
@@ -196,7 +219,8 @@ static key_tile next_tile(const attend_plan *p, int64_t nk, list_walk *w)
     return tile;
 }
 
-static void run_lists_by_tile(const attend_plan *p, const attend_packed *packed, const attend_chunk *c, attend_scratch *s)
+static void run_lists_by_tile(const attend_plan *p, const attend_packed *packed, const attend_chunk *c,
+                              attend_scratch *s)
 {
     const int64_t tile_rows_n = p->args->tile * p->hs;
     int32_t *list = s->lists.list;
@@ -204,7 +228,8 @@ static void run_lists_by_tile(const attend_plan *p, const attend_packed *packed,
     for (int32_t first = 0; first < c->rows;) {
         const int64_t tile = (c->row0 + first) / tile_rows_n, tile_end = (tile + 1) * tile_rows_n - c->row0;
         const int32_t stop = tile_end < c->rows ? (int32_t)tile_end : c->rows;
-        const int32_t n = attend_list_clean(p, &c->seq, c->unit, tile, c->hi[stop - 1], (int32_t)(tile - c->row0 / tile_rows_n) + 1, &s->lists);
+        const int32_t n = attend_list_clean(p, &c->seq, c->unit, tile, c->hi[stop - 1],
+                                            (int32_t)(tile - c->row0 / tile_rows_n) + 1, &s->lists);
         attend_list_sort(list, n); /* given lists may have any order */
         for (; first < stop; first += TILE_ROWS) {
             const tile_rows t = rows_of(p, c, first, stop - first < TILE_ROWS ? stop - first : TILE_ROWS);
@@ -225,17 +250,19 @@ static void scatter(const attend_plan *p, int32_t n, attend_chunk *c, attend_scr
 {
     for (int32_t i = 0; i < n; i++) {
         const int32_t r = s->rows[i];
-        p->kernels->scale_add_row(c->o + (int64_t)r * p->value_width, s->shrink[i], s->gather_o + (int64_t)i * p->value_width, p->value_width);
+        p->kernels->scale_add_row(c->o + (int64_t)r * p->value_width, s->shrink[i],
+                                  s->gather_o + (int64_t)i * p->value_width, p->value_width);
         c->max[r] = s->max[i];
         c->sum[r] = s->sum[i];
     }
 }
 
 /* The gathered rows against block x. */
-static void run_gathered(const attend_plan *p, const attend_packed *packed, int32_t n, int32_t x, const key_tile *after, attend_chunk *c,
-                         attend_scratch *s)
+static void run_gathered(const attend_plan *p, const attend_packed *packed, int32_t n, int32_t x,
+                         const key_tile *after, attend_chunk *c, attend_scratch *s)
 {
-    const tile_rows t = {&c->seq, n, c->kv_head, s->gather_q, s->gather_o, s->lo, s->hi, s->max, s->sum, true};
+    const tile_rows t = {&c->seq, n,     c->kv_head, s->gather_q, s->gather_o,
+                         s->lo,   s->hi, s->max,     s->sum,      true};
     list_walk walk = {&x, 1, 0, -1};
     key_tile next = next_tile(p, c->seq.nk, &walk);
     while (next.n > 0) {
@@ -246,11 +273,13 @@ static void run_gathered(const attend_plan *p, const attend_packed *packed, int3
     }
 }
 
-static void run_lists_by_key(const attend_plan *p, const attend_packed *packed, attend_chunk *c, attend_scratch *s)
+static void run_lists_by_key(const attend_plan *p, const attend_packed *packed, attend_chunk *c,
+                             attend_scratch *s)
 {
     const int64_t per_tile = p->args->tile * p->hs;
     const size_t row_bytes = (size_t)p->key_words * 4;
-    const int32_t blocks = (int32_t)attend_lists_invert(p, &c->seq, c->unit, c->row0, c->rows, c->hi, &s->lists);
+    const int32_t blocks =
+        (int32_t)attend_lists_invert(p, &c->seq, c->unit, c->row0, c->rows, c->hi, &s->lists);
     const int32_t *start = s->lists.start, *entries = s->lists.entries;
     for (int32_t x = 0, next_x; x < blocks; x = next_x) {
         for (next_x = x + 1; next_x < blocks && start[next_x] == start[next_x + 1];) next_x++;
@@ -258,13 +287,17 @@ static void run_lists_by_key(const attend_plan *p, const attend_packed *packed, 
         const key_tile after = next_tile(p, c->seq.nk, &walk);
         int32_t n = 0;
         for (int32_t e = start[x]; e < start[x + 1]; e++) {
-            const int64_t from = entries[e] * per_tile, to = from + per_tile < c->rows ? from + per_tile : c->rows;
+            const int64_t from = entries[e] * per_tile,
+                          to = from + per_tile < c->rows ? from + per_tile : c->rows;
             for (int64_t r = from; r < to; r++) {
                 if (c->hi[r] <= x * p->list_block) continue;
                 memcpy((char *)s->gather_q + n * row_bytes, (const char *)c->q + r * row_bytes, row_bytes);
-                for (int64_t i = 0; i < p->value_width; i += 16) __builtin_prefetch(c->o + r * p->value_width + i, 1, 2);
-                s->max[n] = c->max[r], s->sum[n] = c->sum[r];
-                s->lo[n] = c->lo[r], s->hi[n] = c->hi[r];
+                for (int64_t i = 0; i < p->value_width; i += 16)
+                    __builtin_prefetch(c->o + r * p->value_width + i, 1, 2);
+                s->max[n] = c->max[r];
+                s->sum[n] = c->sum[r];
+                s->lo[n] = c->lo[r];
+                s->hi[n] = c->hi[r];
                 s->rows[n++] = (int32_t)r;
                 if (n < TILE_ROWS) continue;
                 run_gathered(p, packed, n, x, &after, c, s);
@@ -292,8 +325,10 @@ void attend_chunk_finish(const attend_plan *p, attend_chunk *c)
     const double ln2 = 0.69314718055994530942;
     for (int32_t r = 0; r < c->rows; r++) {
         const float sum = c->sum[r];
-        if (sum != 0.0f) p->kernels->scale_row(c->o + (int64_t)r * p->value_width, 1.0f / sum, p->value_width);
-        c->sum[r] = sum == 0.0f ? -INFINITY : (float)((double)c->max[r] * (double)p->scale2 * ln2 + log((double)sum));
+        if (sum != 0.0f)
+            p->kernels->scale_row(c->o + (int64_t)r * p->value_width, 1.0f / sum, p->value_width);
+        c->sum[r] =
+            sum == 0.0f ? -INFINITY : (float)((double)c->max[r] * (double)p->scale2 * ln2 + log((double)sum));
     }
 }
 
@@ -306,6 +341,8 @@ void attend_chunk_store(const attend_plan *p, const attend_chunk *c)
             p->kernels->rows->convert(c->o + (int64_t)r * p->value_width, QUERN_F32,
                                       row_at(o, c->seq.view_b, query, head), o->dtype, p->dim_v);
         if (lse->ndim > 0)
-            ((float *)lse->data)[c->seq.view_b * lse->strides[0] + head * lse->strides[1] + query * lse->strides[2]] = c->sum[r];
+            ((float *)lse
+                 ->data)[c->seq.view_b * lse->strides[0] + head * lse->strides[1] + query * lse->strides[2]] =
+                c->sum[r];
     }
 }

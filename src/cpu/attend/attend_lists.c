@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_lists.c - lists of blocks: cleaning one tile's, and inverting a chunk's. Lists may come from a caller,
- * so any entry is checked before it is used. */
+/* attend_lists.c - lists of blocks: cleaning one tile's, and inverting a chunk's. Lists may come from a
+ * caller, so any entry is checked before it is used. */
 #include "cpu/attend/attend.h"
 #include "cpu/rows_at.h"
 
@@ -46,8 +46,8 @@ void attend_lists_reset(const attend_plan *plan, const attend_sequence *seq, att
     memset(lists->mark, 0, (size_t)(block_count(plan, seq->nk) + 1) * sizeof *lists->mark);
 }
 
-int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t tile, int64_t hi, int32_t stamp,
-                          attend_lists *lists)
+int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t tile,
+                          int64_t hi, int32_t stamp, attend_lists *lists)
 {
     const quern_tensor *t = &plan->args->list;
     const int32_t *list = row_at(t, seq->view_b, unit, seq->list_row0 + tile);
@@ -62,8 +62,8 @@ int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, i
     return n;
 }
 
-int64_t attend_lists_invert(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0, int32_t rows,
-                            const int32_t *hi, attend_lists *lists)
+int64_t attend_lists_invert(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0,
+                            int32_t rows, const int32_t *hi, attend_lists *lists)
 {
     const int64_t per_tile = plan->args->tile * plan->hs, blocks = block_count(plan, seq->nk);
     const int64_t tile0 = row0 / per_tile, tiles = (rows + per_tile - 1) / per_tile;

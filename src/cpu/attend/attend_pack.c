@@ -26,8 +26,9 @@ attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args)
     p.value_width = round_up(p.dim_v, 16);
     p.value_panel = attend_row_panel(&p, p.dim_v);
     p.sequences = args->seqs.batch;
-    p.packed_rows = args->seqs.cu_q.ndim == 0 ? args->seqs.batch * round_up(args->seqs.n_kv, KEY_ALIGN)
-                                                 : round_up(args->seqs.n_kv, KEY_ALIGN) + KEY_ALIGN * args->seqs.batch;
+    p.packed_rows = args->seqs.cu_q.ndim == 0
+                        ? args->seqs.batch * round_up(args->seqs.n_kv, KEY_ALIGN)
+                        : round_up(args->seqs.n_kv, KEY_ALIGN) + KEY_ALIGN * args->seqs.batch;
     p.list_block = args->mask == ATTEND_COMPRESSED ? STAGE_GROUP_ENTRIES : args->block_size;
     p.scale2 = p.bf16 ? args->scale * log2_e : 1.0f;
     return p;
@@ -36,13 +37,21 @@ attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args)
 attend_sequence attend_sequence_at(const attend_plan *plan, int64_t b)
 {
     const stage_seqs *s = &plan->args->seqs;
-    if (s->cu_q.data == NULL) return (attend_sequence){b, 0, s->n_q, 0, s->n_kv, b * round_up(s->n_kv, KEY_ALIGN), 0};
+    if (s->cu_q.data == NULL)
+        return (attend_sequence){b, 0, s->n_q, 0, s->n_kv, b * round_up(s->n_kv, KEY_ALIGN), 0};
     const int32_t *cq = s->cu_q.data, *ck = s->cu_kv.data != NULL ? s->cu_kv.data : cq;
     const int64_t list_row = attend_list_length(plan) > 0 ? first_list_row(s, plan->args->tile, b) : 0;
-    return (attend_sequence){0, cq[b], cq[b + 1] - cq[b], ck[b], ck[b + 1] - ck[b], round_up(ck[b], KEY_ALIGN) + KEY_ALIGN * b, list_row};
+    return (attend_sequence){0,
+                             cq[b],
+                             cq[b + 1] - cq[b],
+                             ck[b],
+                             ck[b + 1] - ck[b],
+                             round_up(ck[b], KEY_ALIGN) + KEY_ALIGN * b,
+                             list_row};
 }
 
-void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo, int64_t *hi)
+void attend_interval(const attend_args *args, const attend_sequence *seq, int64_t query, int64_t *lo,
+                     int64_t *hi)
 {
     const key_mask mask = {args->mask,         args->causal,     args->visibility, args->window,
                            args->query_offset, args->block_size, args->stride};
@@ -66,7 +75,9 @@ void attend_packed_carve(const attend_plan *plan, arena *a, attend_packed *packe
 {
     const size_t rows = (size_t)plan->packed_rows, heads = (size_t)plan->kv_heads;
     packed->keys = arena_take(a, heads * rows * (size_t)plan->key_words * 4);
-    packed->values = arena_take(a, heads * rows * (size_t)(attend_row_panels(plan, plan->dim_v) * plan->value_panel) * (plan->bf16 ? 2 : 4));
+    packed->values =
+        arena_take(a, heads * rows * (size_t)(attend_row_panels(plan, plan->dim_v) * plan->value_panel) *
+                          (plan->bf16 ? 2 : 4));
     packed->nonfinite = arena_take(a, heads * rows / KEY_ALIGN);
 }
 
@@ -90,7 +101,8 @@ static bool any_row_nonfinite(const row_source *src)
 }
 
 /* KEY_ALIGN rows, those past the sequence as zeros, keys along columns. */
-static void pack_columns(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq, int64_t head, int64_t row, int64_t rows)
+static void pack_columns(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq,
+                         int64_t head, int64_t row, int64_t rows)
 {
     const attention_kernels *k = p->kernels;
     const int64_t words = p->bf16 ? t->tensor->shape[3] / 2 : t->tensor->shape[3];
@@ -103,18 +115,21 @@ static void pack_columns(const attend_plan *p, const attend_pack_target *t, cons
     }
 }
 
-static void pack_pairs(const attend_plan *p, const row_source *src, int32_t panel, uint32_t *dst, int64_t stride)
+static void pack_pairs(const attend_plan *p, const row_source *src, int32_t panel, uint32_t *dst,
+                       int64_t stride)
 {
     if (p->bf16) p->kernels->pack_values_bf16(src, panel, dst, stride);
     else p->kernels->pack_values_f32(src, panel, (float *)dst, stride);
 }
 
 /* The same, keys along rows, without what is not finite. Returns whether there was something. */
-static bool pack_rows(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq, int64_t head, int64_t row, int64_t rows)
+static bool pack_rows(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq,
+                      int64_t head, int64_t row, int64_t rows)
 {
     const int64_t pairs = p->bf16 ? 2 : 1, panels = attend_row_panels(p, t->tensor->shape[3]);
     const int64_t stride = p->packed_rows / pairs * t->row_panel;
-    uint32_t *dst = (uint32_t *)t->rows + head * panels * stride + (seq->packed0 + row) / pairs * t->row_panel;
+    uint32_t *dst =
+        (uint32_t *)t->rows + head * panels * stride + (seq->packed0 + row) / pairs * t->row_panel;
     const row_source src = rows_at(t->tensor, seq->view_b, seq->k0 + row, head, rows);
     const bool nonfinite = any_row_nonfinite(&src);
     if (!nonfinite) pack_pairs(p, &src, t->row_panel, dst, stride);
@@ -122,12 +137,14 @@ static bool pack_rows(const attend_plan *p, const attend_pack_target *t, const a
         uint32_t finite[2 * MAX_DIM];
         const row_source two = {finite, src.dtype, src.dim, rows - r < 2 ? 1 : 2, src.dim};
         for (int64_t i = 0; i < two.rows; i++)
-            copy_finite(row_of(&src, r + i), src.dtype, src.dim, (char *)finite + i * src.dim * (int64_t)quern_dtype_size(src.dtype));
+            copy_finite(row_of(&src, r + i), src.dtype, src.dim,
+                        (char *)finite + i * src.dim * (int64_t)quern_dtype_size(src.dtype));
         pack_pairs(p, &two, t->row_panel, dst + r / pairs * t->row_panel, stride);
     }
     const int64_t filled = (rows + pairs - 1) / pairs;
     for (int64_t j = 0; j < panels; j++)
-        for (int64_t i = filled * t->row_panel; i < KEY_ALIGN / pairs * t->row_panel; i++) dst[j * stride + i] = 0;
+        for (int64_t i = filled * t->row_panel; i < KEY_ALIGN / pairs * t->row_panel; i++)
+            dst[j * stride + i] = 0;
     return nonfinite;
 }
 
@@ -150,7 +167,8 @@ static void pack_piece(void *arg, int64_t index, int32_t thread)
     }
 }
 
-void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const attend_pack_target *targets, int32_t count)
+void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const attend_pack_target *targets,
+                     int32_t count)
 {
     int64_t longest = 0;
     for (int64_t b = 0; b < plan->sequences; b++) {
@@ -164,7 +182,8 @@ void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const atte
 
 void attend_pack(const stage_exec *exec, const attend_plan *plan, const attend_packed *packed)
 {
-    const attend_pack_target targets[] = {{&plan->args->k, packed->keys, NULL, NULL, 0},
-                                          {&plan->args->v, NULL, packed->values, packed->nonfinite, plan->value_panel}};
+    const attend_pack_target targets[] = {
+        {&plan->args->k, packed->keys, NULL, NULL, 0},
+        {&plan->args->v, NULL, packed->values, packed->nonfinite, plan->value_panel}};
     attend_pack_all(exec, plan, targets, 2);
 }

@@ -1,26 +1,27 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_tile.c - one step of blockwise softmax attention (FlashAttention-2's recurrence): up to 192 query rows
- * against up to 384 keys.
+ * attend_tile.c - one step of blockwise softmax attention (FlashAttention-2's recurrence): up to 192 query
+ * rows against up to 384 keys.
  *
  *   S = Q K^T; m' = max(m, rowmax S); P = 2^(S - m'); l = l 2^(m - m') + rowsum P; O = O 2^(m - m') + P V
  *
- * Rows go through in groups of 96: whole vectors of rows for the softmax, and a panel of K or V (32 KB for 64 keys), once
- * in L1, serves 16 micro-kernels. S, Q and O of a group (240 KB), and K and V (384 KB at f32, D = 128) that the 192 rows
- * use twice, come from L2; the next tile's are prefetched there meanwhile. Longer tiles rescale and add to O less often:
- * 384 keys are 1% faster than 256, 512 no faster than 384. Each product accumulates P V from zero in registers and adds
- * it to O once: adding in place would cost precision over long sums. O is rescaled only in rows whose maximum rose.
+ * Rows go through in groups of 96: whole vectors of rows for the softmax, and a panel of K or V (32 KB for 64
+ * keys), once in L1, serves 16 micro-kernels. S, Q and O of a group (240 KB), and K and V (384 KB at f32, D =
+ * 128) that the 192 rows use twice, come from L2; the next tile's are prefetched there meanwhile. Longer
+ * tiles rescale and add to O less often: 384 keys are 1% faster than 256, 512 no faster than 384. Each
+ * product accumulates P V from zero in registers and adds it to O once: adding in place would cost precision
+ * over long sums. O is rescaled only in rows whose maximum rose.
  *
- * A group's keys are cut to those that some of its rows see. At a border (causal, window) the products go six rows
- * at a time over what these see, in whole vectors for S, so a border costs three keys and half a vector a row instead
- * of half a group. Masks are intervals of columns.
+ * A group's keys are cut to those that some of its rows see. At a border (causal, window) the products go six
+ * rows at a time over what these see, in whole vectors for S, so a border costs three keys and half a vector
+ * a row instead of half a group. Masks are intervals of columns.
  *
- * Values that are not finite must not reach rows that do not see them through 0 * inf: packed values hold 0 in their
- * place, and add_nonfinite() adds what they make of the rows that see them (nonfinite.h).
+ * Values that are not finite must not reach rows that do not see them through 0 * inf: packed values hold 0
+ * in their place, and add_nonfinite() adds what they make of the rows that see them (nonfinite.h).
  *
- * Limit: 2 vector FMAs a cycle in the products. At D = 128, f32, a group's step has 18.9 MFLOP, 294912 cycles of them;
- * softmax adds 4%, packing, masks and stores 4%.
+ * Limit: 2 vector FMAs a cycle in the products. At D = 128, f32, a group's step has 18.9 MFLOP, 294912 cycles
+ * of them; softmax adds 4%, packing, masks and stores 4%.
  */
 #include "cpu/attend/attend_tile.h"
 
@@ -46,23 +47,28 @@ static int64_t rounded_down(int64_t key)
     return key & ~(int64_t)15;
 }
 
-static const float *values_at(const attend_plan *p, const attend_packed *packed, const tile_rows *t, int64_t key)
+static const float *values_at(const attend_plan *p, const attend_packed *packed, const tile_rows *t,
+                              int64_t key)
 {
     const int64_t pairs = p->bf16 ? 2 : 1, stride = p->packed_rows / pairs * p->value_panel;
-    return (const float *)packed->values + t->head * attend_row_panels(p, p->dim_v) * stride + (t->seq->packed0 + key) / pairs * p->value_panel;
+    return (const float *)packed->values + t->head * attend_row_panels(p, p->dim_v) * stride +
+           (t->seq->packed0 + key) / pairs * p->value_panel;
 }
 
-static const float *keys_at(const attend_plan *p, const attend_packed *packed, const tile_rows *t, int64_t key)
+static const float *keys_at(const attend_plan *p, const attend_packed *packed, const tile_rows *t,
+                            int64_t key)
 {
     const int64_t in_panel = key % p->kernels->panel;
-    const float *keys = (const float *)packed->keys + (t->head * p->packed_rows + t->seq->packed0) * p->key_words;
+    const float *keys =
+        (const float *)packed->keys + (t->head * p->packed_rows + t->seq->packed0) * p->key_words;
     return keys + (key - in_panel) * p->key_words + in_panel;
 }
 
 /* Asks for lines [part / parts, (part + 1) / parts) of `bytes` at p. */
 static void prefetch_part(const void *p, int64_t bytes, int64_t part, int64_t parts)
 {
-    const char *from = (const char *)p + bytes * part / parts, *to = (const char *)p + bytes * (part + 1) / parts;
+    const char *from = (const char *)p + bytes * part / parts,
+               *to = (const char *)p + bytes * (part + 1) / parts;
     for (; from < to; from += 64) __builtin_prefetch(from, 0, 2);
 }
 
@@ -74,7 +80,8 @@ static void prefetch_expected(expected_rows *x)
         prefetch_part(x->row0 + x->at / x->hs * x->query_step + x->at % x->hs * x->head_step, x->bytes, 0, 1);
 }
 
-static void prefetch_tile(const attend_plan *p, const attend_packed *packed, const tile_rows *t, const key_tile *keys, int64_t part, int64_t parts)
+static void prefetch_tile(const attend_plan *p, const attend_packed *packed, const tile_rows *t,
+                          const key_tile *keys, int64_t part, int64_t parts)
 {
     const int64_t pairs = p->bf16 ? 2 : 1, stride = p->packed_rows / pairs * p->value_panel;
     for (int32_t i = 0; i < keys->n; i++) {
@@ -87,15 +94,19 @@ static void prefetch_tile(const attend_plan *p, const attend_packed *packed, con
 }
 
 /* O[row .. row + n) += P[..][c0 .. c1) V, column c0 holding key `key`. */
-static void add_values(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t row, int32_t n, int32_t c0, int32_t c1,
-                       int64_t key, bool accumulate)
+static void add_values(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t row,
+                       int32_t n, int32_t c0, int32_t c1, int64_t key, bool accumulate)
 {
-    const int64_t pairs = p->bf16 ? 2 : 1, stride = p->packed_rows / pairs * p->value_panel, depth = (c1 - c0 + pairs - 1) / pairs;
+    const int64_t pairs = p->bf16 ? 2 : 1, stride = p->packed_rows / pairs * p->value_panel,
+                  depth = (c1 - c0 + pairs - 1) / pairs;
     mm_kernel *mm = p->bf16 ? p->kernels->mm_bf16 : p->kernels->mm_f32;
-    const float *values = values_at(p, packed, &g->t, key), *weights = g->s + (int64_t)row * TILE_KEYS + c0 / pairs;
+    const float *values = values_at(p, packed, &g->t, key),
+                *weights = g->s + (int64_t)row * TILE_KEYS + c0 / pairs;
     for (int64_t column = 0; column < p->value_width; column += p->value_panel, values += stride) {
-        const int64_t width = p->value_width - column < p->value_panel ? p->value_width - column : p->value_panel;
-        mm(n, width, depth, weights, TILE_KEYS, 1, values, p->value_panel, g->t.o + row * p->value_width + column, p->value_width, accumulate);
+        const int64_t width =
+            p->value_width - column < p->value_panel ? p->value_width - column : p->value_panel;
+        mm(n, width, depth, weights, TILE_KEYS, 1, values, p->value_panel,
+           g->t.o + row * p->value_width + column, p->value_width, accumulate);
     }
 }
 
@@ -105,7 +116,8 @@ static float weight_at(const attend_plan *p, const row_group *g, int32_t r, int6
     return element_as_f32(g->s + (int64_t)r * TILE_KEYS, p->bf16 ? QUERN_BF16 : QUERN_F32, c);
 }
 
-/* O += P V over the elements of keys [first, end) that are not finite, in the rows that see them. Column of a key: key - base. */
+/* O += P V over the elements of keys [first, end) that are not finite, in the rows that see them. Column of a
+ * key: key - base. */
 static void add_nonfinite(const attend_plan *p, const row_group *g, int64_t first, int64_t end, int64_t base)
 {
     const quern_tensor *v = &p->args->v;
@@ -115,7 +127,9 @@ static void add_nonfinite(const attend_plan *p, const row_group *g, int64_t firs
         for (int64_t d = 0; d < p->dim_v; d++) {
             if (!is_nonfinite(row, v->dtype, d)) continue;
             for (int32_t r = 0; r < g->t.n; r++)
-                if (c >= g->lo[r] && c < g->hi[r]) g->t.o[r * p->value_width + d] += weight_at(p, g, r, c) * element_as_f32(row, v->dtype, d);
+                if (c >= g->lo[r] && c < g->hi[r])
+                    g->t.o[r * p->value_width + d] +=
+                        weight_at(p, g, r, c) * element_as_f32(row, v->dtype, d);
         }
     }
 }
@@ -123,11 +137,14 @@ static void add_nonfinite(const attend_plan *p, const row_group *g, int64_t firs
 /* The same for all keys of the group. */
 static void add_all_nonfinite(const attend_plan *p, const attend_packed *packed, const row_group *g)
 {
-    const uint8_t *nonfinite = packed->nonfinite + (g->t.head * p->packed_rows + g->t.seq->packed0) / KEY_ALIGN;
+    const uint8_t *nonfinite =
+        packed->nonfinite + (g->t.head * p->packed_rows + g->t.seq->packed0) / KEY_ALIGN;
     for (int32_t i = 0; i < g->keys.n; i++) {
-        const int64_t first = g->keys.run[i].first, end = g->keys.run[i].end, base = rounded_down(first) - g->column[i];
+        const int64_t first = g->keys.run[i].first, end = g->keys.run[i].end,
+                      base = rounded_down(first) - g->column[i];
         for (int64_t at = first / KEY_ALIGN; at <= (end - 1) / KEY_ALIGN; at++) {
-            const int64_t from = at * KEY_ALIGN > first ? at * KEY_ALIGN : first, to = (at + 1) * KEY_ALIGN < end ? (at + 1) * KEY_ALIGN : end;
+            const int64_t from = at * KEY_ALIGN > first ? at * KEY_ALIGN : first,
+                          to = (at + 1) * KEY_ALIGN < end ? (at + 1) * KEY_ALIGN : end;
             if (nonfinite[at]) add_nonfinite(p, g, from, to, base);
         }
     }
@@ -157,7 +174,8 @@ static bool lay_out(const key_tile *tile, row_group *g)
     }
     if (whole) return true;
     for (int32_t i = 0; i < g->keys.n; i++) {
-        const int64_t first = g->keys.run[i].first, end = g->keys.run[i].end, base = rounded_down(first) - g->column[i];
+        const int64_t first = g->keys.run[i].first, end = g->keys.run[i].end,
+                      base = rounded_down(first) - g->column[i];
         for (int32_t r = 0; r < t->n; r++) {
             const int64_t lo = t->lo[r] > first ? t->lo[r] : first, hi = t->hi[r] < end ? t->hi[r] : end;
             if (lo >= hi) continue;
@@ -169,25 +187,29 @@ static bool lay_out(const key_tile *tile, row_group *g)
 }
 
 /* S = Q K^T of rows [row, row + n) in the columns from c0, a multiple of 16, to c1 at least. */
-static void scores(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t row, int32_t n, int32_t c0, int32_t c1)
+static void scores(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t row,
+                   int32_t n, int32_t c0, int32_t c1)
 {
     mm_kernel *mm = p->bf16 ? p->kernels->mm_bf16 : p->kernels->mm_f32;
     const int64_t panel = p->kernels->panel;
     for (int32_t i = 0; i < g->keys.n; i++) {
         const int64_t base = rounded_down(g->keys.run[i].first) - g->column[i];
         const int64_t first = base + (c0 > g->column[i] ? c0 : g->column[i]);
-        const int64_t last = g->keys.run[i].end < base + c1 ? g->keys.run[i].end : base + c1, end = (last + 15) & ~(int64_t)15;
+        const int64_t last = g->keys.run[i].end < base + c1 ? g->keys.run[i].end : base + c1,
+                      end = (last + 15) & ~(int64_t)15;
         for (int64_t key = first, width; key < end; key += width) {
             const int64_t rest = panel - key % panel;
             width = end - key < rest ? end - key : rest;
-            mm(n, width, p->key_words, g->t.q + row * p->key_words, p->key_words, 1, keys_at(p, packed, &g->t, key), panel,
-               g->s + (int64_t)row * TILE_KEYS + (key - base), TILE_KEYS, false);
+            mm(n, width, p->key_words, g->t.q + row * p->key_words, p->key_words, 1,
+               keys_at(p, packed, &g->t, key), panel, g->s + (int64_t)row * TILE_KEYS + (key - base),
+               TILE_KEYS, false);
         }
     }
 }
 
 /* O (+)= P V of rows [row, row + n) over the columns [c0, c1), c0 a multiple of 16. */
-static void weighted_values(const attend_plan *p, const attend_packed *packed, const row_group *g, int32_t row, int32_t n, int32_t c0, int32_t c1)
+static void weighted_values(const attend_plan *p, const attend_packed *packed, const row_group *g,
+                            int32_t row, int32_t n, int32_t c0, int32_t c1)
 {
     bool accumulate = !g->t.fresh;
     for (int32_t i = 0; i < g->keys.n; i++) {
@@ -205,10 +227,12 @@ static void weighted_values(const attend_plan *p, const attend_packed *packed, c
 static int32_t next_rows(const row_group *g, bool whole, int32_t row, int32_t *c0, int32_t *c1)
 {
     int32_t n = g->t.n - row;
-    *c0 = 0, *c1 = g->columns;
+    *c0 = 0;
+    *c1 = g->columns;
     if (whole) return n;
     if (n > BORDER_ROWS) n = BORDER_ROWS;
-    *c0 = g->columns, *c1 = 0;
+    *c0 = g->columns;
+    *c1 = 0;
     for (int32_t r = row; r < row + n; r++) {
         if (g->lo[r] >= g->hi[r]) continue;
         if (g->lo[r] < *c0) *c0 = g->lo[r];
@@ -218,7 +242,8 @@ static int32_t next_rows(const row_group *g, bool whole, int32_t row, int32_t *c
     return n;
 }
 
-static void step_group(const attend_plan *p, const attend_packed *packed, const key_tile *tile, float *shrink, row_group *g)
+static void step_group(const attend_plan *p, const attend_packed *packed, const key_tile *tile, float *shrink,
+                       row_group *g)
 {
     const attention_kernels *k = p->kernels;
     const tile_rows *t = &g->t;
@@ -233,7 +258,8 @@ static void step_group(const attend_plan *p, const attend_packed *packed, const 
         n = next_rows(g, whole, row, &c0, &c1);
         scores(p, packed, g, row, n, c0, c1);
     }
-    const softmax_tile soft = {g->s, TILE_KEYS, t->n, g->columns, g->lo, g->hi, p->scale2, t->max, t->sum, shrink};
+    const softmax_tile soft = {g->s,  TILE_KEYS, t->n,   g->columns, g->lo,
+                               g->hi, p->scale2, t->max, t->sum,     shrink};
     if (p->bf16) k->softmax_bf16(&soft);
     else k->softmax_f32(&soft);
     if (!t->fresh)
@@ -247,8 +273,8 @@ static void step_group(const attend_plan *p, const attend_packed *packed, const 
     add_all_nonfinite(p, packed, g);
 }
 
-void attend_tile_step(const attend_plan *p, const attend_packed *packed, const tile_rows *rows, const key_tile *keys, const key_tile *next,
-                      attend_scratch *s)
+void attend_tile_step(const attend_plan *p, const attend_packed *packed, const tile_rows *rows,
+                      const key_tile *keys, const key_tile *next, attend_scratch *s)
 {
     row_group g;
     g.s = s->s;

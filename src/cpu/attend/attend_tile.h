@@ -11,8 +11,8 @@
 typedef struct tile_rows {
     const attend_sequence *seq;
     int32_t n, head; /* rows, kv head */
-    const float *q; /* words */
-    float *o;       /* [n][value_width] */
+    const float *q;  /* words */
+    float *o;        /* [n][value_width] */
     const int32_t *lo, *hi;
     float *max, *sum;
     bool fresh; /* o is overwritten by this step's P V, not added to */
@@ -23,17 +23,17 @@ typedef struct key_run {
     int64_t first, end;
 } key_run;
 
-/* The keys of one step, rising. A single run starts anywhere; several start at multiples of 16, all but the last
- * have such lengths, and rows see prefixes of them (lo = 0). From each run's start rounded down to 16, at most
- * TILE_KEYS in all. */
+/* The keys of one step, rising. A single run starts anywhere; several start at multiples of 16, all but the
+ * last have such lengths, and rows see prefixes of them (lo = 0). From each run's start rounded down to 16,
+ * at most TILE_KEYS in all. */
 typedef struct key_tile {
     int32_t n;
     key_run run[TILE_KEYS / 16];
 } key_tile;
 
-/* S = Q K^T, softmax, O += P V. scratch->shrink[r] is what row r's earlier O and sum were multiplied by. The keys
- * of `next` are asked for from memory along the way; it may be empty. */
-void attend_tile_step(const attend_plan *plan, const attend_packed *packed, const tile_rows *rows, const key_tile *keys, const key_tile *next,
-                      attend_scratch *scratch);
+/* S = Q K^T, softmax, O += P V. scratch->shrink[r] is what row r's earlier O and sum were multiplied by. The
+ * keys of `next` are asked for from memory along the way; it may be empty. */
+void attend_tile_step(const attend_plan *plan, const attend_packed *packed, const tile_rows *rows,
+                      const key_tile *keys, const key_tile *next, attend_scratch *scratch);
 
 #endif

@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nonfinite.h - infinities and NaN beside masks. A masked weight is 0, but 0 * inf is NaN, so the operands of P V, dS K,
- * P^T dO and dS^T Q hold 0 where a value is not finite: no product can carry it to a row or key that does not see it,
- * and the products' order of additions is always the same. What those who see it get is added afterwards, element by
- * element.
+ * nonfinite.h - infinities and NaN beside masks. A masked weight is 0, but 0 * inf is NaN, so the operands of
+ * P V, dS K, P^T dO and dS^T Q hold 0 where a value is not finite: no product can carry it to a row or key
+ * that does not see it, and the products' order of additions is always the same. What those who see it get is
+ * added afterwards, element by element.
  */
 #ifndef QUERN_CPU_NONFINITE_H
 #define QUERN_CPU_NONFINITE_H

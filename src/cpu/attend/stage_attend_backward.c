@@ -13,8 +13,8 @@
  * twice, and no partial gradients are kept.
  *
  * A chunk of 768 rows (D = 128) streams through L2 and L3 once per 192 keys, and dK and dV travel to memory
- * once per 768 rows: each 1 to 2% of the time. With lists a chunk is so large that enough of its rows choose a block to
- * fill tiles. Late chunks of a causal sequence see the most keys and go first.
+ * once per 768 rows: each 1 to 2% of the time. With lists a chunk is so large that enough of its rows choose
+ * a block to fill tiles. Late chunks of a causal sequence see the most keys and go first.
  */
 #include "core/parallel.h"
 #include "cpu/attend/attend_backward.h"
@@ -25,7 +25,11 @@
 #include <stdatomic.h>
 #include <string.h>
 
-enum { CHUNK_BYTES = 1400 << 10 /* of q, d_q and d_o: 768 rows at D = 128 */, LISTED_LEAST = 2048, LISTED_MOST = 8192 /* rows */ };
+enum {
+    CHUNK_BYTES = 1400 << 10 /* of q, d_q and d_o: 768 rows at D = 128 */,
+    LISTED_LEAST = 2048,
+    LISTED_MOST = 8192 /* rows */
+};
 enum { GATHER_BELOW = 48 /* rows that share a list */, ROWS_AHEAD = 8, TURN_DONE = INT32_MAX, SPINS = 64 };
 
 typedef _Atomic int64_t turn; /* keys below this get no more from that task */
@@ -43,9 +47,9 @@ typedef struct backward_job {
     backward_thread *threads;
     bool listed, gathers;
     int64_t chunk_rows, slots; /* slots: chunks of one unit, over all sequences */
-    int32_t turns;  /* units of a kv head */
-    turn *turn_of;  /* [kv_heads][slots * turns] */
-    turn *passed;   /* [kv_heads]: all tasks before this one are done */
+    int32_t turns;             /* units of a kv head */
+    turn *turn_of;             /* [kv_heads][slots * turns] */
+    turn *passed;              /* [kv_heads]: all tasks before this one are done */
 } backward_job;
 
 static int64_t least(int64_t a, int64_t b)
@@ -61,9 +65,11 @@ static int64_t odd_lines(int64_t dim)
 
 static int64_t rows_of_chunk(const backward_plan *p, bool listed)
 {
-    const int64_t bytes = 4 * (2 * p->key_ld + p->value_ld), fit = CHUNK_BYTES / bytes / BACKWARD_ROWS * BACKWARD_ROWS;
+    const int64_t bytes = 4 * (2 * p->key_ld + p->value_ld),
+                  fit = CHUNK_BYTES / bytes / BACKWARD_ROWS * BACKWARD_ROWS;
     if (!listed) return fit < BACKWARD_ROWS ? BACKWARD_ROWS : fit;
-    /* Enough rows for a block of the longest sequence to be listed by a tile of them, if lists were random. */
+    /* Enough rows for a block of the longest sequence to be listed by a tile of them, if lists were random.
+     */
     const attend_args *args = p->attend.args;
     const int64_t per_tile = args->tile * p->attend.hs, blocks = args->seqs.n_kv / p->attend.list_block + 1;
     const int64_t length = args->list.shape[3] > 0 ? args->list.shape[3] : 1;
@@ -113,7 +119,8 @@ static backward_job carve(const stage_exec *exec, const attend_args *args, arena
     job.gathers = job.listed && (per_tile < GATHER_BELOW || per_tile % 2 != 0);
     job.chunk_rows = rows_of_chunk(p, job.listed);
     const int64_t rows = args->seqs.n_q * p->attend.hs;
-    job.slots = args->seqs.cu_q.ndim > 0 ? rows / job.chunk_rows + batch : batch * ((rows + job.chunk_rows - 1) / job.chunk_rows);
+    job.slots = args->seqs.cu_q.ndim > 0 ? rows / job.chunk_rows + batch
+                                         : batch * ((rows + job.chunk_rows - 1) / job.chunk_rows);
     job.turns = p->attend.kv_heads > 0 ? p->attend.units / p->attend.kv_heads : 1;
     job.turn_of = arena_take(a, sizeof(turn) * (size_t)(p->attend.units * job.slots));
     job.passed = arena_take(a, sizeof(turn) * (size_t)p->attend.kv_heads);
@@ -137,8 +144,9 @@ static backward_job carve(const stage_exec *exec, const attend_args *args, arena
 static void pack_all(const stage_exec *exec, const backward_plan *p)
 {
     const attend_args *args = p->attend.args;
-    const attend_pack_target targets[] = {{&args->k, p->keys, p->key_rows, p->nonfinite, (int32_t)p->key_panel},
-                                          {&args->v, p->values, NULL, NULL, 0}};
+    const attend_pack_target targets[] = {
+        {&args->k, p->keys, p->key_rows, p->nonfinite, (int32_t)p->key_panel},
+        {&args->v, p->values, NULL, NULL, 0}};
     attend_pack_all(exec, &p->attend, targets, 2);
 }
 
@@ -195,10 +203,11 @@ static void end_keys(const backward_task *t)
         const int64_t c = key - base, token = t->seq.k0 + key;
         if (keys->fresh[c / KEY_ALIGN]) continue;
         if (p->d_k.data != NULL)
-            k->rows->add_scaled(gradient_at(&p->d_k, t->seq.view_b, token, t->kv_head), keys->d_k + c * p->key_ld, p->attend.args->scale,
-                              p->attend.dim_k);
+            k->rows->add_scaled(gradient_at(&p->d_k, t->seq.view_b, token, t->kv_head),
+                                keys->d_k + c * p->key_ld, p->attend.args->scale, p->attend.dim_k);
         if (p->d_v.data != NULL)
-            k->rows->add_scaled(gradient_at(&p->d_v, t->seq.view_b, token, t->kv_head), keys->d_v + c * p->value_ld, 1.0f, p->attend.dim_v);
+            k->rows->add_scaled(gradient_at(&p->d_v, t->seq.view_b, token, t->kv_head),
+                                keys->d_v + c * p->value_ld, 1.0f, p->attend.dim_v);
     }
     atomic_store_explicit(&t->turns[t->self], keys->key1, memory_order_release);
 }
@@ -216,7 +225,8 @@ static void run_range(const backward_task *t)
         begin_keys(t, key, least(key + BACKWARD_KEYS, end));
         for (int64_t r = 0; r < t->rows; r += BACKWARD_ROWS) {
             const backward_rows tile = backward_rows_from(p, chunk, r);
-            backward_step(p, &tile, (int32_t)least(t->rows - r, BACKWARD_ROWS), &t->own->keys, &t->own->scratch);
+            backward_step(p, &tile, (int32_t)least(t->rows - r, BACKWARD_ROWS), &t->own->keys,
+                          &t->own->scratch);
         }
         end_keys(t);
     }
@@ -236,8 +246,10 @@ static void step_gathered(const backward_task *t, int32_t n)
     memset(g->d_q, 0, (size_t)(n * p->key_ld) * sizeof(float));
     backward_step(p, g, n, &t->own->keys, &t->own->scratch);
     for (int32_t i = 0; i < n; i++) {
-        if (i + ROWS_AHEAD < n) prefetch(t->own->chunk.d_q + t->own->rows[i + ROWS_AHEAD] * p->key_ld, p->key_width);
-        p->attend.kernels->rows->add_scaled(t->own->chunk.d_q + t->own->rows[i] * p->key_ld, g->d_q + i * p->key_ld, 1.0f, p->key_width);
+        if (i + ROWS_AHEAD < n)
+            prefetch(t->own->chunk.d_q + t->own->rows[i + ROWS_AHEAD] * p->key_ld, p->key_width);
+        p->attend.kernels->rows->add_scaled(t->own->chunk.d_q + t->own->rows[i] * p->key_ld,
+                                            g->d_q + i * p->key_ld, 1.0f, p->key_width);
     }
 }
 
@@ -252,12 +264,14 @@ static void run_block(const backward_task *t, const int32_t *entries, int32_t n)
     int32_t gathered = 0;
     for (int32_t e = 0; e < n; e++) {
         if (job->gathers && e + ahead < n)
-            for (int64_t r = entries[e + ahead] * per_tile, end = least(r + per_tile, t->rows); r < end; r++) backward_rows_prefetch(p, chunk, r);
+            for (int64_t r = entries[e + ahead] * per_tile, end = least(r + per_tile, t->rows); r < end; r++)
+                backward_rows_prefetch(p, chunk, r);
         const int64_t from = entries[e] * per_tile, to = least(from + per_tile, t->rows);
         if (!job->gathers) {
             for (int64_t r = from; r < to; r += BACKWARD_ROWS) {
                 const backward_rows tile = backward_rows_from(p, chunk, r);
-                backward_step(p, &tile, (int32_t)least(to - r, BACKWARD_ROWS), &t->own->keys, &t->own->scratch);
+                backward_step(p, &tile, (int32_t)least(to - r, BACKWARD_ROWS), &t->own->keys,
+                              &t->own->scratch);
             }
             continue;
         }
@@ -265,7 +279,10 @@ static void run_block(const backward_task *t, const int32_t *entries, int32_t n)
             if (chunk->hi[r] <= t->own->keys.key0) continue;
             t->own->rows[gathered] = (int32_t)r;
             backward_rows_copy(p, chunk, r, &t->own->gathered, gathered);
-            if (++gathered == BACKWARD_ROWS) step_gathered(t, gathered), gathered = 0;
+            if (++gathered == BACKWARD_ROWS) {
+                step_gathered(t, gathered);
+                gathered = 0;
+            }
         }
     }
     if (gathered > 0) step_gathered(t, gathered);
@@ -275,7 +292,8 @@ static void run_lists(const backward_task *t)
 {
     const attend_plan *f = &t->job->plan.attend;
     backward_thread *own = t->own;
-    const int64_t blocks = attend_lists_invert(f, &t->seq, t->unit, t->row0, (int32_t)t->rows, own->chunk.hi, &own->lists);
+    const int64_t blocks =
+        attend_lists_invert(f, &t->seq, t->unit, t->row0, (int32_t)t->rows, own->chunk.hi, &own->lists);
     const int32_t *start = own->lists.start;
     for (int64_t x = 0; x < blocks; x++) {
         if (start[x] == start[x + 1]) continue;
@@ -333,7 +351,8 @@ static void clear_token(void *arg, int64_t index, int32_t thread)
     const gradient_job *job = arg;
     const quern_tensor *t = job->t;
     for (int64_t h = 0; h < t->shape[2]; h++)
-        memset(gradient_at(job->g, index / t->shape[1], index % t->shape[1], h), 0, (size_t)t->shape[3] * sizeof(float));
+        memset(gradient_at(job->g, index / t->shape[1], index % t->shape[1], h), 0,
+               (size_t)t->shape[3] * sizeof(float));
 }
 
 static void write_token(void *arg, int64_t index, int32_t thread)
@@ -343,7 +362,8 @@ static void write_token(void *arg, int64_t index, int32_t thread)
     const quern_tensor *t = job->t;
     const int64_t b = index / t->shape[1], n = index % t->shape[1];
     for (int64_t h = 0; h < t->shape[2]; h++)
-        job->kernels->rows->convert(gradient_at(job->g, b, n, h), QUERN_F32, row_at(t, b, n, h), t->dtype, t->shape[3]);
+        job->kernels->rows->convert(gradient_at(job->g, b, n, h), QUERN_F32, row_at(t, b, n, h), t->dtype,
+                                    t->shape[3]);
 }
 
 size_t cpu_attend_backward_workspace(const stage_exec *exec, const attend_args *args)
@@ -358,7 +378,8 @@ quern_status cpu_attend_backward(const stage_exec *exec, const attend_args *args
     arena a = arena_on(workspace);
     backward_job job = carve(exec, args, &a);
     const attend_plan *f = &job.plan.attend;
-    gradient_job outputs[2] = {{&args->d_k, &job.plan.d_k, f->kernels}, {&args->d_v, &job.plan.d_v, f->kernels}};
+    gradient_job outputs[2] = {{&args->d_k, &job.plan.d_k, f->kernels},
+                               {&args->d_v, &job.plan.d_v, f->kernels}};
     const bool accumulate[2] = {args->accumulate_k, args->accumulate_v};
     for (int i = 0; i < 2; i++)
         if (outputs[i].g->data != NULL && !accumulate[i])

@@ -5,8 +5,8 @@
  * chunks of query rows and runs them in parallel, the chunks with the most keys first. A chunk's result
  * depends on nothing but its rows, so neither does it on the number of threads.
  *
- * Heads go in passes of as many as keep their packed keys and values in the last cache and all threads at work, so
- * that packing writes to that cache and not to memory.
+ * Heads go in passes of as many as keep their packed keys and values in the last cache and all threads at
+ * work, so that packing writes to that cache and not to memory.
  */
 #include "core/parallel.h"
 #include "core/view.h"
@@ -52,7 +52,10 @@ static forward_job carve(const stage_exec *exec, const attend_args *args, arena 
         attend_scratch scratch;
         attend_chunk_carve(p, (int32_t)job.chunk_rows, a, &chunk);
         attend_scratch_carve(p, (int32_t)job.chunk_rows, a, &scratch);
-        if (a->base != NULL) job.chunks[i] = chunk, job.scratch[i] = scratch;
+        if (a->base != NULL) {
+            job.chunks[i] = chunk;
+            job.scratch[i] = scratch;
+        }
     }
     return job;
 }
@@ -62,8 +65,10 @@ static int64_t heads_of_pass(const stage_exec *exec, const attend_args *args)
 {
     const attend_plan p = attend_plan_of(exec, args);
     if (p.kv_heads == 0) return 0;
-    const int64_t bytes = p.packed_rows * (p.key_words * 4 + attend_row_panels(&p, p.dim_v) * p.value_panel * (p.bf16 ? 2 : 4));
-    const int64_t chunks = p.sequences * pieces_of(&p) * (p.units / p.kv_heads), wanted = (int64_t)CHUNKS_A_THREAD * exec->threads;
+    const int64_t bytes =
+        p.packed_rows * (p.key_words * 4 + attend_row_panels(&p, p.dim_v) * p.value_panel * (p.bf16 ? 2 : 4));
+    const int64_t chunks = p.sequences * pieces_of(&p) * (p.units / p.kv_heads),
+                  wanted = (int64_t)CHUNKS_A_THREAD * exec->threads;
     int64_t heads = bytes > 0 ? PASS_BYTES / bytes : p.kv_heads;
     if (chunks > 0 && heads < (wanted + chunks - 1) / chunks) heads = (wanted + chunks - 1) / chunks;
     return heads < 1 ? 1 : heads < p.kv_heads ? heads : p.kv_heads;
@@ -91,7 +96,8 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     const int64_t b = index / job->pieces / p->units;
     const int32_t unit = (int32_t)(index / job->pieces % p->units);
     const attend_sequence seq = attend_sequence_at(p, b);
-    const int64_t row0 = (job->pieces - 1 - index % job->pieces) * job->chunk_rows, rows = seq.nq * p->hs - row0;
+    const int64_t row0 = (job->pieces - 1 - index % job->pieces) * job->chunk_rows,
+                  rows = seq.nq * p->hs - row0;
     if (rows <= 0) return;
     attend_chunk *chunk = &job->chunks[thread];
     attend_chunk_begin(p, b, unit, row0, (int32_t)(rows < job->chunk_rows ? rows : job->chunk_rows), chunk);

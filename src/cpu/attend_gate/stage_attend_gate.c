@@ -1,27 +1,29 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_attend_gate.c - the attend_gate_forward stage: o = sum_b g_b o_b over the compressed, selected and window
- * branches, chunk by chunk, so that o_b reaches memory only where it is wanted.
+ * stage_attend_gate.c - the attend_gate_forward stage: o = sum_b g_b o_b over the compressed, selected and
+ * window branches, chunk by chunk, so that o_b reaches memory only where it is wanted.
  *
- * Passes. A pass packs the keys and values of its branches, then takes every chunk of query rows through these
- * branches: Q is packed once, each branch's O is normalised in place, scaled by its gate and added up in f32, and the
- * sum is stored past the caches. All branches share one pass where they can. A new one starts
- *   - after the compressed branch, where the lists to come are chosen by its probabilities (softmax): they need its
- *     lse for all rows of a tile and all heads of a group first;
- *   - where the next branch reads a pair of keys and values of its own, so that only one packed copy stands at a time;
- *   - after the compressed branch, where its packed entries are larger than one lse of the call (short strides): then
- *     they do not stand beside the packed tokens.
- * A later pass starts its sums from o. In bf16 and f16 that rounds o once more; o_b in memory rounded three times.
+ * Passes. A pass packs the keys and values of its branches, then takes every chunk of query rows through
+ * these branches: Q is packed once, each branch's O is normalised in place, scaled by its gate and added up
+ * in f32, and the sum is stored past the caches. All branches share one pass where they can. A new one starts
+ *   - after the compressed branch, where the lists to come are chosen by its probabilities (softmax): they
+ * need its lse for all rows of a tile and all heads of a group first;
+ *   - where the next branch reads a pair of keys and values of its own, so that only one packed copy stands
+ * at a time;
+ *   - after the compressed branch, where its packed entries are larger than one lse of the call (short
+ * strides): then they do not stand beside the packed tokens. A later pass starts its sums from o. In bf16 and
+ * f16 that rounds o once more; o_b in memory rounded three times.
  *
- * Chunks and slices. Q is packed by chunks. Lists that are walked key by key run over a whole chunk, as each block of
- * keys is read once a chunk: it has as many rows as fit q and their o into 3 MiB. Everything else runs slice by slice:
- * about 200 rows whose o, sums and gates stay in L2 from products to o's store. Where no branch is walked by key, a
- * chunk is one slice. A pass with lists by head has rows of one head, for all of its branches. A chunk's result depends
- * on nothing but its rows.
+ * Chunks and slices. Q is packed by chunks. Lists that are walked key by key run over a whole chunk, as each
+ * block of keys is read once a chunk: it has as many rows as fit q and their o into 3 MiB. Everything else
+ * runs slice by slice: about 200 rows whose o, sums and gates stay in L2 from products to o's store. Where no
+ * branch is walked by key, a chunk is one slice. A pass with lists by head has rows of one head, for all of
+ * its branches. A chunk's result depends on nothing but its rows.
  *
- * Limit: that of attend_tile.c, plus 1% for gates (three dot products a row) and sums (in L2). Against separate stages
- * this saves the traffic of o_b (written and read) and of Q, and a second packing of K and V: 3 to 6% at 32k.
+ * Limit: that of attend_tile.c, plus 1% for gates (three dot products a row) and sums (in L2). Against
+ * separate stages this saves the traffic of o_b (written and read) and of Q, and a second packing of K and V:
+ * 3 to 6% at 32k.
  */
 #include "core/parallel.h"
 #include "core/view.h"
@@ -32,7 +34,12 @@
 #include <string.h>
 
 enum { CMP, SLC, WIN, BRANCHES };
-enum { CHUNK_BYTES = 3 << 20, CHUNK_MOST = 4096 /* rows */, SLICE_LEAST = 256, SLICE_MOST = 768 /* rows of lists walked by tile */ };
+enum {
+    CHUNK_BYTES = 3 << 20,
+    CHUNK_MOST = 4096 /* rows */,
+    SLICE_LEAST = 256,
+    SLICE_MOST = 768 /* rows of lists walked by tile */
+};
 
 /* What a thread works in. The branches' scratch is one place: they run one after the other. */
 typedef struct gated_space {
@@ -45,7 +52,7 @@ typedef struct gated_space {
 
 typedef struct gated_pass {
     int32_t branch[BRANCHES], count;
-    bool wide[BRANCHES]; /* runs over a whole chunk */
+    bool wide[BRANCHES];            /* runs over a whole chunk */
     attend_packed packed[BRANCHES]; /* tokens' may be one */
     int64_t chunk_rows, slice_rows, pieces;
     gated_space *spaces;
@@ -83,7 +90,8 @@ static bool joins(const gated_job *job, const gated_pass *pass, int branch)
     const int last = pass->branch[pass->count - 1];
     if (last != CMP) return !job->args->separate[last] && !job->args->separate[branch];
     const quern_tensor *q = &job->attend[CMP].q;
-    return !job->select_late && packed_bytes(&job->plan[CMP]) <= (size_t)(q->shape[0] * q->shape[1] * q->shape[2]) * sizeof(float);
+    return !job->select_late &&
+           packed_bytes(&job->plan[CMP]) <= (size_t)(q->shape[0] * q->shape[1] * q->shape[2]) * sizeof(float);
 }
 
 /* Whether the pass's i-th branch reads what the one before it does. */
@@ -120,7 +128,10 @@ static void size_chunks(const gated_job *job, gated_pass *pass)
 static void carve_rows(const attend_plan *p, int64_t rows, arena *a, attend_chunk *c)
 {
     const size_t n = (size_t)rows * sizeof(float);
-    *c = (attend_chunk){.capacity = (int32_t)rows, .o = arena_take(a, n * (size_t)p->value_width), .max = arena_take(a, n), .sum = arena_take(a, n)};
+    *c = (attend_chunk){.capacity = (int32_t)rows,
+                        .o = arena_take(a, n * (size_t)p->value_width),
+                        .max = arena_take(a, n),
+                        .sum = arena_take(a, n)};
     c->lo = arena_take(a, n);
     c->hi = arena_take(a, n);
 }
@@ -168,7 +179,10 @@ static size_t carve_pass(const stage_exec *exec, const gated_job *job, gated_pas
 static void plan_job(const stage_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
 {
     const bool softmax = args->select.scorer == SELECT_PROBABILITY;
-    *job = (gated_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .select = args->select, .threads = exec->threads};
+    *job = (gated_job){.args = args,
+                       .kernels = nsa_kernels_for(exec->cpu_level),
+                       .select = args->select,
+                       .threads = exec->threads};
     for (int i = 0; i < BRANCHES; i++) job->attend[i] = args->branch[i];
     job->select_late = !args->select_given && softmax && is_on(job, CMP);
     job->select_first = !args->select_given && !job->select_late;
@@ -177,7 +191,8 @@ static void plan_job(const stage_exec *exec, const attend_gate_args *args, arena
         if (!is_present(lse)) {
             const quern_tensor *q = &args->branch[CMP].q;
             const int64_t shape[] = {q->shape[0], q->shape[2], q->shape[1]};
-            *lse = view_on(q, arena_take(a, (size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float)), QUERN_F32, 3, shape);
+            *lse = view_on(q, arena_take(a, (size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float)),
+                           QUERN_F32, 3, shape);
         }
         job->select.lse = *lse;
     }
@@ -203,7 +218,8 @@ static void plan_job(const stage_exec *exec, const attend_gate_args *args, arena
 static void carve(const stage_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
 {
     plan_job(exec, args, a, job);
-    for (int32_t i = 0; i < job->passes; i++) job->pass[i].spaces = arena_take(a, sizeof(gated_space) * (size_t)exec->threads);
+    for (int32_t i = 0; i < job->passes; i++)
+        job->pass[i].spaces = arena_take(a, sizeof(gated_space) * (size_t)exec->threads);
     const size_t start = a->used;
     size_t end = start + (args->select_given ? 0 : cpu_select_workspace(exec, &job->select));
     job->scratch = a->base != NULL ? a->base + start : NULL;
@@ -219,41 +235,57 @@ static void begin_rows(const gated_job *job, const attend_plan *p, const attend_
 {
     const quern_tensor *o = &job->args->gate.o;
     if (job->current == 0) memset(s->sum, 0, (size_t)(c->rows * p->value_width) * sizeof *s->sum);
-    for (int32_t r = 0, end; r < c->rows; r = end) { /* whole queries at once; of the first and the last some heads */
-        const int64_t query = c->seq.q0 + (c->row0 + r) / p->hs, first = (c->row0 + r) % p->hs, left = c->rows - r;
+    for (int32_t r = 0, end; r < c->rows;
+         r = end) { /* whole queries at once; of the first and the last some heads */
+        const int64_t query = c->seq.q0 + (c->row0 + r) / p->hs, first = (c->row0 + r) % p->hs,
+                      left = c->rows - r;
         const bool whole = first == 0 && left >= p->hs;
-        const int64_t tokens = whole ? left / p->hs : 1, heads = whole ? p->hs : left < p->hs - first ? left : p->hs - first;
+        const int64_t tokens = whole ? left / p->hs : 1, heads = whole                  ? p->hs
+                                                                 : left < p->hs - first ? left
+                                                                                        : p->hs - first;
         end = r + (int32_t)(tokens * heads);
-        gate_make(&job->args->gate, job->kernels, c->seq.view_b, query, tokens, c->head0 + first, heads, s->gates + 3 * r);
+        gate_make(&job->args->gate, job->kernels, c->seq.view_b, query, tokens, c->head0 + first, heads,
+                  s->gates + 3 * r);
         for (int32_t i = r; i < end && job->current > 0; i++) {
             const int64_t row = c->row0 + i;
-            job->kernels->rows->convert(row_at(o, c->seq.view_b, c->seq.q0 + row / p->hs, c->head0 + row % p->hs), o->dtype,
-                                      s->sum + i * p->value_width, QUERN_F32, p->dim_v);
+            job->kernels->rows->convert(
+                row_at(o, c->seq.view_b, c->seq.q0 + row / p->hs, c->head0 + row % p->hs), o->dtype,
+                s->sum + i * p->value_width, QUERN_F32, p->dim_v);
         }
     }
 }
 
-static void store_rows(const gated_job *job, const attend_plan *p, const attend_chunk *c, const gated_space *s)
+static void store_rows(const gated_job *job, const attend_plan *p, const attend_chunk *c,
+                       const gated_space *s)
 {
     const quern_tensor *o = &job->args->gate.o;
     for (int32_t r = 0; r < c->rows; r++) {
-        void *dst = row_at(o, c->seq.view_b, c->seq.q0 + (c->row0 + r) / p->hs, c->head0 + (c->row0 + r) % p->hs);
-        job->kernels->spread_row(s->sum + r * p->value_width, 1.0f, p->dim_v, o->dtype, dst, p->dim_v, 1, may_stream(dst, o->dtype, p->dim_v));
+        void *dst =
+            row_at(o, c->seq.view_b, c->seq.q0 + (c->row0 + r) / p->hs, c->head0 + (c->row0 + r) % p->hs);
+        job->kernels->spread_row(s->sum + r * p->value_width, 1.0f, p->dim_v, o->dtype, dst, p->dim_v, 1,
+                                 may_stream(dst, o->dtype, p->dim_v));
     }
     job->kernels->rows->fence();
 }
 
 /* Rows [first, first + n) of a chunk, in `rows` or (NULL) where the chunk's own stand. */
-static attend_chunk slice_of(const attend_plan *p, const attend_chunk *c, int32_t first, int32_t n, const attend_chunk *rows)
+static attend_chunk slice_of(const attend_plan *p, const attend_chunk *c, int32_t first, int32_t n,
+                             const attend_chunk *rows)
 {
     attend_chunk slice = rows != NULL ? *rows : *c;
     const int32_t at = rows != NULL ? 0 : first;
     slice.seq = c->seq;
-    slice.unit = c->unit, slice.kv_head = c->kv_head, slice.head0 = c->head0;
-    slice.row0 = c->row0 + first, slice.rows = n;
+    slice.unit = c->unit;
+    slice.kv_head = c->kv_head;
+    slice.head0 = c->head0;
+    slice.row0 = c->row0 + first;
+    slice.rows = n;
     slice.q = (float *)c->q + first * p->key_words;
     slice.o += at * p->value_width;
-    slice.max += at, slice.sum += at, slice.lo += at, slice.hi += at;
+    slice.max += at;
+    slice.sum += at;
+    slice.lo += at;
+    slice.hi += at;
     return slice;
 }
 
@@ -273,7 +305,8 @@ static void run_slice(const gated_job *job, const gated_pass *pass, int32_t firs
         attend_chunk_finish(p, &slice);
         attend_chunk_store(p, &slice);
         for (int32_t r = 0; r < n; r++)
-            p->kernels->rows->add_scaled(s->sum + r * p->value_width, slice.o + r * p->value_width, s->gates[3 * r + branch], p->value_width);
+            p->kernels->rows->add_scaled(s->sum + r * p->value_width, slice.o + r * p->value_width,
+                                         s->gates[3 * r + branch], p->value_width);
     }
     store_rows(job, plan, &rows, s);
 }
@@ -285,23 +318,31 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     const attend_plan *plan = &job->plan[pass->branch[0]];
     const int64_t b = index / pass->pieces / plan->units;
     const int32_t unit = (int32_t)(index / pass->pieces % plan->units);
-    const int64_t row0 = (pass->pieces - 1 - index % pass->pieces) * pass->chunk_rows, left = attend_sequence_at(plan, b).nq * plan->hs - row0;
+    const int64_t row0 = (pass->pieces - 1 - index % pass->pieces) * pass->chunk_rows,
+                  left = attend_sequence_at(plan, b).nq * plan->hs - row0;
     if (left <= 0) return;
     gated_space *s = &pass->spaces[thread];
-    const int32_t rows = (int32_t)(left < pass->chunk_rows ? left : pass->chunk_rows), slice_rows = (int32_t)pass->slice_rows;
+    const int32_t rows = (int32_t)(left < pass->chunk_rows ? left : pass->chunk_rows),
+                  slice_rows = (int32_t)pass->slice_rows;
     attend_chunk_begin(plan, b, unit, row0, rows, &s->chunk[0]);
     if (pass->chunk_rows == pass->slice_rows) /* else a chunk is many tiles, more than a cache keeps */
-        s->scratch[pass->count - 1].expected = attend_expect(plan, index + job->threads, pass->pieces, pass->chunk_rows);
+        s->scratch[pass->count - 1].expected =
+            attend_expect(plan, index + job->threads, pass->pieces, pass->chunk_rows);
     for (int32_t i = 0; i < pass->count; i++) {
         const attend_plan *p = &job->plan[pass->branch[i]];
         attend_chunk *c = &s->chunk[i];
-        c->unit = unit, c->kv_head = s->chunk[0].kv_head, c->head0 = s->chunk[0].head0, c->row0 = row0, c->rows = rows;
+        c->unit = unit;
+        c->kv_head = s->chunk[0].kv_head;
+        c->head0 = s->chunk[0].head0;
+        c->row0 = row0;
+        c->rows = rows;
         c->seq = attend_sequence_at(p, b);
         if (!pass->wide[i]) continue;
         attend_chunk_reset(p, c);
         attend_chunk_run(p, &pass->packed[i], c, &s->scratch[i]);
     }
-    for (int32_t first = 0; first < rows; first += slice_rows) run_slice(job, pass, first, rows - first < slice_rows ? rows - first : slice_rows, s);
+    for (int32_t first = 0; first < rows; first += slice_rows)
+        run_slice(job, pass, first, rows - first < slice_rows ? rows - first : slice_rows, s);
 }
 
 void cpu_attend_gate_kernel(const stage_exec *exec, const attend_gate_args *args, char text[STAGE_NAME_BYTES])

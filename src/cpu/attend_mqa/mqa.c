@@ -20,10 +20,12 @@ void mqa_tile_carve(const mqa_plan *plan, arena *a, mqa_tile *tile)
 {
     const size_t panels = (size_t)panels_of(plan, plan->width);
     tile->rows = arena_take(a, (size_t)(MQA_TILE * plan->pitch) * sizeof *tile->rows);
-    tile->pairs = arena_take(a, plan->bf16 ? panels * MQA_TILE / 2 * (size_t)plan->panel * sizeof *tile->pairs : 0);
+    tile->pairs =
+        arena_take(a, plan->bf16 ? panels * MQA_TILE / 2 * (size_t)plan->panel * sizeof *tile->pairs : 0);
 }
 
-/* Where rows stand. Bytes: 576 of data, with 8 of scales behind them or, in a page, behind the data of all slots. */
+/* Where rows stand. Bytes: 576 of data, with 8 of scales behind them or, in a page, behind the data of all
+ * slots. */
 typedef struct row_place {
     const char *data, *scales;
     int64_t step, scale_step; /* bytes from row to row */
@@ -34,16 +36,19 @@ typedef struct row_place {
 static row_place place_of(const mqa_plan *plan, const mqa_sequence *s, bool entries, int64_t row)
 {
     const attend_mqa_args *a = plan->args;
-    const quern_tensor *t = entries ? &a->entries : &a->kv, *table = entries ? &a->entries_table : &a->kv_table;
+    const quern_tensor *t = entries ? &a->entries : &a->kv,
+                       *table = entries ? &a->entries_table : &a->kv_table;
     const int64_t size = (int64_t)quern_dtype_size(t->dtype), step = t->strides[1] * size;
     if (a->page == 0) {
         const char *data = mqa_row(t, s->view_b, row + (entries ? s->entry0 : s->raw0));
         return (row_place){data, data + ROW584_DATA, step, step, INT64_MAX};
     }
-    const int64_t slot = row % a->page, page = ((const int32_t *)table->data)[s->view_b * table->strides[0] + row / a->page];
+    const int64_t slot = row % a->page,
+                  page = ((const int32_t *)table->data)[s->view_b * table->strides[0] + row / a->page];
     const char *base = (const char *)t->data + page * t->strides[0] * size;
     if (a->format == ENTRY_ROWS) return (row_place){base + slot * step, NULL, step, 0, a->page - slot};
-    return (row_place){base + slot * ROW584_DATA, base + a->page * ROW584_DATA + slot * ROW584_SCALES, ROW584_DATA, ROW584_SCALES, a->page - slot};
+    return (row_place){base + slot * ROW584_DATA, base + a->page * ROW584_DATA + slot * ROW584_SCALES,
+                       ROW584_DATA, ROW584_SCALES, a->page - slot};
 }
 
 /* A row of 448 e4m3 with a power of two for every 64, then 64 bf16, as words of a tile. */
@@ -54,7 +59,9 @@ static void widen_row584(const mqa_plan *plan, const char *data, const char *sca
     plan->codes->widen_e4m3((const uint8_t *)data, ROW584_CODES, row);
     for (int64_t i = 0; i < ROW584_CODES / ROW584_BLOCK; i++) {
         const uint32_t exponent = (uint8_t)scales[i];
-        const float scale = float_from_bits(exponent == 255 ? 0x7fc00000u : exponent == 0 ? 0x00400000u : exponent << 23);
+        const float scale = float_from_bits(exponent == 255 ? 0x7fc00000u
+                                            : exponent == 0 ? 0x00400000u
+                                                            : exponent << 23);
         plan->kernels->scale_row(row + i * ROW584_BLOCK, scale, ROW584_BLOCK);
     }
     memcpy(tail, data + ROW584_CODES, sizeof tail);
@@ -63,7 +70,8 @@ static void widen_row584(const mqa_plan *plan, const char *data, const char *sca
 }
 
 /* Copies rows first ... first + n - 1 to rows at, at + 1, ... of the tile. */
-static void copy_rows(const mqa_plan *plan, const mqa_sequence *s, bool entries, int64_t first, int64_t n, int64_t at, mqa_tile *tile)
+static void copy_rows(const mqa_plan *plan, const mqa_sequence *s, bool entries, int64_t first, int64_t n,
+                      int64_t at, mqa_tile *tile)
 {
     const quern_tensor *t = entries ? &plan->args->entries : &plan->args->kv;
     for (int64_t done = 0, rows; done < n; done += rows) {
@@ -72,7 +80,8 @@ static void copy_rows(const mqa_plan *plan, const mqa_sequence *s, bool entries,
         rows = n - done < place.rows ? n - done : place.rows;
         const row_source src = {place.data, t->dtype, t->strides[1], rows, plan->dim};
         for (int64_t i = 0; plan->args->format == ENTRY_ROW584 && i < rows; i++)
-            widen_row584(plan, place.data + i * place.step, place.scales + i * place.scale_step, to + i * plan->pitch);
+            widen_row584(plan, place.data + i * place.step, place.scales + i * place.scale_step,
+                         to + i * plan->pitch);
         if (plan->args->format != ENTRY_ROWS) continue;
         if (plan->bf16) plan->kernels->pack_rows_bf16(&src, (uint16_t *)to, 2 * plan->pitch);
         else plan->kernels->pack_rows_f32(&src, 1.0f, to, plan->pitch);
@@ -83,7 +92,8 @@ static void prefetch_entry(const mqa_plan *plan, const mqa_sequence *s, int64_t 
 {
     const quern_tensor *t = &plan->args->entries;
     const row_place place = place_of(plan, s, true, row);
-    const int64_t bytes = plan->args->format == ENTRY_ROWS ? plan->dim * (int64_t)quern_dtype_size(t->dtype) : ROW584_DATA;
+    const int64_t bytes =
+        plan->args->format == ENTRY_ROWS ? plan->dim * (int64_t)quern_dtype_size(t->dtype) : ROW584_DATA;
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(place.data + at);
 }
 
@@ -94,13 +104,16 @@ static void pack_pairs(const mqa_plan *plan, mqa_tile *tile)
     for (int64_t c = 0; c < plan->dim; c += MAX_DIM) {
         const int64_t dim = plan->dim - c < MAX_DIM ? plan->dim - c : MAX_DIM;
         const row_source src = {(const uint16_t *)tile->rows + c, QUERN_BF16, 2 * plan->pitch, tile->n, dim};
-        plan->kernels->pack_values_bf16(&src, (int32_t)plan->panel, (uint32_t *)tile->pairs + c / plan->panel * panel_words, panel_words);
+        plan->kernels->pack_values_bf16(&src, (int32_t)plan->panel,
+                                        (uint32_t *)tile->pairs + c / plan->panel * panel_words, panel_words);
     }
 }
 
-void mqa_tile_fill(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *keys, int64_t first, int64_t n, mqa_tile *tile)
+void mqa_tile_fill(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *keys, int64_t first,
+                   int64_t n, mqa_tile *tile)
 {
-    const int64_t raw_end = first + n < keys->raw ? first + n : keys->raw, raw = raw_end > first ? raw_end - first : 0;
+    const int64_t raw_end = first + n < keys->raw ? first + n : keys->raw,
+                  raw = raw_end > first ? raw_end - first : 0;
     tile->n = n;
     if (raw > 0) copy_rows(plan, s, false, keys->raw0 + first, raw, 0, tile);
     const int64_t entry = first + raw - keys->raw;
@@ -108,7 +121,8 @@ void mqa_tile_fill(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *
     if (keys->list != NULL) {
         for (int64_t i = raw; i < n; i++) {
             const int64_t at = first + i - keys->raw;
-            if (at + ENTRIES_AHEAD < keys->n - keys->raw) prefetch_entry(plan, s, keys->list[at + ENTRIES_AHEAD]);
+            if (at + ENTRIES_AHEAD < keys->n - keys->raw)
+                prefetch_entry(plan, s, keys->list[at + ENTRIES_AHEAD]);
             copy_rows(plan, s, true, keys->list[at], 1, i, tile);
         }
     }
@@ -122,14 +136,17 @@ size_t mqa_columns_bytes(const mqa_plan *plan)
 
 void mqa_pack_columns(const mqa_plan *plan, const row_source *heads, float *to)
 {
-    const int64_t slice = plan->bf16 ? 2 * MAX_DIM : MAX_DIM, element = (int64_t)quern_dtype_size(heads->dtype);
+    const int64_t slice = plan->bf16 ? 2 * MAX_DIM : MAX_DIM,
+                  element = (int64_t)quern_dtype_size(heads->dtype);
     for (int64_t h = 0; h < plan->columns; h += plan->panel, to += plan->words * plan->panel) {
         for (int64_t c = 0; c < plan->dim; c += slice) {
             row_source src = *heads;
             src.data = (const char *)heads->data + (h * heads->stride + c) * element;
             src.rows = heads->rows - h < plan->panel ? heads->rows - h : plan->panel;
             src.dim = plan->dim - c < slice ? plan->dim - c : slice;
-            if (plan->bf16) plan->kernels->pack_keys_bf16(&src, (int32_t)plan->panel, (uint32_t *)to + c / 2 * plan->panel);
+            if (plan->bf16)
+                plan->kernels->pack_keys_bf16(&src, (int32_t)plan->panel,
+                                              (uint32_t *)to + c / 2 * plan->panel);
             else plan->kernels->pack_keys_f32(&src, (int32_t)plan->panel, to + c * plan->panel);
         }
     }
@@ -140,7 +157,8 @@ void mqa_scores(const mqa_plan *plan, const mqa_tile *tile, const float *columns
     mm_kernel *mm = plan->bf16 ? plan->kernels->mm_bf16 : plan->kernels->mm_f32;
     for (int64_t c = 0; c < plan->columns; c += plan->panel, columns += plan->words * plan->panel) {
         const int64_t n = plan->columns - c < plan->panel ? plan->columns - c : plan->panel;
-        mm(tile->n, n, plan->words, tile->rows, plan->pitch, 1, columns, plan->panel, s + c, plan->columns, false);
+        mm(tile->n, n, plan->words, tile->rows, plan->pitch, 1, columns, plan->panel, s + c, plan->columns,
+           false);
     }
 }
 
@@ -150,8 +168,10 @@ void mqa_values(const mqa_plan *plan, const mqa_tile *tile, const float *p, floa
     const int64_t depth = plan->bf16 ? (tile->n + 1) / 2 : tile->n;
     for (int64_t c = 0; c < plan->width; c += plan->panel) {
         const int64_t n = plan->width - c < plan->panel ? plan->width - c : plan->panel;
-        const float *b = plan->bf16 ? tile->pairs + c / plan->panel * (MQA_TILE / 2 * plan->panel) : tile->rows + c;
-        mm(plan->heads, n, depth, p, 1, plan->columns, b, plan->bf16 ? plan->panel : plan->pitch, o + c, plan->width, accumulate);
+        const float *b =
+            plan->bf16 ? tile->pairs + c / plan->panel * (MQA_TILE / 2 * plan->panel) : tile->rows + c;
+        mm(plan->heads, n, depth, p, 1, plan->columns, b, plan->bf16 ? plan->panel : plan->pitch, o + c,
+           plan->width, accumulate);
     }
 }
 

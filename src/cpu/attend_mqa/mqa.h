@@ -1,12 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * mqa.h - the inner functions of attention whose heads share their keys: a query's keys, and the products of all its heads
- * against a tile of them. The forward and backward stages compose these.
+ * mqa.h - the inner functions of attention whose heads share their keys: a query's keys, and the products of
+ * all its heads against a tile of them. The forward and backward stages compose these.
  *
- * A tile's rows are copied side by side once and serve as the A of S^T = K Q^T (and of dP^T = K dO^T), so keys are never
- * transposed; S stands key by key, a head a column. The same rows, in pairs for bf16, are the B of O = P V (and of
- * dQ = dS K). Every head of a query sees the same keys, so there are no masks.
+ * A tile's rows are copied side by side once and serve as the A of S^T = K Q^T (and of dP^T = K dO^T), so
+ * keys are never transposed; S stands key by key, a head a column. The same rows, in pairs for bf16, are the
+ * B of O = P V (and of dQ = dS K). Every head of a query sees the same keys, so there are no masks.
  */
 #ifndef QUERN_CPU_MQA_H
 #define QUERN_CPU_MQA_H
@@ -20,9 +20,9 @@
 #include "cpu/pool/pool_kernels.h"
 
 enum {
-    MQA_TILE = 192,      /* keys of a tile */
+    MQA_TILE = 192, /* keys of a tile */
     MQA_DIM_MOST = 512,
-    MQA_PAD = 16         /* words between rows of a tile: else they share the cache's sets */
+    MQA_PAD = 16 /* words between rows of a tile: else they share the cache's sets */
 };
 
 /* One sequence of the call: rows in the views, and where its queries stand. */
@@ -42,7 +42,7 @@ typedef struct mqa_plan {
     const pool_kernels *rotation;
     const row_kernels *conversion;
     const indexer_kernels *codes; /* of bytes */
-    bool bf16; /* products over pairs of bf16; otherwise f32 */
+    bool bf16;                    /* products over pairs of bf16; otherwise f32 */
     int64_t batch, heads, dim, rope;
     int64_t columns; /* heads rounded up to 16: those of S */
     int64_t words;   /* of a key or query row: D, or D / 2 */
@@ -64,8 +64,8 @@ mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int
 /* The sequence that a task is of. */
 int64_t mqa_task_sequence(const mqa_plan *plan, const mqa_starts *starts, int64_t task);
 
-/* The keys of a query: raw rows [raw0, raw0 + raw) of its sequence, then n - raw entries: those of `list`, rising, or with
- * NULL the first. */
+/* The keys of a query: raw rows [raw0, raw0 + raw) of its sequence, then n - raw entries: those of `list`,
+ * rising, or with NULL the first. */
 typedef struct mqa_keys {
     int64_t raw0, raw, n;
     const int32_t *list;
@@ -85,14 +85,16 @@ typedef struct mqa_tile {
 
 void mqa_tile_carve(const mqa_plan *plan, arena *a, mqa_tile *tile);
 /* Keys [first, first + n) of a query's. `values`: they will be the B of a product. */
-void mqa_tile_fill(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *keys, int64_t first, int64_t n, mqa_tile *tile);
+void mqa_tile_fill(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *keys, int64_t first,
+                   int64_t n, mqa_tile *tile);
 
 /* The heads of one query as columns: [panels][words][panel]. */
 size_t mqa_columns_bytes(const mqa_plan *plan);
 void mqa_pack_columns(const mqa_plan *plan, const row_source *heads, float *to);
 /* s [n][columns] = tile . columns. */
 void mqa_scores(const mqa_plan *plan, const mqa_tile *tile, const float *columns, float *s);
-/* o [heads][width] (+)= p . tile, p as a softmax or gradient kernel gave it: floats [keys][columns], or pairs of keys. */
+/* o [heads][width] (+)= p . tile, p as a softmax or gradient kernel gave it: floats [keys][columns], or pairs
+ * of keys. */
 void mqa_values(const mqa_plan *plan, const mqa_tile *tile, const float *p, float *o, bool accumulate);
 
 /* Row [b][n] of a [B,N,..] view. */
@@ -110,7 +112,8 @@ static inline row_source mqa_heads(const quern_tensor *t, int64_t b, int64_t n)
 /* Stores a row of D floats at element `at` of a view. */
 static inline void mqa_store(const mqa_plan *plan, const float *row, const quern_tensor *t, int64_t at)
 {
-    plan->conversion->convert(row, QUERN_F32, (char *)t->data + at * (int64_t)quern_dtype_size(t->dtype), t->dtype, plan->dim);
+    plan->conversion->convert(row, QUERN_F32, (char *)t->data + at * (int64_t)quern_dtype_size(t->dtype),
+                              t->dtype, plan->dim);
 }
 
 /* The R / 2 cosines, then sines, of a position as floats. */

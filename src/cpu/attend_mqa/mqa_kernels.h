@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * mqa_kernels.h - the row kernels of attention whose heads share their keys: one table per CPU level. Scores stand key by
- * key, a head a column, so a softmax goes down the columns and no sum goes across lanes. They never validate, allocate or
- * start threads.
+ * mqa_kernels.h - the row kernels of attention whose heads share their keys: one table per CPU level. Scores
+ * stand key by key, a head a column, so a softmax goes down the columns and no sum goes across lanes. They
+ * never validate, allocate or start threads.
  */
 #ifndef QUERN_CPU_MQA_KERNELS_H
 #define QUERN_CPU_MQA_KERNELS_H
@@ -12,7 +12,8 @@
 
 /* A tile of scores, a step of a running softmax. */
 typedef struct mqa_softmax {
-    float *s; /* [keys][heads]; P on return: floats, or words of two keys' bf16 values [(keys + 1) / 2][heads] */
+    float *
+        s; /* [keys][heads]; P on return: floats, or words of two keys' bf16 values [(keys + 1) / 2][heads] */
     int32_t keys, heads; /* heads: a multiple of 16 */
     float scale2;        /* scores are multiplied by this before exp2 */
     float *max, *sum;    /* running; max of unscaled scores, -inf at first */
@@ -32,7 +33,8 @@ typedef struct mqa_gradient {
 typedef struct mqa_kernels {
     quern_cpu_level level;
     void (*mqa_softmax_f32)(const mqa_softmax *t);
-    void (*mqa_softmax_bf16)(const mqa_softmax *t); /* NULL, as the next but one, where the level has no bf16 dot product */
+    void (*mqa_softmax_bf16)(
+        const mqa_softmax *t); /* NULL, as the next but one, where the level has no bf16 dot product */
     void (*mqa_gradient_f32)(const mqa_gradient *t);
     void (*mqa_gradient_bf16)(const mqa_gradient *t);
 } mqa_kernels;

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* mqa_keys.c - sequences, tasks, and which keys a query has. Lists may come from a caller, so every entry is checked. */
+/* mqa_keys.c - sequences, tasks, and which keys a query has. Lists may come from a caller, so every entry is
+ * checked. */
 #include "cpu/attend/attend.h"
 #include "cpu/attend_mqa/mqa.h"
 #include "cpu/rows_at.h"
@@ -16,7 +17,9 @@ bool mqa_by_bf16(const stage_exec *exec, const attend_mqa_args *args)
 
 mqa_plan mqa_plan_of(const stage_exec *exec, const attend_mqa_args *args)
 {
-    mqa_plan p = {.args = args, .kernels = attention_kernels_for(exec->cpu_level), .rows = mqa_kernels_for(exec->cpu_level)};
+    mqa_plan p = {.args = args,
+                  .kernels = attention_kernels_for(exec->cpu_level),
+                  .rows = mqa_kernels_for(exec->cpu_level)};
     p.rotation = pool_kernels_for(exec->cpu_level);
     p.conversion = row_kernels_for(exec->cpu_level);
     p.codes = indexer_kernels_for(exec->cpu_level);
@@ -60,12 +63,15 @@ mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int
     const int32_t *cu = a->seqs.cu_q.data;
     const bool entries = is_present(&a->entries);
     if (cu == NULL) {
-        const int64_t position = is_present(&a->positions) ? ((const int32_t *)a->positions.data)[b] : a->position, tokens = position + a->seqs.n_q;
+        const int64_t position =
+                          is_present(&a->positions) ? ((const int32_t *)a->positions.data)[b] : a->position,
+                      tokens = position + a->seqs.n_q;
         const int64_t most = !entries ? 0 : a->page > 0 ? tokens / a->ratio : a->entries.shape[1];
         return (mqa_sequence){b, 0, a->seqs.n_q, 0, a->page > 0 ? tokens : a->seqs.n_kv, 0, most, position};
     }
     const int64_t n = cu[b + 1] - cu[b];
-    return (mqa_sequence){0, cu[b], n, cu[b], n, starts->entry[b], entries ? starts->entry[b + 1] - starts->entry[b] : 0, 0};
+    return (mqa_sequence){
+        0, cu[b], n, cu[b], n, starts->entry[b], entries ? starts->entry[b + 1] - starts->entry[b] : 0, 0};
 }
 
 int64_t mqa_task_sequence(const mqa_plan *plan, const mqa_starts *starts, int64_t task)
@@ -80,12 +86,15 @@ int64_t mqa_task_sequence(const mqa_plan *plan, const mqa_starts *starts, int64_
 }
 
 /* The entries of a query's list that it sees, each once, rising. */
-static int64_t clean_list(const mqa_plan *plan, const mqa_sequence *s, int64_t query, int64_t visible, int32_t *list)
+static int64_t clean_list(const mqa_plan *plan, const mqa_sequence *s, int64_t query, int64_t visible,
+                          int32_t *list)
 {
     const quern_tensor *t = &plan->args->list, *count = &plan->args->count;
     const int32_t *given = mqa_row(t, s->view_b, s->query0 + query);
     int64_t most = plan->list, n = 0, kept = 0;
-    if (is_present(count)) most = ((const int32_t *)count->data)[s->view_b * count->strides[0] + (s->query0 + query) * count->strides[1]];
+    if (is_present(count))
+        most = ((const int32_t *)
+                    count->data)[s->view_b * count->strides[0] + (s->query0 + query) * count->strides[1]];
     if (most > plan->list) most = plan->list;
     bool bad = false, rising = true;
     for (int64_t i = 0; i < most; i++) {
@@ -95,7 +104,8 @@ static int64_t clean_list(const mqa_plan *plan, const mqa_sequence *s, int64_t q
         rising = rising && (n == 0 || x > list[n - 1]);
         list[n++] = x;
     }
-    if (bad && plan->args->status.data != NULL) __atomic_fetch_or((int32_t *)plan->args->status.data, QUERN_STATUS_BAD_INDEX, __ATOMIC_RELAXED);
+    if (bad && plan->args->status.data != NULL)
+        __atomic_fetch_or((int32_t *)plan->args->status.data, QUERN_STATUS_BAD_INDEX, __ATOMIC_RELAXED);
     if (rising) return n;
     attend_list_sort(list, n);
     for (int64_t i = 0; i < n; i++)
@@ -105,9 +115,12 @@ static int64_t clean_list(const mqa_plan *plan, const mqa_sequence *s, int64_t q
 
 mqa_keys mqa_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query, int32_t *list)
 {
-    const int64_t position = s->position + query, first = s->position + s->queries - s->raw, window = plan->args->window;
-    const int64_t low = mask_window_first(position - first, window), end = position - first + 1 < s->raw ? position - first + 1 : s->raw;
-    const int64_t whole = mask_entries(position + 1, plan->args->ratio, plan->args->ratio), visible = whole < s->entries ? whole : s->entries;
+    const int64_t position = s->position + query, first = s->position + s->queries - s->raw,
+                  window = plan->args->window;
+    const int64_t low = mask_window_first(position - first, window),
+                  end = position - first + 1 < s->raw ? position - first + 1 : s->raw;
+    const int64_t whole = mask_entries(position + 1, plan->args->ratio, plan->args->ratio),
+                  visible = whole < s->entries ? whole : s->entries;
     mqa_keys k = {low, end > low ? end - low : 0, 0, NULL};
     k.n = k.raw + visible;
     if (plan->list < 0) return k;
@@ -119,7 +132,10 @@ mqa_keys mqa_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query,
 int64_t mqa_keys_most(const mqa_plan *plan)
 {
     const attend_mqa_args *a = plan->args;
-    const int64_t rows = a->page > 0 ? a->kv_table.shape[1] * a->page : a->seqs.n_kv, raw = a->window < rows ? a->window : rows;
-    const int64_t all = !is_present(&a->entries) ? 0 : a->page > 0 ? a->entries_table.shape[1] * a->page : a->entries.shape[1];
+    const int64_t rows = a->page > 0 ? a->kv_table.shape[1] * a->page : a->seqs.n_kv,
+                  raw = a->window < rows ? a->window : rows;
+    const int64_t all = !is_present(&a->entries) ? 0
+                        : a->page > 0            ? a->entries_table.shape[1] * a->page
+                                                 : a->entries.shape[1];
     return raw + (plan->list >= 0 && plan->list < all ? plan->list : all);
 }

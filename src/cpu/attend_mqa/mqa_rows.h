@@ -1,10 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * mqa_rows.h - the row kernels of attention whose heads share their keys, written once over the level's vectors.
+ * mqa_rows.h - the row kernels of attention whose heads share their keys, written once over the level's
+ * vectors.
  *
- * A vector of heads goes down its column of keys twice: for the maximum, then for the exponentials and their sum. At
- * D = 512 the products take 64 bf16 dot products for a vector of scores, these about 12 operations.
+ * A vector of heads goes down its column of keys twice: for the maximum, then for the exponentials and their
+ * sum. At D = 512 the products take 64 bf16 dot products for a vector of scores, these about 12 operations.
  */
 #ifndef QUERN_CPU_MQA_ROWS_H
 #define QUERN_CPU_MQA_ROWS_H
@@ -52,7 +53,8 @@ INLINE void softmax_columns(const mqa_softmax *t, bool narrow)
 {
     const vfloat scale2 = v_splat(t->scale2);
     for (int32_t c = 0; c < t->heads; c += LANES) {
-        const vfloat before = v_load(t->max + c), after = v_max(column_max(t->s + c, t->keys, t->heads), before);
+        const vfloat before = v_load(t->max + c),
+                     after = v_max(column_max(t->s + c, t->keys, t->heads), before);
         const vfloat fall = v_select(after > before, v_exp2((before - after) * scale2), v_splat(1.0f));
         const vfloat base = v_select(after == -INFINITY, (vfloat){0}, -after * scale2);
         const vfloat sum = column_exp2(t->s + c, t->keys, t->heads, scale2, base, narrow);

@@ -1,14 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_attend_mqa.c - the forward stage: for each query, blockwise softmax attention of all its heads over its keys.
+ * stage_attend_mqa.c - the forward stage: for each query, blockwise softmax attention of all its heads over
+ * its keys.
  *
- * A query is a product of [heads x D] by [D x keys] and back. Its keys are cut into spans of 1024, each from its first key
- * on alone, which are then merged in order: so a result depends on nothing but its query, whether spans are run one after
- * the other (prefill) or at once (few queries over a long context).
+ * A query is a product of [heads x D] by [D x keys] and back. Its keys are cut into spans of 1024, each from
+ * its first key on alone, which are then merged in order: so a result depends on nothing but its query,
+ * whether spans are run one after the other (prefill) or at once (few queries over a long context).
  *
- * Per tile of 192 keys at D = 512, bf16: the copy of its rows and their pairs 384 KB through L2, 3% of the products' time
- * with 64 heads; softmax 5%. Limit: the products'.
+ * Per tile of 192 keys at D = 512, bf16: the copy of its rows and their pairs 384 KB through L2, 3% of the
+ * products' time with 64 heads; softmax 5%. Limit: the products'.
  */
 #include "core/parallel.h"
 #include "cpu/attend_mqa/mqa.h"
@@ -68,7 +69,8 @@ static forward_job carve(const stage_exec *exec, const attend_mqa_args *args, ar
 {
     forward_job job = {.plan = mqa_plan_of(exec, args)};
     const mqa_plan *p = &job.plan;
-    const int64_t rows = args->q.shape[0] * args->q.shape[1], share = rows / ((int64_t)TASKS_A_THREAD * exec->threads);
+    const int64_t rows = args->q.shape[0] * args->q.shape[1],
+                  share = rows / ((int64_t)TASKS_A_THREAD * exec->threads);
     job.queries = share < 1 ? 1 : share < TASK_QUERIES ? share : TASK_QUERIES;
     job.spans = (mqa_keys_most(p) + SPAN - 1) / SPAN;
     mqa_starts_carve(p, a, &job.starts);
@@ -104,16 +106,19 @@ static void keep_window(const mqa_plan *p, mqa_state *s)
 }
 
 /* Keys [first, end) of a query into a fresh state. */
-static void run_span(const mqa_plan *p, const mqa_sequence *seq, const mqa_keys *keys, int64_t first, int64_t end, mqa_scratch *x, mqa_state *s)
+static void run_span(const mqa_plan *p, const mqa_sequence *seq, const mqa_keys *keys, int64_t first,
+                     int64_t end, mqa_scratch *x, mqa_state *s)
 {
     reset_stats(p, s->max, s->sum);
     reset_stats(p, s->win_max, s->win_sum);
     for (int64_t key = first, n; key < end; key += n) {
-        const int64_t stop = key < keys->raw && keys->raw < end ? keys->raw : end; /* a tile is of raw rows or of entries */
+        const int64_t stop =
+            key < keys->raw && keys->raw < end ? keys->raw : end; /* a tile is of raw rows or of entries */
         n = stop - key < MQA_TILE ? stop - key : MQA_TILE;
         mqa_tile_fill(p, seq, keys, key, n, &x->tile);
         mqa_scores(p, &x->tile, x->columns, x->s);
-        const mqa_softmax soft = {x->s, (int32_t)n, (int32_t)p->columns, p->scale2, s->max, s->sum, x->shrink};
+        const mqa_softmax soft = {x->s,   (int32_t)n, (int32_t)p->columns, p->scale2, s->max,
+                                  s->sum, x->shrink};
         if (p->bf16) p->rows->mqa_softmax_bf16(&soft);
         else p->rows->mqa_softmax_f32(&soft);
         for (int64_t h = 0; h < p->heads && key > first; h++)
@@ -124,7 +129,8 @@ static void run_span(const mqa_plan *p, const mqa_sequence *seq, const mqa_keys 
 }
 
 /* max, sum of both; *from and *to: by what either's O is multiplied. */
-static void merge_stats(const mqa_plan *p, float *max, float *sum, const float *max_b, const float *sum_b, int64_t h, float *to, float *from)
+static void merge_stats(const mqa_plan *p, float *max, float *sum, const float *max_b, const float *sum_b,
+                        int64_t h, float *to, float *from)
 {
     const float most = max_b[h] > max[h] ? max_b[h] : max[h];
     *to = max[h] == most ? 1.0f : exp2f((max[h] - most) * p->scale2);
@@ -156,7 +162,8 @@ static float *stat_at(const quern_tensor *t, int64_t b, int64_t h, int64_t n)
 }
 
 /* Divides, takes off the sink's share, rotates back and stores. */
-static void finish(const mqa_plan *p, const mqa_sequence *seq, int64_t query, bool any, mqa_scratch *x, mqa_state *s)
+static void finish(const mqa_plan *p, const mqa_sequence *seq, int64_t query, bool any, mqa_scratch *x,
+                   mqa_state *s)
 {
     const attend_mqa_args *a = p->args;
     const int64_t row = seq->query0 + query;
@@ -166,14 +173,19 @@ static void finish(const mqa_plan *p, const mqa_sequence *seq, int64_t query, bo
         const float lse = any ? natural_lse(p, s->max[h], s->sum[h]) : -INFINITY;
         const double sink = is_present(&a->sink) ? (double)((const float *)a->sink.data)[h] : -INFINITY;
         if (lse == -INFINITY) memset(o, 0, (size_t)p->width * sizeof *o);
-        else p->kernels->scale_row(o, (float)(1.0 / (double)s->sum[h] / (1.0 + exp(sink - (double)lse))), p->width);
-        if (p->rope > 0) p->rotation->rotate_row(o + p->dim - p->rope, x->angles, x->angles + p->rope / 2, p->rope, true);
+        else
+            p->kernels->scale_row(o, (float)(1.0 / (double)s->sum[h] / (1.0 + exp(sink - (double)lse))),
+                                  p->width);
+        if (p->rope > 0)
+            p->rotation->rotate_row(o + p->dim - p->rope, x->angles, x->angles + p->rope / 2, p->rope, true);
         if (is_present(&a->o)) {
             const int64_t at = seq->view_b * a->o.strides[0] + row * a->o.strides[1] + h * a->o.strides[2];
             mqa_store(p, o, &a->o, at);
         }
         if (is_present(&a->lse)) *stat_at(&a->lse, seq->view_b, h, row) = lse;
-        if (is_present(&a->lse_win)) *stat_at(&a->lse_win, seq->view_b, h, row) = any ? natural_lse(p, s->win_max[h], s->win_sum[h]) : -INFINITY;
+        if (is_present(&a->lse_win))
+            *stat_at(&a->lse_win, seq->view_b, h, row) =
+                any ? natural_lse(p, s->win_max[h], s->win_sum[h]) : -INFINITY;
     }
 }
 
@@ -203,8 +215,10 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     forward_job *job = arg;
     const int64_t b = mqa_task_sequence(&job->plan, &job->starts, index);
     const mqa_sequence seq = mqa_sequence_at(&job->plan, &job->starts, b);
-    const int64_t first = (job->starts.task[b + 1] - 1 - index) * job->queries; /* the last queries, with the most keys, first */
-    for (int64_t query = first; query < first + job->queries && query < seq.queries; query++) run_query(job, &seq, query, &job->scratch[thread]);
+    const int64_t first = (job->starts.task[b + 1] - 1 - index) *
+                          job->queries; /* the last queries, with the most keys, first */
+    for (int64_t query = first; query < first + job->queries && query < seq.queries; query++)
+        run_query(job, &seq, query, &job->scratch[thread]);
 }
 
 /* One span of one query, tasks of one query each. */
@@ -212,7 +226,8 @@ static void run_partial(void *arg, int64_t index, int32_t thread)
 {
     forward_job *job = arg;
     const mqa_plan *p = &job->plan;
-    const int64_t task = index / job->spans, span = index % job->spans, b = mqa_task_sequence(p, &job->starts, task);
+    const int64_t task = index / job->spans, span = index % job->spans,
+                  b = mqa_task_sequence(p, &job->starts, task);
     const mqa_sequence seq = mqa_sequence_at(p, &job->starts, b);
     mqa_scratch *x = &job->scratch[thread];
     const int64_t query = task - job->starts.task[b];
@@ -251,13 +266,15 @@ bool cpu_attend_mqa_supports(const stage_exec *exec, const attend_mqa_args *args
 {
     (void)exec;
     if (args->q.shape[3] <= MQA_DIM_MOST) return true;
-    snprintf(why, STAGE_WHY_BYTES, "head dim %lld: the cpu backend takes multiples of 8 up to %d", (long long)args->q.shape[3], MQA_DIM_MOST);
+    snprintf(why, STAGE_WHY_BYTES, "head dim %lld: the cpu backend takes multiples of 8 up to %d",
+             (long long)args->q.shape[3], MQA_DIM_MOST);
     return false;
 }
 
 void cpu_attend_mqa_kernel(const stage_exec *exec, const attend_mqa_args *args, char text[STAGE_NAME_BYTES])
 {
-    cpu_name_kernels(text, "attend_mqa", mqa_by_bf16(exec, args), attention_kernels_for(exec->cpu_level)->level);
+    cpu_name_kernels(text, "attend_mqa", mqa_by_bf16(exec, args),
+                     attention_kernels_for(exec->cpu_level)->level);
 }
 
 size_t cpu_attend_mqa_workspace(const stage_exec *exec, const attend_mqa_args *args)

@@ -1,15 +1,18 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_attend_mqa_backward.c - the backward stage. With P = e^(s - lse'), lse' = log(e^lse + e^sink), and dO rotated:
+ * stage_attend_mqa_backward.c - the backward stage. With P = e^(s - lse'), lse' = log(e^lse + e^sink), and dO
+ * rotated:
  *
- *   delta = rowsum(dO o O);  dS = P o (dO K^T - delta) scale;  dQ = dS K;  dK = dS^T Q + P^T dO;  dsink = -sum e^(sink - lse') delta
+ *   delta = rowsum(dO o O);  dS = P o (dO K^T - delta) scale;  dQ = dS K;  dK = dS^T Q + P^T dO;  dsink =
+ * -sum e^(sink - lse') delta
  *
- * A chunk of a sequence's queries goes through twice. First every query is a task: its P, dS and dQ, and its heads of Q and
- * dO packed as the B of the other product. Then every panel of channels is a task, which adds what the queries in order
- * give to each row that they attended: the owner of a sum computes it, so there is one order of additions and no atomic.
- * P and dS of a query with 64 heads and 640 keys take 160 KB in bf16; they are read once a panel, 8 times at D = 512, of a
- * chunk that the last cache holds. Limit: the products, five of the forward's two.
+ * A chunk of a sequence's queries goes through twice. First every query is a task: its P, dS and dQ, and its
+ * heads of Q and dO packed as the B of the other product. Then every panel of channels is a task, which adds
+ * what the queries in order give to each row that they attended: the owner of a sum computes it, so there is
+ * one order of additions and no atomic. P and dS of a query with 64 heads and 640 keys take 160 KB in bf16;
+ * they are read once a panel, 8 times at D = 512, of a chunk that the last cache holds. Limit: the products,
+ * five of the forward's two.
  */
 #include "core/parallel.h"
 #include "cpu/attend/attend.h"
@@ -26,8 +29,9 @@ enum { CHUNK_BYTES = 16 << 20, CHUNK_MOST = 1024, OWNER_KEYS = 96 };
 typedef struct mqa_slot {
     mqa_keys keys;
     int32_t *list;
-    void *p, *ds;      /* [keys][columns], bf16 or floats */
-    float *q, *d_o;    /* B of products over heads: [panels][columns / 2][panel] words, or [columns][pitch] floats */
+    void *p, *ds; /* [keys][columns], bf16 or floats */
+    float *q,
+        *d_o; /* B of products over heads: [panels][columns / 2][panel] words, or [columns][pitch] floats */
     float *sink_terms; /* [columns] */
 } mqa_slot;
 
@@ -44,8 +48,8 @@ typedef struct backward_job {
     mqa_starts starts;
     mqa_work *work; /* one a thread */
     mqa_slot *slots;
-    int64_t chunk;              /* slots */
-    float *d_raw, *d_entries;   /* [rows][width] of the sequence at hand; NULL: not wanted */
+    int64_t chunk;            /* slots */
+    float *d_raw, *d_entries; /* [rows][width] of the sequence at hand; NULL: not wanted */
     double *d_sink;
     mqa_sequence seq;
     int64_t first; /* query of slot 0 */
@@ -59,12 +63,14 @@ static int64_t panels_of(const mqa_plan *p)
 
 static size_t heads_bytes(const mqa_plan *p)
 {
-    return (size_t)(p->bf16 ? panels_of(p) * p->columns / 2 * p->panel : p->columns * p->pitch) * sizeof(float);
+    return (size_t)(p->bf16 ? panels_of(p) * p->columns / 2 * p->panel : p->columns * p->pitch) *
+           sizeof(float);
 }
 
 static void carve_slot(const mqa_plan *p, arena *a, mqa_slot *s)
 {
-    const size_t scores = (size_t)(mqa_keys_most(p) * p->columns) * (p->bf16 ? sizeof(uint16_t) : sizeof(float));
+    const size_t scores =
+        (size_t)(mqa_keys_most(p) * p->columns) * (p->bf16 ? sizeof(uint16_t) : sizeof(float));
     s->list = arena_take(a, (size_t)(p->list > 0 ? p->list : 0) * sizeof *s->list);
     s->p = arena_take(a, scores);
     s->ds = arena_take(a, scores);
@@ -75,7 +81,8 @@ static void carve_slot(const mqa_plan *p, arena *a, mqa_slot *s)
 
 static void carve_work(const mqa_plan *p, arena *a, mqa_work *w)
 {
-    const size_t scores = (size_t)(MQA_TILE * p->columns) * sizeof(float), columns = (size_t)p->columns * sizeof(float);
+    const size_t scores = (size_t)(MQA_TILE * p->columns) * sizeof(float),
+                 columns = (size_t)p->columns * sizeof(float);
     mqa_tile_carve(p, a, &w->tile);
     w->q_columns = arena_take(a, mqa_columns_bytes(p));
     w->d_o_columns = arena_take(a, mqa_columns_bytes(p));
@@ -113,8 +120,10 @@ static backward_job carve(const stage_exec *exec, const attend_mqa_args *args, a
         carve_slot(p, a, &slot);
         if (a->base != NULL) job.slots[i] = slot;
     }
-    if (is_present(&args->d_kv)) job.d_raw = arena_take(a, (size_t)(args->seqs.n_kv * p->width) * sizeof *job.d_raw);
-    if (is_present(&args->d_entries)) job.d_entries = arena_take(a, (size_t)(args->entries.shape[1] * p->width) * sizeof *job.d_entries);
+    if (is_present(&args->d_kv))
+        job.d_raw = arena_take(a, (size_t)(args->seqs.n_kv * p->width) * sizeof *job.d_raw);
+    if (is_present(&args->d_entries))
+        job.d_entries = arena_take(a, (size_t)(args->entries.shape[1] * p->width) * sizeof *job.d_entries);
     job.d_sink = arena_take(a, (size_t)p->heads * sizeof *job.d_sink);
     return job;
 }
@@ -126,8 +135,10 @@ static double sink_of(const attend_mqa_args *a, int64_t h)
     return is_present(&a->sink) ? (double)((const float *)a->sink.data)[h] : -INFINITY;
 }
 
-/* What P needs of a head: lse2 = lse' in powers of two (+inf: the head sees nothing), delta, and its share of dsink. */
-static void head_terms(const backward_job *job, int64_t row, int64_t h, float delta, mqa_work *w, mqa_slot *slot)
+/* What P needs of a head: lse2 = lse' in powers of two (+inf: the head sees nothing), delta, and its share of
+ * dsink. */
+static void head_terms(const backward_job *job, int64_t row, int64_t h, float delta, mqa_work *w,
+                       mqa_slot *slot)
 {
     const attend_mqa_args *a = job->plan.args;
     const float lse = *(const float *)row_at(&a->lse, job->seq.view_b, h, row);
@@ -137,7 +148,8 @@ static void head_terms(const backward_job *job, int64_t row, int64_t h, float de
     w->delta[h] = delta;
     slot->sink_terms[h] = 0.0f;
     if (lse == -INFINITY) return;
-    const double both = sink == -INFINITY ? (double)lse : most + log(exp((double)lse - most) + exp(sink - most));
+    const double both =
+        sink == -INFINITY ? (double)lse : most + log(exp((double)lse - most) + exp(sink - most));
     w->lse2[h] = (float)(both * 1.4426950408889634074);
     slot->sink_terms[h] = sink == -INFINITY ? 0.0f : (float)(exp(sink - both) * (double)delta);
 }
@@ -151,7 +163,8 @@ static void pack_heads(const mqa_plan *p, mqa_work *w, float *rows, float *to)
     for (int64_t c = 0; p->bf16 && c < p->dim; c += MAX_DIM) {
         const int64_t dim = p->dim - c < MAX_DIM ? p->dim - c : MAX_DIM;
         const row_source src = {(const uint16_t *)rows + c, QUERN_BF16, 2 * p->pitch, p->columns, dim};
-        p->kernels->pack_values_bf16(&src, (int32_t)p->panel, (uint32_t *)to + c / p->panel * panel_words, panel_words);
+        p->kernels->pack_values_bf16(&src, (int32_t)p->panel, (uint32_t *)to + c / p->panel * panel_words,
+                                     panel_words);
     }
     if (!p->bf16) memcpy(to, rows, (size_t)(p->columns * p->pitch) * sizeof *to);
 }
@@ -166,12 +179,17 @@ static void copy_heads(const mqa_plan *p, const row_source *src, float *to)
 static void take_d_o(const backward_job *job, int64_t row, int64_t position, mqa_work *w, mqa_slot *slot)
 {
     const mqa_plan *p = &job->plan;
-    const row_source d_o = mqa_heads(&p->args->d_o, job->seq.view_b, row), o = mqa_heads(&p->args->o, job->seq.view_b, row);
+    const row_source d_o = mqa_heads(&p->args->d_o, job->seq.view_b, row),
+                     o = mqa_heads(&p->args->o, job->seq.view_b, row);
     if (p->rope > 0) mqa_angles(p, position, w->angles);
-    for (int64_t h = p->heads; h < p->columns; h++) w->lse2[h] = INFINITY, w->delta[h] = 0.0f;
+    for (int64_t h = p->heads; h < p->columns; h++) {
+        w->lse2[h] = INFINITY;
+        w->delta[h] = 0.0f;
+    }
     for (int64_t h = 0; h < p->heads; h++) {
         const int64_t element = (int64_t)quern_dtype_size(d_o.dtype);
-        const row_source a = {(const char *)d_o.data + h * d_o.stride * element, d_o.dtype, p->dim, 1, p->dim};
+        const row_source a = {(const char *)d_o.data + h * d_o.stride * element, d_o.dtype, p->dim, 1,
+                              p->dim};
         const row_source b = {(const char *)o.data + h * o.stride * element, o.dtype, p->dim, 1, p->dim};
         float lanes[16] = {0}, delta = 0.0f, *x = w->row, *y = w->row + p->width;
         p->kernels->pack_rows_f32(&a, 1.0f, x, p->width);
@@ -180,8 +198,10 @@ static void take_d_o(const backward_job *job, int64_t row, int64_t position, mqa
             for (int i = 0; i < 16; i++) lanes[i] += x[c + i] * y[c + i];
         for (int i = 0; i < 16; i++) delta += lanes[i];
         head_terms(job, row, h, delta, w, slot);
-        if (p->rope > 0) p->rotation->rotate_row(x + p->dim - p->rope, w->angles, w->angles + p->rope / 2, p->rope, false);
-        p->conversion->convert(x, QUERN_F32, w->rows + h * p->pitch, p->bf16 ? QUERN_BF16 : QUERN_F32, p->dim);
+        if (p->rope > 0)
+            p->rotation->rotate_row(x + p->dim - p->rope, w->angles, w->angles + p->rope / 2, p->rope, false);
+        p->conversion->convert(x, QUERN_F32, w->rows + h * p->pitch, p->bf16 ? QUERN_BF16 : QUERN_F32,
+                               p->dim);
     }
 }
 
@@ -189,12 +209,15 @@ static void take_d_o(const backward_job *job, int64_t row, int64_t position, mqa
 static const float *tile_gradient(const mqa_plan *p, int64_t first, mqa_work *w, mqa_slot *slot)
 {
     const int64_t at = first * p->columns, n = w->tile.n;
-    float *s = p->bf16 ? w->dp + MQA_TILE * p->columns : (float *)slot->p + at, *dp = p->bf16 ? w->dp : (float *)slot->ds + at;
+    float *s = p->bf16 ? w->dp + MQA_TILE * p->columns : (float *)slot->p + at,
+          *dp = p->bf16 ? w->dp : (float *)slot->ds + at;
     mqa_scores(p, &w->tile, w->q_columns, s);
     mqa_scores(p, &w->tile, w->d_o_columns, dp);
-    for (int64_t h = 0; h < p->heads && slot->keys.n == 1; h++) /* one key without a sink: P is 1 whatever the score, dS is 0 */
+    for (int64_t h = 0; h < p->heads && slot->keys.n == 1;
+         h++) /* one key without a sink: P is 1 whatever the score, dS is 0 */
         if (sink_of(p->args, h) == -INFINITY) w->delta[h] = dp[h];
-    mqa_gradient g = {s, dp, (int32_t)n, (int32_t)p->columns, p->scale2, p->args->scale, w->lse2, w->delta, NULL, NULL, w->ds_pairs};
+    mqa_gradient g = {s,        dp,   (int32_t)n, (int32_t)p->columns, p->scale2, p->args->scale, w->lse2,
+                      w->delta, NULL, NULL,       w->ds_pairs};
     if (!p->bf16) {
         p->rows->mqa_gradient_f32(&g);
         return dp;
@@ -226,7 +249,8 @@ static void run_query(void *arg, int64_t index, int32_t thread)
     const row_source q = mqa_heads(&p->args->q, job->seq.view_b, row);
     slot->keys = mqa_keys_of(p, &job->seq, query, slot->list);
     take_d_o(job, row, job->seq.position + query, w, slot);
-    const row_source d_o = {w->rows, p->bf16 ? QUERN_BF16 : QUERN_F32, p->bf16 ? 2 * p->pitch : p->pitch, p->heads, p->dim};
+    const row_source d_o = {w->rows, p->bf16 ? QUERN_BF16 : QUERN_F32, p->bf16 ? 2 * p->pitch : p->pitch,
+                            p->heads, p->dim};
     if (slot->keys.n > 0) {
         mqa_pack_columns(p, &q, w->q_columns);
         mqa_pack_columns(p, &d_o, w->d_o_columns);
@@ -235,7 +259,8 @@ static void run_query(void *arg, int64_t index, int32_t thread)
         pack_heads(p, w, w->rows, slot->q);
     }
     for (int64_t first = 0; first < slot->keys.n; first += MQA_TILE) {
-        mqa_tile_fill(p, &job->seq, &slot->keys, first, slot->keys.n - first < MQA_TILE ? slot->keys.n - first : MQA_TILE, &w->tile);
+        mqa_tile_fill(p, &job->seq, &slot->keys, first,
+                      slot->keys.n - first < MQA_TILE ? slot->keys.n - first : MQA_TILE, &w->tile);
         const float *ds = tile_gradient(p, first, w, slot);
         if (is_present(&p->args->d_q)) mqa_values(p, &w->tile, ds, w->d_q, first > 0);
     }
@@ -245,16 +270,21 @@ static void run_query(void *arg, int64_t index, int32_t thread)
 /* ---- a panel of channels ---- */
 
 /* sums [n][panel] of the channels from c on = P^T dO + dS^T Q, keys from `first` on. */
-static void key_sums(const mqa_plan *p, const mqa_slot *slot, int64_t first, int64_t n, int64_t c, float *sums)
+static void key_sums(const mqa_plan *p, const mqa_slot *slot, int64_t first, int64_t n, int64_t c,
+                     float *sums)
 {
     const int64_t width = p->width - c < p->panel ? p->width - c : p->panel, at = first * p->columns;
     const int64_t offset = p->bf16 ? c / p->panel * (p->columns / 2 * p->panel) : c;
     if (p->bf16) {
-        p->kernels->mm_bf16(n, width, p->columns / 2, (const uint16_t *)slot->p + at, p->columns / 2, 1, slot->d_o + offset, p->panel, sums, p->panel, false);
-        p->kernels->mm_bf16(n, width, p->columns / 2, (const uint16_t *)slot->ds + at, p->columns / 2, 1, slot->q + offset, p->panel, sums, p->panel, true);
+        p->kernels->mm_bf16(n, width, p->columns / 2, (const uint16_t *)slot->p + at, p->columns / 2, 1,
+                            slot->d_o + offset, p->panel, sums, p->panel, false);
+        p->kernels->mm_bf16(n, width, p->columns / 2, (const uint16_t *)slot->ds + at, p->columns / 2, 1,
+                            slot->q + offset, p->panel, sums, p->panel, true);
     } else {
-        p->kernels->mm_f32(n, width, p->heads, (const float *)slot->p + at, p->columns, 1, slot->d_o + offset, p->pitch, sums, p->panel, false);
-        p->kernels->mm_f32(n, width, p->heads, (const float *)slot->ds + at, p->columns, 1, slot->q + offset, p->pitch, sums, p->panel, true);
+        p->kernels->mm_f32(n, width, p->heads, (const float *)slot->p + at, p->columns, 1, slot->d_o + offset,
+                           p->pitch, sums, p->panel, false);
+        p->kernels->mm_f32(n, width, p->heads, (const float *)slot->ds + at, p->columns, 1, slot->q + offset,
+                           p->pitch, sums, p->panel, true);
     }
 }
 
@@ -291,7 +321,8 @@ static void run_panel(void *arg, int64_t index, int32_t thread)
 
 /* ---- a sequence ---- */
 
-static void store_rows(const mqa_plan *p, const float *sums, const quern_tensor *t, int64_t b, int64_t first, int64_t rows)
+static void store_rows(const mqa_plan *p, const float *sums, const quern_tensor *t, int64_t b, int64_t first,
+                       int64_t rows)
 {
     for (int64_t n = 0; sums != NULL && n < rows; n++)
         mqa_store(p, sums + n * p->width, t, b * t->strides[0] + (first + n) * t->strides[1]);
@@ -303,7 +334,8 @@ static void run_sequence(const stage_exec *exec, backward_job *job, int64_t b)
     job->seq = mqa_sequence_at(p, &job->starts, b);
     const mqa_sequence *s = &job->seq;
     if (job->d_raw != NULL) memset(job->d_raw, 0, (size_t)(s->raw * p->width) * sizeof *job->d_raw);
-    if (job->d_entries != NULL) memset(job->d_entries, 0, (size_t)(s->entries * p->width) * sizeof *job->d_entries);
+    if (job->d_entries != NULL)
+        memset(job->d_entries, 0, (size_t)(s->entries * p->width) * sizeof *job->d_entries);
     for (job->first = 0; job->first < s->queries; job->first += job->count) {
         job->count = s->queries - job->first < job->chunk ? s->queries - job->first : job->chunk;
         parallel_for(exec, job->count, run_query, job);
@@ -318,7 +350,8 @@ static void run_sequence(const stage_exec *exec, backward_job *job, int64_t b)
 /* Rows of a [1,N,D] view from `first` on. */
 static void clear_rows(const quern_tensor *t, int64_t first)
 {
-    for (int64_t n = first; is_present(t) && n < t->shape[1]; n++) memset(mqa_row(t, 0, n), 0, (size_t)t->shape[2] * quern_dtype_size(t->dtype));
+    for (int64_t n = first; is_present(t) && n < t->shape[1]; n++)
+        memset(mqa_row(t, 0, n), 0, (size_t)t->shape[2] * quern_dtype_size(t->dtype));
 }
 
 size_t cpu_attend_mqa_backward_workspace(const stage_exec *exec, const attend_mqa_args *args)
@@ -336,7 +369,8 @@ quern_status cpu_attend_mqa_backward(const stage_exec *exec, const attend_mqa_ar
     mqa_starts_fill(p, 1, &job.starts);
     for (int64_t h = 0; h < p->heads; h++) job.d_sink[h] = 0;
     for (int64_t b = 0; b < p->batch; b++) run_sequence(exec, &job, b);
-    for (int64_t h = 0; is_present(&args->d_sink) && h < p->heads; h++) ((float *)args->d_sink.data)[h] = (float)job.d_sink[h];
+    for (int64_t h = 0; is_present(&args->d_sink) && h < p->heads; h++)
+        ((float *)args->d_sink.data)[h] = (float)job.d_sink[h];
     if (args->seqs.cu_q.data == NULL) return QUERN_OK;
     if (is_present(&args->d_q)) zero_rows(&args->d_q, token_rows(&args->seqs));
     clear_rows(&args->d_kv, token_rows(&args->seqs));

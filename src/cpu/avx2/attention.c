@@ -10,10 +10,20 @@
 typedef __m256 vec;
 enum { ROWS = 6, VECTORS = 2, PANEL = 16 };
 
-static inline vec broadcast(const float *a) { return _mm256_broadcast_ss(a); }
-static inline vec step_f32(vec acc, vec a, vec b) { return _mm256_fmadd_ps(a, b, acc); }
+static inline vec broadcast(const float *a)
+{
+    return _mm256_broadcast_ss(a);
+}
+static inline vec step_f32(vec acc, vec a, vec b)
+{
+    return _mm256_fmadd_ps(a, b, acc);
+}
 #define step_bf16 step_f32
 #include "cpu/kernels/attention_mm.h"
 
-const attention_kernels attention_kernels_avx2 = {
-    .level = QUERN_CPU_LEVEL_AVX2, .rows = &row_kernels_avx2, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS};
+const attention_kernels attention_kernels_avx2 = {.level = QUERN_CPU_LEVEL_AVX2,
+                                                  .rows = &row_kernels_avx2,
+                                                  .panel = PANEL,
+                                                  .mm_f32 = mm_f32,
+                                                  ATTENTION_ROW_KERNELS,
+                                                  ATTENTION_BACKWARD_ROW_KERNELS};

@@ -10,10 +10,20 @@
 typedef __m512 vec;
 enum { ROWS = 6, VECTORS = 4, PANEL = 64 };
 
-static inline vec broadcast(const float *a) { return _mm512_set1_ps(*a); }
-static inline vec step_f32(vec acc, vec a, vec b) { return _mm512_fmadd_ps(a, b, acc); }
+static inline vec broadcast(const float *a)
+{
+    return _mm512_set1_ps(*a);
+}
+static inline vec step_f32(vec acc, vec a, vec b)
+{
+    return _mm512_fmadd_ps(a, b, acc);
+}
 #define step_bf16 step_f32
 #include "cpu/kernels/attention_mm.h"
 
-const attention_kernels attention_kernels_avx512 = {
-    .level = QUERN_CPU_LEVEL_AVX512, .rows = &row_kernels_avx512, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS};
+const attention_kernels attention_kernels_avx512 = {.level = QUERN_CPU_LEVEL_AVX512,
+                                                    .rows = &row_kernels_avx512,
+                                                    .panel = PANEL,
+                                                    .mm_f32 = mm_f32,
+                                                    ATTENTION_ROW_KERNELS,
+                                                    ATTENTION_BACKWARD_ROW_KERNELS};

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attention.c - the attention table for AVX-512 with BF16: the f32 micro-kernel and the same one over words of
- * two bf16 values, 24 accumulators of the 32 registers. Limit: two 512-bit FMAs, or bf16 dot products, a cycle. */
+/* attention.c - the attention table for AVX-512 with BF16: the f32 micro-kernel and the same one over words
+ * of two bf16 values, 24 accumulators of the 32 registers. Limit: two 512-bit FMAs, or bf16 dot products, a
+ * cycle. */
 #include "cpu/kernels/attention_backward_rows.h"
 #include "cpu/kernels/attention_direct.h"
 #include "cpu/kernels/attention_rows.h"
@@ -11,9 +12,18 @@
 typedef __m512 vec;
 enum { ROWS = 6, VECTORS = 4, PANEL = 64 };
 
-static inline vec broadcast(const float *a) { return _mm512_set1_ps(*a); }
-static inline vec step_f32(vec acc, vec a, vec b) { return _mm512_fmadd_ps(a, b, acc); }
-static inline vec step_bf16(vec acc, vec a, vec b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+static inline vec broadcast(const float *a)
+{
+    return _mm512_set1_ps(*a);
+}
+static inline vec step_f32(vec acc, vec a, vec b)
+{
+    return _mm512_fmadd_ps(a, b, acc);
+}
+static inline vec step_bf16(vec acc, vec a, vec b)
+{
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+}
 #include "cpu/kernels/attention_mm.h"
 
 static void mm_bf16(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b,
@@ -22,6 +32,14 @@ static void mm_bf16(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_ro
     mm_any(true, m, n, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
 }
 
-const attention_kernels attention_kernels_avx512bf16 = {
-    .level = QUERN_CPU_LEVEL_AVX512BF16, .rows = &row_kernels_avx512, .panel = PANEL, .mm_f32 = mm_f32, .mm_bf16 = mm_bf16, .score_rows_bf16 = score_rows_bf16, .add_values_bf16 = add_values_bf16, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS,
-    ATTENTION_ROW_KERNELS_BF16, ATTENTION_BACKWARD_ROW_KERNELS_BF16};
+const attention_kernels attention_kernels_avx512bf16 = {.level = QUERN_CPU_LEVEL_AVX512BF16,
+                                                        .rows = &row_kernels_avx512,
+                                                        .panel = PANEL,
+                                                        .mm_f32 = mm_f32,
+                                                        .mm_bf16 = mm_bf16,
+                                                        .score_rows_bf16 = score_rows_bf16,
+                                                        .add_values_bf16 = add_values_bf16,
+                                                        ATTENTION_ROW_KERNELS,
+                                                        ATTENTION_BACKWARD_ROW_KERNELS,
+                                                        ATTENTION_ROW_KERNELS_BF16,
+                                                        ATTENTION_BACKWARD_ROW_KERNELS_BF16};

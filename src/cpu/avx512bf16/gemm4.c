@@ -3,12 +3,13 @@
 /*
  * gemm4.c - the table of products with NVFP4 weights for AVX-512 with BF16 and VNNI.
  *
- * A word of a line is two nibbles of a column, neighbours along K. code * scale has at most 6 significant bits and is
- * exact in bf16. Its bits come from a table of the 64 products of a magnitude and a scale's 1 + m / 8 at the largest
- * exponent; what the scale's exponent lacks is subtracted. The subtraction saturates, so zero stays zero. A rotation puts
- * the magnitude where the table's index has it and the sign to the top. That is 5 instructions for 32 values, a rotation,
- * an index, a look-up, a subtraction and a sign, and 5 for each block of 16 columns. Up to eight rows take the values
- * from registers. Limit: reading the weights of one row, and the dot products of eight.
+ * A word of a line is two nibbles of a column, neighbours along K. code * scale has at most 6 significant
+ * bits and is exact in bf16. Its bits come from a table of the 64 products of a magnitude and a scale's 1 + m
+ * / 8 at the largest exponent; what the scale's exponent lacks is subtracted. The subtraction saturates, so
+ * zero stays zero. A rotation puts the magnitude where the table's index has it and the sign to the top. That
+ * is 5 instructions for 32 values, a rotation, an index, a look-up, a subtraction and a sign, and 5 for each
+ * block of 16 columns. Up to eight rows take the values from registers. Limit: reading the weights of one
+ * row, and the dot products of eight.
  */
 #include "cpu/gemm4/gemm4_rows.h"
 
@@ -16,9 +17,10 @@
 
 /* bf16 bits of 2^e (1 + m / 8) and of 1.5 times that, at a scale's largest exponent, 8. */
 #define POWER(e, m) ((135 + (e)) << 7 | (m) << 4)
-#define HALF_MORE(e, m) \
-    (3 * (8 + (m)) < 32 ? (135 + (e)) << 7 | (3 * (8 + (m)) - 16) << 3 : (136 + (e)) << 7 | (3 * (8 + (m)) - 32) << 2)
-#define MAGNITUDES(m) \
+#define HALF_MORE(e, m)                                                                                      \
+    (3 * (8 + (m)) < 32 ? (135 + (e)) << 7 | (3 * (8 + (m)) - 16) << 3                                       \
+                        : (136 + (e)) << 7 | (3 * (8 + (m)) - 32) << 2)
+#define MAGNITUDES(m)                                                                                        \
     0, POWER(-1, m), POWER(0, m), HALF_MORE(0, m), POWER(1, m), HALF_MORE(1, m), POWER(2, m), HALF_MORE(2, m)
 
 static const uint16_t products[64] = {MAGNITUDES(0), MAGNITUDES(1), MAGNITUDES(2), MAGNITUDES(3),
@@ -26,9 +28,10 @@ static const uint16_t products[64] = {MAGNITUDES(0), MAGNITUDES(1), MAGNITUDES(2
 
 /* What a scale's exponent lacks, in bf16 bits, by the five high bits of its byte; the last is that of 0. */
 #define LACKS(e) (17 - (e)) << 7
-static const uint16_t lacking[32] = {LACKS(0),  LACKS(1),  LACKS(2),  LACKS(3),  LACKS(4),  LACKS(5),  LACKS(6), LACKS(7),
-                                     LACKS(8),  LACKS(9),  LACKS(10), LACKS(11), LACKS(12), LACKS(13), LACKS(14), LACKS(15),
-                                     LACKS(16), LACKS(17), [31] = 0xffff};
+static const uint16_t lacking[32] = {LACKS(0),  LACKS(1),  LACKS(2),  LACKS(3),     LACKS(4),
+                                     LACKS(5),  LACKS(6),  LACKS(7),  LACKS(8),     LACKS(9),
+                                     LACKS(10), LACKS(11), LACKS(12), LACKS(13),    LACKS(14),
+                                     LACKS(15), LACKS(16), LACKS(17), [31] = 0xffff};
 
 typedef struct decoder {
     __m512i low, high, lacking, copies, magnitude, sign;
@@ -37,12 +40,16 @@ typedef struct decoder {
 INLINE decoder make_decoder(void)
 {
     return (decoder){
-        _mm512_loadu_si512(products), _mm512_loadu_si512(products + 32), _mm512_loadu_si512(lacking),
+        _mm512_loadu_si512(products),
+        _mm512_loadu_si512(products + 32),
+        _mm512_loadu_si512(lacking),
         _mm512_broadcast_i32x4(_mm_setr_epi8(0, -1, 0, -1, 4, -1, 4, -1, 8, -1, 8, -1, 12, -1, 12, -1)),
-        _mm512_set1_epi16(7), _mm512_set1_epi16((short)0x8000)};
+        _mm512_set1_epi16(7),
+        _mm512_set1_epi16((short)0x8000)};
 }
 
-/* The scales of 16 columns, in both words of a column: where the table's index has m, and what is subtracted. */
+/* The scales of 16 columns, in both words of a column: where the table's index has m, and what is subtracted.
+ */
 typedef struct column_scales {
     __m512i m, lacks;
 } column_scales;
@@ -101,7 +108,8 @@ static void turn_bf16(const uint32_t *decoded, uint32_t *out)
         for (int64_t n = 0; n < GEMM4_PANEL; n += LANES) {
             vfloat v[LANES];
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) v[i] = v_load((const float *)(const void *)(decoded + (p + i) * GEMM4_PANEL + n));
+            for (int i = 0; i < LANES; i++)
+                v[i] = v_load((const float *)(const void *)(decoded + (p + i) * GEMM4_PANEL + n));
             v_transpose(v);
 #pragma GCC unroll 8
             for (int i = 0; i < LANES; i += 2) {

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_cache_copy.c - the cache_copy stage: rows of tokens to their blocks and back. A task is the rows of one run
- * that stand in one block number, of all heads. Limit: the copy bandwidth; a decoded token's rows are one task. */
+/* stage_cache_copy.c - the cache_copy stage: rows of tokens to their blocks and back. A task is the rows of
+ * one run that stand in one block number, of all heads. Limit: the copy bandwidth; a decoded token's rows are
+ * one task. */
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
@@ -22,11 +23,14 @@ static void copy_rows(const cache_copy_args *args, const cache_run *run, int64_t
 {
     const cache_plane *p = &args->plane;
     const int64_t from = run->first > block * CACHE_BLOCK ? run->first : block * CACHE_BLOCK;
-    const int64_t last = run->first + run->count, end = (block + 1) * CACHE_BLOCK < last ? (block + 1) * CACHE_BLOCK : last;
-    const size_t size = quern_dtype_size(p->dtype), key = (size_t)p->dim * size, value = (size_t)p->dim_v * size;
+    const int64_t last = run->first + run->count,
+                  end = (block + 1) * CACHE_BLOCK < last ? (block + 1) * CACHE_BLOCK : last;
+    const size_t size = quern_dtype_size(p->dtype), key = (size_t)p->dim * size,
+                 value = (size_t)p->dim_v * size;
     for (int64_t h = 0; h < p->kv_heads; h++) {
         char *keys = cache_block(p, run->sequence, h, block) + (size_t)(from % CACHE_BLOCK) * key;
-        char *values = keys + (size_t)(CACHE_BLOCK - from % CACHE_BLOCK) * key + (size_t)(from % CACHE_BLOCK) * value;
+        char *values =
+            keys + (size_t)(CACHE_BLOCK - from % CACHE_BLOCK) * key + (size_t)(from % CACHE_BLOCK) * value;
         for (int64_t t = from; t < end; t++, keys += key, values += value) {
             char *k = row_at(&args->k, 0, run->row + t - run->first, h);
             char *v = row_at(&args->v, 0, run->row + t - run->first, h);

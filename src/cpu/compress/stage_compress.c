@@ -3,14 +3,14 @@
 /*
  * stage_compress.c - the compress_forward stage.
  *
- * mean: tasks of a few entries; an entry sums its block's rows, all heads at once where they are neighbours in
- * memory, in f32, K then V, so both are read once. Where blocks overlap, runs of d tokens are summed once and an
- * entry adds the sums of its l/d runs, by the run's number modulo l/d, so that its bits do not depend on the task.
- * Limit: read bandwidth. A projection multiplies the f32 means of a task by W.
- * linear: tasks of 256 entries of one head; step by step (compress.h) the rows K[i d + p] + pe[p] are gathered into a
- * tile and multiplied by the step's rows of W, added up in f32 in the order of the steps. Limit: FMA; gathering is
- * 1/D of it. bf16 tokens with bf16 weights are multiplied as they are; encodings then come in as a row of
- * their own, pe W, because K + pe is no bf16 number.
+ * mean: tasks of a few entries; an entry sums its block's rows, all heads at once where they are neighbours
+ * in memory, in f32, K then V, so both are read once. Where blocks overlap, runs of d tokens are summed once
+ * and an entry adds the sums of its l/d runs, by the run's number modulo l/d, so that its bits do not depend
+ * on the task. Limit: read bandwidth. A projection multiplies the f32 means of a task by W. linear: tasks of
+ * 256 entries of one head; step by step (compress.h) the rows K[i d + p] + pe[p] are gathered into a tile and
+ * multiplied by the step's rows of W, added up in f32 in the order of the steps. Limit: FMA; gathering is 1/D
+ * of it. bf16 tokens with bf16 weights are multiplied as they are; encodings then come in as a row of their
+ * own, pe W, because K + pe is no bf16 number.
  */
 #include "core/parallel.h"
 #include "cpu/compress/compress.h"
@@ -38,7 +38,8 @@ typedef struct compress_job {
 
 static bool as_bf16(const compress_job *job, const quern_tensor *x, const quern_tensor *w)
 {
-    return job->args->kind == COMPRESS_LINEAR && x->dtype == QUERN_BF16 && w->dtype == QUERN_BF16 && job->pack->mm_bf16 != NULL;
+    return job->args->kind == COMPRESS_LINEAR && x->dtype == QUERN_BF16 && w->dtype == QUERN_BF16 &&
+           job->pack->mm_bf16 != NULL;
 }
 
 static size_t aligned(int64_t floats)
@@ -60,24 +61,35 @@ static int64_t runs_of_entry(const compress_args *args)
 
 static void carve_side(const stage_exec *exec, compress_job *job, side *s, arena *a)
 {
-    if (!is_present(s->x) || s->x->shape[0] == 0 || s->x->shape[1] == 0) return; /* without tokens there may be any number of heads */
+    if (!is_present(s->x) || s->x->shape[0] == 0 || s->x->shape[1] == 0)
+        return; /* without tokens there may be any number of heads */
     const bool linear = job->args->kind == COMPRESS_LINEAR, bf16 = as_bf16(job, s->x, s->w);
-    const int64_t positions = linear ? job->args->block_size : 1, heads = s->x->shape[2], dim = s->x->shape[3];
+    const int64_t positions = linear ? job->args->block_size : 1, heads = s->x->shape[2],
+                  dim = s->x->shape[3];
     const int64_t width = step_group(positions, dim, STEP_WIDTH) * dim;
-    s->matrix = carve_matrix(exec, s->w, bf16 ? QUERN_BF16 : QUERN_F32, positions, positions, false, job->piece, linear ? width : heads * dim, 0, a);
+    s->matrix = carve_matrix(exec, s->w, bf16 ? QUERN_BF16 : QUERN_F32, positions, positions, false,
+                             job->piece, linear ? width : heads * dim, 0, a);
     if (bf16 && is_present(s->pe)) s->bias = arena_take(a, (size_t)(heads * dim) * sizeof(float));
-    job->rows_bytes = greater(job->rows_bytes, aligned(linear ? job->piece * width : job->piece * heads * dim));
-    job->shift_bytes = greater(job->shift_bytes, aligned(linear ? width : runs_of_entry(job->args) * heads * dim));
+    job->rows_bytes =
+        greater(job->rows_bytes, aligned(linear ? job->piece * width : job->piece * heads * dim));
+    job->shift_bytes =
+        greater(job->shift_bytes, aligned(linear ? width : runs_of_entry(job->args) * heads * dim));
     job->sum_bytes = greater(job->sum_bytes, aligned(job->piece * round_up16(dim)));
-    job->scratch_bytes = greater(job->scratch_bytes, (s->matrix.product.scratch_bytes + ARENA_ALIGN - 1) / ARENA_ALIGN * ARENA_ALIGN);
+    job->scratch_bytes = greater(job->scratch_bytes, (s->matrix.product.scratch_bytes + ARENA_ALIGN - 1) /
+                                                         ARENA_ALIGN * ARENA_ALIGN);
 }
 
 static compress_job carve(const stage_exec *exec, const compress_args *args, arena *a)
 {
-    compress_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .pack = attention_kernels_for(exec->cpu_level)};
-    stage_exec own = *exec; /* oneDNN takes full tiles only, so an entry's bits would depend on how many entries a call has */
+    compress_job job = {.args = args,
+                        .kernels = nsa_kernels_for(exec->cpu_level),
+                        .pack = attention_kernels_for(exec->cpu_level)};
+    stage_exec own = *exec; /* oneDNN takes full tiles only, so an entry's bits would depend on how many
+                               entries a call has */
     own.gemm = NULL;
-    job.piece = args->kind == COMPRESS_LINEAR ? COMPRESS_ENTRIES : MEAN_ENTRIES * (runs_of_entry(args) < 4 ? runs_of_entry(args) : 4);
+    job.piece = args->kind == COMPRESS_LINEAR
+                    ? COMPRESS_ENTRIES
+                    : MEAN_ENTRIES * (runs_of_entry(args) < 4 ? runs_of_entry(args) : 4);
     job.sides[0] = (side){&args->k, &args->k_cmp, &args->pe_k, &args->w_k, {0}, NULL};
     job.sides[1] = (side){&args->v, &args->v_cmp, &args->pe_v, &args->w_v, {0}, NULL};
     for (int i = 0; i < 2 && args->kind != COMPRESS_GIVEN; i++) carve_side(&own, &job, &job.sides[i], a);
@@ -86,9 +98,11 @@ static compress_job carve(const stage_exec *exec, const compress_args *args, are
     return job;
 }
 
-/* Means of overlapping entries for heads h ... h + joined - 1, `step` floats apart. runs: [l/d][joined dim]. */
-static void mean_of_runs(const compress_job *job, const quern_tensor *x, const sequence_rows *seq, int64_t first, int64_t count, int64_t h,
-                         int64_t joined, float *means, int64_t step, float *runs)
+/* Means of overlapping entries for heads h ... h + joined - 1, `step` floats apart. runs: [l/d][joined dim].
+ */
+static void mean_of_runs(const compress_job *job, const quern_tensor *x, const sequence_rows *seq,
+                         int64_t first, int64_t count, int64_t h, int64_t joined, float *means, int64_t step,
+                         float *runs)
 {
     const int64_t d = job->args->stride, kept = runs_of_entry(job->args), width = joined * x->shape[3];
     const row_source sums = {runs, QUERN_F32, width, kept, width};
@@ -99,19 +113,24 @@ static void mean_of_runs(const compress_job *job, const quern_tensor *x, const s
         const int64_t i = run - first - kept + 1; /* the entry that this run completes */
         if (i < 0) continue;
         job->kernels->sum_rows(&sums, means + i * step);
-        job->kernels->spread_row(means + i * step, 1.0f / (float)job->args->block_size, width, QUERN_F32, means + i * step, 0, 1, false);
+        job->kernels->spread_row(means + i * step, 1.0f / (float)job->args->block_size, width, QUERN_F32,
+                                 means + i * step, 0, 1, false);
     }
 }
 
-static void mean_side(const compress_job *job, const side *s, const sequence_rows *seq, int64_t first, int64_t count, char *scratch)
+static void mean_side(const compress_job *job, const side *s, const sequence_rows *seq, int64_t first,
+                      int64_t count, char *scratch)
 {
     const int64_t heads = s->x->shape[2], dim = s->x->shape[3], joined = heads_joined(s->x);
-    float *means = (float *)(void *)scratch, *product = (float *)(void *)(scratch + job->rows_bytes + job->shift_bytes);
+    float *means = (float *)(void *)scratch,
+          *product = (float *)(void *)(scratch + job->rows_bytes + job->shift_bytes);
     for (int64_t h = 0; h < heads; h += joined) {
         if (runs_of_entry(job->args) > 1)
-            mean_of_runs(job, s->x, seq, first, count, h, joined, means + h * dim, heads * dim, (float *)(void *)(scratch + job->rows_bytes));
+            mean_of_runs(job, s->x, seq, first, count, h, joined, means + h * dim, heads * dim,
+                         (float *)(void *)(scratch + job->rows_bytes));
         for (int64_t i = 0; i < count && runs_of_entry(job->args) == 1; i++)
-            mean_of_entry(job->kernels, job->args, s->x, seq, first + i, h, joined, means + (i * heads + h) * dim);
+            mean_of_entry(job->kernels, job->args, s->x, seq, first + i, h, joined,
+                          means + (i * heads + h) * dim);
     }
     for (int64_t h = 0; h < heads; h++) {
         const float *rows = means + h * dim;
@@ -122,7 +141,9 @@ static void mean_side(const compress_job *job, const side *s, const sequence_row
             stride = round_up16(dim);
         }
         for (int64_t i = 0; i < count; i++)
-            job->kernels->rows->convert(rows + i * stride, QUERN_F32, row_at(s->y, seq->view_b, seq->entry0 + first + i, h), s->y->dtype, dim);
+            job->kernels->rows->convert(rows + i * stride, QUERN_F32,
+                                        row_at(s->y, seq->view_b, seq->entry0 + first + i, h), s->y->dtype,
+                                        dim);
     }
 }
 
@@ -133,7 +154,8 @@ static void mean_piece(void *arg, int64_t index, int32_t thread)
     const int64_t first = index % job->pieces * job->piece, left = seq.entries - first;
     char *scratch = job->scratch + (size_t)thread * job->scratch_bytes;
     for (int i = 0; i < 2 && left > 0; i++)
-        if (is_present(job->sides[i].x)) mean_side(job, &job->sides[i], &seq, first, left < job->piece ? left : job->piece, scratch);
+        if (is_present(job->sides[i].x))
+            mean_side(job, &job->sides[i], &seq, first, left < job->piece ? left : job->piece, scratch);
 }
 
 static void linear_piece(void *arg, int64_t index, int32_t thread)
@@ -144,21 +166,26 @@ static void linear_piece(void *arg, int64_t index, int32_t thread)
     if (heads == 0) return;
     const int64_t h = index / 2 % heads, piece = index / 2 / heads;
     const sequence_rows seq = sequence_at(&job->args->seqs, piece / job->pieces);
-    const int64_t first = piece % job->pieces * COMPRESS_ENTRIES, left = seq.entries - first, dim = s->x->shape[3];
+    const int64_t first = piece % job->pieces * COMPRESS_ENTRIES, left = seq.entries - first,
+                  dim = s->x->shape[3];
     if (left <= 0) return;
     const int64_t count = left < COMPRESS_ENTRIES ? left : COMPRESS_ENTRIES, width = round_up16(dim);
     const compress_matrix *m = &s->matrix;
     const quern_tensor none = {0};
-    const tile_source source = {job->args, job->pack, job->kernels, s->x, s->bias != NULL ? &none : s->pe, m->dtype};
+    const tile_source source = {job->args, job->pack, job->kernels, s->x, s->bias != NULL ? &none : s->pe,
+                                m->dtype};
     char *tile = job->scratch + (size_t)thread * job->scratch_bytes;
-    float *shift = (float *)(void *)(tile + job->rows_bytes), *sum = (float *)(void *)((char *)shift + job->shift_bytes);
+    float *shift = (float *)(void *)(tile + job->rows_bytes),
+          *sum = (float *)(void *)((char *)shift + job->shift_bytes);
     for (int64_t step = 0; step < m->steps; step++) {
-        gather_tile(&source, &seq, h, first, count, step_first(m, step), step_positions(m, step), tile, m->group * dim, shift);
+        gather_tile(&source, &seq, h, first, count, step_first(m, step), step_positions(m, step), tile,
+                    m->group * dim, shift);
         multiply_step(m, h, step, count, tile, sum, step > 0, (char *)sum + job->sum_bytes);
     }
     for (int64_t i = 0; i < count; i++) {
         if (s->bias != NULL) job->kernels->rows->add_scaled(sum + i * width, s->bias + h * dim, 1.0f, dim);
-        job->kernels->rows->convert(sum + i * width, QUERN_F32, row_at(s->y, seq.view_b, seq.entry0 + first + i, h), s->y->dtype, dim);
+        job->kernels->rows->convert(sum + i * width, QUERN_F32,
+                                    row_at(s->y, seq.view_b, seq.entry0 + first + i, h), s->y->dtype, dim);
     }
 }
 
@@ -174,10 +201,12 @@ static void encode(void *arg, int64_t index, int32_t thread)
     memset(bias, 0, (size_t)dim * sizeof *bias);
     for (int64_t p = 0; p < job->args->block_size; p++) {
         const int64_t at = h * s->pe->strides[0] + p * s->pe->strides[1];
-        job->kernels->rows->convert((const char *)s->pe->data + at * (int64_t)quern_dtype_size(s->pe->dtype), s->pe->dtype, shift, QUERN_F32, dim);
+        job->kernels->rows->convert((const char *)s->pe->data + at * (int64_t)quern_dtype_size(s->pe->dtype),
+                                    s->pe->dtype, shift, QUERN_F32, dim);
         memset(part, 0, (size_t)dim * sizeof *part);
         for (int64_t c = 0; c < dim; c++) {
-            const uint16_t *w = (const uint16_t *)s->w->data + h * s->w->strides[0] + (p * dim + c) * s->w->strides[1];
+            const uint16_t *w =
+                (const uint16_t *)s->w->data + h * s->w->strides[0] + (p * dim + c) * s->w->strides[1];
             job->kernels->rows->convert(w, QUERN_BF16, row, QUERN_F32, dim);
             job->kernels->rows->add_scaled(part, row, shift[c], dim);
         }
@@ -192,13 +221,16 @@ static void write_borders(const compress_args *args)
     int32_t *out = args->seqs.cu_kv.data;
     if (cu == NULL || out == NULL) return;
     out[0] = 0;
-    for (int64_t b = 0; b < args->seqs.batch; b++) out[b + 1] = out[b] + (int32_t)entries_of(args, cu[b + 1] - cu[b]);
+    for (int64_t b = 0; b < args->seqs.batch; b++)
+        out[b + 1] = out[b] + (int32_t)entries_of(args, cu[b + 1] - cu[b]);
 }
 
 /* Products of both sides are alike: W_k and W_v have one dtype. */
 void cpu_compress_kernel(const stage_exec *exec, const compress_args *args, char text[STAGE_NAME_BYTES])
 {
-    const compress_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .pack = attention_kernels_for(exec->cpu_level)};
+    const compress_job job = {.args = args,
+                              .kernels = nsa_kernels_for(exec->cpu_level),
+                              .pack = attention_kernels_for(exec->cpu_level)};
     const bool products = is_present(&args->w_k) || is_present(&args->w_v), k = is_present(&args->w_k);
     const bool bf16 = products && as_bf16(&job, k ? &args->k : &args->v, k ? &args->w_k : &args->w_v);
     cpu_name_kernels(text, "compress", bf16, products ? job.pack->level : job.kernels->level);
@@ -214,20 +246,24 @@ size_t cpu_compress_workspace(const stage_exec *exec, const compress_args *args)
 quern_status cpu_compress(const stage_exec *exec, const compress_args *args, void *workspace)
 {
     write_borders(args);
-    if (args->kind == COMPRESS_GIVEN || (args->seqs.cu_q.data == NULL && args->seqs.n_kv == 0)) return QUERN_OK; /* no entries */
+    if (args->kind == COMPRESS_GIVEN || (args->seqs.cu_q.data == NULL && args->seqs.n_kv == 0))
+        return QUERN_OK; /* no entries */
     arena a = arena_on(workspace);
     compress_job job = carve(exec, args, &a);
-    const int64_t most = entries_of(args, longest_sequence(&args->seqs)), heads = is_present(&args->k) ? args->k.shape[2] : args->v.shape[2];
+    const int64_t most = entries_of(args, longest_sequence(&args->seqs)),
+                  heads = is_present(&args->k) ? args->k.shape[2] : args->v.shape[2];
     job.pieces = (most + job.piece - 1) / job.piece;
     for (int i = 0; i < 2; i++) pack_matrix(exec, &job.sides[i].matrix, job.sides[i].w);
     if (args->kind == COMPRESS_LINEAR) {
-        if (job.sides[0].bias != NULL || job.sides[1].bias != NULL) parallel_for(exec, heads * 2, encode, &job);
+        if (job.sides[0].bias != NULL || job.sides[1].bias != NULL)
+            parallel_for(exec, heads * 2, encode, &job);
         parallel_for(exec, args->seqs.batch * job.pieces * heads * 2, linear_piece, &job);
     } else {
         parallel_for(exec, args->seqs.batch * job.pieces, mean_piece, &job);
     }
     if (args->seqs.cu_q.data != NULL)
         for (int i = 0; i < 2; i++)
-            if (is_present(job.sides[i].y)) zero_rows(job.sides[i].y, ((const int32_t *)args->seqs.cu_kv.data)[args->seqs.batch]);
+            if (is_present(job.sides[i].y))
+                zero_rows(job.sides[i].y, ((const int32_t *)args->seqs.cu_kv.data)[args->seqs.batch]);
     return QUERN_OK;
 }

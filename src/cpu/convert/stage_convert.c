@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_convert.c - the convert stage: a tensor in another dtype, row by row, rows past the last border as 0. Limit:
- * in read and out written once. */
+/* stage_convert.c - the convert stage: a tensor in another dtype, row by row, rows past the last border as 0.
+ * Limit: in read and out written once. */
 #include "core/parallel.h"
 #include "cpu/kernels/nsa_kernels.h"
 #include "cpu/rows_at.h"
@@ -25,14 +25,16 @@ static void convert_piece(void *arg, int64_t index, int32_t thread)
     const int64_t joined = heads_joined(in) > 1 && heads_joined(out) > 1 ? in->shape[2] : 1;
     for (int64_t n = first; n < end; n++)
         for (int64_t h = 0; h < in->shape[2]; h += joined)
-            job->kernels->rows->convert(row_at(in, b, n, h), in->dtype, row_at(out, b, n, h), out->dtype, in->shape[3] * joined);
+            job->kernels->rows->convert(row_at(in, b, n, h), in->dtype, row_at(out, b, n, h), out->dtype,
+                                        in->shape[3] * joined);
 }
 
 quern_status cpu_convert(const stage_exec *exec, const convert_args *args, void *workspace)
 {
     (void)workspace;
     const int64_t rows = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : args->in.shape[1];
-    convert_job job = {args, nsa_kernels_for(exec->cpu_level), rows, (rows + CONVERT_TOKENS - 1) / CONVERT_TOKENS};
+    convert_job job = {args, nsa_kernels_for(exec->cpu_level), rows,
+                       (rows + CONVERT_TOKENS - 1) / CONVERT_TOKENS};
     parallel_for(exec, args->in.shape[0] * job.pieces, convert_piece, &job);
     if (rows < args->out.shape[1]) zero_rows(&args->out, rows);
     return QUERN_OK;

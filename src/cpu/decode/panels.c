@@ -1,13 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * panels.c - one step of blockwise softmax attention over rows as a cache holds them: up to 384 keys in panels of 64.
+ * panels.c - one step of blockwise softmax attention over rows as a cache holds them: up to 384 keys in
+ * panels of 64.
  *
- * Entries are packed panel by panel for their scores, by the kernels that pack for a prefill: D products added in order,
- * a key a lane, so that a score has the same bits there and here. Otherwise few query rows take keys and values as they
- * stand (attention_direct.h); more, and levels without bf16 products, take packed panels, which stay in L1 or L2. Either
- * way a cache's rows are read once, in order; the next panel is asked for meanwhile. Limit: the read bandwidth. A key
- * and value of 128 bf16 come from memory in some 82 cycles a core (25 GB/s).
+ * Entries are packed panel by panel for their scores, by the kernels that pack for a prefill: D products
+ * added in order, a key a lane, so that a score has the same bits there and here. Otherwise few query rows
+ * take keys and values as they stand (attention_direct.h); more, and levels without bf16 products, take
+ * packed panels, which stay in L1 or L2. Either way a cache's rows are read once, in order; the next panel is
+ * asked for meanwhile. Limit: the read bandwidth. A key and value of 128 bf16 come from memory in some 82
+ * cycles a core (25 GB/s).
  */
 #include "cpu/decode/panels.h"
 
@@ -18,9 +20,11 @@ enum { DIRECT_MOST = 12 /* query rows that packing does not pay for */ };
 
 static const float log2_e = 1.44269504088896340736f;
 
-decode_shape decode_shape_of(const stage_exec *exec, quern_dtype dtype, int64_t dim_k, int64_t dim_v, float scale)
+decode_shape decode_shape_of(const stage_exec *exec, quern_dtype dtype, int64_t dim_k, int64_t dim_v,
+                             float scale)
 {
-    decode_shape s = {.kernels = attention_kernels_for(exec->cpu_level), .dtype = dtype, .dim_k = dim_k, .dim_v = dim_v};
+    decode_shape s = {
+        .kernels = attention_kernels_for(exec->cpu_level), .dtype = dtype, .dim_k = dim_k, .dim_v = dim_v};
     s.bf16 = dtype == QUERN_BF16 && s.kernels->mm_bf16 != NULL;
     s.key_words = s.bf16 ? dim_k / 2 : dim_k;
     s.value_width = round_up16(dim_v);
@@ -50,10 +54,12 @@ void decode_scratch_carve(const decode_shape *shape, int64_t most_rows, arena *a
     s->lo = arena_take(a, n);
     s->hi = arena_take(a, n);
     s->ahead = (decode_panel){NULL, NULL, 0};
-    s->gathered = arena_take(a, (size_t)(PANEL_KEYS * (shape->dim_k + shape->dim_v)) * quern_dtype_size(shape->dtype));
+    s->gathered =
+        arena_take(a, (size_t)(PANEL_KEYS * (shape->dim_k + shape->dim_v)) * quern_dtype_size(shape->dtype));
 }
 
-void decode_rows_pack(const decode_shape *shape, const quern_tensor *q, int64_t row, int64_t head, int64_t n, int32_t at, decode_rows *rows)
+void decode_rows_pack(const decode_shape *shape, const quern_tensor *q, int64_t row, int64_t head, int64_t n,
+                      int32_t at, decode_rows *rows)
 {
     const row_source src = {row_at(q, 0, row, head), q->dtype, q->strides[2], n, shape->dim_k};
     float *dst = (float *)rows->q + at * shape->key_words;
@@ -87,7 +93,8 @@ static row_source values_of(const decode_shape *shape, const decode_panel *panel
     return (row_source){panel->values, shape->dtype, shape->dim_v, panel->n, shape->dim_v};
 }
 
-/* Asks for part `part` of `parts` of the rows: a burst of more lines than the processor keeps under way would hold it up. */
+/* Asks for part `part` of `parts` of the rows: a burst of more lines than the processor keeps under way would
+ * hold it up. */
 static void prefetch(const row_source *rows, int64_t part, int64_t parts)
 {
     const int64_t bytes = rows->rows * rows->dim * (int64_t)quern_dtype_size(rows->dtype);
@@ -96,8 +103,8 @@ static void prefetch(const row_source *rows, int64_t part, int64_t parts)
 }
 
 /* Scores of one panel from column `column` on. `next`: the rows that are read after it. */
-static void score_panel(const decode_shape *shape, const decode_rows *rows, const decode_panel *panel, int32_t column, const row_source *next,
-                        decode_scratch *s)
+static void score_panel(const decode_shape *shape, const decode_rows *rows, const decode_panel *panel,
+                        int32_t column, const row_source *next, decode_scratch *s)
 {
     const attention_kernels *k = shape->kernels;
     mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
@@ -110,17 +117,20 @@ static void score_panel(const decode_shape *shape, const decode_rows *rows, cons
         if (shape->bf16) k->pack_keys_bf16(&src, k->panel, (uint32_t *)(void *)s->keys);
         else k->pack_keys_f32(&src, k->panel, s->keys);
         prefetch(next, 2 * (c / k->panel) + 1, 2 * PANEL_KEYS / k->panel);
-        mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, k->panel, s->s + column + c, STEP_KEYS, false);
+        mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, k->panel,
+           s->s + column + c, STEP_KEYS, false);
     }
 }
 
-int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const decode_panel *panels, int32_t count, bool packed, decode_scratch *s)
+int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const decode_panel *panels,
+                      int32_t count, bool packed, decode_scratch *s)
 {
     int32_t keys = 0;
     for (int32_t i = 0; i < count; keys += (int32_t)panels[i++].n) {
         if (!packed && is_direct(shape, rows)) {
             const row_source src = keys_of(shape, &panels[i]);
-            shape->kernels->score_rows_bf16(rows->n, rows->q, shape->dim_k, &src, panels[i].values, s->s + keys, STEP_KEYS);
+            shape->kernels->score_rows_bf16(rows->n, rows->q, shape->dim_k, &src, panels[i].values,
+                                            s->s + keys, STEP_KEYS);
             continue;
         }
         const row_source next = i + 1 < count ? keys_of(shape, &panels[i + 1]) : values_of(shape, &panels[0]);
@@ -130,7 +140,8 @@ int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const 
 }
 
 /* O (+)= P V for keys [column, column + panel->n) of the step. */
-static void add_panel(const decode_shape *shape, decode_rows *rows, const decode_panel *panel, int32_t column, const row_source *ahead, decode_scratch *s)
+static void add_panel(const decode_shape *shape, decode_rows *rows, const decode_panel *panel, int32_t column,
+                      const row_source *ahead, decode_scratch *s)
 {
     const attention_kernels *k = shape->kernels;
     const int64_t pairs = shape->bf16 ? 2 : 1, depth = (panel->n + pairs - 1) / pairs;
@@ -138,35 +149,41 @@ static void add_panel(const decode_shape *shape, decode_rows *rows, const decode
     const row_source src = values_of(shape, panel);
     const float *weights = s->s + column / pairs;
     if (is_direct(shape, rows)) {
-        k->add_values_bf16(rows->n, weights, STEP_KEYS, &src, ahead->rows > 0 ? ahead->data : src.data, rows->o, shape->value_width, !rows->fresh);
+        k->add_values_bf16(rows->n, weights, STEP_KEYS, &src, ahead->rows > 0 ? ahead->data : src.data,
+                           rows->o, shape->value_width, !rows->fresh);
         rows->fresh = false;
         return;
     }
     mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
     prefetch(ahead, 0, 1);
-    if (shape->bf16) k->pack_values_bf16(&src, (int32_t)shape->value_panel, (uint32_t *)(void *)s->values, panel_stride);
+    if (shape->bf16)
+        k->pack_values_bf16(&src, (int32_t)shape->value_panel, (uint32_t *)(void *)s->values, panel_stride);
     else k->pack_values_f32(&src, (int32_t)shape->value_panel, s->values, panel_stride);
     for (int64_t j = 0; j < shape->value_panels; j++) {
         const int64_t at = j * shape->value_panel, left = shape->value_width - at;
-        mm(rows->n, left < shape->value_panel ? left : shape->value_panel, depth, weights, STEP_KEYS, 1, s->values + j * panel_stride,
-           shape->value_panel, rows->o + at, shape->value_width, !rows->fresh);
+        mm(rows->n, left < shape->value_panel ? left : shape->value_panel, depth, weights, STEP_KEYS, 1,
+           s->values + j * panel_stride, shape->value_panel, rows->o + at, shape->value_width, !rows->fresh);
     }
     rows->fresh = false;
 }
 
-void decode_add(const decode_shape *shape, decode_rows *rows, const decode_panel *panels, int32_t count, int32_t keys, bool values, decode_scratch *s)
+void decode_add(const decode_shape *shape, decode_rows *rows, const decode_panel *panels, int32_t count,
+                int32_t keys, bool values, decode_scratch *s)
 {
     if (keys == 0) return;
     for (int32_t r = 0; r < rows->n; r++) {
         s->lo[r] = 0;
         s->hi[r] = keys;
     }
-    const softmax_tile tile = {s->s, STEP_KEYS, rows->n, (int32_t)round_up16(keys), s->lo, s->hi, shape->scale2, rows->max, rows->sum, s->shrink};
+    const softmax_tile tile = {s->s,      STEP_KEYS, rows->n,       (int32_t)round_up16(keys),
+                               s->lo,     s->hi,     shape->scale2, rows->max,
+                               rows->sum, s->shrink};
     if (shape->bf16) shape->kernels->softmax_bf16(&tile);
     else shape->kernels->softmax_f32(&tile);
     if (!values) return;
     for (int32_t r = 0; r < rows->n && !rows->fresh; r++)
-        if (s->shrink[r] != 1.0f) shape->kernels->scale_row(rows->o + r * shape->value_width, s->shrink[r], shape->value_width);
+        if (s->shrink[r] != 1.0f)
+            shape->kernels->scale_row(rows->o + r * shape->value_width, s->shrink[r], shape->value_width);
     int32_t column = 0;
     for (int32_t i = 0; i < count; column += (int32_t)panels[i++].n) {
         const row_source ahead = i + 1 < count ? values_of(shape, &panels[i + 1]) : keys_of(shape, &s->ahead);
@@ -181,17 +198,22 @@ void decode_rows_finish(const decode_shape *shape, decode_rows *rows)
     rows->fresh = false;
     for (int32_t r = 0; r < rows->n; r++) {
         const float sum = rows->sum[r];
-        if (sum != 0.0f) shape->kernels->scale_row(rows->o + r * shape->value_width, 1.0f / sum, shape->value_width);
-        rows->sum[r] = sum == 0.0f ? -INFINITY : (float)((double)rows->max[r] * (double)shape->scale2 * ln2 + log((double)sum));
+        if (sum != 0.0f)
+            shape->kernels->scale_row(rows->o + r * shape->value_width, 1.0f / sum, shape->value_width);
+        rows->sum[r] = sum == 0.0f
+                           ? -INFINITY
+                           : (float)((double)rows->max[r] * (double)shape->scale2 * ln2 + log((double)sum));
     }
 }
 
-decode_panel decode_next_panel(const cache_plane *plane, int64_t sequence, int64_t head, int64_t *key, int64_t end)
+decode_panel decode_next_panel(const cache_plane *plane, int64_t sequence, int64_t head, int64_t *key,
+                               int64_t end)
 {
     const int64_t at = *key % PANEL_KEYS, size = (int64_t)quern_dtype_size(plane->dtype);
     const int64_t stop = *key - at + PANEL_KEYS < end ? *key - at + PANEL_KEYS : end;
     const char *block = cache_block(plane, sequence, head, *key / PANEL_KEYS);
-    const decode_panel panel = {block + at * plane->dim * size, block + (PANEL_KEYS * plane->dim + at * plane->dim_v) * size, stop - *key};
+    const decode_panel panel = {block + at * plane->dim * size,
+                                block + (PANEL_KEYS * plane->dim + at * plane->dim_v) * size, stop - *key};
     *key = stop;
     return panel;
 }

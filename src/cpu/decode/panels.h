@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * panels.h - attention of a few query rows over rows of a cache, panel by panel. Every row of a step sees every key of
- * its panels, so no mask is needed; what a query does not see is not in them.
+ * panels.h - attention of a few query rows over rows of a cache, panel by panel. Every row of a step sees
+ * every key of its panels, so no mask is needed; what a query does not see is not in them.
  */
 #ifndef QUERN_CPU_DECODE_PANELS_H
 #define QUERN_CPU_DECODE_PANELS_H
@@ -14,7 +14,8 @@
 
 enum {
     PANEL_KEYS = CACHE_BLOCK,
-    STEP_PANELS = 6, /* 384 keys: what the forward's tiles of compressed entries have, so that their sums have its order */
+    STEP_PANELS = 6, /* 384 keys: what the forward's tiles of compressed entries have, so that their sums have
+                        its order */
     STEP_KEYS = STEP_PANELS * PANEL_KEYS
 };
 
@@ -51,25 +52,30 @@ typedef struct decode_scratch {
     float *s;             /* [rows][STEP_KEYS] */
     float *shrink;
     int32_t *lo, *hi;
-    char *gathered; /* a panel of rows from several places: keys, then values */
+    char *gathered;     /* a panel of rows from several places: keys, then values */
     decode_panel ahead; /* asked for during the next step; n 0: none */
 } decode_scratch;
 
-decode_shape decode_shape_of(const stage_exec *exec, quern_dtype dtype, int64_t dim_k, int64_t dim_v, float scale);
+decode_shape decode_shape_of(const stage_exec *exec, quern_dtype dtype, int64_t dim_k, int64_t dim_v,
+                             float scale);
 void decode_rows_carve(const decode_shape *shape, int64_t most, arena *a, decode_rows *rows);
 void decode_scratch_carve(const decode_shape *shape, int64_t most_rows, arena *a, decode_scratch *s);
 
 /* n rows from `heads` on of query `row` of q [1, T, H, D], to row `at`. */
-void decode_rows_pack(const decode_shape *shape, const quern_tensor *q, int64_t row, int64_t head, int64_t n, int32_t at, decode_rows *rows);
+void decode_rows_pack(const decode_shape *shape, const quern_tensor *q, int64_t row, int64_t head, int64_t n,
+                      int32_t at, decode_rows *rows);
 void decode_rows_reset(decode_rows *rows, int32_t n);
-/* s[i][0 .. 384) = q k for the keys of up to STEP_PANELS panels, all but the last of 64. Returns the keys. `packed`: by the
- * prefill's kernels, for its bits. */
-int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const decode_panel *panels, int32_t count, bool packed, decode_scratch *s);
+/* s[i][0 .. 384) = q k for the keys of up to STEP_PANELS panels, all but the last of 64. Returns the keys.
+ * `packed`: by the prefill's kernels, for its bits. */
+int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const decode_panel *panels,
+                      int32_t count, bool packed, decode_scratch *s);
 /* Turns the scores into P and adds P V to the rows; values false: the running maxima and sums alone. */
-void decode_add(const decode_shape *shape, decode_rows *rows, const decode_panel *panels, int32_t count, int32_t keys, bool values, decode_scratch *s);
+void decode_add(const decode_shape *shape, decode_rows *rows, const decode_panel *panels, int32_t count,
+                int32_t keys, bool values, decode_scratch *s);
 /* Divides by the sums. */
 void decode_rows_finish(const decode_shape *shape, decode_rows *rows);
 
 /* Keys [*key, end) of a sequence as the next panel, as far as they stand in one block; moves *key on. */
-decode_panel decode_next_panel(const cache_plane *plane, int64_t sequence, int64_t head, int64_t *key, int64_t end);
+decode_panel decode_next_panel(const cache_plane *plane, int64_t sequence, int64_t head, int64_t *key,
+                               int64_t end);
 #endif

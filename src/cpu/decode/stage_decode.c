@@ -3,13 +3,14 @@
 /*
  * stage_decode.c - the decode stage: dense attention of the newest tokens over a cache.
  *
- * A task is one key/value head of one sequence, up to 96 query rows of it (whole queries), and a share of the keys. Up to
- * 8 queries a sequence, the keys are cut into at most 32 shares of 1024 or more, by the sequence's length alone; their
- * results (o, maximum, sum) meet in the workspace and are added in order. So neither the number of threads nor the rest
- * of the batch changes a bit. More queries fill the tasks without that.
+ * A task is one key/value head of one sequence, up to 96 query rows of it (whole queries), and a share of the
+ * keys. Up to 8 queries a sequence, the keys are cut into at most 32 shares of 1024 or more, by the
+ * sequence's length alone; their results (o, maximum, sum) meet in the workspace and are added in order. So
+ * neither the number of threads nor the rest of the batch changes a bit. More queries fill the tasks without
+ * that.
  *
- * Panels that every query of a task sees are packed once for all of them; the others are cut to what each query sees.
- * Limit: the read bandwidth on keys and values (panels.c).
+ * Panels that every query of a task sees are packed once for all of them; the others are cut to what each
+ * query sees. Limit: the read bandwidth on keys and values (panels.c).
  */
 #include "core/parallel.h"
 #include "cpu/decode/panels.h"
@@ -71,10 +72,13 @@ static int64_t tile_rows(const decode_job *job, const cache_run *run)
 static void carve(const stage_exec *exec, const decode_args *args, arena *a, decode_job *job)
 {
     const cache_plane *plane = &args->tokens;
-    *job = (decode_job){.args = args, .shape = decode_shape_of(exec, plane->dtype, plane->dim, plane->dim_v, args->scale)};
+    *job = (decode_job){.args = args,
+                        .shape = decode_shape_of(exec, plane->dtype, plane->dim, plane->dim_v, args->scale)};
     job->group = args->q.shape[2] / plane->kv_heads;
     job->tile_queries = job->group < ROWS_MOST ? ROWS_MOST / job->group : 1;
-    job->shares_most = shares_of(args->window > 0 ? lesser(args->window + PANEL_KEYS + QUERIES_SPLIT, args->capacity) : args->capacity);
+    job->shares_most =
+        shares_of(args->window > 0 ? lesser(args->window + PANEL_KEYS + QUERIES_SPLIT, args->capacity)
+                                   : args->capacity);
     job->places = arena_take(a, (size_t)(args->queries.batch + 1) * sizeof *job->places);
     run_place at = {.task = 0};
     int64_t most = 0;
@@ -125,14 +129,16 @@ static query_tile tile_at(const decode_job *job, const cache_run *run, int64_t t
 }
 
 /* A panel that some queries do not see, or not whole: query by query. `key`: its first. */
-static void run_edge(const decode_job *job, const query_tile *t, const decode_panel *panel, int64_t key, decode_space *s)
+static void run_edge(const decode_job *job, const query_tile *t, const decode_panel *panel, int64_t key,
+                     decode_space *s)
 {
     const int64_t size = (int64_t)quern_dtype_size(job->shape.dtype);
     for (int64_t i = 0; i < t->queries; i++) {
         const int64_t position = t->run->first + t->first + i, low = low_of(job->args, position);
         const int64_t from = low > key ? low - key : 0, to = lesser(position + 1 - key, panel->n);
         if (from >= to) continue;
-        const decode_panel seen = {panel->keys + from * job->shape.dim_k * size, panel->values + from * job->shape.dim_v * size, to - from};
+        const decode_panel seen = {panel->keys + from * job->shape.dim_k * size,
+                                   panel->values + from * job->shape.dim_v * size, to - from};
         decode_rows rows = s->rows;
         rows.q = (float *)rows.q + i * job->group * job->shape.key_words;
         rows.o += i * job->group * job->shape.value_width;
@@ -171,8 +177,10 @@ static void store(const decode_job *job, const query_tile *t, decode_rows *rows)
     const decode_args *args = job->args;
     decode_rows_finish(&job->shape, rows);
     for (int32_t r = 0; r < rows->n; r++) {
-        const int64_t row = t->run->row + t->first + r / job->group, head = t->head * job->group + r % job->group;
-        job->shape.kernels->rows->convert(rows->o + r * job->shape.value_width, QUERN_F32, row_at(&args->o, 0, row, head), args->o.dtype, job->shape.dim_v);
+        const int64_t row = t->run->row + t->first + r / job->group,
+                      head = t->head * job->group + r % job->group;
+        job->shape.kernels->rows->convert(rows->o + r * job->shape.value_width, QUERN_F32,
+                                          row_at(&args->o, 0, row, head), args->o.dtype, job->shape.dim_v);
         if (is_present(&args->lse)) *(float *)row_at(&args->lse, 0, head, row) = rows->sum[r];
     }
 }
@@ -191,7 +199,8 @@ static int64_t run_of(const decode_job *job, int64_t index, bool by_tile)
 
 static float *part_at(const decode_job *job, int64_t run, int64_t task)
 {
-    return job->parts + (job->places[run].part + task * tile_rows(job, &job->places[run].run)) * (job->shape.value_width + 2);
+    return job->parts + (job->places[run].part + task * tile_rows(job, &job->places[run].run)) *
+                            (job->shape.value_width + 2);
 }
 
 static void run_task(void *arg, int64_t index, int32_t thread)
@@ -199,12 +208,14 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     const decode_job *job = arg;
     const int64_t b = run_of(job, index, false), task = index - job->places[b].task;
     const cache_run *run = &job->places[b].run;
-    const int64_t laid_out = shares_laid_out(job, run), share = task % laid_out, width = job->shape.value_width;
+    const int64_t laid_out = shares_laid_out(job, run), share = task % laid_out,
+                  width = job->shape.value_width;
     const query_tile t = tile_at(job, run, task / laid_out);
     if (share >= t.shares) return;
     decode_space *s = &job->spaces[thread];
     for (int64_t i = 0; i < t.queries; i++)
-        decode_rows_pack(&job->shape, &job->args->q, run->row + t.first + i, t.head * job->group, job->group, (int32_t)(i * job->group), &s->rows);
+        decode_rows_pack(&job->shape, &job->args->q, run->row + t.first + i, t.head * job->group, job->group,
+                         (int32_t)(i * job->group), &s->rows);
     decode_rows_reset(&s->rows, (int32_t)(t.queries * job->group));
     memset(s->rows.o, 0, (size_t)(s->rows.n * width) * sizeof(float));
     s->rows.fresh = false;
@@ -226,7 +237,8 @@ static void run_task(void *arg, int64_t index, int32_t thread)
 static void run_combine(void *arg, int64_t index, int32_t thread)
 {
     const decode_job *job = arg;
-    const int64_t b = run_of(job, index, true), tile = index - job->places[b].tile, width = job->shape.value_width;
+    const int64_t b = run_of(job, index, true), tile = index - job->places[b].tile,
+                  width = job->shape.value_width;
     const cache_run *run = &job->places[b].run;
     const int64_t laid_out = shares_laid_out(job, run);
     if (laid_out == 1) return;
@@ -265,6 +277,7 @@ quern_status cpu_decode(const stage_exec *exec, const decode_args *args, void *w
     decode_job job;
     carve(exec, args, &a, &job);
     parallel_for(exec, job.places[args->queries.batch].task, run_task, &job);
-    if (job.places[args->queries.batch].part > 0) parallel_for(exec, job.places[args->queries.batch].tile, run_combine, &job);
+    if (job.places[args->queries.batch].part > 0)
+        parallel_for(exec, job.places[args->queries.batch].tile, run_combine, &job);
     return QUERN_OK;
 }

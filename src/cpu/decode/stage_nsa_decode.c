@@ -1,15 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_nsa_decode.c - the nsa_decode stage: the newest tokens over compressed entries, selected blocks and window.
+ * stage_nsa_decode.c - the nsa_decode stage: the newest tokens over compressed entries, selected blocks and
+ * window.
  *
- * A task is one query and one key/value head: the entries' scores once, kept for the selection; then the blocks that it
- * chose, then the window; each branch's O goes, by its gate, into one sum. Scores, lse and the order of all sums that lead
- * to the choice are those of the forward (select_score.c, attend_tile.c): steps of 384 entries where the compressed branch
- * is on, whose lse selects, else of 128; so the lists have the same bits.
+ * A task is one query and one key/value head: the entries' scores once, kept for the selection; then the
+ * blocks that it chose, then the window; each branch's O goes, by its gate, into one sum. Scores, lse and the
+ * order of all sums that lead to the choice are those of the forward (select_score.c, attend_tile.c): steps
+ * of 384 entries where the compressed branch is on, whose lse selects, else of 128; so the lists have the
+ * same bits.
  *
- * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). A list's panel is asked for while the one before it is
- * computed; rows of blocks that do not fill a panel are gathered.
+ * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). A list's panel is asked for while the one
+ * before it is computed; rows of blocks that do not fill a panel are gathered.
  */
 #include "core/parallel.h"
 #include "cpu/decode/panels.h"
@@ -89,9 +91,15 @@ static void carve(const stage_exec *exec, const nsa_decode_args *args, arena *a,
     job->softmax = args->scorer == SELECT_PROBABILITY;
     job->group = args->q.shape[2] / plane->kv_heads;
     job->lists = args->scope == LIST_BY_HEAD ? job->group : 1;
-    job->gate = (gate_args){.kind = args->gate, .q = args->q, .w_gate = args->w_gate, .gates = args->gates, .o = args->o};
-    job->select = (select_args){.seqs = {.batch = 1, .n_q = args->capacity, .n_kv = entries}, .causal = true, .tile = 1, .q = args->q,
-                                .keys = quern_tensor_contiguous(NULL, plane->dtype, 4, keys), .blocks = args->blocks, .count = args->block_count};
+    job->gate = (gate_args){
+        .kind = args->gate, .q = args->q, .w_gate = args->w_gate, .gates = args->gates, .o = args->o};
+    job->select = (select_args){.seqs = {.batch = 1, .n_q = args->capacity, .n_kv = entries},
+                                .causal = true,
+                                .tile = 1,
+                                .q = args->q,
+                                .keys = quern_tensor_contiguous(NULL, plane->dtype, 4, keys),
+                                .blocks = args->blocks,
+                                .count = args->block_count};
     job->select.scorer = args->scorer;
     job->select.scale = args->scale;
     job->select.visibility = ENTRY_COMPLETE;
@@ -144,9 +152,11 @@ static void score_means(const nsa_job *job, const decode_panel *panel, int64_t k
     const int64_t dim = job->shape.dim_k;
     for (int64_t c = 0; c < panel->n; c += k->panel) {
         const int64_t n = panel->n - c < k->panel ? panel->n - c : k->panel;
-        const row_source src = {panel->keys + c * dim * (int64_t)quern_dtype_size(job->shape.dtype), job->shape.dtype, dim, n, dim};
+        const row_source src = {panel->keys + c * dim * (int64_t)quern_dtype_size(job->shape.dtype),
+                                job->shape.dtype, dim, n, dim};
         k->pack_keys_f32(&src, k->panel, s->keys);
-        k->mm_f32(job->lists, round_up16(n), dim, s->mean, dim, 1, s->keys, k->panel, s->scores + key + c, job->width, false);
+        k->mm_f32(job->lists, round_up16(n), dim, s->mean, dim, 1, s->keys, k->panel, s->scores + key + c,
+                  job->width, false);
     }
 }
 
@@ -155,7 +165,8 @@ static void close_branch(const nsa_job *job, int branch, nsa_space *s)
     const int64_t width = job->shape.value_width;
     decode_rows_finish(&job->shape, &s->rows);
     for (int32_t r = 0; r < s->rows.n; r++)
-        job->shape.kernels->rows->add_scaled(s->sum + r * width, s->rows.o + r * width, s->gates[3 * r + branch], width);
+        job->shape.kernels->rows->add_scaled(s->sum + r * width, s->rows.o + r * width,
+                                             s->gates[3 * r + branch], width);
 }
 
 /* The entries that the query sees: their scores for the selection, and the compressed branch. */
@@ -170,18 +181,21 @@ static void run_entries(const nsa_job *job, const nsa_query *q, nsa_space *s)
         int32_t count = 0, keys;
         while (count < most && key < q->seen) {
             const int64_t at = key;
-            panels[count] = decode_next_panel(&job->args->plane[CMP], q->run->sequence, q->head, &key, q->seen);
+            panels[count] =
+                decode_next_panel(&job->args->plane[CMP], q->run->sequence, q->head, &key, q->seen);
             if (job->slc && !job->softmax) score_means(job, &panels[count], at, s);
             count++;
         }
         if (!by_rows) continue;
         keys = decode_scores(&job->shape, &s->rows, panels, count, true, &s->scratch);
         for (int64_t r = 0; r < job->group && job->slc && job->softmax; r++)
-            memcpy(s->scores + r * job->width + first, s->scratch.s + r * STEP_KEYS, (size_t)round_up16(keys) * sizeof *s->scores);
+            memcpy(s->scores + r * job->width + first, s->scratch.s + r * STEP_KEYS,
+                   (size_t)round_up16(keys) * sizeof *s->scores);
         decode_add(&job->shape, &s->rows, panels, count, keys, job->cmp, &s->scratch);
     }
     if (!job->cmp) {
-        for (int64_t r = 0; r < job->group; r++) s->lse2[r] = s->rows.max[r] * job->shape.scale2 + log2f(s->rows.sum[r]);
+        for (int64_t r = 0; r < job->group; r++)
+            s->lse2[r] = s->rows.max[r] * job->shape.scale2 + log2f(s->rows.sum[r]);
         return;
     }
     close_branch(job, CMP, s);
@@ -196,10 +210,12 @@ static void choose(const nsa_job *job, const nsa_query *q, nsa_space *s)
         float *entries = s->scores + j * job->width;
         if (job->softmax) {
             entries = s->select.entries;
-            memset(entries, 0, (size_t)(cleared < job->plan.width ? cleared : job->plan.width) * sizeof *entries);
+            memset(entries, 0,
+                   (size_t)(cleared < job->plan.width ? cleared : job->plan.width) * sizeof *entries);
             for (int64_t r = 0; r < rows; r++) s->seen[r] = (int32_t)q->seen;
-            job->kernels->add_probabilities(s->scores + j * rows * job->width, job->width, (int32_t)rows, s->seen, (int32_t)round_up16(q->seen),
-                                            job->shape.scale2, s->lse2 + j * rows, entries);
+            job->kernels->add_probabilities(s->scores + j * rows * job->width, job->width, (int32_t)rows,
+                                            s->seen, (int32_t)round_up16(q->seen), job->shape.scale2,
+                                            s->lse2 + j * rows, entries);
         }
         select_choose(&job->plan, &seq, q->head * job->lists + j, q->position, q->row, entries, &s->select);
     }
@@ -220,18 +236,21 @@ static void run_pending(const nsa_job *job, nsa_space *s)
 static void run_gathered(const nsa_job *job, nsa_space *s)
 {
     const int64_t size = (int64_t)quern_dtype_size(job->shape.dtype);
-    const decode_panel panel = {s->scratch.gathered, s->scratch.gathered + PANEL_KEYS * job->shape.dim_k * size, s->gathered};
+    const decode_panel panel = {s->scratch.gathered,
+                                s->scratch.gathered + PANEL_KEYS * job->shape.dim_k * size, s->gathered};
     if (s->gathered > 0) step(job, &panel, s);
     s->gathered = 0;
 }
 
 static void gather(const nsa_job *job, decode_panel panel, nsa_space *s)
 {
-    const int64_t size = (int64_t)quern_dtype_size(job->shape.dtype), key = job->shape.dim_k * size, value = job->shape.dim_v * size;
+    const int64_t size = (int64_t)quern_dtype_size(job->shape.dtype), key = job->shape.dim_k * size,
+                  value = job->shape.dim_v * size;
     while (panel.n > 0) {
         const int64_t room = PANEL_KEYS - s->gathered, n = panel.n < room ? panel.n : room;
         memcpy(s->scratch.gathered + s->gathered * key, panel.keys, (size_t)(n * key));
-        memcpy(s->scratch.gathered + PANEL_KEYS * key + s->gathered * value, panel.values, (size_t)(n * value));
+        memcpy(s->scratch.gathered + PANEL_KEYS * key + s->gathered * value, panel.values,
+               (size_t)(n * value));
         panel.keys += n * key;
         panel.values += n * value;
         panel.n -= n;
@@ -241,10 +260,12 @@ static void gather(const nsa_job *job, decode_panel panel, nsa_space *s)
 }
 
 /* Keys [from, end) of a plane. */
-static void run_tokens(const nsa_job *job, const nsa_query *q, int branch, int64_t from, int64_t end, nsa_space *s)
+static void run_tokens(const nsa_job *job, const nsa_query *q, int branch, int64_t from, int64_t end,
+                       nsa_space *s)
 {
     while (from < end) {
-        const decode_panel panel = decode_next_panel(&job->args->plane[branch], q->run->sequence, q->head, &from, end);
+        const decode_panel panel =
+            decode_next_panel(&job->args->plane[branch], q->run->sequence, q->head, &from, end);
         if (panel.n < PANEL_KEYS) {
             gather(job, panel, s);
             continue;
@@ -303,7 +324,10 @@ static void run_task(void *arg, int64_t index, int32_t thread)
         else high = middle;
     }
     const int64_t task = index - job->tasks[b], position = job->runs[b].first + task / kv_heads;
-    const nsa_query q = {.run = &job->runs[b], .head = task % kv_heads, .row = job->runs[b].row + task / kv_heads, .position = position,
+    const nsa_query q = {.run = &job->runs[b],
+                         .head = task % kv_heads,
+                         .row = job->runs[b].row + task / kv_heads,
+                         .position = position,
                          .seen = mask_entries(position + 1, args->block_size, args->stride)};
     nsa_space *s = &job->spaces[thread];
     decode_rows_pack(&job->shape, &args->q, q.row, q.head * job->group, job->group, 0, &s->rows);
@@ -316,7 +340,9 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     }
     if (job->win) run_window(job, &q, s);
     for (int64_t r = 0; r < job->group; r++)
-        job->shape.kernels->rows->convert(s->sum + r * width, QUERN_F32, row_at(&args->o, 0, q.row, q.head * job->group + r), args->o.dtype, job->shape.dim_v);
+        job->shape.kernels->rows->convert(s->sum + r * width, QUERN_F32,
+                                          row_at(&args->o, 0, q.row, q.head * job->group + r), args->o.dtype,
+                                          job->shape.dim_v);
 }
 
 size_t cpu_nsa_decode_workspace(const stage_exec *exec, const nsa_decode_args *args)

@@ -10,7 +10,8 @@
 static inline gate_weights gate_weights_at(const gate_args *args, int64_t h)
 {
     const quern_tensor *w = &args->w_gate;
-    return (gate_weights){(const char *)w->data + h * w->strides[0] * (int64_t)quern_dtype_size(w->dtype), w->dtype, w->strides[0], w->strides[1]};
+    return (gate_weights){(const char *)w->data + h * w->strides[0] * (int64_t)quern_dtype_size(w->dtype),
+                          w->dtype, w->strides[0], w->strides[1]};
 }
 
 /* Rows of tokens from n on and heads from h on. */
@@ -20,14 +21,17 @@ static inline row_grid grid_at(const quern_tensor *t, int64_t b, int64_t n, int6
     return (row_grid){row_at(t, b, n, h), t->strides[1], t->strides[2]};
 }
 
-/* The gates of heads [h0, h0 + heads) of tokens [n, n + tokens), three a head: read, or made and written where they are wanted. */
-void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t tokens, int64_t h0, int64_t heads, float *gates);
+/* The gates of heads [h0, h0 + heads) of tokens [n, n + tokens), three a head: read, or made and written
+ * where they are wanted. */
+void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t tokens,
+               int64_t h0, int64_t heads, float *gates);
 
 /* Whether all rows of a view may_stream(). */
 static inline bool all_may_stream(const quern_tensor *t)
 {
     bool whole = is_present(t) && may_stream(t->data, t->dtype, t->shape[3]);
-    for (int i = 0; i < 3; i++) whole = whole && t->strides[i] * (int64_t)quern_dtype_size(t->dtype) % 64 == 0;
+    for (int i = 0; i < 3; i++)
+        whole = whole && t->strides[i] * (int64_t)quern_dtype_size(t->dtype) % 64 == 0;
     return whole;
 }
 

@@ -3,8 +3,8 @@
 /*
  * stage_gate.c - the gate_forward stage: o = sum_b g_b o_b, the gates from q . w_gate, handed in, or 1/3.
  *
- * Tasks of about 1024 rows, so that a thread reads q, then all o_b as runs of memory; the gates stay in L1 between
- * (gate_rows.h), and o goes past the caches. Limit: the copy bandwidth on q, o_b and o.
+ * Tasks of about 1024 rows, so that a thread reads q, then all o_b as runs of memory; the gates stay in L1
+ * between (gate_rows.h), and o goes past the caches. Limit: the copy bandwidth on q, o_b and o.
  */
 #include "core/parallel.h"
 #include "cpu/gate/gate.h"
@@ -22,7 +22,8 @@ typedef struct gate_job {
 } gate_job;
 
 /* Tokens from n and heads from h0 on: their q and weights, where gates are made of these. */
-static gate_block block_at(const gate_args *args, int64_t b, int64_t n, int64_t tokens, int64_t h0, int64_t heads)
+static gate_block block_at(const gate_args *args, int64_t b, int64_t n, int64_t tokens, int64_t h0,
+                           int64_t heads)
 {
     gate_block t = {.dtype = args->o.dtype, .tokens = tokens, .heads = heads};
     if (args->kind != GATE_WEIGHTS) return t;
@@ -35,15 +36,18 @@ static gate_block block_at(const gate_args *args, int64_t b, int64_t n, int64_t 
 
 static const float third[3] = {1.0f / 3.0f, 1.0f / 3.0f, 1.0f / 3.0f};
 
-void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t tokens, int64_t h0, int64_t heads, float *gates)
+void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t tokens,
+               int64_t h0, int64_t heads, float *gates)
 {
     gate_block t = block_at(args, b, n, tokens, h0, heads);
     t.gates = (row_grid){gates, 3 * heads, 3};
     if (args->kind == GATE_WEIGHTS) kernels->gate_rows(&t);
     for (int64_t r = 0; r < tokens * heads; r++, gates += 3) {
         if (args->kind == GATE_NONE) memcpy(gates, third, sizeof third);
-        if (args->kind == GATE_GIVEN) memcpy(gates, row_at(&args->gates, b, n + r / heads, h0 + r % heads), sizeof third);
-        else if (is_present(&args->gates)) memcpy(row_at(&args->gates, b, n + r / heads, h0 + r % heads), gates, sizeof third);
+        if (args->kind == GATE_GIVEN)
+            memcpy(gates, row_at(&args->gates, b, n + r / heads, h0 + r % heads), sizeof third);
+        else if (is_present(&args->gates))
+            memcpy(row_at(&args->gates, b, n + r / heads, h0 + r % heads), gates, sizeof third);
     }
 }
 
@@ -58,7 +62,8 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
         const int64_t heads = job->heads - h < PIECE_ROWS ? job->heads - h : PIECE_ROWS;
         float made[3 * PIECE_ROWS];
         gate_block t = block_at(args, b, first, tokens, h, heads);
-        t.gates = is_present(&args->gates) ? grid_at(&args->gates, b, first, h) : (row_grid){made, 3 * heads, 3};
+        t.gates =
+            is_present(&args->gates) ? grid_at(&args->gates, b, first, h) : (row_grid){made, 3 * heads, 3};
         if (args->kind == GATE_NONE) {
             for (int64_t i = 0; is_present(&args->gates) && i < tokens * heads; i++)
                 memcpy(row_at(&args->gates, b, first + i / heads, h + i % heads), third, sizeof third);

@@ -7,8 +7,8 @@
  *   dl_b = r_b g_b (1 - g_b)    d_q (+)= sum_b dl_b w_b    d_w_b = sum over tokens of dl_b q
  *
  * The tokens are cut into at most 64 parts by shape alone. A part sums d_w over 64 tokens at a time and adds
- * these up (long f32 sums keep their precision); the parts' sums are added in order. Limit: the copy bandwidth on
- * d_o, o_b, q and d_q.
+ * these up (long f32 sums keep their precision); the parts' sums are added in order. Limit: the copy
+ * bandwidth on d_o, o_b, q and d_q.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
@@ -62,7 +62,8 @@ static void clear_row(const backward_job *job, int64_t b, int64_t n, int64_t h)
 {
     const gate_args *args = job->args;
     enum { OUTPUTS = 6 };
-    const quern_tensor *const outputs[OUTPUTS] = {&args->d_o_b[0], &args->d_o_b[1], &args->d_o_b[2], &args->d_gates, &args->d_q, &args->gates};
+    const quern_tensor *const outputs[OUTPUTS] = {&args->d_o_b[0], &args->d_o_b[1], &args->d_o_b[2],
+                                                  &args->d_gates,  &args->d_q,      &args->gates};
     for (int i = 0; i < OUTPUTS; i++) {
         const quern_tensor *t = outputs[i];
         if (!is_present(t) || (t == &args->d_q && (args->kind != GATE_WEIGHTS || args->accumulate)) ||
@@ -81,11 +82,17 @@ static row_grid statistics_at(const quern_tensor *t, int64_t b, int64_t n)
 }
 
 /* Tokens n ... n + tokens - 1 of a view; their shares of d_w are added to `few`. */
-static void run_tokens(const backward_job *job, int64_t b, int64_t n, int64_t tokens, int32_t thread, float *few)
+static void run_tokens(const backward_job *job, int64_t b, int64_t n, int64_t tokens, int32_t thread,
+                       float *few)
 {
     const gate_args *args = job->args;
-    gate_backward_block t = {.dtype = args->d_o.dtype, .tokens = tokens, .heads = job->heads, .dim = job->dim, .dim_v = args->d_o.shape[3],
-                             .d_o = grid_at(&args->d_o, b, n, 0), .d_gates = grid_at(&args->d_gates, b, n, 0)};
+    gate_backward_block t = {.dtype = args->d_o.dtype,
+                             .tokens = tokens,
+                             .heads = job->heads,
+                             .dim = job->dim,
+                             .dim_v = args->d_o.shape[3],
+                             .d_o = grid_at(&args->d_o, b, n, 0),
+                             .d_gates = grid_at(&args->d_gates, b, n, 0)};
     for (int i = 0; i < 3; i++) {
         t.o[i] = grid_at(&args->o_b[i], b, n, 0);
         t.d_o_b[i] = grid_at(&args->d_o_b[i], b, n, 0);
@@ -96,7 +103,8 @@ static void run_tokens(const backward_job *job, int64_t b, int64_t n, int64_t to
         t.gates = grid_at(&args->gates, b, n, 0);
     } else if (is_present(&args->gates)) {
         for (int64_t i = 0; i < tokens * job->heads; i++)
-            for (int k = 0; k < 3; k++) ((float *)row_at(&args->gates, b, n + i / job->heads, i % job->heads))[k] = 1.0f / 3.0f;
+            for (int k = 0; k < 3; k++)
+                ((float *)row_at(&args->gates, b, n + i / job->heads, i % job->heads))[k] = 1.0f / 3.0f;
     }
     if (args->kind == GATE_WEIGHTS) {
         t.w = gate_weights_at(args, 0);
@@ -117,7 +125,8 @@ static void run_part(void *arg, int64_t part, int32_t thread)
     const gate_args *args = job->args;
     const int64_t first = part * job->part_rows, total = job->views * job->rows,
                   valid = args->seqs.cu_q.data != NULL ? token_rows(&args->seqs) : job->rows;
-    const int64_t end = first + job->part_rows < total ? first + job->part_rows : total, floats = job->heads * 3 * job->dim;
+    const int64_t end = first + job->part_rows < total ? first + job->part_rows : total,
+                  floats = job->heads * 3 * job->dim;
     float *sum = job->parts_sum != NULL ? job->parts_sum + part * floats : NULL;
     float *few = job->thread_sum != NULL ? job->thread_sum + thread * floats : NULL;
     if (sum != NULL) memset(sum, 0, (size_t)floats * sizeof *sum);
@@ -128,7 +137,8 @@ static void run_part(void *arg, int64_t part, int32_t thread)
             const int64_t b = i / job->rows, n = i % job->rows, border = n < valid ? valid : job->rows;
             const int64_t tokens = border - n < stop - i ? border - n : stop - i;
             if (n < valid) run_tokens(job, b, n, tokens, thread, few);
-            for (int64_t k = 0; n >= valid && k < tokens * job->heads; k++) clear_row(job, b, n + k / job->heads, k % job->heads);
+            for (int64_t k = 0; n >= valid && k < tokens * job->heads; k++)
+                clear_row(job, b, n + k / job->heads, k % job->heads);
             i += tokens;
         }
         if (sum != NULL) job->kernels->rows->add_scaled(sum, few, 1.0f, floats);
@@ -145,7 +155,8 @@ static void reduce_head(void *arg, int64_t h, int32_t thread)
         float *dst = (float *)d_w->data + h * d_w->strides[0] + i * d_w->strides[1];
         memset(dst, 0, (size_t)job->dim * sizeof *dst);
         for (int64_t part = 0; part < job->parts; part++)
-            job->kernels->rows->add_scaled(dst, job->parts_sum + ((part * job->heads + h) * 3 + i) * job->dim, 1.0f, job->dim);
+            job->kernels->rows->add_scaled(dst, job->parts_sum + ((part * job->heads + h) * 3 + i) * job->dim,
+                                           1.0f, job->dim);
     }
 }
 

@@ -1,12 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * backward.c - the gradient of the grouped product's A: d_a = (d_c G_B) B^T. A task is a unit of 64 of K and up to
- * PRODUCT_ROWS rows of one expert: it decodes that unit of some panels of N, turns each so that N runs along its rows, and
- * multiplies all its rows by them, until N ends. A row's sums are cut by N alone, so its bits depend on nothing but the row.
+ * backward.c - the gradient of the grouped product's A: d_a = (d_c G_B) B^T. A task is a unit of 64 of K and
+ * up to PRODUCT_ROWS rows of one expert: it decodes that unit of some panels of N, turns each so that N runs
+ * along its rows, and multiplies all its rows by them, until N ends. A row's sums are cut by N alone, so its
+ * bits depend on nothing but the row.
  *
- * Where gate and up have globals of their own, d_c's columns are scaled by each one's ratio to the larger before they are
- * rounded to the product's dtype (a ratio of 1 changes nothing); the larger multiplies the sums.
+ * Where gate and up have globals of their own, d_c's columns are scaled by each one's ratio to the larger
+ * before they are rounded to the product's dtype (a ratio of 1 changes nothing); the larger multiplies the
+ * sums.
  *
  * Limit: the dot product.
  */
@@ -19,7 +21,8 @@
 #include <math.h>
 #include <string.h>
 
-/* Rows of d_c made ready are no multiple of CACHE_WAY bytes apart: a product's would meet in few sets of the first cache. */
+/* Rows of d_c made ready are no multiple of CACHE_WAY bytes apart: a product's would meet in few sets of the
+ * first cache. */
 enum { ROWS_A_TASK = 8, CACHE_WAY = 4096 };
 
 static product_job plan(const stage_exec *exec, const grouped_gemm_args *args)
@@ -97,20 +100,23 @@ static void ready_row(const product_job *job, int64_t row, float *room)
         const int64_t n = args->n - c < GEMM4_PANEL ? args->n - c : GEMM4_PANEL;
         for (int64_t i = 0; i < GEMM4_PANEL; i++)
             room[i] = i < n ? element_of(whole.data, whole.dtype, c + i) * ratio[(c + i) / q % 2] : 0.0f;
-        job->dense->rows->convert(room, QUERN_F32, out + c * (int64_t)element_size(job), job->kind == PRODUCT_BF16 ? QUERN_BF16 : QUERN_F32, GEMM4_PANEL);
+        job->dense->rows->convert(room, QUERN_F32, out + c * (int64_t)element_size(job),
+                                  job->kind == PRODUCT_BF16 ? QUERN_BF16 : QUERN_F32, GEMM4_PANEL);
     }
 }
 
 static void ready_task(void *arg, int64_t index, int32_t thread)
 {
     const product_job *job = arg;
-    const int64_t rows = rows_with_expert(&job->args->offsets, job->args->tokens), first = index * ROWS_A_TASK;
+    const int64_t rows = rows_with_expert(&job->args->offsets, job->args->tokens),
+                  first = index * ROWS_A_TASK;
     const int64_t end = first + ROWS_A_TASK < rows ? first + ROWS_A_TASK : rows;
     for (int64_t row = first; row < end; row++) ready_row(job, row, job->scratch[thread].row);
 }
 
 /* Decodes unit u of panels [panel, panel + count) into `turned`, N along the rows. */
-static void turn_panels(const product_job *job, product_scratch *s, int64_t expert, int64_t u, int64_t panel, int64_t count)
+static void turn_panels(const product_job *job, product_scratch *s, int64_t expert, int64_t u, int64_t panel,
+                        int64_t count)
 {
     const int32_t across = job->dense->panel;
     for (int64_t i = 0; i < count; i++) {
@@ -123,35 +129,42 @@ static void turn_panels(const product_job *job, product_scratch *s, int64_t expe
         }
         job->kernels->decode_f32(unit, 1, s->decoded);
         for (int64_t k = 0; k < GEMM4_UNIT; k += across) {
-            const row_source src = {s->decoded + k * GEMM4_PANEL, QUERN_F32, GEMM4_PANEL, across, GEMM4_PANEL};
-            job->dense->pack_keys_f32(&src, across, s->turned + (k * PRODUCT_UNITS_F32 + i * across) * GEMM4_PANEL);
+            const row_source src = {s->decoded + k * GEMM4_PANEL, QUERN_F32, GEMM4_PANEL, across,
+                                    GEMM4_PANEL};
+            job->dense->pack_keys_f32(&src, across,
+                                      s->turned + (k * PRODUCT_UNITS_F32 + i * across) * GEMM4_PANEL);
         }
     }
 }
 
-static void multiply(const product_job *job, product_scratch *s, int64_t row, int64_t rows, int64_t panel, int64_t count)
+static void multiply(const product_job *job, product_scratch *s, int64_t row, int64_t rows, int64_t panel,
+                     int64_t count)
 {
     const int64_t across = job->dense->panel, depth = count * GEMM4_PANEL, words = row_bytes(job) / 4;
     const void *a = job->a + row * row_bytes(job) + panel * GEMM4_PANEL * (int64_t)element_size(job);
     if (job->kind == PRODUCT_BF16) {
-        job->dense->mm_bf16(rows, GEMM4_UNIT, depth / 2, a, words, 1, s->turned, GEMM4_UNIT, s->c[0], GEMM4_UNIT, panel > 0);
+        job->dense->mm_bf16(rows, GEMM4_UNIT, depth / 2, a, words, 1, s->turned, GEMM4_UNIT, s->c[0],
+                            GEMM4_UNIT, panel > 0);
         return;
     }
     for (int64_t k = 0; k < GEMM4_UNIT; k += across)
-        job->dense->mm_f32(rows, across, depth, a, words, 1, s->turned + k * PRODUCT_UNITS_F32 * GEMM4_PANEL, across, s->c[0] + k,
-                           GEMM4_UNIT, panel > 0);
+        job->dense->mm_f32(rows, across, depth, a, words, 1, s->turned + k * PRODUCT_UNITS_F32 * GEMM4_PANEL,
+                           across, s->c[0] + k, GEMM4_UNIT, panel > 0);
 }
 
-static void store_rows(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t rows, int64_t u)
+static void store_rows(const product_job *job, product_scratch *s, int64_t expert, int64_t row, int64_t rows,
+                       int64_t u)
 {
     const grouped_gemm_args *args = job->args;
     const int64_t left = args->k - u * GEMM4_UNIT, n = left < GEMM4_UNIT ? left : GEMM4_UNIT;
     for (int64_t r = 0; r < rows; r++) {
-        const float given = args->a_global.ndim > 0 ? global_at(&args->a_global, args->a_per, row + r, expert) : 1.0f;
+        const float given =
+            args->a_global.ndim > 0 ? global_at(&args->a_global, args->a_per, row + r, expert) : 1.0f;
         const float global = given * larger_global(job, expert);
         float *sums = s->c[0] + r * GEMM4_UNIT;
         for (int64_t c = 0; c < n; c++) sums[c] *= global;
-        job->dense->rows->convert(sums, QUERN_F32, view_at(&args->d_a, row + r, u * GEMM4_UNIT), args->d_a.dtype, n);
+        job->dense->rows->convert(sums, QUERN_F32, view_at(&args->d_a, row + r, u * GEMM4_UNIT),
+                                  args->d_a.dtype, n);
     }
 }
 
@@ -159,10 +172,12 @@ static void backward_task(void *arg, int64_t index, int32_t thread)
 {
     const product_job *job = arg;
     product_scratch *s = &job->scratch[thread];
-    const int64_t expert = product_expert(job, index), task = index - job->first_task[expert], u = task % job->units;
+    const int64_t expert = product_expert(job, index), task = index - job->first_task[expert],
+                  u = task % job->units;
     const int64_t row = (expert > 0 ? job->ends[expert - 1] : 0) + task / job->units * PRODUCT_ROWS;
     const int64_t left = job->ends[expert] - row, rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS;
-    const int64_t panels = panels_of(job->args->n), group = job->kind == PRODUCT_BF16 ? PRODUCT_UNITS_BF16 : PRODUCT_UNITS_F32;
+    const int64_t panels = panels_of(job->args->n),
+                  group = job->kind == PRODUCT_BF16 ? PRODUCT_UNITS_BF16 : PRODUCT_UNITS_F32;
     for (int64_t p = 0; p < panels; p += group) {
         const int64_t count = panels - p < group ? panels - p : group;
         turn_panels(job, s, expert, u, p, count);
@@ -179,7 +194,8 @@ quern_status cpu_grouped_gemm_backward(const stage_exec *exec, const grouped_gem
     quern_status status = QUERN_OK;
     carve(exec, &job, &a);
     product_ends(&job);
-    if (args->b_repacked.ndim == 0) status = check_scale_bytes(exec, &args->b_scales, view_rows(&args->b_scales), "b_scales");
+    if (args->b_repacked.ndim == 0)
+        status = check_scale_bytes(exec, &args->b_scales, view_rows(&args->b_scales), "b_scales");
     if (status != QUERN_OK) return status;
     const int64_t rows = rows_with_expert(&args->offsets, args->tokens);
     parallel_for(exec, (rows + ROWS_A_TASK - 1) / ROWS_A_TASK, ready_task, &job);

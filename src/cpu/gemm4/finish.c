@@ -36,7 +36,8 @@ static void put_row(const product_job *job, product_scratch *s, int64_t row, int
     const float *values = s->row;
     if (args->swiglu) {
         const swiglu_rule rule = {args->limit, args->alpha, args->beta};
-        n /= 2, column /= 2;
+        n /= 2;
+        column /= 2;
         job->quantise->part_row(s->row, QUERN_F32, 0, false, args->granularity, n, s->part[0]);
         job->quantise->part_row(s->row, QUERN_F32, 0, true, args->granularity, n, s->part[1]);
         job->quantise->swiglu_row(&rule, s->part[0], s->part[1], n, s->part[0]);
@@ -96,7 +97,8 @@ void zero_output(const product_job *job, int64_t first)
 {
     const quern_tensor *c = &job->args->c, *old = &job->args->c_old;
     for (int64_t row = first; old->ndim > 0 && old->data != c->data && row < c->shape[0]; row++)
-        memcpy(output_at(c, row, 0), output_at(old, row, 0), (size_t)c->shape[1] * quern_dtype_size(c->dtype));
+        memcpy(output_at(c, row, 0), output_at(old, row, 0),
+               (size_t)c->shape[1] * quern_dtype_size(c->dtype));
     if (old->ndim > 0) return;
     zero_rows_of(&job->args->c, first);
     zero_rows_of(&job->args->c_codes, first);

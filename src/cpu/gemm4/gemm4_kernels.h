@@ -10,9 +10,10 @@
  * the codes of column n at k = 8 l ... 8 l + 7 as eight nibbles from the lowest up: k 0, 2, 4, 6, then 1, 3,
  * 5, 7. So one rotation of a word brings the codes of the pair 2 p, 2 p + 1 to the same place in both halves.
  *
- * A nibble is a code's magnitude, shifted left by one, and in the lowest bit the sign of the other code of its
- * pair: then the rotation brings both signs to the tops of the halves as well. The byte of a scale 2^(e - 9) (1 + m / 8) is 8 e + m, normalised where E4M3 is subnormal, so e is 0 ... 17; a
- * scale of 0 is the byte 255. Codes of columns past N and rows past K are 0.
+ * A nibble is a code's magnitude, shifted left by one, and in the lowest bit the sign of the other code of
+ * its pair: then the rotation brings both signs to the tops of the halves as well. The byte of a scale 2^(e -
+ * 9) (1 + m / 8) is 8 e + m, normalised where E4M3 is subnormal, so e is 0 ... 17; a scale of 0 is the byte
+ * 255. Codes of columns past N and rows past K are 0.
  */
 #ifndef QUERN_CPU_GEMM4_KERNELS_H
 #define QUERN_CPU_GEMM4_KERNELS_H
@@ -20,9 +21,9 @@
 #include <quern/quern.h>
 
 enum {
-    GEMM4_PANEL = 64,  /* columns */
-    GEMM4_UNIT = 64,   /* of K */
-    GEMM4_STRIP = 16,  /* columns */
+    GEMM4_PANEL = 64, /* columns */
+    GEMM4_UNIT = 64,  /* of K */
+    GEMM4_STRIP = 16, /* columns */
     GEMM4_STRIPS = GEMM4_PANEL / GEMM4_STRIP,
     GEMM4_LINES = GEMM4_UNIT / 8,
     GEMM4_BLOCKS = GEMM4_UNIT / 16,
@@ -51,8 +52,8 @@ typedef struct gemm4_kernels {
     /* Units of a panel to code * scale, exact: [64 units][64] f32, or [32 units][64] words of two bf16. */
     void (*decode_f32)(const uint8_t *panel, int64_t units, float *out);
     void (*decode_bf16)(const uint8_t *panel, int64_t units, uint32_t *out);
-    /* A unit of decode_bf16, [32][64] words that pair K, to [32][64] words that pair columns: word [n / 2][k] holds columns n
-     * and n + 1. NULL where there is no decode_bf16. */
+    /* A unit of decode_bf16, [32][64] words that pair K, to [32][64] words that pair columns: word [n / 2][k]
+     * holds columns n and n + 1. NULL where there is no decode_bf16. */
     void (*turn_bf16)(const uint32_t *decoded, uint32_t *out);
     /* c[64] (+)= a row times the units, decoded on the way: the same bits as decode_f32 and a product of one
      * row. */

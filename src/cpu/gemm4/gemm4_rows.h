@@ -16,7 +16,8 @@
 #include "cpu/gemm4/gemm4_kernels.h"
 #include "cpu/kernels/vector.h"
 
-#define E2M1_VALUES 0.0f, -0.0f, 0.5f, -0.5f, 1.0f, -1.0f, 1.5f, -1.5f, 2.0f, -2.0f, 3.0f, -3.0f, 4.0f, -4.0f, 6.0f, -6.0f
+#define E2M1_VALUES                                                                                          \
+    0.0f, -0.0f, 0.5f, -0.5f, 1.0f, -1.0f, 1.5f, -1.5f, 2.0f, -2.0f, 3.0f, -3.0f, 4.0f, -4.0f, 6.0f, -6.0f
 #define E2M1_MAGNITUDES 0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f
 
 enum { VECTORS_A_STRIP = GEMM4_STRIP / LANES, ROW_AHEAD = 4 * GEMM4_UNIT_BYTES /* bytes */ };
@@ -84,8 +85,9 @@ static void decode_f32(const uint8_t *panel, int64_t units, float *out)
 INLINE __m256i to_top(const int i)
 {
     const char b = (char)i, none = -1;
-    return _mm256_broadcastsi128_si256(_mm_setr_epi8(none, none, none, b, none, none, none, (char)(b + 4), none, none, none,
-                                                     (char)(b + 8), none, none, none, (char)(b + 12)));
+    return _mm256_broadcastsi128_si256(_mm_setr_epi8(none, none, none, b, none, none, none, (char)(b + 4),
+                                                     none, none, none, (char)(b + 8), none, none, none,
+                                                     (char)(b + 12)));
 }
 #endif
 
@@ -94,9 +96,10 @@ INLINE vfloat add_line(vfloat acc, const uint8_t *words, const float *a, vfloat 
 {
     const vint w = load_words(words);
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    /* A look-up of bytes gives twice the values of four codes; each in turn becomes the top byte of an integer. */
-    const __m256i table = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 0, 1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8, 12, -12));
+    /* A look-up of bytes gives twice the values of four codes; each in turn becomes the top byte of an
+     * integer. */
+    const __m256i table =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8, 12, -12));
     const vfloat small = scale * 0x1p-25f;
     const vint even = (vint)_mm256_shuffle_epi8(table, (__m256i)(w & 0x0f0f0f0f)),
                odd = (vint)_mm256_shuffle_epi8(table, (__m256i)(w >> 4 & 0x0f0f0f0f));

@@ -113,7 +113,8 @@ void unpack_unit(const weight_view *w, int64_t panel, int64_t unit, const uint8_
     for (int64_t c = 0; c < e.columns; c++) {
         const uint8_t *strip = in + c / GEMM4_STRIP * GEMM4_STRIP_BYTES;
         for (int64_t b = 0; b < e.blocks; b++)
-            *scale_at(w, e.block + b, e.column + c) = gemm4_e4m3_byte(strip[b * GEMM4_STRIP + c % GEMM4_STRIP]);
+            *scale_at(w, e.block + b, e.column + c) =
+                gemm4_e4m3_byte(strip[b * GEMM4_STRIP + c % GEMM4_STRIP]);
         for (int64_t p = 0; p < e.pairs; p++) {
             uint32_t word;
             memcpy(&word, strip + 64 + p / PAIRS_A_LINE * 64 + c % GEMM4_STRIP * 4, sizeof word);

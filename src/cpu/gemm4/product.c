@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* product.c - the extents of a grouped product, how its rows are cut into tasks, and where its weights stand. */
+/* product.c - the extents of a grouped product, how its rows are cut into tasks, and where its weights stand.
+ */
 #include "cpu/gemm4/product.h"
 
 product_job product_plan(const stage_exec *exec, const grouped_gemm_args *args)

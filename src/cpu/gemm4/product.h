@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* product.h - what the files of the grouped product and its gradient share: the plan of a call and its tasks, A's rows
- * made ready, and the epilogue. */
+/* product.h - what the files of the grouped product and its gradient share: the plan of a call and its tasks,
+ * A's rows made ready, and the epilogue. */
 #ifndef QUERN_CPU_GEMM4_PRODUCT_H
 #define QUERN_CPU_GEMM4_PRODUCT_H
 
@@ -39,16 +39,16 @@ typedef struct product_job {
     const quantise_kernels *quantise;
     product_kind kind;
     int64_t units, experts;
-    const int32_t *ends;   /* [experts] */
-    int32_t all;           /* the one end without offsets */
+    const int32_t *ends; /* [experts] */
+    int32_t all;         /* the one end without offsets */
     /* A made ready, rows of `units` units: f32, bf16, or words of four int8 with a scale and a start a block.
      */
     char *a;
     float *a_scale;
     int32_t *start;
-    float *row_global;     /* int8: the scale of each row */
-    int64_t *first_task;   /* [experts + 1] */
-    uint32_t *magnitudes;  /* of A, where what is not finite is an error */
+    float *row_global;        /* int8: the scale of each row */
+    int64_t *first_task;      /* [experts + 1] */
+    uint32_t *magnitudes;     /* of A, where what is not finite is an error */
     product_scratch *scratch; /* [threads] */
 } product_job;
 

@@ -20,12 +20,15 @@ typedef struct ready_job {
     int64_t rows;
 } ready_job;
 
-/* Rows are no multiple of CACHE_WAY bytes apart: the rows of a product would meet in few sets of the first cache. */
+/* Rows are no multiple of CACHE_WAY bytes apart: the rows of a product would meet in few sets of the first
+ * cache. */
 enum { ROWS_A_TASK = 8, WEIGHT_OFFSET = 12, CACHE_WAY = 4096 };
 
 int64_t ready_row_bytes(const product_job *job)
 {
-    const int64_t k = job->units * GEMM4_UNIT, bytes = job->kind == PRODUCT_F32 ? 4 * k : job->kind == PRODUCT_BF16 ? 2 * k : k;
+    const int64_t k = job->units * GEMM4_UNIT, bytes = job->kind == PRODUCT_F32    ? 4 * k
+                                                       : job->kind == PRODUCT_BF16 ? 2 * k
+                                                                                   : k;
     return bytes % CACHE_WAY > 0 ? bytes : bytes + CACHE_WAY / 8;
 }
 

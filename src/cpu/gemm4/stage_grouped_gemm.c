@@ -1,11 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_grouped_gemm.c - the grouped product. A task is one or a few panels of 64 columns and up to PRODUCT_ROWS rows of
- * one expert: it decodes a few units of the panel into a cache and multiplies all its rows by them, until K
- * ends. Few rows skip the buffer and take the values from registers. Every row's sums take the same steps in
- * either case (units of K summed from zero, then added), so a row's bits depend on nothing but the row; tasks
- * are cut by shape, not by threads.
+ * stage_grouped_gemm.c - the grouped product. A task is one or a few panels of 64 columns and up to
+ * PRODUCT_ROWS rows of one expert: it decodes a few units of the panel into a cache and multiplies all its
+ * rows by them, until K ends. Few rows skip the buffer and take the values from registers. Every row's sums
+ * take the same steps in either case (units of K summed from zero, then added), so a row's bits depend on
+ * nothing but the row; tasks are cut by shape, not by threads.
  *
  * bf16 activations at the level with bf16 dot products: code * scale is exact in bf16. Else f32. NVFP4 or
  * int8 activations: integers within a block of 16, f32 across.
@@ -73,7 +73,7 @@ static void multiply_f32(const product_job *job, product_scratch *s, const uint8
 }
 
 static void multiply_bf16(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
-                         int64_t count, int64_t row, int64_t rows, float *sums)
+                          int64_t count, int64_t row, int64_t rows, float *sums)
 {
     const int64_t words = ready_row_bytes(job) / 4;
     const uint32_t *a = (const uint32_t *)(const void *)job->a + row * words + first * GEMM4_UNIT / 2;
@@ -88,7 +88,7 @@ static void multiply_bf16(const product_job *job, product_scratch *s, const uint
 }
 
 static void multiply_i8(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
-                         int64_t count, int64_t row, int64_t rows, float *sums)
+                        int64_t count, int64_t row, int64_t rows, float *sums)
 {
     const int64_t blocks = ready_row_bytes(job) / 16, at = row * blocks + first * GEMM4_BLOCKS;
     uint32_t *decoded = (uint32_t *)(void *)s->decoded;
@@ -106,7 +106,8 @@ static void multiply_i8(const product_job *job, product_scratch *s, const uint8_
     job->kernels->mm_i8(&t);
 }
 
-/* Panels of a task: those of many rows share what is read of the rows, few rows leave more tasks to share out. */
+/* Panels of a task: those of many rows share what is read of the rows, few rows leave more tasks to share
+ * out. */
 static int64_t panels_a_task(const product_job *job)
 {
     return job->args->tokens > 32 * job->experts ? PRODUCT_PANELS : 1;
@@ -118,8 +119,8 @@ static int64_t tasks_across(const product_job *job)
 }
 
 /* A few units of K, times a task's rows. */
-static void multiply_units(const product_job *job, product_scratch *s, int64_t expert, int64_t panel, int64_t first,
-                           int64_t count, int64_t row, int64_t rows, float *sums)
+static void multiply_units(const product_job *job, product_scratch *s, int64_t expert, int64_t panel,
+                           int64_t first, int64_t count, int64_t row, int64_t rows, float *sums)
 {
     const uint8_t *units = product_units(job, s, expert, panel, first, count);
     if (job->kind == PRODUCT_BF16) multiply_bf16(job, s, units, first, count, row, rows, sums);
@@ -135,7 +136,8 @@ static void product_task(void *arg, int64_t index, int32_t thread)
     const product_job *job = arg;
     product_scratch *s = &job->scratch[thread];
     const int64_t expert = product_expert(job, index), task = index - job->first_task[expert];
-    const int64_t across = tasks_across(job), first = task % across * panels_a_task(job), all = panels_of(job->args->n);
+    const int64_t across = tasks_across(job), first = task % across * panels_a_task(job),
+                  all = panels_of(job->args->n);
     const int64_t panels = all - first < panels_a_task(job) ? all - first : panels_a_task(job);
     const int64_t begin = (expert > 0 ? job->ends[expert - 1] : 0) + task / across * PRODUCT_ROWS;
     const int64_t left = job->ends[expert] - begin, rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS;

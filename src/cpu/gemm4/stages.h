@@ -11,6 +11,7 @@ quern_status cpu_prepack(const stage_exec *exec, const prepack_args *args, void 
 size_t cpu_grouped_gemm_workspace(const stage_exec *exec, const grouped_gemm_args *args);
 quern_status cpu_grouped_gemm(const stage_exec *exec, const grouped_gemm_args *args, void *workspace);
 size_t cpu_grouped_gemm_backward_workspace(const stage_exec *exec, const grouped_gemm_args *args);
-quern_status cpu_grouped_gemm_backward(const stage_exec *exec, const grouped_gemm_args *args, void *workspace);
+quern_status cpu_grouped_gemm_backward(const stage_exec *exec, const grouped_gemm_args *args,
+                                       void *workspace);
 
 #endif

@@ -1,10 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_grouped_dense.c - the grouped product with matrices of floats. A task is up to DENSE_ROWS rows of one expert and a
- * panel of columns; both operands are packed into a thread's own memory DENSE_DEPTH of K at a time. A row's sums are cut by K
- * alone, so its bits do not depend on the other rows. Operands that are both bf16 are multiplied as bf16 where the level has
- * the dot product, else all is widened to f32. Limit: the dot product; few rows, reading the weights.
+ * stage_grouped_dense.c - the grouped product with matrices of floats. A task is up to DENSE_ROWS rows of one
+ * expert and a panel of columns; both operands are packed into a thread's own memory DENSE_DEPTH of K at a
+ * time. A row's sums are cut by K alone, so its bits do not depend on the other rows. Operands that are both
+ * bf16 are multiplied as bf16 where the level has the dot product, else all is widened to f32. Limit: the dot
+ * product; few rows, reading the weights.
  */
 #include "cpu/grouped_dense/stages.h"
 
@@ -26,7 +27,7 @@ typedef struct dense_job {
     bool pairs; /* of bf16 */
     int64_t n, k, experts, panels;
     const int32_t *ends;
-    int32_t all; /* ends of the one expert without offsets */
+    int32_t all;            /* ends of the one expert without offsets */
     int64_t *first_task;    /* [experts + 1] */
     dense_scratch *scratch; /* [threads] */
 } dense_job;
@@ -39,7 +40,8 @@ static dense_job plan(const stage_exec *exec, const grouped_dense_args *args)
                      .k = args->a.shape[1],
                      .experts = args->offsets.ndim > 0 ? args->offsets.shape[0] : 1,
                      .all = (int32_t)args->a.shape[0]};
-    job.pairs = args->a.dtype == QUERN_BF16 && args->b.dtype == QUERN_BF16 && job.kernels->mm_bf16 != NULL && job.k % 2 == 0;
+    job.pairs = args->a.dtype == QUERN_BF16 && args->b.dtype == QUERN_BF16 && job.kernels->mm_bf16 != NULL &&
+                job.k % 2 == 0;
     job.panels = (job.n + job.kernels->panel - 1) / job.kernels->panel;
     return job;
 }
@@ -61,11 +63,13 @@ size_t cpu_grouped_dense_workspace(const stage_exec *exec, const grouped_dense_a
 /* Rows and columns of a view whose rows are `stride` elements apart. */
 static row_source block_of(const quern_tensor *t, int64_t at, int64_t stride, int64_t rows, int64_t columns)
 {
-    return (row_source){(const char *)t->data + at * (int64_t)quern_dtype_size(t->dtype), t->dtype, stride, rows, columns};
+    return (row_source){(const char *)t->data + at * (int64_t)quern_dtype_size(t->dtype), t->dtype, stride,
+                        rows, columns};
 }
 
 /* Rows [k, k + depth) of B, columns [column, column + n), as the kernels' operand. */
-static void pack_b(const dense_job *job, dense_scratch *s, int64_t expert, int64_t k, int64_t depth, int64_t column, int64_t n)
+static void pack_b(const dense_job *job, dense_scratch *s, int64_t expert, int64_t k, int64_t depth,
+                   int64_t column, int64_t n)
 {
     const attention_kernels *kernels = job->kernels;
     const quern_tensor *b = &job->args->b;
@@ -82,25 +86,30 @@ static void pack_b(const dense_job *job, dense_scratch *s, int64_t expert, int64
     else kernels->pack_rows_f32(&src, 1.0f, s->b, panel);
 }
 
-static void multiply(const dense_job *job, dense_scratch *s, int64_t row, int64_t rows, int64_t k, int64_t depth)
+static void multiply(const dense_job *job, dense_scratch *s, int64_t row, int64_t rows, int64_t k,
+                     int64_t depth)
 {
     const attention_kernels *kernels = job->kernels;
     const quern_tensor *a = &job->args->a;
     const row_source src = block_of(a, row * a->strides[0] + k, a->strides[0], rows, depth);
     if (job->pairs) {
         kernels->pack_rows_bf16(&src, (uint16_t *)(void *)s->a, depth);
-        kernels->mm_bf16(rows, kernels->panel, depth / 2, s->a, depth / 2, 1, s->b, kernels->panel, s->c, kernels->panel, k > 0);
+        kernels->mm_bf16(rows, kernels->panel, depth / 2, s->a, depth / 2, 1, s->b, kernels->panel, s->c,
+                         kernels->panel, k > 0);
         return;
     }
     kernels->pack_rows_f32(&src, 1.0f, s->a, depth);
-    kernels->mm_f32(rows, kernels->panel, depth, s->a, depth, 1, s->b, kernels->panel, s->c, kernels->panel, k > 0);
+    kernels->mm_f32(rows, kernels->panel, depth, s->a, depth, 1, s->b, kernels->panel, s->c, kernels->panel,
+                    k > 0);
 }
 
-static void finish(const dense_job *job, dense_scratch *s, int64_t expert, int64_t row, int64_t rows, int64_t column, int64_t n)
+static void finish(const dense_job *job, dense_scratch *s, int64_t expert, int64_t row, int64_t rows,
+                   int64_t column, int64_t n)
 {
     const grouped_dense_args *args = job->args;
     const row_kernels *kernels = job->kernels->rows;
-    if (args->bias.ndim > 0) kernels->convert(view_at(&args->bias, expert, column), args->bias.dtype, s->bias, QUERN_F32, n);
+    if (args->bias.ndim > 0)
+        kernels->convert(view_at(&args->bias, expert, column), args->bias.dtype, s->bias, QUERN_F32, n);
     for (int64_t r = 0; r < rows; r++) {
         float *sums = s->c + r * job->kernels->panel;
         for (int64_t c = 0; args->bias.ndim > 0 && c < n; c++) sums[c] += s->bias[c];

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* best.h - keeps the k best of scores that come in the order of their entries; ties go to the lowest index. */
+/* best.h - keeps the k best of scores that come in the order of their entries; ties go to the lowest index.
+ */
 #ifndef QUERN_CPU_BEST_H
 #define QUERN_CPU_BEST_H
 
@@ -18,7 +19,8 @@ static inline void best_reset(indexer_best *best)
     best->least = INT32_MIN;
 }
 
-/* Drops all but the k best, which keep their order, and refuses from now on what ranks with the last of them. */
+/* Drops all but the k best, which keep their order, and refuses from now on what ranks with the last of them.
+ */
 void best_cut(indexer_best *best, int64_t k);
 
 #endif

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * indexer_kernels.h - the tile kernels of the indexer: one table per CPU level. They get pointers and sizes; they never
- * validate, allocate or start threads.
+ * indexer_kernels.h - the tile kernels of the indexer: one table per CPU level. They get pointers and sizes;
+ * they never validate, allocate or start threads.
  */
 #ifndef QUERN_CPU_INDEXER_KERNELS_H
 #define QUERN_CPU_INDEXER_KERNELS_H
@@ -41,6 +41,7 @@ typedef struct indexer_kernels {
 } indexer_kernels;
 
 const indexer_kernels *indexer_kernels_for(quern_cpu_level level);
-extern const indexer_kernels indexer_kernels_portable, indexer_kernels_avx2, indexer_kernels_avx512, indexer_kernels_avx512bf16;
+extern const indexer_kernels indexer_kernels_portable, indexer_kernels_avx2, indexer_kernels_avx512,
+    indexer_kernels_avx512bf16;
 
 #endif

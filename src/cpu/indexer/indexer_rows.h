@@ -1,13 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * indexer_rows.h - the indexer's kernels, written once over the level's vectors and compiled by each level's file under
- * its own flags.
+ * indexer_rows.h - the indexer's kernels, written once over the level's vectors and compiled by each level's
+ * file under its own flags.
  *
- * A query's heads are rows, keys are columns, so a score is a sum down the rows: no sum across lanes. The tile is that of
- * attention's products (kernels/attention_mm.h): INDEX_ROWS heads by INDEX_VECTORS vectors of keys in registers, the
- * keys of a panel (16 KB of 64 in bf16, C 128) in L1, the query's words broadcast. ReLU and weight take two operations a
- * vector where the product takes 64 dot products (C 128, bf16). Limit: the product's.
+ * A query's heads are rows, keys are columns, so a score is a sum down the rows: no sum across lanes. The
+ * tile is that of attention's products (kernels/attention_mm.h): INDEX_ROWS heads by INDEX_VECTORS vectors of
+ * keys in registers, the keys of a panel (16 KB of 64 in bf16, C 128) in L1, the query's words broadcast.
+ * ReLU and weight take two operations a vector where the product takes 64 dot products (C 128, bf16). Limit:
+ * the product's.
  */
 #ifndef QUERN_CPU_INDEXER_ROWS_H
 #define QUERN_CPU_INDEXER_ROWS_H
@@ -40,7 +41,8 @@ INLINE vfloat v_relu(vfloat v)
     return v_max((vfloat){0}, v);
 }
 
-INLINE void index_heads(const bool pairs, const int heads, const indexer_tile *t, const float *q, const float *w)
+INLINE void index_heads(const bool pairs, const int heads, const indexer_tile *t, const float *q,
+                        const float *w)
 {
     vfloat acc[INDEX_ROWS][INDEX_VECTORS];
     const float *keys = t->keys, *low = heads > 3 ? q + 3 * t->words : q;
@@ -73,7 +75,8 @@ INLINE void index_score(const bool pairs, const indexer_tile *t)
     const float *q = t->q;
     int64_t h = 0;
     for (int j = 0; j < INDEX_PANEL; j++) t->sum[j] = 0.0f;
-    for (; h + INDEX_ROWS <= t->heads; h += INDEX_ROWS) index_heads(pairs, INDEX_ROWS, t, q + h * t->words, t->w + h);
+    for (; h + INDEX_ROWS <= t->heads; h += INDEX_ROWS)
+        index_heads(pairs, INDEX_ROWS, t, q + h * t->words, t->w + h);
     for (; h + 4 <= t->heads; h += 4) index_heads(pairs, 4, t, q + h * t->words, t->w + h);
     for (; h + 2 <= t->heads; h += 2) index_heads(pairs, 2, t, q + h * t->words, t->w + h);
     if (h < t->heads) index_heads(pairs, 1, t, q + h * t->words, t->w + h);
@@ -148,8 +151,8 @@ static void widen_e2m1(const uint8_t *codes, const float *scales, int64_t n, flo
         store_some(out, QUERN_F32, i, n, signed_e2m1(load_nibbles(codes + i / 2, n - i)) * scales[i / 32]);
 }
 
-#define INDEXER_ROW_KERNELS \
-    .panel = INDEX_PANEL, .score_f32 = score_f32, .scale_scores = scale_scores, .collect = collect, \
+#define INDEXER_ROW_KERNELS                                                                                  \
+    .panel = INDEX_PANEL, .score_f32 = score_f32, .scale_scores = scale_scores, .collect = collect,          \
     .widen_e4m3 = widen_e4m3, .widen_e2m1 = widen_e2m1
 
 #endif

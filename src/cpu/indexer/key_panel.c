@@ -3,9 +3,9 @@
 /*
  * key_panel.c - a panel of the indexer's keys from any of their formats.
  *
- * A byte format's codes are exact in bf16, so they go into the products as they are; a scale multiplies the score: ReLU
- * lets a positive factor through. FP4 has a scale for every 32 codes: the largest of a row multiplies the score, and codes
- * carry what their own falls short of it.
+ * A byte format's codes are exact in bf16, so they go into the products as they are; a scale multiplies the
+ * score: ReLU lets a positive factor through. FP4 has a scale for every 32 codes: the largest of a row
+ * multiplies the score, and codes carry what their own falls short of it.
  */
 #include "cpu/indexer/key_panel.h"
 
@@ -50,7 +50,8 @@ static float widen_fp4(const key_panel *p, const uint8_t *bytes, float *row)
 static void widen_rows(key_panel *p, const quern_tensor *keys, int64_t b, int64_t first, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) {
-        const uint8_t *bytes = (const uint8_t *)keys->data + b * keys->strides[0] + (first + i) * keys->strides[1];
+        const uint8_t *bytes =
+            (const uint8_t *)keys->data + b * keys->strides[0] + (first + i) * keys->strides[1];
         float *row = p->rows + i * p->width;
         p->scale[i] = p->format == ENTRY_FP4 ? widen_fp4(p, bytes, row) : widen_fp8(p, bytes, row);
     }
@@ -62,10 +63,14 @@ void key_panel_fill(key_panel *p, const quern_tensor *keys, int64_t b, int64_t f
     row_source src = {p->rows, QUERN_F32, p->width, n, p->width};
     if (p->format == ENTRY_ROWS) {
         const int64_t at = b * keys->strides[0] + first * keys->strides[1];
-        src = (row_source){(const char *)keys->data + at * (int64_t)quern_dtype_size(keys->dtype), keys->dtype, keys->strides[1], n, p->width};
+        src = (row_source){(const char *)keys->data + at * (int64_t)quern_dtype_size(keys->dtype),
+                           keys->dtype, keys->strides[1], n, p->width};
     } else {
         widen_rows(p, keys, b, first, n);
-        if (p->bf16) src.data = p->halves, src.dtype = QUERN_BF16;
+        if (p->bf16) {
+            src.data = p->halves;
+            src.dtype = QUERN_BF16;
+        }
     }
     if (p->bf16) p->packing->pack_keys_bf16(&src, p->kernels->panel, p->words);
     else p->packing->pack_keys_f32(&src, p->kernels->panel, p->words);

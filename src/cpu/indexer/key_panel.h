@@ -14,8 +14,8 @@ typedef struct key_panel {
     const attention_kernels *packing;
     entry_format format;
     int64_t width;
-    bool bf16; /* words are pairs of bf16 values, else floats */
-    void *words; /* [words][panel] */
+    bool bf16;           /* words are pairs of bf16 values, else floats */
+    void *words;         /* [words][panel] */
     float *rows, *scale; /* of byte formats: the rows widened, and what a key's score is multiplied by */
     uint16_t *halves;
 } key_panel;

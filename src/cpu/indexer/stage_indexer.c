@@ -1,12 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_indexer.c - the indexer stage: scores of some queries against panels of keys, straight into the choice.
+ * stage_indexer.c - the indexer stage: scores of some queries against panels of keys, straight into the
+ * choice.
  *
- * A task is up to eight queries of a sequence and a range of its entries. A panel of keys is packed once for the task's
- * queries and stays in L1; packing takes as long as one query's heads. Where there are few queries (decode), ranges of
- * entries are tasks of their own, each keeps its best, and the best of these are the best of all: a score depends on its
- * query and key alone, and the order of scores is total, so the choice does not depend on how the work was cut.
+ * A task is up to eight queries of a sequence and a range of its entries. A panel of keys is packed once for
+ * the task's queries and stays in L1; packing takes as long as one query's heads. Where there are few queries
+ * (decode), ranges of entries are tasks of their own, each keeps its best, and the best of these are the best
+ * of all: a score depends on its query and key alone, and the order of scores is total, so the choice does
+ * not depend on how the work was cut.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
@@ -34,17 +36,22 @@ typedef struct indexer_job {
     const attention_kernels *packing;
     bool bf16;
     int64_t queries, heads, width, entries, k, room;
-    int64_t blocks, ranges, range; /* tasks of a sequence: blocks times ranges; entries of a range */
-    indexer_scratch *scratch;      /* one a thread */
+    int64_t blocks, ranges, range;         /* tasks of a sequence: blocks times ranges; entries of a range */
+    indexer_scratch *scratch;              /* one a thread */
     int32_t *partial_rank, *partial_index; /* [B][T][ranges][k], where there are several */
     int64_t *partial_n;
 } indexer_job;
 
 static void carve_scratch(const indexer_job *job, arena *a, indexer_scratch *s)
 {
-    s->panel = (key_panel){.kernels = job->kernels, .packing = job->packing, .format = job->args->format, .width = job->width, .bf16 = job->bf16};
+    s->panel = (key_panel){.kernels = job->kernels,
+                           .packing = job->packing,
+                           .format = job->args->format,
+                           .width = job->width,
+                           .bf16 = job->bf16};
     key_panel_carve(&s->panel, a);
-    const size_t queries = (size_t)(job->queries < TASK_QUERIES ? job->queries : TASK_QUERIES), heads = (size_t)job->heads;
+    const size_t queries = (size_t)(job->queries < TASK_QUERIES ? job->queries : TASK_QUERIES),
+                 heads = (size_t)job->heads;
     s->q = arena_take(a, queries * heads * (size_t)key_panel_words(&s->panel) * sizeof(float));
     s->w = arena_take(a, queries * heads * sizeof *s->w);
     s->score = arena_take(a, (size_t)job->kernels->panel * sizeof *s->score);
@@ -63,15 +70,22 @@ static bool by_bf16(const indexer_kernels *kernels, const indexer_args *args)
 
 static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena *a)
 {
-    indexer_job job = {.args = args, .kernels = indexer_kernels_for(exec->cpu_level), .packing = attention_kernels_for(exec->cpu_level)};
+    indexer_job job = {.args = args,
+                       .kernels = indexer_kernels_for(exec->cpu_level),
+                       .packing = attention_kernels_for(exec->cpu_level)};
     const quern_tensor *q = &args->q;
     job.bf16 = by_bf16(job.kernels, args);
-    job.queries = q->shape[1], job.heads = q->shape[2], job.width = q->shape[3];
-    job.entries = args->keys.shape[1], job.k = args->idx.shape[2];
+    job.queries = q->shape[1];
+    job.heads = q->shape[2];
+    job.width = q->shape[3];
+    job.entries = args->keys.shape[1];
+    job.k = args->idx.shape[2];
     job.room = best_room(job.k, job.kernels->panel);
     job.blocks = (job.queries + TASK_QUERIES - 1) / TASK_QUERIES;
-    const int64_t panels = (job.entries + job.kernels->panel - 1) / job.kernels->panel, tasks = q->shape[0] * job.blocks;
-    const int64_t wanted = (int64_t)TASKS_A_THREAD * exec->threads, most = (panels + RANGE_PANELS - 1) / RANGE_PANELS;
+    const int64_t panels = (job.entries + job.kernels->panel - 1) / job.kernels->panel,
+                  tasks = q->shape[0] * job.blocks;
+    const int64_t wanted = (int64_t)TASKS_A_THREAD * exec->threads,
+                  most = (panels + RANGE_PANELS - 1) / RANGE_PANELS;
     job.ranges = tasks >= wanted || tasks == 0 ? 1 : (wanted + tasks - 1) / tasks;
     if (job.ranges > most) job.ranges = most < 1 ? 1 : most;
     job.range = (panels + job.ranges - 1) / job.ranges * job.kernels->panel;
@@ -102,7 +116,8 @@ static void pack_queries(const indexer_job *job, int64_t b, int64_t first, int64
     const int64_t words = key_panel_words(&s->panel);
     const quern_tensor *q = &job->args->q, *w = &job->args->w;
     for (int64_t i = 0; i < n; i++) {
-        const row_source heads = {row_at(q, b, first + i, 0), q->dtype, q->strides[2], job->heads, job->width};
+        const row_source heads = {row_at(q, b, first + i, 0), q->dtype, q->strides[2], job->heads,
+                                  job->width};
         const row_source weights = {row_at(w, b, first + i, 0), w->dtype, job->heads, 1, job->heads};
         float *to = (float *)s->q + i * job->heads * words;
         if (job->bf16) job->packing->pack_rows_bf16(&heads, (uint16_t *)to, job->width);
@@ -112,15 +127,22 @@ static void pack_queries(const indexer_job *job, int64_t b, int64_t first, int64
 }
 
 /* One query against the panel that holds entries first ... first + n - 1, all of which it sees. */
-static void score_panel(const indexer_job *job, int64_t b, int64_t query, int64_t slot, int64_t first, int64_t n, indexer_scratch *s)
+static void score_panel(const indexer_job *job, int64_t b, int64_t query, int64_t slot, int64_t first,
+                        int64_t n, indexer_scratch *s)
 {
     const int64_t words = key_panel_words(&s->panel);
     indexer_best *best = &s->best[slot];
-    const indexer_tile tile = {(const float *)s->q + slot * job->heads * words, s->w + slot * job->heads, job->heads, words, s->panel.words, s->score};
+    const indexer_tile tile = {(const float *)s->q + slot * job->heads * words,
+                               s->w + slot * job->heads,
+                               job->heads,
+                               words,
+                               s->panel.words,
+                               s->score};
     (job->bf16 ? job->kernels->score_bf16 : job->kernels->score_f32)(&tile);
     job->kernels->scale_scores(s->score, s->panel.scale, job->args->scale, n);
     const quern_tensor *scores = &job->args->scores;
-    if (is_present(scores)) memcpy((float *)row_at(scores, b, query, 0) + first, s->score, (size_t)n * sizeof *s->score);
+    if (is_present(scores))
+        memcpy((float *)row_at(scores, b, query, 0) + first, s->score, (size_t)n * sizeof *s->score);
     if (best->n + n > job->room) best_cut(best, job->k);
     job->kernels->collect(s->score, n, (int32_t)first, best);
 }
@@ -134,7 +156,8 @@ static void give(const indexer_job *job, int64_t b, int64_t query, indexer_best 
     for (int64_t i = best->n; i < job->k; i++) idx[i] = -1;
     ((int32_t *)count->data)[b * count->strides[0] + query * count->strides[1]] = (int32_t)best->n;
     const quern_tensor *scores = &job->args->scores;
-    for (int64_t e = seen_by(job, query); is_present(scores) && e < job->entries; e++) ((float *)row_at(scores, b, query, 0))[e] = -INFINITY;
+    for (int64_t e = seen_by(job, query); is_present(scores) && e < job->entries; e++)
+        ((float *)row_at(scores, b, query, 0))[e] = -INFINITY;
 }
 
 static void keep_partial(const indexer_job *job, int64_t b, int64_t query, int64_t range, indexer_best *best)
@@ -150,10 +173,13 @@ static void run_task(void *arg, int64_t index, int32_t thread)
 {
     indexer_job *job = arg;
     indexer_scratch *s = &job->scratch[thread];
-    const int64_t b = index / job->ranges / job->blocks, range = index % job->ranges, panel = job->kernels->panel;
-    const int64_t query0 = (job->blocks - 1 - index / job->ranges % job->blocks) * TASK_QUERIES; /* the longest first */
+    const int64_t b = index / job->ranges / job->blocks, range = index % job->ranges,
+                  panel = job->kernels->panel;
+    const int64_t query0 =
+        (job->blocks - 1 - index / job->ranges % job->blocks) * TASK_QUERIES; /* the longest first */
     const int64_t n = job->queries - query0 < TASK_QUERIES ? job->queries - query0 : TASK_QUERIES;
-    const int64_t last = seen_by(job, query0 + n - 1), stop = (range + 1) * job->range < last ? (range + 1) * job->range : last;
+    const int64_t last = seen_by(job, query0 + n - 1),
+                  stop = (range + 1) * job->range < last ? (range + 1) * job->range : last;
     pack_queries(job, b, query0, n, s);
     for (int64_t i = 0; i < n; i++) best_reset(&s->best[i]);
     for (int64_t first = range * job->range; first < stop; first += panel) {

@@ -11,9 +11,9 @@
  * other two. bf16 dot products want pairs along what is summed over: rows for dV and dK, keys for dQ. So two
  * rows are worked on together and dS is written twice: interleaved with its neighbour row, and as it stands.
  *
- * Per vector of scores: 5 FMAs and 4 more operations of exp2, 3 of dS, 4 loads and stores; bf16 adds 3 conversions, a
- * permute and a store. A product at D = 128 does 1280 operations per score: at two FMAs a cycle the rows take
- * about 4% of the f32 and 8% of the bf16 time.
+ * Per vector of scores: 5 FMAs and 4 more operations of exp2, 3 of dS, 4 loads and stores; bf16 adds 3
+ * conversions, a permute and a store. A product at D = 128 does 1280 operations per score: at two FMAs a
+ * cycle the rows take about 4% of the f32 and 8% of the bf16 time.
  */
 #ifndef QUERN_CPU_ATTENTION_BACKWARD_ROWS_H
 #define QUERN_CPU_ATTENTION_BACKWARD_ROWS_H
@@ -26,11 +26,13 @@ typedef struct backward_vector {
 } backward_vector;
 
 /* One vector of columns from c on of row r, whose columns [lo, hi) are seen. */
-INLINE backward_vector backward_of(const softmax_backward_tile *t, int32_t r, int32_t c, int32_t lo, int32_t hi)
+INLINE backward_vector backward_of(const softmax_backward_tile *t, int32_t r, int32_t c, int32_t lo,
+                                   int32_t hi)
 {
     if (c >= hi || c + LANES <= lo) return (backward_vector){{0}, {0}};
     const vfloat p = v_exp2(v_fma(v_load(t->s + r * t->lds + c), v_splat(t->scale2), v_splat(-t->lse2[r])));
-    const vfloat ds = p * v_fma(v_load(t->dp + r * t->lds + c), v_splat(t->dp_scale[r]), v_splat(-t->delta[r]));
+    const vfloat ds =
+        p * v_fma(v_load(t->dp + r * t->lds + c), v_splat(t->dp_scale[r]), v_splat(-t->delta[r]));
     const vfloat scaled = p * v_splat(t->row_scale[r]);
     if (c >= lo && c + LANES <= hi) return (backward_vector){scaled, ds};
     const vint seen = lanes_in(c, lo, hi);
@@ -54,7 +56,8 @@ __attribute__((unused)) static void softmax_backward_bf16(const softmax_backward
     for (int32_t r = 0; r < t->rows; r += 2) {
         const int32_t lo0 = t->lo[r], hi0 = t->hi[r], lo1 = t->lo[r + 1], hi1 = t->hi[r + 1];
         for (int32_t c = 0; c < t->columns; c += LANES) {
-            const backward_vector even = backward_of(t, r, c, lo0, hi0), odd = backward_of(t, r + 1, c, lo1, hi1);
+            const backward_vector even = backward_of(t, r, c, lo0, hi0),
+                                  odd = backward_of(t, r + 1, c, lo1, hi1);
             const vuint p = v_pairs(even.p, odd.p), ds = v_pairs(even.ds, odd.ds);
             const vhalf ds_even = v_narrow(even.ds), ds_odd = v_narrow(odd.ds);
             memcpy(t->p_pairs + r / 2 * t->lds + c, &p, sizeof p);

@@ -1,14 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attention_direct.h - products of a few query rows with bf16 keys and values as they stand, row by row, for decoding:
- * there a key serves so few queries that packing it takes longer than its products.
+ * attention_direct.h - products of a few query rows with bf16 keys and values as they stand, row by row, for
+ * decoding: there a key serves so few queries that packing it takes longer than its products.
  *
- * Scores: 4 queries by 4 keys, 16 accumulators over the dimension, then one tree that turns them into 16 sums: per key
- * at D = 128 16 dot products, 8 loads and 12 instructions of the tree. Values: two neighbouring rows interleaved in
- * registers, so that a dot product takes a pair of weights; 4 queries by 64 columns, 16 accumulators, and the interleaved
- * order of columns is undone once per call. Both ask for what is read 8 KB later, past their last row for what is `ahead`:
- * the processor's own prefetchers lose the way where keys turn to values and blocks end. Limit: the read bandwidth; in L1 some 28 cycles for a key and value of 128.
+ * Scores: 4 queries by 4 keys, 16 accumulators over the dimension, then one tree that turns them into 16
+ * sums: per key at D = 128 16 dot products, 8 loads and 12 instructions of the tree. Values: two neighbouring
+ * rows interleaved in registers, so that a dot product takes a pair of weights; 4 queries by 64 columns, 16
+ * accumulators, and the interleaved order of columns is undone once per call. Both ask for what is read 8 KB
+ * later, past their last row for what is `ahead`: the processor's own prefetchers lose the way where keys
+ * turn to values and blocks end. Limit: the read bandwidth; in L1 some 28 cycles for a key and value of 128.
  */
 #ifndef QUERN_CPU_ATTENTION_DIRECT_H
 #define QUERN_CPU_ATTENTION_DIRECT_H
@@ -23,8 +24,8 @@ INLINE __m512bh load_halves(const uint16_t *p, __mmask32 kept)
     return (__m512bh)_mm512_maskz_loadu_epi16(kept, p);
 }
 
-/* Asks for what stands DIRECT_AHEAD bytes after rows [row, row + n) in the order of reading: those of the source, then
- * those at `ahead`. */
+/* Asks for what stands DIRECT_AHEAD bytes after rows [row, row + n) in the order of reading: those of the
+ * source, then those at `ahead`. */
 INLINE void prefetch_after(const row_source *src, int64_t row, int64_t n, const char *ahead)
 {
     const int64_t bytes = 2 * src->stride, at = row * bytes + DIRECT_AHEAD, end = src->rows * bytes;
@@ -33,22 +34,25 @@ INLINE void prefetch_after(const row_source *src, int64_t row, int64_t n, const 
 }
 
 /* acc[r][i] += the products of 32 elements, or of those that are kept. */
-INLINE void score_step(const int rows, const uint16_t *q, int64_t ldq, const uint16_t *const k[DIRECT_KEYS], int64_t d, const bool whole,
-                       __mmask32 kept, __m512 acc[DIRECT_ROWS][DIRECT_KEYS])
+INLINE void score_step(const int rows, const uint16_t *q, int64_t ldq, const uint16_t *const k[DIRECT_KEYS],
+                       int64_t d, const bool whole, __mmask32 kept, __m512 acc[DIRECT_ROWS][DIRECT_KEYS])
 {
     __m512bh kv[DIRECT_KEYS];
 #pragma GCC unroll 4
-    for (int i = 0; i < DIRECT_KEYS; i++) kv[i] = whole ? (__m512bh)_mm512_loadu_si512(k[i] + d) : load_halves(k[i] + d, kept);
+    for (int i = 0; i < DIRECT_KEYS; i++)
+        kv[i] = whole ? (__m512bh)_mm512_loadu_si512(k[i] + d) : load_halves(k[i] + d, kept);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) {
-        const __m512bh qv = whole ? (__m512bh)_mm512_loadu_si512(q + r * ldq + d) : load_halves(q + r * ldq + d, kept);
+        const __m512bh qv =
+            whole ? (__m512bh)_mm512_loadu_si512(q + r * ldq + d) : load_halves(q + r * ldq + d, kept);
 #pragma GCC unroll 4
         for (int i = 0; i < DIRECT_KEYS; i++) acc[r][i] = _mm512_dpbf16_ps(acc[r][i], qv, kv[i]);
     }
 }
 
 /* s[r][0 .. 4) of up to 4 queries and 4 keys. */
-INLINE void score_block(const int rows, const uint16_t *q, int64_t ldq, const row_source *src, int64_t key, float *s, int64_t lds)
+INLINE void score_block(const int rows, const uint16_t *q, int64_t ldq, const row_source *src, int64_t key,
+                        float *s, int64_t lds)
 {
     __m512 acc[DIRECT_ROWS][DIRECT_KEYS];
     const uint16_t *k[DIRECT_KEYS];
@@ -71,7 +75,8 @@ INLINE void score_block(const int rows, const uint16_t *q, int64_t ldq, const ro
     if (rows > 3) _mm_storeu_ps(s + 3 * lds, _mm512_extractf32x4_ps(sums, 3));
 }
 
-static void score_rows_bf16(int64_t m, const void *q, int64_t ldq, const row_source *keys, const void *ahead, float *s, int64_t lds)
+static void score_rows_bf16(int64_t m, const void *q, int64_t ldq, const row_source *keys, const void *ahead,
+                            float *s, int64_t lds)
 {
     for (int64_t key = 0; key < keys->rows; key += DIRECT_KEYS) {
         prefetch_after(keys, key, DIRECT_KEYS, ahead);
@@ -89,8 +94,9 @@ static void score_rows_bf16(int64_t m, const void *q, int64_t ldq, const row_sou
 }
 
 /* Columns [c, c + 32 groups) of up to 4 rows of o. */
-INLINE void value_block(const int rows, const int groups, const uint32_t *p, int64_t ldp, const row_source *src, int64_t c, const char *ahead,
-                        bool asks, float *o, int64_t ldo, int64_t width, bool accumulate)
+INLINE void value_block(const int rows, const int groups, const uint32_t *p, int64_t ldp,
+                        const row_source *src, int64_t c, const char *ahead, bool asks, float *o, int64_t ldo,
+                        int64_t width, bool accumulate)
 {
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
@@ -111,7 +117,8 @@ INLINE void value_block(const int rows, const int groups, const uint32_t *p, int
 #pragma GCC unroll 2
         for (int g = 0; g < groups; g++) {
             const __m512i a = (__m512i)load_halves(even + g * HALVES, kept[g]);
-            const __m512i b = both ? (__m512i)load_halves(even + src->stride + g * HALVES, kept[g]) : _mm512_setzero_si512();
+            const __m512i b = both ? (__m512i)load_halves(even + src->stride + g * HALVES, kept[g])
+                                   : _mm512_setzero_si512();
             low[g] = (__m512bh)_mm512_unpacklo_epi16(a, b);
             high[g] = (__m512bh)_mm512_unpackhi_epi16(a, b);
         }
@@ -128,7 +135,8 @@ INLINE void value_block(const int rows, const int groups, const uint32_t *p, int
     for (int r = 0; r < rows; r++)
         for (int g = 0; g < groups; g++) {
             float *to = o + r * ldo + c + g * HALVES;
-            __m512 columns[] = {_mm512_permutex2var_ps(acc[r][g][0], first, acc[r][g][1]), _mm512_permutex2var_ps(acc[r][g][0], second, acc[r][g][1])};
+            __m512 columns[] = {_mm512_permutex2var_ps(acc[r][g][0], first, acc[r][g][1]),
+                                _mm512_permutex2var_ps(acc[r][g][0], second, acc[r][g][1])};
             for (int h = 0; h < 2 && c + g * HALVES + h * LANES < width; h++, to += LANES) {
                 if (accumulate) columns[h] = _mm512_add_ps(columns[h], _mm512_loadu_ps(to));
                 _mm512_storeu_ps(to, columns[h]);
@@ -136,16 +144,18 @@ INLINE void value_block(const int rows, const int groups, const uint32_t *p, int
         }
 }
 
-INLINE void value_rows(const int rows, const uint32_t *p, int64_t ldp, const row_source *src, const char *ahead, bool asks, float *o,
-                       int64_t ldo, int64_t width, bool accumulate)
+INLINE void value_rows(const int rows, const uint32_t *p, int64_t ldp, const row_source *src,
+                       const char *ahead, bool asks, float *o, int64_t ldo, int64_t width, bool accumulate)
 {
     for (int64_t c = 0; c < src->dim; c += 2 * HALVES) {
-        if (src->dim - c > HALVES) value_block(rows, 2, p, ldp, src, c, ahead, asks && c == 0, o, ldo, width, accumulate);
+        if (src->dim - c > HALVES)
+            value_block(rows, 2, p, ldp, src, c, ahead, asks && c == 0, o, ldo, width, accumulate);
         else value_block(rows, 1, p, ldp, src, c, ahead, asks && c == 0, o, ldo, width, accumulate);
     }
 }
 
-static void add_values_bf16(int64_t m, const void *p, int64_t ldp, const row_source *values, const void *ahead, float *o, int64_t ldo, bool accumulate)
+static void add_values_bf16(int64_t m, const void *p, int64_t ldp, const row_source *values,
+                            const void *ahead, float *o, int64_t ldo, bool accumulate)
 {
     const int64_t width = (values->dim + LANES - 1) / LANES * LANES;
     for (int64_t r = 0; r < m; r += DIRECT_ROWS) {

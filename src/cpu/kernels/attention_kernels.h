@@ -34,7 +34,7 @@ typedef struct softmax_tile {
     int64_t lds;
     int32_t rows, columns; /* columns: those that P must define, a multiple of 16 */
     const int32_t *lo, *hi;
-    float scale2; /* scores are multiplied by this before exp2 */
+    float scale2;     /* scores are multiplied by this before exp2 */
     float *max, *sum; /* running; max of unscaled scores, -inf at first */
     float *shrink;    /* out: exp2 factor by which what the row gathered so far shrinks */
 } softmax_tile;
@@ -42,8 +42,8 @@ typedef struct softmax_tile {
 /* The backward's row step: P = exp2(s scale2 - lse2), dS = P (dp_scale dp - delta). Columns [lo[r], hi[r]) of
  * row r are seen; elsewhere both are 0. */
 typedef struct softmax_backward_tile {
-    float *s, *dp; /* [rows][lds]; f32: row_scale * P and dS on return */
-    int64_t lds;   /* even */
+    float *s, *dp;         /* [rows][lds]; f32: row_scale * P and dS on return */
+    int64_t lds;           /* even */
     int32_t rows, columns; /* columns: a multiple of 16; bf16: rows even */
     const int32_t *lo, *hi;
     float scale2;
@@ -62,12 +62,15 @@ typedef struct attention_kernels {
     int32_t panel; /* columns of a panel, a multiple of 16; n of a product is at most this */
     /* C[m][n] (+)= A B. n is rounded up to a multiple of 16 by the caller's padding. */
     mm_kernel *mm_f32, *mm_bf16; /* mm_bf16 is NULL where the level has no bf16 dot product */
-    /* The same of few rows with bf16 keys and values as they stand; NULL where mm_bf16 is. `ahead`: what is read next,
-     * asked for at the end; any address. s[i][j] = q[i] . keys[j] for i < m, in up to three columns past the last key anything;
-     * ldq counts elements. o[i] (+)= sum of p[i][j] values[j] in the values' columns and zeros up to a multiple of 16; p
-     * are words of two weights, that of a last lone key with 0. */
-    void (*score_rows_bf16)(int64_t m, const void *q, int64_t ldq, const row_source *keys, const void *ahead, float *s, int64_t lds);
-    void (*add_values_bf16)(int64_t m, const void *p, int64_t ldp, const row_source *values, const void *ahead, float *o, int64_t ldo, bool accumulate);
+    /* The same of few rows with bf16 keys and values as they stand; NULL where mm_bf16 is. `ahead`: what is
+     * read next, asked for at the end; any address. s[i][j] = q[i] . keys[j] for i < m, in up to three
+     * columns past the last key anything; ldq counts elements. o[i] (+)= sum of p[i][j] values[j] in the
+     * values' columns and zeros up to a multiple of 16; p are words of two weights, that of a last lone key
+     * with 0. */
+    void (*score_rows_bf16)(int64_t m, const void *q, int64_t ldq, const row_source *keys, const void *ahead,
+                            float *s, int64_t lds);
+    void (*add_values_bf16)(int64_t m, const void *p, int64_t ldp, const row_source *values,
+                            const void *ahead, float *o, int64_t ldo, bool accumulate);
     /* dst[row][dim] = scale * row, contiguous f32, or bf16 unscaled. */
     void (*pack_rows_f32)(const row_source *src, float scale, float *dst, int64_t ldd);
     void (*pack_rows_bf16)(const row_source *src, uint16_t *dst, int64_t ldd);

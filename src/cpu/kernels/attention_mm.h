@@ -7,12 +7,12 @@
  * The full tile is ROWS x VECTORS accumulators (AVX-512: 6 x 4 = 24 of 32 registers, 4
  * for B, 1 for A: per step 24 FMAs, 4 loads and 6 broadcasts, so the two FMA pipes are the limit, not the two
  * load pipes; AVX2: 6 x 2 = 12 of 16). Each call accumulates from zero and adds to C at the end: adding in
- * place would cost precision over long sums. What is written below as additions to addresses, and loops that begin at a
- * cache line (CMakeLists.txt), is 1.5% of the speed: alone, a product of 48 rows, 64 columns and a depth of 128 or 256
- * then runs at 0.98 of the FMA peak.
+ * place would cost precision over long sums. What is written below as additions to addresses, and loops that
+ * begin at a cache line (CMakeLists.txt), is 1.5% of the speed: alone, a product of 48 rows, 64 columns and a
+ * depth of 128 or 256 then runs at 0.98 of the FMA peak.
  *
- * The including file defines vec, ROWS, VECTORS, broadcast(), step_f32(acc, a, b) and, where the level has it,
- * step_bf16; `pairs` picks one at compile time. It gets mm_f32().
+ * The including file defines vec, ROWS, VECTORS, broadcast(), step_f32(acc, a, b) and, where the level has
+ * it, step_bf16; `pairs` picks one at compile time. It gets mm_f32().
  */
 #ifndef QUERN_CPU_ATTENTION_MM_H
 #define QUERN_CPU_ATTENTION_MM_H
@@ -21,8 +21,9 @@
 
 enum { VEC_LANES = sizeof(vec) / 4 };
 
-MM_INLINE void mm_block(const bool pairs, const int rows, const int vectors, int64_t k, const float *a, int64_t a_row, int64_t a_k,
-                        const float *b, int64_t ldb, float *c, int64_t ldc, bool accumulate)
+MM_INLINE void mm_block(const bool pairs, const int rows, const int vectors, int64_t k, const float *a,
+                        int64_t a_row, int64_t a_k, const float *b, int64_t ldb, float *c, int64_t ldc,
+                        bool accumulate)
 {
     vec acc[ROWS][VECTORS];
 #pragma GCC unroll 8
@@ -38,13 +39,17 @@ MM_INLINE void mm_block(const bool pairs, const int rows, const int vectors, int
         for (int i = 0; i < rows; i++) {
             const vec av = broadcast(i < 3 ? a + i * a_row : low + (i - 3) * a_row);
 #pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) acc[i][j] = pairs ? step_bf16(acc[i][j], av, bv[j]) : step_f32(acc[i][j], av, bv[j]);
+            for (int j = 0; j < vectors; j++)
+                acc[i][j] = pairs ? step_bf16(acc[i][j], av, bv[j]) : step_f32(acc[i][j], av, bv[j]);
         }
-        a += a_k, low += a_k, b += ldb;
+        a += a_k;
+        low += a_k;
+        b += ldb;
     }
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++, c += ldc) {
-        __asm__("" : "+r"(c)); /* else the compiler keeps an offset for each vector, most of them on the stack */
+        __asm__(""
+                : "+r"(c)); /* else the compiler keeps an offset for each vector, most of them on the stack */
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) {
             if (accumulate) {
@@ -57,37 +62,44 @@ MM_INLINE void mm_block(const bool pairs, const int rows, const int vectors, int
     }
 }
 
-MM_INLINE void mm_columns(const bool pairs, const int vectors, int64_t m, int64_t k, const float *a, int64_t a_row, int64_t a_k,
-                          const float *b, int64_t ldb, float *c, int64_t ldc, bool accumulate)
+MM_INLINE void mm_columns(const bool pairs, const int vectors, int64_t m, int64_t k, const float *a,
+                          int64_t a_row, int64_t a_k, const float *b, int64_t ldb, float *c, int64_t ldc,
+                          bool accumulate)
 {
     for (; m >= ROWS; m -= ROWS, a += ROWS * a_row, c += ROWS * ldc)
         mm_block(pairs, ROWS, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
     if (m >= 4) {
         mm_block(pairs, 4, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
-        m -= 4, a += 4 * a_row, c += 4 * ldc;
+        m -= 4;
+        a += 4 * a_row;
+        c += 4 * ldc;
     }
     if (m >= 2) {
         mm_block(pairs, 2, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
-        m -= 2, a += 2 * a_row, c += 2 * ldc;
+        m -= 2;
+        a += 2 * a_row;
+        c += 2 * ldc;
     }
     if (m == 1) mm_block(pairs, 1, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
 }
 
 /* n columns, n <= VECTORS vectors. */
-MM_INLINE void mm_any(const bool pairs, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_k,
-                      const float *b, int64_t ldb, float *c, int64_t ldc, bool accumulate)
+MM_INLINE void mm_any(const bool pairs, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row,
+                      int64_t a_k, const float *b, int64_t ldb, float *c, int64_t ldc, bool accumulate)
 {
     switch ((n + VEC_LANES - 1) / VEC_LANES) {
     case 1: mm_columns(pairs, 1, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
     case 2: mm_columns(pairs, 2, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
-    case 3: mm_columns(pairs, 3 < VECTORS ? 3 : VECTORS, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
+    case 3:
+        mm_columns(pairs, 3 < VECTORS ? 3 : VECTORS, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
+        break;
     case 4: mm_columns(pairs, VECTORS, m, k, a, a_row, a_k, b, ldb, c, ldc, accumulate); break;
     default: break;
     }
 }
 
-static void mm_f32(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b, int64_t ldb, float *c, int64_t ldc,
-                   bool accumulate)
+static void mm_f32(int64_t m, int64_t n, int64_t k, const void *a, int64_t a_row, int64_t a_k, const void *b,
+                   int64_t ldb, float *c, int64_t ldc, bool accumulate)
 {
     mm_any(false, m, n, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
 }

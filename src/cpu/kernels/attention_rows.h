@@ -4,8 +4,9 @@
  * attention_rows.h - the row kernels of the attention table (packing, softmax),
  * written once over the level's vectors and compiled by each level's file under its own flags.
  *
- * A product at D = 128 does 512 operations per score in the forward pass, these about 12: measured 1.3 ns per 16
- * scores for exp2 alone, 1.7 with the maximum, 4 to 6% of an f32 tile's time and 8 to 10% of a bf16 tile's.
+ * A product at D = 128 does 512 operations per score in the forward pass, these about 12: measured 1.3 ns per
+ * 16 scores for exp2 alone, 1.7 with the maximum, 4 to 6% of an f32 tile's time and 8 to 10% of a bf16
+ * tile's.
  */
 #ifndef QUERN_CPU_ATTENTION_ROWS_H
 #define QUERN_CPU_ATTENTION_ROWS_H
@@ -23,8 +24,8 @@ INLINE const void *source_row(const row_source *s, int64_t row)
 
 enum { ROWS_AHEAD = 6 };
 
-/* Asks for row `row` ahead of its use. Rows of one head lie a stride of several pages apart where all heads of a
- * token are neighbours, which the hardware's prefetchers do not follow. */
+/* Asks for row `row` ahead of its use. Rows of one head lie a stride of several pages apart where all heads
+ * of a token are neighbours, which the hardware's prefetchers do not follow. */
 INLINE void prefetch_row(const row_source *s, int64_t row)
 {
     if (row >= s->rows) return;
@@ -77,8 +78,8 @@ __attribute__((unused)) static void pack_rows_bf16(const row_source *src, uint16
     }
 }
 
-/* Column c0 ... c0 + LANES of a panel from LANES rows of `words` 32-bit words, both sides walked in order. Whole vectors of a
- * row can be read. */
+/* Column c0 ... c0 + LANES of a panel from LANES rows of `words` 32-bit words, both sides walked in order.
+ * Whole vectors of a row can be read. */
 INLINE void pack_columns(const float *const rows[LANES], int64_t words, int32_t panel, float *dst)
 {
     for (int64_t d = 0; d < words; d += LANES) {
@@ -109,7 +110,8 @@ __attribute__((unused)) static void pack_keys_bf16(const row_source *src, int32_
 {
     float copies[LANES][MAX_DIM]; /* of words: pairs along D */
     const float *rows[LANES];
-    const bool stands = src->dim / 2 % LANES == 0; /* rows are whole vectors: they are read where they stand */
+    const bool stands =
+        src->dim / 2 % LANES == 0; /* rows are whole vectors: they are read where they stand */
     for (int32_t c0 = 0; c0 < panel; c0 += LANES) {
         for (int32_t i = 0; i < LANES; i++) {
             prefetch_row(src, c0 + i + ROWS_AHEAD);
@@ -184,7 +186,8 @@ INLINE vfloat max_of_row(const float *s, int32_t lo, int32_t hi, bool whole)
 }
 
 /* s = 2^(s scale2 + base) over the row's columns; returns a vector whose lanes add up to the sum. */
-INLINE vfloat exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfloat scale2, vfloat base, bool whole, bool narrow)
+INLINE vfloat exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfloat scale2, vfloat base,
+                          bool whole, bool narrow)
 {
     vfloat sum = {0};
     if (whole) {
@@ -199,7 +202,8 @@ INLINE vfloat exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfl
     const int32_t first = lo / LANES * LANES, last = (hi + LANES - 1) / LANES * LANES;
     for (int32_t c = 0; c < first; c += LANES) store_p(s, c, (vfloat){0}, narrow);
     for (int32_t c = first; c < last; c += LANES) {
-        const vfloat p = v_select(lanes_in(c, lo, hi), v_exp2(v_fma(v_load(s + c), scale2, base)), (vfloat){0});
+        const vfloat p =
+            v_select(lanes_in(c, lo, hi), v_exp2(v_fma(v_load(s + c), scale2, base)), (vfloat){0});
         sum += p;
         store_p(s, c, p, narrow);
     }
@@ -207,7 +211,8 @@ INLINE vfloat exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfl
     return sum;
 }
 
-/* LANES rows at a time: the maxima; what they make of the running maxima and sums, a row a lane; the exponentials. */
+/* LANES rows at a time: the maxima; what they make of the running maxima and sums, a row a lane; the
+ * exponentials. */
 INLINE void softmax_rows(const softmax_tile *t, bool narrow)
 {
     const vfloat scale2 = v_splat(t->scale2);
@@ -218,10 +223,12 @@ INLINE void softmax_rows(const softmax_tile *t, bool narrow)
         for (int32_t i = 0; i < n; i++) {
             const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
             const float *s = t->s + (r0 + i) * t->lds;
-            lanes[i] = lo == 0 && hi == t->columns ? max_of_row(s, lo, hi, true) : max_of_row(s, lo, hi, false);
+            lanes[i] =
+                lo == 0 && hi == t->columns ? max_of_row(s, lo, hi, true) : max_of_row(s, lo, hi, false);
         }
         for (int32_t i = n; i < LANES; i++) lanes[i] = v_splat(-INFINITY);
-        const vfloat before = v_load_first(t->max + r0, n, v_splat(-INFINITY)), after = v_max(lane_maxima(lanes), before);
+        const vfloat before = v_load_first(t->max + r0, n, v_splat(-INFINITY)),
+                     after = v_max(lane_maxima(lanes), before);
         const vfloat fall = v_select(after > before, v_exp2((before - after) * scale2), v_splat(1.0f));
         v_store(base, v_select(after == -INFINITY, (vfloat){0}, -after * scale2));
         v_store_first(t->max + r0, n, after);
@@ -229,8 +236,9 @@ INLINE void softmax_rows(const softmax_tile *t, bool narrow)
         for (int32_t i = 0; i < n; i++) {
             const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
             float *s = t->s + (r0 + i) * t->lds;
-            lanes[i] = lo == 0 && hi == t->columns ? exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), true, narrow)
-                                                   : exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), false, narrow);
+            lanes[i] = lo == 0 && hi == t->columns
+                           ? exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), true, narrow)
+                           : exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), false, narrow);
         }
         for (int32_t i = n; i < LANES; i++) lanes[i] = (vfloat){0};
         v_store_first(t->sum + r0, n, v_load_first(t->sum + r0, n, (vfloat){0}) * fall + lane_sums(lanes));
@@ -258,11 +266,11 @@ static void scale_add_row(float *o, float shrink, const float *t, int64_t n)
 }
 
 /* What each level's table has in common; bf16 entries only where the level has the dot product. */
-#define ATTENTION_ROW_KERNELS                                                                          \
-    .pack_rows_f32 = pack_rows_f32, .pack_keys_f32 = pack_keys_f32, .pack_values_f32 = pack_values_f32, \
+#define ATTENTION_ROW_KERNELS                                                                                \
+    .pack_rows_f32 = pack_rows_f32, .pack_keys_f32 = pack_keys_f32, .pack_values_f32 = pack_values_f32,      \
     .softmax_f32 = softmax_f32, .scale_row = scale_row, .scale_add_row = scale_add_row
-#define ATTENTION_ROW_KERNELS_BF16                                                                     \
-    .pack_rows_bf16 = pack_rows_bf16, .pack_keys_bf16 = pack_keys_bf16,                                 \
+#define ATTENTION_ROW_KERNELS_BF16                                                                           \
+    .pack_rows_bf16 = pack_rows_bf16, .pack_keys_bf16 = pack_keys_bf16,                                      \
     .pack_values_bf16 = pack_values_bf16, .softmax_bf16 = softmax_bf16
 
 #endif

@@ -3,9 +3,9 @@
 /*
  * formats.h - e2m1 and e4m3, a lane a number.
  *
- * Rounding is one addition: magic(y) is the power of two whose f32 neighbours stand as far apart as the format's
- * around y, so y + magic rounds y to the format, ties to even, and the sum's low bits count its steps. Every step is
- * one f32 rounding or exact, so every level gives the same bits.
+ * Rounding is one addition: magic(y) is the power of two whose f32 neighbours stand as far apart as the
+ * format's around y, so y + magic rounds y to the format, ties to even, and the sum's low bits count its
+ * steps. Every step is one f32 rounding or exact, so every level gives the same bits.
  */
 #ifndef QUERN_CPU_FORMATS_H
 #define QUERN_CPU_FORMATS_H
@@ -58,7 +58,8 @@ INLINE vint saturated_e4m3(vfloat s)
     return e4m3_of(v_min(s, v_splat(448.0f)));
 }
 
-/* The magnitude of a code in [0, 7]. Its bits stand where an f32's are, but for 0 and 1, which would be subnormal. */
+/* The magnitude of a code in [0, 7]. Its bits stand where an f32's are, but for 0 and 1, which would be
+ * subnormal. */
 INLINE vfloat e2m1_value(vint code)
 {
     const vint normal = (code << 22) + (126 << 23), small = -code & 0x3f000000; /* 0 or 0.5 */
@@ -85,8 +86,8 @@ INLINE vint load_bytes(const uint8_t *p, int64_t n)
     return v_load_bytes(bytes);
 }
 
-/* The first n codes of 4 bits, or LANES, a lane a code; two to a byte, the first in the low bits. (What is stored in
- * pieces and loaded whole waits for the stores.) */
+/* The first n codes of 4 bits, or LANES, a lane a code; two to a byte, the first in the low bits. (What is
+ * stored in pieces and loaded whole waits for the stores.) */
 INLINE vint load_nibbles(const uint8_t *p, int64_t n)
 {
     uint32_t low = 0, high = 0;
@@ -104,7 +105,8 @@ INLINE vint load_nibbles(const uint8_t *p, int64_t n)
         if (LANES == 16) memcpy(&high, p + 4, sizeof high);
     }
     const vint lane = LANE_NUMBERS;
-    const vuint upper = (vuint)(lane > 7), words = ((low - (vuint){0}) & ~upper) | ((high - (vuint){0}) & upper);
+    const vuint upper = (vuint)(lane > 7),
+                words = ((low - (vuint){0}) & ~upper) | ((high - (vuint){0}) & upper);
     return (vint)(words >> (vuint)((lane & 7) * 4)) & 15;
 }
 

@@ -8,19 +8,21 @@
  *                                                                       3 + 3 + 3 FMAs, 4 loads, 4 stores
  *   gate_weight    d_w_b += sum over tokens of dl_b q                   3 FMAs, 1 load
  *
- * A row of 128 floats is 32 cache lines read and 8 written for about 70 cycles of arithmetic, so memory is the limit
- * and what matters is how far ahead a core asks for lines: a window of some 450 instructions is two to four rows.
- *   - Few instructions a row: pointers go on by additions, and a loop holds one row's one stage. gate_rows makes all gates
- *     of its block before it combines; with the products of later rows between the combination of earlier ones it
- *     was 5% slower, because what comes in meanwhile also drives the weights out of L1.
- *   - A loop that makes much of what it reads and writes nothing waits most: that of the products forward (4%) and
- *     gate_weight (5%) ask for later rows. The others gain nothing by that.
- *   - The lines of all o_b are read and written side by side: memory does this a tenth faster than a row after another.
- *   - From the last FMA of a row's dot products to its gates it takes about 130 cycles (sums across lanes, exp2,
- *     division): ROWS rows' gates fill a vector and pay once. Backward the products run LEAD rows before the row that is
- *     written.
- *   - Gates go through memory in one vector, stored and loaded whole or in parts: a load of what several stores have
- *     written would wait until all older stores, the non-temporal ones included, have left the core.
+ * A row of 128 floats is 32 cache lines read and 8 written for about 70 cycles of arithmetic, so memory is
+ * the limit and what matters is how far ahead a core asks for lines: a window of some 450 instructions is two
+ * to four rows.
+ *   - Few instructions a row: pointers go on by additions, and a loop holds one row's one stage. gate_rows
+ * makes all gates of its block before it combines; with the products of later rows between the combination of
+ * earlier ones it was 5% slower, because what comes in meanwhile also drives the weights out of L1.
+ *   - A loop that makes much of what it reads and writes nothing waits most: that of the products forward
+ * (4%) and gate_weight (5%) ask for later rows. The others gain nothing by that.
+ *   - The lines of all o_b are read and written side by side: memory does this a tenth faster than a row
+ * after another.
+ *   - From the last FMA of a row's dot products to its gates it takes about 130 cycles (sums across lanes,
+ * exp2, division): ROWS rows' gates fill a vector and pay once. Backward the products run LEAD rows before
+ * the row that is written.
+ *   - Gates go through memory in one vector, stored and loaded whole or in parts: a load of what several
+ * stores have written would wait until all older stores, the non-temporal ones included, have left the core.
  * Weights (3 rows a head) stay in L1.
  */
 #ifndef QUERN_CPU_GATE_ROWS_H
@@ -60,21 +62,23 @@ INLINE bool next_head(int64_t *head, int64_t heads)
 }
 
 /* An activation is f32 or half; a weight is f32 or of the activations' dtype. */
-#define BY_DTYPE_AND_WEIGHT(dtype, w_dtype, call)                                                      \
-    do {                                                                                               \
-        if ((dtype) == QUERN_F32) call(QUERN_F32, QUERN_F32);                                          \
-        else if ((dtype) == QUERN_BF16 && (w_dtype) == QUERN_F32) call(QUERN_BF16, QUERN_F32);         \
-        else if ((dtype) == QUERN_BF16) call(QUERN_BF16, QUERN_BF16);                                  \
-        else if ((w_dtype) == QUERN_F32) call(QUERN_F16, QUERN_F32);                                   \
-        else call(QUERN_F16, QUERN_F16);                                                               \
+#define BY_DTYPE_AND_WEIGHT(dtype, w_dtype, call)                                                            \
+    do {                                                                                                     \
+        if ((dtype) == QUERN_F32) call(QUERN_F32, QUERN_F32);                                                \
+        else if ((dtype) == QUERN_BF16 && (w_dtype) == QUERN_F32) call(QUERN_BF16, QUERN_F32);               \
+        else if ((dtype) == QUERN_BF16) call(QUERN_BF16, QUERN_BF16);                                        \
+        else if ((w_dtype) == QUERN_F32) call(QUERN_F16, QUERN_F32);                                         \
+        else call(QUERN_F16, QUERN_F16);                                                                     \
     } while (0)
 
-/* Three vectors' sums over every quarter of a row's vectors: each four lanes of the result are (x, y, z, 0). */
+/* Three vectors' sums over every quarter of a row's vectors: each four lanes of the result are (x, y, z, 0).
+ */
 INLINE vfloat quarter_sums(const vfloat v[3])
 {
 #if defined(__AVX512F__)
     const __m512 zero = _mm512_setzero_ps();
-    const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1])); /* x y x y */
+    const __m512 low =
+        _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1])); /* x y x y */
     const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(v[2], zero), _mm512_unpackhi_ps(v[2], zero));
     return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
 #elif defined(__FMA__)
@@ -91,8 +95,10 @@ INLINE vfloat quarter_sums(const vfloat v[3])
 INLINE vfloat sums_of_rows(const vfloat q[ROWS])
 {
 #if defined(__AVX512F__)
-    const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(q[0], q[1], 0x44), _mm512_shuffle_f32x4(q[0], q[1], 0xee));
-    const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(q[2], q[3], 0x44), _mm512_shuffle_f32x4(q[2], q[3], 0xee));
+    const __m512 low =
+        _mm512_add_ps(_mm512_shuffle_f32x4(q[0], q[1], 0x44), _mm512_shuffle_f32x4(q[0], q[1], 0xee));
+    const __m512 high =
+        _mm512_add_ps(_mm512_shuffle_f32x4(q[2], q[3], 0x44), _mm512_shuffle_f32x4(q[2], q[3], 0xee));
     return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 #elif defined(__FMA__)
     return _mm256_add_ps(_mm256_permute2f128_ps(q[0], q[1], 0x20), _mm256_permute2f128_ps(q[0], q[1], 0x31));
@@ -110,8 +116,8 @@ INLINE vfloat sigmoid(vfloat x)
 }
 
 /* sum[b] += x . y_b for one vector of elements at c. An absent y_b counts as 0; `whole`: there is none. */
-INLINE void add_products(vfloat sum[3], const void *x, const quern_dtype x_dtype, const void *const y[3], const quern_dtype y_dtype, int64_t c,
-                         const bool whole)
+INLINE void add_products(vfloat sum[3], const void *x, const quern_dtype x_dtype, const void *const y[3],
+                         const quern_dtype y_dtype, int64_t c, const bool whole)
 {
     const vfloat v = load_as(x, x_dtype, c);
 #pragma GCC unroll 3
@@ -120,8 +126,8 @@ INLINE void add_products(vfloat sum[3], const void *x, const quern_dtype x_dtype
 }
 
 /* The same for elements [c, n). */
-INLINE void add_rest(vfloat sum[3], const void *x, const quern_dtype x_dtype, const void *const y[3], const quern_dtype y_dtype, int64_t c, int64_t n,
-                     const bool whole)
+INLINE void add_rest(vfloat sum[3], const void *x, const quern_dtype x_dtype, const void *const y[3],
+                     const quern_dtype y_dtype, int64_t c, int64_t n, const bool whole)
 {
     for (; c + LANES <= n; c += LANES) add_products(sum, x, x_dtype, y, y_dtype, c, whole);
     if (c == n) return;
@@ -135,7 +141,8 @@ INLINE void add_rest(vfloat sum[3], const void *x, const quern_dtype x_dtype, co
 INLINE void stream_pair(void *p, const quern_dtype dtype, int64_t at, vfloat v, vfloat w)
 {
 #if defined(__AVX512F__)
-    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)narrow_as(v, dtype)), (__m256i)narrow_as(w, dtype), 1);
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)narrow_as(v, dtype)),
+                                            (__m256i)narrow_as(w, dtype), 1);
     _mm512_stream_si512((__m512i *)(void *)((uint16_t *)p + at), both);
 #else
     stream_as(p, dtype, at, v);
@@ -157,9 +164,12 @@ INLINE void put_pair(void *p, const quern_dtype dtype, int64_t c, vfloat v, vflo
     }
 }
 
-INLINE vfloat combined_at(const void *const o[3], const quern_dtype dtype, const vfloat g[3], int64_t c, const bool whole)
+INLINE vfloat combined_at(const void *const o[3], const quern_dtype dtype, const vfloat g[3], int64_t c,
+                          const bool whole)
 {
-    if (whole) return v_fma(load_as(o[2], dtype, c), g[2], v_fma(load_as(o[1], dtype, c), g[1], load_as(o[0], dtype, c) * g[0]));
+    if (whole)
+        return v_fma(load_as(o[2], dtype, c), g[2],
+                     v_fma(load_as(o[1], dtype, c), g[1], load_as(o[0], dtype, c) * g[0]));
     vfloat sum = {0};
 #pragma GCC unroll 3
     for (int b = 0; b < 3; b++)
@@ -174,12 +184,14 @@ INLINE void put(void *p, const quern_dtype dtype, int64_t c, vfloat v, const boo
 }
 
 /* out = sum_b g_b o_b. */
-INLINE void combine_row(const void *const o[3], const quern_dtype dtype, const vfloat g[3], int64_t n, void *out, const bool stream, const bool whole)
+INLINE void combine_row(const void *const o[3], const quern_dtype dtype, const vfloat g[3], int64_t n,
+                        void *out, const bool stream, const bool whole)
 {
     int64_t c = 0;
     if (stream && dtype != QUERN_F32)
         for (; c + 2 * LANES <= n; c += 2 * LANES)
-            stream_pair(out, dtype, c, combined_at(o, dtype, g, c, whole), combined_at(o, dtype, g, c + LANES, whole));
+            stream_pair(out, dtype, c, combined_at(o, dtype, g, c, whole),
+                        combined_at(o, dtype, g, c + LANES, whole));
     for (; c + LANES <= n; c += LANES) put(out, dtype, c, combined_at(o, dtype, g, c, whole), stream);
     if (c == n) return;
     vfloat sum = {0};
@@ -228,7 +240,8 @@ INLINE void make_gates_of(const gate_block *t, const quern_dtype dtype, const qu
     float *to[ROWS];
     int waiting = 0;
     for (int64_t n = 0; n < t->tokens; n++) {
-        const char *q = (const char *)t->q.data + n * t->q.token * bytes, *next = n + ahead < t->tokens ? q + ahead * t->q.token * bytes : NULL;
+        const char *q = (const char *)t->q.data + n * t->q.token * bytes,
+                   *next = n + ahead < t->tokens ? q + ahead * t->q.token * bytes : NULL;
         const void *w = t->w.data;
         float *gates = (float *)t->gates.data + n * t->gates.token;
         for (int64_t h = 0; h < t->heads; h++) {
@@ -261,7 +274,8 @@ INLINE void combine_rows_of(const gate_block *t, const quern_dtype dtype, const 
         const float *gates = (const float *)t->gates.data + n * t->gates.token;
         char *out = (char *)t->out.data + n * t->out.token * bytes;
         const char *o[3];
-        for (int b = 0; b < 3; b++) o[b] = t->o[b].data != NULL ? (const char *)t->o[b].data + n * t->o[b].token * bytes : NULL;
+        for (int b = 0; b < 3; b++)
+            o[b] = t->o[b].data != NULL ? (const char *)t->o[b].data + n * t->o[b].token * bytes : NULL;
         for (int64_t h = 0; h < t->heads; h++) {
             const void *const rows[3] = {o[0], o[1], o[2]};
             const vfloat g[3] = {v_splat(gates[0]), v_splat(gates[1]), v_splat(gates[2])};
@@ -283,9 +297,9 @@ static void gate_rows(const gate_block *t)
 #undef CALL
     }
     if (t->out.data != NULL) {
-#define CALL(dtype)                                                                                                                                  \
-    (!whole      ? combine_rows_of(t, dtype, t->stream, false)                                                                                       \
-     : t->stream ? combine_rows_of(t, dtype, true, true)                                                                                             \
+#define CALL(dtype)                                                                                          \
+    (!whole      ? combine_rows_of(t, dtype, t->stream, false)                                               \
+     : t->stream ? combine_rows_of(t, dtype, true, true)                                                     \
                  : combine_rows_of(t, dtype, false, true))
         BY_DTYPE(t->dtype, CALL);
 #undef CALL
@@ -293,21 +307,23 @@ static void gate_rows(const gate_block *t)
 }
 
 /* dst = scale x for elements [c, n). */
-INLINE void scale_row(const void *x, const quern_dtype dtype, float scale, int64_t c, int64_t n, void *dst, bool stream)
+INLINE void scale_row(const void *x, const quern_dtype dtype, float scale, int64_t c, int64_t n, void *dst,
+                      bool stream)
 {
     const vfloat g = v_splat(scale);
     if (stream && dtype == QUERN_F32)
         for (; c < n; c += LANES) stream_as(dst, dtype, c, load_as(x, dtype, c) * g);
     else if (stream)
-        for (; c < n; c += 2 * LANES) stream_pair(dst, dtype, c, load_as(x, dtype, c) * g, load_as(x, dtype, c + LANES) * g);
+        for (; c < n; c += 2 * LANES)
+            stream_pair(dst, dtype, c, load_as(x, dtype, c) * g, load_as(x, dtype, c + LANES) * g);
     else
         for (; c + LANES <= n; c += LANES) store_as(dst, dtype, c, load_as(x, dtype, c) * g);
     if (c < n) store_tail(dst, dtype, c, n, load_tail(x, dtype, c, n) * g);
 }
 
 /* d_q (+)= sum_b s[b] w[b]. */
-INLINE void query_row(const float s[3], const void *w, const quern_dtype w_dtype, int64_t ld, int64_t n, void *d_q, const quern_dtype dtype,
-                      bool accumulate, bool stream)
+INLINE void query_row(const float s[3], const void *w, const quern_dtype w_dtype, int64_t ld, int64_t n,
+                      void *d_q, const quern_dtype dtype, bool accumulate, bool stream)
 {
     const void *w1 = row_after(w, w_dtype, ld), *w2 = row_after(w, w_dtype, 2 * ld);
     const vfloat g[3] = {v_splat(s[0]), v_splat(s[1]), v_splat(s[2])};
@@ -322,7 +338,8 @@ INLINE void query_row(const float s[3], const void *w, const quern_dtype w_dtype
 }
 
 /* What a row's dot products make: its gates and factors dl, and what the caller wants of them. */
-INLINE void row_factors(const float r[3], const float *gates, float *d_gates, float *const delta[3], float g[3], float dl[3])
+INLINE void row_factors(const float r[3], const float *gates, float *d_gates, float *const delta[3],
+                        float g[3], float dl[3])
 {
     store_three(d_gates, r);
     for (int b = 0; b < 3; b++) {
@@ -332,10 +349,11 @@ INLINE void row_factors(const float r[3], const float *gates, float *d_gates, fl
     }
 }
 
-/* One row's dot products and what another's gates make of its d_o, in turns, as far as whole pairs of vectors go; returns
- * where they end. */
-INLINE int64_t products_and_scales(vfloat sum[3], const void *ahead, const void *const o[3], const void *d_o, const vfloat g[3], void *const d_o_b[3],
-                                   const quern_dtype dtype, int64_t n, const bool stream)
+/* One row's dot products and what another's gates make of its d_o, in turns, as far as whole pairs of vectors
+ * go; returns where they end. */
+INLINE int64_t products_and_scales(vfloat sum[3], const void *ahead, const void *const o[3], const void *d_o,
+                                   const vfloat g[3], void *const d_o_b[3], const quern_dtype dtype,
+                                   int64_t n, const bool stream)
 {
     int64_t c = 0;
     for (; c + 2 * LANES <= n; c += 2 * LANES) {
@@ -349,11 +367,15 @@ INLINE int64_t products_and_scales(vfloat sum[3], const void *ahead, const void 
 }
 
 /* `whole`: no branch is absent, and d_o_b are all streamed or none is. */
-INLINE void gate_backward_of(const gate_backward_block *t, const quern_dtype dtype, const quern_dtype w_dtype, const bool whole)
+INLINE void gate_backward_of(const gate_backward_block *t, const quern_dtype dtype, const quern_dtype w_dtype,
+                             const bool whole)
 {
-    const int64_t bytes = dtype_bytes(dtype), heads = t->heads, rows = t->tokens * heads, d_q_bytes = t->d_q_dtype == QUERN_F32 ? 4 : bytes;
-    row_walk d_o_ahead = walk_of(&t->d_o, bytes, heads), d_o = d_o_ahead, d_q = walk_of(&t->d_q, d_q_bytes, heads);
-    row_walk w = walk_weights(&t->w, dtype_bytes(w_dtype), heads), given = walk_of(&t->gates, sizeof(float), heads);
+    const int64_t bytes = dtype_bytes(dtype), heads = t->heads, rows = t->tokens * heads,
+                  d_q_bytes = t->d_q_dtype == QUERN_F32 ? 4 : bytes;
+    row_walk d_o_ahead = walk_of(&t->d_o, bytes, heads), d_o = d_o_ahead,
+             d_q = walk_of(&t->d_q, d_q_bytes, heads);
+    row_walk w = walk_weights(&t->w, dtype_bytes(w_dtype), heads),
+             given = walk_of(&t->gates, sizeof(float), heads);
     row_walk d_gates = walk_of(&t->d_gates, sizeof(float), heads), o[3], d_o_b[3], delta[3];
     int64_t head_ahead = 0, head = 0;
     float slots[SLOTS][4];
@@ -369,18 +391,26 @@ INLINE void gate_backward_of(const gate_backward_block *t, const quern_dtype dty
         int64_t c = 0;
         if (r >= 0) {
             void *const scaled[3] = {d_o_b[0].row, d_o_b[1].row, d_o_b[2].row};
-            float *const deltas[3] = {(float *)(void *)delta[0].row, (float *)(void *)delta[1].row, (float *)(void *)delta[2].row};
+            float *const deltas[3] = {(float *)(void *)delta[0].row, (float *)(void *)delta[1].row,
+                                      (float *)(void *)delta[2].row};
             float g[3], dl[3];
-            row_factors(slots[r % SLOTS], (const float *)(const void *)given.row, (float *)(void *)d_gates.row, deltas, g, dl);
+            row_factors(slots[r % SLOTS], (const float *)(const void *)given.row,
+                        (float *)(void *)d_gates.row, deltas, g, dl);
             if (t->dl != NULL) memcpy(t->dl + 3 * r, dl, sizeof dl);
             const vfloat gates[3] = {v_splat(g[0]), v_splat(g[1]), v_splat(g[2])};
-            if (whole && more && t->stream[0]) c = products_and_scales(sum, d_o_ahead.row, o_rows, d_o.row, gates, scaled, dtype, t->dim_v, true);
-            else if (whole && more) c = products_and_scales(sum, d_o_ahead.row, o_rows, d_o.row, gates, scaled, dtype, t->dim_v, false);
+            if (whole && more && t->stream[0])
+                c = products_and_scales(sum, d_o_ahead.row, o_rows, d_o.row, gates, scaled, dtype, t->dim_v,
+                                        true);
+            else if (whole && more)
+                c = products_and_scales(sum, d_o_ahead.row, o_rows, d_o.row, gates, scaled, dtype, t->dim_v,
+                                        false);
             for (int b = 0; b < 3; b++)
                 if (scaled[b] != NULL) scale_row(d_o.row, dtype, g[b], c, t->dim_v, scaled[b], t->stream[b]);
             if (d_q.row != NULL && t->d_q_dtype == QUERN_F32)
-                query_row(dl, w.row, w_dtype, t->w.ld, t->dim, d_q.row, QUERN_F32, t->accumulate, t->stream[3]);
-            else if (d_q.row != NULL) query_row(dl, w.row, w_dtype, t->w.ld, t->dim, d_q.row, dtype, t->accumulate, t->stream[3]);
+                query_row(dl, w.row, w_dtype, t->w.ld, t->dim, d_q.row, QUERN_F32, t->accumulate,
+                          t->stream[3]);
+            else if (d_q.row != NULL)
+                query_row(dl, w.row, w_dtype, t->w.ld, t->dim, d_q.row, dtype, t->accumulate, t->stream[3]);
             const bool wraps = next_head(&head, heads);
             for (int b = 0; b < 3; b++) {
                 walk_on(&d_o_b[b], wraps);
@@ -406,14 +436,15 @@ static void gate_backward(const gate_backward_block *t)
 {
     bool whole = t->stream[0] == t->stream[1] && t->stream[1] == t->stream[2];
     for (int b = 0; b < 3; b++) whole = whole && t->o[b].data != NULL && t->d_o_b[b].data != NULL;
-#define CALL(dtype, w_dtype) (whole ? gate_backward_of(t, dtype, w_dtype, true) : gate_backward_of(t, dtype, w_dtype, false))
+#define CALL(dtype, w_dtype)                                                                                 \
+    (whole ? gate_backward_of(t, dtype, w_dtype, true) : gate_backward_of(t, dtype, w_dtype, false))
     BY_DTYPE_AND_WEIGHT(t->dtype, t->w.dtype, CALL);
 #undef CALL
 }
 
 /* A head's share of `tokens` tokens: d_w goes through the registers once for all of them. */
-INLINE void weight_rows(const float *s, int64_t s_step, const char *q, const quern_dtype dtype, int64_t q_step, const int tokens, int64_t n,
-                        float *d_w)
+INLINE void weight_rows(const float *s, int64_t s_step, const char *q, const quern_dtype dtype,
+                        int64_t q_step, const int tokens, int64_t n, float *d_w)
 {
     for (int64_t c = 0; c < n; c += LANES) {
         vfloat sum[3];
@@ -430,21 +461,25 @@ INLINE void weight_rows(const float *s, int64_t s_step, const char *q, const que
     }
 }
 
-INLINE void gate_weight_of(const float *s, const row_grid *q, const quern_dtype dtype, int64_t tokens, int64_t heads, int64_t n, float *d_w)
+INLINE void gate_weight_of(const float *s, const row_grid *q, const quern_dtype dtype, int64_t tokens,
+                           int64_t heads, int64_t n, float *d_w)
 {
     enum { TOKENS = 2 };
     for (int64_t t = 0; t < tokens; t += TOKENS) {
         for (int64_t h = 0; h < heads; h++) {
             const float *factors = s + 3 * (t * heads + h);
             const char *row = row_after(q->data, dtype, t * q->token + h * q->head);
-            for (int64_t i = TOKENS; i < 2 * TOKENS && t + i < tokens; i++) prefetch_row(row_after(row, dtype, i * q->token), n * dtype_bytes(dtype));
-            if (t + TOKENS <= tokens) weight_rows(factors, 3 * heads, row, dtype, q->token, TOKENS, n, d_w + 3 * h * n);
+            for (int64_t i = TOKENS; i < 2 * TOKENS && t + i < tokens; i++)
+                prefetch_row(row_after(row, dtype, i * q->token), n * dtype_bytes(dtype));
+            if (t + TOKENS <= tokens)
+                weight_rows(factors, 3 * heads, row, dtype, q->token, TOKENS, n, d_w + 3 * h * n);
             else weight_rows(factors, 0, row, dtype, 0, 1, n, d_w + 3 * h * n);
         }
     }
 }
 
-static void gate_weight(const float *s, const row_grid *q, quern_dtype dtype, int64_t tokens, int64_t heads, int64_t n, float *d_w)
+static void gate_weight(const float *s, const row_grid *q, quern_dtype dtype, int64_t tokens, int64_t heads,
+                        int64_t n, float *d_w)
 {
 #define CALL(t) gate_weight_of(s, q, t, tokens, heads, n, d_w)
     BY_DTYPE(dtype, CALL);

@@ -1,17 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nsa_kernels.h - the row kernels of NSA's own stages (compress, select, gate, convert): one table per CPU level.
- * They get pointers and sizes; they never validate, allocate or start threads. Elements at index i of a typed
- * pointer stand i elements further; n is any number >= 0; all sums have a fixed order.
+ * nsa_kernels.h - the row kernels of NSA's own stages (compress, select, gate, convert): one table per CPU
+ * level. They get pointers and sizes; they never validate, allocate or start threads. Elements at index i of
+ * a typed pointer stand i elements further; n is any number >= 0; all sums have a fixed order.
  */
 #ifndef QUERN_CPU_NSA_KERNELS_H
 #define QUERN_CPU_NSA_KERNELS_H
 
 #include "cpu/kernels/attention_kernels.h"
 
-/* Rows of tokens and heads: that of (token, head) stands token * g.token + head * g.head elements after data. NULL:
- * absent. */
+/* Rows of tokens and heads: that of (token, head) stands token * g.token + head * g.head elements after data.
+ * NULL: absent. */
 typedef struct row_grid {
     void *data;
     int64_t token, head;
@@ -24,8 +24,8 @@ typedef struct gate_weights {
     int64_t step, ld;
 } gate_weights;
 
-/* The gates of some tokens, few enough that a cache keeps them (f32, three a row), and what they make of the branches'
- * rows. `stream`: out goes past the caches; its rows start at lines of 64 bytes and fill them. */
+/* The gates of some tokens, few enough that a cache keeps them (f32, three a row), and what they make of the
+ * branches' rows. `stream`: out goes past the caches; its rows start at lines of 64 bytes and fill them. */
 typedef struct gate_block {
     quern_dtype dtype;
     int64_t tokens, heads, dim, dim_v;
@@ -40,11 +40,11 @@ typedef struct gate_block {
 typedef struct gate_backward_block {
     quern_dtype dtype, d_q_dtype;
     int64_t tokens, heads, dim, dim_v;
-    row_grid d_o, o[3], gates;  /* absent gates: 1/3 each */
+    row_grid d_o, o[3], gates; /* absent gates: 1/3 each */
     row_grid d_o_b[3], delta[3], d_gates;
     row_grid d_q; /* needs w */
     gate_weights w;
-    float *dl; /* [tokens][heads][3] */
+    float *dl;                  /* [tokens][heads][3] */
     bool accumulate, stream[4]; /* d_o_b, d_q */
 } gate_backward_block;
 
@@ -53,26 +53,30 @@ typedef struct nsa_kernels {
     const row_kernels *rows;
     /* out[0 .. dim) = sum of the source's rows. */
     void (*sum_rows)(const row_source *src, float *out);
-    /* dst[r * stride + i] = scale * row[i] for r < rows; `stream`: past the caches, rows of whole lines of 64 bytes. */
-    void (*spread_row)(const float *row, float scale, int64_t n, quern_dtype dtype, void *dst, int64_t stride, int64_t rows, bool stream);
+    /* dst[r * stride + i] = scale * row[i] for r < rows; `stream`: past the caches, rows of whole lines of 64
+     * bytes. */
+    void (*spread_row)(const float *row, float scale, int64_t n, quern_dtype dtype, void *dst, int64_t stride,
+                       int64_t rows, bool stream);
     void (*gate_rows)(const gate_block *t);
     void (*gate_backward)(const gate_backward_block *t);
     /* d_w[h][b][n] += sum over tokens t of s[t][h][b] q[t][h]. */
-    void (*gate_weight)(const float *s, const row_grid *q, quern_dtype dtype, int64_t tokens, int64_t heads, int64_t n, float *d_w);
+    void (*gate_weight)(const float *s, const row_grid *q, quern_dtype dtype, int64_t tokens, int64_t heads,
+                        int64_t n, float *d_w);
 
-    /* acc[i] += sum over rows of exp2(s[r][i] * scale2 - lse2[r]) for i < seen[r], i < columns; columns a multiple
-     * of 16. */
-    void (*add_probabilities)(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns, float scale2,
-                              const float *lse2, float *acc);
-    /* The `want` best of scores[from .. to), best first: best[] holds keys, see rank_index(). Returns how many. */
+    /* acc[i] += sum over rows of exp2(s[r][i] * scale2 - lse2[r]) for i < seen[r], i < columns; columns a
+     * multiple of 16. */
+    void (*add_probabilities)(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns,
+                              float scale2, const float *lse2, float *acc);
+    /* The `want` best of scores[from .. to), best first: best[] holds keys, see rank_index(). Returns how
+     * many. */
     int64_t (*best_of)(const float *scores, int64_t from, int64_t to, int64_t want, uint64_t *best);
 } nsa_kernels;
 
-/* The index of a key of best_of(): the score's order stands above it, and its complement below, so that a greater key is
- * a better entry. */
+/* The index of a key of best_of(): the score's order stands above it, and its complement below, so that a
+ * greater key is a better entry. */
 static inline int32_t rank_index(uint64_t key)
 {
-    return (int32_t)~(uint32_t)key;
+    return (int32_t) ~(uint32_t)key;
 }
 
 const nsa_kernels *nsa_kernels_for(quern_cpu_level level);

@@ -1,19 +1,21 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nsa_rows.h - the row kernels of NSA's table, written once over the level's vectors and compiled by each level's
- * file under its own flags.
+ * nsa_rows.h - the row kernels of NSA's table, written once over the level's vectors and compiled by each
+ * level's file under its own flags.
  *
  * All but add_probabilities and best_of stream: each element of a [tokens][heads][dim] tensor is touched once
  * with one to three multiplications, so memory is the limit and the code's task is to keep enough loads in
- * flight: sum_rows walks 256 columns (16 registers of AVX-512) down the rows of a block, or 8 rows at a time where
- * rows are longer, which reads whole token rows in order where heads are neighbours. Outputs that nobody reads soon go
- * past the caches (a cached store reads the line first: non-temporal ones run at twice the bandwidth).
+ * flight: sum_rows walks 256 columns (16 registers of AVX-512) down the rows of a block, or 8 rows at a time
+ * where rows are longer, which reads whole token rows in order where heads are neighbours. Outputs that
+ * nobody reads soon go past the caches (a cached store reads the line first: non-temporal ones run at twice
+ * the bandwidth).
  *
- * add_probabilities costs an exp2 (six FMAs) a score beside the 2 D of the product before it. best_of keeps the
- * `want` best keys sorted, which costs mispredicted branches, so few scores should get that far: of 16 columns' maxima
- * the want-th greatest is a bound below which no score is among the best. For 13 of 256 scores in random order about
- * 25 pass it (16 (1/16 + 1/15 + ... + 1/4)); the rest cost two compares a vector.
+ * add_probabilities costs an exp2 (six FMAs) a score beside the 2 D of the product before it. best_of keeps
+ * the `want` best keys sorted, which costs mispredicted branches, so few scores should get that far: of 16
+ * columns' maxima the want-th greatest is a bound below which no score is among the best. For 13 of 256
+ * scores in random order about 25 pass it (16 (1/16 + 1/15 + ... + 1/4)); the rest cost two compares a
+ * vector.
  */
 #ifndef QUERN_CPU_NSA_ROWS_H
 #define QUERN_CPU_NSA_ROWS_H
@@ -24,7 +26,8 @@
 enum { SUM_VECTORS = LANES == 16 ? 16 : 8, SPREAD_BYTES = 4096, COLUMNS = 16, SUM_ROWS = 8 };
 
 /* Rows [first, end) onto what the rows before left in out. */
-INLINE void sum_columns(const row_source *s, const quern_dtype dtype, const int vectors, int64_t first, int64_t end, int64_t column, float *out)
+INLINE void sum_columns(const row_source *s, const quern_dtype dtype, const int vectors, int64_t first,
+                        int64_t end, int64_t column, float *out)
 {
     vfloat acc[SUM_VECTORS];
 #pragma GCC unroll 16
@@ -39,11 +42,13 @@ INLINE void sum_columns(const row_source *s, const quern_dtype dtype, const int 
 
 INLINE void sum_rows_of(const row_source *s, const quern_dtype dtype, float *out)
 {
-    const int64_t whole = s->dim / LANES * LANES, step = s->dim <= SUM_VECTORS * LANES || s->rows == 0 ? s->rows + 1 : SUM_ROWS;
+    const int64_t whole = s->dim / LANES * LANES,
+                  step = s->dim <= SUM_VECTORS * LANES || s->rows == 0 ? s->rows + 1 : SUM_ROWS;
     for (int64_t first = 0; first < s->rows || first == 0; first += step) {
         const int64_t end = first + step < s->rows ? first + step : s->rows;
         int64_t at = 0;
-        for (; at + SUM_VECTORS * LANES <= s->dim; at += SUM_VECTORS * LANES) sum_columns(s, dtype, SUM_VECTORS, first, end, at, out);
+        for (; at + SUM_VECTORS * LANES <= s->dim; at += SUM_VECTORS * LANES)
+            sum_columns(s, dtype, SUM_VECTORS, first, end, at, out);
         for (; at + 4 * LANES <= s->dim; at += 4 * LANES) sum_columns(s, dtype, 4, first, end, at, out);
         for (; at < whole; at += LANES) sum_columns(s, dtype, 1, first, end, at, out);
     }
@@ -62,22 +67,27 @@ static void sum_rows(const row_source *s, float *out)
 #undef CALL
 }
 
-INLINE void spread_row_of(const float *row, float scale, int64_t n, const quern_dtype dtype, char *dst, int64_t stride, int64_t rows, bool stream)
+INLINE void spread_row_of(const float *row, float scale, int64_t n, const quern_dtype dtype, char *dst,
+                          int64_t stride, int64_t rows, bool stream)
 {
     _Alignas(64) char piece[SPREAD_BYTES];
     const int64_t step = SPREAD_BYTES / dtype_bytes(dtype);
     for (int64_t first = 0; first < n; first += step) {
         const int64_t count = n - first < step ? n - first : step, bytes = count * dtype_bytes(dtype);
-        for (int64_t c = 0; c < count; c += LANES) store_some(piece, dtype, c, count, load_some(row + first, QUERN_F32, c, count) * scale);
+        for (int64_t c = 0; c < count; c += LANES)
+            store_some(piece, dtype, c, count, load_some(row + first, QUERN_F32, c, count) * scale);
         char *to = dst + first * dtype_bytes(dtype);
         for (int64_t r = 0; r < rows; r++, to += stride * dtype_bytes(dtype)) {
             if (!stream) memcpy(to, piece, (size_t)bytes);
-            else for (int64_t i = 0; i < bytes; i += 4 * LANES) stream_as(to + i, QUERN_F32, 0, v_load((const float *)(const void *)(piece + i)));
+            else
+                for (int64_t i = 0; i < bytes; i += 4 * LANES)
+                    stream_as(to + i, QUERN_F32, 0, v_load((const float *)(const void *)(piece + i)));
         }
     }
 }
 
-static void spread_row(const float *row, float scale, int64_t n, quern_dtype dtype, void *dst, int64_t stride, int64_t rows, bool stream)
+static void spread_row(const float *row, float scale, int64_t n, quern_dtype dtype, void *dst, int64_t stride,
+                       int64_t rows, bool stream)
 {
 #define CALL(t) spread_row_of(row, scale, n, t, dst, stride, rows, stream)
     BY_DTYPE(dtype, CALL);
@@ -91,8 +101,8 @@ INLINE const void *row_after(const void *p, const quern_dtype dtype, int64_t ele
 
 #include "cpu/kernels/gate_rows.h"
 
-static void add_probabilities(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns, float scale2, const float *lse2,
-                              float *acc)
+static void add_probabilities(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns,
+                              float scale2, const float *lse2, float *acc)
 {
     const vfloat scale = v_splat(scale2);
     for (int32_t c = 0; c < columns; c += LANES) {
@@ -118,7 +128,7 @@ INLINE uint32_t order_of(float score)
 
 INLINE void insert_best(uint64_t *best, int64_t *count, int64_t want, float score, int64_t index)
 {
-    const uint64_t key = (uint64_t)order_of(score) << 32 | (uint32_t)~(uint32_t)index;
+    const uint64_t key = (uint64_t)order_of(score) << 32 | (uint32_t) ~(uint32_t)index;
     int64_t i = *count;
     if (i == want) {
         if (key <= best[want - 1]) return;
@@ -144,8 +154,9 @@ INLINE uint32_t lanes_from(vfloat v, float least)
 #endif
 }
 
-/* A score that at least `want` <= COLUMNS of scores[0 .. n) reach, or -inf: the scores are dealt to COLUMNS columns,
- * and the want-th greatest of the columns' maxima is reached by as many columns. NaN counts as absent. */
+/* A score that at least `want` <= COLUMNS of scores[0 .. n) reach, or -inf: the scores are dealt to COLUMNS
+ * columns, and the want-th greatest of the columns' maxima is reached by as many columns. NaN counts as
+ * absent. */
 INLINE float reached_by(const float *scores, int64_t n, int64_t want)
 {
     vfloat most[COLUMNS / LANES];
@@ -188,7 +199,7 @@ static int64_t best_of(const float *scores, int64_t from, int64_t to, int64_t wa
 }
 
 #define NSA_ROW_KERNELS                                                                                      \
-    .sum_rows = sum_rows, .spread_row = spread_row, .gate_rows = gate_rows, .gate_backward = gate_backward,   \
+    .sum_rows = sum_rows, .spread_row = spread_row, .gate_rows = gate_rows, .gate_backward = gate_backward,  \
     .gate_weight = gate_weight, .add_probabilities = add_probabilities, .best_of = best_of
 
 #endif

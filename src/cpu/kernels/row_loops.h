@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * row_loops.h - the table of rows, written once over the level's vectors and compiled by each level's file under its
- * own flags. An element is touched once with at most one multiplication: the limit is the memory, or the cache, that
- * the row stands in. magnitude() keeps four maxima, so that a compare need not wait for the one before.
+ * row_loops.h - the table of rows, written once over the level's vectors and compiled by each level's file
+ * under its own flags. An element is touched once with at most one multiplication: the limit is the memory,
+ * or the cache, that the row stands in. magnitude() keeps four maxima, so that a compare need not wait for
+ * the one before.
  */
 #ifndef QUERN_CPU_ROW_LOOPS_H
 #define QUERN_CPU_ROW_LOOPS_H
@@ -48,7 +49,8 @@ INLINE uint32_t magnitude_as(const void *x, const quern_dtype dtype, int64_t n)
     int64_t c = 0;
     for (; c + 4 * LANES <= n; c += 4 * LANES)
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) most[v] = larger(most[v], (vint)load_as(x, dtype, c + v * LANES) & 0x7fffffff);
+        for (int v = 0; v < 4; v++)
+            most[v] = larger(most[v], (vint)load_as(x, dtype, c + v * LANES) & 0x7fffffff);
     for (; c < n; c += LANES) most[0] = larger(most[0], (vint)load_some(x, dtype, c, n) & 0x7fffffff);
     int32_t lanes[4 * LANES];
     uint32_t all = 0;

@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * vector.h - LANES floats as one value, one register of the level: 16 (AVX-512), 8 (AVX2) or 4, by the
- * compiler's vector extension. (A type wider than a register would be kept in memory.) Everything is static, so
- * each level's object files hold their own copy.
+ * compiler's vector extension. (A type wider than a register would be kept in memory.) Everything is static,
+ * so each level's object files hold their own copy.
  */
 #ifndef QUERN_CPU_VECTOR_H
 #define QUERN_CPU_VECTOR_H
@@ -18,21 +18,30 @@
 
 #if defined(__AVX512F__)
 enum { LANES = 16 };
-#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#define LANE_NUMBERS                                                                                         \
+    {                                                                                                        \
+        0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15                                                 \
+    }
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #elif defined(__AVX2__) && defined(__FMA__)
 enum { LANES = 8 };
-#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#define LANE_NUMBERS                                                                                         \
+    {                                                                                                        \
+        0, 1, 2, 3, 4, 5, 6, 7                                                                               \
+    }
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
 #define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
 #define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #else
 enum { LANES = 4 };
-#define LANE_NUMBERS {0, 1, 2, 3}
+#define LANE_NUMBERS                                                                                         \
+    {                                                                                                        \
+        0, 1, 2, 3                                                                                           \
+    }
 #define EVEN_LANES 0, 2, 4, 6
 #define ODD_LANES 1, 3, 5, 7
 #define ZIP_LOW 0, 4, 1, 5
@@ -75,8 +84,8 @@ INLINE vint lanes_in(int32_t at, int32_t lo, int32_t hi)
     return (lane >= lo) & (lane < hi);
 }
 
-/* The first n <= LANES of a vector in memory; `pad` in the others. (A copy of unknown length would become a string
- * instruction, which takes as long as a row of scores.) */
+/* The first n <= LANES of a vector in memory; `pad` in the others. (A copy of unknown length would become a
+ * string instruction, which takes as long as a row of scores.) */
 INLINE vfloat v_load_first(const float *p, int32_t n, vfloat pad)
 {
 #if defined(__AVX512F__)
@@ -101,7 +110,8 @@ INLINE void v_store_first(float *p, int32_t n, vfloat v)
 #endif
 }
 
-/* LANES bytes as integers, and the low bytes of integers that fit. (The compiler's own conversions go through scalars.) */
+/* LANES bytes as integers, and the low bytes of integers that fit. (The compiler's own conversions go through
+ * scalars.) */
 INLINE vint v_load_bytes(const uint8_t *p)
 {
 #if defined(__AVX512F__)
@@ -120,7 +130,8 @@ INLINE void v_store_bytes(uint8_t *p, vint v)
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
 #elif defined(__FMA__)
-    const __m256i words = _mm256_packus_epi32((__m256i)v, (__m256i)v), bytes = _mm256_packus_epi16(words, words);
+    const __m256i words = _mm256_packus_epi32((__m256i)v, (__m256i)v),
+                  bytes = _mm256_packus_epi16(words, words);
     const int64_t low = _mm256_extract_epi32(bytes, 0), high = _mm256_extract_epi32(bytes, 4);
     const int64_t both = (low & 0xffffffff) | (int64_t)((uint64_t)high << 32);
     memcpy(p, &both, sizeof both);
@@ -153,13 +164,15 @@ INLINE vfloat v_max(vfloat v, vfloat than)
 #endif
 }
 
-/* Lane i of the result is the sum, or the maximum, of vector i's lanes: every step adds neighbours of two vectors and
- * lays them side by side, so LANES rows take 3 (LANES - 1) instructions. Fixed trees. Leaves v in disorder. */
+/* Lane i of the result is the sum, or the maximum, of vector i's lanes: every step adds neighbours of two
+ * vectors and lays them side by side, so LANES rows take 3 (LANES - 1) instructions. Fixed trees. Leaves v in
+ * disorder. */
 INLINE vfloat lane_sums(vfloat v[LANES])
 {
     for (int n = LANES / 2; n > 0; n /= 2)
         for (int i = 0; i < n; i++)
-            v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], EVEN_LANES) + __builtin_shufflevector(v[2 * i], v[2 * i + 1], ODD_LANES);
+            v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], EVEN_LANES) +
+                   __builtin_shufflevector(v[2 * i], v[2 * i + 1], ODD_LANES);
     return v[0];
 }
 
@@ -167,7 +180,8 @@ INLINE vfloat lane_maxima(vfloat v[LANES])
 {
     for (int n = LANES / 2; n > 0; n /= 2)
         for (int i = 0; i < n; i++)
-            v[i] = v_max(__builtin_shufflevector(v[2 * i], v[2 * i + 1], EVEN_LANES), __builtin_shufflevector(v[2 * i], v[2 * i + 1], ODD_LANES));
+            v[i] = v_max(__builtin_shufflevector(v[2 * i], v[2 * i + 1], EVEN_LANES),
+                         __builtin_shufflevector(v[2 * i], v[2 * i + 1], ODD_LANES));
     return v[0];
 }
 
@@ -209,11 +223,11 @@ INLINE vint v_is_nan(vfloat v)
 }
 
 /*
- * 2^x for x <= 127, within 2.4e-7 relative; NaN stays NaN, -inf gives 0. x = n + f with n the nearest integer, 2^f
- * by a minimax polynomial of degree 5 on [-0.5, 0.5] (error 7.5e-8). AVX-512 scales by 2^n in one instruction (two
- * of its 10, but a compare, a shift, an add and two subtractions fewer: 2.8 cycles a vector instead of 3.5); else n
- * is added to the exponent bits, and 0 stands below -126. (AVX2: NaN converts to the integer INT_MIN, whose shifted
- * bits are 0, so it passes.)
+ * 2^x for x <= 127, within 2.4e-7 relative; NaN stays NaN, -inf gives 0. x = n + f with n the nearest
+ * integer, 2^f by a minimax polynomial of degree 5 on [-0.5, 0.5] (error 7.5e-8). AVX-512 scales by 2^n in
+ * one instruction (two of its 10, but a compare, a shift, an add and two subtractions fewer: 2.8 cycles a
+ * vector instead of 3.5); else n is added to the exponent bits, and 0 stands below -126. (AVX2: NaN converts
+ * to the integer INT_MIN, whose shifted bits are 0, so it passes.)
  */
 INLINE vfloat v_exp2(vfloat x)
 {
@@ -239,7 +253,8 @@ INLINE vfloat v_exp2(vfloat x)
     const __m256 kept = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ);
     return _mm256_and_ps(kept, (__m256)_mm256_add_epi32((__m256i)p, _mm256_slli_epi32(n, 23)));
 #else
-    typedef uint32_t vbits __attribute__((vector_size(sizeof(vfloat)))); /* NaN makes sums that no int holds */
+    typedef uint32_t vbits
+        __attribute__((vector_size(sizeof(vfloat)))); /* NaN makes sums that no int holds */
     vfloat y = (vfloat)((vbits)p + ((vbits)shifted << 23));
     y = v_select(tiny, (vfloat){0}, y);
     return v_select(v_is_nan(x), x, y);
@@ -254,13 +269,15 @@ INLINE vhalf v_narrow(vfloat v)
 #elif defined(__AVX512F__)
     const __m512i u = (__m512i)v, odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(u, odd), _mm512_set1_epi32(0x7fff));
-    const __m512i kept = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), u, _mm512_set1_epi32(0x400000));
+    const __m512i kept =
+        _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), u, _mm512_set1_epi32(0x400000));
     return (vhalf)_mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
 #elif defined(__FMA__)
     const __m256i u = (__m256i)v, odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(u, odd), _mm256_set1_epi32(0x7fff));
     const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
-    const __m256i kept = (__m256i)_mm256_blendv_ps((__m256)rounded, (__m256)quiet, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i kept =
+        (__m256i)_mm256_blendv_ps((__m256)rounded, (__m256)quiet, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
     const __m256i high = _mm256_srli_epi32(kept, 16);
     return (vhalf)_mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 #else
@@ -278,9 +295,11 @@ INLINE vuint v_pairs(vfloat even, vfloat odd)
 #if defined(__AVX512BF16__)
     const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                                 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (vuint)_mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+    return (vuint)_mm512_permutexvar_epi16(interleave,
+                                           (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
 #else
-    return __builtin_convertvector(v_narrow(even), vuint) | __builtin_convertvector(v_narrow(odd), vuint) << 16;
+    return __builtin_convertvector(v_narrow(even), vuint) | __builtin_convertvector(v_narrow(odd), vuint)
+                                                                << 16;
 #endif
 }
 

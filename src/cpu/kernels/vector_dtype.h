@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* vector_dtype.h - loads and stores of a level's vectors from and to f32, f16 and bf16 memory. The dtype is a constant
- * where it matters: BY_DTYPE picks the call. */
+/* vector_dtype.h - loads and stores of a level's vectors from and to f32, f16 and bf16 memory. The dtype is a
+ * constant where it matters: BY_DTYPE picks the call. */
 #ifndef QUERN_CPU_VECTOR_DTYPE_H
 #define QUERN_CPU_VECTOR_DTYPE_H
 
@@ -117,11 +117,11 @@ INLINE void store_some(void *p, const quern_dtype dtype, int64_t at, int64_t n, 
 }
 
 /* Calls a function whose first parameter is a constant dtype. */
-#define BY_DTYPE(dtype, call)                                                                          \
-    do {                                                                                               \
-        if ((dtype) == QUERN_F32) call(QUERN_F32);                                                     \
-        else if ((dtype) == QUERN_BF16) call(QUERN_BF16);                                              \
-        else call(QUERN_F16);                                                                          \
+#define BY_DTYPE(dtype, call)                                                                                \
+    do {                                                                                                     \
+        if ((dtype) == QUERN_F32) call(QUERN_F32);                                                           \
+        else if ((dtype) == QUERN_BF16) call(QUERN_BF16);                                                    \
+        else call(QUERN_F16);                                                                                \
     } while (0)
 
 #endif

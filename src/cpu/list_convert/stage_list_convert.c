@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_list_convert.c - the list_convert stage: lists of blocks of `from` tokens as lists of blocks of `to` tokens.
- * Entries that are padding or outside the sequence are skipped. */
+/* stage_list_convert.c - the list_convert stage: lists of blocks of `from` tokens as lists of blocks of `to`
+ * tokens. Entries that are padding or outside the sequence are skipped. */
 #include "core/parallel.h"
 #include "cpu/stages.h"
 
@@ -24,7 +24,7 @@ static void convert_list(void *arg, int64_t index, int32_t thread)
     const list_convert_args *args = arg;
     const int32_t *in = (const int32_t *)args->in.data + index * args->in.strides[0];
     int32_t *out = (int32_t *)args->out.data + index * args->out.strides[0];
-    const int64_t wide = args->from >= args->to ? args->from / args->to : 1; /* blocks out of one */
+    const int64_t wide = args->from >= args->to ? args->from / args->to : 1;  /* blocks out of one */
     const int64_t narrow = args->to > args->from ? args->to / args->from : 1; /* blocks into one */
     const int64_t blocks = (args->n + args->to - 1) / args->to;
     int64_t count = 0;
@@ -44,11 +44,13 @@ quern_status cpu_list_convert(const stage_exec *exec, const list_convert_args *a
 {
     (void)workspace;
     list_convert_args copy = *args;
-    if (args->out.shape[1] > 0 || args->count.ndim > 0) parallel_for(exec, args->in.shape[0], convert_list, &copy);
+    if (args->out.shape[1] > 0 || args->count.ndim > 0)
+        parallel_for(exec, args->in.shape[0], convert_list, &copy);
     return QUERN_OK;
 }
 
-void cpu_list_convert_kernel(const stage_exec *exec, const list_convert_args *args, char text[STAGE_NAME_BYTES])
+void cpu_list_convert_kernel(const stage_exec *exec, const list_convert_args *args,
+                             char text[STAGE_NAME_BYTES])
 {
     (void)exec;
     (void)args;

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_expert_sums.c - the expert_sums stage. A task is an expert and a strip of columns: it walks the expert's rows in
- * order, with the strip's sums in a thread's own memory. The products with the bias are a task a row. Limit: x read once for
- * either.
+ * stage_expert_sums.c - the expert_sums stage. A task is an expert and a strip of columns: it walks the
+ * expert's rows in order, with the strip's sums in a thread's own memory. The products with the bias are a
+ * task a row. Limit: x read once for either.
  */
 #include "core/parallel.h"
 #include "cpu/kernels/row_kernels.h"
@@ -28,7 +28,8 @@ size_t cpu_expert_sums_workspace(const stage_exec *exec, const expert_sums_args 
 }
 
 /* Columns of a row of any dtype, in f32. */
-static const float *widened(const sums_job *job, const quern_tensor *t, int64_t row, int64_t column, int64_t n, float *room)
+static const float *widened(const sums_job *job, const quern_tensor *t, int64_t row, int64_t column,
+                            int64_t n, float *room)
 {
     const void *from = view_at(t, row, column);
     if (t->dtype == QUERN_F32) return from;
@@ -48,7 +49,8 @@ static void sum_task(void *arg, int64_t index, int32_t thread)
     const sums_job *job = arg;
     const expert_sums_args *args = job->args;
     const int32_t *ends = args->offsets.data;
-    const int64_t expert = index / job->strips, column = index % job->strips * STRIP, left = job->columns - column;
+    const int64_t expert = index / job->strips, column = index % job->strips * STRIP,
+                  left = job->columns - column;
     const int64_t n = left < STRIP ? left : STRIP;
     float *sum = job->scratch[thread][0];
     memset(sum, 0, sizeof job->scratch[thread][0]);
@@ -82,7 +84,9 @@ static void product_task(void *arg, int64_t row, int32_t thread)
 quern_status cpu_expert_sums(const stage_exec *exec, const expert_sums_args *args, void *workspace)
 {
     const int64_t columns = args->x.shape[1], rows = args->x.shape[0];
-    const int64_t tokens = args->d_weights.ndim > 0 ? args->d_weights.shape[0] : args->weights.ndim > 0 ? args->weights.shape[0] : rows;
+    const int64_t tokens = args->d_weights.ndim > 0 ? args->d_weights.shape[0]
+                           : args->weights.ndim > 0 ? args->weights.shape[0]
+                                                    : rows;
     sums_job job = {.args = args,
                     .kernels = row_kernels_for(exec->cpu_level),
                     .columns = columns,

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* entry.c - entries from pooled row to stored row, and their gradients. Scales are powers of two by the bits of a float, or
- * true quotients; nothing is rounded on the way but what the format says. */
+/* entry.c - entries from pooled row to stored row, and their gradients. Scales are powers of two by the bits
+ * of a float, or true quotients; nothing is rounded on the way but what the format says. */
 #include "core/half.h"
 #include "cpu/pool/pool.h"
 
@@ -9,7 +9,8 @@
 
 enum { FP4_BLOCK = 32, ROW584_TILE = 64, ROW584_TILES = 7, ROW584_PLAIN = 64 };
 
-entry_plan carve_entry(const entry_args *args, const pool_kernels *kernels, int64_t width, int64_t ratio, arena *a)
+entry_plan carve_entry(const entry_args *args, const pool_kernels *kernels, int64_t width, int64_t ratio,
+                       arena *a)
 {
     return (entry_plan){args, kernels, width, ratio, carve_rows(&args->norm_weight, a)};
 }
@@ -31,7 +32,8 @@ static void angles_of(const entry_plan *p, int64_t position, float *angles)
 {
     const quern_tensor *table = &p->args->cos_sin;
     const int64_t row = position + (p->args->rope_last ? p->ratio - 1 : 0);
-    const char *at = (const char *)table->data + row * table->strides[0] * (int64_t)quern_dtype_size(table->dtype);
+    const char *at =
+        (const char *)table->data + row * table->strides[0] * (int64_t)quern_dtype_size(table->dtype);
     p->kernels->rows->convert(at, table->dtype, angles, QUERN_F32, table->shape[1]);
 }
 
@@ -61,7 +63,8 @@ void finish_entry(const entry_plan *p, float *row, int64_t position, float *angl
     if (p->args->hadamard) p->kernels->hadamard_row(row, p->width);
 }
 
-void entry_backward(const entry_plan *p, const float *pooled, int64_t position, float *d, float *d_norm, float *scratch)
+void entry_backward(const entry_plan *p, const float *pooled, int64_t position, float *d, float *d_norm,
+                    float *scratch)
 {
     if (p->args->hadamard) p->kernels->hadamard_row(d, p->width);
     rotate(p, d, position, true, scratch);
@@ -77,7 +80,8 @@ void entry_backward(const entry_plan *p, const float *pooled, int64_t position, 
 
 bool entry_is_storable(const entry_plan *p, const float *row)
 {
-    return p->args->format == ENTRY_ROWS || p->kernels->rows->magnitude(row, QUERN_F32, p->width) < 0x7f800000u;
+    return p->args->format == ENTRY_ROWS ||
+           p->kernels->rows->magnitude(row, QUERN_F32, p->width) < 0x7f800000u;
 }
 
 static float larger_of(float a, float b)

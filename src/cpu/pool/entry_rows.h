@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * entry_rows.h - what follows on a pooled row: norm, rotation, Walsh-Hadamard transform, the formats of caches. Written
- * once over the level's vectors. One row stands for r projected ones of four times its length, so these are a tenth of
- * the pooling's time at most (the Hadamard transform: 7 additions a channel of the indexer's 128).
+ * entry_rows.h - what follows on a pooled row: norm, rotation, Walsh-Hadamard transform, the formats of
+ * caches. Written once over the level's vectors. One row stands for r projected ones of four times its
+ * length, so these are a tenth of the pooling's time at most (the Hadamard transform: 7 additions a channel
+ * of the indexer's 128).
  */
 #ifndef QUERN_CPU_ENTRY_ROWS_H
 #define QUERN_CPU_ENTRY_ROWS_H
@@ -33,16 +34,20 @@ static void norm_row(const float *x, const float *weight, float eps, int64_t n, 
 {
     const float scale = inverse_rms(x, eps, n);
     for (int64_t at = 0; at < n; at += LANES)
-        store_some(out, QUERN_F32, at, n, load_some(x, QUERN_F32, at, n) * scale * load_some(weight, QUERN_F32, at, n));
+        store_some(out, QUERN_F32, at, n,
+                   load_some(x, QUERN_F32, at, n) * scale * load_some(weight, QUERN_F32, at, n));
 }
 
-static void norm_backward(const float *x, const float *weight, float eps, int64_t n, float *d, float *d_weight)
+static void norm_backward(const float *x, const float *weight, float eps, int64_t n, float *d,
+                          float *d_weight)
 {
     const float scale = inverse_rms(x, eps, n);
     const float mean = product_sum(d, weight, x, n) / (float)n * scale * scale;
     for (int64_t at = 0; at < n; at += LANES) {
         const vfloat xv = load_some(x, QUERN_F32, at, n), dv = load_some(d, QUERN_F32, at, n);
-        if (d_weight != NULL) store_some(d_weight, QUERN_F32, at, n, v_fma(dv * xv, v_splat(scale), load_some(d_weight, QUERN_F32, at, n)));
+        if (d_weight != NULL)
+            store_some(d_weight, QUERN_F32, at, n,
+                       v_fma(dv * xv, v_splat(scale), load_some(d_weight, QUERN_F32, at, n)));
         store_some(d, QUERN_F32, at, n, (dv * load_some(weight, QUERN_F32, at, n) - xv * mean) * scale);
     }
 }
@@ -105,7 +110,8 @@ static void hadamard_row(float *row, int64_t n)
             v_store(row + at + h, x - y);
         }
     }
-    for (int64_t at = 0; at < n; at += LANES) store_some(row, QUERN_F32, at, n, load_some(row, QUERN_F32, at, n) * scale);
+    for (int64_t at = 0; at < n; at += LANES)
+        store_some(row, QUERN_F32, at, n, load_some(row, QUERN_F32, at, n) * scale);
 }
 
 typedef uint8_t vbyte __attribute__((vector_size(LANES)));
@@ -135,12 +141,13 @@ static void quantise_e2m1(const float *row, float scale, int64_t n, uint8_t *cod
         const vuint code = (vuint)saturated_e2m1(magnitude_of(y)) | negative;
         uint32_t lanes[LANES];
         memcpy(lanes, &code, sizeof lanes);
-        for (int64_t i = 0; i < LANES && at + i < n; i += 2) codes[(at + i) / 2] = (uint8_t)(lanes[i] | lanes[i + 1] << 4);
+        for (int64_t i = 0; i < LANES && at + i < n; i += 2)
+            codes[(at + i) / 2] = (uint8_t)(lanes[i] | lanes[i + 1] << 4);
     }
 }
 
-#define ENTRY_ROW_KERNELS                                                                                     \
-    .norm_row = norm_row, .norm_backward = norm_backward, .rotate_row = rotate_row, .hadamard_row = hadamard_row, \
-    .quantise_e4m3 = quantise_e4m3, .quantise_e2m1 = quantise_e2m1
+#define ENTRY_ROW_KERNELS                                                                                    \
+    .norm_row = norm_row, .norm_backward = norm_backward, .rotate_row = rotate_row,                          \
+    .hadamard_row = hadamard_row, .quantise_e4m3 = quantise_e4m3, .quantise_e2m1 = quantise_e2m1
 
 #endif

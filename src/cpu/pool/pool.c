@@ -21,9 +21,11 @@ f32_rows carve_rows(const quern_tensor *t, arena *a)
 void fill_rows(const pool_kernels *kernels, const quern_tensor *t, f32_rows *rows)
 {
     if (rows->copy == NULL) return;
-    const int64_t n = t->shape[t->ndim - 1], count = t->ndim > 1 ? t->shape[0] : 1, stride = t->ndim > 1 ? t->strides[0] : 0;
+    const int64_t n = t->shape[t->ndim - 1], count = t->ndim > 1 ? t->shape[0] : 1,
+                  stride = t->ndim > 1 ? t->strides[0] : 0;
     for (int64_t r = 0; r < count; r++)
-        kernels->rows->convert((const char *)t->data + r * stride * (int64_t)quern_dtype_size(t->dtype), t->dtype, rows->copy + r * n, QUERN_F32, n);
+        kernels->rows->convert((const char *)t->data + r * stride * (int64_t)quern_dtype_size(t->dtype),
+                               t->dtype, rows->copy + r * n, QUERN_F32, n);
 }
 
 static int64_t at_least_0(int64_t n)
@@ -35,8 +37,12 @@ pool_sequence pool_sequence_at(const pool_args *args, int64_t b)
 {
     const int64_t start = i32_at(&args->start_tokens, b, args->start_token), r = args->ratio;
     const int32_t *cu = args->cu_seqlens.data;
-    const quern_tensor *out = is_present(&args->out) ? &args->out : is_present(&args->pooled) ? &args->pooled : &args->d_out;
-    pool_sequence s = {.view_b = b, .rows = (is_present(&args->x) ? &args->x : &args->proj)->shape[1], .entries = out->shape[1]};
+    const quern_tensor *out = is_present(&args->out)      ? &args->out
+                              : is_present(&args->pooled) ? &args->pooled
+                                                          : &args->d_out;
+    pool_sequence s = {.view_b = b,
+                       .rows = (is_present(&args->x) ? &args->x : &args->proj)->shape[1],
+                       .entries = out->shape[1]};
     s.position = i32_at(&args->start_positions, b, args->start_position);
     if (cu != NULL) {
         s.view_b = 0;
@@ -46,9 +52,11 @@ pool_sequence pool_sequence_at(const pool_args *args, int64_t b)
         for (int64_t i = 0; i < b; i++) s.entry0 += (cu[i + 1] - cu[i]) / r;
     }
     s.token0 = s.row0 + start;
-    s.blocks = i32_at(&args->block_counts, b, args->blocks > 0 ? args->blocks : at_least_0(s.rows - start) / r);
+    s.blocks =
+        i32_at(&args->block_counts, b, args->blocks > 0 ? args->blocks : at_least_0(s.rows - start) / r);
     if (is_present(&args->prev_b) && i32_at(&args->has_prev, b, 1) != 0) {
-        s.prev = (const char *)args->prev_b.data + b * args->prev_b.strides[0] * (int64_t)quern_dtype_size(args->prev_b.dtype);
+        s.prev = (const char *)args->prev_b.data +
+                 b * args->prev_b.strides[0] * (int64_t)quern_dtype_size(args->prev_b.dtype);
         s.prev_stride = args->prev_b.strides[1];
     }
     return s;
@@ -63,11 +71,13 @@ void clear_sums(const pool_sums *sums, int64_t width)
     }
 }
 
-pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int64_t width, int series, const f32_rows *bias, int64_t j, int64_t rows)
+pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int64_t width, int series,
+                      const f32_rows *bias, int64_t j, int64_t rows)
 {
     const int64_t size = (int64_t)quern_dtype_size(dtype);
     const char *value = (const char *)first + (j * stride + 2 * series * width) * size;
-    return (pool_rows){value, value + width * size, dtype, stride, rows, bias->data + j * bias->stride, bias->stride, 0};
+    return (pool_rows){value, value + width * size,          dtype,        stride,
+                       rows,  bias->data + j * bias->stride, bias->stride, 0};
 }
 
 void merge_block(const pool_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums)

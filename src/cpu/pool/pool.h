@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* pool.h - what the pooling stages share: sequences, biases in f32, and entries from pooled row to stored row and back. */
+/* pool.h - what the pooling stages share: sequences, biases in f32, and entries from pooled row to stored row
+ * and back. */
 #ifndef QUERN_CPU_POOL_H
 #define QUERN_CPU_POOL_H
 
@@ -28,7 +29,8 @@ typedef struct entry_plan {
     f32_rows norm;
 } entry_plan;
 
-entry_plan carve_entry(const entry_args *args, const pool_kernels *kernels, int64_t width, int64_t ratio, arena *a);
+entry_plan carve_entry(const entry_args *args, const pool_kernels *kernels, int64_t width, int64_t ratio,
+                       arena *a);
 /* Bytes of a stored entry whose output is of this dtype. */
 int64_t entry_bytes(const entry_args *args, int64_t width, quern_dtype dtype);
 /* A pooled row becomes the entry whose first token stands at `position`; angles: room for the row's width. */
@@ -36,16 +38,18 @@ void finish_entry(const entry_plan *p, float *row, int64_t position, float *angl
 /* Whether a finished row can be stored: all values are finite, or the format takes any. */
 bool entry_is_storable(const entry_plan *p, const float *row);
 void store_entry(const entry_plan *p, const float *row, void *to, quern_dtype dtype);
-/* From d, the gradient of an entry: d becomes that of `pooled`; d_norm may be NULL. scratch: room for two rows. */
-void entry_backward(const entry_plan *p, const float *pooled, int64_t position, float *d, float *d_norm, float *scratch);
+/* From d, the gradient of an entry: d becomes that of `pooled`; d_norm may be NULL. scratch: room for two
+ * rows. */
+void entry_backward(const entry_plan *p, const float *pooled, int64_t position, float *d, float *d_norm,
+                    float *scratch);
 
 /* A sequence of a call: its rows in proj, its entries in out. */
 typedef struct pool_sequence {
-    int64_t view_b, row0, rows;     /* of the whole sequence */
-    int64_t token0, blocks;         /* the first block's first row; those computed */
-    int64_t entry0, entries;        /* rows that belong to the sequence */
-    int64_t position;               /* of the first block's first token */
-    const void *prev;               /* [ratio, 2 width], or NULL */
+    int64_t view_b, row0, rows; /* of the whole sequence */
+    int64_t token0, blocks;     /* the first block's first row; those computed */
+    int64_t entry0, entries;    /* rows that belong to the sequence */
+    int64_t position;           /* of the first block's first token */
+    const void *prev;           /* [ratio, 2 width], or NULL */
     int64_t prev_stride;
 } pool_sequence;
 
@@ -78,14 +82,16 @@ static inline pool_sums sums_at(float *data, int64_t width)
 void clear_sums(const pool_sums *sums, int64_t width);
 
 /* Rows [j, j + rows) of a series: 0 is a, 1 is b. `first` is the projection of the block's first token. */
-pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int64_t width, int series, const f32_rows *bias, int64_t j, int64_t rows);
+pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int64_t width, int series,
+                      const f32_rows *bias, int64_t j, int64_t rows);
 
-/* How far ahead of the rows that are merged memory is asked for: a block, or 8 rows. (Past the tensor's end that does
- * nothing.) The hardware follows a row, but not to the next block's. */
+/* How far ahead of the rows that are merged memory is asked for: a block, or 8 rows. (Past the tensor's end
+ * that does nothing.) The hardware follows a row, but not to the next block's. */
 static inline int64_t pool_ahead(const pool_args *args)
 {
     enum { ROWS = 8 };
-    return (args->ratio < ROWS ? args->ratio : ROWS) * args->proj.strides[1] * (int64_t)quern_dtype_size(args->proj.dtype);
+    return (args->ratio < ROWS ? args->ratio : ROWS) * args->proj.strides[1] *
+           (int64_t)quern_dtype_size(args->proj.dtype);
 }
 
 /* Merges the first `rows` rows of a block, a few at a time, so that memory is read row by row. */

@@ -3,14 +3,14 @@
 /*
  * pool_backward.c - gradients of projections, biases, norm weights and the block before.
  *
- * A block's sums are pooled again; its series a and the series b of the block before then get their gradients from them.
- * So the rows of block i need the sums of blocks i and i + 1: a task walks its blocks with both at hand, pools block
- * i + 1 and writes the gradients of block i while their rows are in the cache. Limit: copy bandwidth (stores past the
- * caches where rows allow it).
+ * A block's sums are pooled again; its series a and the series b of the block before then get their gradients
+ * from them. So the rows of block i need the sums of blocks i and i + 1: a task walks its blocks with both at
+ * hand, pools block i + 1 and writes the gradients of block i while their rows are in the cache. Limit: copy
+ * bandwidth (stores past the caches where rows allow it).
  *
- * Gradients of biases and norm weights are sums over all blocks. The blocks of the call are cut into 64 runs, or 16 where
- * biases are long, by their number alone; each run has sums of its own, which are added in order. So the bits do not
- * depend on the threads.
+ * Gradients of biases and norm weights are sums over all blocks. The blocks of the call are cut into 64 runs,
+ * or 16 where biases are long, by their number alone; each run has sums of its own, which are added in order.
+ * So the bits do not depend on the threads.
  */
 #include "core/parallel.h"
 #include "cpu/pool/pool.h"
@@ -25,7 +25,7 @@ typedef struct backward_job {
     f32_rows bias_a, bias_b;
     entry_plan entry;
     int64_t blocks, runs; /* of all sequences */
-    float *scratch; /* a thread's: two blocks' statistics, an accumulator, two rows */
+    float *scratch;       /* a thread's: two blocks' statistics, an accumulator, two rows */
     int64_t scratch_floats, slot_floats;
     float *slots; /* [runs]: d_bias_a, d_bias_b, d_norm */
 } backward_job;
@@ -66,36 +66,43 @@ static block_statistics statistics_at(float *scratch, int64_t width)
     return (block_statistics){scratch, scratch + 3 * width, scratch + 4 * width, scratch + 5 * width};
 }
 
-/* Pools block i again and takes the gradient of its pooled row from d_out. d_norm: NULL where another task counts it. */
-static void compute_statistics(const backward_job *job, const pool_sequence *s, int64_t i, const block_statistics *to, float *d_norm, float *scratch)
+/* Pools block i again and takes the gradient of its pooled row from d_out. d_norm: NULL where another task
+ * counts it. */
+static void compute_statistics(const backward_job *job, const pool_sequence *s, int64_t i,
+                               const block_statistics *to, float *d_norm, float *scratch)
 {
     const pool_args *args = job->args;
     const int64_t r = args->ratio, width = args->width, stride = args->proj.strides[1];
     const pool_sums sums = sums_at(to->sums, width);
     clear_sums(&sums, width);
     if (args->overlap && (i > 0 || args->continued)) {
-        pool_rows b = series_rows(pool_row(&args->proj, s->view_b, s->token0 + (i - 1) * r), args->proj.dtype, stride, width, 1, &job->bias_b, 0, r);
+        pool_rows b = series_rows(pool_row(&args->proj, s->view_b, s->token0 + (i - 1) * r), args->proj.dtype,
+                                  stride, width, 1, &job->bias_b, 0, r);
         b.ahead = pool_ahead(args);
         merge_block(job->kernels, &b, width, &sums);
     } else if (args->overlap && s->prev != NULL) {
-        const pool_rows b = series_rows(s->prev, args->prev_b.dtype, s->prev_stride, width, 0, &job->bias_b, 0, r);
+        const pool_rows b =
+            series_rows(s->prev, args->prev_b.dtype, s->prev_stride, width, 0, &job->bias_b, 0, r);
         merge_block(job->kernels, &b, width, &sums);
     }
-    pool_rows a = series_rows(pool_row(&args->proj, s->view_b, s->token0 + i * r), args->proj.dtype, stride, width, 0, &job->bias_a, 0, r);
+    pool_rows a = series_rows(pool_row(&args->proj, s->view_b, s->token0 + i * r), args->proj.dtype, stride,
+                              width, 0, &job->bias_a, 0, r);
     a.ahead = pool_ahead(args);
     merge_block(job->kernels, &a, width, &sums);
     job->kernels->pooled_row(&sums, width, to->pooled, to->inverse_sum);
-    job->kernels->rows->convert(pool_row(&args->d_out, s->view_b, s->entry0 + i), args->d_out.dtype, to->d, QUERN_F32, width);
+    job->kernels->rows->convert(pool_row(&args->d_out, s->view_b, s->entry0 + i), args->d_out.dtype, to->d,
+                                QUERN_F32, width);
     entry_backward(&job->entry, to->pooled, s->position + i * r, to->d, d_norm, scratch);
 }
 
 /* Writes the gradients of a block's rows of one series; `to` is the row of its first token in d. */
-static void spread(const backward_job *job, const pool_rows *rows, const block_statistics *from, char *to, const quern_tensor *d, int64_t stride,
-                   float *d_bias)
+static void spread(const backward_job *job, const pool_rows *rows, const block_statistics *from, char *to,
+                   const quern_tensor *d, int64_t stride, float *d_bias)
 {
     const int64_t width = job->args->width, size = (int64_t)quern_dtype_size(d->dtype);
     const bool stream = may_stream(to, d->dtype, width) && stride * size % 64 == 0;
-    const pool_gradient g = {from->sums, from->inverse_sum, from->pooled, from->d, to, to + width * size, d->dtype, stride, d_bias, stream};
+    const pool_gradient g = {from->sums,        from->inverse_sum, from->pooled, from->d, to,
+                             to + width * size, d->dtype,          stride,       d_bias,  stream};
     for (int64_t j = 0; j < rows->rows; j += SPREAD_ROWS) { /* so few that memory is walked row by row */
         pool_rows some = *rows;
         pool_gradient part = g;
@@ -117,8 +124,10 @@ static void clear_rows(char *to, const quern_tensor *d, int64_t stride, int64_t 
     for (int64_t j = 0; j < rows; j++) memset(to + j * stride * size, 0, (size_t)(columns * size));
 }
 
-/* Where nobody asks for the gradient of the projections, their rows fall into the scratch: only sums over them are kept. */
-static void spread_series(const backward_job *job, const pool_rows *rows, const block_statistics *from, char *to, float *d_bias, float *scratch)
+/* Where nobody asks for the gradient of the projections, their rows fall into the scratch: only sums over
+ * them are kept. */
+static void spread_series(const backward_job *job, const pool_rows *rows, const block_statistics *from,
+                          char *to, float *d_bias, float *scratch)
 {
     const pool_args *args = job->args;
     if (to != NULL) {
@@ -133,17 +142,27 @@ static void spread_series(const backward_job *job, const pool_rows *rows, const 
         one.logit = (const char *)rows->logit + j * rows->stride * size;
         one.bias = rows->bias + j * rows->bias_stride;
         one.rows = 1;
-        const pool_gradient g = {from->sums, from->inverse_sum, from->pooled, from->d, scratch, scratch + args->width, none.dtype, 0,
-                                 d_bias + j * args->width, false};
+        const pool_gradient g = {from->sums,
+                                 from->inverse_sum,
+                                 from->pooled,
+                                 from->d,
+                                 scratch,
+                                 scratch + args->width,
+                                 none.dtype,
+                                 0,
+                                 d_bias + j * args->width,
+                                 false};
         job->kernels->pool_backward(&one, args->width, &g);
     }
 }
 
-static void block_gradients(const backward_job *job, const pool_sequence *s, int64_t i, const block_statistics *own, const block_statistics *next,
-                            float *slot, float *scratch)
+static void block_gradients(const backward_job *job, const pool_sequence *s, int64_t i,
+                            const block_statistics *own, const block_statistics *next, float *slot,
+                            float *scratch)
 {
     const pool_args *args = job->args;
-    const int64_t r = args->ratio, width = args->width, stride = args->proj.strides[1], row = s->token0 + i * r;
+    const int64_t r = args->ratio, width = args->width, stride = args->proj.strides[1],
+                  row = s->token0 + i * r;
     const char *token = pool_row(&args->proj, s->view_b, row);
     char *to = is_present(&args->d_proj) ? pool_row(&args->d_proj, s->view_b, row) : NULL;
     const pool_rows a = series_rows(token, args->proj.dtype, stride, width, 0, &job->bias_a, 0, r);
@@ -158,25 +177,30 @@ static void block_gradients(const backward_job *job, const pool_sequence *s, int
     }
 }
 
-static void prev_gradients(const backward_job *job, const pool_sequence *s, int64_t b, const block_statistics *first, float *slot, float *scratch)
+static void prev_gradients(const backward_job *job, const pool_sequence *s, int64_t b,
+                           const block_statistics *first, float *slot, float *scratch)
 {
     const pool_args *args = job->args;
-    const pool_rows rows = series_rows(s->prev, args->prev_b.dtype, s->prev_stride, args->width, 0, &job->bias_b, 0, args->ratio);
+    const pool_rows rows = series_rows(s->prev, args->prev_b.dtype, s->prev_stride, args->width, 0,
+                                       &job->bias_b, 0, args->ratio);
     if (is_present(&args->d_prev_b))
-        spread(job, &rows, first, pool_row(&args->d_prev_b, b, 0), &args->d_prev_b, args->d_prev_b.strides[1], slot + bias_floats(args));
-    else
-        spread_series(job, &rows, first, NULL, slot + bias_floats(args), scratch);
+        spread(job, &rows, first, pool_row(&args->d_prev_b, b, 0), &args->d_prev_b, args->d_prev_b.strides[1],
+               slot + bias_floats(args));
+    else spread_series(job, &rows, first, NULL, slot + bias_floats(args), scratch);
 }
 
 /* Blocks first ... end - 1 of sequence b. */
-static void backward_run(const backward_job *job, int64_t b, int64_t first, int64_t end, float *slot, float *scratch)
+static void backward_run(const backward_job *job, int64_t b, int64_t first, int64_t end, float *slot,
+                         float *scratch)
 {
     const pool_args *args = job->args;
     const pool_sequence s = pool_sequence_at(args, b);
     float *rows = scratch + 2 * STATISTICS_ROWS * args->width, *d_norm = slot + norm_at(args);
-    block_statistics own = statistics_at(scratch, args->width), next = statistics_at(scratch + STATISTICS_ROWS * args->width, args->width);
+    block_statistics own = statistics_at(scratch, args->width),
+                     next = statistics_at(scratch + STATISTICS_ROWS * args->width, args->width);
     compute_statistics(job, &s, first, &own, d_norm, rows);
-    if (first == 0 && !args->continued && args->overlap && s.prev != NULL) prev_gradients(job, &s, b, &own, slot, rows);
+    if (first == 0 && !args->continued && args->overlap && s.prev != NULL)
+        prev_gradients(job, &s, b, &own, slot, rows);
     for (int64_t i = first; i < end; i++) {
         const bool more = i + 1 < s.blocks || args->followed, needed = more && (args->overlap || i + 1 < end);
         if (needed) compute_statistics(job, &s, i + 1, &next, i + 1 < end ? d_norm : NULL, rows);
@@ -196,7 +220,8 @@ static void slot_of_blocks(void *arg, int64_t index, int32_t thread)
     float *slot = job->slots + index * job->slot_floats;
     memset(slot, 0, (size_t)job->slot_floats * sizeof *slot);
     for (int64_t b = 0; b < job->args->batch && left > 0; b++) {
-        const int64_t blocks = pool_sequence_at(job->args, b).blocks, here = blocks - first < left ? blocks - first : left;
+        const int64_t blocks = pool_sequence_at(job->args, b).blocks,
+                      here = blocks - first < left ? blocks - first : left;
         if (here > 0) {
             backward_run(job, b, first, first + here, slot, job->scratch + thread * job->scratch_floats);
             first += here;
@@ -231,12 +256,14 @@ static void clear_unused(const pool_args *args)
         const int64_t last = s.token0 + s.blocks * args->ratio;
         end = s.row0 + s.rows;
         if (is_present(&args->d_prev_b) && (s.prev == NULL || s.blocks == 0))
-            clear_rows(pool_row(&args->d_prev_b, b, 0), &args->d_prev_b, args->d_prev_b.strides[1], args->ratio, 2 * args->width);
+            clear_rows(pool_row(&args->d_prev_b, b, 0), &args->d_prev_b, args->d_prev_b.strides[1],
+                       args->ratio, 2 * args->width);
         if (!is_present(d) || args->continued || args->followed) continue;
         clear_rows(pool_row(d, s.view_b, s.row0), d, d->strides[1], s.token0 - s.row0, pool_columns(args));
         clear_rows(pool_row(d, s.view_b, last), d, d->strides[1], end - last, pool_columns(args));
     }
-    if (is_present(d) && is_present(&args->cu_seqlens)) clear_rows(pool_row(d, 0, end), d, d->strides[1], d->shape[1] - end, pool_columns(args));
+    if (is_present(d) && is_present(&args->cu_seqlens))
+        clear_rows(pool_row(d, 0, end), d, d->strides[1], d->shape[1] - end, pool_columns(args));
 }
 
 size_t pool_backward_workspace(const stage_exec *exec, const pool_args *args)

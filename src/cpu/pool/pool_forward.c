@@ -3,10 +3,10 @@
 /*
  * pool_forward.c - entries from projections.
  *
- * A task is a run of blocks of one sequence, some 256 tokens. It begins with the series b of the block before and then
- * reads each row once: series a into the block's sums, series b into the next block's. The order of the additions is
- * that of the tokens, whatever the tasks, and the same as token by token (stage_pool_append.c).
- * Limit: read bandwidth; an overlapping task reads half of one more block.
+ * A task is a run of blocks of one sequence, some 256 tokens. It begins with the series b of the block before
+ * and then reads each row once: series a into the block's sums, series b into the next block's. The order of
+ * the additions is that of the tokens, whatever the tasks, and the same as token by token
+ * (stage_pool_append.c). Limit: read bandwidth; an overlapping task reads half of one more block.
  */
 #include "core/parallel.h"
 #include "cpu/pool/pool.h"
@@ -37,11 +37,13 @@ static pool_job carve(const stage_exec *exec, const pool_args *args, arena *a)
     return job;
 }
 
-static void emit(const pool_job *job, const pool_sequence *s, int64_t i, const pool_sums *sums, float *row, float *angles)
+static void emit(const pool_job *job, const pool_sequence *s, int64_t i, const pool_sums *sums, float *row,
+                 float *angles)
 {
     const pool_args *args = job->args;
     job->kernels->pooled_row(sums, args->width, row, NULL);
-    if (is_present(&args->pooled)) memcpy(pool_row(&args->pooled, s->view_b, s->entry0 + i), row, (size_t)args->width * sizeof(float));
+    if (is_present(&args->pooled))
+        memcpy(pool_row(&args->pooled, s->view_b, s->entry0 + i), row, (size_t)args->width * sizeof(float));
     if (!is_present(&args->out)) return;
     finish_entry(&job->entry, row, s->position + i * args->ratio, angles);
     store_entry(&job->entry, row, pool_row(&args->out, s->view_b, s->entry0 + i), args->out.dtype);
@@ -60,10 +62,12 @@ static void begin(const pool_job *job, const pool_sequence *s, int64_t i, const 
     clear_sums(sums, width);
     if (!args->overlap) return;
     if (i > 0 || args->continued) {
-        const pool_rows rows = series_rows(row_of(args, s, s->token0 + (i - 1) * r), args->proj.dtype, args->proj.strides[1], width, 1, &job->bias_b, 0, r);
+        const pool_rows rows = series_rows(row_of(args, s, s->token0 + (i - 1) * r), args->proj.dtype,
+                                           args->proj.strides[1], width, 1, &job->bias_b, 0, r);
         merge_block(job->kernels, &rows, width, sums);
     } else if (s->prev != NULL) {
-        const pool_rows rows = series_rows(s->prev, args->prev_b.dtype, s->prev_stride, width, 0, &job->bias_b, 0, r);
+        const pool_rows rows =
+            series_rows(s->prev, args->prev_b.dtype, s->prev_stride, width, 0, &job->bias_b, 0, r);
         merge_block(job->kernels, &rows, width, sums);
     }
 }
@@ -80,14 +84,17 @@ static void pool_piece(void *arg, int64_t index, int32_t thread)
     if (first >= end) return;
     begin(job, &s, first, &(pool_sums){scratch, scratch + width, scratch + 2 * width});
     for (int64_t i = first; i < end; i++) {
-        const pool_sums own = sums_at(scratch + (i - first) % 2 * 3 * width, width), next = sums_at(scratch + (i - first + 1) % 2 * 3 * width, width);
+        const pool_sums own = sums_at(scratch + (i - first) % 2 * 3 * width, width),
+                        next = sums_at(scratch + (i - first + 1) % 2 * 3 * width, width);
         const char *token = row_of(args, &s, s.token0 + i * r);
-        pool_rows a = series_rows(token, args->proj.dtype, args->proj.strides[1], width, 0, &job->bias_a, 0, r);
+        pool_rows a =
+            series_rows(token, args->proj.dtype, args->proj.strides[1], width, 0, &job->bias_a, 0, r);
         a.ahead = ahead;
         merge_block(job->kernels, &a, width, &own);
         clear_sums(&next, width);
         if (args->overlap && i + 1 < end) {
-            pool_rows b = series_rows(token, args->proj.dtype, args->proj.strides[1], width, 1, &job->bias_b, 0, r);
+            pool_rows b =
+                series_rows(token, args->proj.dtype, args->proj.strides[1], width, 1, &job->bias_b, 0, r);
             b.ahead = ahead;
             merge_block(job->kernels, &b, width, &next);
         }
@@ -102,10 +109,12 @@ static void zero_unused(const pool_args *args, const quern_tensor *t, int64_t ro
     int64_t end = 0;
     for (int64_t b = 0; b < args->batch; b++) {
         const pool_sequence s = pool_sequence_at(args, b);
-        for (int64_t i = s.blocks; i < s.entries; i++) memset(pool_row(t, s.view_b, s.entry0 + i), 0, (size_t)row_bytes);
+        for (int64_t i = s.blocks; i < s.entries; i++)
+            memset(pool_row(t, s.view_b, s.entry0 + i), 0, (size_t)row_bytes);
         end = s.entry0 + s.entries;
     }
-    for (int64_t n = end; is_present(&args->cu_seqlens) && n < t->shape[1]; n++) memset(pool_row(t, 0, n), 0, (size_t)row_bytes);
+    for (int64_t n = end; is_present(&args->cu_seqlens) && n < t->shape[1]; n++)
+        memset(pool_row(t, 0, n), 0, (size_t)row_bytes);
 }
 
 size_t pool_forward_workspace(const stage_exec *exec, const pool_args *args)

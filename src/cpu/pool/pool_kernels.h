@@ -1,13 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * pool_kernels.h - the row kernels of DeepSeek-V4's compressors: softmax pooling along tokens, channel by channel, and
- * what follows on a pooled row. One table per CPU level. They get pointers and sizes; they never validate, allocate or
- * start threads. n is any number >= 0.
+ * pool_kernels.h - the row kernels of DeepSeek-V4's compressors: softmax pooling along tokens, channel by
+ * channel, and what follows on a pooled row. One table per CPU level. They get pointers and sizes; they never
+ * validate, allocate or start threads. n is any number >= 0.
  *
- * An accumulator holds what a channel's softmax has taken in so far: the largest logit (-inf: nothing yet), the sum of
- * exp(logit - largest), and the same sum weighted by the values. merge() takes in one row after the other in order, so
- * that the bits depend on the order alone, not on how the rows were cut into calls.
+ * An accumulator holds what a channel's softmax has taken in so far: the largest logit (-inf: nothing yet),
+ * the sum of exp(logit - largest), and the same sum weighted by the values. merge() takes in one row after
+ * the other in order, so that the bits depend on the order alone, not on how the rows were cut into calls.
  */
 #ifndef QUERN_CPU_POOL_KERNELS_H
 #define QUERN_CPU_POOL_KERNELS_H
@@ -29,15 +29,16 @@ typedef struct pool_sums {
     float *max, *sum, *weighted;
 } pool_sums;
 
-/* The gradient of pooled rows. p = exp(logit - max) / sum; d_value = p d, d_logit = p (value - pooled) d, and d_bias gets
- * d_logit added. */
+/* The gradient of pooled rows. p = exp(logit - max) / sum; d_value = p d, d_logit = p (value - pooled) d, and
+ * d_bias gets d_logit added. */
 typedef struct pool_gradient {
     const float *max, *inverse_sum, *pooled, *d; /* inverse_sum 0: nothing was pooled */
     void *d_value, *d_logit;                     /* rows as the values', d_stride apart, in d_dtype */
     quern_dtype d_dtype;
     int64_t d_stride;
     float *d_bias; /* rows of n, or NULL */
-    bool stream;   /* d_value and d_logit go past the caches; their rows start at lines of 64 bytes and fill them */
+    bool stream;   /* d_value and d_logit go past the caches; their rows start at lines of 64 bytes and fill
+                      them */
 } pool_gradient;
 
 typedef struct pool_kernels {
@@ -50,14 +51,17 @@ typedef struct pool_kernels {
     /* out = x weight / sqrt(mean(x^2) + eps); out may be x. */
     void (*norm_row)(const float *x, const float *weight, float eps, int64_t n, float *out);
     /* From d, the gradient of out: d becomes that of x, and d_weight (may be NULL) gets its share added. */
-    void (*norm_backward)(const float *x, const float *weight, float eps, int64_t n, float *d, float *d_weight);
-    /* Rotates the pairs (2m, 2m + 1) of a row's n channels by the angles whose n / 2 cosines and sines are given. */
+    void (*norm_backward)(const float *x, const float *weight, float eps, int64_t n, float *d,
+                          float *d_weight);
+    /* Rotates the pairs (2m, 2m + 1) of a row's n channels by the angles whose n / 2 cosines and sines are
+     * given. */
     void (*rotate_row)(float *row, const float *cosines, const float *sines, int64_t n, bool inverse);
     /* The Walsh-Hadamard transform in Sylvester's order over sqrt(n); n is a power of two. */
     void (*hadamard_row)(float *row, int64_t n);
     /* codes[i] = row[i] / scale to the nearest e4m3, ties to even, at most 448. */
     void (*quantise_e4m3)(const float *row, float scale, int64_t n, uint8_t *codes);
-    /* The same to e2m1, at most 6, two to a byte, the first in the low bits; a value below 0 keeps its sign. n is even. */
+    /* The same to e2m1, at most 6, two to a byte, the first in the low bits; a value below 0 keeps its sign.
+     * n is even. */
     void (*quantise_e2m1)(const float *row, float scale, int64_t n, uint8_t *codes);
 } pool_kernels;
 

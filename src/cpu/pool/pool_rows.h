@@ -3,16 +3,18 @@
 /*
  * pool_rows.h - softmax pooling and its gradient, written once over the level's vectors.
  *
- * Merging a logit z and a value c into (m, s, w): with e = exp(-|z - m|), where z > m the sums shrink by e and the new
- * weight is 1, else they stay and it is e. One exp2 does for both factors, and the other is exactly 1. A logit of -inf
- * leaves all three as they are; NaN and +inf make the sums NaN.
+ * Merging a logit z and a value c into (m, s, w): with e = exp(-|z - m|), where z > m the sums shrink by e
+ * and the new weight is 1, else they stay and it is e. One exp2 does for both factors, and the other is
+ * exactly 1. A logit of -inf leaves all three as they are; NaN and +inf make the sums NaN.
  *
- * Four vectors of channels stay in registers (12 of AVX-512's 32) while the rows of a call pass: the additions depend on
- * each other from row to row, so it takes several vectors to keep the units busy. A merge is an exp2 (10 instructions) and
- * some 16 more; at C 512 both series of a CSA token take 64 of them, about 0.3 us, and its 8 KiB take 0.2 us of read
- * bandwidth. The gradient has an exp2 and 8 more a logit and reads and writes as much, so memory limits it.
+ * Four vectors of channels stay in registers (12 of AVX-512's 32) while the rows of a call pass: the
+ * additions depend on each other from row to row, so it takes several vectors to keep the units busy. A merge
+ * is an exp2 (10 instructions) and some 16 more; at C 512 both series of a CSA token take 64 of them, about
+ * 0.3 us, and its 8 KiB take 0.2 us of read bandwidth. The gradient has an exp2 and 8 more a logit and reads
+ * and writes as much, so memory limits it.
  *
- * All code paths must give the same bits, so the build forbids FMAs but those that are written (CMakeLists.txt).
+ * All code paths must give the same bits, so the build forbids FMAs but those that are written
+ * (CMakeLists.txt).
  */
 #ifndef QUERN_CPU_POOL_ROWS_H
 #define QUERN_CPU_POOL_ROWS_H
@@ -73,7 +75,8 @@ INLINE void merge_one(vfloat *max, vfloat *sum, vfloat *weighted, vfloat z, vflo
     *max = v_pick(up, z, *max);
 }
 
-INLINE void merge_columns(const pool_rows *s, const quern_dtype dtype, const int vectors, int64_t at, const pool_sums *a)
+INLINE void merge_columns(const pool_rows *s, const quern_dtype dtype, const int vectors, int64_t at,
+                          const pool_sums *a)
 {
     vfloat max[POOL_VECTORS], sum[POOL_VECTORS], weighted[POOL_VECTORS];
     const char *value = s->value, *logit = s->logit;
@@ -113,7 +116,8 @@ INLINE void merge_tail(const pool_rows *s, const quern_dtype dtype, int64_t at, 
     vfloat max = load_tail(a->max, QUERN_F32, at, n), sum = load_tail(a->sum, QUERN_F32, at, n);
     vfloat weighted = load_tail(a->weighted, QUERN_F32, at, n);
     for (int64_t r = 0; r < s->rows; r++) {
-        const vfloat z = load_tail(logit, dtype, at, n) + load_tail(s->bias + r * s->bias_stride, QUERN_F32, at, n);
+        const vfloat z =
+            load_tail(logit, dtype, at, n) + load_tail(s->bias + r * s->bias_stride, QUERN_F32, at, n);
         merge_one(&max, &sum, &weighted, z, load_tail(value, dtype, at, n));
         value += s->stride * dtype_bytes(dtype);
         logit += s->stride * dtype_bytes(dtype);
@@ -126,7 +130,8 @@ INLINE void merge_tail(const pool_rows *s, const quern_dtype dtype, int64_t at, 
 INLINE void merge_of(const pool_rows *s, const quern_dtype dtype, int64_t n, const pool_sums *a)
 {
     int64_t at = 0;
-    for (; at + POOL_VECTORS * LANES <= n; at += POOL_VECTORS * LANES) merge_columns(s, dtype, POOL_VECTORS, at, a);
+    for (; at + POOL_VECTORS * LANES <= n; at += POOL_VECTORS * LANES)
+        merge_columns(s, dtype, POOL_VECTORS, at, a);
     for (; at + LANES <= n; at += LANES) merge_columns(s, dtype, 1, at, a);
     if (at < n) merge_tail(s, dtype, at, n, a);
 }
@@ -143,7 +148,8 @@ static void pooled_row(const pool_sums *a, int64_t n, float *pooled, float *inve
     for (int64_t at = 0; at < n; at += LANES) {
         const vfloat sum = load_some(a->sum, QUERN_F32, at, n);
         const vmask some = differs(sum, (vfloat){0});
-        store_some(pooled, QUERN_F32, at, n, kept_where(some, load_some(a->weighted, QUERN_F32, at, n) / sum));
+        store_some(pooled, QUERN_F32, at, n,
+                   kept_where(some, load_some(a->weighted, QUERN_F32, at, n) / sum));
         if (inverse_sum != NULL) store_some(inverse_sum, QUERN_F32, at, n, kept_where(some, 1.0f / sum));
     }
 }
@@ -171,9 +177,11 @@ INLINE void put(void *row, const quern_dtype dtype, int64_t at, vfloat v, const 
     else store_as(row, dtype, at, v);
 }
 
-/* The rows of a call at `vectors` vectors of channels, so that a line of 16-bit gradients is written at once. */
-INLINE void backward_columns(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype, const int vectors, int64_t at, int64_t n,
-                             const pool_gradient *g, const bool stream)
+/* The rows of a call at `vectors` vectors of channels, so that a line of 16-bit gradients is written at once.
+ */
+INLINE void backward_columns(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype,
+                             const int vectors, int64_t at, int64_t n, const pool_gradient *g,
+                             const bool stream)
 {
     const int64_t step = s->stride * dtype_bytes(dtype), d_step = g->d_stride * dtype_bytes(d_dtype);
     const char *value = s->value, *logit = s->logit;
@@ -184,44 +192,55 @@ INLINE void backward_columns(const pool_rows *s, const quern_dtype dtype, const 
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) {
         const int64_t i = at + v * LANES;
-        c[v] = pooled_of(v_load(g->max + i), v_load(g->pooled + i), v_load(g->inverse_sum + i), v_load(g->d + i));
+        c[v] = pooled_of(v_load(g->max + i), v_load(g->pooled + i), v_load(g->inverse_sum + i),
+                         v_load(g->d + i));
     }
     for (int64_t r = 0; r < s->rows; r++) {
         vfloat dv[2], dl[2];
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) {
             const int64_t i = at + v * LANES;
-            gradient_of(&c[v], load_as(logit, dtype, i) + v_load(bias + i), load_as(value, dtype, i), &dv[v], &dl[v]);
+            gradient_of(&c[v], load_as(logit, dtype, i) + v_load(bias + i), load_as(value, dtype, i), &dv[v],
+                        &dl[v]);
             if (d_bias != NULL) v_store(d_bias + i, v_load(d_bias + i) + dl[v]);
         }
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) put(d_value, d_dtype, at + v * LANES, dv[v], stream);
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) put(d_logit, d_dtype, at + v * LANES, dl[v], stream);
-        value += step, logit += step, bias += s->bias_stride;
-        d_value += d_step, d_logit += d_step;
+        value += step;
+        logit += step;
+        bias += s->bias_stride;
+        d_value += d_step;
+        d_logit += d_step;
         if (d_bias != NULL) d_bias += n;
     }
 }
 
 /* The last n - at < LANES channels. */
-INLINE void backward_tail(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype, int64_t at, int64_t n, const pool_gradient *g)
+INLINE void backward_tail(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype, int64_t at,
+                          int64_t n, const pool_gradient *g)
 {
     const int64_t step = s->stride * dtype_bytes(dtype), d_step = g->d_stride * dtype_bytes(d_dtype);
-    const pooled_columns c = pooled_of(load_tail(g->max, QUERN_F32, at, n), load_tail(g->pooled, QUERN_F32, at, n),
-                                       load_tail(g->inverse_sum, QUERN_F32, at, n), load_tail(g->d, QUERN_F32, at, n));
+    const pooled_columns c =
+        pooled_of(load_tail(g->max, QUERN_F32, at, n), load_tail(g->pooled, QUERN_F32, at, n),
+                  load_tail(g->inverse_sum, QUERN_F32, at, n), load_tail(g->d, QUERN_F32, at, n));
     for (int64_t r = 0; r < s->rows; r++) {
         const char *value = (const char *)s->value + r * step, *logit = (const char *)s->logit + r * step;
         vfloat dv, dl;
-        gradient_of(&c, load_tail(logit, dtype, at, n) + load_tail(s->bias + r * s->bias_stride, QUERN_F32, at, n), load_tail(value, dtype, at, n), &dv,
-                    &dl);
+        gradient_of(
+            &c, load_tail(logit, dtype, at, n) + load_tail(s->bias + r * s->bias_stride, QUERN_F32, at, n),
+            load_tail(value, dtype, at, n), &dv, &dl);
         store_tail((char *)g->d_value + r * d_step, d_dtype, at, n, dv);
         store_tail((char *)g->d_logit + r * d_step, d_dtype, at, n, dl);
-        if (g->d_bias != NULL) store_tail(g->d_bias + r * n, QUERN_F32, at, n, load_tail(g->d_bias + r * n, QUERN_F32, at, n) + dl);
+        if (g->d_bias != NULL)
+            store_tail(g->d_bias + r * n, QUERN_F32, at, n,
+                       load_tail(g->d_bias + r * n, QUERN_F32, at, n) + dl);
     }
 }
 
-INLINE void backward_rows(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype, int64_t n, const pool_gradient *g, const bool stream)
+INLINE void backward_rows(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype, int64_t n,
+                          const pool_gradient *g, const bool stream)
 {
     int64_t at = 0;
     for (; at + 2 * LANES <= n; at += 2 * LANES) backward_columns(s, dtype, d_dtype, 2, at, n, g, stream);

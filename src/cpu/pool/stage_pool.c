@@ -3,12 +3,13 @@
 /*
  * stage_pool.c - the pool_forward and pool_backward stages, from projections or from hidden states.
  *
- * From hidden states x the projections x w are made for some CHUNK_TOKENS tokens at a time and pooled while they are in
- * the cache; they never stand in memory as a whole. An overlapping chunk projects the block before it again, which gives
- * the same bits (stage_gemm.c), and in the backward pass the block after it. Limit: the product's.
+ * From hidden states x the projections x w are made for some CHUNK_TOKENS tokens at a time and pooled while
+ * they are in the cache; they never stand in memory as a whole. An overlapping chunk projects the block
+ * before it again, which gives the same bits (stage_gemm.c), and in the backward pass the block after it.
+ * Limit: the product's.
  *
- * Formats that take finite values alone are stored after all rows are known: these wait in the workspace, so that an error
- * leaves the outputs as they were.
+ * Formats that take finite values alone are stored after all rows are known: these wait in the workspace, so
+ * that an error leaves the outputs as they were.
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -35,13 +36,17 @@ static bool entries_wait(const pool_args *args)
 static quern_tensor waiting_view(const pool_args *args, arena *a)
 {
     const int64_t shape[] = {args->out.shape[0], args->out.shape[1], args->width};
-    return quern_tensor_contiguous(arena_take(a, (size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float)), QUERN_F32, 3, shape);
+    return quern_tensor_contiguous(arena_take(a, (size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float)),
+                                   QUERN_F32, 3, shape);
 }
 
 static waiting_job carve_waiting(const stage_exec *exec, const pool_args *args, arena *a)
 {
     waiting_job job = {.args = args, .inner = *args};
-    job.entry = (entry_plan){.args = &args->entry, .kernels = pool_kernels_for(exec->cpu_level), .width = args->width, .ratio = args->ratio};
+    job.entry = (entry_plan){.args = &args->entry,
+                             .kernels = pool_kernels_for(exec->cpu_level),
+                             .width = args->width,
+                             .ratio = args->ratio};
     if (!entries_wait(args)) return job;
     job.inner.out = waiting_view(args, a);
     if (is_present(&args->pooled)) job.inner.pooled = waiting_view(args, a);
@@ -59,8 +64,9 @@ static quern_status check_waiting(const waiting_job *job)
             int64_t column = 0;
             while ((row[column] - row[column]) == 0.0f) column++;
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                             "entry %lld of sequence %lld, column %lld is %g before it is quantised: finite values are accepted", (long long)i,
-                             (long long)b, (long long)column, (double)row[column]);
+                             "entry %lld of sequence %lld, column %lld is %g before it is quantised: finite "
+                             "values are accepted",
+                             (long long)i, (long long)b, (long long)column, (double)row[column]);
         }
     }
     return QUERN_OK;
@@ -75,7 +81,9 @@ static void store_sequence(void *arg, int64_t b, int32_t thread)
     const int64_t bytes = entry_bytes(&job->args->entry, job->args->width, QUERN_U8);
     for (int64_t i = s.entry0; i < s.entry0 + s.entries; i++) {
         char *to = pool_row(&job->args->out, s.view_b, i);
-        if (i < s.entry0 + s.blocks) store_entry(&job->entry, (const float *)(const void *)pool_row(&job->inner.out, s.view_b, i), to, QUERN_U8);
+        if (i < s.entry0 + s.blocks)
+            store_entry(&job->entry, (const float *)(const void *)pool_row(&job->inner.out, s.view_b, i), to,
+                        QUERN_U8);
         else memset(to, 0, (size_t)bytes);
     }
 }
@@ -93,7 +101,8 @@ static void store_waiting(const stage_exec *exec, waiting_job *job)
         memset(pool_row(out, 0, i), 0, (size_t)entry_bytes(&job->args->entry, job->args->width, QUERN_U8));
     for (int64_t b = 0; is_present(pooled) && b < pooled->shape[0]; b++)
         for (int64_t i = 0; i < pooled->shape[1]; i++)
-            memcpy(pool_row(pooled, b, i), pool_row(&job->inner.pooled, b, i), (size_t)job->args->width * sizeof(float));
+            memcpy(pool_row(pooled, b, i), pool_row(&job->inner.pooled, b, i),
+                   (size_t)job->args->width * sizeof(float));
 }
 
 /* ---- projections by chunks ---- */
@@ -116,7 +125,8 @@ typedef struct chunk {
 static quern_tensor f32_view(arena *a, int64_t rows, int64_t columns)
 {
     const int64_t shape[] = {1, rows, columns};
-    return quern_tensor_contiguous(arena_take(a, (size_t)(rows * columns) * sizeof(float)), QUERN_F32, 3, shape);
+    return quern_tensor_contiguous(arena_take(a, (size_t)(rows * columns) * sizeof(float)), QUERN_F32, 3,
+                                   shape);
 }
 
 /* Rows first ... first + count - 1 of a [B, rows, columns] view as a matrix. */
@@ -139,12 +149,19 @@ static gemm_args project_args(const chunk_job *job, const quern_tensor *x)
 
 static gemm_args d_input_args(const chunk_job *job, const quern_tensor *d_x, int64_t first)
 {
-    return (gemm_args){.a = rows_of(&job->d_proj, 0, first, d_x->shape[0]), .b = job->args->w, .c = *d_x, .b_transposed = true};
+    return (gemm_args){.a = rows_of(&job->d_proj, 0, first, d_x->shape[0]),
+                       .b = job->args->w,
+                       .c = *d_x,
+                       .b_transposed = true};
 }
 
 static gemm_args d_weight_args(const chunk_job *job, const quern_tensor *x, int64_t first)
 {
-    return (gemm_args){.a = *x, .b = rows_of(&job->d_proj, 0, first, x->shape[0]), .c = job->args->d_w, .a_transposed = true, .accumulate = true};
+    return (gemm_args){.a = *x,
+                       .b = rows_of(&job->d_proj, 0, first, x->shape[0]),
+                       .c = job->args->d_w,
+                       .a_transposed = true,
+                       .accumulate = true};
 }
 
 static pool_args chunk_pool(const chunk_job *job, int64_t first_row, int64_t rows, int64_t blocks)
@@ -152,7 +169,8 @@ static pool_args chunk_pool(const chunk_job *job, int64_t first_row, int64_t row
     pool_args p = *job->args;
     const quern_tensor none = {0};
     p.batch = 1;
-    p.cu_seqlens = p.start_tokens = p.start_positions = p.block_counts = p.has_prev = p.cu_entries = p.x = p.w = p.d_x = p.d_w = none;
+    p.cu_seqlens = p.start_tokens = p.start_positions = p.block_counts = p.has_prev = p.cu_entries = p.x =
+        p.w = p.d_x = p.d_w = none;
     p.start_token = first_row;
     p.blocks = blocks;
     p.proj = job->proj;
@@ -182,7 +200,8 @@ static chunk_job carve_chunks(const stage_exec *exec, const pool_args *args, boo
     const quern_tensor x = rows_of(&args->x, 0, 0, job.rows);
     const gemm_args project = project_args(&job, &x);
     const pool_args pool = chunk_pool(&job, 0, job.rows, job.blocks);
-    size_t bytes[4] = {cpu_gemm_workspace(exec, &project), backward ? pool_backward_workspace(exec, &pool) : pool_forward_workspace(exec, &pool)};
+    size_t bytes[4] = {cpu_gemm_workspace(exec, &project),
+                       backward ? pool_backward_workspace(exec, &pool) : pool_forward_workspace(exec, &pool)};
     if (backward && is_present(&args->d_x)) {
         const quern_tensor d_x = rows_of(&args->d_x, 0, 0, job.rows);
         const gemm_args d_input = d_input_args(&job, &d_x, 0);
@@ -206,11 +225,13 @@ static void narrow_entries(quern_tensor *t, const pool_sequence *s, int64_t firs
 }
 
 /* Blocks first ... first + count - 1 of sequence b. */
-static chunk chunk_at(const chunk_job *job, const pool_sequence *s, int64_t b, int64_t first, int64_t count, bool backward)
+static chunk chunk_at(const chunk_job *job, const pool_sequence *s, int64_t b, int64_t first, int64_t count,
+                      bool backward)
 {
     const pool_args *args = job->args;
     const int64_t r = args->ratio;
-    const bool before = args->overlap && first > 0, after = backward && args->overlap && first + count < s->blocks;
+    const bool before = args->overlap && first > 0,
+               after = backward && args->overlap && first + count < s->blocks;
     chunk c = {.owned0 = s->token0 + first * r, .owned = count * r};
     c.row0 = c.owned0 - (before ? r : 0);
     c.rows = c.owned + (before ? r : 0) + (after ? r : 0);
@@ -242,10 +263,12 @@ static void clear_view(const quern_tensor *t)
 {
     if (!is_present(t)) return;
     const int64_t batch = t->ndim == 3 ? t->shape[0] : 1, rows = t->ndim == 1 ? 1 : t->shape[t->ndim - 2];
-    const int64_t size = (int64_t)quern_dtype_size(t->dtype), step = t->ndim == 1 ? 0 : t->strides[t->ndim - 2];
+    const int64_t size = (int64_t)quern_dtype_size(t->dtype),
+                  step = t->ndim == 1 ? 0 : t->strides[t->ndim - 2];
     for (int64_t b = 0; b < batch; b++)
         for (int64_t i = 0; i < rows; i++)
-            memset((char *)t->data + ((t->ndim == 3 ? b * t->strides[0] : 0) + i * step) * size, 0, (size_t)(t->shape[t->ndim - 1] * size));
+            memset((char *)t->data + ((t->ndim == 3 ? b * t->strides[0] : 0) + i * step) * size, 0,
+                   (size_t)(t->shape[t->ndim - 1] * size));
 }
 
 static void forward_chunks(const stage_exec *exec, const pool_args *args, void *workspace)
@@ -257,7 +280,8 @@ static void forward_chunks(const stage_exec *exec, const pool_args *args, void *
     for (int64_t b = 0; b < args->batch; b++) {
         const pool_sequence s = pool_sequence_at(args, b);
         for (int64_t first = 0; first < s.blocks; first += job.blocks) {
-            const chunk c = chunk_at(&job, &s, b, first, s.blocks - first < job.blocks ? s.blocks - first : job.blocks, false);
+            const chunk c = chunk_at(&job, &s, b, first,
+                                     s.blocks - first < job.blocks ? s.blocks - first : job.blocks, false);
             project(exec, &job, &s, &c);
             pool_forward(exec, &c.pool, job.scratch);
         }
@@ -268,12 +292,14 @@ static void backward_chunks(const stage_exec *exec, const pool_args *args, void 
 {
     arena a = arena_on(workspace);
     const chunk_job job = carve_chunks(exec, args, true, &a);
-    const quern_tensor *const sums[] = {&args->d_x, &args->d_w, &args->d_prev_b, &args->d_bias_a, &args->d_bias_b, &args->d_norm_weight};
+    const quern_tensor *const sums[] = {&args->d_x,      &args->d_w,      &args->d_prev_b,
+                                        &args->d_bias_a, &args->d_bias_b, &args->d_norm_weight};
     for (int i = 0; i < 6; i++) clear_view(sums[i]);
     for (int64_t b = 0; b < args->batch; b++) {
         const pool_sequence s = pool_sequence_at(args, b);
         for (int64_t first = 0; first < s.blocks; first += job.blocks) {
-            const chunk c = chunk_at(&job, &s, b, first, s.blocks - first < job.blocks ? s.blocks - first : job.blocks, true);
+            const chunk c = chunk_at(&job, &s, b, first,
+                                     s.blocks - first < job.blocks ? s.blocks - first : job.blocks, true);
             const quern_tensor x = rows_of(&args->x, s.view_b, c.owned0, c.owned);
             project(exec, &job, &s, &c);
             pool_backward(exec, &c.pool, job.scratch);
@@ -297,7 +323,8 @@ static void *carve_forward(const stage_exec *exec, const pool_args *args, arena 
     *job = carve_waiting(exec, args, a);
     arena inner = {NULL, 0};
     if (is_present(&args->x)) carve_chunks(exec, &job->inner, false, &inner);
-    return arena_take(a, is_present(&args->x) ? arena_size(&inner) : pool_forward_workspace(exec, &job->inner));
+    return arena_take(a,
+                      is_present(&args->x) ? arena_size(&inner) : pool_forward_workspace(exec, &job->inner));
 }
 
 void cpu_pool_kernel(const stage_exec *exec, const pool_args *args, char text[STAGE_NAME_BYTES])

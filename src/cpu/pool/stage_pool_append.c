@@ -3,14 +3,15 @@
 /*
  * stage_pool_append.c - the pool_append stage: tokens into states, token by token.
  *
- * After a state's header stand its floats: the sums of the open block (begun with series b of the block before), with
- * overlap the sums of series b of the open block, and the ring of rows that can still be taken back; row q of the sequence
- * in slot q mod ring. The sums lag behind by the rows in the ring.
+ * After a state's header stand its floats: the sums of the open block (begun with series b of the block
+ * before), with overlap the sums of series b of the open block, and the ring of rows that can still be taken
+ * back; row q of the sequence in slot q mod ring. The sums lag behind by the rows in the ring.
  *
- * A call merges the rows that leave the ring; where a block becomes whole, it merges the ring's rows too, into a copy of
- * the sums, and emits the entry. Formats that may refuse an entry work on copies alone: states and outputs are written
- * once every entry is known to be storable. Rows are merged in order, some at a time, which gives the bits of one by one.
- * A token costs the merges of a row; an entry up to `ring` rows more and a copy of the sums (12 KiB at C 512).
+ * A call merges the rows that leave the ring; where a block becomes whole, it merges the ring's rows too,
+ * into a copy of the sums, and emits the entry. Formats that may refuse an entry work on copies alone: states
+ * and outputs are written once every entry is known to be storable. Rows are merged in order, some at a time,
+ * which gives the bits of one by one. A token costs the merges of a row; an entry up to `ring` rows more and
+ * a copy of the sums (12 KiB at C 512).
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -46,7 +47,8 @@ static append_job carve(const stage_exec *exec, const pool_append_args *args, ar
     job.entry = carve_entry(&args->entry, job.kernels, job.width, state->ratio, a);
     job.work = arena_take(a, (size_t)(2 * args->batch * job.sums_floats) * sizeof(float));
     job.rows = arena_take(a, (size_t)(2 * job.width * exec->threads) * sizeof(float));
-    const size_t waiting = args->entry.format != ENTRY_ROWS ? (size_t)(args->out.shape[0] * job.width) * sizeof(float) : 0;
+    const size_t waiting =
+        args->entry.format != ENTRY_ROWS ? (size_t)(args->out.shape[0] * job.width) * sizeof(float) : 0;
     if (waiting > 0) job.finished = arena_take(a, waiting);
     if (waiting > 0 && is_present(&args->pooled)) job.pooled = arena_take(a, waiting);
     return job;
@@ -63,7 +65,8 @@ static int64_t first_entry(const append_job *job, int64_t b)
     int64_t n = 0;
     for (int64_t i = 0; i < b; i++) {
         const pool_state *state = job->args->states[i];
-        n += pool_state_entries(state, state->position + tokens_of(job, i)) - pool_state_entries(state, state->position);
+        n += pool_state_entries(state, state->position + tokens_of(job, i)) -
+             pool_state_entries(state, state->position);
     }
     return n;
 }
@@ -81,12 +84,14 @@ static row_run rows_from(const append_job *job, int64_t b, int64_t q, int64_t en
     const quern_tensor *proj = &job->args->proj;
     if (q >= state->position) {
         const int64_t row = job->args->cu[b] + q - state->position;
-        return (row_run){(const char *)proj->data + row * proj->strides[0] * (int64_t)quern_dtype_size(proj->dtype), proj->dtype, proj->strides[0],
-                         end - q};
+        return (row_run){(const char *)proj->data +
+                             row * proj->strides[0] * (int64_t)quern_dtype_size(proj->dtype),
+                         proj->dtype, proj->strides[0], end - q};
     }
     if (end > state->position) end = state->position;
     const int64_t to_the_end = state->ring - q % state->ring;
-    return (row_run){ring_row(state, q), QUERN_F32, pool_state_columns(state), end - q < to_the_end ? end - q : to_the_end};
+    return (row_run){ring_row(state, q), QUERN_F32, pool_state_columns(state),
+                     end - q < to_the_end ? end - q : to_the_end};
 }
 
 /* Merges a run's rows, which begin with token j of a block. */
@@ -111,10 +116,12 @@ static char *out_row(const quern_tensor *t, int64_t n)
 static void emit(const append_job *job, const float *sums, int64_t n, int64_t position, float *row)
 {
     const int64_t width = job->width;
-    const pool_sums own = {(float *)(uintptr_t)sums, (float *)(uintptr_t)(sums + width), (float *)(uintptr_t)(sums + 2 * width)};
+    const pool_sums own = {(float *)(uintptr_t)sums, (float *)(uintptr_t)(sums + width),
+                           (float *)(uintptr_t)(sums + 2 * width)};
     job->kernels->pooled_row(&own, width, row, NULL);
     if (job->pooled != NULL) memcpy(job->pooled + n * width, row, (size_t)width * sizeof *row);
-    else if (is_present(&job->args->pooled)) memcpy(out_row(&job->args->pooled, n), row, (size_t)width * sizeof *row);
+    else if (is_present(&job->args->pooled))
+        memcpy(out_row(&job->args->pooled, n), row, (size_t)width * sizeof *row);
     finish_entry(&job->entry, row, position, row + width);
     if (job->finished != NULL) memcpy(job->finished + n * width, row, (size_t)width * sizeof *row);
     else store_entry(&job->entry, row, out_row(&job->args->out, n), job->args->out.dtype);
@@ -129,10 +136,11 @@ static void begin_next(const append_job *job, bool overlap, float *sums)
     clear_sums(&next, width);
 }
 
-/* Merges rows q ... end - 1 of sequence b into sums and emits the entries from block `emitted` on, as the n-th and later
- * ones of the call. `last`: no block follows, so the series b of the one that ends there is not needed. Returns the n that
- * comes next. */
-static int64_t advance(const append_job *job, int64_t b, int64_t q, int64_t end, bool last, int64_t emitted, int64_t n, float *sums, float *row)
+/* Merges rows q ... end - 1 of sequence b into sums and emits the entries from block `emitted` on, as the
+ * n-th and later ones of the call. `last`: no block follows, so the series b of the one that ends there is
+ * not needed. Returns the n that comes next. */
+static int64_t advance(const append_job *job, int64_t b, int64_t q, int64_t end, bool last, int64_t emitted,
+                       int64_t n, float *sums, float *row)
 {
     const pool_state *state = job->args->states[b];
     const int64_t r = state->ratio;
@@ -152,14 +160,17 @@ static int64_t advance(const append_job *job, int64_t b, int64_t q, int64_t end,
 /* Where a state's new sums grow: in the state itself, where no entry can be refused. */
 static float *sums_to_keep(const append_job *job, int64_t b)
 {
-    return job->finished == NULL ? pool_state_data(job->args->states[b]) : job->work + (2 * b + 1) * job->sums_floats;
+    return job->finished == NULL ? pool_state_data(job->args->states[b])
+                                 : job->work + (2 * b + 1) * job->sums_floats;
 }
 
 static void merge_prev(const append_job *job, int64_t b, float *sums)
 {
     const quern_tensor *prev = &job->args->prev_b;
-    const char *first = (const char *)prev->data + b * prev->strides[0] * (int64_t)quern_dtype_size(prev->dtype);
-    const pool_rows before = series_rows(first, prev->dtype, prev->strides[1], job->width, 0, &job->bias_b, 0, job->args->states[b]->ratio);
+    const char *first =
+        (const char *)prev->data + b * prev->strides[0] * (int64_t)quern_dtype_size(prev->dtype);
+    const pool_rows before = series_rows(first, prev->dtype, prev->strides[1], job->width, 0, &job->bias_b, 0,
+                                         job->args->states[b]->ratio);
     const pool_sums own = sums_at(sums, job->width);
     merge_block(job->kernels, &before, job->width, &own);
 }
@@ -169,14 +180,19 @@ static void append_one(void *arg, int64_t b, int32_t thread)
     const append_job *job = arg;
     const pool_state *state = job->args->states[b];
     const int64_t tokens = tokens_of(job, b), end = state->position + tokens;
-    const int64_t left = end - (state->held + tokens < state->ring ? state->held + tokens : state->ring); /* rows before leave the ring */
-    const int64_t emitted = pool_state_entries(state, state->position), blocks = pool_state_entries(state, end);
+    const int64_t left =
+        end - (state->held + tokens < state->ring ? state->held + tokens
+                                                  : state->ring); /* rows before leave the ring */
+    const int64_t emitted = pool_state_entries(state, state->position),
+                  blocks = pool_state_entries(state, end);
     const int64_t last = state->origin + blocks * state->ratio; /* rows from here on are in no whole block */
-    float *kept = sums_to_keep(job, b), *ahead = job->work + 2 * b * job->sums_floats, *row = job->rows + 2 * thread * job->width;
+    float *kept = sums_to_keep(job, b), *ahead = job->work + 2 * b * job->sums_floats,
+          *row = job->rows + 2 * thread * job->width;
     const size_t bytes = (size_t)job->sums_floats * sizeof *kept;
     if (kept != pool_state_data(state)) memcpy(kept, pool_state_data(state), bytes);
     if (is_present(&job->args->prev_b)) merge_prev(job, b, kept);
-    const int64_t n = advance(job, b, state->position - state->held, left, false, emitted, first_entry(job, b), kept, row);
+    const int64_t n =
+        advance(job, b, state->position - state->held, left, false, emitted, first_entry(job, b), kept, row);
     if (blocks == emitted || left >= last) return;
     memcpy(ahead, kept, bytes);
     advance(job, b, left, last, true, emitted, n, ahead, row);
@@ -189,13 +205,16 @@ static void commit_one(void *arg, int64_t b, int32_t thread)
     const append_job *job = arg;
     pool_state *state = job->args->states[b];
     const quern_tensor *proj = &job->args->proj;
-    const int64_t tokens = tokens_of(job, b), end = state->position + tokens, size = (int64_t)quern_dtype_size(proj->dtype);
+    const int64_t tokens = tokens_of(job, b), end = state->position + tokens,
+                  size = (int64_t)quern_dtype_size(proj->dtype);
     const int64_t held = state->held + tokens < state->ring ? state->held + tokens : state->ring;
     const float *sums = sums_to_keep(job, b);
-    if (sums != pool_state_data(state)) memcpy(pool_state_data(state), sums, (size_t)job->sums_floats * sizeof *sums);
+    if (sums != pool_state_data(state))
+        memcpy(pool_state_data(state), sums, (size_t)job->sums_floats * sizeof *sums);
     for (int64_t q = end - held > state->position ? end - held : state->position; q < end; q++) {
         const int64_t row = job->args->cu[b] + q - state->position;
-        job->kernels->rows->convert((const char *)proj->data + row * proj->strides[0] * size, proj->dtype, ring_row(state, q), QUERN_F32, pool_state_columns(state));
+        job->kernels->rows->convert((const char *)proj->data + row * proj->strides[0] * size, proj->dtype,
+                                    ring_row(state, q), QUERN_F32, pool_state_columns(state));
     }
     state->position = end;
     state->held = held;
@@ -209,8 +228,9 @@ static bool every_entry_is_storable(const append_job *job)
         if (entry_is_storable(&job->entry, row)) continue;
         int64_t column = 0;
         while ((row[column] - row[column]) == 0.0f) column++;
-        error_set(QUERN_ERR_INVALID_ARGUMENT, "entry %lld, column %lld is %g before it is quantised: finite values are accepted", (long long)n,
-                  (long long)column, (double)row[column]);
+        error_set(QUERN_ERR_INVALID_ARGUMENT,
+                  "entry %lld, column %lld is %g before it is quantised: finite values are accepted",
+                  (long long)n, (long long)column, (double)row[column]);
         return false;
     }
     return true;
@@ -236,7 +256,9 @@ quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *arg
         if (!every_entry_is_storable(&job)) return QUERN_ERR_INVALID_ARGUMENT;
         for (int64_t n = 0; n < args->out.shape[0]; n++) {
             store_entry(&job.entry, job.finished + n * job.width, out_row(&args->out, n), args->out.dtype);
-            if (job.pooled != NULL) memcpy(out_row(&args->pooled, n), job.pooled + n * job.width, (size_t)job.width * sizeof(float));
+            if (job.pooled != NULL)
+                memcpy(out_row(&args->pooled, n), job.pooled + n * job.width,
+                       (size_t)job.width * sizeof(float));
         }
     }
     parallel_for(exec, args->batch, commit_one, &job);

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_store_rows.c - the store_rows stage: rows one after the other, so that of two for one slot the later stays. A row
- * takes less than a microsecond; calls bring the new tokens of a step. Formats of bytes take finite rows alone, and all rows
- * are looked at before one is written.
+ * stage_store_rows.c - the store_rows stage: rows one after the other, so that of two for one slot the later
+ * stays. A row takes less than a microsecond; calls bring the new tokens of a step. Formats of bytes take
+ * finite rows alone, and all rows are looked at before one is written.
  */
 #include "core/error.h"
 #include "cpu/pool/pool.h"
@@ -37,7 +37,8 @@ static void widen(const store_rows_args *args, const row_kernels *kernels, int64
 static void store(const store_rows_args *args, const entry_plan *entry, const float *row, int64_t slot)
 {
     const quern_tensor *cache = &args->cache;
-    const int64_t size = (int64_t)quern_dtype_size(cache->dtype), page = args->page > 0 ? slot / args->page : slot;
+    const int64_t size = (int64_t)quern_dtype_size(cache->dtype),
+                  page = args->page > 0 ? slot / args->page : slot;
     char *base = (char *)cache->data + page * cache->strides[0] * size;
     if (args->page == 0) {
         store_entry(entry, row, base, cache->dtype);
@@ -47,7 +48,8 @@ static void store(const store_rows_args *args, const entry_plan *entry, const fl
         char bytes[ROW584_BYTES];
         store_entry(entry, row, bytes, QUERN_U8);
         memcpy(base + slot % args->page * ROW584_DATA, bytes, ROW584_DATA);
-        memcpy(base + args->page * ROW584_DATA + slot % args->page * ROW584_SCALES, bytes + ROW584_DATA, ROW584_SCALES);
+        memcpy(base + args->page * ROW584_DATA + slot % args->page * ROW584_SCALES, bytes + ROW584_DATA,
+               ROW584_SCALES);
     }
 }
 
@@ -64,8 +66,9 @@ quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args,
         if (i32_at(&args->slots, i, -1) < 0 || entry_is_storable(&entry, row)) continue;
         int64_t column = 0;
         while ((row[column] - row[column]) == 0.0f) column++;
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x[%lld, %lld] is %g before it is quantised: finite values are accepted", (long long)i,
-                         (long long)column, (double)row[column]);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x[%lld, %lld] is %g before it is quantised: finite values are accepted",
+                         (long long)i, (long long)column, (double)row[column]);
     }
     for (int64_t i = 0; i < rows; i++) {
         const int64_t slot = i32_at(&args->slots, i, -1);

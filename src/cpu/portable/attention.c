@@ -8,10 +8,20 @@
 typedef float vec __attribute__((vector_size(16)));
 enum { ROWS = 4, VECTORS = 4, PANEL = 16 };
 
-static inline vec broadcast(const float *a) { return *a - (vec){0}; }
-static inline vec step_f32(vec acc, vec a, vec b) { return acc + a * b; }
+static inline vec broadcast(const float *a)
+{
+    return *a - (vec){0};
+}
+static inline vec step_f32(vec acc, vec a, vec b)
+{
+    return acc + a * b;
+}
 #define step_bf16 step_f32
 #include "cpu/kernels/attention_mm.h"
 
-const attention_kernels attention_kernels_portable = {
-    .level = QUERN_CPU_LEVEL_PORTABLE, .rows = &row_kernels_portable, .panel = PANEL, .mm_f32 = mm_f32, ATTENTION_ROW_KERNELS, ATTENTION_BACKWARD_ROW_KERNELS};
+const attention_kernels attention_kernels_portable = {.level = QUERN_CPU_LEVEL_PORTABLE,
+                                                      .rows = &row_kernels_portable,
+                                                      .panel = PANEL,
+                                                      .mm_f32 = mm_f32,
+                                                      ATTENTION_ROW_KERNELS,
+                                                      ATTENTION_BACKWARD_ROW_KERNELS};

@@ -3,4 +3,5 @@
 /* quantise.c - the quantisers' table compiled for this level. */
 #include "cpu/quantise/quantise_rows.h"
 
-const quantise_kernels quantise_kernels_portable = {.level = QUERN_CPU_LEVEL_PORTABLE, .rows = &row_kernels_portable, QUANTISE_KERNELS};
+const quantise_kernels quantise_kernels_portable = {
+    .level = QUERN_CPU_LEVEL_PORTABLE, .rows = &row_kernels_portable, QUANTISE_KERNELS};

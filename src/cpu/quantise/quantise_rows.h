@@ -122,7 +122,8 @@ INLINE void dequantise_row_as(const quantise_rule *rule, const uint8_t *codes, c
 {
     for (int64_t b = 0; b * BLOCK < n; b++)
         for (int i = 0; i < BLOCK && b * BLOCK + i < n; i += LANES) {
-            const vfloat v = value_of(rule, load_nibbles(codes + 8 * b + i / 2, LANES), scales[b] - (vint){0});
+            const vfloat v =
+                value_of(rule, load_nibbles(codes + 8 * b + i / 2, LANES), scales[b] - (vint){0});
             store_some(out, dtype, b * BLOCK + i, n, v);
         }
 }
@@ -221,7 +222,8 @@ static void swiglu_row(const swiglu_rule *rule, const float *gate, const float *
                    swiglu(rule, load_some(gate, QUERN_F32, c, n), load_some(up, QUERN_F32, c, n)));
 }
 
-/* With s the sigmoid of alpha g: du = d g s, dg = d (u + beta) s (1 + alpha g (1 - s)); both 0 beyond the limit. */
+/* With s the sigmoid of alpha g: du = d g s, dg = d (u + beta) s (1 + alpha g (1 - s)); both 0 beyond the
+ * limit. */
 static void swiglu_backward_row(const swiglu_rule *rule, const float *d, int64_t n, float *gate, float *up)
 {
     const vfloat limit = v_splat(rule->limit > 0.0f ? rule->limit : INFINITY), zero = {0};
@@ -239,8 +241,8 @@ static void swiglu_backward_row(const swiglu_rule *rule, const float *d, int64_t
 }
 
 #define QUANTISE_KERNELS                                                                                     \
-    .quantise_row = quantise_row, .quantise_columns = quantise_columns,                                      \
-    .dequantise_row = dequantise_row, .dequantise_columns = dequantise_columns, .part_row = part_row,        \
-    .swiglu_row = swiglu_row, .swiglu_backward_row = swiglu_backward_row
+    .quantise_row = quantise_row, .quantise_columns = quantise_columns, .dequantise_row = dequantise_row,    \
+    .dequantise_columns = dequantise_columns, .part_row = part_row, .swiglu_row = swiglu_row,                \
+    .swiglu_backward_row = swiglu_backward_row
 
 #endif

@@ -19,7 +19,7 @@ enum { MX_BLOCK = 32, MX_BYTES = MX_BLOCK / 2, BIAS = 127, LARGEST_POWER = 8, LE
 
 typedef struct mx_job {
     const from_mxfp4_args *args;
-    row_cut cut; /* of blocks */
+    row_cut cut;        /* of blocks */
     atomic_int largest; /* exponent byte of a block that is not zero; -1: none */
     atomic_bool bad;
     atomic_int_fast64_t rounded;

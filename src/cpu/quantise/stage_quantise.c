@@ -92,8 +92,9 @@ static void quantise_rows_piece(void *arg, int64_t index, int32_t thread)
         const int64_t expert = args->offsets.ndim > 0 ? expert_of_row(&args->offsets, row) : 0;
         const quantise_rule rule = {args->profile, args->choice,
                                     global_at(globals_of(args), args->per, row, expert)};
-        job->kernels->quantise_row(&rule, (const char *)view_row(&args->x, source_row(args, row)) + p.column * element,
-                                   args->x.dtype, p.columns, codes, scales);
+        job->kernels->quantise_row(
+            &rule, (const char *)view_row(&args->x, source_row(args, row)) + p.column * element,
+            args->x.dtype, p.columns, codes, scales);
     }
 }
 

@@ -25,10 +25,10 @@ typedef struct route_job {
     int64_t tokens, experts, dim;
     const float *logits; /* rows of logits_stride: the caller's, or own */
     int64_t logits_stride;
-    float *own;              /* [T, E] */
-    float *d_own;            /* [T, E], where the caller does not want d_logits */
-    float *scores;           /* [threads][2 E] */
-    route_scratch *scratch;  /* [threads] */
+    float *own;             /* [T, E] */
+    float *d_own;           /* [T, E], where the caller does not want d_logits */
+    float *scores;          /* [threads][2 E] */
+    route_scratch *scratch; /* [threads] */
 } route_job;
 
 /* own = hidden weight^T. */

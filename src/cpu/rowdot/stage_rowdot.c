@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_rowdot.c - the rowdot stage: the dot product of two activations, row by row, in f32 over 16 lanes. Limit:
- * both tensors read once. */
+/* stage_rowdot.c - the rowdot stage: the dot product of two activations, row by row, in f32 over 16 lanes.
+ * Limit: both tensors read once. */
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"

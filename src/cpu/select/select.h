@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * select.h - selection on the CPU as inner functions: the scores of a run of tiles (select_score.c) and the lists
- * chosen from them (select_choose.c). Stages compose these.
+ * select.h - selection on the CPU as inner functions: the scores of a run of tiles (select_score.c) and the
+ * lists chosen from them (select_choose.c). Stages compose these.
  */
 #ifndef QUERN_CPU_SELECT_H
 #define QUERN_CPU_SELECT_H
@@ -25,9 +25,9 @@ typedef struct select_plan {
 
 /* What a thread needs to run tasks. */
 typedef struct select_scratch {
-    attend_chunk chunk;  /* queries of up to SELECT_ROWS rows, or of a tile */
-    float *mean;         /* [tiles][dim]: mean_logit */
-    float *s;            /* [SELECT_ROWS][SELECT_KEYS] */
+    attend_chunk chunk;               /* queries of up to SELECT_ROWS rows, or of a tile */
+    float *mean;                      /* [tiles][dim]: mean_logit */
+    float *s;                         /* [SELECT_ROWS][SELECT_KEYS] */
     float *lse2, *max, *sum, *shrink; /* [SELECT_ROWS] */
     int32_t *lo, *seen, *tile_hi;
     float *entries; /* [tiles][width] */
@@ -44,10 +44,11 @@ void select_keys_pack(const stage_exec *exec, const select_plan *plan, void *key
 void select_scratch_carve(const select_plan *plan, arena *a, select_scratch *s);
 
 /* scratch->entries: per tile of [tile0, tile0 + count), sums of probabilities or mean logits by entry. */
-void select_score(const select_plan *plan, const void *keys, int64_t b, int64_t list_head, int64_t tile0, int64_t count, select_scratch *s);
+void select_score(const select_plan *plan, const void *keys, int64_t b, int64_t list_head, int64_t tile0,
+                  int64_t count, select_scratch *s);
 /* Writes tile `tile`'s lists from its row of entries. `row`: its row of the lists. */
-void select_choose(const select_plan *plan, const attend_sequence *seq, int64_t list_head, int64_t tile, int64_t row, float *entries,
-                   select_scratch *s);
+void select_choose(const select_plan *plan, const attend_sequence *seq, int64_t list_head, int64_t tile,
+                   int64_t row, float *entries, select_scratch *s);
 
 /* Entries that query `query` of a sequence sees. */
 static inline int64_t select_seen(const select_plan *plan, const attend_sequence *seq, int64_t query)

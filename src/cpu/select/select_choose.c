@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * select_choose.c - from a tile's scores of entries to its lists: entries to selection blocks by overlap in space,
- * forced blocks, the best of the rest, ascending order; and the groups of entries the compressed branch keeps.
+ * select_choose.c - from a tile's scores of entries to its lists: entries to selection blocks by overlap in
+ * space, forced blocks, the best of the rest, ascending order; and the groups of entries the compressed
+ * branch keeps.
  */
 #include "cpu/rows_at.h"
 #include "cpu/select/select.h"
@@ -11,12 +12,14 @@
 #include <string.h>
 
 /* s[J] = sum over m < l'/d, n < l/d of p[(l'/d) J + m - n]: every entry as often as it overlaps the block. */
-static void map_to_blocks(const select_plan *p, const float *entries, int64_t seen, int64_t first, int64_t end, float *scores)
+static void map_to_blocks(const select_plan *p, const float *entries, int64_t seen, int64_t first,
+                          int64_t end, float *scores)
 {
     const select_args *n = p->args;
     const int64_t per_block = n->select_block / n->stride, per_entry = n->block_size / n->stride;
     for (int64_t j = first; j < end; j++) {
-        const int64_t low = per_block * j - per_entry + 1, high = per_block * (j + 1); /* entries that touch block j */
+        const int64_t low = per_block * j - per_entry + 1,
+                      high = per_block * (j + 1); /* entries that touch block j */
         float sum = 0.0f;
         for (int64_t i = low > 0 ? low : 0; i < high && i < seen; i++) {
             int64_t times = i - low + 1 < high - i ? i - low + 1 : high - i;
@@ -28,9 +31,10 @@ static void map_to_blocks(const select_plan *p, const float *entries, int64_t se
     }
 }
 
-/* The best groups of 128 entries: those of the newest entries seen by the tile's first and last query, then by the
- * mean of their seen entries' scores. */
-static void choose_groups(const select_plan *p, const float *entries, int64_t seen_first, int64_t seen, select_scratch *s, int32_t *out)
+/* The best groups of 128 entries: those of the newest entries seen by the tile's first and last query, then
+ * by the mean of their seen entries' scores. */
+static void choose_groups(const select_plan *p, const float *entries, int64_t seen_first, int64_t seen,
+                          select_scratch *s, int32_t *out)
 {
     const int64_t want = p->args->group_k, groups = mask_blocks(seen, STAGE_GROUP_ENTRIES);
     int64_t count = 0, skip = -1;
@@ -52,7 +56,8 @@ static void choose_groups(const select_plan *p, const float *entries, int64_t se
         for (int x = 0; x < 16; x++) sum += lanes[x];
         s->scores[i] = sum / (float)n;
     }
-    const int64_t found = p->kernels->best_of(s->scores, 0, rest, want - count < rest ? want - count : rest, s->best);
+    const int64_t found =
+        p->kernels->best_of(s->scores, 0, rest, want - count < rest ? want - count : rest, s->best);
     for (int64_t i = 0; i < found; i++) {
         const int32_t x = rank_index(s->best[i]);
         s->chosen[count++] = x + (skip >= 0 && x >= skip);
@@ -61,14 +66,16 @@ static void choose_groups(const select_plan *p, const float *entries, int64_t se
     for (int64_t i = 0; i < want; i++) out[i] = i < count ? s->chosen[i] : -1;
 }
 
-void select_choose(const select_plan *p, const attend_sequence *seq, int64_t list_head, int64_t tile, int64_t row, float *entries,
-                   select_scratch *s)
+void select_choose(const select_plan *p, const attend_sequence *seq, int64_t list_head, int64_t tile,
+                   int64_t row, float *entries, select_scratch *s)
 {
     const select_args *n = p->args;
-    const int64_t first = tile * p->tile, end = first + p->tile < seq->nq ? first + p->tile : seq->nq, view_b = seq->view_b;
+    const int64_t first = tile * p->tile, end = first + p->tile < seq->nq ? first + p->tile : seq->nq,
+                  view_b = seq->view_b;
     const int64_t seen = select_seen(p, seq, end - 1);
     if (is_present(&n->groups))
-        choose_groups(p, entries, select_seen(p, seq, first), seen, s, row_at(&n->groups, view_b, list_head, row));
+        choose_groups(p, entries, select_seen(p, seq, first), seen, s,
+                      row_at(&n->groups, view_b, list_head, row));
     if (!is_present(&n->blocks)) return;
 
     const int64_t candidates = mask_blocks_seen(n->causal, seq->nq, end - 1, n->select_block);

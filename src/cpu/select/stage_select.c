@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_select.c - the select stage: packs the compressed keys, then runs tasks of a few tiles of one list head,
- * late tiles (which see the most entries) first. */
+/* stage_select.c - the select stage: packs the compressed keys, then runs tasks of a few tiles of one list
+ * head, late tiles (which see the most entries) first. */
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
 #include "cpu/select/select.h"
@@ -35,14 +35,17 @@ static void run_task(void *arg, int64_t index, int32_t thread)
 {
     const select_job *job = arg;
     const select_plan *p = job->plan;
-    const int64_t lists = p->args->seqs.batch * p->list_heads, b = index % lists / p->list_heads, list_head = index % p->list_heads;
+    const int64_t lists = p->args->seqs.batch * p->list_heads, b = index % lists / p->list_heads,
+                  list_head = index % p->list_heads;
     const attend_sequence seq = attend_sequence_at(&p->attention, b);
     const int64_t tile0 = (job->pieces - 1 - index / lists) * p->tiles, left = tiles_of(p, seq.nq) - tile0;
     if (left <= 0) return;
-    const int64_t count = left < p->tiles ? left : p->tiles, row0 = first_list_row(&p->args->seqs, p->tile, b) + tile0;
+    const int64_t count = left < p->tiles ? left : p->tiles,
+                  row0 = first_list_row(&p->args->seqs, p->tile, b) + tile0;
     select_scratch *s = &job->scratch[thread];
     select_score(p, job->keys, b, list_head, tile0, count, s);
-    for (int64_t i = 0; i < count; i++) select_choose(p, &seq, list_head, tile0 + i, row0 + i, s->entries + i * p->width, s);
+    for (int64_t i = 0; i < count; i++)
+        select_choose(p, &seq, list_head, tile0 + i, row0 + i, s->entries + i * p->width, s);
 }
 
 /* Rows of packed lists that no tile has: -1, count 0. */
@@ -54,7 +57,8 @@ static void fill_unused(const select_plan *p)
         if (!is_present(lists[i])) continue;
         for (int64_t r = used; r < lists[i]->shape[2]; r++)
             for (int64_t h = 0; h < lists[i]->shape[1]; h++)
-                for (int64_t e = 0; e < lists[i]->shape[3]; e++) ((int32_t *)row_at(lists[i], 0, h, r))[e] = -1;
+                for (int64_t e = 0; e < lists[i]->shape[3]; e++)
+                    ((int32_t *)row_at(lists[i], 0, h, r))[e] = -1;
     }
     for (int64_t r = used; is_present(counts) && r < counts->shape[2]; r++)
         for (int64_t h = 0; h < counts->shape[1]; h++) *(int32_t *)row_at(counts, 0, h, r) = 0;

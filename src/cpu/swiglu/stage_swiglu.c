@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_swiglu.c - SwiGLU and its gradient, a row a task, a strip of columns at a time. Limit: h read once. */
+/* stage_swiglu.c - SwiGLU and its gradient, a row a task, a strip of columns at a time. Limit: h read once.
+ */
 #include "core/parallel.h"
 #include "cpu/kernels/row_kernels.h"
 #include "cpu/quantise/quantise_kernels.h"
@@ -75,7 +76,8 @@ static void write_parts(const swiglu_job *job, int64_t row, int64_t column, int6
 }
 
 /* Adds the product of n values of d and of act from `column` on, by column modulo PARTS. */
-static void add_product(const quern_tensor *act, int64_t row, int64_t column, int64_t n, const float *d, float part[PARTS])
+static void add_product(const quern_tensor *act, int64_t row, int64_t column, int64_t n, const float *d,
+                        float part[PARTS])
 {
     const void *x = view_row(act, row);
     for (int64_t c = 0; c < n; c++) part[c % PARTS] += d[c] * element_of(x, act->dtype, column + c);
@@ -89,7 +91,8 @@ static void backward_row(void *arg, int64_t row, int32_t thread)
     const bool by_slot = args->permutation.ndim > 0;
     const int64_t slot = by_slot ? ((const int32_t *)args->permutation.data)[row] : 0;
     const int64_t per = by_slot ? args->weights.shape[1] : 1, token = slot / per, j = slot % per;
-    const float weight = by_slot ? ((const float *)args->weights.data)[token * args->weights.strides[0] + j] : 1.0f;
+    const float weight =
+        by_slot ? ((const float *)args->weights.data)[token * args->weights.strides[0] + j] : 1.0f;
     float part[2][STRIP], d[STRIP], product[PARTS] = {0}, sum = 0.0f;
     for (int64_t column = 0; column < job->width; column += STRIP) {
         const int64_t n = strip_of(job, column);
@@ -101,7 +104,8 @@ static void backward_row(void *arg, int64_t row, int32_t thread)
         write_parts(job, row, column, n, part);
     }
     for (int64_t i = 0; i < PARTS; i++) sum += product[i];
-    if (args->d_weights.ndim > 0) ((float *)args->d_weights.data)[token * args->d_weights.strides[0] + j] = sum;
+    if (args->d_weights.ndim > 0)
+        ((float *)args->d_weights.data)[token * args->d_weights.strides[0] + j] = sum;
 }
 
 quern_status cpu_swiglu_backward(const stage_exec *exec, const swiglu_args *args, void *workspace)

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_validate_lists.c - the validate_lists stage: whether a handed-in list has entries outside its sequence. The
- * offsets of sequences are checked before any stage: the host can read them. */
+/* stage_validate_lists.c - the validate_lists stage: whether a handed-in list has entries outside its
+ * sequence. The offsets of sequences are checked before any stage: the host can read them. */
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
@@ -23,10 +23,12 @@ static void validate_sequence(void *arg, int64_t index, int32_t thread)
     const int64_t heads = list->shape[1], b = index / heads, h = index % heads, k = list->shape[3];
     const int32_t *cu = a->seqs.cu_q.data;
     const int64_t tokens = cu != NULL ? cu[b + 1] - cu[b] : a->seqs.n_q;
-    const int64_t limit = c->groups ? mask_blocks(mask_entries(tokens, a->block_size, a->stride), STAGE_GROUP_ENTRIES)
-                                    : mask_blocks(tokens, a->select_block);
+    const int64_t limit =
+        c->groups ? mask_blocks(mask_entries(tokens, a->block_size, a->stride), STAGE_GROUP_ENTRIES)
+                  : mask_blocks(tokens, a->select_block);
     int64_t row = first_list_row(&a->seqs, a->tile, b);
-    const int64_t end = cu != NULL ? row + (tokens + a->tile - 1) / a->tile : list->shape[2], view = cu != NULL ? 0 : b;
+    const int64_t end = cu != NULL ? row + (tokens + a->tile - 1) / a->tile : list->shape[2],
+                  view = cu != NULL ? 0 : b;
     bool bad = false;
     for (; row < end; row++) {
         const int32_t *x = row_at(list, view, h, row);
@@ -38,7 +40,8 @@ static void validate_sequence(void *arg, int64_t index, int32_t thread)
 quern_status cpu_validate_lists(const stage_exec *exec, const validate_lists_args *args, void *workspace)
 {
     (void)workspace;
-    list_job lists[] = {{args, &args->blocks, false, QUERN_STATUS_BAD_INDEX}, {args, &args->groups, true, QUERN_STATUS_BAD_GROUP}};
+    list_job lists[] = {{args, &args->blocks, false, QUERN_STATUS_BAD_INDEX},
+                        {args, &args->groups, true, QUERN_STATUS_BAD_GROUP}};
     for (int i = 0; i < 2; i++)
         if (lists[i].list->ndim > 0 && lists[i].list->shape[2] > 0)
             parallel_for(exec, args->seqs.batch * lists[i].list->shape[1], validate_sequence, &lists[i]);

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* barrier.cuh - Hopper's barriers: mbarriers in shared memory, which count arrivals and the bytes of bulk copies, named
- * barriers between some warps of a block, and the hand-over of registers from one warpgroup to another. An mbarrier's
- * phases alternate: a wait for parity 0 ends when the first phase is complete; one for parity 1 on a fresh barrier ends
- * at once. */
+/* barrier.cuh - Hopper's barriers: mbarriers in shared memory, which count arrivals and the bytes of bulk
+ * copies, named barriers between some warps of a block, and the hand-over of registers from one warpgroup to
+ * another. An mbarrier's phases alternate: a wait for parity 0 ends when the first phase is complete; one for
+ * parity 1 on a fresh barrier ends at once. */
 #ifndef QUERN_CUDA_BARRIER_CUH
 #define QUERN_CUDA_BARRIER_CUH
 
@@ -14,7 +14,10 @@ __device__ __forceinline__ void mbar_init(uint32_t bar, uint32_t arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
 /* Shows fresh barriers to the copy engine; a __syncthreads() follows. */
-__device__ __forceinline__ void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void mbar_init_done()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 /* One arrival, and `bytes` more that copies will bring. */
 __device__ __forceinline__ void mbar_expect(uint32_t bar, uint32_t bytes)
@@ -27,14 +30,21 @@ __device__ __forceinline__ void mbar_arrive(uint32_t bar)
 }
 __device__ __forceinline__ void mbar_wait(uint32_t bar, uint32_t parity)
 {
-    asm volatile("{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(bar),
+    asm volatile("{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra "
+                 "DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(bar),
                  "r"(parity)
                  : "memory");
 }
 
 /* Named barrier `id` of `threads` threads, those that only arrive included. __syncthreads() is 0. */
-__device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_sync(int id, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 /* All warps of a warpgroup call; only code compiled for sm_90a may. */
 template <int REGISTERS> __device__ __forceinline__ void registers_up()
@@ -47,16 +57,22 @@ template <int REGISTERS> __device__ __forceinline__ void registers_down()
 }
 
 /* Orders this thread's ordinary accesses to shared memory before the tensor cores' and the copy engine's. */
-__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void async_fence()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
-/* A counter in global memory that orders what threads of different blocks do: everything before an addition comes before
- * what follows a load that saw it. */
+/* A counter in global memory that orders what threads of different blocks do: everything before an addition
+ * comes before what follows a load that saw it. */
 __device__ __forceinline__ int32_t load_acquire(const int32_t *p)
 {
     int32_t x;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
     return x;
 }
-__device__ __forceinline__ void add_release(int32_t *p, int32_t x) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+__device__ __forceinline__ void add_release(int32_t *p, int32_t x)
+{
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
 
 #endif

@@ -20,7 +20,8 @@ template <typename T, bool ONCE = false> __device__ __forceinline__ chunk load_c
     if (vec) {
         uint4 raw[sizeof(T) / 2];
 #pragma unroll
-        for (unsigned i = 0; i < sizeof(T) / 2; i++) raw[i] = ONCE ? __ldcs((const uint4 *)p + i) : __ldg((const uint4 *)p + i);
+        for (unsigned i = 0; i < sizeof(T) / 2; i++)
+            raw[i] = ONCE ? __ldcs((const uint4 *)p + i) : __ldg((const uint4 *)p + i);
         const T *t = (const T *)raw;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) c.x[i] = to_float<T>(t[i]);

@@ -48,13 +48,17 @@ static inline view3 view3_of(const quern_tensor &t)
     return v;
 }
 
-static inline bool present(const quern_tensor &t) { return t.ndim > 0; }
+static inline bool present(const quern_tensor &t)
+{
+    return t.ndim > 0;
+}
 
 /* Whether the kernels take two head dims (0: absent); if not, says so. */
 static inline bool dims_fit(int64_t dim_k, int64_t dim_v, char why[STAGE_WHY_BYTES])
 {
     if (dim_k <= 256 && dim_v <= 256) return true;
-    snprintf(why, STAGE_WHY_BYTES, "head dims %lld and %lld: the cuda backend takes multiples of 8 up to 256", (long long)dim_k, (long long)dim_v);
+    snprintf(why, STAGE_WHY_BYTES, "head dims %lld and %lld: the cuda backend takes multiples of 8 up to 256",
+             (long long)dim_k, (long long)dim_v);
     return false;
 }
 
@@ -67,13 +71,31 @@ static inline bool rows_aligned16(const quern_tensor &t)
     return ok;
 }
 
-template <typename T> __device__ __forceinline__ float to_float(T x) { return (float)x; }
-template <> __device__ __forceinline__ float to_float<bf16>(bf16 x) { return __bfloat162float(x); }
-template <> __device__ __forceinline__ float to_float<__half>(__half x) { return __half2float(x); }
+template <typename T> __device__ __forceinline__ float to_float(T x)
+{
+    return (float)x;
+}
+template <> __device__ __forceinline__ float to_float<bf16>(bf16 x)
+{
+    return __bfloat162float(x);
+}
+template <> __device__ __forceinline__ float to_float<__half>(__half x)
+{
+    return __half2float(x);
+}
 template <typename T> __device__ __forceinline__ T from_float(float x);
-template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
-template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <> __device__ __forceinline__ float from_float<float>(float x)
+{
+    return x;
+}
+template <> __device__ __forceinline__ bf16 from_float<bf16>(float x)
+{
+    return __float2bfloat16_rn(x);
+}
+template <> __device__ __forceinline__ __half from_float<__half>(float x)
+{
+    return __float2half_rn(x);
+}
 
 /* The sequences of a call: fixed length, or packed with borders on the device. */
 struct seqs {
@@ -110,8 +132,8 @@ __device__ __forceinline__ sequence sequence_at(const seqs &s, int64_t b)
 
 /* Cuts every sequence into pieces of `unit` rows, `per_query` rows a query: piece `i` starts at row *first
  * of *seq. False past the last piece. */
-__device__ __forceinline__ bool piece_at(const seqs &s, int64_t i, int64_t unit, int64_t per_query, sequence *seq,
-                                         int64_t *first)
+__device__ __forceinline__ bool piece_at(const seqs &s, int64_t i, int64_t unit, int64_t per_query,
+                                         sequence *seq, int64_t *first)
 {
     if (s.cu_q == NULL) {
         const int64_t per = (s.n_q * per_query + unit - 1) / unit;
@@ -154,7 +176,10 @@ static inline fast_div fast_div_by(uint32_t d)
     return f;
 }
 
-__device__ __forceinline__ uint32_t quotient(uint32_t x, const fast_div &f) { return (__umulhi(x, f.m) + x) >> f.s; }
+__device__ __forceinline__ uint32_t quotient(uint32_t x, const fast_div &f)
+{
+    return (__umulhi(x, f.m) + x) >> f.s;
+}
 
 /* libquern's error_set(). */
 quern_status (*cuda_set_error())(quern_status, const char *, ...);

@@ -3,13 +3,14 @@
 /*
  * gemm.cu - the one file that knows cuBLASLt.
  *
- * libquern_cuda holds no reference to the library: it is opened when a call first asks for a product, so that the
- * rest runs on machines without it: QUERN_CUBLASLT names its file, else it lies beside libquern_cuda or where the loader
- * looks. Where it is absent compression multiplies in f32, slowly. A product's algorithm is chosen once per device and shape, from those without
- * sums in an open order: whole sums, or shares that meet in the scratch in f32. What was chosen stays in a table of
- * fixed size, the oldest replaced; the lock is held while a product is put into its stream, which is when the
- * descriptors are read. Making a handle and loading a kernel may allocate; a stream that is being captured by this
- * thread allows it where the thread's mode is relaxed meanwhile, and nothing of it becomes part of the graph.
+ * libquern_cuda holds no reference to the library: it is opened when a call first asks for a product, so that
+ * the rest runs on machines without it: QUERN_CUBLASLT names its file, else it lies beside libquern_cuda or
+ * where the loader looks. Where it is absent compression multiplies in f32, slowly. A product's algorithm is
+ * chosen once per device and shape, from those without sums in an open order: whole sums, or shares that meet
+ * in the scratch in f32. What was chosen stays in a table of fixed size, the oldest replaced; the lock is
+ * held while a product is put into its stream, which is when the descriptors are read. Making a handle and
+ * loading a kernel may allocate; a stream that is being captured by this thread allows it where the thread's
+ * mode is relaxed meanwhile, and nothing of it becomes part of the graph.
  *
  * cuBLASLt counts matrices column by column: C^T = B^T A^T in its terms.
  */
@@ -33,11 +34,13 @@ size_t gemm_scratch_bytes(size_t c_bytes)
 #define TEXT2(x) #x
 #define TEXT(x) TEXT2(x)
 
-#define CALLS(X)                                                                                                             \
-    X(cublasLtCreate) X(cublasLtMatmul) X(cublasLtMatmulAlgoGetHeuristic) X(cublasLtMatmulDescCreate)                        \
-    X(cublasLtMatmulDescDestroy) X(cublasLtMatmulDescSetAttribute) X(cublasLtMatrixLayoutCreate)                             \
-    X(cublasLtMatrixLayoutDestroy) X(cublasLtMatrixLayoutSetAttribute) X(cublasLtMatmulPreferenceCreate)                     \
-    X(cublasLtMatmulPreferenceDestroy) X(cublasLtMatmulPreferenceSetAttribute)
+#define CALLS(X)                                                                                             \
+    X(cublasLtCreate)                                                                                        \
+    X(cublasLtMatmul) X(cublasLtMatmulAlgoGetHeuristic) X(cublasLtMatmulDescCreate)                          \
+        X(cublasLtMatmulDescDestroy) X(cublasLtMatmulDescSetAttribute) X(cublasLtMatrixLayoutCreate)         \
+            X(cublasLtMatrixLayoutDestroy) X(cublasLtMatrixLayoutSetAttribute)                               \
+                X(cublasLtMatmulPreferenceCreate) X(cublasLtMatmulPreferenceDestroy)                         \
+                    X(cublasLtMatmulPreferenceSetAttribute)
 
 enum { DEVICES = 64, PLANS = 64, CHOICES = 8 };
 
@@ -81,15 +84,18 @@ struct relaxed_capture {
     ~relaxed_capture() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
 };
 
-static cublasStatus_t make_layout(cublasLtMatrixLayout_t *layout, cudaDataType_t type, int64_t rows, int64_t columns, int64_t ld, int64_t batch,
-                                  int64_t stride)
+static cublasStatus_t make_layout(cublasLtMatrixLayout_t *layout, cudaDataType_t type, int64_t rows,
+                                  int64_t columns, int64_t ld, int64_t batch, int64_t stride)
 {
     const int32_t count = (int32_t)batch;
-    cublasStatus_t status = lt.cublasLtMatrixLayoutCreate(layout, type, (uint64_t)rows, (uint64_t)columns, ld);
+    cublasStatus_t status =
+        lt.cublasLtMatrixLayoutCreate(layout, type, (uint64_t)rows, (uint64_t)columns, ld);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = lt.cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count);
+        status = lt.cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count,
+                                                     sizeof count);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = lt.cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
+        status = lt.cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                                     &stride, sizeof stride);
     return status;
 }
 
@@ -97,23 +103,31 @@ static cublasStatus_t describe(plan *p)
 {
     const gemm_shape &s = p->shape;
     const cudaDataType_t type = s.f16 ? CUDA_R_16F : CUDA_R_16BF;
-    const cublasOperation_t first = s.b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, second = s.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const cublasOperation_t first = s.b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N,
+                            second = s.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
     cublasStatus_t status = lt.cublasLtMatmulDescCreate(&p->product, CUBLAS_COMPUTE_32F, CUDA_R_32F);
-    if (status == CUBLAS_STATUS_SUCCESS) status = lt.cublasLtMatmulDescSetAttribute(p->product, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first);
-    if (status == CUBLAS_STATUS_SUCCESS) status = lt.cublasLtMatmulDescSetAttribute(p->product, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = make_layout(&p->layout[0], type, s.b_transposed ? s.k : s.n, s.b_transposed ? s.n : s.k, s.ldb, s.batch, s.b_stride);
+        status =
+            lt.cublasLtMatmulDescSetAttribute(p->product, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = make_layout(&p->layout[1], type, s.a_transposed ? s.m : s.k, s.a_transposed ? s.k : s.m, s.lda, s.batch, s.a_stride);
-    if (status == CUBLAS_STATUS_SUCCESS) status = make_layout(&p->layout[2], CUDA_R_32F, s.n, s.m, s.ldc, s.batch, s.c_stride);
+        status = lt.cublasLtMatmulDescSetAttribute(p->product, CUBLASLT_MATMUL_DESC_TRANSB, &second,
+                                                   sizeof second);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = make_layout(&p->layout[0], type, s.b_transposed ? s.k : s.n, s.b_transposed ? s.n : s.k,
+                             s.ldb, s.batch, s.b_stride);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = make_layout(&p->layout[1], type, s.a_transposed ? s.m : s.k, s.a_transposed ? s.k : s.m,
+                             s.lda, s.batch, s.a_stride);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = make_layout(&p->layout[2], CUDA_R_32F, s.n, s.m, s.ldc, s.batch, s.c_stride);
     return status;
 }
 
 static cublasStatus_t choose(plan *p)
 {
     static const cublasLtMatmulPreferenceAttributes_t aligned[] = {
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
     const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, alignment = GEMM_ALIGN;
     const uint64_t scratch = (uint64_t)p->shape.scratch_bytes;
     cublasLtMatmulPreference_t wanted = NULL;
@@ -121,14 +135,17 @@ static cublasStatus_t choose(plan *p)
     int count = 0;
     cublasStatus_t status = lt.cublasLtMatmulPreferenceCreate(&wanted);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
-    status = lt.cublasLtMatmulPreferenceSetAttribute(wanted, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &scratch, sizeof scratch);
+    status = lt.cublasLtMatmulPreferenceSetAttribute(wanted, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                     &scratch, sizeof scratch);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = lt.cublasLtMatmulPreferenceSetAttribute(wanted, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions, sizeof reductions);
+        status = lt.cublasLtMatmulPreferenceSetAttribute(wanted, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                                         &reductions, sizeof reductions);
     for (int i = 0; i < 4 && status == CUBLAS_STATUS_SUCCESS; i++)
         status = lt.cublasLtMatmulPreferenceSetAttribute(wanted, aligned[i], &alignment, sizeof alignment);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = lt.cublasLtMatmulAlgoGetHeuristic(handles[p->device], p->product, p->layout[0], p->layout[1], p->layout[2], p->layout[2], wanted,
-                                                   CHOICES, found, &count);
+        status =
+            lt.cublasLtMatmulAlgoGetHeuristic(handles[p->device], p->product, p->layout[0], p->layout[1],
+                                              p->layout[2], p->layout[2], wanted, CHOICES, found, &count);
     (void)lt.cublasLtMatmulPreferenceDestroy(wanted);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
     for (int i = 0; i < count; i++)
@@ -151,11 +168,13 @@ static void forget(plan *p)
 static cublasStatus_t plan_for(int device, const gemm_shape &shape, const plan **found)
 {
     for (int i = 0; i < PLANS; i++)
-        if (plans[i].product != NULL && plans[i].device == device && memcmp(&plans[i].shape, &shape, sizeof shape) == 0) {
+        if (plans[i].product != NULL && plans[i].device == device &&
+            memcmp(&plans[i].shape, &shape, sizeof shape) == 0) {
             *found = &plans[i];
             return CUBLAS_STATUS_SUCCESS;
         }
-    cublasStatus_t status = handles[device] == NULL ? lt.cublasLtCreate(&handles[device]) : CUBLAS_STATUS_SUCCESS;
+    cublasStatus_t status =
+        handles[device] == NULL ? lt.cublasLtCreate(&handles[device]) : CUBLAS_STATUS_SUCCESS;
     if (status != CUBLAS_STATUS_SUCCESS) return status;
     plan *p = &plans[next_plan];
     next_plan = (next_plan + 1) % PLANS;
@@ -169,7 +188,8 @@ static cublasStatus_t plan_for(int device, const gemm_shape &shape, const plan *
     return status;
 }
 
-quern_status gemm_run(const gemm_shape &s, const void *a, const void *b, float *c, bool add, void *scratch, cudaStream_t stream)
+quern_status gemm_run(const gemm_shape &s, const void *a, const void *b, float *c, bool add, void *scratch,
+                      cudaStream_t stream)
 {
     const float one = 1.0f, old = add ? 1.0f : 0.0f;
     const relaxed_capture relaxed;
@@ -177,21 +197,30 @@ quern_status gemm_run(const gemm_shape &s, const void *a, const void *b, float *
     int device = 0;
     const cudaError_t code = cudaGetDevice(&device);
     if (code != cudaSuccess) return cuda_report(code, "asking for the device");
-    if (device >= DEVICES) return cuda_set_error()(QUERN_ERR_UNSUPPORTED, "cuda:%d: products run on cuda:0 to cuda:%d", device, DEVICES - 1);
+    if (device >= DEVICES)
+        return cuda_set_error()(QUERN_ERR_UNSUPPORTED, "cuda:%d: products run on cuda:0 to cuda:%d", device,
+                                DEVICES - 1);
     pthread_mutex_lock(&lock);
     cublasStatus_t status = plan_for(device, s, &p);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = lt.cublasLtMatmul(handles[device], p->product, &one, b, p->layout[0], a, p->layout[1], &old, c, p->layout[2], c, p->layout[2],
-                                   &p->algorithm, scratch, (size_t)s.scratch_bytes, stream);
+        status = lt.cublasLtMatmul(handles[device], p->product, &one, b, p->layout[0], a, p->layout[1], &old,
+                                   c, p->layout[2], c, p->layout[2], &p->algorithm, scratch,
+                                   (size_t)s.scratch_bytes, stream);
     pthread_mutex_unlock(&lock);
     if (status == CUBLAS_STATUS_SUCCESS) return QUERN_OK;
     (void)cudaGetLastError();
     return cuda_set_error()(status == CUBLAS_STATUS_NOT_SUPPORTED ? QUERN_ERR_UNSUPPORTED : QUERN_ERR_DEVICE,
-                            "cuda, a product of %lld x %lld x %lld: cuBLASLt's status %d", (long long)s.m, (long long)s.n, (long long)s.k,
-                            (int)status);
+                            "cuda, a product of %lld x %lld x %lld: cuBLASLt's status %d", (long long)s.m,
+                            (long long)s.n, (long long)s.k, (int)status);
 }
 #else
-bool gemm_available() { return false; }
+bool gemm_available()
+{
+    return false;
+}
 
-quern_status gemm_run(const gemm_shape &, const void *, const void *, float *, bool, void *, cudaStream_t) { return QUERN_ERR_INTERNAL; }
+quern_status gemm_run(const gemm_shape &, const void *, const void *, float *, bool, void *, cudaStream_t)
+{
+    return QUERN_ERR_INTERNAL;
+}
 #endif

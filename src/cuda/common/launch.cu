@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* launch.cu - what launches ask of CUDA once and remember: that a kernel may have its dynamic shared memory. A call to CUDA
- * costs as much as a tenth of a launch. */
+/* launch.cu - what launches ask of CUDA once and remember: that a kernel may have its dynamic shared memory.
+ * A call to CUDA costs as much as a tenth of a launch. */
 #include "common/launch.cuh"
 
 #include <atomic>
@@ -58,7 +58,9 @@ cudaError_t shared_allow(const void *kernel, size_t bytes)
 bool shared_fits(const stage_exec *exec, size_t bytes, const char *what, char why[STAGE_WHY_BYTES])
 {
     if (bytes <= exec->shared_bytes) return true;
-    snprintf(why, STAGE_WHY_BYTES, "%s at this head dim, dtype and list length takes %zu bytes of shared memory a block: cuda:%d offers %zu", what,
-             bytes, exec->device_id, exec->shared_bytes);
+    snprintf(why, STAGE_WHY_BYTES,
+             "%s at this head dim, dtype and list length takes %zu bytes of shared memory a block: cuda:%d "
+             "offers %zu",
+             what, bytes, exec->device_id, exec->shared_bytes);
     return false;
 }

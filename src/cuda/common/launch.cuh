@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* launch.cuh - launches with dynamic shared memory. A stage's `supports` goes the same way as its `run`, with a launcher
- * that only notes how much the kernels would take, so that what a smaller GPU cannot hold is refused before anything
- * is written. */
+/* launch.cuh - launches with dynamic shared memory. A stage's `supports` goes the same way as its `run`, with
+ * a launcher that only notes how much the kernels would take, so that what a smaller GPU cannot hold is
+ * refused before anything is written. */
 #ifndef QUERN_CUDA_LAUNCH_CUH
 #define QUERN_CUDA_LAUNCH_CUH
 
@@ -14,12 +14,16 @@ struct launcher {
 };
 
 /* Blocks of `threads` that hold n threads. */
-static inline unsigned blocks_for(int64_t n, int threads) { return (unsigned)((n + threads - 1) / threads); }
+static inline unsigned blocks_for(int64_t n, int threads)
+{
+    return (unsigned)((n + threads - 1) / threads);
+}
 
 /* Lets a kernel have `bytes` of dynamic shared memory on the current device. */
 cudaError_t shared_allow(const void *kernel, size_t bytes);
 template <typename K, typename... Args>
-static quern_status launch_shared(const launcher &to, K kernel, dim3 grid, int threads, size_t bytes, const char *what, const Args &...args)
+static quern_status launch_shared(const launcher &to, K kernel, dim3 grid, int threads, size_t bytes,
+                                  const char *what, const Args &...args)
 {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return QUERN_OK;
     if (to.most != NULL) {
@@ -32,7 +36,8 @@ static quern_status launch_shared(const launcher &to, K kernel, dim3 grid, int t
     return LAUNCHED(what);
 }
 
-/* Whether the device's blocks can have `bytes`; if not, says so. Kernels with dynamic shared memory have no other. */
+/* Whether the device's blocks can have `bytes`; if not, says so. Kernels with dynamic shared memory have no
+ * other. */
 bool shared_fits(const stage_exec *exec, size_t bytes, const char *what, char why[STAGE_WHY_BYTES]);
 
 #endif

@@ -8,7 +8,8 @@
 
 /* Packed batches: writes `value` to the rows past the last border (of the queries, or of the keys). Absent
  * tensors and fixed lengths: nothing to do. */
-quern_status fill_tail(const stage_exec *exec, const stage_seqs *s, bool queries, const quern_tensor *t, float value);
+quern_status fill_tail(const stage_exec *exec, const stage_seqs *s, bool queries, const quern_tensor *t,
+                       float value);
 quern_status fill_tail_stat(const stage_exec *exec, const stage_seqs *s, const quern_tensor *t, float value);
 
 #endif

@@ -11,13 +11,15 @@ bool tma_can(const quern_tensor &t)
     for (int i = 0; i < 4; i++)
         if (t.shape[i] < 1 || t.shape[i] > INT32_MAX) return false;
     for (int i = 0; i < 3; i++)
-        if (t.shape[i] > 1 && (t.strides[i] < 1 || t.strides[i] % 8 != 0 || t.strides[i] >= (int64_t)1 << 38)) return false;
+        if (t.shape[i] > 1 && (t.strides[i] < 1 || t.strides[i] % 8 != 0 || t.strides[i] >= (int64_t)1 << 38))
+            return false;
     return true;
 }
 
-typedef CUresult tensor_map_encoder(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                                    const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                                    CUtensorMapFloatOOBfill);
+typedef CUresult tensor_map_encoder(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                                    const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                                    const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                    CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 static cudaError_t find_encoder(tensor_map_encoder **encoder)
 {
@@ -26,7 +28,8 @@ static cudaError_t find_encoder(tensor_map_encoder **encoder)
     if (*encoder != NULL) return cudaSuccess;
     void *found = NULL;
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t code = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    const cudaError_t code =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
     if (code != cudaSuccess) return code;
     if (result != cudaDriverEntryPointSuccess || found == NULL) return cudaErrorSymbolNotFound;
     *encoder = (tensor_map_encoder *)found;
@@ -43,12 +46,17 @@ quern_status tma_describe(CUtensorMap *map, const quern_tensor &t, int heads, in
     const CUtensorMapDataType type = t.dtype == QUERN_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                      : t.dtype == QUERN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    const cuuint64_t shape[4] = {(cuuint64_t)t.shape[3], (cuuint64_t)t.shape[2], (cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]};
+    const cuuint64_t shape[4] = {(cuuint64_t)t.shape[3], (cuuint64_t)t.shape[2], (cuuint64_t)t.shape[1],
+                                 (cuuint64_t)t.shape[0]};
     cuuint64_t strides[3];
-    for (int i = 0; i < 3; i++) strides[i] = t.shape[2 - i] > 1 ? (cuuint64_t)(t.strides[2 - i] * size) : 16; /* of one, the stride is nothing */
-    const cuuint32_t box[4] = {(cuuint32_t)(128 / size), (cuuint32_t)heads, (cuuint32_t)rows, 1}, steps[4] = {1, 1, 1, 1};
-    const CUresult result = encode(map, type, 4, t.data,
-                                   shape, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+    for (int i = 0; i < 3; i++)
+        strides[i] = t.shape[2 - i] > 1 ? (cuuint64_t)(t.strides[2 - i] * size)
+                                        : 16; /* of one, the stride is nothing */
+    const cuuint32_t box[4] = {(cuuint32_t)(128 / size), (cuuint32_t)heads, (cuuint32_t)rows, 1},
+                     steps[4] = {1, 1, 1, 1};
+    const CUresult result = encode(map, type, 4, t.data, shape, strides, box, steps,
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return cuda_report(result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue, "describing a tensor to the copy engine");
+    return cuda_report(result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue,
+                       "describing a tensor to the copy engine");
 }

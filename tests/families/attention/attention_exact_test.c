@@ -28,7 +28,8 @@ static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
 
 enum { OUTPUTS = 5 };
 
-/* On the GPU (tests/gpu) rows that are not aligned to 16 bytes take other kernels, whose sums have another order. */
+/* On the GPU (tests/gpu) rows that are not aligned to 16 bytes take other kernels, whose sums have another
+ * order. */
 #ifdef QUERN_TEST_GPU
 static const test_layout layouts[] = {TEST_SPACED};
 #else
@@ -61,7 +62,8 @@ static void check_same(attention_case *a, attention_case *b, const char *label)
 }
 
 /* Two cases with the same inputs: the second of layout `layout`. */
-static void make_pair(attention_case pair[2], const oracle_dense *dense, quern_dtype dtype, test_layout layout, test_random *random)
+static void make_pair(attention_case pair[2], const oracle_dense *dense, quern_dtype dtype,
+                      test_layout layout, test_random *random)
 {
     attention_case_make(&pair[0], dense, dtype, TEST_CONTIGUOUS, random);
     attention_case_make(&pair[1], dense, dtype, layout, random);
@@ -86,8 +88,9 @@ static void bits_do_not_depend_on_threads_runs_or_strides(void **state)
                 run(&pair[0], level, 1);
                 for (int32_t threads = 1; threads <= 3; threads++) {
                     char label[100];
-                    snprintf(label, sizeof label, "case %zu, %s, %s, %s, %d threads", i, quern_dtype_name(dtypes[d % 3]),
-                             test_layout_name(layouts[d / 3]), quern_cpu_level_name(level), threads);
+                    snprintf(label, sizeof label, "case %zu, %s, %s, %s, %d threads", i,
+                             quern_dtype_name(dtypes[d % 3]), test_layout_name(layouts[d / 3]),
+                             quern_cpu_level_name(level), threads);
                     run(&pair[1], level, threads);
                     check_same(&pair[0], &pair[1], label);
                 }
@@ -120,8 +123,10 @@ static void a_child_of_fork_computes_the_same(void **state)
         void *workspace = malloc(forward > backward ? forward : backward);
         test_tensor *x[OUTPUTS], *y[OUTPUTS];
         alarm(60);
-        int code = quern_attention_forward(ctx, NULL, &again.params, &again.tensors, workspace, forward) != QUERN_OK;
-        code |= quern_attention_backward(ctx, NULL, &again.params, &again.tensors, workspace, backward) != QUERN_OK;
+        int code =
+            quern_attention_forward(ctx, NULL, &again.params, &again.tensors, workspace, forward) != QUERN_OK;
+        code |= quern_attention_backward(ctx, NULL, &again.params, &again.tensors, workspace, backward) !=
+                QUERN_OK;
         outputs_of(&c, x);
         outputs_of(&again, y);
         for (int i = 0; i < OUTPUTS; i++) code |= !test_tensor_same_bits(x[i], y[i]) << 1;
@@ -129,7 +134,8 @@ static void a_child_of_fork_computes_the_same(void **state)
     }
     int status;
     assert_int_equal(waitpid(child, &status, 0), child);
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) fail_msg("the child came back with status %#x", (unsigned)status);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
+        fail_msg("the child came back with status %#x", (unsigned)status);
     attention_case_free(&c);
     attention_case_free(&again);
     quern_context_destroy(ctx);
@@ -168,7 +174,8 @@ static void plant(test_tensor *t, int64_t row, int64_t column, double value)
     free(x);
 }
 
-static void check_finite_alike(const test_tensor *t, const double *reference, const char *name, const char *label)
+static void check_finite_alike(const test_tensor *t, const double *reference, const char *name,
+                               const char *label)
 {
     double *x = test_tensor_get(t);
     for (int64_t i = 0; i < test_tensor_count(t); i++)
@@ -177,10 +184,11 @@ static void check_finite_alike(const test_tensor *t, const double *reference, co
     free(x);
 }
 
-/* NaN and infinity in a key, a value, a query or a gradient row: what the oracle makes finite stays finite, what
- * it does not shows. A causal window leaves rows on both sides that do not see the key; with 32 heads to a key
- * head, the rows of one query fill a tile. */
-static void check_specials(const oracle_dense *dense, int64_t row, quern_dtype dtype, double special, int where, test_random *random)
+/* NaN and infinity in a key, a value, a query or a gradient row: what the oracle makes finite stays finite,
+ * what it does not shows. A causal window leaves rows on both sides that do not see the key; with 32 heads to
+ * a key head, the rows of one query fill a tile. */
+static void check_specials(const oracle_dense *dense, int64_t row, quern_dtype dtype, double special,
+                           int where, test_random *random)
 {
     static const char *const names[] = {"k", "v", "q", "d_o"};
     attention_case c;
@@ -190,8 +198,8 @@ static void check_specials(const oracle_dense *dense, int64_t row, quern_dtype d
     attention_reference r = attention_case_reference(&c);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         char label[100];
-        snprintf(label, sizeof label, "%g in %s[%lld], g %lld, %s, %s", special, names[where], (long long)row, (long long)(dense->h / dense->hkv),
-                 quern_dtype_name(dtype), quern_cpu_level_name(level));
+        snprintf(label, sizeof label, "%g in %s[%lld], g %lld, %s, %s", special, names[where], (long long)row,
+                 (long long)(dense->h / dense->hkv), quern_dtype_name(dtype), quern_cpu_level_name(level));
         run(&c, level, 1);
         check_finite_alike(&c.o, r.o, "o", label);
         check_finite_alike(&c.d_q, r.d_q, "d_q", label);
@@ -233,14 +241,16 @@ static void gradients_at_the_largest_scale_are_finite(void **state)
             const test_tensor *const gradients[] = {&c.d_q, &c.d_k, &c.d_v};
             for (int i = 0; i < 3; i++) {
                 double *x = test_tensor_get(gradients[i]);
-                for (int64_t j = 0; j < test_tensor_count(gradients[i]); j++) assert_true(dtypes[d] == QUERN_F16 ? !isnan(x[j]) : isfinite(x[j]));
+                for (int64_t j = 0; j < test_tensor_count(gradients[i]); j++)
+                    assert_true(dtypes[d] == QUERN_F16 ? !isnan(x[j]) : isfinite(x[j]));
                 free(x);
             }
             attention_case_free(&c);
         }
 }
 
-/* A view of the same shape whose strides reach past 2^31 elements, in a mapping that only what is touched costs. */
+/* A view of the same shape whose strides reach past 2^31 elements, in a mapping that only what is touched
+ * costs. */
 static test_tensor spread(const test_tensor *t, char **next)
 {
     test_tensor far = *t;
@@ -248,8 +258,13 @@ static test_tensor spread(const test_tensor *t, char **next)
     far.buffer = far.snapshot = t->buffer; /* of no bytes: nothing to compare outside the elements */
     far.bytes = 0;
     far.view.data = *next;
-    if (t->view.ndim == 4) far.view.strides[0] = t->view.shape[1] * row, far.view.strides[1] = row;
-    else far.view.strides[0] = t->view.shape[1] * row, far.view.strides[1] = row; /* lse [B, H, N] */
+    if (t->view.ndim == 4) {
+        far.view.strides[0] = t->view.shape[1] * row;
+        far.view.strides[1] = row;
+    } else {
+        far.view.strides[0] = t->view.shape[1] * row;
+        far.view.strides[1] = row;
+    } /* lse [B, H, N] */
     *next += (far.view.strides[0] * t->view.shape[0] + 64) * (int64_t)quern_dtype_size(t->view.dtype);
     return far;
 }
@@ -260,7 +275,9 @@ static void offsets_past_2_to_the_31(void **state)
     const size_t bytes = (size_t)1 << 39;
     test_random random = {1};
     (void)state;
-    char *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0), *next = memory;
+    char *memory =
+             mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0),
+         *next = memory;
     if (memory == MAP_FAILED) {
         print_message("no address space for this test on this machine\n");
         skip();
@@ -270,8 +287,9 @@ static void offsets_past_2_to_the_31(void **state)
         attention_case_make(&c, &dense, dtypes[d], TEST_CONTIGUOUS, &random);
         run(&c, QUERN_CPU_LEVEL_AUTO, 2);
         test_tensor *near[] = {&c.q, &c.k, &c.v, &c.d_o, &c.o, &c.lse, &c.d_q, &c.d_k, &c.d_v};
-        const quern_tensor **slots[] = {&c.tensors.q,   &c.tensors.k,   &c.tensors.v,   &c.tensors.d_o, &c.tensors.o,
-                                        &c.tensors.lse, &c.tensors.d_q, &c.tensors.d_k, &c.tensors.d_v};
+        const quern_tensor **slots[] = {&c.tensors.q,   &c.tensors.k,   &c.tensors.v,
+                                        &c.tensors.d_o, &c.tensors.o,   &c.tensors.lse,
+                                        &c.tensors.d_q, &c.tensors.d_k, &c.tensors.d_v};
         test_tensor far[9];
         for (int i = 0; i < 9; i++) {
             far[i] = spread(near[i], &next);
@@ -287,8 +305,10 @@ static void offsets_past_2_to_the_31(void **state)
         assert_int_equal(quern_attention_forward_workspace(ctx, &c.params, &c.tensors, &forward), QUERN_OK);
         assert_int_equal(quern_attention_backward_workspace(ctx, &c.params, &c.tensors, &backward), QUERN_OK);
         void *workspace = malloc(forward > backward ? forward : backward);
-        if (quern_attention_forward(ctx, NULL, &c.params, &c.tensors, workspace, forward) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
-        if (quern_attention_backward(ctx, NULL, &c.params, &c.tensors, workspace, backward) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+        if (quern_attention_forward(ctx, NULL, &c.params, &c.tensors, workspace, forward) != QUERN_OK)
+            fail_msg("%s", quern_last_error(ctx));
+        if (quern_attention_backward(ctx, NULL, &c.params, &c.tensors, workspace, backward) != QUERN_OK)
+            fail_msg("%s", quern_last_error(ctx));
         for (int i = 4; i < 9; i++) assert_true(test_tensor_same_bits(near[i], &far[i]));
         free(workspace);
         quern_context_destroy(ctx);

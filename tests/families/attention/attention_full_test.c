@@ -11,16 +11,19 @@
 static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
 
 /* `given`: the o that backward is handed, which the reference's gradients belong to. */
-static void check_levels(attention_case *c, const attention_reference *reference, const double *given, const char *layout, int32_t threads)
+static void check_levels(attention_case *c, const attention_reference *reference, const double *given,
+                         const char *layout, int32_t threads)
 {
     const oracle_dense *a = &c->dense;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         quern_context *ctx = test_context(level, threads);
         char label[250];
-        snprintf(label, sizeof label, "B %lld Nq %lld Nkv %lld H %lld/%lld D %lld/%lld %s window %lld offset %lld%s, %s, %s, %s",
-                 (long long)a->batch, (long long)a->nq, (long long)a->nkv, (long long)a->h, (long long)a->hkv, (long long)a->d,
-                 (long long)a->dv, a->causal ? "causal" : "full", (long long)a->window, (long long)a->query_offset,
-                 a->cu_q != NULL ? " varlen" : "", quern_dtype_name(c->dtype), layout, quern_cpu_level_name(level));
+        snprintf(label, sizeof label,
+                 "B %lld Nq %lld Nkv %lld H %lld/%lld D %lld/%lld %s window %lld offset %lld%s, %s, %s, %s",
+                 (long long)a->batch, (long long)a->nq, (long long)a->nkv, (long long)a->h, (long long)a->hkv,
+                 (long long)a->d, (long long)a->dv, a->causal ? "causal" : "full", (long long)a->window,
+                 (long long)a->query_offset, a->cu_q != NULL ? " varlen" : "", quern_dtype_name(c->dtype),
+                 layout, quern_cpu_level_name(level));
         attention_case_reset(c);
         attention_case_forward(c, ctx);
         attention_case_check_forward(c, reference, label);
@@ -41,7 +44,8 @@ static attention_reference reference_and_o(attention_case *c, double **given)
     return reference;
 }
 
-static void check_case(const oracle_dense *dense, quern_dtype dtype, test_layout layout, int32_t threads, test_random *random)
+static void check_case(const oracle_dense *dense, quern_dtype dtype, test_layout layout, int32_t threads,
+                       test_random *random)
 {
     attention_case c;
     double *given;
@@ -53,7 +57,8 @@ static void check_case(const oracle_dense *dense, quern_dtype dtype, test_layout
     attention_case_free(&c);
 }
 
-/* Inputs that every dtype holds exactly, and o rounded to bf16 for all of them, so that the oracle answers once. */
+/* Inputs that every dtype holds exactly, and o rounded to bf16 for all of them, so that the oracle answers
+ * once. */
 static void every_head_dim(void **state)
 {
     test_random random = {test_seed("every_head_dim", 1)};
@@ -95,7 +100,9 @@ static void random_cases(void **state)
     (void)state;
     for (int i = 0; i < test_trials(150); i++) {
         int32_t cu_q[MOST_SEQUENCES + 1], cu_kv[MOST_SEQUENCES + 1];
-        oracle_dense a = {.batch = test_random_int(&random, 1, 3), .causal = !test_random_one_in(&random, 3), .query_offset = -1};
+        oracle_dense a = {.batch = test_random_int(&random, 1, 3),
+                          .causal = !test_random_one_in(&random, 3),
+                          .query_offset = -1};
         a.hkv = test_random_int(&random, 1, 3);
         a.h = a.hkv * test_random_int(&random, 1, test_random_one_in(&random, 5) ? 16 : 4);
         a.d = 8 * test_random_int(&random, 1, test_random_one_in(&random, 5) ? 32 : 10);
@@ -116,7 +123,8 @@ static void random_cases(void **state)
             }
         }
         a.scale = (float)a.scale;
-        check_case(&a, dtypes[test_random_int(&random, 0, 2)], (test_layout)test_random_int(&random, 0, TEST_LAYOUTS - 1),
+        check_case(&a, dtypes[test_random_int(&random, 0, 2)],
+                   (test_layout)test_random_int(&random, 0, TEST_LAYOUTS - 1),
                    (int32_t)test_random_int(&random, 1, 3), &random);
     }
 }

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attention_input_test.c - bad input to dense attention: each mistake gets its status and a sentence that names
- * the argument, what was given and what is accepted, from the call and (where shapes show it) from its workspace
- * query; no output byte changes.
+ * attention_input_test.c - bad input to dense attention: each mistake gets its status and a sentence that
+ * names the argument, what was given and what is accepted, from the call and (where shapes show it) from its
+ * workspace query; no output byte changes.
  */
 #include "attention_case.h"
 #include "cmocka_c11.h"
@@ -32,69 +32,250 @@ typedef struct mistake {
     const char *words[3]; /* what the sentence must hold */
 } mistake;
 
-static void no_q(bad_call *b) { b->c.tensors.q = NULL; }
-static void no_k(bad_call *b) { b->c.tensors.k = NULL; }
-static void no_v(bad_call *b) { b->c.tensors.v = NULL; }
-static void no_o(bad_call *b) { b->c.tensors.o = NULL; }
-static void no_lse(bad_call *b) { b->c.tensors.lse = NULL; }
-static void no_d_o(bad_call *b) { b->c.tensors.d_o = NULL; }
-static void no_d_q(bad_call *b) { b->c.tensors.d_q = NULL; }
-static void no_d_k(bad_call *b) { b->c.tensors.d_k = NULL; }
-static void no_d_v(bad_call *b) { b->c.tensors.d_v = NULL; }
-static void null_data(bad_call *b) { b->c.k.view.data = NULL; }
-static void null_output_data(bad_call *b) { b->c.o.view.data = NULL; }
-static void params_size(bad_call *b) { b->c.params.size = 4; }
-static void tensors_size(bad_call *b) { b->c.tensors.size = 12; }
-static void negative_window(bad_call *b) { b->c.params.window = -3; }
-static void negative_scale(bad_call *b) { b->c.params.scale = -0.5f; }
-static void nan_scale(bad_call *b) { b->c.params.scale = NAN; }
-static void infinite_scale(bad_call *b) { b->c.params.scale = INFINITY; }
-static void huge_scale(bad_call *b) { b->c.params.scale = 1e30f; }
-static void low_offset(bad_call *b) { b->c.params.query_offset = -2; }
-static void high_offset(bad_call *b) { b->c.params.query_offset = INT64_MAX; }
-static void q_dtype(bad_call *b) { b->c.q.view.dtype = QUERN_I32; }
-static void unknown_dtype(bad_call *b) { b->c.q.view.dtype = (quern_dtype)77; }
-static void k_dtype(bad_call *b) { b->c.k.view.dtype = QUERN_F16; }
-static void o_dtype(bad_call *b) { b->c.o.view.dtype = QUERN_BF16; }
-static void lse_dtype(bad_call *b) { b->c.lse.view.dtype = QUERN_BF16; }
-static void d_q_dtype(bad_call *b) { b->c.d_q.view.dtype = QUERN_I64; }
-static void cu_dtype(bad_call *b) { b->c.cu_q.view.dtype = QUERN_I64; }
-static void q_ndim(bad_call *b) { b->c.q.view.ndim = 3; }
-static void q_many_dims(bad_call *b) { b->c.q.view.ndim = 100; }
-static void lse_ndim(bad_call *b) { b->c.lse.view.ndim = 4; }
-static void cu_ndim(bad_call *b) { b->c.cu_q.view.ndim = 2; }
-static void k_batch(bad_call *b) { b->c.k.view.shape[0] = 1; }
-static void v_length(bad_call *b) { b->c.v.view.shape[1] = 8; }
-static void o_length(bad_call *b) { b->c.o.view.shape[1] = 6; }
-static void lse_heads(bad_call *b) { b->c.lse.view.shape[1] = 2; }
-static void d_k_dim(bad_call *b) { b->c.d_k.view.shape[3] = 8; }
-static void k_dim(bad_call *b) { b->c.k.view.shape[3] = 8; }
-static void head_dim_odd(bad_call *b) { b->c.q.view.shape[3] = b->c.k.view.shape[3] = 12; }
-static void head_dim_zero(bad_call *b) { b->c.q.view.shape[3] = b->c.k.view.shape[3] = 0; }
-static void head_dim_large(bad_call *b) { b->c.v.view.shape[3] = b->c.o.view.shape[3] = 520; }
-static void kv_heads(bad_call *b) { b->c.k.view.shape[2] = b->c.v.view.shape[2] = 3; }
-static void no_kv_heads(bad_call *b) { b->c.k.view.shape[2] = b->c.v.view.shape[2] = 0; }
-static void no_heads(bad_call *b) { b->c.q.view.shape[2] = 0; }
-static void negative_batch(bad_call *b) { b->c.q.view.shape[0] = -1; }
-static void negative_length(bad_call *b) { b->c.k.view.shape[1] = INT64_MIN; }
-static void huge_shape(bad_call *b) { b->c.q.view.shape[0] = INT64_MAX / 2; }
-static void huge_stride(bad_call *b) { b->c.q.view.strides[0] = INT64_MAX / 2; }
-static void huge_negative_stride(bad_call *b) { b->c.v.view.strides[1] = INT64_MIN; }
-static void inner_stride(bad_call *b) { b->c.v.view.strides[3] = 2; }
-static void output_stride_zero(bad_call *b) { b->c.o.view.strides[1] = 0; }
-static void output_rows_overlap(bad_call *b) { b->c.d_v.view.strides[1] = 8; }
-static void o_is_q(bad_call *b) { b->c.o.view.data = b->c.q.view.data; }
-static void d_k_is_d_v(bad_call *b) { b->c.d_k.view.data = (float *)b->c.d_v.view.data + 16; }
-static void d_q_is_d_o(bad_call *b) { b->c.d_q.view.data = b->c.d_o.view.data; }
-static void lse_in_o(bad_call *b) { b->c.lse.view.data = b->c.o.view.data; }
-static void unaligned(bad_call *b) { b->c.k.view.data = (char *)b->c.k.view.data + 2; }
-static void small_workspace(bad_call *b) { b->bytes--; }
-static void no_workspace(bad_call *b) { b->workspace = NULL; }
-static void bad_device(bad_call *b) { b->c.q.view.device = (quern_device)9; }
-static void other_device(bad_call *b) { b->c.k.view.device = QUERN_CUDA; }
+static void no_q(bad_call *b)
+{
+    b->c.tensors.q = NULL;
+}
+static void no_k(bad_call *b)
+{
+    b->c.tensors.k = NULL;
+}
+static void no_v(bad_call *b)
+{
+    b->c.tensors.v = NULL;
+}
+static void no_o(bad_call *b)
+{
+    b->c.tensors.o = NULL;
+}
+static void no_lse(bad_call *b)
+{
+    b->c.tensors.lse = NULL;
+}
+static void no_d_o(bad_call *b)
+{
+    b->c.tensors.d_o = NULL;
+}
+static void no_d_q(bad_call *b)
+{
+    b->c.tensors.d_q = NULL;
+}
+static void no_d_k(bad_call *b)
+{
+    b->c.tensors.d_k = NULL;
+}
+static void no_d_v(bad_call *b)
+{
+    b->c.tensors.d_v = NULL;
+}
+static void null_data(bad_call *b)
+{
+    b->c.k.view.data = NULL;
+}
+static void null_output_data(bad_call *b)
+{
+    b->c.o.view.data = NULL;
+}
+static void params_size(bad_call *b)
+{
+    b->c.params.size = 4;
+}
+static void tensors_size(bad_call *b)
+{
+    b->c.tensors.size = 12;
+}
+static void negative_window(bad_call *b)
+{
+    b->c.params.window = -3;
+}
+static void negative_scale(bad_call *b)
+{
+    b->c.params.scale = -0.5f;
+}
+static void nan_scale(bad_call *b)
+{
+    b->c.params.scale = NAN;
+}
+static void infinite_scale(bad_call *b)
+{
+    b->c.params.scale = INFINITY;
+}
+static void huge_scale(bad_call *b)
+{
+    b->c.params.scale = 1e30f;
+}
+static void low_offset(bad_call *b)
+{
+    b->c.params.query_offset = -2;
+}
+static void high_offset(bad_call *b)
+{
+    b->c.params.query_offset = INT64_MAX;
+}
+static void q_dtype(bad_call *b)
+{
+    b->c.q.view.dtype = QUERN_I32;
+}
+static void unknown_dtype(bad_call *b)
+{
+    b->c.q.view.dtype = (quern_dtype)77;
+}
+static void k_dtype(bad_call *b)
+{
+    b->c.k.view.dtype = QUERN_F16;
+}
+static void o_dtype(bad_call *b)
+{
+    b->c.o.view.dtype = QUERN_BF16;
+}
+static void lse_dtype(bad_call *b)
+{
+    b->c.lse.view.dtype = QUERN_BF16;
+}
+static void d_q_dtype(bad_call *b)
+{
+    b->c.d_q.view.dtype = QUERN_I64;
+}
+static void cu_dtype(bad_call *b)
+{
+    b->c.cu_q.view.dtype = QUERN_I64;
+}
+static void q_ndim(bad_call *b)
+{
+    b->c.q.view.ndim = 3;
+}
+static void q_many_dims(bad_call *b)
+{
+    b->c.q.view.ndim = 100;
+}
+static void lse_ndim(bad_call *b)
+{
+    b->c.lse.view.ndim = 4;
+}
+static void cu_ndim(bad_call *b)
+{
+    b->c.cu_q.view.ndim = 2;
+}
+static void k_batch(bad_call *b)
+{
+    b->c.k.view.shape[0] = 1;
+}
+static void v_length(bad_call *b)
+{
+    b->c.v.view.shape[1] = 8;
+}
+static void o_length(bad_call *b)
+{
+    b->c.o.view.shape[1] = 6;
+}
+static void lse_heads(bad_call *b)
+{
+    b->c.lse.view.shape[1] = 2;
+}
+static void d_k_dim(bad_call *b)
+{
+    b->c.d_k.view.shape[3] = 8;
+}
+static void k_dim(bad_call *b)
+{
+    b->c.k.view.shape[3] = 8;
+}
+static void head_dim_odd(bad_call *b)
+{
+    b->c.q.view.shape[3] = b->c.k.view.shape[3] = 12;
+}
+static void head_dim_zero(bad_call *b)
+{
+    b->c.q.view.shape[3] = b->c.k.view.shape[3] = 0;
+}
+static void head_dim_large(bad_call *b)
+{
+    b->c.v.view.shape[3] = b->c.o.view.shape[3] = 520;
+}
+static void kv_heads(bad_call *b)
+{
+    b->c.k.view.shape[2] = b->c.v.view.shape[2] = 3;
+}
+static void no_kv_heads(bad_call *b)
+{
+    b->c.k.view.shape[2] = b->c.v.view.shape[2] = 0;
+}
+static void no_heads(bad_call *b)
+{
+    b->c.q.view.shape[2] = 0;
+}
+static void negative_batch(bad_call *b)
+{
+    b->c.q.view.shape[0] = -1;
+}
+static void negative_length(bad_call *b)
+{
+    b->c.k.view.shape[1] = INT64_MIN;
+}
+static void huge_shape(bad_call *b)
+{
+    b->c.q.view.shape[0] = INT64_MAX / 2;
+}
+static void huge_stride(bad_call *b)
+{
+    b->c.q.view.strides[0] = INT64_MAX / 2;
+}
+static void huge_negative_stride(bad_call *b)
+{
+    b->c.v.view.strides[1] = INT64_MIN;
+}
+static void inner_stride(bad_call *b)
+{
+    b->c.v.view.strides[3] = 2;
+}
+static void output_stride_zero(bad_call *b)
+{
+    b->c.o.view.strides[1] = 0;
+}
+static void output_rows_overlap(bad_call *b)
+{
+    b->c.d_v.view.strides[1] = 8;
+}
+static void o_is_q(bad_call *b)
+{
+    b->c.o.view.data = b->c.q.view.data;
+}
+static void d_k_is_d_v(bad_call *b)
+{
+    b->c.d_k.view.data = (float *)b->c.d_v.view.data + 16;
+}
+static void d_q_is_d_o(bad_call *b)
+{
+    b->c.d_q.view.data = b->c.d_o.view.data;
+}
+static void lse_in_o(bad_call *b)
+{
+    b->c.lse.view.data = b->c.o.view.data;
+}
+static void unaligned(bad_call *b)
+{
+    b->c.k.view.data = (char *)b->c.k.view.data + 2;
+}
+static void small_workspace(bad_call *b)
+{
+    b->bytes--;
+}
+static void no_workspace(bad_call *b)
+{
+    b->workspace = NULL;
+}
+static void bad_device(bad_call *b)
+{
+    b->c.q.view.device = (quern_device)9;
+}
+static void other_device(bad_call *b)
+{
+    b->c.k.view.device = QUERN_CUDA;
+}
 static void all_on_cuda(bad_call *b)
 {
-    test_tensor *all[] = {&b->c.q, &b->c.k, &b->c.v, &b->c.o, &b->c.lse, &b->c.d_o, &b->c.d_q, &b->c.d_k, &b->c.d_v};
+    test_tensor *all[] = {&b->c.q,   &b->c.k,   &b->c.v,   &b->c.o,  &b->c.lse,
+                          &b->c.d_o, &b->c.d_q, &b->c.d_k, &b->c.d_v};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) all[i]->view.device = QUERN_CUDA;
 }
 static void cu_kv_alone(bad_call *b)
@@ -102,12 +283,30 @@ static void cu_kv_alone(bad_call *b)
     b->c.tensors.cu_seqlens_kv = b->c.tensors.cu_seqlens_q;
     b->c.tensors.cu_seqlens_q = NULL;
 }
-static void cu_empty(bad_call *b) { b->c.cu_q.view.shape[0] = 0; }
-static void cu_lengths_differ(bad_call *b) { b->c.cu_kv.view.shape[0] = 2; }
-static void cu_start(bad_call *b) { ((int32_t *)b->c.cu_q.view.data)[0] = 1; }
-static void cu_falls(bad_call *b) { ((int32_t *)b->c.cu_q.view.data)[1] = 6; }
-static void cu_past_the_end(bad_call *b) { ((int32_t *)b->c.cu_kv.view.data)[2] = 10; }
-static void cu_negative(bad_call *b) { ((int32_t *)b->c.cu_q.view.data)[1] = -1; }
+static void cu_empty(bad_call *b)
+{
+    b->c.cu_q.view.shape[0] = 0;
+}
+static void cu_lengths_differ(bad_call *b)
+{
+    b->c.cu_kv.view.shape[0] = 2;
+}
+static void cu_start(bad_call *b)
+{
+    ((int32_t *)b->c.cu_q.view.data)[0] = 1;
+}
+static void cu_falls(bad_call *b)
+{
+    ((int32_t *)b->c.cu_q.view.data)[1] = 6;
+}
+static void cu_past_the_end(bad_call *b)
+{
+    ((int32_t *)b->c.cu_kv.view.data)[2] = 10;
+}
+static void cu_negative(bad_call *b)
+{
+    ((int32_t *)b->c.cu_q.view.data)[1] = -1;
+}
 
 static const mistake mistakes[] = {
     {"no q", no_q, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q is NULL", "needed"}},
@@ -119,65 +318,257 @@ static const mistake mistakes[] = {
     {"no d_q", no_d_q, BACKWARD, true, false, QUERN_ERR_INVALID_ARGUMENT, {"d_q is NULL", "needed"}},
     {"no d_k", no_d_k, BACKWARD, true, false, QUERN_ERR_INVALID_ARGUMENT, {"d_k is NULL", "needed"}},
     {"no d_v", no_d_v, BACKWARD, true, false, QUERN_ERR_INVALID_ARGUMENT, {"d_v is NULL", "needed"}},
-    {"k without memory", null_data, BOTH, false, false, QUERN_ERR_INVALID_ARGUMENT, {"k.data is NULL", "memory"}},
-    {"o without memory", null_output_data, BOTH, false, false, QUERN_ERR_INVALID_ARGUMENT, {"o.data is NULL", "memory"}},
-    {"size of params", params_size, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"params.size is 4", "accepted"}},
-    {"size of tensors", tensors_size, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"tensors.size is 12", "accepted"}},
+    {"k without memory",
+     null_data,
+     BOTH,
+     false,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"k.data is NULL", "memory"}},
+    {"o without memory",
+     null_output_data,
+     BOTH,
+     false,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"o.data is NULL", "memory"}},
+    {"size of params",
+     params_size,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"params.size is 4", "accepted"}},
+    {"size of tensors",
+     tensors_size,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"tensors.size is 12", "accepted"}},
     {"window below 0", negative_window, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"window", "-3", "0"}},
-    {"scale below 0", negative_scale, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"scale", "-0.5", "positive"}},
+    {"scale below 0",
+     negative_scale,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"scale", "-0.5", "positive"}},
     {"scale NaN", nan_scale, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"scale", "nan", "finite"}},
-    {"scale infinite", infinite_scale, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"scale", "inf", "finite"}},
-    {"scale of no gradient", huge_scale, BACKWARD, true, false, QUERN_ERR_INVALID_ARGUMENT, {"scale", "1e+30", "65536"}},
-    {"query_offset -2", low_offset, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"query_offset", "-2", "-1"}},
-    {"query_offset huge", high_offset, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"query_offset", "9223372036854775807", "accepted"}},
+    {"scale infinite",
+     infinite_scale,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"scale", "inf", "finite"}},
+    {"scale of no gradient",
+     huge_scale,
+     BACKWARD,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"scale", "1e+30", "65536"}},
+    {"query_offset -2",
+     low_offset,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"query_offset", "-2", "-1"}},
+    {"query_offset huge",
+     high_offset,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"query_offset", "9223372036854775807", "accepted"}},
     {"q of i32", q_dtype, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "i32", "f32 or f16 or bf16"}},
-    {"q of no dtype", unknown_dtype, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "?", "f32 or f16 or bf16"}},
+    {"q of no dtype",
+     unknown_dtype,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"q", "?", "f32 or f16 or bf16"}},
     {"k of f16", k_dtype, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"k", "f16", "f32"}},
     {"o of bf16", o_dtype, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"o", "bf16", "f32"}},
     {"lse of bf16", lse_dtype, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"lse", "bf16", "f32"}},
     {"d_q of i64", d_q_dtype, BACKWARD, true, false, QUERN_ERR_INVALID_ARGUMENT, {"d_q", "i64", "f32"}},
-    {"cu_seqlens_q of i64", cu_dtype, BOTH, true, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens_q", "i64", "i32"}},
+    {"cu_seqlens_q of i64",
+     cu_dtype,
+     BOTH,
+     true,
+     true,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"cu_seqlens_q", "i64", "i32"}},
     {"q of 3 dimensions", q_ndim, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "3", "4"}},
     {"q of 100 dimensions", q_many_dims, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "100", "4"}},
     {"lse of 4 dimensions", lse_ndim, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"lse", "4", "3"}},
-    {"cu_seqlens_q of 2 dimensions", cu_ndim, BOTH, true, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens_q", "2", "1"}},
+    {"cu_seqlens_q of 2 dimensions",
+     cu_ndim,
+     BOTH,
+     true,
+     true,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"cu_seqlens_q", "2", "1"}},
     {"batch of k", k_batch, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"k.shape[0]", "1", "2"}},
     {"length of v", v_length, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"v.shape[1]", "8", "9"}},
     {"length of o", o_length, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"o.shape[1]", "6", "7"}},
     {"heads of lse", lse_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"lse.shape[1]", "2", "4"}},
     {"dim of k", k_dim, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"k.shape[3]", "8", "16"}},
     {"dim of d_k", d_k_dim, BACKWARD, true, false, QUERN_ERR_INVALID_ARGUMENT, {"d_k.shape[3]", "8", "16"}},
-    {"head dim 12", head_dim_odd, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "12", "multiple of 8 from 8 to 512"}},
-    {"head dim 0", head_dim_zero, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "0", "multiple of 8 from 8 to 512"}},
-    {"head dim 520", head_dim_large, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"v", "520", "multiple of 8 from 8 to 512"}},
+    {"head dim 12",
+     head_dim_odd,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"q", "12", "multiple of 8 from 8 to 512"}},
+    {"head dim 0",
+     head_dim_zero,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"q", "0", "multiple of 8 from 8 to 512"}},
+    {"head dim 520",
+     head_dim_large,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"v", "520", "multiple of 8 from 8 to 512"}},
     {"3 kv heads", kv_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"4 heads", "multiple", "3"}},
     {"no kv heads", no_kv_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"4 heads", "multiple", "0"}},
-    {"no heads", no_heads, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q has 0 heads", "positive multiple", "2"}},
-    {"batch -1", negative_batch, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q.shape[0]", "-1", "0 or more"}},
-    {"length -2^63", negative_length, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"k.shape[1]", "-9223372036854775808", "0 or more"}},
+    {"no heads",
+     no_heads,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"q has 0 heads", "positive multiple", "2"}},
+    {"batch -1",
+     negative_batch,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"q.shape[0]", "-1", "0 or more"}},
+    {"length -2^63",
+     negative_length,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"k.shape[1]", "-9223372036854775808", "0 or more"}},
     {"shape overflows", huge_shape, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "overflow"}},
     {"stride overflows", huge_stride, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "overflow"}},
     {"stride -2^63", huge_negative_stride, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"v", "overflow"}},
-    {"last dimension strided", inner_stride, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"v.strides[3]", "2", "1"}},
-    {"o of stride 0", output_stride_zero, FORWARD, true, false, QUERN_ERR_INVALID_ARGUMENT, {"o", "share memory"}},
-    {"rows of d_v overlap", output_rows_overlap, BACKWARD, true, false, QUERN_ERR_INVALID_ARGUMENT, {"d_v", "share memory"}},
+    {"last dimension strided",
+     inner_stride,
+     BOTH,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"v.strides[3]", "2", "1"}},
+    {"o of stride 0",
+     output_stride_zero,
+     FORWARD,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"o", "share memory"}},
+    {"rows of d_v overlap",
+     output_rows_overlap,
+     BACKWARD,
+     true,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"d_v", "share memory"}},
     {"o is q", o_is_q, FORWARD, false, false, QUERN_ERR_INVALID_ARGUMENT, {"o shares memory with q"}},
-    {"d_k meets d_v", d_k_is_d_v, BACKWARD, false, false, QUERN_ERR_INVALID_ARGUMENT, {"d_", "shares memory with d_"}},
-    {"d_q is d_o", d_q_is_d_o, BACKWARD, false, false, QUERN_ERR_INVALID_ARGUMENT, {"d_q shares memory with d_o"}},
+    {"d_k meets d_v",
+     d_k_is_d_v,
+     BACKWARD,
+     false,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"d_", "shares memory with d_"}},
+    {"d_q is d_o",
+     d_q_is_d_o,
+     BACKWARD,
+     false,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"d_q shares memory with d_o"}},
     {"lse inside o", lse_in_o, FORWARD, false, false, QUERN_ERR_INVALID_ARGUMENT, {"lse", "shares memory"}},
-    {"unaligned elements", unaligned, BOTH, false, false, QUERN_ERR_INVALID_ARGUMENT, {"k.data", "multiple", "4"}},
-    {"workspace a byte too small", small_workspace, BOTH, false, false, QUERN_ERR_WORKSPACE, {"workspace_bytes", "at least"}},
-    {"no workspace", no_workspace, BOTH, false, false, QUERN_ERR_INVALID_ARGUMENT, {"workspace is NULL", "needed"}},
+    {"unaligned elements",
+     unaligned,
+     BOTH,
+     false,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"k.data", "multiple", "4"}},
+    {"workspace a byte too small",
+     small_workspace,
+     BOTH,
+     false,
+     false,
+     QUERN_ERR_WORKSPACE,
+     {"workspace_bytes", "at least"}},
+    {"no workspace",
+     no_workspace,
+     BOTH,
+     false,
+     false,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"workspace is NULL", "needed"}},
     {"device 9", bad_device, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"q", "9", "cuda"}},
     {"k elsewhere", other_device, BOTH, true, false, QUERN_ERR_INVALID_ARGUMENT, {"k", "device", "share"}},
     {"cuda", all_on_cuda, BOTH, true, false, QUERN_ERR_DEVICE, {"cuda", "device"}},
-    {"cu_seqlens_kv alone", cu_kv_alone, BOTH, true, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens_kv", "without cu_seqlens_q"}},
+    {"cu_seqlens_kv alone",
+     cu_kv_alone,
+     BOTH,
+     true,
+     true,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"cu_seqlens_kv", "without cu_seqlens_q"}},
     {"cu_seqlens_q empty", cu_empty, BOTH, true, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens", "0"}},
-    {"cu_seqlens of two lengths", cu_lengths_differ, BOTH, true, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens_kv.shape[0]", "2", "3"}},
-    {"cu_seqlens_q from 1", cu_start, BOTH, false, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens_q[0]", "1", "0"}},
-    {"cu_seqlens_q falls", cu_falls, BOTH, false, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens_q[2]", "5", "6"}},
-    {"cu_seqlens_q below 0", cu_negative, BOTH, false, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens_q[1]", "-1"}},
-    {"cu_seqlens_kv past the rows", cu_past_the_end, BOTH, false, true, QUERN_ERR_INVALID_ARGUMENT, {"cu_seqlens_kv", "10", "9"}},
+    {"cu_seqlens of two lengths",
+     cu_lengths_differ,
+     BOTH,
+     true,
+     true,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"cu_seqlens_kv.shape[0]", "2", "3"}},
+    {"cu_seqlens_q from 1",
+     cu_start,
+     BOTH,
+     false,
+     true,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"cu_seqlens_q[0]", "1", "0"}},
+    {"cu_seqlens_q falls",
+     cu_falls,
+     BOTH,
+     false,
+     true,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"cu_seqlens_q[2]", "5", "6"}},
+    {"cu_seqlens_q below 0",
+     cu_negative,
+     BOTH,
+     false,
+     true,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"cu_seqlens_q[1]", "-1"}},
+    {"cu_seqlens_kv past the rows",
+     cu_past_the_end,
+     BOTH,
+     false,
+     true,
+     QUERN_ERR_INVALID_ARGUMENT,
+     {"cu_seqlens_kv", "10", "9"}},
 };
 
 static const int32_t cu_q[] = {0, 3, 5}, cu_kv[] = {0, 4, 9};
@@ -187,11 +578,12 @@ static const oracle_dense packed = {2, 7, 9, 4, 2, 16, 16, true, 0, -1, 0, cu_q,
 static void expect(const mistake *m, const char *call, quern_status status)
 {
     if (status != m->status)
-        fail_msg("%s, %s: status %s, expected %s (%s)", m->name, call, quern_status_name(status), quern_status_name(m->status),
-                 quern_last_error(NULL));
+        fail_msg("%s, %s: status %s, expected %s (%s)", m->name, call, quern_status_name(status),
+                 quern_status_name(m->status), quern_last_error(NULL));
     for (int i = 0; i < 3 && m->words[i] != NULL; i++)
         if (strstr(quern_last_error(NULL), m->words[i]) == NULL)
-            fail_msg("%s, %s: \"%s\" does not say \"%s\"", m->name, call, quern_last_error(NULL), m->words[i]);
+            fail_msg("%s, %s: \"%s\" does not say \"%s\"", m->name, call, quern_last_error(NULL),
+                     m->words[i]);
 }
 
 static void try(const mistake *m, bool backward)
@@ -246,22 +638,27 @@ static void null_arguments(void **state)
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     (void)state;
     attention_case_make(&c, &fixed, QUERN_F32, TEST_CONTIGUOUS, &random);
-    assert_int_equal(quern_attention_forward(NULL, NULL, &c.params, &c.tensors, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_attention_forward(NULL, NULL, &c.params, &c.tensors, NULL, 0),
+                     QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(NULL), "ctx is NULL"));
-    assert_int_equal(quern_attention_backward(ctx, NULL, NULL, &c.tensors, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_attention_backward(ctx, NULL, NULL, &c.tensors, NULL, 0),
+                     QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(NULL), "params is NULL"));
-    assert_int_equal(quern_attention_forward(ctx, NULL, &c.params, NULL, NULL, 0), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_attention_forward(ctx, NULL, &c.params, NULL, NULL, 0),
+                     QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(NULL), "tensors is NULL"));
-    assert_int_equal(quern_attention_forward_workspace(ctx, &c.params, &c.tensors, NULL), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_attention_forward_workspace(ctx, &c.params, &c.tensors, NULL),
+                     QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(NULL), "bytes is NULL"));
-    assert_int_equal(quern_attention_backward_workspace(ctx, &c.params, NULL, &bytes), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_attention_backward_workspace(ctx, &c.params, NULL, &bytes),
+                     QUERN_ERR_INVALID_ARGUMENT);
     test_tensor_check_unchanged(&c.o, "o");
     attention_case_free(&c);
     quern_context_destroy(ctx);
 }
 
-/* Views that look dangerous but are right: inputs that repeat a row, gradients side by side in one buffer, outputs
- * without elements whose strides are 0. */
+/* Views that look dangerous but are right: inputs that repeat a row, gradients side by side in one buffer,
+ * outputs without elements whose strides are 0. */
 static void legal_views(void **state)
 {
     const oracle_dense dense = {2, 6, 6, 2, 2, 8, 8, true, 0, -1, 0, NULL, NULL};
@@ -284,7 +681,8 @@ static void legal_views(void **state)
     size_t bytes = 0;
     assert_int_equal(quern_attention_backward_workspace(ctx, &c.params, &c.tensors, &bytes), QUERN_OK);
     void *workspace = malloc(bytes);
-    if (quern_attention_backward(ctx, NULL, &c.params, &c.tensors, workspace, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_attention_backward(ctx, NULL, &c.params, &c.tensors, workspace, bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     for (int i = 0; i < 3; i++) {
         double *got = test_tensor_get(gradients[i]);
         for (int64_t j = 0; j < test_tensor_count(gradients[i]); j++) assert_true(got[j] == expected[i][j]);
@@ -292,7 +690,7 @@ static void legal_views(void **state)
         free(expected[i]);
     }
     free(workspace);
-    c.k.view.strides[0] = 0; /* both sequences read the first's keys */
+    c.k.view.strides[0] = 0;   /* both sequences read the first's keys */
     c.tensors.v = c.tensors.k; /* and keys as values */
     attention_case_forward(&c, ctx);
     attention_case_free(&c);

@@ -7,7 +7,8 @@
 
 #include <stdio.h>
 
-static const int32_t ragged[] = {0, 0, 1, 60, 61, 61, 190, 197}, ragged_kv[] = {0, 3, 70, 70, 90, 100, 231, 233};
+static const int32_t ragged[] = {0, 0, 1, 60, 61, 61, 190, 197},
+                     ragged_kv[] = {0, 3, 70, 70, 90, 100, 231, 233};
 static const int32_t nothing[] = {0, 0, 0};
 
 static const oracle_dense cases[] = {
@@ -25,7 +26,7 @@ static const oracle_dense cases[] = {
     {1, 70, 70, 2, 1, 8, 8, true, 1, -1, 0, NULL, NULL},
     {2, 40, 300, 2, 1, 192, 128, true, 0, 100, 0, NULL, NULL},
     {1, 40, 300, 2, 2, 48, 48, true, 64, 0, 0.3, NULL, NULL},
-    {1, 50, 30, 4, 2, 16, 16, true, 9, 25, 0, NULL, NULL}, /* the last rows' windows are past the keys */
+    {1, 50, 30, 4, 2, 16, 16, true, 9, 25, 0, NULL, NULL},   /* the last rows' windows are past the keys */
     {1, 20, 30, 4, 2, 16, 16, true, 9, 1000, 0, NULL, NULL}, /* no row sees a key */
     {1, 20, 30, 2, 1, 16, 24, true, INT64_MAX, -1, 0, NULL, NULL},
     {1, 20, 30, 2, 1, 16, 24, false, INT64_MAX, -1, 0, NULL, NULL},
@@ -44,12 +45,14 @@ static const oracle_dense cases[] = {
     {0, 0, 0, 2, 1, 8, 8, true, 0, -1, 0, nothing, NULL},
 };
 
-static void check_case(size_t number, attention_case *c, const attention_reference *reference, const char *layout)
+static void check_case(size_t number, attention_case *c, const attention_reference *reference,
+                       const char *layout)
 {
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         quern_context *ctx = test_context(level, 2);
         char label[100];
-        snprintf(label, sizeof label, "case %zu, %s, %s, %s", number, quern_dtype_name(c->dtype), layout, quern_cpu_level_name(level));
+        snprintf(label, sizeof label, "case %zu, %s, %s, %s", number, quern_dtype_name(c->dtype), layout,
+                 quern_cpu_level_name(level));
         attention_case_reset(c);
         attention_case_forward(c, ctx);
         attention_case_check_forward(c, reference, label);

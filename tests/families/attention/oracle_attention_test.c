@@ -29,18 +29,19 @@ static void masks_count_keys(void **state)
         bool causal;
         int64_t query, keys;
     } cases[] = {
-        {5, 5, 0, -1, true, 3, 4},   {5, 5, 2, -1, true, 3, 2},  {5, 5, 2, -1, true, 0, 1},
-        {5, 5, 0, -1, false, 3, 5},  {5, 5, 3, -1, false, 2, 3}, {5, 5, 2, -1, false, 2, 3},
-        {5, 5, 2, -1, false, 0, 2},  {2, 5, 0, -1, true, 0, 4},  {5, 2, 0, -1, true, 2, 0},
-        {5, 2, 0, -1, true, 3, 1},   {2, 9, 0, 3, true, 1, 5},   {2, 9, 3, 3, true, 1, 3},
-        {5, 2, 1, -1, false, 0, 0},  {2, 4, 2, 8, true, 0, 0},
+        {5, 5, 0, -1, true, 3, 4},  {5, 5, 2, -1, true, 3, 2},  {5, 5, 2, -1, true, 0, 1},
+        {5, 5, 0, -1, false, 3, 5}, {5, 5, 3, -1, false, 2, 3}, {5, 5, 2, -1, false, 2, 3},
+        {5, 5, 2, -1, false, 0, 2}, {2, 5, 0, -1, true, 0, 4},  {5, 2, 0, -1, true, 2, 0},
+        {5, 2, 0, -1, true, 3, 1},  {2, 9, 0, 3, true, 1, 5},   {2, 9, 3, 3, true, 1, 3},
+        {5, 2, 1, -1, false, 0, 0}, {2, 4, 2, 8, true, 0, 0},
     };
     double q[8] = {0}, k[16] = {0}, v[16], o[8], lse[8];
     (void)state;
     for (int i = 0; i < 16; i++) v[i] = 1;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const oracle_dense dense = {1, cases[i].nq, cases[i].nkv, 1, 1, 1, 1, cases[i].causal,
-                                    cases[i].window, cases[i].offset, 0, NULL, NULL};
+        const oracle_dense dense = {
+            1, cases[i].nq, cases[i].nkv, 1, 1, 1, 1, cases[i].causal, cases[i].window, cases[i].offset,
+            0, NULL,        NULL};
         oracle_dense_forward(&dense, q, k, v, o, lse);
         const double expected = cases[i].keys > 0 ? log((double)cases[i].keys) : -INFINITY;
         if (!(lse[cases[i].query] == expected || fabs(lse[cases[i].query] - expected) < 1e-14))

@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * unseen_test.c - no bit of a result depends on what it does not see: one row of one input is replaced, by NaN, an
- * infinity, huge numbers or its own negative, and every element that the oracle does not derive from this row keeps
- * its bits. Which elements these are says the oracle, with NaN in the row: they are the ones that are not NaN.
+ * unseen_test.c - no bit of a result depends on what it does not see: one row of one input is replaced, by
+ * NaN, an infinity, huge numbers or its own negative, and every element that the oracle does not derive from
+ * this row keeps its bits. Which elements these are says the oracle, with NaN in the row: they are the ones
+ * that are not NaN.
  */
 #include "attention_case.h"
 #include "cmocka_c11.h"
@@ -30,12 +31,14 @@ static void replace_row(test_tensor *t, int64_t row, int64_t rows, int kind, boo
     free(x);
 }
 
-static void check_unseen(const char *label, const char *name, const test_tensor *t, const double *before, const double *oracle)
+static void check_unseen(const char *label, const char *name, const test_tensor *t, const double *before,
+                         const double *oracle)
 {
     double *after = test_tensor_get(t);
     for (int64_t i = 0; i < test_tensor_count(t); i++)
         if (!isnan(oracle[i]) && memcmp(&after[i], &before[i], sizeof *after) != 0)
-            fail_msg("%s: %s[%lld] does not see the row and was %.9g, now is %.9g", label, name, (long long)i, before[i], after[i]);
+            fail_msg("%s: %s[%lld] does not see the row and was %.9g, now is %.9g", label, name, (long long)i,
+                     before[i], after[i]);
     free(after);
 }
 
@@ -67,14 +70,17 @@ static void make_tiny(test_tensor *t)
     free(x);
 }
 
-static void check_dense(const oracle_dense *dense, quern_dtype dtype, int where, int64_t row, bool tiny, test_random *random)
+static void check_dense(const oracle_dense *dense, quern_dtype dtype, int where, int64_t row, bool tiny,
+                        test_random *random)
 {
-    static const char *const inputs[] = {"k", "v", "q", "d_o"}, *const names[RESULTS] = {"o", "lse", "d_q", "d_k", "d_v"};
+    static const char *const inputs[] = {"k", "v", "q", "d_o"}, *const names[RESULTS] = {"o", "lse", "d_q",
+                                                                                         "d_k", "d_v"};
     attention_case c;
     attention_case_make(&c, dense, dtype, TEST_CONTIGUOUS, random);
     if (tiny) make_tiny(&c.v), make_tiny(&c.d_o);
     test_tensor *const planted[] = {&c.k, &c.v, &c.q, &c.d_o}, *of[RESULTS];
-    const int64_t batches = dense->cu_q != NULL ? 1 : dense->batch, rows = batches * (where < 2 ? dense->nkv : dense->nq);
+    const int64_t batches = dense->cu_q != NULL ? 1 : dense->batch,
+                  rows = batches * (where < 2 ? dense->nkv : dense->nq);
     results_of(&c, of);
     double *before[LEVELS][RESULTS], *original = test_tensor_get(planted[where]);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
@@ -89,11 +95,14 @@ static void check_dense(const oracle_dense *dense, quern_dtype dtype, int where,
         replace_row(planted[where], row, rows, kind, kind % 2 == 0);
         for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
             char label[200];
-            snprintf(label, sizeof label, "%g in %s[%lld], Nq %lld Nkv %lld H %lld/%lld window %lld%s, %s, %s", replacements[kind], inputs[where],
-                     (long long)row, (long long)dense->nq, (long long)dense->nkv, (long long)dense->h, (long long)dense->hkv,
-                     (long long)dense->window, tiny ? " tiny" : "", quern_dtype_name(dtype), quern_cpu_level_name(level));
+            snprintf(label, sizeof label,
+                     "%g in %s[%lld], Nq %lld Nkv %lld H %lld/%lld window %lld%s, %s, %s", replacements[kind],
+                     inputs[where], (long long)row, (long long)dense->nq, (long long)dense->nkv,
+                     (long long)dense->h, (long long)dense->hkv, (long long)dense->window,
+                     tiny ? " tiny" : "", quern_dtype_name(dtype), quern_cpu_level_name(level));
             run_dense(&c, level);
-            for (int i = 0; i < RESULTS; i++) check_unseen(label, names[i], of[i], before[level][i], oracle[i]);
+            for (int i = 0; i < RESULTS; i++)
+                check_unseen(label, names[i], of[i], before[level][i], oracle[i]);
         }
     }
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
@@ -107,9 +116,10 @@ static void dense_attention(void **state)
 {
     static const int32_t cu_q[] = {0, 70, 71, 71, 150}, cu_kv[] = {0, 90, 100, 100, 181};
     static const oracle_dense cases[] = {
-        {1, 120, 120, 2, 1, 32, 24, true, 40, -1, 0, NULL, NULL},  /* rows on both sides that do not see the key */
-        {1, 40, 40, 32, 1, 16, 16, true, 0, -1, 0, NULL, NULL},    /* the rows of one query fill a tile */
-        {2, 90, 101, 2, 2, 16, 80, false, 31, -1, 0, NULL, NULL},  /* two panels of values */
+        {1, 120, 120, 2, 1, 32, 24, true, 40, -1, 0, NULL,
+         NULL}, /* rows on both sides that do not see the key */
+        {1, 40, 40, 32, 1, 16, 16, true, 0, -1, 0, NULL, NULL},   /* the rows of one query fill a tile */
+        {2, 90, 101, 2, 2, 16, 80, false, 31, -1, 0, NULL, NULL}, /* two panels of values */
         {4, 150, 181, 3, 1, 24, 16, true, 0, -1, 0, cu_q, cu_kv},
     };
     static const int64_t rows[] = {77, 23, 58, 83};
@@ -118,7 +128,8 @@ static void dense_attention(void **state)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         for (int where = 0; where < 4; where++)
             for (int d = 0; d < 3; d++)
-                for (int next = d == 2 ? 0 : where % 2; next < 2; next += 1 + (d != 2)) /* bf16: both halves of a pair */
+                for (int next = d == 2 ? 0 : where % 2; next < 2;
+                     next += 1 + (d != 2)) /* bf16: both halves of a pair */
                     check_dense(&cases[i], dtypes[d], where, rows[i] + next, d != 1 && next == 1, &random);
 }
 
@@ -131,7 +142,8 @@ static nsa_config lists_given(test_random *random)
 {
     nsa_config config;
     do config = nsa_config_random(random, 150);
-    while (config.params.max_compressed_groups > 0 && config.params.block_size > 1); /* else too long for the oracle */
+    while (config.params.max_compressed_groups > 0 &&
+           config.params.block_size > 1); /* else too long for the oracle */
     quern_nsa_params *p = &config.params;
     p->compress = QUERN_NSA_COMPRESS_GIVEN;
     p->selection = QUERN_NSA_LIST_GIVEN;
@@ -148,9 +160,11 @@ static void run_nsa(nsa_case *c, quern_context *ctx)
 }
 
 /* A row of one of the inputs in `set` that has rows. */
-static bool draw_row(const nsa_case *c, test_random *random, nsa_set set, nsa_slot *slot, int64_t *row, int64_t *rows)
+static bool draw_row(const nsa_case *c, test_random *random, nsa_set set, nsa_slot *slot, int64_t *row,
+                     int64_t *rows)
 {
-    static const nsa_slot slots[] = {NSA_K, NSA_V, NSA_K_CMP, NSA_V_CMP, NSA_K_SLC, NSA_V_SLC, NSA_K_WIN, NSA_V_WIN, NSA_Q, NSA_D_O};
+    static const nsa_slot slots[] = {NSA_K,     NSA_V,     NSA_K_CMP, NSA_V_CMP, NSA_K_SLC,
+                                     NSA_V_SLC, NSA_K_WIN, NSA_V_WIN, NSA_Q,     NSA_D_O};
     for (int tries = 0; tries < 100; tries++) {
         *slot = slots[test_random_int(random, 0, (int64_t)(sizeof slots / sizeof *slots) - 1)];
         if ((set & NSA_BIT(*slot)) == 0) continue;
@@ -181,12 +195,14 @@ static void check_nsa(nsa_case *c, quern_cpu_level level, test_random *random, c
     nsa_reference_backward(r);
     for (int kind = 0; kind < REPLACEMENTS; kind++) {
         char label[900];
-        snprintf(label, sizeof label, "%g in %s[%lld]: %s", replacements[kind], nsa_slot_names[slot], (long long)row, what);
+        snprintf(label, sizeof label, "%g in %s[%lld]: %s", replacements[kind], nsa_slot_names[slot],
+                 (long long)row, what);
         test_tensor_set(&c->tensor[slot], original);
         replace_row(&c->tensor[slot], row, rows, kind, kind % 2 == 0);
         run_nsa(c, ctx);
         for (int i = 0; i < NSA_SLOTS; i++)
-            if (before[i] != NULL) check_unseen(label, nsa_slot_names[i], &c->tensor[i], before[i], r->value[i]);
+            if (before[i] != NULL)
+                check_unseen(label, nsa_slot_names[i], &c->tensor[i], before[i], r->value[i]);
     }
     for (int i = 0; i < NSA_SLOTS; i++) free(before[i]);
     free(original);
@@ -206,7 +222,8 @@ static void sparse_attention(void **state)
         const nsa_config config = lists_given(&random);
         const quern_cpu_level level = nsa_random_level(&random);
         nsa_case *c = nsa_case_random(&config, &random);
-        snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d %s [%s]", trial, quern_cpu_level_name(level), nsa_config_describe(&config, text));
+        snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d %s [%s]", trial, quern_cpu_level_name(level),
+                 nsa_config_describe(&config, text));
         for (int i = 0; i < ROWS; i++) check_nsa(c, level, &random, what);
         nsa_case_free(c);
     }

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* wide_heads_test.c - head dims beyond 256, which the CPU takes up to 512: dense attention and the whole of NSA against
- * the float64 oracle at every level. */
+/* wide_heads_test.c - head dims beyond 256, which the CPU takes up to 512: dense attention and the whole of
+ * NSA against the float64 oracle at every level. */
 #include "attention_case.h"
 #include "cmocka_c11.h"
 #include "nsa_reference.h"
@@ -24,11 +24,13 @@ static void dense_attention(void **state)
         attention_reference reference = attention_case_reference(&exact);
         for (int dtype = QUERN_F32; dtype <= QUERN_BF16; dtype++) {
             attention_case c;
-            attention_case_make_like(&c, &exact, (quern_dtype)dtype, (test_layout)((i + (size_t)dtype) % TEST_LAYOUTS), &random);
+            attention_case_make_like(&c, &exact, (quern_dtype)dtype,
+                                     (test_layout)((i + (size_t)dtype) % TEST_LAYOUTS), &random);
             for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
                 quern_context *ctx = test_context(level, 2);
                 char label[100];
-                snprintf(label, sizeof label, "case %zu, %s, %s", i, quern_dtype_name(c.dtype), quern_cpu_level_name(level));
+                snprintf(label, sizeof label, "case %zu, %s, %s", i, quern_dtype_name(c.dtype),
+                         quern_cpu_level_name(level));
                 attention_case_reset(&c);
                 attention_case_forward(&c, ctx);
                 attention_case_check_forward(&c, &reference, label);

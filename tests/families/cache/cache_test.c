@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * cache_test.c - caches of keys and values: dense attention from them is that of the whole sequence whatever the pieces,
- * subsets, roll-backs, pages and threads; and what is refused leaves the cache and the outputs as they were.
+ * cache_test.c - caches of keys and values: dense attention from them is that of the whole sequence whatever
+ * the pieces, subsets, roll-backs, pages and threads; and what is refused leaves the cache and the outputs as
+ * they were.
  */
 #include "attention_case.h"
 #include "cache_case.h"
@@ -40,25 +41,34 @@ static void player_open(player *p, test_random *random)
     p->batch = test_random_int(random, 1, BATCH_MOST);
     p->hkv = test_random_int(random, 1, 3);
     p->h = p->hkv * (test_random_one_in(random, 10) ? 33 : test_random_int(random, 1, 5));
-    p->d = 8 * test_random_int(random, 1, 6), p->dv = test_random_one_in(random, 2) ? p->d : 8 * test_random_int(random, 1, 6);
+    p->d = 8 * test_random_int(random, 1, 6);
+    p->dv = test_random_one_in(random, 2) ? p->d : 8 * test_random_int(random, 1, 6);
     p->window = test_random_one_in(random, 2) ? 0 : test_random_int(random, 1, 200);
     p->scale = test_random_one_in(random, 3) ? 0.3f : 0.0f;
     const bool long_one = test_random_one_in(random, 6);
     quern_cache_params cache = QUERN_CACHE_PARAMS_INIT;
     for (int64_t b = 0; b < p->batch; b++) {
-        p->length[b] = test_random_one_in(random, 4) ? test_random_int(random, 0, 2) : test_random_int(random, 1, 230);
-        if (long_one && b == 0) p->length[b] = 2000 + test_random_int(random, 0, 300); /* several shares of keys */
+        p->length[b] =
+            test_random_one_in(random, 4) ? test_random_int(random, 0, 2) : test_random_int(random, 1, 230);
+        if (long_one && b == 0)
+            p->length[b] = 2000 + test_random_int(random, 0, 300); /* several shares of keys */
         p->row0[b + 1] = p->row0[b] + p->length[b];
         if (p->length[b] > cache.capacity) cache.capacity = p->length[b];
     }
     p->rows = p->row0[p->batch];
     cache.capacity += 1 + test_random_int(random, 0, 70);
-    cache.dtype = p->dtype, cache.sequences = p->batch + 1, cache.kv_heads = p->hkv, cache.dim = p->d, cache.dim_v = p->dv;
+    cache.dtype = p->dtype;
+    cache.sequences = p->batch + 1;
+    cache.kv_heads = p->hkv;
+    cache.dim = p->d;
+    cache.dim_v = p->dv;
     cache.page = test_random_one_in(random, 2) ? QUERN_CACHE_PAGE : 0;
     cache_case_make(&p->cache, &cache, random);
     p->q = values(random, p->dtype, p->rows * p->h * p->d);
-    p->k = values(random, p->dtype, p->rows * p->hkv * p->d), p->v = values(random, p->dtype, p->rows * p->hkv * p->dv);
-    p->o = test_doubles(p->rows * p->h * p->dv), p->lse = test_doubles(p->rows * p->h);
+    p->k = values(random, p->dtype, p->rows * p->hkv * p->d);
+    p->v = values(random, p->dtype, p->rows * p->hkv * p->dv);
+    p->o = test_doubles(p->rows * p->h * p->dv);
+    p->lse = test_doubles(p->rows * p->h);
     const quern_cpu_level level = (quern_cpu_level)test_random_int(random, 1, quern_cpu_level_detect());
     for (int i = 0; i < 2; i++) p->ctx[i] = test_context(level, 1 + 2 * i);
 }
@@ -82,12 +92,15 @@ static void append(const player *p, const piece *x, test_random *random)
     test_tensor k = cache_rows(random, p->dtype, p->k, x->rows, x->n, p->hkv, p->d);
     test_tensor v = cache_rows(random, p->dtype, p->v, x->rows, x->n, p->hkv, p->dv);
     quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
-    t.k = &k.view, t.v = &v.view;
+    t.k = &k.view;
+    t.v = &v.view;
     size_t bytes;
     quern_context *ctx = p->ctx[x->n % 2];
-    if (quern_cache_append_workspace(ctx, p->cache.cache, &x->batch, &t, &bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_cache_append_workspace(ctx, p->cache.cache, &x->batch, &t, &bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace w = test_workspace_make(bytes);
-    if (quern_cache_append(ctx, NULL, p->cache.cache, &x->batch, &t, w.data, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_cache_append(ctx, NULL, p->cache.cache, &x->batch, &t, w.data, bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace_close(&w);
     test_tensor_free(&k), test_tensor_free(&v);
 }
@@ -97,25 +110,33 @@ static void attend(player *p, const piece *x, test_random *random)
     const int64_t o_shape[] = {x->n, p->h, p->dv}, lse_shape[] = {p->h, x->n};
     test_tensor q = cache_rows(random, p->dtype, p->q, x->rows, x->n, p->h, p->d), o[2], lse[2];
     quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
-    params.window = p->window, params.scale = p->scale;
+    params.window = p->window;
+    params.scale = p->scale;
     for (int i = 0; i < 2; i++) {
-        o[i] = test_tensor_make(random, p->dtype, 3, o_shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
+        o[i] = test_tensor_make(random, p->dtype, 3, o_shape,
+                                (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
         lse[i] = test_tensor_make(random, QUERN_F32, 2, lse_shape, TEST_CONTIGUOUS);
         quern_decode_tensors t = QUERN_DECODE_TENSORS_INIT;
-        t.q = &q.view, t.o = &o[i].view, t.lse = &lse[i].view;
+        t.q = &q.view;
+        t.o = &o[i].view;
+        t.lse = &lse[i].view;
         size_t bytes;
-        if (quern_attention_decode_workspace(p->ctx[i], &params, p->cache.cache, &x->batch, &t, &bytes) != QUERN_OK)
+        if (quern_attention_decode_workspace(p->ctx[i], &params, p->cache.cache, &x->batch, &t, &bytes) !=
+            QUERN_OK)
             fail_msg("%s", quern_last_error(p->ctx[i]));
         test_workspace w = test_workspace_make(bytes);
-        if (quern_attention_decode(p->ctx[i], NULL, &params, p->cache.cache, &x->batch, &t, w.data, bytes) != QUERN_OK)
+        if (quern_attention_decode(p->ctx[i], NULL, &params, p->cache.cache, &x->batch, &t, w.data, bytes) !=
+            QUERN_OK)
             fail_msg("%s", quern_last_error(p->ctx[i]));
         test_workspace_close(&w);
-        test_tensor_check_guards(&o[i], "o"), test_tensor_check_guards(&lse[i], "lse"), test_tensor_check_unchanged(&q, "q");
+        test_tensor_check_guards(&o[i], "o"), test_tensor_check_guards(&lse[i], "lse"),
+            test_tensor_check_unchanged(&q, "q");
     }
     assert_true(test_tensor_same_bits(&o[0], &o[1]) && test_tensor_same_bits(&lse[0], &lse[1]));
     double *got = test_tensor_get(&o[0]), *got_lse = test_tensor_get(&lse[0]);
     for (int64_t i = 0; i < x->n; i++) {
-        memcpy(p->o + x->rows[i] * p->h * p->dv, got + i * p->h * p->dv, (size_t)(p->h * p->dv) * sizeof *got);
+        memcpy(p->o + x->rows[i] * p->h * p->dv, got + i * p->h * p->dv,
+               (size_t)(p->h * p->dv) * sizeof *got);
         for (int64_t h = 0; h < p->h; h++) p->lse[x->rows[i] * p->h + h] = got_lse[h * x->n + i];
     }
     free(got), free(got_lse);
@@ -141,7 +162,10 @@ static void play(player *p, test_random *random)
             }
             more = more || p->tokens[b] < p->length[b];
             if (p->batch > 1 && test_random_one_in(random, 3)) continue;
-            const int64_t left = p->length[b] - p->tokens[b], most = p->length[b] > 1000 && p->tokens[b] == 0 ? 1900 : test_random_one_in(random, 3) ? STEP_MOST : 4;
+            const int64_t left = p->length[b] - p->tokens[b],
+                          most = p->length[b] > 1000 && p->tokens[b] == 0 ? 1900
+                                 : test_random_one_in(random, 3)          ? STEP_MOST
+                                                                          : 4;
             const int64_t n = test_random_int(random, 0, left < most ? left : most);
             cache_case_assign(&p->cache, b + 1, p->tokens[b] + n);
             x.ids[x.batch.batch] = (int32_t)b + 1;
@@ -149,7 +173,9 @@ static void play(player *p, test_random *random)
             for (int64_t i = 0; i < n; i++) x.rows[x.n++] = p->row0[b] + p->tokens[b] + i;
             p->tokens[b] += n;
         }
-        x.batch.sequences = x.ids, x.batch.counts = x.counts, x.batch.table = p->cache.table;
+        x.batch.sequences = x.ids;
+        x.batch.counts = x.counts;
+        x.batch.table = p->cache.table;
         append(p, &x, random);
         attend(p, &x, random);
     }
@@ -158,18 +184,30 @@ static void play(player *p, test_random *random)
 
 static void check(const player *p, int trial)
 {
-    double *o = test_doubles(p->rows * p->h * p->dv), *lse = test_doubles(p->rows * p->h), *turned = test_doubles(p->rows * p->h);
+    double *o = test_doubles(p->rows * p->h * p->dv), *lse = test_doubles(p->rows * p->h),
+           *turned = test_doubles(p->rows * p->h);
     for (int64_t b = 0; b < p->batch; b++) {
         const int64_t n = p->length[b], row = p->row0[b];
-        const oracle_dense dense = {.batch = 1, .nq = n, .nkv = n, .h = p->h, .hkv = p->hkv, .d = p->d, .dv = p->dv, .causal = true,
-                                    .window = p->window, .query_offset = -1, .scale = (double)p->scale};
-        oracle_dense_forward(&dense, p->q + row * p->h * p->d, p->k + row * p->hkv * p->d, p->v + row * p->hkv * p->dv, o + row * p->h * p->dv, lse);
+        const oracle_dense dense = {.batch = 1,
+                                    .nq = n,
+                                    .nkv = n,
+                                    .h = p->h,
+                                    .hkv = p->hkv,
+                                    .d = p->d,
+                                    .dv = p->dv,
+                                    .causal = true,
+                                    .window = p->window,
+                                    .query_offset = -1,
+                                    .scale = (double)p->scale};
+        oracle_dense_forward(&dense, p->q + row * p->h * p->d, p->k + row * p->hkv * p->d,
+                             p->v + row * p->hkv * p->dv, o + row * p->h * p->dv, lse);
         for (int64_t t = 0; t < n; t++)
             for (int64_t h = 0; h < p->h; h++) turned[(row + t) * p->h + h] = lse[h * n + t];
     }
     char name[200];
-    snprintf(name, sizeof name, "o [trial %d, %s, H %d/%d D %d/%d W %d page %d]", trial, quern_dtype_name(p->dtype), (int)p->h, (int)p->hkv, (int)p->d,
-             (int)p->dv, (int)p->window, (int)p->cache.params.page);
+    snprintf(name, sizeof name, "o [trial %d, %s, H %d/%d D %d/%d W %d page %d]", trial,
+             quern_dtype_name(p->dtype), (int)p->h, (int)p->hkv, (int)p->d, (int)p->dv, (int)p->window,
+             (int)p->cache.params.page);
     test_check(name, p->o, o, p->rows * p->h * p->dv, test_forward_bound(p->dtype));
     test_check("lse", p->lse, turned, p->rows * p->h, test_forward_bound(QUERN_F32));
     free(o), free(lse), free(turned);
@@ -190,14 +228,16 @@ static void any_pieces_give_the_whole(void **state)
     }
 }
 
-/* What a query does not see is not read: NaN rows that were taken back, and those of other sequences, reach nothing. */
+/* What a query does not see is not read: NaN rows that were taken back, and those of other sequences, reach
+ * nothing. */
 static void rows_taken_back_reach_nothing(void **state)
 {
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
         for (int64_t page = 0; page <= 64; page += 64) {
             test_random random = {4};
-            quern_cache_params params = {sizeof params, QUERN_BF16, 2, 1, 16, 16, 100, page, 0, 0, 0, 0, false, false, 0, 0};
+            quern_cache_params params = {sizeof params, QUERN_BF16, 2, 1, 16, 16, 100, page, 0, 0, 0, 0,
+                                         false,         false,      0, 0};
             cache_case cache;
             cache_case_make(&cache, &params, &random);
             cache_case_assign(&cache, 0, 100), cache_case_assign(&cache, 1, 100);
@@ -208,17 +248,24 @@ static void rows_taken_back_reach_nothing(void **state)
             int64_t count = 70;
             const int64_t shape[] = {70, 1, 16}, one[] = {1, 1, 16};
             const quern_tensor kv = quern_tensor_contiguous(rows, QUERN_BF16, 3, shape);
-            const quern_tensor query = quern_tensor_contiguous(q, QUERN_BF16, 3, one), out = quern_tensor_contiguous(o, QUERN_BF16, 3, one);
+            const quern_tensor query = quern_tensor_contiguous(q, QUERN_BF16, 3, one),
+                               out = quern_tensor_contiguous(o, QUERN_BF16, 3, one);
             quern_cache_batch batch = {sizeof batch, 1, &id, &count, cache.table};
             quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
             quern_decode_tensors d = QUERN_DECODE_TENSORS_INIT;
             quern_attention_params attention = QUERN_ATTENTION_PARAMS_INIT;
-            t.k = t.v = &kv, d.q = &query, d.o = &out;
+            t.k = t.v = &kv;
+            d.q = &query;
+            d.o = &out;
             static char workspace[1 << 20];
-            assert_int_equal(quern_cache_append(ctx, NULL, cache.cache, &batch, &t, workspace, sizeof workspace), QUERN_OK);
+            assert_int_equal(
+                quern_cache_append(ctx, NULL, cache.cache, &batch, &t, workspace, sizeof workspace),
+                QUERN_OK);
             assert_int_equal(quern_cache_rollback(cache.cache, 1, 5), QUERN_OK);
             count = 1;
-            assert_int_equal(quern_attention_decode(ctx, NULL, &attention, cache.cache, &batch, &d, workspace, sizeof workspace), QUERN_OK);
+            assert_int_equal(quern_attention_decode(ctx, NULL, &attention, cache.cache, &batch, &d, workspace,
+                                                    sizeof workspace),
+                             QUERN_OK);
             for (int i = 0; i < 16; i++) assert_int_equal(o[i], 0x3f80 + i);
             quern_context_destroy(ctx);
             cache_case_free(&cache);
@@ -228,16 +275,19 @@ static void rows_taken_back_reach_nothing(void **state)
 static void sizes_and_bytes_held(void **state)
 {
     (void)state;
-    quern_cache_params p = {sizeof p, QUERN_BF16, 3, 2, 16, 24, 1000, 0, 0, 32, 16, QUERN_NSA_COMPRESS_MEAN, false, true, 100, 4};
+    quern_cache_params p = {sizeof p, QUERN_BF16, 3,   2, 16, 24, 1000, 0, 0, 32, 16, QUERN_NSA_COMPRESS_MEAN,
+                            false,    true,       100, 4};
     size_t memory, rows;
     const int64_t row = 2 * (16 + 24) * 2, ring = (100 + 8 + 4 + 63) / 64 * 64;
     assert_int_equal(quern_cache_size(&p, &memory, &rows), QUERN_OK);
     assert_int_equal(rows, (1024 + 64 + ring) * 3 * row); /* 61 entries */
     quern_cache_columns c = QUERN_CACHE_COLUMNS_INIT;
     assert_int_equal(quern_cache_columns_of(&p, &c), QUERN_OK);
-    assert_int_equal(c.entries, 16), assert_int_equal(c.slc, 17), assert_int_equal(c.win, 17), assert_int_equal(c.columns, 19);
+    assert_int_equal(c.entries, 16), assert_int_equal(c.slc, 17), assert_int_equal(c.win, 17),
+        assert_int_equal(c.columns, 19);
     assert_int_equal(quern_cache_pages_of(&p, 65, &c), QUERN_OK);
-    assert_int_equal(c.tokens, 2), assert_int_equal(c.entries, 1), assert_int_equal(c.slc, 0), assert_int_equal(c.win, 2);
+    assert_int_equal(c.tokens, 2), assert_int_equal(c.entries, 1), assert_int_equal(c.slc, 0),
+        assert_int_equal(c.win, 2);
 }
 
 /* A paged cache of two sequences with a few tokens each, and a call that is right. */
@@ -258,28 +308,36 @@ typedef struct fixture {
 static void set_tokens(fixture *f, int64_t first, int64_t second)
 {
     const int64_t shape[] = {first + second, 1, 16};
-    f->counts[0] = first, f->counts[1] = second;
+    f->counts[0] = first;
+    f->counts[1] = second;
     f->kv = quern_tensor_contiguous(f->rows, QUERN_F32, 3, shape);
-    f->q = f->kv, f->o = quern_tensor_contiguous(f->out, QUERN_F32, 3, shape);
+    f->q = f->kv;
+    f->o = quern_tensor_contiguous(f->out, QUERN_F32, 3, shape);
 }
 
 static void fixture_open(fixture *f, int64_t page)
 {
     test_random random = {7};
     memset(f, 0, sizeof *f);
-    const quern_cache_params params = {sizeof params, QUERN_F32, 3, 1, 16, 16, 300, page, 0, 0, 0, 0, false, false, 0, 0};
+    const quern_cache_params params = {sizeof params, QUERN_F32, 3, 1, 16, 16, 300, page, 0, 0, 0, 0,
+                                       false,         false,     0, 0};
     cache_case_make(&f->cache, &params, &random);
     f->ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     for (int i = 0; i < 80 * 16; i++) f->rows[i] = (float)i;
-    f->ids[0] = 2, f->ids[1] = 0;
+    f->ids[0] = 2;
+    f->ids[1] = 0;
     f->batch = (quern_cache_batch){sizeof f->batch, 2, f->ids, f->counts, f->cache.table};
     f->t = (quern_cache_tensors)QUERN_CACHE_TENSORS_INIT;
     f->d = (quern_decode_tensors)QUERN_DECODE_TENSORS_INIT;
     f->params = (quern_attention_params)QUERN_ATTENTION_PARAMS_INIT;
-    f->t.k = f->t.v = &f->kv, f->d.q = &f->q, f->d.o = &f->o;
+    f->t.k = f->t.v = &f->kv;
+    f->d.q = &f->q;
+    f->d.o = &f->o;
     set_tokens(f, 63, 10);
     cache_case_assign(&f->cache, 2, 63), cache_case_assign(&f->cache, 0, 10);
-    assert_int_equal(quern_cache_append(f->ctx, NULL, f->cache.cache, &f->batch, &f->t, f->workspace, sizeof f->workspace), QUERN_OK);
+    assert_int_equal(
+        quern_cache_append(f->ctx, NULL, f->cache.cache, &f->batch, &f->t, f->workspace, sizeof f->workspace),
+        QUERN_OK);
 }
 
 static void fixture_close(fixture *f)
@@ -288,10 +346,12 @@ static void fixture_close(fixture *f)
     quern_context_destroy(f->ctx);
 }
 
-static void refused(fixture *f, quern_status status, quern_status expected, void *before, const char *sentence)
+static void refused(fixture *f, quern_status status, quern_status expected, void *before,
+                    const char *sentence)
 {
     assert_int_equal(status, expected);
-    if (strstr(quern_last_error(f->ctx), sentence) == NULL) fail_msg("'%s' is not in '%s'", sentence, quern_last_error(f->ctx));
+    if (strstr(quern_last_error(f->ctx), sentence) == NULL)
+        fail_msg("'%s' is not in '%s'", sentence, quern_last_error(f->ctx));
     cache_case_check_same(&f->cache, before);
     for (int i = 0; i < 80 * 16; i++) assert_true(f->out[i] == 0.0f);
 }
@@ -299,20 +359,26 @@ static void refused(fixture *f, quern_status status, quern_status expected, void
 static void refuse_append(fixture *f, quern_status expected, const char *sentence)
 {
     void *before = cache_case_copy(&f->cache);
-    refused(f, quern_cache_append(f->ctx, NULL, f->cache.cache, &f->batch, &f->t, f->workspace, sizeof f->workspace), expected, before, sentence);
+    refused(
+        f,
+        quern_cache_append(f->ctx, NULL, f->cache.cache, &f->batch, &f->t, f->workspace, sizeof f->workspace),
+        expected, before, sentence);
 }
 
 static void refuse_decode(fixture *f, quern_status expected, const char *sentence)
 {
     void *before = cache_case_copy(&f->cache);
-    refused(f, quern_attention_decode(f->ctx, NULL, &f->params, f->cache.cache, &f->batch, &f->d, f->workspace, sizeof f->workspace), expected, before,
-            sentence);
+    refused(f,
+            quern_attention_decode(f->ctx, NULL, &f->params, f->cache.cache, &f->batch, &f->d, f->workspace,
+                                   sizeof f->workspace),
+            expected, before, sentence);
 }
 
 static void refuse_rollback(fixture *f, int64_t sequence, int64_t n, const char *sentence)
 {
     void *before = cache_case_copy(&f->cache);
-    refused(f, quern_cache_rollback(f->cache.cache, sequence, n), QUERN_ERR_INVALID_ARGUMENT, before, sentence);
+    refused(f, quern_cache_rollback(f->cache.cache, sequence, n), QUERN_ERR_INVALID_ARGUMENT, before,
+            sentence);
 }
 
 static void sequences_and_counts_are_checked(void **state)
@@ -386,8 +452,9 @@ static void tensors_are_checked(void **state)
     refuse_decode(&f, QUERN_ERR_INVALID_ARGUMENT, "scale is nan");
     f.params.scale = 0;
     void *before = cache_case_copy(&f.cache);
-    refused(&f, quern_attention_decode(f.ctx, NULL, &f.params, f.cache.cache, &f.batch, &f.d, f.workspace, 100), QUERN_ERR_WORKSPACE, before,
-            "workspace_bytes is 100");
+    refused(&f,
+            quern_attention_decode(f.ctx, NULL, &f.params, f.cache.cache, &f.batch, &f.d, f.workspace, 100),
+            QUERN_ERR_WORKSPACE, before, "workspace_bytes is 100");
     fixture_close(&f);
 }
 
@@ -418,35 +485,55 @@ static void pages_are_checked(void **state)
     f.batch.table = NULL;
     refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "table is NULL");
     f.batch.table = f.cache.table;
-    assert_int_equal(quern_cache_append(f.ctx, NULL, f.cache.cache, &f.batch, &f.t, f.workspace, sizeof f.workspace), QUERN_OK);
+    assert_int_equal(
+        quern_cache_append(f.ctx, NULL, f.cache.cache, &f.batch, &f.t, f.workspace, sizeof f.workspace),
+        QUERN_OK);
     /* A page of a sequence that was emptied is free for another; two sequences may read the same one. */
     set_tokens(&f, 0, 60);
     const int32_t its = mine[1];
     assert_int_equal(quern_cache_reset(f.cache.cache, 2), QUERN_OK);
     other[1] = its;
-    assert_int_equal(quern_cache_append(f.ctx, NULL, f.cache.cache, &f.batch, &f.t, f.workspace, sizeof f.workspace), QUERN_OK);
+    assert_int_equal(
+        quern_cache_append(f.ctx, NULL, f.cache.cache, &f.batch, &f.t, f.workspace, sizeof f.workspace),
+        QUERN_OK);
     fixture_close(&f);
 }
 
 static void parameters_are_checked(void **state)
 {
     (void)state;
-    const quern_cache_params good = {sizeof good, QUERN_F32, 3, 1, 16, 16, 300, 64, 9, 32, 16, 0, false, true, 10, 1};
+    const quern_cache_params good = {sizeof good, QUERN_F32, 3,  1, 16,    16,   300, 64,
+                                     9,           32,        16, 0, false, true, 10,  1};
     struct {
         quern_cache_params p;
         const char *sentence;
-    } cases[] = {{good, "params.dtype is i32"},      {good, "params.sequences is 0"}, {good, "params.kv_heads is -1"},   {good, "params.dim is 12"},
-                 {good, "params.dim_v is 264"},      {good, "params.capacity is 0"},  {good, "params.page is 32"},       {good, "params.pages is 0"},
-                 {good, "params.block_size is -1"},  {good, "params.stride is 5"},    {good, "params.compress is 2"},    {good, "params.window is 0"},
-                 {good, "params.step is 0"},         {good, "params.size is 0"},      {good, "fewer than 2^63 bytes"}};
-    cases[0].p.dtype = QUERN_I32, cases[1].p.sequences = 0, cases[2].p.kv_heads = -1, cases[3].p.dim = 12, cases[4].p.dim_v = 264;
-    cases[5].p.capacity = 0, cases[6].p.page = 32, cases[7].p.pages = 0, cases[8].p.block_size = -1, cases[9].p.stride = 5;
-    cases[10].p.compress = QUERN_NSA_COMPRESS_GIVEN, cases[11].p.window = 0, cases[12].p.step = 0, cases[13].p.size = 0;
-    cases[14].p.page = 0, cases[14].p.sequences = cases[14].p.capacity = cases[14].p.kv_heads = INT32_MAX;
+    } cases[] = {
+        {good, "params.dtype is i32"}, {good, "params.sequences is 0"}, {good, "params.kv_heads is -1"},
+        {good, "params.dim is 12"},    {good, "params.dim_v is 264"},   {good, "params.capacity is 0"},
+        {good, "params.page is 32"},   {good, "params.pages is 0"},     {good, "params.block_size is -1"},
+        {good, "params.stride is 5"},  {good, "params.compress is 2"},  {good, "params.window is 0"},
+        {good, "params.step is 0"},    {good, "params.size is 0"},      {good, "fewer than 2^63 bytes"}};
+    cases[0].p.dtype = QUERN_I32;
+    cases[1].p.sequences = 0;
+    cases[2].p.kv_heads = -1;
+    cases[3].p.dim = 12;
+    cases[4].p.dim_v = 264;
+    cases[5].p.capacity = 0;
+    cases[6].p.page = 32;
+    cases[7].p.pages = 0;
+    cases[8].p.block_size = -1;
+    cases[9].p.stride = 5;
+    cases[10].p.compress = QUERN_NSA_COMPRESS_GIVEN;
+    cases[11].p.window = 0;
+    cases[12].p.step = 0;
+    cases[13].p.size = 0;
+    cases[14].p.page = 0;
+    cases[14].p.sequences = cases[14].p.capacity = cases[14].p.kv_heads = INT32_MAX;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         size_t memory = 1, rows = 2;
         assert_int_equal(quern_cache_size(&cases[i].p, &memory, &rows), QUERN_ERR_INVALID_ARGUMENT);
-        if (strstr(quern_last_error(NULL), cases[i].sentence) == NULL) fail_msg("'%s' is not in '%s'", cases[i].sentence, quern_last_error(NULL));
+        if (strstr(quern_last_error(NULL), cases[i].sentence) == NULL)
+            fail_msg("'%s' is not in '%s'", cases[i].sentence, quern_last_error(NULL));
         assert_true(memory == 1 && rows == 2);
     }
     size_t memory, rows;
@@ -455,8 +542,10 @@ static void parameters_are_checked(void **state)
     assert_int_equal(quern_cache_size(&good, &memory, &rows), QUERN_OK);
     assert_int_equal(quern_cache_create(&good, place, memory - 1, place, rows, &cache), QUERN_ERR_WORKSPACE);
     assert_int_equal(quern_cache_create(&good, place, memory, place, rows - 1, &cache), QUERN_ERR_WORKSPACE);
-    assert_int_equal(quern_cache_create(&good, NULL, memory, place, rows, &cache), QUERN_ERR_INVALID_ARGUMENT);
-    assert_int_equal(quern_cache_create(&good, place, memory, place + 1, rows, &cache), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_cache_create(&good, NULL, memory, place, rows, &cache),
+                     QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(quern_cache_create(&good, place, memory, place + 1, rows, &cache),
+                     QUERN_ERR_INVALID_ARGUMENT);
     assert_null(cache);
     memset(place, 0, sizeof place);
     assert_int_equal(quern_cache_rollback((quern_cache *)(void *)place, 0, 0), QUERN_ERR_INVALID_ARGUMENT);
@@ -465,8 +554,9 @@ static void parameters_are_checked(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(any_pieces_give_the_whole),       cmocka_unit_test(rows_taken_back_reach_nothing), cmocka_unit_test(sizes_and_bytes_held),
-        cmocka_unit_test(sequences_and_counts_are_checked), cmocka_unit_test(tensors_are_checked),          cmocka_unit_test(pages_are_checked),
+        cmocka_unit_test(any_pieces_give_the_whole), cmocka_unit_test(rows_taken_back_reach_nothing),
+        cmocka_unit_test(sizes_and_bytes_held),      cmocka_unit_test(sequences_and_counts_are_checked),
+        cmocka_unit_test(tensors_are_checked),       cmocka_unit_test(pages_are_checked),
         cmocka_unit_test(parameters_are_checked),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

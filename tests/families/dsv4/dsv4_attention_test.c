@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_attention_test.c - the attention core on random calls against the float64 oracle, on the golden layers; the same bits
- * for any number of threads and any order of a list; one key alone; NaN where it belongs; what is refused. */
+/* dsv4_attention_test.c - the attention core on random calls against the float64 oracle, on the golden
+ * layers; the same bits for any number of threads and any order of a list; one key alone; NaN where it
+ * belongs; what is refused. */
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "dsv4_core.h"
@@ -20,7 +21,9 @@ static void random_calls(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         core_case c = core_case_random(&random);
-        quern_context *ctx = test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()), (int32_t)test_random_int(&random, 1, 3));
+        quern_context *ctx =
+            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()),
+                         (int32_t)test_random_int(&random, 1, 3));
         core_case_forward(&c, ctx);
         core_case_backward(&c, ctx);
         core_case_check(&c, true);
@@ -37,8 +40,16 @@ static void released_shapes(void **state)
         for (int i = 0; i < 3; i++) {
             test_random random = {(uint64_t)i + 61};
             const quern_dtype dtype = i == 0 ? QUERN_F32 : QUERN_BF16;
-            const oracle_core x = {.queries = 2, .raw = 130, .entries = i == 2 ? 40 : 700, .heads = i == 1 ? 128 : 64, .dim = 512, .window = 128,
-                                   .ratio = i == 2 ? 128 : 4, .start = 5200, .rope_dim = 64, .chosen = i == 2 ? -1 : 512};
+            const oracle_core x = {.queries = 2,
+                                   .raw = 130,
+                                   .entries = i == 2 ? 40 : 700,
+                                   .heads = i == 1 ? 128 : 64,
+                                   .dim = 512,
+                                   .window = 128,
+                                   .ratio = i == 2 ? 128 : 4,
+                                   .start = 5200,
+                                   .rope_dim = 64,
+                                   .chosen = i == 2 ? -1 : 512};
             const core_parts parts = {.entries = true, .list = i < 2, .sink = true, .rope = true};
             core_case c = core_case_make(&random, &x, 1, NULL, dtype, &parts);
             quern_context *ctx = test_context(level, 2);
@@ -75,31 +86,46 @@ static void threads_change_no_bit(void **state)
     }
 }
 
-/* A long context whose spans are tasks, token by token: the bits of all tokens in one call, and of any threads. */
+/* A long context whose spans are tasks, token by token: the bits of all tokens in one call, and of any
+ * threads. */
 static void cuts_change_no_bit(void **state)
 {
     (void)state;
     for (int trial = 0; trial < 4; trial++) {
         test_random random = {(uint64_t)trial + 77};
-        const oracle_core x = {.queries = 9, .raw = 1600, .entries = 3000, .heads = 5, .dim = 24, .window = trial % 2 ? 1300 : 50, .ratio = 2, .start = 5995,
-                               .rope_dim = 8, .chosen = -1};
+        const oracle_core x = {.queries = 9,
+                               .raw = 1600,
+                               .entries = 3000,
+                               .heads = 5,
+                               .dim = 24,
+                               .window = trial % 2 ? 1300 : 50,
+                               .ratio = 2,
+                               .start = 5995,
+                               .rope_dim = 8,
+                               .chosen = -1};
         const core_parts parts = {.entries = true, .sink = true, .rope = true};
         core_case c = core_case_make(&random, &x, 1, NULL, trial < 2 ? QUERN_BF16 : QUERN_F32, &parts);
-        quern_context *one = test_context(QUERN_CPU_LEVEL_AUTO, 1), *many = test_context(QUERN_CPU_LEVEL_AUTO, 4);
+        quern_context *one = test_context(QUERN_CPU_LEVEL_AUTO, 1),
+                      *many = test_context(QUERN_CPU_LEVEL_AUTO, 4);
         core_case_forward(&c, one);
         core_case_check(&c, false);
         test_tensor first[3];
-        for (int i = 0; i < 3; i++) first[i] = test_tensor_copy(&c.t[CORE_O + i]), test_tensor_reset(&c.t[CORE_O + i]);
+        for (int i = 0; i < 3; i++) {
+            first[i] = test_tensor_copy(&c.t[CORE_O + i]);
+            test_tensor_reset(&c.t[CORE_O + i]);
+        }
         for (int64_t t = 0; t < x.queries; t++) {
             core_case piece = c; /* raw rows stay where they are: later ones are not there yet */
-            piece.shape.queries = 1, piece.shape.start = x.start + t;
+            piece.shape.queries = 1;
+            piece.shape.start = x.start + t;
             piece.t[CORE_KV].view.shape[1] = x.raw - x.queries + t + 1;
             for (int i = CORE_Q; i <= CORE_LSE_WIN; i++) {
                 quern_tensor *view = &piece.t[i].view;
                 const int dim = i >= CORE_LSE ? 2 : 1;
                 if (i != CORE_Q && i < CORE_O) continue;
                 view->shape[dim] = 1;
-                view->data = (char *)view->data + t * view->strides[dim] * (int64_t)quern_dtype_size(view->dtype);
+                view->data =
+                    (char *)view->data + t * view->strides[dim] * (int64_t)quern_dtype_size(view->dtype);
             }
             core_case_forward(&piece, many);
         }
@@ -119,7 +145,8 @@ static void golden_layers(void **state)
         for (int i = 0; i < DSV4_LAYERS; i++) {
             dsv4_layer l = dsv4_layer_read(QUERN_TEST_VECTORS, i);
             test_random random = {4};
-            const core_parts parts = {.entries = l.kv_cmp != NULL, .list = l.idx != NULL, .sink = true, .rope = true};
+            const core_parts parts = {
+                .entries = l.kv_cmp != NULL, .list = l.idx != NULL, .sink = true, .rope = true};
             core_case c = core_case_make(&random, &l.core, DSV4_LAYER_BATCH, NULL, QUERN_F32, &parts);
             test_tensor_set(&c.t[CORE_Q], l.q), test_tensor_set(&c.t[CORE_KV], l.kv);
             if (l.kv_cmp != NULL) test_tensor_set(&c.t[CORE_KV_CMP], l.kv_cmp);
@@ -137,13 +164,26 @@ static void golden_layers(void **state)
     }
 }
 
-/* The order of a list, padding in it and entries that stand twice change no bit; a bad entry sets the status bit. */
+/* The order of a list, padding in it and entries that stand twice change no bit; a bad entry sets the status
+ * bit. */
 static void lists_in_any_order(void **state)
 {
-    static const int32_t lists[][6] = {{1, 3, 4, -1, -1, -1}, {4, 1, 3, -1, -1, -1}, {-1, 3, 1, 1, 4, 3}, {1, 3, 4, 6, 5, 4}, {9, 4, -5, 3, 1, 4}};
+    static const int32_t lists[][6] = {{1, 3, 4, -1, -1, -1},
+                                       {4, 1, 3, -1, -1, -1},
+                                       {-1, 3, 1, 1, 4, 3},
+                                       {1, 3, 4, 6, 5, 4},
+                                       {9, 4, -5, 3, 1, 4}};
     (void)state;
     test_random random = {5};
-    const oracle_core x = {.queries = 1, .raw = 4, .entries = 7, .heads = 3, .dim = 16, .window = 4, .ratio = 4, .start = 19, .chosen = 6};
+    const oracle_core x = {.queries = 1,
+                           .raw = 4,
+                           .entries = 7,
+                           .heads = 3,
+                           .dim = 16,
+                           .window = 4,
+                           .ratio = 4,
+                           .start = 19,
+                           .chosen = 6};
     const core_parts parts = {.entries = true, .list = true};
     core_case c = core_case_make(&random, &x, 1, NULL, QUERN_F32, &parts);
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
@@ -184,12 +224,22 @@ static void special_values(void **state)
     (void)state;
     for (int trial = 0; trial < 8; trial++) {
         test_random random = {(uint64_t)trial + 15};
-        const oracle_core x = {.queries = 12, .raw = 12, .entries = 3, .heads = 2, .dim = 16, .window = 3, .ratio = 4, .rope_dim = 4, .chosen = -1};
+        const oracle_core x = {.queries = 12,
+                               .raw = 12,
+                               .entries = 3,
+                               .heads = 2,
+                               .dim = 16,
+                               .window = 3,
+                               .ratio = 4,
+                               .rope_dim = 4,
+                               .chosen = -1};
         const core_parts parts = {.entries = true, .sink = true, .rope = true};
         core_case c = core_case_make(&random, &x, 1, NULL, trial % 2 ? QUERN_BF16 : QUERN_F32, &parts);
-        quern_context *ctx = test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()), 2);
+        quern_context *ctx =
+            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()), 2);
         core_case_forward(&c, ctx);
-        double *before = test_tensor_get(&c.t[CORE_O]), *kv = test_tensor_get(&c.t[CORE_KV]), *cmp = test_tensor_get(&c.t[CORE_KV_CMP]);
+        double *before = test_tensor_get(&c.t[CORE_O]), *kv = test_tensor_get(&c.t[CORE_KV]),
+               *cmp = test_tensor_get(&c.t[CORE_KV_CMP]);
         kv[5 * 16 + 3] = trial % 4 < 2 ? NAN : INFINITY; /* seen by queries 5, 6, 7 */
         if (trial >= 4) cmp[1 * 16] = NAN;               /* by queries from 7 on */
         test_tensor_set(&c.t[CORE_KV], kv), test_tensor_set(&c.t[CORE_KV_CMP], cmp);
@@ -211,14 +261,16 @@ static void special_values(void **state)
     }
 }
 
-static void expect_refusal(core_case *c, quern_context *ctx, const quern_dsv4_attention_params *p, const quern_dsv4_attention_tensors *t, bool backward,
-                           const char *sentence)
+static void expect_refusal(core_case *c, quern_context *ctx, const quern_dsv4_attention_params *p,
+                           const quern_dsv4_attention_tensors *t, bool backward, const char *sentence)
 {
     char memory[64];
-    const quern_status status = backward ? quern_dsv4_attention_backward(ctx, NULL, p, t, memory, sizeof memory)
-                                         : quern_dsv4_attention(ctx, NULL, p, t, memory, sizeof memory);
+    const quern_status status = backward
+                                    ? quern_dsv4_attention_backward(ctx, NULL, p, t, memory, sizeof memory)
+                                    : quern_dsv4_attention(ctx, NULL, p, t, memory, sizeof memory);
     assert_true(status != QUERN_OK);
-    if (strstr(quern_last_error(ctx), sentence) == NULL) fail_msg("'%s' does not say '%s'", quern_last_error(ctx), sentence);
+    if (strstr(quern_last_error(ctx), sentence) == NULL)
+        fail_msg("'%s' does not say '%s'", quern_last_error(ctx), sentence);
     for (int i = 0; i < CORE_TENSORS; i++)
         if (c->t[i].buffer != NULL) test_tensor_check_unchanged(&c->t[i], "a tensor of a refused call");
 }
@@ -227,7 +279,16 @@ static void refusals(void **state)
 {
     (void)state;
     test_random random = {13};
-    const oracle_core x = {.queries = 4, .raw = 9, .entries = 3, .heads = 2, .dim = 16, .window = 5, .ratio = 4, .start = 10, .rope_dim = 8, .chosen = 2};
+    const oracle_core x = {.queries = 4,
+                           .raw = 9,
+                           .entries = 3,
+                           .heads = 2,
+                           .dim = 16,
+                           .window = 5,
+                           .ratio = 4,
+                           .start = 10,
+                           .rope_dim = 8,
+                           .chosen = 2};
     const core_parts parts = {true, true, true, true, true};
     core_case c = core_case_make(&random, &x, 2, NULL, QUERN_F32, &parts);
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
@@ -238,42 +299,70 @@ static void refusals(void **state)
     expect_refusal(&c, ctx, &good, &whole, false, "workspace");
     p.window = -1;
     expect_refusal(&c, ctx, &p, &t, false, "window is -1");
-    p = good, p.ratio = -2;
+    p = good;
+    p.ratio = -2;
     expect_refusal(&c, ctx, &p, &t, false, "ratio is -2");
-    p = good, p.start_abs_pos = 4;
-    expect_refusal(&c, ctx, &p, &t, false, "query 0 stands at position 4 and raw row 0 at -1: 0 or more is accepted");
-    p = good, p.start_abs_pos = 11;
-    expect_refusal(&c, ctx, &p, &t, false, "the last query stands at position 14: cos_sin has positions 0 to 13");
-    p = good, t.kv = NULL;
+    p = good;
+    p.start_abs_pos = 4;
+    expect_refusal(&c, ctx, &p, &t, false,
+                   "query 0 stands at position 4 and raw row 0 at -1: 0 or more is accepted");
+    p = good;
+    p.start_abs_pos = 11;
+    expect_refusal(&c, ctx, &p, &t, false,
+                   "the last query stands at position 14: cos_sin has positions 0 to 13");
+    p = good;
+    t.kv = NULL;
     expect_refusal(&c, ctx, &p, &t, false, "kv is NULL");
-    t = whole, t.kv_cmp = NULL;
+    t = whole;
+    t.kv_cmp = NULL;
     expect_refusal(&c, ctx, &p, &t, false, "idx is given: it stands beside kv_cmp");
-    t = whole, t.idx = NULL;
+    t = whole;
+    t.idx = NULL;
     expect_refusal(&c, ctx, &p, &t, false, "count is given: it stands beside idx");
-    t = whole, t.o = NULL;
+    t = whole;
+    t.o = NULL;
     expect_refusal(&c, ctx, &p, &t, false, "o is NULL");
-    t = whole, t.lse = NULL;
+    t = whole;
+    t.lse = NULL;
     expect_refusal(&c, ctx, &p, &t, true, "lse is NULL");
-    t = whole, t.sink = NULL;
+    t = whole;
+    t.sink = NULL;
     expect_refusal(&c, ctx, &p, &t, true, "d_sink is given and sink is NULL");
     quern_tensor view = c.t[CORE_COS_SIN].view;
     view.shape[1] = 7;
-    t = whole, t.cos_sin = &view;
+    t = whole;
+    t.cos_sin = &view;
     expect_refusal(&c, ctx, &p, &t, false, "cos_sin has 7 columns: an even number up to the 16 channels");
-    view = c.t[CORE_Q].view, view.shape[3] = 12;
-    t = whole, t.q = &view;
+    view = c.t[CORE_Q].view;
+    view.shape[3] = 12;
+    t = whole;
+    t.q = &view;
     expect_refusal(&c, ctx, &p, &t, false, "q: head dim 12");
-    view = c.t[CORE_KV].view, view.shape[2] = 8;
-    t = whole, t.kv = &view;
+    view = c.t[CORE_KV].view;
+    view.shape[2] = 8;
+    t = whole;
+    t.kv = &view;
     expect_refusal(&c, ctx, &p, &t, false, "kv.shape[2] is 8: 16 is accepted");
-    t = whole, t.o = t.q;
+    t = whole;
+    t.o = t.q;
     expect_refusal(&c, ctx, &p, &t, false, "shares memory");
     const int32_t cu[] = {0, 3, 2};
     const int64_t three = 3;
     const quern_tensor falling = quern_tensor_contiguous((void *)(uintptr_t)cu, QUERN_I32, 1, &three);
-    core_case packed = core_case_make(&random, &(oracle_core){.queries = 4, .raw = 4, .entries = 1, .heads = 2, .dim = 16, .window = 5, .ratio = 4,
-                                                              .rope_dim = 2, .chosen = -1}, 2, (const int32_t[]){0, 1, 4}, QUERN_F32, &(core_parts){.entries = true, .rope = true});
-    t = core_case_tensors(&packed), p = core_case_params(&packed);
+    core_case packed = core_case_make(&random,
+                                      &(oracle_core){.queries = 4,
+                                                     .raw = 4,
+                                                     .entries = 1,
+                                                     .heads = 2,
+                                                     .dim = 16,
+                                                     .window = 5,
+                                                     .ratio = 4,
+                                                     .rope_dim = 2,
+                                                     .chosen = -1},
+                                      2, (const int32_t[]){0, 1, 4}, QUERN_F32,
+                                      &(core_parts){.entries = true, .rope = true});
+    t = core_case_tensors(&packed);
+    p = core_case_params(&packed);
     t.cu_seqlens = &falling;
     char memory[65536];
     assert_true(quern_dsv4_attention(ctx, NULL, &p, &t, memory, sizeof memory) != QUERN_OK);
@@ -288,8 +377,10 @@ static void refusals(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(random_calls),  cmocka_unit_test(released_shapes),    cmocka_unit_test(threads_change_no_bit),
-                                       cmocka_unit_test(cuts_change_no_bit), cmocka_unit_test(golden_layers), cmocka_unit_test(lists_in_any_order),
-                                       cmocka_unit_test(special_values), cmocka_unit_test(refusals)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(random_calls),          cmocka_unit_test(released_shapes),
+        cmocka_unit_test(threads_change_no_bit), cmocka_unit_test(cuts_change_no_bit),
+        cmocka_unit_test(golden_layers),         cmocka_unit_test(lists_in_any_order),
+        cmocka_unit_test(special_values),        cmocka_unit_test(refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

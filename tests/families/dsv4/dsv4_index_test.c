@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_index_test.c - the indexer on random calls against the float64 oracle, on the golden layer, in every key format;
- * NaN and ties; the same bits for any cut and any number of threads; what is refused. */
+/* dsv4_index_test.c - the indexer on random calls against the float64 oracle, on the golden layer, in every
+ * key format; NaN and ties; the same bits for any cut and any number of threads; what is refused. */
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "dsv4_golden.h"
@@ -37,8 +37,11 @@ static quern_dsv4_index_params params_of(const index_case *c)
 static quern_dsv4_index_tensors tensors_of(const index_case *c)
 {
     quern_dsv4_index_tensors t = QUERN_DSV4_INDEX_TENSORS_INIT;
-    t.q = &c->t[Q].view, t.k = &c->t[K].view, t.w = &c->t[W].view;
-    t.idx = &c->t[IDX].view, t.count = &c->t[COUNT].view;
+    t.q = &c->t[Q].view;
+    t.k = &c->t[K].view;
+    t.w = &c->t[W].view;
+    t.idx = &c->t[IDX].view;
+    t.count = &c->t[COUNT].view;
     t.scores = c->t[SCORES].buffer != NULL ? &c->t[SCORES].view : NULL;
     return t;
 }
@@ -46,13 +49,15 @@ static quern_dsv4_index_tensors tensors_of(const index_case *c)
 /* Rows of bytes from random values, and what they mean. */
 static void fill_bytes(index_case *c, test_random *random)
 {
-    const int64_t width = c->shape.width, entries = c->batch * c->shape.entries, bytes = c->t[K].view.shape[2];
+    const int64_t width = c->shape.width, entries = c->batch * c->shape.entries,
+                  bytes = c->t[K].view.shape[2];
     double *values = test_doubles(entries * bytes);
     for (int64_t e = 0; e < entries; e++) {
         float row[256];
         unsigned char packed[256 + 4];
         const double size = exp2((double)test_random_int(random, -6, 6));
-        for (int64_t i = 0; i < width; i++) row[i] = (float)(size * test_random_normal(random) * (i / 32 % 2 ? 8 : 1));
+        for (int64_t i = 0; i < width; i++)
+            row[i] = (float)(size * test_random_normal(random) * (i / 32 % 2 ? 8 : 1));
         if (c->format == QUERN_DSV4_FP4) assert_true(oracle_dsv4_quantise_fp4(row, width, packed));
         else assert_true(oracle_dsv4_quantise_fp8(row, width, c->format == QUERN_DSV4_FP8_POWER, packed));
         for (int64_t i = 0; i < bytes; i++) values[e * bytes + i] = packed[i];
@@ -63,27 +68,42 @@ static void fill_bytes(index_case *c, test_random *random)
         for (int64_t e = 0; e < c->shape.entries; e++) {
             const quern_tensor *k = &c->t[K].view;
             unsigned char *to = (unsigned char *)k->data + b * k->strides[0] + e * k->strides[1];
-            for (int64_t i = 0; i < bytes; i++) to[i] = (unsigned char)values[(b * c->shape.entries + e) * bytes + i];
+            for (int64_t i = 0; i < bytes; i++)
+                to[i] = (unsigned char)values[(b * c->shape.entries + e) * bytes + i];
         }
     memcpy(c->t[K].snapshot, c->t[K].buffer, c->t[K].bytes);
     free(values);
 }
 
-static index_case make_case(test_random *random, const oracle_indexer *shape, int64_t batch, int64_t top_k, quern_dsv4_format format,
-                            quern_dtype dtype, quern_dtype keys, bool scores)
+static index_case make_case(test_random *random, const oracle_indexer *shape, int64_t batch, int64_t top_k,
+                            quern_dsv4_format format, quern_dtype dtype, quern_dtype keys, bool scores)
 {
-    index_case c = {*shape, batch, top_k, format, {{.buffer = NULL}}, test_doubles(batch * shape->entries * shape->width)};
+    index_case c = {*shape,
+                    batch,
+                    top_k,
+                    format,
+                    {{.buffer = NULL}},
+                    test_doubles(batch * shape->entries * shape->width)};
     const int64_t bytes = format == QUERN_DSV4_FP4 ? shape->width / 2 + shape->width / 32 : shape->width + 4;
-    const int64_t shapes[TENSORS][4] = {{batch, shape->queries, shape->heads, shape->width},
-                                        {batch, shape->entries, format == QUERN_DSV4_ROWS ? shape->width : bytes},
-                                        {batch, shape->queries, shape->heads},
-                                        {batch, shape->queries, top_k},
-                                        {batch, shape->queries},
-                                        {batch, shape->queries, shape->entries}};
-    const quern_dtype dtypes[TENSORS] = {dtype, format == QUERN_DSV4_ROWS ? keys : QUERN_U8, test_random_one_in(random, 2) ? dtype : QUERN_F32, QUERN_I32,
-                                         QUERN_I32, QUERN_F32};
+    const int64_t shapes[TENSORS][4] = {
+        {batch, shape->queries, shape->heads, shape->width},
+        {batch, shape->entries, format == QUERN_DSV4_ROWS ? shape->width : bytes},
+        {batch, shape->queries, shape->heads},
+        {batch, shape->queries, top_k},
+        {batch, shape->queries},
+        {batch, shape->queries, shape->entries}};
+    const quern_dtype dtypes[TENSORS] = {dtype,
+                                         format == QUERN_DSV4_ROWS ? keys : QUERN_U8,
+                                         test_random_one_in(random, 2) ? dtype : QUERN_F32,
+                                         QUERN_I32,
+                                         QUERN_I32,
+                                         QUERN_F32};
     for (int i = 0; i < (scores ? TENSORS : SCORES); i++) {
-        c.t[i] = test_tensor_make(random, dtypes[i], i == Q ? 4 : i == COUNT ? 2 : 3, shapes[i], (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
+        c.t[i] = test_tensor_make(random, dtypes[i],
+                                  i == Q       ? 4
+                                  : i == COUNT ? 2
+                                               : 3,
+                                  shapes[i], (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
         if (i <= W && !(i == K && format != QUERN_DSV4_ROWS)) test_tensor_normal(&c.t[i], random, 1);
     }
     if (format == QUERN_DSV4_ROWS) {
@@ -98,16 +118,21 @@ static index_case make_case(test_random *random, const oracle_indexer *shape, in
 static index_case random_case(test_random *random)
 {
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16, QUERN_BF16};
-    const quern_dsv4_format format = test_random_one_in(random, 2) ? QUERN_DSV4_ROWS : (quern_dsv4_format)test_random_int(random, 1, 3);
+    const quern_dsv4_format format =
+        test_random_one_in(random, 2) ? QUERN_DSV4_ROWS : (quern_dsv4_format)test_random_int(random, 1, 3);
     const quern_dtype dtype = dtypes[test_random_int(random, 0, 3)];
     const quern_dtype keys = test_random_one_in(random, 4) ? dtypes[test_random_int(random, 0, 3)] : dtype;
-    oracle_indexer x = {.queries = test_random_int(random, 0, 21), .heads = test_random_int(random, 1, test_random_one_in(random, 4) ? 70 : 9),
-                        .width = format == QUERN_DSV4_FP4 ? 32 * test_random_int(random, 1, 4) : 8 * test_random_int(random, 1, 17),
-                        .entries = test_random_int(random, 0, test_random_one_in(random, 4) ? 1500 : 90), .ratio = test_random_int(random, 1, 5)};
+    oracle_indexer x = {.queries = test_random_int(random, 0, 21),
+                        .heads = test_random_int(random, 1, test_random_one_in(random, 4) ? 70 : 9),
+                        .width = format == QUERN_DSV4_FP4 ? 32 * test_random_int(random, 1, 4)
+                                                          : 8 * test_random_int(random, 1, 17),
+                        .entries = test_random_int(random, 0, test_random_one_in(random, 4) ? 1500 : 90),
+                        .ratio = test_random_int(random, 1, 5)};
     if (test_random_one_in(random, 20)) x.width = 256;
     x.start = test_random_one_in(random, 3) ? 0 : test_random_int(random, 0, x.entries * x.ratio);
-    return make_case(random, &x, test_random_int(random, 0, 3), test_random_one_in(random, 5) ? 512 : test_random_int(random, 1, 20), format, dtype, keys,
-                     !test_random_one_in(random, 3));
+    return make_case(random, &x, test_random_int(random, 0, 3),
+                     test_random_one_in(random, 5) ? 512 : test_random_int(random, 1, 20), format, dtype,
+                     keys, !test_random_one_in(random, 3));
 }
 
 static void free_case(index_case *c)
@@ -128,7 +153,8 @@ static void run(const index_case *c, quern_context *ctx)
     test_workspace_close(&w);
 }
 
-/* The rule of nsa.md: a list is right where it is the oracle's, or the scores at its end are too close to tell. */
+/* The rule of nsa.md: a list is right where it is the oracle's, or the scores at its end are too close to
+ * tell. */
 static void check_list(const double *scores, int64_t seen, int64_t k, const int32_t *idx, int64_t count)
 {
     int32_t *best = malloc((size_t)(k + 1) * sizeof *best);
@@ -145,12 +171,15 @@ static void check_list(const double *scores, int64_t seen, int64_t k, const int3
         bool found = false;
         for (int64_t j = 0; j < n; j++) found = found || best[j] == idx[i];
         if (!found && !(fabs(scores[idx[i]] - last) <= 1e-5 * most))
-            fail_msg("entry %d with score %.9g was chosen; the last of the best has %.9g, the largest is %.9g", idx[i], scores[idx[i]], last, most);
+            fail_msg(
+                "entry %d with score %.9g was chosen; the last of the best has %.9g, the largest is %.9g",
+                idx[i], scores[idx[i]], last, most);
     }
     for (int64_t j = 0; j < n; j++) { /* and none that is clearly better was left */
         bool found = false;
         for (int64_t i = 0; i < n; i++) found = found || best[j] == idx[i];
-        if (!found && !(fabs(scores[best[j]] - last) <= 1e-5 * most)) fail_msg("entry %d with score %.9g was left", best[j], scores[best[j]]);
+        if (!found && !(fabs(scores[best[j]] - last) <= 1e-5 * most))
+            fail_msg("entry %d with score %.9g was left", best[j], scores[best[j]]);
     }
     free(best);
 }
@@ -159,16 +188,20 @@ static void check_case(const index_case *c)
 {
     static const char *const names[] = {"q", "k", "w", "idx", "count", "scores"};
     const oracle_indexer *x = &c->shape;
-    double *q = test_tensor_get(&c->t[Q]), *w = test_tensor_get(&c->t[W]), *out = c->t[SCORES].buffer != NULL ? test_tensor_get(&c->t[SCORES]) : NULL;
+    double *q = test_tensor_get(&c->t[Q]), *w = test_tensor_get(&c->t[W]),
+           *out = c->t[SCORES].buffer != NULL ? test_tensor_get(&c->t[SCORES]) : NULL;
     int32_t *idx = test_tensor_get_i32(&c->t[IDX]), *count = test_tensor_get_i32(&c->t[COUNT]);
     const int64_t n = x->queries * x->entries;
     double *scores = test_doubles(c->batch * n);
     for (int64_t i = 0; i < c->batch * n; i++) scores[i] = -INFINITY;
     for (int64_t b = 0; b < c->batch; b++) {
-        oracle_dsv4_scores(x, q + b * x->queries * x->heads * x->width, c->keys + b * x->entries * x->width, w + b * x->queries * x->heads, scores + b * n);
+        oracle_dsv4_scores(x, q + b * x->queries * x->heads * x->width, c->keys + b * x->entries * x->width,
+                           w + b * x->queries * x->heads, scores + b * n);
         for (int64_t t = 0; t < x->queries; t++) {
             const int64_t row = b * x->queries + t;
-            check_list(scores + b * n + t * x->entries, oracle_dsv4_visible(x->entries, x->ratio, x->start + t), c->top_k, idx + row * c->top_k, count[row]);
+            check_list(scores + b * n + t * x->entries,
+                       oracle_dsv4_visible(x->entries, x->ratio, x->start + t), c->top_k,
+                       idx + row * c->top_k, count[row]);
         }
     }
     if (out != NULL) test_check("scores", out, scores, c->batch * n, test_forward_bound(QUERN_F32));
@@ -188,7 +221,9 @@ static void random_calls(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         index_case c = random_case(&random);
-        quern_context *ctx = test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()), (int32_t)test_random_int(&random, 1, 3));
+        quern_context *ctx =
+            test_context((quern_cpu_level)test_random_int(&random, 1, quern_cpu_level_detect()),
+                         (int32_t)test_random_int(&random, 1, 3));
         run(&c, ctx);
         check_case(&c);
         quern_context_destroy(ctx);
@@ -202,9 +237,15 @@ static void threads_and_cuts_change_no_bit(void **state)
     (void)state;
     for (int trial = 0; trial < 24; trial++) {
         test_random random = {(uint64_t)trial + 700};
-        const oracle_indexer x = {.queries = 13, .heads = 5, .width = 32, .entries = trial % 2 ? 2500 : 60, .ratio = 2, .start = trial % 2 ? 5000 : 90};
-        index_case c = make_case(&random, &x, 2, trial % 4 < 2 ? 7 : 400, (quern_dsv4_format)(trial % 3 == 0 ? 0 : trial % 4), trial % 5 ? QUERN_BF16 : QUERN_F32,
-                                 trial % 5 ? QUERN_BF16 : QUERN_F32, true);
+        const oracle_indexer x = {.queries = 13,
+                                  .heads = 5,
+                                  .width = 32,
+                                  .entries = trial % 2 ? 2500 : 60,
+                                  .ratio = 2,
+                                  .start = trial % 2 ? 5000 : 90};
+        index_case c = make_case(
+            &random, &x, 2, trial % 4 < 2 ? 7 : 400, (quern_dsv4_format)(trial % 3 == 0 ? 0 : trial % 4),
+            trial % 5 ? QUERN_BF16 : QUERN_F32, trial % 5 ? QUERN_BF16 : QUERN_F32, true);
         test_tensor first[TENSORS];
         for (int32_t threads = 1; threads <= 4; threads++) {
             quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, threads);
@@ -226,7 +267,8 @@ static void threads_and_cuts_change_no_bit(void **state)
                 if (i == K) continue;
                 *view = c.t[i].view;
                 view->shape[1] = n;
-                view->data = (char *)view->data + t * view->strides[1] * (int64_t)quern_dtype_size(view->dtype);
+                view->data =
+                    (char *)view->data + t * view->strides[1] * (int64_t)quern_dtype_size(view->dtype);
             }
             run(&piece, ctx);
         }
@@ -245,16 +287,19 @@ static void golden_layer(void **state)
     dsv4_layer l = dsv4_layer_read(QUERN_TEST_VECTORS, 0);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         test_random random = {3};
-        index_case c = make_case(&random, &l.indexer, DSV4_LAYER_BATCH, l.core.chosen, QUERN_DSV4_ROWS, QUERN_F32, QUERN_F32, true);
+        index_case c = make_case(&random, &l.indexer, DSV4_LAYER_BATCH, l.core.chosen, QUERN_DSV4_ROWS,
+                                 QUERN_F32, QUERN_F32, true);
         test_tensor_free(&c.t[W]);
         const int64_t w[] = {DSV4_LAYER_BATCH, l.indexer.queries, l.indexer.heads};
         c.t[W] = test_tensor_make(&random, QUERN_F32, 3, w, TEST_CONTIGUOUS);
-        test_tensor_set(&c.t[Q], l.idx_q), test_tensor_set(&c.t[K], l.idx_k), test_tensor_set(&c.t[W], l.idx_w);
+        test_tensor_set(&c.t[Q], l.idx_q), test_tensor_set(&c.t[K], l.idx_k),
+            test_tensor_set(&c.t[W], l.idx_w);
         quern_context *ctx = test_context(level, 2);
         run(&c, ctx);
         double *scores = test_tensor_get(&c.t[SCORES]);
         int32_t *idx = test_tensor_get_i32(&c.t[IDX]);
-        const int64_t rows = DSV4_LAYER_BATCH * l.indexer.queries, entries = l.indexer.entries, k = l.core.chosen;
+        const int64_t rows = DSV4_LAYER_BATCH * l.indexer.queries, entries = l.indexer.entries,
+                      k = l.core.chosen;
         for (int64_t i = 0; i < rows * entries; i++)
             if (scores[i] == -INFINITY) l.idx_score[i] = -INFINITY;
         test_check_golden("idx.score", scores, l.idx_score, rows * entries, DSV4_TINY_BOUND);
@@ -279,11 +324,11 @@ static void special_scores(void **state)
         int64_t k;
         int32_t idx[4];
     } cases[] = {
-        {{1, 1, 1, 1, 1, 1}, 3, {0, 1, 2}},                         /* ties: the lowest */
-        {{NAN, 1, NAN, 2, 0, -1}, 3, {1, 3, 4}},                    /* ReLU makes -1 a 0 and the tie goes to 4 */
-        {{NAN, NAN, 3, NAN, NAN, NAN}, 3, {0, 1, 2}},               /* NaN fills last, lowest first */
+        {{1, 1, 1, 1, 1, 1}, 3, {0, 1, 2}},           /* ties: the lowest */
+        {{NAN, 1, NAN, 2, 0, -1}, 3, {1, 3, 4}},      /* ReLU makes -1 a 0 and the tie goes to 4 */
+        {{NAN, NAN, 3, NAN, NAN, NAN}, 3, {0, 1, 2}}, /* NaN fills last, lowest first */
         {{INFINITY, 5, INFINITY, 7, NAN, INFINITY}, 4, {0, 2, 3, 5}},
-        {{-0.0f, 0, -3, 2, -0.0f, 0}, 3, {0, 1, 3}},                /* -0 equals 0 */
+        {{-0.0f, 0, -3, 2, -0.0f, 0}, 3, {0, 1, 3}}, /* -0 equals 0 */
     };
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
@@ -291,8 +336,11 @@ static void special_scores(void **state)
         for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
             for (int dtype = 0; dtype < 2; dtype++) {
                 test_random random = {9};
-                const oracle_indexer x = {.queries = 1, .heads = 1, .width = 8, .entries = 6, .ratio = 1, .start = 5};
-                index_case c = make_case(&random, &x, 1, cases[i].k, QUERN_DSV4_ROWS, dtype ? QUERN_BF16 : QUERN_F32, dtype ? QUERN_BF16 : QUERN_F32, false);
+                const oracle_indexer x = {
+                    .queries = 1, .heads = 1, .width = 8, .entries = 6, .ratio = 1, .start = 5};
+                index_case c =
+                    make_case(&random, &x, 1, cases[i].k, QUERN_DSV4_ROWS, dtype ? QUERN_BF16 : QUERN_F32,
+                              dtype ? QUERN_BF16 : QUERN_F32, false);
                 const double q[8] = {1}, w[] = {1};
                 double keys[6 * 8] = {0};
                 for (int e = 0; e < 6; e++) keys[8 * e] = (double)cases[i].key[e];
@@ -308,12 +356,14 @@ static void special_scores(void **state)
     }
 }
 
-static void expect_refusal(index_case *c, quern_context *ctx, const quern_dsv4_index_params *p, const quern_dsv4_index_tensors *t, const char *sentence)
+static void expect_refusal(index_case *c, quern_context *ctx, const quern_dsv4_index_params *p,
+                           const quern_dsv4_index_tensors *t, const char *sentence)
 {
     char memory[64];
     size_t bytes;
     assert_true(quern_dsv4_index(ctx, NULL, p, t, memory, sizeof memory) != QUERN_OK);
-    if (strstr(quern_last_error(ctx), sentence) == NULL) fail_msg("'%s' does not say '%s'", quern_last_error(ctx), sentence);
+    if (strstr(quern_last_error(ctx), sentence) == NULL)
+        fail_msg("'%s' does not say '%s'", quern_last_error(ctx), sentence);
     for (int i = 0; i < TENSORS; i++)
         if (c->t[i].buffer != NULL) test_tensor_check_unchanged(&c->t[i], "a tensor of a refused call");
     (void)quern_dsv4_index_workspace(ctx, p, t, &bytes);
@@ -333,34 +383,48 @@ static void refusals(void **state)
     expect_refusal(&c, ctx, &good, &whole, "workspace");
     p.top_k = 2049;
     expect_refusal(&c, ctx, &p, &t, "top_k is 2049: 0 to 2048");
-    p = good, p.ratio = -1;
+    p = good;
+    p.ratio = -1;
     expect_refusal(&c, ctx, &p, &t, "ratio is -1");
-    p = good, p.start_abs_pos = -4;
+    p = good;
+    p.start_abs_pos = -4;
     expect_refusal(&c, ctx, &p, &t, "start_abs_pos is -4");
-    p = good, p.key_format = QUERN_DSV4_ROW584;
+    p = good;
+    p.key_format = QUERN_DSV4_ROW584;
     expect_refusal(&c, ctx, &p, &t, "key_format is 4");
-    p = good, p.key_format = QUERN_DSV4_FP8;
+    p = good;
+    p.key_format = QUERN_DSV4_FP8;
     expect_refusal(&c, ctx, &p, &t, "k has dtype bf16: u8");
-    p = good, p.top_k = 6;
+    p = good;
+    p.top_k = 6;
     expect_refusal(&c, ctx, &p, &t, "idx.shape[2] is 5: 6 is accepted");
-    p = good, t.q = NULL;
+    p = good;
+    t.q = NULL;
     expect_refusal(&c, ctx, &p, &t, "q is NULL");
-    t = whole, t.k = NULL;
+    t = whole;
+    t.k = NULL;
     expect_refusal(&c, ctx, &p, &t, "k is NULL");
-    t = whole, t.count = NULL;
+    t = whole;
+    t.count = NULL;
     expect_refusal(&c, ctx, &p, &t, "count is NULL");
     quern_tensor view = c.t[Q].view;
     view.shape[3] = 12;
-    t = whole, t.q = &view;
+    t = whole;
+    t.q = &view;
     expect_refusal(&c, ctx, &p, &t, "q has 12 channels: a multiple of 8 up to 256");
-    view = c.t[Q].view, view.shape[2] = 0;
+    view = c.t[Q].view;
+    view.shape[2] = 0;
     expect_refusal(&c, ctx, &p, &t, "0 heads");
-    view = c.t[K].view, view.shape[2] = 24;
-    t = whole, t.k = &view;
+    view = c.t[K].view;
+    view.shape[2] = 24;
+    t = whole;
+    t.k = &view;
     expect_refusal(&c, ctx, &p, &t, "k.shape[2] is 24: 32 is accepted");
-    t = whole, t.scores = t.q;
+    t = whole;
+    t.scores = t.q;
     expect_refusal(&c, ctx, &p, &t, "scores");
-    t = whole, t.count = t.idx;
+    t = whole;
+    t.count = t.idx;
     expect_refusal(&c, ctx, &p, &t, "count");
     quern_context_destroy(ctx);
     free_case(&c);
@@ -368,7 +432,8 @@ static void refusals(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(random_calls), cmocka_unit_test(threads_and_cuts_change_no_bit), cmocka_unit_test(golden_layer),
-                                       cmocka_unit_test(special_scores), cmocka_unit_test(refusals)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(random_calls), cmocka_unit_test(threads_and_cuts_change_no_bit),
+        cmocka_unit_test(golden_layer), cmocka_unit_test(special_scores), cmocka_unit_test(refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

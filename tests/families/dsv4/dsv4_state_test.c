@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * dsv4_state_test.c - streaming states: whatever the chunks, subsets of the batch, roll-backs, forks and restores, every
- * entry has the bits of the one-shot call; and faults leave states and outputs as they were.
+ * dsv4_state_test.c - streaming states: whatever the chunks, subsets of the batch, roll-backs, forks and
+ * restores, every entry has the bits of the one-shot call; and faults leave states and outputs as they were.
  */
 #include "backend.h"
 #include "cmocka_c11.h"
@@ -42,8 +42,12 @@ static const quern_tensor *view_or_null(const test_tensor *t)
 /* A view with a leading extent of 1. */
 static quern_tensor batch_of(quern_tensor v)
 {
-    for (int i = 2; i > 0; i--) v.shape[i] = v.shape[i - 1], v.strides[i] = v.strides[i - 1];
-    v.ndim = 3, v.shape[0] = 1;
+    for (int i = 2; i > 0; i--) {
+        v.shape[i] = v.shape[i - 1];
+        v.strides[i] = v.strides[i - 1];
+    }
+    v.ndim = 3;
+    v.shape[0] = 1;
     return v;
 }
 
@@ -51,19 +55,32 @@ static void one_shot(stream *s, int64_t b)
 {
     static const entry_format formats[] = {ENTRY_ROWS, ENTRY_FP8, ENTRY_FP8_POWER, ENTRY_FP4, ENTRY_ROW584};
     const bool bytes = s->params.format != QUERN_DSV4_ROWS;
-    const int64_t rows[] = {1, s->entries, bytes ? s->row_bytes : s->width}, pooled[] = {1, s->entries, s->width};
+    const int64_t rows[] = {1, s->entries, bytes ? s->row_bytes : s->width},
+                  pooled[] = {1, s->entries, s->width};
     s->expected[b] = calloc((size_t)(s->entries * s->row_bytes) + 1, 1);
     s->pooled[b] = calloc((size_t)(s->entries * s->width) + 1, sizeof(float));
-    const quern_dtype dtype = bytes ? QUERN_U8 : s->row_bytes == s->width * 4 ? QUERN_F32 : s->proj[0].view.dtype;
-    pool_args args = {.ratio = s->params.ratio, .width = s->width, .overlap = s->params.kind == QUERN_DSV4_CSA, .batch = 1,
-                      .start_position = s->origin, .proj = batch_of(s->proj[b].view), .bias_a = s->b_a.view,
-                      .pooled = quern_tensor_contiguous(s->pooled[b], QUERN_F32, 3, pooled), .out = quern_tensor_contiguous(s->expected[b], dtype, 3, rows)};
+    const quern_dtype dtype = bytes                          ? QUERN_U8
+                              : s->row_bytes == s->width * 4 ? QUERN_F32
+                                                             : s->proj[0].view.dtype;
+    pool_args args = {.ratio = s->params.ratio,
+                      .width = s->width,
+                      .overlap = s->params.kind == QUERN_DSV4_CSA,
+                      .batch = 1,
+                      .start_position = s->origin,
+                      .proj = batch_of(s->proj[b].view),
+                      .bias_a = s->b_a.view,
+                      .pooled = quern_tensor_contiguous(s->pooled[b], QUERN_F32, 3, pooled),
+                      .out = quern_tensor_contiguous(s->expected[b], dtype, 3, rows)};
     if (args.overlap) args.bias_b = s->b_b.view;
     if (s->prev_b.buffer != NULL) {
         args.prev_b = s->prev_b.view;
-        args.prev_b.data = (char *)args.prev_b.data + b * args.prev_b.strides[0] * (int64_t)quern_dtype_size(args.prev_b.dtype);
+        args.prev_b.data = (char *)args.prev_b.data +
+                           b * args.prev_b.strides[0] * (int64_t)quern_dtype_size(args.prev_b.dtype);
     }
-    args.entry = (entry_args){.round_bf16 = s->params.round_bf16, .eps = 1e-6f, .rope_last = s->params.rope_last, .hadamard = s->params.hadamard,
+    args.entry = (entry_args){.round_bf16 = s->params.round_bf16,
+                              .eps = 1e-6f,
+                              .rope_last = s->params.rope_last,
+                              .hadamard = s->params.hadamard,
                               .format = formats[s->params.format]};
     if (s->norm_weight.buffer != NULL) args.entry.norm_weight = s->norm_weight.view;
     if (s->cos_sin.buffer != NULL) args.entry.cos_sin = s->cos_sin.view;
@@ -85,16 +102,20 @@ static stream stream_make(test_random *random)
     s.params.rope_last = test_random_one_in(random, 2);
     s.params.round_bf16 = test_random_one_in(random, 3);
     s.params.format = (quern_dsv4_format)(test_random_one_in(random, 2) ? 0 : test_random_int(random, 1, 4));
-    s.width = s.params.format == QUERN_DSV4_ROW584 ? 512 : s.params.format == QUERN_DSV4_FP4 ? 64 : widths[test_random_int(random, 0, 5)];
+    s.width = s.params.format == QUERN_DSV4_ROW584 ? 512
+              : s.params.format == QUERN_DSV4_FP4  ? 64
+                                                   : widths[test_random_int(random, 0, 5)];
     s.params.hadamard = (s.width & (s.width - 1)) == 0 && test_random_one_in(random, 3);
-    s.origin = s.params.start_abs_pos = (s.params.rope_last ? 1 : s.params.ratio) * test_random_int(random, 0, 4);
+    s.origin = s.params.start_abs_pos =
+        (s.params.rope_last ? 1 : s.params.ratio) * test_random_int(random, 0, 4);
     s.ring = test_random_int(random, 0, 8);
     s.level = (quern_cpu_level)test_random_int(random, 1, quern_cpu_level_detect());
     s.batch = test_random_int(random, 1, SEQUENCES);
     s.tokens = test_random_int(random, 0, TOKENS_MOST);
     s.entries = s.tokens / s.params.ratio;
     s.columns = (s.params.kind == QUERN_DSV4_CSA ? 4 : 2) * s.width;
-    const quern_dtype dtype = dtypes[test_random_int(random, 0, 2)], weight = test_random_one_in(random, 2) ? dtype : QUERN_F32;
+    const quern_dtype dtype = dtypes[test_random_int(random, 0, 2)],
+                      weight = test_random_one_in(random, 2) ? dtype : QUERN_F32;
     for (int64_t b = 0; b < s.batch; b++) s.proj[b] = matrix(random, dtype, s.tokens, s.columns);
     s.b_a = matrix(random, weight, s.params.ratio, s.width);
     if (s.params.kind == QUERN_DSV4_CSA) s.b_b = matrix(random, weight, s.params.ratio, s.width);
@@ -103,13 +124,18 @@ static stream stream_make(test_random *random)
         s.prev_b = test_tensor_make(random, weight, 3, before, TEST_CONTIGUOUS);
         test_tensor_normal(&s.prev_b, random, 1);
     }
-    if (test_random_one_in(random, 2)) s.norm_weight = test_tensor_make(random, weight, 1, &s.width, TEST_UNALIGNED), test_tensor_normal(&s.norm_weight, random, 1);
+    if (test_random_one_in(random, 2)) {
+        s.norm_weight = test_tensor_make(random, weight, 1, &s.width, TEST_UNALIGNED);
+        test_tensor_normal(&s.norm_weight, random, 1);
+    }
     const int64_t rope = s.params.format == QUERN_DSV4_ROW584 ? 64 : s.width / 2 * 2;
     if (rope > 0 && test_random_one_in(random, 2)) s.cos_sin = matrix(random, weight, POSITIONS, rope);
     static const int64_t extra[] = {0, 4, 4};
-    s.row_bytes = s.params.format == QUERN_DSV4_ROWS ? s.width * (test_random_one_in(random, 2) ? 4 : (int64_t)quern_dtype_size(dtype))
+    s.row_bytes = s.params.format == QUERN_DSV4_ROWS
+                      ? s.width * (test_random_one_in(random, 2) ? 4 : (int64_t)quern_dtype_size(dtype))
                   : s.params.format == QUERN_DSV4_ROW584 ? 584
-                  : s.params.format == QUERN_DSV4_FP4 ? s.width / 2 + s.width / 32 : s.width + extra[s.params.format];
+                  : s.params.format == QUERN_DSV4_FP4    ? s.width / 2 + s.width / 32
+                                                         : s.width + extra[s.params.format];
     for (int64_t b = 0; b < s.batch; b++) one_shot(&s, b);
     return s;
 }
@@ -142,7 +168,9 @@ static size_t state_bytes(const stream *s)
 static held_state state_new(const stream *s)
 {
     held_state h = {malloc(state_bytes(s) + 1), NULL};
-    assert_int_equal(quern_dsv4_state_create(&s->params, s->width, s->ring, h.memory + 1, state_bytes(s), &h.state), QUERN_OK);
+    assert_int_equal(
+        quern_dsv4_state_create(&s->params, s->width, s->ring, h.memory + 1, state_bytes(s), &h.state),
+        QUERN_OK);
     return h;
 }
 
@@ -158,7 +186,9 @@ static void move_state(const stream *s, test_random *random, held_state *h)
         assert_int_equal(quern_dsv4_state_save(h->state, NULL, &saved_bytes), QUERN_OK);
         unsigned char *saved = malloc(saved_bytes);
         assert_int_equal(quern_dsv4_state_save(h->state, saved, &saved_bytes), QUERN_OK);
-        assert_int_equal(quern_dsv4_state_restore(&s->params, s->width, s->ring, saved, saved_bytes, to.memory + 1, bytes, &to.state), QUERN_OK);
+        assert_int_equal(quern_dsv4_state_restore(&s->params, s->width, s->ring, saved, saved_bytes,
+                                                  to.memory + 1, bytes, &to.state),
+                         QUERN_OK);
         free(saved);
     }
     memset(h->memory, 0x5a, bytes + 1);
@@ -166,11 +196,17 @@ static void move_state(const stream *s, test_random *random, held_state *h)
     *h = to;
 }
 
-static quern_dsv4_append_tensors tensors_of(const stream *s, const quern_tensor *proj, const quern_tensor *out, const quern_tensor *pooled)
+static quern_dsv4_append_tensors tensors_of(const stream *s, const quern_tensor *proj,
+                                            const quern_tensor *out, const quern_tensor *pooled)
 {
     quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
-    t.proj = proj, t.out = out, t.pooled = pooled, t.b_a = &s->b_a.view, t.b_b = view_or_null(&s->b_b);
-    t.norm_weight = view_or_null(&s->norm_weight), t.cos_sin = view_or_null(&s->cos_sin);
+    t.proj = proj;
+    t.out = out;
+    t.pooled = pooled;
+    t.b_a = &s->b_a.view;
+    t.b_b = view_or_null(&s->b_b);
+    t.norm_weight = view_or_null(&s->norm_weight);
+    t.cos_sin = view_or_null(&s->cos_sin);
     return t;
 }
 
@@ -190,30 +226,42 @@ static void append(const stream *s, quern_context *ctx, held_state *held, const 
     if (batch == 0) return;
     assert_int_equal(quern_dsv4_append_entries(states, subset, batch, &entries), QUERN_OK);
     const size_t row = (size_t)s->columns * quern_dtype_size(s->proj[0].view.dtype);
-    unsigned char *rows = malloc((size_t)tokens * row + 1), *to = rows, *out = malloc((size_t)(entries * s->row_bytes) + 1);
+    unsigned char *rows = malloc((size_t)tokens * row + 1), *to = rows,
+                  *out = malloc((size_t)(entries * s->row_bytes) + 1);
     float *pooled = malloc((size_t)(entries * s->width) * sizeof *pooled + 1);
     for (int64_t i = 0; i < batch; i++) {
-        memcpy(to, (char *)s->proj[at[i]].view.data + (size_t)(position[i] - s->origin) * row, (size_t)subset[i] * row);
+        memcpy(to, (char *)s->proj[at[i]].view.data + (size_t)(position[i] - s->origin) * row,
+               (size_t)subset[i] * row);
         to += (size_t)subset[i] * row;
     }
     const int64_t shape[] = {tokens, s->columns}, bytes = s->params.format != QUERN_DSV4_ROWS;
-    const int64_t out_shape[] = {entries, bytes ? s->row_bytes : s->width}, pooled_shape[] = {entries, s->width};
-    const quern_dtype dtype = bytes ? QUERN_U8 : s->row_bytes == s->width * 4 ? QUERN_F32 : s->proj[0].view.dtype;
-    const quern_tensor proj = quern_tensor_contiguous(rows, s->proj[0].view.dtype, 2, shape), o = quern_tensor_contiguous(out, dtype, 2, out_shape);
+    const int64_t out_shape[] = {entries, bytes ? s->row_bytes : s->width},
+                  pooled_shape[] = {entries, s->width};
+    const quern_dtype dtype = bytes                          ? QUERN_U8
+                              : s->row_bytes == s->width * 4 ? QUERN_F32
+                                                             : s->proj[0].view.dtype;
+    const quern_tensor proj = quern_tensor_contiguous(rows, s->proj[0].view.dtype, 2, shape),
+                       o = quern_tensor_contiguous(out, dtype, 2, out_shape);
     const quern_tensor p = quern_tensor_contiguous(pooled, QUERN_F32, 2, pooled_shape);
     quern_dsv4_append_tensors t = tensors_of(s, &proj, &o, entries % 2 ? &p : NULL);
     if (first) t.prev_b = view_or_null(&s->prev_b);
     size_t need;
-    if (quern_dsv4_append_workspace(ctx, &s->params, states, subset, batch, &t, &need) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_dsv4_append_workspace(ctx, &s->params, states, subset, batch, &t, &need) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace w = test_workspace_make(need);
-    if (quern_dsv4_append(ctx, NULL, &s->params, states, subset, batch, &t, w.data, need) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_dsv4_append(ctx, NULL, &s->params, states, subset, batch, &t, w.data, need) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace_close(&w);
     done = 0;
     for (int64_t i = 0; i < batch; i++) {
-        const int64_t before = (position[i] - s->origin) / s->params.ratio, n = (position[i] - s->origin + subset[i]) / s->params.ratio - before;
+        const int64_t before = (position[i] - s->origin) / s->params.ratio,
+                      n = (position[i] - s->origin + subset[i]) / s->params.ratio - before;
         if (n == 0) continue;
-        assert_memory_equal(out + done * s->row_bytes, s->expected[at[i]] + before * s->row_bytes, (size_t)(n * s->row_bytes));
-        if (entries % 2) assert_memory_equal(pooled + done * s->width, s->pooled[at[i]] + before * s->width, (size_t)(n * s->width) * sizeof *pooled);
+        assert_memory_equal(out + done * s->row_bytes, s->expected[at[i]] + before * s->row_bytes,
+                            (size_t)(n * s->row_bytes));
+        if (entries % 2)
+            assert_memory_equal(pooled + done * s->width, s->pooled[at[i]] + before * s->width,
+                                (size_t)(n * s->width) * sizeof *pooled);
         done += n;
     }
     assert_int_equal(done, entries);
@@ -236,8 +284,10 @@ static void play(const stream *s, test_random *random, quern_context *ctx, held_
                 position -= n;
             }
             if (test_random_one_in(random, 6)) move_state(s, random, &held[b]);
-            const int64_t left = s->tokens - (position - s->origin), most = test_random_one_in(random, 3) ? 20 : 3;
-            counts[b] = test_random_one_in(random, 3) ? -1 : test_random_int(random, 0, left < most ? left : most);
+            const int64_t left = s->tokens - (position - s->origin),
+                          most = test_random_one_in(random, 3) ? 20 : 3;
+            counts[b] =
+                test_random_one_in(random, 3) ? -1 : test_random_int(random, 0, left < most ? left : most);
             more = more || left > 0;
         }
         append(s, ctx, held, counts, false);
@@ -293,8 +343,11 @@ static void fixture_open(fixture *f, int64_t tokens)
     f->ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     f->s.params = (quern_dsv4_compress_params)QUERN_DSV4_COMPRESS_PARAMS_INIT;
     f->s.params.format = QUERN_DSV4_FP8;
-    f->s.width = 16, f->s.ring = 2, f->s.columns = 64;
-    f->s.b_a = matrix(&random, QUERN_F32, 4, 16), f->s.b_b = matrix(&random, QUERN_F32, 4, 16);
+    f->s.width = 16;
+    f->s.ring = 2;
+    f->s.columns = 64;
+    f->s.b_a = matrix(&random, QUERN_F32, 4, 16);
+    f->s.b_b = matrix(&random, QUERN_F32, 4, 16);
     f->held = state_new(&f->s);
     for (int i = 0; i < 8 * 64; i++) f->rows[i] = (float)test_random_normal(&random);
     const int64_t proj[] = {tokens, 64}, out[] = {tokens / 4, 20}, pooled[] = {tokens / 4, 16};
@@ -314,18 +367,21 @@ static void fixture_close(fixture *f)
 static quern_status call(fixture *f, quern_dsv4_state *const *states, const int64_t *counts, int64_t batch)
 {
     static unsigned char workspace[1 << 16];
-    return quern_dsv4_append(f->ctx, NULL, &f->s.params, states, counts, batch, &f->t, workspace, sizeof workspace);
+    return quern_dsv4_append(f->ctx, NULL, &f->s.params, states, counts, batch, &f->t, workspace,
+                             sizeof workspace);
 }
 
 /* The call fails with a sentence that holds `word`; state and outputs are as they were. */
-static void refused(fixture *f, quern_dsv4_state *const *states, const int64_t *counts, int64_t batch, const char *word)
+static void refused(fixture *f, quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
+                    const char *word)
 {
     const size_t bytes = state_bytes(&f->s);
     unsigned char *kept = malloc(bytes);
     memcpy(kept, f->held.memory + 1, bytes);
     memset(f->out, 0x5a, sizeof f->out), memset(f->pooled, 0x5a, sizeof f->pooled);
     assert_int_not_equal(call(f, states, counts, batch), QUERN_OK);
-    if (strstr(quern_last_error(f->ctx), word) == NULL) fail_msg("'%s' lacks '%s'", quern_last_error(f->ctx), word);
+    if (strstr(quern_last_error(f->ctx), word) == NULL)
+        fail_msg("'%s' lacks '%s'", quern_last_error(f->ctx), word);
     assert_memory_equal(kept, f->held.memory + 1, bytes);
     for (size_t i = 0; i < sizeof f->out; i++) assert_int_equal(f->out[i], 0x5a);
     for (size_t i = 0; i < sizeof f->pooled; i++) assert_int_equal(((unsigned char *)f->pooled)[i], 0x5a);
@@ -384,20 +440,31 @@ static void damaged_states_are_refused(void **state)
     assert_int_equal(quern_dsv4_state_save(f.held.state, saved, &bytes), QUERN_OK);
     for (size_t i = 0; i < bytes; i++) {
         saved[i] ^= (unsigned char)(1 << i % 8);
-        assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 2, saved, bytes, memory, state_bytes(&f.s), &other), QUERN_ERR_FORMAT);
+        assert_int_equal(
+            quern_dsv4_state_restore(&f.s.params, 16, 2, saved, bytes, memory, state_bytes(&f.s), &other),
+            QUERN_ERR_FORMAT);
         saved[i] ^= (unsigned char)(1 << i % 8);
     }
     for (size_t n = 0; n < bytes; n += 7)
-        assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 2, saved, n, memory, state_bytes(&f.s), &other), QUERN_ERR_FORMAT);
+        assert_int_equal(
+            quern_dsv4_state_restore(&f.s.params, 16, 2, saved, n, memory, state_bytes(&f.s), &other),
+            QUERN_ERR_FORMAT);
     quern_dsv4_compress_params p = f.s.params;
     p.ratio = 5;
-    assert_int_equal(quern_dsv4_state_restore(&p, 16, 2, saved, bytes, memory, state_bytes(&f.s), &other), QUERN_ERR_FORMAT);
+    assert_int_equal(quern_dsv4_state_restore(&p, 16, 2, saved, bytes, memory, state_bytes(&f.s), &other),
+                     QUERN_ERR_FORMAT);
     unsigned char *large = malloc(1 << 16);
-    assert_int_equal(quern_dsv4_state_restore(&f.s.params, 32, 2, saved, bytes, large, 1 << 16, &other), QUERN_ERR_FORMAT);
-    assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 3, saved, bytes, large, 1 << 16, &other), QUERN_ERR_FORMAT);
-    assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 2, saved, bytes, memory, state_bytes(&f.s) - 1, &other), QUERN_ERR_WORKSPACE);
+    assert_int_equal(quern_dsv4_state_restore(&f.s.params, 32, 2, saved, bytes, large, 1 << 16, &other),
+                     QUERN_ERR_FORMAT);
+    assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 3, saved, bytes, large, 1 << 16, &other),
+                     QUERN_ERR_FORMAT);
+    assert_int_equal(
+        quern_dsv4_state_restore(&f.s.params, 16, 2, saved, bytes, memory, state_bytes(&f.s) - 1, &other),
+        QUERN_ERR_WORKSPACE);
     assert_ptr_equal(other, f.held.state);
-    assert_int_equal(quern_dsv4_state_restore(&f.s.params, 16, 2, saved, bytes, memory, state_bytes(&f.s), &other), QUERN_OK);
+    assert_int_equal(
+        quern_dsv4_state_restore(&f.s.params, 16, 2, saved, bytes, memory, state_bytes(&f.s), &other),
+        QUERN_OK);
     free(saved), free(memory), free(large);
     fixture_close(&f);
 }

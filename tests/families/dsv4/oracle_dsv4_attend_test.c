@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* oracle_dsv4_attend_test.c - the float64 oracle of the indexer and the attention core against golden vectors, central
- * differences, and cases worked by hand. */
+/* oracle_dsv4_attend_test.c - the float64 oracle of the indexer and the attention core against golden
+ * vectors, central differences, and cases worked by hand. */
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "dsv4_golden.h"
@@ -20,12 +20,13 @@ static void golden_scores(void **state)
     const int64_t n = x->queries * x->entries, k = l.core.chosen;
     for (int64_t b = 0; b < DSV4_LAYER_BATCH; b++) {
         double *scores = test_doubles(n), *expected = test_doubles(n);
-        oracle_dsv4_scores(x, l.idx_q + b * x->queries * x->heads * x->width, l.idx_k + b * x->entries * x->width,
-                           l.idx_w + b * x->queries * x->heads, scores);
+        oracle_dsv4_scores(x, l.idx_q + b * x->queries * x->heads * x->width,
+                           l.idx_k + b * x->entries * x->width, l.idx_w + b * x->queries * x->heads, scores);
         for (int64_t t = 0; t < x->queries; t++) {
             const int64_t seen = oracle_dsv4_visible(x->entries, x->ratio, t);
             int32_t best[8];
-            memcpy(expected + t * x->entries, l.idx_score + b * n + t * x->entries, (size_t)seen * sizeof *expected);
+            memcpy(expected + t * x->entries, l.idx_score + b * n + t * x->entries,
+                   (size_t)seen * sizeof *expected);
             const int64_t count = oracle_dsv4_best(scores + t * x->entries, seen, k, best);
             const int32_t *golden = l.idx + (b * x->queries + t) * k;
             int64_t found = 0, chosen = 0;
@@ -53,7 +54,8 @@ static void golden_cores(void **state)
         for (int64_t b = 0; b < DSV4_LAYER_BATCH; b++) {
             const oracle_core_arrays x = {.q = l.q + b * n,
                                           .kv = l.kv + b * c->raw * c->dim,
-                                          .kv_cmp = l.kv_cmp != NULL ? l.kv_cmp + b * c->entries * c->dim : NULL,
+                                          .kv_cmp =
+                                              l.kv_cmp != NULL ? l.kv_cmp + b * c->entries * c->dim : NULL,
                                           .sink = l.sink,
                                           .cos_sin = l.cos_sin,
                                           .idx = l.idx != NULL ? l.idx + b * c->queries * c->chosen : NULL,
@@ -78,10 +80,20 @@ typedef struct problem {
 
 static oracle_core_arrays arrays_of(const problem *p, double *o, double *lse)
 {
-    return (oracle_core_arrays){.q = p->x[0],        .kv = p->x[1],        .kv_cmp = p->x[2],       .sink = p->x[3],
-                                .cos_sin = p->cos_sin, .idx = p->idx,        .count = p->count,       .o = o,
-                                .lse = lse,          .d_o = p->d_o,        .d_q = p->grad[0],       .d_kv = p->grad[1],
-                                .d_kv_cmp = p->grad[2], .d_sink = p->grad[3]};
+    return (oracle_core_arrays){.q = p->x[0],
+                                .kv = p->x[1],
+                                .kv_cmp = p->x[2],
+                                .sink = p->x[3],
+                                .cos_sin = p->cos_sin,
+                                .idx = p->idx,
+                                .count = p->count,
+                                .o = o,
+                                .lse = lse,
+                                .d_o = p->d_o,
+                                .d_q = p->grad[0],
+                                .d_kv = p->grad[1],
+                                .d_kv_cmp = p->grad[2],
+                                .d_sink = p->grad[3]};
 }
 
 static double loss(const problem *p)
@@ -97,9 +109,20 @@ static double loss(const problem *p)
 
 static problem random_problem(test_random *random, int trial)
 {
-    problem p = {.c = {.queries = 9, .raw = 9 + trial % 3 * 2, .entries = 4, .heads = 2, .dim = 8, .window = 3 + trial % 4, .ratio = 3,
-                       .start = trial % 3 * 2, .rope_dim = 4, .chosen = trial % 2 ? 3 : -1}};
-    if (trial % 5 == 4) p.c.raw = 6, p.c.start = 3; /* the first queries see no row of their own */
+    problem p = {.c = {.queries = 9,
+                       .raw = 9 + trial % 3 * 2,
+                       .entries = 4,
+                       .heads = 2,
+                       .dim = 8,
+                       .window = 3 + trial % 4,
+                       .ratio = 3,
+                       .start = trial % 3 * 2,
+                       .rope_dim = 4,
+                       .chosen = trial % 2 ? 3 : -1}};
+    if (trial % 5 == 4) {
+        p.c.raw = 6;
+        p.c.start = 3;
+    } /* the first queries see no row of their own */
     const int64_t counts[INPUTS] = {9 * 2 * 8, p.c.raw * 8, trial % 7 ? 4 * 8 : 0, trial % 3 ? 2 : 0};
     memcpy(p.counts, counts, sizeof counts);
     for (int i = 0; i < INPUTS; i++) {
@@ -129,7 +152,8 @@ static void gradients(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         problem p = random_problem(&random, trial);
-        double *o = test_doubles(p.c.queries * p.c.heads * p.c.dim), *lse = test_doubles(p.c.heads * p.c.queries);
+        double *o = test_doubles(p.c.queries * p.c.heads * p.c.dim),
+               *lse = test_doubles(p.c.heads * p.c.queries);
         const oracle_core_arrays x = arrays_of(&p, o, lse);
         oracle_dsv4_attend(&p.c, &x);
         oracle_dsv4_attend_backward(&p.c, &x);
@@ -142,7 +166,8 @@ static void gradients(void **state)
                 const double slope = (above - loss(&p)) / (2 * step);
                 p.x[i][k] = kept;
                 if (fabs(slope - p.grad[i][k]) > 1e-7 * (1 + fabs(slope)))
-                    fail_msg("trial %d, input %d [%lld]: %.12g, by differences %.12g", trial, i, (long long)k, p.grad[i][k], slope);
+                    fail_msg("trial %d, input %d [%lld]: %.12g, by differences %.12g", trial, i, (long long)k,
+                             p.grad[i][k], slope);
             }
         }
         for (int i = 0; i < INPUTS; i++) free(p.x[i]), free(p.grad[i]);
@@ -168,7 +193,8 @@ static void best_by_hand(void **state)
 static void cores_by_hand(void **state)
 {
     (void)state;
-    const oracle_core c = {.queries = 2, .raw = 1, .heads = 1, .dim = 1, .window = 5, .ratio = 4, .start = 3, .chosen = -1};
+    const oracle_core c = {
+        .queries = 2, .raw = 1, .heads = 1, .dim = 1, .window = 5, .ratio = 4, .start = 3, .chosen = -1};
     const double q[] = {7, 2}, kv[] = {3}, sink[] = {6};
     double o[2], lse[2], win[2];
     const oracle_core_arrays x = {.q = q, .kv = kv, .sink = sink, .o = o, .lse = lse, .lse_win = win};
@@ -179,7 +205,8 @@ static void cores_by_hand(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(golden_scores), cmocka_unit_test(golden_cores), cmocka_unit_test(gradients),
-                                       cmocka_unit_test(best_by_hand), cmocka_unit_test(cores_by_hand)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(golden_scores), cmocka_unit_test(golden_cores),
+                                       cmocka_unit_test(gradients), cmocka_unit_test(best_by_hand),
+                                       cmocka_unit_test(cores_by_hand)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

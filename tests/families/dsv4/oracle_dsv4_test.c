@@ -17,8 +17,14 @@ static void golden_entries(void **state)
     for (int n = 0; n < DSV4_GOLDEN_CASES; n++) {
         dsv4_golden g = dsv4_golden_case(QUERN_TEST_VECTORS, n);
         const int64_t width = g.shape.width, count = g.shape.blocks * width;
-        const oracle_compress_arrays x = {.proj = g.proj, .b_a = g.b_a, .b_b = g.b_b, .prev_b = g.prev_b, .norm_weight = g.norm_weight,
-                                          .cos_sin = g.cos_sin, .pooled = test_doubles(count), .out = test_doubles(count)};
+        const oracle_compress_arrays x = {.proj = g.proj,
+                                          .b_a = g.b_a,
+                                          .b_b = g.b_b,
+                                          .prev_b = g.prev_b,
+                                          .norm_weight = g.norm_weight,
+                                          .cos_sin = g.cos_sin,
+                                          .pooled = test_doubles(count),
+                                          .out = test_doubles(count)};
         oracle_dsv4_pool(&g.shape, &x);
         oracle_dsv4_finish(&g.shape, &x);
         test_check_golden(g.name, x.out, g.out, count, g.bound);
@@ -39,9 +45,20 @@ typedef struct problem {
 
 static oracle_compress_arrays arrays_of(const problem *p, double *pooled, double *out)
 {
-    return (oracle_compress_arrays){.proj = p->x[0], .b_a = p->x[1], .b_b = p->x[2], .prev_b = p->x[3], .norm_weight = p->x[4],
-                                    .cos_sin = p->cos_sin, .pooled = pooled, .out = out, .d_out = p->d_out, .d_proj = p->grad[0],
-                                    .d_b_a = p->grad[1], .d_b_b = p->grad[2], .d_prev_b = p->grad[3], .d_norm_weight = p->grad[4]};
+    return (oracle_compress_arrays){.proj = p->x[0],
+                                    .b_a = p->x[1],
+                                    .b_b = p->x[2],
+                                    .prev_b = p->x[3],
+                                    .norm_weight = p->x[4],
+                                    .cos_sin = p->cos_sin,
+                                    .pooled = pooled,
+                                    .out = out,
+                                    .d_out = p->d_out,
+                                    .d_proj = p->grad[0],
+                                    .d_b_a = p->grad[1],
+                                    .d_b_b = p->grad[2],
+                                    .d_prev_b = p->grad[3],
+                                    .d_norm_weight = p->grad[4]};
 }
 
 static double loss(const problem *p)
@@ -68,7 +85,8 @@ static void differences(const problem *p)
             const double slope = (above - loss(p)) / (2 * step);
             p->x[i][k] = kept;
             if (fabs(slope - p->grad[i][k]) > 1e-7 * (1 + fabs(slope)))
-                fail_msg("input %d [%lld]: %.12g, by differences %.12g", i, (long long)k, p->grad[i][k], slope);
+                fail_msg("input %d [%lld]: %.12g, by differences %.12g", i, (long long)k, p->grad[i][k],
+                         slope);
         }
     }
 }
@@ -80,12 +98,20 @@ static void gradients(void **state)
     for (int trial = 0; trial < 16; trial++) {
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
-        problem p = {.c = {.ratio = trial % 2 ? 4 : 3, .width = 8, .overlap = trial % 4 < 2, .start_token = trial % 3, .blocks = 3,
-                           .start_abs_pos = 12, .rope_dim = trial % 8 < 4 ? 4 : 0, .rope_last = trial % 2 == 1, .hadamard = trial >= 8, .eps = 1e-3}};
+        problem p = {.c = {.ratio = trial % 2 ? 4 : 3,
+                           .width = 8,
+                           .overlap = trial % 4 < 2,
+                           .start_token = trial % 3,
+                           .blocks = 3,
+                           .start_abs_pos = 12,
+                           .rope_dim = trial % 8 < 4 ? 4 : 0,
+                           .rope_last = trial % 2 == 1,
+                           .hadamard = trial >= 8,
+                           .eps = 1e-3}};
         const bool prev = p.c.overlap && trial % 3 > 0, norm = trial % 5 > 0;
         const int64_t series = p.c.overlap ? 2 : 1, bias = p.c.ratio * p.c.width;
-        const int64_t counts[INPUTS] = {(p.c.start_token + 3 * p.c.ratio + 1) * 2 * series * p.c.width, bias, p.c.overlap ? bias : 0,
-                                        prev ? 2 * bias : 0, norm ? p.c.width : 0};
+        const int64_t counts[INPUTS] = {(p.c.start_token + 3 * p.c.ratio + 1) * 2 * series * p.c.width, bias,
+                                        p.c.overlap ? bias : 0, prev ? 2 * bias : 0, norm ? p.c.width : 0};
         memcpy(p.counts, counts, sizeof counts);
         for (int i = 0; i < INPUTS; i++) {
             p.x[i] = counts[i] > 0 ? test_doubles(counts[i]) : NULL;
@@ -128,7 +154,8 @@ static void yarn_table(void **state)
     for (int m = 0; m < 32; m++) {
         const double slow = asin(plain[64 + 32 + m]), ratio = asin(yarn[64 + 32 + m]) / slow;
         const double ramp = m <= 15 ? 0 : m >= 25 ? 1 : (m - 15) / 10.0;
-        if (m > 0 && fabs(ratio - (ramp / 16 + 1 - ramp)) > 1e-5) fail_msg("frequency %d is %.6g of the plain one", m, ratio);
+        if (m > 0 && fabs(ratio - (ramp / 16 + 1 - ramp)) > 1e-5)
+            fail_msg("frequency %d is %.6g of the plain one", m, ratio);
     }
     free(plain), free(yarn);
 }
@@ -139,7 +166,12 @@ static void formats_by_hand(void **state)
     unsigned char bytes[584];
     double back[512];
     float row[512] = {0};
-    row[0] = 448, row[1] = -448, row[2] = 1.0625f, row[3] = 0x1p-10f, row[4] = -0.0f, row[5] = 0x3p-10f;
+    row[0] = 448;
+    row[1] = -448;
+    row[2] = 1.0625f;
+    row[3] = 0x1p-10f;
+    row[4] = -0.0f;
+    row[5] = 0x3p-10f;
     assert_true(oracle_dsv4_quantise_fp8(row, 32, false, bytes)); /* scale 1 */
     oracle_dsv4_widen_fp8(bytes, 32, back);
     assert_int_equal(bytes[0], 126);
@@ -149,7 +181,14 @@ static void formats_by_hand(void **state)
     assert_int_equal(bytes[5], 2); /* one and a half */
     assert_true(back[2] == 1 && back[0] == 448);
     memset(row, 0, sizeof row);
-    row[0] = 6, row[1] = -2.5f, row[2] = 0.25f, row[3] = 0.75f, row[4] = -0.01f, row[5] = 5, row[6] = -0.0f, row[31] = 3.5f;
+    row[0] = 6;
+    row[1] = -2.5f;
+    row[2] = 0.25f;
+    row[3] = 0.75f;
+    row[4] = -0.01f;
+    row[5] = 5;
+    row[6] = -0.0f;
+    row[31] = 3.5f;
     assert_true(oracle_dsv4_quantise_fp4(row, 32, bytes)); /* scale 1 */
     assert_int_equal(bytes[0], 7 | 12 << 4);
     assert_int_equal(bytes[1], 0 | 2 << 4);
@@ -160,7 +199,8 @@ static void formats_by_hand(void **state)
     row[0] = 6.5f; /* the scale is the next power of two */
     assert_true(oracle_dsv4_quantise_fp4(row, 32, bytes));
     assert_int_equal(bytes[16], 128);
-    row[0] = 0x1p-130f, row[1] = row[5] = row[31] = row[2] = row[3] = row[4] = 0;
+    row[0] = 0x1p-130f;
+    row[1] = row[5] = row[31] = row[2] = row[3] = row[4] = 0;
     assert_true(oracle_dsv4_quantise_fp4(row, 32, bytes));
     assert_int_equal(bytes[16], 1);
     row[500] = 1.00390625f; /* half way between two bf16: to even */
@@ -169,13 +209,15 @@ static void formats_by_hand(void **state)
     assert_true(back[500] == 1);
     assert_int_equal(bytes[583], 0);
     row[100] = NAN;
-    assert_false(oracle_dsv4_quantise_row584(row, bytes) || oracle_dsv4_quantise_fp8(row, 128, false, bytes) ||
+    assert_false(oracle_dsv4_quantise_row584(row, bytes) ||
+                 oracle_dsv4_quantise_fp8(row, 128, false, bytes) ||
                  oracle_dsv4_quantise_fp4(row, 128, bytes));
 }
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(golden_entries), cmocka_unit_test(gradients),   cmocka_unit_test(absent_rows),
-                                       cmocka_unit_test(yarn_table),     cmocka_unit_test(formats_by_hand)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(golden_entries), cmocka_unit_test(gradients),
+                                       cmocka_unit_test(absent_rows), cmocka_unit_test(yarn_table),
+                                       cmocka_unit_test(formats_by_hand)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* moe_input_test.c - what the layer refuses: one sentence that names the argument, and outputs as they were. Under a4 the
- * layer is its parts, to the bit. */
+/* moe_input_test.c - what the layer refuses: one sentence that names the argument, and outputs as they were.
+ * Under a4 the layer is its parts, to the bit. */
 #include "cmocka_c11.h"
 #include "moe_case.h"
 
@@ -26,17 +26,21 @@ static int close_context(void **state)
     return 0;
 }
 
-/* Both calls of the case with other parameters and tensors must fail with a sentence that holds `says`; nothing is written. */
-static void refused(moe_case *c, const quern_moe_params *p, const quern_moe_tensors *forward, const quern_moe_tensors *backward, const char *says)
+/* Both calls of the case with other parameters and tensors must fail with a sentence that holds `says`;
+ * nothing is written. */
+static void refused(moe_case *c, const quern_moe_params *p, const quern_moe_tensors *forward,
+                    const quern_moe_tensors *backward, const char *says)
 {
     const size_t room = 1 << 22;
     test_workspace w = test_workspace_make(room);
     for (int i = 0; i < 2; i++) {
         const quern_moe_tensors *t = i == 0 ? forward : backward;
         if (t == NULL) continue;
-        const quern_status status = i == 0 ? quern_moe_forward(ctx, NULL, p, t, w.data, w.bytes) : quern_moe_backward(ctx, NULL, p, t, w.data, w.bytes);
+        const quern_status status = i == 0 ? quern_moe_forward(ctx, NULL, p, t, w.data, w.bytes)
+                                           : quern_moe_backward(ctx, NULL, p, t, w.data, w.bytes);
         assert_int_equal(status, QUERN_ERR_INVALID_ARGUMENT);
-        if (strstr(quern_last_error(ctx), says) == NULL) fail_msg("\"%s\" does not say \"%s\"", quern_last_error(ctx), says);
+        if (strstr(quern_last_error(ctx), says) == NULL)
+            fail_msg("\"%s\" does not say \"%s\"", quern_last_error(ctx), says);
         for (int k = 0; k < MOE_TENSORS; k++)
             if (moe_is_result(k) && c->t[k].buffer != NULL) test_tensor_check_unchanged(&c->t[k], "a result");
     }
@@ -46,7 +50,8 @@ static void refused(moe_case *c, const quern_moe_params *p, const quern_moe_tens
 static moe_case usual(moe_weights routed, moe_weights shared, bool a4)
 {
     test_random random = {7};
-    const moe_wish w = {.tokens = 6, .dtype = QUERN_F32, .routed = routed, .shared = shared, .a4 = a4, .bias = true};
+    const moe_wish w = {
+        .tokens = 6, .dtype = QUERN_F32, .routed = routed, .shared = shared, .a4 = a4, .bias = true};
     return moe_make(&random, &w);
 }
 
@@ -76,7 +81,8 @@ static void parameters(void **state)
     WITH(intermediate, -1, "intermediate is -1");
     WITH(size, 3, "size");
 #undef WITH
-    p = floats.params, p.a4 = true;
+    p = floats.params;
+    p.a4 = true;
     refused_params(&floats, &p, "a4 is true with gate_up in floats");
     moe_free(&c), moe_free(&floats);
 }
@@ -86,7 +92,8 @@ static void refused_tensor(moe_case *c, int tensor, const quern_tensor *with, co
 {
     quern_moe_tensors forward = moe_bind(c, false), backward = moe_bind(c, true);
     (&forward.hidden)[tensor] = (&backward.hidden)[tensor] = with;
-    refused(c, &c->params, tensor < M_D_OUT ? &forward : NULL, tensor < M_OUT || tensor >= M_D_OUT ? &backward : NULL, says);
+    refused(c, &c->params, tensor < M_D_OUT ? &forward : NULL,
+            tensor < M_OUT || tensor >= M_D_OUT ? &backward : NULL, says);
 }
 
 static quern_tensor shaped(const moe_case *c, int tensor, int32_t dim, int64_t extent)
@@ -99,12 +106,15 @@ static quern_tensor shaped(const moe_case *c, int tensor, int32_t dim, int64_t e
 static void tensors(void **state)
 {
     (void)state;
-    static const int needed[] = {M_HIDDEN, M_WEIGHT, M_UP_CODES, M_UP_SCALES, M_DOWN_CODES, M_DOWN_SCALES, M_OUT, M_D_OUT};
+    static const int needed[] = {M_HIDDEN,     M_WEIGHT,      M_UP_CODES, M_UP_SCALES,
+                                 M_DOWN_CODES, M_DOWN_SCALES, M_OUT,      M_D_OUT};
     moe_case c = usual(MOE_NVFP4, MOE_NVFP4, false), floats = usual(MOE_FLOATS, MOE_FLOATS, false);
-    for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) refused_tensor(&c, needed[i], NULL, "is NULL");
+    for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
+        refused_tensor(&c, needed[i], NULL, "is NULL");
     refused_tensor(&floats, M_DOWN, NULL, "down is NULL");
     refused_tensor(&floats, M_SHARED_DOWN, NULL, "shared_down is NULL");
-    refused_tensor(&floats, M_UP_CODES, &c.t[M_UP_CODES].view, "gate_up_codes is given with experts in floats");
+    refused_tensor(&floats, M_UP_CODES, &c.t[M_UP_CODES].view,
+                   "gate_up_codes is given with experts in floats");
     refused_tensor(&c, M_LOGITS, &c.t[M_HIDDEN].view, "weight is given with logits");
     refused_tensor(&c, M_INPUT_IDS, &c.t[M_OFFSETS].view, "input_ids is given without tid2eid");
     refused_tensor(&c, M_UP_INPUT, &c.t[M_DOWN_GLOBAL].view, "gate_up_input_global is given and a4 is false");
@@ -117,11 +127,14 @@ static void tensors(void **state)
     refused_tensor(&c, M_UP_SCALES, &t, "gate_up_scales.shape[1] is");
     t = shaped(&c, M_D_HIDDEN, 0, 1);
     refused_tensor(&c, M_D_HIDDEN, &t, "d_hidden.shape[0] is");
-    t = c.t[M_OUT].view, t.dtype = QUERN_BF16;
+    t = c.t[M_OUT].view;
+    t.dtype = QUERN_BF16;
     refused_tensor(&c, M_OUT, &t, "out: dtype bf16");
-    t = c.t[M_UP_CODES].view, t.dtype = QUERN_I32;
+    t = c.t[M_UP_CODES].view;
+    t.dtype = QUERN_I32;
     refused_tensor(&c, M_UP_CODES, &t, "gate_up_codes: dtype i32");
-    t = c.t[M_HIDDEN].view, t.ndim = 1;
+    t = c.t[M_HIDDEN].view;
+    t.ndim = 1;
     refused_tensor(&c, M_HIDDEN, &t, "hidden has 1 dimension");
     t = c.t[M_HIDDEN].view;
     refused_tensor(&c, M_OUT, &t, "shares memory with");
@@ -158,7 +171,8 @@ static void contents(void **state)
     refused_params(&c, &c.params, "(row 3, column 5) is");
     moe_free(&c);
     test_random random = {9};
-    const moe_wish w = {.tokens = 6, .dtype = QUERN_BF16, .routed = MOE_FLOATS, .shared = MOE_NONE, .table = true};
+    const moe_wish w = {
+        .tokens = 6, .dtype = QUERN_BF16, .routed = MOE_FLOATS, .shared = MOE_NONE, .table = true};
     moe_case table = moe_make(&random, &w);
     int32_t ids[] = {0, 1, 50, 3, 4, 5};
     test_tensor_set_i32(&table.t[M_INPUT_IDS], ids);
@@ -205,25 +219,33 @@ static coded_rows quantise(const moe_case *c, float *x, int64_t rows, int64_t k,
 {
     const bool by_expert = c->t[given].buffer != NULL;
     const int64_t shape[] = {rows, k}, codes[] = {rows, k / 2}, scales[] = {rows, k / 16};
-    coded_rows r = {need((size_t)(rows * k / 2)), need((size_t)(rows * k / 16)), need((size_t)rows * 4), {0}, {0}, {0}};
+    coded_rows r = {
+        need((size_t)(rows * k / 2)), need((size_t)(rows * k / 16)), need((size_t)rows * 4), {0}, {0}, {0}};
     const quern_tensor view = quern_tensor_contiguous(x, QUERN_F32, 2, shape);
     quern_nvfp4_quantize_params p = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
     quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
     size_t bytes = 0;
-    r.codes_view = quern_tensor_contiguous(r.codes, QUERN_U8, 2, codes), r.scales_view = quern_tensor_contiguous(r.scales, QUERN_U8, 2, scales);
+    r.codes_view = quern_tensor_contiguous(r.codes, QUERN_U8, 2, codes);
+    r.scales_view = quern_tensor_contiguous(r.scales, QUERN_U8, 2, scales);
     r.global_view = by_expert ? c->t[given].view : quern_tensor_contiguous(r.global, QUERN_F32, 1, &rows);
-    t.x = &view, t.codes = &r.codes_view, t.scales = &r.scales_view;
+    t.x = &view;
+    t.codes = &r.codes_view;
+    t.scales = &r.scales_view;
     p.global_per = by_expert ? QUERN_NVFP4_GLOBAL_EXPERT : QUERN_NVFP4_GLOBAL_ROW;
-    if (by_expert) t.given_global = &r.global_view, t.offsets = &c->t[M_OFFSETS].view;
-    else t.global = &r.global_view;
+    if (by_expert) {
+        t.given_global = &r.global_view;
+        t.offsets = &c->t[M_OFFSETS].view;
+    } else t.global = &r.global_view;
     assert_int_equal(quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), QUERN_OK);
     test_workspace w = test_workspace_make(bytes);
-    if (quern_nvfp4_quantize(ctx, NULL, &p, &t, w.data, w.bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_nvfp4_quantize(ctx, NULL, &p, &t, w.data, w.bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace_close(&w);
     return r;
 }
 
-static float *multiply(const moe_case *c, const coded_rows *a, int64_t rows, int64_t n, int codes, int bias, int given, bool swiglu)
+static float *multiply(const moe_case *c, const coded_rows *a, int64_t rows, int64_t n, int codes, int bias,
+                       int given, bool swiglu)
 {
     const int64_t shape[] = {rows, swiglu ? n / 2 : n};
     float *out = need((size_t)(rows * n) * sizeof *out);
@@ -233,13 +255,23 @@ static float *multiply(const moe_case *c, const coded_rows *a, int64_t rows, int
     size_t bytes = 0;
     p.a_global_per = c->t[given].buffer != NULL ? QUERN_NVFP4_GLOBAL_EXPERT : QUERN_NVFP4_GLOBAL_ROW;
     p.activation = swiglu ? QUERN_NVFP4_ACTIVATION_SWIGLU : QUERN_NVFP4_ACTIVATION_NONE;
-    p.limit = c->params.limit, p.alpha = c->params.alpha, p.beta = c->params.beta, p.granularity = c->params.granularity;
-    t.a_codes = &a->codes_view, t.a_scales = &a->scales_view, t.a_global = &a->global_view, t.offsets = &c->t[M_OFFSETS].view;
-    t.b_codes = &c->t[codes].view, t.b_scales = &c->t[codes + 1].view, t.b_global = &c->t[codes + 3].view, t.c = &view;
+    p.limit = c->params.limit;
+    p.alpha = c->params.alpha;
+    p.beta = c->params.beta;
+    p.granularity = c->params.granularity;
+    t.a_codes = &a->codes_view;
+    t.a_scales = &a->scales_view;
+    t.a_global = &a->global_view;
+    t.offsets = &c->t[M_OFFSETS].view;
+    t.b_codes = &c->t[codes].view;
+    t.b_scales = &c->t[codes + 1].view;
+    t.b_global = &c->t[codes + 3].view;
+    t.c = &view;
     if (c->t[bias].buffer != NULL) t.bias = &c->t[bias].view;
     assert_int_equal(quern_nvfp4_gemm_workspace(ctx, &p, &t, &bytes), QUERN_OK);
     test_workspace w = test_workspace_make(bytes);
-    if (quern_nvfp4_gemm(ctx, NULL, &p, &t, w.data, w.bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_nvfp4_gemm(ctx, NULL, &p, &t, w.data, w.bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace_close(&w);
     return out;
 }
@@ -254,12 +286,18 @@ static void a4_is_its_parts(void **state)
     test_random random = {test_seed("a4_is_its_parts", 46)};
     (void)state;
     for (int trial = 0; trial < test_trials(16); trial++) {
-        const moe_wish w = {.tokens = 9, .dtype = QUERN_F32, .routed = MOE_NVFP4, .shared = MOE_NONE, .a4 = true, .bias = trial % 2};
+        const moe_wish w = {.tokens = 9,
+                            .dtype = QUERN_F32,
+                            .routed = MOE_NVFP4,
+                            .shared = MOE_NONE,
+                            .a4 = true,
+                            .bias = trial % 2};
         moe_case c = moe_make(&random, &w);
         moe_call_forward(&c, ctx);
         const int64_t k = c.params.top_k, rows = c.tokens * k;
         int32_t *slots = test_tensor_get_i32(&c.t[M_PERMUTATION]), *row_of = need((size_t)rows * 4);
-        double *x = test_tensor_get(&c.t[M_HIDDEN]), *out = test_tensor_get(&c.t[M_OUT]), *weights = test_tensor_get(&c.t[M_WEIGHTS]);
+        double *x = test_tensor_get(&c.t[M_HIDDEN]), *out = test_tensor_get(&c.t[M_OUT]),
+               *weights = test_tensor_get(&c.t[M_WEIGHTS]);
         float *gathered = need((size_t)(rows * c.dim) * sizeof *gathered);
         for (int64_t r = 0; r < rows; r++) {
             row_of[slots[r]] = (int32_t)r;
@@ -277,7 +315,8 @@ static void a4_is_its_parts(void **state)
                     sum += term;
                 }
                 if ((double)sum != out[t * c.dim + d])
-                    fail_msg("trial %d, token %lld: %.9g, by parts %.9g", trial, (long long)t, out[t * c.dim + d], (double)sum);
+                    fail_msg("trial %d, token %lld: %.9g, by parts %.9g", trial, (long long)t,
+                             out[t * c.dim + d], (double)sum);
             }
         free_rows(&first), free_rows(&second);
         free(slots), free(row_of), free(x), free(out), free(weights), free(gathered), free(act), free(y);
@@ -288,7 +327,7 @@ static void a4_is_its_parts(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(parameters),           cmocka_unit_test(tensors),        cmocka_unit_test(contents),
+        cmocka_unit_test(parameters),           cmocka_unit_test(tensors),         cmocka_unit_test(contents),
         cmocka_unit_test(workspace_is_checked), cmocka_unit_test(a4_is_its_parts),
     };
     return cmocka_run_group_tests(tests, open_context, close_context);

@@ -57,7 +57,9 @@ static routing make_routing(test_random *random, int64_t tokens, int64_t experts
 
 static void into(quern_moe_route_tensors *t, const routing *r)
 {
-    t->experts = &r->experts.view, t->weights = &r->weights.view, t->offsets = &r->offsets.view,
+    t->experts = &r->experts.view;
+    t->weights = &r->weights.view;
+    t->offsets = &r->offsets.view;
     t->permutation = &r->permutation.view;
 }
 
@@ -104,17 +106,21 @@ static void golden_router(quern_context *ctx, const quern_safetensors *file, boo
     assert_int_equal(quern_safetensors_get(file, "topk.w.gate.e_score_correction_bias", &bias), QUERN_OK);
     assert_int_equal(quern_safetensors_get(file, "input_ids", &ids), QUERN_OK);
     assert_int_equal(quern_safetensors_get(file, "hash.w.gate.tid2eid", &table), QUERN_OK);
-    logits = quern_tensor_contiguous(logits.data, QUERN_F32, 2, logits_shape),
+    logits = quern_tensor_contiguous(logits.data, QUERN_F32, 2, logits_shape);
     hidden = quern_tensor_contiguous(hidden.data, QUERN_F32, 2, hidden_shape);
     ids = quern_tensor_contiguous(ids.data, QUERN_I32, 1, &tokens);
     quern_moe_route_params p = {sizeof p, QUERN_MOE_SCORE_SQRT_SOFTPLUS, K, true, 1.5f};
     quern_moe_route_tensors t = QUERN_MOE_ROUTE_TENSORS_INIT;
     routing r = make_routing(&random, T, E, K);
     into(&t, &r);
-    if (from_hidden) t.hidden = &hidden, t.weight = &weight;
-    else t.logits = &logits;
-    if (hash) t.input_ids = &ids, t.tid2eid = &table;
-    else t.bias = &bias;
+    if (from_hidden) {
+        t.hidden = &hidden;
+        t.weight = &weight;
+    } else t.logits = &logits;
+    if (hash) {
+        t.input_ids = &ids;
+        t.tid2eid = &table;
+    } else t.bias = &bias;
     if (route(ctx, &p, &t) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
     int32_t *expected = golden_get_i32(file, prefix, hash ? "indices" : "indices_sorted", T * K),
             *chosen = test_tensor_get_i32(&r.experts);
@@ -157,12 +163,14 @@ static route_case make_case(test_random *random, bool from_hidden)
                     .experts = test_random_int(random, 1, EXPERTS_MOST)};
     c.p.score = (quern_moe_score)test_random_int(random, 0, 2);
     c.p.top_k = test_random_int(random, 1, c.experts < 8 ? c.experts : 8);
-    c.p.renormalize = test_random_one_in(random, 2), c.p.route_scale = 2.5f;
+    c.p.renormalize = test_random_one_in(random, 2);
+    c.p.route_scale = 2.5f;
     c.dim = from_hidden ? test_random_int(random, 1, 300) : 0;
     const int64_t logits[] = {c.tokens, c.experts}, hidden[] = {c.tokens, c.dim},
                   weight[] = {c.experts, c.dim};
     const test_layout layout = (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1);
-    c.exact = test_doubles(c.tokens * c.experts), c.slack = test_doubles(c.tokens * c.experts);
+    c.exact = test_doubles(c.tokens * c.experts);
+    c.slack = test_doubles(c.tokens * c.experts);
     if (from_hidden) {
         c.hidden = test_tensor_make(random, dtypes[test_random_int(random, 0, 2)], 2, hidden, layout);
         c.weight = test_tensor_make(random, dtypes[test_random_int(random, 0, 2)], 2, weight, layout);
@@ -171,7 +179,8 @@ static route_case make_case(test_random *random, bool from_hidden)
         for (int64_t i = 0; i < c.tokens * c.experts; i++)
             for (int64_t d = 0; d < c.dim; d++) {
                 const double term = h[i / c.experts * c.dim + d] * w[i % c.experts * c.dim + d];
-                c.exact[i] += term, c.slack[i] += fabs(term) * (double)(c.dim + 2) * 0x1p-24;
+                c.exact[i] += term;
+                c.slack[i] += fabs(term) * (double)(c.dim + 2) * 0x1p-24;
             }
         free(h), free(w);
     } else {
@@ -190,7 +199,10 @@ static quern_moe_route_tensors tensors_of(const route_case *c)
 {
     quern_moe_route_tensors t = QUERN_MOE_ROUTE_TENSORS_INIT;
     if (c->logits.buffer != NULL) t.logits = &c->logits.view;
-    else t.hidden = &c->hidden.view, t.weight = &c->weight.view;
+    else {
+        t.hidden = &c->hidden.view;
+        t.weight = &c->weight.view;
+    }
     t.bias = &c->bias.view;
     return t;
 }
@@ -299,7 +311,8 @@ static void check_gradients(const route_case *c, const int32_t *chosen, const do
                                            c->p.renormalize, (double)c->p.route_scale, d_weights + t * k);
         }
         d[i] = (loss[1] - loss[0]) / (2 * step);
-        /* Weights that are renormalised over one expert are constant: what is left is the losses' rounding. */
+        /* Weights that are renormalised over one expert are constant: what is left is the losses' rounding.
+         */
         if (fabs(loss[1] - loss[0]) <= 4 * 0x1p-52 * (fabs(loss[0]) + fabs(loss[1]))) d[i] = 0;
     }
     test_check("d_logits", got, d, c->tokens * c->experts, 1e-5);
@@ -340,11 +353,13 @@ static void gradients(void **state)
                     d_logits = test_tensor_make(&random, QUERN_F32, 2, matrix, TEST_STRIDED);
         test_tensor d_hidden = {.buffer = NULL}, d_weight = {.buffer = NULL};
         test_tensor_normal(&d_weights, &random, 1);
-        t.d_weights = &d_weights.view, t.d_logits = &d_logits.view;
+        t.d_weights = &d_weights.view;
+        t.d_logits = &d_logits.view;
         if (c.dim > 0) {
-            d_hidden = test_tensor_make(&random, c.hidden.view.dtype, 2, hidden, TEST_STRIDED),
+            d_hidden = test_tensor_make(&random, c.hidden.view.dtype, 2, hidden, TEST_STRIDED);
             d_weight = test_tensor_make(&random, QUERN_F32, 2, weight, TEST_STRIDED);
-            t.d_hidden = &d_hidden.view, t.d_weight = &d_weight.view;
+            t.d_hidden = &d_hidden.view;
+            t.d_weight = &d_weight.view;
         }
         if (route_backward(ctx, &c.p, &t) != QUERN_OK) fail_msg("trial %d: %s", trial, quern_last_error(ctx));
         int32_t *chosen = test_tensor_get_i32(&r.experts);
@@ -389,21 +404,36 @@ static void bad_calls(void **state)
     quern_moe_route_tensors t = QUERN_MOE_ROUTE_TENSORS_INIT;
     (void)state;
     expect_error(ctx, route(ctx, &p, &t), "logits, or hidden and weight");
-    t.logits = &logits_view, expect_error(ctx, route(ctx, &p, &t), "experts is NULL");
-    t.experts = &experts_view, t.weights = &weights_view, t.offsets = &offsets_view,
+    t.logits = &logits_view;
+    expect_error(ctx, route(ctx, &p, &t), "experts is NULL");
+    t.experts = &experts_view;
+    t.weights = &weights_view;
+    t.offsets = &offsets_view;
     t.permutation = &permutation_view;
-    p.top_k = 5, expect_error(ctx, route(ctx, &p, &t), "top_k is 5: 1 to the 4 experts"), p.top_k = 0;
-    expect_error(ctx, route(ctx, &p, &t), "top_k is 0"), p.top_k = 2;
-    p.score = (quern_moe_score)3, expect_error(ctx, route(ctx, &p, &t), "score is 3"),
+    p.top_k = 5;
+    expect_error(ctx, route(ctx, &p, &t), "top_k is 5: 1 to the 4 experts");
+    p.top_k = 0;
+    expect_error(ctx, route(ctx, &p, &t), "top_k is 0");
+    p.top_k = 2;
+    p.score = (quern_moe_score)3;
+    expect_error(ctx, route(ctx, &p, &t), "score is 3");
     p.score = QUERN_MOE_SCORE_SIGMOID;
-    p.route_scale = NAN, expect_error(ctx, route(ctx, &p, &t), "route_scale is nan"), p.route_scale = 1;
-    t.input_ids = &ids_view, expect_error(ctx, route(ctx, &p, &t), "input_ids is given without tid2eid");
-    t.tid2eid = &table_view, expect_error(ctx, route(ctx, &p, &t), "input_ids[1] is 3: 0 to 2");
-    ids[1] = 1, table[3] = 4, expect_error(ctx, route(ctx, &p, &t), "tid2eid[1, 1] is 4: an expert, 0 to 3");
-    t.bias = &bias_view, expect_error(ctx, route(ctx, &p, &t), "bias is given with tid2eid");
+    p.route_scale = NAN;
+    expect_error(ctx, route(ctx, &p, &t), "route_scale is nan");
+    p.route_scale = 1;
+    t.input_ids = &ids_view;
+    expect_error(ctx, route(ctx, &p, &t), "input_ids is given without tid2eid");
+    t.tid2eid = &table_view;
+    expect_error(ctx, route(ctx, &p, &t), "input_ids[1] is 3: 0 to 2");
+    ids[1] = 1;
+    table[3] = 4;
+    expect_error(ctx, route(ctx, &p, &t), "tid2eid[1, 1] is 4: an expert, 0 to 3");
+    t.bias = &bias_view;
+    expect_error(ctx, route(ctx, &p, &t), "bias is given with tid2eid");
     for (int i = 0; i < 4; i++) assert_true(experts[i] == 7 && weights[i] == 7);
-    t.d_weights = &d_weights_view, expect_error(ctx, route_backward(ctx, &p, &t), "experts[0, 0] is 7");
-    t.d_hidden = &logits_view,
+    t.d_weights = &d_weights_view;
+    expect_error(ctx, route_backward(ctx, &p, &t), "experts[0, 0] is 7");
+    t.d_hidden = &logits_view;
     expect_error(ctx, route_backward(ctx, &p, &t), "d_hidden is given and hidden is NULL");
     quern_context_destroy(ctx);
 }

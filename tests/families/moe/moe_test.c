@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* moe_test.c - the whole layer against float64, DeepSeek-V4's golden vectors, its own parts, and itself: threads, levels,
- * dropped tokens, plans. */
+/* moe_test.c - the whole layer against float64, DeepSeek-V4's golden vectors, its own parts, and itself:
+ * threads, levels, dropped tokens, plans. */
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "golden.h"
@@ -33,7 +33,8 @@ static moe_wish random_wish(test_random *random, int trial)
 static void check_same(const moe_case *c, const test_tensor kept[MOE_TENSORS], const char *what)
 {
     for (int i = 0; i < MOE_TENSORS; i++)
-        if (kept[i].buffer != NULL && !test_tensor_same_bits(&c->t[i], &kept[i])) fail_msg("%s: tensor %d differs", what, i);
+        if (kept[i].buffer != NULL && !test_tensor_same_bits(&c->t[i], &kept[i]))
+            fail_msg("%s: tensor %d differs", what, i);
 }
 
 static void keep(const moe_case *c, test_tensor kept[MOE_TENSORS])
@@ -62,8 +63,8 @@ static void against_float64(void **state)
             for (int32_t threads = 1; threads <= 3; threads++) {
                 char what[100];
                 quern_context *ctx = test_context(level, threads);
-                snprintf(what, sizeof what, "trial %d, %s, %d threads, routed %d, shared %d, a4 %d", trial, quern_cpu_level_name(level), threads,
-                         (int)w.routed, (int)w.shared, w.a4);
+                snprintf(what, sizeof what, "trial %d, %s, %d threads, routed %d, shared %d, a4 %d", trial,
+                         quern_cpu_level_name(level), threads, (int)w.routed, (int)w.shared, w.a4);
                 moe_call_forward(&c, ctx);
                 moe_call_backward(&c, ctx);
                 if (threads == 1) moe_check_forward(&c, what), moe_check_backward(&c, what), keep(&c, kept);
@@ -92,7 +93,8 @@ static void tokens_stand_alone(void **state)
         moe_case c = moe_make(&random, &w);
         for (int t = 0; t < 60; t++) count += kept[t] = test_random_one_in(&random, 1 + trial % 7);
         moe_case s = moe_subset(&c, &random, kept, count);
-        quern_context *ctx = test_context((quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), 2);
+        quern_context *ctx = test_context(
+            (quern_cpu_level)test_random_int(&random, QUERN_CPU_LEVEL_PORTABLE, quern_cpu_level_detect()), 2);
         moe_call_forward(&c, ctx), moe_call_backward(&c, ctx);
         moe_call_forward(&s, ctx), moe_call_backward(&s, ctx);
         for (int i = 0; i < 4; i++) {
@@ -102,7 +104,8 @@ static void tokens_stand_alone(void **state)
             for (int64_t t = 0, to = 0; t < 60; t++) {
                 if (!kept[t]) continue;
                 if (memcmp(all + t * width, some + to * width, sizeof *all * (size_t)width) != 0)
-                    fail_msg("trial %d: token %lld of tensor %d depends on others", trial, (long long)t, by_token[i]);
+                    fail_msg("trial %d: token %lld of tensor %d depends on others", trial, (long long)t,
+                             by_token[i]);
                 to++;
             }
             free(all), free(some);
@@ -124,13 +127,16 @@ static quern_tensor golden_tensor(const quern_safetensors *file, const char *pre
     return t;
 }
 
-static void check_golden(quern_context *ctx, const quern_safetensors *file, bool hash, const char *expected, float limit, bool shared)
+static void check_golden(quern_context *ctx, const quern_safetensors *file, bool hash, const char *expected,
+                         float limit, bool shared)
 {
     enum { COUNT = 2 * 12 * 64 };
     const char *prefix = hash ? "hash." : "topk.";
     const quern_tensor hidden = golden_tensor(file, "", "hidden"), ids = golden_tensor(file, "", "input_ids"),
-                       table = golden_tensor(file, "hash.", "w.gate.tid2eid"), bias = golden_tensor(file, "topk.", "w.gate.e_score_correction_bias"),
-                       weight = golden_tensor(file, prefix, "w.gate.weight"), gate_up = golden_tensor(file, prefix, "w.experts.gate_up_proj"),
+                       table = golden_tensor(file, "hash.", "w.gate.tid2eid"),
+                       bias = golden_tensor(file, "topk.", "w.gate.e_score_correction_bias"),
+                       weight = golden_tensor(file, prefix, "w.gate.weight"),
+                       gate_up = golden_tensor(file, prefix, "w.experts.gate_up_proj"),
                        down = golden_tensor(file, prefix, "w.experts.down_proj"),
                        shared_gate = golden_tensor(file, prefix, "w.shared_experts.gate_proj.weight"),
                        shared_up = golden_tensor(file, prefix, "w.shared_experts.up_proj.weight"),
@@ -140,14 +146,29 @@ static void check_golden(quern_context *ctx, const quern_safetensors *file, bool
     quern_moe_params p = QUERN_MOE_PARAMS_INIT;
     quern_moe_tensors t = QUERN_MOE_TENSORS_INIT;
     size_t bytes = 0;
-    p.score = QUERN_MOE_SCORE_SQRT_SOFTPLUS, p.top_k = 3, p.renormalize = true, p.route_scale = 1.5f, p.limit = limit;
-    t.hidden = &hidden, t.weight = &weight, t.gate_up = &gate_up, t.down = &down, t.out = &to;
-    if (hash) t.input_ids = &ids, t.tid2eid = &table;
-    else t.bias = &bias;
-    if (shared) t.shared_gate = &shared_gate, t.shared_up = &shared_up, t.shared_down = &shared_down;
+    p.score = QUERN_MOE_SCORE_SQRT_SOFTPLUS;
+    p.top_k = 3;
+    p.renormalize = true;
+    p.route_scale = 1.5f;
+    p.limit = limit;
+    t.hidden = &hidden;
+    t.weight = &weight;
+    t.gate_up = &gate_up;
+    t.down = &down;
+    t.out = &to;
+    if (hash) {
+        t.input_ids = &ids;
+        t.tid2eid = &table;
+    } else t.bias = &bias;
+    if (shared) {
+        t.shared_gate = &shared_gate;
+        t.shared_up = &shared_up;
+        t.shared_down = &shared_down;
+    }
     assert_int_equal(quern_moe_forward_workspace(ctx, &p, &t, &bytes), QUERN_OK);
     test_workspace w = test_workspace_make(bytes);
-    if (quern_moe_forward(ctx, NULL, &p, &t, w.data, w.bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_moe_forward(ctx, NULL, &p, &t, w.data, w.bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace_close(&w);
     double *reference = golden_get(file, prefix, expected, COUNT), got[COUNT];
     for (int i = 0; i < COUNT; i++) got[i] = (double)out[i];
@@ -179,14 +200,16 @@ static void the_oracle_differentiates(void **state)
     test_random random = {test_seed("the_oracle_differentiates", 44)};
     (void)state;
     for (int trial = 0; trial < test_trials(12); trial++) {
-        const moe_wish w = {.tokens = 5, .dtype = QUERN_F32, .routed = MOE_FLOATS, .shared = MOE_FLOATS, .bias = true};
+        const moe_wish w = {
+            .tokens = 5, .dtype = QUERN_F32, .routed = MOE_FLOATS, .shared = MOE_FLOATS, .bias = true};
         const double step = 1e-6;
         moe_case c = moe_make(&random, &w);
         quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
         moe_call_forward(&c, ctx);
         const int64_t n = c.tokens * c.dim;
-        double *d_out = test_tensor_get(&c.t[M_D_OUT]), *out = test_doubles(n), *at = c.values[M_HIDDEN], *moved = test_doubles(n),
-               *along = test_doubles(n), loss = 0, expected = 0, *d_x = moe_oracle_gradient(&c, d_out);
+        double *d_out = test_tensor_get(&c.t[M_D_OUT]), *out = test_doubles(n), *at = c.values[M_HIDDEN],
+               *moved = test_doubles(n), *along = test_doubles(n), loss = 0, expected = 0,
+               *d_x = moe_oracle_gradient(&c, d_out);
         for (int64_t i = 0; i < n; i++) along[i] = test_random_normal(&random);
         for (int side = -1; side <= 1; side += 2) {
             for (int64_t i = 0; i < n; i++) moved[i] = at[i] + side * step * along[i];
@@ -196,7 +219,8 @@ static void the_oracle_differentiates(void **state)
         }
         c.values[M_HIDDEN] = at;
         for (int64_t i = 0; i < n; i++) expected += d_x[i] * along[i];
-        if (fabs(loss - expected) > 1e-5 * (fabs(expected) + 1)) fail_msg("trial %d: difference %.9g, gradient %.9g", trial, loss, expected);
+        if (fabs(loss - expected) > 1e-5 * (fabs(expected) + 1))
+            fail_msg("trial %d: difference %.9g, gradient %.9g", trial, loss, expected);
         free(d_out), free(out), free(moved), free(along), free(d_x);
         quern_context_destroy(ctx);
         moe_free(&c);
@@ -228,11 +252,13 @@ static void a_plan_gives_the_bits_of_the_call(void **state)
                 data[i] = (&t.hidden)[i] != NULL ? c.t[i].view.data : NULL;
                 if (moe_is_result(i) && data[i] != NULL) test_tensor_reset(&c.t[i]);
             }
-            if (quern_plan_create(ctx, backward ? QUERN_OP_MOE_BACKWARD : QUERN_OP_MOE_FORWARD, &c.params, &t, &plan) != QUERN_OK)
+            if (quern_plan_create(ctx, backward ? QUERN_OP_MOE_BACKWARD : QUERN_OP_MOE_FORWARD, &c.params, &t,
+                                  &plan) != QUERN_OK)
                 fail_msg("%s", quern_last_error(ctx));
             assert_int_equal(quern_plan_workspace(plan, &bytes), QUERN_OK);
             test_workspace space = test_workspace_make(bytes);
-            if (quern_plan_run(plan, NULL, data, space.data, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+            if (quern_plan_run(plan, NULL, data, space.data, bytes) != QUERN_OK)
+                fail_msg("%s", quern_last_error(ctx));
             test_workspace_close(&space);
             check_same(&c, kept, "plan");
             drop(kept);

@@ -2,7 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* nsa_causality_test.c - strictly causal settings: whatever stands after token t, no bit of any result of
  * tokens 0 ... t changes. Strictly causal are tile 1 with `complete` visibility, and any tile where the
- * lists are handed in. Of a packed batch, one document's tokens 0 ... t keep their bits whatever the others hold. */
+ * lists are handed in. Of a packed batch, one document's tokens 0 ... t keep their bits whatever the others
+ * hold. */
 #include "cmocka_c11.h"
 #include "nsa_random.h"
 #include "nsa_reference.h"
@@ -30,12 +31,15 @@ typedef struct past {
 
 static past past_of(const nsa_case *c, int64_t sequence, int64_t last)
 {
-    const oracle_nsa one = {c->config.params, last + 1, c->config.h, c->config.hkv, c->config.d, c->config.dv};
-    return (past){nsa_sequence_of(c, sequence), last + 1, oracle_nsa_entries(&one), last / c->config.params.tile + 1};
+    const oracle_nsa one = {c->config.params, last + 1,    c->config.h,
+                            c->config.hkv,    c->config.d, c->config.dv};
+    return (past){nsa_sequence_of(c, sequence), last + 1, oracle_nsa_entries(&one),
+                  last / c->config.params.tile + 1};
 }
 
 /* Replaces the rows of an input, [1, rows, ...] or [rows, ...], but `count` from `first` on. */
-static void perturb(nsa_case *c, nsa_slot slot, int64_t first, int64_t count, test_random *random, future kind)
+static void perturb(nsa_case *c, nsa_slot slot, int64_t first, int64_t count, test_random *random,
+                    future kind)
 {
     test_tensor *t = &c->tensor[slot];
     if (t->buffer == NULL || test_tensor_count(t) == 0) return;
@@ -47,12 +51,14 @@ static void perturb(nsa_case *c, nsa_slot slot, int64_t first, int64_t count, te
     free(values);
 }
 
-/* Elements of the past in a result: [1, N, ...] or, for statistics and lists, [1, heads, N or tiles, ...]; packed
- * without the 1. */
-static void compare_past(const nsa_case *c, nsa_slot slot, const test_tensor *before, const past *p, const char *what)
+/* Elements of the past in a result: [1, N, ...] or, for statistics and lists, [1, heads, N or tiles, ...];
+ * packed without the 1. */
+static void compare_past(const nsa_case *c, nsa_slot slot, const test_tensor *before, const past *p,
+                         const char *what)
 {
     const bool per_head = slot >= NSA_LSE_CMP && slot <= NSA_LSE_WIN;
-    const bool list = slot >= NSA_BLOCK_IDX && slot <= NSA_GROUP_IDX, entry = slot == NSA_K_CMP || slot == NSA_V_CMP;
+    const bool list = slot >= NSA_BLOCK_IDX && slot <= NSA_GROUP_IDX,
+               entry = slot == NSA_K_CMP || slot == NSA_V_CMP;
     const quern_tensor *v = &before->view;
     const int dim = (per_head || list ? 2 : 1) - (c->config.packed ? 1 : 0);
     const int64_t rows = v->shape[dim], outer = per_head || list ? v->shape[dim - 1] : 1;
@@ -68,9 +74,10 @@ static void compare_past(const nsa_case *c, nsa_slot slot, const test_tensor *be
             const bool same = list ? old_list[i] == new_list[i]
                                    : memcmp(&old_values[i], &new_values[i], sizeof(double)) == 0;
             if (!same)
-                fail_msg("%s: %s entry %lld changed with what is not in the past of token %lld: %.9g, then %.9g", what,
-                         nsa_slot_names[slot], (long long)i, (long long)p->tokens - 1,
-                         list ? old_list[i] : old_values[i], list ? new_list[i] : new_values[i]);
+                fail_msg(
+                    "%s: %s entry %lld changed with what is not in the past of token %lld: %.9g, then %.9g",
+                    what, nsa_slot_names[slot], (long long)i, (long long)p->tokens - 1,
+                    list ? old_list[i] : old_values[i], list ? new_list[i] : new_values[i]);
         }
     }
     free(old_values);
@@ -82,12 +89,14 @@ static void compare_past(const nsa_case *c, nsa_slot slot, const test_tensor *be
 static void perturb_future(nsa_case *c, const past *p, test_random *random, future kind)
 {
     const nsa_slot tokens[] = {NSA_Q, NSA_K, NSA_V, NSA_K_SLC, NSA_V_SLC, NSA_K_WIN, NSA_V_WIN};
-    for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) perturb(c, tokens[i], p->sequence.row, p->tokens, random, kind);
+    for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++)
+        perturb(c, tokens[i], p->sequence.row, p->tokens, random, kind);
     if (c->config.params.compress == QUERN_NSA_COMPRESS_GIVEN) {
         perturb(c, NSA_K_CMP, p->sequence.entry, p->entries, random, kind);
         perturb(c, NSA_V_CMP, p->sequence.entry, p->entries, random, kind);
     }
-    if (c->config.params.gate == QUERN_NSA_GATE_GIVEN) perturb(c, NSA_GATES, p->sequence.row, p->tokens, random, kind);
+    if (c->config.params.gate == QUERN_NSA_GATE_GIVEN)
+        perturb(c, NSA_GATES, p->sequence.row, p->tokens, random, kind);
 }
 
 static nsa_config strictly_causal(test_random *random)
@@ -98,7 +107,8 @@ static nsa_config strictly_causal(test_random *random)
         config.lens[0] += 2; /* some document has a future */
     } else {
         config.batch = 1;
-        config.n = test_random_int(random, 20, 100) + (p->max_compressed_groups > 0 ? 300 * p->block_size : 0);
+        config.n =
+            test_random_int(random, 20, 100) + (p->max_compressed_groups > 0 ? 300 * p->block_size : 0);
     }
     p->causal = true;
     p->compressed_visibility = QUERN_NSA_VISIBLE_COMPLETE;
@@ -127,7 +137,8 @@ static void the_future_changes_no_bit(void **state)
         const future kind = (future)(trial % FUTURES);
         int64_t sequence = config.packed ? test_random_int(&random, 0, config.batch - 1) : 0;
         if (config.packed && config.lens[sequence] < 2) sequence = 0;
-        const int64_t last = test_random_int(&random, 0, (config.packed ? config.lens[sequence] : config.n) - 2);
+        const int64_t last =
+            test_random_int(&random, 0, (config.packed ? config.lens[sequence] : config.n) - 2);
         char text[600], what[700];
         snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d %s [%s]", trial, quern_cpu_level_name(level),
                  nsa_config_describe(&config, text));
@@ -142,7 +153,8 @@ static void the_future_changes_no_bit(void **state)
         perturb_future(c, &p, &random, kind);
         nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), outputs);
         for (int i = 0; i < NSA_SLOTS; i++)
-            if ((outputs & NSA_BIT(i)) != 0 && i != NSA_CU_SEQLENS_CMP) compare_past(c, (nsa_slot)i, &before[i], &p, what);
+            if ((outputs & NSA_BIT(i)) != 0 && i != NSA_CU_SEQLENS_CMP)
+                compare_past(c, (nsa_slot)i, &before[i], &p, what);
         nsa_free_copies(before);
         nsa_case_free(c);
         quern_context_destroy(ctx);

@@ -1,8 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nsa_decode_test.c - native sparse attention from a cache: whatever the pieces, subsets of the batch, roll-backs, pages
- * and threads, each row is that of the whole sequence within the bounds, and the lists are the prefill's to the bit.
+ * nsa_decode_test.c - native sparse attention from a cache: whatever the pieces, subsets of the batch,
+ * roll-backs, pages and threads, each row is that of the whole sequence within the bounds, and the lists are
+ * the prefill's to the bit.
  */
 #include "cache_case.h"
 #include "cmocka_c11.h"
@@ -55,7 +56,8 @@ static void player_open(player *p, const nsa_config *config, quern_cpu_level lev
     nsa_run(p->c, p->ctx[0], nsa_call_forward, nsa_forward_inputs(p->c), nsa_forward_outputs(p->c));
     for (int64_t b = 0; b < config->batch; b++) p->row0[b + 1] = p->row0[b] + config->lens[b];
     for (int i = 0; i < NSA_SLOTS; i++)
-        if (p->c->tensor[i].buffer != NULL && p->c->tensor[i].view.dtype != QUERN_I32) p->in[i] = test_tensor_get(&p->c->tensor[i]);
+        if (p->c->tensor[i].buffer != NULL && p->c->tensor[i].view.dtype != QUERN_I32)
+            p->in[i] = test_tensor_get(&p->c->tensor[i]);
     if (config->params.branches & QUERN_NSA_BRANCH_SLC) {
         p->lists = test_tensor_get_i32(&p->c->tensor[NSA_BLOCK_IDX]);
         p->counts = test_tensor_get_i32(&p->c->tensor[NSA_BLOCK_COUNT]);
@@ -65,15 +67,20 @@ static void player_open(player *p, const nsa_config *config, quern_cpu_level lev
     quern_cache_params cache = QUERN_CACHE_PARAMS_INIT;
     cache.dtype = config->dtype;
     cache.sequences = config->batch + test_random_int(random, 0, SEQUENCES_MOST - NSA_MAX_BATCH);
-    cache.kv_heads = config->hkv, cache.dim = config->d, cache.dim_v = config->dv;
+    cache.kv_heads = config->hkv;
+    cache.dim = config->d;
+    cache.dim_v = config->dv;
     for (int64_t b = 0; b < config->batch; b++)
         if (config->lens[b] > cache.capacity) cache.capacity = config->lens[b];
     cache.capacity += test_random_int(random, 0, 100);
     cache.page = test_random_one_in(random, 2) ? QUERN_CACHE_PAGE : 0;
-    cache.block_size = config->params.block_size, cache.stride = config->params.stride, cache.compress = config->params.compress;
+    cache.block_size = config->params.block_size;
+    cache.stride = config->params.stride;
+    cache.compress = config->params.compress;
     cache.separate_slc = config->separate_slc && (config->params.branches & QUERN_NSA_BRANCH_SLC);
     cache.separate_win = config->separate_win && (config->params.branches & QUERN_NSA_BRANCH_WIN);
-    cache.window = config->params.window, cache.step = STEP_MOST;
+    cache.window = config->params.window;
+    cache.step = STEP_MOST;
     cache_case_make(&p->cache, &cache, random);
     const int64_t shift = test_random_int(random, 0, cache.sequences - 1);
     for (int64_t b = 0; b < config->batch; b++) p->id[b] = (b + shift) % cache.sequences;
@@ -111,23 +118,34 @@ static void append(player *p, piece *x, test_random *random)
 {
     const nsa_config *g = &p->c->config;
     static const nsa_slot slots[] = {NSA_K, NSA_V, NSA_K_SLC, NSA_V_SLC, NSA_K_WIN, NSA_V_WIN};
-    const bool wanted[] = {true, true, p->cache.params.separate_slc, p->cache.params.separate_slc, p->cache.params.separate_win,
+    const bool wanted[] = {true,
+                           true,
+                           p->cache.params.separate_slc,
+                           p->cache.params.separate_slc,
+                           p->cache.params.separate_win,
                            p->cache.params.separate_win};
     test_tensor rows[6];
     quern_cache_tensors t = QUERN_CACHE_TENSORS_INIT;
     const quern_tensor **places[] = {&t.k, &t.v, &t.k_slc, &t.v_slc, &t.k_win, &t.v_win};
-    x->batch.sequences = x->ids, x->batch.counts = x->counts, x->batch.table = p->cache.table;
+    x->batch.sequences = x->ids;
+    x->batch.counts = x->counts;
+    x->batch.table = p->cache.table;
     for (int i = 0; i < 6; i++) {
         if (!wanted[i]) continue;
         rows[i] = cache_rows(random, g->dtype, p->in[slots[i]], x->rows, x->n, g->hkv, i % 2 ? g->dv : g->d);
         *places[i] = &rows[i].view;
     }
-    t.w_k = weight(p, NSA_W_K), t.w_v = weight(p, NSA_W_V), t.pe_k = weight(p, NSA_PE_K), t.pe_v = weight(p, NSA_PE_V);
+    t.w_k = weight(p, NSA_W_K);
+    t.w_v = weight(p, NSA_W_V);
+    t.pe_k = weight(p, NSA_PE_K);
+    t.pe_v = weight(p, NSA_PE_V);
     size_t bytes;
     quern_context *ctx = p->ctx[p->steps % 2];
-    if (quern_cache_append_workspace(ctx, p->cache.cache, &x->batch, &t, &bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_cache_append_workspace(ctx, p->cache.cache, &x->batch, &t, &bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace w = test_workspace_make(bytes);
-    if (quern_cache_append(ctx, NULL, p->cache.cache, &x->batch, &t, w.data, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_cache_append(ctx, NULL, p->cache.cache, &x->batch, &t, w.data, bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace_close(&w);
     for (int i = 0; i < 6; i++) {
         if (!wanted[i]) continue;
@@ -141,25 +159,34 @@ typedef struct results {
     test_tensor o, gates, lists, counts;
 } results;
 
-static void attend(player *p, const piece *x, const test_tensor *q, const test_tensor *gates, int threads, test_random *random, results *r)
+static void attend(player *p, const piece *x, const test_tensor *q, const test_tensor *gates, int threads,
+                   test_random *random, results *r)
 {
     const nsa_config *g = &p->c->config;
     const int64_t hs = g->params.scope == QUERN_NSA_SCOPE_HEAD ? g->h : g->hkv;
-    const int64_t o[] = {x->n, g->h, g->dv}, gate[] = {x->n, g->h, 3}, lists[] = {hs, x->n, g->params.num_selected};
+    const int64_t o[] = {x->n, g->h, g->dv}, gate[] = {x->n, g->h, 3},
+                  lists[] = {hs, x->n, g->params.num_selected};
     const bool selects = p->lists != NULL, gives = g->params.gate == QUERN_NSA_GATE_GIVEN;
     r->o = test_tensor_make(random, g->dtype, 3, o, TEST_STRIDED);
     r->gates = test_tensor_make(random, QUERN_F32, 3, gate, TEST_UNALIGNED);
     r->lists = test_tensor_make(random, QUERN_I32, 3, lists, TEST_STRIDED);
     r->counts = test_tensor_make(random, QUERN_I32, 2, lists, TEST_CONTIGUOUS);
     quern_decode_tensors t = QUERN_DECODE_TENSORS_INIT;
-    t.q = &q->view, t.o = &r->o.view, t.gates = gives ? &gates->view : &r->gates.view;
+    t.q = &q->view;
+    t.o = &r->o.view;
+    t.gates = gives ? &gates->view : &r->gates.view;
     if (g->params.gate == QUERN_NSA_GATE_WEIGHTS) t.w_gate = weight(p, NSA_W_GATE);
-    if (selects) t.block_idx = &r->lists.view, t.block_count = &r->counts.view;
+    if (selects) {
+        t.block_idx = &r->lists.view;
+        t.block_count = &r->counts.view;
+    }
     size_t bytes;
     quern_context *ctx = p->ctx[threads];
-    if (quern_nsa_decode_workspace(ctx, &g->params, p->cache.cache, &x->batch, &t, &bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_nsa_decode_workspace(ctx, &g->params, p->cache.cache, &x->batch, &t, &bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace w = test_workspace_make(bytes);
-    if (quern_nsa_decode(ctx, NULL, &g->params, p->cache.cache, &x->batch, &t, w.data, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+    if (quern_nsa_decode(ctx, NULL, &g->params, p->cache.cache, &x->batch, &t, w.data, bytes) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
     test_workspace_close(&w);
     test_tensor_check_unchanged(q, "q");
     test_tensor_check_guards(&r->o, "o");
@@ -169,7 +196,8 @@ static void attend(player *p, const piece *x, const test_tensor *q, const test_t
 
 static void results_free(results *r)
 {
-    test_tensor_free(&r->o), test_tensor_free(&r->gates), test_tensor_free(&r->lists), test_tensor_free(&r->counts);
+    test_tensor_free(&r->o), test_tensor_free(&r->gates), test_tensor_free(&r->lists),
+        test_tensor_free(&r->counts);
 }
 
 static void check_lists(const player *p, const piece *x, const results *r)
@@ -180,8 +208,10 @@ static void check_lists(const player *p, const piece *x, const results *r)
     for (int64_t h = 0; h < hs; h++)
         for (int64_t i = 0; i < x->n; i++) {
             const int64_t row = h * p->c->list_rows + x->rows[i];
-            if (memcmp(lists + (h * x->n + i) * k, p->lists + row * k, (size_t)k * sizeof *lists) != 0 || counts[h * x->n + i] != p->counts[row])
-                fail_msg("list head %lld, row %lld: not the prefill's list", (long long)h, (long long)x->rows[i]);
+            if (memcmp(lists + (h * x->n + i) * k, p->lists + row * k, (size_t)k * sizeof *lists) != 0 ||
+                counts[h * x->n + i] != p->counts[row])
+                fail_msg("list head %lld, row %lld: not the prefill's list", (long long)h,
+                         (long long)x->rows[i]);
         }
     free(lists), free(counts);
 }
@@ -189,7 +219,8 @@ static void check_lists(const player *p, const piece *x, const results *r)
 static void decode(player *p, piece *x, test_random *random)
 {
     const nsa_config *g = &p->c->config;
-    test_tensor q = cache_rows(random, g->dtype, p->in[NSA_Q], x->rows, x->n, g->h, g->d), gates = {.bytes = 0};
+    test_tensor q = cache_rows(random, g->dtype, p->in[NSA_Q], x->rows, x->n, g->h, g->d),
+                gates = {.bytes = 0};
     const bool gives = g->params.gate == QUERN_NSA_GATE_GIVEN;
     if (gives) gates = cache_rows(random, QUERN_F32, p->in[NSA_GATES], x->rows, x->n, g->h, 3);
     results r[2];
@@ -200,12 +231,14 @@ static void decode(player *p, piece *x, test_random *random)
         for (int i = 0; i < 2; i++) check_lists(p, x, &r[i]);
     double *o = test_tensor_get(&r[0].o);
     const int64_t width = g->h * g->dv;
-    for (int64_t i = 0; i < x->n; i++) memcpy(p->o + x->rows[i] * width, o + i * width, (size_t)width * sizeof *o);
+    for (int64_t i = 0; i < x->n; i++)
+        memcpy(p->o + x->rows[i] * width, o + i * width, (size_t)width * sizeof *o);
     free(o);
     if (!gives) {
         double *made = test_tensor_get(&r[0].gates);
         for (int64_t i = 0; i < x->n; i++)
-            for (int64_t e = 0; e < 3 * g->h; e++) assert_true(made[i * 3 * g->h + e] == p->in[NSA_GATES][x->rows[i] * 3 * g->h + e]);
+            for (int64_t e = 0; e < 3 * g->h; e++)
+                assert_true(made[i * 3 * g->h + e] == p->in[NSA_GATES][x->rows[i] * 3 * g->h + e]);
         free(made);
     }
     for (int i = 0; i < 2; i++) results_free(&r[i]);
@@ -224,7 +257,8 @@ static void play(player *p, test_random *random)
         for (int64_t b = 0; b < g->batch; b++) {
             const int64_t length = g->lens[b], most = test_random_one_in(random, 3) ? STEP_MOST : 3;
             if (p->tokens[b] > 0 && p->tokens[b] < length && test_random_one_in(random, 4)) {
-                const int64_t held = p->tokens[b] < 8 ? p->tokens[b] : 8, n = test_random_int(random, 1, held);
+                const int64_t held = p->tokens[b] < 8 ? p->tokens[b] : 8,
+                              n = test_random_int(random, 1, held);
                 if (quern_cache_rollback(p->cache.cache, p->id[b], n) == QUERN_OK) p->tokens[b] -= n;
                 else assert_true(p->cache.params.separate_win);
             }
@@ -260,7 +294,8 @@ static void any_pieces_give_the_prefill(void **state)
         nsa_reference_take_lists(r);
         nsa_reference_forward(r);
         snprintf(name, sizeof name, "o [trial %d %s]", trial, nsa_config_describe(&config, text));
-        test_check(name, p.o, r->value[NSA_O], p.row0[config.batch] * config.h * config.dv, test_forward_bound(config.dtype));
+        test_check(name, p.o, r->value[NSA_O], p.row0[config.batch] * config.h * config.dv,
+                   test_forward_bound(config.dtype));
         nsa_reference_free(r);
         player_close(&p);
     }
@@ -286,23 +321,31 @@ static void fixture_open(fixture *f)
 {
     test_random random = {7};
     memset(f, 0, sizeof *f);
-    const quern_cache_params params = {sizeof params, QUERN_F32, 1, 1, 16, 16, 100, 0, 0, 8, 4, 0, false, true, 10, 20};
+    const quern_cache_params params = {sizeof params, QUERN_F32, 1,  1, 16, 16, 100, 0, 0, 8, 4, 0,
+                                       false,         true,      10, 20};
     cache_case_make(&f->cache, &params, &random);
     f->ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
     for (int i = 0; i < 24 * 32; i++) f->rows[i] = (float)(i % 7);
     const int64_t kv[] = {20, 1, 16}, q[] = {2, 2, 16}, idx[] = {1, 2, 4};
     f->count = 20;
     f->kv = quern_tensor_contiguous(f->rows, QUERN_F32, 3, kv);
-    f->q = quern_tensor_contiguous(f->rows, QUERN_F32, 3, q), f->o = quern_tensor_contiguous(f->out, QUERN_F32, 3, q);
+    f->q = quern_tensor_contiguous(f->rows, QUERN_F32, 3, q);
+    f->o = quern_tensor_contiguous(f->out, QUERN_F32, 3, q);
     f->idx = quern_tensor_contiguous(f->lists, QUERN_I32, 3, idx);
     f->batch = (quern_cache_batch){sizeof f->batch, 1, &f->id, &f->count, NULL};
     f->t = (quern_cache_tensors)QUERN_CACHE_TENSORS_INIT;
     f->d = (quern_decode_tensors)QUERN_DECODE_TENSORS_INIT;
     f->t.k = f->t.v = f->t.k_win = f->t.v_win = &f->kv;
-    f->d.q = &f->q, f->d.o = &f->o, f->d.block_idx = &f->idx;
+    f->d.q = &f->q;
+    f->d.o = &f->o;
+    f->d.block_idx = &f->idx;
     f->params = (quern_nsa_params)QUERN_NSA_PARAMS_INIT;
-    f->params.block_size = 8, f->params.stride = 4, f->params.num_selected = 4, f->params.window = 10;
-    if (quern_cache_append(f->ctx, NULL, f->cache.cache, &f->batch, &f->t, f->workspace, sizeof f->workspace) != QUERN_OK)
+    f->params.block_size = 8;
+    f->params.stride = 4;
+    f->params.num_selected = 4;
+    f->params.window = 10;
+    if (quern_cache_append(f->ctx, NULL, f->cache.cache, &f->batch, &f->t, f->workspace,
+                           sizeof f->workspace) != QUERN_OK)
         fail_msg("%s", quern_last_error(f->ctx));
     f->count = 2;
 }
@@ -310,9 +353,11 @@ static void fixture_open(fixture *f)
 static void refuse(fixture *f, const char *sentence)
 {
     void *before = cache_case_copy(&f->cache);
-    assert_int_equal(quern_nsa_decode(f->ctx, NULL, &f->params, f->cache.cache, &f->batch, &f->d, f->workspace, sizeof f->workspace),
+    assert_int_equal(quern_nsa_decode(f->ctx, NULL, &f->params, f->cache.cache, &f->batch, &f->d,
+                                      f->workspace, sizeof f->workspace),
                      QUERN_ERR_INVALID_ARGUMENT);
-    if (strstr(quern_last_error(f->ctx), sentence) == NULL) fail_msg("'%s' is not in '%s'", sentence, quern_last_error(f->ctx));
+    if (strstr(quern_last_error(f->ctx), sentence) == NULL)
+        fail_msg("'%s' is not in '%s'", sentence, quern_last_error(f->ctx));
     cache_case_check_same(&f->cache, before);
     for (int i = 0; i < 24 * 32; i++) assert_true(f->out[i] == 0.0f);
 }
@@ -323,9 +368,9 @@ static void what_a_decoding_call_refuses(void **state)
     fixture f;
     fixture_open(&f);
     const quern_nsa_params good = f.params;
-#define REFUSE(change, sentence)      \
-    f.params = good;                  \
-    f.params.change;                  \
+#define REFUSE(change, sentence)                                                                             \
+    f.params = good;                                                                                         \
+    f.params.change;                                                                                         \
     refuse(&f, sentence)
     REFUSE(causal = false, "causal is false");
     REFUSE(tile = 2, "tile is 2");
@@ -361,10 +406,13 @@ static void what_a_decoding_call_refuses(void **state)
     assert_int_equal(quern_cache_rollback(f.cache.cache, 0, 5), QUERN_OK);
     assert_int_equal(quern_cache_rollback(f.cache.cache, 0, 4), QUERN_ERR_INVALID_ARGUMENT);
     assert_int_equal(quern_cache_rollback(f.cache.cache, 0, 3), QUERN_OK);
-    if (quern_nsa_decode(f.ctx, NULL, &f.params, f.cache.cache, &f.batch, &f.d, f.workspace, sizeof f.workspace) != QUERN_OK)
+    if (quern_nsa_decode(f.ctx, NULL, &f.params, f.cache.cache, &f.batch, &f.d, f.workspace,
+                         sizeof f.workspace) != QUERN_OK)
         fail_msg("%s", quern_last_error(f.ctx));
     f.count = 21;
-    assert_int_equal(quern_cache_append(f.ctx, NULL, f.cache.cache, &f.batch, &f.t, f.workspace, sizeof f.workspace), QUERN_ERR_INVALID_ARGUMENT);
+    assert_int_equal(
+        quern_cache_append(f.ctx, NULL, f.cache.cache, &f.batch, &f.t, f.workspace, sizeof f.workspace),
+        QUERN_ERR_INVALID_ARGUMENT);
     assert_non_null(strstr(quern_last_error(f.ctx), "counts[0] is 21: 0 to 20"));
     cache_case_free(&f.cache);
     quern_context_destroy(f.ctx);
@@ -372,6 +420,7 @@ static void what_a_decoding_call_refuses(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(any_pieces_give_the_prefill), cmocka_unit_test(what_a_decoding_call_refuses)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(any_pieces_give_the_prefill),
+                                       cmocka_unit_test(what_a_decoding_call_refuses)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -7,7 +7,8 @@
 
 #include <stdio.h>
 
-static void same_bits_on_level(const nsa_config *config, test_random random, quern_cpu_level level, const char *what)
+static void same_bits_on_level(const nsa_config *config, test_random random, quern_cpu_level level,
+                               const char *what)
 {
     nsa_case *c = nsa_case_random(config, &random);
     const nsa_set forward = nsa_forward_outputs(c), backward = nsa_backward_outputs(c);
@@ -35,7 +36,8 @@ static void same_bits_from_any_number_of_threads(void **state)
         const nsa_config config = nsa_config_random(&random, 150);
         for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
             char what[80];
-            snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d, %s, not the first run", trial, quern_cpu_level_name(level));
+            snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d, %s, not the first run", trial,
+                     quern_cpu_level_name(level));
             same_bits_on_level(&config, random, level, what);
         }
     }

@@ -15,10 +15,14 @@ static void an_entrys_bits_are_its_blocks_alone(void **state)
         test_random random = {5};
         nsa_config config = nsa_config_small();
         config.params.compress = kinds[i % 2];
-        config.params.block_size = 8, config.params.stride = 8, config.params.select_block = 8;
+        config.params.block_size = 8;
+        config.params.stride = 8;
+        config.params.select_block = 8;
         config.project_k = config.project_v = i % 2 == 0;
         config.dtype = config.weight_dtype = i < 2 ? QUERN_F32 : QUERN_BF16;
-        config.batch = 1, config.h = config.hkv = 1, config.d = config.dv = 128;
+        config.batch = 1;
+        config.h = config.hkv = 1;
+        config.d = config.dv = 128;
         config.n = 300 * 8;
         nsa_case *many = nsa_case_new(&config, &random);
         config.n = 10 * 8;
@@ -30,7 +34,8 @@ static void an_entrys_bits_are_its_blocks_alone(void **state)
             free(x);
         }
         quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
-        const nsa_set in = NSA_BIT(NSA_K) | NSA_BIT(NSA_V) | NSA_BIT(NSA_W_K) | NSA_BIT(NSA_W_V), out = NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_V_CMP);
+        const nsa_set in = NSA_BIT(NSA_K) | NSA_BIT(NSA_V) | NSA_BIT(NSA_W_K) | NSA_BIT(NSA_W_V),
+                      out = NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_V_CMP);
         nsa_run(many, ctx, nsa_call_compress, in, out);
         nsa_run(few, ctx, nsa_call_compress, in, out);
         double *a = test_tensor_get(&many->tensor[NSA_K_CMP]), *b = test_tensor_get(&few->tensor[NSA_K_CMP]);

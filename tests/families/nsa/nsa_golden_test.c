@@ -70,7 +70,10 @@ static void gating_on(quern_context *ctx)
 {
     nsa_config config = nsa_config_small();
     test_random random = {1};
-    config.batch = 1, config.n = 24, config.h = config.hkv = 4, config.d = config.dv = 64;
+    config.batch = 1;
+    config.n = 24;
+    config.h = config.hkv = 4;
+    config.d = config.dv = 64;
     config.params.gate = QUERN_NSA_GATE_WEIGHTS;
     quern_safetensors *file = golden_open(QUERN_TEST_VECTORS, "nsa_gating");
     nsa_case *c = nsa_case_new(&config, &random);
@@ -121,7 +124,8 @@ static double *packed_rows(const nsa_case *c, const double *padded, const int32_
     double *packed = test_doubles(c->entries * width);
     int64_t row = 0;
     for (int64_t b = 0; b < c->config.batch; b++) {
-        memcpy(packed + row * width, padded + b * PADDED * width, sizeof *packed * (size_t)(n_cmp[b] * width));
+        memcpy(packed + row * width, padded + b * PADDED * width,
+               sizeof *packed * (size_t)(n_cmp[b] * width));
         row += n_cmp[b];
     }
     return packed;
@@ -137,7 +141,9 @@ static void varlen_on(quern_context *ctx)
         const char *prefix = project ? "proj." : "noproj.";
         nsa_config config = nsa_config_small();
         test_random random = {1};
-        config.packed = true, config.batch = 4, config.project_k = config.project_v = project;
+        config.packed = true;
+        config.batch = 4;
+        config.project_k = config.project_v = project;
         memcpy(config.lens, (int64_t[]){100, 64, 300, 31}, 4 * sizeof(int64_t));
         config.params.block_size = 32;
         nsa_case *c = nsa_case_new(&config, &random);
@@ -145,8 +151,8 @@ static void varlen_on(quern_context *ctx)
         nsa_golden_set(c, NSA_V, file, "", "V");
         nsa_golden_set(c, NSA_W_K, file, "", "W_k");
         nsa_golden_set(c, NSA_W_V, file, "", "W_v");
-        const nsa_set inputs = NSA_BIT(NSA_K) | NSA_BIT(NSA_V) | NSA_BIT(NSA_W_K) | NSA_BIT(NSA_W_V) |
-                               NSA_BIT(NSA_CU_SEQLENS);
+        const nsa_set inputs =
+            NSA_BIT(NSA_K) | NSA_BIT(NSA_V) | NSA_BIT(NSA_W_K) | NSA_BIT(NSA_W_V) | NSA_BIT(NSA_CU_SEQLENS);
         const nsa_set outputs = NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_V_CMP) | NSA_BIT(NSA_CU_SEQLENS_CMP);
         nsa_run(c, ctx, nsa_call_compress, inputs, outputs);
         const int64_t padded_count = 4 * PADDED * config.hkv * config.d;

@@ -27,7 +27,8 @@ static double loss(nsa_case *c, quern_context *ctx)
     return sum;
 }
 
-static double loss_at(nsa_case *c, quern_context *ctx, nsa_slot slot, const double *x, const double *u, double h)
+static double loss_at(nsa_case *c, quern_context *ctx, nsa_slot slot, const double *x, const double *u,
+                      double h)
 {
     const int64_t count = test_tensor_count(&c->tensor[slot]);
     double *moved = test_doubles(count);
@@ -37,7 +38,8 @@ static double loss_at(nsa_case *c, quern_context *ctx, nsa_slot slot, const doub
     return loss(c, ctx);
 }
 
-static void check_direction(nsa_case *c, quern_context *ctx, nsa_slot slot, nsa_slot gradient, test_random *random)
+static void check_direction(nsa_case *c, quern_context *ctx, nsa_slot slot, nsa_slot gradient,
+                            test_random *random)
 {
     const int64_t count = test_tensor_count(&c->tensor[slot]);
     double *x = test_tensor_get(&c->tensor[slot]), *grad = test_tensor_get(&c->tensor[gradient]);
@@ -58,7 +60,8 @@ static void check_direction(nsa_case *c, quern_context *ctx, nsa_slot slot, nsa_
     const double difference = (loss_at(c, ctx, slot, x, u, h) - loss_at(c, ctx, slot, x, u, -h)) / (2 * h);
     test_tensor_set(&c->tensor[slot], x);
     if (!(fabs(difference - along) <= 3e-3 * sqrt(grad_norm * u_norm) + 1e-4))
-        fail_msg("%s: %.6g by differences, %.6g by the gradient", nsa_slot_names[gradient], difference, along);
+        fail_msg("%s: %.6g by differences, %.6g by the gradient", nsa_slot_names[gradient], difference,
+                 along);
     free(x);
     free(grad);
     free(u);
@@ -67,10 +70,11 @@ static void check_direction(nsa_case *c, quern_context *ctx, nsa_slot slot, nsa_
 static void every_input_every_compression_every_gate(void **state)
 {
     static const nsa_slot inputs[][2] = {
-        {NSA_Q, NSA_D_Q},         {NSA_K, NSA_D_K},         {NSA_V, NSA_D_V},         {NSA_K_SLC, NSA_D_K_SLC},
-        {NSA_V_SLC, NSA_D_V_SLC}, {NSA_K_WIN, NSA_D_K_WIN}, {NSA_V_WIN, NSA_D_V_WIN}, {NSA_K_CMP, NSA_D_K_CMP},
-        {NSA_V_CMP, NSA_D_V_CMP}, {NSA_W_K, NSA_D_W_K},     {NSA_W_V, NSA_D_W_V},
-        {NSA_PE_V, NSA_D_PE_V},   {NSA_W_GATE, NSA_D_W_GATE}, {NSA_GATES, NSA_D_GATES}};
+        {NSA_Q, NSA_D_Q},           {NSA_K, NSA_D_K},         {NSA_V, NSA_D_V},
+        {NSA_K_SLC, NSA_D_K_SLC},   {NSA_V_SLC, NSA_D_V_SLC}, {NSA_K_WIN, NSA_D_K_WIN},
+        {NSA_V_WIN, NSA_D_V_WIN},   {NSA_K_CMP, NSA_D_K_CMP}, {NSA_V_CMP, NSA_D_V_CMP},
+        {NSA_W_K, NSA_D_W_K},       {NSA_W_V, NSA_D_W_V},     {NSA_PE_V, NSA_D_PE_V},
+        {NSA_W_GATE, NSA_D_W_GATE}, {NSA_GATES, NSA_D_GATES}};
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     (void)state;
     for (int mode = 0; mode < 4 * 3 * 2; mode++) {
@@ -92,7 +96,8 @@ static void every_input_every_compression_every_gate(void **state)
         const nsa_set gradients = nsa_backward_outputs(c);
         c->config.params.selection = QUERN_NSA_LIST_GIVEN;
         for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
-            if (gradients & NSA_BIT(inputs[i][1])) check_direction(c, ctx, inputs[i][0], inputs[i][1], &random);
+            if (gradients & NSA_BIT(inputs[i][1]))
+                check_direction(c, ctx, inputs[i][0], inputs[i][1], &random);
         nsa_case_free(c);
     }
     quern_context_destroy(ctx);

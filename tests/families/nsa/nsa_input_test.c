@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nsa_input_test.c - bad input to every NSA operation: each row of nsa.h's table of illegal combinations, and each
- * way to spoil each tensor of each operation, gets its status and a sentence that names the argument, what was given
- * and what is accepted, from the call and (where shapes show it) from its workspace query; no byte of any tensor or of
- * the workspace changes.
+ * nsa_input_test.c - bad input to every NSA operation: each row of nsa.h's table of illegal combinations, and
+ * each way to spoil each tensor of each operation, gets its status and a sentence that names the argument,
+ * what was given and what is accepted, from the call and (where shapes show it) from its workspace query; no
+ * byte of any tensor or of the workspace changes.
  */
 #include "cmocka_c11.h"
 #include "nsa_case.h"
@@ -15,8 +15,27 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FWD = 1, BWD = 2, CMP = 4, CMP_BWD = 8, SEL = 16, ATT = 32, ATT_BWD = 64, GATES = 128, COMBINE = 256, GATE = 512, GATE_BWD = 1024, OPS = 11 };
-enum { ALL = 2047, WHOLE = FWD | BWD, COMPRESS = CMP | CMP_BWD, ATTEND = ATT | ATT_BWD, GROUPED = WHOLE | SEL | ATTEND };
+enum {
+    FWD = 1,
+    BWD = 2,
+    CMP = 4,
+    CMP_BWD = 8,
+    SEL = 16,
+    ATT = 32,
+    ATT_BWD = 64,
+    GATES = 128,
+    COMBINE = 256,
+    GATE = 512,
+    GATE_BWD = 1024,
+    OPS = 11
+};
+enum {
+    ALL = 2047,
+    WHOLE = FWD | BWD,
+    COMPRESS = CMP | CMP_BWD,
+    ATTEND = ATT | ATT_BWD,
+    GROUPED = WHOLE | SEL | ATTEND
+};
 enum { TAKE_WORKSPACE = ALL & ~(GATES | COMBINE | GATE) }; /* bytes of it */
 
 typedef enum base { PLAIN, PACKED, LINEAR, GIVEN, GROUPS, SEPARATE, UNGATED, BASES } base;
@@ -26,23 +45,42 @@ static nsa_config config_of(base b)
     nsa_config c = nsa_config_small();
     c.params.gate = QUERN_NSA_GATE_WEIGHTS;
     c.project_k = c.project_v = b == PLAIN;
-    if (b == PACKED) c.packed = true, c.batch = 3, c.lens[0] = 30, c.lens[2] = 45, c.spare = 2;
-    if (b == LINEAR) c.params.compress = QUERN_NSA_COMPRESS_LINEAR, c.params.stride = 4, c.params.select_block = 16, c.pe_k = c.pe_v = true;
+    if (b == PACKED) {
+        c.packed = true;
+        c.batch = 3;
+        c.lens[0] = 30;
+        c.lens[2] = 45;
+        c.spare = 2;
+    }
+    if (b == LINEAR) {
+        c.params.compress = QUERN_NSA_COMPRESS_LINEAR;
+        c.params.stride = 4;
+        c.params.select_block = 16;
+        c.pe_k = c.pe_v = true;
+    }
     if (b == GIVEN) {
         c.params.compress = QUERN_NSA_COMPRESS_GIVEN;
         c.params.gate = QUERN_NSA_GATE_GIVEN;
         c.params.selection = c.params.groups = QUERN_NSA_LIST_GIVEN;
     }
-    if (b == GROUPS || b == GIVEN) c.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT, c.params.max_compressed_groups = c.params.tile = 2;
-    if (b == GROUPS) c.params.branches = QUERN_NSA_BRANCH_CMP | QUERN_NSA_BRANCH_WIN; /* groups are the only lists */
+    if (b == GROUPS || b == GIVEN) {
+        c.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
+        c.params.max_compressed_groups = c.params.tile = 2;
+    }
+    if (b == GROUPS)
+        c.params.branches = QUERN_NSA_BRANCH_CMP | QUERN_NSA_BRANCH_WIN; /* groups are the only lists */
     if (b == SEPARATE) c.separate_slc = c.separate_win = true;
-    if (b == UNGATED) c.params.gate = QUERN_NSA_GATE_NONE, c.params.causal = false;
+    if (b == UNGATED) {
+        c.params.gate = QUERN_NSA_GATE_NONE;
+        c.params.causal = false;
+    }
     return c;
 }
 
-static const nsa_call *const calls[OPS] = {&nsa_call_forward, &nsa_call_backward, &nsa_call_compress, &nsa_call_compress_backward, &nsa_call_select,
-                                           &nsa_call_attend, &nsa_call_attend_backward, &nsa_call_gates, &nsa_call_combine, &nsa_call_gate,
-                                           &nsa_call_gate_backward};
+static const nsa_call *const calls[OPS] = {
+    &nsa_call_forward, &nsa_call_backward, &nsa_call_compress,        &nsa_call_compress_backward,
+    &nsa_call_select,  &nsa_call_attend,   &nsa_call_attend_backward, &nsa_call_gates,
+    &nsa_call_combine, &nsa_call_gate,     &nsa_call_gate_backward};
 
 static nsa_set range(nsa_slot first, nsa_slot last)
 {
@@ -52,29 +90,60 @@ static nsa_set range(nsa_slot first, nsa_slot last)
 /* What an operation reads and writes of a case. */
 static void sets_of(const nsa_case *c, int op, nsa_set *in, nsa_set *out)
 {
-    const nsa_set cu = NSA_BIT(NSA_CU_SEQLENS), borders = range(NSA_CU_SEQLENS, NSA_CU_SEQLENS_CMP), weights = range(NSA_W_K, NSA_PE_V);
+    const nsa_set cu = NSA_BIT(NSA_CU_SEQLENS), borders = range(NSA_CU_SEQLENS, NSA_CU_SEQLENS_CMP),
+                  weights = range(NSA_W_K, NSA_PE_V);
     const nsa_set entries = range(NSA_K_CMP, NSA_V_CMP), q = NSA_BIT(NSA_Q), given = NSA_BIT(NSA_GATES);
     const nsa_set o_b = range(NSA_O_CMP, NSA_O_WIN) & nsa_attend_outputs(c); /* of the branches that are on */
     const bool weighs = c->config.params.gate == QUERN_NSA_GATE_WEIGHTS;
-    const nsa_set w = weighs ? NSA_BIT(NSA_W_GATE) : 0, d_w = weighs ? NSA_BIT(NSA_D_Q) | NSA_BIT(NSA_D_W_GATE) : NSA_BIT(NSA_D_GATES);
+    const nsa_set w = weighs ? NSA_BIT(NSA_W_GATE) : 0,
+                  d_w = weighs ? NSA_BIT(NSA_D_Q) | NSA_BIT(NSA_D_W_GATE) : NSA_BIT(NSA_D_GATES);
     switch (1 << op) {
-    case FWD: *in = nsa_forward_inputs(c), *out = nsa_forward_outputs(c); break;
-    case BWD: *in = nsa_backward_inputs(c) & ~(c->config.params.gate == QUERN_NSA_GATE_NONE ? given : 0), *out = nsa_backward_outputs(c); break;
-    case CMP: *in = range(NSA_K, NSA_V) | weights | cu, *out = entries | NSA_BIT(NSA_CU_SEQLENS_CMP); break;
+    case FWD:
+        *in = nsa_forward_inputs(c);
+        *out = nsa_forward_outputs(c);
+        break;
+    case BWD:
+        *in = nsa_backward_inputs(c) & ~(c->config.params.gate == QUERN_NSA_GATE_NONE ? given : 0);
+        *out = nsa_backward_outputs(c);
+        break;
+    case CMP:
+        *in = range(NSA_K, NSA_V) | weights | cu;
+        *out = entries | NSA_BIT(NSA_CU_SEQLENS_CMP);
+        break;
     case CMP_BWD:
         *in = range(NSA_K, NSA_V) | weights | borders | range(NSA_D_K_CMP, NSA_D_V_CMP);
         *out = range(NSA_D_K, NSA_D_V) | range(NSA_D_W_K, NSA_D_PE_V);
         break;
-    case SEL: *in = q | NSA_BIT(NSA_K_CMP) | borders, *out = range(NSA_BLOCK_IDX, NSA_GROUP_IDX); break;
-    case ATT: *in = nsa_attend_inputs(c), *out = nsa_attend_outputs(c); break;
+    case SEL:
+        *in = q | NSA_BIT(NSA_K_CMP) | borders;
+        *out = range(NSA_BLOCK_IDX, NSA_GROUP_IDX);
+        break;
+    case ATT:
+        *in = nsa_attend_inputs(c);
+        *out = nsa_attend_outputs(c);
+        break;
     case ATT_BWD:
-        *in = nsa_attend_inputs(c) | nsa_attend_outputs(c) | (nsa_attend_outputs(c) & o_b) << (NSA_D_O_CMP - NSA_O_CMP);
+        *in = nsa_attend_inputs(c) | nsa_attend_outputs(c) |
+              (nsa_attend_outputs(c) & o_b) << (NSA_D_O_CMP - NSA_O_CMP);
         *out = nsa_attend_gradients(c);
         break;
-    case GATES: *in = q | NSA_BIT(NSA_W_GATE) | cu, *out = given; break;
-    case COMBINE: *in = given | o_b | cu, *out = NSA_BIT(NSA_O); break;
-    case GATE: *in = (weighs ? q | w : 0) | o_b | cu | (c->config.params.gate == QUERN_NSA_GATE_GIVEN ? given : 0), *out = NSA_BIT(NSA_O) | given; break;
-    default: *in = (weighs ? q | w : 0) | (c->config.params.gate != QUERN_NSA_GATE_NONE ? given : 0) | o_b | NSA_BIT(NSA_D_O) | cu, *out = o_b << (NSA_D_O_CMP - NSA_O_CMP) | d_w; break;
+    case GATES:
+        *in = q | NSA_BIT(NSA_W_GATE) | cu;
+        *out = given;
+        break;
+    case COMBINE:
+        *in = given | o_b | cu;
+        *out = NSA_BIT(NSA_O);
+        break;
+    case GATE:
+        *in = (weighs ? q | w : 0) | o_b | cu | (c->config.params.gate == QUERN_NSA_GATE_GIVEN ? given : 0);
+        *out = NSA_BIT(NSA_O) | given;
+        break;
+    default:
+        *in = (weighs ? q | w : 0) | (c->config.params.gate != QUERN_NSA_GATE_NONE ? given : 0) | o_b |
+              NSA_BIT(NSA_D_O) | cu;
+        *out = o_b << (NSA_D_O_CMP - NSA_O_CMP) | d_w;
+        break;
     }
     *in = nsa_present(c, *in);
     *out = nsa_present(c, *out) & ~*in;
@@ -102,29 +171,30 @@ typedef struct bad_call {
 
 static const quern_tensor **member(quern_nsa_tensors *t, nsa_slot slot)
 {
-    return (const quern_tensor **)(void *)((char *)t + offsetof(quern_nsa_tensors, q) + (size_t)slot * sizeof(quern_tensor *));
+    return (const quern_tensor **)(void *)((char *)t + offsetof(quern_nsa_tensors, q) +
+                                           (size_t)slot * sizeof(quern_tensor *));
 }
 
 typedef enum fault {
-    PARAM,      /* params at `where`, 8 bytes, = value */
-    PARAM4,     /* the same, 4 bytes */
-    SCALE,      /* scale: 0 NaN, 1 infinite, 2 negative, 3 huge */
+    PARAM,  /* params at `where`, 8 bytes, = value */
+    PARAM4, /* the same, 4 bytes */
+    SCALE,  /* scale: 0 NaN, 1 infinite, 2 negative, 3 huge */
     PARAMS_SIZE,
     TENSORS_SIZE,
     NO_PARAMS,
     NO_TENSORS,
-    ABSENT,     /* the tensor of a slot: not given */
-    STRANGER,   /* another one given for it */
-    SHAPE,      /* shape[where] = value */
-    MORE,       /* shape[where] += value */
-    STRIDE,     /* strides[where] = value */
-    NDIM,       /* = value */
+    ABSENT,   /* the tensor of a slot: not given */
+    STRANGER, /* another one given for it */
+    SHAPE,    /* shape[where] = value */
+    MORE,     /* shape[where] += value */
+    STRIDE,   /* strides[where] = value */
+    NDIM,     /* = value */
     DTYPE,
     DEVICE,
     NULL_DATA,
-    ODD_DATA,   /* a byte off the element */
-    ALIAS,      /* the memory of slot `where` */
-    BORDER,     /* the i32 at `where` = value */
+    ODD_DATA, /* a byte off the element */
+    ALIAS,    /* the memory of slot `where` */
+    BORDER,   /* the i32 at `where` = value */
     SHORT_WORKSPACE,
     NO_WORKSPACE,
     ALL_CUDA
@@ -143,7 +213,8 @@ typedef struct mistake {
 
 static bool needs_run(fault f)
 {
-    return f == NULL_DATA || f == ODD_DATA || f == ALIAS || f == BORDER || f == SHORT_WORKSPACE || f == NO_WORKSPACE;
+    return f == NULL_DATA || f == ODD_DATA || f == ALIAS || f == BORDER || f == SHORT_WORKSPACE ||
+           f == NO_WORKSPACE;
 }
 
 static void spoil(bad_call *b, const mistake *m)
@@ -156,8 +227,14 @@ static void spoil(bad_call *b, const mistake *m)
     case PARAM: memcpy((char *)&b->params + m->where, &m->value, 8); break;
     case PARAM4: memcpy((char *)&b->params + m->where, &narrow, 4); break;
     case SCALE: b->params.scale = scales[m->value]; break;
-    case PARAMS_SIZE: b->params.size = (size_t)m->value, b->params_tail = 1; break;
-    case TENSORS_SIZE: b->tensors.size = (size_t)m->value, b->tensors_tail = (int64_t)1 << 56; break;
+    case PARAMS_SIZE:
+        b->params.size = (size_t)m->value;
+        b->params_tail = 1;
+        break;
+    case TENSORS_SIZE:
+        b->tensors.size = (size_t)m->value;
+        b->tensors_tail = (int64_t)1 << 56;
+        break;
     case ABSENT: *member(&b->tensors, m->slot) = NULL; break;
     case STRANGER: *member(&b->tensors, m->slot) = &b->c->tensor[m->where].view; break;
     case SHAPE: v->shape[m->where] = m->value; break;
@@ -189,11 +266,13 @@ static int failures; /* all are told before the test fails */
 static void expect(const mistake *m, const char *call, quern_status status)
 {
     bool ok = status == m->status;
-    for (int i = 0; i < 3 && m->words[i] != NULL; i++) ok = ok && strstr(quern_last_error(NULL), m->words[i]) != NULL;
+    for (int i = 0; i < 3 && m->words[i] != NULL; i++)
+        ok = ok && strstr(quern_last_error(NULL), m->words[i]) != NULL;
     if (ok) return;
     failures++;
-    print_error("%s (fault %d, base %d), %s: status %s, \"%s\"; expected %s and", m->name, m->fault, m->base, call, quern_status_name(status),
-                status == QUERN_OK ? "" : quern_last_error(NULL), quern_status_name(m->status));
+    print_error("%s (fault %d, base %d), %s: status %s, \"%s\"; expected %s and", m->name, m->fault, m->base,
+                call, quern_status_name(status), status == QUERN_OK ? "" : quern_last_error(NULL),
+                quern_status_name(m->status));
     for (int i = 0; i < 3 && m->words[i] != NULL; i++) print_error(" \"%s\"", m->words[i]);
     print_error("\n");
 }
@@ -235,22 +314,26 @@ static void try(quern_context *ctx, const mistake *m, int op)
     memcpy(before, workspace.data, workspace.bytes);
     for (int i = 0; i < NSA_SLOTS; i++) {
         views[i] = b.c->tensor[i].view;
-        if (b.c->tensor[i].buffer != NULL) memcpy(b.c->tensor[i].snapshot, b.c->tensor[i].buffer, b.c->tensor[i].bytes);
+        if (b.c->tensor[i].buffer != NULL)
+            memcpy(b.c->tensor[i].snapshot, b.c->tensor[i].buffer, b.c->tensor[i].bytes);
     }
     const bool about_workspace = m->fault == SHORT_WORKSPACE || m->fault == NO_WORKSPACE;
     spoil(&b, m);
     const quern_nsa_params *params = m->fault == NO_PARAMS ? NULL : &b.params;
     const quern_nsa_tensors *tensors = m->fault == NO_TENSORS ? NULL : &b.tensors;
     if (!about_workspace || workspace.bytes > 0)
-        expect(m, call->name, call->run(ctx, NULL, params, tensors, b.no_workspace ? NULL : workspace.data, b.bytes));
+        expect(m, call->name,
+               call->run(ctx, NULL, params, tensors, b.no_workspace ? NULL : workspace.data, b.bytes));
     const quern_status status = call->workspace(ctx, params, tensors, &bytes);
     if (!needs_run(m->fault)) {
         expect(m, "workspace", status);
         assert_int_equal(bytes, 4242);
     } else if (status != QUERN_OK) {
-        fail_msg("%s, %s: the workspace query looks at more than shapes: %s", m->name, call->name, quern_last_error(NULL));
+        fail_msg("%s, %s: the workspace query looks at more than shapes: %s", m->name, call->name,
+                 quern_last_error(NULL));
     }
-    if (memcmp(before, workspace.data, workspace.bytes) != 0) fail_msg("%s, %s: the workspace was written", m->name, call->name);
+    if (memcmp(before, workspace.data, workspace.bytes) != 0)
+        fail_msg("%s, %s: the workspace was written", m->name, call->name);
     test_workspace_close(&workspace);
     free(before);
     for (int i = 0; i < NSA_SLOTS; i++) {
@@ -263,14 +346,50 @@ static void try(quern_context *ctx, const mistake *m, int op)
 
 #define P(field) offsetof(quern_nsa_params, field)
 #define BAD QUERN_ERR_INVALID_ARGUMENT
-#define NUMBER(base, ops, field, value, ...) {#field " " #value, base, ops, PARAM, NSA_Q, P(field), value, BAD, {#field, __VA_ARGS__}}
-#define CHOICE(base, ops, field, value, ...) {#field " " #value, base, ops, PARAM4, NSA_Q, P(field), value, BAD, {#field, __VA_ARGS__}}
-#define FORCED(field, value, ...) {#field " " #value, PLAIN, FWD | SEL, PARAM, NSA_Q, P(field), value, BAD, {__VA_ARGS__}}
-#define MISSING(base, ops, slot, text) {"no " text, base, ops, ABSENT, slot, 0, 0, BAD, {text " is NULL", "needed"}}
-#define ALIEN(base, ops, slot, text, ...) {text " out of place", base, ops, STRANGER, slot, NSA_Q, 0, BAD, {text, __VA_ARGS__}}
+#define NUMBER(base, ops, field, value, ...)                                                                 \
+    {                                                                                                        \
+#field " " #value, base, ops, PARAM, NSA_Q, P(field), value, BAD,                                    \
+        {                                                                                                    \
+#field, __VA_ARGS__                                                                              \
+        }                                                                                                    \
+    }
+#define CHOICE(base, ops, field, value, ...)                                                                 \
+    {                                                                                                        \
+#field " " #value, base, ops, PARAM4, NSA_Q, P(field), value, BAD,                                   \
+        {                                                                                                    \
+#field, __VA_ARGS__                                                                              \
+        }                                                                                                    \
+    }
+#define FORCED(field, value, ...)                                                                            \
+    {                                                                                                        \
+#field " " #value, PLAIN, FWD | SEL, PARAM, NSA_Q, P(field), value, BAD,                             \
+        {                                                                                                    \
+            __VA_ARGS__                                                                                      \
+        }                                                                                                    \
+    }
+#define MISSING(base, ops, slot, text)                                                                       \
+    {                                                                                                        \
+        "no " text, base, ops, ABSENT, slot, 0, 0, BAD,                                                      \
+        {                                                                                                    \
+            text " is NULL", "needed"                                                                        \
+        }                                                                                                    \
+    }
+#define ALIEN(base, ops, slot, text, ...)                                                                    \
+    {                                                                                                        \
+        text " out of place", base, ops, STRANGER, slot, NSA_Q, 0, BAD,                                      \
+        {                                                                                                    \
+            text, __VA_ARGS__                                                                                \
+        }                                                                                                    \
+    }
 
-#define ENTRIES(at, value, ...)                                                                                                                      \
-    {"entries " #at " " #value, PACKED, BWD | CMP_BWD | SEL | ATTEND, BORDER, NSA_CU_SEQLENS_CMP, at, value, BAD, {__VA_ARGS__}}
+#define ENTRIES(at, value, ...)                                                                              \
+    {                                                                                                        \
+        "entries " #at " " #value, PACKED, BWD | CMP_BWD | SEL | ATTEND, BORDER, NSA_CU_SEQLENS_CMP, at,     \
+            value, BAD,                                                                                      \
+        {                                                                                                    \
+            __VA_ARGS__                                                                                      \
+        }                                                                                                    \
+    }
 
 static const mistake mistakes[] = {
     /* The structs. */
@@ -278,11 +397,35 @@ static const mistake mistakes[] = {
     {"no tensors", PLAIN, ALL, NO_TENSORS, NSA_Q, 0, 0, BAD, {"tensors is NULL", "QUERN_NSA_TENSORS_INIT"}},
     {"size of params", PLAIN, ALL, PARAMS_SIZE, NSA_Q, 0, 4, BAD, {"params.size is 4", "accepted"}},
     {"size 0 of params", PLAIN, ALL, PARAMS_SIZE, NSA_Q, 0, 0, BAD, {"params.size is 0", "accepted"}},
-    {"uncounted params", PLAIN, ALL, PARAMS_SIZE, NSA_Q, 0, INT64_MAX - 7, BAD, {"params.size is 92233720368547758", "accepted"}},
-    {"newer params", PLAIN, ALL, PARAMS_SIZE, NSA_Q, 0, sizeof(quern_nsa_params) + 8, BAD, {"params.size is 128 and its byte 120 is set", "accepted"}},
+    {"uncounted params",
+     PLAIN,
+     ALL,
+     PARAMS_SIZE,
+     NSA_Q,
+     0,
+     INT64_MAX - 7,
+     BAD,
+     {"params.size is 92233720368547758", "accepted"}},
+    {"newer params",
+     PLAIN,
+     ALL,
+     PARAMS_SIZE,
+     NSA_Q,
+     0,
+     sizeof(quern_nsa_params) + 8,
+     BAD,
+     {"params.size is 128 and its byte 120 is set", "accepted"}},
     {"size of tensors", PLAIN, ALL, TENSORS_SIZE, NSA_Q, 0, 12, BAD, {"tensors.size is 12", "accepted"}},
     {"size 0 of tensors", PLAIN, ALL, TENSORS_SIZE, NSA_Q, 0, 0, BAD, {"tensors.size is 0", "accepted"}},
-    {"newer tensors", PLAIN, ALL, TENSORS_SIZE, NSA_Q, 0, sizeof(quern_nsa_tensors) + 8, BAD, {"tensors.size is 384 and its byte 383 is set", "accepted"}},
+    {"newer tensors",
+     PLAIN,
+     ALL,
+     TENSORS_SIZE,
+     NSA_Q,
+     0,
+     sizeof(quern_nsa_tensors) + 8,
+     BAD,
+     {"tensors.size is 384 and its byte 383 is set", "accepted"}},
     /* One parameter. */
     NUMBER(PLAIN, ALL, block_size, 0, "is 0", "1 to 2147483647"),
     NUMBER(PLAIN, ALL, block_size, -8, "is -8", "1 to"),
@@ -325,7 +468,15 @@ static const mistake mistakes[] = {
     FORCED(tile, 64, "num_selected is 5", "at least the 10 forced"),
     FORCED(forced_first, 4, "num_selected is 5", "at least the 6 forced"),
     FORCED(forced_local, 5, "num_selected is 5", "at least the 6 forced"),
-    {"non-causal forced_first 6", UNGATED, FWD | SEL, PARAM, NSA_Q, P(forced_first), 6, BAD, {"num_selected is 5", "at least the 6 forced"}},
+    {"non-causal forced_first 6",
+     UNGATED,
+     FWD | SEL,
+     PARAM,
+     NSA_Q,
+     P(forced_first),
+     6,
+     BAD,
+     {"num_selected is 5", "at least the 6 forced"}},
     CHOICE(LINEAR, FWD | SEL, metric, 1, "mean_logit", "three equal"),
     NUMBER(PLAIN, GROUPED, max_compressed_groups, 2, "with metric softmax", "mean_logit is accepted"),
     NUMBER(GROUPS, FWD | SEL, stride, 4, "mean_logit", "three equal"),
@@ -390,39 +541,206 @@ static const mistake mistakes[] = {
     /* Extents. */
     {"head dim 12", PLAIN, WHOLE | SEL | ATTEND | GATES, SHAPE, NSA_Q, 3, 12, BAD, {"12", "accepted"}},
     {"head dim 0", PLAIN, WHOLE | SEL | ATTEND | GATES, SHAPE, NSA_Q, 3, 0, BAD, {"0", "accepted"}},
-    {"head dim 520", PLAIN, WHOLE | COMPRESS | ATTEND, SHAPE, NSA_V, 3, 520, BAD, {"v", "520", "multiple of 8 from 8 to 512"}},
+    {"head dim 520",
+     PLAIN,
+     WHOLE | COMPRESS | ATTEND,
+     SHAPE,
+     NSA_V,
+     3,
+     520,
+     BAD,
+     {"v", "520", "multiple of 8 from 8 to 512"}},
     {"3 kv heads", PLAIN, WHOLE | ATTEND, SHAPE, NSA_K, 2, 3, BAD, {"4 heads", "multiple", "3"}},
     {"no kv heads", PLAIN, WHOLE | ATTEND, SHAPE, NSA_K, 2, 0, BAD, {"4 heads", "multiple", "0"}},
-    {"no heads", PLAIN, WHOLE | SEL | ATTEND, SHAPE, NSA_Q, 2, 0, BAD, {"q has 0 heads", "positive multiple", "2"}},
-    {"2^31 tokens", PLAIN, WHOLE | SEL | ATTEND | GATES, SHAPE, NSA_Q, 1, 1ll << 31, BAD, {"2147483648", "at most 2147483647"}},
-    {"length -2^63", PLAIN, WHOLE | COMPRESS | ATTEND, SHAPE, NSA_K, 1, INT64_MIN, BAD, {"k.shape[1]", "-9223372036854775808", "0 or more"}},
-    {"shape overflows", PLAIN, WHOLE | SEL | ATTEND | GATES, SHAPE, NSA_Q, 0, INT64_MAX / 2, BAD, {"q", "overflow"}},
-    {"k for another list", PLAIN, BWD | SEL | ATTEND, SHAPE, NSA_BLOCK_IDX, 3, 4, BAD, {"block_idx.shape[3] is 4", "5 is accepted"}},
-    {"lists for other heads", PLAIN, BWD | SEL | ATTEND, SHAPE, NSA_BLOCK_IDX, 1, 1, BAD, {"block_idx.shape[1] is 1", "2 is accepted"}},
-    {"entries of another length", PLAIN, BWD | CMP | SEL | ATTEND, SHAPE, NSA_K_CMP, 1, 8, BAD, {"k_cmp.shape[1] is 8", "9 is accepted"}},
-    {"weights of another block size", LINEAR, WHOLE | COMPRESS, SHAPE, NSA_W_K, 1, 16, BAD, {"w_k.shape[1] is 16", "128 is accepted"}},
-    {"gates of two branches", GIVEN, WHOLE | COMBINE | GATE | GATE_BWD, SHAPE, NSA_GATES, 3, 2, BAD, {"gates.shape[3] is 2", "3 is accepted"}},
+    {"no heads",
+     PLAIN,
+     WHOLE | SEL | ATTEND,
+     SHAPE,
+     NSA_Q,
+     2,
+     0,
+     BAD,
+     {"q has 0 heads", "positive multiple", "2"}},
+    {"2^31 tokens",
+     PLAIN,
+     WHOLE | SEL | ATTEND | GATES,
+     SHAPE,
+     NSA_Q,
+     1,
+     1ll << 31,
+     BAD,
+     {"2147483648", "at most 2147483647"}},
+    {"length -2^63",
+     PLAIN,
+     WHOLE | COMPRESS | ATTEND,
+     SHAPE,
+     NSA_K,
+     1,
+     INT64_MIN,
+     BAD,
+     {"k.shape[1]", "-9223372036854775808", "0 or more"}},
+    {"shape overflows",
+     PLAIN,
+     WHOLE | SEL | ATTEND | GATES,
+     SHAPE,
+     NSA_Q,
+     0,
+     INT64_MAX / 2,
+     BAD,
+     {"q", "overflow"}},
+    {"k for another list",
+     PLAIN,
+     BWD | SEL | ATTEND,
+     SHAPE,
+     NSA_BLOCK_IDX,
+     3,
+     4,
+     BAD,
+     {"block_idx.shape[3] is 4", "5 is accepted"}},
+    {"lists for other heads",
+     PLAIN,
+     BWD | SEL | ATTEND,
+     SHAPE,
+     NSA_BLOCK_IDX,
+     1,
+     1,
+     BAD,
+     {"block_idx.shape[1] is 1", "2 is accepted"}},
+    {"entries of another length",
+     PLAIN,
+     BWD | CMP | SEL | ATTEND,
+     SHAPE,
+     NSA_K_CMP,
+     1,
+     8,
+     BAD,
+     {"k_cmp.shape[1] is 8", "9 is accepted"}},
+    {"weights of another block size",
+     LINEAR,
+     WHOLE | COMPRESS,
+     SHAPE,
+     NSA_W_K,
+     1,
+     16,
+     BAD,
+     {"w_k.shape[1] is 16", "128 is accepted"}},
+    {"gates of two branches",
+     GIVEN,
+     WHOLE | COMBINE | GATE | GATE_BWD,
+     SHAPE,
+     NSA_GATES,
+     3,
+     2,
+     BAD,
+     {"gates.shape[3] is 2", "3 is accepted"}},
     /* Sequences. */
     {"cu_seqlens empty", PACKED, ALL, SHAPE, NSA_CU_SEQLENS, 0, 0, BAD, {"cu_seqlens", "0", "accepted"}},
-    {"cu_seqlens of 2 dimensions", PACKED, ALL, NDIM, NSA_CU_SEQLENS, 0, 2, BAD, {"cu_seqlens", "2 dimensions", "one"}},
-    {"cu_seqlens huge", PACKED, ALL, SHAPE, NSA_CU_SEQLENS, 0, INT64_MAX, BAD, {"cu_seqlens.shape[0]", "9223372036854775807", "accepted"}},
-    {"cu_seqlens of i64", PACKED, ALL, DTYPE, NSA_CU_SEQLENS, 0, QUERN_I64, BAD, {"cu_seqlens", "i64", "i32"}},
-    {"cu_seqlens_cmp of another batch", PACKED, BWD | COMPRESS | SEL | ATTEND, SHAPE, NSA_CU_SEQLENS_CMP, 0, 3, BAD,
+    {"cu_seqlens of 2 dimensions",
+     PACKED,
+     ALL,
+     NDIM,
+     NSA_CU_SEQLENS,
+     0,
+     2,
+     BAD,
+     {"cu_seqlens", "2 dimensions", "one"}},
+    {"cu_seqlens huge",
+     PACKED,
+     ALL,
+     SHAPE,
+     NSA_CU_SEQLENS,
+     0,
+     INT64_MAX,
+     BAD,
+     {"cu_seqlens.shape[0]", "9223372036854775807", "accepted"}},
+    {"cu_seqlens of i64",
+     PACKED,
+     ALL,
+     DTYPE,
+     NSA_CU_SEQLENS,
+     0,
+     QUERN_I64,
+     BAD,
+     {"cu_seqlens", "i64", "i32"}},
+    {"cu_seqlens_cmp of another batch",
+     PACKED,
+     BWD | COMPRESS | SEL | ATTEND,
+     SHAPE,
+     NSA_CU_SEQLENS_CMP,
+     0,
+     3,
+     BAD,
      {"cu_seqlens_cmp.shape[0] is 3", "4"}},
-    {"cu_seqlens from 1", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 0, 1, BAD, {"cu_seqlens[0] is 1", "0 is accepted"}},
-    {"cu_seqlens falls", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 2, 29, BAD, {"cu_seqlens[2] is 29", "after 30"}},
-    {"cu_seqlens below 0", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 1, -1, BAD, {"cu_seqlens[1] is -1", "after 0"}},
-    {"cu_seqlens past the rows", PACKED, ALL, BORDER, NSA_CU_SEQLENS, 3, 78, BAD, {"cu_seqlens ends at 78", "77"}},
+    {"cu_seqlens from 1",
+     PACKED,
+     ALL,
+     BORDER,
+     NSA_CU_SEQLENS,
+     0,
+     1,
+     BAD,
+     {"cu_seqlens[0] is 1", "0 is accepted"}},
+    {"cu_seqlens falls",
+     PACKED,
+     ALL,
+     BORDER,
+     NSA_CU_SEQLENS,
+     2,
+     29,
+     BAD,
+     {"cu_seqlens[2] is 29", "after 30"}},
+    {"cu_seqlens below 0",
+     PACKED,
+     ALL,
+     BORDER,
+     NSA_CU_SEQLENS,
+     1,
+     -1,
+     BAD,
+     {"cu_seqlens[1] is -1", "after 0"}},
+    {"cu_seqlens past the rows",
+     PACKED,
+     ALL,
+     BORDER,
+     NSA_CU_SEQLENS,
+     3,
+     78,
+     BAD,
+     {"cu_seqlens ends at 78", "77"}},
     ENTRIES(0, 1, "cu_seqlens_cmp[0] is 1", "0 is accepted"),
     ENTRIES(2, 2, "cu_seqlens_cmp[2] is 2", "after 3"),
     ENTRIES(3, 10, "cu_seqlens_cmp ends at 10", "9"),
     ENTRIES(1, 2, "cu_seqlens_cmp[1] is 2 after 0", "3 entries", "30 tokens"),
     ENTRIES(3, 9, "cu_seqlens_cmp[3] is 9 after 3", "5 entries", "45 tokens"),
     /* Workspace and device. */
-    {"workspace a byte too small", PLAIN, TAKE_WORKSPACE, SHORT_WORKSPACE, NSA_Q, 0, 0, QUERN_ERR_WORKSPACE, {"workspace_bytes", "at least"}},
+    {"workspace a byte too small",
+     PLAIN,
+     TAKE_WORKSPACE,
+     SHORT_WORKSPACE,
+     NSA_Q,
+     0,
+     0,
+     QUERN_ERR_WORKSPACE,
+     {"workspace_bytes", "at least"}},
     {"no workspace", PLAIN, TAKE_WORKSPACE, NO_WORKSPACE, NSA_Q, 0, 0, BAD, {"workspace is NULL", "needed"}},
-    {"v elsewhere", PLAIN, WHOLE | COMPRESS | ATTEND, DEVICE, NSA_V, 0, QUERN_CUDA, BAD, {"v is on device 1", "share one device"}},
-    {"o_slc elsewhere", PLAIN, COMBINE | GATE | GATE_BWD, DEVICE, NSA_O_SLC, 0, QUERN_CUDA, BAD, {"o_slc is on device 1", "share one device"}},
+    {"v elsewhere",
+     PLAIN,
+     WHOLE | COMPRESS | ATTEND,
+     DEVICE,
+     NSA_V,
+     0,
+     QUERN_CUDA,
+     BAD,
+     {"v is on device 1", "share one device"}},
+    {"o_slc elsewhere",
+     PLAIN,
+     COMBINE | GATE | GATE_BWD,
+     DEVICE,
+     NSA_O_SLC,
+     0,
+     QUERN_CUDA,
+     BAD,
+     {"o_slc is on device 1", "share one device"}},
     {"cuda", PLAIN, ALL, ALL_CUDA, NSA_Q, 0, 0, QUERN_ERR_DEVICE, {"device cuda", "libquern_cuda"}},
 };
 
@@ -475,11 +793,13 @@ static void every_tensor_is_checked(void **state)
                 int count = sizeof all / sizeof *all;
                 if (!(out & NSA_BIT(slot))) count -= 2;
                 for (int i = 0; i < count; i++) {
-                    const bool single = all[i].fault == STRIDE && (last == 0 || v->shape[all[i].where] < 2); /* no stride to spoil */
+                    const bool single = all[i].fault == STRIDE &&
+                                        (last == 0 || v->shape[all[i].where] < 2); /* no stride to spoil */
                     if (single && !(last == 0 && all[i].value != 0)) continue;
                     if (last == 0 && all[i].fault == STRIDE && all[i].value != 2) continue;
-                    if (all[i].fault == MORE && (slot == lead || slot == NSA_CU_SEQLENS)) continue; /* another tensor's is wrong then */
-                    if (slot == NSA_CU_SEQLENS && all[i].fault == SHAPE) continue;               /* a row of the table */
+                    if (all[i].fault == MORE && (slot == lead || slot == NSA_CU_SEQLENS))
+                        continue; /* another tensor's is wrong then */
+                    if (slot == NSA_CU_SEQLENS && all[i].fault == SHAPE) continue; /* a row of the table */
                     try(ctx, &all[i], op);
                     tried++;
                 }

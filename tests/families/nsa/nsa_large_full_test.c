@@ -23,7 +23,8 @@ static void whole(nsa_config config, quern_dtype dtype)
 
 static void papers_configuration(void **state)
 {
-    nsa_config config = {.params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 170, .h = 64, .hkv = 4, .d = 192, .dv = 128};
+    nsa_config config = {
+        .params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 170, .h = 64, .hkv = 4, .d = 192, .dv = 128};
     (void)state;
     config.params.block_size = 32;
     config.params.stride = 16;
@@ -41,7 +42,8 @@ static void papers_configuration(void **state)
 
 static void every_default(void **state)
 {
-    const nsa_config config = {.params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 1700, .h = 4, .hkv = 2, .d = 64, .dv = 64};
+    const nsa_config config = {
+        .params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 1700, .h = 4, .hkv = 2, .d = 64, .dv = 64};
     (void)state;
     whole(config, QUERN_F32);
     whole(config, QUERN_BF16);
@@ -50,8 +52,15 @@ static void every_default(void **state)
 
 static void preset_tile256(void **state)
 {
-    nsa_config config = {
-        .params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 1100, .h = 4, .hkv = 1, .d = 64, .dv = 64, .project_k = true, .project_v = true};
+    nsa_config config = {.params = QUERN_NSA_PARAMS_INIT,
+                         .batch = 1,
+                         .n = 1100,
+                         .h = 4,
+                         .hkv = 1,
+                         .d = 64,
+                         .dv = 64,
+                         .project_k = true,
+                         .project_v = true};
     (void)state;
     assert_int_equal(quern_nsa_params_preset(&config.params, "tile256"), QUERN_OK);
     whole(config, QUERN_F32);
@@ -70,12 +79,20 @@ static void check_samples(const nsa_case *c, test_random *random, int samples)
     double *values = test_tensor_get(&c->tensor[NSA_V]);
     double *k_cmp = test_tensor_get(&c->tensor[NSA_K_CMP]), *v_cmp = test_tensor_get(&c->tensor[NSA_V_CMP]);
     int32_t *idx = test_tensor_get_i32(&c->tensor[NSA_BLOCK_IDX]);
-    int32_t *groups = c->tensor[NSA_GROUP_IDX].buffer != NULL ? test_tensor_get_i32(&c->tensor[NSA_GROUP_IDX]) : NULL;
-    x.q = q, x.k = keys, x.v = values, x.k_cmp = k_cmp, x.v_cmp = v_cmp, x.block_idx = idx, x.group_idx = groups;
+    int32_t *groups =
+        c->tensor[NSA_GROUP_IDX].buffer != NULL ? test_tensor_get_i32(&c->tensor[NSA_GROUP_IDX]) : NULL;
+    x.q = q;
+    x.k = keys;
+    x.v = values;
+    x.k_cmp = k_cmp;
+    x.v_cmp = v_cmp;
+    x.block_idx = idx;
+    x.group_idx = groups;
     oracle_choice *choices = malloc(sizeof *choices * (size_t)(oracle_nsa_blocks(a) + 1));
     double *rows = test_doubles(samples * a->dv), *expected = test_doubles(samples * a->dv);
     for (int b = 0; b < 3; b++) {
-        double *o = test_tensor_get(&c->tensor[NSA_O_CMP + b]), *lse = test_tensor_get(&c->tensor[NSA_LSE_CMP + b]);
+        double *o = test_tensor_get(&c->tensor[NSA_O_CMP + b]),
+               *lse = test_tensor_get(&c->tensor[NSA_LSE_CMP + b]);
         for (int64_t head = 0; head < a->h; head++) {
             for (int i = 0; i < samples; i++) {
                 const int64_t t = i == 0 ? a->n - 1 : test_random_int(random, 0, a->n - 1);
@@ -83,7 +100,8 @@ static void check_samples(const nsa_case *c, test_random *random, int samples)
                 oracle_nsa_branch_rows(a, &x, b, head, t, 1, expected + i * a->dv, &row_lse);
                 memcpy(rows + i * a->dv, o + (t * a->h + head) * a->dv, sizeof *rows * (size_t)a->dv);
                 const double got = lse[head * a->n + t];
-                assert_true(isinf(row_lse) ? got == row_lse : fabs(got - row_lse) <= 2e-6 * (1 + fabs(row_lse)));
+                assert_true(isinf(row_lse) ? got == row_lse
+                                           : fabs(got - row_lse) <= 2e-6 * (1 + fabs(row_lse)));
             }
             test_check(names[b], rows, expected, samples * a->dv, test_forward_bound(c->config.dtype));
         }
@@ -123,7 +141,8 @@ static void forward_and_sample(const nsa_config *config, int samples)
 
 static void sampled_rows_at_16384_tokens(void **state)
 {
-    nsa_config config = {.params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 16384, .h = 4, .hkv = 2, .d = 128, .dv = 128};
+    nsa_config config = {
+        .params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 16384, .h = 4, .hkv = 2, .d = 128, .dv = 128};
     (void)state;
     forward_and_sample(&config, 12);
     config.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
@@ -138,7 +157,8 @@ static void sampled_rows_at_16384_tokens(void **state)
  * products of lengths would. */
 static void two_million_tokens(void **state)
 {
-    nsa_config config = {.params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = (1 << 21) + 77, .h = 1, .hkv = 1, .d = 8, .dv = 8};
+    nsa_config config = {
+        .params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = (1 << 21) + 77, .h = 1, .hkv = 1, .d = 8, .dv = 8};
     (void)state;
     config.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
     config.params.tile = 256;
@@ -151,8 +171,9 @@ static void two_million_tokens(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(papers_configuration),         cmocka_unit_test(every_default),      cmocka_unit_test(preset_tile256),
-        cmocka_unit_test(sampled_rows_at_16384_tokens), cmocka_unit_test(two_million_tokens),
+        cmocka_unit_test(papers_configuration), cmocka_unit_test(every_default),
+        cmocka_unit_test(preset_tile256),       cmocka_unit_test(sampled_rows_at_16384_tokens),
+        cmocka_unit_test(two_million_tokens),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -36,20 +36,22 @@ static int32_t any_entry(test_random *random, int64_t blocks)
     }
 }
 
-static quern_status convert(const quern_tensor *in, int64_t from, const quern_tensor *out, const quern_tensor *count, int64_t to, int64_t n,
-                            const quern_tensor *status)
+static quern_status convert(const quern_tensor *in, int64_t from, const quern_tensor *out,
+                            const quern_tensor *count, int64_t to, int64_t n, const quern_tensor *status)
 {
     const quern_nsa_list_params params = {sizeof params, from, to, n};
     const quern_nsa_list_tensors tensors = {sizeof tensors, in, out, count};
     const quern_exec exec = {sizeof exec, NULL, status};
     size_t bytes = 1;
-    if (quern_nsa_list_convert_workspace(ctx, &params, &tensors, &bytes) != QUERN_OK) return QUERN_ERR_INVALID_ARGUMENT;
+    if (quern_nsa_list_convert_workspace(ctx, &params, &tensors, &bytes) != QUERN_OK)
+        return QUERN_ERR_INVALID_ARGUMENT;
     assert_int_equal(bytes, 0);
     return quern_nsa_list_convert(ctx, &exec, &params, &tensors, NULL, 0);
 }
 
 /* The bits that the call set in its status word. */
-static int32_t convert_or_fail(const quern_tensor *in, int64_t from, const quern_tensor *out, const quern_tensor *count, int64_t to, int64_t n)
+static int32_t convert_or_fail(const quern_tensor *in, int64_t from, const quern_tensor *out,
+                               const quern_tensor *count, int64_t to, int64_t n)
 {
     int32_t words[3] = {0x5a5a5a5a, 1 << 20, 0x5a5a5a5a};
     const quern_tensor word = quern_tensor_contiguous(&words[1], QUERN_I32, 1, (int64_t[]){1});
@@ -85,15 +87,16 @@ static void conversion_agrees_with_the_oracle(void **state)
         test_tensor_set_i32(&in, list);
         const bool with_count = trial % 5 != 0;
         const int32_t bad = entry_outside(list, 6 * k_in, (n + from - 1) / from) ? QUERN_STATUS_BAD_INDEX : 0;
-        assert_int_equal(convert_or_fail(&in.view, from, &out.view, with_count ? &count.view : NULL, to, n), bad);
+        assert_int_equal(convert_or_fail(&in.view, from, &out.view, with_count ? &count.view : NULL, to, n),
+                         bad);
         int32_t *got = test_tensor_get_i32(&out), *counts = test_tensor_get_i32(&count);
         for (int64_t row = 0; row < 6; row++) {
             const int32_t taken =
                 oracle_nsa_list_convert(list + row * k_in, k_in, from, expected, k_out, to, n);
             if (memcmp(got + row * k_out, expected, sizeof *got * (size_t)k_out) != 0 ||
                 (with_count && counts[row] != taken))
-                fail_msg("trial %d: row %" PRId64 " from %" PRId64 " to %" PRId64 " n %" PRId64, trial, row, from,
-                         to, n);
+                fail_msg("trial %d: row %" PRId64 " from %" PRId64 " to %" PRId64 " n %" PRId64, trial, row,
+                         from, to, n);
         }
         test_tensor_check_unchanged(&in, "in");
         test_tensor_check_guards(&out, "out");
@@ -114,7 +117,8 @@ static void conversion_refuses_block_sizes_that_do_not_divide(void **state)
     const quern_tensor out_view = quern_tensor_contiguous(out, QUERN_I32, 1, (int64_t[]){4});
     (void)state;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        assert_int_equal(convert(&in_view, bad[i][0], &out_view, NULL, bad[i][1], bad[i][2], NULL), QUERN_ERR_INVALID_ARGUMENT);
+        assert_int_equal(convert(&in_view, bad[i][0], &out_view, NULL, bad[i][1], bad[i][2], NULL),
+                         QUERN_ERR_INVALID_ARGUMENT);
         for (int j = 0; j < 8; j++) assert_int_equal(out[j], 7);
     }
 }
@@ -205,7 +209,8 @@ static void lists_handed_back_reproduce_the_call(void **state)
     nsa_case_free(c);
 }
 
-/* One call with a status word that starts as `before`; the word afterwards. An old caller's exec ends before it. */
+/* One call with a status word that starts as `before`; the word afterwards. An old caller's exec ends before
+ * it. */
 static int32_t status_after(nsa_case *c, nsa_call call, nsa_set set, int32_t before, bool by_an_old_caller)
 {
     int32_t words[3] = {0x5a5a5a5a, before, 0x5a5a5a5a};
@@ -213,39 +218,48 @@ static int32_t status_after(nsa_case *c, nsa_call call, nsa_set set, int32_t bef
     const quern_nsa_tensors tensors = nsa_bind(c, nsa_present(c, set));
     quern_exec exec = {sizeof exec, NULL, &word};
     size_t bytes = 0;
-    if (call.workspace(ctx, &c->config.params, &tensors, &bytes) != QUERN_OK) fail_msg("%s: %s", call.name, quern_last_error(ctx));
+    if (call.workspace(ctx, &c->config.params, &tensors, &bytes) != QUERN_OK)
+        fail_msg("%s: %s", call.name, quern_last_error(ctx));
     void *workspace = malloc(bytes + 1);
     assert_non_null(workspace);
     if (by_an_old_caller) {
         exec.size = offsetof(quern_exec, status);
-        if (call.run(ctx, &exec, &c->config.params, &tensors, workspace, bytes) != QUERN_OK) fail_msg("%s: %s", call.name, quern_last_error(ctx));
+        if (call.run(ctx, &exec, &c->config.params, &tensors, workspace, bytes) != QUERN_OK)
+            fail_msg("%s: %s", call.name, quern_last_error(ctx));
         assert_int_equal(words[1], before);
         exec.size = sizeof exec;
     }
-    if (call.run(ctx, &exec, &c->config.params, &tensors, workspace, bytes) != QUERN_OK) fail_msg("%s: %s", call.name, quern_last_error(ctx));
+    if (call.run(ctx, &exec, &c->config.params, &tensors, workspace, bytes) != QUERN_OK)
+        fail_msg("%s: %s", call.name, quern_last_error(ctx));
     free(workspace);
     assert_true(words[0] == 0x5a5a5a5a && words[2] == 0x5a5a5a5a);
     return words[1];
 }
 
-/* Sets `list` to random entries of its rows' sequences, padding, duplicates and entries of the future; then, where
- * `bad` is not -1, to that in one place. `per` is the tokens that an entry stands for. */
+/* Sets `list` to random entries of its rows' sequences, padding, duplicates and entries of the future; then,
+ * where `bad` is not -1, to that in one place. `per` is the tokens that an entry stands for. */
 static void fill_list(nsa_case *c, test_random *random, int slot, int64_t k, int64_t per, int32_t bad)
 {
     const nsa_config *f = &c->config;
     const int64_t count = test_tensor_count(&c->tensor[slot]), rows = count / k / c->list_rows;
     int32_t *list = malloc(sizeof *list * (size_t)count);
     assert_non_null(list);
-    for (int64_t i = 0; i < count; i++) list[i] = f->packed ? INT32_MAX : 0; /* rows of no tile are not looked at */
+    for (int64_t i = 0; i < count; i++)
+        list[i] = f->packed ? INT32_MAX : 0; /* rows of no tile are not looked at */
     int64_t used = 0;
     for (int64_t b = 0; b < f->batch; b++) {
-        const int64_t n = f->packed ? f->lens[b] : f->n, entries = slot == NSA_GROUP_IDX ? n / f->params.block_size : n;
+        const int64_t n = f->packed ? f->lens[b] : f->n,
+                      entries = slot == NSA_GROUP_IDX ? n / f->params.block_size : n;
         const int64_t blocks = (entries + per - 1) / per, tiles = (n + f->params.tile - 1) / f->params.tile;
         for (int64_t head = 0; head < (f->packed ? rows : rows / f->batch); head++)
             for (int64_t i = 0; i < tiles * k; i++) {
-                const int64_t row = f->packed ? head * c->list_rows + used : (b * (rows / f->batch) + head) * c->list_rows;
-                list[row * k + i] = blocks == 0 || test_random_one_in(random, 4) ? -1 : (int32_t)test_random_int(random, 0, blocks - 1);
-                if (bad != -1 && b == f->batch - 1 && head == 0 && i == tiles * k - 1) list[row * k + i] = bad == 0 ? (int32_t)blocks : bad;
+                const int64_t row =
+                    f->packed ? head * c->list_rows + used : (b * (rows / f->batch) + head) * c->list_rows;
+                list[row * k + i] = blocks == 0 || test_random_one_in(random, 4)
+                                        ? -1
+                                        : (int32_t)test_random_int(random, 0, blocks - 1);
+                if (bad != -1 && b == f->batch - 1 && head == 0 && i == tiles * k - 1)
+                    list[row * k + i] = bad == 0 ? (int32_t)blocks : bad;
             }
         used += tiles;
     }
@@ -267,25 +281,39 @@ static void bad_entries_set_their_bit(void **state)
         config.params.tile = 4;
         config.params.scope = (quern_nsa_scope)(trial / 3 % 2);
         config.n = groups ? 560 : 75;
-        if (packed) config.packed = true, config.batch = 4, config.lens[1] = 9, config.lens[2] = 1, config.lens[3] = config.n, config.spare = 12;
+        if (packed) {
+            config.packed = true;
+            config.batch = 4;
+            config.lens[1] = 9;
+            config.lens[2] = 1;
+            config.lens[3] = config.n;
+            config.spare = 12;
+        }
         if (groups) {
             config.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
             config.params.block_size = config.params.stride = config.params.select_block = 2;
             config.params.groups = QUERN_NSA_LIST_GIVEN;
             config.params.max_compressed_groups = 2;
         }
-        const int64_t per = config.params.select_block > 0 ? config.params.select_block : config.params.block_size;
+        const int64_t per =
+            config.params.select_block > 0 ? config.params.select_block : config.params.block_size;
         nsa_case *c = nsa_case_new(&config, &random);
         for (int which = 0; which < (groups ? 2 : 1); which++) {
             fill_list(c, &random, NSA_BLOCK_IDX, config.params.num_selected, per, which == 0 ? bad : -1);
             if (groups) fill_list(c, &random, NSA_GROUP_IDX, 2, 128, which == 1 ? bad : -1);
             const int32_t bit = bad == -1 ? 0 : which == 0 ? QUERN_STATUS_BAD_INDEX : QUERN_STATUS_BAD_GROUP;
             const nsa_set attend = nsa_attend_inputs(c) | nsa_attend_outputs(c);
-            assert_int_equal(status_after(c, nsa_call_forward, nsa_forward_inputs(c) | nsa_forward_outputs(c), 1 << 20, old), 1 << 20 | bit);
-            assert_int_equal(status_after(c, nsa_call_backward, nsa_backward_inputs(c) | nsa_backward_outputs(c), 0, old), bit);
+            assert_int_equal(status_after(c, nsa_call_forward, nsa_forward_inputs(c) | nsa_forward_outputs(c),
+                                          1 << 20, old),
+                             1 << 20 | bit);
+            assert_int_equal(
+                status_after(c, nsa_call_backward, nsa_backward_inputs(c) | nsa_backward_outputs(c), 0, old),
+                bit);
             assert_int_equal(status_after(c, nsa_call_attend, attend, 0, old), bit);
             const nsa_set d_o_b = NSA_BIT(NSA_D_O_CMP) | NSA_BIT(NSA_D_O_SLC) | NSA_BIT(NSA_D_O_WIN);
-            assert_int_equal(status_after(c, nsa_call_attend_backward, attend | d_o_b | nsa_attend_gradients(c), 8, old), 8 | bit);
+            assert_int_equal(
+                status_after(c, nsa_call_attend_backward, attend | d_o_b | nsa_attend_gradients(c), 8, old),
+                8 | bit);
         }
         nsa_case_free(c);
     }

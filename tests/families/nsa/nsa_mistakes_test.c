@@ -61,8 +61,9 @@ static void assert_keys(const nsa_case *c, nsa_slot slot, int64_t sequence, int6
     for (int64_t head = 0; head < c->config.h; head++) {
         const double seen = keys_seen(c, slot, sequence, head, token);
         if (!(fabs(seen - (double)keys) < 1e-3))
-            fail_msg("%s: token %lld of sequence %lld, head %lld sees %.3f keys, not %lld", nsa_slot_names[slot],
-                     (long long)token, (long long)sequence, (long long)head, seen, (long long)keys);
+            fail_msg("%s: token %lld of sequence %lld, head %lld sees %.3f keys, not %lld",
+                     nsa_slot_names[slot], (long long)token, (long long)sequence, (long long)head, seen,
+                     (long long)keys);
     }
 }
 
@@ -124,7 +125,10 @@ static void whole_tiles_of_128_attended_where_blocks_of_64_were_chosen(void **st
         nsa_case *c = new_case(&config, true);
         const int64_t rows = test_tensor_count(&c->tensor[NSA_BLOCK_IDX]) / 2;
         int32_t *idx = malloc(sizeof *idx * (size_t)rows * 2);
-        for (int64_t row = 0; row < rows; row++) idx[row * 2] = 1, idx[row * 2 + 1] = 4;
+        for (int64_t row = 0; row < rows; row++) {
+            idx[row * 2] = 1;
+            idx[row * 2 + 1] = 4;
+        }
         test_tensor_set_i32(&c->tensor[NSA_BLOCK_IDX], idx);
         forward(c);
         assert_keys(c, NSA_LSE_SLC, 0, 63, 0);
@@ -213,7 +217,10 @@ static void gates_rounded_to_bf16_before_use(void **state)
     nsa_case *c = new_case(&config, false);
     const int64_t rows = c->rows * config.h;
     double *gates = test_doubles(rows * 3), *values = test_doubles(rows * config.dv);
-    for (int64_t i = 0; i < rows; i++) gates[i * 3] = 0.75 + 0x1p-12, gates[i * 3 + 1] = 0.75;
+    for (int64_t i = 0; i < rows; i++) {
+        gates[i * 3] = 0.75 + 0x1p-12;
+        gates[i * 3 + 1] = 0.75;
+    }
     test_tensor_set(&c->tensor[NSA_GATES], gates);
     const nsa_slot branches[] = {NSA_O_CMP, NSA_O_SLC, NSA_O_WIN};
     for (int b = 0; b < 3; b++) {

@@ -34,7 +34,8 @@ static bool spread(nsa_case *c, int32_t dim, int64_t stride, void *maps[NSA_SLOT
         for (int32_t d = 0; d < along; d++) /* outer dimensions clear the spread one */
             t->view.strides[d] = stride * t->view.shape[along];
         sizes[i] = extent(&t->view);
-        maps[i] = mmap(NULL, sizes[i], PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        maps[i] =
+            mmap(NULL, sizes[i], PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (maps[i] == MAP_FAILED) {
             maps[i] = NULL;
             free(values);
@@ -81,8 +82,10 @@ static void compare_with_compact(int32_t dim, int64_t stride, bool packed, quern
             nsa_try(huge, ctx, nsa_call_backward, nsa_backward_inputs(huge) | backward) != QUERN_OK)
             fail_msg("%s", quern_last_error(ctx));
         for (int i = 0; i < NSA_SLOTS; i++)
-            if (((forward | backward) & NSA_BIT(i)) && !test_tensor_same_bits(&compact->tensor[i], &huge->tensor[i]))
-                fail_msg("%s differs with stride %lld along dimension %d", nsa_slot_names[i], (long long)stride, dim);
+            if (((forward | backward) & NSA_BIT(i)) &&
+                !test_tensor_same_bits(&compact->tensor[i], &huge->tensor[i]))
+                fail_msg("%s differs with stride %lld along dimension %d", nsa_slot_names[i],
+                         (long long)stride, dim);
     }
     for (int i = 0; i < NSA_SLOTS; i++)
         if (maps[i] != NULL) munmap(maps[i], sizes[i]);

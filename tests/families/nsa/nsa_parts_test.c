@@ -46,7 +46,8 @@ static void keep(nsa_config *config)
 
 static void not_given(nsa_config *config)
 {
-    if (config->params.compress == QUERN_NSA_COMPRESS_GIVEN) config->params.compress = QUERN_NSA_COMPRESS_MEAN;
+    if (config->params.compress == QUERN_NSA_COMPRESS_GIVEN)
+        config->params.compress = QUERN_NSA_COMPRESS_MEAN;
 }
 
 static void compress_case(nsa_case *c, quern_context *ctx)
@@ -189,8 +190,8 @@ static void gate_of_any_number_of_heads(void **state)
             }
 }
 
-/* Without a gate each branch counts a third whatever `gates` a backward is given, and it leaves them alone; d_gates is
- * that of gates handed in as thirds. */
+/* Without a gate each branch counts a third whatever `gates` a backward is given, and it leaves them alone;
+ * d_gates is that of gates handed in as thirds. */
 static void gates_are_no_output_of_a_backward(void **state)
 {
     nsa_config config = nsa_config_small();
@@ -198,7 +199,8 @@ static void gates_are_no_output_of_a_backward(void **state)
     (void)state;
     nsa_case *c = nsa_case_new(&config, &random);
     quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
-    const nsa_set gates = NSA_BIT(NSA_GATES), d_gates = NSA_BIT(NSA_D_GATES), inputs = branches_o | gates | NSA_BIT(NSA_D_O);
+    const nsa_set gates = NSA_BIT(NSA_GATES), d_gates = NSA_BIT(NSA_D_GATES),
+                  inputs = branches_o | gates | NSA_BIT(NSA_D_O);
     const nsa_set forward = nsa_forward_outputs(c) & ~gates;
     const int64_t count = test_tensor_count(&c->tensor[NSA_GATES]);
     double *thirds = test_doubles(count), *d_given[2], *d_none[2];
@@ -246,9 +248,13 @@ static void one_branch_alone(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(compress_alone), cmocka_unit_test(select_alone), cmocka_unit_test(attend_alone),
-        cmocka_unit_test(gate_alone),     cmocka_unit_test(gate_of_any_number_of_heads),
-        cmocka_unit_test(one_branch_alone), cmocka_unit_test(gates_are_no_output_of_a_backward),
+        cmocka_unit_test(compress_alone),
+        cmocka_unit_test(select_alone),
+        cmocka_unit_test(attend_alone),
+        cmocka_unit_test(gate_alone),
+        cmocka_unit_test(gate_of_any_number_of_heads),
+        cmocka_unit_test(one_branch_alone),
+        cmocka_unit_test(gates_are_no_output_of_a_backward),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* nsa_property_test.c - the whole of NSA, forward and backward, against the float64 oracle over random
- * shapes, parameters, dtypes, layouts, levels and numbers of threads. QUERN_TEST_TRIALS=n runs more of them. */
+ * shapes, parameters, dtypes, layouts, levels and numbers of threads. QUERN_TEST_TRIALS=n runs more of them.
+ */
 #include "cmocka_c11.h"
 #include "nsa_random.h"
 #include "nsa_reference.h"

@@ -17,7 +17,8 @@ static void sweep(const char *name, uint64_t fallback, int trials, int64_t token
         const nsa_config config = nsa_config_random(&random, tokens);
         const quern_cpu_level level = nsa_random_level(&random);
         char text[600];
-        printf("QUERN_TEST_TRIAL=%d: %s: %s\n", trial, quern_cpu_level_name(level), nsa_config_describe(&config, text));
+        printf("QUERN_TEST_TRIAL=%d: %s: %s\n", trial, quern_cpu_level_name(level),
+               nsa_config_describe(&config, text));
         fflush(stdout);
         nsa_case *c = nsa_case_random(&config, &random);
         const nsa_set results = nsa_forward_outputs(c) | nsa_backward_outputs(c);
@@ -49,6 +50,7 @@ static void some_larger_problems(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(many_small_problems), cmocka_unit_test(some_larger_problems)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(many_small_problems),
+                                       cmocka_unit_test(some_larger_problems)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

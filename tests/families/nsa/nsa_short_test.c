@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nsa_short_test.c - the whole NSA over documents of few compressed entries that overlap: their values are alike, so
- * that dP - delta is small beside delta, and a delta off by the rounding of o shows in d_w_k first. */
+/* nsa_short_test.c - the whole NSA over documents of few compressed entries that overlap: their values are
+ * alike, so that dP - delta is small beside delta, and a delta off by the rounding of o shows in d_w_k first.
+ */
 #include "cmocka_c11.h"
 #include "nsa_reference.h"
 
@@ -17,7 +18,9 @@ static void short_documents_of_overlapping_entries(void **state)
                     test_random random = {(uint64_t)which + 1};
                     config.packed = true;
                     config.batch = 3;
-                    config.lens[0] = 1, config.lens[1] = 16, config.lens[2] = last[which];
+                    config.lens[0] = 1;
+                    config.lens[1] = 16;
+                    config.lens[2] = last[which];
                     config.dtype = (quern_dtype)dtype;
                     config.params.block_size = config.params.select_block = 32;
                     config.params.stride = 8;

@@ -11,8 +11,8 @@
 #include <string.h>
 
 enum { INPUTS = 14 };
-static const char *const input_names[INPUTS] = {"q",     "k",     "v",   "k_slc", "v_slc", "k_win",  "v_win",
-                                                "k_cmp", "v_cmp", "w_k", "w_v",   "pe_k",  "pe_v",   "w_gate"};
+static const char *const input_names[INPUTS] = {"q",     "k",     "v",   "k_slc", "v_slc", "k_win", "v_win",
+                                                "k_cmp", "v_cmp", "w_k", "w_v",   "pe_k",  "pe_v",  "w_gate"};
 
 typedef struct problem {
     oracle_nsa a;
@@ -31,12 +31,19 @@ static void size_inputs(problem *p)
     const int64_t l = a->params.block_size, nc = oracle_nsa_entries(a), rows = a->n * a->hkv;
     const int64_t w = linear ? l : p->project ? 1 : 0;
     const int64_t counts[INPUTS + 1] = {
-        a->n * a->h * a->d, rows * a->d, rows * a->dv,
-        p->separate ? rows * a->d : 0, p->separate ? rows * a->dv : 0,
-        p->separate ? rows * a->d : 0, p->separate ? rows * a->dv : 0,
-        given ? nc * a->hkv * a->d : 0, given ? nc * a->hkv * a->dv : 0,
-        a->hkv * w * a->d * a->d, a->hkv * w * a->dv * a->dv,
-        p->pe ? a->hkv * l * a->d : 0, p->pe ? a->hkv * l * a->dv : 0,
+        a->n * a->h * a->d,
+        rows * a->d,
+        rows * a->dv,
+        p->separate ? rows * a->d : 0,
+        p->separate ? rows * a->dv : 0,
+        p->separate ? rows * a->d : 0,
+        p->separate ? rows * a->dv : 0,
+        given ? nc * a->hkv * a->d : 0,
+        given ? nc * a->hkv * a->dv : 0,
+        a->hkv * w * a->d * a->d,
+        a->hkv * w * a->dv * a->dv,
+        p->pe ? a->hkv * l * a->d : 0,
+        p->pe ? a->hkv * l * a->dv : 0,
         a->params.gate == QUERN_NSA_GATE_WEIGHTS ? a->h * 3 * a->d : 0,
         a->params.gate == QUERN_NSA_GATE_GIVEN ? a->n * a->h * 3 : 0,
     };
@@ -57,11 +64,27 @@ static oracle_nsa_arrays bind(const problem *p, double *const *x, double *owned[
     owned[8] = test_doubles(nc * a->hkv * a->d);
     owned[9] = test_doubles(nc * a->hkv * a->dv);
     const oracle_nsa_arrays b = {
-        .q = x[0], .k = x[1], .v = x[2], .k_slc = x[3], .v_slc = x[4], .k_win = x[5], .v_win = x[6],
-        .k_cmp = x[7] != NULL ? x[7] : owned[8], .v_cmp = x[8] != NULL ? x[8] : owned[9], .w_k = x[9],
-        .w_v = x[10], .pe_k = x[11], .pe_v = x[12], .w_gate = x[13], .gates = x[14] != NULL ? x[14] : owned[7],
-        .block_idx = p->block_idx, .group_idx = p->group_idx, .o = owned[6],
-        .o_b = {owned[0], owned[1], owned[2]}, .lse_b = {owned[3], owned[4], owned[5]}, .d_o = p->d_o,
+        .q = x[0],
+        .k = x[1],
+        .v = x[2],
+        .k_slc = x[3],
+        .v_slc = x[4],
+        .k_win = x[5],
+        .v_win = x[6],
+        .k_cmp = x[7] != NULL ? x[7] : owned[8],
+        .v_cmp = x[8] != NULL ? x[8] : owned[9],
+        .w_k = x[9],
+        .w_v = x[10],
+        .pe_k = x[11],
+        .pe_v = x[12],
+        .w_gate = x[13],
+        .gates = x[14] != NULL ? x[14] : owned[7],
+        .block_idx = p->block_idx,
+        .group_idx = p->group_idx,
+        .o = owned[6],
+        .o_b = {owned[0], owned[1], owned[2]},
+        .lse_b = {owned[3], owned[4], owned[5]},
+        .d_o = p->d_o,
     };
     if (x[7] == NULL) {
         oracle_nsa_compress(a, a->d, b.k, b.w_k, b.pe_k, owned[8]);
@@ -101,11 +124,21 @@ static void check_gradients(problem *p, test_random *random)
     oracle_nsa_forward(a, &b);
     double *d_k_cmp = test_doubles(oracle_nsa_entries(a) * a->hkv * a->d);
     double *d_v_cmp = test_doubles(oracle_nsa_entries(a) * a->hkv * a->dv);
-    b.d_q = p->grad[0], b.d_k = p->grad[1], b.d_v = p->grad[2], b.d_k_slc = p->grad[3];
-    b.d_v_slc = p->grad[4], b.d_k_win = p->grad[5], b.d_v_win = p->grad[6];
-    b.d_k_cmp = p->grad[7] != NULL ? p->grad[7] : d_k_cmp, b.d_v_cmp = p->grad[8] != NULL ? p->grad[8] : d_v_cmp;
-    b.d_w_k = p->grad[9], b.d_w_v = p->grad[10], b.d_pe_k = p->grad[11], b.d_pe_v = p->grad[12];
-    b.d_w_gate = p->grad[13], b.d_gates = p->grad[14];
+    b.d_q = p->grad[0];
+    b.d_k = p->grad[1];
+    b.d_v = p->grad[2];
+    b.d_k_slc = p->grad[3];
+    b.d_v_slc = p->grad[4];
+    b.d_k_win = p->grad[5];
+    b.d_v_win = p->grad[6];
+    b.d_k_cmp = p->grad[7] != NULL ? p->grad[7] : d_k_cmp;
+    b.d_v_cmp = p->grad[8] != NULL ? p->grad[8] : d_v_cmp;
+    b.d_w_k = p->grad[9];
+    b.d_w_v = p->grad[10];
+    b.d_pe_k = p->grad[11];
+    b.d_pe_v = p->grad[12];
+    b.d_w_gate = p->grad[13];
+    b.d_gates = p->grad[14];
     oracle_nsa_backward(a, &b);
     for (int i = 0; i <= INPUTS; i++) {
         const int64_t sampled = p->counts[i] < 24 ? p->counts[i] : 24;
@@ -232,7 +265,8 @@ static void overlap_reaches_back(void **state)
     (void)state;
     a.params.stride = 2;
     oracle_nsa_block_choices(&a, q, k_cmp, 0, 15, choices);
-    assert_true(choices[0].score == 0 && choices[1].score == 1 && choices[2].score == 1 && choices[3].score == 0);
+    assert_true(choices[0].score == 0 && choices[1].score == 1 && choices[2].score == 1 &&
+                choices[3].score == 0);
     const double other[7] = {0, 0, 800, 0, 0, 0, 0};
     oracle_nsa_block_choices(&a, q, other, 0, 15, choices);
     assert_true(choices[0].score == 0 && choices[1].score == 2 && choices[2].score == 0);
@@ -240,12 +274,20 @@ static void overlap_reaches_back(void **state)
 
 static void judgement_follows_the_rule(void **state)
 {
-    const oracle_choice clear[] = {{3, true, false, true}, {1, true, false, true}, {2, true, false, true},
-                                   {0, true, true, true}, {9, false, false, true}};
-    const oracle_choice close[] = {{1, true, false, true}, {1 + 1e-6, true, false, true},
-                                   {3, true, false, true}, {0, true, false, false}, {0, true, false, false}};
-    const oracle_choice none[] = {{-INFINITY, true, false, false}, {-INFINITY, true, false, false},
-                                  {2, true, false, true}, {NAN, true, false, true}};
+    const oracle_choice clear[] = {{3, true, false, true},
+                                   {1, true, false, true},
+                                   {2, true, false, true},
+                                   {0, true, true, true},
+                                   {9, false, false, true}};
+    const oracle_choice close[] = {{1, true, false, true},
+                                   {1 + 1e-6, true, false, true},
+                                   {3, true, false, true},
+                                   {0, true, false, false},
+                                   {0, true, false, false}};
+    const oracle_choice none[] = {{-INFINITY, true, false, false},
+                                  {-INFINITY, true, false, false},
+                                  {2, true, false, true},
+                                  {NAN, true, false, true}};
     char why[200];
     (void)state;
     assert_true(oracle_nsa_accepts(clear, 5, 3, (int32_t[]){0, 2, 3}, why));

@@ -230,7 +230,10 @@ static void strides_of_single_extents_are_any_number(void **state)
             config.h = config.hkv = 1;
             config.params.gate = QUERN_NSA_GATE_WEIGHTS;
             config.project_k = config.project_v = true;
-            if (packed) config.packed = true, config.lens[0] = config.n;
+            if (packed) {
+                config.packed = true;
+                config.lens[0] = config.n;
+            }
             nsa_case *c = nsa_case_new(&config, &random);
             const nsa_set forward = nsa_forward_outputs(c), backward = nsa_backward_outputs(c);
             test_tensor first[NSA_SLOTS], second[NSA_SLOTS];

@@ -117,7 +117,11 @@ static void many_experts(void **state)
     const quern_tensor offsets = quern_tensor_contiguous(ends, QUERN_I32, 1, &experts);
     quern_nvfp4_gemm_params p = QUERN_NVFP4_GEMM_PARAMS_INIT;
     quern_nvfp4_gemm_tensors t = QUERN_NVFP4_GEMM_TENSORS_INIT;
-    t.a = &a_view, t.b_codes = &codes_view, t.b_scales = &scales_view, t.offsets = &offsets, t.c = &c_view;
+    t.a = &a_view;
+    t.b_codes = &codes_view;
+    t.b_scales = &scales_view;
+    t.offsets = &offsets;
+    t.c = &c_view;
     quern_context *ctx = test_context(quern_cpu_level_detect(), 2);
     size_t bytes;
     assert_int_equal(quern_nvfp4_gemm_workspace(ctx, &p, &t, &bytes), QUERN_OK);
@@ -133,7 +137,8 @@ static void many_experts(void **state)
                         (double)a[row * K + k] *
                         (double)oracle_e2m1(codes[(e * K / 2 + k / 2) * N + n] >> 4 * (k % 2) & 15) *
                         (double)oracle_e4m3(scales[(e * K / 16 + k / 16) * N + n]);
-                    sum += term, size += fabs(term);
+                    sum += term;
+                    size += fabs(term);
                 }
                 assert_true(fabs((double)c[row * N + n] - sum) <= (K + 8) * 0x1p-24 * size);
             }
@@ -158,22 +163,26 @@ static void make_small(small_call *s)
                   a_scales[] = {2, 2}, c[] = {2, 16}, one = 1;
     const int64_t repacked[] = {1, 2304}, c_codes[] = {2, 8}, c_scales[] = {2, 1};
     memset(s, 0, sizeof *s);
-    s->codes_view = quern_tensor_contiguous(s->codes, QUERN_U8, 3, codes),
+    s->codes_view = quern_tensor_contiguous(s->codes, QUERN_U8, 3, codes);
     s->scales_view = quern_tensor_contiguous(s->scales, QUERN_U8, 3, scales);
-    s->a_view = quern_tensor_contiguous(s->a, QUERN_F32, 2, a),
+    s->a_view = quern_tensor_contiguous(s->a, QUERN_F32, 2, a);
     s->a_codes_view = quern_tensor_contiguous(s->a_codes, QUERN_U8, 2, a_codes);
-    s->a_scales_view = quern_tensor_contiguous(s->a_scales, QUERN_U8, 2, a_scales),
+    s->a_scales_view = quern_tensor_contiguous(s->a_scales, QUERN_U8, 2, a_scales);
     s->c_view = quern_tensor_contiguous(s->c, QUERN_F32, 2, c);
-    s->offsets = quern_tensor_contiguous(s->ends, QUERN_I32, 1, &one),
+    s->offsets = quern_tensor_contiguous(s->ends, QUERN_I32, 1, &one);
     s->one = quern_tensor_contiguous(&s->global, QUERN_F32, 0, NULL);
     s->repacked_view = quern_tensor_contiguous(s->repacked, QUERN_U8, 2, repacked);
-    s->c_codes_view = quern_tensor_contiguous(s->c_codes, QUERN_U8, 2, c_codes),
+    s->c_codes_view = quern_tensor_contiguous(s->c_codes, QUERN_U8, 2, c_codes);
     s->c_scales_view = quern_tensor_contiguous(s->c_scales, QUERN_U8, 2, c_scales);
     s->p = (quern_nvfp4_gemm_params)QUERN_NVFP4_GEMM_PARAMS_INIT;
     s->t = (quern_nvfp4_gemm_tensors)QUERN_NVFP4_GEMM_TENSORS_INIT;
-    s->t.a = &s->a_view, s->t.b_codes = &s->codes_view, s->t.b_scales = &s->scales_view,
-    s->t.offsets = &s->offsets, s->t.c = &s->c_view;
-    s->ends[0] = 2, s->global = 1;
+    s->t.a = &s->a_view;
+    s->t.b_codes = &s->codes_view;
+    s->t.b_scales = &s->scales_view;
+    s->t.offsets = &s->offsets;
+    s->t.c = &s->c_view;
+    s->ends[0] = 2;
+    s->global = 1;
     for (int i = 0; i < 32; i++) s->c[i] = 7;
 }
 
@@ -208,19 +217,24 @@ static void gradients(void **state)
         char what[80];
         if (!test_trial(seed, trial, &random)) continue;
         product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS));
-        const quern_dtype dtype = dtypes[test_random_int(&random, 0, 2)], own = dtypes[test_random_int(&random, 0, 2)];
+        const quern_dtype dtype = dtypes[test_random_int(&random, 0, 2)],
+                          own = dtypes[test_random_int(&random, 0, 2)];
         const int64_t shape[] = {c.tokens, product_out_columns(&c)};
-        test_tensor d_c = test_tensor_make(&random, dtype, 2, shape, (test_layout)test_random_int(&random, 0, TEST_LAYOUTS - 1));
+        test_tensor d_c = test_tensor_make(&random, dtype, 2, shape,
+                                           (test_layout)test_random_int(&random, 0, TEST_LAYOUTS - 1));
         test_tensor_normal(&d_c, &random, 1);
         for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
             double *first = NULL;
             for (int32_t threads = 1; threads <= 3; threads++) {
                 quern_context *ctx = test_context(level, threads);
-                const product_layout layout = (product_layout)test_random_int(&random, 0, PRODUCT_LAYOUTS - 1);
+                const product_layout layout =
+                    (product_layout)test_random_int(&random, 0, PRODUCT_LAYOUTS - 1);
                 double *d_a = product_run_backward(&c, ctx, &random, layout, &d_c, own);
                 snprintf(what, sizeof what, "trial %d, %s", trial, quern_cpu_level_name(level));
-                if (first == NULL) product_check_backward(&c, &d_c, d_a, own, what), first = d_a;
-                else assert_memory_equal(first, d_a, sizeof *d_a * (size_t)(c.tokens * c.k)), free(d_a);
+                if (first == NULL) {
+                    product_check_backward(&c, &d_c, d_a, own, what);
+                    first = d_a;
+                } else assert_memory_equal(first, d_a, sizeof *d_a * (size_t)(c.tokens * c.k)), free(d_a);
                 quern_context_destroy(ctx);
             }
             free(first);
@@ -235,43 +249,91 @@ static void bad_calls(void **state)
     static small_call s;
     (void)state;
     make_small(&s);
-    s.scales[17] = 0x7F, refused(&s, "b_scales[17] is the scale byte 0x7F");
-    s.t.a = NULL, refused(&s, "a and a_codes");
-    s.t.a_codes = &s.a_codes_view, refused(&s, "a and a_codes");
-    s.t.a = NULL, s.t.a_codes = &s.a_codes_view, refused(&s, "a_scales is NULL");
-    s.t.a = NULL, s.t.a_codes = &s.a_codes_view, s.t.a_scales = &s.a_scales_view, s.a_scales[3] = 0x80,
+    s.scales[17] = 0x7F;
+    refused(&s, "b_scales[17] is the scale byte 0x7F");
+    s.t.a = NULL;
+    refused(&s, "a and a_codes");
+    s.t.a_codes = &s.a_codes_view;
+    refused(&s, "a and a_codes");
+    s.t.a = NULL;
+    s.t.a_codes = &s.a_codes_view;
+    refused(&s, "a_scales is NULL");
+    s.t.a = NULL;
+    s.t.a_codes = &s.a_codes_view;
+    s.t.a_scales = &s.a_scales_view;
+    s.a_scales[3] = 0x80;
     refused(&s, "a_scales[3] is the scale byte 0x80");
-    s.t.b_codes = NULL, refused(&s, "b_codes and b_repacked are NULL");
-    s.t.b_codes = s.t.b_scales = NULL, s.t.b_repacked = &s.repacked_view, refused(&s, "n is 0 with b_repacked");
-    s.t.c = NULL, refused(&s, "c is NULL");
-    s.t.offsets = NULL, refused(&s, "offsets is NULL");
-    s.ends[0] = 3, refused(&s, "offsets[0] is 3");
-    s.ends[0] = -1, refused(&s, "offsets[0] is -1");
-    s.t.b_global = &s.one, s.global = -2, refused(&s, "b_global[0] is -2");
-    s.t.a_global = &s.one, s.global = INFINITY, refused(&s, "a_global[0] is inf");
-    s.p.limit = -1, refused(&s, "limit is -1");
-    s.p.granularity = 0, refused(&s, "granularity is 0");
-    s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU, s.p.granularity = 3, refused(&s, "granularity is 3");
-    s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU, s.p.granularity = 16, refused(&s, "N is 16");
-    s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU, s.p.accumulate = true,
+    s.t.b_codes = NULL;
+    refused(&s, "b_codes and b_repacked are NULL");
+    s.t.b_codes = s.t.b_scales = NULL;
+    s.t.b_repacked = &s.repacked_view;
+    refused(&s, "n is 0 with b_repacked");
+    s.t.c = NULL;
+    refused(&s, "c is NULL");
+    s.t.offsets = NULL;
+    refused(&s, "offsets is NULL");
+    s.ends[0] = 3;
+    refused(&s, "offsets[0] is 3");
+    s.ends[0] = -1;
+    refused(&s, "offsets[0] is -1");
+    s.t.b_global = &s.one;
+    s.global = -2;
+    refused(&s, "b_global[0] is -2");
+    s.t.a_global = &s.one;
+    s.global = INFINITY;
+    refused(&s, "a_global[0] is inf");
+    s.p.limit = -1;
+    refused(&s, "limit is -1");
+    s.p.granularity = 0;
+    refused(&s, "granularity is 0");
+    s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU;
+    s.p.granularity = 3;
+    refused(&s, "granularity is 3");
+    s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU;
+    s.p.granularity = 16;
+    refused(&s, "N is 16");
+    s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU;
+    s.p.accumulate = true;
     refused(&s, "accumulate is true with an activation");
-    s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU, refused(&s, "c.shape[1] is 16: 8 is accepted");
-    s.p.activation = (quern_nvfp4_activation)2, refused(&s, "activation is 2");
-    s.p.b_codes = (quern_nvfp4_codes_layout)2, refused(&s, "b_codes is 2");
-    s.p.b_scales = (quern_nvfp4_scales_layout)3, refused(&s, "b_scales is 3");
-    s.p.b_scales = QUERN_NVFP4_LAYOUT_SWIZZLED, refused(&s, "b_scales has 3 dimensions");
-    s.a_view.shape[1] = 16, refused(&s, "a has K = 16");
-    s.codes_view.shape[1] = 15, refused(&s, "b_codes hold K = 2 x 15");
-    s.p.a_global_per = (quern_nvfp4_global)3, refused(&s, "global_per is 3");
-    s.p.a8 = true, s.a[5] = NAN, refused(&s, "a[5]");
-    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view,
+    s.p.activation = QUERN_NVFP4_ACTIVATION_SWIGLU;
+    refused(&s, "c.shape[1] is 16: 8 is accepted");
+    s.p.activation = (quern_nvfp4_activation)2;
+    refused(&s, "activation is 2");
+    s.p.b_codes = (quern_nvfp4_codes_layout)2;
+    refused(&s, "b_codes is 2");
+    s.p.b_scales = (quern_nvfp4_scales_layout)3;
+    refused(&s, "b_scales is 3");
+    s.p.b_scales = QUERN_NVFP4_LAYOUT_SWIZZLED;
+    refused(&s, "b_scales has 3 dimensions");
+    s.a_view.shape[1] = 16;
+    refused(&s, "a has K = 16");
+    s.codes_view.shape[1] = 15;
+    refused(&s, "b_codes hold K = 2 x 15");
+    s.p.a_global_per = (quern_nvfp4_global)3;
+    refused(&s, "global_per is 3");
+    s.p.a8 = true;
+    s.a[5] = NAN;
+    refused(&s, "a[5]");
+    s.t.c = NULL;
+    s.t.c_codes = &s.c_codes_view;
+    s.t.c_scales = &s.c_scales_view;
     refused(&s, "c_global is NULL");
-    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, s.t.c_global = &s.one,
-    s.a[33] = INFINITY, refused(&s, "a[33]");
-    s.t.c = NULL, s.t.c_codes = &s.c_codes_view, s.t.c_scales = &s.c_scales_view, s.t.c_global = &s.one,
-    s.p.accumulate = true, refused(&s, "accumulate is true without c");
-    s.p.n = 15, refused(&s, "n is 15");
-    s.p.profile = (quern_nvfp4_profile)9, refused(&s, "profile is 9");
+    s.t.c = NULL;
+    s.t.c_codes = &s.c_codes_view;
+    s.t.c_scales = &s.c_scales_view;
+    s.t.c_global = &s.one;
+    s.a[33] = INFINITY;
+    refused(&s, "a[33]");
+    s.t.c = NULL;
+    s.t.c_codes = &s.c_codes_view;
+    s.t.c_scales = &s.c_scales_view;
+    s.t.c_global = &s.one;
+    s.p.accumulate = true;
+    refused(&s, "accumulate is true without c");
+    s.p.n = 15;
+    refused(&s, "n is 15");
+    s.p.profile = (quern_nvfp4_profile)9;
+    refused(&s, "profile is 9");
 }
 
 /* NaN in a row of A stays in that row, whatever the codes it meets. */
@@ -300,7 +362,8 @@ int main(void)
         cmocka_unit_test(equal_bits_in_every_layout),
         cmocka_unit_test(rows_do_not_depend_on_others),
         cmocka_unit_test(many_experts),
-        cmocka_unit_test(gradients), cmocka_unit_test(bad_calls),
+        cmocka_unit_test(gradients),
+        cmocka_unit_test(bad_calls),
         cmocka_unit_test(nan_stays_in_its_row),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

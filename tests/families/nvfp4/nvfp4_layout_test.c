@@ -59,10 +59,16 @@ static quern_status fused(quern_context *ctx, const fused_case *c)
         quern_tensor_contiguous((void *)(uintptr_t)&c->global[1], QUERN_F32, 0, NULL)};
     quern_nvfp4_fused_quantize_tensors t = QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT;
     t.x = &c->x.view;
-    if (c->part[0])
-        t.gate_codes = &c->codes[0].view, t.gate_scales = &c->scales[0].view, t.gate_global = &global[0];
-    if (c->part[1])
-        t.up_codes = &c->codes[1].view, t.up_scales = &c->scales[1].view, t.up_global = &global[1];
+    if (c->part[0]) {
+        t.gate_codes = &c->codes[0].view;
+        t.gate_scales = &c->scales[0].view;
+        t.gate_global = &global[0];
+    }
+    if (c->part[1]) {
+        t.up_codes = &c->codes[1].view;
+        t.up_scales = &c->scales[1].view;
+        t.up_global = &global[1];
+    }
     quern_status status = quern_nvfp4_fused_quantize_workspace(ctx, &c->params, &t, &bytes);
     if (status != QUERN_OK) return status;
     test_workspace w = test_workspace_make(bytes);
@@ -220,8 +226,12 @@ static void from_mxfp4(void **state)
                            rounded_view = quern_tensor_contiguous(&rounded, QUERN_I64, 0, NULL);
         quern_nvfp4_from_mxfp4_params p = QUERN_NVFP4_FROM_MXFP4_PARAMS_INIT;
         quern_nvfp4_from_mxfp4_tensors t = QUERN_NVFP4_FROM_MXFP4_TENSORS_INIT;
-        t.mx_codes = &mx.view, t.exponents = &exponents.view, t.codes = &codes.view, t.scales = &scales.view,
-        t.global = &global_view, t.rounded_blocks = &rounded_view;
+        t.mx_codes = &mx.view;
+        t.exponents = &exponents.view;
+        t.codes = &codes.view;
+        t.scales = &scales.view;
+        t.global = &global_view;
+        t.rounded_blocks = &rounded_view;
         if (quern_nvfp4_from_mxfp4(ctx, NULL, &p, &t, NULL, 0) != QUERN_OK)
             fail_msg("trial %d: %s", trial, quern_last_error(ctx));
         assert_int_equal(rounded, oracle_nvfp4_from_mxfp4(expected, powers, rows * blocks, expected_scales,
@@ -254,8 +264,12 @@ static quern_status swizzle(quern_context *ctx, bool inverse, bool weight, const
 {
     quern_nvfp4_swizzle_params p = QUERN_NVFP4_SWIZZLE_PARAMS_INIT;
     quern_nvfp4_swizzle_tensors t = QUERN_NVFP4_SWIZZLE_TENSORS_INIT;
-    p.inverse = inverse, p.weight = weight;
-    t.linear = linear, t.swizzled = swizzled, t.tokens_per_expert = tokens, t.pad_row_offsets = offsets;
+    p.inverse = inverse;
+    p.weight = weight;
+    t.linear = linear;
+    t.swizzled = swizzled;
+    t.tokens_per_expert = tokens;
+    t.pad_row_offsets = offsets;
     return quern_nvfp4_swizzle(ctx, NULL, &p, &t, NULL, 0);
 }
 
@@ -332,8 +346,10 @@ static quern_status interleave(quern_context *ctx, bool inverse, int64_t q, cons
 {
     quern_nvfp4_interleave_params p = QUERN_NVFP4_INTERLEAVE_PARAMS_INIT;
     quern_nvfp4_interleave_tensors t = QUERN_NVFP4_INTERLEAVE_TENSORS_INIT;
-    p.inverse = inverse, p.granularity = q;
-    t.x = &x->view, t.out = &out->view;
+    p.inverse = inverse;
+    p.granularity = q;
+    t.x = &x->view;
+    t.out = &out->view;
     return quern_nvfp4_interleave(ctx, NULL, &p, &t, NULL, 0);
 }
 
@@ -396,55 +412,72 @@ static void bad_calls(void **state)
     quern_nvfp4_quantize_params p = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
     quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
     (void)state;
-    t.x = &x_view, t.codes = &codes_view, t.scales = &scales_view, t.global = &one;
+    t.x = &x_view;
+    t.codes = &codes_view;
+    t.scales = &scales_view;
+    t.global = &one;
     expect_error(ctx, quern_nvfp4_quantize_workspace(NULL, &p, &t, &bytes), "ctx");
     expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, NULL, &t, &bytes), "params");
     expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, NULL), "bytes");
-    p.profile = (quern_nvfp4_profile)4,
-    expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "profile is 4"),
+    p.profile = (quern_nvfp4_profile)4;
+    expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "profile is 4");
     p.profile = QUERN_NVFP4_PROFILE_HALFSTEP;
-    p.scales = QUERN_NVFP4_SCALES_SEARCH,
+    p.scales = QUERN_NVFP4_SCALES_SEARCH;
     expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes),
                  "scales is 2 with profile halfstep");
-    p.profile = QUERN_NVFP4_PROFILE_RNE, p.global_per = QUERN_NVFP4_GLOBAL_EXPERT;
+    p.profile = QUERN_NVFP4_PROFILE_RNE;
+    p.global_per = QUERN_NVFP4_GLOBAL_EXPERT;
     expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "offsets is NULL");
-    t.offsets = &offsets, t.global = &pair;
+    t.offsets = &offsets;
+    t.global = &pair;
     assert_int_equal(quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), QUERN_OK);
     void *workspace = malloc(bytes);
     expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "offsets[0] is 3");
-    ends[0] = 2, ends[1] = 1,
+    ends[0] = 2;
+    ends[1] = 1;
     expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "offsets[1] is 1 after 2");
-    t.offsets = NULL, p.global_per = QUERN_NVFP4_GLOBAL_TENSOR, t.global = NULL;
+    t.offsets = NULL;
+    p.global_per = QUERN_NVFP4_GLOBAL_TENSOR;
+    t.global = NULL;
     expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "global is NULL");
-    t.given_global = &bad,
+    t.given_global = &bad;
     expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "given_global[0] is -1");
-    t.given_global = NULL, t.global = &one, t.x = &odd_view, p.weight = true;
+    t.given_global = NULL;
+    t.global = &one;
+    t.x = &odd_view;
+    p.weight = true;
     expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "a multiple of 16");
     free(workspace);
 
     quern_nvfp4_dequantize_params dp = QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT;
     quern_nvfp4_dequantize_tensors dt = QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT;
     memset(codes, 0, sizeof codes), memset(scales, 0, sizeof scales);
-    dt.codes = &codes_view, dt.scales = &scales_view, dt.global = &one, dt.x = &x_view;
-    scales[3] = 0x7F, expect_error(ctx, quern_nvfp4_dequantize(ctx, NULL, &dp, &dt, NULL, 0),
-                                   "scales[3] is the scale byte 0x7F");
+    dt.codes = &codes_view;
+    dt.scales = &scales_view;
+    dt.global = &one;
+    dt.x = &x_view;
+    scales[3] = 0x7F;
+    expect_error(ctx, quern_nvfp4_dequantize(ctx, NULL, &dp, &dt, NULL, 0),
+                 "scales[3] is the scale byte 0x7F");
     assert_true(x[0] == 1);
-    scales[3] = 0, global = NAN,
+    scales[3] = 0;
+    global = NAN;
     expect_error(ctx, quern_nvfp4_dequantize(ctx, NULL, &dp, &dt, NULL, 0), "global[0] is nan");
 
     quern_nvfp4_fused_quantize_params fp = QUERN_NVFP4_FUSED_QUANTIZE_PARAMS_INIT;
     quern_nvfp4_fused_quantize_tensors ft = QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT;
     ft.x = &x_view;
     expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "at least one is needed");
-    fp.limit = -1,
-    expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "limit is -1"),
+    fp.limit = -1;
+    expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "limit is -1");
     fp.limit = 0;
-    fp.granularity = 3,
-    expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "x.shape[1] is 32"),
+    fp.granularity = 3;
+    expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "x.shape[1] is 32");
     fp.granularity = 0;
     expect_error(ctx, quern_nvfp4_fused_quantize_workspace(ctx, &fp, &ft, &bytes), "granularity is 0");
 
-    ends[0] = 1, ends[1] = 2; /* of two rows */
+    ends[0] = 1;
+    ends[1] = 2; /* of two rows */
     expect_error(ctx, swizzle(ctx, false, false, &scales_view, &codes_view, NULL, NULL),
                  "swizzled has 2 dimensions");
     const quern_tensor flat = quern_tensor_contiguous(codes, QUERN_U8, 1, &two);

@@ -40,7 +40,10 @@ static void golden_case(quern_context *ctx, const nvfp4_golden *g, bool weight)
     quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
     p.profile = (quern_nvfp4_profile)g->profile;
     p.weight = weight;
-    t.x = &g->in, t.codes = &codes.view, t.scales = &scales.view, t.global = &global_view;
+    t.x = &g->in;
+    t.codes = &codes.view;
+    t.scales = &scales.view;
+    t.global = &global_view;
     if (quantize(ctx, &p, &t) != QUERN_OK) fail_msg("%s: %s", g->name, quern_last_error(ctx));
     assert_memory_equal(&global, &g->global, 4);
     assert_memory_equal(codes.view.data, g->codes, (size_t)g->count / 2);
@@ -170,9 +173,14 @@ static float expected_global(const quantize_case *c, int64_t index)
 {
     const quern_nvfp4_global per = c->params.global_per;
     int64_t first = 0, end = used_rows(c);
-    if (per == QUERN_NVFP4_GLOBAL_ROW) first = index, end = index + 1;
-    if (per == QUERN_NVFP4_GLOBAL_EXPERT)
-        first = index > 0 ? expert_end(c, index - 1) : 0, end = expert_end(c, index);
+    if (per == QUERN_NVFP4_GLOBAL_ROW) {
+        first = index;
+        end = index + 1;
+    }
+    if (per == QUERN_NVFP4_GLOBAL_EXPERT) {
+        first = index > 0 ? expert_end(c, index - 1) : 0;
+        end = expert_end(c, index);
+    }
     if (per == QUERN_NVFP4_GLOBAL_EXPERT && first == end) return 1;
     return oracle_nvfp4_global((oracle_profile)c->params.profile,
                                nvfp4_case_amax(c->values + first * c->columns, (end - first) * c->columns));
@@ -230,7 +238,10 @@ static void check_blocks(const quantize_case *c, const double *codes, const doub
 static quern_nvfp4_quantize_tensors tensors_of(const quantize_case *c)
 {
     quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
-    t.x = &c->x.view, t.codes = &c->codes.view, t.scales = &c->scales.view, t.global = &c->global.view;
+    t.x = &c->x.view;
+    t.codes = &c->codes.view;
+    t.scales = &c->scales.view;
+    t.global = &c->global.view;
     if (c->offsets.buffer != NULL) t.offsets = &c->offsets.view;
     if (c->given) t.given_global = &c->given_global.view;
     return t;
@@ -281,8 +292,14 @@ static void dequantized_values(void **state)
                *globals = test_tensor_get(&c.global);
         quern_nvfp4_dequantize_params p = QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT;
         quern_nvfp4_dequantize_tensors d = QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT;
-        p.profile = c.params.profile, p.global_per = c.params.global_per, p.weight = c.params.weight;
-        d.codes = t.codes, d.scales = t.scales, d.global = t.global, d.offsets = t.offsets, d.x = &c.x.view;
+        p.profile = c.params.profile;
+        p.global_per = c.params.global_per;
+        p.weight = c.params.weight;
+        d.codes = t.codes;
+        d.scales = t.scales;
+        d.global = t.global;
+        d.offsets = t.offsets;
+        d.x = &c.x.view;
         test_tensor_reset(&c.x);
         if (quern_nvfp4_dequantize(ctx, NULL, &p, &d, NULL, 0) != QUERN_OK)
             fail_msg("trial %d: %s", trial, quern_last_error(ctx));
@@ -326,7 +343,8 @@ static void not_finite(void **state)
             char text[60];
             const int64_t at = test_random_int(&random, 0, count - 1),
                           later = test_random_int(&random, at, count - 1);
-            c.values[at] = trial % 2 ? (double)NAN : -(double)INFINITY, c.values[later] = c.values[at];
+            c.values[at] = trial % 2 ? (double)NAN : -(double)INFINITY;
+            c.values[later] = c.values[at];
             test_tensor_set(&c.x, c.values);
             test_tensor_reset(&c.codes), test_tensor_reset(&c.scales), test_tensor_reset(&c.global);
             test_tensor codes = test_tensor_copy(&c.codes), scales = test_tensor_copy(&c.scales),

@@ -23,9 +23,9 @@ struct CMUnitTest {
     void (*run)(void **state);
 };
 
-#define fail_msg(...) \
-    (printf("FAILED %s: ", minimal_name), printf(__VA_ARGS__), printf("\n  at %s:%d\n", __FILE__, __LINE__), fflush(stdout), \
-     longjmp(minimal_failed, 1))
+#define fail_msg(...)                                                                                        \
+    (printf("FAILED %s: ", minimal_name), printf(__VA_ARGS__), printf("\n  at %s:%d\n", __FILE__, __LINE__), \
+     fflush(stdout), longjmp(minimal_failed, 1))
 #define skip() longjmp(minimal_failed, 2)
 #define print_message printf
 #define assert_true(x) ((x) ? (void)0 : fail_msg("%s is false", #x))
@@ -33,16 +33,22 @@ struct CMUnitTest {
 #define assert_null(x) assert_true((x) == NULL)
 #define assert_non_null(x) assert_true((x) != NULL)
 #define assert_ptr_equal(a, b) assert_true((a) == (b))
-#define assert_int_equal(a, b) \
-    ((long long)(a) == (long long)(b) ? (void)0 : fail_msg("%s is %lld, not %lld", #a, (long long)(a), (long long)(b)))
+#define assert_int_equal(a, b)                                                                               \
+    ((long long)(a) == (long long)(b)                                                                        \
+         ? (void)0                                                                                           \
+         : fail_msg("%s is %lld, not %lld", #a, (long long)(a), (long long)(b)))
 #define assert_string_equal(a, b) (strcmp(a, b) == 0 ? (void)0 : fail_msg("%s is '%s', not '%s'", #a, a, b))
 #define assert_memory_equal(a, b, n) (memcmp(a, b, n) == 0 ? (void)0 : fail_msg("%s differs from %s", #a, #b))
 
-#define cmocka_unit_test(f) {#f, f}
-#define cmocka_run_group_tests(tests, setup, teardown) \
+#define cmocka_unit_test(f)                                                                                  \
+    {                                                                                                        \
+#f, f                                                                                                \
+    }
+#define cmocka_run_group_tests(tests, setup, teardown)                                                       \
     minimal_run(tests, sizeof(tests) / sizeof *(tests), setup, teardown)
 
-MINIMAL int minimal_run(const struct CMUnitTest *tests, size_t count, int (*setup)(void **), int (*teardown)(void **))
+MINIMAL int minimal_run(const struct CMUnitTest *tests, size_t count, int (*setup)(void **),
+                        int (*teardown)(void **))
 {
     static volatile size_t i, passed, failed;
     static void *state;
@@ -52,7 +58,10 @@ MINIMAL int minimal_run(const struct CMUnitTest *tests, size_t count, int (*setu
         if (only != NULL && strstr(tests[i].name, only) == NULL) continue;
         minimal_name = tests[i].name;
         switch (setjmp(minimal_failed)) {
-        case 0: tests[i].run(&state); passed++; break;
+        case 0:
+            tests[i].run(&state);
+            passed++;
+            break;
         case 1: failed++; break;
         default: printf("SKIPPED %s\n", tests[i].name);
         }

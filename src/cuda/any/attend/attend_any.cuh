@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_any.cuh - attention's kernels for any GPU: a function for each dtype and padded head dim, in a file of its own. */
+/* attend_any.cuh - attention's kernels for any GPU: a function for each dtype and padded head dim, in a file
+ * of its own. */
 #ifndef QUERN_CUDA_ATTEND_ANY_CUH
 #define QUERN_CUDA_ATTEND_ANY_CUH
 
@@ -30,15 +31,17 @@ static inline attend_part *part_of(const attend_launch &l, attend_part *const (&
     return part_of(l, parts[l.dtype == QUERN_F16]);
 }
 
-/* Whether the kernels' limits allow a call; if not, says so. Whether its blocks fit the device, by one part of a forward or
- * two of a backward. */
+/* Whether the kernels' limits allow a call; if not, says so. Whether its blocks fit the device, by one part
+ * of a forward or two of a backward. */
 bool attend_fits(const attend_args *args, char why[STAGE_WHY_BYTES]);
-bool attend_parts_fit(const stage_exec *exec, const attend_args *args, attend_launch *l, attend_part *first, attend_part *second,
-                      char why[STAGE_WHY_BYTES]);
+bool attend_parts_fit(const stage_exec *exec, const attend_args *args, attend_launch *l, attend_part *first,
+                      attend_part *second, char why[STAGE_WHY_BYTES]);
 
 /* The forward, and the 16-bit backward, by these parts. */
-quern_status attend_forward_by(const stage_exec *exec, const attend_args *args, const attend_launch &l, attend_part *part);
-quern_status attend_backward_by(const stage_exec *exec, const attend_args *args, void *workspace, attend_part *rows, attend_part *keys);
+quern_status attend_forward_by(const stage_exec *exec, const attend_args *args, const attend_launch &l,
+                               attend_part *part);
+quern_status attend_backward_by(const stage_exec *exec, const attend_args *args, void *workspace,
+                                attend_part *rows, attend_part *keys);
 
 /* After any forward: the rows past the last sequence. */
 quern_status attend_end(const stage_exec *exec, const attend_args *args);

@@ -10,19 +10,21 @@
 
 enum { BACKWARD_STEP = 64 }; /* keys or rows that a block takes at a time */
 
-/* Writes args->delta anew where o's rounding spoils it (attend_delta.cu says where), before the two read it. */
+/* Writes args->delta anew where o's rounding spoils it (attend_delta.cu says where), before the two read it.
+ */
 quern_status attend_backward_delta(const attend_args *args, const attend_launch &l, cudaStream_t stream);
 
-/* dK and dV by pieces of `keys` keys, or by listed blocks: how many; into how many shares each range's rows are cut; bytes
- * of the shares' partial gradients; their sum, after the kernels that leave them. */
+/* dK and dV by pieces of `keys` keys, or by listed blocks: how many; into how many shares each range's rows
+ * are cut; bytes of the shares' partial gradients; their sum, after the kernels that leave them. */
 int64_t backward_pieces(const attend_args *args, int keys);
 int backward_splits(const attend_args *args);
 size_t backward_shares_bytes(const attend_args *args);
 quern_status backward_sum_shares(const attend_args *args, const attend_launch &l, cudaStream_t stream);
 
-/* What every backward in 16 bits does before its kernels, and after them: delta, the inverted index, room for shares, which
- * starts at a->part; the sum of the shares, the rows past the last sequence. */
-quern_status backward_begin(const stage_exec *exec, const attend_args *args, void *workspace, attend_launch *l);
+/* What every backward in 16 bits does before its kernels, and after them: delta, the inverted index, room for
+ * shares, which starts at a->part; the sum of the shares, the rows past the last sequence. */
+quern_status backward_begin(const stage_exec *exec, const attend_args *args, void *workspace,
+                            attend_launch *l);
 quern_status backward_end(const stage_exec *exec, const attend_args *args, const attend_launch &l);
 /* Sequences as pieces of keys, and back. */
 __device__ __forceinline__ seqs by_key(const seqs &s)
@@ -30,7 +32,10 @@ __device__ __forceinline__ seqs by_key(const seqs &s)
     return {s.batch, s.n_kv, s.n_q, s.cu_kv != NULL ? s.cu_kv : s.cu_q, s.cu_q};
 }
 
-__device__ __forceinline__ sequence flip(const sequence &s) { return {s.b, s.view_b, s.k0, s.nk, s.q0, s.nq}; }
+__device__ __forceinline__ sequence flip(const sequence &s)
+{
+    return {s.b, s.view_b, s.k0, s.nk, s.q0, s.nq};
+}
 
 /* The first query in [0, nq] for which `seen` holds; seen is false, then true. */
 template <typename F> __device__ __forceinline__ int first_query(int64_t nq, F seen)
@@ -45,19 +50,24 @@ template <typename F> __device__ __forceinline__ int first_query(int64_t nq, F s
 }
 
 /* The forward's lse in the exp2 domain (+inf for a row without keys), delta and row_scale of one row. */
-__device__ __forceinline__ void row_statistics(const attend_kernel &a, const sequence &seq, int64_t n, int64_t head, float *lse2, float *delta,
-                                               float *row_scale)
+__device__ __forceinline__ void row_statistics(const attend_kernel &a, const sequence &seq, int64_t n,
+                                               int64_t head, float *lse2, float *delta, float *row_scale)
 {
     const float lse = a.lse.p[seq.view_b * a.lse.s[0] + head * a.lse.s[1] + n * a.lse.s[2]];
     *lse2 = lse == -INFINITY ? INFINITY : lse * 1.4426950408889634f;
     *delta = a.delta.p[seq.view_b * a.delta.s[0] + head * a.delta.s[1] + n * a.delta.s[2]];
-    *row_scale = a.row_scale.p == NULL ? 1.0f : a.row_scale.p[seq.view_b * a.row_scale.s[0] + head * a.row_scale.s[1] + n * a.row_scale.s[2]];
+    *row_scale =
+        a.row_scale.p == NULL
+            ? 1.0f
+            : a.row_scale.p[seq.view_b * a.row_scale.s[0] + head * a.row_scale.s[1] + n * a.row_scale.s[2]];
 }
 
 /* A zero as + 0: the sign that the products leave may come from a row that is not seen, by a factor of 0. */
-template <typename T> __device__ __forceinline__ void store_pair(void *base, int64_t at, float x, float y, bool f32, bool add)
+template <typename T>
+__device__ __forceinline__ void store_pair(void *base, int64_t at, float x, float y, bool f32, bool add)
 {
-    x += 0.0f, y += 0.0f;
+    x += 0.0f;
+    y += 0.0f;
     if (f32) {
         float *p = (float *)base + at;
         p[0] = add ? p[0] + x : x;

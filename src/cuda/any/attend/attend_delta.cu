@@ -2,7 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * attend_delta.cu - delta anew for rows that see few compressed entries. Their values are means and often
- * overlap, so dP - delta is small beside delta, and a delta from an o rounded to 16 bits is off by as much. These rows, the first of each sequence, take row_scale times the mean of dP under P, in f32.
+ * overlap, so dP - delta is small beside delta, and a delta from an o rounded to 16 bits is off by as much.
+ * These rows, the first of each sequence, take row_scale times the mean of dP under P, in f32.
  *
  * A warp owns a row: each lane 8 consecutive elements, the entries one after another. Limit: the latency of
  * an entry's two sums over the warp; there are some 3 l rows a sequence and head.
@@ -24,8 +25,8 @@ __device__ __forceinline__ float warp_dot(const chunk &x, const chunk &y)
 
 /* `shares` blocks walk a sequence's rows, the heads of a query together, while these see at most `few`. */
 template <typename T>
-__global__ void __launch_bounds__(THREADS) attend_delta(const __grid_constant__ attend_kernel a, int few,
-                                                        int shares)
+__global__ void __launch_bounds__(THREADS)
+    attend_delta(const __grid_constant__ attend_kernel a, int few, int shares)
 {
     const int b = blockIdx.x / shares, share = blockIdx.x - b * shares;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = lane * CHUNK;

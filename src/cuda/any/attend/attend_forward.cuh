@@ -3,17 +3,18 @@
 /*
  * attend_forward.cuh - blockwise softmax attention on the tensor cores, for bf16 and f16, every mask.
  *
- * A block of WM x WN warps owns 16 WM packed rows (attend.cuh) and walks its key slots KEYS at a time, the next
- * tile of K and V on its way while this one is used: S = Q K^T in registers, running maximum and sum in the exp2
- * domain, P straight from the accumulators as the A operand of O += P V. With WN = 1 each warp holds all keys of
- * its 16 rows, and on Hopper four warps make one warpgroup product. With WN = 4 (per-token lists, <= 16 rows a
- * tile) the warps split the keys, keep their own maximum, sum and O, and merge through shared memory in warp order.
+ * A block of WM x WN warps owns 16 WM packed rows (attend.cuh) and walks its key slots KEYS at a time, the
+ * next tile of K and V on its way while this one is used: S = Q K^T in registers, running maximum and sum in
+ * the exp2 domain, P straight from the accumulators as the A operand of O += P V. With WN = 1 each warp holds
+ * all keys of its 16 rows, and on Hopper four warps make one warpgroup product. With WN = 4 (per-token lists,
+ * <= 16 rows a tile) the warps split the keys, keep their own maximum, sum and O, and merge through shared
+ * memory in warp order.
  *
- * NaN and infinity in V reach the rows that see them and no others (spread_nonfinite). A zero of O is stored as + 0:
- * the sign that the products leave may come from a value that is not seen, by a factor of 0.
+ * NaN and infinity in V reach the rows that see them and no others (spread_nonfinite). A zero of O is stored
+ * as + 0: the sign that the products leave may come from a value that is not seen, by a factor of 0.
  *
- * At D = 128, WN = 1: 128 rows, 128 keys a tile; registers a thread O 64, S 64; shared memory 160 KB, one block
- * an SM. Limit: the tensor cores, shared with 16 exponentials a clock and SM.
+ * At D = 128, WN = 1: 128 rows, 128 keys a tile; registers a thread O 64, S 64; shared memory 160 KB, one
+ * block an SM. Limit: the tensor cores, shared with 16 exponentials a clock and SM.
  */
 #ifndef QUERN_CUDA_ATTEND_FORWARD_CUH
 #define QUERN_CUDA_ATTEND_FORWARD_CUH
@@ -29,7 +30,8 @@ template <int DP, int WN> struct forward_shape {
 
 /* Hides from a thread's two rows what they do not see; key_at(slot) is a key of the tile. */
 template <int NT, typename F>
-__device__ __forceinline__ void hide_scores(float (&s)[NT][4], const int (&lo)[2], const int (&hi)[2], int slot, F key_at)
+__device__ __forceinline__ void hide_scores(float (&s)[NT][4], const int (&lo)[2], const int (&hi)[2],
+                                            int slot, F key_at)
 {
 #pragma unroll
     for (int i = 0; i < NT; i++)
@@ -49,7 +51,8 @@ template <int OT> struct running_rows {
 
 /* Takes a tile's scores in: P, packed, from S; what was summed so far is scaled to the new maximum. */
 template <typename T, int NT, int OT>
-__device__ __forceinline__ void soften(const float (&s)[NT][4], float scale_log2, running_rows<OT> &rows, uint32_t (&p)[NT][2])
+__device__ __forceinline__ void soften(const float (&s)[NT][4], float scale_log2, running_rows<OT> &rows,
+                                       uint32_t (&p)[NT][2])
 {
     float shrinks[2];
 #pragma unroll
@@ -65,7 +68,8 @@ __device__ __forceinline__ void soften(const float (&s)[NT][4], float scale_log2
         float sum = rows.sum[h] * shrink;
 #pragma unroll
         for (int i = 0; i < NT; i++) {
-            const float x = exp2_fast(fmaf(s[i][h * 2], scale_log2, -base2)), y = exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -base2));
+            const float x = exp2_fast(fmaf(s[i][h * 2], scale_log2, -base2)),
+                        y = exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -base2));
             sum += x + y;
             p[i][h] = pack2<T>(x, y);
         }
@@ -80,8 +84,8 @@ __device__ __forceinline__ void soften(const float (&s)[NT][4], float scale_log2
     }
 }
 
-/* Merges the shares of WN warps that split the keys, in warp order, into warp 0; `part` is memory for all of them. False
- * for the others, which are done. */
+/* Merges the shares of WN warps that split the keys, in warp order, into warp 0; `part` is memory for all of
+ * them. False for the others, which are done. */
 template <int DP, int WN, int OT>
 __device__ __forceinline__ bool merge_shares(float *part, float scale_log2, int wn, running_rows<OT> &rows)
 {
@@ -91,9 +95,14 @@ __device__ __forceinline__ bool merge_shares(float *part, float scale_log2, int 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int r = wn * 16 + h * 8 + (lane >> 2);
-        if ((lane & 3) == 0) part_max[r] = rows.max[h], part_sum[r] = rows.sum[h];
+        if ((lane & 3) == 0) {
+            part_max[r] = rows.max[h];
+            part_sum[r] = rows.sum[h];
+        }
 #pragma unroll
-        for (int i = 0; i < OT; i++) *(float2 *)&part[r * DP + i * 8 + (lane & 3) * 2] = make_float2(rows.o[i][h * 2], rows.o[i][h * 2 + 1]);
+        for (int i = 0; i < OT; i++)
+            *(float2 *)&part[r * DP + i * 8 + (lane & 3) * 2] =
+                make_float2(rows.o[i][h * 2], rows.o[i][h * 2 + 1]);
     }
     __syncthreads();
     if (wn != 0) return false;
@@ -126,7 +135,8 @@ __device__ __forceinline__ bool merge_shares(float *part, float scale_log2, int 
 
 /* Writes O and lse of a thread's two rows, the first of them row `row` of the block. */
 template <typename T, int OT>
-__device__ __forceinline__ void store_output(const attend_kernel &a, const row_block &b, int row, const running_rows<OT> &rows)
+__device__ __forceinline__ void store_output(const attend_kernel &a, const row_block &b, int row,
+                                             const running_rows<OT> &rows)
 {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -160,7 +170,8 @@ __device__ __forceinline__ void store_output(const attend_kernel &a, const row_b
 template <typename T, int DP, int WM, int WN, bool LISTED, typename PRODUCTS>
 __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_constant__ attend_kernel a)
 {
-    constexpr int M = 16 * WM, KEYS = forward_shape<DP, WN>::KEYS, WK = KEYS / WN, NT = WK / 8, OT = DP / 8, CHUNKS = DP / 8;
+    constexpr int M = 16 * WM, KEYS = forward_shape<DP, WN>::KEYS, WK = KEYS / WN, NT = WK / 8, OT = DP / 8,
+                  CHUNKS = DP / 8;
     constexpr int THREADS = 32 * WM * WN, TILE = KEYS * DP * 2;
     constexpr bool HOLD = WN > 1 && DP <= 128; /* Q stays in registers */
     extern __shared__ __align__(1024) char smem[];
@@ -182,8 +193,9 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
         const int at = (t & 1) * TILE;
 #pragma unroll
         for (int r = 0; r < KEYS; r += 64)
-            load_slots<T, KEYS, THREADS, CHUNKS, LISTED>(a, from.k, from.v, from.in_k, from.in_v, nk, seen.base, seen.slots, list, t * KEYS + r, r,
-                                                         ak0 + at, av0 + at, sk + at, sv + at, column + (t & 1) * KEYS + r);
+            load_slots<T, KEYS, THREADS, CHUNKS, LISTED>(
+                a, from.k, from.v, from.in_k, from.in_v, nk, seen.base, seen.slots, list, t * KEYS + r, r,
+                ak0 + at, av0 + at, sk + at, sv + at, column + (t & 1) * KEYS + r);
         cp_async_commit();
     };
 
@@ -209,16 +221,20 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
         }
 
         const int slot0 = t * KEYS;
-        const bool inside = all_seen<KEYS, LISTED>(a, list, seen.base, slot0, seen.slots, seen.last_lo, seen.first_hi);
+        const bool inside =
+            all_seen<KEYS, LISTED>(a, list, seen.base, slot0, seen.slots, seen.last_lo, seen.first_hi);
         auto key_at = [&](int at) {
-            return LISTED ? column[(t & 1) * KEYS + at] : slot0 + at < seen.slots ? seen.base + slot0 + at : nk;
+            return LISTED                    ? column[(t & 1) * KEYS + at]
+                   : slot0 + at < seen.slots ? seen.base + slot0 + at
+                                             : nk;
         };
         if (!inside) hide_scores(s, lo, hi, wn * WK + (lane & 3) * 2, key_at);
         uint32_t p[NT][2]; /* P, packed: rows lane / 4 and that + 8 */
         soften<T>(s, a.scale_log2, rows, p);
         char *values = sv + (t & 1) * TILE;
         if (!inside && __syncthreads_or(any_nonfinite<T, KEYS, THREADS, CHUNKS>(values))) {
-            spread_nonfinite<T, KEYS>(rows.o, values, wn * WK, WK, false, [&](int j, int h) { return key_at(j) >= lo[h] && key_at(j) < hi[h]; });
+            spread_nonfinite<T, KEYS>(rows.o, values, wn * WK, WK, false,
+                                      [&](int j, int h) { return key_at(j) >= lo[h] && key_at(j) < hi[h]; });
             __syncthreads();
             clear_nonfinite<T, KEYS, THREADS, CHUNKS>(values);
             PRODUCTS::show();
@@ -247,12 +263,15 @@ template <typename T, int DP, int WM, int WN, bool LISTED, typename PRODUCTS>
 static quern_status launch_forward(const attend_args *args, const attend_kernel &a, const launcher &to)
 {
     constexpr int M = 16 * WM, KEYS = forward_shape<DP, WN>::KEYS;
-    const size_t bytes = (size_t)(M + 4 * KEYS) * DP * 2 + (LISTED ? (2 * KEYS + 3 * (size_t)a.list_k) * 4 : 0);
-    return launch_shared(to, attend_forward<T, DP, WM, WN, LISTED, PRODUCTS>, row_grid(args, a, M, LISTED), 32 * WM * WN, bytes, "attend_forward", a);
+    const size_t bytes =
+        (size_t)(M + 4 * KEYS) * DP * 2 + (LISTED ? (2 * KEYS + 3 * (size_t)a.list_k) * 4 : 0);
+    return launch_shared(to, attend_forward<T, DP, WM, WN, LISTED, PRODUCTS>, row_grid(args, a, M, LISTED),
+                         32 * WM * WN, bytes, "attend_forward", a);
 }
 
 /* The calls that any GPU takes. */
-template <typename T, int DP> static quern_status forward_by_warps(const attend_args *args, const attend_launch &l, const launcher &to)
+template <typename T, int DP>
+static quern_status forward_by_warps(const attend_args *args, const attend_launch &l, const launcher &to)
 {
     const attend_kernel &a = l.kernel;
     if (!l.listed) return launch_forward<T, DP, 8, 1, false, warp_products>(args, a, to);

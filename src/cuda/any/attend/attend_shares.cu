@@ -1,11 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_shares.cu - how the rows of dK and dV are cut into shares where there are few keys, and the sum of the shares'
- * partial gradients, in order. Limit of the sum: its bytes over the copy rate. */
+/* attend_shares.cu - how the rows of dK and dV are cut into shares where there are few keys, and the sum of
+ * the shares' partial gradients, in order. Limit of the sum: its bytes over the copy rate. */
 #include "any/attend/key_block.cuh"
 
 /* Grid as that of the shares, with one block for all of them. */
-template <typename T, bool LISTED> __global__ void attend_backward_sum(const __grid_constant__ attend_kernel a, int64_t pieces, int keys)
+template <typename T, bool LISTED>
+__global__ void attend_backward_sum(const __grid_constant__ attend_kernel a, int64_t pieces, int keys)
 {
     key_block b;
     if (LISTED ? !find_block(a, blockIdx.x, &b) : !find_range(a, blockIdx.x, pieces, keys, &b)) return;
@@ -17,12 +18,16 @@ template <typename T, bool LISTED> __global__ void attend_backward_sum(const __g
         float2 sum = make_float2(0.0f, 0.0f);
         for (int s = 0; s < b.shares; s++) {
             const float2 x = *(const float2 *)(a.part + ((b.slot + s) * keys + r) * width + c);
-            sum.x += x.x, sum.y += x.y;
+            sum.x += x.x;
+            sum.y += x.y;
         }
         if (c < a.dim_k)
-            store_pair<T>(a.d_k.p, b.seq.view_b * a.d_k.s[0] + row * a.d_k.s[1] + b.kvh * a.d_k.s[2] + c, sum.x, sum.y, a.f32_dkv, a.add_k);
+            store_pair<T>(a.d_k.p, b.seq.view_b * a.d_k.s[0] + row * a.d_k.s[1] + b.kvh * a.d_k.s[2] + c,
+                          sum.x, sum.y, a.f32_dkv, a.add_k);
         else
-            store_pair<T>(a.d_v.p, b.seq.view_b * a.d_v.s[0] + row * a.d_v.s[1] + b.kvh * a.d_v.s[2] + c - a.dim_k, sum.x, sum.y, a.f32_dkv, a.add_v);
+            store_pair<T>(a.d_v.p,
+                          b.seq.view_b * a.d_v.s[0] + row * a.d_v.s[1] + b.kvh * a.d_v.s[2] + c - a.dim_k,
+                          sum.x, sum.y, a.f32_dkv, a.add_v);
     }
 }
 
@@ -37,10 +42,13 @@ int64_t backward_pieces(const attend_args *args, int keys)
     return piece_bound(flipped, keys, 1);
 }
 
-static int range_keys(const attend_args *args) { return args->q.shape[3] > 128 || args->v.shape[3] > 128 ? 64 : 128; }
+static int range_keys(const attend_args *args)
+{
+    return args->q.shape[3] > 128 || args->v.shape[3] > 128 ? 64 : 128;
+}
 
-/* Enough to fill a large GPU four times, where there are rows enough. Compressed entries are few, and the first are seen by
- * all: smaller shares leave less to wait for at the end. */
+/* Enough to fill a large GPU four times, where there are rows enough. Compressed entries are few, and the
+ * first are seen by all: smaller shares leave less to wait for at the end. */
 int backward_splits(const attend_args *args)
 {
     if (present(args->list)) return 1;
@@ -60,13 +68,18 @@ size_t backward_shares_bytes(const attend_args *args)
         return (size_t)inverse_slots(args) * keys * row + 15;
     }
     const int keys = range_keys(args), splits = backward_splits(args);
-    return splits > 1 ? (size_t)(backward_pieces(args, keys) * args->k.shape[2] * splits * keys) * row + 15 : 0;
+    return splits > 1 ? (size_t)(backward_pieces(args, keys) * args->k.shape[2] * splits * keys) * row + 15
+                      : 0;
 }
 
-template <typename T> static void start_sum(const attend_kernel &a, bool listed, int64_t pieces, int keys, cudaStream_t stream)
+template <typename T>
+static void start_sum(const attend_kernel &a, bool listed, int64_t pieces, int keys, cudaStream_t stream)
 {
-    if (listed) attend_backward_sum<T, true><<<dim3((unsigned)pieces, 1), 256, 0, stream>>>(a, pieces, a.list_block);
-    else attend_backward_sum<T, false><<<dim3((unsigned)pieces, (unsigned)a.kv_heads), 256, 0, stream>>>(a, pieces, keys);
+    if (listed)
+        attend_backward_sum<T, true><<<dim3((unsigned)pieces, 1), 256, 0, stream>>>(a, pieces, a.list_block);
+    else
+        attend_backward_sum<T, false>
+            <<<dim3((unsigned)pieces, (unsigned)a.kv_heads), 256, 0, stream>>>(a, pieces, keys);
 }
 
 quern_status backward_sum_shares(const attend_args *args, const attend_launch &l, cudaStream_t stream)

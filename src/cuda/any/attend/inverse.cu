@@ -9,8 +9,9 @@
  * A row's entries count once each, and only those inside the sequence whose first key some query of the
  * tile may see. Packed batches: sequence b's blocks start at index floor(k0 / lb) + b, which never meet.
  *
- * items: a block's rows, over all units of its key/value head, are cut into items of item_rows. item_start counts
- * the items, and slot_start the partial sums, of the blocks before one, in the order (view, kv head, index).
+ * items: a block's rows, over all units of its key/value head, are cut into items of item_rows. item_start
+ * counts the items, and slot_start the partial sums, of the blocks before one, in the order (view, kv head,
+ * index).
  */
 #include "any/attend/attend.cuh"
 #include "stages.cuh"
@@ -41,7 +42,10 @@ struct inverse_memory {
     int32_t *count, *start, *tile, *item_start, *slot_start;
 };
 
-static int64_t places_of(const attend_args *args) { return args->list.shape[0] * args->k.shape[2] * shape_of(args).capacity; }
+static int64_t places_of(const attend_args *args)
+{
+    return args->list.shape[0] * args->k.shape[2] * shape_of(args).capacity;
+}
 
 /* Rows behind all blocks together, at most. */
 static int64_t rows_of(const attend_args *args)
@@ -64,14 +68,18 @@ int64_t inverse_slots(const attend_args *args)
     return rows > item ? 2 * (rows / item) + 2 : 0;
 }
 
-int64_t inverse_items(const attend_args *args) { return places_of(args) + inverse_slots(args); }
+int64_t inverse_items(const attend_args *args)
+{
+    return places_of(args) + inverse_slots(args);
+}
 
 static inverse_memory carve(const attend_args *args, void *workspace, size_t *bytes)
 {
     const inverse_shape s = shape_of(args);
     const size_t count = (size_t)(s.lists * s.chunks * s.capacity), start = (size_t)(s.lists * s.capacity);
     int32_t *p = (int32_t *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15);
-    const size_t tile = (size_t)(s.lists * s.rows * args->list.shape[3]), places = (size_t)places_of(args) + 1;
+    const size_t tile = (size_t)(s.lists * s.rows * args->list.shape[3]),
+                 places = (size_t)places_of(args) + 1;
     *bytes = 4 * (count + start + tile + 2 * places) + 15;
     return {p, p + count, p + count + start, p + count + start + tile, p + count + start + tile + places};
 }
@@ -95,7 +103,8 @@ __device__ bool list_place(const attend_kernel &a, int64_t view_b, int64_t row, 
 }
 
 /* The block index of entry e of a list row, or -1 where it does not count. */
-__device__ int64_t entry_block(const attend_kernel &a, const int32_t *list, int e, const sequence &seq, int64_t q0)
+__device__ int64_t entry_block(const attend_kernel &a, const int32_t *list, int e, const sequence &seq,
+                               int64_t q0)
 {
     const int32_t x = list[e];
     const int64_t last = (q0 + a.tile < seq.nq ? q0 + a.tile : seq.nq) - 1;
@@ -107,17 +116,20 @@ __device__ int64_t entry_block(const attend_kernel &a, const int32_t *list, int 
     return (a.sq.cu_q == NULL ? 0 : seq.k0 / a.list_block + seq.b) + x;
 }
 
-__global__ void inverse_count(const __grid_constant__ attend_kernel a, int64_t rows, int64_t capacity, int64_t chunk_rows, int32_t *count)
+__global__ void inverse_count(const __grid_constant__ attend_kernel a, int64_t rows, int64_t capacity,
+                              int64_t chunk_rows, int32_t *count)
 {
     const int64_t pair = blockIdx.y, view_b = pair / a.units, u = pair % a.units;
-    const int64_t first = (int64_t)blockIdx.x * chunk_rows, end = first + chunk_rows < rows ? first + chunk_rows : rows;
+    const int64_t first = (int64_t)blockIdx.x * chunk_rows,
+                  end = first + chunk_rows < rows ? first + chunk_rows : rows;
     int32_t *c = count + (pair * gridDim.x + blockIdx.x) * capacity;
     for (int64_t i = threadIdx.x; i < (end - first) * a.list_k; i += blockDim.x) {
         const int64_t row = first + i / a.list_k;
         sequence seq;
         int64_t q0;
         if (!list_place(a, view_b, row, &seq, &q0)) continue;
-        const int32_t *list = a.list + view_b * a.list_stride[0] + u * a.list_stride[1] + row * a.list_stride[2];
+        const int32_t *list =
+            a.list + view_b * a.list_stride[0] + u * a.list_stride[1] + row * a.list_stride[2];
         const int64_t block = entry_block(a, list, (int)(i % a.list_k), seq, q0);
         if (block >= 0) atomicAdd(&c[block], 1);
     }
@@ -160,8 +172,8 @@ __global__ void inverse_scan(int64_t capacity, int64_t chunks, int32_t *count, i
     }
 }
 
-__global__ void inverse_cut(const __grid_constant__ attend_kernel a, int64_t places, int64_t capacity, const int32_t *start, int32_t *item_start,
-                            int32_t *slot_start)
+__global__ void inverse_cut(const __grid_constant__ attend_kernel a, int64_t places, int64_t capacity,
+                            const int32_t *start, int32_t *item_start, int32_t *slot_start)
 {
     __shared__ int32_t sums[1024];
     const int units_here = a.units / a.kv_heads;
@@ -174,27 +186,35 @@ __global__ void inverse_cut(const __grid_constant__ attend_kernel a, int64_t pla
                 const int32_t *s = start + (pair * units_here + u) * capacity + index;
                 rows += (int64_t)(s[1] - s[0]) * a.tile * a.hs;
             }
-        const int32_t items = place >= places ? 0 : rows > a.item_rows ? (int32_t)((rows + a.item_rows - 1) / a.item_rows) : 1;
+        const int32_t items = place >= places      ? 0
+                              : rows > a.item_rows ? (int32_t)((rows + a.item_rows - 1) / a.item_rows)
+                                                   : 1;
         const int32_t item = items_before + sum_before(items, sums, &all);
         items_before += all;
         const int32_t slot = slots_before + sum_before(items > 1 ? items : 0, sums, &all);
         slots_before += all;
-        if (place <= places) item_start[place] = item, slot_start[place] = slot;
+        if (place <= places) {
+            item_start[place] = item;
+            slot_start[place] = slot;
+        }
     }
 }
 
-__global__ void inverse_fill(const __grid_constant__ attend_kernel a, int64_t rows, int64_t capacity, int64_t chunk_rows, int32_t *count,
-                             const int32_t *start, int32_t *tile, int64_t pair_entries)
+__global__ void inverse_fill(const __grid_constant__ attend_kernel a, int64_t rows, int64_t capacity,
+                             int64_t chunk_rows, int32_t *count, const int32_t *start, int32_t *tile,
+                             int64_t pair_entries)
 {
     const int64_t pair = blockIdx.y, view_b = pair / a.units, u = pair % a.units;
-    const int64_t first = (int64_t)blockIdx.x * chunk_rows, end = first + chunk_rows < rows ? first + chunk_rows : rows;
+    const int64_t first = (int64_t)blockIdx.x * chunk_rows,
+                  end = first + chunk_rows < rows ? first + chunk_rows : rows;
     int32_t *c = count + (pair * gridDim.x + blockIdx.x) * capacity;
     const int32_t *s = start + pair * capacity;
     for (int64_t row = first; row < end; row++) {
         sequence seq;
         int64_t q0;
         if (!list_place(a, view_b, row, &seq, &q0)) continue;
-        const int32_t *list = a.list + view_b * a.list_stride[0] + u * a.list_stride[1] + row * a.list_stride[2];
+        const int32_t *list =
+            a.list + view_b * a.list_stride[0] + u * a.list_stride[1] + row * a.list_stride[2];
         for (int e = threadIdx.x; e < a.list_k; e += 32) {
             const int64_t block = entry_block(a, list, e, seq, q0);
             if (block >= 0) tile[pair * pair_entries + s[block] + c[block]++] = (int32_t)(q0 / a.tile);
@@ -203,7 +223,8 @@ __global__ void inverse_fill(const __grid_constant__ attend_kernel a, int64_t ro
     }
 }
 
-quern_status inverse_build(const stage_exec *exec, const attend_args *args, attend_kernel *kernel, void *workspace)
+quern_status inverse_build(const stage_exec *exec, const attend_args *args, attend_kernel *kernel,
+                           void *workspace)
 {
     const inverse_shape s = shape_of(args);
     cudaStream_t stream = (cudaStream_t)exec->stream;
@@ -216,13 +237,17 @@ quern_status inverse_build(const stage_exec *exec, const attend_args *args, atte
     kernel->slot_start = m.slot_start;
     kernel->item_rows = inverse_item_rows(args);
     if (s.lists == 0) return QUERN_OK;
-    const cudaError_t code = cudaMemsetAsync(m.count, 0, (size_t)(s.lists * s.chunks * s.capacity) * 4, stream);
+    const cudaError_t code =
+        cudaMemsetAsync(m.count, 0, (size_t)(s.lists * s.chunks * s.capacity) * 4, stream);
     if (code != cudaSuccess) return cuda_report(code, "inverse: clear");
     const dim3 grid((unsigned)s.chunks, (unsigned)s.lists);
-    if (s.rows > 0) inverse_count<<<grid, 256, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count);
+    if (s.rows > 0)
+        inverse_count<<<grid, 256, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count);
     inverse_scan<<<(unsigned)s.lists, 1024, 0, stream>>>(s.capacity, s.chunks, m.count, m.start);
     if (s.rows > 0)
-        inverse_fill<<<grid, 32, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count, m.start, m.tile, kernel->inverse_entries);
-    inverse_cut<<<1, 1024, 0, stream>>>(*kernel, places_of(args), s.capacity, m.start, m.item_start, m.slot_start);
+        inverse_fill<<<grid, 32, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count, m.start,
+                                              m.tile, kernel->inverse_entries);
+    inverse_cut<<<1, 1024, 0, stream>>>(*kernel, places_of(args), s.capacity, m.start, m.item_start,
+                                        m.slot_start);
     return LAUNCHED("inverse");
 }

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* key_block.cuh - the keys of a block of the kernels for dK and dV, and its share of the rows that see them. */
+/* key_block.cuh - the keys of a block of the kernels for dK and dV, and its share of the rows that see them.
+ */
 #ifndef QUERN_CUDA_KEY_BLOCK_CUH
 #define QUERN_CUDA_KEY_BLOCK_CUH
 
@@ -12,12 +13,13 @@ struct key_block {
     int kvh, key0, key_end, block; /* block: listed */
     int index;                     /* in the inverse index */
     int share, shares;
-    int64_t slot;                  /* of the partial sums, shares > 1 */
-    int offset;                    /* of key0 in the slot */
+    int64_t slot; /* of the partial sums, shares > 1 */
+    int offset;   /* of key0 in the slot */
 };
 
 /* Piece `piece` of `keys` keys of a range. */
-__device__ __forceinline__ bool find_range(const attend_kernel &a, int64_t piece, int64_t pieces, int keys, key_block *b)
+__device__ __forceinline__ bool find_range(const attend_kernel &a, int64_t piece, int64_t pieces, int keys,
+                                           key_block *b)
 {
     sequence flipped;
     int64_t key0;
@@ -26,7 +28,8 @@ __device__ __forceinline__ bool find_range(const attend_kernel &a, int64_t piece
     b->kvh = blockIdx.y;
     b->key0 = (int)key0;
     b->key_end = (int)(key0 + keys < b->seq.nk ? key0 + keys : b->seq.nk);
-    b->share = blockIdx.z, b->shares = a.splits;
+    b->share = blockIdx.z;
+    b->shares = a.splits;
     b->slot = ((int64_t)blockIdx.y * pieces + piece) * a.splits;
     b->offset = 0;
     return true;
@@ -35,7 +38,8 @@ __device__ __forceinline__ bool find_range(const attend_kernel &a, int64_t piece
 /* The listed block at `place` of the tables, which order them by (view, key/value head, index). */
 __device__ __forceinline__ bool find_block(const attend_kernel &a, int64_t place, key_block *b)
 {
-    const int64_t capacity = a.sq.n_kv / a.list_block + a.sq.batch + 1, pair = place / capacity, view = pair / a.kv_heads;
+    const int64_t capacity = a.sq.n_kv / a.list_block + a.sq.batch + 1, pair = place / capacity,
+                  view = pair / a.kv_heads;
     int64_t seq = view, index = place - pair * capacity;
     b->index = (int)index;
     if (a.sq.cu_q != NULL) { /* the last sequence whose blocks start at or before it */
@@ -60,7 +64,8 @@ __device__ __forceinline__ bool find_block(const attend_kernel &a, int64_t place
     return true;
 }
 
-template <int KT> __device__ __forceinline__ bool find_item(const attend_kernel &a, int64_t places, key_block *b)
+template <int KT>
+__device__ __forceinline__ bool find_item(const attend_kernel &a, int64_t places, key_block *b)
 {
     const int item = blockIdx.x;
     int64_t lo = 0, hi = places;

@@ -4,11 +4,12 @@
  * compress.cu - the compress stages: mean compression of K and V and its backward; products with weights are
  * compress_matrix.cu's.
  *
- * Forward: a thread owns eight columns of one head (of K or of V) and sums them over a quarter of the block's l
- * tokens, eight 16-byte loads in flight; 64 neighbours read 1 KB of each token's row contiguously, and the four
- * quarters meet in shared memory, in order. Overlapping blocks (d < l) meet in L2. A projection multiplies the f32 mean, kept in
- * workspace, by W. Backward: a thread writes d tokens' columns from the l/d entries that cover them.
- * Limit: forward reads K and V once (read rate), backward writes dK and dV once (fill rate).
+ * Forward: a thread owns eight columns of one head (of K or of V) and sums them over a quarter of the block's
+ * l tokens, eight 16-byte loads in flight; 64 neighbours read 1 KB of each token's row contiguously, and the
+ * four quarters meet in shared memory, in order. Overlapping blocks (d < l) meet in L2. A projection
+ * multiplies the f32 mean, kept in workspace, by W. Backward: a thread writes d tokens' columns from the l/d
+ * entries that cover them. Limit: forward reads K and V once (read rate), backward writes dK and dV once
+ * (fill rate).
  */
 #include "any/compress/compress.cuh"
 #include "common/chunk.cuh"
@@ -38,14 +39,17 @@ __global__ void compress_borders(seqs sq, int64_t l, int64_t d, int32_t *cu_cmp)
     }
 }
 
-/* VEC: all rows are aligned (asked at run time, it would keep loads from being issued together). ONCE: blocks do not
- * overlap, so each token is read once. */
-template <typename T, bool VEC, bool ONCE> __global__ void __launch_bounds__(THREADS) compress_mean(const __grid_constant__ compress_kernel a)
+/* VEC: all rows are aligned (asked at run time, it would keep loads from being issued together). ONCE: blocks
+ * do not overlap, so each token is read once. */
+template <typename T, bool VEC, bool ONCE>
+__global__ void __launch_bounds__(THREADS) compress_mean(const __grid_constant__ compress_kernel a)
 {
     __shared__ float4 shares[PARTS - 1][2][COLUMNS];
-    const int chunks_k = a.side[0].dim / CHUNK * a.heads, column = threadIdx.x % COLUMNS, part = threadIdx.x / COLUMNS;
+    const int chunks_k = a.side[0].dim / CHUNK * a.heads, column = threadIdx.x % COLUMNS,
+              part = threadIdx.x / COLUMNS;
     const int groups = (chunks_k + a.side[1].dim / CHUNK * a.heads + COLUMNS - 1) / COLUMNS;
-    const int64_t at = blockIdx.x / (unsigned)groups; /* neighbouring blocks read neighbouring columns of the same tokens */
+    const int64_t at =
+        blockIdx.x / (unsigned)groups; /* neighbouring blocks read neighbouring columns of the same tokens */
     int c = (int)(blockIdx.x - at * groups) * COLUMNS + column;
     const int which = c >= chunks_k;
     if (which) c -= chunks_k;
@@ -60,7 +64,8 @@ template <typename T, bool VEC, bool ONCE> __global__ void __launch_bounds__(THR
     float sum[CHUNK] = {};
     if (in) {
         const int from = (int)(part * a.l / PARTS), to = (int)((part + 1) * a.l / PARTS);
-        const T *p = (const T *)x.x.p + seq.view_b * x.x.s[0] + (seq.q0 + entry * a.d + from) * x.x.s[1] + h * x.x.s[2] + col;
+        const T *p = (const T *)x.x.p + seq.view_b * x.x.s[0] + (seq.q0 + entry * a.d + from) * x.x.s[1] +
+                     h * x.x.s[2] + col;
 #pragma unroll 8
         for (int t = from; t < to; t++, p += x.x.s[1]) {
             const chunk v = load_chunk<T, ONCE>(p, VEC);
@@ -77,18 +82,27 @@ template <typename T, bool VEC, bool ONCE> __global__ void __launch_bounds__(THR
 #pragma unroll
     for (int s = 0; s < PARTS - 1; s++) {
         const float4 lo = shares[s][0][column], hi = shares[s][1][column];
-        sum[0] += lo.x, sum[1] += lo.y, sum[2] += lo.z, sum[3] += lo.w;
-        sum[4] += hi.x, sum[5] += hi.y, sum[6] += hi.z, sum[7] += hi.w;
+        sum[0] += lo.x;
+        sum[1] += lo.y;
+        sum[2] += lo.z;
+        sum[3] += lo.w;
+        sum[4] += hi.x;
+        sum[5] += hi.y;
+        sum[6] += hi.z;
+        sum[7] += hi.w;
     }
     chunk mean;
 #pragma unroll
     for (int i = 0; i < CHUNK; i++) mean.x[i] = sum[i] / (float)a.l;
     if (x.mean != NULL) store_chunk(x.mean + ((vb * a.rows + row) * a.heads + h) * x.dim + col, mean, true);
-    else store_chunk((T *)x.cmp.p + vb * x.cmp.s[0] + row * x.cmp.s[1] + h * x.cmp.s[2] + col, mean, x.vec_out);
+    else
+        store_chunk((T *)x.cmp.p + vb * x.cmp.s[0] + row * x.cmp.s[1] + h * x.cmp.s[2] + col, mean,
+                    x.vec_out);
 }
 
 /* Tokens [j d, (j + 1) d) of a sequence lie in the entries j - l/d + 1 ... j. */
-template <typename T> __global__ void __launch_bounds__(THREADS) compress_spread(const __grid_constant__ compress_kernel a)
+template <typename T>
+__global__ void __launch_bounds__(THREADS) compress_spread(const __grid_constant__ compress_kernel a)
 {
     const int chunks_k = a.side[0].d_x.p != NULL ? a.side[0].dim / CHUNK * a.heads : 0;
     int c = blockIdx.y * blockDim.x + threadIdx.x;
@@ -107,10 +121,12 @@ template <typename T> __global__ void __launch_bounds__(THREADS) compress_spread
     chunk sum = {};
     for (int64_t e = j - a.l / a.d + 1 < 0 ? 0 : j - a.l / a.d + 1; e <= j && e < entries; e++) {
         chunk v;
-        if (x.d_mean != NULL) v = load_chunk(x.d_mean + ((seq.view_b * a.rows + row0 + e) * a.heads + h) * x.dim + col, true);
+        if (x.d_mean != NULL)
+            v = load_chunk(x.d_mean + ((seq.view_b * a.rows + row0 + e) * a.heads + h) * x.dim + col, true);
         else {
             const int64_t at = seq.view_b * x.d_cmp.s[0] + (row0 + e) * x.d_cmp.s[1] + h * x.d_cmp.s[2] + col;
-            v = x.d_cmp_f32 ? load_chunk((const float *)x.d_cmp.p + at, x.vec_d) : load_chunk((const T *)x.d_cmp.p + at, x.vec_d);
+            v = x.d_cmp_f32 ? load_chunk((const float *)x.d_cmp.p + at, x.vec_d)
+                            : load_chunk((const T *)x.d_cmp.p + at, x.vec_d);
         }
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) sum.x[i] += v.x[i];
@@ -138,7 +154,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) compress_spread
 __global__ void compress_clear(float *p, int64_t rows, int64_t dim, int64_t s0, int64_t s1)
 {
     const int64_t h = blockIdx.y;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * dim; i += (int64_t)gridDim.x * blockDim.x)
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * dim;
+         i += (int64_t)gridDim.x * blockDim.x)
         p[h * s0 + i / dim * s1 + i % dim] = 0.0f;
 }
 
@@ -162,7 +179,10 @@ static int64_t cmp_rows(const compress_args *args)
     return 0;
 }
 
-static bool linear(const compress_args *args) { return args->kind == COMPRESS_LINEAR; }
+static bool linear(const compress_args *args)
+{
+    return args->kind == COMPRESS_LINEAR;
+}
 
 /* Whether a gradient of this side comes through the compression at all. */
 static bool reaches(const compress_args *args, int side)
@@ -175,33 +195,43 @@ static compress_kernel kernel_of(const compress_args *args)
     compress_kernel a = {};
     a.sq = seqs_of(args->seqs);
     a.heads = (int)args->k.shape[2];
-    a.l = args->block_size, a.d = args->stride, a.rows = cmp_rows(args);
+    a.l = args->block_size;
+    a.d = args->stride;
+    a.rows = cmp_rows(args);
     a.add = args->accumulate;
     for (int i = 0; i < 2; i++) {
         const side_args t = side_of(args, i);
         compress_side &s = a.side[i];
-        s.x = view4_of(*t.x), s.cmp = view4_of(*t.cmp), s.d_x = view4_of(*t.d_x);
+        s.x = view4_of(*t.x);
+        s.cmp = view4_of(*t.cmp);
+        s.d_x = view4_of(*t.d_x);
         if (reaches(args, i)) s.d_cmp = view4_of(*t.d_cmp);
         s.dim = (int)t.x->shape[3];
         s.vec = rows_aligned16(*t.x);
         s.vec_out = rows_aligned16(present(*t.d_x) ? *t.d_x : *t.cmp);
         s.vec_d = rows_aligned16(*t.d_cmp);
-        s.d_cmp_f32 = t.d_cmp->dtype == QUERN_F32, s.d_x_f32 = t.d_x->dtype == QUERN_F32;
+        s.d_cmp_f32 = t.d_cmp->dtype == QUERN_F32;
+        s.d_x_f32 = t.d_x->dtype == QUERN_F32;
     }
     return a;
 }
 
-/* Puts a side's workspace in place: the mean and its gradient with a projection, then the matrix products' scratch,
- * which the sides use in turn. */
-static size_t carve(const compress_args *args, bool backward, void *workspace, compress_kernel *a, float **scratch)
+/* Puts a side's workspace in place: the mean and its gradient with a projection, then the matrix products'
+ * scratch, which the sides use in turn. */
+static size_t carve(const compress_args *args, bool backward, void *workspace, compress_kernel *a,
+                    float **scratch)
 {
     float *p = (float *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15);
     size_t used = 0, most = 0;
     for (int i = 0; i < 2; i++) {
         const side_args t = side_of(args, i);
         if (!present(*t.w) || (backward && !reaches(args, i))) continue;
-        const size_t n = linear(args) ? 0 : (size_t)(t.x->shape[0] * cmp_rows(args) * t.x->shape[2] * t.x->shape[3]);
-        if (a != NULL && n > 0) a->side[i].mean = p + used, a->side[i].d_mean = backward ? p + used + n : NULL;
+        const size_t n =
+            linear(args) ? 0 : (size_t)(t.x->shape[0] * cmp_rows(args) * t.x->shape[2] * t.x->shape[3]);
+        if (a != NULL && n > 0) {
+            a->side[i].mean = p + used;
+            a->side[i].d_mean = backward ? p + used + n : NULL;
+        }
         used += backward ? 2 * n : n;
         const size_t bytes = compress_matrix_bytes(args, i, backward);
         if (bytes > most) most = bytes;
@@ -215,11 +245,19 @@ bool compress_supports(const stage_exec *, const compress_args *args, char why[S
 {
     return dims_fit(args->k.shape[3], args->v.shape[3], why);
 }
-size_t compress_forward_bytes(const stage_exec *, const compress_args *args) { return carve(args, false, NULL, NULL, NULL); }
-size_t compress_backward_bytes(const stage_exec *, const compress_args *args) { return carve(args, true, NULL, NULL, NULL); }
+size_t compress_forward_bytes(const stage_exec *, const compress_args *args)
+{
+    return carve(args, false, NULL, NULL, NULL);
+}
+size_t compress_backward_bytes(const stage_exec *, const compress_args *args)
+{
+    return carve(args, true, NULL, NULL, NULL);
+}
 
 /* The means of the sides that want them, into cmp or the workspace. */
-template <typename T> static quern_status means(const compress_args *args, compress_kernel a, bool side0, bool side1, cudaStream_t stream)
+template <typename T>
+static quern_status means(const compress_args *args, compress_kernel a, bool side0, bool side1,
+                          cudaStream_t stream)
 {
     const int64_t views = args->k.shape[0];
     if (!side0) a.side[0].dim = 0;
@@ -233,24 +271,28 @@ template <typename T> static quern_status means(const compress_args *args, compr
     return LAUNCHED("compress mean");
 }
 
-template <typename T> static quern_status forward(const compress_args *args, void *workspace, cudaStream_t stream)
+template <typename T>
+static quern_status forward(const compress_args *args, void *workspace, cudaStream_t stream)
 {
     compress_kernel a = kernel_of(args);
     float *scratch = NULL;
     carve(args, false, workspace, &a, &scratch);
-    if (args->seqs.cu_q.data != NULL) compress_borders<<<1, 32, 0, stream>>>(a.sq, a.l, a.d, (int32_t *)args->seqs.cu_kv.data);
+    if (args->seqs.cu_q.data != NULL)
+        compress_borders<<<1, 32, 0, stream>>>(a.sq, a.l, a.d, (int32_t *)args->seqs.cu_kv.data);
     quern_status status = linear(args) ? LAUNCHED("compress borders") : means<T>(args, a, true, true, stream);
     for (int i = 0; i < 2 && status == QUERN_OK; i++)
         if (present(*side_of(args, i).w)) status = compress_matrix_forward(args, a, i, scratch, stream);
     return status;
 }
 
-template <typename T> static quern_status backward(const compress_args *args, void *workspace, cudaStream_t stream)
+template <typename T>
+static quern_status backward(const compress_args *args, void *workspace, cudaStream_t stream)
 {
     compress_kernel a = kernel_of(args);
     float *scratch = NULL;
     carve(args, true, workspace, &a, &scratch);
-    const bool mean0 = a.side[0].mean != NULL && present(args->d_w_k), mean1 = a.side[1].mean != NULL && present(args->d_w_v);
+    const bool mean0 = a.side[0].mean != NULL && present(args->d_w_k),
+               mean1 = a.side[1].mean != NULL && present(args->d_w_v);
     quern_status status = means<T>(args, a, mean0, mean1, stream);
     for (int i = 0; i < 2 && status == QUERN_OK; i++) {
         const side_args t = side_of(args, i);
@@ -262,16 +304,20 @@ template <typename T> static quern_status backward(const compress_args *args, vo
         for (int j = 0; j < 2; j++)
             if (present(*clear[j]) && clear[j]->shape[0] > 0)
                 compress_clear<<<dim3(64, (unsigned)clear[j]->shape[0]), 256, 0, stream>>>(
-                    (float *)clear[j]->data, clear[j]->shape[1], clear[j]->shape[2], clear[j]->strides[0], clear[j]->strides[1]);
+                    (float *)clear[j]->data, clear[j]->shape[1], clear[j]->shape[2], clear[j]->strides[0],
+                    clear[j]->strides[1]);
         status = LAUNCHED("compress clear");
     }
     for (int i = 0; i < 2; i++)
         if (linear(args) && reaches(args, i)) a.side[i].d_x.p = NULL; /* written above */
-    const int chunks = ((a.side[0].d_x.p != NULL ? a.side[0].dim : 0) + (a.side[1].d_x.p != NULL ? a.side[1].dim : 0)) / CHUNK * a.heads;
+    const int chunks =
+        ((a.side[0].d_x.p != NULL ? a.side[0].dim : 0) + (a.side[1].d_x.p != NULL ? a.side[1].dim : 0)) /
+        CHUNK * a.heads;
     const int64_t pieces = piece_bound(args->seqs, a.d, 1);
     if (status != QUERN_OK || chunks == 0 || pieces == 0) return status;
     const int threads = chunks < THREADS ? (chunks + 31) / 32 * 32 : THREADS;
-    compress_spread<T><<<dim3((unsigned)pieces, (unsigned)((chunks + threads - 1) / threads)), threads, 0, stream>>>(a);
+    compress_spread<T>
+        <<<dim3((unsigned)pieces, (unsigned)((chunks + threads - 1) / threads)), threads, 0, stream>>>(a);
     return LAUNCHED("compress spread");
 }
 
@@ -279,7 +325,8 @@ quern_status compress_forward_run(const stage_exec *exec, const compress_args *a
 {
     cudaStream_t stream = (cudaStream_t)exec->stream;
     if (args->k.dtype == QUERN_F32) return forward<float>(args, workspace, stream);
-    return args->k.dtype == QUERN_BF16 ? forward<bf16>(args, workspace, stream) : forward<f16>(args, workspace, stream);
+    return args->k.dtype == QUERN_BF16 ? forward<bf16>(args, workspace, stream)
+                                       : forward<f16>(args, workspace, stream);
 }
 
 quern_status compress_backward_run(const stage_exec *exec, const compress_args *args, void *workspace)

@@ -24,7 +24,8 @@ struct compress_kernel {
 
 /* The sequence of compressed row `row` of batch view `vb`, and the entry within it; false for a row past
  * the last. */
-__device__ __forceinline__ bool entry_at(const compress_kernel &a, int64_t vb, int64_t row, sequence *seq, int64_t *entry)
+__device__ __forceinline__ bool entry_at(const compress_kernel &a, int64_t vb, int64_t row, sequence *seq,
+                                         int64_t *entry)
 {
     if (a.sq.cu_q == NULL) {
         *seq = sequence_at(a.sq, vb);
@@ -46,7 +47,9 @@ __device__ __forceinline__ bool entry_at(const compress_kernel &a, int64_t vb, i
 /* The matrix work of a projection of the mean, or of `linear` (compress_matrix.cu). Bytes of scratch,
  * and the two directions; `a` has the workspace's means in place. */
 size_t compress_matrix_bytes(const compress_args *args, int side, bool backward);
-quern_status compress_matrix_forward(const compress_args *args, const compress_kernel &a, int side, float *scratch, cudaStream_t stream);
-quern_status compress_matrix_backward(const compress_args *args, const compress_kernel &a, int side, float *scratch, cudaStream_t stream);
+quern_status compress_matrix_forward(const compress_args *args, const compress_kernel &a, int side,
+                                     float *scratch, cudaStream_t stream);
+quern_status compress_matrix_backward(const compress_args *args, const compress_kernel &a, int side,
+                                      float *scratch, cudaStream_t stream);
 
 #endif

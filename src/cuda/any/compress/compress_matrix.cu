@@ -1,20 +1,21 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * compress_matrix.cu - the products of compression with weights: of the mean (P = 1 position), or `linear`, whose
- * blocks are P = l positions of D columns each.
+ * compress_matrix.cu - the products of compression with weights: of the mean (P = 1 position), or `linear`,
+ * whose blocks are P = l positions of D columns each.
  *
  *   forward  Y[r] = sum_p X(r, p) W[p]          X(r, p): the f32 mean, or token i d + p plus pe[p]
  *   dW[p]  = sum_r X(r, p) (x) G[r]             G = dY
  *   dmean[r] = G[r] W^T                         mean; spread over the tokens by compress.cu
- *   dX[t]  = sum_m G[t/d - m] W[t mod d + m d]^T   linear: the l/d entries that cover token t, in the order of m
- *   dpe[p] = W[p] S, S = sum_r G[r]
+ *   dX[t]  = sum_m G[t/d - m] W[t mod d + m d]^T   linear: the l/d entries that cover token t, in the order
+ * of m dpe[p] = W[p] S, S = sum_r G[r]
  *
- * Inputs of 16 bits go to compress_gemm.cu where there is a cuBLASLt; what follows is for f32, and without it.
+ * Inputs of 16 bits go to compress_gemm.cu where there is a cuBLASLt; what follows is for f32, and without
+ * it.
  *
  * A block holds 16 rows of one operand in shared memory; a thread owns one column and 16 sums, so each weight
- * read from L2 is used 16 times. Long sums run in two levels (256 rows, then over those) in a fixed order. Limit:
- * f32 multiply-adds; compression is 1/l of the tokens, so this stays behind the attention.
+ * read from L2 is used 16 times. Long sums run in two levels (256 rows, then over those) in a fixed order.
+ * Limit: f32 multiply-adds; compression is 1/l of the tokens, so this stays behind the attention.
  */
 #include "any/compress/compress_matrix.cuh"
 #include "stages.cuh"
@@ -22,7 +23,8 @@
 enum { ROWS = 16, DEPTH = 128, GROUPS = 4 };
 
 /* X(r, p)[c] of a row that starts at `token`. */
-template <typename T> __device__ __forceinline__ float x_at(const matrix_kernel &m, int64_t r, int64_t token, int p, int h, int c)
+template <typename T>
+__device__ __forceinline__ float x_at(const matrix_kernel &m, int64_t r, int64_t token, int p, int h, int c)
 {
     const compress_side &s = m.a.side[m.side];
     if (token < 0) return 0.0f;
@@ -35,7 +37,8 @@ template <typename T> __device__ __forceinline__ float x_at(const matrix_kernel 
 template <typename T> __device__ __forceinline__ float g_at(const matrix_kernel &m, int64_t r, int h, int e)
 {
     const view4 &v = m.a.side[m.side].d_cmp;
-    return value_at<T>(v.p, m.a.side[m.side].d_cmp_f32, r / m.a.rows * v.s[0] + r % m.a.rows * v.s[1] + h * v.s[2] + e);
+    return value_at<T>(v.p, m.a.side[m.side].d_cmp_f32,
+                       r / m.a.rows * v.s[0] + r % m.a.rows * v.s[1] + h * v.s[2] + e);
 }
 
 template <typename T> __global__ void matrix_forward(const __grid_constant__ matrix_kernel m)
@@ -52,12 +55,14 @@ template <typename T> __global__ void matrix_forward(const __grid_constant__ mat
             const int depth = s.dim - c0 < DEPTH ? s.dim - c0 : DEPTH;
             __syncthreads();
             for (int i = threadIdx.x; i < ROWS * depth; i += blockDim.x)
-                tile[i / depth][i % depth] = x_at<T>(m, first + i / depth, tokens[i / depth], p, h, c0 + i % depth);
+                tile[i / depth][i % depth] =
+                    x_at<T>(m, first + i / depth, tokens[i / depth], p, h, c0 + i % depth);
             __syncthreads();
             if (e >= s.dim) continue;
             float acc[ROWS] = {};
             for (int c = 0; c < depth; c++) {
-                const float w = value_at<T>(m.w, m.w_f32, h * m.ws[0] + (int64_t)(p * s.dim + c0 + c) * m.ws[1] + e);
+                const float w =
+                    value_at<T>(m.w, m.w_f32, h * m.ws[0] + (int64_t)(p * s.dim + c0 + c) * m.ws[1] + e);
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) acc[r] = fmaf(tile[r][c], w, acc[r]);
             }
@@ -69,21 +74,23 @@ template <typename T> __global__ void matrix_forward(const __grid_constant__ mat
     for (int r = 0; r < ROWS; r++) {
         const int64_t row = first + r;
         if (row < m.views * m.a.rows)
-            ((T *)s.cmp.p)[row / m.a.rows * s.cmp.s[0] + row % m.a.rows * s.cmp.s[1] + h * s.cmp.s[2] + e] = from_float<T>(sum[r]);
+            ((T *)s.cmp.p)[row / m.a.rows * s.cmp.s[0] + row % m.a.rows * s.cmp.s[1] + h * s.cmp.s[2] + e] =
+                from_float<T>(sum[r]);
     }
 }
 
 /* Rows of G into shared memory, then sum[k] = sum_e W[row_w][e] G[k][e] for this thread's weight row. */
 template <typename T>
-__device__ __forceinline__ void add_transposed(const matrix_kernel &m, int h, const int64_t *rows, int position, int c, float (*tile)[DEPTH],
-                                               float (&sum)[ROWS])
+__device__ __forceinline__ void add_transposed(const matrix_kernel &m, int h, const int64_t *rows,
+                                               int position, int c, float (*tile)[DEPTH], float (&sum)[ROWS])
 {
     const compress_side &s = m.a.side[m.side];
     for (int e0 = 0; e0 < s.dim; e0 += DEPTH) {
         const int depth = s.dim - e0 < DEPTH ? s.dim - e0 : DEPTH;
         __syncthreads();
         for (int i = threadIdx.x; i < ROWS * depth; i += blockDim.x)
-            tile[i / depth][i % depth] = rows[i / depth] >= 0 ? g_at<T>(m, rows[i / depth], h, e0 + i % depth) : 0.0f;
+            tile[i / depth][i % depth] =
+                rows[i / depth] >= 0 ? g_at<T>(m, rows[i / depth], h, e0 + i % depth) : 0.0f;
         __syncthreads();
         if (c >= s.dim) continue;
         float acc[ROWS] = {};
@@ -105,7 +112,8 @@ template <typename T> __global__ void matrix_d_mean(const __grid_constant__ matr
     const compress_side &s = m.a.side[m.side];
     const int h = blockIdx.y, c = threadIdx.x;
     const int64_t first = (int64_t)blockIdx.x * ROWS;
-    if (threadIdx.x < ROWS) rows[threadIdx.x] = token_of(m, first + threadIdx.x, h) >= 0 ? first + threadIdx.x : -1;
+    if (threadIdx.x < ROWS)
+        rows[threadIdx.x] = token_of(m, first + threadIdx.x, h) >= 0 ? first + threadIdx.x : -1;
     __syncthreads();
     float sum[ROWS] = {};
     add_transposed<T>(m, h, rows, 0, c, tile, sum);
@@ -147,7 +155,8 @@ template <typename T> __global__ void matrix_d_x(const __grid_constant__ matrix_
 }
 
 /* The rows of share `split` of `splits`. */
-__device__ __forceinline__ void share(const matrix_kernel &m, int split, int splits, int64_t *first, int64_t *end)
+__device__ __forceinline__ void share(const matrix_kernel &m, int split, int splits, int64_t *first,
+                                      int64_t *end)
 {
     const int64_t rows = m.views * m.a.rows, per = (rows + splits - 1) / splits;
     *first = split * per < rows ? split * per : rows;
@@ -160,13 +169,15 @@ template <typename T> __global__ void matrix_d_w(const __grid_constant__ matrix_
     __shared__ float tile[ROWS][ROWS];
     __shared__ int64_t tokens[ROWS];
     const compress_side &s = m.a.side[m.side];
-    const int c0 = blockIdx.x * ROWS, p = blockIdx.y / splits, split = blockIdx.y % splits, h = blockIdx.z, e = threadIdx.x;
+    const int c0 = blockIdx.x * ROWS, p = blockIdx.y / splits, split = blockIdx.y % splits, h = blockIdx.z,
+              e = threadIdx.x;
     float sum[ROWS] = {}, acc[ROWS] = {};
     int64_t first, end;
     share(m, split, splits, &first, &end);
     for (int64_t r0 = first; r0 < end; r0 += ROWS) {
         __syncthreads();
-        if (threadIdx.x < ROWS) tokens[threadIdx.x] = r0 + threadIdx.x < end ? token_of(m, r0 + threadIdx.x, h) : -1;
+        if (threadIdx.x < ROWS)
+            tokens[threadIdx.x] = r0 + threadIdx.x < end ? token_of(m, r0 + threadIdx.x, h) : -1;
         __syncthreads();
         for (int i = threadIdx.x; i < ROWS * ROWS; i += blockDim.x) {
             const int r = i / ROWS, c = c0 + i % ROWS;
@@ -182,7 +193,10 @@ template <typename T> __global__ void matrix_d_w(const __grid_constant__ matrix_
             }
         if ((r0 - first) % LEVEL == LEVEL - ROWS || r0 + ROWS >= end)
 #pragma unroll
-            for (int c = 0; c < ROWS; c++) sum[c] += acc[c], acc[c] = 0.0f;
+            for (int c = 0; c < ROWS; c++) {
+                sum[c] += acc[c];
+                acc[c] = 0.0f;
+            }
     }
     if (e >= s.dim) return;
     for (int c = 0; c < ROWS && c0 + c < s.dim; c++) {
@@ -224,7 +238,11 @@ template <typename T> __global__ void matrix_sum_g(const __grid_constant__ matri
 #pragma unroll 4
     for (int64_t r = first + threadIdx.y; r < end; r += GROUPS) {
         acc += e < m.a.side[m.side].dim && token_of(m, r, h) >= 0 ? g_at<T>(m, r, h, e) : 0.0f;
-        if (--left == 0) sum += acc, acc = 0.0f, left = LEVEL;
+        if (--left == 0) {
+            sum += acc;
+            acc = 0.0f;
+            left = LEVEL;
+        }
     }
     store_share(m, h, e, sum + acc);
 }
@@ -250,7 +268,8 @@ template <typename T> __global__ void matrix_d_pe(const __grid_constant__ matrix
 template <typename T> __global__ void matrix_sum_pe(const __grid_constant__ matrix_kernel m)
 {
     const int h = blockIdx.y, e = threadIdx.x, dim = m.a.side[m.side].dim;
-    const int64_t rows = (int64_t)m.positions * dim, per = (rows + SPLITS - 1) / SPLITS, first = blockIdx.x * per;
+    const int64_t rows = (int64_t)m.positions * dim, per = (rows + SPLITS - 1) / SPLITS,
+                  first = blockIdx.x * per;
     const int64_t end = first + per < rows ? first + per : rows;
     float sum = 0.0f, acc = 0.0f;
     int left = LEVEL, c = (int)((first + threadIdx.y) % dim);
@@ -260,8 +279,15 @@ template <typename T> __global__ void matrix_sum_pe(const __grid_constant__ matr
         const float w = e < dim ? value_at<T>(m.w, m.w_f32, h * m.ws[0] + i * m.ws[1] + e) : 0.0f;
         acc = fmaf(value_at<T>(m.pe, m.pe_f32, h * m.ps[0] + p * m.ps[1] + c), w, acc);
         c += GROUPS; /* dim is a multiple of 8 */
-        if (c >= dim) c -= dim, p++;
-        if (--left == 0) sum += acc, acc = 0.0f, left = LEVEL;
+        if (c >= dim) {
+            c -= dim;
+            p++;
+        }
+        if (--left == 0) {
+            sum += acc;
+            acc = 0.0f;
+            left = LEVEL;
+        }
     }
     store_share(m, h, e, sum + acc);
 }
@@ -279,32 +305,59 @@ static matrix_kernel matrix_of(const compress_args *args, const compress_kernel 
 {
     matrix_kernel m = {};
     const quern_tensor &w = side == 0 ? args->w_k : args->w_v, &pe = side == 0 ? args->pe_k : args->pe_v;
-    const quern_tensor &d_w = side == 0 ? args->d_w_k : args->d_w_v, &d_pe = side == 0 ? args->d_pe_k : args->d_pe_v;
-    m.a = a, m.side = side, m.part = part, m.views = args->k.shape[0];
+    const quern_tensor &d_w = side == 0 ? args->d_w_k : args->d_w_v,
+                       &d_pe = side == 0 ? args->d_pe_k : args->d_pe_v;
+    m.a = a;
+    m.side = side;
+    m.part = part;
+    m.views = args->k.shape[0];
     m.positions = args->kind == COMPRESS_LINEAR ? (int)args->block_size : 1;
     m.total = part == NULL ? NULL : part + SPLITS * (size_t)a.heads * (size_t)a.side[side].dim;
-    m.w = w.data, m.w_f32 = w.dtype == QUERN_F32, m.w_vec = rows_aligned16(w), m.ws[0] = w.strides[0], m.ws[1] = w.strides[1];
-    if (present(pe)) m.pe = pe.data, m.pe_f32 = pe.dtype == QUERN_F32, m.ps[0] = pe.strides[0], m.ps[1] = pe.strides[1];
-    if (present(d_w)) m.d_w = (float *)d_w.data, m.dws[0] = d_w.strides[0], m.dws[1] = d_w.strides[1];
-    if (present(d_pe)) m.d_pe = (float *)d_pe.data, m.dps[0] = d_pe.strides[0], m.dps[1] = d_pe.strides[1];
+    m.w = w.data;
+    m.w_f32 = w.dtype == QUERN_F32;
+    m.w_vec = rows_aligned16(w);
+    m.ws[0] = w.strides[0];
+    m.ws[1] = w.strides[1];
+    if (present(pe)) {
+        m.pe = pe.data;
+        m.pe_f32 = pe.dtype == QUERN_F32;
+        m.ps[0] = pe.strides[0];
+        m.ps[1] = pe.strides[1];
+    }
+    if (present(d_w)) {
+        m.d_w = (float *)d_w.data;
+        m.dws[0] = d_w.strides[0];
+        m.dws[1] = d_w.strides[1];
+    }
+    if (present(d_pe)) {
+        m.d_pe = (float *)d_pe.data;
+        m.dps[0] = d_pe.strides[0];
+        m.dps[1] = d_pe.strides[1];
+    }
     return m;
 }
 
 /* Floats before compress_gemm.cu's scratch: the shares, and their total. */
-static size_t sum_floats(const matrix_kernel &m) { return (SPLITS + 1) * (size_t)m.a.heads * (size_t)m.a.side[m.side].dim; }
+static size_t sum_floats(const matrix_kernel &m)
+{
+    return (SPLITS + 1) * (size_t)m.a.heads * (size_t)m.a.side[m.side].dim;
+}
 
 size_t compress_matrix_bytes(const compress_args *args, int side, bool backward)
 {
     const quern_tensor &x = side == 0 ? args->k : args->v;
     const size_t heads = (size_t)x.shape[2], dim = (size_t)x.shape[3];
-    const bool d_w = present(side == 0 ? args->d_w_k : args->d_w_v), d_pe = present(side == 0 ? args->d_pe_k : args->d_pe_v);
-    if (compress_gemm_takes(args, side)) return (SPLITS + 1) * heads * dim * 4 + compress_gemm_bytes(args, side, backward);
+    const bool d_w = present(side == 0 ? args->d_w_k : args->d_w_v),
+               d_pe = present(side == 0 ? args->d_pe_k : args->d_pe_v);
+    if (compress_gemm_takes(args, side))
+        return (SPLITS + 1) * heads * dim * 4 + compress_gemm_bytes(args, side, backward);
     if (!backward) return 0;
     if (args->kind == COMPRESS_LINEAR) return d_pe ? SPLITS * heads * dim * 4 : 0;
     return d_w ? SPLITS * heads * dim * dim * 4 : 0;
 }
 
-template <typename T> static quern_status forward(const compress_args *args, const matrix_kernel &m, cudaStream_t stream)
+template <typename T>
+static quern_status forward(const compress_args *args, const matrix_kernel &m, cudaStream_t stream)
 {
     const int64_t rows = m.views * m.a.rows;
     const unsigned heads = (unsigned)m.a.heads, threads = (unsigned)(m.a.side[m.side].dim + 31) / 32 * 32;
@@ -321,40 +374,48 @@ template <typename T> static quern_status forward(const compress_args *args, con
     return LAUNCHED("compress by weights");
 }
 
-quern_status compress_matrix_forward(const compress_args *args, const compress_kernel &a, int side, float *scratch, cudaStream_t stream)
+quern_status compress_matrix_forward(const compress_args *args, const compress_kernel &a, int side,
+                                     float *scratch, cudaStream_t stream)
 {
     const matrix_kernel m = matrix_of(args, a, side, scratch);
     if (args->k.dtype == QUERN_F32) return forward<float>(args, m, stream);
     return args->k.dtype == QUERN_BF16 ? forward<bf16>(args, m, stream) : forward<f16>(args, m, stream);
 }
 
-template <typename T> static quern_status backward(const compress_args *args, const matrix_kernel &m, cudaStream_t stream)
+template <typename T>
+static quern_status backward(const compress_args *args, const matrix_kernel &m, cudaStream_t stream)
 {
     const compress_side &s = m.a.side[m.side];
-    const bool linear = args->kind == COMPRESS_LINEAR, gemm = compress_gemm_takes(args, m.side) && m.views * m.a.rows > 0;
+    const bool linear = args->kind == COMPRESS_LINEAR,
+               gemm = compress_gemm_takes(args, m.side) && m.views * m.a.rows > 0;
     const int64_t rows = m.views * m.a.rows;
     const unsigned heads = (unsigned)m.a.heads, threads = (unsigned)(s.dim + 31) / 32 * 32;
     if (heads == 0) return QUERN_OK;
-    if (m.d_pe != NULL || (gemm && m.d_w != NULL && m.pe != NULL)) matrix_sum_g<T><<<dim3(SPLITS, heads), dim3(threads, GROUPS), 0, stream>>>(m);
+    if (m.d_pe != NULL || (gemm && m.d_w != NULL && m.pe != NULL))
+        matrix_sum_g<T><<<dim3(SPLITS, heads), dim3(threads, GROUPS), 0, stream>>>(m);
     if (m.d_pe != NULL) matrix_d_pe<T><<<dim3((unsigned)m.positions, heads), threads, 0, stream>>>(m);
     if (gemm) {
         if (m.d_w != NULL && m.pe != NULL) matrix_total<<<heads, threads, 0, stream>>>(m);
         const quern_status status = LAUNCHED("compress backward by weights, encodings");
         return status != QUERN_OK ? status : compress_gemm_backward(args, m, m.part + sum_floats(m), stream);
     }
-    if (!linear && rows > 0) matrix_d_mean<T><<<dim3((unsigned)((rows + ROWS - 1) / ROWS), heads), threads, 0, stream>>>(m);
+    if (!linear && rows > 0)
+        matrix_d_mean<T><<<dim3((unsigned)((rows + ROWS - 1) / ROWS), heads), threads, 0, stream>>>(m);
     const int64_t pieces = piece_bound(args->seqs, ROWS * m.a.d, 1);
-    if (linear && s.d_x.p != NULL && pieces > 0) matrix_d_x<T><<<dim3((unsigned)pieces, (unsigned)m.a.d, heads), threads, 0, stream>>>(m);
+    if (linear && s.d_x.p != NULL && pieces > 0)
+        matrix_d_x<T><<<dim3((unsigned)pieces, (unsigned)m.a.d, heads), threads, 0, stream>>>(m);
     if (m.d_w != NULL) {
         const int splits = linear ? 1 : SPLITS;
-        matrix_d_w<T><<<dim3((unsigned)((s.dim + ROWS - 1) / ROWS), (unsigned)(m.positions * splits), heads), threads, 0, stream>>>(m, splits);
+        matrix_d_w<T><<<dim3((unsigned)((s.dim + ROWS - 1) / ROWS), (unsigned)(m.positions * splits), heads),
+                        threads, 0, stream>>>(m, splits);
         const int64_t count = (int64_t)heads * s.dim * s.dim;
         if (!linear) matrix_sum_d_w<<<(unsigned)((count + 255) / 256), 256, 0, stream>>>(m);
     }
     return LAUNCHED("compress backward by weights");
 }
 
-quern_status compress_matrix_backward(const compress_args *args, const compress_kernel &a, int side, float *scratch, cudaStream_t stream)
+quern_status compress_matrix_backward(const compress_args *args, const compress_kernel &a, int side,
+                                      float *scratch, cudaStream_t stream)
 {
     const matrix_kernel m = matrix_of(args, a, side, scratch);
     if (args->k.dtype == QUERN_F32) return backward<float>(args, m, stream);

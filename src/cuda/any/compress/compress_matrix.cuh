@@ -15,8 +15,8 @@ struct matrix_kernel {
     const void *w, *pe;
     int64_t ws[2], ps[2];
     bool w_f32, pe_f32, w_vec; /* w_vec: rows of w can be read 16 bytes at a time */
-    float *d_w, *d_pe, *part; /* part: SPLITS shares of a sum */
-    float *total;             /* products by cuBLASLt: [heads][dim], pe W or S */
+    float *d_w, *d_pe, *part;  /* part: SPLITS shares of a sum */
+    float *total;              /* products by cuBLASLt: [heads][dim], pe W or S */
     int64_t dws[2], dps[2], views;
 };
 
@@ -41,8 +41,10 @@ bool compress_gemm_takes(const compress_args *args, int side);
 size_t compress_gemm_bytes(const compress_args *args, int side, bool backward);
 
 /* y = X W (+ total), to the compressed rows; scratch as compress_gemm_bytes() says. */
-quern_status compress_gemm_forward(const compress_args *args, const matrix_kernel &m, void *scratch, cudaStream_t stream);
+quern_status compress_gemm_forward(const compress_args *args, const matrix_kernel &m, void *scratch,
+                                   cudaStream_t stream);
 /* d_mean or d_x, and d_w (+ pe (x) total). */
-quern_status compress_gemm_backward(const compress_args *args, const matrix_kernel &m, void *scratch, cudaStream_t stream);
+quern_status compress_gemm_backward(const compress_args *args, const matrix_kernel &m, void *scratch,
+                                    cudaStream_t stream);
 
 #endif

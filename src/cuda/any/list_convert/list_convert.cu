@@ -7,14 +7,16 @@
 enum { THREADS = 256 };
 
 /* One thread a list: expansion repeats each block to/from times, contraction keeps each target once. */
-__global__ void list_convert(const int32_t *in, int64_t in_stride, int k_in, int32_t *out, int64_t out_stride, int k_out, int32_t *count,
-                             int64_t count_stride, int64_t lists, int64_t from, int64_t to, int64_t n)
+__global__ void list_convert(const int32_t *in, int64_t in_stride, int k_in, int32_t *out, int64_t out_stride,
+                             int k_out, int32_t *count, int64_t count_stride, int64_t lists, int64_t from,
+                             int64_t to, int64_t n)
 {
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i >= lists) return;
     const int32_t *src = in + i * in_stride;
     int32_t *dst = out + i * out_stride;
-    const int64_t end = (n + to - 1) / to, wide = from > to ? from / to : 1, narrow = to > from ? to / from : 1;
+    const int64_t end = (n + to - 1) / to, wide = from > to ? from / to : 1,
+                  narrow = to > from ? to / from : 1;
     int32_t last = -1;
     int kept = 0;
     while (kept < k_out) { /* the least target past `last`: sorts and removes repeats */
@@ -37,7 +39,8 @@ quern_status list_convert_run(const stage_exec *exec, const list_convert_args *a
     const int64_t lists = args->in.shape[0];
     if (lists == 0) return QUERN_OK;
     list_convert<<<blocks_for(lists, THREADS), THREADS, 0, (cudaStream_t)exec->stream>>>(
-        (const int32_t *)args->in.data, args->in.strides[0], (int)args->in.shape[1], (int32_t *)args->out.data, args->out.strides[0],
-        (int)args->out.shape[1], (int32_t *)args->count.data, args->count.strides[0], lists, args->from, args->to, args->n);
+        (const int32_t *)args->in.data, args->in.strides[0], (int)args->in.shape[1],
+        (int32_t *)args->out.data, args->out.strides[0], (int)args->out.shape[1], (int32_t *)args->count.data,
+        args->count.strides[0], lists, args->from, args->to, args->n);
     return LAUNCHED("list convert");
 }

@@ -16,11 +16,13 @@ struct rowdot_kernel {
     bool vec;
 };
 
-template <typename T, int LPR> __global__ void __launch_bounds__(THREADS) rowdot(const __grid_constant__ rowdot_kernel a)
+template <typename T, int LPR>
+__global__ void __launch_bounds__(THREADS) rowdot(const __grid_constant__ rowdot_kernel a)
 {
     const int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / LPR;
     const int c = threadIdx.x % LPR * CHUNK;
-    const int64_t row = i < a.rows ? i : a.rows - 1, h = row % a.heads, n = row / a.heads % a.n, b = row / a.heads / a.n;
+    const int64_t row = i < a.rows ? i : a.rows - 1, h = row % a.heads, n = row / a.heads % a.n,
+                  b = row / a.heads / a.n;
     float dot = 0.0f;
     if (c < a.dim && (a.cu == NULL || n < border(a.cu, a.last, a.n))) {
         const chunk x = load_chunk((const T *)a.a.p + b * a.a.s[0] + n * a.a.s[1] + h * a.a.s[2] + c, a.vec);
@@ -44,8 +46,15 @@ template <typename T> static quern_status rowdot_of(const rowdot_kernel &a, cuda
 quern_status rowdot_run(const stage_exec *exec, const rowdot_args *args, void *)
 {
     const quern_tensor &t = args->a;
-    const rowdot_kernel a = {view4_of(t), view4_of(args->b), view3_of(args->out), t.shape[1], t.shape[2], t.shape[3],
-                             t.shape[0] * t.shape[1] * t.shape[2], (const int32_t *)args->seqs.cu_q.data, args->seqs.batch,
+    const rowdot_kernel a = {view4_of(t),
+                             view4_of(args->b),
+                             view3_of(args->out),
+                             t.shape[1],
+                             t.shape[2],
+                             t.shape[3],
+                             t.shape[0] * t.shape[1] * t.shape[2],
+                             (const int32_t *)args->seqs.cu_q.data,
+                             args->seqs.batch,
                              rows_aligned16(t) && rows_aligned16(args->b)};
     cudaStream_t stream = (cudaStream_t)exec->stream;
     if (t.dtype == QUERN_F32) return rowdot_of<float>(a, stream);

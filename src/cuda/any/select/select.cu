@@ -1,27 +1,37 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* select.cu - the select stage: its arguments, and the row statistics where the caller has none. The kernel is
- * select.cuh's. */
+/* select.cu - the select stage: its arguments, and the row statistics where the caller has none. The kernel
+ * is select.cuh's. */
 #include "any/select/select_launch.cuh"
 #include "stages.cuh"
 
 #include <stdio.h>
 
-/* The compressed branch as an attention call: for the shape, and for its row statistics where the caller has none. */
+/* The compressed branch as an attention call: for the shape, and for its row statistics where the caller has
+ * none. */
 static attend_args branch_of(const select_args *args)
 {
     attend_args a = {};
     a.mask = ATTEND_COMPRESSED;
     a.seqs = args->seqs;
-    a.causal = args->causal, a.scale = args->scale;
-    a.block_size = args->block_size, a.stride = args->stride;
+    a.causal = args->causal;
+    a.scale = args->scale;
+    a.block_size = args->block_size;
+    a.stride = args->stride;
     a.visibility = args->visibility;
-    a.tile = args->tile, a.scope = args->scope;
-    a.q = args->q, a.k = args->keys, a.v = args->keys, a.lse = args->lse;
+    a.tile = args->tile;
+    a.scope = args->scope;
+    a.q = args->q;
+    a.k = args->keys;
+    a.v = args->keys;
+    a.lse = args->lse;
     return a;
 }
 
-static bool needs_lse(const select_args *args) { return args->scorer == SELECT_PROBABILITY && !present(args->lse); }
+static bool needs_lse(const select_args *args)
+{
+    return args->scorer == SELECT_PROBABILITY && !present(args->lse);
+}
 static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to);
 
 bool select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
@@ -29,25 +39,30 @@ bool select_supports(const stage_exec *exec, const select_args *args, char why[S
     if (!dims_fit(args->q.shape[3], args->keys.shape[3], why)) return false;
     const int64_t span = args->block_size / args->stride + args->select_block / args->stride;
     if (span > MAX_HISTORY) {
-        snprintf(why, STAGE_WHY_BYTES, "(block_size + select_block) / stride is %lld: the cuda backend takes up to %d", (long long)span, MAX_HISTORY);
+        snprintf(why, STAGE_WHY_BYTES,
+                 "(block_size + select_block) / stride is %lld: the cuda backend takes up to %d",
+                 (long long)span, MAX_HISTORY);
         return false;
     }
     if (args->k > 1024 || args->group_k > 1024) {
-        snprintf(why, STAGE_WHY_BYTES, "lists of %lld blocks and %lld groups: the cuda backend takes up to 1024",
+        snprintf(why, STAGE_WHY_BYTES,
+                 "lists of %lld blocks and %lld groups: the cuda backend takes up to 1024",
                  (long long)args->k, (long long)args->group_k);
         return false;
     }
     attend_args branch = branch_of(args);
     size_t most = 0;
     if (needs_lse(args) && choose(attend_forward_variants, exec, &branch, why) == NULL) return false;
-    return select_launch_all(args, &branch, {NULL, &most}) == QUERN_OK && shared_fits(exec, most, "select", why);
+    return select_launch_all(args, &branch, {NULL, &most}) == QUERN_OK &&
+           shared_fits(exec, most, "select", why);
 }
 
 size_t select_bytes(const stage_exec *exec, const select_args *args)
 {
     if (!needs_lse(args)) return 0;
     const attend_args branch = branch_of(args);
-    return (size_t)(args->q.shape[0] * args->q.shape[1] * args->q.shape[2]) * 4 + 15 + workspace_of(attend_forward_variants, exec, &branch);
+    return (size_t)(args->q.shape[0] * args->q.shape[1] * args->q.shape[2]) * 4 + 15 +
+           workspace_of(attend_forward_variants, exec, &branch);
 }
 
 quern_status select_run(const stage_exec *exec, const select_args *args, void *workspace)
@@ -55,10 +70,15 @@ quern_status select_run(const stage_exec *exec, const select_args *args, void *w
     attend_args branch = branch_of(args);
     if (needs_lse(args)) {
         const int64_t n = args->q.shape[1], h = args->q.shape[2];
-        branch.lse = {(void *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15), QUERN_F32, QUERN_CUDA, args->q.device_id, 3,
-                      {args->q.shape[0], h, n}, {h * n, n, 1}};
-        const quern_status status =
-            run_chosen(attend_forward_variants, exec, &branch, (float *)branch.lse.data + args->q.shape[0] * h * n);
+        branch.lse = {(void *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15),
+                      QUERN_F32,
+                      QUERN_CUDA,
+                      args->q.device_id,
+                      3,
+                      {args->q.shape[0], h, n},
+                      {h * n, n, 1}};
+        const quern_status status = run_chosen(attend_forward_variants, exec, &branch,
+                                               (float *)branch.lse.data + args->q.shape[0] * h * n);
         if (status != QUERN_OK) return status;
     }
     return select_launch_all(args, &branch, {(cudaStream_t)exec->stream, NULL});
@@ -72,25 +92,40 @@ static quern_status select_launch_all(const select_args *args, const attend_args
     const bool by_head = args->scope == LIST_BY_HEAD;
     s.a.hs = by_head ? 1 : s.a.group;
     s.a.units = by_head ? s.a.heads : s.a.kv_heads;
-    s.idx = (int32_t *)args->blocks.data, s.count = (int32_t *)args->count.data;
-    const quern_tensor &lists = present(args->blocks) ? args->blocks : args->groups; /* blocks that were handed in are absent */
+    s.idx = (int32_t *)args->blocks.data;
+    s.count = (int32_t *)args->count.data;
+    const quern_tensor &lists =
+        present(args->blocks) ? args->blocks : args->groups; /* blocks that were handed in are absent */
     s.list_rows = lists.shape[2];
-    for (int i = 0; i < 3; i++) s.idx_stride[i] = args->blocks.strides[i], s.count_stride[i] = args->count.strides[i];
+    for (int i = 0; i < 3; i++) {
+        s.idx_stride[i] = args->blocks.strides[i];
+        s.count_stride[i] = args->count.strides[i];
+    }
     s.k = present(args->blocks) ? (int32_t)args->k : 0;
     if (present(args->groups)) {
         s.c = (int32_t)args->group_k;
         s.groups = (int32_t *)args->groups.data;
         for (int i = 0; i < 3; i++) s.group_stride[i] = args->groups.strides[i];
     }
-    s.forced_first = (int32_t)args->forced_first, s.forced_local = (int32_t)args->forced_local;
-    s.l_over_d = (int32_t)(args->block_size / args->stride), s.s_over_d = (int32_t)(args->select_block / args->stride);
+    s.forced_first = (int32_t)args->forced_first;
+    s.forced_local = (int32_t)args->forced_local;
+    s.l_over_d = (int32_t)(args->block_size / args->stride);
+    s.s_over_d = (int32_t)(args->select_block / args->stride);
     s.history = s.l_over_d + s.s_over_d > 2 ? (s.l_over_d + s.s_over_d - 2 + 31) / 32 * 32 : 0;
     s.select_block = args->select_block;
     s.mean_logit = args->scorer == SELECT_MEAN_LOGIT;
     static select_part *const mean[] = {select_mean_f32, select_mean_bf16, select_mean_f16};
-    static select_part *const softmax[2][3] = {{select_softmax_bf16_64, select_softmax_bf16_128, select_softmax_bf16_256},
-                                               {select_softmax_f16_64, select_softmax_f16_128, select_softmax_f16_256}};
-    const int dtype = l.dtype == QUERN_F32 ? 0 : l.dtype == QUERN_BF16 ? 1 : 2, dim = l.dim == 64 ? 0 : l.dim == 128 ? 1 : 2;
-    select_part *const part = s.mean_logit ? mean[dtype] : dtype == 0 ? select_softmax_f32 : softmax[dtype - 1][dim];
+    static select_part *const softmax[2][3] = {
+        {select_softmax_bf16_64, select_softmax_bf16_128, select_softmax_bf16_256},
+        {select_softmax_f16_64, select_softmax_f16_128, select_softmax_f16_256}};
+    const int dtype = l.dtype == QUERN_F32    ? 0
+                      : l.dtype == QUERN_BF16 ? 1
+                                              : 2,
+              dim = l.dim == 64    ? 0
+                    : l.dim == 128 ? 1
+                                   : 2;
+    select_part *const part = s.mean_logit ? mean[dtype]
+                              : dtype == 0 ? select_softmax_f32
+                                           : softmax[dtype - 1][dim];
     return part(s, lists.shape[0], to);
 }

@@ -6,11 +6,11 @@
  * A block of eight warps owns LISTS lists (tiles x units) and walks the compressed entries 64 at a time.
  * Scorers put 64 scores per list into shared memory:
  *   softmax, bf16/f16: tensor cores; a list of <= 16 packed rows is one warp's m16 tile, a longer one is
- *     walked by all eight warps in chunks of 128 rows; p = exp(s - lse), summed over the rows in a fixed order;
- *   softmax, f32, and mean_logit: f32 cores (the mean of Q is f32).
- * Then warp w maps entries to selection blocks for list w (each entry weighs as often as the spatial overlap
- * counts it) and inserts what beats the list's worst into a sorted list. Scores are compared as integers whose
- * order is: NaN < -inf < finite; ties keep the earlier, so the lower, index. Forced blocks skip the contest.
+ *     walked by all eight warps in chunks of 128 rows; p = exp(s - lse), summed over the rows in a fixed
+ * order; softmax, f32, and mean_logit: f32 cores (the mean of Q is f32). Then warp w maps entries to
+ * selection blocks for list w (each entry weighs as often as the spatial overlap counts it) and inserts what
+ * beats the list's worst into a sorted list. Scores are compared as integers whose order is: NaN < -inf <
+ * finite; ties keep the earlier, so the lower, index. Forced blocks skip the contest.
  */
 #ifndef QUERN_CUDA_SELECT_CUH
 #define QUERN_CUDA_SELECT_CUH
@@ -19,7 +19,8 @@
 
 /* Fills the lists of a run. All threads call. */
 template <typename T, int DP, int MODE>
-__device__ __forceinline__ void select_run_of(const select_kernel &s, const list_run<T> &run, const select_memory<DP, MODE> &m, int64_t vb)
+__device__ __forceinline__ void select_run_of(const select_kernel &s, const list_run<T> &run,
+                                              const select_memory<DP, MODE> &m, int64_t vb)
 {
     using shape = select_shape<DP, MODE>;
     const attend_kernel &a = s.a;
@@ -49,7 +50,9 @@ __device__ __forceinline__ void select_run_of(const select_kernel &s, const list
         if (!shape::CORES) __syncthreads();
         float *out = m.history + warp * shape::SCORES + MAX_HISTORY;
         if constexpr (MODE == 0) {
-            if (x.mine) score_mean(a, (const float *)m.q + warp * m.ld, (const float *)m.k, m.ld, e0, x.seen_last, out);
+            if (x.mine)
+                score_mean(a, (const float *)m.q + warp * m.ld, (const float *)m.k, m.ld, e0, x.seen_last,
+                           out);
         } else if constexpr (MODE == 2) {
             if (any && x.mine) score_rows<T, DP>(a, aq, ak, e0, lse2, hi, out);
             else if (x.mine)
@@ -68,10 +71,11 @@ __device__ __forceinline__ void select_run_of(const select_kernel &s, const list
     __syncthreads();
 }
 
-/* A block owns LISTS consecutive list rows; they differ in sequence only in packed batches, where those of each sequence
- * are filled in turn. */
+/* A block owns LISTS consecutive list rows; they differ in sequence only in packed batches, where those of
+ * each sequence are filled in turn. */
 template <typename T, int DP, int MODE>
-__global__ void __launch_bounds__(THREADS, DP <= 128 ? 2 : 1) select_blocks(const __grid_constant__ select_kernel s)
+__global__ void __launch_bounds__(THREADS, DP <= 128 ? 2 : 1)
+    select_blocks(const __grid_constant__ select_kernel s)
 {
     constexpr int LISTS = select_shape<DP, MODE>::LISTS;
     extern __shared__ __align__(128) char smem[];
@@ -89,18 +93,23 @@ __global__ void __launch_bounds__(THREADS, DP <= 128 ? 2 : 1) select_blocks(cons
     }
 }
 
-template <typename T, int DP, int MODE> static quern_status launch(const select_kernel &s, int64_t views, const launcher &to)
+template <typename T, int DP, int MODE>
+static quern_status launch(const select_kernel &s, int64_t views, const launcher &to)
 {
     constexpr int LISTS = select_shape<DP, MODE>::LISTS;
     const int LD = s.a.dim_k + 1;
-    const size_t q_bytes = MODE >= 2 ? 128 * DP * 2 : (MODE == 0 ? LISTS : 64) * LD * 4, k_bytes = MODE >= 2 ? 2 * KEYS * DP * 2 : KEYS * LD * 4;
-    const size_t bytes = q_bytes + k_bytes + ((size_t)LISTS * (MAX_HISTORY + KEYS) + WARPS * KEYS + 2 * (size_t)LISTS * (s.k + s.c)) * 4;
+    const size_t q_bytes = MODE >= 2 ? 128 * DP * 2 : (MODE == 0 ? LISTS : 64) * LD * 4,
+                 k_bytes = MODE >= 2 ? 2 * KEYS * DP * 2 : KEYS * LD * 4;
+    const size_t bytes =
+        q_bytes + k_bytes +
+        ((size_t)LISTS * (MAX_HISTORY + KEYS) + WARPS * KEYS + 2 * (size_t)LISTS * (s.k + s.c)) * 4;
     const dim3 grid((unsigned)((s.list_rows + LISTS - 1) / LISTS), (unsigned)s.a.units, (unsigned)views);
     return launch_shared(to, select_blocks<T, DP, MODE>, grid, THREADS, bytes, "select", s);
 }
 
 /* Softmax on the tensor cores, whose fragments are unrolled for the head dim. */
-template <typename T, int DP> static quern_status select_softmax(const select_kernel &s, int64_t views, const launcher &to)
+template <typename T, int DP>
+static quern_status select_softmax(const select_kernel &s, int64_t views, const launcher &to)
 {
     return few_rows(s.a) ? launch<T, DP, 2>(s, views, to) : launch<T, DP, 3>(s, views, to);
 }

@@ -10,7 +10,7 @@
 enum { KEYS = 64, WARPS = 8, THREADS = 32 * WARPS, MAX_HISTORY = 512, GROUP = 128 };
 
 struct select_kernel {
-    attend_kernel a; /* rows, keys, visibility: as the compressed branch sees them */
+    attend_kernel a;               /* rows, keys, visibility: as the compressed branch sees them */
     int32_t *idx, *count, *groups; /* idx NULL: groups only, k is 0 */
     int64_t idx_stride[3], count_stride[3], group_stride[3];
     int32_t k, c, forced_first, forced_local;

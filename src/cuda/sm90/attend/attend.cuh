@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend.cuh - the attention kernels for Hopper (sm_90a): one function for each dtype and pair of padded head dims. */
+/* attend.cuh - the attention kernels for Hopper (sm_90a): one function for each dtype and pair of padded head
+ * dims. */
 #ifndef QUERN_CUDA_SM90_ATTEND_CUH
 #define QUERN_CUDA_SM90_ATTEND_CUH
 
@@ -13,20 +14,25 @@ struct sm90_device {
 
 enum { SM90_COUNT_BYTES = 7 }; /* of workspace, at any address, for a counter of pieces */
 
-/* A counter in `workspace` that starts at 0 when the kernels after it do; none where every block has one piece. */
-quern_status sm90_count_from_zero(int64_t pieces, const sm90_device &device, void *workspace, cudaStream_t stream, int32_t **counter);
+/* A counter in `workspace` that starts at 0 when the kernels after it do; none where every block has one
+ * piece. */
+quern_status sm90_count_from_zero(int64_t pieces, const sm90_device &device, void *workspace,
+                                  cudaStream_t stream, int32_t **counter);
 
-typedef quern_status sm90_attend(const attend_args *args, const attend_launch &l, const sm90_device &device, void *workspace, cudaStream_t stream);
+typedef quern_status sm90_attend(const attend_args *args, const attend_launch &l, const sm90_device &device,
+                                 void *workspace, cudaStream_t stream);
 sm90_attend sm90_forward_bf16_64, sm90_forward_bf16_128, sm90_forward_bf16_192, sm90_forward_bf16_256;
 sm90_attend sm90_forward_f16_64, sm90_forward_f16_128, sm90_forward_f16_192, sm90_forward_f16_256;
 
-/* The backward: dQ, and dK and dV or their shares, of `pieces` pieces of 128 keys; the bytes of its workspace. */
+/* The backward: dQ, and dK and dV or their shares, of `pieces` pieces of 128 keys; the bytes of its
+ * workspace. */
 struct sm90_backward_call {
     sm90_device device;
     void *workspace;
 };
 size_t sm90_attend_backward_bytes(const attend_args *args);
-quern_status sm90_attend_backward(const attend_args *args, const attend_launch &l, int64_t pieces, const sm90_backward_call &call, cudaStream_t stream);
+quern_status sm90_attend_backward(const attend_args *args, const attend_launch &l, int64_t pieces,
+                                  const sm90_backward_call &call, cudaStream_t stream);
 
 enum { SM90_BACKWARD_ROWS = 64 }; /* queries of a tile of dQ */
 
@@ -42,7 +48,8 @@ struct sm90_backward_plan {
 };
 
 /* `d_q`: f32, its heads those of this launch; added to. */
-typedef quern_status sm90_attend_back(const attend_args *args, const attend_launch &l, const sm90_backward_plan &plan, const quern_tensor &d_q,
+typedef quern_status sm90_attend_back(const attend_args *args, const attend_launch &l,
+                                      const sm90_backward_plan &plan, const quern_tensor &d_q,
                                       cudaStream_t stream);
 sm90_attend_back sm90_backward_bf16_64, sm90_backward_bf16_128, sm90_backward_f16_64, sm90_backward_f16_128;
 

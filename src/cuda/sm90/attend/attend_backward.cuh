@@ -35,7 +35,8 @@
 #include "common/launch.cuh"
 #include "sm90/attend/attend_backward_feed.cuh"
 
-namespace sm90_backward {
+namespace sm90_backward
+{
 
 /* Both computing warpgroups: Q and dO of a stage become finite; what was not goes to the keys that see it. */
 template <typename T, int DK, int DV>
@@ -181,14 +182,18 @@ __device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&d
         const float2 lse2 = *(const float2 *)&st->lse2[r], delta = *(const float2 *)&st->delta[r];
         const float2 rs = SCALED ? *(const float2 *)&st->row_scale[r] : make_float2(1.0f, 1.0f);
         int2 lo = make_int2(0, 0), hi = make_int2(0, 0);
-        if (PART) lo = *(const int2 *)&st->lo[r], hi = *(const int2 *)&st->hi[r];
+        if (PART) {
+            lo = *(const int2 *)&st->lo[r];
+            hi = *(const int2 *)&st->hi[r];
+        }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float p[2] = {exp2_fast(fmaf(s[i][h * 2], scale_log2, -lse2.x)),
                           exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -lse2.y))};
             float d[2] = {p[0] * fmaf(dp[i][h * 2], rs.x, -delta.x),
                           p[1] * fmaf(dp[i][h * 2 + 1], rs.y, -delta.y)};
-            p[0] *= rs.x, p[1] *= rs.y;
+            p[0] *= rs.x;
+            p[1] *= rs.y;
             if (PART) {
                 const int k = key + h * 8;
                 if (k < lo.x || k >= hi.x) p[0] = d[0] = 0.0f;

@@ -10,7 +10,8 @@
 #include "common/tma.cuh"
 #include "sm90/attend/attend.cuh"
 
-namespace sm90_backward {
+namespace sm90_backward
+{
 
 enum {
     STAGES = 2,

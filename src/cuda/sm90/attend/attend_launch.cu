@@ -10,9 +10,13 @@
 enum { SHARED_BYTES = 227 * 1024, MOST_LIST = 256, LEAST_ROWS = 64 };
 
 /* Whether the device is a Hopper GPU whose blocks have all their shared memory. */
-static bool is_hopper(const stage_exec *exec) { return exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES; }
+static bool is_hopper(const stage_exec *exec)
+{
+    return exec->compute == 90 && exec->shared_bytes >= SHARED_BYTES;
+}
 
-/* Lists must come in blocks that copies can serve, short enough for a warp to sort, for rows that fill a warpgroup. */
+/* Lists must come in blocks that copies can serve, short enough for a warp to sort, for rows that fill a
+ * warpgroup. */
 static bool list_taken(const attend_args *args, int64_t heads_of_list)
 {
     if (!present(args->list)) return true;
@@ -24,7 +28,9 @@ static bool list_taken(const attend_args *args, int64_t heads_of_list)
 static bool call_taken(const attend_args *args)
 {
     const stage_seqs &s = args->seqs;
-    if (args->q.dtype == QUERN_F32 || s.batch < 1 || s.n_kv > INT32_MAX - 1024 || s.n_q > INT32_MAX - 1024 || s.batch > INT32_MAX / 2) return false;
+    if (args->q.dtype == QUERN_F32 || s.batch < 1 || s.n_kv > INT32_MAX - 1024 || s.n_q > INT32_MAX - 1024 ||
+        s.batch > INT32_MAX / 2)
+        return false;
     if (!tma_can(args->q) || !tma_can(args->k) || !tma_can(args->v)) return false;
     return (s.batch + s.n_q) * (args->q.shape[2] + 8) <= INT32_MAX; /* pieces are counted in 32 bits */
 }
@@ -32,7 +38,8 @@ static bool call_taken(const attend_args *args)
 bool attend_forward_sm90_supports(const stage_exec *exec, const attend_args *args, char *)
 {
     char limits[STAGE_WHY_BYTES];
-    if (!is_hopper(exec) || !attend_fits(args, limits) || !call_taken(args) || !rows_aligned16(args->o)) return false;
+    if (!is_hopper(exec) || !attend_fits(args, limits) || !call_taken(args) || !rows_aligned16(args->o))
+        return false;
     const bool by_head = present(args->list) && args->scope == LIST_BY_HEAD;
     const int64_t heads = by_head ? 1 : args->q.shape[2] / args->k.shape[2];
     return heads <= 128 && list_taken(args, heads);
@@ -41,28 +48,38 @@ bool attend_forward_sm90_supports(const stage_exec *exec, const attend_args *arg
 bool attend_backward_sm90_supports(const stage_exec *exec, const attend_args *args, char *)
 {
     char limits[STAGE_WHY_BYTES];
-    if (!is_hopper(exec) || !attend_fits(args, limits) || !call_taken(args) || !tma_can(args->d_o) || present(args->list)) return false;
-    return args->q.shape[3] <= 128 && args->v.shape[3] <= 128 && (args->d_q.dtype != QUERN_F32 || tma_can(args->d_q));
+    if (!is_hopper(exec) || !attend_fits(args, limits) || !call_taken(args) || !tma_can(args->d_o) ||
+        present(args->list))
+        return false;
+    return args->q.shape[3] <= 128 && args->v.shape[3] <= 128 &&
+           (args->d_q.dtype != QUERN_F32 || tma_can(args->d_q));
 }
 
-quern_status sm90_count_from_zero(int64_t pieces, const sm90_device &device, void *workspace, cudaStream_t stream, int32_t **counter)
+quern_status sm90_count_from_zero(int64_t pieces, const sm90_device &device, void *workspace,
+                                  cudaStream_t stream, int32_t **counter)
 {
     *counter = NULL;
     if (pieces <= device.multiprocessors) return QUERN_OK;
     *counter = (int32_t *)(((uintptr_t)workspace + 3) & ~(uintptr_t)3);
-    return cuda_report(cudaMemsetAsync(*counter, 0, sizeof **counter, stream), "attention: the counter of pieces");
+    return cuda_report(cudaMemsetAsync(*counter, 0, sizeof **counter, stream),
+                       "attention: the counter of pieces");
 }
 
-size_t attend_forward_sm90_bytes(const stage_exec *, const attend_args *args) { return args->q.dtype == QUERN_F32 ? 0 : SM90_COUNT_BYTES; }
+size_t attend_forward_sm90_bytes(const stage_exec *, const attend_args *args)
+{
+    return args->q.dtype == QUERN_F32 ? 0 : SM90_COUNT_BYTES;
+}
 
 quern_status attend_forward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace)
 {
-    static sm90_attend *const table[2][4] = {{sm90_forward_bf16_64, sm90_forward_bf16_128, sm90_forward_bf16_192, sm90_forward_bf16_256},
-                                             {sm90_forward_f16_64, sm90_forward_f16_128, sm90_forward_f16_192, sm90_forward_f16_256}};
+    static sm90_attend *const table[2][4] = {
+        {sm90_forward_bf16_64, sm90_forward_bf16_128, sm90_forward_bf16_192, sm90_forward_bf16_256},
+        {sm90_forward_f16_64, sm90_forward_f16_128, sm90_forward_f16_192, sm90_forward_f16_256}};
     const attend_launch l = attend_launch_of(args);
     const int k = l.kernel.dim_k, v = l.kernel.dim_v;
     const int dims = k <= 64 && v <= 64 ? 0 : k <= 128 && v <= 128 ? 1 : k <= 192 && v <= 128 ? 2 : 3;
-    const quern_status status = table[l.dtype == QUERN_F16][dims](args, l, {exec->multiprocessors}, workspace, (cudaStream_t)exec->stream);
+    const quern_status status = table[l.dtype == QUERN_F16][dims](args, l, {exec->multiprocessors}, workspace,
+                                                                  (cudaStream_t)exec->stream);
     return status != QUERN_OK ? status : attend_end(exec, args);
 }
 
@@ -74,10 +91,12 @@ size_t attend_backward_sm90_bytes(const stage_exec *exec, const attend_args *arg
 quern_status attend_backward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace)
 {
     const int64_t pieces = backward_pieces(args, 128);
-    const sm90_backward_call call = {{exec->multiprocessors}, (char *)workspace + attend_backward_any_bytes(exec, args)};
+    const sm90_backward_call call = {{exec->multiprocessors},
+                                     (char *)workspace + attend_backward_any_bytes(exec, args)};
     attend_launch l;
     quern_status status = backward_begin(exec, args, workspace, &l);
-    if (status == QUERN_OK && pieces > 0) status = sm90_attend_backward(args, l, pieces, call, (cudaStream_t)exec->stream);
+    if (status == QUERN_OK && pieces > 0)
+        status = sm90_attend_backward(args, l, pieces, call, (cudaStream_t)exec->stream);
     return status != QUERN_OK ? status : backward_end(exec, args, l);
 }
 
@@ -85,8 +104,9 @@ quern_status attend_backward_sm90_run(const stage_exec *exec, const attend_args 
 
 static attend_part *forward_of(const attend_launch &l)
 {
-    static attend_part *const parts[2][3] = {{wgmma_forward_bf16_64, wgmma_forward_bf16_128, wgmma_forward_bf16_256},
-                                             {wgmma_forward_f16_64, wgmma_forward_f16_128, wgmma_forward_f16_256}};
+    static attend_part *const parts[2][3] = {
+        {wgmma_forward_bf16_64, wgmma_forward_bf16_128, wgmma_forward_bf16_256},
+        {wgmma_forward_f16_64, wgmma_forward_f16_128, wgmma_forward_f16_256}};
     return part_of(l, parts);
 }
 
@@ -109,7 +129,8 @@ static attend_part *keys_of(const attend_launch &l)
 bool attend_forward_wgmma_supports(const stage_exec *exec, const attend_args *args, char *)
 {
     char limits[STAGE_WHY_BYTES];
-    if (!present(args->list) || !is_hopper(exec) || args->q.dtype == QUERN_F32 || !attend_fits(args, limits)) return false;
+    if (!present(args->list) || !is_hopper(exec) || args->q.dtype == QUERN_F32 || !attend_fits(args, limits))
+        return false;
     attend_launch l = attend_launch_of(args);
     return !few_rows(l.kernel) && attend_parts_fit(exec, args, &l, forward_of(l), NULL, limits);
 }
@@ -124,7 +145,9 @@ bool attend_backward_wgmma_supports(const stage_exec *exec, const attend_args *a
 {
     char limits[STAGE_WHY_BYTES];
     const bool wide = args->q.shape[3] > 128 || args->v.shape[3] > 128;
-    if ((!present(args->list) && !wide) || !is_hopper(exec) || args->q.dtype == QUERN_F32 || !attend_fits(args, limits)) return false;
+    if ((!present(args->list) && !wide) || !is_hopper(exec) || args->q.dtype == QUERN_F32 ||
+        !attend_fits(args, limits))
+        return false;
     attend_launch l = attend_launch_of(args);
     return attend_parts_fit(exec, args, &l, rows_of(l), keys_of(l), limits);
 }

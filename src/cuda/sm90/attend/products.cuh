@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* products.cuh - the products of any/attend's kernels by Hopper's warpgroups: four warps hold 64 consecutive rows. Calls
- * that neither copies by TMA nor warp specialisation serve yet run on these: listed blocks, and wide heads. */
+/* products.cuh - the products of any/attend's kernels by Hopper's warpgroups: four warps hold 64 consecutive
+ * rows. Calls that neither copies by TMA nor warp specialisation serve yet run on these: listed blocks, and
+ * wide heads. */
 #ifndef QUERN_CUDA_SM90_PRODUCTS_CUH
 #define QUERN_CUDA_SM90_PRODUCTS_CUH
 
@@ -14,7 +15,8 @@ struct warpgroup_products {
     static __device__ __forceinline__ void finish() { wg_finish(); }
 
     template <typename T, int DP, int NT, int ROWS_A, int ROWS_B>
-    static __device__ __forceinline__ void nt(float (&acc)[NT][4], uint32_t a, int row0, uint32_t b, int n0, int)
+    static __device__ __forceinline__ void nt(float (&acc)[NT][4], uint32_t a, int row0, uint32_t b, int n0,
+                                              int)
     {
         const int wg_row = row0 & ~63;
 #pragma unroll
@@ -26,11 +28,12 @@ struct warpgroup_products {
     }
 
     template <typename T, int DP, int ROWS_B>
-    static __device__ __forceinline__ void nn(float (&acc)[DP / 8][4], const uint32_t (&fa)[4], uint32_t b, int k0, int)
+    static __device__ __forceinline__ void nn(float (&acc)[DP / 8][4], const uint32_t (&fa)[4], uint32_t b,
+                                              int k0, int)
     {
 #pragma unroll
         for (int p = 0; p < DP / 64; p++) {
-            float(&part)[8][4] = *(float(*)[8][4])&acc[p * 8];
+            float(&part)[8][4] = *(float(*)[8][4]) & acc[p * 8];
             wg_rs<T>(part, fa, wg_tile(b + p * (ROWS_B * 128) + k0 * 128, ROWS_B * 128));
         }
     }

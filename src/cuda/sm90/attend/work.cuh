@@ -1,13 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * work.cuh - what a persistent block of the Hopper attention kernels does next: which packed rows (any/attend/attend.cuh), and
- * which key slots they walk. One warp plans and leaves the plan of a turn in shared memory for the others.
+ * work.cuh - what a persistent block of the Hopper attention kernels does next: which packed rows
+ * (any/attend/attend.cuh), and which key slots they walk. One warp plans and leaves the plan of a turn in
+ * shared memory for the others.
  *
- * A piece is up to M / hs queries with their hs heads, so that its rows are one box of Q. Pieces are numbered section after
- * section of SECTION units, whose keys and values L2 serves to many blocks at once, and in a section the longest causal ones
- * of all units first, so that short ones fill what is left at the end. A block begins with the one of its own number and then takes whichever is next, by
- * a counter: no result depends on who computes it.
+ * A piece is up to M / hs queries with their hs heads, so that its rows are one box of Q. Pieces are numbered
+ * section after section of SECTION units, whose keys and values L2 serves to many blocks at once, and in a
+ * section the longest causal ones of all units first, so that short ones fill what is left at the end. A
+ * block begins with the one of its own number and then takes whichever is next, by a counter: no result
+ * depends on who computes it.
  */
 #ifndef QUERN_CUDA_SM90_WORK_CUH
 #define QUERN_CUDA_SM90_WORK_CUH
@@ -35,7 +37,10 @@ struct work {
     int32_t list_row;
 };
 
-__device__ __forceinline__ sequence sequence_of(const work &w) { return {0, w.view, w.q0, w.nq, w.k0, w.nk}; }
+__device__ __forceinline__ sequence sequence_of(const work &w)
+{
+    return {0, w.view, w.q0, w.nq, w.k0, w.nk};
+}
 
 /* Sets the sequence of piece `i` of those cut by `unit` queries; all lanes of the warp call. */
 __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t unit, work *w, int32_t *first)
@@ -44,7 +49,11 @@ __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t uni
     if (s.cu_q == NULL) {
         const int32_t per = (n_q + unit - 1) / unit, b = i / per;
         *first = (i - b * per) * unit;
-        w->view = b, w->q0 = 0, w->nq = n_q, w->k0 = 0, w->nk = n_kv;
+        w->view = b;
+        w->q0 = 0;
+        w->nq = n_q;
+        w->k0 = 0;
+        w->nk = n_kv;
         return b < batch;
     }
     const int32_t *ck = s.cu_kv != NULL ? s.cu_kv : s.cu_q;
@@ -65,8 +74,10 @@ __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t uni
             const int owner = __ffs((int)past) - 1, b = b0 + owner;
             *first = (i - __shfl_sync(~0u, sum - n, owner)) * unit;
             w->view = 0;
-            w->q0 = (int32_t)border(s.cu_q, b, n_q), w->nq = (int32_t)border(s.cu_q, b + 1, n_q) - w->q0;
-            w->k0 = (int32_t)border(ck, b, n_kv), w->nk = (int32_t)border(ck, b + 1, n_kv) - w->k0;
+            w->q0 = (int32_t)border(s.cu_q, b, n_q);
+            w->nq = (int32_t)border(s.cu_q, b + 1, n_q) - w->q0;
+            w->k0 = (int32_t)border(ck, b, n_kv);
+            w->nk = (int32_t)border(ck, b + 1, n_kv) - w->k0;
             w->nk = w->nk > 0 ? w->nk : 0;
             return true;
         }
@@ -84,11 +95,15 @@ __device__ __forceinline__ int32_t next_piece(const work_plan &plan)
 }
 
 /* Fills in piece `index`: 0 queries where a packed batch has no such piece. All lanes of the warp call. */
-template <bool LISTED> __device__ __forceinline__ void find_work(const attend_kernel &a, const work_plan &plan, int32_t index, work *w)
+template <bool LISTED>
+__device__ __forceinline__ void find_work(const attend_kernel &a, const work_plan &plan, int32_t index,
+                                          work *w)
 {
     w->queries = w->slots = 0;
-    const int32_t unit0 = index / (plan.pieces * SECTION) * SECTION, width = a.units - unit0 < SECTION ? a.units - unit0 : SECTION;
-    const int32_t in_section = index - unit0 * plan.pieces, u = unit0 + in_section % width, piece = plan.pieces - 1 - in_section / width;
+    const int32_t unit0 = index / (plan.pieces * SECTION) * SECTION,
+                  width = a.units - unit0 < SECTION ? a.units - unit0 : SECTION;
+    const int32_t in_section = index - unit0 * plan.pieces, u = unit0 + in_section % width,
+                  piece = plan.pieces - 1 - in_section / width;
     const int32_t tile = LISTED ? piece / plan.per_tile : piece;
     int32_t query;
     if (!find_piece(a.sq, tile, LISTED ? a.tile : plan.queries, w, &query)) return;
@@ -112,9 +127,10 @@ template <bool LISTED> __device__ __forceinline__ void find_work(const attend_ke
     w->end = last_hi;
 }
 
-/* Copies a list into `clean`, rising and without padding, repeats and blocks that start at or past key `end`; returns
- * how many are left. One warp calls; `scratch` has room for k. */
-__device__ __forceinline__ int clean_by_warp(const int32_t *list, int k, int block, int end, int32_t *clean, int32_t *scratch)
+/* Copies a list into `clean`, rising and without padding, repeats and blocks that start at or past key `end`;
+ * returns how many are left. One warp calls; `scratch` has room for k. */
+__device__ __forceinline__ int clean_by_warp(const int32_t *list, int k, int block, int end, int32_t *clean,
+                                             int32_t *scratch)
 {
     const int lane = threadIdx.x & 31;
     uint32_t again = 0; /* bit j: entry 32 j + lane stands before, too */
@@ -146,8 +162,8 @@ __device__ __forceinline__ int clean_by_warp(const int32_t *list, int k, int blo
     return kept;
 }
 
-/* The tiles of KEYS slots whose every key is seen by every row: of a range [from, to); of a list, which rises, those that
- * end before key `to`. */
+/* The tiles of KEYS slots whose every key is seen by every row: of a range [from, to); of a list, which
+ * rises, those that end before key `to`. */
 struct seen_tiles {
     int from, to;
 };
@@ -160,11 +176,13 @@ template <int KEYS, bool LISTED> __device__ __forceinline__ seen_tiles find_seen
 }
 
 template <int KEYS, bool LISTED>
-__device__ __forceinline__ bool tile_seen(const attend_kernel &a, const work &w, const seen_tiles &seen, const int32_t *list, int t)
+__device__ __forceinline__ bool tile_seen(const attend_kernel &a, const work &w, const seen_tiles &seen,
+                                          const int32_t *list, int t)
 {
     if (!LISTED) return t >= seen.from && t < seen.to;
     const int end = (t + 1) * KEYS;
-    return end <= w.slots && (int64_t)(list[quotient((uint32_t)(end - 1), a.by_block)] + 1) * a.list_block <= seen.to;
+    return end <= w.slots &&
+           (int64_t)(list[quotient((uint32_t)(end - 1), a.by_block)] + 1) * a.list_block <= seen.to;
 }
 
 #endif
