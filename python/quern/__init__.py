@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """Quern: sparse attention, compressed attention and FP4 experts on CPUs and NVIDIA GPUs."""
 
+from . import nvfp4
 from ._attention import attention
 from ._nsa import nsa
 from ._operations import version
 
 __version__ = version()
-__all__ = ["__version__", "attention", "nsa"]
+__all__ = ["__version__", "attention", "nsa", "nvfp4"]

@@ -1,0 +1,173 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""NVFP4: 4-bit floats in blocks of 16 with an E4M3 scale a block and an f32 global.
+
+With torch, codes are torch.float4_e2m1fn_x2 and scales torch.float8_e4m3fn; uint8 is accepted for both, and
+is what NumPy has. Blocks of an activation [.., D] lie along D, those of a weight [K, N] or [E, K, N] along K.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _arrays
+from . import _operations as ops
+
+__all__ = ["dequantize", "grouped_mm", "interleave", "quantize", "swizzle"]
+
+
+def _bytes(tensor: Any) -> Any:
+    """The same memory as uint8."""
+    if tensor is None or not _arrays.is_torch(tensor):
+        return tensor
+    import torch
+
+    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+
+
+def _named(tensor: Any, dtype: str) -> Any:
+    """Bytes as torch's dtype of that name; NumPy has none."""
+    if not _arrays.is_torch(tensor):
+        return tensor
+    import torch
+
+    return tensor.view(getattr(torch, dtype))
+
+
+def _layout(weight: bool) -> str:
+    return "weight" if weight else "activation"
+
+
+def quantize(
+    x: Any,
+    *,
+    profile: str = "rne",
+    scales: str = "rne",
+    global_per: str = "tensor",
+    global_scale: Any = None,
+    offsets: Any = None,
+    weight: bool = False,
+) -> tuple[Any, Any, Any]:
+    """[.., D] → codes [.., 8·⌈D/16⌉], scales [.., ⌈D/16⌉], global; with weight [(E,) K, N] → [(E,) K/2, N],
+    [(E,) K/16, N], global.
+
+    x: f32, f16 or bf16, finite. profile "rne", "halfstep", "modelopt" or "compressed_tensors" (whose global
+    is the reciprocal); scales "rne", "four_over_six" or "search". global_per "tensor": []; "expert": [E], of
+    an activation [T, D] with offsets int32 [E], where each expert's rows end; "row": x's leading shape.
+    global_scale: given instead of computed.
+    """
+    params = ops.params(
+        "nvfp4-quantize", profile=profile, scales=scales, global_per=global_per, weight=_layout(weight)
+    )
+    tensors = {"x": x, "given_global": global_scale, "offsets": offsets}
+    codes, made, one = ops.call("nvfp4-quantize", params, tensors, ("codes", "scales", "global"))
+    return _named(codes, "float4_e2m1fn_x2"), _named(made, "float8_e4m3fn"), one
+
+
+def dequantize(
+    codes: Any,
+    scales: Any,
+    global_scale: Any,
+    *,
+    profile: str = "rne",
+    global_per: str = "tensor",
+    offsets: Any = None,
+    weight: bool = False,
+    columns: int | None = None,
+    out: Any = None,
+) -> Any:
+    """What quantize() made, back to values: f32, or as `out` [.., D], which is then written.
+
+    columns: D of an activation where it is not that of whole blocks.
+    """
+    params = ops.params("nvfp4-dequantize", profile=profile, global_per=global_per, weight=_layout(weight))
+    tensors = {"codes": _bytes(codes), "scales": _bytes(scales), "global": global_scale, "offsets": offsets}
+    asked = {"columns": columns or 0}
+    return ops.call("nvfp4-dequantize", params, {**tensors, "x": out}, ("x",), asked=asked)[0]
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b) * b
+
+
+def swizzle(scales: Any, *, tokens_per_expert: Any = None, weight: bool = False) -> Any:
+    """Scales in the order of tensor cores, in tiles of 128 rows × 4 columns that zeros fill → [bytes].
+
+    scales [rows, columns]. weight: [E, columns, rows] → [E, bytes]. tokens_per_expert int32 [E]: the experts'
+    rows one after the other, each padded to whole tiles → ([bytes], pad_row_offsets int32 [E+1]); waits for
+    the device.
+    """
+    linear = _bytes(scales)
+    memory = _arrays.Memory(linear)
+    columns, rows = (linear.shape[1], linear.shape[2]) if weight else (linear.shape[1], linear.shape[0])
+    starts = None
+    if tokens_per_expert is not None:
+        rows = sum(_up(int(count), 128) for count in tokens_per_expert)
+        starts = memory.empty((len(tokens_per_expert) + 1,), "int32")
+    size = _up(rows, 128) * _up(columns, 4)
+    out = memory.empty((linear.shape[0], size) if weight else (size,), "uint8")
+    tensors = {"linear": linear, "swizzled": out, "tokens_per_expert": tokens_per_expert}
+    tensors.update(pad_row_offsets=starts)
+    ops.call("nvfp4-swizzle", ops.params("nvfp4-swizzle", weight=_layout(weight)), tensors, ())
+    swizzled = _named(out, "float8_e4m3fn")
+    return swizzled if starts is None else (swizzled, starts)
+
+
+def interleave(x: Any, *, granularity: int = 8, inverse: bool = False) -> Any:
+    """Gate and up of the last dimension, [.., 2I] in two halves, to runs of `granularity` columns that
+    alternate; inverse: back. Where granularity does not divide I both are padded with zeros to it first.
+    Weights, codes, scales and biases alike."""
+    bytewise = _arrays.is_torch(x) and x.element_size() == 1
+    plain = _bytes(x) if bytewise else x
+    half = x.shape[-1] // 2
+    columns = 2 * half if inverse else 2 * _up(half, max(granularity, 1))
+    out = _arrays.Memory(plain).empty((*x.shape[:-1], columns), str(plain.dtype).removeprefix("torch."))
+    params = ops.params("nvfp4-interleave", granularity=granularity, inverse=inverse)
+    ops.call("nvfp4-interleave", params, {"x": plain, "out": out}, ())
+    return out.view(x.dtype) if bytewise else out
+
+
+def grouped_mm(
+    a: Any,
+    b: Any,
+    b_scales: Any,
+    offsets: Any,
+    *,
+    a_scales: Any = None,
+    a_global: Any = None,
+    b_global: Any = None,
+    bias: Any = None,
+    activation: str = "none",
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    granularity: int = 8,
+    output: str = "input",
+    a_global_per: str = "tensor",
+    a8: bool = False,
+    out: Any = None,
+) -> Any:
+    """The rows of each expert times its weights → [T, N], or [T, N/2] with activation "swiglu".
+
+    a: f32, f16 or bf16 [T, K], or codes [T, K/2] with a_scales [T, K/16]. b: codes [E, K/2, N], also with K
+    contiguous, b_scales [E, K/16, N]. offsets int32 [E]: where each expert's rows end; rows past the last
+    give 0. Globals f32: a_global [], [E] or [T] as a_global_per says; b_global [], [E] or [E, 2], gate's and
+    up's; 1 where absent. bias [E, N]. "swiglu": gate and up alternate in runs of `granularity` columns; silu
+    with alpha, beta and limit (0: no clamp). output "input" (a's dtype, f32 for codes), "f32", "bf16" or
+    "f16", or `out`. a8: a, of floats, is rounded to int8.
+    """
+    quantized = a_scales is not None
+    settings = {"activation": activation, "limit": limit, "alpha": alpha, "beta": beta, "output": output}
+    params = ops.params("nvfp4-gemm", granularity=granularity, a_global_per=a_global_per, a8=a8, **settings)
+    tensors = {
+        "a_codes" if quantized else "a": _bytes(a) if quantized else a,
+        "a_scales": _bytes(a_scales),
+        "a_global": a_global,
+        "b_codes": _bytes(b),
+        "b_scales": _bytes(b_scales),
+        "b_global": b_global,
+        "offsets": offsets,
+        "bias": bias,
+        "c": out,
+    }
+    return ops.call("nvfp4-gemm", params, tensors, ("c",))[0]
