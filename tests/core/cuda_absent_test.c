@@ -34,7 +34,7 @@ static void a_library_that_is_no_backend_is_refused(void **unused)
     assert_non_null(strstr(quern_last_error(NULL), "another build"));
 }
 
-/* The version and every function are there, but a field of a stage's arguments stands elsewhere. */
+/* The version and every function are there, but a field of a stage's arguments has another offset. */
 static void a_backend_of_another_build_is_refused(void **unused)
 {
     (void)unused;
@@ -43,7 +43,8 @@ static void a_backend_of_another_build_is_refused(void **unused)
     assert_non_null(strstr(quern_last_error(NULL), "another build"));
 }
 
-/* Last, for a backend that was taken stays. The device's struct may be an older or a newer caller's. */
+/* This test runs last, because a backend that was loaded stays loaded. The device's struct may be an older or
+ * a newer caller's. */
 static void a_backend_of_this_build_is_taken(void **unused)
 {
     (void)unused;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dlpack_test.c - views to and from the tensors of DLPack, whose own header is used where it is installed;
- * the layout below is its text, shortened. */
+/* dlpack_test.c - views to and from DLPack's tensors. The test uses DLPack's own header where it is
+ * installed, else the same layout declared below. */
 #include "cmocka_c11.h"
 
 #include <stddef.h>

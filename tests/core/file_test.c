@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* file_test.c - the writer of files: whole or not at all, over regular files alone, and nothing left behind.
- */
+/* file_test.c - files are written whole or not at all, only regular files are replaced, and no temporary
+ * file is left. */
 #include "cmocka_c11.h"
 
 #include <quern/file.h>
@@ -167,7 +167,7 @@ static void what_is_no_regular_file_is_never_renamed_over(void **state)
     assert_int_equal(save(".", "x"), QUERN_ERR_IO);
     assert_non_null(strstr(quern_last_error(NULL), "folder"));
     assert_int_equal(mkfifo("fifo", 0600), 0);
-    assert_int_equal(quern_file_check("fifo"), QUERN_OK); /* though nobody reads */
+    assert_int_equal(quern_file_check("fifo"), QUERN_OK); /* though it has no reader */
     const int reader = open("fifo", O_RDONLY | O_NONBLOCK);
     char got[8] = {0};
     assert_int_equal(save("fifo", "through"), QUERN_OK);
@@ -180,7 +180,7 @@ static void what_is_no_regular_file_is_never_renamed_over(void **state)
     unlink("fifo");
 }
 
-/* The file behind standard output is written where output stands, not replaced. */
+/* A file that is standard output is written at its current offset, not replaced. */
 static void standard_output_is_written_in_order(void **state)
 {
     (void)state;
@@ -201,14 +201,14 @@ static void standard_output_is_written_in_order(void **state)
     unlink("out");
 }
 
-static void bad_paths_are_said(void **state)
+static void bad_paths_are_reported(void **state)
 {
     (void)state;
     static char path[PATH_MAX + 100];
     char longest[NAME_MAX + 2];
     memset(longest, 'n', sizeof longest);
     longest[NAME_MAX] = '\0';
-    assert_int_equal(save(longest, "x"), QUERN_OK); /* the temporary name does not depend on it */
+    assert_int_equal(save(longest, "x"), QUERN_OK); /* the temporary name is no longer than this one */
     unlink(longest);
     longest[NAME_MAX] = 'n';
     longest[NAME_MAX + 1] = '\0';
@@ -221,7 +221,7 @@ static void bad_paths_are_said(void **state)
     assert_int_equal(quern_file_create("a", NULL), QUERN_ERR_INVALID_ARGUMENT);
     assert_int_equal(quern_file_write(NULL, "x", 1), QUERN_ERR_INVALID_ARGUMENT);
     assert_int_equal(quern_file_commit(NULL), QUERN_ERR_INVALID_ARGUMENT);
-    /* A long path loses its middle, not the reason; control characters are escaped. */
+    /* A message shortens a long path in the middle and keeps the reason; it escapes control characters. */
     for (int i = 0; i < 3000; i += 10) memcpy(path + i, "\x1b[31mdir\n/", 10);
     strcpy(path + 3000, "the-end");
     assert_int_equal(save(path, "x"), QUERN_ERR_IO);
@@ -254,7 +254,7 @@ static void a_read_only_file_is_not_replaced(void **state)
     unlink("a");
 }
 
-/* A file size limit stands for the full disk: write() fails half-way, and once more in the commit. */
+/* A file size limit simulates a full disk: write() fails half-way, and once more in the commit. */
 static void a_full_disk_leaves_the_old_file(void **state)
 {
     (void)state;
@@ -293,7 +293,7 @@ static void every_temporary_file_can_be_removed_at_once(void **state)
     }
     assert_int_equal(quern_file_create("more", &more), QUERN_ERR_OUT_OF_MEMORY);
     assert_int_equal(files(), MOST);
-    const pid_t child = fork(); /* whose parent's files are not its own */
+    const pid_t child = fork(); /* the child must not discard its parent's files */
     if (child == 0) {
         quern_file_discard_all();
         _exit(0);
@@ -319,7 +319,7 @@ int main(void)
         cmocka_unit_test(links_are_followed),
         cmocka_unit_test(what_is_no_regular_file_is_never_renamed_over),
         cmocka_unit_test(standard_output_is_written_in_order),
-        cmocka_unit_test(bad_paths_are_said),
+        cmocka_unit_test(bad_paths_are_reported),
         cmocka_unit_test(a_read_only_file_is_not_replaced),
         cmocka_unit_test(a_full_disk_leaves_the_old_file),
         cmocka_unit_test(every_temporary_file_can_be_removed_at_once),

@@ -78,7 +78,7 @@ static void random_products(void **state)
     }
 }
 
-/* Rows in any pieces have the bits that they have together. */
+/* Rows computed in pieces have the bits of rows computed in one call. */
 static void rows_do_not_depend_on_their_number(void **state)
 {
     (void)state;

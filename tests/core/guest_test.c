@@ -141,8 +141,8 @@ static void shares(void *arg, int32_t threads, int64_t count, executor_body *bod
     }
 }
 
-/* Calls nothing for some indices, twice for others, and with thread numbers out of range: all is computed all
- * the same. */
+/* Skips some indices, calls others twice, and passes thread numbers out of range; the result must be the
+ * same. */
 static void careless(void *arg, int32_t threads, int64_t count, executor_body *body, void *body_arg)
 {
     note(arg, threads, count);
@@ -331,14 +331,14 @@ static int fork_with_an_executor(void)
     return result;
 }
 
-/* `spare` bytes of address space beside what the call took when it ran on one thread: stacks take 8 MiB each.
- */
+/* Limits address space to what the call took on one thread and `spare` bytes more; each thread's stack takes
+ * 8 MiB. */
 static int few_threads(int64_t spare)
 {
     nsa_case *c = make_case(2);
     test_tensor expected[NSA_SLOTS];
     executor_log log = {0, 0};
-    mallopt(M_MMAP_MAX, 0); /* the workspace stays with the process */
+    mallopt(M_MMAP_MAX, 0); /* freed workspaces are not returned to the system */
     mallopt(M_TRIM_THRESHOLD, INT_MAX);
     quern_context *serial = context_with(backwards, &log, 8), *ctx = context_with(NULL, NULL, 8);
     expect(c, expected);

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 static char folder[PATH_MAX];
-static void *first; /* folder/first.so, a copy of the C library of mathematics */
+static void *first; /* folder/first.so, a copy of libm */
 
 static const char *file_of(void *library)
 {

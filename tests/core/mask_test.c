@@ -6,7 +6,7 @@
 
 enum { KEYS_MOST = 20 };
 
-/* Whether `query` of nq sees `key` of nk, by the words of the definitions. */
+/* Whether `query` of nq sees `key` of nk, by the definitions of the masks. */
 static bool sees(const key_mask *m, int64_t nq, int64_t nk, int64_t query, int64_t key)
 {
     if (m->kind == ATTEND_COMPRESSED) {

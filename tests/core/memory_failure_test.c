@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * memory_failure_test.c - every allocation of every function of the io and context layers fails once, and
- * from there on for ever: the function says OUT_OF_MEMORY, gives nothing back, leaks nothing and leaves the
- * old file as it was.
+ * memory_failure_test.c - each allocation of every function of the io and context layers fails, first alone,
+ * then with all that follow it. The function returns OUT_OF_MEMORY and no object, leaks nothing and leaves
+ * the old file unchanged.
  *
  * The linker sends the library's allocations through the __wrap functions below.
  */

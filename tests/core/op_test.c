@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* op_test.c - quern/op.h: what the library says of its operations is what their functions take. */
+/* op_test.c - quern/op.h: the library describes its operations as their functions behave. */
 #include "cmocka_c11.h"
 
 #include <quern/attention.h>
@@ -48,8 +48,7 @@ static int param_named(const char *name)
     return -1;
 }
 
-/* Names differ, but for an input beside the output of its name; a shape stands beside every tensor, every
- * operation reads and writes something. */
+/* Inputs have distinct names, and so have outputs. Every operation reads and writes a tensor. */
 static void the_list_is_whole(void **state)
 {
     const quern_op *op;
@@ -115,7 +114,7 @@ static void tensors_are_what_the_passes_make_of_them(void **state)
     read_op("hca-compress");
     expect_tensor("B", true, true, false, false, false);
     expect_tensor("B_b", false, false, false, false, false); /* the kind is fixed */
-    expect_tensor("proj", false, true, false, false, false); /* x and w may stand for it */
+    expect_tensor("proj", false, true, false, false, false); /* x and w may replace it */
     assert_false(params[param_named("kind")].option);
     assert_string_equal(params[param_named("rope-at")].value, "first|last");
 }
@@ -158,7 +157,7 @@ static void parameters_are_texts(void **state)
         if (quern_op_set(op, &p, wrong[i][0], wrong[i][1]) == QUERN_OK)
             fail_msg("%s takes '%s'", wrong[i][0], wrong[i][1]);
     assert_memory_equal(&p, &before, sizeof p);
-    for (int i = 0; i < info.param_count; i++) { /* a text that came out goes in */
+    for (int i = 0; i < info.param_count; i++) { /* quern_op_set() reads what quern_op_text() writes */
         quern_nsa_params again = p;
         assert_int_equal(quern_op_text(op, &p, i, text, sizeof text), QUERN_OK);
         assert_int_equal(quern_op_set(op, &again, params[i].field, text), QUERN_OK);

@@ -258,7 +258,7 @@ static void threads_share_a_plan(void **state)
     attention_case_free(&c);
 }
 
-/* The whole line, `line` and the bytes at its end. */
+/* The plan's description is `line` and the bytes of its workspace. */
 static void expect_line(quern_context *at, quern_operation op, const void *params, const void *tensors,
                         const char *line)
 {
@@ -345,7 +345,7 @@ static void a_line_is_cut_to_its_room(void **state)
     attention_case_free(&c);
 }
 
-/* Lists and entries of the extents that nsa.h's helpers give are accepted, one more or less is not. */
+/* Lists and entries must have exactly the extents that nsa.h's helpers return. */
 static void extents_are_those_of_the_helpers(void **state)
 {
     (void)state;

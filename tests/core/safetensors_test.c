@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* safetensors_test.c - the reader refuses every malformed file with a sentence, the writer never leaves a
- * part. */
+/* safetensors_test.c - the reader refuses every malformed file with a sentence, and the writer never leaves a
+ * partial file. */
 #include <quern/safetensors.h>
 
 #include <setjmp.h>
@@ -262,10 +262,10 @@ static void every_dtype_goes_in_and_comes_out(void **state)
     const quern_tensor scalar = quern_tensor_contiguous(&pair, QUERN_E2M1X2, 0, NULL);
     const quern_safetensors_item item = {"x", &scalar};
     assert_int_equal(quern_safetensors_save(path, &item, 1, NULL, 0),
-                     QUERN_ERR_INVALID_ARGUMENT); /* half of it is no shape */
+                     QUERN_ERR_INVALID_ARGUMENT); /* a scalar is half a byte */
 }
 
-/* Names find their tensors among many, and hold what JSON escapes say. */
+/* A name finds its tensor among many, and JSON escapes in names are decoded. */
 static void names_are_found(void **state)
 {
     enum { MANY = 20000 };
@@ -419,7 +419,7 @@ static void unwritable_paths_are_io_errors(void **state)
     assert_true(S_ISCHR(st.st_mode)); /* not renamed over */
 }
 
-/* A file size limit stands for the full disk: write() fails half-way. */
+/* A file size limit simulates a full disk: write() fails half-way. */
 static void a_full_disk_leaves_the_old_file(void **state)
 {
     (void)state;

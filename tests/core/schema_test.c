@@ -1,8 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* schema_test.c - what a description of a family can say: every class of dtype, every kind of parameter,
- * shapes whose number of dimensions depends on the call. A family of the test's own stands for those of the
- * library. */
+ * shapes whose number of dimensions depends on the call. The test describes a family of its own. */
 #include "cmocka_c11.h"
 #include "core/op.h"
 

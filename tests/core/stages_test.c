@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stages_test.c - the lists of fields beside each stage's arguments are whole: pointers are relocated,
- * carried and hashed by them. */
+/* stages_test.c - the list of fields beside each stage's arguments is complete. Code that relocates, carries
+ * or hashes pointers relies on it. */
 #include "build_id.h"
 #include "cmocka_c11.h"
 
@@ -19,8 +19,7 @@ static int by_offset(const void *a, const void *b)
     return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
 
-/* The fields lie side by side but for the padding that the largest alignment (8) makes, and all are listed
- * once. */
+/* The list names every field once: gaps between listed fields are smaller than the largest alignment (8). */
 static void check_cover(const char *what, field *fields, size_t count, size_t size)
 {
     size_t end = 0;

@@ -12,7 +12,7 @@ typedef struct shape {
     int64_t n, h, hkv, d, dv, block, stride, select, tile, k;
     quern_nsa_metric metric;
     quern_nsa_scope scope;
-    bool packed;
+    bool varlen;
 } shape;
 
 #define SOFT QUERN_NSA_METRIC_SOFTMAX
@@ -44,11 +44,11 @@ static void check(quern_dtype dtype)
                         .dtype = dtype,
                         .weight_dtype = dtype,
                         .layout = (test_layout)(i % TEST_LAYOUTS),
-                        .batch = s->packed ? 3 : 1,
+                        .batch = s->varlen ? 3 : 1,
                         .n = s->n,
                         .lens = {s->n - 70, 0, 70},
-                        .packed = s->packed,
-                        .spare = s->packed ? 5 : 0,
+                        .varlen = s->varlen,
+                        .spare = s->varlen ? 5 : 0,
                         .h = s->h,
                         .hkv = s->hkv,
                         .d = s->d,

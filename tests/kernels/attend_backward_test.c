@@ -21,8 +21,8 @@ typedef struct backward_case {
     int64_t sequences, views, h, hkv, d, dv, nq, nk; /* nq, nk: rows of the tensors */
     int64_t list_heads, list_rows, list_k;
     int32_t cu_q[MOST_SEQUENCES + 1], cu_kv[MOST_SEQUENCES + 1];
-    bool packed;
-    test_tensor q, k, v, d_o, lse, delta, row_scale, d_q, d_k, d_v, list, borders_q, borders_kv;
+    bool varlen;
+    test_tensor q, k, v, d_o, lse, delta, row_scale, d_q, d_k, d_v, list, cu_seqlens_q, cu_seqlens_kv;
 } backward_case;
 
 /* One sequence of a case, as the oracle's mask. */
@@ -101,11 +101,11 @@ static void choose_sizes(backward_case *c, test_random *random)
     c->d = pick(random, dims, 10);
     c->dv = test_random_one_in(random, 2) ? c->d : pick(random, dims, 10);
     c->sequences = test_random_int(random, 1, MOST_SEQUENCES);
-    c->packed = test_random_one_in(random, 3);
-    c->views = c->packed ? 1 : c->sequences;
+    c->varlen = test_random_one_in(random, 3);
+    c->views = c->varlen ? 1 : c->sequences;
     c->nq = nq;
     c->nk = keys_for(c, nq, nk);
-    if (!c->packed) return;
+    if (!c->varlen) return;
     for (int64_t b = 0; b < c->sequences; b++) {
         const int64_t rows = test_random_int(random, 0, nq);
         c->cu_q[b + 1] = c->cu_q[b] + (int32_t)rows;
@@ -131,7 +131,7 @@ static test_tensor make_statistic(test_random *random, const backward_case *c)
                             (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
 }
 
-static test_tensor make_borders(test_random *random, const int32_t *cu, int64_t sequences)
+static test_tensor make_cu_seqlens(test_random *random, const int32_t *cu, int64_t sequences)
 {
     const int64_t shape[] = {sequences + 1};
     test_tensor t = test_tensor_make(random, QUERN_I32, 1, shape, TEST_CONTIGUOUS);
@@ -144,7 +144,7 @@ static void make_list(backward_case *c, test_random *random)
 {
     const attend_args *a = &c->args;
     c->list_heads = a->scope == LIST_BY_HEAD ? c->h : c->hkv;
-    c->list_rows = c->packed ? c->nq / a->tile + c->sequences : (c->nq + a->tile - 1) / a->tile;
+    c->list_rows = c->varlen ? c->nq / a->tile + c->sequences : (c->nq + a->tile - 1) / a->tile;
     const int64_t shape[] = {c->views, c->list_heads, c->list_rows, c->list_k};
     const int64_t unit = a->mask == ATTEND_COMPRESSED ? GROUP_ENTRIES : a->block_size;
     c->list = test_tensor_make(random, QUERN_I32, 4, shape, TEST_CONTIGUOUS);
@@ -177,15 +177,15 @@ static void case_make(backward_case *c, quern_dtype dtype, test_random *random)
     c->lse = make_statistic(random, c);
     c->delta = make_statistic(random, c);
     if (c->list_k > 0) make_list(c, random);
-    if (c->packed) {
-        c->borders_q = make_borders(random, c->cu_q, c->sequences);
-        c->borders_kv = make_borders(random, c->cu_kv, c->sequences);
+    if (c->varlen) {
+        c->cu_seqlens_q = make_cu_seqlens(random, c->cu_q, c->sequences);
+        c->cu_seqlens_kv = make_cu_seqlens(random, c->cu_kv, c->sequences);
     }
     if (test_random_one_in(random, 2)) {
         c->row_scale = make_statistic(random, c);
         test_tensor_normal(&c->row_scale, random, 1);
     }
-    a->seqs = (stage_seqs){c->sequences, c->nq, c->nk, c->borders_q.view, c->borders_kv.view};
+    a->seqs = (stage_seqs){c->sequences, c->nq, c->nk, c->cu_seqlens_q.view, c->cu_seqlens_kv.view};
     a->scale = (float)(1 / sqrt((double)c->d));
     a->list = c->list.view;
     a->q = c->q.view;
@@ -203,8 +203,9 @@ static void case_make(backward_case *c, quern_dtype dtype, test_random *random)
 
 static void case_free(backward_case *c)
 {
-    test_tensor *all[] = {&c->q,   &c->k,   &c->v,   &c->d_o,  &c->lse,       &c->delta,     &c->row_scale,
-                          &c->d_q, &c->d_k, &c->d_v, &c->list, &c->borders_q, &c->borders_kv};
+    test_tensor *all[] = {
+        &c->q,   &c->k,   &c->v,   &c->d_o,  &c->lse,          &c->delta,        &c->row_scale,
+        &c->d_q, &c->d_k, &c->d_v, &c->list, &c->cu_seqlens_q, &c->cu_seqlens_kv};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (all[i]->buffer != NULL) test_tensor_free(all[i]);
 }
@@ -236,11 +237,11 @@ static gradients reference_of(backward_case *c)
     }
     int64_t list_row = 0;
     for (int64_t b = 0; b < c->sequences; b++) {
-        const int64_t view = c->packed ? 0 : b, q0 = view * c->nq + c->cu_q[b],
+        const int64_t view = c->varlen ? 0 : b, q0 = view * c->nq + c->cu_q[b],
                       k0 = view * c->nk + c->cu_kv[b];
         const sequence s = {c, list != NULL ? list + view * c->list_heads * c->list_rows * c->list_k : NULL,
-                            c->packed ? c->cu_q[b + 1] - c->cu_q[b] : c->nq,
-                            c->packed ? c->cu_kv[b + 1] - c->cu_kv[b] : c->nk, list_row};
+                            c->varlen ? c->cu_q[b + 1] - c->cu_q[b] : c->nq,
+                            c->varlen ? c->cu_kv[b + 1] - c->cu_kv[b] : c->nk, list_row};
         const oracle_shape shape = {s.nq, s.nk, c->h, c->hkv, c->d, c->dv, (double)c->args.scale, c->nq};
         const double *sq = q + q0 * c->h * c->d, *sk = k + k0 * c->hkv * c->d, *sv = v + k0 * c->hkv * c->dv,
                      *sdo = d_o + q0 * c->h * c->dv;
@@ -254,7 +255,7 @@ static gradients reference_of(backward_case *c)
                 for (int64_t e = 0; e < c->dv; e++)
                     delta[at + head * c->nq + t] +=
                         sdo[(t * c->h + head) * c->dv + e] * so[(t * c->h + head) * c->dv + e];
-        if (c->packed) list_row += (s.nq + c->args.tile - 1) / c->args.tile;
+        if (c->varlen) list_row += (s.nq + c->args.tile - 1) / c->args.tile;
     }
     test_tensor_set(&c->lse, lse);
     test_tensor_set(&c->delta, delta);
@@ -341,11 +342,11 @@ static void gradients_of_every_mask(void **state)
     for (int i = 0; i < test_trials(48); i++) case_check(dtypes[i % 3], seed, &random);
 }
 
-/* A chunk's tile must not change rows that do not see what is not finite in it. */
-static void special_values_stay_with_those_who_see_them(void **state)
+/* A nonfinite value in a tile must not change the rows that do not see it. */
+static void nonfinite_values_reach_only_rows_that_see_them(void **state)
 {
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
-    const uint64_t seed = test_seed("special_values_stay_with_those_who_see_them", 2);
+    const uint64_t seed = test_seed("nonfinite_values_reach_only_rows_that_see_them", 2);
     test_random random = {seed};
     (void)state;
     for (int i = 0; i < test_trials(24); i++) {
@@ -384,7 +385,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gradients_of_every_mask),
-        cmocka_unit_test(special_values_stay_with_those_who_see_them),
+        cmocka_unit_test(nonfinite_values_reach_only_rows_that_see_them),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

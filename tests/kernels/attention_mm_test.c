@@ -158,7 +158,7 @@ static void every_size_sums_right(void **state)
 }
 
 /* NaN and infinity reach just the row of A or the column of B that they stand in. */
-static void special_values(const attention_kernels *kernels, bool pairs, test_random *random)
+static void nonfinite_values(const attention_kernels *kernels, bool pairs, test_random *random)
 {
     enum { M = 13, K = 20, BAD_ROW = 7, BAD_COLUMN = 3 };
     const int64_t n = kernels->panel;
@@ -186,10 +186,10 @@ static void special_values(const attention_kernels *kernels, bool pairs, test_ra
     test_tensor_free(&c);
 }
 
-static void special_values_stay_in_their_row_and_column(void **state)
+static void nonfinite_values_stay_in_their_row_and_column(void **state)
 {
     (void)state;
-    each_level(special_values);
+    each_level(nonfinite_values);
 }
 
 int main(int argc, char **argv)
@@ -197,7 +197,7 @@ int main(int argc, char **argv)
     char program[] = "attention_mm_test";
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_size_sums_right),
-        cmocka_unit_test(special_values_stay_in_their_row_and_column),
+        cmocka_unit_test(nonfinite_values_stay_in_their_row_and_column),
         cmocka_unit_test_prestate(test_every_kernel, program),
     };
     return TEST_KERNELS_MAIN(argc, argv, tests);

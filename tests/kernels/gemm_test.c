@@ -167,7 +167,7 @@ static void every_level_sums_right(void **state)
     each_level(all_shapes);
 }
 
-/* Sums are cut at GEMM_DEPTH, whoever computes them: one call gives the bits of one call a part. */
+/* Every path cuts sums at GEMM_DEPTH, so one call gives the bits of one call per part. */
 static void long_sums(const stage_exec *exec, quern_dtype dtype)
 {
     enum { M = 96, N = 128, K = 2 * GEMM_DEPTH + 256 };
@@ -237,7 +237,7 @@ static void bits_do_not_depend_on_threads(void **state)
     each_level(teams);
 }
 
-/* oneDNN serves the machine's best level, by a kernel that keeps to the caller's scratch; no other level. */
+/* oneDNN serves the machine's best level only, by a kernel that uses no scratch but the caller's. */
 static void picks(const stage_exec *exec, quern_dtype dtype)
 {
     product x = make_product(exec, dtype, 96, 128, 512, false, true, false, 11),

@@ -136,8 +136,8 @@ static int32_t rank_of(float x)
 
 static void collecting(void **state)
 {
-    static const float special[] = {NAN,   -NAN,      INFINITY,   -INFINITY, 0.0f,
-                                    -0.0f, 0x1p-149f, -0x1p-149f, 3.5f,      -3.5f};
+    static const float edges[] = {NAN,   -NAN,      INFINITY,   -INFINITY, 0.0f,
+                                  -0.0f, 0x1p-149f, -0x1p-149f, 3.5f,      -3.5f};
     (void)state;
     test_random random = {test_seed("collecting", 7)};
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
@@ -148,11 +148,10 @@ static void collecting(void **state)
             float x[PANEL_MOST];
             int32_t rank[PANEL_MOST + 4], index[PANEL_MOST + 4];
             for (int64_t i = 0; i < n; i++)
-                x[i] = test_random_one_in(&random, 4) ? special[test_random_int(&random, 0, 9)]
+                x[i] = test_random_one_in(&random, 4) ? edges[test_random_int(&random, 0, 9)]
                                                       : (float)test_random_normal(&random);
             indexer_best best = {rank, index, 1,
-                                 trial % 3 == 0 ? INT32_MIN
-                                                : rank_of(special[test_random_int(&random, 0, 9)])};
+                                 trial % 3 == 0 ? INT32_MIN : rank_of(edges[test_random_int(&random, 0, 9)])};
             rank[0] = index[0] = 5;
             kernels->collect(x, n, 1000, &best);
             int64_t at = 1;

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * kernel_table_test.c - src/cpu/kernels.inc is the whole truth: every field of every level's table stands in
- * it and is filled where it says so, each has a test that times it when asked, and docs/kernels.md shows the
- * same. `kernel_table_test --markdown > docs/kernels.md` writes that page.
+ * kernel_table_test.c - src/cpu/kernels.inc is complete: it has a row for every field of every level's table,
+ * and the field is filled where the row says so. Each row has a test that can time it, and docs/kernels.md
+ * shows the same rows. `kernel_table_test --markdown > docs/kernels.md` writes that page.
  */
 #include "cmocka_c11.h"
 #include "cpu/gemm4/gemm4_kernels.h"

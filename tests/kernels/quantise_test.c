@@ -287,7 +287,7 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
 }
 
 /* Each value within a few roundings of the formula's terms (a sigmoid below 2^-127 may be that); at the limit
- * a gradient passes, beyond it there is none. */
+ * the gradient passes, beyond it the gradient is 0. */
 static void swiglu_backward_row(const quantise_kernels *kernels, test_random *random)
 {
     static const swiglu_rule rules[] = {{0, 1, 0}, {10, 1, 0}, {0.75f, 1, 0}, {7, 1.702f, 1}};

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* row_kernels_test.c - the row kernels that all families share, at every level, element by element against
- * double. fence() is nsa_rows_test's, after stores past the caches. */
+ * double. nsa_rows_test checks fence(), after streaming stores. */
 #include "cmocka_c11.h"
 #include "cpu/kernels/row_kernels.h"
 #include "kernel_time.h"
@@ -14,9 +14,9 @@
 
 static const quern_dtype activations[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
 static const int64_t lengths[] = {0, 1, 3, 7, 8, 15, 16, 17, 24, 40, 63, 128, 250, 256, 301, 512, 1000};
-static const double special[] = {0.0,     -0.0,    INFINITY, -INFINITY, NAN,        65519,      65520, 1e30,
-                                 0x1p-24, 0x1p-25, 0x3p-25,  1e-40,     1 + 0x1p-8, 1 + 0x3p-8, -65504};
-enum { LENGTHS = sizeof lengths / sizeof *lengths, SPECIAL = sizeof special / sizeof *special };
+static const double edges[] = {0.0,     -0.0,    INFINITY, -INFINITY, NAN,        65519,      65520, 1e30,
+                               0x1p-24, 0x1p-25, 0x3p-25,  1e-40,     1 + 0x1p-8, 1 + 0x3p-8, -65504};
+enum { LENGTHS = sizeof lengths / sizeof *lengths, EDGES = sizeof edges / sizeof *edges };
 
 static test_tensor row_of(test_random *random, quern_dtype dtype, int64_t n)
 {
@@ -37,7 +37,7 @@ static void convert(const row_kernels *kernels, test_random *random)
         const int64_t n = lengths[i / 9];
         test_tensor in = row_of(random, from, n), out = row_of(random, to, n);
         double *x = test_tensor_get(&in);
-        for (int64_t j = 0; j < n; j += 2) x[j] = special[j / 2 % SPECIAL];
+        for (int64_t j = 0; j < n; j += 2) x[j] = edges[j / 2 % EDGES];
         test_tensor_set(&in, x);
         free(x);
         x = test_tensor_get(&in);

@@ -41,7 +41,7 @@ typedef struct oracle_range {
 bool oracle_range_sees(const void *range, int64_t head, int64_t t, int64_t j);
 
 /* A batch of dense attention. Fixed length: cu_q NULL, nq and nkv tokens per sequence, q [B,nq,h,d],
- * lse [B,h,nq]. Packed: cu_q, cu_kv [B+1] (cu_kv NULL: cu_q), nq and nkv the rows of the tensors,
+ * lse [B,h,nq]. Varlen: cu_q, cu_kv [B+1] (cu_kv NULL: cu_q), nq and nkv the rows of the tensors,
  * q [nq,h,d], lse [h,nq]; rows past the last sequence get o = 0 and lse = -inf. All outputs are
  * overwritten; o and lse may each be NULL. */
 typedef struct oracle_dense {

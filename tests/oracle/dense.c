@@ -16,14 +16,14 @@ typedef struct sequence {
 static sequence sequence_of(const oracle_dense *a, int64_t b)
 {
     const int32_t *cu_kv = a->cu_kv != NULL ? a->cu_kv : a->cu_q;
-    const bool packed = a->cu_q != NULL;
-    const int64_t nq = packed ? a->cu_q[b + 1] - a->cu_q[b] : a->nq;
-    const int64_t nkv = packed ? cu_kv[b + 1] - cu_kv[b] : a->nkv;
+    const bool varlen = a->cu_q != NULL;
+    const int64_t nq = varlen ? a->cu_q[b + 1] - a->cu_q[b] : a->nq;
+    const int64_t nkv = varlen ? cu_kv[b + 1] - cu_kv[b] : a->nkv;
     sequence s = {{nq, nkv, a->causal, a->window, a->query_offset},
                   {nq, nkv, a->h, a->hkv, a->d, a->dv, a->scale, a->nq},
-                  packed ? a->cu_q[b] : b * nq,
-                  packed ? cu_kv[b] : b * nkv,
-                  packed ? a->cu_q[b] : b * a->h * nq};
+                  varlen ? a->cu_q[b] : b * nq,
+                  varlen ? cu_kv[b] : b * nkv,
+                  varlen ? a->cu_q[b] : b * a->h * nq};
     return s;
 }
 

@@ -6,7 +6,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* One position that a block's softmax takes in. d_ are NULL where nobody asks. */
+/* One position that a block's softmax takes in. The d_ pointers are NULL where no gradient is wanted. */
 typedef struct term {
     double value, logit;
     double *d_value, *d_logit, *d_bias;

@@ -5,7 +5,7 @@
  *
  * Arrays are contiguous: q [n,h,d], k [n,hkv,d], v [n,hkv,dv], k_cmp [Nc,hkv,d], gates [n,h,3], o [n,h,dv],
  * lse [h,n] (rows of lse_stride), lists [Hs,tiles,k] (tiles rows of list_rows per list head). A batch or a
- * packed batch is a loop by the caller. Every gradient is added to what is there.
+ * varlen batch is a loop by the caller. Every gradient is added to what is there.
  */
 #ifndef QUERN_ORACLE_NSA_H
 #define QUERN_ORACLE_NSA_H

@@ -15,11 +15,11 @@ static test_tensor make(const oracle_dense *a, quern_dtype dtype, int64_t n, int
                         test_layout layout, test_random *random)
 {
     const int64_t shape[] = {a->batch, n, heads, dim};
-    const int32_t packed = a->cu_q != NULL;
-    return test_tensor_make(random, dtype, 4 - packed, shape + packed, layout);
+    const int32_t varlen = a->cu_q != NULL;
+    return test_tensor_make(random, dtype, 4 - varlen, shape + varlen, layout);
 }
 
-static test_tensor borders(const int32_t *cu, int64_t batch, test_layout layout, test_random *random)
+static test_tensor cu_seqlens(const int32_t *cu, int64_t batch, test_layout layout, test_random *random)
 {
     const int64_t shape[] = {batch + 1};
     if (cu == NULL) return (test_tensor){0};
@@ -43,10 +43,10 @@ void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype d
     c->d_k = make(a, dtype, a->nkv, a->hkv, a->d, layout, random);
     c->d_v = make(a, dtype, a->nkv, a->hkv, a->dv, layout, random);
     const int64_t lse[] = {a->batch, a->h, a->nq};
-    const int32_t packed = a->cu_q != NULL;
-    c->lse = test_tensor_make(random, QUERN_F32, 3 - packed, lse + packed, layout);
-    c->cu_q = borders(a->cu_q, a->batch, layout, random);
-    c->cu_kv = borders(a->cu_kv, a->batch, layout, random);
+    const int32_t varlen = a->cu_q != NULL;
+    c->lse = test_tensor_make(random, QUERN_F32, 3 - varlen, lse + varlen, layout);
+    c->cu_q = cu_seqlens(a->cu_q, a->batch, layout, random);
+    c->cu_kv = cu_seqlens(a->cu_kv, a->batch, layout, random);
     test_tensor_normal(&c->q, random, 1);
     test_tensor_normal(&c->k, random, 1);
     test_tensor_normal(&c->v, random, 1);
@@ -75,7 +75,7 @@ void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype d
 void attention_case_make_exact(attention_case *c, const oracle_dense *a, test_layout layout,
                                test_random *random)
 {
-    const double least = 0x1p-17; /* f16 holds the eight bits of a smaller bf16 number no more */
+    const double least = 0x1p-17; /* f16 cannot hold the eight significant bits of a smaller bf16 number */
     attention_case_make(c, a, QUERN_BF16, layout, random);
     test_tensor *const inputs[] = {&c->q, &c->k, &c->v, &c->d_o};
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) {

@@ -22,7 +22,7 @@ void cache_case_make(cache_case *c, const quern_cache_params *params, test_rando
     const size_t element = quern_dtype_size(params->dtype);
     c->rows = test_workspace_make(rows + element);
     c->rows_at = (char *)c->rows.data +
-                 (element - (uintptr_t)c->rows.data % element) % element; /* aligned to no more */
+                 (element - (uintptr_t)c->rows.data % element) % element; /* aligned to the element only */
     c->rows_bytes = rows;
     memset(c->rows_at, 0xff, rows); /* NaN in every dtype */
     if (quern_cache_create(&c->params, c->memory.data, memory, c->rows_at, rows, &c->cache) != QUERN_OK)
@@ -33,7 +33,7 @@ void cache_case_make(cache_case *c, const quern_cache_params *params, test_rando
     c->table = malloc((size_t)(cells + 1) * sizeof *c->table);
     c->free_pages = malloc((size_t)c->free_count * sizeof *c->free_pages);
     for (int64_t i = 0; i < cells; i++)
-        c->table[i] = i % 2 ? -1 - (int32_t)i : INT32_MAX; /* nobody may look there */
+        c->table[i] = i % 2 ? -1 - (int32_t)i : INT32_MAX; /* no call may read these */
     for (int64_t i = 0; i < c->free_count; i++) {
         const int64_t j = test_random_int(random, 0, i);
         c->free_pages[i] = c->free_pages[j];

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* cache_case.h - a cache under test: guarded memory that reads as NaN where nothing was written, pages dealt
- * in random order, and rows of a packed batch as the tensors of a call. */
+ * in random order, and rows of a varlen batch as the tensors of a call. */
 #ifndef QUERN_TEST_CACHE_CASE_H
 #define QUERN_TEST_CACHE_CASE_H
 

@@ -21,8 +21,8 @@ double test_gradient_bound(quern_dtype dtype)
     return dtype == QUERN_F32 ? 1e-5 : dtype == QUERN_BF16 ? 1e-2 : 2.5e-3;
 }
 
-/* True, and `why` filled, if the special values of the entry differ. */
-static bool special_differs(double out, double reference, int64_t index, char why[200])
+/* True, and `why` filled, if the nonfinite values of the entry differ. */
+static bool nonfinite_differs(double out, double reference, int64_t index, char why[200])
 {
     const bool same = isnan(reference) ? isnan(out) : isinf(reference) ? out == reference : isfinite(out);
     if (!same) snprintf(why, 200, "entry %" PRId64 " is %g, the reference %g", index, out, reference);
@@ -34,7 +34,7 @@ double test_relative_l2(const double *out, const double *reference, int64_t coun
     double error = 0, norm = 0;
     bool zero = true, out_zero = true;
     for (int64_t i = 0; i < count; i++) {
-        if (special_differs(out[i], reference[i], i, why)) return INFINITY;
+        if (nonfinite_differs(out[i], reference[i], i, why)) return INFINITY;
         if (!isfinite(reference[i])) continue;
         error += (out[i] - reference[i]) * (out[i] - reference[i]);
         norm += reference[i] * reference[i];
@@ -64,7 +64,7 @@ void test_check_golden(const char *name, const double *out, const double *refere
     double error = 0, largest = 0;
     int64_t worst = 0;
     for (int64_t i = 0; i < count; i++) {
-        if (special_differs(out[i], reference[i], i, why)) fail_msg("%s: %s", name, why);
+        if (nonfinite_differs(out[i], reference[i], i, why)) fail_msg("%s: %s", name, why);
         if (!isfinite(reference[i])) continue;
         largest = fmax(largest, fabs(reference[i]));
         if (fabs(out[i] - reference[i]) > error) {

@@ -17,11 +17,11 @@
 double test_forward_bound(quern_dtype dtype);
 double test_gradient_bound(quern_dtype dtype);
 
-/* Relative L2 error, +inf where the special values differ; writes what is wrong into why[200] then. */
+/* Relative L2 error, +inf where the nonfinite values differ; writes what is wrong into why[200] then. */
 double test_relative_l2(const double *out, const double *reference, int64_t count, char why[200]);
 /* Fails the test, naming the tensor, unless the relative L2 error is <= bound. */
 void test_check(const char *name, const double *out, const double *reference, int64_t count, double bound);
-/* Golden vectors: max |out - ref| / max |ref| <= bound; special values as above. */
+/* Golden vectors: max |out - ref| / max |ref| <= bound; nonfinite values as above. */
 void test_check_golden(const char *name, const double *out, const double *reference, int64_t count,
                        double bound);
 

@@ -65,13 +65,13 @@ core_case core_case_make(test_random *random, const oracle_core *shape, int64_t 
     for (int i = 0; i < CORE_TENSORS; i++) {
         if (!present[i]) continue;
         const bool whole = i == CORE_IDX || i == CORE_COUNT || i == CORE_CU,
-                   packed =
+                   varlen =
                        cu != NULL && i != CORE_SINK && i != CORE_COS_SIN && i != CORE_CU && i != CORE_D_SINK;
         const quern_dtype type = whole ? QUERN_I32
                                  : i == CORE_SINK || i == CORE_LSE || i == CORE_LSE_WIN || i == CORE_D_SINK
                                      ? QUERN_F32
                                      : dtype;
-        c.t[i] = test_tensor_make(random, type, ndim[i] - packed, full[i] + packed,
+        c.t[i] = test_tensor_make(random, type, ndim[i] - varlen, full[i] + varlen,
                                   (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
         if (i == CORE_Q || i == CORE_KV || i == CORE_KV_CMP || i == CORE_SINK || i == CORE_D_O)
             test_tensor_normal(&c.t[i], random, 1);
@@ -230,9 +230,9 @@ static void check_sequence(const core_case *c, int64_t b, double *const value[CO
     free(lse), free(win);
 }
 
-/* dsink is a sum of products of both signs over channels and queries, so its rounding is relative to the sum
- * of their absolute values, and this is what the bound is of: with one head and one query nothing else stands
- * beside it. */
+/* dsink is a sum of products of both signs over channels and queries. Its rounding is relative to the sum of
+ * their absolute values, so the bound is, too: with one head and one query there is no other element to
+ * measure against. */
 static void check_d_sink(const core_case *c, double *const value[CORE_TENSORS],
                          double *const expected[CORE_TENSORS])
 {

@@ -32,7 +32,8 @@ typedef enum core_tensor {
     CORE_TENSORS
 } core_tensor;
 
-/* A tensor without a buffer is absent. Varlen: queries and raw count the packed rows, cu the sequences. */
+/* A tensor without a buffer is absent. Varlen: queries and raw count the rows of all sequences, and cu says
+ * where each begins. */
 typedef struct core_case {
     oracle_core shape;
     bool varlen;

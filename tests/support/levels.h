@@ -6,9 +6,9 @@
 
 #include <quern/quern.h>
 
-/* Moves *level to the next level that this machine has, after AUTO to the first; false after the last. What
- * all levels share, the oracle's answer above all, is made before the loop: for (quern_cpu_level level =
- * QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) */
+/* Moves *level to the next level that this machine has, after AUTO to the first; false after the last.
+ * Compute what all levels share, such as the oracle's answer, before the loop:
+ * for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) */
 bool test_next_level(quern_cpu_level *level);
 
 #endif

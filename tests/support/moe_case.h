@@ -32,7 +32,7 @@ typedef struct moe_wish {
 
 moe_case moe_make(test_random *random, const moe_wish *wish);
 void moe_free(moe_case *c);
-/* The case with only the tokens that `kept` marks: weights are the same memory, to be freed once. */
+/* The case with only the tokens of `kept`. Its weights are the same memory, to be freed once. */
 moe_case moe_subset(const moe_case *c, test_random *random, const bool *kept, int64_t count);
 void moe_subset_free(moe_case *c);
 

@@ -76,10 +76,10 @@ void nsa_check_same_bits(const nsa_case *c, nsa_set set, const test_tensor copie
             fail_msg("%s: %s differs [%s]", what, nsa_slot_names[i], nsa_config_describe(&c->config, text));
 }
 
-/* |d_pe_k| <= 1e-5 sum |terms|: the whole's d_pe_k vanishes, so a relative bound would be one of noise. It
- * vanishes because a row's sum of p (dp - delta) does, with delta = d_o . o_cmp; in 16 bits o_cmp is rounded,
- * delta is off by as much as any product with a rounded factor, and the gradients' bound takes 1e-5's place.
- */
+/* |d_pe_k| <= 1e-5 sum |terms|: the d_pe_k of the whole vanishes, so a bound relative to it would compare
+ * noise. It vanishes because a row's sum of p (dp - delta) does, with delta = d_o . o_cmp. In 16 bits o_cmp
+ * is rounded, which puts delta off by as much as any product with a rounded factor, so the gradients' bound
+ * replaces 1e-5. */
 static void check_vanishing(const nsa_reference *r, const double *out)
 {
     const int64_t count = test_tensor_count(&r->c->tensor[NSA_D_PE_K]);
@@ -94,12 +94,12 @@ void nsa_check_whole(nsa_case *c, quern_context *ctx)
     const nsa_set forward = nsa_forward_outputs(c), backward = nsa_backward_outputs(c);
     int32_t cu_expected[NSA_MAX_BATCH + 1] = {0};
     nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), forward);
-    const bool borders = forward & NSA_BIT(NSA_CU_SEQLENS_CMP);
-    for (int64_t b = 0; borders && b < c->config.batch; b++) {
+    const bool cu_seqlens_cmp = forward & NSA_BIT(NSA_CU_SEQLENS_CMP);
+    for (int64_t b = 0; cu_seqlens_cmp && b < c->config.batch; b++) {
         const nsa_sequence s = nsa_sequence_of(c, b);
         cu_expected[b + 1] = cu_expected[b] + (int32_t)oracle_nsa_entries(&s.a);
     }
-    if (borders) {
+    if (cu_seqlens_cmp) {
         int32_t *cu = test_tensor_get_i32(&c->tensor[NSA_CU_SEQLENS_CMP]);
         assert_memory_equal(cu, cu_expected, sizeof *cu * (size_t)(c->config.batch + 1));
         free(cu);

@@ -43,10 +43,10 @@ const char *nsa_config_describe(const nsa_config *c, char text[600])
     static const char *const compress[] = {"mean", "linear", "given"}, *const gate[] = {"none", "weights",
                                                                                         "given"};
     char size[160];
-    int at = snprintf(size, sizeof size, c->packed ? "lens" : "B %" PRId64 " N %" PRId64, c->batch, c->n);
-    for (int64_t b = 0; c->packed && b < c->batch; b++)
+    int at = snprintf(size, sizeof size, c->varlen ? "lens" : "B %" PRId64 " N %" PRId64, c->batch, c->n);
+    for (int64_t b = 0; c->varlen && b < c->batch; b++)
         at += snprintf(size + at, sizeof size - (size_t)at, " %" PRId64, c->lens[b]);
-    if (c->packed) snprintf(size + at, sizeof size - (size_t)at, " spare %" PRId64, c->spare);
+    if (c->varlen) snprintf(size + at, sizeof size - (size_t)at, " spare %" PRId64, c->spare);
     snprintf(
         text, 600,
         "%s %s %s, H %" PRId64 "/%" PRId64 " D %" PRId64 "/%" PRId64 ", l %" PRId64 " d %" PRId64
@@ -71,10 +71,10 @@ static void make(nsa_case *c, test_random *random, nsa_slot slot, quern_dtype dt
 }
 
 static void make_activation(nsa_case *c, test_random *random, nsa_slot slot, quern_dtype dtype,
-                            int64_t per_seq, int64_t packed_rows, int64_t heads, int64_t dim)
+                            int64_t per_seq, int64_t varlen_rows, int64_t heads, int64_t dim)
 {
-    const int64_t fixed[] = {c->config.batch, per_seq, heads, dim}, packed[] = {packed_rows, heads, dim};
-    make(c, random, slot, dtype, c->config.packed ? 3 : 4, c->config.packed ? packed : fixed);
+    const int64_t fixed[] = {c->config.batch, per_seq, heads, dim}, varlen[] = {varlen_rows, heads, dim};
+    make(c, random, slot, dtype, c->config.varlen ? 3 : 4, c->config.varlen ? varlen : fixed);
 }
 
 static void make_weights(nsa_case *c, test_random *random)
@@ -112,8 +112,8 @@ static void make_lists(nsa_case *c, test_random *random)
     for (int i = 0; i < 3; i++) {
         const int64_t shape[] = {f->batch, lists, c->list_rows, widths[i]};
         if (i == 2 && widths[i] == 0) continue;
-        make(c, random, (nsa_slot)(NSA_BLOCK_IDX + i), QUERN_I32, (f->packed ? 2 : 3) + (i != 1),
-             f->packed ? shape + 1 : shape);
+        make(c, random, (nsa_slot)(NSA_BLOCK_IDX + i), QUERN_I32, (f->varlen ? 2 : 3) + (i != 1),
+             f->varlen ? shape + 1 : shape);
     }
 }
 
@@ -145,7 +145,7 @@ nsa_case *nsa_case_new(const nsa_config *config, test_random *random)
     const nsa_config *f = &c->config;
     const oracle_nsa one = {f->params, f->n, f->h, f->hkv, f->d, f->dv};
     const int64_t nc = oracle_nsa_entries(&one);
-    if (f->packed) {
+    if (f->varlen) {
         make_sequences(c, random, one);
     } else {
         c->rows = f->batch * f->n;
@@ -183,9 +183,9 @@ nsa_case *nsa_case_new(const nsa_config *config, test_random *random)
         test_tensor_normal(&c->tensor[NSA_D_O + b], random, 1);
     }
     for (int b = 0; b < 3; b++) {
-        const int64_t shape[] = {f->batch, f->h, f->packed ? c->rows : f->n};
-        make(c, random, (nsa_slot)(NSA_LSE_CMP + b), QUERN_F32, f->packed ? 2 : 3,
-             f->packed ? shape + 1 : shape);
+        const int64_t shape[] = {f->batch, f->h, f->varlen ? c->rows : f->n};
+        make(c, random, (nsa_slot)(NSA_LSE_CMP + b), QUERN_F32, f->varlen ? 2 : 3,
+             f->varlen ? shape + 1 : shape);
     }
     make_activation(c, random, NSA_GATES, QUERN_F32, f->n, c->rows, f->h, 3);
     make_activation(c, random, NSA_D_GATES, QUERN_F32, f->n, c->rows, f->h, 3);
@@ -218,7 +218,7 @@ static nsa_set slots(nsa_slot first, nsa_slot last)
     return set;
 }
 
-/* What the branches that take part make use of; a call ignores the rest. */
+/* The tensors that the active branches use; a call ignores the others. */
 typedef struct uses {
     bool cmp, slc, win, compresses, k, groups, selects;
 } uses;

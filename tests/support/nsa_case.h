@@ -75,9 +75,9 @@ typedef struct nsa_config {
     quern_dtype dtype, weight_dtype; /* f32 is 0: a config starts as f32 */
     test_layout layout;
     int64_t batch, n;            /* fixed length */
-    int64_t lens[NSA_MAX_BATCH]; /* packed: `batch` lengths */
-    bool packed;
-    int64_t spare; /* packed: rows past the last sequence */
+    int64_t lens[NSA_MAX_BATCH]; /* varlen: `batch` lengths */
+    bool varlen;
+    int64_t spare; /* varlen: rows past the last sequence */
     int64_t h, hkv, d, dv;
     bool project_k, project_v; /* mean: with w_k, w_v */
     bool pe_k, pe_v;           /* linear: with position encodings */

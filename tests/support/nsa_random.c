@@ -78,10 +78,10 @@ nsa_config nsa_config_random(test_random *random, int64_t tokens)
     }
     c.d = 8 * test_random_int(random, 1, 5);
     c.dv = test_random_one_in(random, 2) ? c.d : 8 * test_random_int(random, 1, 5);
-    c.packed = test_random_one_in(random, 2);
-    c.batch = test_random_int(random, 1, c.packed ? 4 : 2);
+    c.varlen = test_random_one_in(random, 2);
+    c.batch = test_random_int(random, 1, c.varlen ? 4 : 2);
     if (c.params.block_size > 16) tokens += 64;
-    if (c.packed) {
+    if (c.varlen) {
         for (int64_t b = 0; b < c.batch; b++)
             c.lens[b] = test_random_one_in(random, 3) ? PICK(random, 0, 1, 2, c.params.block_size - 1)
                                                       : test_random_int(random, 1, tokens / c.batch + 1);
@@ -118,7 +118,7 @@ nsa_case *nsa_case_random(const nsa_config *config, test_random *random)
 {
     nsa_case *c = nsa_case_new(config, random);
     oracle_nsa longest = {config->params, config->n, config->h, config->hkv, config->d, config->dv};
-    for (int64_t b = 0; config->packed && b < config->batch; b++)
+    for (int64_t b = 0; config->varlen && b < config->batch; b++)
         if (config->lens[b] > longest.n) longest.n = config->lens[b];
     if (config->params.selection == QUERN_NSA_LIST_GIVEN)
         draw_list(c, random, NSA_BLOCK_IDX, oracle_nsa_blocks(&longest));

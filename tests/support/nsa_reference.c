@@ -14,11 +14,11 @@
 nsa_sequence nsa_sequence_of(const nsa_case *c, int64_t b)
 {
     const nsa_config *f = &c->config;
-    nsa_sequence s = {.a = {f->params, f->packed ? f->lens[b] : f->n, f->h, f->hkv, f->d, f->dv}};
+    nsa_sequence s = {.a = {f->params, f->varlen ? f->lens[b] : f->n, f->h, f->hkv, f->d, f->dv}};
     const int64_t lists = oracle_nsa_lists(&s.a);
     s.list_rows = c->list_rows;
-    s.lse_stride = f->packed ? c->rows : f->n;
-    if (!f->packed) {
+    s.lse_stride = f->varlen ? c->rows : f->n;
+    if (!f->varlen) {
         s.row = b * f->n;
         s.entry = b * oracle_nsa_entries(&s.a);
         s.list = b * lists * c->list_rows;

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nvfp4_case.h - values that make a quantiser's life hard, and the profiles under which it meets them. */
+/* nvfp4_case.h - values that are hard to quantise, and the profiles to quantise them under. */
 #ifndef QUERN_TEST_NVFP4_CASE_H
 #define QUERN_TEST_NVFP4_CASE_H
 

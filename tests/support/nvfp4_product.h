@@ -61,7 +61,7 @@ int64_t product_out_columns(const product_case *c);
 product_result product_run(const product_case *c, quern_context *ctx, test_random *random,
                            product_layout layout);
 void product_result_free(product_result *r);
-/* The case with only the rows that `kept` marks, in their order. */
+/* The case with only the rows whose `kept` is true, in their order. */
 product_case product_subset(const product_case *c, test_random *random, const bool *kept);
 /* The expert of a row; past the last: their number. */
 int64_t product_expert_of(const product_case *c, int64_t row);

@@ -12,7 +12,7 @@
 
 enum { BATCH = 2, TOKENS = 150, HEADS = 4, KV_HEADS = 2, DIM = 16, DIM_V = 24 };
 
-/* Files DIR/fixed and DIR/packed of random tensors; the same values but for cu_seqlens. */
+/* Files DIR/fixed and DIR/varlen of random tensors; the same values but for cu_seqlens. */
 static void write_inputs(void)
 {
     enum { INPUTS = 9 };
@@ -30,17 +30,17 @@ static void write_inputs(void)
     for (int i = 0; i < INPUTS; i++) {
         for (int k = 0; k < BATCH * TOKENS * HEADS * DIM_V; k++)
             data[i][k] = (float)(test_random_normal(&random) * (i > 4 ? 0.2 : 1));
-        const int64_t packed[] = {BATCH * TOKENS, fixed[i][2], fixed[i][3]};
+        const int64_t varlen[] = {BATCH * TOKENS, fixed[i][2], fixed[i][3]};
         t[0][i] = quern_tensor_contiguous(data[i], QUERN_F32, i < 5 ? 4 : 3, fixed[i]);
-        t[1][i] = i < 5 ? quern_tensor_contiguous(data[i], QUERN_F32, 3, packed) : t[0][i];
+        t[1][i] = i < 5 ? quern_tensor_contiguous(data[i], QUERN_F32, 3, varlen) : t[0][i];
         for (int f = 0; f < 2; f++) items[f][i] = (quern_safetensors_item){names[i], &t[f][i]};
     }
     t[1][INPUTS] = quern_tensor_contiguous(cu, QUERN_I32, 1, offsets);
     items[1][INPUTS] = (quern_safetensors_item){"cu_seqlens", &t[1][INPUTS]};
     assert_int_equal(quern_safetensors_save(path_of("fixed"), items[0], INPUTS, NULL, 0), QUERN_OK);
-    assert_int_equal(quern_safetensors_save(path_of("packed"), items[1], INPUTS + 1, NULL, 0), QUERN_OK);
+    assert_int_equal(quern_safetensors_save(path_of("varlen"), items[1], INPUTS + 1, NULL, 0), QUERN_OK);
     items[1][INPUTS].name = "cu_seqlens_q";
-    assert_int_equal(quern_safetensors_save(path_of("packed_dense"), items[1], INPUTS + 1, NULL, 0),
+    assert_int_equal(quern_safetensors_save(path_of("varlen_dense"), items[1], INPUTS + 1, NULL, 0),
                      QUERN_OK);
 }
 
@@ -128,7 +128,7 @@ static void sparse_pieces_give_the_whole(void **state)
         for (int k = 0; k < PIECES; k++) {
             run_both("nsa", "fixed", options[i], pieces[k]);
             same_lists();
-            run_both("nsa", "packed", options[i], pieces[k]);
+            run_both("nsa", "varlen", options[i], pieces[k]);
             same_lists();
         }
 }
@@ -143,7 +143,7 @@ static void dense_pieces_give_the_whole(void **state)
             run_both("attention", "fixed", options[i], pieces[k]);
             assert_int_equal(cache_bytes(),
                              BATCH * (k == 2 || k == 4 ? 192 : TOKENS) * KV_HEADS * (DIM + DIM_V) * 4);
-            run_both("attention", "packed_dense", options[i], pieces[k]);
+            run_both("attention", "varlen_dense", options[i], pieces[k]);
         }
 }
 

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * command_output_test.c - where the command's results go, what its comparison finds, and that neither a
- * signal, a full disk, a strange name nor a huge number gets more out of it than an exit code and a sentence.
+ * command_output_test.c - where the command's results go, what its comparison finds, and that a signal, a
+ * full disk, a strange name or a huge number ends it with an exit code and a sentence.
  */
 #include "command.h"
 

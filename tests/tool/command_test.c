@@ -302,23 +302,24 @@ static void results_follow_the_options(void **state)
     assert_false(exists("none.safetensors"));
 }
 
-/* Files of two sequences, with their compressed rows or without, whose borders follow from the sequences'. */
-static void handed_in_entries_of_packed_sequences_count(void **state)
+/* Files of two sequences, with their compressed rows or without, whose cu_seqlens_cmp follow from
+ * cu_seqlens. */
+static void handed_in_entries_of_varlen_sequences_count(void **state)
 {
     static const char *const names[] = {"Q", "K", "V", "K_cmp", "V_cmp"};
-    int32_t borders[] = {0, 70, 192};
+    int32_t cu_seqlens[] = {0, 70, 192};
     quern_safetensors *file = NULL, *results = NULL;
-    quern_tensor views[6] = {quern_tensor_contiguous(borders, QUERN_I32, 1, (int64_t[]){3})};
+    quern_tensor views[6] = {quern_tensor_contiguous(cu_seqlens, QUERN_I32, 1, (int64_t[]){3})};
     quern_safetensors_item items[6] = {{"cu_seqlens", &views[0]}};
     (void)state;
     assert_int_equal(quern_safetensors_open(QUERN_TEST_VECTORS "/nsa_small.safetensors", &file), QUERN_OK);
     for (int i = 1; i < 6; i++) {
         items[i] = (quern_safetensors_item){names[i - 1], &views[i]};
         if (i == 4) {
-            assert_int_equal(quern_safetensors_save(path_of("packed.safetensors"), items, 4, NULL, 0),
+            assert_int_equal(quern_safetensors_save(path_of("varlen.safetensors"), items, 4, NULL, 0),
                              QUERN_OK);
             expect(0,
-                   "run nsa $DIR/packed.safetensors $DIR/whole.safetensors --block-size 32 --num-selected 4 "
+                   "run nsa $DIR/varlen.safetensors $DIR/whole.safetensors --block-size 32 --num-selected 4 "
                    "--window 40",
                    "");
             assert_int_equal(quern_safetensors_open(path_of("whole.safetensors"), &results), QUERN_OK);
@@ -339,8 +340,7 @@ static void handed_in_entries_of_packed_sequences_count(void **state)
     quern_safetensors_close(file);
 }
 
-/* An output that the library does not write is not in the file; least of all does one stand in for a missing
- * input. */
+/* An output that the library does not write is not in the file, and never replaces a missing input. */
 static void run_writes_what_was_computed(void **state)
 {
     (void)state;
@@ -554,7 +554,7 @@ int main(void)
         cmocka_unit_test(golden_nsa_paper_b_passes),
         cmocka_unit_test(golden_nsa_gating_passes),
         cmocka_unit_test(stages_alone_give_what_the_whole_gives),
-        cmocka_unit_test(handed_in_entries_of_packed_sequences_count),
+        cmocka_unit_test(handed_in_entries_of_varlen_sequences_count),
         cmocka_unit_test(run_writes_what_was_computed),
         cmocka_unit_test(results_follow_the_options),
         cmocka_unit_test(bench_writes_its_schema),

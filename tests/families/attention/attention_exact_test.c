@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * attention_exact_test.c - what dense attention promises bit by bit: the same result at any thread count, in
- * every run, in a child of fork and through any strides; special values only where they are seen; offsets
+ * every run, in a child of fork and through any strides; nonfinite values only where they are seen; offsets
  * past 2^31 elements.
  */
 #include "attention_case.h"
@@ -184,22 +184,23 @@ static void check_finite_alike(const test_tensor *t, const double *reference, co
     free(x);
 }
 
-/* NaN and infinity in a key, a value, a query or a gradient row: what the oracle makes finite stays finite,
- * what it does not shows. A causal window leaves rows on both sides that do not see the key; with 32 heads to
- * a key head, the rows of one query fill a tile. */
-static void check_specials(const oracle_dense *dense, int64_t row, quern_dtype dtype, double special,
-                           int where, test_random *random)
+/* NaN and infinity in a key, a value, a query or a gradient row: each element is finite exactly where the
+ * oracle's is. A causal window leaves rows on both sides that do not see the key; with 32 heads to a key
+ * head, the rows of one query fill a tile. */
+static void check_nonfinite(const oracle_dense *dense, int64_t row, quern_dtype dtype, double nonfinite,
+                            int where, test_random *random)
 {
     static const char *const names[] = {"k", "v", "q", "d_o"};
     attention_case c;
     attention_case_make(&c, dense, dtype, TEST_CONTIGUOUS, random);
     test_tensor *const planted[] = {&c.k, &c.v, &c.q, &c.d_o};
-    plant(planted[where], row, 3, special);
+    plant(planted[where], row, 3, nonfinite);
     attention_reference r = attention_case_reference(&c);
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         char label[100];
-        snprintf(label, sizeof label, "%g in %s[%lld], g %lld, %s, %s", special, names[where], (long long)row,
-                 (long long)(dense->h / dense->hkv), quern_dtype_name(dtype), quern_cpu_level_name(level));
+        snprintf(label, sizeof label, "%g in %s[%lld], g %lld, %s, %s", nonfinite, names[where],
+                 (long long)row, (long long)(dense->h / dense->hkv), quern_dtype_name(dtype),
+                 quern_cpu_level_name(level));
         run(&c, level, 1);
         check_finite_alike(&c.o, r.o, "o", label);
         check_finite_alike(&c.d_q, r.d_q, "d_q", label);
@@ -210,21 +211,21 @@ static void check_specials(const oracle_dense *dense, int64_t row, quern_dtype d
     attention_case_free(&c);
 }
 
-static void special_values_reach_those_who_see_them(void **state)
+static void nonfinite_values_reach_only_rows_that_see_them(void **state)
 {
     static const oracle_dense by_heads[] = {
         {1, 120, 120, 2, 1, 32, 24, true, 40, -1, 0, NULL, NULL},
         {1, 40, 40, 32, 1, 16, 16, true, 0, -1, 0, NULL, NULL},
     };
-    static const double specials[] = {NAN, INFINITY, -INFINITY};
-    test_random random = {test_seed("attention_specials", 1)};
+    static const double nonfinite[] = {NAN, INFINITY, -INFINITY};
+    test_random random = {test_seed("attention_nonfinite", 1)};
     (void)state;
     for (int where = 0; where < 4; where++)
         for (int s = 0; s < 3; s++)
             for (int d = 0; d < 3; d++)
                 for (int row = 0; row < 2; row++) {
-                    check_specials(&by_heads[0], 77 + row, dtypes[d], specials[s], where, &random);
-                    check_specials(&by_heads[1], 20 + row, dtypes[d], specials[s], where, &random);
+                    check_nonfinite(&by_heads[0], 77 + row, dtypes[d], nonfinite[s], where, &random);
+                    check_nonfinite(&by_heads[1], 20 + row, dtypes[d], nonfinite[s], where, &random);
                 }
 }
 
@@ -249,8 +250,8 @@ static void gradients_at_the_largest_scale_are_finite(void **state)
         }
 }
 
-/* A view of the same shape whose strides reach past 2^31 elements, in a mapping that only what is touched
- * costs. */
+/* A view of the same shape whose strides reach past 2^31 elements, in a mapping that takes memory only for
+ * the pages touched. */
 static test_tensor spread(const test_tensor *t, char **next)
 {
     test_tensor far = *t;
@@ -325,7 +326,7 @@ int main(void)
         cmocka_unit_test(a_child_of_fork_computes_the_same),
         cmocka_unit_test(bits_do_not_depend_on_threads_runs_or_strides),
         cmocka_unit_test(options_that_change_nothing),
-        cmocka_unit_test(special_values_reach_those_who_see_them),
+        cmocka_unit_test(nonfinite_values_reach_only_rows_that_see_them),
         cmocka_unit_test(gradients_at_the_largest_scale_are_finite),
         cmocka_unit_test(offsets_past_2_to_the_31),
     };

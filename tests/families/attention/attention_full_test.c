@@ -63,7 +63,7 @@ static void every_head_dim(void **state)
 {
     test_random random = {test_seed("every_head_dim", 1)};
     (void)state;
-    for (int64_t d = 8; d <= 256; d += 8) { /* wide_heads_test.c goes on */
+    for (int64_t d = 8; d <= 256; d += 8) { /* wide_heads_test.c covers larger ones */
         const oracle_dense dense = {1, 75, 75, 2, 1, d, 264 - d, true, 0, -1, 0, NULL, NULL};
         const test_layout layout = (test_layout)(d / 8 % TEST_LAYOUTS);
         attention_case exact;

@@ -27,7 +27,7 @@ typedef struct mistake {
     void (*make)(bad_call *);
     int calls;   /* which calls refuse it */
     bool shapes; /* the workspace query refuses it too */
-    bool packed;
+    bool varlen;
     quern_status status;
     const char *words[3]; /* what the sentence must hold */
 } mistake;
@@ -573,7 +573,7 @@ static const mistake mistakes[] = {
 
 static const int32_t cu_q[] = {0, 3, 5}, cu_kv[] = {0, 4, 9};
 static const oracle_dense fixed = {2, 7, 9, 4, 2, 16, 16, true, 0, -1, 0, NULL, NULL};
-static const oracle_dense packed = {2, 7, 9, 4, 2, 16, 16, true, 0, -1, 0, cu_q, cu_kv};
+static const oracle_dense varlen = {2, 7, 9, 4, 2, 16, 16, true, 0, -1, 0, cu_q, cu_kv};
 
 static void expect(const mistake *m, const char *call, quern_status status)
 {
@@ -592,7 +592,7 @@ static void try(const mistake *m, bool backward)
     bad_call b = {.ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1)};
     size_t bytes = 4242;
     quern_status status;
-    attention_case_make(&b.c, m->packed ? &packed : &fixed, QUERN_F32, TEST_CONTIGUOUS, &random);
+    attention_case_make(&b.c, m->varlen ? &varlen : &fixed, QUERN_F32, TEST_CONTIGUOUS, &random);
     const quern_attention_params *params = &b.c.params;
     const quern_attention_tensors *tensors = &b.c.tensors;
     status = backward ? quern_attention_backward_workspace(b.ctx, params, tensors, &b.bytes)

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attention_test.c - dense attention, forward and backward, against the float64 oracle at every CPU level
- * that this machine has: masks, heads, head dims, lengths, packed batches, dtypes and layouts. */
+ * that this machine has: masks, heads, head dims, lengths, varlen batches, dtypes and layouts. */
 #include "attention_case.h"
 #include "cmocka_c11.h"
 
@@ -31,7 +31,7 @@ static const oracle_dense cases[] = {
     {1, 20, 30, 2, 1, 16, 24, true, INT64_MAX, -1, 0, NULL, NULL},
     {1, 20, 30, 2, 1, 16, 24, false, INT64_MAX, -1, 0, NULL, NULL},
     {7, 197, 197, 4, 1, 64, 32, true, 0, -1, 0, ragged, NULL},
-    {7, 210, 210, 4, 2, 32, 80, true, 20, -1, 0, ragged, NULL}, /* 13 rows past the last border */
+    {7, 210, 210, 4, 2, 32, 80, true, 20, -1, 0, ragged, NULL}, /* 13 rows past the last sequence */
     {7, 200, 240, 3, 1, 32, 32, true, 0, -1, 0, ragged, ragged_kv},
     {7, 200, 233, 2, 2, 56, 56, false, 0, -1, 0, ragged, ragged_kv},
     {7, 197, 240, 2, 1, 16, 16, true, 40, 30, 0, ragged, ragged_kv},

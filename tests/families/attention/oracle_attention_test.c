@@ -61,19 +61,19 @@ static void heads_share_by_division(void **state)
     for (int h = 0; h < 6; h++) assert_true(o[h] == 1 + h / 3);
 }
 
-static void packed_is_a_loop_over_sequences(void **state)
+static void varlen_is_a_loop_over_sequences(void **state)
 {
     const int32_t cu[] = {0, 3, 3, 7};
-    const oracle_dense packed = {3, 8, 8, 2, 1, 2, 3, true, 2, -1, 0, cu, NULL};
+    const oracle_dense varlen = {3, 8, 8, 2, 1, 2, 3, true, 2, -1, 0, cu, NULL};
     const oracle_dense first = {1, 3, 3, 2, 1, 2, 3, true, 2, -1, 0, NULL, NULL};
     const oracle_dense last = {1, 4, 4, 2, 1, 2, 3, true, 2, -1, 0, NULL, NULL};
-    test_random random = {test_seed("packed_is_a_loop_over_sequences", 1)};
+    test_random random = {test_seed("varlen_is_a_loop_over_sequences", 1)};
     double q[32], k[16], v[24], o[48], lse[16], o_one[24], lse_one[8];
     (void)state;
     for (int i = 0; i < 32; i++) q[i] = test_random_normal(&random);
     for (int i = 0; i < 16; i++) k[i] = test_random_normal(&random);
     for (int i = 0; i < 24; i++) v[i] = test_random_normal(&random);
-    oracle_dense_forward(&packed, q, k, v, o, lse);
+    oracle_dense_forward(&varlen, q, k, v, o, lse);
     oracle_dense_forward(&first, q, k, v, o_one, lse_one);
     assert_memory_equal(o, o_one, sizeof(double) * 18);
     assert_memory_equal(lse + 8, lse_one + 3, sizeof(double) * 3);
@@ -142,7 +142,7 @@ int main(void)
         cmocka_unit_test(two_keys_by_hand),
         cmocka_unit_test(masks_count_keys),
         cmocka_unit_test(heads_share_by_division),
-        cmocka_unit_test(packed_is_a_loop_over_sequences),
+        cmocka_unit_test(varlen_is_a_loop_over_sequences),
         cmocka_unit_test(gradients_match_central_differences),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -3,8 +3,8 @@
 /*
  * unseen_test.c - no bit of a result depends on what it does not see: one row of one input is replaced, by
  * NaN, an infinity, huge numbers or its own negative, and every element that the oracle does not derive from
- * this row keeps its bits. Which elements these are says the oracle, with NaN in the row: they are the ones
- * that are not NaN.
+ * this row keeps its bits. The oracle, run with NaN in the row, tells which elements these are: those that
+ * are not NaN.
  */
 #include "attention_case.h"
 #include "cmocka_c11.h"
@@ -169,7 +169,7 @@ static bool draw_row(const nsa_case *c, test_random *random, nsa_set set, nsa_sl
         *slot = slots[test_random_int(random, 0, (int64_t)(sizeof slots / sizeof *slots) - 1)];
         if ((set & NSA_BIT(*slot)) == 0) continue;
         const quern_tensor *v = &c->tensor[*slot].view;
-        *rows = c->config.packed ? v->shape[0] : v->shape[0] * v->shape[1];
+        *rows = c->config.varlen ? v->shape[0] : v->shape[0] * v->shape[1];
         if (*rows == 0) continue;
         *row = test_random_int(random, 0, *rows - 1);
         return true;

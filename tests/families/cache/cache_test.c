@@ -228,8 +228,8 @@ static void any_pieces_give_the_whole(void **state)
     }
 }
 
-/* What a query does not see is not read: NaN rows that were taken back, and those of other sequences, reach
- * nothing. */
+/* A query reads only what it sees: NaN in rows that were rolled back, or that belong to other sequences,
+ * reaches no result. */
 static void rows_taken_back_reach_nothing(void **state)
 {
     (void)state;
@@ -476,7 +476,7 @@ static void pages_are_checked(void **state)
     refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "which table[2][0] writes");
     mine[1] = f.cache.free_pages[0];
     set_tokens(&f, 2, 60);
-    other[1] = mine[1]; /* both begin the same free page */
+    other[1] = mine[1]; /* both sequences would start the same free page */
     refuse_append(&f, QUERN_ERR_INVALID_ARGUMENT, "writes: each page is written in one place");
     set_tokens(&f, 2, 1);
     mine[0] = -5;

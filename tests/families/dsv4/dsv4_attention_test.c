@@ -86,8 +86,8 @@ static void threads_change_no_bit(void **state)
     }
 }
 
-/* A long context whose spans are tasks, token by token: the bits of all tokens in one call, and of any
- * threads. */
+/* A long context is cut into spans that run as tasks. Token by token it gives the bits of one call, at any
+ * number of threads. */
 static void cuts_change_no_bit(void **state)
 {
     (void)state;
@@ -115,7 +115,7 @@ static void cuts_change_no_bit(void **state)
             test_tensor_reset(&c.t[CORE_O + i]);
         }
         for (int64_t t = 0; t < x.queries; t++) {
-            core_case piece = c; /* raw rows stay where they are: later ones are not there yet */
+            core_case piece = c; /* the same memory, without the raw rows of later tokens */
             piece.shape.queries = 1;
             piece.shape.start = x.start + t;
             piece.t[CORE_KV].view.shape[1] = x.raw - x.queries + t + 1;
@@ -218,8 +218,8 @@ static void lists_in_any_order(void **state)
     core_case_free(&c);
 }
 
-/* What is not finite reaches those that see it and nobody else. */
-static void special_values(void **state)
+/* A nonfinite row reaches exactly the queries that see it. */
+static void nonfinite_values(void **state)
 {
     (void)state;
     for (int trial = 0; trial < 8; trial++) {
@@ -241,7 +241,7 @@ static void special_values(void **state)
         double *before = test_tensor_get(&c.t[CORE_O]), *kv = test_tensor_get(&c.t[CORE_KV]),
                *cmp = test_tensor_get(&c.t[CORE_KV_CMP]);
         kv[5 * 16 + 3] = trial % 4 < 2 ? NAN : INFINITY; /* seen by queries 5, 6, 7 */
-        if (trial >= 4) cmp[1 * 16] = NAN;               /* by queries from 7 on */
+        if (trial >= 4) cmp[1 * 16] = NAN;               /* seen by queries from 7 on */
         test_tensor_set(&c.t[CORE_KV], kv), test_tensor_set(&c.t[CORE_KV_CMP], cmp);
         core_case_forward(&c, ctx);
         core_case_backward(&c, ctx);
@@ -349,7 +349,7 @@ static void refusals(void **state)
     const int32_t cu[] = {0, 3, 2};
     const int64_t three = 3;
     const quern_tensor falling = quern_tensor_contiguous((void *)(uintptr_t)cu, QUERN_I32, 1, &three);
-    core_case packed = core_case_make(&random,
+    core_case varlen = core_case_make(&random,
                                       &(oracle_core){.queries = 4,
                                                      .raw = 4,
                                                      .entries = 1,
@@ -361,16 +361,16 @@ static void refusals(void **state)
                                                      .chosen = -1},
                                       2, (const int32_t[]){0, 1, 4}, QUERN_F32,
                                       &(core_parts){.entries = true, .rope = true});
-    t = core_case_tensors(&packed);
-    p = core_case_params(&packed);
+    t = core_case_tensors(&varlen);
+    p = core_case_params(&varlen);
     t.cu_seqlens = &falling;
     char memory[65536];
     assert_true(quern_dsv4_attention(ctx, NULL, &p, &t, memory, sizeof memory) != QUERN_OK);
     assert_non_null(strstr(quern_last_error(ctx), "cu_seqlens[2] is 2 after 3"));
-    t = core_case_tensors(&packed);
+    t = core_case_tensors(&varlen);
     p.start_abs_pos = 3;
-    expect_refusal(&packed, ctx, &p, &t, false, "start_abs_pos is 3 with cu_seqlens");
-    core_case_free(&packed);
+    expect_refusal(&varlen, ctx, &p, &t, false, "start_abs_pos is 3 with cu_seqlens");
+    core_case_free(&varlen);
     quern_context_destroy(ctx);
     core_case_free(&c);
 }
@@ -381,6 +381,6 @@ int main(void)
         cmocka_unit_test(random_calls),          cmocka_unit_test(released_shapes),
         cmocka_unit_test(threads_change_no_bit), cmocka_unit_test(cuts_change_no_bit),
         cmocka_unit_test(golden_layers),         cmocka_unit_test(lists_in_any_order),
-        cmocka_unit_test(special_values),        cmocka_unit_test(refusals)};
+        cmocka_unit_test(nonfinite_values),      cmocka_unit_test(refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -12,14 +12,14 @@
 
 enum { CACHED = 3, CACHE_QUERIES = 2, CACHE_HEADS = 3, CACHE_MOST = 150, CACHE_K = 6 };
 
-/* Rows of sequences of different lengths as values, and the same in a cache. */
+/* Rows of sequences of different lengths, as values and in a cache. */
 typedef struct cache_case {
     quern_dtype dtype;
     bool bytes, list;
     int64_t dim, page, ratio, window, row; /* row: elements of a stored row */
     int32_t start[CACHED];
     double *raw[CACHED], *entries[CACHED]; /* what the cache holds */
-    double *source[2][CACHED];             /* what was rounded to that */
+    double *source[2][CACHED];             /* the values before rounding */
     test_tensor q, idx, o, lse, pool[2], table[2];
 } cache_case;
 
@@ -28,8 +28,8 @@ static int64_t cached_rows(const cache_case *c, int64_t b, int kind)
     return kind == 0 ? c->start[b] + CACHE_QUERIES : (c->start[b] + CACHE_QUERIES) / c->ratio;
 }
 
-/* Random values as the cache's format holds them, in *source as they were before; their bytes where it has
- * bytes. */
+/* Random values as the cache's format holds them. *source gets them before rounding, `bytes` the stored rows
+ * of a format of bytes. */
 static double *exact_rows(const cache_case *c, int64_t rows, unsigned char *bytes, test_random *random,
                           double **source)
 {
@@ -80,7 +80,7 @@ static void store_cached(const cache_case *c, int kind, int64_t b, const double 
     }
 }
 
-/* Pages of all sequences in an order of their own; columns that no query needs name no page. */
+/* Pages of all sequences, out of order. Columns that no query needs hold an invalid page. */
 static void make_pool(cache_case *c, int kind, test_random *random)
 {
     const quern_dtype dtype = c->bytes ? QUERN_U8 : c->dtype;
@@ -107,7 +107,7 @@ static void make_pool(cache_case *c, int kind, test_random *random)
         test_tensor_make(random, dtype, c->bytes ? 2 : 3, c->bytes ? bytes : whole, TEST_UNALIGNED);
 }
 
-/* Each sequence alone, from rows of values: what all of them must give from the cache, to the bit. */
+/* Computes each sequence alone from rows of values; the results from the cache must have the same bits. */
 static void check_cached(const cache_case *c, quern_context *ctx)
 {
     double *q = test_tensor_get(&c->q), *o = test_tensor_get(&c->o), *lse = test_tensor_get(&c->lse);
@@ -335,7 +335,7 @@ static void bad_caches_are_refused(void **state)
     cache_free(&c);
 }
 
-/* Stores all rows of a sequence in an order of its own. */
+/* Stores all rows of a sequence, out of order. */
 static quern_status store_rows(quern_context *ctx, const cache_case *c, int kind, int64_t b,
                                const double *values, int32_t shift, test_random *random)
 {

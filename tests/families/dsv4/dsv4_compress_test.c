@@ -141,8 +141,8 @@ static void expected_bytes(const format_case *f, const float *row, unsigned char
     assert_true(ok);
 }
 
-/* The bytes are the quantiser's of what ROWS returns, from projections and from hidden states; a NaN is
- * refused. */
+/* Formats of bytes hold what the quantiser makes of the rows that ROWS returns, from projections and from
+ * hidden states. A NaN is refused. */
 static void row_formats(void **state)
 {
     (void)state;
@@ -245,7 +245,7 @@ static void long_sequences(void **state)
     }
 }
 
-/* Rows 2^29 + 8 elements apart reach past 2^31 elements: the bits of rows that stand together. */
+/* Rows 2^29 + 8 elements apart reach past 2^31 elements and give the bits of contiguous rows. */
 static void offsets_beyond_32_bits(void **state)
 {
     (void)state;
@@ -336,7 +336,7 @@ static void rope_tables(void **state)
     free(data), free(expected), free(cosines), free(sines);
 }
 
-/* Parts and checkpoint name the same weights: column by column they are what the header says. */
+/* Packing from parts and packing from a checkpoint both give the columns that the header documents. */
 static void packing(void **state)
 {
     (void)state;

@@ -46,7 +46,7 @@ static quern_dsv4_index_tensors tensors_of(const index_case *c)
     return t;
 }
 
-/* Rows of bytes from random values, and what they mean. */
+/* Stores random values as rows of bytes; c->keys gets the values of these bytes. */
 static void fill_bytes(index_case *c, test_random *random)
 {
     const int64_t width = c->shape.width, entries = c->batch * c->shape.entries,
@@ -54,15 +54,15 @@ static void fill_bytes(index_case *c, test_random *random)
     double *values = test_doubles(entries * bytes);
     for (int64_t e = 0; e < entries; e++) {
         float row[256];
-        unsigned char packed[256 + 4];
+        unsigned char codes[256 + 4];
         const double size = exp2((double)test_random_int(random, -6, 6));
         for (int64_t i = 0; i < width; i++)
             row[i] = (float)(size * test_random_normal(random) * (i / 32 % 2 ? 8 : 1));
-        if (c->format == QUERN_DSV4_FP4) assert_true(oracle_dsv4_quantise_fp4(row, width, packed));
-        else assert_true(oracle_dsv4_quantise_fp8(row, width, c->format == QUERN_DSV4_FP8_POWER, packed));
-        for (int64_t i = 0; i < bytes; i++) values[e * bytes + i] = packed[i];
-        if (c->format == QUERN_DSV4_FP4) oracle_dsv4_widen_fp4(packed, width, c->keys + e * width);
-        else oracle_dsv4_widen_fp8(packed, width, c->keys + e * width);
+        if (c->format == QUERN_DSV4_FP4) assert_true(oracle_dsv4_quantise_fp4(row, width, codes));
+        else assert_true(oracle_dsv4_quantise_fp8(row, width, c->format == QUERN_DSV4_FP8_POWER, codes));
+        for (int64_t i = 0; i < bytes; i++) values[e * bytes + i] = codes[i];
+        if (c->format == QUERN_DSV4_FP4) oracle_dsv4_widen_fp4(codes, width, c->keys + e * width);
+        else oracle_dsv4_widen_fp8(codes, width, c->keys + e * width);
     }
     for (int64_t b = 0; b < c->batch; b++)
         for (int64_t e = 0; e < c->shape.entries; e++) {
@@ -153,7 +153,7 @@ static void run(const index_case *c, quern_context *ctx)
     test_workspace_close(&w);
 }
 
-/* The rule of nsa.md: a list is right where it is the oracle's, or the scores at its end are too close to
+/* The rule of nsa.md: a list is right if it equals the oracle's, or if the scores at its end are too close to
  * tell. */
 static void check_list(const double *scores, int64_t seen, int64_t k, const int32_t *idx, int64_t count)
 {
@@ -175,7 +175,7 @@ static void check_list(const double *scores, int64_t seen, int64_t k, const int3
                 "entry %d with score %.9g was chosen; the last of the best has %.9g, the largest is %.9g",
                 idx[i], scores[idx[i]], last, most);
     }
-    for (int64_t j = 0; j < n; j++) { /* and none that is clearly better was left */
+    for (int64_t j = 0; j < n; j++) { /* and no clearly better one was left out */
         bool found = false;
         for (int64_t i = 0; i < n; i++) found = found || best[j] == idx[i];
         if (!found && !(fabs(scores[best[j]] - last) <= 1e-5 * most))
@@ -316,8 +316,8 @@ static void golden_layer(void **state)
     dsv4_layer_free(&l);
 }
 
-/* Scores by a single head and channel pair: what a key scores is the key. */
-static void special_scores(void **state)
+/* One head and one nonzero channel: the score of a key is its value. */
+static void ties_and_nonfinite_scores(void **state)
 {
     static const struct {
         float key[6];
@@ -434,6 +434,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_calls), cmocka_unit_test(threads_and_cuts_change_no_bit),
-        cmocka_unit_test(golden_layer), cmocka_unit_test(special_scores), cmocka_unit_test(refusals)};
+        cmocka_unit_test(golden_layer), cmocka_unit_test(ties_and_nonfinite_scores),
+        cmocka_unit_test(refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

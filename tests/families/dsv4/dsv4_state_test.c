@@ -174,7 +174,7 @@ static held_state state_new(const stream *s)
     return h;
 }
 
-/* Another state of the same contents; the old one is overwritten and gone. */
+/* Replaces a state by its fork or restored copy, then overwrites and frees the old one. */
 static void move_state(const stream *s, test_random *random, held_state *h)
 {
     const size_t bytes = state_bytes(s);
@@ -268,11 +268,11 @@ static void append(const stream *s, quern_context *ctx, held_state *held, const 
     free(rows), free(out), free(pooled);
 }
 
-/* Appends, taking back and moving on the way, until every sequence is at its end. */
+/* Appends pieces, with roll-backs and moves between them, until every sequence is complete. */
 static void play(const stream *s, test_random *random, quern_context *ctx, held_state *held)
 {
     int64_t counts[SEQUENCES] = {0};
-    append(s, ctx, held, counts, true); /* nothing but the block before */
+    append(s, ctx, held, counts, true); /* only the block before the first token */
     for (bool more = s->tokens > 0; more;) {
         more = false;
         for (int64_t b = 0; b < s->batch; b++) {

@@ -189,7 +189,8 @@ static void best_by_hand(void **state)
     assert_true(idx[1] == 1 && idx[2] == -1 && idx[3] == -1);
 }
 
-/* One key: it is the output, less what the sink takes; no key: 0 and -inf. */
+/* With one key the output is that key times one minus the sink's weight. With none it is 0, and the LSE
+ * -inf. */
 static void cores_by_hand(void **state)
 {
     (void)state;

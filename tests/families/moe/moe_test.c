@@ -194,7 +194,8 @@ static void golden_vectors(void **state)
 
 /* ---- the oracle ---- */
 
-/* The oracle's gradient of the hidden states, along a random direction, is the difference of its forward. */
+/* Along a random direction, the oracle's gradient of the hidden states equals the central difference of its
+ * forward. */
 static void the_oracle_differentiates(void **state)
 {
     test_random random = {test_seed("the_oracle_differentiates", 44)};

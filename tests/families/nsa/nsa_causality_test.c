@@ -1,9 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nsa_causality_test.c - strictly causal settings: whatever stands after token t, no bit of any result of
- * tokens 0 ... t changes. Strictly causal are tile 1 with `complete` visibility, and any tile where the
- * lists are handed in. Of a packed batch, one document's tokens 0 ... t keep their bits whatever the others
- * hold. */
+/* nsa_causality_test.c - in strictly causal settings no token after t changes a bit of any result of tokens 0
+ * ... t. Strictly causal are tile 1 with `complete` visibility, and any tile where the lists are handed in.
+ * Of a varlen batch, one document's tokens 0 ... t keep their bits whatever the others hold. */
 #include "cmocka_c11.h"
 #include "nsa_random.h"
 #include "nsa_reference.h"
@@ -37,13 +36,13 @@ static past past_of(const nsa_case *c, int64_t sequence, int64_t last)
                   last / c->config.params.tile + 1};
 }
 
-/* Replaces the rows of an input, [1, rows, ...] or [rows, ...], but `count` from `first` on. */
+/* Replaces the rows of an input, [1, rows, ...] or [rows, ...], except `count` rows from `first` on. */
 static void perturb(nsa_case *c, nsa_slot slot, int64_t first, int64_t count, test_random *random,
                     future kind)
 {
     test_tensor *t = &c->tensor[slot];
     if (t->buffer == NULL || test_tensor_count(t) == 0) return;
-    const int64_t rows = t->view.shape[c->config.packed ? 0 : 1], width = test_tensor_count(t) / rows;
+    const int64_t rows = t->view.shape[c->config.varlen ? 0 : 1], width = test_tensor_count(t) / rows;
     double *values = test_tensor_get(t);
     for (int64_t i = 0; i < rows * width; i++)
         if (i < first * width || i >= (first + count) * width) values[i] = future_value(random, kind);
@@ -52,7 +51,7 @@ static void perturb(nsa_case *c, nsa_slot slot, int64_t first, int64_t count, te
 }
 
 /* Elements of the past in a result: [1, N, ...] or, for statistics and lists, [1, heads, N or tiles, ...];
- * packed without the 1. */
+ * varlen without the 1. */
 static void compare_past(const nsa_case *c, nsa_slot slot, const test_tensor *before, const past *p,
                          const char *what)
 {
@@ -60,7 +59,7 @@ static void compare_past(const nsa_case *c, nsa_slot slot, const test_tensor *be
     const bool list = slot >= NSA_BLOCK_IDX && slot <= NSA_GROUP_IDX,
                entry = slot == NSA_K_CMP || slot == NSA_V_CMP;
     const quern_tensor *v = &before->view;
-    const int dim = (per_head || list ? 2 : 1) - (c->config.packed ? 1 : 0);
+    const int dim = (per_head || list ? 2 : 1) - (c->config.varlen ? 1 : 0);
     const int64_t rows = v->shape[dim], outer = per_head || list ? v->shape[dim - 1] : 1;
     const int64_t first = list ? p->sequence.list : entry ? p->sequence.entry : p->sequence.row;
     const int64_t count = list ? p->tiles : entry ? p->entries : p->tokens;
@@ -103,7 +102,7 @@ static nsa_config strictly_causal(test_random *random)
 {
     nsa_config config = nsa_config_random(random, 80);
     quern_nsa_params *p = &config.params;
-    if (config.packed) {
+    if (config.varlen) {
         config.lens[0] += 2; /* some document has a future */
     } else {
         config.batch = 1;
@@ -135,10 +134,10 @@ static void the_future_changes_no_bit(void **state)
         const nsa_config config = strictly_causal(&random);
         const quern_cpu_level level = nsa_random_level(&random);
         const future kind = (future)(trial % FUTURES);
-        int64_t sequence = config.packed ? test_random_int(&random, 0, config.batch - 1) : 0;
-        if (config.packed && config.lens[sequence] < 2) sequence = 0;
+        int64_t sequence = config.varlen ? test_random_int(&random, 0, config.batch - 1) : 0;
+        if (config.varlen && config.lens[sequence] < 2) sequence = 0;
         const int64_t last =
-            test_random_int(&random, 0, (config.packed ? config.lens[sequence] : config.n) - 2);
+            test_random_int(&random, 0, (config.varlen ? config.lens[sequence] : config.n) - 2);
         char text[600], what[700];
         snprintf(what, sizeof what, "QUERN_TEST_TRIAL=%d %s [%s]", trial, quern_cpu_level_name(level),
                  nsa_config_describe(&config, text));

@@ -41,8 +41,8 @@ static nsa_config config_of(test_random *random)
     if (p->compress == QUERN_NSA_COMPRESS_GIVEN) p->compress = QUERN_NSA_COMPRESS_MEAN;
     const int64_t least = nsa_least_selected(p);
     if (p->num_selected < least) p->num_selected = least;
-    if (!c.packed) {
-        c.packed = true;
+    if (!c.varlen) {
+        c.varlen = true;
         for (int64_t b = 0; b < c.batch; b++) c.lens[b] = c.n - 3 * b > 0 ? c.n - 3 * b : 1;
     }
     return c;

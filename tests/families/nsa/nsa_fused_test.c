@@ -86,7 +86,7 @@ typedef struct bound_case {
     quern_nsa_metric metric;
     quern_nsa_scope scope;
     quern_nsa_compress_kind compress;
-    bool packed, separate, save, no_window;
+    bool varlen, separate, save, no_window;
 } bound_case;
 
 static quern_tensor shaped(quern_dtype dtype, int32_t ndim, int64_t s0, int64_t s1, int64_t s2, int64_t s3)
@@ -105,28 +105,28 @@ static int64_t round_up(int64_t n, int64_t to)
     return (n + to - 1) / to * to;
 }
 
-/* One packed copy of K and V (sequences start at multiples of 64 tokens, values are 16 wide) + compressed K
- * and V + lists + one lse + 4 MiB a thread. */
+/* One copy of K and V in panels (sequences start at multiples of 64 tokens, values are 16 wide) + compressed
+ * K and V + lists + one lse + 4 MiB a thread. */
 static size_t bound_of(const bound_case *b, const quern_nsa_params *p, int64_t words, int32_t threads)
 {
     const int64_t stride = p->stride > 0 ? p->stride : p->block_size,
                   element = (int64_t)quern_dtype_size(b->dtype);
-    const int64_t tokens = b->packed ? round_up(b->n, 64) + 64 * b->batch : b->batch * round_up(b->n, 64);
-    const int64_t entries = b->packed ? b->n / stride : b->batch * ((b->n - p->block_size) / stride + 1);
-    const int64_t rows = b->packed ? b->n / p->tile + b->batch : b->batch * round_up(b->n, p->tile) / p->tile;
+    const int64_t tokens = b->varlen ? round_up(b->n, 64) + 64 * b->batch : b->batch * round_up(b->n, 64);
+    const int64_t entries = b->varlen ? b->n / stride : b->batch * ((b->n - p->block_size) / stride + 1);
+    const int64_t rows = b->varlen ? b->n / p->tile + b->batch : b->batch * round_up(b->n, p->tile) / p->tile;
     const int64_t list_heads = p->scope == QUERN_NSA_SCOPE_HEAD ? b->h : b->hkv;
-    const int64_t packed = tokens * b->hkv * (b->d + round_up(b->dv, 16)) * words,
-                  lse = (b->packed ? 1 : b->batch) * b->n * b->h * 4;
+    const int64_t panels = tokens * b->hkv * (b->d + round_up(b->dv, 16)) * words,
+                  lse = (b->varlen ? 1 : b->batch) * b->n * b->h * 4;
     const int64_t compressed = entries * b->hkv * (b->d + b->dv) * element,
                   lists = list_heads * rows * (p->num_selected + p->max_compressed_groups) * 4;
-    return (size_t)(packed + (b->save ? 0 : compressed + lists) + lse + ((int64_t)threads << 22));
+    return (size_t)(panels + (b->save ? 0 : compressed + lists) + lse + ((int64_t)threads << 22));
 }
 
 static void check_bound(const bound_case *b, int32_t threads)
 {
     quern_nsa_params p = QUERN_NSA_PARAMS_INIT;
     const quern_dtype act = b->dtype;
-    const bool packed = b->packed;
+    const bool varlen = b->varlen;
     if (b->block > 0) p.block_size = b->block;
     if (b->k > 0) p.num_selected = b->k;
     if (b->tile > 0) p.tile = b->tile;
@@ -139,10 +139,10 @@ static void check_bound(const bound_case *b, int32_t threads)
     p.gate = QUERN_NSA_GATE_WEIGHTS;
     if (b->no_window) p.branches = QUERN_NSA_BRANCH_CMP | QUERN_NSA_BRANCH_SLC;
     const int64_t stride = p.stride > 0 ? p.stride : p.block_size,
-                  entries = packed ? b->n / stride : (b->n - p.block_size) / stride + 1;
+                  entries = varlen ? b->n / stride : (b->n - p.block_size) / stride + 1;
     const int64_t l = p.block_size, heads = p.scope == QUERN_NSA_SCOPE_HEAD ? b->h : b->hkv,
-                  rows = packed ? b->n / p.tile + b->batch : round_up(b->n, p.tile) / p.tile;
-#define ROWS(dtype, n, h, d) (packed ? shaped(dtype, 3, n, h, d, 0) : shaped(dtype, 4, b->batch, n, h, d))
+                  rows = varlen ? b->n / p.tile + b->batch : round_up(b->n, p.tile) / p.tile;
+#define ROWS(dtype, n, h, d) (varlen ? shaped(dtype, 3, n, h, d, 0) : shaped(dtype, 4, b->batch, n, h, d))
     const quern_tensor q = ROWS(act, b->n, b->h, b->d), k = ROWS(act, b->n, b->hkv, b->d),
                        v = ROWS(act, b->n, b->hkv, b->dv), o = ROWS(act, b->n, b->h, b->dv);
     const quern_tensor w_gate = shaped(QUERN_F32, 3, b->h, 3, b->d, 0),
@@ -151,8 +151,8 @@ static void check_bound(const bound_case *b, int32_t threads)
     const quern_tensor w_k = shaped(QUERN_F32, 3, b->hkv, l * b->d, b->d, 0),
                        w_v = shaped(QUERN_F32, 3, b->hkv, l * b->dv, b->dv, 0);
     const quern_tensor lse =
-        packed ? shaped(QUERN_F32, 2, b->h, b->n, 0, 0) : shaped(QUERN_F32, 3, b->batch, b->h, b->n, 0);
-    const quern_tensor idx = packed ? shaped(QUERN_I32, 3, heads, rows, p.num_selected, 0)
+        varlen ? shaped(QUERN_F32, 2, b->h, b->n, 0, 0) : shaped(QUERN_F32, 3, b->batch, b->h, b->n, 0);
+    const quern_tensor idx = varlen ? shaped(QUERN_I32, 3, heads, rows, p.num_selected, 0)
                                     : shaped(QUERN_I32, 4, b->batch, heads, rows, p.num_selected);
 #undef ROWS
     quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
@@ -161,7 +161,7 @@ static void check_bound(const bound_case *b, int32_t threads)
     t.v = &v;
     t.o = &o;
     t.w_gate = &w_gate;
-    if (packed) t.cu_seqlens = &cu;
+    if (varlen) t.cu_seqlens = &cu;
     if (b->separate) {
         t.k_slc = t.k_win = &k;
         t.v_slc = t.v_win = &v;
@@ -184,7 +184,7 @@ static void check_bound(const bound_case *b, int32_t threads)
             t.lse_win = &lse;
         }
     }
-    if (packed && (b->compress == QUERN_NSA_COMPRESS_GIVEN)) t.cu_seqlens_cmp = &cu;
+    if (varlen && (b->compress == QUERN_NSA_COMPRESS_GIVEN)) t.cu_seqlens_cmp = &cu;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
         quern_context *ctx = test_context(level, threads);
         const int64_t words = act == QUERN_BF16 && level >= QUERN_CPU_LEVEL_AVX512BF16 ? 2 : 4;
@@ -348,7 +348,7 @@ static const bound_case bounded[] = {
      .dv = 128,
      .dtype = QUERN_F32,
      .metric = QUERN_NSA_METRIC_SOFTMAX,
-     .packed = true},
+     .varlen = true},
     {.batch = 8,
      .n = 65536,
      .h = 8,
@@ -358,7 +358,7 @@ static const bound_case bounded[] = {
      .dtype = QUERN_BF16,
      .tile = 64,
      .metric = QUERN_NSA_METRIC_MEAN_LOGIT,
-     .packed = true,
+     .varlen = true,
      .separate = true},
     {.batch = 1,
      .n = 16384,
@@ -381,7 +381,7 @@ static const bound_case bounded[] = {
      .stride = 8,
      .select = 32,
      .compress = QUERN_NSA_COMPRESS_LINEAR,
-     .packed = true},
+     .varlen = true},
     {.batch = 1,
      .n = 32768,
      .h = 4,

@@ -115,20 +115,19 @@ static void gating(void **state)
     for_levels(gating_on);
 }
 
-/* The file pads compressed rows to nine per sequence; the library packs them. */
+/* The file pads compressed rows to nine per sequence; the library lays them end to end. */
 enum { PADDED = 9 };
 
-static double *packed_rows(const nsa_case *c, const double *padded, const int32_t *n_cmp)
+static double *varlen_rows(const nsa_case *c, const double *padded, const int32_t *n_cmp)
 {
     const int64_t width = c->config.hkv * c->config.d;
-    double *packed = test_doubles(c->entries * width);
+    double *rows = test_doubles(c->entries * width);
     int64_t row = 0;
     for (int64_t b = 0; b < c->config.batch; b++) {
-        memcpy(packed + row * width, padded + b * PADDED * width,
-               sizeof *packed * (size_t)(n_cmp[b] * width));
+        memcpy(rows + row * width, padded + b * PADDED * width, sizeof *rows * (size_t)(n_cmp[b] * width));
         row += n_cmp[b];
     }
-    return packed;
+    return rows;
 }
 
 static void varlen_on(quern_context *ctx)
@@ -141,7 +140,7 @@ static void varlen_on(quern_context *ctx)
         const char *prefix = project ? "proj." : "noproj.";
         nsa_config config = nsa_config_small();
         test_random random = {1};
-        config.packed = true;
+        config.varlen = true;
         config.batch = 4;
         config.project_k = config.project_v = project;
         memcpy(config.lens, (int64_t[]){100, 64, 300, 31}, 4 * sizeof(int64_t));
@@ -158,13 +157,13 @@ static void varlen_on(quern_context *ctx)
         const int64_t padded_count = 4 * PADDED * config.hkv * config.d;
         for (int i = 0; i < 2; i++) {
             double *padded = golden_get(file, prefix, cmp_names[i], padded_count);
-            double *expected = packed_rows(c, padded, n_cmp), *out = test_tensor_get(&c->tensor[cmp[i]]);
+            double *expected = varlen_rows(c, padded, n_cmp), *out = test_tensor_get(&c->tensor[cmp[i]]);
             test_check_golden(cmp_names[i], out, expected, c->entries * config.hkv * config.d, GOLDEN_BOUND);
             free(padded);
             free(expected);
             free(out);
             padded = golden_get(file, "", d_names[i], padded_count);
-            expected = packed_rows(c, padded, n_cmp);
+            expected = varlen_rows(c, padded, n_cmp);
             test_tensor_set(&c->tensor[d_cmp[i]], expected);
             free(padded);
             free(expected);

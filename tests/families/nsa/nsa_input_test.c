@@ -38,15 +38,15 @@ enum {
 };
 enum { TAKE_WORKSPACE = ALL & ~(GATES | COMBINE | GATE) }; /* bytes of it */
 
-typedef enum base { PLAIN, PACKED, LINEAR, GIVEN, GROUPS, SEPARATE, UNGATED, BASES } base;
+typedef enum base { PLAIN, VARLEN, LINEAR, GIVEN, GROUPS, SEPARATE, UNGATED, BASES } base;
 
 static nsa_config config_of(base b)
 {
     nsa_config c = nsa_config_small();
     c.params.gate = QUERN_NSA_GATE_WEIGHTS;
     c.project_k = c.project_v = b == PLAIN;
-    if (b == PACKED) {
-        c.packed = true;
+    if (b == VARLEN) {
+        c.varlen = true;
         c.batch = 3;
         c.lens[0] = 30;
         c.lens[2] = 45;
@@ -90,7 +90,7 @@ static nsa_set range(nsa_slot first, nsa_slot last)
 /* What an operation reads and writes of a case. */
 static void sets_of(const nsa_case *c, int op, nsa_set *in, nsa_set *out)
 {
-    const nsa_set cu = NSA_BIT(NSA_CU_SEQLENS), borders = range(NSA_CU_SEQLENS, NSA_CU_SEQLENS_CMP),
+    const nsa_set cu = NSA_BIT(NSA_CU_SEQLENS), cu_seqlens = range(NSA_CU_SEQLENS, NSA_CU_SEQLENS_CMP),
                   weights = range(NSA_W_K, NSA_PE_V);
     const nsa_set entries = range(NSA_K_CMP, NSA_V_CMP), q = NSA_BIT(NSA_Q), given = NSA_BIT(NSA_GATES);
     const nsa_set o_b = range(NSA_O_CMP, NSA_O_WIN) & nsa_attend_outputs(c); /* of the branches that are on */
@@ -111,11 +111,11 @@ static void sets_of(const nsa_case *c, int op, nsa_set *in, nsa_set *out)
         *out = entries | NSA_BIT(NSA_CU_SEQLENS_CMP);
         break;
     case CMP_BWD:
-        *in = range(NSA_K, NSA_V) | weights | borders | range(NSA_D_K_CMP, NSA_D_V_CMP);
+        *in = range(NSA_K, NSA_V) | weights | cu_seqlens | range(NSA_D_K_CMP, NSA_D_V_CMP);
         *out = range(NSA_D_K, NSA_D_V) | range(NSA_D_W_K, NSA_D_PE_V);
         break;
     case SEL:
-        *in = q | NSA_BIT(NSA_K_CMP) | borders;
+        *in = q | NSA_BIT(NSA_K_CMP) | cu_seqlens;
         *out = range(NSA_BLOCK_IDX, NSA_GROUP_IDX);
         break;
     case ATT:
@@ -166,7 +166,7 @@ typedef struct bad_call {
     int64_t tensors_tail;
     size_t bytes;
     bool no_workspace;
-    int32_t *border, was; /* a spoilt border and what stood there */
+    int32_t *entry, was; /* a spoilt entry of cu_seqlens, and its value before */
 } bad_call;
 
 static const quern_tensor **member(quern_nsa_tensors *t, nsa_slot slot)
@@ -183,18 +183,18 @@ typedef enum fault {
     TENSORS_SIZE,
     NO_PARAMS,
     NO_TENSORS,
-    ABSENT,   /* the tensor of a slot: not given */
-    STRANGER, /* another one given for it */
-    SHAPE,    /* shape[where] = value */
-    MORE,     /* shape[where] += value */
-    STRIDE,   /* strides[where] = value */
-    NDIM,     /* = value */
+    ABSENT,       /* the tensor of a slot: not given */
+    OTHER_TENSOR, /* the tensor of slot `where` instead */
+    SHAPE,        /* shape[where] = value */
+    MORE,         /* shape[where] += value */
+    STRIDE,       /* strides[where] = value */
+    NDIM,         /* = value */
     DTYPE,
     DEVICE,
     NULL_DATA,
-    ODD_DATA, /* a byte off the element */
-    ALIAS,    /* the memory of slot `where` */
-    BORDER,   /* the i32 at `where` = value */
+    ODD_DATA,  /* a byte off the element */
+    ALIAS,     /* the memory of slot `where` */
+    CU_SEQLEN, /* the entry at `where` = value */
     SHORT_WORKSPACE,
     NO_WORKSPACE,
     ALL_CUDA
@@ -213,7 +213,7 @@ typedef struct mistake {
 
 static bool needs_run(fault f)
 {
-    return f == NULL_DATA || f == ODD_DATA || f == ALIAS || f == BORDER || f == SHORT_WORKSPACE ||
+    return f == NULL_DATA || f == ODD_DATA || f == ALIAS || f == CU_SEQLEN || f == SHORT_WORKSPACE ||
            f == NO_WORKSPACE;
 }
 
@@ -236,7 +236,7 @@ static void spoil(bad_call *b, const mistake *m)
         b->tensors_tail = (int64_t)1 << 56;
         break;
     case ABSENT: *member(&b->tensors, m->slot) = NULL; break;
-    case STRANGER: *member(&b->tensors, m->slot) = &b->c->tensor[m->where].view; break;
+    case OTHER_TENSOR: *member(&b->tensors, m->slot) = &b->c->tensor[m->where].view; break;
     case SHAPE: v->shape[m->where] = m->value; break;
     case MORE: v->shape[m->where] += m->value; break;
     case STRIDE: v->strides[m->where] = m->value; break;
@@ -246,10 +246,10 @@ static void spoil(bad_call *b, const mistake *m)
     case NULL_DATA: v->data = NULL; break;
     case ODD_DATA: v->data = (char *)v->data + 1; break;
     case ALIAS: v->data = b->c->tensor[m->where].view.data; break;
-    case BORDER:
-        b->border = (int32_t *)v->data + m->where;
-        b->was = *b->border;
-        *b->border = narrow;
+    case CU_SEQLEN:
+        b->entry = (int32_t *)v->data + m->where;
+        b->was = *b->entry;
+        *b->entry = narrow;
         memcpy(t->snapshot, t->buffer, t->bytes);
         break;
     case SHORT_WORKSPACE: b->bytes--; break;
@@ -261,7 +261,7 @@ static void spoil(bad_call *b, const mistake *m)
     }
 }
 
-static int failures; /* all are told before the test fails */
+static int failures; /* the test prints all of them before it fails */
 
 static void expect(const mistake *m, const char *call, quern_status status)
 {
@@ -341,7 +341,7 @@ static void try(quern_context *ctx, const mistake *m, int op)
         if (b.c->tensor[i].buffer != NULL) test_tensor_check_unchanged(&b.c->tensor[i], name);
         b.c->tensor[i].view = views[i];
     }
-    if (b.border != NULL) *b.border = b.was;
+    if (b.entry != NULL) *b.entry = b.was;
 }
 
 #define P(field) offsetof(quern_nsa_params, field)
@@ -374,9 +374,9 @@ static void try(quern_context *ctx, const mistake *m, int op)
             text " is NULL", "needed"                                                                        \
         }                                                                                                    \
     }
-#define ALIEN(base, ops, slot, text, ...)                                                                    \
+#define UNUSED(base, ops, slot, text, ...)                                                                   \
     {                                                                                                        \
-        text " out of place", base, ops, STRANGER, slot, NSA_Q, 0, BAD,                                      \
+        text " out of place", base, ops, OTHER_TENSOR, slot, NSA_Q, 0, BAD,                                  \
         {                                                                                                    \
             text, __VA_ARGS__                                                                                \
         }                                                                                                    \
@@ -384,7 +384,7 @@ static void try(quern_context *ctx, const mistake *m, int op)
 
 #define ENTRIES(at, value, ...)                                                                              \
     {                                                                                                        \
-        "entries " #at " " #value, PACKED, BWD | CMP_BWD | SEL | ATTEND, BORDER, NSA_CU_SEQLENS_CMP, at,     \
+        "entries " #at " " #value, VARLEN, BWD | CMP_BWD | SEL | ATTEND, CU_SEQLEN, NSA_CU_SEQLENS_CMP, at,  \
             value, BAD,                                                                                      \
         {                                                                                                    \
             __VA_ARGS__                                                                                      \
@@ -483,7 +483,7 @@ static const mistake mistakes[] = {
     NUMBER(GROUPS, GROUPED, max_compressed_groups, 1, "is 1", "2 to"),
     CHOICE(PLAIN, GROUPED, groups, 1, "max_compressed_groups 0", "1 or more"),
     CHOICE(PLAIN, COMPRESS, compress, 2, "compress is given", "mean or linear"),
-    /* A tensor that the parameters ask for. */
+    /* Tensors that the parameters need. */
     MISSING(PLAIN, WHOLE | SEL | ATTEND | GATES | GATE | GATE_BWD, NSA_Q, "q"),
     MISSING(PLAIN, WHOLE | COMPRESS | ATTEND, NSA_K, "k"),
     MISSING(PLAIN, WHOLE | COMPRESS | ATTEND, NSA_V, "v"),
@@ -495,7 +495,7 @@ static const mistake mistakes[] = {
     MISSING(PLAIN, BWD | CMP | ATTEND, NSA_V_CMP, "v_cmp"),
     MISSING(GIVEN, WHOLE | SEL | ATTEND, NSA_K_CMP, "k_cmp"),
     MISSING(GIVEN, WHOLE | ATTEND, NSA_V_CMP, "v_cmp"),
-    MISSING(PACKED, BWD | COMPRESS | SEL | ATTEND, NSA_CU_SEQLENS_CMP, "cu_seqlens_cmp"),
+    MISSING(VARLEN, BWD | COMPRESS | SEL | ATTEND, NSA_CU_SEQLENS_CMP, "cu_seqlens_cmp"),
     MISSING(LINEAR, WHOLE | COMPRESS, NSA_W_K, "w_k"),
     MISSING(LINEAR, WHOLE | COMPRESS, NSA_W_V, "w_v"),
     MISSING(PLAIN, WHOLE | GATES | GATE | GATE_BWD, NSA_W_GATE, "w_gate"),
@@ -519,25 +519,25 @@ static const mistake mistakes[] = {
     MISSING(GIVEN, BWD | ATT_BWD, NSA_D_V_CMP, "d_v_cmp"),
     MISSING(SEPARATE, BWD | ATT_BWD, NSA_D_K_SLC, "d_k_slc"),
     MISSING(SEPARATE, BWD | ATT_BWD, NSA_D_V_WIN, "d_v_win"),
-    /* A tensor that the parameters leave without meaning. */
-    ALIEN(PLAIN, WHOLE | COMPRESS, NSA_PE_K, "pe_k", "compress mean", "linear is accepted"),
-    ALIEN(PLAIN, WHOLE | COMPRESS, NSA_PE_V, "pe_v", "compress mean", "linear is accepted"),
-    ALIEN(GIVEN, WHOLE, NSA_W_K, "w_k", "compress given", "mean or linear is accepted"),
-    ALIEN(GIVEN, WHOLE, NSA_W_V, "w_v", "compress given", "mean or linear is accepted"),
-    ALIEN(GIVEN, WHOLE | GATE | GATE_BWD, NSA_W_GATE, "w_gate", "gate given", "weights is accepted"),
-    ALIEN(UNGATED, WHOLE | GATE | GATE_BWD, NSA_W_GATE, "w_gate", "gate none", "weights is accepted"),
-    ALIEN(UNGATED, BWD | GATE_BWD, NSA_D_W_GATE, "d_w_gate", "gate none", "weights is accepted"),
-    ALIEN(PLAIN, BWD | GATE_BWD, NSA_D_GATES, "d_gates", "gate weights", "given or none is accepted"),
-    ALIEN(PLAIN, BWD, NSA_D_K_CMP, "d_k_cmp", "compress mean", "given is accepted"),
-    ALIEN(LINEAR, BWD, NSA_D_V_CMP, "d_v_cmp", "compress linear", "given is accepted"),
-    ALIEN(UNGATED, BWD | CMP_BWD, NSA_D_W_K, "d_w_k", "w_k is NULL", "accepted"),
-    ALIEN(UNGATED, BWD | CMP_BWD, NSA_D_W_V, "d_w_v", "w_v is NULL", "accepted"),
-    ALIEN(UNGATED, BWD | CMP_BWD, NSA_D_PE_K, "d_pe_k", "pe_k is NULL", "accepted"),
-    ALIEN(UNGATED, BWD | CMP_BWD, NSA_D_PE_V, "d_pe_v", "pe_v is NULL", "accepted"),
-    ALIEN(PLAIN, BWD | ATT_BWD, NSA_D_K_SLC, "d_k_slc", "k_slc is NULL", "accepted"),
-    ALIEN(PLAIN, BWD | ATT_BWD, NSA_D_V_SLC, "d_v_slc", "v_slc is NULL", "accepted"),
-    ALIEN(PLAIN, BWD | ATT_BWD, NSA_D_K_WIN, "d_k_win", "k_win is NULL", "accepted"),
-    ALIEN(PLAIN, BWD | ATT_BWD, NSA_D_V_WIN, "d_v_win", "v_win is NULL", "accepted"),
+    /* Tensors that the parameters leave unused. */
+    UNUSED(PLAIN, WHOLE | COMPRESS, NSA_PE_K, "pe_k", "compress mean", "linear is accepted"),
+    UNUSED(PLAIN, WHOLE | COMPRESS, NSA_PE_V, "pe_v", "compress mean", "linear is accepted"),
+    UNUSED(GIVEN, WHOLE, NSA_W_K, "w_k", "compress given", "mean or linear is accepted"),
+    UNUSED(GIVEN, WHOLE, NSA_W_V, "w_v", "compress given", "mean or linear is accepted"),
+    UNUSED(GIVEN, WHOLE | GATE | GATE_BWD, NSA_W_GATE, "w_gate", "gate given", "weights is accepted"),
+    UNUSED(UNGATED, WHOLE | GATE | GATE_BWD, NSA_W_GATE, "w_gate", "gate none", "weights is accepted"),
+    UNUSED(UNGATED, BWD | GATE_BWD, NSA_D_W_GATE, "d_w_gate", "gate none", "weights is accepted"),
+    UNUSED(PLAIN, BWD | GATE_BWD, NSA_D_GATES, "d_gates", "gate weights", "given or none is accepted"),
+    UNUSED(PLAIN, BWD, NSA_D_K_CMP, "d_k_cmp", "compress mean", "given is accepted"),
+    UNUSED(LINEAR, BWD, NSA_D_V_CMP, "d_v_cmp", "compress linear", "given is accepted"),
+    UNUSED(UNGATED, BWD | CMP_BWD, NSA_D_W_K, "d_w_k", "w_k is NULL", "accepted"),
+    UNUSED(UNGATED, BWD | CMP_BWD, NSA_D_W_V, "d_w_v", "w_v is NULL", "accepted"),
+    UNUSED(UNGATED, BWD | CMP_BWD, NSA_D_PE_K, "d_pe_k", "pe_k is NULL", "accepted"),
+    UNUSED(UNGATED, BWD | CMP_BWD, NSA_D_PE_V, "d_pe_v", "pe_v is NULL", "accepted"),
+    UNUSED(PLAIN, BWD | ATT_BWD, NSA_D_K_SLC, "d_k_slc", "k_slc is NULL", "accepted"),
+    UNUSED(PLAIN, BWD | ATT_BWD, NSA_D_V_SLC, "d_v_slc", "v_slc is NULL", "accepted"),
+    UNUSED(PLAIN, BWD | ATT_BWD, NSA_D_K_WIN, "d_k_win", "k_win is NULL", "accepted"),
+    UNUSED(PLAIN, BWD | ATT_BWD, NSA_D_V_WIN, "d_v_win", "v_win is NULL", "accepted"),
     /* Extents. */
     {"head dim 12", PLAIN, WHOLE | SEL | ATTEND | GATES, SHAPE, NSA_Q, 3, 12, BAD, {"12", "accepted"}},
     {"head dim 0", PLAIN, WHOLE | SEL | ATTEND | GATES, SHAPE, NSA_Q, 3, 0, BAD, {"0", "accepted"}},
@@ -633,10 +633,10 @@ static const mistake mistakes[] = {
      2,
      BAD,
      {"gates.shape[3] is 2", "3 is accepted"}},
-    /* Sequences. */
-    {"cu_seqlens empty", PACKED, ALL, SHAPE, NSA_CU_SEQLENS, 0, 0, BAD, {"cu_seqlens", "0", "accepted"}},
+    /* cu_seqlens. */
+    {"cu_seqlens empty", VARLEN, ALL, SHAPE, NSA_CU_SEQLENS, 0, 0, BAD, {"cu_seqlens", "0", "accepted"}},
     {"cu_seqlens of 2 dimensions",
-     PACKED,
+     VARLEN,
      ALL,
      NDIM,
      NSA_CU_SEQLENS,
@@ -645,7 +645,7 @@ static const mistake mistakes[] = {
      BAD,
      {"cu_seqlens", "2 dimensions", "one"}},
     {"cu_seqlens huge",
-     PACKED,
+     VARLEN,
      ALL,
      SHAPE,
      NSA_CU_SEQLENS,
@@ -654,7 +654,7 @@ static const mistake mistakes[] = {
      BAD,
      {"cu_seqlens.shape[0]", "9223372036854775807", "accepted"}},
     {"cu_seqlens of i64",
-     PACKED,
+     VARLEN,
      ALL,
      DTYPE,
      NSA_CU_SEQLENS,
@@ -663,7 +663,7 @@ static const mistake mistakes[] = {
      BAD,
      {"cu_seqlens", "i64", "i32"}},
     {"cu_seqlens_cmp of another batch",
-     PACKED,
+     VARLEN,
      BWD | COMPRESS | SEL | ATTEND,
      SHAPE,
      NSA_CU_SEQLENS_CMP,
@@ -672,36 +672,36 @@ static const mistake mistakes[] = {
      BAD,
      {"cu_seqlens_cmp.shape[0] is 3", "4"}},
     {"cu_seqlens from 1",
-     PACKED,
+     VARLEN,
      ALL,
-     BORDER,
+     CU_SEQLEN,
      NSA_CU_SEQLENS,
      0,
      1,
      BAD,
      {"cu_seqlens[0] is 1", "0 is accepted"}},
     {"cu_seqlens falls",
-     PACKED,
+     VARLEN,
      ALL,
-     BORDER,
+     CU_SEQLEN,
      NSA_CU_SEQLENS,
      2,
      29,
      BAD,
      {"cu_seqlens[2] is 29", "after 30"}},
     {"cu_seqlens below 0",
-     PACKED,
+     VARLEN,
      ALL,
-     BORDER,
+     CU_SEQLEN,
      NSA_CU_SEQLENS,
      1,
      -1,
      BAD,
      {"cu_seqlens[1] is -1", "after 0"}},
     {"cu_seqlens past the rows",
-     PACKED,
+     VARLEN,
      ALL,
-     BORDER,
+     CU_SEQLEN,
      NSA_CU_SEQLENS,
      3,
      78,

@@ -137,7 +137,7 @@ static void conversion_takes_any_stride_of_a_single_list(void **state)
     assert_non_null(strstr(quern_last_error(ctx), "in.shape[2] is 1152921504606846975"));
 }
 
-/* Lists with entries of every wrong kind are as good as clean ones: the same bits. */
+/* Lists with invalid entries of every kind give the bits of clean lists. */
 static void bad_entries_are_skipped(void **state)
 {
     nsa_config config = nsa_config_small();
@@ -245,16 +245,16 @@ static void fill_list(nsa_case *c, test_random *random, int slot, int64_t k, int
     int32_t *list = malloc(sizeof *list * (size_t)count);
     assert_non_null(list);
     for (int64_t i = 0; i < count; i++)
-        list[i] = f->packed ? INT32_MAX : 0; /* rows of no tile are not looked at */
+        list[i] = f->varlen ? INT32_MAX : 0; /* rows that belong to no tile are not read */
     int64_t used = 0;
     for (int64_t b = 0; b < f->batch; b++) {
-        const int64_t n = f->packed ? f->lens[b] : f->n,
+        const int64_t n = f->varlen ? f->lens[b] : f->n,
                       entries = slot == NSA_GROUP_IDX ? n / f->params.block_size : n;
         const int64_t blocks = (entries + per - 1) / per, tiles = (n + f->params.tile - 1) / f->params.tile;
-        for (int64_t head = 0; head < (f->packed ? rows : rows / f->batch); head++)
+        for (int64_t head = 0; head < (f->varlen ? rows : rows / f->batch); head++)
             for (int64_t i = 0; i < tiles * k; i++) {
                 const int64_t row =
-                    f->packed ? head * c->list_rows + used : (b * (rows / f->batch) + head) * c->list_rows;
+                    f->varlen ? head * c->list_rows + used : (b * (rows / f->batch) + head) * c->list_rows;
                 list[row * k + i] = blocks == 0 || test_random_one_in(random, 4)
                                         ? -1
                                         : (int32_t)test_random_int(random, 0, blocks - 1);
@@ -274,15 +274,15 @@ static void bad_entries_set_their_bit(void **state)
     static const int32_t wrong[] = {-1, 0, -2, INT32_MAX, INT32_MIN}; /* none; one past the end; ... */
     for (int trial = 0; trial < test_trials(20); trial++) {
         nsa_config config = nsa_config_small();
-        const bool packed = trial % 2 != 0, old = trial == 1, groups = trial / 2 % 2;
+        const bool varlen = trial % 2 != 0, old = trial == 1, groups = trial / 2 % 2;
         const int32_t bad = wrong[trial % 5];
         config.params.selection = QUERN_NSA_LIST_GIVEN;
         config.params.num_selected = 3;
         config.params.tile = 4;
         config.params.scope = (quern_nsa_scope)(trial / 3 % 2);
         config.n = groups ? 560 : 75;
-        if (packed) {
-            config.packed = true;
+        if (varlen) {
+            config.varlen = true;
             config.batch = 4;
             config.lens[1] = 9;
             config.lens[2] = 1;

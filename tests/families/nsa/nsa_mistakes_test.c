@@ -145,7 +145,7 @@ static void zero_padded_compressed_rows_attended_in_varlen(void **state)
 {
     nsa_config config = nsa_config_small();
     (void)state;
-    config.packed = true;
+    config.varlen = true;
     config.batch = 4;
     config.spare = 9;
     memcpy(config.lens, (int64_t[]){30, 7, 64, 17}, 4 * sizeof(int64_t));
@@ -249,7 +249,7 @@ static void documents_of_length_0_1_less_than_l_and_ragged(void **state)
         {0, 1, 7, 8, 9, 0, 61, 0}, {1, 1, 1, 40, 1, 1, 1, 1}, {13, 0, 0, 5, 8, 16, 3, 29}};
     nsa_config config = nsa_config_small();
     (void)state;
-    config.packed = true;
+    config.varlen = true;
     config.batch = 8;
     for (int i = 0; i < 3; i++) {
         memcpy(config.lens, batches[i], sizeof config.lens);

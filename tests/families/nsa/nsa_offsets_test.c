@@ -31,7 +31,7 @@ static bool spread(nsa_case *c, int32_t dim, int64_t stride, void *maps[NSA_SLOT
         t->view = quern_tensor_contiguous(NULL, t->view.dtype, t->view.ndim, t->view.shape);
         const int32_t along = dim < t->view.ndim - 1 ? dim : 0;
         t->view.strides[along] = stride;
-        for (int32_t d = 0; d < along; d++) /* outer dimensions clear the spread one */
+        for (int32_t d = 0; d < along; d++) /* outer dimensions step over the whole spread one */
             t->view.strides[d] = stride * t->view.shape[along];
         sizes[i] = extent(&t->view);
         maps[i] =
@@ -44,7 +44,7 @@ static bool spread(nsa_case *c, int32_t dim, int64_t stride, void *maps[NSA_SLOT
         }
         t->view.data = maps[i];
         const size_t bytes = t->bytes;
-        t->bytes = 0; /* the snapshot of the small buffer is not this tensor's any more */
+        t->bytes = 0; /* the snapshot is of the small buffer, no longer of this tensor */
         if (list) test_tensor_set_i32(t, ints);
         else test_tensor_set(t, values);
         t->bytes = bytes;
@@ -54,13 +54,13 @@ static bool spread(nsa_case *c, int32_t dim, int64_t stride, void *maps[NSA_SLOT
     return true;
 }
 
-static void compare_with_compact(int32_t dim, int64_t stride, bool packed, quern_dtype dtype)
+static void compare_with_compact(int32_t dim, int64_t stride, bool varlen, quern_dtype dtype)
 {
     nsa_config config = nsa_config_small();
     test_random random = {5};
     config.dtype = dtype;
-    config.packed = packed;
-    config.batch = packed ? 2 : 1;
+    config.varlen = varlen;
+    config.batch = varlen ? 2 : 1;
     config.n = 60;
     config.lens[0] = 33;
     config.lens[1] = 27;

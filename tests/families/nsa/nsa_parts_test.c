@@ -12,7 +12,7 @@
 #include <stdlib.h>
 
 static const nsa_set entries = NSA_BIT(NSA_K_CMP) | NSA_BIT(NSA_V_CMP);
-static const nsa_set borders = NSA_BIT(NSA_CU_SEQLENS) | NSA_BIT(NSA_CU_SEQLENS_CMP);
+static const nsa_set cu_seqlens = NSA_BIT(NSA_CU_SEQLENS) | NSA_BIT(NSA_CU_SEQLENS_CMP);
 static const nsa_set branches_o = NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_O_SLC) | NSA_BIT(NSA_O_WIN);
 static const nsa_set branches_d_o = NSA_BIT(NSA_D_O_CMP) | NSA_BIT(NSA_D_O_SLC) | NSA_BIT(NSA_D_O_WIN);
 
@@ -83,7 +83,7 @@ static const nsa_set lists = NSA_BIT(NSA_BLOCK_IDX) | NSA_BIT(NSA_BLOCK_COUNT) |
 
 static void select_case(nsa_case *c, quern_context *ctx)
 {
-    const nsa_set inputs = NSA_BIT(NSA_Q) | NSA_BIT(NSA_K_CMP) | borders;
+    const nsa_set inputs = NSA_BIT(NSA_Q) | NSA_BIT(NSA_K_CMP) | cu_seqlens;
     nsa_reference *r = nsa_reference_new(c, true);
     nsa_run(c, ctx, nsa_call_select, inputs, lists);
     nsa_check_lists(r, true);
@@ -190,8 +190,8 @@ static void gate_of_any_number_of_heads(void **state)
             }
 }
 
-/* Without a gate each branch counts a third whatever `gates` a backward is given, and it leaves them alone;
- * d_gates is that of gates handed in as thirds. */
+/* Without a gate each branch weighs a third whatever `gates` a backward is given, and the call does not write
+ * `gates`. d_gates is that of given gates of one third. */
 static void gates_are_no_output_of_a_backward(void **state)
 {
     nsa_config config = nsa_config_small();

@@ -16,7 +16,7 @@ static void short_documents_of_overlapping_entries(void **state)
                 for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
                     nsa_config config = nsa_config_small();
                     test_random random = {(uint64_t)which + 1};
-                    config.packed = true;
+                    config.varlen = true;
                     config.batch = 3;
                     config.lens[0] = 1;
                     config.lens[1] = 16;

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * views_test.c - views at the edge of what is accepted: what an operation does not use is not looked at,
- * whatever stands there; tensors without elements may have any other extents; where an extent is 1 its stride
- * may be any number. Meant to run under the sanitizers, too.
+ * views_test.c - views at the edge of what is accepted: an operation does not look at what it does not use;
+ * tensors without elements may have any other extents; where an extent is 1 its stride may be any number.
+ * Meant to run under the sanitizers, too.
  */
 #include "attention_case.h"
 #include "cmocka_c11.h"
@@ -20,7 +20,7 @@ static const nsa_call *const calls[] = {
     &nsa_call_combine, &nsa_call_gate,     &nsa_call_gate_backward};
 enum { OPS = sizeof calls / sizeof *calls };
 
-enum { MOST_BYTES = 1 << 30 }; /* a workspace that nobody has cannot be run with */
+enum { MOST_BYTES = 1 << 30 }; /* no call can run with such a workspace */
 
 static quern_context *ctx;
 
@@ -114,8 +114,7 @@ static void a_branch_that_is_off_is_not_read(void **state)
     }
 }
 
-/* Every tensor that an operation has no use for, given as nonsense: nothing is refused for it, and no bit
- * changes. */
+/* Gives an operation nonsense for every tensor that it does not use: the call succeeds and no bit changes. */
 static void what_is_not_used_is_not_looked_at(void **state)
 {
     (void)state;
@@ -146,7 +145,7 @@ static void what_is_not_used_is_not_looked_at(void **state)
                     left_alone++;
                     continue;
                 }
-                *member(&t, slot) = NULL; /* it would be used, were it right, or means nothing here */
+                *member(&t, slot) = NULL; /* refused: a valid one would be used, or none is accepted here */
             }
             if (call_it(whole[op], &c->config.params, &t) != QUERN_OK)
                 fail_msg("%s: %s", whole[op]->name, quern_last_error(ctx));
@@ -222,7 +221,7 @@ static void strides_of_single_extents_are_any_number(void **state)
 {
     (void)state;
     static const int64_t wild[] = {INT64_MIN, INT64_MAX, INT64_MIN + 1, 0, 3};
-    for (int packed = 0; packed < 2; packed++)
+    for (int varlen = 0; varlen < 2; varlen++)
         for (size_t w = 0; w < sizeof wild / sizeof *wild; w++) {
             test_random random = {5};
             nsa_config config = nsa_config_small();
@@ -230,8 +229,8 @@ static void strides_of_single_extents_are_any_number(void **state)
             config.h = config.hkv = 1;
             config.params.gate = QUERN_NSA_GATE_WEIGHTS;
             config.project_k = config.project_v = true;
-            if (packed) {
-                config.packed = true;
+            if (varlen) {
+                config.varlen = true;
                 config.lens[0] = config.n;
             }
             nsa_case *c = nsa_case_new(&config, &random);

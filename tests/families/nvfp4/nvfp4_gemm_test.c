@@ -186,7 +186,7 @@ static void make_small(small_call *s)
     for (int i = 0; i < 32; i++) s->c[i] = 7;
 }
 
-/* The call fails with a sentence that says so, and C stays. */
+/* The call fails with a sentence that holds `says`, and C does not change. */
 static void refused(small_call *s, const char *says)
 {
     quern_context *ctx = test_context(quern_cpu_level_detect(), 1);

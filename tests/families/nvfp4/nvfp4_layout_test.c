@@ -298,7 +298,7 @@ static void swizzle_there_and_back(void **state)
             sum += byte;
         }
         for (int64_t i = 0; i < bytes; i++) sum_swizzled += ((uint8_t *)swizzled.view.data)[i];
-        assert_int_equal(sum, sum_swizzled); /* what pads is 0 */
+        assert_int_equal(sum, sum_swizzled); /* padding is 0 */
         test_tensor_free(&linear), test_tensor_free(&back), test_tensor_free(&swizzled);
         quern_context_destroy(ctx);
     }

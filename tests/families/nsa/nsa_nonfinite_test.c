@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nsa_special_test.c - NaN goes exactly where the equations carry it; empty and short sequences; ties and
+/* nsa_nonfinite_test.c - NaN goes exactly where the equations carry it; empty and short sequences; ties and
  * NaN in the scores of a selection. */
 #include "cmocka_c11.h"
 #include "compare.h"
