@@ -29,7 +29,7 @@ static const pool_state *state_at(quern_dsv4_state *const *states, int64_t b)
     return (const pool_state *)states[b];
 }
 
-/* Each state and its count; sets the sums. */
+/* Checks each state and its count of tokens; sets the call's sums of tokens and entries. */
 static quern_status check_states(quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
                                  int64_t *tokens, int64_t *entries)
 {
@@ -60,7 +60,7 @@ static quern_status check_states(quern_dsv4_state *const *states, const int64_t 
     return QUERN_OK;
 }
 
-/* The states fit the parameters and each other; positions stay in the table. */
+/* Checks that the states fit the parameters and each other, and that positions stay in the table. */
 static quern_status check_dims(const append_call *c, quern_dsv4_state *const *states, const int64_t *counts,
                                int64_t batch)
 {
@@ -138,7 +138,7 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
     return dsv4_check_width(&c->params, width, t->cos_sin != NULL ? t->cos_sin->shape[1] : 0);
 }
 
-/* The stages' arguments. With `a` sized or carved: what they need of the workspace. */
+/* Fills the stages' arguments with memory from `a`, an arena that is being sized or carved. */
 static void *carve(append_call *c, quern_dsv4_state *const *states, int64_t batch, arena *a)
 {
     const quern_dsv4_append_tensors *t = &c->t;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attention.c - the attention core's public functions, and the stage that each is.
+ * attention.c - the attention core's public functions, and the stage that each runs.
  *
  *   forward:  attend_mqa_forward
  *   backward: attend_mqa_backward

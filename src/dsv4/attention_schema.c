@@ -1,7 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attention_schema.c - what the attention core is: its tensors, its parameters, and what follows from them.
- */
+/* attention_schema.c - the attention core's tensors, parameters and the extents that follow from them. */
 #include "core/error.h"
 #include "core/view.h"
 #include "dsv4/call.h"
@@ -159,7 +158,7 @@ static quern_status derive_rows(op_call *call, int32_t tensor, int32_t lead)
     return QUERN_OK;
 }
 
-/* Extents of the tensors that may be absent. */
+/* The extents of optional tensors. */
 static quern_status derive_optional(op_call *call, bool varlen)
 {
     const quern_tensor *const *t = call->given;
@@ -198,7 +197,8 @@ static quern_status derive_optional(op_call *call, bool varlen)
     return QUERN_OK;
 }
 
-/* Where a sequence's query 0 stands: `start` is in range, and so are raw row 0 and the last query. */
+/* Checks that `start`, the position of a sequence's query 0, is in range, and so are raw row 0 and the last
+ * query. */
 static quern_status check_start(const op_call *call, int64_t start, int64_t queries, int64_t raw)
 {
     const bool pages = ((const dsv4_attention_call *)call)->params.page > 0;
@@ -214,7 +214,7 @@ static quern_status check_start(const op_call *call, int64_t start, int64_t quer
     return QUERN_OK;
 }
 
-/* Where queries stand; resolves start_abs_pos. */
+/* Checks the queries' positions; resolves start_abs_pos. */
 static quern_status derive_positions(op_call *call, bool varlen)
 {
     quern_dsv4_attention_params *p = &((dsv4_attention_call *)call)->params;
@@ -274,7 +274,7 @@ static quern_status derive(op_call *call)
     return status == QUERN_OK ? derive_positions(call, varlen) : status;
 }
 
-/* Columns [first, end) of a sequence's row of a table name pages of the pool. */
+/* Checks that columns [first, end) of a sequence's row of a table name pages of the pool. */
 static quern_status check_columns(const op_call *call, void *const *data, int32_t tensor, int64_t b,
                                   int64_t first, int64_t end)
 {

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* call.h - the family's operations inside: their descriptions, and calls. */
+/* call.h - the family's operations: their tensors, extents and calls. */
 #ifndef QUERN_DSV4_CALL_H
 #define QUERN_DSV4_CALL_H
 
@@ -64,7 +64,7 @@ typedef struct dsv4_compress_call {
 
 extern const op_family dsv4_compress_family;
 
-/* The family's functions that call stages: compress.c. */
+/* In compress.c. */
 quern_status dsv4_compress_plan(op_call *call);
 quern_status dsv4_compress_run(const op_call *call, const op_frame *frame);
 
@@ -148,7 +148,7 @@ typedef struct dsv4_attention_call {
 
 extern const op_family dsv4_attention_family;
 
-/* The family's functions that call stages: attention.c. */
+/* In attention.c. */
 quern_status dsv4_attention_plan(op_call *call);
 quern_status dsv4_attention_run(const op_call *call, const op_frame *frame);
 

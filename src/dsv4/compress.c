@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * compress.c - the compressors' public functions, and the stage that each is.
+ * compress.c - the compressors' public functions, and the stage that each runs.
  *
  *   forward:  pool_forward
  *   backward: pool_backward
@@ -15,7 +15,7 @@ static bool is_backward(const op_call *call)
     return call->operation == DSV4_COMPRESS_BACKWARD;
 }
 
-/* [B, rows, columns]; `own`: the caller's tensor has the batch extent. */
+/* The tensor as [B, rows, columns]; `own`: the caller's tensor has the batch extent. */
 static quern_tensor rows_view(const op_call *call, int32_t tensor, bool own)
 {
     const quern_tensor t = op_view(call, tensor, false);

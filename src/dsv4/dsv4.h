@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4.h - what the family's files share. */
+/* dsv4.h - checks and conversions of the compressors' parameters, for the family's files. */
 #ifndef QUERN_DSV4_DSV4_H
 #define QUERN_DSV4_DSV4_H
 
@@ -10,18 +10,18 @@
 
 enum { DSV4_WIDTH_MOST = 65536, DSV4_RATIO_MOST = 65536 };
 
-/* *known from what the caller gave, each parameter in its range, defaults resolved. */
+/* Checks each parameter's range, resolves defaults and writes *known. */
 quern_status dsv4_params(const quern_dsv4_compress_params *given, quern_dsv4_compress_params *known);
-/* The same of parameters that are known already. */
+/* The same, in place. */
 quern_status dsv4_resolve(quern_dsv4_compress_params *p);
-/* Whether a format and the transform take entries of `width` channels of which `rope_dim` are rotated (0:
+/* Whether a format and the transform take entries of `width` channels, `rope_dim` of them rotated (0:
  * none). */
 quern_status dsv4_check_width(const quern_dsv4_compress_params *p, int64_t width, int64_t rope_dim);
 /* Bytes of a stored entry; 0 for QUERN_DSV4_ROWS. */
 int64_t dsv4_row_bytes(quern_dsv4_format format, int64_t width);
-/* What stages call a format. */
+/* The stages' format for a public one. */
 entry_format dsv4_entry_format(quern_dsv4_format format);
-/* How stages finish an entry; norm_weight and cos_sin may be NULL. */
+/* The stages' description of norm, rotation and format; norm_weight and cos_sin may be NULL. */
 entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *norm_weight,
                       const quern_tensor *cos_sin);
 

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* index.c - the indexer: its description, its public functions, and the stage that it is. */
+/* index.c - the indexer: its schema, its public functions, and its stage. */
 #include "core/error.h"
 #include "core/view.h"
 #include "dsv4/call.h"

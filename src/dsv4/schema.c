@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* schema.c - what the compressors are: their tensors and parameters, the extents that follow from them, and
- * what the host can check of starts, counts and positions. */
+/* schema.c - the compressors' tensors and parameters, the extents that follow from them, and the host's
+ * checks of starts, counts and positions. */
 #include "core/error.h"
 #include "core/view.h"
 #include "dsv4/call.h"
@@ -152,7 +152,7 @@ static quern_status check_matrix(const op_call *call, int32_t tensor)
     return view_check_one(&want, call->given[tensor], &call->like, &span);
 }
 
-/* How many entries there are, and whether start_token and n_blocks are within the tokens of every sequence of
+/* Sets the number of entries. Checks that start_token and n_blocks are within the tokens of every sequence of
  * fixed length. */
 static quern_status derive_entries(op_call *call)
 {
@@ -235,7 +235,7 @@ static quern_status derive(op_call *call)
     return check_dtypes(call);
 }
 
-/* Entry b of an i32 tensor, where it is there. */
+/* Entry b of an i32 tensor, if the tensor is present. */
 static int64_t value_at(const void *data, int64_t b, int64_t otherwise)
 {
     return data != NULL ? ((const int32_t *)data)[b] : otherwise;

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* state.c - streaming states in the caller's memory: made, taken back, copied, saved. */
+/* state.c - streaming states in the caller's memory: initialising, rolling back, copying and saving them. */
 #include "dsv4/dsv4.h"
 
 #include "core/error.h"
@@ -12,7 +12,7 @@ enum { STATE_ALIGN = 64, RING_MOST = 8 };
 static const uint32_t state_magic = 0x34565351; /* "QSV4" */
 static const uint32_t state_version = 1;
 
-/* The header of an empty state, or an error. */
+/* Fills the header of an empty state. */
 static quern_status header_of(const quern_dsv4_compress_params *params, int64_t width, int64_t ring,
                               pool_state *header)
 {
@@ -42,7 +42,7 @@ static size_t packed_bytes(const pool_state *header)
     return sizeof *header + (size_t)pool_state_floats(header) * sizeof(float);
 }
 
-/* Where a state stands in the caller's memory; NULL, with the error set, where that is none or too small. */
+/* The aligned state in the caller's memory; NULL, with the error set, if the memory is NULL or too small. */
 static pool_state *place(const pool_state *header, void *memory, size_t bytes)
 {
     const size_t needed = packed_bytes(header) + STATE_ALIGN - 1;
@@ -131,7 +131,7 @@ quern_status quern_dsv4_state_fork(const quern_dsv4_state *state, void *memory, 
     return QUERN_OK;
 }
 
-/* FNV-1a over the packed bytes, the checksum itself as zeros. */
+/* FNV-1a over the saved bytes, with zeros in the checksum's place. */
 static uint64_t checksum_of(const unsigned char *bytes, size_t count)
 {
     const size_t first = offsetof(pool_state, checksum), end = first + sizeof(uint64_t);
@@ -160,7 +160,7 @@ quern_status quern_dsv4_state_save(const quern_dsv4_state *state, void *to, size
     return QUERN_OK;
 }
 
-/* Whether a saved header can be one of ours; its numbers may be anything. */
+/* Whether a saved header is valid; the bytes may hold any numbers. */
 static bool is_sound(const pool_state *s)
 {
     const int64_t rows = s->position - s->origin;

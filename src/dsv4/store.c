@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* store.c - writes rows into the caches of the indexer and the attention core: description, public functions,
+/* store.c - writes rows into the caches of the indexer and the attention core: schema, public functions,
  * stage. */
 #include "core/error.h"
 #include "core/view.h"

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* tables.c - what is made once before a model runs: RoPE tables and packed weights. */
+/* tables.c - what a caller makes once before a model runs: RoPE tables and packed projection weights. */
 #include "core/error.h"
 #include "core/float_state.h"
 #include "core/half.h"
@@ -9,7 +9,7 @@
 
 #include <math.h>
 
-/* What is wrong with a matrix on the CPU in f32, f16 or bf16; extents < 0 are free. */
+/* Checks a matrix in the CPU's memory: f32, f16 or bf16; extents < 0 are free. */
 static quern_status check_matrix(const char *name, const quern_tensor *t, int64_t rows, int64_t columns)
 {
     if (t == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", name);
@@ -51,7 +51,7 @@ static void set(const quern_tensor *t, int64_t row, int64_t column, float value)
     else ((uint16_t *)t->data)[at] = t->dtype == QUERN_BF16 ? bf16_from_float(value) : f16_from_float(value);
 }
 
-/* The frequency at which n turns fit into the original length, as a place among the pairs. */
+/* The pair (as a real number) whose angle makes so many turns over the original length. */
 static double place_of(const quern_dsv4_rope_params *p, int64_t dim, float turns)
 {
     const double full_turn = 6.283185307179586476925;
@@ -179,7 +179,7 @@ quern_status quern_dsv4_pack_checkpoint(quern_dsv4_kind kind, const quern_tensor
         return status;
     if (series == 1 && b_b != NULL) return refuse_b("b_b");
     if (series == 2 && (status = check_matrix("b_b", b_b, r, width)) != QUERN_OK) return status;
-    for (int64_t s = 0; s < series; s++) { /* s 0: series a, the last rows of the checkpoint */
+    for (int64_t s = 0; s < series; s++) { /* s = 0 is series a, the last rows of the checkpoint */
         const int64_t from = (series - 1 - s) * width;
         copy_block(w, 2 * s * width, wkv, from, width, true);
         copy_block(w, (2 * s + 1) * width, wgate, from, width, true);

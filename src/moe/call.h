@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * call.h - the layer inside the family: its description, and a call. A call is a list of steps, each a stage
- * with its arguments; the plan adds them in the order in which they run.
+ * call.h - the layer's tensors, extents and call. A call is a list of steps, each a stage with its arguments;
+ * the plan adds them in the order in which they run.
  */
 #ifndef QUERN_MOE_CALL_H
 #define QUERN_MOE_CALL_H
@@ -61,7 +61,7 @@ typedef enum moe_tensor {
     MOE_TENSORS
 } moe_tensor;
 
-/* Extents; MS_X_BYTES are those of repacked matrices. */
+/* Extents; those named ..._BYTES are of repacked matrices. */
 typedef enum moe_symbol {
     MS_T = 1,
     MS_D,
@@ -86,10 +86,11 @@ typedef enum moe_symbol {
 } moe_symbol;
 enum { ML_TOKENS = OP_LEAD, ML_UP_GLOBAL, ML_DOWN_GLOBAL, ML_SHARED_GLOBAL };
 
-/* F(stage, arguments, how many): the steps that a call may take. */
+/* F(stage, arguments, most): the stages that a call may run, each up to `most` times. */
 #define MOE_STEPS(F)                                                                                         \
     F(route_forward, route, 1)                                                                               \
-    F(route_backward, route, 1) F(permute, permute, 9) F(quantise, quantise, 2) F(dequantise, dequantise, 1) \
+    F(route_backward, route, 1)                                                                              \
+    F(permute, permute, 9) F(quantise, quantise, 2) F(dequantise, dequantise, 1)                             \
         F(grouped_gemm, grouped_gemm, 4) F(grouped_gemm_backward, grouped_gemm, 4)                           \
             F(grouped_dense, grouped_dense, 8) F(swiglu_forward, swiglu, 2) F(swiglu_backward, swiglu, 2)    \
                 F(expert_sums, expert_sums, 2) F(combine, combine, 1)
@@ -107,9 +108,9 @@ typedef struct moe_call {
     quern_moe_params params;
     arena a;
     quern_tensor up_global, down_global, up_input, down_input, shared_up_global,
-        shared_down_global; /* for check_data */
+        shared_down_global; /* check_data() reads them */
     MOE_STEPS(MOE_STEP_ARGS)
-    uint8_t used[MOE_STEP_KINDS]; /* arguments of each kind */
+    uint8_t used[MOE_STEP_KINDS]; /* by kind: arguments in use */
     moe_step step[MOE_STEPS_MOST];
     int32_t steps;
     const void *scratch;
@@ -117,36 +118,36 @@ typedef struct moe_call {
 
 extern const op_family moe_family, moe_route_family;
 
-/* steps.c: room for another step's arguments, all absent. */
+/* In steps.c. Adds a step and returns its arguments, all absent. */
 #define MOE_STEP_ADD(stage, name, most) name##_args *moe_add_##stage(moe_call *c);
 MOE_STEPS(MOE_STEP_ADD)
-/* Whether the backend has the stages, and the workspace. */
+/* Ends the plan: checks that the backend has the stages, and sets the workspace's size. */
 quern_status moe_end(moe_call *c);
 quern_status moe_run(const op_call *call, const op_frame *frame);
 
 /* Contiguous [rows, columns] in the workspace. */
 quern_tensor moe_room(moe_call *c, quern_dtype dtype, int64_t rows, int64_t columns);
-/* A tensor [.., columns] as [T, columns]: as it is where its strides allow that, else a copy. */
+/* A tensor [.., columns] as [T, columns]: a view if its strides allow that, else a copy. */
 quern_tensor moe_flat(moe_call *c, moe_tensor tensor);
-/* Copies a view to a tensor of the call, if the call has that. */
+/* Copies a view to a tensor of the call, if the call has that tensor. */
 void moe_give(moe_call *c, moe_tensor tensor, const quern_tensor *from);
 
-/* What the router says. */
+/* The router's results. */
 typedef struct moe_routing {
     quern_tensor experts, weights, ends, slots;
 } moe_routing;
 
-/* An operand of the experts' products: floats, or NVFP4 with the globals that its codes were made with. */
+/* An operand of the experts' products: floats, or NVFP4 codes with their scales and globals. */
 typedef struct moe_rows {
     quern_tensor x, codes, scales, global;
     quantise_global per;
 } moe_rows;
 
-/* parts.c */
+/* In parts.c. */
 moe_routing moe_route(moe_call *c, const quern_tensor *x);
-/* The experts' input, sorted: tokens' rows. */
+/* The experts' input: the tokens' rows, sorted by expert. */
 moe_rows moe_gather(moe_call *c, const quern_tensor *x, const moe_routing *r);
-/* The rows in NVFP4, with given globals or one a row. */
+/* Quantises the rows to NVFP4, with given globals or one a row. */
 moe_rows moe_quantised(moe_call *c, const char *name, const quern_tensor *x, const quern_tensor *slots,
                        int64_t rows, const quern_tensor *ends, const quern_tensor *given);
 /* x gate_up + bias as f32 [R, 2 I], or with the activation in `dtype` [R, I]. */
@@ -154,21 +155,21 @@ quern_tensor moe_up(moe_call *c, const moe_rows *rows, const quern_tensor *ends,
                     quern_dtype dtype);
 /* act down + bias as f32 [R, D]. */
 quern_tensor moe_down(moe_call *c, const moe_rows *rows, const quern_tensor *ends);
-/* The same of the shared expert; absent where there is none. */
+/* The same products of the shared expert; absent views if there is none. */
 quern_tensor moe_shared_up(moe_call *c, const quern_tensor *x, bool activate);
 quern_tensor moe_shared_down(moe_call *c, const quern_tensor *act);
 bool moe_has_shared(const op_call *call);
 /* SwiGLU of h [R, 2 I] in `dtype`; gate and up by runs of `granularity`. */
 quern_tensor moe_activate(moe_call *c, const quern_tensor *h, int64_t granularity, quern_dtype dtype);
-/* Runs of gate and up in the experts' (or the shared expert's) columns. */
+/* The length of the runs in which gate and up alternate in the experts' (or the shared expert's) columns. */
 int64_t moe_runs(const moe_call *c, bool shared);
-/* The gradient of the operand of gate_up, or of down, as f32, from that of the product. */
+/* The gradient of the operand of gate_up, or of down, in f32, from the product's gradient. */
 quern_tensor moe_up_gradient(moe_call *c, const quern_tensor *d_h, const quern_tensor *ends);
 quern_tensor moe_down_gradient(moe_call *c, const quern_tensor *d_y, const quern_tensor *ends);
 quern_tensor moe_shared_up_gradient(moe_call *c, const quern_tensor *d_h);
 quern_tensor moe_shared_down_gradient(moe_call *c, const quern_tensor *d_y);
 
-/* layer.c */
+/* In layer.c. */
 quern_status moe_plan(op_call *call);
 
 #endif

@@ -1,11 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * layer.c - the layer's public functions, and the steps that each is.
+ * layer.c - the layer's public functions, and the steps that each takes.
  *
  *   forward:  route, gather (a4: quantise), gate_up with SwiGLU, (quantise,) down, shared expert, combine
- *   backward: route, gather, gate_up, SwiGLU, then from d_out: down's gradient g of the activation, SwiGLU's
- * gradient with each row's routing weight, gate_up's gradient, the router's, combine
+ *   backward: route, gather, gate_up, SwiGLU, then from d_out: down's gradient g of the activation,
+ *             SwiGLU's gradient with each row's routing weight, gate_up's gradient, the router's, combine
  *
  * A routing weight's gradient is d_out . y of its slot. With y = act down + bias that is g . act + d_out .
  * bias, which needs no second product.
@@ -14,7 +14,7 @@
 
 #include "core/view.h"
 
-/* What is between the products. */
+/* The operand of down: the activation, quantised if the call quantises operands. */
 static moe_rows between(moe_call *c, const quern_tensor *act, const moe_routing *r)
 {
     if (c->params.a4)
@@ -89,7 +89,7 @@ static quern_tensor activation_taken(moe_call *c, const quern_tensor *h, const m
     return values;
 }
 
-/* The gradient of x through the shared expert. */
+/* The part of the gradient of x that goes through the shared expert. */
 static quern_tensor shared_gradient(moe_call *c, const quern_tensor *x, const quern_tensor *d_out)
 {
     if (!moe_has_shared(&c->head)) return (quern_tensor){0};
@@ -176,7 +176,7 @@ static void plan_backward(moe_call *c)
                                          .out = op_view(&c->head, M_D_HIDDEN, false)};
 }
 
-/* [], [E] and [E, 2] as [1, 1], [E, 1] and [E, 2]. */
+/* Experts' globals: [], [E] and [E, 2] become [1, 1], [E, 1] and [E, 2]. */
 static quern_tensor global_view(const op_call *call, moe_tensor tensor)
 {
     quern_tensor g = op_view(call, tensor, false);
@@ -187,7 +187,7 @@ static quern_tensor global_view(const op_call *call, moe_tensor tensor)
     return g;
 }
 
-/* [] and [2] as [1, 1] and [1, 2]. */
+/* The shared expert's globals: [] and [2] become [1, 1] and [1, 2]. */
 static quern_tensor shared_global_view(const op_call *call, moe_tensor tensor)
 {
     const quern_tensor g = op_view(call, tensor, false);

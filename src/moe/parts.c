@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* parts.c - the layer's parts as stages: router, and the products of either kind of expert with their
- * gradients. */
+/* parts.c - the layer's parts as stages: the router, and the products and gradients of routed and shared
+ * experts. */
 #include "moe/call.h"
 
 #include "core/view.h"
@@ -11,7 +11,7 @@ static quern_tensor view(const moe_call *c, moe_tensor tensor)
     return op_view(&c->head, tensor, false);
 }
 
-/* The one matrix of a shared expert as a stack. */
+/* The shared expert's matrix as a stack of one. */
 static quern_tensor stacked(const moe_call *c, moe_tensor tensor)
 {
     const quern_tensor t = view(c, tensor);
@@ -114,7 +114,7 @@ quern_tensor moe_activate(moe_call *c, const quern_tensor *h, int64_t granularit
     return args->act = act;
 }
 
-/* A product with NVFP4 weights, but for its operands. */
+/* Adds a product with NVFP4 weights; the caller fills in its operands. */
 static grouped_gemm_args product(const moe_call *c, int64_t rows, int64_t n, int64_t k,
                                  const quern_tensor *global, const quern_tensor *ends)
 {
@@ -148,7 +148,7 @@ static int64_t count(const moe_rows *rows)
     return rows->codes.ndim > 0 ? rows->codes.shape[0] : rows->x.shape[0];
 }
 
-/* A product with weights in floats. */
+/* Adds a product with weights in floats. */
 static quern_tensor dense(moe_call *c, const quern_tensor *a, quern_tensor b, bool transposed,
                           const quern_tensor *ends, quern_tensor bias, quern_tensor to)
 {
@@ -204,7 +204,7 @@ bool moe_has_shared(const op_call *call)
            op_uses(call, M_SHARED_UP_REPACKED);
 }
 
-/* gate's or up's half of [T, 2 Is]. */
+/* The half of [T, 2 Is] that holds gate or up. */
 static quern_tensor half(const quern_tensor *t, int64_t width, bool up)
 {
     quern_tensor h = *t;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* route.c - the router and its gradient: their description, their public functions, and the stage that each
- * is. */
+/* route.c - the router and its gradient: their schema, their public functions, and the stage that each
+ * runs. */
 #include "core/error.h"
 #include "core/view.h"
 #include "moe/call.h"

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* schema.c - what the layer is: its tensors and parameters, the extents that follow from them, and what the
- * host can check of globals. */
+/* schema.c - the layer's tensors and parameters, the extents that follow from them, and the host's checks of
+ * globals. */
 #include "core/error.h"
 #include "core/view.h"
 #include "moe/call.h"
@@ -129,7 +129,7 @@ static quern_status check_params(op_call *call)
     return QUERN_OK;
 }
 
-/* Codes with scales, or repacked. `there`: NVFP4 weights are expected. */
+/* Weights are codes with scales, or repacked. `there`: NVFP4 weights are expected. */
 static void weight_roles(op_call *call, moe_tensor codes, bool there)
 {
     const bool repacked = call->given[codes + 2] != NULL;
@@ -215,7 +215,7 @@ static quern_status refuse(const op_call *call, int32_t tensor)
                             : "repacked weights");
 }
 
-/* The extents of a global, with or without experts and parts. */
+/* The extents of a global: with or without one for each expert, and for gate and up. */
 static void global_lead(op_call *call, int32_t lead, moe_tensor tensor, const int64_t whole[2], int32_t most)
 {
     const quern_tensor *g = call->given[tensor];
@@ -252,7 +252,7 @@ static quern_status derive_tokens(op_call *call)
     return QUERN_OK;
 }
 
-/* I, from the parameter or from the first of some tensors, whose dimension `at` is `times` I. */
+/* I from the parameter, or from the first present tensor, whose dimension `at` is `times` I. */
 static quern_status derive_width(const op_call *call, int64_t given, moe_tensor codes, moe_tensor floats,
                                  int32_t ndim, int64_t *width, const char *field)
 {
@@ -271,7 +271,7 @@ static quern_status derive_width(const op_call *call, int64_t given, moe_tensor 
     return QUERN_OK;
 }
 
-/* Widths of NVFP4 weights. */
+/* Checks the widths of NVFP4 weights. */
 static quern_status check_width(const char *what, int64_t width, int64_t multiple)
 {
     if (width % multiple == 0) return QUERN_OK;

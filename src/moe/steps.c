@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* steps.c - a call's list of steps: adding one, what they need, and running them. */
+/* steps.c - a call's list of steps: adding one, sizing their workspace, running them. */
 #include "moe/call.h"
 
 #include "core/error.h"
@@ -79,7 +79,7 @@ quern_tensor moe_room(moe_call *c, quern_dtype dtype, int64_t rows, int64_t colu
     return view_on(&c->head.like, data, dtype, 2, shape);
 }
 
-/* Whether rows of the view follow each other at one stride, which becomes *stride. */
+/* Whether the view's rows follow each other at one stride; *stride receives it. */
 static bool rows_at_one_stride(const quern_tensor *t, int64_t *stride)
 {
     *stride = t->ndim > 1 ? t->strides[t->ndim - 2] : t->shape[t->ndim - 1];

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dequantize.c - NVFP4 back to values: the operation's description, and its one stage. */
+/* dequantize.c - NVFP4 back to values: the operation's schema and its one stage. */
 #include "core/error.h"
 #include "core/view.h"
 #include "nvfp4/call.h"
@@ -79,7 +79,7 @@ static quern_status refuse(const op_call *call, int32_t tensor)
                      call->family->tensors[tensor].field);
 }
 
-/* x's shape: its own, or where it is absent that which the codes make. */
+/* x's shape; without x, the one that follows from the codes. */
 static quern_status find_shape(op_call *call, op_extents *shape)
 {
     const quern_tensor *codes = call->given[T_CODES], *x = call->given[T_X], *of = x != NULL ? x : codes;

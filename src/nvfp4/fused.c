@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* fused.c - a product's interleaved output to NVFP4: the operation's description, and its one stage. */
+/* fused.c - a product's interleaved output to NVFP4: the operation's schema and its one stage. */
 #include "core/error.h"
 #include "core/view.h"
 #include "nvfp4/call.h"
@@ -72,7 +72,7 @@ static quern_status check_params(op_call *call)
                      "limit is %g: 0 (no clamp) or a finite positive number is accepted", (double)limit);
 }
 
-/* A part is written where its codes, or where nothing says codes its global, are there. */
+/* A part is written if the call has its codes; a call without any codes asks by its globals. */
 static void part_roles(op_call *call, int32_t global, int32_t codes, bool refused)
 {
     const bool given = call->given[codes] != NULL, asked = given || call->given[global] != NULL;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * gemm.c - the grouped product's public functions, and the stages that it is.
+ * gemm.c - the grouped product's public functions, and the stages that each runs.
  *
  *   forward:  (prepack,) grouped_gemm
  *   backward: (prepack,) under SwiGLU grouped_gemm without it, swiglu_backward; grouped_gemm_backward
@@ -16,7 +16,7 @@ static quern_tensor view(const gemm_call *c, int32_t tensor)
     return op_view(&c->head, tensor, false);
 }
 
-/* A global with a trailing extent of 1; [E, 2] and [T, 1] as they are. */
+/* Appends an extent of 1 to a global; [E, 2] and [T, 1] stay as they are. */
 static quern_tensor global_view(const gemm_call *c, int32_t tensor)
 {
     quern_tensor g = view(c, tensor);
@@ -34,7 +34,7 @@ static quern_tensor room(const gemm_call *c, arena *a, quern_dtype dtype, int64_
                    shape);
 }
 
-/* Operands of either pass. */
+/* Fills the operands that both passes have. */
 static grouped_gemm_args operands(const gemm_call *c)
 {
     const int64_t *s = c->head.symbol;
@@ -64,7 +64,7 @@ static grouped_gemm_args operands(const gemm_call *c)
                                .profile = (quantise_profile)p->profile};
 }
 
-/* B repacked in the workspace. */
+/* Repacks B into the workspace. */
 static void plan_prepack(gemm_call *c, arena *a)
 {
     const int64_t *s = c->head.symbol;

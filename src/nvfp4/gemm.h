@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* gemm.h - the grouped product inside the family: its tensors, extents, and a call. */
+/* gemm.h - the grouped product's tensors, extents and call. */
 #ifndef QUERN_NVFP4_GEMM_H
 #define QUERN_NVFP4_GEMM_H
 
@@ -54,7 +54,7 @@ enum { GL_A_SCALES = OP_LEAD, GL_A_GLOBAL, GL_B_SCALES, GL_B_GLOBAL };
 typedef struct gemm_call {
     op_call head;
     quern_nvfp4_gemm_params params;
-    quern_tensor transposed; /* b_codes as [E, N, K/2], where the caller gave such a view of it */
+    quern_tensor transposed; /* b_codes as [E, N, K/2], if the caller's view is that in memory */
     bool k_major;
     quern_tensor a_global, b_global, c_global;
     prepack_args prepack;

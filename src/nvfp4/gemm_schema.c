@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* gemm_schema.c - what the grouped product is: its tensors and parameters, the extents that follow from them,
- * and what the host can check of offsets and globals. */
+/* gemm_schema.c - the grouped product's tensors and parameters, the extents that follow from them, and the
+ * host's checks of offsets and globals. */
 #include "core/error.h"
 #include "core/view.h"
 #include "nvfp4/call.h"
@@ -112,7 +112,7 @@ static quern_status check_params(op_call *call)
     return QUERN_OK;
 }
 
-/* [E, K/2, N] whose columns lie apart and whose pairs of K do not is [E, N, K/2]. */
+/* A view [E, K/2, N] whose pairs of K are contiguous is [E, N, K/2] in memory. */
 static void adapt(op_call *call, const quern_tensor **given)
 {
     gemm_call *c = (gemm_call *)call;
@@ -260,7 +260,7 @@ static void set_lead(op_call *call, int32_t lead, int32_t count, int64_t x, int6
     call->lead[lead - OP_LEAD] = (op_extents){.count = count, .extent = {x, y, z}};
 }
 
-/* Shapes whose number of dimensions depends on the call. */
+/* Sets the shapes whose number of dimensions depends on the call. */
 static void derive_leads(op_call *call)
 {
     const quern_nvfp4_gemm_params *p = params_of(call);
@@ -331,7 +331,7 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
-/* Experts' scales must lie within a_scales, each at a tile. */
+/* Each expert's scales must lie within a_scales and start at a tile. */
 static quern_status check_padding(const op_call *call, const int32_t *pad, const int32_t *ends)
 {
     const gemm_call *c = (const gemm_call *)call;

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* quantize.c - values to NVFP4: the operation's description, and its one stage. */
+/* quantize.c - values to NVFP4: the operation's schema and its one stage. */
 #include "core/error.h"
 #include "core/view.h"
 #include "nvfp4/call.h"

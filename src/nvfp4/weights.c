@@ -4,7 +4,7 @@
 
 #include "core/error.h"
 
-/* [E, K/2, N] whose columns lie apart and whose pairs of K do not: [E, N, K/2]. */
+/* Whether a view [E, K/2, N] is [E, N, K/2] in memory: its pairs of K are contiguous. */
 static bool is_transposed(const quern_tensor *codes)
 {
     return codes->strides[2] != 1 && codes->shape[2] > 1 && (codes->strides[1] == 1 || codes->shape[1] == 1);

@@ -17,8 +17,8 @@ typedef struct nvfp4_weights {
 
 enum { NVFP4_WEIGHT_RULES = 2 };
 
-/* Reads the layouts of codes and scales into *w, and what both must look like into rules[NVFP4_WEIGHT_RULES],
- * for the caller to check with its other tensors; their tensors then are w's views. */
+/* Reads the layouts of codes and scales into *w, and the rules for both into rules[NVFP4_WEIGHT_RULES]. The
+ * rules refer to w's views; the caller checks them with those of its other tensors. */
 quern_status nvfp4_weights_of(const quern_tensor *codes, const quern_tensor *scales,
                               quern_nvfp4_codes_layout codes_layout, quern_nvfp4_scales_layout scales_layout,
                               bool output, nvfp4_weights *w, view_rule rules[NVFP4_WEIGHT_RULES]);
