@@ -3,15 +3,15 @@
 /*
  * gemm.c - the one file that knows oneDNN (its C API, version 2.6 and 3).
  *
- * A product runs on the thread that asks for it; the caller cuts the work into tiles by shape and hands them
- * to its team. So oneDNN's own division of rows, columns and sums over threads, which would change bits with
- * their number, never happens: its primitives are made for one thread. Sums are cut at GEMM_DEPTH.
+ * A product runs on the calling thread; the caller cuts the work into tiles by shape and hands them to its
+ * team. oneDNN's primitives are made for one thread, because its own division of work over threads would make
+ * the bits depend on their number. Sums are cut at GEMM_DEPTH.
  *
  * oneDNN takes full tiles at the machine's best level, where its AVX-512 kernels (named brg...) accept the
  * operands as they stand: A and C without gaps, B plain, or in panels of 64 columns, which are its formats
- * BA16a64b and BA16a64b2a. Its other kernels allocate memory, or are references a thousand times slower, and
- * are not taken. At lower levels, for tails and without oneDNN the micro-kernel of attention stands in: B by
- * panels of 64 columns and 128 rows (32 KiB, in L1 while the rows of A pass), C added to once per 128.
+ * BA16a64b and BA16a64b2a. Its other kernels are not used: they allocate memory, or are references a thousand
+ * times slower. At lower levels, for tails and without oneDNN the micro-kernel of attention runs instead: B
+ * by panels of 64 columns and 128 rows (32 KiB, in L1 while the rows of A pass), C added to once per 128.
  *
  * Limit: FMA. One core of a Zen 5, tile 256 x 128 x 512: oneDNN 0.98 of the f32 and 0.99 of the bf16 peak,
  * the micro-kernel 0.99 and 0.98.
@@ -123,7 +123,7 @@ static bool append_sum(dnnl_post_ops_t ops)
 }
 #endif
 
-/* Everything that oneDNN does happens on one thread; the caller's setting comes back. */
+/* Sets the number of threads, which oneDNN reads, to one. Returns the previous number, to restore it. */
 static int one_thread(void)
 {
     const int threads = omp_get_max_threads();
@@ -179,7 +179,7 @@ static bool same_shape(const gemm_shape *x, const gemm_shape *y)
            x->ldc == y->ldc;
 }
 
-/* The primitive of a shape, found or made. The lock is held. */
+/* Finds or makes the primitive of a shape. The caller holds the lock. */
 static const gemm_primitive *primitive_for(gemm_cache *cache, const gemm_shape *shape, bool add)
 {
     gemm_primitive *p = cache->first;

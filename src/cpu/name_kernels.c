@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* name_kernels.c - how the tile kernels that a stage chooses are called in quern_plan_describe(). */
+/* name_kernels.c - the names of a stage's tile kernels in quern_plan_describe(). */
 #include "cpu/stages.h"
 
 #include <stdio.h>

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* rows_at.h - where rows of a stage's views and sequences of a batch stand. */
+/* rows_at.h - the addresses of rows in a stage's views, and the rows of a batch's sequences. */
 #ifndef QUERN_CPU_ROWS_AT_H
 #define QUERN_CPU_ROWS_AT_H
 
@@ -35,7 +35,7 @@ static inline row_source rows_at(const quern_tensor *t, int64_t b, int64_t n, in
     return (row_source){row_at(t, b, n, h), t->dtype, t->strides[1], rows, t->shape[3]};
 }
 
-/* How many heads one row may span: all where heads are neighbours in memory, else one. */
+/* How many heads one row may span: all if heads are adjacent in memory, else one. */
 static inline int64_t heads_joined(const quern_tensor *t)
 {
     return t->strides[2] == t->shape[3] ? t->shape[2] : 1;
@@ -64,7 +64,7 @@ static inline int64_t longest_sequence(const stage_seqs *s)
     return most;
 }
 
-/* The row of sequence b's first tile in packed lists; 0 where lengths are fixed. */
+/* The row of sequence b's first tile in varlen lists; 0 for fixed lengths. */
 static inline int64_t first_list_row(const stage_seqs *s, int64_t tile, int64_t b)
 {
     const int32_t *q = s->cu_q.data;
@@ -73,7 +73,7 @@ static inline int64_t first_list_row(const stage_seqs *s, int64_t tile, int64_t 
     return row;
 }
 
-/* Rows of the batch view that hold tokens: all, or those before the last border. */
+/* Rows of the batch view that hold tokens: all, or those before the last of cu_seqlens. */
 static inline int64_t token_rows(const stage_seqs *s)
 {
     return s->cu_q.data == NULL ? s->n_q : ((const int32_t *)s->cu_q.data)[s->batch];
@@ -89,7 +89,7 @@ static inline void zero_rows(const quern_tensor *t, int64_t first)
         }
 }
 
-/* Whether a row of n elements can be stored past the caches: it fills lines of 64 bytes. */
+/* Whether a row of n elements can take non-temporal stores: it fills lines of 64 bytes. */
 static inline bool may_stream(const void *row, quern_dtype dtype, int64_t n)
 {
     return (uintptr_t)row % 64 == 0 && n * (int64_t)quern_dtype_size(dtype) % 64 == 0;

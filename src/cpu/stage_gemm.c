@@ -3,14 +3,13 @@
 /*
  * stage_gemm.c - the gemm stage: dense products by attention's micro-kernel.
  *
- * oneDNN is not asked: it takes full tiles and leaves the rest to the micro-kernel, so that a row's bits
- * would depend on how many rows there are. Here each element of c is the sum over k in one order, whatever m,
- * and as exact.
+ * It does not use oneDNN, which would take full tiles and leave the tails to the micro-kernel: a row's bits
+ * would then depend on the number of rows. Here each element of c is the sum over k in one order, whatever m.
  *
- * b is packed once into panels of 64 columns; where there are few rows, and b is f32 and stands row by row,
- * it is read as it is. A task is 96 rows by 256 columns: its tile of c (96 KiB) and 128 columns of a (48 KiB)
- * stay in the caches while the panels pass. a is converted to f32 by task, or multiplied as bf16 where b is
- * bf16 too and the level has the instruction. Limit: FMA, or with few rows the bandwidth of reading b.
+ * b is packed once into panels of 64 columns; with few rows, an f32 b with contiguous rows is read in place.
+ * A task is 96 rows by 256 columns: its tile of c (96 KiB) and 128 columns of a (48 KiB) stay in the caches
+ * while the panels pass. a is converted to f32 by task, or multiplied as bf16 where b is bf16 too and the
+ * level has the instruction. Limit: FMA, or with few rows the bandwidth of reading b.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
@@ -63,7 +62,7 @@ static const char *element(const quern_tensor *t, int64_t row, int64_t column)
     return (const char *)t->data + (row * t->strides[0] + column) * (int64_t)quern_dtype_size(t->dtype);
 }
 
-/* DEPTH rows of b, in one panel of b^T or in all panels of b. */
+/* Packs DEPTH rows of b: into one panel for b^T, else into all panels. */
 static void pack_part(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
@@ -87,7 +86,8 @@ static void pack_part(void *arg, int64_t index, int32_t thread)
     else job->kernels->pack_values_f32(&src, (int32_t)panel, to, job->panel_stride);
 }
 
-/* Where the product finds columns p ... p + depth - 1 of `rows` rows of a, and in which steps (4-byte words).
+/* The address and strides (in 4-byte words) at which the product reads columns p ... p + depth - 1 of `rows`
+ * rows of a.
  */
 typedef struct operand {
     const void *data;

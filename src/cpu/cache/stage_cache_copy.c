@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_cache_copy.c - the cache_copy stage: rows of tokens to their blocks and back. A task is the rows of
- * one run that stand in one block number, of all heads. Limit: the copy bandwidth; a decoded token's rows are
- * one task. */
+/* stage_cache_copy.c - the cache_copy stage: copies rows of tokens to their blocks and back. A task is the
+ * rows of one run in one block, of all heads. Limit: the copy bandwidth; a decoded token's rows are one task.
+ */
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"

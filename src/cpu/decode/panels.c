@@ -1,14 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * panels.c - one step of blockwise softmax attention over rows as a cache holds them: up to 384 keys in
- * panels of 64.
+ * panels.c - one step of blockwise softmax attention over a cache's rows: up to 384 keys in panels of 64.
  *
  * Entries are packed panel by panel for their scores, by the kernels that pack for a prefill: D products
  * added in order, a key a lane, so that a score has the same bits there and here. Otherwise few query rows
- * take keys and values as they stand (attention_direct.h); more, and levels without bf16 products, take
- * packed panels, which stay in L1 or L2. Either way a cache's rows are read once, in order; the next panel is
- * asked for meanwhile. Limit: the read bandwidth. A key and value of 128 bf16 come from memory in some 82
+ * read keys and values in place (attention_direct.h); more, and levels without bf16 products, pack them into
+ * panels, which stay in L1 or L2. Either way a cache's rows are read once, in order, and the next panel is
+ * prefetched meanwhile. Limit: the read bandwidth. A key and value of 128 bf16 come from memory in some 82
  * cycles a core (25 GB/s).
  */
 #include "cpu/decode/panels.h"
@@ -16,7 +15,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { DIRECT_MOST = 12 /* query rows that packing does not pay for */ };
+enum { DIRECT_MOST = 12 /* more query rows repay packing */ };
 
 static const float log2_e = 1.44269504088896340736f;
 
@@ -77,7 +76,7 @@ void decode_rows_reset(decode_rows *rows, int32_t n)
     }
 }
 
-/* Whether the rows are so few that panels are used as they stand. */
+/* Whether the rows are so few that the kernels read panels in place. */
 static bool is_direct(const decode_shape *shape, const decode_rows *rows)
 {
     return shape->bf16 && rows->n <= DIRECT_MOST;
@@ -93,8 +92,8 @@ static row_source values_of(const decode_shape *shape, const decode_panel *panel
     return (row_source){panel->values, shape->dtype, shape->dim_v, panel->n, shape->dim_v};
 }
 
-/* Asks for part `part` of `parts` of the rows: a burst of more lines than the processor keeps under way would
- * hold it up. */
+/* Prefetches part `part` of `parts` of the rows: a burst of more lines than the processor can have in flight
+ * would stall it. */
 static void prefetch(const row_source *rows, int64_t part, int64_t parts)
 {
     const int64_t bytes = rows->rows * rows->dim * (int64_t)quern_dtype_size(rows->dtype);

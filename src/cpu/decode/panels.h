@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * panels.h - attention of a few query rows over rows of a cache, panel by panel. Every row of a step sees
- * every key of its panels, so no mask is needed; what a query does not see is not in them.
+ * every key of its panels, so no mask is needed.
  */
 #ifndef QUERN_CPU_DECODE_PANELS_H
 #define QUERN_CPU_DECODE_PANELS_H
@@ -14,21 +14,21 @@
 
 enum {
     PANEL_KEYS = CACHE_BLOCK,
-    STEP_PANELS = 6, /* 384 keys: what the forward's tiles of compressed entries have, so that their sums have
-                        its order */
+    STEP_PANELS = 6, /* 384 keys, as in the forward pass's tiles of compressed entries, so that sums have the
+                        same order */
     STEP_KEYS = STEP_PANELS * PANEL_KEYS
 };
 
-/* What the products of a call look like. */
+/* The shape and dtype of a call's products. */
 typedef struct decode_shape {
     const attention_kernels *kernels;
     bool bf16; /* products over pairs of bf16; otherwise f32 */
     quern_dtype dtype;
     int64_t dim_k, dim_v;
-    int64_t key_words, value_width; /* words of a packed key or query; floats of an O row */
+    int64_t key_words, value_width; /* words of a key or query in a panel; floats of an O row */
     int64_t value_panel, value_panels;
-    float q_scale; /* what Q is multiplied by */
-    float scale2;  /* what the softmax multiplies scores by */
+    float q_scale; /* multiplies Q */
+    float scale2;  /* multiplies scores in the softmax */
 } decode_shape;
 
 /* Up to 64 neighbouring keys and values of one head. */
@@ -48,12 +48,12 @@ typedef struct decode_rows {
 
 /* A thread's room for steps. */
 typedef struct decode_scratch {
-    float *keys, *values; /* packed panels */
+    float *keys, *values; /* panels */
     float *s;             /* [rows][STEP_KEYS] */
     float *shrink;
     int32_t *lo, *hi;
-    char *gathered;     /* a panel of rows from several places: keys, then values */
-    decode_panel ahead; /* asked for during the next step; n 0: none */
+    char *gathered;     /* a panel gathered from several blocks: keys, then values */
+    decode_panel ahead; /* prefetched during the next step; n 0: none */
 } decode_scratch;
 
 decode_shape decode_shape_of(const stage_exec *exec, quern_dtype dtype, int64_t dim_k, int64_t dim_v,
@@ -66,10 +66,11 @@ void decode_rows_pack(const decode_shape *shape, const quern_tensor *q, int64_t 
                       int32_t at, decode_rows *rows);
 void decode_rows_reset(decode_rows *rows, int32_t n);
 /* s[i][0 .. 384) = q k for the keys of up to STEP_PANELS panels, all but the last of 64. Returns the keys.
- * `packed`: by the prefill's kernels, for its bits. */
+ * `packed`: by the prefill's kernels, to get the same bits. */
 int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const decode_panel *panels,
                       int32_t count, bool packed, decode_scratch *s);
-/* Turns the scores into P and adds P V to the rows; values false: the running maxima and sums alone. */
+/* Turns the scores into P and adds P V to the rows; values false: only updates the running maxima and
+ * sums. */
 void decode_add(const decode_shape *shape, decode_rows *rows, const decode_panel *panels, int32_t count,
                 int32_t keys, bool values, decode_scratch *s);
 /* Divides by the sums. */

@@ -6,11 +6,11 @@
  * A task is one key/value head of one sequence, up to 96 query rows of it (whole queries), and a share of the
  * keys. Up to 8 queries a sequence, the keys are cut into at most 32 shares of 1024 or more, by the
  * sequence's length alone; their results (o, maximum, sum) meet in the workspace and are added in order. So
- * neither the number of threads nor the rest of the batch changes a bit. More queries fill the tasks without
- * that.
+ * neither the number of threads nor the rest of the batch changes a bit. More queries make enough tasks
+ * without shares.
  *
- * Panels that every query of a task sees are packed once for all of them; the others are cut to what each
- * query sees. Limit: the read bandwidth on keys and values (panels.c).
+ * Panels that every query of a task sees are packed once for all of them; the others are cut to the keys that
+ * each query sees. Limit: the read bandwidth on keys and values (panels.c).
  */
 #include "core/parallel.h"
 #include "cpu/decode/panels.h"
@@ -21,7 +21,7 @@
 
 enum { ROWS_MOST = 96, QUERIES_SPLIT = 8, SHARES_MOST = 32, SHARE_KEYS = 1024 };
 
-/* Where the tasks of a sequence's queries start, and its shares' results in the workspace. */
+/* A run's first task and tile, and its shares' results in the workspace. */
 typedef struct run_place {
     cache_run run;
     int64_t task, tile, part; /* part: in rows */
@@ -57,7 +57,7 @@ static int64_t tiles_of(const decode_job *job, const cache_run *run)
     return (run->count + job->tile_queries - 1) / job->tile_queries;
 }
 
-/* Shares that a run's tasks are laid out for; 1: its tiles are finished by one task each. */
+/* The number of tasks for each of a run's tiles; 1: a task computes a whole tile. */
 static int64_t shares_laid_out(const decode_job *job, const cache_run *run)
 {
     return run->count <= QUERIES_SPLIT ? job->shares_most : 1;
@@ -128,7 +128,7 @@ static query_tile tile_at(const decode_job *job, const cache_run *run, int64_t t
     return t;
 }
 
-/* A panel that some queries do not see, or not whole: query by query. `key`: its first. */
+/* Computes a panel that not every query sees whole, query by query. `key`: the panel's first. */
 static void run_edge(const decode_job *job, const query_tile *t, const decode_panel *panel, int64_t key,
                      decode_space *s)
 {

@@ -4,13 +4,13 @@
  * stage_nsa_decode.c - the nsa_decode stage: the newest tokens over compressed entries, selected blocks and
  * window.
  *
- * A task is one query and one key/value head: the entries' scores once, kept for the selection; then the
- * blocks that it chose, then the window; each branch's O goes, by its gate, into one sum. Scores, lse and the
- * order of all sums that lead to the choice are those of the forward (select_score.c, attend_tile.c): steps
- * of 384 entries where the compressed branch is on, whose lse selects, else of 128; so the lists have the
- * same bits.
+ * A task is one query and one key/value head: it scores the entries once and keeps the scores for the
+ * selection, then attends the selected blocks, then the window. It adds each branch's O, times its gate, to
+ * one sum. Scores, lse and the order of all sums that lead to the choice are those of the forward
+ * (select_score.c, attend_tile.c): steps of 384 entries where the compressed branch is on, whose lse selects,
+ * else of 128; so the lists have the same bits.
  *
- * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). A list's panel is asked for while the one
+ * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). A list's panel is prefetched while the one
  * before it is computed; rows of blocks that do not fill a panel are gathered.
  */
 #include "core/parallel.h"
@@ -32,14 +32,14 @@ typedef struct nsa_space {
     float *gates;  /* [group][3] */
     float *scores; /* [group][width]: of entries */
     float *mean;   /* [lists][D]: mean_logit */
-    float *keys;   /* a packed panel in f32: mean_logit */
+    float *keys;   /* a panel in f32: mean_logit */
     float *lse2;
     int32_t *seen;
     decode_panel pending; /* n 0: none */
     int64_t gathered;     /* rows in scratch.gathered */
 } nsa_space;
 
-/* Stays where it was made: its plan points into it. */
+/* Must not be copied: its plan points into it. */
 typedef struct nsa_job {
     const nsa_decode_args *args;
     decode_shape shape;
@@ -50,11 +50,11 @@ typedef struct nsa_job {
     bool cmp, slc, win, softmax;
     int64_t group, lists, width; /* lists: of a key/value head */
     cache_run *runs;             /* [batch] */
-    int64_t *tasks;              /* [batch + 1]: where each run's start */
+    int64_t *tasks;              /* [batch + 1]: each run's first task */
     nsa_space *spaces;
 } nsa_job;
 
-/* Where a task is. */
+/* A task's query and head. */
 typedef struct nsa_query {
     const cache_run *run;
     int64_t head, row, position, seen; /* seen: entries */

@@ -21,8 +21,8 @@
 #include <math.h>
 #include <string.h>
 
-/* Rows of d_c made ready are no multiple of CACHE_WAY bytes apart: a product's would meet in few sets of the
- * first cache. */
+/* The stride of the converted rows of d_c is no multiple of CACHE_WAY: such rows would share few sets of the
+ * L1 cache. */
 enum { ROWS_A_TASK = 8, CACHE_WAY = 4096 };
 
 static product_job plan(const stage_exec *exec, const grouped_gemm_args *args)
@@ -82,7 +82,7 @@ static int64_t expert_at(const product_job *job, int64_t row)
     return job->args->offsets.ndim > 0 ? expert_of_row(&job->args->offsets, row) : 0;
 }
 
-/* A row of d_c in the product's dtype, padded with zeros to whole panels. */
+/* Converts a row of d_c to the product's dtype, padded with zeros to whole panels. */
 static void ready_row(const product_job *job, int64_t row, float *room)
 {
     const grouped_gemm_args *args = job->args;

@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-/* Bytes of an element at column c of a row. */
+/* The address of column c of a row. */
 static char *output_at(const quern_tensor *t, int64_t row, int64_t column)
 {
     return (char *)t->data + (row * t->strides[0] + column) * (int64_t)quern_dtype_size(t->dtype);
@@ -47,7 +47,7 @@ static void put_row(const product_job *job, product_scratch *s, int64_t row, int
     else quantise_output(job, row, column, values, n);
 }
 
-/* What multiplies and what is added to each column of a panel. */
+/* The factor and the bias of each column of a panel. */
 static void column_values(const product_job *job, int64_t expert, int64_t column, int64_t n, float *global,
                           float *bias)
 {

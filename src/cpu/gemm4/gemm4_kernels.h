@@ -8,7 +8,7 @@
  * unit is 2304 bytes, four strips of 16 columns one after the other. A strip is a line of scales, byte 16 b +
  * n that of block b (16 of K) and column n, and eight lines of codes. Line l is 16 words of 32 bits, word n
  * the codes of column n at k = 8 l ... 8 l + 7 as eight nibbles from the lowest up: k 0, 2, 4, 6, then 1, 3,
- * 5, 7. So one rotation of a word brings the codes of the pair 2 p, 2 p + 1 to the same place in both halves.
+ * 5, 7. So one rotation of a word brings the codes of the pair 2 p, 2 p + 1 to the same bits of both halves.
  *
  * A nibble is a code's magnitude, shifted left by one, and in the lowest bit the sign of the other code of
  * its pair: then the rotation brings both signs to the tops of the halves as well. The byte of a scale 2^(e -
@@ -49,21 +49,22 @@ typedef struct gemm4_i8_tile {
 
 typedef struct gemm4_kernels {
     quern_cpu_level level;
-    /* Units of a panel to code * scale, exact: [64 units][64] f32, or [32 units][64] words of two bf16. */
+    /* Decodes units of a panel to code * scale, exact: [64 units][64] f32, or [32 units][64] words of two
+     * bf16. */
     void (*decode_f32)(const uint8_t *panel, int64_t units, float *out);
     void (*decode_bf16)(const uint8_t *panel, int64_t units, uint32_t *out);
-    /* A unit of decode_bf16, [32][64] words that pair K, to [32][64] words that pair columns: word [n / 2][k]
-     * holds columns n and n + 1. NULL where there is no decode_bf16. */
+    /* Turns a unit of decode_bf16, [32][64] words that pair K, to [32][64] words that pair columns: word [n /
+     * 2][k] holds columns n and n + 1. NULL where there is no decode_bf16. */
     void (*turn_bf16)(const uint32_t *decoded, uint32_t *out);
     /* c[64] (+)= a row times the units, decoded on the way: the same bits as decode_f32 and a product of one
      * row. */
     void (*row_f32)(const uint8_t *panel, int64_t units, const float *a, float *c, bool accumulate);
-    /* c[rows][64] (+)= up to GEMM4_FEW_ROWS rows of words, `lda` apart, in the same way as decode_bf16 and a
+    /* c[rows][64] (+)= up to GEMM4_FEW_ROWS rows of words, `lda` apart, the same bits as decode_bf16 and a
      * product. */
     void (*rows_bf16)(const uint8_t *panel, int64_t units, int64_t rows, const uint32_t *a, int64_t lda,
                       float *c, bool accumulate);
-    /* Units to the operands of mm_i8: [16 units][64] words and [4 units][64] scales. Within a block the words
-     * hold k 0, 4, 1, 5 | 2, 6, 3, 7 | 8, 12, 9, 13 | 10, 14, 11, 15. */
+    /* Decodes units to the operands of mm_i8: [16 units][64] words and [4 units][64] scales. Within a block
+     * the words hold k 0, 4, 1, 5 | 2, 6, 3, 7 | 8, 12, 9, 13 | 10, 14, 11, 15. */
     void (*decode_i8)(const uint8_t *panel, int64_t units, uint32_t *codes, float *scales);
     void (*mm_i8)(const gemm4_i8_tile *t);
     /* out[j] = fl(fl(acc[j] fl(a_global b_global[j])) + bias[j]); bias NULL: none. */

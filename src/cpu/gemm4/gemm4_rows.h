@@ -22,7 +22,7 @@
 
 enum { VECTORS_A_STRIP = GEMM4_STRIP / LANES, ROW_AHEAD = 4 * GEMM4_UNIT_BYTES /* bytes */ };
 
-/* What nibble j of each lane means. */
+/* The value of nibble j of each lane. */
 INLINE vfloat code_value(vint w, const int j)
 {
 #if defined(__AVX512F__)
@@ -57,7 +57,7 @@ INLINE vfloat load_scales(const uint8_t *p)
     return v_select(v == 255, zero, (vfloat)((v << 20) + (118 << 23)));
 }
 
-/* Nibble j of a word is that of this k. */
+/* The k of nibble j of a word. */
 INLINE int k_of_nibble(int j)
 {
     return j < 4 ? 2 * j : 2 * (j - 4) + 1;
@@ -96,7 +96,7 @@ INLINE vfloat add_line(vfloat acc, const uint8_t *words, const float *a, vfloat 
 {
     const vint w = load_words(words);
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    /* A look-up of bytes gives twice the values of four codes; each in turn becomes the top byte of an
+    /* A byte look-up gives twice the values of four codes; each in turn becomes the top byte of an
      * integer. */
     const __m256i table =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8, 12, -12));
@@ -118,7 +118,7 @@ INLINE vfloat add_line(vfloat acc, const uint8_t *words, const float *a, vfloat 
     return acc;
 }
 
-/* Sums of all columns side by side, so that they do not wait for each other. */
+/* Interleaves the sums of all columns, so that no addition waits for the one before. */
 static void row_f32(const uint8_t *panel, int64_t units, const float *a, float *c, bool accumulate)
 {
     enum { VECTORS = GEMM4_PANEL / LANES };

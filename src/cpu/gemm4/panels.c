@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* panels.c - packs and unpacks units: the bytes of 64 columns and 64 of K are gathered as [pair of
- * K][column], then their nibbles go to their places, 16 columns at a time. */
+/* panels.c - repacks and unpacks units: gathers the bytes of 64 columns and 64 of K as [pair of K][column],
+ * then moves their nibbles into place, 16 columns at a time. */
 #include "cpu/gemm4/panels.h"
 
 #include <string.h>
@@ -37,7 +37,7 @@ static uint8_t *scale_at(const weight_view *w, int64_t block, int64_t column)
            block % 4;
 }
 
-/* What of a unit the matrix has. */
+/* The columns and rows of a unit that lie within the matrix. */
 typedef struct unit_extent {
     int64_t column, columns, pair, pairs, block, blocks;
 } unit_extent;
@@ -71,7 +71,8 @@ static void gather(const weight_view *w, const unit_extent *e, unit_bytes *unit)
             unit->scales[b][c] = *scale_at(w, e->block + b, e->column + c);
 }
 
-/* Byte j of a column's line holds k 2 j and 2 j + 1: to nibbles j and j + 4, turned left by one bit. */
+/* Byte j of a column's line holds k 2 j and 2 j + 1. They become nibbles j and j + 4, rotated left by one
+ * bit. */
 static uint32_t word_of(const uint8_t *first)
 {
     uint32_t word = 0;

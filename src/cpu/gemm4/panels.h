@@ -1,13 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* panels.h - weights between the layouts that callers hold and the repacked one of gemm4_kernels.h. */
+/* panels.h - conversion of weights between callers' layouts and the repacked one of gemm4_kernels.h. */
 #ifndef QUERN_CPU_GEMM4_PANELS_H
 #define QUERN_CPU_GEMM4_PANELS_H
 
 #include "backend.h"
 #include "cpu/gemm4/gemm4_kernels.h"
 
-/* One expert's matrix as the caller holds it. */
+/* One expert's matrix in the caller's layout. */
 typedef struct weight_view {
     uint8_t *codes;
     int64_t pair_stride, column_stride; /* bytes from one pair of K, and from one column, to the next */
@@ -19,9 +19,9 @@ typedef struct weight_view {
 
 weight_view weight_of(const quern_tensor *codes, const quern_tensor *scales, bool k_major, scale_order order,
                       int64_t n, int64_t k, int64_t expert);
-/* Units [first, first + count) of panel `panel`, count * GEMM4_UNIT_BYTES. */
+/* Writes units [first, first + count) of panel `panel`, count * GEMM4_UNIT_BYTES. */
 void pack_units(const weight_view *w, int64_t panel, int64_t first, int64_t count, uint8_t *out);
-/* The reverse, of one unit. */
+/* The reverse, for one unit. */
 void unpack_unit(const weight_view *w, int64_t panel, int64_t unit, const uint8_t *in);
 
 static inline int64_t panels_of(int64_t n)

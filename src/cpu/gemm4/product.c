@@ -1,7 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* product.c - the extents of a grouped product, how its rows are cut into tasks, and where its weights stand.
- */
+/* product.c - the extents of a grouped product, its tasks, and the addresses of its weights. */
 #include "cpu/gemm4/product.h"
 
 product_job product_plan(const stage_exec *exec, const grouped_gemm_args *args)
@@ -32,7 +31,7 @@ int64_t product_tasks(product_job *job, int64_t across)
     return tasks;
 }
 
-/* The last expert whose first task is not past the index: one with tasks. */
+/* The last expert whose first task is at most the index; it has tasks. */
 int64_t product_expert(const product_job *job, int64_t index)
 {
     int64_t low = 0, high = job->experts;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* product.h - what the files of the grouped product and its gradient share: the plan of a call and its tasks,
- * A's rows made ready, and the epilogue. */
+/* product.h - what the grouped product and its gradient share: the plan of a call and its tasks, the
+ * conversion of A's rows, and the epilogue. */
 #ifndef QUERN_CPU_GEMM4_PRODUCT_H
 #define QUERN_CPU_GEMM4_PRODUCT_H
 
@@ -15,8 +15,8 @@
 typedef enum product_kind { PRODUCT_F32, PRODUCT_BF16, PRODUCT_I8 } product_kind;
 
 enum {
-    PRODUCT_ROWS = 384,     /* of a task: decoding a panel is shared by them, their sums stay in L2 */
-    PRODUCT_PANELS = 4,     /* of a task of many rows: they share what is read of the rows */
+    PRODUCT_ROWS = 384,     /* of a task: they share the decoding of a panel, and their sums stay in L2 */
+    PRODUCT_PANELS = 4,     /* of a task of many rows: they share the reads of those rows */
     PRODUCT_BUFFER = 32768, /* bytes of decoded weights */
     PRODUCT_UNITS_F32 = 2,  /* units that are summed from zero and then added, by kind */
     PRODUCT_UNITS_BF16 = 4,
@@ -25,7 +25,7 @@ enum {
 
 /* A thread's own memory. */
 typedef struct product_scratch {
-    uint8_t packed[4 * GEMM4_UNIT_BYTES]; /* units of weights that the caller did not repack */
+    uint8_t packed[4 * GEMM4_UNIT_BYTES]; /* units in the repacked layout, where the caller did not repack */
     float decoded[PRODUCT_BUFFER / 4], turned[PRODUCT_BUFFER / 4];
     float scales[4 * GEMM4_BLOCKS * GEMM4_PANEL];
     float c[PRODUCT_PANELS][PRODUCT_ROWS * GEMM4_PANEL];
@@ -40,39 +40,40 @@ typedef struct product_job {
     product_kind kind;
     int64_t units, experts;
     const int32_t *ends; /* [experts] */
-    int32_t all;         /* the one end without offsets */
-    /* A made ready, rows of `units` units: f32, bf16, or words of four int8 with a scale and a start a block.
-     */
+    int32_t all;         /* without offsets, the only end */
+    /* A converted, rows of `units` units: f32, bf16, or words of four int8 with a scale and a start a
+     * block. */
     char *a;
     float *a_scale;
     int32_t *start;
     float *row_global;        /* int8: the scale of each row */
     int64_t *first_task;      /* [experts + 1] */
-    uint32_t *magnitudes;     /* of A, where what is not finite is an error */
+    uint32_t *magnitudes;     /* of A, where a nonfinite value is an error */
     product_scratch *scratch; /* [threads] */
 } product_job;
 
 /* The extents and kernels of a call. */
 product_job product_plan(const stage_exec *exec, const grouped_gemm_args *args);
-/* Where each expert's rows end. */
+/* Sets the end of each expert's rows. */
 void product_ends(product_job *job);
-/* Tasks of all experts before each, and their number: `across` for each PRODUCT_ROWS rows of an expert. */
+/* Numbers the tasks, `across` for each PRODUCT_ROWS rows of an expert: sets each expert's first task and
+ * returns how many there are. */
 int64_t product_tasks(product_job *job, int64_t across);
 /* The expert of a task. */
 int64_t product_expert(const product_job *job, int64_t index);
-/* Units [first, first + count) of an expert's panel, repacked. */
+/* Units [first, first + count) of an expert's panel, in the repacked layout. */
 const uint8_t *product_units(const product_job *job, product_scratch *s, int64_t expert, int64_t panel,
                              int64_t first, int64_t count);
 
-/* Bytes of a row of A made ready. */
+/* Bytes of a converted row of A. */
 int64_t ready_row_bytes(const product_job *job);
-/* Makes A's rows ready; rows past the last offset are not looked at. */
+/* Converts A's rows; does not read rows past the last offset. */
 void ready_rows(const stage_exec *exec, const product_job *job, int64_t rows);
 
-/* The sums of `rows` rows from `row` on, of a panel's columns, to the output. */
+/* Writes the sums of `rows` rows from `row` on, of a panel's columns, to the output. */
 void finish_rows(const product_job *job, product_scratch *s, const float *sums, int64_t expert, int64_t row,
                  int64_t rows, int64_t panel);
-/* Zeros, or c_old, to the output's rows from `first` on. */
+/* Writes zeros, or c_old, to the output's rows from `first` on. */
 void zero_output(const product_job *job, int64_t first);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * ready.c - rows of A made ready for the tile kernels: in the product's dtype, padded with zeros to whole
+ * ready.c - converts rows of A for the tile kernels: to the product's dtype, padded with zeros to whole
  * units. Integers: NVFP4 codes doubled (|2 code| <= 12), or values rounded to int8; four of K a word, in the
  * order in which decode_i8 lays out the weights.
  */
@@ -12,7 +12,7 @@
 #include <math.h>
 #include <string.h>
 
-/* Byte i of a block's 16 holds this k. */
+/* The k that byte i of a block's 16 holds. */
 static const uint8_t k_of_byte[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
 
 typedef struct ready_job {
@@ -20,8 +20,7 @@ typedef struct ready_job {
     int64_t rows;
 } ready_job;
 
-/* Rows are no multiple of CACHE_WAY bytes apart: the rows of a product would meet in few sets of the first
- * cache. */
+/* The stride of rows is no multiple of CACHE_WAY: such rows would share few sets of the L1 cache. */
 enum { ROWS_A_TASK = 8, WEIGHT_OFFSET = 12, CACHE_WAY = 4096 };
 
 int64_t ready_row_bytes(const product_job *job)

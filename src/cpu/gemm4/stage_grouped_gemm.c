@@ -10,7 +10,7 @@
  * bf16 activations at the level with bf16 dot products: code * scale is exact in bf16. Else f32. NVFP4 or
  * int8 activations: integers within a block of 16, f32 across.
  *
- * Limit: few rows, reading the weights; many, the dot product.
+ * Limit: with few rows, reading the weights; with many, the dot product.
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -29,7 +29,7 @@ static product_job plan(const stage_exec *exec, const grouped_gemm_args *args)
     return job;
 }
 
-/* int8 and a quantised output have no way to show what is not finite. */
+/* int8 and a quantised output cannot represent nonfinite values. */
 static bool must_be_finite(const grouped_gemm_args *args)
 {
     return args->a.ndim > 0 && (args->int8 || args->c.ndim == 0);
@@ -106,8 +106,8 @@ static void multiply_i8(const product_job *job, product_scratch *s, const uint8_
     job->kernels->mm_i8(&t);
 }
 
-/* Panels of a task: those of many rows share what is read of the rows, few rows leave more tasks to share
- * out. */
+/* Panels of a task. With many rows they share the reads of the rows; with few rows one panel a task gives the
+ * threads more tasks. */
 static int64_t panels_a_task(const product_job *job)
 {
     return job->args->tokens > 32 * job->experts ? PRODUCT_PANELS : 1;
@@ -152,7 +152,7 @@ static void product_task(void *arg, int64_t index, int32_t thread)
     }
 }
 
-/* What the tensors hold, before anything is written. */
+/* Checks the tensors' contents before anything is written. */
 static quern_status check(const stage_exec *exec, const product_job *job, int64_t rows)
 {
     const grouped_gemm_args *args = job->args;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stages.h - the stage functions of products with NVFP4 weights, for the table in backend.c. All take every
- * case. */
+/* stages.h - the stage functions of products with NVFP4 weights, for the table in backend.c. All accept any
+ * arguments. */
 #ifndef QUERN_CPU_GEMM4_STAGES_H
 #define QUERN_CPU_GEMM4_STAGES_H
 

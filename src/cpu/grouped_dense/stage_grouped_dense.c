@@ -3,9 +3,9 @@
 /*
  * stage_grouped_dense.c - the grouped product with matrices of floats. A task is up to DENSE_ROWS rows of one
  * expert and a panel of columns; both operands are packed into a thread's own memory DENSE_DEPTH of K at a
- * time. A row's sums are cut by K alone, so its bits do not depend on the other rows. Operands that are both
- * bf16 are multiplied as bf16 where the level has the dot product, else all is widened to f32. Limit: the dot
- * product; few rows, reading the weights.
+ * time. A row's sums are cut by K alone, so its bits do not depend on the other rows. If both operands are
+ * bf16 and the level has the dot product, they are multiplied as bf16; else both are widened to f32. Limit:
+ * the dot product; with few rows, reading the weights.
  */
 #include "cpu/grouped_dense/stages.h"
 
@@ -27,7 +27,7 @@ typedef struct dense_job {
     bool pairs; /* of bf16 */
     int64_t n, k, experts, panels;
     const int32_t *ends;
-    int32_t all;            /* ends of the one expert without offsets */
+    int32_t all;            /* without offsets, the only expert's end */
     int64_t *first_task;    /* [experts + 1] */
     dense_scratch *scratch; /* [threads] */
 } dense_job;
@@ -120,7 +120,7 @@ static void finish(const dense_job *job, dense_scratch *s, int64_t expert, int64
     }
 }
 
-/* The last expert whose first task is not past the index: one with tasks. */
+/* The last expert whose first task is at most the index; it has tasks. */
 static int64_t expert_of_task(const dense_job *job, int64_t index)
 {
     int64_t low = 0, high = job->experts;

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stages.h - the grouped product with matrices of floats, for the table in backend.c. It takes every case. */
+/* stages.h - the grouped product with matrices of floats, for the table in backend.c. It accepts any
+ * arguments. */
 #ifndef QUERN_CPU_GROUPED_DENSE_STAGES_H
 #define QUERN_CPU_GROUPED_DENSE_STAGES_H
 

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* best.c - the k best by the rank of the last of them, which four histograms of eight bits each find. Time is
- * the same whatever the scores are. */
+/* best.c - selects the k best. Four histograms, of eight bits each, find the rank of the k-th; the time does
+ * not depend on the scores. */
 #include "cpu/indexer/best.h"
 
 #include <string.h>

@@ -7,7 +7,7 @@
 
 #include "cpu/indexer/indexer_kernels.h"
 
-/* Room that keeps cuts rare: each takes in at least k scores anew. */
+/* Room for so many scores that at least k new ones come between two cuts. */
 static inline int64_t best_room(int64_t k, int64_t panel)
 {
     return 2 * k + 4 * panel;
@@ -19,8 +19,8 @@ static inline void best_reset(indexer_best *best)
     best->least = INT32_MIN;
 }
 
-/* Drops all but the k best, which keep their order, and refuses from now on what ranks with the last of them.
- */
+/* Drops all but the k best, which keep their order. From then on scores of the last one's rank are not
+ * taken. */
 void best_cut(indexer_best *best, int64_t k);
 
 #endif

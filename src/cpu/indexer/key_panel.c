@@ -3,9 +3,9 @@
 /*
  * key_panel.c - a panel of the indexer's keys from any of their formats.
  *
- * A byte format's codes are exact in bf16, so they go into the products as they are; a scale multiplies the
- * score: ReLU lets a positive factor through. FP4 has a scale for every 32 codes: the largest of a row
- * multiplies the score, and codes carry what their own falls short of it.
+ * A byte format's codes are exact in bf16, so the products take them as they are. A scale multiplies the
+ * score, as a positive factor commutes with ReLU. FP4 has a scale for every 32 codes: the largest of a row
+ * multiplies the score, and the codes are multiplied by the ratio of their own to it.
  */
 #include "cpu/indexer/key_panel.h"
 

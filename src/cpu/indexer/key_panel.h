@@ -16,7 +16,7 @@ typedef struct key_panel {
     int64_t width;
     bool bf16;           /* words are pairs of bf16 values, else floats */
     void *words;         /* [words][panel] */
-    float *rows, *scale; /* of byte formats: the rows widened, and what a key's score is multiplied by */
+    float *rows, *scale; /* of byte formats: the widened rows, and the factor of a key's score */
     uint16_t *halves;
 } key_panel;
 

@@ -1,8 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_indexer.c - the indexer stage: scores of some queries against panels of keys, straight into the
- * choice.
+ * stage_indexer.c - the indexer stage: scores queries against panels of keys and keeps the best as it goes.
  *
  * A task is up to eight queries of a sequence and a range of its entries. A panel of keys is packed once for
  * the task's queries and stays in L1; packing takes as long as one query's heads. Where there are few queries
@@ -61,7 +60,7 @@ static void carve_scratch(const indexer_job *job, arena *a, indexer_scratch *s)
     }
 }
 
-/* Products of bf16 values, where queries and keys are exact in it. */
+/* Whether the products are of bf16 values: queries and keys are exact in bf16. */
 static bool by_bf16(const indexer_kernels *kernels, const indexer_args *args)
 {
     const bool exact = args->format != ENTRY_ROWS || args->keys.dtype == QUERN_BF16;

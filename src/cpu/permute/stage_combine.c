@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_combine.c - the combine stage: where each slot's row stands, then a token a task, its sums in a
- * thread's own memory a strip of columns at a time. Limit: y read once.
+ * stage_combine.c - the combine stage: inverts the permutation, then sums a token's rows, a token a task, a
+ * strip of columns at a time in a thread's own memory. Limit: y read once.
  */
 #include "core/arena.h"
 #include "core/parallel.h"

@@ -3,7 +3,7 @@
 /*
  * stage_expert_sums.c - the expert_sums stage. A task is an expert and a strip of columns: it walks the
  * expert's rows in order, with the strip's sums in a thread's own memory. The products with the bias are a
- * task a row. Limit: x read once for either.
+ * task a row. Limit: x read once for each of the two.
  */
 #include "core/parallel.h"
 #include "cpu/kernels/row_kernels.h"
@@ -37,7 +37,7 @@ static const float *widened(const sums_job *job, const quern_tensor *t, int64_t 
     return room;
 }
 
-/* The element of a slot in a view [T, per]. */
+/* The address of a slot in a view [T, per]. */
 static float *slot_at(const sums_job *job, const quern_tensor *t, int64_t row)
 {
     const int64_t slot = ((const int32_t *)job->args->permutation.data)[row];

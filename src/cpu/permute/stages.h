@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stages.h - the stages that move rows between tokens and experts, for the table in backend.c. All take every
- * case. */
+/* stages.h - the stages that move rows between tokens and experts, for the table in backend.c. All accept any
+ * arguments. */
 #ifndef QUERN_CPU_PERMUTE_STAGES_H
 #define QUERN_CPU_PERMUTE_STAGES_H
 

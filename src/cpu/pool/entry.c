@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* entry.c - entries from pooled row to stored row, and their gradients. Scales are powers of two by the bits
- * of a float, or true quotients; nothing is rounded on the way but what the format says. */
+/* entry.c - turns pooled rows into stored entries, and back for gradients. Scales are powers of two from a
+ * float's bits, or true quotients; only the format rounds. */
 #include "core/half.h"
 #include "cpu/pool/pool.h"
 

@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * entry_rows.h - what follows on a pooled row: norm, rotation, Walsh-Hadamard transform, the formats of
- * caches. Written once over the level's vectors. One row stands for r projected ones of four times its
- * length, so these are a tenth of the pooling's time at most (the Hadamard transform: 7 additions a channel
- * of the indexer's 128).
+ * entry_rows.h - the steps after pooling: norm, rotation, Walsh-Hadamard transform, the formats of caches.
+ * Written once over the level's vectors. A pooled row comes from r projected ones of four times its length,
+ * so these steps take a tenth of the pooling's time at most (the Hadamard transform: 7 additions a channel of
+ * the indexer's 128).
  */
 #ifndef QUERN_CPU_ENTRY_ROWS_H
 #define QUERN_CPU_ENTRY_ROWS_H
@@ -62,7 +62,7 @@ static void rotate_row(float *row, const float *cosines, const float *sines, int
     }
 }
 
-/* Lane i holds what lane i ^ h held. */
+/* Lane i of the result is lane i ^ h. */
 INLINE vfloat lanes_crossed(vfloat v, int h)
 {
     const vint from = (vint)LANE_NUMBERS ^ h;
@@ -77,7 +77,7 @@ INLINE vfloat lanes_crossed(vfloat v, int h)
 #endif
 }
 
-/* The transform of fewer channels than a vector has. */
+/* The transform of fewer channels than a vector's lanes. */
 INLINE void hadamard_short(float *row, int64_t n)
 {
     for (int64_t h = 1; h < n; h *= 2) {

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* pool.h - what the pooling stages share: sequences, biases in f32, and entries from pooled row to stored row
- * and back. */
+/* pool.h - what the pooling stages share: sequences, biases in f32, and the steps from a pooled row to a
+ * stored entry and back. */
 #ifndef QUERN_CPU_POOL_H
 #define QUERN_CPU_POOL_H
 
@@ -17,7 +17,7 @@ typedef struct f32_rows {
     float *copy; /* NULL: none is needed */
 } f32_rows;
 
-/* Plans the copy where t is not f32; an absent t gives NULL. fill_rows() writes it. */
+/* Plans a copy if t is not f32; fill_rows() writes it. An absent t gives NULL. */
 f32_rows carve_rows(const quern_tensor *t, arena *a);
 void fill_rows(const pool_kernels *kernels, const quern_tensor *t, f32_rows *rows);
 
@@ -33,7 +33,7 @@ entry_plan carve_entry(const entry_args *args, const pool_kernels *kernels, int6
                        arena *a);
 /* Bytes of a stored entry whose output is of this dtype. */
 int64_t entry_bytes(const entry_args *args, int64_t width, quern_dtype dtype);
-/* A pooled row becomes the entry whose first token stands at `position`; angles: room for the row's width. */
+/* Turns a pooled row into the entry whose first token has `position`; angles: room for the row's width. */
 void finish_entry(const entry_plan *p, float *row, int64_t position, float *angles);
 /* Whether a finished row can be stored: all values are finite, or the format takes any. */
 bool entry_is_storable(const entry_plan *p, const float *row);
@@ -54,7 +54,7 @@ typedef struct pool_sequence {
 } pool_sequence;
 
 pool_sequence pool_sequence_at(const pool_args *args, int64_t b);
-/* Writes cu_entries, where it is asked for. */
+/* Writes cu_entries, if the call has it. */
 void pool_write_offsets(const pool_args *args);
 /* Row n of a [B, rows, columns] view. */
 static inline char *pool_row(const quern_tensor *t, int64_t b, int64_t n)
@@ -85,8 +85,8 @@ void clear_sums(const pool_sums *sums, int64_t width);
 pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int64_t width, int series,
                       const f32_rows *bias, int64_t j, int64_t rows);
 
-/* How far ahead of the rows that are merged memory is asked for: a block, or 8 rows. (Past the tensor's end
- * that does nothing.) The hardware follows a row, but not to the next block's. */
+/* The distance in bytes of prefetches ahead of the merged rows: a block, or 8 rows. (Past the tensor's end a
+ * prefetch does nothing.) The hardware's prefetcher follows a row, but not to the next block's. */
 static inline int64_t pool_ahead(const pool_args *args)
 {
     enum { ROWS = 8 };
@@ -97,7 +97,7 @@ static inline int64_t pool_ahead(const pool_args *args)
 /* Merges the first `rows` rows of a block, a few at a time, so that memory is read row by row. */
 void merge_block(const pool_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums);
 
-/* The stages on args that hold proj, and where out is no row of bytes. */
+/* The stages for args that have proj and no byte format. */
 size_t pool_forward_workspace(const stage_exec *exec, const pool_args *args);
 void pool_forward(const stage_exec *exec, const pool_args *args, void *workspace);
 size_t pool_backward_workspace(const stage_exec *exec, const pool_args *args);

@@ -4,13 +4,13 @@
  * pool_backward.c - gradients of projections, biases, norm weights and the block before.
  *
  * A block's sums are pooled again; its series a and the series b of the block before then get their gradients
- * from them. So the rows of block i need the sums of blocks i and i + 1: a task walks its blocks with both at
- * hand, pools block i + 1 and writes the gradients of block i while their rows are in the cache. Limit: copy
- * bandwidth (stores past the caches where rows allow it).
+ * from them. So the rows of block i need the sums of blocks i and i + 1. A task keeps both: it pools block i
+ * + 1 and writes the gradients of block i while their rows are in the cache. Limit: copy bandwidth (stores
+ * past the caches where rows allow it).
  *
- * Gradients of biases and norm weights are sums over all blocks. The blocks of the call are cut into 64 runs,
- * or 16 where biases are long, by their number alone; each run has sums of its own, which are added in order.
- * So the bits do not depend on the threads.
+ * Gradients of biases and norm weights are sums over all blocks. The call's blocks are cut into 64 runs, or
+ * 16 with long biases, by their number alone. Each run has its own sums, which are added in order, so the
+ * bits do not depend on the threads.
  */
 #include "core/parallel.h"
 #include "cpu/pool/pool.h"
@@ -41,7 +41,7 @@ static int64_t bias_floats(const pool_args *args)
     return args->ratio * args->width;
 }
 
-/* Where d_norm stands in a slot. */
+/* The offset of d_norm in a slot. */
 static int64_t norm_at(const pool_args *args)
 {
     return (args->overlap ? 2 : 1) * bias_floats(args);
@@ -103,7 +103,7 @@ static void spread(const backward_job *job, const pool_rows *rows, const block_s
     const bool stream = may_stream(to, d->dtype, width) && stride * size % 64 == 0;
     const pool_gradient g = {from->sums,        from->inverse_sum, from->pooled, from->d, to,
                              to + width * size, d->dtype,          stride,       d_bias,  stream};
-    for (int64_t j = 0; j < rows->rows; j += SPREAD_ROWS) { /* so few that memory is walked row by row */
+    for (int64_t j = 0; j < rows->rows; j += SPREAD_ROWS) { /* few, so that memory is read row by row */
         pool_rows some = *rows;
         pool_gradient part = g;
         some.rows = rows->rows - j < SPREAD_ROWS ? rows->rows - j : SPREAD_ROWS;
@@ -117,15 +117,15 @@ static void spread(const backward_job *job, const pool_rows *rows, const block_s
     }
 }
 
-/* Zeros in `columns` of a block's rows. */
+/* Clears `columns` columns of a block's rows. */
 static void clear_rows(char *to, const quern_tensor *d, int64_t stride, int64_t rows, int64_t columns)
 {
     const int64_t size = (int64_t)quern_dtype_size(d->dtype);
     for (int64_t j = 0; j < rows; j++) memset(to + j * stride * size, 0, (size_t)(columns * size));
 }
 
-/* Where nobody asks for the gradient of the projections, their rows fall into the scratch: only sums over
- * them are kept. */
+/* If the call has no gradient of the projections, its rows go to the scratch; only the sums over them are
+ * kept. */
 static void spread_series(const backward_job *job, const pool_rows *rows, const block_statistics *from,
                           char *to, float *d_bias, float *scratch)
 {
@@ -246,7 +246,7 @@ static void add_slots(const backward_job *job, const quern_tensor *out, int64_t 
     }
 }
 
-/* Zeros in the rows of d_proj that belong to no block, and in d_prev_b where there is no predecessor. */
+/* Clears the rows of d_proj that belong to no block, and d_prev_b if there is no predecessor. */
 static void clear_unused(const pool_args *args)
 {
     const quern_tensor *d = &args->d_proj;

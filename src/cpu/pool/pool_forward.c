@@ -102,7 +102,7 @@ static void pool_piece(void *arg, int64_t index, int32_t thread)
     }
 }
 
-/* Zeros in the rows of a view that no block writes. */
+/* Clears the rows of a view that no block writes. */
 static void zero_unused(const pool_args *args, const quern_tensor *t, int64_t row_bytes)
 {
     if (!is_present(t)) return;

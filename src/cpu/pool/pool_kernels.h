@@ -2,12 +2,12 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * pool_kernels.h - the row kernels of DeepSeek-V4's compressors: softmax pooling along tokens, channel by
- * channel, and what follows on a pooled row. One table per CPU level. They get pointers and sizes; they never
- * validate, allocate or start threads. n is any number >= 0.
+ * channel, and the steps after it. One table per CPU level. They get pointers and sizes; they never validate,
+ * allocate or start threads. n is any number >= 0.
  *
- * An accumulator holds what a channel's softmax has taken in so far: the largest logit (-inf: nothing yet),
- * the sum of exp(logit - largest), and the same sum weighted by the values. merge() takes in one row after
- * the other in order, so that the bits depend on the order alone, not on how the rows were cut into calls.
+ * An accumulator holds a channel's softmax so far: the largest logit (-inf: nothing yet), the sum of
+ * exp(logit - largest), and the same sum weighted by the values. merge() takes in one row after the other in
+ * order, so that the bits depend on the order alone, not on how the rows were cut into calls.
  */
 #ifndef QUERN_CPU_POOL_KERNELS_H
 #define QUERN_CPU_POOL_KERNELS_H
@@ -21,7 +21,7 @@ typedef struct pool_rows {
     int64_t stride, rows;
     const float *bias; /* added to the logits; row j at j * bias_stride */
     int64_t bias_stride;
-    int64_t ahead; /* merge: the memory so many bytes further is asked for; 0: none is */
+    int64_t ahead; /* merge: distance of its prefetches in bytes; 0: none */
 } pool_rows;
 
 /* n channels; each array has n floats. */
@@ -37,8 +37,7 @@ typedef struct pool_gradient {
     quern_dtype d_dtype;
     int64_t d_stride;
     float *d_bias; /* rows of n, or NULL */
-    bool stream;   /* d_value and d_logit go past the caches; their rows start at lines of 64 bytes and fill
-                      them */
+    bool stream;   /* non-temporal stores of d_value and d_logit, whose rows are whole lines of 64 bytes */
 } pool_gradient;
 
 typedef struct pool_kernels {

@@ -4,8 +4,8 @@
  * pool_rows.h - softmax pooling and its gradient, written once over the level's vectors.
  *
  * Merging a logit z and a value c into (m, s, w): with e = exp(-|z - m|), where z > m the sums shrink by e
- * and the new weight is 1, else they stay and it is e. One exp2 does for both factors, and the other is
- * exactly 1. A logit of -inf leaves all three as they are; NaN and +inf make the sums NaN.
+ * and the new weight is 1, else they stay and it is e. So one exp2 is enough: the other factor is exactly 1.
+ * A logit of -inf leaves all three as they are; NaN and +inf make the sums NaN.
  *
  * Four vectors of channels stay in registers (12 of AVX-512's 32) while the rows of a call pass: the
  * additions depend on each other from row to row, so it takes several vectors to keep the units busy. A merge
@@ -13,8 +13,7 @@
  * 0.3 us, and its 8 KiB take 0.2 us of read bandwidth. The gradient has an exp2 and 8 more a logit and reads
  * and writes as much, so memory limits it.
  *
- * All code paths must give the same bits, so the build forbids FMAs but those that are written
- * (CMakeLists.txt).
+ * All code paths must give the same bits, so the build (CMakeLists.txt) allows explicit FMAs only.
  */
 #ifndef QUERN_CPU_POOL_ROWS_H
 #define QUERN_CPU_POOL_ROWS_H
@@ -154,7 +153,7 @@ static void pooled_row(const pool_sums *a, int64_t n, float *pooled, float *inve
     }
 }
 
-/* What the rows of a gradient share at some channels. */
+/* Values at some channels that all rows of a gradient share. */
 typedef struct pooled_columns {
     vfloat shift, pooled, scale; /* -max log2(e); d over the sum */
 } pooled_columns;
@@ -177,8 +176,7 @@ INLINE void put(void *row, const quern_dtype dtype, int64_t at, vfloat v, const 
     else store_as(row, dtype, at, v);
 }
 
-/* The rows of a call at `vectors` vectors of channels, so that a line of 16-bit gradients is written at once.
- */
+/* The rows of a call at `vectors` vectors of channels: a line of 16-bit gradients is written at once. */
 INLINE void backward_columns(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype,
                              const int vectors, int64_t at, int64_t n, const pool_gradient *g,
                              const bool stream)

@@ -4,12 +4,12 @@
  * stage_pool.c - the pool_forward and pool_backward stages, from projections or from hidden states.
  *
  * From hidden states x the projections x w are made for some CHUNK_TOKENS tokens at a time and pooled while
- * they are in the cache; they never stand in memory as a whole. An overlapping chunk projects the block
- * before it again, which gives the same bits (stage_gemm.c), and in the backward pass the block after it.
- * Limit: the product's.
+ * they are in the cache; memory never holds all of them. An overlapping chunk projects the block before it
+ * again, which gives the same bits (stage_gemm.c), and in the backward pass the block after it. Limit: the
+ * product's.
  *
- * Formats that take finite values alone are stored after all rows are known: these wait in the workspace, so
- * that an error leaves the outputs as they were.
+ * Formats that accept finite values only are stored last: all rows are first computed in the workspace, so
+ * that an error leaves the outputs unchanged.
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -20,7 +20,7 @@
 
 enum { CHUNK_TOKENS = 4096 };
 
-/* ---- entries that wait ---- */
+/* ---- entries computed in the workspace first ---- */
 
 typedef struct waiting_job {
     const pool_args *args;
@@ -72,7 +72,7 @@ static quern_status check_waiting(const waiting_job *job)
     return QUERN_OK;
 }
 
-/* Stores a sequence's entries; zeros in its other rows. */
+/* Stores a sequence's entries and clears its other rows. */
 static void store_sequence(void *arg, int64_t b, int32_t thread)
 {
     (void)thread;
@@ -107,7 +107,7 @@ static void store_waiting(const stage_exec *exec, waiting_job *job)
 
 /* ---- projections by chunks ---- */
 
-/* Chunk by chunk: the projections of its blocks, of one before and one after. */
+/* The projections of a chunk's blocks, of one block before and one after. */
 typedef struct chunk_job {
     const pool_args *args;
     int64_t blocks, rows; /* of a full chunk; rows with the blocks around it */
@@ -119,7 +119,7 @@ typedef struct chunk_job {
 /* A sequence's part of the call. */
 typedef struct chunk {
     pool_args pool;
-    int64_t row0, rows, owned0, owned; /* of x: projected, and those of the chunk's own blocks */
+    int64_t row0, rows, owned0, owned; /* rows of x: those to project, and the chunk's own */
 } chunk;
 
 static quern_tensor f32_view(arena *a, int64_t rows, int64_t columns)
@@ -215,7 +215,7 @@ static chunk_job carve_chunks(const stage_exec *exec, const pool_args *args, boo
     return job;
 }
 
-/* Narrows a view of entries to those from `first` on of the chunk, and of one after it where that follows. */
+/* Narrows a view of entries to the `count` of sequence s from `first` on. */
 static void narrow_entries(quern_tensor *t, const pool_sequence *s, int64_t first, int64_t count)
 {
     if (!is_present(t)) return;
@@ -224,7 +224,7 @@ static void narrow_entries(quern_tensor *t, const pool_sequence *s, int64_t firs
     t->shape[1] = count;
 }
 
-/* Blocks first ... first + count - 1 of sequence b. */
+/* The chunk of blocks first ... first + count - 1 of sequence b. */
 static chunk chunk_at(const chunk_job *job, const pool_sequence *s, int64_t b, int64_t first, int64_t count,
                       bool backward)
 {
@@ -275,7 +275,7 @@ static void forward_chunks(const stage_exec *exec, const pool_args *args, void *
 {
     arena a = arena_on(workspace);
     const chunk_job job = carve_chunks(exec, args, false, &a);
-    clear_view(&args->pooled); /* rows without a block stay so */
+    clear_view(&args->pooled); /* rows without a block stay zero */
     clear_view(&args->out);
     for (int64_t b = 0; b < args->batch; b++) {
         const pool_sequence s = pool_sequence_at(args, b);

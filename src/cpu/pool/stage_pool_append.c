@@ -8,10 +8,10 @@
  * back; row q of the sequence in slot q mod ring. The sums lag behind by the rows in the ring.
  *
  * A call merges the rows that leave the ring; where a block becomes whole, it merges the ring's rows too,
- * into a copy of the sums, and emits the entry. Formats that may refuse an entry work on copies alone: states
- * and outputs are written once every entry is known to be storable. Rows are merged in order, some at a time,
- * which gives the bits of one by one. A token costs the merges of a row; an entry up to `ring` rows more and
- * a copy of the sums (12 KiB at C 512).
+ * into a copy of the sums, and emits the entry. With formats that may refuse an entry the stage works on
+ * copies: it writes states and outputs after it has checked every entry. Rows are merged in order, some at a
+ * time, which gives the bits of one by one. A token costs the merges of a row; an entry up to `ring` rows
+ * more and a copy of the sums (12 KiB at C 512).
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -28,7 +28,7 @@ typedef struct append_job {
     int64_t width, sums_floats; /* of both accumulators */
     float *work;                /* [batch]: sums with the ring's rows, the state's new sums */
     float *rows;                /* a thread's: a row, angles */
-    float *finished, *pooled;   /* where entries and pooled rows wait, or NULL */
+    float *finished, *pooled;   /* entries and pooled rows before they are stored, or NULL */
 } append_job;
 
 static float *ring_row(const pool_state *state, int64_t q)
@@ -71,7 +71,7 @@ static int64_t first_entry(const append_job *job, int64_t b)
     return n;
 }
 
-/* Rows q ... end - 1 stand together: in the ring up to its end, or in proj. */
+/* Contiguous rows from q on: in the ring up to its end, or in proj. */
 typedef struct row_run {
     const void *data;
     quern_dtype dtype;
@@ -127,7 +127,7 @@ static void emit(const append_job *job, const float *sums, int64_t n, int64_t po
     else store_entry(&job->entry, row, out_row(&job->args->out, n), job->args->out.dtype);
 }
 
-/* The block is whole: its successor begins. */
+/* Ends a whole block and begins the next one. */
 static void begin_next(const append_job *job, bool overlap, float *sums)
 {
     const int64_t width = job->width;
@@ -157,7 +157,7 @@ static int64_t advance(const append_job *job, int64_t b, int64_t q, int64_t end,
     return n;
 }
 
-/* Where a state's new sums grow: in the state itself, where no entry can be refused. */
+/* The memory of a state's new sums: the state itself, if the format accepts every entry. */
 static float *sums_to_keep(const append_job *job, int64_t b)
 {
     return job->finished == NULL ? pool_state_data(job->args->states[b])
@@ -198,7 +198,7 @@ static void append_one(void *arg, int64_t b, int32_t thread)
     advance(job, b, left, last, true, emitted, n, ahead, row);
 }
 
-/* Writes a state and the entries that waited. */
+/* Writes a state and its finished entries. */
 static void commit_one(void *arg, int64_t b, int32_t thread)
 {
     (void)thread;

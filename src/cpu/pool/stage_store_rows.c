@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_store_rows.c - the store_rows stage: rows one after the other, so that of two for one slot the later
- * stays. A row takes less than a microsecond; calls bring the new tokens of a step. Formats of bytes take
- * finite rows alone, and all rows are looked at before one is written.
+ * stage_store_rows.c - the store_rows stage. Stores rows in order: of two rows for one slot the later one
+ * wins. One thread is enough, as a row takes less than a microsecond and a call has the new tokens of a step.
+ * Byte formats accept finite rows only; all rows are checked before one is written.
  */
 #include "core/error.h"
 #include "cpu/pool/pool.h"

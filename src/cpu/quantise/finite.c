@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* finite.c - magnitudes of rows. Limit: x read once. */
+/* finite.c - the largest magnitudes of rows. Limit: x read once. */
 #include "cpu/quantise/finite.h"
 
 #include "core/error.h"

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* finite.h - the pass over an input that comes before a quantiser writes: largest magnitudes, and whether a
- * value is infinite or NaN. */
+/* finite.h - the pass over an input before a quantiser writes: finds the largest magnitudes, and refuses
+ * infinities and NaN. */
 #ifndef QUERN_CPU_QUANTISE_FINITE_H
 #define QUERN_CPU_QUANTISE_FINITE_H
 
@@ -16,11 +16,10 @@ typedef struct row_magnitudes {
 } row_magnitudes;
 
 size_t row_magnitudes_bytes(const quern_tensor *x);
-/* Fills bits from x. A value that is not finite is an error that names the first such index in row-major
- * order. */
+/* Fills bits from x. A nonfinite value is an error that names the first such index in row-major order. */
 quern_status row_magnitudes_of(const stage_exec *exec, const quern_tensor *x, int64_t rows, const char *name,
                                row_magnitudes *m);
-/* The error for an element that is not finite. */
+/* Sets the error for a nonfinite element. */
 quern_status report_not_finite(const quern_tensor *x, int64_t row, int64_t column, const char *name);
 /* The largest magnitude of rows [first, end). */
 float largest_of_rows(const row_magnitudes *m, int64_t first, int64_t end);

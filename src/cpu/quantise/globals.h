@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* globals.h - global scales: what a profile takes from a largest magnitude, and which one a row uses. */
+/* globals.h - global scales: the one that a profile computes from a largest magnitude, and the one that a row
+ * uses. */
 #ifndef QUERN_CPU_QUANTISE_GLOBALS_H
 #define QUERN_CPU_QUANTISE_GLOBALS_H
 
@@ -24,7 +25,7 @@ static inline float global_from_largest(quantise_profile profile, float amax)
     return fmaxf(amax, 1e-8f) / 2688.0f;
 }
 
-/* The global of row `row` of a matrix, `expert` the one that the row belongs to. */
+/* The global of row `row` of a matrix; the row belongs to `expert`. */
 static inline float global_at(const quern_tensor *global, quantise_global per, int64_t row, int64_t expert)
 {
     const int64_t index = per == QUANTISE_GLOBAL_ROW ? row : per == QUANTISE_GLOBAL_EXPERT ? expert : 0;

@@ -4,9 +4,9 @@
  * quantise_blocks.h - LANES blocks of 16 values at once: x[i] holds value i of each block, a lane a block. So
  * a block's maximum and its sums are vertical and run in the order of the index.
  *
- * Every step of a profile is one f32 rounding (files that include this are compiled without
- * contraction to FMA), with true divisions: two vectors a value, which is the limit while data comes from a
- * cache (10 cycles of AVX-512 for 16 values).
+ * Every step of a profile is one f32 rounding (files that include this are compiled without contraction to
+ * FMA), with true divisions. Two divisions a value are the limit while data comes from a cache (10 cycles of
+ * AVX-512 for 16 values).
  */
 #ifndef QUERN_CPU_QUANTISE_BLOCKS_H
 #define QUERN_CPU_QUANTISE_BLOCKS_H
@@ -19,7 +19,8 @@ enum { BLOCK = QUANTISE_BLOCK };
 
 typedef void block_function(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale);
 
-/* The code of magnitudes in [0, 6] by the older rule: to halves first, then to codes with ties down. */
+/* The code of magnitudes in [0, 6] by the half-step rule: round to halves first, then to codes with ties
+ * down. */
 INLINE vint e2m1_half_steps(vfloat y)
 {
     const vfloat shifted = (y + y) + 8388608.0f;

@@ -18,8 +18,8 @@ typedef struct quantise_rule {
     float global;
 } quantise_rule;
 
-/* What SwiGLU makes of a gate g and an up value u: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u,
- * +-limit) + beta); limit 0: no clamp. */
+/* SwiGLU of a gate g and an up value u: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, +-limit) +
+ * beta); limit 0: no clamp. */
 typedef struct swiglu_rule {
     float limit, alpha, beta;
 } swiglu_rule;
@@ -41,12 +41,13 @@ typedef struct quantise_kernels {
     void (*dequantise_columns)(const quantise_rule *rule, const uint8_t *codes, int64_t codes_stride,
                                const uint8_t *scales, int64_t n, void *out, quern_dtype dtype,
                                int64_t stride);
-    /* n columns of gate (or up) from column `first` on, out of a row that interleaves both by runs of q. */
+    /* Extracts n columns of gate (or up) from column `first` on, out of a row that interleaves both by runs
+     * of q. */
     void (*part_row)(const void *x, quern_dtype dtype, int64_t first, bool up, int64_t q, int64_t n,
                      float *out);
-    /* h[i] of n gates and ups; h may be gate. */
+    /* Writes h[i] for n gates and ups; h may be gate. */
     void (*swiglu_row)(const swiglu_rule *rule, const float *gate, const float *up, int64_t n, float *h);
-    /* n gates and ups become the gradients of each where that of h is d. */
+    /* Replaces n gates and ups by their gradients; d is the gradient of h. */
     void (*swiglu_backward_row)(const swiglu_rule *rule, const float *d, int64_t n, float *gate, float *up);
 } quantise_kernels;
 

@@ -109,7 +109,7 @@ static void quantise_columns(const quantise_rule *rule, const void *x, quern_dty
     else quantise_columns_as(rule, x, QUERN_F16, stride, n, codes, codes_stride, scales);
 }
 
-/* What codes mean whose scale bytes are given, lane by lane. */
+/* The values of codes with the given scale bytes, lane by lane. */
 INLINE vfloat value_of(const quantise_rule *rule, vint code, vint scale)
 {
     const vfloat value = signed_e2m1(code), s = e4m3_value(scale);

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* rows.h - rows of views with any leading dimensions, and how the quantisers cut them into work. */
+/* rows.h - rows of views with any leading dimensions, and their division into pieces of work. */
 #ifndef QUERN_CPU_QUANTISE_ROWS_OF_VIEWS_H
 #define QUERN_CPU_QUANTISE_ROWS_OF_VIEWS_H
 
@@ -8,8 +8,8 @@
 
 #include <quern/quern.h>
 
-/* Values of a piece of work: enough to pay for handing it out, few enough to share a tensor among threads. A
- * multiple of every level's group of blocks. */
+/* Values of a piece of work: enough to outweigh the cost of a task, few enough to share a tensor among
+ * threads. A multiple of every level's group of blocks. */
 enum { PIECE = 16384 };
 
 /* Rows of a view: all its elements by the last dimension. */
@@ -36,7 +36,7 @@ static inline void *view_row(const quern_tensor *t, int64_t row)
     return (char *)t->data + at * (int64_t)quern_dtype_size(t->dtype);
 }
 
-/* An element of a row. */
+/* The address of an element of a row. */
 static inline void *view_at(const quern_tensor *t, int64_t row, int64_t column)
 {
     return (char *)view_row(t, row) + column * (int64_t)quern_dtype_size(t->dtype);
@@ -49,7 +49,7 @@ static inline float element_of(const void *row, quern_dtype dtype, int64_t colum
     return dtype == QUERN_BF16 ? float_from_bf16(half) : float_from_f16(half);
 }
 
-/* How `rows` rows of `columns` values are cut: pieces of some whole rows, or of part of one. */
+/* The division of `rows` rows of `columns` values: a piece is some whole rows, or part of one. */
 typedef struct row_cut {
     int64_t rows, columns;
     int64_t rows_a_piece, columns_a_piece, pieces_a_row, pieces;
@@ -82,7 +82,7 @@ static inline row_piece piece_at(const row_cut *cut, int64_t index)
     return p;
 }
 
-/* Experts by the rows that they end before. */
+/* The expert of a row: the first whose end is past it. */
 static inline int64_t expert_of_row(const quern_tensor *offsets, int64_t row)
 {
     const int32_t *end = offsets->data;

@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_from_mxfp4.c - MXFP4 (a power of two for each 32 codes) to NVFP4. The global is the power that puts
- * the largest block's scale at 2^8; scales from 2^8 down to 2^-9 are E4M3 bytes, so blocks within 17 binades
- * of the largest keep their codes. A block below that gets the least scale and codes that are rounded. Limit:
- * codes read and written once.
+ * stage_from_mxfp4.c - MXFP4 (a power of two for each 32 codes) to NVFP4. The global is the power of two that
+ * makes the largest block's scale 2^8. E4M3 represents 2^8 to 2^-9, so blocks within 17 binades of the
+ * largest keep their codes. A block below that gets the least scale, and its codes are rounded. Limit: codes
+ * read and written once.
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -20,7 +20,7 @@ enum { MX_BLOCK = 32, MX_BYTES = MX_BLOCK / 2, BIAS = 127, LARGEST_POWER = 8, LE
 typedef struct mx_job {
     const from_mxfp4_args *args;
     row_cut cut;        /* of blocks */
-    atomic_int largest; /* exponent byte of a block that is not zero; -1: none */
+    atomic_int largest; /* the largest exponent byte of a nonzero block; -1: there is none */
     atomic_bool bad;
     atomic_int_fast64_t rounded;
 } mx_job;
@@ -74,7 +74,7 @@ static quern_status report(const mx_job *job)
     }
 }
 
-/* What magnitude m * 2^-down rounds to, ties to even; down 0 is never asked for. */
+/* The code that magnitude m * 2^-down rounds to, ties to even; down > 0. */
 static uint8_t lowered(uint8_t code, int down)
 {
     static const uint8_t table[5][8] = {{0, 0, 1, 2, 2, 3, 4, 5},
@@ -91,7 +91,7 @@ static void lower_block(uint8_t *codes, int down)
         codes[i] = (uint8_t)(lowered(codes[i] & 15, down) | lowered(codes[i] >> 4, down) << 4);
 }
 
-/* The byte of scale 2^power. */
+/* The E4M3 byte of 2^power. */
 static uint8_t scale_of(int power)
 {
     return (uint8_t)(power >= -6 ? (power + 7) * 8 : 1 << (power + 9));

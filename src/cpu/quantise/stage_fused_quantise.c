@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * stage_fused_quantise.c - a product's interleaved output to quantised gate and up, or to quantised SwiGLU,
- * in one pass: a strip of a row goes through a buffer of f32 in L1. Limit: x read twice (the first time for
- * what is not finite) and 9/16 byte a column written.
+ * in one pass: a strip of a row goes through a buffer of f32 in L1. Limit: x read twice (the first time to
+ * find nonfinite values) and 9/16 byte a column written.
  */
 #include "core/parallel.h"
 #include "cpu/quantise/finite.h"
@@ -20,7 +20,7 @@ typedef struct fused_job {
     uint32_t *bits; /* [M] */
 } fused_job;
 
-/* Without up, its columns may hold anything: then the gate's alone are looked at. */
+/* Without up, its columns may hold anything, so only the gate's are checked. */
 static bool reads_all(const fused_quantise_args *args)
 {
     return args->swiglu || (args->codes[0].ndim > 0 && args->codes[1].ndim > 0);
@@ -64,7 +64,7 @@ static void fused_row(void *arg, int64_t row, int32_t thread)
     }
 }
 
-/* Column c of the part that is asked for, in x. */
+/* The column of x that is column c of the part. */
 static int64_t part_column(const fused_quantise_args *args, int64_t c)
 {
     const int64_t q = args->granularity;

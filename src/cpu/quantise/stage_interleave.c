@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_interleave.c - gate and up, two halves of a row, to runs that alternate, and back. A half that is no
- * multiple of the run is padded with zeros. Limit: bytes read and written once. */
+/* stage_interleave.c - turns the two halves of a row, gate and up, into runs that alternate, and back. A half
+ * that is no multiple of the run is padded with zeros. Limit: bytes read and written once. */
 #include "core/parallel.h"
 #include "cpu/quantise/rows.h"
 #include "cpu/quantise/stages.h"

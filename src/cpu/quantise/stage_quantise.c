@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_quantise.c - the quantise stage: a pass for the largest magnitudes, which also finds what is not
- * finite, then one that writes. Limit: x read twice and 9/16 byte a value written.
+ * stage_quantise.c - the quantise stage: a pass for the largest magnitudes, which also finds nonfinite
+ * values, then one that writes. Limit: x read twice and 9/16 byte a value written.
  */
 #include "core/parallel.h"
 #include "cpu/quantise/finite.h"
@@ -24,7 +24,7 @@ size_t cpu_quantise_workspace(const stage_exec *exec, const quantise_args *args)
     return row_magnitudes_bytes(&args->x);
 }
 
-/* The row of x that row r of the codes is. */
+/* The row of x for row r of the codes. */
 static int64_t source_row(const quantise_args *args, int64_t r)
 {
     return args->slots.ndim > 0 ? ((const int32_t *)args->slots.data)[r] / args->slots_a_row : r;

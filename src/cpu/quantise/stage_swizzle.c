@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_swizzle.c - scales between rows and the order of tensor cores: tiles of 128 rows and 4 columns, 512
- * bytes each, in which row r stands at (r % 32) * 16 + (r / 32) * 4. Rows and columns past the end are zero.
- * Limit: bytes read and written once.
+ * stage_swizzle.c - moves scales between row-major order and the order of tensor cores: tiles of 128 rows and
+ * 4 columns, 512 bytes each, with row r at byte (r % 32) * 16 + (r / 32) * 4. Rows and columns past the end
+ * are zero. Limit: bytes read and written once.
  */
 #include "core/parallel.h"
 #include "cpu/quantise/rows.h"
@@ -30,7 +30,7 @@ static uint8_t *linear_at(const swizzle_args *args, int64_t matrix, int64_t row,
     return (uint8_t *)t->data + row * t->strides[0] + column;
 }
 
-/* Rows [first, first + rows) of a matrix against the row of tiles that begins at `tile`. */
+/* Copies rows [first, first + rows) of a matrix to or from the row of tiles that begins at `tile`. */
 static void move_tiles(const swizzle_job *job, int64_t matrix, int64_t first, int64_t rows, uint8_t *tile)
 {
     for (int64_t t = 0; t < job->tiles; t++, tile += TILE_BYTES) {
@@ -60,7 +60,7 @@ static void tile_row(void *arg, int64_t index, int32_t thread)
     move_tiles(job, matrix, first, rows, base + index % down * job->tiles * TILE_BYTES);
 }
 
-/* Experts' rows, each from a tile of its own on. */
+/* Each expert's rows, which start at a new tile. */
 static void assemble(const swizzle_job *job)
 {
     const swizzle_args *args = job->args;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stages.h - the stage functions of NVFP4's formats and layouts, for the table in backend.c. All take every
- * case. */
+/* stages.h - the stage functions of NVFP4's formats and layouts, for the table in backend.c. All accept any
+ * arguments. */
 #ifndef QUERN_CPU_QUANTISE_STAGES_H
 #define QUERN_CPU_QUANTISE_STAGES_H
 

@@ -4,7 +4,7 @@
  * products.c - the router's dense products, in f32 whatever the inputs: tiles of ROUTE_ROWS rows and a panel
  * of columns, the operands widened into a thread's memory ROUTE_DEPTH at a time. A tile's sums are cut by
  * shape and a row's by nothing but its own length, so its bits do not depend on the other rows. Limit: FMA;
- * few tokens, reading the weight.
+ * with few tokens, reading the weight.
  */
 #include "core/parallel.h"
 #include "cpu/quantise/rows.h"
@@ -20,7 +20,7 @@ static int64_t at_most(int64_t n, int64_t most)
     return n < most ? n : most;
 }
 
-/* Rows and columns of a 2-D view from (row, column) on. */
+/* The part of a 2-D view from (row, column) on. */
 static row_source block_of(const quern_tensor *t, int64_t row, int64_t rows, int64_t column, int64_t columns)
 {
     const char *data =

@@ -10,7 +10,7 @@
 
 enum {
     ROUTE_ROWS = 64,   /* tokens of a task */
-    ROUTE_DEPTH = 128, /* of a sum that is taken from zero and then added */
+    ROUTE_DEPTH = 128, /* terms that are summed from zero and then added */
     ROUTE_PANEL = 64   /* no level's panel is wider */
 };
 
@@ -26,7 +26,7 @@ typedef struct route_job {
     const float *logits; /* rows of logits_stride: the caller's, or own */
     int64_t logits_stride;
     float *own;             /* [T, E] */
-    float *d_own;           /* [T, E], where the caller does not want d_logits */
+    float *d_own;           /* [T, E], for calls without d_logits */
     float *scores;          /* [threads][2 E] */
     route_scratch *scratch; /* [threads] */
 } route_job;

@@ -71,7 +71,7 @@ static bool is_better(float key, float than)
 static void choose(const float *keys, int64_t experts, int64_t top_k, int32_t *chosen)
 {
     int64_t held = 0;
-    for (int64_t e = 0; e < experts; e++) { /* chosen is kept best first */
+    for (int64_t e = 0; e < experts; e++) { /* chosen is sorted, best first */
         int64_t at = held;
         while (at > 0 && is_better(keys[e], keys[chosen[at - 1]])) at--;
         if (at == top_k) continue;
@@ -117,7 +117,7 @@ static void route_token(void *arg, int64_t token, int32_t thread)
     write_weights(args, token, scores, chosen);
 }
 
-/* Counts, then the inclusive sums, then each slot to its place: by expert, then by slot. */
+/* A counting sort of the slots, by expert, then by slot: counts, inclusive sums, each slot to its place. */
 static void sort_slots(const route_job *job)
 {
     const route_args *args = job->args;
@@ -134,7 +134,7 @@ static void sort_slots(const route_job *job)
     if (job->experts > 0) ends[job->experts - 1] = (int32_t)(job->tokens * args->top_k);
 }
 
-/* Token ids must have a row of the table, and its entries be experts. */
+/* Checks that each token id has a row in the table, and that the row's entries are experts. */
 static quern_status check_table(const route_job *job)
 {
     const route_args *args = job->args;
@@ -166,7 +166,7 @@ quern_status cpu_route(const stage_exec *exec, const route_args *args, void *wor
     return QUERN_OK;
 }
 
-/* The gradient of a token's scores, zero but for the chosen, into d[E]. */
+/* Writes the gradient of a token's scores to d[E]; it is zero but for the chosen experts. */
 static void score_gradient(const route_args *args, int64_t token, const float *scores, int64_t experts,
                            float *d)
 {
@@ -183,7 +183,7 @@ static void score_gradient(const route_args *args, int64_t token, const float *s
                                           : args->scale * d_weights[j];
 }
 
-/* d by scores to d by logits, in place. */
+/* Turns the gradient of the scores into that of the logits, in place. */
 static void logit_gradient(route_score score, const float *logits, const float *scores, int64_t experts,
                            float *d)
 {

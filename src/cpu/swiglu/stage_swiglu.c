@@ -61,7 +61,7 @@ quern_status cpu_swiglu(const stage_exec *exec, const swiglu_args *args, void *w
     return QUERN_OK;
 }
 
-/* The parts of a strip to their columns of d_h. */
+/* Writes the parts of a strip to their columns of d_h. */
 static void write_parts(const swiglu_job *job, int64_t row, int64_t column, int64_t n, float part[2][STRIP])
 {
     const quern_tensor *d_h = &job->args->d_h;

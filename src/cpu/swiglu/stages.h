@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stages.h - SwiGLU's stages, for the table in backend.c. They take every case. */
+/* stages.h - SwiGLU's stages, for the table in backend.c. They accept any arguments. */
 #ifndef QUERN_CPU_SWIGLU_STAGES_H
 #define QUERN_CPU_SWIGLU_STAGES_H
 
