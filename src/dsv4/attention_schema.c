@@ -74,7 +74,7 @@ static const int8_t window_alone[] = {DA_LSE_WIN, OP_NONE};
 static const op_entry ops[] = {
     {.name = "v4-attention",
      .help = "DeepSeek-V4's attention core over raw rows [B N D] and compressed entries [B S D]; with dO "
-             "also its backward. Packed: S is "
+             "also its backward. Varlen: S is "
              "floor(T / r)",
      .forward = DSV4_ATTENTION,
      .backward = DSV4_ATTENTION_BACKWARD,

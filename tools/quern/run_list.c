@@ -9,32 +9,23 @@
 
 static const char intro[] =
     "# `quern run`\n\n"
-    "`quern run OP IN.safetensors OUT.safetensors [--key value ...]` reads the operation's tensors from IN "
-    "by\n"
-    "name, computes, and writes its outputs to OUT, whole or not at all. Tensors of other names are left "
-    "alone.\n"
-    "OUT replaces a regular file and keeps its permissions; a symbolic link is followed, a pipe or device "
-    "written as\n"
-    "it stands (`/dev/stdout`). An OUT that cannot be written is found before the work. Exit codes: 0 done, "
-    "2 the command\n"
-    "line, 3 a file, tensor, dtype or parameter is not accepted, 4 the machine lacks what is needed, 5 a "
-    "defect; SIGINT\n"
-    "and SIGTERM end the command at once with 130 and 143 and leave nothing behind.\n"
-    "`--profile NAME` sets a preset first, later options override it; `--threads`, `--device cpu|cuda`, "
-    "`--json`\n"
-    "and `--without NAME,...` (act as if IN lacked these tensors) go with every operation.\n\n"
-    "act: f32, f16 or bf16, one for all; weight: f32 or the activations' dtype; float: f32, f16 or bf16; "
-    "scale: u8 or\n"
-    "e4m3; exponent: u8 or e8m0; stored: float, or bytes of a format; any: float or bytes. Symbols are those "
-    "of the\n"
-    "headers: B batch, N tokens, T tokens of a packed batch (with cu_seqlens), H and Hkv heads, D and Dv "
-    "head\n"
-    "dims, Nc and Tc compressed entries, Hs selection lists, l block size, k selected blocks, c groups; ... "
-    "any number\n"
-    "of leading dimensions; x|y one or the other, as the parameters say.\n"
-    "An output that stands among the optional inputs is passed through where it was handed in. Gradients "
-    "come\n"
-    "for every differentiable input that the file holds; the first input of a line \"backward with\" asks "
+    "`quern run OP IN.safetensors OUT.safetensors [--key value ...]` reads the operation's tensors from\n"
+    "IN by name, computes, and writes its outputs to OUT, whole or not at all. It ignores tensors of\n"
+    "other names. OUT replaces a regular file and keeps its permissions; the command follows a symbolic\n"
+    "link, and writes to a pipe or device as it stands (`/dev/stdout`). It checks that OUT can be\n"
+    "written before the work. Exit codes: 0 done, 2 the command line, 3 a file, tensor, dtype or\n"
+    "parameter is not accepted, 4 the machine lacks what is needed, 5 a defect; SIGINT and SIGTERM end\n"
+    "the command at once with 130 and 143 and leave nothing behind.\n\n"
+    "`--profile NAME` sets a preset first, later options override it; `--threads`, `--device cpu|cuda`,\n"
+    "`--json` and `--without NAME,...` (act as if IN lacked these tensors) go with every operation.\n\n"
+    "act: f32, f16 or bf16, one for all; weight: f32 or the activations' dtype; float: f32, f16 or bf16;\n"
+    "scale: u8 or e4m3; exponent: u8 or e8m0; stored: float, or bytes of a format; any: float or bytes.\n"
+    "Symbols are those of the headers: B batch, N tokens, T tokens of a varlen batch (with cu_seqlens),\n"
+    "H and Hkv heads, D and Dv head dims, Nc and Tc compressed entries, Hs selection lists, l block\n"
+    "size, k selected blocks, c groups; ... any number of leading dimensions; x|y one or the other, as\n"
+    "the parameters say.\n\n"
+    "An output that is also an optional input is passed through where the file holds it. Gradients come\n"
+    "for every differentiable input that the file holds; the first input of a line \"backward with\" asks\n"
     "for them.\n\n"
     "This page is printed by `quern run --list --markdown`.\n";
 
@@ -52,7 +43,7 @@ static bool has_role(const quern_op_tensor *t, list_role role)
     }
 }
 
-/* Text in a cell of a Markdown table, where a | would end it. */
+/* Escapes | in Markdown, where it would end a table's cell. */
 static const char *escaped(bool markdown, const char *text, char *to, size_t room)
 {
     size_t n = 0;
@@ -67,22 +58,22 @@ static const char *escaped(bool markdown, const char *text, char *to, size_t roo
 static void print_tensor(bool markdown, const char *name, const char *role, const char *dtype,
                          const char *fixed, const char *varlen)
 {
-    char shape[100], packed[100] = "";
+    char shape[100], rows[100] = "";
     escaped(markdown, fixed, shape, sizeof shape);
-    escaped(markdown, varlen, packed, sizeof packed);
-    const bool other = *packed != '\0';
+    escaped(markdown, varlen, rows, sizeof rows);
+    const bool other = *rows != '\0';
     if (markdown)
-        printf("| `%s` | %s | %s | `[%s]` | %s%s%s |\n", name, role, dtype, shape, other ? "`[" : "", packed,
+        printf("| `%s` | %s | %s | `[%s]` | %s%s%s |\n", name, role, dtype, shape, other ? "`[" : "", rows,
                other ? "]`" : "");
     else
-        printf("    %-16s %-14s %-7s [%s] %s%s%s\n", name, role, dtype, shape, other ? "or [" : "", packed,
+        printf("    %-16s %-14s %-7s [%s] %s%s%s\n", name, role, dtype, shape, other ? "or [" : "", rows,
                other ? "]" : "");
 }
 
 static void print_tensors(const operation *op, const scenario_output *outputs, bool markdown)
 {
     static const char *const words[] = {"in", "in, optional", "backward with", "out", "out, backward"};
-    if (markdown) printf("\n| tensor | | dtype | shape | packed |\n| --- | --- | --- | --- | --- |\n");
+    if (markdown) printf("\n| tensor | | dtype | shape | varlen |\n| --- | --- | --- | --- | --- |\n");
     for (int role = IN; role < LIST_ROLES; role++) {
         if (outputs != NULL && role > IN_OPTIONAL) break;
         for (int32_t i = 0; i < op->info.tensor_count; i++) {
@@ -120,7 +111,7 @@ static void print_params(const operation *op, const scenario *s, bool markdown)
     print_rows(rows, count, &defaults, markdown);
 }
 
-/* A scenario with a name of its own. */
+/* Prints a scenario whose name is no operation's. */
 static void print_scenario(const scenario *s, bool markdown)
 {
     const operation *op = operation_named(s->op);
