@@ -145,21 +145,21 @@ static void print_page(FILE *out)
 {
     size_t count;
     const test_kernel *rows = test_kernels(&count);
-    fputs("# CPU kernels\n\n"
-          "Written by `kernel_table_test --markdown` from src/cpu/kernels.inc; the test fails where this "
-          "page, the tables in\n"
-          "the library, the tests and the benchmarks disagree. A level without a bf16 dot product widens to "
-          "f32 instead (–).\n"
-          "NSA's table for AVX-512 BF16 is that for AVX-512. Tests live in tests/kernels; run with `--bench "
-          "[PATTERN]` they time the\n"
-          "kernels too. `quern bench` has the subjects that the last column names.\n\n"
-          "The bound is in units of 2^-24 of the sum of the n terms' absolute values; x is what exp2 is "
-          "taken of. An output in\n"
-          "f16 or bf16 is rounded once more, to the nearest. An exact kernel copies, compares, or rounds "
-          "just once.\n\n"
-          "| kernel | portable | AVX2 | AVX-512 | AVX-512 BF16 | tested and timed by | bound | part of |\n"
-          "| --- | --- | --- | --- | --- | --- | --- | --- |\n",
-          out);
+    fputs(
+        "# CPU kernels\n\n"
+        "`kernel_table_test --markdown` writes this page from src/cpu/kernels.inc. The test fails where the\n"
+        "page, the tables in the library, the tests and the benchmarks disagree. A level without a bf16 dot\n"
+        "product widens to f32 instead (–). At AVX-512 BF16, NSA uses the table of AVX-512. The tests are "
+        "in\n"
+        "tests/kernels; with `--bench [PATTERN]` they time the kernels too. The last column names the\n"
+        "subjects of `quern bench`.\n\n"
+        "The bound is in units of 2^-24 of the sum of the n terms' absolute values; x is what exp2 is taken\n"
+        "of. An output in f16 or bf16 is rounded once more, to the nearest. An exact kernel copies, "
+        "compares,\n"
+        "or rounds just once.\n\n"
+        "| kernel | portable | AVX2 | AVX-512 | AVX-512 BF16 | tested and timed by | bound | part of |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |\n",
+        out);
     for (size_t i = 0; i < count; i++) {
         fprintf(out, "| %s.%s |", rows[i].table, rows[i].name);
         for (int level = 0; level < TEST_KERNEL_LEVELS; level++)
