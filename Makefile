@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# A thin face over CMake's presets: `make` builds build/release/quern and installs nothing on the machine, `make demo`
-# runs the main job, `make test` runs everything that CI runs; these two, and setup*, install packages that are missing.
+# Short names for CMake's presets. `make` builds build/release/quern and installs nothing on the machine.
+# `make demo` trains and times both attentions, `make test` runs CI's tests but Python's, `make test-python` those.
+# `make demo`, `make test` and setup* install packages that are missing.
 JOBS ?= $(shell nproc)
 SETUP = gcc g++ cmake pkg-config libjansson-dev nettle-dev libdnnl-dev gnuplot-nox linux-libc-dev libc6-dev
 SETUP_DEV = $(SETUP) libcmocka-dev clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev libomp-14-dev
@@ -52,7 +53,8 @@ bench: all
 accept: $(patsubst bench/accept/%.json,accept-%,$(wildcard bench/accept/*.json))
 
 accept-%: all
-	cmake --build build/release --target accept accept_error accept_nvfp4 accept_nvfp4_layer accept_nvfp4_profiles >/dev/null
+	cmake --build build/release --target accept accept_error accept_nvfp4 accept_nvfp4_layer \
+	    accept_nvfp4_profiles >/dev/null
 	build/release/accept bench/accept/$*.json build/release
 
 install: all
@@ -67,4 +69,5 @@ tidy: packages-dev all
 clean:
 	rm -rf build
 
-.PHONY: all packages packages-dev setup setup-dev demo check test test-python test-gpu test-gpu-sanitize bench accept install format tidy clean
+.PHONY: all packages packages-dev setup setup-dev demo check test test-python test-gpu test-gpu-sanitize bench
+.PHONY: accept install format tidy clean
