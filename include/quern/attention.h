@@ -6,7 +6,7 @@
  *   s[t,j] = scale * q[t] . k[j]      over the keys j that query t sees
  *   lse[t] = ln sum_j exp(s[t,j])     o[t] = sum_j exp(s[t,j] - lse[t]) v[j]
  *
- * Symbols: B batch, N tokens of a sequence, T tokens of a packed batch, H query heads, Hkv key/value
+ * Symbols: B batch, N tokens of a sequence, T tokens of a varlen batch, H query heads, Hkv key/value
  * heads, g = H / Hkv (any integer >= 1), D query/key head dim, Dv value head dim; D and Dv are multiples
  * of 8 up to 512, on a GPU up to 256 (others: QUERN_ERR_UNSUPPORTED). Query head h reads key/value head h / g
  * (integer division).
@@ -45,12 +45,11 @@ typedef struct quern_attention_params {
 /*
  * The tensors of a call; NULL means absent. "act" is one of f32, f16, bf16, the same for all.
  * Fixed length: q [B,Nq,H,D]  k [B,Nkv,Hkv,D]  v [B,Nkv,Hkv,Dv]  o [B,Nq,H,Dv]  lse [B,H,Nq]
- * Packed:       q [Tq,H,D]    k [Tkv,Hkv,D]    v [Tkv,Hkv,Dv]    o [Tq,H,Dv]    lse [H,Tq]
- *               with cu_seqlens_q and cu_seqlens_kv: int32 [B+1], starting at 0, not decreasing, the
- *               last at most Tq, Tkv. cu_seqlens_kv may be NULL: the same as cu_seqlens_q. Output rows
- *               past the last offset are written as 0 (lse: -inf). On CUDA, where only kernels read the
- *               offsets, bad ones are not refused but clamped into the tensors, with
- * QUERN_STATUS_BAD_OFFSETS.
+ * Varlen:       q [Tq,H,D]    k [Tkv,Hkv,D]    v [Tkv,Hkv,Dv]    o [Tq,H,Dv]    lse [H,Tq]
+ *               with cu_seqlens_q and cu_seqlens_kv: int32 [B+1], starting at 0, not decreasing, the last at
+ *               most Tq, Tkv. cu_seqlens_kv may be NULL: the same as cu_seqlens_q. Output rows past the last
+ *               offset are written as 0 (lse: -inf). On CUDA only kernels read the offsets. They do not
+ *               refuse bad ones: they clamp them into the tensors and set QUERN_STATUS_BAD_OFFSETS.
  *
  * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said, before an output or the workspace is written: a NULL
  * that is needed; a size other than quern.h says; a parameter, ndim, extent, dtype or head dim other than
@@ -70,8 +69,8 @@ typedef struct quern_attention_tensors {
 } quern_attention_tensors;
 #define QUERN_ATTENTION_TENSORS_INIT QUERN_SIZED(quern_attention_tensors)
 
-/* Bytes of workspace that the forward or backward call with the same arguments needs. Only shapes,
- * dtypes and devices of the tensors are looked at, never their data. */
+/* Bytes of workspace that the forward or backward call with the same arguments needs. Reads only shapes,
+ * dtypes and devices of the tensors, never their data. */
 QUERN_API quern_status quern_attention_forward_workspace(quern_context *ctx,
                                                          const quern_attention_params *params,
                                                          const quern_attention_tensors *tensors,

@@ -4,21 +4,22 @@
  * cache.h - caches of keys and values, and decoding from them: dense attention and native sparse attention
  * (nsa.h) of the newest tokens of a batch of sequences of any lengths.
  *
- * A cache holds rows for sequences 0 ... S - 1 in memory of the caller. Tokens are appended to any subset of
- * them; the last ones can be taken back. For sparse attention the cache also holds the compressed entries,
- * each computed once, when the last token of its block arrives; all raw rows are kept, because any block may
- * be selected. A separate pair of the window branch goes round in a ring.
+ * A cache holds rows for sequences 0 ... S - 1 in memory of the caller. A call appends tokens to any subset
+ * of the sequences; the last tokens can be taken back. For sparse attention the cache also holds the
+ * compressed entries. Each is computed once, when the last token of its block arrives. All raw rows are kept,
+ * because any block may be selected. The window branch's own keys and values, where it has them, are kept in
+ * a ring.
  *
- * Rows stand in blocks of 64 tokens of one key/value head, keys [64, D], then values [64, Dv], in the cache's
- * dtype. Contiguous: the blocks of a head follow each other, head after head, sequence after sequence. Paged:
- * a page holds the blocks of all heads for 64 tokens (or 64 entries); the caller says which page of the pool
- * holds which tokens.
+ * Rows are stored in blocks of 64 tokens of one key/value head: keys [64, D], then values [64, Dv], in the
+ * cache's dtype. Contiguous: the blocks of a head follow each other, head after head, sequence after
+ * sequence. Paged: a page holds the blocks of all heads for 64 tokens (or 64 entries); the caller says which
+ * page of the pool holds which tokens.
  *
  * Symbols: S sequences of the cache, B of a call, T tokens of a call (those of the call's first sequence,
  * then of the second, ...), H, Hkv, D, Dv, l, d, W, k, Hs as in nsa.h.
  *
- * A call runs on the CPU and computes; a cache is used by one call at a time. On an error the cache and the
- * outputs are as they were.
+ * Calls run on the CPU. One call at a time may use a cache. On an error the cache and the outputs are as they
+ * were.
  */
 #ifndef QUERN_CACHE_H
 #define QUERN_CACHE_H
@@ -38,50 +39,49 @@ typedef struct quern_cache_params {
     int64_t sequences;  /* S, 1 ... 2^31 - 1 */
     int64_t kv_heads;   /* >= 1 */
     int64_t dim, dim_v; /* multiples of 8 up to 256 */
-    int64_t capacity;   /* most tokens of a sequence, 1 ... 2^31 - 1 */
+    int64_t capacity;   /* the most tokens of a sequence, 1 ... 2^31 - 1 */
     int64_t page;       /* 0: contiguous; 64: paged */
     int64_t pages;      /* paged: pages of the pool, 1 ... 2^31 - 1 */
-    /* Sparse attention; block_size 0: dense, and the rest is not looked at. */
+    /* Sparse attention; with block_size 0 the cache is dense and the rest is ignored. */
     int64_t block_size;               /* l */
     int64_t stride;                   /* d, a divisor of l; 0: l */
     quern_nsa_compress_kind compress; /* mean or linear */
-    bool separate_slc, separate_win;  /* the branch has keys and values of its own */
+    bool separate_slc, separate_win;  /* the branch has its own keys and values */
     int64_t window;                   /* W, with separate_win */
     int64_t step; /* with separate_win: most tokens of a sequence in a call, 1 ... 2^31 - 1. The ring holds
                    * W + 8 + step */
 } quern_cache_params;
 #define QUERN_CACHE_PARAMS_INIT QUERN_SIZED(quern_cache_params)
 
-/* The cache's own numbers, in `memory`; its rows are in `rows`. */
+/* The cache's bookkeeping is in `memory`, its rows are in `rows`. */
 typedef struct quern_cache quern_cache;
 
 /* Bytes of the two. */
 QUERN_API quern_status quern_cache_size(const quern_cache_params *params, size_t *memory_bytes,
                                         size_t *rows_bytes);
-/* A cache of empty sequences. Neither memory needs an alignment beyond that of a row's element; both stay
- * where they are as long as the cache is used. The rows need not be cleared. */
+/* Makes a cache of empty sequences. Neither memory needs an alignment beyond that of a row's element, and
+ * neither may move while the cache is used. The rows need not be cleared. */
 QUERN_API quern_status quern_cache_create(const quern_cache_params *params, void *memory, size_t memory_bytes,
                                           void *rows, size_t rows_bytes, quern_cache **cache);
 
 /* Tokens of a sequence, and its compressed entries. Either may be NULL. */
 QUERN_API quern_status quern_cache_length(const quern_cache *cache, int64_t sequence, int64_t *tokens,
                                           int64_t *entries);
-/* Bytes of the rows that the sequences hold: tokens, separate pairs, entries; paged: of their pages, each
- * whole. */
+/* Bytes of the rows that the sequences hold: tokens, separate pairs, entries; paged: of all their pages. */
 QUERN_API quern_status quern_cache_held(const quern_cache *cache, int64_t *bytes);
-/* Takes back the last n tokens of a sequence, 0 ... 8 and at most those it has; with separate_win also at
- * most those that the ring still has room for (8 after the most tokens that the sequence ever had). Entries
- * that end in these tokens go, too, and are computed again when their blocks are whole again. */
+/* Takes back the last n tokens of a sequence: 0 ... 8, and at most those it has. With separate_win n is
+ * also limited by the room in the ring (8 after the most tokens that the sequence ever had). Entries that
+ * end in these tokens are dropped, and computed again when their blocks are whole again. */
 QUERN_API quern_status quern_cache_rollback(quern_cache *cache, int64_t sequence, int64_t n);
-/* Empties a sequence. Its pages are free for others. */
+/* Empties a sequence. Other sequences may then take its pages. */
 QUERN_API quern_status quern_cache_reset(quern_cache *cache, int64_t sequence);
 
 /*
  * Page tables: i32 [S, columns], on the host. A row lists the pages of a sequence in four runs of columns:
  * tokens, entries, the selected branch's own pair, the window's ring. Column first + i of a run is the page
  * of that run's rows 64 i ... 64 i + 63 (the ring's: modulo its pages). Only columns that the sequence's
- * tokens need are looked at. Each page is written by one sequence in one column, as long as that column is in
- * use and names it; others may read it (a common beginning of full pages).
+ * tokens need are read. One sequence writes a page, in one column, as long as that column is in use and names
+ * the page. Other sequences may read it (a common prefix of full pages).
  */
 typedef struct quern_cache_columns {
     size_t size;
@@ -117,13 +117,13 @@ typedef struct quern_cache_tensors {
 #define QUERN_CACHE_TENSORS_INIT QUERN_SIZED(quern_cache_tensors)
 
 /*
- * Appends counts[b] tokens to each sequence of the batch and computes the entries whose blocks become whole:
- * the bits are those that quern_nsa_compress() gives at the same CPU level. The workspace that is asked for
- * depends on B and the counts, not on what the sequences hold.
+ * Appends counts[b] tokens to each sequence of the batch and computes the entries whose blocks become whole.
+ * Their bits are those of quern_nsa_compress() at the same CPU level. The workspace depends on B and the
+ * counts, not on what the sequences hold.
  *
  * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said: a NULL that is needed; a size other than quern.h
  * says; ids outside 0 ... S - 1 or twice in a batch; more tokens than capacity or step; a table's page that
- * is outside the pool, that another sequence or another place writes, or none; a tensor's ndim, extent,
+ * is missing, outside the pool, or written by another sequence or in another column; a tensor's ndim, extent,
  * dtype, strides or memory; another device than the CPU (QUERN_ERR_UNSUPPORTED); a workspace that is too
  * small (QUERN_ERR_WORKSPACE) or NULL.
  */
@@ -149,14 +149,16 @@ typedef struct quern_decode_tensors {
 #define QUERN_DECODE_TENSORS_INIT QUERN_SIZED(quern_decode_tensors)
 
 /*
- * Attention of the newest counts[b] tokens of each sequence, which stand in the cache: row t is that of the
- * whole sequence's call, within rounding. The number of threads changes no bit. Refusals as for the append;
- * and dense    params.causal false; a query_offset other than -1 sparse   causal false, tile other than 1,
- * compressed_visibility other than complete, max_compressed_groups > 0, compress GIVEN or another than the
- * cache's, a given selection, block_size or stride other than the cache's, a window larger than the ring's;
- * what nsa.h refuses The chosen blocks are those that quern_nsa_forward() chooses at the same CPU level. A
- * query and key/value head read at most Nc + k l' + W rows (scope head: Nc + g k l' + W). Workspaces depend
- * on the cache's capacity, B, the counts and the tensors' shapes.
+ * Attention of the newest counts[b] tokens of each sequence, which are in the cache already. Row t is the row
+ * that a call over the whole sequence gives, within rounding. The number of threads changes no bit. Refusals
+ * as for the append; and
+ *   dense    params.causal false; a query_offset other than -1
+ *   sparse   causal false, tile other than 1, compressed_visibility other than complete,
+ *            max_compressed_groups > 0, compress GIVEN or another than the cache's, a given selection,
+ *            block_size or stride other than the cache's, a window larger than the ring's; what nsa.h refuses
+ * The chosen blocks are those that quern_nsa_forward() chooses at the same CPU level. A query and key/value
+ * head read at most Nc + k l' + W rows (scope head: Nc + g k l' + W). Workspaces depend on the cache's
+ * capacity, B, the counts and the tensors' shapes.
  */
 QUERN_API quern_status quern_attention_decode_workspace(quern_context *ctx,
                                                         const quern_attention_params *params,

@@ -1,22 +1,24 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * cuda.h - NVIDIA GPUs: what is there, and the little that a program needs to hand device memory to the calls
- * of the other headers without linking CUDA itself. Needs no CUDA header: a stream is a cudaStream_t as void
- * *, NULL the default stream; memory from cudaMalloc, PyTorch and the like serves as well as that of
+ * cuda.h - NVIDIA GPUs: which there are, and what a program needs to hand device memory to the calls of the
+ * other headers without linking CUDA itself. No CUDA header is needed: a stream is a cudaStream_t as `void
+ * *`, NULL the default stream. Memory may come from cudaMalloc, PyTorch and the like, or from
  * quern_cuda_allocate().
  *
- * The GPU backend is libquern_cuda.so.0, a library of its own. It is loaded by the first call that needs it:
- * the file that the environment variable QUERN_CUDA_LIBRARY names, else the one beside libquern, else where
- * the loader looks. A call whose tensors say QUERN_CUDA fails with QUERN_ERR_DEVICE            no such
- * library, no GPU or driver, too old a driver, a device that does not exist QUERN_ERR_UNSUPPORTED       a GPU
- * of an architecture without kernels; a case that the backend does not take QUERN_ERR_INVALID_ARGUMENT  a
- * pointer that is not memory of the device that its tensor names QUERN_ERR_OUT_OF_MEMORY
- * quern_cuda_allocate() only: calls allocate nothing and leaves no CUDA error pending. Failures of the GPU's
- * work itself appear, as in CUDA, at a later synchronisation; quern_cuda_query() asks without waiting.
+ * The GPU backend is a library of its own, libquern_cuda.so.0. The first call that needs it loads it: the
+ * file that the environment variable QUERN_CUDA_LIBRARY names, else the one beside libquern, else where the
+ * loader looks. A call whose tensors say QUERN_CUDA fails with
+ *   QUERN_ERR_DEVICE            no such library, no GPU or driver, too old a driver, a device that does not
+ *                               exist
+ *   QUERN_ERR_UNSUPPORTED       a GPU of an architecture without kernels; a case that the backend does not
+ *                               take
+ *   QUERN_ERR_INVALID_ARGUMENT  a pointer that is not memory of the device that its tensor names
+ *   QUERN_ERR_OUT_OF_MEMORY     quern_cuda_allocate() only: other calls allocate nothing
+ * and leaves no CUDA error pending. As in CUDA, failures of the GPU's work itself appear at a later
+ * synchronisation; quern_cuda_query() asks without waiting.
  *
- * The calling thread's current CUDA device is as before after every call. A stream belongs to the tensors'
- * device.
+ * No call changes the calling thread's current CUDA device. A stream belongs to the tensors' device.
  */
 #ifndef QUERN_CUDA_H
 #define QUERN_CUDA_H
@@ -47,12 +49,13 @@ QUERN_API quern_status quern_cuda_device_get(int32_t device, quern_cuda_device *
 QUERN_API quern_status quern_cuda_allocate(int32_t device, size_t bytes, void **p);
 QUERN_API quern_status quern_cuda_free(int32_t device, void *p);
 /* Copies between host and device memory, or within either, in the stream's order. Host memory that is not
- * page-locked has been read when the call returns, and may be written until the stream's work is done. */
+ * page-locked: as a source it has been read when the call returns; as a target it may be written until the
+ * stream's work is done. */
 QUERN_API quern_status quern_cuda_copy(int32_t device, void *to, const void *from, size_t bytes,
                                        void *stream);
 QUERN_API quern_status quern_cuda_fill(int32_t device, void *to, uint8_t value, size_t bytes, void *stream);
 
-/* Streams. The work of a created one does not wait for the default stream's. */
+/* Streams. A created stream does not wait for the default stream. */
 QUERN_API quern_status quern_cuda_stream_create(int32_t device, void **stream);
 QUERN_API quern_status quern_cuda_stream_destroy(int32_t device, void *stream);
 /* Waits for the stream's work; returns the error that it ended with. */
@@ -60,7 +63,7 @@ QUERN_API quern_status quern_cuda_synchronize(int32_t device, void *stream);
 /* The same without waiting: *done is false while work is left. */
 QUERN_API quern_status quern_cuda_query(int32_t device, void *stream, bool *done);
 
-/* Events in a stream, for timing: *ms is the time from one to the other, after waiting for the later one. */
+/* Events in a stream, for timing. *ms is the time between two of them; the call waits for the later one. */
 QUERN_API quern_status quern_cuda_event_create(int32_t device, void **event);
 QUERN_API quern_status quern_cuda_event_destroy(int32_t device, void *event);
 QUERN_API quern_status quern_cuda_event_record(int32_t device, void *event, void *stream);

@@ -9,7 +9,7 @@
  *   void *data; int32_t device_type, device_id; int32_t ndim; uint8_t code, bits; uint16_t lanes;
  *   int64_t *shape, *strides; uint64_t byte_offset;
  * A DLManagedTensor (and one with a version) holds its DLTensor in the member dl_tensor: pass its address.
- * Ownership stays where it is: nothing is freed, no deleter is called, no memory is copied.
+ * Ownership does not change: nothing is freed, no deleter is called, no memory is copied.
  *
  *   DLPack                                    here
  *   float 16, 32, 64; bfloat 16               QUERN_F16, F32, F64; BF16
@@ -34,9 +34,9 @@ extern "C" {
  * that is not in the table. */
 QUERN_API quern_status quern_tensor_from_dlpack(const void *dl_tensor, quern_tensor *tensor);
 
-/* Fills the DLTensor from *tensor. Its shape and strides then point into *tensor, which must stay as long
- * as they are read. Refused with QUERN_ERR_INVALID_ARGUMENT: NULL, an unknown dtype or device, ndim
- * outside 0 ... QUERN_MAX_DIMS. */
+/* Fills the DLTensor from *tensor. Its shape and strides then point into *tensor, which must outlive their
+ * use. Refused with QUERN_ERR_INVALID_ARGUMENT: NULL, an unknown dtype or device, ndim outside 0 ...
+ * QUERN_MAX_DIMS. */
 QUERN_API quern_status quern_tensor_to_dlpack(quern_tensor *tensor, void *dl_tensor);
 
 #ifdef __cplusplus

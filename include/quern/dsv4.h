@@ -9,18 +9,18 @@
  * by the place in the block,
  *
  *   entry[i,c] = sum of softmax(logits)[j] * value[j,c] over, for CSA, series b of block i - 1, then series a
- * of block i; for HCA over series a of block i
+ *                of block i; for HCA over series a of block i
  *
- * channel by channel, in f32. A logit of -inf weighs nothing; where all are, the entry is 0. Block 0 without
- * a block before it has its own r tokens alone. Then, each where asked for: rounding to bf16, RMS norm,
- * rotation of the last channels, Walsh-Hadamard transform, a cache's row format.
+ * channel by channel, in f32. A logit of -inf weighs nothing; where all are -inf, the entry is 0. Block 0
+ * without a block before it uses its own r tokens alone. Then follow, each where asked for: rounding to bf16,
+ * RMS norm, rotation of the last channels, Walsh-Hadamard transform, a cache's row format.
  *
  * Symbols: B sequences, T tokens (of a sequence, or of a varlen batch), r ratio, C width, n entries of a
- * call, R rotated channels, P positions of a RoPE table, Dm width of hidden states; columns = 4C (CSA: C_a
- * Z_a C_b Z_b) or 2C (HCA: C Z).
+ * call, R rotated channels, P positions of a RoPE table, Dm width of hidden states; columns = 4C (CSA:
+ * C_a Z_a C_b Z_b) or 2C (HCA: C Z).
  *
- * Source of the maths: the DeepSeek-V4 report (arXiv 2606.19348) and its public inference code. YaRN: arXiv
- * 2309.00071.
+ * Source of the maths: the DeepSeek-V4 report (arXiv 2606.19348) and its public inference code. YaRN:
+ * arXiv 2309.00071.
  */
 #ifndef QUERN_DSV4_H
 #define QUERN_DSV4_H
@@ -73,8 +73,8 @@ typedef struct quern_dsv4_compress_params {
  *   out, pooled, d_out [n, C]           [B, n, C]           [floor(T / r), C]
  *
  * n is params.n_blocks, or floor((T - start_token) / r). Varlen: sequence b's entries follow those of the
- * sequences before it, floor(N_b / r) rows each; rows without an entry are written as 0 (d_out's are not
- * read).
+ * sequences before it, floor(N_b / r) rows each. Rows without an entry are written as 0; those of d_out are
+ * not read.
  *
  * Refused, with QUERN_ERR_INVALID_ARGUMENT unless said, before an output or the workspace is written: a NULL
  * that is needed; a tensor that these parameters have no use for; a size other than quern.h says; a
@@ -110,8 +110,9 @@ typedef struct quern_dsv4_compress_tensors {
 } quern_dsv4_compress_tensors;
 #define QUERN_DSV4_COMPRESS_TENSORS_INIT QUERN_SIZED(quern_dsv4_compress_tensors)
 
-/* Bytes of workspace that the call with the same arguments needs; looks at shapes alone. From x it holds the
- * projections of some 4096 tokens, in the backward pass their gradients too, and a packed copy of w. */
+/* Bytes of workspace that the call with the same arguments needs; reads shapes alone. With x the workspace
+ * holds the projections of some 4096 tokens, in the backward pass their gradients too, and a copy of w in
+ * panels. */
 QUERN_API quern_status quern_dsv4_compress_workspace(quern_context *ctx,
                                                      const quern_dsv4_compress_params *params,
                                                      const quern_dsv4_compress_tensors *tensors,
@@ -121,8 +122,8 @@ QUERN_API quern_status quern_dsv4_compress(quern_context *ctx, const quern_exec 
                                            const quern_dsv4_compress_params *params,
                                            const quern_dsv4_compress_tensors *tensors, void *workspace,
                                            size_t workspace_bytes);
-/* From the inputs and d_out, through roundings and formats as if they were not there: every d_ that is given.
- */
+/* Writes every d_ that is given, from the inputs and d_out. Gradients pass through roundings and formats
+ * as if these were not there. */
 QUERN_API quern_status quern_dsv4_compress_backward_workspace(quern_context *ctx,
                                                               const quern_dsv4_compress_params *params,
                                                               const quern_dsv4_compress_tensors *tensors,
@@ -135,15 +136,15 @@ QUERN_API quern_status quern_dsv4_compress_backward(quern_context *ctx, const qu
 /*
  * A state is what a sequence's compressor keeps between calls: softmax sums (HCA 3 C floats, CSA 6 C) and a
  * ring of the last `ring` projected rows (ring * columns floats), which can be taken back. It lives in the
- * caller's memory. Any way to cut a sequence into appends gives the same entries to the bit, which are those
- * of quern_dsv4_compress() on the same projections and CPU level. A state is used by one thread at a time.
+ * caller's memory. However a sequence is cut into appends, the entries are the same to the bit: those of
+ * quern_dsv4_compress() on the same projections and CPU level. One thread at a time may use a state.
  */
 typedef struct quern_dsv4_state quern_dsv4_state;
 
 /* Bytes of memory for a state of `width` channels with a ring of 0 ... 8 rows. */
 QUERN_API quern_status quern_dsv4_state_size(const quern_dsv4_compress_params *params, int64_t width,
                                              int64_t ring, size_t *bytes);
-/* An empty state in `memory` (any alignment; it must stay where it is). Its first token stands at
+/* Makes an empty state in `memory` (any alignment; it may not move). Its first token stands at
  * params->start_abs_pos. */
 QUERN_API quern_status quern_dsv4_state_create(const quern_dsv4_compress_params *params, int64_t width,
                                                int64_t ring, void *memory, size_t bytes,
@@ -151,17 +152,17 @@ QUERN_API quern_status quern_dsv4_state_create(const quern_dsv4_compress_params 
 /* The position of the next token, and how many of the last ones can be taken back. Either may be NULL. */
 QUERN_API quern_status quern_dsv4_state_position(const quern_dsv4_state *state, int64_t *position,
                                                  int64_t *held);
-/* Takes back the last n tokens; more than the ring holds is an error. Entries of blocks that are no longer
- * whole are computed again when they are: (position - start_abs_pos) / r entries remain. */
+/* Takes back the last n tokens; more than the ring holds is an error. (position - start_abs_pos) / r
+ * entries remain. The entries of blocks that are no longer whole are computed again when the blocks are. */
 QUERN_API quern_status quern_dsv4_state_rollback(quern_dsv4_state *state, int64_t n);
 /* An independent copy in memory of its own, as large as for quern_dsv4_state_create(). */
 QUERN_API quern_status quern_dsv4_state_fork(const quern_dsv4_state *state, void *memory, size_t bytes,
                                              quern_dsv4_state **copy);
-/* Writes a state into `to`, as many bytes as *bytes says afterwards; with `to` NULL only says. The bytes are
- * of the machine's byte order and hold a version and a checksum. */
+/* Writes a state into `to` and sets *bytes to its length; with `to` NULL only sets *bytes. The bytes have
+ * the machine's byte order and hold a version and a checksum. */
 QUERN_API quern_status quern_dsv4_state_save(const quern_dsv4_state *state, void *to, size_t *bytes);
-/* Makes a state from saved bytes. Refused (QUERN_ERR_FORMAT) where they are damaged or cut off, or are those
- * of another kind, ratio, width or ring; *state is then left as it is. */
+/* Makes a state from saved bytes. Refused (QUERN_ERR_FORMAT) are bytes that are damaged or cut off, or of
+ * another kind, ratio, width or ring; *state is then unchanged. */
 QUERN_API quern_status quern_dsv4_state_restore(const quern_dsv4_compress_params *params, int64_t width,
                                                 int64_t ring, const void *from, size_t from_bytes,
                                                 void *memory, size_t bytes, quern_dsv4_state **state);
@@ -185,10 +186,10 @@ typedef struct quern_dsv4_append_tensors {
 QUERN_API quern_status quern_dsv4_append_entries(quern_dsv4_state *const *states, const int64_t *counts,
                                                  int64_t batch, int64_t *n);
 /*
- * Appends counts[b] >= 0 tokens to states[b], b < batch; each state stands there once, and all have the
- * params' kind and ratio and one width and ring size. Entries come out state after state.
- * params->start_token, n_blocks and start_abs_pos are not looked at. On an error states and outputs are as
- * they were. CPU alone.
+ * Appends counts[b] >= 0 tokens to states[b], b < batch. Each state may stand there once; all have the
+ * params' kind and ratio and the same width and ring size. Entries come out state after state.
+ * params->start_token, n_blocks and start_abs_pos are ignored. On an error states and outputs are as they
+ * were. CPU alone.
  */
 QUERN_API quern_status quern_dsv4_append_workspace(quern_context *ctx,
                                                    const quern_dsv4_compress_params *params,
@@ -204,8 +205,8 @@ QUERN_API quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *e
 /*
  * The indexer: scores every query against the entries it sees and keeps the best k.
  *
- *   score[t,s] = Hi^-1/2 C^-1/2 sum over h of w[t,h] max(0, q[t,h] . k[s]),   s < floor((start_abs_pos + t +
- * 1) / r)
+ *   score[t,s] = Hi^-1/2 C^-1/2 sum over h of w[t,h] max(0, q[t,h] . k[s]),
+ *                s < floor((start_abs_pos + t + 1) / r)
  *
  * NaN passes through the maximum and is the lowest of all scores; ties go to the lowest index. The scores of
  * a query depend on nothing but its own row and the keys, so the choice is the same however tokens are cut
@@ -222,8 +223,8 @@ typedef struct quern_dsv4_index_params {
 
 /*
  * NULL means absent. act is one of f32, f16, bf16. Hi heads, C (a multiple of 8 to 256) channels, S entries.
- * Refused as above, and: a top_k, ratio or format other than stated; heads, queries or entries beyond 2^31
- * - 1.
+ * Refused as above, and: a top_k, ratio or format other than stated; heads, queries or entries beyond
+ * 2^31 - 1.
  */
 typedef struct quern_dsv4_index_tensors {
     size_t size;
@@ -236,8 +237,8 @@ typedef struct quern_dsv4_index_tensors {
 } quern_dsv4_index_tensors;
 #define QUERN_DSV4_INDEX_TENSORS_INIT QUERN_SIZED(quern_dsv4_index_tensors)
 
-/* CPU alone. bf16 queries against keys in bf16 or bytes go through exact products with f32 sums, all else
- * through f32. */
+/* CPU alone. bf16 queries against keys in bf16 or bytes are multiplied exactly and summed in f32; all
+ * other operands go through f32. */
 QUERN_API quern_status quern_dsv4_index_workspace(quern_context *ctx, const quern_dsv4_index_params *params,
                                                   const quern_dsv4_index_tensors *tensors, size_t *bytes);
 QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *exec,
@@ -246,9 +247,9 @@ QUERN_API quern_status quern_dsv4_index(quern_context *ctx, const quern_exec *ex
                                         size_t workspace_bytes);
 
 /*
- * The attention core of CSA, HCA and window layers. One row a key is key and value at once for all H heads.
- * Query t's keys are the raw rows t - window < j <= t and, of the compressed entries s < floor((t + 1) / r),
- * all (HCA) or the chosen (CSA), t and j positions in the sequence; one softmax over both:
+ * The attention core of CSA, HCA and window layers. One row per key is key and value at once for all H heads.
+ * With t and j positions in the sequence, query t's keys are the raw rows t - window < j <= t and, of the
+ * compressed entries s < floor((t + 1) / r), all (HCA) or the chosen (CSA). One softmax covers both:
  *
  *   o[t,h] = rotate back (sum_i p_i key_i),  p_i = e^(D^-1/2 q . key_i) / (e^sink[h] + sum of the numerators)
  *
@@ -276,18 +277,19 @@ typedef struct quern_dsv4_attention_params {
  *              fixed lengths         varlen, with cu_seqlens
  *   q, o, d_o  [B, T, H, D]          [T, H, D]
  *   kv         [B, N, D]             [T, D]
- *   kv_cmp     [B, S, D]             [floor(T / r), D]: sequence b's rows after those before it, floor(N_b /
- * r) each idx        [B, T, k]             [T, k], entries counted from the sequence's first count      [B,
- * T]                [T] lse        [B, H, T]             [H, T]
+ *   kv_cmp     [B, S, D]             [floor(T / r), D], sequence after sequence, floor(N_b / r) rows each
+ *   idx        [B, T, k]             [T, k], entries counted from the sequence's first
+ *   count      [B, T]                [T]
+ *   lse        [B, H, T]             [H, T]
  *
  * With format row584 kv and kv_cmp are u8 [B, N, 584] and [B, S, 584]. With pages they are pools [pages,
- * page, D], or u8 [pages, page * 584], whose page holds the 576 bytes of data of every slot, then 8 bytes of
+ * page, D], or u8 [pages, page * 584]; such a page holds the 576 bytes of data of every slot, then 8 bytes of
  * scales of every slot. Position p of sequence b stands in slot p % page of page kv_table[b, p / page], entry
- * s in slot s % page of page kv_cmp_table[b, s / page]; the sequence has start + T raw rows and floor((start
- * + T) / r) entries, and only columns that its queries need are looked at. Fixed lengths alone.
+ * s in slot s % page of page kv_cmp_table[b, s / page]. The sequence has start + T raw rows and floor((start
+ * + T) / r) entries. Only columns that its queries need are read. Fixed lengths alone.
  *
- * Raw row j of N stands at position start_abs_pos + T - N + j. A list may come in any order; -1 is padding,
- * an entry that stands twice counts once, one that is not visible is not attended, and one outside [-1, S) is
+ * Raw row j of N stands at position start_abs_pos + T - N + j. A list may come in any order. -1 is padding. A
+ * repeated entry counts once, an entry that is not visible is not attended, and one outside [-1, S) is
  * skipped and sets QUERN_STATUS_BAD_INDEX. Varlen: rows of o past the last sequence are written as 0, of lse
  * as -inf.
  *
@@ -324,7 +326,8 @@ QUERN_API quern_status quern_dsv4_attention(quern_context *ctx, const quern_exec
                                             const quern_dsv4_attention_params *params,
                                             const quern_dsv4_attention_tensors *tensors, void *workspace,
                                             size_t workspace_bytes);
-/* From the inputs, o, lse and d_o: every d_ that is given. The choice of entries carries no gradient. */
+/* Writes every d_ that is given, from the inputs, o, lse and d_o. The choice of entries carries no
+ * gradient. */
 QUERN_API quern_status quern_dsv4_attention_backward_workspace(quern_context *ctx,
                                                                const quern_dsv4_attention_params *params,
                                                                const quern_dsv4_attention_tensors *tensors,
@@ -345,8 +348,8 @@ typedef struct quern_dsv4_store_params {
 
 /*
  * Row i of x goes to slot slots[i], counted over all pages: page * slots + slot; contiguous: the number of
- * the row. -1: it is not stored. Of two rows for one slot the later stays. Refused as above, and: a slot
- * outside the cache; with a format a NaN or Inf in a row that is stored. The cache is then as it was.
+ * the row. A row with slot -1 is not stored. Of two rows for one slot the later stays. Refused as above, and:
+ * a slot outside the cache; with a format a NaN or Inf in a row that is stored. The cache is then as it was.
  */
 typedef struct quern_dsv4_store_tensors {
     size_t size;
@@ -366,7 +369,7 @@ QUERN_API quern_status quern_dsv4_store(quern_context *ctx, const quern_exec *ex
                                         const quern_dsv4_store_tensors *tensors, void *workspace,
                                         size_t workspace_bytes);
 
-/* What a RoPE table is made of; factor 0: plain, else YaRN. */
+/* The parameters of a RoPE table; factor 0: plain, else YaRN. */
 typedef struct quern_dsv4_rope_params {
     size_t size;
     float base;                 /* 10000 in window layers, 160000 in CSA and HCA layers */
@@ -376,13 +379,13 @@ typedef struct quern_dsv4_rope_params {
 } quern_dsv4_rope_params;
 #define QUERN_DSV4_ROPE_PARAMS_INIT QUERN_SIZED(quern_dsv4_rope_params)
 
-/* Fills table [P, R], f32, f16 or bf16 on the CPU: R / 2 cosines, then as many sines, of position * inv_m,
- * where inv_m = 1 / base^(2m / R), by YaRN inv_m / factor * ramp + inv_m * (1 - ramp); every step rounded to
- * f32. */
+/* Fills table [P, R], f32, f16 or bf16 on the CPU: R / 2 cosines, then as many sines, of position * inv_m.
+ * inv_m = 1 / base^(2m / R); with YaRN inv_m / factor * ramp + inv_m * (1 - ramp). Every step is rounded
+ * to f32. */
 QUERN_API quern_status quern_dsv4_rope_table(const quern_dsv4_rope_params *params, const quern_tensor *table);
 
-/* Packs a compressor's weights from its parts [Dm, C]: w_a_kv, w_a_z and, for CSA, w_b_kv, w_b_z (HCA: NULL)
- * into w [Dm, columns]. f32, f16 or bf16, on the CPU; the parts share a dtype, w may have another. */
+/* Packs a compressor's weights from its parts [Dm, C]: w_a_kv, w_a_z and, for CSA, w_b_kv, w_b_z (HCA:
+ * NULL) into w [Dm, columns]. f32, f16 or bf16, on the CPU; the parts share a dtype, w may have another. */
 QUERN_API quern_status quern_dsv4_pack_weights(quern_dsv4_kind kind, const quern_tensor *w_a_kv,
                                                const quern_tensor *w_a_z, const quern_tensor *w_b_kv,
                                                const quern_tensor *w_b_z, const quern_tensor *w);

@@ -33,16 +33,16 @@ extern "C" {
 /* A file that is being written. One thread at a time; at most 64 in a process. */
 typedef struct quern_file quern_file;
 
-/* Whether quern_file_create would succeed now, to find it out before the work: QUERN_OK or its error. Leaves
- * nothing behind and opens no pipe or device. */
+/* Tells before the work whether quern_file_create would succeed: QUERN_OK or its error. Creates nothing
+ * and opens no pipe or device. */
 QUERN_API quern_status quern_file_check(const char *path);
-/* Starts a file. QUERN_ERR_IO: it cannot be written; the sentence says why. QUERN_ERR_OUT_OF_MEMORY: memory,
- * or 64 files are being written. Opening a FIFO waits for its reader. End with _commit or _discard. */
+/* Starts a file. QUERN_ERR_IO: it cannot be written; the sentence says why. QUERN_ERR_OUT_OF_MEMORY: no
+ * memory, or 64 files are open already. Opening a FIFO waits for its reader. End with _commit or _discard. */
 QUERN_API quern_status quern_file_create(const char *path, quern_file **file);
-/* Appends bytes, buffered. After an error the file can only be ended. */
+/* Appends bytes, buffered. After an error only _commit and _discard are left. */
 QUERN_API quern_status quern_file_write(quern_file *file, const void *bytes, size_t size);
-/* Writes what is buffered, syncs and renames. Returns the error of an earlier _write too. Frees in any case.
- */
+/* Writes what is buffered, syncs and renames. Returns the error of an earlier _write too. Frees in any
+ * case. */
 QUERN_API quern_status quern_file_commit(quern_file *file);
 /* Removes the temporary file and frees; NULL is allowed. */
 QUERN_API void quern_file_discard(quern_file *file);

@@ -15,9 +15,9 @@ extern "C" {
  * rows. Scores are f32: softmax over the experts, sqrt(softplus), or sigmoid of the logits. The experts are
  * those of the greatest score + bias (ties: the lowest expert; NaN counts as least), in rising order, or a
  * table's by token id, in the table's order. Weights are the scores of the chosen without bias, divided by
- * (their sum + 1e-20) where `renormalize`, times route_scale. A token's slot j is number t top_k + j.
- * permutation lists the slots by expert, then by number; offsets says where each expert's end. (DeepSeek-V3
- * and V4, Qwen, Mixtral route so.)
+ * (their sum + 1e-20) where `renormalize`, times route_scale. Slot j of token t is number t top_k + j.
+ * permutation lists the slots by expert, then by number; offsets says where each expert's slots end.
+ * (DeepSeek-V3 and V4, Qwen, Mixtral route so.)
  */
 typedef enum quern_moe_score {
     QUERN_MOE_SCORE_SOFTMAX = 0,
@@ -61,7 +61,7 @@ QUERN_API quern_status quern_moe_route(quern_context *ctx, const quern_exec *exe
                                        const quern_moe_route_params *params,
                                        const quern_moe_route_tensors *tensors, void *workspace,
                                        size_t workspace_bytes);
-/* The gradient of the weights through the scores of the experts given; the bias has none, nor has the choice.
+/* The gradient of the weights through the scores of the given experts. The bias and the choice have none.
  * d sqrt(softplus) where the score is 0 is 0. */
 QUERN_API quern_status quern_moe_route_backward_workspace(quern_context *ctx,
                                                           const quern_moe_route_params *params,
@@ -108,22 +108,22 @@ QUERN_API quern_status quern_moe_prepack(quern_context *ctx, const quern_exec *e
  * The whole layer: router, experts, shared expert.
  *     out[t] = sum over slots j of weights[t][j] expert(e[t][j])(hidden[t]) + shared(hidden[t])
  *     expert(e)(x) = act(x gate_up[e] + gate_up_bias[e]) down[e] + down_bias[e]
- * with act SwiGLU as of quern_nvfp4_fused_quantize, slots added in order in f32, the shared expert without
- * route_scale, and one rounding to out's dtype. What stands between the products is in hidden's dtype.
+ * act is SwiGLU as of quern_nvfp4_fused_quantize. Slots are added in order in f32, the shared expert without
+ * route_scale, and the sum is rounded once to out's dtype. Values between the products are in hidden's dtype.
  *
  * Experts are in NVFP4, the columns of gate_up interleaved by `granularity`, or in floats, gate_up in two
  * halves. The shared expert is in either, and has the same activation.
  *
- * a4: the experts' products take NVFP4 activations. hidden is quantised with a computed global a token, or
- * with gate_up_input_global, one an expert; the activation, in f32, likewise. A number that is not finite is
- * then QUERN_ERR_INVALID_ARGUMENT on the CPU. The shared expert's activations stay as they are.
+ * a4: the experts' products take NVFP4 activations. hidden is quantised with a computed global per token, or
+ * with gate_up_input_global, one per expert; the activation, in f32, likewise. A number that is not finite is
+ * then QUERN_ERR_INVALID_ARGUMENT on the CPU. The shared expert's activations are not quantised.
  *
- * The backward takes the forward's inputs and d_out, and makes the whole forward anew but the last products.
- * Experts are frozen. Quantised activations pass gradients straight through, a clamp none beyond its limit.
- * bias, and the choice of experts, have no gradient.
+ * The backward takes the forward's inputs and d_out, and recomputes the whole forward except the last
+ * products. Experts are frozen. Gradients pass straight through quantised activations; a clamp passes none
+ * beyond its limit. bias, and the choice of experts, have no gradient.
  *
  * T is the product of hidden's leading extents. Within a context a token's result does not depend on the
- * other tokens, to the bit. Nothing is written but the workspace where a call fails.
+ * other tokens, to the bit. A call that fails writes nothing but the workspace.
  */
 typedef struct quern_moe_params {
     size_t size;
@@ -135,7 +135,7 @@ typedef struct quern_moe_params {
     int64_t granularity;      /* of gate and up in NVFP4 columns: a divisor of 32 */
     bool a4;
     int64_t intermediate,
-        shared_intermediate; /* I and Is; 0: from the tensors, which repacked ones do not tell */
+        shared_intermediate; /* I and Is; 0: from the tensors. Needed where these are repacked */
 } quern_moe_params;
 #define QUERN_MOE_PARAMS_INIT                                                                                \
     {                                                                                                        \

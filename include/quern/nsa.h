@@ -3,33 +3,41 @@
 /*
  * nsa.h - native sparse attention: compress, select, attend over three branches, gate; and backward.
  *
- * Source of the maths: Native Sparse Attention (arXiv 2502.11089) section 3, and the tile-shared variant
- * used for training at millions of tokens (parameter `tile`).
+ * Source of the maths: Native Sparse Attention (arXiv 2502.11089) section 3, and the tile-shared variant used
+ * for training at millions of tokens (parameter `tile`).
  *
- * Symbols: B, N, T, H, Hkv, g, D, Dv as in attention.h; l block_size, d stride, l' select_block,
- * k num_selected, Tq tile, W window, c max_compressed_groups.
- *   Nc = (N - l)/d + 1 for N >= l, else 0   compressed entries of a sequence
- *   tiles = ceil(N / Tq)                     query tiles of a sequence
- *   Hs = Hkv (scope group) or H (scope head) selection lists per tile
+ * Symbols: B, N, T, H, Hkv, g, D, Dv as in attention.h; l block_size, d stride, l' select_block, k
+ * num_selected, Tq tile, W window, c max_compressed_groups.
+ *   Nc = (N - l)/d + 1 for N >= l, else 0     compressed entries of a sequence
+ *   tiles = ceil(N / Tq)                      query tiles of a sequence
+ *   Hs = Hkv (scope group) or H (scope head)  selection lists per tile
  *
- * Compress.  Entry i covers tokens [i d, i d + l). mean: their mean in f32, then optionally times w_k
- *            (w_v). linear: (tokens + pe) flattened position-major times w_k (w_v). given: the caller
- *            hands in k_cmp, v_cmp.
- * Select.    Per tile the num_selected best of the ceil(N / l') selection blocks, forced ones included. The
- * candidates are, causal, the blocks that begin at or before the tile's last query; else all. A block's
- * score: softmax     p = softmax over the entries that a query sees, summed over the tile's queries (and,
- * scope group, the g heads): s[J] = sum over m < l'/d, n < l/d of p[J l'/d + m - n] mean_logit  scale * (mean
- * of the tile's queries, and of the g heads) . k_cmp[J] A candidate with no entry that the tile's last query
- * sees scores 0 (softmax) or -inf (mean_logit). Ties go to the lower index, NaN comes last. Forced are the
- * first forced_first blocks and, causal and with forced_local > 0, the blocks that the tile touches and the
- * forced_local - 1 before these. Entries stand in groups of 128. With c > 0 the compressed branch attends c
- * groups a tile: those of the newest entries that the tile's last and first query see (causal), then the best
- * by the mean of mean_logit over the group's entries that the last query sees. Selection carries no gradient.
- * Attend.    cmp: entry i is seen by query q iff i d + l - 1 <= q (complete) or i d <= q (started).
- *            slc: tokens <= q of the chosen blocks.  win: tokens q - W < j <= q. A softmax over what is seen
- * each, as in attention.h; query head h reads key/value head h / g. Non-causal: all entries, chosen blocks
- * whole, |q - j| <= W / 2. Gate.      o = sum_b g_b o_b, g_b = sigmoid(q . w_gate[h,b]), or given, or 1/3. A
- * query that sees no key in a branch gets o_b = 0, lse_b = -inf, and no gradient flows there.
+ * Compress.  Entry i covers tokens [i d, i d + l). mean: their mean in f32, then optionally times w_k (w_v).
+ *            linear: (tokens + pe) flattened position-major times w_k (w_v). given: the caller hands in
+ *            k_cmp, v_cmp.
+ * Select.    Each tile selects the num_selected best of the ceil(N / l') selection blocks, forced ones
+ *            included. The candidates are, causal, the blocks that begin at or before the tile's last query;
+ *            else all. A block's score:
+ *              softmax     p = softmax over the entries that a query sees, summed over the tile's queries
+ *                          (and, scope group, the g heads):
+ *                          s[J] = sum over m < l'/d, n < l/d of p[J l'/d + m - n]
+ *              mean_logit  scale * (mean of the tile's queries, and of the g heads) . k_cmp[J]
+ *            A candidate with no entry that the tile's last query sees scores 0 (softmax) or -inf
+ *            (mean_logit). Ties go to the lower index, NaN comes last.
+ *            Forced are the first forced_first blocks and, causal and with forced_local > 0, the blocks that
+ *            the tile touches and the forced_local - 1 before these.
+ *            Entries form groups of 128. With c > 0 the compressed branch attends c groups per tile: those of
+ *            the newest entries that the tile's last and first query see (causal), then the best by the mean
+ *            of mean_logit over the group's entries that the last query sees.
+ *            Selection carries no gradient.
+ * Attend.    cmp: query q sees entry i iff i d + l - 1 <= q (complete) or i d <= q (started).
+ *            slc: tokens <= q of the chosen blocks.
+ *            win: tokens q - W < j <= q.
+ *            Each branch has its own softmax over what is seen, as in attention.h; query head h reads
+ *            key/value head h / g.
+ *            Non-causal: all entries, chosen blocks whole, |q - j| <= W / 2.
+ * Gate.      o = sum_b g_b o_b, g_b = sigmoid(q . w_gate[h,b]), or given, or 1/3.
+ * A query that sees no key in a branch gets o_b = 0, lse_b = -inf, and no gradient flows there.
  */
 #ifndef QUERN_NSA_H
 #define QUERN_NSA_H
@@ -110,11 +118,12 @@ QUERN_API quern_status quern_nsa_params_preset(quern_nsa_params *params, const c
 
 /*
  * The tensors of every NSA call; NULL means absent. Each function below says which it reads and writes.
- * "act": f32, f16 or bf16, one for all activations. "weight": f32 or the activations' dtype; weight
- * gradients are f32. With cu_seqlens (int32 [B+1], as in attention.h) activations are packed: [T, ...]
- * instead of [B, N, ...], lse [H,T], index lists [Hs, T/Tq + B, k] (sequence b's tiles start at row
- * sum_{b' < b} ceil(N_b' / Tq); indices relative to the sequence; unused rows -1, count 0), and k_cmp,
- * v_cmp are packed too: [T/d, Hkv, D], with cu_seqlens_cmp; rows past the last are written as 0.
+ * "act": f32, f16 or bf16, one for all activations. "weight": f32 or the activations' dtype; weight gradients
+ * are f32.
+ * Varlen, with cu_seqlens (int32 [B+1], as in attention.h): activations are [T, ...] instead of [B, N, ...],
+ * lse [H,T], index lists [Hs, T/Tq + B, k] (sequence b's tiles start at row sum_{b' < b} ceil(N_b' / Tq);
+ * indices relative to the sequence; unused rows -1, count 0), and k_cmp, v_cmp [T/d, Hkv, D], with
+ * cu_seqlens_cmp; rows past the last are written as 0.
  */
 typedef struct quern_nsa_tensors {
     size_t size;
@@ -150,14 +159,14 @@ typedef struct quern_nsa_tensors {
 #define QUERN_NSA_TENSORS_INIT QUERN_SIZED(quern_nsa_tensors)
 
 /*
- * Bits of exec's status word. Each call reports on the lists and offsets that it takes as inputs; rows of a
- * list that belong to no tile are not looked at. QUERN_STATUS_BAD_INDEX    block_idx: an entry other than -1
- * and 0 ... blocks of its sequence - 1; skipped QUERN_STATUS_BAD_GROUP    group_idx: the same, of groups of
- * 128 compressed entries QUERN_STATUS_BAD_OFFSETS  cu_seqlens, cu_seqlens_cmp
+ * Bits of exec's status word. Each call reports on the lists and offsets that it takes as inputs. It does not
+ * read rows of a list that belong to no tile.
+ *   QUERN_STATUS_BAD_INDEX    block_idx: an entry other than -1 and 0 ... blocks of its sequence - 1; skipped
+ *   QUERN_STATUS_BAD_GROUP    group_idx: the same, of groups of 128 compressed entries
+ *   QUERN_STATUS_BAD_OFFSETS  cu_seqlens, cu_seqlens_cmp
  */
 
-/* ---- extents, so that a caller computes none of the formulas above; `n` tokens of a sequence, `total` of a
- * batch ---- */
+/* ---- extents; `n` tokens of a sequence, `total` of a batch ---- */
 
 /* Nc: compressed entries of a sequence. */
 static inline int64_t quern_nsa_entries(const quern_nsa_params *p, int64_t n)
@@ -206,84 +215,98 @@ static inline int64_t quern_nsa_list_heads(const quern_nsa_params *p, int64_t he
 }
 
 /*
- * What is refused. Every check comes before the first byte of an output or of the workspace is written; the
- * sentence of quern_last_error() names the argument, what was given and what is accepted. Status:
+ * What is refused. Every check comes before the first byte of an output or of the workspace is written.
+ * quern_last_error() names the argument, what was given and what is accepted. Status:
  * QUERN_ERR_INVALID_ARGUMENT unless said.
  *
- *   combination                                        accepted instead                          refused by
- *   ctx, params, tensors or bytes NULL                 not NULL                                  all
- *   a size of params, tensors or exec that is no       8 ... sizeof; more where the tail is      all
- *     multiple of 8; a tail that is not zero           zero (see quern.h)
- *   block_size, select_block, num_selected out of      1 ... 2^31 - 1                            all
+ *   combination                                      accepted instead                   refused by
+ *   ctx, params, tensors or bytes NULL               not NULL                           all
+ *   a size of params, tensors or exec that is no     8 ... sizeof; more where the tail  all
+ *     multiple of 8; a tail that is not zero         is zero (see quern.h)
+ *   block_size, select_block, num_selected out of    1 ... 2^31 - 1                     all
  *     range
- *   stride > block_size, or no divisor of it           a divisor of block_size (0: block_size)   all
- *   select_block no multiple of stride                 a multiple (0: block_size)                all
- *   tile < 1 or > 256                                  1 ... 256                                 all
- *   window < 1                                         >= 1                                      all
- *   forced_first, forced_local, max_compressed_groups  0 ... 2^31 - 1                            all
- *     out of range
- *   an enum of no meaning; branches 0 or > 7           the enum's values; 1 ... 7                all
- *   scale < 0, NaN or infinite                         0 (1 / sqrt(D)) or finite and > 0         all
- *   scale > 65536 (lse, in f32, no longer tells        at most 65536                             backward,
- *     such scores apart) attend_backward num_selected < forced_first + (forced_local > 0 ?  at least that
- * many (non-causal:           forward that computes forced_local + (l' - gcd(Tq, l') + Tq - 1) / l'
- * forced_first)                             the lists, select : 0) metric mean_logit without l = d = l' l = d
- * = l', or metric softmax             the same max_compressed_groups > 0 with metric softmax      mean_logit,
- * or 0                          forward, backward, 0 < max_compressed_groups < 1 + ceil((Tq - 1) /    at
- * least that many (non-causal: 1)        select, attend and (128 d)) its backward groups GIVEN with
- * max_compressed_groups 0          max_compressed_groups > 0                 the same compress GIVEN mean,
- * linear                              compress, its backward a tensor that the operation needs is NULL:
- * linear  the tensor                                each, as described without w_k or w_v, gate GIVEN without
- * gates,                                              with the function gate WEIGHTS without w_gate,
- * selection GIVEN without block_idx, groups GIVEN without group_idx, compress GIVEN without k_cmp, v_cmp,
- *     k_slc without v_slc, k_win without v_win, ...
- *   pe_k, pe_v with compress other than linear         compress linear, or NULL                  the whole,
- * compress w_k, w_v with compress GIVEN                       NULL                                      the
- * whole w_gate with gate other than WEIGHTS                gate WEIGHTS, or NULL                     the
- * whole, gate d_w_gate with gate other than WEIGHTS              gate WEIGHTS, or NULL the backwards of these
- *   d_gates with gate WEIGHTS                          gate GIVEN or NONE, or NULL               the same
- *   d_k_cmp, d_v_cmp with compress other than GIVEN    compress GIVEN, or NULL                   backward
- *   d_w_k, d_w_v, d_pe_k, d_pe_v, d_k_slc, d_v_slc,    both, or no gradient                      the
- * backwards that d_k_win, d_v_win without the tensor itself write them wrong ndim, extent or dtype as
- * quern_nsa_tensors says                 all a negative extent; sizes that overflow 64 bits     products
- * below 2^57                       all head dims                                          multiples of 8, 8
- * ... 512                 all head dims above 256, GPU: QUERN_ERR_UNSUPPORTED    8 ... 256, for which there
- * are kernels    all that read them H no positive multiple of Hkv                      one (with Hkv = 0: H =
- * 0)                 all N or T > 2^31 - 1                                  fewer tokens all last dimension
- * not contiguous                      stride 1                                  all data NULL or not aligned
- * to the element            memory for every element                  all an output with elements that share
- * memory          strides that do not                       all an output that shares memory with another
- * tensor   memory of its own                         all cu_seqlens, cu_seqlens_cmp not from 0, falling, or 0
- * = c[0] <= c[1] <= ... <= rows           all (on the CPU) past the packed rows cu_seqlens_cmp with more or
- * fewer entries than a   Nc of every sequence                      all that read it sequence makes (on the
- * CPU) tensors on two devices                             one device                                all a
- * device without a backend: QUERN_ERR_DEVICE       the CPU, or a GPU with its plugin          all
- *   workspace_bytes too small: QUERN_ERR_WORKSPACE     at least what _workspace() says           all with a
- * workspace workspace NULL where bytes are needed              memory of any alignment                   the
- * same
+ *   stride > block_size, or no divisor of it         a divisor of block_size (0:        all
+ *                                                    block_size)
+ *   select_block no multiple of stride               a multiple (0: block_size)         all
+ *   tile < 1 or > 256                                1 ... 256                          all
+ *   window < 1                                       >= 1                               all
+ *   forced_first, forced_local,                      0 ... 2^31 - 1                     all
+ *     max_compressed_groups out of range
+ *   an enum of no meaning; branches 0 or > 7         the enum's values; 1 ... 7         all
+ *   scale < 0, NaN or infinite                       0 (1 / sqrt(D)) or finite and > 0  all
+ *   scale > 65536 (lse, in f32, no longer tells      at most 65536                      backward,
+ *     such scores apart)                                                                attend_backward
+ *   num_selected < forced_first + (forced_local > 0  at least that many (non-causal:    forward that computes
+ *     ? forced_local + (l' - gcd(Tq, l') + Tq - 1)   forced_first)                      the lists, select
+ *     / l' : 0)
+ *   metric mean_logit without l = d = l'             l = d = l', or metric softmax      the same
+ *   max_compressed_groups > 0 with metric softmax    mean_logit, or 0                   forward, backward,
+ *                                                                                       select, attend and
+ *                                                                                       its backward
+ *   0 < max_compressed_groups < 1 + ceil((Tq - 1) /  at least that many (non-causal:    the same
+ *     (128 d))                                       1)
+ *   groups GIVEN with max_compressed_groups 0        max_compressed_groups > 0          the same
+ *   compress GIVEN                                   mean, linear                       compress, its
+ *                                                                                       backward
+ *   a tensor that the operation needs is NULL:       the tensor                         each, as described
+ *     linear without w_k or w_v, gate GIVEN without                                     with the function
+ *     gates, gate WEIGHTS without w_gate, selection
+ *     GIVEN without block_idx, groups GIVEN without
+ *     group_idx, compress GIVEN without k_cmp,
+ *     v_cmp, k_slc without v_slc, k_win without
+ *     v_win, ...
+ *   pe_k, pe_v with compress other than linear       compress linear, or NULL           the whole, compress
+ *   w_k, w_v with compress GIVEN                     NULL                               the whole
+ *   w_gate with gate other than WEIGHTS              gate WEIGHTS, or NULL              the whole, gate
+ *   d_w_gate with gate other than WEIGHTS            gate WEIGHTS, or NULL              the backwards of
+ *                                                                                       these
+ *   d_gates with gate WEIGHTS                        gate GIVEN or NONE, or NULL        the same
+ *   d_k_cmp, d_v_cmp with compress other than GIVEN  compress GIVEN, or NULL            backward
+ *   d_w_k, d_w_v, d_pe_k, d_pe_v, d_k_slc, d_v_slc,  both, or no gradient               the backwards that
+ *     d_k_win, d_v_win without the tensor itself                                        write them
+ *   wrong ndim, extent or dtype                      as quern_nsa_tensors says          all
+ *   a negative extent; sizes that overflow 64 bits   products below 2^57                all
+ *   head dims                                        multiples of 8, 8 ... 512          all
+ *   head dims above 256, GPU: QUERN_ERR_UNSUPPORTED  8 ... 256, for which there are     all that read them
+ *                                                    kernels
+ *   H no positive multiple of Hkv                    one (with Hkv = 0: H = 0)          all
+ *   N or T > 2^31 - 1                                fewer tokens                       all
+ *   last dimension not contiguous                    stride 1                           all
+ *   data NULL or not aligned to the element          memory for every element           all
+ *   an output with elements that share memory        strides that do not                all
+ *   an output that shares memory with another        memory of its own                  all
+ *     tensor
+ *   cu_seqlens, cu_seqlens_cmp not from 0, falling,  0 = c[0] <= c[1] <= ... <= rows    all (on the CPU)
+ *     or past the varlen rows
+ *   cu_seqlens_cmp with more or fewer entries than   Nc of every sequence               all that read it (on
+ *     a sequence makes                                                                  the CPU)
+ *   tensors on two devices                           one device                         all
+ *   a device without a backend: QUERN_ERR_DEVICE     the CPU, or a GPU with its plugin  all
+ *   workspace_bytes too small: QUERN_ERR_WORKSPACE   at least what _workspace() says    all with a workspace
+ *   workspace NULL where bytes are needed            memory of any alignment            the same
  *
  * Not refused: entries of a block or group list that are out of range (skipped, see exec's status word),
- * duplicates (count once), blocks of the future (masked); a tensor that the operation has no use for under
- * these parameters: it is not looked at, whatever stands there. Tensors of a branch that params.branches
- * leaves out are such, of the gate's operations, too.
+ * duplicates (count once), blocks of the future (masked), and a tensor that the operation has no use for
+ * under these parameters, which it does not read. Tensors of a branch that params.branches leaves out are
+ * such tensors, also for the gate's operations.
  */
 
 /*
- * The whole. Forward reads q, k, v (and k_slc ... pe_v, w_gate or gates, block_idx, group_idx as params
- * say) and writes o, and whichever of these are given: k_cmp, v_cmp, cu_seqlens_cmp, gates, block_idx,
- * block_count, group_idx, o_b, lse_b. Backward needs k_cmp, v_cmp, block_idx, group_idx (c > 0), lse_b,
- * gates as forward wrote them, d_o, and o_b (recomputed where absent); it writes d_q, d_k, d_v and every
- * other d_ tensor that is given and whose input these params use: what belongs to a branch that is off
- * (d_k_slc; d_w_k where the window branch is alone) is left as it is, like that input.
+ * The whole. Forward reads q, k, v (and k_slc ... pe_v, w_gate or gates, block_idx, group_idx as params say)
+ * and writes o, and whichever of these are given: k_cmp, v_cmp, cu_seqlens_cmp, gates, block_idx,
+ * block_count, group_idx, o_b, lse_b. Backward needs k_cmp, v_cmp, block_idx, group_idx (c > 0), lse_b, gates
+ * as forward wrote them, d_o, and o_b (recomputed where absent). It writes d_q, d_k, d_v and every other d_
+ * tensor that is given and whose input these params use. It leaves what belongs to a branch that is off
+ * (d_k_slc; d_w_k where the window branch is alone) as it is, like that input.
  *
  * Forward's workspace on the CPU is at most the sum of
- *   - one packed copy of K and V in the dtype of the products (bf16 pairs with AVX512-BF16, else f32), each
- *     sequence rounded up to 64 tokens and Dv to 16; branches with pairs of their own are packed one after
- *     the other in the same place,
+ *   - one copy of K and V in panels, in the dtype of the products (bf16 pairs with AVX512-BF16, else f32),
+ *     each sequence rounded up to 64 tokens and Dv to 16; branches with pairs of their own take turns in the
+ *     same place,
  *   - k_cmp, v_cmp, block_idx, group_idx, cu_seqlens_cmp where the caller does not take them,
  *   - one lse [B,H,N],
- *   - 4 MiB a thread.
- * Weights of the linear compression in 16 bits are packed, too, before K and V and in the same place.
+ *   - 4 MiB per thread.
+ * 16-bit weights of the linear compression are copied into panels, too, before K and V and in the same place.
  */
 QUERN_API quern_status quern_nsa_forward_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                    const quern_nsa_tensors *tensors, size_t *bytes);
@@ -296,7 +319,7 @@ QUERN_API quern_status quern_nsa_backward(quern_context *ctx, const quern_exec *
                                           const quern_nsa_params *params, const quern_nsa_tensors *tensors,
                                           void *workspace, size_t workspace_bytes);
 
-/* Compress alone: k, v, w_k, w_v, pe_k, pe_v -> k_cmp, v_cmp (and cu_seqlens_cmp where packed). Backward:
+/* Compress alone: k, v, w_k, w_v, pe_k, pe_v -> k_cmp, v_cmp (and cu_seqlens_cmp where varlen). Backward:
  * d_k_cmp, d_v_cmp and the inputs -> d_k, d_v, d_w_k, d_w_v, d_pe_k, d_pe_v (those given). */
 QUERN_API quern_status quern_nsa_compress_workspace(quern_context *ctx, const quern_nsa_params *params,
                                                     const quern_nsa_tensors *tensors, size_t *bytes);
@@ -369,8 +392,8 @@ typedef struct quern_nsa_list_params {
 } quern_nsa_list_params;
 #define QUERN_NSA_LIST_PARAMS_INIT QUERN_SIZED(quern_nsa_list_params)
 
-/* All i32, in any strides, with the same leading dimensions (what does not merge into one dimension in all
- * three takes a launch each on a GPU). */
+/* All i32, in any strides, with the same leading dimensions. On a GPU, leading dimensions that do not
+ * merge into one in all three take one launch for each index. */
 typedef struct quern_nsa_list_tensors {
     size_t size;
     const quern_tensor *in;    /* [.., k_in] */
@@ -380,8 +403,7 @@ typedef struct quern_nsa_list_tensors {
 #define QUERN_NSA_LIST_TENSORS_INIT QUERN_SIZED(quern_nsa_list_tensors)
 
 /* Converts lists of blocks between block lengths: out is ascending and padded with -1. Entries of `in`
- * outside the sequence are skipped (other than -1: QUERN_STATUS_BAD_INDEX), an index that comes twice counts
- * once. */
+ * outside the sequence are skipped (other than -1: QUERN_STATUS_BAD_INDEX); a repeated index counts once. */
 QUERN_API quern_status quern_nsa_list_convert_workspace(quern_context *ctx,
                                                         const quern_nsa_list_params *params,
                                                         const quern_nsa_list_tensors *tensors, size_t *bytes);

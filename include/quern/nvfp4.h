@@ -1,12 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nvfp4.h - NVFP4, a 4-bit float format: E2M1 codes in blocks of 16, an E4M3 scale a block, an f32 scale a
- * tensor.
+ * nvfp4.h - NVFP4, a 4-bit float format: E2M1 codes in blocks of 16, an E4M3 scale per block, an f32 scale
+ * per tensor.
  *
  * A code is 0, 0.5, 1, 1.5, 2, 3, 4 or 6, bit 3 its sign; two stand in a byte, the low nibble first. A scale
- * is one byte of E4M3, 0x00 to 0x7E. With the tensor's (or expert's, or row's) global scale G value =
- * fl(fl(code * scale) * G) in f32, rounded once more to the output's type.
+ * is one byte of E4M3, 0x00 to 0x7E. With the tensor's (or expert's, or row's) global scale G
+ *     value = fl(fl(code * scale) * G)
+ * in f32, rounded once more to the output's type.
  */
 #ifndef QUERN_NVFP4_H
 #define QUERN_NVFP4_H
@@ -53,14 +54,15 @@ typedef enum quern_nvfp4_global {
 
 /*
  * Common to all operations
- *  - scales, and codes, are u8; scales may also be e4m3. Blocks lie along the last dimension D of an
- * activation, whose last block is padded with zeros: codes [.., 8 ceil(D / 16)], scales [.., ceil(D / 16)]. A
- * weight [K, N] or [E, K, N] has them along K, a multiple of 16: codes [(E,) K/2, N], scales [(E,) K/16, N].
+ *  - Scales and codes are u8; scales may also be e4m3. Blocks lie along the last dimension D of an
+ *    activation, whose last block is padded with zeros: codes [.., 8 ceil(D / 16)], scales [..,
+ *    ceil(D / 16)]. A weight [K, N] or [E, K, N] has them along K, a multiple of 16: codes [(E,) K/2, N],
+ *    scales [(E,) K/16, N].
  *  - Globals are f32, finite and above 0. offsets are i32 [E], where each expert's rows of an activation [T,
- * D] end: never falling, at most T. Rows past the last are written as 0, and not read.
+ *    D] end: never falling, at most T. Rows past the last are written as 0, and not read.
  *  - On the CPU a value that is not finite, a scale byte of 0x7F or more, a bad global or a bad offset is
- *    QUERN_ERR_INVALID_ARGUMENT, the sentence names the first; outputs are then untouched. Pointers may not
- * overlap.
+ *    QUERN_ERR_INVALID_ARGUMENT, and the sentence names the first; outputs are then untouched. Pointers may
+ *    not overlap.
  */
 
 typedef struct quern_nvfp4_quantize_params {
@@ -91,7 +93,7 @@ QUERN_API quern_status quern_nvfp4_quantize(quern_context *ctx, const quern_exec
                                             const quern_nvfp4_quantize_tensors *tensors, void *workspace,
                                             size_t workspace_bytes);
 
-/* Codes back to values, rounded to the nearest of x's dtype. The profile matters as to whether the global is
+/* Codes back to values, rounded to the nearest of x's dtype. The profile says whether the global is G or
  * R. */
 typedef struct quern_nvfp4_dequantize_params {
     size_t size;
@@ -120,10 +122,11 @@ QUERN_API quern_status quern_nvfp4_dequantize(quern_context *ctx, const quern_ex
 
 /*
  * A product's output x [M, 2 I] to NVFP4 in one pass. x interleaves gate and up by runs of `granularity`
- * columns, which divides I. Either gate, up or both are quantised as they stand, or, under `swiglu`, what
- * SwiGLU makes of them in f32: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + beta)
+ * columns, which divides I. Either gate, up or both are quantised unchanged or, under `swiglu`, the f32
+ * result of SwiGLU is:
+ *     min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + beta)
  * Without up_codes the up columns are not read, and without gate_codes and swiglu the gate columns are not.
- * Scales follow the profile's own rule; codes may differ from those of exact arithmetic where a value lies
+ * Scales follow the profile's own rule. Codes may differ from those of exact arithmetic where a value lies
  * within 1e-5 of a midpoint.
  */
 typedef struct quern_nvfp4_fused_quantize_params {
@@ -191,12 +194,12 @@ QUERN_API quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_ex
 /*
  * Scales between rows and the order of tensor cores. With C = ceil(columns / 4), scale (r, c) stands at byte
  *     ((r / 128) C + c / 4) 512 + (r % 32) 16 + ((r % 128) / 32) 4 + c % 4
- * of ceil(rows / 128) 128 rows of 4 C bytes; what pads them is 0.
+ * of ceil(rows / 128) 128 rows of 4 C bytes; the padding is 0.
  *   - linear [rows, columns], swizzled [bytes].
  *   - with tokens_per_expert i32 [E]: the linear rows are the experts' one after the other (they sum to at
- * most `rows`), and each expert's begin at a multiple of 128 rows: at most rows + 127 E. An expert without
- * rows takes none. pad_row_offsets i32 [E + 1] says where they begin. Bytes past the last are 0; linear rows
- * past it too.
+ *     most `rows`). Each expert's rows begin at a multiple of 128 rows: at most rows + 127 E. An expert
+ *     without rows takes none. pad_row_offsets i32 [E + 1] says where they begin. Bytes past the last are 0;
+ *     linear rows past it too.
  *   - weight: linear [E, columns, rows] (scales of codes [E, K/2, N]), swizzled [E, bytes].
  */
 typedef struct quern_nvfp4_swizzle_params {
@@ -258,15 +261,14 @@ QUERN_API quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_ex
 /*
  * The grouped product: C[t] = A[t] B[e] for the rows t of expert e, B in NVFP4.
  *     result = fl(acc fl(G_A G_B)) + bias + C, in f32 and in that order
- * then SwiGLU where asked, then one rounding to C's dtype, or quantisation. acc sums in f32: products of f32,
- * f16 and bf16 activations with code * scale, which is exact; with A in NVFP4, or rounded to int8 (a8), exact
- * integers within a block of
- * 16. Within a context, a row's result depends on that row alone, to the bit, whatever the other rows, the
- * layout of B and the number of threads.
+ * then SwiGLU where asked, then one rounding to C's dtype, or quantisation. acc sums in f32 the products of
+ * f32, f16 and bf16 activations with code * scale, which is exact. With A in NVFP4, or rounded to int8 (a8),
+ * acc sums exact integers within a block of 16. Within a context, a row's result depends on that row alone,
+ * to the bit, whatever the other rows, the layout of B and the number of threads.
  *
- * Bound against exact arithmetic, with S the sum of |a b| and the globals, |bias| and |C|: (4 + K / 16) 2^-23
- * S for integer products, (K + 8) 2^-24 S for others, and half a unit of the output's last place. (bf16
- * activations at the level AVX512BF16: numbers below 2^-126 count as 0.)
+ * Bound against exact arithmetic, with S the sum of |a b| and the globals, |bias| and |C|:
+ * (4 + K / 16) 2^-23 S for integer products, (K + 8) 2^-24 S for others, and half a unit of the output's last
+ * place. (bf16 activations at the level AVX512BF16: numbers below 2^-126 count as 0.)
  */
 typedef enum quern_nvfp4_codes_layout {
     QUERN_NVFP4_CODES_LINEAR =
@@ -280,8 +282,8 @@ typedef enum quern_nvfp4_scales_layout {
     QUERN_NVFP4_LAYOUT_SWIZZLED = 2 /* [E, bytes], as quern_nvfp4_swizzle makes of a weight's */
 } quern_nvfp4_scales_layout;
 
-/* What a product's result is: for commands and bindings, which make it. A call's c, or c_codes, says it
- * itself. */
+/* The type of a product's result, for commands and bindings, which allocate it. A call reads it from c, or
+ * c_codes. */
 typedef enum quern_nvfp4_output {
     QUERN_NVFP4_OUTPUT_INPUT = 0, /* A's dtype; f32 where A is in NVFP4 */
     QUERN_NVFP4_OUTPUT_F32 = 1,

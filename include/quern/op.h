@@ -3,11 +3,10 @@
 /*
  * op.h - EXPERIMENTAL: the operations as data, for commands, benchmarks, tests and bindings.
  *
- * This header stands outside the promise of a stable ABI: it may change in any release. What an operation
- * computes is said beside its function in attention.h, nsa.h and so on; here is what these functions check
- * against: which tensors and parameters there are, under which names, in which shapes, and which of them a
- * call with given parameters needs. The structs are those of the functions: `params` and `tensors` point to
- * them.
+ * This header is outside the promise of a stable ABI: it may change in any release. attention.h, nsa.h and so
+ * on say beside each function what it computes. Here is what these functions check against: which tensors and
+ * parameters there are, under which names, in which shapes, and which of them a call with given parameters
+ * needs. `params` and `tensors` point to the functions' own structs.
  *
  * An operation is a forward pass and, where it has one, its backward pass, on one params struct and one
  * tensors struct. Tensors and parameters have numbers from 0 on, in the order of the structs' fields.
@@ -30,7 +29,7 @@ typedef enum quern_op_role {
     QUERN_OP_OPTIONAL = 2,
     QUERN_OP_RESULT = 3,
     QUERN_OP_OPTIONAL_RESULT = 4,
-    QUERN_OP_REFUSED = 5,       /* means nothing beside these parameters: the call refuses it */
+    QUERN_OP_REFUSED = 5,       /* has no meaning with these parameters: the call refuses it */
     QUERN_OP_SOURCE_MISSING = 6 /* the gradient of a tensor that is not there */
 } quern_op_role;
 
@@ -79,7 +78,7 @@ typedef struct quern_op_param {
 
 /* The i-th operation from 0 on; NULL past the last. */
 QUERN_API const quern_op *quern_op_at(size_t i);
-/* NULL: there is none of the name. */
+/* NULL if no operation has this name. */
 QUERN_API const quern_op *quern_op_named(const char *name);
 QUERN_API quern_status quern_op_get(const quern_op *op, quern_op_info *info);
 /* All of them: info.tensor_count entries, info.param_count entries. May allocate for the call. */
@@ -95,8 +94,8 @@ QUERN_API const char *quern_op_tensor_name(const quern_op *op, const void *param
 QUERN_API quern_status quern_op_defaults(const quern_op *op, void *params);
 /* The same at a preset of the family's own ("tile256"). */
 QUERN_API quern_status quern_op_preset(const quern_op *op, void *params, const char *preset);
-/* Sets a parameter by its name (or field) and a text as quern_op_param.value has it. Whether the operation
- * accepts the number is found by the call. */
+/* Sets a parameter by its name (or field) from a text as in quern_op_param.value. The call itself checks
+ * whether the operation accepts the number. */
 QUERN_API quern_status quern_op_set(const quern_op *op, void *params, const char *name, const char *text);
 /* The value of a parameter as such a text, cut to `bytes`. */
 QUERN_API quern_status quern_op_text(const quern_op *op, const void *params, int32_t param, char *text,
@@ -109,16 +108,16 @@ QUERN_API quern_status quern_op_follow(const quern_op *op, void *params, const v
 /* roles[i] of every tensor. */
 QUERN_API quern_status quern_op_roles(const quern_op *op, quern_op_pass pass, const void *params,
                                       const void *tensors, quern_op_role *roles);
-/* The dtype and shape, contiguous and without data, that each tensor with a role must have (a result's where
- * several are accepted: the usual one). Where inputs are absent or not accepted: an error, as the call's.
+/* The dtype and shape, contiguous and without data, that each tensor with a role must have (a result's
+ * where several are accepted: the usual one). Where inputs are absent or not accepted: the call's error.
  * `asked`: the extents that info.asked names; NULL: 0. */
 QUERN_API quern_status quern_op_expect(const quern_op *op, quern_op_pass pass, const void *params,
                                        const void *tensors, const int64_t *asked, quern_tensor *expected);
 /* One extent by its name in shapes, as far as the tensors that are there and the parameters decide it. */
 QUERN_API quern_status quern_op_extent(const quern_op *op, const void *params, const void *tensors,
                                        const char *name, int64_t *extent);
-/* Fills an index tensor in host memory that follows from the others (cu_seqlens_cmp of handed-in entries);
- * `tensors` are in host memory, and have it at its shape. QUERN_ERR_UNSUPPORTED: nothing says it. */
+/* Fills an index tensor in host memory that follows from the others (cu_seqlens_cmp of handed-in entries).
+ * `tensors` are in host memory and hold it at its shape. QUERN_ERR_UNSUPPORTED: it does not follow. */
 QUERN_API quern_status quern_op_complete(const quern_op *op, const void *params, const void *tensors,
                                          int32_t tensor, int32_t *data);
 

@@ -1,15 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * plan.h - an operation made ready once and run many times.
+ * plan.h - an operation prepared once and run many times.
  *
  * A plan fixes the operation, its parameters, which tensors are there, their shapes, strides, dtypes and
- * device, and how their addresses are aligned. Everything that the ordinary call checks of these is checked
- * when the plan is made; a run takes only pointers. An ordinary call is the same code: it makes a plan on the
- * stack and runs it.
+ * device, and the alignment of their addresses. All checks of these are made when the plan is made; a run
+ * takes only pointers. An ordinary call is the same code: it makes a plan on the stack and runs it.
  *
  * A plan never changes: several threads may run it at once, each with its own workspace and outputs. It
- * belongs to the context that it was made with and is destroyed before it.
+ * belongs to the context that it was made with; destroy it before the context.
  */
 #ifndef QUERN_PLAN_H
 #define QUERN_PLAN_H
@@ -20,8 +19,8 @@
 extern "C" {
 #endif
 
-/* The operations: each is the function of its name, on that function's params and tensors. The values are
- * part of the ABI. */
+/* The operations: each is the function of its name, with that function's params and tensors. The values
+ * are part of the ABI. */
 typedef enum quern_operation {
     QUERN_OP_ATTENTION_FORWARD = 1,
     QUERN_OP_ATTENTION_BACKWARD = 2,
@@ -59,14 +58,14 @@ typedef struct quern_plan quern_plan;
 
 /*
  * Makes a plan in *plan. `params` and `tensors` are the operation's own structs, as its function takes them;
- * neither they nor the views that they point to are kept. A view's `data` says only how its address will be
- * aligned: the greatest power of two, at most 64, that divides it. NULL promises no more than its element's
- * size. May allocate. Errors are those of the ordinary call; QUERN_ERR_OUT_OF_MEMORY;
- * QUERN_ERR_INVALID_ARGUMENT for an operation that there is none of.
+ * the plan keeps neither them nor the views that they point to. A view's `data` says only how its address
+ * will be aligned: the greatest power of two, at most 64, that divides it. NULL promises no more than its
+ * element's size. May allocate. Errors are those of the ordinary call; QUERN_ERR_OUT_OF_MEMORY;
+ * QUERN_ERR_INVALID_ARGUMENT for an operation that does not exist.
  */
 QUERN_API quern_status quern_plan_create(quern_context *ctx, quern_operation operation, const void *params,
                                          const void *tensors, quern_plan **plan);
-/* Frees the plan; NULL is allowed. No run of it may be under way on the host. */
+/* Frees the plan; NULL is allowed. No thread of the host may be running it. */
 QUERN_API void quern_plan_destroy(quern_plan *plan);
 
 /* Bytes of workspace that a run needs. */
@@ -75,19 +74,19 @@ QUERN_API quern_status quern_plan_workspace(const quern_plan *plan, size_t *byte
 /*
  * Runs the plan on other pointers: data[i] is the address of the tensor that is the i-th pointer of the
  * operation's tensors struct, counted from 0 after `size`; as many entries as the tensors struct given to
- * quern_plan_create() has. Where that struct had NULL, data[i] is NULL, and where the operation does not use
- * the tensor, it is not looked at.
+ * quern_plan_create() has. Where that struct had NULL, data[i] is NULL; where the operation does not use the
+ * tensor, data[i] is ignored.
  *
- * Checked: that every tensor with elements has an address, and of the alignment that the plan was made with;
+ * Checked: that every tensor with elements has an address, with the alignment that the plan was made with;
  * the bytes of workspace; exec; on the CPU, cu_seqlens and the like. Not checked again: that outputs share no
  * memory with other tensors, and (CUDA) that an address is memory of the plan's device.
  */
 QUERN_API quern_status quern_plan_run(const quern_plan *plan, const quern_exec *exec, void *const *data,
                                       void *workspace, size_t bytes);
 
-/* Writes one line about the plan, ended with '\0' and cut to `bytes`: the operation, the backend, the
- * stages in the order in which they first run, each with the kernels chosen for it and how often it runs, the
- * workspace. Names of stages and kernels are for people: they change without notice. */
+/* Writes one line about the plan, ended with '\0' and cut to `bytes`: the operation; the backend; the
+ * stages in the order in which they first run, each with its kernels and how often it runs; the workspace.
+ * Names of stages and kernels are for people: they change without notice. */
 QUERN_API quern_status quern_plan_describe(const quern_plan *plan, char *text, size_t bytes);
 
 #ifdef __cplusplus

@@ -54,7 +54,7 @@ extern "C" {
     }
 #endif
 
-/* What a call came to. The values are part of the ABI. */
+/* The result of a call. The values are part of the ABI. */
 typedef enum quern_status {
     QUERN_OK = 0,
     QUERN_ERR_INVALID_ARGUMENT = 1, /* a shape, dtype, stride, pointer or parameter is not accepted */
@@ -67,7 +67,7 @@ typedef enum quern_status {
     QUERN_ERR_INTERNAL = 8          /* a defect of the library */
 } quern_status;
 
-/* Element types. The values are part of the ABI. Which of them an operation takes is said beside it. */
+/* Element types. Each operation says which of them it takes. The values are part of the ABI. */
 typedef enum quern_dtype {
     QUERN_F32 = 0,
     QUERN_F16 = 1,
@@ -135,12 +135,12 @@ QUERN_API const char *quern_status_name(quern_status status);
 QUERN_API const char *quern_version(void);
 
 /*
- * A context holds what does not change between calls: the number of threads, the CPU level, the loaded
- * GPU backend. It may be used from several threads at once if each call has its own workspace. After a
- * fork the child computes on one thread, whoever used OpenMP before, but for contexts with an executor that
- * it makes itself. Where OpenMP's threads cannot be created (address space, a limit of the system), there are
+ * A context holds what does not change between calls: the number of threads, the CPU level, the loaded GPU
+ * backend. Several threads may use it at once if each call has its own workspace. After a fork the child
+ * computes on one thread, whoever used OpenMP before, except in contexts with an executor that the child
+ * makes itself. Where OpenMP's threads cannot be created (address space, a limit of the system), there are
  * fewer. Kernels run under the default floating-point state (round to nearest even, subnormals kept, no
- * traps), on every thread; the caller's state comes back as it was, sticky flags included.
+ * traps), on every thread; the caller's state is restored afterwards, sticky flags included.
  */
 typedef struct quern_context quern_context;
 
@@ -155,10 +155,10 @@ typedef enum quern_cpu_level {
 /*
  * Runs body(body_arg, index, thread) once for each index in 0 ... count - 1 and returns when all are done.
  * `thread` is in 0 ... threads - 1; no two calls that run at the same time share a thread number. Results do
- * not depend on which thread gets which index, nor on their order, and a serial loop will do. The library
- * starts the lowest index that is left at each call of body and runs what is left over itself; a call may
- * wait for one that another thread has begun, so a thread that has begun one must go on. `arg` is
- * quern_context_params.parallel_for_arg.
+ * not depend on which thread gets which index, nor on their order; a serial loop is enough. At each call of
+ * body the library starts the lowest index that is left, and at the end it runs what is left over itself. A
+ * call may wait for an index that another thread has begun, so an executor may not suspend a thread that has
+ * begun one. `arg` is quern_context_params.parallel_for_arg.
  */
 typedef void quern_parallel_for(void *arg, int32_t threads, int64_t count,
                                 void (*body)(void *body_arg, int64_t index, int32_t thread), void *body_arg);
@@ -178,7 +178,7 @@ typedef struct quern_context_params {
 QUERN_API quern_status quern_context_create(const quern_context_params *params, quern_context **ctx);
 /* Frees the context; NULL is allowed. */
 QUERN_API void quern_context_destroy(quern_context *ctx);
-/* What the context computes with: both resolved, never 0 or AUTO. ctx is not NULL. */
+/* What the context computes with: both resolved, never 0 or AUTO. ctx may not be NULL. */
 QUERN_API int32_t quern_context_threads(const quern_context *ctx);
 QUERN_API quern_cpu_level quern_context_cpu_level(const quern_context *ctx);
 /* "auto", "portable", "avx2", "avx512", "avx512bf16"; "?" for an unknown level. Static storage. */
@@ -187,9 +187,9 @@ QUERN_API const char *quern_cpu_level_name(quern_cpu_level level);
 QUERN_API quern_cpu_level quern_cpu_level_detect(void);
 
 /*
- * How a call runs. NULL in its place means every field at its default.
- * `stream` belongs to the device of the call's tensors. `status` stands on that device, shares no memory with
- * another tensor of the call, and is or-ed with QUERN_STATUS_* and never cleared.
+ * How a call runs. NULL in its place means every field at its default. `stream` belongs to the device of the
+ * call's tensors. `status` is on that device and shares no memory with another tensor of the call;
+ * QUERN_STATUS_* are or-ed into it and it is never cleared.
  */
 typedef struct quern_exec {
     size_t size;

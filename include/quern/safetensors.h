@@ -27,7 +27,7 @@ typedef struct quern_safetensors quern_safetensors;
 /* Opens and validates the whole header. QUERN_ERR_IO: the file cannot be read. QUERN_ERR_FORMAT: it is no
  * valid safetensors file; the sentence names the tensor and what is wrong. Close with _close. */
 QUERN_API quern_status quern_safetensors_open(const char *path, quern_safetensors **file);
-/* The same from memory, which stays the caller's and must outlive the file. */
+/* The same from memory, which the caller owns and which must outlive the file. */
 QUERN_API quern_status quern_safetensors_open_bytes(const void *bytes, size_t size, quern_safetensors **file);
 /* Unmaps and frees; NULL is allowed. */
 QUERN_API void quern_safetensors_close(quern_safetensors *file);
