@@ -4,12 +4,12 @@
  * backend.h - the stage table: everything that a backend (CPU, CUDA) offers to the family drivers, in one
  * place.
  *
- * A driver validates, carves workspace and calls stages; it does no arithmetic on tensors and never assumes
- * that tensor data can be read by the host. Beside a stage's `run` stand `supports` (false with a reason in
- * `why` where this backend lacks the case; NULL: it takes all) and `workspace` (the bytes that `run` needs;
- * NULL: none). These two see shapes and alignments only: `data` is no address there, but has the alignment of
- * the one to come (of an element at least; `workspace` does not depend on it). Optional stages may be NULL:
- * the driver then composes.
+ * A driver validates, carves workspace and calls stages. It does no arithmetic on tensors and never assumes
+ * that the host can read tensor data. Beside a stage's `run` are `supports` (false with a reason in `why`
+ * where this backend lacks the case; NULL: it takes all) and `workspace` (the bytes that `run` needs; NULL:
+ * none). These two read shapes and alignments only: `data` is no address there, but has the alignment of the
+ * address to come (of an element at least; `workspace` does not depend on it). Optional stages may be NULL:
+ * the driver then composes them from others.
  */
 #ifndef QUERN_BACKEND_H
 #define QUERN_BACKEND_H
@@ -126,8 +126,8 @@
 
 typedef struct quern_backend {
     const char *name;
-    /* What a context keeps for the backend: made with the context, NULL where memory is short; ended with
-     * it. */
+    /* What a context keeps for the backend. Created with the context (NULL where memory is short),
+     * destroyed with it. */
     void *(*open)(void);
     void (*close)(void *kept);
     BACKEND_STAGES(BACKEND_ROW)

@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * build_id.h - a number that two builds share where a stage's arguments have the same fields at the same
- * places: a hash of the name, offset and size of every field that the stage headers list. libquern and
- * libquern_cuda compute it each from its own headers.
+ * build_id.h - a number that tells whether two builds agree on the fields of all stages' arguments: a hash of
+ * the name, offset and size of every field that the stage headers list. libquern and libquern_cuda each
+ * compute it from their own headers.
  */
 #ifndef QUERN_BUILD_ID_H
 #define QUERN_BUILD_ID_H

@@ -309,8 +309,8 @@ typedef struct quern_dsv4_attention_tensors {
     const quern_tensor *lse;        /* f32; may be NULL; written, read by backward */
     const quern_tensor *lse_win;    /* f32, as lse, of the window's keys alone; may be NULL; written */
     const quern_tensor *d_o;        /* act: gradient of the loss by o; read by backward */
-    const quern_tensor *d_q, *d_kv, *d_kv_cmp,
-        *d_sink; /* written by backward, each may be NULL; d_sink f32 */
+    /* written by backward, each may be NULL; d_sink f32 */
+    const quern_tensor *d_q, *d_kv, *d_kv_cmp, *d_sink;
     const quern_tensor
         *start_positions; /* i32 [B], in place of params.start_abs_pos; fixed lengths; may be NULL */
     const quern_tensor *kv_table, *kv_cmp_table; /* i32 [B, columns], with pages */

@@ -89,8 +89,8 @@ typedef struct quern_moe_prepack_params {
 
 typedef struct quern_moe_prepack_tensors {
     size_t size;
-    const quern_tensor *b_codes,
-        *b_scales; /* as for quern_nvfp4_gemm, swizzled scales excepted where they are written */
+    /* as for quern_nvfp4_gemm, swizzled scales excepted where they are written */
+    const quern_tensor *b_codes, *b_scales;
     const quern_tensor *b_repacked; /* u8 [E, quern_moe_prepack_bytes(N, K)] */
 } quern_moe_prepack_tensors;
 #define QUERN_MOE_PREPACK_TENSORS_INIT QUERN_SIZED(quern_moe_prepack_tensors)
@@ -134,8 +134,8 @@ typedef struct quern_moe_params {
     float limit, alpha, beta; /* of SwiGLU */
     int64_t granularity;      /* of gate and up in NVFP4 columns: a divisor of 32 */
     bool a4;
-    int64_t intermediate,
-        shared_intermediate; /* I and Is; 0: from the tensors. Needed where these are repacked */
+    /* I and Is; 0: from the tensors. Needed where these are repacked */
+    int64_t intermediate, shared_intermediate;
 } quern_moe_params;
 #define QUERN_MOE_PARAMS_INIT                                                                                \
     {                                                                                                        \
@@ -155,12 +155,12 @@ typedef struct quern_moe_tensors {
     /* [E, I/2, D], [E, I/16, D], or [E, bytes]; [] or [E]. */
     const quern_tensor *down_codes, *down_scales, *down_repacked, *down_global;
     const quern_tensor *gate_up, *down; /* or floats: [E, 2 I, D], [E, D, I] */
-    const quern_tensor *gate_up_bias,
-        *down_bias; /* f32, f16, bf16 [E, 2 I], with gate_up's columns, and [E, D]; or NULL */
-    const quern_tensor *gate_up_input_global,
-        *down_input_global; /* f32 [E], with a4; NULL: computed, one a row */
-    const quern_tensor *shared_gate, *shared_up,
-        *shared_down; /* f32, f16, bf16 [Is, D], [Is, D], [D, Is]; or NULL */
+    /* f32, f16, bf16 [E, 2 I], with gate_up's columns, and [E, D]; or NULL */
+    const quern_tensor *gate_up_bias, *down_bias;
+    /* f32 [E], with a4; NULL: computed, one per row */
+    const quern_tensor *gate_up_input_global, *down_input_global;
+    /* f32, f16, bf16 [Is, D], [Is, D], [D, Is]; or NULL */
+    const quern_tensor *shared_gate, *shared_up, *shared_down;
     /* Or in NVFP4: [D/2, 2 Is], [D/16, 2 Is], or [bytes]; [] or [2]. */
     const quern_tensor *shared_gate_up_codes, *shared_gate_up_scales, *shared_gate_up_repacked,
         *shared_gate_up_global;

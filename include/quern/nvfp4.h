@@ -77,7 +77,7 @@ typedef struct quern_nvfp4_quantize_params {
 typedef struct quern_nvfp4_quantize_tensors {
     size_t size;
     const quern_tensor *x;              /* f32, f16, bf16 [.., D], or a weight */
-    const quern_tensor *offsets;        /* with a global an expert of an activation */
+    const quern_tensor *offsets;        /* where each expert of an activation has a global */
     const quern_tensor *given_global;   /* as global; NULL: computed from x. An expert without rows gets 1 */
     const quern_tensor *codes, *scales; /* written */
     const quern_tensor *global; /* written: [], [E], or x's leading shape; may be NULL with given_global */
@@ -106,7 +106,7 @@ typedef struct quern_nvfp4_dequantize_params {
 typedef struct quern_nvfp4_dequantize_tensors {
     size_t size;
     const quern_tensor *codes, *scales, *global;
-    const quern_tensor *offsets; /* with a global an expert of an activation */
+    const quern_tensor *offsets; /* where each expert of an activation has a global */
     const quern_tensor *x;       /* written; its last extent says where a row ends */
 } quern_nvfp4_dequantize_tensors;
 #define QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_dequantize_tensors)
@@ -145,10 +145,10 @@ typedef struct quern_nvfp4_fused_quantize_params {
 typedef struct quern_nvfp4_fused_quantize_tensors {
     size_t size;
     const quern_tensor *x; /* f32, f16, bf16 [M, 2 I] */
-    const quern_tensor *gate_global,
-        *up_global; /* [] for each part that is written; swiglu takes gate_global */
-    const quern_tensor *gate_codes,
-        *gate_scales; /* [M, 8 ceil(I/16)], [M, ceil(I/16)]; under swiglu the result's */
+    /* [] for each part that is written; swiglu takes gate_global */
+    const quern_tensor *gate_global, *up_global;
+    /* [M, 8 ceil(I/16)], [M, ceil(I/16)]; under swiglu the result's */
+    const quern_tensor *gate_codes, *gate_scales;
     const quern_tensor *up_codes, *up_scales; /* not under swiglu */
 } quern_nvfp4_fused_quantize_tensors;
 #define QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_fused_quantize_tensors)
@@ -303,7 +303,7 @@ typedef struct quern_nvfp4_gemm_params {
     quern_nvfp4_scales_layout b_scales;
     int64_t n; /* columns of B; 0: from b_codes */
     quern_nvfp4_global a_global_per;
-    bool a8;         /* A, in floats, is rounded to int8 with a scale a row */
+    bool a8;         /* A, in floats, is rounded to int8 with one scale per row */
     bool accumulate; /* C is added to; not with an activation, nor to a quantised output */
     quern_nvfp4_activation activation;
     float limit, alpha, beta;    /* of SwiGLU, as for quern_nvfp4_fused_quantize */
@@ -323,8 +323,8 @@ typedef struct quern_nvfp4_gemm_params {
 typedef struct quern_nvfp4_gemm_tensors {
     size_t size;
     const quern_tensor *a; /* f32, f16, bf16 [T, K]; or */
-    const quern_tensor *a_codes,
-        *a_scales; /* [T, K/2], [T, K/16], or with pad_row_offsets [bytes], swizzled by expert */
+    /* [T, K/2], [T, K/16], or with pad_row_offsets [bytes], swizzled by expert */
+    const quern_tensor *a_codes, *a_scales;
     const quern_tensor *pad_row_offsets;    /* i32 [E + 1], multiples of 128; NULL: scales in rows */
     const quern_tensor *a_global;           /* [], [E], or [T]; NULL: 1 */
     const quern_tensor *b_codes, *b_scales; /* K a multiple of 16; or */
@@ -349,9 +349,10 @@ QUERN_API quern_status quern_nvfp4_gemm(quern_context *ctx, const quern_exec *ex
                                         const quern_nvfp4_gemm_tensors *tensors, void *workspace,
                                         size_t workspace_bytes);
 
-/* The gradient of A for frozen weights: d_a = d B^T G_B, of A in floats times G_A, too, with d = d_c or,
- * under SwiGLU, what it becomes of the product made anew. Quantised and int8 activations pass gradients
- * straight through: d_a is then that of the values that they stand for. Zeros past the last offset. */
+/* The gradient of A for frozen weights: d_a = d B^T G_B, times G_A, too, where A is in floats. d is d_c
+ * or, under SwiGLU, d_c taken back through SwiGLU, for which the product is computed again. Gradients pass
+ * straight through quantised and int8 activations: d_a is then the gradient of the values that they stand
+ * for. Rows past the last offset are 0. */
 QUERN_API quern_status quern_nvfp4_gemm_backward_workspace(quern_context *ctx,
                                                            const quern_nvfp4_gemm_params *params,
                                                            const quern_nvfp4_gemm_tensors *tensors,

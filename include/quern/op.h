@@ -24,7 +24,7 @@ enum { QUERN_OP_TENSORS_MAX = 64, QUERN_OP_PARAMS_MAX = 32, QUERN_OP_PARAMS_BYTE
 
 /* What a tensor is to a pass, given the parameters and which other tensors are there. */
 typedef enum quern_op_role {
-    QUERN_OP_UNUSED = 0, /* not looked at */
+    QUERN_OP_UNUSED = 0, /* not read */
     QUERN_OP_NEEDED = 1,
     QUERN_OP_OPTIONAL = 2,
     QUERN_OP_RESULT = 3,
@@ -57,9 +57,9 @@ typedef struct quern_op_tensor {
      * "i32", "i64", "u8"; "scale", u8 or e4m3; "exponent", u8 or e8m0; "stored", float or u8; "any" */
     const char *dtype;
     int32_t gradient_of; /* or -1 */
-    bool needed;    /* the forward pass needs it at default parameters, where no other tensor stands for it */
+    bool needed;    /* the forward pass needs it at default parameters, where no other tensor replaces it */
     bool input;     /* some parameters make it an input of the forward pass */
-    bool trigger;   /* the backward pass alone reads it: who hands it in asks for that pass */
+    bool trigger;   /* only the backward pass reads it: giving it asks for that pass */
     bool result[2]; /* by pass: some parameters make it a result */
     bool aside;     /* a result that is written where it is asked for, or where the backward pass reads it */
     char fixed[64], varlen[64]; /* the shape, "B N H D"; varlen "": as fixed */

@@ -198,8 +198,8 @@ typedef struct quern_exec {
 } quern_exec;
 #define QUERN_EXEC_INIT QUERN_SIZED(quern_exec)
 
-/* Bits of the status word: what the data of a call's inputs turned out to be. On a GPU only the kernels read
- * it, so it cannot be refused. Each operation says beside its tensors which bits it sets. */
+/* Bits of the status word: faults in the data of a call's inputs. On a GPU only the kernels read that
+ * data, so the call cannot refuse it. Each operation says beside its tensors which bits it sets. */
 enum {
     QUERN_STATUS_BAD_INDEX = 1,  /* an index list has an entry outside its range; it was skipped */
     QUERN_STATUS_BAD_GROUP = 2,  /* the same, of a list of groups */

@@ -9,8 +9,8 @@
  *
  * Reading maps the file; tensor views point into the mapping and are read-only (a write to one is a
  * fault). They live until the file is closed. Whoever shortens a file while it is mapped gets SIGBUS:
- * replace files by rename, as quern_safetensors_save does. Finding a tensor by its name takes the logarithm
- * of their number.
+ * replace files by rename, as quern_safetensors_save does. Finding a tensor by its name takes time
+ * logarithmic in their number.
  */
 #ifndef QUERN_SAFETENSORS_H
 #define QUERN_SAFETENSORS_H

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attention.c - dense attention's public functions, and the stages that they are.
+ * attention.c - dense attention's public functions, and the stages that they run.
  *
  *   forward:  attend_forward
  *   backward: rowdot (delta = d_o . o)  ->  attend_backward

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* schema.c - what dense attention is: its tensors, its parameters, and what follows from them. */
+/* schema.c - the description of dense attention: its tensors, its parameters, and what follows from them. */
 #include "attention/attention.h"
 
 #include "core/error.h"

@@ -3,12 +3,12 @@
 /*
  * append.c - tokens into a cache:
  *
- *   cache_copy of each pair  ->  where blocks become whole: cache_copy of their tokens, compress, cache_copy
- * of the entries
+ *   cache_copy of each pair
+ *   -> where blocks become whole: cache_copy of their tokens, compress, cache_copy of the entries
  *
- * An entry has the bits of a prefill's: the compress stage gets the block's tokens alone, and where it sums
- * overlapping blocks by runs of d tokens (by a run's number modulo l/d), from an entry on whose number is a
- * multiple of l/d.
+ * An entry has the bits that a prefill gives it. The compress stage gets the block's tokens alone. Where it
+ * sums overlapping blocks by runs of d tokens (by a run's number modulo l/d), it starts from an entry whose
+ * number is a multiple of l/d.
  */
 #include "cache/cache.h"
 
@@ -74,8 +74,8 @@ static quern_status check_tensors(const quern_cache *cache, const append_call *c
     return view_check_all(rules, sizeof rules / sizeof *rules, t->k, run);
 }
 
-/* Entries from a run's first to its last one that the compress stage makes, and their tokens. `most`: the
- * most that so many tokens can come to, wherever they stand. */
+/* The entries that the compress stage computes, from a run's first to its last, and their tokens. `most`:
+ * the upper bound for so many tokens, at any position. */
 static void span_of(const quern_cache *cache, const cache_run *run, bool most, cache_run *span,
                     cache_run *new)
 {
@@ -192,7 +192,7 @@ quern_status quern_cache_append_workspace(quern_context *ctx, const quern_cache 
     return QUERN_OK;
 }
 
-/* Rows of one pair to their plane. */
+/* Copies the rows of one pair into their plane. */
 static quern_status append_pair(const quern_cache *cache, const append_call *c, cache_kind kind,
                                 const quern_tensor *k, const quern_tensor *v)
 {
@@ -205,7 +205,7 @@ static quern_status append_pair(const quern_cache *cache, const append_call *c, 
     return c->backend->cache_copy.run(&c->exec, &copy, NULL);
 }
 
-/* The entries of blocks that became whole. */
+/* Computes the entries of blocks that became whole. */
 static quern_status append_entries(const quern_cache *cache, const append_call *c)
 {
     const int32_t *table = c->call.batch.table;

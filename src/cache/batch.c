@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* batch.c - what a call says about sequences and pages: checked, and as stages take it. */
+/* batch.c - checks a call's sequences and pages, and puts them into the form that stages take. */
 #include "cache/cache.h"
 
 #include "core/error.h"
@@ -8,8 +8,8 @@
 
 #include <inttypes.h>
 
-static const int64_t claimed = (int64_t)1
-                               << 62; /* or-ed to an owner of this call, until all pages are checked */
+/* Or-ed into the owner of a page that this call claims, until all pages are checked. */
+static const int64_t claimed = (int64_t)1 << 62;
 
 /* Whether a sequence stands earlier in the batch. */
 static bool stands_before(const quern_cache_batch *b, int64_t i)

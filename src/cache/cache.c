@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* cache.c - caches in the caller's memory: their layout, made, measured, taken back, emptied. */
+/* cache.c - caches in the caller's memory: layout, creation, sizes, rollback, reset. */
 #include "cache/cache.h"
 
 #include "core/arena.h"

@@ -26,8 +26,8 @@ struct quern_cache {
     cache_layout layout;
     char *rows;
     cache_length *sequences;
-    /* [pages]: who wrote it last, as sequence * columns + column, or -1. It still does where the sequence has
-     * tokens there and its table names the page there. */
+    /* [pages]: the last writer, as sequence * columns + column, or -1. The sequence still owns the page
+     * where it has tokens there and its table names the page there. */
     int64_t *owner;
 };
 
@@ -46,12 +46,12 @@ int64_t cache_blocks(const cache_layout *layout, cache_kind kind, int64_t n);
 /* The rows of a kind as stages see them. */
 cache_plane cache_plane_of(const quern_cache *cache, cache_kind kind, const int32_t *table);
 
-/* Checks the batch. `appends`: counts are tokens to come, else tokens that are there. */
+/* Checks the batch. `appends`: counts are new tokens, else tokens that are in the cache. */
 quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch *given, bool appends,
                                cache_call *call);
 /* Checks that the pages of the batch's sequences are in the pool. */
 quern_status cache_check_pages(const quern_cache *cache, const cache_call *call, bool appends);
-/* Makes those that an append writes its sequences' own, or refuses: then nothing has changed. */
+/* Makes the sequences own the pages that an append writes, or refuses and changes nothing. */
 quern_status cache_claim_pages(quern_cache *cache, const cache_call *call);
 /* The call's queries as stages see them. */
 cache_queries cache_queries_of(const quern_cache *cache, const cache_call *call);

@@ -1,11 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * mask.h - which keys a query sees: one text for the code of the host and of the device.
+ * mask.h - which keys a query sees; the code that the host and the device share.
  *
  * Keys are tokens, or entries that stand for blocks of tokens: entry e for tokens [e stride, e stride +
- * block_size). The keys that a query sees are an interval whose ends never fall from query to query; under
- * ATTEND_BLOCKS a list says which of its blocks count.
+ * block_size). The keys that a query sees are an interval whose ends never fall from query to query. Under
+ * ATTEND_BLOCKS a list says which blocks of the interval count.
  */
 #ifndef QUERN_CORE_MASK_H
 #define QUERN_CORE_MASK_H

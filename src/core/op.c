@@ -172,7 +172,7 @@ static bool is_result(const op_call *call, int32_t tensor)
     return call->role[tensor] == OP_RESULT || call->role[tensor] == OP_OPTIONAL_RESULT;
 }
 
-/* Each tensor alone. */
+/* Checks each tensor alone. */
 static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *used)
 {
     used->count = 0;
@@ -202,7 +202,7 @@ static quern_status shared(const char *a, const char *b)
                      a, b);
 }
 
-/* That no result shares memory with another tensor, and that each address is of the device. */
+/* Checks that no result shares memory with another tensor, and that each address is of the device. */
 static quern_status check_memory(const op_call *call, const used_tensors *used)
 {
     const op_tensor *all = call->family->tensors;
@@ -226,7 +226,7 @@ static quern_status check_memory(const op_call *call, const used_tensors *used)
     return QUERN_OK;
 }
 
-/* The status word, and that it shares no memory with the tensors (NULL: that is not looked at). */
+/* Checks the status word, and that it shares no memory with the tensors (NULL: skips this). */
 static quern_status check_status(const op_call *call, const quern_tensor *status, const used_tensors *used)
 {
     const int64_t one[] = {1};
@@ -280,7 +280,7 @@ static quern_status prepare(op_call *call, const op_family *family, int32_t oper
                             const void *params, const void *tensors, op_looks looks, op_tensors *own,
                             used_tensors *used)
 {
-    DEFAULT_FLOAT_STATE; /* a plan computes defaults, such as the scale */
+    DEFAULT_FLOAT_STATE; /* a plan resolves defaults, such as the scale */
     used->count = 0;
     if (ctx == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
@@ -324,7 +324,7 @@ static quern_status check_workspace(const op_call *call, const void *workspace, 
     return QUERN_OK;
 }
 
-/* All is checked but what the host can read of the offsets. */
+/* Everything is checked except the contents of offsets that the host can read. */
 static quern_status execute(const op_call *call, const quern_exec *exec, void *const *data, void *workspace)
 {
     DEFAULT_FLOAT_STATE;

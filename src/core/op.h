@@ -12,7 +12,7 @@
  * Symbolic pointers. While stages' arguments are filled, a view's `data` is no address: its high bits say of
  * which tensor of the call it is (or that it is of the workspace), its low bits how far into it.
  * view_narrow() and the like work on it as on an address, and it has the alignment of the address to come.
- * op_frame makes it one.
+ * op_frame turns it into that address.
  */
 #ifndef QUERN_CORE_OP_H
 #define QUERN_CORE_OP_H
@@ -24,15 +24,13 @@
 
 /* ---- the size rule ---- */
 
-/*
- * `known` is this library's struct at its defaults, size set; the bytes of `given`, whose size may be
- * another, are copied over it. A smaller struct leaves the rest at the defaults. A larger one is accepted
- * where its tail is zero. Refused are NULL, a size that no struct has, and a tail with a byte set; *known is
- * then unspecified.
- */
+/* `known` is this library's struct at its defaults, size set; the bytes of `given`, whose size may differ,
+ * are copied over it. A smaller struct leaves the rest at the defaults. A larger one is accepted where its
+ * tail is zero. Refused are NULL, a size that no struct has, and a tail with a nonzero byte; *known is
+ * then unspecified. */
 quern_status op_struct(void *known, const void *given, const char *name, const char *init);
-/* The same the other way, for a struct that the library fills: copies *known over the fields that `given`
- * has. `given` has passed op_struct(). */
+/* The reverse, for a struct that the library fills: copies *known over the fields that `given` has.
+ * `given` has passed op_struct(). */
 void op_struct_give(void *given, const void *known);
 
 /* *exec from what the caller gave; NULL: the defaults. */
@@ -167,7 +165,7 @@ typedef struct op_steps {
     int32_t count;
 } op_steps;
 
-/* Where a call's pointers stand: its tensors', the workspace's and the status word's. */
+/* The addresses of a call: its tensors', the workspace's and the status word's. */
 typedef struct op_frame {
     stage_exec exec;
     op_steps *listed; /* not NULL: stages are listed here, not run */
@@ -194,7 +192,7 @@ typedef struct op_family {
     int32_t entry_count, mode_count;
     size_t call_size, params_at; /* of the family's struct, and where the parameters stand in it */
     quern_status (*check_params)(op_call *call); /* each is in its range; resolves defaults */
-    /* May put views of the family's own in place of the caller's; NULL: it does not. */
+    /* May replace the caller's views by views of the family; NULL: it does not. */
     void (*adapt)(op_call *call, const quern_tensor **given);
     void (*roles)(op_call *call); /* of every tensor, by parameters and `given` */
     quern_status (*refuse)(const op_call *call, int32_t tensor); /* sets the error: why OP_REFUSED */
@@ -204,7 +202,7 @@ typedef struct op_family {
     /* Offsets in the host's memory; `data` as of quern_plan_run(). */
     quern_status (*check_data)(const op_call *call, void *const *data);
     quern_status (*plan)(op_call *call); /* the stages' arguments, backend's refusals, bytes */
-    /* Calls stages by the functions op_<stage>() alone: the same way lists them. */
+    /* Calls stages through op_<stage>() alone, so that the same code lists them. */
     quern_status (*run)(const op_call *call, const op_frame *frame);
 } op_family;
 
@@ -254,7 +252,7 @@ typedef struct op_tensors {
     const quern_tensor *t[OP_TENSORS_MAX];
 } op_tensors;
 
-/* The beginning of a call: the structs' sizes, the parameters' ranges, roles. *own becomes the caller's
+/* The first checks of a call: the structs' sizes, the parameters' ranges, roles. *own becomes the caller's
  * struct at this library's size. */
 quern_status op_begin(op_call *call, const op_family *family, int32_t operation, const void *params,
                       const void *tensors, op_tensors *own);
@@ -280,7 +278,7 @@ quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const 
 /* The stages that op_run_at() would run. */
 quern_status op_list(const op_call *call, op_steps *steps);
 
-/* Refuses a scale of scores with which a backward of attention could not make P anew. */
+/* Refuses a scale of scores for which a backward of attention could not recompute P. */
 quern_status op_check_backward_scale(float scale);
 
 #endif

@@ -6,12 +6,12 @@
 
 #include "core/op.h"
 
-/* The family that an operation is of; NULL where `op` is none. */
+/* The family of an operation; NULL where `op` is none. */
 const op_family *op_family_of(const quern_op *op);
 /* The same with an error. */
 quern_status op_need(const quern_op *op, const op_family **family);
 
-/* A parameter that is no number of float, as a number. */
+/* A parameter other than a float, as a number. */
 int64_t op_param_value(const op_param *p, const void *params);
 void op_param_store(const op_param *p, void *params, int64_t value);
 

@@ -124,7 +124,7 @@ static void note_roles(op_call *call, quern_op_pass pass, bool usual, bool needs
     }
 }
 
-/* A value beside the default that may give tensors other roles; false past the last. */
+/* A value other than the default that may give tensors other roles; false past the last. */
 static bool other_value(const op_param *p, int32_t i, int64_t *value)
 {
     switch (p->kind) {
@@ -136,8 +136,8 @@ static bool other_value(const op_param *p, int32_t i, int64_t *value)
     }
 }
 
-/* What roles the tensors have at the parameters and at those that differ from them in one, beside all tensors
- * and beside none. */
+/* Collects the roles of tensors at the parameters and at those that differ from them in one parameter,
+ * beside all tensors and beside none. */
 static void note_around(op_call *call, quern_op_pass pass, int32_t from, quern_op_tensor *tensors,
                         const char *fixed)
 {

@@ -24,7 +24,7 @@ static quern_status make_call(const quern_op *op, quern_op_pass pass, const op_f
                          : error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a call of %s", op->name);
 }
 
-/* A call that is looked at, not made. */
+/* A call that is only inspected, not run. */
 typedef struct query {
     op_call *call;
     op_tensors own;

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* op_stages.c - symbolic pointers, and the stages' runs with them made addresses. */
+/* op_stages.c - symbolic pointers, and runs of stages in which addresses replace them. */
 #include "core/op.h"
 #include "core/view.h"
 

@@ -7,8 +7,7 @@
 
 #include <string.h>
 
-/* Bytes of a newer struct's tail that are looked at. A size beyond that is memory which nobody
- * initialised. */
+/* How many bytes of a newer struct's tail are read. A larger size means uninitialised memory. */
 enum { TAIL_MOST = 4096 };
 
 quern_status op_struct(void *known, const void *given, const char *name, const char *init)

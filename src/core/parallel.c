@@ -3,18 +3,18 @@
 /*
  * parallel.c - hands out indices to a team of threads.
  *
- * Indices are tickets: whoever is called takes the next one, whatever index the executor names. So they start
- * in rising order on any executor, none runs twice or is left out, and a body may wait for a lower index,
- * which some thread is working on.
+ * Indices are tickets: each call of the body takes the next one, whatever index the executor names. So
+ * indices start in rising order on any executor, and none runs twice or is left out. A body may wait for a
+ * lower index, because some thread is already working on it.
  *
- * OpenMP has two habits that a guest cannot afford.
- *   - A child of fork that enters a parallel region waits for its parent's threads. So a child computes on
- * one thread, whoever used OpenMP before the fork: the library is told of forks from when it is loaded.
- *   - Where a thread cannot be created, libgomp ends the process. So before it is asked for a larger team
- * than it has, as many threads are created here and joined again, with one to spare; where that fails, the
- * team is smaller. (What other threads of the process take in between cannot be known.) libgomp keeps a team
- * for each thread that calls, and ends its surplus threads when asked for a smaller one; so a thread's teams
- * all have one size.
+ * A library cannot afford two habits of OpenMP.
+ *   - A forked child that enters a parallel region waits for its parent's threads. So a child computes on one
+ *     thread, whoever used OpenMP before the fork. The library counts forks from when it is loaded.
+ *   - Where a thread cannot be created, libgomp ends the process. So before we ask it for a larger team than
+ *     it has, we create as many threads, with one to spare, and join them again; where that fails, the team
+ *     is smaller. (What other threads of the process take in between cannot be known.) libgomp keeps a team
+ *     for each thread that calls, and ends its surplus threads when asked for a smaller one, so a thread's
+ *     teams all have one size.
  */
 #include "core/parallel.h"
 
@@ -58,7 +58,8 @@ static void take_all(ticket_roll *roll, int32_t thread)
     for (int64_t i; (i = atomic_fetch_add(&roll->next, 1)) < count;) body(arg, i, thread);
 }
 
-/* What the caller's executor calls. A thread number outside the team has no scratch: its ticket is left. */
+/* The body that the caller's executor runs. A thread number outside the team has no scratch, so such a
+ * call takes no ticket. */
 static void take_one(void *arg, int64_t index, int32_t thread)
 {
     ticket_roll *roll = arg;
@@ -80,8 +81,8 @@ static void *stand_by(void *gate)
     return NULL;
 }
 
-/* Stacks of the size that OMP_STACKSIZE asks for (a number and B, K, M or G; K where none stands), as
- * libgomp's. */
+/* Gives threads the stack size that OMP_STACKSIZE asks for, as libgomp does: a number and B, K, M or G; no
+ * letter means K. */
 static void set_stack(pthread_attr_t *attr)
 {
     const char *text = getenv("OMP_STACKSIZE");
@@ -96,7 +97,7 @@ static void set_stack(pthread_attr_t *attr)
     pthread_attr_setstacksize(attr, bytes);
 }
 
-/* How many of `wanted` threads can be created beside those there are. */
+/* How many of `wanted` threads can be created in addition to the existing ones. */
 static int32_t creatable(int32_t wanted)
 {
     pthread_t made[MOST_THREADS];

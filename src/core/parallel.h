@@ -7,9 +7,10 @@
 
 #include "stages/stage.h"
 
-/* Calls body(arg, index, thread) once for each index in [0, count), thread in [0, exec->threads), under the
- * default floating-point state. Indices are started one by one in rising order (put the longest work first),
- * so a body may wait for a lower index; which thread gets which is open, so results must not depend on it. */
+/* Calls body(arg, index, thread) once for each index in [0, count), thread in [0, exec->threads), under
+ * the default floating-point state. Indices start one by one in rising order (put the longest work first),
+ * so a body may wait for a lower index. Which thread gets which index is open, so results must not depend
+ * on it. */
 typedef void parallel_body(void *arg, int64_t index, int32_t thread);
 void parallel_for(const stage_exec *exec, int64_t count, parallel_body *body, void *arg);
 

@@ -40,7 +40,7 @@ static inline bool text_is_utf8(const char *text)
     return true;
 }
 
-/* Copies `text`, control characters and what is no UTF-8 as \xNN, cut at a character where `room` ends. */
+/* Copies `text`, with control characters and invalid UTF-8 as \xNN, cut at a character where `room` ends. */
 static inline void text_escape(const char *text, char *out, size_t room)
 {
     static const char digits[] = "0123456789abcdef";

@@ -17,7 +17,7 @@ quern_tensor view_canonical(const quern_tensor *t)
 {
     quern_tensor v = *t;
     bool empty = false;
-    int64_t within = 1; /* elements that stand inside one step of a dimension */
+    int64_t within = 1; /* elements within one step of a dimension */
     for (int32_t i = 0; i < t->ndim; i++) empty = empty || t->shape[i] == 0;
     for (int32_t i = t->ndim - 1; i >= 0; i--) {
         if (empty || t->shape[i] == 1) v.strides[i] = within;

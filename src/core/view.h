@@ -27,7 +27,7 @@ typedef struct view_want {
     int32_t ndim;
     const int64_t *shape; /* NULL: any extents */
     bool output;          /* no two elements may share memory */
-    bool run;             /* its data pointer counts, too (a workspace query looks at shapes only) */
+    bool run;             /* the data pointer is checked, too (a workspace query reads shapes only) */
 } view_want;
 
 /* The bytes that a tensor reaches: [low, high) from its data; both 0 where it has no elements. */
@@ -79,8 +79,8 @@ quern_status view_check_workspace(const void *workspace, size_t given, size_t ne
 
 /* The view, or the absent view for NULL. */
 quern_tensor view_or_absent(const quern_tensor *t);
-/* A checked tensor with strides that are safe to calculate with: where an extent of 1, or a lack of
- * elements, lets a stride be any number, it becomes that of a contiguous tensor. */
+/* A checked tensor with strides that are safe to calculate with. Where an extent is 1, or there are no
+ * elements, a stride may be any number; it becomes that of a contiguous tensor. */
 quern_tensor view_canonical(const quern_tensor *t);
 /* A leading batch extent of 1: [T, ...] as [1, T, ...]. */
 quern_tensor view_with_batch(const quern_tensor *t);

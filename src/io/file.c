@@ -1,11 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * file.c - the one writer of files: beside the target under a name of its own, synced, renamed.
+ * file.c - the one writer of files: writes beside the target under a unique name, syncs, renames.
  *
- * The folder is held open, so that a change of the working directory between create and commit changes
- * nothing. A temporary file is registered before it exists, and its name holds 64 random bits: a signal
- * handler can remove it at any moment, and never meets a file of somebody else.
+ * The folder is held open, so that a change of the working directory between create and commit has no effect.
+ * A temporary file is registered before it exists, and its name holds 64 random bits. So a signal handler can
+ * remove it at any moment and never removes a file of another program.
  */
 #include <quern/file.h>
 
@@ -52,8 +52,8 @@ static quern_status cannot_write(const char *path, const char *why)
     return error_set(QUERN_ERR_IO, "cannot write '%s': %s", TEXT_NAME(path), why);
 }
 
-/* Where the path leads: the last link followed, whether or not its target exists. False with errno where a
- * name is too long or the links go round. */
+/* Resolves the path to its last link, whether or not the target exists. False with errno where a name is
+ * too long or the links form a cycle. */
 static bool resolve(const char *path, char target[PATH_MAX])
 {
     char link[PATH_MAX], next[PATH_MAX];
@@ -64,7 +64,7 @@ static bool resolve(const char *path, char target[PATH_MAX])
     memcpy(target, path, strlen(path) + 1);
     for (int i = 0; i < LINKS_MAX; i++) {
         const ssize_t n = readlink(target, link, sizeof link - 1);
-        if (n < 0) return true; /* no link, or nothing there: opening says what is wrong */
+        if (n < 0) return true; /* no link, or nothing there: opening it reports what is wrong */
         link[n] = '\0';
         const char *slash = strrchr(target, '/');
         const int folder = *link == '/' || slash == NULL ? 0 : (int)(slash - target) + 1;
@@ -163,7 +163,7 @@ static quern_status look(const char *path, struct stat *st, bool *exists, bool *
 {
     *stream = false;
     *exists = stat(path, st) == 0;
-    if (!*exists) return QUERN_OK; /* whether it can be made shows where it is made */
+    if (!*exists) return QUERN_OK; /* creating it shows whether it can be created */
     if (S_ISDIR(st->st_mode)) return cannot_write(path, "it is a folder, no regular file");
     if (S_ISBLK(st->st_mode) || S_ISSOCK(st->st_mode))
         return cannot_write(path, "it is a block device or socket, no regular file");

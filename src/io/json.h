@@ -3,9 +3,9 @@
 /*
  * json.h - the JSON of a safetensors header, read in one pass and without a tree.
  *
- * jansson, which the command uses, drops a character where its lexer finds no memory: a file opened under
- * memory pressure would have other names than it holds. Here the caller provides one buffer for all strings,
- * and nothing allocates.
+ * jansson, which the command uses, drops a character where its lexer finds no memory: under memory pressure a
+ * file would then show other names than it holds. Here the caller provides one buffer for all strings, and
+ * nothing allocates.
  */
 #ifndef QUERN_IO_JSON_H
 #define QUERN_IO_JSON_H
@@ -20,8 +20,8 @@ typedef struct json_reader {
     const char *error; /* what is wrong at `at`; NULL: nothing yet */
 } json_reader;
 
-/* Each of these skips white space first. False means an error, which is set; a reader with an error stays
- * there. */
+/* Each of these skips white space first. False means an error, which is stored; a reader stops at its
+ * first error. */
 
 /* The next character, without taking it; 0 at the end. */
 int json_peek(json_reader *r);

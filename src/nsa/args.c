@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* args.c - what carving makes of a planned call: tensors in the workspace, and the stages' arguments. */
+/* args.c - helpers of carve: tensors in the workspace, and the stages' arguments. */
 #include "core/view.h"
 #include "nsa/call.h"
 

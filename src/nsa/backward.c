@@ -4,11 +4,11 @@
  * backward.c - the whole backward:
  *
  *   (recompute o_b) -> gate backward (delta_b, the gate's share of dQ, dW_gate) -> attend backward of each
- * branch
+ *   branch
  *   -> compress backward -> convert
  *
  * Sums over branches are f32: the outputs themselves where they are f32, else workspace that is converted at
- * the end. The first to write a sum overwrites it, the others add, in a fixed order.
+ * the end. The first write of a sum overwrites it, the others add, in a fixed order.
  */
 #include "nsa/call.h"
 
@@ -36,8 +36,9 @@ static void carve(nsa_call *c, arena *a)
     const bool compresses = p->compress != QUERN_NSA_COMPRESS_GIVEN && nsa_branch_on(c, NSA_CMP);
     const quern_tensor d_q = nsa_sum_for(c, &v->d_q, a), d_k = nsa_sum_for(c, &v->d_k, a),
                        d_v = nsa_sum_for(c, &v->d_v, a);
+    /* outputs where compress is GIVEN */
     quern_tensor d_k_cmp = v->d_k_b[NSA_CMP],
-                 d_v_cmp = v->d_v_b[NSA_CMP]; /* outputs where compress is GIVEN */
+                 d_v_cmp = v->d_v_b[NSA_CMP];
     if (compresses) {
         const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k},
                       v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v};
@@ -83,7 +84,7 @@ static void carve(nsa_call *c, arena *a)
     }
     c->use_gate = true;
     nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->gate_backward, &c->head.exec, &c->gate));
-    /* Without the compressed branch the stage only writes zeros, where nothing else wrote. */
+    /* Without the compressed branch this stage only writes zeros, and only where no other stage wrote. */
     const bool weights = v->d_w_k.ndim > 0 || v->d_w_v.ndim > 0 || v->d_pe_k.ndim > 0 || v->d_pe_v.ndim > 0;
     c->use_compress = weights || (d_k.ndim > 0 && (compresses || !have_kv));
     if (c->use_compress) {

@@ -3,8 +3,8 @@
 /*
  * call.h - one NSA call inside the family: checked (op.h), with its views normalised and its stages'
  * arguments filled. An operation is three functions: `carve` lays out the workspace and fills the stages'
- * arguments, `run` calls the stages, `stages` names them. What carve leaves is not changed any more: a plan
- * may be run by several threads.
+ * arguments, `run` calls the stages, `stages` names them. Nothing changes after carve, so several threads may
+ * run a plan.
  */
 #ifndef QUERN_NSA_CALL_H
 #define QUERN_NSA_CALL_H
@@ -15,8 +15,8 @@
 
 /* Every tensor of a call as stages take it; absent where the caller gave none or the operation has no use. */
 typedef struct nsa_views {
-    quern_tensor q, k, v, k_b[NSA_BRANCHES],
-        v_b[NSA_BRANCHES]; /* k_b[NSA_CMP] is k_cmp; the others resolved */
+    /* k_b[NSA_CMP] is k_cmp; the others resolved */
+    quern_tensor q, k, v, k_b[NSA_BRANCHES], v_b[NSA_BRANCHES];
     quern_tensor w_k, w_v, pe_k, pe_v, w_gate, gates;
     quern_tensor block_idx, block_count, group_idx;
     quern_tensor o, o_b[NSA_BRANCHES], lse_b[NSA_BRANCHES];
@@ -66,7 +66,7 @@ quern_tensor nsa_given_or_take(const nsa_call *call, const quern_tensor *given, 
 /* The f32 tensor in which several stages sum what becomes `out` (a token's row each): `out` itself where
  * it is f32 or absent, else one in the workspace, listed in call->convert. */
 quern_tensor nsa_sum_for(nsa_call *call, const quern_tensor *out, arena *a);
-/* Makes room for a stage's `bytes` in a place of *most bytes that stages use one after the other. */
+/* Makes room for a stage's `bytes` in a place of *most bytes that stages use in turn. */
 static inline void nsa_make_room(size_t *most, size_t bytes)
 {
     if (bytes > *most) *most = bytes;

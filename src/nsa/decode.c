@@ -3,8 +3,8 @@
 /*
  * decode.c - native sparse attention of the newest tokens over a cache: checks, then the nsa_decode stage.
  *
- * What parameters are legal is the selection's own check (params.c), made on a call of its shapes: one
- * sequence as long as the cache's capacity.
+ * The selection's own check (params.c) decides which parameters are legal. It runs on a call of the
+ * selection's shapes: one sequence as long as the cache's capacity.
  */
 #include "cache/cache.h"
 #include "nsa/call.h"
@@ -51,7 +51,7 @@ static quern_status check_kind(const quern_nsa_params *p)
     return QUERN_OK;
 }
 
-/* That the cache holds what the parameters ask for. */
+/* Checks that the cache holds what the parameters ask for. */
 static quern_status check_cache(const quern_cache *cache, const quern_nsa_params *p)
 {
     const quern_cache_params *has = &cache->layout.params;
@@ -70,7 +70,7 @@ static quern_status check_cache(const quern_cache *cache, const quern_nsa_params
     return QUERN_OK;
 }
 
-/* The parameters' own rules, and q's heads; sets params and list_heads. */
+/* Checks the parameters' own rules and q's heads; sets params and list_heads. */
 static quern_status check_params(quern_context *ctx, const quern_cache *cache, const quern_nsa_params *given,
                                  decode_call *c)
 {
@@ -96,7 +96,7 @@ static quern_status check_params(quern_context *ctx, const quern_cache *cache, c
     t.block_count = &count;
     nsa_call select;
     quern_nsa_params chosen = *p;
-    if (!(p->branches & QUERN_NSA_BRANCH_SLC)) { /* nothing is chosen: the rules of choosing do not count */
+    if (!(p->branches & QUERN_NSA_BRANCH_SLC)) { /* no selected branch: the selection's rules do not count */
         chosen.forced_first = chosen.forced_local = 0;
         chosen.metric = QUERN_NSA_METRIC_SOFTMAX;
     }
@@ -145,7 +145,7 @@ static quern_tensor batch_of_one(const quern_tensor *t)
     return view_with_batch(&v);
 }
 
-/* The stage's arguments; lists that nobody asked for stand in the workspace. */
+/* The stage's arguments; lists that the caller did not ask for are in the workspace. */
 static void carve(const quern_cache *cache, decode_call *c, arena *a)
 {
     const quern_nsa_params *p = &c->params;

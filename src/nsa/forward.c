@@ -4,19 +4,20 @@
  * forward.c - the whole forward:
  *
  *   compress -> (select, mean_logit) -> attend cmp -> (select, softmax: with lse_cmp) -> attend slc, win ->
- * gate
+ *   gate
  *
  * A backend that offers attend_gate_forward takes everything after compress in one stage. Elsewhere the
- * branches' outputs that nobody asked for are what a long call holds most of: one of them stands in O, which
- * the gate reads before it writes, and the others are shared by passes over the key/value heads.
+ * branches' outputs that the caller did not ask for are most of the workspace of a long call. One of them is
+ * kept in O, which the gate reads before it writes. Passes over the key/value heads share the memory of the
+ * others.
  */
 #include "core/view.h"
 #include "nsa/call.h"
 
 static const int64_t branches_most = (int64_t)2 << 30; /* bytes of the branches' outputs in the workspace */
 
-/* The passes over the key/value heads that keep `outputs` branches' outputs below that, as far as passes can.
- */
+/* How many passes over the key/value heads keep `outputs` branches' outputs below that limit, as far as
+ * passes can. */
 static int64_t passes_of(const nsa_call *c, int64_t outputs)
 {
     const int64_t bytes = outputs * (c->head.varlen ? 1 : c->batch) * c->n * c->heads * c->dim_v *
@@ -26,7 +27,8 @@ static int64_t passes_of(const nsa_call *c, int64_t outputs)
     return passes;
 }
 
-/* A pass's heads of a tensor that has all `heads` of them along `dim`; what the passes share has fewer. */
+/* A pass's heads of a tensor. A tensor with all `heads` along `dim` is narrowed; one that the passes share
+ * has fewer. */
 static quern_tensor of_pass(const nsa_call *c, quern_tensor t, int32_t dim, int64_t heads, int64_t pass)
 {
     if (t.ndim == 0 || t.shape[dim] < heads) return t;
@@ -82,11 +84,11 @@ static void carve(nsa_call *c, arena *a)
     c->use_select = selects || (groups && p->groups == QUERN_NSA_LIST_COMPUTED);
     if (c->use_compress) {
         const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k},
-                      v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v}, borders[] = {c->batch + 1};
+                      v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v}, offsets[] = {c->batch + 1};
         v->k_b[NSA_CMP] = nsa_given_or_take(c, &v->k_b[NSA_CMP], a, act, 4, k_shape);
         v->v_b[NSA_CMP] = nsa_given_or_take(c, &v->v_b[NSA_CMP], a, act, 4, v_shape);
         if (c->head.varlen)
-            c->compressed.cu_kv = nsa_given_or_take(c, &c->compressed.cu_kv, a, QUERN_I32, 1, borders);
+            c->compressed.cu_kv = nsa_given_or_take(c, &c->compressed.cu_kv, a, QUERN_I32, 1, offsets);
         c->compress = nsa_compress_args(c);
     }
     if (c->use_select) {
@@ -95,7 +97,7 @@ static void carve(nsa_call *c, arena *a)
         if (selects) v->block_idx = nsa_given_or_take(c, &v->block_idx, a, QUERN_I32, 4, idx);
         if (groups) v->group_idx = nsa_given_or_take(c, &v->group_idx, a, QUERN_I32, 4, grp);
     }
-    /* Fused where offered: o_b then reach memory only where the caller wants them. */
+    /* Fused where offered: o_b then go to memory only where the caller wants them. */
     c->use_fused = false;
     if (c->head.backend->attend_gate_forward.run != NULL) {
         char why[STAGE_WHY_BYTES];

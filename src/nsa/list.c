@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * list.c - lists of blocks in another block length. The stage takes 2-D lists: leading dimensions that stand
- * one after the other in all tensors are merged, and the stage runs for every index of the others.
+ * list.c - lists of blocks in another block length. The stage takes 2-D lists. Leading dimensions that are
+ * contiguous in all tensors are merged, and the stage runs for every index of the others.
  */
 #include "core/error.h"
 #include "core/view.h"

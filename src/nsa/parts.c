@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* parts.c - the operations that are a stage or two on their own: compress, select, attend, gates. */
+/* parts.c - the operations of one or two stages: compress, select, attend, gates. */
 #include "nsa/call.h"
 
 static void carve_compress(nsa_call *c, arena *a)

@@ -9,12 +9,12 @@
 static const int32_t o_b[] = {T(o_cmp), T(o_slc), T(o_win)}, lse_b[] = {T(lse_cmp), T(lse_slc), T(lse_win)};
 static const int32_t d_o_b[] = {T(d_o_cmp), T(d_o_slc), T(d_o_win)};
 
-/* What the roles of all tensors hang on. */
+/* What decides the roles of all tensors. */
 typedef struct context {
     nsa_op op;
     const quern_nsa_params *p;
-    bool on[NSA_BRANCHES],
-        own[NSA_BRANCHES]; /* the branch is computed; it has a pair of keys and values of its own */
+    /* the branch is computed; it has a pair of keys and values of its own */
+    bool on[NSA_BRANCHES], own[NSA_BRANCHES];
     bool whole, backward, attends, compresses, selects, reads_k, weights;
 } context;
 
@@ -173,8 +173,8 @@ void nsa_roles(op_call *call)
     roles_of_gradients(&x, call, call->role);
 }
 
-/* A tensor that means nothing beside these parameters: the caller expects something that the call would
- * not do. (What another operation of the same struct uses is left alone.) */
+/* A tensor that has no meaning with these parameters: the caller expects something that the call would not
+ * do. (Tensors that another operation of the same struct uses are accepted.) */
 quern_status nsa_refuse(const op_call *call, int32_t tensor)
 {
     const quern_nsa_params *p = &((const nsa_call *)call)->params;

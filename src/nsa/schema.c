@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* schema.c - what native sparse attention is: its tensors and parameters, the extents that follow from
- * them, and what the host can check of the offsets. */
+/* schema.c - the description of native sparse attention: its tensors and parameters, the extents that
+ * follow from them, and what the host can check of the offsets. */
 #include "nsa/schema.h"
 
 #include "core/error.h"
@@ -181,7 +181,7 @@ int64_t nsa_entries_of(const op_call *call, int64_t n)
     return mask_entries(n, p->block_size, p->stride);
 }
 
-/* Whether the workspace's largest tensors can be counted in 64 bits. */
+/* Whether the sizes of the largest tensors in the workspace fit 64 bits. */
 static quern_status check_products(const op_call *call)
 {
     const int64_t *s = call->symbol;

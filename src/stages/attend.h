@@ -6,8 +6,8 @@
 
 #include "stages/stage.h"
 
-/* The backward makes P = exp(scale q . k - lse) anew. lse is f32, so where scores are larger than some 2^23
- * its rounding alone is an exponent that overflows: a backward takes no larger scale. */
+/* The backward recomputes P = exp(scale q . k - lse). lse is f32: where scores exceed some 2^23, its
+ * rounding alone overflows the exponential. A backward therefore refuses a larger scale. */
 enum { ATTEND_BACKWARD_SCALE_MOST = 65536 };
 
 typedef struct attend_args {
@@ -23,18 +23,17 @@ typedef struct attend_args {
     list_scope scope;             /* of the list */
     quern_tensor list;            /* i32 [B,Hs,rows,k]; BLOCKS: blocks. COMPRESSED: groups, or absent */
     quern_tensor q, k, v, o, lse; /* COMPRESSED: k, v are k_cmp, v_cmp; varlen ones use seqs.cu_kv */
-    /* Backward only. Given: q, k, v, lse, d_o, delta. The gradient that reaches this branch is
-     * row_scale * d_o, row by row (row_scale absent: 1), and delta = row_scale * rowsum(d_o * o).
-     * A backward may write delta.
-     * d_q, d_k, d_v are f32 or the activations' dtype; with accumulate_* they are f32 and added to. */
+    /* Backward only. Given: q, k, v, lse, d_o, delta. The gradient that reaches this branch is row_scale *
+     * d_o, row by row (row_scale absent: 1), and delta = row_scale * rowsum(d_o * o). A backward may write
+     * delta. d_q, d_k, d_v are f32 or the activations' dtype; with accumulate_* they are f32 and added to. */
     quern_tensor d_o, row_scale, delta; /* row_scale, delta: f32 [B,H,N], any strides */
     quern_tensor d_q, d_k, d_v;
     bool accumulate_q, accumulate_k, accumulate_v;
 } attend_args;
 STAGE_DECLARE(attend);
 
-/* The most keys of a row whose delta a backward takes anew, from dP: entries are alike where they overlap, so
- * that dP - delta is small beside the rounding of o. 0: no row's. */
+/* Rows of at most this many keys have their delta recomputed from dP by a backward: overlapping entries
+ * are alike, so dP - delta is small beside the rounding of o. 0: no row. */
 static inline int64_t attend_few_keys(const attend_args *args)
 {
     const bool all_entries = args->mask == ATTEND_COMPRESSED && args->list.ndim == 0;

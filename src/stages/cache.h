@@ -15,12 +15,12 @@ enum { CACHE_BLOCK = 64 };
 typedef struct cache_plane {
     char *data;
     int64_t dim, dim_v, kv_heads;
-    int64_t sequence_step, head_step,
-        block_step; /* bytes; with a table, block_step is that of a page and sequence_step 0 */
+    /* bytes; with a table, block_step is that of a page and sequence_step 0 */
+    int64_t sequence_step, head_step, block_step;
     const int32_t
         *table; /* block b of sequence s stands in page table[s * columns + b]; NULL: block b is the b-th */
     int64_t columns;
-    int64_t ring; /* blocks that rows go round in; 0: rows stay */
+    int64_t ring; /* blocks of the ring; 0: no ring, rows stay */
     quern_dtype dtype;
 } cache_plane;
 
@@ -87,14 +87,14 @@ typedef struct nsa_decode_args {
     int64_t capacity; /* most tokens of a sequence */
     int64_t window;
     float scale;
-    int64_t block_size, stride, select_block, k, forced_first,
-        forced_local; /* as of the select stage, whose tile is one query */
+    /* as in the select stage, with tiles of one query */
+    int64_t block_size, stride, select_block, k, forced_first, forced_local;
     select_scorer scorer;
     list_scope scope;
     uint32_t branches;
     gate_kind gate;
     quern_tensor q, o;                /* [1, T, H, D] */
-    quern_tensor w_gate, gates;       /* as of the gate stage */
+    quern_tensor w_gate, gates;       /* as in the gate stage */
     quern_tensor blocks, block_count; /* [1, Hs, T, k]; the count may be absent */
 } nsa_decode_args;
 STAGE_DECLARE(nsa_decode);

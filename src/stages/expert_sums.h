@@ -1,9 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * expert_sums.h - what the gradient of a bias an expert needs: the sum of each expert's rows, and each row's
- * product with the bias. sums[e] = sum over the rows r of expert e of weight[r] x[r] d_weights[slot of r] +=
- * x[r] . bias[e] Rows are added in order, in f32.
+ * expert_sums.h - what the gradient of a bias per expert needs: the sum of each expert's rows, and each row's
+ * product with the bias.
+ *     sums[e] = sum over the rows r of expert e of weight[r] x[r]
+ *     d_weights[slot of r] += x[r] . bias[e]
+ * Rows are added in order, in f32.
  */
 #ifndef QUERN_STAGES_EXPERT_SUMS_H
 #define QUERN_STAGES_EXPERT_SUMS_H

@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * grouped_gemm.h - C = A B, each expert's rows of A [T, K] by its NVFP4 matrix B [K, N]. A is in floats, in
- * NVFP4, or is rounded to int8 inside. Without offsets there is one expert, and all rows are its own.
+ * NVFP4, or is rounded to int8 inside. Without offsets there is one expert, which has all rows.
  *
  * Result = fl(acc fl(G_A G_B)) + bias + C_old in f32, in that order. Then, under `swiglu`, columns that
  * interleave gate and up become half as many; then one rounding to C's dtype, or quantisation to c_codes and
@@ -19,7 +19,7 @@
 
 typedef struct grouped_gemm_args {
     int64_t tokens, n, k;
-    bool int8;                    /* a is rounded to int8, a scale a row */
+    bool int8;                    /* a is rounded to int8, one scale per row */
     quern_tensor a;               /* f32, f16, bf16 [T, K]; or absent */
     quern_tensor a_codes;         /* u8 [T, K/2] */
     quern_tensor a_scales;        /* [T, K/16]; with pad_row_offsets [bytes], in the order of tensor cores */
@@ -37,13 +37,13 @@ typedef struct grouped_gemm_args {
     bool swiglu;
     float limit, alpha, beta;
     int64_t granularity;
-    quern_tensor c_old; /* as c, perhaps c itself: what the result is added to; rows past the last offset are
-                           copied; or absent */
+    quern_tensor c_old; /* as c, perhaps c itself: the result is added to it, rows past the last offset are
+                         * copied; or absent */
     quern_tensor c;     /* f32, f16, bf16 [T, N], or [T, N/2] under swiglu; absent: */
     quantise_profile profile;
     quern_tensor c_codes, c_scales, c_global;
-    quern_tensor d_c,
-        d_a; /* f32, f16, bf16 [T, N] and [T, K]; of the backward. Zeros in d_a past the last offset */
+    /* f32, f16, bf16 [T, N] and [T, K]; of the backward. Zeros in d_a past the last offset */
+    quern_tensor d_c, d_a;
 } grouped_gemm_args;
 STAGE_DECLARE(grouped_gemm);
 #define GROUPED_GEMM_TENSORS(F)                                                                              \

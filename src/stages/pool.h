@@ -2,10 +2,10 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * pool.h - the arguments of the stages that pool tokens into entries: softmax over the tokens of a block,
- * channel by channel, then what becomes of the pooled row.
+ * channel by channel, then norm, rotation and format of the pooled row.
  *
  * A token's projection is [value, logit] (one series) or [value a, logit a, value b, logit b], each `width`
- * columns. Series a counts in the token's own block, series b (`overlap`) in the next block. Views of packed
+ * columns. Series a counts in the token's own block, series b (`overlap`) in the next block. Views of varlen
  * batches are [1, T, ..]; an absent view has ndim 0.
  */
 #ifndef QUERN_STAGES_POOL_H
@@ -24,7 +24,7 @@ typedef enum entry_format {
     ENTRY_ROW584     /* 448 e4m3, 64 bf16, a power of two for every 64 of the e4m3, a zero */
 } entry_format;
 
-/* What becomes of a pooled row, in this order; each is optional. */
+/* The steps after pooling, in this order; each is optional. */
 typedef struct entry_args {
     bool round_bf16;
     float eps;
@@ -40,16 +40,16 @@ typedef struct entry_args {
 typedef struct pool_args {
     int64_t ratio, width;
     bool overlap;
-    /* Sequences: fixed length, or packed by cu_seqlens. The i32 [batch] tensors, where present, stand for the
-     * numbers. */
+    /* Sequences: fixed length, or varlen by cu_seqlens. The i32 [batch] tensors, where present, replace
+     * the numbers. */
     int64_t batch;
     quern_tensor cu_seqlens;
     int64_t start_token, start_position, blocks; /* 0 blocks: all that are whole */
-    quern_tensor start_tokens, start_positions, block_counts,
-        has_prev; /* has_prev absent: where prev_b is present */
-    /* The call is a part of a longer sequence (fixed length only): rows before start_token hold the block
-     * before; backward: a block after `blocks` follows, in proj and d_out, which gives series b of the last
-     * one its gradient. */
+    /* has_prev absent: where prev_b is present */
+    quern_tensor start_tokens, start_positions, block_counts, has_prev;
+    /* The call is a part of a longer sequence (fixed length only). Rows before start_token hold the block
+     * before. Backward: a block after `blocks` follows, in proj and d_out, which gives series b of the
+     * last one its gradient. */
     bool continued, followed;
     quern_tensor proj;           /* [B, T, columns]; or absent, and proj = x w in f32: */
     quern_tensor x, w;           /* [B, T, in], [in, columns] */
@@ -57,8 +57,8 @@ typedef struct pool_args {
     quern_tensor prev_b;         /* [B, ratio, 2 width]: values and logits of series b of the block before */
     entry_args entry;
     quern_tensor cu_entries; /* i32 [batch + 1], or absent: where the sequences' entries start in out */
-    quern_tensor pooled,
-        out; /* [B, n, width] f32 or absent; [B, n, width] or bytes of the format, or absent */
+    /* [B, n, width] f32 or absent; [B, n, width] or bytes of the format, or absent */
+    quern_tensor pooled, out;
     /* Backward: gradients of `out` before its format. All outputs are optional; d_proj is written in the
      * blocks' rows and, unless continued or followed, as 0 elsewhere. */
     quern_tensor d_out;
@@ -83,11 +83,11 @@ typedef struct pool_state {
     uint32_t magic, version;
     uint64_t checksum; /* of a saved copy; else 0 */
     int32_t ratio;
-    int16_t overlap, begun; /* begun: a token or a block before it was taken in */
+    int16_t overlap, begun; /* begun: it has taken in a token or a block before it */
     int64_t width;
     int64_t ring;             /* rows that it can take back */
     int64_t origin, position; /* of the first token, of the next one */
-    int64_t held;             /* rows in the ring that the accumulators do not have yet */
+    int64_t held;             /* rows in the ring that are not in the accumulators yet */
 } pool_state;
 static_assert(sizeof(pool_state) == 64, "a header is a line");
 
@@ -127,8 +127,8 @@ typedef struct pool_append_args {
     quern_tensor proj, bias_a, bias_b;
     quern_tensor prev_b; /* [B, ratio, 2 width]: the block before; of states that have not begun. Or absent */
     entry_args entry;
-    quern_tensor out,
-        pooled; /* rows of the entries that become whole, sequence after sequence; pooled may be absent */
+    /* rows of the entries that become whole, sequence after sequence; pooled may be absent */
+    quern_tensor out, pooled;
 } pool_append_args;
 STAGE_DECLARE(pool_append);
 #define POOL_APPEND_TENSORS(F) F(proj) F(bias_a) F(bias_b) F(prev_b) ENTRY_TENSORS(F) F(out) F(pooled)

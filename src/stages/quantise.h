@@ -5,7 +5,7 @@
  *
  * In this stage and those beside it, activations have any number of leading dimensions; matrices with blocks
  * along their rows are 3-D [E, K, N], their codes [E, K/2, N] and scales [E, K/16, N]. A global stands in a
- * view whose last extent is 1: [1], [E, 1], or a value a row.
+ * view whose last extent is 1: [1], [E, 1], or a value per row.
  */
 #ifndef QUERN_STAGES_QUANTISE_H
 #define QUERN_STAGES_QUANTISE_H
@@ -43,10 +43,10 @@ typedef struct quantise_args {
     quantise_global per;
     bool columns;     /* blocks along the rows of x [E, K, N], else along its last dimension */
     const char *name; /* of x, in sentences */
-    quern_tensor x,
-        offsets; /* offsets: i32 [E], where each expert's rows end; for a global an expert of rows */
-    /* Present: row r of codes, scales, offsets and globals is row slots[r] / slots_a_row of x. The globals of
-     * experts are then given. */
+    /* offsets: i32 [E], where each expert's rows end; for one global per expert */
+    quern_tensor x, offsets;
+    /* If present, row r of codes, scales, offsets and globals is row slots[r] / slots_a_row of x. The
+     * globals of experts are then given. */
     quern_tensor slots;
     int64_t slots_a_row;
     quern_tensor given; /* globals; absent: computed */

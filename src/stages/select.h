@@ -4,16 +4,16 @@
  * select.h - top-k: for each tile of queries the k best blocks of tokens, by scores of the entries that stand
  * for them.
  *
- * A scorer makes a score of every entry that a tile's last query sees. A block's score is the sum of its
+ * A scorer gives a score to every entry that a tile's last query sees. A block's score is the sum of its
  * entries', each as often as it overlaps the block; under MEAN_LOGIT blocks are entries. Forced blocks are
- * chosen before the contest. Ties go to the lowest index, NaN sorts last, lists rise and are padded with -1.
+ * chosen first. Ties go to the lowest index, NaN sorts last, lists rise and are padded with -1.
  */
 #ifndef QUERN_STAGES_SELECT_H
 #define QUERN_STAGES_SELECT_H
 
 #include "stages/stage.h"
 
-/* The rows of a tile are its queries' heads that share a list. */
+/* The rows of a tile: its queries' heads that share a list. */
 typedef enum select_scorer {
     SELECT_PROBABILITY =
         0, /* sum over the rows of softmax(scale q . key), over the entries that the row sees */
@@ -32,13 +32,13 @@ typedef struct select_args {
     int64_t tile;               /* queries that share a list */
     list_scope scope;
     int64_t k; /* entries of a list of blocks */
-    int64_t forced_first,
-        forced_local; /* blocks: the first so many; where causal, as many up to the one of the tile's
-                         first query, and with them all up to the one of its last query */
+    /* blocks: the first so many; where causal, as many up to the one of the tile's first query, and with
+     * them all up to the one of its last query */
+    int64_t forced_first, forced_local;
     int64_t group_k;  /* entries of a list of groups: STAGE_GROUP_ENTRIES entries, by their mean score; where
                          causal,  the newest that the first query and the last query see are forced */
     quern_tensor q, keys;
-    quern_tensor lse;           /* PROBABILITY: of each row over the keys that it sees; absent: made inside */
+    quern_tensor lse; /* PROBABILITY: of each row over the keys that it sees; absent: computed inside */
     quern_tensor blocks, count; /* i32 [B,Hs,rows,k], [B,Hs,rows]; either may be absent */
     quern_tensor groups;        /* i32 [B,Hs,rows,group_k], or absent */
 } select_args;

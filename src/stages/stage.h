@@ -29,12 +29,12 @@ typedef struct stage_exec {
     int32_t forks; /* CPU: parallel_forks() when the context was made */
     quern_cpu_level cpu_level;
     void *stream;            /* CUDA: cudaStream_t */
-    struct gemm_cache *gemm; /* CPU: the context's oneDNN primitives; NULL: no use of oneDNN */
+    struct gemm_cache *gemm; /* CPU: the context's oneDNN primitives; NULL: oneDNN is not used */
     int32_t compute;         /* CUDA: the device's compute capability, 90 for 9.0 */
     int32_t multiprocessors; /* CUDA */
     size_t shared_bytes;     /* CUDA: shared memory that a block may take */
-    const char
-        *variant; /* CUDA: where a stage has kernels of this name, no others are chosen; NULL: no such wish */
+    /* CUDA: where a stage has kernels of this name, only these are chosen; NULL: no such wish */
+    const char *variant;
 } stage_exec;
 #define STAGE_EXEC_VALUES(F)                                                                                 \
     F(device)                                                                                                \
@@ -45,9 +45,9 @@ enum { STAGE_WHY_BYTES = 200 };
 
 enum { STAGE_NAME_BYTES = 64 };
 
-/* The functions of a stage whose arguments are NAME_args. No `supports`: every case is taken; no `workspace`:
- * none is needed. `kernel` writes the name of the kernels that `run` would choose, for quern_plan_describe();
- * it sees no more than `supports` does. NULL: no plan has this stage. */
+/* The functions of a stage whose arguments are NAME_args. No `supports`: the stage takes every case; no
+ * `workspace`: it needs none. `kernel` writes the name of the kernels that `run` would choose, for
+ * quern_plan_describe(); it reads no more than `supports` does. NULL: no plan has this stage. */
 #define STAGE_DECLARE(name)                                                                                  \
     typedef struct name##_stage {                                                                            \
         bool (*supports)(const stage_exec *exec, const name##_args *args, char why[STAGE_WHY_BYTES]);        \
@@ -69,7 +69,7 @@ typedef struct stage_seqs {
 #define STAGE_SEQS_TENSORS(F) F(seqs.cu_q) F(seqs.cu_kv)
 #define STAGE_SEQS_VALUES(F) F(seqs.batch) F(seqs.n_q) F(seqs.n_kv)
 
-/* Lists of blocks or groups: one for all query heads of a key/value head, or one a query head. */
+/* Lists of blocks or groups: one for all query heads of a key/value head, or one per query head. */
 typedef enum list_scope { LIST_BY_GROUP = 0, LIST_BY_HEAD = 1 } list_scope;
 
 enum { STAGE_GROUP_ENTRIES = 128 }; /* compressed entries of a group */
