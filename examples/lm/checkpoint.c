@@ -48,7 +48,7 @@ static void fields(lm_config *c, int64_t *step, lm_run *run, const char *names[F
     }
 }
 
-/* False, and said, where one of the values is NaN or infinite. */
+/* Prints an error and returns false where one of the values is NaN or infinite. */
 static bool all_finite(const float *values, int64_t count, const char *path, const char *name)
 {
     for (int64_t i = 0; i < count; i++)

@@ -100,7 +100,7 @@ static bool append(lm_corpus *corpus, const char *path)
     return ok;
 }
 
-/* The name of what a run learns from: its training bytes, for the held-out ones teach nothing. */
+/* Names the corpus of a run by its training bytes; the held-out ones teach nothing. */
 static void digest(lm_corpus *corpus)
 {
     uint8_t bytes[SHA256_DIGEST_SIZE];

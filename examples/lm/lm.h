@@ -87,7 +87,8 @@ bool attention_backward(lm_model *model, lm_attention *a, const float *w_gate, c
 
 /* layers.c */
 void norm_forward(const float *x, const float *w, float *y, float *inverse, int64_t rows, int64_t cols);
-/* d_x += ...; d_w = ... (w NULL: no weight, and it cannot fail). False, and said, without memory. */
+/* d_x += ...; d_w = ... (w NULL: no weight, and it cannot fail). Without memory it prints an error and
+ * returns false. */
 bool norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x,
                    float *d_w, int64_t rows, int64_t cols);
 void rope_table(float *table, int64_t positions, int64_t dim);
@@ -113,8 +114,8 @@ typedef struct lm_rates {
     {                                                                                                        \
         0.02f, 0.02f                                                                                         \
     }
-/* One update from the gradients; `schedule` scales both rates. False, and said, without memory: the step is
- * then half done. */
+/* One update from the gradients; `schedule` scales both rates. Without memory it prints an error and
+ * returns false: the step is then half done. */
 bool optimizer_step(lm_model *model, float schedule, lm_rates rates);
 
 /* corpus.c */
@@ -126,8 +127,8 @@ typedef struct lm_corpus {
 /* `path`: a file or folder, or NULL for the C headers of linux-libc-dev and libc6-dev. */
 bool corpus_load(const char *path, lm_corpus *corpus);
 void corpus_free(lm_corpus *corpus);
-/* The start of training piece `i`: pieces of n bytes in an order drawn by seed. Negative, and said, without
- * memory. */
+/* The start of training piece `i`: pieces of n bytes in an order drawn by seed. Without memory it
+ * prints an error and returns a negative number. */
 int64_t corpus_piece(const lm_corpus *corpus, int64_t n, uint64_t seed, int64_t i);
 /* The start of held-out piece `i` of `count` spread over the held-out part; -1 past the last. */
 int64_t corpus_held_out(const lm_corpus *corpus, int64_t n, int64_t i, int64_t count);
@@ -140,7 +141,7 @@ void order2_add(order2 *model, const uint8_t *text, int64_t n);
 double order2_bits(const order2 *model, const uint8_t *text, int64_t n);
 void order2_free(order2 *model);
 
-/* What a run needs besides the model to go on as if it had never stopped. */
+/* What a run needs besides the model to resume as if it had never stopped. */
 typedef struct lm_run {
     uint64_t seed;
     int64_t steps; /* of the whole run */
@@ -163,9 +164,9 @@ int verb_train(int argc, char **argv);
 int verb_eval(int argc, char **argv);
 int verb_generate(int argc, char **argv);
 int verb_order2(int argc, char **argv);
-/* True if the held-out part is longer than n bytes; said where not. */
+/* True if the held-out part is longer than n bytes; else it prints an error. */
 bool held_out_fits(const lm_corpus *corpus, int64_t n);
-/* Bits per held-out byte; negative, and said, on failure. */
+/* Bits per held-out byte. On failure it prints an error and returns a negative number. */
 double evaluate(lm_model *model, const lm_corpus *corpus, int64_t pieces);
 double seconds(void);
 
@@ -176,8 +177,8 @@ int failure(const char *format, ...) __attribute__((format(printf, 1, 2)));
 bool output_check(const char *path);
 /* A result for other programs; NULL path: none is wanted. */
 bool json_write(const char *path, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Draws the losses > 0. Without gnuplot a warning: a run is worth more than its picture. False, and said,
- * where the file cannot be written. */
+/* Draws the losses > 0. Without gnuplot a warning: a run is worth more than its picture. Where the file
+ * cannot be written it prints an error and returns false. */
 bool curve_draw(const char *path, const double *loss, int64_t count, const char *title);
 /* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the program at once, with exit code 128 + number and no temporary
  * file. */
