@@ -62,7 +62,7 @@ static void a_figure_is_judged_by_its_target(void **state)
            "0 passed, 0 failed");
 }
 
-/* A command that fails, prints no JSON or lacks the field is no pass. */
+/* A figure does not pass if its command fails, prints no JSON or lacks the field. */
 static void what_cannot_be_measured_fails(void **state)
 {
     (void)state;

@@ -24,7 +24,7 @@
 #include <xmmintrin.h>
 #endif
 
-/* ---- calls to compare: NSA forward and backward, by products of oneDNN and by means, in every dtype ---- */
+/* ---- calls to compare: NSA forward and backward, with oneDNN's products and with means ---- */
 
 enum { CASES = 4 };
 

@@ -122,7 +122,7 @@ static void fail_each(quern_status (*work)(void))
             const quern_status status = work();
             fail_at = -1;
             assert_int_equal(live, had);
-            if (allocations <= at) { /* every allocation has had its turn */
+            if (allocations <= at) { /* every allocation has failed once */
                 assert_int_equal(status, QUERN_OK);
                 assert_true(at > 0);
                 break;

@@ -87,7 +87,7 @@ static void expect_tensor(const char *name, bool needed, bool input, bool trigge
                  t->needed, t->input, t->trigger, t->result[0], t->result[1]);
 }
 
-static void tensors_are_what_the_passes_make_of_them(void **state)
+static void tensors_have_the_roles_of_the_passes(void **state)
 {
     (void)state;
     read_op("attention");
@@ -119,7 +119,7 @@ static void tensors_are_what_the_passes_make_of_them(void **state)
     assert_string_equal(params[param_named("rope-at")].value, "first|last");
 }
 
-static void parameters_are_texts(void **state)
+static void parameters_are_set_from_text(void **state)
 {
     static const char *const values[][2] = {{"block-size", "48"},
                                             {"compress", "linear"},
@@ -306,8 +306,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_list_is_whole),
-        cmocka_unit_test(tensors_are_what_the_passes_make_of_them),
-        cmocka_unit_test(parameters_are_texts),
+        cmocka_unit_test(tensors_have_the_roles_of_the_passes),
+        cmocka_unit_test(parameters_are_set_from_text),
         cmocka_unit_test(modes_follow_from_the_tensors),
         cmocka_unit_test(calls_by_name_are_the_calls),
         cmocka_unit_test(entries_follow_from_where_sequences_start),

@@ -161,7 +161,7 @@ static void nsa_takes_other_sizes(void **unused)
         assert_int_equal(bytes, whole);
         free(given);
     }
-    quern_nsa_params old = params; /* a preset keeps within what its caller has */
+    quern_nsa_params old = params; /* a preset writes only the fields that its caller has */
     old.size = offsetof(quern_nsa_params, causal);
     assert_int_equal(quern_nsa_params_preset(&old, "tile256"), QUERN_OK);
     assert_int_equal(old.tile, 256);

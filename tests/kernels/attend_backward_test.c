@@ -278,8 +278,9 @@ static void run(backward_case *c, quern_cpu_level level, int32_t threads)
     test_tensor_check_guards(&c->d_v, "d_v");
 }
 
-/* What an output holds beside what it must. Where every row lists just one key, d_q and d_k are 0 but for the
- * rounding of dP - delta, whose terms are of size sqrt(Dv): that is measured against elements of 0.05. */
+/* Compares an output with the reference. Where every row lists just one key, d_q and d_k are 0 except for
+ * the rounding of dP - delta, whose terms are of size sqrt(Dv). The error is then relative to elements of
+ * 0.05. */
 static void check(const char *label, const char *name, const test_tensor *t, const double *before, bool add,
                   const double *reference, quern_dtype dtype)
 {

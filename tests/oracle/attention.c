@@ -18,7 +18,7 @@ static double scale_of(const oracle_shape *s)
     return s->scale != 0 ? s->scale : 1 / sqrt((double)s->d);
 }
 
-/* What one row works on: the keys that it sees, and a number or two for each. */
+/* The work of one row: the keys that it sees, and one or two numbers for each. */
 typedef struct row {
     int64_t *key, count;
     double *p, *dp;

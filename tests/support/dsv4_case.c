@@ -154,7 +154,8 @@ dsv4_case dsv4_case_random(test_random *random)
     const quern_dtype weight = test_random_one_in(random, 2) ? c.dtype : QUERN_F32,
                       result = test_random_one_in(random, 2) ? c.dtype : QUERN_F32;
     const bool prev = c.shape.overlap && test_random_one_in(random, 2);
-    if (prev) c.t[DSV4_PREV_B].buffer = (unsigned char *)&c; /* there will be one */
+    /* Any pointer: draw_sequences() asks only whether there is one. */
+    if (prev) c.t[DSV4_PREV_B].buffer = (unsigned char *)&c;
     draw_sequences(&c, random);
     c.t[DSV4_PREV_B].buffer = NULL;
     const int64_t blocks = c.kind == DSV4_VARLEN ? c.tokens / r : dsv4_sequence_of(&c, 0).blocks;

@@ -6,10 +6,10 @@
 #include "core/op.h"
 #include "nsa/call.h"
 
-/* The family, but that its forward is carved without the fused stage. */
+/* nsa_plan() on a copy of the backend's table that lacks the fused stage. */
 static quern_status plan_composed(op_call *call)
 {
-    static _Thread_local quern_backend stages; /* the call's, until its end */
+    static _Thread_local quern_backend stages; /* must outlive the call */
     stages = *call->backend;
     stages.attend_gate_forward.supports = NULL;
     call->backend = &stages;

@@ -118,7 +118,7 @@ static void results_are_complete(void **state)
     quern_safetensors_close(file);
 }
 
-static void mistakes_are_told(void **state)
+static void mistakes_are_reported(void **state)
 {
     (void)state;
     write_inputs();
@@ -140,7 +140,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(pieces_give_the_bytes_of_one_shot),
         cmocka_unit_test(results_are_complete),
-        cmocka_unit_test(mistakes_are_told),
+        cmocka_unit_test(mistakes_are_reported),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

@@ -163,7 +163,7 @@ static void bytes_count_rows_of_every_kind(void **state)
     assert_int_equal(cache_bytes(), (TOKENS + TOKENS / 8 + 64) * row); /* a ring for 20 + 8 + 1 tokens */
 }
 
-static void mistakes_are_told(void **state)
+static void mistakes_are_reported(void **state)
 {
     (void)state;
     write_inputs();
@@ -187,6 +187,6 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(sparse_pieces_give_the_whole), cmocka_unit_test(dense_pieces_give_the_whole),
-        cmocka_unit_test(bytes_count_rows_of_every_kind), cmocka_unit_test(mistakes_are_told)};
+        cmocka_unit_test(bytes_count_rows_of_every_kind), cmocka_unit_test(mistakes_are_reported)};
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

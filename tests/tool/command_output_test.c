@@ -169,7 +169,7 @@ static void save_f32(const char *name, float a, float b, float c)
     save(name, &t);
 }
 
-static void compare_counts_what_is_not_finite(void **state)
+static void compare_counts_nonfinite_values(void **state)
 {
     (void)state;
     save_f32("a.st", 1, NAN, NAN);
@@ -375,7 +375,7 @@ int main(void)
         cmocka_unit_test(unwritable_results_are_found_before_the_work),
         cmocka_unit_test(charts_are_drawn_without_telling_gnuplot_a_path),
         cmocka_unit_test(signals_end_a_command_at_once),
-        cmocka_unit_test(compare_counts_what_is_not_finite),
+        cmocka_unit_test(compare_counts_nonfinite_values),
         cmocka_unit_test(compare_is_exact_about_integers_and_dtypes),
         cmocka_unit_test(comparing_many_tensors_is_not_quadratic),
         cmocka_unit_test(an_unsupported_dtype_has_one_exit_code),

@@ -75,7 +75,7 @@ static void wrong_command_lines_are_usage_errors(void **state)
     expect(2, "info --threads 5000", "1024");
 }
 
-static void a_missing_device_or_level_is_said(void **state)
+static void a_missing_device_or_level_is_reported(void **state)
 {
     (void)state;
     expect(4, "info --device cuda", "cuda");
@@ -122,7 +122,7 @@ static void bad_files_leave_the_output_alone(void **state)
     check_no_leftovers();
 }
 
-static void shapes_that_do_not_fit_are_said(void **state)
+static void shapes_that_do_not_fit_are_reported(void **state)
 {
     (void)state;
     copy_renamed("nsa_small.safetensors", "full.lse_slc=Q K=K V=V", "flat.safetensors");
@@ -542,10 +542,10 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_verb_has_help),
         cmocka_unit_test(wrong_command_lines_are_usage_errors),
-        cmocka_unit_test(a_missing_device_or_level_is_said),
+        cmocka_unit_test(a_missing_device_or_level_is_reported),
         cmocka_unit_test(info_says_what_this_is),
         cmocka_unit_test(bad_files_leave_the_output_alone),
-        cmocka_unit_test(shapes_that_do_not_fit_are_said),
+        cmocka_unit_test(shapes_that_do_not_fit_are_reported),
         cmocka_unit_test(an_unwritable_output_is_an_input_error),
         cmocka_unit_test(the_reference_page_is_what_the_command_prints),
         cmocka_unit_test(compare_finds_differences),

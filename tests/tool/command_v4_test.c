@@ -196,7 +196,7 @@ static void caches(void **state)
     expect(3, "run v4-attention $DIR/core $DIR/none --page -1 --without dO", "0 or more");
 }
 
-static void mistakes_are_told(void **state)
+static void mistakes_are_reported(void **state)
 {
     (void)state;
     dsv4_layer l = dsv4_layer_read(QUERN_TEST_VECTORS, 0);
@@ -217,6 +217,6 @@ static void mistakes_are_told(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(golden_index), cmocka_unit_test(golden_attention),
-                                       cmocka_unit_test(caches), cmocka_unit_test(mistakes_are_told)};
+                                       cmocka_unit_test(caches), cmocka_unit_test(mistakes_are_reported)};
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

@@ -247,7 +247,7 @@ static void resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint(
     assert_false(exists(p, "second"));
 }
 
-static void results_are_written_or_missed_aloud(void **state)
+static void results_are_written_or_the_failure_is_reported(void **state)
 {
     const places *p = *state;
     assert_int_equal(
@@ -290,7 +290,7 @@ static void a_curve_of_any_name_runs_nothing(void **state)
     if (system("command -v gnuplot >/dev/null") != 0) skip();
     assert_int_equal(program(p, "",
                              "train " SMALL "--corpus corpus --steps 2 --curve \"it's'; system('touch "
-                                            "pwned'); set title '\\`touch pwned\\`.svg\""),
+                             "pwned'); set title '\\`touch pwned\\`.svg\""),
                      0);
     assert_false(exists(p, "pwned"));
     assert_true(exists(p, "it's'; system('touch pwned'); set title '`touch pwned`.svg"));
@@ -351,7 +351,7 @@ static void spoil(const places *p, const char *from, const char *to)
     free(spoilt);
 }
 
-static void weights_that_are_no_numbers_are_said(void **state)
+static void nonfinite_weights_are_reported(void **state)
 {
     const places *p = *state;
     assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 4 --until 2 --checkpoint sound"),
@@ -393,11 +393,11 @@ int main(void)
         cmocka_unit_test(a_resumed_run_repeats_bit_by_bit),
         cmocka_unit_test(the_program_resumes_to_the_same_file),
         cmocka_unit_test(resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint),
-        cmocka_unit_test(results_are_written_or_missed_aloud),
+        cmocka_unit_test(results_are_written_or_the_failure_is_reported),
         cmocka_unit_test(unwritable_targets_are_found_before_the_training),
         cmocka_unit_test(a_curve_of_any_name_runs_nothing),
         cmocka_unit_test(signals_end_it_and_leave_the_old_checkpoint),
-        cmocka_unit_test(weights_that_are_no_numbers_are_said),
+        cmocka_unit_test(nonfinite_weights_are_reported),
         cmocka_unit_test(order2_beats_uniform_and_is_a_distribution),
     };
     return cmocka_run_group_tests(tests, make_places, remove_places);

@@ -230,7 +230,7 @@ static void any_pieces_give_the_whole(void **state)
 
 /* A query reads only what it sees: NaN in rows that were rolled back, or that belong to other sequences,
  * reaches no result. */
-static void rows_taken_back_reach_nothing(void **state)
+static void rolled_back_rows_reach_no_result(void **state)
 {
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
@@ -554,7 +554,7 @@ static void parameters_are_checked(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(any_pieces_give_the_whole), cmocka_unit_test(rows_taken_back_reach_nothing),
+        cmocka_unit_test(any_pieces_give_the_whole), cmocka_unit_test(rolled_back_rows_reach_no_result),
         cmocka_unit_test(sizes_and_bytes_held),      cmocka_unit_test(sequences_and_counts_are_checked),
         cmocka_unit_test(tensors_are_checked),       cmocka_unit_test(pages_are_checked),
         cmocka_unit_test(parameters_are_checked),

@@ -383,8 +383,7 @@ static quern_status store_rows(quern_context *ctx, const cache_case *c, int kind
     return status;
 }
 
-/* What quern_dsv4_store() writes is what the test wrote by hand, in the slots that are named and nowhere
- * else. */
+/* quern_dsv4_store() writes the bytes that the test wrote by hand, and only into the named slots. */
 static void stored_rows_are_the_bytes(void **state)
 {
     (void)state;

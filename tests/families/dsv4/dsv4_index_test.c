@@ -231,7 +231,7 @@ static void random_calls(void **state)
     }
 }
 
-/* Any number of threads, and tokens one by one. */
+/* Any number of threads, and tokens one by one, give the bits of one call. */
 static void threads_and_cuts_change_no_bit(void **state)
 {
     (void)state;

@@ -151,7 +151,7 @@ typedef struct route_case {
     quern_moe_route_params p;
     int64_t tokens, experts, dim;
     test_tensor logits, hidden, weight, bias;
-    double *exact, *slack; /* logits in double [T, E], and what f32 may be off */
+    double *exact, *slack; /* logits in double [T, E], and the error that f32 may have */
     double *bias_values;
 } route_case;
 

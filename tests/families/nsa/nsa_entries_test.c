@@ -7,7 +7,7 @@
 #include <stdlib.h>
 
 /* Entry i of few and of many: a cache computes it alone. */
-static void an_entrys_bits_are_its_blocks_alone(void **state)
+static void an_entry_depends_on_its_block_alone(void **state)
 {
     (void)state;
     static const quern_nsa_compress_kind kinds[] = {QUERN_NSA_COMPRESS_MEAN, QUERN_NSA_COMPRESS_LINEAR};
@@ -48,6 +48,6 @@ static void an_entrys_bits_are_its_blocks_alone(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(an_entrys_bits_are_its_blocks_alone)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(an_entry_depends_on_its_block_alone)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

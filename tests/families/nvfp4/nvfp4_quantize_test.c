@@ -329,10 +329,10 @@ static void dequantized_values(void **state)
     }
 }
 
-/* A value that is not finite: an error that names it, and nothing is written. */
-static void not_finite(void **state)
+/* A nonfinite value: the error names it, and the call writes nothing. */
+static void nonfinite_values_are_refused(void **state)
 {
-    test_random random = {test_seed("not finite", 6)};
+    test_random random = {test_seed("nonfinite_values", 6)};
     (void)state;
     for (int trial = 0; trial < 40; trial++) {
         quern_context *ctx = test_context(quern_cpu_level_detect(), 2);
@@ -371,7 +371,7 @@ int main(void)
         cmocka_unit_test(golden_vectors),
         cmocka_unit_test(random_cases),
         cmocka_unit_test(dequantized_values),
-        cmocka_unit_test(not_finite),
+        cmocka_unit_test(nonfinite_values_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
