@@ -457,7 +457,7 @@ static void a_second_gpu_is_a_device_of_its_own(void **unused)
     other = twin_make(QUERN_F32, 4, q_shape, true);
     device = 0;
     void *const second = stream;
-    *const right = t[0].device.data;
+    void *const right = t[0].device.data;
     stream = first;
     t[0].device.data = other.device.data;
     attention_forward(t, QUERN_ERR_INVALID_ARGUMENT);
