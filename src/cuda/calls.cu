@@ -10,7 +10,7 @@
 
 #define REPORT (cuda_set_error())
 
-/* Has an image exactly where the stages' kernels have one. */
+/* The library has code of it for a GPU exactly where it has code of the stages' kernels. */
 static __global__ void probe_kernel() {}
 
 quern_status device_count(int32_t *count)
@@ -35,7 +35,7 @@ namespace
 {
 enum { DEVICES = 64 };
 struct known_device {
-    std::atomic<bool> known; /* the rest is written before, under the lock */
+    std::atomic<bool> known; /* set last, under the lock */
     int major, minor, multiprocessors, shared_bytes;
 };
 known_device known_devices[DEVICES];
@@ -96,8 +96,7 @@ quern_status device_check(int32_t device)
     return cuda_report(code, "looking for kernels");
 }
 
-/* The driver's own question about a pointer, where it answers: the runtime's asks for more than is wanted
- * here. */
+/* The driver's query of a pointer's attributes, or NULL: the runtime's fetches more than is needed here. */
 typedef CUresult pointer_question(unsigned count, CUpointer_attribute *attributes, void **data,
                                   CUdeviceptr pointer);
 
@@ -112,7 +111,7 @@ static pointer_question *find_question()
     return NULL;
 }
 
-/* Whether the driver says that p is what its tensor says. False: ask again at length. */
+/* Whether the driver confirms that p is memory of its tensor's device. False: the runtime's query decides. */
 static bool plainly_right(const void *p, quern_device device, int32_t device_id)
 {
     static pointer_question *const ask = find_question();

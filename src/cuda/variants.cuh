@@ -1,14 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * variants.cuh - a stage on the GPU is an ordered list of variants: sets of kernels that compute it, the most
- * special first. The first whose `supports` agrees runs. variants.cu holds the lists; an instance of any's or
- * sm90's kernels is a function in a file of its own, so that a part of them can be compiled.
+ * variants.cuh - a stage on the GPU is an ordered list of variants: sets of kernels that compute it, the
+ * most specialised first. The first whose `supports` agrees runs. variants.cu holds the lists; an instance of
+ * any's or sm90's kernels is a function in a file of its own, so that a part of them can be compiled.
  *
  * `supports` writes a reason where the call is of the variant's kind (dtype, device) but beyond its limits,
- * and leaves `why` as it is elsewhere: of several the last one's reason is the stage's. `workspace` does not
- * depend on where tensors stand in memory, as that of the stage may not: it is the most of all variants'.
- * NULL: every call is taken; no bytes.
+ * and leaves `why` as it is elsewhere: of several the last one's reason is the stage's. A stage's workspace
+ * may not depend on where tensors stand in memory, while `supports` does: it is the most of all variants'.
+ * `supports` NULL: the variant takes every call; `workspace` NULL: it takes no bytes.
  */
 #ifndef QUERN_CUDA_VARIANTS_CUH
 #define QUERN_CUDA_VARIANTS_CUH

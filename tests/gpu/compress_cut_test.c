@@ -16,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { HEAD = 1, ROW_CUT = 4096 }; /* the head that is looked at */
+enum { HEAD = 1, ROW_CUT = 4096 }; /* the head that is checked */
 
 typedef struct cut_case {
     compress_kind kind;

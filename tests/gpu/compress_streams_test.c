@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * compress_streams_test.c - linear compression's products where their library is least at ease: the process's
- * first product inside a stream's capture, and four threads with a stream each, going through more shapes
- * than the plugin's table of chosen algorithms has places, in different orders. Every result is the same bits
- * as a plain call's.
+ * compress_streams_test.c - linear compression's products in the cases that are hardest for its library: the
+ * process's first product inside a stream's capture, and four threads with a stream each, going through more
+ * shapes than the plugin's table of chosen algorithms has places, in different orders. Every result is the
+ * same bits as a plain call's.
  */
 #include "backend.h"
 #include "cmocka_c11.h"
@@ -107,7 +107,7 @@ static bool call(lane *a)
            backend->compress_backward.run(&a->exec, &a->backward, a->workspace) == QUERN_OK;
 }
 
-/* A number of the outputs' bits; 0: they could not be read. */
+/* A hash of the outputs' bits; 0: they could not be read. */
 static uint64_t digest(const lane *a)
 {
     const quern_tensor *const outputs[OUTPUTS] = {&a->forward.k_cmp, &a->backward.d_k, &a->backward.d_w_k};

@@ -306,12 +306,12 @@ static void a_whole_layer_agrees_with_the_cpu(void **unused)
     for (int i = 0; i < COUNT; i++) twin_free(&t[i]);
 }
 
-/* Borders that the host cannot read: clamped into the tensor, reported, and the result that of the clamped
- * ones. */
-static void bad_borders_set_the_status(void **unused)
+/* cu_seqlens that the host cannot read are clamped into the tensor and reported; the result is that of the
+ * clamped ones. */
+static void bad_cu_seqlens_set_the_status(void **unused)
 {
     (void)unused;
-    static const int32_t borders[2][4] = {{0, 120, N + 100, N}, {0, 120, N, N}};
+    static const int32_t cu_seqlens[2][4] = {{0, 120, N + 100, N}, {0, 120, N, N}};
     const int64_t shapes[][3] = {{N, H, D}, {N, HKV, D}, {N, HKV, D}, {N, H, D}, {N, H, D}}, cu_shape[] = {4},
                   one[] = {1};
     quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
@@ -334,7 +334,7 @@ static void bad_borders_set_the_status(void **unused)
         void *workspace;
         OK(quern_nsa_forward_workspace(ctx, &params, &a, &bytes));
         OK(quern_cuda_allocate(device, bytes, &workspace));
-        OK(quern_cuda_copy(device, cu.device.data, borders[run], sizeof borders[run], stream));
+        OK(quern_cuda_copy(device, cu.device.data, cu_seqlens[run], sizeof cu_seqlens[run], stream));
         OK(quern_cuda_fill(device, status.device.data, 0, 4, stream));
         assert_int_equal(quern_nsa_forward(ctx, &exec, &params, &a, workspace, bytes),
                          QUERN_ERR_INVALID_ARGUMENT); /* a status of the host's */
@@ -473,7 +473,7 @@ static void a_second_gpu_is_a_device_of_its_own(void **unused)
     stream = second;
     dense_attention_agrees_with_the_cpu(NULL);
     a_whole_layer_agrees_with_the_cpu(NULL);
-    bad_borders_set_the_status(NULL);
+    bad_cu_seqlens_set_the_status(NULL);
     twin_free(&other);
     OK(quern_cuda_stream_destroy(1, stream));
     device = 0;
@@ -488,7 +488,7 @@ int main(void)
         cmocka_unit_test(pointers_of_another_device_are_refused),
         cmocka_unit_test(too_much_memory_is_an_error_and_nothing_else),
         cmocka_unit_test(a_whole_layer_agrees_with_the_cpu),
-        cmocka_unit_test(bad_borders_set_the_status),
+        cmocka_unit_test(bad_cu_seqlens_set_the_status),
         cmocka_unit_test(attention_reports_bad_offsets),
         cmocka_unit_test(a_plan_runs_on_device_memory),
         cmocka_unit_test(events_measure_time),

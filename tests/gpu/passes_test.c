@@ -76,12 +76,12 @@ static void agree(const quern_tensor *a, const quern_tensor *b)
     free(y);
 }
 
-static void check(quern_nsa_metric metric, quern_nsa_scope scope, int64_t tile, bool packed)
+static void check(quern_nsa_metric metric, quern_nsa_scope scope, int64_t tile, bool varlen)
 {
     const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, w_shape[] = {H, 3, D},
                   gate_shape[] = {1, N, H, 3}, cu_shape[] = {4};
     const int32_t cu[] = {0, 1000, 1000, (int32_t)N - 5};
-    const int32_t skip = packed ? 1 : 0; /* packed tensors have no batch */
+    const int32_t skip = varlen ? 1 : 0; /* varlen tensors have no batch */
     quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
     params.gate = QUERN_NSA_GATE_WEIGHTS;
     params.metric = metric;
@@ -92,8 +92,8 @@ static void check(quern_nsa_metric metric, quern_nsa_scope scope, int64_t tile, 
                        k = make(QUERN_BF16, 4 - skip, k_shape + skip, true);
     const quern_tensor v = make(QUERN_BF16, 4 - skip, k_shape + skip, true),
                        w = make(QUERN_BF16, 3, w_shape, true);
-    quern_tensor o[2], gates[2], branch[3], borders = make(QUERN_I32, 1, cu_shape, false);
-    OK(quern_cuda_copy(0, borders.data, cu, sizeof cu, NULL));
+    quern_tensor o[2], gates[2], branch[3], cu_seqlens = make(QUERN_I32, 1, cu_shape, false);
+    OK(quern_cuda_copy(0, cu_seqlens.data, cu, sizeof cu, NULL));
     for (int i = 0; i < 2; i++) {
         o[i] = make(QUERN_BF16, 4 - skip, q_shape + skip, false);
         gates[i] = make(QUERN_F32, 4 - skip, gate_shape + skip, false);
@@ -108,7 +108,7 @@ static void check(quern_nsa_metric metric, quern_nsa_scope scope, int64_t tile, 
     t.w_gate = &w;
     t.o = &o[0];
     t.gates = &gates[0];
-    if (packed) t.cu_seqlens = &borders;
+    if (varlen) t.cu_seqlens = &cu_seqlens;
     const size_t shared = forward(ctx, &params, &t);
     t.o = &o[1];
     t.gates = &gates[1];
@@ -121,8 +121,8 @@ static void check(quern_nsa_metric metric, quern_nsa_scope scope, int64_t tile, 
     /* Two of the three go through the workspace, at most half of their heads at a time. */
     assert_true(shared < given + (size_t)N * H * D * 2 + ((size_t)64 << 20));
     quern_context_destroy(ctx);
-    const quern_tensor *const all[] = {&q,    &k,        &v,        &w,         &borders,   &o[0],
-                                       &o[1], &gates[0], &gates[1], &branch[0], &branch[1], &branch[2]};
+    const quern_tensor *const all[] = {&q,    &k,        &v,        &w,         &cu_seqlens, &o[0],
+                                       &o[1], &gates[0], &gates[1], &branch[0], &branch[1],  &branch[2]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) OK(quern_cuda_free(0, all[i]->data));
 }
 
@@ -138,7 +138,7 @@ static void lists_of_a_head(void **state)
     check(QUERN_NSA_METRIC_MEAN_LOGIT, QUERN_NSA_SCOPE_HEAD, 128, false);
 }
 
-static void packed_sequences(void **state)
+static void varlen_sequences(void **state)
 {
     (void)state;
     check(QUERN_NSA_METRIC_MEAN_LOGIT, QUERN_NSA_SCOPE_GROUP, 64, true);
@@ -149,7 +149,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(lists_of_a_group),
         cmocka_unit_test(lists_of_a_head),
-        cmocka_unit_test(packed_sequences),
+        cmocka_unit_test(varlen_sequences),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* device.cuh - what every CUDA stage shares: views as kernels take them, element access for any dtype,
- * sequence borders that live on the device, and the check after a launch. */
+ * cu_seqlens that live on the device, and the check after a launch. */
 #ifndef QUERN_CUDA_DEVICE_CUH
 #define QUERN_CUDA_DEVICE_CUH
 
@@ -17,7 +17,7 @@ extern "C" {
 
 typedef __nv_bfloat16 bf16;
 #ifdef QUERN_CUDA_ONE_DTYPE
-typedef bf16 f16; /* what is chosen for f16 is compiled already */
+typedef bf16 f16; /* code chosen for f16 is then bf16's, compiled already */
 #else
 typedef __half f16;
 #endif
@@ -97,7 +97,7 @@ template <> __device__ __forceinline__ __half from_float<__half>(float x)
     return __float2half_rn(x);
 }
 
-/* The sequences of a call: fixed length, or packed with borders on the device. */
+/* The sequences of a call: fixed length, or varlen with cu_seqlens on the device. */
 struct seqs {
     int64_t batch, n_q, n_kv;
     const int32_t *cu_q, *cu_kv;
@@ -114,8 +114,8 @@ struct sequence {
     int64_t b, view_b, q0, nq, k0, nk;
 };
 
-/* A border as the caller gave it, kept inside [0, total]. */
-__device__ __forceinline__ int64_t border(const int32_t *cu, int64_t i, int64_t total)
+/* cu[i] as the caller gave it, clamped to [0, total]. */
+__device__ __forceinline__ int64_t cu_seqlens_at(const int32_t *cu, int64_t i, int64_t total)
 {
     const int64_t x = cu[i];
     return x < 0 ? 0 : x > total ? total : x;
@@ -125,8 +125,8 @@ __device__ __forceinline__ sequence sequence_at(const seqs &s, int64_t b)
 {
     if (s.cu_q == NULL) return {b, b, 0, s.n_q, 0, s.n_kv};
     const int32_t *ck = s.cu_kv != NULL ? s.cu_kv : s.cu_q;
-    const int64_t q0 = border(s.cu_q, b, s.n_q), q1 = border(s.cu_q, b + 1, s.n_q);
-    const int64_t k0 = border(ck, b, s.n_kv), k1 = border(ck, b + 1, s.n_kv);
+    const int64_t q0 = cu_seqlens_at(s.cu_q, b, s.n_q), q1 = cu_seqlens_at(s.cu_q, b + 1, s.n_q);
+    const int64_t k0 = cu_seqlens_at(ck, b, s.n_kv), k1 = cu_seqlens_at(ck, b + 1, s.n_kv);
     return {b, 0, q0, q1 > q0 ? q1 - q0 : 0, k0, k1 > k0 ? k1 - k0 : 0};
 }
 

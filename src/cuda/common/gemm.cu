@@ -6,13 +6,13 @@
  * libquern_cuda holds no reference to the library: it is opened when a call first asks for a product, so that
  * the rest runs on machines without it: QUERN_CUBLASLT names its file, else it lies beside libquern_cuda or
  * where the loader looks. Where it is absent compression multiplies in f32, slowly. A product's algorithm is
- * chosen once per device and shape, from those without sums in an open order: whole sums, or shares that meet
- * in the scratch in f32. What was chosen stays in a table of fixed size, the oldest replaced; the lock is
- * held while a product is put into its stream, which is when the descriptors are read. Making a handle and
+ * chosen once per device and shape, from those whose sums have a fixed order: whole sums, or shares that are
+ * added in the scratch in f32. What was chosen stays in a table of fixed size, the oldest replaced; the lock
+ * is held while a product is put into its stream, which is when the descriptors are read. Making a handle and
  * loading a kernel may allocate; a stream that is being captured by this thread allows it where the thread's
  * mode is relaxed meanwhile, and nothing of it becomes part of the graph.
  *
- * cuBLASLt counts matrices column by column: C^T = B^T A^T in its terms.
+ * cuBLASLt's matrices are column-major, so it computes C^T = B^T A^T.
  */
 #include "common/gemm.cuh"
 
@@ -36,11 +36,11 @@ size_t gemm_scratch_bytes(size_t c_bytes)
 
 #define CALLS(X)                                                                                             \
     X(cublasLtCreate)                                                                                        \
-    X(cublasLtMatmul) X(cublasLtMatmulAlgoGetHeuristic) X(cublasLtMatmulDescCreate)                          \
-        X(cublasLtMatmulDescDestroy) X(cublasLtMatmulDescSetAttribute) X(cublasLtMatrixLayoutCreate)         \
-            X(cublasLtMatrixLayoutDestroy) X(cublasLtMatrixLayoutSetAttribute)                               \
-                X(cublasLtMatmulPreferenceCreate) X(cublasLtMatmulPreferenceDestroy)                         \
-                    X(cublasLtMatmulPreferenceSetAttribute)
+    X(cublasLtMatmul)                                                                                        \
+    X(cublasLtMatmulAlgoGetHeuristic) X(cublasLtMatmulDescCreate) X(cublasLtMatmulDescDestroy)               \
+        X(cublasLtMatmulDescSetAttribute) X(cublasLtMatrixLayoutCreate) X(cublasLtMatrixLayoutDestroy)       \
+            X(cublasLtMatrixLayoutSetAttribute) X(cublasLtMatmulPreferenceCreate)                            \
+                X(cublasLtMatmulPreferenceDestroy) X(cublasLtMatmulPreferenceSetAttribute)
 
 enum { DEVICES = 64, PLANS = 64, CHOICES = 8 };
 

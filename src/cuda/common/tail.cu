@@ -1,13 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* tail.cu - writes the rows past the last border of a packed batch. Limit: bytes moved over the copy rate. */
+/* tail.cu - writes the rows of a varlen tensor past the end of the last sequence. Limit: bytes moved over the
+ * copy rate. */
 #include "common/tail.cuh"
 
 template <typename T>
 __global__ void tail4(view4 v, int64_t n, int64_t heads, int64_t dim, const int32_t *cu, int64_t last,
                       float value)
 {
-    for (int64_t row = border(cu, last, n) + blockIdx.x; row < n; row += gridDim.x)
+    for (int64_t row = cu_seqlens_at(cu, last, n) + blockIdx.x; row < n; row += gridDim.x)
         for (int64_t i = threadIdx.x; i < heads * dim; i += blockDim.x)
             ((T *)v.p)[row * v.s[1] + i / dim * v.s[2] + i % dim] = from_float<T>(value);
 }
@@ -20,22 +21,22 @@ quern_status fill_tail(const stage_exec *exec, const stage_seqs *s, bool queries
     const unsigned grid = t->shape[1] < 1024 ? (unsigned)t->shape[1] : 1024;
     cudaStream_t stream = (cudaStream_t)exec->stream;
     const view4 v = view4_of(*t);
-    const int32_t *borders = (const int32_t *)cu.data;
+    const int32_t *cu_seqlens = (const int32_t *)cu.data;
     if (t->dtype == QUERN_F32)
         tail4<float>
-            <<<grid, 128, 0, stream>>>(v, t->shape[1], t->shape[2], t->shape[3], borders, s->batch, value);
+            <<<grid, 128, 0, stream>>>(v, t->shape[1], t->shape[2], t->shape[3], cu_seqlens, s->batch, value);
     else if (t->dtype == QUERN_BF16)
         tail4<bf16>
-            <<<grid, 128, 0, stream>>>(v, t->shape[1], t->shape[2], t->shape[3], borders, s->batch, value);
+            <<<grid, 128, 0, stream>>>(v, t->shape[1], t->shape[2], t->shape[3], cu_seqlens, s->batch, value);
     else
         tail4<f16>
-            <<<grid, 128, 0, stream>>>(v, t->shape[1], t->shape[2], t->shape[3], borders, s->batch, value);
+            <<<grid, 128, 0, stream>>>(v, t->shape[1], t->shape[2], t->shape[3], cu_seqlens, s->batch, value);
     return LAUNCHED("tail");
 }
 
 __global__ void tail3(view3 v, int64_t n, int64_t heads, const int32_t *cu, int64_t last, float value)
 {
-    const int64_t first = border(cu, last, n), count = (n - first) * heads;
+    const int64_t first = cu_seqlens_at(cu, last, n), count = (n - first) * heads;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count;
          i += (int64_t)gridDim.x * blockDim.x)
         v.p[i / (n - first) * v.s[1] + (first + i % (n - first)) * v.s[2]] = value;

@@ -51,7 +51,7 @@ quern_status tma_describe(CUtensorMap *map, const quern_tensor &t, int heads, in
     cuuint64_t strides[3];
     for (int i = 0; i < 3; i++)
         strides[i] = t.shape[2 - i] > 1 ? (cuuint64_t)(t.strides[2 - i] * size)
-                                        : 16; /* of one, the stride is nothing */
+                                        : 16; /* the stride of a dim of 1 means nothing */
     const cuuint32_t box[4] = {(cuuint32_t)(128 / size), (cuuint32_t)heads, (cuuint32_t)rows, 1},
                      steps[4] = {1, 1, 1, 1};
     const CUresult result = encode(map, type, 4, t.data, shape, strides, box, steps,

@@ -31,7 +31,7 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap &map)
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-/* Adds the box at `from`, without a word to any barrier; one thread calls. It belongs to the thread's next
+/* Adds the box at `from`; no barrier counts it. One thread calls. It belongs to the thread's next
  * commit; what was committed has been read, or has been added, when the waits end. */
 __device__ __forceinline__ void tma_add(const CUtensorMap &map, uint32_t from, int column, int head,
                                         int token, int batch)

@@ -4,9 +4,9 @@
  * attend.cuh - what the attention kernels, forward and backward, share: the parameters, which keys a row
  * sees, and the two streams that every mask reduces to.
  *
- * Rows. The g query heads that read one key/value head (or, with head-scope lists, one head) are packed
- * with the queries: row r of a sequence is query r / hs, head r % hs of unit u. Rows that stand together
- * see nearly the same keys, so packed heads share every K/V tile and the diagonal wastes little.
+ * Rows. A unit is the g query heads that read one key/value head or, with head-scope lists, one head. Row r
+ * of a sequence and unit is query r / hs, head r % hs. Neighbouring rows see nearly the same keys, so the
+ * heads of a unit share every K/V tile and the diagonal wastes little.
  *
  * Keys. A row sees an interval [lo, hi) of key indices (causal, window, compressed visibility), met with a
  * stream of key slots: slot s of a range is key first + s; slot s of a list is offset s % lb of listed
@@ -25,7 +25,7 @@ struct attend_kernel {
     view4 q, k, v, o, d_o, d_q, d_k, d_v;
     view3 lse, delta, row_scale;
     int32_t heads, kv_heads, group; /* H, Hkv, g */
-    int32_t hs, units;              /* heads that share a row pack, and how many packs there are */
+    int32_t hs, units;              /* heads of a unit, and how many units there are */
     int32_t dim_k, dim_v;
     float scale, scale_log2;
     int32_t mask, causal, visibility;
@@ -56,9 +56,8 @@ __device__ __forceinline__ void row_keys(const attend_kernel &a, const sequence 
     *hi = (int)range.hi;
 }
 
-/* Copies the list of `row` into `clean`, rising and without what does not count; `flags` is scratch of the
- * same size. `end`: keys at or past it are seen by nobody. Returns the number kept. All threads of the block
- * call. */
+/* Copies the list of `row` into `clean`, ascending and without what does not count; `flags` is scratch of the
+ * same size. No row sees keys at or past `end`. Returns the number kept. All threads of the block call. */
 __device__ __forceinline__ int clean_list(const int32_t *row, int k, int lb, int64_t end, int32_t *clean,
                                           int32_t *flags, int32_t *raw)
 {
@@ -82,7 +81,7 @@ __device__ __forceinline__ int clean_list(const int32_t *row, int k, int lb, int
     return total;
 }
 
-/* The packed row `row` of a block whose first is query `query`, `rem` rows into it: its query and head. */
+/* Query and head of row `row` of a block whose first row is `rem` rows into query `query`. */
 __device__ __forceinline__ void row_place(const attend_kernel &a, int query, int rem, int row, int *n,
                                           int *head)
 {
@@ -100,8 +99,8 @@ struct row_block {
     const int32_t *list_row;
 };
 
-/* The block's rows by its index: M packed rows of a sequence and unit, or of a tile where lists are shared by
- * tiles. The longest causal rows start first. False for a block without work. */
+/* The block's rows by its index: M rows of a sequence and unit, or of a tile where lists are shared by tiles.
+ * The longest causal rows start first. False for a block without work. */
 template <int M> __device__ __forceinline__ bool find_rows(const attend_kernel &a, bool listed, row_block *b)
 {
     const int u = blockIdx.y;
@@ -199,7 +198,7 @@ __device__ __forceinline__ key_rows<T> find_key_rows(const attend_kernel &a, con
 }
 
 /* Copies K and V of slots [slot0, slot0 + 64) into rows at_row ... of their tiles. Slots that are consecutive
- * keys, all there, need no look at each: this is nearly always so. `column` gets a list's keys. `k`, `v`
+ * keys inside the sequence, as nearly all are, need no check of each. `column` gets a list's keys. `k`, `v`
  * stand at this thread's chunk. */
 template <typename T, int ROWS, int THREADS, int CHUNKS, bool LISTED>
 __device__ __forceinline__ void load_slots(const attend_kernel &a, const T *k, const T *v, bool in_k,
@@ -315,7 +314,7 @@ __device__ __forceinline__ bool all_seen(const attend_kernel &a, const int32_t *
     return true;
 }
 
-/* Blocks of M packed rows, for find_rows(). */
+/* Blocks of M rows, for find_rows(). */
 static inline dim3 row_grid(const attend_args *args, const attend_kernel &a, int m, bool listed)
 {
     const int64_t pieces = listed

@@ -6,7 +6,7 @@
  *
  *   dV = P^T row_scale dO, dK = scale dS^T Q (P, dS as in attend_backward_rows.cuh): a block owns 16 KW keys
  * and walks the rows that see them 64 at a time. Everything is transposed: S^T = K Q^T leaves P^T in
- * registers as the A operand of P^T dO. The packed heads of a group meet in one row stream, so dK and dV are
+ * registers as the A operand of P^T dO. The heads of a group meet in one row stream, so dK and dV are
  * whole, without atomics. For listed blocks the row stream comes from the inverted index (inverse.cu).
  *
  * Few keys with many rows (compressed entries, blocks that every tile chose) would leave most of the GPU
@@ -137,7 +137,8 @@ __device__ __forceinline__ void load_stage(const attend_kernel &a, const key_blo
     cp_async_commit();
 }
 
-/* P^T row_scale and dS^T of a stage, packed, from S^T and dP^T; `key` and that + 8 are this thread's. */
+/* P^T row_scale and dS^T of a stage, in 16 bits, from S^T and dP^T; this thread has keys `key` and that + 8.
+ */
 template <typename T, bool DK, int NT>
 __device__ __forceinline__ void transposed_gradients(const float (&s)[NT][4], const float (&dp)[NT][4],
                                                      const float *st, float scale_log2, int key,

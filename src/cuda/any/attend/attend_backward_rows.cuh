@@ -4,9 +4,9 @@
  * attend_backward_rows.cuh - dQ of blockwise attention on the tensor cores, for bf16 and f16, every mask.
  *
  * With P = exp(S - lse) recomputed, dP = dO V^T, dS = P (row_scale dP - delta), dQ = scale dS K: a block owns
- * packed rows and walks their keys 64 at a time, as the forward does, the next tile of K and V on its way. dS
- * goes straight from the accumulators to the A operand. dK and dV are attend_backward_keys.cuh's; two kernels
- * recompute S and dP (seven products for five) and need no atomics and no order but their own.
+ * rows and walks their keys 64 at a time, as the forward does, and copies the next tile of K and V meanwhile.
+ * dS goes straight from the accumulators to the A operand. dK and dV are attend_backward_keys.cuh's. Two
+ * kernels recompute S and dP (seven products for five) and need neither atomics nor an order among blocks.
  *
  * At D = 128: 128 rows, registers a thread dQ 64, S 32, dP 32; shared memory 128 KB. Limit: the tensor cores.
  */
@@ -41,7 +41,7 @@ __device__ __forceinline__ row_pair find_pair(const attend_kernel &a, const row_
     return x;
 }
 
-/* dS of a tile, packed, from S and dP; key_at(slot) is a key of the tile. */
+/* dS of a tile, in 16 bits, from S and dP; key_at(slot) is a key of the tile. */
 template <typename T, int NT, typename F>
 __device__ __forceinline__ void score_gradients(const float (&s)[NT][4], const float (&dp)[NT][4],
                                                 float scale_log2, const row_pair &x, int slot, F key_at,

@@ -74,7 +74,7 @@ struct block_rows {
     const int32_t *list_row;
 };
 
-/* The packed rows of this block (the same cut as in attend_forward.cuh). */
+/* The rows of this block (the same cut as in attend_forward.cuh). */
 static __device__ bool find_rows(const attend_kernel &a, int m, bool listed, block_rows *r)
 {
     r->u = blockIdx.y;

@@ -3,8 +3,8 @@
 /*
  * attend_forward.cuh - blockwise softmax attention on the tensor cores, for bf16 and f16, every mask.
  *
- * A block of WM x WN warps owns 16 WM packed rows (attend.cuh) and walks its key slots KEYS at a time, the
- * next tile of K and V on its way while this one is used: S = Q K^T in registers, running maximum and sum in
+ * A block of WM x WN warps owns 16 WM rows (attend.cuh) and walks its key slots KEYS at a time. It
+ * copies the next tile of K and V meanwhile. S = Q K^T in registers, running maximum and sum in
  * the exp2 domain, P straight from the accumulators as the A operand of O += P V. With WN = 1 each warp holds
  * all keys of its 16 rows, and on Hopper four warps make one warpgroup product. With WN = 4 (per-token lists,
  * <= 16 rows a tile) the warps split the keys, keep their own maximum, sum and O, and merge through shared
@@ -49,7 +49,8 @@ template <int OT> struct running_rows {
     float max[2], sum[2], o[OT][4];
 };
 
-/* Takes a tile's scores in: P, packed, from S; what was summed so far is scaled to the new maximum. */
+/* Adds a tile's scores to the softmax: S becomes P in 16 bits, and what was summed so far is scaled to the
+ * new maximum. */
 template <typename T, int NT, int OT>
 __device__ __forceinline__ void soften(const float (&s)[NT][4], float scale_log2, running_rows<OT> &rows,
                                        uint32_t (&p)[NT][2])
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(32 * WM * WN) attend_forward(const __grid_cons
                                              : nk;
         };
         if (!inside) hide_scores(s, lo, hi, wn * WK + (lane & 3) * 2, key_at);
-        uint32_t p[NT][2]; /* P, packed: rows lane / 4 and that + 8 */
+        uint32_t p[NT][2]; /* P in 16 bits: rows lane / 4 and that + 8 */
         soften<T>(s, a.scale_log2, rows, p);
         char *values = sv + (t & 1) * TILE;
         if (!inside && __syncthreads_or(any_nonfinite<T, KEYS, THREADS, CHUNKS>(values))) {

@@ -47,8 +47,8 @@ static int range_keys(const attend_args *args)
     return args->q.shape[3] > 128 || args->v.shape[3] > 128 ? 64 : 128;
 }
 
-/* Enough to fill a large GPU four times, where there are rows enough. Compressed entries are few, and the
- * first are seen by all: smaller shares leave less to wait for at the end. */
+/* Enough to fill a large GPU four times, where there are rows enough. Compressed entries are few, and all
+ * rows see the first ones: smaller shares shorten the wait for the last one. */
 int backward_splits(const attend_args *args)
 {
     if (present(args->list)) return 1;

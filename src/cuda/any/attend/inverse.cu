@@ -7,7 +7,8 @@
  * (integer atomics: the sum does not depend on their order). scan: exclusive sums over chunks, then over
  * blocks. fill: one warp a chunk walks its rows in order, so that each block's tiles come out ascending.
  * A row's entries count once each, and only those inside the sequence whose first key some query of the
- * tile may see. Packed batches: sequence b's blocks start at index floor(k0 / lb) + b, which never meet.
+ * tile may see. Varlen: sequence b's blocks start at index floor(k0 / lb) + b, so those of two sequences
+ * never overlap.
  *
  * items: a block's rows, over all units of its key/value head, are cut into items of item_rows. item_start
  * counts the items, and slot_start the partial sums, of the blocks before one, in the order (view, kv head,

@@ -47,11 +47,11 @@ __device__ __forceinline__ bool find_block(const attend_kernel &a, int64_t place
         int64_t lo = 0, hi = a.sq.batch;
         while (hi - lo > 1) {
             const int64_t mid = (lo + hi) / 2;
-            if (border(cu, mid, a.sq.n_kv) / a.list_block + mid <= index) lo = mid;
+            if (cu_seqlens_at(cu, mid, a.sq.n_kv) / a.list_block + mid <= index) lo = mid;
             else hi = mid;
         }
         seq = lo;
-        index -= border(cu, lo, a.sq.n_kv) / a.list_block + lo;
+        index -= cu_seqlens_at(cu, lo, a.sq.n_kv) / a.list_block + lo;
     }
     b->seq = sequence_at(a.sq, seq);
     b->kvh = (int)(pair - view * a.kv_heads);

@@ -18,8 +18,8 @@
 
 enum { THREADS = 256, COLUMNS = 64, PARTS = THREADS / COLUMNS };
 
-/* Sequence lengths in compressed rows, summed: cu_cmp [batch + 1]. One warp. */
-__global__ void compress_borders(seqs sq, int64_t l, int64_t d, int32_t *cu_cmp)
+/* cu_seqlens of the compressed rows: cu_cmp [batch + 1]. One warp. */
+__global__ void compress_cu_seqlens(seqs sq, int64_t l, int64_t d, int32_t *cu_cmp)
 {
     int32_t total = 0;
     if (threadIdx.x == 0) cu_cmp[0] = 0;
@@ -27,7 +27,7 @@ __global__ void compress_borders(seqs sq, int64_t l, int64_t d, int32_t *cu_cmp)
         const int64_t b = base + threadIdx.x;
         int32_t n = 0;
         if (b < sq.batch) {
-            const int64_t len = border(sq.cu_q, b + 1, sq.n_q) - border(sq.cu_q, b, sq.n_q);
+            const int64_t len = cu_seqlens_at(sq.cu_q, b + 1, sq.n_q) - cu_seqlens_at(sq.cu_q, b, sq.n_q);
             n = (int32_t)mask_entries(len, l, d);
         }
         for (int w = 1; w < 32; w *= 2) {
@@ -278,8 +278,9 @@ static quern_status forward(const compress_args *args, void *workspace, cudaStre
     float *scratch = NULL;
     carve(args, false, workspace, &a, &scratch);
     if (args->seqs.cu_q.data != NULL)
-        compress_borders<<<1, 32, 0, stream>>>(a.sq, a.l, a.d, (int32_t *)args->seqs.cu_kv.data);
-    quern_status status = linear(args) ? LAUNCHED("compress borders") : means<T>(args, a, true, true, stream);
+        compress_cu_seqlens<<<1, 32, 0, stream>>>(a.sq, a.l, a.d, (int32_t *)args->seqs.cu_kv.data);
+    quern_status status =
+        linear(args) ? LAUNCHED("compress cu_seqlens") : means<T>(args, a, true, true, stream);
     for (int i = 0; i < 2 && status == QUERN_OK; i++)
         if (present(*side_of(args, i).w)) status = compress_matrix_forward(args, a, i, scratch, stream);
     return status;

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(THREADS) convert(const __grid_constant__ conve
     const int64_t row = i / per, c = i % per * CHUNK, h = row % a.heads, n = row / a.heads % a.n,
                   b = row / a.heads / a.n;
     chunk x = {};
-    if (a.cu == NULL || n < border(a.cu, a.last, a.n))
+    if (a.cu == NULL || n < cu_seqlens_at(a.cu, a.last, a.n))
         x = load_chunk((const A *)a.in.p + b * a.in.s[0] + n * a.in.s[1] + h * a.in.s[2] + c, a.vec_in);
     store_chunk((B *)a.out.p + b * a.out.s[0] + n * a.out.s[1] + h * a.out.s[2] + c, x, a.vec_out);
 }

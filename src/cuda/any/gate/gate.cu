@@ -24,7 +24,7 @@ struct gate_kernel {
     int64_t rows;        /* tokens, all sequences */
     int64_t n;           /* tokens of one batch view */
     int64_t tokens;      /* of a slice */
-    int64_t valid_index; /* packed: index of the last border */
+    int64_t valid_index; /* varlen: index of the last element of cu */
     const int32_t *cu;
     int heads, dim, dim_v, kind;
     view4 q, o, d_o, ob[3], d_ob[3], d_q;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
     chunk w[3];
 #pragma unroll
     for (int b = 0; b < 3; b++) w[b] = weight_chunk<T>(a, h, b, c, in_q);
-    const int64_t valid = a.cu != NULL ? border(a.cu, a.valid_index, a.n) : a.n;
+    const int64_t valid = a.cu != NULL ? cu_seqlens_at(a.cu, a.valid_index, a.n) : a.n;
     const int64_t first = (int64_t)blockIdx.x * a.tokens,
                   end = first + a.tokens < a.rows ? first + a.tokens : a.rows;
     struct loaded {
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
     }
 }
 
-/* x[i], by selection: an index would put x into local memory. */
+/* x[i] by selection: a computed index would put x into local memory. */
 __device__ __forceinline__ float of_branch(const float (&x)[3], int i)
 {
     return i == 0 ? x[0] : i == 1 ? x[1] : x[2];
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(THREADS, 2) gate_backward(const __grid_constan
     chunk w[3], dw[3] = {};
 #pragma unroll
     for (int b = 0; b < 3; b++) w[b] = weight_chunk<T>(a, h, b, c, in_q);
-    const int64_t valid = a.cu != NULL ? border(a.cu, a.valid_index, a.n) : a.n;
+    const int64_t valid = a.cu != NULL ? cu_seqlens_at(a.cu, a.valid_index, a.n) : a.n;
     const int64_t first = (int64_t)blockIdx.x * a.tokens,
                   end = first + a.tokens < a.rows ? first + a.tokens : a.rows;
     struct loaded {
@@ -320,12 +320,12 @@ static int64_t slices_of(const gate_args *args)
 static gate_kernel kernel_of(const gate_args *args, void *workspace)
 {
     gate_kernel a = {};
-    const bool packed = args->seqs.cu_q.data != NULL;
+    const bool varlen = args->seqs.cu_q.data != NULL;
     const quern_tensor &shape = present(args->q) ? args->q : present(args->o) ? args->o : args->d_o;
     a.n = shape.shape[1];
     a.rows = shape.shape[0] * a.n;
     a.heads = (int)shape.shape[2];
-    a.cu = packed ? (const int32_t *)args->seqs.cu_q.data : NULL;
+    a.cu = varlen ? (const int32_t *)args->seqs.cu_q.data : NULL;
     a.valid_index = args->seqs.batch;
     a.kind = args->kind;
     a.dim = present(args->q) ? (int)args->q.shape[3] : 0;

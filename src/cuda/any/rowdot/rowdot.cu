@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(THREADS) rowdot(const __grid_constant__ rowdot
     const int64_t row = i < a.rows ? i : a.rows - 1, h = row % a.heads, n = row / a.heads % a.n,
                   b = row / a.heads / a.n;
     float dot = 0.0f;
-    if (c < a.dim && (a.cu == NULL || n < border(a.cu, a.last, a.n))) {
+    if (c < a.dim && (a.cu == NULL || n < cu_seqlens_at(a.cu, a.last, a.n))) {
         const chunk x = load_chunk((const T *)a.a.p + b * a.a.s[0] + n * a.a.s[1] + h * a.a.s[2] + c, a.vec);
         const chunk y = load_chunk((const T *)a.b.p + b * a.b.s[0] + n * a.b.s[1] + h * a.b.s[2] + c, a.vec);
 #pragma unroll

@@ -5,7 +5,7 @@
  *
  * A block of eight warps owns LISTS lists (tiles x units) and walks the compressed entries 64 at a time.
  * Scorers put 64 scores per list into shared memory:
- *   softmax, bf16/f16: tensor cores; a list of <= 16 packed rows is one warp's m16 tile, a longer one is
+ *   softmax, bf16/f16: tensor cores; a list of <= 16 rows is one warp's m16 tile, a longer one is
  *     walked by all eight warps in chunks of 128 rows; p = exp(s - lse), summed over the rows in a fixed
  * order; softmax, f32, and mean_logit: f32 cores (the mean of Q is f32). Then warp w maps entries to
  * selection blocks for list w (each entry weighs as often as the spatial overlap counts it) and inserts what
@@ -71,7 +71,7 @@ __device__ __forceinline__ void select_run_of(const select_kernel &s, const list
     __syncthreads();
 }
 
-/* A block owns LISTS consecutive list rows; they differ in sequence only in packed batches, where those of
+/* A block owns LISTS consecutive list rows. Of varlen tensors they may lie in several sequences; those of
  * each sequence are filled in turn. */
 template <typename T, int DP, int MODE>
 __global__ void __launch_bounds__(THREADS, DP <= 128 ? 2 : 1)
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(THREADS, DP <= 128 ? 2 : 1)
     for (int done = 0; done < LISTS;) {
         list_run<T> run;
         if (row0 + done >= s.list_rows) return;
-        if (!find_run<T>(s, vb, row0 + done, LISTS - done, &run)) { /* unused rows of a packed batch */
+        if (!find_run<T>(s, vb, row0 + done, LISTS - done, &run)) { /* varlen: rows past the last tile */
             if (threadIdx.x < 32) pad_lists(s, vb, blockIdx.y, row0 + done, row0 + LISTS);
             return;
         }

@@ -72,10 +72,10 @@ static quern_status launch_list(const validate_lists_args *args, const quern_ten
 quern_status validate_lists_run(const stage_exec *exec, const validate_lists_args *args, void *)
 {
     cudaStream_t stream = (cudaStream_t)exec->stream;
-    const quern_tensor *const borders[] = {&args->seqs.cu_q, &args->seqs.cu_kv};
+    const quern_tensor *const cu_seqlens[] = {&args->seqs.cu_q, &args->seqs.cu_kv};
     for (int i = 0; i < 2; i++) {
-        if (!present(*borders[i])) continue;
-        validate_offsets<<<1, THREADS, 0, stream>>>((const int32_t *)borders[i]->data, args->seqs.batch,
+        if (!present(*cu_seqlens[i])) continue;
+        validate_offsets<<<1, THREADS, 0, stream>>>((const int32_t *)cu_seqlens[i]->data, args->seqs.batch,
                                                     i == 0 ? args->seqs.n_q : args->seqs.n_kv,
                                                     (int32_t *)args->status.data);
         const quern_status status = LAUNCHED("validation of cu_seqlens");

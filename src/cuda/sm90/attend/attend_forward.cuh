@@ -4,7 +4,7 @@
  * attend_forward.cuh - attention's forward on Hopper for bf16 and f16, every mask; after FlashAttention-3
  * (arXiv 2407.08608).
  *
- * A persistent block is one warpgroup that feeds and GROUPS that compute, each with 64 of the block's packed
+ * A persistent block is one warpgroup that feeds and GROUPS that compute, each with 64 of the block's
  * rows. The feeder's warp 0 copies Q, K and V by TMA into two stages; warps 1 and 2 look for what is not
  * finite in V's tiles that some row does not see whole; warp 3 plans (work.cuh) and sorts lists. A computing
  * warpgroup walks its keys from the last to the first: S = Q K^T (wgmma, both from shared memory), softmax in
@@ -15,8 +15,8 @@
  * tile is not seen whole, the searching warps set them to 0 in shared memory, and the rows that see them add
  * them from global memory.
  *
- * Registers at D = 128: O 64, S 64, P 32 of 240; shared memory: Q 32 KB, K and V 128 KB. Limit: the tensor
- * cores, with the 16 exponentials a clock and SM close behind at D = 64.
+ * Registers at D = 128: O 64, S 64, P 32 of 232; shared memory: Q 64 KB (two stages), K and V 128 KB. Limit:
+ * the tensor cores, with the 16 exponentials a clock and SM close behind at D = 64.
  */
 #ifndef QUERN_CUDA_SM90_ATTEND_FORWARD_CUH
 #define QUERN_CUDA_SM90_ATTEND_FORWARD_CUH
@@ -226,7 +226,7 @@ struct row_state {
     float top[2], sum[2];
 };
 
-/* S becomes its exponentials; `shrink` is what O's rows are to be multiplied by. */
+/* S becomes its exponentials; O's rows are to be multiplied by `shrink`. */
 template <int NT>
 __device__ __forceinline__ void softmax(float (&s)[NT][4], row_state &r, float (&shrink)[2], float scale_log2)
 {
@@ -409,7 +409,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint
             }
             wg_commit();
         };
-        /* O += P V of tile t, once V is there and, where somebody does not see all of it, clean. */
+        /* O += P V of tile t, once V is there and, where some row does not see all of it, clean. */
         auto values = [&](int stage, int at_step, int t) {
             mbar_wait(base + at::V_FULL + 8 * stage, at_step / STAGES & 1);
             if (!tile_seen<KEYS, LISTED>(a, w, DV > 128 ? find_seen<KEYS, LISTED>(w) : seen, list, t)) {

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* products.cuh - the products of any/attend's kernels by Hopper's warpgroups: four warps hold 64 consecutive
- * rows. Calls that neither copies by TMA nor warp specialisation serve yet run on these: listed blocks, and
- * wide heads. */
+ * rows. They serve the calls that the kernels with TMA and specialised warps do not take: listed
+ * blocks, and wide heads. */
 #ifndef QUERN_CUDA_SM90_PRODUCTS_CUH
 #define QUERN_CUDA_SM90_PRODUCTS_CUH
 

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * work.cuh - what a persistent block of the Hopper attention kernels does next: which packed rows
+ * work.cuh - what a persistent block of the Hopper attention kernels does next: which rows
  * (any/attend/attend.cuh), and which key slots they walk. One warp plans and leaves the plan of a turn in
  * shared memory for the others.
  *
@@ -33,7 +33,7 @@ struct work {
     int32_t query, queries; /* the first, and how many; 0: no piece */
     int32_t base, slots;    /* the first key (range); slots, 0: no row sees a key */
     int32_t lo, hi;         /* keys that every row sees: [lo, hi) */
-    int32_t end;            /* keys at or past it are seen by no row */
+    int32_t end;            /* no row sees keys at or past it */
     int32_t list_row;
 };
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t uni
     for (int32_t b0 = 0; b0 < batch; b0 += 32) {
         int32_t n = 0;
         if (b0 + lane < batch) {
-            n = (int32_t)(border(s.cu_q, b0 + lane + 1, n_q) - border(s.cu_q, b0 + lane, n_q));
+            n = (int32_t)(cu_seqlens_at(s.cu_q, b0 + lane + 1, n_q) - cu_seqlens_at(s.cu_q, b0 + lane, n_q));
             n = n > 0 ? (n + unit - 1) / unit : 0;
         }
         int32_t sum = n;
@@ -74,10 +74,10 @@ __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t uni
             const int owner = __ffs((int)past) - 1, b = b0 + owner;
             *first = (i - __shfl_sync(~0u, sum - n, owner)) * unit;
             w->view = 0;
-            w->q0 = (int32_t)border(s.cu_q, b, n_q);
-            w->nq = (int32_t)border(s.cu_q, b + 1, n_q) - w->q0;
-            w->k0 = (int32_t)border(ck, b, n_kv);
-            w->nk = (int32_t)border(ck, b + 1, n_kv) - w->k0;
+            w->q0 = (int32_t)cu_seqlens_at(s.cu_q, b, n_q);
+            w->nq = (int32_t)cu_seqlens_at(s.cu_q, b + 1, n_q) - w->q0;
+            w->k0 = (int32_t)cu_seqlens_at(ck, b, n_kv);
+            w->nk = (int32_t)cu_seqlens_at(ck, b + 1, n_kv) - w->k0;
             w->nk = w->nk > 0 ? w->nk : 0;
             return true;
         }
@@ -94,7 +94,7 @@ __device__ __forceinline__ int32_t next_piece(const work_plan &plan)
     return __shfl_sync(~0u, next, 0);
 }
 
-/* Fills in piece `index`: 0 queries where a packed batch has no such piece. All lanes of the warp call. */
+/* Fills in piece `index`: 0 queries where a varlen batch has no such piece. All lanes of the warp call. */
 template <bool LISTED>
 __device__ __forceinline__ void find_work(const attend_kernel &a, const work_plan &plan, int32_t index,
                                           work *w)
@@ -127,8 +127,8 @@ __device__ __forceinline__ void find_work(const attend_kernel &a, const work_pla
     w->end = last_hi;
 }
 
-/* Copies a list into `clean`, rising and without padding, repeats and blocks that start at or past key `end`;
- * returns how many are left. One warp calls; `scratch` has room for k. */
+/* Copies a list into `clean`, ascending and without padding, repeats and blocks that start at or past key
+ * `end`; returns how many are left. One warp calls; `scratch` has room for k. */
 __device__ __forceinline__ int clean_by_warp(const int32_t *list, int k, int block, int end, int32_t *clean,
                                              int32_t *scratch)
 {
