@@ -4,8 +4,8 @@
 # The demonstration: a byte-level language model learns the C headers of this machine with native sparse
 # attention and with dense attention, beside an order-2 byte model; then `quern bench` times both over length.
 # Results stay in build/demo. The headers are joined in the order of the SHA-256 of their paths, and the last
-# 5% of the bytes are held out; figures are over 48 pieces of 4096 bytes spread evenly over that part. It takes
-# under five minutes on two cores, beside the build.
+# 5% of the bytes are held out; figures are over 48 pieces of 4096 bytes spread evenly over that part.
+# It takes under five minutes on two cores, beside the build.
 set -eu
 cd "$(dirname "$0")/../.."
 lm=build/release/lm
