@@ -1,15 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend.h - the inner functions of attention on the CPU: packed keys and values, and chunks of query rows
+ * attend.h - the inner functions of attention on the CPU: keys and values in panels, and chunks of query rows
  * that one thread runs against them under any mask. Stages compose these.
  *
- * Rows. The query heads that read one key/value head (or, with head-scope lists, one head) are packed with
- * the queries: row r of a sequence is query r / hs, head r % hs of unit u. So a group's heads share every
- * key tile, and the rows of a tile stand at nearly the same position.
+ * Rows. A unit is the hs query heads that read one key/value head (or, with head-scope lists, one head). Row
+ * r of a unit in a sequence is query r / hs, head r % hs. So a group's heads share every key tile, and the
+ * rows of a tile have nearly the same position.
  *
  * Masks. A row sees an interval [lo, hi) of key indices (causal, window, compressed visibility), walked
- * whole, or only where listed blocks are. lo and hi never fall from row to row.
+ * whole, or only in the listed blocks. lo and hi never decrease from row to row.
  */
 #ifndef QUERN_CPU_ATTEND_H
 #define QUERN_CPU_ATTEND_H
@@ -19,16 +19,15 @@
 #include "cpu/kernels/attention_kernels.h"
 
 enum {
-    TILE_ROWS = 192, /* query rows of a tile: what a tile of keys from L3 is used for */
-    STEP_ROWS =
-        96, /* rows that go through a tile of keys at a time: 16 micro-kernels of 6, 6 vectors of 16 */
+    TILE_ROWS = 192, /* query rows that use a tile of keys read from L3 */
+    STEP_ROWS = 96,  /* rows per step: 16 micro-kernels of 6, 6 vectors of 16 */
     TILE_KEYS = 384, /* key columns of a tile */
-    KEY_ALIGN = 64   /* packed sequences start at multiples of this */
+    KEY_ALIGN = 64   /* in panels, sequences start at multiples of this */
 };
 
 static const float log2_e = 1.44269504088896340736f; /* scores are powers of 2: exp(x) = exp2(x log2 e) */
 
-/* One sequence of the call: rows in the tensors, and where its keys stand in the packed buffers. */
+/* One sequence of the call: its rows in the tensors, and the first row of its keys in the panels. */
 typedef struct attend_sequence {
     int64_t view_b, q0, nq, k0, nk, packed0;
     int64_t list_row0; /* of its tiles' lists */
@@ -39,31 +38,32 @@ typedef struct attend_plan {
     const attention_kernels *kernels;
     bool bf16; /* products over pairs of bf16; otherwise f32 */
     int32_t heads, kv_heads, group, hs, units, dim_k, dim_v;
-    int64_t key_words;   /* words of a packed key or query row: D, or D / 2 */
+    int64_t key_words;   /* 32-bit words of a key or query row in panels: D, or D / 2 */
     int64_t value_width; /* floats of an O row: Dv rounded up to 16 */
-    int32_t value_panel; /* columns of a packed value panel */
-    int64_t packed_rows; /* per kv head */
+    int32_t value_panel; /* columns of a value panel */
+    int64_t packed_rows; /* rows in panels, per kv head */
     int64_t list_block;  /* keys of a listed block */
     int64_t sequences;
-    float scale2; /* what the softmax multiplies scores by: 1 where Q carries scale * log2 e already */
+    float scale2; /* the softmax's factor of scores; 1 where Q already carries scale * log2 e */
 } attend_plan;
 
 typedef struct attend_packed {
-    void *keys;         /* [kv_heads][packed_rows / panel][key_words][panel] */
-    void *values;       /* [kv_heads][value panels][packed_rows (or pairs)][value_panel] */
-    uint8_t *nonfinite; /* [kv_heads][packed_rows / 64]: a value there is not finite, and 0 in `values` */
+    void *keys;   /* [kv_heads][packed_rows / panel][key_words][panel] */
+    void *values; /* [kv_heads][value panels][packed_rows (or pairs)][value_panel] */
+    uint8_t
+        *nonfinite; /* [kv_heads][packed_rows / 64]: a value of these 64 rows is nonfinite (0 in `values`) */
 } attend_packed;
 
-/* Lists of a chunk of rows, inverted: block x was chosen by tiles entries[start[x]] ... entries[start[x + 1]
- * - 1] (counted from the chunk's first tile), rising. */
+/* The inverted index of a chunk's lists: tiles entries[start[x]] ... entries[start[x + 1] - 1], ascending and
+ * counted from the chunk's first tile, chose block x. */
 typedef struct attend_lists {
     int32_t *start;   /* [blocks + 2] */
-    int32_t *mark;    /* [blocks + 1] */
+    int32_t *stamps;  /* [blocks + 1]: the stamp of the last list that had the block */
     int32_t *entries; /* [tiles of a chunk * list_k] */
     int32_t *list;    /* [list_k] */
 } attend_lists;
 
-/* A run of packed rows of one unit with their running softmax. */
+/* Consecutive query rows of one unit, copied for the products, with their running softmax. */
 typedef struct attend_chunk {
     attend_sequence seq;
     int32_t unit, kv_head, head0, rows, capacity;
@@ -74,15 +74,15 @@ typedef struct attend_chunk {
     int32_t *lo, *hi; /* [capacity] */
 } attend_chunk;
 
-/* Rows of Q that the thread will probably pack next. A head's rows lie pages apart, so they come from memory
- * one by one, slower than packing them takes: the products before have the time. */
+/* Rows of Q that the thread will probably read next, prefetched during products. A head's rows lie pages
+ * apart, so hardware prefetchers miss them, and loading them takes longer than packing them. */
 typedef struct expected_rows {
-    const char *row0; /* of head 0 of the first query */
+    const char *row0; /* head 0 of the first query */
     int64_t query_step, head_step, bytes;
     int32_t hs, at, end; /* rows [at, end) are left; row r is head r % hs of query r / hs */
 } expected_rows;
 
-/* What a thread needs to run chunks. */
+/* A thread's scratch for running chunks. */
 typedef struct attend_scratch {
     float *s;       /* [STEP_ROWS][TILE_KEYS] */
     void *gather_q; /* [TILE_ROWS][key_words] */
@@ -101,26 +101,25 @@ void attend_interval(const attend_args *args, const attend_sequence *seq, int64_
                      int64_t *hi);
 int64_t attend_list_length(const attend_plan *plan);
 void attend_lists_carve(const attend_plan *plan, int64_t chunk_rows, arena *a, attend_lists *lists);
-/* Forgets which entries were seen; before the first attend_list_clean() of a sequence. */
+/* Clears the stamps. Call it before the first attend_list_clean() of a sequence. */
 void attend_lists_reset(const attend_plan *plan, const attend_sequence *seq, attend_lists *lists);
-/* Copies to lists->list what counts of tile `tile`'s list: inside the sequence, not wholly at or past key hi,
- * once each. `stamp` > 0 differs from call to call since the reset. Returns how many. */
+/* Copies the valid blocks of tile `tile`'s list to lists->list, each once: those inside the sequence that
+ * begin before key hi. `stamp` > 0 must differ between calls since the reset. Returns how many. */
 int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t tile,
                           int64_t hi, int32_t stamp, attend_lists *lists);
-/* Sorts n indices, rising. */
+/* Sorts n indices in ascending order. */
 void attend_list_sort(int32_t *list, int64_t n);
-/* Inverts the lists of rows [row0, row0 + rows) of a unit; hi: each row's interval end. Returns the blocks.
- */
+/* Inverts the lists of rows [row0, row0 + rows) of a unit. hi: each row's interval end. Returns the number of
+ * blocks. */
 int64_t attend_lists_invert(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t row0,
                             int32_t rows, const int32_t *hi, attend_lists *lists);
 
-/* One tensor to pack for every (sequence, kv head). Sequences start at multiples of KEY_ALIGN rows. */
+/* One tensor to pack into panels for every (sequence, kv head). Sequences start at multiples of KEY_ALIGN. */
 typedef struct attend_pack_target {
     const quern_tensor *tensor;
     void *columns;      /* keys along columns, or NULL */
     void *rows;         /* keys along rows, or NULL */
-    uint8_t *nonfinite; /* of `rows`, which hold 0 there: an element of these 64 keys is not finite; NULL: no
-                           rows */
+    uint8_t *nonfinite; /* NULL without `rows`; these 64 keys have a nonfinite element, 0 in `rows` */
     int32_t row_panel;
 } attend_pack_target;
 void attend_pack_all(const stage_exec *exec, const attend_plan *plan, const attend_pack_target *targets,
@@ -138,25 +137,25 @@ static inline bool attend_walks_by_key(const attend_plan *plan)
     return attend_list_length(plan) > 0 && plan->args->tile * plan->hs < TILE_ROWS / 2;
 }
 
-/* Rows a chunk should have where lists are walked key by key, by memory (2 MiB of rows). */
+/* Rows of a chunk whose lists are walked key by key, so that they take 2 MiB. */
 int32_t attend_chunk_rows(const attend_plan *plan);
 void attend_chunk_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_chunk *chunk);
 void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, attend_scratch *scratch);
 
 void attend_chunk_begin(const attend_plan *plan, int64_t b, int32_t unit, int64_t row0, int32_t rows,
                         attend_chunk *chunk);
-/* The first rows of chunk `index`, which a thread takes next if all are as fast as each other. Chunks are
- * counted as the stages do: by sequence, unit and, the last first, piece of chunk_rows rows. None where there
- * is no such chunk. */
+/* The first rows of chunk `index`: the thread's next chunk if all threads run equally fast. Chunks are
+ * numbered as the stages do: by sequence, by unit, then by piece of chunk_rows rows, the last piece first.
+ * Empty if there is no such chunk. */
 expected_rows attend_expect(const attend_plan *plan, int64_t index, int64_t pieces, int64_t chunk_rows);
-/* Resets the running softmax and sets the intervals of this plan's mask; O comes from attend_chunk_run(). */
+/* Resets the running softmax and sets the intervals of this plan's mask; attend_chunk_run() sets O. */
 void attend_chunk_reset(const attend_plan *plan, attend_chunk *chunk);
 void attend_chunk_run(const attend_plan *plan, const attend_packed *packed, attend_chunk *chunk,
                       attend_scratch *scratch);
-/* Divides by the sums; afterwards `sum` holds the natural-log lse. */
+/* Divides O by the sums; afterwards `sum` holds the natural-log LSE. */
 void attend_chunk_finish(const attend_plan *plan, attend_chunk *chunk);
 void attend_chunk_store(const attend_plan *plan, const attend_chunk *chunk);
-/* Rows past the last border of a packed batch (else there are none): o = 0, lse = -inf. */
+/* Rows of a varlen batch past the end of its last sequence (if any): o = 0, lse = -inf. */
 void attend_store_unused(const attend_plan *plan);
 
 #endif

@@ -1,13 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_backward_rows.c - packed query rows of the attention backward. f32 products read one copy of a row
- * both as A and as B; bf16 ones read words of two dimensions as A and, as B, words of two rows.
+ * attend_backward_rows.c - the query rows of the attention backward. f32 products read one copy of a row as
+ * both A and B. bf16 products read words of two dimensions as A and words of two rows as B.
  *
- * delta = rowsum(d_o o) comes from an o that was rounded to its dtype. That shifts all dS = P (dP - delta) of
- * a row by the same share of P. Where a row sees few compressed entries, whose values are means and often
- * overlap, dP - delta is small beside delta, and in 16 bits the shift was a tenth of d_k_cmp. These rows, the
- * first 3 l or 4 l of a sequence, take delta as the mean of dP under P.
+ * delta = rowsum(d_o o) uses an o that was rounded to its dtype. The error shifts every dS = P (dP - delta)
+ * of a row by the same share of P. Where a row sees few compressed entries, whose values are means and often
+ * overlap, dP - delta is small beside delta: in 16 bits the shift reaches a tenth of d_k_cmp. These rows, the
+ * first 3 l or 4 l of a sequence, take delta as the mean of dP weighted by P.
  */
 #include "cpu/attend/attend_backward.h"
 #include "cpu/attend/nonfinite.h"
@@ -93,7 +93,7 @@ void backward_rows_pair(const backward_plan *p, const backward_rows *rows, int64
     p->attend.kernels->pack_values_bf16(&d_o, (int32_t)p->value_ld, rows->d_o_pairs, 0);
 }
 
-/* Where query `query` of a unit stands in a 4-D activation; its heads follow at strides[2]. */
+/* The address of query `query` of a unit in a 4-D activation; its heads follow at strides[2]. */
 static row_source query_rows(const quern_tensor *t, const attend_sequence *seq, int64_t query, int64_t head,
                              int64_t n)
 {
@@ -124,7 +124,7 @@ static float dot(const float *x, const float *y, int64_t n) /* n: a multiple of 
     return sum;
 }
 
-/* sum of P dP over sum of P, over keys [lo, hi) of one query and head. */
+/* The mean of dP weighted by P, over keys [lo, hi) of one query and head. */
 static float mean_of_dp(const backward_plan *p, const attend_sequence *seq, int64_t query, int64_t head,
                         int64_t lo, int64_t hi, float lse2)
 {
@@ -172,7 +172,7 @@ void backward_rows_load(const backward_plan *p, const attend_sequence *seq, int3
             rows->lo[r + i] = (int32_t)lo;
             rows->hi[r + i] = (int32_t)(none ? lo : hi);
             rows->lse2[r + i] = lse * log2_e;
-            const bool one = hi - lo == 1; /* P is 1 and dS 0, which delta's rounding must not hide */
+            const bool one = hi - lo == 1; /* P is 1 and dS exactly 0, whatever delta's rounding */
             rows->row_scale[r + i] =
                 args->row_scale.ndim > 0 ? statistic(&args->row_scale, seq, query, head0 + h + i) : 1.0f;
             rows->delta[r + i] = one ? 0.0f : statistic(&args->delta, seq, query, head0 + h + i);

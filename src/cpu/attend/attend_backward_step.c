@@ -4,19 +4,19 @@
  * attend_backward_step.c - one tile of 192 query rows against one of 192 keys: the five products of the
  * attention backward.
  *
- *   S = Q K^T, dP = dO V^T           A rows of Q, dO; B panels of K, V
+ *   S = Q K^T, dP = dO V^T           A: rows of Q, dO; B: panels of K, V
  *   P, dS from S and dP              attention_backward_rows.h
- *   dV += (c P)^T dO, dK += dS^T Q   A columns of P, dS (broadcast, so the transpose is free); B rows of dO,
- * Q dQ += dS K                       A rows of dS; B rows of K
+ *   dV += (c P)^T dO, dK += dS^T Q   A: columns of P, dS (broadcast, so transposing is free); B: rows of dO,
+ * Q dQ += dS K                       A: rows of dS; B: rows of K
  *
- * At D = 128 in f32 S and dP are 160 KB each and dK, dV, and the rows of Q, dO and dQ 110 KB each; what two
- * products share stays in L2, and the panel that a product reads as B (32 to 48 KB) in L1 while A streams
- * past it. 192 is 32 micro-kernels of 6, so none runs part filled, and a micro-kernel does 96 (bf16 pairs) to
- * 192 steps of 24 FMAs for 24 stores; with 96 or 128 rows or keys that cost 3 to 6%.
+ * At D = 128 in f32, S and dP take 160 KB each, and dK, dV and the rows of Q, dO and dQ 110 KB each. What two
+ * products share stays in L2. The panel that a product reads as B (32 to 48 KB) stays in L1 while A streams
+ * past it. 192 rows are 32 full micro-kernels of 6, and a micro-kernel does 96 (bf16 pairs) to 192 steps of
+ * 24 FMAs for 24 stores; tiles of 96 or 128 rows or keys are 3 to 6% slower.
  *
- * A tile that its rows see only in part is worked on by runs of 64 keys, each with just the rows that see
- * some of it. Masked scores are 0 in P and dS; where rows of Q, dO or K hold values that are not finite, the
- * products take 0 instead and add_nonfinite() adds what they make of the pairs that are seen (nonfinite.h).
+ * A tile that its rows see only in part is cut into runs of 64 keys, each with just the rows that see some of
+ * it. Masked scores are 0 in P and dS. The products take 0 in place of nonfinite values of Q, dO or K, and
+ * add_nonfinite() adds their share for the pairs of rows and keys that are seen (nonfinite.h).
  *
  * Limit: the FMA (or bf16 dot product) peak.
  */
@@ -112,7 +112,7 @@ static void sum_over_keys(const backward_plan *p, const backward_rows *rows, con
     }
 }
 
-/* row_scale * P and dS of row r, column c, as the products took them. */
+/* row_scale * P and dS of row r, column c, rounded as the products read them. */
 static float p_at(bool bf16, const backward_scratch *s, int64_t r, int64_t c)
 {
     if (!bf16) return s->s[r * BACKWARD_LDS + c];
@@ -135,7 +135,7 @@ static bool any_key_nonfinite(const backward_plan *p, const backward_keys *keys,
     return found;
 }
 
-/* What keys [base, key1) that are not finite add to dQ of the rows that see them. */
+/* Adds the share of the nonfinite keys of [base, key1) to dQ of the rows that see them. */
 static void add_nonfinite_keys(const backward_plan *p, const backward_rows *rows, const backward_keys *keys,
                                int32_t first, int32_t end, int64_t base, const backward_scratch *s)
 {
@@ -153,7 +153,7 @@ static void add_nonfinite_keys(const backward_plan *p, const backward_rows *rows
     }
 }
 
-/* What rows of q and d_o that are not finite add to dK and dV of the keys that they see. */
+/* Adds the share of nonfinite rows of q and d_o to dK and dV of the keys that they see. */
 static void add_nonfinite_rows(const backward_plan *p, const backward_rows *rows, const backward_keys *keys,
                                int32_t first, int32_t end, const backward_scratch *s)
 {
@@ -174,7 +174,7 @@ static void add_nonfinite_rows(const backward_plan *p, const backward_rows *rows
     }
 }
 
-/* The tile's rows with operands of dV and dK that are finite. */
+/* The tile's rows with nonfinite values as 0 in the operands of dV and dK. */
 static backward_rows finite_rows(const backward_plan *p, const backward_rows *rows, int32_t n,
                                  const backward_scratch *s)
 {
@@ -213,7 +213,7 @@ void backward_step(const backward_plan *p, const backward_rows *rows, int32_t n,
     const int64_t base = keys->key0 & ~(int64_t)15;
     const int32_t columns = (int32_t)((keys->key1 - base + 15) & ~(int64_t)15),
                   seen = (int32_t)(keys->key1 - base);
-    /* Whole: every row sees every column, or those it does not see are padding. */
+    /* Whole: every row sees every column, except padding. */
     bool whole = base == keys->key0 && (seen == columns || keys->key1 == keys->seq->nk), nonfinite = false;
     for (int32_t r = 0; r < n + (n & 1); r++) {
         const int64_t lo = rows->lo[r] > keys->key0 ? rows->lo[r] : keys->key0,

@@ -2,15 +2,15 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * attend_chunk.c - a chunk of query rows of one sequence and head group, from packing Q to storing O, under
- * any mask: which tiles of keys its rows meet, in which order.
+ * any mask. It decides which tiles of keys the rows are multiplied with, and in which order.
  *
  * A range (causal, window, compressed entries) is walked in tiles of 384 keys. Lists of blocks are walked in
- * one of two orders. Tile by tile, where the rows that share a list fill a tile: its blocks, rising, are laid
- * side by side into tiles of keys. Key by key, for short tiles (per-token selection, where the heads of a
- * group are all that share a list): the chunk's lists are inverted, and each block meets the rows that chose
- * it, gathered into a tile; its result is added to their running O. So a block's K and V (64 KB at f32, 64
- * keys, D = 128) are read once per chunk, not once per query; gathering Q and adding O moves 1.5 KB a row and
- * block, 10% of the time of its products. Blocks come in rising order either way, so the sums have one order.
+ * one of two orders. Tile by tile, where the rows that share a list fill a tile: the blocks are laid side by
+ * side into tiles of keys. Key by key, for short tiles (per-token selection, where only the heads of a group
+ * share a list): the chunk's lists are inverted, the rows that chose a block are gathered into a tile, and
+ * its result is added to their running O. A block's K and V (64 KB at f32, 64 keys, D = 128) are then read
+ * once per chunk, not once per query. Gathering Q and adding O moves 1.5 KB a row and block, 10% of the time
+ * of its products. Both walks take blocks in ascending order, so the sums have one order.
  */
 #include "cpu/attend/attend_tile.h"
 #include "cpu/rows_at.h"
@@ -57,7 +57,7 @@ void attend_scratch_carve(const attend_plan *plan, int32_t capacity, arena *a, a
 
 enum { QUERIES_AHEAD = 4 };
 
-/* Asks for the rows of a query's heads, of which the kernel that packs one query sees none ahead. */
+/* Prefetches the rows of a query's heads: the kernel that packs one query has no later rows to prefetch. */
 static void prefetch_query(const quern_tensor *q, int64_t at, int64_t heads, int64_t dim)
 {
     const int64_t size = (int64_t)quern_dtype_size(q->dtype);
@@ -154,7 +154,7 @@ static tile_rows rows_of(const attend_plan *p, const attend_chunk *c, int32_t fi
                        false};
 }
 
-/* The keys of a window of rows' intervals from `key` on. */
+/* The keys from `key` on of the rows' intervals, at most a tile of them. */
 static key_tile range_tile(int64_t key, int64_t end)
 {
     if (key >= end) return (key_tile){.n = 0};
@@ -178,8 +178,8 @@ static void run_range(const attend_plan *p, const attend_packed *packed, const a
     }
 }
 
-/* Appends what fits of run [*key, end) to a tile and moves *key on. Returns whether the tile is full. Blocks
- * that are not a multiple of 16 long make tiles of their own. */
+/* Appends as much of run [*key, end) as fits to a tile, and moves *key on. Returns whether the tile is full.
+ * Blocks whose length is not a multiple of 16 get tiles of their own. */
 static bool take_keys(const attend_plan *p, key_tile *tile, int32_t *columns, int64_t *key, int64_t end)
 {
     const int64_t base = *key & ~(int64_t)15;
@@ -193,7 +193,7 @@ static bool take_keys(const attend_plan *p, key_tile *tile, int32_t *columns, in
     return *columns == TILE_KEYS;
 }
 
-/* A rising list of blocks as tiles of keys. */
+/* An ascending list of blocks as tiles of keys. */
 typedef struct list_walk {
     const int32_t *list;
     int32_t n, at;
@@ -230,7 +230,7 @@ static void run_lists_by_tile(const attend_plan *p, const attend_packed *packed,
         const int32_t stop = tile_end < c->rows ? (int32_t)tile_end : c->rows;
         const int32_t n = attend_list_clean(p, &c->seq, c->unit, tile, c->hi[stop - 1],
                                             (int32_t)(tile - c->row0 / tile_rows_n) + 1, &s->lists);
-        attend_list_sort(list, n); /* given lists may have any order */
+        attend_list_sort(list, n); /* the caller's lists may have any order */
         for (; first < stop; first += TILE_ROWS) {
             const tile_rows t = rows_of(p, c, first, stop - first < TILE_ROWS ? stop - first : TILE_ROWS);
             list_walk walk = {list, n, 0, -1};

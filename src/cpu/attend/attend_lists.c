@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_lists.c - lists of blocks: cleaning one tile's, and inverting a chunk's. Lists may come from a
- * caller, so any entry is checked before it is used. */
+/* attend_lists.c - cleans a tile's list of blocks and inverts a chunk's lists. Lists may come from a caller,
+ * so every entry is checked before it is used. */
 #include "cpu/attend/attend.h"
 #include "cpu/rows_at.h"
 
@@ -36,14 +36,14 @@ void attend_lists_carve(const attend_plan *plan, int64_t chunk_rows, arena *a, a
     const size_t blocks = (size_t)block_count(plan, plan->args->seqs.n_kv);
     const size_t tiles = (size_t)(chunk_rows / (plan->args->tile * plan->hs) + 1);
     lists->start = arena_take(a, (blocks + 2) * sizeof *lists->start);
-    lists->mark = arena_take(a, (blocks + 1) * sizeof *lists->mark);
+    lists->stamps = arena_take(a, (blocks + 1) * sizeof *lists->stamps);
     lists->entries = arena_take(a, tiles * length * sizeof *lists->entries);
     lists->list = arena_take(a, length * sizeof *lists->list);
 }
 
 void attend_lists_reset(const attend_plan *plan, const attend_sequence *seq, attend_lists *lists)
 {
-    memset(lists->mark, 0, (size_t)(block_count(plan, seq->nk) + 1) * sizeof *lists->mark);
+    memset(lists->stamps, 0, (size_t)(block_count(plan, seq->nk) + 1) * sizeof *lists->stamps);
 }
 
 int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, int32_t unit, int64_t tile,
@@ -55,8 +55,8 @@ int32_t attend_list_clean(const attend_plan *plan, const attend_sequence *seq, i
     int32_t n = 0;
     for (int64_t e = 0; e < t->shape[3]; e++) {
         const int32_t x = list[e];
-        if (x < 0 || x >= blocks || x * plan->list_block >= hi || lists->mark[x] == stamp) continue;
-        lists->mark[x] = stamp;
+        if (x < 0 || x >= blocks || x * plan->list_block >= hi || lists->stamps[x] == stamp) continue;
+        lists->stamps[x] = stamp;
         lists->list[n++] = x;
     }
     return n;
@@ -69,7 +69,8 @@ int64_t attend_lists_invert(const attend_plan *plan, const attend_sequence *seq,
     const int64_t tile0 = row0 / per_tile, tiles = (rows + per_tile - 1) / per_tile;
     int32_t *start = lists->start;
     memset(start, 0, (size_t)(blocks + 2) * sizeof *start);
-    /* Count into start[x + 2], sum, fill through start[x + 1]: then start[x] is where block x begins. */
+    /* Counting sort: count into start[x + 2], sum, fill through start[x + 1]. start[x] is then where block x
+     * begins. */
     for (int pass = 0; pass < 2; pass++) {
         attend_lists_reset(plan, seq, lists);
         for (int64_t i = 0; i < tiles; i++) {

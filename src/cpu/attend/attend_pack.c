@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_pack.c - the plan of an attention call, and its keys and values packed for the tile kernels, once
- * per key/value head. Packing reads and writes each once: 1 to 3% of a causal call's time. */
+/* attend_pack.c - the plan of an attention call, and its keys and values packed into panels, once per
+ * key/value head. Packing reads and writes each once: 1 to 3% of a causal call's time. */
 #include "core/parallel.h"
 #include "cpu/attend/attend.h"
 #include "cpu/attend/nonfinite.h"
@@ -14,7 +14,7 @@ attend_plan attend_plan_of(const stage_exec *exec, const attend_args *args)
     attend_plan p = {.args = args, .kernels = attention_kernels_for(exec->cpu_level)};
     p.bf16 = args->q.dtype == QUERN_BF16 && p.kernels->mm_bf16 != NULL;
     const bool none = args->seqs.n_q == 0 || (args->seqs.cu_q.ndim == 0 && args->seqs.batch == 0);
-    p.heads = none ? 0 : (int32_t)args->q.shape[2]; /* without queries it may be any number */
+    p.heads = none ? 0 : (int32_t)args->q.shape[2]; /* any number where there are no queries */
     p.kv_heads = none ? 0 : (int32_t)args->k.shape[2];
     p.group = p.kv_heads > 0 ? p.heads / p.kv_heads : 1;
     const bool by_head = args->list.ndim > 0 && args->scope == LIST_BY_HEAD;
@@ -85,7 +85,7 @@ typedef struct pack_job {
     const attend_plan *plan;
     const attend_pack_target *targets;
     int32_t count;
-    int64_t pieces; /* of one (sequence, kv head); the longest sequence's */
+    int64_t pieces; /* pieces of one (sequence, kv head), counted for the longest sequence */
 } pack_job;
 
 static const void *row_of(const row_source *src, int64_t row)
@@ -100,7 +100,7 @@ static bool any_row_nonfinite(const row_source *src)
     return found;
 }
 
-/* KEY_ALIGN rows, those past the sequence as zeros, keys along columns. */
+/* Packs KEY_ALIGN rows with keys along columns; rows past the sequence are zeros. */
 static void pack_columns(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq,
                          int64_t head, int64_t row, int64_t rows)
 {
@@ -122,7 +122,7 @@ static void pack_pairs(const attend_plan *p, const row_source *src, int32_t pane
     else p->kernels->pack_values_f32(src, panel, (float *)dst, stride);
 }
 
-/* The same, keys along rows, without what is not finite. Returns whether there was something. */
+/* The same with keys along rows and nonfinite values as 0. Returns whether there was one. */
 static bool pack_rows(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq,
                       int64_t head, int64_t row, int64_t rows)
 {

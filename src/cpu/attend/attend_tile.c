@@ -6,22 +6,22 @@
  *
  *   S = Q K^T; m' = max(m, rowmax S); P = 2^(S - m'); l = l 2^(m - m') + rowsum P; O = O 2^(m - m') + P V
  *
- * Rows go through in groups of 96: whole vectors of rows for the softmax, and a panel of K or V (32 KB for 64
- * keys), once in L1, serves 16 micro-kernels. S, Q and O of a group (240 KB), and K and V (384 KB at f32, D =
- * 128) that the 192 rows use twice, come from L2; the next tile's are prefetched there meanwhile. Longer
+ * Rows are processed in groups of 96. That is whole vectors of rows for the softmax, and 16 micro-kernels
+ * share a panel of K or V in L1 (32 KB for 64 keys). S, Q and O of a group (240 KB) come from L2. So do K and
+ * V (384 KB at f32, D = 128), which the 192 rows use twice; the next tile's are prefetched there. Longer
  * tiles rescale and add to O less often: 384 keys are 1% faster than 256, 512 no faster than 384. Each
  * product accumulates P V from zero in registers and adds it to O once: adding in place would cost precision
  * over long sums. O is rescaled only in rows whose maximum rose.
  *
- * A group's keys are cut to those that some of its rows see. At a border (causal, window) the products go six
- * rows at a time over what these see, in whole vectors for S, so a border costs three keys and half a vector
- * a row instead of half a group. Masks are intervals of columns.
+ * A group's keys are cut to those that some of its rows see. At the edge of a mask (causal, window) the
+ * products take six rows at a time over the keys that these see, in whole vectors for S. An edge then costs
+ * three keys and half a vector a row instead of half a group. Masks are intervals of columns.
  *
- * Values that are not finite must not reach rows that do not see them through 0 * inf: packed values hold 0
- * in their place, and add_nonfinite() adds what they make of the rows that see them (nonfinite.h).
+ * 0 * inf must not carry a nonfinite value to rows that do not see it. The value panels hold 0 in its place,
+ * and add_nonfinite() adds it to the rows that see it (nonfinite.h).
  *
- * Limit: 2 vector FMAs a cycle in the products. At D = 128, f32, a group's step has 18.9 MFLOP, 294912 cycles
- * of them; softmax adds 4%, packing, masks and stores 4%.
+ * Limit: 2 vector FMAs a cycle in the products. At D = 128, f32, a group's step has 18.9 MFLOP, which take
+ * 294912 cycles; softmax adds 4%, packing, masks and stores 4%.
  */
 #include "cpu/attend/attend_tile.h"
 
@@ -30,9 +30,9 @@
 
 #include <string.h>
 
-enum { BORDER_ROWS = 6 }; /* as many as a micro-kernel takes */
+enum { EDGE_ROWS = 6 }; /* the rows of a micro-kernel */
 
-/* A group of rows, the keys it needs of a tile, and where these stand in S. */
+/* A group of rows, the keys of a tile that it needs, and their columns in S. */
 typedef struct row_group {
     tile_rows t;
     key_tile keys;
@@ -64,7 +64,7 @@ static const float *keys_at(const attend_plan *p, const attend_packed *packed, c
     return keys + (key - in_panel) * p->key_words + in_panel;
 }
 
-/* Asks for lines [part / parts, (part + 1) / parts) of `bytes` at p. */
+/* Prefetches lines [part / parts, (part + 1) / parts) of `bytes` at p. */
 static void prefetch_part(const void *p, int64_t bytes, int64_t part, int64_t parts)
 {
     const char *from = (const char *)p + bytes * part / parts,
@@ -110,14 +110,14 @@ static void add_values(const attend_plan *p, const attend_packed *packed, const 
     }
 }
 
-/* P of row r, column c, as P V took it. */
+/* P of row r, column c, rounded as the product P V read it. */
 static float weight_at(const attend_plan *p, const row_group *g, int32_t r, int64_t c)
 {
     return element_as_f32(g->s + (int64_t)r * TILE_KEYS, p->bf16 ? QUERN_BF16 : QUERN_F32, c);
 }
 
-/* O += P V over the elements of keys [first, end) that are not finite, in the rows that see them. Column of a
- * key: key - base. */
+/* Adds P V over the nonfinite elements of keys [first, end) to the rows that see them. A key's column is key
+ * - base. */
 static void add_nonfinite(const attend_plan *p, const row_group *g, int64_t first, int64_t end, int64_t base)
 {
     const quern_tensor *v = &p->args->v;
@@ -223,14 +223,14 @@ static void weighted_values(const attend_plan *p, const attend_packed *packed, c
     if (!accumulate) memset(g->t.o + row * p->value_width, 0, (size_t)(n * p->value_width) * sizeof *g->t.o);
 }
 
-/* The next rows whose products go together, from `row` on, and the columns that they see. */
+/* The rows from `row` on that are multiplied together, and the columns that they see. */
 static int32_t next_rows(const row_group *g, bool whole, int32_t row, int32_t *c0, int32_t *c1)
 {
     int32_t n = g->t.n - row;
     *c0 = 0;
     *c1 = g->columns;
     if (whole) return n;
-    if (n > BORDER_ROWS) n = BORDER_ROWS;
+    if (n > EDGE_ROWS) n = EDGE_ROWS;
     *c0 = g->columns;
     *c1 = 0;
     for (int32_t r = row; r < row + n; r++) {

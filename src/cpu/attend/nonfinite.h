@@ -2,9 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * nonfinite.h - infinities and NaN beside masks. A masked weight is 0, but 0 * inf is NaN, so the operands of
- * P V, dS K, P^T dO and dS^T Q hold 0 where a value is not finite: no product can carry it to a row or key
- * that does not see it, and the products' order of additions is always the same. What those who see it get is
- * added afterwards, element by element.
+ * P V, dS K, P^T dO and dS^T Q hold 0 in place of nonfinite values. No product can then carry one to a row or
+ * key that does not see it, and the products add in the same order as always. The rows and keys that do see
+ * it get its share afterwards, element by element.
  */
 #ifndef QUERN_CPU_NONFINITE_H
 #define QUERN_CPU_NONFINITE_H
@@ -22,7 +22,7 @@ static inline bool is_nonfinite(const void *row, quern_dtype dtype, int64_t i)
     return (((const uint16_t *)row)[i] & exponent) == exponent;
 }
 
-/* Whether one of n elements is. */
+/* Whether one of n elements is nonfinite. */
 static inline bool any_nonfinite(const void *row, quern_dtype dtype, int64_t n)
 {
     bool found = false;
@@ -35,7 +35,7 @@ static inline bool any_nonfinite(const void *row, quern_dtype dtype, int64_t n)
     return found;
 }
 
-/* A copy with 0 in the place of what is not finite. */
+/* Copies a row with 0 in place of nonfinite elements. */
 static inline void copy_finite(const void *row, quern_dtype dtype, int64_t n, void *dst)
 {
     for (int64_t i = 0; i < n; i++) {

@@ -4,17 +4,19 @@
  * stage_attend_backward.c - the attend_backward stage, one pass over the scores.
  *
  * Every (sequence, unit) is cut into chunks of query rows whose size depends on the shape alone. A task owns
- * one chunk's dQ: it walks the keys that the chunk sees in rising order, tile by tile (with lists, block by
- * block, with the rows that list it), lets all the chunk's rows meet a tile of keys, and then adds the tile's
- * dK and dV to the f32 gradients in memory. Additions to one key are made in the order of the tasks: a task
- * waits until all before it that read the same head have passed the tile. Tasks are started in that order and
- * all walk keys upwards, so a thread that starts at the same time as another trails it by one tile, and one
- * that starts later never waits. So the bits do not depend on the number of threads, nothing is summed
- * twice, and no partial gradients are kept.
+ * one chunk's dQ. It walks the keys that the chunk sees in ascending order, tile by tile, multiplies all the
+ * chunk's rows with a tile of keys, and then adds the tile's dK and dV to the f32 gradients in memory. With
+ * lists it walks block by block, with the rows that list the block.
+ *
+ * The order of the tasks fixes the order of the additions to one key: a task waits until all earlier tasks of
+ * the same head have passed the tile. Tasks start in that order and all walk keys upwards, so a thread that
+ * starts together with another follows one tile behind it, and one that starts later never waits. The bits
+ * therefore do not depend on the number of threads, nothing is summed twice, and there are no partial
+ * gradients.
  *
  * A chunk of 768 rows (D = 128) streams through L2 and L3 once per 192 keys, and dK and dV travel to memory
- * once per 768 rows: each 1 to 2% of the time. With lists a chunk is so large that enough of its rows choose
- * a block to fill tiles. Late chunks of a causal sequence see the most keys and go first.
+ * once per 768 rows: each takes 1 to 2% of the time. With lists a chunk is large enough that the rows that
+ * choose a block fill tiles. Late chunks of a causal sequence see the most keys and go first.
  */
 #include "core/parallel.h"
 #include "cpu/attend/attend_backward.h"
@@ -32,13 +34,13 @@ enum {
 };
 enum { GATHER_BELOW = 48 /* rows that share a list */, ROWS_AHEAD = 8, TURN_DONE = INT32_MAX, SPINS = 64 };
 
-typedef _Atomic int64_t turn; /* keys below this get no more from that task */
+typedef _Atomic int64_t turn; /* the task has finished with all keys below this */
 
 typedef struct backward_thread {
-    backward_rows chunk, gathered; /* gathered: lists shared by few rows */
+    backward_rows chunk, gathered; /* gathered: for lists that few rows share */
     backward_scratch scratch;
     backward_keys keys;
-    int32_t *rows; /* [BACKWARD_ROWS] of the chunk, that were gathered */
+    int32_t *rows; /* [BACKWARD_ROWS]: the chunk's rows that were gathered */
     attend_lists lists;
 } backward_thread;
 
@@ -49,7 +51,7 @@ typedef struct backward_job {
     int64_t chunk_rows, slots; /* slots: chunks of one unit, over all sequences */
     int32_t turns;             /* units of a kv head */
     turn *turn_of;             /* [kv_heads][slots * turns] */
-    turn *passed;              /* [kv_heads]: all tasks before this one are done */
+    turn *passed;              /* [kv_heads]: all tasks before this one have finished */
 } backward_job;
 
 static int64_t least(int64_t a, int64_t b)
@@ -68,8 +70,7 @@ static int64_t rows_of_chunk(const backward_plan *p, bool listed)
     const int64_t bytes = 4 * (2 * p->key_ld + p->value_ld),
                   fit = CHUNK_BYTES / bytes / BACKWARD_ROWS * BACKWARD_ROWS;
     if (!listed) return fit < BACKWARD_ROWS ? BACKWARD_ROWS : fit;
-    /* Enough rows for a block of the longest sequence to be listed by a tile of them, if lists were random.
-     */
+    /* Enough rows that, with random lists, a tile of them lists each block of the longest sequence. */
     const attend_args *args = p->attend.args;
     const int64_t per_tile = args->tile * p->attend.hs, blocks = args->seqs.n_kv / p->attend.list_block + 1;
     const int64_t length = args->list.shape[3] > 0 ? args->list.shape[3] : 1;
@@ -158,7 +159,7 @@ static int64_t slot_of(const backward_job *job, int64_t b)
     return ((const int32_t *)args->seqs.cu_q.data)[b] * (int64_t)job->plan.attend.hs / job->chunk_rows + b;
 }
 
-/* Waits until every task from `first` to before `self` has passed key `key`. */
+/* Waits until every task of [first, self) has passed key `key`. */
 static void wait_for_turn(turn *turns, turn *passed, int64_t first, int64_t self, int64_t key)
 {
     int64_t done = atomic_load_explicit(passed, memory_order_acquire);
@@ -178,7 +179,7 @@ typedef struct backward_task {
     int64_t row0, rows;
     int32_t unit, kv_head;
     turn *turns;
-    int64_t first, self; /* turns of the first task of this sequence and head, and of this one */
+    int64_t first, self; /* indices into turns: the first task of this sequence and head, and this task */
 } backward_task;
 
 static void begin_keys(const backward_task *t, int64_t key0, int64_t key1)
@@ -191,7 +192,7 @@ static void begin_keys(const backward_task *t, int64_t key0, int64_t key1)
     for (int32_t i = 0; i < BACKWARD_KEYS / KEY_ALIGN; i++) keys->fresh[i] = true;
 }
 
-/* Adds the tile's dK and dV to memory when the task's turn has come, and passes on. */
+/* Waits for the task's turn, adds the tile's dK and dV to memory, and lets the next task go on. */
 static void end_keys(const backward_task *t)
 {
     const backward_plan *p = &t->job->plan;
@@ -237,7 +238,7 @@ static void prefetch(const float *row, int64_t n)
     for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(row + i, 1);
 }
 
-/* Gathered rows against the current tile of keys; their dQ goes to the chunk's. */
+/* Runs the gathered rows against the current tile of keys and adds their dQ to the chunk's. */
 static void step_gathered(const backward_task *t, int32_t n)
 {
     const backward_plan *p = &t->job->plan;
@@ -253,7 +254,7 @@ static void step_gathered(const backward_task *t, int32_t n)
     }
 }
 
-/* The rows of the tiles that list a block against keys of it. */
+/* Runs the rows of the tiles that list a block against the block's keys. */
 static void run_block(const backward_task *t, const int32_t *entries, int32_t n)
 {
     const backward_job *job = t->job;
@@ -338,7 +339,7 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     atomic_store_explicit(&t.turns[t.self], TURN_DONE, memory_order_release);
 }
 
-/* Sets f32 gradients to 0 before they are added to, or writes them in the output's dtype. */
+/* Sets f32 gradients to 0 before the tasks add to them, or converts them to the output's dtype. */
 typedef struct gradient_job {
     const quern_tensor *t;
     const gradient_rows *g;

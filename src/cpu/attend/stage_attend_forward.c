@@ -3,10 +3,10 @@
 /*
  * stage_attend_forward.c - the attend_forward stage: packs keys and values, cuts every (sequence, unit) into
  * chunks of query rows and runs them in parallel, the chunks with the most keys first. A chunk's result
- * depends on nothing but its rows, so neither does it on the number of threads.
+ * depends only on its rows, so it does not change with the number of threads.
  *
- * Heads go in passes of as many as keep their packed keys and values in the last cache and all threads at
- * work, so that packing writes to that cache and not to memory.
+ * A pass takes few enough heads that their panels of keys and values fit into the last-level cache, and
+ * enough to keep all threads at work. Packing then writes to that cache and not to memory.
  */
 #include "core/parallel.h"
 #include "core/view.h"
@@ -74,7 +74,7 @@ static int64_t heads_of_pass(const stage_exec *exec, const attend_args *args)
     return heads < 1 ? 1 : heads < p.kv_heads ? heads : p.kv_heads;
 }
 
-/* The call for kv heads [first, first + count) alone. */
+/* The call restricted to kv heads [first, first + count). */
 static attend_args pass_of(const attend_args *args, int64_t first, int64_t count)
 {
     attend_args pass = *args;

@@ -2,24 +2,25 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * stage_attend_gate.c - the attend_gate_forward stage: o = sum_b g_b o_b over the compressed, selected and
- * window branches, chunk by chunk, so that o_b reaches memory only where it is wanted.
+ * window branches, chunk by chunk, so that o_b reaches memory only if the caller wants it.
  *
- * Passes. A pass packs the keys and values of its branches, then takes every chunk of query rows through
- * these branches: Q is packed once, each branch's O is normalised in place, scaled by its gate and added up
- * in f32, and the sum is stored past the caches. All branches share one pass where they can. A new one starts
- *   - after the compressed branch, where the lists to come are chosen by its probabilities (softmax): they
- * need its lse for all rows of a tile and all heads of a group first;
- *   - where the next branch reads a pair of keys and values of its own, so that only one packed copy stands
- * at a time;
- *   - after the compressed branch, where its packed entries are larger than one lse of the call (short
- * strides): then they do not stand beside the packed tokens. A later pass starts its sums from o. In bf16 and
- * f16 that rounds o once more; o_b in memory rounded three times.
+ * Passes. A pass packs the keys and values of its branches, then runs every chunk of query rows against these
+ * branches. It packs Q once, normalises each branch's O in place, scales it by its gate and adds it up in
+ * f32. Non-temporal stores write the sum. All branches share one pass where they can. A new one starts
+ *   - after the compressed branch, where its probabilities (softmax) choose the lists: selection needs its
+ *     LSE for all rows of a tile and all heads of a group first;
+ *   - where the next branch reads keys and values of its own, so that only one pair of panels exists at a
+ *     time;
+ *   - after the compressed branch, where its panels are larger than one LSE of the call (short strides), so
+ *     that they are not in memory together with the tokens' panels.
+ * A later pass starts its sums from o. In bf16 and f16 that rounds o once more; with o_b in memory it would
+ * be rounded three times.
  *
- * Chunks and slices. Q is packed by chunks. Lists that are walked key by key run over a whole chunk, as each
- * block of keys is read once a chunk: it has as many rows as fit q and their o into 3 MiB. Everything else
- * runs slice by slice: about 200 rows whose o, sums and gates stay in L2 from products to o's store. Where no
- * branch is walked by key, a chunk is one slice. A pass with lists by head has rows of one head, for all of
- * its branches. A chunk's result depends on nothing but its rows.
+ * Chunks and slices. Q is packed by chunks. Lists that are walked key by key run over a whole chunk, because
+ * each block of keys is read once a chunk; a chunk has as many rows as fit q and their o into 3 MiB.
+ * Everything else runs slice by slice: about 200 rows whose o, sums and gates stay in L2 from the products to
+ * the store of o. Where no branch is walked by key, a chunk is one slice. A pass with lists by head has rows
+ * of one head, for all of its branches. A chunk's result depends only on its rows.
  *
  * Limit: that of attend_tile.c, plus 1% for gates (three dot products a row) and sums (in L2). Against
  * separate stages this saves the traffic of o_b (written and read) and of Q, and a second packing of K and V:
@@ -41,10 +42,10 @@ enum {
     SLICE_MOST = 768 /* rows of lists walked by tile */
 };
 
-/* What a thread works in. The branches' scratch is one place: they run one after the other. */
+/* A thread's buffers. The branches share one scratch, because they run one after the other. */
 typedef struct gated_space {
-    attend_chunk chunk[BRANCHES]; /* by place in the pass; only the first's q is used */
-    attend_chunk slice;           /* without a q of its own */
+    attend_chunk chunk[BRANCHES]; /* by position in the pass; only the first one's q is used */
+    attend_chunk slice;           /* has no q of its own */
     attend_scratch scratch[BRANCHES];
     float *sum;   /* [slice_rows][value_width] */
     float *gates; /* [slice_rows][3] */
@@ -53,12 +54,12 @@ typedef struct gated_space {
 typedef struct gated_pass {
     int32_t branch[BRANCHES], count;
     bool wide[BRANCHES];            /* runs over a whole chunk */
-    attend_packed packed[BRANCHES]; /* tokens' may be one */
+    attend_packed packed[BRANCHES]; /* branches over the tokens may share one */
     int64_t chunk_rows, slice_rows, pieces;
     gated_space *spaces;
 } gated_pass;
 
-/* Stays where it was made: its plans point into it. */
+/* Never copy or move a job: its plans point into it. */
 typedef struct gated_job {
     const attend_gate_args *args;
     const nsa_kernels *kernels;
@@ -68,7 +69,7 @@ typedef struct gated_job {
     bool select_first, select_late;
     gated_pass pass[BRANCHES];
     int32_t passes, current, threads;
-    void *scratch; /* of selection and of the passes, one after the other */
+    void *scratch; /* used by selection and by the passes in turn */
 } gated_job;
 
 static bool is_on(const gated_job *job, int branch)
@@ -94,13 +95,13 @@ static bool joins(const gated_job *job, const gated_pass *pass, int branch)
            packed_bytes(&job->plan[CMP]) <= (size_t)(q->shape[0] * q->shape[1] * q->shape[2]) * sizeof(float);
 }
 
-/* Whether the pass's i-th branch reads what the one before it does. */
+/* Whether the pass's i-th branch reads the same panels as the one before it. */
 static bool shares_packed(const gated_pass *pass, int32_t i)
 {
     return i > 0 && pass->branch[i - 1] != CMP;
 }
 
-/* Rows of chunks and slices: whole tiles, but in lists walked tile by tile where these are larger. */
+/* Rows of chunks and slices: whole tiles, except that lists walked tile by tile may have larger tiles. */
 static void size_chunks(const gated_job *job, gated_pass *pass)
 {
     const attend_plan *first = &job->plan[pass->branch[0]];
@@ -124,7 +125,7 @@ static void size_chunks(const gated_job *job, gated_pass *pass)
     pass->chunk_rows = pass->chunk_rows < tile ? tile : pass->chunk_rows / tile * tile;
 }
 
-/* A run of rows with its running softmax, without q. */
+/* Carves a chunk's running softmax, without q. */
 static void carve_rows(const attend_plan *p, int64_t rows, arena *a, attend_chunk *c)
 {
     const size_t n = (size_t)rows * sizeof(float);
@@ -157,7 +158,7 @@ static void carve_space(const gated_job *job, const gated_pass *pass, arena *a, 
     a->used = end;
 }
 
-/* Lays out a pass from `a` on (where other passes do, too). Returns where it ends. */
+/* Lays out a pass from `a` on; passes share their memory. Returns where it ends. */
 static size_t carve_pass(const stage_exec *exec, const gated_job *job, gated_pass *pass, arena a)
 {
     const attend_plan *plan = &job->plan[pass->branch[0]];
@@ -175,7 +176,7 @@ static size_t carve_pass(const stage_exec *exec, const gated_job *job, gated_pas
     return a.used;
 }
 
-/* Fills the job but for what stands in the workspace. */
+/* Fills the job except for what the workspace holds. */
 static void plan_job(const stage_exec *exec, const attend_gate_args *args, arena *a, gated_job *job)
 {
     const bool softmax = args->select.scorer == SELECT_PROBABILITY;
@@ -230,13 +231,13 @@ static void carve(const stage_exec *exec, const attend_gate_args *args, arena *a
     a->used = end;
 }
 
-/* The rows' gates; their sums: 0, or what earlier passes left in o. */
+/* Loads the rows' gates and starts their sums: from 0, or from what earlier passes left in o. */
 static void begin_rows(const gated_job *job, const attend_plan *p, const attend_chunk *c, gated_space *s)
 {
     const quern_tensor *o = &job->args->gate.o;
     if (job->current == 0) memset(s->sum, 0, (size_t)(c->rows * p->value_width) * sizeof *s->sum);
-    for (int32_t r = 0, end; r < c->rows;
-         r = end) { /* whole queries at once; of the first and the last some heads */
+    /* Whole queries at once; the first and the last may be cut between heads. */
+    for (int32_t r = 0, end; r < c->rows; r = end) {
         const int64_t query = c->seq.q0 + (c->row0 + r) / p->hs, first = (c->row0 + r) % p->hs,
                       left = c->rows - r;
         const bool whole = first == 0 && left >= p->hs;
@@ -268,7 +269,7 @@ static void store_rows(const gated_job *job, const attend_plan *p, const attend_
     job->kernels->rows->fence();
 }
 
-/* Rows [first, first + n) of a chunk, in `rows` or (NULL) where the chunk's own stand. */
+/* Rows [first, first + n) of a chunk, with the state of `rows`, or with the chunk's own if NULL. */
 static attend_chunk slice_of(const attend_plan *p, const attend_chunk *c, int32_t first, int32_t n,
                              const attend_chunk *rows)
 {
@@ -325,7 +326,7 @@ static void run_chunk(void *arg, int64_t index, int32_t thread)
     const int32_t rows = (int32_t)(left < pass->chunk_rows ? left : pass->chunk_rows),
                   slice_rows = (int32_t)pass->slice_rows;
     attend_chunk_begin(plan, b, unit, row0, rows, &s->chunk[0]);
-    if (pass->chunk_rows == pass->slice_rows) /* else a chunk is many tiles, more than a cache keeps */
+    if (pass->chunk_rows == pass->slice_rows) /* a longer chunk has many tiles, more than a cache keeps */
         s->scratch[pass->count - 1].expected =
             attend_expect(plan, index + job->threads, pass->pieces, pass->chunk_rows);
     for (int32_t i = 0; i < pass->count; i++) {
@@ -360,7 +361,7 @@ size_t cpu_attend_gate_workspace(const stage_exec *exec, const attend_gate_args 
 
 quern_status cpu_attend_gate(const stage_exec *exec, const attend_gate_args *args, void *workspace)
 {
-    if (args->gate.seqs.n_q == 0) return QUERN_OK; /* all that it writes is of queries */
+    if (args->gate.seqs.n_q == 0) return QUERN_OK; /* every output has a row per query */
     arena a = arena_on(workspace);
     gated_job job;
     carve(exec, args, &a, &job);

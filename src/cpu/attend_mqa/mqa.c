@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* mqa.c - tiles of keys, and the products of a query's heads against them. */
+/* mqa.c - tiles of keys, and their products with a query's heads. */
 #include "cpu/attend_mqa/mqa.h"
 
 #include "core/half.h"
@@ -24,12 +24,12 @@ void mqa_tile_carve(const mqa_plan *plan, arena *a, mqa_tile *tile)
         arena_take(a, plan->bf16 ? panels * MQA_TILE / 2 * (size_t)plan->panel * sizeof *tile->pairs : 0);
 }
 
-/* Where rows stand. Bytes: 576 of data, with 8 of scales behind them or, in a page, behind the data of all
- * slots. */
+/* The layout of consecutive rows. A row has 576 bytes of data. Its 8 bytes of scales follow it or, in a page,
+ * follow the data of all slots. */
 typedef struct row_place {
     const char *data, *scales;
     int64_t step, scale_step; /* bytes from row to row */
-    int64_t rows;             /* that stand so, from this one on */
+    int64_t rows;             /* rows with this layout, from this one on */
 } row_place;
 
 /* Row `row` of a sequence's raw rows, or of its entries. */
@@ -51,7 +51,7 @@ static row_place place_of(const mqa_plan *plan, const mqa_sequence *s, bool entr
                        ROW584_DATA, ROW584_SCALES, a->page - slot};
 }
 
-/* A row of 448 e4m3 with a power of two for every 64, then 64 bf16, as words of a tile. */
+/* Decodes a row into words of a tile: 448 e4m3 with a power of two for every 64, then 64 bf16. */
 static void widen_row584(const mqa_plan *plan, const char *data, const char *scales, float *to)
 {
     float row[MQA_DIM_MOST];
@@ -97,7 +97,7 @@ static void prefetch_entry(const mqa_plan *plan, const mqa_sequence *s, int64_t 
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(place.data + at);
 }
 
-/* Pairs of keys, in slices of columns that the packing kernel takes. */
+/* Makes the pairs of keys, in slices of columns that the packing kernel takes. */
 static void pack_pairs(const mqa_plan *plan, mqa_tile *tile)
 {
     const int64_t panel_words = MQA_TILE / 2 * plan->panel;

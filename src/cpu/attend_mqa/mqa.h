@@ -4,9 +4,9 @@
  * mqa.h - the inner functions of attention whose heads share their keys: a query's keys, and the products of
  * all its heads against a tile of them. The forward and backward stages compose these.
  *
- * A tile's rows are copied side by side once and serve as the A of S^T = K Q^T (and of dP^T = K dO^T), so
- * keys are never transposed; S stands key by key, a head a column. The same rows, in pairs for bf16, are the
- * B of O = P V (and of dQ = dS K). Every head of a query sees the same keys, so there are no masks.
+ * A tile's rows are copied side by side once and are the A of S^T = K Q^T (and of dP^T = K dO^T), so keys are
+ * never transposed. S has a row per key and a column per head. The same rows, in pairs for bf16, are the B of
+ * O = P V (and of dQ = dS K). Every head of a query sees the same keys, so there are no masks.
  */
 #ifndef QUERN_CPU_MQA_H
 #define QUERN_CPU_MQA_H
@@ -22,15 +22,15 @@
 enum {
     MQA_TILE = 192, /* keys of a tile */
     MQA_DIM_MOST = 512,
-    MQA_PAD = 16 /* words between rows of a tile: else they share the cache's sets */
+    MQA_PAD = 16 /* padding words of a tile's row: without them rows would share the cache's sets */
 };
 
-/* One sequence of the call: rows in the views, and where its queries stand. */
+/* One sequence of the call: its rows in the views, and its first query. */
 typedef struct mqa_sequence {
     int64_t view_b, query0, queries, raw0, raw, entry0, entries, position;
 } mqa_sequence; /* raw0, entry0 are 0 with pages */
 
-/* Where sequences start: [batch + 1] each. Rows of a fixed-length batch start at 0. */
+/* The first entry and task of each sequence: [batch + 1]. Rows of a fixed-length batch start at 0. */
 typedef struct mqa_starts {
     int64_t *entry, *task;
 } mqa_starts;
@@ -44,12 +44,12 @@ typedef struct mqa_plan {
     const indexer_kernels *codes; /* of bytes */
     bool bf16;                    /* products over pairs of bf16; otherwise f32 */
     int64_t batch, heads, dim, rope;
-    int64_t columns; /* heads rounded up to 16: those of S */
-    int64_t words;   /* of a key or query row: D, or D / 2 */
+    int64_t columns; /* columns of S: heads rounded up to 16 */
+    int64_t words;   /* words of a key or query row: D, or D / 2 */
     int64_t pitch;   /* words from row to row of a tile */
     int64_t width;   /* floats of an O row: D rounded up to 16 */
-    int64_t panel;   /* columns of a packed panel */
-    int64_t list;    /* extent of a query's list; -1: none */
+    int64_t panel;   /* columns of a panel */
+    int64_t list;    /* length of a query's list; -1: none */
     float scale2;
 } mqa_plan;
 
@@ -61,19 +61,19 @@ void mqa_starts_carve(const mqa_plan *plan, arena *a, mqa_starts *starts);
 /* Fills the starts; a task is `queries` queries of one sequence. Returns the number of tasks. */
 int64_t mqa_starts_fill(const mqa_plan *plan, int64_t queries, mqa_starts *starts);
 mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int64_t b);
-/* The sequence that a task is of. */
+/* The sequence that a task belongs to. */
 int64_t mqa_task_sequence(const mqa_plan *plan, const mqa_starts *starts, int64_t task);
 
-/* The keys of a query: raw rows [raw0, raw0 + raw) of its sequence, then n - raw entries: those of `list`,
- * rising, or with NULL the first. */
+/* The keys of a query: raw rows [raw0, raw0 + raw) of its sequence, then n - raw entries. These are `list` in
+ * ascending order, or the first n - raw entries if it is NULL. */
 typedef struct mqa_keys {
     int64_t raw0, raw, n;
     const int32_t *list;
 } mqa_keys;
 
-/* `list`: room for a list of the call. */
+/* `list` has room for a list of the call. */
 mqa_keys mqa_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query, int32_t *list);
-/* Keys that a query can have at most. */
+/* The most keys that a query can have. */
 int64_t mqa_keys_most(const mqa_plan *plan);
 
 /* A tile of keys. */
@@ -84,17 +84,17 @@ typedef struct mqa_tile {
 } mqa_tile;
 
 void mqa_tile_carve(const mqa_plan *plan, arena *a, mqa_tile *tile);
-/* Keys [first, first + n) of a query's. `values`: they will be the B of a product. */
+/* Loads keys [first, first + n) of a query. `values`: they will be the B of a product. */
 void mqa_tile_fill(const mqa_plan *plan, const mqa_sequence *s, const mqa_keys *keys, int64_t first,
                    int64_t n, mqa_tile *tile);
 
-/* The heads of one query as columns: [panels][words][panel]. */
+/* Packs the heads of one query as columns: [panels][words][panel]. */
 size_t mqa_columns_bytes(const mqa_plan *plan);
 void mqa_pack_columns(const mqa_plan *plan, const row_source *heads, float *to);
 /* s [n][columns] = tile . columns. */
 void mqa_scores(const mqa_plan *plan, const mqa_tile *tile, const float *columns, float *s);
-/* o [heads][width] (+)= p . tile, p as a softmax or gradient kernel gave it: floats [keys][columns], or pairs
- * of keys. */
+/* o [heads][width] (+)= p . tile. A softmax or gradient kernel made p: floats [keys][columns], or pairs of
+ * keys. */
 void mqa_values(const mqa_plan *plan, const mqa_tile *tile, const float *p, float *o, bool accumulate);
 
 /* Row [b][n] of a [B,N,..] view. */
@@ -116,7 +116,7 @@ static inline void mqa_store(const mqa_plan *plan, const float *row, const quern
                               t->dtype, plan->dim);
 }
 
-/* The R / 2 cosines, then sines, of a position as floats. */
+/* The R / 2 cosines of a position, then its sines, as floats. */
 void mqa_angles(const mqa_plan *plan, int64_t position, float *angles);
 
 #endif

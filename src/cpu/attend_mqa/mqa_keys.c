@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* mqa_keys.c - sequences, tasks, and which keys a query has. Lists may come from a caller, so every entry is
+/* mqa_keys.c - sequences, tasks, and the keys of a query. Lists may come from a caller, so every entry is
  * checked. */
 #include "cpu/attend/attend.h"
 #include "cpu/attend_mqa/mqa.h"
@@ -11,7 +11,8 @@
 bool mqa_by_bf16(const stage_exec *exec, const attend_mqa_args *args)
 {
     const attention_kernels *kernels = attention_kernels_for(exec->cpu_level);
-    const bool exact = args->kv.dtype == QUERN_BF16 || args->kv.dtype == QUERN_U8; /* the bytes' values are */
+    /* Decoded bytes are exact in bf16. */
+    const bool exact = args->kv.dtype == QUERN_BF16 || args->kv.dtype == QUERN_U8;
     return kernels->mm_bf16 != NULL && args->q.dtype == QUERN_BF16 && exact;
 }
 
@@ -85,7 +86,7 @@ int64_t mqa_task_sequence(const mqa_plan *plan, const mqa_starts *starts, int64_
     return low;
 }
 
-/* The entries of a query's list that it sees, each once, rising. */
+/* The visible entries of a query's list, each once, in ascending order. */
 static int64_t clean_list(const mqa_plan *plan, const mqa_sequence *s, int64_t query, int64_t visible,
                           int32_t *list)
 {

@@ -4,8 +4,9 @@
  * mqa_rows.h - the row kernels of attention whose heads share their keys, written once over the level's
  * vectors.
  *
- * A vector of heads goes down its column of keys twice: for the maximum, then for the exponentials and their
- * sum. At D = 512 the products take 64 bf16 dot products for a vector of scores, these about 12 operations.
+ * A vector of heads walks down its column of keys twice: for the maximum, then for the exponentials and their
+ * sum. At D = 512 the products take 64 bf16 dot products for a vector of scores; these kernels take about 12
+ * operations.
  */
 #ifndef QUERN_CPU_MQA_ROWS_H
 #define QUERN_CPU_MQA_ROWS_H
@@ -13,7 +14,7 @@
 #include "cpu/attend_mqa/mqa_kernels.h"
 #include "cpu/kernels/vector.h"
 
-/* The maximum of a column; two chains, for a maximum takes longer than a load. */
+/* The maximum of a column. Two chains, because a maximum takes longer than a load. */
 INLINE vfloat column_max(const float *s, int32_t keys, int64_t stride)
 {
     vfloat even = v_splat(-INFINITY), odd = even;
@@ -26,7 +27,7 @@ INLINE vfloat column_max(const float *s, int32_t keys, int64_t stride)
     return v_max(odd, even);
 }
 
-/* exp2(s scale2 + base) of a column; returns its sum, of even and odd keys apart. */
+/* exp2(s scale2 + base) of a column; returns its sum. Even and odd keys are summed apart. */
 INLINE vfloat column_exp2(float *s, int32_t keys, int64_t stride, vfloat scale2, vfloat base, bool narrow)
 {
     vfloat sum_even = {0}, sum_odd = {0};

@@ -4,12 +4,12 @@
  * stage_attend_mqa.c - the forward stage: for each query, blockwise softmax attention of all its heads over
  * its keys.
  *
- * A query is a product of [heads x D] by [D x keys] and back. Its keys are cut into spans of 1024, each from
- * its first key on alone, which are then merged in order: so a result depends on nothing but its query,
- * whether spans are run one after the other (prefill) or at once (few queries over a long context).
+ * A query is a product of [heads x D] by [D x keys] and back. Its keys are cut into spans of 1024. Each span
+ * has a softmax of its own, and the spans are merged in order. A result therefore depends only on its query,
+ * whether spans run one after the other (prefill) or at once (few queries over a long context).
  *
- * Per tile of 192 keys at D = 512, bf16: the copy of its rows and their pairs 384 KB through L2, 3% of the
- * products' time with 64 heads; softmax 5%. Limit: the products'.
+ * Per tile of 192 keys at D = 512, bf16: copying its rows and pairs moves 384 KB through L2, 3% of the
+ * products' time with 64 heads; softmax takes 5%. Limit: the products'.
  */
 #include "core/parallel.h"
 #include "cpu/attend_mqa/mqa.h"
@@ -22,11 +22,11 @@
 
 enum { SPAN = 1024, TASK_QUERIES = 8, TASKS_A_THREAD = 8 };
 
-/* What a query's heads gathered over some of its keys. */
+/* The running softmax of a query's heads over some of its keys. */
 typedef struct mqa_state {
     float *o;                 /* [heads][width], times `sum` */
     float *max, *sum;         /* [columns]; of unscaled scores */
-    float *win_max, *win_sum; /* over the raw rows alone */
+    float *win_max, *win_sum; /* of the raw rows alone */
 } mqa_state;
 
 typedef struct mqa_scratch {
@@ -39,9 +39,9 @@ typedef struct mqa_scratch {
 typedef struct forward_job {
     mqa_plan plan;
     mqa_starts starts;
-    mqa_scratch *scratch; /* one a thread */
-    int64_t queries;      /* of a task */
-    int64_t spans;        /* of a query at most; run apart where `partial` is there */
+    mqa_scratch *scratch; /* one per thread */
+    int64_t queries;      /* queries of a task */
+    int64_t spans;        /* most spans of a query; separate tasks where `partial` is not NULL */
     mqa_state *partial;   /* [queries of the call][spans] */
 } forward_job;
 
@@ -98,22 +98,23 @@ static void reset_stats(const mqa_plan *p, float *max, float *sum)
     memset(sum, 0, (size_t)p->columns * sizeof *sum);
 }
 
-/* What the heads gathered of the raw rows, all of which are done. */
+/* Keeps the statistics of the raw rows, once all of them are done. */
 static void keep_window(const mqa_plan *p, mqa_state *s)
 {
     memcpy(s->win_max, s->max, (size_t)p->columns * sizeof *s->max);
     memcpy(s->win_sum, s->sum, (size_t)p->columns * sizeof *s->sum);
 }
 
-/* Keys [first, end) of a query into a fresh state. */
+/* Runs keys [first, end) of a query into a fresh state. */
 static void run_span(const mqa_plan *p, const mqa_sequence *seq, const mqa_keys *keys, int64_t first,
                      int64_t end, mqa_scratch *x, mqa_state *s)
 {
     reset_stats(p, s->max, s->sum);
     reset_stats(p, s->win_max, s->win_sum);
     for (int64_t key = first, n; key < end; key += n) {
-        const int64_t stop =
-            key < keys->raw && keys->raw < end ? keys->raw : end; /* a tile is of raw rows or of entries */
+        const int64_t stop = key < keys->raw && keys->raw < end
+                                 ? keys->raw
+                                 : end; /* a tile never mixes raw rows and entries */
         n = stop - key < MQA_TILE ? stop - key : MQA_TILE;
         mqa_tile_fill(p, seq, keys, key, n, &x->tile);
         mqa_scores(p, &x->tile, x->columns, x->s);
@@ -128,7 +129,7 @@ static void run_span(const mqa_plan *p, const mqa_sequence *seq, const mqa_keys 
     }
 }
 
-/* max, sum of both; *from and *to: by what either's O is multiplied. */
+/* Merges max and sum of both. *from and *to are the factors of either one's O. */
 static void merge_stats(const mqa_plan *p, float *max, float *sum, const float *max_b, const float *sum_b,
                         int64_t h, float *to, float *from)
 {
@@ -161,7 +162,7 @@ static float *stat_at(const quern_tensor *t, int64_t b, int64_t h, int64_t n)
     return row_at(t, b, h, n);
 }
 
-/* Divides, takes off the sink's share, rotates back and stores. */
+/* Divides by the sum including the sink, rotates back and stores. */
 static void finish(const mqa_plan *p, const mqa_sequence *seq, int64_t query, bool any, mqa_scratch *x,
                    mqa_state *s)
 {
@@ -221,7 +222,7 @@ static void run_task(void *arg, int64_t index, int32_t thread)
         run_query(job, &seq, query, &job->scratch[thread]);
 }
 
-/* One span of one query, tasks of one query each. */
+/* Runs one span of one query, in tasks of one query each. */
 static void run_partial(void *arg, int64_t index, int32_t thread)
 {
     forward_job *job = arg;
@@ -250,7 +251,7 @@ static void merge_partial(void *arg, int64_t task, int32_t thread)
     finish(p, &seq, query, keys.n > 0, &job->scratch[thread], &spans[0]);
 }
 
-/* Rows of a packed batch past its last sequence. */
+/* Rows of a varlen batch past its last sequence. */
 static void store_unused(const mqa_plan *p)
 {
     const attend_mqa_args *a = p->args;

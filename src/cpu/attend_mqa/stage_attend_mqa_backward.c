@@ -4,15 +4,15 @@
  * stage_attend_mqa_backward.c - the backward stage. With P = e^(s - lse'), lse' = log(e^lse + e^sink), and dO
  * rotated:
  *
- *   delta = rowsum(dO o O);  dS = P o (dO K^T - delta) scale;  dQ = dS K;  dK = dS^T Q + P^T dO;  dsink =
- * -sum e^(sink - lse') delta
+ *   delta = rowsum(dO o O);  dS = P o (dO K^T - delta) scale;  dQ = dS K;  dK = dS^T Q + P^T dO;
+ *   dsink = -sum e^(sink - lse') delta
  *
- * A chunk of a sequence's queries goes through twice. First every query is a task: its P, dS and dQ, and its
- * heads of Q and dO packed as the B of the other product. Then every panel of channels is a task, which adds
- * what the queries in order give to each row that they attended: the owner of a sum computes it, so there is
- * one order of additions and no atomic. P and dS of a query with 64 heads and 640 keys take 160 KB in bf16;
- * they are read once a panel, 8 times at D = 512, of a chunk that the last cache holds. Limit: the products,
- * five of the forward's two.
+ * Two rounds of tasks process a chunk of a sequence's queries. In the first every query is a task: it makes
+ * P, dS and dQ, and packs its heads of Q and dO as the B of the other product. In the second every panel of
+ * channels is a task: for each row that the queries attended to it adds their contributions in the order of
+ * the queries. The owner of a sum computes it, so there is one order of additions and no atomic. P and dS of
+ * a query with 64 heads and 640 keys take 160 KB in bf16. They are read once per panel, 8 times at D = 512,
+ * and the last-level cache holds a chunk's. Limit: the products, five against the forward's two.
  */
 #include "core/parallel.h"
 #include "cpu/attend/attend.h"
@@ -25,7 +25,7 @@
 
 enum { CHUNK_BYTES = 16 << 20, CHUNK_MOST = 1024, OWNER_KEYS = 96 };
 
-/* A query of a chunk, for the second pass. */
+/* What the second round needs of a query of a chunk. */
 typedef struct mqa_slot {
     mqa_keys keys;
     int32_t *list;
@@ -46,10 +46,10 @@ typedef struct mqa_work {
 typedef struct backward_job {
     mqa_plan plan;
     mqa_starts starts;
-    mqa_work *work; /* one a thread */
+    mqa_work *work; /* one per thread */
     mqa_slot *slots;
     int64_t chunk;            /* slots */
-    float *d_raw, *d_entries; /* [rows][width] of the sequence at hand; NULL: not wanted */
+    float *d_raw, *d_entries; /* [rows][width] of the current sequence; NULL: not wanted */
     double *d_sink;
     mqa_sequence seq;
     int64_t first; /* query of slot 0 */
@@ -135,8 +135,7 @@ static double sink_of(const attend_mqa_args *a, int64_t h)
     return is_present(&a->sink) ? (double)((const float *)a->sink.data)[h] : -INFINITY;
 }
 
-/* What P needs of a head: lse2 = lse' in powers of two (+inf: the head sees nothing), delta, and its share of
- * dsink. */
+/* Per head: lse2 = lse' in powers of two (+inf: the head sees nothing), delta, and its share of dsink. */
 static void head_terms(const backward_job *job, int64_t row, int64_t h, float delta, mqa_work *w,
                        mqa_slot *slot)
 {
@@ -154,7 +153,7 @@ static void head_terms(const backward_job *job, int64_t row, int64_t h, float de
     slot->sink_terms[h] = sink == -INFINITY ? 0.0f : (float)(exp(sink - both) * (double)delta);
 }
 
-/* Rows of heads as the B of products over heads; a head that sees nothing counts 0. */
+/* Packs rows of heads as the B of products over heads; a head that sees nothing is 0. */
 static void pack_heads(const mqa_plan *p, mqa_work *w, float *rows, float *to)
 {
     for (int64_t h = 0; h < p->columns; h++)
@@ -175,7 +174,7 @@ static void copy_heads(const mqa_plan *p, const row_source *src, float *to)
     else p->kernels->pack_rows_f32(src, 1.0f, to, p->pitch);
 }
 
-/* dO rotated, in the dtype of the products, as rows; delta of every head. */
+/* Writes rotated dO as rows in the dtype of the products, and delta of every head. */
 static void take_d_o(const backward_job *job, int64_t row, int64_t position, mqa_work *w, mqa_slot *slot)
 {
     const mqa_plan *p = &job->plan;
@@ -205,7 +204,7 @@ static void take_d_o(const backward_job *job, int64_t row, int64_t position, mqa
     }
 }
 
-/* P and dS of a tile of keys from `first` on, into the slot. Returns dS as the A of dQ = dS K. */
+/* Writes P and dS of a tile of keys from `first` on into the slot. Returns dS as the A of dQ = dS K. */
 static const float *tile_gradient(const mqa_plan *p, int64_t first, mqa_work *w, mqa_slot *slot)
 {
     const int64_t at = first * p->columns, n = w->tile.n;
@@ -214,7 +213,7 @@ static const float *tile_gradient(const mqa_plan *p, int64_t first, mqa_work *w,
     mqa_scores(p, &w->tile, w->q_columns, s);
     mqa_scores(p, &w->tile, w->d_o_columns, dp);
     for (int64_t h = 0; h < p->heads && slot->keys.n == 1;
-         h++) /* one key without a sink: P is 1 whatever the score, dS is 0 */
+         h++) /* one key without a sink: P is exactly 1 and dS 0 */
         if (sink_of(p->args, h) == -INFINITY) w->delta[h] = dp[h];
     mqa_gradient g = {s,        dp,   (int32_t)n, (int32_t)p->columns, p->scale2, p->args->scale, w->lse2,
                       w->delta, NULL, NULL,       w->ds_pairs};
@@ -269,7 +268,7 @@ static void run_query(void *arg, int64_t index, int32_t thread)
 
 /* ---- a panel of channels ---- */
 
-/* sums [n][panel] of the channels from c on = P^T dO + dS^T Q, keys from `first` on. */
+/* sums [n][panel] of the channels from c on = P^T dO + dS^T Q, for keys from `first` on. */
 static void key_sums(const mqa_plan *p, const mqa_slot *slot, int64_t first, int64_t n, int64_t c,
                      float *sums)
 {
@@ -288,7 +287,7 @@ static void key_sums(const mqa_plan *p, const mqa_slot *slot, int64_t first, int
     }
 }
 
-/* The row that gathers the gradient of key i of a query; NULL: nobody asked for it. */
+/* The row that sums the gradient of key i of a query; NULL: not wanted. */
 static float *owned_row(const backward_job *job, const mqa_keys *keys, int64_t i)
 {
     if (i < keys->raw) return job->d_raw != NULL ? job->d_raw + (keys->raw0 + i) * job->plan.width : NULL;
@@ -347,7 +346,7 @@ static void run_sequence(const stage_exec *exec, backward_job *job, int64_t b)
     store_rows(p, job->d_entries, &p->args->d_entries, s->view_b, s->entry0, s->entries);
 }
 
-/* Rows of a [1,N,D] view from `first` on. */
+/* Rows of a [1,N,D] view, from `first` on. */
 static void clear_rows(const quern_tensor *t, int64_t first)
 {
     for (int64_t n = first; is_present(t) && n < t->shape[1]; n++)
