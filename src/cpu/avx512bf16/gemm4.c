@@ -5,11 +5,11 @@
  *
  * A word of a line is two nibbles of a column, neighbours along K. code * scale has at most 6 significant
  * bits and is exact in bf16. Its bits come from a table of the 64 products of a magnitude and a scale's 1 + m
- * / 8 at the largest exponent; what the scale's exponent lacks is subtracted. The subtraction saturates, so
- * zero stays zero. A rotation puts the magnitude where the table's index has it and the sign to the top. That
- * is 5 instructions for 32 values, a rotation, an index, a look-up, a subtraction and a sign, and 5 for each
- * block of 16 columns. Up to eight rows take the values from registers. Limit: reading the weights of one
- * row, and the dot products of eight.
+ * / 8 at the largest exponent. A subtraction then lowers the exponent to the scale's; it saturates, so zero
+ * stays zero. A rotation moves the magnitude into the table's index and the sign to the top. That takes 5
+ * instructions for 32 values (a rotation, an index, a look-up, a subtraction and a sign) and 5 for each block
+ * of 16 columns. Up to eight rows take the values from registers. Limit: reading the weights of one row, and
+ * the dot products of eight.
  */
 #include "cpu/gemm4/gemm4_rows.h"
 
@@ -26,7 +26,8 @@
 static const uint16_t products[64] = {MAGNITUDES(0), MAGNITUDES(1), MAGNITUDES(2), MAGNITUDES(3),
                                       MAGNITUDES(4), MAGNITUDES(5), MAGNITUDES(6), MAGNITUDES(7)};
 
-/* What a scale's exponent lacks, in bf16 bits, by the five high bits of its byte; the last is that of 0. */
+/* By the five high bits of a scale's byte: the largest exponent minus the scale's, in bf16 bits. The last
+ * entry is that of 0. */
 #define LACKS(e) (17 - (e)) << 7
 static const uint16_t lacking[32] = {LACKS(0),  LACKS(1),  LACKS(2),  LACKS(3),     LACKS(4),
                                      LACKS(5),  LACKS(6),  LACKS(7),  LACKS(8),     LACKS(9),
@@ -48,8 +49,8 @@ INLINE decoder make_decoder(void)
         _mm512_set1_epi16((short)0x8000)};
 }
 
-/* The scales of 16 columns, in both words of a column: where the table's index has m, and what is subtracted.
- */
+/* The scales of 16 columns, in both halves of a column's word: m in the place of the table's index, and what
+ * to subtract. */
 typedef struct column_scales {
     __m512i m, lacks;
 } column_scales;
@@ -79,7 +80,7 @@ static void decode_bf16(const uint8_t *panel, int64_t units, uint32_t *out)
         for (int strip = 0; strip < GEMM4_STRIPS; strip++, panel += GEMM4_STRIP_BYTES)
             for (int block = 0; block < GEMM4_BLOCKS; block++) {
                 const column_scales scales = scales_of(&d, panel + block * GEMM4_STRIP);
-                /* The units of the next call come while the product of these runs. */
+                /* Prefetches the next call's units while this call's product runs. */
                 _mm_prefetch((const char *)panel + ROW_AHEAD + 128 * block, _MM_HINT_T1);
                 _mm_prefetch((const char *)panel + ROW_AHEAD + 128 * block + 64, _MM_HINT_T1);
                 uint32_t *to = out + 8 * block * GEMM4_PANEL + strip * GEMM4_STRIP;
@@ -91,7 +92,7 @@ static void decode_bf16(const uint8_t *panel, int64_t units, uint32_t *out)
             }
 }
 
-/* Even and odd numbers of K, 16 words each, to 32 words in order at out. */
+/* Interleaves 16 words of even K with 16 of odd K: 32 words in order at out. */
 static inline void store_zipped(uint32_t *out, __m512i even, __m512i odd)
 {
     const vint low = __builtin_shufflevector((vint)even, (vint)odd, ZIP_LOW),
@@ -170,7 +171,7 @@ INLINE void few_rows(const int rows, const int strips, const uint8_t *panel, int
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 row[r] += 8;
-                __asm__("" : "+r"(row[r])); /* a register a row, not one address that all are computed from */
+                __asm__("" : "+r"(row[r])); /* forces a register per row */
             }
         }
 #pragma GCC unroll 8
@@ -183,7 +184,7 @@ INLINE void few_rows(const int rows, const int strips, const uint8_t *panel, int
         }
 }
 
-/* As many strips at once as registers hold the sums of: a value of A then serves several. */
+/* Takes as many strips at once as registers can hold sums of, so that several strips use a value of A. */
 INLINE void all_strips(const int rows, const int strips, const uint8_t *panel, int64_t units,
                        const uint32_t *a, int64_t lda, float *c, bool accumulate)
 {

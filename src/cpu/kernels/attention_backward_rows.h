@@ -6,10 +6,10 @@
  *
  * From a tile of scores S = Q K^T and dP = dO V^T, with c = row_scale (the gate of the branch, or 1):
  *   P = exp2(S scale2 - lse2), dS = P (c dP - delta), and c P, which is what dV = (c P)^T dO needs.
- * (dS takes its c apart: a row with one key has dS = 0 exactly, by c = delta = 0.)
- * f32: both overwrite S and dP; read along rows they are the A of dQ = dS K, read along columns that of the
- * other two. bf16 dot products want pairs along what is summed over: rows for dV and dK, keys for dQ. So two
- * rows are worked on together and dS is written twice: interleaved with its neighbour row, and as it stands.
+ * (dS has a c of its own: c = delta = 0 makes dS exactly 0 in a row with one key.) f32: both overwrite S and
+ * dP. Read along rows they are the A of dQ = dS K; read along columns, the A of the other two products. bf16
+ * dot products need pairs along the dimension of the sum: rows for dV and dK, keys for dQ. The kernel
+ * therefore takes two rows at a time and writes dS twice: interleaved with its neighbour row, and row by row.
  *
  * Per vector of scores: 5 FMAs and 4 more operations of exp2, 3 of dS, 4 loads and stores; bf16 adds 3
  * conversions, a permute and a store. A product at D = 128 does 1280 operations per score: at two FMAs a
@@ -25,7 +25,7 @@ typedef struct backward_vector {
     vfloat p, ds; /* row_scale * P, dS */
 } backward_vector;
 
-/* One vector of columns from c on of row r, whose columns [lo, hi) are seen. */
+/* One vector of row r from column c on. The row sees columns [lo, hi). */
 INLINE backward_vector backward_of(const softmax_backward_tile *t, int32_t r, int32_t c, int32_t lo,
                                    int32_t hi)
 {

@@ -1,15 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attention_direct.h - products of a few query rows with bf16 keys and values as they stand, row by row, for
- * decoding: there a key serves so few queries that packing it takes longer than its products.
+ * attention_direct.h - products of a few query rows with bf16 keys and values in place, row by row. Decoding
+ * uses them: so few queries read a key that packing it would take longer than its products.
  *
  * Scores: 4 queries by 4 keys, 16 accumulators over the dimension, then one tree that turns them into 16
- * sums: per key at D = 128 16 dot products, 8 loads and 12 instructions of the tree. Values: two neighbouring
- * rows interleaved in registers, so that a dot product takes a pair of weights; 4 queries by 64 columns, 16
- * accumulators, and the interleaved order of columns is undone once per call. Both ask for what is read 8 KB
- * later, past their last row for what is `ahead`: the processor's own prefetchers lose the way where keys
- * turn to values and blocks end. Limit: the read bandwidth; in L1 some 28 cycles for a key and value of 128.
+ * sums. At D = 128 a key takes 16 dot products, 8 loads and 12 instructions of the tree. Values: two
+ * neighbouring rows interleaved in registers, so that a dot product takes a pair of weights; 4 queries by 64
+ * columns, 16 accumulators, and the interleaved order of columns is undone once per call. Both prefetch what
+ * is read 8 KB later; past their last row that is `ahead`. The hardware's prefetchers fail where keys turn to
+ * values and where blocks end. Limit: the read bandwidth; in L1 some 28 cycles for a key and value of 128.
  */
 #ifndef QUERN_CPU_ATTENTION_DIRECT_H
 #define QUERN_CPU_ATTENTION_DIRECT_H
@@ -24,8 +24,8 @@ INLINE __m512bh load_halves(const uint16_t *p, __mmask32 kept)
     return (__m512bh)_mm512_maskz_loadu_epi16(kept, p);
 }
 
-/* Asks for what stands DIRECT_AHEAD bytes after rows [row, row + n) in the order of reading: those of the
- * source, then those at `ahead`. */
+/* Prefetches what is read DIRECT_AHEAD bytes after rows [row, row + n): first rows of the source, then
+ * `ahead`. */
 INLINE void prefetch_after(const row_source *src, int64_t row, int64_t n, const char *ahead)
 {
     const int64_t bytes = 2 * src->stride, at = row * bytes + DIRECT_AHEAD, end = src->rows * bytes;
@@ -33,7 +33,7 @@ INLINE void prefetch_after(const row_source *src, int64_t row, int64_t n, const 
     for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
 }
 
-/* acc[r][i] += the products of 32 elements, or of those that are kept. */
+/* acc[r][i] += the products of 32 elements, or of those in the mask `kept`. */
 INLINE void score_step(const int rows, const uint16_t *q, int64_t ldq, const uint16_t *const k[DIRECT_KEYS],
                        int64_t d, const bool whole, __mmask32 kept, __m512 acc[DIRECT_ROWS][DIRECT_KEYS])
 {
@@ -57,7 +57,8 @@ INLINE void score_block(const int rows, const uint16_t *q, int64_t ldq, const ro
     __m512 acc[DIRECT_ROWS][DIRECT_KEYS];
     const uint16_t *k[DIRECT_KEYS];
 #pragma GCC unroll 4
-    for (int i = 0; i < DIRECT_KEYS; i++) { /* past the last key the last again: nobody looks at its scores */
+    for (int i = 0; i < DIRECT_KEYS;
+         i++) { /* past the last key, the last one again: nobody reads its scores */
         k[i] = (const uint16_t *)src->data + (key + i < src->rows ? key + i : src->rows - 1) * src->stride;
 #pragma GCC unroll 4
         for (int r = 0; r < DIRECT_ROWS; r++) acc[r][i] = _mm512_setzero_ps();

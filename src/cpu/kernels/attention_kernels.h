@@ -4,14 +4,15 @@
  * attention_kernels.h - the tile kernels of attention: one table per CPU level. They get pointers, sizes and
  * strides; they never validate, allocate or start threads.
  *
- * Operands of a product C = A B stand as follows, so that one micro-kernel serves every product of the
- * forward and the backward pass.
+ * One micro-kernel computes every product C = A B of the forward and the backward pass, because operands
+ * have these layouts:
  *   A: element (i, p) at a[i * a_row + p * a_k]. It is broadcast, so a transposed A costs nothing.
  *   B: row p at b + p * ldb, read in vectors along its columns.
  *   bf16: elements are 32-bit words of two bf16 values that are neighbours along k; k counts words.
- * Packed keys: [ceil(N / panel)][D][panel], keys along columns (the B of Q K^T). Packed values:
- * [ceil(Dv / panel)][keys][panel], keys along rows (the B of P V), keys padded to a multiple of 64; bf16
- * pairs D (or the keys) two to a word. Padding is zero.
+ *   Key panels: [ceil(N / panel)][D][panel], keys along columns (the B of Q K^T).
+ *   Value panels: [ceil(Dv / panel)][keys][panel], keys along rows (the B of P V), keys padded to a multiple
+ *     of 64.
+ * In bf16, a word of a panel holds two neighbours along D (keys) or two keys (values). Padding is zero.
  */
 #ifndef QUERN_CPU_ATTENTION_KERNELS_H
 #define QUERN_CPU_ATTENTION_KERNELS_H
@@ -30,17 +31,17 @@ typedef struct row_source {
 
 /* The softmax of one tile of scores, row by row. Columns [lo[r], hi[r]) of row r are seen. */
 typedef struct softmax_tile {
-    float *s; /* [rows][lds]; P on return (f32, or bf16 packed at the row's start) */
+    float *s; /* [rows][lds]; P on return (f32, or bf16 from the row's start on) */
     int64_t lds;
-    int32_t rows, columns; /* columns: those that P must define, a multiple of 16 */
+    int32_t rows, columns; /* columns: how many P must define, a multiple of 16 */
     const int32_t *lo, *hi;
     float scale2;     /* scores are multiplied by this before exp2 */
     float *max, *sum; /* running; max of unscaled scores, -inf at first */
-    float *shrink;    /* out: exp2 factor by which what the row gathered so far shrinks */
+    float *shrink;    /* out: the factor, a power of 2, for what the row has summed so far */
 } softmax_tile;
 
 /* The backward's row step: P = exp2(s scale2 - lse2), dS = P (dp_scale dp - delta). Columns [lo[r], hi[r]) of
- * row r are seen; elsewhere both are 0. */
+ * row r are seen; in the others both are 0. */
 typedef struct softmax_backward_tile {
     float *s, *dp;         /* [rows][lds]; f32: row_scale * P and dS on return */
     int64_t lds;           /* even */
@@ -48,8 +49,8 @@ typedef struct softmax_backward_tile {
     const int32_t *lo, *hi;
     float scale2;
     const float *lse2, *delta, *row_scale, *dp_scale; /* per row */
-    /* bf16, where the results go: row_scale * P and dS by pairs along rows [rows / 2][lds], dS by pairs along
-     * columns [rows][lds / 2]. */
+    /* bf16 results: row_scale * P and dS in pairs along rows [rows / 2][lds], dS in pairs along columns
+     * [rows][lds / 2]. */
     uint32_t *p_pairs, *ds_pairs, *ds_words;
 } softmax_backward_tile;
 
@@ -60,40 +61,40 @@ typedef struct attention_kernels {
     quern_cpu_level level;
     const row_kernels *rows;
     int32_t panel; /* columns of a panel, a multiple of 16; n of a product is at most this */
-    /* C[m][n] (+)= A B. n is rounded up to a multiple of 16 by the caller's padding. */
+    /* C[m][n] (+)= A B. The caller pads n to a multiple of 16. */
     mm_kernel *mm_f32, *mm_bf16; /* mm_bf16 is NULL where the level has no bf16 dot product */
-    /* The same of few rows with bf16 keys and values as they stand; NULL where mm_bf16 is. `ahead`: what is
-     * read next, asked for at the end; any address. s[i][j] = q[i] . keys[j] for i < m, in up to three
-     * columns past the last key anything; ldq counts elements. o[i] (+)= sum of p[i][j] values[j] in the
-     * values' columns and zeros up to a multiple of 16; p are words of two weights, that of a last lone key
-     * with 0. */
+    /* Products of few rows with bf16 keys and values in place; NULL where mm_bf16 is. The kernel prefetches
+     * `ahead`, any address, as what is read next. s[i][j] = q[i] . keys[j] for i < m, and any value in up to
+     * three columns past the last key; ldq counts elements. o[i] (+)= sum of p[i][j] values[j] in the values'
+     * columns, and zeros up to a multiple of 16. p are words of two weights; the word of a last single key
+     * has 0 as its other weight. */
     void (*score_rows_bf16)(int64_t m, const void *q, int64_t ldq, const row_source *keys, const void *ahead,
                             float *s, int64_t lds);
     void (*add_values_bf16)(int64_t m, const void *p, int64_t ldp, const row_source *values,
                             const void *ahead, float *o, int64_t ldo, bool accumulate);
-    /* dst[row][dim] = scale * row, contiguous f32, or bf16 unscaled. */
+    /* dst[row][dim] = scale * row in contiguous f32, or bf16 without a scale. */
     void (*pack_rows_f32)(const row_source *src, float scale, float *dst, int64_t ldd);
     void (*pack_rows_bf16)(const row_source *src, uint16_t *dst, int64_t ldd);
-    /* One panel of packed keys from up to `panel` rows. */
+    /* One key panel from up to `panel` rows. */
     void (*pack_keys_f32)(const row_source *src, int32_t panel, float *dst);
     void (*pack_keys_bf16)(const row_source *src, int32_t panel, uint32_t *dst);
-    /* Rows [0, rows) of packed values; column panel j at dst + j * panel_stride (elements or words). */
+    /* Rows [0, rows) of value panels; panel j at dst + j * panel_stride (elements or words). */
     void (*pack_values_f32)(const row_source *src, int32_t panel, float *dst, int64_t panel_stride);
     void (*pack_values_bf16)(const row_source *src, int32_t panel, uint32_t *dst, int64_t panel_stride);
     void (*softmax_f32)(const softmax_tile *t);
     void (*softmax_bf16)(const softmax_tile *t);
     void (*softmax_backward_f32)(const softmax_backward_tile *t);
     void (*softmax_backward_bf16)(const softmax_backward_tile *t);
-    /* o[0 .. n) = o * shrink; a zero becomes +0, as its sign may come from 0 times an unseen key. */
+    /* o[0 .. n) = o * shrink. A zero becomes +0: 0 times an unseen key may have given it its sign. */
     void (*scale_row)(float *o, float shrink, int64_t n);
     /* o[0 .. n) = o * shrink + t. */
     void (*scale_add_row)(float *o, float shrink, const float *t, int64_t n);
 } attention_kernels;
 
-/* The table of a level this machine has. */
+/* The table of a level that this machine has. */
 const attention_kernels *attention_kernels_for(quern_cpu_level level);
 
-/* Each level's table, made of its own object files. */
+/* Each level's table, from its own object files. */
 extern const attention_kernels attention_kernels_portable;
 extern const attention_kernels attention_kernels_avx2, attention_kernels_avx512, attention_kernels_avx512bf16;
 

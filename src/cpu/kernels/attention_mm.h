@@ -4,12 +4,12 @@
  * attention_mm.h - the micro-kernel behind every product of attention, over vectors of the including file's
  * width: C[ROWS][VECTORS] in registers, B loaded, A broadcast, k innermost.
  *
- * The full tile is ROWS x VECTORS accumulators (AVX-512: 6 x 4 = 24 of 32 registers, 4
- * for B, 1 for A: per step 24 FMAs, 4 loads and 6 broadcasts, so the two FMA pipes are the limit, not the two
- * load pipes; AVX2: 6 x 2 = 12 of 16). Each call accumulates from zero and adds to C at the end: adding in
- * place would cost precision over long sums. What is written below as additions to addresses, and loops that
- * begin at a cache line (CMakeLists.txt), is 1.5% of the speed: alone, a product of 48 rows, 64 columns and a
- * depth of 128 or 256 then runs at 0.98 of the FMA peak.
+ * The full tile is ROWS x VECTORS accumulators (AVX-512: 6 x 4 = 24 of 32 registers, 4 for B, 1 for A: per
+ * step 24 FMAs, 4 loads and 6 broadcasts, so the two FMA pipes are the limit, not the two load pipes; AVX2: 6
+ * x 2 = 12 of 16). Each call accumulates from zero and adds to C at the end: adding in place would cost
+ * precision over long sums. Adding to addresses instead of indexing, and loops that begin at a cache line
+ * (CMakeLists.txt), give 1.5% of the speed: alone, a product of 48 rows, 64 columns and a depth of 128 or 256
+ * then runs at 0.98 of the FMA peak.
  *
  * The including file defines vec, ROWS, VECTORS, broadcast(), step_f32(acc, a, b) and, where the level has
  * it, step_bf16; `pairs` picks one at compile time. It gets mm_f32().
@@ -30,7 +30,7 @@ MM_INLINE void mm_block(const bool pairs, const int rows, const int vectors, int
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) acc[i][j] = (vec){0};
-    const float *low = rows > 3 ? a + 3 * a_row : a; /* six rows by two addresses and the same two offsets */
+    const float *low = rows > 3 ? a + 3 * a_row : a; /* two addresses and three offsets reach six rows */
     for (int64_t p = 0; p < k; p++) {
         vec bv[VECTORS];
 #pragma GCC unroll 4
@@ -48,8 +48,8 @@ MM_INLINE void mm_block(const bool pairs, const int rows, const int vectors, int
     }
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++, c += ldc) {
-        __asm__(""
-                : "+r"(c)); /* else the compiler keeps an offset for each vector, most of them on the stack */
+        /* Otherwise the compiler keeps an offset for each vector, most of them on the stack. */
+        __asm__("" : "+r"(c));
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) {
             if (accumulate) {

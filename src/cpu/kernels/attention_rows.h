@@ -1,12 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attention_rows.h - the row kernels of the attention table (packing, softmax),
- * written once over the level's vectors and compiled by each level's file under its own flags.
+ * attention_rows.h - the row kernels of the attention table (packing, softmax), written once over the
+ * level's vectors and compiled by each level's file under its own flags.
  *
- * A product at D = 128 does 512 operations per score in the forward pass, these about 12: measured 1.3 ns per
- * 16 scores for exp2 alone, 1.7 with the maximum, 4 to 6% of an f32 tile's time and 8 to 10% of a bf16
- * tile's.
+ * At D = 128 the products of the forward pass do 512 operations per score, these kernels about 12. Measured
+ * per 16 scores: 1.3 ns for exp2 alone, 1.7 with the maximum; 4 to 6% of an f32 tile's time and 8 to 10% of a
+ * bf16 tile's.
  */
 #ifndef QUERN_CPU_ATTENTION_ROWS_H
 #define QUERN_CPU_ATTENTION_ROWS_H
@@ -24,8 +24,8 @@ INLINE const void *source_row(const row_source *s, int64_t row)
 
 enum { ROWS_AHEAD = 6 };
 
-/* Asks for row `row` ahead of its use. Rows of one head lie a stride of several pages apart where all heads
- * of a token are neighbours, which the hardware's prefetchers do not follow. */
+/* Prefetches row `row`. Where all heads of a token are neighbours, a head's rows lie pages apart, and the
+ * hardware's prefetchers do not follow. */
 INLINE void prefetch_row(const row_source *s, int64_t row)
 {
     if (row >= s->rows) return;
@@ -78,8 +78,8 @@ __attribute__((unused)) static void pack_rows_bf16(const row_source *src, uint16
     }
 }
 
-/* Column c0 ... c0 + LANES of a panel from LANES rows of `words` 32-bit words, both sides walked in order.
- * Whole vectors of a row can be read. */
+/* Columns c0 ... c0 + LANES - 1 of a panel from LANES rows of `words` 32-bit words, reading and writing in
+ * order. Whole vectors of a row can be read. */
 INLINE void pack_columns(const float *const rows[LANES], int64_t words, int32_t panel, float *dst)
 {
     for (int64_t d = 0; d < words; d += LANES) {
@@ -110,8 +110,7 @@ __attribute__((unused)) static void pack_keys_bf16(const row_source *src, int32_
 {
     float copies[LANES][MAX_DIM]; /* of words: pairs along D */
     const float *rows[LANES];
-    const bool stands =
-        src->dim / 2 % LANES == 0; /* rows are whole vectors: they are read where they stand */
+    const bool stands = src->dim / 2 % LANES == 0; /* rows of whole vectors are read in place */
     for (int32_t c0 = 0; c0 < panel; c0 += LANES) {
         for (int32_t i = 0; i < LANES; i++) {
             prefetch_row(src, c0 + i + ROWS_AHEAD);
@@ -166,12 +165,12 @@ INLINE void store_p(float *s, int32_t c, vfloat p, bool narrow)
     }
 }
 
-/* A vector with the row's maximum among its lanes. */
+/* A vector, one of whose lanes is the row's maximum. */
 INLINE vfloat max_of_row(const float *s, int32_t lo, int32_t hi, bool whole)
 {
     vfloat top = v_splat(-INFINITY);
     if (whole) {
-        vfloat odd = top; /* two chains: a maximum takes longer than a load */
+        vfloat odd = top; /* two chains, because a maximum takes longer than a load */
         int32_t c = 0;
         for (; c + LANES < hi; c += 2 * LANES) {
             top = v_max(v_load(s + c), top);
@@ -211,7 +210,7 @@ INLINE vfloat exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfl
     return sum;
 }
 
-/* LANES rows at a time: the maxima; what they make of the running maxima and sums, a row a lane; the
+/* LANES rows at a time: their maxima, then the running maxima and sums with a row per lane, then the
  * exponentials. */
 INLINE void softmax_rows(const softmax_tile *t, bool narrow)
 {
@@ -265,7 +264,7 @@ static void scale_add_row(float *o, float shrink, const float *t, int64_t n)
     for (int64_t i = 0; i < n; i++) o[i] = o[i] * shrink + t[i];
 }
 
-/* What each level's table has in common; bf16 entries only where the level has the dot product. */
+/* The entries that every level's table has; bf16 ones only where the level has the dot product. */
 #define ATTENTION_ROW_KERNELS                                                                                \
     .pack_rows_f32 = pack_rows_f32, .pack_keys_f32 = pack_keys_f32, .pack_values_f32 = pack_values_f32,      \
     .softmax_f32 = softmax_f32, .scale_row = scale_row, .scale_add_row = scale_add_row

@@ -1,11 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * formats.h - e2m1 and e4m3, a lane a number.
+ * formats.h - e2m1 and e4m3, one number per lane.
  *
- * Rounding is one addition: magic(y) is the power of two whose f32 neighbours stand as far apart as the
- * format's around y, so y + magic rounds y to the format, ties to even, and the sum's low bits count its
- * steps. Every step is one f32 rounding or exact, so every level gives the same bits.
+ * Rounding is one addition: magic(y) is the power of two around which f32 numbers have the format's spacing
+ * around y. So y + magic rounds y to the format, ties to even, and the sum's low bits count its steps. Every
+ * step is one f32 rounding or exact, so every level gives the same bits.
  */
 #ifndef QUERN_CPU_FORMATS_H
 #define QUERN_CPU_FORMATS_H
@@ -17,7 +17,7 @@ INLINE vfloat magnitude_of(vfloat v)
     return (vfloat)((vint)v & 0x7fffffff);
 }
 
-/* Where v is NaN: `than`. */
+/* v, or `than` where v is NaN. */
 INLINE vfloat v_min(vfloat v, vfloat than)
 {
 #if defined(__AVX512F__)
@@ -47,7 +47,7 @@ INLINE vint e4m3_of(vfloat s)
     return (vint)(s + (vfloat)magic) - magic + ((power - (121 << 23)) >> 20);
 }
 
-/* The same of any magnitude: beyond the largest number of the format, and for NaN, that number. */
+/* The same for any magnitude: larger ones and NaN become the format's largest number. */
 INLINE vint saturated_e2m1(vfloat y)
 {
     return e2m1_of(v_min(y, v_splat(6.0f)));
@@ -58,15 +58,15 @@ INLINE vint saturated_e4m3(vfloat s)
     return e4m3_of(v_min(s, v_splat(448.0f)));
 }
 
-/* The magnitude of a code in [0, 7]. Its bits stand where an f32's are, but for 0 and 1, which would be
- * subnormal. */
+/* The magnitude of a code in [0, 7]. Its bits are those of an f32, shifted, except for 0 and 1, which would
+ * be subnormal. */
 INLINE vfloat e2m1_value(vint code)
 {
     const vint normal = (code << 22) + (126 << 23), small = -code & 0x3f000000; /* 0 or 0.5 */
     return v_select(code > 1, (vfloat)normal, (vfloat)small);
 }
 
-/* Of a code with its sign in bit 3. */
+/* The value of a code with its sign in bit 3. */
 INLINE vfloat signed_e2m1(vint code)
 {
     return (vfloat)((vint)e2m1_value(code & 7) | (code & 8) << 28);
@@ -77,7 +77,7 @@ INLINE vfloat e4m3_value(vint byte)
     return (vfloat)(byte << 20) * 0x1p120f;
 }
 
-/* The first n bytes, or LANES, a lane a byte; 0 in the others. */
+/* The first n bytes, or LANES, one per lane; 0 in the others. */
 INLINE vint load_bytes(const uint8_t *p, int64_t n)
 {
     uint8_t bytes[LANES] = {0};
@@ -86,8 +86,8 @@ INLINE vint load_bytes(const uint8_t *p, int64_t n)
     return v_load_bytes(bytes);
 }
 
-/* The first n codes of 4 bits, or LANES, a lane a code; two to a byte, the first in the low bits. (What is
- * stored in pieces and loaded whole waits for the stores.) */
+/* The first n codes of 4 bits, or LANES, one per lane. A byte holds two, the first in the low bits. (A whole
+ * load of what was stored in pieces would wait for the stores.) */
 INLINE vint load_nibbles(const uint8_t *p, int64_t n)
 {
     uint32_t low = 0, high = 0;

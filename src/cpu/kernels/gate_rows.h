@@ -9,20 +9,20 @@
  *   gate_weight    d_w_b += sum over tokens of dl_b q                   3 FMAs, 1 load
  *
  * A row of 128 floats is 32 cache lines read and 8 written for about 70 cycles of arithmetic, so memory is
- * the limit and what matters is how far ahead a core asks for lines: a window of some 450 instructions is two
- * to four rows.
- *   - Few instructions a row: pointers go on by additions, and a loop holds one row's one stage. gate_rows
- * makes all gates of its block before it combines; with the products of later rows between the combination of
- * earlier ones it was 5% slower, because what comes in meanwhile also drives the weights out of L1.
- *   - A loop that makes much of what it reads and writes nothing waits most: that of the products forward
- * (4%) and gate_weight (5%) ask for later rows. The others gain nothing by that.
- *   - The lines of all o_b are read and written side by side: memory does this a tenth faster than a row
- * after another.
+ * the limit. Speed depends on how far ahead a core requests lines: its window of some 450 instructions holds
+ * two to four rows.
+ *   - Few instructions a row: pointers advance by additions, and a loop does one stage of one row. gate_rows
+ *     makes all gates of its block before it combines. Interleaving the products of later rows with the
+ *     combination of earlier ones was 5% slower, because incoming lines also evict the weights from L1.
+ *   - A loop that computes much from what it reads and writes nothing waits most: the forward products (4%
+ *     faster) and gate_weight (5%) prefetch later rows. The other loops gain nothing by that.
+ *   - The lines of all o_b are read and written side by side: memory is a tenth faster than with one row
+ *     after another.
  *   - From the last FMA of a row's dot products to its gates it takes about 130 cycles (sums across lanes,
- * exp2, division): ROWS rows' gates fill a vector and pay once. Backward the products run LEAD rows before
- * the row that is written.
- *   - Gates go through memory in one vector, stored and loaded whole or in parts: a load of what several
- * stores have written would wait until all older stores, the non-temporal ones included, have left the core.
+ *     exp2, division). The gates of ROWS rows fill a vector and take that time once. In the backward pass
+ *     the products run LEAD rows ahead of the row that is written.
+ *   - Gates go through memory in one vector, which is stored whole and loaded whole or in parts: a load of
+ *     what several stores wrote would wait until all older stores, non-temporal ones too, have left the core.
  * Weights (3 rows a head) stay in L1.
  */
 #ifndef QUERN_CPU_GATE_ROWS_H
@@ -30,7 +30,7 @@
 
 enum { ROWS = LANES / 4, PREFETCH = 16, LEAD = 2, SLOTS = 4 };
 
-/* A grid's rows one after another, as memory holds them: all heads of a token, then the next token's. */
+/* Walks a grid's rows in the order of memory: all heads of a token, then the next token's. */
 typedef struct row_walk {
     char *row;          /* NULL where the grid is absent */
     int64_t head, wrap; /* bytes to the next head's row; from the last head's to the next token's first */
@@ -53,7 +53,7 @@ INLINE void walk_on(row_walk *w, bool wraps)
     w->row += wraps ? w->wrap : w->head;
 }
 
-/* Moves the head on; whether it was the token's last. */
+/* Moves to the next head; whether that was the token's last. */
 INLINE bool next_head(int64_t *head, int64_t heads)
 {
     const bool wraps = ++*head == heads;
@@ -71,8 +71,7 @@ INLINE bool next_head(int64_t *head, int64_t heads)
         else call(QUERN_F16, QUERN_F16);                                                                     \
     } while (0)
 
-/* Three vectors' sums over every quarter of a row's vectors: each four lanes of the result are (x, y, z, 0).
- */
+/* Sums three vectors over each group of four lanes, which hold (x, y, z, 0) in the result. */
 INLINE vfloat quarter_sums(const vfloat v[3])
 {
 #if defined(__AVX512F__)
@@ -91,7 +90,7 @@ INLINE vfloat quarter_sums(const vfloat v[3])
 #endif
 }
 
-/* ROWS rows' quarter_sums() added up: four lanes a row. */
+/* Adds up the quarter_sums() of ROWS rows, four lanes a row. */
 INLINE vfloat sums_of_rows(const vfloat q[ROWS])
 {
 #if defined(__AVX512F__)
@@ -107,7 +106,7 @@ INLINE vfloat sums_of_rows(const vfloat q[ROWS])
 #endif
 }
 
-/* 1 / (1 + 2^(-x log2 e)); the exponent is kept where v_exp2 is defined, which leaves gates >= 2^-126. */
+/* 1 / (1 + 2^(-x log2 e)). Clamping the exponent to v_exp2's domain keeps gates >= 2^-126. */
 INLINE vfloat sigmoid(vfloat x)
 {
     vfloat y = x * v_splat(-1.44269504088896340736f);
@@ -137,7 +136,7 @@ INLINE void add_rest(vfloat sum[3], const void *x, const quern_dtype x_dtype, co
         if (whole || y[b] != NULL) sum[b] = v_fma(v, load_tail(y[b], y_dtype, c, n), sum[b]);
 }
 
-/* Two neighbouring vectors of halves make a line of 64 bytes (AVX-512), which then leaves in one store. */
+/* Two neighbouring vectors of halves fill a line of 64 bytes (AVX-512), and one store writes it. */
 INLINE void stream_pair(void *p, const quern_dtype dtype, int64_t at, vfloat v, vfloat w)
 {
 #if defined(__AVX512F__)
@@ -150,7 +149,7 @@ INLINE void stream_pair(void *p, const quern_dtype dtype, int64_t at, vfloat v, 
 #endif
 }
 
-/* Elements c ... c + 2 LANES - 1 of a row, whole lines where they are streamed. */
+/* Stores elements c ... c + 2 LANES - 1 of a row; streamed ones as whole lines. */
 INLINE void put_pair(void *p, const quern_dtype dtype, int64_t c, vfloat v, vfloat w, const bool stream)
 {
     if (stream && dtype != QUERN_F32) {
@@ -210,17 +209,17 @@ INLINE void store_three(float *p, const float slot[3])
     for (int b = 0; p != NULL && b < 3; b++) p[b] = slot[b];
 }
 
-/* The gates of `rows` <= ROWS rows, four lanes a row, to where each stands; `packed`: one after another. */
-INLINE void store_gates(float *const to[ROWS], vfloat gates, int rows, bool packed)
+/* Stores the gates of `rows` <= ROWS rows, four lanes a row, to `to`; `contiguous`: one after another. */
+INLINE void store_gates(float *const to[ROWS], vfloat gates, int rows, bool contiguous)
 {
 #if defined(__AVX512F__)
     const __m512i order = _mm512_setr_epi32(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 3, 7, 11, 15);
-    if (packed) {
+    if (contiguous) {
         _mm512_mask_storeu_ps(to[0], (__mmask16)((1u << 3 * rows) - 1), _mm512_permutexvar_ps(order, gates));
         return;
     }
 #else
-    (void)packed;
+    (void)contiguous;
 #endif
     float each[LANES];
     v_store(each, gates);
@@ -235,7 +234,7 @@ INLINE void prefetch_row(const char *row, int64_t bytes)
 INLINE void make_gates_of(const gate_block *t, const quern_dtype dtype, const quern_dtype w_dtype)
 {
     const int64_t bytes = dtype_bytes(dtype), ahead = (PREFETCH + t->heads - 1) / t->heads;
-    const bool packed = t->gates.head == 3 && t->gates.token == 3 * t->heads;
+    const bool contiguous = t->gates.head == 3 && t->gates.token == 3 * t->heads;
     vfloat sums[ROWS] = {{0}};
     float *to[ROWS];
     int waiting = 0;
@@ -255,7 +254,7 @@ INLINE void make_gates_of(const gate_block *t, const quern_dtype dtype, const qu
             sums[waiting] = quarter_sums(sum);
             to[waiting++] = gates;
             if (waiting == ROWS) {
-                store_gates(to, sigmoid(sums_of_rows(sums)), ROWS, packed);
+                store_gates(to, sigmoid(sums_of_rows(sums)), ROWS, contiguous);
                 waiting = 0;
             }
             q += t->q.head * bytes;
@@ -263,10 +262,10 @@ INLINE void make_gates_of(const gate_block *t, const quern_dtype dtype, const qu
             gates += t->gates.head;
         }
     }
-    if (waiting > 0) store_gates(to, sigmoid(sums_of_rows(sums)), waiting, packed);
+    if (waiting > 0) store_gates(to, sigmoid(sums_of_rows(sums)), waiting, contiguous);
 }
 
-/* Token by token, so that a row costs an addition a pointer. */
+/* Token by token: a row then costs one addition per pointer. */
 INLINE void combine_rows_of(const gate_block *t, const quern_dtype dtype, const bool stream, const bool whole)
 {
     const int64_t bytes = dtype_bytes(dtype);
@@ -337,7 +336,7 @@ INLINE void query_row(const float s[3], const void *w, const quern_dtype w_dtype
     }
 }
 
-/* What a row's dot products make: its gates and factors dl, and what the caller wants of them. */
+/* A row's gates and factors dl from its dot products, and the results that the caller wants. */
 INLINE void row_factors(const float r[3], const float *gates, float *d_gates, float *const delta[3],
                         float g[3], float dl[3])
 {
@@ -349,8 +348,8 @@ INLINE void row_factors(const float r[3], const float *gates, float *d_gates, fl
     }
 }
 
-/* One row's dot products and what another's gates make of its d_o, in turns, as far as whole pairs of vectors
- * go; returns where they end. */
+/* Alternates between one row's dot products and another row's d_o_b = g_b d_o, over all whole pairs of
+ * vectors; returns the element where they end. */
 INLINE int64_t products_and_scales(vfloat sum[3], const void *ahead, const void *const o[3], const void *d_o,
                                    const vfloat g[3], void *const d_o_b[3], const quern_dtype dtype,
                                    int64_t n, const bool stream)
@@ -366,7 +365,7 @@ INLINE int64_t products_and_scales(vfloat sum[3], const void *ahead, const void 
     return c;
 }
 
-/* `whole`: no branch is absent, and d_o_b are all streamed or none is. */
+/* `whole`: no branch is absent, and either all d_o_b are streamed or none. */
 INLINE void gate_backward_of(const gate_backward_block *t, const quern_dtype dtype, const quern_dtype w_dtype,
                              const bool whole)
 {
@@ -442,7 +441,7 @@ static void gate_backward(const gate_backward_block *t)
 #undef CALL
 }
 
-/* A head's share of `tokens` tokens: d_w goes through the registers once for all of them. */
+/* A head's sum over `tokens` tokens: d_w goes through the registers once for all of them. */
 INLINE void weight_rows(const float *s, int64_t s_step, const char *q, const quern_dtype dtype,
                         int64_t q_step, const int tokens, int64_t n, float *d_w)
 {

@@ -2,35 +2,36 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * nsa_kernels.h - the row kernels of NSA's own stages (compress, select, gate, convert): one table per CPU
- * level. They get pointers and sizes; they never validate, allocate or start threads. Elements at index i of
- * a typed pointer stand i elements further; n is any number >= 0; all sums have a fixed order.
+ * level. They get pointers and sizes; they never validate, allocate or start threads. n is any number >= 0;
+ * all sums have a fixed order.
  */
 #ifndef QUERN_CPU_NSA_KERNELS_H
 #define QUERN_CPU_NSA_KERNELS_H
 
 #include "cpu/kernels/attention_kernels.h"
 
-/* Rows of tokens and heads: that of (token, head) stands token * g.token + head * g.head elements after data.
- * NULL: absent. */
+/* Rows of tokens and heads. The row of (token, head) begins token * g.token + head * g.head elements after
+ * data. NULL: absent. */
 typedef struct row_grid {
     void *data;
     int64_t token, head;
 } row_grid;
 
-/* w_gate: row b of head h at h * step + b * ld elements; f32 or of the activations' dtype. */
+/* w_gate: row b of head h begins at h * step + b * ld elements; f32 or the activations' dtype. */
 typedef struct gate_weights {
     const void *data;
     quern_dtype dtype;
     int64_t step, ld;
 } gate_weights;
 
-/* The gates of some tokens, few enough that a cache keeps them (f32, three a row), and what they make of the
- * branches' rows. `stream`: out goes past the caches; its rows start at lines of 64 bytes and fill them. */
+/* Makes the gates of some tokens (f32, three a row) and combines the branches' rows. There are few enough
+ * tokens that a cache keeps the gates. `stream`: non-temporal stores write out, whose rows fill whole lines
+ * of 64 bytes. */
 typedef struct gate_block {
     quern_dtype dtype;
     int64_t tokens, heads, dim, dim_v;
     row_grid q, o[3]; /* an absent branch counts as 0 */
-    gate_weights w;   /* data NULL: the gates are there */
+    gate_weights w;   /* data NULL: the gates are given */
     row_grid gates;
     row_grid out; /* absent: gates only */
     bool stream;
@@ -53,8 +54,8 @@ typedef struct nsa_kernels {
     const row_kernels *rows;
     /* out[0 .. dim) = sum of the source's rows. */
     void (*sum_rows)(const row_source *src, float *out);
-    /* dst[r * stride + i] = scale * row[i] for r < rows; `stream`: past the caches, rows of whole lines of 64
-     * bytes. */
+    /* dst[r * stride + i] = scale * row[i] for r < rows. `stream`: non-temporal stores; rows fill whole lines
+     * of 64 bytes. */
     void (*spread_row)(const float *row, float scale, int64_t n, quern_dtype dtype, void *dst, int64_t stride,
                        int64_t rows, bool stream);
     void (*gate_rows)(const gate_block *t);
@@ -67,13 +68,13 @@ typedef struct nsa_kernels {
      * multiple of 16. */
     void (*add_probabilities)(const float *s, int64_t lds, int32_t rows, const int32_t *seen, int32_t columns,
                               float scale2, const float *lse2, float *acc);
-    /* The `want` best of scores[from .. to), best first: best[] holds keys, see rank_index(). Returns how
-     * many. */
+    /* Writes the `want` best of scores[from .. to) to best[], best first, as keys (see rank_index()). Returns
+     * how many. */
     int64_t (*best_of)(const float *scores, int64_t from, int64_t to, int64_t want, uint64_t *best);
 } nsa_kernels;
 
-/* The index of a key of best_of(): the score's order stands above it, and its complement below, so that a
- * greater key is a better entry. */
+/* The index of a key of best_of(). A key has the score's order in its upper half and the index's complement
+ * in its lower, so a greater key is a better entry. */
 static inline int32_t rank_index(uint64_t key)
 {
     return (int32_t) ~(uint32_t)key;

@@ -4,18 +4,17 @@
  * nsa_rows.h - the row kernels of NSA's table, written once over the level's vectors and compiled by each
  * level's file under its own flags.
  *
- * All but add_probabilities and best_of stream: each element of a [tokens][heads][dim] tensor is touched once
- * with one to three multiplications, so memory is the limit and the code's task is to keep enough loads in
- * flight: sum_rows walks 256 columns (16 registers of AVX-512) down the rows of a block, or 8 rows at a time
- * where rows are longer, which reads whole token rows in order where heads are neighbours. Outputs that
- * nobody reads soon go past the caches (a cached store reads the line first: non-temporal ones run at twice
- * the bandwidth).
+ * All but add_probabilities and best_of stream: they touch each element of a [tokens][heads][dim] tensor
+ * once, with one to three multiplications. Memory is the limit, so the code must keep enough loads in flight.
+ * sum_rows walks 256 columns (16 registers of AVX-512) down the rows of a block, or 8 rows at a time where
+ * rows are longer, which reads whole token rows in order where heads are neighbours. Outputs that nobody
+ * reads soon use non-temporal stores, which run at twice the bandwidth because a cached store reads the line
+ * first.
  *
  * add_probabilities costs an exp2 (six FMAs) a score beside the 2 D of the product before it. best_of keeps
- * the `want` best keys sorted, which costs mispredicted branches, so few scores should get that far: of 16
- * columns' maxima the want-th greatest is a bound below which no score is among the best. For 13 of 256
- * scores in random order about 25 pass it (16 (1/16 + 1/15 + ... + 1/4)); the rest cost two compares a
- * vector.
+ * the `want` best keys sorted. That costs mispredicted branches, so a bound first drops most scores: the
+ * want-th greatest of 16 columns' maxima, below which no score is among the best. For 13 of 256 scores in
+ * random order about 25 pass it (16 (1/16 + 1/15 + ... + 1/4)); the rest cost two compares a vector.
  */
 #ifndef QUERN_CPU_NSA_ROWS_H
 #define QUERN_CPU_NSA_ROWS_H
@@ -25,7 +24,7 @@
 
 enum { SUM_VECTORS = LANES == 16 ? 16 : 8, SPREAD_BYTES = 4096, COLUMNS = 16, SUM_ROWS = 8 };
 
-/* Rows [first, end) onto what the rows before left in out. */
+/* Adds rows [first, end) to what the rows before left in out. */
 INLINE void sum_columns(const row_source *s, const quern_dtype dtype, const int vectors, int64_t first,
                         int64_t end, int64_t column, float *out)
 {
@@ -140,7 +139,7 @@ INLINE void insert_best(uint64_t *best, int64_t *count, int64_t want, float scor
     best[i] = key;
 }
 
-/* A bit for each lane whose score is at least `least`; NaN is not. */
+/* A bit for each lane whose score is at least `least`; 0 for NaN. */
 INLINE uint32_t lanes_from(vfloat v, float least)
 {
 #if defined(__AVX512F__)
@@ -154,9 +153,8 @@ INLINE uint32_t lanes_from(vfloat v, float least)
 #endif
 }
 
-/* A score that at least `want` <= COLUMNS of scores[0 .. n) reach, or -inf: the scores are dealt to COLUMNS
- * columns, and the want-th greatest of the columns' maxima is reached by as many columns. NaN counts as
- * absent. */
+/* A score that at least `want` <= COLUMNS of scores[0 .. n) reach, or -inf. The scores are dealt to COLUMNS
+ * columns; `want` columns reach the want-th greatest of the columns' maxima. NaN counts as absent. */
 INLINE float reached_by(const float *scores, int64_t n, int64_t want)
 {
     vfloat most[COLUMNS / LANES];

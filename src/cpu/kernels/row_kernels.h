@@ -14,12 +14,11 @@ typedef struct row_kernels {
     quern_cpu_level level;
     /* dst[i] = src[i] in another dtype of f32, f16 and bf16, rounded to nearest even. */
     void (*convert)(const void *src, quern_dtype from, void *dst, quern_dtype to, int64_t n);
-    /* sum[i] += scale * x[i]. An x of -0 counts as +0: its sign may come from 0 times a key that is not seen.
-     */
+    /* sum[i] += scale * x[i]. An x of -0 counts as +0: 0 times an unseen key may have given it its sign. */
     void (*add_scaled)(float *sum, const float *x, float scale, int64_t n);
-    /* The bits of the largest |x[i]|; from 0x7f800000 on one of them is infinite or NaN. */
+    /* The bits of the largest |x[i]|; 0x7f800000 or more if one of them is infinite or NaN. */
     uint32_t (*magnitude)(const void *x, quern_dtype dtype, int64_t n);
-    /* Stores past the caches are seen by other threads after this. */
+    /* Makes earlier non-temporal stores visible to other threads. */
     void (*fence)(void);
 } row_kernels;
 

@@ -2,9 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * row_loops.h - the table of rows, written once over the level's vectors and compiled by each level's file
- * under its own flags. An element is touched once with at most one multiplication: the limit is the memory,
- * or the cache, that the row stands in. magnitude() keeps four maxima, so that a compare need not wait for
- * the one before.
+ * under its own flags. Each element is touched once, with at most one multiplication, so the limit is the
+ * memory or cache that holds the row. magnitude() keeps four maxima, so that a compare need not wait for the
+ * one before.
  */
 #ifndef QUERN_CPU_ROW_LOOPS_H
 #define QUERN_CPU_ROW_LOOPS_H

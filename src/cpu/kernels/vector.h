@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * vector.h - LANES floats as one value, one register of the level: 16 (AVX-512), 8 (AVX2) or 4, by the
- * compiler's vector extension. (A type wider than a register would be kept in memory.) Everything is static,
- * so each level's object files hold their own copy.
+ * compiler's vector extension. (The compiler would keep a wider type in memory.) Everything is static, so
+ * each level's object files have their own copy.
  */
 #ifndef QUERN_CPU_VECTOR_H
 #define QUERN_CPU_VECTOR_H
@@ -77,7 +77,7 @@ INLINE vfloat v_select(vint mask, vfloat yes, vfloat no)
     return (vfloat)(((vint)yes & mask) | ((vint)no & ~mask));
 }
 
-/* Lanes [lo, hi) of a group whose first column is `at`. */
+/* A mask of columns [lo, hi) in a vector whose first column is `at`. */
 INLINE vint lanes_in(int32_t at, int32_t lo, int32_t hi)
 {
     const vint lane = (vint)LANE_NUMBERS + at;
@@ -152,7 +152,7 @@ INLINE vfloat v_fma(vfloat a, vfloat b, vfloat c)
 #endif
 }
 
-/* The larger of each lane; where either is NaN, that of `than`. */
+/* The larger of each lane; `than` where either is NaN. */
 INLINE vfloat v_max(vfloat v, vfloat than)
 {
 #if defined(__AVX512F__)
@@ -164,9 +164,9 @@ INLINE vfloat v_max(vfloat v, vfloat than)
 #endif
 }
 
-/* Lane i of the result is the sum, or the maximum, of vector i's lanes: every step adds neighbours of two
- * vectors and lays them side by side, so LANES rows take 3 (LANES - 1) instructions. Fixed trees. Leaves v in
- * disorder. */
+/* Lane i of the result is the sum, or the maximum, of vector i's lanes. Every step adds neighbours of two
+ * vectors and lays them side by side, so LANES rows take 3 (LANES - 1) instructions. The tree is fixed.
+ * Destroys v. */
 INLINE vfloat lane_sums(vfloat v[LANES])
 {
     for (int n = LANES / 2; n > 0; n /= 2)
@@ -198,7 +198,7 @@ INLINE void v_transpose(vfloat v[LANES])
     }
 }
 
-/* A fixed tree, so that a row's result depends on nothing but the row. */
+/* The sum of the lanes by a fixed tree, so that a row's result depends only on the row. */
 INLINE float sum_of(vfloat v)
 {
 #if defined(__AVX512F__)
@@ -216,7 +216,7 @@ INLINE float sum_of(vfloat v)
 #endif
 }
 
-/* By the bits: compilers and linters take a comparison of a value with itself for a slip. */
+/* Tests the bits, because compilers and linters warn about comparing a value with itself. */
 INLINE vint v_is_nan(vfloat v)
 {
     return (vint)((vuint)v & 0x7fffffffu) > 0x7f800000;
@@ -225,9 +225,9 @@ INLINE vint v_is_nan(vfloat v)
 /*
  * 2^x for x <= 127, within 2.4e-7 relative; NaN stays NaN, -inf gives 0. x = n + f with n the nearest
  * integer, 2^f by a minimax polynomial of degree 5 on [-0.5, 0.5] (error 7.5e-8). AVX-512 scales by 2^n in
- * one instruction (two of its 10, but a compare, a shift, an add and two subtractions fewer: 2.8 cycles a
- * vector instead of 3.5); else n is added to the exponent bits, and 0 stands below -126. (AVX2: NaN converts
- * to the integer INT_MIN, whose shifted bits are 0, so it passes.)
+ * one instruction, which saves a compare, a shift, an add and two subtractions: 2.8 cycles a vector instead
+ * of 3.5. The other levels add n to the exponent bits and give 0 below -126. (AVX2: NaN converts to the
+ * integer INT_MIN, whose shifted bits are 0, so it passes.)
  */
 INLINE vfloat v_exp2(vfloat x)
 {
@@ -248,13 +248,13 @@ INLINE vfloat v_exp2(vfloat x)
     p = v_fma(p, f, v_splat(0x1.62e428p-1f));
     p = v_fma(p, f, v_splat(0x1.000002p+0f));
 #if defined(__AVX512F__)
-    return _mm512_scalef_ps(p, n); /* f is NaN where n is -inf: that gives 0 all the same */
+    return _mm512_scalef_ps(p, n); /* f is NaN where n is -inf, and the result is still 0 */
 #elif defined(__FMA__)
     const __m256 kept = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ);
     return _mm256_and_ps(kept, (__m256)_mm256_add_epi32((__m256i)p, _mm256_slli_epi32(n, 23)));
 #else
-    typedef uint32_t vbits
-        __attribute__((vector_size(sizeof(vfloat)))); /* NaN makes sums that no int holds */
+    /* Unsigned, because a NaN's sums overflow int. */
+    typedef uint32_t vbits __attribute__((vector_size(sizeof(vfloat))));
     vfloat y = (vfloat)((vbits)p + ((vbits)shifted << 23));
     y = v_select(tiny, (vfloat){0}, y);
     return v_select(v_is_nan(x), x, y);

@@ -59,7 +59,7 @@ INLINE void store_as(void *p, const quern_dtype dtype, int64_t at, vfloat v)
     }
 }
 
-/* The same past the caches; p + at is aligned to the stored vector. */
+/* The same with non-temporal stores; p + at is aligned to the stored vector. */
 INLINE void stream_as(void *p, const quern_dtype dtype, int64_t at, vfloat v)
 {
 #if defined(__AVX512F__)
