@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* compress_matrix.c - weights as products want them, and the rows that meet them. */
+/* compress_matrix.c - the operands of a compression's products: panels of weights, tiles of tokens. */
 #include "core/parallel.h"
 #include "cpu/compress/compress.h"
 
@@ -102,8 +102,7 @@ void mean_of_entry(const nsa_kernels *k, const compress_args *args, const quern_
     k->spread_row(out, 1.0f / (float)args->block_size, src.dim, QUERN_F32, out, 0, 1, false);
 }
 
-/* Asks for an entry's rows: the next entry's lie l rows ahead, which the hardware's prefetchers do not
- * follow. */
+/* Prefetches an entry's rows: the next entry's lie l rows ahead, which hardware prefetchers do not follow. */
 static void prefetch_rows(const row_source *src)
 {
     const int64_t element = (int64_t)quern_dtype_size(src->dtype);

@@ -3,14 +3,15 @@
 /*
  * stage_compress.c - the compress_forward stage.
  *
- * mean: tasks of a few entries; an entry sums its block's rows, all heads at once where they are neighbours
- * in memory, in f32, K then V, so both are read once. Where blocks overlap, runs of d tokens are summed once
- * and an entry adds the sums of its l/d runs, by the run's number modulo l/d, so that its bits do not depend
- * on the task. Limit: read bandwidth. A projection multiplies the f32 means of a task by W. linear: tasks of
- * 256 entries of one head; step by step (compress.h) the rows K[i d + p] + pe[p] are gathered into a tile and
- * multiplied by the step's rows of W, added up in f32 in the order of the steps. Limit: FMA; gathering is 1/D
- * of it. bf16 tokens with bf16 weights are multiplied as they are; encodings then come in as a row of their
- * own, pe W, because K + pe is no bf16 number.
+ * mean: tasks of a few entries. An entry sums its block's rows in f32, all heads at once where they are
+ * neighbours in memory, K then V, so both are read once. Where blocks overlap, runs of d tokens are summed
+ * once, and an entry adds the sums of its l/d runs in the order of the run's number modulo l/d, so that its
+ * bits do not depend on the task. Limit: read bandwidth. A projection multiplies a task's f32 means by W.
+ *
+ * linear: tasks of 256 entries of one head. Step by step (compress.h) the rows K[i d + p] + pe[p] are
+ * gathered into a tile, multiplied by the step's rows of W, and added up in f32 in the order of the steps.
+ * Limit: FMA; gathering takes 1/D of the time. bf16 tokens with bf16 weights are multiplied as bf16. Then the
+ * encodings enter as a row of their own, pe W, because bf16 cannot hold K + pe.
  */
 #include "core/parallel.h"
 #include "cpu/compress/compress.h"
@@ -18,7 +19,7 @@
 
 #include <string.h>
 
-enum { MEAN_ENTRIES = 24, MOST_RUNS = 64 /* of an entry, whose sums are kept */ };
+enum { MEAN_ENTRIES = 24, MOST_RUNS = 64 /* most runs of an entry whose sums are kept */ };
 
 typedef struct side {
     const quern_tensor *x, *y, *pe, *w;
@@ -31,7 +32,7 @@ typedef struct compress_job {
     const nsa_kernels *kernels;
     const attention_kernels *pack;
     side sides[2]; /* K, V */
-    char *scratch; /* a thread's: gathered rows or means, encodings or sums of runs, the product, oneDNN's */
+    char *scratch; /* per thread: gathered rows or means, encodings or sums of runs, the product, oneDNN's */
     size_t rows_bytes, shift_bytes, sum_bytes, scratch_bytes;
     int64_t pieces, piece;
 } compress_job;
@@ -84,8 +85,8 @@ static compress_job carve(const stage_exec *exec, const compress_args *args, are
     compress_job job = {.args = args,
                         .kernels = nsa_kernels_for(exec->cpu_level),
                         .pack = attention_kernels_for(exec->cpu_level)};
-    stage_exec own = *exec; /* oneDNN takes full tiles only, so an entry's bits would depend on how many
-                               entries a call has */
+    /* oneDNN takes full tiles only: an entry's bits would depend on the number of entries. */
+    stage_exec own = *exec;
     own.gemm = NULL;
     job.piece = args->kind == COMPRESS_LINEAR
                     ? COMPRESS_ENTRIES
@@ -98,8 +99,8 @@ static compress_job carve(const stage_exec *exec, const compress_args *args, are
     return job;
 }
 
-/* Means of overlapping entries for heads h ... h + joined - 1, `step` floats apart. runs: [l/d][joined dim].
- */
+/* Means of overlapping entries for heads h ... h + joined - 1, `step` floats apart.
+ * runs: [l/d][joined dim]. */
 static void mean_of_runs(const compress_job *job, const quern_tensor *x, const sequence_rows *seq,
                          int64_t first, int64_t count, int64_t h, int64_t joined, float *means, int64_t step,
                          float *runs)
@@ -110,7 +111,7 @@ static void mean_of_runs(const compress_job *job, const quern_tensor *x, const s
         row_source tokens = rows_at(x, seq->view_b, seq->token0 + run * d, h, d);
         tokens.dim = width;
         job->kernels->sum_rows(&tokens, runs + run % kept * width);
-        const int64_t i = run - first - kept + 1; /* the entry that this run completes */
+        const int64_t i = run - first - kept + 1; /* the entry whose last run this is */
         if (i < 0) continue;
         job->kernels->sum_rows(&sums, means + i * step);
         job->kernels->spread_row(means + i * step, 1.0f / (float)job->args->block_size, width, QUERN_F32,
@@ -214,8 +215,8 @@ static void encode(void *arg, int64_t index, int32_t thread)
     }
 }
 
-/* Borders of the compressed rows, from those of the tokens. */
-static void write_borders(const compress_args *args)
+/* Writes cu_seqlens of the compressed rows. */
+static void write_cu_seqlens(const compress_args *args)
 {
     const int32_t *cu = args->seqs.cu_q.data;
     int32_t *out = args->seqs.cu_kv.data;
@@ -225,7 +226,7 @@ static void write_borders(const compress_args *args)
         out[b + 1] = out[b] + (int32_t)entries_of(args, cu[b + 1] - cu[b]);
 }
 
-/* Products of both sides are alike: W_k and W_v have one dtype. */
+/* K and V have products of one kind: W_k and W_v share a dtype. */
 void cpu_compress_kernel(const stage_exec *exec, const compress_args *args, char text[STAGE_NAME_BYTES])
 {
     const compress_job job = {.args = args,
@@ -245,7 +246,7 @@ size_t cpu_compress_workspace(const stage_exec *exec, const compress_args *args)
 
 quern_status cpu_compress(const stage_exec *exec, const compress_args *args, void *workspace)
 {
-    write_borders(args);
+    write_cu_seqlens(args);
     if (args->kind == COMPRESS_GIVEN || (args->seqs.cu_q.data == NULL && args->seqs.n_kv == 0))
         return QUERN_OK; /* no entries */
     arena a = arena_on(workspace);

@@ -3,14 +3,18 @@
 /*
  * stage_compress_backward.c - the compress_backward stage. Y = compress(X); G is dY as f32 rows.
  *
- * mean, X:    every run of d tokens gets the sum of R over the l/d entries that cover it, R = dY/l, or dY
- * W^T/l. Limit: write bandwidth, past the caches unless the result is added to what is there. mean, W:    dW
- * = M^T G with M the means, recomputed; a task owns 32 rows of dW and walks all entries. linear, X:  a task
- * owns the tokens of 96 runs: for every step of positions r ... < d (compress.h) it multiplies the G rows of
- * the l/d entries over the tokens j d + r by W[r + m d]^T, in the order of m. linear, W:  a task owns the dW
- * of a group of positions, 512 rows of it, in cache, and walks all entries in tiles of 128 gathered ones.
- * linear, pe: dpe[p] = W[p] S, S the sum of G over batch and entries.
- * No task shares an output, every sum runs in entry order: the bits do not depend on the number of threads.
+ *   mean, X:    every run of d tokens gets the sum of R over the l/d entries that cover it, R = dY/l or
+ *               dY W^T/l. Limit: write bandwidth, with non-temporal stores unless the result is added.
+ *   mean, W:    dW = M^T G with M the recomputed means. A task owns 32 rows of dW and walks all entries.
+ *   linear, X:  a task owns the tokens of 96 runs. For every step of positions r ... < d (compress.h) it
+ *               multiplies the G rows of the l/d entries over the tokens j d + r by W[r + m d]^T, in the
+ *               order of m.
+ *   linear, W:  a task owns the dW of a group of positions, 512 rows of it, in cache. It walks all entries in
+ *               tiles of 128 gathered ones.
+ *   linear, pe: dpe[p] = W[p] S, with S the sum of G over batch and entries.
+ *
+ * No task shares an output and every sum runs in entry order, so the bits do not depend on the number of
+ * threads.
  */
 #include "core/parallel.h"
 #include "cpu/compress/compress.h"
@@ -19,9 +23,9 @@
 #include <string.h>
 
 enum { WEIGHT_ROWS = 32, DEPTH = 128, RUNS = 96, MEAN_RUNS = 32 };
-enum {
-    TILE_GAP = 16
-}; /* between a gathered tile's rows, read by columns: rows 2 KiB apart would share two sets of L1 */
+/* Padding of a gathered tile's rows. They are read by columns: rows 2 KiB apart would share two sets of
+ * L1. */
+enum { TILE_GAP = 16 };
 
 typedef struct side {
     const quern_tensor *x, *y, *pe, *w, *d_x, *d_w, *d_pe;
@@ -38,8 +42,8 @@ typedef struct backward_job {
     const nsa_kernels *kernels;
     const attention_kernels *pack;
     side sides[2];
-    side *s;        /* the one at work */
-    float *scratch; /* a thread's: a tile, encodings, a sum, oneDNN's */
+    side *s;        /* the side that the tasks work on */
+    float *scratch; /* per thread: a tile, encodings, a sum, oneDNN's */
     int64_t tile_floats, shift_floats, sum_floats, scratch_floats;
     int64_t pieces, total; /* total: entry rows of a batch view */
 } backward_job;
@@ -134,7 +138,7 @@ static backward_job carve(const stage_exec *exec, const compress_args *args, are
     return job;
 }
 
-/* A thread's scratch, in its parts. */
+/* The parts of a thread's scratch. */
 typedef struct thread_scratch {
     float *tile, *shift, *sum, *product;
 } thread_scratch;
@@ -146,7 +150,7 @@ static thread_scratch scratch_of(const backward_job *job, int32_t thread)
     return (thread_scratch){tile, tile + job->tile_floats, sum, sum + job->sum_floats};
 }
 
-/* G and, where wanted, M and R of 32 entry rows of a batch view. */
+/* Writes G and, where wanted, M and R of 32 entry rows of a batch view. */
 static void prepare(void *arg, int64_t index, int32_t thread)
 {
     const backward_job *job = arg;
@@ -197,7 +201,7 @@ static void put(const backward_job *job, const side *s, const sequence_rows *seq
     job->kernels->spread_row(row, scale, n, d->dtype, dst, d->strides[1], t1 - t0, stream);
 }
 
-/* mean: 32 runs of d tokens. */
+/* mean: the tokens of 32 runs. */
 static void spread_runs(void *arg, int64_t index, int32_t thread)
 {
     const backward_job *job = arg;
@@ -240,7 +244,7 @@ static void linear_runs(void *arg, int64_t index, int32_t thread)
     const thread_scratch scratch = scratch_of(job, thread);
     for (int64_t step = 0; step < w->run_steps; step++) {
         const int64_t r0 = step_first(w, step), positions = step_positions(w, step);
-        int64_t runs = 0; /* those with a token at r0 or after it */
+        int64_t runs = 0; /* runs with a token at r0 or later */
         while (runs < RUNS && (first + runs) * d + r0 < seq.tokens) runs++;
         const int64_t left = seq.entries > first ? seq.entries - first : 0,
                       covered = left < runs ? left : runs; /* by their own entry */
@@ -262,7 +266,7 @@ static void linear_runs(void *arg, int64_t index, int32_t thread)
     job->kernels->rows->fence();
 }
 
-/* Rows of dW from a tile's C [rows][width], times scale. */
+/* Writes rows of dW from a tile's C [rows][width], times scale. */
 static void store_weights(const side *s, int64_t h, int64_t row, int64_t rows, const float *c)
 {
     for (int64_t i = 0; i < rows; i++)
@@ -315,7 +319,7 @@ static void linear_weights(void *arg, int64_t index, int32_t thread)
     store_weights(s, h, p0 * s->dim, positions * s->dim, scratch.sum);
 }
 
-/* S of one head, in two levels so that long sums keep their precision; then dpe. */
+/* Sums S of one head in two levels, so that long sums keep their precision; then dpe. */
 static void linear_encodings(void *arg, int64_t h, int32_t thread)
 {
     const backward_job *job = arg;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_convert.c - the convert stage: a tensor in another dtype, row by row, rows past the last border as 0.
- * Limit: in read and out written once. */
+/* stage_convert.c - the convert stage: a tensor in another dtype, row by row; rows past the end of the last
+ * sequence become 0. Limit: reading in and writing out once. */
 #include "core/parallel.h"
 #include "cpu/kernels/nsa_kernels.h"
 #include "cpu/rows_at.h"

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* gate.h - what the gate stages share. */
+/* gate.h - what both gate stages use. */
 #ifndef QUERN_CPU_GATE_H
 #define QUERN_CPU_GATE_H
 
@@ -14,15 +14,15 @@ static inline gate_weights gate_weights_at(const gate_args *args, int64_t h)
                           w->dtype, w->strides[0], w->strides[1]};
 }
 
-/* Rows of tokens from n on and heads from h on. */
+/* The grid of rows from token n and head h on. */
 static inline row_grid grid_at(const quern_tensor *t, int64_t b, int64_t n, int64_t h)
 {
     if (!is_present(t)) return (row_grid){NULL, 0, 0};
     return (row_grid){row_at(t, b, n, h), t->strides[1], t->strides[2]};
 }
 
-/* The gates of heads [h0, h0 + heads) of tokens [n, n + tokens), three a head: read, or made and written
- * where they are wanted. */
+/* The gates of heads [h0, h0 + heads) of tokens [n, n + tokens), three a head. Reads them, or makes them and
+ * writes those that the caller wants. */
 void gate_make(const gate_args *args, const nsa_kernels *kernels, int64_t b, int64_t n, int64_t tokens,
                int64_t h0, int64_t heads, float *gates);
 

@@ -1,10 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_gate.c - the gate_forward stage: o = sum_b g_b o_b, the gates from q . w_gate, handed in, or 1/3.
+ * stage_gate.c - the gate_forward stage: o = sum_b g_b o_b, with gates from q . w_gate, the caller's gates,
+ * or 1/3.
  *
- * Tasks of about 1024 rows, so that a thread reads q, then all o_b as runs of memory; the gates stay in L1
- * between (gate_rows.h), and o goes past the caches. Limit: the copy bandwidth on q, o_b and o.
+ * A task has about 1024 rows: a thread reads its q, then all its o_b, as runs of memory. The gates stay in L1
+ * meanwhile (gate_rows.h), and non-temporal stores write o. Limit: the copy bandwidth on q, o_b and o.
  */
 #include "core/parallel.h"
 #include "cpu/gate/gate.h"
@@ -17,11 +18,11 @@ enum { PIECE_ROWS = 1024 };
 typedef struct gate_job {
     const gate_args *args;
     const nsa_kernels *kernels;
-    int64_t rows, heads, tokens, pieces; /* tokens: of a piece */
+    int64_t rows, heads, tokens, pieces; /* tokens of a piece */
     bool stream;
 } gate_job;
 
-/* Tokens from n and heads from h0 on: their q and weights, where gates are made of these. */
+/* The q and weights of tokens from n and heads from h0 on, where gates are made from these. */
 static gate_block block_at(const gate_args *args, int64_t b, int64_t n, int64_t tokens, int64_t h0,
                            int64_t heads)
 {

@@ -3,11 +3,12 @@
 /*
  * stage_gate_backward.c - the gate_backward stage. With r_b = d_o . o_b per row:
  *
- *   delta_b = g_b r_b    d_o_b = g_b d_o    d_gates = r_b, or
- *   dl_b = r_b g_b (1 - g_b)    d_q (+)= sum_b dl_b w_b    d_w_b = sum over tokens of dl_b q
+ *   delta_b = g_b r_b               d_o_b = g_b d_o
+ *   d_gates = r_b, or dl_b = r_b g_b (1 - g_b)
+ *   d_q (+)= sum_b dl_b w_b         d_w_b = sum over tokens of dl_b q
  *
  * The tokens are cut into at most 64 parts by shape alone. A part sums d_w over 64 tokens at a time and adds
- * these up (long f32 sums keep their precision); the parts' sums are added in order. Limit: the copy
+ * these sums up (long f32 sums keep their precision); the parts' sums are added in order. Limit: the copy
  * bandwidth on d_o, o_b, q and d_q.
  */
 #include "core/arena.h"
@@ -57,7 +58,7 @@ static float *statistic_at(const quern_tensor *t, int64_t b, int64_t h, int64_t 
     return (float *)t->data + b * t->strides[0] + h * t->strides[1] + n * t->strides[2];
 }
 
-/* Rows that no token has get zeros. */
+/* Writes zeros to rows that belong to no token. */
 static void clear_row(const backward_job *job, int64_t b, int64_t n, int64_t h)
 {
     const gate_args *args = job->args;
@@ -81,7 +82,7 @@ static row_grid statistics_at(const quern_tensor *t, int64_t b, int64_t n)
     return (row_grid){statistic_at(t, b, 0, n), t->strides[2], t->strides[1]};
 }
 
-/* Tokens n ... n + tokens - 1 of a view; their shares of d_w are added to `few`. */
+/* Runs tokens n ... n + tokens - 1 of a view; adds their shares of d_w to `few`. */
 static void run_tokens(const backward_job *job, int64_t b, int64_t n, int64_t tokens, int32_t thread,
                        float *few)
 {
@@ -133,7 +134,7 @@ static void run_part(void *arg, int64_t part, int32_t thread)
     for (int64_t at = first; at < end; at += SUM_TOKENS) {
         const int64_t stop = at + SUM_TOKENS < end ? at + SUM_TOKENS : end;
         if (few != NULL) memset(few, 0, (size_t)floats * sizeof *few);
-        for (int64_t i = at; i < stop;) { /* a view's tokens, then its rows without */
+        for (int64_t i = at; i < stop;) { /* a view's tokens, then the rows without a token */
             const int64_t b = i / job->rows, n = i % job->rows, border = n < valid ? valid : job->rows;
             const int64_t tokens = border - n < stop - i ? border - n : stop - i;
             if (n < valid) run_tokens(job, b, n, tokens, thread, few);

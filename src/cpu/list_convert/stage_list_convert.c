@@ -7,7 +7,7 @@
 
 #include <stdio.h>
 
-/* Inserts x into the rising list unless it is there. */
+/* Inserts x into the ascending list unless it is there. */
 static int64_t insert(int32_t *list, int64_t count, int32_t x)
 {
     int64_t at = count;
@@ -30,7 +30,7 @@ static void convert_list(void *arg, int64_t index, int32_t thread)
     int64_t count = 0;
     for (int64_t i = 0; i < args->in.shape[1]; i++)
         if (in[i] >= 0 && in[i] * args->from < args->n) count = insert(out, count, (int32_t)(in[i] / narrow));
-    for (int64_t i = count - 1; i >= 0; i--) { /* from the back: each goes to where it stood or further */
+    for (int64_t i = count - 1; i >= 0; i--) { /* from the back, because no entry moves towards the front */
         const int64_t first = out[i] * wide;
         for (int64_t j = wide - 1; j >= 0; j--) out[i * wide + j] = (int32_t)(first + j);
     }

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* stage_rowdot.c - the rowdot stage: the dot product of two activations, row by row, in f32 over 16 lanes.
- * Limit: both tensors read once. */
+ * Limit: reading both tensors once. */
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
@@ -9,10 +9,10 @@
 typedef struct rowdot_job {
     const rowdot_args *args;
     const attention_kernels *kernels;
-    int64_t valid; /* tokens of the batch view before the last border */
+    int64_t valid; /* tokens of the batch view up to the end of the last sequence */
 } rowdot_job;
 
-/* One token: all heads. */
+/* All heads of one token. */
 static void token(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;

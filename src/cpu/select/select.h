@@ -14,16 +14,16 @@ enum { SELECT_ROWS = 48, SELECT_KEYS = 128 };
 
 typedef struct select_plan {
     const select_args *args;
-    attend_args attend; /* the entries' mask over q and keys; attention.args points here */
+    attend_args attend; /* the entries' mask over q and keys; attention.args points to it */
     attend_plan attention;
     const nsa_kernels *kernels;
     int64_t list_heads, hs, tile; /* hs: query heads that share a list */
-    int64_t width;  /* floats of a tile's row of entry scores: one more than the entries, rounded up to 16 */
+    int64_t width;  /* floats of a tile's entry scores: one more than the entries, rounded up to 16 */
     int64_t blocks; /* most selection blocks of a sequence */
     int64_t tiles;  /* tiles of a task */
 } select_plan;
 
-/* What a thread needs to run tasks. */
+/* A thread's scratch for running tasks. */
 typedef struct select_scratch {
     attend_chunk chunk;               /* queries of up to SELECT_ROWS rows, or of a tile */
     float *mean;                      /* [tiles][dim]: mean_logit */
@@ -36,21 +36,22 @@ typedef struct select_scratch {
     int32_t *chosen;
 } select_scratch;
 
-/* The plan points into itself: it stays where it was made. */
+/* Never copy or move the plan: it points into itself. */
 void select_plan_make(const stage_exec *exec, const select_args *args, select_plan *plan);
-/* The keys, packed for the products. */
+/* The keys in panels for the products. */
 void *select_keys_carve(const select_plan *plan, arena *a);
 void select_keys_pack(const stage_exec *exec, const select_plan *plan, void *keys);
 void select_scratch_carve(const select_plan *plan, arena *a, select_scratch *s);
 
-/* scratch->entries: per tile of [tile0, tile0 + count), sums of probabilities or mean logits by entry. */
+/* Fills scratch->entries for tiles [tile0, tile0 + count): the sum of probabilities or the mean logit of each
+ * entry. */
 void select_score(const select_plan *plan, const void *keys, int64_t b, int64_t list_head, int64_t tile0,
                   int64_t count, select_scratch *s);
-/* Writes tile `tile`'s lists from its row of entries. `row`: its row of the lists. */
+/* Writes tile `tile`'s lists, row `row` of the lists, from its entry scores. */
 void select_choose(const select_plan *plan, const attend_sequence *seq, int64_t list_head, int64_t tile,
                    int64_t row, float *entries, select_scratch *s);
 
-/* Entries that query `query` of a sequence sees. */
+/* How many entries query `query` of a sequence sees. */
 static inline int64_t select_seen(const select_plan *plan, const attend_sequence *seq, int64_t query)
 {
     int64_t lo, hi;

@@ -1,17 +1,16 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/*
- * select_choose.c - from a tile's scores of entries to its lists: entries to selection blocks by overlap in
- * space, forced blocks, the best of the rest, ascending order; and the groups of entries the compressed
- * branch keeps.
- */
+/* select_choose.c - a tile's lists from its entry scores. Entry scores become block scores by overlap in
+ * space. The forced blocks and the best of the rest form the list, in ascending order. Also chooses the
+ * groups of entries that the compressed branch keeps. */
 #include "cpu/rows_at.h"
 #include "cpu/select/select.h"
 
 #include <math.h>
 #include <string.h>
 
-/* s[J] = sum over m < l'/d, n < l/d of p[(l'/d) J + m - n]: every entry as often as it overlaps the block. */
+/* s[J] = sum over m < l'/d, n < l/d of p[(l'/d) J + m - n]: an entry counts as often as it overlaps the
+ * block. */
 static void map_to_blocks(const select_plan *p, const float *entries, int64_t seen, int64_t first,
                           int64_t end, float *scores)
 {
@@ -31,14 +30,14 @@ static void map_to_blocks(const select_plan *p, const float *entries, int64_t se
     }
 }
 
-/* The best groups of 128 entries: those of the newest entries seen by the tile's first and last query, then
- * by the mean of their seen entries' scores. */
+/* Chooses groups of 128 entries: first those with the newest entries that the tile's first and last query
+ * see, then the best by the mean score of their visible entries. */
 static void choose_groups(const select_plan *p, const float *entries, int64_t seen_first, int64_t seen,
                           select_scratch *s, int32_t *out)
 {
     const int64_t want = p->args->group_k, groups = mask_blocks(seen, STAGE_GROUP_ENTRIES);
     int64_t count = 0, skip = -1;
-    int64_t rest = groups; /* groups that compete: all but the last and `skip` */
+    int64_t rest = groups; /* candidates: all groups but the last and `skip` */
     if (p->args->causal && groups > 0) {
         rest--;
         s->chosen[count++] = (int32_t)rest;

@@ -3,13 +3,13 @@
 /*
  * select_score.c - scores of compressed entries, tile by tile.
  *
- * mean_logit: the mean query of every tile (f32), scale folded in, times the packed entries: one row a tile.
- * probability: products of 48 query rows by 128 entries, each turned into probabilities with the row's LSE
- * and summed into its tile's row of entries. Without an LSE from the compressed branch a pass before makes it
- * with the same products. Scores live in 24 KB of L1; only the tiles' rows of entries are kept. Limit: the
- * products' FMAs (2 D a score) and one exp2 a score.
+ * mean_logit: the mean query of every tile (f32), with the scale folded in, times the panels of entries: one
+ * row per tile. probability: products of 48 query rows by 128 entries become probabilities with the row's LSE
+ * and are summed into the entry scores of the row's tile. Without an LSE from the compressed branch, an
+ * earlier pass computes it with the same products. Scores take 24 KB of L1; only the entry scores of tiles
+ * are kept. Limit: the products' FMAs (2 D a score) and one exp2 a score.
  *
- * Every row of products and every sum runs in one order that depends on nothing but the tile.
+ * Every row of products and every sum runs in one order that depends only on the tile.
  */
 #include "cpu/rows_at.h"
 #include "cpu/select/select.h"
@@ -17,7 +17,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { ENTRY_BYTES = 1 << 20 /* of a task's rows of entries, at most, where several tiles share it */ };
+enum { ENTRY_BYTES = 1 << 20 /* most bytes of a task's entry scores, where several tiles share it */ };
 
 void select_plan_make(const stage_exec *exec, const select_args *args, select_plan *p)
 {
@@ -95,7 +95,7 @@ void select_scratch_carve(const select_plan *p, arena *a, select_scratch *s)
     s->chosen = arena_take(a, most * sizeof *s->chosen);
 }
 
-/* c[m][columns rounded up to 16] = a K^T for entries [first, first + columns) of a head's packed keys; first
+/* c[m][columns rounded up to 16] = a K^T for entries [first, first + columns) of a head's key panels; first
  * is a multiple of the panel. */
 static void products(const select_plan *p, const void *keys, const attend_sequence *seq, int64_t kv_head,
                      int64_t m, const void *a, int64_t first, int64_t columns, float *c, int64_t ldc)
@@ -157,7 +157,7 @@ static void make_lse(const select_plan *p, const void *keys, int32_t rows, int64
     for (int32_t r = 0; r < rows; r++) s->lse2[r] = s->max[r] * t->scale2 + log2f(s->sum[r]);
 }
 
-/* Rows [row0, row0 + rows) of the list head: their probabilities to the tiles' entries. */
+/* Adds the probabilities of rows [row0, row0 + rows) of the list head to their tiles' entry scores. */
 static void add_rows(const select_plan *p, const void *keys, int64_t b, int64_t list_head, int64_t tile0,
                      int64_t row0, int32_t rows, select_scratch *s)
 {

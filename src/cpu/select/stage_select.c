@@ -10,7 +10,7 @@
 typedef struct select_job {
     const select_plan *plan;
     void *keys;
-    select_scratch *scratch; /* one a thread */
+    select_scratch *scratch; /* one per thread */
     int64_t pieces;
 } select_job;
 
@@ -48,7 +48,7 @@ static void run_task(void *arg, int64_t index, int32_t thread)
         select_choose(p, &seq, list_head, tile0 + i, row0 + i, s->entries + i * p->width, s);
 }
 
-/* Rows of packed lists that no tile has: -1, count 0. */
+/* Rows of varlen lists that belong to no tile: -1, count 0. */
 static void fill_unused(const select_plan *p)
 {
     const quern_tensor *lists[] = {&p->args->blocks, &p->args->groups}, *counts = &p->args->count;

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stage_validate_lists.c - the validate_lists stage: whether a handed-in list has entries outside its
- * sequence. The offsets of sequences are checked before any stage: the host can read them. */
+/* stage_validate_lists.c - the validate_lists stage: whether a caller's list has entries outside its
+ * sequence. The host can read cu_seqlens, so they are checked before any stage. */
 #include "core/parallel.h"
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
