@@ -9,7 +9,7 @@
  * whether spans run one after the other (prefill) or at once (few queries over a long context).
  *
  * Per tile of 192 keys at D = 512, bf16: copying its rows and pairs moves 384 KB through L2, 3% of the
- * products' time with 64 heads; softmax takes 5%. Limit: the products'.
+ * products' time with 64 heads; softmax takes 5%. Limit: that of the products.
  */
 #include "core/parallel.h"
 #include "cpu/attend_mqa/mqa.h"
@@ -112,9 +112,8 @@ static void run_span(const mqa_plan *p, const mqa_sequence *seq, const mqa_keys 
     reset_stats(p, s->max, s->sum);
     reset_stats(p, s->win_max, s->win_sum);
     for (int64_t key = first, n; key < end; key += n) {
-        const int64_t stop = key < keys->raw && keys->raw < end
-                                 ? keys->raw
-                                 : end; /* a tile never mixes raw rows and entries */
+        /* A tile never mixes raw rows and entries. */
+        const int64_t stop = key < keys->raw && keys->raw < end ? keys->raw : end;
         n = stop - key < MQA_TILE ? stop - key : MQA_TILE;
         mqa_tile_fill(p, seq, keys, key, n, &x->tile);
         mqa_scores(p, &x->tile, x->columns, x->s);

@@ -212,8 +212,8 @@ static const float *tile_gradient(const mqa_plan *p, int64_t first, mqa_work *w,
           *dp = p->bf16 ? w->dp : (float *)slot->ds + at;
     mqa_scores(p, &w->tile, w->q_columns, s);
     mqa_scores(p, &w->tile, w->d_o_columns, dp);
-    for (int64_t h = 0; h < p->heads && slot->keys.n == 1;
-         h++) /* one key without a sink: P is exactly 1 and dS 0 */
+    /* One key without a sink: P is exactly 1 and dS 0. */
+    for (int64_t h = 0; h < p->heads && slot->keys.n == 1; h++)
         if (sink_of(p->args, h) == -INFINITY) w->delta[h] = dp[h];
     mqa_gradient g = {s,        dp,   (int32_t)n, (int32_t)p->columns, p->scale2, p->args->scale, w->lse2,
                       w->delta, NULL, NULL,       w->ds_pairs};

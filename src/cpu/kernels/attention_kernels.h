@@ -37,7 +37,7 @@ typedef struct softmax_tile {
     const int32_t *lo, *hi;
     float scale2;     /* scores are multiplied by this before exp2 */
     float *max, *sum; /* running; max of unscaled scores, -inf at first */
-    float *shrink;    /* out: the factor, a power of 2, for what the row has summed so far */
+    float *shrink;    /* out: the factor for what the row has summed so far */
 } softmax_tile;
 
 /* The backward's row step: P = exp2(s scale2 - lse2), dS = P (dp_scale dp - delta). Columns [lo[r], hi[r]) of
