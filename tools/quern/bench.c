@@ -31,7 +31,7 @@ static const option_row rows[] = {
     {"heads", OPTION_TEXT, AT(heads), NULL, "H/Hkv"},
     {"dim", OPTION_TEXT, AT(dim), NULL, "D, or D/Dv"},
     {"documents", OPTION_INT, AT(what.documents), NULL,
-     "a packed batch of n tokens in so many documents; 0: sequences of n tokens"},
+     "a varlen batch of n tokens in so many documents; 0: sequences of n tokens"},
     {"threads", OPTION_TEXT, AT(threads), NULL,
      "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
     {"data", OPTION_CHOICE, AT(what.data), data_choices,
@@ -56,7 +56,7 @@ static const struct {
     {"select", "nsa-select"}, {"gate", "nsa-gate"},       {"overhead", NULL}};
 enum { SUBJECTS = sizeof subjects / sizeof *subjects };
 
-/* Those with a program of their own. */
+/* Subjects with their own function. */
 static const struct {
     const char *what;
     int (*run)(int argc, char **argv, const char *what);

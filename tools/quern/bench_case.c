@@ -1,18 +1,18 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_case.c - the work that an operation must do at least. */
+/* bench_case.c - the least work of an operation. */
 #include "bench.h"
 
 #include <math.h>
 #include <string.h>
 
-/* Keys seen by all queries of a sequence: causal, each at most `most`. */
+/* The number of (query, key) pairs of a causal sequence whose queries see at most `most` keys. */
 static double causal_pairs(double n, double most)
 {
     return most <= 0 || most >= n ? n * n / 2 : most * (most + 1) / 2 + (n - most) * most;
 }
 
-/* Of one sequence. Documents of a packed batch are equally long. */
+/* The pairs of one sequence. Documents of a varlen batch are equally long. */
 static double attended_pairs(const bench_case *c, double n)
 {
     if (strcmp(c->op->name, "attention") == 0) {
@@ -108,11 +108,11 @@ double bench_workspace(const job *j, const bench_case *c, quern_context *ctx)
     const double computed =
         c->dtype == QUERN_BF16 && quern_context_cpu_level(ctx) == QUERN_CPU_LEVEL_AVX512BF16 ? 2 : 4;
     const double lists = p->scope == QUERN_NSA_SCOPE_HEAD ? h : kv;
-    const double packed = n * kv * width * computed,
+    const double panels = n * kv * width * computed,
                  compressed = n / (double)(p->stride > 0 ? p->stride : p->block_size) * kv * width * element;
     const double indices = lists * tiles * (double)(p->num_selected + 1 + p->max_compressed_groups) * 4;
     const double statistics = n * h * 6 * 4, threads = (double)quern_context_threads(ctx) * 4 * 0x1p20;
-    return (double)bytes / (packed + compressed + indices + statistics + threads);
+    return (double)bytes / (panels + compressed + indices + statistics + threads);
 }
 
 double row_rate(const bench_row *row)

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* decode.c - `quern run nsa-decode` and `attention-decode`: whole sequences go into a cache in pieces, and
- * each piece's queries are attended from it. */
+/* decode.c - `quern run nsa-decode` and `attention-decode`: appends whole sequences to a cache in pieces, and
+ * attends each piece's queries from it. */
 #include "command.h"
 #include "scenario.h"
 
@@ -27,7 +27,7 @@ static const option_row rows[] = {
 enum { ROWS = sizeof rows / sizeof *rows };
 static decode_options options = {.step = 1};
 
-/* A tensor of the file whose rows, one a token, go into calls or come from them. */
+/* A tensor of the file with a row for each token, an input or a result of the calls. */
 typedef struct stream {
     const quern_tensor *whole; /* NULL: absent */
     quern_tensor piece;        /* of a call, [T, ..] */
@@ -40,7 +40,7 @@ typedef struct decode_run {
     job *j;
     quern_context *ctx;
     bool sparse;
-    quern_nsa_tensors nsa;        /* as the file has them; of dense attention q, k, v */
+    quern_nsa_tensors nsa;        /* as in the file; dense attention has only q, k, v */
     quern_tensor o;               /* the shape of O */
     const int32_t *cu;            /* NULL: fixed length */
     int64_t batch, length, lists; /* length: of each sequence */
@@ -187,7 +187,7 @@ static int make_cache(decode_run *r)
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
-/* What goes in and comes out, with room for a call of the most tokens. */
+/* Sets up inputs and results, with room for a call of the most tokens. */
 static int make_streams(decode_run *r)
 {
     const quern_nsa_tensors *t = &r->nsa;
@@ -218,15 +218,15 @@ static int make_streams(decode_run *r)
         r->lists = quern_nsa_list_heads(p, r->o.shape[r->o.ndim - 2], r->params.kv_heads);
         const int64_t rows_most = quern_nsa_list_rows(p, r->length, r->batch);
         const int64_t fixed[] = {r->batch, r->lists, r->length, p->num_selected},
-                      packed[] = {r->lists, rows_most, p->num_selected};
+                      varlen[] = {r->lists, rows_most, p->num_selected};
         r->block_idx =
-            job_add_output(j, "block_idx", QUERN_I32, r->cu != NULL ? 3 : 4, r->cu != NULL ? packed : fixed);
+            job_add_output(j, "block_idx", QUERN_I32, r->cu != NULL ? 3 : 4, r->cu != NULL ? varlen : fixed);
         if (r->block_idx != NULL)
             memset(r->block_idx->data, 0xff,
                    (size_t)(r->lists * p->num_selected * (r->cu != NULL ? rows_most : r->batch * r->length)) *
                        4);
         r->idx = quern_tensor_contiguous(
-            malloc((size_t)(r->lists * most * p->num_selected) * sizeof(int32_t) + 1), QUERN_I32, 3, packed);
+            malloc((size_t)(r->lists * most * p->num_selected) * sizeof(int32_t) + 1), QUERN_I32, 3, varlen);
         ok = r->block_idx != NULL && r->idx.data != NULL;
     }
     return ok ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for the calls' rows");
@@ -319,8 +319,8 @@ static void store_lists(const decode_run *r, const quern_cache_batch *batch, int
     }
 }
 
-/* Appends and attends the next `most` tokens of each sequence, after taking the last `back` ones back. *more:
- * some are left. */
+/* Removes the last `back` tokens of each sequence from the cache, then appends and attends the next `most`.
+ * *more: some are left. */
 static int call(decode_run *r, int64_t most, int64_t back, bool *more)
 {
     quern_cache_batch batch = {sizeof batch, 0, r->ids, r->counts, r->table};
@@ -394,7 +394,7 @@ static int compute(job *j, quern_context *ctx)
     return code;
 }
 
-/* Lists are computed, whatever the file holds. */
+/* The call computes the lists even if the file has some. */
 static int compute_lists(job *j)
 {
     j->params.nsa.selection = QUERN_NSA_LIST_COMPUTED;

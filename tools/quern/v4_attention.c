@@ -1,7 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* v4_attention.c - `quern run v4-attention`: one call on the file's rows, or from a cache that they are
- * written into. */
+/* v4_attention.c - `quern run v4-attention`: one call on the file's rows, or on a cache that holds them. */
 #include "command.h"
 #include "scenario.h"
 
@@ -27,7 +26,7 @@ static const option_row rows[] = {
 #undef AT
 static attention_options options;
 
-/* A cache of one of the two tensors: what it takes, and its memory. */
+/* A cache of one of the two tensors, and its memory. */
 typedef struct row_cache {
     quern_tensor rows, table;
     void *memory, *named, *slots, *workspace;
@@ -45,8 +44,8 @@ static quern_dsv4_attention_params params_of(const job *j)
     return p;
 }
 
-/* A cache for rows of [B, n, D], of which row i of a sequence is number first + i. Pages stand in falling
- * order. */
+/* Makes a cache for rows of [B, n, D]; row i of a sequence has position first + i. The table names pages in
+ * falling order. */
 static int make_cache(const quern_tensor *from, int64_t first, row_cache *c)
 {
     const bool bytes = options.format == FORMAT_ROW584;
@@ -57,7 +56,7 @@ static int make_cache(const quern_tensor *from, int64_t first, row_cache *c)
                               : options.format == FORMAT_BF16 ? QUERN_BF16
                                                               : from->dtype;
     const int64_t contiguous[] = {batch, n, width}, pool[] = {batch * columns, page, width},
-                  packed[] = {batch * columns, page * width};
+                  paged[] = {batch * columns, page * width};
     const int64_t table[] = {batch, columns}, count = batch * (page > 0 ? columns * page : n);
     c->memory = calloc((size_t)(count * width + 1), quern_dtype_size(dtype));
     c->named = malloc((size_t)(batch * columns + 1) * sizeof(int32_t));
@@ -65,7 +64,7 @@ static int make_cache(const quern_tensor *from, int64_t first, row_cache *c)
     if (c->memory == NULL || c->named == NULL || c->slots == NULL)
         return fail(EXIT_MACHINE, "no memory for a cache");
     c->rows = page == 0 ? quern_tensor_contiguous(c->memory, dtype, 3, contiguous)
-              : bytes   ? quern_tensor_contiguous(c->memory, dtype, 2, packed)
+              : bytes   ? quern_tensor_contiguous(c->memory, dtype, 2, paged)
                         : quern_tensor_contiguous(c->memory, dtype, 3, pool);
     c->table = quern_tensor_contiguous(c->named, QUERN_I32, 2, table);
     for (int64_t i = 0; i < batch * columns; i++)
@@ -110,7 +109,7 @@ static int fill_cache(quern_context *ctx, const quern_tensor *from, row_cache *c
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
-/* What a cache of pages takes for granted: that it has every row that a query sees. */
+/* Checks that the file has every row that a query sees, as a cache of pages requires. */
 static int check_rows(const job *j, const quern_tensor *q, const quern_tensor *kv, const quern_tensor *cmp,
                       int64_t *start)
 {
