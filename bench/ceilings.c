@@ -117,8 +117,8 @@ typedef struct member {
     int index;
 } member;
 
-/* Puts the calling thread on the index-th CPU that the process may use: two that share one would halve every
- * ceiling. Where that fails the scheduler decides. */
+/* Binds the calling thread to the index-th CPU that the process may use: two threads on one CPU would halve
+ * every ceiling. If that fails, the scheduler decides. */
 static void pin(int index)
 {
     cpu_set_t all, one;
@@ -146,7 +146,7 @@ static void *work(void *arg)
     if (t->threads > 1) pin(m->index);
     char *memory = t->memory != NULL ? bench_allocate(2 * t->bytes) : NULL;
     if (t->memory != NULL && memory == NULL) atomic_store(&t->failed, 1);
-    /* Data that no hardware can shorten: some machines write zeros at twice the speed of anything else. */
+    /* Fills memory with random data: some machines write zeros at twice the speed of other data. */
     uint64_t random = 0x9e3779b97f4a7c15u;
     for (size_t i = 0; memory != NULL && i < 2 * t->bytes; i += sizeof random) {
         random = random * 6364136223846793005u + 1442695040888963407u;
@@ -192,7 +192,7 @@ double ceiling_measure(ceiling c, int threads)
             members[started] = (member){t, started};
             if (pthread_create(&handles[started], NULL, work, &members[started]) != 0) break;
         }
-        if (started < threads) abort(); /* the others would wait at the barrier for ever */
+        if (started < threads) abort(); /* the other threads would wait at the barrier for ever */
         for (int i = 0; i < threads; i++) pthread_join(handles[i], NULL);
         pthread_barrier_destroy(&t->barrier);
         for (int s = 0; s < SLICES && !atomic_load(&t->failed); s++) {

@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * ceilings.h - what this machine can do at most, measured: the denominators of every fraction that the
- * bench prints. A ceiling is the median of several short slices, as the figures beside it are medians:
- * machines are shared, arithmetic varies by a few hundredths and memory by a factor of two from second to
- * second, and the best slice would belong to another moment.
+ * ceilings.h - the machine's measured peaks: the denominators of every fraction that the bench prints. A
+ * ceiling is a median of several short slices, as the figures beside it are medians. On shared machines
+ * arithmetic varies by a few hundredths and memory by a factor of two from second to second, so the best
+ * slice would belong to another moment.
  */
 #ifndef QUERN_BENCH_CEILINGS_H
 #define QUERN_BENCH_CEILINGS_H
@@ -28,11 +28,11 @@ typedef enum ceiling {
 const char *ceiling_name(ceiling c);
 const char *ceiling_unit(ceiling c);
 
-/* Measures with `threads` threads at once; about a third of a second. 0 where the machine lacks it. */
+/* Measures on `threads` threads for about a third of a second. 0 if the machine lacks the instructions. */
 double ceiling_measure(ceiling c, int threads);
 
-/* The kernels, one set an ISA. Compute: does `rounds` rounds on registers and returns the operations done.
- * Memory: one pass over `bytes` bytes (a multiple of 256). */
+/* The kernels, one set an ISA. Compute: runs `rounds` rounds on registers and returns the number of
+ * operations. Memory: one pass over `bytes` bytes (a multiple of 256). */
 typedef double ceiling_compute(int64_t rounds);
 typedef void ceiling_memory(void *to, const void *from, size_t bytes);
 ceiling_compute ceiling_fma_avx2, ceiling_fma_avx512, ceiling_exp2_avx512, ceiling_bf16_avx512,
@@ -41,8 +41,8 @@ ceiling_memory ceiling_read_plain, ceiling_copy_plain, ceiling_write_plain;
 ceiling_memory ceiling_read_avx2, ceiling_copy_avx2, ceiling_write_avx2;
 ceiling_memory ceiling_read_avx512, ceiling_copy_avx512, ceiling_write_avx512;
 
-/* Memory for a bench: at a multiple of 2 MiB, huge pages asked for, every page written. NULL where there
- * is none. Free with free(). */
+/* Memory for a bench: aligned to 2 MiB, on huge pages if possible, every page written. NULL without memory.
+ * Free with free(). */
 void *bench_allocate(size_t bytes);
 
 #endif

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* ceilings_avx2.c - 256-bit ceilings. Twelve accumulators hide the FMA's latency of 4 at 2 a cycle and leave
- * registers for the operands; the empty asm keeps each step from being folded into the next, the
- * unrolled loops keep the arrays in registers. */
+ * registers for the operands; the empty asm keeps the compiler from folding steps together, and the unrolled
+ * loops keep the arrays in registers. */
 #include "ceilings.h"
 
 #include <immintrin.h>

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* ceilings_avx512.c - 512-bit ceilings. Twenty-four accumulators as in the micro-kernels; the empty asm keeps
- * each step from being folded into the next, the unrolled loops keep the arrays in registers. */
+ * the compiler from folding steps together, and the unrolled loops keep the arrays in registers. */
 #include "ceilings.h"
 
 #include <immintrin.h>

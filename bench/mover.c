@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* mover.c - the mover without vectors, and its threads. */
+/* mover.c - runs the mover on its threads; its portable level. */
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
@@ -26,11 +26,11 @@ static mover_lines *lines_of_this_machine(void)
 
 double mover_run(const mover *m, int threads)
 {
-    enum { PIECE = 1 << 18 }; /* bytes of a stream: pieces are drawn as the stages draw theirs */
+    enum { PIECE = 1 << 18 }; /* bytes of a stream; threads take pieces as they do in stages */
     mover_lines *const lines = lines_of_this_machine();
     const int64_t pieces = (int64_t)((m->bytes + PIECE - 1) / PIECE);
     struct timespec before, after;
-    (void)threads; /* without OpenMP: one */
+    (void)threads; /* unused without OpenMP */
     clock_gettime(CLOCK_MONOTONIC, &before);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t i = 0; i < pieces; i++) {

@@ -4,10 +4,9 @@
  * mover_lines.h - the loop of mover.h, compiled by each level over its own vector, load and store (VECTOR,
  * LOAD, STORE, STREAM, FENCE, ABSORB).
  *
- * A stream goes on by eight vectors before the next one does, as the kernels go by rows. Of nine ways that
- * were timed in turns (line by line, two to sixteen vectors, with and without prefetches 1 to 8 KiB ahead)
- * none was faster by more than the machine's noise. What is read is folded into what is written, so that no
- * load can be left out.
+ * The loop takes eight vectors of a stream before the next stream, as the kernels go by rows. Other steps (a
+ * line, two to sixteen vectors, with and without prefetches 1 to 8 KiB ahead) are no faster beyond the
+ * machine's noise. The loaded values are folded into the stored ones, so that the compiler keeps every load.
  */
 #include "mover.h"
 

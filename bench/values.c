@@ -79,7 +79,8 @@ bool fill_smooth(const quern_tensor *t, uint64_t seed, double sigma)
         square += w * w;
     }
     for (int i = 0; i <= 2 * reach; i++) weight[i] = (float)((double)weight[i] / sqrt(square));
-    /* noise[0] belongs to token -reach: the borders see as many neighbours as the middle */
+    /* noise[0] belongs to token -reach, so that the first and last tokens have as many neighbours as the
+     * others */
     const int64_t rows = n + 2 * reach;
     float *noise = malloc((size_t)(rows * width + 1) * sizeof *noise);
     if (noise == NULL) return false;

@@ -10,7 +10,7 @@
 int64_t value_count(const quern_tensor *t);
 /* Element i, counted row-major, of a contiguous f16, bf16, f32 or f64 tensor. */
 double value_at(const quern_tensor *t, int64_t i);
-/* The same of an f32, f16 or bf16 tensor, set. */
+/* Sets element i of a contiguous f32, f16 or bf16 tensor. */
 void value_set(const quern_tensor *t, int64_t i, float v);
 
 /* Fills a contiguous f32, f16 or bf16 tensor with independent N(0,1) values. The values depend on the seed

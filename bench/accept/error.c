@@ -3,8 +3,8 @@
 /*
  * error.c - f32 error of dense attention and NSA at N = 16384 against the float64 oracle, on sampled rows.
  *
- * The oracle takes the library's own compressed keys and values and its own selection, as docs/numerics.md
- * says; gates are 1/3 each. Prints a line per figure; exit code 1 where one misses.
+ * The oracle uses the library's compressed keys and values and its selection, as docs/numerics.md says; gates
+ * are 1/3 each. Prints a line per figure; exit code 1 if one misses.
  */
 #include "oracle/attention.h"
 #include "values.h"
@@ -19,7 +19,7 @@
 enum { N = 16384, H = 4, HKV = 2, D = 128, L = 64, K = 16, W = 512, SAMPLES = 48 };
 static const double bound = 2e-6;
 
-/* What a branch of NSA lets a query see. */
+/* The keys that a query sees in a branch of NSA. */
 typedef struct branch_mask {
     enum { COMPRESSED, SELECTED, WINDOW } kind;
     int64_t tile;
@@ -70,7 +70,7 @@ static double *widen(const quern_tensor *t)
     return out;
 }
 
-/* Query row s of the sample: the first, the last, and between them at uneven distances. */
+/* Query row s of the sample: the first, the last, and rows at uneven distances between them. */
 static int64_t sampled_row(int s)
 {
     return s == SAMPLES - 1 ? N - 1 : (int64_t)s * 349 % N;

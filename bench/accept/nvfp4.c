@@ -1,10 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nvfp4.c - what NVFP4's products and quantisers must reach on the CPU, as fractions of what the machine can
- * do. A figure is the median of rounds; in each the ceiling and the operation are measured one after the
- * other, so that what else the machine does in that second slows both. Prints a line per figure; exit code 1
- * where one misses.
+ * nvfp4.c - the targets of NVFP4's products and quantisers on the CPU, as fractions of the machine's
+ * ceilings. A figure is the median over rounds, each of which measures the ceiling and the operation one
+ * after the other, so that other load slows both. Prints a line per figure; exit code 1 if one misses.
  *
  * Weights: 16 experts of 4096 x 4096, 151 MB repacked. Work: 2 M N K operations a product; 9/16 byte a
  * weight; 4 9/16 bytes a value quantised (read for the largest magnitude, read again, written) or made of a
@@ -157,7 +156,7 @@ static void make_operands(operands *o)
     repack(o);
 }
 
-/* Seconds of one call, after a warm-up where there was none. */
+/* Seconds of one call; workspace NULL only sets *bytes. */
 static double time_product(quern_context *ctx, operands *o, const figure *f, void *workspace, size_t *bytes)
 {
     const int64_t tokens = EXPERTS * f->rows, a[] = {tokens, K}, a_codes[] = {tokens, K / 2},

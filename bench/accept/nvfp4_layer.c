@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nvfp4_layer.c - what a whole mixture-of-experts layer takes beside its products alone: 32 experts, top 4,
- * hidden and intermediate width 2880, a shared expert of the same width, bf16 activations, repacked NVFP4
- * weights (449 MB), 2 threads. The products are those of the layer's own routing. A figure is the median of
- * rounds, in each of which both are timed one after the other. Prints a line per figure; exit code 1 where
+ * nvfp4_layer.c - the time of a whole mixture-of-experts layer over that of its products alone: 32 experts,
+ * top 4, hidden and intermediate width 2880, a shared expert of the same width, bf16 activations, repacked
+ * NVFP4 weights (449 MB), 2 threads. The products are those of the layer's own routing. A figure is the
+ * median over rounds, each of which times both one after the other. Prints a line per figure; exit code 1 if
  * one misses.
  */
 #include "ceilings.h"
@@ -64,8 +64,8 @@ static quern_tensor view(void *data, quern_dtype dtype, int64_t rows, int64_t co
     return quern_tensor_contiguous(data, dtype, 2, shape);
 }
 
-/* EXPERTS + 1 random matrices [WIDTH, n], the last one the shared expert's. They hold the same numbers, each
- * in its own memory. */
+/* EXPERTS + 1 random matrices [WIDTH, n], the last one the shared expert's. Each is its own copy of the same
+ * numbers. */
 static uint8_t *random_weights(quern_context *ctx, int64_t n, uint32_t *state, int64_t *bytes)
 {
     const int64_t codes_shape[] = {1, WIDTH / 2, n}, scales_shape[] = {1, WIDTH / 16, n};
@@ -144,7 +144,7 @@ static double time_layer(quern_context *ctx, layer *l, int64_t tokens, void *wor
     return now() - start;
 }
 
-/* One of the layer's products, of `rows` rows that end per expert where `ends` says. */
+/* One of the layer's products, of `rows` rows; `ends` holds the end of each expert's. */
 static double time_product(quern_context *ctx, layer *l, const int32_t *ends, int64_t experts, int64_t rows,
                            bool down, void *workspace, size_t *bytes)
 {

@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nvfp4_profiles.c - what NVFP4 costs in precision: the relative RMSE of every profile and choice of scales,
- * one global over 2^18 values, on normal, Laplace and heavy-tailed data (Student's t, 3 degrees of freedom).
- * The targets are those of rne, four_over_six and search on normal data. Prints a line per figure; exit code
- * 1 where one misses.
+ * nvfp4_profiles.c - the error of NVFP4: the relative RMSE of every profile and choice of scales, with one
+ * global over 2^18 values, on normal, Laplace and heavy-tailed data (Student's t, 3 degrees of freedom). The
+ * targets are those of rne, four_over_six and search on normal data. Prints a line per figure; exit code 1 if
+ * one misses.
  */
 #include <quern/nvfp4.h>
 

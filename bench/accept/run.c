@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * run.c - measures what an area must reach, as its JSON file says: a line per figure with target, measured,
- * PASS or FAIL. usage: accept AREA.json BUILD_DIRECTORY. Exit code 0: every figure passed, 1: one failed or
- * could not be measured, 2: the command line or the file is wrong.
+ * run.c - measures an area's figures, which a JSON file describes: prints a line per figure with target,
+ * measured, PASS or FAIL. usage: accept AREA.json BUILD_DIRECTORY. Exit code 0: every figure passed, 1: one
+ * failed or could not be measured, 2: the command line or the file is wrong.
  *
  * A figure has `what` (its text), `run` (a command for sh that prints JSON, or writes it to {json}), `field`
  * (where the number stands in it: "results.0.fraction"; terms may be added with +), `at_least`, `at_most` or
@@ -31,7 +31,7 @@
 
 enum { TEXT = 2048, ROUNDS_MAX = 101, RUNS_MAX = 512 };
 
-/* A run of a command, kept for figures that ask for it again. */
+/* A run of a command, kept for other figures with the same command. */
 typedef struct result {
     char key[TEXT]; /* the command and its round */
     json_t *root;
@@ -78,7 +78,7 @@ static const json_t *find(const json_t *root, const char *path, size_t length)
     return root;
 }
 
-/* The sum of the fields that + joins; false where one is no number. */
+/* The sum of the fields that + joins; false if one is no number. */
 static bool number_of(const result *r, const char *field, double *sum)
 {
     *sum = 0;
@@ -100,7 +100,7 @@ static bool number_of(const result *r, const char *field, double *sum)
 
 /* ---- commands ---- */
 
-/* Replaces {name}s; one that is not known stays. */
+/* Replaces each {name}; an unknown one stays. */
 static void fill_in(const runner *a, const char *text, const json_t *root, char *to, size_t room)
 {
     size_t used = 0;
@@ -136,8 +136,8 @@ static void remove_folder(const runner *a)
     if (system(command) != 0) fprintf(stderr, "%s stays\n", a->dir);
 }
 
-/* Runs a command of a figure; where a signal ended it, we end too. `printed` is where its output goes, "" for
- * where ours does. Returns its exit code. */
+/* Runs a figure's command and returns its exit code; if a signal ended it, this program ends too. `printed`
+ * is the file for its output, "" for our own output. */
 static int shell(const runner *a, const char *command, const char *printed)
 {
     char filled[TEXT], line[2 * TEXT], json[128];
@@ -150,14 +150,14 @@ static int shell(const runner *a, const char *command, const char *printed)
     fflush(stdout);
     const int status = system(line), ended_by = status != -1 && WIFSIGNALED(status) ? WTERMSIG(status) : 0;
     const int code = status != -1 && WIFEXITED(status) ? WEXITSTATUS(status) : 1;
-    if (ended_by > 0 || code > 128) { /* sh says so of a command that a signal ended */
+    if (ended_by > 0 || code > 128) { /* sh's exit code for a command that a signal ended */
         remove_folder(a);
         exit(ended_by > 0 ? 128 + ended_by : code);
     }
     return code;
 }
 
-/* The command's run of a round: one that was made before, or a new one. */
+/* The command's run in a round: a kept one, or a new one. */
 static const result *run_of(runner *a, const char *command, const char *pair, int round, const char *field)
 {
     static const result nothing;
@@ -187,7 +187,7 @@ static int by_value(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* False where a command failed or its field is no number. *first: a run of the first command. */
+/* False if a command failed or its field is no number. *first: a run of the first command. */
 static bool measure(runner *a, const json_t *figure, double *measured, const result **first)
 {
     const char *run = text_of(figure, "run"), *over = text_of(figure, "over"),

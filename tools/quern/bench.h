@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench.h - one measurement: what is computed, on which data, how long it takes, against which limit. */
+/* bench.h - one measurement: its operation, data, time and limit. */
 #ifndef QUERN_TOOLS_BENCH_H
 #define QUERN_TOOLS_BENCH_H
 
@@ -20,7 +20,7 @@ typedef enum bench_selection { SELECTION_COMPUTED, SELECTION_GIVEN } bench_selec
 typedef struct bench_case {
     const operation *op;
     int64_t batch, n, heads, kv_heads, dim, dim_v;
-    int64_t documents; /* 0: sequences of fixed length; else a packed batch of n tokens */
+    int64_t documents; /* 0: sequences of fixed length; else a varlen batch of n tokens */
     int dtype;         /* quern_dtype: f32, f16, bf16 */
     int device;        /* quern_device */
     bool backward, encodings;
@@ -29,7 +29,7 @@ typedef struct bench_case {
     any_params params;
 } bench_case;
 
-/* The options that say which inputs there are and of what kind; base: a bench_case. */
+/* The options for the inputs' presence and kind; base: a bench_case. */
 extern const option_row bench_case_rows[];
 extern const size_t bench_case_row_count;
 /* Their defaults; op NULL: of nsa. */
@@ -41,19 +41,19 @@ typedef struct timing {
     double median, p10, p90; /* milliseconds */
 } timing;
 
-/* What a pass must do at least: the denominator. */
+/* The least work of a pass: the denominator. */
 typedef struct work {
     double flops, bytes;
-    ceiling limit; /* CEILINGS where none fits the CPU level */
+    ceiling limit; /* CEILINGS if none fits the CPU level */
     const char *formula;
 } work;
 
-/* A pass, beside what it is divided by on as many threads. */
+/* A pass, and its limits on as many threads. */
 typedef struct measurement {
     timing time;
-    double ceiling;  /* median of what was measured; 0: there is none */
-    double fraction; /* of the ceiling, median over rounds; 0: there is none */
-    double moved;    /* the mover's time over the pass's, median over rounds; 0: there is none */
+    double ceiling;  /* median over rounds; 0: none */
+    double fraction; /* of the ceiling, median over rounds; 0: none */
+    double moved;    /* the mover's time over the pass's, median over rounds; 0: none */
 } measurement;
 
 /* One line of results. */
@@ -74,14 +74,14 @@ typedef struct bench_row {
 int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan);
 /* Measures the passes of a job in turns with their limits. rounds > 0: so many rounds of a moment each; else
  * `reps` runs, or with reps 0 at least 3 and a second, one where a run takes more than 8 seconds. A first run
- * warms up and counts only if it was so long. Returns an exit code. */
+ * warms up; it counts only if it took more than 8 seconds. Returns an exit code. */
 int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, int reps, const char *label,
                   measurement out[2]);
-/* The times alone, for what is a numerator or a peer. */
+/* Only the times, for a numerator or a peer. */
 int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *forward, timing *backward);
-/* Forward workspace of NSA where O alone is asked for, so that all the rest stands in it, over what it may
- * hold: one packed copy of K and V in the compute dtype, compressed K and V, indices, statistics (LSE of
- * three branches, gates), 4 MiB a thread. 0 for other operations. */
+/* Forward workspace of NSA with O as the only result, over its bound: one copy of K and V in panels in the
+ * compute dtype, compressed K and V, indices, statistics (LSE of three branches, gates), 4 MiB a thread. 0
+ * for other operations. */
 double bench_workspace(const job *j, const bench_case *c, quern_context *ctx);
 work bench_work(const bench_case *c, bool backward, quern_cpu_level level);
 
@@ -97,7 +97,7 @@ double row_rate(const bench_row *row);
 /* The table, a row of the JSON, the chart. */
 void report_header(void);
 void report_row(const bench_row *row);
-/* What G/s counts, a line an operation. */
+/* Prints the formula of G/s for each operation. */
 void report_formulas(const bench_row *rows, size_t count);
 json_t *report_json(const bench_row *row);
 /* Draws time, and speed-up over the peer, against length; needs gnuplot. Returns an exit code. */
@@ -105,7 +105,7 @@ int report_svg(const char *path, const bench_row *rows, size_t count);
 /* True if a program of this name is on the PATH. */
 bool have_program(const char *name);
 
-/* One line on a terminal that is written over; nothing elsewhere. */
+/* A progress line that the next one overwrites, on a terminal only. */
 void progress(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void progress_clear(void);
 

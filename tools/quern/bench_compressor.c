@@ -170,7 +170,7 @@ static int measure(subject_data *d, bool backward, int rounds, quern_context *ct
     return EXIT_DONE;
 }
 
-/* Tokens one by one into a state; those that complete a block are timed apart. */
+/* Appends tokens one by one to a state; times those that complete a block separately. */
 static int measure_append(subject_data *d, int64_t ring, quern_context *ctx, result out[2])
 {
     enum { TOKENS = 4096 };

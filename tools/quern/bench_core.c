@@ -46,7 +46,7 @@ static const option_row rows[] = {
 };
 #undef AT
 
-/* A pass: what it runs, what it must compute at least. */
+/* A pass: its operation and its least work. */
 typedef struct core_pass {
     const char *op, *formula;
     bool backward;
@@ -67,7 +67,7 @@ typedef struct core_data {
     size_t bytes;
 } core_data;
 
-/* The next tensor of the data, contiguous; NULL where memory is short. */
+/* Makes the next tensor of the data, contiguous; NULL without memory. */
 static const quern_tensor *make(core_data *d, quern_dtype dtype, int32_t ndim, const int64_t *shape,
                                 bool random)
 {
@@ -109,7 +109,7 @@ static quern_status open_index(core_data *d, quern_context *ctx)
     return quern_dsv4_index_workspace(ctx, &d->index, t, &d->bytes);
 }
 
-/* Entries spread over all that a query sees, at random places. */
+/* Chooses random entries, spread over all that a query sees. */
 static void fill_lists(const core_data *d, const quern_tensor *idx)
 {
     uint64_t state = 1;

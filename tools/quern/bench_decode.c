@@ -48,8 +48,8 @@ static const option_row rows[] = {
 };
 #undef AT
 
-/* A filled cache and calls on it. Each call takes other queries, so that the selected branch reads other
- * blocks. */
+/* A filled cache and calls on it. Each call has different queries, so that the selected branch reads
+ * different blocks. */
 typedef struct decode_data {
     const decode_bench *o;
     int64_t n, heads, kv_heads;
@@ -196,8 +196,7 @@ static void close_data(decode_data *d)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-/* Bytes of keys and values that a step must read: those of the last query, whose neighbours see nearly the
- * same. */
+/* Bytes of keys and values that a step must read: the last query's, as its neighbours see nearly the same. */
 static double bytes_of(const decode_data *d)
 {
     const decode_bench *o = d->o;

@@ -78,8 +78,8 @@ static bool asked_for(const bench_case *c, const quern_op_tensor *t)
     return false;
 }
 
-/* Which tensors are handed in: those asked for that the parameters have a use for, and those that are then
- * needed. Sets the parameters that follow from them. */
+/* Chooses the tensors to give: those asked for that the parameters use, and those that are then needed. Sets
+ * the parameters that follow from them. */
 static int choose_inputs(const bench_case *c, job *j, bool chosen[QUERN_OP_TENSORS_MAX])
 {
     static const quern_tensor something;
@@ -104,21 +104,21 @@ static int choose_inputs(const bench_case *c, job *j, bool chosen[QUERN_OP_TENSO
     return EXIT_DONE;
 }
 
-/* Parameters are numbers as the command line gives them: those that the library will refuse only have to do
- * no harm. */
+/* Parameters come from the command line unchecked. The library refuses bad ones later; here they must do no
+ * harm. */
 static int64_t at_least_one(int64_t x)
 {
     return x > 0 ? x : 1;
 }
 
-/* The product of two numbers > 0, or the largest there is: no tensor is as long. */
+/* The product of two numbers > 0; on overflow the largest number, which no tensor reaches. */
 static int64_t times_most(int64_t a, int64_t b)
 {
     int64_t product;
     return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
 }
 
-/* The extent that a word of a shape stands for; -1 where nothing says it. */
+/* The extent of a word of a shape; -1 if unknown. */
 static int64_t extent_of(const bench_case *c, const job *j, const char *word)
 {
     const struct {
@@ -143,7 +143,7 @@ static int64_t extent_of(const bench_case *c, const job *j, const char *word)
     return quern_op_extent(c->op->op, &j->params, &j->tensors, word, &extent) == QUERN_OK ? extent : -1;
 }
 
-/* False where the library says why. */
+/* False with the library's error set. */
 static bool shape_of(const bench_case *c, const job *j, const quern_op_tensor *t, int64_t *shape,
                      int32_t *ndim)
 {
@@ -282,7 +282,7 @@ int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan)
     j->plan = plan;
     j->device = c->device;
     int code = choose_inputs(c, j, chosen);
-    for (int pass = 0; pass < 2; pass++) /* where sequences start decides the shapes of the others */
+    for (int pass = 0; pass < 2; pass++) /* cu_seqlens decides the shapes of the others */
         for (int32_t i = 0; i < c->op->info.tensor_count && code == EXIT_DONE; i++)
             if (chosen[i] && (strncmp(c->op->tensors[i].name, "cu_", 3) == 0) == (pass == 0))
                 code = make_input(j, c, i);

@@ -1,12 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * bench_measure.c - times of an operation, and its fraction of what the machine can do.
+ * bench_measure.c - times of an operation, and its fraction of the machine's ceilings.
  *
- * Machines change speed while they are measured, memory by a factor of two from second to second. So what is
- * divided is measured in turns: a round is the limits of all passes, some runs, and the limits again; the
- * round's fraction is its median run over the mean of the limits around it, and the result the median over
- * rounds.
+ * Machines change speed while they are measured, memory by a factor of two from second to second. So
+ * operation and limits are measured in turns: a round is the limits of all passes, some runs, and the limits
+ * again; the round's fraction is its median run over the mean of the limits around it, and the result the
+ * median over rounds.
  */
 #include "bench.h"
 
@@ -82,7 +82,7 @@ static double ceiling_cuda(ceiling limit)
     return ok ? best : 0;
 }
 
-/* What each pass is divided by, at one moment. */
+/* The limits of each pass at one moment. */
 typedef struct limits {
     double rate[2];     /* of the ceiling; 0: none */
     double mover_ms[2]; /* 0: none */
@@ -107,7 +107,7 @@ static limits limits_now(const job *j, const work w[2], int passes, int threads)
 enum {
     ROUND_RUNS = 8,
     BENCH_ROUND_RUNS = BENCH_REPS_MAX / 3
-}; /* at most; the bench has at least three rounds of what is short */
+}; /* at most; the bench has three rounds or more of short runs */
 
 /* A measurement in progress. */
 typedef struct turns {
@@ -135,7 +135,7 @@ static void end_round(turns *t, int passes, const work w[2], int first_run, cons
     t->rounds++;
 }
 
-/* One run, whose times are kept. */
+/* One run; keeps its times. */
 static int run_once(turns *t, job *j, quern_context *ctx)
 {
     int code = job_flush(j);
@@ -147,7 +147,7 @@ static int run_once(turns *t, job *j, quern_context *ctx)
     return code;
 }
 
-/* A round is as many runs as take a moment, of long ones one. */
+/* A round is as many runs as fit into enough_ms, at least one. */
 static int run_round(turns *t, job *j, quern_context *ctx, double enough_ms, int most)
 {
     int code = EXIT_DONE;
@@ -179,7 +179,7 @@ int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, i
     limits before = limits_now(j, w, passes, threads);
     int code = run_once(t, j, ctx);
     if (code == EXIT_DONE && rounds == 0 && reps == 0 &&
-        t->run_ms > long_run_ms) { /* so long that it counts, alone */
+        t->run_ms > long_run_ms) { /* so long that one is enough */
         const limits after = limits_now(j, w, passes, threads);
         end_round(t, passes, w, 0, &before, &after);
     } else {

@@ -18,8 +18,7 @@ static const quern_tensor *tensor_of(const job *j, const char *name)
     return i >= 0 ? j->tensors.t[i] : NULL;
 }
 
-/* Notes the data of the tensors of a list, each of `bytes` bytes and at a line. False where one is otherwise.
- */
+/* Stores the data pointers of a list of tensors. False unless each has `bytes` bytes and starts at a line. */
 static bool collect(const job *j, const char *const *names, int count, char **to, size_t bytes)
 {
     for (int i = 0; i < count; i++) {

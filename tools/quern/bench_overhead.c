@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * bench_overhead.c - `quern bench overhead`: what a call costs beside its kernels. On the CPU the calls have
- * no tokens. On a GPU they have a few and the stream is idle; the time ends when the call returns, with its
- * kernels launched.
+ * bench_overhead.c - `quern bench overhead`: the cost of a call besides its kernels. On the CPU the calls
+ * have no tokens. On a GPU they have a few and the stream is idle; the time ends when the call returns, with
+ * its kernels launched.
  */
 #include "bench.h"
 
@@ -21,12 +21,12 @@
 
 enum {
     ROUNDS = 301,
-    CALLS = 16 /* of a round on the CPU, whose clock is coarse beside one call */,
+    CALLS = 16 /* of a round on the CPU, where one call is short for the clock */,
     GPU_TOKENS = 64
 };
 enum { H = 32, HKV = 8, D = 128 };
 
-/* An operation on tensors that all stand in one block of memory. */
+/* An operation on tensors that share one block of memory. */
 typedef struct subject {
     const char *name;
     quern_operation op;

@@ -50,7 +50,7 @@ void report_formulas(const bench_row *rows, size_t count)
     }
 }
 
-/* A parameter's value: the library hands it out as text. */
+/* A parameter's value as the library's text for it. */
 static json_t *param_json(const char *takes, const char *text)
 {
     if (strcmp(takes, "INT") == 0) return json_integer(atoll(text));
@@ -58,7 +58,7 @@ static json_t *param_json(const char *takes, const char *text)
     return strcmp(takes, "true|false") == 0 ? json_boolean(*text == 't') : json_string(text);
 }
 
-/* What `base` holds for a row. */
+/* The value that `base` holds for a row. */
 static void set_option(json_t *object, const option_row *row, const void *base)
 {
     const void *at = row->type == OPTION_PARAM ? base : (const char *)base + row->offset;

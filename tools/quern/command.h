@@ -23,10 +23,10 @@ enum {
 /* Prints "quern VERB: sentence" to stderr, control characters escaped, and returns `code`. A path goes in as
  * TEXT_NAME(path), so that a long one does not hide the reason. */
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* The same with the library's last error; the code goes by the status. */
+/* The same with the library's last error; the code follows from the status. */
 int fail_status(quern_status status);
 
-/* The verb that runs, for messages. */
+/* The current verb, for messages. */
 extern const char *command_verb;
 
 /* Options of every verb that computes. */

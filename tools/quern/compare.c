@@ -36,7 +36,7 @@ static const option_row rows[] = {
 enum { ROWS = sizeof rows / sizeof *rows };
 
 typedef struct difference {
-    bool shape, dtype; /* are the same */
+    bool shape, dtype; /* equal */
     double max, l2;    /* relative, of the finite elements */
     int64_t nan;       /* elements that are NaN in A or in B */
     int64_t infinite;  /* elements of which one is infinite and the other another */
@@ -123,7 +123,7 @@ static difference differ(const quern_tensor *a, const quern_tensor *b, bool wide
     return d;
 }
 
-/* What is different besides the distance, for the table. */
+/* Differences besides the distance, for the table. */
 static void print_reasons(const difference *d, const quern_tensor *x, const quern_tensor *y)
 {
     if (!d->shape) printf(" (shapes differ)");

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* compressor.c - `quern run csa-compress` and `hca-compress`: a sequence in one call, or in pieces that a
- * state takes. */
+/* compressor.c - `quern run csa-compress` and `hca-compress`: a sequence in one call, or in pieces through a
+ * state. */
 #include "command.h"
 #include "scenario.h"
 

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* info.c - `quern info`: what this machine and this build are. */
+/* info.c - `quern info`: describes this machine and this build. */
 #include "command.h"
 #include "machine.h"
 #include "output.h"
@@ -60,7 +60,7 @@ static json_t *measure(int threads)
     return object;
 }
 
-/* The GPUs, each with what it is or why it cannot compute. */
+/* The GPUs, each with its properties or the reason why it cannot compute. */
 static void print_devices(void)
 {
     int32_t count = 0;
@@ -94,7 +94,7 @@ static void print_text(const quern_context *ctx, const json_t *ceilings)
                json_real_value(json_object_get(row, "all")), json_string_value(json_object_get(row, "unit")));
 }
 
-/* "[2, 3]", in the view's terms: of packed 4-bit floats the last extent counts bytes. */
+/* "[2, 3]", the view's shape: with packed 4-bit floats the last extent counts bytes. */
 static void shape_text(const quern_tensor *t, char *text, size_t room)
 {
     size_t used = (size_t)snprintf(text, room, "[");

@@ -116,7 +116,7 @@ static quern_status copy(const job *j, void *to, const void *from, size_t bytes)
 
 /* ---- inputs that follow from others ---- */
 
-/* Fills `made` in host memory from copies of the index tensors that were handed in. */
+/* Fills `made` in host memory from copies of the given index tensors. */
 static quern_status complete(const job *j, int tensor, int32_t *made)
 {
     any_tensors host = tensors_init(j->op);
@@ -206,7 +206,7 @@ static bool is_result(quern_op_role role)
     return role == QUERN_OP_RESULT || role == QUERN_OP_OPTIONAL_RESULT;
 }
 
-/* What stands aside is wanted where the backward pass reads it, too. */
+/* A result that is written only on request is also wanted if the backward pass reads it. */
 static bool wanted(const job *j, int tensor, const quern_op_role *backward)
 {
     const bool read =
@@ -214,7 +214,7 @@ static bool wanted(const job *j, int tensor, const quern_op_role *backward)
     return !j->op->tensors[tensor].aside || j->aside || read;
 }
 
-/* A gradient comes for every input that was handed in: zeros where the parameters do not use it. */
+/* Every given input has a gradient: zeros if the parameters do not use the input. */
 static int allocate_gradient(job *j, int tensor, quern_op_role role, const quern_tensor *expected)
 {
     const quern_op_tensor *t = &j->op->tensors[tensor];
@@ -244,7 +244,7 @@ static int allocate_outputs(job *j, quern_op_pass pass)
     return code;
 }
 
-/* How many words a shape has; -1 where they stand for any number of dimensions. */
+/* The number of words in a shape; -1 if it means any number of dimensions. */
 static int word_count(const char *shape)
 {
     int n = *shape != '\0';

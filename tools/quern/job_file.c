@@ -16,7 +16,7 @@ static const char *name_of(const job *j, int tensor)
     return quern_op_tensor_name(j->op->op, &j->params, tensor);
 }
 
-/* Whether a name stands in a list with commas. */
+/* Whether a list with commas holds a name. */
 static bool listed(const char *list, const char *name)
 {
     const size_t length = strlen(name);
@@ -40,7 +40,7 @@ static int open_inputs(job *j, const quern_safetensors *file, const char *withou
     return EXIT_DONE;
 }
 
-/* roles NULL: the parameters are not accepted, so that there are none. */
+/* roles NULL: the library does not accept the parameters, so that no roles are known. */
 static int check_missing(const job *j, const quern_op_role *roles, const char *path)
 {
     char needs[256] = "";
@@ -57,7 +57,7 @@ static int check_missing(const job *j, const quern_op_role *roles, const char *p
                 j->op->name, needs);
 }
 
-/* Says which value of which parameter would have the tensor read. */
+/* Prints a note of a parameter's value with which the tensor would be read. */
 static void note_unread(const job *j, int tensor)
 {
     quern_op_role roles[QUERN_OP_TENSORS_MAX];
@@ -85,10 +85,10 @@ static void note_unread(const job *j, int tensor)
 static bool is_read(quern_op_role role)
 {
     return role == QUERN_OP_NEEDED || role == QUERN_OP_OPTIONAL ||
-           role == QUERN_OP_REFUSED; /* the last for the library to say */
+           role == QUERN_OP_REFUSED; /* the last one's error comes from the library */
 }
 
-/* Leaves aside what the call writes itself, and the triggers of what the parameters leave out. */
+/* Drops tensors that the call itself writes, and triggers of results that the parameters exclude. */
 static int choose_inputs(job *j, const quern_op_role *roles)
 {
     quern_op_role backward[QUERN_OP_TENSORS_MAX] = {QUERN_OP_UNUSED};

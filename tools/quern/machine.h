@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* machine.h - how results name the machine and the build. */
+/* machine.h - the machine and the build, for results. */
 #ifndef QUERN_TOOLS_MACHINE_H
 #define QUERN_TOOLS_MACHINE_H
 

@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* ops.h - the library's operations as the command uses them: what quern/op.h says of each, read once. */
+/* ops.h - the library's operations for the command, as quern/op.h describes them; read once. */
 #ifndef QUERN_TOOLS_OPS_H
 #define QUERN_TOOLS_OPS_H
 
@@ -10,7 +10,7 @@
 #include <quern/nsa.h>
 #include <quern/op.h>
 
-/* Parameters of any operation. The rows of benchmarks read those that they know by their type. */
+/* Parameters of any operation. Benchmarks read those of known operations by their type. */
 typedef union any_params {
     quern_attention_params attention;
     quern_nsa_params nsa;

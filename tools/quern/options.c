@@ -57,7 +57,7 @@ static bool same_word(const char *a, const char *b)
     return *a == *b;
 }
 
-/* Stores the value; false where the row does not accept it. */
+/* Stores the value; false if the row does not accept it. */
 static bool store(const option_row *row, void *base, const char *value)
 {
     void *at = row->type == OPTION_PARAM ? base : (char *)base + row->offset;

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * options.h - command line options as tables: one row says an option's name, type, place in a struct and
- * help. Parsing, --help, `run --list` and docs/run.md all read the same rows.
+ * options.h - command line options as tables: a row has an option's name, type, offset in a struct and help.
+ * Parsing, --help, `run --list` and docs/run.md all read the same rows.
  */
 #ifndef QUERN_TOOLS_OPTIONS_H
 #define QUERN_TOOLS_OPTIONS_H
@@ -24,9 +24,8 @@ typedef enum option_type {
 typedef struct option_row {
     const char *name;
     option_type type;
-    size_t offset; /* in the struct of the row's group. OPTION_PARAM: the parameter's number */
-    const char *const
-        *choices; /* OPTION_CHOICE: NULL-terminated. OPTION_PARAM: the operation, what it takes */
+    size_t offset;              /* in the struct of the row's group. OPTION_PARAM: the parameter's number */
+    const char *const *choices; /* CHOICE: NULL-terminated. PARAM: the operation, its values */
     const char *help;
 } option_row;
 
@@ -44,8 +43,8 @@ enum { OPTION_MAX = 64 }; /* rows of a verb, over all its groups */
 int parse_options(int argc, char **argv, const option_group *groups, size_t group_count, int *first,
                   bool *help);
 
-/* One line a row: "  --name VALUE  help (default)"; the default is what the group's struct holds, none where
- * base is NULL. */
+/* One line a row: "  --name VALUE  help (default)"; the default is the value in the group's struct; no
+ * default if base is NULL. */
 void print_options(const option_group *group);
 /* The value a row accepts, as text for help and documents: "INT", "true|false", "group|head" ... */
 void option_value_text(const option_row *row, char *text, size_t room);
@@ -53,7 +52,7 @@ void option_value_text(const option_row *row, char *text, size_t room);
 void option_current_text(const option_row *row, const void *base, char *text, size_t room);
 
 /* Reads a comma list of integers in [least, most], each with an optional suffix k or M (powers of 1024).
- * Returns how many, or -1 where the text is no such list or longer than `room`. */
+ * Returns how many, or -1 if the text is no such list or has more than `room`. */
 int parse_integers(const char *text, int64_t least, int64_t most, int64_t *out, int room);
 /* "A/B", or "A" for both; numbers from 1 to 2^20. */
 bool parse_pair(const char *text, int64_t *a, int64_t *b);

@@ -27,7 +27,7 @@ static int put(const char *bytes, size_t size, void *file)
 int output_json(const char *path, const json_t *root, size_t flags)
 {
     quern_file *file = NULL;
-    fflush(stdout); /* what was printed comes first where both go to one place */
+    fflush(stdout); /* earlier output comes first if both go to one file */
     quern_status status = quern_file_create(path, &file);
     if (status != QUERN_OK) return fail_status(status);
     const bool dumped = json_dump_callback(root, put, file, flags) == 0;

@@ -1,14 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* output.h - where results go: files, whole or not at all (quern/file.h), charts, standard output. */
+/* output.h - writes results: files, whole or not at all (quern/file.h), charts, standard output. */
 #ifndef QUERN_TOOLS_OUTPUT_H
 #define QUERN_TOOLS_OUTPUT_H
 
 #include <jansson.h>
 #include <stdio.h>
 
-/* Finds out before the work that a file cannot be written. path NULL: none is wanted. Returns an exit code.
- */
+/* Checks before the work that a file can be written. path NULL: no file. Returns an exit code. */
 int output_check(const char *path);
 /* Writes JSON and a line's end. Returns an exit code. */
 int output_json(const char *path, const json_t *root, size_t flags);
@@ -23,7 +22,7 @@ json_t *output_number(double value);
 /* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the command at once, with 128 + the signal's number as the exit
  * code, and leave neither a temporary file nor a child process. */
 void output_end_on_signals(void);
-/* Ends standard output: what could not be written makes an exit code of 0 or 1 that of an unwritable file. */
+/* Flushes standard output. If that fails, an exit code of 0 or 1 becomes that of an unwritable file. */
 int output_finish(int code);
 
 #endif

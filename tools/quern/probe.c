@@ -4,8 +4,7 @@
  * probe.c - `quern probe`: the longest sequence within a memory limit.
  *
  * Inputs, outputs and workspace are sized on reserved addresses, without memory, and the length is searched
- * by halving. Then the answer is proven: the operation runs at that length, and the peak resident memory is
- * read.
+ * by halving. Then the operation runs at that length, and the peak resident memory is read as proof.
  */
 #include "bench.h"
 
@@ -85,7 +84,7 @@ static size_t parse_bytes(const char *text)
     return (size_t)(value * unit);
 }
 
-/* Bytes that a length takes, or an exit code. */
+/* Sets the bytes that a length takes; returns an exit code. */
 static int size_of(const probe_options *o, int64_t n, quern_context *ctx, size_t *bytes)
 {
     job j;
@@ -124,7 +123,7 @@ static int search(const probe_options *o, size_t limit, quern_context *ctx, int6
     return EXIT_DONE;
 }
 
-/* Memory taken at its most: of this process, or of the GPU now, while the job still holds it. */
+/* Peak memory of this process, or the GPU's memory in use now, while the job holds its own. */
 static size_t peak_bytes(int device)
 {
     quern_cuda_device info = QUERN_CUDA_DEVICE_INIT;
@@ -136,8 +135,7 @@ static size_t peak_bytes(int device)
     return (size_t)usage.ru_maxrss * 1024;
 }
 
-/* Memory that the machine can give without swapping, or that the GPU has left; SIZE_MAX where it does not
- * say. */
+/* Memory available without swapping, or free on the GPU; SIZE_MAX if unknown. */
 static size_t memory_available(int device)
 {
     quern_cuda_device info = QUERN_CUDA_DEVICE_INIT;

@@ -15,7 +15,7 @@
 typedef struct run_options {
     bool list, markdown, save_branches;
     const char *profile, *without;
-    /* Of results, where the operation has such. */
+    /* Options of results, for operations that have them. */
     bool aside;
     int dtype; /* 0: the usual one, else quern_dtype + 1 */
     int64_t asked[4];
@@ -32,7 +32,7 @@ static const option_row rows[] = {
 enum { ROWS = sizeof rows / sizeof *rows, RESULT_ROWS_MAX = 6, GROUPS = 5 };
 static const char *const dtype_choices[] = {"usual", "f32", "f16", "bf16", NULL};
 
-/* What is run: an operation, alone or in a scenario. */
+/* The operation to run, alone or in a scenario. */
 typedef struct subject {
     const char *name;
     const scenario *scenario; /* NULL: none */
@@ -64,7 +64,7 @@ static void add_result_options(subject *s)
 }
 #undef AT
 
-/* False where there is no operation of the name. */
+/* False if no operation has the name. */
 static bool subject_named(const char *name, subject *s)
 {
     memset(s, 0, sizeof *s);
