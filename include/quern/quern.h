@@ -11,11 +11,11 @@
  *    how many bytes a call needs, the caller hands them over and may reuse them as soon as the call
  *    (on CUDA: the stream's work) is done. Workspace needs no particular alignment.
  *  - Structs that callers fill start with `size_t size`; their `_INIT` macro sets it. A smaller struct is
- * that of a caller compiled against an older header: the fields it lacks take their defaults. A larger one is
- * that of a newer caller: it is accepted where every byte past this library's struct is zero.
+ *    that of a caller compiled against an older header: the fields it lacks take their defaults. A larger
+ *    one is that of a newer caller: it is accepted where every byte past this library's struct is zero.
  *  - Every operation is `(ctx, exec, params, tensors, workspace, bytes)` and has its `*_workspace(ctx,
- * params, tensors, &bytes)`. exec NULL means the CPU, or the default stream of the tensors' device, and no
- * status word.
+ *    params, tensors, &bytes)`. exec NULL means the CPU, or the default stream of the tensors' device, and
+ *    no status word.
  *  - Outputs may not overlap inputs or each other unless a function says so.
  */
 #ifndef QUERN_QUERN_H

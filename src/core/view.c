@@ -251,7 +251,7 @@ quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *na
                              (long long)i + 1, cu[i + 1], cu[i]);
     if (cu[batch] > total)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s ends at %d: at most the %lld packed rows are accepted", name, cu[batch],
+                         "%s ends at %d: at most the %lld rows are accepted", name, cu[batch],
                          (long long)total);
     return QUERN_OK;
 }

@@ -4,8 +4,9 @@
  * attend_backward_keys.cuh - dK and dV of blockwise attention on the tensor cores, for bf16 and f16, every
  * mask.
  *
- *   dV = P^T row_scale dO, dK = scale dS^T Q (P, dS as in attend_backward_rows.cuh): a block owns 16 KW keys
- * and walks the rows that see them 64 at a time. Everything is transposed: S^T = K Q^T leaves P^T in
+ *   dV = P^T row_scale dO, dK = scale dS^T Q (P, dS as in attend_backward_rows.cuh)
+ *
+ * A block owns 16 KW keys and walks the rows that see them 64 at a time. Everything is transposed: S^T = K Q^T leaves P^T in
  * registers as the A operand of P^T dO. The heads of a group meet in one row stream, so dK and dV are
  * whole, without atomics. For listed blocks the row stream comes from the inverted index (inverse.cu).
  *

@@ -1,13 +1,14 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * compress_gemm.cu - compression's products by weights on tensor cores, for inputs of 16 bits.
- * Kernels write operands without gaps, cuBLASLt (common/gemm.cu) multiplies them, all heads at once, sums in
- * f32, and kernels carry the products to where they belong, each place once and in one order.
+ * compress_gemm.cu - compression's products by weights on tensor cores, for inputs of 16 bits. Kernels write
+ * operands without gaps, cuBLASLt (common/gemm.cu) multiplies them, all heads at once, sums in f32, and
+ * kernels carry the products to where they belong, each place once and in one order.
  *
  *   y    = [rows][positions][terms][D] x [positions][terms][D][D]     of tokens or means
  *   d_x  = [blocks of d tokens][covers][terms][D] x [d][D][covers][terms][D]^T: token j d + f is met by
- * entries j - m, m < covers = l/d, at position m d + f of W; the mean's gradient is the case of one position
+ *          entries j - m, m < covers = l/d, at position m d + f of W; the mean's gradient is the case of one
+ *          position
  *   d_w  = [rows][positions][pieces][D]^T x [rows][pieces][D]
  *
  * What 16 bits do not hold (means, gradients and weights in f32) stands as two pieces, the nearest bf16 and

@@ -8,7 +8,8 @@
  *   dW[p]  = sum_r X(r, p) (x) G[r]             G = dY
  *   dmean[r] = G[r] W^T                         mean; spread over the tokens by compress.cu
  *   dX[t]  = sum_m G[t/d - m] W[t mod d + m d]^T   linear: the l/d entries that cover token t, in the order
- * of m dpe[p] = W[p] S, S = sum_r G[r]
+ *                                                  of m
+ *   dpe[p] = W[p] S, S = sum_r G[r]
  *
  * Inputs of 16 bits go to compress_gemm.cu where there is a cuBLASLt; what follows is for f32, and without
  * it.
