@@ -8,6 +8,7 @@
  * one misses.
  */
 #include "ceilings.h"
+#include "program.h"
 
 #include <quern/moe.h>
 
@@ -26,37 +27,6 @@ typedef struct layer {
     float *y;
     int32_t ends[EXPERTS];
 } layer;
-
-static void *need(void *p)
-{
-    if (p == NULL) {
-        fprintf(stderr, "no memory\n");
-        exit(4);
-    }
-    return p;
-}
-
-static void check(quern_status status)
-{
-    if (status == QUERN_OK) return;
-    fprintf(stderr, "%s\n", quern_last_error(NULL));
-    exit(5);
-}
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static uint32_t next_random(uint32_t *state)
-{
-    *state ^= *state << 13;
-    *state ^= *state >> 17;
-    *state ^= *state << 5;
-    return *state;
-}
 
 static quern_tensor view(void *data, quern_dtype dtype, int64_t rows, int64_t columns)
 {

@@ -6,6 +6,8 @@
  * targets are those of rne, four_over_six and search on normal data. Prints a line per figure; exit code 1 if
  * one misses.
  */
+#include "program.h"
+
 #include <quern/nvfp4.h>
 
 #include <math.h>
@@ -14,13 +16,6 @@
 
 enum { COUNT = 1 << 18 };
 typedef enum data_kind { NORMAL, LAPLACE, HEAVY, KINDS } data_kind;
-
-static void check(quern_status status)
-{
-    if (status == QUERN_OK) return;
-    fprintf(stderr, "%s\n", quern_last_error(NULL));
-    exit(5);
-}
 
 static double uniform(uint64_t *state)
 {

@@ -6,9 +6,10 @@
  *
  *   dV = P^T row_scale dO, dK = scale dS^T Q (P, dS as in attend_backward_rows.cuh)
  *
- * A block owns 16 KW keys and walks the rows that see them 64 at a time. Everything is transposed: S^T = K Q^T leaves P^T in
- * registers as the A operand of P^T dO. The heads of a group meet in one row stream, so dK and dV are
- * whole, without atomics. For listed blocks the row stream comes from the inverted index (inverse.cu).
+ * A block owns 16 KW keys and walks the rows that see them 64 at a time. Everything is transposed:
+ * S^T = K Q^T leaves P^T in registers as the A operand of P^T dO.
+ * The heads of a group meet in one row stream, so dK and
+ * dV are whole, without atomics. For listed blocks the row stream comes from the inverted index (inverse.cu).
  *
  * Few keys with many rows (compressed entries, blocks that every tile chose) would leave most of the GPU
  * idle: a range is cut into `splits` shares of its rows, a listed block into items of item_rows. Each share

@@ -8,9 +8,10 @@
  *   softmax, bf16/f16: tensor cores; a list of <= 16 rows is one warp's m16 tile, a longer one is walked by
  *     all eight warps in chunks of 128 rows; p = exp(s - lse), summed over the rows in a fixed order;
  *   softmax, f32, and mean_logit: f32 cores (the mean of Q is f32).
- * Then warp w maps entries to selection blocks for list w (each entry weighs as often as the spatial overlap counts it) and inserts what
- * beats the list's worst into a sorted list. Scores are compared as integers whose order is: NaN < -inf <
- * finite; ties keep the earlier, so the lower, index. Forced blocks skip the contest.
+ * Then warp w maps entries to selection blocks for list w (each entry weighs as often as the spatial overlap
+ * counts it) and inserts what beats the list's worst into a sorted list. Scores are compared as integers
+ * whose order is: NaN < -inf < finite; ties keep the earlier, so the lower, index. Forced blocks skip the
+ * contest.
  */
 #ifndef QUERN_CUDA_SELECT_CUH
 #define QUERN_CUDA_SELECT_CUH
