@@ -13,6 +13,7 @@ static int32_t add(moe_call *c, moe_step_kind kind)
     return c->used[kind]++;
 }
 
+// NOLINTBEGIN(bugprone-macro-parentheses): a function's name cannot stand in parentheses here
 #define ADD(stage, name, most)                                                                               \
     name##_args *moe_add_##stage(moe_call *c)                                                                \
     {                                                                                                        \
@@ -21,6 +22,7 @@ static int32_t add(moe_call *c, moe_step_kind kind)
         return args;                                                                                         \
     }
 MOE_STEPS(ADD)
+// NOLINTEND(bugprone-macro-parentheses)
 
 /* Whether the backend has a step's stage and takes its arguments, and the bytes that it needs. */
 static bool takes(const moe_call *c, const moe_step *step, size_t *bytes, char why[STAGE_WHY_BYTES])

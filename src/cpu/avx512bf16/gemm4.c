@@ -16,10 +16,10 @@
 #include <immintrin.h>
 
 /* bf16 bits of 2^e (1 + m / 8) and of 1.5 times that, at a scale's largest exponent, 8. */
-#define POWER(e, m) ((135 + (e)) << 7 | (m) << 4)
+#define POWER(e, m) ((135 + (e)) * 128 + (m) * 16)
 #define HALF_MORE(e, m)                                                                                      \
-    (3 * (8 + (m)) < 32 ? (135 + (e)) << 7 | (3 * (8 + (m)) - 16) << 3                                       \
-                        : (136 + (e)) << 7 | (3 * (8 + (m)) - 32) << 2)
+    (3 * (8 + (m)) < 32 ? (135 + (e)) * 128 + (3 * (8 + (m)) - 16) * 8                                       \
+                        : (136 + (e)) * 128 + (3 * (8 + (m)) - 32) * 4)
 #define MAGNITUDES(m)                                                                                        \
     0, POWER(-1, m), POWER(0, m), HALF_MORE(0, m), POWER(1, m), HALF_MORE(1, m), POWER(2, m), HALF_MORE(2, m)
 
@@ -28,7 +28,7 @@ static const uint16_t products[64] = {MAGNITUDES(0), MAGNITUDES(1), MAGNITUDES(2
 
 /* By the five high bits of a scale's byte: the largest exponent minus the scale's, in bf16 bits. The last
  * entry is that of 0. */
-#define LACKS(e) (17 - (e)) << 7
+#define LACKS(e) ((17 - (e)) * 128)
 static const uint16_t lacking[32] = {LACKS(0),  LACKS(1),  LACKS(2),  LACKS(3),     LACKS(4),
                                      LACKS(5),  LACKS(6),  LACKS(7),  LACKS(8),     LACKS(9),
                                      LACKS(10), LACKS(11), LACKS(12), LACKS(13),    LACKS(14),
@@ -67,7 +67,8 @@ INLINE column_scales scales_of(const decoder *d, const uint8_t *bytes)
 INLINE __m512i scaled_pair(const decoder *d, __m512i line, const int p, column_scales scales)
 {
     enum { SELECT = 0xca, AND_OR = 0xea }; /* a ? b : c; (a & b) | c */
-    const __m512i turned = _mm512_ror_epi32(line, 4 * p + 1);
+    const int turn = 4 * p + 1;
+    const __m512i turned = (__m512i)((vuint)line >> turn | (vuint)line << (32 - turn));
     const __m512i index = _mm512_ternarylogic_epi32(d->magnitude, turned, scales.m, SELECT);
     const __m512i largest = _mm512_permutex2var_epi16(d->low, index, d->high);
     return _mm512_ternarylogic_epi32(d->sign, turned, _mm512_subs_epu16(largest, scales.lacks), AND_OR);
