@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""What the programs beside this share: random data, medians of CUDA events with the L2 cache written over before each
-repetition, cuDNN's attention, and the lines of a report."""
+"""What the programs beside this share: random data, medians of CUDA events with the L2 cache written over
+before each repetition, cuDNN's attention, and the lines of a report."""
+
 import statistics
 
 import torch
@@ -51,7 +52,11 @@ def line(what, target, measured, unit, most=False):
     global _failed
     good = measured <= target if most else measured >= target
     _failed += not good
-    print(f"{what:78} target {'<=' if most else '>='} {target:<8.3g} measured {measured:<8.3g} {unit:8} {'PASS' if good else 'FAIL'}", flush=True)
+    print(
+        f"{what:78} target {'<=' if most else '>='} {target:<8.3g} measured {measured:<8.3g} "
+        f"{unit:8} {'PASS' if good else 'FAIL'}",
+        flush=True,
+    )
 
 
 def fail(why):
@@ -69,13 +74,16 @@ def cudnn(q, k, v, do=None):
     """Milliseconds of cuDNN's causal attention: forward, and forward and backward."""
     q, k, v = (x.transpose(1, 2).detach().requires_grad_(do is not None) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+
         def forward():
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         def both():
             q.grad = k.grad = v.grad = None
             forward().backward(do.transpose(1, 2))
-        reps = (1, 0) if q.shape[2] > 1 << 18 else (5, 1)  # of 1M tokens once: half a minute, and two with the backward
+
+        # Of 1M tokens once: half a minute, and two with the backward.
+        reps = (1, 0) if q.shape[2] > 1 << 18 else (5, 1)
         with torch.no_grad():
             f = ms(forward, *reps)
         return f, ms(both, *reps) if do is not None else 0

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 """Quern's C calls on PyTorch's tensors, through ctypes: over the structs that quern/op.h describes."""
+
 import ctypes as c
 
 import torch
@@ -9,8 +10,15 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}
 
 
 class Tensor(c.Structure):
-    _fields_ = [("data", c.c_void_p), ("dtype", c.c_int), ("device", c.c_int), ("device_id", c.c_int32), ("ndim", c.c_int32),
-                ("shape", c.c_int64 * 6), ("strides", c.c_int64 * 6)]
+    _fields_ = [
+        ("data", c.c_void_p),
+        ("dtype", c.c_int),
+        ("device", c.c_int),
+        ("device_id", c.c_int32),
+        ("ndim", c.c_int32),
+        ("shape", c.c_int64 * 6),
+        ("strides", c.c_int64 * 6),
+    ]
 
 
 class Exec(c.Structure):
@@ -18,21 +26,39 @@ class Exec(c.Structure):
 
 
 class OpInfo(c.Structure):
-    _fields_ = ([(n, c.c_char_p) for n in "name help group".split()] + [("forward", c.c_int), ("backward", c.c_int)]
-                + [(n, c.c_int32) for n in "tensor_count param_count varlen_by".split()]
-                + [("tensors_size", c.c_size_t), ("params_size", c.c_size_t), ("aside", c.c_char_p), ("aside_valued", c.c_bool),
-                   ("asked", c.c_char_p * 4)])
+    _fields_ = (
+        [(n, c.c_char_p) for n in "name help group".split()]
+        + [("forward", c.c_int), ("backward", c.c_int)]
+        + [(n, c.c_int32) for n in "tensor_count param_count varlen_by".split()]
+        + [
+            ("tensors_size", c.c_size_t),
+            ("params_size", c.c_size_t),
+            ("aside", c.c_char_p),
+            ("aside_valued", c.c_bool),
+            ("asked", c.c_char_p * 4),
+        ]
+    )
 
 
 class OpTensor(c.Structure):
-    _fields_ = ([(n, c.c_char_p) for n in "name field other_name dtype".split()] + [("gradient_of", c.c_int32)]
-                + [(n, c.c_bool) for n in "needed input trigger".split()] + [("result", c.c_bool * 2), ("aside", c.c_bool)]
-                + [("fixed", c.c_char * 64), ("varlen", c.c_char * 64)])
+    _fields_ = (
+        [(n, c.c_char_p) for n in "name field other_name dtype".split()]
+        + [("gradient_of", c.c_int32)]
+        + [(n, c.c_bool) for n in "needed input trigger".split()]
+        + [("result", c.c_bool * 2), ("aside", c.c_bool)]
+        + [("fixed", c.c_char * 64), ("varlen", c.c_char * 64)]
+    )
 
 
 class OpParam(c.Structure):
-    _fields_ = [("name", c.c_char * 32), ("field", c.c_char_p), ("help", c.c_char_p), ("value", c.c_char * 64), ("initial", c.c_char * 64),
-                ("option", c.c_bool)]
+    _fields_ = [
+        ("name", c.c_char * 32),
+        ("field", c.c_char_p),
+        ("help", c.c_char_p),
+        ("value", c.c_char * 64),
+        ("initial", c.c_char * 64),
+        ("option", c.c_bool),
+    ]
 
 
 class Op:
@@ -48,7 +74,11 @@ class Op:
         tensors, params = (OpTensor * info.tensor_count)(), (OpParam * info.param_count)()
         self.check(self.lib.quern_op_get_tensors(self.op, tensors))
         self.check(self.lib.quern_op_get_params(self.op, params))
-        self.tensors = type("Tensors", (c.Structure,), {"_fields_": [("size", c.c_size_t)] + [(t.field.decode(), c.POINTER(Tensor)) for t in tensors]})
+        self.tensors = type(
+            "Tensors",
+            (c.Structure,),
+            {"_fields_": [("size", c.c_size_t)] + [(t.field.decode(), c.POINTER(Tensor)) for t in tensors]},
+        )
         self.params = {p.field.decode(): (i, p.value.decode()) for i, p in enumerate(params)}
 
 
@@ -80,7 +110,9 @@ class Params:
 
     def __getattr__(self, name):
         text = c.create_string_buffer(64)
-        self.op.check(self.op.lib.quern_op_text(self.op.op, self.memory, self.op.params[name][0], text, len(text)))
+        self.op.check(
+            self.op.lib.quern_op_text(self.op.op, self.memory, self.op.params[name][0], text, len(text))
+        )
         text, (words, bits) = text.value.decode(), self._words(name)
         if bits:
             return sum(1 << i for i, w in enumerate(words) if text == "all" or w in text.split(","))
@@ -95,8 +127,11 @@ class Quern:
         self.lib.quern_last_error.restype = c.c_char_p
         self.lib.quern_op_named.restype = c.c_void_p
         for name in "get get_tensors get_params defaults preset set text".split():
-            getattr(self.lib, "quern_op_" + name).argtypes = [c.c_void_p] + {"preset": [c.c_void_p, c.c_char_p], "set": [c.c_void_p, c.c_char_p, c.c_char_p],
-                                                              "text": [c.c_void_p, c.c_int32, c.c_char_p, c.c_size_t]}.get(name, [c.c_void_p])
+            getattr(self.lib, "quern_op_" + name).argtypes = [c.c_void_p] + {
+                "preset": [c.c_void_p, c.c_char_p],
+                "set": [c.c_void_p, c.c_char_p, c.c_char_p],
+                "text": [c.c_void_p, c.c_int32, c.c_char_p, c.c_size_t],
+            }.get(name, [c.c_void_p])
         self.ops = {}
         self.ctx = c.c_void_p()
         self._check(self.lib.quern_context_create(None, c.byref(self.ctx)))
@@ -118,7 +153,8 @@ class Quern:
         return Params(self.op("attention"))
 
     def call(self, name, params, **tensors):
-        """A function of no arguments that runs quern_<name> on the current stream; the workspace is taken here."""
+        """A function of no arguments that runs quern_<name> on the current stream; the workspace is taken
+        here."""
         kind = params.op.tensors
         t, keep = kind(c.sizeof(kind)), []
         for key, x in tensors.items():
@@ -129,12 +165,24 @@ class Quern:
             setattr(t, key, c.pointer(view))
         function = getattr(self.lib, "quern_" + name)
         size, execution = c.c_size_t(), Exec(c.sizeof(Exec))
-        self._check(getattr(self.lib, "quern_" + name + "_workspace")(self.ctx, params.memory, c.byref(t), c.byref(size)))
+        self._check(
+            getattr(self.lib, "quern_" + name + "_workspace")(
+                self.ctx, params.memory, c.byref(t), c.byref(size)
+            )
+        )
         memory = torch.empty(size.value + 256, dtype=torch.uint8, device="cuda")
         keep.append(memory)
-        arguments = [self.ctx, c.byref(execution), params.memory, c.byref(t), c.c_void_p(memory.data_ptr()), size]
+        arguments = [
+            self.ctx,
+            c.byref(execution),
+            params.memory,
+            c.byref(t),
+            c.c_void_p(memory.data_ptr()),
+            size,
+        ]
 
         def run(_keep=keep):
             execution.stream = torch.cuda.current_stream().cuda_stream
             self._check(function(*arguments))
+
         return run

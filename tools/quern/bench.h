@@ -100,6 +100,11 @@ void report_row(const bench_row *row);
 /* Prints the formula of G/s for each operation. */
 void report_formulas(const bench_row *rows, size_t count);
 json_t *report_json(const bench_row *row);
+/* Writes a scenario's results, measured on the CPU, with the machine that they are of. An exit code. */
+int report_results(const char *path, const quern_context *ctx, json_t *results);
+/* A scenario's options and its one word, the subject. *help: `usage` and the options are printed, and there is
+ * nothing left to do. An exit code. */
+int scenario_options(int argc, char **argv, const option_group *group, const char *usage, bool *help);
 /* Draws time, and speed-up over the peer, against length; needs gnuplot. Returns an exit code. */
 int report_svg(const char *path, const bench_row *rows, size_t count);
 /* True if a program of this name is on the PATH. */

@@ -281,13 +281,7 @@ static int bench(const compressor_bench *o, const char *subject)
         }
         close_data(&d);
     }
-    if (code == EXIT_DONE && o->json != NULL) {
-        json_t *root =
-            json_pack("{s:i, s:s, s:s, s:o, s:s, s:O}", "schema", 1, "version", quern_version(), "commit",
-                      machine_commit(), "machine", machine_json(ctx), "device", "cpu", "results", list);
-        code = output_json(o->json, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
-        json_decref(root);
-    }
+    if (code == EXIT_DONE && o->json != NULL) code = report_results(o->json, ctx, list);
     json_decref(list);
     quern_context_destroy(ctx);
     return code;
@@ -297,20 +291,15 @@ int bench_compressor(int argc, char **argv, const char *subject)
 {
     compressor_bench o = {.n = "16k", .threads = "0", .width = 512, .rounds = ROUNDS};
     const option_group groups[] = {{rows, sizeof rows / sizeof *rows, &o}};
-    int first;
     bool help;
-    const int code = parse_options(argc, argv, groups, 1, &first, &help);
-    if (code != EXIT_DONE) return code;
-    if (help) {
-        printf("usage: quern bench csa-compress|hca-compress|csa-append [--key value ...]\n\n"
-               "DeepSeek-V4's compressors from projections, with norm and RoPE, as a fraction of the read "
-               "bandwidth (backward:\n"
-               "of the copy bandwidth) that is measured in turns with them; csa-append: one token, without "
-               "and with an entry.\n\noptions:\n");
-        print_options(&groups[0]);
-        return EXIT_DONE;
-    }
-    if (argc - first != 1)
-        return fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
+    const int code = scenario_options(
+        argc, argv, groups,
+        "usage: quern bench csa-compress|hca-compress|csa-append [--key value ...]\n\n"
+        "DeepSeek-V4's compressors from projections, with norm and RoPE, as a fraction of the read "
+        "bandwidth (backward:\n"
+        "of the copy bandwidth) that is measured in turns with them; csa-append: one token, without "
+        "and with an entry.\n\noptions:\n",
+        &help);
+    if (code != EXIT_DONE || help) return code;
     return bench(&o, subject);
 }

@@ -304,13 +304,7 @@ static int bench(const core_bench *o)
         }
         close_data(&d);
     }
-    if (code == EXIT_DONE && o->json != NULL) {
-        json_t *root =
-            json_pack("{s:i, s:s, s:s, s:o, s:s, s:O}", "schema", 1, "version", quern_version(), "commit",
-                      machine_commit(), "machine", machine_json(ctx), "device", "cpu", "results", list);
-        code = output_json(o->json, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
-        json_decref(root);
-    }
+    if (code == EXIT_DONE && o->json != NULL) code = report_results(o->json, ctx, list);
     json_decref(list);
     quern_context_destroy(ctx);
     return code;
@@ -342,19 +336,13 @@ int bench_core(int argc, char **argv, const char *subject)
 {
     core_bench o = defaults_of(strcmp(subject, "v4-attention") == 0);
     const option_group groups[] = {{rows, sizeof rows / sizeof *rows, &o}};
-    int first;
     bool help;
-    const int code = parse_options(argc, argv, groups, 1, &first, &help);
-    if (code != EXIT_DONE) return code;
-    if (help) {
-        printf("usage: quern bench %s [--key value ...]\n\n"
-               "The last queries of a context of n tokens, as a fraction of the arithmetic peak that is "
-               "measured in turns with them.\n\noptions:\n",
-               subject);
-        print_options(&groups[0]);
-        return EXIT_DONE;
-    }
-    if (argc - first != 1)
-        return fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
+    const int code = scenario_options(
+        argc, argv, groups,
+        "usage: quern bench v4-index|v4-attention [--key value ...]\n\n"
+        "The last queries of a context of n tokens, as a fraction of the arithmetic peak that is "
+        "measured in turns with them.\n\noptions:\n",
+        &help);
+    if (code != EXIT_DONE || help) return code;
     return bench(&o);
 }

@@ -293,13 +293,7 @@ static int bench(const decode_bench *o, const char *subject)
         if (code == EXIT_DONE) report(&d, subject, &m, quern_context_threads(ctx), list);
         close_data(&d);
     }
-    if (code == EXIT_DONE && o->json != NULL) {
-        json_t *root =
-            json_pack("{s:i, s:s, s:s, s:o, s:s, s:O}", "schema", 1, "version", quern_version(), "commit",
-                      machine_commit(), "machine", machine_json(ctx), "device", "cpu", "results", list);
-        code = output_json(o->json, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
-        json_decref(root);
-    }
+    if (code == EXIT_DONE && o->json != NULL) code = report_results(o->json, ctx, list);
     json_decref(list);
     quern_context_destroy(ctx);
     return code;
@@ -326,19 +320,14 @@ int bench_decode(int argc, char **argv, const char *subject)
 {
     decode_bench o = defaults_of(strcmp(subject, "nsa-decode") == 0);
     const option_group groups[] = {{rows, sizeof rows / sizeof *rows, &o}};
-    int first;
     bool help;
-    const int code = parse_options(argc, argv, groups, 1, &first, &help);
-    if (code != EXIT_DONE) return code;
-    if (help) {
-        printf("usage: quern bench nsa-decode|attention-decode [--key value ...]\n\n"
-               "A step of a batch of sequences from a cache, as a fraction of the read bandwidth that is "
-               "measured in turns with it:\n"
-               "of the keys and values that the queries must see.\n\noptions:\n");
-        print_options(&groups[0]);
-        return EXIT_DONE;
-    }
-    if (argc - first != 1)
-        return fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
+    const int code = scenario_options(
+        argc, argv, groups,
+        "usage: quern bench nsa-decode|attention-decode [--key value ...]\n\n"
+        "A step of a batch of sequences from a cache, as a fraction of the read bandwidth that is "
+        "measured in turns with it:\n"
+        "of the keys and values that the queries must see.\n\noptions:\n",
+        &help);
+    if (code != EXIT_DONE || help) return code;
     return bench(&o, subject);
 }

@@ -4,6 +4,7 @@
 #include "bench.h"
 
 #include "command.h"
+#include "machine.h"
 #include "output.h"
 
 #include <errno.h>
@@ -189,4 +190,29 @@ int report_svg(const char *path, const bench_row *rows, size_t count)
     const int code = output_chart(path, f);
     fclose(f);
     return code;
+}
+
+int report_results(const char *path, const quern_context *ctx, json_t *results)
+{
+    json_t *root =
+        json_pack("{s:i, s:s, s:s, s:o, s:s, s:O}", "schema", 1, "version", quern_version(), "commit",
+                  machine_commit(), "machine", machine_json(ctx), "device", "cpu", "results", results);
+    const int code = output_json(path, root, JSON_INDENT(1) | JSON_REAL_PRECISION(9));
+    json_decref(root);
+    return code;
+}
+
+int scenario_options(int argc, char **argv, const option_group *group, const char *usage, bool *help)
+{
+    int first;
+    const int code = parse_options(argc, argv, group, 1, &first, help);
+    if (code != EXIT_DONE) return code;
+    if (*help) {
+        printf("%s", usage);
+        print_options(group);
+        return EXIT_DONE;
+    }
+    if (argc - first != 1)
+        return fail(EXIT_USAGE, "%d words are given: one subject is accepted", argc - first);
+    return EXIT_DONE;
 }
