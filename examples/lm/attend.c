@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* attend.c - one layer's attention through Quern's public API. */
-#include "lm.h"
+#include "layer.h"
 
 #include <stdlib.h>
 
@@ -42,26 +42,6 @@ void attention_free(lm_attention *a)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-static quern_tensor view(void *data, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b, int64_t c,
-                         int64_t d)
-{
-    return quern_tensor_contiguous(data, dtype, ndim, (const int64_t[]){a, b, c, d});
-}
-
-static bool reserve(lm_model *m, size_t bytes)
-{
-    if (bytes <= m->workspace_bytes) return true;
-    free(m->workspace);
-    m->workspace = malloc(bytes);
-    m->workspace_bytes = m->workspace != NULL ? bytes : 0;
-    return m->workspace != NULL || failure("no memory for a workspace of %zu bytes", bytes) == 0;
-}
-
-static bool done(quern_status status)
-{
-    return status == QUERN_OK || failure("%s", quern_last_error(NULL)) == 0;
-}
-
 static bool dense(lm_model *m, lm_attention *a, int32_t n, const float *d_o, float *d_q, float *d_k,
                   float *d_v)
 {
@@ -84,7 +64,7 @@ static bool dense(lm_model *m, lm_attention *a, int32_t n, const float *d_o, flo
     if (d_o == NULL)
         return done(quern_attention_forward_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
                done(quern_attention_forward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
-    const quern_tensor go = view((float *)d_o, QUERN_F32, 4, 1, n, c->heads, dim),
+    const quern_tensor go = view(d_o, QUERN_F32, 4, 1, n, c->heads, dim),
                        gq = view(d_q, QUERN_F32, 4, 1, n, c->heads, dim),
                        gk = view(d_k, QUERN_F32, 4, 1, n, c->kv_heads, dim),
                        gv = view(d_v, QUERN_F32, 4, 1, n, c->kv_heads, dim);
@@ -96,8 +76,8 @@ static bool dense(lm_model *m, lm_attention *a, int32_t n, const float *d_o, flo
            done(quern_attention_backward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
 }
 
-static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n, const float *d_o, float *d_q,
-                   float *d_k, float *d_v, float *d_w_gate)
+static bool sparse(lm_model *m, lm_attention *a, const lm_param *w_gate, int32_t n, const float *d_o,
+                   float *d_q, float *d_k, float *d_v)
 {
     const lm_config *c = &m->config;
     const int64_t dim = c->width / c->heads, nc = entries(c, n);
@@ -105,7 +85,7 @@ static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n,
                        k = view(a->k, QUERN_F32, 4, 1, n, c->kv_heads, dim),
                        v = view(a->v, QUERN_F32, 4, 1, n, c->kv_heads, dim),
                        o = view(a->o, QUERN_F32, 4, 1, n, c->heads, dim),
-                       gate = view((float *)w_gate, QUERN_F32, 3, c->heads, 3, dim, 0),
+                       gate = view(w_gate->value, QUERN_F32, 3, c->heads, 3, dim, 0),
                        gates = view(a->gates, QUERN_F32, 4, 1, n, c->heads, 3),
                        k_cmp = view(a->k_cmp, QUERN_F32, 4, 1, nc, c->kv_heads, dim),
                        v_cmp = view(a->v_cmp, QUERN_F32, 4, 1, nc, c->kv_heads, dim),
@@ -141,11 +121,11 @@ static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n,
     if (d_o == NULL)
         return done(quern_nsa_forward_workspace(m->ctx, &p, &t, &bytes)) && reserve(m, bytes) &&
                done(quern_nsa_forward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
-    const quern_tensor go = view((float *)d_o, QUERN_F32, 4, 1, n, c->heads, dim),
+    const quern_tensor go = view(d_o, QUERN_F32, 4, 1, n, c->heads, dim),
                        gq = view(d_q, QUERN_F32, 4, 1, n, c->heads, dim),
                        gk = view(d_k, QUERN_F32, 4, 1, n, c->kv_heads, dim),
                        gv = view(d_v, QUERN_F32, 4, 1, n, c->kv_heads, dim),
-                       gg = view(d_w_gate, QUERN_F32, 3, c->heads, 3, dim, 0);
+                       gg = view(w_gate->grad, QUERN_F32, 3, c->heads, 3, dim, 0);
     t.d_o = &go;
     t.d_q = &gq;
     t.d_k = &gk;
@@ -155,15 +135,19 @@ static bool sparse(lm_model *m, lm_attention *a, const float *w_gate, int32_t n,
            done(quern_nsa_backward(m->ctx, NULL, &p, &t, m->workspace, m->workspace_bytes));
 }
 
-bool attention_forward(lm_model *m, lm_attention *a, const float *w_gate, int32_t n)
+bool attention_forward(lm_model *m, int32_t layer, int32_t n)
 {
-    return m->config.sparse ? sparse(m, a, w_gate, n, NULL, NULL, NULL, NULL, NULL)
-                            : dense(m, a, n, NULL, NULL, NULL, NULL);
+    lm_attention *a = &m->layer[layer].attention;
+    return config_kind(&m->config, layer) == KIND_NSA
+               ? sparse(m, a, layer_param(m, layer, L_GATE), n, NULL, NULL, NULL, NULL)
+               : dense(m, a, n, NULL, NULL, NULL, NULL);
 }
 
-bool attention_backward(lm_model *m, lm_attention *a, const float *w_gate, const float *d_o, float *d_q,
-                        float *d_k, float *d_v, float *d_w_gate, int32_t n)
+bool attention_backward(lm_model *m, int32_t layer, const float *d_o, float *d_q, float *d_k, float *d_v,
+                        int32_t n)
 {
-    return m->config.sparse ? sparse(m, a, w_gate, n, d_o, d_q, d_k, d_v, d_w_gate)
-                            : dense(m, a, n, d_o, d_q, d_k, d_v);
+    lm_attention *a = &m->layer[layer].attention;
+    return config_kind(&m->config, layer) == KIND_NSA
+               ? sparse(m, a, layer_param(m, layer, L_GATE), n, d_o, d_q, d_k, d_v)
+               : dense(m, a, n, d_o, d_q, d_k, d_v);
 }

@@ -11,7 +11,7 @@
 
 #include <quern/safetensors.h>
 
-enum { STATES = 3, FIELDS = 14, PAIRS = FIELDS + 3 };
+enum { STATES = 3, NUMBERS = FIELDS + 4, TEXTS = 4, PAIRS = NUMBERS + TEXTS };
 static const char *const suffixes[STATES] = {"", ".first", ".second"};
 
 static float *state_of(const lm_param *p, int which)
@@ -19,33 +19,20 @@ static float *state_of(const lm_param *p, int which)
     return which == 0 ? p->value : which == 1 ? p->first : p->second;
 }
 
-/* The run as numbers under names, one table for both directions. */
-static void fields(lm_config *c, int64_t *step, lm_run *run, const char *names[FIELDS],
-                   int64_t values[FIELDS], bool read)
+/* A number of the run under its name in the metadata. */
+typedef struct number {
+    const char *name;
+    int64_t value, least, most;
+} number;
+
+static void numbers_of(lm_config *c, int64_t step, const lm_run *run, number list[NUMBERS])
 {
-    int32_t *const ints[] = {&c->width,   &c->layers, &c->heads,    &c->kv_heads, &c->inner,
-                             &c->context, &c->block,  &c->selected, &c->window};
-    const char *const all[FIELDS] = {"width",   "layers", "heads",    "kv_heads",    "inner",
-                                     "context", "block",  "selected", "window",      "sparse",
-                                     "step",    "steps",  "seed",     "corpus_bytes"};
-    for (int i = 0; i < FIELDS; i++) names[i] = all[i];
-    for (int i = 0; i < 9; i++) {
-        if (read) *ints[i] = (int32_t)values[i];
-        else values[i] = *ints[i];
-    }
-    if (read) {
-        c->sparse = values[9] != 0;
-        *step = values[10];
-        run->steps = values[11];
-        run->seed = (uint64_t)values[12];
-        run->corpus_bytes = values[13];
-    } else {
-        values[9] = c->sparse;
-        values[10] = *step;
-        values[11] = run->steps;
-        values[12] = (int64_t)run->seed;
-        values[13] = run->corpus_bytes;
-    }
+    for (int i = 0; i < FIELDS; i++)
+        list[i] = (number){lm_fields[i].name, *config_field(c, i), lm_fields[i].least, lm_fields[i].most};
+    list[FIELDS] = (number){"step", step, 0, 1000000000};
+    list[FIELDS + 1] = (number){"steps", run->steps, 0, 1000000000};
+    list[FIELDS + 2] = (number){"seed", (int64_t)run->seed, 0, INT64_MAX};
+    list[FIELDS + 3] = (number){"corpus_bytes", run->corpus_bytes, 0, INT64_MAX};
 }
 
 /* Prints an error and returns false where one of the values is NaN or infinite. */
@@ -69,7 +56,7 @@ bool checkpoint_save(const lm_model *m, const char *path, const lm_run *run)
               failure("no memory for the table of %zu arrays", most) == 0;
     for (int32_t i = 0; ok && i < m->param_count; i++) {
         const lm_param *p = &m->params[i];
-        for (int s = 0; s < STATES; s++) {
+        for (int s = 0; s < STATES; s++) { /* an array without use has none */
             if (state_of(p, s) == NULL) continue;
             snprintf(names[count], sizeof *names, "%s%s", p->name, suffixes[s]);
             if (!all_finite(state_of(p, s), p->rows * p->cols, path, names[count])) {
@@ -83,25 +70,66 @@ bool checkpoint_save(const lm_model *m, const char *path, const lm_run *run)
         }
     }
     lm_config config = m->config;
-    lm_run copy = *run;
-    int64_t step = m->step, values[FIELDS];
-    const char *keys[FIELDS];
-    char text[FIELDS + 2][32];
+    number list[NUMBERS];
+    char text[NUMBERS + 2][32];
     quern_safetensors_pair pairs[PAIRS];
-    fields(&config, &step, &copy, keys, values, false);
-    for (int i = 0; i < FIELDS; i++) {
-        snprintf(text[i], sizeof *text, "%" PRId64, values[i]);
-        pairs[i] = (quern_safetensors_pair){keys[i], text[i]};
+    numbers_of(&config, m->step, run, list);
+    for (int i = 0; i < NUMBERS; i++) {
+        snprintf(text[i], sizeof *text, "%" PRId64, list[i].value);
+        pairs[i] = (quern_safetensors_pair){list[i].name, text[i]};
     }
-    snprintf(text[FIELDS], sizeof *text, "%a", (double)run->rates.muon);
-    snprintf(text[FIELDS + 1], sizeof *text, "%a", (double)run->rates.adam);
-    pairs[FIELDS] = (quern_safetensors_pair){"muon", text[FIELDS]};
-    pairs[FIELDS + 1] = (quern_safetensors_pair){"adam", text[FIELDS + 1]};
-    pairs[FIELDS + 2] = (quern_safetensors_pair){"corpus_sha256", run->corpus_digest};
+    snprintf(text[NUMBERS], sizeof *text, "%a", (double)run->rates.muon);
+    snprintf(text[NUMBERS + 1], sizeof *text, "%a", (double)run->rates.adam);
+    pairs[NUMBERS] = (quern_safetensors_pair){"muon", text[NUMBERS]};
+    pairs[NUMBERS + 1] = (quern_safetensors_pair){"adam", text[NUMBERS + 1]};
+    pairs[NUMBERS + 2] = (quern_safetensors_pair){"corpus_sha256", run->corpus_digest};
+    pairs[NUMBERS + 3] = (quern_safetensors_pair){"attention", lm_attentions[config.attention].name};
     if (ok && quern_safetensors_save(path, items, count, pairs, PAIRS) != QUERN_OK)
         ok = failure("%s", quern_last_error(NULL)) == 0;
     free(views), free(items), free(names);
     return ok;
+}
+
+/* Configuration, step and run from the metadata; otherwise it prints an error and returns false. */
+static bool read_metadata(const quern_safetensors *f, const char *path, lm_config *c, int64_t *step,
+                          lm_run *run)
+{
+    number list[NUMBERS];
+    numbers_of(c, *step, run, list);
+    for (int i = 0; i < NUMBERS; i++) {
+        number *n = &list[i];
+        const char *text = quern_safetensors_metadata(f, n->name);
+        char *end = NULL;
+        n->value = text != NULL ? strtoll(text, &end, 10) : 0;
+        if (text == NULL || *end != '\0')
+            return failure("%s: no '%s' in its metadata: a checkpoint of this program is accepted", path,
+                           n->name) == 0;
+        if (n->value < n->least || n->value > n->most)
+            return failure("%s: %s is %" PRId64 ": %" PRId64 " to %" PRId64 " is accepted", path, n->name,
+                           n->value, n->least, n->most) == 0;
+        if (i < FIELDS) *config_field(c, i) = (int32_t)n->value;
+    }
+    *step = list[FIELDS].value;
+    run->steps = list[FIELDS + 1].value;
+    run->seed = (uint64_t)list[FIELDS + 2].value;
+    run->corpus_bytes = list[FIELDS + 3].value;
+    if (*step > run->steps)
+        return failure("%s: step %" PRId64 " of %" PRId64 ": at most as many as its steps are accepted", path,
+                       *step, run->steps) == 0;
+    const char *const names[TEXTS] = {"muon", "adam", "corpus_sha256", "attention"}, *texts[TEXTS];
+    for (int i = 0; i < TEXTS; i++) {
+        texts[i] = quern_safetensors_metadata(f, names[i]);
+        if (texts[i] == NULL || strlen(texts[i]) >= DIGEST_TEXT)
+            return failure("%s: no '%s' in its metadata: a checkpoint of this program is accepted", path,
+                           names[i]) == 0;
+    }
+    run->rates.muon = strtof(texts[0], NULL);
+    run->rates.adam = strtof(texts[1], NULL);
+    snprintf(run->corpus_digest, sizeof run->corpus_digest, "%s", texts[2]);
+    c->attention = config_attention(texts[3]);
+    if (c->attention < 0) return failure("%s: its attention '%s' is unknown", path, texts[3]) == 0;
+    const char *fault = config_fault(c);
+    return fault == NULL || failure("%s: %s", path, fault) == 0;
 }
 
 bool checkpoint_load(lm_model *m, const char *path, lm_run *run)
@@ -109,45 +137,9 @@ bool checkpoint_load(lm_model *m, const char *path, lm_run *run)
     quern_safetensors *f = NULL;
     if (quern_safetensors_open(path, &f) != QUERN_OK) return failure("%s", quern_last_error(NULL)) == 0;
     lm_config config = LM_CONFIG_DEFAULT;
-    int64_t step = 0, values[FIELDS];
-    const char *keys[FIELDS];
-    fields(&config, &step, run, keys, values, false);
-    bool ok = true;
-    for (int i = 0; i < FIELDS && ok; i++) {
-        const char *text = quern_safetensors_metadata(f, keys[i]);
-        char *end = NULL;
-        values[i] = text != NULL ? strtoll(text, &end, 10) : 0;
-        ok = (text != NULL && *end == '\0') ||
-             failure("%s: no '%s' in its metadata: a checkpoint of this program is accepted", path,
-                     keys[i]) == 0;
-    }
-    for (int i = 0; i < 9 && ok; i++)
-        ok = (values[i] > 0 && values[i] <= 1 << 20) ||
-             failure("%s: %s is %" PRId64 ": 1 to %d is accepted", path, keys[i], values[i], 1 << 20) == 0;
-    if (ok)
-        ok =
-            (values[10] >= 0 && values[10] <= values[11] && values[11] <= 1000000000) ||
-            failure("%s: step %" PRId64 " of %" PRId64 ": 0 to the number of steps, at most 1e9, is accepted",
-                    path, values[10], values[11]) == 0;
-    const char *const texts[] = {"muon", "adam", "corpus_sha256"}, *found[3];
-    for (int i = 0; i < 3; i++) {
-        found[i] = quern_safetensors_metadata(f, texts[i]);
-        ok = ok && ((found[i] != NULL && strlen(found[i]) < DIGEST_TEXT) ||
-                    failure("%s: no '%s' in its metadata: a checkpoint of this program is accepted", path,
-                            texts[i]) == 0);
-    }
-    if (ok) {
-        fields(&config, &step, run, keys, values, true);
-        run->rates.muon = strtof(found[0], NULL);
-        run->rates.adam = strtof(found[1], NULL);
-        snprintf(run->corpus_digest, sizeof run->corpus_digest, "%s", found[2]);
-        ok = (config.layers <= MAX_LAYERS && config.width % config.heads == 0 &&
-              config.heads % config.kv_heads == 0) ||
-             failure("%s: %d layers of %d heads and width %d do not fit together", path, config.layers,
-                     config.heads, config.width) == 0;
-        ok = ok && model_create(m, &config, 0);
-        m->step = step;
-    }
+    int64_t step = 0;
+    bool ok = read_metadata(f, path, &config, &step, run) && model_create(m, &config, 0);
+    if (ok) m->step = step;
     for (int32_t i = 0; ok && i < m->param_count; i++) {
         lm_param *p = &m->params[i];
         for (int s = 0; s < STATES && ok; s++) {

@@ -16,11 +16,14 @@ echo "== order-2 byte model"
 $lm order2 --json $out/order2.json
 for attention in nsa dense; do
     echo "== 390 steps of 4096 bytes with $attention attention"
+    beside=
+    [[ $attention == nsa ]] || beside="--curve $out/losses.svg --beside $out/nsa.losses"
+    # shellcheck disable=SC2086 # several words
     $lm train --attention $attention --checkpoint $out/$attention.safetensors --save-every 0 \
-        --curve $out/$attention.svg --json $out/$attention.json
+        --losses $out/$attention.losses --json $out/$attention.json $beside
 done
 echo "== a sample from the model with native sparse attention"
 $lm generate --checkpoint $out/nsa.safetensors --prompt 'static inline ' --bytes 300 --temperature 0.6
 echo "== forward time of both attentions over length"
 build/release/quern bench nsa --n 4096,16384,65536 --json $out/bench.json --svg $out/bench.svg
-echo "curves and charts: $out/nsa.svg $out/dense.svg $out/bench.svg ($((SECONDS - start)) s in all)"
+echo "charts: $out/losses.svg (both losses) and $out/bench.svg ($((SECONDS - start)) s in all)"

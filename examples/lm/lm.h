@@ -4,9 +4,8 @@
  * lm.h - a byte-level language model that trains and serves on Quern's public API alone.
  *
  *   x = E[byte] + E2[hash of the last 2 bytes] + E3[hash of the last 3]
- *   layers times:  h = norm(x) w;  q, k, v = h W;  q, k = rope(norm(q)), rope(norm(k))
- *                  x += attention(q, k, v) Wo            dense, or native sparse attention
- *                  h = norm(x) w;  x += (silu(h W1) * (h W3)) W2
+ *   layers times:  x += attention(norm(x) w) Wo           of the layer's kind: attend.h
+ *                  x += experts(norm(x) w)                one SwiGLU network, or a mixture: mlp.c
  *   logits = (norm(x) w) Wh
  *
  * norm is RMSNorm; all arrays are f32, row-major, [tokens][columns]; a matrix W is [in][out] and y = x W.
@@ -18,36 +17,93 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include <quern/attention.h>
-#include <quern/nsa.h>
+#include <quern/quern.h>
 
 enum { BYTES = 256, HASH_ROWS = 16384, MAX_LAYERS = 32, DIGEST_TEXT = 65 };
 
+/* config.c */
+typedef enum lm_kind { KIND_DENSE, KIND_NSA, KIND_WINDOW, KIND_CSA, KIND_HCA, KINDS } lm_kind;
+
 typedef struct lm_config {
     int32_t width, layers, heads, kv_heads, inner, context;
-    bool sparse; /* native sparse attention; otherwise dense */
-    int32_t block, selected, window;
+    int32_t attention;       /* a row of lm_attentions */
+    int32_t block, selected; /* nsa: tokens of a block, blocks that a query selects */
+    int32_t window;          /* tokens: nsa's window branch, window, csa and hca layers */
+    int32_t index_top;       /* csa: entries of 4 tokens that a query selects */
+    int32_t ratio;           /* hca: tokens of an entry */
+    int32_t experts, top;    /* of a mixture, and those that a byte goes to; 0: one network */
 } lm_config;
 #define LM_CONFIG_DEFAULT                                                                                    \
     {                                                                                                        \
-        128, 4, 4, 1, 384, 4096, true, 32, 8, 256                                                            \
+        128, 4, 4, 1, 384, 4096, 0, 32, 8, 256, 64, 128, 0, 2                                                \
     }
 
-/* One trained array, with its gradient and optimizer state. */
+/* The attentions of a model: the kinds of its first layer, then of the others in turn. */
+typedef struct lm_attention_row {
+    const char *name, *title;
+    lm_kind first, second, third;
+} lm_attention_row;
+enum { ATTENTIONS = 2 };
+extern const lm_attention_row lm_attentions[ATTENTIONS];
+
+/* The integers of a configuration under their names in options and checkpoints. */
+typedef struct lm_field {
+    const char *name;
+    size_t offset; /* in lm_config */
+    int32_t least, most;
+} lm_field;
+enum { FIELDS = 13 };
+extern const lm_field lm_fields[FIELDS];
+int32_t *config_field(lm_config *config, int field);
+lm_kind config_kind(const lm_config *config, int32_t layer);
+/* Inner width of the network that serves every byte, and of each expert. */
+int32_t config_expert_inner(const lm_config *config);
+const char *config_title(const lm_config *config); /* "nsa", "nsa with experts", in static memory */
+/* The row of an attention by name, -1 where there is none. */
+int32_t config_attention(const char *name);
+/* NULL, or what does not fit together, as a sentence in static memory. */
+const char *config_fault(const lm_config *config);
+
+/* How an array is trained. */
+typedef enum lm_rule {
+    RULE_ADAMW,
+    RULE_MUON,    /* a hidden matrix */
+    RULE_BALANCE, /* a step of `rate` against the gradient's sign */
+    RULE_FIXED
+} lm_rule;
+
+/* One array, with its gradient and optimizer state. An array that the configuration has no use for has
+ * value NULL and no rows. */
 typedef struct lm_param {
     char name[48];
     int64_t rows, cols;
-    bool muon;  /* a hidden matrix; otherwise AdamW */
-    float rate; /* of AdamW, relative to the schedule */
+    int64_t stack; /* matrices of rows / stack rows */
+    lm_rule rule;
+    float rate; /* of AdamW and BALANCE, relative to the schedule */
     float *value, *grad;
     float *first, *second; /* Muon: momentum, none. AdamW: both moments. */
 } lm_param;
 
 /* Indices into lm_model.params. */
 enum { P_BYTE, P_PAIR, P_TRIPLE, P_NORM, P_HEAD, P_LAYERS };
-enum { L_NORM1, L_Q, L_K, L_V, L_O, L_GATE, L_NORM2, L_W1, L_W3, L_W2, L_COUNT };
+enum {
+    L_NORM1,
+    L_Q,
+    L_K,
+    L_V,
+    L_O,
+    L_GATE,
+    L_NORM2,
+    L_W1, /* the network of every byte, then the experts */
+    L_W3,
+    L_W2,
+    L_ROUTER,
+    L_BALANCE, /* added to the experts' scores where the router chooses */
+    L_COUNT
+};
 
-typedef struct lm_layer lm_layer; /* activations of one layer */
+typedef struct lm_layer lm_layer; /* activations of one layer, layer.h */
+typedef struct lm_served lm_served;
 
 typedef struct lm_model {
     lm_config config;
@@ -55,14 +111,20 @@ typedef struct lm_model {
     lm_param *params;
     int64_t step;
     lm_layer *layer;
+    lm_served *served; /* NULL: the experts compute with the trained weights */
     quern_context *ctx;
     float *x, *normed, *logits, *d_x, *d_normed; /* [context][...] */
     float *inverse;                              /* 1 / rms of the last norm's rows */
     float *rope;                                 /* [context][head_dim]: cosines, then sines */
     void *workspace;
     size_t workspace_bytes;
-    float *scratch[4]; /* [context][inner] */
+    float *scratch[4]; /* [context][inner] and more, see model_create() */
 } lm_model;
+
+/* params.c */
+bool params_create(lm_model *model, uint64_t seed);
+void params_free(lm_model *model);
+lm_param *layer_param(const lm_model *model, int32_t layer, int which);
 
 /* model.c */
 bool model_create(lm_model *model, const lm_config *config, uint64_t seed);
@@ -73,17 +135,21 @@ double model_loss(lm_model *model, const uint8_t *text, int32_t n, bool train);
 /* Logits of the byte after text[0 .. n - 1]; n <= context. */
 const float *model_next(lm_model *model, const uint8_t *text, int32_t n);
 
-/* attend.c: attention of one layer through Quern, forward and backward. */
-typedef struct lm_attention {
-    float *q, *k, *v, *o, *lse[3], *o_b[3], *gates, *k_cmp, *v_cmp;
-    int32_t *block_idx;
-} lm_attention;
-bool attention_allocate(const lm_config *config, lm_attention *a);
-void attention_free(lm_attention *a);
-bool attention_forward(lm_model *model, lm_attention *a, const float *w_gate, int32_t n);
-/* d_o -> d_q, d_k, d_v, d_w_gate (sparse). */
-bool attention_backward(lm_model *model, lm_attention *a, const float *w_gate, const float *d_o, float *d_q,
-                        float *d_k, float *d_v, float *d_w_gate, int32_t n);
+/* call.c: what every call of Quern needs. */
+quern_tensor view(const void *data, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b, int64_t c,
+                  int64_t d);
+/* The model's workspace is at least so large; else it prints an error and returns false. */
+bool reserve(lm_model *model, size_t bytes);
+/* True, or false after Quern's sentence. */
+bool done(quern_status status);
+
+/* served.c: experts as a server holds them, computed by quern_moe_forward(). */
+typedef enum lm_expert_weights { EXPERTS_TRAINED, EXPERTS_BF16, EXPERTS_NVFP4 } lm_expert_weights;
+/* Sets model->served from the trained weights; EXPERTS_TRAINED: to NULL. */
+bool served_create(lm_model *model, lm_expert_weights weights);
+void served_free(lm_served *served, int32_t layers);
+/* x += experts(h) */
+bool served_forward(lm_model *model, int32_t layer, const float *h, float *x, int32_t n);
 
 /* layers.c */
 void norm_forward(const float *x, const float *w, float *y, float *inverse, int64_t rows, int64_t cols);
@@ -170,6 +236,19 @@ bool held_out_fits(const lm_corpus *corpus, int64_t n);
 double evaluate(lm_model *model, const lm_corpus *corpus, int64_t pieces);
 double seconds(void);
 
+/* curve.c: the losses of runs, as text and as a chart. */
+typedef struct lm_curve {
+    char name[64];
+    double *loss; /* of each step; 0: none */
+    int64_t count;
+} lm_curve;
+/* path NULL: none is wanted. */
+bool curve_save(const char *path, const lm_curve *curve);
+bool curve_load(const char *path, lm_curve *curve);
+/* Draws the running means of the losses > 0 in one chart. Without gnuplot a warning: a run is worth more than
+ * its picture. Where the file cannot be written it prints an error and returns false. */
+bool curves_draw(const char *path, const lm_curve *curves, int count);
+
 /* output.c */
 /* Prints "lm: sentence" to stderr, control characters as '?'; returns 1. */
 int failure(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -177,9 +256,6 @@ int failure(const char *format, ...) __attribute__((format(printf, 1, 2)));
 bool output_check(const char *path);
 /* A result for other programs; NULL path: none is wanted. */
 bool json_write(const char *path, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Draws the losses > 0. Without gnuplot a warning: a run is worth more than its picture. Where the file
- * cannot be written it prints an error and returns false. */
-bool curve_draw(const char *path, const double *loss, int64_t count, const char *title);
 /* SIGINT, SIGTERM, SIGHUP and SIGPIPE end the program at once, with exit code 128 + number and no temporary
  * file. */
 void output_end_on_signals(void);

@@ -22,24 +22,31 @@ static const char help[] =
 int verb_eval(int argc, char **argv)
 {
     static const char text[] =
-        "lm eval --checkpoint FILE [--corpus PATH] [--pieces 48] - held-out bits per byte\n\n"
-        "example:\n  lm eval --checkpoint nsa.safetensors --pieces 90\n";
+        "lm eval --checkpoint FILE [--corpus PATH] [--pieces 48] [--json FILE] - held-out bits per byte\n"
+        "  --expert-weights f32|bf16|nvfp4   of a mixture: as trained (default), or as a server holds "
+        "them\n\n"
+        "examples:\n"
+        "  lm eval --checkpoint nsa.safetensors --pieces 90\n"
+        "  lm eval --checkpoint experts.safetensors --expert-weights nvfp4\n";
     lm_options o;
     if (!options_parse(argc, argv, text, &o)) return 2;
     if (o.checkpoint == NULL) return failure("--checkpoint FILE is needed") * 2;
+    if (!output_check(o.json)) return 3;
     lm_model m = {0};
     lm_corpus corpus;
     lm_run run;
     if (!corpus_load(o.corpus, &corpus)) return 3;
-    const bool loaded = checkpoint_load(&m, o.checkpoint, &run);
-    const bool fits = loaded && held_out_fits(&corpus, m.config.context);
+    const bool fits = checkpoint_load(&m, o.checkpoint, &run) && held_out_fits(&corpus, m.config.context) &&
+                      served_create(&m, o.expert_weights);
     const double bits = fits ? evaluate(&m, &corpus, o.pieces) : -1.0;
-    if (bits >= 0.0)
-        printf("%.4f held-out bits per byte (%s, step %lld)\n", bits, m.config.sparse ? "nsa" : "dense",
+    bool ok = bits >= 0.0;
+    if (ok)
+        printf("%.4f held-out bits per byte (%s, step %lld)\n", bits, config_title(&m.config),
                (long long)m.step);
+    ok = ok && json_write(o.json, "{\"bits_per_byte\": %.6f}\n", bits);
     model_destroy(&m);
     corpus_free(&corpus);
-    return bits >= 0.0 ? 0 : 3;
+    return ok ? 0 : 3;
 }
 
 int verb_generate(int argc, char **argv)

@@ -4,7 +4,8 @@
  * optimizer.c - Muon on the hidden matrices, AdamW on embeddings, norms, gates and head.
  *
  * Muon (momentum .95, Nesterov): the update is the momentum with its singular values pushed to about 1 by
- * five Newton-Schulz steps X <- a X + (b A + c A A) X, A = X X^T, times sqrt(max(1, out / in)).
+ * five Newton-Schulz steps X <- a X + (b A + c A A) X, A = X X^T, times sqrt(max(1, out / in)). Each matrix
+ * of a stack is one of its own.
  */
 #include "lm.h"
 
@@ -39,16 +40,22 @@ static bool newton_schulz(float *x, int64_t rows, int64_t cols)
 
 static bool muon(lm_param *p, float rate)
 {
-    const int64_t n = p->rows * p->cols;
-    const float momentum = 0.95f,
-                scale = rate * sqrtf(p->cols > p->rows ? (float)p->cols / (float)p->rows : 1.0f);
+    const int64_t n = p->rows * p->cols, rows = p->rows / p->stack;
+    const float momentum = 0.95f, scale = rate * sqrtf(p->cols > rows ? (float)p->cols / (float)rows : 1.0f);
     for (int64_t i = 0; i < n; i++) {
         p->first[i] = momentum * p->first[i] + p->grad[i];
         p->grad[i] += momentum * p->first[i];
     }
-    if (!newton_schulz(p->grad, p->rows, p->cols)) return false;
+    for (int64_t s = 0; s < p->stack; s++)
+        if (!newton_schulz(p->grad + s * rows * p->cols, rows, p->cols)) return false;
     for (int64_t i = 0; i < n; i++) p->value[i] -= scale * p->grad[i];
     return true;
+}
+
+static void balance(lm_param *p, float rate)
+{
+    for (int64_t i = 0; i < p->rows * p->cols; i++)
+        p->value[i] -= rate * (float)((p->grad[i] > 0.0f) - (p->grad[i] < 0.0f));
 }
 
 static void adamw(lm_param *p, float rate, int64_t step)
@@ -70,8 +77,15 @@ bool optimizer_step(lm_model *m, float schedule, lm_rates rates)
     m->step++;
     for (int32_t i = 0; i < m->param_count; i++) {
         lm_param *p = &m->params[i];
-        if (!p->muon) adamw(p, schedule * rates.adam * p->rate, m->step);
-        else if (!muon(p, schedule * rates.muon)) return false;
+        if (p->value == NULL) continue;
+        switch (p->rule) {
+        case RULE_ADAMW: adamw(p, schedule * rates.adam * p->rate, m->step); break;
+        case RULE_MUON:
+            if (!muon(p, schedule * rates.muon)) return false;
+            break;
+        case RULE_BALANCE: balance(p, schedule * p->rate); break;
+        case RULE_FIXED: break;
+        }
     }
     return true;
 }

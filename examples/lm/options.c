@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <getopt.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,49 +14,67 @@ enum {
     CHECKPOINT,
     RESUME,
     CURVE,
+    LOSSES,
+    BESIDE,
     JSON,
     PROMPT,
-    ATTENTION,
-    STEPS,
+    EXPERT_WEIGHTS,
     UNTIL,
-    SEED,
-    WIDTH,
-    LAYERS,
-    HEADS,
-    INNER,
-    CONTEXT,
-    BLOCK,
-    SELECTED,
-    WINDOW,
-    MUON,
-    ADAM,
     SAVE,
     PIECES,
     LENGTH,
     TEMPERATURE,
-    HELP
+    HELP,
+    /* What a checkpoint decides. */
+    ATTENTION,
+    STEPS,
+    SEED,
+    MUON,
+    ADAM,
+    FIELD /* the fields of a configuration */
 };
 
-static const struct option table[] = {
-    {"corpus", 1, NULL, CORPUS},       {"checkpoint", 1, NULL, CHECKPOINT},
-    {"resume", 1, NULL, RESUME},       {"curve", 1, NULL, CURVE},
-    {"json", 1, NULL, JSON},           {"prompt", 1, NULL, PROMPT},
-    {"attention", 1, NULL, ATTENTION}, {"steps", 1, NULL, STEPS},
-    {"until", 1, NULL, UNTIL},         {"seed", 1, NULL, SEED},
-    {"width", 1, NULL, WIDTH},         {"layers", 1, NULL, LAYERS},
-    {"heads", 1, NULL, HEADS},         {"inner", 1, NULL, INNER},
-    {"context", 1, NULL, CONTEXT},     {"block", 1, NULL, BLOCK},
-    {"selected", 1, NULL, SELECTED},   {"window", 1, NULL, WINDOW},
-    {"muon", 1, NULL, MUON},           {"adam", 1, NULL, ADAM},
-    {"save-every", 1, NULL, SAVE},     {"pieces", 1, NULL, PIECES},
-    {"bytes", 1, NULL, LENGTH},        {"temperature", 1, NULL, TEMPERATURE},
-    {"help", 0, NULL, HELP},           {0}};
+static const struct option verbs_options[] = {
+    {"corpus", 1, NULL, CORPUS},
+    {"checkpoint", 1, NULL, CHECKPOINT},
+    {"resume", 1, NULL, RESUME},
+    {"curve", 1, NULL, CURVE},
+    {"losses", 1, NULL, LOSSES},
+    {"beside", 1, NULL, BESIDE},
+    {"json", 1, NULL, JSON},
+    {"prompt", 1, NULL, PROMPT},
+    {"expert-weights", 1, NULL, EXPERT_WEIGHTS},
+    {"until", 1, NULL, UNTIL},
+    {"save-every", 1, NULL, SAVE},
+    {"pieces", 1, NULL, PIECES},
+    {"bytes", 1, NULL, LENGTH},
+    {"temperature", 1, NULL, TEMPERATURE},
+    {"help", 0, NULL, HELP},
+    {"attention", 1, NULL, ATTENTION},
+    {"steps", 1, NULL, STEPS},
+    {"seed", 1, NULL, SEED},
+    {"muon", 1, NULL, MUON},
+    {"adam", 1, NULL, ADAM},
+};
+enum { VERBS_OPTIONS = sizeof verbs_options / sizeof *verbs_options };
 
-/* What a checkpoint decides. */
-static bool in_checkpoint(int option)
-{
-    return option == ATTENTION || option == STEPS || option == SEED || (option >= WIDTH && option <= ADAM);
-}
+/* What a number sets, and what is accepted. */
+static const struct {
+    int option;
+    double least, most;
+    bool real;
+    size_t offset; /* in lm_options: of a double, else of an int64_t */
+} numbers[] = {
+    {UNTIL, 1, 1e9, false, offsetof(lm_options, until)},
+    {SAVE, 0, 1e9, false, offsetof(lm_options, save_every)},
+    {PIECES, 1, 1e9, false, offsetof(lm_options, pieces)},
+    {LENGTH, 1, 1e6, false, offsetof(lm_options, bytes)},
+    {STEPS, 1, 1e9, false, offsetof(lm_options, run.steps)},
+    {SEED, 0, 1e15, false, offsetof(lm_options, run.seed)},
+    {TEMPERATURE, 0, 10, true, offsetof(lm_options, temperature)},
+    {MUON, 0, 10, true, offsetof(lm_options, muon)},
+    {ADAM, 0, 10, true, offsetof(lm_options, adam)},
+};
 
 static bool number(const char *name, const char *text, double least, double most, double *value)
 {
@@ -67,6 +86,72 @@ static bool number(const char *name, const char *text, double least, double most
     return false;
 }
 
+/* An option with a number; one that is not in the list is a field of the configuration. */
+static bool set_number(lm_options *o, int option, const char *name, const char *text)
+{
+    double x;
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        if (numbers[i].option != option) continue;
+        if (!number(name, text, numbers[i].least, numbers[i].most, &x)) return false;
+        void *at = (char *)o + numbers[i].offset;
+        if (numbers[i].real) *(double *)at = x;
+        else *(int64_t *)at = (int64_t)x;
+        return true;
+    }
+    const lm_field *f = &lm_fields[option - FIELD];
+    if (!number(name, text, f->least, f->most, &x)) return false;
+    *config_field(&o->config, option - FIELD) = (int32_t)x;
+    return true;
+}
+
+/* An option with a name of a list that ends with NULL. */
+static bool choose(const char *option, const char *text, const char *const *names, int32_t *chosen)
+{
+    char all[128] = "";
+    for (int32_t i = 0; names[i] != NULL; i++) {
+        if (strcmp(text, names[i]) == 0) {
+            *chosen = i;
+            return true;
+        }
+        snprintf(all + strlen(all), sizeof all - strlen(all), "%s%s",
+                 i == 0                 ? ""
+                 : names[i + 1] != NULL ? ", "
+                                        : " or ",
+                 names[i]);
+    }
+    failure("--%s %s: %s is accepted", option, text, all);
+    return false;
+}
+
+static bool set(lm_options *o, int option, const char *name, const char *text)
+{
+    static const char *const weights[] = {"f32", "bf16", "nvfp4", NULL};
+    const char *attentions[ATTENTIONS + 1] = {NULL};
+    int32_t chosen = 0;
+    switch (option) {
+    case CORPUS: o->corpus = text; return true;
+    case CHECKPOINT: o->checkpoint = text; return true;
+    case RESUME: o->resume = text; return true;
+    case CURVE: o->curve = text; return true;
+    case LOSSES: o->losses = text; return true;
+    case JSON: o->json = text; return true;
+    case PROMPT: o->prompt = text; return true;
+    case BESIDE:
+        if (o->beside_count == BESIDE_MOST)
+            return failure("--beside %s: %d of them are accepted", text, BESIDE_MOST) == 0;
+        o->beside[o->beside_count++] = text;
+        return true;
+    case ATTENTION:
+        for (int32_t i = 0; i < ATTENTIONS; i++) attentions[i] = lm_attentions[i].name;
+        return choose(name, text, attentions, &o->config.attention);
+    case EXPERT_WEIGHTS:
+        if (!choose(name, text, weights, &chosen)) return false;
+        o->expert_weights = (lm_expert_weights)chosen;
+        return true;
+    default: return set_number(o, option, name, text);
+    }
+}
+
 bool options_parse(int argc, char **argv, const char *help, lm_options *o)
 {
     *o = (lm_options){.config = LM_CONFIG_DEFAULT,
@@ -75,75 +160,28 @@ bool options_parse(int argc, char **argv, const char *help, lm_options *o)
                       .bytes = 400,
                       .temperature = 0.7,
                       .save_every = 100};
-    int32_t *const ints[] = {&o->config.width,   &o->config.layers, &o->config.heads,    &o->config.inner,
-                             &o->config.context, &o->config.block,  &o->config.selected, &o->config.window};
-    const double most[] = {4096, MAX_LAYERS, 256, 65536, 1 << 20, 1024, 1024, 1 << 20};
+    o->muon = (double)o->run.rates.muon;
+    o->adam = (double)o->run.rates.adam;
+    struct option table[VERBS_OPTIONS + FIELDS + 1] = {{0}};
+    memcpy(table, verbs_options, sizeof verbs_options);
+    for (int i = 0; i < FIELDS; i++)
+        table[VERBS_OPTIONS + i] = (struct option){lm_fields[i].name, 1, NULL, FIELD + i};
     const char *decided = NULL;
     int index = 0;
     opterr = 0;
     for (int c; (c = getopt_long(argc, argv, "", table, &index)) != -1;) {
-        double x = 0.0;
-        const char *name = c != '?' ? table[index].name : "";
-        if (in_checkpoint(c)) decided = name;
-        switch (c) {
-        case CORPUS: o->corpus = optarg; break;
-        case CHECKPOINT: o->checkpoint = optarg; break;
-        case RESUME: o->resume = optarg; break;
-        case CURVE: o->curve = optarg; break;
-        case JSON: o->json = optarg; break;
-        case PROMPT: o->prompt = optarg; break;
-        case ATTENTION:
-            o->config.sparse = strcmp(optarg, "nsa") == 0;
-            if (!o->config.sparse && strcmp(optarg, "dense") != 0) {
-                failure("--attention %s: nsa or dense is accepted", optarg);
-                return false;
-            }
-            break;
-        case STEPS:
-            if (!number(name, optarg, 1, 1e9, &x)) return false;
-            o->run.steps = (int64_t)x;
-            break;
-        case UNTIL:
-            if (!number(name, optarg, 1, 1e9, &x)) return false;
-            o->until = (int64_t)x;
-            break;
-        case SEED:
-            if (!number(name, optarg, 0, 1e15, &x)) return false;
-            o->run.seed = (uint64_t)x;
-            break;
-        case MUON:
-            if (!number(name, optarg, 0, 10, &x)) return false;
-            o->run.rates.muon = (float)x;
-            break;
-        case ADAM:
-            if (!number(name, optarg, 0, 10, &x)) return false;
-            o->run.rates.adam = (float)x;
-            break;
-        case SAVE:
-            if (!number(name, optarg, 0, 1e9, &x)) return false;
-            o->save_every = (int64_t)x;
-            break;
-        case PIECES:
-            if (!number(name, optarg, 1, 1e9, &x)) return false;
-            o->pieces = (int64_t)x;
-            break;
-        case LENGTH:
-            if (!number(name, optarg, 1, 1e6, &x)) return false;
-            o->bytes = (int64_t)x;
-            break;
-        case TEMPERATURE:
-            if (!number(name, optarg, 0, 10, &x)) return false;
-            o->temperature = x;
-            break;
-        case HELP: fputs(help, stdout); exit(output_finish(0));
-        case '?':
+        if (c == HELP) {
+            fputs(help, stdout);
+            exit(output_finish(0));
+        }
+        if (c == '?') {
             failure("option '%s' is unknown, ambiguous or lacks its value: see --help", argv[optind - 1]);
             return false;
-        default:
-            if (!number(name, optarg, 1, most[c - WIDTH], &x)) return false;
-            *ints[c - WIDTH] = (int32_t)x;
         }
+        if (c >= ATTENTION) decided = table[index].name;
+        if (!set(o, c, table[index].name, optarg)) return false;
     }
+    o->run.rates = (lm_rates){(float)o->muon, (float)o->adam};
     if (optind < argc) {
         failure("'%s' is no option: see --help", argv[optind]);
         return false;
@@ -153,11 +191,6 @@ bool options_parse(int argc, char **argv, const char *help, lm_options *o)
                 decided);
         return false;
     }
-    const lm_config *c = &o->config;
-    if (c->heads % c->kv_heads != 0 || c->width % c->heads != 0 || c->width / c->heads % 8 != 0 ||
-        c->width / c->heads > 256) {
-        failure("--width %d --heads %d: heads of a multiple of 8 up to 256 are accepted", c->width, c->heads);
-        return false;
-    }
-    return true;
+    const char *fault = config_fault(&o->config);
+    return fault == NULL || failure("%s", fault) == 0;
 }

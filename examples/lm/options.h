@@ -6,12 +6,17 @@
 
 #include "lm.h"
 
+enum { BESIDE_MOST = 8 };
+
 typedef struct lm_options {
-    const char *corpus, *checkpoint, *resume, *curve, *prompt, *json;
+    const char *corpus, *checkpoint, *resume, *curve, *losses, *prompt, *json;
+    const char *beside[BESIDE_MOST]; /* losses of other runs, for the chart */
+    int beside_count;
     lm_config config;
+    lm_expert_weights expert_weights;
     lm_run run;
     int64_t until, save_every, pieces, bytes;
-    double temperature;
+    double temperature, muon, adam;
 } lm_options;
 
 /* Parses into defaults; prints help and exits 0 on --help, returns false (usage error, said) otherwise. With

@@ -1,13 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* output.c - what the program says and writes: sentences, results, the loss curve; files whole or not at all.
- */
+/* output.c - what the program says and writes: sentences and results; files whole or not at all. */
 #include "lm.h"
 
 #include <quern/file.h>
 
 #include <ctype.h>
-#include <errno.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -46,45 +44,6 @@ bool json_write(const char *path, const char *format, ...)
     if (ok) (void)quern_file_write(file, text, (size_t)size); /* an error of it is one of the commit too */
     ok = ok && quern_file_commit(file) == QUERN_OK;
     return ok || failure("%s", quern_last_error(NULL)) == 0;
-}
-
-/* Writes what gnuplot prints for the script. It reads the script by a descriptor and prints to a pipe: no
- * path of the user reaches it or a shell. */
-static bool plot(const char *path, FILE *script)
-{
-    char command[128], bytes[4096];
-    quern_file *file = NULL;
-    if (quern_file_create(path, &file) != QUERN_OK) return failure("%s", quern_last_error(NULL)) == 0;
-    snprintf(command, sizeof command, "command -v gnuplot >/dev/null && exec gnuplot -d /proc/%ld/fd/%d",
-             (long)getpid(), fileno(script));
-    FILE *svg = popen(command, "r");
-    size_t size = 0;
-    for (size_t n; svg != NULL && (n = fread(bytes, 1, sizeof bytes, svg)) > 0; size += n)
-        (void)quern_file_write(file, bytes, n);
-    if (svg == NULL || pclose(svg) != 0 || size == 0) {
-        failure("warning: no curve in %s, for gnuplot is missing or failed", path);
-        quern_file_discard(file);
-        return true;
-    }
-    return quern_file_commit(file) == QUERN_OK || failure("%s", quern_last_error(NULL)) == 0;
-}
-
-bool curve_draw(const char *path, const double *loss, int64_t count, const char *title)
-{
-    FILE *script = tmpfile();
-    if (script == NULL) return failure("no temporary file for gnuplot's script: %s", strerror(errno)) == 0;
-    fprintf(script,
-            "set terminal svg size 720,400 background '#ffffff' font 'sans-serif,13'\n"
-            "set xlabel 'step'\nset ylabel 'bits per byte'\nset grid\nset title '%s'\n"
-            "plot '-' with lines lw 2 lc '#2060a0' notitle\n",
-            title);
-    for (int64_t i = 0; i < count; i++)
-        if (loss[i] > 0.0) fprintf(script, "%lld %f\n", (long long)i + 1, loss[i]);
-    fprintf(script, "e\n");
-    bool ok = fflush(script) == 0 || failure("no room for gnuplot's script: %s", strerror(errno)) == 0;
-    ok = ok && plot(path, script);
-    fclose(script);
-    return ok;
 }
 
 static void end(int number)

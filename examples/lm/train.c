@@ -13,6 +13,7 @@
 static const char help[] =
     "lm train - train a byte-level language model\n\n"
     "  --attention nsa|dense   native sparse attention (default) or dense\n"
+    "  --experts N (0)  --top 2   a mixture of N experts beside a shared one; a byte goes to `top` of them\n"
     "  --corpus PATH           a file or folder (default: the C headers of linux-libc-dev and libc6-dev)\n"
     "  --checkpoint FILE       write the run here, every --save-every steps and at the end\n"
     "  --resume FILE           go on from a checkpoint, bit by bit as if never stopped: on the same corpus, "
@@ -22,8 +23,13 @@ static const char help[] =
     "  --steps N (390)  --until N   length of the schedule; stop early at step N\n"
     "  --curve FILE.svg        draw the loss (gnuplot; a warning without it)      --json FILE  write the "
     "result\n"
+    "  --losses FILE           write the losses; --beside FILE, up to 8 times, draws those of another run in "
+    "the\n"
+    "                          same chart\n"
     "                          (files that cannot be written are found before the training)\n"
-    "  --width 128 --layers 4 --heads 4 --inner 384 --context 4096   the model (one key/value head)\n"
+    "  --width 128 --layers 4 --heads 4 --kv-heads 1 --inner 384 --context 4096   the model; --inner is "
+    "shared\n"
+    "                          equally by the top + 1 networks of a byte where there are experts\n"
     "  --block 32 --selected 8 --window 256                          native sparse attention\n"
     "  --muon 0.02 --adam 0.02 --seed 1 --pieces 48 (held-out pieces of one context each)\n\n"
     "examples:\n"
@@ -78,81 +84,131 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
+typedef struct training {
+    lm_model model;
+    lm_corpus corpus;
+    lm_run run;
+    const lm_options *options;
+    int64_t first, last; /* steps that this call makes */
+    double *loss;        /* of every step, 0 where another call made it; bits per byte */
+    double *times;       /* of the steps that this call makes */
+} training;
+
+/* Model, corpus and run fit together. */
+static bool start(training *t)
+{
+    const lm_options *o = t->options;
+    lm_run *run = &t->run;
+    *run = o->run;
+    if (!corpus_load(o->corpus, &t->corpus)) return false;
+    const lm_corpus *corpus = &t->corpus;
+    if (!(o->resume != NULL ? checkpoint_load(&t->model, o->resume, run)
+                            : model_create(&t->model, &o->config, run->seed)))
+        return false;
+    if (o->resume != NULL &&
+        (run->corpus_bytes != corpus->size || strcmp(run->corpus_digest, corpus->digest) != 0))
+        return failure("%s: it learned from a corpus of %lld bytes, SHA-256 of those to train on %.12s...; "
+                       "this corpus has %lld bytes, %.12s...: "
+                       "only the same one is accepted",
+                       o->resume, (long long)run->corpus_bytes, run->corpus_digest, (long long)corpus->size,
+                       corpus->digest) == 0;
+    run->corpus_bytes = corpus->size;
+    memcpy(run->corpus_digest, corpus->digest, sizeof run->corpus_digest);
+    const int32_t n = t->model.config.context;
+    if (corpus->train <= n)
+        return failure("the corpus has %lld bytes to train on: more than the context of %d are needed",
+                       (long long)corpus->train, n) == 0;
+    t->first = t->model.step;
+    t->last = o->until > 0 && o->until < run->steps ? o->until : run->steps;
+    t->loss = calloc((size_t)run->steps + 1, sizeof *t->loss);
+    t->times = calloc((size_t)run->steps + 1, sizeof *t->times);
+    return held_out_fits(corpus, n) &&
+           ((t->loss != NULL && t->times != NULL) ||
+            failure("no memory for the losses of %lld steps", (long long)run->steps) == 0);
+}
+
+static void say_progress(const training *t, double begun)
+{
+    const lm_model *m = &t->model;
+    const bool terminal = isatty(STDERR_FILENO), last = m->step == t->last;
+    const double rate = (double)m->config.context * (double)(m->step - t->first) / (seconds() - begun),
+                 left = (double)(t->last - m->step) * (double)m->config.context / rate;
+    if (terminal || m->step % 50 == 0 || last)
+        fprintf(stderr, "%s%s step %lld/%lld  %.3f bits/byte  %.0f tokens/s  %d:%02d left %s",
+                terminal ? "\r" : "", config_title(&m->config), (long long)m->step, (long long)t->run.steps,
+                t->loss[m->step - 1], rate, (int)left / 60, (int)left % 60, terminal && !last ? "" : "\n");
+}
+
+static bool make_step(training *t)
+{
+    lm_model *m = &t->model;
+    const double before = seconds();
+    const int64_t step = m->step, at = corpus_piece(&t->corpus, m->config.context, t->run.seed, step);
+    const double nats = at >= 0 ? model_loss(m, t->corpus.bytes + at, m->config.context, true) : -1.0;
+    if (isnan(nats) || isinf(nats))
+        failure("the loss of step %lld is %g: the rates or the weights are too large; no checkpoint is "
+                "written of it",
+                (long long)step + 1, nats);
+    if (!(nats >= 0.0 && isfinite(nats)) || !optimizer_step(m, schedule(step, t->run.steps), t->run.rates))
+        return false;
+    t->times[step - t->first] = seconds() - before;
+    t->loss[step] = nats / 0.69314718055994531;
+    return true;
+}
+
+/* The losses as text, and in a chart with those of other runs. */
+static bool write_losses(const training *t)
+{
+    const lm_options *o = t->options;
+    lm_curve curves[BESIDE_MOST + 1] = {{.loss = t->loss, .count = t->run.steps}};
+    bool ok = true;
+    snprintf(curves[0].name, sizeof curves[0].name, "%s", config_title(&t->model.config));
+    for (int i = 0; ok && i < o->beside_count; i++) ok = curve_load(o->beside[i], &curves[1 + i]);
+    ok = ok && curve_save(o->losses, &curves[0]) && curves_draw(o->curve, curves, 1 + o->beside_count);
+    for (int i = 0; i < o->beside_count; i++) free(curves[1 + i].loss);
+    return ok;
+}
+
+static bool report(training *t)
+{
+    lm_model *m = &t->model;
+    const lm_options *o = t->options;
+    const int64_t count = m->step - t->first;
+    const double bits = evaluate(m, &t->corpus, o->pieces);
+    qsort(t->times, (size_t)count, sizeof *t->times, by_value);
+    const double ms = count > 0 ? 1e3 * t->times[count / 2] : 0.0;
+    if (bits < 0.0) return false;
+    printf("%s: %.4f held-out bits per byte after %lld steps of %d tokens; %.1f ms a step (median)\n",
+           config_title(&m->config), bits, (long long)m->step, m->config.context, ms);
+    return json_write(o->json,
+                      "{\"attention\": \"%s\", \"experts\": %d, \"bits_per_byte\": %.6f, \"steps\": %lld, "
+                      "\"tokens_per_step\": %d, \"ms_step_median\": %.3f}\n",
+                      lm_attentions[m->config.attention].name, m->config.experts, bits, (long long)m->step,
+                      m->config.context, ms);
+}
+
 int verb_train(int argc, char **argv)
 {
     lm_options o;
+    training t = {.options = &o};
     if (!options_parse(argc, argv, help, &o)) return 2;
-    if (!output_check(o.checkpoint) || !output_check(o.curve) || !output_check(o.json)) return 3;
-    lm_model m = {0};
-    lm_corpus corpus;
-    if (!corpus_load(o.corpus, &corpus)) return 3;
-    lm_run run = o.run;
-    bool ok =
-        o.resume != NULL ? checkpoint_load(&m, o.resume, &run) : model_create(&m, &o.config, o.run.seed);
-    if (ok && o.resume != NULL &&
-        (run.corpus_bytes != corpus.size || strcmp(run.corpus_digest, corpus.digest) != 0))
-        ok = failure("%s: it learned from a corpus of %lld bytes, SHA-256 of those to train on %.12s...; "
-                     "this corpus has %lld bytes, %.12s...: "
-                     "only the same one is accepted",
-                     o.resume, (long long)run.corpus_bytes, run.corpus_digest, (long long)corpus.size,
-                     corpus.digest) == 0;
-    run.corpus_bytes = corpus.size;
-    memcpy(run.corpus_digest, corpus.digest, sizeof run.corpus_digest);
-    const int32_t n = m.config.context;
-    if (ok && corpus.train <= n)
-        ok = failure("the corpus has %lld bytes to train on: more than the context of %d are needed",
-                     (long long)corpus.train, n) == 0;
-    const int64_t last = o.until > 0 && o.until < run.steps ? o.until : run.steps, first = m.step;
-    ok = ok && held_out_fits(&corpus, n);
-    double *loss = calloc((size_t)run.steps + 1, sizeof *loss),
-           *times = calloc((size_t)run.steps + 1, sizeof *times), start = seconds();
-    const bool terminal = isatty(STDERR_FILENO);
-    if (loss == NULL || times == NULL) {
-        failure("no memory for the losses of %lld steps", (long long)run.steps);
-        ok = false;
+    if (!output_check(o.checkpoint) || !output_check(o.curve) || !output_check(o.losses) ||
+        !output_check(o.json))
+        return 3;
+    bool ok = start(&t);
+    lm_model *m = &t.model;
+    const double begun = seconds();
+    while (ok && m->step < t.last) {
+        ok = make_step(&t);
+        if (ok) say_progress(&t, begun);
+        if (ok && o.checkpoint != NULL && o.save_every > 0 && m->step % o.save_every == 0 && m->step < t.last)
+            ok = checkpoint_save(m, o.checkpoint, &t.run);
     }
-    while (ok && m.step < last) {
-        const double before = seconds();
-        const int64_t step = m.step;
-        const int64_t at = corpus_piece(&corpus, n, run.seed, step);
-        const double nats = at >= 0 ? model_loss(&m, corpus.bytes + at, n, true) : -1.0;
-        if (isnan(nats) || isinf(nats))
-            failure("the loss of step %lld is %g: the rates or the weights are too large; no checkpoint is "
-                    "written of it",
-                    (long long)step + 1, nats);
-        if (!(ok = nats >= 0.0 && isfinite(nats) && optimizer_step(&m, schedule(step, run.steps), run.rates)))
-            break;
-        times[step - first] = seconds() - before;
-        loss[step] = nats / 0.69314718055994531;
-        const double rate = (double)n * (double)(m.step - first) / (seconds() - start),
-                     left = (double)(last - m.step) * (double)n / rate;
-        if (terminal || m.step % 50 == 0 || m.step == last)
-            fprintf(stderr, "%s%s step %lld/%lld  %.3f bits/byte  %.0f tokens/s  %d:%02d left %s",
-                    terminal ? "\r" : "", m.config.sparse ? "nsa" : "dense", (long long)m.step,
-                    (long long)run.steps, loss[step], rate, (int)left / 60, (int)left % 60,
-                    terminal && m.step < last ? "" : "\n");
-        if (o.checkpoint != NULL && o.save_every > 0 && m.step % o.save_every == 0 && m.step < last)
-            ok = checkpoint_save(&m, o.checkpoint, &run);
-    }
-    if (ok && o.checkpoint != NULL) ok = checkpoint_save(&m, o.checkpoint, &run);
-    const bool drawn =
-        !ok || o.curve == NULL ||
-        curve_draw(o.curve, loss, run.steps, m.config.sparse ? "native sparse attention" : "dense attention");
-    if (ok) {
-        const double bits = evaluate(&m, &corpus, o.pieces);
-        qsort(times, (size_t)(m.step - first), sizeof *times, by_value);
-        const double median = m.step > first ? times[(m.step - first) / 2] : 0.0;
-        ok = bits >= 0.0;
-        if (ok)
-            printf("%s: %.4f held-out bits per byte after %lld steps of %d tokens; %.1f ms a step (median)\n",
-                   m.config.sparse ? "nsa" : "dense", bits, (long long)m.step, n, 1e3 * median);
-        ok = ok && json_write(o.json,
-                              "{\"attention\": \"%s\", \"bits_per_byte\": %.6f, \"steps\": %lld, "
-                              "\"tokens_per_step\": %d, \"ms_step_median\": %.3f}\n",
-                              m.config.sparse ? "nsa" : "dense", bits, (long long)m.step, n, 1e3 * median);
-    }
-    free(loss), free(times);
-    model_destroy(&m);
-    corpus_free(&corpus);
-    return ok && drawn ? 0 : 3;
+    if (ok && o.checkpoint != NULL) ok = checkpoint_save(m, o.checkpoint, &t.run);
+    const bool written = !ok || write_losses(&t);
+    ok = ok && report(&t) && written;
+    free(t.loss), free(t.times);
+    model_destroy(m);
+    corpus_free(&t.corpus);
+    return ok ? 0 : 3;
 }

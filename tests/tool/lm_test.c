@@ -3,7 +3,7 @@
 /* lm_test.c - the example's own tests: its hand-written backward against finite differences, a run that is
  * interrupted and resumed against one that is not, by its functions and by the program, and the program's
  * errors. */
-#include "lm.h"
+#include "layer.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -28,8 +28,25 @@ int failure(const char *format, ...)
     return 1;
 }
 
-static const lm_config dense_config = {32, 2, 2, 1, 48, 96, false, 16, 4, 32};
-static const lm_config sparse_config = {32, 2, 2, 1, 48, 96, true, 16, 4, 32};
+/* A model of an attention, small enough for finite differences. */
+static lm_config small(const char *attention)
+{
+    const int32_t row = config_attention(attention);
+    assert_true(row >= 0);
+    return (lm_config){.width = 32,
+                       .layers = 2,
+                       .heads = 2,
+                       .kv_heads = 1,
+                       .inner = 48,
+                       .context = 96,
+                       .attention = row,
+                       .block = 16,
+                       .selected = 4,
+                       .window = 32,
+                       .index_top = 8,
+                       .ratio = 16,
+                       .top = 2};
+}
 
 static void fill(uint8_t *text, int n)
 {
@@ -52,7 +69,7 @@ static void check_gradients(const lm_config *config)
     assert_true(model_loss(&m, text, 96, true) > 0.0);
     for (int32_t i = 0; i < m.param_count; i++) {
         lm_param *p = &m.params[i];
-        if (!config->sparse && strstr(p->name, ".gate") != NULL) continue; /* dense attention has no gate */
+        if (p->value == NULL || p->rule == RULE_BALANCE) continue; /* the latter has no gradient */
         const int64_t n = p->rows * p->cols;
         float *grad = malloc((size_t)n * 4), *old = malloc((size_t)n * 4);
         memcpy(grad, p->grad, (size_t)n * 4);
@@ -78,16 +95,75 @@ static void check_gradients(const lm_config *config)
     model_destroy(&m);
 }
 
-static void dense_gradients_match_differences(void **unused)
+static void gradients_match_differences(void **unused)
 {
     (void)unused;
-    check_gradients(&dense_config);
+    for (int32_t i = 0; i < ATTENTIONS; i++) {
+        const lm_config config = small(lm_attentions[i].name);
+        check_gradients(&config);
+    }
 }
 
-static void sparse_gradients_match_differences(void **unused)
+/* Every byte goes to every expert, for a choice has no derivative. */
+static void gradients_of_experts_match_differences(void **unused)
 {
     (void)unused;
-    check_gradients(&sparse_config);
+    lm_config config = small("dense");
+    config.inner = 96;
+    config.experts = 2;
+    check_gradients(&config);
+}
+
+/* Experts in bf16 lose little, in NVFP4 more, and the trained weights are left as they are. */
+static void served_experts_lose_little(void **unused)
+{
+    (void)unused;
+    uint8_t text[97];
+    lm_config config = small("dense");
+    config.inner = 96;
+    config.experts = 4;
+    lm_model m;
+    fill(text, 97);
+    assert_true(model_create(&m, &config, 3));
+    for (int i = 0; i < 30; i++) {
+        assert_true(model_loss(&m, text, 96, true) > 0.0);
+        assert_true(optimizer_step(&m, 1.0f, (lm_rates)LM_RATES_DEFAULT));
+    }
+    const double trained = model_loss(&m, text, 96, false);
+    double lost[3] = {0.0};
+    for (int i = EXPERTS_BF16; i <= EXPERTS_NVFP4; i++) {
+        assert_true(served_create(&m, (lm_expert_weights)i));
+        lost[i] = fabs(model_loss(&m, text, 96, false) - trained) / trained;
+        served_free(m.served, config.layers);
+        m.served = NULL;
+    }
+    assert_true(lost[EXPERTS_BF16] > 0.0 && lost[EXPERTS_BF16] < 5e-3);
+    assert_true(lost[EXPERTS_NVFP4] > lost[EXPERTS_BF16] && lost[EXPERTS_NVFP4] < 5e-2);
+    assert_true(model_loss(&m, text, 96, false) == trained);
+    model_destroy(&m);
+}
+
+/* The router's bias rises for an expert that got too few bytes and falls for one that got too many. */
+static void the_balance_follows_the_load(void **unused)
+{
+    (void)unused;
+    uint8_t text[97];
+    lm_config config = small("dense");
+    config.inner = 96;
+    config.experts = 4;
+    lm_model m;
+    fill(text, 97);
+    assert_true(model_create(&m, &config, 3));
+    assert_true(model_loss(&m, text, 96, true) > 0.0);
+    const lm_mlp *mlp = &m.layer[0].mlp;
+    assert_true(optimizer_step(&m, 1.0f, (lm_rates)LM_RATES_DEFAULT));
+    for (int e = 0; e < 4; e++) {
+        const int load = mlp->offsets[e] - (e > 0 ? mlp->offsets[e - 1] : 0);
+        const float bias = layer_param(&m, 0, L_BALANCE)->value[e];
+        assert_true(load < 48 ? bias > 0.0f : load > 48 ? bias < 0.0f : bias == 0.0f);
+    }
+    assert_int_equal(mlp->offsets[3], 192);
+    model_destroy(&m);
 }
 
 enum { CORPUS = 9000, PIECE = 96 }; /* its held-out 5% holds some pieces */
@@ -157,9 +233,12 @@ static void a_resumed_run_repeats_bit_by_bit(void **state)
     lm_run run = {.seed = 5, .steps = 6, .rates = LM_RATES_DEFAULT, .corpus_bytes = corpus.size}, read;
     memcpy(run.corpus_digest, corpus.digest, sizeof run.corpus_digest);
     lm_model whole, half, rest;
-    assert_true(model_create(&whole, &sparse_config, 5));
+    lm_config config = small("nsa");
+    config.inner = 96;
+    config.experts = 4;
+    assert_true(model_create(&whole, &config, 5));
     steps(&whole, &corpus, &run, 6);
-    assert_true(model_create(&half, &sparse_config, 5));
+    assert_true(model_create(&half, &config, 5));
     steps(&half, &corpus, &run, 3);
     assert_true(checkpoint_save(&half, path, &run));
     assert_true(checkpoint_load(&rest, path, &read));
@@ -262,6 +341,46 @@ static void results_are_written_or_the_failure_is_reported(void **state)
                      0);
     assert_true(says(p, "no curve in curve.svg"));
     assert_true(exists(p, "lm.json") && !exists(p, "curve.svg"));
+}
+
+static void bad_options_are_refused_in_a_sentence(void **state)
+{
+    const places *p = *state;
+    static const struct {
+        const char *arguments, *words;
+        int code;
+    } bad[] = {
+        {"train --attention sparse", "--attention sparse: nsa", 2},
+        {"train --heads 3", "heads of a multiple of 8", 2},
+        {"train --experts 2 --top 3", "top 3 of 2 experts", 2},
+        {"train --experts 8 --inner 128", "multiple of 16 (top + 1)", 2},
+        {"train --experts 1000", "--experts 1000: a number from 0 to 256", 2},
+        {"train --steps none", "--steps none: a number", 2},
+        {"eval --expert-weights int8 --checkpoint plain", "--expert-weights int8: f32, bf16 or nvfp4", 2},
+        {"eval --expert-weights nvfp4 --corpus corpus --checkpoint plain", "holds no experts", 3},
+        {"train " SMALL "--corpus corpus --steps 1 --curve c.svg --beside nowhere", "cannot read nowhere", 3},
+        {"train " SMALL "--corpus corpus --steps 1 --curve c.svg --beside corpus", "losses that lm train", 3},
+    };
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 1 --checkpoint plain"), 0);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        assert_int_equal(program(p, "", bad[i].arguments), bad[i].code);
+        assert_true(says(p, bad[i].words));
+    }
+}
+
+static void curves_of_two_runs_make_one_chart(void **state)
+{
+    const places *p = *state;
+    if (system("command -v gnuplot >/dev/null") != 0) skip();
+    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 3 --losses nsa.losses"), 0);
+    assert_int_equal(program(p, "",
+                             "train " SMALL "--corpus corpus --steps 3 --attention dense --beside nsa.losses "
+                             "--curve both.svg"),
+                     0);
+    char command[128];
+    snprintf(command, sizeof command, "cd '%s' && grep -q '>nsa<' both.svg && grep -q '>dense<' both.svg",
+             p->folder);
+    assert_int_equal(system(command), 0);
 }
 
 /* Nothing but an error where a target cannot be written, before the training, which would take hours here. */
@@ -388,8 +507,12 @@ static void order2_beats_uniform_and_is_a_distribution(void **unused)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(dense_gradients_match_differences),
-        cmocka_unit_test(sparse_gradients_match_differences),
+        cmocka_unit_test(gradients_match_differences),
+        cmocka_unit_test(gradients_of_experts_match_differences),
+        cmocka_unit_test(served_experts_lose_little),
+        cmocka_unit_test(the_balance_follows_the_load),
+        cmocka_unit_test(bad_options_are_refused_in_a_sentence),
+        cmocka_unit_test(curves_of_two_runs_make_one_chart),
         cmocka_unit_test(a_resumed_run_repeats_bit_by_bit),
         cmocka_unit_test(the_program_resumes_to_the_same_file),
         cmocka_unit_test(resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint),
