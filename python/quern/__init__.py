@@ -5,7 +5,19 @@
 from . import nvfp4
 from ._attention import attention
 from ._nsa import nsa
+from ._nsa_cache import NSACache
+from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_select
 from ._operations import version
 
 __version__ = version()
-__all__ = ["__version__", "attention", "nsa", "nvfp4"]
+__all__ = [
+    "NSACache",
+    "__version__",
+    "attention",
+    "nsa",
+    "nsa_attend",
+    "nsa_compress",
+    "nsa_gate",
+    "nsa_select",
+    "nvfp4",
+]

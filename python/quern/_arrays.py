@@ -8,18 +8,16 @@ import sys
 from typing import Any, Sequence
 
 
-class Memory:
-    """Makes results beside a tensor: in its framework, on its device."""
-
-    def __init__(self, like: Any) -> None:
-        self.module = sys.modules[framework(like)]
-        self.where = {"device": like.device} if is_torch(like) else {}
-
-    def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        """A new tensor of what its framework calls the dtype."""
-        if not hasattr(self.module, dtype):
-            raise TypeError(f"{self.module.__name__} has no {dtype}: a tensor for the result is accepted")
-        return self.module.empty(shape, dtype=getattr(self.module, dtype), **self.where)
+def empty_like(like: Any, shape: Sequence[int], dtype: str) -> Any:
+    """A new tensor beside `like`, in its framework and on its device, of what the framework calls the
+    dtype."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(like, torch.Tensor):
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+    module = sys.modules[framework(like)]
+    if not hasattr(module, dtype):
+        raise TypeError(f"{module.__name__} has no {dtype}: a tensor for the result is accepted")
+    return module.empty(shape, dtype=getattr(module, dtype))
 
 
 def is_torch(tensor: Any) -> bool:
@@ -49,3 +47,15 @@ def check(name: str, tensor: Any, first: Any) -> None:
     given, accepted = framework(tensor), framework(first)
     if given != accepted:
         raise TypeError(f"{name} is of {given}, the first tensor of {accepted}: one framework is accepted")
+
+
+def need_plain(what: str, *tensors: Any) -> None:
+    """ValueError where one of them asks for a gradient, which `what` has not."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return
+    for tensor in tensors:
+        if tensor is not None and getattr(tensor, "requires_grad", False):
+            raise ValueError(
+                f"{what} has no gradient here: tensors without one, or torch.no_grad(), are accepted"
+            )

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _arrays
-from . import _operations as ops
+from ._faces import run
 
 
 def attention(
@@ -22,6 +21,7 @@ def attention(
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     return_lse: bool = False,
+    out: Any = None,
 ) -> Any:
     """softmax(scale · q kᵀ) v over the keys that each query sees → o, or (o, lse).
 
@@ -34,16 +34,11 @@ def attention(
     to the query, and with a window the last `window` of them; else all, or those at most window // 2 away.
     scale None: 1/√D. A query that sees no key gives 0 and lse -inf.
 
-    With torch it is differentiable by q, k and v; lse carries no gradient.
+    With torch it is differentiable by q, k and v; lse carries no gradient. out: o's memory, for calls
+    without gradients.
     """
-    settings = (causal, window, scale or 0.0, -1 if query_offset is None else query_offset)
-    if _arrays.is_torch(q):
-        from . import _torch_attention
-
-        _arrays.need_torch(k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
-        o, lse = _torch_attention.attention(q, k, v, cu_seqlens_q, cu_seqlens_kv, *settings)
-        return (o, lse) if return_lse else o
-    params = ops.params("attention", **dict(zip(("causal", "window", "scale", "query_offset"), settings)))
+    settings = (("causal", causal), ("window", window), ("scale", scale), ("query_offset", query_offset))
     tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-    results = ops.call("attention", params, tensors, ("o", "lse") if return_lse else ("o",))
+    written = None if out is None else {"o": out}
+    results = run("attention", settings, tensors, ("o", "lse") if return_lse else ("o",), out=written)
     return results if return_lse else results[0]

@@ -6,8 +6,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _arrays
-from . import _operations as ops
+from ._faces import run
+
+
+def settings_of(
+    *,
+    preset: str | None = None,
+    block_size: int = 64,
+    num_selected: int = 16,
+    window: int = 512,
+    gate: Any = None,
+    gates: Any = None,
+    block_idx: Any = None,
+    group_idx: Any = None,
+    **others: Any,
+) -> tuple[tuple[str, Any], ...]:
+    """The parameters of the operation nsa; the preset comes first."""
+    if gate is not None and gates is not None:
+        raise ValueError("gate and gates are given: one of them is accepted")
+    return (
+        ("preset", preset),
+        ("block_size", block_size),
+        ("num_selected", num_selected),
+        ("window", window),
+        *others.items(),
+        ("gate", "weights" if gate is not None else "given" if gates is not None else "none"),
+        ("selection", None if block_idx is None else "given"),
+        ("groups", None if group_idx is None else "given"),
+    )
 
 
 def nsa(
@@ -73,29 +99,29 @@ def nsa(
     training forward keeps the statistics, gates, compressed keys and lists; with save_branches also the
     branches' outputs, which the backward otherwise computes again. Selection carries no gradient.
     """
-    fields = {
-        "block_size": block_size,
-        "num_selected": num_selected,
-        "window": window,
-        "stride": stride,
-        "select_block": select_block,
-        "tile": tile,
-        "compress": compress,
-        "scope": scope,
-        "metric": metric,
-        "compressed_visibility": compressed_visibility,
-        "forced_first": forced_first,
-        "forced_local": forced_local,
-        "max_compressed_groups": max_compressed_groups,
-        "causal": causal,
-        "scale": scale,
-        "branches": branches,
-        "gate": "weights" if gate is not None else "given" if gates is not None else "none",
-        "selection": None if block_idx is None else "given",
-        "groups": None if group_idx is None else "given",
-    }
-    if gate is not None and gates is not None:
-        raise ValueError("gate and gates are given: one of them is accepted")
+    settings = settings_of(
+        preset=preset,
+        block_size=block_size,
+        num_selected=num_selected,
+        window=window,
+        stride=stride,
+        select_block=select_block,
+        tile=tile,
+        compress=compress,
+        scope=scope,
+        metric=metric,
+        compressed_visibility=compressed_visibility,
+        forced_first=forced_first,
+        forced_local=forced_local,
+        max_compressed_groups=max_compressed_groups,
+        causal=causal,
+        scale=scale,
+        branches=branches,
+        gate=gate,
+        gates=gates,
+        block_idx=block_idx,
+        group_idx=group_idx,
+    )
     tensors = {
         "q": q,
         "k": k,
@@ -117,9 +143,5 @@ def nsa(
         "cu_seqlens": cu_seqlens,
         "cu_seqlens_cmp": cu_seqlens_cmp,
     }
-    if _arrays.is_torch(q):
-        from . import _torch_nsa
-
-        settings = _torch_nsa.settings_of(preset, tuple(fields.items()))
-        return _torch_nsa.run(settings, tensors, save_branches)[0]
-    return ops.call("nsa", ops.params("nsa", preset, **fields), tensors, ("o",))[0]
+    kept = ("o_cmp", "o_slc", "o_win") if save_branches else ()
+    return run("nsa", settings, tensors, ("o",), keep=kept)[0]

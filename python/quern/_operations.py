@@ -13,8 +13,13 @@ import tvm_ffi
 
 from . import _arrays
 
-_library = tvm_ffi.load_module(str(next(pathlib.Path(__file__).parent.glob("quern_ffi*.so"))))
-_parameters, _expect, _run = _library.parameters, _library.expect, _library.run
+library = tvm_ffi.load_module(str(next(pathlib.Path(__file__).parent.glob("quern_ffi*.so"))))
+_parameters, _expect, _expect_of, _run = (
+    library.parameters,
+    library.expect,
+    library.expect_of,
+    library.run,
+)
 
 # The order of quern_dtype.
 DTYPES = (
@@ -37,29 +42,60 @@ DTYPES = (
     "bool",
     "complex64",
 )
-_RESULTS = (3, 4)  # QUERN_OP_RESULT, QUERN_OP_OPTIONAL_RESULT
+UNUSED, NEEDED, OPTIONAL, RESULT, OPTIONAL_RESULT = range(5)  # quern_op_role
 _EXPECTED = struct.Struct("9q")
+_NO_EXTENTS = bytes(32)
+_ABSENT = _EXPECTED.pack(-1, *[0] * 8)
+
+
+class Field(NamedTuple):
+    """A tensor of an operation, as quern_op_tensor says."""
+
+    place: int
+    dtype: str
+    gradient_of: str | None
+    input: bool
+    trigger: bool
+    results: tuple[bool, bool]
+    fixed: tuple[str, ...]
+    varlen: tuple[str, ...]
 
 
 class Operation(NamedTuple):
-    """One operation: its number, its tensors' fields with their places, the extents that a caller states."""
+    """One operation: its number, its tensors by their fields, the extents that a caller states."""
 
     number: int
-    tensors: dict[str, int]
+    fields: dict[str, Field]
+    backward: bool
+    varlen_by: int
     asked: tuple[str, ...]
+
+    def shape_of(self, field: str, present: Iterable[str]) -> tuple[str, ...]:
+        """The names of a tensor's extents, given which tensors are there."""
+        described = self.fields[field]
+        varlen = any(self.fields[name].place == self.varlen_by for name in present)
+        return described.varlen if varlen and described.varlen else described.fixed
+
+
+def _read_fields(rows: list[list[str]]) -> dict[str, Field]:
+    names = [row[1] for row in rows]
+    fields = {}
+    for place, (_, name, dtype, source, *flags, fixed, varlen) in enumerate(rows):
+        named = name[2:] if name.startswith("d_") and name[2:] in names else None
+        gradient_of = names[int(source)] if int(source) >= 0 else named
+        is_input, trigger, forward, backward = (flag == "1" for flag in flags)
+        shapes = tuple(fixed.split()), tuple(varlen.split())
+        fields[name] = Field(place, dtype, gradient_of, is_input, trigger, (forward, backward), *shapes)
+    return fields
 
 
 def _read_operations() -> dict[str, Operation]:
     found: dict[str, Operation] = {}
-    number = 0
-    for line in _library.operations().splitlines():
-        kind, name, *rest = line.split("\t")
-        if kind == "op":
-            operation = Operation(number, {}, tuple(rest[1:]))
-            found.setdefault(name, operation)
-            number += 1
-        elif kind == "tensor":
-            operation.tensors[name] = len(operation.tensors)
+    described = library.operations().split("op\t")[1:]
+    for number, text in enumerate(described):
+        (name, backward, varlen_by, *asked), *rows = (line.split("\t") for line in text.splitlines())
+        operation = Operation(number, _read_fields(rows), backward == "1", int(varlen_by), tuple(asked))
+        found.setdefault(name, operation)
     return found
 
 
@@ -68,7 +104,7 @@ OPERATIONS = _read_operations()
 
 def version() -> str:
     """The C library's version."""
-    return str(_library.version())
+    return str(library.version())
 
 
 def _text(value: Any) -> str:
@@ -78,25 +114,64 @@ def _text(value: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _params(number: int, preset: str, settings: tuple[tuple[str, Any], ...]) -> bytes:
-    return bytes(_parameters(number, preset, "".join(f"{name}={_text(value)}\n" for name, value in settings)))
-
-
-def params(name: str, preset: str | None = None, **settings: Any) -> bytes:
-    """A params struct: the preset's fields, then those given. None leaves a field as it is."""
-    given = tuple(item for item in settings.items() if item[1] is not None)
-    return _params(OPERATIONS[name].number, preset or "", given)
+def lines(settings: tuple[tuple[str, Any], ...]) -> str:
+    """Parameters as lines of name=value; a preset comes first. None leaves a parameter as it is."""
+    return "".join(f"{name}={_text(value)}\n" for name, value in settings if value is not None)
 
 
 @functools.lru_cache(maxsize=1024)
 def params_from(name: str, settings: str) -> bytes:
     """A params struct from lines of name=value."""
-    return bytes(_parameters(OPERATIONS[name].number, "", settings))
+    return bytes(_parameters(OPERATIONS[name].number, settings))
 
 
-def settings(name: str, parameters: bytes) -> str:
-    """All parameters of a params struct as lines of name=value."""
-    return str(_library.settings(OPERATIONS[name].number, parameters))
+@functools.lru_cache(maxsize=1024)
+def params_of(name: str, settings: tuple[tuple[str, Any], ...]) -> bytes:
+    """A params struct of these settings, which lines() takes."""
+    return params_from(name, lines(settings))
+
+
+def params(name: str, **settings: Any) -> bytes:
+    """A params struct: the preset's fields, then those given. None leaves a field as it is."""
+    return params_of(name, tuple(settings.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def roles(name: str, backward: bool, settings: str, present: tuple[str, ...]) -> dict[str, int]:
+    """What each tensor is to a pass, given which tensors are there."""
+    operation = OPERATIONS[name]
+    there = bytes(field in present for field in operation.fields)
+    found = library.roles(operation.number, int(backward), params_from(name, settings), there)
+    return dict(zip(operation.fields, bytes(found)))
+
+
+def _extents(operation: Operation, asked: Mapping[str, int] | None) -> bytes:
+    if asked is None:
+        return _NO_EXTENTS
+    return struct.pack("4q", *([asked.get(name, 0) for name in operation.asked] + [0] * 4)[:4])
+
+
+def _unpack(expected: bytes, place: int) -> tuple[int, int, tuple[int, ...]]:
+    """The role, the dtype's number and the shape."""
+    row = _EXPECTED.unpack_from(expected, place * _EXPECTED.size)
+    return row[0], row[1], row[3 : 3 + row[2]]
+
+
+def expect_of(
+    name: str, backward: bool, settings: str, views: Mapping[str, tuple[int, int, tuple[int, ...]]]
+) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """The dtype's number and the shape that a call expects of every tensor, from the dtype's number, the
+    device and the shape of those that are there."""
+    operation = OPERATIONS[name]
+    rows = b"".join(
+        _EXPECTED.pack(views[f][0], views[f][1], len(views[f][2]), *(*views[f][2], *[0] * 6)[:6])
+        if f in views
+        else _ABSENT
+        for f in operation.fields
+    )
+    asked = _extents(operation, None)
+    expected = bytes(_expect_of(operation.number, int(backward), params_from(name, settings), asked, rows))
+    return {field: _unpack(expected, described.place)[1:] for field, described in operation.fields.items()}
 
 
 def call(
@@ -114,8 +189,8 @@ def call(
     are written where they stand. asked: extents that no input says.
     """
     operation = OPERATIONS[name]
-    places = operation.tensors
-    slots: list[Any] = [None] * len(places)
+    fields = operation.fields
+    slots: list[Any] = [None] * len(fields)
     first = kind = None
     for field, tensor in tensors.items():
         if tensor is None:
@@ -124,18 +199,17 @@ def call(
             kind = type(tensor)
             first = tensor if first is None else first
             _arrays.check(field, tensor, first)
-        slots[places[field]] = tensor
+        slots[fields[field].place] = tensor
     if first is None:
         raise TypeError(f"{name}: no tensor is given")
-    wanted = [places[field] for field in results]
+    wanted = [fields[field].place for field in results]
     missing = [slot for slot in wanted if slots[slot] is None]
     if missing:
-        memory = _arrays.Memory(first)
-        extents = struct.pack("4q", *([(asked or {}).get(e, 0) for e in operation.asked] + [0] * 4)[:4])
+        extents = _extents(operation, asked)
         expected = bytes(_expect(operation.number, int(backward), parameters, extents, *slots))
         for slot in missing:
-            role, dtype, ndim, *shape = _EXPECTED.unpack_from(expected, slot * _EXPECTED.size)
-            if role in _RESULTS:
-                slots[slot] = memory.empty(shape[:ndim], DTYPES[dtype])
+            role, dtype, shape = _unpack(expected, slot)
+            if role == RESULT or role == OPTIONAL_RESULT:
+                slots[slot] = _arrays.empty_like(first, shape, DTYPES[dtype])
     _run(operation.number, int(backward), parameters, *slots)
     return tuple([slots[slot] for slot in wanted])

@@ -98,14 +98,13 @@ def swizzle(scales: Any, *, tokens_per_expert: Any = None, weight: bool = False)
     the device.
     """
     linear = _bytes(scales)
-    memory = _arrays.Memory(linear)
     columns, rows = (linear.shape[1], linear.shape[2]) if weight else (linear.shape[1], linear.shape[0])
     starts = None
     if tokens_per_expert is not None:
         rows = sum(_up(int(count), 128) for count in tokens_per_expert)
-        starts = memory.empty((len(tokens_per_expert) + 1,), "int32")
+        starts = _arrays.empty_like(linear, (len(tokens_per_expert) + 1,), "int32")
     size = _up(rows, 128) * _up(columns, 4)
-    out = memory.empty((linear.shape[0], size) if weight else (size,), "uint8")
+    out = _arrays.empty_like(linear, (linear.shape[0], size) if weight else (size,), "uint8")
     tensors = {"linear": linear, "swizzled": out, "tokens_per_expert": tokens_per_expert}
     tensors.update(pad_row_offsets=starts)
     ops.call("nvfp4-swizzle", ops.params("nvfp4-swizzle", weight=_layout(weight)), tensors, ())
@@ -121,7 +120,7 @@ def interleave(x: Any, *, granularity: int = 8, inverse: bool = False) -> Any:
     plain = _bytes(x) if bytewise else x
     half = x.shape[-1] // 2
     columns = 2 * half if inverse else 2 * _up(half, max(granularity, 1))
-    out = _arrays.Memory(plain).empty((*x.shape[:-1], columns), str(plain.dtype).removeprefix("torch."))
+    out = _arrays.empty_like(plain, (*x.shape[:-1], columns), str(plain.dtype).removeprefix("torch."))
     params = ops.params("nvfp4-interleave", granularity=granularity, inverse=inverse)
     ops.call("nvfp4-interleave", params, {"x": plain, "out": out}, ())
     return out.view(x.dtype) if bytewise else out

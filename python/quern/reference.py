@@ -35,11 +35,22 @@ def window_mask(n: int, window: int, causal: bool) -> Tensor:
     return (key <= q) & (key > q - window) if causal else (q - key).abs() <= window // 2
 
 
-def compress(x: Tensor, block_size: int, weight: Tensor | None = None) -> Tensor:
-    """[B, N, Hkv, D] → means of whole blocks [B, N // block_size, Hkv, D], times weight [Hkv, D, D] where
-    given."""
-    blocks = x.shape[1] // block_size
-    mean = x[:, : blocks * block_size].unflatten(1, (blocks, block_size)).mean(2)
+def compress(
+    x: Tensor,
+    block_size: int,
+    weight: Tensor | None = None,
+    *,
+    stride: int | None = None,
+    pe: Tensor | None = None,
+    linear: bool = False,
+) -> Tensor:
+    """[B, N, Hkv, D] → an entry for each whole block [B, Nc, Hkv, D]: the mean, times weight [Hkv, D, D]
+    where given; linear: (block + pe [Hkv, l, D]) flattened, times weight [Hkv, l·D, D]."""
+    blocks = x.unfold(1, block_size, stride or block_size).movedim(-1, 3)  # [B, Nc, Hkv, l, D]
+    if linear:
+        shifted = blocks if pe is None else blocks + pe
+        return torch.einsum("bihc,hce->bihe", shifted.flatten(3), weight)
+    mean = blocks.mean(3)
     return mean if weight is None else torch.einsum("bihc,hce->bihe", mean, weight)
 
 

@@ -73,11 +73,12 @@ def test_varlen_is_each_sequence_alone(close):
 
 
 def test_opcheck():
-    settings = (True, 0, 0.0, -1)
-    torch.library.opcheck(torch.ops.quern.attention, (*inputs(nq=8, nkv=8), None, None, *settings))
+    settings = ("window=5\n", "o lse")
+    operator = torch.ops.quern.attention.default
+    torch.library.opcheck(operator, (*inputs(nq=8, nkv=8), None, None, *settings))
     cu = torch.tensor([0, 3, 8], dtype=torch.int32)
     packed = [t.detach()[0].requires_grad_() for t in inputs(nq=8, nkv=8)]
-    torch.library.opcheck(torch.ops.quern.attention, (*packed, cu, None, *settings))
+    torch.library.opcheck(operator, (*packed, cu, None, *settings))
 
 
 def test_compile(close):

@@ -8,7 +8,9 @@ torch = pytest.importorskip("torch")
 
 import quern  # noqa: E402
 from quern import _operations as ops  # noqa: E402
-from quern import _torch_nsa, reference  # noqa: E402
+from quern import _torch, reference  # noqa: E402
+
+INPUTS = _torch.OPERATORS["nsa"].inputs
 
 BOUND = 2e-6
 GRADIENT = 1e-5
@@ -104,25 +106,35 @@ def test_branches_alone(close, branches):
         close(a, b, GRADIENT)
 
 
+RESULTS = {
+    "inference": "o",
+    "training": "o lse_cmp lse_slc lse_win gates k_cmp v_cmp block_idx",
+    "branches": "o lse_cmp lse_slc lse_win gates k_cmp v_cmp block_idx o_cmp o_slc o_win",
+}
+
+
 def operator_arguments(**more):
     given = {**random_inputs(40), "w_gate": torch.randn(4, 3, 16, requires_grad=True)}
-    params = ops.params("nsa", gate="weights", **TILES, **more)
-    return (*(given.get(name) for name in _torch_nsa.INPUTS), ops.settings("nsa", params))
+    settings = ops.lines(tuple({"gate": "weights", **TILES, **more}.items()))
+    return (*(given.get(name) for name in INPUTS), settings)
 
 
-@pytest.mark.parametrize("save", [0, 1, 2])
+@pytest.mark.parametrize("results", RESULTS)
 @pytest.mark.parametrize("groups", [0, 2])
-def test_opcheck(save, groups):
-    utils = ("test_schema", "test_faketensor") + (("test_aot_dispatch_dynamic",) if save else ())
+def test_opcheck(results, groups):
+    training = results != "inference"
+    utils = ("test_schema", "test_faketensor") + (("test_aot_dispatch_dynamic",) if training else ())
     arguments = operator_arguments(max_compressed_groups=groups)
-    torch.library.opcheck(torch.ops.quern.nsa, (*arguments, save), test_utils=utils)
+    names = RESULTS[results] + (" group_idx" if groups and training else "")
+    torch.library.opcheck(torch.ops.quern.nsa.default, (*arguments, names), test_utils=utils)
 
 
 def test_opcheck_varlen():
     *given, settings = operator_arguments()
     given = [t if t is None or t.dim() < 4 else t.detach()[0].requires_grad_() for t in given]
-    given[_torch_nsa.INPUTS.index("cu_seqlens")] = torch.tensor([0, 7, 7, 40], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.quern.nsa, (*given, settings, 2))
+    given[INPUTS.index("cu_seqlens")] = torch.tensor([0, 7, 7, 40], dtype=torch.int32)
+    names = RESULTS["branches"] + " cu_seqlens_cmp"
+    torch.library.opcheck(torch.ops.quern.nsa.default, (*given, settings, names))
 
 
 def test_compile(close):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import _operations as ops
-from .. import _torch_nsa, reference
+from .. import _torch, reference
 from . import _mslk_parts as _parts
 from ._mslk_parts import (  # noqa: F401
     BlockSparseTensors,
@@ -85,8 +85,8 @@ def _whole(
     q_tile_size: int,
     cu_seqlens: Tensor | None,
     num_cmp_selected_blocks: int | None,
-) -> tuple[str, dict[str, Tensor | None]]:
-    """The settings and tensors of _torch_nsa.run()."""
+) -> Tensor:
+    """O. The backward takes the branches' outputs, which are kept for it."""
     settings = _parts.settings(
         compress_block_size, num_selected_blocks, causal, q_tile_size, softmax_scale, num_cmp_selected_blocks
     )
@@ -99,7 +99,7 @@ def _whole(
         settings.update(selection="given", groups="given" if num_cmp_selected_blocks else None)
         if compress_block_size % _KERNEL_TILE != 0:
             settings.update(select_block=_KERNEL_TILE)
-    return ops.settings("nsa", ops.params("nsa", **settings)), tensors
+    return _torch.run("nsa", tuple(settings.items()), tensors, ("o",), ("o_cmp", "o_slc", "o_win"))[0]
 
 
 def nsa_forward(
@@ -122,24 +122,23 @@ def nsa_forward(
 ) -> Tensor:
     """Compress, select, attend over three branches, gate → O, shaped like Q. n_block_size and max_seqlen are
     ignored."""
-    settings, tensors = _whole(
-        Q,
-        K,
-        V,
-        compress_block_size,
-        num_selected_blocks,
-        window_size,
-        W_k_compress,
-        W_v_compress,
-        gate_proj_weight,
-        causal,
-        softmax_scale,
-        q_tile_size,
-        cu_seqlens,
-        num_cmp_selected_blocks,
-    )
     with torch.no_grad():
-        return _torch_nsa.run(settings, tensors)[0]
+        return _whole(
+            Q,
+            K,
+            V,
+            compress_block_size,
+            num_selected_blocks,
+            window_size,
+            W_k_compress,
+            W_v_compress,
+            gate_proj_weight,
+            causal,
+            softmax_scale,
+            q_tile_size,
+            cu_seqlens,
+            num_cmp_selected_blocks,
+        )
 
 
 def nsa(
@@ -161,7 +160,7 @@ def nsa(
     num_cmp_selected_blocks: int | None = None,
 ) -> Tensor:
     """nsa_forward with gradients for Q, K, V, W_k_compress, W_v_compress and gate_proj_weight."""
-    settings, tensors = _whole(
+    return _whole(
         Q,
         K,
         V,
@@ -177,7 +176,6 @@ def nsa(
         cu_seqlens,
         num_cmp_selected_blocks,
     )
-    return _torch_nsa.run(settings, tensors)[0]
 
 
 def nsa_forward_reference(

@@ -1,0 +1,185 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""The steps of native sparse attention, for every framework: compress, select, attend, gate.
+
+Their parameters are those of quern.nsa, by the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._faces import run
+
+
+def nsa_compress(
+    k: Any,
+    v: Any,
+    *,
+    block_size: int = 64,
+    stride: int | None = None,
+    compress: str = "mean",
+    w_k: Any = None,
+    w_v: Any = None,
+    pe_k: Any = None,
+    pe_v: Any = None,
+    cu_seqlens: Any = None,
+) -> tuple[Any, ...]:
+    """k [B, N, Hkv, D], v [B, N, Hkv, Dv] → k_cmp [B, Nc, Hkv, D], v_cmp [B, Nc, Hkv, Dv], one entry for each
+    block of block_size tokens that is whole.
+
+    Varlen, k [T, Hkv, D] with cu_seqlens int32 [B+1] → k_cmp [T // stride, Hkv, D], v_cmp and cu_seqlens_cmp
+    int32 [B+1]; rows past the last entry are 0. With torch it is differentiable by k, v and the weights.
+    """
+    settings = (("block_size", block_size), ("stride", stride), ("compress", compress))
+    tensors = {"k": k, "v": v, "w_k": w_k, "w_v": w_v, "pe_k": pe_k, "pe_v": pe_v, "cu_seqlens": cu_seqlens}
+    varlen = () if cu_seqlens is None else ("cu_seqlens_cmp",)
+    return run("nsa-compress", settings, tensors, ("k_cmp", "v_cmp", *varlen))
+
+
+def nsa_select(
+    q: Any,
+    k_cmp: Any,
+    *,
+    preset: str | None = None,
+    block_size: int = 64,
+    num_selected: int = 16,
+    stride: int | None = None,
+    select_block: int | None = None,
+    tile: int | None = None,
+    scope: str | None = None,
+    metric: str | None = None,
+    compressed_visibility: str | None = None,
+    forced_first: int | None = None,
+    forced_local: int | None = None,
+    max_compressed_groups: int = 0,
+    causal: bool = True,
+    scale: float | None = None,
+    lse_cmp: Any = None,
+    cu_seqlens: Any = None,
+    cu_seqlens_cmp: Any = None,
+) -> tuple[Any, ...]:
+    """q [B, N, H, D], k_cmp [B, Nc, Hkv, D] → block_idx int32 [B, Hs, tiles, num_selected], ascending and
+    padded with -1, block_count int32 [B, Hs, tiles]; with max_compressed_groups also group_idx int32 [B, Hs,
+    tiles, max_compressed_groups].
+
+    Hs is Hkv (scope "group") or H ("head"). Varlen, with cu_seqlens and cu_seqlens_cmp: [Hs, T // tile + B,
+    num_selected]. lse_cmp f32 [B, H, N]: that of the compressed branch, which metric "softmax" otherwise
+    computes first. It has no gradient.
+    """
+    settings = {
+        "preset": preset,
+        "block_size": block_size,
+        "num_selected": num_selected,
+        "stride": stride,
+        "select_block": select_block,
+        "tile": tile,
+        "scope": scope,
+        "metric": metric,
+        "compressed_visibility": compressed_visibility,
+        "forced_first": forced_first,
+        "forced_local": forced_local,
+        "max_compressed_groups": max_compressed_groups,
+        "causal": causal,
+        "scale": scale,
+    }
+    tensors = {
+        "q": q,
+        "k_cmp": k_cmp,
+        "lse_cmp": lse_cmp,
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_cmp": cu_seqlens_cmp,
+    }
+    groups = ("group_idx",) if max_compressed_groups else ()
+    return run("nsa-select", tuple(settings.items()), tensors, ("block_idx", "block_count", *groups))
+
+
+def nsa_attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    k_cmp: Any = None,
+    v_cmp: Any = None,
+    block_idx: Any = None,
+    *,
+    preset: str | None = None,
+    block_size: int = 64,
+    window: int = 512,
+    stride: int | None = None,
+    select_block: int | None = None,
+    tile: int | None = None,
+    scope: str | None = None,
+    compressed_visibility: str | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    branches: str | None = None,
+    k_slc: Any = None,
+    v_slc: Any = None,
+    k_win: Any = None,
+    v_win: Any = None,
+    group_idx: Any = None,
+    cu_seqlens: Any = None,
+    cu_seqlens_cmp: Any = None,
+    return_lse: bool = False,
+) -> tuple[Any, ...]:
+    """The branches' outputs [B, N, H, Dv] in the order cmp, slc, win; with return_lse then their lse f32 [B,
+    H, N].
+
+    branches: "all", or some of "cmp,slc,win"; None: win, and those whose k_cmp and block_idx are given. With
+    torch it is differentiable by the outputs and all keys and values; lse carries no gradient.
+    """
+    if branches is None:
+        given = (("cmp", k_cmp), ("slc", block_idx), ("win", q))
+        branches = ",".join(name for name, tensor in given if tensor is not None)
+    on = ("cmp", "slc", "win") if branches == "all" else tuple(branches.split(","))
+    settings = {
+        "preset": preset,
+        "block_size": block_size,
+        "window": window,
+        "stride": stride,
+        "select_block": select_block,
+        "tile": tile,
+        "scope": scope,
+        "compressed_visibility": compressed_visibility,
+        "causal": causal,
+        "scale": scale,
+        "branches": branches,
+        "selection": None if block_idx is None else "given",
+        "num_selected": None if block_idx is None else int(block_idx.shape[-1]),
+    }
+    if group_idx is not None:
+        settings.update(groups="given", metric="mean_logit", max_compressed_groups=int(group_idx.shape[-1]))
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "k_cmp": k_cmp,
+        "v_cmp": v_cmp,
+        "block_idx": block_idx,
+        "k_slc": k_slc,
+        "v_slc": v_slc,
+        "k_win": k_win,
+        "v_win": v_win,
+        "group_idx": group_idx,
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_cmp": cu_seqlens_cmp,
+    }
+    lse = tuple(f"lse_{name}" for name in on) if return_lse else ()
+    return run("nsa-attend", tuple(settings.items()), tensors, (*(f"o_{name}" for name in on), *lse))
+
+
+def nsa_gate(
+    q: Any, o_cmp: Any, o_slc: Any, o_win: Any, *, gate: Any = None, gates: Any = None, cu_seqlens: Any = None
+) -> tuple[Any, Any]:
+    """Σ_b gates[.., b] · o_b → o [B, N, H, Dv], gates f32 [B, N, H, 3], in the order cmp, slc, win.
+
+    gate: weights [H, 3, D] of the gates sigmoid(q · w); gates: the gates themselves; neither: a third each. A
+    branch that is None counts as 0. With torch it is differentiable by q, the branches, gate and gates.
+    """
+    kind = "weights" if gate is not None else "given" if gates is not None else "none"
+    tensors = {"q": q if gate is not None else None, "w_gate": gate, "gates": gates, "cu_seqlens": cu_seqlens}
+    tensors.update(o_cmp=o_cmp, o_slc=o_slc, o_win=o_win)
+    if gates is not None:
+        return run("nsa-gate", (("gate", kind),), tensors, ("o",))[0], gates
+    o, made = run("nsa-gate", (("gate", kind),), tensors, ("o", "gates"))
+    return o, made

@@ -1,0 +1,274 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""The operations as PyTorch operators, torch.ops.quern.<name>, made from what quern/op.h says of them.
+
+    quern::<name>(Tensor? <input>, ..., str settings, str results) -> Tensor[]
+    quern::<name>_out(Tensor? <input>, ..., str settings, Tensor(a!)? <result>, ...) -> ()
+    quern::backward(str name, Tensor[] tensors, str fields, str results, str settings) -> Tensor[]
+
+`settings` are parameters as lines of name=value, `results` the names of the results wanted. A result has a
+gradient where the operation's backward pass takes one; all others, and lists of indices, have none.
+"""
+
+from __future__ import annotations
+
+import functools
+from keyword import iskeyword
+from typing import Any, Mapping
+
+import torch
+from torch import Tensor
+
+from . import _arrays
+from . import _operations as ops
+
+_LIBRARY = torch.library.Library("quern", "FRAGMENT")
+_PT2 = (torch.Tag.pt2_compliant_tag,)
+_NUMBERS = {getattr(torch, name): i for i, name in enumerate(ops.DTYPES) if hasattr(torch, name)}
+_CAST = ("act", "stored")  # classes of tensors that autocast casts
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """With a contiguous last dimension."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor.dim() == 0 else dense(tensor)
+
+
+@functools.lru_cache(maxsize=1024)
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# ---- shapes without data ----
+
+
+def _hint(extent: Any) -> int:
+    if isinstance(extent, int):
+        return extent
+    known = extent.node.hint
+    return int(extent) if known is None else int(known)
+
+
+def _fake(
+    name: str, backward: bool, tensors: Mapping[str, Tensor], settings: str, results: str
+) -> list[Tensor]:
+    """Empty results. An extent that an input has too stays symbolic; others fix the inputs' shapes."""
+    operation = ops.OPERATIONS[name]
+    views = {
+        field: (_NUMBERS[t.dtype], int(t.device.type == "cuda"), tuple(_hint(n) for n in t.shape))
+        for field, t in tensors.items()
+    }
+    expected = ops.expect_of(name, backward, settings, views)
+    extents: dict[str, Any] = {}
+    for field, t in tensors.items():
+        names = operation.shape_of(field, tensors)
+        if len(names) == t.dim():
+            extents.update((n, extent) for n, extent in zip(names, t.shape) if n not in extents)
+    first = next(iter(tensors.values()))
+    symbolic = any(not isinstance(n, int) for t in tensors.values() for n in t.shape)
+    made = []
+    for field in _words(results):
+        names = operation.shape_of(field, tensors)
+        dtype, shape = expected[field]
+        if symbolic and len(names) == len(shape) and all(n in extents for n in names):
+            shape = tuple(extents[n] for n in names)
+        elif symbolic:
+            [int(n) for t in tensors.values() for n in t.shape]
+        made.append(first.new_empty(shape, dtype=getattr(torch, ops.DTYPES[dtype])))
+    return made
+
+
+# ---- the operators ----
+
+
+class Operator:
+    """One operation as operators."""
+
+    def __init__(self, name: str) -> None:
+        fields = ops.OPERATIONS[name].fields
+        self.name, self.word = name, name.replace("-", "_")
+        self.inputs = tuple(f for f, t in fields.items() if t.input)
+        self.gradients = {t.gradient_of: f for f, t in fields.items() if t.gradient_of and t.results[1]}
+        self.triggers = {t.gradient_of: f for f, t in fields.items() if t.gradient_of and t.trigger}
+        self.results = tuple(f for f, t in fields.items() if t.results[0])
+        self.cast = tuple(f for f in self.inputs if fields[f].dtype in _CAST) or self.inputs[:1]
+        self._define()
+        self.call = getattr(torch.ops.quern, self.word).default
+        self.write = getattr(torch.ops.quern, f"{self.word}_out").default
+
+    def _define(self) -> None:
+        inputs = "".join(f"Tensor? {field}{'_' * iskeyword(field)}, " for field in self.inputs)
+        outs = "".join(f", Tensor(a{i}!)? out_{field}" for i, field in enumerate(self.results))
+        _LIBRARY.define(f"{self.word}({inputs}str settings, str results) -> Tensor[]", tags=_PT2)
+        _LIBRARY.define(f"{self.word}_out({inputs}str settings{outs}) -> ()", tags=_PT2)
+        for device in ("CPU", "CUDA"):
+            _LIBRARY.impl(self.word, self._forward, device)
+            _LIBRARY.impl(f"{self.word}_out", self._write, device)
+        qualified = f"quern::{self.word}"
+        torch.library.register_fake(qualified, self._shapes, lib=_LIBRARY)
+        torch.library.register_fake(f"{qualified}_out", lambda *arguments: None, lib=_LIBRARY)
+        if self.triggers:
+            torch.library.register_autograd(
+                qualified, self._backward, setup_context=self._setup, lib=_LIBRARY
+            )
+
+    def _forward(self, *arguments: Any) -> list[Tensor]:
+        *tensors, settings, results = arguments
+        given = {field: _dense(t) for field, t in zip(self.inputs, tensors) if t is not None}
+        return list(ops.call(self.name, ops.params_from(self.name, settings), given, _words(results)))
+
+    def _write(self, *arguments: Any) -> None:
+        count = len(self.inputs)
+        given = {field: _dense(t) for field, t in zip(self.inputs, arguments) if t is not None}
+        outs = zip(self.results, arguments[count + 1 :])
+        given.update((field, t) for field, t in outs if t is not None)
+        ops.call(self.name, ops.params_from(self.name, arguments[count]), given, ())
+
+    def _shapes(self, *arguments: Any) -> list[Tensor]:
+        *tensors, settings, results = arguments
+        given = {field: t for field, t in zip(self.inputs, tensors) if t is not None}
+        return _fake(self.name, False, given, settings, results)
+
+    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        *tensors, settings, results = inputs
+        kept = {field: t for field, t in zip(self.inputs, tensors) if t is not None}
+        made = dict(zip(_words(results), output))
+        floats = [t for field, t in made.items() if field not in self.triggers]
+        ctx.mark_non_differentiable(*floats)
+        wanted = tuple(f for f, need in zip(self.inputs, ctx.needs_input_grad) if need)
+        ctx.results, needed = gradients_of(self.name, settings, tuple(kept), tuple(made), wanted)
+        ctx.dtypes = {field: t.dtype for field, t in kept.items()}
+        kept.update((field, t) for field, t in made.items() if field in needed)
+        ctx.fields = " ".join((*kept, *(self.triggers[f] for f in made if f in self.triggers)))
+        ctx.differentiable = tuple(i for i, field in enumerate(made) if field in self.triggers)
+        ctx.settings = settings
+        ctx.save_for_backward(*kept.values())
+
+    def _backward(self, ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+        tensors = [*ctx.saved_tensors, *(grads[i] for i in ctx.differentiable)]
+        made = torch.ops.quern.backward(self.name, tensors, ctx.fields, ctx.results, ctx.settings)
+        found = dict(zip(_words(ctx.results), made))
+        given = (
+            found[self.gradients[field]].to(ctx.dtypes[field]) if self.gradients.get(field) in found else None
+            for field in self.inputs
+        )
+        return (*given, None, None)
+
+
+@functools.lru_cache(maxsize=1024)
+def gradients_of(
+    name: str, settings: str, inputs: tuple[str, ...], results: tuple[str, ...], wanted: tuple[str, ...]
+) -> tuple[str, frozenset[str]]:
+    """The gradients that a backward makes for the wanted inputs, and the tensors it reads."""
+    operator = OPERATORS[name]
+    triggers = tuple(operator.triggers[field] for field in results if field in operator.triggers)
+    found = ops.roles(name, True, settings, (*inputs, *results, *triggers))
+    made = (
+        gradient
+        for source, gradient in operator.gradients.items()
+        if found[gradient] == ops.RESULT or (found[gradient] == ops.OPTIONAL_RESULT and source in wanted)
+    )
+    return " ".join(made), frozenset(f for f, role in found.items() if role in (ops.NEEDED, ops.OPTIONAL))
+
+
+_LIBRARY.define(
+    "backward(str name, Tensor[] tensors, str fields, str results, str settings) -> Tensor[]", tags=_PT2
+)
+
+
+def _backward(name: str, tensors: list[Tensor], fields: str, results: str, settings: str) -> list[Tensor]:
+    given = {field: _dense(t) for field, t in zip(_words(fields), tensors)}
+    return list(ops.call(name, ops.params_from(name, settings), given, _words(results), backward=True))
+
+
+def _backward_shapes(
+    name: str, tensors: list[Tensor], fields: str, results: str, settings: str
+) -> list[Tensor]:
+    return _fake(name, True, dict(zip(_words(fields), tensors)), settings, results)
+
+
+def _no_second(ctx: Any, grads: list[Tensor]) -> tuple[None, ...]:
+    raise NotImplementedError("quern's backward passes have no backward pass of their own")
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("backward", _backward, _device)
+torch.library.register_fake("quern::backward", _backward_shapes, lib=_LIBRARY)
+torch.library.register_autograd("quern::backward", _no_second, lib=_LIBRARY)
+
+# Operations with an input and a result; the rest copy bytes and need no operator.
+OPERATORS = {
+    name: Operator(name)
+    for name, operation in ops.OPERATIONS.items()
+    if name != "nsa-list-convert" and any(t.input for t in operation.fields.values())
+}
+
+
+# ---- calls ----
+
+
+@torch.compiler.assume_constant_result
+def _lines(settings: tuple[tuple[str, Any], ...]) -> str:
+    return ops.lines(settings)
+
+
+@torch.compiler.assume_constant_result
+def _results(
+    name: str, settings: str, present: tuple[str, ...], results: tuple[str, ...], keep: tuple[str, ...]
+) -> str:
+    """The results, then what the backward needs of the forward, then what it may keep."""
+    triggers = tuple(OPERATORS[name].triggers.values())
+    found = ops.roles(name, True, settings, (*present, *triggers))
+    fields = ops.OPERATIONS[name].fields
+    needed = (
+        field
+        for field, role in found.items()
+        if fields[field].results[0]
+        and field not in present
+        and field not in results
+        and (role == ops.NEEDED or (role == ops.OPTIONAL and field in keep))
+    )
+    return " ".join((*results, *needed))
+
+
+def _trains(operator: Operator, tensors: Mapping[str, Tensor | None]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    found = (tensors.get(field) for field in operator.gradients)
+    return any(t is not None and t.requires_grad for t in found)
+
+
+def _autocast(operator: Operator, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Activations in autocast's dtype where it is on. Weights may be f32 and stay as they are."""
+    found = dict(tensors)
+    kind = next(t.device.type for t in tensors.values() if t is not None)
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        for field in operator.cast:
+            t = found.get(field)
+            if t is not None and t.is_floating_point() and t.element_size() > 1:
+                found[field] = t.to(dtype)
+    return found
+
+
+def run(
+    name: str,
+    settings: tuple[tuple[str, Any], ...],
+    tensors: Mapping[str, Tensor | None],
+    results: tuple[str, ...],
+    keep: tuple[str, ...] = (),
+) -> tuple[Tensor, ...]:
+    """The operator; it keeps what a backward needs only where there will be one."""
+    operator = OPERATORS[name]
+    _arrays.need_torch(**tensors)
+    given = _autocast(operator, tensors)
+    text = _lines(settings)
+    wanted = " ".join(results)
+    if _trains(operator, given):
+        present = tuple(field for field, t in given.items() if t is not None)
+        wanted = _results(name, text, present, results, keep)
+    made = operator.call(*[given.get(field) for field in operator.inputs], text, wanted)
+    return tuple(made[: len(results)])

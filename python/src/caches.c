@@ -1,0 +1,229 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * caches.c - caches of keys and values (quern/cache.h), by their address. Python keeps the memory.
+ *
+ *   cache_size(fields) -> bytes of two int64: of the bookkeeping, of the rows
+ *   cache_columns(fields, tokens) -> bytes of five int64: where the runs of a page table start; with tokens
+ *                                    >= 0 the pages of each
+ *   cache_create(fields, memory, rows) -> int
+ *   cache_length(cache, sequence) -> bytes of two int64, tokens and entries
+ *   cache_held(cache) -> int
+ *   cache_rollback(cache, sequence, n); cache_reset(cache, sequence)
+ *   cache_append(cache, sequences, counts, table, k, v, k_slc, v_slc, k_win, v_win, w_k, w_v, pe_k, pe_v)
+ *   cache_decode(cache, sparse, params, sequences, counts, table, q, o, lse, w_gate, gates, block_idx,
+ *                block_count)
+ *
+ * fields: int64 in the order of quern_cache_params. sequences: bytes of int32; counts: bytes of as many
+ * int64. table: a tensor or None. params: of the operation nsa or attention.
+ */
+#include "ffi.h"
+
+#include <quern/cache.h>
+
+#include <string.h>
+
+enum { CACHE_FIELDS = 15 };
+
+static bool read_fields(const TVMFFIAny *a, quern_cache_params *p)
+{
+    TVMFFIByteArray bytes;
+    int64_t f[CACHE_FIELDS];
+    if (!text_of(a, &bytes) || bytes.size != sizeof f) return false;
+    memcpy(f, bytes.data, sizeof f);
+    *p = (quern_cache_params){.size = sizeof *p,
+                              .dtype = (quern_dtype)f[0],
+                              .sequences = f[1],
+                              .kv_heads = f[2],
+                              .dim = f[3],
+                              .dim_v = f[4],
+                              .capacity = f[5],
+                              .page = f[6],
+                              .pages = f[7],
+                              .block_size = f[8],
+                              .stride = f[9],
+                              .compress = (quern_nsa_compress_kind)f[10],
+                              .separate_slc = f[11] != 0,
+                              .separate_win = f[12] != 0,
+                              .window = f[13],
+                              .step = f[14]};
+    return true;
+}
+
+static int refuse(void)
+{
+    return fail("TypeError", "a cache and what this function takes are accepted");
+}
+
+static quern_cache *cache_of(const TVMFFIAny *args, int32_t count, int32_t accepted)
+{
+    if (count == accepted && is_int(&args[0]) && args[0].v_int64 != 0)
+        return (quern_cache *)(intptr_t)args[0].v_int64;
+    (void)refuse();
+    return NULL;
+}
+
+FUNCTION(cache_size)
+{
+    (void)self;
+    quern_cache_params p;
+    size_t memory, rows;
+    if (count != 1 || !read_fields(&args[0], &p)) return refuse();
+    const quern_status status = quern_cache_size(&p, &memory, &rows);
+    const int64_t sizes[] = {(int64_t)memory, (int64_t)rows};
+    return status == QUERN_OK ? give_bytes(sizes, sizeof sizes, result) : fail_as(status);
+}
+
+FUNCTION(cache_columns)
+{
+    (void)self;
+    quern_cache_params p;
+    quern_cache_columns c = QUERN_CACHE_COLUMNS_INIT;
+    if (count != 2 || !read_fields(&args[0], &p) || !is_int(&args[1])) return refuse();
+    const int64_t tokens = args[1].v_int64;
+    const quern_status status =
+        tokens < 0 ? quern_cache_columns_of(&p, &c) : quern_cache_pages_of(&p, tokens, &c);
+    const int64_t runs[] = {c.tokens, c.entries, c.slc, c.win, c.columns};
+    return status == QUERN_OK ? give_bytes(runs, sizeof runs, result) : fail_as(status);
+}
+
+static size_t bytes_of(const quern_tensor *t)
+{
+    return t != NULL && t->ndim == 1 && t->dtype == QUERN_U8 ? (size_t)t->shape[0] : 0;
+}
+
+FUNCTION(cache_create)
+{
+    (void)self;
+    quern_cache_params p;
+    tensor_list list;
+    quern_cache *cache = NULL;
+    if (count != 3 || !read_fields(&args[0], &p)) return refuse();
+    if (take_tensors(&args[1], 2, &list) != 0) return -1;
+    const quern_tensor *memory = list.tensors.t[0], *rows = list.tensors.t[1];
+    if (memory == NULL || rows == NULL) return refuse();
+    const quern_status status =
+        quern_cache_create(&p, memory->data, bytes_of(memory), rows->data, bytes_of(rows), &cache);
+    return status == QUERN_OK ? give_int((intptr_t)cache, result) : fail_as(status);
+}
+
+FUNCTION(cache_length)
+{
+    (void)self;
+    int64_t length[2];
+    const quern_cache *cache = cache_of(args, count, 2);
+    if (cache == NULL || !is_int(&args[1])) return cache == NULL ? -1 : refuse();
+    const quern_status status = quern_cache_length(cache, args[1].v_int64, &length[0], &length[1]);
+    return status == QUERN_OK ? give_bytes(length, sizeof length, result) : fail_as(status);
+}
+
+FUNCTION(cache_held)
+{
+    (void)self;
+    int64_t bytes = 0;
+    const quern_cache *cache = cache_of(args, count, 1);
+    if (cache == NULL) return -1;
+    const quern_status status = quern_cache_held(cache, &bytes);
+    return status == QUERN_OK ? give_int(bytes, result) : fail_as(status);
+}
+
+FUNCTION(cache_rollback)
+{
+    (void)self;
+    quern_cache *cache = cache_of(args, count, 3);
+    if (cache == NULL || !is_int(&args[1]) || !is_int(&args[2])) return cache == NULL ? -1 : refuse();
+    const quern_status status = quern_cache_rollback(cache, args[1].v_int64, args[2].v_int64);
+    return status == QUERN_OK ? give_nothing(result) : fail_as(status);
+}
+
+FUNCTION(cache_reset)
+{
+    (void)self;
+    quern_cache *cache = cache_of(args, count, 2);
+    if (cache == NULL || !is_int(&args[1])) return cache == NULL ? -1 : refuse();
+    const quern_status status = quern_cache_reset(cache, args[1].v_int64);
+    return status == QUERN_OK ? give_nothing(result) : fail_as(status);
+}
+
+/* ---- calls ---- */
+
+typedef struct cache_call {
+    quern_cache *cache;
+    quern_cache_batch batch;
+    tensor_list list;
+    params_room params;
+    bool decodes, sparse;
+} cache_call;
+
+/* sequences, counts, table. The table is i32, whole, on the host; the library knows its columns. */
+static int read_batch(const TVMFFIAny *args, quern_cache_batch *batch)
+{
+    TVMFFIByteArray sequences, counts;
+    tensor_list table;
+    if (!text_of(&args[0], &sequences) || !text_of(&args[1], &counts) ||
+        counts.size != sequences.size / sizeof(int32_t) * sizeof(int64_t))
+        return refuse();
+    if (take_tensors(&args[2], 1, &table) != 0) return -1;
+    const quern_tensor *t = table.first;
+    if (t != NULL && (t->dtype != QUERN_I32 || t->ndim != 2 || t->device != QUERN_CPU ||
+                      t->strides[0] != t->shape[1] || t->strides[1] != 1))
+        return fail("ValueError", "table: a contiguous int32 [sequences, columns] on the host is accepted");
+    *batch = (quern_cache_batch){.size = sizeof *batch,
+                                 .batch = (int64_t)(sequences.size / sizeof(int32_t)),
+                                 .sequences = (const int32_t *)(const void *)sequences.data,
+                                 .counts = (const int64_t *)(const void *)counts.data,
+                                 .table = t != NULL ? t->data : NULL};
+    return 0;
+}
+
+static quern_status workspace_of(const cache_call *c, quern_context *context, size_t *bytes)
+{
+    const void *tensors = &c->list.tensors, *params = &c->params;
+    if (!c->decodes) return quern_cache_append_workspace(context, c->cache, &c->batch, tensors, bytes);
+    return c->sparse
+               ? quern_nsa_decode_workspace(context, params, c->cache, &c->batch, tensors, bytes)
+               : quern_attention_decode_workspace(context, params, c->cache, &c->batch, tensors, bytes);
+}
+
+static quern_status compute(const void *what, const quern_exec *exec, void *workspace, size_t bytes)
+{
+    const cache_call *c = what;
+    quern_context *context = need_context();
+    const void *tensors = &c->list.tensors, *params = &c->params;
+    if (!c->decodes)
+        return quern_cache_append(context, exec, c->cache, &c->batch, tensors, workspace, bytes);
+    return c->sparse ? quern_nsa_decode(context, exec, params, c->cache, &c->batch, tensors, workspace, bytes)
+                     : quern_attention_decode(context, exec, params, c->cache, &c->batch, tensors, workspace,
+                                              bytes);
+}
+
+static int call(cache_call *c, TVMFFIAny *result)
+{
+    size_t bytes = 0;
+    quern_context *context = need_context();
+    if (context == NULL) return -1;
+    const quern_status status = workspace_of(c, context, &bytes);
+    if (status != QUERN_OK) return fail_as(status);
+    (void)give_nothing(result);
+    return with_memory(NULL, bytes, compute, c);
+}
+
+FUNCTION(cache_append)
+{
+    (void)self;
+    cache_call c = {.cache = cache_of(args, count, 14)};
+    if (c.cache == NULL || read_batch(&args[1], &c.batch) != 0 || take_tensors(&args[4], 10, &c.list) != 0)
+        return -1;
+    return call(&c, result);
+}
+
+FUNCTION(cache_decode)
+{
+    (void)self;
+    cache_call c = {.cache = cache_of(args, count, 13), .decodes = true};
+    if (c.cache == NULL) return -1;
+    if (!is_int(&args[1]) || !read_params(&args[2], &c.params)) return refuse();
+    c.sparse = args[1].v_int64 != 0;
+    if (read_batch(&args[3], &c.batch) != 0 || take_tensors(&args[6], 7, &c.list) != 0) return -1;
+    return call(&c, result);
+}

@@ -1,0 +1,213 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* ffi.c - arguments, results, errors and memory of the functions for Python. */
+#include "ffi.h"
+
+#include <quern/dlpack.h>
+
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int fail(const char *kind, const char *sentence)
+{
+    TVMFFIErrorSetRaisedFromCStr(kind, sentence);
+    return -1;
+}
+
+int fail_as(quern_status status)
+{
+    const char *kind = "RuntimeError";
+    if (status == QUERN_ERR_INVALID_ARGUMENT) kind = "ValueError";
+    else if (status == QUERN_ERR_UNSUPPORTED || status == QUERN_ERR_DEVICE) kind = "NotImplementedError";
+    else if (status == QUERN_ERR_OUT_OF_MEMORY) kind = "MemoryError";
+    return fail(kind, quern_last_error(NULL));
+}
+
+/* ---- arguments and results ---- */
+
+static const TVMFFIByteArray *cell(const TVMFFIAny *a)
+{
+    return (const TVMFFIByteArray *)((const char *)a->v_obj + sizeof(TVMFFIObject));
+}
+
+bool text_of(const TVMFFIAny *a, TVMFFIByteArray *text)
+{
+    switch (a->type_index) {
+    case kTVMFFISmallStr:
+    case kTVMFFISmallBytes: *text = (TVMFFIByteArray){a->v_bytes, a->small_str_len}; return true;
+    case kTVMFFIRawStr: *text = (TVMFFIByteArray){a->v_c_str, strlen(a->v_c_str)}; return true;
+    case kTVMFFIByteArrayPtr: *text = *(const TVMFFIByteArray *)a->v_ptr; return true;
+    case kTVMFFIStr:
+    case kTVMFFIBytes: *text = *cell(a); return true;
+    default: return false;
+    }
+}
+
+bool is_int(const TVMFFIAny *a)
+{
+    return a->type_index == kTVMFFIInt;
+}
+
+int give_nothing(TVMFFIAny *result)
+{
+    result->type_index = kTVMFFINone;
+    result->v_int64 = 0;
+    return 0;
+}
+
+int give_int(int64_t value, TVMFFIAny *result)
+{
+    result->type_index = kTVMFFIInt;
+    result->v_int64 = value;
+    return 0;
+}
+
+int give_text(const char *data, size_t size, TVMFFIAny *result)
+{
+    const TVMFFIByteArray text = {data, size};
+    return TVMFFIStringFromByteArray(&text, result);
+}
+
+int give_bytes(const void *data, size_t size, TVMFFIAny *result)
+{
+    const TVMFFIByteArray bytes = {data, size};
+    return TVMFFIBytesFromByteArray(&bytes, result);
+}
+
+bool read_params(const TVMFFIAny *a, params_room *params)
+{
+    TVMFFIByteArray bytes;
+    if (!text_of(a, &bytes) || bytes.size > sizeof params->bytes) return false;
+    memset(params, 0, sizeof *params);
+    memcpy(params, bytes.data, bytes.size);
+    return true;
+}
+
+static int take_tensor(tensor_list *to, int32_t i, const TVMFFIAny *a)
+{
+    const DLTensor *t;
+    if (a->type_index == kTVMFFINone) return 0;
+    if (a->type_index == kTVMFFIDLTensorPtr) t = a->v_ptr;
+    else if (a->type_index == kTVMFFITensor)
+        t = (const DLTensor *)((const char *)a->v_obj + sizeof(TVMFFIObject));
+    else
+        return fail("TypeError",
+                    "an argument is no tensor: arrays and tensors that have __dlpack__ are accepted");
+    const quern_status status = quern_tensor_from_dlpack(t, &to->storage[i]);
+    if (status != QUERN_OK) return fail_as(status);
+    to->tensors.t[i] = &to->storage[i];
+    if (to->first == NULL || to->first->device == QUERN_CPU) to->first = &to->storage[i];
+    return 0;
+}
+
+int take_tensors(const TVMFFIAny *args, int32_t count, tensor_list *to)
+{
+    if (count > QUERN_OP_TENSORS_MAX) return fail("TypeError", "fewer tensors are accepted");
+    memset(&to->tensors, 0, sizeof to->tensors);
+    to->first = NULL;
+    to->tensors.size = sizeof to->tensors.size + (size_t)count * sizeof(void *);
+    for (int32_t i = 0; i < count; i++)
+        if (take_tensor(to, i, &args[i]) != 0) return -1;
+    return 0;
+}
+
+/* ---- the context and workspace ---- */
+
+static quern_context *context;
+static quern_status context_status;
+static pthread_once_t context_once = PTHREAD_ONCE_INIT;
+static pthread_key_t kept_key;
+
+/* Workspace that a thread keeps from call to call. */
+typedef struct kept_memory {
+    size_t bytes;
+    void *data;
+} kept_memory;
+enum { KEPT_BYTES_MAX = 64 << 20 };
+
+static void free_kept(void *p)
+{
+    free(((kept_memory *)p)->data);
+    free(p);
+}
+
+static void create_context(void)
+{
+    context_status = quern_context_create(NULL, &context);
+    if (pthread_key_create(&kept_key, free_kept) != 0) context_status = QUERN_ERR_OUT_OF_MEMORY;
+}
+
+quern_context *need_context(void)
+{
+    (void)pthread_once(&context_once, create_context);
+    if (context_status != QUERN_OK) (void)fail_as(context_status);
+    return context_status == QUERN_OK ? context : NULL;
+}
+
+/* Host memory for this call. *owned is what the caller frees afterwards. */
+static void *host_memory(size_t bytes, void **owned)
+{
+    *owned = NULL;
+    if (bytes > KEPT_BYTES_MAX) return *owned = malloc(bytes);
+    kept_memory *kept = pthread_getspecific(kept_key);
+    if (kept == NULL) {
+        kept = calloc(1, sizeof *kept);
+        if (kept == NULL || pthread_setspecific(kept_key, kept) != 0) {
+            free(kept);
+            return *owned = malloc(bytes);
+        }
+    }
+    if (kept->bytes < bytes) {
+        free(kept->data);
+        kept->data = malloc(bytes);
+        kept->bytes = kept->data != NULL ? bytes : 0;
+    }
+    return kept->data;
+}
+
+static int on_host(size_t bytes, computation *compute, const void *what)
+{
+    void *owned;
+    void *memory = host_memory(bytes, &owned);
+    if (memory == NULL && bytes > 0) {
+        char sentence[96];
+        (void)snprintf(sentence, sizeof sentence, "no memory for %zu bytes of workspace", bytes);
+        return fail("MemoryError", sentence);
+    }
+    const quern_status status = compute(what, NULL, memory, bytes);
+    free(owned);
+    return status == QUERN_OK ? 0 : fail_as(status);
+}
+
+/* The allocator gives the memory to later work of the stream. */
+static int on_gpu(int32_t device, size_t bytes, computation *compute, const void *what)
+{
+    quern_exec exec = QUERN_EXEC_INIT;
+    int64_t extent = (int64_t)bytes, stride = 1;
+    DLTensor like = {.device = {kDLCUDA, device},
+                     .ndim = 1,
+                     .dtype = {kDLUInt, 8, 1},
+                     .shape = &extent,
+                     .strides = &stride};
+    TVMFFIObjectHandle memory = NULL;
+    void *data = NULL;
+    exec.stream = TVMFFIEnvGetStream(kDLCUDA, device);
+    if (bytes > 0) {
+        if (TVMFFIEnvTensorAlloc(&like, &memory) != 0) return -1;
+        const DLTensor *t = (const DLTensor *)((const char *)memory + sizeof(TVMFFIObject));
+        data = (char *)t->data + t->byte_offset;
+    }
+    const quern_status status = compute(what, &exec, data, bytes);
+    if (memory != NULL) (void)TVMFFIObjectDecRef(memory);
+    return status == QUERN_OK ? 0 : fail_as(status);
+}
+
+int with_memory(const quern_tensor *first, size_t bytes, computation *compute, const void *what)
+{
+    return first != NULL && first->device == QUERN_CUDA ? on_gpu(first->device_id, bytes, compute, what)
+                                                        : on_host(bytes, compute, what);
+}

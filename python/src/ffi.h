@@ -1,0 +1,61 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * ffi.h - what the functions for Python share. They use TVM-FFI's C ABI alone, so that one build serves every
+ * Python and every framework. A function returns 0, or -1 with an error that Python raises: the library's
+ * sentence as ValueError, NotImplementedError, MemoryError or RuntimeError.
+ */
+#ifndef QUERN_PYTHON_FFI_H
+#define QUERN_PYTHON_FFI_H
+
+#include <quern/op.h>
+
+#include <tvm/ffi/c_api.h>
+
+#include <stdalign.h>
+
+#define EXPORT __attribute__((visibility("default")))
+/* Defines the function that Python calls `name`. */
+#define FUNCTION(name)                                                                                       \
+    EXPORT int __tvm_ffi_##name(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result);        \
+    EXPORT int __tvm_ffi_##name(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result)
+
+int fail(const char *kind, const char *sentence);
+int fail_as(quern_status status);
+
+/* The bytes of a str or bytes argument, where it is one. */
+bool text_of(const TVMFFIAny *a, TVMFFIByteArray *text);
+bool is_int(const TVMFFIAny *a);
+int give_nothing(TVMFFIAny *result);
+int give_int(int64_t value, TVMFFIAny *result);
+int give_text(const char *data, size_t size, TVMFFIAny *result);
+int give_bytes(const void *data, size_t size, TVMFFIAny *result);
+
+/* Room with the alignment of a params struct, which bytes of Python lack. */
+typedef struct params_room {
+    alignas(16) char bytes[QUERN_OP_PARAMS_BYTES];
+} params_room;
+bool read_params(const TVMFFIAny *a, params_room *params);
+
+/* The tensors of a call, as the library's structs of tensors hold them. */
+typedef struct tensor_list {
+    quern_tensor storage[QUERN_OP_TENSORS_MAX];
+    struct {
+        size_t size;
+        const quern_tensor *t[QUERN_OP_TENSORS_MAX];
+    } tensors;
+    const quern_tensor *first; /* the first on a GPU, else the first; NULL: there is none */
+} tensor_list;
+
+/* Takes tensors, or None where one is absent. */
+int take_tensors(const TVMFFIAny *args, int32_t count, tensor_list *to);
+
+/* The one context of the process; NULL, with an error, where it cannot be made. */
+quern_context *need_context(void);
+
+/* Calls with memory of that many bytes: of this thread, or on a GPU of the framework's allocator and on its
+ * current stream. */
+typedef quern_status computation(const void *what, const quern_exec *exec, void *workspace, size_t bytes);
+int with_memory(const quern_tensor *first, size_t bytes, computation *compute, const void *what);
+
+#endif
