@@ -196,24 +196,25 @@ QUERN_API quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_ex
  *     ((r / 128) C + c / 4) 512 + (r % 32) 16 + ((r % 128) / 32) 4 + c % 4
  * of ceil(rows / 128) 128 rows of 4 C bytes; the padding is 0.
  *   - linear [rows, columns], swizzled [bytes].
- *   - with tokens_per_expert i32 [E]: the linear rows are the experts' one after the other (they sum to at
- *     most `rows`). Each expert's rows begin at a multiple of 128 rows: at most rows + 127 E. An expert
- *     without rows takes none. pad_row_offsets i32 [E + 1] says where they begin. Bytes past the last are 0;
- *     linear rows past it too.
+ *   - experts: the linear rows are the experts' one after the other, tokens_per_expert i32 [E] of each (they
+ *     sum to at most `rows`). Each expert's rows begin at a multiple of 128 rows: at most rows + 127 E. An
+ *     expert without rows takes none. pad_row_offsets i32 [E + 1] says where they begin. swizzled may have
+ *     more bytes than the experts' tiles. Bytes past the last tile are 0; linear rows past the last token too.
  *   - weight: linear [E, columns, rows] (scales of codes [E, K/2, N]), swizzled [E, bytes].
  */
 typedef struct quern_nvfp4_swizzle_params {
     size_t size;
     bool inverse; /* from swizzled to linear */
     bool weight;
+    bool experts; /* tokens_per_expert is read; not with weight */
 } quern_nvfp4_swizzle_params;
 #define QUERN_NVFP4_SWIZZLE_PARAMS_INIT QUERN_SIZED(quern_nvfp4_swizzle_params)
 
 typedef struct quern_nvfp4_swizzle_tensors {
     size_t size;
     const quern_tensor *linear, *swizzled; /* one is read, the other written */
-    const quern_tensor *tokens_per_expert; /* or NULL */
-    const quern_tensor *pad_row_offsets;   /* written; with tokens_per_expert, or NULL */
+    const quern_tensor *tokens_per_expert; /* with experts */
+    const quern_tensor *pad_row_offsets;   /* written, with experts and without inverse; or NULL */
 } quern_nvfp4_swizzle_tensors;
 #define QUERN_NVFP4_SWIZZLE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_swizzle_tensors)
 
@@ -229,8 +230,8 @@ QUERN_API quern_status quern_nvfp4_swizzle(quern_context *ctx, const quern_exec 
 /*
  * Gate and up of a weight's last dimension, [.., 2 I] in two halves, to runs of q = granularity columns that
  * alternate: gate column i stands at (i / q) 2 q + i % q, up column i at that + q. Where q does not divide I
- * both are padded with zeros first: the other tensor is [.., 2 q ceil(I / q)]. Codes, scales and biases take
- * the same call.
+ * both are padded with zeros first: the other tensor is [.., 2 q ceil(I / q)]. One call takes a weight's codes,
+ * scales and bias together, so that none is forgotten.
  */
 typedef struct quern_nvfp4_interleave_params {
     size_t size;
@@ -244,8 +245,12 @@ typedef struct quern_nvfp4_interleave_params {
 
 typedef struct quern_nvfp4_interleave_tensors {
     size_t size;
-    const quern_tensor *x;
-    const quern_tensor *out; /* x's dtype and leading shape; written */
+    /* At least one of x, codes, scales and bias; each with the tensor of its dtype and leading shape that is
+     * written. Any of f32, f16, bf16, u8, e4m3 and e8m0. */
+    const quern_tensor *x, *out;
+    const quern_tensor *codes, *codes_out;
+    const quern_tensor *scales, *scales_out;
+    const quern_tensor *bias, *bias_out;
 } quern_nvfp4_interleave_tensors;
 #define QUERN_NVFP4_INTERLEAVE_TENSORS_INIT QUERN_SIZED(quern_nvfp4_interleave_tensors)
 

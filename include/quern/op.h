@@ -54,7 +54,8 @@ typedef struct quern_op_tensor {
     const char *name, *field; /* in files, and in the struct */
     const char *other_name;   /* in files, with some parameters (quern_op_tensor_name()); NULL: none */
     /* "act", that of the operation's activations; "weight", act or f32; "float", f32, f16 or bf16; "f32",
-     * "i32", "i64", "u8"; "scale", u8 or e4m3; "exponent", u8 or e8m0; "stored", float or u8; "any" */
+     * "i32", "i64", "u8"; "scale", u8 or e4m3; "exponent", u8 or e8m0; "stored", float or u8; "any"; "same",
+     * that of the input of the same name */
     const char *dtype;
     int32_t gradient_of; /* or -1 */
     bool needed;    /* the forward pass needs it at default parameters, where no other tensor replaces it */
@@ -110,7 +111,9 @@ QUERN_API quern_status quern_op_roles(const quern_op *op, quern_op_pass pass, co
                                       const void *tensors, quern_op_role *roles);
 /* The dtype and shape, contiguous and without data, that each tensor with a role must have (a result's
  * where several are accepted: the usual one). Where inputs are absent or not accepted: the call's error.
- * `asked`: the extents that info.asked names; NULL: 0. */
+ * `asked`: the extents that info.asked names; NULL: 0. Where an extent follows from what an index tensor
+ * holds (swizzled of tokens_per_expert), that is read if it is in the host's memory and its data is not NULL;
+ * if not, the extent is the most that it can be. */
 QUERN_API quern_status quern_op_expect(const quern_op *op, quern_op_pass pass, const void *params,
                                        const void *tensors, const int64_t *asked, quern_tensor *expected);
 /* One extent by its name in shapes, as far as the tensors that are there and the parameters decide it. */

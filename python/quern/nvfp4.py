@@ -107,7 +107,8 @@ def swizzle(scales: Any, *, tokens_per_expert: Any = None, weight: bool = False)
     out = _arrays.empty_like(linear, (linear.shape[0], size) if weight else (size,), "uint8")
     tensors = {"linear": linear, "swizzled": out, "tokens_per_expert": tokens_per_expert}
     tensors.update(pad_row_offsets=starts)
-    ops.call("nvfp4-swizzle", ops.params("nvfp4-swizzle", weight=_layout(weight)), tensors, ())
+    params = ops.params("nvfp4-swizzle", weight=_layout(weight), experts=starts is not None)
+    ops.call("nvfp4-swizzle", params, tensors, ())
     swizzled = _named(out, "float8_e4m3fn")
     return swizzled if starts is None else (swizzled, starts)
 

@@ -3,53 +3,9 @@
 #include "direct.h"
 
 #include <quern/dsv4.h>
-#include <quern/nvfp4.h>
 
 #include <stdlib.h>
 #include <string.h>
-
-static const char *const layouts[] = {"activation", "weight", NULL};
-
-static const char *const swizzle_tensors[] = {"linear", "swizzled", "tokens_per_expert", "pad_row_offsets",
-                                              NULL};
-static const quern_nvfp4_swizzle_params swizzle_defaults = QUERN_NVFP4_SWIZZLE_PARAMS_INIT;
-#define AT(member) offsetof(quern_nvfp4_swizzle_params, member)
-static const direct_param swizzle_params[] = {{"inverse", AT(inverse), DIRECT_FLAG, NULL},
-                                              {"weight", AT(weight), DIRECT_FLAG, layouts},
-                                              {NULL, 0, DIRECT_FLAG, NULL}};
-#undef AT
-
-static quern_status swizzle_workspace(quern_context *ctx, const void *params, const void *tensors,
-                                      size_t *bytes)
-{
-    return quern_nvfp4_swizzle_workspace(ctx, params, tensors, bytes);
-}
-
-static quern_status swizzle_run(quern_context *ctx, const quern_exec *exec, const void *params,
-                                const void *tensors, void *workspace, size_t bytes)
-{
-    return quern_nvfp4_swizzle(ctx, exec, params, tensors, workspace, bytes);
-}
-
-static const char *const interleave_tensors[] = {"x", "out", NULL};
-static const quern_nvfp4_interleave_params interleave_defaults = QUERN_NVFP4_INTERLEAVE_PARAMS_INIT;
-#define AT(member) offsetof(quern_nvfp4_interleave_params, member)
-static const direct_param interleave_params[] = {{"inverse", AT(inverse), DIRECT_FLAG, NULL},
-                                                 {"granularity", AT(granularity), DIRECT_INTEGER, NULL},
-                                                 {NULL, 0, DIRECT_FLAG, NULL}};
-#undef AT
-
-static quern_status interleave_workspace(quern_context *ctx, const void *params, const void *tensors,
-                                         size_t *bytes)
-{
-    return quern_nvfp4_interleave_workspace(ctx, params, tensors, bytes);
-}
-
-static quern_status interleave_run(quern_context *ctx, const quern_exec *exec, const void *params,
-                                   const void *tensors, void *workspace, size_t bytes)
-{
-    return quern_nvfp4_interleave(ctx, exec, params, tensors, workspace, bytes);
-}
 
 static const char *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
 static const char *const store_tensors[] = {"x", "slots", "cache", NULL};
@@ -57,7 +13,7 @@ static const quern_dsv4_store_params store_defaults = QUERN_DSV4_STORE_PARAMS_IN
 #define AT(member) offsetof(quern_dsv4_store_params, member)
 static const direct_param store_params[] = {{"format", AT(format), DIRECT_CHOICE, formats},
                                             {"page", AT(page), DIRECT_INTEGER, NULL},
-                                            {NULL, 0, DIRECT_FLAG, NULL}};
+                                            {NULL, 0, DIRECT_INTEGER, NULL}};
 #undef AT
 
 static quern_status store_workspace(quern_context *ctx, const void *params, const void *tensors,
@@ -75,10 +31,6 @@ static quern_status store_run(quern_context *ctx, const quern_exec *exec, const 
 /* ---- the list ---- */
 
 static const direct_op operations[] = {
-    {"nvfp4-swizzle", swizzle_tensors, swizzle_params, &swizzle_defaults, sizeof swizzle_defaults,
-     swizzle_workspace, swizzle_run},
-    {"nvfp4-interleave", interleave_tensors, interleave_params, &interleave_defaults,
-     sizeof interleave_defaults, interleave_workspace, interleave_run},
     {"v4-store", store_tensors, store_params, &store_defaults, sizeof store_defaults, store_workspace,
      store_run},
 };
@@ -97,7 +49,6 @@ int32_t direct_tensor_count(const direct_op *op)
 
 bool direct_set(const direct_op *op, void *params, const char *name, const char *text)
 {
-    static const char *const flags[] = {"false", "true", NULL};
     const direct_param *p = op->params;
     char *end = NULL;
     while (p->name != NULL && strcmp(p->name, name) != 0) p++;
@@ -107,11 +58,9 @@ bool direct_set(const direct_op *op, void *params, const char *name, const char 
         *(int64_t *)to = strtoll(text, &end, 10);
         return end != text && *end == '\0';
     }
-    const char *const *words = p->words != NULL ? p->words : flags;
     int32_t word = 0;
-    while (words[word] != NULL && strcmp(words[word], text) != 0) word++;
-    if (words[word] == NULL) return false;
-    if (p->kind == DIRECT_FLAG) *(bool *)to = word != 0;
-    else memcpy(to, &word, sizeof word); /* an enum */
+    while (p->words[word] != NULL && strcmp(p->words[word], text) != 0) word++;
+    if (p->words[word] == NULL) return false;
+    memcpy(to, &word, sizeof word); /* an enum */
     return true;
 }

@@ -6,13 +6,13 @@
 
 #include <quern/quern.h>
 
-typedef enum direct_kind { DIRECT_FLAG, DIRECT_INTEGER, DIRECT_CHOICE } direct_kind;
+typedef enum direct_kind { DIRECT_INTEGER, DIRECT_CHOICE } direct_kind;
 
 typedef struct direct_param {
     const char *name;
     size_t offset;
     direct_kind kind;
-    const char *const *words; /* of a flag: for false and for true; NULL: these two. Of a choice: all, then NULL */
+    const char *const *words; /* of a choice: all, then NULL */
 } direct_param;
 
 typedef struct direct_op {

@@ -67,6 +67,7 @@ static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
 {
     const uint32_t activation = 1u << call->like.dtype;
     const quern_tensor *source = t->gradient_of != OP_NONE ? call->given[t->gradient_of] : NULL;
+    const quern_tensor *before = t->dtype == OP_LIKE ? call->given[t - call->family->tensors - 1] : NULL;
     switch (t->dtype) {
     case OP_ACTIVATION: return activation;
     case OP_WEIGHT: return activation | VIEW_F32;
@@ -80,6 +81,7 @@ static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
     case OP_STORED: return VIEW_ACTIVATION | VIEW_U8;
     case OP_ANY: return VIEW_ACTIVATION | VIEW_SCALE | VIEW_EXPONENT;
     case OP_SOURCE: return source != NULL ? 1u << source->dtype : activation;
+    case OP_LIKE: return before != NULL ? 1u << before->dtype : activation;
     }
     return 0;
 }

@@ -53,7 +53,8 @@ typedef enum op_dtype {
     OP_EXPONENT, /* bytes of E8M0: u8 or e8m0 */
     OP_STORED,   /* f32, f16, bf16, or u8: the family says which */
     OP_ANY,      /* those and the bytes above: the family says which */
-    OP_SOURCE    /* that of the tensor which it is the gradient of */
+    OP_SOURCE,   /* that of the tensor which it is the gradient of */
+    OP_LIKE      /* that of the tensor before it in the list, an input of the same name in files */
 } op_dtype;
 
 /* A tensor. They stand in the order of the fields of the family's tensors struct, which are pointers after
@@ -147,6 +148,7 @@ typedef struct op_call {
     quern_dtype stored; /* set by derive: the usual dtype of an OP_STORED result */
     int64_t
         asked[OP_ASKED]; /* where a result is absent: the extents that it is to have (quern_op_expect()) */
+    bool contents; /* quern_op_expect(): derive may read index tensors that the host has, at their data */
     int32_t given_count; /* entries of a plan's data: the pointers that the caller's struct has */
     size_t bytes;        /* of workspace */
 } op_call;

@@ -68,6 +68,7 @@ static quern_dtype dtype_of(const op_call *call, int32_t tensor)
     case OP_EXPONENT: return QUERN_U8;
     case OP_STORED: return call->stored;
     case OP_SOURCE: return source != NULL ? source->dtype : like;
+    case OP_LIKE: return call->given[tensor - 1] != NULL ? call->given[tensor - 1]->dtype : like;
     }
     return like;
 }
@@ -79,7 +80,10 @@ quern_status quern_op_expect(const quern_op *op, quern_op_pass pass, const void 
     query q;
     quern_status status = open_query(op, pass, params, tensors, &q);
     if (status == QUERN_OK && asked != NULL) memcpy(q.call->asked, asked, sizeof q.call->asked);
-    if (status == QUERN_OK) status = op_derive(q.call);
+    if (status == QUERN_OK) {
+        q.call->contents = true;
+        status = op_derive(q.call);
+    }
     for (int32_t i = 0; status == QUERN_OK && i < q.call->family->tensor_count; i++) {
         const uint8_t role = q.call->role[i];
         int64_t shape[QUERN_MAX_DIMS] = {0};

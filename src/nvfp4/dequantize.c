@@ -116,12 +116,11 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    quern_tensor global = ((const dequantize_call *)call)->args.global;
+    const dequantise_args *args = &((const dequantize_call *)call)->args;
     quern_status status = QUERN_OK;
-    if (data[T_OFFSETS] != NULL)
-        status = nvfp4_check_ends(data[T_OFFSETS], call->symbol[S_E], call->lead[0].extent[0]);
-    global.data = data[T_GLOBAL];
-    return status == QUERN_OK && global.data != NULL ? nvfp4_check_globals(&global, "global") : status;
+    if (args->offsets.ndim > 0)
+        status = view_check_ends(data[T_OFFSETS], call->symbol[S_E], "offsets", call->lead[0].extent[0]);
+    return status == QUERN_OK ? view_check_globals(data[T_GLOBAL], &args->global, "global") : status;
 }
 
 /* Weights as [E, K, N]. */
@@ -145,7 +144,7 @@ static quern_status plan(op_call *call)
                                 .columns = c->params.weight,
                                 .codes = matrices(call, T_CODES),
                                 .scales = matrices(call, T_SCALES),
-                                .global = nvfp4_global_view(&global),
+                                .global = nvfp4_tail_view(&global),
                                 .offsets = op_view(call, T_OFFSETS, false),
                                 .out = matrices(call, T_X)};
     return STAGE_TAKES(*stage, &call->exec, &c->args, why) ? QUERN_OK

@@ -33,18 +33,15 @@ _Static_assert(sizeof tensors / sizeof *tensors == GEMM_TENSORS_COUNT, "a row a 
 _Static_assert(sizeof(quern_nvfp4_gemm_tensors) == (1 + GEMM_TENSORS_COUNT) * sizeof(void *),
                "a tensor a field");
 
-static const char *const code_layouts[] = {"linear", "k-major", NULL}, *const scale_layouts[] = {
-                                                                           "linear", "k-major", "swizzled",
-                                                                           NULL};
 static const char *const a_layouts[] = {"linear", "swizzled", NULL};
 static const char *const activations[] = {"none", "swiglu", NULL}, *const outputs[] = {"input", "f32",
                                                                                        "bf16",  "f16",
                                                                                        "nvfp4", NULL};
 #define AT(member) offsetof(quern_nvfp4_gemm_params, member)
 static const op_param params[] = {
-    {"b_codes", AT(b_codes), OP_CHOICE, 0, 1, code_layouts,
+    {"b_codes", AT(b_codes), OP_CHOICE, 0, 1, nvfp4_codes_words,
      "layout of B's codes: [E, K/2, N] or [E, N, K/2]"},
-    {"b_scales", AT(b_scales), OP_CHOICE, 0, 2, scale_layouts, "layout of B's scales"},
+    {"b_scales", AT(b_scales), OP_CHOICE, 0, 2, nvfp4_scales_words, "layout of B's scales"},
     {"n", AT(n), OP_INTEGER, 0, INT32_MAX, NULL, "columns of B; 0: from B_codes"},
     {"a_global_per", AT(a_global_per), OP_CHOICE, 0, 2, nvfp4_global_words, "what shares a global of A"},
     {"a8", AT(a8), OP_FLAG, 0, 1, NULL, "round A to int8, a scale a row"},
@@ -116,15 +113,8 @@ static quern_status check_params(op_call *call)
 static void adapt(op_call *call, const quern_tensor **given)
 {
     gemm_call *c = (gemm_call *)call;
-    const quern_tensor *b = given[G_B_CODES];
     c->k_major = c->params.b_codes == QUERN_NVFP4_CODES_K_MAJOR;
-    if (c->k_major || b == NULL || b->ndim != 3) return;
-    if (b->strides[2] == 1 || b->shape[2] <= 1 || (b->strides[1] != 1 && b->shape[1] != 1)) return;
-    c->transposed = *b;
-    c->transposed.shape[1] = b->shape[2];
-    c->transposed.strides[1] = b->strides[2];
-    c->transposed.shape[2] = b->shape[1];
-    c->transposed.strides[2] = 1;
+    if (c->k_major || !nvfp4_is_k_major(given[G_B_CODES], &c->transposed)) return;
     c->k_major = true;
     given[G_B_CODES] = &c->transposed;
 }
@@ -266,7 +256,6 @@ static void derive_leads(op_call *call)
     const quern_nvfp4_gemm_params *p = params_of(call);
     const quern_tensor *const *t = call->given;
     const int64_t *s = call->symbol, shared[] = {0, s[GS_E], s[GS_T]}, blocks = s[GS_K_BLOCKS];
-    const int64_t swizzled = (s[GS_N] + 127) / 128 * 128 * ((blocks + 3) / 4 * 4);
     const bool column = t[G_A_GLOBAL] != NULL && t[G_A_GLOBAL]->ndim == 2; /* [T, 1] */
     const int32_t parts = t[G_B_GLOBAL] == NULL || t[G_B_GLOBAL]->ndim < 0 ? 0
                           : t[G_B_GLOBAL]->ndim < 2                        ? t[G_B_GLOBAL]->ndim
@@ -277,10 +266,7 @@ static void derive_leads(op_call *call)
     else set_lead(call, GL_A_SCALES, 2, s[GS_T], blocks, 0);
     set_lead(call, GL_A_GLOBAL, p->a_global_per == QUERN_NVFP4_GLOBAL_TENSOR ? 0 : 1 + column,
              shared[p->a_global_per], 1, 0);
-    if (p->b_scales == QUERN_NVFP4_LAYOUT_SWIZZLED) set_lead(call, GL_B_SCALES, 2, s[GS_E], swizzled, 0);
-    else if (p->b_scales == QUERN_NVFP4_LAYOUT_K_MAJOR)
-        set_lead(call, GL_B_SCALES, 3, s[GS_E], s[GS_N], blocks);
-    else set_lead(call, GL_B_SCALES, 3, s[GS_E], blocks, s[GS_N]);
+    call->lead[GL_B_SCALES - OP_LEAD] = nvfp4_scales_extents(p->b_scales, s[GS_E], blocks, s[GS_N]);
     set_lead(call, GL_B_GLOBAL, parts, s[GS_E], 2, 0);
 }
 

@@ -1,68 +1,205 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* prepack.c - experts' weights to the backend's own layout and back: checks, then one stage. */
+/* prepack.c - experts' weights to the backend's own layout and back: the operation's schema and its one
+ * stage. */
 #include <quern/moe.h>
 
 #include "core/error.h"
-#include "core/float_state.h"
-#include "core/op.h"
-#include "nvfp4/weights.h"
+#include "nvfp4/call.h"
+
+#include <stddef.h>
+
+/* In the order of quern_moe_prepack_tensors. */
+enum { T_CODES, T_SCALES, T_REPACKED, TENSORS };
+enum { S_E = 1, S_CODES_0, S_CODES_1, S_BYTES };
+enum { L_SCALES = OP_LEAD };
+enum { ASKED_N, ASKED_K };
 
 typedef struct prepack_call {
-    nvfp4_call base;
-    nvfp4_weights weights;
+    op_call head;
+    quern_moe_prepack_params params;
+    quern_tensor turned; /* b_codes as [E, N, K/2], if the caller's view is that in memory */
+    bool k_major;
+    int64_t n, k;
     prepack_args args;
 } prepack_call;
+
+static const op_tensor tensors[] = {
+    {"b_codes", "B_codes", OP_U8, OP_NONE, {S_E, S_CODES_0, S_CODES_1}, {0}},
+    {"b_scales", "B_scales", OP_SCALE, OP_NONE, {L_SCALES}, {0}},
+    {"b_repacked", "B_repacked", OP_U8, OP_NONE, {S_E, S_BYTES}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_moe_prepack_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
+
+#define AT(member) offsetof(quern_moe_prepack_params, member)
+static const op_param params[] = {
+    {"inverse", AT(inverse), OP_FLAG, 0, 1, NULL, "from B_repacked to B_codes and B_scales"},
+    {"b_codes", AT(b_codes), OP_CHOICE, 0, 1, nvfp4_codes_words,
+     "layout of B's codes: [E, K/2, N] or [E, N, K/2]"},
+    {"b_scales", AT(b_scales), OP_CHOICE, 0, 2, nvfp4_scales_words,
+     "layout of B's scales; swizzled not with inverse"},
+};
+#undef AT
+static const quern_moe_prepack_params defaults = QUERN_MOE_PREPACK_PARAMS_INIT;
+static const char *const operations[] = {"moe_prepack"};
+static const char *const symbols[] = {
+    "", [S_E] = "E", [S_CODES_0] = "K/2|N", [S_CODES_1] = "N|K/2", [S_BYTES] = "bytes", NULL};
+static const char *const leads[] = {"E K/16 N|E N K/16|E bytes...", NULL};
+static const op_entry ops[] = {
+    {.name = "moe-prepack",
+     .help = "experts' NVFP4 weights to the layout that products read fastest, and exactly back",
+     .backward = OP_NONE,
+     .asked = {[ASKED_N] = "n", [ASKED_K] = "k"}},
+};
 
 int64_t quern_moe_prepack_bytes(int64_t n, int64_t k)
 {
     return n < 0 || k < 0 ? 0 : prepack_bytes(n, k);
 }
 
-static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern_moe_prepack_params *params,
-                         const quern_moe_prepack_tensors *tensors, bool run, prepack_call *call)
+static const quern_moe_prepack_params *params_of(const op_call *call)
 {
-    quern_status status;
-    view_rule rules[NVFP4_WEIGHT_RULES + 1];
-    nvfp4_weights *w = &call->weights;
-    quern_moe_prepack_params p = QUERN_MOE_PREPACK_PARAMS_INIT;
-    quern_moe_prepack_tensors t = QUERN_MOE_PREPACK_TENSORS_INIT;
-    *call = (prepack_call){0};
-    if (ctx == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
-    if ((status = op_struct(&p, params, "params", "QUERN_MOE_PREPACK_PARAMS_INIT")) != QUERN_OK ||
-        (status = op_struct(&t, tensors, "tensors", "QUERN_MOE_PREPACK_TENSORS_INIT")) != QUERN_OK ||
-        (status = nvfp4_weights_of(t.b_codes, t.b_scales, p.b_codes, p.b_scales, p.inverse, w, rules)) !=
-            QUERN_OK)
-        return status;
-    rules[NVFP4_WEIGHT_RULES] = (view_rule){
-        "b_repacked", t.b_repacked, VIEW_U8, 2, {w->experts, prepack_bytes(w->n, w->k)}, false, !p.inverse};
-    if ((status = view_check_all(rules, NVFP4_WEIGHT_RULES + 1, &w->codes, run)) != QUERN_OK ||
-        (status = nvfp4_begin(ctx, exec, &w->codes, &call->base)) != QUERN_OK)
-        return status;
-    call->args =
-        (prepack_args){p.inverse, w->k_major, w->order, w->n, w->k, w->codes, w->scales, *t.b_repacked};
-    return nvfp4_check_stage(&call->base, call->base.backend->prepack.run != NULL,
-                             "repacking of NVFP4 weights");
+    return &((const prepack_call *)call)->params;
 }
 
-quern_status quern_moe_prepack_workspace(quern_context *ctx, const quern_moe_prepack_params *params,
-                                         const quern_moe_prepack_tensors *tensors, size_t *bytes)
+static quern_status check_params(op_call *call)
+{
+    if (!params_of(call)->inverse || params_of(call)->b_scales != QUERN_NVFP4_LAYOUT_SWIZZLED)
+        return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "b_scales is %d with inverse: 0 (linear) or 1 (k_major) is accepted",
+                     (int)QUERN_NVFP4_LAYOUT_SWIZZLED);
+}
+
+static void adapt(op_call *call, const quern_tensor **given)
+{
+    prepack_call *c = (prepack_call *)call;
+    c->k_major = c->params.b_codes == QUERN_NVFP4_CODES_K_MAJOR;
+    if (c->k_major || !nvfp4_is_k_major(given[T_CODES], &c->turned)) return;
+    c->k_major = true;
+    given[T_CODES] = &c->turned;
+}
+
+static void roles(op_call *call)
+{
+    const bool inverse = params_of(call)->inverse;
+    call->role[T_CODES] = call->role[T_SCALES] = inverse ? OP_RESULT : OP_NEEDED;
+    call->role[T_REPACKED] = inverse ? OP_NEEDED : OP_RESULT;
+}
+
+/* E, N and K: as given, else as asked for. */
+static quern_status find_extents(op_call *call)
+{
+    prepack_call *c = (prepack_call *)call;
+    const quern_tensor *codes = call->given[T_CODES], *repacked = call->given[T_REPACKED];
+    const int32_t first = codes != NULL ? T_CODES : T_REPACKED;
+    int64_t pairs = call->asked[ASKED_K] / 2;
+    if (call->given[first] == NULL || (codes == NULL && !c->params.inverse))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "b_codes is NULL: a tensor is needed");
+    call->like = *call->given[first];
+    const quern_status status = op_check_kind(call, first, codes != NULL ? 3 : 2);
+    if (status != QUERN_OK) return status;
+    c->n = call->asked[ASKED_N];
+    if (codes != NULL) {
+        c->n = codes->shape[c->k_major ? 1 : 2];
+        pairs = codes->shape[c->k_major ? 2 : 1];
+    } else if (c->n <= 0 || call->asked[ASKED_K] <= 0) {
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "b_codes is NULL, n is %lld and k is %lld: the extents of B are needed",
+                         (long long)c->n, (long long)call->asked[ASKED_K]);
+    }
+    if (pairs % (QUERN_NVFP4_BLOCK / 2) != 0 || (codes == NULL && call->asked[ASKED_K] % 2 != 0) ||
+        pairs > INT32_MAX / 2 || c->n > INT32_MAX)
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "b_codes hold K = 2 x %lld, N = %lld: K a multiple of 16, both below 2^31, is accepted",
+            (long long)pairs, (long long)c->n);
+    c->k = 2 * pairs;
+    call->symbol[S_E] = (codes != NULL ? codes : repacked)->shape[0];
+    return QUERN_OK;
+}
+
+static quern_status derive(op_call *call)
+{
+    prepack_call *c = (prepack_call *)call;
+    const quern_status status = find_extents(call);
+    if (status != QUERN_OK) return status;
+    call->symbol[S_CODES_0] = c->k_major ? c->n : c->k / 2;
+    call->symbol[S_CODES_1] = c->k_major ? c->k / 2 : c->n;
+    call->symbol[S_BYTES] = prepack_bytes(c->n, c->k);
+    call->lead[L_SCALES - OP_LEAD] =
+        nvfp4_scales_extents(c->params.b_scales, call->symbol[S_E], c->k / QUERN_NVFP4_BLOCK, c->n);
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    (void)call, (void)data;
+    return QUERN_OK;
+}
+
+static quern_status plan(op_call *call)
+{
+    prepack_call *c = (prepack_call *)call;
+    if (call->backend->prepack.run == NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "repacking of NVFP4 weights on device %s: cpu is accepted",
+                         call->backend->name);
+    c->args = (prepack_args){.inverse = c->params.inverse,
+                             .k_major = c->k_major,
+                             .order = (scale_order)c->params.b_scales,
+                             .n = c->n,
+                             .k = c->k,
+                             .codes = op_view(call, T_CODES, false),
+                             .scales = op_view(call, T_SCALES, false),
+                             .repacked = op_view(call, T_REPACKED, false)};
+    return QUERN_OK;
+}
+
+static quern_status run(const op_call *call, const op_frame *frame)
+{
+    return op_prepack(call, frame, &((const prepack_call *)call)->args, NULL);
+}
+
+const op_family moe_prepack_family = {
+    .operations = operations,
+    .operation_count = 1,
+    .first = QUERN_OP_MOE_PREPACK,
+    .tensors = tensors,
+    .tensor_count = TENSORS,
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_MOE_PREPACK_PARAMS_INIT",
+    .tensors_init = "QUERN_MOE_PREPACK_TENSORS_INIT",
+    .symbols = symbols,
+    .leads = leads,
+    .group = "moe-prepack",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(prepack_call),
+    .params_at = offsetof(prepack_call, params),
+    .check_params = check_params,
+    .adapt = adapt,
+    .roles = roles,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = plan,
+    .run = run,
+};
+
+quern_status quern_moe_prepack_workspace(quern_context *ctx, const quern_moe_prepack_params *given,
+                                         const quern_moe_prepack_tensors *views, size_t *bytes)
 {
     prepack_call call;
-    const quern_status status = plan(ctx, NULL, params, tensors, false, &call);
-    return status != QUERN_OK ? status : nvfp4_give_bytes(0, bytes);
+    return op_workspace_of(&call.head, &moe_prepack_family, 0, ctx, given, views, bytes);
 }
 
 quern_status quern_moe_prepack(quern_context *ctx, const quern_exec *exec,
-                               const quern_moe_prepack_params *params,
-                               const quern_moe_prepack_tensors *tensors, void *workspace,
-                               size_t workspace_bytes)
+                               const quern_moe_prepack_params *given, const quern_moe_prepack_tensors *views,
+                               void *workspace, size_t workspace_bytes)
 {
-    DEFAULT_FLOAT_STATE;
     prepack_call call;
-    (void)workspace;
-    (void)workspace_bytes;
-    const quern_status status = plan(ctx, exec, params, tensors, true, &call);
-    return status != QUERN_OK ? status : call.base.backend->prepack.run(&call.base.exec, &call.args, NULL);
+    return op_run(&call.head, &moe_prepack_family, 0, ctx, exec, given, views, workspace, workspace_bytes);
 }

@@ -175,6 +175,19 @@ static quern_status download(collection *c, quern_tensor copies[COLLECTED_MAX], 
     return status == QUERN_OK ? quern_cuda_synchronize(0, NULL) : status;
 }
 
+/* Whether the file also holds a tensor of the input: the call would have computed it had it not been there. */
+static bool passes_through(const job *j, int tensor)
+{
+    quern_op_role roles[QUERN_OP_TENSORS_MAX];
+    any_params params = j->params;
+    any_tensors others = j->tensors;
+    for (int32_t i = 0; i < j->op->info.tensor_count; i++)
+        if (!j->input[i] || i == tensor) others.t[i] = NULL;
+    return quern_op_follow(j->op->op, &params, &others) == QUERN_OK &&
+           quern_op_roles(j->op->op, QUERN_OP_FORWARD, &params, &others, roles) == QUERN_OK &&
+           (roles[tensor] == QUERN_OP_RESULT || roles[tensor] == QUERN_OP_OPTIONAL_RESULT);
+}
+
 int job_write(const job *j, const char *op, const char *path)
 {
     collection c = {.count = 0};
@@ -184,7 +197,7 @@ int job_write(const job *j, const char *op, const char *path)
         const quern_op_tensor *t = &j->op->tensors[i];
         const bool result = (t->result[QUERN_OP_FORWARD] && (!t->aside || j->aside)) ||
                             (j->backward && t->result[QUERN_OP_BACKWARD]);
-        if (result && j->tensors.t[i] != NULL)
+        if (result && j->tensors.t[i] != NULL && (!j->input[i] || passes_through(j, i)))
             c.items[c.count++] = (quern_safetensors_item){name_of(j, i), j->tensors.t[i]};
     }
     for (size_t i = 0; i < j->added_count; i++)

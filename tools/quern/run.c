@@ -55,12 +55,11 @@ static void add_result_options(subject *s)
         s->results[s->result_count++] = (option_row){"dtype", OPTION_CHOICE, AT(dtype), dtype_choices,
                                                      "of results that may be f32, f16 or bf16"};
     if (info->aside != NULL && info->aside_valued)
-        s->results[s->result_count++] = (option_row){info->aside, OPTION_BOOL, AT(aside), NULL,
-                                                     "also write what is not written otherwise"};
-    for (size_t i = 0; i < sizeof info->asked / sizeof *info->asked && info->asked[i] != NULL; i++)
         s->results[s->result_count++] =
-            (option_row){info->asked[i], OPTION_INT, AT(asked) + i * sizeof(int64_t), NULL,
-                         "extent of a result that no input says"};
+            (option_row){info->aside, OPTION_BOOL, AT(aside), NULL, RESULT_ASIDE_HELP};
+    for (size_t i = 0; i < sizeof info->asked / sizeof *info->asked && info->asked[i] != NULL; i++)
+        s->results[s->result_count++] = (option_row){
+            info->asked[i], OPTION_INT, AT(asked) + i * sizeof(int64_t), NULL, RESULT_EXTENT_HELP};
 }
 #undef AT
 

@@ -19,7 +19,8 @@ static const char intro[] =
     "`--profile NAME` sets a preset first, later options override it; `--threads`, `--device cpu|cuda`,\n"
     "`--json` and `--without NAME,...` (act as if IN lacked these tensors) go with every operation.\n\n"
     "act: f32, f16 or bf16, one for all; weight: f32 or the activations' dtype; float: f32, f16 or bf16;\n"
-    "scale: u8 or e4m3; exponent: u8 or e8m0; stored: float, or bytes of a format; any: float or bytes.\n"
+    "scale: u8 or e4m3; exponent: u8 or e8m0; stored: float, or bytes of a format; any: float or bytes;\n"
+    "same: that of the input of this name.\n"
     "Symbols are those of the headers: B batch, N tokens, T tokens of a varlen batch (with cu_seqlens),\n"
     "H and Hkv heads, D and Dv head dims, Nc and Tc compressed entries, Hs selection lists, l block\n"
     "size, k selected blocks, c groups; ... any number of leading dimensions; x|y one or the other, as\n"
@@ -101,6 +102,18 @@ static void print_rows(const option_row *rows, size_t count, const void *base, b
     }
 }
 
+/* Options of results, which are no parameters. */
+static void print_result_options(const quern_op_info *info, bool markdown)
+{
+    static const bool no = false;
+    static const int64_t zero = 0;
+    for (size_t i = 0; i < sizeof info->asked / sizeof *info->asked && info->asked[i] != NULL; i++)
+        print_rows(&(option_row){info->asked[i], OPTION_INT, 0, NULL, RESULT_EXTENT_HELP}, 1, &zero,
+                   markdown);
+    if (info->aside != NULL && info->aside_valued)
+        print_rows(&(option_row){info->aside, OPTION_BOOL, 0, NULL, RESULT_ASIDE_HELP}, 1, &no, markdown);
+}
+
 static void print_params(const operation *op, const scenario *s, bool markdown)
 {
     const any_params defaults = params_init(op);
@@ -109,6 +122,7 @@ static void print_params(const operation *op, const scenario *s, bool markdown)
     if (markdown) printf("\n| option | value | default | |\n| --- | --- | --- | --- |\n");
     if (s != NULL) print_rows(s->rows, s->row_count, s->options, markdown);
     print_rows(rows, count, &defaults, markdown);
+    if (s == NULL) print_result_options(&op->info, markdown);
 }
 
 /* Prints a scenario whose name is no operation's. */

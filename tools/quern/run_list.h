@@ -6,6 +6,10 @@
 
 #include <stdbool.h>
 
+/* What options of results do, in --help and in the list. */
+#define RESULT_EXTENT_HELP "extent of a result that no input says"
+#define RESULT_ASIDE_HELP "also write what is not written otherwise"
+
 void run_list(bool markdown);
 /* A line an operation, for the help. */
 void run_names(void);

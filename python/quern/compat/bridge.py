@@ -164,7 +164,7 @@ def assemble_scales_2d_side(scales: Sequence[Tensor]) -> Tensor:
     tokens = torch.tensor(counts, dtype=torch.int32, device=linear.device)
     ops.call(
         "nvfp4-swizzle",
-        ops.params("nvfp4-swizzle"),
+        ops.params("nvfp4-swizzle", experts=True),
         {"linear": linear, "swizzled": out, "tokens_per_expert": tokens},
         (),
     )

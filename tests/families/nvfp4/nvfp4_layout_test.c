@@ -266,6 +266,7 @@ static quern_status swizzle(quern_context *ctx, bool inverse, bool weight, const
     quern_nvfp4_swizzle_tensors t = QUERN_NVFP4_SWIZZLE_TENSORS_INIT;
     p.inverse = inverse;
     p.weight = weight;
+    p.experts = tokens != NULL;
     t.linear = linear;
     t.swizzled = swizzled;
     t.tokens_per_expert = tokens;

@@ -1,0 +1,217 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* interleave.c - gate and up between halves and alternating runs: the operation's schema, and its one stage
+ * for each of up to four tensors. */
+#include "core/error.h"
+#include "nvfp4/call.h"
+
+#include <stddef.h>
+
+/* In the order of quern_nvfp4_interleave_tensors: pairs of a tensor and what is made of it. */
+enum { PAIRS = 4, TENSORS = 2 * PAIRS };
+enum { T_X, T_OUT, T_CODES, T_CODES_OUT, T_SCALES, T_SCALES_OUT, T_BIAS, T_BIAS_OUT };
+/* A pair's last extents; its leading ones are the list OP_LEAD + pair. */
+#define S_IN(pair) (1 + 2 * (pair))
+#define S_OUT(pair) (2 + 2 * (pair))
+#define L_ROWS(pair) (OP_LEAD + (pair))
+_Static_assert(PAIRS <= (int)OP_LEADS && 2 * PAIRS < (int)OP_SYMBOLS_MAX, "a list and two symbols a pair");
+
+typedef struct interleave_call {
+    op_call head;
+    quern_nvfp4_interleave_params params;
+    interleave_args args[PAIRS];
+    int32_t count; /* of args */
+} interleave_call;
+
+static const op_tensor tensors[] = {
+    {"x", "X", OP_ANY, OP_NONE, {L_ROWS(0), S_IN(0)}, {0}},
+    {"out", "X", OP_LIKE, OP_NONE, {L_ROWS(0), S_OUT(0)}, {0}},
+    {"codes", "codes", OP_ANY, OP_NONE, {L_ROWS(1), S_IN(1)}, {0}},
+    {"codes_out", "codes", OP_LIKE, OP_NONE, {L_ROWS(1), S_OUT(1)}, {0}},
+    {"scales", "scales", OP_ANY, OP_NONE, {L_ROWS(2), S_IN(2)}, {0}},
+    {"scales_out", "scales", OP_LIKE, OP_NONE, {L_ROWS(2), S_OUT(2)}, {0}},
+    {"bias", "bias", OP_ANY, OP_NONE, {L_ROWS(3), S_IN(3)}, {0}},
+    {"bias_out", "bias", OP_LIKE, OP_NONE, {L_ROWS(3), S_OUT(3)}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_nvfp4_interleave_tensors) == (1 + TENSORS) * sizeof(void *), "a tensor a field");
+
+#define AT(member) offsetof(quern_nvfp4_interleave_params, member)
+static const op_param params[] = {
+    {"inverse", AT(inverse), OP_FLAG, 0, 1, NULL, "from runs to halves"},
+    {"granularity", AT(granularity), OP_INTEGER, 1, INT32_MAX, NULL, "q, the columns of a run"},
+};
+#undef AT
+static const quern_nvfp4_interleave_params defaults = QUERN_NVFP4_INTERLEAVE_PARAMS_INIT;
+static const char *const operations[] = {"nvfp4_interleave"};
+#define RUNS "2q*ceil(I/q)"
+static const char *const symbols[] = {"",
+                                      [S_IN(0)] = "2I|" RUNS,
+                                      [S_OUT(0)] = RUNS "|2I",
+                                      [S_IN(1)] = "2I|" RUNS,
+                                      [S_OUT(1)] = RUNS "|2I",
+                                      [S_IN(2)] = "2I|" RUNS,
+                                      [S_OUT(2)] = RUNS "|2I",
+                                      [S_IN(3)] = "2I|" RUNS,
+                                      [S_OUT(3)] = RUNS "|2I",
+                                      NULL};
+static const op_entry ops[] = {
+    {.name = "nvfp4-interleave",
+     .help = "gate and up of the last dimension from two halves to alternating runs, padded with zeros, and "
+             "back: a weight's codes, scales and bias alike, or any X",
+     .backward = OP_NONE},
+};
+
+static const quern_nvfp4_interleave_params *params_of(const op_call *call)
+{
+    return &((const interleave_call *)call)->params;
+}
+
+static quern_status check_params(op_call *call)
+{
+    (void)call;
+    return QUERN_OK;
+}
+
+static void roles(op_call *call)
+{
+    for (int32_t t = 0; t < TENSORS; t += 2) {
+        call->role[t] = OP_OPTIONAL;
+        call->role[t + 1] = call->given[t] != NULL ? OP_RESULT : OP_REFUSED;
+    }
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    (void)call;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given without %s: both or neither are accepted",
+                     tensors[tensor].field, tensors[tensor - 1].field);
+}
+
+/* The last extents of a pair: 2I, two halves of any width, and what whole runs make of it. */
+static quern_status derive_columns(op_call *call, int32_t pair)
+{
+    const quern_tensor *from = call->given[2 * pair], *to = call->given[2 * pair + 1];
+    const bool inverse = params_of(call)->inverse;
+    const int32_t last = from->ndim - 1, whole = inverse && to != NULL ? 2 * pair + 1 : 2 * pair;
+    const int64_t q = params_of(call)->granularity;
+    int64_t halves = from->shape[last], runs;
+    if (whole != 2 * pair) {
+        const quern_status status = op_check_kind(call, whole, from->ndim);
+        if (status != QUERN_OK) return status;
+        halves = to->shape[last];
+    }
+    if (halves % 2 != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s.shape[%d] is %lld: gate and up side by side, an even extent, is accepted",
+                         tensors[whole].field, last, (long long)halves);
+    if (__builtin_mul_overflow(halves / 2 / q + (halves / 2 % q != 0), 2 * q, &runs))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s.shape[%d] is %lld: less than 2^63 columns of whole runs are accepted",
+                         tensors[whole].field, last, (long long)halves);
+    if (inverse && from->shape[last] != runs)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s.shape[%d] is %lld: whole runs of %lld, here %lld columns, are accepted",
+                         tensors[2 * pair].field, last, (long long)from->shape[last], (long long)q,
+                         (long long)runs);
+    call->symbol[S_IN(pair)] = from->shape[last];
+    call->symbol[S_OUT(pair)] = inverse ? halves : runs;
+    return QUERN_OK;
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_tensor *first = NULL;
+    for (int32_t t = 0; t < TENSORS && first == NULL; t += 2) first = call->given[t];
+    if (first == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x, codes, scales and bias are NULL: at least one is needed");
+    call->like = *first;
+    for (int32_t pair = 0; pair < PAIRS; pair++) {
+        const quern_tensor *from = call->given[2 * pair];
+        op_extents *rows = &call->lead[L_ROWS(pair) - OP_LEAD];
+        if (from == NULL) continue;
+        if (from->ndim < 1 || from->ndim > QUERN_MAX_DIMS)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has %d dimensions: 1 to %d are accepted",
+                             tensors[2 * pair].field, from->ndim, QUERN_MAX_DIMS);
+        quern_status status = op_check_kind(call, 2 * pair, from->ndim);
+        if (status == QUERN_OK) status = derive_columns(call, pair);
+        if (status != QUERN_OK) return status;
+        rows->count = from->ndim - 1;
+        for (int32_t i = 0; i < rows->count; i++) rows->extent[i] = from->shape[i];
+    }
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    (void)call, (void)data;
+    return QUERN_OK;
+}
+
+static quern_status plan(op_call *call)
+{
+    interleave_call *c = (interleave_call *)call;
+    if (call->backend->interleave.run == NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "interleaving on device %s: cpu is accepted",
+                         call->backend->name);
+    c->count = 0;
+    for (int32_t t = 0; t < TENSORS; t += 2)
+        if (op_uses(call, t))
+            c->args[c->count++] = (interleave_args){c->params.inverse, c->params.granularity,
+                                                    op_view(call, t, false), op_view(call, t + 1, false)};
+    return QUERN_OK;
+}
+
+static quern_status run(const op_call *call, const op_frame *frame)
+{
+    const interleave_call *c = (const interleave_call *)call;
+    quern_status status = QUERN_OK;
+    for (int32_t i = 0; i < c->count && status == QUERN_OK; i++)
+        status = op_interleave(call, frame, &c->args[i], NULL);
+    return status;
+}
+
+const op_family nvfp4_interleave_family = {
+    .operations = operations,
+    .operation_count = 1,
+    .first = QUERN_OP_NVFP4_INTERLEAVE,
+    .tensors = tensors,
+    .tensor_count = TENSORS,
+    .varlen_by = OP_NONE,
+    .params = params,
+    .param_count = sizeof params / sizeof *params,
+    .defaults = &defaults,
+    .params_init = "QUERN_NVFP4_INTERLEAVE_PARAMS_INIT",
+    .tensors_init = "QUERN_NVFP4_INTERLEAVE_TENSORS_INIT",
+    .symbols = symbols,
+    .group = "nvfp4-interleave",
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+    .call_size = sizeof(interleave_call),
+    .params_at = offsetof(interleave_call, params),
+    .check_params = check_params,
+    .roles = roles,
+    .refuse = refuse,
+    .derive = derive,
+    .check_data = check_data,
+    .plan = plan,
+    .run = run,
+};
+
+quern_status quern_nvfp4_interleave_workspace(quern_context *ctx, const quern_nvfp4_interleave_params *given,
+                                              const quern_nvfp4_interleave_tensors *views, size_t *bytes)
+{
+    interleave_call call;
+    return op_workspace_of(&call.head, &nvfp4_interleave_family, 0, ctx, given, views, bytes);
+}
+
+quern_status quern_nvfp4_interleave(quern_context *ctx, const quern_exec *exec,
+                                    const quern_nvfp4_interleave_params *given,
+                                    const quern_nvfp4_interleave_tensors *views, void *workspace,
+                                    size_t workspace_bytes)
+{
+    interleave_call call;
+    return op_run(&call.head, &nvfp4_interleave_family, 0, ctx, exec, given, views, workspace,
+                  workspace_bytes);
+}
