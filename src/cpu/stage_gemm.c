@@ -6,10 +6,12 @@
  * It does not use oneDNN, which would take full tiles and leave the tails to the micro-kernel: a row's bits
  * would then depend on the number of rows. Here each element of c is the sum over k in one order, whatever m.
  *
- * b is packed once into panels of 64 columns; with few rows, an f32 b with contiguous rows is read in place.
- * A task is 96 rows by 256 columns: its tile of c (96 KiB) and 128 columns of a (48 KiB) stay in the caches
- * while the panels pass. a is converted to f32 by task, or multiplied as bf16 where b is bf16 too and the
- * level has the instruction. Limit: FMA, or with few rows the bandwidth of reading b.
+ * b is packed once into panels of 64 columns. A task is 96 rows by 256 columns: its tile of c (96 KiB) and 128
+ * columns of a (48 KiB) stay in the caches while the panels pass. a is converted to f32 by task, or multiplied
+ * as bf16 where b is bf16 too and the level has the instruction. Up to 96 rows use each panel once: a task is
+ * then one panel, which it packs piece by piece (32 KiB) as it multiplies, so that b is read from memory once
+ * and nothing is written there. With few rows, an f32 b with contiguous rows is read in place. Limit: FMA, or
+ * with few rows the bandwidth of reading b.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
@@ -17,17 +19,18 @@
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
-enum { TILE_ROWS = 96, TILE_COLUMNS = 256, DEPTH = 128, FEW_ROWS = 32 };
+enum { TILE_ROWS = 96, TILE_COLUMNS = 256, DEPTH = 128, FEW_ROWS = 32, PIECE = 64 * DEPTH };
 
 typedef struct gemm_job {
     const gemm_args *args;
     const attention_kernels *kernels;
-    int64_t m, n, k, tiles_n;
+    int64_t m, n, k, tiles_n, tile_columns;
     bool pairs;     /* bf16 products */
+    bool once;      /* one tile of rows: panels are packed by the tasks */
     const float *b; /* panels, or the caller's rows */
     float *packed;  /* NULL: b is the caller's */
     int64_t ldb, panel_stride;
-    char *scratch; /* a thread's: a tile of c, rows of a */
+    char *scratch; /* a thread's: a tile of c, rows of a, with `once` a piece of a panel */
     size_t scratch_bytes;
 } gemm_job;
 
@@ -38,13 +41,16 @@ static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
     job.m = args->c.shape[0];
     job.n = args->c.shape[1];
     job.k = args->a_transposed ? args->a.shape[0] : args->a.shape[1];
-    job.tiles_n = (job.n + TILE_COLUMNS - 1) / TILE_COLUMNS;
     job.pairs = job.kernels->mm_bf16 != NULL && args->a.dtype == QUERN_BF16 && b->dtype == QUERN_BF16 &&
-                !args->a_transposed && !args->b_transposed && job.k % 2 == 0;
+                !args->a_transposed && job.k % 2 == 0;
+    job.tile_columns = TILE_COLUMNS;
     if (job.m <= FEW_ROWS && b->dtype == QUERN_F32 && !args->b_transposed && job.n % 16 == 0) {
         job.b = b->data;
         job.ldb = b->strides[0];
         job.panel_stride = job.kernels->panel;
+    } else if (job.m <= TILE_ROWS) {
+        job.once = true;
+        job.ldb = job.tile_columns = job.kernels->panel;
     } else {
         job.ldb = job.kernels->panel;
         job.panel_stride = round_up(job.pairs ? job.k / 2 : job.k, 64) * job.kernels->panel;
@@ -52,7 +58,8 @@ static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
             a, (size_t)(round_up(job.n, job.kernels->panel) / job.kernels->panel * job.panel_stride) *
                    sizeof(float));
     }
-    job.scratch_bytes = (TILE_ROWS * TILE_COLUMNS + TILE_ROWS * DEPTH) * sizeof(float);
+    job.tiles_n = (job.n + job.tile_columns - 1) / job.tile_columns;
+    job.scratch_bytes = (TILE_ROWS * TILE_COLUMNS + TILE_ROWS * DEPTH + PIECE) * sizeof(float);
     job.scratch = arena_take(a, job.scratch_bytes * (size_t)exec->threads);
     return job;
 }
@@ -62,28 +69,33 @@ static const char *element(const quern_tensor *t, int64_t row, int64_t column)
     return (const char *)t->data + (row * t->strides[0] + column) * (int64_t)quern_dtype_size(t->dtype);
 }
 
+/* Packs rows p ... p + depth - 1 of b's columns [first, first + columns), which make one panel of b^T and any
+ * number of panels of b, panel_stride apart. */
+static void pack(const gemm_job *job, int64_t p, int64_t depth, int64_t first, int64_t columns, float *to)
+{
+    const quern_tensor *b = &job->args->b;
+    const int32_t panel = job->kernels->panel;
+    const bool across = job->args->b_transposed;
+    const row_source src = {across ? element(b, first, p) : element(b, p, first), b->dtype, b->strides[0],
+                            across ? columns : depth, across ? depth : columns};
+    if (across && job->pairs) job->kernels->pack_keys_bf16(&src, panel, (uint32_t *)(void *)to);
+    else if (across) job->kernels->pack_keys_f32(&src, panel, to);
+    else if (job->pairs)
+        job->kernels->pack_values_bf16(&src, panel, (uint32_t *)(void *)to, job->panel_stride);
+    else job->kernels->pack_values_f32(&src, panel, to, job->panel_stride);
+}
+
 /* Packs DEPTH rows of b: into one panel for b^T, else into all panels. */
 static void pack_part(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
     const gemm_job *job = arg;
-    const quern_tensor *b = &job->args->b;
     const int64_t panel = job->kernels->panel, pieces = (job->k + DEPTH - 1) / DEPTH,
-                  p = index % pieces * DEPTH;
-    const int64_t depth = job->k - p < DEPTH ? job->k - p : DEPTH;
-    if (job->args->b_transposed) {
-        const int64_t first = index / pieces * panel, left = job->n - first;
-        const row_source src = {element(b, first, p), b->dtype, b->strides[0], left < panel ? left : panel,
-                                depth};
-        job->kernels->pack_keys_f32(&src, (int32_t)panel,
-                                    job->packed + index / pieces * job->panel_stride + p * panel);
-        return;
-    }
-    const row_source src = {element(b, p, 0), b->dtype, b->strides[0], depth, job->n};
-    float *to = job->packed + (job->pairs ? p / 2 : p) * panel;
-    if (job->pairs)
-        job->kernels->pack_values_bf16(&src, (int32_t)panel, (uint32_t *)(void *)to, job->panel_stride);
-    else job->kernels->pack_values_f32(&src, (int32_t)panel, to, job->panel_stride);
+                  p = index % pieces * DEPTH, first = index / pieces * panel;
+    const int64_t depth = job->k - p < DEPTH ? job->k - p : DEPTH,
+                  columns = job->args->b_transposed && job->n - first > panel ? panel : job->n - first;
+    pack(job, p, depth, first, columns,
+         job->packed + index / pieces * job->panel_stride + (job->pairs ? p / 2 : p) * panel);
 }
 
 /* The address and strides (in 4-byte words) at which the product reads columns p ... p + depth - 1 of `rows`
@@ -127,25 +139,31 @@ static void store_tile(const gemm_job *job, const float *tile, int64_t row, int6
     }
 }
 
+/* b's rows p ... p + depth - 1 of the panel that begins at `column`. */
+static const float *panel_of(const gemm_job *job, int64_t column, int64_t p, int64_t depth, float *piece)
+{
+    const int64_t panel = job->kernels->panel;
+    if (!job->once) return job->b + column / panel * job->panel_stride + (job->pairs ? p / 2 : p) * job->ldb;
+    pack(job, p, depth, column, job->n - column < panel ? job->n - column : panel, piece);
+    return piece;
+}
+
 static void product_tile(void *arg, int64_t index, int32_t thread)
 {
     const gemm_job *job = arg;
-    const int64_t row = index / job->tiles_n * TILE_ROWS, column = index % job->tiles_n * TILE_COLUMNS,
+    const int64_t row = index / job->tiles_n * TILE_ROWS, column = index % job->tiles_n * job->tile_columns,
                   panel = job->kernels->panel;
     const int64_t rows = job->m - row < TILE_ROWS ? job->m - row : TILE_ROWS,
-                  columns = job->n - column < TILE_COLUMNS ? job->n - column : TILE_COLUMNS;
+                  columns = job->n - column < job->tile_columns ? job->n - column : job->tile_columns;
     float *tile = (float *)(void *)(job->scratch + (size_t)thread * job->scratch_bytes),
-          *copy = tile + TILE_ROWS * TILE_COLUMNS;
+          *copy = tile + TILE_ROWS * TILE_COLUMNS, *piece = copy + TILE_ROWS * DEPTH;
     mm_kernel *mm = job->pairs ? job->kernels->mm_bf16 : job->kernels->mm_f32;
     for (int64_t p = 0; p == 0 || p < job->k; p += DEPTH) {
         const int64_t depth = job->k - p < DEPTH ? job->k - p : DEPTH, words = job->pairs ? depth / 2 : depth;
         const operand a = rows_of_a(job, row, rows, p, depth, copy);
-        for (int64_t j = 0; j < columns; j += panel) {
-            const float *b =
-                job->b + (column + j) / panel * job->panel_stride + (job->pairs ? p / 2 : p) * job->ldb;
-            mm(rows, columns - j < panel ? columns - j : panel, words, a.data, a.row, a.k, b, job->ldb,
-               tile + j, TILE_COLUMNS, p > 0);
-        }
+        for (int64_t j = 0; j < columns; j += panel)
+            mm(rows, columns - j < panel ? columns - j : panel, words, a.data, a.row, a.k,
+               panel_of(job, column + j, p, depth, piece), job->ldb, tile + j, TILE_COLUMNS, p > 0);
     }
     store_tile(job, tile, row, rows, column, columns);
 }
