@@ -33,6 +33,7 @@
 #include "stages/indexer.h"
 #include "stages/interleave.h"
 #include "stages/list_convert.h"
+#include "stages/norm_rope.h"
 #include "stages/permute.h"
 #include "stages/pool.h"
 #include "stages/prepack.h"
@@ -83,6 +84,8 @@
     F(attend_mqa_forward, attend_mqa)                                                                        \
     F(attend_mqa_backward, attend_mqa)                                                                       \
     F(store_rows, store_rows)                                                                                \
+    F(norm_rope_forward, norm_rope)                                                                          \
+    F(norm_rope_backward, norm_rope)                                                                         \
     F(cache_copy, cache_copy)                                                                                \
     F(decode, decode)                                                                                        \
     F(nsa_decode, nsa_decode)
@@ -118,6 +121,7 @@
     F(indexer, INDEXER)                                                                                      \
     F(attend_mqa, ATTEND_MQA)                                                                                \
     F(store_rows, STORE_ROWS)                                                                                \
+    F(norm_rope, NORM_ROPE)                                                                                  \
     F(cache_copy, CACHE_COPY)                                                                                \
     F(decode, DECODE)                                                                                        \
     F(nsa_decode, NSA_DECODE)

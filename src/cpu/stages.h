@@ -61,6 +61,10 @@ quern_status cpu_pool_backward(const stage_exec *exec, const pool_args *args, vo
 size_t cpu_pool_append_workspace(const stage_exec *exec, const pool_append_args *args);
 quern_status cpu_pool_append(const stage_exec *exec, const pool_append_args *args, void *workspace);
 
+size_t cpu_norm_rope_workspace(const stage_exec *exec, const norm_rope_args *args);
+quern_status cpu_norm_rope(const stage_exec *exec, const norm_rope_args *args, void *workspace);
+quern_status cpu_norm_rope_backward(const stage_exec *exec, const norm_rope_args *args, void *workspace);
+
 size_t cpu_indexer_workspace(const stage_exec *exec, const indexer_args *args);
 quern_status cpu_indexer(const stage_exec *exec, const indexer_args *args, void *workspace);
 void cpu_indexer_kernel(const stage_exec *exec, const indexer_args *args, char text[STAGE_NAME_BYTES]);
