@@ -56,6 +56,19 @@ void view_narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count)
         t->data = (char *)t->data + first * t->strides[dim] * (int64_t)quern_dtype_size(t->dtype);
 }
 
+bool view_flatten(const quern_tensor *t, quern_tensor *flat)
+{
+    int64_t rows = 1;
+    *flat = (quern_tensor){0};
+    for (int32_t i = t->ndim - 3; i >= 0; i--)
+        if (t->shape[i] > 1 && t->strides[i] != t->strides[i + 1] * t->shape[i + 1]) return false;
+    for (int32_t i = 0; i < t->ndim - 1; i++) rows *= t->shape[i];
+    const int64_t shape[] = {rows, t->shape[t->ndim - 1]};
+    *flat = view_on(t, t->data, t->dtype, 2, shape);
+    if (rows > 1 && t->ndim > 1) flat->strides[0] = t->strides[t->ndim - 2];
+    return true;
+}
+
 int64_t view_elements(const quern_tensor *t)
 {
     int64_t n = 1;

@@ -81,29 +81,14 @@ quern_tensor moe_room(moe_call *c, quern_dtype dtype, int64_t rows, int64_t colu
     return view_on(&c->head.like, data, dtype, 2, shape);
 }
 
-/* Whether the view's rows follow each other at one stride; *stride receives it. */
-static bool rows_at_one_stride(const quern_tensor *t, int64_t *stride)
-{
-    *stride = t->ndim > 1 ? t->strides[t->ndim - 2] : t->shape[t->ndim - 1];
-    for (int32_t i = t->ndim - 3; i >= 0; i--)
-        if (t->shape[i] > 1 && t->strides[i] != t->strides[i + 1] * t->shape[i + 1]) return false;
-    return true;
-}
-
 quern_tensor moe_flat(moe_call *c, moe_tensor tensor)
 {
     const quern_tensor t = op_view(&c->head, tensor, false);
-    const int64_t shape[] = {c->head.symbol[MS_T], t.ndim > 0 ? t.shape[t.ndim - 1] : 0};
-    int64_t stride;
-    if (t.ndim == 0) return t;
-    if (rows_at_one_stride(&t, &stride)) {
-        quern_tensor flat = view_on(&t, t.data, t.dtype, 2, shape);
-        if (shape[0] > 1) flat.strides[0] = stride;
-        return flat;
-    }
+    quern_tensor flat;
+    if (t.ndim == 0 || view_flatten(&t, &flat)) return t.ndim == 0 ? t : flat;
     permute_args *copy = moe_add_permute(c);
     copy->x = t;
-    return copy->out = moe_room(c, t.dtype, shape[0], shape[1]);
+    return copy->out = moe_room(c, t.dtype, c->head.symbol[MS_T], t.shape[t.ndim - 1]);
 }
 
 void moe_give(moe_call *c, moe_tensor tensor, const quern_tensor *from)
