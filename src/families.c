@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "dsv4/call.h"
+#include "dsv4/layer.h"
 #include "moe/call.h"
 #include "nsa/call.h"
 #include "nvfp4/call.h"
@@ -17,6 +18,7 @@ const struct op_family *const quern_families[] = {
     &dsv4_index_family,     /* indexer */
     &dsv4_attention_family, /* attention core */
     &dsv4_store_family,     /* rows of its caches */
+    &dsv4_layer_family,     /* whole layer */
     &nvfp4_quantize_family,
     &nvfp4_dequantize_family,
     &nvfp4_from_mxfp4_family,

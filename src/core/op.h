@@ -167,12 +167,12 @@ typedef struct op_steps {
     int32_t count;
 } op_steps;
 
-/* The addresses of a call: its tensors', the workspace's and the status word's. */
+/* The addresses of a call: its tensors', the workspace's, the status word's, and 0 for op_address(). */
 typedef struct op_frame {
     stage_exec exec;
     op_steps *listed; /* not NULL: stages are listed here, not run */
     bool asked;       /* for the status word */
-    uintptr_t base[OP_TENSORS_MAX + 2];
+    uintptr_t base[OP_TENSORS_MAX + 3];
 } op_frame;
 
 typedef struct op_family {
@@ -232,6 +232,8 @@ quern_status op_find_batch(const op_call *call, int32_t cu, const quern_tensor *
 quern_tensor op_view(const op_call *call, int32_t tensor, bool batch);
 /* The view of the status word: present also where the caller asks for none (see op_frame). */
 quern_tensor op_status_view(const op_call *call);
+/* The symbolic pointer of an address that is known already: memory of a cache. */
+void *op_address(const void *p);
 /* An arena over the symbolic workspace. */
 arena op_workspace(void);
 /* Adds what was taken to the call. */

@@ -6,7 +6,7 @@
 
 #include <string.h>
 
-enum { REGION_SHIFT = 48, WORKSPACE = OP_TENSORS_MAX, STATUS = OP_TENSORS_MAX + 1 };
+enum { REGION_SHIFT = 48, WORKSPACE = OP_TENSORS_MAX, STATUS = OP_TENSORS_MAX + 1, KNOWN = OP_TENSORS_MAX + 2 };
 
 /* Offsets may be negative (strides are): they count from the middle of a region. */
 static const uint64_t middle = (uint64_t)1 << (REGION_SHIFT - 1), within = ((uint64_t)1 << REGION_SHIFT) - 1;
@@ -49,6 +49,11 @@ quern_tensor op_status_view(const op_call *call)
     return view_on(&call->like, symbolic(STATUS, 0), QUERN_I32, 1, one);
 }
 
+void *op_address(const void *p)
+{
+    return symbolic(KNOWN, (uint64_t)(uintptr_t)p);
+}
+
 arena op_workspace(void)
 {
     return (arena){symbolic(WORKSPACE, 0), 0};
@@ -72,6 +77,7 @@ op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *d
         f.base[i] =
             call->alignment[i] > 0 ? (uintptr_t)data[i] - (uintptr_t)residue(call, i) : (uintptr_t)nothing;
     f.base[WORKSPACE] = (uintptr_t)arena_on(workspace).base;
+    f.base[KNOWN] = 0;
     f.base[STATUS] = exec->status != NULL ? (uintptr_t)exec->status->data : 0;
     return f;
 }

@@ -6,7 +6,7 @@
 #include <quern/attention.h>
 #include <quern/cache.h>
 #include <quern/cuda.h>
-#include <quern/dsv4.h>
+#include <quern/dsv4_layer.h>
 #include <quern/nsa.h>
 #include <quern/moe.h>
 #include <quern/nvfp4.h>
@@ -55,6 +55,9 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_NSA_BRANCH_ALL, 7);
     assert_int_equal(QUERN_DSV4_HCA, 1);
     assert_int_equal(QUERN_DSV4_ROW584, 4);
+    assert_int_equal(QUERN_DSV4_LAYER_SWA, 2);
+    assert_int_equal(QUERN_OP_DSV4_LAYER, 54);
+    assert_int_equal(QUERN_OP_DSV4_LAYER_BACKWARD, 55);
     assert_int_equal(QUERN_NVFP4_PROFILE_RNE, 0);
     assert_int_equal(QUERN_NVFP4_PROFILE_HALFSTEP, 1);
     assert_int_equal(QUERN_NVFP4_PROFILE_MODELOPT, 2);
@@ -130,6 +133,11 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(offsetof(quern_dsv4_attention_tensors, d_o), 96);
     assert_int_equal(sizeof(quern_dsv4_store_params), 24);
     assert_int_equal(sizeof(quern_dsv4_store_tensors), 32);
+    assert_int_equal(sizeof(quern_dsv4_layer_params), 40);
+    assert_int_equal(sizeof(quern_dsv4_layer_tensors), 376);
+    assert_int_equal(offsetof(quern_dsv4_layer_tensors, out), 168);
+    assert_int_equal(offsetof(quern_dsv4_layer_tensors, d_out), 264);
+    assert_int_equal(sizeof(quern_dsv4_layer_cache_params), 72);
     const quern_dsv4_attention_params core = QUERN_DSV4_ATTENTION_PARAMS_INIT;
     assert_int_equal(core.size, sizeof core);
     assert_int_equal(core.start_abs_pos, -1);

@@ -1,0 +1,253 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * layer.h - the whole layer: its tensors, extents and calls.
+ *
+ * A call is composed from stages twice by the same functions: once while it is planned, which sizes the
+ * workspace, and once to run. Between both, a pass takes the same rooms from the workspace in the same order.
+ */
+#ifndef QUERN_DSV4_LAYER_INTERNAL_H
+#define QUERN_DSV4_LAYER_INTERNAL_H
+
+#include "core/op.h"
+
+#include <quern/dsv4_layer.h>
+
+typedef enum dsv4_layer_op { DSV4_LAYER, DSV4_LAYER_BACKWARD, DSV4_LAYER_OPS } dsv4_layer_op;
+
+/* In the order of quern_dsv4_layer_tensors. */
+typedef enum dsv4_layer_tensor {
+    DL_X,
+    DL_COS_SIN,
+    DL_SINKS,
+    DL_Q_A,
+    DL_Q_A_NORM,
+    DL_Q_B,
+    DL_KV,
+    DL_KV_NORM,
+    DL_O_A,
+    DL_O_B,
+    DL_COMPRESSOR, /* bias, values, gate, norm */
+    DL_COMPRESSOR_KV,
+    DL_COMPRESSOR_GATE,
+    DL_COMPRESSOR_NORM,
+    DL_INDEXER, /* the same */
+    DL_INDEXER_KV,
+    DL_INDEXER_GATE,
+    DL_INDEXER_NORM,
+    DL_INDEXER_Q_B,
+    DL_INDEXER_HEADS,
+    DL_OUT,
+    DL_Q_RESIDUAL,
+    DL_Q,
+    DL_KV_ROWS,
+    DL_COMPRESSED,
+    DL_IDX_K,
+    DL_IDX_Q,
+    DL_IDX_SCORE,
+    DL_IDX_TOPK,
+    DL_CORE,
+    DL_CORE_IROPE,
+    DL_O_A_OUT,
+    DL_D_OUT,
+    DL_D_X,
+    DL_D_SINKS,
+    DL_D_Q_A,
+    DL_D_Q_A_NORM,
+    DL_D_Q_B,
+    DL_D_KV,
+    DL_D_KV_NORM,
+    DL_D_O_A,
+    DL_D_O_B,
+    DL_D_COMPRESSOR,
+    DL_D_COMPRESSOR_KV,
+    DL_D_COMPRESSOR_GATE,
+    DL_D_COMPRESSOR_NORM,
+    DSV4_LAYER_TENSORS
+} dsv4_layer_tensor;
+
+/* Extents. */
+typedef enum dsv4_layer_symbol {
+    LS_T = 1, /* of a sequence, or of a decoding call */
+    LS_IN,
+    LS_Q_LORA,
+    LS_H,
+    LS_D,
+    LS_HD,
+    LS_G,
+    LS_GROUP, /* H / G D */
+    LS_O_LORA,
+    LS_GO,
+    LS_R,
+    LS_SERIES, /* mD */
+    LS_S,
+    LS_HI,
+    LS_CI,
+    LS_2CI,
+    LS_HICI,
+    LS_SCORES, /* columns of idx_score */
+    LS_K,
+    LS_P,
+    LS_ROPE
+} dsv4_layer_symbol;
+enum { LL_TOKENS = OP_LEAD, LL_BATCH = OP_LEAD + 1 }; /* B T, or T; B, or nothing */
+
+/* A sequence of a cache. */
+typedef struct layer_sequence {
+    int64_t tokens, held; /* how many of the last ones can be taken back */
+    int64_t raw;          /* raw rows that are there, the last of the tokens */
+    quern_dsv4_state *main, *index;
+} layer_sequence;
+
+struct quern_dsv4_layer_cache {
+    uint64_t magic;
+    quern_dsv4_layer_cache_params params; /* resolved */
+    int64_t kept, entries;                /* most raw rows and entries of a sequence */
+    char *states, *rows;                  /* memory of all sequences */
+    size_t state_bytes[2];                /* of the compressor's and the indexer's state */
+    size_t sequence_bytes;                /* of a sequence's raw rows, entries and keys */
+    layer_sequence sequence[];
+};
+
+/* The sequences that a decoding call is about. */
+typedef struct layer_batch {
+    quern_dsv4_layer_cache *cache; /* NULL: the call has no cache */
+    const int32_t *sequences;
+    const int64_t *counts;
+    int64_t batch;
+} layer_batch;
+
+typedef struct dsv4_layer_call {
+    op_call head;
+    quern_dsv4_layer_params params;
+    layer_batch decode;
+    quern_tensor view[DSV4_LAYER_TENSORS]; /* symbolic; absent where the call does not use it */
+    const void *scratch;
+} dsv4_layer_call;
+
+extern const op_family dsv4_layer_family, dsv4_layer_decode_family;
+
+/* ---- composing a call (layer_pass.c) ---- */
+
+typedef struct layer_pass {
+    const dsv4_layer_call *call;
+    const int64_t *symbol;
+    const op_frame *frame; /* NULL: stages are sized, not run */
+    arena a;
+    size_t scratch_bytes; /* most of any stage */
+    quern_status status;
+} layer_pass;
+
+/* F(stage, arguments): the stages that a call may run. */
+#define LAYER_STAGES(F)                                                                                      \
+    F(gemm, gemm)                                                                                            \
+    F(norm_rope_forward, norm_rope)                                                                          \
+    F(norm_rope_backward, norm_rope)                                                                         \
+    F(pool_forward, pool)                                                                                    \
+    F(pool_backward, pool)                                                                                   \
+    F(pool_append, pool_append)                                                                              \
+    F(indexer, indexer)                                                                                      \
+    F(attend_mqa_forward, attend_mqa)                                                                        \
+    F(attend_mqa_backward, attend_mqa)                                                                       \
+    F(permute, permute)                                                                                      \
+    F(convert, convert)
+/* Sizes or runs a stage, unless one before has failed. */
+// NOLINTBEGIN(bugprone-macro-parentheses): a function's name cannot stand in parentheses here
+#define LAYER_STAGE(stage, name) void layer_##stage(layer_pass *p, const name##_args *args);
+LAYER_STAGES(LAYER_STAGE)
+// NOLINTEND(bugprone-macro-parentheses)
+#undef LAYER_STAGE
+
+/* Contiguous [rows, columns] in the workspace. */
+quern_tensor layer_room(layer_pass *p, quern_dtype dtype, int64_t rows, int64_t columns);
+/* [rows, heads * width] at any row stride as [batch, rows / batch, heads, width]. */
+quern_tensor layer_heads(const quern_tensor *t, int64_t batch, int64_t heads);
+/* The same as [batch, rows / batch, columns]. */
+quern_tensor layer_batches(const quern_tensor *t, int64_t batch);
+quern_tensor layer_rows(const quern_tensor *t, int64_t first, int64_t count);
+quern_tensor layer_columns(const quern_tensor *t, int64_t first, int64_t count);
+/* An activation or weight of the call, [.., columns], as a matrix: a view, or a copy where strides forbid
+ * one. */
+quern_tensor layer_matrix(layer_pass *p, dsv4_layer_tensor tensor);
+/* Copies rows that are as many and as long, whatever the shapes. */
+void layer_copy(layer_pass *p, const quern_tensor *from, const quern_tensor *to);
+/* The same to a result of the call, if it has that result. */
+void layer_give(layer_pass *p, dsv4_layer_tensor tensor, const quern_tensor *from);
+/* c = a w^T. */
+void layer_product(layer_pass *p, const quern_tensor *a, const quern_tensor *w, const quern_tensor *c);
+
+/* ---- what a layer goes through (layer_parts.c) ---- */
+
+/* Rows of all tokens; absent where the kind has none. */
+typedef struct layer_parts {
+    quern_tensor x;                     /* [rows, Dm] */
+    quern_tensor residual_in, residual; /* f32 and act [rows, q_lora]: before and after the norm */
+    quern_tensor q_in, kv_in;           /* f32 [rows, H D], [rows, D] before norm and rotation */
+    quern_tensor main, index;           /* f32 projections of the compressors */
+    quern_tensor index_q_in, heads;     /* f32 [rows, Hi C_I] before the rotation, [rows, Hi] */
+} layer_parts;
+
+layer_parts layer_project(layer_pass *p);
+/* Norm and rotation of rows of tokens from `position` on: of heads, of raw rows, of the indexer's queries. */
+void layer_make_q(layer_pass *p, const quern_tensor *in, const quern_tensor *out, int64_t batch,
+                  int64_t position);
+void layer_make_kv(layer_pass *p, const quern_tensor *in, const quern_tensor *out, int64_t batch,
+                   int64_t position);
+void layer_make_index_q(layer_pass *p, const quern_tensor *in, const quern_tensor *out, int64_t batch,
+                        int64_t position);
+/* The biases of a compressor's series, [r, width] each; the second is absent in HCA. */
+void layer_biases(const quern_tensor *bias, int64_t width, quern_tensor *a, quern_tensor *b);
+/* Norm and rotation of entries of the compressor whose weights start at `first`. */
+entry_args layer_entry(const layer_pass *p, dsv4_layer_tensor first);
+/* Entries of whole sequences. */
+pool_args layer_pool(const layer_pass *p, const quern_tensor *proj, const quern_tensor *out,
+                     dsv4_layer_tensor first, int64_t batch);
+/* The indexer on queries at `position` and keys [batch, S, C_I]; scores may be absent. */
+void layer_choose(layer_pass *p, const quern_tensor *q, const quern_tensor *keys, const quern_tensor *heads,
+                  int64_t position, const quern_tensor *idx, const quern_tensor *count,
+                  const quern_tensor *scores);
+/* The core's arguments; kv [batch, N, D], entries [batch, S, D], idx and count may be absent. */
+attend_mqa_args layer_core(const layer_pass *p, const quern_tensor *q, const quern_tensor *kv,
+                           const quern_tensor *entries, const quern_tensor *idx, const quern_tensor *count,
+                           int64_t position);
+/* Runs the core to `core` [rows, H D], rotated back, and where it is wanted to `unrotated` [batch, T, H, D]: its
+ * rows before that, from which the others then have the same bits. */
+void layer_attend(layer_pass *p, const attend_mqa_args *args, const quern_tensor *core,
+                  const quern_tensor *unrotated);
+/* Both output projections of [rows, H D]. Returns the first's result [rows, G o_lora]. */
+quern_tensor layer_project_groups(layer_pass *p, const quern_tensor *core);
+void layer_project_out(layer_pass *p, const quern_tensor *o_a_out);
+
+/* ---- calls ---- */
+
+/* What the core of whole sequences reads and makes. */
+typedef struct layer_states {
+    int64_t batch;
+    quern_tensor q, kv, entries; /* [rows, H D] [rows, D] [batch S, D] */
+    quern_tensor idx, count;     /* [rows, k] [rows, 1] */
+    quern_tensor core, lse;      /* [rows, H D] rotated back; [batch, H, T] or absent */
+} layer_states;
+
+/* In layer.c. */
+layer_states layer_compute(layer_pass *p, const layer_parts *parts, bool lse);
+attend_mqa_args layer_states_core(const layer_pass *p, const layer_states *states);
+void layer_forward(layer_pass *p);  /* layer.c */
+void layer_backward(layer_pass *p); /* layer_backward.c */
+void layer_decode(layer_pass *p);   /* layer_decode.c */
+/* In layer.c. */
+quern_status dsv4_layer_plan(op_call *call);
+quern_status dsv4_layer_run(const op_call *call, const op_frame *frame);
+
+/* In layer_cache.c. Checks a decoding call's ids and counts; sets the sums of tokens and of the entries that
+ * become whole, and the entries and tokens of the longest sequence. */
+quern_status layer_check_batch(const layer_batch *d, int64_t *tokens, int64_t *entries, int64_t *most,
+                               int64_t *last);
+/* Whether a pointer is a cache. */
+quern_status layer_check_cache(const quern_dsv4_layer_cache *cache);
+/* Entries before a position. */
+int64_t layer_entries_at(const quern_dsv4_layer_cache *cache, int64_t position);
+/* Rows of a sequence: raw, entries, keys. */
+typedef enum layer_area { LAYER_RAW, LAYER_ENTRIES, LAYER_KEYS } layer_area;
+char *layer_area_of(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area);
+
+#endif

@@ -1,0 +1,365 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* layer_schema.c - the whole layer's tensors and parameters, and the extents that follow from them. */
+#include "core/error.h"
+#include "core/view.h"
+#include "dsv4/dsv4.h"
+#include "dsv4/layer.h"
+
+#include <stddef.h>
+
+enum {
+    WINDOW_DEFAULT = 128,
+    TOP_K_DEFAULT = 512,
+    TOP_K_MOST = 2048,
+    HEADS_MOST = 65536,
+    INDEX_WIDTH_MOST = 256
+};
+
+static const op_tensor tensors[] = {
+    {"x", "X", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_IN}, {0}},
+    {"cos_sin", "cos_sin", OP_WEIGHT, OP_NONE, {LS_P, LS_ROPE}, {0}},
+    {"sinks", "w.sinks", OP_F32, OP_NONE, {LS_H}, {0}},
+    {"q_a", "w.q_a_proj.weight", OP_WEIGHT, OP_NONE, {LS_Q_LORA, LS_IN}, {0}},
+    {"q_a_norm", "w.q_a_norm.weight", OP_WEIGHT, OP_NONE, {LS_Q_LORA}, {0}},
+    {"q_b", "w.q_b_proj.weight", OP_WEIGHT, OP_NONE, {LS_HD, LS_Q_LORA}, {0}},
+    {"kv", "w.kv_proj.weight", OP_WEIGHT, OP_NONE, {LS_D, LS_IN}, {0}},
+    {"kv_norm", "w.kv_norm.weight", OP_WEIGHT, OP_NONE, {LS_D}, {0}},
+    {"o_a", "w.o_a_proj.weight", OP_WEIGHT, OP_NONE, {LS_GO, LS_GROUP}, {0}},
+    {"o_b", "w.o_b_proj.weight", OP_WEIGHT, OP_NONE, {LS_IN, LS_GO}, {0}},
+    {"compressor_bias", "w.compressor.position_bias", OP_WEIGHT, OP_NONE, {LS_R, LS_SERIES}, {0}},
+    {"compressor_kv", "w.compressor.kv_proj.weight", OP_WEIGHT, OP_NONE, {LS_SERIES, LS_IN}, {0}},
+    {"compressor_gate", "w.compressor.gate_proj.weight", OP_WEIGHT, OP_NONE, {LS_SERIES, LS_IN}, {0}},
+    {"compressor_norm", "w.compressor.kv_norm.weight", OP_WEIGHT, OP_NONE, {LS_D}, {0}},
+    {"indexer_bias", "w.compressor.indexer.position_bias", OP_WEIGHT, OP_NONE, {LS_R, LS_2CI}, {0}},
+    {"indexer_kv", "w.compressor.indexer.kv_proj.weight", OP_WEIGHT, OP_NONE, {LS_2CI, LS_IN}, {0}},
+    {"indexer_gate", "w.compressor.indexer.gate_proj.weight", OP_WEIGHT, OP_NONE, {LS_2CI, LS_IN}, {0}},
+    {"indexer_norm", "w.compressor.indexer.kv_norm.weight", OP_WEIGHT, OP_NONE, {LS_CI}, {0}},
+    {"indexer_q_b", "w.compressor.indexer.q_b_proj.weight", OP_WEIGHT, OP_NONE, {LS_HICI, LS_Q_LORA}, {0}},
+    {"indexer_heads",
+     "w.compressor.indexer.scorer.weights_proj.weight",
+     OP_WEIGHT,
+     OP_NONE,
+     {LS_HI, LS_IN},
+     {0}},
+    {"out", "out", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_IN}, {0}},
+    {"q_residual", "q_residual", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_Q_LORA}, {0}},
+    {"q", "q", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_H, LS_T, LS_D}, {0}},
+    {"kv_rows", "kv", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_D}, {0}},
+    {"compressed", "compressed", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_S, LS_D}, {0}},
+    {"idx_k", "idx.k", OP_ACTIVATION, OP_NONE, {LL_BATCH, LS_S, LS_CI}, {0}},
+    {"idx_q", "idx.q", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_HI, LS_CI}, {0}},
+    {"idx_score", "idx.score", OP_F32, OP_NONE, {LL_TOKENS, LS_SCORES}, {0}},
+    {"idx_topk", "idx.topk", OP_I32, OP_NONE, {LL_TOKENS, LS_K}, {0}},
+    {"core", "core", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_H, LS_D}, {0}},
+    {"core_irope", "core_irope", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_H, LS_D}, {0}},
+    {"o_a_out", "o_a", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_G, LS_O_LORA}, {0}},
+    {"d_out", "d_out", OP_ACTIVATION, DL_OUT, {LL_TOKENS, LS_IN}, {0}},
+    {"d_x", "dX", OP_ACTIVATION, DL_X, {LL_TOKENS, LS_IN}, {0}},
+    {"d_sinks", "dw.sinks", OP_F32, DL_SINKS, {LS_H}, {0}},
+    {"d_q_a", "dw.q_a_proj.weight", OP_F32, DL_Q_A, {LS_Q_LORA, LS_IN}, {0}},
+    {"d_q_a_norm", "dw.q_a_norm.weight", OP_F32, DL_Q_A_NORM, {LS_Q_LORA}, {0}},
+    {"d_q_b", "dw.q_b_proj.weight", OP_F32, DL_Q_B, {LS_HD, LS_Q_LORA}, {0}},
+    {"d_kv", "dw.kv_proj.weight", OP_F32, DL_KV, {LS_D, LS_IN}, {0}},
+    {"d_kv_norm", "dw.kv_norm.weight", OP_F32, DL_KV_NORM, {LS_D}, {0}},
+    {"d_o_a", "dw.o_a_proj.weight", OP_F32, DL_O_A, {LS_GO, LS_GROUP}, {0}},
+    {"d_o_b", "dw.o_b_proj.weight", OP_F32, DL_O_B, {LS_IN, LS_GO}, {0}},
+    {"d_compressor_bias", "dw.compressor.position_bias", OP_F32, DL_COMPRESSOR, {LS_R, LS_SERIES}, {0}},
+    {"d_compressor_kv", "dw.compressor.kv_proj.weight", OP_F32, DL_COMPRESSOR_KV, {LS_SERIES, LS_IN}, {0}},
+    {"d_compressor_gate",
+     "dw.compressor.gate_proj.weight",
+     OP_F32,
+     DL_COMPRESSOR_GATE,
+     {LS_SERIES, LS_IN},
+     {0}},
+    {"d_compressor_norm", "dw.compressor.kv_norm.weight", OP_F32, DL_COMPRESSOR_NORM, {LS_D}, {0}},
+};
+_Static_assert(sizeof tensors / sizeof *tensors == DSV4_LAYER_TENSORS, "a row a tensor");
+_Static_assert(sizeof(quern_dsv4_layer_tensors) == (1 + DSV4_LAYER_TENSORS) * sizeof(void *),
+               "a tensor a field");
+
+static const char *const kinds[] = {"csa", "hca", "swa", NULL};
+#define AT(member) offsetof(quern_dsv4_layer_params, member)
+static const op_param params[] = {
+    {"kind", AT(kind), OP_CHOICE, 0, QUERN_DSV4_LAYER_SWA, kinds,
+     "entries that an indexer chooses, all entries, or the window alone"},
+    {"window", AT(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query; 0: 128"},
+    {"top_k", AT(top_k), OP_INTEGER, 0, TOP_K_MOST, NULL, "csa: entries chosen; 0: 512"},
+    {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norms; 0: 1e-6"},
+};
+#undef AT
+static const quern_dsv4_layer_params defaults = QUERN_DSV4_LAYER_PARAMS_INIT;
+static const char *const operations[] = {"dsv4_layer", "dsv4_layer_backward"}, *const decoding[] = {
+                                                                                   "dsv4_layer_decode"};
+static const char *const symbols[] = {"",
+                                      [LS_T] = "T",
+                                      [LS_IN] = "Dm",
+                                      [LS_Q_LORA] = "q_lora",
+                                      [LS_H] = "H",
+                                      [LS_D] = "D",
+                                      [LS_HD] = "HD",
+                                      [LS_G] = "G",
+                                      [LS_GROUP] = "HD/G",
+                                      [LS_O_LORA] = "o_lora",
+                                      [LS_GO] = "G*o_lora",
+                                      [LS_R] = "r",
+                                      [LS_SERIES] = "2D|D",
+                                      [LS_S] = "S",
+                                      [LS_HI] = "Hi",
+                                      [LS_CI] = "C_I",
+                                      [LS_2CI] = "2C_I",
+                                      [LS_HICI] = "Hi*C_I",
+                                      [LS_SCORES] = "S",
+                                      [LS_K] = "k",
+                                      [LS_P] = "P",
+                                      [LS_ROPE] = "R",
+                                      NULL};
+static const char *const leads[] = {"B T", "B", NULL};
+static const op_entry ops[] = {
+    {.name = "v4-layer",
+     .help = "a whole attention layer of DeepSeek-V4; with d_out also its backward. The indexer gets no "
+             "gradient",
+     .forward = DSV4_LAYER,
+     .backward = DSV4_LAYER_BACKWARD},
+};
+
+static quern_dsv4_layer_params *params_of(op_call *call)
+{
+    return &((dsv4_layer_call *)call)->params;
+}
+
+static bool decodes(const op_call *call)
+{
+    return call->family == &dsv4_layer_decode_family;
+}
+
+static quern_status check_params(op_call *call)
+{
+    quern_dsv4_layer_params *p = params_of(call);
+    if (p->window == 0) p->window = WINDOW_DEFAULT;
+    if (p->top_k == 0) p->top_k = TOP_K_DEFAULT;
+    if (p->eps == 0.0f) p->eps = 1e-6f;
+    return QUERN_OK;
+}
+
+static void roles(op_call *call)
+{
+    const quern_dsv4_layer_kind kind = params_of(call)->kind;
+    const bool csa = kind == QUERN_DSV4_LAYER_CSA, entries = kind != QUERN_DSV4_LAYER_SWA,
+               backward = !decodes(call) && call->operation == DSV4_LAYER_BACKWARD;
+    uint8_t *r = call->role;
+    for (int i = DL_X; i <= DL_O_B; i++) r[i] = OP_NEEDED;
+    r[DL_SINKS] = OP_OPTIONAL;
+    for (int i = DL_COMPRESSOR; i <= DL_COMPRESSOR_NORM; i++) r[i] = entries ? OP_NEEDED : OP_REFUSED;
+    for (int i = DL_INDEXER; i <= DL_INDEXER_HEADS; i++) r[i] = csa ? OP_NEEDED : OP_REFUSED;
+    r[DL_OUT] = backward ? OP_UNUSED : OP_RESULT;
+    for (int i = DL_Q_RESIDUAL; i <= DL_O_A_OUT; i++) {
+        const bool has = i == DL_COMPRESSED ? entries : i < DL_IDX_K || i > DL_IDX_TOPK || csa;
+        r[i] = backward ? OP_UNUSED : has ? OP_OPTIONAL_RESULT : OP_REFUSED;
+    }
+    r[DL_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
+    for (int i = DL_D_X; i <= DL_D_COMPRESSOR_NORM; i++)
+        r[i] = !backward                                     ? OP_UNUSED
+               : call->given[tensors[i].gradient_of] == NULL ? OP_SOURCE_MISSING
+               : r[tensors[i].gradient_of] == OP_REFUSED     ? OP_REFUSED
+                                                             : OP_OPTIONAL_RESULT;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    const quern_dsv4_layer_kind kind = ((const dsv4_layer_call *)call)->params.kind;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: a layer of kind %s has no %s",
+                     tensors[tensor].field, kinds[kind],
+                     kind == QUERN_DSV4_LAYER_SWA ? "compressor" : "indexer");
+}
+
+/* Checks the tensors that extents come from. */
+static quern_status check_sized(const op_call *call)
+{
+    static const struct {
+        int8_t tensor, ndim;
+    } sized[] = {{DL_COS_SIN, 2}, {DL_Q_A, 2},        {DL_Q_B, 2},          {DL_KV, 2},
+                 {DL_O_A, 2},     {DL_COMPRESSOR, 2}, {DL_INDEXER_NORM, 1}, {DL_INDEXER_HEADS, 2}};
+    quern_status status = op_check_activation(call, DL_X, decodes(call) ? 2 : 3);
+    for (size_t i = 0; i < sizeof sized / sizeof *sized && status == QUERN_OK; i++)
+        if (call->role[sized[i].tensor] == OP_NEEDED)
+            status = op_check_kind(call, sized[i].tensor, sized[i].ndim);
+    return status;
+}
+
+/* Whether `whole` is one or more times `part`. */
+static bool divides(int64_t part, int64_t whole)
+{
+    return part > 0 && whole > 0 && whole % part == 0;
+}
+
+static quern_status derive_heads(op_call *call)
+{
+    const quern_tensor *const *t = call->given;
+    int64_t *s = call->symbol;
+    s[LS_IN] = call->like.shape[call->like.ndim - 1];
+    s[LS_Q_LORA] = t[DL_Q_A]->shape[0];
+    s[LS_D] = t[DL_KV]->shape[0];
+    s[LS_HD] = t[DL_Q_B]->shape[0];
+    s[LS_GROUP] = t[DL_O_A]->shape[1];
+    s[LS_GO] = t[DL_O_A]->shape[0];
+    s[LS_P] = t[DL_COS_SIN]->shape[0];
+    s[LS_ROPE] = t[DL_COS_SIN]->shape[1];
+    const quern_status status = view_check_head_dim("kv", s[LS_D]);
+    if (status != QUERN_OK) return status;
+    if (!divides(s[LS_D], s[LS_HD]) || s[LS_HD] / s[LS_D] > HEADS_MOST)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "q_b has %lld rows: 1 to %d heads of kv's %lld channels are accepted",
+                         (long long)s[LS_HD], HEADS_MOST, (long long)s[LS_D]);
+    s[LS_H] = s[LS_HD] / s[LS_D];
+    if (!divides(s[LS_D], s[LS_GROUP]) || !divides(s[LS_GROUP], s[LS_HD]))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "o_a has %lld columns: the channels of equal groups of q_b's %lld heads of %lld are "
+                         "accepted",
+                         (long long)s[LS_GROUP], (long long)s[LS_H], (long long)s[LS_D]);
+    s[LS_G] = s[LS_HD] / s[LS_GROUP];
+    if (!divides(s[LS_G], s[LS_GO]))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "o_a has %lld rows: a multiple of its %lld groups is accepted", (long long)s[LS_GO],
+                         (long long)s[LS_G]);
+    s[LS_O_LORA] = s[LS_GO] / s[LS_G];
+    if (s[LS_ROPE] % 2 != 0 || s[LS_ROPE] > s[LS_D])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "cos_sin has %lld columns: an even number up to the %lld channels is accepted",
+                         (long long)s[LS_ROPE], (long long)s[LS_D]);
+    return QUERN_OK;
+}
+
+static quern_status derive_entries(op_call *call)
+{
+    const quern_tensor *const *t = call->given;
+    const quern_dsv4_layer_params *p = params_of(call);
+    int64_t *s = call->symbol;
+    if (p->kind == QUERN_DSV4_LAYER_SWA) return QUERN_OK;
+    s[LS_R] = t[DL_COMPRESSOR]->shape[0];
+    s[LS_SERIES] = (p->kind == QUERN_DSV4_LAYER_CSA ? 2 : 1) * s[LS_D];
+    if (s[LS_R] < 1 || s[LS_R] > DSV4_RATIO_MOST)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "compressor_bias has %lld rows: 1 to %d are accepted",
+                         (long long)s[LS_R], DSV4_RATIO_MOST);
+    if (p->kind == QUERN_DSV4_LAYER_HCA) return QUERN_OK;
+    s[LS_CI] = t[DL_INDEXER_NORM]->shape[0];
+    s[LS_2CI] = 2 * s[LS_CI];
+    s[LS_HI] = t[DL_INDEXER_HEADS]->shape[0];
+    s[LS_HICI] = s[LS_HI] * s[LS_CI];
+    s[LS_K] = p->top_k;
+    if (s[LS_CI] < 8 || s[LS_CI] > INDEX_WIDTH_MOST || s[LS_CI] % 8 != 0 || s[LS_CI] < s[LS_ROPE])
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "indexer_norm has %lld channels: a multiple of 8 up to %d, and at least the %lld that "
+            "are rotated, is accepted",
+            (long long)s[LS_CI], INDEX_WIDTH_MOST, (long long)s[LS_ROPE]);
+    if (s[LS_HI] < 1 || s[LS_HI] > HEADS_MOST)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "indexer_heads has %lld rows: 1 to %d are accepted",
+                         (long long)s[LS_HI], HEADS_MOST);
+    return QUERN_OK;
+}
+
+/* A cache is of the layer's kind, window and extents. */
+static quern_status check_cache(const op_call *call)
+{
+    const dsv4_layer_call *c = (const dsv4_layer_call *)call;
+    const quern_dsv4_layer_cache_params *have = &c->decode.cache->params;
+    const int64_t *s = call->symbol;
+    const struct {
+        const char *name;
+        int64_t have, wanted;
+    } same[] = {
+        {"kind", have->kind, c->params.kind},
+        {"window", have->window, c->params.window},
+        {"dtype", have->dtype, call->like.dtype},
+        {"dim", have->dim, s[LS_D]},
+        {"ratio", have->ratio, c->params.kind == QUERN_DSV4_LAYER_SWA ? have->ratio : s[LS_R]},
+        {"index_dim", have->index_dim, c->params.kind == QUERN_DSV4_LAYER_CSA ? s[LS_CI] : have->index_dim}};
+    for (size_t i = 0; i < sizeof same / sizeof *same; i++)
+        if (same[i].have != same[i].wanted)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "the cache has %s %lld: the layer's, %lld, is accepted", same[i].name,
+                             (long long)same[i].have, (long long)same[i].wanted);
+    return QUERN_OK;
+}
+
+static quern_status derive_decode(op_call *call)
+{
+    const layer_batch *d = &((const dsv4_layer_call *)call)->decode;
+    const quern_tensor *scores = op_uses(call, DL_IDX_SCORE) ? call->given[DL_IDX_SCORE] : NULL;
+    int64_t *s = call->symbol, tokens, most, last;
+    quern_status status = check_cache(call);
+    if (status != QUERN_OK) return status;
+    if ((status = layer_check_batch(d, &tokens, &s[LS_S], &most, &last)) != QUERN_OK) return status;
+    s[LS_T] = call->like.shape[0];
+    if (s[LS_T] != tokens)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %lld tokens: the %lld of the counts are accepted",
+                         (long long)s[LS_T], (long long)tokens);
+    if (last > s[LS_P])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "the call comes to position %lld: cos_sin has positions 0 to %lld",
+                         (long long)last - 1, (long long)s[LS_P] - 1);
+    s[LS_SCORES] = scores != NULL && scores->ndim == 2 ? scores->shape[1] : most;
+    if (s[LS_SCORES] < most)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "idx_score has %lld columns: at least the %lld entries of the longest sequence are "
+                         "accepted",
+                         (long long)s[LS_SCORES], (long long)most);
+    call->lead[0].count = 1;
+    call->lead[0].extent[0] = s[LS_T];
+    call->lead[1].count = 0;
+    return QUERN_OK;
+}
+
+static quern_status derive(op_call *call)
+{
+    const quern_tensor *x = call->given[DL_X];
+    int64_t *s = call->symbol;
+    if (x == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "x is NULL: a tensor is needed");
+    call->like = *x;
+    quern_status status = check_sized(call);
+    if (status == QUERN_OK) status = derive_heads(call);
+    if (status == QUERN_OK) status = derive_entries(call);
+    if (status != QUERN_OK || decodes(call)) return status == QUERN_OK ? derive_decode(call) : status;
+    s[LS_T] = x->shape[1];
+    s[LS_S] = s[LS_SCORES] = s[LS_R] > 0 ? s[LS_T] / s[LS_R] : 0;
+    call->lead[0].count = 2;
+    call->lead[0].extent[0] = call->lead[1].extent[0] = x->shape[0];
+    call->lead[0].extent[1] = s[LS_T];
+    call->lead[1].count = 1;
+    if (s[LS_T] > s[LS_P] || s[LS_T] > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "x has %lld tokens: cos_sin has positions 0 to %lld",
+                         (long long)s[LS_T], (long long)s[LS_P] - 1);
+    return QUERN_OK;
+}
+
+static quern_status check_data(const op_call *call, void *const *data)
+{
+    (void)call, (void)data;
+    return QUERN_OK;
+}
+
+#define LAYER_FAMILY                                                                                         \
+    .tensors = tensors, .tensor_count = DSV4_LAYER_TENSORS, .varlen_by = OP_NONE, .params = params,          \
+    .param_count = sizeof params / sizeof *params, .defaults = &defaults,                                    \
+    .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT", .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",          \
+    .symbols = symbols, .leads = leads, .group = "v4-layer", .call_size = sizeof(dsv4_layer_call),           \
+    .params_at = offsetof(dsv4_layer_call, params), .check_params = check_params, .roles = roles,            \
+    .refuse = refuse, .derive = derive, .check_data = check_data, .plan = dsv4_layer_plan,                   \
+    .run = dsv4_layer_run
+
+const op_family dsv4_layer_family = {
+    LAYER_FAMILY,
+    .operations = operations,
+    .operation_count = DSV4_LAYER_OPS,
+    .first = QUERN_OP_DSV4_LAYER,
+    .entries = ops,
+    .entry_count = sizeof ops / sizeof *ops,
+};
+
+/* Not in the list of families: a plan or a file has no cache. */
+const op_family dsv4_layer_decode_family = {
+    LAYER_FAMILY,
+    .operations = decoding,
+    .operation_count = 1,
+};
