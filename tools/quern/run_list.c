@@ -79,7 +79,7 @@ static void print_tensors(const operation *op, const scenario_output *outputs, b
         if (outputs != NULL && role > IN_OPTIONAL) break;
         for (int32_t i = 0; i < op->info.tensor_count; i++) {
             const quern_op_tensor *t = &op->tensors[i];
-            char name[40];
+            char name[64];
             if (t->other_name == NULL) snprintf(name, sizeof name, "%s", t->name);
             else snprintf(name, sizeof name, markdown ? "%s`, `%s" : "%s, %s", t->name, t->other_name);
             if (has_role(t, (list_role)role))

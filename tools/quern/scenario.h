@@ -30,6 +30,7 @@ typedef struct scenario {
 
 extern const scenario scenario_csa_compress, scenario_hca_compress;   /* compressor.c */
 extern const scenario scenario_v4_attention;                          /* v4_attention.c */
+extern const scenario scenario_v4_layer;                              /* v4_layer.c */
 extern const scenario scenario_nsa_decode, scenario_attention_decode; /* decode.c */
 
 /* Ends with NULL. */

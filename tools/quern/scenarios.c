@@ -4,8 +4,13 @@
 
 #include <string.h>
 
-const scenario *const scenarios[] = {&scenario_csa_compress,     &scenario_hca_compress, &scenario_nsa_decode,
-                                     &scenario_attention_decode, &scenario_v4_attention, NULL};
+const scenario *const scenarios[] = {&scenario_csa_compress,
+                                     &scenario_hca_compress,
+                                     &scenario_nsa_decode,
+                                     &scenario_attention_decode,
+                                     &scenario_v4_attention,
+                                     &scenario_v4_layer,
+                                     NULL};
 
 const scenario *scenario_named(const char *name)
 {

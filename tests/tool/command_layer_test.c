@@ -1,0 +1,130 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* command_layer_test.c - `quern run v4-layer` on the golden layers, in one shot and in chunks; mistakes. */
+#include "command.h"
+#include "compare.h"
+#include "dsv4_golden.h"
+#include "dsv4_layer_case.h"
+
+#include <quern/safetensors.h>
+
+#include <math.h>
+#include <unistd.h>
+
+static const char *const options[] = {"--kind csa --window 8 --top-k 4", "--kind hca --window 8",
+                                      "--kind swa --window 8"};
+
+/* The case's inputs; with d_out the gradients are computed as well. */
+static void write_case(const layer_case *c, const char *name, bool gradients)
+{
+    quern_safetensors_item items[LAYER_TENSORS];
+    quern_tensor views[LAYER_TENSORS];
+    float *memory[LAYER_TENSORS];
+    size_t count = 0;
+    for (int i = 0; i < LAYER_TENSORS; i++) {
+        if (c->t[i].buffer == NULL || (i >= LAYER_OUT && (i != LAYER_D_OUT || !gradients))) continue;
+        const int64_t n = test_tensor_count(&c->t[i]);
+        double *values = test_tensor_get(&c->t[i]);
+        memory[count] = malloc((size_t)n * sizeof(float));
+        for (int64_t k = 0; k < n; k++) memory[count][k] = (float)values[k];
+        views[count] =
+            quern_tensor_contiguous(memory[count], QUERN_F32, c->t[i].view.ndim, c->t[i].view.shape);
+        items[count] = (quern_safetensors_item){layer_case_names[i], &views[count]};
+        count++;
+        free(values);
+    }
+    assert_int_equal(quern_safetensors_save(path_of(name), items, count, NULL, 0), QUERN_OK);
+    for (size_t i = 0; i < count; i++) free(memory[i]);
+}
+
+/* The file holds every result of the kind, and these are the vectors'. */
+static void check_file(const layer_case *c, const char *name, double *const expected[LAYER_TENSORS])
+{
+    quern_safetensors *file;
+    if (quern_safetensors_open(path_of(name), &file) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
+    for (int k = LAYER_OUT; k <= LAYER_O_A; k++) {
+        quern_tensor t;
+        assert_int_equal(quern_safetensors_has(file, layer_case_names[k]), c->t[k].buffer != NULL);
+        if (expected[k] == NULL) continue;
+        const int64_t n = test_tensor_count(&c->t[k]);
+        double *out = test_doubles(n), *wanted = test_doubles(n);
+        assert_int_equal(quern_safetensors_get(file, layer_case_names[k], &t), QUERN_OK);
+        for (int i = 0; i < t.ndim; i++) assert_int_equal(t.shape[i], c->t[k].view.shape[i]);
+        for (int64_t i = 0; i < n; i++) {
+            out[i] = (double)((const float *)t.data)[i];
+            wanted[i] =
+                out[i] == -INFINITY ? -INFINITY : expected[k][i]; /* the vectors' scores are not masked */
+        }
+        test_check_golden(layer_case_names[k], out, wanted, n, DSV4_TINY_BOUND);
+        free(out), free(wanted);
+    }
+    quern_safetensors_close(file);
+}
+
+static void golden_layers(void **state)
+{
+    static const char *const chunks[] = {"", "--chunks 1,2,3,39", "--chunks 13,1,0,19,12"};
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        double *expected[LAYER_TENSORS];
+        layer_case c = layer_case_golden(QUERN_TEST_VECTORS, i, expected);
+        write_case(&c, "layer", false);
+        for (int k = 0; k < 4; k++) {
+            char line[600] = "", tokens[200] = "--chunks 1";
+            for (int n = 1; n < 45; n++) strcat(tokens, ",1");
+            snprintf(line, sizeof line, "run v4-layer $DIR/layer $DIR/out %s %s", options[i],
+                     k < 3 ? chunks[k] : tokens);
+            expect(0, line, "");
+            check_file(&c, "out", expected);
+        }
+        for (int k = 0; k < LAYER_TENSORS; k++) free(expected[k]);
+        layer_case_free(&c);
+    }
+}
+
+/* With d_out the file has the gradients of x and of all weights but the indexer's. */
+static void gradients(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        double *expected[LAYER_TENSORS];
+        layer_case c = layer_case_golden(QUERN_TEST_VECTORS, i, expected);
+        char line[300];
+        write_case(&c, "layer", true);
+        snprintf(line, sizeof line, "run v4-layer $DIR/layer $DIR/out %s --chunks 40,5", options[i]);
+        expect(0, line, "");
+        quern_safetensors *file;
+        assert_int_equal(quern_safetensors_open(path_of("out"), &file), QUERN_OK);
+        for (int k = LAYER_D_X; k < LAYER_TENSORS; k++)
+            assert_int_equal(quern_safetensors_has(file, layer_case_names[k]), c.t[k].buffer != NULL);
+        assert_false(quern_safetensors_has(file, "dw.compressor.indexer.q_b_proj.weight"));
+        check_file(&c, "out", expected);
+        quern_safetensors_close(file);
+        for (int k = 0; k < LAYER_TENSORS; k++) free(expected[k]);
+        layer_case_free(&c);
+    }
+}
+
+static void mistakes_are_reported(void **state)
+{
+    double *expected[LAYER_TENSORS];
+    layer_case c = layer_case_golden(QUERN_TEST_VECTORS, 0, expected);
+    (void)state;
+    write_case(&c, "layer", false);
+    expect(3, "run v4-layer $DIR/layer $DIR/none --kind hca", "a layer of kind hca has no indexer");
+    expect(2, "run v4-layer $DIR/layer $DIR/none --kind dense", "dense");
+    expect(2, "run v4-layer $DIR/layer $DIR/none --chunks 40,6", "sum to the 45 tokens");
+    expect(3, "run v4-layer $DIR/layer $DIR/none --top-k 4000", "top_k is 4000");
+    expect(3, "run v4-layer $DIR/layer $DIR/none --without w.kv_norm.weight", "w.kv_norm.weight");
+    expect(3, "run v4-layer $DIR/layer $DIR/none --device cuda", "on the cpu");
+    assert_int_not_equal(access(path_of("none"), F_OK), 0);
+    for (int k = 0; k < LAYER_TENSORS; k++) free(expected[k]);
+    layer_case_free(&c);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(golden_layers), cmocka_unit_test(gradients),
+                                       cmocka_unit_test(mistakes_are_reported)};
+    return cmocka_run_group_tests(tests, make_directory, remove_directory);
+}
