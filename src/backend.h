@@ -128,12 +128,22 @@
 
 #define BACKEND_ROW(stage, name) name##_stage stage;
 
+/* Runs the stages of a call on `exec`. */
+typedef quern_status backend_run(const void *arg, const stage_exec *exec);
+
 typedef struct quern_backend {
     const char *name;
     /* What a context keeps for the backend. Created with the context (NULL where memory is short),
      * destroyed with it. */
     void *(*open)(void);
     void (*close)(void *kept);
+    /* Optional, all three or none: what a call that is made again keeps, so that its stages start as one. `run`
+     * and `arg` say the same stages at each call, but for addresses: the `bytes` at `addresses`, as many each
+     * time, hold all of these. Threads may share a replay. Open returns NULL where memory is short. */
+    void *(*replay_open)(const stage_exec *exec, size_t bytes);
+    void (*replay_close)(void *replay);
+    quern_status (*replay)(void *replay, const stage_exec *exec, const void *addresses, backend_run *run,
+                           const void *arg);
     BACKEND_STAGES(BACKEND_ROW)
 } quern_backend;
 

@@ -14,11 +14,15 @@
  *   QUERN_ERR_UNSUPPORTED       a GPU of an architecture without kernels; a case that the backend does not
  *                               take
  *   QUERN_ERR_INVALID_ARGUMENT  a pointer that is not memory of the device that its tensor names
- *   QUERN_ERR_OUT_OF_MEMORY     quern_cuda_allocate() only: other calls allocate nothing
+ *   QUERN_ERR_OUT_OF_MEMORY     quern_cuda_allocate() only: other calls need no memory
  * and leaves no CUDA error pending. As in CUDA, failures of the GPU's work itself appear at a later
  * synchronisation; quern_cuda_query() asks without waiting.
  *
  * No call changes the calling thread's current CUDA device. A stream belongs to the tensors' device.
+ *
+ * A context keeps CUDA graphs of calls that it saw twice on a stream (64 at most), by which they start at the
+ * cost of one launch, as plans do (plan.h). Making a graph is the one moment at which such a call allocates;
+ * where it fails, the kernels are launched one by one.
  */
 #ifndef QUERN_CUDA_H
 #define QUERN_CUDA_H

@@ -74,7 +74,7 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
     if (level > best)
         return error_set(QUERN_ERR_UNSUPPORTED, "CPU level %s: this machine offers up to %s",
                          quern_cpu_level_name(level), quern_cpu_level_name(best));
-    quern_context *c = malloc(sizeof *c);
+    quern_context *c = calloc(1, sizeof *c);
     void *kept = c != NULL ? quern_backend_cpu.open() : NULL;
     if (kept == NULL) {
         free(c);
@@ -92,7 +92,10 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
 
 void quern_context_destroy(quern_context *ctx)
 {
-    if (ctx != NULL) quern_backend_cpu.close(ctx->kept);
+    if (ctx != NULL) {
+        quern_backend_cpu.close(ctx->kept);
+        replays_close(&ctx->replays);
+    }
     free(ctx);
 }
 

@@ -5,6 +5,7 @@
 #define QUERN_CORE_CONTEXT_H
 
 #include "backend.h"
+#include "core/replays.h"
 
 struct quern_context {
     int32_t threads;
@@ -13,6 +14,7 @@ struct quern_context {
     int32_t forks; /* parallel_forks() when the context was made */
     quern_cpu_level cpu_level;
     void *kept; /* the CPU backend's */
+    replays replays;
 };
 
 /* The backend for `device`, and an exec for it in *exec. Sets the error, with its status, and returns

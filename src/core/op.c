@@ -258,7 +258,7 @@ quern_status op_begin(op_call *call, const op_family *family, int32_t operation,
     char *const kept = (char *)call + family->params_at;
     size_t size;
     memcpy(&size, family->defaults, sizeof size);
-    memset(call, 0, sizeof *call);
+    memset(call, 0, family->call_size); /* calls are compared by their bytes */
     memcpy(kept, family->defaults, size);
     call->family = family;
     call->operation = operation;
@@ -326,6 +326,20 @@ static quern_status check_workspace(const op_call *call, const void *workspace, 
     return QUERN_OK;
 }
 
+/* A call and its addresses. */
+typedef struct placed_call {
+    const op_call *call;
+    const op_frame *frame;
+} placed_call;
+
+static quern_status run_stages(const void *arg, const stage_exec *exec)
+{
+    const placed_call *p = arg;
+    op_frame frame = *p->frame;
+    frame.exec = *exec;
+    return p->call->family->run(p->call, &frame);
+}
+
 /* Everything is checked except the contents of offsets that the host can read. */
 static quern_status execute(const op_call *call, const quern_exec *exec, void *const *data, void *workspace)
 {
@@ -335,7 +349,9 @@ static quern_status execute(const op_call *call, const quern_exec *exec, void *c
         if (status != QUERN_OK) return status;
     }
     const op_frame frame = op_frame_of(call, exec, data, workspace);
-    return call->family->run(call, &frame);
+    if (call->replay == NULL) return call->family->run(call, &frame);
+    return call->backend->replay(call->replay, &frame.exec, frame.base, run_stages,
+                                 &(placed_call){call, &frame});
 }
 
 quern_status op_run(op_call *call, const op_family *family, int32_t operation, quern_context *ctx,
@@ -355,6 +371,8 @@ quern_status op_run(op_call *call, const op_family *family, int32_t operation, q
     if (status != QUERN_OK) return status;
     for (int32_t i = 0; i < family->tensor_count; i++)
         data[i] = call->alignment[i] > 0 ? own.t[i]->data : NULL;
+    call->given = NULL;
+    call->replay = replays_find(&ctx->replays, call, how.stream);
     return execute(call, &how, data, workspace);
 }
 

@@ -151,6 +151,7 @@ typedef struct op_call {
     bool contents; /* quern_op_expect(): derive may read index tensors that the host has, at their data */
     int32_t given_count; /* entries of a plan's data: the pointers that the caller's struct has */
     size_t bytes;        /* of workspace */
+    void *replay;        /* the backend's, by which the stages start as one; NULL: they start one by one */
 } op_call;
 enum { OP_ALIGN_MOST = 64 };
 
@@ -174,6 +175,7 @@ typedef struct op_frame {
     bool asked;       /* for the status word */
     uintptr_t base[OP_TENSORS_MAX + 3];
 } op_frame;
+enum { OP_ADDRESSES_BYTES = (OP_TENSORS_MAX + 2) * sizeof(uintptr_t) };
 
 typedef struct op_family {
     const char *const *operations; /* their names, as in the public functions */

@@ -68,11 +68,8 @@ op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *d
 {
     static const char nothing[OP_ALIGN_MOST]
         __attribute__((aligned(OP_ALIGN_MOST))) = {0}; /* the address of no elements */
-    op_frame f;
-    f.exec = call->exec;
+    op_frame f = {.exec = call->exec, .asked = exec->status != NULL};
     f.exec.stream = exec->stream;
-    f.listed = NULL;
-    f.asked = exec->status != NULL;
     for (int32_t i = 0; i < call->family->tensor_count; i++)
         f.base[i] =
             call->alignment[i] > 0 ? (uintptr_t)data[i] - (uintptr_t)residue(call, i) : (uintptr_t)nothing;

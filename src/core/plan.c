@@ -29,9 +29,14 @@ quern_status quern_plan_create(quern_context *ctx, quern_operation operation, co
         if (call == NULL)
             return error_set(QUERN_ERR_OUT_OF_MEMORY, "no memory for a plan of %zu bytes", family->call_size);
         const quern_status status = op_prepare(call, family, at, ctx, params, tensors, OP_AT_ALIGNMENT);
-        if (status == QUERN_OK) *plan = (quern_plan *)call;
-        else free(call);
-        return status;
+        if (status != QUERN_OK) {
+            free(call);
+            return status;
+        }
+        if (call->backend->replay_open != NULL)
+            call->replay = call->backend->replay_open(&call->exec, OP_ADDRESSES_BYTES);
+        *plan = (quern_plan *)call;
+        return QUERN_OK;
     }
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "operation %d: the values of quern_operation are accepted",
                      (int)operation);
@@ -39,6 +44,7 @@ quern_status quern_plan_create(quern_context *ctx, quern_operation operation, co
 
 void quern_plan_destroy(quern_plan *plan)
 {
+    if (plan != NULL && plan->call.replay != NULL) plan->call.backend->replay_close(plan->call.replay);
     free(plan);
 }
 

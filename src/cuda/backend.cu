@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* backend.cu - the CUDA rows of the stage table, and the one symbol that libquern looks up. */
 #include "common/calls.cuh"
+#include "replay.cuh"
 #include "variants.cuh"
 
 extern "C" {
@@ -62,6 +63,9 @@ static const quern_backend backend = {
     .name = "cuda",
     .open = NULL,
     .close = NULL,
+    .replay_open = replay_open,
+    .replay_close = replay_close,
+    .replay = replay_run,
     .attend_forward = stage_of<attend_stage, attend_args, attend_forward_variants>(),
     .attend_backward = stage_of<attend_stage, attend_args, attend_backward_variants>(),
     .compress_forward = stage_of<compress_stage, compress_args, compress_forward_variants>(),

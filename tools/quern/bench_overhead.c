@@ -3,7 +3,8 @@
 /*
  * bench_overhead.c - `quern bench overhead`: the cost of a call besides its kernels. On the CPU the calls
  * have no tokens. On a GPU they have a few and the stream is idle; the time ends when the call returns, with
- * its kernels launched.
+ * its kernels launched. There the workspace also moves from call to call, for a call whose addresses are all
+ * those of the last one starts faster.
  */
 #include "bench.h"
 
@@ -70,13 +71,26 @@ static quern_tensor tensor_of(subject *s, size_t *used, int32_t ndim, const int6
     return t;
 }
 
-static quern_status call_once(const subject *s, bool by_plan)
+/* A way to call. `moves`: the workspace is elsewhere at each call, as where an allocator hands it out. */
+static const struct way {
+    const char *name;
+    bool plan, moves, gpu_alone;
+} ways[] = {
+    {"call", false, false, false},
+    {"plan", true, false, false},
+    {"call, moving", false, true, true},
+    {"plan, moving", true, true, true},
+};
+enum { WAYS = sizeof ways / sizeof *ways, MOVE = 256 };
+
+static quern_status call_once(const subject *s, const struct way *way, int round)
 {
-    if (by_plan) return quern_plan_run(s->plan, NULL, s->data, s->workspace, s->bytes);
+    void *workspace = (char *)s->workspace + (way->moves ? round % 2 * MOVE : 0);
+    if (way->plan) return quern_plan_run(s->plan, NULL, s->data, workspace, s->bytes);
     if (s->op == QUERN_OP_ATTENTION_FORWARD)
-        return quern_attention_forward(s->ctx, NULL, &s->attention, &s->attention_tensors, s->workspace,
+        return quern_attention_forward(s->ctx, NULL, &s->attention, &s->attention_tensors, workspace,
                                        s->bytes);
-    return quern_nsa_forward(s->ctx, NULL, &s->nsa, &s->nsa_tensors, s->workspace, s->bytes);
+    return quern_nsa_forward(s->ctx, NULL, &s->nsa, &s->nsa_tensors, workspace, s->bytes);
 }
 
 static quern_status open_subject(subject *s)
@@ -103,7 +117,7 @@ static quern_status open_subject(subject *s)
     const size_t fields = (dense ? sizeof s->attention_tensors : sizeof s->nsa_tensors) / sizeof(void *) - 1;
     quern_status status = quern_plan_create(s->ctx, s->op, params, tensors, &s->plan);
     if (status == QUERN_OK) status = quern_plan_workspace(s->plan, &s->bytes);
-    if (status == QUERN_OK && (s->workspace = allocate(s, s->bytes)) == NULL)
+    if (status == QUERN_OK && (s->workspace = allocate(s, s->bytes + MOVE)) == NULL)
         status = QUERN_ERR_OUT_OF_MEMORY;
     for (size_t i = 0; i < fields && i < 64; i++) { /* fields are pointers after `size` */
         const quern_tensor *t = ((const quern_tensor *const *)((const char *)tensors + sizeof(size_t)))[i];
@@ -112,7 +126,7 @@ static quern_status open_subject(subject *s)
     return status;
 }
 
-static quern_status time_calls(const subject *s, bool by_plan, timing *out)
+static quern_status time_calls(const subject *s, const struct way *way, timing *out)
 {
     double ms[ROUNDS];
     const int calls = s->gpu ? 1 : CALLS;
@@ -120,7 +134,7 @@ static quern_status time_calls(const subject *s, bool by_plan, timing *out)
     for (int r = -10; r < ROUNDS && status == QUERN_OK; r++) {
         if (s->gpu) status = quern_cuda_synchronize(0, NULL);
         const double start = now_ms();
-        for (int i = 0; i < calls && status == QUERN_OK; i++) status = call_once(s, by_plan);
+        for (int i = 0; i < calls && status == QUERN_OK; i++) status = call_once(s, way, r + 10);
         if (r >= 0) ms[r] = (now_ms() - start) / calls;
     }
     if (status == QUERN_OK && s->gpu) status = quern_cuda_synchronize(0, NULL);
@@ -133,14 +147,15 @@ static int measure(quern_context *ctx, bool gpu, const char *name, quern_operati
     subject s = {.name = name, .op = op, .ctx = ctx, .gpu = gpu};
     char line[400] = "";
     quern_status status = open_subject(&s);
-    for (int plan = 0; plan < 2 && status == QUERN_OK; plan++) {
+    for (int i = 0; i < WAYS && status == QUERN_OK; i++) {
         timing t;
-        if ((status = time_calls(&s, plan == 1, &t)) != QUERN_OK) break;
-        printf("%-18s %-5s %8.3f us  (p10 %.3f, p90 %.3f)\n", name, plan ? "plan" : "call", t.median * 1e3,
+        if (ways[i].gpu_alone && !gpu) continue;
+        if ((status = time_calls(&s, &ways[i], &t)) != QUERN_OK) break;
+        printf("%-18s %-12s %8.3f us  (p10 %.3f, p90 %.3f)\n", name, ways[i].name, t.median * 1e3,
                t.p10 * 1e3, t.p90 * 1e3);
         json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:i, s:f, s:f, s:f}", "op", name, "subject",
-                                              "overhead", "by", plan ? "plan" : "call", "reps", ROUNDS,
-                                              "ms_median", t.median, "ms_p10", t.p10, "ms_p90", t.p90));
+                                              "overhead", "by", ways[i].name, "reps", ROUNDS, "ms_median",
+                                              t.median, "ms_p10", t.p10, "ms_p90", t.p90));
     }
     if (status == QUERN_OK && quern_plan_describe(s.plan, line, sizeof line) == QUERN_OK)
         printf("  %s\n", line);
