@@ -1,8 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * operations.c - any operation of quern/op.h, or of direct.h, by its number, on tensors of any framework that
- * speaks DLPack.
+ * operations.c - any operation of quern/op.h, by its number, on tensors of any framework that speaks DLPack.
  *
  *   version() -> str
  *   operations() -> str            what there is, a line a fact; quern/_operations.py reads it
@@ -16,7 +15,6 @@
  * `tensors` are the remaining arguments, as many as the operation has tensors, None where one is absent.
  * `asked` is bytes of four int64 extents.
  */
-#include "direct.h"
 #include "ffi.h"
 
 #include <pthread.h>
@@ -24,10 +22,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* An operation by its number: those of quern/op.h come first. */
+/* An operation by its number. */
 typedef struct subject {
-    const quern_op *op;      /* or */
-    const direct_op *direct; /* one without a description */
+    const quern_op *op;
     int32_t tensor_count;
 } subject;
 
@@ -41,13 +38,10 @@ static void list_subjects(void)
 {
     quern_op_info info;
     const quern_op *op;
-    const direct_op *direct;
     for (size_t i = 0; (op = quern_op_at(i)) != NULL && subject_count < SUBJECTS_MAX; i++) {
         const int32_t count = quern_op_get(op, &info) == QUERN_OK ? info.tensor_count : 0;
-        subjects[subject_count++] = (subject){op, NULL, count};
+        subjects[subject_count++] = (subject){op, count};
     }
-    for (size_t i = 0; (direct = direct_at(i)) != NULL && subject_count < SUBJECTS_MAX; i++)
-        subjects[subject_count++] = (subject){NULL, direct, direct_tensor_count(direct)};
 }
 
 static int find_subject(const TVMFFIAny *number, subject *s)
@@ -116,12 +110,6 @@ FUNCTION(operations)
     if (out == NULL) return fail("MemoryError", "no memory for the list of operations");
     const quern_op *op;
     for (size_t i = 0; (op = quern_op_at(i)) != NULL; i++) describe_operation(out, op);
-    const direct_op *direct;
-    for (size_t i = 0; (direct = direct_at(i)) != NULL; i++) {
-        fprintf(out, "op\t%s\t0\t-1\n", direct->name);
-        for (int32_t t = 0; direct->tensors[t] != NULL; t++)
-            fprintf(out, "tensor\t%s\tany\t-1\t0\t0\t0\t0\t\t\n", direct->tensors[t]);
-    }
     const bool whole = fclose(out) == 0;
     const int code =
         whole ? give_text(text, size, result) : fail("MemoryError", "no memory for the list of operations");
@@ -130,21 +118,6 @@ FUNCTION(operations)
 }
 
 /* ---- parameters ---- */
-
-static int set_param(const subject *s, void *params, const char *name, const char *text)
-{
-    if (s->direct == NULL) {
-        const quern_status status = strcmp(name, "preset") == 0 ? quern_op_preset(s->op, params, text)
-                                                                : quern_op_set(s->op, params, name, text);
-        return status == QUERN_OK ? 0 : fail_as(status);
-    }
-    if (direct_set(s->direct, params, name, text)) return 0;
-    char sentence[160];
-    (void)snprintf(sentence, sizeof sentence,
-                   "'%.40s' for %.40s: a parameter of %s and a value that it takes are accepted", text, name,
-                   s->direct->name);
-    return fail("ValueError", sentence);
-}
 
 FUNCTION(parameters)
 {
@@ -158,16 +131,17 @@ FUNCTION(parameters)
     if (find_subject(&args[0], &s) != 0) return -1;
     memcpy(lines, text.data, text.size);
     lines[text.size] = '\0';
-    if (s.direct != NULL) memcpy(params.bytes, s.direct->defaults, s.direct->params_size);
-    const quern_status status = s.direct != NULL ? QUERN_OK : quern_op_defaults(s.op, &params);
-    if (status != QUERN_OK) return fail_as(status);
+    quern_status status = quern_op_defaults(s.op, &params);
     char *rest = NULL;
-    for (char *line = strtok_r(lines, "\n", &rest); line != NULL; line = strtok_r(NULL, "\n", &rest)) {
+    for (char *line = strtok_r(lines, "\n", &rest); line != NULL && status == QUERN_OK;
+         line = strtok_r(NULL, "\n", &rest)) {
         char *value = strchr(line, '=');
         if (value == NULL) continue;
         *value++ = '\0';
-        if (set_param(&s, &params, line, value) != 0) return -1;
+        status = strcmp(line, "preset") == 0 ? quern_op_preset(s.op, &params, value)
+                                             : quern_op_set(s.op, &params, line, value);
     }
+    if (status != QUERN_OK) return fail_as(status);
     return give_bytes(params.bytes, sizeof params.bytes, result);
 }
 
@@ -182,9 +156,9 @@ FUNCTION(roles)
     char bytes[QUERN_OP_TENSORS_MAX];
     memset(&r.list, 0, sizeof r.list);
     if (read_head(args, count, &r) != 0) return -1;
-    if (count != 4 || r.subject.op == NULL || !text_of(&args[3], &present) ||
+    if (count != 4 || !text_of(&args[3], &present) ||
         present.size != (size_t)r.subject.tensor_count)
-        return fail("TypeError", "an operation of quern/op.h and a byte for each of its tensors are accepted");
+        return fail("TypeError", "an operation and a byte for each of its tensors are accepted");
     r.list.tensors.size = sizeof r.list.tensors.size + present.size * sizeof(void *);
     for (size_t i = 0; i < present.size; i++)
         if (present.data[i] != 0) r.list.tensors.t[i] = &r.list.storage[i];
@@ -206,7 +180,6 @@ static int give_expected(const request *r, const TVMFFIAny *extents, TVMFFIAny *
     if (!text_of(extents, &asked_bytes) || asked_bytes.size > sizeof asked)
         return fail("TypeError", "asked: the bytes of at most four int64 are accepted");
     memcpy(asked, asked_bytes.data, asked_bytes.size);
-    if (op == NULL) return fail("TypeError", "this operation's results are handed in");
     quern_status status = quern_op_roles(op, r->pass, &r->params, &r->list.tensors, roles);
     if (status == QUERN_OK)
         status = quern_op_expect(op, r->pass, &r->params, &r->list.tensors, asked, expected);
@@ -268,11 +241,8 @@ FUNCTION(expect_of)
 static quern_status compute(const void *what, const quern_exec *exec, void *workspace, size_t bytes)
 {
     const request *r = what;
-    const subject *s = &r->subject;
-    quern_context *context = need_context();
-    return s->direct != NULL
-               ? s->direct->run(context, exec, &r->params, &r->list.tensors, workspace, bytes)
-               : quern_op_run(context, exec, s->op, r->pass, &r->params, &r->list.tensors, workspace, bytes);
+    return quern_op_run(need_context(), exec, r->subject.op, r->pass, &r->params, &r->list.tensors, workspace,
+                        bytes);
 }
 
 FUNCTION(run)
@@ -283,11 +253,8 @@ FUNCTION(run)
     quern_context *context = need_context();
     if (context == NULL || read_head(args, count, &r) != 0 || read_tensors(&args[3], count - 3, &r) != 0)
         return -1;
-    const subject *s = &r.subject;
     const quern_status status =
-        s->direct != NULL
-            ? s->direct->workspace(context, &r.params, &r.list.tensors, &bytes)
-            : quern_op_workspace(context, s->op, r.pass, &r.params, &r.list.tensors, &bytes);
+        quern_op_workspace(context, r.subject.op, r.pass, &r.params, &r.list.tensors, &bytes);
     if (status != QUERN_OK) return fail_as(status);
     (void)give_nothing(result);
     return with_memory(r.list.first, bytes, compute, &r);

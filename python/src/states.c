@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * states.c - the streaming states of DeepSeek-V4's compressors (quern/dsv4.h), by their address, and the
- * helpers of tables and weights. Python keeps the memory.
+ * states.c - the streaming states of DeepSeek-V4's compressors (quern/dsv4.h), by their address, its caches,
+ * tables and packed weights. Python keeps the memory.
  *
  *   state_size(params, width, ring) -> int
  *   state_create(params, width, ring, memory) -> int
@@ -13,6 +13,7 @@
  *   state_restore(params, width, ring, saved, memory) -> int
  *   state_entries(states, counts) -> int
  *   state_append(params, states, counts, proj, x, w, b_a, b_b, prev_b, norm_weight, cos_sin, out, pooled)
+ *   store(format, page, x, slots, cache)           rows into a cache that the indexer or the attention reads
  *   rope_table(numbers, table)     bytes of five f32: base, factor, original_length, beta_fast, beta_slow
  *   pack_weights(hca, w_a_kv, w_a_z, w_b_kv, w_b_z, w)
  *   pack_checkpoint(hca, wkv, wgate, ape, w, b_a, b_b)
@@ -216,7 +217,37 @@ FUNCTION(state_append)
     return with_memory(NULL, bytes, append, &c);
 }
 
-/* ---- tables and weights ---- */
+/* ---- caches, tables and weights ---- */
+
+typedef struct store_call {
+    quern_dsv4_store_params params;
+    tensor_list list;
+} store_call;
+
+static quern_status compute_store(const void *what, const quern_exec *exec, void *workspace, size_t bytes)
+{
+    const store_call *c = what;
+    return quern_dsv4_store(need_context(), exec, &c->params, (const void *)&c->list.tensors, workspace,
+                            bytes);
+}
+
+FUNCTION(store)
+{
+    (void)self;
+    store_call c = {.params = QUERN_DSV4_STORE_PARAMS_INIT};
+    size_t bytes = 0;
+    quern_context *context = need_context();
+    if (context == NULL) return -1;
+    if (count != 5 || !is_int(&args[0]) || !is_int(&args[1])) return refuse();
+    if (take_tensors(&args[2], 3, &c.list) != 0) return -1;
+    c.params.format = (quern_dsv4_format)args[0].v_int64;
+    c.params.page = args[1].v_int64;
+    const quern_status status =
+        quern_dsv4_store_workspace(context, &c.params, (const void *)&c.list.tensors, &bytes);
+    if (status != QUERN_OK) return fail_as(status);
+    (void)give_nothing(result);
+    return with_memory(c.list.first, bytes, compute_store, &c);
+}
 
 FUNCTION(rope_table)
 {
