@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """Quern: sparse attention, compressed attention and FP4 experts on CPUs and NVIDIA GPUs."""
 
-from . import nvfp4
+from . import dsv4, moe, nvfp4
 from ._attention import attention
+from ._lists import block_mask, convert_blocks
 from ._nsa import nsa
 from ._nsa_cache import NSACache
 from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_select
@@ -14,6 +15,10 @@ __all__ = [
     "NSACache",
     "__version__",
     "attention",
+    "block_mask",
+    "convert_blocks",
+    "dsv4",
+    "moe",
     "nsa",
     "nsa_attend",
     "nsa_compress",

@@ -20,6 +20,13 @@ def empty_like(like: Any, shape: Sequence[int], dtype: str) -> Any:
     return module.empty(shape, dtype=getattr(module, dtype))
 
 
+def numpy_like() -> Any:
+    """An array of NumPy, where nothing says which framework is meant."""
+    import numpy
+
+    return numpy.empty(0)
+
+
 def is_torch(tensor: Any) -> bool:
     """Whether it is a torch.Tensor; does not import torch."""
     torch = sys.modules.get("torch")

@@ -265,6 +265,8 @@ def run(
     operator = OPERATORS[name]
     _arrays.need_torch(**tensors)
     given = _autocast(operator, tensors)
+    if not operator.triggers:
+        given = {field: t if t is None else t.detach() for field, t in given.items()}
     text = _lines(settings)
     wanted = " ".join(results)
     if _trains(operator, given):

@@ -12,12 +12,23 @@ from typing import Any
 
 from . import _arrays
 from . import _operations as ops
+from ._faces import run
 
-__all__ = ["dequantize", "grouped_mm", "interleave", "quantize", "swizzle"]
+__all__ = [
+    "dequantize",
+    "from_mxfp4",
+    "fused_quantize",
+    "grouped_mm",
+    "interleave",
+    "prepack",
+    "quantize",
+    "swizzle",
+    "unpack",
+]
 
 
-def _bytes(tensor: Any) -> Any:
-    """The same memory as uint8."""
+def as_bytes(tensor: Any) -> Any:
+    """The same memory as uint8, whatever 8-bit dtype says what the bytes mean."""
     if tensor is None or not _arrays.is_torch(tensor):
         return tensor
     import torch
@@ -56,11 +67,14 @@ def quantize(
     an activation [T, D] with offsets int32 [E], where each expert's rows end; "row": x's leading shape.
     global_scale: given instead of computed.
     """
-    params = ops.params(
-        "nvfp4-quantize", profile=profile, scales=scales, global_per=global_per, weight=_layout(weight)
+    settings = (
+        ("profile", profile),
+        ("scales", scales),
+        ("global_per", global_per),
+        ("weight", _layout(weight)),
     )
     tensors = {"x": x, "given_global": global_scale, "offsets": offsets}
-    codes, made, one = ops.call("nvfp4-quantize", params, tensors, ("codes", "scales", "global"))
+    codes, made, one = run("nvfp4-quantize", settings, tensors, ("codes", "scales", "global"))
     return _named(codes, "float4_e2m1fn_x2"), _named(made, "float8_e4m3fn"), one
 
 
@@ -81,9 +95,70 @@ def dequantize(
     columns: D of an activation where it is not that of whole blocks.
     """
     params = ops.params("nvfp4-dequantize", profile=profile, global_per=global_per, weight=_layout(weight))
-    tensors = {"codes": _bytes(codes), "scales": _bytes(scales), "global": global_scale, "offsets": offsets}
+    tensors = {
+        "codes": as_bytes(codes),
+        "scales": as_bytes(scales),
+        "global": global_scale,
+        "offsets": offsets,
+    }
     asked = {"columns": columns or 0}
     return ops.call("nvfp4-dequantize", params, {**tensors, "x": out}, ("x",), asked=asked)[0]
+
+
+def from_mxfp4(codes: Any, exponents: Any) -> tuple[Any, Any, Any, int]:
+    """MXFP4, codes [.., K/2] with exponents [.., K/32] (torch.float8_e8m0fnu or uint8) → codes, scales [..,
+    K/16], global [], and how many blocks of 32 had to be rounded; 0: the values are the same."""
+    tensors = {"mx_codes": as_bytes(codes), "exponents": as_bytes(exponents)}
+    made, scales, one, rounded = run(
+        "nvfp4-from-mxfp4", (), tensors, ("codes", "scales", "global", "rounded_blocks")
+    )
+    return _named(made, "float4_e2m1fn_x2"), _named(scales, "float8_e4m3fn"), one, int(rounded)
+
+
+def fused_quantize(
+    x: Any,
+    gate_global: Any = None,
+    up_global: Any = None,
+    *,
+    activation: str = "none",
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    granularity: int = 8,
+    profile: str = "rne",
+) -> tuple[Any, ...]:
+    """A product's x [M, 2I], gate and up in runs of `granularity` columns that alternate, to NVFP4 in one
+    pass → codes [M, 8·⌈I/16⌉] and scales [M, ⌈I/16⌉] of gate, then of up, each where its global f32 [] is
+    given; with activation "swiglu" of their SwiGLU, by gate_global."""
+    settings = (
+        ("profile", profile),
+        ("swiglu", activation),
+        ("limit", limit),
+        ("alpha", alpha),
+        ("beta", beta),
+        ("granularity", granularity),
+    )
+    parts = (("gate", gate_global), ("up", up_global))
+    names = tuple(f"{part}_{kind}" for part, one in parts if one is not None for kind in ("codes", "scales"))
+    tensors = {"x": x, "gate_global": gate_global, "up_global": up_global}
+    made = run("nvfp4-fused-quantize", settings, tensors, names)
+    dtypes = ("float4_e2m1fn_x2", "float8_e4m3fn")
+    return tuple(_named(t, dtypes[i % 2]) for i, t in enumerate(made))
+
+
+def prepack(codes: Any, scales: Any) -> Any:
+    """Experts' weights, codes [E, K/2, N] and scales [E, K/16, N], to the layout that products read fastest →
+    uint8 [E, bytes]."""
+    tensors = {"b_codes": as_bytes(codes), "b_scales": as_bytes(scales)}
+    return run("moe-prepack", (), tensors, ("b_repacked",))[0]
+
+
+def unpack(repacked: Any, columns: int, rows: int) -> tuple[Any, Any]:
+    """prepack()'s bytes of matrices [rows, columns] = [K, N], exactly back → codes, scales."""
+    params = ops.params("moe-prepack", inverse=True)
+    names, asked = ("b_codes", "b_scales"), {"n": columns, "k": rows}
+    codes, scales = ops.call("moe-prepack", params, {"b_repacked": repacked}, names, asked=asked)
+    return _named(codes, "float4_e2m1fn_x2"), _named(scales, "float8_e4m3fn")
 
 
 def _up(a: int, b: int) -> int:
@@ -97,7 +172,7 @@ def swizzle(scales: Any, *, tokens_per_expert: Any = None, weight: bool = False)
     rows one after the other, each padded to whole tiles → ([bytes], pad_row_offsets int32 [E+1]); waits for
     the device.
     """
-    linear = _bytes(scales)
+    linear = as_bytes(scales)
     columns, rows = (linear.shape[1], linear.shape[2]) if weight else (linear.shape[1], linear.shape[0])
     starts = None
     if tokens_per_expert is not None:
@@ -118,7 +193,7 @@ def interleave(x: Any, *, granularity: int = 8, inverse: bool = False) -> Any:
     alternate; inverse: back. Where granularity does not divide I both are padded with zeros to it first.
     Weights, codes, scales and biases alike."""
     bytewise = _arrays.is_torch(x) and x.element_size() == 1
-    plain = _bytes(x) if bytewise else x
+    plain = as_bytes(x) if bytewise else x
     half = x.shape[-1] // 2
     columns = 2 * half if inverse else 2 * _up(half, max(granularity, 1))
     out = _arrays.empty_like(plain, (*x.shape[:-1], columns), str(plain.dtype).removeprefix("torch."))
@@ -130,8 +205,8 @@ def interleave(x: Any, *, granularity: int = 8, inverse: bool = False) -> Any:
 def grouped_mm(
     a: Any,
     b: Any,
-    b_scales: Any,
-    offsets: Any,
+    b_scales: Any = None,
+    offsets: Any = None,
     *,
     a_scales: Any = None,
     a_global: Any = None,
@@ -145,29 +220,43 @@ def grouped_mm(
     output: str = "input",
     a_global_per: str = "tensor",
     a8: bool = False,
+    columns: int = 0,
     out: Any = None,
 ) -> Any:
     """The rows of each expert times its weights → [T, N], or [T, N/2] with activation "swiglu".
 
     a: f32, f16 or bf16 [T, K], or codes [T, K/2] with a_scales [T, K/16]. b: codes [E, K/2, N], also with K
-    contiguous, b_scales [E, K/16, N]. offsets int32 [E]: where each expert's rows end; rows past the last
-    give 0. Globals f32: a_global [], [E] or [T] as a_global_per says; b_global [], [E] or [E, 2], gate's and
-    up's; 1 where absent. bias [E, N]. "swiglu": gate and up alternate in runs of `granularity` columns; silu
-    with alpha, beta and limit (0: no clamp). output "input" (a's dtype, f32 for codes), "f32", "bf16" or
-    "f16", or `out`. a8: a, of floats, is rounded to int8.
+    contiguous, and b_scales [E, K/16, N]; or of prepack() [E, bytes], with `columns` N. offsets int32 [E]:
+    where each expert's rows end; rows past the last give 0. Globals f32: a_global [], [E] or [T] as
+    a_global_per says; b_global [], [E] or [E, 2], gate's and up's; 1 where absent. bias [E, N]. "swiglu":
+    gate and up alternate in runs of `granularity` columns; silu with alpha, beta and limit (0: no clamp).
+    output "input" (a's dtype, f32 for codes), "f32", "bf16" or "f16", or `out`. a8: a, of floats, is rounded
+    to int8.
+
+    With torch it is differentiable by a, in floats; weights are frozen.
     """
-    quantized = a_scales is not None
-    settings = {"activation": activation, "limit": limit, "alpha": alpha, "beta": beta, "output": output}
-    params = ops.params("nvfp4-gemm", granularity=granularity, a_global_per=a_global_per, a8=a8, **settings)
+    settings = (
+        ("n", columns),
+        ("activation", activation),
+        ("limit", limit),
+        ("alpha", alpha),
+        ("beta", beta),
+        ("granularity", granularity),
+        ("output", output),
+        ("a_global_per", a_global_per),
+        ("a8", a8),
+    )
+    quantized, repacked = a_scales is not None, b_scales is None
     tensors = {
-        "a_codes" if quantized else "a": _bytes(a) if quantized else a,
-        "a_scales": _bytes(a_scales),
+        "a": None if quantized else a,
+        "a_codes": as_bytes(a) if quantized else None,
+        "a_scales": as_bytes(a_scales),
         "a_global": a_global,
-        "b_codes": _bytes(b),
-        "b_scales": _bytes(b_scales),
+        "b_codes": None if repacked else as_bytes(b),
+        "b_scales": as_bytes(b_scales),
+        "b_repacked": b if repacked else None,
         "b_global": b_global,
         "offsets": offsets,
         "bias": bias,
-        "c": out,
     }
-    return ops.call("nvfp4-gemm", params, tensors, ("c",))[0]
+    return run("nvfp4-gemm", settings, tensors, ("c",), out=None if out is None else {"c": out})[0]

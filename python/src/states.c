@@ -71,9 +71,9 @@ static const quern_dsv4_compress_params *params_of(const params_room *room)
     return (const void *)room;
 }
 
-static int give_state(quern_status status, const quern_dsv4_state *state, TVMFFIAny *result)
+static int give_state(quern_status status, quern_dsv4_state *const *state, TVMFFIAny *result)
 {
-    return status == QUERN_OK ? give_int((intptr_t)state, result) : fail_as(status);
+    return status == QUERN_OK ? give_int((intptr_t)*state, result) : fail_as(status);
 }
 
 FUNCTION(state_size)
@@ -96,7 +96,7 @@ FUNCTION(state_create)
     if (count != 4 || !read_maker(args, &m)) return refuse();
     if (read_memory(&args[3], &memory, &bytes) != 0) return -1;
     return give_state(
-        quern_dsv4_state_create(params_of(&m.params), m.width, m.ring, memory, bytes, &state), state, result);
+        quern_dsv4_state_create(params_of(&m.params), m.width, m.ring, memory, bytes, &state), &state, result);
 }
 
 FUNCTION(state_position)
@@ -126,7 +126,7 @@ FUNCTION(state_fork)
     quern_dsv4_state *copy = NULL;
     const quern_dsv4_state *state = state_of(args, count, 2);
     if (state == NULL || read_memory(&args[1], &memory, &bytes) != 0) return -1;
-    return give_state(quern_dsv4_state_fork(state, memory, bytes, &copy), copy, result);
+    return give_state(quern_dsv4_state_fork(state, memory, bytes, &copy), &copy, result);
 }
 
 FUNCTION(state_save)
@@ -157,7 +157,7 @@ FUNCTION(state_restore)
     if (read_memory(&args[4], &memory, &bytes) != 0) return -1;
     return give_state(quern_dsv4_state_restore(params_of(&m.params), m.width, m.ring, saved.data, saved.size,
                                                memory, bytes, &state),
-                      state, result);
+                      &state, result);
 }
 
 /* ---- appending ---- */

@@ -1,0 +1,377 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""DeepSeek-V4's compressed attention: compressors, their streaming states, the indexer, the attention core.
+
+CSA turns every 4 tokens into an entry, overlapping, and attends the entries that an indexer selects; HCA
+turns every 128 into one, and attends all. Names are those of quern/dsv4.h. The CPU alone, for PyTorch and
+NumPy.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Sequence
+
+from . import _arrays
+from . import _operations as ops
+from ._faces import run
+
+__all__ = [
+    "State",
+    "append",
+    "attention",
+    "compress",
+    "index",
+    "pack_checkpoint",
+    "pack_weights",
+    "rope_table",
+    "store",
+]
+FORMATS = ("rows", "fp8", "fp8_power", "fp4", "row584")
+
+
+def compress(
+    proj: Any = None,
+    b_a: Any = None,
+    b_b: Any = None,
+    *,
+    x: Any = None,
+    w: Any = None,
+    prev_b: Any = None,
+    norm_weight: Any = None,
+    cos_sin: Any = None,
+    ratio: int = 0,
+    start_token: int = 0,
+    start_abs_pos: int = 0,
+    n_blocks: int = 0,
+    rope_at: str = "first",
+    round_bf16: bool = False,
+    hadamard: bool = False,
+    eps: float = 1e-6,
+    format: str = "rows",
+    cu_seqlens: Any = None,
+    start_tokens: Any = None,
+    start_positions: Any = None,
+    block_counts: Any = None,
+    has_prev: Any = None,
+    return_pooled: bool = False,
+) -> Any:
+    """Every `ratio` tokens to one entry → out [.., n, C], or (out, pooled f32 [.., n, C]) with return_pooled.
+
+    CSA: proj [.., T, 4C] with columns C_a, Z_a, C_b, Z_b, b_a and b_b [r, C]. HCA, without b_b: proj [.., T,
+    2C] with columns C, Z, b_a [r, C]. Or x [.., T, Dm] and w [Dm, 4C or 2C] instead of proj. ratio 0: the
+    rows of b_a. prev_b [.., r, 2C]: C_b and Z_b of the block before. norm_weight [C]; cos_sin [P, R], see
+    rope_table(). format "rows": in proj's dtype; "fp8", "fp8_power", "fp4", "row584": bytes. Varlen, with
+    cu_seqlens int32 [B+1]: proj [T, ·] → out [T // r, C]; start_tokens, start_positions, block_counts,
+    has_prev int32 [B].
+
+    With torch it is differentiable by proj, x, w, prev_b, the biases and norm_weight, straight through
+    roundings; pooled carries no gradient.
+    """
+    name = "hca-compress" if b_b is None else "csa-compress"
+    settings = (
+        ("ratio", ratio or int(b_a.shape[0])),
+        ("start_token", start_token),
+        ("start_abs_pos", start_abs_pos),
+        ("n_blocks", n_blocks),
+        ("rope_last", rope_at),
+        ("round_bf16", round_bf16),
+        ("hadamard", hadamard),
+        ("eps", eps),
+        ("format", None if format == "rows" else format),
+    )
+    tensors = {
+        "proj": proj,
+        "x": x,
+        "w": w,
+        "b_a": b_a,
+        "b_b": b_b,
+        "prev_b": prev_b,
+        "norm_weight": norm_weight,
+        "cos_sin": cos_sin,
+        "cu_seqlens": cu_seqlens,
+        "start_tokens": start_tokens,
+        "start_positions": start_positions,
+        "block_counts": block_counts,
+        "has_prev": has_prev,
+    }
+    made = run(name, settings, tensors, ("out", "pooled") if return_pooled else ("out",))
+    return made if return_pooled else made[0]
+
+
+def index(
+    q: Any,
+    k: Any,
+    w: Any,
+    *,
+    ratio: int = 4,
+    top_k: int = 512,
+    start_abs_pos: int = 0,
+    key_format: str = "rows",
+    return_scores: bool = False,
+) -> tuple[Any, ...]:
+    """The top_k entries of every query → idx int32 [B, T, top_k], ascending and padded with -1, count int32
+    [B, T]; with return_scores also scores f32 [B, T, S].
+
+    q [B, T, Hi, C], k [B, S, C] or bytes in key_format, w [B, T, Hi]: the score of entry s is C^-½ Hi^-½ Σ_h
+    w[t, h] · relu(q[t, h] · k[s]). Query t, at position start_abs_pos + t, sees entries of whole blocks. It
+    has no gradient.
+    """
+    settings = (
+        ("ratio", ratio),
+        ("top_k", top_k),
+        ("start_abs_pos", start_abs_pos),
+        ("key_format", key_format),
+    )
+    results = ("idx", "count", "scores") if return_scores else ("idx", "count")
+    return run("v4-index", settings, {"q": q, "k": k, "w": w}, results)
+
+
+def attention(
+    q: Any,
+    kv: Any,
+    kv_cmp: Any = None,
+    idx: Any = None,
+    *,
+    count: Any = None,
+    sink: Any = None,
+    cos_sin: Any = None,
+    ratio: int = 0,
+    window: int = 128,
+    start_abs_pos: int | None = None,
+    format: str = "rows",
+    page: int = 0,
+    cu_seqlens: Any = None,
+    start_positions: Any = None,
+    kv_table: Any = None,
+    kv_cmp_table: Any = None,
+    return_lse: bool = False,
+    return_lse_win: bool = False,
+) -> Any:
+    """Attention over the window's raw rows and the compressed entries → o [B, T, H, D], or a tuple with lse
+    f32 [B, H, T] and lse_win, of the window's keys alone.
+
+    q [B, T, H, D]; kv [B, N, D], one row for all heads, key and value at once; kv_cmp [B, S, D] entries of
+    `ratio` tokens (0: 4 with idx, else 128); idx int32 [B, T, k]: those attended (None: every visible one).
+    Or varlen with cu_seqlens: q [T, H, D], kv [T, D], kv_cmp [T // ratio, D], idx [T, k]. sink f32 [H]: of
+    the softmax's denominator. cos_sin [P, R]: o is rotated back by its position. start_abs_pos: where query
+    0 stands (None: N - T). format "row584" and pages (kv_table, kv_cmp_table int32 [B, columns]): see
+    quern/dsv4.h.
+
+    With torch it is differentiable by q, kv, kv_cmp and sink; the choice and lse carry no gradient.
+    """
+    settings = (
+        ("ratio", ratio),
+        ("window", window),
+        ("start_abs_pos", -1 if start_abs_pos is None else start_abs_pos),
+        ("format", format),
+        ("page", page),
+    )
+    tensors = {
+        "q": q,
+        "kv": kv,
+        "kv_cmp": kv_cmp,
+        "idx": idx,
+        "count": count,
+        "sink": sink,
+        "cos_sin": cos_sin,
+        "cu_seqlens": cu_seqlens,
+        "start_positions": start_positions,
+        "kv_table": kv_table,
+        "kv_cmp_table": kv_cmp_table,
+    }
+    more = ("lse",) * return_lse + ("lse_win",) * return_lse_win
+    made = run("v4-attention", settings, tensors, ("o", *more))
+    return made if more else made[0]
+
+
+def store(x: Any, slots: Any, cache: Any, *, format: str = "rows", page: int = 0) -> None:
+    """Writes rows x [n, D] into a cache that attention() or index() reads: row i to slot slots[i], int32 [n],
+    counted over all pages; -1: not stored. cache: [rows, D] or [pages, page, D]; with a format uint8 [rows,
+    bytes of a row] or [pages, page · bytes]."""
+    _arrays.need_plain("dsv4.store", x)
+    ops.library.store(_format(format), page, x, slots, cache)
+
+
+def _format(name: str) -> int:
+    if name not in FORMATS:
+        raise ValueError(f"format is '{name}': {', '.join(FORMATS)} are accepted")
+    return FORMATS.index(name)
+
+
+# ---- tables and weights ----
+
+
+def rope_table(
+    positions: int,
+    channels: int,
+    *,
+    base: float = 10000.0,
+    factor: float = 0.0,
+    original_length: float = 65536.0,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    like: Any = None,
+) -> Any:
+    """[positions, channels] f32: cosines, then as many sines, of interleaved pairs; factor > 0: YaRN. base
+    10000 serves window layers; base 160000, factor 16 the CSA and HCA layers. A torch.Tensor beside `like`,
+    on the CPU; without it an array of NumPy."""
+    table = _arrays.empty_like(
+        _arrays.numpy_like() if like is None else like, (positions, channels), "float32"
+    )
+    ops.library.rope_table(struct.pack("5f", base, factor, original_length, beta_fast, beta_slow), table)
+    return table
+
+
+def pack_weights(w_a_kv: Any, w_a_z: Any, w_b_kv: Any = None, w_b_z: Any = None) -> Any:
+    """A compressor's weights [Dm, C], two for HCA, four for CSA → w [Dm, 2C or 4C] of compress()."""
+    parts = [part for part in (w_a_kv, w_a_z, w_b_kv, w_b_z) if part is not None]
+    _arrays.need_plain("dsv4.pack_weights", *parts)
+    shape = (w_a_kv.shape[0], len(parts) * w_a_kv.shape[1])
+    w = _arrays.empty_like(w_a_kv, shape, _dtype(w_a_kv))
+    ops.library.pack_weights(int(w_b_kv is None), w_a_kv, w_a_z, w_b_kv, w_b_z, w)
+    return w
+
+
+def pack_checkpoint(wkv: Any, wgate: Any, ape: Any, *, kind: str = "csa") -> tuple[Any, ...]:
+    """A checkpoint's compressor, wkv and wgate [S·C, Dm], ape [r, S·C] with S 2 for "csa", 1 for "hca" → w
+    [Dm, 2S·C], b_a [r, C] and, for CSA, b_b."""
+    if kind not in ("csa", "hca"):
+        raise ValueError(f"kind is '{kind}': 'csa' and 'hca' are accepted")
+    _arrays.need_plain("dsv4.pack_checkpoint", wkv, wgate, ape)
+    series = 2 if kind == "csa" else 1
+    width = wkv.shape[0] // series
+    w = _arrays.empty_like(wkv, (wkv.shape[1], 2 * wkv.shape[0]), _dtype(wkv))
+    biases = [_arrays.empty_like(ape, (ape.shape[0], width), _dtype(ape)) for _ in range(series)]
+    ops.library.pack_checkpoint(series % 2, wkv, wgate, ape, w, biases[0], biases[1] if series == 2 else None)
+    return (w, *biases)
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# ---- streaming ----
+
+
+class State:
+    """What one sequence's compressor keeps between calls: softmax sums, and the last `ring` rows, which can
+    be taken back.
+
+    kind "csa" or "hca", width C. However a sequence is cut, its entries are those of compress(), to the bit.
+    The settings are those of compress(). One thread at a time may use a state.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        width: int,
+        *,
+        ratio: int = 0,
+        ring: int = 0,
+        start_abs_pos: int = 0,
+        like: Any = None,
+        _source: tuple[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if kind not in ("csa", "hca"):
+            raise ValueError(f"kind is '{kind}': 'csa' and 'hca' are accepted")
+        self.kind, self.width, self.ring, self.like = kind, width, ring, like
+        settings["rope_last"] = settings.pop("rope_at", None)
+        if settings.get("format") == "rows":
+            del settings["format"]
+        self._settings = {"ratio": ratio, "start_abs_pos": start_abs_pos, **settings}
+        name = f"{kind}-compress"
+        self.params = ops.params(name, **self._settings)
+        length = ratio or (4 if kind == "csa" else 128)
+        shapes = {"proj": (length, (4 if kind == "csa" else 2) * width), "b_a": (length, width)}
+        if kind == "csa":
+            shapes["b_b"] = (length, width)
+        views = {field: (0, 0, shape) for field, shape in shapes.items()}
+        dtype, shape = ops.expect_of(name, False, ops.lines(tuple(self._settings.items())), views)["out"]
+        self.row_shape, self.row_dtype = shape[1:], ops.DTYPES[dtype] if "format" in settings else None
+        size = ops.library.state_size(self.params, width, ring)
+        self._memory = _arrays.empty_like(_arrays.numpy_like() if like is None else like, (size,), "uint8")
+        how, source = _source or ("create", None)
+        if how == "fork":
+            self.handle = ops.library.state_fork(source, self._memory)
+        elif how == "restore":
+            self.handle = ops.library.state_restore(self.params, width, ring, source, self._memory)
+        else:
+            self.handle = ops.library.state_create(self.params, width, ring, self._memory)
+
+    def _again(self, how: str, source: Any) -> State:
+        named = {name: value for name, value in self._settings.items() if name != "rope_last"}
+        named["rope_at"] = self._settings["rope_last"]
+        return State(self.kind, self.width, ring=self.ring, like=self.like, _source=(how, source), **named)
+
+    def _found(self) -> tuple[int, int]:
+        position, held = struct.unpack("2q", bytes(ops.library.state_position(self.handle)))
+        return position, held
+
+    @property
+    def position(self) -> int:
+        """The position of the next token."""
+        return self._found()[0]
+
+    @property
+    def held(self) -> int:
+        """How many of the last tokens can be taken back."""
+        return self._found()[1]
+
+    def rollback(self, n: int) -> None:
+        """Takes back the last n tokens."""
+        ops.library.state_rollback(self.handle, n)
+
+    def fork(self) -> State:
+        """An independent copy."""
+        return self._again("fork", self.handle)
+
+    def __deepcopy__(self, memo: Any) -> State:
+        return self.fork()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a State is not pickled: save() and restored() are accepted")
+
+    def save(self) -> bytes:
+        """The state as bytes, with a version and a checksum."""
+        return bytes(ops.library.state_save(self.handle))
+
+    def restored(self, saved: bytes) -> State:
+        """A state like this one from save()'s bytes."""
+        return self._again("restore", bytes(saved))
+
+    def append(self, proj: Any = None, b_a: Any = None, b_b: Any = None, **tensors: Any) -> Any:
+        """proj [T, 4C or 2C], or x [T, Dm] and w → the entries that become whole [n, C]. See append()."""
+        rows = proj if proj is not None else tensors["x"]
+        return append([self], [rows.shape[0]], proj, b_a, b_b, **tensors)
+
+
+def append(
+    states: Sequence[State],
+    counts: Sequence[int],
+    proj: Any = None,
+    b_a: Any = None,
+    b_b: Any = None,
+    *,
+    x: Any = None,
+    w: Any = None,
+    prev_b: Any = None,
+    norm_weight: Any = None,
+    cos_sin: Any = None,
+    return_pooled: bool = False,
+) -> Any:
+    """counts[b] tokens to states[b], laid end to end in proj [T, 4C or 2C] or x [T, Dm] → the entries that
+    become whole, state after state: out [n, C], or (out, pooled f32 [n, C]). The tensors are those of
+    compress(); prev_b [B, r, 2C] is for states without a token yet."""
+    given = (proj, x, w, b_a, b_b, prev_b, norm_weight, cos_sin)
+    _arrays.need_plain("dsv4.append", *given)
+    handles = struct.pack(f"{len(states)}q", *[state.handle for state in states])
+    numbers = struct.pack(f"{len(counts)}q", *[int(n) for n in counts])
+    n = ops.library.state_entries(handles, numbers)
+    rows = proj if proj is not None else x
+    first = states[0]
+    out = _arrays.empty_like(rows, (n, *first.row_shape), first.row_dtype or _dtype(rows))
+    pooled = _arrays.empty_like(rows, (n, first.width), "float32") if return_pooled else None
+    ops.library.state_append(first.params, handles, numbers, *given, out, pooled)
+    return (out, pooled) if return_pooled else out

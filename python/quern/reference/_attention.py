@@ -1,0 +1,53 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""Dense attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None) -> Tensor:
+    """q [B, N, H, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv], seen bool, broadcast to [B, H, N, S] → [B, N, H,
+    Dv].
+
+    A query that sees no key gives 0 and takes part in no gradient.
+    """
+    share = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
+    scores = torch.einsum("bnhd,bshd->bhns", q, k) * (scale or 1 / math.sqrt(q.shape[-1]))
+    seen = seen.expand_as(scores)
+    some = seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(~seen & some, -math.inf).softmax(-1).masked_fill(~some, 0)
+    return torch.einsum("bhns,bshd->bnhd", weights, v)
+
+
+def window_mask(
+    n: int, window: int, causal: bool, keys: int | None = None, first: int | None = None
+) -> Tensor:
+    """bool [n, keys]: which keys (columns) a query (row) sees within a window; 0: no window. Queries stand
+    from position `first` on (None: they are the last)."""
+    keys = n if keys is None else keys
+    q = torch.arange(n)[:, None] + (keys - n if first is None else first)
+    key = torch.arange(keys)[None, :]
+    if causal:
+        return (key <= q) & (key > q - window) if window else key <= q
+    return (q - key).abs() <= window // 2 if window else torch.ones(n, keys, dtype=torch.bool)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int = 0,
+    scale: float | None = None,
+    query_offset: int | None = None,
+) -> Tensor:
+    """quern.attention of one fixed length."""
+    seen = window_mask(q.shape[1], window, causal, k.shape[1], query_offset)
+    return masked_attention(q, k, v, seen, scale)

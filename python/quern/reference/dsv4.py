@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""DeepSeek-V4's compressed attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+    """Turns interleaved pairs of the last channels of x [.., T, D] by the positions [T]; cos_sin [P, R]."""
+    half = cos_sin.shape[-1] // 2
+    cos, sin = cos_sin[positions, :half], cos_sin[positions, half:]
+    sin = -sin if inverse else sin
+    plain, turned = x[..., : -2 * half], x[..., -2 * half :].unflatten(-1, (half, 2))
+    even, odd = turned[..., 0], turned[..., 1]
+    pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
+    return torch.cat((plain, pairs.flatten(-2)), -1)
+
+
+def compress(
+    proj: Tensor,
+    b_a: Tensor,
+    b_b: Tensor | None = None,
+    *,
+    prev_b: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    start_token: int = 0,
+    start_abs_pos: int = 0,
+    rope_at: str = "first",
+    eps: float = 1e-6,
+) -> Tensor:
+    """proj [.., T, 4C or 2C] → entries [.., n, C]; b_b and prev_b for CSA."""
+    ratio, width = b_a.shape
+    proj = proj[..., start_token:, :]
+    n = proj.shape[-2] // ratio
+    series = proj[..., : n * ratio, :].unflatten(-2, (n, ratio)).unflatten(-1, (-1, width))
+    values, logits = series[..., 0, :], series[..., 1, :] + b_a
+    if b_b is not None:
+        before = torch.cat((series[..., 2, :], series[..., 3, :]), -1)  # [.., n, r, 2C]
+        first = torch.zeros_like(before[..., :1, :, :]) if prev_b is None else prev_b.unsqueeze(-3)
+        before = torch.cat((first, before[..., :-1, :, :]), -3)
+        earlier = before[..., width:] + b_b
+        if prev_b is None:
+            none = torch.zeros(n, 1, 1, dtype=torch.bool)
+            none[:1] = True
+            earlier = earlier.masked_fill(none, -math.inf)
+        values, logits = torch.cat((values, before[..., :width]), -2), torch.cat((logits, earlier), -2)
+    out = (logits.softmax(-2) * values).sum(-2)
+    if norm_weight is not None:
+        out = out * (out.square().mean(-1, keepdim=True) + eps).rsqrt() * norm_weight
+    if cos_sin is not None:
+        positions = start_abs_pos + torch.arange(n) * ratio + (ratio - 1 if rope_at == "last" else 0)
+        out = rotate(out, cos_sin, positions)
+    return out
+
+
+def visible(tokens: int, entries: int, ratio: int, start: int = 0) -> Tensor:
+    """bool [T, S]: an entry is seen once its last token is."""
+    position = start + torch.arange(tokens)
+    return torch.arange(entries)[None, :] < ((position + 1) // ratio)[:, None]
+
+
+def index(
+    q: Tensor, k: Tensor, w: Tensor, *, ratio: int = 4, top_k: int = 512, start_abs_pos: int = 0
+) -> tuple[Tensor, Tensor]:
+    """→ idx [B, T, top_k], ascending and padded with -1, and the scores [B, T, S], -inf where not seen."""
+    dots = torch.einsum("bthc,bsc->bths", q, k).relu()
+    scores = torch.einsum("bth,bths->bts", w, dots) * (q.shape[2] * q.shape[3]) ** -0.5
+    scores = scores.masked_fill(~visible(q.shape[1], k.shape[1], ratio, start_abs_pos), -math.inf)
+    best = scores.sort(dim=-1, descending=True, stable=True)
+    kept = best.indices[..., :top_k].masked_fill(best.values[..., :top_k].isneginf(), k.shape[1])
+    kept = kept.sort(-1).values
+    idx = torch.full((*q.shape[:2], top_k), -1, dtype=torch.int32)
+    idx[..., : kept.shape[-1]] = kept.masked_fill(kept == k.shape[1], -1).int()
+    return idx, scores
+
+
+def attention(
+    q: Tensor,
+    kv: Tensor,
+    kv_cmp: Tensor | None = None,
+    idx: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    ratio: int = 4,
+    window: int = 128,
+    start_abs_pos: int | None = None,
+) -> Tensor:
+    """q [B, T, H, D], kv [B, N, D], kv_cmp [B, S, D], idx [B, T, k] → o [B, T, H, D]."""
+    batch, tokens, heads, dim = q.shape
+    start = kv.shape[1] - tokens if start_abs_pos is None else start_abs_pos
+    position = start + torch.arange(tokens)
+    key = start + tokens - kv.shape[1] + torch.arange(kv.shape[1])
+    seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+    seen = seen.expand(batch, -1, -1)
+    keys = kv
+    if kv_cmp is not None:
+        entries = visible(tokens, kv_cmp.shape[1], ratio, start).expand(batch, -1, -1)
+        if idx is not None:
+            listed = torch.zeros(batch, tokens, kv_cmp.shape[1] + 1, dtype=torch.bool)
+            listed.scatter_(-1, torch.where(idx < 0, kv_cmp.shape[1], idx).long(), True)
+            entries = entries & listed[..., :-1]
+        keys, seen = torch.cat((kv, kv_cmp), 1), torch.cat((seen, entries), -1)
+    scores = torch.einsum("bthd,bsd->bhts", q, keys) * dim**-0.5
+    seen = seen[:, None].expand_as(scores)
+    some = seen.any(-1, keepdim=True)
+    scores = scores.masked_fill(~seen & some, -math.inf)
+    if sink is not None:
+        scores = torch.cat((scores, sink.view(1, -1, 1, 1).expand(batch, heads, tokens, 1)), -1)
+    p = scores.softmax(-1)[..., : keys.shape[1]].masked_fill(~some, 0)
+    o = torch.einsum("bhts,bsd->bthd", p, keys)
+    if cos_sin is not None:
+        o = rotate(o.transpose(1, 2), cos_sin, position, inverse=True).transpose(1, 2)
+    return o

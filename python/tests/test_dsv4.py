@@ -1,0 +1,221 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""quern.dsv4: float64 references with gradients, streaming, opcheck, torch.compile, NumPy."""
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from quern import _operations as ops  # noqa: E402
+from quern import _torch, dsv4  # noqa: E402
+from quern.reference import dsv4 as reference  # noqa: E402
+
+BOUND = 2e-6
+GRADIENT = 1e-5
+
+
+def doubles(tensors):
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+def both_gradients(near, got, plain, want, wide):
+    d_o = torch.randn_like(want)
+    grads = torch.autograd.grad(want, wide, d_o)
+    for a, b in zip(torch.autograd.grad(got, plain, d_o.to(got.dtype)), grads):
+        near(a, b, GRADIENT)
+
+
+def compressor(kind, tokens=45, width=16, ratio=4, batch=()):
+    torch.manual_seed(3)
+    columns = (4 if kind == "csa" else 2) * width
+    made = [torch.randn(*batch, tokens, columns), torch.randn(ratio, width)]
+    made += [torch.randn(ratio, width)] if kind == "csa" else []
+    return [t.requires_grad_() for t in made]
+
+
+@pytest.mark.parametrize("rope_at", ["first", "last"])
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+def test_compress_against_float64(near, kind, rope_at):
+    plain = [*compressor(kind, batch=(2,)), torch.rand(16).requires_grad_()]
+    table = dsv4.rope_table(64, 8, like=plain[0])
+    more = {"norm_weight": plain[-1], "cos_sin": table, "rope_at": rope_at, "start_abs_pos": 8}
+    got, pooled = dsv4.compress(*plain[:-1], **more, return_pooled=True)
+    assert got.shape == pooled.shape == (2, 11, 16) and not pooled.requires_grad
+    wide = doubles(plain)
+    more.update(norm_weight=wide[-1], cos_sin=table.double())
+    want = reference.compress(*wide[:-1], **more)
+    near(got, want, BOUND)
+    both_gradients(near, got, plain, want, wide)
+
+
+def test_previous_block_and_hidden_states(near):
+    """From X, with the block before: dX, dW, dprev_b."""
+    torch.manual_seed(0)
+    x, w, prev_b = torch.randn(20, 12), torch.randn(12, 64) / 4, torch.randn(4, 32)
+    plain = [t.requires_grad_() for t in (x, w, prev_b)] + compressor("csa")[1:]
+    wide = doubles(plain)
+    got = dsv4.compress(None, *plain[3:], x=plain[0], w=plain[1], prev_b=plain[2])
+    want = reference.compress(wide[0] @ wide[1], *wide[3:], prev_b=wide[2])
+    near(got, want, BOUND)
+    both_gradients(near, got, plain, want, wide)
+
+
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+def test_state_is_one_shot_to_the_bit(kind):
+    given = [t.detach() for t in compressor(kind)]
+    want = dsv4.compress(*given)
+    state = dsv4.State(kind, 16, ratio=4, ring=8, like=given[0])
+    made, first = [], 0
+    for n in (3, 1, 10, 0, 7, 24):
+        rows = given[0][first : first + n]
+        made.append(state.append(rows, *given[1:]))
+        if n > 3:
+            state.rollback(3)
+            entries = sum(len(part) for part in made)
+            kept = torch.cat(made)[: state.position // 4]
+            made = [kept, state.append(rows[-3:], *given[1:])]
+            assert sum(len(part) for part in made) == entries
+        first += n
+    assert state.position == 45 and torch.equal(torch.cat(made), want)
+
+
+def test_states_fork_save_restore():
+    given = compressor("csa")
+    proj, biases = given[0].detach(), [t.detach() for t in given[1:]]
+    state = dsv4.State("csa", 16, ratio=4, ring=2, like=proj)
+    state.append(proj[:18], *biases)
+    again = state.restored(state.save())
+    other = copy.deepcopy(state)
+    want = state.append(proj[18:], *biases)
+    assert torch.equal(again.append(proj[18:], *biases), want)
+    assert torch.equal(other.append(proj[18:], *biases), want)
+    damaged = bytearray(state.save())
+    damaged[-1] ^= 1
+    with pytest.raises(RuntimeError):
+        state.restored(bytes(damaged))
+    first, second = (dsv4.State("csa", 16, ratio=4, like=proj) for _ in range(2))
+    out = dsv4.append([first, second], [10, 8], proj[:18], *biases)
+    alone = torch.cat((dsv4.compress(proj[:10], *biases), dsv4.compress(proj[10:18], *biases)))
+    assert torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("format,row", [("fp8", 36), ("fp4", 17), ("fp8_power", 36)])
+def test_formats(format, row):
+    proj, *biases = (t.detach().numpy() for t in compressor("csa", width=32))
+    rows = dsv4.compress(proj, *biases, format=format)
+    assert rows.dtype == np.uint8 and rows.shape == (11, row)
+    state = dsv4.State("csa", 32, ratio=4, format=format)
+    assert np.array_equal(state.append(proj, *biases), rows)
+    cache = np.zeros((20, row), np.uint8)
+    dsv4.store(dsv4.compress(proj, *biases), np.arange(11, dtype=np.int32), cache, format=format)
+    assert np.array_equal(cache[:11], rows) and not cache[11:].any()
+
+
+def indexer(heads=16):
+    torch.manual_seed(9)
+    return torch.randn(2, 40, heads, 32), torch.randn(2, 12, 32), torch.randn(2, 40, heads)
+
+
+def test_index_against_float64(near):
+    q, k, w = indexer()
+    idx, count, scores = dsv4.index(q, k, w, top_k=5, start_abs_pos=10, return_scores=True)
+    want, exact = reference.index(q.double(), k.double(), w.double(), top_k=5, start_abs_pos=10)
+    assert torch.equal(idx, want) and torch.equal(count, (want >= 0).sum(-1).int())
+    assert torch.equal(scores.isneginf(), exact.isneginf())
+    near(scores[~exact.isneginf()], exact[~exact.isneginf()], BOUND)
+    plain = dsv4.index(*(t.numpy() for t in (q, k, w)), top_k=5, start_abs_pos=10)
+    assert np.array_equal(plain[0], idx.numpy())
+
+
+def core(tokens=40, keys=None):
+    torch.manual_seed(4)
+    made = torch.randn(2, tokens, 4, 32), torch.randn(2, keys or tokens, 32), torch.randn(2, 10, 32)
+    return [t.requires_grad_() for t in (*made, torch.randn(4))]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_attention_against_float64(near, listed):
+    plain = core()
+    table = dsv4.rope_table(64, 8, like=plain[0])
+    idx = dsv4.index(*indexer(), top_k=3)[0] if listed else None
+    more = {"idx": idx, "ratio": 4, "window": 6}
+    wide = doubles(plain)
+    got, lse = dsv4.attention(*plain[:3], sink=plain[3], cos_sin=table, **more, return_lse=True)
+    want = reference.attention(*wide[:3], sink=wide[3], cos_sin=table.double(), **more)
+    assert lse.shape == (2, 4, 40) and not lse.requires_grad
+    near(got, want, BOUND)
+    both_gradients(near, got, plain, want, wide)
+
+
+def test_later_queries_of_longer_caches(near):
+    q, kv, kv_cmp, sink = (t.detach() for t in core(tokens=7, keys=40))
+    got = dsv4.attention(q, kv, kv_cmp, ratio=4, window=6, sink=sink)
+    want = reference.attention(
+        q.double(), kv.double(), kv_cmp.double(), ratio=4, window=6, sink=sink.double()
+    )
+    near(got, want, BOUND)
+
+
+def opcheck(name, tensors, settings, results):
+    operator = _torch.OPERATORS[name]
+    arguments = [tensors.get(field) for field in operator.inputs]
+    torch.library.opcheck(operator.call, (*arguments, ops.lines(tuple(settings.items())), results))
+
+
+def test_opcheck():
+    for kind in ("csa", "hca"):
+        tensors = dict(zip(("proj", "b_a", "b_b"), compressor(kind)))
+        opcheck(f"{kind}-compress", tensors, {"ratio": 4}, "out pooled")
+    opcheck("v4-index", dict(zip("qkw", indexer())), {"top_k": 5}, "idx count scores")
+    tensors = dict(zip(("q", "kv", "kv_cmp", "sink"), core()))
+    opcheck("v4-attention", tensors, {"ratio": 4, "window": 6}, "o lse lse_win")
+
+
+def test_compile(near):
+    proj, b_a, b_b = compressor("csa", tokens=40, width=32, batch=(2,))
+    q, kv, _, sink = core()
+    kv.requires_grad_()
+
+    def layer(proj, q, kv, sink):
+        entries = dsv4.compress(proj, b_a, b_b)
+        idx = dsv4.index(q, entries, q.sum(-1), top_k=3)[0]
+        return dsv4.attention(q, kv, entries, idx, sink=sink, window=6)
+
+    given = (proj, q, kv, sink)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    got, want = compiled(*given), layer(*given)
+    near(got, want, BOUND)
+    for a, b in zip(torch.autograd.grad(got.sum(), given), torch.autograd.grad(want.sum(), given)):
+        near(a, b, BOUND)
+
+
+def test_weights_and_tables():
+    parts = [torch.randn(12, 16) for _ in range(4)]
+    assert torch.equal(dsv4.pack_weights(*parts), torch.cat(parts, 1))
+    assert torch.equal(dsv4.pack_weights(*parts[:2]), torch.cat(parts[:2], 1))
+    wkv, wgate, ape = torch.randn(32, 12), torch.randn(32, 12), torch.randn(4, 32)
+    w, b_a, b_b = dsv4.pack_checkpoint(wkv, wgate, ape)
+    assert torch.equal(w, torch.cat((wkv[16:], wgate[16:], wkv[:16], wgate[:16])).T)
+    assert torch.equal(b_a, ape[:, 16:]) and torch.equal(b_b, ape[:, :16])
+    table = dsv4.rope_table(100, 8)
+    angle = np.arange(100)[:, None] / 10000.0 ** (np.arange(4) / 4)
+    assert np.abs(table - np.concatenate((np.cos(angle), np.sin(angle)), 1)).max() < 1e-5
+
+
+def test_sentences():
+    proj, b_a, b_b = (t.detach() for t in compressor("csa"))
+    with pytest.raises(ValueError, match="start_token"):
+        dsv4.compress(proj, b_a, b_b, start_token=99)
+    with pytest.raises(ValueError, match="kind"):
+        dsv4.State("mla", 16)
+    with pytest.raises(ValueError, match="top_k"):
+        dsv4.index(*indexer(), top_k=5000)
+    state = dsv4.State("csa", 16, ratio=4, like=proj)
+    state.append(proj[:6], b_a, b_b)
+    with pytest.raises(ValueError, match="rollback|n is"):
+        state.rollback(1)
+    with pytest.raises(ValueError, match="no gradient"):
+        state.append(proj.clone().requires_grad_(), b_a, b_b)
