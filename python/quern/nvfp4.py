@@ -161,10 +161,6 @@ def unpack(repacked: Any, columns: int, rows: int) -> tuple[Any, Any]:
     return _named(codes, "float4_e2m1fn_x2"), _named(scales, "float8_e4m3fn")
 
 
-def _up(a: int, b: int) -> int:
-    return -(-a // b) * b
-
-
 def swizzle(scales: Any, *, tokens_per_expert: Any = None, weight: bool = False) -> Any:
     """Scales in the order of tensor cores, in tiles of 128 rows × 4 columns that zeros fill → [bytes].
 
@@ -172,20 +168,13 @@ def swizzle(scales: Any, *, tokens_per_expert: Any = None, weight: bool = False)
     rows one after the other, each padded to whole tiles → ([bytes], pad_row_offsets int32 [E+1]); waits for
     the device.
     """
-    linear = as_bytes(scales)
-    columns, rows = (linear.shape[1], linear.shape[2]) if weight else (linear.shape[1], linear.shape[0])
-    starts = None
-    if tokens_per_expert is not None:
-        rows = sum(_up(int(count), 128) for count in tokens_per_expert)
-        starts = _arrays.empty_like(linear, (len(tokens_per_expert) + 1,), "int32")
-    size = _up(rows, 128) * _up(columns, 4)
-    out = _arrays.empty_like(linear, (linear.shape[0], size) if weight else (size,), "uint8")
-    tensors = {"linear": linear, "swizzled": out, "tokens_per_expert": tokens_per_expert}
-    tensors.update(pad_row_offsets=starts)
-    params = ops.params("nvfp4-swizzle", weight=_layout(weight), experts=starts is not None)
-    ops.call("nvfp4-swizzle", params, tensors, ())
-    swizzled = _named(out, "float8_e4m3fn")
-    return swizzled if starts is None else (swizzled, starts)
+    experts = tokens_per_expert is not None
+    tensors = {"linear": as_bytes(scales), "tokens_per_expert": tokens_per_expert}
+    params = ops.params("nvfp4-swizzle", weight=_layout(weight), experts=experts)
+    swizzled, *starts = ops.call(
+        "nvfp4-swizzle", params, tensors, ("swizzled", "pad_row_offsets") if experts else ("swizzled",)
+    )
+    return (_named(swizzled, "float8_e4m3fn"), *starts) if experts else _named(swizzled, "float8_e4m3fn")
 
 
 def interleave(x: Any, *, granularity: int = 8, inverse: bool = False) -> Any:
@@ -193,12 +182,8 @@ def interleave(x: Any, *, granularity: int = 8, inverse: bool = False) -> Any:
     alternate; inverse: back. Where granularity does not divide I both are padded with zeros to it first.
     Weights, codes, scales and biases alike."""
     bytewise = _arrays.is_torch(x) and x.element_size() == 1
-    plain = as_bytes(x) if bytewise else x
-    half = x.shape[-1] // 2
-    columns = 2 * half if inverse else 2 * _up(half, max(granularity, 1))
-    out = _arrays.empty_like(plain, (*x.shape[:-1], columns), str(plain.dtype).removeprefix("torch."))
     params = ops.params("nvfp4-interleave", granularity=granularity, inverse=inverse)
-    ops.call("nvfp4-interleave", params, {"x": plain, "out": out}, ())
+    (out,) = ops.call("nvfp4-interleave", params, {"x": as_bytes(x) if bytewise else x}, ("out",))
     return out.view(x.dtype) if bytewise else out
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _operations as ops
+from .. import nvfp4
 from ._varlen import dense
 
 # How the quantisers round: "halfstep" is what existing checkpoints of these kernels hold; "rne", "modelopt"
@@ -132,26 +133,16 @@ def deinterleave_quantize_nvfp4_cuda(
 # ---- layouts ----
 
 
-def _interleave(x: Tensor, columns: int, granularity: int, inverse: bool) -> Tensor:
-    bytewise = x.dtype in (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
-    plain = dense(_bytes(x) if bytewise else x)
-    out = _new(x, *x.shape[:-1], columns, dtype=plain.dtype)
-    params = ops.params("nvfp4-interleave", granularity=granularity, inverse=inverse)
-    ops.call("nvfp4-interleave", params, {"x": plain, "out": out}, ())
-    return out.view(x.dtype)
-
-
 def interleave_l1_weights(w_ekn: Tensor, granularity_bf16: int = 8) -> Tensor:
     """Gate and up of the last dimension, from halves to alternating runs of columns: [E, K, 2I] → the same,
     where granularity_bf16 divides I; else both are padded with zeros to it. Weights, codes, scales and biases
     alike."""
-    half = w_ekn.shape[-1] // 2
-    return _interleave(w_ekn, 2 * round_up(half, max(granularity_bf16, 1)), granularity_bf16, False)
+    return nvfp4.interleave(dense(w_ekn), granularity=granularity_bf16)
 
 
 def deinterleave_l1_weights(w_ekn: Tensor, granularity_bf16: int = 8) -> Tensor:
     """The inverse of interleave_l1_weights, padding included."""
-    return _interleave(w_ekn, w_ekn.shape[-1], granularity_bf16, True)
+    return nvfp4.interleave(dense(w_ekn), granularity=granularity_bf16, inverse=True)
 
 
 def assemble_scales_2d_side(scales: Sequence[Tensor]) -> Tensor:
