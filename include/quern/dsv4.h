@@ -218,13 +218,20 @@ typedef struct quern_dsv4_index_params {
     int64_t top_k;                /* 1 to 2048; 0: 512 */
     int64_t start_abs_pos;        /* where query 0 stands */
     quern_dsv4_format key_format; /* of k: rows, fp8 (either scale) or fp4 */
+    int64_t page;                 /* 0: k is contiguous; else it stands in pages of so many slots */
 } quern_dsv4_index_params;
 #define QUERN_DSV4_INDEX_PARAMS_INIT QUERN_SIZED(quern_dsv4_index_params)
 
 /*
  * NULL means absent. act is one of f32, f16, bf16. Hi heads, C (a multiple of 8 to 256) channels, S entries.
- * Refused as above, and: a top_k, ratio or format other than stated; heads, queries or entries beyond
- * 2^31 - 1.
+ *
+ * With pages k is a pool [pages, page, C], or u8 [pages, page * bytes of a row]. A page of bytes holds the
+ * data of every slot, then the scales of every slot. Entry s of sequence b stands in slot s % page of page
+ * k_table[b, s / page], S is columns * page, and a sequence has floor((start + T) / r) entries. Only columns
+ * that its queries need are read. The results are those of contiguous keys, to the bit.
+ *
+ * Refused as above, and: a top_k, ratio or format other than stated; a negative position; heads, queries or
+ * entries beyond 2^31 - 1; a column that the table lacks, or that names no page of the pool.
  */
 typedef struct quern_dsv4_index_tensors {
     size_t size;
@@ -234,6 +241,8 @@ typedef struct quern_dsv4_index_tensors {
     const quern_tensor *idx;    /* i32 [B, T, top_k]: entries, ascending, then -1; written */
     const quern_tensor *count;  /* i32 [B, T]: how many; written */
     const quern_tensor *scores; /* f32 [B, T, S]; -inf where an entry is not seen; may be NULL; written */
+    const quern_tensor *start_positions; /* i32 [B], in place of params.start_abs_pos; may be NULL */
+    const quern_tensor *k_table;         /* i32 [B, columns], with pages */
 } quern_dsv4_index_tensors;
 #define QUERN_DSV4_INDEX_TENSORS_INIT QUERN_SIZED(quern_dsv4_index_tensors)
 
@@ -341,8 +350,7 @@ QUERN_API quern_status quern_dsv4_attention_backward(quern_context *ctx, const q
 typedef struct quern_dsv4_store_params {
     size_t size;
     quern_dsv4_format format;
-    int64_t
-        page; /* 0: contiguous rows, which k of the indexer is too; else slots of a page, in rows or row584 */
+    int64_t page; /* 0: contiguous rows; else slots of a page */
 } quern_dsv4_store_params;
 #define QUERN_DSV4_STORE_PARAMS_INIT QUERN_SIZED(quern_dsv4_store_params)
 
@@ -357,7 +365,8 @@ typedef struct quern_dsv4_store_tensors {
     const quern_tensor *slots; /* i32 [n] */
     const quern_tensor
         *cache; /* f32, f16 or bf16 [rows, D] or [pages, page, D]; with a format u8 [rows, bytes of a row] or
-                 * [pages, page * 584]. Slots that are not named are left as they are */
+                 * [pages, page * bytes of a row], the data of all slots before the scales of all. Slots that
+                 * are not named are left as they are */
 } quern_dsv4_store_tensors;
 #define QUERN_DSV4_STORE_TENSORS_INIT QUERN_SIZED(quern_dsv4_store_tensors)
 

@@ -78,6 +78,8 @@ typedef enum dsv4_index_tensor {
     DI_IDX,
     DI_COUNT,
     DI_SCORES,
+    DI_START_POSITIONS,
+    DI_K_TABLE,
     DSV4_INDEX_TENSORS
 } dsv4_index_tensor;
 

@@ -13,17 +13,20 @@ enum {
     INDEX_TOP_K = 512,
     INDEX_TOP_K_MOST = 2048,
     INDEX_WIDTH_MOST = 256,
-    INDEX_FP4_BLOCK = 32
+    INDEX_FP4_BLOCK = 32,
+    INDEX_PAGE_MOST = 65536
 };
-enum { IS_B = 1, IS_T, IS_H, IS_C, IS_S, IS_ROW, IS_K };
+enum { IS_B = 1, IS_T, IS_H, IS_C, IS_S, IS_ROW, IS_K, IS_COLUMNS };
 
 static const op_tensor tensors[] = {
     {"q", "q_I", OP_ACTIVATION, OP_NONE, {IS_B, IS_T, IS_H, IS_C}, {0}},
-    {"k", "k_I", OP_STORED, OP_NONE, {IS_B, IS_S, IS_ROW}, {0}},
+    {"k", "k_I", OP_STORED, OP_NONE, {OP_LEAD, IS_ROW}, {0}},
     {"w", "w", OP_WEIGHT, OP_NONE, {IS_B, IS_T, IS_H}, {0}},
     {"idx", "idx", OP_I32, OP_NONE, {IS_B, IS_T, IS_K}, {0}},
     {"count", "count", OP_I32, OP_NONE, {IS_B, IS_T}, {0}},
     {"scores", "scores", OP_F32, OP_NONE, {IS_B, IS_T, IS_S}, {0}},
+    {"start_positions", "start_positions", OP_I32, OP_NONE, {IS_B}, {0}},
+    {"k_table", "k_table", OP_I32, OP_NONE, {IS_B, IS_COLUMNS}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == DSV4_INDEX_TENSORS, "a row a tensor");
 _Static_assert(sizeof(quern_dsv4_index_tensors) == (1 + DSV4_INDEX_TENSORS) * sizeof(void *),
@@ -36,13 +39,21 @@ static const op_param params[] = {
     {"top_k", AT(top_k), OP_INTEGER, 0, INDEX_TOP_K_MOST, NULL, "entries kept; 0: 512"},
     {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "where query 0 stands"},
     {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, formats, "of k_I"},
+    {"page", AT(page), OP_INTEGER, 0, INDEX_PAGE_MOST, NULL, "slots of a page of k_I; 0: contiguous"},
 };
 #undef AT
 static const quern_dsv4_index_params defaults = QUERN_DSV4_INDEX_PARAMS_INIT;
 static const char *const operations[] = {"dsv4_index"};
-static const char *const symbols[] = {
-    "",           [IS_B] = "B",           [IS_T] = "T", [IS_H] = "Hi", [IS_C] = "C_I",
-    [IS_S] = "S", [IS_ROW] = "C_I|bytes", [IS_K] = "k", NULL};
+static const char *const symbols[] = {"",
+                                      [IS_B] = "B",
+                                      [IS_T] = "T",
+                                      [IS_H] = "Hi",
+                                      [IS_C] = "C_I",
+                                      [IS_S] = "S",
+                                      [IS_ROW] = "C_I|bytes",
+                                      [IS_K] = "k",
+                                      [IS_COLUMNS] = "columns",
+                                      NULL};
 static const int8_t scores_alone[] = {DI_SCORES, OP_NONE};
 static const op_entry ops[] = {
     {.name = "v4-index",
@@ -65,6 +76,15 @@ static void roles(op_call *call)
 {
     for (int i = 0; i < DSV4_INDEX_TENSORS; i++)
         call->role[i] = i <= DI_W ? OP_NEEDED : i == DI_SCORES ? OP_OPTIONAL_RESULT : OP_RESULT;
+    call->role[DI_START_POSITIONS] = OP_OPTIONAL;
+    call->role[DI_K_TABLE] = ((const dsv4_index_call *)call)->params.page > 0 ? OP_NEEDED : OP_REFUSED;
+}
+
+static quern_status refuse(const op_call *call, int32_t tensor)
+{
+    (void)call;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: it stands beside a page of 1 slot or more",
+                     tensors[tensor].field);
 }
 
 static quern_status check_key_dtype(const op_call *call, quern_dsv4_format format)
@@ -73,6 +93,32 @@ static quern_status check_key_dtype(const op_call *call, quern_dsv4_format forma
     if ((dtype == QUERN_U8) == (format != QUERN_DSV4_ROWS)) return QUERN_OK;
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has dtype %s: %s is accepted", quern_dtype_name(dtype),
                      format != QUERN_DSV4_ROWS ? "u8, the format's bytes," : "f32, f16 or bf16");
+}
+
+/* The keys: rows of one sequence after the other, or a pool. */
+static quern_status derive_keys(op_call *call)
+{
+    const quern_dsv4_index_params *p = &((const dsv4_index_call *)call)->params;
+    const quern_tensor *k = call->given[DI_K], *table = call->given[DI_K_TABLE];
+    const bool bytes = p->key_format != QUERN_DSV4_ROWS, pages = p->page > 0;
+    const int32_t ndim = pages && bytes ? 2 : 3;
+    int64_t *s = call->symbol;
+    if (k->ndim != ndim)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has %d dimensions: %d are accepted", k->ndim, ndim);
+    const quern_status status = check_key_dtype(call, p->key_format);
+    if (status != QUERN_OK) return status;
+    if (pages && (table == NULL || table->ndim != 2))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "k_table is %s: with pages i32 [B, columns] is accepted",
+                         table == NULL ? "NULL" : "of another shape");
+    if (pages && (k->shape[0] > INT32_MAX || table->shape[1] > INT32_MAX))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "k has %lld pages and k_table %lld columns: at most %d are accepted",
+                         (long long)k->shape[0], (long long)table->shape[1], INT32_MAX);
+    s[IS_COLUMNS] = pages ? table->shape[1] : 0;
+    s[IS_S] = pages ? s[IS_COLUMNS] * p->page : k->shape[1];
+    s[IS_ROW] = bytes ? dsv4_row_bytes(p->key_format, s[IS_C]) * (pages ? p->page : 1) : s[IS_C];
+    call->lead[0] = (op_extents){ndim - 1, {pages ? k->shape[0] : s[IS_B], pages ? p->page : s[IS_S]}};
+    return QUERN_OK;
 }
 
 static quern_status derive(op_call *call)
@@ -86,22 +132,18 @@ static quern_status derive(op_call *call)
     call->like = *q;
     quern_status status = op_check_activation(call, DI_Q, 4);
     if (status != QUERN_OK) return status;
-    if (k->ndim != 3)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "k has %d dimensions: 3 are accepted", k->ndim);
-    if ((status = check_key_dtype(call, p->key_format)) != QUERN_OK) return status;
     s[IS_B] = q->shape[0];
     s[IS_T] = q->shape[1];
     s[IS_H] = q->shape[2];
     s[IS_C] = q->shape[3];
-    s[IS_S] = k->shape[1];
     s[IS_K] = p->top_k;
-    s[IS_ROW] = p->key_format == QUERN_DSV4_ROWS ? s[IS_C] : dsv4_row_bytes(p->key_format, s[IS_C]);
     const int64_t width_step = p->key_format == QUERN_DSV4_FP4 ? INDEX_FP4_BLOCK : 8;
     if (s[IS_C] < width_step || s[IS_C] > INDEX_WIDTH_MOST || s[IS_C] % width_step != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "q has %lld channels: a multiple of %lld up to %d is accepted", (long long)s[IS_C],
                          (long long)width_step, INDEX_WIDTH_MOST);
-    if (s[IS_H] < 1 || s[IS_H] > INT32_MAX || s[IS_T] > INT32_MAX || s[IS_S] > INT32_MAX)
+    if ((status = derive_keys(call)) != QUERN_OK) return status;
+    if (s[IS_H] < 1 || s[IS_H] > INT32_MAX || s[IS_T] > INT32_MAX || (s[IS_S] > INT32_MAX && p->page == 0))
         return error_set(
             QUERN_ERR_INVALID_ARGUMENT,
             "%lld heads, %lld queries and %lld entries: 1 to %d heads and as many of the others are accepted",
@@ -109,10 +151,43 @@ static quern_status derive(op_call *call)
     return QUERN_OK;
 }
 
+/* Checks that the pages of a sequence's entries are in the pool. */
+static quern_status check_pages(const op_call *call, const int32_t *table, int64_t b, int64_t start)
+{
+    const dsv4_index_call *c = (const dsv4_index_call *)call;
+    const int64_t entries = (start + call->symbol[IS_T]) / c->params.ratio, page = c->params.page,
+                  columns = (entries + page - 1) / page;
+    if (entries > INT32_MAX)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence %lld has %lld entries: %d are accepted",
+                         (long long)b, (long long)entries, INT32_MAX);
+    if (columns > call->symbol[IS_COLUMNS])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "k_table has %lld columns: sequence %lld needs %lld",
+                         (long long)call->symbol[IS_COLUMNS], (long long)b, (long long)columns);
+    const int32_t *row = table + b * c->indexer.table.strides[0];
+    for (int64_t i = 0; i < columns; i++)
+        if (row[i] < 0 || row[i] >= call->lead[0].extent[0])
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "k_table[%lld, %lld] is %d: pages 0 to %lld are accepted", (long long)b,
+                             (long long)i, row[i], (long long)call->lead[0].extent[0] - 1);
+    return QUERN_OK;
+}
+
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    (void)call, (void)data;
-    return QUERN_OK;
+    const dsv4_index_call *c = (const dsv4_index_call *)call;
+    const bool given = call->alignment[DI_START_POSITIONS] > 0;
+    const int32_t *starts = data[DI_START_POSITIONS];
+    quern_status status = QUERN_OK;
+    for (int64_t b = 0; b < call->symbol[IS_B] && status == QUERN_OK; b++) {
+        const int64_t start = given ? starts[b] : c->params.start_abs_pos;
+        if (start < 0)
+            return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                             "start_positions[%lld] is %lld: 0 or more is accepted", (long long)b,
+                             (long long)start);
+        if (c->params.page > 0 && call->symbol[IS_T] > 0)
+            status = check_pages(call, data[DI_K_TABLE], b, start);
+    }
+    return status;
 }
 
 static quern_status plan(op_call *call)
@@ -127,8 +202,12 @@ static quern_status plan(op_call *call)
     const double channels = (double)call->symbol[IS_C], heads = (double)call->symbol[IS_H];
     c->indexer = (indexer_args){.ratio = c->params.ratio,
                                 .position = c->params.start_abs_pos,
+                                .page = c->params.page,
+                                .entries = call->symbol[IS_S],
                                 .format = dsv4_entry_format(c->params.key_format),
                                 .scale = (float)(1.0 / sqrt(channels * heads)),
+                                .positions = op_view(call, DI_START_POSITIONS, false),
+                                .table = op_view(call, DI_K_TABLE, false),
                                 .q = op_view(call, DI_Q, false),
                                 .keys = op_view(call, DI_K, false),
                                 .w = op_view(call, DI_W, false),
@@ -168,6 +247,7 @@ const op_family dsv4_index_family = {
     .params_at = offsetof(dsv4_index_call, params),
     .check_params = check_params,
     .roles = roles,
+    .refuse = refuse,
     .derive = derive,
     .check_data = check_data,
     .plan = plan,

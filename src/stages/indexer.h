@@ -6,6 +6,9 @@
  *   score[t,s] = scale sum_h w[t,h] max(0, q[t,h] . key[s]),   s < (position of t + 1) / ratio
  *
  * The scores go into the choice as they come; they are stored only where `scores` is present.
+ *
+ * Pages: entry s of sequence b stands in slot s % page of page table[b, s / page] of a pool [pages, page, C],
+ * or as bytes [pages, page row bytes], all slots' data before all slots' scales.
  */
 #ifndef QUERN_STAGES_INDEXER_H
 #define QUERN_STAGES_INDEXER_H
@@ -15,14 +18,18 @@
 
 typedef struct indexer_args {
     int64_t ratio, position; /* tokens of an entry; where query 0 of every sequence stands */
+    int64_t page;            /* slots of a page; 0: keys are contiguous */
+    int64_t entries;         /* S */
     entry_format format;     /* of keys: ENTRY_ROWS, or bytes */
     float scale;
+    quern_tensor positions;  /* i32 [B] in place of position, or absent */
+    quern_tensor table;      /* i32 [B, columns], with pages */
     quern_tensor q, keys, w; /* [B,T,H,C], [B,S,C or bytes], [B,T,H] */
     quern_tensor idx, count; /* i32 [B,T,k] ascending, then -1; [B,T] */
     quern_tensor scores;     /* f32 [B,T,S] or absent; -inf where an entry is not seen */
 } indexer_args;
 STAGE_DECLARE(indexer);
-#define INDEXER_TENSORS(F) F(q) F(keys) F(w) F(idx) F(count) F(scores)
-#define INDEXER_VALUES(F) F(ratio) F(position) F(format) F(scale)
+#define INDEXER_TENSORS(F) F(positions) F(table) F(q) F(keys) F(w) F(idx) F(count) F(scores)
+#define INDEXER_VALUES(F) F(ratio) F(position) F(page) F(entries) F(format) F(scale)
 
 #endif

@@ -118,9 +118,9 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(offsetof(quern_dsv4_compress_tensors, d_out), 136);
     assert_int_equal(sizeof(quern_dsv4_append_tensors), 88);
     assert_int_equal(sizeof(quern_dsv4_rope_params), 32);
-    assert_int_equal(sizeof(quern_dsv4_index_params), 40);
+    assert_int_equal(sizeof(quern_dsv4_index_params), 48);
     assert_int_equal(offsetof(quern_dsv4_index_params, key_format), 32);
-    assert_int_equal(sizeof(quern_dsv4_index_tensors), 56);
+    assert_int_equal(sizeof(quern_dsv4_index_tensors), 72);
     assert_int_equal(sizeof(quern_cache_params), 112);
     assert_int_equal(offsetof(quern_cache_params, separate_slc), 92);
     assert_int_equal(sizeof(quern_cache_columns), 48);

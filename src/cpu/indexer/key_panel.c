@@ -6,6 +6,8 @@
  * A byte format's codes are exact in bf16, so the products take them as they are. A scale multiplies the
  * score, as a positive factor commutes with ReLU. FP4 has a scale for every 32 codes: the largest of a row
  * multiplies the score, and the codes are multiplied by the ratio of their own to it.
+ *
+ * A contiguous row's scales follow its codes. In a page they follow the codes of all slots.
  */
 #include "cpu/indexer/key_panel.h"
 
@@ -16,57 +18,100 @@
 
 enum { FP4_BLOCK = 32 };
 
+/* Bytes of a row: of all of it, or of a byte format's codes. */
+static size_t row_bytes(const key_panel *p)
+{
+    const size_t width = (size_t)p->width;
+    if (p->args->format == ENTRY_ROWS) return width * quern_dtype_size(p->args->keys.dtype);
+    return p->args->format == ENTRY_FP4 ? width / 2 : width;
+}
+
+/* A key's codes and scales. `left`: the keys from it on that follow each other in memory. */
+typedef struct key_place {
+    const char *data, *scales;
+    int64_t left;
+} key_place;
+
+static key_place place_of(const key_panel *p, int64_t b, int64_t key)
+{
+    const indexer_args *a = p->args;
+    const quern_tensor *t = &a->keys;
+    const int64_t size = (int64_t)quern_dtype_size(t->dtype), data = (int64_t)row_bytes(p);
+    if (a->page == 0) {
+        const char *row = (const char *)t->data + (b * t->strides[0] + key * t->strides[1]) * size;
+        return (key_place){row, row + data, INT64_MAX};
+    }
+    const int64_t slot = key % a->page,
+                  page = ((const int32_t *)a->table.data)[b * a->table.strides[0] + key / a->page];
+    const char *base = (const char *)t->data + page * t->strides[0] * size;
+    if (a->format == ENTRY_ROWS) return (key_place){base + slot * t->strides[1] * size, NULL, a->page - slot};
+    const int64_t scales = t->shape[1] / a->page - data;
+    return (key_place){base + slot * data, base + a->page * data + slot * scales, a->page - slot};
+}
+
 void key_panel_carve(key_panel *p, arena *a)
 {
     const size_t panel = (size_t)p->kernels->panel, width = (size_t)p->width;
     p->words = arena_take(a, (size_t)key_panel_words(p) * panel * sizeof(float));
-    if (p->format == ENTRY_ROWS) return;
+    if (p->args->format == ENTRY_ROWS) {
+        p->gathered = arena_take(a, p->args->page > 0 ? panel * row_bytes(p) : 0);
+        return;
+    }
     p->rows = arena_take(a, panel * width * sizeof *p->rows);
     p->scale = arena_take(a, panel * sizeof *p->scale);
     p->halves = arena_take(a, p->bf16 ? panel * width * sizeof *p->halves : 0);
 }
 
-static float widen_fp8(const key_panel *p, const uint8_t *bytes, float *row)
+static float widen_fp8(const key_panel *p, const key_place *at, float *row)
 {
     float scale;
-    memcpy(&scale, bytes + p->width, sizeof scale);
-    p->kernels->widen_e4m3(bytes, p->width, row);
+    memcpy(&scale, at->scales, sizeof scale);
+    p->kernels->widen_e4m3((const uint8_t *)at->data, p->width, row);
     if (!signbit(scale)) return scale;
     for (int64_t i = 0; i < p->width; i++) row[i] = -row[i];
     return -scale;
 }
 
-static float widen_fp4(const key_panel *p, const uint8_t *bytes, float *row)
+static float widen_fp4(const key_panel *p, const key_place *at, float *row)
 {
-    const uint8_t *exponent = bytes + p->width / 2;
+    const uint8_t *exponent = (const uint8_t *)at->scales;
     float scales[MAX_DIM / FP4_BLOCK];
     int most = 0;
     for (int64_t i = 0; i < p->width / FP4_BLOCK; i++) most = exponent[i] > most ? exponent[i] : most;
     for (int64_t i = 0; i < p->width / FP4_BLOCK; i++) scales[i] = ldexpf(1.0f, exponent[i] - most);
-    p->kernels->widen_e2m1(bytes, scales, p->width, row);
+    p->kernels->widen_e2m1((const uint8_t *)at->data, scales, p->width, row);
     return most == 255 ? NAN : ldexpf(1.0f, most - 127);
 }
 
-static void widen_rows(key_panel *p, const quern_tensor *keys, int64_t b, int64_t first, int64_t n)
+static void widen_rows(key_panel *p, int64_t b, int64_t first, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) {
-        const uint8_t *bytes =
-            (const uint8_t *)keys->data + b * keys->strides[0] + (first + i) * keys->strides[1];
+        const key_place at = place_of(p, b, first + i);
         float *row = p->rows + i * p->width;
-        p->scale[i] = p->format == ENTRY_FP4 ? widen_fp4(p, bytes, row) : widen_fp8(p, bytes, row);
+        p->scale[i] = p->args->format == ENTRY_FP4 ? widen_fp4(p, &at, row) : widen_fp8(p, &at, row);
     }
     if (p->bf16) p->packing->rows->convert(p->rows, QUERN_F32, p->halves, QUERN_BF16, n * p->width);
 }
 
-void key_panel_fill(key_panel *p, const quern_tensor *keys, int64_t b, int64_t first, int64_t n)
+/* Rows of keys as they stand or, where they stand in several pages, a copy of them. */
+static row_source plain_rows(const key_panel *p, int64_t b, int64_t first, int64_t n)
+{
+    const quern_tensor *t = &p->args->keys;
+    const key_place whole = place_of(p, b, first);
+    if (whole.left >= n) return (row_source){whole.data, t->dtype, t->strides[1], n, p->width};
+    const size_t bytes = row_bytes(p);
+    for (int64_t i = 0; i < n; i++)
+        memcpy(p->gathered + (size_t)i * bytes, place_of(p, b, first + i).data, bytes);
+    return (row_source){p->gathered, t->dtype, p->width, n, p->width};
+}
+
+void key_panel_fill(key_panel *p, int64_t b, int64_t first, int64_t n)
 {
     row_source src = {p->rows, QUERN_F32, p->width, n, p->width};
-    if (p->format == ENTRY_ROWS) {
-        const int64_t at = b * keys->strides[0] + first * keys->strides[1];
-        src = (row_source){(const char *)keys->data + at * (int64_t)quern_dtype_size(keys->dtype),
-                           keys->dtype, keys->strides[1], n, p->width};
+    if (p->args->format == ENTRY_ROWS) {
+        src = plain_rows(p, b, first, n);
     } else {
-        widen_rows(p, keys, b, first, n);
+        widen_rows(p, b, first, n);
         if (p->bf16) {
             src.data = p->halves;
             src.dtype = QUERN_BF16;

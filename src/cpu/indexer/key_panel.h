@@ -8,16 +8,18 @@
 #include "core/arena.h"
 #include "cpu/indexer/indexer_kernels.h"
 #include "cpu/kernels/attention_kernels.h"
+#include "stages/indexer.h"
 
 typedef struct key_panel {
     const indexer_kernels *kernels;
     const attention_kernels *packing;
-    entry_format format;
+    const indexer_args *args;
     int64_t width;
     bool bf16;           /* words are pairs of bf16 values, else floats */
     void *words;         /* [words][panel] */
     float *rows, *scale; /* of byte formats: the widened rows, and the factor of a key's score */
     uint16_t *halves;
+    char *gathered; /* rows of several pages, side by side */
 } key_panel;
 
 static inline int64_t key_panel_words(const key_panel *p)
@@ -27,6 +29,6 @@ static inline int64_t key_panel_words(const key_panel *p)
 
 void key_panel_carve(key_panel *p, arena *a);
 /* Keys first ... first + n - 1 of sequence b, n <= panel; the other columns are 0. */
-void key_panel_fill(key_panel *p, const quern_tensor *keys, int64_t b, int64_t first, int64_t n);
+void key_panel_fill(key_panel *p, int64_t b, int64_t first, int64_t n);
 
 #endif

@@ -35,7 +35,7 @@ typedef struct indexer_job {
     const attention_kernels *packing;
     bool bf16;
     int64_t queries, heads, width, entries, k, room;
-    int64_t blocks, ranges, range;         /* tasks of a sequence: blocks times ranges; entries of a range */
+    int64_t blocks, ranges;                /* tasks of a sequence: blocks times ranges of entries */
     indexer_scratch *scratch;              /* one a thread */
     int32_t *partial_rank, *partial_index; /* [B][T][ranges][k], where there are several */
     int64_t *partial_n;
@@ -45,7 +45,7 @@ static void carve_scratch(const indexer_job *job, arena *a, indexer_scratch *s)
 {
     s->panel = (key_panel){.kernels = job->kernels,
                            .packing = job->packing,
-                           .format = job->args->format,
+                           .args = job->args,
                            .width = job->width,
                            .bf16 = job->bf16};
     key_panel_carve(&s->panel, a);
@@ -77,7 +77,7 @@ static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena
     job.queries = q->shape[1];
     job.heads = q->shape[2];
     job.width = q->shape[3];
-    job.entries = args->keys.shape[1];
+    job.entries = args->entries;
     job.k = args->idx.shape[2];
     job.room = best_room(job.k, job.kernels->panel);
     job.blocks = (job.queries + TASK_QUERIES - 1) / TASK_QUERIES;
@@ -87,7 +87,6 @@ static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena
                   most = (panels + RANGE_PANELS - 1) / RANGE_PANELS;
     job.ranges = tasks >= wanted || tasks == 0 ? 1 : (wanted + tasks - 1) / tasks;
     if (job.ranges > most) job.ranges = most < 1 ? 1 : most;
-    job.range = (panels + job.ranges - 1) / job.ranges * job.kernels->panel;
     job.scratch = arena_take(a, sizeof *job.scratch * (size_t)exec->threads);
     for (int32_t i = 0; i < exec->threads; i++) {
         indexer_scratch s;
@@ -104,9 +103,11 @@ static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena
 }
 
 /* Entries that a query sees. */
-static int64_t seen_by(const indexer_job *job, int64_t query)
+static int64_t seen_by(const indexer_job *job, int64_t b, int64_t query)
 {
-    const int64_t whole = mask_entries(job->args->position + query + 1, job->args->ratio, job->args->ratio);
+    const indexer_args *a = job->args;
+    const int64_t start = is_present(&a->positions) ? ((const int32_t *)a->positions.data)[b] : a->position,
+                  whole = mask_entries(start + query + 1, a->ratio, a->ratio);
     return whole < job->entries ? whole : job->entries;
 }
 
@@ -155,7 +156,7 @@ static void give(const indexer_job *job, int64_t b, int64_t query, indexer_best 
     for (int64_t i = best->n; i < job->k; i++) idx[i] = -1;
     ((int32_t *)count->data)[b * count->strides[0] + query * count->strides[1]] = (int32_t)best->n;
     const quern_tensor *scores = &job->args->scores;
-    for (int64_t e = seen_by(job, query); is_present(scores) && e < job->entries; e++)
+    for (int64_t e = seen_by(job, b, query); is_present(scores) && e < job->entries; e++)
         ((float *)row_at(scores, b, query, 0))[e] = -INFINITY;
 }
 
@@ -177,14 +178,15 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     const int64_t query0 =
         (job->blocks - 1 - index / job->ranges % job->blocks) * TASK_QUERIES; /* the longest first */
     const int64_t n = job->queries - query0 < TASK_QUERIES ? job->queries - query0 : TASK_QUERIES;
-    const int64_t last = seen_by(job, query0 + n - 1),
-                  stop = (range + 1) * job->range < last ? (range + 1) * job->range : last;
+    const int64_t last = seen_by(job, b, query0 + n - 1), share = (last + job->ranges - 1) / job->ranges,
+                  length = round_up(share, panel), from = range * length,
+                  stop = from + length < last ? from + length : last;
     pack_queries(job, b, query0, n, s);
     for (int64_t i = 0; i < n; i++) best_reset(&s->best[i]);
-    for (int64_t first = range * job->range; first < stop; first += panel) {
-        key_panel_fill(&s->panel, &job->args->keys, b, first, stop - first < panel ? stop - first : panel);
+    for (int64_t first = from; first < stop; first += panel) {
+        key_panel_fill(&s->panel, b, first, stop - first < panel ? stop - first : panel);
         for (int64_t i = 0; i < n; i++) {
-            const int64_t seen = seen_by(job, query0 + i) - first;
+            const int64_t seen = seen_by(job, b, query0 + i) - first;
             if (seen > 0) score_panel(job, b, query0 + i, i, first, seen < panel ? seen : panel, s);
         }
     }

@@ -27,6 +27,18 @@ int64_t entry_bytes(const entry_args *args, int64_t width, quern_dtype dtype)
     return width * (int64_t)quern_dtype_size(dtype);
 }
 
+int64_t entry_data_bytes(const entry_args *args, int64_t width)
+{
+    switch (args->format) {
+    case ENTRY_FP8:
+    case ENTRY_FP8_POWER: return width;
+    case ENTRY_FP4: return width / 2;
+    case ENTRY_ROW584: return ROW584_TILE * ROW584_TILES + 2 * ROW584_PLAIN;
+    case ENTRY_ROWS: break;
+    }
+    return 0;
+}
+
 /* The cosines and sines of a block in f32, dim / 2 each. */
 static void angles_of(const entry_plan *p, int64_t position, float *angles)
 {

@@ -33,6 +33,8 @@ entry_plan carve_entry(const entry_args *args, const pool_kernels *kernels, int6
                        arena *a);
 /* Bytes of a stored entry whose output is of this dtype. */
 int64_t entry_bytes(const entry_args *args, int64_t width, quern_dtype dtype);
+/* Bytes of these before the scales; of a byte format. */
+int64_t entry_data_bytes(const entry_args *args, int64_t width);
 /* Turns a pooled row into the entry whose first token has `position`; angles: room for the row's width. */
 void finish_entry(const entry_plan *p, float *row, int64_t position, float *angles);
 /* Whether a finished row can be stored: all values are finite, or the format takes any. */

@@ -11,11 +11,23 @@
 
 #include <string.h>
 
-enum { ROW584_BYTES = 584, ROW584_DATA = 576, ROW584_SCALES = 8 };
+/* A row as floats, and as bytes of a page's format. */
+typedef struct store_space {
+    float *row;
+    char *bytes;
+} store_space;
 
-static float *carve(const store_rows_args *args, arena *a)
+static bool in_byte_pages(const store_rows_args *args)
 {
-    return arena_take(a, (size_t)args->x.shape[1] * sizeof(float));
+    return args->page > 0 && args->format != ENTRY_ROWS;
+}
+
+static store_space carve(const store_rows_args *args, arena *a)
+{
+    const store_space s = {
+        .row = arena_take(a, (size_t)args->x.shape[1] * sizeof(float)),
+        .bytes = arena_take(a, in_byte_pages(args) ? (size_t)(args->cache.shape[1] / args->page) : 0)};
+    return s;
 }
 
 size_t cpu_store_rows_workspace(const stage_exec *exec, const store_rows_args *args)
@@ -34,8 +46,9 @@ static void widen(const store_rows_args *args, const row_kernels *kernels, int64
     kernels->convert(from, x->dtype, row, QUERN_F32, x->shape[1]);
 }
 
-static void store(const store_rows_args *args, const entry_plan *entry, const float *row, int64_t slot)
+static void store(const store_rows_args *args, const entry_plan *entry, const store_space *s, int64_t slot)
 {
+    const float *row = s->row;
     const quern_tensor *cache = &args->cache;
     const int64_t size = (int64_t)quern_dtype_size(cache->dtype),
                   page = args->page > 0 ? slot / args->page : slot;
@@ -45,18 +58,19 @@ static void store(const store_rows_args *args, const entry_plan *entry, const fl
     } else if (args->format == ENTRY_ROWS) {
         store_entry(entry, row, base + slot % args->page * cache->strides[1] * size, cache->dtype);
     } else {
-        char bytes[ROW584_BYTES];
-        store_entry(entry, row, bytes, QUERN_U8);
-        memcpy(base + slot % args->page * ROW584_DATA, bytes, ROW584_DATA);
-        memcpy(base + args->page * ROW584_DATA + slot % args->page * ROW584_SCALES, bytes + ROW584_DATA,
-               ROW584_SCALES);
+        const int64_t data = entry_data_bytes(entry->args, entry->width),
+                      scales = cache->shape[1] / args->page - data, at = slot % args->page;
+        store_entry(entry, row, s->bytes, QUERN_U8);
+        memcpy(base + at * data, s->bytes, (size_t)data);
+        memcpy(base + args->page * data + at * scales, s->bytes + data, (size_t)scales);
     }
 }
 
 quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
-    float *row = carve(args, &a);
+    const store_space space = carve(args, &a);
+    float *row = space.row;
     const entry_args how = {.format = args->format};
     const pool_kernels *kernels = pool_kernels_for(exec->cpu_level);
     const entry_plan entry = {.args = &how, .kernels = kernels, .width = args->x.shape[1], .ratio = 1};
@@ -74,7 +88,7 @@ quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args,
         const int64_t slot = i32_at(&args->slots, i, -1);
         if (slot < 0) continue;
         widen(args, kernels->rows, i, row);
-        store(args, &entry, row, slot);
+        store(args, &entry, &space, slot);
     }
     return QUERN_OK;
 }
