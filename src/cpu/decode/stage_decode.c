@@ -19,7 +19,14 @@
 #include <math.h>
 #include <string.h>
 
-enum { ROWS_MOST = 96, QUERIES_SPLIT = 8, SHARES_MOST = 32, SHARE_KEYS = 1024 };
+enum {
+    ROWS_MOST = 96,
+    QUERIES_SPLIT = 8,
+    SHARES_MOST = 32,
+    SHARE_KEYS = 1024,
+    TOGETHER_MOST = 16,
+    CHUNKS_A_THREAD = 16
+};
 
 /* A run's first task and tile, and its shares' results in the workspace. */
 typedef struct run_place {
@@ -35,7 +42,7 @@ typedef struct decode_space {
 typedef struct decode_job {
     const decode_args *args;
     decode_shape shape;
-    int64_t group, tile_queries, shares_most;
+    int64_t group, tile_queries, shares_most, together;
     run_place *places; /* [batch + 1] */
     float *parts;      /* [rows][value_width + 2]: o, maximum, sum */
     decode_space *spaces;
@@ -150,17 +157,18 @@ static void run_edge(const decode_job *job, const query_tile *t, const decode_pa
     }
 }
 
-static void run_keys(const decode_job *job, const query_tile *t, int64_t from, int64_t to, decode_space *s)
+/* `after`: the panel that the thread will read next. */
+static void run_keys(const decode_job *job, const query_tile *t, int64_t from, int64_t to,
+                     const decode_panel *after, decode_space *s)
 {
     const cache_plane *plane = &job->args->tokens;
     const int64_t first = t->run->first + t->first, low = low_of(job->args, first + t->queries - 1);
     int64_t next_key = from;
-    decode_panel next = {NULL, NULL, 0};
+    decode_panel next = *after;
     if (from < to) next = decode_next_panel(plane, t->run->sequence, t->head, &next_key, to);
     for (int64_t key = from; key < to;) {
         const decode_panel panel = next;
-        next.n = 0;
-        if (next_key < to) next = decode_next_panel(plane, t->run->sequence, t->head, &next_key, to);
+        next = next_key < to ? decode_next_panel(plane, t->run->sequence, t->head, &next_key, to) : *after;
         s->scratch.ahead = next;
         if (low <= key && first + 1 >= key + panel.n) {
             const int32_t keys = decode_scores(&job->shape, &s->rows, &panel, 1, false, &s->scratch);
@@ -203,33 +211,67 @@ static float *part_at(const decode_job *job, int64_t run, int64_t task)
                             (job->shape.value_width + 2);
 }
 
-static void run_task(void *arg, int64_t index, int32_t thread)
+/* A share of a tile's keys: [from, to). */
+typedef struct key_share {
+    int64_t b, task, share; /* task: its number in the run */
+    query_tile tile;
+    int64_t from, to;
+} key_share;
+
+static key_share share_at(const decode_job *job, int64_t index)
 {
-    const decode_job *job = arg;
-    const int64_t b = run_of(job, index, false), task = index - job->places[b].task;
-    const cache_run *run = &job->places[b].run;
-    const int64_t laid_out = shares_laid_out(job, run), share = task % laid_out,
-                  width = job->shape.value_width;
-    const query_tile t = tile_at(job, run, task / laid_out);
-    if (share >= t.shares) return;
-    decode_space *s = &job->spaces[thread];
-    for (int64_t i = 0; i < t.queries; i++)
-        decode_rows_pack(&job->shape, &job->args->q, run->row + t.first + i, t.head * job->group, job->group,
-                         (int32_t)(i * job->group), &s->rows);
-    decode_rows_reset(&s->rows, (int32_t)(t.queries * job->group));
+    key_share k = {.b = run_of(job, index, false)};
+    const cache_run *run = &job->places[k.b].run;
+    const int64_t laid_out = shares_laid_out(job, run);
+    k.task = index - job->places[k.b].task;
+    k.tile = tile_at(job, run, k.task / laid_out);
+    k.share = k.task % laid_out;
+    k.from = k.tile.start + k.share * k.tile.share_keys;
+    k.to = lesser(k.from + k.tile.share_keys, k.tile.end);
+    return k;
+}
+
+static void run_share(const decode_job *job, const key_share *k, const decode_panel *after, decode_space *s)
+{
+    const query_tile *t = &k->tile;
+    const int64_t width = job->shape.value_width;
+    for (int64_t i = 0; i < t->queries; i++)
+        decode_rows_pack(&job->shape, &job->args->q, t->run->row + t->first + i, t->head * job->group,
+                         job->group, (int32_t)(i * job->group), &s->rows);
+    decode_rows_reset(&s->rows, (int32_t)(t->queries * job->group));
     memset(s->rows.o, 0, (size_t)(s->rows.n * width) * sizeof(float));
     s->rows.fresh = false;
-    const int64_t from = t.start + share * t.share_keys;
-    run_keys(job, &t, from, lesser(from + t.share_keys, t.end), s);
-    if (laid_out == 1) {
-        store(job, &t, &s->rows);
+    run_keys(job, t, k->from, k->to, after, s);
+    if (shares_laid_out(job, t->run) == 1) {
+        store(job, t, &s->rows);
         return;
     }
-    float *part = part_at(job, b, task);
+    float *part = part_at(job, k->b, k->task);
     for (int32_t r = 0; r < s->rows.n; r++, part += width + 2) {
         memcpy(part, s->rows.o + r * width, (size_t)width * sizeof *part);
         part[width] = s->rows.max[r];
         part[width + 1] = s->rows.sum[r];
+    }
+}
+
+/* A thread takes tasks that follow each other, whose keys mostly follow each other in memory: one stream. */
+static void run_tasks(void *arg, int64_t index, int32_t thread)
+{
+    const decode_job *job = arg;
+    const int64_t first = index * job->together,
+                  end = lesser(first + job->together, job->places[job->args->queries.batch].task);
+    key_share now, next = share_at(job, first);
+    for (int64_t i = first; i < end; i++) {
+        decode_panel after = {NULL, NULL, 0};
+        now = next;
+        if (i + 1 < end) {
+            next = share_at(job, i + 1);
+            int64_t key = next.from;
+            if (key < next.to)
+                after = decode_next_panel(&job->args->tokens, next.tile.run->sequence, next.tile.head, &key,
+                                          next.to);
+        }
+        if (now.share < now.tile.shares) run_share(job, &now, &after, &job->spaces[thread]);
     }
 }
 
@@ -276,7 +318,10 @@ quern_status cpu_decode(const stage_exec *exec, const decode_args *args, void *w
     arena a = arena_on(workspace);
     decode_job job;
     carve(exec, args, &a, &job);
-    parallel_for(exec, job.places[args->queries.batch].task, run_task, &job);
+    const int64_t tasks = job.places[args->queries.batch].task,
+                  share = tasks / ((int64_t)exec->threads * CHUNKS_A_THREAD);
+    job.together = share < 1 ? 1 : lesser(share, TOGETHER_MOST);
+    parallel_for(exec, (tasks + job.together - 1) / job.together, run_tasks, &job);
     if (job.places[args->queries.batch].part > 0)
         parallel_for(exec, job.places[args->queries.batch].tile, run_combine, &job);
     return QUERN_OK;
