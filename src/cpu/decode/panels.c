@@ -15,7 +15,10 @@
 #include <math.h>
 #include <string.h>
 
-enum { DIRECT_MOST = 12 /* more query rows repay packing */ };
+enum {
+    DIRECT_MOST = 12, /* more query rows repay packing */
+    SLICE_KEYS = 16   /* packed at a time in bf16, so that prefetching keeps an even pace */
+};
 
 static const float log2_e = 1.44269504088896340736f;
 
@@ -107,16 +110,17 @@ static void score_panel(const decode_shape *shape, const decode_rows *rows, cons
 {
     const attention_kernels *k = shape->kernels;
     mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
-    for (int64_t c = 0; c < panel->n; c += k->panel) {
-        const int64_t n = panel->n - c < k->panel ? panel->n - c : k->panel;
+    const int32_t slice = shape->bf16 ? SLICE_KEYS : k->panel;
+    for (int64_t c = 0; c < panel->n; c += slice) {
+        const int64_t n = panel->n - c < slice ? panel->n - c : slice;
         row_source src = keys_of(shape, panel);
         src.data = panel->keys + c * shape->dim_k * (int64_t)quern_dtype_size(shape->dtype);
         src.rows = n;
-        prefetch(next, 2 * (c / k->panel), 2 * PANEL_KEYS / k->panel);
-        if (shape->bf16) k->pack_keys_bf16(&src, k->panel, (uint32_t *)(void *)s->keys);
-        else k->pack_keys_f32(&src, k->panel, s->keys);
-        prefetch(next, 2 * (c / k->panel) + 1, 2 * PANEL_KEYS / k->panel);
-        mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, k->panel,
+        prefetch(next, 2 * (c / slice), 2 * PANEL_KEYS / slice);
+        if (shape->bf16) k->pack_keys_bf16(&src, slice, (uint32_t *)(void *)s->keys);
+        else k->pack_keys_f32(&src, slice, s->keys);
+        prefetch(next, 2 * (c / slice) + 1, 2 * PANEL_KEYS / slice);
+        mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, slice,
            s->s + column + c, STEP_KEYS, false);
     }
 }

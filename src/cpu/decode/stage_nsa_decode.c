@@ -10,8 +10,10 @@
  * (select_score.c, attend_tile.c): steps of 384 entries where the compressed branch is on, whose lse selects,
  * else of 128; so the lists have the same bits.
  *
- * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). A list's panel is prefetched while the one
- * before it is computed; rows of blocks that do not fill a panel are gathered.
+ * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). What is read next is prefetched while a panel is
+ * computed: after the entries a block that is always chosen, after the blocks the window, after that the
+ * entries of the task that this thread probably takes next. Rows of blocks that do not fill a panel are
+ * gathered.
  */
 #include "core/parallel.h"
 #include "cpu/decode/panels.h"
@@ -36,6 +38,7 @@ typedef struct nsa_space {
     float *lse2;
     int32_t *seen;
     decode_panel pending; /* n 0: none */
+    decode_panel after;   /* the first of the task that the thread will probably take next */
     int64_t gathered;     /* rows in scratch.gathered */
 } nsa_space;
 
@@ -49,8 +52,9 @@ typedef struct nsa_job {
     gate_args gate;
     bool cmp, slc, win, softmax;
     int64_t group, lists, width; /* lists: of a key/value head */
-    cache_run *runs;             /* [batch] */
-    int64_t *tasks;              /* [batch + 1]: each run's first task */
+    int32_t threads;
+    cache_run *runs; /* [batch] */
+    int64_t *tasks;  /* [batch + 1]: each run's first task */
     nsa_space *spaces;
 } nsa_job;
 
@@ -83,7 +87,7 @@ static void carve(const stage_exec *exec, const nsa_decode_args *args, arena *a,
     const cache_plane *plane = &args->plane[SLC];
     const int64_t entries = mask_entries(args->capacity, args->block_size, args->stride);
     const int64_t keys[] = {1, entries, plane->kv_heads, plane->dim};
-    *job = (nsa_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level)};
+    *job = (nsa_job){.args = args, .kernels = nsa_kernels_for(exec->cpu_level), .threads = exec->threads};
     job->shape = decode_shape_of(exec, plane->dtype, plane->dim, plane->dim_v, args->scale);
     job->cmp = (args->branches & 1u << CMP) != 0;
     job->slc = (args->branches & 1u << SLC) != 0;
@@ -169,6 +173,25 @@ static void close_branch(const nsa_job *job, int branch, nsa_space *s)
                                              s->gates[3 * r + branch], width);
 }
 
+/* The panel of keys from `key` on. */
+static decode_panel peek(const cache_plane *plane, const nsa_query *q, int64_t key, int64_t end)
+{
+    return decode_next_panel(plane, q->run->sequence, q->head, &key, end);
+}
+
+static decode_panel window_start(const nsa_job *job, const nsa_query *q)
+{
+    return peek(&job->args->plane[WIN], q, mask_window_first(q->position, job->args->window),
+                q->position + 1);
+}
+
+/* What is read after the entries: a block that is always chosen, or the window. */
+static decode_panel after_entries(const nsa_job *job, const nsa_query *q)
+{
+    if (job->slc && job->args->forced_first > 0) return peek(&job->args->plane[SLC], q, 0, q->position + 1);
+    return job->win ? window_start(job, q) : (decode_panel){NULL, NULL, 0};
+}
+
 /* The entries that the query sees: their scores for the selection, and the compressed branch. */
 static void run_entries(const nsa_job *job, const nsa_query *q, nsa_space *s)
 {
@@ -177,12 +200,12 @@ static void run_entries(const nsa_job *job, const nsa_query *q, nsa_space *s)
     decode_rows_reset(&s->rows, (int32_t)job->group);
     if (job->slc && !job->softmax) make_means(job, q, s);
     for (int64_t key = 0, first = 0; key < q->seen; first = key) {
+        const cache_plane *plane = &job->args->plane[CMP];
         decode_panel panels[STEP_PANELS];
         int32_t count = 0, keys;
         while (count < most && key < q->seen) {
             const int64_t at = key;
-            panels[count] =
-                decode_next_panel(&job->args->plane[CMP], q->run->sequence, q->head, &key, q->seen);
+            panels[count] = decode_next_panel(plane, q->run->sequence, q->head, &key, q->seen);
             if (job->slc && !job->softmax) score_means(job, &panels[count], at, s);
             count++;
         }
@@ -191,7 +214,9 @@ static void run_entries(const nsa_job *job, const nsa_query *q, nsa_space *s)
         for (int64_t r = 0; r < job->group && job->slc && job->softmax; r++)
             memcpy(s->scores + r * job->width + first, s->scratch.s + r * STEP_KEYS,
                    (size_t)round_up16(keys) * sizeof *s->scores);
+        s->scratch.ahead = key < q->seen ? peek(plane, q, key, q->seen) : after_entries(job, q);
         decode_add(&job->shape, &s->rows, panels, count, keys, job->cmp, &s->scratch);
+        s->scratch.ahead.n = 0;
     }
     if (!job->cmp) {
         for (int64_t r = 0; r < job->group; r++)
@@ -227,9 +252,12 @@ static void step(const nsa_job *job, const decode_panel *panel, nsa_space *s)
     decode_add(&job->shape, &s->rows, panel, 1, keys, true, &s->scratch);
 }
 
-static void run_pending(const nsa_job *job, nsa_space *s)
+/* `after`: what is read next. */
+static void run_pending(const nsa_job *job, decode_panel after, nsa_space *s)
 {
+    s->scratch.ahead = after;
     if (s->pending.n > 0) step(job, &s->pending, s);
+    s->scratch.ahead.n = 0;
     s->pending.n = 0;
 }
 
@@ -270,9 +298,7 @@ static void run_tokens(const nsa_job *job, const nsa_query *q, int branch, int64
             gather(job, panel, s);
             continue;
         }
-        s->scratch.ahead = panel;
-        run_pending(job, s);
-        s->scratch.ahead.n = 0;
+        run_pending(job, panel, s);
         s->pending = panel;
     }
 }
@@ -294,7 +320,7 @@ static void run_selected(const nsa_job *job, const nsa_query *q, nsa_space *s)
             const int64_t end = (list[i] + 1) * length;
             run_tokens(job, q, SLC, list[i] * length, end < q->position + 1 ? end : q->position + 1, s);
         }
-        run_pending(job, s);
+        run_pending(job, job->win ? window_start(job, q) : s->after, s);
         run_gathered(job, s);
     }
     s->rows = all;
@@ -307,16 +333,15 @@ static void run_window(const nsa_job *job, const nsa_query *q, nsa_space *s)
     const int64_t low = mask_window_first(q->position, job->args->window);
     decode_rows_reset(&s->rows, (int32_t)job->group);
     run_tokens(job, q, WIN, low, q->position + 1, s);
-    run_pending(job, s);
+    run_pending(job, s->after, s);
     run_gathered(job, s);
     close_branch(job, WIN, s);
 }
 
-static void run_task(void *arg, int64_t index, int32_t thread)
+static nsa_query query_at(const nsa_job *job, int64_t index)
 {
-    const nsa_job *job = arg;
     const nsa_decode_args *args = job->args;
-    const int64_t kv_heads = args->plane[SLC].kv_heads, width = job->shape.value_width;
+    const int64_t kv_heads = args->plane[SLC].kv_heads;
     int64_t b = 0, high = args->queries.batch;
     while (high - b > 1) {
         const int64_t middle = (b + high) / 2;
@@ -324,12 +349,31 @@ static void run_task(void *arg, int64_t index, int32_t thread)
         else high = middle;
     }
     const int64_t task = index - job->tasks[b], position = job->runs[b].first + task / kv_heads;
-    const nsa_query q = {.run = &job->runs[b],
-                         .head = task % kv_heads,
-                         .row = job->runs[b].row + task / kv_heads,
-                         .position = position,
-                         .seen = mask_entries(position + 1, args->block_size, args->stride)};
+    return (nsa_query){.run = &job->runs[b],
+                       .head = task % kv_heads,
+                       .row = job->runs[b].row + task / kv_heads,
+                       .position = position,
+                       .seen = mask_entries(position + 1, args->block_size, args->stride)};
+}
+
+/* The first panel of the task that is taken next where every thread takes one in turn. */
+static decode_panel first_of_next(const nsa_job *job, int64_t index)
+{
+    const int64_t next = index + job->threads;
+    if (next >= job->tasks[job->args->queries.batch]) return (decode_panel){NULL, NULL, 0};
+    const nsa_query q = query_at(job, next);
+    if ((job->cmp || job->slc) && q.seen > 0) return peek(&job->args->plane[CMP], &q, 0, q.seen);
+    return after_entries(job, &q);
+}
+
+static void run_task(void *arg, int64_t index, int32_t thread)
+{
+    const nsa_job *job = arg;
+    const nsa_decode_args *args = job->args;
+    const int64_t width = job->shape.value_width;
+    const nsa_query q = query_at(job, index);
     nsa_space *s = &job->spaces[thread];
+    s->after = first_of_next(job, index);
     decode_rows_pack(&job->shape, &args->q, q.row, q.head * job->group, job->group, 0, &s->rows);
     gate_make(&job->gate, job->kernels, 0, q.row, 1, q.head * job->group, job->group, s->gates);
     memset(s->sum, 0, (size_t)(job->group * width) * sizeof *s->sum);
