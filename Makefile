@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # Short names for CMake's presets. `make` builds build/release/quern and installs nothing on the machine.
-# `make demo` trains and times both attentions. `make test` runs CI's tests but those of Python, which
+# `make demo` trains and times two attentions, `make demo-all` every kind. `make test` runs CI's tests but those of Python, which
 # `make test-python` runs. `make demo`, `make test` and setup* install packages that are missing.
 JOBS ?= $(shell nproc)
 SETUP = gcc g++ cmake pkg-config libjansson-dev nettle-dev libdnnl-dev gnuplot-nox linux-libc-dev libc6-dev
@@ -28,6 +28,10 @@ setup-dev:
 demo: setup
 	@$(MAKE) all
 	examples/lm/demo.sh
+
+demo-all: setup
+	@$(MAKE) all
+	examples/lm/demo.sh --all
 
 check: packages-dev
 	tests/run.sh check
@@ -69,5 +73,5 @@ tidy: packages-dev all
 clean:
 	rm -rf build
 
-.PHONY: all packages packages-dev setup setup-dev demo check test test-python test-gpu test-gpu-sanitize bench
+.PHONY: all packages packages-dev setup setup-dev demo demo-all check test test-python test-gpu test-gpu-sanitize bench
 .PHONY: accept install format tidy clean

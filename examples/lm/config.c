@@ -7,8 +7,9 @@
 #include <string.h>
 
 const lm_attention_row lm_attentions[ATTENTIONS] = {
-    {"nsa", "native sparse attention", KIND_NSA, KIND_NSA, KIND_NSA},
-    {"dense", "dense attention", KIND_DENSE, KIND_DENSE, KIND_DENSE},
+    {"nsa", KIND_NSA, KIND_NSA, KIND_NSA},       {"dense", KIND_DENSE, KIND_DENSE, KIND_DENSE},
+    {"csa", KIND_CSA, KIND_CSA, KIND_CSA},       {"hca", KIND_HCA, KIND_HCA, KIND_HCA},
+    {"hybrid", KIND_WINDOW, KIND_CSA, KIND_HCA},
 };
 
 #define AT(member) offsetof(lm_config, member)
@@ -34,6 +35,17 @@ lm_kind config_kind(const lm_config *config, int32_t layer)
     return layer == 0 ? row->first : layer % 2 == 1 ? row->second : row->third;
 }
 
+int64_t config_ratio(const lm_config *config, lm_kind kind)
+{
+    return kind == KIND_CSA ? 4 : kind == KIND_HCA ? config->ratio : 0;
+}
+
+int64_t config_rotated(const lm_config *c)
+{
+    const int64_t dim = c->width / c->heads;
+    return config_kind(c, 0) >= KIND_WINDOW ? dim / 2 : dim;
+}
+
 int32_t config_expert_inner(const lm_config *c)
 {
     return c->experts > 0 ? c->inner / (c->top + 1) : c->inner;
@@ -54,6 +66,13 @@ int32_t config_attention(const char *name)
     return -1;
 }
 
+static bool uses(const lm_config *c, lm_kind kind)
+{
+    bool any = false;
+    for (int32_t l = 0; l < c->layers; l++) any = any || config_kind(c, l) == kind;
+    return any;
+}
+
 const char *config_fault(const lm_config *c)
 {
     static char text[160];
@@ -63,6 +82,13 @@ const char *config_fault(const lm_config *c)
         c->width / c->heads > 256)
         snprintf(text, sizeof text, "width %d, heads %d: heads of a multiple of 8 up to 256 are accepted",
                  c->width, c->heads);
+    else if (config_kind(c, 0) >= KIND_WINDOW && c->kv_heads != 1)
+        snprintf(text, sizeof text, "kv-heads %d: one is accepted with %s attention", c->kv_heads,
+                 lm_attentions[c->attention].name);
+    else if (uses(c, KIND_CSA) && c->context < config_ratio(c, KIND_CSA))
+        snprintf(text, sizeof text, "context %d: at least an entry's 4 tokens are accepted", c->context);
+    else if (uses(c, KIND_HCA) && c->context < c->ratio)
+        snprintf(text, sizeof text, "ratio %d: at most the context of %d is accepted", c->ratio, c->context);
     else if (c->experts > 0 && c->top > c->experts)
         snprintf(text, sizeof text, "top %d of %d experts: at most as many are accepted", c->top, c->experts);
     else if (c->experts > 0 && (c->inner % (c->top + 1) != 0 || inner % 16 != 0 || c->width % 16 != 0))

@@ -2,28 +2,63 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # The demonstration: a byte-level language model learns the C headers of this machine with native sparse
-# attention and with dense attention, beside an order-2 byte model; then `quern bench` times both over length.
+# attention and with dense attention, beside an order-2 byte model; `quern bench` times both over length; at
+# the end the model continues a prompt from its caches. Under five minutes on two cores, beside the build.
+# With --all also DeepSeek-V4's compressed attentions and a mixture of experts, and a table of what each kind
+# costs: under twenty minutes.
 # Results stay in build/demo. The headers are joined in the order of the SHA-256 of their paths, and the last
 # 5% of the bytes are held out; figures are over 48 pieces of 4096 bytes spread evenly over that part.
-# It takes under five minutes on two cores, beside the build.
 set -eu
 cd "$(dirname "$0")/../.."
 lm=build/release/lm
 out=build/demo
 mkdir -p $out
 start=$SECONDS
+
+train() { # NAME OPTIONS...
+    echo "== 390 steps of 4096 bytes: $1"
+    $lm train --checkpoint "$out/$1.safetensors" --save-every 0 --losses "$out/$1.losses" \
+        --json "$out/$1.json" "${@:2}"
+}
+
+field() { # FILE NAME
+    sed -n "s/.*\"$2\": \"*\([^,\"}]*\).*/\1/p" "$1"
+}
+
 echo "== order-2 byte model"
 $lm order2 --json $out/order2.json
-for attention in nsa dense; do
-    echo "== 390 steps of 4096 bytes with $attention attention"
-    beside=
-    [[ $attention == nsa ]] || beside="--curve $out/losses.svg --beside $out/nsa.losses"
-    # shellcheck disable=SC2086 # several words
-    $lm train --attention $attention --checkpoint $out/$attention.safetensors --save-every 0 \
-        --losses $out/$attention.losses --json $out/$attention.json $beside
-done
-echo "== a sample from the model with native sparse attention"
-$lm generate --checkpoint $out/nsa.safetensors --prompt 'static inline ' --bytes 300 --temperature 0.6
+train nsa
+train dense --attention dense --curve $out/losses.svg --beside $out/nsa.losses
+kinds="nsa dense"
+if [[ ${1-} == --all ]]; then
+    kinds="nsa dense csa hca hybrid experts"
+    train csa --attention csa
+    train hca --attention hca
+    train experts --experts 8
+    train hybrid --attention hybrid --curve $out/all.svg --beside $out/nsa.losses --beside $out/dense.losses \
+        --beside $out/csa.losses --beside $out/hca.losses --beside $out/experts.losses
+    for weights in bf16 nvfp4; do
+        echo "== nsa with 8 experts in $weights"
+        $lm eval --checkpoint $out/experts.safetensors --expert-weights $weights
+    done
+fi
 echo "== forward time of both attentions over length"
 build/release/quern bench nsa --n 4096,16384,65536 --json $out/bench.json --svg $out/bench.svg
-echo "charts: $out/losses.svg (both losses) and $out/bench.svg ($((SECONDS - start)) s in all)"
+if [[ ${1-} == --all ]]; then
+    echo "== each kind: caches in chunks of 100 bytes give what one shot gives; speed from caches"
+    for kind in $kinds; do
+        $lm eval --checkpoint $out/$kind.safetensors --pieces 2 --chunk 100
+        $lm speed --checkpoint $out/$kind.safetensors --json $out/$kind.speed
+    done
+    printf '%-8s %9s %8s %12s %12s %12s %12s\n' kind bits/byte ms/step 'bytes/s 1k' 'bytes/s 16k' 'cache 1k' \
+        'cache 16k'
+    for kind in $kinds; do
+        printf '%-8s %9.4f %8.1f %12.0f %12.0f %12d %12d\n' $kind "$(field $out/$kind.json bits_per_byte)" \
+            "$(field $out/$kind.json ms_step_median)" \
+            "$(field $out/$kind.speed tokens_per_second_1k)" "$(field $out/$kind.speed tokens_per_second_16k)" \
+            "$(field $out/$kind.speed cache_bytes_1k)" "$(field $out/$kind.speed cache_bytes_16k)"
+    done
+fi
+echo "charts: $out/losses.svg (the losses) and $out/bench.svg ($((SECONDS - start)) s in all)"
+echo "== a sample from the model with native sparse attention, from its caches"
+$lm generate --checkpoint $out/nsa.safetensors --prompt 'static inline ' --bytes 300 --temperature 0.6 --top-p 0.95

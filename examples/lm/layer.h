@@ -6,20 +6,86 @@
 
 #include "lm.h"
 
-#include <quern/attention.h>
-#include <quern/nsa.h>
+#include <quern/cache.h>
+#include <quern/dsv4.h>
 
-/* attend.c: attention of one layer through Quern, forward and backward. */
+/* attend.c: attention of a layer, by its kind. Arrays that the kind has no use for are NULL. */
 typedef struct lm_attention {
-    float *q, *k, *v, *o, *lse[3], *o_b[3], *gates, *k_cmp, *v_cmp;
-    int32_t *block_idx;
+    float *q_raw, *k_raw, *inv_q, *inv_k; /* before norm and rope, and 1 / rms */
+    float *q, *k, *v, *o, *lse[3];        /* [context][heads][dim] ...; window, csa, hca: k is value too */
+    float *o_b[3], *gates;                /* nsa */
+    float *k_cmp, *v_cmp, *d_k_cmp;       /* compressed keys and values; csa and hca: both in one */
+    int32_t *chosen, *count;              /* nsa: blocks; csa: entries, and how many */
+    float *index_q, *index_k;             /* csa: the indexer's queries and keys */
 } lm_attention;
-bool attention_allocate(const lm_config *config, lm_attention *a);
+/* The gradients of a backward pass; d_h is added to. */
+typedef struct lm_gradients {
+    const float *d_o;
+    float *d_q, *d_k, *d_v, *d_h;
+} lm_gradients;
+bool attention_allocate(const lm_config *config, lm_kind kind, lm_attention *a);
 void attention_free(lm_attention *a);
-bool attention_forward(lm_model *model, int32_t layer, int32_t n);
-/* d_o -> d_q, d_k, d_v, and the gradient of the gate (sparse). */
-bool attention_backward(lm_model *model, int32_t layer, const float *d_o, float *d_q, float *d_k, float *d_v,
-                        int32_t n);
+/* q, k, v and what else the layer's kind needs from its normed input h1 -> o. With g: d_o -> the others, and
+ * the gradients of the kind's own weights. */
+bool attend_run(lm_model *model, int32_t layer, int32_t n, const lm_gradients *g);
+
+/* project.c: h1 of n tokens from `position` on -> q, k, v, index_q; and d_q, d_k, d_v -> d_h. */
+void project_forward(lm_model *model, int32_t layer, int64_t position, int32_t n);
+bool project_backward(lm_model *model, int32_t layer, int32_t n, const lm_gradients *g);
+
+/* The kinds: attend_dense.c, attend_nsa.c, attend_v4.c. As attend_run(). */
+bool dense_run(lm_model *model, int32_t layer, int32_t n, const lm_gradients *g);
+bool nsa_run(lm_model *model, int32_t layer, int32_t n, const lm_gradients *g);
+bool v4_run(lm_model *model, int32_t layer, int32_t n, const lm_gradients *g);
+quern_attention_params dense_params(void);
+quern_nsa_params nsa_params(const lm_config *config);
+quern_dsv4_compress_params v4_compress_params(const lm_config *config, lm_kind kind);
+/* The rows of a call of the indexer and the attention core of DeepSeek-V4. */
+typedef struct v4_rows {
+    int64_t n, position;   /* queries, the place of the first */
+    int64_t held, entries; /* keys, the last of which is the last query's; compressed entries */
+    const float *q, *kv, *kv_cmp, *index_q, *index_k;
+    int32_t *chosen, *count;
+    float *o, *lse;
+} v4_rows;
+bool v4_index(lm_model *model, int32_t layer, const v4_rows *rows);
+bool v4_core(lm_model *model, int32_t layer, const v4_rows *rows, const lm_gradients *g);
+/* With unit-RMS queries and keys a score of dense attention or nsa is at most dim * SCALE. */
+#define SCALE 0.25f
+
+/*
+ * A layer's cache for decoding, by its kind: cache_rows.c (dense, nsa), cache_v4.c (window, csa, hca).
+ */
+struct lm_cache {
+    lm_kind kind;
+    int64_t position;  /* tokens so far */
+    int32_t *chosen;   /* of the last call's queries: nsa [kv_heads][n][selected], csa [n][index_top] */
+    quern_cache *rows; /* dense, nsa */
+    void *memory[2];   /* of the rows' bookkeeping and of the rows; of the compressors' states */
+    quern_dsv4_state *main, *index;
+    size_t state_bytes; /* of both */
+    int64_t used;       /* bytes of the keys in the window and of the entries */
+    float *kv;          /* the last tokens' keys, [room][dim] */
+    int64_t held, room;
+    float *kv_cmp, *index_k; /* [entries][dim] */
+    int32_t *count;
+};
+/* An empty cache for at most `capacity` tokens, `step` in a call. */
+bool cache_open(lm_model *model, int32_t layer, int64_t capacity, int64_t step, lm_cache *cache);
+void cache_close(lm_cache *cache);
+/* Rows first ... first + n - 1 of what the layer's attention takes follow the tokens in the cache
+ * -> o [n][width] */
+bool cache_extend(lm_model *model, int32_t layer, lm_cache *cache, int64_t first, int64_t n, float *o);
+/* Bytes of the keys, values, entries and states that it holds. */
+int64_t cache_bytes(const lm_cache *cache);
+
+/* The kinds' parts of these. */
+bool rows_open(lm_model *model, int32_t layer, int64_t capacity, int64_t step, lm_cache *cache);
+bool rows_extend(lm_model *model, int32_t layer, lm_cache *cache, int64_t first, int64_t n, float *o);
+int64_t rows_bytes(const lm_cache *cache);
+bool v4_open(lm_model *model, int32_t layer, int64_t capacity, int64_t step, lm_cache *cache);
+bool v4_extend(lm_model *model, int32_t layer, lm_cache *cache, int64_t first, int64_t n, float *o);
+int64_t v4_bytes(const lm_cache *cache);
 
 /* mlp.c: rows of one network or of many, [rows][inner]. */
 typedef struct lm_rows {
@@ -43,11 +109,9 @@ bool mlp_forward(lm_model *model, int32_t layer, const float *h, float *x, int32
 bool mlp_backward(lm_model *model, int32_t layer, const float *h, const float *d_x, float *d_h, int32_t n);
 
 struct lm_layer {
-    float *x, *mid;       /* input of the attention half and of the MLP half */
-    float *h1, *h2;       /* their norms */
-    float *inv1, *inv2;   /* 1 / rms */
-    float *q_raw, *k_raw; /* before norm and rope */
-    float *inv_q, *inv_k;
+    float *x, *mid;     /* input of the attention half and of the MLP half */
+    float *h1, *h2;     /* their norms */
+    float *inv1, *inv2; /* 1 / rms */
     lm_attention attention;
     lm_mlp mlp;
 };

@@ -50,25 +50,16 @@ bool norm_backward(const float *x, const float *w, const float *inverse, const f
     return true;
 }
 
-void rope_table(float *table, int64_t positions, int64_t dim)
-{
-    for (int64_t t = 0; t < positions; t++)
-        for (int64_t m = 0; m < dim / 2; m++) {
-            const double angle = (double)t / pow(10000.0, 2.0 * (double)m / (double)dim);
-            table[t * dim + m] = (float)cos(angle);
-            table[t * dim + dim / 2 + m] = (float)sin(angle);
-        }
-}
-
-void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int64_t dim, float sign)
+void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int64_t dim, int64_t rotated,
+                float sign)
 {
 #pragma omp parallel for
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t h = 0; h < heads; h++) {
-            float *p = x + (t * heads + h) * dim;
-            for (int64_t m = 0; m < dim / 2; m++) {
-                const float c = table[t * dim + m], s = sign * table[t * dim + dim / 2 + m], a = p[2 * m],
-                            b = p[2 * m + 1];
+            float *p = x + (t * heads + h + 1) * dim - rotated;
+            for (int64_t m = 0; m < rotated / 2; m++) {
+                const float c = table[t * rotated + m], s = sign * table[t * rotated + rotated / 2 + m],
+                            a = p[2 * m], b = p[2 * m + 1];
                 p[2 * m] = a * c - b * s;
                 p[2 * m + 1] = a * s + b * c;
             }
@@ -122,12 +113,13 @@ static void rows_of(const uint8_t *text, int64_t t, int64_t row[3])
     row[2] = ((a | b << 8 | c << 16) * 2246822519u ^ 0x9e3779b9u) * 2654435761u >> 18;
 }
 
-void embed_forward(const lm_param *params, const uint8_t *text, float *x, int64_t n, int64_t width)
+void embed_forward(const lm_param *params, const uint8_t *text, int64_t position, float *x, int64_t n,
+                   int64_t width)
 {
 #pragma omp parallel for
     for (int64_t t = 0; t < n; t++) {
         int64_t row[3];
-        rows_of(text, t, row);
+        rows_of(text, position + t, row);
         for (int64_t c = 0; c < width; c++)
             x[t * width + c] = params[P_BYTE].value[row[0] * width + c] +
                                params[P_PAIR].value[row[1] * width + c] +

@@ -40,10 +40,10 @@ typedef struct lm_config {
 
 /* The attentions of a model: the kinds of its first layer, then of the others in turn. */
 typedef struct lm_attention_row {
-    const char *name, *title;
+    const char *name;
     lm_kind first, second, third;
 } lm_attention_row;
-enum { ATTENTIONS = 2 };
+enum { ATTENTIONS = 5 };
 extern const lm_attention_row lm_attentions[ATTENTIONS];
 
 /* The integers of a configuration under their names in options and checkpoints. */
@@ -55,6 +55,10 @@ typedef struct lm_field {
 enum { FIELDS = 13 };
 extern const lm_field lm_fields[FIELDS];
 int32_t *config_field(lm_config *config, int field);
+/* Tokens of a compressed entry; 0 where the kind has none. */
+int64_t config_ratio(const lm_config *config, lm_kind kind);
+/* Channels of a head that RoPE rotates, its last ones. */
+int64_t config_rotated(const lm_config *config);
 lm_kind config_kind(const lm_config *config, int32_t layer);
 /* Inner width of the network that serves every byte, and of each expert. */
 int32_t config_expert_inner(const lm_config *config);
@@ -92,7 +96,19 @@ enum {
     L_K,
     L_V,
     L_O,
-    L_GATE,
+    L_GATE,    /* nsa */
+    L_KV_NORM, /* window, csa, hca, as the next */
+    L_SINK,
+    L_CMP, /* csa, hca: a compressor's matrix, biases by place in a block (of csa's two series), norm */
+    L_CMP_BIAS_A,
+    L_CMP_BIAS_B,
+    L_CMP_NORM,
+    L_INDEX_CMP, /* csa: the same of the indexer; its queries and the weights of their heads */
+    L_INDEX_BIAS_A,
+    L_INDEX_BIAS_B,
+    L_INDEX_NORM,
+    L_INDEX_Q,
+    L_INDEX_HEADS,
     L_NORM2,
     L_W1, /* the network of every byte, then the experts */
     L_W3,
@@ -104,6 +120,7 @@ enum {
 
 typedef struct lm_layer lm_layer; /* activations of one layer, layer.h */
 typedef struct lm_served lm_served;
+typedef struct lm_cache lm_cache; /* of one layer, layer.h */
 
 typedef struct lm_model {
     lm_config config;
@@ -115,7 +132,8 @@ typedef struct lm_model {
     quern_context *ctx;
     float *x, *normed, *logits, *d_x, *d_normed; /* [context][...] */
     float *inverse;                              /* 1 / rms of the last norm's rows */
-    float *rope;                                 /* [context][head_dim]: cosines, then sines */
+    float *rope;                                 /* [positions][rotated]: cosines, then sines */
+    int64_t positions;
     void *workspace;
     size_t workspace_bytes;
     float *scratch[4]; /* [context][inner] and more, see model_create() */
@@ -129,11 +147,14 @@ lm_param *layer_param(const lm_model *model, int32_t layer, int which);
 /* model.c */
 bool model_create(lm_model *model, const lm_config *config, uint64_t seed);
 void model_destroy(lm_model *model);
+/* The RoPE table holds positions 0 ... positions - 1; else it prints an error and returns false. */
+bool model_positions(lm_model *model, int64_t positions);
 /* Mean cross-entropy in nats of predicting text[1 .. n] from text[0 .. n - 1]; n <= context. With `train`,
  * the gradients are left in params. Negative on failure. */
 double model_loss(lm_model *model, const uint8_t *text, int32_t n, bool train);
-/* Logits of the byte after text[0 .. n - 1]; n <= context. */
-const float *model_next(lm_model *model, const uint8_t *text, int32_t n);
+/* Bytes text[position ... position + n - 1] -> the logits after each, in model->logits; n <= context. Without
+ * caches position is 0; with the caches of all layers, these hold the bytes before and then these too. */
+bool model_forward(lm_model *model, const uint8_t *text, int64_t position, int32_t n, lm_cache *caches);
 
 /* call.c: what every call of Quern needs. */
 quern_tensor view(const void *data, quern_dtype dtype, int32_t ndim, int64_t a, int64_t b, int64_t c,
@@ -157,15 +178,17 @@ void norm_forward(const float *x, const float *w, float *y, float *inverse, int6
  * returns false. */
 bool norm_backward(const float *x, const float *w, const float *inverse, const float *d_y, float *d_x,
                    float *d_w, int64_t rows, int64_t cols);
-void rope_table(float *table, int64_t positions, int64_t dim);
-/* Rotates interleaved pairs of every head; backwards with sign -1. */
-void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int64_t dim, float sign);
+/* Rotates interleaved pairs of the last channels of every head; backwards with sign -1. */
+void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int64_t dim, int64_t rotated,
+                float sign);
 void swiglu_forward(const float *gate, const float *up, float *y, int64_t n);
 void swiglu_backward(const float *gate, const float *up, const float *d_y, float *d_gate, float *d_up,
                      int64_t n);
 /* Mean loss in nats; d_logits = gradient of the mean, in place of the logits where `gradient`. */
 double cross_entropy(float *logits, const uint8_t *target, int64_t rows, bool gradient);
-void embed_forward(const lm_param *params, const uint8_t *text, float *x, int64_t n, int64_t width);
+/* Of bytes text[position ... position + n - 1], and the two before each. */
+void embed_forward(const lm_param *params, const uint8_t *text, int64_t position, float *x, int64_t n,
+                   int64_t width);
 void embed_backward(lm_param *params, const uint8_t *text, const float *d_x, int64_t n, int64_t width);
 
 /* gemm.c: C[m][n] = A B (+ C), A [m][k] or, transposed, [k][m]; B likewise. */
@@ -221,6 +244,10 @@ bool checkpoint_save(const lm_model *model, const char *path, const lm_run *run)
 /* Reads configuration, weights, optimizer state and run into a fresh model. */
 bool checkpoint_load(lm_model *model, const char *path, lm_run *run);
 
+/* sample.c: a byte drawn from the likeliest whose chances sum to top_p; temperature 0: the likeliest, of equals
+ * the lowest. */
+int sample(const float *logits, double temperature, double top_p, uint64_t *state);
+
 /* random.c: splitmix64, the same numbers everywhere. */
 uint64_t random_next(uint64_t *state);
 float random_normal(uint64_t *state);
@@ -230,6 +257,7 @@ int verb_train(int argc, char **argv);
 int verb_eval(int argc, char **argv);
 int verb_generate(int argc, char **argv);
 int verb_order2(int argc, char **argv);
+int verb_speed(int argc, char **argv);
 /* True if the held-out part is longer than n bytes; else it prints an error. */
 bool held_out_fits(const lm_corpus *corpus, int64_t n);
 /* Bits per held-out byte. On failure it prints an error and returns a negative number. */

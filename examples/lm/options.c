@@ -24,6 +24,8 @@ enum {
     PIECES,
     LENGTH,
     TEMPERATURE,
+    TOP_P,
+    CHUNK,
     HELP,
     /* What a checkpoint decides. */
     ATTENTION,
@@ -49,6 +51,8 @@ static const struct option verbs_options[] = {
     {"pieces", 1, NULL, PIECES},
     {"bytes", 1, NULL, LENGTH},
     {"temperature", 1, NULL, TEMPERATURE},
+    {"top-p", 1, NULL, TOP_P},
+    {"chunk", 1, NULL, CHUNK},
     {"help", 0, NULL, HELP},
     {"attention", 1, NULL, ATTENTION},
     {"steps", 1, NULL, STEPS},
@@ -71,7 +75,9 @@ static const struct {
     {LENGTH, 1, 1e6, false, offsetof(lm_options, bytes)},
     {STEPS, 1, 1e9, false, offsetof(lm_options, run.steps)},
     {SEED, 0, 1e15, false, offsetof(lm_options, run.seed)},
+    {CHUNK, 1, 1 << 20, false, offsetof(lm_options, chunk)},
     {TEMPERATURE, 0, 10, true, offsetof(lm_options, temperature)},
+    {TOP_P, 0, 1, true, offsetof(lm_options, top_p)},
     {MUON, 0, 10, true, offsetof(lm_options, muon)},
     {ADAM, 0, 10, true, offsetof(lm_options, adam)},
 };
@@ -159,6 +165,7 @@ bool options_parse(int argc, char **argv, const char *help, lm_options *o)
                       .pieces = 48,
                       .bytes = 400,
                       .temperature = 0.7,
+                      .top_p = 1.0,
                       .save_every = 100};
     o->muon = (double)o->run.rates.muon;
     o->adam = (double)o->run.rates.adam;

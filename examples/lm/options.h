@@ -15,8 +15,8 @@ typedef struct lm_options {
     lm_config config;
     lm_expert_weights expert_weights;
     lm_run run;
-    int64_t until, save_every, pieces, bytes;
-    double temperature, muon, adam;
+    int64_t until, save_every, pieces, bytes, chunk;
+    double temperature, top_p, muon, adam;
 } lm_options;
 
 /* Parses into defaults; prints help and exits 0 on --help, returns false (usage error, said) otherwise. With

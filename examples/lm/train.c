@@ -12,7 +12,9 @@
 
 static const char help[] =
     "lm train - train a byte-level language model\n\n"
-    "  --attention nsa|dense   native sparse attention (default) or dense\n"
+    "  --attention nsa|dense|csa|hca|hybrid   native sparse attention (default), dense, DeepSeek-V4's "
+    "compressed\n"
+    "                          attentions, or a window layer and then csa and hca in turn\n"
     "  --experts N (0)  --top 2   a mixture of N experts beside a shared one; a byte goes to `top` of them\n"
     "  --corpus PATH           a file or folder (default: the C headers of linux-libc-dev and libc6-dev)\n"
     "  --checkpoint FILE       write the run here, every --save-every steps and at the end\n"
@@ -30,7 +32,10 @@ static const char help[] =
     "  --width 128 --layers 4 --heads 4 --kv-heads 1 --inner 384 --context 4096   the model; --inner is "
     "shared\n"
     "                          equally by the top + 1 networks of a byte where there are experts\n"
-    "  --block 32 --selected 8 --window 256                          native sparse attention\n"
+    "  --block 32 --selected 8     nsa: bytes of a block, blocks that a query selects; --window 256 of all "
+    "but "
+    "dense\n"
+    "  --index-top 64 --ratio 128  csa: entries that a query selects; hca: bytes of an entry\n"
     "  --muon 0.02 --adam 0.02 --seed 1 --pieces 48 (held-out pieces of one context each)\n\n"
     "examples:\n"
     "  lm train --checkpoint nsa.safetensors --curve nsa.svg\n"
@@ -53,29 +58,6 @@ static float schedule(int64_t step, int64_t steps)
     const float warm = step < 10 ? (float)(step + 1) / 10.0f : 1.0f,
                 left = (float)(steps - step) / (0.6f * (float)steps);
     return warm * (left < 1.0f ? left : 1.0f);
-}
-
-bool held_out_fits(const lm_corpus *corpus, int64_t n)
-{
-    const int64_t size = corpus->size - corpus->train;
-    return size > n ||
-           failure("the held-out 5%% of the corpus has %lld bytes: more than the context of %lld are needed",
-                   (long long)size, (long long)n) == 0;
-}
-
-double evaluate(lm_model *m, const lm_corpus *corpus, int64_t pieces)
-{
-    const int32_t n = m->config.context;
-    double nats = 0.0;
-    int64_t count = 0;
-    for (int64_t at; (at = corpus_held_out(corpus, n, count, pieces)) >= 0; count++) {
-        const double loss = model_loss(m, corpus->bytes + at, n, false);
-        if (isnan(loss) || isinf(loss))
-            return failure("the held-out loss is %g: the model's weights are too large", loss) * -1.0;
-        if (loss < 0.0) return -1.0;
-        nats += loss;
-    }
-    return count > 0 ? nats / (double)count / 0.69314718055994531 : -1.0;
 }
 
 static int by_value(const void *a, const void *b)

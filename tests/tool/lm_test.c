@@ -3,56 +3,15 @@
 /* lm_test.c - the example's own tests: its hand-written backward against finite differences, a run that is
  * interrupted and resumed against one that is not, by its functions and by the program, and the program's
  * errors. */
-#include "layer.h"
+#include "tool/lm_case.h"
 
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include <quern/safetensors.h>
-
-int failure(const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    vfprintf(stderr, format, args);
-    va_end(args);
-    fputc('\n', stderr);
-    return 1;
-}
-
-/* A model of an attention, small enough for finite differences. */
-static lm_config small(const char *attention)
-{
-    const int32_t row = config_attention(attention);
-    assert_true(row >= 0);
-    return (lm_config){.width = 32,
-                       .layers = 2,
-                       .heads = 2,
-                       .kv_heads = 1,
-                       .inner = 48,
-                       .context = 96,
-                       .attention = row,
-                       .block = 16,
-                       .selected = 4,
-                       .window = 32,
-                       .index_top = 8,
-                       .ratio = 16,
-                       .top = 2};
-}
-
-static void fill(uint8_t *text, int n)
-{
-    uint64_t state = 7;
-    for (int i = 0; i < n; i++) text[i] = (uint8_t)("abcdefgh"[random_next(&state) % 8]);
-}
 
 /* d loss / d value along a random direction, by central differences of the f32 model, for every parameter
  * array. */
@@ -62,14 +21,11 @@ static void check_gradients(const lm_config *config)
     lm_model m;
     fill(text, 97);
     assert_true(model_create(&m, config, 3));
-    uint64_t state = 11;
-    for (int32_t i = 0; i < m.param_count; i++) /* zero matrices would hide gradients behind them */
-        for (int64_t j = 0; j < m.params[i].rows * m.params[i].cols; j++)
-            m.params[i].value[j] += 0.05f * random_normal(&state);
+    stir(&m);
     assert_true(model_loss(&m, text, 96, true) > 0.0);
     for (int32_t i = 0; i < m.param_count; i++) {
         lm_param *p = &m.params[i];
-        if (p->value == NULL || p->rule == RULE_BALANCE) continue; /* the latter has no gradient */
+        if (p->value == NULL || p->rule == RULE_BALANCE || p->rule == RULE_FIXED) continue;
         const int64_t n = p->rows * p->cols;
         float *grad = malloc((size_t)n * 4), *old = malloc((size_t)n * 4);
         memcpy(grad, p->grad, (size_t)n * 4);
@@ -166,48 +122,6 @@ static void the_balance_follows_the_load(void **unused)
     model_destroy(&m);
 }
 
-enum { CORPUS = 9000, PIECE = 96 }; /* its held-out 5% holds some pieces */
-
-typedef struct places {
-    char folder[32], corpus[64], other[64];
-} places;
-
-static void write_file(const char *path, const uint8_t *bytes, size_t n)
-{
-    FILE *f = fopen(path, "wb");
-    assert_non_null(f);
-    assert_int_equal(fwrite(bytes, 1, n, f), n);
-    assert_int_equal(fclose(f), 0);
-}
-
-/* A folder of the test's own, with a corpus and one that differs from it by a byte. */
-static int make_places(void **state)
-{
-    places *p = calloc(1, sizeof *p);
-    uint8_t text[CORPUS];
-    assert_non_null(p);
-    strcpy(p->folder, "/tmp/lm_test_XXXXXX");
-    assert_non_null(mkdtemp(p->folder));
-    snprintf(p->corpus, sizeof p->corpus, "%s/corpus", p->folder);
-    snprintf(p->other, sizeof p->other, "%s/other", p->folder);
-    fill(text, CORPUS);
-    write_file(p->corpus, text, CORPUS);
-    text[5000] ^= 1;
-    write_file(p->other, text, CORPUS);
-    *state = p;
-    return 0;
-}
-
-static int remove_places(void **state)
-{
-    const places *p = *state;
-    char command[128];
-    snprintf(command, sizeof command, "rm -rf '%s'", p->folder);
-    const int code = system(command);
-    free(*state);
-    return code;
-}
-
 static void steps(lm_model *m, const lm_corpus *corpus, const lm_run *run, int count)
 {
     for (int i = 0; i < count; i++) {
@@ -260,37 +174,12 @@ static void a_resumed_run_repeats_bit_by_bit(void **state)
     model_destroy(&rest);
 }
 
-/* The program's exit code; `arguments` may name files of the folder. */
-static int program(const places *p, const char *environment, const char *arguments)
-{
-    char command[1024];
-    snprintf(command, sizeof command, "cd '%s' && %s '%s' %s >out 2>err", p->folder, environment, LM_COMMAND,
-             arguments);
-    const int how = system(command);
-    return WIFEXITED(how) ? WEXITSTATUS(how) : -1;
-}
-
-static bool says(const places *p, const char *words)
-{
-    char path[64], text[2048] = {0};
-    snprintf(path, sizeof path, "%s/err", p->folder);
-    FILE *f = fopen(path, "rb");
-    assert_non_null(f);
-    const size_t n = fread(text, 1, sizeof text - 1, f);
-    fclose(f);
-    return n > 0 && strstr(text, words) != NULL;
-}
-
 static bool exists(const places *p, const char *name)
 {
     char path[128];
     snprintf(path, sizeof path, "%s/%s", p->folder, name);
     return access(path, F_OK) == 0;
 }
-
-#define SMALL                                                                                                \
-    "--width 32 --layers 2 --heads 2 --inner 48 --context 96 --block 16 --selected 4 --window 32 --pieces "  \
-    "2 "
 
 static void the_program_resumes_to_the_same_file(void **state)
 {
