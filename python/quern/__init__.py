@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """Quern: sparse attention, compressed attention and FP4 experts on CPUs and NVIDIA GPUs."""
 
+import sys
+
 from . import dsv4, moe, nvfp4
 from ._attention import attention
 from ._lists import block_mask, convert_blocks
@@ -9,6 +11,9 @@ from ._nsa import nsa
 from ._nsa_cache import NSACache
 from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_select
 from ._operations import version
+
+if "torch" in sys.modules:
+    from . import _torch  # noqa: F401: torch.ops.quern
 
 __version__ = version()
 __all__ = [

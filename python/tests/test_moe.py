@@ -187,7 +187,9 @@ def test_opcheck():
     codes = as_bytes(quantized()[0])
     hidden, weight = torch.randn(6, 64, requires_grad=True), torch.randn(4, 64, requires_grad=True)
     opcheck("moe", {"hidden": hidden, "weight": weight, **codes}, {"top_k": 2}, "out experts weights")
-    opcheck("moe-route", {"hidden": hidden, "weight": weight}, {"top_k": 2}, "experts weights offsets")
+    opcheck(
+        "moe-route", {"hidden": hidden, "weight": weight}, {"top_k": 2}, "weights experts offsets permutation"
+    )
     product = {"a": hidden, "offsets": torch.tensor([1, 3, 4, 6], dtype=torch.int32)}
     product.update((f"b_{name}", codes[f"gate_up_{name}"]) for name in ("codes", "scales", "global"))
     opcheck("nvfp4-gemm", product, {}, "c")
