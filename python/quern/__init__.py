@@ -13,7 +13,7 @@ from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_select
 from ._operations import version
 
 if "torch" in sys.modules:
-    from . import _torch  # noqa: F401: torch.ops.quern
+    from . import _torch  # noqa: F401
 
 __version__ = version()
 __all__ = [
