@@ -203,7 +203,6 @@ static quern_status plan(op_call *call)
     c->indexer = (indexer_args){.ratio = c->params.ratio,
                                 .position = c->params.start_abs_pos,
                                 .page = c->params.page,
-                                .entries = call->symbol[IS_S],
                                 .format = dsv4_entry_format(c->params.key_format),
                                 .scale = (float)(1.0 / sqrt(channels * heads)),
                                 .positions = op_view(call, DI_START_POSITIONS, false),

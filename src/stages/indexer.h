@@ -19,7 +19,6 @@
 typedef struct indexer_args {
     int64_t ratio, position; /* tokens of an entry; where query 0 of every sequence stands */
     int64_t page;            /* slots of a page; 0: keys are contiguous */
-    int64_t entries;         /* S */
     entry_format format;     /* of keys: ENTRY_ROWS, or bytes */
     float scale;
     quern_tensor positions;  /* i32 [B] in place of position, or absent */
@@ -30,6 +29,6 @@ typedef struct indexer_args {
 } indexer_args;
 STAGE_DECLARE(indexer);
 #define INDEXER_TENSORS(F) F(positions) F(table) F(q) F(keys) F(w) F(idx) F(count) F(scores)
-#define INDEXER_VALUES(F) F(ratio) F(position) F(page) F(entries) F(format) F(scale)
+#define INDEXER_VALUES(F) F(ratio) F(position) F(page) F(format) F(scale)
 
 #endif

@@ -77,7 +77,7 @@ static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena
     job.queries = q->shape[1];
     job.heads = q->shape[2];
     job.width = q->shape[3];
-    job.entries = args->entries;
+    job.entries = args->page > 0 ? args->table.shape[1] * args->page : args->keys.shape[1];
     job.k = args->idx.shape[2];
     job.room = best_room(job.k, job.kernels->panel);
     job.blocks = (job.queries + TASK_QUERIES - 1) / TASK_QUERIES;
