@@ -74,10 +74,10 @@ QUERN_API quern_status quern_moe_route_backward(quern_context *ctx, const quern_
 
 /*
  * Experts' weights, repacked once into the layout that quern_nvfp4_gemm reads fastest, and exactly back. The
- * layout is the backend's; its version changes when its bytes do. Version 2, on the CPU: panels of 64
+ * layout is the backend's; its version changes when its bytes do. Version 3, on the CPU: panels of 64
  * columns; 2304 bytes for 64 of K.
  */
-enum { QUERN_MOE_PREPACK_VERSION = 2 };
+enum { QUERN_MOE_PREPACK_VERSION = 3 };
 
 typedef struct quern_moe_prepack_params {
     size_t size;

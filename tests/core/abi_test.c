@@ -67,7 +67,7 @@ static void enum_values_are_pinned(void **unused)
     assert_int_equal(QUERN_NVFP4_CODES_K_MAJOR, 1);
     assert_int_equal(QUERN_NVFP4_LAYOUT_SWIZZLED, 2);
     assert_int_equal(QUERN_NVFP4_ACTIVATION_SWIGLU, 1);
-    assert_int_equal(QUERN_MOE_PREPACK_VERSION, 2);
+    assert_int_equal(QUERN_MOE_PREPACK_VERSION, 3);
     assert_int_equal(QUERN_MOE_SCORE_SIGMOID, 2);
     assert_int_equal(QUERN_OP_ATTENTION_FORWARD, 1);
     assert_int_equal(QUERN_OP_ATTENTION_BACKWARD, 2);

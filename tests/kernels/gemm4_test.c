@@ -50,8 +50,7 @@ static int code_at(const test_tensor *units, int64_t k, int64_t column)
         (const uint8_t *)units->view.data + k / 64 * GEMM4_UNIT_BYTES + column / 16 * GEMM4_STRIP_BYTES;
     const int nibble = nibble_of_k[k % 8];
     const uint8_t *word = strip + 64 + k % 64 / 8 * 64 + column % 16 * 4;
-    const int magnitude = word[nibble / 2] >> (4 * (nibble % 2) + 1) & 7;
-    return magnitude | (word[(nibble / 2 + 2) % 4] >> 4 * (nibble % 2) & 1) << 3;
+    return word[nibble / 2] >> 4 * (nibble % 2) & 15;
 }
 
 static int scale_at(const test_tensor *units, int64_t k, int64_t column)

@@ -4,16 +4,14 @@
  * gemm4_kernels.h - the tile kernels of products with NVFP4 weights: one table per CPU level. They get
  * pointers and sizes; they never validate, allocate or start threads.
  *
- * Repacked weights, version 2. A panel is 64 columns of one expert's matrix; its K is cut into units of 64. A
+ * Repacked weights, version 3. A panel is 64 columns of one expert's matrix; its K is cut into units of 64. A
  * unit is 2304 bytes, four strips of 16 columns one after the other. A strip is a line of scales, byte 16 b +
  * n that of block b (16 of K) and column n, and eight lines of codes. Line l is 16 words of 32 bits, word n
  * the codes of column n at k = 8 l ... 8 l + 7 as eight nibbles from the lowest up: k 0, 2, 4, 6, then 1, 3,
- * 5, 7. So one rotation of a word brings the codes of the pair 2 p, 2 p + 1 to the same bits of both halves.
+ * 5, 7. So one shift of a word brings the codes of the pair 2 p, 2 p + 1 to the lowest bits of both halves.
  *
- * A nibble is a code's magnitude, shifted left by one, and in the lowest bit the sign of the other code of
- * its pair: then the rotation brings both signs to the tops of the halves as well. The byte of a scale 2^(e -
- * 9) (1 + m / 8) is 8 e + m, normalised where E4M3 is subnormal, so e is 0 ... 17; a scale of 0 is the byte
- * 255. Codes of columns past N and rows past K are 0.
+ * The byte of a scale 2^(e - 9) (1 + m / 8) is 144 - 8 e - m, normalised where E4M3 is subnormal, so e is 0
+ * ... 17; a scale of 0 is the byte 0. Codes of columns past N and rows past K are 0.
  */
 #ifndef QUERN_CPU_GEMM4_KERNELS_H
 #define QUERN_CPU_GEMM4_KERNELS_H
@@ -75,15 +73,15 @@ typedef struct gemm4_kernels {
 /* The byte that a panel holds of an E4M3 byte, 0x00 ... 0x7e, and back. */
 static inline uint8_t gemm4_scale_byte(uint8_t e4m3)
 {
-    static const uint8_t subnormal[8] = {255, 0, 8, 12, 16, 18, 20, 22};
-    return e4m3 < 8 ? subnormal[e4m3] : (uint8_t)(e4m3 + 16);
+    static const uint8_t subnormal[8] = {0, 144, 136, 132, 128, 126, 124, 122};
+    return e4m3 < 8 ? subnormal[e4m3] : (uint8_t)(128 - e4m3);
 }
 
 static inline uint8_t gemm4_e4m3_byte(uint8_t scale)
 {
     uint8_t e4m3 = 0;
     while (e4m3 < 8 && gemm4_scale_byte(e4m3) != scale) e4m3++;
-    return e4m3 < 8 ? e4m3 : (uint8_t)(scale - 16);
+    return e4m3 < 8 ? e4m3 : (uint8_t)(128 - scale);
 }
 
 const gemm4_kernels *gemm4_kernels_for(quern_cpu_level level);

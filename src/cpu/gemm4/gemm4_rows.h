@@ -17,7 +17,7 @@
 #include "cpu/kernels/vector.h"
 
 #define E2M1_VALUES                                                                                          \
-    0.0f, -0.0f, 0.5f, -0.5f, 1.0f, -1.0f, 1.5f, -1.5f, 2.0f, -2.0f, 3.0f, -3.0f, 4.0f, -4.0f, 6.0f, -6.0f
+    0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f
 #define E2M1_MAGNITUDES 0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f
 
 enum { VECTORS_A_STRIP = GEMM4_STRIP / LANES, ROW_AHEAD = 4 * GEMM4_UNIT_BYTES /* bytes */ };
@@ -30,8 +30,8 @@ INLINE vfloat code_value(vint w, const int j)
     return _mm512_permutexvar_ps((__m512i)(w >> 4 * j), table);
 #elif defined(__AVX2__)
     const __m256 table = {E2M1_MAGNITUDES};
-    const vint sign = (vint)((vuint)w << (31 - 4 * j)) & INT32_MIN;
-    return (vfloat)((vint)_mm256_permutevar8x32_ps(table, (__m256i)(w >> (4 * j + 1))) | sign);
+    const vint sign = (vint)((vuint)w << (28 - 4 * j)) & INT32_MIN;
+    return (vfloat)((vint)_mm256_permutevar8x32_ps(table, (__m256i)(w >> 4 * j)) | sign);
 #else
     static const float table[16] = {E2M1_VALUES};
     vfloat v;
@@ -40,13 +40,12 @@ INLINE vfloat code_value(vint w, const int j)
 #endif
 }
 
-/* The words of LANES columns, each nibble with the sign of its own code in the lowest bit. */
+/* The words of LANES columns. */
 INLINE vint load_words(const uint8_t *p)
 {
     vint v;
     memcpy(&v, p, sizeof v);
-    const vint others = (vint)((vuint)v >> 16) | v << 16;
-    return (v & (int32_t)0xeeeeeeee) | (others & 0x11111111);
+    return v;
 }
 
 /* The scales of LANES columns. */
@@ -54,7 +53,7 @@ INLINE vfloat load_scales(const uint8_t *p)
 {
     const vint v = v_load_bytes(p);
     const vfloat zero = {0};
-    return v_select(v == 255, zero, (vfloat)((v << 20) + (118 << 23)));
+    return v_select(v == 0, zero, (vfloat)((136 << 23) - (v << 20)));
 }
 
 /* The k of nibble j of a word. */
@@ -99,7 +98,7 @@ INLINE vfloat add_line(vfloat acc, const uint8_t *words, const float *a, vfloat 
     /* A byte look-up gives twice the values of four codes; each in turn becomes the top byte of an
      * integer. */
     const __m256i table =
-        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8, 12, -12));
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
     const vfloat small = scale * 0x1p-25f;
     const vint even = (vint)_mm256_shuffle_epi8(table, (__m256i)(w & 0x0f0f0f0f)),
                odd = (vint)_mm256_shuffle_epi8(table, (__m256i)(w >> 4 & 0x0f0f0f0f));
@@ -145,14 +144,14 @@ INLINE vint doubled_plus_12(vint codes)
 {
 #if defined(__AVX512BW__)
     const __m512i table =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 12, 13, 11, 14, 10, 15, 9, 16, 8, 18, 6, 20, 4, 24, 0));
+        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     return (vint)_mm512_shuffle_epi8(table, (__m512i)codes);
 #elif defined(__AVX2__)
     const __m256i table =
-        _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 12, 13, 11, 14, 10, 15, 9, 16, 8, 18, 6, 20, 4, 24, 0));
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     return (vint)_mm256_shuffle_epi8(table, (__m256i)codes);
 #else
-    static const uint8_t table[16] = {12, 12, 13, 11, 14, 10, 15, 9, 16, 8, 18, 6, 20, 4, 24, 0};
+    static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
     uint8_t bytes[sizeof(vint)];
     memcpy(bytes, &codes, sizeof bytes);
     for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = table[bytes[i]];

@@ -71,13 +71,12 @@ static void gather(const weight_view *w, const unit_extent *e, unit_bytes *unit)
             unit->scales[b][c] = *scale_at(w, e->block + b, e->column + c);
 }
 
-/* Byte j of a column's line holds k 2 j and 2 j + 1. They become nibbles j and j + 4, rotated left by one
- * bit. */
+/* Byte j of a column's line holds k 2 j and 2 j + 1. They become nibbles j and j + 4. */
 static uint32_t word_of(const uint8_t *first)
 {
     uint32_t word = 0;
     for (int j = 0; j < PAIRS_A_LINE; j++) {
-        const uint32_t codes = first[j * GEMM4_PANEL], byte = (codes << 1 & 0xff) | codes >> 7;
+        const uint32_t byte = first[j * GEMM4_PANEL];
         word |= (byte & 15) << 4 * j | byte >> 4 << (4 * j + 16);
     }
     return word;
@@ -120,9 +119,8 @@ void unpack_unit(const weight_view *w, int64_t panel, int64_t unit, const uint8_
             uint32_t word;
             memcpy(&word, strip + 64 + p / PAIRS_A_LINE * 64 + c % GEMM4_STRIP * 4, sizeof word);
             word >>= 4 * (p % PAIRS_A_LINE);
-            const uint32_t byte = (word & 15) | (word >> 16 & 15) << 4;
             w->codes[(e.pair + p) * w->pair_stride + (e.column + c) * w->column_stride] =
-                (uint8_t)(byte >> 1 | byte << 7);
+                (uint8_t)((word & 15) | (word >> 16 & 15) << 4);
         }
     }
 }
