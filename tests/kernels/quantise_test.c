@@ -104,6 +104,47 @@ static void quantise_row(const quantise_kernels *kernels, test_random *random)
     }
 }
 
+/* bf16 values within a few units of a midpoint between two codes, or on it, for scales of every mantissa: the
+ * two roundings of a profile decide. */
+static void midpoints(const quantise_kernels *kernels, test_random *random)
+{
+    static const double middles[] = {0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5};
+    const int64_t n = 272, blocks = n / 16;
+    for (int i = 0; i < 8000; i++) {
+        const int index = (int)test_random_int(random, 0, NVFP4_CASES - 1);
+        if (!nvfp4_case_accepted(index) || nvfp4_case_scales(index) != ORACLE_SCALES_RNE) continue;
+        test_tensor t = tensor_of(random, QUERN_BF16, 1, n, TEST_UNALIGNED),
+                    codes = tensor_of(random, QUERN_U8, 1, n / 2, TEST_UNALIGNED),
+                    scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
+        double values[272];
+        const double number = test_round(QUERN_BF16, ldexp(1 + test_random_uniform(random), -3)),
+                     scale = (double)oracle_e4m3((int)test_random_int(random, 40, 70));
+        float global = (float)(number / middles[test_random_int(random, 0, 6)] / scale);
+        for (int64_t step = test_random_int(random, 0, 3); step > 0; step--) global = nextafterf(global, 1);
+        for (int64_t step = test_random_int(random, 0, 3); step > 0; step--) global = nextafterf(global, 0);
+        for (int64_t b = 0; b < n; b++)
+            values[b] = b % 16 == 3 ? 6 * scale * (double)global
+                                    : ldexp(number, (int)test_random_int(random, -3, 3)) *
+                                          (test_random_one_in(random, 2) ? -1 : 1);
+        test_tensor_set(&t, values);
+        double *x = test_tensor_get(&t);
+        const quantise_rule rule =
+            rule_of(index, nvfp4_case_profile(index) == ORACLE_COMPRESSED ? 1 / global : global);
+        kernels->quantise_row(&rule, t.view.data, QUERN_BF16, n, codes.view.data, scales.view.data);
+        for (int64_t b = 0; b < blocks; b++) {
+            float block[16];
+            int got[16];
+            for (int64_t c = 0; c < 16; c++) {
+                block[c] = (float)x[16 * b + c];
+                got[c] = nibble((const uint8_t *)codes.view.data + 8 * b, c);
+            }
+            expect_block(kernels, &rule, block, got, ((const uint8_t *)scales.view.data)[b], n);
+        }
+        free(x);
+        test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
+    }
+}
+
 static void quantise_columns(const quantise_kernels *kernels, test_random *random)
 {
     for (int i = 0; i < NVFP4_CASES * 3 * LENGTHS; i++) {
@@ -365,6 +406,7 @@ int main(int argc, char **argv)
     char program[] = "quantise_test";
     const struct CMUnitTest tests[] = {
         KERNEL_TEST(quantise_row),
+        KERNEL_TEST(midpoints),
         KERNEL_TEST(quantise_columns),
         KERNEL_TEST(dequantise_row),
         KERNEL_TEST(dequantise_columns),

@@ -24,8 +24,7 @@
  * word. */
 #define POWER(e) ((136 + (e)) * 128)
 #define HALF_MORE(e) (POWER(e) + 64 + 31)
-#define MAGNITUDES                                                                                           \
-    POWER(-1), POWER(0), HALF_MORE(0), POWER(1), HALF_MORE(1), POWER(2), HALF_MORE(2)
+#define MAGNITUDES POWER(-1), POWER(0), HALF_MORE(0), POWER(1), HALF_MORE(1), POWER(2), HALF_MORE(2)
 #define NEGATIVE(e) (int16_t)(POWER(e) - 32768)
 #define NEGATIVE_HALF_MORE(e) (int16_t)(HALF_MORE(e) - 32768)
 #define NEGATIVES                                                                                            \
@@ -51,8 +50,9 @@ typedef struct decoder {
 INLINE decoder make_decoder(void)
 {
     return (decoder){_mm512_loadu_si512(codes), _mm512_loadu_si512(corrections),
-                     _mm512_setr_epi32(SPREAD(0), SPREAD(1), SPREAD(2), SPREAD(3), SPREAD(4), SPREAD(5), SPREAD(6), SPREAD(7), SPREAD(8), SPREAD(9),
-                                       SPREAD(10), SPREAD(11), SPREAD(12), SPREAD(13), SPREAD(14), SPREAD(15))};
+                     _mm512_setr_epi32(SPREAD(0), SPREAD(1), SPREAD(2), SPREAD(3), SPREAD(4), SPREAD(5),
+                                       SPREAD(6), SPREAD(7), SPREAD(8), SPREAD(9), SPREAD(10), SPREAD(11),
+                                       SPREAD(12), SPREAD(13), SPREAD(14), SPREAD(15))};
 }
 
 /* The scales of 16 columns, in both halves of a column's word: which bits of a code to keep, and what to

@@ -130,13 +130,23 @@ static void block_search(const quantise_rule *rule, const vfloat x[BLOCK], vint 
     normalised_block(global_of(rule), QUANTISE_SCALES_SEARCH, false, x, codes, scale);
 }
 
-static void block_modelopt(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+INLINE vint modelopt_scale(const quantise_rule *rule, vfloat largest)
 {
     const float six = 6.0f * rule->global;
-    vfloat p = largest_of(x) / six;
+    vfloat p = largest / six;
     p = v_select(p == 0.0f, v_splat(1.0f), p);
-    p = v_select(p < 0x1p-9f, v_splat(0x1p-9f), p);
-    const vint byte = saturated_e4m3(p);
+    return saturated_e4m3(v_select(p < 0x1p-9f, v_splat(0x1p-9f), p));
+}
+
+INLINE vint compressed_scale(const quantise_rule *rule, vfloat largest)
+{
+    const vint byte = saturated_e4m3(rule->global * (largest / 6.0f));
+    return byte | ((byte == 0) & 0x20);
+}
+
+static void block_modelopt(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
+{
+    const vint byte = modelopt_scale(rule, largest_of(x));
     const vfloat divisor = e4m3_value(byte) * rule->global;
     const vint kept = divisor != 0.0f;
 #pragma GCC unroll 16
@@ -146,8 +156,7 @@ static void block_modelopt(const quantise_rule *rule, const vfloat x[BLOCK], vin
 
 static void block_compressed(const quantise_rule *rule, const vfloat x[BLOCK], vint codes[BLOCK], vint *scale)
 {
-    vint byte = saturated_e4m3(rule->global * (largest_of(x) / 6.0f));
-    byte |= (byte == 0) & 0x20;
+    const vint byte = compressed_scale(rule, largest_of(x));
     const vfloat divisor = e4m3_value(byte) / rule->global;
 #pragma GCC unroll 16
     for (int i = 0; i < BLOCK; i++) codes[i] = code_of(x[i] / divisor, false);

@@ -14,6 +14,9 @@
 #define QUERN_CPU_QUANTISE_ROWS_H
 
 #include "cpu/quantise/quantise_blocks.h"
+#if defined(__AVX512BW__)
+#include "cpu/quantise/quantise_words.h"
+#endif
 
 enum { GROUP = LANES * BLOCK }; /* values of the blocks quantised at once */
 
@@ -75,9 +78,54 @@ INLINE void quantise_row_as(const quantise_rule *rule, const void *row, const qu
     }
 }
 
+#if defined(__AVX512BW__)
+/* Some groups of 16 blocks. */
+INLINE void quantise_groups(const quantise_rule *rule, const uint16_t *x, const int groups, uint8_t *codes,
+                            uint8_t *scales)
+{
+    word_group group[WORD_GROUPS];
+    for (int g = 0; g < groups; g++)
+        scale_group(rule, x + g * WORD_GROUP, &group[g], scales + g * WORD_GROUP / BLOCK);
+    for (int g = 0; g < groups; g++) invert_group(&group[g]);
+    for (int g = 0; g < groups; g++, x += WORD_GROUP, codes += WORD_GROUP / 2, scales += WORD_GROUP / BLOCK) {
+        if (group[g].within_table) code_group(&group[g], x, codes);
+        else quantise_row_as(rule, x, QUERN_BF16, WORD_GROUP, codes, scales);
+    }
+}
+
+/* The last group comes from a copy that zeros pad. */
+static void quantise_row_words(const quantise_rule *rule, const uint16_t *x, int64_t n, uint8_t *codes,
+                               uint8_t *scales)
+{
+    uint16_t copy[WORD_GROUP];
+    uint8_t last[WORD_GROUP / 2], last_scales[WORD_GROUP / BLOCK];
+    while (n >= WORD_GROUP) {
+        const int64_t whole = n / WORD_GROUP, groups = whole < WORD_GROUPS ? whole : WORD_GROUPS;
+        quantise_groups(rule, x, (int)groups, codes, scales);
+        n -= groups * WORD_GROUP;
+        x += groups * WORD_GROUP;
+        codes += groups * WORD_GROUP / 2;
+        scales += groups * WORD_GROUP / BLOCK;
+    }
+    if (n == 0) return;
+    const size_t blocks = (size_t)(n + BLOCK - 1) / BLOCK;
+    memset(copy, 0, sizeof copy);
+    memcpy(copy, x, (size_t)n * sizeof *copy);
+    quantise_groups(rule, copy, 1, last, last_scales);
+    memcpy(codes, last, 8 * blocks);
+    memcpy(scales, last_scales, blocks);
+}
+#endif
+
 static void quantise_row(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t n,
                          uint8_t *codes, uint8_t *scales)
 {
+#if defined(__AVX512BW__)
+    if (dtype == QUERN_BF16 && has_words(rule)) {
+        quantise_row_words(rule, x, n, codes, scales);
+        return;
+    }
+#endif
     if (dtype == QUERN_F32) quantise_row_as(rule, x, QUERN_F32, n, codes, scales);
     else if (dtype == QUERN_BF16) quantise_row_as(rule, x, QUERN_BF16, n, codes, scales);
     else quantise_row_as(rule, x, QUERN_F16, n, codes, scales);
