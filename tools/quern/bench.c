@@ -4,6 +4,7 @@
 #include "bench.h"
 #include "bench_core.h"
 #include "bench_decode.h"
+#include "bench_experts.h"
 
 #include "command.h"
 #include "machine.h"
@@ -60,10 +61,37 @@ enum { SUBJECTS = sizeof subjects / sizeof *subjects };
 static const struct {
     const char *what;
     int (*run)(int argc, char **argv, const char *what);
-} scenarios[] = {{"csa-compress", bench_compressor}, {"hca-compress", bench_compressor},
-                 {"csa-append", bench_compressor},   {"v4-index", bench_core},
-                 {"v4-attention", bench_core},       {"nsa-decode", bench_decode},
-                 {"attention-decode", bench_decode}};
+} scenarios[] = {{"csa-compress", bench_compressor},
+                 {"hca-compress", bench_compressor},
+                 {"csa-append", bench_compressor},
+                 {"v4-index", bench_core},
+                 {"v4-attention", bench_core},
+                 {"nsa-decode", bench_decode},
+                 {"attention-decode", bench_decode},
+                 {"nvfp4-gemm", bench_experts},
+                 {"nvfp4-quantize", bench_experts},
+                 {"nvfp4-fused-quantize", bench_experts},
+                 {"nvfp4-dequantize", bench_experts},
+                 {"nvfp4-from-mxfp4", bench_experts},
+                 {"nvfp4-swizzle", bench_experts},
+                 {"nvfp4-interleave", bench_experts},
+                 {"nvfp4-profiles", bench_profiles},
+                 {"moe-route", bench_experts},
+                 {"moe", bench_experts}};
+enum { SCENARIOS = sizeof scenarios / sizeof *scenarios };
+
+/* All subjects, one after the other. */
+static const char *subject_names(const char *between)
+{
+    static char names[512];
+    size_t used = 0;
+    for (int i = 0; i < SUBJECTS + SCENARIOS; i++) {
+        const int n = snprintf(names + used, sizeof names - used, "%s%s", i > 0 ? between : "",
+                               i < SUBJECTS ? subjects[i].what : scenarios[i - SUBJECTS].what);
+        used += n > 0 && (size_t)n < sizeof names - used ? (size_t)n : 0;
+    }
+    return names;
+}
 
 static bench_options default_options(const operation *op)
 {
@@ -76,10 +104,8 @@ static bench_options default_options(const operation *op)
 static void print_help(const operation *op)
 {
     const bench_options defaults = default_options(op);
+    printf("usage: quern bench %s [--key value ...]\n\n", subject_names("|"));
     printf(
-        "usage: quern bench "
-        "ceilings|overhead|attention|nsa|compress|select|gate|csa-compress|hca-compress|csa-append|v4-index|"
-        "v4-attention|nsa-decode|attention-decode [--key value ...]\n\n"
         "Medians of repeated runs on random data, the fraction of the machine's limit that was measured "
         "beside\n"
         "them (f32 multiply-add, bf16 dot product, read, copy or write bandwidth), for nsa also the speed-up "
@@ -134,9 +160,12 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
     measurement measured[2];
     timing peer_time[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     snprintf(label, sizeof label, "%s N %" PRId64, c->op->name, c->n);
+    const quern_cpu_level level = quern_context_cpu_level(ctx);
+    const work w[2] = {bench_work(c, false, level), bench_work(c, true, level)};
     progress("%s: data", label);
     int code = bench_open(&j, c, ctx, false);
-    if (code == EXIT_DONE) code = bench_measure(&j, c, ctx, (int)o->rounds, (int)o->reps, label, measured);
+    if (code == EXIT_DONE)
+        code = bench_measure(&j, w, NULL, ctx, (int)o->rounds, (int)o->reps, label, measured);
     const double allowed = code == EXIT_DONE ? bench_workspace(&j, c, ctx) : 0;
     const size_t workspace_bytes = j.workspace_bytes;
     const int passes = j.backward ? 2 : 1;
@@ -153,7 +182,7 @@ static int measure(results *r, const bench_case *c, quern_context *ctx, size_t s
                            .backward = p == 1,
                            .threads = threads,
                            .measured = measured[p],
-                           .work = bench_work(c, p == 1, quern_context_cpu_level(ctx)),
+                           .work = w[p],
                            .peer = peer_time[p].reps > 0 ? peer : NULL,
                            .peer_ms = peer_time[p].median,
                            .workspace_bytes = workspace_bytes,
@@ -272,7 +301,7 @@ int verb_bench(int argc, char **argv)
 {
     int subject = SUBJECTS;
     for (int i = 1; i < argc; i++)
-        for (size_t s = 0; s < sizeof scenarios / sizeof *scenarios; s++)
+        for (int s = 0; s < SCENARIOS; s++)
             if (strcmp(argv[i], scenarios[s].what) == 0)
                 return scenarios[s].run(argc, argv, scenarios[s].what);
     for (int i = 1; i < argc && subject == SUBJECTS; i++)
@@ -294,10 +323,7 @@ int verb_bench(int argc, char **argv)
         return EXIT_DONE;
     }
     if (argc - first != 1 || subject == SUBJECTS || strcmp(argv[first], subjects[subject].what) != 0)
-        return fail(EXIT_USAGE,
-                    "one of ceilings, overhead, attention, nsa, compress, select, gate, csa-compress, "
-                    "hca-compress, csa-append, v4-index, v4-attention, nsa-decode and attention-decode is "
-                    "accepted; see quern bench --help");
+        return fail(EXIT_USAGE, "one of %s is accepted; see quern bench --help", subject_names(", "));
     if (options.profile != NULL) { /* first the preset, then the options over it */
         if (op == NULL || strcmp(op->info.group, "nsa") != 0)
             return fail(EXIT_USAGE, "--profile: only operations of the nsa family have presets");

@@ -41,19 +41,30 @@ typedef struct timing {
     double median, p10, p90; /* milliseconds */
 } timing;
 
-/* The least work of a pass: the denominator. */
+/* The least work of a pass: the denominator. With flops and bytes, the bytes are read beside them, and the
+ * slower of the two is the limit. */
 typedef struct work {
     double flops, bytes;
-    ceiling limit; /* CEILINGS if none fits the CPU level */
+    ceiling limit; /* of the flops, of the bytes where there are none; CEILINGS if none fits the CPU level */
     const char *formula;
 } work;
+
+/* What a forward pass is compared with, in turns with it. */
+typedef struct bench_beside {
+    const char *name;        /* "oneDNN" */
+    double (*ms)(void *arg); /* runs it once; below 0: it failed */
+    void *arg;
+} bench_beside;
 
 /* A pass, and its limits on as many threads. */
 typedef struct measurement {
     timing time;
-    double ceiling;  /* median over rounds; 0: none */
-    double fraction; /* of the ceiling, median over rounds; 0: none */
-    double moved;    /* the mover's time over the pass's, median over rounds; 0: none */
+    ceiling limit;      /* the one that binds in most rounds; CEILINGS: none */
+    double ceiling;     /* median over rounds; 0: none */
+    double fraction;    /* of the ceiling, median over rounds; 0: none */
+    double moved;       /* the mover's time over the pass's, median over rounds; 0: none */
+    double beside_ms;   /* median over rounds; 0: there is nothing beside */
+    double over_beside; /* its time over the pass's, median over rounds */
 } measurement;
 
 /* One line of results. */
@@ -72,11 +83,12 @@ typedef struct bench_row {
 /* Starts a job, allocates and fills its inputs, prepares it; with `plan` only sizes it. Returns an exit code;
  * job_free in any case. */
 int bench_open(job *j, const bench_case *c, quern_context *ctx, bool plan);
-/* Measures the passes of a job in turns with their limits. rounds > 0: so many rounds of a moment each; else
- * `reps` runs, or with reps 0 at least 3 and a second, one where a run takes more than 8 seconds. A first run
- * warms up; it counts only if it took more than 8 seconds. Returns an exit code. */
-int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, int reps, const char *label,
-                  measurement out[2]);
+/* Measures the passes of a job in turns with their limits, and with `beside` (NULL: nothing). rounds > 0: so
+ * many rounds of a moment each; else `reps` runs, or with reps 0 at least 3 and a second, one where a run
+ * takes more than 8 seconds. A first run warms up; it counts only if it took more than 8 seconds. Returns an
+ * exit code. */
+int bench_measure(job *j, const work w[2], const bench_beside *beside, quern_context *ctx, int rounds,
+                  int reps, const char *label, measurement out[2]);
 /* Only the times, for a numerator or a peer. */
 int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *forward, timing *backward);
 /* Forward workspace of NSA with O as the only result, over its bound: one copy of K and V in panels in the
@@ -84,6 +96,8 @@ int bench_time(job *j, quern_context *ctx, int reps, const char *label, timing *
  * for other operations. */
 double bench_workspace(const job *j, const bench_case *c, quern_context *ctx);
 work bench_work(const bench_case *c, bool backward, quern_cpu_level level);
+/* The arithmetic peak that a level has for a dtype. */
+ceiling bench_compute_limit(int dtype, quern_cpu_level level);
 
 /* `quern bench overhead`. */
 int bench_overhead(int device, int64_t threads, const char *json);
@@ -102,8 +116,8 @@ void report_formulas(const bench_row *rows, size_t count);
 json_t *report_json(const bench_row *row);
 /* Writes a scenario's results, measured on the CPU, with the machine that they are of. An exit code. */
 int report_results(const char *path, const quern_context *ctx, json_t *results);
-/* A scenario's options and its one word, the subject. *help: `usage` and the options are printed, and there is
- * nothing left to do. An exit code. */
+/* A scenario's options and its one word, the subject. *help: `usage` and the options are printed, and there
+ * is nothing left to do. An exit code. */
 int scenario_options(int argc, char **argv, const option_group *group, const char *usage, bool *help);
 /* Draws time, and speed-up over the peer, against length; needs gnuplot. Returns an exit code. */
 int report_svg(const char *path, const bench_row *rows, size_t count);

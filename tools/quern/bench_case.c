@@ -37,7 +37,7 @@ static double attended_pairs(const bench_case *c, double n)
     return pairs;
 }
 
-static ceiling compute_limit(int dtype, quern_cpu_level level)
+ceiling bench_compute_limit(int dtype, quern_cpu_level level)
 {
     if (level < QUERN_CPU_LEVEL_AVX2) return CEILINGS;
     if (level == QUERN_CPU_LEVEL_AVX2) return CEILING_FMA256;
@@ -55,7 +55,7 @@ work bench_work(const bench_case *c, bool backward, quern_cpu_level level)
     if (strcmp(c->op->name, "attention") == 0 || strcmp(c->op->name, "nsa") == 0) {
         const double heads = sequences * h * attended_pairs(c, length);
         w.flops = heads * (backward ? 2 * (3 * d + 2 * dv) : 2 * (d + dv));
-        w.limit = compute_limit(c->dtype, level);
+        w.limit = bench_compute_limit(c->dtype, level);
         w.formula = backward ? "2 (3 D + 2 Dv) B H pairs" : "2 (D + Dv) B H pairs";
     } else if (strcmp(c->op->name, "nsa-select") == 0) {
         const quern_nsa_params *p = &c->params.nsa;
@@ -64,7 +64,7 @@ work bench_work(const bench_case *c, bool backward, quern_cpu_level level)
         const double lists = p->scope == QUERN_NSA_SCOPE_HEAD ? h : kv,
                      scorers = mean ? lists / (double)p->tile : 2 * h;
         w.flops = 2 * d * scorers * rows * length / stride * (p->causal ? 0.5 : 1);
-        w.limit = compute_limit(c->dtype, level);
+        w.limit = bench_compute_limit(c->dtype, level);
         w.formula = mean ? "2 D B (N / Tq) Hs Nc / 2" : "2 passes of 2 D B N H Nc / 2";
     } else if (strcmp(c->op->name, "nsa-compress") == 0) {
         const double l = (double)c->params.nsa.block_size,
@@ -72,7 +72,8 @@ work bench_work(const bench_case *c, bool backward, quern_cpu_level level)
         if (c->params.nsa.compress == QUERN_NSA_COMPRESS_LINEAR) {
             w.flops = (backward ? 4 : 2) * sequences * (length >= l ? (length - l) / stride + 1 : 0) * l *
                       kv * (d * d + dv * dv);
-            w.limit = compute_limit(c->weights == WEIGHTS_INPUT && !backward ? c->dtype : QUERN_F32, level);
+            w.limit =
+                bench_compute_limit(c->weights == WEIGHTS_INPUT && !backward ? c->dtype : QUERN_F32, level);
             w.formula = backward ? "4 l (D D + Dv Dv) B Hkv Nc" : "2 l (D D + Dv Dv) B Hkv Nc";
             return w;
         }

@@ -84,19 +84,24 @@ static double ceiling_cuda(ceiling limit)
 
 /* The limits of each pass at one moment. */
 typedef struct limits {
-    double rate[2];     /* of the ceiling; 0: none */
+    double rate[2];     /* of the work's ceiling; 0: none */
+    double read;        /* of memory, where a pass has flops and bytes */
     double mover_ms[2]; /* 0: none */
 } limits;
 
+static double ceiling_now(const job *j, ceiling limit, int threads)
+{
+    return j->device == QUERN_CUDA ? ceiling_cuda(limit) : ceiling_measure(limit, threads);
+}
+
 static limits limits_now(const job *j, const work w[2], int passes, int threads)
 {
-    limits l = {{0, 0}, {0, 0}};
+    limits l = {.read = 0};
     for (int p = 0; p < passes; p++) {
         const bool again = p == 1 && w[1].limit == w[0].limit;
         if (again) l.rate[p] = l.rate[0];
-        else if (w[p].limit < CEILINGS)
-            l.rate[p] =
-                j->device == QUERN_CUDA ? ceiling_cuda(w[p].limit) : ceiling_measure(w[p].limit, threads);
+        else if (w[p].limit < CEILINGS) l.rate[p] = ceiling_now(j, w[p].limit, threads);
+        if (w[p].flops > 0 && w[p].bytes > 0 && l.read == 0) l.read = ceiling_now(j, CEILING_READ, threads);
         l.mover_ms[p] = bench_mover_ms(j, p == 1, threads);
     }
     return l;
@@ -115,8 +120,24 @@ typedef struct turns {
     double times[2][BENCH_REPS_MAX]; /* of the runs, by pass */
     double rate[2][BENCH_REPS_MAX], fraction[2][BENCH_REPS_MAX], moved[2][BENCH_REPS_MAX],
         round_ms[2][BENCH_REPS_MAX]; /* of the rounds */
-    double run_ms;                   /* of all runs */
+    int read_bound[2];               /* rounds in which reading was the slower limit */
+    double beside_ms[BENCH_REPS_MAX], over_beside[BENCH_REPS_MAX];
+    double run_ms; /* of all runs */
 } turns;
+
+/* A pass's limits in a round that took it `ms`. */
+static void judge_round(turns *t, int p, const work *w, double ms, const limits *before, const limits *after)
+{
+    const double rate = 0.5 * (before->rate[p] + after->rate[p]), read = 0.5 * (before->read + after->read);
+    const double done = w->flops > 0 ? w->flops : w->bytes;
+    const double work_ms = rate > 0 ? done / rate * 1e-6 : 0,
+                 read_ms = w->flops > 0 && w->bytes > 0 && read > 0 ? w->bytes / read * 1e-6 : 0;
+    t->rate[p][t->rounds] = read_ms > work_ms ? read : rate;
+    t->read_bound[p] += read_ms > work_ms;
+    t->round_ms[p][t->rounds] = ms;
+    t->fraction[p][t->rounds] = (read_ms > work_ms ? read_ms : work_ms) / ms;
+    t->moved[p][t->rounds] = 0.5 * (before->mover_ms[p] + after->mover_ms[p]) / ms;
+}
 
 static void end_round(turns *t, int passes, const work w[2], int first_run, const limits *before,
                       const limits *after)
@@ -125,14 +146,24 @@ static void end_round(turns *t, int passes, const work w[2], int first_run, cons
         double round[BENCH_REPS_MAX];
         const int runs = t->runs - first_run;
         for (int i = 0; i < runs; i++) round[i] = t->times[p][first_run + i];
-        const double ms = timing_of(round, runs).median, done = w[p].flops > 0 ? w[p].flops : w[p].bytes;
-        const double rate = 0.5 * (before->rate[p] + after->rate[p]);
-        t->rate[p][t->rounds] = rate;
-        t->round_ms[p][t->rounds] = ms;
-        t->fraction[p][t->rounds] = rate > 0 ? done / ms * 1e-6 / rate : 0;
-        t->moved[p][t->rounds] = 0.5 * (before->mover_ms[p] + after->mover_ms[p]) / ms;
+        judge_round(t, p, &w[p], timing_of(round, runs).median, before, after);
     }
+    t->over_beside[t->rounds] = t->beside_ms[t->rounds] / t->round_ms[0][t->rounds];
     t->rounds++;
+}
+
+/* What stands beside, for as long as a round of the passes. */
+static int run_beside(turns *t, const bench_beside *beside, double enough_ms, int most)
+{
+    double ms[BENCH_REPS_MAX];
+    const double start = now_ms();
+    int n = 0;
+    while (n == 0 || (n < most && n < BENCH_REPS_MAX && now_ms() - start < enough_ms)) {
+        ms[n] = beside->ms(beside->arg);
+        if (ms[n++] < 0) return fail(EXIT_DEFECT, "%s failed", beside->name);
+    }
+    t->beside_ms[t->rounds] = timing_of(ms, n).median;
+    return EXIT_DONE;
 }
 
 /* One run; keeps its times. */
@@ -166,19 +197,30 @@ static bool enough(const turns *t, int rounds, int reps)
     return reps > 0 ? t->runs >= reps : t->runs >= 3 && t->run_ms >= 1000;
 }
 
-int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, int reps, const char *label,
-                  measurement out[2])
+static measurement result_of(turns *t, int p, const work *w, bool by_rounds, bool beside)
 {
-    const double long_run_ms = 8000;
+    const ceiling limit = 2 * t->read_bound[p] > t->rounds ? CEILING_READ : w->limit;
+    return (measurement){.time = by_rounds ? timing_of(t->round_ms[p], t->rounds)
+                                           : timing_of(t->times[p], t->runs),
+                         .limit = limit,
+                         .ceiling = timing_of(t->rate[p], t->rounds).median,
+                         .fraction = timing_of(t->fraction[p], t->rounds).median,
+                         .moved = timing_of(t->moved[p], t->rounds).median,
+                         .beside_ms = beside ? timing_of(t->beside_ms, t->rounds).median : 0,
+                         .over_beside = beside ? timing_of(t->over_beside, t->rounds).median : 0};
+}
+
+int bench_measure(job *j, const work w[2], const bench_beside *beside, quern_context *ctx, int rounds,
+                  int reps, const char *label, measurement out[2])
+{
+    const double long_run_ms = 8000, round_ms = rounds > 0 ? 100 : 300;
     const int threads = quern_context_threads(ctx), passes = j->backward ? 2 : 1;
-    const work w[2] = {bench_work(c, false, quern_context_cpu_level(ctx)),
-                       bench_work(c, true, quern_context_cpu_level(ctx))};
     turns *t = calloc(1, sizeof *t);
     if (t == NULL) return fail(EXIT_MACHINE, "no memory for the times");
     progress("%s: warming up", label);
     limits before = limits_now(j, w, passes, threads);
     int code = run_once(t, j, ctx);
-    if (code == EXIT_DONE && rounds == 0 && reps == 0 &&
+    if (code == EXIT_DONE && rounds == 0 && reps == 0 && beside == NULL &&
         t->run_ms > long_run_ms) { /* so long that one is enough */
         const limits after = limits_now(j, w, passes, threads);
         end_round(t, passes, w, 0, &before, &after);
@@ -188,11 +230,11 @@ int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, i
         if (rounds > 0) before = limits_now(j, w, passes, threads);
         while (code == EXIT_DONE && !enough(t, rounds, reps)) {
             progress("%s: round %d", label, t->rounds + 1);
-            const int first = t->runs;
-            code = run_round(t, j, ctx, rounds > 0 ? 100 : 300,
-                             rounds > 0 ? ROUND_RUNS
-                             : reps > 0 ? reps - t->runs
-                                        : BENCH_ROUND_RUNS);
+            const int first = t->runs, most = rounds > 0 ? ROUND_RUNS
+                                              : reps > 0 ? reps - t->runs
+                                                         : BENCH_ROUND_RUNS;
+            code = run_round(t, j, ctx, round_ms, most);
+            if (code == EXIT_DONE && beside != NULL) code = run_beside(t, beside, round_ms, most);
             const limits after = limits_now(j, w, passes, threads);
             if (code == EXIT_DONE) end_round(t, passes, w, first, &before, &after);
             before = after;
@@ -201,10 +243,7 @@ int bench_measure(job *j, const bench_case *c, quern_context *ctx, int rounds, i
     }
     progress_clear();
     for (int p = 0; p < passes && code == EXIT_DONE; p++)
-        out[p] = (measurement){
-            rounds > 0 ? timing_of(t->round_ms[p], t->rounds) : timing_of(t->times[p], t->runs),
-            timing_of(t->rate[p], t->rounds).median, timing_of(t->fraction[p], t->rounds).median,
-            timing_of(t->moved[p], t->rounds).median};
+        out[p] = result_of(t, p, &w[p], rounds > 0, beside != NULL && p == 0);
     free(t);
     return code;
 }

@@ -175,7 +175,7 @@ static quern_status download(collection *c, quern_tensor copies[COLLECTED_MAX], 
     return status == QUERN_OK ? quern_cuda_synchronize(0, NULL) : status;
 }
 
-/* Whether the file also holds a tensor of the input: the call would have computed it had it not been there. */
+/* Whether an input is an output, too: the call would have computed it had it not been there. */
 static bool passes_through(const job *j, int tensor)
 {
     quern_op_role roles[QUERN_OP_TENSORS_MAX];

@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * peer_onednn.c - per head and block of 256 queries: S = Q K^T over the keys up to the block's last (matmul),
- * the scale and the diagonal's mask (a loop over the block), P = softmax(S) in place, O = P V (matmul). The
- * primitives of a block shape are made once and serve every head. Written for oneDNN 2.
+ * peer_onednn.c - attention: per head and block of 256 queries, S = Q K^T over the keys up to the block's
+ * last (matmul), the scale and the diagonal's mask (a loop over the block), P = softmax(S) in place, O = P V
+ * (matmul). The primitives of a block shape are made once and serve every head. Experts' products: a matmul
+ * an expert. Written for oneDNN 2.
  */
 #include "peer_onednn.h"
 
@@ -21,6 +22,8 @@
 #include <omp.h>
 
 enum { BLOCK = 256, MOST = 3 };
+
+/* ---- attention ---- */
 
 /* One product or softmax over fixed memory: pointers are set before each run. */
 typedef struct step {
@@ -202,10 +205,156 @@ bool peer_onednn(const bench_case *what, int threads, int reps, timing *time)
     if (ok) *time = timing_of(ms, n);
     return ok;
 }
+
+/* ---- bf16 products of experts ---- */
+
+/* The same weight for each expert, in the format of `md` and in memory of its own. */
+typedef struct peer_gemm {
+    composed c;
+    step product;
+    char *a, *out, *weights;
+    size_t each; /* bytes of a weight */
+    int64_t experts, rows, n, k;
+} peer_gemm;
+
+static const dnnl_format_tag_t weight_tags[] = {dnnl_format_tag_any, dnnl_ab, dnnl_ba};
+
+static bool reorder(composed *c, const dnnl_memory_desc_t *from, const dnnl_memory_desc_t *to,
+                    const void *weight, void *reordered)
+{
+    dnnl_primitive_desc_t pd = NULL;
+    dnnl_primitive_t primitive = NULL;
+    dnnl_memory_t in = NULL, out = NULL;
+    bool ok = dnnl_reorder_primitive_desc_create(&pd, from, c->engine, to, c->engine, NULL) == dnnl_success &&
+              dnnl_primitive_create(&primitive, pd) == dnnl_success &&
+              dnnl_memory_create(&in, from, c->engine, (void *)(uintptr_t)weight) == dnnl_success &&
+              dnnl_memory_create(&out, to, c->engine, reordered) == dnnl_success;
+    const dnnl_exec_arg_t args[] = {{DNNL_ARG_FROM, in}, {DNNL_ARG_TO, out}};
+    ok = ok && dnnl_primitive_execute(primitive, c->stream, 2, args) == dnnl_success &&
+         dnnl_stream_wait(c->stream) == dnnl_success;
+    if (in != NULL) dnnl_memory_destroy(in);
+    if (out != NULL) dnnl_memory_destroy(out);
+    if (primitive != NULL) dnnl_primitive_destroy(primitive);
+    if (pd != NULL) dnnl_primitive_desc_destroy(pd);
+    return ok;
+}
+
+/* Makes the product with weights in the format that a tag asks for, and every expert's weight in it. */
+static bool make_product(peer_gemm *p, dnnl_format_tag_t tag, const void *weight)
+{
+    static const int names[] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST};
+    const dnnl_dims_t dims = {p->k, p->n};
+    dnnl_memory_desc_t a, w, plain, out;
+    dnnl_matmul_desc_t desc;
+    dnnl_primitive_desc_t pd = NULL;
+    if (!matrix(&a, dnnl_bf16, p->rows, p->k, p->k, 1) || !matrix(&plain, dnnl_bf16, p->k, p->n, p->n, 1) ||
+        !matrix(&out, dnnl_bf16, p->rows, p->n, p->n, 1) ||
+        dnnl_memory_desc_init_by_tag(&w, 2, dims, dnnl_bf16, tag) != dnnl_success ||
+        dnnl_matmul_desc_init(&desc, &a, &w, NULL, &out) != dnnl_success ||
+        dnnl_primitive_desc_create(&pd, &desc, NULL, p->c.engine, NULL) != dnnl_success)
+        return false;
+    w = *dnnl_primitive_desc_query_md(pd, dnnl_query_weights_md, 0);
+    dnnl_primitive_desc_destroy(pd);
+    const dnnl_memory_desc_t mds[] = {a, w, out};
+    p->each = (dnnl_memory_desc_get_size(&w) + 63) & ~(size_t)63;
+    p->weights = bench_allocate((size_t)p->experts * p->each + 1);
+    if (p->weights == NULL || dnnl_matmul_desc_init(&desc, &a, &w, NULL, &out) != dnnl_success ||
+        !make_step(&p->product, &p->c, &desc, NULL, 3, names, mds) ||
+        !reorder(&p->c, &plain, &w, weight, p->weights))
+        return false;
+    for (int64_t e = 1; e < p->experts; e++) memcpy(p->weights + (size_t)e * p->each, p->weights, p->each);
+    return true;
+}
+
+static void free_product(peer_gemm *p)
+{
+    for (int i = 0; i < p->product.count; i++) dnnl_memory_destroy(p->product.memory[i]);
+    if (p->product.primitive != NULL) dnnl_primitive_destroy(p->product.primitive);
+    free(p->weights);
+    p->product = (step){0};
+    p->weights = NULL;
+}
+
+double peer_gemm_ms(void *arg)
+{
+    peer_gemm *p = arg;
+    const double start = now_ms();
+    for (int64_t e = 0; e < p->experts; e++) {
+        void *const pointers[] = {p->a + (size_t)(e * p->rows * p->k) * 2, p->weights + (size_t)e * p->each,
+                                  p->out + (size_t)(e * p->rows * p->n) * 2};
+        if (!run_step(&p->product, &p->c, pointers)) return -1;
+    }
+    return dnnl_stream_wait(p->c.stream) == dnnl_success ? now_ms() - start : -1;
+}
+
+void peer_gemm_close(void *arg)
+{
+    peer_gemm *p = arg;
+    free_product(p);
+    close_composed(&p->c);
+    free(p->out);
+    free(p);
+}
+
+/* The median of three runs, after one; below 0: there is no such product. */
+static double try_format(peer_gemm *p, dnnl_format_tag_t tag, const void *weight)
+{
+    double ms[3];
+    if (!make_product(p, tag, weight) || peer_gemm_ms(p) < 0) return -1;
+    for (int i = 0; i < 3; i++) ms[i] = peer_gemm_ms(p);
+    return timing_of(ms, 3).median;
+}
+
+void *peer_gemm_open(int64_t experts, int64_t rows, int64_t n, int64_t k, const void *weight, void *a,
+                     int threads)
+{
+    peer_gemm *p = calloc(1, sizeof *p);
+    int best = -1;
+    double least = 0;
+    if (p == NULL) return NULL;
+    omp_set_num_threads(threads);
+    p->experts = experts;
+    p->rows = rows;
+    p->n = n;
+    p->k = k;
+    p->a = a;
+    p->out = bench_allocate((size_t)(experts * rows * n) * 2 + 1);
+    const bool ok = p->out != NULL && dnnl_engine_create(&p->c.engine, dnnl_cpu, 0) == dnnl_success &&
+                    dnnl_stream_create(&p->c.stream, p->c.engine, dnnl_stream_default_flags) == dnnl_success;
+    for (int i = 0; i < (int)(sizeof weight_tags / sizeof *weight_tags) && ok; i++) {
+        const double ms = try_format(p, weight_tags[i], weight);
+        if (ms > 0 && (best < 0 || ms < least)) {
+            best = i;
+            least = ms;
+        }
+        free_product(p);
+    }
+    if (best >= 0 && make_product(p, weight_tags[best], weight)) return p;
+    peer_gemm_close(p);
+    return NULL;
+}
 #else
 bool peer_onednn(const bench_case *c, int threads, int reps, timing *time)
 {
     (void)c, (void)threads, (void)reps, (void)time;
     return false;
+}
+
+void *peer_gemm_open(int64_t experts, int64_t rows, int64_t n, int64_t k, const void *weight, void *a,
+                     int threads)
+{
+    (void)experts, (void)rows, (void)n, (void)k, (void)weight, (void)a, (void)threads;
+    return NULL;
+}
+
+double peer_gemm_ms(void *arg)
+{
+    (void)arg;
+    return -1;
+}
+
+void peer_gemm_close(void *arg)
+{
+    (void)arg;
 }
 #endif
