@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""What a call from Python costs beside the C library's, in microseconds, as JSON. The call is attention, and NSA,
-of one token, which `quern bench` times in C. Processor time of the calling thread, medians of batches.
+"""What a call from Python costs beside the C library's, in microseconds, as JSON. The call is attention, and
+NSA, of one token, which `quern bench` times in C. Processor time of the calling thread, medians of batches.
 usage: binding.py QUERN"""
 
 import json

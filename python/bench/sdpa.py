@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""How many times faster quern.attention is than PyTorch's scaled_dot_product_attention on the CPU, forward and
-backward, causal, 8 heads of 128 channels, 2 threads, as JSON. The two take turns, each in the layout that it
-prefers; the medians of the rounds' ratios count."""
+"""How many times faster quern.attention is than PyTorch's scaled_dot_product_attention on the CPU, forward
+and backward, causal, 8 heads of 128 channels, 2 threads, as JSON. The two take turns, each in the layout
+that it prefers; the medians of the rounds' ratios count."""
 
 import argparse
 import json

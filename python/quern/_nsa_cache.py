@@ -9,6 +9,7 @@ from typing import Any, Sequence
 
 from . import _arrays
 from . import _operations as ops
+from ._batch import lists_of
 from ._nsa import settings_of
 
 _KINDS = ("mean", "linear")
@@ -67,18 +68,6 @@ class NSACache:
         self._memory, self._rows = (_arrays.empty_like(k, (size,), "uint8") for size in sizes)
         self._handle = ops.library.cache_create(self._fields, self._memory, self._rows)
 
-    def _batch(self, rows: Any, sequences: Sequence[int] | None, counts: Sequence[int] | None) -> Any:
-        """The bytes of a call's sequences and counts: of rows [B, n, ..], or [T, ..] with counts."""
-        if counts is None:
-            if len(rows.shape) != 4:
-                raise ValueError(f"rows have {len(rows.shape)} dimensions: 4, or 3 with counts, are accepted")
-            counts = [rows.shape[1]] * rows.shape[0]
-        named = list(range(len(counts))) if sequences is None else [int(i) for i in sequences]
-        if len(named) != len(counts):
-            raise ValueError(f"{len(named)} sequences and {len(counts)} counts: as many are accepted")
-        chosen = struct.pack(f"{len(named)}i", *named)
-        return chosen, struct.pack(f"{len(counts)}q", *[int(n) for n in counts])
-
     def append(
         self,
         k: Any,
@@ -101,7 +90,7 @@ class NSACache:
         quern.nsa."""
         given = (k, v, k_slc, v_slc, k_win, v_win, w_k, w_v, pe_k, pe_v)
         _arrays.need_plain("NSACache.append", *given)
-        batch = self._batch(k, sequences, counts)
+        batch = lists_of(k, 4, sequences, counts)
         if not self._handle:
             self._open(k, v)
         packed = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in given[:6]]
@@ -130,7 +119,7 @@ class NSACache:
         _arrays.need_plain("NSACache.attend", q, gate, gates)
         chosen = settings_of(gate=gate, gates=gates, **{**self._compression, **settings})
         params = ops.params_from("nsa", ops.lines(chosen))
-        batch = self._batch(q, sequences, counts)
+        batch = lists_of(q, 4, sequences, counts)
         rows = q.reshape(-1, *q.shape[-2:])
         dtype = str(q.dtype).removeprefix("torch.")
         dim_v = struct.unpack("15q", self._fields)[4]

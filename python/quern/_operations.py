@@ -52,6 +52,7 @@ class Field(NamedTuple):
     """A tensor of an operation, as quern_op_tensor says."""
 
     place: int
+    name: str
     dtype: str
     gradient_of: str | None
     input: bool
@@ -80,12 +81,14 @@ class Operation(NamedTuple):
 def _read_fields(rows: list[list[str]]) -> dict[str, Field]:
     names = [row[1] for row in rows]
     fields = {}
-    for place, (_, name, dtype, source, *flags, fixed, varlen) in enumerate(rows):
+    for place, (_, name, file_name, dtype, source, *flags, fixed, varlen) in enumerate(rows):
         named = name[2:] if name.startswith("d_") and name[2:] in names else None
         gradient_of = names[int(source)] if int(source) >= 0 else named
         is_input, trigger, forward, backward = (flag == "1" for flag in flags)
         shapes = tuple(fixed.split()), tuple(varlen.split())
-        fields[name] = Field(place, dtype, gradient_of, is_input, trigger, (forward, backward), *shapes)
+        fields[name] = Field(
+            place, file_name, dtype, gradient_of, is_input, trigger, (forward, backward), *shapes
+        )
     return fields
 
 

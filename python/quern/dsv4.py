@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""DeepSeek-V4's compressed attention: compressors, their streaming states, the indexer, the attention core.
+"""DeepSeek-V4's compressed attention: whole layers and their caches, compressors and their streaming states,
+the indexer, the attention core.
 
 CSA turns every 4 tokens into an entry, overlapping, and attends the entries that an indexer selects; HCA
 turns every 128 into one, and attends all. Names are those of quern/dsv4.h. The CPU alone, for PyTorch and
@@ -14,14 +15,17 @@ from typing import Any, Sequence
 
 from . import _arrays
 from . import _operations as ops
+from ._dsv4_layer import Cache, layer
 from ._faces import run
 
 __all__ = [
+    "Cache",
     "State",
     "append",
     "attention",
     "compress",
     "index",
+    "layer",
     "pack_checkpoint",
     "pack_weights",
     "rope_table",

@@ -87,23 +87,17 @@ FUNCTION(cache_columns)
     return status == QUERN_OK ? give_bytes(runs, sizeof runs, result) : fail_as(status);
 }
 
-static size_t bytes_of(const quern_tensor *t)
-{
-    return t != NULL && t->ndim == 1 && t->dtype == QUERN_U8 ? (size_t)t->shape[0] : 0;
-}
-
 FUNCTION(cache_create)
 {
     (void)self;
     quern_cache_params p;
-    tensor_list list;
     quern_cache *cache = NULL;
+    void *memory, *rows;
+    size_t memory_bytes, row_bytes;
     if (count != 3 || !read_fields(&args[0], &p)) return refuse();
-    if (take_tensors(&args[1], 2, &list) != 0) return -1;
-    const quern_tensor *memory = list.tensors.t[0], *rows = list.tensors.t[1];
-    if (memory == NULL || rows == NULL) return refuse();
-    const quern_status status =
-        quern_cache_create(&p, memory->data, bytes_of(memory), rows->data, bytes_of(rows), &cache);
+    if (read_memory(&args[1], &memory, &memory_bytes) != 0 || read_memory(&args[2], &rows, &row_bytes) != 0)
+        return -1;
+    const quern_status status = quern_cache_create(&p, memory, memory_bytes, rows, row_bytes, &cache);
     return status == QUERN_OK ? give_int((intptr_t)cache, result) : fail_as(status);
 }
 
@@ -158,20 +152,18 @@ typedef struct cache_call {
 /* sequences, counts, table. The table is i32, whole, on the host; the library knows its columns. */
 static int read_batch(const TVMFFIAny *args, quern_cache_batch *batch)
 {
-    TVMFFIByteArray sequences, counts;
+    batch_lists lists;
     tensor_list table;
-    if (!text_of(&args[0], &sequences) || !text_of(&args[1], &counts) ||
-        counts.size != sequences.size / sizeof(int32_t) * sizeof(int64_t))
-        return refuse();
+    if (!read_lists(args, &lists)) return refuse();
     if (take_tensors(&args[2], 1, &table) != 0) return -1;
     const quern_tensor *t = table.first;
     if (t != NULL && (t->dtype != QUERN_I32 || t->ndim != 2 || t->device != QUERN_CPU ||
                       t->strides[0] != t->shape[1] || t->strides[1] != 1))
         return fail("ValueError", "table: a contiguous int32 [sequences, columns] on the host is accepted");
     *batch = (quern_cache_batch){.size = sizeof *batch,
-                                 .batch = (int64_t)(sequences.size / sizeof(int32_t)),
-                                 .sequences = (const int32_t *)(const void *)sequences.data,
-                                 .counts = (const int64_t *)(const void *)counts.data,
+                                 .batch = lists.batch,
+                                 .sequences = lists.sequences,
+                                 .counts = lists.counts,
                                  .table = t != NULL ? t->data : NULL};
     return 0;
 }

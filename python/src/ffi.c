@@ -115,6 +115,29 @@ int take_tensors(const TVMFFIAny *args, int32_t count, tensor_list *to)
     return 0;
 }
 
+int read_memory(const TVMFFIAny *a, void **memory, size_t *bytes)
+{
+    tensor_list list;
+    if (take_tensors(a, 1, &list) != 0) return -1;
+    const quern_tensor *t = list.first;
+    if (t == NULL || t->ndim != 1 || t->dtype != QUERN_U8) return fail("TypeError", "uint8 [bytes] is accepted");
+    *memory = t->data;
+    *bytes = (size_t)t->shape[0];
+    return 0;
+}
+
+bool read_lists(const TVMFFIAny *args, batch_lists *lists)
+{
+    TVMFFIByteArray sequences, counts;
+    if (!text_of(&args[0], &sequences) || !text_of(&args[1], &counts) ||
+        counts.size != sequences.size / sizeof(int32_t) * sizeof(int64_t))
+        return false;
+    *lists = (batch_lists){.batch = (int64_t)(sequences.size / sizeof(int32_t)),
+                           .sequences = (const int32_t *)(const void *)sequences.data,
+                           .counts = (const int64_t *)(const void *)counts.data};
+    return true;
+}
+
 /* ---- the context and workspace ---- */
 
 static quern_context *context;

@@ -50,6 +50,17 @@ typedef struct tensor_list {
 /* Takes tensors, or None where one is absent. */
 int take_tensors(const TVMFFIAny *args, int32_t count, tensor_list *to);
 
+/* Memory in a tensor of bytes. */
+int read_memory(const TVMFFIAny *a, void **memory, size_t *bytes);
+
+/* Which sequences of a cache a call is about: bytes of int32, and of as many int64. */
+typedef struct batch_lists {
+    int64_t batch;
+    const int32_t *sequences;
+    const int64_t *counts;
+} batch_lists;
+bool read_lists(const TVMFFIAny *args, batch_lists *lists);
+
 /* The one context of the process; NULL, with an error, where it cannot be made. */
 quern_context *need_context(void);
 

@@ -40,18 +40,6 @@ static quern_dsv4_state *state_of(const TVMFFIAny *args, int32_t count, int32_t 
     return NULL;
 }
 
-/* Memory in a tensor of bytes. */
-static int read_memory(const TVMFFIAny *a, void **memory, size_t *bytes)
-{
-    tensor_list list;
-    if (take_tensors(a, 1, &list) != 0) return -1;
-    const quern_tensor *t = list.first;
-    if (t == NULL || t->ndim != 1 || t->dtype != QUERN_U8) return refuse();
-    *memory = t->data;
-    *bytes = (size_t)t->shape[0];
-    return 0;
-}
-
 /* What a state is made from. */
 typedef struct maker {
     params_room params;

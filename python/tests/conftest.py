@@ -22,6 +22,9 @@ class Golden:
     def __getitem__(self, name):
         return self._numpy.get_tensor(name)
 
+    def names(self):
+        return set(self._numpy.keys())
+
     def torch(self, *names):
         from safetensors import safe_open
 

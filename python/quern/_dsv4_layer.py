@@ -1,0 +1,164 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""A whole attention layer of DeepSeek-V4, and its cache, for every framework."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Mapping, Sequence
+
+from . import _arrays
+from . import _operations as ops
+from ._batch import lists_of
+from ._faces import run
+
+KINDS = ("csa", "hca", "swa")
+_FIELDS = ops.OPERATIONS["v4-layer"].fields
+# The weights' names in checkpoints, "q_a_proj.weight", and the library's fields.
+WEIGHTS = {t.name.removeprefix("w."): field for field, t in _FIELDS.items() if t.input and t.name[:2] == "w."}
+RESULTS = tuple(field for field, t in _FIELDS.items() if t.results[0] and field != "out")
+
+
+def tensors_of(x: Any, cos_sin: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a layer; weights by their names in checkpoints, or by the library's fields."""
+    unknown = [name for name in weights if name not in WEIGHTS and name not in WEIGHTS.values()]
+    if unknown:
+        raise ValueError(f"weights has '{unknown[0]}': {', '.join(WEIGHTS)} are accepted")
+    return {"x": x, "cos_sin": cos_sin, **{WEIGHTS.get(name, name): t for name, t in weights.items()}}
+
+
+def settings_of(kind: str, window: int, top_k: int, eps: float) -> tuple[tuple[str, Any], ...]:
+    """The parameters of the operation v4-layer."""
+    return (("kind", kind), ("window", window), ("top_k", top_k), ("eps", eps))
+
+
+def layer(
+    x: Any,
+    cos_sin: Any,
+    weights: Mapping[str, Any],
+    *,
+    kind: str = "csa",
+    window: int = 128,
+    top_k: int = 512,
+    eps: float = 1e-6,
+    results: Sequence[str] = (),
+) -> Any:
+    """x [B, T, Dm] → out [B, T, Dm], or (out, *results).
+
+    kind "csa", "hca" or "swa", the window alone. cos_sin [P, R], see rope_table(). weights: tensors [out,
+    in] by the names of checkpoints: sinks, q_a_proj.weight, q_a_norm.weight, q_b_proj.weight, kv_proj.weight,
+    kv_norm.weight, o_a_proj.weight, o_b_proj.weight; CSA and HCA: compressor.{position_bias, kv_proj.weight,
+    gate_proj.weight, kv_norm.weight}; CSA: compressor.indexer.{the same, q_b_proj.weight,
+    scorer.weights_proj.weight}. Heads, groups and the ratio follow from them. top_k: entries that CSA's
+    indexer chooses. results: what the layer goes through: q_residual, q, kv_rows, compressed, idx_k, idx_q,
+    idx_score, idx_topk, core, core_irope, o_a_out.
+
+    With torch it is differentiable by x and all weights but the indexer's, whose choice has no gradient;
+    what the layer goes through carries none.
+    """
+    made = run(
+        "v4-layer",
+        settings_of(kind, window, top_k, eps),
+        tensors_of(x, cos_sin, weights),
+        ("out", *results),
+    )
+    return made if results else made[0]
+
+
+class Cache:
+    """What a layer keeps of `sequences` sequences of at most `capacity` tokens: the last raw rows, all
+    entries, the indexer's keys, the compressors' states.
+
+    kind, window, top_k and eps are those of layer(). ring: tokens of a sequence that can be taken back, at
+    most 8. However a sequence is cut into calls, its rows are those of layer(). The first call says the
+    rows' dtype and shapes. The CPU alone; without gradients. One thread at a time may use a cache.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        sequences: int,
+        capacity: int,
+        *,
+        window: int = 128,
+        top_k: int = 512,
+        eps: float = 1e-6,
+        ring: int = 0,
+    ) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind is '{kind}': {', '.join(KINDS)} are accepted")
+        self.kind, self.sequences, self.capacity = kind, sequences, capacity
+        self._window, self._ring = window, ring
+        self._params = ops.params("v4-layer", **dict(settings_of(kind, window, top_k, eps)))
+        self._handle = 0
+        self._memory: Any = None
+        self._rows: Any = None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Cache is neither copied nor pickled: fork() copies a sequence")
+
+    def _open(self, tensors: Mapping[str, Any]) -> None:
+        x = tensors["x"]
+        bias, keys = tensors.get("compressor_bias"), tensors.get("indexer_norm")
+        fields = struct.pack(
+            "9q",
+            KINDS.index(self.kind),
+            ops.DTYPES.index(str(x.dtype).removeprefix("torch.")),
+            self.sequences,
+            self.capacity,
+            tensors["kv_norm"].shape[0],
+            self._window,
+            0 if bias is None else bias.shape[0],
+            0 if keys is None else keys.shape[0],
+            self._ring,
+        )
+        sizes = struct.unpack("2q", bytes(ops.library.layer_cache_size(fields)))
+        self._memory, self._rows = (_arrays.empty_like(x, (size,), "uint8") for size in sizes)
+        self._handle = ops.library.layer_cache_create(fields, self._memory, self._rows)
+
+    def append(
+        self,
+        x: Any,
+        cos_sin: Any,
+        weights: Mapping[str, Any],
+        *,
+        sequences: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> Any:
+        """The layer's output for new tokens, x [B, n, Dm] of the B sequences, 0 to B - 1 where none are
+        named; or [T, Dm] with counts, the tokens of each sequence. The weights are those of layer()."""
+        tensors = tensors_of(x, cos_sin, weights)
+        _arrays.need_plain("dsv4.Cache.append", *tensors.values())
+        batch = lists_of(x, 3, sequences, counts)
+        if not self._handle:
+            self._open(tensors)
+        rows = x.reshape(-1, x.shape[-1])
+        out = _arrays.empty_like(x, rows.shape, str(x.dtype).removeprefix("torch."))
+        slots = [{**tensors, "x": rows, "out": out}.get(field) for field in _FIELDS]
+        ops.library.layer_decode(self._handle, self._params, *batch, *slots)
+        return out.reshape(x.shape)
+
+    def _need(self, function: Any, *numbers: int) -> Any:
+        if not self._handle:
+            raise ValueError("the cache is empty: append comes first")
+        return function(self._handle, *numbers)
+
+    def length(self, sequence: int = 0) -> int:
+        """Tokens of a sequence."""
+        if not self._handle:
+            return 0
+        return int(struct.unpack("2q", bytes(ops.library.layer_cache_length(self._handle, sequence)))[0])
+
+    def rollback(self, n: int, sequence: int | None = None) -> None:
+        """Takes back the last n tokens of a sequence, or of all."""
+        for i in range(self.sequences) if sequence is None else (sequence,):
+            self._need(ops.library.layer_cache_rollback, i, n)
+
+    def reset(self, sequence: int | None = None) -> None:
+        """Empties a sequence, or all."""
+        for i in range(self.sequences) if sequence is None else (sequence,):
+            self._need(ops.library.layer_cache_reset, i)
+
+    def fork(self, source: int, to: int) -> None:
+        """Makes sequence `to` an independent copy of sequence `source`."""
+        self._need(ops.library.layer_cache_fork, source, to)

@@ -1,0 +1,154 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * layers.c - what a layer of DeepSeek-V4 keeps of its sequences (quern/dsv4_layer.h), by its address. Python
+ * keeps the memory.
+ *
+ *   layer_cache_size(fields) -> bytes of two int64: of the bookkeeping, of the rows
+ *   layer_cache_create(fields, memory, rows) -> int
+ *   layer_cache_length(cache, sequence) -> bytes of two int64: tokens, those that can be taken back
+ *   layer_cache_rollback(cache, sequence, n); layer_cache_reset(cache, sequence)
+ *   layer_cache_fork(cache, from, to)
+ *   layer_decode(cache, params, sequences, counts, tensors)
+ *
+ * fields: int64 in the order of quern_dsv4_layer_cache_params. params and tensors: of the operation v4-layer.
+ * sequences: bytes of int32; counts: bytes of as many int64.
+ */
+#include "ffi.h"
+
+#include <quern/dsv4_layer.h>
+
+#include <string.h>
+
+enum { LAYER_FIELDS = 9 };
+
+static int refuse(void)
+{
+    return fail("TypeError", "a layer's cache and what this function takes are accepted");
+}
+
+static bool read_fields(const TVMFFIAny *a, quern_dsv4_layer_cache_params *p)
+{
+    TVMFFIByteArray bytes;
+    int64_t f[LAYER_FIELDS];
+    if (!text_of(a, &bytes) || bytes.size != sizeof f) return false;
+    memcpy(f, bytes.data, sizeof f);
+    *p = (quern_dsv4_layer_cache_params){.size = sizeof *p,
+                                         .kind = (quern_dsv4_layer_kind)f[0],
+                                         .dtype = (quern_dtype)f[1],
+                                         .sequences = f[2],
+                                         .capacity = f[3],
+                                         .dim = f[4],
+                                         .window = f[5],
+                                         .ratio = f[6],
+                                         .index_dim = f[7],
+                                         .ring = f[8]};
+    return true;
+}
+
+/* The cache, and the numbers that follow it. */
+static quern_dsv4_layer_cache *cache_of(const TVMFFIAny *args, int32_t count, int32_t accepted)
+{
+    bool numbers = count == accepted;
+    for (int32_t i = 0; i < count; i++) numbers = numbers && is_int(&args[i]);
+    if (numbers && args[0].v_int64 != 0) return (quern_dsv4_layer_cache *)(intptr_t)args[0].v_int64;
+    (void)refuse();
+    return NULL;
+}
+
+FUNCTION(layer_cache_size)
+{
+    (void)self;
+    quern_dsv4_layer_cache_params p;
+    size_t memory, rows;
+    if (count != 1 || !read_fields(&args[0], &p)) return refuse();
+    const quern_status status = quern_dsv4_layer_cache_size(&p, &memory, &rows);
+    const int64_t sizes[] = {(int64_t)memory, (int64_t)rows};
+    return status == QUERN_OK ? give_bytes(sizes, sizeof sizes, result) : fail_as(status);
+}
+
+FUNCTION(layer_cache_create)
+{
+    (void)self;
+    quern_dsv4_layer_cache_params p;
+    quern_dsv4_layer_cache *cache = NULL;
+    void *memory, *rows;
+    size_t memory_bytes, row_bytes;
+    if (count != 3 || !read_fields(&args[0], &p)) return refuse();
+    if (read_memory(&args[1], &memory, &memory_bytes) != 0 || read_memory(&args[2], &rows, &row_bytes) != 0)
+        return -1;
+    const quern_status status =
+        quern_dsv4_layer_cache_create(&p, memory, memory_bytes, rows, row_bytes, &cache);
+    return status == QUERN_OK ? give_int((intptr_t)cache, result) : fail_as(status);
+}
+
+FUNCTION(layer_cache_length)
+{
+    (void)self;
+    int64_t length[2];
+    const quern_dsv4_layer_cache *cache = cache_of(args, count, 2);
+    if (cache == NULL) return -1;
+    const quern_status status =
+        quern_dsv4_layer_cache_length(cache, args[1].v_int64, &length[0], &length[1]);
+    return status == QUERN_OK ? give_bytes(length, sizeof length, result) : fail_as(status);
+}
+
+FUNCTION(layer_cache_rollback)
+{
+    (void)self;
+    quern_dsv4_layer_cache *cache = cache_of(args, count, 3);
+    if (cache == NULL) return -1;
+    const quern_status status =
+        quern_dsv4_layer_cache_rollback(cache, args[1].v_int64, args[2].v_int64);
+    return status == QUERN_OK ? give_nothing(result) : fail_as(status);
+}
+
+FUNCTION(layer_cache_reset)
+{
+    (void)self;
+    quern_dsv4_layer_cache *cache = cache_of(args, count, 2);
+    if (cache == NULL) return -1;
+    const quern_status status = quern_dsv4_layer_cache_reset(cache, args[1].v_int64);
+    return status == QUERN_OK ? give_nothing(result) : fail_as(status);
+}
+
+FUNCTION(layer_cache_fork)
+{
+    (void)self;
+    quern_dsv4_layer_cache *cache = cache_of(args, count, 3);
+    if (cache == NULL) return -1;
+    const quern_status status = quern_dsv4_layer_cache_fork(cache, args[1].v_int64, args[2].v_int64);
+    return status == QUERN_OK ? give_nothing(result) : fail_as(status);
+}
+
+typedef struct decode_call {
+    quern_dsv4_layer_cache *cache;
+    params_room params;
+    batch_lists batch;
+    tensor_list list;
+} decode_call;
+
+static quern_status compute(const void *what, const quern_exec *exec, void *workspace, size_t bytes)
+{
+    const decode_call *c = what;
+    return quern_dsv4_layer_decode(need_context(), exec, (const void *)&c->params, c->cache,
+                                   c->batch.sequences, c->batch.counts, c->batch.batch,
+                                   (const void *)&c->list.tensors, workspace, bytes);
+}
+
+FUNCTION(layer_decode)
+{
+    (void)self;
+    decode_call c = {.cache = cache_of(args, count < 1 ? count : 1, 1)};
+    size_t bytes = 0;
+    quern_context *context = need_context();
+    if (c.cache == NULL || context == NULL) return -1;
+    if (count < 5 || !read_params(&args[1], &c.params) || !read_lists(&args[2], &c.batch)) return refuse();
+    if (take_tensors(&args[4], count - 4, &c.list) != 0) return -1;
+    const quern_status status = quern_dsv4_layer_decode_workspace(
+        context, (const void *)&c.params, c.cache, c.batch.sequences, c.batch.counts, c.batch.batch,
+        (const void *)&c.list.tensors, &bytes);
+    if (status != QUERN_OK) return fail_as(status);
+    (void)give_nothing(result);
+    return with_memory(NULL, bytes, compute, &c);
+}

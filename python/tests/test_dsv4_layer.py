@@ -1,0 +1,114 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""quern.dsv4.layer and Cache against the golden vectors of whole layers."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from quern import _operations as ops  # noqa: E402
+from quern import _torch, dsv4  # noqa: E402
+from quern._dsv4_layer import WEIGHTS  # noqa: E402
+
+V4 = 5e-6  # of the golden vectors, whose oracle computes in f32
+
+
+def golden_layer(golden, kind):
+    file = golden(f"v4_tiny_{kind}")
+    names = file.names()
+    weights = {name: file.torch(f"w.{name}") for name in WEIGHTS if f"w.{name}" in names}
+    top_k = file.torch("idx.topk").shape[-1] if kind == "csa" else 512
+    rope = "rope.main" if kind == "swa" else "rope.compress"
+    table = torch.cat(file.torch(f"{rope}.cos", f"{rope}.sin"), -1)
+    return file, table, weights, {"kind": kind, "window": 8, "top_k": top_k}
+
+
+@pytest.mark.parametrize("kind", ["csa", "hca", "swa"])
+def test_golden_layer(golden, close, kind):
+    file, table, weights, settings = golden_layer(golden, kind)
+    hidden = file.torch("hidden")
+    named = ("q_residual", "q", "kv_rows", "core", "core_irope") + (("idx_topk",) if kind == "csa" else ())
+    out, *made = dsv4.layer(hidden, table, weights, **settings, results=named)
+    close(out, file.torch("out"), V4)
+    for name, got in zip(named, made):
+        if name == "idx_topk":
+            chosen = file.torch("idx.topk")  # -1, absent, comes last in an ascending list
+            none = got.shape[-1] + 11
+            assert torch.equal(got, chosen.masked_fill(chosen < 0, none).sort(-1).values.masked_fill_(chosen.sort(-1, descending=True).values < 0, -1))
+        else:
+            close(got, file.torch("kv" if name == "kv_rows" else name).view_as(got), V4)
+
+
+@pytest.mark.parametrize("kind", ["csa", "hca", "swa"])
+@pytest.mark.parametrize("pieces", [[45], [20, 1, 1, 23], [7] * 6 + [3]])
+def test_any_chunking(golden, close, kind, pieces):
+    file, table, weights, settings = golden_layer(golden, kind)
+    hidden = file.torch("hidden")
+    cache = dsv4.Cache(**settings, sequences=3, capacity=64, ring=4)
+    made, first = [], 0
+    for n in pieces:
+        made.append(cache.append(hidden[:, first : first + n], table, weights))
+        first += n
+    close(torch.cat(made, 1), file.torch("out"), V4)
+    cache.rollback(2, 0)
+    cache.fork(0, 2)
+    again = cache.append(hidden[0, 43:], table, weights, sequences=[2], counts=[2])
+    close(again, file.torch("out")[0, 43:], V4)
+    assert [cache.length(i) for i in range(3)] == [43, 45, 45]
+
+
+def test_gradients_are_those_of_the_parts(golden, close):
+    """By finite differences of the whole, in the direction of the gradient."""
+    file, table, weights, settings = golden_layer(golden, "hca")
+    hidden = file.torch("hidden")
+    weights = {name: t.requires_grad_() for name, t in weights.items()}
+    hidden.requires_grad_()
+    d_out = torch.randn(hidden.shape)
+    leaves = {"hidden": hidden, **weights}
+    grads = torch.autograd.grad(dsv4.layer(hidden, table, weights, **settings), list(leaves.values()), d_out)
+    for (name, leaf), grad in zip(leaves.items(), grads):
+        assert grad.shape == leaf.shape
+        step = 1e-2 * grad / grad.norm()
+        with torch.no_grad():
+            moved = []
+            for sign in (1, -1):
+                other = {**leaves, name: leaf + sign * step}
+                out = dsv4.layer(other.pop("hidden"), table, other, **settings)
+                moved.append((out.double() * d_out.double()).sum())
+        slope = float(moved[0] - moved[1]) / 2e-2
+        assert abs(slope - float(grad.norm())) <= 5e-3 * float(grad.norm()), name
+
+
+def test_opcheck_and_compile(golden, near):
+    file, table, weights, settings = golden_layer(golden, "csa")
+    hidden = file.torch("hidden")
+    fields = {WEIGHTS[name]: t for name, t in weights.items()}
+    trained = {name: t.requires_grad_() for name, t in fields.items() if not name.startswith("indexer")}
+    tensors = {"x": hidden.requires_grad_(), "cos_sin": table, **fields, **trained}
+    operator = _torch.OPERATORS["v4-layer"]
+    arguments = [tensors.get(field) for field in operator.inputs]
+    lines = ops.lines(tuple(settings.items()))
+    torch.library.opcheck(operator.call, (*arguments, lines, "out idx_topk"))
+
+    def whole(x):
+        return dsv4.layer(x, table, weights, **settings).sin()
+
+    got, want = torch.compile(whole, fullgraph=True, backend="aot_eager")(hidden), whole(hidden)
+    near(got, want, 1e-6)
+    near(*(torch.autograd.grad(t.sum(), hidden)[0] for t in (got, want)), 1e-6)
+
+
+def test_sentences(golden):
+    file, table, weights, settings = golden_layer(golden, "swa")
+    hidden = file.torch("hidden")
+    with pytest.raises(ValueError, match="q_c_proj"):
+        dsv4.layer(hidden, table, {**weights, "q_c_proj": table}, **settings)
+    with pytest.raises(ValueError, match="kind|compressor"):
+        dsv4.layer(hidden, table, weights, kind="csa", window=8)
+    with pytest.raises(ValueError, match="kind"):
+        dsv4.Cache("mla", 1, 8)
+    cache = dsv4.Cache("swa", 1, 8, window=8)
+    with pytest.raises(ValueError, match="empty"):
+        cache.rollback(1)
+    with pytest.raises(ValueError, match="capacity|8"):
+        cache.append(hidden[:1], table, weights)
