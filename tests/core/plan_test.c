@@ -73,7 +73,7 @@ static void check_elsewhere(nsa_case *c, quern_operation op, const nsa_call *cal
         test_tensor there = c->tensor[i];
         there.view.data = data[i];
         if ((out & NSA_BIT(i)) && !test_tensor_same_bits(&c->tensor[i], &there))
-            fail_msg("%s: %s differs by plan", call->name, nsa_slot_names[i]);
+            fail_msg("%s: %s differs by plan", call->name, nsa_slot_name(i));
         free(moved[i]);
     }
     quern_plan_destroy(plan);

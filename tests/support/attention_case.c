@@ -5,6 +5,7 @@
 
 #include "cmocka_c11.h"
 #include "compare.h"
+#include "op_case.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -57,19 +58,7 @@ void attention_case_make(attention_case *c, const oracle_dense *a, quern_dtype d
     c->params.window = a->window;
     c->params.query_offset = a->query_offset;
     c->params.scale = (float)a->scale;
-    c->tensors = (quern_attention_tensors)QUERN_ATTENTION_TENSORS_INIT;
-    quern_attention_tensors *t = &c->tensors;
-    t->q = &c->q.view;
-    t->k = &c->k.view;
-    t->v = &c->v.view;
-    t->o = &c->o.view;
-    t->lse = &c->lse.view;
-    t->d_o = &c->d_o.view;
-    t->d_q = &c->d_q.view;
-    t->d_k = &c->d_k.view;
-    t->d_v = &c->d_v.view;
-    t->cu_seqlens_q = a->cu_q != NULL ? &c->cu_q.view : NULL;
-    t->cu_seqlens_kv = a->cu_kv != NULL ? &c->cu_kv.view : NULL;
+    op_case_bind("attention", c->t, ATTENTION_TENSORS, OP_CASE_ALL, &c->tensors);
 }
 
 void attention_case_make_exact(attention_case *c, const oracle_dense *a, test_layout layout,
@@ -112,9 +101,7 @@ void attention_case_make_like(attention_case *c, const attention_case *exact, qu
 
 void attention_case_free(attention_case *c)
 {
-    test_tensor *const all[] = {&c->q,   &c->k,   &c->v,   &c->cu_q, &c->cu_kv, &c->o,
-                                &c->lse, &c->d_o, &c->d_q, &c->d_k,  &c->d_v};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) test_tensor_free(all[i]);
+    for (int i = 0; i < ATTENTION_TENSORS; i++) test_tensor_free(&c->t[i]);
 }
 
 void attention_case_reset(attention_case *c)
@@ -123,45 +110,19 @@ void attention_case_reset(attention_case *c)
     for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) test_tensor_reset(outputs[i]);
 }
 
-static void check_inputs(const attention_case *c)
+static void call(attention_case *c, quern_context *ctx, quern_op_pass pass)
 {
-    test_tensor_check_unchanged(&c->q, "q");
-    test_tensor_check_unchanged(&c->k, "k");
-    test_tensor_check_unchanged(&c->v, "v");
-    test_tensor_check_unchanged(&c->d_o, "d_o");
-    test_tensor_check_unchanged(&c->cu_q, "cu_seqlens_q");
-    test_tensor_check_unchanged(&c->cu_kv, "cu_seqlens_kv");
+    op_case_run(ctx, "attention", pass, &c->params, &c->tensors, c->t, ATTENTION_TENSORS);
 }
 
 void attention_case_forward(attention_case *c, quern_context *ctx)
 {
-    size_t bytes = 0;
-    if (quern_attention_forward_workspace(ctx, &c->params, &c->tensors, &bytes) != QUERN_OK)
-        fail_msg("forward's workspace: %s", quern_last_error(ctx));
-    test_workspace workspace = test_workspace_make(bytes);
-    if (quern_attention_forward(ctx, NULL, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK)
-        fail_msg("forward: %s", quern_last_error(ctx));
-    test_workspace_close(&workspace);
-    check_inputs(c);
-    test_tensor_check_guards(&c->o, "o");
-    test_tensor_check_guards(&c->lse, "lse");
+    call(c, ctx, QUERN_OP_FORWARD);
 }
 
 void attention_case_backward(attention_case *c, quern_context *ctx)
 {
-    size_t bytes = 0;
-    if (quern_attention_backward_workspace(ctx, &c->params, &c->tensors, &bytes) != QUERN_OK)
-        fail_msg("backward's workspace: %s", quern_last_error(ctx));
-    test_workspace workspace = test_workspace_make(bytes);
-    if (quern_attention_backward(ctx, NULL, &c->params, &c->tensors, workspace.data, bytes) != QUERN_OK)
-        fail_msg("backward: %s", quern_last_error(ctx));
-    test_workspace_close(&workspace);
-    check_inputs(c);
-    test_tensor_check_guards(&c->o, "o");
-    test_tensor_check_guards(&c->lse, "lse");
-    test_tensor_check_guards(&c->d_q, "d_q");
-    test_tensor_check_guards(&c->d_k, "d_k");
-    test_tensor_check_guards(&c->d_v, "d_v");
+    call(c, ctx, QUERN_OP_BACKWARD);
 }
 
 static double *doubles(const test_tensor *t)

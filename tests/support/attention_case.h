@@ -12,13 +12,20 @@
 
 #include <quern/attention.h>
 
-/* The tensors of a call. Points into itself: made in place, never copied. */
+enum { ATTENTION_TENSORS = 11 };
+
+/* A call. Points into itself: made in place, never copied. */
 typedef struct attention_case {
     oracle_dense dense;
     quern_dtype dtype;
     quern_attention_params params;
     quern_attention_tensors tensors;
-    test_tensor q, k, v, cu_q, cu_kv, o, lse, d_o, d_q, d_k, d_v;
+    union { /* in the order of quern_attention_tensors */
+        struct {
+            test_tensor q, k, v, cu_q, cu_kv, o, lse, d_o, d_q, d_k, d_v;
+        };
+        test_tensor t[ATTENTION_TENSORS];
+    };
 } attention_case;
 
 typedef struct attention_reference {

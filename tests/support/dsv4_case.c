@@ -5,33 +5,10 @@
 
 #include "cmocka_c11.h"
 #include "compare.h"
+#include "op_case.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-static const char *const names[DSV4_TENSORS] = {"proj",
-                                                "x",
-                                                "w",
-                                                "b_a",
-                                                "b_b",
-                                                "prev_b",
-                                                "norm_weight",
-                                                "cos_sin",
-                                                "cu_seqlens",
-                                                "start_tokens",
-                                                "start_positions",
-                                                "block_counts",
-                                                "has_prev",
-                                                "pooled",
-                                                "out",
-                                                "d_out",
-                                                "d_proj",
-                                                "d_x",
-                                                "d_w",
-                                                "d_b_a",
-                                                "d_b_b",
-                                                "d_prev_b",
-                                                "d_norm_weight"};
 
 int64_t dsv4_columns(const dsv4_case *c)
 {
@@ -281,67 +258,33 @@ quern_dsv4_compress_params dsv4_case_params(const dsv4_case *c)
 
 quern_dsv4_compress_tensors dsv4_case_tensors(const dsv4_case *c)
 {
-    quern_dsv4_compress_tensors t = QUERN_DSV4_COMPRESS_TENSORS_INIT;
-    const quern_tensor *v[DSV4_TENSORS];
-    for (int i = 0; i < DSV4_TENSORS; i++) v[i] = c->t[i].buffer != NULL ? &c->t[i].view : NULL;
-    t.proj = v[DSV4_PROJ];
-    t.x = v[DSV4_X];
-    t.w = v[DSV4_W];
-    t.b_a = v[DSV4_BIAS_A];
-    t.b_b = v[DSV4_BIAS_B];
-    t.prev_b = v[DSV4_PREV_B];
-    t.norm_weight = v[DSV4_NORM_WEIGHT];
-    t.cos_sin = v[DSV4_COS_SIN];
-    t.cu_seqlens = v[DSV4_CU_SEQLENS];
-    t.start_tokens = v[DSV4_START_TOKENS];
-    t.start_positions = v[DSV4_START_POSITIONS];
-    t.block_counts = v[DSV4_BLOCK_COUNTS];
-    t.has_prev = v[DSV4_HAS_PREV];
-    t.pooled = v[DSV4_POOLED];
-    t.out = v[DSV4_OUT];
-    t.d_out = v[DSV4_D_OUT];
-    t.d_proj = v[DSV4_D_PROJ];
-    t.d_x = v[DSV4_D_X];
-    t.d_w = v[DSV4_D_W];
-    t.d_b_a = v[DSV4_D_BIAS_A];
-    t.d_b_b = v[DSV4_D_BIAS_B];
-    t.d_prev_b = v[DSV4_D_PREV_B];
-    t.d_norm_weight = v[DSV4_D_NORM_WEIGHT];
+    quern_dsv4_compress_tensors t;
+    op_case_bind("csa-compress", c->t, DSV4_TENSORS, OP_CASE_ALL, &t);
     return t;
-}
-
-static void check_status(quern_status status)
-{
-    if (status != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
 }
 
 void dsv4_case_run(const dsv4_case *c, quern_context *ctx)
 {
     const quern_dsv4_compress_params p = dsv4_case_params(c);
     const quern_dsv4_compress_tensors t = dsv4_case_tensors(c);
-    size_t bytes;
-    check_status(quern_dsv4_compress_workspace(ctx, &p, &t, &bytes));
-    test_workspace w = test_workspace_make(bytes);
-    check_status(quern_dsv4_compress(ctx, NULL, &p, &t, w.data, bytes));
-    test_workspace_close(&w);
-    check_status(quern_dsv4_compress_backward_workspace(ctx, &p, &t, &bytes));
-    w = test_workspace_make(bytes);
-    check_status(quern_dsv4_compress_backward(ctx, NULL, &p, &t, w.data, bytes));
-    test_workspace_close(&w);
+    const char *op = c->shape.overlap ? "csa-compress" : "hca-compress";
+    op_case_call(ctx, op, QUERN_OP_FORWARD, &p, &t);
+    op_case_call(ctx, op, QUERN_OP_BACKWARD, &p, &t);
 }
 
 void dsv4_case_check(const dsv4_case *c)
 {
     for (int i = 0; i < DSV4_TENSORS; i++) {
         if (c->t[i].buffer == NULL) continue;
+        const char *name = op_case_field("csa-compress", i);
         if (c->reference[i] == NULL) {
-            test_tensor_check_unchanged(&c->t[i], names[i]);
+            test_tensor_check_unchanged(&c->t[i], name);
             continue;
         }
-        test_tensor_check_guards(&c->t[i], names[i]);
+        test_tensor_check_guards(&c->t[i], name);
         double *out = test_tensor_get(&c->t[i]);
         const quern_dtype dtype = c->t[i].view.dtype;
-        test_check(names[i], out, c->reference[i], test_tensor_count(&c->t[i]),
+        test_check(name, out, c->reference[i], test_tensor_count(&c->t[i]),
                    i < DSV4_D_OUT ? test_forward_bound(dtype) : test_gradient_bound(dtype));
         free(out);
     }

@@ -13,6 +13,7 @@ enum { DSV4_SEQUENCES = 5 };
 
 typedef enum dsv4_batch { DSV4_ONE, DSV4_FIXED, DSV4_VARLEN } dsv4_batch;
 
+/* In the order of quern_dsv4_compress_tensors. */
 typedef enum dsv4_tensor {
     DSV4_PROJ, /* or X and W */
     DSV4_X,
@@ -27,15 +28,16 @@ typedef enum dsv4_tensor {
     DSV4_START_POSITIONS,
     DSV4_BLOCK_COUNTS,
     DSV4_HAS_PREV,
+    DSV4_CU_SEQLENS_CMP,
     DSV4_POOLED,
     DSV4_OUT,
     DSV4_D_OUT,
     DSV4_D_PROJ,
     DSV4_D_X,
+    DSV4_D_PREV_B,
     DSV4_D_W,
     DSV4_D_BIAS_A,
     DSV4_D_BIAS_B,
-    DSV4_D_PREV_B,
     DSV4_D_NORM_WEIGHT,
     DSV4_TENSORS
 } dsv4_tensor;

@@ -4,13 +4,11 @@
 
 #include "cmocka_c11.h"
 #include "compare.h"
+#include "op_case.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-static const char *const names[] = {"q", "kv",  "kv_cmp",  "idx", "count", "sink", "cos_sin",  "cu_seqlens",
-                                    "o", "lse", "lse_win", "d_o", "d_q",   "d_kv", "d_kv_cmp", "d_sink"};
 
 static void fill_lists(core_case *c, test_random *random)
 {
@@ -150,38 +148,26 @@ quern_dsv4_attention_params core_case_params(const core_case *c)
 
 quern_dsv4_attention_tensors core_case_tensors(const core_case *c)
 {
-    quern_dsv4_attention_tensors t = QUERN_DSV4_ATTENTION_TENSORS_INIT;
-    const quern_tensor *views[CORE_TENSORS];
-    for (int i = 0; i < CORE_TENSORS; i++) views[i] = c->t[i].buffer != NULL ? &c->t[i].view : NULL;
-    memcpy((char *)&t + sizeof t.size, views, sizeof views);
+    quern_dsv4_attention_tensors t;
+    op_case_bind("v4-attention", c->t, CORE_TENSORS, OP_CASE_ALL, &t);
     return t;
 }
 
-typedef quern_status sizing(quern_context *ctx, const quern_dsv4_attention_params *params,
-                            const quern_dsv4_attention_tensors *tensors, size_t *bytes);
-typedef quern_status calling(quern_context *ctx, const quern_exec *exec,
-                             const quern_dsv4_attention_params *params,
-                             const quern_dsv4_attention_tensors *tensors, void *workspace, size_t bytes);
-
-static void run(const core_case *c, quern_context *ctx, sizing *size, calling *call)
+static void call(const core_case *c, quern_context *ctx, quern_op_pass pass)
 {
     const quern_dsv4_attention_params p = core_case_params(c);
     const quern_dsv4_attention_tensors t = core_case_tensors(c);
-    size_t bytes;
-    if (size(ctx, &p, &t, &bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
-    test_workspace w = test_workspace_make(bytes);
-    if (call(ctx, NULL, &p, &t, w.data, bytes) != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
-    test_workspace_close(&w);
+    op_case_call(ctx, "v4-attention", pass, &p, &t);
 }
 
 void core_case_forward(const core_case *c, quern_context *ctx)
 {
-    run(c, ctx, quern_dsv4_attention_workspace, quern_dsv4_attention);
+    call(c, ctx, QUERN_OP_FORWARD);
 }
 
 void core_case_backward(const core_case *c, quern_context *ctx)
 {
-    run(c, ctx, quern_dsv4_attention_backward_workspace, quern_dsv4_attention_backward);
+    call(c, ctx, QUERN_OP_BACKWARD);
 }
 
 /* The rows of [H, T] of one sequence, gathered from and put back into [H, all]. */
@@ -272,15 +258,16 @@ void core_case_check(const core_case *c, bool backward)
     for (int64_t b = 0; b < c->batch; b++) check_sequence(c, b, value, idx, count, expected, &entry);
     for (int i = 0; i < CORE_TENSORS; i++) {
         if (c->t[i].buffer == NULL) continue;
+        const char *name = op_case_field("v4-attention", i);
         const bool gradient = i >= CORE_D_Q, result = (i >= CORE_O && i <= CORE_LSE_WIN) || gradient;
         if (i == CORE_D_SINK && backward) check_d_sink(c, value, expected);
         else if (result && (!gradient || backward))
-            test_check(names[i], value[i], expected[i], test_tensor_count(&c->t[i]),
+            test_check(name, value[i], expected[i], test_tensor_count(&c->t[i]),
                        gradient ? test_gradient_bound(c->dtype)
                                 : test_forward_bound(c->t[i].view.dtype == QUERN_F32 ? c->dtype
                                                                                      : c->t[i].view.dtype));
-        if (result) test_tensor_check_guards(&c->t[i], names[i]);
-        else test_tensor_check_unchanged(&c->t[i], names[i]);
+        if (result) test_tensor_check_guards(&c->t[i], name);
+        else test_tensor_check_unchanged(&c->t[i], name);
     }
     for (int i = 0; i < CORE_TENSORS; i++) free(value[i]), free(expected[i]);
     free(idx), free(count);

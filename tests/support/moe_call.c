@@ -5,6 +5,7 @@
 
 #include "cmocka_c11.h"
 #include "compare.h"
+#include "op_case.h"
 #include "oracle/nvfp4.h"
 
 #include <math.h>
@@ -18,50 +19,29 @@ static bool takes(int tensor, bool backward)
 
 quern_moe_tensors moe_bind(const moe_case *c, bool backward)
 {
-    quern_moe_tensors t = QUERN_MOE_TENSORS_INIT;
-    const quern_tensor **fields = &t.hidden;
-    for (int i = 0; i < MOE_TENSORS; i++)
-        if (c->t[i].buffer != NULL && takes(i, backward)) fields[i] = &c->t[i].view;
+    quern_moe_tensors t;
+    uint64_t set = 0;
+    for (int i = 0; i < MOE_TENSORS; i++) set |= (uint64_t)takes(i, backward) << i;
+    op_case_bind("moe", c->t, MOE_TENSORS, set, &t);
     return t;
 }
 
-static void check_memory(const moe_case *c, bool backward)
+static void call(moe_case *c, quern_context *ctx, quern_op_pass pass)
 {
-    for (int i = 0; i < MOE_TENSORS; i++) {
-        char name[20];
-        snprintf(name, sizeof name, "tensor %d", i);
-        if (c->t[i].buffer == NULL) continue;
-        if (moe_is_result(i) && takes(i, backward)) test_tensor_check_guards(&c->t[i], name);
-        else if (!moe_is_result(i)) test_tensor_check_unchanged(&c->t[i], name);
-    }
+    const quern_moe_tensors t = moe_bind(c, pass == QUERN_OP_BACKWARD);
+    op_case_run(ctx, "moe", pass, &c->params, &t, c->t, MOE_TENSORS);
 }
 
 void moe_call_forward(moe_case *c, quern_context *ctx)
 {
-    const quern_moe_tensors t = moe_bind(c, false);
-    size_t bytes = 0;
-    if (quern_moe_forward_workspace(ctx, &c->params, &t, &bytes) != QUERN_OK)
-        fail_msg("workspace: %s", quern_last_error(ctx));
-    test_workspace w = test_workspace_make(bytes);
-    if (quern_moe_forward(ctx, NULL, &c->params, &t, w.data, w.bytes) != QUERN_OK)
-        fail_msg("forward: %s", quern_last_error(ctx));
-    test_workspace_close(&w);
-    check_memory(c, false);
+    call(c, ctx, QUERN_OP_FORWARD);
     free(c->chosen);
     c->chosen = test_tensor_get_i32(&c->t[M_EXPERTS]);
 }
 
 void moe_call_backward(moe_case *c, quern_context *ctx)
 {
-    const quern_moe_tensors t = moe_bind(c, true);
-    size_t bytes = 0;
-    if (quern_moe_backward_workspace(ctx, &c->params, &t, &bytes) != QUERN_OK)
-        fail_msg("workspace: %s", quern_last_error(ctx));
-    test_workspace w = test_workspace_make(bytes);
-    if (quern_moe_backward(ctx, NULL, &c->params, &t, w.data, w.bytes) != QUERN_OK)
-        fail_msg("backward: %s", quern_last_error(ctx));
-    test_workspace_close(&w);
-    check_memory(c, true);
+    call(c, ctx, QUERN_OP_BACKWARD);
 }
 
 /* Rounds a row as a4 does. */
@@ -125,7 +105,7 @@ static void check_one(const moe_case *c, int tensor, const double *expected, dou
     char name[120];
     if (c->t[tensor].buffer == NULL) return;
     double *got = test_tensor_get(&c->t[tensor]);
-    snprintf(name, sizeof name, "%s, tensor %d", what, tensor);
+    snprintf(name, sizeof name, "%s, %s", what, op_case_field("moe", tensor));
     test_check(name, got, expected, test_tensor_count(&c->t[tensor]), bound);
     free(got);
 }
@@ -142,7 +122,8 @@ static void check_terms(const moe_case *c, int tensor, const double *expected, c
         size = hypot(size, terms[i]);
     }
     if (!(error <= bound * size + 1e-9))
-        fail_msg("%s, tensor %d: error %g of terms %g, bound %g", what, tensor, error, size, bound);
+        fail_msg("%s, %s: error %g of terms %g, bound %g", what, op_case_field("moe", tensor), error, size,
+                 bound);
     free(got);
 }
 

@@ -50,7 +50,7 @@ void nsa_run(nsa_case *c, quern_context *ctx, nsa_call call, nsa_set inputs, nsa
     if (nsa_try(c, ctx, call, inputs | outputs) != QUERN_OK)
         fail_msg("%s: %s [%s]", call.name, quern_last_error(ctx), nsa_config_describe(&c->config, text));
     for (int i = 0; i < NSA_SLOTS; i++) {
-        snprintf(name, sizeof name, "%s: %s", call.name, nsa_slot_names[i]);
+        snprintf(name, sizeof name, "%s: %s", call.name, nsa_slot_name(i));
         if (outputs & NSA_BIT(i)) test_tensor_check_guards(&c->tensor[i], name);
         else if (inputs & NSA_BIT(i)) test_tensor_check_unchanged(&c->tensor[i], name);
     }
@@ -73,7 +73,7 @@ void nsa_check_same_bits(const nsa_case *c, nsa_set set, const test_tensor copie
     char text[600];
     for (int i = 0; i < NSA_SLOTS; i++)
         if ((set & NSA_BIT(i)) != 0 && !test_tensor_same_bits(&c->tensor[i], &copies[i]))
-            fail_msg("%s: %s differs [%s]", what, nsa_slot_names[i], nsa_config_describe(&c->config, text));
+            fail_msg("%s: %s differs [%s]", what, nsa_slot_name(i), nsa_config_describe(&c->config, text));
 }
 
 /* |d_pe_k| <= 1e-5 sum |terms|: the d_pe_k of the whole vanishes, so a bound relative to it would compare

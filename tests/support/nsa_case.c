@@ -4,6 +4,7 @@
 #include "nsa_case.h"
 
 #include "cmocka_c11.h"
+#include "op_case.h"
 #include "oracle/nsa.h"
 
 #include <inttypes.h>
@@ -16,16 +17,10 @@ _Static_assert(offsetof(quern_nsa_tensors, d_gates) ==
                    offsetof(quern_nsa_tensors, q) + NSA_D_GATES * sizeof(const quern_tensor *),
                "nsa_slot follows quern_nsa_tensors");
 
-const char *const nsa_slot_names[NSA_SLOTS] = {
-    "q",           "k",         "v",        "k_slc",      "v_slc",          "k_win",
-    "v_win",       "k_cmp",     "v_cmp",    "cu_seqlens", "cu_seqlens_cmp", "w_k",
-    "w_v",         "pe_k",      "pe_v",     "w_gate",     "gates",          "block_idx",
-    "block_count", "group_idx", "o",        "o_cmp",      "o_slc",          "o_win",
-    "lse_cmp",     "lse_slc",   "lse_win",  "d_o",        "d_o_cmp",        "d_o_slc",
-    "d_o_win",     "d_q",       "d_k",      "d_v",        "d_k_slc",        "d_v_slc",
-    "d_k_win",     "d_v_win",   "d_k_cmp",  "d_v_cmp",    "d_w_k",          "d_w_v",
-    "d_pe_k",      "d_pe_v",    "d_w_gate", "d_gates",
-};
+const char *nsa_slot_name(int slot)
+{
+    return op_case_field("nsa", slot);
+}
 
 nsa_config nsa_config_small(void)
 {
@@ -312,11 +307,7 @@ nsa_set nsa_backward_outputs(const nsa_case *c)
 
 quern_nsa_tensors nsa_bind(const nsa_case *c, nsa_set set)
 {
-    quern_nsa_tensors tensors = QUERN_NSA_TENSORS_INIT;
-    for (int i = 0; i < NSA_SLOTS; i++) {
-        const quern_tensor *view = &c->tensor[i].view;
-        char *member = (char *)&tensors + offsetof(quern_nsa_tensors, q) + (size_t)i * sizeof view;
-        if (set & NSA_BIT(i)) memcpy(member, &view, sizeof view);
-    }
+    quern_nsa_tensors tensors;
+    op_case_bind("nsa", c->tensor, NSA_SLOTS, set, &tensors);
     return tensors;
 }

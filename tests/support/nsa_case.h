@@ -66,7 +66,7 @@ typedef enum nsa_slot {
 typedef uint64_t nsa_set;
 #define NSA_BIT(slot) ((nsa_set)1 << (slot))
 
-extern const char *const nsa_slot_names[NSA_SLOTS];
+const char *nsa_slot_name(int slot);
 
 enum { NSA_MAX_BATCH = 8 };
 

@@ -107,7 +107,7 @@ static void compare_rows(const nsa_case *c, const quern_safetensors *file, nsa_s
     double *expected = golden_get(file, "", name, 12 * width), *out = test_doubles(12 * width);
     for (int i = 0; i < 12; i++)
         memcpy(out + i * width, values + rows[i] * width, sizeof *out * (size_t)width);
-    test_check_golden(nsa_slot_names[slot], out, expected, 12 * width, GOLDEN_BOUND);
+    test_check_golden(nsa_slot_name(slot), out, expected, 12 * width, GOLDEN_BOUND);
     free(rows);
     free(expected);
     free(out);

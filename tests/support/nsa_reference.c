@@ -286,7 +286,7 @@ void nsa_check(const nsa_reference *r, nsa_set set)
         const double bound = i == NSA_GATES ? test_forward_bound(QUERN_F32)
                              : i >= NSA_D_O ? test_gradient_bound(dtype)
                                             : test_forward_bound(dtype);
-        snprintf(name, sizeof name, "%s [%s]", nsa_slot_names[i], nsa_config_describe(&r->c->config, text));
+        snprintf(name, sizeof name, "%s [%s]", nsa_slot_name(i), nsa_config_describe(&r->c->config, text));
         test_check(name, out, r->value[i], test_tensor_count(t), bound);
         free(out);
     }

@@ -3,6 +3,7 @@
 #include "nvfp4_product.h"
 
 #include "cmocka_c11.h"
+#include "op_case.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -359,7 +360,6 @@ product_result product_run(const product_case *c, quern_context *ctx, test_rando
                            product_layout layout)
 {
     test_tensor t[TENSORS] = {{.buffer = NULL}}, old = {.buffer = NULL};
-    size_t bytes = 0;
     quern_nvfp4_gemm_tensors all;
     const quern_tensor c_global =
         quern_tensor_contiguous((void *)(uintptr_t)&c->c_global, QUERN_F32, 0, NULL);
@@ -374,12 +374,7 @@ product_result product_run(const product_case *c, quern_context *ctx, test_rando
         all.c_old = &old.view;
         p.accumulate = false;
     }
-    if (quern_nvfp4_gemm_workspace(ctx, &p, &all, &bytes) != QUERN_OK)
-        fail_msg("workspace: %s", quern_last_error(ctx));
-    test_workspace w = test_workspace_make(bytes);
-    if (quern_nvfp4_gemm(ctx, NULL, &p, &all, w.data, w.bytes) != QUERN_OK)
-        fail_msg("gemm: %s", quern_last_error(ctx));
-    test_workspace_close(&w);
+    op_case_call(ctx, "nvfp4-gemm", QUERN_OP_FORWARD, &p, &all);
     if (c->a.buffer != NULL) test_tensor_check_unchanged(&c->a, "a");
     if (old.buffer != NULL) test_tensor_check_unchanged(&old, "c_old"), test_tensor_free(&old);
     const product_result r = read_result(c, t);
@@ -394,16 +389,10 @@ double *product_run_backward(const product_case *c, quern_context *ctx, test_ran
     const int64_t shape[] = {c->tokens, c->k};
     test_tensor d_a = test_tensor_make(random, dtype, 2, shape, any_layout(random));
     quern_nvfp4_gemm_tensors all;
-    size_t bytes = 0;
     const quern_nvfp4_gemm_params p = bind(c, ctx, random, layout, t, &all);
     all.d_c = &d_c->view;
     all.d_a = &d_a.view;
-    if (quern_nvfp4_gemm_backward_workspace(ctx, &p, &all, &bytes) != QUERN_OK)
-        fail_msg("workspace: %s", quern_last_error(ctx));
-    test_workspace w = test_workspace_make(bytes);
-    if (quern_nvfp4_gemm_backward(ctx, NULL, &p, &all, w.data, w.bytes) != QUERN_OK)
-        fail_msg("backward: %s", quern_last_error(ctx));
-    test_workspace_close(&w);
+    op_case_call(ctx, "nvfp4-gemm", QUERN_OP_BACKWARD, &p, &all);
     test_tensor_check_guards(&d_a, "d_a"), test_tensor_check_unchanged(d_c, "d_c");
     double *values = test_tensor_get(&d_a);
     test_tensor_free(&d_a);

@@ -195,14 +195,14 @@ static void check_nsa(nsa_case *c, quern_cpu_level level, test_random *random, c
     nsa_reference_backward(r);
     for (int kind = 0; kind < REPLACEMENTS; kind++) {
         char label[900];
-        snprintf(label, sizeof label, "%g in %s[%lld]: %s", replacements[kind], nsa_slot_names[slot],
+        snprintf(label, sizeof label, "%g in %s[%lld]: %s", replacements[kind], nsa_slot_name(slot),
                  (long long)row, what);
         test_tensor_set(&c->tensor[slot], original);
         replace_row(&c->tensor[slot], row, rows, kind, kind % 2 == 0);
         run_nsa(c, ctx);
         for (int i = 0; i < NSA_SLOTS; i++)
             if (before[i] != NULL)
-                check_unseen(label, nsa_slot_names[i], &c->tensor[i], before[i], r->value[i]);
+                check_unseen(label, nsa_slot_name(i), &c->tensor[i], before[i], r->value[i]);
     }
     for (int i = 0; i < NSA_SLOTS; i++) free(before[i]);
     free(original);

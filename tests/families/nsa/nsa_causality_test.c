@@ -75,7 +75,7 @@ static void compare_past(const nsa_case *c, nsa_slot slot, const test_tensor *be
             if (!same)
                 fail_msg(
                     "%s: %s entry %lld changed with what is not in the past of token %lld: %.9g, then %.9g",
-                    what, nsa_slot_names[slot], (long long)i, (long long)p->tokens - 1,
+                    what, nsa_slot_name(slot), (long long)i, (long long)p->tokens - 1,
                     list ? old_list[i] : old_values[i], list ? new_list[i] : new_values[i]);
         }
     }

@@ -26,11 +26,11 @@ static void compare(const nsa_case *c, nsa_set set, const test_tensor copies[NSA
         const test_tensor *t = &c->tensor[i];
         if ((summed & NSA_BIT(i)) == 0) {
             if (!test_tensor_same_bits(t, &copies[i]))
-                fail_msg("%s: %s differs from the composed forward's", what, nsa_slot_names[i]);
+                fail_msg("%s: %s differs from the composed forward's", what, nsa_slot_name(i));
             continue;
         }
         double *out = test_tensor_get(t), *expected = test_tensor_get(&copies[i]);
-        snprintf(name, sizeof name, "%s: %s", what, nsa_slot_names[i]);
+        snprintf(name, sizeof name, "%s: %s", what, nsa_slot_name(i));
         test_check(name, out, expected, test_tensor_count(t), test_forward_bound(t->view.dtype));
         free(out);
         free(expected);

@@ -60,8 +60,7 @@ static void check_direction(nsa_case *c, quern_context *ctx, nsa_slot slot, nsa_
     const double difference = (loss_at(c, ctx, slot, x, u, h) - loss_at(c, ctx, slot, x, u, -h)) / (2 * h);
     test_tensor_set(&c->tensor[slot], x);
     if (!(fabs(difference - along) <= 3e-3 * sqrt(grad_norm * u_norm) + 1e-4))
-        fail_msg("%s: %.6g by differences, %.6g by the gradient", nsa_slot_names[gradient], difference,
-                 along);
+        fail_msg("%s: %.6g by differences, %.6g by the gradient", nsa_slot_name(gradient), difference, along);
     free(x);
     free(grad);
     free(u);

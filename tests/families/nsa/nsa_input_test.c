@@ -337,7 +337,7 @@ static void try(quern_context *ctx, const mistake *m, int op)
     test_workspace_close(&workspace);
     free(before);
     for (int i = 0; i < NSA_SLOTS; i++) {
-        snprintf(name, sizeof name, "%s, %s: %s", m->name, call->name, nsa_slot_names[i]);
+        snprintf(name, sizeof name, "%s, %s: %s", m->name, call->name, nsa_slot_name(i));
         if (b.c->tensor[i].buffer != NULL) test_tensor_check_unchanged(&b.c->tensor[i], name);
         b.c->tensor[i].view = views[i];
     }
@@ -774,7 +774,7 @@ static void every_tensor_is_checked(void **state)
             for (int slot = 0; slot < NSA_SLOTS; slot++) {
                 if (!((in | out) & NSA_BIT(slot))) continue;
                 const quern_tensor *v = &c->tensor[slot].view;
-                const char *name = nsa_slot_names[slot];
+                const char *name = nsa_slot_name(slot);
                 const int last = v->ndim - 1;
                 const mistake all[] = {
                     {name, b, 0, DTYPE, slot, 0, QUERN_I64, BAD, {name, "i64", "accepted"}},

@@ -62,7 +62,7 @@ static void assert_keys(const nsa_case *c, nsa_slot slot, int64_t sequence, int6
         const double seen = keys_seen(c, slot, sequence, head, token);
         if (!(fabs(seen - (double)keys) < 1e-3))
             fail_msg("%s: token %lld of sequence %lld, head %lld sees %.3f keys, not %lld",
-                     nsa_slot_names[slot], (long long)token, (long long)sequence, (long long)head, seen,
+                     nsa_slot_name(slot), (long long)token, (long long)sequence, (long long)head, seen,
                      (long long)keys);
     }
 }

@@ -84,7 +84,7 @@ static void compare_with_compact(int32_t dim, int64_t stride, bool varlen, quern
         for (int i = 0; i < NSA_SLOTS; i++)
             if (((forward | backward) & NSA_BIT(i)) &&
                 !test_tensor_same_bits(&compact->tensor[i], &huge->tensor[i]))
-                fail_msg("%s differs with stride %lld along dimension %d", nsa_slot_names[i],
+                fail_msg("%s differs with stride %lld along dimension %d", nsa_slot_name(i),
                          (long long)stride, dim);
     }
     for (int i = 0; i < NSA_SLOTS; i++)

@@ -248,13 +248,13 @@ static void strides_of_single_extents_are_any_number(void **state)
             for (int i = 0; i < NSA_SLOTS; i++)
                 if ((forward & NSA_BIT(i)) &&
                     memcmp(first[i].buffer, c->tensor[i].buffer, c->tensor[i].bytes) != 0)
-                    fail_msg("%s", nsa_slot_names[i]);
+                    fail_msg("%s", nsa_slot_name(i));
             if (nsa_try(c, ctx, nsa_call_backward, nsa_backward_inputs(c) | backward) != QUERN_OK)
                 fail_msg("%s", quern_last_error(ctx));
             for (int i = 0; i < NSA_SLOTS; i++)
                 if ((backward & NSA_BIT(i)) &&
                     memcmp(second[i].buffer, c->tensor[i].buffer, c->tensor[i].bytes) != 0)
-                    fail_msg("%s", nsa_slot_names[i]);
+                    fail_msg("%s", nsa_slot_name(i));
             nsa_free_copies(first);
             nsa_free_copies(second);
             nsa_case_free(c);
