@@ -152,6 +152,25 @@ QUERN_API quern_status quern_dsv4_layer_cache_reset(quern_dsv4_layer_cache *cach
 /* Makes sequence `to` an independent copy of sequence `from`. */
 QUERN_API quern_status quern_dsv4_layer_cache_fork(quern_dsv4_layer_cache *cache, int64_t from, int64_t to);
 
+/* What a cache holds of a sequence, to move it to another cache, to a file or a machine: rows in the cache's
+ * dtype, contiguous or not, and states (see quern_dsv4_state_save()). */
+typedef struct quern_dsv4_layer_rows {
+    size_t size;
+    int64_t tokens;
+    quern_tensor raw;                     /* [n, D]: the rows of the last n tokens */
+    quern_tensor entries, keys;           /* [floor(tokens / r), D], [floor(tokens / r), C_I] */
+    const quern_dsv4_state *main, *index; /* at position `tokens`; NULL where the kind has none */
+} quern_dsv4_layer_rows;
+#define QUERN_DSV4_LAYER_ROWS_INIT QUERN_SIZED(quern_dsv4_layer_rows)
+
+/* Sets *rows to views of the cache's memory, which hold until the sequence changes. */
+QUERN_API quern_status quern_dsv4_layer_cache_get(const quern_dsv4_layer_cache *cache, int64_t sequence,
+                                                  quern_dsv4_layer_rows *rows);
+/* Makes a sequence of rows and states that are copied. Refused are states of other dims or another position, and
+ * fewer raw rows than window - 1, or all tokens; the sequence is then as it was. */
+QUERN_API quern_status quern_dsv4_layer_cache_set(quern_dsv4_layer_cache *cache, int64_t sequence,
+                                                  const quern_dsv4_layer_rows *rows);
+
 /*
  * The layer's outputs of counts[b] >= 0 new tokens of each of `batch` sequences, which stand in x one sequence
  * after the other; the cache takes them in. However a sequence is cut into calls, states, keys, entries and

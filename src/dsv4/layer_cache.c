@@ -254,6 +254,114 @@ quern_status quern_dsv4_layer_cache_fork(quern_dsv4_layer_cache *cache, int64_t 
     return QUERN_OK;
 }
 
+quern_status quern_dsv4_layer_cache_get(const quern_dsv4_layer_cache *cache, int64_t sequence,
+                                        quern_dsv4_layer_rows *rows)
+{
+    quern_dsv4_layer_rows known = QUERN_DSV4_LAYER_ROWS_INIT;
+    quern_status status = check_sequence(cache, "sequence", sequence);
+    if (status == QUERN_OK) status = op_struct(&known, rows, "rows", "QUERN_DSV4_LAYER_ROWS_INIT");
+    if (status != QUERN_OK) return status;
+    const quern_dsv4_layer_cache_params *p = &cache->params;
+    const layer_sequence *s = &cache->sequence[sequence];
+    const int64_t entries = layer_entries_at(cache, s->tokens), raw_shape[] = {s->raw, p->dim},
+                  entry_shape[] = {entries, p->dim}, key_shape[] = {entries, p->index_dim};
+    known.tokens = s->tokens;
+    known.raw = quern_tensor_contiguous(layer_area_of(cache, sequence, LAYER_RAW), p->dtype, 2, raw_shape);
+    known.entries =
+        quern_tensor_contiguous(layer_area_of(cache, sequence, LAYER_ENTRIES), p->dtype, 2, entry_shape);
+    known.keys = quern_tensor_contiguous(layer_area_of(cache, sequence, LAYER_KEYS), p->dtype, 2, key_shape);
+    known.main = s->main;
+    known.index = s->index;
+    op_struct_give(rows, &known);
+    return QUERN_OK;
+}
+
+/* A state that is handed in is of the dims of the cache's own, at position `tokens`. */
+static quern_status check_state(const char *name, const quern_dsv4_state *given, const quern_dsv4_state *own,
+                                int64_t tokens)
+{
+    if ((given != NULL) != (own != NULL))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %s: a cache of this kind %s", name,
+                         given != NULL ? "given" : "NULL", own != NULL ? "needs it" : "has none");
+    if (own == NULL) return QUERN_OK;
+    const quern_status status = dsv4_state_check(given, name);
+    if (status != QUERN_OK) return status;
+    const pool_state *g = (const pool_state *)given, *o = (const pool_state *)own;
+    if (g->ratio != o->ratio || g->overlap != o->overlap || g->width != o->width || g->ring != o->ring ||
+        g->position != tokens)
+        return error_set(
+            QUERN_ERR_INVALID_ARGUMENT,
+            "%s is of ratio %d, width %lld, ring %lld at position %lld: ratio %d, width %lld, ring "
+            "%lld at position %lld is accepted",
+            name, g->ratio, (long long)g->width, (long long)g->ring, (long long)g->position, o->ratio,
+            (long long)o->width, (long long)o->ring, (long long)tokens);
+    return QUERN_OK;
+}
+
+static quern_status check_rows(const quern_dsv4_layer_cache *cache, const quern_dsv4_layer_rows *r)
+{
+    const quern_dsv4_layer_cache_params *p = &cache->params;
+    const int64_t entries = layer_entries_at(cache, r->tokens),
+                  least = r->tokens < p->window - 1 ? r->tokens : p->window - 1;
+    const uint32_t dtype = 1u << p->dtype;
+    const bool keys = p->index_dim > 0;
+    const view_rule rules[] = {
+        {"raw", &r->raw, dtype, 2, {VIEW_ANY, p->dim}, false, false},
+        {"entries", p->ratio > 0 ? &r->entries : NULL, dtype, 2, {entries, p->dim}, p->ratio == 0, false},
+        {"keys", keys ? &r->keys : NULL, dtype, 2, {entries, p->index_dim}, !keys, false}};
+    const quern_status status = view_check_all(rules, 3, &r->raw, true);
+    if (status != QUERN_OK) return status;
+    if (r->raw.device != QUERN_CPU)
+        return error_set(QUERN_ERR_UNSUPPORTED, "raw is on device %d: the cpu keeps layers' caches",
+                         (int)r->raw.device);
+    return in_range("raw.shape[0]", r->raw.shape[0], least, r->tokens);
+}
+
+static void copy_rows(char *to, const quern_tensor *from, int64_t first, int64_t count)
+{
+    const size_t element = quern_dtype_size(from->dtype), bytes = (size_t)from->shape[1] * element;
+    for (int64_t i = 0; i < count; i++)
+        memmove(to + (size_t)i * bytes,
+                (const char *)from->data + (first + i) * from->strides[0] * (int64_t)element, bytes);
+}
+
+quern_status quern_dsv4_layer_cache_set(quern_dsv4_layer_cache *cache, int64_t sequence,
+                                        const quern_dsv4_layer_rows *rows)
+{
+    quern_dsv4_layer_rows r = QUERN_DSV4_LAYER_ROWS_INIT;
+    quern_status status = check_sequence(cache, "sequence", sequence);
+    if (status == QUERN_OK) status = op_struct(&r, rows, "rows", "QUERN_DSV4_LAYER_ROWS_INIT");
+    if (status == QUERN_OK) status = in_range("tokens", r.tokens, 0, cache->params.capacity);
+    if (status != QUERN_OK) return status;
+    layer_sequence *s = &cache->sequence[sequence];
+    if ((status = check_rows(cache, &r)) != QUERN_OK ||
+        (status = check_state("main", r.main, s->main, r.tokens)) != QUERN_OK ||
+        (status = check_state("index", r.index, s->index, r.tokens)) != QUERN_OK)
+        return status;
+    const int64_t window = cache->params.window - 1, n = r.raw.shape[0],
+                  entries = layer_entries_at(cache, r.tokens);
+    const quern_dsv4_state *states[] = {r.main, r.index};
+    int64_t held = cache->params.ring;
+    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
+        if (states[i] == NULL) continue;
+        const int64_t ring = ((const pool_state *)states[i])->held;
+        if (ring < held) held = ring;
+        status = quern_dsv4_state_fork(states[i], state_memory(cache, sequence, i), cache->state_bytes[i],
+                                       i == 0 ? &s->main : &s->index);
+    }
+    if (status != QUERN_OK) return status;
+    s->tokens = r.tokens;
+    s->raw = n < cache->kept ? n : cache->kept;
+    const int64_t spare = s->raw == s->tokens ? s->tokens : s->raw - window;
+    s->held = spare < held ? spare : held;
+    copy_rows(layer_area_of(cache, sequence, LAYER_RAW), &r.raw, n - s->raw, s->raw);
+    if (cache->params.ratio > 0)
+        copy_rows(layer_area_of(cache, sequence, LAYER_ENTRIES), &r.entries, 0, entries);
+    if (cache->params.index_dim > 0)
+        copy_rows(layer_area_of(cache, sequence, LAYER_KEYS), &r.keys, 0, entries);
+    return QUERN_OK;
+}
+
 int64_t layer_entries_at(const quern_dsv4_layer_cache *cache, int64_t position)
 {
     return cache->params.ratio > 0 ? position / cache->params.ratio : 0;

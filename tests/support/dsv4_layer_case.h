@@ -33,6 +33,9 @@ enum {
     LAYER_TENSORS = LAYER_D_WEIGHTS + OW_CMP_NORM + 1
 };
 
+/* Sums of both signs may cancel: in bf16 and f16 no fewer are compared. */
+enum { LAYER_FEW = 16 };
+
 typedef struct layer_case {
     oracle_layer shape; /* of one sequence */
     int64_t batch, positions;

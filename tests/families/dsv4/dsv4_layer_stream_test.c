@@ -49,6 +49,19 @@ static void free_kept(test_tensor first[LAYER_TENSORS])
         if (first[k].buffer != NULL) test_tensor_free(&first[k]);
 }
 
+/* Makes a sequence of the rows and saved states of another. */
+static void move(quern_dsv4_layer_cache *cache, int64_t from, int64_t to)
+{
+    quern_dsv4_layer_rows rows = QUERN_DSV4_LAYER_ROWS_INIT;
+    int64_t held, left;
+    if (quern_dsv4_layer_cache_get(cache, from, &rows) != QUERN_OK ||
+        quern_dsv4_layer_cache_set(cache, to, &rows) != QUERN_OK)
+        fail_msg("%s", quern_last_error(NULL));
+    assert_int_equal(quern_dsv4_layer_cache_length(cache, from, NULL, &held), QUERN_OK);
+    assert_int_equal(quern_dsv4_layer_cache_length(cache, to, NULL, &left), QUERN_OK);
+    assert_true(left >= held); /* a window layer has no state that says how often it was rolled back */
+}
+
 /* Random pieces; before some of them tokens are taken back, or the sequence goes on in a fork. */
 static void append_all(const layer_case *c, quern_context *ctx, test_random *random, const layer_store *s,
                        int64_t b)
@@ -71,7 +84,8 @@ static void append_all(const layer_case *c, quern_context *ctx, test_random *ran
         }
         if (test_random_one_in(random, 5)) { /* the one that was left behind is emptied */
             const int64_t other = id == b ? c->batch + b : b;
-            assert_int_equal(quern_dsv4_layer_cache_fork(s->cache, id, other), QUERN_OK);
+            if (test_random_one_in(random, 2)) move(s->cache, id, other);
+            else assert_int_equal(quern_dsv4_layer_cache_fork(s->cache, id, other), QUERN_OK);
             assert_int_equal(quern_dsv4_layer_cache_reset(s->cache, id), QUERN_OK);
             id = other;
         }
@@ -219,6 +233,23 @@ static void bad_input(void **state)
     expect_error(quern_dsv4_layer_cache_rollback(s.cache, 0, 3), "n is 3: 0 to 2 are accepted");
     expect_error(quern_dsv4_layer_cache_rollback(s.cache, 2, 0), "sequence is 2: 0 to 1 are accepted");
     expect_error(quern_dsv4_layer_cache_fork(s.cache, 0, 9), "to is 9: 0 to 1 are accepted");
+    quern_dsv4_layer_rows rows = QUERN_DSV4_LAYER_ROWS_INIT;
+    assert_int_equal(quern_dsv4_layer_cache_get(s.cache, 0, &rows), QUERN_OK);
+    rows.raw.shape[0] = 3;
+    expect_error(quern_dsv4_layer_cache_set(s.cache, 1, &rows), "raw.shape[0] is 3: 4 to 5 are accepted");
+    rows.raw.shape[0] = 5;
+    rows.tokens = 6;
+    expect_error(quern_dsv4_layer_cache_set(s.cache, 1, &rows), "entries.shape[0] is 1: 2 is accepted");
+    rows.tokens = 4;
+    expect_error(quern_dsv4_layer_cache_set(s.cache, 1, &rows), "raw.shape[0] is 5: 4 to 4 are accepted");
+    rows.raw.shape[0] = 4;
+    expect_error(
+        quern_dsv4_layer_cache_set(s.cache, 1, &rows),
+        "main is of ratio 3, width 16, ring 2 at position 5: ratio 3, width 16, ring 2 at position 4 is "
+        "accepted");
+    rows.main = NULL;
+    expect_error(quern_dsv4_layer_cache_set(s.cache, 1, &rows),
+                 "main is NULL: a cache of this kind needs it");
     assert_memory_equal(before, s.rows.data, s.rows.bytes);
     assert_memory_equal(before + s.rows.bytes, s.memory.data, s.memory.bytes);
     for (size_t i = 0; i < sizeof out; i++) assert_int_equal(((unsigned char *)out)[i], 0x77);
