@@ -111,7 +111,7 @@ struct quern_dsv4_layer_cache {
 
 /* The sequences that a decoding call is about. */
 typedef struct layer_batch {
-    quern_dsv4_layer_cache *cache; /* NULL: the call has no cache */
+    quern_dsv4_layer_cache *cache;
     const int32_t *sequences;
     const int64_t *counts;
     int64_t batch;
@@ -120,10 +120,21 @@ typedef struct layer_batch {
 typedef struct dsv4_layer_call {
     op_call head;
     quern_dsv4_layer_params params;
-    layer_batch decode;
     quern_tensor view[DSV4_LAYER_TENSORS]; /* symbolic; absent where the call does not use it */
     const void *scratch;
 } dsv4_layer_call;
+
+/* A call of dsv4_layer_decode_family. What the caller's structs do not say stands behind the call, which is
+ * cleared when it begins. */
+typedef struct layer_decode_call {
+    dsv4_layer_call call;
+    layer_batch batch;
+} layer_decode_call;
+
+static inline const layer_batch *layer_batch_of(const op_call *call)
+{
+    return &((const layer_decode_call *)call)->batch;
+}
 
 extern const op_family dsv4_layer_family, dsv4_layer_decode_family;
 

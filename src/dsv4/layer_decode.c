@@ -17,7 +17,7 @@
 /* Rows of a sequence's area as [1, rows, columns]. */
 static quern_tensor cached(const layer_pass *p, int64_t id, layer_area area, int64_t first, int64_t rows)
 {
-    const quern_dsv4_layer_cache *c = p->call->decode.cache;
+    const quern_dsv4_layer_cache *c = layer_batch_of(&p->call->head)->cache;
     const int64_t columns = area == LAYER_KEYS ? c->params.index_dim : c->params.dim,
                   shape[] = {1, rows, columns};
     const char *at =
@@ -42,7 +42,7 @@ typedef struct turn {
 static void append(layer_pass *p, const turn *t, const quern_tensor *proj, dsv4_layer_tensor first,
                    layer_area area)
 {
-    const quern_dsv4_layer_cache *c = p->call->decode.cache;
+    const quern_dsv4_layer_cache *c = layer_batch_of(&p->call->head)->cache;
     const layer_sequence *s = &c->sequence[t->id];
     pool_state *state = (pool_state *)(area == LAYER_KEYS ? s->index : s->main);
     const int64_t cu[] = {0, t->count};
@@ -116,7 +116,7 @@ static quern_tensor make_q(layer_pass *p, const turn *t, const layer_parts *part
 
 static void attend(layer_pass *p, const turn *t, const layer_parts *parts, const quern_tensor *core)
 {
-    const quern_dsv4_layer_cache *c = p->call->decode.cache;
+    const quern_dsv4_layer_cache *c = layer_batch_of(&p->call->head)->cache;
     const bool csa = parts->index.ndim > 0;
     quern_tensor idx = {0}, count = {0}, entries = {0};
     const quern_tensor q = make_q(p, t, parts), raw = extend_raw(p, t, parts), kv = view_with_batch(&raw),
@@ -142,7 +142,7 @@ static void attend(layer_pass *p, const turn *t, const layer_parts *parts, const
 
 void layer_decode(layer_pass *p)
 {
-    const layer_batch *d = &p->call->decode;
+    const layer_batch *d = layer_batch_of(&p->call->head);
     const layer_parts parts = layer_project(p);
     const quern_tensor core = layer_room(p, parts.x.dtype, parts.x.shape[0], p->symbol[LS_HD]);
     turn t = {.row = 0};
@@ -183,12 +183,12 @@ quern_status quern_dsv4_layer_decode_workspace(quern_context *ctx, const quern_d
                                                const int64_t *counts, int64_t batch,
                                                const quern_dsv4_layer_tensors *tensors, size_t *bytes)
 {
-    dsv4_layer_call call;
+    layer_decode_call call;
     const quern_status status = layer_check_cache(cache);
     if (status != QUERN_OK) return status;
     /* A query writes nothing to the cache. */
-    call.decode = (layer_batch){(quern_dsv4_layer_cache *)(uintptr_t)cache, sequences, counts, batch};
-    return op_workspace_of(&call.head, &dsv4_layer_decode_family, 0, ctx, params, tensors, bytes);
+    call.batch = (layer_batch){(quern_dsv4_layer_cache *)(uintptr_t)cache, sequences, counts, batch};
+    return op_workspace_of(&call.call.head, &dsv4_layer_decode_family, 0, ctx, params, tensors, bytes);
 }
 
 quern_status quern_dsv4_layer_decode(quern_context *ctx, const quern_exec *exec,
@@ -197,12 +197,12 @@ quern_status quern_dsv4_layer_decode(quern_context *ctx, const quern_exec *exec,
                                      const quern_dsv4_layer_tensors *tensors, void *workspace,
                                      size_t workspace_bytes)
 {
-    dsv4_layer_call call;
+    layer_decode_call call;
     quern_status status = layer_check_cache(cache);
     if (status != QUERN_OK) return status;
-    call.decode = (layer_batch){cache, sequences, counts, batch};
-    status = op_run(&call.head, &dsv4_layer_decode_family, 0, ctx, exec, params, tensors, workspace,
+    call.batch = (layer_batch){cache, sequences, counts, batch};
+    status = op_run(&call.call.head, &dsv4_layer_decode_family, 0, ctx, exec, params, tensors, workspace,
                     workspace_bytes);
-    if (status == QUERN_OK) commit(&call.decode);
+    if (status == QUERN_OK) commit(&call.batch);
     return status;
 }

@@ -263,7 +263,7 @@ static quern_status derive_entries(op_call *call)
 static quern_status check_cache(const op_call *call)
 {
     const dsv4_layer_call *c = (const dsv4_layer_call *)call;
-    const quern_dsv4_layer_cache_params *have = &c->decode.cache->params;
+    const quern_dsv4_layer_cache_params *have = &layer_batch_of(call)->cache->params;
     const int64_t *s = call->symbol;
     const struct {
         const char *name;
@@ -285,7 +285,7 @@ static quern_status check_cache(const op_call *call)
 
 static quern_status derive_decode(op_call *call)
 {
-    const layer_batch *d = &((const dsv4_layer_call *)call)->decode;
+    const layer_batch *d = layer_batch_of(call);
     const quern_tensor *scores = op_uses(call, DL_IDX_SCORE) ? call->given[DL_IDX_SCORE] : NULL;
     int64_t *s = call->symbol, tokens, most, last;
     quern_status status = check_cache(call);
@@ -343,25 +343,23 @@ static quern_status check_data(const op_call *call, void *const *data)
     .tensors = tensors, .tensor_count = DSV4_LAYER_TENSORS, .varlen_by = OP_NONE, .params = params,          \
     .param_count = sizeof params / sizeof *params, .defaults = &defaults,                                    \
     .params_init = "QUERN_DSV4_LAYER_PARAMS_INIT", .tensors_init = "QUERN_DSV4_LAYER_TENSORS_INIT",          \
-    .symbols = symbols, .leads = leads, .group = "v4-layer", .params_at = offsetof(dsv4_layer_call, params), \
-    .check_params = check_params, .roles = roles, .refuse = refuse, .derive = derive,                        \
-    .check_data = check_data, .plan = dsv4_layer_plan, .run = dsv4_layer_run
+    .symbols = symbols, .leads = leads, .group = "v4-layer", .call_size = sizeof(dsv4_layer_call),           \
+    .params_at = offsetof(dsv4_layer_call, params), .check_params = check_params, .roles = roles,            \
+    .refuse = refuse, .derive = derive, .check_data = check_data, .plan = dsv4_layer_plan,                   \
+    .run = dsv4_layer_run
 
 const op_family dsv4_layer_family = {
     LAYER_FAMILY,
     .operations = operations,
     .operation_count = DSV4_LAYER_OPS,
-    .call_size = sizeof(dsv4_layer_call),
     .first = QUERN_OP_DSV4_LAYER,
     .entries = ops,
     .entry_count = sizeof ops / sizeof *ops,
 };
 
-/* Not in the list of families: a plan or a file has no cache. The cache is set before the call begins, which
- * clears what lies before it. */
+/* Not in the list of families: a plan or a file has no cache. */
 const op_family dsv4_layer_decode_family = {
     LAYER_FAMILY,
     .operations = decoding,
     .operation_count = 1,
-    .call_size = offsetof(dsv4_layer_call, decode),
 };
