@@ -10,8 +10,8 @@
  * columns of a (48 KiB) stay in the caches while the panels pass. a is converted to f32 by task, or multiplied
  * as bf16 where b is bf16 too and the level has the instruction. Up to 96 rows use each panel once: a task is
  * then one panel, which it packs piece by piece (32 KiB) as it multiplies, so that b is read from memory once
- * and nothing is written there. With few rows, an f32 b with contiguous rows is read in place. Limit: FMA, or
- * with few rows the bandwidth of reading b.
+ * and nothing is written there. With few rows, an f32 b with contiguous rows and a transposed b of bf16 are read
+ * in place. Limit: FMA, or with few rows the bandwidth of reading b.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
@@ -19,7 +19,7 @@
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
-enum { TILE_ROWS = 96, TILE_COLUMNS = 256, DEPTH = 128, FEW_ROWS = 32, PIECE = 64 * DEPTH };
+enum { TILE_ROWS = 96, TILE_COLUMNS = 256, DEPTH = ACROSS_DEPTH, FEW_ROWS = 32, PIECE = 64 * DEPTH };
 
 typedef struct gemm_job {
     const gemm_args *args;
@@ -27,6 +27,7 @@ typedef struct gemm_job {
     int64_t m, n, k, tiles_n, tile_columns;
     bool pairs;     /* bf16 products */
     bool once;      /* one tile of rows: panels are packed by the tasks */
+    bool across;    /* b is read in place by mm_across_bf16 */
     const float *b; /* panels, or the caller's rows */
     float *packed;  /* NULL: b is the caller's */
     int64_t ldb, panel_stride;
@@ -50,6 +51,7 @@ static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
         job.panel_stride = job.kernels->panel;
     } else if (job.m <= TILE_ROWS) {
         job.once = true;
+        job.across = job.pairs && args->b_transposed && job.m <= ACROSS_ROWS;
         job.ldb = job.tile_columns = job.kernels->panel;
     } else {
         job.ldb = job.kernels->panel;
@@ -158,6 +160,13 @@ static void product_tile(void *arg, int64_t index, int32_t thread)
     float *tile = (float *)(void *)(job->scratch + (size_t)thread * job->scratch_bytes),
           *copy = tile + TILE_ROWS * TILE_COLUMNS, *piece = copy + TILE_ROWS * DEPTH;
     mm_kernel *mm = job->pairs ? job->kernels->mm_bf16 : job->kernels->mm_f32;
+    if (job->across) {
+        const quern_tensor *a = &job->args->a, *b = &job->args->b;
+        const row_source src = {element(b, column, 0), b->dtype, b->strides[0], columns, job->k};
+        job->kernels->mm_across_bf16(rows, a->data, a->strides[0], &src, tile, TILE_COLUMNS);
+        store_tile(job, tile, row, rows, column, columns);
+        return;
+    }
     for (int64_t p = 0; p == 0 || p < job->k; p += DEPTH) {
         const int64_t depth = job->k - p < DEPTH ? job->k - p : DEPTH, words = job->pairs ? depth / 2 : depth;
         const operand a = rows_of_a(job, row, rows, p, depth, copy);

@@ -82,16 +82,17 @@ static void random_products(void **state)
 static void rows_do_not_depend_on_their_number(void **state)
 {
     (void)state;
-    for (int trial = 0; trial < 36; trial++) {
+    for (int trial = 0; trial < 72; trial++) {
         test_random random = {(uint64_t)trial + 1};
         const int64_t m = 131, n = trial % 2 ? 112 : 70, k = trial % 3 ? 260 : 97;
         const quern_dtype dtype = dtypes[trial % 3];
-        test_tensor a = matrix(&random, dtype, m, k),
-                    b = matrix(&random, trial % 4 < 2 ? dtype : QUERN_F32, k, n);
+        const bool transposed = trial >= 36;
+        test_tensor a = matrix(&random, dtype, m, k), b = matrix(&random, trial % 4 < 2 ? dtype : QUERN_F32,
+                                                                 transposed ? n : k, transposed ? k : n);
         test_tensor whole = matrix(&random, QUERN_F32, m, n), pieces = matrix(&random, QUERN_F32, m, n);
         const stage_exec exec = {.threads = 2,
                                  .cpu_level = (quern_cpu_level)(1 + trial % (int)quern_cpu_level_detect())};
-        gemm_args args = {.a = a.view, .b = b.view, .c = whole.view};
+        gemm_args args = {.a = a.view, .b = b.view, .c = whole.view, .b_transposed = transposed};
         run(&exec, &args);
         for (int64_t row = 0, rows; row < m; row += rows) {
             rows = test_random_int(&random, 1, test_random_one_in(&random, 3) ? 40 : 5);

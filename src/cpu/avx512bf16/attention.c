@@ -3,6 +3,7 @@
 /* attention.c - the attention table for AVX-512 with BF16: the f32 micro-kernel and the same one over words
  * of two bf16 values, 24 accumulators of the 32 registers. Limit: two 512-bit FMAs, or bf16 dot products, a
  * cycle. */
+#include "cpu/kernels/attention_across.h"
 #include "cpu/kernels/attention_backward_rows.h"
 #include "cpu/kernels/attention_direct.h"
 #include "cpu/kernels/attention_rows.h"
@@ -37,6 +38,7 @@ const attention_kernels attention_kernels_avx512bf16 = {.level = QUERN_CPU_LEVEL
                                                         .panel = PANEL,
                                                         .mm_f32 = mm_f32,
                                                         .mm_bf16 = mm_bf16,
+                                                        .mm_across_bf16 = mm_across_bf16,
                                                         .score_rows_bf16 = score_rows_bf16,
                                                         .add_values_bf16 = add_values_bf16,
                                                         ATTENTION_ROW_KERNELS,
