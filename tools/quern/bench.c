@@ -5,6 +5,7 @@
 #include "bench_core.h"
 #include "bench_decode.h"
 #include "bench_experts.h"
+#include "bench_layer.h"
 
 #include "command.h"
 #include "machine.h"
@@ -66,6 +67,7 @@ static const struct {
                  {"csa-append", bench_compressor},
                  {"v4-index", bench_core},
                  {"v4-attention", bench_core},
+                 {"v4-layer", bench_layer},
                  {"nsa-decode", bench_decode},
                  {"attention-decode", bench_decode},
                  {"nvfp4-gemm", bench_experts},
