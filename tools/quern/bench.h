@@ -62,6 +62,7 @@ typedef struct measurement {
     ceiling limit;      /* the one that binds in most rounds; CEILINGS: none */
     double ceiling;     /* median over rounds; 0: none */
     double fraction;    /* of the ceiling, median over rounds; 0: none */
+    double of_read;     /* with flops and bytes: of the time that reading takes, median over rounds; else 0 */
     double moved;       /* the mover's time over the pass's, median over rounds; 0: none */
     double beside_ms;   /* median over rounds; 0: there is nothing beside */
     double over_beside; /* its time over the pass's, median over rounds */

@@ -333,14 +333,15 @@ static void report(const experts_case *c, const operation *op, bool backward, co
     json_array_append_new(
         list,
         json_pack(
-            "{s:s, s:o, s:s, s:s, s:i, s:i, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:s}",
+            "{s:s, s:o, s:s, s:s, s:i, s:i, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:s}",
             "op", op->name, "shape", shape_json(c, op, backward), "dtype", dtype, "level",
             quern_cpu_level_name(quern_context_cpu_level(ctx)), "threads", threads, "reps", m->time.reps,
             "ms_median", ms, "ms_p10", m->time.p10, "ms_p90", m->time.p90, "gflops", real_or_null(gflops),
             "gbps", real_or_null(gbps), "ceiling",
             m->fraction > 0 ? json_string(ceiling_name(m->limit)) : json_null(), "fraction",
-            real_or_null(m->fraction), "peer", m->beside_ms > 0 ? json_string(beside) : json_null(),
-            "peer_ms", real_or_null(m->beside_ms), "over_peer", real_or_null(m->over_beside), "of_peer",
+            real_or_null(m->fraction), "read_fraction", real_or_null(m->of_read), "peer",
+            m->beside_ms > 0 ? json_string(beside) : json_null(), "peer_ms", real_or_null(m->beside_ms),
+            "over_peer", real_or_null(m->over_beside), "of_peer",
             real_or_null(m->over_beside > 0 ? 1 / m->over_beside : 0), "formula", w->formula));
 }
 

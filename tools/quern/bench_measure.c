@@ -120,7 +120,8 @@ typedef struct turns {
     double times[2][BENCH_REPS_MAX]; /* of the runs, by pass */
     double rate[2][BENCH_REPS_MAX], fraction[2][BENCH_REPS_MAX], moved[2][BENCH_REPS_MAX],
         round_ms[2][BENCH_REPS_MAX]; /* of the rounds */
-    int read_bound[2];               /* rounds in which reading was the slower limit */
+    double of_read[2][BENCH_REPS_MAX];
+    int read_bound[2]; /* rounds in which reading was the slower limit */
     double beside_ms[BENCH_REPS_MAX], over_beside[BENCH_REPS_MAX];
     double run_ms; /* of all runs */
 } turns;
@@ -136,6 +137,7 @@ static void judge_round(turns *t, int p, const work *w, double ms, const limits 
     t->read_bound[p] += read_ms > work_ms;
     t->round_ms[p][t->rounds] = ms;
     t->fraction[p][t->rounds] = (read_ms > work_ms ? read_ms : work_ms) / ms;
+    t->of_read[p][t->rounds] = read_ms / ms;
     t->moved[p][t->rounds] = 0.5 * (before->mover_ms[p] + after->mover_ms[p]) / ms;
 }
 
@@ -205,6 +207,7 @@ static measurement result_of(turns *t, int p, const work *w, bool by_rounds, boo
                          .limit = limit,
                          .ceiling = timing_of(t->rate[p], t->rounds).median,
                          .fraction = timing_of(t->fraction[p], t->rounds).median,
+                         .of_read = timing_of(t->of_read[p], t->rounds).median,
                          .moved = timing_of(t->moved[p], t->rounds).median,
                          .beside_ms = beside ? timing_of(t->beside_ms, t->rounds).median : 0,
                          .over_beside = beside ? timing_of(t->over_beside, t->rounds).median : 0};
