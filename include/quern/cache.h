@@ -38,7 +38,7 @@ typedef struct quern_cache_params {
     quern_dtype dtype;  /* of the rows: f32, f16, bf16 */
     int64_t sequences;  /* S, 1 ... 2^31 - 1 */
     int64_t kv_heads;   /* >= 1 */
-    int64_t dim, dim_v; /* multiples of 8 up to 256 */
+    int64_t dim, dim_v; /* multiples of 8 up to 512 */
     int64_t capacity;   /* the most tokens of a sequence, 1 ... 2^31 - 1 */
     int64_t page;       /* 0: contiguous; 64: paged */
     int64_t pages;      /* paged: pages of the pool, 1 ... 2^31 - 1 */
@@ -81,7 +81,7 @@ QUERN_API quern_status quern_cache_reset(quern_cache *cache, int64_t sequence);
  * tokens, entries, the selected branch's own pair, the window's ring. Column first + i of a run is the page
  * of that run's rows 64 i ... 64 i + 63 (the ring's: modulo its pages). Only columns that the sequence's
  * tokens need are read. One sequence writes a page, in one column, as long as that column is in use and names
- * the page. Other sequences may read it (a common prefix of full pages).
+ * the page. Its forks may read it (quern_cache_fork()).
  */
 typedef struct quern_cache_columns {
     size_t size;
@@ -93,6 +93,26 @@ QUERN_API quern_status quern_cache_columns_of(const quern_cache_params *params, 
 /* Pages of each run that a sequence of so many tokens needs (the fields as counts; columns: their sum). */
 QUERN_API quern_status quern_cache_pages_of(const quern_cache_params *params, int64_t tokens,
                                             quern_cache_columns *pages);
+
+/*
+ * Copies of a sequence. `table` is as in quern_cache_batch; NULL for a contiguous cache. Sequence, table and
+ * pages are refused as for an append. The calls run on the calling thread.
+ *
+ * A fork gives sequence `to`, whatever it held, the tokens of `from`. Where both rows of the table name the
+ * same page, and it is full and not of the ring, they share it; all other rows are copied. Afterwards neither
+ * sequence sees what happens to the other: an append that would write a shared page, after a roll-back, is
+ * refused while another sequence reads it.
+ */
+QUERN_API quern_status quern_cache_fork(quern_cache *cache, int64_t from, int64_t to, const int32_t *table);
+/* Writes a sequence into `to` and sets *bytes to its length; with `to` NULL only sets *bytes. The bytes have
+ * the machine's byte order and hold a version and a checksum. */
+QUERN_API quern_status quern_cache_save(const quern_cache *cache, int64_t sequence, const int32_t *table,
+                                        void *to, size_t *bytes);
+/* Gives a sequence, whatever it held, the saved tokens, in this cache's pages. Refused (QUERN_ERR_FORMAT) are
+ * bytes that are damaged or cut off, of a cache of other parameters (sequences, capacity, page and pages may
+ * differ), or with more tokens than the capacity. */
+QUERN_API quern_status quern_cache_restore(quern_cache *cache, int64_t sequence, const int32_t *table,
+                                           const void *from, size_t from_bytes);
 
 /* Which sequences a call is about; host memory. */
 typedef struct quern_cache_batch {

@@ -23,13 +23,6 @@ static quern_status check_range(const char *name, int64_t given, int64_t least, 
     return given >= least && given <= most ? QUERN_OK : out_of_range(name, given, least, most);
 }
 
-static quern_status check_dim(const char *name, int64_t dim)
-{
-    if (dim >= 8 && dim <= 256 && dim % 8 == 0) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                     "params.%s is %lld: a multiple of 8 from 8 to 256 is accepted", name, (long long)dim);
-}
-
 /* The compression's fields; resolves the stride. */
 static quern_status check_compression(quern_cache_params *p)
 {
@@ -66,8 +59,8 @@ static quern_status check_params(const quern_cache_params *given, quern_cache_pa
         if ((status = check_range(ranges[i].name, ranges[i].given, ranges[i].least, ranges[i].most)) !=
             QUERN_OK)
             return status;
-    if ((status = check_dim("dim", p->dim)) != QUERN_OK ||
-        (status = check_dim("dim_v", p->dim_v)) != QUERN_OK)
+    if ((status = view_check_head_dim("params.dim", p->dim)) != QUERN_OK ||
+        (status = view_check_head_dim("params.dim_v", p->dim_v)) != QUERN_OK)
         return status;
     if (p->page != 0 && p->page != QUERN_CACHE_PAGE)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "params.page is %lld: 0 (contiguous) or 64 is accepted",
@@ -121,7 +114,7 @@ quern_status cache_layout_of(const quern_cache_params *params, cache_layout *lay
             (long long)p->sequences, (long long)p->capacity, (long long)p->kv_heads);
     l.rows_bytes = (size_t)bytes;
     l.memory_bytes = sizeof(quern_cache) + (size_t)numbers +
-                     (p->page != 0 ? (size_t)p->pages * sizeof(int64_t) : 0) + ARENA_ALIGN - 1;
+                     (p->page != 0 ? 2 * (size_t)p->pages * sizeof(int64_t) : 0) + ARENA_ALIGN - 1;
     *layout = l;
     return QUERN_OK;
 }
@@ -180,23 +173,33 @@ quern_status quern_cache_create(const quern_cache_params *params, void *memory, 
     c->sequences = (cache_length *)(c + 1);
     c->owner = (int64_t *)(c->sequences + layout.params.sequences);
     memset(c->sequences, 0, (size_t)layout.params.sequences * sizeof *c->sequences);
-    for (int64_t i = 0; layout.params.page != 0 && i < layout.params.pages; i++) c->owner[i] = -1;
+    if (layout.params.page != 0) c->claim = c->owner + layout.params.pages;
+    for (int64_t i = 0; layout.params.page != 0 && i < layout.params.pages; i++)
+        c->owner[i] = c->claim[i] = -1;
     *cache = c;
     return QUERN_OK;
 }
 
-static quern_status check_sequence(const quern_cache *cache, int64_t sequence)
+quern_status cache_check_sequence(const quern_cache *cache, int64_t sequence, const char *name)
 {
     const quern_status status = cache_check(cache);
     if (status != QUERN_OK) return status;
     if (sequence >= 0 && sequence < cache->layout.params.sequences) return QUERN_OK;
-    return error_set(QUERN_ERR_INVALID_ARGUMENT, "sequence is %lld: 0 to %lld is accepted",
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: 0 to %lld is accepted", name,
                      (long long)sequence, (long long)cache->layout.params.sequences - 1);
+}
+
+quern_status cache_check_table_given(const quern_cache *cache, const int32_t *table)
+{
+    const bool paged = cache->layout.params.page != 0;
+    if ((table != NULL) == paged) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "table is %s: %s", table != NULL ? "given" : "NULL",
+                     paged ? "a paged cache needs one" : "a contiguous cache takes none");
 }
 
 quern_status quern_cache_length(const quern_cache *cache, int64_t sequence, int64_t *tokens, int64_t *entries)
 {
-    const quern_status status = check_sequence(cache, sequence);
+    const quern_status status = cache_check_sequence(cache, sequence, "sequence");
     if (status != QUERN_OK) return status;
     if (tokens != NULL) *tokens = cache->sequences[sequence].tokens;
     if (entries != NULL) *entries = cache_entries(&cache->layout, cache->sequences[sequence].tokens);
@@ -225,7 +228,7 @@ quern_status quern_cache_held(const quern_cache *cache, int64_t *bytes)
 
 quern_status quern_cache_rollback(quern_cache *cache, int64_t sequence, int64_t n)
 {
-    const quern_status status = check_sequence(cache, sequence);
+    const quern_status status = cache_check_sequence(cache, sequence, "sequence");
     if (status != QUERN_OK) return status;
     const cache_layout *l = &cache->layout;
     cache_length *s = &cache->sequences[sequence];
@@ -242,7 +245,7 @@ quern_status quern_cache_rollback(quern_cache *cache, int64_t sequence, int64_t 
 
 quern_status quern_cache_reset(quern_cache *cache, int64_t sequence)
 {
-    const quern_status status = check_sequence(cache, sequence);
+    const quern_status status = cache_check_sequence(cache, sequence, "sequence");
     if (status != QUERN_OK) return status;
     cache->sequences[sequence] = (cache_length){0, 0};
     return QUERN_OK;

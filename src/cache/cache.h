@@ -27,8 +27,8 @@ struct quern_cache {
     char *rows;
     cache_length *sequences;
     /* [pages]: the last writer, as sequence * columns + column, or -1. The sequence still owns the page
-     * where it has tokens there and its table names the page there. */
-    int64_t *owner;
+     * where it has tokens there and its table names the page there. claim: the same during a call. */
+    int64_t *owner, *claim;
 };
 
 /* A call's batch: checked, with the runs of its tokens. */
@@ -39,6 +39,9 @@ typedef struct cache_call {
 
 quern_status cache_layout_of(const quern_cache_params *params, cache_layout *layout);
 quern_status cache_check(const quern_cache *cache);
+/* Checks a sequence's number, and that a table is there where the cache has pages. */
+quern_status cache_check_sequence(const quern_cache *cache, int64_t sequence, const char *name);
+quern_status cache_check_table_given(const quern_cache *cache, const int32_t *table);
 /* Compressed entries of n tokens. */
 int64_t cache_entries(const cache_layout *layout, int64_t n);
 /* Blocks of a kind that n tokens need. */
@@ -51,8 +54,22 @@ quern_status cache_check_batch(const quern_cache *cache, const quern_cache_batch
                                cache_call *call);
 /* Checks that the pages of the batch's sequences are in the pool. */
 quern_status cache_check_pages(const quern_cache *cache, const cache_call *call, bool appends);
+/* The same for one sequence of so many tokens. */
+quern_status cache_check_table(const quern_cache *cache, int64_t sequence, int64_t tokens,
+                               const int32_t *table);
 /* Makes the sequences own the pages that an append writes, or refuses and changes nothing. */
 quern_status cache_claim_pages(quern_cache *cache, const cache_call *call);
+
+/* Tokens from ... to - 1 of a sequence are written. origin: the sequence whose rows they are, or -1. */
+typedef struct cache_written {
+    int64_t sequence, from, to, origin;
+} cache_written;
+
+/* Whether a block is full and stands in a page that both sequences name. */
+bool cache_is_shared(const quern_cache *cache, const cache_written *w, const int32_t *table, cache_kind kind,
+                     int64_t block);
+/* Makes the sequence own the pages that are written, other than shared ones. */
+quern_status cache_claim(quern_cache *cache, const cache_written *w, const int32_t *table);
 /* The call's queries as stages see them. */
 cache_queries cache_queries_of(const quern_cache *cache, const cache_call *call);
 

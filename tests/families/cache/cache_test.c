@@ -42,7 +42,10 @@ static void player_open(player *p, test_random *random)
     p->hkv = test_random_int(random, 1, 3);
     p->h = p->hkv * (test_random_one_in(random, 10) ? 33 : test_random_int(random, 1, 5));
     p->d = 8 * test_random_int(random, 1, 6);
-    p->dv = test_random_one_in(random, 2) ? p->d : 8 * test_random_int(random, 1, 6);
+    if (test_random_one_in(random, 8)) p->d = 8 * test_random_int(random, 33, 64);
+    p->dv = test_random_one_in(random, 2)
+                ? p->d
+                : 8 * test_random_int(random, 1, test_random_one_in(random, 8) ? 64 : 6);
     p->window = test_random_one_in(random, 2) ? 0 : test_random_int(random, 1, 200);
     p->scale = test_random_one_in(random, 3) ? 0.3f : 0.0f;
     const bool long_one = test_random_one_in(random, 6);
@@ -507,17 +510,19 @@ static void parameters_are_checked(void **state)
     struct {
         quern_cache_params p;
         const char *sentence;
-    } cases[] = {
-        {good, "params.dtype is i32"}, {good, "params.sequences is 0"}, {good, "params.kv_heads is -1"},
-        {good, "params.dim is 12"},    {good, "params.dim_v is 264"},   {good, "params.capacity is 0"},
-        {good, "params.page is 32"},   {good, "params.pages is 0"},     {good, "params.block_size is -1"},
-        {good, "params.stride is 5"},  {good, "params.compress is 2"},  {good, "params.window is 0"},
-        {good, "params.step is 0"},    {good, "params.size is 0"},      {good, "fewer than 2^63 bytes"}};
+    } cases[] = {{good, "params.dtype is i32"},        {good, "params.sequences is 0"},
+                 {good, "params.kv_heads is -1"},      {good, "params.dim: head dim 12"},
+                 {good, "params.dim_v: head dim 520"}, {good, "params.capacity is 0"},
+                 {good, "params.page is 32"},          {good, "params.pages is 0"},
+                 {good, "params.block_size is -1"},    {good, "params.stride is 5"},
+                 {good, "params.compress is 2"},       {good, "params.window is 0"},
+                 {good, "params.step is 0"},           {good, "params.size is 0"},
+                 {good, "fewer than 2^63 bytes"}};
     cases[0].p.dtype = QUERN_I32;
     cases[1].p.sequences = 0;
     cases[2].p.kv_heads = -1;
     cases[3].p.dim = 12;
-    cases[4].p.dim_v = 264;
+    cases[4].p.dim_v = 520;
     cases[5].p.capacity = 0;
     cases[6].p.page = 32;
     cases[7].p.pages = 0;
