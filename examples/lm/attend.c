@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend.c - the kinds of attention: what each computes in one shot and from a cache, and the arrays it needs. */
+/* attend.c - the kinds of attention: what each computes in one shot and from a cache, and the arrays that it
+ * needs. */
 #include "layer.h"
 
 #include <stdlib.h>

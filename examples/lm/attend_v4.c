@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_v4.c - window, csa and hca layers through quern_dsv4_*(): one key, which is value too, for all heads.
+ * attend_v4.c - window, csa and hca layers through quern_dsv4_*(): one key of all heads, which is value too.
  *
- * Every query sees the last `window` keys. A csa layer also compresses each 4 tokens of its input to an entry,
- * and each query sees the `index_top` entries that the indexer scores highest; the indexer stays as it was
+ * Every query sees the last `window` keys. A csa layer also compresses each 4 tokens of its input to an
+ * entry. A query sees the `index_top` entries that the indexer scores highest. The indexer stays as it was
  * initialised. An hca layer compresses `ratio` tokens to an entry, and a query sees all that have passed.
  */
 #include "layer.h"

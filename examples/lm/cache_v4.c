@@ -25,7 +25,7 @@ bool v4_open(lm_model *m, int32_t layer, int64_t capacity, int64_t step, lm_cach
     const lm_config *c = &m->config;
     const bool csa = config_kind(c, layer) == KIND_CSA;
     const int64_t dim = c->width / c->heads, ratio = config_ratio(c, cache->kind),
-                  entries = ratio > 0 ? capacity / ratio + 1 : 0, room = 2 * (int64_t)c->window + step;
+                  entries = ratio > 0 ? capacity / ratio + 1 : 1, room = 2 * (int64_t)c->window + step;
     cache->room = room < capacity ? room : capacity;
     cache->kv = malloc((size_t)(cache->room * dim) * 4);
     cache->kv_cmp = ratio > 0 ? malloc((size_t)(entries * dim) * 4) : NULL;

@@ -50,15 +50,17 @@ if [[ ${1-} == --all ]]; then
         $lm eval --checkpoint $out/$kind.safetensors --pieces 2 --chunk 100
         $lm speed --checkpoint $out/$kind.safetensors --json $out/$kind.speed
     done
-    printf '%-8s %9s %8s %12s %12s %12s %12s\n' kind bits/byte ms/step 'bytes/s 1k' 'bytes/s 16k' 'cache 1k' \
-        'cache 16k'
+    printf '%-8s %9s %8s %12s %12s %12s %12s\n' kind bits/byte ms/step 'bytes/s 1k' 'bytes/s 16k' \
+        'cache 1k' 'cache 16k'
     for kind in $kinds; do
         printf '%-8s %9.4f %8.1f %12.0f %12.0f %12d %12d\n' $kind "$(field $out/$kind.json bits_per_byte)" \
             "$(field $out/$kind.json ms_step_median)" \
-            "$(field $out/$kind.speed tokens_per_second_1k)" "$(field $out/$kind.speed tokens_per_second_16k)" \
+            "$(field $out/$kind.speed tokens_per_second_1k)" \
+            "$(field $out/$kind.speed tokens_per_second_16k)" \
             "$(field $out/$kind.speed cache_bytes_1k)" "$(field $out/$kind.speed cache_bytes_16k)"
     done
 fi
 echo "charts: $out/losses.svg (the losses) and $out/bench.svg ($((SECONDS - start)) s in all)"
 echo "== a sample from the model with native sparse attention, from its caches"
-$lm generate --checkpoint $out/nsa.safetensors --prompt 'static inline ' --bytes 300 --temperature 0.6 --top-p 0.95
+$lm generate --checkpoint $out/nsa.safetensors --prompt 'static inline ' --bytes 300 --temperature 0.6 \
+    --top-p 0.95

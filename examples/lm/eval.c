@@ -1,13 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * eval.c - held-out bits per byte, in one shot or, with --chunk n, in pieces of n bytes from the layers' caches.
+ * eval.c - held-out bits per byte, in one shot or, with --chunk n, from the layers' caches.
  *
- * That caches lose nothing is shown layer by layer: what a layer's attention took in one shot goes through a
- * cache in chunks, and the outputs are compared. Both are within Quern's bound of exact arithmetic, 2e-6 of the
- * outputs' norm, so they differ by at most twice that; the blocks or entries that queries select are the same
- * ones. The bits per byte of the whole model show the same, less sharply: rounding in one layer moves what the
- * next selects.
+ * The proof that caches lose nothing goes layer by layer. What a layer's attention took in one shot goes
+ * through a cache in chunks, and the outputs are compared. Both are within Quern's bound of exact arithmetic,
+ * 2e-6 of the outputs' norm, so they differ by at most twice that. Queries must select the same blocks or
+ * entries. The bits per byte of the whole model show the same, less sharply: rounding in one layer may change
+ * what the next one selects.
  */
 #include "decode.h"
 #include "options.h"

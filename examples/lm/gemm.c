@@ -6,9 +6,33 @@
 #ifdef LM_ONEDNN
 #include <oneapi/dnnl/dnnl.h>
 
+enum { FEW = 4 };
+
+/* A few rows, as in decoding: done before the library's threads would have started. */
+static void few_rows(int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c,
+                     bool accumulate)
+{
+    for (int64_t i = 0; i < m; i++) {
+        float *restrict row = c + i * n;
+        int64_t p = 0;
+        for (int64_t j = 0; j < n && !accumulate; j++) row[j] = 0.0f;
+        for (; p + 4 <= k; p += 4) {
+            const float *x = a + i * k + p, *w = b + p * n;
+            for (int64_t j = 0; j < n; j++)
+                row[j] += (x[0] * w[j] + x[1] * w[n + j]) + (x[2] * w[2 * n + j] + x[3] * w[3 * n + j]);
+        }
+        for (; p < k; p++)
+            for (int64_t j = 0; j < n; j++) row[j] += a[i * k + p] * b[p * n + j];
+    }
+}
+
 void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a,
           const float *b, float *c, bool accumulate)
 {
+    if (m <= FEW && !a_transposed && !b_transposed) {
+        few_rows(m, n, k, a, b, c, accumulate);
+        return;
+    }
     dnnl_sgemm(a_transposed ? 'T' : 'N', b_transposed ? 'T' : 'N', m, n, k, 1.0f, a, a_transposed ? m : k, b,
                b_transposed ? k : n, accumulate ? 1.0f : 0.0f, c, n);
 }

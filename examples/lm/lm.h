@@ -244,8 +244,8 @@ bool checkpoint_save(const lm_model *model, const char *path, const lm_run *run)
 /* Reads configuration, weights, optimizer state and run into a fresh model. */
 bool checkpoint_load(lm_model *model, const char *path, lm_run *run);
 
-/* sample.c: a byte drawn from the likeliest whose chances sum to top_p; temperature 0: the likeliest, of equals
- * the lowest. */
+/* sample.c: a byte drawn from the likeliest whose chances sum to top_p; temperature 0: the likeliest, of
+ * equals the lowest. */
 int sample(const float *logits, double temperature, double top_p, uint64_t *state);
 
 /* random.c: splitmix64, the same numbers everywhere. */

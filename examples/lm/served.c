@@ -103,16 +103,18 @@ static bool to_nvfp4(lm_model *m, int32_t layer, served_layer *s)
     s->down_codes = malloc((size_t)(e * size / 2));
     s->down_scales = malloc((size_t)(e * size / QUERN_NVFP4_BLOCK));
     s->down_global = malloc((size_t)e * 4);
-    bool ok = (halves && runs && s->up_codes && s->up_scales && s->up_global && s->down_codes &&
-               s->down_scales && s->down_global) ||
-              failure("no memory for the experts") == 0;
-    for (int64_t r = 0; ok && r < e * w; r++) {
+    if (!halves || !runs || !s->up_codes || !s->up_scales || !s->up_global || !s->down_codes ||
+        !s->down_scales || !s->down_global) {
+        free(halves), free(runs);
+        return failure("no memory for the experts") == 0;
+    }
+    for (int64_t r = 0; r < e * w; r++) {
         memcpy(halves + r * 2 * inner, w1 + r * inner, (size_t)inner * 4);
         memcpy(halves + (r * 2 + 1) * inner, w3 + r * inner, (size_t)inner * 4);
     }
-    ok = ok && interleave(m, halves, e * w, 2 * inner, runs) &&
-         quantize(m, runs, e, w, 2 * inner, s->up_codes, s->up_scales, s->up_global) &&
-         quantize(m, w2, e, inner, w, s->down_codes, s->down_scales, s->down_global);
+    const bool ok = interleave(m, halves, e * w, 2 * inner, runs) &&
+                    quantize(m, runs, e, w, 2 * inner, s->up_codes, s->up_scales, s->up_global) &&
+                    quantize(m, w2, e, inner, w, s->down_codes, s->down_scales, s->down_global);
     free(halves), free(runs);
     return ok;
 }
