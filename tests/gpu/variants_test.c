@@ -150,11 +150,12 @@ static void variants_agree(void **state)
                                           NULL};
     static const char *const backward[] = {"attend_backward_any", "attend_backward_sm90",
                                            "attend_backward_wgmma", NULL};
-    static const int64_t dims[] = {64, 128, 256};
+    static const int64_t dims[][2] = {{64, 64}, {128, 128}, {192, 128}, {256, 256}};
     test_random random = {test_seed("variants_agree", 3)};
-    for (int i = 0; i < 3; i++)
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
         for (int listed = 0; listed < 2; listed++) {
-            const int64_t d = dims[i], statistics[] = {1, H, N}, q[] = {1, N, H, d}, k[] = {1, N, HKV, d};
+            const int64_t d = dims[i][0], dv = dims[i][1], statistics[] = {1, H, N}, q[] = {1, N, H, d},
+                          o[] = {1, N, H, dv}, k[] = {1, N, HKV, d}, v[] = {1, N, HKV, dv};
             attend_args a = {.mask = listed ? ATTEND_BLOCKS : ATTEND_RANGE,
                              .seqs = {1, N, N, {0}, {0}},
                              .causal = true,
@@ -166,14 +167,14 @@ static void variants_agree(void **state)
             if (listed) a.list = lists();
             a.q = noise(&random, QUERN_BF16, H, d);
             a.k = noise(&random, QUERN_BF16, HKV, d);
-            a.v = noise(&random, QUERN_BF16, HKV, d);
-            a.d_o = noise(&random, QUERN_BF16, H, d);
+            a.v = noise(&random, QUERN_BF16, HKV, dv);
+            a.d_o = noise(&random, QUERN_BF16, H, dv);
             a.lse = make(QUERN_F32, 3, statistics);
             a.delta = make(QUERN_F32, 3, statistics);
             a.d_q = make(QUERN_F32, 4, q);
             a.d_k = make(QUERN_F32, 4, k);
-            a.d_v = make(QUERN_F32, 4, k);
-            a.o = make(QUERN_BF16, 4, q);
+            a.d_v = make(QUERN_F32, 4, v);
+            a.o = make(QUERN_BF16, 4, o);
             CHECK(cudaMemset(a.delta.data, 0, (size_t)(H * N) * 4));
             /* o is bf16: lse stands for it here */
             const int forwards = try_all(&cuda->attend_forward, &a, forward, 1, 2),

@@ -86,6 +86,16 @@ template <> __device__ __forceinline__ uint32_t pack2<__half>(float lo, float hi
     return *(uint32_t *)&p;
 }
 
+template <typename T> __device__ __forceinline__ float2 unpack2(uint32_t x);
+template <> __device__ __forceinline__ float2 unpack2<bf16>(uint32_t x)
+{
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000));
+}
+template <> __device__ __forceinline__ float2 unpack2<__half>(uint32_t x)
+{
+    return __half22float2(*(__half2 *)&x);
+}
+
 __device__ __forceinline__ float exp2_fast(float x)
 {
     float y;

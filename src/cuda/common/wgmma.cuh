@@ -19,6 +19,21 @@ __device__ __forceinline__ uint64_t wg_tile(uint32_t address, uint32_t panel)
            (uint64_t)1 << 62;
 }
 
+/* The descriptor of what stands `bytes` (a multiple of 16) further in shared memory: one addition. */
+__device__ __forceinline__ uint64_t wg_further(uint64_t tile, uint32_t bytes)
+{
+    return (tile & 0xffffffff00000000) | ((uint32_t)tile + (bytes >> 4));
+}
+
+/* Hides from the compiler where a descriptor comes from, so that a loop makes those `further` anew and does not
+ * keep them all in registers. */
+__device__ __forceinline__ uint64_t wg_fresh(uint64_t tile)
+{
+    uint32_t low = (uint32_t)tile;
+    asm volatile("" : "+r"(low));
+    return (tile & 0xffffffff00000000) | low;
+}
+
 #define WG4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
 
 #define WG_SS_64(type)                                                                                       \
@@ -73,25 +88,33 @@ __device__ __forceinline__ void wg_rs(float (&c)[8][4], const uint32_t (&a)[4], 
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
     "%28,%29,%30,%31"
 #define WG_LIST_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define WG_LIST_24                                                                                           \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
 #define WG_LIST_40 WG_LIST_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define WG_LIST_48 WG_LIST_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define WG_LIST_64                                                                                           \
     WG_LIST_32                                                                                               \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%" \
     "57,%58,%59,%60,%61,%62,%63"
-#define WG_LIST_128                                                                                          \
+#define WG_LIST_96                                                                                           \
     WG_LIST_64                                                                                               \
     ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%" \
-    "89,%90,%91,%92,%93,%94,%95"                                                                             \
+    "89,%90,%91,%92,%93,%94,%95"
+#define WG_LIST_128                                                                                          \
+    WG_LIST_96                                                                                               \
     ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116," \
     "%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define WG_TILES_8(c, i)                                                                                     \
     WG4(c[i]), WG4(c[i + 1]), WG4(c[i + 2]), WG4(c[i + 3]), WG4(c[i + 4]), WG4(c[i + 5]), WG4(c[i + 6]),     \
         WG4(c[i + 7])
 #define WG_TILES_16(c) WG4(c[0]), WG4(c[1]), WG4(c[2]), WG4(c[3])
+#define WG_TILES_24(c) WG_TILES_16(c), WG4(c[4]), WG4(c[5])
 #define WG_TILES_32(c) WG_TILES_8(c, 0)
 #define WG_TILES_40(c) WG_TILES_8(c, 0), WG4(c[8]), WG4(c[9])
+#define WG_TILES_48(c) WG_TILES_40(c), WG4(c[10]), WG4(c[11])
 #define WG_TILES_64(c) WG_TILES_8(c, 0), WG_TILES_8(c, 8)
-#define WG_TILES_128(c) WG_TILES_64(c), WG_TILES_8(c, 16), WG_TILES_8(c, 24)
+#define WG_TILES_96(c) WG_TILES_64(c), WG_TILES_8(c, 16)
+#define WG_TILES_128(c) WG_TILES_96(c), WG_TILES_8(c, 24)
 
 /* SIZE accumulators; A, B, ADD are the operands after them. */
 #define WG_SS(type, n, size, at_a, at_b, at_add, rows)                                                       \
@@ -112,10 +135,14 @@ template <typename T, int N, bool ADD>
 __device__ __forceinline__ void wg_ss_wide(float (&c)[N / 8][4], uint64_t a, uint64_t b)
 {
     constexpr bool B16 = __is_same(T, bf16);
-    if constexpr (N == 64 && B16) WG_SS("bf16", 64, 32, 32, 33, 34, 0);
+    if constexpr (N == 48 && B16) WG_SS("bf16", 48, 24, 24, 25, 26, 0);
+    else if constexpr (N == 48) WG_SS("f16", 48, 24, 24, 25, 26, 0);
+    else if constexpr (N == 64 && B16) WG_SS("bf16", 64, 32, 32, 33, 34, 0);
     else if constexpr (N == 64) WG_SS("f16", 64, 32, 32, 33, 34, 0);
     else if constexpr (N == 80 && B16) WG_SS("bf16", 80, 40, 40, 41, 42, 0);
     else if constexpr (N == 80) WG_SS("f16", 80, 40, 40, 41, 42, 0);
+    else if constexpr (N == 96 && B16) WG_SS("bf16", 96, 48, 48, 49, 50, 0);
+    else if constexpr (N == 96) WG_SS("f16", 96, 48, 48, 49, 50, 0);
     else if constexpr (B16) WG_SS("bf16", 128, 64, 64, 65, 66, 0);
     else WG_SS("f16", 128, 64, 64, 65, 66, 0);
 }
@@ -141,6 +168,8 @@ __device__ __forceinline__ void wg_rs_wide(float (&c)[N / 8][4], const uint32_t 
     else if constexpr (N == 64) WG_RS("f16", 64, 32, 32, 33, 34, 35, 36, 37, 38);
     else if constexpr (N == 128 && B16) WG_RS("bf16", 128, 64, 64, 65, 66, 67, 68, 69, 70);
     else if constexpr (N == 128) WG_RS("f16", 128, 64, 64, 65, 66, 67, 68, 69, 70);
+    else if constexpr (N == 192 && B16) WG_RS("bf16", 192, 96, 96, 97, 98, 99, 100, 101, 102);
+    else if constexpr (N == 192) WG_RS("f16", 192, 96, 96, 97, 98, 99, 100, 101, 102);
     else if constexpr (B16) WG_RS("bf16", 256, 128, 128, 129, 130, 131, 132, 133, 134);
     else WG_RS("f16", 256, 128, 128, 129, 130, 131, 132, 133, 134);
 }

@@ -35,6 +35,15 @@ static const oracle_dense cases[] = {
     {7, 200, 240, 3, 1, 32, 32, true, 0, -1, 0, ragged, ragged_kv},
     {7, 200, 233, 2, 2, 56, 56, false, 0, -1, 0, ragged, ragged_kv},
     {7, 197, 240, 2, 1, 16, 16, true, 40, 30, 0, ragged, ragged_kv},
+    /* wide heads, over several of a GPU's tiles */
+    {1, 330, 330, 3, 1, 192, 128, true, 70, -1, 0, NULL, NULL},
+    {2, 200, 130, 4, 2, 192, 128, true, 0, -1, 0, NULL, NULL}, /* the first rows see no key */
+    {7, 197, 240, 6, 2, 160, 104, true, 0, -1, 0, ragged, ragged_kv},
+    {1, 260, 300, 2, 1, 192, 128, false, 50, -1, 0, NULL, NULL},
+    {1, 330, 330, 3, 1, 256, 256, true, 70, -1, 0, NULL, NULL},
+    {2, 200, 130, 4, 2, 256, 192, true, 0, -1, 0, NULL, NULL},
+    {7, 200, 233, 4, 2, 256, 256, false, 0, -1, 0, ragged, ragged_kv},
+    {7, 210, 210, 10, 2, 200, 256, true, 20, -1, 0, ragged, NULL},
     {2, 5, 3, 2, 1, 8, 16, true, 0, -1, 0, nothing, NULL},
     /* nothing to do, or no key to see */
     {0, 5, 5, 2, 1, 8, 8, true, 0, -1, 0, NULL, NULL},

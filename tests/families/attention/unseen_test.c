@@ -121,8 +121,10 @@ static void dense_attention(void **state)
         {1, 40, 40, 32, 1, 16, 16, true, 0, -1, 0, NULL, NULL},   /* the rows of one query fill a tile */
         {2, 90, 101, 2, 2, 16, 80, false, 31, -1, 0, NULL, NULL}, /* two panels of values */
         {4, 150, 181, 3, 1, 24, 16, true, 0, -1, 0, cu_q, cu_kv},
+        {1, 200, 200, 2, 1, 192, 128, true, 90, -1, 0, NULL, NULL}, /* wide heads, several tiles */
+        {1, 200, 200, 2, 1, 256, 256, true, 90, -1, 0, NULL, NULL},
     };
-    static const int64_t rows[] = {77, 23, 58, 83};
+    static const int64_t rows[] = {77, 23, 58, 83, 101, 101};
     test_random random = {test_seed("dense_attention", 1)};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)

@@ -332,7 +332,8 @@ static inline bool few_rows(const attend_kernel &a)
 struct attend_launch {
     attend_kernel kernel;
     quern_dtype dtype;
-    int dim; /* padded head dim of the kernel: 64, 128 or 256 */
+    int dim;  /* padded head dim of the kernel: 64, 128 or 256 */
+    int keys; /* the backward of a range: those of a piece */
     bool listed;
 };
 attend_launch attend_launch_of(const attend_args *args);

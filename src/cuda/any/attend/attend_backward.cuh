@@ -14,16 +14,18 @@ enum { BACKWARD_STEP = 64 }; /* keys or rows that a block takes at a time */
  */
 quern_status attend_backward_delta(const attend_args *args, const attend_launch &l, cudaStream_t stream);
 
-/* dK and dV by pieces of `keys` keys, or by listed blocks: how many; into how many shares each range's rows
- * are cut; bytes of the shares' partial gradients; their sum, after the kernels that leave them. */
+/* dK and dV by pieces of `keys` keys (any GPU's kernels: backward_keys(args)), or by listed blocks: how many;
+ * into how many shares each range's rows are cut; bytes of the shares' partial gradients; their sum, after the
+ * kernels that leave them. */
+int backward_keys(const attend_args *args);
 int64_t backward_pieces(const attend_args *args, int keys);
-int backward_splits(const attend_args *args);
-size_t backward_shares_bytes(const attend_args *args);
+int backward_splits(const attend_args *args, int keys);
+size_t backward_shares_bytes(const attend_args *args, int keys);
 quern_status backward_sum_shares(const attend_args *args, const attend_launch &l, cudaStream_t stream);
 
 /* What every backward in 16 bits does before its kernels, and after them: delta, the inverted index, room for
  * shares, which starts at a->part; the sum of the shares, the rows past the last sequence. */
-quern_status backward_begin(const stage_exec *exec, const attend_args *args, void *workspace,
+quern_status backward_begin(const stage_exec *exec, const attend_args *args, int keys, void *workspace,
                             attend_launch *l);
 quern_status backward_end(const stage_exec *exec, const attend_args *args, const attend_launch &l);
 /* Sequences as pieces of keys, and back. */

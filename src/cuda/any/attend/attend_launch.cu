@@ -162,7 +162,7 @@ quern_status attend_forward_f32_run(const stage_exec *exec, const attend_args *a
 
 /* ---- the backward ---- */
 
-quern_status backward_begin(const stage_exec *exec, const attend_args *args, void *workspace,
+quern_status backward_begin(const stage_exec *exec, const attend_args *args, int keys, void *workspace,
                             attend_launch *l)
 {
     *l = attend_launch_of(args);
@@ -170,7 +170,8 @@ quern_status backward_begin(const stage_exec *exec, const attend_args *args, voi
     if (status == QUERN_OK && l->listed) status = inverse_build(exec, args, &l->kernel, workspace);
     char *const shares = (char *)workspace + (l->listed ? inverse_workspace(args) : 0);
     l->kernel.part = (float *)(((uintptr_t)shares + 15) & ~(uintptr_t)15);
-    l->kernel.splits = backward_splits(args);
+    l->keys = keys;
+    l->kernel.splits = backward_splits(args, keys);
     return status;
 }
 
@@ -196,7 +197,7 @@ quern_status attend_backward_by(const stage_exec *exec, const attend_args *args,
 {
     attend_launch l;
     const launcher to = {(cudaStream_t)exec->stream, NULL};
-    quern_status status = backward_begin(exec, args, workspace, &l);
+    quern_status status = backward_begin(exec, args, backward_keys(args), workspace, &l);
     if (status == QUERN_OK) status = rows(args, l, to);
     if (status == QUERN_OK) status = keys(args, l, to);
     return status != QUERN_OK ? status : backward_end(exec, args, l);
@@ -221,7 +222,8 @@ static attend_part *keys_of(const attend_launch &l)
 size_t attend_backward_any_bytes(const stage_exec *, const attend_args *args)
 {
     if (args->q.dtype == QUERN_F32) return 0;
-    return (present(args->list) ? inverse_workspace(args) : 0) + backward_shares_bytes(args);
+    return (present(args->list) ? inverse_workspace(args) : 0) +
+           backward_shares_bytes(args, backward_keys(args));
 }
 
 bool attend_backward_any_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES])

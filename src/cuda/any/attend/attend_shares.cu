@@ -42,17 +42,17 @@ int64_t backward_pieces(const attend_args *args, int keys)
     return piece_bound(flipped, keys, 1);
 }
 
-static int range_keys(const attend_args *args)
+int backward_keys(const attend_args *args)
 {
     return args->q.shape[3] > 128 || args->v.shape[3] > 128 ? 64 : 128;
 }
 
 /* Enough to fill a large GPU four times, where there are rows enough. Compressed entries are few, and all
  * rows see the first ones: smaller shares shorten the wait for the last one. */
-int backward_splits(const attend_args *args)
+int backward_splits(const attend_args *args, int keys)
 {
     if (present(args->list)) return 1;
-    const int64_t blocks = backward_pieces(args, range_keys(args)) * args->k.shape[2],
+    const int64_t blocks = backward_pieces(args, keys) * args->k.shape[2],
                   rows = args->seqs.n_q * (args->q.shape[2] / (args->k.shape[2] > 0 ? args->k.shape[2] : 1));
     const int64_t finer = args->mask == ATTEND_COMPRESSED ? 4 : 1, most = 16 * finer;
     int64_t splits = blocks > 0 ? 528 * finer / blocks : 1;
@@ -60,14 +60,14 @@ int backward_splits(const attend_args *args)
     return splits < 2 ? 1 : splits > most ? (int)most : (int)splits;
 }
 
-size_t backward_shares_bytes(const attend_args *args)
+size_t backward_shares_bytes(const attend_args *args, int keys)
 {
     const size_t row = (size_t)(args->q.shape[3] + args->v.shape[3]) * 4;
     if (present(args->list)) {
-        const size_t keys = args->mask == ATTEND_COMPRESSED ? 128 : (size_t)args->block_size;
-        return (size_t)inverse_slots(args) * keys * row + 15;
+        const size_t block = args->mask == ATTEND_COMPRESSED ? 128 : (size_t)args->block_size;
+        return (size_t)inverse_slots(args) * block * row + 15;
     }
-    const int keys = range_keys(args), splits = backward_splits(args);
+    const int splits = backward_splits(args, keys);
     return splits > 1 ? (size_t)(backward_pieces(args, keys) * args->k.shape[2] * splits * keys) * row + 15
                       : 0;
 }
@@ -84,11 +84,10 @@ static void start_sum(const attend_kernel &a, bool listed, int64_t pieces, int k
 
 quern_status backward_sum_shares(const attend_args *args, const attend_launch &l, cudaStream_t stream)
 {
-    const int keys = range_keys(args);
-    const int64_t pieces = backward_pieces(args, keys);
+    const int64_t pieces = backward_pieces(args, l.keys);
     if (pieces == 0 || l.kernel.kv_heads == 0) return QUERN_OK;
     if (l.listed ? inverse_slots(args) == 0 : l.kernel.splits <= 1) return QUERN_OK;
-    if (l.dtype == QUERN_BF16) start_sum<bf16>(l.kernel, l.listed, pieces, keys, stream);
-    else start_sum<f16>(l.kernel, l.listed, pieces, keys, stream);
+    if (l.dtype == QUERN_BF16) start_sum<bf16>(l.kernel, l.listed, pieces, l.keys, stream);
+    else start_sum<f16>(l.kernel, l.listed, pieces, l.keys, stream);
     return LAUNCHED("attend_backward: sum of shares");
 }

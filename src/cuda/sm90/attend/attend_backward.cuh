@@ -33,30 +33,30 @@
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_CUH
 
 #include "common/launch.cuh"
-#include "sm90/attend/attend_backward_feed.cuh"
+#include "sm90/attend/attend_backward_parts.cuh"
 
 namespace sm90_backward
 {
 
-/* Both computing warpgroups: Q and dO of a stage become finite; what was not goes to the keys that see it. */
-template <typename T, int DK, int DV>
-__device__ __forceinline__ void clean_rows(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4], char *q, char *g,
-                                           const statistics *st, int key)
-{
-    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
-    auto sees = [&](int j, int h) { return key + h * 8 >= st->lo[j] && key + h * 8 < st->hi[j]; };
-    named_sync(CLEANING, 256); /* nobody multiplies with them */
-    spread_nonfinite<T, ROWS>(dk, q, 0, ROWS, true, sees);
-    spread_nonfinite<T, ROWS>(dv, g, 0, ROWS, false, sees);
-    named_sync(CLEANING, 256);
-#pragma unroll 1
-    for (int i = (int)(threadIdx.x - 128) * 2; i < ROWS * (DK + DV) * 2; i += 512) {
-        uint16_t *x = (uint16_t *)(i < ROWS * DK * 2 ? q + i : g + i - ROWS * DK * 2);
-        if ((*x & 0x7fff) >= INFINITE) *x = 0;
-    }
-    async_fence();
-    named_sync(CLEANING, 256);
-}
+enum { KEYS = 64 * GROUPS, ROWS = MOST_ROWS, FEED = 40, COMPUTE = 232 };
+
+/* Offsets into shared memory. */
+template <int DK, int DV> struct layout {
+    static constexpr int DIM_K = DK, DIM_V = DV, KEYS = sm90_backward::KEYS, ROWS = sm90_backward::ROWS,
+                         STAGES = 2;
+    static constexpr int Q_BYTES = ROWS * DK * 2, DO_BYTES = ROWS * DV * 2, DS_BYTES = KEYS * ROWS * 2,
+                         DQ_BYTES = ROWS * DK * 4;
+    static constexpr int K = 0, V = K + KEYS * DK * 2, Q = V + KEYS * DV * 2, DO = Q + STAGES * Q_BYTES,
+                         DS = DO + STAGES * DO_BYTES;
+    static constexpr int DQ = DS + BUFFERS * DS_BYTES, STAT = DQ + BUFFERS * DQ_BYTES,
+                         BARS = STAT + STAGES * (int)sizeof(statistics);
+    static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
+                         STAT_FULL = FREE + 8 * STAGES;
+    static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, BLOCK = DQ_FREE + 8 * BUFFERS;
+    static constexpr int BYTES = BLOCK + (int)sizeof(key_block);
+    static constexpr bool RATIO = false; /* its delta is of rows with row_scale */
+    static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
+};
 
 /* Both computing warpgroups: whether something in K is not finite. */
 template <typename T, int DK> __device__ __forceinline__ bool search_keys(const char *keys, int32_t *odd)
@@ -137,97 +137,15 @@ __device__ __forceinline__ void poison_rows(float (&dq)[NQ / 8][4], const attend
     }
 }
 
-/* dK and dV of one thread's keys, or their share. */
-template <typename T, int DK, int DV>
-__device__ __forceinline__ void store_keys(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4],
-                                           const attend_kernel &a, const key_block &b, int place)
-{
-    const int width = a.dim_k + a.dim_v;
-    const bool whole = a.splits <= 1;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const int r = place + h * 8, key = b.key0 + r;
-        if (key >= b.key_end) continue;
-        float *part = a.part + (b.slot * KEYS + r) * width;
-        const int64_t at_k = b.view * a.d_k.s[0] + (b.k0 + key) * a.d_k.s[1] + b.kvh * a.d_k.s[2];
-        const int64_t at_v = b.view * a.d_v.s[0] + (b.k0 + key) * a.d_v.s[1] + b.kvh * a.d_v.s[2];
-#pragma unroll
-        for (int i = 0; i < DK / 8; i++) {
-            const int c = i * 8 + (threadIdx.x & 3) * 2;
-            const float x = dk[i][h * 2] * a.scale, y = dk[i][h * 2 + 1] * a.scale;
-            if (c >= a.dim_k) continue;
-            if (whole) store_pair<T>(a.d_k.p, at_k + c, x, y, a.f32_dkv, a.add_k);
-            else *(float2 *)(part + c) = make_float2(x, y);
-        }
-#pragma unroll
-        for (int i = 0; i < DV / 8; i++) {
-            const int c = i * 8 + (threadIdx.x & 3) * 2;
-            if (c >= a.dim_v) continue;
-            if (whole) store_pair<T>(a.d_v.p, at_v + c, dv[i][h * 2], dv[i][h * 2 + 1], a.f32_dkv, a.add_v);
-            else *(float2 *)(part + a.dim_k + c) = make_float2(dv[i][h * 2], dv[i][h * 2 + 1]);
-        }
-    }
-}
-
-/* P^T and dS^T of a stage, from S^T and dP^T. SCALED: there is a row_scale. PART: some of these pairs do not
- * see each other. */
-template <typename T, bool SCALED, bool PART, int NT>
-__device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&dp)[NT][4],
-                                        uint32_t (&fp)[NT / 2][4], uint32_t (&fs)[NT / 2][4],
-                                        const statistics *st, float scale_log2, int key)
-{
-#pragma unroll
-    for (int i = 0; i < NT; i++) {
-        const int r = i * 8 + (threadIdx.x & 3) * 2;
-        const float2 lse2 = *(const float2 *)&st->lse2[r], delta = *(const float2 *)&st->delta[r];
-        const float2 rs = SCALED ? *(const float2 *)&st->row_scale[r] : make_float2(1.0f, 1.0f);
-        int2 lo = make_int2(0, 0), hi = make_int2(0, 0);
-        if (PART) {
-            lo = *(const int2 *)&st->lo[r];
-            hi = *(const int2 *)&st->hi[r];
-        }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float p[2] = {exp2_fast(fmaf(s[i][h * 2], scale_log2, -lse2.x)),
-                          exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -lse2.y))};
-            float d[2] = {p[0] * fmaf(dp[i][h * 2], rs.x, -delta.x),
-                          p[1] * fmaf(dp[i][h * 2 + 1], rs.y, -delta.y)};
-            p[0] *= rs.x;
-            p[1] *= rs.y;
-            if (PART) {
-                const int k = key + h * 8;
-                if (k < lo.x || k >= hi.x) p[0] = d[0] = 0.0f;
-                if (k < lo.y || k >= hi.y) p[1] = d[1] = 0.0f;
-            }
-            fp[i >> 1][(i & 1) * 2 + h] = pack2<T>(p[0], p[1]);
-            fs[i >> 1][(i & 1) * 2 + h] = pack2<T>(d[0], d[1]);
-        }
-    }
-}
-
-/* acc = 64 keys times the ROWS rows of a stage. */
-template <typename T, int ROWS, int DIM>
-__device__ __forceinline__ void rows_by_keys(float (&acc)[ROWS / 8][4], uint32_t keys, uint32_t rows)
-{
-    wg_start();
-#pragma unroll
-    for (int c = 0; c < DIM; c += 16) {
-        const uint64_t x = wg_tile(keys + (c >> 6) * (KEYS * 128) + (c & 63) * 2, 0);
-        const uint64_t y = wg_tile(rows + (c >> 6) * (ROWS * 128) + (c & 63) * 2, 0);
-        if (c == 0) wg_ss_wide<T, ROWS, false>(acc, x, y);
-        else wg_ss_wide<T, ROWS, true>(acc, x, y);
-    }
-    wg_commit();
-}
-
 /* dq = dS, in shared memory transposed, times NQ columns of K. */
 template <typename T, int NQ>
 __device__ __forceinline__ void columns_of_rows(float (&dq)[NQ / 8][4], uint32_t ds, uint32_t columns)
 {
+    const uint64_t x0 = wg_fresh(wg_tile(ds, KEYS * 128)), y0 = wg_fresh(wg_tile(columns, KEYS * 128));
     wg_start();
 #pragma unroll
     for (int c = 0; c < KEYS; c += 16) {
-        const uint64_t x = wg_tile(ds + c * 128, KEYS * 128), y = wg_tile(columns + c * 128, KEYS * 128);
+        const uint64_t x = wg_further(x0, c * 128), y = wg_further(y0, c * 128);
         if (c == 0) wg_rows<T, NQ, false>(dq, x, y);
         else wg_rows<T, NQ, true>(dq, x, y);
     }
@@ -270,23 +188,27 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
         mbar_wait(base + at::OWN_FULL, 0);
         odd = search_keys<T, DK>(smem + at::K, &b.odd);
         mbar_wait(base + at::FULL, 0);
-        rows_by_keys<T, ROWS, DK>(s, ak, base + at::Q);
-        rows_by_keys<T, ROWS, DV>(dp, av, base + at::DO);
+        rows_by_keys<T, ROWS, KEYS, DK>(s, ak, base + at::Q);
+        rows_by_keys<T, ROWS, KEYS, DV>(dp, av, base + at::DO);
         wg_wait<0>(s);
         wg_wait<0>(dp);
     }
 #pragma unroll 1
     for (int t = 0; t < steps; t++) {
-        const int stage = t % STAGES, buffer = t % BUFFERS;
+        const int stage = t % at::STAGES, buffer = t % BUFFERS;
         const statistics *st = (const statistics *)(smem + at::STAT) + stage;
-        mbar_wait(base + at::STAT_FULL + 8 * stage, t / STAGES & 1);
+        mbar_wait(base + at::STAT_FULL + 8 * stage, t / at::STAGES & 1);
         const int part = st->part;
         if (part != 0) softmax<T, true, true>(s, dp, fp, fs, st, a.scale_log2, key);
         else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, a.scale_log2, key);
         else softmax<T, false, false>(s, dp, fp, fs, st, a.scale_log2, key);
         if (part & 2)
-            clean_rows<T, DK, DV>(dk, dv, smem + at::Q + stage * at::Q_BYTES,
-                                  smem + at::DO + stage * at::DO_BYTES, st, key);
+            clean_rows<T, ROWS, DK, DV>(smem + at::Q + stage * at::Q_BYTES,
+                                        smem + at::DO + stage * at::DO_BYTES,
+                                        [&](const char *q, const char *g) {
+                                            spread_rows<T, ROWS>(dk, q, st, key, true);
+                                            spread_rows<T, ROWS>(dv, g, st, key, false);
+                                        });
             /* The other warpgroup is past its product with this buffer: it has filled the other one since,
              * and this one waited for it. */
 #pragma unroll
@@ -297,13 +219,8 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
         if (unclean) clean_keys<T, DK>(smem + at::K);
         const uint32_t q = base + at::Q + stage * at::Q_BYTES, g = base + at::DO + stage * at::DO_BYTES;
         wg_start();
-#pragma unroll
-        for (int c = 0; c < ROWS; c += 16)
-            wg_rs_wide<T, DV, true, true>(dv, fp[c / 16], wg_tile(g + c * 128, ROWS * 128));
-#pragma unroll
-        for (int c = 0; c < ROWS; c += 16)
-            wg_rs_wide<T, DK, true, true>(dk, fs[c / 16], wg_tile(q + c * 128, ROWS * 128));
-        wg_commit();
+        keys_by_rows<T, ROWS, DV>(dv, fp, g);
+        keys_by_rows<T, ROWS, DK>(dk, fs, q);
         named_sync(DS_FULL + group, 256);
         const uint32_t columns = base + at::K + (DK == 64 ? group * 64 : group * (DK / 128) * (KEYS * 128));
         columns_of_rows<T, NQ>(dq, base + at::DS + buffer * at::DS_BYTES, columns);
@@ -315,9 +232,9 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
             restore_keys<T, DK>(a, b, smem + at::K);
         }
         /* After the last step the products below are of what the stage held before, and nobody reads them. */
-        const int next = (t + 1) % STAGES;
-        if (t + 1 < steps) mbar_wait(base + at::FULL + 8 * next, (t + 1) / STAGES & 1);
-        rows_by_keys<T, ROWS, DK>(s, ak, base + at::Q + next * at::Q_BYTES);
+        const int next = (t + 1) % at::STAGES;
+        if (t + 1 < steps) mbar_wait(base + at::FULL + 8 * next, (t + 1) / at::STAGES & 1);
+        rows_by_keys<T, ROWS, KEYS, DK>(s, ak, base + at::Q + next * at::Q_BYTES);
         wg_wait<1>(dq);
         if (unclean) {
             int head;
@@ -328,11 +245,12 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
         write_rows<ROWS, NQ>(dq, dq_at + buffer * at::DQ_BYTES, a.scale);
         async_fence();
         named_arrive(DQ_FULL + buffer, 128 * GROUPS + 32);
-        rows_by_keys<T, ROWS, DV>(dp, av, base + at::DO + next * at::DO_BYTES);
+        rows_by_keys<T, ROWS, KEYS, DV>(dp, av, base + at::DO + next * at::DO_BYTES);
         wg_wait<0>(s);
         wg_wait<0>(dp);
     }
-    store_keys<T, DK, DV>(dk, dv, a, b, place);
+    store_keys<T, KEYS>(dk, a, b, place, d_k_of(a));
+    store_keys<T, KEYS>(dv, a, b, place, d_v_of(a));
 }
 
 template <typename T, int DK, int DV>
@@ -346,9 +264,9 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     const uint32_t base = smem_address(smem);
     key_block &b = *(key_block *)(smem + at::BLOCK);
     if (threadIdx.x == 0) {
-        if (!find_keys(a, plan, &b)) b.key_end = b.tiles = -1;
+        if (!find_keys<KEYS, ROWS>(a, plan, &b)) b.key_end = b.tiles = -1;
         mbar_init(base + at::OWN_FULL, 1);
-        for (int i = 0; i < STAGES; i++) {
+        for (int i = 0; i < at::STAGES; i++) {
             mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 128 * GROUPS);
             mbar_init(base + at::STAT_FULL + 8 * i, 32);
         }
@@ -360,9 +278,9 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (group == 0) {
         registers_down<FEED>();
-        if (warp == 0) feed<DK, DV>(a, plan, b, m, base);
-        else if (warp == 1) fetch_statistics<T, DK, DV>(a, plan, b, smem, base);
-        else add_rows<DK, DV>(a, plan, b, m, base, warp - 2);
+        if (warp == 0) feed<at>(a, plan, b, m, base);
+        else if (warp == 1) fetch_statistics<T, at>(a, plan, b, smem, base);
+        else add_rows<at>(a, plan, b, m, base, warp - 2);
     } else {
         registers_up<COMPUTE>();
         compute<T, DK, DV>(a, plan, b, smem, base, group - 1);

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_backward_feed.cuh - the feeding warpgroup of attend_backward.cuh: which keys a block owns, what it
- * copies, and how it adds to dQ. */
+/* attend_backward_feed.cuh - the feeding warpgroup of the backward's kernels that own keys (attend_backward.cuh
+ * and attend_backward_keys.cuh): which keys a block owns, what it copies, and how it adds to dQ. AT is a
+ * kernel's layout of shared memory. */
 #ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_FEED_CUH
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_FEED_CUH
 
@@ -13,15 +14,7 @@
 namespace sm90_backward
 {
 
-enum {
-    STAGES = 2,
-    GROUPS = 2,
-    KEYS = 64 * GROUPS,
-    ROWS = SM90_BACKWARD_ROWS,
-    BUFFERS = 2,
-    FEED = 40,
-    COMPUTE = 232
-};
+enum { GROUPS = 2, MOST_ROWS = SM90_BACKWARD_ROWS, BUFFERS = 2 };
 enum { CLEANING = 1, DS_FULL = 2, DQ_FULL = 4 }; /* named barriers: one; of each group; of each buffer */
 
 struct maps {
@@ -30,8 +23,8 @@ struct maps {
 
 /* Of the rows of a stage. lse2: times log2 e, +inf where a row sees nothing. */
 struct statistics {
-    float lse2[ROWS], delta[ROWS], row_scale[ROWS];
-    int32_t lo[ROWS], hi[ROWS];
+    float lse2[MOST_ROWS], delta[MOST_ROWS], row_scale[MOST_ROWS];
+    int32_t lo[MOST_ROWS], hi[MOST_ROWS];
     int32_t part; /* some rows do not see all keys: 1; and something in them is not finite: 3 */
     int32_t pad[3];
 };
@@ -54,29 +47,17 @@ __device__ __forceinline__ sequence sequence_of(const key_block &b)
     return {0, b.view, b.q0, b.nq, b.k0, b.nk};
 }
 
-/* Offsets into shared memory. */
-template <int DK, int DV> struct layout {
-    static constexpr int Q_BYTES = ROWS * DK * 2, DO_BYTES = ROWS * DV * 2, DS_BYTES = KEYS * ROWS * 2,
-                         DQ_BYTES = ROWS * DK * 4;
-    static constexpr int K = 0, V = K + KEYS * DK * 2, Q = V + KEYS * DV * 2, DO = Q + STAGES * Q_BYTES,
-                         DS = DO + STAGES * DO_BYTES;
-    static constexpr int DQ = DS + BUFFERS * DS_BYTES, STAT = DQ + BUFFERS * DQ_BYTES,
-                         BARS = STAT + STAGES * (int)sizeof(statistics);
-    static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
-                         STAT_FULL = FREE + 8 * STAGES;
-    static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, BLOCK = DQ_FREE + 8 * BUFFERS;
-    static constexpr int BYTES = BLOCK + (int)sizeof(key_block);
-    static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
-};
-
-/* Takes a ticket and finds what it is for; one thread calls. Tickets go through sections of SECTION key/value
+/* Takes a ticket (without a counter, the block's own number) and finds what it is for, a piece of KEYS keys; one
+ * thread calls. Tickets go through sections of SECTION key/value
  * heads, whose rows L2 serves to many blocks at once; in a section through the shares of the rows; in a share
  * through the keys of all heads, from the first to the last. */
+template <int KEYS, int ROWS>
 __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_backward_plan &plan,
                                           key_block *b)
 {
     constexpr int SECTION = 8;
-    const int ticket = atomicAdd(plan.taken, 1), per_head = plan.pieces * a.splits;
+    const int ticket = plan.taken != NULL ? atomicAdd(plan.taken, 1) : (int)blockIdx.x,
+              per_head = plan.pieces * a.splits;
     const int unit0 = ticket / (per_head * SECTION) * SECTION,
               width = plan.kv_heads - unit0 < SECTION ? plan.kv_heads - unit0 : SECTION;
     const int in_section = ticket - unit0 * per_head, share = in_section / (plan.pieces * width),
@@ -134,42 +115,42 @@ __device__ __forceinline__ int tile_at_step(const attend_kernel &a, const sm90_b
 }
 
 /* Warp 0 of the feeder: one thread copies. */
-template <int DK, int DV>
+template <typename AT>
 __device__ __forceinline__ void feed(const attend_kernel &a, const sm90_backward_plan &plan,
                                      const key_block &b, const maps &m, uint32_t base)
 {
-    typedef layout<DK, DV> at;
     const int steps = b.tiles * a.hs;
     if ((threadIdx.x & 31) != 0 || steps == 0) return;
     const int key = b.k0 + b.key0;
-    mbar_expect(base + at::OWN_FULL, KEYS * (DK + DV) * 2);
+    mbar_expect(base + AT::OWN_FULL, AT::KEYS * (AT::DIM_K + AT::DIM_V) * 2);
 #pragma unroll
-    for (int p = 0; p < DK / 64; p++)
-        tma_load(base + at::K + p * KEYS * 128, m.k, base + at::OWN_FULL, p * 64, b.kvh, key, b.view);
+    for (int p = 0; p < AT::DIM_K / 64; p++)
+        tma_load(base + AT::K + p * AT::KEYS * 128, m.k, base + AT::OWN_FULL, p * 64, b.kvh, key, b.view);
 #pragma unroll
-    for (int p = 0; p < DV / 64; p++)
-        tma_load(base + at::V + p * KEYS * 128, m.v, base + at::OWN_FULL, p * 64, b.kvh, key, b.view);
+    for (int p = 0; p < AT::DIM_V / 64; p++)
+        tma_load(base + AT::V + p * AT::KEYS * 128, m.v, base + AT::OWN_FULL, p * 64, b.kvh, key, b.view);
     for (int t = 0; t < steps; t++) {
-        const int stage = t % STAGES;
+        const int stage = t % AT::STAGES;
         int head;
-        const int query = b.q0 + tile_at_step(a, plan, b, t, &head) * ROWS;
-        const uint32_t full = base + at::FULL + 8 * stage;
-        mbar_wait(base + at::FREE + 8 * stage, (t / STAGES & 1) ^ 1);
-        mbar_expect(full, at::Q_BYTES + at::DO_BYTES);
+        const int query = b.q0 + tile_at_step(a, plan, b, t, &head) * AT::ROWS;
+        const uint32_t full = base + AT::FULL + 8 * stage;
+        mbar_wait(base + AT::FREE + 8 * stage, (t / AT::STAGES & 1) ^ 1);
+        mbar_expect(full, AT::Q_BYTES + AT::DO_BYTES);
 #pragma unroll
-        for (int p = 0; p < DK / 64; p++)
-            tma_load(base + at::Q + stage * at::Q_BYTES + p * ROWS * 128, m.q, full, p * 64, head, query,
+        for (int p = 0; p < AT::DIM_K / 64; p++)
+            tma_load(base + AT::Q + stage * AT::Q_BYTES + p * AT::ROWS * 128, m.q, full, p * 64, head, query,
                      b.view);
 #pragma unroll
-        for (int p = 0; p < DV / 64; p++)
-            tma_load(base + at::DO + stage * at::DO_BYTES + p * ROWS * 128, m.d_o, full, p * 64, head, query,
-                     b.view);
+        for (int p = 0; p < AT::DIM_V / 64; p++)
+            tma_load(base + AT::DO + stage * AT::DO_BYTES + p * AT::ROWS * 128, m.d_o, full, p * 64, head,
+                     query, b.view);
     }
 }
 
 /* Whether something in a row of a tile is not finite. The order of its chunks keeps the lanes on different
  * banks. */
-template <typename T, int PANELS> __device__ __forceinline__ bool row_nonfinite(const char *tile, int row)
+template <typename T, int ROWS, int PANELS>
+__device__ __forceinline__ bool row_nonfinite(const char *tile, int row)
 {
     constexpr uint32_t INFINITE =
         __is_same(T, bf16) ? 0x7f80 : 0x7c00; /* the least bits of what is not finite */
@@ -185,30 +166,31 @@ template <typename T, int PANELS> __device__ __forceinline__ bool row_nonfinite(
 }
 
 /* Warp 1 of the feeder: a lane has rows lane and lane + 32 of each stage. */
-template <typename T, int DK, int DV>
+template <typename T, typename AT>
 __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const sm90_backward_plan &plan,
                                                  const key_block &b, char *smem, uint32_t base)
 {
-    typedef layout<DK, DV> at;
     const int lane = threadIdx.x & 31, steps = b.tiles * a.hs;
     for (int t = 0; t < steps; t++) {
-        const int stage = t % STAGES;
-        statistics *st = (statistics *)(smem + at::STAT) + stage;
+        const int stage = t % AT::STAGES;
+        statistics *st = (statistics *)(smem + AT::STAT) + stage;
         int head;
-        const int query = tile_at_step(a, plan, b, t, &head) * ROWS;
+        const int query = tile_at_step(a, plan, b, t, &head) * AT::ROWS;
         bool part[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = lane + i * 32, n = query + row;
             int lo = 0, hi = 0;
             float lse2 = INFINITY, delta = 0.0f, row_scale = 1.0f;
-            if (n < b.nq) {
+            if (row < AT::ROWS && n < b.nq) {
                 row_statistics(a, sequence_of(b), b.q0 + n, head, &lse2, &delta, &row_scale);
                 if (lse2 != INFINITY) row_keys(a, sequence_of(b), n, &lo, &hi);
             }
-            part[i] = lo > b.key0 || hi < b.key0 + KEYS; /* so that keys past the last are hidden */
-            if (i == 0) mbar_wait(base + at::FREE + 8 * stage, (t / STAGES & 1) ^ 1);
+            /* so that keys past the last are hidden */
+            part[i] = row < AT::ROWS && (lo > b.key0 || hi < b.key0 + AT::KEYS);
+            if (i == 0) mbar_wait(base + AT::FREE + 8 * stage, (t / AT::STAGES & 1) ^ 1);
             st->lse2[row] = lse2;
+            if (AT::RATIO && a.row_scale.p != NULL) delta = row_scale != 0.0f ? delta / row_scale : 0.0f;
             st->delta[row] = delta;
             st->row_scale[row] = row_scale;
             st->lo[row] = lo;
@@ -216,35 +198,36 @@ __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const s
         }
         bool odd = false;
         if (__any_sync(~0u, part[0] || part[1])) {
-            mbar_wait(base + at::FULL + 8 * stage, t / STAGES & 1);
+            mbar_wait(base + AT::FULL + 8 * stage, t / AT::STAGES & 1);
 #pragma unroll
             for (int i = 0; i < 2; i++)
                 if (part[i])
                     odd = odd ||
-                          row_nonfinite<T, DK / 64>(smem + at::Q + stage * at::Q_BYTES, lane + i * 32) ||
-                          row_nonfinite<T, DV / 64>(smem + at::DO + stage * at::DO_BYTES, lane + i * 32);
+                          row_nonfinite<T, AT::ROWS, AT::DIM_K / 64>(smem + AT::Q + stage * AT::Q_BYTES,
+                                                                     lane + i * 32) ||
+                          row_nonfinite<T, AT::ROWS, AT::DIM_V / 64>(smem + AT::DO + stage * AT::DO_BYTES,
+                                                                     lane + i * 32);
         }
         const int found = (__any_sync(~0u, part[0] || part[1]) ? 1 : 0) | (__any_sync(~0u, odd) ? 2 : 0);
         if (lane == 0) st->part = found;
-        mbar_arrive(base + at::STAT_FULL + 8 * stage); /* each lane's, for what it wrote */
+        mbar_arrive(base + AT::STAT_FULL + 8 * stage); /* each lane's, for what it wrote */
     }
 }
 
 /* Warps 2 and 3 of the feeder, one for each buffer: one thread adds dQ of every second step when its turn
  * comes. */
-template <int DK, int DV>
+template <typename AT>
 __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_backward_plan &plan,
                                          const key_block &b, const maps &m, uint32_t base, int buffer)
 {
-    typedef layout<DK, DV> at;
     const int steps = b.tiles * a.hs;
     for (int t = buffer; t < steps; t += BUFFERS) {
         int head, lo, hi;
         const int tile = tile_at_step(a, plan, b, t, &head);
         int32_t *turn = plan.turns + (int64_t)head * plan.tiles + b.turns + tile;
         if ((threadIdx.x & 31) == 0) {
-            row_keys(a, sequence_of(b), tile * ROWS, &lo, &hi);
-            const int before = b.place - lo / KEYS;
+            row_keys(a, sequence_of(b), tile * AT::ROWS, &lo, &hi);
+            const int before = b.place - lo / AT::KEYS;
             while (load_acquire(turn) < before) {
             }
         }
@@ -252,13 +235,13 @@ __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_back
         named_sync(DQ_FULL + buffer, 128 * GROUPS + 32);
         if ((threadIdx.x & 31) == 0) {
 #pragma unroll
-            for (int p = 0; p < DK / 32; p++)
+            for (int p = 0; p < AT::DIM_K / 32; p++)
                 if (p * 32 < a.dim_k)
-                    tma_add(m.d_q, base + at::DQ + buffer * at::DQ_BYTES + p * ROWS * 128, p * 32,
-                            head - plan.kv0 * a.group, b.q0 + tile * ROWS, b.view);
+                    tma_add(m.d_q, base + AT::DQ + buffer * AT::DQ_BYTES + p * AT::ROWS * 128, p * 32,
+                            head - plan.kv0 * a.group, b.q0 + tile * AT::ROWS, b.view);
             tma_commit();
             tma_wait_read();
-            mbar_arrive(base + at::DQ_FREE + 8 * buffer);
+            mbar_arrive(base + AT::DQ_FREE + 8 * buffer);
             tma_wait_written();
             add_release(turn, 1);
         }

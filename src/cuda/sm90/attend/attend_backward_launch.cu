@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_backward_launch.cu - the launches of attention's backward on Hopper. dQ is summed in f32: in place
- * where d_q is f32, else in workspace, as many key/value heads at a time as MOST_SUMS bytes hold, and then
- * stored in d_q's dtype.
+ * attend_backward_launch.cu - the launches of attention's backward on Hopper. Above head dim 128 one kernel
+ * writes dQ, one dK and dV. Up to 128 one kernel makes all three, and dQ is summed in f32: in place where d_q is
+ * f32, else in workspace, as many key/value heads at a time as MOST_SUMS bytes hold, and then stored in d_q's
+ * dtype.
  *
  * Workspace: the counters (tickets, a word for each key/value head; turns, a word for each tile and head),
  * then the sums. Limit of the kernel here: bandwidth.
@@ -37,11 +38,20 @@ static room room_of(const attend_args *args)
     return r;
 }
 
+static bool is_wide(const attend_args *args)
+{
+    return args->q.shape[3] > 128 || args->v.shape[3] > 128;
+}
+
+int sm90_backward_keys(const attend_args *args)
+{
+    return args->q.shape[3] > 192 || args->v.shape[3] > 128 ? 64 : 128;
+}
+
 size_t sm90_attend_backward_bytes(const attend_args *args)
 {
-    const bool taken = args->q.dtype != QUERN_F32 && !present(args->list) && args->q.shape[3] <= 128 &&
-                       args->v.shape[3] <= 128;
-    if (!taken) return 0;
+    if (args->q.dtype == QUERN_F32 || present(args->list)) return 0;
+    if (is_wide(args)) return SM90_COUNT_BYTES;
     const room r = room_of(args);
     return r.counters + r.sums + 15;
 }
@@ -79,11 +89,32 @@ static quern_status store_rows(const attend_args *args, const float *sums, int64
     return LAUNCHED("attention's backward: dQ");
 }
 
+static bool is_windowed(const attend_kernel &a)
+{
+    return a.mask == ATTEND_RANGE && a.window > 0;
+}
+
+static quern_status backward_wide(const attend_args *args, const attend_launch &l, int64_t pieces,
+                                  const sm90_backward_call &call, cudaStream_t stream)
+{
+    static sm90_attend *const rows[2][2] = {{sm90_rows_bf16_192, sm90_rows_bf16_256},
+                                            {sm90_rows_f16_192, sm90_rows_f16_256}};
+    static sm90_attend_keys *const keys[2][2] = {{sm90_keys_bf16_192, sm90_keys_bf16_256},
+                                                 {sm90_keys_f16_192, sm90_keys_f16_256}};
+    const bool half = l.dtype == QUERN_F16, most = sm90_backward_keys(args) == 64;
+    const quern_status status = rows[half][most](args, l, call.device, call.workspace, stream);
+    if (status != QUERN_OK) return status;
+    const attend_kernel &a = l.kernel;
+    return keys[half][most](
+        args, l, {(int32_t)pieces, 0, a.kv_heads, 0, INT32_MAX, is_windowed(a), NULL, NULL}, stream);
+}
+
 quern_status sm90_attend_backward(const attend_args *args, const attend_launch &l, int64_t pieces,
                                   const sm90_backward_call &call, cudaStream_t stream)
 {
     static sm90_attend_back *const table[2][2] = {{sm90_backward_bf16_64, sm90_backward_bf16_128},
                                                   {sm90_backward_f16_64, sm90_backward_f16_128}};
+    if (is_wide(args)) return backward_wide(args, l, pieces, call, stream);
     const attend_kernel &a = l.kernel;
     const room r = room_of(args);
     char *const counters = (char *)(((uintptr_t)call.workspace + 15) & ~(uintptr_t)15);
@@ -92,7 +123,7 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
     quern_tensor d_q = args->d_q;
     /* Causal blocks that begin together end one after the other at the diagonal, and those that follow begin
      * so: walking away from it they stay beside each other, and L2 serves them all. */
-    const bool windowed = a.mask == ATTEND_RANGE && a.window > 0;
+    const bool windowed = is_windowed(a);
     const int32_t wave = a.causal && !windowed && a.splits == 1 ? call.device.multiprocessors : INT32_MAX;
     sm90_backward_plan plan = {(int32_t)pieces,
                                0,

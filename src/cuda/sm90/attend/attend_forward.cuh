@@ -398,12 +398,13 @@ __device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint
         float o[OT][4] = {}, s[NT][4];
         uint32_t p[NT / 2][4];
         auto scores = [&](int stage) {
-            const uint32_t q = base + at::Q + used % at::Q_STAGES * at::Q_STAGE + group * 64 * 128,
-                           k = base + at::K + stage * at::K_STAGE;
+            const uint64_t q = wg_fresh(wg_tile(
+                               base + at::Q + used % at::Q_STAGES * at::Q_STAGE + group * 64 * 128, 0)),
+                           k = wg_fresh(wg_tile(base + at::K + stage * at::K_STAGE, 0));
 #pragma unroll
             for (int c = 0; c < DK; c += 16) {
-                const uint64_t da = wg_tile(q + (c >> 6) * (M * 128) + (c & 63) * 2, 0),
-                               db = wg_tile(k + (c >> 6) * (KEYS * 128) + (c & 63) * 2, 0);
+                const uint64_t da = wg_further(q, (c >> 6) * (M * 128) + (c & 63) * 2),
+                               db = wg_further(k, (c >> 6) * (KEYS * 128) + (c & 63) * 2);
                 if (c == 0) wg_ss_wide<T, KEYS, false>(s, da, db);
                 else wg_ss_wide<T, KEYS, true>(s, da, db);
             }
@@ -419,11 +420,11 @@ __device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint
                 if (odd[0] != 0 || odd[1] != 0)
                     add_nonfinite<T, KEYS, OT, LISTED>(o, a, w, list, r, t * KEYS);
             }
-            const uint32_t v = base + at::V + stage * at::V_STAGE;
+            const uint64_t v = wg_fresh(wg_tile(base + at::V + stage * at::V_STAGE, KEYS * 128));
             wg_start();
 #pragma unroll
             for (int c = 0; c < KEYS; c += 16)
-                wg_rs_wide<T, DV, true, true>(o, p[c / 16], wg_tile(v + c * 128, KEYS * 128));
+                wg_rs_wide<T, DV, true, true>(o, p[c / 16], wg_further(v, c * 128));
             wg_commit();
         };
         float shrink[2];

@@ -51,8 +51,10 @@ bool attend_backward_sm90_supports(const stage_exec *exec, const attend_args *ar
     if (!is_hopper(exec) || !attend_fits(args, limits) || !call_taken(args) || !tma_can(args->d_o) ||
         present(args->list))
         return false;
-    return args->q.shape[3] <= 128 && args->v.shape[3] <= 128 &&
-           (args->d_q.dtype != QUERN_F32 || tma_can(args->d_q));
+    const bool wide = args->q.shape[3] > 128 || args->v.shape[3] > 128;
+    if (wide)
+        return args->q.shape[2] / args->k.shape[2] <= 128; /* a query's heads fill at most a block's rows */
+    return args->d_q.dtype != QUERN_F32 || tma_can(args->d_q);
 }
 
 quern_status sm90_count_from_zero(int64_t pieces, const sm90_device &device, void *workspace,
@@ -83,18 +85,20 @@ quern_status attend_forward_sm90_run(const stage_exec *exec, const attend_args *
     return status != QUERN_OK ? status : attend_end(exec, args);
 }
 
-size_t attend_backward_sm90_bytes(const stage_exec *exec, const attend_args *args)
+size_t attend_backward_sm90_bytes(const stage_exec *, const attend_args *args)
 {
-    return attend_backward_any_bytes(exec, args) + sm90_attend_backward_bytes(args);
+    if (args->q.dtype == QUERN_F32 || present(args->list)) return 0;
+    return backward_shares_bytes(args, sm90_backward_keys(args)) + sm90_attend_backward_bytes(args);
 }
 
 quern_status attend_backward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace)
 {
-    const int64_t pieces = backward_pieces(args, 128);
+    const int keys = sm90_backward_keys(args);
+    const int64_t pieces = backward_pieces(args, keys);
     const sm90_backward_call call = {{exec->multiprocessors},
-                                     (char *)workspace + attend_backward_any_bytes(exec, args)};
+                                     (char *)workspace + backward_shares_bytes(args, keys)};
     attend_launch l;
-    quern_status status = backward_begin(exec, args, workspace, &l);
+    quern_status status = backward_begin(exec, args, keys, workspace, &l);
     if (status == QUERN_OK && pieces > 0)
         status = sm90_attend_backward(args, l, pieces, call, (cudaStream_t)exec->stream);
     return status != QUERN_OK ? status : backward_end(exec, args, l);

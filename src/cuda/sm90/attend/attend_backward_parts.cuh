@@ -1,0 +1,145 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* attend_backward_parts.cuh - what the computing warpgroups of the backward's kernels that own keys share: S^T
+ * and dP^T, P^T and dS^T of them, rows that are not finite, and the gradients' way out. */
+#ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_PARTS_CUH
+#define QUERN_CUDA_SM90_ATTEND_BACKWARD_PARTS_CUH
+
+#include "sm90/attend/attend_backward_feed.cuh"
+
+namespace sm90_backward
+{
+
+/* What is not finite in the rows of a tile goes to the keys that see it. */
+template <typename T, int ROWS, int NT>
+__device__ __forceinline__ void spread_rows(float (&acc)[NT][4], const char *tile, const statistics *st,
+                                            int key, bool poison)
+{
+    spread_nonfinite<T, ROWS>(acc, tile, 0, ROWS, poison, [&](int j, int h) {
+        return key + h * 8 >= st->lo[j] && key + h * 8 < st->hi[j];
+    });
+}
+
+/* Both computing warpgroups: `spread` takes what is not finite from Q and dO of a stage, which become finite. */
+template <typename T, int ROWS, int DK, int DV, typename F>
+__device__ __forceinline__ void clean_rows(char *q, char *g, F spread)
+{
+    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
+    named_sync(CLEANING, 256); /* nobody multiplies with them */
+    spread(q, g);
+    named_sync(CLEANING, 256);
+#pragma unroll 1
+    for (int i = (int)(threadIdx.x - 128) * 2; i < ROWS * (DK + DV) * 2; i += 512) {
+        uint16_t *x = (uint16_t *)(i < ROWS * DK * 2 ? q + i : g + i - ROWS * DK * 2);
+        if ((*x & 0x7fff) >= INFINITE) *x = 0;
+    }
+    async_fence();
+    named_sync(CLEANING, 256);
+}
+
+/* Where a gradient of keys goes: its columns follow `before` others in a row of partial sums. */
+struct key_gradient {
+    view4 to;
+    int dim, before;
+    float scale;
+    bool add;
+};
+
+__device__ __forceinline__ key_gradient d_k_of(const attend_kernel &a)
+{
+    return {a.d_k, a.dim_k, 0, a.scale, a.add_k};
+}
+__device__ __forceinline__ key_gradient d_v_of(const attend_kernel &a)
+{
+    return {a.d_v, a.dim_v, a.dim_k, 1.0f, a.add_v};
+}
+
+/* The gradient of one thread's keys, or their share. */
+template <typename T, int KEYS, int NT>
+__device__ __forceinline__ void store_keys(const float (&acc)[NT][4], const attend_kernel &a,
+                                           const key_block &b, int place, const key_gradient &d)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int r = place + h * 8, key = b.key0 + r;
+        if (key >= b.key_end) continue;
+        float *part = a.part + (b.slot * KEYS + r) * (a.dim_k + a.dim_v) + d.before;
+        const int64_t at = b.view * d.to.s[0] + (b.k0 + key) * d.to.s[1] + b.kvh * d.to.s[2];
+#pragma unroll
+        for (int i = 0; i < NT; i++) {
+            const int c = i * 8 + (threadIdx.x & 3) * 2;
+            const float x = acc[i][h * 2] * d.scale, y = acc[i][h * 2 + 1] * d.scale;
+            if (c >= d.dim) continue;
+            if (a.splits <= 1) store_pair<T>(d.to.p, at + c, x, y, a.f32_dkv, d.add);
+            else *(float2 *)(part + c) = make_float2(x, y);
+        }
+    }
+}
+
+/* P^T and dS^T of a stage, from S^T and dP^T. SCALED: there is a row_scale. PART: some of these pairs do not
+ * see each other. */
+template <typename T, bool SCALED, bool PART, int NT>
+__device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&dp)[NT][4],
+                                        uint32_t (&fp)[NT / 2][4], uint32_t (&fs)[NT / 2][4],
+                                        const statistics *st, float scale_log2, int key)
+{
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+        const int r = i * 8 + (threadIdx.x & 3) * 2;
+        const float2 lse2 = *(const float2 *)&st->lse2[r], delta = *(const float2 *)&st->delta[r];
+        const float2 rs = SCALED ? *(const float2 *)&st->row_scale[r] : make_float2(1.0f, 1.0f);
+        int2 lo = make_int2(0, 0), hi = make_int2(0, 0);
+        if (PART) {
+            lo = *(const int2 *)&st->lo[r];
+            hi = *(const int2 *)&st->hi[r];
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float p[2] = {exp2_fast(fmaf(s[i][h * 2], scale_log2, -lse2.x)),
+                          exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -lse2.y))};
+            float d[2] = {p[0] * fmaf(dp[i][h * 2], rs.x, -delta.x),
+                          p[1] * fmaf(dp[i][h * 2 + 1], rs.y, -delta.y)};
+            p[0] *= rs.x;
+            p[1] *= rs.y;
+            if (PART) {
+                const int k = key + h * 8;
+                if (k < lo.x || k >= hi.x) p[0] = d[0] = 0.0f;
+                if (k < lo.y || k >= hi.y) p[1] = d[1] = 0.0f;
+            }
+            fp[i >> 1][(i & 1) * 2 + h] = pack2<T>(p[0], p[1]);
+            fs[i >> 1][(i & 1) * 2 + h] = pack2<T>(d[0], d[1]);
+        }
+    }
+}
+
+/* acc = 64 keys times the ROWS rows of a stage. */
+template <typename T, int ROWS, int KEYS, int DIM>
+__device__ __forceinline__ void rows_by_keys(float (&acc)[ROWS / 8][4], uint32_t keys, uint32_t rows)
+{
+    const uint64_t x0 = wg_fresh(wg_tile(keys, 0)), y0 = wg_fresh(wg_tile(rows, 0));
+    wg_start();
+#pragma unroll
+    for (int c = 0; c < DIM; c += 16) {
+        const uint64_t x = wg_further(x0, (c >> 6) * (KEYS * 128) + (c & 63) * 2),
+                       y = wg_further(y0, (c >> 6) * (ROWS * 128) + (c & 63) * 2);
+        if (c == 0) wg_ss_wide<T, ROWS, false>(acc, x, y);
+        else wg_ss_wide<T, ROWS, true>(acc, x, y);
+    }
+    wg_commit();
+}
+
+/* acc += P^T or dS^T of a stage times its rows. */
+template <typename T, int ROWS, int DIM>
+__device__ __forceinline__ void keys_by_rows(float (&acc)[DIM / 8][4], const uint32_t (&f)[ROWS / 16][4],
+                                             uint32_t rows)
+{
+    const uint64_t x0 = wg_fresh(wg_tile(rows, ROWS * 128));
+#pragma unroll
+    for (int c = 0; c < ROWS; c += 16)
+        wg_rs_wide<T, DIM, true, true>(acc, f[c / 16], wg_further(x0, c * 128));
+    wg_commit();
+}
+
+} // namespace sm90_backward
+
+#endif
