@@ -382,6 +382,95 @@ static void swiglu_backward_row(const quantise_kernels *kernels, test_random *ra
     }
 }
 
+/* The codes and the scale of some h within the bound. */
+static void expect_swiglu(const quantise_kernels *kernels, const quantise_rule *to, const double h[16],
+                          const uint8_t *codes, int scale)
+{
+    const float global = to->profile == QUANTISE_PROFILE_COMPRESSED_TENSORS ? 1 / to->global : to->global;
+    const double bound = bound_of(kernels, "swiglu_quantise", 0);
+    uint8_t exact[16];
+    float low[16], high[16];
+    for (int i = 0; i < 16; i++) {
+        low[i] = (float)(h[i] * (1 - bound));
+        high[i] = (float)(h[i] * (1 + bound));
+    }
+    const oracle_profile profile = (oracle_profile)to->profile;
+    const int least = oracle_nvfp4_block(profile, ORACLE_SCALES_RNE, to->global, low, exact),
+              most = oracle_nvfp4_block(profile, ORACLE_SCALES_RNE, to->global, high, exact);
+    if (scale != least && scale != most)
+        fail_msg("%s profile %d: scale %d, expected %d or %d", quern_cpu_level_name(kernels->level),
+                 (int)profile, scale, least, most);
+    for (int i = 0; i < 16; i++) {
+        const int code = nibble(codes, i);
+        const double y = scale > 0 ? h[i] / ((double)oracle_e4m3(scale) * (double)global) : 0;
+        const int near = oracle_e2m1_nearest((float)fmin(fabs(y) * (1 - bound), 6)),
+                  far = oracle_e2m1_nearest((float)fmin(fabs(y) * (1 + bound), 6));
+        if (code % 8 < near || code % 8 > far || code / 8 != (y < 0))
+            fail_msg("%s profile %d: h %.9g became %d under scale %d and global %a",
+                     quern_cpu_level_name(kernels->level), (int)profile, h[i], code, scale, (double)global);
+    }
+}
+
+static double swiglu_value(const swiglu_rule *rule, double g, double u)
+{
+    const double limit = rule->limit > 0 ? (double)rule->limit : INFINITY, x = fmin(g, limit);
+    return x / (1 + exp(-(double)rule->alpha * x)) * (clamp(u, -limit, limit) + (double)rule->beta);
+}
+
+static void swiglu_quantise(const quantise_kernels *kernels, test_random *random)
+{
+    static const swiglu_rule rules[] = {{0, 1, 0}, {3, 1, 0}, {7, 1.702f, 1}};
+    static const int64_t runs[] = {8, 8, 8, 16, 1};
+    for (int i = 0; i < 600; i++) {
+        const swiglu_rule rule = rules[i % 3];
+        const int64_t q = runs[i % 5], n = q * test_random_int(random, 0, 1100 / q), blocks = (n + 15) / 16;
+        const double scale = ldexp(1, (int)test_random_int(random, -3, 3));
+        test_tensor t = tensor_of(random, activations[2 - i / 5 % 3], 1, 2 * n, TEST_UNALIGNED);
+        test_tensor codes = tensor_of(random, QUERN_U8, 1, 8 * blocks, TEST_UNALIGNED),
+                    scales = tensor_of(random, QUERN_U8, 1, blocks, TEST_UNALIGNED);
+        test_tensor_normal(&t, random, scale);
+        double *x = test_tensor_get(&t);
+        for (int64_t c = 0; c < 2 * n; c++) {
+            if (test_random_one_in(random, 9)) x[c] = test_random_one_in(random, 2) ? 0.0 : -0.0;
+            if (test_random_one_in(random, 50)) x[c] *= 12;
+        }
+        test_tensor_set(&t, x);
+        free(x);
+        x = test_tensor_get(&t);
+        const oracle_profile profile =
+            (oracle_profile[]){ORACLE_RNE, ORACLE_MODELOPT, ORACLE_COMPRESSED, ORACLE_RNE}[i / 15 % 4];
+        double *h = calloc((size_t)blocks * 16 + 1, sizeof *h);
+        assert_true(h != NULL);
+        for (int64_t c = 0; c < n; c++)
+            h[c] = swiglu_value(&rule, x[oracle_interleaved_at(c, false, q)],
+                                x[oracle_interleaved_at(c, true, q)]);
+        /* Some are a 64th of what the data asks for: scales saturate. */
+        const float amax = nvfp4_case_amax(h, n) * (i % 7 == 3 ? 0x1p-6f : 1);
+        const quantise_rule to = {(quantise_profile)profile, QUANTISE_SCALES_RNE,
+                                  oracle_nvfp4_global(profile, amax > 0 ? amax : 1)};
+        const uint32_t bits = kernels->swiglu_quantise(&rule, &to, t.view.data, t.view.dtype, q, n,
+                                                       codes.view.data, scales.view.data);
+        assert_true(bits < 0x7f800000u);
+        test_tensor_check_guards(&codes, "codes"), test_tensor_check_guards(&scales, "scales");
+        for (int64_t b = 0; b < blocks; b++)
+            expect_swiglu(kernels, &to, h + 16 * b, (const uint8_t *)codes.view.data + 8 * b,
+                          ((const uint8_t *)scales.view.data)[b]);
+        if (n > 0) { /* one that is not finite */
+            x[test_random_int(random, 0, 2 * n - 1)] =
+                (double[]){(double)NAN, (double)INFINITY, -(double)INFINITY}[i % 4 % 3];
+            test_tensor_set(&t, x);
+            assert_true(kernels->swiglu_quantise(&rule, &to, t.view.data, t.view.dtype, q, n, codes.view.data,
+                                                 scales.view.data) >= 0x7f800000u);
+        }
+        TEST_TIME("quantise", "swiglu_quantise", kernels->level,
+                  2 * n * (int64_t)quern_dtype_size(t.view.dtype) + 9 * blocks,
+                  kernels->swiglu_quantise(&rule, &to, t.view.data, t.view.dtype, q, n, codes.view.data,
+                                           scales.view.data));
+        free(x), free(h);
+        test_tensor_free(&t), test_tensor_free(&codes), test_tensor_free(&scales);
+    }
+}
+
 /* Runs a test at every level that this machine has. */
 static void at_every_level(void **state)
 {
@@ -405,15 +494,11 @@ int main(int argc, char **argv)
 {
     char program[] = "quantise_test";
     const struct CMUnitTest tests[] = {
-        KERNEL_TEST(quantise_row),
-        KERNEL_TEST(midpoints),
-        KERNEL_TEST(quantise_columns),
-        KERNEL_TEST(dequantise_row),
-        KERNEL_TEST(dequantise_columns),
-        KERNEL_TEST(part_row),
-        KERNEL_TEST(swiglu_row),
-        KERNEL_TEST(swiglu_backward_row),
-        {"every_kernel", test_every_kernel, NULL, NULL, program},
+        KERNEL_TEST(quantise_row),        KERNEL_TEST(midpoints),
+        KERNEL_TEST(quantise_columns),    KERNEL_TEST(dequantise_row),
+        KERNEL_TEST(dequantise_columns),  KERNEL_TEST(part_row),
+        KERNEL_TEST(swiglu_row),          KERNEL_TEST(swiglu_quantise),
+        KERNEL_TEST(swiglu_backward_row), {"every_kernel", test_every_kernel, NULL, NULL, program},
     };
     return TEST_KERNELS_MAIN(argc, argv, tests);
 }

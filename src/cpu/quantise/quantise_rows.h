@@ -15,7 +15,7 @@
 
 #include "cpu/quantise/quantise_blocks.h"
 #if defined(__AVX512BW__)
-#include "cpu/quantise/quantise_words.h"
+#include "cpu/quantise/quantise_swiglu.h"
 #endif
 
 enum { GROUP = LANES * BLOCK }; /* values of the blocks quantised at once */
@@ -270,6 +270,43 @@ static void swiglu_row(const swiglu_rule *rule, const float *gate, const float *
                    swiglu(rule, load_some(gate, QUERN_F32, c, n), load_some(up, QUERN_F32, c, n)));
 }
 
+INLINE uint32_t larger_magnitude(uint32_t most, const float *x, int64_t n)
+{
+    vint larger = {0};
+    for (int64_t c = 0; c < n; c += LANES) {
+        const vint bits = (vint)magnitude_of(load_some(x, QUERN_F32, c, n)), more = bits > larger;
+        larger = (bits & more) | (larger & ~more);
+    }
+    for (int i = 0; i < LANES; i++)
+        if ((uint32_t)larger[i] > most) most = (uint32_t)larger[i];
+    return most;
+}
+
+/* A strip at a time goes through buffers in L1. */
+static uint32_t swiglu_quantise(const swiglu_rule *rule, const quantise_rule *to, const void *x,
+                                quern_dtype dtype, int64_t q, int64_t n, uint8_t *codes, uint8_t *scales)
+{
+    enum { STRIP = 4 * GROUP };
+    float gate[STRIP], up[STRIP];
+    uint32_t most = 0;
+#if defined(__AVX512BW__)
+    if (dtype == QUERN_BF16 && q == SWIGLU_RUN && n % q == 0 && has_words(to)) {
+        if (rule->limit == 0.0f && rule->alpha == 1.0f && rule->beta == 0.0f)
+            return swiglu_words(rule, to, true, x, n, codes, scales);
+        return swiglu_words(rule, to, false, x, n, codes, scales);
+    }
+#endif
+    for (int64_t column = 0; column < n; column += STRIP) {
+        const int64_t some = n - column < STRIP ? n - column : STRIP;
+        part_row(x, dtype, column, false, q, some, gate);
+        part_row(x, dtype, column, true, q, some, up);
+        most = larger_magnitude(larger_magnitude(most, gate, some), up, some);
+        swiglu_row(rule, gate, up, some, gate);
+        quantise_row(to, gate, QUERN_F32, some, codes + column / 2, scales + column / BLOCK);
+    }
+    return most;
+}
+
 /* With s the sigmoid of alpha g: du = d g s, dg = d (u + beta) s (1 + alpha g (1 - s)); both 0 beyond the
  * limit. */
 static void swiglu_backward_row(const swiglu_rule *rule, const float *d, int64_t n, float *gate, float *up)
@@ -291,6 +328,6 @@ static void swiglu_backward_row(const swiglu_rule *rule, const float *d, int64_t
 #define QUANTISE_KERNELS                                                                                     \
     .quantise_row = quantise_row, .quantise_columns = quantise_columns, .dequantise_row = dequantise_row,    \
     .dequantise_columns = dequantise_columns, .part_row = part_row, .swiglu_row = swiglu_row,                \
-    .swiglu_backward_row = swiglu_backward_row
+    .swiglu_quantise = swiglu_quantise, .swiglu_backward_row = swiglu_backward_row
 
 #endif

@@ -12,13 +12,13 @@
  * The profile's own steps round twice and the product with D's inverse a few times, each by at most 2^-24. So
  * both decide alike for every bf16 number that is not within a few f32 units of D times a midpoint. For each
  * of the four mantissas of midpoints there is at most one such number in a block, the bf16 number nearest to
- * the product. (A global computed from bf16 values is a bf16 number over 21, so there often is one: 14 / 21 of
- * 1.5 is 1.) The inverse is a little too large, so such a number counts as above; where the profile's own
+ * the product. (A global computed from bf16 values is a bf16 number over 21, so there often is one: 14 / 21
+ * of 1.5 is 1.) The inverse is a little too large, so such a number counts as above; where the profile's own
  * division, done for that number alone, says below, its code is set to that.
  *
- * The maxima of 16 blocks come from three rounds of unpacking on 16-bit words. In L1, 16 values take 5 cycles,
- * 7 where numbers near midpoints lie below them; two divisions a value took 15. From memory a pass takes as
- * long, and the pass before it for the largest magnitude 3.5, the time of its reads.
+ * The maxima of 16 blocks come from three rounds of unpacking on 16-bit words. In L1, 16 values take 5
+ * cycles, 7 where numbers near midpoints lie below them; two divisions a value took 15. From memory a pass
+ * takes as long, and the pass before it for the largest magnitude 3.5, the time of its reads.
  */
 #ifndef QUERN_CPU_QUANTISE_WORDS_H
 #define QUERN_CPU_QUANTISE_WORDS_H
@@ -108,12 +108,12 @@ INLINE __m512 quarter_of(const word_group *g)
 }
 
 /* Whether the look-up holds for all blocks: no inverse is subnormal, no quotient of a bf16 number is 0, and
- * none reaches the end of the table. */
-INLINE bool within_table(const word_group *g)
+ * none reaches the end of the table, `quarters`. */
+INLINE bool within_table(const word_group *g, float quarters)
 {
     __mmask16 within = _mm512_cmp_ps_mask(g->d, _mm512_set1_ps(0x1p-100f), _CMP_GT_OQ);
     within &= _mm512_cmp_ps_mask(g->d, _mm512_set1_ps(0x1p15f), _CMP_LT_OQ);
-    within &= _mm512_cmp_ps_mask(_mm512_mul_ps(g->largest, g->quarter), _mm512_set1_ps(63), _CMP_LT_OQ);
+    within &= _mm512_cmp_ps_mask(_mm512_mul_ps(g->largest, g->quarter), _mm512_set1_ps(quarters), _CMP_LT_OQ);
     return (within | (__mmask16)~g->kept) == 0xffff;
 }
 
@@ -219,7 +219,7 @@ INLINE void scale_group(const quantise_rule *rule, const uint16_t *from, word_gr
 INLINE void invert_group(word_group *g)
 {
     g->quarter = quarter_of(g);
-    g->within_table = within_table(g);
+    g->within_table = within_table(g, 63);
     g->found = numbers_below(g);
 }
 

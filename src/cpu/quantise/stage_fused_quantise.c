@@ -1,16 +1,20 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * stage_fused_quantise.c - a product's interleaved output to quantised gate and up, or to quantised SwiGLU,
- * in one pass: a strip of a row goes through a buffer of f32 in L1. Limit: x read twice (the first time to
- * find nonfinite values) and 9/16 byte a column written.
+ * stage_fused_quantise.c - a product's interleaved output to quantised gate and up, or to quantised SwiGLU.
+ *
+ * Nothing may be written before every value is known to be finite. Gate and up are read twice for that; a
+ * strip of a row goes through a buffer of f32 in L1. SwiGLU is read once: its codes and scales, a seventh of
+ * x in bf16, wait in the workspace until all rows are done. Limit: the reads of x.
  */
+#include "core/arena.h"
 #include "core/parallel.h"
 #include "cpu/quantise/finite.h"
 #include "cpu/quantise/globals.h"
 #include "cpu/quantise/stages.h"
 
 #include <math.h>
+#include <string.h>
 
 enum { STRIP = 1024 }; /* columns of a buffer: a multiple of every level's group of blocks */
 
@@ -18,18 +22,37 @@ typedef struct fused_job {
     const fused_quantise_args *args;
     const quantise_kernels *kernels;
     uint32_t *bits; /* [M] */
+    /* SwiGLU's results until all rows are known to be finite: rows of `blocks` scales, 8 times the codes */
+    uint8_t *codes, *scales;
+    int64_t blocks;
 } fused_job;
 
 /* Without up, its columns may hold anything, so only the gate's are checked. */
 static bool reads_all(const fused_quantise_args *args)
 {
-    return args->swiglu || (args->codes[0].ndim > 0 && args->codes[1].ndim > 0);
+    return args->codes[0].ndim > 0 && args->codes[1].ndim > 0;
+}
+
+static void carve(fused_job *job, arena *a)
+{
+    const quern_tensor *x = &job->args->x;
+    job->blocks = (x->shape[1] / 2 + 15) / 16;
+    if (!job->args->swiglu) {
+        job->bits = arena_take(a, row_magnitudes_bytes(x));
+        return;
+    }
+    job->bits = arena_take(a, (size_t)x->shape[0] * sizeof *job->bits);
+    job->codes = arena_take(a, (size_t)(8 * x->shape[0] * job->blocks));
+    job->scales = arena_take(a, (size_t)(x->shape[0] * job->blocks));
 }
 
 size_t cpu_fused_quantise_workspace(const stage_exec *exec, const fused_quantise_args *args)
 {
     (void)exec;
-    return row_magnitudes_bytes(&args->x);
+    fused_job job = {.args = args};
+    arena a = arena_on(NULL);
+    carve(&job, &a);
+    return a.used;
 }
 
 static void quantise_strip(const fused_job *job, int part, const float *h, int64_t row, int64_t column,
@@ -49,19 +72,48 @@ static void fused_row(void *arg, int64_t row, int32_t thread)
     const fused_quantise_args *args = job->args;
     const void *x = view_row(&args->x, row);
     const int64_t width = args->x.shape[1] / 2, q = args->granularity;
-    float part[2][STRIP];
+    float part[STRIP];
     for (int64_t column = 0; column < width; column += STRIP) {
         const int64_t n = width - column < STRIP ? width - column : STRIP;
-        for (int p = 0; p < 2; p++)
-            if (args->swiglu || args->codes[p].ndim > 0)
-                job->kernels->part_row(x, args->x.dtype, column, p == 1, q, n, part[p]);
-        if (args->swiglu) {
-            const swiglu_rule rule = {args->limit, args->alpha, args->beta};
-            job->kernels->swiglu_row(&rule, part[0], part[1], n, part[0]);
+        for (int p = 0; p < 2; p++) {
+            if (args->codes[p].ndim == 0) continue;
+            job->kernels->part_row(x, args->x.dtype, column, p == 1, q, n, part);
+            quantise_strip(job, p, part, row, column, n);
         }
-        for (int p = 0; p < 2; p++)
-            if (args->codes[p].ndim > 0) quantise_strip(job, p, part[p], row, column, n);
     }
+}
+
+static void swiglu_task(void *arg, int64_t row, int32_t thread)
+{
+    (void)thread;
+    const fused_job *job = arg;
+    const fused_quantise_args *args = job->args;
+    const swiglu_rule rule = {args->limit, args->alpha, args->beta};
+    const quantise_rule to = {args->profile, QUANTISE_SCALES_RNE, *(const float *)args->global[0].data};
+    job->bits[row] = job->kernels->swiglu_quantise(
+        &rule, &to, view_row(&args->x, row), args->x.dtype, args->granularity, args->x.shape[1] / 2,
+        job->codes + 8 * row * job->blocks, job->scales + row * job->blocks);
+}
+
+static void copy_task(void *arg, int64_t row, int32_t thread)
+{
+    (void)thread;
+    const fused_job *job = arg;
+    memcpy(view_row(&job->args->codes[0], row), job->codes + 8 * row * job->blocks,
+           (size_t)(8 * job->blocks));
+    memcpy(view_row(&job->args->scales[0], row), job->scales + row * job->blocks, (size_t)job->blocks);
+}
+
+static quern_status quantise_swiglu(const stage_exec *exec, fused_job *job)
+{
+    const quern_tensor *x = &job->args->x;
+    parallel_for(exec, x->shape[0], swiglu_task, job);
+    for (int64_t row = 0; row < x->shape[0]; row++)
+        for (int64_t c = 0; job->bits[row] >= 0x7f800000u && c < x->shape[1]; c++)
+            if (!isfinite(element_of(view_row(x, row), x->dtype, c)))
+                return report_not_finite(x, row, c, "x");
+    parallel_for(exec, x->shape[0], copy_task, job);
+    return QUERN_OK;
 }
 
 /* The column of x that is column c of the part. */
@@ -100,8 +152,11 @@ static quern_status check_part(const stage_exec *exec, fused_job *job)
 
 quern_status cpu_fused_quantise(const stage_exec *exec, const fused_quantise_args *args, void *workspace)
 {
-    row_magnitudes m = {.bits = workspace};
-    fused_job job = {args, quantise_kernels_for(exec->cpu_level), workspace};
+    fused_job job = {.args = args, .kernels = quantise_kernels_for(exec->cpu_level)};
+    arena a = arena_on(workspace);
+    carve(&job, &a);
+    if (args->swiglu) return quantise_swiglu(exec, &job);
+    row_magnitudes m = {.bits = job.bits};
     const quern_status status = reads_all(args) ? row_magnitudes_of(exec, &args->x, args->x.shape[0], "x", &m)
                                                 : check_part(exec, &job);
     if (status != QUERN_OK) return status;
