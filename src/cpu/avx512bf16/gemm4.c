@@ -84,9 +84,6 @@ static void decode_bf16(const uint8_t *panel, int64_t units, uint32_t *out)
         for (int strip = 0; strip < GEMM4_STRIPS; strip++, panel += GEMM4_STRIP_BYTES)
             for (int block = 0; block < GEMM4_BLOCKS; block++) {
                 const column_scales scales = scales_of(&d, panel + block * GEMM4_STRIP);
-                /* Prefetches the next call's units while this call's product runs. */
-                _mm_prefetch((const char *)panel + ROW_AHEAD + 128 * block, _MM_HINT_T1);
-                _mm_prefetch((const char *)panel + ROW_AHEAD + 128 * block + 64, _MM_HINT_T1);
                 uint32_t *to = out + 8 * block * GEMM4_PANEL + strip * GEMM4_STRIP;
 #pragma GCC unroll 8
                 for (int p = 0; p < 8; p++) {

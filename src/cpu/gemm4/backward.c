@@ -114,6 +114,14 @@ static void ready_task(void *arg, int64_t index, int32_t thread)
     for (int64_t row = first; row < end; row++) ready_row(job, row, job->scratch[thread].row);
 }
 
+/* Requests unit u of the panels that the next call decodes: each lies a panel's K away. */
+static void request_panels(const product_job *job, const uint8_t *unit, int64_t count)
+{
+    const uint8_t *next = unit + count * job->units * GEMM4_UNIT_BYTES;
+    if (job->args->b_repacked.ndim == 0) return;
+    for (int64_t line = 0; line < GEMM4_UNIT_BYTES; line += 64) __builtin_prefetch(next + line, 0, 2);
+}
+
 /* Decodes unit u of panels [panel, panel + count) into `turned`, N along the rows. */
 static void turn_panels(const product_job *job, product_scratch *s, int64_t expert, int64_t u, int64_t panel,
                         int64_t count)
@@ -121,6 +129,7 @@ static void turn_panels(const product_job *job, product_scratch *s, int64_t expe
     const int32_t across = job->dense->panel;
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *unit = product_units(job, s, expert, panel + i, u, 1);
+        request_panels(job, unit, count);
         if (job->kind == PRODUCT_BF16) {
             uint32_t *words = (uint32_t *)(void *)s->decoded, *to = (uint32_t *)(void *)s->turned;
             job->kernels->decode_bf16(unit, 1, words);

@@ -254,6 +254,8 @@ static void mm_i8(const gemm4_i8_tile *t)
     for (int64_t column = 0; column < GEMM4_PANEL; column += I8_VECTORS * LANES) {
         int64_t row = 0;
         for (; row + I8_ROWS <= t->rows; row += I8_ROWS) i8_block(t, I8_ROWS, row, column);
+        for (; row + 4 <= t->rows && I8_ROWS > 4; row += 4) i8_block(t, 4, row, column);
+        for (; row + 2 <= t->rows && I8_ROWS > 2; row += 2) i8_block(t, 2, row, column);
         for (; row < t->rows; row++) i8_block(t, 1, row, column);
     }
 }

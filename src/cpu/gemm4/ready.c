@@ -48,28 +48,50 @@ static uint8_t a_scale_at(const grouped_gemm_args *args, int64_t row, int64_t bl
     return data[(r / 128 * tiles + block / 4) * 512 + r % 32 * 16 + r % 128 / 32 * 4 + block % 4];
 }
 
-static void start_block(const product_job *job, int64_t at, const int8_t *values, float scale)
+static void start_block(const product_job *job, int64_t at, int32_t sum, float scale)
 {
-    int32_t sum = 0;
-    for (int i = 0; i < 16; i++) sum += values[i];
     job->start[at] = -WEIGHT_OFFSET * sum;
     job->a_scale[at] = scale;
 }
 
-/* 0.25: both sides' codes are doubled. */
+/* A byte's two codes, doubled, in bytes 0 and 2 of a word. */
+#define MAGNITUDE(c) ((c) % 8 < 5 ? (c) % 8 : (c) % 8 == 5 ? 6 : (c) % 8 == 6 ? 8 : 12)
+#define DOUBLED(c) ((uint32_t)((c) < 8 ? MAGNITUDE(c) : -MAGNITUDE(c)) & 0xff)
+#define WORD(low, high) (DOUBLED(low) | DOUBLED(high) << 16)
+#define WORDS(high)                                                                                          \
+    WORD(0, high), WORD(1, high), WORD(2, high), WORD(3, high), WORD(4, high), WORD(5, high), WORD(6, high), \
+        WORD(7, high), WORD(8, high), WORD(9, high), WORD(10, high), WORD(11, high), WORD(12, high),         \
+        WORD(13, high), WORD(14, high), WORD(15, high)
+static const uint32_t doubled[256] = {WORDS(0),  WORDS(1),  WORDS(2),  WORDS(3), WORDS(4),  WORDS(5),
+                                      WORDS(6),  WORDS(7),  WORDS(8),  WORDS(9), WORDS(10), WORDS(11),
+                                      WORDS(12), WORDS(13), WORDS(14), WORDS(15)};
+
+/* The sum of four signed bytes. */
+static int32_t sum_of_bytes(uint32_t word)
+{
+    return (int8_t)word + (int8_t)(word >> 8) + (int8_t)(word >> 16) + (int8_t)(word >> 24);
+}
+
+/* A block's four words: each takes the byte of its first two k and the one two bytes on. 0.25: both sides'
+ * codes are doubled. */
 static void ready_codes(const product_job *job, int64_t row)
 {
-    static const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     const grouped_gemm_args *args = job->args;
     const uint8_t *codes = (const uint8_t *)args->a_codes.data + row * args->a_codes.strides[0];
-    const int64_t blocks = job->units * GEMM4_BLOCKS, first = row * ready_row_bytes(job) / 16;
-    int8_t *out = (int8_t *)job->a + 16 * first;
-    for (int64_t b = 0; b < blocks; b++, out += 16) {
-        const bool there = 16 * b < args->k;
-        for (int i = 0; i < 16; i++)
-            out[i] = there ? doubled[codes[8 * b + k_of_byte[i] / 2] >> 4 * (k_of_byte[i] % 2) & 15] : 0;
-        start_block(job, first + b, out, there ? 0.25f * e4m3(a_scale_at(args, row, b)) : 0.0f);
+    const int64_t blocks = job->units * GEMM4_BLOCKS, first = row * ready_row_bytes(job) / 16,
+                  there = args->k / 16;
+    uint32_t *out = (uint32_t *)(void *)job->a + 4 * first;
+    for (int64_t b = 0; b < there; b++, out += 4, codes += 8) {
+        int32_t sum = 0;
+        for (int w = 0; w < 4; w++) {
+            const uint8_t *byte = codes + w / 2 * 4 + w % 2;
+            out[w] = doubled[byte[0]] | doubled[byte[2]] << 8;
+            sum += sum_of_bytes(out[w]);
+        }
+        start_block(job, first + b, sum, 0.25f * e4m3(a_scale_at(args, row, b)));
     }
+    memset(out, 0, (size_t)(16 * (blocks - there)));
+    for (int64_t b = there; b < blocks; b++) start_block(job, first + b, 0, 0.0f);
 }
 
 /* To int8 by the row's largest magnitude; 0.5: the weights' codes are doubled. */
@@ -83,11 +105,14 @@ static void ready_int8(const product_job *job, int64_t row)
     int8_t *out = (int8_t *)job->a + 16 * first;
     job->row_global[row] = scale;
     for (int64_t b = 0; b < blocks; b++, out += 16) {
-        for (int i = 0; i < 16; i++)
+        int32_t sum = 0;
+        for (int i = 0; i < 16; i++) {
             out[i] = 16 * b < args->k
                          ? (int8_t)rintf(element_of(values, args->a.dtype, 16 * b + k_of_byte[i]) / scale)
                          : 0;
-        start_block(job, first + b, out, 0.5f);
+            sum += out[i];
+        }
+        start_block(job, first + b, sum, 0.5f);
     }
 }
 

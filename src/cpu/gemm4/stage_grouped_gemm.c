@@ -72,6 +72,17 @@ static void multiply_f32(const product_job *job, product_scratch *s, const uint8
                            GEMM4_PANEL, first > 0);
 }
 
+/* A product takes its rows in blocks, and between them requests the units that come next: all at once the
+ * requests would wait for one another, and the product for them. Returns the rows of the block at `row`. */
+static int64_t next_block(const uint8_t *units, int64_t count, int64_t row, int64_t rows)
+{
+    const int64_t some = rows - row >= 20 ? 12 : rows - row, bytes = count * GEMM4_UNIT_BYTES,
+                  lines = bytes / 64;
+    for (int64_t line = lines * row / rows; line < lines * (row + some) / rows; line++)
+        __builtin_prefetch(units + bytes + 64 * line, 0, 2);
+    return some;
+}
+
 static void multiply_bf16(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
                           int64_t count, int64_t row, int64_t rows, float *sums)
 {
@@ -83,8 +94,11 @@ static void multiply_bf16(const product_job *job, product_scratch *s, const uint
         return;
     }
     job->kernels->decode_bf16(units, count, decoded);
-    job->dense->mm_bf16(rows, GEMM4_PANEL, count * GEMM4_UNIT / 2, a, words, 1, decoded, GEMM4_PANEL, sums,
-                        GEMM4_PANEL, first > 0);
+    for (int64_t r = 0, some; r < rows; r += some) {
+        some = next_block(units, count, r, rows);
+        job->dense->mm_bf16(some, GEMM4_PANEL, count * GEMM4_UNIT / 2, a + r * words, words, 1, decoded,
+                            GEMM4_PANEL, sums + r * GEMM4_PANEL, GEMM4_PANEL, first > 0);
+    }
 }
 
 static void multiply_i8(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
@@ -93,17 +107,23 @@ static void multiply_i8(const product_job *job, product_scratch *s, const uint8_
     const int64_t blocks = ready_row_bytes(job) / 16, at = row * blocks + first * GEMM4_BLOCKS;
     uint32_t *decoded = (uint32_t *)(void *)s->decoded;
     job->kernels->decode_i8(units, count, decoded, s->scales);
-    const gemm4_i8_tile t = {.rows = rows,
-                             .blocks = count * GEMM4_BLOCKS,
-                             .a = (const uint32_t *)(const void *)job->a + 4 * at,
-                             .a_scale = job->a_scale + at,
-                             .start = job->start + at,
-                             .lda = blocks,
-                             .b = decoded,
-                             .b_scale = s->scales,
-                             .c = sums,
-                             .accumulate = first > 0};
-    job->kernels->mm_i8(&t);
+    gemm4_i8_tile t = {.blocks = count * GEMM4_BLOCKS,
+                       .a = (const uint32_t *)(const void *)job->a + 4 * at,
+                       .a_scale = job->a_scale + at,
+                       .start = job->start + at,
+                       .lda = blocks,
+                       .b = decoded,
+                       .b_scale = s->scales,
+                       .c = sums,
+                       .accumulate = first > 0};
+    for (int64_t r = 0; r < rows; r += t.rows) {
+        t.rows = next_block(units, count, r, rows);
+        job->kernels->mm_i8(&t);
+        t.a += 4 * t.rows * blocks;
+        t.a_scale += t.rows * blocks;
+        t.start += t.rows * blocks;
+        t.c += t.rows * GEMM4_PANEL;
+    }
 }
 
 /* Panels of a task. With many rows they share the reads of the rows; with few rows one panel a task gives the

@@ -66,14 +66,11 @@ MM_INLINE void mm_columns(const bool pairs, const int vectors, int64_t m, int64_
                           int64_t a_row, int64_t a_k, const float *b, int64_t ldb, float *c, int64_t ldc,
                           bool accumulate)
 {
-    for (; m >= ROWS; m -= ROWS, a += ROWS * a_row, c += ROWS * ldc)
+    /* Eight rows are two blocks of four: two rows alone wait for their sums. */
+    for (; m >= ROWS && m != 8; m -= ROWS, a += ROWS * a_row, c += ROWS * ldc)
         mm_block(pairs, ROWS, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
-    if (m >= 4) {
+    for (; m >= 4; m -= 4, a += 4 * a_row, c += 4 * ldc)
         mm_block(pairs, 4, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
-        m -= 4;
-        a += 4 * a_row;
-        c += 4 * ldc;
-    }
     if (m >= 2) {
         mm_block(pairs, 2, vectors, k, a, a_row, a_k, b, ldb, c, ldc, accumulate);
         m -= 2;
