@@ -16,8 +16,10 @@
 #include <string.h>
 
 enum {
-    DIRECT_MOST = 12, /* more query rows repay packing */
-    SLICE_KEYS = 16   /* packed at a time in bf16, so that prefetching keeps an even pace */
+    DIRECT_MOST = 40, /* more query rows repay packing */
+    SLICE_ROWS = 12,  /* for up to so many bf16 rows, keys are packed SLICE_KEYS at a time, so that
+                      * prefetching keeps an even pace */
+    SLICE_KEYS = 16
 };
 
 static const float log2_e = 1.44269504088896340736f;
@@ -110,7 +112,7 @@ static void score_panel(const decode_shape *shape, const decode_rows *rows, cons
 {
     const attention_kernels *k = shape->kernels;
     mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
-    const int32_t slice = shape->bf16 ? SLICE_KEYS : k->panel;
+    const int32_t slice = shape->bf16 && rows->n <= SLICE_ROWS ? SLICE_KEYS : k->panel;
     for (int64_t c = 0; c < panel->n; c += slice) {
         const int64_t n = panel->n - c < slice ? panel->n - c : slice;
         row_source src = keys_of(shape, panel);

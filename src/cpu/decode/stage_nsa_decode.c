@@ -6,9 +6,10 @@
  *
  * A task is one query and one key/value head: it scores the entries once and keeps the scores for the
  * selection, then attends the selected blocks, then the window. It adds each branch's O, times its gate, to
- * one sum. Scores, lse and the order of all sums that lead to the choice are those of the forward
- * (select_score.c, attend_tile.c): steps of 384 entries where the compressed branch is on, whose lse selects,
- * else of 128; so the lists have the same bits.
+ * one sum. A head's queries follow each other, because they share entries and window. Scores, lse and the
+ * order of all sums that lead to the choice are those of the forward (select_score.c, attend_tile.c): steps of
+ * 384 entries where the compressed branch is on, whose lse selects, else of 128; so the lists have the same
+ * bits.
  *
  * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). What is read next is prefetched while a panel is
  * computed: after the entries a block that is always chosen, after the blocks the window, after that the
@@ -341,17 +342,17 @@ static void run_window(const nsa_job *job, const nsa_query *q, nsa_space *s)
 static nsa_query query_at(const nsa_job *job, int64_t index)
 {
     const nsa_decode_args *args = job->args;
-    const int64_t kv_heads = args->plane[SLC].kv_heads;
     int64_t b = 0, high = args->queries.batch;
     while (high - b > 1) {
         const int64_t middle = (b + high) / 2;
         if (job->tasks[middle] <= index) b = middle;
         else high = middle;
     }
-    const int64_t task = index - job->tasks[b], position = job->runs[b].first + task / kv_heads;
-    return (nsa_query){.run = &job->runs[b],
-                       .head = task % kv_heads,
-                       .row = job->runs[b].row + task / kv_heads,
+    const cache_run *run = &job->runs[b];
+    const int64_t task = index - job->tasks[b], query = task % run->count, position = run->first + query;
+    return (nsa_query){.run = run,
+                       .head = task / run->count,
+                       .row = run->row + query,
                        .position = position,
                        .seen = mask_entries(position + 1, args->block_size, args->stride)};
 }
