@@ -224,6 +224,26 @@ static void every_kind_runs_in_the_program(void **state)
     }
 }
 
+/* Two key heads, whose queries select apart; experts as a server holds them. */
+static void chunks_equal_one_shot_with_more_heads_and_experts(void **state)
+{
+    const places *p = *state;
+    static const char *const options[] = {"--kv-heads 2 --attention dense", "--kv-heads 2 --attention nsa",
+                                          "--experts 4 --inner 96 --attention hybrid --ratio 16"};
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        char arguments[300];
+        const bool experts = strstr(options[i], "experts") != NULL;
+        snprintf(arguments, sizeof arguments, "train " SMALL "%s --corpus corpus --steps 4 --checkpoint more",
+                 options[i]);
+        assert_int_equal(program(p, "", arguments), 0);
+        snprintf(arguments, sizeof arguments,
+                 "eval --checkpoint more --corpus corpus --pieces 2 --chunk 13 --expert-weights %s",
+                 experts ? "nvfp4" : "f32");
+        assert_int_equal(program(p, "", arguments), 0);
+    }
+    assert_int_equal(program(p, "", "generate --checkpoint more --bytes 20 --expert-weights bf16"), 0);
+}
+
 static void speed_reports_two_contexts(void **state)
 {
     const places *p = *state;
@@ -270,6 +290,7 @@ int main(void)
         cmocka_unit_test(compressed_caches_are_smaller),
         cmocka_unit_test(sampling_keeps_to_top_p),
         cmocka_unit_test(every_kind_runs_in_the_program),
+        cmocka_unit_test(chunks_equal_one_shot_with_more_heads_and_experts),
         cmocka_unit_test(speed_reports_two_contexts),
         cmocka_unit_test(bad_options_are_refused_in_a_sentence),
     };
