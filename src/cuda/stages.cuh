@@ -23,6 +23,13 @@ size_t compress_forward_bytes(const stage_exec *exec, const compress_args *args)
 size_t compress_backward_bytes(const stage_exec *exec, const compress_args *args);
 quern_status compress_forward_run(const stage_exec *exec, const compress_args *args, void *workspace);
 quern_status compress_backward_run(const stage_exec *exec, const compress_args *args, void *workspace);
+bool compress_cublaslt_supports(const stage_exec *exec, const compress_args *args, char why[STAGE_WHY_BYTES]);
+size_t compress_forward_cublaslt_bytes(const stage_exec *exec, const compress_args *args);
+size_t compress_backward_cublaslt_bytes(const stage_exec *exec, const compress_args *args);
+quern_status compress_forward_cublaslt_run(const stage_exec *exec, const compress_args *args,
+                                           void *workspace);
+quern_status compress_backward_cublaslt_run(const stage_exec *exec, const compress_args *args,
+                                            void *workspace);
 
 bool select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES]);
 size_t select_bytes(const stage_exec *exec, const select_args *args);

@@ -32,11 +32,15 @@ static const variant<attend_args> attend_backward_rows[] = {
 const variants<attend_args> attend_backward_variants = LIST(attend_backward_rows);
 
 static const variant<compress_args> compress_forward_rows[] = {
+    {"compress_forward_cublaslt", compress_cublaslt_supports, compress_forward_cublaslt_bytes,
+     compress_forward_cublaslt_run},
     {"compress_forward_any", compress_supports, compress_forward_bytes, compress_forward_run},
 };
 const variants<compress_args> compress_forward_variants = LIST(compress_forward_rows);
 
 static const variant<compress_args> compress_backward_rows[] = {
+    {"compress_backward_cublaslt", compress_cublaslt_supports, compress_backward_cublaslt_bytes,
+     compress_backward_cublaslt_run},
     {"compress_backward_any", compress_supports, compress_backward_bytes, compress_backward_run},
 };
 const variants<compress_args> compress_backward_variants = LIST(compress_backward_rows);

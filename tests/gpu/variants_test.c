@@ -1,9 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * variants_test.c - the variants of attention's stages: the first that takes a call runs, the hook forces
- * one, and all that take a call agree. Each is forced in turn on the same tensors; results are compared with
- * those of the most general one, whose own are checked against the oracle by the other tests.
+ * variants_test.c - the variants of attention's and compression's stages: the first that takes a call runs,
+ * the hook forces one, and all that take a call agree. Each is forced in turn on the same tensors; results
+ * are compared with those of the most general one, whose own are checked against the oracle by the other
+ * tests.
  */
 #include "backend.h"
 #include "cmocka_c11.h"
@@ -188,6 +189,59 @@ static void variants_agree(void **state)
         }
 }
 
+/* Projected means of bf16 by f32 multiply-adds and, where there is a cuBLASLt, on tensor cores. */
+static void products_of_compression_agree(void **state)
+{
+    enum { ENTRIES = N / BLOCK, D = 64, ROWS = HKV * D };
+    static const char *const names[] = {"compress_forward_any", "compress_forward_cublaslt"};
+    const int64_t cmp[] = {1, ENTRIES, HKV, D}, w[] = {HKV, D, D};
+    test_random random = {test_seed("products_of_compression_agree", 4)};
+    compress_args a = {
+        .seqs = {1, N, N, {0}, {0}}, .kind = COMPRESS_MEAN, .block_size = BLOCK, .stride = BLOCK};
+    float weights[ROWS * D], *first = NULL;
+    char why[STAGE_WHY_BYTES] = "", kernel[STAGE_NAME_BYTES] = "";
+    (void)state;
+    for (int i = 0; i < ROWS * D; i++) weights[i] = (float)(i * 37 % 101) / 50 - 1;
+    a.k = noise(&random, QUERN_BF16, HKV, D);
+    a.v = noise(&random, QUERN_BF16, HKV, D);
+    a.w_k = make(QUERN_F32, 3, w);
+    CHECK(cudaMemcpy(a.w_k.data, weights, sizeof weights, cudaMemcpyHostToDevice));
+    a.k_cmp = make(QUERN_BF16, 4, cmp);
+    a.v_cmp = make(QUERN_BF16, 4, cmp);
+    for (int i = 0; i < 2; i++) {
+        stage_exec exec = exec_here;
+        void *workspace;
+        exec.variant = names[i];
+        CHECK(cudaMemset(a.k_cmp.data, 0xff, sizeof(uint16_t) * ENTRIES * ROWS));
+        if (!cuda->compress_forward.supports(&exec, &a, why)) continue; /* without cuBLASLt */
+        cuda->compress_forward.kernel(&exec, &a, kernel);
+        assert_string_equal(kernel, names[i]);
+        CHECK(cudaMalloc(&workspace, cuda->compress_forward.workspace(&exec, &a) + 1));
+        if (cuda->compress_forward.run(&exec, &a, workspace) != QUERN_OK)
+            fail_msg("%s: %s", names[i], quern_last_error(NULL));
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaFree(workspace));
+        uint16_t made[ENTRIES * ROWS];
+        CHECK(cudaMemcpy(made, a.k_cmp.data, sizeof made, cudaMemcpyDeviceToHost));
+        float *x = malloc(sizeof *x * ENTRIES * ROWS), most = 0.0f, off = 0.0f;
+        assert_non_null(x);
+        for (int count = 0; count < ENTRIES * ROWS; count++) {
+            const uint32_t bits = (uint32_t)made[count] << 16;
+            memcpy(&x[count], &bits, sizeof bits);
+            most = fmaxf(most, fabsf(x[count]));
+            if (first != NULL) off = fmaxf(off, fabsf(x[count] - first[count]));
+        }
+        if (!(most > 0 && off <= most / 64))
+            fail_msg("%s: off by %g of %g", names[i], (double)off, (double)most);
+        if (first == NULL) first = x;
+        else free(x);
+    }
+    assert_non_null(first);
+    free(first);
+    quern_tensor *const all[] = {&a.k, &a.v, &a.w_k, &a.k_cmp, &a.v_cmp};
+    for (size_t t = 0; t < sizeof all / sizeof *all; t++) CHECK(cudaFree(all[t]->data));
+}
+
 static void names_that_no_stage_has_force_nothing(void **state)
 {
     (void)state;
@@ -216,6 +270,7 @@ static void names_that_no_stage_has_force_nothing(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree),
+                                       cmocka_unit_test(products_of_compression_agree),
                                        cmocka_unit_test(names_that_no_stage_has_force_nothing)};
     return cmocka_run_group_tests(tests, open_backend, NULL);
 }

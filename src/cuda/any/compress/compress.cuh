@@ -44,12 +44,4 @@ __device__ __forceinline__ bool entry_at(const compress_kernel &a, int64_t vb, i
     return true;
 }
 
-/* The matrix work of a projection of the mean, or of `linear` (compress_matrix.cu). Bytes of scratch,
- * and the two directions; `a` has the workspace's means in place. */
-size_t compress_matrix_bytes(const compress_args *args, int side, bool backward);
-quern_status compress_matrix_forward(const compress_args *args, const compress_kernel &a, int side,
-                                     float *scratch, cudaStream_t stream);
-quern_status compress_matrix_backward(const compress_args *args, const compress_kernel &a, int side,
-                                      float *scratch, cudaStream_t stream);
-
 #endif

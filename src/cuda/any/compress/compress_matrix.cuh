@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* compress_matrix.cuh - what the two ways to multiply by compression's weights share: f32 multiply-adds
- * (compress_matrix.cu, which chooses) and tensor cores through cuBLASLt (compress_gemm.cu). */
+/* compress_matrix.cuh - what the products of compression with weights share, f32 multiply-adds
+ * (compress_matrix.cu) and tensor cores through cuBLASLt (compress_gemm.cu), and the kernels of a dtype. */
 #ifndef QUERN_CUDA_COMPRESS_MATRIX_CUH
 #define QUERN_CUDA_COMPRESS_MATRIX_CUH
 
@@ -36,10 +36,36 @@ __device__ __forceinline__ int64_t token_of(const matrix_kernel &m, int64_t r, i
     return seq.view_b * s.x.s[0] + (seq.q0 + entry * m.a.d) * s.x.s[1] + h * s.x.s[2];
 }
 
-/* Inputs of 16 bits, and a cuBLASLt: what the other functions need. */
-bool compress_gemm_takes(const compress_args *args, int side);
-size_t compress_gemm_bytes(const compress_args *args, int side, bool backward);
+/* The kernels of a dtype, compiled in a file of its own: means and their spreading (compress_rows.cuh), and
+ * f32 multiply-adds (compress_matrix_rows.cuh). */
+struct compress_parts {
+    quern_status (*means)(const compress_kernel &a, int64_t rows, int chunks, cudaStream_t stream);
+    quern_status (*spread)(const compress_kernel &a, int64_t pieces, int chunks, cudaStream_t stream);
+    quern_status (*multiply)(const matrix_kernel &m, cudaStream_t stream);
+    quern_status (*sum_pe)(const matrix_kernel &m, cudaStream_t stream);
+    quern_status (*sum_g)(const matrix_kernel &m, cudaStream_t stream);
+    quern_status (*d_pe)(const matrix_kernel &m, cudaStream_t stream);
+    quern_status (*d_mean)(const matrix_kernel &m, cudaStream_t stream);
+    quern_status (*d_x)(const matrix_kernel &m, const stage_seqs &seqs, cudaStream_t stream);
+    quern_status (*d_w)(const matrix_kernel &m, int splits, cudaStream_t stream);
+};
+extern const compress_parts compress_f32, compress_bf16, compress_f16;
 
+static inline const compress_parts &compress_parts_of(quern_dtype dtype)
+{
+    return dtype == QUERN_F32 ? compress_f32 : dtype == QUERN_BF16 ? compress_bf16 : compress_f16;
+}
+
+/* The matrix work of a projection of the mean, or of `linear`; `cublaslt`: by compress_gemm.cu. Bytes of
+ * scratch, and the two directions; `a` has the workspace's means in place. */
+size_t compress_matrix_bytes(const compress_args *args, int side, bool backward, bool cublaslt);
+quern_status compress_matrix_forward(const compress_args *args, const compress_kernel &a, int side,
+                                     bool cublaslt, float *scratch, cudaStream_t stream);
+quern_status compress_matrix_backward(const compress_args *args, const compress_kernel &a, int side,
+                                      bool cublaslt, float *scratch, cudaStream_t stream);
+
+/* For inputs of 16 bits, where there is a cuBLASLt (gemm_available()). */
+size_t compress_gemm_bytes(const compress_args *args, int side, bool backward);
 /* y = X W (+ total), to the compressed rows; scratch as compress_gemm_bytes() says. */
 quern_status compress_gemm_forward(const compress_args *args, const matrix_kernel &m, void *scratch,
                                    cudaStream_t stream);
