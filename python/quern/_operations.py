@@ -113,7 +113,10 @@ def version() -> str:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return repr(value) if isinstance(value, float) else str(value)
+    text = repr(value) if isinstance(value, float) else str(value)
+    if "\n" in text:
+        raise ValueError(f"{text!r} is given for a parameter: one line is accepted")
+    return text
 
 
 @functools.lru_cache(maxsize=1024)

@@ -34,7 +34,12 @@ def test_golden_layer(golden, close, kind):
         if name == "idx_topk":
             chosen = file.torch("idx.topk")  # -1, absent, comes last in an ascending list
             none = got.shape[-1] + 11
-            assert torch.equal(got, chosen.masked_fill(chosen < 0, none).sort(-1).values.masked_fill_(chosen.sort(-1, descending=True).values < 0, -1))
+            assert torch.equal(
+                got,
+                chosen.masked_fill(chosen < 0, none)
+                .sort(-1)
+                .values.masked_fill_(chosen.sort(-1, descending=True).values < 0, -1),
+            )
         else:
             close(got, file.torch("kv" if name == "kv_rows" else name).view_as(got), V4)
 

@@ -91,6 +91,8 @@ quern_status op_check_kind(const op_call *call, int32_t tensor, int32_t ndim)
     view_span span;
     const op_tensor *t = &call->family->tensors[tensor];
     const view_want want = {t->field, dtypes_of(call, t), ndim, NULL, false, false};
+    if (call->given[tensor] == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: a tensor is needed", t->field);
     return view_check_one(&want, call->given[tensor], &call->like, &span);
 }
 

@@ -1,0 +1,288 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""Layers for PyTorch models: NSAttention, CompressedSparseAttention, HeavilyCompressedAttention,
+NVFP4Experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import dsv4, moe, nvfp4
+from ._nsa import nsa
+from ._nsa_cache import NSACache
+
+__all__ = ["CompressedSparseAttention", "HeavilyCompressedAttention", "NSAttention", "NVFP4Experts"]
+
+
+class NSAttention(nn.Module):
+    """Self-attention by native sparse attention: x [B, N, width] → [B, N, width], or packed [T, width] with
+    cu_seqlens.
+
+    A drop-in for a layer of projections around scaled_dot_product_attention: q_proj, k_proj, v_proj, o_proj,
+    and `gate` [heads, 3, head_dim], the weights of the branches' gates. The settings are those of quern.nsa.
+    rotary: called with q or k [.., heads, head_dim] and the positions, returns them rotated.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        bias: bool = False,
+        rotary: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.heads, self.kv_heads = heads, kv_heads or heads
+        self.head_dim = head_dim or width // heads
+        self.settings, self.rotary = settings, rotary
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias, **made)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias, **made)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias, **made)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias, **made)
+        self.gate = nn.Parameter(torch.zeros(heads, 3, self.head_dim, **made))
+
+    def _project(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.rotary is not None:
+            positions = torch.arange(first, first + x.shape[-2], device=x.device)
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        return q, k, v
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, cache: NSACache | None = None) -> Tensor:
+        """cache: x holds the newest tokens of its sequences, all of one length; they are appended. It needs
+        torch.no_grad()."""
+        if cache is None:
+            q, k, v = self._project(x, 0)
+            o = nsa(q, k, v, gate=self.gate, cu_seqlens=cu_seqlens, **self.settings)
+        else:
+            q, k, v = self._project(x, cache.length())
+            cache.append(k, v)
+            o = cache.attend(q, gate=self.gate, **self.settings)
+        return self.o_proj(o.flatten(-2))
+
+    def make_cache(self, sequences: int, capacity: int) -> NSACache:
+        """An empty cache for forward()."""
+        kept = {name: self.settings[name] for name in ("block_size", "stride") if name in self.settings}
+        return NSACache(sequences, capacity, **kept)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, {self.settings}"
+
+
+class _Group(nn.Module):
+    """Parameters under a common prefix."""
+
+
+class _CompressedAttention(nn.Module):
+    """A whole layer of DeepSeek-V4; parameters have the names of checkpoints."""
+
+    kind = ""
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], *, window: int, top_k: int, eps: float, made: Any
+    ) -> None:
+        super().__init__()
+        self.window, self.top_k, self.eps = window, top_k, eps
+        for name, shape in shapes.items():
+            *path, last = name.split(".")
+            group: nn.Module = self
+            for word in path:
+                if not hasattr(group, word):
+                    group.add_module(word, _Group())
+                group = getattr(group, word)
+            norm = name.endswith("norm.weight")
+            initial = torch.ones(shape, **made) if norm else torch.zeros(shape, **made)
+            if len(shape) == 2 and not norm:
+                nn.init.normal_(initial, std=shape[1] ** -0.5)
+            group.register_parameter(last, nn.Parameter(initial))
+
+    def forward(self, x: Tensor, cos_sin: Tensor, cache: dsv4.Cache | None = None) -> Tensor:
+        """x [B, T, width], cos_sin [P, R] of dsv4.rope_table() → [B, T, width]. cache: x holds the newest
+        tokens of its sequences; it needs torch.no_grad()."""
+        weights = dict(self.named_parameters())
+        if cache is not None:
+            return cache.append(x, cos_sin, weights)
+        return dsv4.layer(
+            x, cos_sin, weights, kind=self.kind, window=self.window, top_k=self.top_k, eps=self.eps
+        )
+
+    def make_cache(self, sequences: int, capacity: int, ring: int = 0) -> dsv4.Cache:
+        """An empty cache for forward()."""
+        settings = {"window": self.window, "top_k": self.top_k, "eps": self.eps}
+        return dsv4.Cache(self.kind, sequences, capacity, ring=ring, **settings)
+
+
+def _shared_shapes(
+    width: int, heads: int, head_dim: int, q_lora: int, groups: int, o_lora: int
+) -> dict[str, tuple[int, ...]]:
+    return {
+        "sinks": (heads,),
+        "q_a_proj.weight": (q_lora, width),
+        "q_a_norm.weight": (q_lora,),
+        "q_b_proj.weight": (heads * head_dim, q_lora),
+        "kv_proj.weight": (head_dim, width),
+        "kv_norm.weight": (head_dim,),
+        "o_a_proj.weight": (groups * o_lora, heads // groups * head_dim),
+        "o_b_proj.weight": (width, groups * o_lora),
+    }
+
+
+def _compressor_shapes(
+    prefix: str, width: int, channels: int, ratio: int, series: int
+) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.position_bias": (ratio, series * channels),
+        f"{prefix}.kv_proj.weight": (series * channels, width),
+        f"{prefix}.gate_proj.weight": (series * channels, width),
+        f"{prefix}.kv_norm.weight": (channels,),
+    }
+
+
+class CompressedSparseAttention(_CompressedAttention):
+    """DeepSeek-V4's CSA: an entry for every `ratio` tokens, overlapping, of which an indexer selects top_k.
+
+    state_dict has the names of quern.dsv4.layer's weights, which are those of transformers'
+    DeepseekV4Attention.
+    """
+
+    kind = "csa"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_dim: int = 512,
+        *,
+        q_lora: int = 1024,
+        groups: int = 8,
+        o_lora: int = 1024,
+        ratio: int = 4,
+        index_heads: int = 64,
+        index_dim: int = 128,
+        window: int = 128,
+        top_k: int = 512,
+        eps: float = 1e-6,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        indexer = "compressor.indexer"
+        shapes = {
+            **_shared_shapes(width, heads, head_dim, q_lora, groups, o_lora),
+            **_compressor_shapes("compressor", width, head_dim, ratio, 2),
+            **_compressor_shapes(indexer, width, index_dim, ratio, 2),
+            f"{indexer}.q_b_proj.weight": (index_heads * index_dim, q_lora),
+            f"{indexer}.scorer.weights_proj.weight": (index_heads, width),
+        }
+        made = {"device": device, "dtype": dtype}
+        super().__init__(shapes, window=window, top_k=top_k, eps=eps, made=made)
+
+
+class HeavilyCompressedAttention(_CompressedAttention):
+    """DeepSeek-V4's HCA: an entry for every `ratio` tokens, all of them attended."""
+
+    kind = "hca"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_dim: int = 512,
+        *,
+        q_lora: int = 1024,
+        groups: int = 8,
+        o_lora: int = 1024,
+        ratio: int = 128,
+        window: int = 128,
+        eps: float = 1e-6,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        shapes = {
+            **_shared_shapes(width, heads, head_dim, q_lora, groups, o_lora),
+            **_compressor_shapes("compressor", width, head_dim, ratio, 1),
+        }
+        made = {"device": device, "dtype": dtype}
+        super().__init__(shapes, window=window, top_k=512, eps=eps, made=made)
+
+
+class NVFP4Experts(nn.Module):
+    """A mixture of experts whose weights are frozen NVFP4: hidden [.., width] → [.., width].
+
+    The router `weight` [experts, width] trains. gate_up and down are buffers of codes, scales and globals
+    (uint8 and f32), which quantize_() fills from floats, and which state_dict keeps. repack() adds, in
+    memory alone, the layout that products read fastest. The settings are those of quern.moe.layer (score,
+    renormalize, limit, a4, ...).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        experts: int,
+        top_k: int,
+        *,
+        device: Any = None,
+        dtype: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.inner, self.settings = inner, {"top_k": top_k, **settings}
+        self.weight = nn.Parameter(torch.empty(experts, width, device=device, dtype=dtype))
+        nn.init.normal_(self.weight, std=width**-0.5)
+        for name, rows, columns in (("gate_up", width, 2 * inner), ("down", inner, width)):
+            for kind, divisor in (("codes", 2), ("scales", 16)):
+                zeros = torch.zeros(experts, rows // divisor, columns, dtype=torch.uint8, device=device)
+                self.register_buffer(f"{name}_{kind}", zeros)
+            self.register_buffer(f"{name}_global", torch.ones(experts, device=device))
+            self.register_buffer(f"{name}_repacked", None, persistent=False)
+
+    @torch.no_grad()
+    def quantize_(
+        self, gate_up: Tensor, down: Tensor, *, profile: str = "rne", scales: str = "rne"
+    ) -> NVFP4Experts:
+        """Takes experts in floats: gate_up [E, 2·inner, width], gate's rows then up's, and down [E, width,
+        inner]."""
+        interleaved = nvfp4.interleave(gate_up.transpose(1, 2).contiguous())
+        for name, matrix in (("gate_up", interleaved), ("down", down.transpose(1, 2).contiguous())):
+            made = nvfp4.quantize(matrix, weight=True, global_per="expert", profile=profile, scales=scales)
+            for kind, tensor in zip(("codes", "scales", "global"), made):
+                getattr(self, f"{name}_{kind}").copy_(tensor if kind == "global" else nvfp4.as_bytes(tensor))
+            setattr(self, f"{name}_repacked", None)
+        return self
+
+    @torch.no_grad()
+    def repack(self) -> NVFP4Experts:
+        """Repacks the weights as they are now."""
+        for name in ("gate_up", "down"):
+            pair = getattr(self, f"{name}_codes"), getattr(self, f"{name}_scales")
+            setattr(self, f"{name}_repacked", nvfp4.prepack(*pair))
+        return self
+
+    def forward(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """bias f32 [experts]: moves the choice alone."""
+        given: dict[str, Any] = {}
+        for name in ("gate_up", "down"):
+            given[f"{name}_global"] = getattr(self, f"{name}_global")
+            repacked = getattr(self, f"{name}_repacked")
+            if repacked is not None:
+                given[f"{name}_repacked"] = repacked
+                given["intermediate"] = self.inner
+                continue
+            for kind in ("codes", "scales"):
+                given[f"{name}_{kind}"] = getattr(self, f"{name}_{kind}")
+        return moe.layer(hidden, self.weight, bias=bias, **given, **self.settings)
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        self.gate_up_repacked = self.down_repacked = None
+        super()._load_from_state_dict(*arguments, **named)

@@ -1,0 +1,178 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""Whatever comes in, an error or a right result goes out: frameworks, devices, layouts, freed memory,
+threads, forks."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import quern
+from quern import _operations as ops
+
+# Every operation with some of its tensors, of some shapes and dtypes, whatever they are for.
+ANY_TENSORS = """
+import random, sys
+import numpy as np
+from quern import _operations as ops
+
+random.seed(int(sys.argv[1]))
+dtypes = (np.float32, np.float32, np.float16, np.int32, np.uint8, np.int64)
+shapes = ((), (0,), (1,), (16,), (2, 16), (16, 32), (2, 3, 16), (1, 4, 2, 16), (2, 0, 2, 16), (1,) * 6)
+refused = run = 0
+for name, operation in ops.OPERATIONS.items():
+    for backward in (False, True):
+        for share in (0.1, 0.5, 0.9, 1.0):
+            for _ in range(6):
+                tensors = {
+                    field: np.zeros(random.choice(shapes), random.choice(dtypes))
+                    for field in operation.fields
+                    if random.random() < share
+                }
+                named = [field for field, t in operation.fields.items() if t.results[backward]]
+                try:
+                    ops.call(name, ops.params(name), tensors, named[:2], backward=backward)
+                    run += 1
+                except (ValueError, TypeError, NotImplementedError):
+                    refused += 1
+assert refused > 100 * (run + 1), (refused, run)
+"""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_tensors_are_an_error(seed):
+    command = [sys.executable, "-c", ANY_TENSORS, str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def attention_inputs(n=40):
+    random = np.random.default_rng(0)
+    return [random.standard_normal((1, n, heads, 16)).astype(np.float32) for heads in (4, 2, 2)]
+
+
+def test_one_missing_tensor_is_an_error():
+    """Dropping any needed tensor of an accepted call names it, and the results stay as they were."""
+    q, k, v = attention_inputs()
+    whole = {"q": q, "k": k, "v": v}
+    for missing in whole:
+        o = np.full(q.shape, 7, np.float32)
+        given = {**{name: t for name, t in whole.items() if name != missing}, "o": o}
+        with pytest.raises(ValueError, match=rf"\b{missing}\b"):
+            ops.call("attention", ops.params("attention"), given, ("o",))
+        assert (o == 7).all()
+
+
+def test_objects_that_are_no_tensors():
+    q, k, v = attention_inputs()
+    for bad in (3, "k", [1.0], object(), memoryview(b"12345678")):
+        with pytest.raises(TypeError, match="k is"):
+            quern.attention(q, bad, v)
+    with pytest.raises(TypeError):
+        quern.attention(None, None, None)
+
+
+def test_results_that_overlap_inputs():
+    q, k, v = attention_inputs()
+    with pytest.raises(ValueError, match="memory"):
+        quern.attention(q, k, v, out=q)
+
+
+def test_read_only_and_byte_swapped_arrays():
+    q, k, v = attention_inputs()
+    want = quern.attention(q, k, v)
+    swapped = k.astype(k.dtype.newbyteorder())
+    with pytest.raises((TypeError, ValueError, BufferError)):
+        quern.attention(q, swapped, v)
+    for t in (q, k, v):
+        t.flags.writeable = False
+    try:
+        assert np.array_equal(quern.attention(q, k, v), want)
+    except (TypeError, ValueError, BufferError):
+        pass  # NumPy may refuse to export read-only memory
+
+
+def test_settings_that_do_not_exist():
+    with pytest.raises(ValueError, match="no parameter"):
+        ops.params("attention", windows=3)
+    with pytest.raises(ValueError, match="window"):
+        ops.params("attention", window="wide")
+    with pytest.raises(ValueError, match="one line"):
+        ops.params("attention", window="3\nscale=2")
+
+
+class TestTorch:
+    @pytest.fixture(autouse=True)
+    def _torch(self):
+        self.torch = pytest.importorskip("torch")
+
+    def inputs(self):
+        return [self.torch.from_numpy(t) for t in attention_inputs()]
+
+    def test_mixed_devices(self):
+        q, k, v = self.inputs()
+        with pytest.raises((TypeError, ValueError, NotImplementedError, RuntimeError)):
+            quern.attention(q.to("meta"), k.to("meta"), v)
+        with pytest.raises((ValueError, RuntimeError), match="meta"):
+            quern.attention(q, k.to("meta"), v, out=self.torch.empty_like(q))
+
+    def test_integers_have_no_gradient(self):
+        with pytest.raises(RuntimeError, match="floating"):
+            self.torch.zeros(3, dtype=self.torch.int32).requires_grad_()
+        q, k, v = self.inputs()
+        q.requires_grad_()
+        idx = quern.nsa_select(q, quern.nsa_compress(k, v, block_size=8)[0], block_size=8, num_selected=4)[0]
+        assert not idx.requires_grad
+        o = quern.nsa(q, k, v, block_size=8, num_selected=4, block_idx=idx)
+        o.sum().backward()
+        assert q.grad.isfinite().all()
+
+    def test_freed_memory(self):
+        q, k, v = self.inputs()
+        k = k.clone()
+        k.untyped_storage().resize_(0)
+        with pytest.raises((ValueError, RuntimeError)):
+            quern.attention(q, k, v)
+
+    def test_sparse_and_conjugate_tensors(self):
+        q, k, v = self.inputs()
+        with pytest.raises((TypeError, ValueError, RuntimeError, BufferError, NotImplementedError)):
+            quern.attention(q, k.to_sparse(), v)
+        with pytest.raises((TypeError, ValueError, RuntimeError, BufferError)):
+            quern.attention(q, k.to(self.torch.complex64).conj(), v)
+
+    def test_threads_that_train(self):
+        torch, results = self.torch, [None] * 4
+
+        def work(i):
+            given = [t.clone().requires_grad_() for t in self.inputs()]
+            quern.nsa(*given, block_size=8, num_selected=4, window=9).sum().backward()
+            results[i] = torch.cat([t.grad.flatten() for t in given])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(one, results[0]) for one in results)
+
+    def test_other_threads_run_meanwhile(self):
+        """The interpreter's lock is free while a call computes."""
+        q, k, v = (self.torch.randn(1, 3000, 8, 64) for _ in range(3))
+        ticks, done = [0], threading.Event()
+
+        def tick():
+            while not done.is_set():
+                ticks[0] += 1
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        before = ticks[0]
+        quern.attention(q, k, v)
+        during = ticks[0] - before
+        done.set()
+        thread.join()
+        assert during > 100

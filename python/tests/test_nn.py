@@ -1,0 +1,212 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""quern.nn: layers, their state_dict, caches, checkpointing, compilation, and a small decoder that learns."""
+
+import pathlib
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import quern.nn  # noqa: E402
+from quern import dsv4, moe, reference  # noqa: E402
+
+SPARSE = {"block_size": 8, "num_selected": 4, "window": 16}
+SMALL = {"head_dim": 32, "q_lora": 24, "groups": 2, "o_lora": 16, "window": 8}
+
+
+def attention():
+    torch.manual_seed(1)
+    layer = quern.nn.NSAttention(32, 4, 2, **SPARSE)
+    nn.init.normal_(layer.gate, std=0.3)
+    return layer
+
+
+def compressed(kind):
+    torch.manual_seed(1)
+    if kind == "csa":
+        return quern.nn.CompressedSparseAttention(64, 4, index_heads=16, index_dim=16, top_k=3, **SMALL)
+    return quern.nn.HeavilyCompressedAttention(64, 4, ratio=8, **SMALL)
+
+
+def experts():
+    torch.manual_seed(1)
+    layer = quern.nn.NVFP4Experts(32, 16, 4, 2, renormalize=True)
+    return layer.quantize_(torch.randn(4, 32, 32), torch.randn(4, 32, 16))
+
+
+TABLE = dsv4.rope_table(64, 8, like=torch.empty(0))
+LAYERS = {
+    "nsa": (attention, 32, ()),
+    "csa": (lambda: compressed("csa"), 64, (TABLE,)),
+    "hca": (lambda: compressed("hca"), 64, (TABLE,)),
+    "experts": (experts, 32, ()),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_state_dict(name):
+    make, width, more = LAYERS[name]
+    layer, x = make(), torch.randn(2, 40, width)
+    want = layer(x, *more)
+    torch.manual_seed(9)
+    fresh = make()
+    with torch.no_grad():
+        for tensor in fresh.state_dict().values():
+            tensor.zero_()
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(x, *more), want)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_checkpoint_and_compile(near, name):
+    make, width, more = LAYERS[name]
+    layer, x = make(), torch.randn(2, 40, width, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+
+    def gradients(function):
+        return torch.autograd.grad(function(x, *more).sin().sum(), leaves, allow_unused=True)
+
+    want = gradients(layer)
+    assert sum(grad is not None and bool(grad.any()) for grad in want) >= 2
+    again = gradients(lambda *given: checkpoint(layer, *given, use_reentrant=False))
+    compiled = gradients(torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    for a, b, c in zip(want, again, compiled):
+        if a is None:
+            assert b is None and c is None
+            continue
+        assert torch.equal(a, b)
+        near(c, a, 1e-6) if a.any() else None
+
+
+@pytest.mark.parametrize("name", ["nsa", "csa", "hca"])
+def test_decoding_is_the_forward_pass(near, name):
+    make, width, more = LAYERS[name]
+    layer, x = make(), torch.randn(2, 40, width)
+    with torch.no_grad():
+        want = layer(x, *more)
+        cache = layer.make_cache(2, 64)
+        made = [layer(x[:, first:last], *more, cache=cache) for first, last in ((0, 25), (25, 26), (26, 40))]
+    near(torch.cat(made, 1), want, 5e-6)
+
+
+def test_varlen_attention(near):
+    layer, x = attention(), torch.randn(50, 32)
+    cu = torch.tensor([0, 20, 50], dtype=torch.int32)
+    want = torch.cat((layer(x[None, :20]), layer(x[None, 20:])), 1)[0]
+    near(layer(x, cu), want, 2e-6)
+
+
+def test_names_of_checkpoints():
+    for kind in ("csa", "hca"):
+        layer = compressed(kind)
+        assert set(layer.state_dict()) <= set(quern._dsv4_layer.WEIGHTS)
+
+
+def test_experts_are_their_codes(near):
+    layer, hidden = experts(), torch.randn(7, 32)
+    out = layer(hidden)
+    exact = [
+        reference.nvfp4.dequantize(
+            getattr(layer, f"{name}_codes"),
+            getattr(layer, f"{name}_scales"),
+            getattr(layer, f"{name}_global"),
+            weight=True,
+        )
+        for name in ("gate_up", "down")
+    ]
+    logits = hidden.double() @ layer.weight.detach().double().T
+    chosen, weights = reference.moe.route(logits, 2, renormalize=True)
+    want = reference.moe.layer(hidden.double(), chosen, weights, *exact, granularity=8)
+    near(out, want, 2e-6)
+    assert torch.equal(layer.repack()(hidden), out)
+    assert "gate_up_repacked" not in layer.state_dict()
+    assert moe.layer(
+        hidden, layer.weight, gate_up=torch.zeros(4, 32, 32), down=torch.zeros(4, 32, 16)
+    ).shape == (7, 32)
+
+
+class Dense(nn.Module):
+    """The layer that NSAttention takes the place of."""
+
+    def __init__(self, width, heads, rotary):
+        super().__init__()
+        self.heads, self.rotary = heads, rotary
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        positions = torch.arange(x.shape[1])
+        q, k = self.rotary(q, positions), self.rotary(k, positions)
+        turned = (t.transpose(1, 2) for t in (q, k, v))
+        o = functional.scaled_dot_product_attention(*turned, is_causal=True)
+        return self.o_proj(o.transpose(1, 2).flatten(-2))
+
+
+def rotary(x, positions):
+    half = x.shape[-1] // 2
+    angle = positions[:, None, None] / 10000.0 ** (torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+
+class Decoder(nn.Module):
+    def __init__(self, attend, width=64, layers=1):
+        super().__init__()
+        self.embed = nn.Embedding(128, width)
+        self.attends = nn.ModuleList(attend() for _ in range(layers))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(
+                nn.RMSNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            )
+            for _ in range(layers)
+        )
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 128, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for attend, norm, mlp in zip(self.attends, self.norms, self.mlps):
+            x = x + attend(norm(x))
+            x = x + mlp(x)
+        return self.head(self.norm(x))
+
+
+def train(model, text, steps=200, length=128, batch=2):
+    """The mean loss of the last 20 of `steps` steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    generator, losses = torch.Generator().manual_seed(0), []
+    for step in range(steps):
+        starts = torch.randint(len(text) - length - 1, (batch,), generator=generator)
+        rows = torch.stack([text[s : s + length + 1] for s in starts.tolist()])
+        loss = functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return sum(losses[-20:]) / 20
+
+
+def test_a_decoder_learns_as_with_dense_attention():
+    pages = sorted((pathlib.Path(__file__).parents[2] / "docs").glob("*.md"))
+    text = torch.tensor([min(c, 127) for page in pages for c in page.read_bytes()])
+    width, heads = 64, 4
+
+    def sparse():
+        return quern.nn.NSAttention(width, heads, rotary=rotary, block_size=16, num_selected=4, window=32)
+
+    made = []
+    for attend in (sparse, lambda: Dense(width, heads, rotary)):
+        torch.manual_seed(0)
+        made.append(Decoder(attend))
+    dense, shared = made[1], made[0].state_dict()
+    dense.load_state_dict({name: t for name, t in shared.items() if not name.endswith("gate")})
+    with_sparse, with_dense = (train(model, text) for model in made)
+    assert with_dense < 3.5, with_dense
+    assert abs(with_sparse - with_dense) <= 0.02 * with_dense, (with_sparse, with_dense)
