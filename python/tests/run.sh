@@ -30,6 +30,8 @@ if ! kept packages "$pinned"; then
     echo "$pinned" >"$venv/packages.key"
 fi
 torch || quietly "$venv/bin/pip" install -r python/tests/requirements-torch.txt >/dev/null || true
+! torch || "$venv/bin/python" -c 'import transformers' 2>/dev/null ||
+    quietly "$venv/bin/pip" install -r python/tests/requirements-peers.txt >/dev/null || true
 torch || say "no CPU PyTorch ($(<python/tests/requirements-torch.txt)) in the package index: its tests are skipped"
 
 rm -rf build/python-sdist
