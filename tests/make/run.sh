@@ -22,6 +22,6 @@ for target in setup setup-dev; do
     make $target >/dev/null
     grep -q 'install .*libjansson-dev' "$dir/calls"
 done
-for target in demo test; do
+for target in demo demo-all test; do
     make -n $target | grep '^cmake/setup.sh .*libjansson-dev' >/dev/null
 done
