@@ -126,16 +126,20 @@ static void multiply_i8(const product_job *job, product_scratch *s, const uint8_
     }
 }
 
-/* Panels of a task. With many rows they share the reads of the rows; with few rows one panel a task gives the
- * threads more tasks. */
-static int64_t panels_a_task(const product_job *job)
+/* Panels of a task. Many rows share the reads of the rows. Few rows read their panels one after the other, and
+ * the request for the units that come next reaches into the next panel; then the threads need tasks enough. */
+static int64_t panels_a_task(const stage_exec *exec, const product_job *job)
 {
-    return job->args->tokens > 32 * job->experts ? PRODUCT_PANELS : 1;
+    int64_t experts = 0;
+    if (job->args->tokens > 32 * job->experts) return PRODUCT_PANELS;
+    for (int64_t e = 0; e < job->experts; e++) experts += job->ends[e] > (e > 0 ? job->ends[e - 1] : 0);
+    const int64_t panels = experts * panels_of(job->args->n) / (16 * exec->threads);
+    return panels < 1 ? 1 : panels < PRODUCT_PANELS ? panels : PRODUCT_PANELS;
 }
 
 static int64_t tasks_across(const product_job *job)
 {
-    return (panels_of(job->args->n) + panels_a_task(job) - 1) / panels_a_task(job);
+    return (panels_of(job->args->n) + job->panels - 1) / job->panels;
 }
 
 /* A few units of K, times a task's rows. */
@@ -148,24 +152,34 @@ static void multiply_units(const product_job *job, product_scratch *s, int64_t e
     else multiply_i8(job, s, units, first, count, row, rows, sums);
 }
 
-static void product_task(void *arg, int64_t index, int32_t thread)
+/* All of K for panels [panel, panel + count). */
+static void multiply_panels(const product_job *job, product_scratch *s, int64_t expert, int64_t panel,
+                            int64_t count, int64_t row, int64_t rows,
+                            float (*sums)[PRODUCT_ROWS * GEMM4_PANEL])
 {
     static const int64_t group[] = {[PRODUCT_F32] = PRODUCT_UNITS_F32,
                                     [PRODUCT_BF16] = PRODUCT_UNITS_BF16,
                                     [PRODUCT_I8] = PRODUCT_UNITS_I8};
+    for (int64_t u = 0; u < job->units; u += group[job->kind]) {
+        const int64_t units = job->units - u < group[job->kind] ? job->units - u : group[job->kind];
+        for (int64_t p = 0; p < count; p++)
+            multiply_units(job, s, expert, panel + p, u, units, row, rows, sums[p]);
+    }
+}
+
+static void product_task(void *arg, int64_t index, int32_t thread)
+{
     const product_job *job = arg;
     product_scratch *s = &job->scratch[thread];
     const int64_t expert = product_expert(job, index), task = index - job->first_task[expert];
-    const int64_t across = tasks_across(job), first = task % across * panels_a_task(job),
+    const int64_t across = tasks_across(job), first = task % across * job->panels,
                   all = panels_of(job->args->n);
-    const int64_t panels = all - first < panels_a_task(job) ? all - first : panels_a_task(job);
+    const int64_t panels = all - first < job->panels ? all - first : job->panels;
     const int64_t begin = (expert > 0 ? job->ends[expert - 1] : 0) + task / across * PRODUCT_ROWS;
     const int64_t left = job->ends[expert] - begin, rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS;
-    for (int64_t u = 0; u < job->units; u += group[job->kind]) {
-        const int64_t count = job->units - u < group[job->kind] ? job->units - u : group[job->kind];
-        for (int64_t p = 0; p < panels; p++)
-            multiply_units(job, s, expert, first + p, u, count, begin, rows, s->c[p]);
-    }
+    const int64_t together = rows <= GEMM4_FEW_ROWS ? 1 : panels;
+    for (int64_t p = 0; p < panels; p += together)
+        multiply_panels(job, s, expert, first + p, together, begin, rows, &s->c[p]);
     for (int64_t p = 0; p < panels; p++) {
         if (job->units == 0) memset(s->c[p], 0, (size_t)rows * GEMM4_PANEL * sizeof *s->c[p]);
         finish_rows(job, s, s->c[p], expert, begin, rows, first + p);
@@ -198,6 +212,7 @@ quern_status cpu_grouped_gemm(const stage_exec *exec, const grouped_gemm_args *a
     const quern_status status = check(exec, &job, rows);
     if (status != QUERN_OK) return status;
     ready_rows(exec, &job, rows);
+    job.panels = panels_a_task(exec, &job);
     parallel_for(exec, product_tasks(&job, tasks_across(&job)), product_task, &job);
     zero_output(&job, rows);
     return QUERN_OK;

@@ -237,7 +237,9 @@ INLINE void code_group(const word_group *g, const uint16_t *from, uint8_t *codes
                              _mm512_permutexvar_ps(_mm512_loadu_si512(block_lanes[i]), g->quarter));
     for (unsigned found = g->found; found != 0; found &= found - 1) {
         const int midpoint = __builtin_ctz(found);
-        const __m512i numbers = g->number[midpoint], below = _mm512_set1_epi16((short)midpoint);
+        const __m512i numbers = g->number[midpoint];
+        __m512i below = _mm512_set1_epi16((short)midpoint);
+        __asm__("" : "+v"(below)); /* else the compiler broadcasts it for each vector */
 #pragma GCC unroll 8
         for (int i = 0; i < WORD_VECTORS; i++) {
             const __m512i number = _mm512_permutexvar_epi32(_mm512_loadu_si512(block_lanes[i]), numbers);
