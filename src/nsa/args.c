@@ -50,6 +50,18 @@ attend_args nsa_branch_args(const nsa_call *c, int branch)
     return a;
 }
 
+bool nsa_selects_all(const nsa_call *c)
+{
+    const int64_t blocks = (c->n + c->params.select_block - 1) / c->params.select_block;
+    return c->params.selection == QUERN_NSA_LIST_COMPUTED && c->params.num_selected >= blocks;
+}
+
+void nsa_attend_all(attend_args *args)
+{
+    args->mask = ATTEND_RANGE;
+    args->list = (quern_tensor){0};
+}
+
 compress_args nsa_compress_args(const nsa_call *c)
 {
     const nsa_views *v = &c->views;

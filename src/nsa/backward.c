@@ -37,8 +37,7 @@ static void carve(nsa_call *c, arena *a)
     const quern_tensor d_q = nsa_sum_for(c, &v->d_q, a), d_k = nsa_sum_for(c, &v->d_k, a),
                        d_v = nsa_sum_for(c, &v->d_v, a);
     /* outputs where compress is GIVEN */
-    quern_tensor d_k_cmp = v->d_k_b[NSA_CMP],
-                 d_v_cmp = v->d_v_b[NSA_CMP];
+    quern_tensor d_k_cmp = v->d_k_b[NSA_CMP], d_v_cmp = v->d_v_b[NSA_CMP];
     if (compresses) {
         const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k},
                       v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v};
@@ -60,6 +59,7 @@ static void carve(nsa_call *c, arena *a)
         c->gate.o_b[i] = v->o_b[i];
         c->gate.delta[i] = nsa_take(c, a, QUERN_F32, 3, lse_shape);
         *attend = nsa_branch_args(c, i);
+        if (i == NSA_SLC && nsa_selects_all(c)) nsa_attend_all(attend);
         attend->d_o = v->d_o;
         attend->delta = c->gate.delta[i];
         attend->row_scale = gate_column(&v->gates, i);

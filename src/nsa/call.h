@@ -74,6 +74,10 @@ static inline void nsa_make_room(size_t *most, size_t bytes)
 /* Arguments of the stages, as the forward needs them: the attention stage of a branch; compress; select;
  * gate. */
 attend_args nsa_branch_args(const nsa_call *call, int branch);
+/* Whether a list that is computed names every block: there is room for all, and each is a candidate. The
+ * selected branch then attends to every token that its queries may see; nsa_attend_all() says so. */
+bool nsa_selects_all(const nsa_call *call);
+void nsa_attend_all(attend_args *args);
 compress_args nsa_compress_args(const nsa_call *call);
 select_args nsa_select_args(const nsa_call *call);
 gate_args nsa_gate_args(const nsa_call *call);

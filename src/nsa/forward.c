@@ -9,7 +9,7 @@
  * A backend that offers attend_gate_forward takes everything after compress in one stage. Elsewhere the
  * branches' outputs that the caller did not ask for are most of the workspace of a long call. One of them is
  * kept in O, which the gate reads before it writes. Passes over the key/value heads share the memory of the
- * others.
+ * others. In a short sequence the lists name every block, so that select need not run.
  */
 #include "core/view.h"
 #include "nsa/call.h"
@@ -71,81 +71,128 @@ static gate_args gate_of_pass(const nsa_call *c, int64_t pass)
     return g;
 }
 
-static void carve(nsa_call *c, arena *a)
+static bool computes_blocks(const nsa_call *c)
+{
+    return nsa_branch_on(c, NSA_SLC) && c->params.selection == QUERN_NSA_LIST_COMPUTED;
+}
+
+static bool computes_groups(const nsa_call *c)
+{
+    return nsa_branch_on(c, NSA_CMP) && c->params.max_compressed_groups > 0 &&
+           c->params.groups == QUERN_NSA_LIST_COMPUTED;
+}
+
+static void carve_compress(nsa_call *c, arena *a)
+{
+    nsa_views *v = &c->views;
+    const quern_dtype act = c->head.like.dtype;
+    const int64_t B = c->head.varlen ? 1 : c->batch;
+    const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k},
+                  v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v}, offsets[] = {c->batch + 1};
+    v->k_b[NSA_CMP] = nsa_given_or_take(c, &v->k_b[NSA_CMP], a, act, 4, k_shape);
+    v->v_b[NSA_CMP] = nsa_given_or_take(c, &v->v_b[NSA_CMP], a, act, 4, v_shape);
+    if (c->head.varlen)
+        c->compressed.cu_kv = nsa_given_or_take(c, &c->compressed.cu_kv, a, QUERN_I32, 1, offsets);
+    c->compress = nsa_compress_args(c);
+}
+
+static void carve_lists(nsa_call *c, arena *a, bool blocks, bool groups)
 {
     nsa_views *v = &c->views;
     const quern_nsa_params *p = &c->params;
-    const quern_dtype act = c->head.like.dtype;
-    const int64_t B = c->head.varlen ? 1 : c->batch, N = c->n, H = c->heads;
-    const bool cmp = nsa_branch_on(c, NSA_CMP), slc = nsa_branch_on(c, NSA_SLC);
-    const bool selects = slc && p->selection == QUERN_NSA_LIST_COMPUTED,
-               groups = cmp && p->max_compressed_groups > 0;
-    c->use_compress = p->compress != QUERN_NSA_COMPRESS_GIVEN && (cmp || slc);
-    c->use_select = selects || (groups && p->groups == QUERN_NSA_LIST_COMPUTED);
-    if (c->use_compress) {
-        const int64_t k_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_k},
-                      v_shape[] = {B, c->n_cmp, c->kv_heads, c->dim_v}, offsets[] = {c->batch + 1};
-        v->k_b[NSA_CMP] = nsa_given_or_take(c, &v->k_b[NSA_CMP], a, act, 4, k_shape);
-        v->v_b[NSA_CMP] = nsa_given_or_take(c, &v->v_b[NSA_CMP], a, act, 4, v_shape);
-        if (c->head.varlen)
-            c->compressed.cu_kv = nsa_given_or_take(c, &c->compressed.cu_kv, a, QUERN_I32, 1, offsets);
-        c->compress = nsa_compress_args(c);
+    const int64_t B = c->head.varlen ? 1 : c->batch;
+    const int64_t idx[] = {B, c->list_heads, c->list_rows, p->num_selected},
+                  grp[] = {B, c->list_heads, c->list_rows, p->max_compressed_groups};
+    c->use_select = blocks || groups;
+    if (blocks) v->block_idx = nsa_given_or_take(c, &v->block_idx, a, QUERN_I32, 4, idx);
+    if (groups) v->group_idx = nsa_given_or_take(c, &v->group_idx, a, QUERN_I32, 4, grp);
+    c->select = nsa_select_args(c);
+    if (!blocks) /* an input, or no branch of this call's */
+        c->select.blocks = c->select.count = (quern_tensor){0};
+}
+
+/* Where the backend offers the fused stage for this call, outputs of branches go to memory only where the
+ * caller wants them. */
+static bool carve_fused(nsa_call *c, arena *a, size_t *scratch)
+{
+    char why[STAGE_WHY_BYTES];
+    if (c->head.backend->attend_gate_forward.run == NULL) return false;
+    carve_lists(c, a, computes_blocks(c), computes_groups(c));
+    for (int i = 0; i < NSA_BRANCHES; i++) {
+        c->fused.branch[i] = nsa_branch_args(c, i);
+        c->fused.separate[i] = c->separate[i];
     }
+    c->fused.branches = c->params.branches;
+    c->fused.select = c->select;
+    c->fused.select_given = !c->use_select;
+    c->fused.gate = nsa_gate_args(c);
+    if (!STAGE_TAKES(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused, why)) return false;
+    nsa_make_room(scratch, STAGE_WORKSPACE(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused));
+    return true;
+}
+
+/* Whether a branch's output or LSE is a result of the call. */
+static bool branch_is_wanted(const nsa_call *c, int branch)
+{
+    return op_uses(&c->head, T(o_cmp) + branch) || op_uses(&c->head, T(lse_cmp) + branch);
+}
+
+/* Which branches run. For the gate alone, one without keys need not, for it gives 0, and the window branch
+ * need not where it sees what the selected branch sees (`all`). Returns whether the latter is so. */
+static bool choose_branches(nsa_call *c, bool all)
+{
+    const bool twins = all && nsa_branch_on(c, NSA_WIN) && c->params.causal && c->params.window >= c->n &&
+                       !c->separate[NSA_SLC] && !c->separate[NSA_WIN] && !branch_is_wanted(c, NSA_WIN);
+    for (int i = 0; i < NSA_BRANCHES; i++) c->use_attend[i] = nsa_branch_on(c, i);
+    if (c->n_cmp == 0 && !branch_is_wanted(c, NSA_CMP)) c->use_attend[NSA_CMP] = false;
+    if (twins) c->use_attend[NSA_WIN] = false;
+    return twins;
+}
+
+/* The stages one by one. */
+static void carve_composed(nsa_call *c, arena *a, size_t *scratch)
+{
+    nsa_views *v = &c->views;
+    const bool all = nsa_branch_on(c, NSA_SLC) && nsa_selects_all(c);
+    const bool lists = op_uses(&c->head, T(block_idx)) || op_uses(&c->head, T(block_count));
+    const bool twins = choose_branches(c, all);
+    int64_t taken = 0;
+    for (int i = 0; i < NSA_BRANCHES; i++)
+        if (c->use_attend[i] && v->o_b[i].ndim == 0 && taken++ == 0) v->o_b[i] = v->o;
+    c->passes = passes_of(c, taken - 1);
+    carve_lists(c, a, computes_blocks(c) && (lists || !all), computes_groups(c));
+    const int64_t B = c->head.varlen ? 1 : c->batch, H = c->heads / c->passes;
+    const int64_t o_shape[] = {B, c->n, H, c->dim_v}, lse_shape[] = {B, H, c->n};
+    for (int i = 0; i < NSA_BRANCHES; i++) {
+        if (!c->use_attend[i]) continue;
+        v->o_b[i] = nsa_given_or_take(c, &v->o_b[i], a, c->head.like.dtype, 4, o_shape);
+        if (i == NSA_CMP && c->use_select && c->params.metric == QUERN_NSA_METRIC_SOFTMAX)
+            v->lse_b[i] = nsa_given_or_take(c, &v->lse_b[i], a, QUERN_F32, 3, lse_shape);
+        c->attend[i] = nsa_branch_args(c, i);
+        if (i == NSA_SLC && all) nsa_attend_all(&c->attend[i]);
+        const attend_args part = attend_of_pass(c, i, 0);
+        nsa_make_room(scratch, STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, &part));
+    }
+    if (twins) v->o_b[NSA_WIN] = v->o_b[NSA_SLC];
     if (c->use_select) {
-        const int64_t idx[] = {B, c->list_heads, c->list_rows, p->num_selected},
-                      grp[] = {B, c->list_heads, c->list_rows, p->max_compressed_groups};
-        if (selects) v->block_idx = nsa_given_or_take(c, &v->block_idx, a, QUERN_I32, 4, idx);
-        if (groups) v->group_idx = nsa_given_or_take(c, &v->group_idx, a, QUERN_I32, 4, grp);
+        c->select.lse = v->lse_b[NSA_CMP];
+        const select_args part = select_of_pass(c, 0);
+        nsa_make_room(scratch, STAGE_WORKSPACE(c->head.backend->select, &c->head.exec, &part));
     }
-    /* Fused where offered: o_b then go to memory only where the caller wants them. */
-    c->use_fused = false;
-    if (c->head.backend->attend_gate_forward.run != NULL) {
-        char why[STAGE_WHY_BYTES];
-        for (int i = 0; i < NSA_BRANCHES; i++) {
-            c->fused.branch[i] = nsa_branch_args(c, i);
-            c->fused.separate[i] = c->separate[i];
-        }
-        c->fused.branches = p->branches;
-        c->fused.select = nsa_select_args(c);
-        if (!selects) c->fused.select.blocks = c->fused.select.count = (quern_tensor){0};
-        c->fused.select_given = !c->use_select;
-        c->fused.gate = nsa_gate_args(c);
-        c->use_fused = STAGE_TAKES(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused, why);
-    }
+    c->use_gate = true;
+    c->gate = nsa_gate_args(c);
+    const gate_args part = gate_of_pass(c, 0);
+    nsa_make_room(scratch, STAGE_WORKSPACE(c->head.backend->gate_forward, &c->head.exec, &part));
+}
+
+static void carve(nsa_call *c, arena *a)
+{
     size_t scratch = 0;
-    if (c->use_fused) {
-        nsa_make_room(&scratch,
-                      STAGE_WORKSPACE(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused));
-    } else {
-        int64_t taken = 0;
-        for (int i = 0; i < NSA_BRANCHES; i++) {
-            c->use_attend[i] = nsa_branch_on(c, i);
-            if (c->use_attend[i] && v->o_b[i].ndim == 0 && taken++ == 0) v->o_b[i] = v->o;
-        }
-        c->passes = passes_of(c, taken - 1);
-        const int64_t o_shape[] = {B, N, H / c->passes, c->dim_v}, lse_shape[] = {B, H / c->passes, N};
-        for (int i = 0; i < NSA_BRANCHES; i++) {
-            if (!c->use_attend[i]) continue;
-            v->o_b[i] = nsa_given_or_take(c, &v->o_b[i], a, act, 4, o_shape);
-            if (i == NSA_CMP && c->use_select && p->metric == QUERN_NSA_METRIC_SOFTMAX)
-                v->lse_b[i] = nsa_given_or_take(c, &v->lse_b[i], a, QUERN_F32, 3, lse_shape);
-            c->attend[i] = nsa_branch_args(c, i);
-            const attend_args part = attend_of_pass(c, i, 0);
-            nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, &part));
-        }
-        if (c->use_select) {
-            c->select = nsa_select_args(c);
-            if (!selects)
-                c->select.blocks = c->select.count =
-                    (quern_tensor){0}; /* an input, or no branch of this call's */
-            const select_args part = select_of_pass(c, 0);
-            nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->select, &c->head.exec, &part));
-        }
-        c->use_gate = true;
-        c->gate = nsa_gate_args(c);
-        const gate_args part = gate_of_pass(c, 0);
-        nsa_make_room(&scratch, STAGE_WORKSPACE(c->head.backend->gate_forward, &c->head.exec, &part));
-    }
+    c->use_compress = c->params.compress != QUERN_NSA_COMPRESS_GIVEN &&
+                      (nsa_branch_on(c, NSA_CMP) || nsa_branch_on(c, NSA_SLC));
+    if (c->use_compress) carve_compress(c, a);
+    c->use_fused = carve_fused(c, a, &scratch);
+    if (!c->use_fused) carve_composed(c, a, &scratch);
     if (c->use_compress)
         nsa_make_room(&scratch,
                       STAGE_WORKSPACE(c->head.backend->compress_forward, &c->head.exec, &c->compress));

@@ -319,6 +319,9 @@ static void launches_are_those_of_the_branches(void **state)
         {QUERN_NSA_BRANCH_SLC | QUERN_NSA_BRANCH_WIN, N, 6}, /* select computes its own lse */
         {QUERN_NSA_BRANCH_CMP, N, 3},
         {QUERN_NSA_BRANCH_WIN, N, 2},
+        {QUERN_NSA_BRANCH_ALL, 60, 5}, /* k l' = 64: every block is chosen */
+        {QUERN_NSA_BRANCH_ALL, 40, 4}, /* W = 40: the window is the selected branch */
+        {QUERN_NSA_BRANCH_ALL, 15, 2}, /* l = 16: no entry */
         {QUERN_NSA_BRANCH_ALL, 0, 0},
     };
     void *stream = NULL;

@@ -47,6 +47,46 @@ static nsa_set draw_outputs(test_random *random, nsa_set all)
     return set & all;
 }
 
+static void compare_forwards(const nsa_config *config, test_random *random, nsa_set outputs, const char *what)
+{
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+    nsa_case *c = nsa_case_random(config, random);
+    test_tensor expected[NSA_SLOTS];
+    outputs = nsa_present(c, outputs & nsa_forward_outputs(c));
+    nsa_run(c, ctx, composed, nsa_forward_inputs(c), outputs);
+    nsa_copy(c, outputs, expected);
+    nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), outputs);
+    compare(c, outputs, expected, what);
+    nsa_free_copies(expected);
+    nsa_case_free(c);
+    quern_context_destroy(ctx);
+}
+
+/* Around the lengths at which separate stages leave work out: no entries (below l), one window (W), every
+ * block chosen (k l'). */
+static void short_sequences_agree(void **state)
+{
+    static const int64_t lengths[] = {1, 7, 8, 19, 20, 21, 39, 40, 41};
+    (void)state;
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+        for (int kind = 0; kind < 5; kind++) {
+            test_random random = {i + 1};
+            nsa_config config = nsa_config_small(); /* l = l' = 8, k 5, W 20 */
+            char text[600];
+            config.n = config.lens[0] = lengths[i];
+            config.lens[1] = 1;
+            config.varlen = kind == 1;
+            config.separate_slc = kind == 2;
+            config.separate_win = kind == 3;
+            config.params.causal = kind != 4;
+            config.params.gate = QUERN_NSA_GATE_WEIGHTS;
+            nsa_config_describe(&config, text);
+            compare_forwards(&config, &random, NSA_BIT(NSA_O), text);
+            compare_forwards(&config, &random, NSA_BIT(NSA_O) | NSA_BIT(NSA_O_WIN), text);
+            compare_forwards(&config, &random, ~(nsa_set)0, text);
+        }
+}
+
 static void fused_agrees_with_composed(void **state)
 {
     const uint64_t seed = test_seed("fused_agrees_with_composed", 61);
@@ -421,6 +461,7 @@ static void workspace_stays_within_the_bound(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(short_sequences_agree),
         cmocka_unit_test(fused_agrees_with_composed),
         cmocka_unit_test(workspace_stays_within_the_bound),
     };
