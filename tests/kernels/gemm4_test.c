@@ -167,28 +167,52 @@ static void rows_bf16(const gemm4_kernels *kernels, test_random *random)
     }
 }
 
-static void row_f32(const gemm4_kernels *kernels, test_random *random)
+/* Codes and scales, then sums of blocks, against double; one row decoded on the way has the same bits. */
+static void blocks_f32(const gemm4_kernels *kernels, test_random *random)
 {
-    const attention_kernels *dense = attention_kernels_for(kernels->level);
-    static float decoded[DEPTH_MOST * GEMM4_PANEL];
-    for (int64_t i = 0; i < 2 * UNITS_MOST; i++) {
-        const int64_t units = i / 2 + 1, depth = units * GEMM4_UNIT;
-        test_tensor panel = random_units(random, units), a = floats_of(random, depth),
-                    c = floats_of(random, GEMM4_PANEL);
-        test_tensor_normal(&a, random, 1), test_tensor_normal(&c, random, 1);
-        float expected[GEMM4_PANEL];
-        memcpy(expected, c.view.data, sizeof expected);
-        kernels->decode_f32(panel.view.data, units, decoded);
-        for (int64_t n = 0; n < GEMM4_PANEL; n += dense->panel)
-            dense->mm_f32(1, dense->panel, depth, a.view.data, depth, 1, decoded + n, GEMM4_PANEL,
-                          expected + n, GEMM4_PANEL, i % 2);
-        kernels->row_f32(panel.view.data, units, a.view.data, c.view.data, i % 2);
-        test_tensor_check_guards(&c, "row_f32");
+    static float codes[DEPTH_MOST * GEMM4_PANEL], scales[DEPTH_MOST / 16 * GEMM4_PANEL];
+    for (int64_t i = 0; i < 40; i++) {
+        const int64_t rows = i % 14, units = i % UNITS_MOST + 1, depth = units * GEMM4_UNIT, lda = depth + 5;
+        test_tensor panel = random_units(random, units), a = floats_of(random, rows * lda),
+                    c = floats_of(random, rows * GEMM4_PANEL), row = floats_of(random, GEMM4_PANEL);
+        test_tensor_normal(&a, random, 0x1p-32), test_tensor_normal(&c, random, 1);
+        double *x = test_tensor_get(&a), *old = test_tensor_get(&c);
+        if (rows > 0) memcpy(row.view.data, c.view.data, GEMM4_PANEL * 4);
+        kernels->decode_blocks(panel.view.data, units, codes, scales);
+        for (int64_t k = 0; k < depth; k++)
+            for (int64_t n = 0; n < GEMM4_PANEL; n++)
+                expect(kernels, "decode_blocks", k, n,
+                       (double)codes[k * GEMM4_PANEL + n] * (double)scales[k / 16 * GEMM4_PANEL + n],
+                       weight_at(&panel, k, n) * 0x1p32, bound_of(kernels, "decode_blocks", 0));
+        const gemm4_f32_tile t = {rows, depth / 16, a.view.data, lda, codes, scales, c.view.data, i % 2};
+        kernels->mm_blocks(&t);
+        test_tensor_check_guards(&c, "mm_blocks");
+        double *got = test_tensor_get(&c);
+        for (int64_t j = 0; j < rows * GEMM4_PANEL; j++) {
+            double sum = i % 2 ? old[j] : 0, size = fabs(sum);
+            for (int64_t k = 0; k < depth; k++) {
+                const double term =
+                    x[j / GEMM4_PANEL * lda + k] * weight_at(&panel, k, j % GEMM4_PANEL) * 0x1p32;
+                sum += term;
+                size += fabs(term);
+            }
+            expect(kernels, "mm_blocks", j / GEMM4_PANEL, j % GEMM4_PANEL, got[j], sum,
+                   bound_of(kernels, "mm_blocks", (double)depth) * size);
+        }
         assert_true(bound_of(kernels, "row_f32", 0) == 0);
-        assert_memory_equal(c.view.data, expected, sizeof expected);
-        TEST_TIME("gemm4", "row_f32", kernels->level, depth * GEMM4_PANEL,
-                  kernels->row_f32(panel.view.data, units, a.view.data, c.view.data, false));
-        test_tensor_free(&panel), test_tensor_free(&a), test_tensor_free(&c);
+        if (rows > 0) {
+            kernels->row_f32(panel.view.data, units, a.view.data, row.view.data, i % 2);
+            test_tensor_check_guards(&row, "row_f32");
+            assert_memory_equal(row.view.data, c.view.data, GEMM4_PANEL * 4);
+            TEST_TIME("gemm4", "row_f32", kernels->level, depth * GEMM4_PANEL,
+                      kernels->row_f32(panel.view.data, units, a.view.data, row.view.data, false));
+        }
+        TEST_TIME("gemm4", "decode_blocks", kernels->level,
+                  units * (GEMM4_UNIT_BYTES + 4 * (GEMM4_UNIT + GEMM4_BLOCKS) * GEMM4_PANEL),
+                  kernels->decode_blocks(panel.view.data, units, codes, scales));
+        TEST_TIME("gemm4", "mm_blocks", kernels->level, rows * depth * GEMM4_PANEL, kernels->mm_blocks(&t));
+        free(x), free(old), free(got);
+        test_tensor_free(&panel), test_tensor_free(&a), test_tensor_free(&c), test_tensor_free(&row);
     }
 }
 
@@ -300,7 +324,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {KERNEL_TEST(decode),
                                        KERNEL_TEST(turn_bf16),
                                        KERNEL_TEST(rows_bf16),
-                                       KERNEL_TEST(row_f32),
+                                       KERNEL_TEST(blocks_f32),
                                        KERNEL_TEST(integers),
                                        KERNEL_TEST(scale_row),
                                        {"every_kernel", test_every_kernel, NULL, NULL, program}};

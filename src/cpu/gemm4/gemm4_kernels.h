@@ -45,6 +45,18 @@ typedef struct gemm4_i8_tile {
     bool accumulate;
 } gemm4_i8_tile;
 
+/* The f32 product of some rows with one panel, a block of 16 at a time: C[m][64] (+)= sum over blocks of (a's
+ * values times the codes, summed from 0 in the order of K) * b_scale, an FMA a block. a comes 2^-32 times. */
+typedef struct gemm4_f32_tile {
+    int64_t rows, blocks;
+    const float *a; /* [rows][16 blocks] */
+    int64_t lda;
+    const float *codes;  /* [16 blocks][64] */
+    const float *scales; /* [blocks][64] */
+    float *c;            /* [rows][64] */
+    bool accumulate;
+} gemm4_f32_tile;
+
 typedef struct gemm4_kernels {
     quern_cpu_level level;
     /* Decodes units of a panel to code * scale, exact: [64 units][64] f32, or [32 units][64] words of two
@@ -54,8 +66,10 @@ typedef struct gemm4_kernels {
     /* Turns a unit of decode_bf16, [32][64] words that pair K, to [32][64] words that pair columns: word [n /
      * 2][k] holds columns n and n + 1. NULL where there is no decode_bf16. */
     void (*turn_bf16)(const uint32_t *decoded, uint32_t *out);
-    /* c[64] (+)= a row times the units, decoded on the way: the same bits as decode_f32 and a product of one
-     * row. */
+    /* Decodes units to the operands of mm_blocks: [64 units][64] codes and [4 units][64] scales. */
+    void (*decode_blocks)(const uint8_t *panel, int64_t units, float *codes, float *scales);
+    void (*mm_blocks)(const gemm4_f32_tile *t);
+    /* c[64] (+)= a row times the units, decoded on the way: the same bits as decode_blocks and mm_blocks. */
     void (*row_f32)(const uint8_t *panel, int64_t units, const float *a, float *c, bool accumulate);
     /* c[rows][64] (+)= up to GEMM4_FEW_ROWS rows of words, `lda` apart, the same bits as decode_bf16 and a
      * product. */

@@ -39,8 +39,8 @@ typedef struct product_job {
     const quantise_kernels *quantise;
     product_kind kind;
     int64_t units, experts, panels; /* panels: of a task */
-    const int32_t *ends; /* [experts] */
-    int32_t all;         /* without offsets, the only end */
+    const int32_t *ends;            /* [experts] */
+    int32_t all;                    /* without offsets, the only end */
     /* A converted, rows of `units` units: f32, bf16, or words of four int8 with a scale and a start a
      * block. */
     char *a;

@@ -123,7 +123,7 @@ static void ready_floats(const product_job *job, int64_t row)
     const int64_t padded = job->units * GEMM4_UNIT;
     char *out = job->a + row * ready_row_bytes(job);
     if (job->kind == PRODUCT_BF16) job->dense->pack_rows_bf16(&src, (uint16_t *)(void *)out, padded);
-    else job->dense->pack_rows_f32(&src, 1.0f, (float *)(void *)out, padded);
+    else job->dense->pack_rows_f32(&src, 0x1p-32f, (float *)(void *)out, padded); /* for mm_blocks */
 }
 
 static void ready_task(void *arg, int64_t index, int32_t thread)

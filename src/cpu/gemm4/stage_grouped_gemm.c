@@ -57,21 +57,6 @@ size_t cpu_grouped_gemm_workspace(const stage_exec *exec, const grouped_gemm_arg
     return a.used;
 }
 
-static void multiply_f32(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
-                         int64_t count, int64_t row, int64_t rows, float *sums)
-{
-    const int64_t k = ready_row_bytes(job) / 4, panel = job->dense->panel;
-    const float *a = (const float *)(const void *)job->a + row * k + first * GEMM4_UNIT;
-    if (rows == 1) {
-        job->kernels->row_f32(units, count, a, sums, first > 0);
-        return;
-    }
-    job->kernels->decode_f32(units, count, s->decoded);
-    for (int64_t c = 0; c < GEMM4_PANEL; c += panel)
-        job->dense->mm_f32(rows, panel, count * GEMM4_UNIT, a, k, 1, s->decoded + c, GEMM4_PANEL, sums + c,
-                           GEMM4_PANEL, first > 0);
-}
-
 /* A product takes its rows in blocks, and between them requests the units that come next: all at once the
  * requests would wait for one another, and the product for them. Returns the rows of the block at `row`. */
 static int64_t next_block(const uint8_t *units, int64_t count, int64_t row, int64_t rows)
@@ -81,6 +66,31 @@ static int64_t next_block(const uint8_t *units, int64_t count, int64_t row, int6
     for (int64_t line = lines * row / rows; line < lines * (row + some) / rows; line++)
         __builtin_prefetch(units + bytes + 64 * line, 0, 2);
     return some;
+}
+
+static void multiply_f32(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
+                         int64_t count, int64_t row, int64_t rows, float *sums)
+{
+    const int64_t k = ready_row_bytes(job) / 4;
+    const float *a = (const float *)(const void *)job->a + row * k + first * GEMM4_UNIT;
+    if (rows == 1) {
+        job->kernels->row_f32(units, count, a, sums, first > 0);
+        return;
+    }
+    job->kernels->decode_blocks(units, count, s->decoded, s->scales);
+    gemm4_f32_tile t = {.blocks = count * GEMM4_BLOCKS,
+                        .a = a,
+                        .lda = k,
+                        .codes = s->decoded,
+                        .scales = s->scales,
+                        .c = sums,
+                        .accumulate = first > 0};
+    for (int64_t r = 0; r < rows; r += t.rows) {
+        t.rows = next_block(units, count, r, rows);
+        job->kernels->mm_blocks(&t);
+        t.a += t.rows * k;
+        t.c += t.rows * GEMM4_PANEL;
+    }
 }
 
 static void multiply_bf16(const product_job *job, product_scratch *s, const uint8_t *units, int64_t first,
