@@ -75,7 +75,8 @@ static void conversions_count_their_bytes(void **state)
         {"nvfp4-dequantize", "", (2 + 9.0 / 16) * 3 * 96},
         {"nvfp4-from-mxfp4", "", (17.0 / 32 + 9.0 / 16) * 3 * 96},
         {"nvfp4-swizzle", "", 2.0 * 3 * 96},
-        {"nvfp4-interleave", "--granularity 16", 8.0 * 3 * 96}};
+        {"nvfp4-interleave", "--granularity 16", 8.0 * 3 * 96},
+        {"moe-prepack", "", 9.0 / 8 * 4 * 64 * 96}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         bench(cases[i].subject, cases[i].options);

@@ -78,6 +78,7 @@ static const struct {
                  {"nvfp4-swizzle", bench_experts},
                  {"nvfp4-interleave", bench_experts},
                  {"nvfp4-profiles", bench_profiles},
+                 {"moe-prepack", bench_experts},
                  {"moe-route", bench_experts},
                  {"moe", bench_experts}};
 enum { SCENARIOS = sizeof scenarios / sizeof *scenarios };

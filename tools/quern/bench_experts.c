@@ -102,6 +102,16 @@ static const subject_row subjects[] = {
      .tokens = "n",
      .bytes = {"4*b*T*K"},
      .inputs = {{"X", "T 2*K", NORMAL, ALWAYS, NULL, NULL}}},
+    {.op = "moe-prepack",
+     .help = "experts' weights [K, N]",
+     .n = "1",
+     .experts = 16,
+     .width = 4096,
+     .depth = 4096,
+     .tokens = "n",
+     .bytes = {"9*E*N*K/8"},
+     .inputs = {{"B_codes", "E K/2 N", CODES, ALWAYS, NULL, NULL},
+                {"B_scales", "E K/16 N", SCALES, ALWAYS, NULL, NULL}}},
     {.op = "moe-route",
      .help = "the router of n tokens, hidden [n, K] and weight [E, K]",
      .n = "1,512",
@@ -434,7 +444,7 @@ static int bench(const experts_options *o, const subject_row *s, const operation
 
 static const char usage[] =
     "usage: quern bench nvfp4-gemm|nvfp4-quantize|nvfp4-fused-quantize|nvfp4-dequantize|nvfp4-from-mxfp4|\n"
-    "       nvfp4-swizzle|nvfp4-interleave|moe-route|moe [--key value ...]\n\n"
+    "       nvfp4-swizzle|nvfp4-interleave|moe-prepack|moe-route|moe [--key value ...]\n\n"
     "Medians of rounds in which the operation, the machine's limits (arithmetic peak and memory, the slower\n"
     "counts) and what stands beside take turns: for nvfp4-gemm oneDNN's bf16 product on the same weights,\n"
     "dequantised, in its fastest weight format; for moe the layer's own products alone.\n\noptions:\n";
