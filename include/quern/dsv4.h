@@ -111,7 +111,7 @@ typedef struct quern_dsv4_compress_tensors {
 #define QUERN_DSV4_COMPRESS_TENSORS_INIT QUERN_SIZED(quern_dsv4_compress_tensors)
 
 /* Bytes of workspace that the call with the same arguments needs; reads shapes alone. With x the workspace
- * holds the projections of some 4096 tokens, in the backward pass their gradients too, and a copy of w in
+ * holds the projections of some 1536 tokens, in the backward pass their gradients too, and a copy of w in
  * panels. */
 QUERN_API quern_status quern_dsv4_compress_workspace(quern_context *ctx,
                                                      const quern_dsv4_compress_params *params,

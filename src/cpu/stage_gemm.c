@@ -6,12 +6,13 @@
  * It does not use oneDNN, which would take full tiles and leave the tails to the micro-kernel: a row's bits
  * would then depend on the number of rows. Here each element of c is the sum over k in one order, whatever m.
  *
- * b is packed once into panels of 64 columns. A task is 96 rows by 256 columns: its tile of c (96 KiB) and 128
- * columns of a (48 KiB) stay in the caches while the panels pass. a is converted to f32 by task, or multiplied
- * as bf16 where b is bf16 too and the level has the instruction. Up to 96 rows use each panel once: a task is
- * then one panel, which it packs piece by piece (32 KiB) as it multiplies, so that b is read from memory once
- * and nothing is written there. With few rows, an f32 b with contiguous rows and a transposed b of bf16 are read
- * in place. Limit: FMA, or with few rows the bandwidth of reading b.
+ * b is packed once into panels of 64 columns. A task is 192 rows by 256 columns: its tile of c (204 KiB) and
+ * 256 columns of a (of bf16 512; 192 KiB) stay in L2 while the panels pass, 64 KiB of each at a time. With fewer
+ * rows the panels, which come from L3 or memory, would pass too often. a is converted to f32 by task, or
+ * multiplied as bf16 where b is bf16 too and the level has the instruction. Up to 96 rows use each panel once: a
+ * task is then one panel, which it packs piece by piece (32 KiB) as it multiplies, so that b is read from memory
+ * once and nothing is written there. With few rows, an f32 b with contiguous rows and a transposed b of bf16 are
+ * read in place. Limit: FMA, or with few rows the bandwidth of reading b.
  */
 #include "core/arena.h"
 #include "core/parallel.h"
@@ -19,12 +20,22 @@
 #include "cpu/rows_at.h"
 #include "cpu/stages.h"
 
-enum { TILE_ROWS = 96, TILE_COLUMNS = 256, DEPTH = ACROSS_DEPTH, FEW_ROWS = 32, PIECE = 64 * DEPTH };
+enum {
+    TILE_ROWS = 192,
+    TILE_COLUMNS = 256,
+    TILE_STRIDE = TILE_COLUMNS + 16,
+    BLOCKS = 2,
+    DEPTH = 128,
+    FEW_ROWS = 32,
+    ONCE_ROWS = 96,
+    PIECE = 64 * DEPTH
+};
 
 typedef struct gemm_job {
     const gemm_args *args;
     const attention_kernels *kernels;
     int64_t m, n, k, tiles_n, tile_columns;
+    int64_t depth;  /* columns of a that a product takes in: DEPTH words */
     bool pairs;     /* bf16 products */
     bool once;      /* one tile of rows: panels are packed by the tasks */
     bool across;    /* b is read in place by mm_across_bf16 */
@@ -45,11 +56,15 @@ static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
     job.pairs = job.kernels->mm_bf16 != NULL && args->a.dtype == QUERN_BF16 && b->dtype == QUERN_BF16 &&
                 !args->a_transposed && job.k % 2 == 0;
     job.tile_columns = TILE_COLUMNS;
+    job.depth = job.pairs ? ACROSS_DEPTH : DEPTH;
+    /* First, so that calls with few rows leave the panels of others in place. */
+    job.scratch_bytes = (TILE_ROWS * TILE_STRIDE + BLOCKS * TILE_ROWS * DEPTH + PIECE) * sizeof(float);
+    job.scratch = arena_take(a, job.scratch_bytes * (size_t)exec->threads);
     if (job.m <= FEW_ROWS && b->dtype == QUERN_F32 && !args->b_transposed && job.n % 16 == 0) {
         job.b = b->data;
         job.ldb = b->strides[0];
         job.panel_stride = job.kernels->panel;
-    } else if (job.m <= TILE_ROWS) {
+    } else if (job.m <= ONCE_ROWS) {
         job.once = true;
         job.across = job.pairs && args->b_transposed && job.m <= ACROSS_ROWS;
         job.ldb = job.tile_columns = job.kernels->panel;
@@ -61,8 +76,6 @@ static gemm_job carve(const stage_exec *exec, const gemm_args *args, arena *a)
                    sizeof(float));
     }
     job.tiles_n = (job.n + job.tile_columns - 1) / job.tile_columns;
-    job.scratch_bytes = (TILE_ROWS * TILE_COLUMNS + TILE_ROWS * DEPTH + PIECE) * sizeof(float);
-    job.scratch = arena_take(a, job.scratch_bytes * (size_t)exec->threads);
     return job;
 }
 
@@ -87,14 +100,19 @@ static void pack(const gemm_job *job, int64_t p, int64_t depth, int64_t first, i
     else job->kernels->pack_values_f32(&src, panel, to, job->panel_stride);
 }
 
-/* Packs DEPTH rows of b: into one panel for b^T, else into all panels. */
+static int64_t depth_at(const gemm_job *job, int64_t p)
+{
+    return job->k - p < job->depth ? job->k - p : job->depth;
+}
+
+/* Packs `depth` rows of b: into one panel for b^T, else into all panels. */
 static void pack_part(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
     const gemm_job *job = arg;
-    const int64_t panel = job->kernels->panel, pieces = (job->k + DEPTH - 1) / DEPTH,
-                  p = index % pieces * DEPTH, first = index / pieces * panel;
-    const int64_t depth = job->k - p < DEPTH ? job->k - p : DEPTH,
+    const int64_t panel = job->kernels->panel, pieces = (job->k + job->depth - 1) / job->depth,
+                  p = index % pieces * job->depth, first = index / pieces * panel;
+    const int64_t depth = depth_at(job, p),
                   columns = job->args->b_transposed && job->n - first > panel ? panel : job->n - first;
     pack(job, p, depth, first, columns,
          job->packed + index / pieces * job->panel_stride + (job->pairs ? p / 2 : p) * panel);
@@ -116,8 +134,8 @@ static operand rows_of_a(const gemm_job *job, int64_t row, int64_t rows, int64_t
     const char *first = across ? element(a, p, row) : element(a, row, p);
     if (job->pairs) {
         const row_source src = {first, a->dtype, a->strides[0], rows, depth};
-        job->kernels->pack_rows_bf16(&src, (uint16_t *)(void *)copy, DEPTH);
-        return (operand){copy, DEPTH / 2, 1};
+        job->kernels->pack_rows_bf16(&src, (uint16_t *)(void *)copy, 2 * DEPTH);
+        return (operand){copy, DEPTH, 1};
     }
     if (a->dtype == QUERN_F32)
         return (operand){first, across ? 1 : a->strides[0], across ? a->strides[0] : 1};
@@ -135,7 +153,7 @@ static void store_tile(const gemm_job *job, const float *tile, int64_t row, int6
     const quern_tensor *c = &job->args->c;
     for (int64_t i = 0; i < rows; i++) {
         char *to = (char *)(uintptr_t)element(c, row + i, column);
-        const float *from = tile + i * TILE_COLUMNS;
+        const float *from = tile + i * TILE_STRIDE;
         if (job->args->accumulate) job->kernels->rows->add_scaled((float *)(void *)to, from, 1.0f, columns);
         else job->kernels->rows->convert(from, QUERN_F32, to, c->dtype, columns);
     }
@@ -158,21 +176,27 @@ static void product_tile(void *arg, int64_t index, int32_t thread)
     const int64_t rows = job->m - row < TILE_ROWS ? job->m - row : TILE_ROWS,
                   columns = job->n - column < job->tile_columns ? job->n - column : job->tile_columns;
     float *tile = (float *)(void *)(job->scratch + (size_t)thread * job->scratch_bytes),
-          *copy = tile + TILE_ROWS * TILE_COLUMNS, *piece = copy + TILE_ROWS * DEPTH;
+          *copy = tile + TILE_ROWS * TILE_STRIDE, *piece = copy + BLOCKS * TILE_ROWS * DEPTH;
     mm_kernel *mm = job->pairs ? job->kernels->mm_bf16 : job->kernels->mm_f32;
     if (job->across) {
         const quern_tensor *a = &job->args->a, *b = &job->args->b;
         const row_source src = {element(b, column, 0), b->dtype, b->strides[0], columns, job->k};
-        job->kernels->mm_across_bf16(rows, a->data, a->strides[0], &src, tile, TILE_COLUMNS);
+        job->kernels->mm_across_bf16(rows, a->data, a->strides[0], &src, tile, TILE_STRIDE);
         store_tile(job, tile, row, rows, column, columns);
         return;
     }
-    for (int64_t p = 0; p == 0 || p < job->k; p += DEPTH) {
-        const int64_t depth = job->k - p < DEPTH ? job->k - p : DEPTH, words = job->pairs ? depth / 2 : depth;
-        const operand a = rows_of_a(job, row, rows, p, depth, copy);
+    for (int64_t p = 0; p == 0 || p < job->k; p += BLOCKS * job->depth) {
+        operand a[BLOCKS];
+        int64_t blocks = 0;
+        for (int64_t q = p; blocks == 0 || (blocks < BLOCKS && q < job->k); q += job->depth, blocks++)
+            a[blocks] = rows_of_a(job, row, rows, q, depth_at(job, q), copy + blocks * TILE_ROWS * DEPTH);
         for (int64_t j = 0; j < columns; j += panel)
-            mm(rows, columns - j < panel ? columns - j : panel, words, a.data, a.row, a.k,
-               panel_of(job, column + j, p, depth, piece), job->ldb, tile + j, TILE_COLUMNS, p > 0);
+            for (int64_t i = 0; i < blocks; i++) {
+                const int64_t q = p + i * job->depth, depth = depth_at(job, q);
+                mm(rows, columns - j < panel ? columns - j : panel, job->pairs ? depth / 2 : depth, a[i].data,
+                   a[i].row, a[i].k, panel_of(job, column + j, q, depth, piece), job->ldb, tile + j,
+                   TILE_STRIDE, q > 0);
+            }
     }
     store_tile(job, tile, row, rows, column, columns);
 }
@@ -184,12 +208,21 @@ size_t cpu_gemm_workspace(const stage_exec *exec, const gemm_args *args)
     return arena_size(&a);
 }
 
-quern_status cpu_gemm(const stage_exec *exec, const gemm_args *args, void *workspace)
+void cpu_gemm_repeated(const stage_exec *exec, const gemm_args *args, void *workspace, bool *packed)
 {
     arena a = arena_on(workspace);
     gemm_job job = carve(exec, args, &a);
     const int64_t panels = args->b_transposed ? (job.n + job.kernels->panel - 1) / job.kernels->panel : 1;
-    if (job.packed != NULL) parallel_for(exec, panels * ((job.k + DEPTH - 1) / DEPTH), pack_part, &job);
+    if (job.packed != NULL && !*packed) {
+        parallel_for(exec, panels * ((job.k + job.depth - 1) / job.depth), pack_part, &job);
+        *packed = true;
+    }
     parallel_for(exec, (job.m + TILE_ROWS - 1) / TILE_ROWS * job.tiles_n, product_tile, &job);
+}
+
+quern_status cpu_gemm(const stage_exec *exec, const gemm_args *args, void *workspace)
+{
+    bool packed = false;
+    cpu_gemm_repeated(exec, args, workspace, &packed);
     return QUERN_OK;
 }

@@ -20,7 +20,7 @@
 #include "cpu/kernels/row_kernels.h"
 
 enum { MAX_DIM = 512 }; /* of a head */
-enum { ACROSS_ROWS = 8, ACROSS_DEPTH = 128 };
+enum { ACROSS_ROWS = 8, ACROSS_DEPTH = 256 };
 
 /* A strided source of rows. */
 typedef struct row_source {

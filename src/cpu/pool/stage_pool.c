@@ -3,8 +3,8 @@
 /*
  * stage_pool.c - the pool_forward and pool_backward stages, from projections or from hidden states.
  *
- * From hidden states x the projections x w are made for some CHUNK_TOKENS tokens at a time and pooled while
- * they are in the cache; memory never holds all of them. An overlapping chunk projects the block before it
+ * From hidden states x the projections x w are made for CHUNK_TOKENS tokens at a time (8 tiles of the product) and
+ * pooled while they are in L3; memory never holds all of them, and w is packed once. An overlapping chunk projects the block before it
  * again, which gives the same bits (stage_gemm.c), and in the backward pass the block after it. Limit: the
  * product's.
  *
@@ -18,7 +18,7 @@
 
 #include <string.h>
 
-enum { CHUNK_TOKENS = 4096 };
+enum { CHUNK_TOKENS = 1536 };
 
 /* ---- entries computed in the workspace first ---- */
 
@@ -112,8 +112,8 @@ typedef struct chunk_job {
     const pool_args *args;
     int64_t blocks, rows; /* of a full chunk; rows with the blocks around it */
     quern_tensor proj, d_proj;
-    gemm_args project, d_input, d_weight;
-    void *scratch;
+    void *scratch, *panels; /* of all stages but the projection, and of that */
+    bool packed;            /* the panels of w are there */
 } chunk_job;
 
 /* A sequence's part of the call. */
@@ -191,8 +191,8 @@ static size_t largest(const size_t *bytes, int count)
 static chunk_job carve_chunks(const stage_exec *exec, const pool_args *args, bool backward, arena *a)
 {
     chunk_job job = {.args = args};
-    job.blocks = args->ratio < CHUNK_TOKENS ? CHUNK_TOKENS / args->ratio : 1;
     const int64_t around = args->overlap ? (backward ? 2 : 1) : 0, whole = args->x.shape[1] / args->ratio;
+    job.blocks = CHUNK_TOKENS / args->ratio > around ? CHUNK_TOKENS / args->ratio - around : 1;
     const int64_t most = whole < job.blocks + around ? whole : job.blocks + around;
     job.rows = most * args->ratio;
     job.proj = f32_view(a, job.rows, pool_columns(args));
@@ -200,18 +200,18 @@ static chunk_job carve_chunks(const stage_exec *exec, const pool_args *args, boo
     const quern_tensor x = rows_of(&args->x, 0, 0, job.rows);
     const gemm_args project = project_args(&job, &x);
     const pool_args pool = chunk_pool(&job, 0, job.rows, job.blocks);
-    size_t bytes[4] = {cpu_gemm_workspace(exec, &project),
-                       backward ? pool_backward_workspace(exec, &pool) : pool_forward_workspace(exec, &pool)};
+    size_t bytes[3] = {backward ? pool_backward_workspace(exec, &pool) : pool_forward_workspace(exec, &pool)};
     if (backward && is_present(&args->d_x)) {
         const quern_tensor d_x = rows_of(&args->d_x, 0, 0, job.rows);
         const gemm_args d_input = d_input_args(&job, &d_x, 0);
-        bytes[2] = cpu_gemm_workspace(exec, &d_input);
+        bytes[1] = cpu_gemm_workspace(exec, &d_input);
     }
     if (backward && is_present(&args->d_w)) {
         const gemm_args d_weight = d_weight_args(&job, &x, 0);
-        bytes[3] = cpu_gemm_workspace(exec, &d_weight);
+        bytes[2] = cpu_gemm_workspace(exec, &d_weight);
     }
-    job.scratch = arena_take(a, largest(bytes, 4));
+    job.panels = arena_take(a, cpu_gemm_workspace(exec, &project));
+    job.scratch = arena_take(a, largest(bytes, 3));
     return job;
 }
 
@@ -252,11 +252,11 @@ static chunk chunk_at(const chunk_job *job, const pool_sequence *s, int64_t b, i
     return c;
 }
 
-static void project(const stage_exec *exec, const chunk_job *job, const pool_sequence *s, const chunk *c)
+static void project(const stage_exec *exec, chunk_job *job, const pool_sequence *s, const chunk *c)
 {
     const quern_tensor x = rows_of(&job->args->x, s->view_b, c->row0, c->rows);
     const gemm_args args = project_args(job, &x);
-    cpu_gemm(exec, &args, job->scratch);
+    cpu_gemm_repeated(exec, &args, job->panels, &job->packed);
 }
 
 static void clear_view(const quern_tensor *t)
@@ -274,7 +274,7 @@ static void clear_view(const quern_tensor *t)
 static void forward_chunks(const stage_exec *exec, const pool_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
-    const chunk_job job = carve_chunks(exec, args, false, &a);
+    chunk_job job = carve_chunks(exec, args, false, &a);
     clear_view(&args->pooled); /* rows without a block stay zero */
     clear_view(&args->out);
     for (int64_t b = 0; b < args->batch; b++) {
@@ -291,7 +291,7 @@ static void forward_chunks(const stage_exec *exec, const pool_args *args, void *
 static void backward_chunks(const stage_exec *exec, const pool_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
-    const chunk_job job = carve_chunks(exec, args, true, &a);
+    chunk_job job = carve_chunks(exec, args, true, &a);
     const quern_tensor *const sums[] = {&args->d_x,      &args->d_w,      &args->d_prev_b,
                                         &args->d_bias_a, &args->d_bias_b, &args->d_norm_weight};
     for (int i = 0; i < 6; i++) clear_view(sums[i]);
