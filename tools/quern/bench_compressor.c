@@ -1,14 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* bench_compressor.c - `quern bench csa-compress`, `hca-compress` and `csa-append`: DeepSeek-V4's compressors
- * with norm and RoPE, from projections. Kernel and ceiling take turns; the fraction is the median of the
- * rounds'. */
+ * with norm and RoPE, from projections or hidden states. Kernel and ceiling take turns; the fraction is the
+ * median of the rounds'. From hidden states the peer, the projection alone by oneDNN, takes turns with them. */
 #include "bench.h"
 #include "bench_core.h"
 #include "bench_decode.h"
 #include "command.h"
 #include "machine.h"
 #include "output.h"
+#include "peer_product.h"
 #include "values.h"
 
 #include <quern/dsv4.h>
@@ -18,11 +19,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROUNDS = 9, ROPE = 64, LENGTHS_MAX = 16 };
+enum { ROUNDS = 9, ROPE = 64, LENGTHS_MAX = 16, MEMORY = 13 };
 
 typedef struct compressor_bench {
     const char *n, *threads, *json;
-    int64_t width, ring, rounds;
+    int64_t width, hidden, ring, rounds;
     int dtype;
     bool backward;
 } compressor_bench;
@@ -32,7 +33,8 @@ static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL};
 static const option_row rows[] = {
     {"n", OPTION_TEXT, AT(n), NULL, "tokens, such as 16k,64k"},
     {"width", OPTION_INT, AT(width), NULL, "C"},
-    {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of the projections"},
+    {"hidden", OPTION_INT, AT(hidden), NULL, "Dm: from hidden states; 0: from projections"},
+    {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of the projections, or hidden states and weights"},
     {"backward", OPTION_FLAG, AT(backward), NULL, "the backward pass as well"},
     {"ring", OPTION_INT, AT(ring), NULL, "csa-append: rows that the state can take back"},
     {"rounds", OPTION_INT, AT(rounds), NULL, "in which kernel and ceiling take turns, at most 101"},
@@ -46,10 +48,11 @@ static const option_row rows[] = {
 typedef struct subject_data {
     quern_dsv4_compress_params params;
     quern_dsv4_compress_tensors t;
-    quern_tensor proj, b_a, b_b, norm, table, out, d_out, d_proj, d_b_a, d_b_b, d_norm;
-    void *memory[11], *workspace[2];
+    quern_tensor proj, b_a, b_b, norm, table, out, d_out, d_proj, d_b_a, d_b_b, d_norm, w, d_w;
+    void *memory[MEMORY], *workspace[2];
     size_t bytes[2];
-    int64_t n, width, ratio, columns, entries;
+    int64_t n, width, ratio, columns, entries, hidden;
+    peer_product *peer; /* from hidden states */
 } subject_data;
 
 static bool make(subject_data *d, int i, quern_tensor *t, quern_dtype dtype, int32_t ndim,
@@ -75,15 +78,21 @@ static int open_data(subject_data *d, const compressor_bench *o, bool csa, int64
     d->columns = (csa ? 4 : 2) * o->width;
     d->entries = n / d->ratio;
     const quern_dtype dtype = (quern_dtype)o->dtype;
-    const int64_t proj[] = {n, d->columns}, bias[] = {d->ratio, o->width},
-                  table[] = {n, o->width < ROPE ? o->width / 2 * 2 : ROPE};
+    d->hidden = o->hidden;
+    const int64_t proj[] = {n, o->hidden > 0 ? o->hidden : d->columns}, w[] = {o->hidden, d->columns},
+                  bias[] = {d->ratio, o->width}, table[] = {n, o->width < ROPE ? o->width / 2 * 2 : ROPE};
     const int64_t out[] = {d->entries, o->width};
     if (!make(d, 0, &d->proj, dtype, 2, proj, true) || !make(d, 1, &d->b_a, QUERN_F32, 2, bias, true) ||
         !make(d, 2, &d->b_b, QUERN_F32, 2, bias, true) ||
         !make(d, 3, &d->norm, QUERN_F32, 1, &o->width, true) ||
         !make(d, 4, &d->table, QUERN_F32, 2, table, true) || !make(d, 5, &d->out, dtype, 2, out, false))
         return fail(EXIT_MACHINE, "no memory for %" PRId64 " tokens", n);
-    d->t.proj = &d->proj;
+    if (o->hidden > 0 && !make(d, 11, &d->w, dtype, 2, w, true))
+        return fail(EXIT_MACHINE, "no memory for weights of %" PRId64 " rows", o->hidden);
+    d->t.proj = o->hidden > 0 ? NULL : &d->proj;
+    d->t.x = o->hidden > 0 ? &d->proj : NULL;
+    d->t.w = o->hidden > 0 ? &d->w : NULL;
+    if (o->hidden > 0) d->peer = peer_product_open(&d->proj, &d->w);
     d->t.b_a = &d->b_a;
     d->t.b_b = csa ? &d->b_b : NULL;
     d->t.norm_weight = &d->norm;
@@ -95,8 +104,12 @@ static int open_data(subject_data *d, const compressor_bench *o, bool csa, int64
             !make(d, 9, &d->d_b_b, QUERN_F32, 2, bias, false) ||
             !make(d, 10, &d->d_norm, QUERN_F32, 1, &o->width, false))
             return fail(EXIT_MACHINE, "no memory for the gradients of %" PRId64 " tokens", n);
+        if (o->hidden > 0 && !make(d, 12, &d->d_w, QUERN_F32, 2, w, false))
+            return fail(EXIT_MACHINE, "no memory for the gradient of the weights");
         d->t.d_out = &d->d_out;
-        d->t.d_proj = &d->d_proj;
+        d->t.d_proj = o->hidden > 0 ? NULL : &d->d_proj;
+        d->t.d_x = o->hidden > 0 ? &d->d_proj : NULL;
+        d->t.d_w = o->hidden > 0 ? &d->d_w : NULL;
         d->t.d_b_a = &d->d_b_a;
         d->t.d_b_b = csa ? &d->d_b_b : NULL;
         d->t.d_norm_weight = &d->d_norm;
@@ -113,7 +126,8 @@ static int open_data(subject_data *d, const compressor_bench *o, bool csa, int64
 
 static void close_data(subject_data *d)
 {
-    for (int i = 0; i < 11; i++) free(d->memory[i]);
+    for (int i = 0; i < MEMORY; i++) free(d->memory[i]);
+    peer_product_close(d->peer);
     for (int i = 0; i < 2; i++) free(d->workspace[i]);
 }
 
@@ -124,8 +138,9 @@ typedef struct result {
     int64_t n;
     int threads;
     timing time;
-    double bytes, ceiling, fraction; /* ceiling 0: none */
+    double work, ceiling, fraction; /* bytes, or from hidden states products; ceiling 0: none */
     ceiling limit;
+    double peer_ms, peer_ratio; /* ratio: of this to the peer, median of the rounds; 0: no peer */
 } result;
 
 static int by_value(const void *a, const void *b)
@@ -140,33 +155,72 @@ static double median(double *x, int n)
     return x[n / 2];
 }
 
-/* One pass, for about a tenth of a second, in turns with its ceiling. */
-static int measure(subject_data *d, bool backward, int rounds, quern_context *ctx, result *out)
+/* The least work of a pass and its limit. */
+static void set_work(const subject_data *d, bool backward, quern_cpu_level level, result *out)
 {
-    double ms[BENCH_REPS_MAX], fraction[BENCH_REPS_MAX], rate[BENCH_REPS_MAX];
     const double size = (double)quern_dtype_size(d->proj.dtype),
                  rows_bytes = (double)(d->n * d->columns) * size;
     out->limit = backward ? CEILING_COPY : CEILING_READ;
-    out->bytes = (backward ? 2 : 1) * rows_bytes + (double)(d->entries * d->width) * size;
+    out->work = (backward ? 2 : 1) * rows_bytes + (double)(d->entries * d->width) * size;
+    if (d->hidden == 0) return;
+    out->work = (backward ? 6 : 2) * (double)(d->n * d->columns) * (double)d->hidden;
+    out->limit = level == QUERN_CPU_LEVEL_AVX512BF16 && d->proj.dtype == QUERN_BF16 && !backward
+                     ? CEILING_BF16
+                 : level >= QUERN_CPU_LEVEL_AVX512 ? CEILING_FMA512
+                                                   : CEILING_FMA256;
+}
+
+/* Runs of about a tenth of a second: milliseconds of one. */
+static quern_status time_pass(subject_data *d, bool backward, quern_context *ctx, double *ms)
+{
+    int runs = 0;
+    const double start = now_ms();
+    do {
+        const quern_status status =
+            backward
+                ? quern_dsv4_compress_backward(ctx, NULL, &d->params, &d->t, d->workspace[1], d->bytes[1])
+                : quern_dsv4_compress(ctx, NULL, &d->params, &d->t, d->workspace[0], d->bytes[0]);
+        if (status != QUERN_OK) return status;
+        runs++;
+    } while (now_ms() - start < 100);
+    *ms = (now_ms() - start) / runs;
+    return QUERN_OK;
+}
+
+static double time_peer(subject_data *d, int threads)
+{
+    int runs = 0;
+    const double start = now_ms();
+    do {
+        if (!peer_product_run(d->peer, threads)) return 0;
+        runs++;
+    } while (now_ms() - start < 100);
+    return (now_ms() - start) / runs;
+}
+
+/* One pass in turns with its ceiling and its peer. */
+static int measure(subject_data *d, bool backward, int rounds, quern_context *ctx, result *out)
+{
+    double ms[BENCH_REPS_MAX], fraction[BENCH_REPS_MAX], rate[BENCH_REPS_MAX], peer[BENCH_REPS_MAX],
+        ratio[BENCH_REPS_MAX];
+    set_work(d, backward, quern_context_cpu_level(ctx), out);
     for (int i = -1; i < rounds; i++) {
-        int runs = 0;
-        const double start = now_ms();
-        do {
-            const quern_status status =
-                backward
-                    ? quern_dsv4_compress_backward(ctx, NULL, &d->params, &d->t, d->workspace[1], d->bytes[1])
-                    : quern_dsv4_compress(ctx, NULL, &d->params, &d->t, d->workspace[0], d->bytes[0]);
-            if (status != QUERN_OK) return fail_status(status);
-            runs++;
-        } while (now_ms() - start < 100);
+        double now;
+        const quern_status status = time_pass(d, backward, ctx, &now);
+        if (status != QUERN_OK) return fail_status(status);
+        const double other = d->peer != NULL && !backward ? time_peer(d, out->threads) : 0;
         if (i < 0) continue;
-        ms[i] = (now_ms() - start) / runs;
+        ms[i] = now;
+        peer[i] = other;
+        ratio[i] = other > 0 ? now / other : 0;
         rate[i] = ceiling_measure(out->limit, out->threads);
-        fraction[i] = out->bytes / ms[i] * 1e-6 / rate[i];
+        fraction[i] = out->work / now * 1e-6 / rate[i];
     }
     out->time = timing_of(ms, rounds);
     out->fraction = median(fraction, rounds);
     out->ceiling = median(rate, rounds);
+    out->peer_ms = median(peer, rounds);
+    out->peer_ratio = median(ratio, rounds);
     return EXIT_DONE;
 }
 
@@ -219,26 +273,35 @@ static void print_result(const result *r)
     printf("%-14s %-9s N %8" PRId64 "  threads %2d  %10.4f ms (p10 %.4f, p90 %.4f)", r->op,
            r->backward ? "backward" : "", r->n, r->threads, r->time.median, r->time.p10, r->time.p90);
     if (r->ceiling > 0)
-        printf("  %7.1f GB/s  %5.3f of %s %.1f", r->bytes / r->time.median * 1e-6, r->fraction,
+        printf("  %7.1f G/s  %5.3f of %s %.1f", r->work / r->time.median * 1e-6, r->fraction,
                ceiling_name(r->limit), r->ceiling);
+    if (r->peer_ratio > 0) printf("  %5.3f of oneDNN's product alone, %.3f ms", r->peer_ratio, r->peer_ms);
     printf("\n");
 }
 
 static json_t *result_json(const result *r, const compressor_bench *o)
 {
-    json_t *shape = json_pack("{s:I, s:I, s:b}", "n", (json_int_t)r->n, "width", (json_int_t)o->width,
-                              "backward", (int)r->backward);
+    json_t *shape = json_pack("{s:I, s:I, s:I, s:b}", "n", (json_int_t)r->n, "width", (json_int_t)o->width,
+                              "hidden", (json_int_t)o->hidden, "backward", (int)r->backward);
     json_t *j = json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f}", "op", r->op, "shape", shape, "dtype",
                           dtype_choices[o->dtype], "threads", r->threads, "reps", r->time.reps, "ms_median",
                           r->time.median, "ms_p10", r->time.p10, "ms_p90", r->time.p90);
     if (r->ceiling > 0) {
-        json_object_set_new(j, "gbps", json_real(r->bytes / r->time.median * 1e-6));
+        const bool products = o->hidden > 0;
+        json_object_set_new(j, products ? "gflops" : "gbps", json_real(r->work / r->time.median * 1e-6));
         json_object_set_new(j, "ceiling", json_string(ceiling_name(r->limit)));
         json_object_set_new(j, "fraction", json_real(r->fraction));
         json_object_set_new(j, "formula",
-                            json_string(r->backward
+                            json_string(products && r->backward ? "6 for a token and a weight"
+                                        : products              ? "2 for a token and a weight"
+                                        : r->backward
                                             ? "projections read and their gradients written, d_out read"
                                             : "projections read, entries written"));
+    }
+    if (r->peer_ratio > 0) {
+        json_object_set_new(j, "peer", json_string("oneDNN's product alone"));
+        json_object_set_new(j, "peer_ms", json_real(r->peer_ms));
+        json_object_set_new(j, "peer_ratio", json_real(r->peer_ratio));
     }
     return j;
 }
@@ -249,11 +312,14 @@ static int bench(const compressor_bench *o, const char *subject)
     int64_t lengths[LENGTHS_MAX], threads[4];
     const int length_count = parse_integers(o->n, 1, INT32_MAX, lengths, LENGTHS_MAX),
               thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
-    if (length_count < 0 || thread_count < 0 || o->width < 1 || o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
-        return fail(EXIT_USAGE,
-                    "--n '%s' --threads '%s' --width %" PRId64 " --rounds %" PRId64
-                    ": lists such as 16k,64k and 1,2, 1 or more channels, and 1 to %d rounds are accepted",
-                    o->n, o->threads, o->width, o->rounds, BENCH_REPS_MAX);
+    if (length_count < 0 || thread_count < 0 || o->width < 1 || o->hidden < 0 || (append && o->hidden > 0) ||
+        o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
+        return fail(
+            EXIT_USAGE,
+            "--n '%s' --threads '%s' --width %" PRId64 " --hidden %" PRId64 " --rounds %" PRId64
+            ": lists such as 16k,64k and 1,2, 1 or more channels, hidden states (csa-append: 0) and 1 to "
+            "%d rounds are accepted",
+            o->n, o->threads, o->width, o->hidden, o->rounds, BENCH_REPS_MAX);
     json_t *list = json_array();
     quern_context *ctx = NULL;
     int code = output_check(o->json);
@@ -297,8 +363,10 @@ int bench_compressor(int argc, char **argv, const char *subject)
         "usage: quern bench csa-compress|hca-compress|csa-append [--key value ...]\n\n"
         "DeepSeek-V4's compressors from projections, with norm and RoPE, as a fraction of the read "
         "bandwidth (backward:\n"
-        "of the copy bandwidth) that is measured in turns with them; csa-append: one token, without "
-        "and with an entry.\n\noptions:\n",
+        "of the copy bandwidth) that is measured in turns with them; from hidden states of the arithmetic "
+        "peak, and "
+        "beside\n"
+        "oneDNN's product alone; csa-append: one token, without and with an entry.\n\noptions:\n",
         &help);
     if (code != EXIT_DONE || help) return code;
     return bench(&o, subject);
