@@ -11,22 +11,17 @@
 
 #include <string.h>
 
-/* A row as floats, and as bytes of a page's format. */
+/* A row as floats and, for pages of bytes, as bytes. */
 typedef struct store_space {
     float *row;
-    char *bytes;
+    char *bytes; /* NULL: no such pages */
 } store_space;
-
-static bool in_byte_pages(const store_rows_args *args)
-{
-    return args->page > 0 && args->format != ENTRY_ROWS;
-}
 
 static store_space carve(const store_rows_args *args, arena *a)
 {
-    const store_space s = {
-        .row = arena_take(a, (size_t)args->x.shape[1] * sizeof(float)),
-        .bytes = arena_take(a, in_byte_pages(args) ? (size_t)(args->cache.shape[1] / args->page) : 0)};
+    store_space s = {.row = arena_take(a, (size_t)args->x.shape[1] * sizeof(float))};
+    if (args->page > 0 && args->format != ENTRY_ROWS)
+        s.bytes = arena_take(a, (size_t)(args->cache.shape[1] / args->page));
     return s;
 }
 
@@ -55,7 +50,7 @@ static void store(const store_rows_args *args, const entry_plan *entry, const st
     char *base = (char *)cache->data + page * cache->strides[0] * size;
     if (args->page == 0) {
         store_entry(entry, row, base, cache->dtype);
-    } else if (args->format == ENTRY_ROWS) {
+    } else if (s->bytes == NULL) {
         store_entry(entry, row, base + slot % args->page * cache->strides[1] * size, cache->dtype);
     } else {
         const int64_t data = entry_data_bytes(entry->args, entry->width),
