@@ -116,7 +116,7 @@ static void sums(const attention_kernels *kernels, test_random *random, int64_t 
 
 static void every_size_sums_right(void **state)
 {
-    static const int64_t dims[] = {8, 24, 32, 40, 64, 72, 96, 128, 136, 192, 256};
+    static const int64_t dims[] = {8, 24, 32, 40, 64, 72, 96, 128, 136, 192, 256, 488, 512};
     const uint64_t seed = test_seed("attention_direct", 1);
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {

@@ -42,10 +42,12 @@ static void player_open(player *p, test_random *random)
     p->hkv = test_random_int(random, 1, 3);
     p->h = p->hkv * (test_random_one_in(random, 10) ? 33 : test_random_int(random, 1, 5));
     p->d = 8 * test_random_int(random, 1, 6);
-    if (test_random_one_in(random, 8)) p->d = 8 * test_random_int(random, 33, 64);
-    p->dv = test_random_one_in(random, 2)
-                ? p->d
-                : 8 * test_random_int(random, 1, test_random_one_in(random, 8) ? 64 : 6);
+    if (test_random_one_in(random, 4)) /* the widths of models, and any up to the most */
+        p->d = test_random_one_in(random, 2) ? 64 * test_random_int(random, 1, 2)
+                                             : 8 * test_random_int(random, 33, 64);
+    p->dv = test_random_one_in(random, 2)   ? p->d
+            : test_random_one_in(random, 4) ? 64 * test_random_int(random, 1, 8)
+                                            : 8 * test_random_int(random, 1, 6);
     p->window = test_random_one_in(random, 2) ? 0 : test_random_int(random, 1, 200);
     p->scale = test_random_one_in(random, 3) ? 0.3f : 0.0f;
     const bool long_one = test_random_one_in(random, 6);

@@ -39,6 +39,11 @@ static nsa_config config_of(test_random *random)
     p->max_compressed_groups = 0;
     p->selection = p->groups = QUERN_NSA_LIST_COMPUTED;
     if (p->compress == QUERN_NSA_COMPRESS_GIVEN) p->compress = QUERN_NSA_COMPRESS_MEAN;
+    if (test_random_one_in(random, 8)) { /* the widths of models, and any up to the most */
+        c.d = test_random_one_in(random, 2) ? 64 * test_random_int(random, 1, 2)
+                                            : 8 * test_random_int(random, 33, 64);
+        c.dv = test_random_one_in(random, 2) ? c.d : 64 * test_random_int(random, 1, 8);
+    }
     const int64_t least = nsa_least_selected(p);
     if (p->num_selected < least) p->num_selected = least;
     if (!c.varlen) {
