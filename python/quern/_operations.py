@@ -13,6 +13,7 @@ import tvm_ffi
 
 from . import _arrays
 
+tvm_ffi.register_error("NotImplementedError", NotImplementedError)
 library = tvm_ffi.load_module(str(next(pathlib.Path(__file__).parent.glob("quern_ffi*.so"))))
 _parameters, _expect, _expect_of, _run = (
     library.parameters,

@@ -3,6 +3,7 @@
 """Whatever comes in, an error or a right result goes out: frameworks, devices, layouts, freed memory,
 threads, forks."""
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -52,6 +53,53 @@ def test_any_tensors_are_an_error(seed):
 def attention_inputs(n=40):
     random = np.random.default_rng(0)
     return [random.standard_normal((1, n, heads, 16)).astype(np.float32) for heads in (4, 2, 2)]
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
+
+
+class OnDevice:
+    """A tensor of f32 that says that it is on another device."""
+
+    def __init__(self, device, *shape):
+        self.device, self.extents = device, (ctypes.c_int64 * len(shape))(*shape)
+        self.memory = ctypes.create_string_buffer(4 * int(np.prod(shape)))
+
+    def __dlpack_device__(self):
+        return self.device, 0
+
+    def __dlpack__(self, **_):
+        self.tensor = DLTensor(
+            ctypes.addressof(self.memory), (self.device, 0), len(self.extents), (2, 32, 1, 0), self.extents
+        )
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return make(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+def test_devices_without_a_backend():
+    """A GPU that is not there, or has no package for it; and a device that the library does not know."""
+    shape = (1, 4, 1, 16)
+    params = ops.params("nvfp4-interleave")
+    with pytest.raises(NotImplementedError, match="cuda"):
+        ops.call("nvfp4-interleave", params, {"x": OnDevice(2, 4, 16), "out": OnDevice(2, 4, 16)}, ("out",))
+    rocm = {name: OnDevice(10, *shape) for name in ("q", "k", "v", "o")}
+    with pytest.raises(ValueError, match="device"):
+        ops.call("attention", ops.params("attention"), rocm, ("o",))
+    mixed = {"q": OnDevice(2, *shape), **{name: OnDevice(1, *shape) for name in ("k", "v", "o")}}
+    with pytest.raises(ValueError, match="device|cpu|cuda"):
+        ops.call("attention", ops.params("attention"), mixed, ("o",))
 
 
 def test_one_missing_tensor_is_an_error():
