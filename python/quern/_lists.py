@@ -26,16 +26,21 @@ def block_mask(block_idx: Any, block_size: int, n: int, *, tile: int = 1, heads:
     """Causal FlexAttention over the chosen blocks: lists int32 [B, Hs, tiles, k] of tiles of `tile` queries
     → a torch.nn.attention.flex_attention.BlockMask of blocks of (tile, block_size), for `heads` query heads
     (None: Hs)."""
+    import torch
     from torch.nn.attention.flex_attention import BlockMask
 
     _arrays.need_torch(block_idx=block_idx)
     index, count = convert_blocks(block_idx.contiguous(), block_size, block_size, n)
     share = 1 if heads is None else heads // block_idx.shape[1]
-    index, count = index.clamp(min=0).repeat_interleave(share, 1), count.repeat_interleave(share, 1)
+    index, count = index.repeat_interleave(share, 1), count.repeat_interleave(share, 1)
+    blocks = -(-n // block_size)
+    chosen = torch.zeros(*index.shape[:-1], blocks + 1, dtype=torch.bool, device=index.device)
+    chosen.scatter_(-1, torch.where(index < 0, blocks, index).long(), True)
+    places = torch.nn.functional.pad(index.clamp(min=0), (0, blocks - index.shape[-1]))  # one for every block
 
     def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return key <= query
+        return chosen[batch, head, query // tile, key // block_size] & (key <= query)
 
     return BlockMask.from_kv_blocks(
-        count, index, BLOCK_SIZE=(tile, block_size), mask_mod=seen, seq_lengths=(n, n)
+        count, places, BLOCK_SIZE=(tile, block_size), mask_mod=seen, seq_lengths=(n, n)
     )

@@ -173,3 +173,28 @@ def test_no_second_derivative():
     (grad,) = torch.autograd.grad(quern.attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="backward"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("tile", [1, 16])
+def test_block_mask_is_the_selected_branch(near, tile):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (t.detach() for t in list(inputs(128).values())[:3])
+    settings = {"tile": tile, "block_size": 16}
+    k_cmp, v_cmp = quern.nsa_compress(k, v, block_size=16)
+    idx, count = quern.nsa_select(q, k_cmp, **settings, num_selected=4)
+    (o,) = quern.nsa_attend(q, k, v, None, None, idx, **settings, branches="slc")
+    mask = quern.block_mask(idx, 16, 128, tile=tile, heads=4)
+    turned = (t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
+    scores_seen = mask.to_dense().repeat_interleave(tile, 2).repeat_interleave(16, 3)[..., :128, :128].bool()
+    seen = scores_seen & torch.ones(128, 128, dtype=torch.bool).tril()
+    near(o, reference.masked_attention(q.double(), k.double(), v.double(), seen), BOUND)
+    near(flex_attention(*turned, block_mask=mask).transpose(1, 2), o, BOUND)
+
+
+def test_convert_blocks():
+    lists = np.array([[[[0, 3, -1], [1, 2, 3]]]], np.int32)
+    index, count = quern.convert_blocks(lists, 16, 32, 64)
+    assert index[..., :2].tolist() == [[[[0, 1], [0, 1]]]] and count.tolist() == [[[2, 2]]]
+    index, count = quern.convert_blocks(lists, 16, 8, 60)  # the ragged last block has one half alone
+    assert index[0, 0, 1].tolist()[:6] == [2, 3, 4, 5, 6, 7] and count.tolist() == [[[4, 6]]]
