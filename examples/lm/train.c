@@ -74,14 +74,17 @@ typedef struct training {
     int64_t first, last; /* steps that this call makes */
     double *loss;        /* of every step, 0 where another call made it; bits per byte */
     double *times;       /* of the steps that this call makes */
+    lm_curve beside[BESIDE_MOST];
 } training;
 
-/* Model, corpus and run fit together. */
+/* Model, corpus and run fit together, and every file that is read is there. */
 static bool start(training *t)
 {
     const lm_options *o = t->options;
     lm_run *run = &t->run;
     *run = o->run;
+    for (int i = 0; i < o->beside_count; i++)
+        if (!curve_load(o->beside[i], &t->beside[i])) return false;
     if (!corpus_load(o->corpus, &t->corpus)) return false;
     const lm_corpus *corpus = &t->corpus;
     if (!(o->resume != NULL ? checkpoint_load(&t->model, o->resume, run)
@@ -143,12 +146,9 @@ static bool write_losses(const training *t)
 {
     const lm_options *o = t->options;
     lm_curve curves[BESIDE_MOST + 1] = {{.loss = t->loss, .count = t->run.steps}};
-    bool ok = true;
     snprintf(curves[0].name, sizeof curves[0].name, "%s", config_title(&t->model.config));
-    for (int i = 0; ok && i < o->beside_count; i++) ok = curve_load(o->beside[i], &curves[1 + i]);
-    ok = ok && curve_save(o->losses, &curves[0]) && curves_draw(o->curve, curves, 1 + o->beside_count);
-    for (int i = 0; i < o->beside_count; i++) free(curves[1 + i].loss);
-    return ok;
+    memcpy(curves + 1, t->beside, sizeof t->beside);
+    return curve_save(o->losses, &curves[0]) && curves_draw(o->curve, curves, 1 + o->beside_count);
 }
 
 static bool report(training *t)
@@ -189,6 +189,7 @@ int verb_train(int argc, char **argv)
     if (ok && o.checkpoint != NULL) ok = checkpoint_save(m, o.checkpoint, &t.run);
     const bool written = !ok || write_losses(&t);
     ok = ok && report(&t) && written;
+    for (int i = 0; i < o.beside_count; i++) free(t.beside[i].loss);
     free(t.loss), free(t.times);
     model_destroy(m);
     corpus_free(&t.corpus);
