@@ -61,6 +61,9 @@ quern_status attend_backward_sm90_run(const stage_exec *exec, const attend_args 
 bool attend_backward_wgmma_supports(const stage_exec *exec, const attend_args *args,
                                     char why[STAGE_WHY_BYTES]);
 quern_status attend_backward_wgmma_run(const stage_exec *exec, const attend_args *args, void *workspace);
+bool select_sm90_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES]);
+size_t select_sm90_bytes(const stage_exec *exec, const select_args *args);
+quern_status select_sm90_run(const stage_exec *exec, const select_args *args, void *workspace);
 #endif
 
 #endif

@@ -45,7 +45,12 @@ static const variant<compress_args> compress_backward_rows[] = {
 };
 const variants<compress_args> compress_backward_variants = LIST(compress_backward_rows);
 
-static const variant<select_args> select_rows[] = {{"select_any", select_supports, select_bytes, select_run}};
+static const variant<select_args> select_rows[] = {
+#ifdef QUERN_SM90
+    {"select_sm90", select_sm90_supports, select_sm90_bytes, select_sm90_run},
+#endif
+    {"select_any", select_supports, select_bytes, select_run},
+};
 const variants<select_args> select_variants = LIST(select_rows);
 
 static const variant<gate_args> gate_forward_rows[] = {

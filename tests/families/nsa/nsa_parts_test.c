@@ -105,6 +105,55 @@ static void select_alone(void **state)
     for_random_cases("select_alone", 32, computed_lists, select_case);
 }
 
+/* Lists of 4, 8 and 16 rows of 16-bit inputs, of more entries than a step of a kernel. */
+static void lists_of_few_rows(nsa_config *config)
+{
+    quern_nsa_params *p = &config->params;
+    const int64_t rows = 4 << config->d / 8 % 3, tile = p->scope == QUERN_NSA_SCOPE_HEAD ? rows : rows / 4;
+    computed_lists(config);
+    p->metric = QUERN_NSA_METRIC_SOFTMAX;
+    p->max_compressed_groups = 0;
+    p->tile = p->tile == 1 && p->scope == QUERN_NSA_SCOPE_GROUP ? 1 : tile;
+    p->num_selected = nsa_least_selected(p) + 3;
+    if (p->scope == QUERN_NSA_SCOPE_GROUP) config->h = config->hkv * (rows / p->tile);
+    config->dtype = config->d % 16 == 0 ? QUERN_F16 : QUERN_BF16;
+    config->layout = TEST_CONTIGUOUS;
+    config->d *= 4;
+    config->n *= 4;
+    for (int64_t b = 0; config->varlen && b < config->batch; b++) config->lens[b] *= 4;
+}
+
+static void select_by_few_rows(void **state)
+{
+    (void)state;
+    for_random_cases("select_by_few_rows", 37, lists_of_few_rows, select_case);
+}
+
+/* Means of wide heads; tile 1: so many lists that kernels may share entries among them. */
+static void means(nsa_config *config)
+{
+    quern_nsa_params *p = &config->params;
+    computed_lists(config);
+    p->metric = QUERN_NSA_METRIC_MEAN_LOGIT;
+    p->stride = p->select_block = p->block_size;
+    config->d *= 6;
+    if (p->tile == 1) {
+        config->d = 8 * (config->d % 16 + 1);
+        p->scope = QUERN_NSA_SCOPE_HEAD;
+        config->hkv = 2;
+        config->h = 40;
+        config->n *= 3;
+        for (int64_t b = 0; config->varlen && b < config->batch; b++) config->lens[b] *= 3;
+    }
+    p->num_selected = nsa_least_selected(p) + 3;
+}
+
+static void select_by_means(void **state)
+{
+    (void)state;
+    for_random_cases("select_by_means", 38, means, select_case);
+}
+
 static void attend_case(nsa_case *c, quern_context *ctx)
 {
     const nsa_set inputs = nsa_attend_inputs(c), outputs = nsa_attend_outputs(c);
@@ -250,6 +299,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(compress_alone),
         cmocka_unit_test(select_alone),
+        cmocka_unit_test(select_by_few_rows),
+        cmocka_unit_test(select_by_means),
         cmocka_unit_test(attend_alone),
         cmocka_unit_test(gate_alone),
         cmocka_unit_test(gate_of_any_number_of_heads),

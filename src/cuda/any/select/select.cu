@@ -7,9 +7,7 @@
 
 #include <stdio.h>
 
-/* The compressed branch as an attention call: for the shape, and for its row statistics where the caller has
- * none. */
-static attend_args branch_of(const select_args *args)
+attend_args select_branch(const select_args *args)
 {
     attend_args a = {};
     a.mask = ATTEND_COMPRESSED;
@@ -50,7 +48,7 @@ bool select_supports(const stage_exec *exec, const select_args *args, char why[S
                  (long long)args->k, (long long)args->group_k);
         return false;
     }
-    attend_args branch = branch_of(args);
+    attend_args branch = select_branch(args);
     size_t most = 0;
     if (needs_lse(args) && choose(attend_forward_variants, exec, &branch, why) == NULL) return false;
     return select_launch_all(args, &branch, {NULL, &most}) == QUERN_OK &&
@@ -60,38 +58,43 @@ bool select_supports(const stage_exec *exec, const select_args *args, char why[S
 size_t select_bytes(const stage_exec *exec, const select_args *args)
 {
     if (!needs_lse(args)) return 0;
-    const attend_args branch = branch_of(args);
+    const attend_args branch = select_branch(args);
     return (size_t)(args->q.shape[0] * args->q.shape[1] * args->q.shape[2]) * 4 + 15 +
            workspace_of(attend_forward_variants, exec, &branch);
 }
 
-quern_status select_run(const stage_exec *exec, const select_args *args, void *workspace)
+quern_status select_find_lse(const stage_exec *exec, const select_args *args, void *workspace,
+                             attend_args *branch)
 {
-    attend_args branch = branch_of(args);
-    if (needs_lse(args)) {
-        const int64_t n = args->q.shape[1], h = args->q.shape[2];
-        branch.lse = {(void *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15),
-                      QUERN_F32,
-                      QUERN_CUDA,
-                      args->q.device_id,
-                      3,
-                      {args->q.shape[0], h, n},
-                      {h * n, n, 1}};
-        const quern_status status = run_chosen(attend_forward_variants, exec, &branch,
-                                               (float *)branch.lse.data + args->q.shape[0] * h * n);
-        if (status != QUERN_OK) return status;
-    }
-    return select_launch_all(args, &branch, {(cudaStream_t)exec->stream, NULL});
+    *branch = select_branch(args);
+    if (!needs_lse(args)) return QUERN_OK;
+    const int64_t n = args->q.shape[1], h = args->q.shape[2];
+    branch->lse = {(void *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15),
+                   QUERN_F32,
+                   QUERN_CUDA,
+                   args->q.device_id,
+                   3,
+                   {args->q.shape[0], h, n},
+                   {h * n, n, 1}};
+    return run_chosen(attend_forward_variants, exec, branch,
+                      (float *)branch->lse.data + args->q.shape[0] * h * n);
 }
 
-static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to)
+quern_status select_run(const stage_exec *exec, const select_args *args, void *workspace)
 {
-    attend_launch l = attend_launch_of(branch);
+    attend_args branch;
+    const quern_status status = select_find_lse(exec, args, workspace, &branch);
+    return status != QUERN_OK ? status : select_launch_all(args, &branch, {(cudaStream_t)exec->stream, NULL});
+}
+
+select_kernel select_kernel_of(const select_args *args, const attend_launch &l)
+{
     select_kernel s = {};
     s.a = l.kernel;
     const bool by_head = args->scope == LIST_BY_HEAD;
     s.a.hs = by_head ? 1 : s.a.group;
     s.a.units = by_head ? s.a.heads : s.a.kv_heads;
+    s.a.by_hs = fast_div_by((uint32_t)(s.a.hs > 0 ? s.a.hs : 1));
     s.idx = (int32_t *)args->blocks.data;
     s.count = (int32_t *)args->count.data;
     const quern_tensor &lists =
@@ -114,6 +117,13 @@ static quern_status select_launch_all(const select_args *args, const attend_args
     s.history = s.l_over_d + s.s_over_d > 2 ? (s.l_over_d + s.s_over_d - 2 + 31) / 32 * 32 : 0;
     s.select_block = args->select_block;
     s.mean_logit = args->scorer == SELECT_MEAN_LOGIT;
+    return s;
+}
+
+static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to)
+{
+    const attend_launch l = attend_launch_of(branch);
+    const select_kernel s = select_kernel_of(args, l);
     static select_part *const mean[] = {select_mean_f32, select_mean_bf16, select_mean_f16};
     static select_part *const softmax[2][3] = {
         {select_softmax_bf16_64, select_softmax_bf16_128, select_softmax_bf16_256},
@@ -127,5 +137,5 @@ static quern_status select_launch_all(const select_args *args, const attend_args
     select_part *const part = s.mean_logit ? mean[dtype]
                               : dtype == 0 ? select_softmax_f32
                                            : softmax[dtype - 1][dim];
-    return part(s, lists.shape[0], to);
+    return part(s, present(args->blocks) ? args->blocks.shape[0] : args->groups.shape[0], to);
 }

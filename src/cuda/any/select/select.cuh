@@ -1,13 +1,13 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * select.cuh - scores stream into top-k lists; no score matrix in memory.
+ * select.cuh - probabilities stream into top-k lists; no score matrix in memory.
  *
  * A block of eight warps owns LISTS lists (tiles x units) and walks the compressed entries 64 at a time.
  * Scorers put 64 scores per list into shared memory:
- *   softmax, bf16/f16: tensor cores; a list of <= 16 rows is one warp's m16 tile, a longer one is walked by
- *     all eight warps in chunks of 128 rows; p = exp(s - lse), summed over the rows in a fixed order;
- *   softmax, f32, and mean_logit: f32 cores (the mean of Q is f32).
+ *   bf16, f16: tensor cores; a list of <= 16 rows is one warp's m16 tile, a longer one is walked by all eight
+ *     warps in chunks of 128 rows; p = exp(s - lse), summed over the rows in a fixed order;
+ *   f32: f32 cores.
  * Then warp w maps entries to selection blocks for list w (each entry weighs as often as the spatial overlap
  * counts it) and inserts what beats the list's worst into a sorted list. Scores are compared as integers
  * whose order is: NaN < -inf < finite; ties keep the earlier, so the lower, index. Forced blocks skip the
@@ -29,13 +29,11 @@ __device__ __forceinline__ void select_run_of(const select_kernel &s, const list
     const own_list x = open_list<T, DP, MODE>(s, run, m);
     __syncthreads();
     if (MODE == 2) load_list_rows<T, DP>(s, run, m.q);
-    if (MODE == 0) mean_list_rows<T>(s, run, (float *)m.q, m.ld);
     float lse2[2] = {0, 0};
     int hi[2] = {0, 0};
     if (MODE == 2 && x.mine) find_statistics<T>(s, run, x.q0, lse2, hi);
     const int64_t walk_end = find_walk_end<T>(s, run);
     const uint32_t aq = smem_address(m.q), ak0 = smem_address(m.k);
-    float group_sum = 0.0f;
     uint32_t ak = ak0;
     if (shape::CORES) load_entries<T, DP>(s, run, 0, m.k);
     for (int64_t e0 = 0; e0 < walk_end; e0 += KEYS) {
@@ -50,11 +48,7 @@ __device__ __forceinline__ void select_run_of(const select_kernel &s, const list
         }
         if (!shape::CORES) __syncthreads();
         float *out = m.history + warp * shape::SCORES + MAX_HISTORY;
-        if constexpr (MODE == 0) {
-            if (x.mine)
-                score_mean(a, (const float *)m.q + warp * m.ld, (const float *)m.k, m.ld, e0, x.seen_last,
-                           out);
-        } else if constexpr (MODE == 2) {
+        if constexpr (MODE == 2) {
             if (any && x.mine) score_rows<T, DP>(a, aq, ak, e0, lse2, hi, out);
             else if (x.mine)
                 for (int j = threadIdx.x & 31; j < KEYS; j += 32) out[j] = 0.0f;
@@ -63,12 +57,11 @@ __device__ __forceinline__ void select_run_of(const select_kernel &s, const list
         }
         __syncwarp();
         if (!x.mine) continue;
-        close_blocks(s, x, e0, out);
-        if (s.c > 0) close_group(x, e0, e0 + KEYS >= walk_end, out, &group_sum);
+        close_blocks(s, x.in, x.best, (int)e0, KEYS, out);
         keep_scores(out, s.history);
     }
     if (shape::CORES) cp_async_wait<0>();
-    if (x.mine) write_lists(s, x, vb, run.unit, run.row_begin + warp);
+    if (x.mine) write_blocks(s, x.in, x.best, vb, run.unit, run.row_begin + warp);
     __syncthreads();
 }
 
@@ -99,11 +92,10 @@ static quern_status launch(const select_kernel &s, int64_t views, const launcher
 {
     constexpr int LISTS = select_shape<DP, MODE>::LISTS;
     const int LD = s.a.dim_k + 1;
-    const size_t q_bytes = MODE >= 2 ? 128 * DP * 2 : (MODE == 0 ? LISTS : 64) * LD * 4,
+    const size_t q_bytes = MODE >= 2 ? 128 * DP * 2 : 64 * LD * 4,
                  k_bytes = MODE >= 2 ? 2 * KEYS * DP * 2 : KEYS * LD * 4;
-    const size_t bytes =
-        q_bytes + k_bytes +
-        ((size_t)LISTS * (MAX_HISTORY + KEYS) + WARPS * KEYS + 2 * (size_t)LISTS * (s.k + s.c)) * 4;
+    const size_t bytes = q_bytes + k_bytes +
+                         ((size_t)LISTS * (MAX_HISTORY + KEYS) + WARPS * KEYS + 2 * (size_t)LISTS * s.k) * 4;
     const dim3 grid((unsigned)((s.list_rows + LISTS - 1) / LISTS), (unsigned)s.a.units, (unsigned)views);
     return launch_shared(to, select_blocks<T, DP, MODE>, grid, THREADS, bytes, "select", s);
 }

@@ -21,6 +21,17 @@ struct select_kernel {
     bool mean_logit;
 };
 
+/* The compressed branch as an attention call: for the shape, and for its row statistics where the caller has
+ * none. */
+attend_args select_branch(const select_args *args);
+
+/* The same with the statistics, computed where the caller has none (select_bytes() of workspace). */
+quern_status select_find_lse(const stage_exec *exec, const select_args *args, void *workspace,
+                             attend_args *branch);
+
+/* `l` is the branch's. */
+select_kernel select_kernel_of(const select_args *args, const attend_launch &l);
+
 /* The kernels, a file for each dtype and padded head dim; what the f32 cores score takes any. */
 typedef quern_status select_part(const select_kernel &s, int64_t views, const launcher &to);
 select_part select_mean_f32, select_mean_bf16, select_mean_f16, select_softmax_f32;

@@ -56,16 +56,135 @@ __device__ __forceinline__ void insert(const best_list &b, uint32_t key, int32_t
     __syncwarp();
 }
 
+/* The same for a list of at most 32, in registers: candidates of the lanes in `mask`, in the order of the
+ * lanes. */
+__device__ __forceinline__ void insert_lanes(const best_list &b, uint32_t mask, uint32_t key, int32_t index,
+                                             int lane)
+{
+    const bool in = lane < b.size;
+    uint32_t own = in ? b.key[lane] : 0;
+    int32_t at = in ? b.index[lane] : 0;
+    while (mask != 0) {
+        const int from = __ffs(mask) - 1;
+        const uint32_t k = __shfl_sync(~0u, key, from), left = __shfl_up_sync(~0u, own, 1);
+        const int32_t x = __shfl_sync(~0u, index, from), left_at = __shfl_up_sync(~0u, at, 1);
+        if (own < k) { /* moves right, or gives its place to the candidate */
+            const bool here = lane == 0 || left >= k;
+            own = here ? k : left;
+            at = here ? x : left_at;
+        }
+        mask &= mask - 1;
+        mask &= __ballot_sync(~0u, key > __shfl_sync(~0u, own, b.size - 1));
+    }
+    if (in) {
+        b.key[lane] = own;
+        b.index[lane] = at;
+    }
+    __syncwarp();
+}
+
 /* Offers 32 candidates at once; `valid` lanes hold one each, rising with the lane. */
 __device__ __forceinline__ void offer(const best_list &b, bool valid, float score, int32_t index, int lane)
 {
+    if (b.size == 0) return;
     const uint32_t key = valid ? order_of(score) : 0;
-    uint32_t mask = __ballot_sync(~0u, valid && b.size > 0 && key > b.key[b.size - 1]);
+    uint32_t mask = __ballot_sync(~0u, key > b.key[b.size - 1]);
+    if (mask == 0) return;
+    if (b.size <= 32) {
+        insert_lanes(b, mask, key, index, lane);
+        return;
+    }
     while (mask != 0) {
         const int from = __ffs(mask) - 1;
         mask &= mask - 1;
         insert(b, __shfl_sync(~0u, key, from), __shfl_sync(~0u, index, from), lane);
     }
+}
+
+/* A number that at least `size` of the keys of all lanes reach, close to the size-th largest; 0 where there
+ * are not as many. In 16 bits: keys of scores differ in what comes after by 1 / 128 at most. */
+template <int N> __device__ __forceinline__ uint32_t reached_by(const uint32_t (&key)[N], int size)
+{
+    uint32_t top = key[0], reached = 0;
+#pragma unroll
+    for (int i = 1; i < N; i++) top = top > key[i] ? top : key[i];
+#pragma unroll 1
+    for (uint32_t bit = 0x80000000u; bit >= 0x10000u; bit >>= 1)
+        if (__popc(__ballot_sync(~0u, top >= (reached | bit))) >= size) reached |= bit;
+    return reached;
+}
+
+/* Merges a list of at most 32 with `count` <= 32 candidates, which lie in `key` and `index` as they came. */
+__device__ __forceinline__ void merge(const best_list &b, const uint32_t *key, const int32_t *index,
+                                      int count, int lane)
+{
+    const uint32_t own = lane < b.size ? b.key[lane] : 0, other = lane < count ? key[lane] : 0;
+    const int32_t own_at = lane < b.size ? b.index[lane] : 0, other_at = lane < count ? index[lane] : 0;
+    int own_to = lane, other_to = 0; /* their places: how many come before them */
+#pragma unroll 4
+    for (int j = 0; j < count; j++) {
+        const uint32_t k = __shfl_sync(~0u, other, j);
+        own_to += k > own;
+        other_to += k > other || (k == other && j < lane);
+    }
+#pragma unroll 4
+    for (int j = 0; j < b.size; j++) other_to += __shfl_sync(~0u, own, j) >= other;
+    __syncwarp(); /* all have read */
+    if (lane < b.size && own_to < b.size) {
+        b.key[own_to] = own;
+        b.index[own_to] = own_at;
+    }
+    if (lane < count && other_to < b.size) {
+        b.key[other_to] = other;
+        b.index[other_to] = other_at;
+    }
+    __syncwarp();
+}
+
+/* Offers 32 N candidates to a list of at most 32: lane l's i-th has index first + 32 i + l. `room`: shared
+ * memory of the warp, 64 words. */
+template <int N>
+__device__ __forceinline__ void offer_many(const best_list &b, const uint32_t (&key)[N], int32_t first,
+                                           uint32_t *room, int lane)
+{
+    if (b.size == 0) return;
+    uint32_t least = b.key[b.size - 1] + 1; /* what enters a list is at least this */
+    uint32_t mask[N];
+    int all = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        mask[i] = __ballot_sync(~0u, key[i] >= least);
+        all += __popc(mask[i]);
+    }
+    if (all == 0) return;
+    if (all > 32) {
+        const uint32_t reached = reached_by<N>(key, b.size);
+        if (reached > least) {
+            least = reached;
+#pragma unroll
+            for (int i = 0; i < N; i++) mask[i] = __ballot_sync(~0u, key[i] >= least);
+        }
+    }
+    uint32_t *const keys = room;
+    int32_t *const indices = (int32_t *)room + 32;
+    int held = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int count = __popc(mask[i]);
+        if (held + count > 32) {
+            __syncwarp();
+            merge(b, keys, indices, held, lane);
+            held = 0;
+        }
+        if (mask[i] >> lane & 1) {
+            const int at = held + __popc(mask[i] & ((1u << lane) - 1));
+            keys[at] = key[i];
+            indices[at] = first + i * 32 + lane;
+        }
+        held += count;
+    }
+    __syncwarp();
+    merge(b, keys, indices, held, lane);
 }
 
 /* Writes forced entries [0, f0) and [g0, g1), and what the list holds, ascending and padded. Warp-wide. */
@@ -87,13 +206,12 @@ static __device__ void write_list(const best_list &b, int64_t f0, int64_t g0, in
     if (count != NULL && lane == 0) *count = forced + kept;
 }
 
-/* MODE 0: mean_logit; 1: softmax on f32 cores; 2: softmax on tensor cores, <= 16 rows a list; 3: the same,
- * any number of rows. */
+/* MODE 1: on f32 cores; 2: on tensor cores, <= 16 rows a list; 3: the same, any number of rows. */
 template <int DP, int MODE> struct select_shape {
     static constexpr bool CORES = MODE >= 2;
-    static constexpr int LISTS = MODE == 0 || MODE == 2 ? WARPS : 1; /* of a block */
+    static constexpr int LISTS = MODE == 2 ? WARPS : 1; /* of a block */
     static constexpr int CHUNKS = DP / 8, NT = KEYS / 8, SCORES = MAX_HISTORY + KEYS;
-    static constexpr int Q_ROWS = CORES ? 128 : MODE == 0 ? LISTS : 64;
+    static constexpr int Q_ROWS = CORES ? 128 : 64;
 };
 
 /* A block's shared memory. */
@@ -101,8 +219,8 @@ template <int DP, int MODE> struct select_memory {
     using shape = select_shape<DP, MODE>;
     char *q, *k;
     float *history, *partial; /* [LISTS][SCORES], [WARPS][KEYS] */
-    uint32_t *keys, *group_keys;
-    int32_t *indices, *group_indices;
+    uint32_t *keys;
+    int32_t *indices;
     int ld; /* elements of a row of q and k; f32 rows are of an odd length, free of bank conflicts */
 
     __device__ __forceinline__ select_memory(const select_kernel &s, char *from)
@@ -114,8 +232,6 @@ template <int DP, int MODE> struct select_memory {
         partial = history + shape::LISTS * shape::SCORES;
         keys = (uint32_t *)(partial + WARPS * KEYS);
         indices = (int32_t *)(keys + shape::LISTS * s.k);
-        group_keys = (uint32_t *)(indices + shape::LISTS * s.k);
-        group_indices = (int32_t *)(group_keys + shape::LISTS * s.c);
     }
 };
 
@@ -127,16 +243,43 @@ template <typename T> struct list_run {
     const T *q, *k;
 };
 
+/* What a list chooses from: blocks [0, candidates) but for the forced ones, [0, f0) and [g0, g1); `size` of
+ * them. */
+struct contest {
+    int candidates, f0, g0, g1, size;
+};
+
+__device__ __forceinline__ contest find_contest(const select_kernel &s, int64_t nq, int64_t q0)
+{
+    contest x;
+    x.candidates = (int)mask_blocks_seen(s.a.causal != 0, nq, q_end_of(q0, s.a.tile, nq) - 1, s.select_block);
+    x.f0 = s.forced_first < x.candidates ? s.forced_first : x.candidates, x.g0 = 0, x.g1 = 0;
+    if (s.a.causal && s.forced_local > 0) {
+        x.g1 = x.candidates;
+        x.g0 = (int)(q0 / s.select_block) - (s.forced_local - 1);
+        if (x.g0 < x.f0) x.g0 = x.f0;
+        if (x.g0 > x.g1) x.g0 = x.g1;
+    }
+    const int left = s.k - (x.f0 + (x.g1 - x.g0));
+    x.size = left > 0 ? left : 0;
+    return x;
+}
+
 /* One warp's list as it is filled. */
 struct own_list {
     bool mine;
-    int64_t q0;                 /* the first query */
-    int candidates, f0, g0, g1; /* blocks in the contest; forced: [0, f0) and [g0, g1) */
-    int seen_first, seen_last;  /* entries that the first and the last query see */
-    best_list best, best_group;
-    int groups_seen, keep_last,
-        keep_first; /* groups kept always: the newest visible to the last, and to the first query */
-    int kept_groups;
+    int64_t q0; /* the first query */
+    contest in;
+    best_list best;
+};
+
+/* The groups of a list (mean_logit), as they are chosen. */
+struct own_groups {
+    int seen_last;             /* entries that the last query sees */
+    int count;                 /* groups of them */
+    int keep_last, keep_first; /* kept always: the newest visible to the last, and to the first query */
+    int kept;
+    best_list best;
 };
 
 /* List rows that no tile has: padding. One warp calls. */
@@ -182,85 +325,68 @@ template <typename T, int DP, int MODE>
 __device__ __forceinline__ own_list open_list(const select_kernel &s, const list_run<T> &run,
                                               const select_memory<DP, MODE> &m)
 {
-    const attend_kernel &a = s.a;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     constexpr int SCORES = select_shape<DP, MODE>::SCORES;
     own_list x;
-    x.q0 = run.q_first + (int64_t)warp * a.tile;
+    x.q0 = run.q_first + (int64_t)warp * s.a.tile;
     x.mine = warp < run.lists;
-    const int64_t q_last = q_end_of(x.q0, a.tile, run.seq.nq) - 1;
-    int ignore;
-    x.seen_last = x.seen_first = 0;
-    if (x.mine)
-        row_keys(a, run.seq, q_last, &ignore, &x.seen_last),
-            row_keys(a, run.seq, x.q0, &ignore, &x.seen_first);
-    x.candidates = (int)mask_blocks_seen(a.causal != 0, run.seq.nq, q_last, s.select_block);
-    x.f0 = s.forced_first < x.candidates ? s.forced_first : x.candidates, x.g0 = 0, x.g1 = 0;
-    if (a.causal && s.forced_local > 0) {
-        x.g1 = x.candidates;
-        x.g0 = (int)(x.q0 / s.select_block) - (s.forced_local - 1);
-        if (x.g0 < x.f0) x.g0 = x.f0;
-        if (x.g0 > x.g1) x.g0 = x.g1;
-    }
-    const int contest = s.k - (x.f0 + (x.g1 - x.g0));
-    x.best = {m.keys + warp * s.k, m.indices + warp * s.k, contest > 0 ? contest : 0};
-    x.groups_seen = (x.seen_last + GROUP - 1) / GROUP;
-    x.keep_last = a.causal && x.seen_last > 0 ? (x.seen_last - 1) / GROUP : -1;
-    x.keep_first = a.causal && x.seen_first > 0 ? (x.seen_first - 1) / GROUP : -1;
-    x.kept_groups = x.keep_last < 0 ? 0 : x.keep_first < 0 || x.keep_first == x.keep_last ? 1 : 2;
-    x.best_group = {m.group_keys + warp * s.c, m.group_indices + warp * s.c,
-                    s.c > x.kept_groups ? s.c - x.kept_groups : 0};
+    x.in = find_contest(s, run.seq.nq, x.q0);
+    x.best = {m.keys + warp * s.k, m.indices + warp * s.k, x.in.size};
     if (x.mine) {
         for (int i = lane; i < s.k; i += 32) x.best.key[i] = 0;
-        for (int i = lane; i < s.c; i += 32) x.best_group.key[i] = 0;
         for (int i = lane; i < SCORES; i += 32) m.history[warp * SCORES + i] = 0.0f;
     }
     return x;
 }
 
-/* Offers the selection blocks whose last entry is in [e0, e0 + KEYS); out[i] is the score of entry e0 + i. */
-static __device__ __forceinline__ void close_blocks(const select_kernel &s, const own_list &x, int64_t e0,
+/* The score of the block whose last entry's score is *last: each entry counts as often as it overlaps. */
+__device__ __forceinline__ float block_score(const select_kernel &s, const float *last)
+{
+    const int span = s.l_over_d - 1 + s.s_over_d, most = s.l_over_d < s.s_over_d ? s.l_over_d : s.s_over_d;
+    if (span == 1) return *last;
+    float score = 0.0f;
+    for (int i = 0; i < span; i++) { /* the first is the earliest that overlaps */
+        const int up = i + 1 < span - i ? i + 1 : span - i;
+        score += (float)(up < most ? up : most) * last[i - (span - 1)];
+    }
+    return score;
+}
+
+/* Offers the selection blocks whose last entry is in [e0, e0 + entries); out[i] is the score of entry e0 + i.
+ */
+static __device__ __forceinline__ void close_blocks(const select_kernel &s, const contest &in,
+                                                    const best_list &best, int e0, int entries,
                                                     const float *out)
 {
-    const int lane = threadIdx.x & 31,
-              back = s.l_over_d - 1; /* back: entries before a block's first that overlap it */
-    const int64_t from = (e0 + s.s_over_d) / s.s_over_d - 1, to = (e0 + KEYS) / s.s_over_d;
-    for (int64_t j0 = from; j0 < to; j0 += 32) {
-        const int64_t block = j0 + lane, last_entry = (block + 1) * s.s_over_d - 1;
-        const bool valid = block < to && last_entry >= e0 && block < x.candidates && block >= x.f0 &&
-                           !(block >= x.g0 && block < x.g1);
-        float score = 0.0f;
-        if (valid) {
-            if (s.mean_logit) {
-                score = out[last_entry - e0];
-            } else {
-                const int span = back + s.s_over_d;
-                for (int i = 0; i < span;
-                     i++) { /* entry = block start - back + i, counted as often as it overlaps */
-                    const int64_t at = last_entry - e0 - (span - 1) + i;
-                    const int up = i + 1 < span - i ? i + 1 : span - i;
-                    const int most = s.l_over_d < s.s_over_d ? s.l_over_d : s.s_over_d;
-                    score += (float)(up < most ? up : most) * out[at];
-                }
-            }
-        }
-        offer(x.best, valid, score, (int32_t)block, lane);
+    const int lane = threadIdx.x & 31, from = s.s_over_d == 1 ? e0 : e0 / s.s_over_d,
+              end = s.s_over_d == 1 ? e0 + entries : (e0 + entries) / s.s_over_d,
+              to = end < in.candidates ? end : in.candidates;
+    for (int j0 = from; j0 < to; j0 += 32) {
+        const int block = j0 + lane;
+        const bool valid = block < to && block >= in.f0 && !(block >= in.g0 && block < in.g1);
+        const float score = valid ? block_score(s, out + (block + 1) * s.s_over_d - 1 - e0) : 0.0f;
+        offer(best, valid, score, block, lane);
     }
 }
 
-/* Adds a step's scores to those of their group, and offers it at its end. */
-static __device__ __forceinline__ void close_group(const own_list &x, int64_t e0, bool last, const float *out,
-                                                   float *group_sum)
+/* The same for lists of at most 32, 128 blocks at once. */
+static __device__ __forceinline__ void close_many(const select_kernel &s, const contest &in,
+                                                  const best_list &best, int e0, int entries,
+                                                  const float *out, uint32_t *room)
 {
-    const int lane = threadIdx.x & 31;
-    for (int j = lane; j < KEYS; j += 32)
-        if (e0 + j < x.seen_last) *group_sum += out[j];
-    if (e0 % GROUP != GROUP - KEYS && !last) return;
-    for (int w = 16; w > 0; w /= 2) *group_sum += __shfl_xor_sync(~0u, *group_sum, w);
-    const int64_t g = e0 / GROUP, seen = x.seen_last - g * GROUP < GROUP ? x.seen_last - g * GROUP : GROUP;
-    if (g < x.groups_seen && g != x.keep_last && g != x.keep_first)
-        offer(x.best_group, lane == 0, *group_sum / (float)seen, (int32_t)g, lane);
-    *group_sum = 0.0f;
+    const int lane = threadIdx.x & 31, from = s.s_over_d == 1 ? e0 : e0 / s.s_over_d,
+              end = s.s_over_d == 1 ? e0 + entries : (e0 + entries) / s.s_over_d,
+              to = end < in.candidates ? end : in.candidates;
+    for (int j0 = from; j0 < to; j0 += 128) {
+        uint32_t key[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int block = j0 + i * 32 + lane;
+            const bool valid = block < to && block >= in.f0 && !(block >= in.g0 && block < in.g1);
+            key[i] = valid ? order_of(block_score(s, out + (block + 1) * s.s_over_d - 1 - e0)) : 0;
+        }
+        offer_many<4>(best, key, j0, room, lane);
+    }
 }
 
 /* Keeps the last `count` scores, which a later block may overlap, before the next step's. */
@@ -277,46 +403,40 @@ static __device__ __forceinline__ void keep_scores(float *scores, int count)
 }
 
 /* Writes the groups: those of the contest and those that are kept always, ascending. */
-static __device__ __forceinline__ void write_groups(const select_kernel &s, const own_list &x, int64_t vb,
+static __device__ __forceinline__ void write_groups(const select_kernel &s, const own_groups &x, int64_t vb,
                                                     int u, int64_t row)
 {
     const int lane = threadIdx.x & 31;
     const int ga = x.keep_first >= 0 && x.keep_first != x.keep_last ? x.keep_first : -1;
-    for (int w = 0; w < 2; w++) { /* put the kept ones behind the contest's */
-        const int g = w == 0 ? x.keep_last : ga;
-        if (g >= 0 && lane == 0) {
-            x.best_group.key[x.best_group.size + w] = ~0u;
-            x.best_group.index[x.best_group.size + w] = g;
+    int full = 0; /* empty slots of the contest go: the kept ones come behind the full ones */
+    for (int i = 0; i < x.best.size; i++) full += x.best.key[i] != 0;
+    __syncwarp();
+    if (lane == 0) {
+        int at = full;
+        for (int w = 0; w < 2; w++) {
+            const int g = w == 0 ? x.keep_last : ga;
+            if (g < 0) continue;
+            x.best.key[at] = ~0u;
+            x.best.index[at++] = g;
         }
-        __syncwarp();
     }
-    const best_list all = {x.best_group.key, x.best_group.index, x.best_group.size + x.kept_groups};
-    int full = 0; /* empty slots of the contest go: the kept ones move up */
-    for (int i = 0; i < x.best_group.size; i++) full += x.best_group.key[i] != 0;
     __syncwarp();
-    if (full < x.best_group.size && lane == 0)
-        for (int w = 0; w < x.kept_groups; w++) {
-            all.key[full + w] = ~0u;
-            all.index[full + w] = all.index[x.best_group.size + w];
-        }
-    __syncwarp();
-    const best_list compact = {all.key, all.index, full + x.kept_groups};
-    write_list(compact, 0, 0, 0,
+    const best_list all = {x.best.key, x.best.index, full + x.kept};
+    write_list(all, 0, 0, 0,
                s.groups + vb * s.group_stride[0] + u * s.group_stride[1] + row * s.group_stride[2], s.c, NULL,
                lane);
 }
 
-static __device__ __forceinline__ void write_lists(const select_kernel &s, const own_list &x, int64_t vb,
-                                                   int u, int64_t row)
+static __device__ __forceinline__ void write_blocks(const select_kernel &s, const contest &in,
+                                                    const best_list &best, int64_t vb, int u, int64_t row)
 {
-    if (s.idx != NULL)
-        write_list(x.best, x.f0, x.g0, x.g1,
-                   s.idx + vb * s.idx_stride[0] + u * s.idx_stride[1] + row * s.idx_stride[2], s.k,
-                   s.count != NULL
-                       ? s.count + vb * s.count_stride[0] + u * s.count_stride[1] + row * s.count_stride[2]
-                       : NULL,
-                   threadIdx.x & 31);
-    if (s.c > 0) write_groups(s, x, vb, u, row);
+    if (s.idx == NULL) return;
+    write_list(best, in.f0, in.g0, in.g1,
+               s.idx + vb * s.idx_stride[0] + u * s.idx_stride[1] + row * s.idx_stride[2], s.k,
+               s.count != NULL
+                   ? s.count + vb * s.count_stride[0] + u * s.count_stride[1] + row * s.count_stride[2]
+                   : NULL,
+               threadIdx.x & 31);
 }
 
 #endif

@@ -33,22 +33,6 @@ __device__ __forceinline__ void load_list_rows(const select_kernel &s, const lis
     cp_async_commit();
 }
 
-/* Mode 0: the mean over each list's rows, in f32. */
-template <typename T>
-__device__ __forceinline__ void mean_list_rows(const select_kernel &s, const list_run<T> &run, float *mean,
-                                               int ld)
-{
-    const attend_kernel &a = s.a;
-    for (int i = threadIdx.x; i < run.lists * a.dim_k; i += THREADS) {
-        const int list = i / a.dim_k, c = i % a.dim_k;
-        const int64_t from = run.q_first + (int64_t)list * a.tile, to = q_end_of(from, a.tile, run.seq.nq);
-        float sum = 0.0f;
-        for (int64_t n = from; n < to; n++)
-            for (int h = 0; h < a.hs; h++) sum += to_float<T>(run.q[n * a.q.s[1] + h * a.q.s[2] + c]);
-        mean[list * ld + c] = sum / (float)((to - from) * a.hs);
-    }
-}
-
 __device__ __forceinline__ float lse_at(const attend_kernel &a, const sequence &seq, int64_t head,
                                         int64_t query)
 {
@@ -106,24 +90,6 @@ __device__ __forceinline__ void widen_entries(const select_kernel &s, const list
         const int64_t key = e0 + i / a.dim_k;
         kt[i / a.dim_k * ld + i % a.dim_k] =
             key < run.seq.nk ? to_float<T>(run.k[key * a.k.s[1] + i % a.dim_k]) : 0.0f;
-    }
-}
-
-/* Mode 0: scores of a step by one warp; `mean` is its list's. */
-static __device__ __forceinline__ void score_mean(const attend_kernel &a, const float *mean,
-                                                  const float *entries, int ld, int64_t e0, int seen,
-                                                  float *out)
-{
-    for (int j = threadIdx.x & 31; j < KEYS; j += 32) {
-        float dot = 0.0f;
-        if (e0 + j < seen) {
-            const float *kt = entries + j * ld;
-            for (int c = 0; c < a.dim_k; c++) dot = fmaf(mean[c], kt[c], dot);
-            dot *= a.scale;
-        } else {
-            dot = -INFINITY;
-        }
-        out[j] = dot;
     }
 }
 

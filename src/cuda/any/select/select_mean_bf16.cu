@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-#include "any/select/select.cuh"
+#include "any/select/select_mean.cuh"
 
 quern_status select_mean_bf16(const select_kernel &s, int64_t views, const launcher &to)
 {
-    return launch<bf16, 64, 0>(s, views, to);
+    return select_by_mean::run<bf16>(s, views, to);
 }
