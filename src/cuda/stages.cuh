@@ -58,6 +58,10 @@ bool attend_backward_sm90_supports(const stage_exec *exec, const attend_args *ar
                                    char why[STAGE_WHY_BYTES]);
 size_t attend_backward_sm90_bytes(const stage_exec *exec, const attend_args *args);
 quern_status attend_backward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace);
+bool attend_backward_sm90_lists_supports(const stage_exec *exec, const attend_args *args,
+                                         char why[STAGE_WHY_BYTES]);
+size_t attend_backward_sm90_lists_bytes(const stage_exec *exec, const attend_args *args);
+quern_status attend_backward_sm90_lists_run(const stage_exec *exec, const attend_args *args, void *workspace);
 bool attend_backward_wgmma_supports(const stage_exec *exec, const attend_args *args,
                                     char why[STAGE_WHY_BYTES]);
 quern_status attend_backward_wgmma_run(const stage_exec *exec, const attend_args *args, void *workspace);

@@ -23,6 +23,8 @@ static const variant<attend_args> attend_backward_rows[] = {
 #ifdef QUERN_SM90
     {"attend_backward_sm90", attend_backward_sm90_supports, attend_backward_sm90_bytes,
      attend_backward_sm90_run},
+    {"attend_backward_sm90_lists", attend_backward_sm90_lists_supports, attend_backward_sm90_lists_bytes,
+     attend_backward_sm90_lists_run},
     {"attend_backward_wgmma", attend_backward_wgmma_supports, attend_backward_any_bytes,
      attend_backward_wgmma_run},
 #endif

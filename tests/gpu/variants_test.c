@@ -17,7 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { N = 300, H = 4, HKV = 2, BLOCK = 32, TILE = 64, PICKS = 4 };
+enum { N = 300, H = 16, HKV = 2, BLOCK = 32, TILE = 64, PICKS = 4 };
 enum { RESULTS = 5 }; /* o, lse, d_q, d_k, d_v */
 
 quern_cuda_plugin_entry quern_cuda_backend;
@@ -47,16 +47,21 @@ static quern_tensor make(quern_dtype dtype, int32_t ndim, const int64_t *shape)
     return t;
 }
 
-static quern_tensor noise(test_random *random, quern_dtype dtype, int64_t heads, int64_t dim)
+static quern_tensor noise_of(test_random *random, quern_dtype dtype, int64_t n, int64_t heads, int64_t dim)
 {
-    const int64_t shape[] = {1, N, heads, dim};
+    const int64_t shape[] = {1, n, heads, dim};
     test_tensor one = test_tensor_make(random, dtype, 4, shape, TEST_CONTIGUOUS);
     test_tensor_normal(&one, random, 1);
     const quern_tensor t = make(dtype, 4, shape);
-    CHECK(cudaMemcpy(t.data, one.view.data, (size_t)(N * heads * dim) * quern_dtype_size(dtype),
+    CHECK(cudaMemcpy(t.data, one.view.data, (size_t)(n * heads * dim) * quern_dtype_size(dtype),
                      cudaMemcpyHostToDevice));
     test_tensor_free(&one);
     return t;
+}
+
+static quern_tensor noise(test_random *random, quern_dtype dtype, int64_t heads, int64_t dim)
+{
+    return noise_of(random, dtype, N, heads, dim);
 }
 
 /* Blocks 0, the tile's own, and two between. */
@@ -150,7 +155,7 @@ static void variants_agree(void **state)
     static const char *const forward[] = {"attend_forward_any", "attend_forward_sm90", "attend_forward_wgmma",
                                           NULL};
     static const char *const backward[] = {"attend_backward_any", "attend_backward_sm90",
-                                           "attend_backward_wgmma", NULL};
+                                           "attend_backward_sm90_lists", "attend_backward_wgmma", NULL};
     static const int64_t dims[][2] = {{64, 64}, {128, 128}, {192, 128}, {256, 256}};
     test_random random = {test_seed("variants_agree", 3)};
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
@@ -242,6 +247,53 @@ static void products_of_compression_agree(void **state)
     for (size_t t = 0; t < sizeof all / sizeof *all; t++) CHECK(cudaFree(all[t]->data));
 }
 
+/* Lists whose shares of dK and dV take more memory than there is at a time: for some of the key/value heads,
+ * and for a part of their list rows. */
+static void lists_in_parts(void **state)
+{
+    enum { LONG = 81920, HEADS = 16, D = 64, LISTED = 32, SIZE = 64 };
+    (void)state;
+    static const char *const backward[] = {"attend_backward_wgmma", "attend_backward_sm90_lists", NULL};
+    const int64_t tiles = LONG / TILE, list[] = {1, HKV, tiles, LISTED}, q[] = {1, LONG, HEADS, D},
+                  k[] = {1, LONG, HKV, D}, statistics[] = {1, HEADS, LONG};
+    if (exec_here.compute != 90) return;
+    test_random random = {test_seed("lists_in_parts", 4)};
+    attend_args a = {.mask = ATTEND_BLOCKS,
+                     .seqs = {1, LONG, LONG, {0}, {0}},
+                     .causal = true,
+                     .scale = 0.125f,
+                     .query_offset = -1,
+                     .block_size = SIZE,
+                     .stride = SIZE,
+                     .tile = TILE};
+    int32_t *blocks = malloc((size_t)(HKV * tiles) * LISTED * sizeof *blocks);
+    if (blocks == NULL) fail_msg("the test is out of memory");
+    for (int64_t i = 0; i < HKV * tiles; i++)
+        for (int64_t e = 0; e < LISTED; e++)
+            blocks[i * LISTED + e] =
+                e == 0 ? (int32_t)(i % tiles) : (int32_t)test_random_int(&random, -1, i % tiles);
+    a.list = make(QUERN_I32, 4, list);
+    CHECK(cudaMemcpy(a.list.data, blocks, (size_t)(HKV * tiles) * LISTED * sizeof *blocks,
+                     cudaMemcpyHostToDevice));
+    free(blocks);
+    a.q = noise_of(&random, QUERN_BF16, LONG, HEADS, D);
+    a.k = noise_of(&random, QUERN_BF16, LONG, HKV, D);
+    a.v = noise_of(&random, QUERN_BF16, LONG, HKV, D);
+    a.d_o = noise_of(&random, QUERN_BF16, LONG, HEADS, D);
+    a.o = make(QUERN_BF16, 4, q);
+    a.lse = make(QUERN_F32, 3, statistics);
+    a.delta = make(QUERN_F32, 3, statistics);
+    a.d_q = make(QUERN_F32, 4, q);
+    a.d_k = make(QUERN_F32, 4, k);
+    a.d_v = make(QUERN_F32, 4, k);
+    CHECK(cudaMemset(a.delta.data, 0, (size_t)(HEADS * LONG) * 4));
+    assert_true(run_as(&cuda->attend_forward, &a, "attend_forward_sm90"));
+    assert_int_equal(try_all(&cuda->attend_backward, &a, backward, 2, 5), 2);
+    quern_tensor *const made[] = {&a.q,   &a.k,   &a.v,   &a.d_o, &a.lse, &a.delta,
+                                  &a.d_q, &a.d_k, &a.d_v, &a.o,   &a.list};
+    for (size_t t = 0; t < sizeof made / sizeof *made; t++) CHECK(cudaFree(made[t]->data));
+}
+
 static void names_that_no_stage_has_force_nothing(void **state)
 {
     (void)state;
@@ -269,7 +321,7 @@ static void names_that_no_stage_has_force_nothing(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree), cmocka_unit_test(lists_in_parts),
                                        cmocka_unit_test(products_of_compression_agree),
                                        cmocka_unit_test(names_that_no_stage_has_force_nothing)};
     return cmocka_run_group_tests(tests, open_backend, NULL);

@@ -41,6 +41,16 @@ __device__ __forceinline__ void tma_add(const CUtensorMap &map, uint32_t from, i
                  "r"(from), "r"(column), "r"(head), "r"(token), "r"(batch)
                  : "memory");
 }
+/* The same, in place of what is there. */
+__device__ __forceinline__ void tma_store(const CUtensorMap &map, uint32_t from, int column, int head,
+                                          int token, int batch)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            &map),
+        "r"(from), "r"(column), "r"(head), "r"(token), "r"(batch)
+        : "memory");
+}
 __device__ __forceinline__ void tma_commit()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -20,21 +20,33 @@ static void for_levels(void (*body)(quern_context *ctx))
     }
 }
 
-/* One token of one input becomes NaN; every output has NaN where the oracle has, and nowhere else. */
-static void nan_on(quern_context *ctx)
+/* One token of one input becomes NaN; every output has NaN where the oracle has, and nowhere else. `shape` 1:
+ * lists of a token of four heads; 2: lists of 64 tokens of eight heads. */
+static void nan_in(quern_context *ctx, int shape)
 {
     static const struct {
         nsa_slot slot;
         int64_t token;
     } poisons[] = {{NSA_Q, 40}, {NSA_K, 37}, {NSA_V, 37}, {NSA_K, 74}, {NSA_V, 0}, {NSA_D_O, 12}};
     for (size_t i = 0; i < sizeof poisons / sizeof *poisons; i++) {
-        for (int dtype = QUERN_F32; dtype <= QUERN_BF16; dtype++) {
+        for (int dtype = shape > 0 ? QUERN_F16 : QUERN_F32; dtype <= QUERN_BF16; dtype++) {
             nsa_config config = nsa_config_small();
             test_random random = {71 + i};
             config.dtype = (quern_dtype)dtype;
             config.batch = 1;
             config.params.gate = QUERN_NSA_GATE_WEIGHTS;
             config.params.tile = i % 2 == 0 ? 1 : 4;
+            if (shape > 0) {
+                config.params.tile = shape == 1 ? 1 : 64;
+                config.params.block_size = 16;
+                config.params.stride = 0;
+                config.params.select_block = shape == 1 ? 64 : 16;
+                config.params.num_selected = shape == 1 ? 4 : 9;
+                config.n = 230;
+                config.d = config.dv = 64;
+                config.hkv = 1;
+                config.h = shape == 1 ? 4 : 8;
+            }
             nsa_case *c = nsa_case_new(&config, &random);
             test_tensor *t = &c->tensor[poisons[i].slot];
             const int64_t width = test_tensor_count(t) / config.n;
@@ -46,6 +58,11 @@ static void nan_on(quern_context *ctx)
             nsa_case_free(c);
         }
     }
+}
+
+static void nan_on(quern_context *ctx)
+{
+    for (int shape = 0; shape < 3; shape++) nan_in(ctx, shape);
 }
 
 static void nan_goes_where_the_equations_carry_it(void **state)

@@ -119,8 +119,8 @@ static void lists_of_few_rows(nsa_config *config)
     config->dtype = config->d % 16 == 0 ? QUERN_F16 : QUERN_BF16;
     config->layout = TEST_CONTIGUOUS;
     config->d *= 4;
-    config->n *= 4;
-    for (int64_t b = 0; config->varlen && b < config->batch; b++) config->lens[b] *= 4;
+    config->n *= 3;
+    for (int64_t b = 0; config->varlen && b < config->batch; b++) config->lens[b] *= 3;
 }
 
 static void select_by_few_rows(void **state)
@@ -183,6 +183,35 @@ static void attend_alone(void **state)
 {
     (void)state;
     for_random_cases("attend_alone", 33, all_given, attend_case);
+}
+
+/* Lists that many rows share, of 16-bit inputs, in blocks of several sizes. */
+static void lists_of_many_rows(nsa_config *config)
+{
+    static const int64_t blocks[] = {1, 2, 3, 4, 8, 16};
+    quern_nsa_params *p = &config->params;
+    p->max_compressed_groups = 0;
+    p->groups = QUERN_NSA_LIST_COMPUTED;
+    all_given(config);
+    p->metric = QUERN_NSA_METRIC_SOFTMAX;
+    p->branches = QUERN_NSA_BRANCH_SLC;
+    p->scope = QUERN_NSA_SCOPE_GROUP;
+    p->tile = 64 << config->d / 8 % 3;
+    p->block_size = p->stride = 16;
+    p->select_block = 16 * blocks[(config->d + config->dv) / 8 % 6];
+    p->num_selected = nsa_least_selected(p) + 9;
+    config->h = config->hkv * (config->batch > 1 ? 512 : 1024) / p->tile;
+    config->dtype = config->dv % 16 == 0 ? QUERN_F16 : QUERN_BF16;
+    config->layout = TEST_CONTIGUOUS;
+    config->d *= 3;
+    config->n *= 3;
+    for (int64_t b = 0; config->varlen && b < config->batch; b++) config->lens[b] *= 3;
+}
+
+static void attend_by_many_rows(void **state)
+{
+    (void)state;
+    for_random_cases("attend_by_many_rows", 39, lists_of_many_rows, attend_case);
 }
 
 static void gate_case(nsa_case *c, quern_context *ctx)
@@ -297,15 +326,11 @@ static void one_branch_alone(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(compress_alone),
-        cmocka_unit_test(select_alone),
-        cmocka_unit_test(select_by_few_rows),
-        cmocka_unit_test(select_by_means),
-        cmocka_unit_test(attend_alone),
-        cmocka_unit_test(gate_alone),
-        cmocka_unit_test(gate_of_any_number_of_heads),
-        cmocka_unit_test(one_branch_alone),
-        cmocka_unit_test(gates_are_no_output_of_a_backward),
+        cmocka_unit_test(compress_alone),     cmocka_unit_test(select_alone),
+        cmocka_unit_test(select_by_few_rows), cmocka_unit_test(select_by_means),
+        cmocka_unit_test(attend_alone),       cmocka_unit_test(attend_by_many_rows),
+        cmocka_unit_test(gate_alone),         cmocka_unit_test(gate_of_any_number_of_heads),
+        cmocka_unit_test(one_branch_alone),   cmocka_unit_test(gates_are_no_output_of_a_backward),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

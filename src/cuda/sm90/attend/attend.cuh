@@ -24,8 +24,16 @@ typedef quern_status sm90_attend(const attend_args *args, const attend_launch &l
 sm90_attend sm90_forward_bf16_64, sm90_forward_bf16_128, sm90_forward_bf16_192, sm90_forward_bf16_256;
 sm90_attend sm90_forward_f16_64, sm90_forward_f16_128, sm90_forward_f16_192, sm90_forward_f16_256;
 
-/* The backward: dQ, and dK and dV or their shares, of `pieces` pieces of sm90_backward_keys(args) keys; the
- * bytes of its workspace. */
+/* Room for lists in the backward: `heads` key/value heads and `rows` list rows at a time, `per` blocks of
+ * threads a list; bytes of the clean lists, the shares and the sums. */
+struct sm90_lists_room {
+    int64_t heads, rows, all_rows, per;
+    size_t clean, shares, sums;
+};
+sm90_lists_room sm90_lists_room_of(const attend_args *args, int64_t most_heads);
+
+/* The backward: dQ, and dK and dV or their shares, of `pieces` pieces of sm90_backward_keys(args) keys (of
+ * lists 0); the bytes of its workspace. */
 struct sm90_backward_call {
     sm90_device device;
     void *workspace;
@@ -37,6 +45,16 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
 
 enum { SM90_BACKWARD_ROWS = 64 }; /* queries of a tile of dQ */
 
+/* Lists of blocks in the backward: a block of threads owns 128 slots of one list, whose keys are those that
+ * the list names, and leaves the list's share of their gradients in attend_kernel's `part`. */
+struct sm90_lists {
+    const int32_t *clean; /* [units][rows of all views][k], ascending, -1 behind; NULL: keys are a range */
+    int32_t view_rows, all_rows; /* list rows of a view, of all */
+    int32_t row0, rows;          /* those of this launch */
+    int32_t per;                 /* blocks of threads of a list */
+    int32_t box;                 /* keys of a bulk copy; 0: all of a block's */
+};
+
 /* What the blocks of a backward's launch share. */
 struct sm90_backward_plan {
     int32_t pieces;        /* of keys, of each key/value head */
@@ -46,7 +64,16 @@ struct sm90_backward_plan {
     bool head_first;       /* a head's tiles one after another, not a tile's heads */
     int32_t *taken;        /* tickets given out; NULL: a block's number is its ticket */
     int32_t *turns;        /* [heads][tiles]: how many key blocks have added to a tile of dQ */
+    bool fresh;            /* the first to come to a tile of dQ finds nothing to add to */
+    sm90_lists lists;
 };
+
+/* Fills lists.clean's memory; adds the shares that a launch left to dK and dV, or to `sums` until the last.
+ */
+quern_status sm90_lists_clean(const attend_kernel &a, const sm90_lists &lists, int32_t *clean,
+                              cudaStream_t stream);
+quern_status sm90_lists_sum(const attend_launch &l, const sm90_lists &lists, int kv0, int heads, float *sums,
+                            cudaStream_t stream);
 
 /* `d_q`: f32, its heads those of this launch; added to. */
 typedef quern_status sm90_attend_back(const attend_args *args, const attend_launch &l,

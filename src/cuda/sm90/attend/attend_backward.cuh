@@ -12,6 +12,9 @@
  * registers. dS^T also goes to shared memory, and each warpgroup takes dS K for all 128 keys and half of the
  * columns.
  *
+ * With lists of blocks, a block of threads owns 128 slots of one list: its rows are those of the list's tile,
+ * all of which chose these keys. What it makes of dK and dV is that list's share (attend_lists.cu adds them).
+ *
  * Every key block adds its share of dQ to f32 sums in global memory (TMA's reduction). A counter for each
  * tile and head says how many key blocks have added, and a block waits until all before it have: the order is
  * that of the keys, whoever computes them. A block waits only for blocks that took a lower ticket, so some
@@ -93,9 +96,9 @@ __device__ __forceinline__ void restore_keys(const attend_kernel &a, const key_b
     named_sync(CLEANING, 256);
 #pragma unroll 1
     for (int i = (int)threadIdx.x - 128; i < KEYS * DK / 8; i += 256) {
-        const int row = i / (DK / 8), chunk = i - row * (DK / 8), key = b.k0 + b.key0 + row;
+        const int row = i / (DK / 8), chunk = i - row * (DK / 8), first = key_of(b, row), key = b.k0 + first;
         uint4 x = make_uint4(0, 0, 0, 0);
-        if (key < a.sq.n_kv && chunk * 8 < a.dim_k)
+        if (first < b.nk && chunk * 8 < a.dim_k)
             x = *(const uint4 *)((const T *)a.k.p + b.view * a.k.s[0] + key * a.k.s[1] + b.kvh * a.k.s[2] +
                                  chunk * 8);
         *(uint4 *)(keys + tile_at<KEYS>(row, chunk)) = x;
@@ -121,7 +124,7 @@ __device__ __forceinline__ void poison_rows(float (&dq)[NQ / 8][4], const attend
     }
 #pragma unroll 1
     for (int j = 0; j < KEYS; j++) {
-        const int key = b.key0 + j;
+        const int key = key_of(b, j);
         const bool s0 = key >= lo[0] && key < hi[0], s1 = key >= lo[1] && key < hi[1];
         if (!s0 && !s1) continue;
 #pragma unroll
@@ -172,7 +175,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
     typedef layout<DK, DV> at;
     constexpr int NT = ROWS / 8, NQ = DK / 2;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3,
-              place = group * 64 + warp * 16 + (lane >> 2), key = b.key0 + place;
+              place = group * 64 + warp * 16 + (lane >> 2), key = key_of(b, place);
     const int steps = b.tiles * a.hs;
     const uint32_t ak = base + at::K + group * 64 * 128, av = base + at::V + group * 64 * 128;
     /* A lane's part of the first stmatrix of dS^T (rows of 64 queries, one for each key), and of the first
@@ -292,14 +295,17 @@ template <typename T, int DK, int DV>
 static quern_status run(const attend_args *args, const attend_launch &l, const sm90_backward_plan &plan,
                         const quern_tensor &d_q, cudaStream_t stream)
 {
+    const int box = plan.lists.box > 0 ? plan.lists.box : KEYS;
     maps m;
     quern_status status = tma_describe(&m.q, args->q, 1, ROWS);
     if (status == QUERN_OK) status = tma_describe(&m.d_o, args->d_o, 1, ROWS);
-    if (status == QUERN_OK) status = tma_describe(&m.k, args->k, 1, KEYS);
-    if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, KEYS);
+    if (status == QUERN_OK) status = tma_describe(&m.k, args->k, 1, box);
+    if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, box);
     if (status == QUERN_OK) status = tma_describe(&m.d_q, d_q, 1, ROWS);
     if (status != QUERN_OK) return status;
-    const unsigned blocks = (unsigned)plan.pieces * (unsigned)plan.kv_heads * (unsigned)l.kernel.splits;
+    const unsigned of_head = plan.lists.clean != NULL ? (unsigned)plan.lists.rows * (unsigned)plan.lists.per
+                                                      : (unsigned)plan.pieces * (unsigned)l.kernel.splits,
+                   blocks = of_head * (unsigned)plan.kv_heads;
     return launch_shared({stream, NULL}, attend_backward_sm90<T, DK, DV>, dim3(blocks), 128 * (GROUPS + 1),
                          layout<DK, DV>::BYTES, "attend_backward_sm90", l.kernel, plan, m);
 }

@@ -14,7 +14,7 @@
 namespace sm90_backward
 {
 
-enum { GROUPS = 2, MOST_ROWS = SM90_BACKWARD_ROWS, BUFFERS = 2 };
+enum { GROUPS = 2, MOST_ROWS = SM90_BACKWARD_ROWS, MOST_KEYS = 128, RUN = 16, BUFFERS = 2 };
 enum { CLEANING = 1, DS_FULL = 2, DQ_FULL = 4 }; /* named barriers: one; of each group; of each buffer */
 
 struct maps {
@@ -33,18 +33,77 @@ struct statistics {
 struct key_block {
     int32_t view, q0, nq, k0, nk;
     int32_t kvh, head0;
-    int32_t place, key0, key_end; /* which block of its sequence; its keys */
-    int32_t tile, tiles;          /* the first tile, and how many */
-    int32_t turns;                /* the counter of the sequence's first tile */
-    int32_t up;                   /* whether it walks the tiles from the first */
-    int32_t odd;                  /* something in K is not finite */
+    int32_t place, key0, key_end;   /* which block of its sequence; its keys */
+    int32_t tile, tiles;            /* the first tile, and how many */
+    int32_t turns;                  /* the counter of the sequence's first tile */
+    int32_t up;                     /* whether it walks the tiles from the first */
+    int32_t odd;                    /* something in K is not finite */
+    int32_t seen_lo, seen_end;      /* a row that sees keys [seen_lo, seen_end) sees all of the block's */
+    int32_t first[MOST_KEYS / RUN]; /* the first key of each run of RUN that follow one another */
     int32_t pad;
     int64_t slot; /* of the partial sums */
 };
 
+/* Key `place` of a block. */
+__device__ __forceinline__ int key_of(const key_block &b, int place)
+{
+    return b.first[place / RUN] + place % RUN;
+}
+
 __device__ __forceinline__ sequence sequence_of(const key_block &b)
 {
     return {0, b.view, b.q0, b.nq, b.k0, b.nk};
+}
+
+/* Fills in what is ticket `ticket` of lists: the blocks of threads of a list follow one another, since they
+ * read the same rows and add to the same dQ; the last tiles, with the longest lists, come first. False where
+ * there is no such list, or nothing left of it. */
+template <int KEYS, int ROWS>
+__device__ __forceinline__ bool find_listed(const attend_kernel &a, const sm90_backward_plan &plan,
+                                            int ticket, key_block *b)
+{
+    enum { NO_KEY = INT32_MAX - KEYS }; /* of slots past the list: no row sees it */
+    const sm90_lists &lists = plan.lists;
+    const int per_head = lists.rows * lists.per, head = ticket / per_head, in_head = ticket - head * per_head,
+              row = lists.rows - 1 - in_head / lists.per, at = lists.row0 + row, view = at / lists.view_rows,
+              view_row = at - view * lists.view_rows;
+    sequence seq;
+    int64_t query = (int64_t)view_row * a.tile;
+    if (a.sq.cu_q == NULL) {
+        seq = sequence_at(a.sq, view);
+        if (query >= seq.nq) return false;
+    } else if (!piece_at(a.sq, view_row, a.tile, 1, &seq, &query)) {
+        return false;
+    }
+    b->kvh = plan.kv0 + head;
+    b->place = in_head % lists.per;
+    const int32_t *list = lists.clean + ((int64_t)b->kvh * lists.all_rows + at) * a.list_k;
+    int end = 0;
+    for (int i = 0; i < KEYS / RUN; i++) {
+        const int slot = b->place * KEYS + i * RUN, e = (int)quotient((uint32_t)slot, a.by_block);
+        const int32_t block = e < a.list_k ? list[e] : -1;
+        b->first[i] = block < 0 ? NO_KEY : block * a.list_block + (slot - e * a.list_block);
+        if (b->first[i] + RUN > end) end = b->first[i] + RUN;
+    }
+    if (b->first[0] == NO_KEY && (b->place > 0 || !plan.fresh)) return false; /* fresh: dQ is 0 */
+    b->view = (int)seq.view_b;
+    b->q0 = (int)seq.q0;
+    b->nq = (int)seq.nq;
+    b->k0 = (int)seq.k0;
+    b->nk = (int)seq.nk;
+    b->head0 = b->kvh * a.group;
+    b->key0 = b->first[0];
+    b->key_end = b->nk;
+    b->seen_lo = 0;
+    b->seen_end = end;
+    b->slot = ((int64_t)head * lists.rows + row) * lists.per + b->place;
+    b->odd = 0;
+    b->up = 1;
+    b->turns = a.sq.cu_q == NULL ? (int)seq.b * ((b->nq + ROWS - 1) / ROWS) : b->q0 / ROWS + (int)seq.b;
+    const int last = query + a.tile < b->nq ? (int)query + a.tile : b->nq;
+    b->tile = (int)query / ROWS;
+    b->tiles = (last + ROWS - 1) / ROWS - b->tile;
+    return true;
 }
 
 /* Takes a ticket (without a counter, the block's own number) and finds what it is for, a piece of KEYS keys; one
@@ -58,6 +117,7 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     constexpr int SECTION = 8;
     const int ticket = plan.taken != NULL ? atomicAdd(plan.taken, 1) : (int)blockIdx.x,
               per_head = plan.pieces * a.splits;
+    if (plan.lists.clean != NULL) return find_listed<KEYS, ROWS>(a, plan, ticket, b);
     const int unit0 = ticket / (per_head * SECTION) * SECTION,
               width = plan.kv_heads - unit0 < SECTION ? plan.kv_heads - unit0 : SECTION;
     const int in_section = ticket - unit0 * per_head, share = in_section / (plan.pieces * width),
@@ -79,6 +139,9 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     b->key_end = (int)(key0 + KEYS < seq.nk ? key0 + KEYS : seq.nk);
     b->slot = ((int64_t)b->kvh * plan.pieces + piece) * a.splits + split;
     b->odd = 0;
+    b->seen_lo = b->key0;
+    b->seen_end = b->key0 + KEYS; /* so that keys past the last are hidden */
+    for (int i = 0; i < KEYS / RUN; i++) b->first[i] = b->key0 + i * RUN;
     b->up = in_section / plan.wave & 1;
     const int tiles = (b->nq + ROWS - 1) / ROWS, per = (tiles + a.splits - 1) / a.splits;
     b->turns = a.sq.cu_q == NULL ? (int)seq.b * tiles : b->q0 / ROWS + (int)seq.b;
@@ -121,14 +184,19 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const sm90_backward
 {
     const int steps = b.tiles * a.hs;
     if ((threadIdx.x & 31) != 0 || steps == 0) return;
-    const int key = b.k0 + b.key0;
+    const int box = plan.lists.box > 0 ? plan.lists.box : AT::KEYS;
     mbar_expect(base + AT::OWN_FULL, AT::KEYS * (AT::DIM_K + AT::DIM_V) * 2);
+    for (int r = 0; r < AT::KEYS; r += box) {
+        const int first = key_of(b, r), key = first < b.nk ? b.k0 + first : (int)a.sq.n_kv; /* 0 there */
 #pragma unroll
-    for (int p = 0; p < AT::DIM_K / 64; p++)
-        tma_load(base + AT::K + p * AT::KEYS * 128, m.k, base + AT::OWN_FULL, p * 64, b.kvh, key, b.view);
+        for (int p = 0; p < AT::DIM_K / 64; p++)
+            tma_load(base + AT::K + p * AT::KEYS * 128 + r * 128, m.k, base + AT::OWN_FULL, p * 64, b.kvh,
+                     key, b.view);
 #pragma unroll
-    for (int p = 0; p < AT::DIM_V / 64; p++)
-        tma_load(base + AT::V + p * AT::KEYS * 128, m.v, base + AT::OWN_FULL, p * 64, b.kvh, key, b.view);
+        for (int p = 0; p < AT::DIM_V / 64; p++)
+            tma_load(base + AT::V + p * AT::KEYS * 128 + r * 128, m.v, base + AT::OWN_FULL, p * 64, b.kvh,
+                     key, b.view);
+    }
     for (int t = 0; t < steps; t++) {
         const int stage = t % AT::STAGES;
         int head;
@@ -186,8 +254,7 @@ __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const s
                 row_statistics(a, sequence_of(b), b.q0 + n, head, &lse2, &delta, &row_scale);
                 if (lse2 != INFINITY) row_keys(a, sequence_of(b), n, &lo, &hi);
             }
-            /* so that keys past the last are hidden */
-            part[i] = row < AT::ROWS && (lo > b.key0 || hi < b.key0 + AT::KEYS);
+            part[i] = row < AT::ROWS && (lo > b.seen_lo || hi < b.seen_end);
             if (i == 0) mbar_wait(base + AT::FREE + 8 * stage, (t / AT::STAGES & 1) ^ 1);
             st->lse2[row] = lse2;
             if (AT::RATIO && a.row_scale.p != NULL) delta = row_scale != 0.0f ? delta / row_scale : 0.0f;
@@ -225,20 +292,25 @@ __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_back
         int head, lo, hi;
         const int tile = tile_at_step(a, plan, b, t, &head);
         int32_t *turn = plan.turns + (int64_t)head * plan.tiles + b.turns + tile;
+        bool store = false;
         if ((threadIdx.x & 31) == 0) {
             row_keys(a, sequence_of(b), tile * AT::ROWS, &lo, &hi);
             const int before = b.place - lo / AT::KEYS;
+            store = plan.fresh && before == 0;
             while (load_acquire(turn) < before) {
             }
         }
         __syncwarp();
         named_sync(DQ_FULL + buffer, 128 * GROUPS + 32);
         if ((threadIdx.x & 31) == 0) {
+            const int to_head = head - plan.kv0 * a.group, query = b.q0 + tile * AT::ROWS;
 #pragma unroll
-            for (int p = 0; p < AT::DIM_K / 32; p++)
-                if (p * 32 < a.dim_k)
-                    tma_add(m.d_q, base + AT::DQ + buffer * AT::DQ_BYTES + p * AT::ROWS * 128, p * 32,
-                            head - plan.kv0 * a.group, b.q0 + tile * AT::ROWS, b.view);
+            for (int p = 0; p < AT::DIM_K / 32; p++) {
+                if (p * 32 >= a.dim_k) continue;
+                const uint32_t from = base + AT::DQ + buffer * AT::DQ_BYTES + p * AT::ROWS * 128;
+                if (store) tma_store(m.d_q, from, p * 32, to_head, query, b.view);
+                else tma_add(m.d_q, from, p * 32, to_head, query, b.view);
+            }
             tma_commit();
             tma_wait_read();
             mbar_arrive(base + AT::DQ_FREE + 8 * buffer);

@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_keys(const float (&acc)[NT][4], const atte
 {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int r = place + h * 8, key = b.key0 + r;
+        const int r = place + h * 8, key = key_of(b, r);
         if (key >= b.key_end) continue;
         float *part = a.part + (b.slot * KEYS + r) * (a.dim_k + a.dim_v) + d.before;
         const int64_t at = b.view * d.to.s[0] + (b.k0 + key) * d.to.s[1] + b.kvh * d.to.s[2];
@@ -70,7 +70,7 @@ __device__ __forceinline__ void store_keys(const float (&acc)[NT][4], const atte
             const int c = i * 8 + (threadIdx.x & 3) * 2;
             const float x = acc[i][h * 2] * d.scale, y = acc[i][h * 2 + 1] * d.scale;
             if (c >= d.dim) continue;
-            if (a.splits <= 1) store_pair<T>(d.to.p, at + c, x, y, a.f32_dkv, d.add);
+            if (a.splits == 1) store_pair<T>(d.to.p, at + c, x, y, a.f32_dkv, d.add);
             else *(float2 *)(part + c) = make_float2(x, y);
         }
     }

@@ -57,6 +57,40 @@ bool attend_backward_sm90_supports(const stage_exec *exec, const attend_args *ar
     return args->d_q.dtype != QUERN_F32 || tma_can(args->d_q);
 }
 
+/* Lists of tiles that hold whole tiles of dQ, with rows enough for a block of threads to pay for the shares
+ * of dK and dV that it leaves. */
+bool attend_backward_sm90_lists_supports(const stage_exec *exec, const attend_args *args, char *)
+{
+    enum { FEWEST_ROWS = 512 };
+    char limits[STAGE_WHY_BYTES];
+    if (!present(args->list) || !is_hopper(exec) || !attend_fits(args, limits) || !call_taken(args) ||
+        !tma_can(args->d_o))
+        return false;
+    const int64_t group = args->q.shape[2] / args->k.shape[2];
+    if (args->scope == LIST_BY_HEAD && group > 1) return false;
+    return args->tile % SM90_BACKWARD_ROWS == 0 && args->tile * group >= FEWEST_ROWS &&
+           list_taken(args, group) && args->q.shape[3] <= 128 && args->v.shape[3] <= 128 &&
+           (args->d_q.dtype != QUERN_F32 || tma_can(args->d_q));
+}
+
+size_t attend_backward_sm90_lists_bytes(const stage_exec *, const attend_args *args)
+{
+    if (args->q.dtype == QUERN_F32 || !present(args->list)) return 0;
+    return inverse_workspace(args) + sm90_attend_backward_bytes(args);
+}
+
+quern_status attend_backward_sm90_lists_run(const stage_exec *exec, const attend_args *args, void *workspace)
+{
+    const sm90_backward_call call = {{exec->multiprocessors}, (char *)workspace + inverse_workspace(args)};
+    attend_launch l;
+    quern_status status = backward_begin(exec, args, 128, workspace, &l);
+    if (status == QUERN_OK && args->k.shape[2] > 0)
+        status = sm90_attend_backward(args, l, 0, call, (cudaStream_t)exec->stream);
+    l.listed = false; /* its shares are added */
+    l.kernel.splits = 1;
+    return status != QUERN_OK ? status : backward_end(exec, args, l);
+}
+
 quern_status sm90_count_from_zero(int64_t pieces, const sm90_device &device, void *workspace,
                                   cudaStream_t stream, int32_t **counter)
 {
