@@ -174,13 +174,16 @@ static const option_row rows[] = {
 #undef AT
 enum { ROWS = sizeof rows / sizeof *rows };
 
-/* The operation's parameters, without those whose names are options here. */
-static size_t params_of(const operation *op, option_row to[QUERN_OP_PARAMS_MAX])
+/* The operation's parameters, without those whose names are options here and those that follow. */
+static size_t params_of(const subject_row *s, const operation *op, option_row to[QUERN_OP_PARAMS_MAX])
 {
     size_t n = 0;
     for (size_t i = 0; i < op->option_count; i++) {
+        const char *name = op->options[i].name;
         bool taken = false;
-        for (size_t k = 0; k < ROWS; k++) taken = taken || strcmp(op->options[i].name, rows[k].name) == 0;
+        for (size_t k = 0; k < ROWS; k++) taken = taken || strcmp(name, rows[k].name) == 0;
+        for (int k = 0; k < WORDS_MAX && s->follow[k][0] != NULL; k++)
+            taken = taken || strcmp(name, s->follow[k][0]) == 0;
         if (!taken) to[n++] = op->options[i];
     }
     return n;
@@ -466,7 +469,7 @@ int bench_experts(int argc, char **argv, const char *subject)
     o.what.params = params_init(op);
     for (int i = 0; i < WORDS_MAX && s->initial[i][0] != NULL; i++)
         (void)quern_op_set(op->op, &o.what.params, s->initial[i][0], s->initial[i][1]);
-    const option_group groups[] = {{rows, ROWS, &o}, {params, params_of(op, params), &o.what.params}};
+    const option_group groups[] = {{rows, ROWS, &o}, {params, params_of(s, op, params), &o.what.params}};
     const int code = parse_options(argc, argv, groups, 2, &first, &help);
     if (code != EXIT_DONE) return code;
     if (help) {
