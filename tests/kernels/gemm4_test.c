@@ -175,7 +175,7 @@ static void blocks_f32(const gemm4_kernels *kernels, test_random *random)
         const int64_t rows = i % 14, units = i % UNITS_MOST + 1, depth = units * GEMM4_UNIT, lda = depth + 5;
         test_tensor panel = random_units(random, units), a = floats_of(random, rows * lda),
                     c = floats_of(random, rows * GEMM4_PANEL), row = floats_of(random, GEMM4_PANEL);
-        test_tensor_normal(&a, random, 0x1p-32), test_tensor_normal(&c, random, 1);
+        test_tensor_normal(&a, random, 1), test_tensor_normal(&c, random, 1);
         double *x = test_tensor_get(&a), *old = test_tensor_get(&c);
         if (rows > 0) memcpy(row.view.data, c.view.data, GEMM4_PANEL * 4);
         kernels->decode_blocks(panel.view.data, units, codes, scales);
@@ -183,7 +183,7 @@ static void blocks_f32(const gemm4_kernels *kernels, test_random *random)
             for (int64_t n = 0; n < GEMM4_PANEL; n++)
                 expect(kernels, "decode_blocks", k, n,
                        (double)codes[k * GEMM4_PANEL + n] * (double)scales[k / 16 * GEMM4_PANEL + n],
-                       weight_at(&panel, k, n) * 0x1p32, bound_of(kernels, "decode_blocks", 0));
+                       weight_at(&panel, k, n), bound_of(kernels, "decode_blocks", 0));
         const gemm4_f32_tile t = {rows, depth / 16, a.view.data, lda, codes, scales, c.view.data, i % 2};
         kernels->mm_blocks(&t);
         test_tensor_check_guards(&c, "mm_blocks");
@@ -191,8 +191,7 @@ static void blocks_f32(const gemm4_kernels *kernels, test_random *random)
         for (int64_t j = 0; j < rows * GEMM4_PANEL; j++) {
             double sum = i % 2 ? old[j] : 0, size = fabs(sum);
             for (int64_t k = 0; k < depth; k++) {
-                const double term =
-                    x[j / GEMM4_PANEL * lda + k] * weight_at(&panel, k, j % GEMM4_PANEL) * 0x1p32;
+                const double term = x[j / GEMM4_PANEL * lda + k] * weight_at(&panel, k, j % GEMM4_PANEL);
                 sum += term;
                 size += fabs(term);
             }

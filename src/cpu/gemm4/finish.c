@@ -70,7 +70,7 @@ static float row_global(const product_job *job, int64_t expert, int64_t row)
     return args->int8 ? job->row_global[row] * given : given;
 }
 
-void finish_rows(const product_job *job, product_scratch *s, const float *sums, int64_t expert, int64_t row,
+void finish_rows(const product_job *job, product_scratch *s, float *sums, int64_t expert, int64_t row,
                  int64_t rows, int64_t panel)
 {
     const grouped_gemm_args *args = job->args;
@@ -79,6 +79,8 @@ void finish_rows(const product_job *job, product_scratch *s, const float *sums, 
     float global[GEMM4_PANEL], bias[GEMM4_PANEL];
     column_values(job, expert, column, n, global, bias);
     for (int64_t r = 0; r < rows; r++) {
+        if (job->row_factor != NULL && job->row_factor[row + r] != 1.0f)
+            for (int64_t c = 0; c < n; c++) sums[r * GEMM4_PANEL + c] *= job->row_factor[row + r];
         job->kernels->scale_row(sums + r * GEMM4_PANEL, row_global(job, expert, row + r), global,
                                 args->bias.ndim > 0 ? bias : NULL, n, s->row);
         for (int64_t c = 0; args->c_old.ndim > 0 && c < n; c++)

@@ -7,12 +7,10 @@
  *
  * The f32 product keeps a block of 16 along K apart: the sum of a's values times the codes, which then takes
  * the block's scale in one FMA into the row's sum. So no value needs its scale: one row at AVX2 takes 3.6
- * instructions for 8 weights, 4.6 cycles for 32. Codes count 2^25 times, which an integer's top byte makes them;
- * a's values come 2^-32 times, so that no sum of a block overflows. (Below 2^-94 they lose bits.)
+ * instructions for 8 weights, 4.6 cycles for 32. Codes count 2^25 times, which an integer's top byte makes them.
  *
  * mm_i8 keeps I8_ROWS x I8_VECTORS sums in f32 and as many of a block in integers; a block of 16 takes 4 dot
- * products, a conversion, a product of scales and an FMA: limit, two thirds of the peak of the
- * dot product.
+ * products, a conversion, a product of scales and an FMA: limit, two thirds of the peak of the dot product.
  */
 #ifndef QUERN_CPU_GEMM4_ROWS_H
 #define QUERN_CPU_GEMM4_ROWS_H
@@ -87,7 +85,7 @@ static void decode_f32(const uint8_t *panel, int64_t units, float *out)
         }
 }
 
-enum { BLOCK_POWER = 7 /* undoes the powers of two in a's values and in the codes */ };
+enum { BLOCK_POWER = -25 /* undoes the power of two in the codes */ };
 
 /* Codes, 2^25 times, and scales that undo it. */
 static void decode_blocks(const uint8_t *panel, int64_t units, float *codes, float *scales)

@@ -47,6 +47,7 @@ typedef struct product_job {
     float *a_scale;
     int32_t *start;
     float *row_global;        /* int8: the scale of each row */
+    float *row_factor;        /* f32: what a row's sums are to be multiplied by, a power of two */
     int64_t *first_task;      /* [experts + 1] */
     uint32_t *magnitudes;     /* of A, where a nonfinite value is an error */
     product_scratch *scratch; /* [threads] */
@@ -71,7 +72,7 @@ int64_t ready_row_bytes(const product_job *job);
 void ready_rows(const stage_exec *exec, const product_job *job, int64_t rows);
 
 /* Writes the sums of `rows` rows from `row` on, of a panel's columns, to the output. */
-void finish_rows(const product_job *job, product_scratch *s, const float *sums, int64_t expert, int64_t row,
+void finish_rows(const product_job *job, product_scratch *s, float *sums, int64_t expert, int64_t row,
                  int64_t rows, int64_t panel);
 /* Writes zeros, or c_old, to the output's rows from `first` on. */
 void zero_output(const product_job *job, int64_t first);

@@ -122,8 +122,14 @@ static void ready_floats(const product_job *job, int64_t row)
     const row_source src = {view_row(&args->a, row), args->a.dtype, 0, 1, args->k};
     const int64_t padded = job->units * GEMM4_UNIT;
     char *out = job->a + row * ready_row_bytes(job);
-    if (job->kind == PRODUCT_BF16) job->dense->pack_rows_bf16(&src, (uint16_t *)(void *)out, padded);
-    else job->dense->pack_rows_f32(&src, 0x1p-32f, (float *)(void *)out, padded); /* for mm_blocks */
+    if (job->kind == PRODUCT_BF16) {
+        job->dense->pack_rows_bf16(&src, (uint16_t *)(void *)out, padded);
+        return;
+    }
+    /* Sums of blocks that mm_blocks makes of rows with huge values would overflow. */
+    const bool huge = job->quantise->rows->magnitude(src.data, src.dtype, src.dim) >= 0x5f800000u; /* 2^64 */
+    job->row_factor[row] = huge ? 0x1p32f : 1.0f;
+    job->dense->pack_rows_f32(&src, huge ? 0x1p-32f : 1.0f, (float *)(void *)out, padded);
 }
 
 static void ready_task(void *arg, int64_t index, int32_t thread)

@@ -46,6 +46,7 @@ static void carve(const stage_exec *exec, product_job *job, arena *a)
         job->start = arena_take(a, (size_t)blocks * sizeof(int32_t));
         job->row_global = arena_take(a, (size_t)tokens * sizeof(float));
     }
+    if (job->kind == PRODUCT_F32) job->row_factor = arena_take(a, (size_t)tokens * sizeof(float));
     if (must_be_finite(job->args)) job->magnitudes = arena_take(a, row_magnitudes_bytes(&job->args->a));
 }
 

@@ -355,6 +355,35 @@ static void nan_stays_in_its_row(void **state)
     }
 }
 
+/* Powers of two in a row of A come out as powers of two, also where sums of a block could overflow. */
+static void rows_of_any_magnitude(void **state)
+{
+    static const int powers[] = {0, 112, 64, 60, -100};
+    (void)state;
+    for (int level = QUERN_CPU_LEVEL_PORTABLE; level <= (int)quern_cpu_level_detect(); level++) {
+        float first[16];
+        for (int power = 0; power < 5; power++) {
+            static small_call s;
+            size_t bytes = 0;
+            make_small(&s);
+            for (int i = 0; i < 16; i++)
+                s.a[i] = ldexpf((float)(i % 7 - 3) + 0.37f * (float)i, powers[power]);
+            for (int i = 0; i < 256; i++) s.codes[i] = (uint8_t)(37 * i + 11);
+            for (int i = 0; i < 32; i++) s.scales[i] = (uint8_t)(0x36 + i % 5);
+            quern_context *ctx = test_context((quern_cpu_level)level, 1);
+            assert_int_equal(quern_nvfp4_gemm_workspace(ctx, &s.p, &s.t, &bytes), QUERN_OK);
+            test_workspace w = test_workspace_make(bytes);
+            assert_int_equal(quern_nvfp4_gemm(ctx, NULL, &s.p, &s.t, w.data, w.bytes), QUERN_OK);
+            for (int i = 0; i < 16; i++) {
+                if (power == 0) first[i] = s.c[i];
+                assert_true(s.c[i] != 0 && s.c[i] == ldexpf(first[i], powers[power]));
+            }
+            test_workspace_close(&w);
+            quern_context_destroy(ctx);
+        }
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -365,6 +394,7 @@ int main(void)
         cmocka_unit_test(gradients),
         cmocka_unit_test(bad_calls),
         cmocka_unit_test(nan_stays_in_its_row),
+        cmocka_unit_test(rows_of_any_magnitude),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
