@@ -254,8 +254,8 @@ static work work_of(const layer_data *d, quern_cpu_level level)
 {
     const layer_bench *o = d->o;
     const double element = (double)quern_dtype_size((quern_dtype)o->dtype);
-    const double seen = (double)(d->content.tokens / d->ratio),
-                 chosen = o->top_k < seen ? (double)o->top_k : seen;
+    const int64_t whole = d->content.tokens / d->ratio;
+    const double seen = (double)whole, chosen = o->top_k < seen ? (double)o->top_k : seen;
     const bool csa = o->kind == QUERN_DSV4_LAYER_CSA, few = d->tokens <= FEW_TOKENS;
     const double entries = o->kind == QUERN_DSV4_LAYER_SWA ? 0
                            : csa                           ? chosen

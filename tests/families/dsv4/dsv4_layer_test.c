@@ -7,6 +7,8 @@
 #include "dsv4_golden.h"
 #include "dsv4_layer_case.h"
 
+#include <quern/plan.h>
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -201,6 +203,90 @@ static void results_change_no_bit(void **state)
     }
 }
 
+/* A plan gives the bits of the call, and lists its stages. */
+static void plans(void **state)
+{
+    (void)state;
+    for (int kind = 0; kind < 3; kind++) {
+        test_random random = {(uint64_t)kind + 30};
+        layer_case c = layer_case_random(&random, false);
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+        const quern_dsv4_layer_params p = layer_case_params(&c);
+        const quern_dsv4_layer_tensors t = layer_case_tensors(&c);
+        for (int pass = 0; pass < 2; pass++) {
+            static const quern_operation operations[] = {QUERN_OP_DSV4_LAYER, QUERN_OP_DSV4_LAYER_BACKWARD};
+            void *data[LAYER_TENSORS];
+            char text[2000];
+            quern_plan *plan;
+            size_t bytes;
+            test_tensor first[LAYER_TENSORS];
+            if (pass == 0) layer_case_forward(&c, ctx);
+            else layer_case_backward(&c, ctx);
+            for (int i = LAYER_OUT; i < LAYER_TENSORS; i++) {
+                const bool written = i != LAYER_D_OUT && (i > LAYER_D_OUT) == (pass == 1);
+                first[i] = (test_tensor){.buffer = NULL};
+                if (c.t[i].buffer == NULL || !written) continue;
+                first[i] = test_tensor_copy(&c.t[i]);
+                test_tensor_reset(&c.t[i]);
+            }
+            for (int i = 0; i < LAYER_TENSORS; i++) data[i] = c.t[i].buffer != NULL ? c.t[i].view.data : NULL;
+            assert_int_equal(quern_plan_create(ctx, operations[pass], &p, &t, &plan), QUERN_OK);
+            assert_int_equal(quern_plan_workspace(plan, &bytes), QUERN_OK);
+            test_workspace w = test_workspace_make(bytes);
+            assert_int_equal(quern_plan_run(plan, NULL, data, w.data, bytes), QUERN_OK);
+            test_workspace_close(&w);
+            assert_int_equal(quern_plan_describe(plan, text, sizeof text), QUERN_OK);
+            assert_non_null(strstr(text, pass == 0 ? "attend_mqa_forward" : "attend_mqa_backward"));
+            quern_plan_destroy(plan);
+            for (int i = LAYER_OUT; i < LAYER_TENSORS; i++) {
+                if (first[i].buffer == NULL) continue;
+                assert_true(test_tensor_same_bits(&first[i], &c.t[i]));
+                test_tensor_free(&first[i]);
+            }
+        }
+        quern_context_destroy(ctx);
+        layer_case_free(&c);
+    }
+}
+
+/* No sequences, or none with tokens: gradients of weights are 0. A list may be longer than there are entries. */
+static void empty_and_short(void **state)
+{
+    (void)state;
+    for (int trial = 0; trial < 12; trial++) {
+        test_random random = {(uint64_t)trial + 60};
+        oracle_layer shape = {.kind = (oracle_layer_kind)(trial % 3),
+                              .tokens = trial < 6 ? 0 : 5,
+                              .width = 12,
+                              .q_lora = 6,
+                              .heads = 4,
+                              .dim = 8,
+                              .groups = 2,
+                              .o_lora = 3,
+                              .rope_dim = 4,
+                              .window = 9,
+                              .ratio = 2,
+                              .index_heads = 4,
+                              .index_dim = 8,
+                              .top_k = 40,
+                              .eps = 1e-6};
+        const int64_t batch = trial % 6 < 3 ? 2 : trial < 6 ? 0 : 1;
+        layer_case c = layer_case_make(&random, &shape, batch, trial % 2 ? QUERN_BF16 : QUERN_F32, QUERN_F32);
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+        layer_case_forward(&c, ctx);
+        layer_case_backward(&c, ctx);
+        if (shape.tokens > 0) layer_case_check(&c);
+        for (int i = LAYER_D_WEIGHTS; i < LAYER_TENSORS && shape.tokens == 0; i++) {
+            if (c.t[i].buffer == NULL) continue;
+            double *d = test_tensor_get(&c.t[i]);
+            for (int64_t k = 0; k < test_tensor_count(&c.t[i]); k++) assert_true(d[k] == 0);
+            free(d);
+        }
+        quern_context_destroy(ctx);
+        layer_case_free(&c);
+    }
+}
+
 /* Refusals name the argument, what was given and what is accepted; nothing is written. */
 static void bad_input(void **state)
 {
@@ -280,6 +366,8 @@ int main(void)
                                        cmocka_unit_test(gradients),
                                        cmocka_unit_test(threads_change_no_bit),
                                        cmocka_unit_test(results_change_no_bit),
+                                       cmocka_unit_test(plans),
+                                       cmocka_unit_test(empty_and_short),
                                        cmocka_unit_test(bad_input)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
