@@ -50,7 +50,7 @@ typedef struct quern_dsv4_layer_params {
 #define QUERN_DSV4_LAYER_PARAMS_INIT QUERN_SIZED(quern_dsv4_layer_params)
 
 /*
- * NULL means absent. act is one of f32, f16, bf16. Weights are act or f32. All sequences start at position 0.
+ * NULL means absent. act is one of f32, f16, bf16; weights are any of these. All sequences start at position 0.
  * H, G and Hi follow from the weights: D and C_I are the extents of kv_norm and indexer_norm, r that of
  * compressor_bias. S = floor(T / r) entries; m series: 2 in CSA, 1 in HCA. Refused as in dsv4.h, and: a weight
  * that the kind has no use for; heads or groups that do not divide; positions beyond cos_sin.
@@ -62,7 +62,7 @@ typedef struct quern_dsv4_layer_tensors {
     size_t size;
     const quern_tensor *x;                               /* act [B, T, Dm] */
     const quern_tensor *cos_sin;                         /* [P, R], see quern_dsv4_rope_table() */
-    const quern_tensor *sinks;                           /* f32 [H]; NULL: none */
+    const quern_tensor *sinks;                           /* [H]; NULL: none */
     const quern_tensor *q_a, *q_a_norm, *q_b;            /* [q_lora, Dm] [q_lora] [H D, q_lora] */
     const quern_tensor *kv, *kv_norm;                    /* [D, Dm] [D] */
     const quern_tensor *o_a, *o_b;                       /* [G o_lora, H / G D] [Dm, G o_lora] */

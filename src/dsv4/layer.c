@@ -48,7 +48,7 @@ layer_states layer_compute(layer_pass *p, const layer_parts *parts, bool lse)
 {
     const int64_t *s = p->symbol, rows = parts->x.shape[0], batch = p->call->view[DL_X].shape[0];
     const quern_dtype dtype = parts->x.dtype;
-    layer_states states = {.batch = batch};
+    layer_states states = {.batch = batch, .sinks = parts->sinks};
     states.q = layer_room(p, dtype, rows, s[LS_HD]);
     states.kv = layer_room(p, dtype, rows, s[LS_D]);
     layer_make_q(p, &parts->q_in, &states.q, batch, 0);
@@ -74,7 +74,8 @@ attend_mqa_args layer_states_core(const layer_pass *p, const layer_states *state
 {
     const quern_tensor kv = layer_batches(&states->kv, states->batch),
                        entries = layer_batches(&states->entries, states->batch);
-    attend_mqa_args core = layer_core(p, &states->q, &kv, &entries, &states->idx, &states->count, 0);
+    attend_mqa_args core =
+        layer_core(p, &states->sinks, &states->q, &kv, &entries, &states->idx, &states->count, 0);
     core.o = layer_heads(&states->core, states->batch, p->symbol[LS_H]);
     core.lse = states->lse;
     return core;

@@ -182,7 +182,9 @@ quern_tensor layer_columns(const quern_tensor *t, int64_t first, int64_t count);
 quern_tensor layer_matrix(layer_pass *p, dsv4_layer_tensor tensor);
 /* Copies rows that are as many and as long, whatever the shapes. */
 void layer_copy(layer_pass *p, const quern_tensor *from, const quern_tensor *to);
-/* The same to a result of the call, if it has that result. */
+/* Converts [batch, rows, heads, width] to another dtype. */
+void layer_change(layer_pass *p, const quern_tensor *from, const quern_tensor *to);
+/* Copies to a result of the call, if it has that result. */
 void layer_give(layer_pass *p, dsv4_layer_tensor tensor, const quern_tensor *from);
 /* c = a w^T. */
 void layer_product(layer_pass *p, const quern_tensor *a, const quern_tensor *w, const quern_tensor *c);
@@ -196,6 +198,7 @@ typedef struct layer_parts {
     quern_tensor q_in, kv_in;           /* f32 [rows, H D], [rows, D] before norm and rotation */
     quern_tensor main, index;           /* f32 projections of the compressors */
     quern_tensor index_q_in, heads;     /* f32 [rows, Hi C_I] before the rotation, [rows, Hi] */
+    quern_tensor sinks;                 /* f32 [H] */
 } layer_parts;
 
 layer_parts layer_project(layer_pass *p);
@@ -217,10 +220,10 @@ pool_args layer_pool(const layer_pass *p, const quern_tensor *proj, const quern_
 void layer_choose(layer_pass *p, const quern_tensor *q, const quern_tensor *keys, const quern_tensor *heads,
                   int64_t position, const quern_tensor *idx, const quern_tensor *count,
                   const quern_tensor *scores);
-/* The core's arguments; kv [batch, N, D], entries [batch, S, D], idx and count may be absent. */
-attend_mqa_args layer_core(const layer_pass *p, const quern_tensor *q, const quern_tensor *kv,
-                           const quern_tensor *entries, const quern_tensor *idx, const quern_tensor *count,
-                           int64_t position);
+/* The core's arguments; kv [batch, N, D], entries [batch, S, D], idx, count and sinks may be absent. */
+attend_mqa_args layer_core(const layer_pass *p, const quern_tensor *sinks, const quern_tensor *q,
+                           const quern_tensor *kv, const quern_tensor *entries, const quern_tensor *idx,
+                           const quern_tensor *count, int64_t position);
 /* Runs the core to `core` [rows, H D], rotated back, and where it is wanted to `unrotated` [batch, T, H, D]: its
  * rows before that, from which the others then have the same bits. */
 void layer_attend(layer_pass *p, const attend_mqa_args *args, const quern_tensor *core,
@@ -237,6 +240,7 @@ typedef struct layer_states {
     quern_tensor q, kv, entries; /* [rows, H D] [rows, D] [batch S, D] */
     quern_tensor idx, count;     /* [rows, k] [rows, 1] */
     quern_tensor core, lse;      /* [rows, H D] rotated back; [batch, H, T] or absent */
+    quern_tensor sinks;
 } layer_states;
 
 /* In layer.c. */

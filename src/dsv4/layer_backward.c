@@ -105,15 +105,14 @@ static void compressor_backward(layer_pass *p, const layer_parts *parts, const l
 /* Rows [batch T, columns] to a result [batch, T, columns] in its dtype. */
 static void give_rows(layer_pass *p, const quern_tensor *from, int64_t batch, const quern_tensor *to)
 {
-    convert_args args = {.seqs = {.batch = batch, .n_q = to->shape[1], .n_kv = to->shape[1]},
-                         .in = layer_heads(from, batch, 1),
-                         .out = *to};
-    args.out.ndim = 4;
-    args.out.shape[2] = 1;
-    args.out.strides[2] = to->shape[2];
-    args.out.shape[3] = to->shape[2];
-    args.out.strides[3] = 1;
-    layer_convert(p, &args);
+    const quern_tensor in = layer_heads(from, batch, 1);
+    quern_tensor out = *to;
+    out.ndim = 4;
+    out.shape[2] = 1;
+    out.strides[2] = to->shape[2];
+    out.shape[3] = to->shape[2];
+    out.strides[3] = 1;
+    layer_change(p, &in, &out);
 }
 
 void layer_backward(layer_pass *p)

@@ -133,7 +133,7 @@ static void attend(layer_pass *p, const turn *t, const layer_parts *parts, const
     }
     quern_tensor unrotated = result_rows(p, DL_CORE, t->row, t->count);
     if (unrotated.ndim > 0) unrotated = view_with_batch(&unrotated);
-    const attend_mqa_args args = layer_core(p, &q, &kv, &entries, &idx, &count, t->position);
+    const attend_mqa_args args = layer_core(p, &parts->sinks, &q, &kv, &entries, &idx, &count, t->position);
     layer_attend(p, &args, &o, &unrotated);
     const int64_t have = t->raw + t->count, kept = have < c->kept ? have : c->kept;
     const quern_tensor last = layer_rows(&raw, have - kept, kept), to = cached(p, t->id, LAYER_RAW, 0, kept);

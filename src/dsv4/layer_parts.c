@@ -39,11 +39,24 @@ static quern_tensor project_series(layer_pass *p, const quern_tensor *x, dsv4_la
     return proj;
 }
 
+/* The sinks in f32: the caller's, or a copy. */
+static quern_tensor f32_sinks(layer_pass *p)
+{
+    const quern_tensor *given = view_of(p, DL_SINKS);
+    if (given->ndim == 0 || given->dtype == QUERN_F32) return *given;
+    const int64_t heads = given->shape[0], shape[] = {heads}, row[] = {1, heads};
+    const quern_tensor from = view_on(given, given->data, given->dtype, 2, row),
+                       to = layer_room(p, QUERN_F32, 1, heads);
+    const quern_tensor in = layer_heads(&from, 1, 1), out = layer_heads(&to, 1, 1);
+    layer_change(p, &in, &out);
+    return view_on(&to, to.data, QUERN_F32, 1, shape);
+}
+
 layer_parts layer_project(layer_pass *p)
 {
     const int64_t *s = p->symbol;
     const quern_dsv4_layer_kind kind = p->call->params.kind;
-    layer_parts parts = {.x = layer_matrix(p, DL_X)};
+    layer_parts parts = {.x = layer_matrix(p, DL_X), .sinks = f32_sinks(p)};
     parts.residual_in = f32_product(p, &parts.x, DL_Q_A);
     parts.residual = layer_room(p, parts.x.dtype, parts.x.shape[0], s[LS_Q_LORA]);
     layer_norm_rope_forward(p, &(norm_rope_args){.norm = true,
@@ -143,9 +156,9 @@ void layer_choose(layer_pass *p, const quern_tensor *q, const quern_tensor *keys
     layer_indexer(p, &args);
 }
 
-attend_mqa_args layer_core(const layer_pass *p, const quern_tensor *q, const quern_tensor *kv,
-                           const quern_tensor *entries, const quern_tensor *idx, const quern_tensor *count,
-                           int64_t position)
+attend_mqa_args layer_core(const layer_pass *p, const quern_tensor *sinks, const quern_tensor *q,
+                           const quern_tensor *kv, const quern_tensor *entries, const quern_tensor *idx,
+                           const quern_tensor *count, int64_t position)
 {
     const int64_t batch = kv->shape[0];
     attend_mqa_args args = {.window = p->call->params.window,
@@ -155,7 +168,7 @@ attend_mqa_args layer_core(const layer_pass *p, const quern_tensor *q, const que
                             .q = layer_heads(q, batch, p->symbol[LS_H]),
                             .kv = *kv,
                             .entries = *entries,
-                            .sink = *view_of(p, DL_SINKS),
+                            .sink = *sinks,
                             .cos_sin = *view_of(p, DL_COS_SIN),
                             .status = op_status_view(&p->call->head)};
     args.seqs = (stage_seqs){.batch = batch, .n_q = args.q.shape[1], .n_kv = kv->shape[1]};
@@ -180,7 +193,7 @@ void layer_attend(layer_pass *p, const attend_mqa_args *args, const quern_tensor
     now.o = from;
     now.cos_sin = (quern_tensor){0};
     layer_attend_mqa_forward(p, &now);
-    layer_norm_rope_forward(p, &(norm_rope_args){.x = from, .out = *unrotated});
+    layer_change(p, &from, unrotated);
     layer_norm_rope_forward(
         p, &(norm_rope_args){
                .position = args->position, .inverse = true, .x = from, .cos_sin = args->cos_sin, .out = to});

@@ -94,6 +94,14 @@ quern_tensor layer_matrix(layer_pass *p, dsv4_layer_tensor tensor)
     return flat;
 }
 
+void layer_change(layer_pass *p, const quern_tensor *from, const quern_tensor *to)
+{
+    const int64_t rows = to->shape[1];
+    layer_convert(
+        p,
+        &(convert_args){.seqs = {.batch = to->shape[0], .n_q = rows, .n_kv = rows}, .in = *from, .out = *to});
+}
+
 void layer_give(layer_pass *p, dsv4_layer_tensor tensor, const quern_tensor *from)
 {
     const quern_tensor *to = &p->call->view[tensor];

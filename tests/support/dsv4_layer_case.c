@@ -117,8 +117,7 @@ static bool has(const oracle_layer *l, int tensor)
 static quern_dtype dtype_of(const layer_case *c, int tensor)
 {
     if (tensor == LAYER_IDX_TOPK) return QUERN_I32;
-    if (tensor == LAYER_WEIGHTS + OW_SINKS || tensor == LAYER_IDX_SCORE || tensor >= LAYER_D_WEIGHTS)
-        return QUERN_F32;
+    if (tensor == LAYER_IDX_SCORE || tensor >= LAYER_D_WEIGHTS) return QUERN_F32;
     return tensor == LAYER_COS_SIN || (tensor >= LAYER_WEIGHTS && tensor < LAYER_OUT) ? c->weight_dtype
                                                                                       : c->dtype;
 }
@@ -174,7 +173,7 @@ layer_case layer_case_random(test_random *random, bool small)
     l.heads = l.groups * test_random_int(random, 1, small ? 2 : 4);
     l.rope_dim = 2 * test_random_int(random, 1, (l.dim < l.index_dim ? l.dim : l.index_dim) / 2);
     return layer_case_make(random, &l, test_random_int(random, 1, 3), dtype,
-                           test_random_one_in(random, 2) ? QUERN_F32 : dtype);
+                           test_random_one_in(random, 2) ? dtype : dtypes[test_random_int(random, 0, 4)]);
 }
 
 static double *cos_sin_of(const quern_safetensors *file, bool window, int64_t tokens, int64_t dim)
