@@ -217,14 +217,14 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
 #pragma unroll
         for (int i = 0; i < NT / 2; i++) stmatrix4((ds + buffer * at::DS_BYTES) ^ i << 5, fs[i]);
         async_fence();
-        named_arrive(DS_FULL + (group ^ 1), 256);
+        named_arrive(DS_FULL + 2 * buffer + (group ^ 1), 256);
         const bool unclean = odd && part != 0;
         if (unclean) clean_keys<T, DK>(smem + at::K);
         const uint32_t q = base + at::Q + stage * at::Q_BYTES, g = base + at::DO + stage * at::DO_BYTES;
         wg_start();
         keys_by_rows<T, ROWS, DV>(dv, fp, g);
         keys_by_rows<T, ROWS, DK>(dk, fs, q);
-        named_sync(DS_FULL + group, 256);
+        named_sync(DS_FULL + 2 * buffer + group, 256);
         const uint32_t columns = base + at::K + (DK == 64 ? group * 64 : group * (DK / 128) * (KEYS * 128));
         columns_of_rows<T, NQ>(dq, base + at::DS + buffer * at::DS_BYTES, columns);
         wg_wait<1>(dv);
