@@ -119,8 +119,9 @@ class _CompressedAttention(nn.Module):
 
     def make_cache(self, sequences: int, capacity: int, ring: int = 0) -> dsv4.Cache:
         """An empty cache for forward()."""
-        settings = {"window": self.window, "top_k": self.top_k, "eps": self.eps}
-        return dsv4.Cache(self.kind, sequences, capacity, ring=ring, **settings)
+        return dsv4.Cache(
+            self.kind, sequences, capacity, window=self.window, top_k=self.top_k, eps=self.eps, ring=ring
+        )
 
 
 def _shared_shapes(

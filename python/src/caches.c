@@ -172,9 +172,8 @@ static quern_status workspace_of(const cache_call *c, quern_context *context, si
 {
     const void *tensors = &c->list.tensors, *params = &c->params;
     if (!c->decodes) return quern_cache_append_workspace(context, c->cache, &c->batch, tensors, bytes);
-    return c->sparse
-               ? quern_nsa_decode_workspace(context, params, c->cache, &c->batch, tensors, bytes)
-               : quern_attention_decode_workspace(context, params, c->cache, &c->batch, tensors, bytes);
+    return c->sparse ? quern_nsa_decode_workspace(context, params, c->cache, &c->batch, tensors, bytes)
+                     : quern_attention_decode_workspace(context, params, c->cache, &c->batch, tensors, bytes);
 }
 
 static quern_status compute(const void *what, const quern_exec *exec, void *workspace, size_t bytes)
@@ -182,8 +181,7 @@ static quern_status compute(const void *what, const quern_exec *exec, void *work
     const cache_call *c = what;
     quern_context *context = need_context();
     const void *tensors = &c->list.tensors, *params = &c->params;
-    if (!c->decodes)
-        return quern_cache_append(context, exec, c->cache, &c->batch, tensors, workspace, bytes);
+    if (!c->decodes) return quern_cache_append(context, exec, c->cache, &c->batch, tensors, workspace, bytes);
     return c->sparse ? quern_nsa_decode(context, exec, params, c->cache, &c->batch, tensors, workspace, bytes)
                      : quern_attention_decode(context, exec, params, c->cache, &c->batch, tensors, workspace,
                                               bytes);

@@ -120,7 +120,8 @@ int read_memory(const TVMFFIAny *a, void **memory, size_t *bytes)
     tensor_list list;
     if (take_tensors(a, 1, &list) != 0) return -1;
     const quern_tensor *t = list.first;
-    if (t == NULL || t->ndim != 1 || t->dtype != QUERN_U8) return fail("TypeError", "uint8 [bytes] is accepted");
+    if (t == NULL || t->ndim != 1 || t->dtype != QUERN_U8)
+        return fail("TypeError", "uint8 [bytes] is accepted");
     *memory = t->data;
     *bytes = (size_t)t->shape[0];
     return 0;

@@ -88,8 +88,7 @@ FUNCTION(layer_cache_length)
     int64_t length[2];
     const quern_dsv4_layer_cache *cache = cache_of(args, count, 2);
     if (cache == NULL) return -1;
-    const quern_status status =
-        quern_dsv4_layer_cache_length(cache, args[1].v_int64, &length[0], &length[1]);
+    const quern_status status = quern_dsv4_layer_cache_length(cache, args[1].v_int64, &length[0], &length[1]);
     return status == QUERN_OK ? give_bytes(length, sizeof length, result) : fail_as(status);
 }
 
@@ -98,8 +97,7 @@ FUNCTION(layer_cache_rollback)
     (void)self;
     quern_dsv4_layer_cache *cache = cache_of(args, count, 3);
     if (cache == NULL) return -1;
-    const quern_status status =
-        quern_dsv4_layer_cache_rollback(cache, args[1].v_int64, args[2].v_int64);
+    const quern_status status = quern_dsv4_layer_cache_rollback(cache, args[1].v_int64, args[2].v_int64);
     return status == QUERN_OK ? give_nothing(result) : fail_as(status);
 }
 

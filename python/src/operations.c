@@ -156,8 +156,7 @@ FUNCTION(roles)
     char bytes[QUERN_OP_TENSORS_MAX];
     memset(&r.list, 0, sizeof r.list);
     if (read_head(args, count, &r) != 0) return -1;
-    if (count != 4 || !text_of(&args[3], &present) ||
-        present.size != (size_t)r.subject.tensor_count)
+    if (count != 4 || !text_of(&args[3], &present) || present.size != (size_t)r.subject.tensor_count)
         return fail("TypeError", "an operation and a byte for each of its tensors are accepted");
     r.list.tensors.size = sizeof r.list.tensors.size + present.size * sizeof(void *);
     for (size_t i = 0; i < present.size; i++)

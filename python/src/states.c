@@ -83,8 +83,8 @@ FUNCTION(state_create)
     quern_dsv4_state *state = NULL;
     if (count != 4 || !read_maker(args, &m)) return refuse();
     if (read_memory(&args[3], &memory, &bytes) != 0) return -1;
-    return give_state(
-        quern_dsv4_state_create(params_of(&m.params), m.width, m.ring, memory, bytes, &state), &state, result);
+    return give_state(quern_dsv4_state_create(params_of(&m.params), m.width, m.ring, memory, bytes, &state),
+                      &state, result);
 }
 
 FUNCTION(state_position)
@@ -197,9 +197,8 @@ FUNCTION(state_append)
     if (context == NULL) return -1;
     if (count != 13 || !read_params(&args[0], &c.params)) return refuse();
     if (read_batch(&args[1], &c) != 0 || take_tensors(&args[3], 10, &c.list) != 0) return -1;
-    const quern_status status =
-        quern_dsv4_append_workspace(context, params_of(&c.params), c.states, c.counts, c.batch,
-                                    (const void *)&c.list.tensors, &bytes);
+    const quern_status status = quern_dsv4_append_workspace(context, params_of(&c.params), c.states, c.counts,
+                                                            c.batch, (const void *)&c.list.tensors, &bytes);
     if (status != QUERN_OK) return fail_as(status);
     (void)give_nothing(result);
     return with_memory(NULL, bytes, append, &c);
@@ -263,8 +262,8 @@ FUNCTION(pack_weights)
     if (count != 6 || !is_int(&args[0])) return refuse();
     if (take_tensors(&args[1], 5, &list) != 0) return -1;
     const quern_tensor *const *t = list.tensors.t;
-    const quern_status status = quern_dsv4_pack_weights(args[0].v_int64 != 0 ? QUERN_DSV4_HCA : QUERN_DSV4_CSA,
-                                                        t[0], t[1], t[2], t[3], t[4]);
+    const quern_status status = quern_dsv4_pack_weights(
+        args[0].v_int64 != 0 ? QUERN_DSV4_HCA : QUERN_DSV4_CSA, t[0], t[1], t[2], t[3], t[4]);
     return status == QUERN_OK ? give_nothing(result) : fail_as(status);
 }
 
