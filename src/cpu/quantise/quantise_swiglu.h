@@ -10,9 +10,8 @@
  * with the integer part added to the exponent. So the work spreads over all pipes; four blocks in step hide
  * the latencies.
  *
- * Codes come from a look-up by floor(4 h / D), D the block's scale times the global, as in quantise_words.h.
- * Here the index includes the sign: the FMA adds a power of two and 32, and rounds towards 0, which is down.
- * h and the quotient are within 2e-6 of exact, so a code can differ only that close to a midpoint.
+ * Codes come from quantise_words.h's look-up by floor(4 h / D), D the block's scale times the global. h and
+ * the quotient are within 2e-6 of exact, so a code can differ only that close to a midpoint.
  */
 #ifndef QUERN_CPU_QUANTISE_SWIGLU_H
 #define QUERN_CPU_QUANTISE_SWIGLU_H
@@ -114,23 +113,10 @@ INLINE vfloat block_maxima(const __m512 h[16])
                                _mm512_shuffle_i32x4(m[0], m[1], 0xdd));
 }
 
-/* Codes with their signs by floor(4 h / D) + 32. */
-#define MINUS                                                                                                \
-    15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 14, 14, 14, 14, 14, 14, 13, 13, 13, 13, 12, 12, 12, 11,  \
-        11, 10, 10, 9, 9, 8
-static const int16_t signed_quarters[64] = {MINUS, QUARTERS_LOW};
-
 /* Codes of two blocks: the first in the low words, the second in the high ones. */
 INLINE __m512i two_codes(const __m512 h[2], const float quarter[2])
 {
-    enum { TO_ZERO = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC, SELECT = 0xca /* a ? b : c */ };
-    const __m512i low = _mm512_castps_si512(_mm512_fmadd_round_ps(h[0], _mm512_set1_ps(quarter[0]),
-                                                                  _mm512_set1_ps(0x1p23f + 32), TO_ZERO)),
-                  high = _mm512_castps_si512(_mm512_fmadd_round_ps(h[1], _mm512_set1_ps(quarter[1]),
-                                                                   _mm512_set1_ps(0x1p7f + 32), TO_ZERO));
-    const __m512i index = _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0xffff0000), high, low, SELECT);
-    return _mm512_permutex2var_epi16(_mm512_loadu_si512(signed_quarters), index,
-                                     _mm512_loadu_si512(signed_quarters + 32));
+    return word_codes(h[0], _mm512_set1_ps(quarter[0]), h[1], _mm512_set1_ps(quarter[1]));
 }
 
 /* Bytes of codes from the vectors of two pairs of blocks: a byte a word. */
@@ -195,7 +181,7 @@ INLINE uint32_t swiglu_groups(const swiglu_rule *rule, const quantise_rule *to, 
         word_group *w = &group[g].words;
         v_store_bytes(scales + 16 * g, word_scales(to, w));
         w->quarter = quarter_of(w);
-        w->within_table = within_table(w, 31);
+        w->within_table = within_table(w);
     }
     for (int g = 0; g < groups; g++, codes += WORD_GROUP / 2, scales += 16) {
         if (group[g].words.within_table) {

@@ -5,9 +5,9 @@
  * with the bits of quantise_blocks.h.
  *
  * A code is decided by where |x| / D lies among the midpoints of e2m1, D the block's scale times the global.
- * All midpoints are quarters, so a look-up by floor(4 |x| / D) decides. An FMA that rounds towards 0 and adds
- * a power of two leaves that integer in low bits: of even columns in the low half of a word, of odd columns
- * in the high half, so one merge makes the indices of 32 values.
+ * All midpoints are quarters, so a look-up by floor(4 x / D) decides. An FMA that rounds towards 0 and adds a
+ * power of two plus 32 leaves that integer, plus 32, in low bits: of even columns in the low half of a word, of
+ * odd columns in the high half, so one merge makes the indices of 32 values.
  *
  * The profile's own steps round twice and the product with D's inverse a few times, each by at most 2^-24. So
  * both decide alike for every bf16 number that is not within a few f32 units of D times a midpoint. For each
@@ -107,13 +107,15 @@ INLINE __m512 quarter_of(const word_group *g)
     return _mm512_mul_ps(_mm512_mul_ps(first, _mm512_set1_ps(4 + 0x1p-19f)), rest);
 }
 
+enum { QUARTERS = 31 /* the largest |4 x / D| that the table of codes surely holds */ };
+
 /* Whether the look-up holds for all blocks: no inverse is subnormal, no quotient of a bf16 number is 0, and
- * none reaches the end of the table, `quarters`. */
-INLINE bool within_table(const word_group *g, float quarters)
+ * none reaches the end of the table. */
+INLINE bool within_table(const word_group *g)
 {
     __mmask16 within = _mm512_cmp_ps_mask(g->d, _mm512_set1_ps(0x1p-100f), _CMP_GT_OQ);
     within &= _mm512_cmp_ps_mask(g->d, _mm512_set1_ps(0x1p15f), _CMP_LT_OQ);
-    within &= _mm512_cmp_ps_mask(_mm512_mul_ps(g->largest, g->quarter), _mm512_set1_ps(quarters), _CMP_LT_OQ);
+    within &= _mm512_cmp_ps_mask(_mm512_mul_ps(g->largest, g->quarter), _mm512_set1_ps(QUARTERS), _CMP_LT_OQ);
     return (within | (__mmask16)~g->kept) == 0xffff;
 }
 
@@ -171,23 +173,23 @@ INLINE unsigned numbers_below(word_group *g)
     return found;
 }
 
-/* Codes by floor(4 |x| / D). */
-#define QUARTERS_LOW                                                                                         \
-    0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7
-static const int16_t quarters[32] = {QUARTERS_LOW};
-
-/* A magnitude's code in each 16-bit word. `quarter`: 4 / D of the block of each pair of columns. */
-INLINE __m512i word_codes(__m512i magnitude, __m512 quarter)
+/* Codes with their signs by floor(4 x / D) + 32. */
+#define MINUS                                                                                                \
+    15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 14, 14, 14, 14, 14, 14, 13, 13, 13, 13, 12, 12, 12, 11,  \
+        11, 10, 10, 9, 9, 8
+#define PLUS 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7
+static const int16_t quarters[64] = {MINUS, PLUS};
+/* Codes in 16-bit words: of `low` in the low ones, of `high` in the high ones. low_quarter, high_quarter: 4 / D
+ * of each. The sums round towards 0, which is down. */
+INLINE __m512i word_codes(__m512 low, __m512 low_quarter, __m512 high, __m512 high_quarter)
 {
     enum { TO_ZERO = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC, SELECT = 0xca /* a ? b : c */ };
-    const __m512i high = _mm512_set1_epi32((int)0xffff0000);
-    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(magnitude, 16)),
-                 odd = _mm512_castsi512_ps(_mm512_and_si512(magnitude, high));
-    const __m512 low_sum = _mm512_fmadd_round_ps(even, quarter, _mm512_set1_ps(0x1p23f), TO_ZERO),
-                 high_sum = _mm512_fmadd_round_ps(odd, quarter, _mm512_set1_ps(0x1p7f), TO_ZERO);
+    const __m512 low_sum = _mm512_fmadd_round_ps(low, low_quarter, _mm512_set1_ps(0x1p23f + 32), TO_ZERO),
+                 high_sum = _mm512_fmadd_round_ps(high, high_quarter, _mm512_set1_ps(0x1p7f + 32), TO_ZERO);
     const __m512i index =
-        _mm512_ternarylogic_epi32(high, _mm512_castps_si512(high_sum), _mm512_castps_si512(low_sum), SELECT);
-    return _mm512_permutex2var_epi16(_mm512_loadu_si512(quarters), index, _mm512_set1_epi16(7));
+        _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0xffff0000), _mm512_castps_si512(high_sum),
+                                  _mm512_castps_si512(low_sum), SELECT);
+    return _mm512_permutex2var_epi16(_mm512_loadu_si512(quarters), index, _mm512_loadu_si512(quarters + 32));
 }
 
 /* The bytes of 128 codes, two a byte. */
@@ -219,7 +221,7 @@ INLINE void scale_group(const quantise_rule *rule, const uint16_t *from, word_gr
 INLINE void invert_group(word_group *g)
 {
     g->quarter = quarter_of(g);
-    g->within_table = within_table(g, 63);
+    g->within_table = within_table(g);
     g->found = numbers_below(g);
 }
 
@@ -228,30 +230,34 @@ INLINE __m512i magnitudes_of(const uint16_t *from)
     return _mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi16(0x7fff));
 }
 
+/* Codes of 32 values of two blocks. */
+INLINE __m512i vector_codes(const word_group *g, const uint16_t *from, const int i)
+{
+    const __m512i x = _mm512_loadu_si512(from + 32 * i);
+    const __m512 quarter = _mm512_permutexvar_ps(_mm512_loadu_si512(block_lanes[i]), g->quarter),
+                 even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
+                 odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
+    return word_codes(even, quarter, odd, quarter);
+}
+
 INLINE void code_group(const word_group *g, const uint16_t *from, uint8_t *codes)
 {
+    enum { AND_OR = 0xea /* (a & b) | c */ };
     __m512i code[WORD_VECTORS];
 #pragma GCC unroll 8
-    for (int i = 0; i < WORD_VECTORS; i++)
-        code[i] = word_codes(magnitudes_of(from + 32 * i),
-                             _mm512_permutexvar_ps(_mm512_loadu_si512(block_lanes[i]), g->quarter));
+    for (int i = 0; i < WORD_VECTORS; i++) code[i] = vector_codes(g, from, i);
     for (unsigned found = g->found; found != 0; found &= found - 1) {
         const int midpoint = __builtin_ctz(found);
-        const __m512i numbers = g->number[midpoint];
+        const __m512i numbers = g->number[midpoint], sign = _mm512_set1_epi16(8);
         __m512i below = _mm512_set1_epi16((short)midpoint);
         __asm__("" : "+v"(below)); /* else the compiler broadcasts it for each vector */
 #pragma GCC unroll 8
         for (int i = 0; i < WORD_VECTORS; i++) {
             const __m512i number = _mm512_permutexvar_epi32(_mm512_loadu_si512(block_lanes[i]), numbers);
             const __mmask32 same = _mm512_cmpeq_epi16_mask(magnitudes_of(from + 32 * i), number);
-            code[i] = _mm512_mask_mov_epi16(code[i], same, below);
+            const __m512i lower = _mm512_ternarylogic_epi32(code[i], sign, below, AND_OR);
+            code[i] = _mm512_mask_mov_epi16(code[i], same, lower);
         }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < WORD_VECTORS; i++) {
-        const __mmask32 negative =
-            _mm512_cmpgt_epu16_mask(_mm512_loadu_si512(from + 32 * i), _mm512_set1_epi16((short)0x8000));
-        code[i] = _mm512_mask_add_epi16(code[i], negative, code[i], _mm512_set1_epi16(8));
     }
     store_words(code, codes);
     store_words(code + 4, codes + 64);
