@@ -7,14 +7,7 @@
 
 #include <stddef.h>
 
-enum {
-    WINDOW_DEFAULT = 128,
-    PAGE_MOST = 65536,
-    ROW584_DIM = 512,
-    RATIO_CHOSEN = 4,
-    RATIO_ALL = 128,
-    HEADS_MOST = 65536
-};
+enum { PAGE_MOST = 65536, ROW584_DIM = 512 };
 
 static const op_tensor tensors[] = {
     {"q", "Q", OP_ACTIVATION, OP_NONE, {AS_B, AS_T, AS_H, AS_D}, {AS_T, AS_H, AS_D}},
@@ -86,7 +79,7 @@ static const op_entry ops[] = {
 static quern_status check_params(op_call *call)
 {
     quern_dsv4_attention_params *p = &((dsv4_attention_call *)call)->params;
-    if (p->window == 0) p->window = WINDOW_DEFAULT;
+    if (p->window == 0) p->window = DSV4_WINDOW;
     if (p->format != QUERN_DSV4_ROWS && p->format != QUERN_DSV4_ROW584)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %s: rows and row584 are accepted",
                          formats[p->format]);
@@ -246,7 +239,7 @@ static quern_status derive(op_call *call)
     if (status == QUERN_OK) status = view_check_head_dim("q", t[DA_Q]->shape[at + 2]);
     if (status == QUERN_OK) status = op_find_batch(call, DA_CU_SEQLENS, t[DA_Q], &s[AS_B]);
     if (status != QUERN_OK) return status;
-    if (p->ratio == 0) p->ratio = t[DA_IDX] != NULL ? RATIO_CHOSEN : RATIO_ALL;
+    if (p->ratio == 0) p->ratio = t[DA_IDX] != NULL ? DSV4_CSA_RATIO : DSV4_HCA_RATIO;
     s[AS_B1] = s[AS_B] + 1;
     s[AS_T] = t[DA_Q]->shape[at];
     s[AS_H] = t[DA_Q]->shape[at + 1];
@@ -263,9 +256,9 @@ static quern_status derive(op_call *call)
     if ((status = derive_rows(call, DA_KV, 0)) != QUERN_OK) return status;
     if (t[DA_KV_CMP] != NULL && (status = derive_rows(call, DA_KV_CMP, 1)) != QUERN_OK) return status;
     s[AS_N] = p->page > 0 ? 0 : t[DA_KV]->shape[at];
-    if (s[AS_H] < 1 || s[AS_H] > HEADS_MOST)
+    if (s[AS_H] < 1 || s[AS_H] > DSV4_HEADS_MOST)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: 1 to %d are accepted",
-                         (long long)s[AS_H], HEADS_MOST);
+                         (long long)s[AS_H], DSV4_HEADS_MOST);
     if (s[AS_T] > INT32_MAX || s[AS_N] > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "%lld queries and %lld raw rows: at most %d each are accepted", (long long)s[AS_T],

@@ -8,7 +8,10 @@
 
 #include "stages/pool.h"
 
-enum { DSV4_WIDTH_MOST = 65536, DSV4_RATIO_MOST = 65536 };
+enum { DSV4_WIDTH_MOST = 65536, DSV4_RATIO_MOST = 65536, DSV4_HEADS_MOST = 65536 };
+enum { DSV4_INDEX_WIDTH_MOST = 256, DSV4_TOP_K_MOST = 2048, DSV4_RING_MOST = 8 };
+/* The released models', and defaults. */
+enum { DSV4_CSA_RATIO = 4, DSV4_HCA_RATIO = 128, DSV4_WINDOW = 128, DSV4_TOP_K = 512 };
 
 /* Checks each parameter's range, resolves defaults and writes *known. */
 quern_status dsv4_params(const quern_dsv4_compress_params *given, quern_dsv4_compress_params *known);

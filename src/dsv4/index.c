@@ -8,14 +8,7 @@
 #include <math.h>
 #include <stddef.h>
 
-enum {
-    INDEX_RATIO = 4,
-    INDEX_TOP_K = 512,
-    INDEX_TOP_K_MOST = 2048,
-    INDEX_WIDTH_MOST = 256,
-    INDEX_FP4_BLOCK = 32,
-    INDEX_PAGE_MOST = 65536
-};
+enum { INDEX_FP4_BLOCK = 32, INDEX_PAGE_MOST = 65536 };
 enum { IS_B = 1, IS_T, IS_H, IS_C, IS_S, IS_ROW, IS_K, IS_COLUMNS };
 
 static const op_tensor tensors[] = {
@@ -36,7 +29,7 @@ static const char *const formats[] = {"rows", "fp8", "fp8_power", "fp4", NULL};
 #define AT(member) offsetof(quern_dsv4_index_params, member)
 static const op_param params[] = {
     {"ratio", AT(ratio), OP_INTEGER, 0, DSV4_RATIO_MOST, NULL, "tokens of an entry; 0: 4"},
-    {"top_k", AT(top_k), OP_INTEGER, 0, INDEX_TOP_K_MOST, NULL, "entries kept; 0: 512"},
+    {"top_k", AT(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "entries kept; 0: 512"},
     {"start_abs_pos", AT(start_abs_pos), OP_INTEGER, 0, INT32_MAX, NULL, "where query 0 stands"},
     {"key_format", AT(key_format), OP_CHOICE, 0, QUERN_DSV4_FP4, formats, "of k_I"},
     {"page", AT(page), OP_INTEGER, 0, INDEX_PAGE_MOST, NULL, "slots of a page of k_I; 0: contiguous"},
@@ -67,8 +60,8 @@ static const op_entry ops[] = {
 static quern_status check_params(op_call *call)
 {
     quern_dsv4_index_params *p = &((dsv4_index_call *)call)->params;
-    if (p->ratio == 0) p->ratio = INDEX_RATIO;
-    if (p->top_k == 0) p->top_k = INDEX_TOP_K;
+    if (p->ratio == 0) p->ratio = DSV4_CSA_RATIO;
+    if (p->top_k == 0) p->top_k = DSV4_TOP_K;
     return QUERN_OK;
 }
 
@@ -138,10 +131,10 @@ static quern_status derive(op_call *call)
     s[IS_C] = q->shape[3];
     s[IS_K] = p->top_k;
     const int64_t width_step = p->key_format == QUERN_DSV4_FP4 ? INDEX_FP4_BLOCK : 8;
-    if (s[IS_C] < width_step || s[IS_C] > INDEX_WIDTH_MOST || s[IS_C] % width_step != 0)
+    if (s[IS_C] < width_step || s[IS_C] > DSV4_INDEX_WIDTH_MOST || s[IS_C] % width_step != 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "q has %lld channels: a multiple of %lld up to %d is accepted", (long long)s[IS_C],
-                         (long long)width_step, INDEX_WIDTH_MOST);
+                         (long long)width_step, DSV4_INDEX_WIDTH_MOST);
     if ((status = derive_keys(call)) != QUERN_OK) return status;
     if (s[IS_H] < 1 || s[IS_H] > INT32_MAX || s[IS_T] > INT32_MAX || (s[IS_S] > INT32_MAX && p->page == 0))
         return error_set(

@@ -16,14 +16,7 @@
 
 #include <string.h>
 
-enum {
-    WINDOW_DEFAULT = 128,
-    CSA_RATIO = 4,
-    HCA_RATIO = 128,
-    DIM_MOST = 512,
-    INDEX_DIM_MOST = 256,
-    RING_MOST = 8
-};
+enum { DIM_MOST = 512 };
 static const uint64_t cache_magic = 0x3472657961c4a510;
 
 typedef struct cache_layout {
@@ -42,8 +35,8 @@ static quern_status in_range(const char *name, int64_t value, int64_t least, int
 static quern_status check_params(quern_dsv4_layer_cache_params *p)
 {
     const bool csa = p->kind == QUERN_DSV4_LAYER_CSA, swa = p->kind == QUERN_DSV4_LAYER_SWA;
-    if (p->window == 0) p->window = WINDOW_DEFAULT;
-    if (p->ratio == 0) p->ratio = csa ? CSA_RATIO : HCA_RATIO;
+    if (p->window == 0) p->window = DSV4_WINDOW;
+    if (p->ratio == 0) p->ratio = csa ? DSV4_CSA_RATIO : DSV4_HCA_RATIO;
     if (!csa) p->index_dim = 0;
     const struct {
         const char *name;
@@ -54,8 +47,8 @@ static quern_status check_params(quern_dsv4_layer_cache_params *p)
                   {"dim", p->dim, 8, DIM_MOST},
                   {"window", p->window, 1, INT32_MAX},
                   {"ratio", p->ratio, 1, DSV4_RATIO_MOST},
-                  {"index_dim", p->index_dim, csa ? 8 : 0, INDEX_DIM_MOST},
-                  {"ring", p->ring, 0, RING_MOST}};
+                  {"index_dim", p->index_dim, csa ? 8 : 0, DSV4_INDEX_WIDTH_MOST},
+                  {"ring", p->ring, 0, DSV4_RING_MOST}};
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         const quern_status status =
             in_range(ranges[i].name, ranges[i].value, ranges[i].least, ranges[i].most);

@@ -8,14 +8,6 @@
 
 #include <stddef.h>
 
-enum {
-    WINDOW_DEFAULT = 128,
-    TOP_K_DEFAULT = 512,
-    TOP_K_MOST = 2048,
-    HEADS_MOST = 65536,
-    INDEX_WIDTH_MOST = 256
-};
-
 static const op_tensor tensors[] = {
     {"x", "X", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_IN}, {0}},
     {"cos_sin", "cos_sin", OP_FLOAT, OP_NONE, {LS_P, LS_ROPE}, {0}},
@@ -84,7 +76,7 @@ static const op_param params[] = {
     {"kind", AT(kind), OP_CHOICE, 0, QUERN_DSV4_LAYER_SWA, kinds,
      "entries that an indexer chooses, all entries, or the window alone"},
     {"window", AT(window), OP_INTEGER, 0, INT32_MAX, NULL, "raw keys of a query; 0: 128"},
-    {"top_k", AT(top_k), OP_INTEGER, 0, TOP_K_MOST, NULL, "csa: entries chosen; 0: 512"},
+    {"top_k", AT(top_k), OP_INTEGER, 0, DSV4_TOP_K_MOST, NULL, "csa: entries chosen; 0: 512"},
     {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norms; 0: 1e-6"},
 };
 #undef AT
@@ -136,8 +128,8 @@ static bool decodes(const op_call *call)
 static quern_status check_params(op_call *call)
 {
     quern_dsv4_layer_params *p = params_of(call);
-    if (p->window == 0) p->window = WINDOW_DEFAULT;
-    if (p->top_k == 0) p->top_k = TOP_K_DEFAULT;
+    if (p->window == 0) p->window = DSV4_WINDOW;
+    if (p->top_k == 0) p->top_k = DSV4_TOP_K;
     if (p->eps == 0.0f) p->eps = 1e-6f;
     return QUERN_OK;
 }
@@ -207,10 +199,10 @@ static quern_status derive_heads(op_call *call)
     s[LS_ROPE] = t[DL_COS_SIN]->shape[1];
     const quern_status status = view_check_head_dim("kv", s[LS_D]);
     if (status != QUERN_OK) return status;
-    if (!divides(s[LS_D], s[LS_HD]) || s[LS_HD] / s[LS_D] > HEADS_MOST)
+    if (!divides(s[LS_D], s[LS_HD]) || s[LS_HD] / s[LS_D] > DSV4_HEADS_MOST)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "q_b has %lld rows: 1 to %d heads of kv's %lld channels are accepted",
-                         (long long)s[LS_HD], HEADS_MOST, (long long)s[LS_D]);
+                         (long long)s[LS_HD], DSV4_HEADS_MOST, (long long)s[LS_D]);
     s[LS_H] = s[LS_HD] / s[LS_D];
     if (!divides(s[LS_D], s[LS_GROUP]) || !divides(s[LS_GROUP], s[LS_HD]))
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
@@ -247,15 +239,15 @@ static quern_status derive_entries(op_call *call)
     s[LS_HI] = t[DL_INDEXER_HEADS]->shape[0];
     s[LS_HICI] = s[LS_HI] * s[LS_CI];
     s[LS_K] = p->top_k;
-    if (s[LS_CI] < 8 || s[LS_CI] > INDEX_WIDTH_MOST || s[LS_CI] % 8 != 0 || s[LS_CI] < s[LS_ROPE])
+    if (s[LS_CI] < 8 || s[LS_CI] > DSV4_INDEX_WIDTH_MOST || s[LS_CI] % 8 != 0 || s[LS_CI] < s[LS_ROPE])
         return error_set(
             QUERN_ERR_INVALID_ARGUMENT,
             "indexer_norm has %lld channels: a multiple of 8 up to %d, and at least the %lld that "
             "are rotated, is accepted",
-            (long long)s[LS_CI], INDEX_WIDTH_MOST, (long long)s[LS_ROPE]);
-    if (s[LS_HI] < 1 || s[LS_HI] > HEADS_MOST)
+            (long long)s[LS_CI], DSV4_INDEX_WIDTH_MOST, (long long)s[LS_ROPE]);
+    if (s[LS_HI] < 1 || s[LS_HI] > DSV4_HEADS_MOST)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "indexer_heads has %lld rows: 1 to %d are accepted",
-                         (long long)s[LS_HI], HEADS_MOST);
+                         (long long)s[LS_HI], DSV4_HEADS_MOST);
     return QUERN_OK;
 }
 

@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-enum { CSA_RATIO = 4, HCA_RATIO = 128, FP4_BLOCK = 32, ROW584_WIDTH = 512, ROW584_ROPE = 64 };
+enum { FP4_BLOCK = 32, ROW584_WIDTH = 512, ROW584_ROPE = 64 };
 
 quern_status dsv4_resolve(quern_dsv4_compress_params *p)
 {
@@ -17,8 +17,8 @@ quern_status dsv4_resolve(quern_dsv4_compress_params *p)
                          (int)p->kind);
     if (p->ratio < 0 || p->ratio > DSV4_RATIO_MOST)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "ratio is %lld: 1 to %d, or 0 (%d or %d), are accepted",
-                         (long long)p->ratio, DSV4_RATIO_MOST, CSA_RATIO, HCA_RATIO);
-    if (p->ratio == 0) p->ratio = p->kind == QUERN_DSV4_CSA ? CSA_RATIO : HCA_RATIO;
+                         (long long)p->ratio, DSV4_RATIO_MOST, DSV4_CSA_RATIO, DSV4_HCA_RATIO);
+    if (p->ratio == 0) p->ratio = p->kind == QUERN_DSV4_CSA ? DSV4_CSA_RATIO : DSV4_HCA_RATIO;
     const struct {
         const char *name;
         int64_t value;

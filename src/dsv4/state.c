@@ -8,7 +8,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { STATE_ALIGN = 64, RING_MOST = 8 };
+enum { STATE_ALIGN = 64 };
 static const uint32_t state_magic = 0x34565351; /* "QSV4" */
 static const uint32_t state_version = 1;
 
@@ -23,9 +23,9 @@ static quern_status header_of(const quern_dsv4_compress_params *params, int64_t 
     if (width < 1 || width > DSV4_WIDTH_MOST)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "width is %lld: 1 to %d are accepted", (long long)width,
                          DSV4_WIDTH_MOST);
-    if (ring < 0 || ring > RING_MOST)
+    if (ring < 0 || ring > DSV4_RING_MOST)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "ring is %lld: 0 to %d rows are accepted",
-                         (long long)ring, RING_MOST);
+                         (long long)ring, DSV4_RING_MOST);
     *header = (pool_state){.magic = state_magic,
                            .version = state_version,
                            .ratio = (int32_t)p.ratio,
