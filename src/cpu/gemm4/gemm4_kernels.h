@@ -46,8 +46,8 @@ typedef struct gemm4_i8_tile {
 } gemm4_i8_tile;
 
 /* The f32 product of some rows with one panel, a block of 16 at a time: C[m][64] (+)= sum over blocks of (a's
- * values times the codes, summed from 0 in the order of K) * b_scale, an FMA a block. A block's sum is f32 and
- * 2^25 times what it stands for, so a's values are below 2^95. */
+ * values times the codes, summed from 0 in the order of K) * b_scale, an FMA a block. A block's sum is f32
+ * and 2^25 times what it stands for, so a's values are below 2^95. */
 typedef struct gemm4_f32_tile {
     int64_t rows, blocks;
     const float *a; /* [rows][16 blocks] */

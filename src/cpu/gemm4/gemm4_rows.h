@@ -7,7 +7,8 @@
  *
  * The f32 product keeps a block of 16 along K apart: the sum of a's values times the codes, which then takes
  * the block's scale in one FMA into the row's sum. So no value needs its scale: one row at AVX2 takes 3.6
- * instructions for 8 weights, 4.6 cycles for 32. Codes count 2^25 times, which an integer's top byte makes them.
+ * instructions for 8 weights, 4.6 cycles for 32. Codes count 2^25 times, which an integer's top byte makes
+ * them.
  *
  * mm_i8 keeps I8_ROWS x I8_VECTORS sums in f32 and as many of a block in integers; a block of 16 takes 4 dot
  * products, a conversion, a product of scales and an FMA: limit, two thirds of the peak of the dot product.

@@ -137,8 +137,8 @@ static void multiply_i8(const product_job *job, product_scratch *s, const uint8_
     }
 }
 
-/* Panels of a task. Many rows share the reads of the rows. Few rows read their panels one after the other, and
- * the request for the units that come next reaches into the next panel; then the threads need tasks enough. */
+/* Panels of a task. Many rows share the reads of the rows. Few rows read their panels one after the other,
+ * and the request for the units that come next reaches into the next panel; the threads need tasks enough. */
 static int64_t panels_a_task(const stage_exec *exec, const product_job *job)
 {
     int64_t experts = 0;

@@ -5,9 +5,9 @@
  * with the bits of quantise_blocks.h.
  *
  * A code is decided by where |x| / D lies among the midpoints of e2m1, D the block's scale times the global.
- * All midpoints are quarters, so a look-up by floor(4 x / D) decides. An FMA that rounds towards 0 and adds a
- * power of two plus 32 leaves that integer, plus 32, in low bits: of even columns in the low half of a word, of
- * odd columns in the high half, so one merge makes the indices of 32 values.
+ * All midpoints are quarters, so a look-up by floor(4 x / D) decides. An FMA that rounds towards 0 and adds
+ * a power of two plus 32 leaves that integer, plus 32, in low bits: of even columns in the low half of a
+ * word, of odd columns in the high half, so one merge makes the indices of 32 values.
  *
  * The profile's own steps round twice and the product with D's inverse a few times, each by at most 2^-24. So
  * both decide alike for every bf16 number that is not within a few f32 units of D times a midpoint. For each
@@ -179,8 +179,8 @@ INLINE unsigned numbers_below(word_group *g)
         11, 10, 10, 9, 9, 8
 #define PLUS 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7
 static const int16_t quarters[64] = {MINUS, PLUS};
-/* Codes in 16-bit words: of `low` in the low ones, of `high` in the high ones. low_quarter, high_quarter: 4 / D
- * of each. The sums round towards 0, which is down. */
+/* Codes in 16-bit words: of `low` in the low ones, of `high` in the high ones. low_quarter, high_quarter: 4 /
+ * D of each. The sums round towards 0, which is down. */
 INLINE __m512i word_codes(__m512 low, __m512 low_quarter, __m512 high, __m512 high_quarter)
 {
     enum { TO_ZERO = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC, SELECT = 0xca /* a ? b : c */ };
