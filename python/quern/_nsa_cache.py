@@ -147,7 +147,19 @@ class NSACache:
         for i in range(self.sequences) if sequence is None else (sequence,):
             self._need(ops.library.cache_reset, i)
 
-    def _need(self, function: Any, *arguments: int) -> Any:
+    def fork(self, source: int, to: int, *, table: Any = None) -> None:
+        """Gives sequence `to`, whatever it held, the tokens of sequence `source`."""
+        self._need(ops.library.cache_fork, source, to, table)
+
+    def save(self, sequence: int, *, table: Any = None) -> bytes:
+        """A sequence as bytes, with a version and a checksum."""
+        return bytes(self._need(ops.library.cache_save, sequence, table))
+
+    def restore(self, sequence: int, saved: bytes, *, table: Any = None) -> None:
+        """Gives a sequence, whatever it held, the tokens of save(), of a cache like this one."""
+        self._need(ops.library.cache_restore, sequence, table, saved)
+
+    def _need(self, function: Any, *arguments: Any) -> Any:
         if not self._handle:
             raise ValueError("the cache is empty: append comes first")
         return function(self._handle, *arguments)

@@ -10,6 +10,9 @@
  *   cache_length(cache, sequence) -> bytes of two int64, tokens and entries
  *   cache_held(cache) -> int
  *   cache_rollback(cache, sequence, n); cache_reset(cache, sequence)
+ *   cache_fork(cache, from, to, table)
+ *   cache_save(cache, sequence, table) -> bytes
+ *   cache_restore(cache, sequence, table, saved)
  *   cache_append(cache, sequences, counts, table, k, v, k_slc, v_slc, k_win, v_win, w_k, w_v, pe_k, pe_v)
  *   cache_decode(cache, sparse, params, sequences, counts, table, q, o, lse, w_gate, gates, block_idx,
  *                block_count)
@@ -21,6 +24,7 @@
 
 #include <quern/cache.h>
 
+#include <stdlib.h>
 #include <string.h>
 
 enum { CACHE_FIELDS = 15 };
@@ -149,23 +153,74 @@ typedef struct cache_call {
     bool decodes, sparse;
 } cache_call;
 
-/* sequences, counts, table. The table is i32, whole, on the host; the library knows its columns. */
-static int read_batch(const TVMFFIAny *args, quern_cache_batch *batch)
+/* A page table: i32, whole, on the host; the library knows its columns. None: *table is NULL. */
+static int read_table(const TVMFFIAny *a, const int32_t **table)
 {
-    batch_lists lists;
-    tensor_list table;
-    if (!read_lists(args, &lists)) return refuse();
-    if (take_tensors(&args[2], 1, &table) != 0) return -1;
-    const quern_tensor *t = table.first;
+    tensor_list list;
+    if (take_tensors(a, 1, &list) != 0) return -1;
+    const quern_tensor *t = list.first;
     if (t != NULL && (t->dtype != QUERN_I32 || t->ndim != 2 || t->device != QUERN_CPU ||
                       t->strides[0] != t->shape[1] || t->strides[1] != 1))
         return fail("ValueError", "table: a contiguous int32 [sequences, columns] on the host is accepted");
+    *table = t != NULL ? t->data : NULL;
+    return 0;
+}
+
+/* sequences, counts, table. */
+static int read_batch(const TVMFFIAny *args, quern_cache_batch *batch)
+{
+    batch_lists lists;
+    const int32_t *table;
+    if (!read_lists(args, &lists)) return refuse();
+    if (read_table(&args[2], &table) != 0) return -1;
     *batch = (quern_cache_batch){.size = sizeof *batch,
                                  .batch = lists.batch,
                                  .sequences = lists.sequences,
                                  .counts = lists.counts,
-                                 .table = t != NULL ? t->data : NULL};
+                                 .table = table};
     return 0;
+}
+
+FUNCTION(cache_fork)
+{
+    (void)self;
+    const int32_t *table;
+    quern_cache *cache = cache_of(args, count, 4);
+    if (cache == NULL || !is_int(&args[1]) || !is_int(&args[2])) return cache == NULL ? -1 : refuse();
+    if (read_table(&args[3], &table) != 0) return -1;
+    const quern_status status = quern_cache_fork(cache, args[1].v_int64, args[2].v_int64, table);
+    return status == QUERN_OK ? give_nothing(result) : fail_as(status);
+}
+
+FUNCTION(cache_save)
+{
+    (void)self;
+    const int32_t *table;
+    size_t bytes = 0;
+    const quern_cache *cache = cache_of(args, count, 3);
+    if (cache == NULL || !is_int(&args[1])) return cache == NULL ? -1 : refuse();
+    if (read_table(&args[2], &table) != 0) return -1;
+    quern_status status = quern_cache_save(cache, args[1].v_int64, table, NULL, &bytes);
+    if (status != QUERN_OK) return fail_as(status);
+    void *to = malloc(bytes);
+    if (to == NULL) return fail("MemoryError", "no memory for the saved sequence");
+    status = quern_cache_save(cache, args[1].v_int64, table, to, &bytes);
+    const int code = status == QUERN_OK ? give_bytes(to, bytes, result) : fail_as(status);
+    free(to);
+    return code;
+}
+
+FUNCTION(cache_restore)
+{
+    (void)self;
+    const int32_t *table;
+    TVMFFIByteArray saved;
+    quern_cache *cache = cache_of(args, count, 4);
+    if (cache == NULL || !is_int(&args[1]) || !text_of(&args[3], &saved))
+        return cache == NULL ? -1 : refuse();
+    if (read_table(&args[2], &table) != 0) return -1;
+    const quern_status status = quern_cache_restore(cache, args[1].v_int64, table, saved.data, saved.size);
+    return status == QUERN_OK ? give_nothing(result) : fail_as(status);
 }
 
 static quern_status workspace_of(const cache_call *c, quern_context *context, size_t *bytes)

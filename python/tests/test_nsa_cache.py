@@ -82,6 +82,28 @@ def test_pages():
     assert cache.table_columns()["columns"] == 3 and cache.table_columns(70)["tokens"] == 2
 
 
+def test_fork_save_restore():
+    q, k, v = inputs()
+    want = quern.nsa(q, k, v, **SETTINGS)
+    cache, other = (quern.NSACache(3, 80, block_size=16) for _ in range(2))
+    cache.append(k[:, :50], v[:, :50])
+    other.append(v[:1, :3, :, :16], v[:1, :3])
+    saved = cache.save(1)
+    other.restore(2, saved)
+    cache.fork(0, 2)
+    rest = [t[:, 50:] for t in (q, k, v)]
+    for held, sequence, row in ((cache, 2, 0), (other, 2, 1), (cache, 0, 0)):
+        one = [t[row : row + 1] for t in rest]
+        held.append(*one[1:], sequences=[sequence])
+        o = held.attend(one[0], sequences=[sequence], num_selected=4, window=24)
+        near(o, want[row : row + 1, 50:])
+    damaged = bytearray(saved)
+    damaged[-1] ^= 1
+    with pytest.raises(RuntimeError):
+        other.restore(0, bytes(damaged))
+    assert other.length(0) == 3
+
+
 def test_torch_and_half_precision():
     torch = pytest.importorskip("torch")
     q, k, v = (torch.from_numpy(t).bfloat16() for t in inputs())
