@@ -5,8 +5,9 @@
  *
  * A block's sums are pooled again; its series a and the series b of the block before then get their gradients
  * from them. So the rows of block i need the sums of blocks i and i + 1. A task keeps both: it pools block i
- * + 1 and writes the gradients of block i while their rows are in the cache. Limit: copy bandwidth (stores
- * past the caches where rows allow it).
+ * + 1 and writes the gradients of block i while their rows are in the cache. Without a series b (HCA) they
+ * need their own sums alone: block i + 1, half of L2 at ratio 128 and C 512, is read after the gradients of
+ * block i. Limit: copy bandwidth (stores past the caches where rows allow it).
  *
  * Gradients of biases and norm weights are sums over all blocks. The call's blocks are cut into 64 runs, or
  * 16 with long biases, by their number alone. Each run has its own sums, which are added in order, so the
@@ -203,8 +204,10 @@ static void backward_run(const backward_job *job, int64_t b, int64_t first, int6
         prev_gradients(job, &s, b, &own, slot, rows);
     for (int64_t i = first; i < end; i++) {
         const bool more = i + 1 < s.blocks || args->followed, needed = more && (args->overlap || i + 1 < end);
-        if (needed) compute_statistics(job, &s, i + 1, &next, i + 1 < end ? d_norm : NULL, rows);
+        float *const d_norm_next = i + 1 < end ? d_norm : NULL;
+        if (needed && args->overlap) compute_statistics(job, &s, i + 1, &next, d_norm_next, rows);
         block_gradients(job, &s, i, &own, more ? &next : NULL, slot, rows);
+        if (needed && !args->overlap) compute_statistics(job, &s, i + 1, &next, d_norm_next, rows);
         const block_statistics swapped = own;
         own = next;
         next = swapped;
