@@ -12,7 +12,7 @@
 #include <quern/nsa.h>
 #include <quern/plan.h>
 
-enum { N = 256, H = 32, HKV = 2, D = 128, TILE = 128 };
+enum { N = 2048, SHORT = 256, H = 32, HKV = 2, D = 128, TILE = 128 };
 
 #define OK(call)                                                                                             \
     do {                                                                                                     \
@@ -103,6 +103,12 @@ static void nsa(void **state)
              "nsa_forward on cuda: compress_forward by compress_forward_any, attend_forward by "
              "attend_forward_%s (3 times), "
              "select by select_any, gate_forward by gate_forward_any",
+             fast);
+    expect_line(QUERN_OP_NSA_FORWARD, &params, &t, line);
+    q.shape[1] = k.shape[1] = SHORT; /* every block is chosen, and the window is as long */
+    snprintf(line, sizeof line,
+             "nsa_forward on cuda: compress_forward by compress_forward_any, attend_forward by "
+             "attend_forward_%s (2 times), gate_forward by gate_forward_any",
              fast);
     expect_line(QUERN_OP_NSA_FORWARD, &params, &t, line);
 }
