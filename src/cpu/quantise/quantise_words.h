@@ -203,10 +203,10 @@ INLINE void store_words(const __m512i code[4], uint8_t *to)
 }
 
 /* By vector, the lane of the block of each pair of columns. */
-#define BLOCKS_AT(n) n, n, n, n, n, n, n, n, n + 1, n + 1, n + 1, n + 1, n + 1, n + 1, n + 1, n + 1
-static const int32_t block_lanes[WORD_VECTORS][16] = {{BLOCKS_AT(0)},  {BLOCKS_AT(2)}, {BLOCKS_AT(4)},
-                                                      {BLOCKS_AT(6)},  {BLOCKS_AT(8)}, {BLOCKS_AT(10)},
-                                                      {BLOCKS_AT(12)}, {BLOCKS_AT(14)}};
+#define EIGHT(n) n, n, n, n, n, n, n, n
+static const int32_t block_lanes[WORD_VECTORS][16] = {
+    {EIGHT(0), EIGHT(1)}, {EIGHT(2), EIGHT(3)},   {EIGHT(4), EIGHT(5)},   {EIGHT(6), EIGHT(7)},
+    {EIGHT(8), EIGHT(9)}, {EIGHT(10), EIGHT(11)}, {EIGHT(12), EIGHT(13)}, {EIGHT(14), EIGHT(15)}};
 
 /* Each of the three steps is a long chain of instructions, so it runs for several groups, which overlap. */
 INLINE void scale_group(const quantise_rule *rule, const uint16_t *from, word_group *g, uint8_t *scales)
