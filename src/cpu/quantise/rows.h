@@ -8,9 +8,17 @@
 
 #include <quern/quern.h>
 
-/* Values of a piece of work: enough to outweigh the cost of a task, few enough to share a tensor among
- * threads. A multiple of every level's group of blocks. */
-enum { PIECE = 16384 };
+/* Values of a piece of work, a multiple of every level's group of blocks. At least as many as outweigh the cost
+ * of a task, and otherwise a 64th of the tensor, so that threads share it. Pieces that threads take in turns
+ * should be long: with 32 KB the prefetchers of one thread fetch what the other reads, and two threads take as
+ * long as one. */
+enum { LEAST_PIECE = 1 << 14, MOST_PIECE = 1 << 18, SHARES = 64 };
+
+static inline int64_t piece_values(int64_t rows, int64_t columns)
+{
+    const int64_t share = rows * columns / SHARES / LEAST_PIECE * LEAST_PIECE;
+    return share < LEAST_PIECE ? LEAST_PIECE : share < MOST_PIECE ? share : MOST_PIECE;
+}
 
 /* Rows of a view: all its elements by the last dimension. */
 static inline int64_t view_rows(const quern_tensor *t)
@@ -57,13 +65,14 @@ typedef struct row_cut {
 
 static inline row_cut cut_rows(int64_t rows, int64_t columns)
 {
+    const int64_t piece = piece_values(rows, columns);
     row_cut cut = {.rows = rows,
                    .columns = columns,
                    .rows_a_piece = 1,
-                   .columns_a_piece = PIECE,
-                   .pieces_a_row = (columns + PIECE - 1) / PIECE};
+                   .columns_a_piece = piece,
+                   .pieces_a_row = (columns + piece - 1) / piece};
     if (cut.pieces_a_row < 1) cut.pieces_a_row = 1;
-    if (columns < PIECE) cut.rows_a_piece = PIECE / (columns > 0 ? columns : 1);
+    if (columns < piece) cut.rows_a_piece = piece / (columns > 0 ? columns : 1);
     cut.pieces = (rows + cut.rows_a_piece - 1) / cut.rows_a_piece * cut.pieces_a_row;
     return cut;
 }

@@ -18,14 +18,19 @@
 
 enum { STRIP = 1024 }; /* columns of a buffer: a multiple of every level's group of blocks */
 
-typedef struct fused_job {
+typedef struct fused_job fused_job;
+typedef void fused_row(const fused_job *job, int64_t row);
+
+struct fused_job {
     const fused_quantise_args *args;
     const quantise_kernels *kernels;
     uint32_t *bits; /* [M] */
     /* SwiGLU's results until all rows are known to be finite: rows of `blocks` scales, 8 times the codes */
     uint8_t *codes, *scales;
     int64_t blocks;
-} fused_job;
+    fused_row *row; /* what a task does with each of its rows */
+    int64_t rows_a_task;
+};
 
 /* Without up, its columns may hold anything, so only the gate's are checked. */
 static bool reads_all(const fused_quantise_args *args)
@@ -65,10 +70,26 @@ static void quantise_strip(const fused_job *job, int part, const float *h, int64
                                (uint8_t *)view_row(&args->scales[part], row) + column / 16);
 }
 
-static void fused_row(void *arg, int64_t row, int32_t thread)
+static void rows_task(void *arg, int64_t index, int32_t thread)
 {
     (void)thread;
     const fused_job *job = arg;
+    const int64_t rows = job->args->x.shape[0], first = index * job->rows_a_task;
+    for (int64_t row = first; row < rows && row < first + job->rows_a_task; row++) job->row(job, row);
+}
+
+/* Calls `row` for every row, on all threads. */
+static void for_rows(const stage_exec *exec, fused_job *job, fused_row *row)
+{
+    const int64_t rows = job->args->x.shape[0], columns = job->args->x.shape[1],
+                  together = columns > 0 ? piece_values(rows, columns) / columns : 1;
+    job->row = row;
+    job->rows_a_task = together > 1 ? together : 1;
+    parallel_for(exec, (rows + job->rows_a_task - 1) / job->rows_a_task, rows_task, job);
+}
+
+static void quantise_parts(const fused_job *job, int64_t row)
+{
     const fused_quantise_args *args = job->args;
     const void *x = view_row(&args->x, row);
     const int64_t width = args->x.shape[1] / 2, q = args->granularity;
@@ -83,10 +104,8 @@ static void fused_row(void *arg, int64_t row, int32_t thread)
     }
 }
 
-static void swiglu_task(void *arg, int64_t row, int32_t thread)
+static void swiglu_row(const fused_job *job, int64_t row)
 {
-    (void)thread;
-    const fused_job *job = arg;
     const fused_quantise_args *args = job->args;
     const swiglu_rule rule = {args->limit, args->alpha, args->beta};
     const quantise_rule to = {args->profile, QUANTISE_SCALES_RNE, *(const float *)args->global[0].data};
@@ -95,10 +114,8 @@ static void swiglu_task(void *arg, int64_t row, int32_t thread)
         job->codes + 8 * row * job->blocks, job->scales + row * job->blocks);
 }
 
-static void copy_task(void *arg, int64_t row, int32_t thread)
+static void copy_row(const fused_job *job, int64_t row)
 {
-    (void)thread;
-    const fused_job *job = arg;
     memcpy(view_row(&job->args->codes[0], row), job->codes + 8 * row * job->blocks,
            (size_t)(8 * job->blocks));
     memcpy(view_row(&job->args->scales[0], row), job->scales + row * job->blocks, (size_t)job->blocks);
@@ -107,12 +124,12 @@ static void copy_task(void *arg, int64_t row, int32_t thread)
 static quern_status quantise_swiglu(const stage_exec *exec, fused_job *job)
 {
     const quern_tensor *x = &job->args->x;
-    parallel_for(exec, x->shape[0], swiglu_task, job);
+    for_rows(exec, job, swiglu_row);
     for (int64_t row = 0; row < x->shape[0]; row++)
         for (int64_t c = 0; job->bits[row] >= 0x7f800000u && c < x->shape[1]; c++)
             if (!isfinite(element_of(view_row(x, row), x->dtype, c)))
                 return report_not_finite(x, row, c, "x");
-    parallel_for(exec, x->shape[0], copy_task, job);
+    for_rows(exec, job, copy_row);
     return QUERN_OK;
 }
 
@@ -123,10 +140,8 @@ static int64_t part_column(const fused_quantise_args *args, int64_t c)
     return c / q * 2 * q + c % q + (args->codes[1].ndim > 0 ? q : 0);
 }
 
-static void measure_part(void *arg, int64_t row, int32_t thread)
+static void measure_part(const fused_job *job, int64_t row)
 {
-    (void)thread;
-    const fused_job *job = arg;
     const fused_quantise_args *args = job->args;
     const int64_t element = (int64_t)quern_dtype_size(args->x.dtype), q = args->granularity;
     uint32_t most = 0;
@@ -142,7 +157,7 @@ static void measure_part(void *arg, int64_t row, int32_t thread)
 static quern_status check_part(const stage_exec *exec, fused_job *job)
 {
     const fused_quantise_args *args = job->args;
-    parallel_for(exec, args->x.shape[0], measure_part, job);
+    for_rows(exec, job, measure_part);
     for (int64_t row = 0; row < args->x.shape[0]; row++)
         for (int64_t c = 0; job->bits[row] >= 0x7f800000u && c < args->x.shape[1] / 2; c++)
             if (!isfinite(element_of(view_row(&args->x, row), args->x.dtype, part_column(args, c))))
@@ -160,6 +175,6 @@ quern_status cpu_fused_quantise(const stage_exec *exec, const fused_quantise_arg
     const quern_status status = reads_all(args) ? row_magnitudes_of(exec, &args->x, args->x.shape[0], "x", &m)
                                                 : check_part(exec, &job);
     if (status != QUERN_OK) return status;
-    parallel_for(exec, args->x.shape[0], fused_row, &job);
+    for_rows(exec, &job, quantise_parts);
     return QUERN_OK;
 }
