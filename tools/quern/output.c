@@ -8,6 +8,7 @@
 
 #include <errno.h>
 #include <math.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -72,8 +73,16 @@ json_t *output_number(double value)
     return isfinite(value) ? json_real(value) : json_null();
 }
 
+static pthread_t main_thread;
+
+/* Ends the program in its main thread, which writes the files: another thread would take a file away while the
+ * main thread finishes it, and that one would report an error. */
 static void end(int number)
 {
+    if (!pthread_equal(pthread_self(), main_thread)) {
+        pthread_kill(main_thread, number);
+        return;
+    }
     quern_file_discard_all();
     _exit(128 + number);
 }
@@ -82,6 +91,7 @@ void output_end_on_signals(void)
 {
     static const int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
     struct sigaction action = {.sa_handler = end}, before;
+    main_thread = pthread_self();
     sigfillset(&action.sa_mask);
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         /* nohup stays; SIGINT that a shell ignores for its background jobs still ends a command that it is
