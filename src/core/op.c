@@ -124,8 +124,10 @@ static quern_status check_roles(const op_call *call)
 
 quern_status op_derive(op_call *call)
 {
-    const quern_status status = check_roles(call);
-    return status == QUERN_OK ? call->family->derive(call) : status;
+    quern_status status = check_roles(call);
+    if (status == QUERN_OK) status = call->family->derive(call);
+    call->like.data = NULL; /* a call holds no addresses: where its tensors are elsewhere, it is the same */
+    return status;
 }
 
 static quern_status check_sources(const op_call *call)

@@ -3,8 +3,11 @@
 /* replays_test.c - which calls find a replay, with a backend that only counts. */
 #include "cmocka_c11.h"
 
+#include "attention/attention.h"
 #include "core/op.h"
 #include "core/replays.h"
+#include "nsa/call.h"
+#include "tensor.h"
 
 #include <pthread.h>
 #include <string.h>
@@ -174,6 +177,71 @@ static void threads_look_at_once(void **state)
     assert_int_equal(opened, closed);
 }
 
+/* The CPU's stages, with replays. */
+static quern_status plan_with_replays(op_call *call, quern_status (*plan)(op_call *))
+{
+    static quern_backend backend; /* must outlive the call */
+    backend = *call->backend;
+    backend.replay_open = open_replay;
+    backend.replay_close = close_replay;
+    backend.replay = run_replay;
+    call->backend = &backend;
+    return plan(call);
+}
+
+static quern_status plan_attention(op_call *call)
+{
+    return plan_with_replays(call, attention_plan);
+}
+
+static quern_status plan_nsa(op_call *call)
+{
+    return plan_with_replays(call, nsa_plan);
+}
+
+/* The same call with all its memory elsewhere each time: it is known from the second on. */
+static void call_elsewhere(const op_family *of, op_call *call, const void *params,
+                           quern_tensor *const views[], int count, const void *tensors)
+{
+    enum { CALLS = 4, MOST = 1 << 16 };
+    static _Alignas(64) char memory[CALLS][6][MOST], workspace[CALLS][1 << 22];
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+    for (int i = 0; i < CALLS; i++) {
+        for (int t = 0; t < count; t++) views[t]->data = memory[i][t];
+        if (op_run(call, of, 0, ctx, NULL, params, tensors, workspace[i], sizeof workspace[i]) != QUERN_OK)
+            fail_msg("%s", quern_last_error(ctx));
+        assert_int_equal(opened, i > 0);
+    }
+    quern_context_destroy(ctx);
+    assert_int_equal(closed, 1);
+}
+
+static void a_call_at_other_addresses_finds_its_replay(void **state)
+{
+    (void)state;
+    const int64_t q_shape[] = {1, 16, 4, 16}, k_shape[] = {1, 16, 2, 16};
+    quern_tensor q = quern_tensor_contiguous(NULL, QUERN_F32, 4, q_shape), o = q,
+                 k = quern_tensor_contiguous(NULL, QUERN_F32, 4, k_shape), v = k;
+    quern_tensor *const views[] = {&q, &k, &v, &o};
+    op_family dense = attention_family, sparse = nsa_family;
+    attention_call attention;
+    nsa_call nsa;
+    const quern_attention_params attention_params = QUERN_ATTENTION_PARAMS_INIT;
+    quern_attention_tensors of_attention = QUERN_ATTENTION_TENSORS_INIT;
+    quern_nsa_params nsa_params = QUERN_NSA_PARAMS_INIT;
+    quern_nsa_tensors of_nsa = QUERN_NSA_TENSORS_INIT;
+    dense.plan = plan_attention;
+    sparse.plan = plan_nsa;
+    of_attention.q = of_nsa.q = &q;
+    of_attention.k = of_nsa.k = &k;
+    of_attention.v = of_nsa.v = &v;
+    of_attention.o = of_nsa.o = &o;
+    nsa_params.block_size = 4;
+    call_elsewhere(&dense, &attention.head, &attention_params, views, 4, &of_attention);
+    (void)start(state);
+    call_elsewhere(&sparse, &nsa.head, &nsa_params, views, 4, &of_nsa);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -183,6 +251,7 @@ int main(void)
         cmocka_unit_test_setup(the_number_of_replays_is_bounded, start),
         cmocka_unit_test_setup(without_memory_or_support_there_is_none, start),
         cmocka_unit_test_setup(threads_look_at_once, start),
+        cmocka_unit_test_setup(a_call_at_other_addresses_finds_its_replay, start),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
