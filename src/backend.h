@@ -137,9 +137,10 @@ typedef struct quern_backend {
      * destroyed with it. */
     void *(*open)(void);
     void (*close)(void *kept);
-    /* Optional, all three or none: what a call that is made again keeps, so that its stages start as one. `run`
-     * and `arg` say the same stages at each call, but for addresses: the `bytes` at `addresses`, as many each
-     * time, hold all of these. Threads may share a replay. Open returns NULL where memory is short. */
+    /* Optional, all three or none: what a call that is made again keeps, so that its stages start as one.
+     * `run` and `arg` say the same stages at each call, but for addresses: the `bytes` at `addresses`, as
+     * many each time, hold all of these. Threads may share a replay. Open returns NULL where memory is
+     * short. */
     void *(*replay_open)(const stage_exec *exec, size_t bytes);
     void (*replay_close)(void *replay);
     quern_status (*replay)(void *replay, const stage_exec *exec, const void *addresses, backend_run *run,

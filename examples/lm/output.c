@@ -49,8 +49,8 @@ bool json_write(const char *path, const char *format, ...)
 
 static pthread_t main_thread;
 
-/* Ends the program in its main thread, which writes the files: another thread would take a file away while the
- * main thread finishes it, and that one would report an error. */
+/* Ends the program in its main thread, which writes the files: another thread would take a file away while
+ * the main thread finishes it, and that one would report an error. */
 static void end(int number)
 {
     if (!pthread_equal(pthread_self(), main_thread)) {

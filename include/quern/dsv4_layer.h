@@ -50,10 +50,10 @@ typedef struct quern_dsv4_layer_params {
 #define QUERN_DSV4_LAYER_PARAMS_INIT QUERN_SIZED(quern_dsv4_layer_params)
 
 /*
- * NULL means absent. act is one of f32, f16, bf16; weights are any of these. All sequences start at position 0.
- * H, G and Hi follow from the weights: D and C_I are the extents of kv_norm and indexer_norm, r that of
- * compressor_bias. S = floor(T / r) entries; m series: 2 in CSA, 1 in HCA. Refused as in dsv4.h, and: a weight
- * that the kind has no use for; heads or groups that do not divide; positions beyond cos_sin.
+ * NULL means absent. act is one of f32, f16, bf16; weights are any of these. All sequences start at position
+ * 0. H, G and Hi follow from the weights: D and C_I are the extents of kv_norm and indexer_norm, r that of
+ * compressor_bias. S = floor(T / r) entries; m series: 2 in CSA, 1 in HCA. Refused as in dsv4.h, and: a
+ * weight that the kind has no use for; heads or groups that do not divide; positions beyond cos_sin.
  *
  * quern_dsv4_layer_decode() takes x [T, Dm] and the shapes in brackets, where n counts the entries that the
  * call completes, and no gradients.
@@ -82,7 +82,7 @@ typedef struct quern_dsv4_layer_tensors {
     const quern_tensor *idx_k;      /* act [B, S, C_I] ([n, C_I]) */
     const quern_tensor *idx_q;      /* act [B, T, Hi, C_I] ([T, Hi, C_I]) */
     const quern_tensor *idx_score;  /* f32 [B, T, S], -inf where an entry is not seen ([T, most entries of a
-                                      sequence, or more]: columns past a sequence's entries are not written) */
+                                      sequence, or more]: columns past a sequence's entries stay as they are) */
     const quern_tensor *idx_topk;   /* i32 [B, T, k] ([T, k]), ascending, then -1 */
     const quern_tensor *core, *core_irope; /* act [B, T, H, D] ([T, H, D]): o before and after
                                                                 it is rotated back */
@@ -166,17 +166,17 @@ typedef struct quern_dsv4_layer_rows {
 /* Sets *rows to views of the cache's memory, which hold until the sequence changes. */
 QUERN_API quern_status quern_dsv4_layer_cache_get(const quern_dsv4_layer_cache *cache, int64_t sequence,
                                                   quern_dsv4_layer_rows *rows);
-/* Makes a sequence of rows and states that are copied. Refused are states of other dims or another position, and
- * fewer raw rows than window - 1, or all tokens; the sequence is then as it was. */
+/* Makes a sequence of rows and states that are copied. Refused are states of other dims or another position,
+ * and fewer raw rows than window - 1, or all tokens; the sequence is then as it was. */
 QUERN_API quern_status quern_dsv4_layer_cache_set(quern_dsv4_layer_cache *cache, int64_t sequence,
                                                   const quern_dsv4_layer_rows *rows);
 
 /*
- * The layer's outputs of counts[b] >= 0 new tokens of each of `batch` sequences, which stand in x one sequence
- * after the other; the cache takes them in. However a sequence is cut into calls, states, keys, entries and
- * choices have the bits of quern_dsv4_layer() at the same CPU level, and outputs are equal within rounding.
- * Refused as in dsv4.h, and: an id outside the cache or twice in a call; more tokens than the capacity; a cache of
- * another kind, window or dtype. CPU alone.
+ * The layer's outputs of counts[b] >= 0 new tokens of each of `batch` sequences, which stand in x one
+ * sequence after the other; the cache takes them in. However a sequence is cut into calls, states, keys,
+ * entries and choices have the bits of quern_dsv4_layer() at the same CPU level, and outputs are equal within
+ * rounding. Refused as in dsv4.h, and: an id outside the cache or twice in a call; more tokens than the
+ * capacity; a cache of another kind, window or dtype. CPU alone.
  */
 QUERN_API quern_status quern_dsv4_layer_decode_workspace(
     quern_context *ctx, const quern_dsv4_layer_params *params, const quern_dsv4_layer_cache *cache,

@@ -199,7 +199,8 @@ QUERN_API quern_status quern_nvfp4_from_mxfp4(quern_context *ctx, const quern_ex
  *   - experts: the linear rows are the experts' one after the other, tokens_per_expert i32 [E] of each (they
  *     sum to at most `rows`). Each expert's rows begin at a multiple of 128 rows: at most rows + 127 E. An
  *     expert without rows takes none. pad_row_offsets i32 [E + 1] says where they begin. swizzled may have
- *     more bytes than the experts' tiles. Bytes past the last tile are 0; linear rows past the last token too.
+ *     more bytes than the experts' tiles. Bytes past the last tile are 0; so are linear rows past
+ *     the last token.
  *   - weight: linear [E, columns, rows] (scales of codes [E, K/2, N]), swizzled [E, bytes].
  */
 typedef struct quern_nvfp4_swizzle_params {
@@ -230,8 +231,8 @@ QUERN_API quern_status quern_nvfp4_swizzle(quern_context *ctx, const quern_exec 
 /*
  * Gate and up of a weight's last dimension, [.., 2 I] in two halves, to runs of q = granularity columns that
  * alternate: gate column i stands at (i / q) 2 q + i % q, up column i at that + q. Where q does not divide I
- * both are padded with zeros first: the other tensor is [.., 2 q ceil(I / q)]. One call takes a weight's codes,
- * scales and bias together, so that none is forgotten.
+ * both are padded with zeros first: the other tensor is [.., 2 q ceil(I / q)]. One call takes a weight's
+ * codes, scales and bias together, so that none is forgotten.
  */
 typedef struct quern_nvfp4_interleave_params {
     size_t size;

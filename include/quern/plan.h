@@ -11,9 +11,9 @@
  * belongs to the context that it was made with; destroy it before the context.
  *
  * On a GPU a plan starts its kernels as one CUDA graph, which costs the host as much as one launch. Its first
- * run makes the graph, and with it CUDA allocates: warm a plan up by a run. Runs with the addresses of the run
- * before are the fastest. Runs of one plan follow one another on the GPU, on whatever streams they are; a plan
- * for each stream lets them overlap. In a caller's capture the kernels are recorded one by one.
+ * run makes the graph, and with it CUDA allocates: warm a plan up by a run. Runs with the addresses of the
+ * run before are the fastest. Runs of one plan follow one another on the GPU, on whatever streams they are; a
+ * plan for each stream lets them overlap. In a caller's capture the kernels are recorded one by one.
  */
 #ifndef QUERN_PLAN_H
 #define QUERN_PLAN_H

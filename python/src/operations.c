@@ -5,7 +5,7 @@
  *
  *   version() -> str
  *   operations() -> str            what there is, a line a fact; quern/_operations.py reads it
- *   parameters(op, text) -> bytes  a params struct; text holds "name=value" lines, "preset=name" before others
+ *   parameters(op, text) -> bytes  a params struct; text holds "name=value" lines, "preset=name" first
  *   roles(op, pass, params, present) -> bytes      a role for each tensor; present holds a byte for each
  *   expect(op, pass, params, asked, tensors) -> bytes     int64 role, dtype, ndim, shape[6] of each tensor
  *   expect_of(op, pass, params, asked, views) -> bytes    the same of tensors without data: views holds int64

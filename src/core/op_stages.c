@@ -6,7 +6,12 @@
 
 #include <string.h>
 
-enum { REGION_SHIFT = 48, WORKSPACE = OP_TENSORS_MAX, STATUS = OP_TENSORS_MAX + 1, KNOWN = OP_TENSORS_MAX + 2 };
+enum {
+    REGION_SHIFT = 48,
+    WORKSPACE = OP_TENSORS_MAX,
+    STATUS = OP_TENSORS_MAX + 1,
+    KNOWN = OP_TENSORS_MAX + 2
+};
 
 /* Offsets may be negative (strides are): they count from the middle of a region. */
 static const uint64_t middle = (uint64_t)1 << (REGION_SHIFT - 1), within = ((uint64_t)1 << REGION_SHIFT) - 1;

@@ -4,8 +4,8 @@
  * replays.c - a small hash table without locks.
  *
  * The key of a slot finds a call quickly. What decides is the whole call, strides included, of which a replay
- * keeps a copy: a call with another's key and other stages gets no replay. A call that was seen once gives its
- * slot to the next one; a slot with a replay keeps it.
+ * keeps a copy: a call with another's key and other stages gets no replay. A call that was seen once gives
+ * its slot to the next one; a slot with a replay keeps it.
  */
 #include "core/replays.h"
 

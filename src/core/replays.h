@@ -19,8 +19,8 @@ typedef struct replays {
     } slot[REPLAYS_MAX];
 } replays;
 
-/* The replay of a prepared call, whose `given` and `replay` are NULL. Returns NULL where the backend has none,
- * at the first sight of such a call, and where all places are taken. */
+/* The replay of a prepared call, whose `given` and `replay` are NULL. Returns NULL where the backend has
+ * none, at the first sight of such a call, and where all places are taken. */
 void *replays_find(replays *all, const struct op_call *call, const void *stream);
 /* No call may be running. */
 void replays_close(replays *all);

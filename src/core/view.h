@@ -89,8 +89,8 @@ quern_tensor view_on(const quern_tensor *like, void *data, quern_dtype dtype, in
                      const int64_t *shape);
 /* Extents [first, first + count) along `dim`; an absent view stays absent. */
 void view_narrow(quern_tensor *t, int32_t dim, int64_t first, int64_t count);
-/* [.., columns] as a matrix [rows, columns]. False, with *flat absent, where the rows do not follow each other at
- * one stride. */
+/* [.., columns] as a matrix [rows, columns]. False, with *flat absent, where the rows do not follow each
+ * other at one stride. */
 bool view_flatten(const quern_tensor *t, quern_tensor *flat);
 /* Elements of a view. */
 int64_t view_elements(const quern_tensor *t);

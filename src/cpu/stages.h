@@ -51,8 +51,8 @@ quern_status cpu_validate_lists(const stage_exec *exec, const validate_lists_arg
 
 size_t cpu_gemm_workspace(const stage_exec *exec, const gemm_args *args);
 quern_status cpu_gemm(const stage_exec *exec, const gemm_args *args, void *workspace);
-/* The same for products with one b, which differ in a, c and their rows: the workspace, that of the most rows,
- * keeps b's panels from the call that sets *packed on. */
+/* The same for products with one b, which differ in a, c and their rows: the workspace, that of the most
+ * rows, keeps b's panels from the call that sets *packed on. */
 void cpu_gemm_repeated(const stage_exec *exec, const gemm_args *args, void *workspace, bool *packed);
 
 size_t cpu_pool_workspace(const stage_exec *exec, const pool_args *args);

@@ -2,15 +2,15 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* replay.cu - a call's launches as one graph.
  *
- * The host pays for each launch: 3.5 to 5.5 us on a virtual machine with an H200, six in a row 20 to 33. A graph
- * costs 2.3 to 2.5 there, whatever it holds. So a call that is made again launches a graph:
+ * The host pays for each launch: 3.5 to 5.5 us on a virtual machine with an H200, six in a row 20 to 33. A
+ * graph costs 2.3 to 2.5 there, whatever it holds. So a call that is made again launches a graph:
  *   the addresses are those of the last run     the graph as it is             2.4 us for six launches
  *   they are others                             recorded, the graph updated    11 us
  *   the first run, or other launches            recorded, a new graph made     100 us more
  * Recording captures a stream of the replay's own, so that the caller's stream sees nothing but the graph.
  *
- * Launched one by one, as without a replay, are: runs that the caller captures; runs while another thread uses
- * the replay, for nobody waits here; what CUDA cannot record.
+ * Launched one by one, as without a replay, are: runs that the caller captures; runs while another thread
+ * uses the replay, for nobody waits here; what CUDA cannot record.
  */
 #include "replay.cuh"
 

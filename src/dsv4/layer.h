@@ -224,8 +224,8 @@ void layer_choose(layer_pass *p, const quern_tensor *q, const quern_tensor *keys
 attend_mqa_args layer_core(const layer_pass *p, const quern_tensor *sinks, const quern_tensor *q,
                            const quern_tensor *kv, const quern_tensor *entries, const quern_tensor *idx,
                            const quern_tensor *count, int64_t position);
-/* Runs the core to `core` [rows, H D], rotated back, and where it is wanted to `unrotated` [batch, T, H, D]: its
- * rows before that, from which the others then have the same bits. */
+/* Runs the core to `core` [rows, H D], rotated back, and where it is wanted to `unrotated` [batch, T, H, D]:
+ * its rows before that, from which the others then have the same bits. */
 void layer_attend(layer_pass *p, const attend_mqa_args *args, const quern_tensor *core,
                   const quern_tensor *unrotated);
 /* Both output projections of [rows, H D]. Returns the first's result [rows, G o_lora]. */

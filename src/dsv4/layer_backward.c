@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * layer_backward.c - the layer's backward pass. It computes the layer again, keeping what gradients need, then
- * goes back from d_out:
+ * layer_backward.c - the layer's backward pass. It computes the layer again, keeping what gradients need,
+ * then goes back from d_out:
  *
  *   output projections -> the core (queries, raw rows, entries, sinks) -> norms and rotations, the compressor
  *   -> projections
@@ -32,8 +32,8 @@ static void weight_gradient(layer_pass *p, const quern_tensor *d_c, const quern_
     if (d_w->ndim > 0) layer_gemm(p, &(gemm_args){.a = *d_c, .b = *a, .c = *d_w, .a_transposed = true});
 }
 
-/* The gradients of rows before norm and rotation, for products: bf16 for the bf16 dot product; f16 would leave
- * its range. */
+/* The gradients of rows before norm and rotation, for products: bf16 for the bf16 dot product; f16 would
+ * leave its range. */
 static quern_dtype gradient_dtype(const layer_pass *p)
 {
     return p->call->head.like.dtype == QUERN_BF16 ? QUERN_BF16 : QUERN_F32;

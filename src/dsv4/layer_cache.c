@@ -3,10 +3,10 @@
 /*
  * layer_cache.c - what a layer keeps of its sequences, in the caller's memory.
  *
- * `memory` holds the header, a record a sequence, then the compressors' states. `rows` holds for each sequence
- * its last window - 1 + ring raw rows, which rollbacks of `ring` tokens leave enough of, then its entries, then
- * the indexer's keys. Raw rows are moved to the front by every call: these are 128 rows, and a contiguous
- * window needs no pages.
+ * `memory` holds the header, a record a sequence, then the compressors' states. `rows` holds for each
+ * sequence its last window - 1 + ring raw rows, which rollbacks of `ring` tokens leave enough of, then its
+ * entries, then the indexer's keys. Raw rows are moved to the front by every call: these are 128 rows, and a
+ * contiguous window needs no pages.
  */
 #include "core/arena.h"
 #include "core/error.h"

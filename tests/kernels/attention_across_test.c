@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attention_across_test.c - products of a few rows with weights in place: against sums in double, and with the
- * bits of the same product over packed panels. The bound is that of src/cpu/kernels.inc. */
+/* attention_across_test.c - products of a few rows with weights in place: against sums in double, and with
+ * the bits of the same product over packed panels. The bound is that of src/cpu/kernels.inc. */
 #include "cmocka_c11.h"
 #include "cpu/kernels/attention_kernels.h"
 #include "kernel_time.h"

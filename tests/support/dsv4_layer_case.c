@@ -401,12 +401,12 @@ static void check_choice(const layer_case *c, const double *scores, const int32_
 }
 
 /* A bound is for an operation that rounds its result once. A layer rounds to bf16 or f16 rows that lie one
- * behind the other: kv, o, o_a and out, and beside these q_residual and q, which move the scores. Such errors are
- * independent and add in squares: with u that of one rounding (0.0017 in bf16) and as much again from the core's
- * own weights, out has sqrt(6) u = 0.0042 and more where scores are large, while one operation's bound of 0.004
- * stands for 1.4 u. Hence 2 bounds; f32 has no such allowance. A score of the indexer is a sum of both signs over
- * its heads, so its rounding is relative to more than itself: 4 bounds, for more than a few scores in bf16 and
- * f16. */
+ * behind the other: kv, o, o_a and out, and beside these q_residual and q, which move the scores. Such errors
+ * are independent and add in squares: with u that of one rounding (0.0017 in bf16) and as much again from the
+ * core's own weights, out has sqrt(6) u = 0.0042 and more where scores are large, while one operation's bound
+ * of 0.004 stands for 1.4 u. Hence 2 bounds; f32 has no such allowance. A score of the indexer is a sum of
+ * both signs over its heads, so its rounding is relative to more than itself: 4 bounds, for more than a few
+ * scores in bf16 and f16. */
 static double forward_bound(const layer_case *c, int tensor)
 {
     const double bound = test_forward_bound(c->dtype);

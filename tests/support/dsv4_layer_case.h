@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_layer_case.h - calls of DeepSeek-V4's whole layer, in one shot or through a cache, and what the float64
- * oracle makes of them. */
+/* dsv4_layer_case.h - calls of DeepSeek-V4's whole layer, in one shot or through a cache, and what the
+ * float64 oracle makes of them. */
 #ifndef QUERN_TEST_DSV4_LAYER_CASE_H
 #define QUERN_TEST_DSV4_LAYER_CASE_H
 
@@ -49,8 +49,8 @@ layer_case layer_case_make(test_random *random, const oracle_layer *shape, int64
                            quern_dtype weight_dtype);
 /* A case of random extents, small enough for differences of the oracle. */
 layer_case layer_case_random(test_random *random, bool small);
-/* Layer i (csa, hca, swa) of the golden vectors. `expected` gets the arrays of the outputs, NULL where there is
- * none. */
+/* Layer i (csa, hca, swa) of the golden vectors. `expected` gets the arrays of the outputs, NULL where there
+ * is none. */
 layer_case layer_case_golden(const char *directory, int i, double *expected[LAYER_TENSORS]);
 void layer_case_free(layer_case *c);
 

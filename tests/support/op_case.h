@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * op_case.h - what quern/op.h says of an operation, for tests: its tensors' names, its struct of tensors, calls
- * by name. A case keeps its tensors in an array in the order of the family's struct; it may end before the
- * struct does.
+ * op_case.h - what quern/op.h says of an operation, for tests: its tensors' names, its struct of tensors,
+ * calls by name. A case keeps its tensors in an array in the order of the family's struct; it may end before
+ * the struct does.
  */
 #ifndef QUERN_TEST_OP_CASE_H
 #define QUERN_TEST_OP_CASE_H

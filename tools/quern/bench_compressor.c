@@ -2,7 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* bench_compressor.c - `quern bench csa-compress`, `hca-compress` and `csa-append`: DeepSeek-V4's compressors
  * with norm and RoPE, from projections or hidden states. Kernel and ceiling take turns; the fraction is the
- * median of the rounds'. From hidden states the peer, the projection alone by oneDNN, takes turns with them. */
+ * median of the rounds'. From hidden states the peer, the projection alone by oneDNN, takes turns with
+ * them. */
 #include "bench.h"
 #include "bench_core.h"
 #include "bench_decode.h"

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* bench_layer.c - `quern bench v4-layer`: new tokens of a batch of sequences through a whole attention layer of
- * DeepSeek-V4, from a cache of random rows. Calls and ceiling take turns; the fraction is the median of the
- * rounds'. */
+/* bench_layer.c - `quern bench v4-layer`: new tokens of a batch of sequences through a whole attention layer
+ * of DeepSeek-V4, from a cache of random rows. Calls and ceiling take turns; the fraction is the median of
+ * the rounds'. */
 #include "bench_layer.h"
 
 #include "bench.h"

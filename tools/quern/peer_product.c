@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* peer_product.c - one matmul primitive of oneDNN; b is reordered when the peer is opened. Written for oneDNN 2. */
+/* peer_product.c - one matmul primitive of oneDNN; b is reordered when the peer is opened. Written for
+ * oneDNN 2. */
 #include "peer_product.h"
 
 #include "ceilings.h"

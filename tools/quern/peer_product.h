@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* peer_product.h - oneDNN's dense product, to compare with: c = a b in f32, on weights that stand in the layout
- * that it likes best. */
+/* peer_product.h - oneDNN's dense product, to compare with: c = a b in f32, on weights that stand in the
+ * layout that it likes best. */
 #ifndef QUERN_TOOLS_PEER_PRODUCT_H
 #define QUERN_TOOLS_PEER_PRODUCT_H
 

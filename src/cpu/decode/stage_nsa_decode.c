@@ -7,12 +7,12 @@
  * A task is one query and one key/value head: it scores the entries once and keeps the scores for the
  * selection, then attends the selected blocks, then the window. It adds each branch's O, times its gate, to
  * one sum. A head's queries follow each other, because they share entries and window. Scores, lse and the
- * order of all sums that lead to the choice are those of the forward (select_score.c, attend_tile.c): steps of
- * 384 entries where the compressed branch is on, whose lse selects, else of 128; so the lists have the same
- * bits.
+ * order of all sums that lead to the choice are those of the forward (select_score.c, attend_tile.c): steps
+ * of 384 entries where the compressed branch is on, whose lse selects, else of 128; so the lists have the
+ * same bits.
  *
- * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). What is read next is prefetched while a panel is
- * computed: after the entries a block that is always chosen, after the blocks the window, after that the
+ * Limit: the read bandwidth on Nc + k l' + W rows (panels.c). What is read next is prefetched while a panel
+ * is computed: after the entries a block that is always chosen, after the blocks the window, after that the
  * entries of the task that this thread probably takes next. Rows of blocks that do not fill a panel are
  * gathered.
  */

@@ -1,14 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attention_across.h - products of a few rows with bf16 weights [out, in] in place: decoding reads each weight
- * once, so packing it would cost more than its products.
+ * attention_across.h - products of a few rows with bf16 weights [out, in] in place: decoding reads each
+ * weight once, so packing it would cost more than its products.
  *
- * 16 weight rows by 16 words of two bf16 neighbours are transposed in registers; a lane then is a column of the
- * result, as in the micro-kernel, and sums go over k in the same order and pieces: the bits are those of packed
- * panels. Registers: 16 for the block, 8 accumulators, 8 totals. The hardware's prefetchers follow 16 streams
- * badly, so each load prefetches its own stream (into L2: 16 lines of equal low address bits are more than an L1
- * set holds) 512 bytes on, or there in the next 16 rows. A block is 64 shuffles and 16 loads a KiB.
+ * 16 weight rows by 16 words of two bf16 neighbours are transposed in registers; a lane then is a column of
+ * the result, as in the micro-kernel, and sums go over k in the same order and pieces: the bits are those of
+ * packed panels. Registers: 16 for the block, 8 accumulators, 8 totals. The hardware's prefetchers follow 16
+ * streams badly, so each load prefetches its own stream (into L2: 16 lines of equal low address bits are more
+ * than an L1 set holds) 512 bytes on, or there in the next 16 rows. A block is 64 shuffles and 16 loads a
+ * KiB.
  * Limit: the read bandwidth; one core of a Zen 5 reads 27 GB/s this way, where DRAM gives two cores 45.
  */
 #ifndef QUERN_CPU_ATTENTION_ACROSS_H

@@ -58,7 +58,8 @@ INLINE void prefetch_unit(line_walk *w)
     w->at += UNIT;
 }
 
-/* The sums of four vectors within each 128-bit lane: lane l holds a's, b's, c's and d's of its four values. */
+/* The sums of four vectors within each 128-bit lane: lane l holds a's, b's, c's and d's of its four
+ * values. */
 INLINE __m512 lane_quads(__m512 a, __m512 b, __m512 c, __m512 d)
 {
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -268,7 +269,8 @@ INLINE void store_values(const int rows, const int groups, const value_call *v, 
         }
 }
 
-/* One pass: its sums begin with the first block, wait in `kept` between blocks, and are stored by the last. */
+/* One pass: its sums begin with the first block, wait in `kept` between blocks, and are stored by the
+ * last. */
 INLINE void value_columns(const int rows, const int groups, const value_call *v, int64_t c, int64_t first,
                           line_walk *walk, value_sums *kept)
 {

@@ -64,9 +64,9 @@ typedef struct attention_kernels {
     int32_t panel; /* columns of a panel, a multiple of 16; n of a product is at most this */
     /* C[m][n] (+)= A B. The caller pads n to a multiple of 16. */
     mm_kernel *mm_f32, *mm_bf16; /* mm_bf16 is NULL where the level has no bf16 dot product */
-    /* c[i][j] = a[i] . b[j] for up to ACROSS_ROWS rows of a and the rows of b, whose dim is even, in place. The
-     * bits are those of mm_bf16 over pieces of ACROSS_DEPTH, each added to c. lda counts elements. NULL where
-     * mm_bf16 is. */
+    /* c[i][j] = a[i] . b[j] for up to ACROSS_ROWS rows of a and the rows of b, whose dim is even, in place.
+     * The bits are those of mm_bf16 over pieces of ACROSS_DEPTH, each added to c. lda counts elements. NULL
+     * where mm_bf16 is. */
     void (*mm_across_bf16)(int64_t m, const void *a, int64_t lda, const row_source *b, float *c, int64_t ldc);
     /* Products of few rows with bf16 keys and values in place; NULL where mm_bf16 is. The kernel prefetches
      * `ahead`, any address, as what is read next. s[i][j] = q[i] . keys[j] for i < m, and any value in up to

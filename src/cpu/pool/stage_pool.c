@@ -3,10 +3,10 @@
 /*
  * stage_pool.c - the pool_forward and pool_backward stages, from projections or from hidden states.
  *
- * From hidden states x the projections x w are made for CHUNK_TOKENS tokens at a time (8 tiles of the product) and
- * pooled while they are in L3; memory never holds all of them, and w is packed once. An overlapping chunk projects the block before it
- * again, which gives the same bits (stage_gemm.c), and in the backward pass the block after it. Limit: the
- * product's.
+ * From hidden states x the projections x w are made for CHUNK_TOKENS tokens at a time (8 tiles of the
+ * product) and pooled while they are in L3; memory never holds all of them, and w is packed once. An
+ * overlapping chunk projects the block before it again, which gives the same bits (stage_gemm.c), and in the
+ * backward pass the block after it. Limit: the product's.
  *
  * Formats that accept finite values only are stored last: all rows are first computed in the workspace, so
  * that an error leaves the outputs unchanged.

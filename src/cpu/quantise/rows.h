@@ -8,10 +8,10 @@
 
 #include <quern/quern.h>
 
-/* Values of a piece of work, a multiple of every level's group of blocks. At least as many as outweigh the cost
- * of a task, and otherwise a 64th of the tensor, so that threads share it. Pieces that threads take in turns
- * should be long: with 32 KB the prefetchers of one thread fetch what the other reads, and two threads take as
- * long as one. */
+/* Values of a piece of work, a multiple of every level's group of blocks. At least as many as outweigh the
+ * cost of a task, and otherwise a 64th of the tensor, so that threads share it. Pieces that threads take in
+ * turns should be long: with 32 KB the prefetchers of one thread fetch what the other reads, and two threads
+ * take as long as one. */
 enum { LEAST_PIECE = 1 << 14, MOST_PIECE = 1 << 18, SHARES = 64 };
 
 static inline int64_t piece_values(int64_t rows, int64_t columns)

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* wgmma.cuh - Hopper's asynchronous warpgroup products m64nNk16 on the tiles of mma.cuh: A from shared memory
- * or registers, B from shared memory, with the columns of A as the columns of B (ss) or the rows of B (rs).
- */
+ * or registers, B from shared memory, with the columns of A as the columns of B (ss) or the rows of B
+ * (rs). */
 #ifndef QUERN_CUDA_WGMMA_CUH
 #define QUERN_CUDA_WGMMA_CUH
 
@@ -25,8 +25,8 @@ __device__ __forceinline__ uint64_t wg_further(uint64_t tile, uint32_t bytes)
     return (tile & 0xffffffff00000000) | ((uint32_t)tile + (bytes >> 4));
 }
 
-/* Hides from the compiler where a descriptor comes from, so that a loop makes those `further` anew and does not
- * keep them all in registers. */
+/* Hides from the compiler where a descriptor comes from, so that a loop makes those `further` anew and does
+ * not keep them all in registers. */
 __device__ __forceinline__ uint64_t wg_fresh(uint64_t tile)
 {
     uint32_t low = (uint32_t)tile;

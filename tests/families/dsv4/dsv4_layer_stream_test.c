@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_layer_stream_test.c - the whole layer from a cache: entries, keys and choices have the bits of one shot,
- * however sequences are cut, rolled back, forked and batched; bad input leaves the cache as it was. */
+/* dsv4_layer_stream_test.c - the whole layer from a cache: entries, keys and choices have the bits of one
+ * shot, however sequences are cut, rolled back, forked and batched; bad input leaves the cache as it was. */
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "dsv4_layer_case.h"

@@ -106,9 +106,9 @@ static double *slopes(const layer_case *c, double *values, int64_t count, const 
 
 /* A bound is for one operation. In bf16 and f16 a layer's gradients go through some ten roundings one behind
  * the other, forward and back, whose errors add in squares: sqrt(10) times that of one, where an operation's
- * bound leaves 2; and those of norms, biases and sinks are sums of both signs over all tokens. Hence 3 bounds,
- * for cases with more than a few keys: with one or two the scores' gradients are differences of nearly equal
- * numbers; and for tensors of more than a few elements. f32 has no such allowance. */
+ * bound leaves 2; and those of norms, biases and sinks are sums of both signs over all tokens. Hence 3
+ * bounds, for cases with more than a few keys: with one or two the scores' gradients are differences of
+ * nearly equal numbers; and for tensors of more than a few elements. f32 has no such allowance. */
 static double gradient_bound(const layer_case *c)
 {
     return (c->dtype == QUERN_F32 ? 1 : 3) * test_gradient_bound(c->dtype);
@@ -249,7 +249,8 @@ static void plans(void **state)
     }
 }
 
-/* No sequences, or none with tokens: gradients of weights are 0. A list may be longer than there are entries. */
+/* No sequences, or none with tokens: gradients of weights are 0. A list may be longer than there are
+ * entries. */
 static void empty_and_short(void **state)
 {
     (void)state;

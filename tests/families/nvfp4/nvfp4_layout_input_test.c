@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nvfp4_layout_input_test.c - conversions between layouts by their description: the extents of results, plans,
- * several tensors at once, and what swizzle, interleave and prepack refuse. */
+/* nvfp4_layout_input_test.c - conversions between layouts by their description: the extents of results,
+ * plans, several tensors at once, and what swizzle, interleave and prepack refuse. */
 #include "cmocka_c11.h"
 #include "levels.h"
 #include "nvfp4_case.h"

@@ -10,13 +10,13 @@
 
 enum { BACKWARD_STEP = 64 }; /* keys or rows that a block takes at a time */
 
-/* Writes args->delta anew where o's rounding spoils it (attend_delta.cu says where), before the two read it.
- */
+/* Writes args->delta anew where o's rounding spoils it (attend_delta.cu says where), before the two read
+ * it. */
 quern_status attend_backward_delta(const attend_args *args, const attend_launch &l, cudaStream_t stream);
 
 /* dK and dV by pieces of `keys` keys (any GPU's kernels: backward_keys(args)), or by listed blocks: how many;
- * into how many shares each range's rows are cut; bytes of the shares' partial gradients; their sum, after the
- * kernels that leave them. */
+ * into how many shares each range's rows are cut; bytes of the shares' partial gradients; their sum, after
+ * the kernels that leave them. */
 int backward_keys(const attend_args *args);
 int64_t backward_pieces(const attend_args *args, int keys);
 int backward_splits(const attend_args *args, int keys);

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_backward_feed.cuh - the feeding warpgroup of the backward's kernels that own keys (attend_backward.cuh
- * and attend_backward_keys.cuh): which keys a block owns, what it copies, and how it adds to dQ. AT is a
- * kernel's layout of shared memory. */
+/* attend_backward_feed.cuh - the feeding warpgroup of the backward's kernels that own keys
+ * (attend_backward.cuh and attend_backward_keys.cuh): which keys a block owns, what it copies, and how it
+ * adds to dQ. AT is a kernel's layout of shared memory. */
 #ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_FEED_CUH
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_FEED_CUH
 
@@ -15,8 +15,8 @@ namespace sm90_backward
 {
 
 enum { GROUPS = 2, MOST_ROWS = SM90_BACKWARD_ROWS, MOST_KEYS = 128, RUN = 16, BUFFERS = 2 };
-/* Named barriers: one; of each buffer of dQ; of each buffer of dS and warpgroup, so that no warpgroup arrives a
- * second time before the other has waited for the first. */
+/* Named barriers: one; of each buffer of dQ; of each buffer of dS and warpgroup, so that no warpgroup arrives
+ * a second time before the other has waited for the first. */
 enum { CLEANING = 1, DQ_FULL = 2, DS_FULL = 4 };
 
 struct maps {
@@ -108,10 +108,10 @@ __device__ __forceinline__ bool find_listed(const attend_kernel &a, const sm90_b
     return true;
 }
 
-/* Takes a ticket (without a counter, the block's own number) and finds what it is for, a piece of KEYS keys; one
- * thread calls. Tickets go through sections of SECTION key/value
- * heads, whose rows L2 serves to many blocks at once; in a section through the shares of the rows; in a share
- * through the keys of all heads, from the first to the last. */
+/* Takes a ticket (without a counter, the block's own number) and finds what it is for, a piece of KEYS keys;
+ * one thread calls. Tickets go through sections of SECTION key/value heads, whose rows L2 serves to many
+ * blocks at once; in a section through the shares of the rows; in a share through the keys of all heads, from
+ * the first to the last. */
 template <int KEYS, int ROWS>
 __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_backward_plan &plan,
                                           key_block *b)
@@ -147,8 +147,8 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     b->up = in_section / plan.wave & 1;
     const int tiles = (b->nq + ROWS - 1) / ROWS, per = (tiles + a.splits - 1) / a.splits;
     b->turns = a.sq.cu_q == NULL ? (int)seq.b * tiles : b->q0 / ROWS + (int)seq.b;
-    /* Whatever the mask, the blocks that walk a tile are consecutive: its turns count from the first of them.
-     */
+    /* Whatever the mask, the blocks that walk a tile are consecutive: its turns count from the first of
+     * them. */
     int lo, hi;
     const int qa = first_query(b->nq, [&](int64_t i) {
         row_keys(a, seq, i, &lo, &hi);

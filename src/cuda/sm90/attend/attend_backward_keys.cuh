@@ -1,23 +1,23 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_backward_keys.cuh - dK and dV of attention on Hopper for bf16 and f16, where keys are a range and a head
- * dim exceeds 128; dQ is attend_backward_rows.cuh's. The products, the owner of every sum and the walk over the
- * rows are attend_backward.cuh's, without dQ: four products, no order among blocks.
+ * attend_backward_keys.cuh - dK and dV of attention on Hopper for bf16 and f16, where keys are a range and a
+ * head dim exceeds 128; dQ is attend_backward_rows.cuh's. The products, the owner of every sum and the walk
+ * over the rows are attend_backward.cuh's, without dQ: four products, no order among blocks.
  *
  *   P = exp(S - lse) row_scale in 16 bits, dS = P (dP - delta / row_scale), dV = P^T dO, dK = scale dS^T Q.
  * dS is made of P in 16 bits, and in its registers: so S and dP are never held together.
  *
- * 192/128: a block owns 128 keys, 64 each of two computing warpgroups, which run free of each other: the one's
- * exponentials overlap the other's products.
- * 256: dK and dV of 64 keys take 256 registers a thread, so a block owns 64 keys and each warpgroup one of them:
- * the first has S, P and dV, the second dP, dS and dK. P goes from the one to the other, thread to thread,
- * through two buffers in shared memory.
+ * 192/128: a block owns 128 keys, 64 each of two computing warpgroups, which run free of each other: the
+ * one's exponentials overlap the other's products.
+ * 256: dK and dV of 64 keys take 256 registers a thread, so a block owns 64 keys and each warpgroup one of
+ * them: the first has S, P and dV, the second dP, dS and dK. P goes from the one to the other, thread to
+ * thread, through two buffers in shared memory.
  *
- * Registers: 192/128: dK 96, dV 64, S or dP 32, P 16 of 240; 256: dK or dV 128, S or dP 32, P 16 of 232. Shared
- * memory: 192/128: K, V 80 KB, Q and dO 120 KB in three stages; 256: K, V 64 KB, Q and dO 128 KB in two stages, P
- * 16 KB. Limit: the tensor cores, 2560 clocks for 64 rows and 128 keys at 192/128 (shared memory 2240), 2048 for
- * 64 and 64 at 256, where shared memory is the limit with 2176.
+ * Registers: 192/128: dK 96, dV 64, S or dP 32, P 16 of 240; 256: dK or dV 128, S or dP 32, P 16 of 232.
+ * Shared memory: 192/128: K, V 80 KB, Q and dO 120 KB in three stages; 256: K, V 64 KB, Q and dO 128 KB in
+ * two stages, P 16 KB. Limit: the tensor cores, 2560 clocks for 64 rows and 128 keys at 192/128 (shared
+ * memory 2240), 2048 for 64 and 64 at 256, where shared memory is the limit with 2176.
  */
 #ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_KEYS_CUH
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_KEYS_CUH

@@ -2,9 +2,9 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * attend_backward_launch.cu - the launches of attention's backward on Hopper. Above head dim 128 one kernel
- * writes dQ, one dK and dV. Up to 128 one kernel makes all three, and dQ is summed in f32: in place where d_q is
- * f32, else in workspace, as many key/value heads at a time as MOST_SUMS bytes hold, and then stored in d_q's
- * dtype.
+ * writes dQ, one dK and dV. Up to 128 one kernel makes all three, and dQ is summed in f32: in place where d_q
+ * is f32, else in workspace, as many key/value heads at a time as MOST_SUMS bytes hold, and then stored in
+ * d_q's dtype.
  *
  * Workspace: the counters (tickets, a word for each key/value head; turns, a word for each tile and head),
  * then the sums. Limit of the kernel here: bandwidth.

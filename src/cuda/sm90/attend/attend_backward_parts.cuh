@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_backward_parts.cuh - what the computing warpgroups of the backward's kernels that own keys share: S^T
- * and dP^T, P^T and dS^T of them, rows that are not finite, and the gradients' way out. */
+/* attend_backward_parts.cuh - what the computing warpgroups of the backward's kernels that own keys share:
+ * S^T and dP^T, P^T and dS^T of them, rows that are not finite, and the gradients' way out. */
 #ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_PARTS_CUH
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_PARTS_CUH
 
@@ -20,7 +20,8 @@ __device__ __forceinline__ void spread_rows(float (&acc)[NT][4], const char *til
     });
 }
 
-/* Both computing warpgroups: `spread` takes what is not finite from Q and dO of a stage, which become finite. */
+/* Both computing warpgroups: `spread` takes what is not finite from Q and dO of a stage, which become
+ * finite. */
 template <typename T, int ROWS, int DK, int DV, typename F>
 __device__ __forceinline__ void clean_rows(char *q, char *g, F spread)
 {

@@ -1,24 +1,24 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_backward_rows.cuh - dQ of attention on Hopper for bf16 and f16, where keys are a range and a head dim
- * exceeds 128: P = exp(S - lse) recomputed, dP = dO V^T, dS = P (row_scale dP - delta), dQ = scale dS K. dK and
- * dV are attend_backward_keys.cuh's: two kernels compute S and dP twice (seven products for five), and every sum
- * has one owner and one order. One kernel has no room for dQ's tile beside dK and dV.
+ * attend_backward_rows.cuh - dQ of attention on Hopper for bf16 and f16, where keys are a range and a head
+ * dim exceeds 128: P = exp(S - lse) recomputed, dP = dO V^T, dS = P (row_scale dP - delta), dQ = scale dS K.
+ * dK and dV are attend_backward_keys.cuh's: two kernels compute S and dP twice (seven products for five), and
+ * every sum has one owner and one order. One kernel has no room for dQ's tile beside dK and dV.
  *
- * Blocks, pieces and turns are the forward's (attend_forward.cuh, work.cuh): a persistent block owns 128 rows, 64
- * each of two computing warpgroups, and walks their keys from the last to the first. The next tile's S and dP
- * are issued behind this tile's dQ, so the tensor cores have work while dS is made of the one warpgroup's or the
- * other's.
+ * Blocks, pieces and turns are the forward's (attend_forward.cuh, work.cuh): a persistent block owns 128
+ * rows, 64 each of two computing warpgroups, and walks their keys from the last to the first. The next tile's
+ * S and dP are issued behind this tile's dQ, so the tensor cores have work while dS is made of the one
+ * warpgroup's or the other's.
  *
- * What is not finite in K would reach dQ of rows that do not see it. Warps 1 and 2 of the feeder look for it in
- * tiles that are not seen whole; if there is any, the computing warpgroups together set it to 0 between the
- * products that read it for S and for dQ, and the rows that see it get NaN. A row that sees nothing, by its lse,
- * makes all tiles of its block such.
+ * What is not finite in K would reach dQ of rows that do not see it. Warps 1 and 2 of the feeder look for it
+ * in tiles that are not seen whole; if there is any, the computing warpgroups together set it to 0 between
+ * the products that read it for S and for dQ, and the rows that see it get NaN. A row that sees nothing, by
+ * its lse, makes all tiles of its block such.
  *
- * Registers: 192/128: dQ 96, S 48, dP 48, dS 24; 256: dQ 128, S 24, dP 24, dS 12. Shared memory: 192/128: Q, dO
- * 80 KB, K, V of 96 keys in two stages 120 KB; 256: 128 KB, and 96 KB of 48 keys. Limit: the tensor cores, and
- * at 256 shared memory, 2560 clocks a tile where the products take 2304.
+ * Registers: 192/128: dQ 96, S 40, dP 40, dS 20; 256: dQ 128, S 24, dP 24, dS 12. Shared memory: 192/128: Q,
+ * dO 80 KB, K, V of 80 keys in two stages 100 KB; 256: 128 KB, and 96 KB of 48 keys. Limit: the tensor cores,
+ * and at 256 shared memory, 2560 clocks a tile where the products take 2304.
  */
 #ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_ROWS_CUH
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_ROWS_CUH
@@ -219,8 +219,8 @@ __device__ __forceinline__ void describe_rows(const attend_kernel &a, const work
     __syncwarp();
 }
 
-/* dS of a tile from P, which stands in `s`, and dP. PART: some pairs do not see each other. `rows`: this thread's
- * first; its second is 8 further. */
+/* dS of a tile from P, which stands in `s`, and dP. PART: some pairs do not see each other. `rows`: this
+ * thread's first; its second is 8 further. */
 template <typename T, bool PART, int NT>
 __device__ __forceinline__ void score_gradients(const float (&s)[NT][4], const float (&dp)[NT][4],
                                                 uint32_t (&ds)[NT / 2][4], const row_state *rows, int key0)
