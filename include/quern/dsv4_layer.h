@@ -82,7 +82,8 @@ typedef struct quern_dsv4_layer_tensors {
     const quern_tensor *idx_k;      /* act [B, S, C_I] ([n, C_I]) */
     const quern_tensor *idx_q;      /* act [B, T, Hi, C_I] ([T, Hi, C_I]) */
     const quern_tensor *idx_score;  /* f32 [B, T, S], -inf where an entry is not seen ([T, most entries of a
-                                      sequence, or more]: columns past a sequence's entries stay as they are) */
+                                      sequence, or more]: columns past a sequence's entries stay as
+                                      they are) */
     const quern_tensor *idx_topk;   /* i32 [B, T, k] ([T, k]), ascending, then -1 */
     const quern_tensor *core, *core_irope; /* act [B, T, H, D] ([T, H, D]): o before and after
                                                                 it is rotated back */
