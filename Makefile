@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 # Short names for CMake's presets. `make` builds build/release/quern and installs nothing on the machine.
-# `make demo` trains and times two attentions, `make demo-all` every kind. `make test` runs CI's tests but those of Python, which
-# `make test-python` runs. `make demo`, `make test` and setup* install packages that are missing.
+# `make demo` trains and times two attentions, `make demo-all` every kind. `make test` runs CI's tests but those
+# that need PyTorch, which `make test-python` runs. `make demo`, `make test` and setup* install packages that are
+# missing.
 JOBS ?= $(shell nproc)
 SETUP = gcc g++ cmake pkg-config libjansson-dev nettle-dev libdnnl-dev gnuplot-nox linux-libc-dev libc6-dev
-SETUP_DEV = $(SETUP) libcmocka-dev clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev libomp-14-dev
+SETUP_DEV = $(SETUP) python3-venv libcmocka-dev clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev libomp-14-dev
 # Only to see that the library compiles there; not every machine offers it.
 SETUP_CROSS = gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 

@@ -98,12 +98,31 @@ programs() {
     rm -rf "$out"
 }
 
+# numpy: the Python package's tests that need no framework, with pytest's cases added up.
+numpy() {
+    local code=0 good bad spent
+    spent=$({ time python/tests/run.sh --numpy >"$log" 2>&1; } 2>&1) || code=$?
+    if [[ $code == 0 ]] && grep '^python: .* skipped$' "$log"; then return; fi
+    good=$(grep -oE '[0-9]+ passed' "$log" | tail -n 1 | cut -d' ' -f1)
+    bad=$(grep -oE '[0-9]+ (failed|errors?)' "$log" | tail -n 2 | awk '{ s += $1 } END { print s + 0 }')
+    [[ $code != 0 && $bad == 0 ]] && bad=1
+    passed=$((passed + ${good:-0}))
+    failed=$((failed + bad))
+    if [[ $bad == 0 ]]; then
+        echo "ok      Python with NumPy: ${good:-0} cases, $(seconds "$spent")"
+    else
+        echo "FAILED  Python with NumPy (exit code $code)"
+        tail -n 60 "$log"
+    fi
+}
+
 count "build: release" build release
 mapfile -t quick < <(without '*_full_test')
 programs release "${quick[@]}"
 if [[ ${1:-test} == test ]]; then
     mapfile -t long < <(cd build/release/tests && ls -- *_full_test)
     programs release "${long[@]}"
+    numpy
     count "build: bare" compile bare
     for script in consumers abi; do
         count "$script: release" tests/$script/run.sh

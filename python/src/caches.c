@@ -170,7 +170,7 @@ static int read_table(const TVMFFIAny *a, const int32_t **table)
 static int read_batch(const TVMFFIAny *args, quern_cache_batch *batch)
 {
     batch_lists lists;
-    const int32_t *table;
+    const int32_t *table = NULL;
     if (!read_lists(args, &lists)) return refuse();
     if (read_table(&args[2], &table) != 0) return -1;
     *batch = (quern_cache_batch){.size = sizeof *batch,
@@ -184,7 +184,7 @@ static int read_batch(const TVMFFIAny *args, quern_cache_batch *batch)
 FUNCTION(cache_fork)
 {
     (void)self;
-    const int32_t *table;
+    const int32_t *table = NULL;
     quern_cache *cache = cache_of(args, count, 4);
     if (cache == NULL || !is_int(&args[1]) || !is_int(&args[2])) return cache == NULL ? -1 : refuse();
     if (read_table(&args[3], &table) != 0) return -1;
@@ -195,7 +195,7 @@ FUNCTION(cache_fork)
 FUNCTION(cache_save)
 {
     (void)self;
-    const int32_t *table;
+    const int32_t *table = NULL;
     size_t bytes = 0;
     const quern_cache *cache = cache_of(args, count, 3);
     if (cache == NULL || !is_int(&args[1])) return cache == NULL ? -1 : refuse();
@@ -213,7 +213,7 @@ FUNCTION(cache_save)
 FUNCTION(cache_restore)
 {
     (void)self;
-    const int32_t *table;
+    const int32_t *table = NULL;
     TVMFFIByteArray saved;
     quern_cache *cache = cache_of(args, count, 4);
     if (cache == NULL || !is_int(&args[1]) || !text_of(&args[3], &saved))

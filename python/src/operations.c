@@ -125,7 +125,7 @@ FUNCTION(parameters)
     TVMFFIByteArray text;
     char lines[4096];
     params_room params = {{0}};
-    subject s;
+    subject s = {NULL, 0};
     if (count != 2 || !text_of(&args[1], &text) || text.size >= sizeof lines)
         return fail("TypeError", "an operation's number and name=value lines are accepted");
     if (find_subject(&args[0], &s) != 0) return -1;

@@ -173,7 +173,7 @@ static int read_batch(const TVMFFIAny *args, append_call *c)
 FUNCTION(state_entries)
 {
     (void)self;
-    append_call c;
+    append_call c = {.batch = 0};
     int64_t n = 0;
     if (count != 2) return refuse();
     if (read_batch(args, &c) != 0) return -1;

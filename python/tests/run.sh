@@ -1,17 +1,28 @@
 #!/bin/bash
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# Tests the Python package as a user gets it: from its source distribution, in a virtual environment of its own, which is
-# kept in build/ with what is installed there as long as neither the sources nor the pinned versions change.
-# usage: run.sh [pytest's arguments]; run.sh --prepare: makes the environment alone, and fails without PyTorch.
+# Tests the Python package as a user gets it: from its source distribution, in a virtual environment of its own,
+# which is kept in build/ with what is installed there as long as neither the sources nor the pinned versions
+# change.
+#   run.sh [pytest's arguments]
+#   run.sh --prepare   makes the environment alone, and fails without PyTorch
+#   run.sh --numpy     the tests that need no framework, from the tree, on build/release's libquern, in an
+#                      environment with NumPy alone
 set -eu
 cd "$(dirname "$0")/../.."
-venv=$PWD/build/python-venv
 export PIP_DISABLE_PIP_VERSION_CHECK=1 CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
+mode=${1:-}
+venv=$PWD/build/python-venv
+[[ $mode != --numpy ]] || venv=$PWD/build/numpy-venv
 
 say() { echo "python: $*"; }
-command -v python3 >/dev/null && python3 -c 'import ensurepip, venv' 2>/dev/null ||
-    { say "no python3 with venv (Debian: python3-venv): its tests are skipped"; [[ ${1:-} != --prepare ]]; exit; }
+
+# skip WHY: ends the run, which is no failure where tests were asked for.
+skip() {
+    say "$*: its tests are skipped"
+    [[ $mode != --prepare ]]
+    exit
+}
 
 # kept NAME KEY: whether NAME was done with this key.
 kept() { [[ -e $venv/$1.key && $(<"$venv/$1.key") == "$2" ]]; }
@@ -20,15 +31,39 @@ kept() { [[ -e $venv/$1.key && $(<"$venv/$1.key") == "$2" ]]; }
 quietly() { "$@" >"$venv/log" 2>&1 || { cat "$venv/log"; return 1; }; }
 torch() { "$venv/bin/python" -c 'import torch' 2>/dev/null; }
 
-pinned=$(python3 -V; cat python/tests/requirements*.txt)
-if ! kept packages "$pinned"; then
+# environment REQUIREMENTS...: the virtual environment, with what the first file names; made anew where what these
+# files pin has changed.
+environment() {
+    local pinned
+    pinned=$(python3 -V; cat "$@")
+    ! kept packages "$pinned" || return 0
     rm -rf "$venv"
     python3 -m venv "$venv"
-    "$venv/bin/pip" download -q --no-deps -d "$venv" "$(head -n 1 python/tests/requirements.txt)" 2>/dev/null ||
-        { say "no package index is reached: its tests are skipped"; [[ ${1:-} != --prepare ]]; exit; }
-    quietly "$venv/bin/pip" install -r python/tests/requirements.txt
+    "$venv/bin/pip" install -q -r "$1" >"$venv/log" 2>&1 || skip "no package index has $(paste -sd ' ' "$1")"
     echo "$pinned" >"$venv/packages.key"
+}
+
+# numpy_tests: with the package's files and a libquern_ffi built here.
+numpy_tests() {
+    local dir=build/python-numpy
+    environment python/tests/requirements.txt
+    rm -rf "$dir/quern"
+    mkdir -p "$dir"
+    quietly cmake -S python -B "$dir/cmake" -DCMAKE_BUILD_TYPE=Release -DQUERN_BUILT="$PWD/build/release" \
+        -DPython_EXECUTABLE="$venv/bin/python"
+    quietly cmake --build "$dir/cmake"
+    cp -r python/quern "$dir"
+    cp "$dir/cmake/quern_ffi.so" "$dir/quern"
+    PYTHONPATH=$dir "$venv/bin/pytest" -q -p no:cacheprovider -c python/pyproject.toml --rootdir python python/tests
+}
+
+command -v python3 >/dev/null && python3 -c 'import ensurepip, venv' 2>/dev/null ||
+    skip "no python3 with venv (Debian: python3-venv)"
+if [[ $mode == --numpy ]]; then
+    numpy_tests
+    exit
 fi
+environment python/tests/requirements.txt python/tests/requirements-*.txt
 torch || quietly "$venv/bin/pip" install -r python/tests/requirements-torch.txt >/dev/null || true
 ! torch || "$venv/bin/python" -c 'import transformers' 2>/dev/null ||
     quietly "$venv/bin/pip" install -r python/tests/requirements-peers.txt >/dev/null || true
@@ -42,5 +77,5 @@ if ! kept quern "$sum"; then
     quietly "$venv/bin/pip" install --force-reinstall --no-deps -C cmake.define.QUERN_CUDA=OFF "$sdist"
     echo "$sum" >"$venv/quern.key"
 fi
-[[ ${1:-} != --prepare ]] || { torch; exit; }
+[[ $mode != --prepare ]] || { torch; exit; }
 exec "$venv/bin/pytest" -q -p no:cacheprovider -c python/pyproject.toml --rootdir python python/tests "$@"
