@@ -59,6 +59,9 @@ typedef struct quern_dsv4_compress_params {
     bool hadamard;         /* C is a power of two */
     float eps;             /* of the norm; 0: 1e-6 */
     quern_dsv4_format format;
+    /* Of the indexer's entries, in a call that makes both: */
+    quern_dsv4_format index_format;
+    bool index_hadamard; /* C_I is a power of two */
 } quern_dsv4_compress_params;
 #define QUERN_DSV4_COMPRESS_PARAMS_INIT QUERN_SIZED(quern_dsv4_compress_params)
 
@@ -107,12 +110,19 @@ typedef struct quern_dsv4_compress_tensors {
     /* Written by backward, each may be NULL. In the dtype of what they are the gradient of: */
     const quern_tensor *d_proj, *d_x, *d_prev_b;
     const quern_tensor *d_w, *d_b_a, *d_b_b, *d_norm_weight; /* f32 */
+    /* CSA: the indexer's compressor in the same call, of width C_I, with index_b_a. Each as its namesake
+     * above, with C_I for C; index_proj stands beside proj, index_w beside w, index_prev_b beside prev_b. Both
+     * compressors share x, the table and where sequences and blocks start. d_x is the sum of both. */
+    const quern_tensor *index_proj, *index_w, *index_b_a, *index_b_b, *index_prev_b, *index_norm_weight;
+    const quern_tensor *index_pooled, *index_out, *index_d_out;
+    const quern_tensor *index_d_proj, *index_d_prev_b;
+    const quern_tensor *index_d_w, *index_d_b_a, *index_d_b_b, *index_d_norm_weight;
 } quern_dsv4_compress_tensors;
 #define QUERN_DSV4_COMPRESS_TENSORS_INIT QUERN_SIZED(quern_dsv4_compress_tensors)
 
 /* Bytes of workspace that the call with the same arguments needs; reads shapes alone. With x the workspace
  * holds the projections of some 1536 tokens, in the backward pass their gradients too, and a copy of w in
- * panels. */
+ * panels; in the backward pass of both compressors, where x is not f32, also the gradient of x in f32. */
 QUERN_API quern_status quern_dsv4_compress_workspace(quern_context *ctx,
                                                      const quern_dsv4_compress_params *params,
                                                      const quern_dsv4_compress_tensors *tensors,

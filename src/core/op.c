@@ -78,7 +78,8 @@ static uint32_t dtypes_of(const op_call *call, const op_tensor *t)
     case OP_U8: return VIEW_U8;
     case OP_SCALE: return VIEW_SCALE;
     case OP_EXPONENT: return VIEW_EXPONENT;
-    case OP_STORED: return VIEW_ACTIVATION | VIEW_U8;
+    case OP_STORED:
+    case OP_STORED_2: return VIEW_ACTIVATION | VIEW_U8;
     case OP_ANY: return VIEW_ACTIVATION | VIEW_SCALE | VIEW_EXPONENT;
     case OP_SOURCE: return source != NULL ? 1u << source->dtype : activation;
     case OP_LIKE: return before != NULL ? 1u << before->dtype : activation;

@@ -52,6 +52,7 @@ typedef enum op_dtype {
     OP_SCALE,    /* bytes of E4M3: u8 or e4m3 */
     OP_EXPONENT, /* bytes of E8M0: u8 or e8m0 */
     OP_STORED,   /* f32, f16, bf16, or u8: the family says which */
+    OP_STORED_2, /* the same, of a second result with a format of its own */
     OP_ANY,      /* those and the bytes above: the family says which */
     OP_SOURCE,   /* that of the tensor which it is the gradient of */
     OP_LIKE      /* that of the tensor before it in the list, an input of the same name in files */
@@ -145,7 +146,7 @@ typedef struct op_call {
     uint8_t alignment[OP_TENSORS_MAX]; /* bytes, of a tensor with elements that the call uses; 0: of others */
     int64_t symbol[OP_SYMBOLS_MAX];
     op_extents lead[OP_LEADS];
-    quern_dtype stored; /* set by derive: the usual dtype of an OP_STORED result */
+    quern_dtype stored, stored_2; /* set by derive: the usual dtype of an OP_STORED, OP_STORED_2 result */
     int64_t
         asked[OP_ASKED]; /* where a result is absent: the extents that it is to have (quern_op_expect()) */
     bool contents; /* quern_op_expect(): derive may read index tensors that the host has, at their data */

@@ -67,6 +67,7 @@ static quern_dtype dtype_of(const op_call *call, int32_t tensor)
     case OP_SCALE:
     case OP_EXPONENT: return QUERN_U8;
     case OP_STORED: return call->stored;
+    case OP_STORED_2: return call->stored_2;
     case OP_SOURCE: return source != NULL ? source->dtype : like;
     case OP_LIKE: return call->given[tensor - 1] != NULL ? call->given[tensor - 1]->dtype : like;
     }

@@ -35,6 +35,21 @@ typedef enum dsv4_compress_tensor {
     DC_D_B_A,
     DC_D_B_B,
     DC_D_NORM_WEIGHT,
+    DC_INDEX_PROJ,
+    DC_INDEX_W,
+    DC_INDEX_B_A,
+    DC_INDEX_B_B,
+    DC_INDEX_PREV_B,
+    DC_INDEX_NORM_WEIGHT,
+    DC_INDEX_POOLED,
+    DC_INDEX_OUT,
+    DC_INDEX_D_OUT,
+    DC_INDEX_D_PROJ,
+    DC_INDEX_D_PREV_B,
+    DC_INDEX_D_W,
+    DC_INDEX_D_B_A,
+    DC_INDEX_D_B_B,
+    DC_INDEX_D_NORM_WEIGHT,
     DSV4_COMPRESS_TENSORS
 } dsv4_compress_tensor;
 
@@ -52,13 +67,22 @@ typedef enum dsv4_symbol {
     DS_P,
     DS_ROPE,
     DS_N,
-    DS_ROW
+    DS_ROW,
+    DS_ICOLUMNS, /* of the indexer's compressor: columns, C, 2C, elements of an entry */
+    DS_CI,
+    DS_2CI,
+    DS_IROW
 } dsv4_symbol;
 
 typedef struct dsv4_compress_call {
     op_call head;
     quern_dsv4_compress_params params;
     pool_args pool;
+    bool both;        /* with index_b_a: */
+    pool_args index;  /* the indexer's compressor */
+    bool index_first; /* it may refuse an entry, before the main one has written anything */
+    permute_args late_out, late_pooled; /* both may: the indexer's outputs wait in the workspace */
+    convert_args d_x;                   /* from the sum of both gradients in f32 */
     const void *scratch;
 } dsv4_compress_call;
 

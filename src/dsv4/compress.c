@@ -1,10 +1,10 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * compress.c - the compressors' public functions, and the stage that each runs.
+ * compress.c - the compressors' public functions, and the stages that each runs.
  *
- *   forward:  pool_forward
- *   backward: pool_backward
+ *   forward:  pool_forward, of the main compressor and of the indexer's [permute: its entries, late]
+ *   backward: pool_backward of both [convert: the gradient of x]
  */
 #include "core/error.h"
 #include "core/view.h"
@@ -22,42 +22,110 @@ static quern_tensor rows_view(const op_call *call, int32_t tensor, bool own)
     return t.ndim == 0 || own ? t : view_with_batch(&t);
 }
 
-static pool_args pool_of(const dsv4_compress_call *c)
+/* The tensors of a compressor that has its own. */
+typedef struct own_tensors {
+    int8_t proj, w, b_a, b_b, prev_b, norm_weight, pooled, out, d_out, d_proj, d_prev_b, d_w, d_b_a, d_b_b,
+        d_norm_weight;
+} own_tensors;
+static const own_tensors main_tensors = {DC_PROJ,        DC_W,      DC_B_A,   DC_B_B,   DC_PREV_B,
+                                         DC_NORM_WEIGHT, DC_POOLED, DC_OUT,   DC_D_OUT, DC_D_PROJ,
+                                         DC_D_PREV_B,    DC_D_W,    DC_D_B_A, DC_D_B_B, DC_D_NORM_WEIGHT},
+                         index_tensors = {DC_INDEX_PROJ,   DC_INDEX_W,        DC_INDEX_B_A,
+                                          DC_INDEX_B_B,    DC_INDEX_PREV_B,   DC_INDEX_NORM_WEIGHT,
+                                          DC_INDEX_POOLED, DC_INDEX_OUT,      DC_INDEX_D_OUT,
+                                          DC_INDEX_D_PROJ, DC_INDEX_D_PREV_B, DC_INDEX_D_W,
+                                          DC_INDEX_D_B_A,  DC_INDEX_D_B_B,    DC_INDEX_D_NORM_WEIGHT};
+
+static pool_args pool_of(const dsv4_compress_call *c, const own_tensors *t,
+                         const quern_dsv4_compress_params *params)
 {
     const op_call *h = &c->head;
     const bool lead = h->lead[0].count > 0, own = lead || h->varlen;
-    pool_args p = {.ratio = c->params.ratio,
-                   .width = h->symbol[DS_C],
-                   .overlap = c->params.kind == QUERN_DSV4_CSA,
+    pool_args p = {.ratio = params->ratio,
+                   .width = h->given[t->b_a]->shape[1],
+                   .overlap = params->kind == QUERN_DSV4_CSA,
                    .batch = h->symbol[DS_B],
-                   .start_token = c->params.start_token,
-                   .start_position = c->params.start_abs_pos,
-                   .blocks = c->params.n_blocks};
+                   .start_token = params->start_token,
+                   .start_position = params->start_abs_pos,
+                   .blocks = params->n_blocks};
     p.cu_seqlens = op_view(h, DC_CU_SEQLENS, false);
     p.start_tokens = op_view(h, DC_START_TOKENS, false);
     p.start_positions = op_view(h, DC_START_POSITIONS, false);
     p.block_counts = op_view(h, DC_BLOCK_COUNTS, false);
     p.has_prev = op_view(h, DC_HAS_PREV, false);
-    p.proj = rows_view(h, DC_PROJ, lead);
+    p.proj = rows_view(h, t->proj, lead);
     p.x = rows_view(h, DC_X, lead);
-    p.w = op_view(h, DC_W, false);
-    p.bias_a = op_view(h, DC_B_A, false);
-    p.bias_b = op_view(h, DC_B_B, false);
-    p.prev_b = rows_view(h, DC_PREV_B, own);
-    const quern_tensor norm = op_view(h, DC_NORM_WEIGHT, false), table = op_view(h, DC_COS_SIN, false);
-    p.entry = dsv4_entry(&c->params, &norm, &table);
-    p.cu_entries = op_view(h, DC_CU_SEQLENS_CMP, false);
-    p.pooled = rows_view(h, DC_POOLED, lead);
-    p.out = rows_view(h, DC_OUT, lead);
-    p.d_out = rows_view(h, DC_D_OUT, lead);
-    p.d_proj = rows_view(h, DC_D_PROJ, lead);
+    p.w = op_view(h, t->w, false);
+    p.bias_a = op_view(h, t->b_a, false);
+    p.bias_b = op_view(h, t->b_b, false);
+    p.prev_b = rows_view(h, t->prev_b, own);
+    const quern_tensor norm = op_view(h, t->norm_weight, false), table = op_view(h, DC_COS_SIN, false);
+    p.entry = dsv4_entry(params, &norm, &table);
+    p.pooled = rows_view(h, t->pooled, lead);
+    p.out = rows_view(h, t->out, lead);
+    p.d_out = rows_view(h, t->d_out, lead);
+    p.d_proj = rows_view(h, t->d_proj, lead);
     p.d_x = rows_view(h, DC_D_X, lead);
-    p.d_w = op_view(h, DC_D_W, false);
-    p.d_prev_b = rows_view(h, DC_D_PREV_B, own);
-    p.d_bias_a = op_view(h, DC_D_B_A, false);
-    p.d_bias_b = op_view(h, DC_D_B_B, false);
-    p.d_norm_weight = op_view(h, DC_D_NORM_WEIGHT, false);
+    p.d_w = op_view(h, t->d_w, false);
+    p.d_prev_b = rows_view(h, t->d_prev_b, own);
+    p.d_bias_a = op_view(h, t->d_b_a, false);
+    p.d_bias_b = op_view(h, t->d_b_b, false);
+    p.d_norm_weight = op_view(h, t->d_norm_weight, false);
     return p;
+}
+
+/* The tensor's rows in the workspace instead, to be copied later. */
+static permute_args put_off(quern_tensor *t, arena *a)
+{
+    permute_args copy = {.per = 1, .out = *t};
+    if (t->ndim == 0) return copy;
+    *t = view_on(t, arena_take(a, (size_t)view_elements(t) * quern_dtype_size(t->dtype)), t->dtype, t->ndim,
+                 t->shape);
+    copy.x = *t;
+    return copy;
+}
+
+/* [B, rows, columns] as [B, rows, 1, columns]. */
+static quern_tensor one_head(const quern_tensor *t)
+{
+    quern_tensor v = *t;
+    v.ndim = 4;
+    v.shape[3] = t->shape[2];
+    v.strides[3] = t->strides[2];
+    v.shape[2] = 1;
+    v.strides[2] = t->strides[1];
+    return v;
+}
+
+/* The indexer's compressor beside the main one. No output is written before both have accepted their entries;
+ * the gradient of x sums both in f32. */
+static void pair(dsv4_compress_call *c, arena *a)
+{
+    quern_dsv4_compress_params p = c->params;
+    p.format = c->params.index_format;
+    p.hadamard = c->params.index_hadamard;
+    c->index = pool_of(c, &index_tensors, &p);
+    c->index_first = p.format != QUERN_DSV4_ROWS && !is_backward(&c->head);
+    if (c->index_first && c->params.format != QUERN_DSV4_ROWS) {
+        c->late_out = put_off(&c->index.out, a);
+        c->late_pooled = put_off(&c->index.pooled, a);
+    }
+    quern_tensor *sum = &c->pool.d_x;
+    if (sum->ndim == 0) return;
+    if (sum->dtype != QUERN_F32) {
+        c->d_x.out = one_head(sum);
+        *sum =
+            view_on(sum, arena_take(a, (size_t)view_elements(sum) * sizeof(float)), QUERN_F32, 3, sum->shape);
+        c->d_x.in = one_head(sum);
+        c->d_x.seqs = (stage_seqs){.batch = sum->shape[0], .n_q = sum->shape[1], .n_kv = sum->shape[1]};
+    }
+    c->index.d_x = *sum;
+    c->index.accumulate_x = true;
+}
+
+static size_t larger(size_t x, size_t y)
+{
+    return x > y ? x : y;
 }
 
 quern_status dsv4_compress_plan(op_call *call)
@@ -70,18 +138,41 @@ quern_status dsv4_compress_plan(op_call *call)
     if (stage->run == NULL)
         return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no compressors: the cpu has",
                          call->backend->name);
-    c->pool = pool_of(c);
-    if (!STAGE_TAKES(*stage, &call->exec, &c->pool, why)) return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
-    c->scratch = arena_take(&a, stage->workspace(&call->exec, &c->pool));
+    c->pool = pool_of(c, &main_tensors, &c->params);
+    c->pool.cu_entries = op_view(call, DC_CU_SEQLENS_CMP, false);
+    const bool both = c->both = op_uses(call, DC_INDEX_B_A);
+    if (both) pair(c, &a);
+    if (!STAGE_TAKES(*stage, &call->exec, &c->pool, why) ||
+        (both && !STAGE_TAKES(*stage, &call->exec, &c->index, why)))
+        return error_set(QUERN_ERR_UNSUPPORTED, "%s", why);
+    size_t bytes = stage->workspace(&call->exec, &c->pool);
+    if (both) bytes = larger(bytes, stage->workspace(&call->exec, &c->index));
+    if (c->late_out.x.ndim > 0)
+        bytes = larger(bytes, STAGE_WORKSPACE(call->backend->permute, &call->exec, &c->late_out));
+    c->scratch = arena_take(&a, bytes);
     op_workspace_end(call, &a);
     return QUERN_OK;
+}
+
+static quern_status run_one(const op_call *call, const op_frame *frame, const pool_args *args)
+{
+    const void *scratch = ((const dsv4_compress_call *)call)->scratch;
+    return is_backward(call) ? op_pool_backward(call, frame, args, scratch)
+                             : op_pool_forward(call, frame, args, scratch);
 }
 
 quern_status dsv4_compress_run(const op_call *call, const op_frame *frame)
 {
     const dsv4_compress_call *c = (const dsv4_compress_call *)call;
-    return is_backward(call) ? op_pool_backward(call, frame, &c->pool, c->scratch)
-                             : op_pool_forward(call, frame, &c->pool, c->scratch);
+    if (!c->both) return run_one(call, frame, &c->pool);
+    quern_status status = run_one(call, frame, c->index_first ? &c->index : &c->pool);
+    if (status == QUERN_OK) status = run_one(call, frame, c->index_first ? &c->pool : &c->index);
+    if (status == QUERN_OK && c->late_out.x.ndim > 0)
+        status = op_permute(call, frame, &c->late_out, c->scratch);
+    if (status == QUERN_OK && c->late_pooled.x.ndim > 0)
+        status = op_permute(call, frame, &c->late_pooled, c->scratch);
+    if (status == QUERN_OK && c->d_x.in.ndim > 0) status = op_convert(call, frame, &c->d_x, c->scratch);
+    return status;
 }
 
 quern_status quern_dsv4_compress_workspace(quern_context *ctx, const quern_dsv4_compress_params *params,

@@ -40,6 +40,9 @@ quern_status dsv4_resolve(quern_dsv4_compress_params *p)
     if ((unsigned)p->format > QUERN_DSV4_ROW584)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "format is %d: 0 (rows) to %d are accepted",
                          (int)p->format, QUERN_DSV4_ROW584);
+    if ((unsigned)p->index_format > QUERN_DSV4_FP4)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "index_format is %d: 0 (rows) to %d are accepted",
+                         (int)p->index_format, QUERN_DSV4_FP4);
     return QUERN_OK;
 }
 

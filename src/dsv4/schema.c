@@ -33,13 +33,39 @@ static const op_tensor tensors[] = {
     {"d_b_a", "dB_a", OP_F32, DC_B_A, {DS_R, DS_C}, {0}},
     {"d_b_b", "dB_b", OP_F32, DC_B_B, {DS_R, DS_C}, {0}},
     {"d_norm_weight", "dnorm_weight", OP_F32, DC_NORM_WEIGHT, {DS_C}, {0}},
+    {"index_proj", "index_proj", OP_ACTIVATION, OP_NONE, {OP_LEAD, DS_T, DS_ICOLUMNS}, {DS_T, DS_ICOLUMNS}},
+    {"index_w", "index_W", OP_WEIGHT, OP_NONE, {DS_IN, DS_ICOLUMNS}, {0}},
+    {"index_b_a", "index_B_a", OP_WEIGHT, OP_NONE, {DS_R, DS_CI}, {0}},
+    {"index_b_b", "index_B_b", OP_WEIGHT, OP_NONE, {DS_R, DS_CI}, {0}},
+    {"index_prev_b", "index_prev_b", OP_WEIGHT, OP_NONE, {OP_LEAD, DS_R, DS_2CI}, {DS_B, DS_R, DS_2CI}},
+    {"index_norm_weight", "index_norm_weight", OP_WEIGHT, OP_NONE, {DS_CI}, {0}},
+    {"index_pooled", "index_pooled", OP_F32, OP_NONE, {OP_LEAD, DS_N, DS_CI}, {DS_N, DS_CI}},
+    {"index_out", "index_out", OP_STORED_2, OP_NONE, {OP_LEAD, DS_N, DS_IROW}, {DS_N, DS_IROW}},
+    {"index_d_out", "index_d_out", OP_STORED_2, DC_INDEX_OUT, {OP_LEAD, DS_N, DS_CI}, {DS_N, DS_CI}},
+    {"index_d_proj",
+     "dindex_proj",
+     OP_ACTIVATION,
+     DC_INDEX_PROJ,
+     {OP_LEAD, DS_T, DS_ICOLUMNS},
+     {DS_T, DS_ICOLUMNS}},
+    {"index_d_prev_b",
+     "dindex_prev_b",
+     OP_WEIGHT,
+     DC_INDEX_PREV_B,
+     {OP_LEAD, DS_R, DS_2CI},
+     {DS_B, DS_R, DS_2CI}},
+    {"index_d_w", "dindex_W", OP_F32, DC_INDEX_W, {DS_IN, DS_ICOLUMNS}, {0}},
+    {"index_d_b_a", "dindex_B_a", OP_F32, DC_INDEX_B_A, {DS_R, DS_CI}, {0}},
+    {"index_d_b_b", "dindex_B_b", OP_F32, DC_INDEX_B_B, {DS_R, DS_CI}, {0}},
+    {"index_d_norm_weight", "dindex_norm_weight", OP_F32, DC_INDEX_NORM_WEIGHT, {DS_CI}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == DSV4_COMPRESS_TENSORS, "a row a tensor");
 _Static_assert(sizeof(quern_dsv4_compress_tensors) == (1 + DSV4_COMPRESS_TENSORS) * sizeof(void *),
                "a tensor a field");
 
 static const char *const kinds[] = {"csa", "hca", NULL}, *const ends[] = {"first", "last", NULL},
-                         *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL};
+                         *const formats[] = {"rows", "fp8", "fp8_power", "fp4", "row584", NULL},
+                         *const index_formats[] = {"rows", "fp8", "fp8_power", "fp4", NULL};
 #define AT(member) offsetof(quern_dsv4_compress_params, member)
 static const op_param params[] = {
     {"kind", AT(kind), OP_CHOICE, 0, 1, kinds, "overlapping blocks with two series, or one series"},
@@ -54,6 +80,8 @@ static const op_param params[] = {
     {"hadamard", AT(hadamard), OP_FLAG, 0, 1, NULL, "Walsh-Hadamard transform of the entries"},
     {"eps", AT(eps), OP_POSITIVE, 0, 0, NULL, "of the norm; 0: 1e-6"},
     {"format", AT(format), OP_CHOICE, 0, QUERN_DSV4_ROW584, formats, "of out"},
+    {"index_format", AT(index_format), OP_CHOICE, 0, QUERN_DSV4_FP4, index_formats, "of index_out"},
+    {"index_hadamard", AT(index_hadamard), OP_FLAG, 0, 1, NULL, "transform of the indexer's entries"},
 };
 #undef AT
 static const quern_dsv4_compress_params defaults = QUERN_DSV4_COMPRESS_PARAMS_INIT;
@@ -72,6 +100,10 @@ static const char *const symbols[] = {"",
                                       [DS_ROPE] = "R",
                                       [DS_N] = "n",
                                       [DS_ROW] = "C|bytes",
+                                      [DS_ICOLUMNS] = "4C_I",
+                                      [DS_CI] = "C_I",
+                                      [DS_2CI] = "2C_I",
+                                      [DS_IROW] = "C_I|bytes",
                                       NULL};
 static const op_rename csa_renames[] = {{"rope_last", "rope-at", NULL}, {NULL, NULL, NULL}};
 static const op_rename hca_renames[] = {
@@ -107,6 +139,25 @@ static quern_status check_params(op_call *call)
     return dsv4_resolve(&((dsv4_compress_call *)call)->params);
 }
 
+/* The indexer's compressor, which is there with index_b_a. */
+static void index_roles(op_call *call, bool csa, bool backward)
+{
+    const quern_tensor *const *t = call->given;
+    const bool both = csa && t[DC_INDEX_B_A] != NULL;
+    uint8_t *r = call->role;
+    for (int i = DC_INDEX_PROJ; i <= DC_INDEX_D_OUT; i++) r[i] = OP_REFUSED;
+    if (csa) r[DC_INDEX_B_A] = OP_OPTIONAL;
+    if (!both) return;
+    r[DC_INDEX_PROJ] = t[DC_X] != NULL ? OP_REFUSED : OP_NEEDED;
+    r[DC_INDEX_W] = t[DC_X] != NULL ? OP_NEEDED : OP_REFUSED;
+    r[DC_INDEX_B_B] = OP_NEEDED;
+    r[DC_INDEX_PREV_B] = t[DC_PREV_B] != NULL ? OP_NEEDED : OP_REFUSED;
+    r[DC_INDEX_NORM_WEIGHT] = OP_OPTIONAL;
+    r[DC_INDEX_POOLED] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
+    r[DC_INDEX_OUT] = backward ? OP_UNUSED : OP_RESULT;
+    r[DC_INDEX_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
+}
+
 static void roles(op_call *call)
 {
     const bool csa = params_of(call)->kind == QUERN_DSV4_CSA,
@@ -126,21 +177,28 @@ static void roles(op_call *call)
     r[DC_POOLED] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
     r[DC_OUT] = backward ? OP_UNUSED : OP_RESULT;
     r[DC_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
-    for (int i = DC_D_PROJ; i <= DC_D_NORM_WEIGHT; i++)
-        r[i] = !backward                           ? OP_UNUSED
-               : t[tensors[i].gradient_of] != NULL ? OP_OPTIONAL_RESULT
-                                                   : OP_SOURCE_MISSING;
+    index_roles(call, csa, backward);
+    for (int i = DC_D_PROJ; i < DSV4_COMPRESS_TENSORS; i++)
+        if (i <= DC_D_NORM_WEIGHT || i >= DC_INDEX_D_PROJ)
+            r[i] = !backward                                         ? OP_UNUSED
+                   : t[tensors[i].gradient_of] == NULL               ? OP_SOURCE_MISSING
+                   : !csa && r[tensors[i].gradient_of] == OP_REFUSED ? OP_REFUSED
+                                                                     : OP_OPTIONAL_RESULT;
 }
 
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
-    (void)call;
     const char *why = "it stands beside cu_seqlens; a parameter holds for all sequences";
     if (tensor == DC_PROJ) why = "proj alone, or x and w are accepted";
     else if (tensor == DC_W) why = "it stands beside x";
     else if (tensor == DC_B_B || tensor == DC_PREV_B) why = "HCA has no series b";
     else if (tensor == DC_HAS_PREV) why = "it stands beside prev_b and cu_seqlens";
     else if (tensor == DC_CU_SEQLENS_CMP) why = "it stands beside cu_seqlens";
+    else if (tensor >= DC_INDEX_PROJ && params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
+    else if (tensor >= DC_INDEX_PROJ && call->given[DC_INDEX_B_A] == NULL) why = "it stands beside index_b_a";
+    else if (tensor == DC_INDEX_PROJ) why = "it stands beside proj";
+    else if (tensor == DC_INDEX_W) why = "it stands beside x";
+    else if (tensor == DC_INDEX_PREV_B) why = "it stands beside prev_b";
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
 }
 
@@ -174,23 +232,42 @@ static quern_status derive_entries(op_call *call)
     return QUERN_OK;
 }
 
-/* Dtypes that depend on more than the activations'. */
-static quern_status check_dtypes(const op_call *call)
+/* Dtypes of a compressor's tensors that depend on more than the activations'. */
+static quern_status check_dtypes(const op_call *call, quern_dsv4_format format, int out, int d_out,
+                                 int prev_b, int d_prev_b)
 {
-    const bool bytes = params_of(call)->format != QUERN_DSV4_ROWS;
+    const bool bytes = format != QUERN_DSV4_ROWS;
     const quern_tensor *const *t = call->given;
-    const quern_tensor *out = op_uses(call, DC_OUT) ? t[DC_OUT] : NULL,
-                       *d_out = op_uses(call, DC_D_OUT) ? t[DC_D_OUT] : NULL;
-    if (out != NULL && (out->dtype == QUERN_U8) != bytes)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "out has dtype %s: %s is accepted",
-                         quern_dtype_name(out->dtype),
+    if (op_uses(call, out) && (t[out]->dtype == QUERN_U8) != bytes)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: %s is accepted", tensors[out].field,
+                         quern_dtype_name(t[out]->dtype),
                          bytes ? "u8, the format's bytes," : "f32, f16 or bf16");
-    if (d_out != NULL && d_out->dtype == QUERN_U8)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_out has dtype u8: f32, f16 or bf16 is accepted");
-    if (op_uses(call, DC_D_PREV_B) && t[DC_D_PREV_B]->dtype != t[DC_PREV_B]->dtype)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "d_prev_b has dtype %s: %s, as prev_b, is accepted",
-                         quern_dtype_name(t[DC_D_PREV_B]->dtype), quern_dtype_name(t[DC_PREV_B]->dtype));
+    if (op_uses(call, d_out) && t[d_out]->dtype == QUERN_U8)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype u8: f32, f16 or bf16 is accepted",
+                         tensors[d_out].field);
+    if (op_uses(call, d_prev_b) && t[d_prev_b]->dtype != t[prev_b]->dtype)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: %s, as %s, is accepted",
+                         tensors[d_prev_b].field, quern_dtype_name(t[d_prev_b]->dtype),
+                         quern_dtype_name(t[prev_b]->dtype), tensors[prev_b].field);
     return QUERN_OK;
+}
+
+/* The extents of the indexer's compressor; 0 where the call has none. */
+static quern_status derive_index(op_call *call)
+{
+    const quern_dsv4_compress_params *p = params_of(call);
+    const quern_dsv4_compress_params own = {.hadamard = p->index_hadamard, .format = p->index_format};
+    int64_t *s = call->symbol;
+    if (!op_uses(call, DC_INDEX_B_A)) return QUERN_OK;
+    quern_status status = check_matrix(call, DC_INDEX_B_A);
+    if (status != QUERN_OK) return status;
+    s[DS_CI] = call->given[DC_INDEX_B_A]->shape[1];
+    s[DS_2CI] = 2 * s[DS_CI];
+    s[DS_ICOLUMNS] = 4 * s[DS_CI];
+    call->stored_2 = own.format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
+    s[DS_IROW] = own.format == QUERN_DSV4_ROWS ? s[DS_CI] : dsv4_row_bytes(own.format, s[DS_CI]);
+    if ((status = dsv4_check_width(&own, s[DS_CI], s[DS_ROPE])) != QUERN_OK) return status;
+    return check_dtypes(call, own.format, DC_INDEX_OUT, DC_INDEX_D_OUT, DC_INDEX_PREV_B, DC_INDEX_D_PREV_B);
 }
 
 static quern_status derive(op_call *call)
@@ -232,7 +309,8 @@ static quern_status derive(op_call *call)
     if ((status = dsv4_check_width(p, s[DS_C], s[DS_ROPE])) != QUERN_OK ||
         (status = derive_entries(call)) != QUERN_OK)
         return status;
-    return check_dtypes(call);
+    status = check_dtypes(call, p->format, DC_OUT, DC_D_OUT, DC_PREV_B, DC_D_PREV_B);
+    return status == QUERN_OK ? derive_index(call) : status;
 }
 
 /* Entry b of an i32 tensor, if the tensor is present. */

@@ -66,17 +66,20 @@ typedef struct pool_args {
     quern_tensor d_x, d_w;                          /* x's dtype; f32 */
     quern_tensor d_bias_a, d_bias_b, d_norm_weight; /* f32 */
     bool accumulate;                                /* these three are added to */
+    bool accumulate_x;                              /* d_x, f32, is added to */
 } pool_args;
 STAGE_DECLARE(pool);
 #define POOL_TENSORS(F)                                                                                      \
     F(cu_seqlens)                                                                                            \
-    F(start_tokens) F(start_positions) F(block_counts) F(has_prev) F(proj) F(x) F(w) F(bias_a) F(bias_b)     \
-        F(prev_b) ENTRY_TENSORS(F) F(cu_entries) F(pooled) F(out) F(d_out) F(d_proj) F(d_x) F(d_w)           \
-            F(d_prev_b) F(d_bias_a) F(d_bias_b) F(d_norm_weight)
+    F(start_tokens)                                                                                          \
+    F(start_positions) F(block_counts) F(has_prev) F(proj) F(x) F(w) F(bias_a) F(bias_b) F(prev_b)           \
+        ENTRY_TENSORS(F) F(cu_entries) F(pooled) F(out) F(d_out) F(d_proj) F(d_x) F(d_w) F(d_prev_b)         \
+            F(d_bias_a) F(d_bias_b) F(d_norm_weight)
 #define POOL_VALUES(F)                                                                                       \
     F(ratio)                                                                                                 \
-    F(width) F(overlap) F(batch) F(start_token) F(start_position) F(blocks) F(continued) F(followed)         \
-        ENTRY_VALUES(F) F(accumulate)
+    F(width)                                                                                                 \
+    F(overlap) F(batch) F(start_token) F(start_position) F(blocks) F(continued) F(followed) ENTRY_VALUES(F)  \
+        F(accumulate) F(accumulate_x)
 
 /* The state of one sequence that is pooled token by token: a header, then floats. */
 typedef struct pool_state {

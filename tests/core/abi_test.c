@@ -112,9 +112,9 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_attention_params), 40);
     assert_int_equal(sizeof(quern_attention_tensors), 96);
     assert_int_equal(sizeof(quern_nsa_params), 120);
-    assert_int_equal(sizeof(quern_dsv4_compress_params), 64);
+    assert_int_equal(sizeof(quern_dsv4_compress_params), 72);
     assert_int_equal(offsetof(quern_dsv4_compress_params, rope_last), 48);
-    assert_int_equal(sizeof(quern_dsv4_compress_tensors), 200);
+    assert_int_equal(sizeof(quern_dsv4_compress_tensors), 320);
     assert_int_equal(offsetof(quern_dsv4_compress_tensors, d_out), 136);
     assert_int_equal(sizeof(quern_dsv4_append_tensors), 88);
     assert_int_equal(sizeof(quern_dsv4_rope_params), 32);

@@ -122,12 +122,38 @@ static void draw_shape(dsv4_case *c, test_random *random)
     c->dtype = dtypes[test_random_int(random, 0, 2)];
 }
 
+/* The tensors of a compressor's own; `weight` of its biases and norm, `result` of its entries. */
+static void make_own(dsv4_case *c, test_random *random, quern_dtype weight, quern_dtype result, bool prev,
+                     bool norm)
+{
+    const int64_t r = c->shape.ratio, width = c->shape.width, bias[] = {r, width},
+                  matrix[] = {c->in, dsv4_columns(c)}, before[] = {c->batch, r, 2 * width};
+    const int64_t blocks = c->kind == DSV4_VARLEN ? c->tokens / r : dsv4_sequence_of(c, 0).blocks;
+    const int32_t prev_ndim = c->kind == DSV4_ONE ? 2 : 3;
+    const bool csa = c->shape.overlap;
+    if (c->in > 0) make(c, random, DSV4_W, weight, 2, matrix);
+    else make_rows(c, random, DSV4_PROJ, c->dtype, c->tokens, dsv4_columns(c));
+    make(c, random, DSV4_BIAS_A, weight, 2, bias);
+    if (csa) make(c, random, DSV4_BIAS_B, weight, 2, bias);
+    if (prev) make(c, random, DSV4_PREV_B, weight, prev_ndim, before + 3 - prev_ndim);
+    if (norm) make(c, random, DSV4_NORM_WEIGHT, weight, 1, &width);
+    make_rows(c, random, DSV4_POOLED, QUERN_F32, blocks, width);
+    make_rows(c, random, DSV4_OUT, result, blocks, width);
+    make_rows(c, random, DSV4_D_OUT, result, blocks, width);
+    if (c->in > 0) make_rows(c, random, DSV4_D_X, c->dtype, c->tokens, c->in);
+    if (c->in > 0) make(c, random, DSV4_D_W, QUERN_F32, 2, matrix);
+    else make_rows(c, random, DSV4_D_PROJ, c->dtype, c->tokens, dsv4_columns(c));
+    make(c, random, DSV4_D_BIAS_A, QUERN_F32, 2, bias);
+    if (csa) make(c, random, DSV4_D_BIAS_B, QUERN_F32, 2, bias);
+    if (prev) make(c, random, DSV4_D_PREV_B, weight, prev_ndim, before + 3 - prev_ndim);
+    if (norm) make(c, random, DSV4_D_NORM_WEIGHT, QUERN_F32, 1, &width);
+}
+
 dsv4_case dsv4_case_random(test_random *random)
 {
     dsv4_case c;
     memset(&c, 0, sizeof c);
     draw_shape(&c, random);
-    const int64_t r = c.shape.ratio, width = c.shape.width, bias[] = {r, width};
     const quern_dtype weight = test_random_one_in(random, 2) ? c.dtype : QUERN_F32,
                       result = test_random_one_in(random, 2) ? c.dtype : QUERN_F32;
     const bool prev = c.shape.overlap && test_random_one_in(random, 2);
@@ -135,35 +161,39 @@ dsv4_case dsv4_case_random(test_random *random)
     if (prev) c.t[DSV4_PREV_B].buffer = (unsigned char *)&c;
     draw_sequences(&c, random);
     c.t[DSV4_PREV_B].buffer = NULL;
-    const int64_t blocks = c.kind == DSV4_VARLEN ? c.tokens / r : dsv4_sequence_of(&c, 0).blocks;
-    const int64_t matrix[] = {c.in = test_random_one_in(random, 3) ? test_random_int(random, 1, 90) : 0,
-                              dsv4_columns(&c)};
+    c.in = test_random_one_in(random, 3) ? test_random_int(random, 1, 90) : 0;
     if (c.in > 0) make_rows(&c, random, DSV4_X, c.dtype, c.tokens, c.in);
-    if (c.in > 0) make(&c, random, DSV4_W, weight, 2, matrix);
-    else make_rows(&c, random, DSV4_PROJ, c.dtype, c.tokens, dsv4_columns(&c));
-    make(&c, random, DSV4_BIAS_A, weight, 2, bias);
-    if (c.shape.overlap) make(&c, random, DSV4_BIAS_B, weight, 2, bias);
-    const int64_t before[] = {c.batch, r, 2 * width};
-    if (prev)
-        make(&c, random, DSV4_PREV_B, weight, c.kind == DSV4_ONE ? 2 : 3,
-             c.kind == DSV4_ONE ? before + 1 : before);
-    if (!test_random_one_in(random, 3)) make(&c, random, DSV4_NORM_WEIGHT, weight, 1, &width);
-    c.max_pos = (8 + 6) * r;
+    make_own(&c, random, weight, result, prev, !test_random_one_in(random, 3));
+    c.max_pos = (8 + 6) * c.shape.ratio;
     const int64_t table[] = {c.max_pos, c.shape.rope_dim};
     if (c.shape.rope_dim > 0) make(&c, random, DSV4_COS_SIN, weight, 2, table);
-    make_rows(&c, random, DSV4_POOLED, QUERN_F32, blocks, width);
-    make_rows(&c, random, DSV4_OUT, result, blocks, width);
-    make_rows(&c, random, DSV4_D_OUT, result, blocks, width);
-    if (c.in > 0) make_rows(&c, random, DSV4_D_X, c.dtype, c.tokens, c.in);
-    if (c.in > 0) make(&c, random, DSV4_D_W, QUERN_F32, 2, matrix);
-    else make_rows(&c, random, DSV4_D_PROJ, c.dtype, c.tokens, dsv4_columns(&c));
-    make(&c, random, DSV4_D_BIAS_A, QUERN_F32, 2, bias);
-    if (c.shape.overlap) make(&c, random, DSV4_D_BIAS_B, QUERN_F32, 2, bias);
-    if (prev)
-        make(&c, random, DSV4_D_PREV_B, weight, c.kind == DSV4_ONE ? 2 : 3,
-             c.kind == DSV4_ONE ? before + 1 : before);
-    if (c.t[DSV4_NORM_WEIGHT].buffer != NULL) make(&c, random, DSV4_D_NORM_WEIGHT, QUERN_F32, 1, &width);
     return c;
+}
+
+static bool is_borrowed(int tensor)
+{
+    return tensor == DSV4_X || (tensor >= DSV4_COS_SIN && tensor <= DSV4_HAS_PREV);
+}
+
+dsv4_case dsv4_case_beside(const dsv4_case *c, test_random *random)
+{
+    dsv4_case d = *c;
+    for (int i = 0; i < DSV4_TENSORS; i++) {
+        d.reference[i] = NULL;
+        if (!is_borrowed(i)) d.t[i] = (test_tensor){.buffer = NULL};
+    }
+    d.shape.width = c->shape.rope_dim + test_random_int(random, c->shape.rope_dim > 0 ? 0 : 2, 70);
+    d.shape.hadamard = (d.shape.width & (d.shape.width - 1)) == 0 && test_random_one_in(random, 2);
+    make_own(&d, random, c->t[DSV4_BIAS_A].view.dtype, test_random_one_in(random, 2) ? c->dtype : QUERN_F32,
+             c->t[DSV4_PREV_B].buffer != NULL, !test_random_one_in(random, 3));
+    return d;
+}
+
+void dsv4_case_free_beside(dsv4_case *c)
+{
+    for (int i = 0; i < DSV4_TENSORS; i++)
+        if (is_borrowed(i)) c->t[i].buffer = NULL;
+    dsv4_case_free(c);
 }
 
 /* The values of a tensor, or NULL. */

@@ -63,6 +63,11 @@ typedef struct dsv4_sequence {
 
 dsv4_case dsv4_case_random(test_random *random);
 dsv4_sequence dsv4_sequence_of(const dsv4_case *c, int64_t b);
+/* The indexer's compressor beside `c`, an overlapping one: of another width, on the same tokens, table and
+ * sequences, whose tensors it borrows. */
+dsv4_case dsv4_case_beside(const dsv4_case *c, test_random *random);
+/* Frees what the case does not borrow. */
+void dsv4_case_free_beside(dsv4_case *c);
 /* Pools and finishes every sequence and takes all gradients. `pooled`: the rows that were pooled, which a
  * rounding to bf16 takes as they are; NULL: the oracle's own. */
 void dsv4_case_reference(dsv4_case *c, const double *pooled);

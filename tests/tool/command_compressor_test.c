@@ -7,9 +7,38 @@
 
 #include <quern/safetensors.h>
 
+#include <string.h>
 #include <unistd.h>
 
 enum { TOKENS = 45, IN = 20, WIDTH = 64, RATIO = 4 };
+
+/* DIR/both and DIR/both_x: csa and csa_x with the indexer's compressor beside. */
+static void write_pairs(float data[8][TOKENS * 4 * WIDTH], const quern_safetensors_item *csa, int csa_count,
+                        const quern_safetensors_item *from_x, int x_count)
+{
+    enum { OWN = 32 };
+    const int64_t proj[] = {TOKENS, 4 * OWN}, bias[] = {RATIO, OWN}, prev[] = {RATIO, 2 * OWN},
+                  w[] = {IN, 4 * OWN}, out[] = {TOKENS / RATIO, OWN};
+    const quern_tensor t[] = {quern_tensor_contiguous(data[1] + 100, QUERN_F32, 2, proj),
+                              quern_tensor_contiguous(data[3] + 100, QUERN_F32, 2, w),
+                              quern_tensor_contiguous(data[0] + 100, QUERN_F32, 2, bias),
+                              quern_tensor_contiguous(data[4] + 100, QUERN_F32, 2, bias),
+                              quern_tensor_contiguous(data[2] + 100, QUERN_F32, 2, prev),
+                              quern_tensor_contiguous(data[5] + 100, QUERN_F32, 2, out)};
+    quern_safetensors_item both[16], both_x[16];
+    memcpy(both, csa, (size_t)csa_count * sizeof *both);
+    memcpy(both_x, from_x, (size_t)x_count * sizeof *both_x);
+    const quern_safetensors_item own[] = {{"index_proj", &t[0]},
+                                          {"index_B_a", &t[2]},
+                                          {"index_B_b", &t[3]},
+                                          {"index_prev_b", &t[4]},
+                                          {"index_d_out", &t[5]}};
+    const quern_safetensors_item own_x[] = {{"index_W", &t[1]}, {"index_B_a", &t[2]}, {"index_B_b", &t[3]}};
+    memcpy(both + csa_count, own, sizeof own);
+    memcpy(both_x + x_count, own_x, sizeof own_x);
+    assert_int_equal(quern_safetensors_save(path_of("both"), both, csa_count + 5, NULL, 0), QUERN_OK);
+    assert_int_equal(quern_safetensors_save(path_of("both_x"), both_x, x_count + 3, NULL, 0), QUERN_OK);
+}
 
 /* Files DIR/csa (from projections), DIR/csa_x (from hidden states) and DIR/hca of random tensors. */
 static void write_inputs(void)
@@ -43,6 +72,7 @@ static void write_inputs(void)
     assert_int_equal(quern_safetensors_save(path_of("csa"), csa, 7, NULL, 0), QUERN_OK);
     assert_int_equal(quern_safetensors_save(path_of("csa_x"), from_x, 5, NULL, 0), QUERN_OK);
     assert_int_equal(quern_safetensors_save(path_of("hca"), hca, 3, NULL, 0), QUERN_OK);
+    write_pairs(data, csa, 7, from_x, 5);
 }
 
 static quern_tensor get(const quern_safetensors *file, const char *name)
@@ -87,6 +117,9 @@ static void in_pieces(const char *op, const char *in, const char *options)
         expect(0, line, "");
         same_tensor("whole", "pieces", "out");
         same_tensor("whole", "pieces", "pooled");
+        if (strncmp(in, "both", 4) != 0) continue;
+        same_tensor("whole", "pieces", "index_out");
+        same_tensor("whole", "pieces", "index_pooled");
     }
 }
 
@@ -99,6 +132,8 @@ static void pieces_give_the_bytes_of_one_shot(void **state)
     in_pieces("csa-compress", "csa_x", "--hadamard true --format fp4 --round-bf16 true");
     in_pieces("csa-compress", "csa_x", "--format bf16");
     in_pieces("hca-compress", "hca", "--eps 1e-5");
+    in_pieces("csa-compress", "both", "--ratio 4 --index-format fp4 --index-hadamard true");
+    in_pieces("csa-compress", "both_x", "--format bf16 --index-format fp8");
 }
 
 static void results_are_complete(void **state)
@@ -107,6 +142,12 @@ static void results_are_complete(void **state)
     (void)state;
     write_inputs();
     expect(0, "run csa-compress $DIR/csa $DIR/out", "");
+    expect(0, "run csa-compress $DIR/both $DIR/both_out", "");
+    quern_safetensors *pair = open_result("both_out");
+    assert_int_equal(get(pair, "index_out").shape[1], 32);
+    assert_int_equal(get(pair, "dindex_proj").shape[1], 4 * 32);
+    same_tensor("out", "both_out", "out"), same_tensor("out", "both_out", "d_proj");
+    quern_safetensors_close(pair);
     quern_safetensors *file = open_result("out");
     assert_int_equal(get(file, "out").shape[0], TOKENS / RATIO);
     assert_int_equal(get(file, "pooled").dtype, QUERN_F32);

@@ -20,11 +20,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROUNDS = 9, ROPE = 64, LENGTHS_MAX = 16, MEMORY = 13 };
+enum { ROUNDS = 9, ROPE = 64, LENGTHS_MAX = 16, MEMORY = 26 };
 
 typedef struct compressor_bench {
     const char *n, *threads, *json;
-    int64_t width, hidden, ring, rounds;
+    int64_t width, hidden, index_width, ring, rounds;
     int dtype;
     bool backward;
 } compressor_bench;
@@ -35,6 +35,8 @@ static const option_row rows[] = {
     {"n", OPTION_TEXT, AT(n), NULL, "tokens, such as 16k,64k"},
     {"width", OPTION_INT, AT(width), NULL, "C"},
     {"hidden", OPTION_INT, AT(hidden), NULL, "Dm: from hidden states; 0: from projections"},
+    {"index-width", OPTION_INT, AT(index_width), NULL,
+     "csa-compress: C_I of the indexer's compressor in the same call; 0: the main one alone"},
     {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of the projections, or hidden states and weights"},
     {"backward", OPTION_FLAG, AT(backward), NULL, "the backward pass as well"},
     {"ring", OPTION_INT, AT(ring), NULL, "csa-append: rows that the state can take back"},
@@ -50,10 +52,13 @@ typedef struct subject_data {
     quern_dsv4_compress_params params;
     quern_dsv4_compress_tensors t;
     quern_tensor proj, b_a, b_b, norm, table, out, d_out, d_proj, d_b_a, d_b_b, d_norm, w, d_w;
+    struct { /* the indexer's */
+        quern_tensor proj, w, b_a, b_b, norm, out, d_out, d_proj, d_w, d_b_a, d_b_b, d_norm;
+    } index;
     void *memory[MEMORY], *workspace[2];
     size_t bytes[2];
-    int64_t n, width, ratio, columns, entries, hidden;
-    peer_product *peer; /* from hidden states */
+    int64_t n, width, ratio, columns, entries, hidden, channels; /* columns, channels: of both */
+    peer_product *peer;                                          /* from hidden states */
 } subject_data;
 
 static bool make(subject_data *d, int i, quern_tensor *t, quern_dtype dtype, int32_t ndim,
@@ -67,6 +72,45 @@ static bool make(subject_data *d, int i, quern_tensor *t, quern_dtype dtype, int
     return d->memory[i] != NULL;
 }
 
+/* The indexer's compressor beside the main one. */
+static bool open_index(subject_data *d, const compressor_bench *o)
+{
+    const quern_dtype dtype = (quern_dtype)o->dtype;
+    const int64_t width = o->index_width, columns = 4 * width, proj[] = {d->n, columns},
+                  w[] = {o->hidden, columns}, bias[] = {d->ratio, width}, out[] = {d->entries, width};
+    const bool project = o->hidden > 0;
+    quern_dsv4_compress_tensors *t = &d->t;
+    enum { FIRST = 13 };
+    const struct {
+        quern_tensor *own;
+        const quern_tensor **field;
+        quern_dtype dtype;
+        int32_t ndim;
+        const int64_t *shape;
+        bool wanted, random;
+    } made[] = {{&d->index.proj, &t->index_proj, dtype, 2, proj, !project, true},
+                {&d->index.w, &t->index_w, dtype, 2, w, project, true},
+                {&d->index.b_a, &t->index_b_a, QUERN_F32, 2, bias, true, true},
+                {&d->index.b_b, &t->index_b_b, QUERN_F32, 2, bias, true, true},
+                {&d->index.norm, &t->index_norm_weight, QUERN_F32, 1, &width, true, true},
+                {&d->index.out, &t->index_out, dtype, 2, out, true, false},
+                {&d->index.d_out, &t->index_d_out, dtype, 2, out, o->backward, true},
+                {&d->index.d_proj, &t->index_d_proj, dtype, 2, proj, o->backward && !project, false},
+                {&d->index.d_w, &t->index_d_w, QUERN_F32, 2, w, o->backward && project, false},
+                {&d->index.d_b_a, &t->index_d_b_a, QUERN_F32, 2, bias, o->backward, false},
+                {&d->index.d_b_b, &t->index_d_b_b, QUERN_F32, 2, bias, o->backward, false},
+                {&d->index.d_norm, &t->index_d_norm_weight, QUERN_F32, 1, &width, o->backward, false}};
+    for (int i = 0; i < (int)(sizeof made / sizeof *made); i++) {
+        if (!made[i].wanted) continue;
+        if (!make(d, FIRST + i, made[i].own, made[i].dtype, made[i].ndim, made[i].shape, made[i].random))
+            return false;
+        *made[i].field = made[i].own;
+    }
+    d->columns += columns;
+    d->channels += width;
+    return true;
+}
+
 static int open_data(subject_data *d, const compressor_bench *o, bool csa, int64_t n, quern_context *ctx)
 {
     memset(d, 0, sizeof *d);
@@ -75,7 +119,7 @@ static int open_data(subject_data *d, const compressor_bench *o, bool csa, int64
     d->params.kind = csa ? QUERN_DSV4_CSA : QUERN_DSV4_HCA;
     d->ratio = d->params.ratio = csa ? 4 : 128;
     d->n = n;
-    d->width = o->width;
+    d->width = d->channels = o->width;
     d->columns = (csa ? 4 : 2) * o->width;
     d->entries = n / d->ratio;
     const quern_dtype dtype = (quern_dtype)o->dtype;
@@ -93,7 +137,7 @@ static int open_data(subject_data *d, const compressor_bench *o, bool csa, int64
     d->t.proj = o->hidden > 0 ? NULL : &d->proj;
     d->t.x = o->hidden > 0 ? &d->proj : NULL;
     d->t.w = o->hidden > 0 ? &d->w : NULL;
-    if (o->hidden > 0) d->peer = peer_product_open(&d->proj, &d->w);
+    if (o->hidden > 0 && o->index_width == 0) d->peer = peer_product_open(&d->proj, &d->w);
     d->t.b_a = &d->b_a;
     d->t.b_b = csa ? &d->b_b : NULL;
     d->t.norm_weight = &d->norm;
@@ -115,6 +159,8 @@ static int open_data(subject_data *d, const compressor_bench *o, bool csa, int64
         d->t.d_b_b = csa ? &d->d_b_b : NULL;
         d->t.d_norm_weight = &d->d_norm;
     }
+    if (o->index_width > 0 && !open_index(d, o))
+        return fail(EXIT_MACHINE, "no memory for the indexer's %" PRId64 " tokens", n);
     quern_status status = quern_dsv4_compress_workspace(ctx, &d->params, &d->t, &d->bytes[0]);
     if (status == QUERN_OK && o->backward)
         status = quern_dsv4_compress_backward_workspace(ctx, &d->params, &d->t, &d->bytes[1]);
@@ -162,7 +208,7 @@ static void set_work(const subject_data *d, bool backward, quern_cpu_level level
     const double size = (double)quern_dtype_size(d->proj.dtype),
                  rows_bytes = (double)(d->n * d->columns) * size;
     out->limit = backward ? CEILING_COPY : CEILING_READ;
-    out->work = (backward ? 2 : 1) * rows_bytes + (double)(d->entries * d->width) * size;
+    out->work = (backward ? 2 : 1) * rows_bytes + (double)(d->entries * d->channels) * size;
     if (d->hidden == 0) return;
     out->work = (backward ? 6 : 2) * (double)(d->n * d->columns) * (double)d->hidden;
     out->limit = level == QUERN_CPU_LEVEL_AVX512BF16 && d->proj.dtype == QUERN_BF16 && !backward
@@ -282,8 +328,9 @@ static void print_result(const result *r)
 
 static json_t *result_json(const result *r, const compressor_bench *o)
 {
-    json_t *shape = json_pack("{s:I, s:I, s:I, s:b}", "n", (json_int_t)r->n, "width", (json_int_t)o->width,
-                              "hidden", (json_int_t)o->hidden, "backward", (int)r->backward);
+    json_t *shape = json_pack("{s:I, s:I, s:I, s:I, s:b}", "n", (json_int_t)r->n, "width",
+                              (json_int_t)o->width, "hidden", (json_int_t)o->hidden, "index_width",
+                              (json_int_t)o->index_width, "backward", (int)r->backward);
     json_t *j = json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f}", "op", r->op, "shape", shape, "dtype",
                           dtype_choices[o->dtype], "threads", r->threads, "reps", r->time.reps, "ms_median",
                           r->time.median, "ms_p10", r->time.p10, "ms_p90", r->time.p90);
@@ -314,13 +361,14 @@ static int bench(const compressor_bench *o, const char *subject)
     const int length_count = parse_integers(o->n, 1, INT32_MAX, lengths, LENGTHS_MAX),
               thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
     if (length_count < 0 || thread_count < 0 || o->width < 1 || o->hidden < 0 || (append && o->hidden > 0) ||
-        o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
-        return fail(
-            EXIT_USAGE,
-            "--n '%s' --threads '%s' --width %" PRId64 " --hidden %" PRId64 " --rounds %" PRId64
-            ": lists such as 16k,64k and 1,2, 1 or more channels, hidden states (csa-append: 0) and 1 to "
-            "%d rounds are accepted",
-            o->n, o->threads, o->width, o->hidden, o->rounds, BENCH_REPS_MAX);
+        o->rounds < 1 || o->rounds > BENCH_REPS_MAX || o->index_width < 0 ||
+        (o->index_width > 0 && (append || !csa)))
+        return fail(EXIT_USAGE,
+                    "--n '%s' --threads '%s' --width %" PRId64 " --hidden %" PRId64 " --index-width %" PRId64
+                    " --rounds %" PRId64 ": lists such as 16k,64k and 1,2, 1 or more channels, hidden states "
+                                         "(csa-append: 0), an indexer's "
+                    "channels (csa-compress alone) and 1 to %d rounds are accepted",
+                    o->n, o->threads, o->width, o->hidden, o->index_width, o->rounds, BENCH_REPS_MAX);
     json_t *list = json_array();
     quern_context *ctx = NULL;
     int code = output_check(o->json);

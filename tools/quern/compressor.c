@@ -72,62 +72,85 @@ static quern_tensor rows_of(const quern_tensor *t, int64_t first, int64_t count)
     return v;
 }
 
-/* Appends rows [first, first + count) of the file's tokens. */
-static int append_piece(const job *j, quern_context *ctx, quern_dsv4_state *state, int64_t first,
-                        int64_t count, bool has_prev)
+/* A compressor of the file that takes the tokens in: the main one, or the indexer's. */
+typedef struct stream_part {
+    quern_dsv4_compress_params params;
+    quern_dsv4_append_tensors t; /* whole; proj or x, out and pooled: those of all pieces */
+    quern_dsv4_state *state;
+    void *memory;
+} stream_part;
+enum { MAIN, INDEX, PARTS };
+
+static stream_part part_of(const job *j, int which)
 {
-    const quern_dsv4_compress_params p = params_of(j);
     const quern_dsv4_compress_tensors all = tensors_of(j);
+    stream_part part = {.params = params_of(j), .t = QUERN_DSV4_APPEND_TENSORS_INIT};
+    const bool index = which == INDEX;
+    if (index) part.params.format = part.params.index_format;
+    if (index) part.params.hadamard = part.params.index_hadamard;
+    part.t.proj = index ? all.index_proj : all.proj;
+    part.t.x = all.x;
+    part.t.w = index ? all.index_w : all.w;
+    part.t.b_a = index ? all.index_b_a : all.b_a;
+    part.t.b_b = index ? all.index_b_b : all.b_b;
+    part.t.prev_b = index ? all.index_prev_b : all.prev_b;
+    part.t.norm_weight = index ? all.index_norm_weight : all.norm_weight;
+    part.t.cos_sin = all.cos_sin;
+    part.t.out = index ? all.index_out : all.out;
+    part.t.pooled = index ? all.index_pooled : all.pooled;
+    return part;
+}
+
+/* Appends rows [first, first + count) of the file's tokens. */
+static int append_piece(const stream_part *part, quern_context *ctx, int64_t first, int64_t count,
+                        bool has_prev)
+{
+    const quern_dsv4_compress_params *p = &part->params;
+    quern_dsv4_append_tensors t = part->t;
+    quern_dsv4_state *state = part->state;
     int64_t position, entries;
     quern_status status = quern_dsv4_append_entries(&state, &count, 1, &entries);
     if (status == QUERN_OK) status = quern_dsv4_state_position(state, &position, NULL);
     if (status != QUERN_OK) return fail_status(status);
-    const int64_t entry = (position - p.start_abs_pos) / p.ratio;
-    const quern_tensor tokens = rows_of(all.proj != NULL ? all.proj : all.x, first, count),
-                       out = rows_of(all.out, entry, entries), pooled = rows_of(all.pooled, entry, entries);
+    const int64_t entry = (position - p->start_abs_pos) / p->ratio;
+    const quern_tensor tokens = rows_of(t.proj != NULL ? t.proj : t.x, first, count),
+                       out = rows_of(t.out, entry, entries), pooled = rows_of(t.pooled, entry, entries);
     quern_tensor prev_b;
-    quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
-    if (has_prev && all.prev_b != NULL) {
-        const int64_t shape[] = {1, all.prev_b->shape[0], all.prev_b->shape[1]};
-        prev_b = quern_tensor_contiguous(all.prev_b->data, all.prev_b->dtype, 3, shape);
-        t.prev_b = &prev_b;
+    if (t.prev_b != NULL) {
+        const int64_t shape[] = {1, t.prev_b->shape[0], t.prev_b->shape[1]};
+        prev_b = quern_tensor_contiguous(t.prev_b->data, t.prev_b->dtype, 3, shape);
+        t.prev_b = has_prev ? &prev_b : NULL;
     }
-    t.proj = all.proj != NULL ? &tokens : NULL;
-    t.x = all.x != NULL ? &tokens : NULL;
-    t.w = all.w;
-    t.b_a = all.b_a;
-    t.b_b = all.b_b;
-    t.norm_weight = all.norm_weight;
-    t.cos_sin = all.cos_sin;
+    if (t.proj != NULL) t.proj = &tokens;
+    else t.x = &tokens;
     t.out = &out;
     t.pooled = &pooled;
     size_t bytes;
-    status = quern_dsv4_append_workspace(ctx, &p, &state, &count, 1, &t, &bytes);
+    status = quern_dsv4_append_workspace(ctx, p, &state, &count, 1, &t, &bytes);
     if (status != QUERN_OK) return fail_status(status);
     void *workspace = malloc(bytes + 1);
     if (workspace == NULL) return fail(EXIT_MACHINE, "no memory for a workspace of %zu bytes", bytes);
-    status = quern_dsv4_append(ctx, NULL, &p, &state, &count, 1, &t, workspace, bytes);
+    status = quern_dsv4_append(ctx, NULL, p, &state, &count, 1, &t, workspace, bytes);
     free(workspace);
     return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
-static int append_pieces(const job *j, quern_context *ctx, quern_dsv4_state *state, const int64_t *pieces,
-                         int count)
+static int append_pieces(const stream_part *part, quern_context *ctx, const int64_t *pieces, int count)
 {
-    const int64_t start = params_of(j).start_token;
+    const int64_t start = part->params.start_token;
     int64_t at = 0;
     int code = EXIT_DONE;
     for (int i = 0; i < count && code == EXIT_DONE; at += pieces[i++]) {
         const int64_t skipped = start > at ? start - at : 0, left = pieces[i] - skipped;
         int64_t held, back = 0;
-        quern_status status = quern_dsv4_state_position(state, NULL, &held);
+        quern_status status = quern_dsv4_state_position(part->state, NULL, &held);
         if (status == QUERN_OK && i > 0) back = options.rollback < held ? options.rollback : held;
-        if (status == QUERN_OK) status = quern_dsv4_state_rollback(state, back);
+        if (status == QUERN_OK) status = quern_dsv4_state_rollback(part->state, back);
         if (status != QUERN_OK) code = fail_status(status);
         else if (left > 0 || i == 0)
-            code = append_piece(j, ctx, state, at + (left > 0 ? skipped : 0) - back,
-                                (left > 0 ? left : 0) + back, i == 0);
-        else if (back > 0) code = append_piece(j, ctx, state, at - back, back, false);
+            code = append_piece(part, ctx, at + (left > 0 ? skipped : 0) - back, (left > 0 ? left : 0) + back,
+                                i == 0);
+        else if (back > 0) code = append_piece(part, ctx, at - back, back, false);
     }
     return code;
 }
@@ -150,26 +173,29 @@ static int read_pieces(const job *j, int64_t *pieces, int *count)
     return EXIT_DONE;
 }
 
+static int stream_one(const job *j, quern_context *ctx, int which, const int64_t *pieces, int count)
+{
+    stream_part part = part_of(j, which);
+    const int64_t width = part.t.b_a->shape[1];
+    size_t bytes;
+    quern_status status = quern_dsv4_state_size(&part.params, width, options.ring, &bytes);
+    if (status == QUERN_OK && (part.memory = malloc(bytes + 1)) == NULL) status = QUERN_ERR_OUT_OF_MEMORY;
+    if (status == QUERN_OK)
+        status = quern_dsv4_state_create(&part.params, width, options.ring, part.memory, bytes, &part.state);
+    const int code = status == QUERN_OK ? append_pieces(&part, ctx, pieces, count) : fail_status(status);
+    free(part.memory);
+    return code;
+}
+
 /* The tokens from start_token on, piece by piece. */
 static int stream(const job *j, quern_context *ctx)
 {
-    const quern_dsv4_compress_params p = params_of(j);
-    const int64_t width = tensors_of(j).b_a->shape[1];
-    quern_dsv4_state *state = NULL;
     int64_t *pieces = malloc(CHUNKS_MAX * sizeof *pieces);
-    void *memory = NULL;
-    size_t bytes;
     int count;
     if (pieces == NULL) return fail(EXIT_MACHINE, "no memory for the list of chunks");
     int code = read_pieces(j, pieces, &count);
-    if (code == EXIT_DONE) {
-        quern_status status = quern_dsv4_state_size(&p, width, options.ring, &bytes);
-        if (status == QUERN_OK && (memory = malloc(bytes + 1)) == NULL) status = QUERN_ERR_OUT_OF_MEMORY;
-        if (status == QUERN_OK)
-            status = quern_dsv4_state_create(&p, width, options.ring, memory, bytes, &state);
-        code = status == QUERN_OK ? append_pieces(j, ctx, state, pieces, count) : fail_status(status);
-    }
-    free(memory);
+    for (int which = MAIN; which < PARTS && code == EXIT_DONE; which++)
+        if (which == MAIN || tensors_of(j).index_b_a != NULL) code = stream_one(j, ctx, which, pieces, count);
     free(pieces);
     return code;
 }

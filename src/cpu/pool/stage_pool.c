@@ -152,7 +152,8 @@ static gemm_args d_input_args(const chunk_job *job, const quern_tensor *d_x, int
     return (gemm_args){.a = rows_of(&job->d_proj, 0, first, d_x->shape[0]),
                        .b = job->args->w,
                        .c = *d_x,
-                       .b_transposed = true};
+                       .b_transposed = true,
+                       .accumulate = job->args->accumulate_x};
 }
 
 static gemm_args d_weight_args(const chunk_job *job, const quern_tensor *x, int64_t first)
@@ -294,7 +295,7 @@ static void backward_chunks(const stage_exec *exec, const pool_args *args, void 
     chunk_job job = carve_chunks(exec, args, true, &a);
     const quern_tensor *const sums[] = {&args->d_x,      &args->d_w,      &args->d_prev_b,
                                         &args->d_bias_a, &args->d_bias_b, &args->d_norm_weight};
-    for (int i = 0; i < 6; i++) clear_view(sums[i]);
+    for (int i = args->accumulate_x ? 1 : 0; i < 6; i++) clear_view(sums[i]);
     for (int64_t b = 0; b < args->batch; b++) {
         const pool_sequence s = pool_sequence_at(args, b);
         for (int64_t first = 0; first < s.blocks; first += job.blocks) {
