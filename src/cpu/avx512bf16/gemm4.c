@@ -128,13 +128,10 @@ INLINE void few_rows_block(const int rows, const int strips, const decoder *d, c
                            const uint32_t *const a[], __m512 acc[][GEMM4_STRIPS])
 {
     column_scales scales[GEMM4_STRIPS];
+    request_ahead(unit, block, strips);
 #pragma GCC unroll 4
-    for (int strip = 0; strip < strips; strip++) {
-        const uint8_t *from = unit + strip * GEMM4_STRIP_BYTES;
-        scales[strip] = scales_of(d, from + block * GEMM4_STRIP);
-        _mm_prefetch((const char *)from + ROW_AHEAD + 128 * block, _MM_HINT_T0);
-        _mm_prefetch((const char *)from + ROW_AHEAD + 128 * block + 64, _MM_HINT_T0);
-    }
+    for (int strip = 0; strip < strips; strip++)
+        scales[strip] = scales_of(d, unit + strip * GEMM4_STRIP_BYTES + block * GEMM4_STRIP);
 #pragma GCC unroll 8
     for (int p = 0; p < 8; p++) {
         __m512i b[GEMM4_STRIPS];
