@@ -82,25 +82,28 @@ __attribute__((unused)) static void pack_rows_bf16(const row_source *src, uint16
  * order. Whole vectors of a row can be read. */
 INLINE void pack_columns(const float *const rows[LANES], int64_t words, int32_t panel, float *dst)
 {
-    for (int64_t d = 0; d < words; d += LANES) {
-        vfloat v[LANES];
-        const int64_t n = words - d < LANES ? words - d : LANES;
-        for (int i = 0; i < LANES; i++) v[i] = v_load(rows[i] + d);
-        v_transpose(v);
-        for (int64_t j = 0; j < n; j++) v_store(dst + (d + j) * panel, v[j]);
+    vfloat v[LANES];
+    int64_t d = 0;
+    for (; d + LANES <= words; d += LANES) {
+        v_load_transposed(rows, d, v);
+        for (int j = 0; j < LANES; j++) v_store(dst + (d + j) * panel, v[j]);
     }
+    if (d == words) return;
+    v_load_transposed(rows, d, v);
+    for (int64_t j = 0; j < words - d; j++) v_store(dst + (d + j) * panel, v[j]);
 }
 
 static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
 {
     float copies[LANES][MAX_DIM];
     const float *rows[LANES];
-    for (int32_t i = 0; i < LANES; i++) rows[i] = copies[i];
+    const bool stands = src->dtype == QUERN_F32 && src->dim % LANES == 0; /* such rows are read in place */
     for (int32_t c0 = 0; c0 < panel; c0 += LANES) {
         for (int32_t i = 0; i < LANES; i++) {
             prefetch_row(src, c0 + i + ROWS_AHEAD);
-            if (c0 + i < src->rows) widen_row(source_row(src, c0 + i), src->dtype, copies[i], src->dim);
-            else memset(copies[i], 0, (size_t)src->dim * sizeof(float));
+            rows[i] = c0 + i < src->rows && stands ? source_row(src, c0 + i) : copies[i];
+            if (c0 + i >= src->rows) memset(copies[i], 0, (size_t)src->dim * sizeof(float));
+            else if (!stands) widen_row(source_row(src, c0 + i), src->dtype, copies[i], src->dim);
         }
         pack_columns(rows, src->dim, panel, dst + c0);
     }

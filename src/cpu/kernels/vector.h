@@ -198,6 +198,51 @@ INLINE void v_transpose(vfloat v[LANES])
     }
 }
 
+/* The vectors at rows[i] + at, transposed. Four floats of a row go into a 128-bit lane on their way from
+ * memory, so that half of the rounds need no shuffles, and those of the others stay within lanes. */
+INLINE void v_load_transposed(const float *const rows[LANES], int64_t at, vfloat v[LANES])
+{
+#if defined(__AVX512F__)
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {
+        __m512 a[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            a[r] = _mm512_castps128_ps512(_mm_loadu_ps(rows[r] + at + i));
+            a[r] = _mm512_mask_broadcast_f32x4(a[r], 0x00f0, _mm_loadu_ps(rows[r + 4] + at + i));
+            a[r] = _mm512_mask_broadcast_f32x4(a[r], 0x0f00, _mm_loadu_ps(rows[r + 8] + at + i));
+            a[r] = _mm512_mask_broadcast_f32x4(a[r], 0xf000, _mm_loadu_ps(rows[r + 12] + at + i));
+        }
+        const __m512d low0 = (__m512d)_mm512_unpacklo_ps(a[0], a[1]),
+                      low2 = (__m512d)_mm512_unpacklo_ps(a[2], a[3]),
+                      high0 = (__m512d)_mm512_unpackhi_ps(a[0], a[1]),
+                      high2 = (__m512d)_mm512_unpackhi_ps(a[2], a[3]);
+        v[i] = (vfloat)_mm512_unpacklo_pd(low0, low2);
+        v[i + 1] = (vfloat)_mm512_unpackhi_pd(low0, low2);
+        v[i + 2] = (vfloat)_mm512_unpacklo_pd(high0, high2);
+        v[i + 3] = (vfloat)_mm512_unpackhi_pd(high0, high2);
+    }
+#elif defined(__FMA__)
+#pragma GCC unroll 2
+    for (int i = 0; i < LANES; i += 4) {
+        __m256 a[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) a[r] = _mm256_loadu2_m128(rows[r + 4] + at + i, rows[r] + at + i);
+        const __m256d low0 = (__m256d)_mm256_unpacklo_ps(a[0], a[1]),
+                      low2 = (__m256d)_mm256_unpacklo_ps(a[2], a[3]),
+                      high0 = (__m256d)_mm256_unpackhi_ps(a[0], a[1]),
+                      high2 = (__m256d)_mm256_unpackhi_ps(a[2], a[3]);
+        v[i] = (vfloat)_mm256_unpacklo_pd(low0, low2);
+        v[i + 1] = (vfloat)_mm256_unpackhi_pd(low0, low2);
+        v[i + 2] = (vfloat)_mm256_unpacklo_pd(high0, high2);
+        v[i + 3] = (vfloat)_mm256_unpackhi_pd(high0, high2);
+    }
+#else
+    for (int i = 0; i < LANES; i++) v[i] = v_load(rows[i] + at);
+    v_transpose(v);
+#endif
+}
+
 /* The sum of the lanes by a fixed tree, so that a row's result depends only on the row. */
 INLINE float sum_of(vfloat v)
 {
