@@ -9,6 +9,7 @@
 #include "oracle/dsv4.h"
 #include "tensor.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -168,6 +169,63 @@ static void collecting(void **state)
     }
 }
 
+enum { CUT_MOST = 700 };
+
+/* Whether fewer than k ranks go before [i]: those that are higher, and equal ones before it. */
+static bool is_best(const int32_t *rank, int64_t n, int64_t i, int64_t k)
+{
+    int64_t before = 0;
+    for (int64_t j = 0; j < n; j++) before += rank[j] > rank[i] || (rank[j] == rank[i] && j < i);
+    return before < k;
+}
+
+static void check_cut(const indexer_kernels *kernels, const int32_t *ranks, int64_t n, int64_t k)
+{
+    int32_t rank[CUT_MOST + 1], index[CUT_MOST + 1];
+    memcpy(rank, ranks, (size_t)n * sizeof *rank);
+    for (int64_t i = 0; i < n; i++) index[i] = (int32_t)(3 * i);
+    rank[n] = index[n] = 77;
+    indexer_best best = {rank, index, n, INT32_MIN};
+    kernels->cut(&best, k);
+    int64_t at = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (!is_best(ranks, n, i, k)) continue;
+        assert_true(at < best.n && rank[at] == ranks[i] && index[at] == 3 * i);
+        assert_true(best.least <= ranks[i]);
+        at++;
+    }
+    assert_int_equal(best.n, at);
+    for (int64_t i = 0; i < n && n > k; i++) /* what is left out is not taken again */
+        assert_true(is_best(ranks, n, i, k) || ranks[i] <= best.least);
+    assert_true(n <= k || best.least > INT32_MIN);
+    assert_true(rank[n] == 77 && index[n] == 77);
+    TEST_TIME("indexer", "cut", kernels->level, 8 * n,
+              (memcpy(rank, ranks, (size_t)n * sizeof *rank), best.n = n, kernels->cut(&best, k)));
+}
+
+static void cutting(void **state)
+{
+    static const int64_t lengths[] = {1, 2, 7, 8, 15, 16, 31, 32, 33, 63, 64, 65, 384, 511, CUT_MOST};
+    static const float edges[] = {NAN, INFINITY, -INFINITY, 0.0f, 0x1p-149f, -0x1p-149f, FLT_MAX, -FLT_MAX};
+    (void)state;
+    test_random random = {test_seed("cutting", 8)};
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        const indexer_kernels *kernels = indexer_kernels_for(level);
+        assert_true(test_kernel_bound("indexer", "cut", kernels->level, 1, 0) == 0);
+        for (size_t l = 0; l < sizeof lengths / sizeof *lengths; l++)
+            for (int kind = 0; kind < 12; kind++) {
+                const int64_t n = lengths[l], k = test_random_int(&random, 1, kind == 0 ? n + 2 : n);
+                int32_t rank[CUT_MOST];
+                for (int64_t i = 0; i < n; i++)
+                    rank[i] = kind % 4 == 0   ? rank_of((float)test_random_normal(&random))
+                              : kind % 4 == 1 ? rank_of(edges[test_random_int(&random, 0, 7)])
+                              : kind % 4 == 2 ? (int32_t)test_random_int(&random, -2, 2)
+                                              : rank_of(NAN);
+                check_cut(kernels, rank, n, k);
+            }
+    }
+}
+
 static void codes(void **state)
 {
     (void)state;
@@ -216,7 +274,11 @@ static void codes(void **state)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(scores), cmocka_unit_test(scaling), cmocka_unit_test(collecting),
-        cmocka_unit_test(codes), cmocka_unit_test_prestate(test_every_kernel, (char *)"indexer_rows_test")};
+        cmocka_unit_test(scores),
+        cmocka_unit_test(scaling),
+        cmocka_unit_test(collecting),
+        cmocka_unit_test(cutting),
+        cmocka_unit_test(codes),
+        cmocka_unit_test_prestate(test_every_kernel, (char *)"indexer_rows_test")};
     return TEST_KERNELS_MAIN(argc, argv, tests);
 }

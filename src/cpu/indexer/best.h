@@ -19,8 +19,4 @@ static inline void best_reset(indexer_best *best)
     best->least = INT32_MIN;
 }
 
-/* Drops all but the k best, which keep their order. From then on scores of the last one's rank are not
- * taken. */
-void best_cut(indexer_best *best, int64_t k);
-
 #endif

@@ -35,6 +35,9 @@ typedef struct indexer_kernels {
     void (*scale_scores)(float *x, const float *key_scale, float scale, int64_t n);
     /* Appends entries first ... first + n - 1; there is room for n. */
     void (*collect)(const float *score, int64_t n, int32_t first, indexer_best *best);
+    /* Drops all but the k >= 1 best, which keep their order; of equal ones the first stay. From then on
+     * scores that cannot be among them are not taken. */
+    void (*cut)(indexer_best *best, int64_t k);
     /* Codes as f32; e2m1 two to a byte, the first in the low bits, times the scale of their 32. */
     void (*widen_e4m3)(const uint8_t *codes, int64_t n, float *out);
     void (*widen_e2m1)(const uint8_t *codes, const float *scales, int64_t n, float *out);

@@ -136,6 +136,50 @@ static void collect(const float *score, int64_t n, int32_t first, indexer_best *
     }
 }
 
+/* How many of n ranks are at least `rank`. */
+INLINE int64_t count_from(const int32_t *ranks, int64_t n, int32_t rank)
+{
+    vint count[2] = {{0}};
+    int64_t i = 0, sum = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES)
+        for (int j = 0; j < 2; j++) {
+            vint v;
+            memcpy(&v, ranks + i + j * LANES, sizeof v);
+            count[j] -= v >= rank;
+        }
+    for (; i < n; i++) sum += ranks[i] >= rank;
+    count[0] += count[1];
+    for (int j = 0; j < LANES; j++) sum += count[0][j];
+    return sum;
+}
+
+/* Finds the rank of the k-th best bit by bit, the highest first: a bit is set where k ranks still reach the
+ * number. Where exactly k do, the lower bits do not matter. */
+static void cut(indexer_best *best, int64_t k)
+{
+    if (best->n <= k) return;
+    const uint32_t sign = 0x80000000u; /* added, so that numbers without a sign have the ranks' order */
+    uint32_t last = 0;
+    int64_t count = best->n, n = 0;
+    for (uint32_t bit = sign; bit != 0 && count != k; bit >>= 1) {
+        const int64_t reach = count_from(best->rank, best->n, (int32_t)((last | bit) ^ sign));
+        if (reach < k) continue;
+        last |= bit;
+        count = reach;
+    }
+    best->least = (int32_t)(last ^ sign);
+    int64_t equal = k - count_from(best->rank, best->n, best->least + 1);
+    for (int64_t i = 0; i < best->n; i++) {
+        const int32_t rank = best->rank[i];
+        const bool same = rank == best->least;
+        best->rank[n] = rank;
+        best->index[n] = best->index[i];
+        n += (rank > best->least) | (same & (equal > 0));
+        equal -= same;
+    }
+    best->n = n;
+}
+
 static void widen_e4m3(const uint8_t *codes, int64_t n, float *out)
 {
     for (int64_t i = 0; i < n; i += LANES) {
@@ -153,6 +197,6 @@ static void widen_e2m1(const uint8_t *codes, const float *scales, int64_t n, flo
 
 #define INDEXER_ROW_KERNELS                                                                                  \
     .panel = INDEX_PANEL, .score_f32 = score_f32, .scale_scores = scale_scores, .collect = collect,          \
-    .widen_e4m3 = widen_e4m3, .widen_e2m1 = widen_e2m1
+    .cut = cut, .widen_e4m3 = widen_e4m3, .widen_e2m1 = widen_e2m1
 
 #endif

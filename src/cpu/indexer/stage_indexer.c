@@ -83,7 +83,7 @@ static indexer_job carve(const stage_exec *exec, const indexer_args *args, arena
     job.blocks = (job.queries + TASK_QUERIES - 1) / TASK_QUERIES;
     const int64_t panels = (job.entries + job.kernels->panel - 1) / job.kernels->panel,
                   tasks = q->shape[0] * job.blocks;
-    const int64_t wanted = (int64_t)TASKS_A_THREAD * exec->threads,
+    const int64_t wanted = exec->threads > 1 ? (int64_t)TASKS_A_THREAD * exec->threads : 1,
                   most = (panels + RANGE_PANELS - 1) / RANGE_PANELS;
     job.ranges = tasks >= wanted || tasks == 0 ? 1 : (wanted + tasks - 1) / tasks;
     if (job.ranges > most) job.ranges = most < 1 ? 1 : most;
@@ -143,7 +143,7 @@ static void score_panel(const indexer_job *job, int64_t b, int64_t query, int64_
     const quern_tensor *scores = &job->args->scores;
     if (is_present(scores))
         memcpy((float *)row_at(scores, b, query, 0) + first, s->score, (size_t)n * sizeof *s->score);
-    if (best->n + n > job->room) best_cut(best, job->k);
+    if (best->n + n > job->room) job->kernels->cut(best, job->k);
     job->kernels->collect(s->score, n, (int32_t)first, best);
 }
 
@@ -151,7 +151,7 @@ static void give(const indexer_job *job, int64_t b, int64_t query, indexer_best 
 {
     const quern_tensor *count = &job->args->count;
     int32_t *idx = row_at(&job->args->idx, b, query, 0);
-    best_cut(best, job->k);
+    job->kernels->cut(best, job->k);
     memcpy(idx, best->index, (size_t)best->n * sizeof *idx);
     for (int64_t i = best->n; i < job->k; i++) idx[i] = -1;
     ((int32_t *)count->data)[b * count->strides[0] + query * count->strides[1]] = (int32_t)best->n;
@@ -163,7 +163,7 @@ static void give(const indexer_job *job, int64_t b, int64_t query, indexer_best 
 static void keep_partial(const indexer_job *job, int64_t b, int64_t query, int64_t range, indexer_best *best)
 {
     const int64_t list = (b * job->queries + query) * job->ranges + range;
-    best_cut(best, job->k);
+    job->kernels->cut(best, job->k);
     memcpy(job->partial_rank + list * job->k, best->rank, (size_t)best->n * sizeof *best->rank);
     memcpy(job->partial_index + list * job->k, best->index, (size_t)best->n * sizeof *best->index);
     job->partial_n[list] = best->n;
