@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 int fail(const char *kind, const char *sentence)
 {
@@ -146,12 +147,13 @@ static quern_status context_status;
 static pthread_once_t context_once = PTHREAD_ONCE_INIT;
 static pthread_key_t kept_key;
 
-/* Workspace that a thread keeps from call to call. */
+/* Workspace that a thread keeps from call to call: the page faults of a large one that is new to every call take
+ * some hundredths of the kernels' time. After a call the system may take back one of more than OWN_BYTES_MAX. */
 typedef struct kept_memory {
     size_t bytes;
     void *data;
 } kept_memory;
-enum { KEPT_BYTES_MAX = 64 << 20 };
+enum { OWN_BYTES_MAX = 64 << 20, KEPT_BYTES_MAX = 1 << 30 };
 
 static void free_kept(void *p)
 {
@@ -172,22 +174,34 @@ quern_context *need_context(void)
     return context_status == QUERN_OK ? context : NULL;
 }
 
+enum { HUGE_PAGE = 2 << 20 };
+
+/* In huge pages where the system has them. */
+static void *allocate(size_t bytes)
+{
+    void *p;
+    if (bytes < HUGE_PAGE) return malloc(bytes);
+    if (posix_memalign(&p, HUGE_PAGE, bytes) != 0) return NULL;
+    (void)madvise(p, bytes, MADV_HUGEPAGE);
+    return p;
+}
+
 /* Host memory for this call. *owned is what the caller frees afterwards. */
 static void *host_memory(size_t bytes, void **owned)
 {
     *owned = NULL;
-    if (bytes > KEPT_BYTES_MAX) return *owned = malloc(bytes);
+    if (bytes > KEPT_BYTES_MAX) return *owned = allocate(bytes);
     kept_memory *kept = pthread_getspecific(kept_key);
     if (kept == NULL) {
         kept = calloc(1, sizeof *kept);
         if (kept == NULL || pthread_setspecific(kept_key, kept) != 0) {
             free(kept);
-            return *owned = malloc(bytes);
+            return *owned = allocate(bytes);
         }
     }
     if (kept->bytes < bytes) {
         free(kept->data);
-        kept->data = malloc(bytes);
+        kept->data = allocate(bytes);
         kept->bytes = kept->data != NULL ? bytes : 0;
     }
     return kept->data;
@@ -203,6 +217,8 @@ static int on_host(size_t bytes, computation *compute, const void *what)
         return fail("MemoryError", sentence);
     }
     const quern_status status = compute(what, NULL, memory, bytes);
+    if (owned == NULL && bytes > OWN_BYTES_MAX)
+        (void)madvise(memory, bytes / HUGE_PAGE * HUGE_PAGE, MADV_FREE); /* not what shares its last page */
     free(owned);
     return status == QUERN_OK ? 0 : fail_as(status);
 }
