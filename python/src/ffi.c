@@ -251,3 +251,9 @@ int with_memory(const quern_tensor *first, size_t bytes, computation *compute, c
     return first != NULL && first->device == QUERN_CUDA ? on_gpu(first->device_id, bytes, compute, what)
                                                         : on_host(bytes, compute, what);
 }
+
+void *stream_of(const quern_tensor *first)
+{
+    return first != NULL && first->device == QUERN_CUDA ? TVMFFIEnvGetStream(kDLCUDA, first->device_id)
+                                                        : NULL;
+}

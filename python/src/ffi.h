@@ -50,6 +50,19 @@ typedef struct tensor_list {
 /* Takes tensors, or None where one is absent. */
 int take_tensors(const TVMFFIAny *args, int32_t count, tensor_list *to);
 
+/* What a plan fixes of a call. */
+typedef struct plan_request {
+    quern_context *context;
+    quern_operation operation;
+    const void *params;
+    size_t params_bytes;
+    const tensor_list *list;
+    int32_t tensor_count;
+    const void *stream; /* a plan's runs follow one another, those of two streams need not */
+} plan_request;
+/* This thread's plan of such calls; NULL: the ordinary call serves. */
+const quern_plan *plan_of(const plan_request *r);
+
 /* Memory in a tensor of bytes. */
 int read_memory(const TVMFFIAny *a, void **memory, size_t *bytes);
 
@@ -68,5 +81,8 @@ quern_context *need_context(void);
  * current stream. */
 typedef quern_status computation(const void *what, const quern_exec *exec, void *workspace, size_t bytes);
 int with_memory(const quern_tensor *first, size_t bytes, computation *compute, const void *what);
+
+/* The framework's current stream on the tensor's GPU; NULL for tensors in the host's memory. */
+void *stream_of(const quern_tensor *first);
 
 #endif

@@ -26,6 +26,8 @@
 typedef struct subject {
     const quern_op *op;
     int32_t tensor_count;
+    size_t params_size;
+    quern_operation operation[2]; /* by pass; 0: there is none */
 } subject;
 
 enum { SUBJECTS_MAX = 128 };
@@ -39,8 +41,9 @@ static void list_subjects(void)
     quern_op_info info;
     const quern_op *op;
     for (size_t i = 0; (op = quern_op_at(i)) != NULL && subject_count < SUBJECTS_MAX; i++) {
-        const int32_t count = quern_op_get(op, &info) == QUERN_OK ? info.tensor_count : 0;
-        subjects[subject_count++] = (subject){op, count};
+        if (quern_op_get(op, &info) == QUERN_OK)
+            subjects[subject_count++] =
+                (subject){op, info.tensor_count, info.params_size, {info.forward, info.backward}};
     }
 }
 
@@ -125,7 +128,7 @@ FUNCTION(parameters)
     TVMFFIByteArray text;
     char lines[4096];
     params_room params = {{0}};
-    subject s = {NULL, 0};
+    subject s = {.op = NULL};
     if (count != 2 || !text_of(&args[1], &text) || text.size >= sizeof lines)
         return fail("TypeError", "an operation's number and name=value lines are accepted");
     if (find_subject(&args[0], &s) != 0) return -1;
@@ -237,6 +240,29 @@ FUNCTION(expect_of)
 
 /* ---- the call ---- */
 
+typedef struct planned_call {
+    const quern_plan *plan;
+    void *data[QUERN_OP_TENSORS_MAX];
+} planned_call;
+
+static quern_status compute_planned(const void *what, const quern_exec *exec, void *workspace, size_t bytes)
+{
+    const planned_call *c = what;
+    return quern_plan_run(c->plan, exec, c->data, workspace, bytes);
+}
+
+static int run_planned(const quern_plan *plan, const request *r)
+{
+    planned_call c;
+    size_t bytes = 0;
+    const quern_status status = quern_plan_workspace(plan, &bytes);
+    if (status != QUERN_OK) return fail_as(status);
+    c.plan = plan;
+    for (int32_t i = 0; i < r->subject.tensor_count; i++)
+        c.data[i] = r->list.tensors.t[i] != NULL ? r->list.tensors.t[i]->data : NULL;
+    return with_memory(r->list.first, bytes, compute_planned, &c);
+}
+
 static quern_status compute(const void *what, const quern_exec *exec, void *workspace, size_t bytes)
 {
     const request *r = what;
@@ -252,9 +278,18 @@ FUNCTION(run)
     quern_context *context = need_context();
     if (context == NULL || read_head(args, count, &r) != 0 || read_tensors(&args[3], count - 3, &r) != 0)
         return -1;
+    const plan_request asked = {context,
+                                r.subject.operation[r.pass],
+                                &r.params,
+                                r.subject.params_size,
+                                &r.list,
+                                r.subject.tensor_count,
+                                stream_of(r.list.first)};
+    const quern_plan *plan = plan_of(&asked);
+    (void)give_nothing(result);
+    if (plan != NULL) return run_planned(plan, &r);
     const quern_status status =
         quern_op_workspace(context, r.subject.op, r.pass, &r.params, &r.list.tensors, &bytes);
     if (status != QUERN_OK) return fail_as(status);
-    (void)give_nothing(result);
     return with_memory(r.list.first, bytes, compute, &r);
 }

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from typing import Mapping
 
 import torch
 from torch import Tensor
@@ -118,3 +119,63 @@ def attention(
     if cos_sin is not None:
         o = rotate(o.transpose(1, 2), cos_sin, position, inverse=True).transpose(1, 2)
     return o
+
+
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x if weight is None else x * weight
+
+
+def _entries(x: Tensor, cos_sin: Tensor, weights: Mapping[str, Tensor], prefix: str, eps: float) -> Tensor:
+    """What the compressor of that name in checkpoints makes of x [B, T, Dm]."""
+    kv, gate = (x @ weights[f"{prefix}.{name}_proj.weight"].T for name in ("kv", "gate"))
+    bias, norm = weights[f"{prefix}.position_bias"], weights[f"{prefix}.kv_norm.weight"]
+    width = norm.shape[0]
+    if bias.shape[1] == width:
+        return compress(torch.cat((kv, gate), -1), bias, norm_weight=norm, cos_sin=cos_sin, eps=eps)
+    # Checkpoints have the series that the next block reads first.
+    parts = (kv[..., width:], gate[..., width:], kv[..., :width], gate[..., :width])
+    biases = bias[:, width:], bias[:, :width]
+    return compress(torch.cat(parts, -1), *biases, norm_weight=norm, cos_sin=cos_sin, eps=eps)
+
+
+def layer(
+    x: Tensor,
+    cos_sin: Tensor,
+    weights: Mapping[str, Tensor],
+    *,
+    kind: str = "csa",
+    window: int = 128,
+    top_k: int = 512,
+    eps: float = 1e-6,
+    idx: Tensor | None = None,
+) -> Tensor:
+    """x [B, T, Dm] → [B, T, Dm]; the weights are those of quern.dsv4.layer, by the names of checkpoints.
+
+    kind "csa", "hca" or "swa". idx [B, T, k]: the entries that CSA attends, instead of choosing them.
+    """
+    batch, tokens, _ = x.shape
+    dim, position = weights["kv_norm.weight"].shape[0], torch.arange(tokens)
+    latent = _norm(x @ weights["q_a_proj.weight"].T, weights["q_a_norm.weight"], eps)
+    q = (latent @ weights["q_b_proj.weight"].T).unflatten(-1, (-1, dim))
+    q = rotate(_norm(q, None, eps).transpose(1, 2), cos_sin, position).transpose(1, 2)
+    kv = rotate(_norm(x @ weights["kv_proj.weight"].T, weights["kv_norm.weight"], eps), cos_sin, position)
+    entries, ratio = None, 0
+    if kind != "swa":
+        entries = _entries(x, cos_sin, weights, "compressor", eps)
+        ratio = weights["compressor.position_bias"].shape[0]
+    if kind == "csa" and idx is None:
+        indexer = "compressor.indexer"
+        keys = _entries(x, cos_sin, weights, indexer, eps)
+        query = (latent @ weights[f"{indexer}.q_b_proj.weight"].T).unflatten(-1, (-1, keys.shape[-1]))
+        query = rotate(query.transpose(1, 2), cos_sin, position).transpose(1, 2)
+        of_heads = x @ weights[f"{indexer}.scorer.weights_proj.weight"].T
+        idx = index(query, keys, of_heads, ratio=ratio, top_k=top_k)[0]
+    sink = weights["sinks"]
+    o = attention(q, kv, entries, idx, sink=sink, cos_sin=cos_sin, ratio=ratio or 1, window=window)
+    o_a = weights["o_a_proj.weight"]
+    groups = q.shape[2] * dim // o_a.shape[1]
+    mixed = torch.einsum(
+        "btgc,goc->btgo", o.reshape(batch, tokens, groups, -1), o_a.unflatten(0, (groups, -1))
+    )
+    return mixed.flatten(-2) @ weights["o_b_proj.weight"].T
