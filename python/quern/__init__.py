@@ -6,9 +6,9 @@ import sys
 
 from . import dsv4, moe, nvfp4
 from ._attention import attention
+from ._caches import KVCache, NSACache
 from ._lists import block_mask, convert_blocks
 from ._nsa import nsa
-from ._nsa_cache import NSACache
 from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_select
 from ._operations import version
 
@@ -17,6 +17,7 @@ if "torch" in sys.modules:
 
 __version__ = version()
 __all__ = [
+    "KVCache",
     "NSACache",
     "__version__",
     "attention",

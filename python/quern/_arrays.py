@@ -27,6 +27,16 @@ def numpy_like() -> Any:
     return numpy.empty(0)
 
 
+def room(size: int) -> Any:
+    """Bytes for the library, in a framework that is there."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    import numpy
+
+    return numpy.empty(size, numpy.uint8)
+
+
 def is_torch(tensor: Any) -> bool:
     """Whether it is a torch.Tensor; does not import torch."""
     torch = sys.modules.get("torch")

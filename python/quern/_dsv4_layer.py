@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from typing import Any, Mapping, Sequence
 
 from . import _arrays
@@ -16,6 +17,8 @@ KINDS = ("csa", "hca", "swa")
 _FIELDS = ops.OPERATIONS["v4-layer"].fields
 # The weights' names in checkpoints, "q_a_proj.weight", and the library's fields.
 WEIGHTS = {t.name.removeprefix("w."): field for field, t in _FIELDS.items() if t.input and t.name[:2] == "w."}
+_FIELDS_OF = struct.Struct("9q")  # of quern_dsv4_layer_cache_params
+_SAVED, _PARTS = b"quern-layer-1", 5
 RESULTS = tuple(field for field, t in _FIELDS.items() if t.results[0] and field != "out")
 
 
@@ -91,30 +94,30 @@ class Cache:
         self._window, self._ring = window, ring
         self._params = ops.params("v4-layer", **dict(settings_of(kind, window, top_k, eps)))
         self._handle = 0
+        self._fields = b""
         self._memory: Any = None
         self._rows: Any = None
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Cache is neither copied nor pickled: fork() copies a sequence")
+        raise TypeError("a Cache is neither copied nor pickled: fork() and save() copy a sequence")
 
-    def _open(self, tensors: Mapping[str, Any]) -> None:
-        x = tensors["x"]
+    def _open(self, dtype: int, dim: int, ratio: int, index_dim: int) -> None:
+        kind = KINDS.index(self.kind)
+        numbers = (kind, dtype, self.sequences, self.capacity, dim, self._window, ratio, index_dim)
+        self._fields = _FIELDS_OF.pack(*numbers, self._ring)
+        sizes = struct.unpack("2q", bytes(ops.library.layer_cache_size(self._fields)))
+        self._memory, self._rows = (_arrays.room(size) for size in sizes)
+        self._handle = ops.library.layer_cache_create(self._fields, self._memory, self._rows)
+
+    def _open_for(self, tensors: Mapping[str, Any]) -> None:
+        """For the rows that such tensors make."""
         bias, keys = tensors.get("compressor_bias"), tensors.get("indexer_norm")
-        fields = struct.pack(
-            "9q",
-            KINDS.index(self.kind),
-            ops.DTYPES.index(str(x.dtype).removeprefix("torch.")),
-            self.sequences,
-            self.capacity,
+        self._open(
+            ops.DTYPES.index(str(tensors["x"].dtype).removeprefix("torch.")),
             tensors["kv_norm"].shape[0],
-            self._window,
             0 if bias is None else bias.shape[0],
             0 if keys is None else keys.shape[0],
-            self._ring,
         )
-        sizes = struct.unpack("2q", bytes(ops.library.layer_cache_size(fields)))
-        self._memory, self._rows = (_arrays.empty_like(x, (size,), "uint8") for size in sizes)
-        self._handle = ops.library.layer_cache_create(fields, self._memory, self._rows)
 
     def append(
         self,
@@ -131,17 +134,17 @@ class Cache:
         _arrays.need_plain("dsv4.Cache.append", *tensors.values())
         batch = lists_of(x, 3, sequences, counts)
         if not self._handle:
-            self._open(tensors)
+            self._open_for(tensors)
         rows = x.reshape(-1, x.shape[-1])
         out = _arrays.empty_like(x, rows.shape, str(x.dtype).removeprefix("torch."))
         slots = [{**tensors, "x": rows, "out": out}.get(field) for field in _FIELDS]
         ops.library.layer_decode(self._handle, self._params, *batch, *slots)
         return out.reshape(x.shape)
 
-    def _need(self, function: Any, *numbers: int) -> Any:
+    def _need(self, function: Any, *arguments: Any) -> Any:
         if not self._handle:
             raise ValueError("the cache is empty: append comes first")
-        return function(self._handle, *numbers)
+        return function(self._handle, *arguments)
 
     def length(self, sequence: int = 0) -> int:
         """Tokens of a sequence."""
@@ -162,3 +165,37 @@ class Cache:
     def fork(self, source: int, to: int) -> None:
         """Makes sequence `to` an independent copy of sequence `source`."""
         self._need(ops.library.layer_cache_fork, source, to)
+
+    def save(self, sequence: int) -> bytes:
+        """A sequence as bytes, with a version and a checksum."""
+        parts = [bytes(self._need(ops.library.layer_cache_part, sequence, i)) for i in range(_PARTS)]
+        head = self._fields + struct.pack("6q", self.length(sequence), *map(len, parts))
+        body = b"".join((_SAVED, head, *parts))
+        return body + struct.pack("I", zlib.crc32(body))
+
+    def restore(self, sequence: int, saved: bytes) -> None:
+        """Gives a sequence, whatever it held, the tokens of save(), of a cache like this one; sequences and
+        capacity may differ. Damaged bytes are a RuntimeError."""
+        start = len(_SAVED) + _FIELDS_OF.size + 48
+        body, end = saved[:-4], saved[-4:]
+        if (
+            len(saved) < start + 4
+            or body[: len(_SAVED)] != _SAVED
+            or struct.pack("I", zlib.crc32(body)) != end
+        ):
+            raise RuntimeError("the saved sequence is damaged: what dsv4.Cache.save() returned is accepted")
+        fields = _FIELDS_OF.unpack_from(body, len(_SAVED))
+        tokens, *sizes = struct.unpack_from("6q", body, start - 48)
+        kind, dtype, _, _, dim, window, ratio, index_dim, ring = fields
+        own = (KINDS.index(self.kind), self._window, self._ring)
+        if (kind, window, ring) != own:
+            raise ValueError(
+                f"the saved sequence is of kind, window and ring {(kind, window, ring)}: {own} are accepted"
+            )
+        if not self._handle:
+            self._open(dtype, dim, ratio, index_dim)
+        parts = []
+        for size in sizes:
+            parts.append(body[start : start + size])
+            start += size
+        self._need(ops.library.layer_cache_set, _FIELDS_OF.pack(*fields), sequence, tokens, *parts)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from . import dsv4, moe, nvfp4
+from ._caches import NSACache
 from ._nsa import nsa
-from ._nsa_cache import NSACache
 
 __all__ = ["CompressedSparseAttention", "HeavilyCompressedAttention", "NSAttention", "NVFP4Experts"]
 

@@ -66,6 +66,36 @@ def test_any_chunking(golden, close, kind, pieces):
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca", "swa"])
+@pytest.mark.parametrize("cut", [0, 3, 26])
+def test_save_and_restore(golden, close, kind, cut):
+    """In a cache that has no sequence yet, and in one that has others."""
+    file, table, weights, settings = golden_layer(golden, kind)
+    hidden = file.torch("hidden")
+    cache = dsv4.Cache(**settings, sequences=2, capacity=64, ring=4)
+    cache.append(hidden[:, :cut], table, weights)
+    saved = cache.save(1)
+    for sequences in (1, 3):
+        other = dsv4.Cache(**settings, sequences=sequences, capacity=45, ring=4)
+        if sequences == 3:
+            other.append(hidden[:, :7], table, weights, sequences=[0, 2])
+        other.restore(0, saved)
+        out = other.append(hidden[1, cut:], table, weights, sequences=[0], counts=[45 - cut])
+        close(out, file.torch("out")[1, cut:], V4)
+        assert other.length() == 45
+        with pytest.raises(ValueError, match="capacity|tokens"):
+            dsv4.Cache(**settings, sequences=1, capacity=8, ring=4).restore(0, other.save(0))
+    held = other.length(0)
+    for i in (0, 20, len(saved) // 2, len(saved) - 1):
+        with pytest.raises(RuntimeError, match="damaged"):
+            other.restore(0, saved[:i] + bytes([saved[i] ^ 1]) + saved[i + 1 :])
+        with pytest.raises(RuntimeError, match="damaged"):
+            other.restore(0, saved[:i])
+    assert other.length(0) == held
+    with pytest.raises(ValueError, match="kind"):
+        dsv4.Cache(**{**settings, "window": 9}, sequences=1, capacity=64, ring=4).restore(0, saved)
+
+
+@pytest.mark.parametrize("kind", ["csa", "hca", "swa"])
 def test_reference_is_the_golden_layer(golden, close, kind):
     file, table, weights, settings = golden_layer(golden, kind)
     weights = {name: t.double() for name, t in weights.items()}

@@ -5,8 +5,22 @@ device."""
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
+
+
+@overload
+def dense(tensor: Tensor) -> Tensor: ...
+
+
+@overload
+def dense(tensor: None) -> None: ...
+
+
+@overload
+def dense(tensor: Tensor | None) -> Tensor | None: ...
 
 
 def dense(tensor: Tensor | None) -> Tensor | None:

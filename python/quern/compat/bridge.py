@@ -71,18 +71,19 @@ def _quantize(x: Tensor, given: Tensor | None, weight: bool) -> tuple[Tensor, Te
     codes = _new(x, *shape[:along], blocks * _BLOCK // 2, *shape[along + 1 :])
     scales = _new(x, *shape[:along], blocks, *shape[along + 1 :])
     per = "row" if given is not None and given.dim() > 0 else "tensor"
+    one = _new(x, dtype=torch.float32) if given is None else given
     tensors = {
         "x": dense(x),
         "given_global": given,
         "codes": codes,
         "scales": scales,
-        "global": _new(x, dtype=torch.float32) if given is None else None,
+        "global": one if given is None else None,
     }
     params = ops.params(
         "nvfp4-quantize", profile=PROFILE, weight="weight" if weight else None, global_per=per
     )
     ops.call("nvfp4-quantize", params, tensors, ())
-    return _codes(codes), _scales(scales), tensors["global"]
+    return _codes(codes), _scales(scales), one
 
 
 def quantize_to_nvfp4(x_bf16: Tensor, block_size: int = 16) -> tuple[Tensor, Tensor, Tensor]:

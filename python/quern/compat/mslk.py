@@ -40,9 +40,11 @@ KERNEL_RULES = False
 _KERNEL_TILE = 128
 
 
-def _kernel_lists(tensors: dict[str, Tensor | None], settings: dict[str, Any]) -> dict[str, Tensor]:
+def _kernel_lists(
+    q: Tensor, tensors: dict[str, Tensor | None], settings: dict[str, Any]
+) -> dict[str, Tensor]:
     """The block lists in whole 128-token tiles, and the group lists, as KERNEL_RULES attends them."""
-    block, tokens = settings["block_size"], tensors["q"].shape[-3]
+    block, tokens = settings["block_size"], q.shape[-3]
     varlen = tensors["cu_seqlens"] is not None
     alone = {name: value for name, value in settings.items() if name != "gate"}
     cmp_names = ("k_cmp", "v_cmp") + (("cu_seqlens_cmp",) if varlen else ())
@@ -51,7 +53,7 @@ def _kernel_lists(tensors: dict[str, Tensor | None], settings: dict[str, Any]) -
         zip(cmp_names, ops.call("nsa-compress", ops.params("nsa-compress", **alone), inputs, cmp_names))
     )
     chosen = {
-        "q": tensors["q"],
+        "q": q,
         "k_cmp": made["k_cmp"],
         "cu_seqlens": tensors["cu_seqlens"],
         "cu_seqlens_cmp": made.get("cu_seqlens_cmp"),
@@ -91,11 +93,13 @@ def _whole(
         compress_block_size, num_selected_blocks, causal, q_tile_size, softmax_scale, num_cmp_selected_blocks
     )
     settings.update(window=window_size, gate="none" if gate_proj_weight is None else "weights")
-    tensors = {"q": dense(Q), "k": dense(K), "v": dense(V), "cu_seqlens": cu_seqlens}
+    tensors: dict[str, Tensor | None] = {"q": dense(Q), "k": dense(K), "v": dense(V)}
+    tensors.update(cu_seqlens=cu_seqlens)
     tensors.update(w_k=dense(W_k_compress), w_v=dense(W_v_compress), w_gate=dense(gate_proj_weight))
     if KERNEL_RULES:
-        tensors.update(_kernel_lists(tensors, settings))
-        settings.update(window=window_size + 1, num_selected=tensors["block_idx"].shape[-1])
+        lists = _kernel_lists(dense(Q), tensors, settings)
+        tensors.update(lists)
+        settings.update(window=window_size + 1, num_selected=lists["block_idx"].shape[-1])
         settings.update(selection="given", groups="given" if num_cmp_selected_blocks else None)
         if compress_block_size % _KERNEL_TILE != 0:
             settings.update(select_block=_KERNEL_TILE)

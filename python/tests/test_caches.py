@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""quern.NSACache: every row is the one of quern.nsa over the whole sequence."""
+"""quern.NSACache and quern.KVCache: every row is the one of a call over the whole sequence."""
 
 import copy
 
@@ -102,6 +102,16 @@ def test_fork_save_restore():
     with pytest.raises(RuntimeError):
         other.restore(0, bytes(damaged))
     assert other.length(0) == 3
+    with pytest.raises(RuntimeError):
+        other.restore(0, saved[:50])
+    fresh = quern.NSACache(1, 60, block_size=16)
+    for bad in (bytes(damaged), b"\xff" * len(saved), b""):
+        with pytest.raises((RuntimeError, ValueError)):
+            quern.NSACache(1, 60, block_size=16).restore(0, bad)
+    fresh.restore(0, saved)
+    one = [t[1:2] for t in rest]
+    fresh.append(*(t[:, :10] for t in one[1:]))
+    near(fresh.attend(one[0][:, :10], num_selected=4, window=24), want[1:2, 50:60])
 
 
 def test_torch_and_half_precision():
@@ -134,3 +144,57 @@ def test_sentences():
         cache.attend(q[:, :1], block_size=32)
     with pytest.raises(TypeError, match="copied"):
         copy.deepcopy(cache)
+
+
+DENSE = {"whole": {}, "window": {"window": 24, "scale": 0.3}}
+
+
+@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("pieces", [[70], [40, 1, 1, 28], [1] * 70])
+def test_dense(case, pieces):
+    q, k, v = inputs()
+    want, want_lse = quern.attention(q, k, v, **DENSE[case], return_lse=True)
+    cache, first = quern.KVCache(2, 80), 0
+    for n in pieces:
+        rows = slice(first, first + n)
+        cache.append(k[:, rows], v[:, rows])
+        o, lse = cache.attend(q[:, rows], **DENSE[case], return_lse=True)
+        near(o, want[:, rows])
+        near(lse, want_lse[:, :, rows])
+        first += n
+    assert cache.length(1) == 70 and cache.entries(1) == 0 and cache.held_bytes > 0
+
+
+def test_dense_in_pages_of_other_lengths():
+    q, k, v = inputs()
+    cache = quern.KVCache(3, 128, page=64, pages=4)
+    table = np.array([[0, 2], [1, 3], [-1, -1]], np.int32)
+    packed = [np.concatenate((t[0, :33], t[1, :66])) for t in (k, v)]
+    cache.append(*packed, sequences=[1, 0], counts=[33, 66], table=table)
+    rows = np.concatenate((q[0, 30:33], q[1, 65:66]))
+    o = cache.attend(rows, sequences=[1, 0], counts=[3, 1], table=table)
+    near(o[:3], quern.attention(q[:1, :33], k[:1, :33], v[:1, :33])[0, 30:])
+    near(o[3:], quern.attention(q[1:, :66], k[1:, :66], v[1:, :66])[0, 65:])
+    cache.rollback(2, 0)
+    again = quern.KVCache(1, 70)
+    again.restore(0, cache.save(0, table=table))
+    assert again.length() == 64
+    again.append(k[1:, 64:66], v[1:, 64:66])
+    near(again.attend(q[1:, 65:66])[0], o[3:])
+
+
+def test_dense_sentences():
+    q, k, v = inputs()
+    cache = quern.KVCache(2, 60)
+    with pytest.raises(ValueError, match="empty"):
+        cache.attend(q)
+    with pytest.raises(ValueError, match="capacity|60"):
+        cache.append(k, v)
+    cache.append(k[:, :20], v[:, :20])
+    with pytest.raises(ValueError, match="queries|counts|tokens"):
+        cache.attend(q[:, :30])
+    with pytest.raises(ValueError, match="window"):
+        cache.attend(q[:, :1], window=-1)
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="no gradient"):
+        cache.attend(torch.from_numpy(q[:, :1]).requires_grad_())

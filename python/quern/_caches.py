@@ -1,0 +1,282 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""Caches to decode from, with native sparse attention and with dense attention, for every framework."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Sequence
+
+from . import _arrays
+from . import _operations as ops
+from ._batch import lists_of
+from ._nsa import settings_of
+
+_KINDS = ("mean", "linear")
+
+
+_FIELDS = struct.Struct("15q")  # of quern_cache_params
+
+
+class _Cache:
+    """Rows of keys and values of sequences."""
+
+    def __init__(
+        self, sequences: int, capacity: int, before: tuple[int, ...], after: tuple[int, ...]
+    ) -> None:
+        self.sequences, self.capacity = sequences, capacity
+        self._before, self._after = before, after
+        self._handle = 0
+        self._fields = b""
+        self._memory: Any = None
+        self._rows: Any = None
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} is neither copied nor pickled: fork() and save() copy a sequence"
+        )
+
+    def _open(self, dtype: int, kv_heads: int, dim: int, dim_v: int) -> None:
+        shape = (dtype, self.sequences, kv_heads, dim, dim_v, self.capacity)
+        self._fields = _FIELDS.pack(*shape, *self._before, *self._after)
+        sizes = struct.unpack("2q", bytes(ops.library.cache_size(self._fields)))
+        self._memory, self._rows = (_arrays.room(size) for size in sizes)
+        self._handle = ops.library.cache_create(self._fields, self._memory, self._rows)
+
+    def _append(
+        self,
+        sequences: Sequence[int] | None,
+        counts: Sequence[int] | None,
+        table: Any,
+        rows: Sequence[Any],
+        weights: Sequence[Any],
+    ) -> None:
+        _arrays.need_plain(f"{type(self).__name__}.append", *rows, *weights)
+        k, v = rows[:2]
+        batch = lists_of(k, 4, sequences, counts)
+        if not self._handle:
+            dtype = ops.DTYPES.index(str(k.dtype).removeprefix("torch."))
+            self._open(dtype, k.shape[-2], k.shape[-1], v.shape[-1])
+        flat = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in rows]
+        ops.library.cache_append(self._handle, *batch, table, *flat, *weights)
+
+    def _shape(self) -> tuple[int, int]:
+        """Key/value heads, and a value's channels."""
+        fields = _FIELDS.unpack(self._fields)
+        return fields[2], fields[4]
+
+    def _attended(self, q: Any, *tensors: Any) -> tuple[Any, Any]:
+        """The queries laid end to end, and memory for their results."""
+        if not self._handle:
+            raise ValueError("the cache is empty: attend is accepted after append")
+        _arrays.need_plain(f"{type(self).__name__}.attend", q, *tensors)
+        rows = q.reshape(-1, *q.shape[-2:])
+        dtype = str(q.dtype).removeprefix("torch.")
+        return rows, _arrays.empty_like(q, (*rows.shape[:2], self._shape()[1]), dtype)
+
+    def rollback(self, n: int, sequence: int | None = None) -> None:
+        """Takes back the last n tokens, at most 8, of a sequence or of all."""
+        for i in range(self.sequences) if sequence is None else (sequence,):
+            self._need(ops.library.cache_rollback, i, n)
+
+    def reset(self, sequence: int | None = None) -> None:
+        """Empties a sequence, or all."""
+        for i in range(self.sequences) if sequence is None else (sequence,):
+            self._need(ops.library.cache_reset, i)
+
+    def fork(self, source: int, to: int, *, table: Any = None) -> None:
+        """Gives sequence `to`, whatever it held, the tokens of sequence `source`."""
+        self._need(ops.library.cache_fork, source, to, table)
+
+    def save(self, sequence: int, *, table: Any = None) -> bytes:
+        """A sequence as bytes, with a version and a checksum."""
+        return self._fields + bytes(self._need(ops.library.cache_save, sequence, table))
+
+    def restore(self, sequence: int, saved: bytes, *, table: Any = None) -> None:
+        """Gives a sequence, whatever it held, the tokens of save(), of a cache like this one; sequences,
+        capacity and pages may differ. Damaged bytes are a RuntimeError."""
+        if len(saved) < _FIELDS.size:
+            raise RuntimeError("the saved sequence is cut off: what save() returned is accepted")
+        if not self._handle:
+            dtype, _, kv_heads, dim, dim_v, *_ = _FIELDS.unpack_from(saved)
+            if not 0 <= dtype < len(ops.DTYPES):
+                raise RuntimeError("the saved sequence is damaged: what save() returned is accepted")
+            self._open(dtype, kv_heads, dim, dim_v)
+        self._need(ops.library.cache_restore, sequence, table, saved[_FIELDS.size :])
+
+    def _need(self, function: Any, *arguments: Any) -> Any:
+        if not self._handle:
+            raise ValueError("the cache is empty: append comes first")
+        return function(self._handle, *arguments)
+
+    def length(self, sequence: int = 0) -> int:
+        """Tokens of a sequence."""
+        return self._length(sequence)[0]
+
+    def entries(self, sequence: int = 0) -> int:
+        """Compressed entries of a sequence."""
+        return self._length(sequence)[1]
+
+    def _length(self, sequence: int) -> tuple[int, int]:
+        if not self._handle:
+            return 0, 0
+        tokens, entries = struct.unpack("2q", bytes(ops.library.cache_length(self._handle, sequence)))
+        return tokens, entries
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the rows that the sequences hold."""
+        return int(ops.library.cache_held(self._handle)) if self._handle else 0
+
+    def table_columns(self, tokens: int | None = None) -> dict[str, int]:
+        """Where the runs of a page table start, and its columns; with tokens, the pages that so many need."""
+        if not self._handle:
+            raise ValueError("the cache is empty: append comes first")
+        found = bytes(ops.library.cache_columns(self._fields, -1 if tokens is None else tokens))
+        return dict(zip(("tokens", "entries", "slc", "win", "columns"), struct.unpack("5q", found)))
+
+
+class NSACache(_Cache):
+    """Keys and values of `sequences` sequences of at most `capacity` tokens, and their compressed entries.
+
+    Tokens are appended, to all sequences or to some, and the newest ones attend; each block is compressed
+    once, when it is whole. Row t is that of quern.nsa over the whole sequence. block_size, stride and
+    compress are as in quern.nsa. separate_slc, separate_win: the branch has its own keys and values; those
+    of the window are kept for `window` tokens, and a call may then append at most `step` to a sequence. page
+    64 with `pages`: the rows are in pages, which a table of each call names (see quern/cache.h); 0: they are
+    contiguous.
+
+    The first append says the rows' dtype, f32, f16 or bf16, and shapes. The CPU alone; without gradients. One
+    thread at a time may use a cache.
+    """
+
+    def __init__(
+        self,
+        sequences: int,
+        capacity: int,
+        *,
+        block_size: int = 64,
+        stride: int | None = None,
+        compress: str = "mean",
+        separate_slc: bool = False,
+        separate_win: bool = False,
+        window: int = 512,
+        step: int = 1,
+        page: int = 0,
+        pages: int = 0,
+    ) -> None:
+        if compress not in _KINDS:
+            raise ValueError(f"compress is '{compress}': 'mean' and 'linear' are accepted")
+        before = (page, pages, block_size, stride or 0, _KINDS.index(compress))
+        super().__init__(sequences, capacity, before, (int(separate_slc), int(separate_win), window, step))
+        self._compression = {"block_size": block_size, "stride": stride, "compress": compress}
+
+    def append(
+        self,
+        k: Any,
+        v: Any,
+        *,
+        sequences: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
+        table: Any = None,
+        k_slc: Any = None,
+        v_slc: Any = None,
+        k_win: Any = None,
+        v_win: Any = None,
+        w_k: Any = None,
+        w_v: Any = None,
+        pe_k: Any = None,
+        pe_v: Any = None,
+    ) -> None:
+        """k [B, n, Hkv, D], v [B, n, Hkv, Dv]: n tokens to each of the B sequences, 0 to B - 1 where none are
+        named; or k [T, Hkv, D] with counts, the tokens of each sequence. The weights are those of
+        quern.nsa."""
+        rows = (k, v, k_slc, v_slc, k_win, v_win)
+        self._append(sequences, counts, table, rows, (w_k, w_v, pe_k, pe_v))
+
+    def attend(
+        self,
+        q: Any,
+        *,
+        gate: Any = None,
+        gates: Any = None,
+        sequences: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
+        table: Any = None,
+        return_lists: bool = False,
+        **settings: Any,
+    ) -> Any:
+        """q [B, n, H, D], the newest n tokens of each sequence, which are appended already → o [B, n, H,
+        Dv]; or [T, H, D] with counts. With return_lists → o, block_idx int32 [Hs, T, num_selected].
+
+        gate, gates and the settings (num_selected, window, scope, metric, forced_first, ...) are those of
+        quern.nsa.
+        """
+        rows, o = self._attended(q, gate, gates)
+        chosen = settings_of(gate=gate, gates=gates, **{**self._compression, **settings})
+        params = ops.params_from("nsa", ops.lines(chosen))
+        batch = lists_of(q, 4, sequences, counts)
+        idx = count = None
+        if return_lists:
+            named = dict(chosen)
+            heads = rows.shape[1] if named.get("scope") == "head" else self._shape()[0]
+            idx = _arrays.empty_like(q, (heads, rows.shape[0], named["num_selected"]), "int32")
+            count = _arrays.empty_like(q, (heads, rows.shape[0]), "int32")
+        flat = None if gates is None else gates.reshape(-1, *gates.shape[-2:])
+        ops.library.cache_decode(
+            self._handle, 1, params, *batch, table, rows, o, None, gate, flat, idx, count
+        )
+        o = o.reshape(*q.shape[:-1], o.shape[-1])
+        return (o, idx) if return_lists else o
+
+
+class KVCache(_Cache):
+    """Keys and values of `sequences` sequences of at most `capacity` tokens, for dense attention.
+
+    Tokens are appended, to all sequences or to some, and the newest ones attend. Row t is that of
+    quern.attention over the whole sequence. page 64 with `pages`: the rows are in pages, which a table of
+    each call names (see quern/cache.h); 0: they are contiguous.
+
+    The first append says the rows' dtype, f32, f16 or bf16, and shapes. The CPU alone; without gradients. One
+    thread at a time may use a cache.
+    """
+
+    def __init__(self, sequences: int, capacity: int, *, page: int = 0, pages: int = 0) -> None:
+        super().__init__(sequences, capacity, (page, pages, 0, 0, 0), (0, 0, 0, 0))
+
+    def append(
+        self,
+        k: Any,
+        v: Any,
+        *,
+        sequences: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
+        table: Any = None,
+    ) -> None:
+        """k [B, n, Hkv, D], v [B, n, Hkv, Dv]: n tokens to each of the B sequences, 0 to B - 1 where none are
+        named; or k [T, Hkv, D] with counts, the tokens of each sequence."""
+        self._append(sequences, counts, table, (k, v, None, None, None, None), (None,) * 4)
+
+    def attend(
+        self,
+        q: Any,
+        *,
+        window: int = 0,
+        scale: float | None = None,
+        sequences: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
+        table: Any = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """q [B, n, H, D], the newest n tokens of each sequence, which are appended already → o [B, n, H, Dv],
+        or (o, lse f32 [B, H, n]); or [T, H, D] with counts → o [T, H, Dv], lse [H, T]. window and scale are
+        those of quern.attention."""
+        rows, o = self._attended(q)
+        params = ops.params("attention", window=window, scale=scale)
+        batch = lists_of(q, 4, sequences, counts)
+        lse = _arrays.empty_like(q, (rows.shape[1], rows.shape[0]), "float32") if return_lse else None
+        ops.library.cache_decode(self._handle, 0, params, *batch, table, rows, o, lse, None, None, None, None)
+        o = o.reshape(*q.shape[:-1], o.shape[-1])
+        if lse is not None and counts is None:
+            lse = lse.reshape(-1, *q.shape[:2]).swapaxes(0, 1)
+        return o if lse is None else (o, lse)
