@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         mbar_init(base + at::OWN_FULL, 1);
         for (int i = 0; i < at::STAGES; i++) {
             mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 128 * GROUPS);
-            mbar_init(base + at::STAT_FULL + 8 * i, 32);
+            mbar_init(base + at::STAT_FULL + 8 * i, WARP_ARRIVALS);
         }
         mbar_init_done();
     }

@@ -189,12 +189,11 @@ __device__ __forceinline__ void search(const attend_kernel &a, char *smem, uint3
                     most = most_of(most, *(const uint4 *)(tile + i));
             }
             const bool odd = __any_sync(~0u, (most & 0xffff) >= INFINITE || most >> 16 >= INFINITE);
-            if (lane == 0) {
+            if (lane == 0)
                 ((int32_t *)(smem + at::FOUND))[stage * SEARCHERS + searcher] =
                     (!whole || empty ? 1 : 0) | (odd ? 2 : 0);
-                mbar_arrive(base + at::SEARCHED + 8 * stage);
-                mbar_arrive(base + at::FREE + 8 * stage);
-            }
+            mbar_arrive(base + at::SEARCHED + 8 * stage); /* each lane's, for what it read */
+            if (lane == 0) mbar_arrive(base + at::FREE + 8 * stage);
         }
         free_turn<DK, DV>(base, turn);
     }
@@ -384,7 +383,7 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         mbar_init(base + at::Q_FULL, 1), mbar_init(base + at::Q_FREE, 4 * GROUPS);
         for (int i = 0; i < STAGES; i++) {
             mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 4 * GROUPS + SEARCHERS);
-            mbar_init(base + at::SEARCHED + 8 * i, SEARCHERS);
+            mbar_init(base + at::SEARCHED + 8 * i, SEARCHERS * WARP_ARRIVALS);
         }
         for (int i = 0; i < 2; i++)
             mbar_init(base + at::TURN_FULL + 8 * i, 1),

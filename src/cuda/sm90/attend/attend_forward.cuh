@@ -104,10 +104,8 @@ __device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_pl
                                   w.list_row * a.list_stride[2];
             w.slots = clean_by_warp(list, a.list_k, a.list_block, w.end, clean, scratch) * a.list_block;
         }
-        if ((threadIdx.x & 31) == 0) {
-            ((work *)(smem + at::TURN))[turn & 1] = w;
-            mbar_arrive(base + at::TURN_FULL + 8 * (turn & 1));
-        }
+        if ((threadIdx.x & 31) == 0) ((work *)(smem + at::TURN))[turn & 1] = w;
+        mbar_arrive(base + at::TURN_FULL + 8 * (turn & 1)); /* each lane's, for what it wrote */
         index = next_piece(plan);
     }
 }
@@ -493,7 +491,7 @@ __global__ void __launch_bounds__(128 * (shape<DK, DV, LISTED>::GROUPS + 1), 1)
             mbar_init(base + at::V_FULL + 8 * i, 1),
                 mbar_init(base + at::V_FREE + 8 * i, 4 * sh::GROUPS + SEARCHERS);
             mbar_init(base + at::V_CLEAN + 8 * i, SEARCHERS);
-            mbar_init(base + at::TURN_FULL + 8 * i, 1),
+            mbar_init(base + at::TURN_FULL + 8 * i, WARP_ARRIVALS),
                 mbar_init(base + at::TURN_FREE + 8 * i, 1 + SEARCHERS + 4 * sh::GROUPS);
         }
         mbar_init_done();
