@@ -361,7 +361,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint
             if (t > 0) mbar_wait(base + at::FULL + 8 * ((step + 1) % STAGES), (step + 1) / STAGES & 1);
             products((step + 1) % STAGES);
             wg_wait<2>(dq);
-            arrive(at::FREE + 8 * stage);
+            mbar_arrive(base + at::FREE + 8 * stage); /* each lane's, for what it read */
             probabilities();
         }
         if (tiles > 0) arrive(at::Q_FREE);
@@ -382,7 +382,8 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     if (threadIdx.x == 0) {
         mbar_init(base + at::Q_FULL, 1), mbar_init(base + at::Q_FREE, 4 * GROUPS);
         for (int i = 0; i < STAGES; i++) {
-            mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 4 * GROUPS + SEARCHERS);
+            mbar_init(base + at::FULL + 8 * i, 1);
+            mbar_init(base + at::FREE + 8 * i, 128 * GROUPS + SEARCHERS);
             mbar_init(base + at::SEARCHED + 8 * i, SEARCHERS * WARP_ARRIVALS);
         }
         for (int i = 0; i < 2; i++)
