@@ -167,6 +167,106 @@ static void rows_bf16(const gemm4_kernels *kernels, test_random *random)
     }
 }
 
+/* k of each byte of a block's words. */
+static int64_t k_of_byte(int64_t i)
+{
+    static const uint8_t k[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
+    return i / 16 * 16 + k[i % 16];
+}
+
+static float bf16_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits &= 0xffff0000;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Fills a block with bf16 values whose exponents span so many binades, 7 from kind 12 on; then some kinds are
+ * zeros, signed zeros, a largest value that two bytes just hold or just do not, one that is not finite, a tiny
+ * one among others, and blocks next to the least and the largest values that occur. Returns whether two
+ * bytes hold it: 1 yes, 0 no, -1 either. */
+static int fill_block(test_random *random, int kind, float x[16])
+{
+    const int place = (int)test_random_int(random, 0, 14), binades = kind < 12 ? kind : 7;
+    for (int i = 0; i < 16; i++) {
+        const float odd = (float)(2 * test_random_int(random, 64, 126) + 1) / 128;
+        x[i] = ldexpf(test_random_int(random, 0, 1) ? odd : -odd, -(int)test_random_int(random, 0, binades));
+        if (kind == 12) x[i] = 0;
+        if (kind == 13) x[i] = test_random_int(random, 0, 1) ? 0.0f : -0.0f;
+        if (kind == 19) x[i] = ldexpf(x[i], -120);
+        if (kind == 20) x[i] = ldexpf(x[i], 62);
+    }
+    if (kind < 12) {
+        x[place] = -1.0f - 1.0f / 128;
+        x[place + 1] = ldexpf(x[place], -kind);
+    }
+    if (kind == 14) x[place] = 254.0f / 128;
+    if (kind == 14) x[place + 1] = -255.0f / 128;
+    if (kind == 15) x[place] = 255.0f / 128;
+    if (kind == 16) x[place] = INFINITY;
+    if (kind == 17) x[place] = -NAN;
+    if (kind == 18) x[place] = 0x1p-133f;
+    return kind < 8 || (kind >= 12 && kind <= 14) ? 1 : kind < 19 ? 0 : -1;
+}
+
+/* A row's blocks as integers are its values, where they are integers at all; and the row's product has the
+ * bits of the product in floats. */
+static void blocks_of_integers(const gemm4_kernels *kernels, test_random *random)
+{
+    enum { KINDS = 21, BLOCKS_MOST = DEPTH_MOST / 16 };
+    for (int64_t i = 0; i < 60; i++) {
+        const int64_t units = i % UNITS_MOST + 1, blocks = units * GEMM4_BLOCKS;
+        const bool finite = i % 3 > 0;
+        test_tensor panel = random_units(random, units), a = floats_of(random, 16 * blocks),
+                    c = floats_of(random, GEMM4_PANEL), row = floats_of(random, GEMM4_PANEL),
+                    made = bytes_of(random, blocks * (int64_t)sizeof(gemm4_a_block), TEST_CONTIGUOUS);
+        gemm4_a_block *block = made.view.data;
+        int expected[BLOCKS_MOST];
+        for (int64_t b = 0; b < blocks; b++) {
+            float x[16];
+            int kind = (int)test_random_int(random, 0, KINDS - 1);
+            if (finite && (kind == 16 || kind == 17)) kind = 10;
+            expected[b] = fill_block(random, kind, x);
+            for (int k = 0; k < 16; k++) x[k] = bf16_of(x[k]);
+            memcpy((char *)a.view.data + 64 * b, x, sizeof x);
+        }
+        test_tensor_normal(&c, random, 1);
+        memcpy(row.view.data, c.view.data, GEMM4_PANEL * 4);
+        kernels->integer_blocks(a.view.data, blocks, block);
+        test_tensor_check_guards(&made, "integer_blocks");
+        for (int64_t b = 0; b < blocks; b++) {
+            const bool integers = block[b].power != GEMM4_NOT_INTEGERS;
+            int32_t sum = 0;
+            if (expected[b] >= 0 && integers != (expected[b] == 1))
+                fail_msg("%s: block %lld: integers %d, expected %d", quern_cpu_level_name(kernels->level),
+                         (long long)b, integers, expected[b]);
+            if (!integers) continue;
+            for (int64_t j = 0; j < 16; j++) {
+                float x;
+                const int32_t q = 256 * block[b].high[j] + block[b].low[j];
+                memcpy(&x, (const char *)a.view.data + 64 * b + 4 * k_of_byte(j), sizeof x);
+                expect(kernels, "integer_blocks", 16 * b + k_of_byte(j), 0, ldexp(q, block[b].power + 1),
+                       (double)x, bound_of(kernels, "integer_blocks", 0));
+                sum += q;
+            }
+            assert_int_equal(block[b].start, -12 * sum);
+        }
+        kernels->row_f32(panel.view.data, units, a.view.data, c.view.data, i % 2);
+        kernels->row_blocks(panel.view.data, units, a.view.data, block, row.view.data, i % 2);
+        test_tensor_check_guards(&row, "row_blocks");
+        assert_true(bound_of(kernels, "row_blocks", 0) == 0);
+        assert_memory_equal(row.view.data, c.view.data, GEMM4_PANEL * 4);
+        TEST_TIME("gemm4", "integer_blocks", kernels->level, 16 * blocks,
+                  kernels->integer_blocks(a.view.data, blocks, block));
+        TEST_TIME("gemm4", "row_blocks", kernels->level, 16 * blocks * GEMM4_PANEL,
+                  kernels->row_blocks(panel.view.data, units, a.view.data, block, row.view.data, false));
+        test_tensor_free(&panel), test_tensor_free(&a), test_tensor_free(&c), test_tensor_free(&row);
+        test_tensor_free(&made);
+    }
+}
+
 /* Codes and scales, then sums of blocks, against double; one row decoded on the way has the same bits. */
 static void blocks_f32(const gemm4_kernels *kernels, test_random *random)
 {
@@ -213,13 +313,6 @@ static void blocks_f32(const gemm4_kernels *kernels, test_random *random)
         free(x), free(old), free(got);
         test_tensor_free(&panel), test_tensor_free(&a), test_tensor_free(&c), test_tensor_free(&row);
     }
-}
-
-/* k of each byte of a block's words. */
-static int64_t k_of_byte(int64_t i)
-{
-    static const uint8_t k[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
-    return i / 16 * 16 + k[i % 16];
 }
 
 static void integers(const gemm4_kernels *kernels, test_random *random)
@@ -324,6 +417,7 @@ int main(int argc, char **argv)
                                        KERNEL_TEST(turn_bf16),
                                        KERNEL_TEST(rows_bf16),
                                        KERNEL_TEST(blocks_f32),
+                                       KERNEL_TEST(blocks_of_integers),
                                        KERNEL_TEST(integers),
                                        KERNEL_TEST(scale_row),
                                        {"every_kernel", test_every_kernel, NULL, NULL, program}};

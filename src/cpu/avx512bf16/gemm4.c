@@ -16,7 +16,7 @@
  * product of one row, in L2, and 4.3 for eight rows, whose dot products take 4. Limit: reading the weights of
  * one row, and the dot products of eight.
  */
-#include "cpu/gemm4/gemm4_rows.h"
+#include "cpu/gemm4/gemm4_integers.h"
 
 #include <immintrin.h>
 

@@ -58,6 +58,16 @@ typedef struct gemm4_f32_tile {
     bool accumulate;
 } gemm4_f32_tile;
 
+/* A block of 16 values of a row of A: value k is (256 high + low) 2^(power + 1). The bytes stand in the order
+ * of decode_i8. */
+enum { GEMM4_NOT_INTEGERS = INT32_MIN };
+
+typedef struct gemm4_a_block {
+    int8_t high[16], low[16];
+    int32_t start; /* -12 times the sum of the integers */
+    int32_t power; /* or GEMM4_NOT_INTEGERS, and nothing else is set */
+} gemm4_a_block;
+
 typedef struct gemm4_kernels {
     quern_cpu_level level;
     /* Decodes units of a panel to code * scale, exact: [64 units][64] f32, or [32 units][64] words of two
@@ -72,6 +82,11 @@ typedef struct gemm4_kernels {
     void (*mm_blocks)(const gemm4_f32_tile *t);
     /* c[64] (+)= a row times the units, decoded on the way: the same bits as decode_blocks and mm_blocks. */
     void (*row_f32)(const uint8_t *panel, int64_t units, const float *a, float *c, bool accumulate);
+    /* Writes a row's values as integers. */
+    void (*integer_blocks)(const float *a, int64_t blocks, gemm4_a_block *out);
+    /* row_f32, by the integers of those blocks that have them: the same bits. */
+    void (*row_blocks)(const uint8_t *panel, int64_t units, const float *a, const gemm4_a_block *blocks,
+                       float *c, bool accumulate);
     /* c[rows][64] (+)= up to GEMM4_FEW_ROWS rows of words, `lda` apart, the same bits as decode_bf16 and a
      * product. */
     void (*rows_bf16)(const uint8_t *panel, int64_t units, int64_t rows, const uint32_t *a, int64_t lda,

@@ -43,6 +43,13 @@ int64_t product_expert(const product_job *job, int64_t index)
     return low;
 }
 
+bool row_is_alone(const product_job *job, int64_t row)
+{
+    const int64_t expert = job->args->offsets.ndim > 0 ? expert_of_row(&job->args->offsets, row) : 0;
+    const int64_t end = job->ends[expert], first = expert > 0 ? job->ends[expert - 1] : 0;
+    return row == end - 1 && (row - first) % PRODUCT_ROWS == 0;
+}
+
 const uint8_t *product_units(const product_job *job, product_scratch *s, int64_t expert, int64_t panel,
                              int64_t first, int64_t count)
 {

@@ -48,6 +48,7 @@ typedef struct product_job {
     int32_t *start;
     float *row_global;        /* int8: the scale of each row */
     float *row_factor;        /* f32: what a row's sums are to be multiplied by, a power of two */
+    gemm4_a_block *blocks;    /* f32 from bf16: rows of 4 * units, set of rows alone in their task */
     int64_t *first_task;      /* [experts + 1] */
     uint32_t *magnitudes;     /* of A, where a nonfinite value is an error */
     product_scratch *scratch; /* [threads] */
@@ -66,6 +67,8 @@ int64_t product_expert(const product_job *job, int64_t index);
 const uint8_t *product_units(const product_job *job, product_scratch *s, int64_t expert, int64_t panel,
                              int64_t first, int64_t count);
 
+/* Whether a row of A is the only one of its task. */
+bool row_is_alone(const product_job *job, int64_t row);
 /* Bytes of a converted row of A. */
 int64_t ready_row_bytes(const product_job *job);
 /* Converts A's rows; does not read rows past the last offset. */

@@ -130,6 +130,9 @@ static void ready_floats(const product_job *job, int64_t row)
     const bool huge = job->quantise->rows->magnitude(src.data, src.dtype, src.dim) >= 0x5f800000u; /* 2^64 */
     job->row_factor[row] = huge ? 0x1p32f : 1.0f;
     job->dense->pack_rows_f32(&src, huge ? 0x1p-32f : 1.0f, (float *)(void *)out, padded);
+    if (job->blocks != NULL && row_is_alone(job, row))
+        job->kernels->integer_blocks((const float *)(const void *)out, padded / 16,
+                                     job->blocks + row * (padded / 16));
 }
 
 static void ready_task(void *arg, int64_t index, int32_t thread)

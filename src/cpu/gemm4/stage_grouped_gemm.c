@@ -47,6 +47,8 @@ static void carve(const stage_exec *exec, product_job *job, arena *a)
         job->row_global = arena_take(a, (size_t)tokens * sizeof(float));
     }
     if (job->kind == PRODUCT_F32) job->row_factor = arena_take(a, (size_t)tokens * sizeof(float));
+    if (job->kind == PRODUCT_F32 && job->args->a.dtype == QUERN_BF16)
+        job->blocks = arena_take(a, (size_t)(tokens * job->units * GEMM4_BLOCKS) * sizeof(gemm4_a_block));
     if (must_be_finite(job->args)) job->magnitudes = arena_take(a, row_magnitudes_bytes(&job->args->a));
 }
 
@@ -74,6 +76,11 @@ static void multiply_f32(const product_job *job, product_scratch *s, const uint8
 {
     const int64_t k = ready_row_bytes(job) / 4;
     const float *a = (const float *)(const void *)job->a + row * k + first * GEMM4_UNIT;
+    if (rows == 1 && job->blocks != NULL) {
+        const gemm4_a_block *blocks = job->blocks + (row * job->units + first) * GEMM4_BLOCKS;
+        job->kernels->row_blocks(units, count, a, blocks, sums, first > 0);
+        return;
+    }
     if (rows == 1) {
         job->kernels->row_f32(units, count, a, sums, first > 0);
         return;
@@ -163,16 +170,25 @@ static void multiply_units(const product_job *job, product_scratch *s, int64_t e
     else multiply_i8(job, s, units, first, count, row, rows, sums);
 }
 
+/* Units that are taken at once: as many as fit the buffers, and for one row in f32, whose sums do not depend
+ * on it, all if they need no buffer. */
+static int64_t units_at_once(const product_job *job, int64_t rows)
+{
+    static const int64_t most[] = {[PRODUCT_F32] = PRODUCT_UNITS_F32,
+                                   [PRODUCT_BF16] = PRODUCT_UNITS_BF16,
+                                   [PRODUCT_I8] = PRODUCT_UNITS_I8};
+    const bool all = job->kind == PRODUCT_F32 && rows == 1 && job->args->b_repacked.ndim > 0;
+    return all ? job->units : most[job->kind];
+}
+
 /* All of K for panels [panel, panel + count). */
 static void multiply_panels(const product_job *job, product_scratch *s, int64_t expert, int64_t panel,
                             int64_t count, int64_t row, int64_t rows,
                             float (*sums)[PRODUCT_ROWS * GEMM4_PANEL])
 {
-    static const int64_t group[] = {[PRODUCT_F32] = PRODUCT_UNITS_F32,
-                                    [PRODUCT_BF16] = PRODUCT_UNITS_BF16,
-                                    [PRODUCT_I8] = PRODUCT_UNITS_I8};
-    for (int64_t u = 0; u < job->units; u += group[job->kind]) {
-        const int64_t units = job->units - u < group[job->kind] ? job->units - u : group[job->kind];
+    const int64_t most = units_at_once(job, rows);
+    for (int64_t u = 0; u < job->units; u += most) {
+        const int64_t units = job->units - u < most ? job->units - u : most;
         for (int64_t p = 0; p < count; p++)
             multiply_units(job, s, expert, panel + p, u, units, row, rows, sums[p]);
     }

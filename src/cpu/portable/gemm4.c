@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* gemm4.c - the table of products with NVFP4 weights, compiled for this level. */
-#include "cpu/gemm4/gemm4_rows.h"
+#include "cpu/gemm4/gemm4_integers.h"
 
 const gemm4_kernels gemm4_kernels_portable = {.level = QUERN_CPU_LEVEL_PORTABLE, GEMM4_ROW_KERNELS};
