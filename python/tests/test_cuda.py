@@ -3,6 +3,8 @@
 """quern.attention and quern.nsa on a GPU: the CPU's numbers, gradients, streams, CUDA graphs,
 torch.compile."""
 
+import threading
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -140,6 +142,58 @@ def test_a_stream_of_its_own():
         got = sparse(*late)
     torch.cuda.current_stream().wait_stream(stream)
     assert torch.equal(got, want)
+
+
+def alone(function):
+    """What a thread that has made no call gets, on a stream of its own."""
+    results = []
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results.append(function())
+            torch.cuda.current_stream().synchronize()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_repeated_calls(name):
+    """Plans of repeated calls, at other addresses and on two streams."""
+    given = [t.detach() for t in inputs()]
+    streams = torch.cuda.current_stream(), torch.cuda.Stream()
+    held = []
+    for i in range(8):
+        fresh = [t + i / 8 for t in given]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[i // 2 % 2]):
+            got = LAYERS[name](*fresh)
+        torch.cuda.synchronize()
+        assert torch.equal(got, alone(lambda: LAYERS[name](*fresh)))
+        held.append((fresh, got))
+
+
+def test_threads_at_once():
+    given = [t.detach() for t in inputs()]
+    want = [torch.stack([sparse(*given), tiled(*given)]) for _ in range(2)][1]
+    torch.cuda.synchronize()
+    same = []
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                got = torch.stack([sparse(*given), tiled(*given)])
+                torch.cuda.current_stream().synchronize()
+                same.append(torch.equal(got, want))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(same) == 60 and all(same)
 
 
 def test_opcheck():
