@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
 
 def empty_like(like: Any, shape: Sequence[int], dtype: str) -> Any:
@@ -15,6 +15,9 @@ def empty_like(like: Any, shape: Sequence[int], dtype: str) -> Any:
     if torch is not None and isinstance(like, torch.Tensor):
         return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
     module = sys.modules[framework(like)]
+    if module.__name__ == "jax":
+        numbers = module.numpy
+        return numbers.zeros(shape, getattr(numbers, dtype), device=like.device).block_until_ready()
     if not hasattr(module, dtype):
         raise TypeError(f"{module.__name__} has no {dtype}: a tensor for the result is accepted")
     return module.empty(shape, dtype=getattr(module, dtype))
@@ -37,6 +40,14 @@ def room(size: int) -> Any:
     return numpy.empty(size, numpy.uint8)
 
 
+def on_stream_of(tensor: Any) -> Any:
+    """A context in which calls run on CuPy's current stream. That of torch goes with its tensors."""
+    import tvm_ffi
+
+    stream = sys.modules["cupy"].cuda.get_current_stream()
+    return tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", tensor.device.id), stream.ptr)
+
+
 def is_torch(tensor: Any) -> bool:
     """Whether it is a torch.Tensor; does not import torch."""
     torch = sys.modules.get("torch")
@@ -54,7 +65,18 @@ def need_torch(**tensors: Any) -> None:
 
 def framework(tensor: Any) -> str:
     """The name of the module that the tensor is of."""
-    return "torch" if is_torch(tensor) else type(tensor).__module__.partition(".")[0]
+    name = "torch" if is_torch(tensor) else type(tensor).__module__.partition(".")[0]
+    return "jax" if name == "jaxlib" else name
+
+
+def wait_for(tensors: Iterable[Any]) -> None:
+    """JAX computes an array after it has returned it, on a stream that only it knows."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.__dlpack_device__()[0] != 1:
+            raise NotImplementedError("a JAX array is on a GPU: JAX arrays on the CPU are accepted")
+        tensor.block_until_ready()
 
 
 def check(name: str, tensor: Any, first: Any) -> None:

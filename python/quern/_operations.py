@@ -209,6 +209,9 @@ def call(
         slots[fields[field].place] = tensor
     if first is None:
         raise TypeError(f"{name}: no tensor is given")
+    source = type(first).__module__
+    if source == "jaxlib._jax":
+        _arrays.wait_for(slots)
     wanted = [fields[field].place for field in results]
     missing = [slot for slot in wanted if slots[slot] is None]
     if missing:
@@ -218,5 +221,9 @@ def call(
             role, dtype, shape = _unpack(expected, slot)
             if role == RESULT or role == OPTIONAL_RESULT:
                 slots[slot] = _arrays.empty_like(first, shape, DTYPES[dtype])
-    _run(operation.number, int(backward), parameters, *slots)
+    if source.startswith("cupy"):
+        with _arrays.on_stream_of(first):
+            _run(operation.number, int(backward), parameters, *slots)
+    else:
+        _run(operation.number, int(backward), parameters, *slots)
     return tuple([slots[slot] for slot in wanted])

@@ -3,6 +3,7 @@
 /* ffi.c - arguments, results, errors and memory of the functions for Python. */
 #include "ffi.h"
 
+#include <quern/cuda.h>
 #include <quern/dlpack.h>
 
 #include <tvm/ffi/extra/c_env_api.h>
@@ -223,10 +224,17 @@ static int on_host(size_t bytes, computation *compute, const void *what)
     return status == QUERN_OK ? 0 : fail_as(status);
 }
 
-/* The allocator gives the memory to later work of the stream. */
-static int on_gpu(int32_t device, size_t bytes, computation *compute, const void *what)
+static quern_status on_stream(int32_t device, void *memory, size_t bytes, computation *compute,
+                              const void *what)
 {
     quern_exec exec = QUERN_EXEC_INIT;
+    exec.stream = TVMFFIEnvGetStream(kDLCUDA, device);
+    return compute(what, &exec, memory, bytes);
+}
+
+/* Memory of the framework's allocator, which gives it to later work of the stream. */
+static int with_framework_memory(int32_t device, size_t bytes, computation *compute, const void *what)
+{
     int64_t extent = (int64_t)bytes, stride = 1;
     DLTensor like = {.device = {kDLCUDA, device},
                      .ndim = 1,
@@ -234,16 +242,23 @@ static int on_gpu(int32_t device, size_t bytes, computation *compute, const void
                      .shape = &extent,
                      .strides = &stride};
     TVMFFIObjectHandle memory = NULL;
-    void *data = NULL;
-    exec.stream = TVMFFIEnvGetStream(kDLCUDA, device);
-    if (bytes > 0) {
-        if (TVMFFIEnvTensorAlloc(&like, &memory) != 0) return -1;
-        const DLTensor *t = (const DLTensor *)((const char *)memory + sizeof(TVMFFIObject));
-        data = (char *)t->data + t->byte_offset;
-    }
-    const quern_status status = compute(what, &exec, data, bytes);
-    if (memory != NULL) (void)TVMFFIObjectDecRef(memory);
+    if (TVMFFIEnvTensorAlloc(&like, &memory) != 0) return -1;
+    const DLTensor *t = (const DLTensor *)((const char *)memory + sizeof(TVMFFIObject));
+    const quern_status status = on_stream(device, (char *)t->data + t->byte_offset, bytes, compute, what);
+    (void)TVMFFIObjectDecRef(memory);
     return status == QUERN_OK ? 0 : fail_as(status);
+}
+
+static int on_gpu(int32_t device, size_t bytes, computation *compute, const void *what)
+{
+    void *memory = NULL;
+    if (bytes > 0 && TVMFFIEnvGetDLPackManagedTensorAllocator() != NULL)
+        return with_framework_memory(device, bytes, compute, what);
+    quern_status status = bytes > 0 ? quern_cuda_allocate(device, bytes, &memory) : QUERN_OK;
+    if (status == QUERN_OK) status = on_stream(device, memory, bytes, compute, what);
+    const int code = status == QUERN_OK ? 0 : fail_as(status);
+    if (memory != NULL) (void)quern_cuda_free(device, memory); /* waits for the device */
+    return code;
 }
 
 int with_memory(const quern_tensor *first, size_t bytes, computation *compute, const void *what)

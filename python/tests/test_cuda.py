@@ -196,6 +196,20 @@ def test_threads_at_once():
     assert len(same) == 60 and all(same)
 
 
+def test_cupy():
+    """On CuPy's current stream, in its memory."""
+    cupy = pytest.importorskip("cupy")
+    given = [t.detach().half() for t in inputs()]
+    for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)):
+        with stream:
+            plain = [cupy.asarray(t) for t in given]
+            for name in ("dense", "tiled", "tiled"):
+                got = LAYERS[name](*plain)
+                assert isinstance(got, cupy.ndarray) and got.dtype == cupy.float16
+                stream.synchronize()
+                assert torch.equal(torch.as_tensor(got, device="cuda"), LAYERS[name](*given))
+
+
 def test_opcheck():
     q, k, v, gate = inputs(n=130)
     tensors = {"q": q, "k": k, "v": v, "w_gate": gate}
