@@ -118,20 +118,28 @@ QUERN_API quern_status quern_dsv4_layer_backward(quern_context *ctx, const quern
  * What a layer keeps of its sequences between calls: the last raw rows, all entries, the indexer's keys and
  * the compressors' states. Bookkeeping and states are in `memory`, rows in `rows`; both are the caller's and
  * may not move. One call at a time may use a cache. On an error it is as it was.
+ *
+ * With pages, entry s of a sequence and its key stand in slot s % page of the sequence's page number s / page,
+ * in one pool of entries and one of keys. The caller gives pages to a sequence before tokens need them
+ * (quern_dsv4_layer_cache_add_pages()). Raw rows are as many as the window and have no pages.
  */
 typedef struct quern_dsv4_layer_cache quern_dsv4_layer_cache;
 
 typedef struct quern_dsv4_layer_cache_params {
     size_t size;
     quern_dsv4_layer_kind kind;
-    quern_dtype dtype; /* of rows and of x: f32, f16, bf16 */
-    int64_t sequences; /* 1 ... 2^31 - 1 */
-    int64_t capacity;  /* most tokens of a sequence, 1 ... 2^31 - 1 */
-    int64_t dim;       /* D */
-    int64_t window;    /* as in the layer's params */
-    int64_t ratio;     /* r, CSA and HCA; 0: 4, 128 */
-    int64_t index_dim; /* C_I, CSA */
-    int64_t ring;      /* tokens of a sequence that can be taken back, 0 to 8 */
+    quern_dtype dtype;            /* of rows: f32, f16, bf16; x may have another */
+    int64_t sequences;            /* 1 ... 2^31 - 1 */
+    int64_t capacity;             /* most tokens of a sequence, 1 ... 2^31 - 1 */
+    int64_t dim;                  /* D */
+    int64_t window;               /* as in the layer's params */
+    int64_t ratio;                /* r, CSA and HCA; 0: 4, 128 */
+    int64_t index_dim;            /* C_I, CSA */
+    int64_t ring;                 /* tokens of a sequence that can be taken back, 0 to 8 */
+    quern_dsv4_format format;     /* of raw rows and entries: rows in dtype, or row584 (D 512, R 64) */
+    quern_dsv4_format key_format; /* CSA, of the indexer's keys: rows in dtype, fp8 (either scale) or fp4 */
+    int64_t page;                 /* 0: contiguous; CSA and HCA: slots of a page, up to 65536 */
+    int64_t pages;                /* with page: of the pool, 1 ... 2^31 - 1 */
 } quern_dsv4_layer_cache_params;
 #define QUERN_DSV4_LAYER_CACHE_PARAMS_INIT QUERN_SIZED(quern_dsv4_layer_cache_params)
 
@@ -148,23 +156,40 @@ QUERN_API quern_status quern_dsv4_layer_cache_length(const quern_dsv4_layer_cach
 /* Takes back the last n tokens of a sequence; more than can be is an error. */
 QUERN_API quern_status quern_dsv4_layer_cache_rollback(quern_dsv4_layer_cache *cache, int64_t sequence,
                                                        int64_t n);
-/* Empties a sequence. */
+/* Empties a sequence. Other sequences may then take its pages. */
 QUERN_API quern_status quern_dsv4_layer_cache_reset(quern_dsv4_layer_cache *cache, int64_t sequence);
-/* Makes sequence `to` an independent copy of sequence `from`. */
+/* Gives a sequence more pages, numbers of the pool: the first holds its first entries. Refused are pages that
+ * are outside the pool, that a sequence has, or that stand twice; more than its capacity needs. */
+QUERN_API quern_status quern_dsv4_layer_cache_add_pages(quern_dsv4_layer_cache *cache, int64_t sequence,
+                                                        const int32_t *pages, int64_t count);
+/* How many pages a sequence has, and how many it needs for `tokens` tokens. Either may be NULL. */
+QUERN_API quern_status quern_dsv4_layer_cache_pages(const quern_dsv4_layer_cache *cache, int64_t sequence,
+                                                    int64_t tokens, int64_t *held, int64_t *needed);
+/* Makes sequence `to` an independent copy of sequence `from`, in pages that `to` has. */
 QUERN_API quern_status quern_dsv4_layer_cache_fork(quern_dsv4_layer_cache *cache, int64_t from, int64_t to);
 
-/* What a cache holds of a sequence, to move it to another cache, to a file or a machine: rows in the cache's
- * dtype, contiguous or not, and states (see quern_dsv4_state_save()). */
+/* Writes a sequence into `to` and sets *bytes to its length; with `to` NULL only sets *bytes. The bytes have
+ * the machine's byte order and hold a version and a checksum. */
+QUERN_API quern_status quern_dsv4_layer_cache_save(const quern_dsv4_layer_cache *cache, int64_t sequence,
+                                                   void *to, size_t *bytes);
+/* Gives a sequence, whatever it held, the saved tokens. Refused (QUERN_ERR_FORMAT) are bytes that are damaged
+ * or cut off, of a cache of other parameters (sequences, capacity, page and pages may differ), or with more
+ * tokens than the capacity. */
+QUERN_API quern_status quern_dsv4_layer_cache_restore(quern_dsv4_layer_cache *cache, int64_t sequence,
+                                                      const void *from, size_t from_bytes);
+
+/* What a cache holds of a sequence, to move it to another cache: rows as the cache stores them, contiguous or
+ * not, and states. */
 typedef struct quern_dsv4_layer_rows {
     size_t size;
     int64_t tokens;
-    quern_tensor raw;                     /* [n, D]: the rows of the last n tokens */
-    quern_tensor entries, keys;           /* [floor(tokens / r), D], [floor(tokens / r), C_I] */
+    quern_tensor raw;           /* [n, D], or u8 [n, 584]: the rows of the last n tokens */
+    quern_tensor entries, keys; /* [floor(tokens / r), D or 584], [floor(tokens / r), C_I or bytes] */
     const quern_dsv4_state *main, *index; /* at position `tokens`; NULL where the kind has none */
 } quern_dsv4_layer_rows;
 #define QUERN_DSV4_LAYER_ROWS_INIT QUERN_SIZED(quern_dsv4_layer_rows)
 
-/* Sets *rows to views of the cache's memory, which hold until the sequence changes. */
+/* Sets *rows to views of the memory of a cache without pages, which hold until the sequence changes. */
 QUERN_API quern_status quern_dsv4_layer_cache_get(const quern_dsv4_layer_cache *cache, int64_t sequence,
                                                   quern_dsv4_layer_rows *rows);
 /* Makes a sequence of rows and states that are copied. Refused are states of other dims or another position,
@@ -175,9 +200,12 @@ QUERN_API quern_status quern_dsv4_layer_cache_set(quern_dsv4_layer_cache *cache,
 /*
  * The layer's outputs of counts[b] >= 0 new tokens of each of `batch` sequences, which stand in x one
  * sequence after the other; the cache takes them in. However a sequence is cut into calls, states, keys,
- * entries and choices have the bits of quern_dsv4_layer() at the same CPU level, and outputs are equal within
- * rounding. Refused as in dsv4.h, and: an id outside the cache or twice in a call; more tokens than the
- * capacity; a cache of another kind, window or dtype. CPU alone.
+ * entries and choices have the same bits, and outputs are equal within rounding. Where the cache has rows in
+ * x's dtype, the bits are those of quern_dsv4_layer() at the same CPU level. Rows are made in f32 and rounded
+ * once, to what the cache stores, which is what queries read; kv_rows, compressed and idx_k are the rows
+ * before that. Refused as in dsv4.h, and: an id outside the cache or twice in a call; more tokens than the
+ * capacity, or more entries than the pages hold; a cache of another kind, window or dims; with a format of
+ * bytes, a NaN or Inf in a new row. CPU alone.
  */
 QUERN_API quern_status quern_dsv4_layer_decode_workspace(
     quern_context *ctx, const quern_dsv4_layer_params *params, const quern_dsv4_layer_cache *cache,

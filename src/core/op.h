@@ -237,6 +237,8 @@ quern_tensor op_view(const op_call *call, int32_t tensor, bool batch);
 quern_tensor op_status_view(const op_call *call);
 /* The symbolic pointer of an address that is known already: memory of a cache. */
 void *op_address(const void *p);
+/* The address that a symbolic pointer stands for. */
+void *op_placed(const void *p, const op_frame *frame);
 /* An arena over the symbolic workspace. */
 arena op_workspace(void);
 /* Adds what was taken to the call. */

@@ -22,7 +22,7 @@ static void *symbolic(int32_t region, uint64_t offset)
                                offset); // NOLINT(performance-no-int-to-ptr)
 }
 
-static void *placed(const void *p, const op_frame *frame)
+void *op_placed(const void *p, const op_frame *frame)
 {
     const uint64_t at = (uint64_t)(uintptr_t)p;
     return (void *)(frame->base[at >> REGION_SHIFT] +
@@ -85,7 +85,7 @@ op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *d
 }
 
 #define PLACE(field)                                                                                         \
-    if (args->field.ndim > 0) args->field.data = placed(args->field.data, frame);
+    if (args->field.ndim > 0) args->field.data = op_placed(args->field.data, frame);
 #define PLACE_ALL(name, NAME)                                                                                \
     static void place_##name(name##_args *args, const op_frame *frame)                                       \
     {                                                                                                        \
@@ -137,6 +137,6 @@ quern_status op_list(const op_call *call, op_steps *steps)
         name##_args now = *args;                                                                             \
         place_##name(&now, frame);                                                                           \
         return call->backend->stage.run(&frame->exec, &now,                                                  \
-                                        scratch != NULL ? placed(scratch, frame) : NULL);                    \
+                                        scratch != NULL ? op_placed(scratch, frame) : NULL);                 \
     }
 BACKEND_STAGES(STAGE)

@@ -78,9 +78,9 @@ typedef struct dsv4_compress_call {
     op_call head;
     quern_dsv4_compress_params params;
     pool_args pool;
-    bool both;        /* with index_b_a: */
-    pool_args index;  /* the indexer's compressor */
-    bool index_first; /* it may refuse an entry, before the main one has written anything */
+    bool both;                          /* with index_b_a: */
+    pool_args index;                    /* the indexer's compressor */
+    bool index_first;                   /* it may refuse an entry, before the main one has written anything */
     permute_args late_out, late_pooled; /* both may: the indexer's outputs wait in the workspace */
     convert_args d_x;                   /* from the sum of both gradients in f32 */
     const void *scratch;

@@ -22,6 +22,8 @@ quern_status dsv4_resolve(quern_dsv4_compress_params *p);
 quern_status dsv4_check_width(const quern_dsv4_compress_params *p, int64_t width, int64_t rope_dim);
 /* Bytes of a stored entry; 0 for QUERN_DSV4_ROWS. */
 int64_t dsv4_row_bytes(quern_dsv4_format format, int64_t width);
+/* Bytes of these before the scales. */
+int64_t dsv4_row_data_bytes(quern_dsv4_format format, int64_t width);
 /* The stages' format for a public one. */
 entry_format dsv4_entry_format(quern_dsv4_format format);
 /* The stages' description of norm, rotation and format; norm_weight and cos_sin may be NULL. */
@@ -29,5 +31,10 @@ entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *n
                       const quern_tensor *cos_sin);
 
 quern_status dsv4_state_check(const quern_dsv4_state *state, const char *name);
+/* Whether saved bytes are a state that began at position 0 and stands at `position`. */
+quern_status dsv4_state_check_saved(const quern_dsv4_compress_params *params, int64_t width, int64_t ring,
+                                    const void *from, size_t from_bytes, int64_t position);
+/* FNV-1a over saved bytes, with zeros in place of the checksum, which stands at byte `at`. */
+uint64_t dsv4_checksum(const unsigned char *bytes, size_t count, size_t at);
 
 #endif

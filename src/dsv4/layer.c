@@ -18,14 +18,14 @@ static void choose(layer_pass *p, const layer_parts *parts, int64_t batch, quern
 {
     const int64_t *s = p->symbol, rows = parts->x.shape[0];
     const quern_tensor keys = layer_room(p, parts->x.dtype, batch * s[LS_S], s[LS_CI]),
-                       q = layer_room(p, parts->x.dtype, rows, s[LS_HICI]),
-                       by_batch = layer_batches(&keys, batch);
+                       q = layer_room(p, parts->x.dtype, rows, s[LS_HICI]);
+    const layer_keys by_batch = {.format = ENTRY_ROWS, .rows = layer_batches(&keys, batch)};
     *idx = layer_room(p, QUERN_I32, rows, s[LS_K]);
     *count = layer_room(p, QUERN_I32, rows, 1);
     const pool_args pool = layer_pool(p, &parts->index, &keys, DL_INDEXER, batch);
     layer_pool_forward(p, &pool);
     layer_make_index_q(p, &parts->index_q_in, &q, batch, 0);
-    layer_choose(p, &q, &by_batch, &parts->heads, 0, idx, count, &p->call->view[DL_IDX_SCORE]);
+    layer_choose(p, &q, &by_batch, &parts->heads, batch, 0, idx, count, &p->call->view[DL_IDX_SCORE]);
     const quern_tensor q_by_head = layer_heads(&q, batch, s[LS_HI]);
     layer_give(p, DL_IDX_K, &keys);
     layer_give(p, DL_IDX_Q, &q_by_head);

@@ -96,16 +96,35 @@ enum { LL_TOKENS = OP_LEAD, LL_BATCH = OP_LEAD + 1 }; /* B T, or T; B, or nothin
 typedef struct layer_sequence {
     int64_t tokens, held; /* how many of the last ones can be taken back */
     int64_t raw;          /* raw rows that are there, the last of the tokens */
+    int64_t pages;        /* that its entries may take */
     quern_dsv4_state *main, *index;
 } layer_sequence;
+
+/* Rows of a sequence. Entries and keys may stand in pages. */
+typedef enum layer_area { LAYER_RAW, LAYER_ENTRIES, LAYER_KEYS, LAYER_AREAS } layer_area;
+
+/* How the rows of an area are stored. */
+typedef struct layer_plane {
+    quern_dsv4_format format;
+    quern_dtype dtype; /* u8 where the format is bytes */
+    int64_t width;     /* channels */
+    int64_t columns;   /* elements of a row */
+    size_t row, data;  /* bytes of a row, and of its part before the scales */
+    bool paged;
+    char *base; /* contiguous: sequence after sequence, `sequence` bytes each; or the pool */
+    size_t sequence;
+} layer_plane;
 
 struct quern_dsv4_layer_cache {
     uint64_t magic;
     quern_dsv4_layer_cache_params params; /* resolved */
     int64_t kept, entries;                /* most raw rows and entries of a sequence */
-    char *states, *rows;                  /* memory of all sequences */
+    int64_t columns;                      /* most pages of a sequence */
+    layer_plane plane[LAYER_AREAS];       /* of width 0: there are no such rows */
+    char *states;                         /* memory of all sequences */
     size_t state_bytes[2];                /* of the compressor's and the indexer's state */
-    size_t sequence_bytes;                /* of a sequence's raw rows, entries and keys */
+    int32_t *table;                       /* [sequences, columns]: the pages of a sequence's entries */
+    int32_t *owner;                       /* [pages]: the sequence that has a page, or -1 */
     layer_sequence sequence[];
 };
 
@@ -161,7 +180,8 @@ typedef struct layer_pass {
     F(attend_mqa_forward, attend_mqa)                                                                        \
     F(attend_mqa_backward, attend_mqa)                                                                       \
     F(permute, permute)                                                                                      \
-    F(convert, convert)
+    F(convert, convert)                                                                                      \
+    F(store_rows, store_rows)
 /* Sizes or runs a stage, unless one before has failed. */
 // NOLINTBEGIN(bugprone-macro-parentheses): a function's name cannot stand in parentheses here
 #define LAYER_STAGE(stage, name) void layer_##stage(layer_pass *p, const name##_args *args);
@@ -216,9 +236,15 @@ entry_args layer_entry(const layer_pass *p, dsv4_layer_tensor first);
 /* Entries of whole sequences. */
 pool_args layer_pool(const layer_pass *p, const quern_tensor *proj, const quern_tensor *out,
                      dsv4_layer_tensor first, int64_t batch);
-/* The indexer on queries at `position` and keys [batch, S, C_I]; scores may be absent. */
-void layer_choose(layer_pass *p, const quern_tensor *q, const quern_tensor *keys, const quern_tensor *heads,
-                  int64_t position, const quern_tensor *idx, const quern_tensor *count,
+/* The keys of the indexer: [batch, S, C_I] or bytes; or a pool with i32 table [batch, columns]. */
+typedef struct layer_keys {
+    entry_format format;
+    int64_t page;
+    quern_tensor rows, table;
+} layer_keys;
+/* The indexer on queries at `position`; scores may be absent. */
+void layer_choose(layer_pass *p, const quern_tensor *q, const layer_keys *keys, const quern_tensor *heads,
+                  int64_t batch, int64_t position, const quern_tensor *idx, const quern_tensor *count,
                   const quern_tensor *scores);
 /* The core's arguments; kv [batch, N, D], entries [batch, S, D], idx, count and sinks may be absent. */
 attend_mqa_args layer_core(const layer_pass *p, const quern_tensor *sinks, const quern_tensor *q,
@@ -253,16 +279,37 @@ void layer_decode(layer_pass *p);   /* layer_decode.c */
 quern_status dsv4_layer_plan(op_call *call);
 quern_status dsv4_layer_run(const op_call *call, const op_frame *frame);
 
+/* ---- caches ---- */
+
 /* In layer_cache.c. Checks a decoding call's ids and counts; sets the sums of tokens and of the entries that
  * become whole, and the entries and tokens of the longest sequence. */
 quern_status layer_check_batch(const layer_batch *d, int64_t *tokens, int64_t *entries, int64_t *most,
                                int64_t *last);
 /* Whether a pointer is a cache. */
 quern_status layer_check_cache(const quern_dsv4_layer_cache *cache);
+/* The same, and that it has such a sequence. */
+quern_status layer_check_sequence(const quern_dsv4_layer_cache *cache, const char *name, int64_t sequence);
+quern_status layer_in_range(const char *name, int64_t value, int64_t least, int64_t most);
+/* That a sequence has pages for so many entries. */
+quern_status layer_check_pages(const quern_dsv4_layer_cache *cache, int64_t sequence, int64_t entries);
 /* Entries before a position. */
 int64_t layer_entries_at(const quern_dsv4_layer_cache *cache, int64_t position);
-/* Rows of a sequence: raw, entries, keys. */
-typedef enum layer_area { LAYER_RAW, LAYER_ENTRIES, LAYER_KEYS } layer_area;
-char *layer_area_of(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area);
+/* Memory of the compressor's (0) or the indexer's (1) state. */
+char *layer_state_memory(const quern_dsv4_layer_cache *cache, int64_t sequence, int which);
+/* The parameters of the states. */
+quern_dsv4_compress_params layer_state_params(const quern_dsv4_layer_cache_params *p);
+
+/* In layer_rows.c: where a row's data and scales stand. */
+typedef struct layer_place {
+    char *data, *scales;
+} layer_place;
+layer_place layer_row_at(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t row);
+/* Copies rows between an area and contiguous rows. */
+void layer_read_rows(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t count,
+                     char *to);
+void layer_write_rows(quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area, int64_t count,
+                      const char *from, int64_t step);
+/* Rows that a sequence has in an area. */
+int64_t layer_rows_of(const quern_dsv4_layer_cache *cache, const layer_sequence *s, layer_area area);
 
 #endif

@@ -3,10 +3,11 @@
 /*
  * layer_cache.c - what a layer keeps of its sequences, in the caller's memory.
  *
- * `memory` holds the header, a record a sequence, then the compressors' states. `rows` holds for each
- * sequence its last window - 1 + ring raw rows, which rollbacks of `ring` tokens leave enough of, then its
- * entries, then the indexer's keys. Raw rows are moved to the front by every call: these are 128 rows, and a
- * contiguous window needs no pages.
+ * `memory` holds the header, a record a sequence, the compressors' states, then the page tables. `rows` holds
+ * for each sequence its last window - 1 + ring raw rows, which rollbacks of `ring` tokens leave enough of,
+ * then its entries, then the indexer's keys; with pages the raw rows of all sequences, a pool for entries and
+ * one for keys, page i of both being the same sequence's. Raw rows are moved to the front by every call: these
+ * are 128 rows, and a contiguous window needs no pages.
  */
 #include "core/arena.h"
 #include "core/error.h"
@@ -16,16 +17,17 @@
 
 #include <string.h>
 
-enum { DIM_MOST = 512 };
+enum { DIM_MOST = 512, PAGE_MOST = 65536, FP4_BLOCK = 32 };
 static const uint64_t cache_magic = 0x3472657961c4a510;
 
 typedef struct cache_layout {
     quern_dsv4_layer_cache header;
     size_t memory, rows; /* bytes that the caller hands over */
-    size_t states_at;
+    size_t states_at, table_at, owner_at;
+    size_t area_at[LAYER_AREAS];
 } cache_layout;
 
-static quern_status in_range(const char *name, int64_t value, int64_t least, int64_t most)
+quern_status layer_in_range(const char *name, int64_t value, int64_t least, int64_t most)
 {
     if (value >= least && value <= most) return QUERN_OK;
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %lld: %lld to %lld are accepted", name,
@@ -48,20 +50,32 @@ static quern_status check_params(quern_dsv4_layer_cache_params *p)
                   {"window", p->window, 1, INT32_MAX},
                   {"ratio", p->ratio, 1, DSV4_RATIO_MOST},
                   {"index_dim", p->index_dim, csa ? 8 : 0, DSV4_INDEX_WIDTH_MOST},
-                  {"ring", p->ring, 0, DSV4_RING_MOST}};
+                  {"ring", p->ring, 0, DSV4_RING_MOST},
+                  {"format", p->format, 0, QUERN_DSV4_ROW584},
+                  {"key_format", p->key_format, 0, csa ? QUERN_DSV4_FP4 : 0},
+                  {"page", p->page, 0, swa ? 0 : PAGE_MOST},
+                  {"pages", p->pages, p->page > 0, p->page > 0 ? INT32_MAX : 0}};
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         const quern_status status =
-            in_range(ranges[i].name, ranges[i].value, ranges[i].least, ranges[i].most);
+            layer_in_range(ranges[i].name, ranges[i].value, ranges[i].least, ranges[i].most);
         if (status != QUERN_OK) return status;
     }
     if ((unsigned)p->dtype > QUERN_BF16 || (VIEW_ACTIVATION & 1u << p->dtype) == 0)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "dtype is %s: f32, f16 and bf16 are accepted",
                          quern_dtype_name(p->dtype));
+    if (p->format != QUERN_DSV4_ROWS && (p->format != QUERN_DSV4_ROW584 || p->dim != DIM_MOST))
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "format is %d with dim %lld: 0 (rows), or %d (row584) with dim %d, is accepted",
+                         (int)p->format, (long long)p->dim, QUERN_DSV4_ROW584, DIM_MOST);
+    if (p->key_format == QUERN_DSV4_FP4 && p->index_dim % FP4_BLOCK != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "index_dim is %lld: key_format fp4 takes multiples of %d", (long long)p->index_dim,
+                         FP4_BLOCK);
     if (swa) p->ratio = 0;
     return QUERN_OK;
 }
 
-static quern_dsv4_compress_params state_params(const quern_dsv4_layer_cache_params *p)
+quern_dsv4_compress_params layer_state_params(const quern_dsv4_layer_cache_params *p)
 {
     quern_dsv4_compress_params c = QUERN_DSV4_COMPRESS_PARAMS_INIT;
     c.kind = p->kind == QUERN_DSV4_LAYER_CSA ? QUERN_DSV4_CSA : QUERN_DSV4_HCA;
@@ -77,6 +91,61 @@ static bool add(size_t *bytes, int64_t count, size_t each)
            !__builtin_add_overflow(*bytes, product, bytes);
 }
 
+static layer_plane plane_of(quern_dsv4_format format, quern_dtype dtype, int64_t width)
+{
+    const bool bytes = format != QUERN_DSV4_ROWS;
+    layer_plane p = {.format = format, .dtype = bytes ? QUERN_U8 : dtype, .width = width};
+    p.columns = bytes ? dsv4_row_bytes(format, width) : width;
+    p.row = (size_t)p.columns * quern_dtype_size(p.dtype);
+    p.data = bytes ? (size_t)dsv4_row_data_bytes(format, width) : p.row;
+    return p;
+}
+
+/* Adds memory that begins at a multiple of 64 bytes; *at is its place. */
+static bool add_aligned(size_t *bytes, size_t *at, int64_t count, size_t each)
+{
+    if (!add(bytes, 1, ARENA_ALIGN - 1)) return false;
+    *bytes &= ~(size_t)(ARENA_ALIGN - 1);
+    *at = *bytes;
+    return add(bytes, count, each);
+}
+
+/* The areas of rows: those of a sequence next to each other, or with pages one after the other. */
+static bool lay_out_rows(cache_layout *l)
+{
+    const quern_dsv4_layer_cache_params *p = &l->header.params;
+    layer_plane *plane = l->header.plane;
+    const int64_t counts[LAYER_AREAS] = {l->header.kept, l->header.entries, l->header.entries};
+    plane[LAYER_RAW] = plane_of(p->format, p->dtype, p->dim);
+    if (p->ratio > 0) plane[LAYER_ENTRIES] = plane[LAYER_RAW];
+    if (p->index_dim > 0) plane[LAYER_KEYS] = plane_of(p->key_format, p->dtype, p->index_dim);
+    size_t sequence = 0, unused;
+    bool fits = true;
+    for (int i = 0; i < LAYER_AREAS; i++) {
+        plane[i].paged = p->page > 0 && i != LAYER_RAW;
+        if (!plane[i].paged) fits = fits && add_aligned(&sequence, &l->area_at[i], counts[i], plane[i].row);
+    }
+    fits = fits && add_aligned(&sequence, &unused, 0, 0) && add(&l->rows, p->sequences, sequence);
+    for (int i = 0; i < LAYER_AREAS; i++) {
+        plane[i].sequence = sequence;
+        if (plane[i].paged)
+            fits = fits && add_aligned(&l->rows, &l->area_at[i], p->pages, (size_t)p->page * plane[i].row);
+    }
+    return fits && add(&l->rows, 1, ARENA_ALIGN - 1);
+}
+
+static bool lay_out_memory(cache_layout *l)
+{
+    const quern_dsv4_layer_cache *h = &l->header;
+    const quern_dsv4_layer_cache_params *p = &h->params;
+    l->memory = sizeof *h;
+    return add(&l->memory, p->sequences, sizeof(layer_sequence)) &&
+           add_aligned(&l->memory, &l->states_at, p->sequences, h->state_bytes[0] + h->state_bytes[1]) &&
+           add_aligned(&l->memory, &l->table_at, p->sequences, (size_t)h->columns * sizeof(int32_t)) &&
+           add_aligned(&l->memory, &l->owner_at, p->pages, sizeof(int32_t)) &&
+           add(&l->memory, 1, ARENA_ALIGN - 1);
+}
+
 static quern_status lay_out(const quern_dsv4_layer_cache_params *given, cache_layout *l)
 {
     memset(l, 0, sizeof *l);
@@ -86,28 +155,19 @@ static quern_status lay_out(const quern_dsv4_layer_cache_params *given, cache_la
     if (status == QUERN_OK) status = check_params(&h->params);
     if (status != QUERN_OK) return status;
     const quern_dsv4_layer_cache_params *p = &h->params;
-    const quern_dsv4_compress_params c = state_params(p);
+    const quern_dsv4_compress_params c = layer_state_params(p);
     h->magic = cache_magic;
     h->kept = p->window - 1 + p->ring < p->capacity ? p->window - 1 + p->ring : p->capacity;
     h->entries = p->ratio > 0 ? p->capacity / p->ratio : 0;
+    h->columns = p->page > 0 ? (h->entries + p->page - 1) / p->page : 0;
     if (p->ratio > 0) status = quern_dsv4_state_size(&c, p->dim, p->ring, &h->state_bytes[0]);
     if (status == QUERN_OK && p->index_dim > 0)
         status = quern_dsv4_state_size(&c, p->index_dim, p->ring, &h->state_bytes[1]);
     if (status != QUERN_OK) return status;
-    const size_t element = quern_dtype_size(p->dtype);
-    bool fits = add(&h->sequence_bytes, (h->kept + h->entries) * p->dim, element) &&
-                add(&h->sequence_bytes, h->entries * p->index_dim, element) &&
-                add(&l->rows, p->sequences, h->sequence_bytes);
-    l->memory = sizeof *h;
-    fits = fits && add(&l->memory, p->sequences, sizeof(layer_sequence));
-    l->states_at = l->memory;
-    fits = fits && add(&l->memory, p->sequences, h->state_bytes[0] + h->state_bytes[1]) &&
-           add(&l->memory, 1, ARENA_ALIGN - 1) && add(&l->rows, 1, ARENA_ALIGN - 1) &&
-           l->memory <= PTRDIFF_MAX && l->rows <= PTRDIFF_MAX;
-    if (!fits)
+    if (!lay_out_rows(l) || !lay_out_memory(l) || l->memory > PTRDIFF_MAX || l->rows > PTRDIFF_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%lld sequences of %lld tokens: caches below 2^63 bytes are accepted",
-                         (long long)p->sequences, (long long)p->capacity);
+                         "%lld sequences of %lld tokens, %lld pages: caches below 2^63 bytes are accepted",
+                         (long long)p->sequences, (long long)p->capacity, (long long)p->pages);
     return QUERN_OK;
 }
 
@@ -135,7 +195,7 @@ static quern_status check_memory(const char *name, const void *memory, size_t gi
     return QUERN_OK;
 }
 
-static char *state_memory(const quern_dsv4_layer_cache *c, int64_t sequence, int which)
+char *layer_state_memory(const quern_dsv4_layer_cache *c, int64_t sequence, int which)
 {
     return c->states + (size_t)sequence * (c->state_bytes[0] + c->state_bytes[1]) +
            (which == 1 ? c->state_bytes[0] : 0);
@@ -143,15 +203,16 @@ static char *state_memory(const quern_dsv4_layer_cache *c, int64_t sequence, int
 
 static quern_status empty(quern_dsv4_layer_cache *c, int64_t sequence)
 {
-    const quern_dsv4_compress_params p = state_params(&c->params);
+    const quern_dsv4_compress_params p = layer_state_params(&c->params);
     const int64_t widths[] = {c->params.dim, c->params.index_dim};
     layer_sequence *s = &c->sequence[sequence];
-    *s = (layer_sequence){.tokens = 0};
+    s->tokens = s->held = s->raw = 0;
     quern_status status = QUERN_OK;
     for (int i = 0; i < 2 && status == QUERN_OK; i++)
         if (c->state_bytes[i] > 0)
-            status = quern_dsv4_state_create(&p, widths[i], c->params.ring, state_memory(c, sequence, i),
-                                             c->state_bytes[i], i == 0 ? &s->main : &s->index);
+            status =
+                quern_dsv4_state_create(&p, widths[i], c->params.ring, layer_state_memory(c, sequence, i),
+                                        c->state_bytes[i], i == 0 ? &s->main : &s->index);
     return status;
 }
 
@@ -170,8 +231,14 @@ quern_status quern_dsv4_layer_cache_create(const quern_dsv4_layer_cache_params *
     quern_dsv4_layer_cache *c = (quern_dsv4_layer_cache *)(void *)base;
     *c = l.header;
     c->states = base + l.states_at;
-    c->rows = arena_on(rows).base;
-    for (int64_t i = 0; i < c->params.sequences && status == QUERN_OK; i++) status = empty(c, i);
+    c->table = (int32_t *)(void *)(base + l.table_at);
+    c->owner = (int32_t *)(void *)(base + l.owner_at);
+    for (int64_t i = 0; i < c->params.pages; i++) c->owner[i] = -1;
+    for (int i = 0; i < LAYER_AREAS; i++) c->plane[i].base = arena_on(rows).base + l.area_at[i];
+    for (int64_t i = 0; i < c->params.sequences && status == QUERN_OK; i++) {
+        c->sequence[i] = (layer_sequence){.tokens = 0};
+        status = empty(c, i);
+    }
     if (status == QUERN_OK) *cache = c;
     return status;
 }
@@ -185,16 +252,16 @@ quern_status layer_check_cache(const quern_dsv4_layer_cache *cache)
     return QUERN_OK;
 }
 
-static quern_status check_sequence(const quern_dsv4_layer_cache *cache, const char *name, int64_t sequence)
+quern_status layer_check_sequence(const quern_dsv4_layer_cache *cache, const char *name, int64_t sequence)
 {
     const quern_status status = layer_check_cache(cache);
-    return status == QUERN_OK ? in_range(name, sequence, 0, cache->params.sequences - 1) : status;
+    return status == QUERN_OK ? layer_in_range(name, sequence, 0, cache->params.sequences - 1) : status;
 }
 
 quern_status quern_dsv4_layer_cache_length(const quern_dsv4_layer_cache *cache, int64_t sequence,
                                            int64_t *tokens, int64_t *held)
 {
-    const quern_status status = check_sequence(cache, "sequence", sequence);
+    const quern_status status = layer_check_sequence(cache, "sequence", sequence);
     if (status != QUERN_OK) return status;
     if (tokens != NULL) *tokens = cache->sequence[sequence].tokens;
     if (held != NULL) *held = cache->sequence[sequence].held;
@@ -203,8 +270,8 @@ quern_status quern_dsv4_layer_cache_length(const quern_dsv4_layer_cache *cache, 
 
 quern_status quern_dsv4_layer_cache_rollback(quern_dsv4_layer_cache *cache, int64_t sequence, int64_t n)
 {
-    quern_status status = check_sequence(cache, "sequence", sequence);
-    if (status == QUERN_OK) status = in_range("n", n, 0, cache->sequence[sequence].held);
+    quern_status status = layer_check_sequence(cache, "sequence", sequence);
+    if (status == QUERN_OK) status = layer_in_range("n", n, 0, cache->sequence[sequence].held);
     if (status != QUERN_OK) return status;
     layer_sequence *s = &cache->sequence[sequence];
     if (s->main != NULL) status = quern_dsv4_state_rollback(s->main, n);
@@ -218,155 +285,74 @@ quern_status quern_dsv4_layer_cache_rollback(quern_dsv4_layer_cache *cache, int6
 
 quern_status quern_dsv4_layer_cache_reset(quern_dsv4_layer_cache *cache, int64_t sequence)
 {
-    const quern_status status = check_sequence(cache, "sequence", sequence);
-    return status == QUERN_OK ? empty(cache, sequence) : status;
-}
-
-quern_status quern_dsv4_layer_cache_fork(quern_dsv4_layer_cache *cache, int64_t from, int64_t to)
-{
-    quern_status status = check_sequence(cache, "from", from);
-    if (status == QUERN_OK) status = check_sequence(cache, "to", to);
-    if (status != QUERN_OK || from == to) return status;
-    const layer_sequence *s = &cache->sequence[from];
-    layer_sequence copy = *s;
-    if (s->main != NULL)
-        status =
-            quern_dsv4_state_fork(s->main, state_memory(cache, to, 0), cache->state_bytes[0], &copy.main);
-    if (s->index != NULL && status == QUERN_OK)
-        status =
-            quern_dsv4_state_fork(s->index, state_memory(cache, to, 1), cache->state_bytes[1], &copy.index);
-    if (status != QUERN_OK) return status;
-    cache->sequence[to] = copy;
-    const size_t element = quern_dtype_size(cache->params.dtype),
-                 entries = (size_t)layer_entries_at(cache, s->tokens);
-    const size_t sizes[] = {(size_t)(s->raw * cache->params.dim) * element,
-                            entries * (size_t)cache->params.dim * element,
-                            entries * (size_t)cache->params.index_dim * element};
-    for (int i = 0; i < 3; i++)
-        memcpy(layer_area_of(cache, to, (layer_area)i), layer_area_of(cache, from, (layer_area)i), sizes[i]);
-    return QUERN_OK;
-}
-
-quern_status quern_dsv4_layer_cache_get(const quern_dsv4_layer_cache *cache, int64_t sequence,
-                                        quern_dsv4_layer_rows *rows)
-{
-    quern_dsv4_layer_rows known = QUERN_DSV4_LAYER_ROWS_INIT;
-    quern_status status = check_sequence(cache, "sequence", sequence);
-    if (status == QUERN_OK) status = op_struct(&known, rows, "rows", "QUERN_DSV4_LAYER_ROWS_INIT");
-    if (status != QUERN_OK) return status;
-    const quern_dsv4_layer_cache_params *p = &cache->params;
-    const layer_sequence *s = &cache->sequence[sequence];
-    const int64_t entries = layer_entries_at(cache, s->tokens), raw_shape[] = {s->raw, p->dim},
-                  entry_shape[] = {entries, p->dim}, key_shape[] = {entries, p->index_dim};
-    known.tokens = s->tokens;
-    known.raw = quern_tensor_contiguous(layer_area_of(cache, sequence, LAYER_RAW), p->dtype, 2, raw_shape);
-    known.entries =
-        quern_tensor_contiguous(layer_area_of(cache, sequence, LAYER_ENTRIES), p->dtype, 2, entry_shape);
-    known.keys = quern_tensor_contiguous(layer_area_of(cache, sequence, LAYER_KEYS), p->dtype, 2, key_shape);
-    known.main = s->main;
-    known.index = s->index;
-    op_struct_give(rows, &known);
-    return QUERN_OK;
-}
-
-/* A state that is handed in is of the dims of the cache's own, at position `tokens`. */
-static quern_status check_state(const char *name, const quern_dsv4_state *given, const quern_dsv4_state *own,
-                                int64_t tokens)
-{
-    if ((given != NULL) != (own != NULL))
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is %s: a cache of this kind %s", name,
-                         given != NULL ? "given" : "NULL", own != NULL ? "needs it" : "has none");
-    if (own == NULL) return QUERN_OK;
-    const quern_status status = dsv4_state_check(given, name);
-    if (status != QUERN_OK) return status;
-    const pool_state *g = (const pool_state *)given, *o = (const pool_state *)own;
-    if (g->ratio != o->ratio || g->overlap != o->overlap || g->width != o->width || g->ring != o->ring ||
-        g->position != tokens)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
-            "%s is of ratio %d, width %lld, ring %lld at position %lld: ratio %d, width %lld, ring "
-            "%lld at position %lld is accepted",
-            name, g->ratio, (long long)g->width, (long long)g->ring, (long long)g->position, o->ratio,
-            (long long)o->width, (long long)o->ring, (long long)tokens);
-    return QUERN_OK;
-}
-
-static quern_status check_rows(const quern_dsv4_layer_cache *cache, const quern_dsv4_layer_rows *r)
-{
-    const quern_dsv4_layer_cache_params *p = &cache->params;
-    const int64_t entries = layer_entries_at(cache, r->tokens),
-                  least = r->tokens < p->window - 1 ? r->tokens : p->window - 1;
-    const uint32_t dtype = 1u << p->dtype;
-    const bool keys = p->index_dim > 0;
-    const view_rule rules[] = {
-        {"raw", &r->raw, dtype, 2, {VIEW_ANY, p->dim}, false, false},
-        {"entries", p->ratio > 0 ? &r->entries : NULL, dtype, 2, {entries, p->dim}, p->ratio == 0, false},
-        {"keys", keys ? &r->keys : NULL, dtype, 2, {entries, p->index_dim}, !keys, false}};
-    const quern_status status = view_check_all(rules, 3, &r->raw, true);
-    if (status != QUERN_OK) return status;
-    if (r->raw.device != QUERN_CPU)
-        return error_set(QUERN_ERR_UNSUPPORTED, "raw is on device %d: the cpu keeps layers' caches",
-                         (int)r->raw.device);
-    return in_range("raw.shape[0]", r->raw.shape[0], least, r->tokens);
-}
-
-static void copy_rows(char *to, const quern_tensor *from, int64_t first, int64_t count)
-{
-    const size_t element = quern_dtype_size(from->dtype), bytes = (size_t)from->shape[1] * element;
-    for (int64_t i = 0; i < count; i++)
-        memmove(to + (size_t)i * bytes,
-                (const char *)from->data + (first + i) * from->strides[0] * (int64_t)element, bytes);
-}
-
-quern_status quern_dsv4_layer_cache_set(quern_dsv4_layer_cache *cache, int64_t sequence,
-                                        const quern_dsv4_layer_rows *rows)
-{
-    quern_dsv4_layer_rows r = QUERN_DSV4_LAYER_ROWS_INIT;
-    quern_status status = check_sequence(cache, "sequence", sequence);
-    if (status == QUERN_OK) status = op_struct(&r, rows, "rows", "QUERN_DSV4_LAYER_ROWS_INIT");
-    if (status == QUERN_OK) status = in_range("tokens", r.tokens, 0, cache->params.capacity);
+    const quern_status status = layer_check_sequence(cache, "sequence", sequence);
     if (status != QUERN_OK) return status;
     layer_sequence *s = &cache->sequence[sequence];
-    if ((status = check_rows(cache, &r)) != QUERN_OK ||
-        (status = check_state("main", r.main, s->main, r.tokens)) != QUERN_OK ||
-        (status = check_state("index", r.index, s->index, r.tokens)) != QUERN_OK)
-        return status;
-    const int64_t window = cache->params.window - 1, n = r.raw.shape[0],
-                  entries = layer_entries_at(cache, r.tokens);
-    const quern_dsv4_state *states[] = {r.main, r.index};
-    int64_t held = cache->params.ring;
-    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
-        if (states[i] == NULL) continue;
-        const int64_t ring = ((const pool_state *)states[i])->held;
-        if (ring < held) held = ring;
-        status = quern_dsv4_state_fork(states[i], state_memory(cache, sequence, i), cache->state_bytes[i],
-                                       i == 0 ? &s->main : &s->index);
-    }
+    for (int64_t i = 0; i < s->pages; i++) cache->owner[cache->table[sequence * cache->columns + i]] = -1;
+    s->pages = 0;
+    return empty(cache, sequence);
+}
+
+quern_status quern_dsv4_layer_cache_pages(const quern_dsv4_layer_cache *cache, int64_t sequence,
+                                          int64_t tokens, int64_t *held, int64_t *needed)
+{
+    quern_status status = layer_check_sequence(cache, "sequence", sequence);
+    if (status == QUERN_OK) status = layer_in_range("tokens", tokens, 0, cache->params.capacity);
     if (status != QUERN_OK) return status;
-    s->tokens = r.tokens;
-    s->raw = n < cache->kept ? n : cache->kept;
-    const int64_t spare = s->raw == s->tokens ? s->tokens : s->raw - window;
-    s->held = spare < held ? spare : held;
-    copy_rows(layer_area_of(cache, sequence, LAYER_RAW), &r.raw, n - s->raw, s->raw);
-    if (cache->params.ratio > 0)
-        copy_rows(layer_area_of(cache, sequence, LAYER_ENTRIES), &r.entries, 0, entries);
-    if (cache->params.index_dim > 0)
-        copy_rows(layer_area_of(cache, sequence, LAYER_KEYS), &r.keys, 0, entries);
+    const int64_t page = cache->params.page;
+    if (held != NULL) *held = cache->sequence[sequence].pages;
+    if (needed != NULL) *needed = page > 0 ? (layer_entries_at(cache, tokens) + page - 1) / page : 0;
     return QUERN_OK;
+}
+
+/* Checks pages[i], given that those before it have been marked as the sequence's. */
+static quern_status check_page(const quern_dsv4_layer_cache *cache, const int32_t *pages, int64_t i)
+{
+    if (pages[i] < 0 || pages[i] >= cache->params.pages)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "pages[%lld] is %d: 0 to %lld are accepted",
+                         (long long)i, pages[i], (long long)cache->params.pages - 1);
+    if (cache->owner[pages[i]] >= 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "pages[%lld] is %d, which sequence %d writes: pages of no sequence are accepted",
+                         (long long)i, pages[i], cache->owner[pages[i]]);
+    return QUERN_OK;
+}
+
+quern_status quern_dsv4_layer_cache_add_pages(quern_dsv4_layer_cache *cache, int64_t sequence,
+                                              const int32_t *pages, int64_t count)
+{
+    quern_status status = layer_check_sequence(cache, "sequence", sequence);
+    if (status != QUERN_OK) return status;
+    layer_sequence *s = &cache->sequence[sequence];
+    status = layer_in_range("count", count, 0, cache->columns - s->pages);
+    if (status != QUERN_OK || count == 0) return status;
+    if (pages == NULL) return error_set(QUERN_ERR_INVALID_ARGUMENT, "pages is NULL: an array is needed");
+    int64_t taken = 0;
+    while (taken < count && (status = check_page(cache, pages, taken)) == QUERN_OK)
+        cache->owner[pages[taken++]] = (int32_t)sequence;
+    if (status != QUERN_OK) {
+        for (int64_t i = 0; i < taken; i++) cache->owner[pages[i]] = -1;
+        return status;
+    }
+    memcpy(cache->table + sequence * cache->columns + s->pages, pages, (size_t)count * sizeof *pages);
+    s->pages += count;
+    return QUERN_OK;
+}
+
+quern_status layer_check_pages(const quern_dsv4_layer_cache *cache, int64_t sequence, int64_t entries)
+{
+    const int64_t page = cache->params.page, pages = cache->sequence[sequence].pages;
+    if (page == 0 || entries <= pages * page) return QUERN_OK;
+    return error_set(
+        QUERN_ERR_INVALID_ARGUMENT,
+        "sequence %lld comes to %lld entries and has %lld pages of %lld: pages for all its entries "
+        "are accepted",
+        (long long)sequence, (long long)entries, (long long)pages, (long long)page);
 }
 
 int64_t layer_entries_at(const quern_dsv4_layer_cache *cache, int64_t position)
 {
     return cache->params.ratio > 0 ? position / cache->params.ratio : 0;
-}
-
-char *layer_area_of(const quern_dsv4_layer_cache *cache, int64_t sequence, layer_area area)
-{
-    const int64_t before = area == LAYER_RAW       ? 0
-                           : area == LAYER_ENTRIES ? cache->kept
-                                                   : cache->kept + cache->entries;
-    return cache->rows + (size_t)sequence * cache->sequence_bytes +
-           (size_t)(before * cache->params.dim) * quern_dtype_size(cache->params.dtype);
 }
 
 quern_status layer_check_batch(const layer_batch *d, int64_t *tokens, int64_t *entries, int64_t *most,
@@ -400,6 +386,8 @@ quern_status layer_check_batch(const layer_batch *d, int64_t *tokens, int64_t *e
                              (long long)b, (long long)count, (long long)id, (long long)had,
                              (long long)cache->params.capacity);
         const int64_t whole = layer_entries_at(cache, had + count);
+        const quern_status status = layer_check_pages(cache, id, whole);
+        if (status != QUERN_OK) return status;
         *tokens += count;
         *entries += whole - layer_entries_at(cache, had);
         if (whole > *most) *most = whole;

@@ -6,23 +6,88 @@
  * Projections are products over the tokens of all sequences, so that weights are read once. Between them each
  * sequence goes alone, from its own position on:
  *
- *   norm_rope    queries; raw rows, behind those of the cache
- *   pool_append  into the compressors' states; new entries and keys go straight to the cache
+ *   norm_rope, store_rows    raw rows, behind a copy of those of the cache
+ *   pool_append, store_rows  entries and keys, which go to the cache behind those that it has
  *   indexer, attend_mqa
+ *
+ * Formats of bytes may refuse a row. All sequences are therefore taken in first, by copies of their states, and
+ * what the cache knows of them changes last: rows behind a sequence's entries mean nothing until then.
  */
 #include "core/error.h"
 #include "core/view.h"
+#include "dsv4/dsv4.h"
 #include "dsv4/layer.h"
 
-/* Rows of a sequence's area as [1, rows, columns]. */
+#include <string.h>
+
+/* Where a call stands in its batch, and the sequence that it comes to. */
+typedef struct turn {
+    int64_t b, id, row, count;    /* rows of the call's tokens */
+    int64_t position, raw;        /* tokens and raw rows that the cache has */
+    int64_t raw_row;              /* where its raw rows stand among those of all */
+    int64_t entries, made, entry; /* whole before, made now, the first of them in the call's results */
+} turn;
+
+/* What the call makes, of all sequences. */
+typedef struct taken {
+    quern_tensor kv, entries, keys; /* f32 [rows, D], [n, D], [n, C_I]: new rows */
+    quern_tensor raw;               /* as the cache stores them, old rows before new ones of each sequence */
+    char *states;                   /* copies of a sequence's states; NULL: no row can be refused */
+} taken;
+
+static const quern_dsv4_layer_cache *cache_of(const layer_pass *p)
+{
+    return layer_batch_of(&p->call->head)->cache;
+}
+
+/* Sets the turn to the next sequence that has tokens; from {.b = -1}. False: there is none. */
+static bool next_turn(const layer_pass *p, turn *t)
+{
+    const layer_batch *d = layer_batch_of(&p->call->head);
+    if (t->b >= 0) {
+        t->row += t->count;
+        t->raw_row += t->raw + t->count;
+        t->entry += t->made;
+    }
+    do {
+        if (++t->b >= d->batch) return false;
+    } while (d->counts[t->b] == 0);
+    const layer_sequence *s = &d->cache->sequence[d->sequences[t->b]];
+    t->id = d->sequences[t->b];
+    t->count = d->counts[t->b];
+    t->position = s->tokens;
+    t->raw = s->raw;
+    t->entries = layer_entries_at(d->cache, t->position);
+    t->made = layer_entries_at(d->cache, t->position + t->count) - t->entries;
+    return true;
+}
+
+/* Rows [first, first + rows) of an area without pages, [rows, columns]. */
 static quern_tensor cached(const layer_pass *p, int64_t id, layer_area area, int64_t first, int64_t rows)
 {
-    const quern_dsv4_layer_cache *c = layer_batch_of(&p->call->head)->cache;
-    const int64_t columns = area == LAYER_KEYS ? c->params.index_dim : c->params.dim,
-                  shape[] = {1, rows, columns};
-    const char *at =
-        layer_area_of(c, id, area) + (size_t)(first * columns) * quern_dtype_size(c->params.dtype);
-    return view_on(&p->call->head.like, op_address(at), c->params.dtype, 3, shape);
+    const quern_dsv4_layer_cache *c = cache_of(p);
+    const int64_t shape[] = {rows, c->plane[area].columns};
+    return view_on(&p->call->head.like, op_address(layer_row_at(c, id, area, first).data),
+                   c->plane[area].dtype, 2, shape);
+}
+
+/* The pool of an area with pages, and the sequence's table for so many rows. */
+static quern_tensor pool_of(const layer_pass *p, layer_area area)
+{
+    const quern_dsv4_layer_cache *c = cache_of(p);
+    const layer_plane *plane = &c->plane[area];
+    const bool bytes = plane->format != QUERN_DSV4_ROWS;
+    const int64_t page = c->params.page, rows[] = {c->params.pages, page, plane->columns},
+                  packed[] = {c->params.pages, page * plane->columns};
+    return view_on(&p->call->head.like, op_address(plane->base), plane->dtype, bytes ? 2 : 3,
+                   bytes ? packed : rows);
+}
+
+static quern_tensor table_of(const layer_pass *p, int64_t id, int64_t rows)
+{
+    const quern_dsv4_layer_cache *c = cache_of(p);
+    const int64_t shape[] = {1, (rows + c->params.page - 1) / c->params.page};
+    return view_on(&p->call->head.like, op_address(c->table + id * c->columns), QUERN_I32, 2, shape);
 }
 
 /* Rows [first, first + count) of a result [T, ..] of the call; absent where it is not wanted. */
@@ -31,67 +96,142 @@ static quern_tensor result_rows(const layer_pass *p, dsv4_layer_tensor tensor, i
     return layer_rows(&p->call->view[tensor], first, count);
 }
 
-/* Where a call stands in its batch, and the sequence that it comes to. */
-typedef struct turn {
-    int64_t id, row, count;       /* rows of the call's tokens */
-    int64_t position, raw;        /* tokens and raw rows that the cache has */
-    int64_t entries, made, entry; /* whole before, made now, the first of them in the call's results */
-} turn;
-
-/* Appends the turn's tokens to a compressor's state. The new entries go to the cache. */
-static void append(layer_pass *p, const turn *t, const quern_tensor *proj, dsv4_layer_tensor first,
-                   layer_area area)
+/* Says of which sequence a row was refused. */
+static void name_sequence(layer_pass *p, const turn *t)
 {
-    const quern_dsv4_layer_cache *c = layer_batch_of(&p->call->head)->cache;
+    char why[STAGE_WHY_BYTES];
+    if (p->status == QUERN_OK) return;
+    strncpy(why, quern_last_error(NULL), sizeof why - 1);
+    why[sizeof why - 1] = '\0';
+    p->status = error_set(p->status, "sequence %lld: %s", (long long)t->id, why);
+}
+
+/* Stores f32 rows in `to`, contiguous rows in the format of an area. */
+static void store(layer_pass *p, layer_area area, const char *name, const quern_tensor *rows,
+                  const quern_tensor *to)
+{
+    layer_store_rows(p, &(store_rows_args){.format = dsv4_entry_format(cache_of(p)->plane[area].format),
+                                           .x = *rows,
+                                           .name = name,
+                                           .cache = *to});
+}
+
+/* Stores a turn's new rows in an area of the cache, behind those that it has: with pages, page by page. */
+static void store_made(layer_pass *p, const turn *t, layer_area area, const char *name,
+                       const quern_tensor *rows)
+{
+    const quern_dsv4_layer_cache *c = cache_of(p);
+    const int64_t page = c->params.page;
+    if (page == 0) {
+        const quern_tensor to = cached(p, t->id, area, t->entries, t->made);
+        store(p, area, name, rows, &to);
+    }
+    for (int64_t done = 0; page > 0 && done < t->made;) {
+        const int64_t at = t->entries + done, left = page - at % page,
+                      n = left < t->made - done ? left : t->made - done;
+        layer_store_rows(
+            p, &(store_rows_args){.format = dsv4_entry_format(c->plane[area].format),
+                                  .page = page,
+                                  .x = layer_rows(rows, done, n),
+                                  .first = c->table[t->id * c->columns + at / page] * page + at % page,
+                                  .name = name,
+                                  .cache = pool_of(p, area)});
+        done += n;
+    }
+}
+
+/* Whether the call changes copies of states, and runs. */
+static bool has_copies(const layer_pass *p, const taken *all)
+{
+    return all->states != NULL && p->frame != NULL && p->frame->listed == NULL;
+}
+
+/* The memory of a copy of the turn's compressor's (0) or indexer's (1) state. */
+static char *copy_memory(const layer_pass *p, const turn *t, const taken *all, int which)
+{
+    const size_t *bytes = cache_of(p)->state_bytes;
+    return (char *)op_placed(all->states, p->frame) + (size_t)t->b * (bytes[0] + bytes[1]) +
+           (which == 1 ? bytes[0] : 0);
+}
+
+/* The turn's state of a compressor, or the copy of it that the call changes. */
+static pool_state *state_of(const layer_pass *p, const turn *t, const taken *all, int which)
+{
+    const quern_dsv4_layer_cache *c = cache_of(p);
     const layer_sequence *s = &c->sequence[t->id];
-    pool_state *state = (pool_state *)(area == LAYER_KEYS ? s->index : s->main);
+    quern_dsv4_state *state = which == 1 ? s->index : s->main;
+    if (has_copies(p, all)) /* it has the room */
+        (void)quern_dsv4_state_fork(state, copy_memory(p, t, all, which), c->state_bytes[which], &state);
+    return (pool_state *)state;
+}
+
+/* Appends the turn's tokens to a compressor's state; `made` gets the new entries. */
+static void append(layer_pass *p, const turn *t, const taken *all, const quern_tensor *proj,
+                   dsv4_layer_tensor first, layer_area area, const quern_tensor *made)
+{
+    pool_state *state = state_of(p, t, all, area == LAYER_KEYS);
     const int64_t cu[] = {0, t->count};
-    const quern_tensor rows = cached(p, t->id, area, t->entries, t->made);
     pool_append_args args = {.batch = 1,
                              .states = &state,
                              .cu = cu,
                              .proj = layer_rows(proj, t->row, t->count),
-                             .entry = layer_entry(p, first)};
-    (void)view_flatten(&rows, &args.out); /* it is contiguous */
+                             .entry = layer_entry(p, first),
+                             .out = layer_rows(made, t->entry, t->made)};
     layer_biases(&p->call->view[first], args.out.shape[1], &args.bias_a, &args.bias_b);
     layer_pool_append(p, &args);
-    const quern_tensor to = result_rows(p, area == LAYER_KEYS ? DL_IDX_K : DL_COMPRESSED, t->entry, t->made);
-    if (to.ndim > 0) layer_copy(p, &rows, &to);
+    store_made(p, t, area, area == LAYER_KEYS ? "idx_k" : "compressed", &args.out);
+}
+
+/* Takes the turn's tokens in: raw rows, entries, keys. */
+static void take_in(layer_pass *p, const turn *t, const layer_parts *parts, const taken *all)
+{
+    const quern_tensor now = layer_rows(&all->kv, t->row, t->count),
+                       in = layer_rows(&parts->kv_in, t->row, t->count),
+                       had = cached(p, t->id, LAYER_RAW, 0, t->raw),
+                       before = layer_rows(&all->raw, t->raw_row, t->raw),
+                       behind = layer_rows(&all->raw, t->raw_row + t->raw, t->count);
+    layer_make_kv(p, &in, &now, 1, t->position);
+    layer_copy(p, &had, &before);
+    store(p, LAYER_RAW, "kv_rows", &now, &behind);
+    if (parts->main.ndim > 0) append(p, t, all, &parts->main, DL_COMPRESSOR, LAYER_ENTRIES, &all->entries);
+    if (parts->index.ndim > 0) append(p, t, all, &parts->index, DL_INDEXER, LAYER_KEYS, &all->keys);
+    name_sequence(p, t);
+}
+
+/* Entries or keys of a sequence as stages read them. */
+static layer_keys seen_by(const layer_pass *p, const turn *t, layer_area area)
+{
+    const quern_dsv4_layer_cache *c = cache_of(p);
+    const int64_t seen = t->entries + t->made;
+    layer_keys k = {.format = dsv4_entry_format(c->plane[area].format), .page = c->params.page};
+    if (k.page > 0) {
+        k.rows = pool_of(p, area);
+        k.table = table_of(p, t->id, seen);
+    } else {
+        const quern_tensor rows = cached(p, t->id, area, 0, seen);
+        k.rows = view_with_batch(&rows);
+    }
+    return k;
 }
 
 /* The turn's choice of entries, idx [count, k] and count [count, 1]. */
 static void choose(layer_pass *p, const turn *t, const layer_parts *parts, const quern_tensor *idx,
                    const quern_tensor *count)
 {
-    const int64_t seen = t->entries + t->made;
-    const quern_tensor keys = cached(p, t->id, LAYER_KEYS, 0, seen),
-                       in = layer_rows(&parts->index_q_in, t->row, t->count),
+    const quern_tensor in = layer_rows(&parts->index_q_in, t->row, t->count),
                        q = layer_room(p, parts->x.dtype, t->count, p->symbol[LS_HICI]),
                        heads = layer_rows(&parts->heads, t->row, t->count),
                        q_by_head = layer_heads(&q, 1, p->symbol[LS_HI]);
+    const layer_keys keys = seen_by(p, t, LAYER_KEYS);
     quern_tensor scores = result_rows(p, DL_IDX_SCORE, t->row, t->count);
-    view_narrow(&scores, 1, 0, seen);
+    view_narrow(&scores, 1, 0, t->entries + t->made);
     if (scores.ndim > 0) scores = view_with_batch(&scores);
     layer_make_index_q(p, &in, &q, 1, t->position);
-    layer_choose(p, &q, &keys, &heads, t->position, idx, count, &scores);
+    layer_choose(p, &q, &keys, &heads, 1, t->position, idx, count, &scores);
     const quern_tensor to_q = result_rows(p, DL_IDX_Q, t->row, t->count),
                        to_idx = result_rows(p, DL_IDX_TOPK, t->row, t->count);
     if (to_q.ndim > 0) layer_copy(p, &q_by_head, &to_q);
     if (to_idx.ndim > 0) layer_copy(p, idx, &to_idx);
-}
-
-/* The turn's raw rows, [raw + count, D]: those of the cache, then the new ones. */
-static quern_tensor extend_raw(layer_pass *p, const turn *t, const layer_parts *parts)
-{
-    const quern_tensor all = layer_room(p, parts->x.dtype, t->raw + t->count, p->symbol[LS_D]),
-                       before = layer_rows(&all, 0, t->raw), now = layer_rows(&all, t->raw, t->count),
-                       in = layer_rows(&parts->kv_in, t->row, t->count),
-                       had = cached(p, t->id, LAYER_RAW, 0, t->raw),
-                       to = result_rows(p, DL_KV_ROWS, t->row, t->count);
-    layer_copy(p, &had, &before);
-    layer_make_kv(p, &in, &now, 1, t->position);
-    if (to.ndim > 0) layer_copy(p, &now, &to);
-    return all;
 }
 
 /* The turn's queries; [H, T, D] of the call's result are those of all tokens. */
@@ -114,57 +254,89 @@ static quern_tensor make_q(layer_pass *p, const turn *t, const layer_parts *part
     return q;
 }
 
-static void attend(layer_pass *p, const turn *t, const layer_parts *parts, const quern_tensor *core)
+static void attend(layer_pass *p, const turn *t, const layer_parts *parts, const taken *all,
+                   const quern_tensor *core)
 {
-    const quern_dsv4_layer_cache *c = layer_batch_of(&p->call->head)->cache;
-    const bool csa = parts->index.ndim > 0;
-    quern_tensor idx = {0}, count = {0}, entries = {0};
-    const quern_tensor q = make_q(p, t, parts), raw = extend_raw(p, t, parts), kv = view_with_batch(&raw),
-                       o = layer_rows(core, t->row, t->count);
-    if (parts->main.ndim > 0) {
-        append(p, t, &parts->main, DL_COMPRESSOR, LAYER_ENTRIES);
-        entries = cached(p, t->id, LAYER_ENTRIES, 0, t->entries + t->made);
-    }
-    if (csa) {
+    quern_tensor idx = {0}, count = {0};
+    const quern_tensor q = make_q(p, t, parts), raw = layer_rows(&all->raw, t->raw_row, t->raw + t->count),
+                       kv = view_with_batch(&raw), o = layer_rows(core, t->row, t->count);
+    const layer_keys entries = parts->main.ndim > 0 ? seen_by(p, t, LAYER_ENTRIES) : (layer_keys){.page = 0};
+    if (parts->index.ndim > 0) {
         idx = layer_room(p, QUERN_I32, t->count, p->symbol[LS_K]);
         count = layer_room(p, QUERN_I32, t->count, 1);
-        append(p, t, &parts->index, DL_INDEXER, LAYER_KEYS);
         choose(p, t, parts, &idx, &count);
     }
     quern_tensor unrotated = result_rows(p, DL_CORE, t->row, t->count);
     if (unrotated.ndim > 0) unrotated = view_with_batch(&unrotated);
-    const attend_mqa_args args = layer_core(p, &parts->sinks, &q, &kv, &entries, &idx, &count, t->position);
+    attend_mqa_args args = layer_core(p, &parts->sinks, &q, &kv, &entries.rows, &idx, &count, t->position);
+    args.format = dsv4_entry_format(cache_of(p)->params.format);
+    args.page = entries.page;
+    args.entries_table = entries.table;
     layer_attend(p, &args, &o, &unrotated);
+}
+
+/* Converts f32 rows to a result of the call, if it has that result. */
+static void give_rows(layer_pass *p, dsv4_layer_tensor tensor, const quern_tensor *rows)
+{
+    const quern_tensor *to = &p->call->view[tensor];
+    if (to->ndim == 0) return;
+    const quern_tensor in = layer_heads(rows, 1, 1), out = layer_heads(to, 1, 1);
+    layer_change(p, &in, &out);
+}
+
+/* Keeps the last raw rows of the turn's sequence, and its states where the call has changed copies. */
+static void keep(layer_pass *p, const turn *t, const taken *all)
+{
+    const quern_dsv4_layer_cache *c = cache_of(p);
     const int64_t have = t->raw + t->count, kept = have < c->kept ? have : c->kept;
-    const quern_tensor last = layer_rows(&raw, have - kept, kept), to = cached(p, t->id, LAYER_RAW, 0, kept);
+    const quern_tensor last = layer_rows(&all->raw, t->raw_row + have - kept, kept),
+                       to = cached(p, t->id, LAYER_RAW, 0, kept);
     layer_copy(p, &last, &to);
+    quern_dsv4_state *own[] = {c->sequence[t->id].main, c->sequence[t->id].index};
+    for (int i = 0; i < 2 && has_copies(p, all) && p->status == QUERN_OK; i++) {
+        const char *copy = arena_on(copy_memory(p, t, all, i)).base; /* states are aligned as arenas are */
+        if (own[i] != NULL)
+            p->status = quern_dsv4_state_fork((const quern_dsv4_state *)(const void *)copy,
+                                              layer_state_memory(c, t->id, i), c->state_bytes[i], &own[i]);
+    }
+}
+
+/* The memory of what the call makes. */
+static taken rooms_of(layer_pass *p, const layer_parts *parts)
+{
+    const layer_batch *d = layer_batch_of(&p->call->head);
+    const quern_dsv4_layer_cache *c = d->cache;
+    const layer_plane *raw = &c->plane[LAYER_RAW];
+    const int64_t *s = p->symbol;
+    int64_t rows = 0;
+    for (turn t = {.b = -1}; next_turn(p, &t);) rows += t.raw + t.count;
+    taken all = {.kv = layer_room(p, QUERN_F32, s[LS_T], s[LS_D]),
+                 .raw = layer_room(p, raw->dtype, rows, raw->columns)};
+    if (parts->main.ndim > 0) all.entries = layer_room(p, QUERN_F32, s[LS_S], s[LS_D]);
+    if (parts->index.ndim > 0) all.keys = layer_room(p, QUERN_F32, s[LS_S], s[LS_CI]);
+    if (c->params.format != QUERN_DSV4_ROWS || c->params.key_format != QUERN_DSV4_ROWS)
+        all.states = arena_take(&p->a, (size_t)d->batch * (c->state_bytes[0] + c->state_bytes[1]));
+    return all;
 }
 
 void layer_decode(layer_pass *p)
 {
-    const layer_batch *d = layer_batch_of(&p->call->head);
     const layer_parts parts = layer_project(p);
+    const taken all = rooms_of(p, &parts);
     const quern_tensor core = layer_room(p, parts.x.dtype, parts.x.shape[0], p->symbol[LS_HD]);
-    turn t = {.row = 0};
-    for (int64_t b = 0; b < d->batch; b++) {
-        const layer_sequence *s = &d->cache->sequence[d->sequences[b]];
-        t.id = d->sequences[b];
-        t.count = d->counts[b];
-        t.position = s->tokens;
-        t.raw = s->raw;
-        t.entries = layer_entries_at(d->cache, t.position);
-        t.made = layer_entries_at(d->cache, t.position + t.count) - t.entries;
-        if (t.count > 0) attend(p, &t, &parts, &core);
-        t.row += t.count;
-        t.entry += t.made;
-    }
+    for (turn t = {.b = -1}; next_turn(p, &t);) take_in(p, &t, &parts, &all);
+    for (turn t = {.b = -1}; next_turn(p, &t);) attend(p, &t, &parts, &all, &core);
     const quern_tensor o_a_out = layer_project_groups(p, &core);
     layer_project_out(p, &o_a_out);
     const quern_tensor by_head = layer_heads(&core, 1, p->symbol[LS_H]),
                        groups = layer_heads(&o_a_out, 1, p->symbol[LS_G]);
     layer_give(p, DL_Q_RESIDUAL, &parts.residual);
+    give_rows(p, DL_KV_ROWS, &all.kv);
+    if (parts.main.ndim > 0) give_rows(p, DL_COMPRESSED, &all.entries);
+    if (parts.index.ndim > 0) give_rows(p, DL_IDX_K, &all.keys);
     layer_give(p, DL_CORE_IROPE, &by_head);
     layer_give(p, DL_O_A_OUT, &groups);
+    for (turn t = {.b = -1}; next_turn(p, &t);) keep(p, &t, &all);
 }
 
 static void commit(const layer_batch *d)

@@ -136,18 +136,20 @@ pool_args layer_pool(const layer_pass *p, const quern_tensor *proj, const quern_
     return args;
 }
 
-void layer_choose(layer_pass *p, const quern_tensor *q, const quern_tensor *keys, const quern_tensor *heads,
-                  int64_t position, const quern_tensor *idx, const quern_tensor *count,
+void layer_choose(layer_pass *p, const quern_tensor *q, const layer_keys *keys, const quern_tensor *heads,
+                  int64_t batch, int64_t position, const quern_tensor *idx, const quern_tensor *count,
                   const quern_tensor *scores)
 {
-    const int64_t batch = keys->shape[0];
     const double channels = (double)p->symbol[LS_CI], count_of_heads = (double)p->symbol[LS_HI];
     const quern_tensor counts = layer_batches(count, batch);
     indexer_args args = {.ratio = p->symbol[LS_R],
                          .position = position,
                          .scale = (float)(1.0 / sqrt(channels * count_of_heads)),
                          .q = layer_heads(q, batch, p->symbol[LS_HI]),
-                         .keys = *keys,
+                         .page = keys->page,
+                         .format = keys->format,
+                         .table = keys->table,
+                         .keys = keys->rows,
                          .w = layer_batches(heads, batch),
                          .idx = layer_batches(idx, batch),
                          .count = counts,

@@ -8,6 +8,8 @@
 
 #include <stddef.h>
 
+enum { ROW584_ROPE = 64 };
+
 static const op_tensor tensors[] = {
     {"x", "X", OP_ACTIVATION, OP_NONE, {LL_TOKENS, LS_IN}, {0}},
     {"cos_sin", "cos_sin", OP_FLOAT, OP_NONE, {LS_P, LS_ROPE}, {0}},
@@ -251,7 +253,7 @@ static quern_status derive_entries(op_call *call)
     return QUERN_OK;
 }
 
-/* A cache is of the layer's kind, window and extents. */
+/* A cache is of the layer's kind, window and extents, and its format takes the rotated channels. */
 static quern_status check_cache(const op_call *call)
 {
     const dsv4_layer_call *c = (const dsv4_layer_call *)call;
@@ -263,7 +265,6 @@ static quern_status check_cache(const op_call *call)
     } same[] = {
         {"kind", have->kind, c->params.kind},
         {"window", have->window, c->params.window},
-        {"dtype", have->dtype, call->like.dtype},
         {"dim", have->dim, s[LS_D]},
         {"ratio", have->ratio, c->params.kind == QUERN_DSV4_LAYER_SWA ? have->ratio : s[LS_R]},
         {"index_dim", have->index_dim, c->params.kind == QUERN_DSV4_LAYER_CSA ? s[LS_CI] : have->index_dim}};
@@ -272,6 +273,10 @@ static quern_status check_cache(const op_call *call)
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "the cache has %s %lld: the layer's, %lld, is accepted", same[i].name,
                              (long long)same[i].have, (long long)same[i].wanted);
+    if (have->format == QUERN_DSV4_ROW584 && s[LS_ROPE] != ROW584_ROPE)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "cos_sin has %lld columns: a cache of format row584 takes %d", (long long)s[LS_ROPE],
+                         ROW584_ROPE);
     return QUERN_OK;
 }
 

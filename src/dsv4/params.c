@@ -89,6 +89,18 @@ int64_t dsv4_row_bytes(quern_dsv4_format format, int64_t width)
     return 0;
 }
 
+int64_t dsv4_row_data_bytes(quern_dsv4_format format, int64_t width)
+{
+    switch (format) {
+    case QUERN_DSV4_FP8:
+    case QUERN_DSV4_FP8_POWER: return width;
+    case QUERN_DSV4_FP4: return width / 2;
+    case QUERN_DSV4_ROW584: return 576;
+    case QUERN_DSV4_ROWS: break;
+    }
+    return 0;
+}
+
 entry_format dsv4_entry_format(quern_dsv4_format format)
 {
     static const entry_format formats[] = {ENTRY_ROWS, ENTRY_FP8, ENTRY_FP8_POWER, ENTRY_FP4, ENTRY_ROW584};

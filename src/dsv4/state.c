@@ -131,14 +131,17 @@ quern_status quern_dsv4_state_fork(const quern_dsv4_state *state, void *memory, 
     return QUERN_OK;
 }
 
-/* FNV-1a over the saved bytes, with zeros in the checksum's place. */
-static uint64_t checksum_of(const unsigned char *bytes, size_t count)
+uint64_t dsv4_checksum(const unsigned char *bytes, size_t count, size_t at)
 {
-    const size_t first = offsetof(pool_state, checksum), end = first + sizeof(uint64_t);
     uint64_t hash = 0xcbf29ce484222325u;
     for (size_t i = 0; i < count; i++)
-        hash = (hash ^ (i >= first && i < end ? 0 : bytes[i])) * 0x100000001b3u;
+        hash = (hash ^ (i >= at && i < at + sizeof(uint64_t) ? 0 : bytes[i])) * 0x100000001b3u;
     return hash;
+}
+
+static uint64_t checksum_of(const void *bytes, size_t count)
+{
+    return dsv4_checksum(bytes, count, offsetof(pool_state, checksum));
 }
 
 quern_status quern_dsv4_state_save(const quern_dsv4_state *state, void *to, size_t *bytes)
@@ -168,19 +171,10 @@ static bool is_sound(const pool_state *s)
            (s->begun == 0 || s->begun == 1) && (s->begun == 1 || rows == 0);
 }
 
-quern_status quern_dsv4_state_restore(const quern_dsv4_compress_params *params, int64_t width, int64_t ring,
-                                      const void *from, size_t from_bytes, void *memory, size_t bytes,
-                                      quern_dsv4_state **state)
+/* Checks saved bytes against the header of an empty state. */
+static quern_status check_saved(const pool_state *wanted, const void *from, size_t from_bytes)
 {
-    pool_state wanted, saved;
-    const quern_status status = header_of(params, width, ring, &wanted);
-    if (status != QUERN_OK) return status;
-    if (state == NULL || from == NULL)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: %s is needed",
-                         state == NULL ? "state" : "from",
-                         state == NULL ? "a place for the state" : "a saved state");
-    pool_state *at = place(&wanted, memory, bytes);
-    if (at == NULL) return error_status();
+    pool_state saved;
     if (from_bytes < sizeof saved)
         return error_set(QUERN_ERR_FORMAT, "from has %zu bytes: a saved state has at least %zu", from_bytes,
                          sizeof saved);
@@ -191,20 +185,50 @@ quern_status quern_dsv4_state_restore(const quern_dsv4_compress_params *params, 
     if (saved.version != state_version)
         return error_set(QUERN_ERR_FORMAT, "from has version %u: version %u is accepted", saved.version,
                          state_version);
-    if (saved.ratio != wanted.ratio || saved.overlap != wanted.overlap || saved.width != width ||
-        saved.ring != ring)
+    if (saved.ratio != wanted->ratio || saved.overlap != wanted->overlap || saved.width != wanted->width ||
+        saved.ring != wanted->ring)
         return error_set(QUERN_ERR_FORMAT,
                          "from is a state of ratio %d, %s, width %lld, ring %lld: ratio %d, %s, width %lld, "
                          "ring %lld are accepted",
                          saved.ratio, saved.overlap ? "CSA" : "HCA", (long long)saved.width,
-                         (long long)saved.ring, wanted.ratio, wanted.overlap ? "CSA" : "HCA",
-                         (long long)width, (long long)ring);
-    if (from_bytes != packed_bytes(&wanted))
+                         (long long)saved.ring, wanted->ratio, wanted->overlap ? "CSA" : "HCA",
+                         (long long)wanted->width, (long long)wanted->ring);
+    if (from_bytes != packed_bytes(wanted))
         return error_set(QUERN_ERR_FORMAT, "from has %zu bytes: %zu are accepted", from_bytes,
-                         packed_bytes(&wanted));
+                         packed_bytes(wanted));
     if (checksum_of(from, from_bytes) != saved.checksum || !is_sound(&saved))
         return error_set(QUERN_ERR_FORMAT, "from is damaged: its checksum is not that of its %zu bytes",
                          from_bytes);
+    return QUERN_OK;
+}
+
+quern_status dsv4_state_check_saved(const quern_dsv4_compress_params *params, int64_t width, int64_t ring,
+                                    const void *from, size_t from_bytes, int64_t position)
+{
+    pool_state wanted, saved;
+    quern_status status = header_of(params, width, ring, &wanted);
+    if (status == QUERN_OK) status = check_saved(&wanted, from, from_bytes);
+    if (status != QUERN_OK) return status;
+    memcpy(&saved, from, sizeof saved);
+    if (saved.origin == 0 && saved.position == position) return QUERN_OK;
+    return error_set(QUERN_ERR_FORMAT, "from has a state at position %lld: %lld is accepted",
+                     (long long)saved.position, (long long)position);
+}
+
+quern_status quern_dsv4_state_restore(const quern_dsv4_compress_params *params, int64_t width, int64_t ring,
+                                      const void *from, size_t from_bytes, void *memory, size_t bytes,
+                                      quern_dsv4_state **state)
+{
+    pool_state wanted;
+    quern_status status = header_of(params, width, ring, &wanted);
+    if (status != QUERN_OK) return status;
+    if (state == NULL || from == NULL)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is NULL: %s is needed",
+                         state == NULL ? "state" : "from",
+                         state == NULL ? "a place for the state" : "a saved state");
+    pool_state *at = place(&wanted, memory, bytes);
+    if (at == NULL) return error_status();
+    if ((status = check_saved(&wanted, from, from_bytes)) != QUERN_OK) return status;
     memmove(at, from, from_bytes);
     at->checksum = 0;
     *state = (quern_dsv4_state *)at;

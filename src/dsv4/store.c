@@ -97,6 +97,7 @@ static quern_status plan(op_call *call)
                          call->backend->name);
     c->store = (store_rows_args){.format = dsv4_entry_format(c->params.format),
                                  .page = c->params.page,
+                                 .name = "x",
                                  .x = op_view(call, DT_X, false),
                                  .slots = op_view(call, DT_SLOTS, false),
                                  .cache = op_view(call, DT_CACHE, false)};

@@ -11,8 +11,8 @@
  * ratio entries, sequence after sequence.
  *
  * Pages: row i of sequence b stands in slot i % page of page table[b, i / page] of a pool [pages, page, D],
- * or as bytes [pages, page row bytes], all slots' data before all slots' scales. Raw rows are then numbered
- * by position from 0 on.
+ * or as bytes [pages, page row bytes], all slots' data before all slots' scales. Raw rows with a table are
+ * numbered by position from 0 on. Raw rows or entries without a table are contiguous.
  */
 #ifndef QUERN_STAGES_ATTEND_MQA_H
 #define QUERN_STAGES_ATTEND_MQA_H
@@ -25,9 +25,9 @@ typedef struct attend_mqa_args {
     int64_t window, ratio, position;
     float scale;
     entry_format format;                  /* of kv and entries: ENTRY_ROWS or ENTRY_ROW584 */
-    int64_t page;                         /* slots of a page; 0: kv and entries are contiguous */
+    int64_t page;                         /* slots of a page, where there is a table */
     quern_tensor positions;               /* i32 [B] in place of position, or absent */
-    quern_tensor kv_table, entries_table; /* i32 [B, columns], with pages */
+    quern_tensor kv_table, entries_table; /* i32 [B, columns], or absent: contiguous */
     quern_tensor q, kv, entries;          /* [B,T,H,D], [B,N,D], [B,S,D] or absent */
     quern_tensor list, count; /* i32 [B,T,k] in any order, or absent: all visible; [B,T] or absent */
     quern_tensor sink;        /* f32 [H] or absent: logits that add to the denominator alone */
@@ -41,8 +41,9 @@ typedef struct attend_mqa_args {
 STAGE_DECLARE(attend_mqa);
 #define ATTEND_MQA_TENSORS(F)                                                                                \
     STAGE_SEQS_TENSORS(F)                                                                                    \
-    F(positions) F(kv_table) F(entries_table) F(q) F(kv) F(entries) F(list) F(count) F(sink) F(cos_sin) F(o) \
-        F(lse) F(lse_win) F(status) F(d_o) F(d_q) F(d_kv) F(d_entries) F(d_sink)
+    F(positions)                                                                                             \
+    F(kv_table) F(entries_table) F(q) F(kv) F(entries) F(list) F(count) F(sink) F(cos_sin) F(o) F(lse)       \
+        F(lse_win) F(status) F(d_o) F(d_q) F(d_kv) F(d_entries) F(d_sink)
 #define ATTEND_MQA_VALUES(F) STAGE_SEQS_VALUES(F) F(window) F(ratio) F(position) F(scale) F(format) F(page)
 
 #endif

@@ -11,12 +11,15 @@ typedef struct store_rows_args {
     entry_format format;
     int64_t page;       /* slots of a page; 0: rows are contiguous */
     quern_tensor x;     /* [n, D] */
-    quern_tensor slots; /* i32 [n]: a row's number, or page * slots + slot; -1: the row is not stored */
+    quern_tensor slots; /* i32 [n]: a row's number, or page * slots + slot; -1: the row is not stored. Or
+                           absent: `first` and the slots after it */
+    int64_t first;
+    const char *name;   /* of x, in errors */
     quern_tensor cache; /* [rows, D or bytes]; [pages, page, D] or, as bytes, [pages, page row bytes]: data
                            before scales */
 } store_rows_args;
 STAGE_DECLARE(store_rows);
 #define STORE_ROWS_TENSORS(F) F(x) F(slots) F(cache)
-#define STORE_ROWS_VALUES(F) F(format) F(page)
+#define STORE_ROWS_VALUES(F) F(format) F(page) F(first) F(name)
 
 #endif

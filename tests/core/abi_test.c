@@ -137,7 +137,7 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_dsv4_layer_tensors), 376);
     assert_int_equal(offsetof(quern_dsv4_layer_tensors, out), 168);
     assert_int_equal(offsetof(quern_dsv4_layer_tensors, d_out), 264);
-    assert_int_equal(sizeof(quern_dsv4_layer_cache_params), 72);
+    assert_int_equal(sizeof(quern_dsv4_layer_cache_params), 96);
     assert_int_equal(sizeof(quern_dsv4_layer_rows), 392);
     const quern_dsv4_attention_params core = QUERN_DSV4_ATTENTION_PARAMS_INIT;
     assert_int_equal(core.size, sizeof core);

@@ -61,6 +61,23 @@ static void check_file(const layer_case *c, const char *name, double *const expe
     quern_safetensors_close(file);
 }
 
+/* The file's output is the vectors' within what bf16 rows make of it, and not the same. */
+static void check_out(const layer_case *c, const char *name, const double *expected)
+{
+    quern_safetensors *file;
+    quern_tensor t;
+    const int64_t n = test_tensor_count(&c->t[LAYER_OUT]);
+    double *out = test_doubles(n);
+    char why[200];
+    assert_int_equal(quern_safetensors_open(path_of(name), &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_get(file, "out", &t), QUERN_OK);
+    for (int64_t i = 0; i < n; i++) out[i] = (double)((const float *)t.data)[i];
+    const double error = test_relative_l2(out, expected, n, why);
+    assert_true(error > 1e-4 && error < test_forward_bound(QUERN_BF16));
+    free(out);
+    quern_safetensors_close(file);
+}
+
 static void golden_layers(void **state)
 {
     static const char *const chunks[] = {"", "--chunks 1,2,3,39", "--chunks 13,1,0,19,12"};
@@ -76,6 +93,30 @@ static void golden_layers(void **state)
                      k < 3 ? chunks[k] : tokens);
             expect(0, line, "");
             check_file(&c, "out", expected);
+        }
+        for (int k = 0; k < LAYER_TENSORS; k++) free(expected[k]);
+        layer_case_free(&c);
+    }
+}
+
+/* Caches of pages give the vectors; of bf16 rows and of keys in bytes rows near them. */
+static void stored_otherwise(void **state)
+{
+    static const char *const exact[] = {"--page 3", "--format f32 --page 1"}, *const near[] = {
+                                                                                  "--format bf16",
+                                                                                  "--format bf16 --page 4"};
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        double *expected[LAYER_TENSORS];
+        layer_case c = layer_case_golden(QUERN_TEST_VECTORS, i, expected);
+        char line[300];
+        write_case(&c, "layer", false);
+        for (int k = 0; k < 4; k++) {
+            snprintf(line, sizeof line, "run v4-layer $DIR/layer $DIR/out %s --chunks 7,1,30,7 %s",
+                     options[i], k < 2 ? exact[k] : near[k - 2]);
+            expect(0, line, "");
+            if (k < 2) check_file(&c, "out", expected);
+            else check_out(&c, "out", expected[LAYER_OUT]);
         }
         for (int k = 0; k < LAYER_TENSORS; k++) free(expected[k]);
         layer_case_free(&c);
@@ -117,6 +158,9 @@ static void mistakes_are_reported(void **state)
     expect(3, "run v4-layer $DIR/layer $DIR/none --top-k 4000", "top_k is 4000");
     expect(3, "run v4-layer $DIR/layer $DIR/none --without w.kv_norm.weight", "w.kv_norm.weight");
     expect(3, "run v4-layer $DIR/layer $DIR/none --device cuda", "on the cpu");
+    expect(3, "run v4-layer $DIR/layer $DIR/none --chunks 45 --format row584", "format is 4 with dim 32");
+    expect(3, "run v4-layer $DIR/layer $DIR/none --chunks 45 --key-format fp4", "index_dim is 16");
+    expect(3, "run v4-layer $DIR/layer $DIR/none --chunks 45 --page -1", "page is -1: 0 to 65536");
     assert_int_not_equal(access(path_of("none"), F_OK), 0);
     for (int k = 0; k < LAYER_TENSORS; k++) free(expected[k]);
     layer_case_free(&c);
@@ -124,7 +168,7 @@ static void mistakes_are_reported(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(golden_layers), cmocka_unit_test(gradients),
-                                       cmocka_unit_test(mistakes_are_reported)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(golden_layers), cmocka_unit_test(stored_otherwise),
+                                       cmocka_unit_test(gradients), cmocka_unit_test(mistakes_are_reported)};
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

@@ -18,17 +18,28 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROUNDS = 9, LENGTHS_MAX = 16, ROPE = 64, RING = 8, FEW_TOKENS = 64, WEIGHTS = 18, VIEWS = 24 };
+enum {
+    ROUNDS = 9,
+    LENGTHS_MAX = 16,
+    ROPE = 64,
+    RING = 8,
+    FEW_TOKENS = 64,
+    WEIGHTS = 18,
+    VIEWS = 30,
+    BUFFERS = VIEWS + 10
+};
 
 typedef struct layer_bench {
     const char *n, *threads, *json;
     int64_t batch, queries, hidden, heads, width, q_lora, groups, o_lora, index_heads, index_width, top_k,
-        ratio, window, rounds;
-    int kind, dtype;
+        ratio, window, page, rounds;
+    int kind, dtype, format, key_format;
 } layer_bench;
 
 static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL}, *const kinds[] = {"csa", "hca",
                                                                                            "swa", NULL};
+static const char *const formats[] = {"rows", "row584", NULL}, *const key_formats[] = {
+                                                                   "rows", "fp8", "fp8-power", "fp4", NULL};
 #define AT(member) offsetof(layer_bench, member)
 static const option_row rows[] = {
     {"kind", OPTION_CHOICE, AT(kind), kinds, "of the layer"},
@@ -47,6 +58,9 @@ static const option_row rows[] = {
     {"ratio", OPTION_INT, AT(ratio), NULL, "tokens of an entry; 0: 4 (csa), 128 (hca)"},
     {"window", OPTION_INT, AT(window), NULL, "raw keys of a query"},
     {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of hidden states, weights and rows"},
+    {"format", OPTION_CHOICE, AT(format), formats, "of the cache's raw rows and entries"},
+    {"key-format", OPTION_CHOICE, AT(key_format), key_formats, "of the indexer's keys in the cache"},
+    {"page", OPTION_INT, AT(page), NULL, "slots of a page of entries and keys; 0: they are contiguous"},
     {"rounds", OPTION_INT, AT(rounds), NULL, "in which calls and ceiling take turns, at most 101"},
     {"threads", OPTION_TEXT, AT(threads), NULL,
      "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
@@ -63,7 +77,7 @@ typedef struct layer_data {
     quern_dsv4_layer_cache *cache;
     quern_dsv4_layer_rows content; /* of every sequence */
     quern_tensor view[VIEWS];
-    void *memory[VIEWS + 6];
+    void *memory[BUFFERS];
     int used, owned;
     double weight_bytes, weight_count;
     int32_t *ids;
@@ -145,24 +159,71 @@ static quern_status make_state(layer_data *d, int64_t position, int64_t width, c
     return status;
 }
 
+/* Random rows as a cache of this format stores them. */
+static quern_status make_rows(layer_data *d, quern_context *ctx, quern_dsv4_format format, int64_t n,
+                              int64_t width, int64_t row_bytes, quern_tensor *to)
+{
+    const quern_tensor *made = make(d, (quern_dtype)d->o->dtype, n, width, false);
+    if (made == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    *to = *made;
+    if (format == QUERN_DSV4_ROWS) return QUERN_OK;
+    const int64_t shape[] = {n, row_bytes};
+    quern_dsv4_store_params p = QUERN_DSV4_STORE_PARAMS_INIT;
+    quern_dsv4_store_tensors t = QUERN_DSV4_STORE_TENSORS_INIT;
+    int32_t *slots = malloc((size_t)(n + 1) * sizeof *slots);
+    void *workspace = NULL;
+    size_t bytes = 0;
+    *to = quern_tensor_contiguous(own(d, (size_t)(n * row_bytes)), QUERN_U8, 2, shape);
+    for (int64_t i = 0; slots != NULL && i < n; i++) slots[i] = (int32_t)i;
+    const quern_tensor places = quern_tensor_contiguous(slots, QUERN_I32, 1, &n);
+    p.format = format;
+    t.x = made;
+    t.slots = &places;
+    t.cache = to;
+    quern_status status = quern_dsv4_store_workspace(ctx, &p, &t, &bytes);
+    if (status == QUERN_OK && (slots == NULL || to->data == NULL || (workspace = malloc(bytes + 1)) == NULL))
+        status = QUERN_ERR_OUT_OF_MEMORY;
+    if (status == QUERN_OK) status = quern_dsv4_store(ctx, NULL, &p, &t, workspace, bytes);
+    free(slots), free(workspace);
+    return status;
+}
+
+static quern_dsv4_format row_format(const layer_bench *o)
+{
+    return o->format != 0 ? QUERN_DSV4_ROW584 : QUERN_DSV4_ROWS;
+}
+
+/* Bytes of a raw row or entry, and of a key. */
+static int64_t row_bytes(const layer_bench *o)
+{
+    return o->format != 0 ? 584 : o->width * (int64_t)quern_dtype_size((quern_dtype)o->dtype);
+}
+
+static int64_t key_bytes(const layer_bench *o)
+{
+    const int64_t c = o->index_width;
+    return o->key_format == QUERN_DSV4_ROWS  ? c * (int64_t)quern_dtype_size((quern_dtype)o->dtype)
+           : o->key_format == QUERN_DSV4_FP4 ? c / 2 + c / 32
+                                             : c + 4;
+}
+
 /* Random rows of a sequence of d->n less a call's tokens, cut to whole blocks. */
-static quern_status make_content(layer_data *d)
+static quern_status make_content(layer_data *d, quern_context *ctx)
 {
     const layer_bench *o = d->o;
     const int64_t had = (d->n - o->queries) / d->ratio * d->ratio,
                   raw = had < o->window - 1 + RING ? had : o->window - 1 + RING;
     const bool entries = o->kind != QUERN_DSV4_LAYER_SWA, csa = o->kind == QUERN_DSV4_LAYER_CSA;
-    const quern_dtype f = (quern_dtype)o->dtype;
     d->content = (quern_dsv4_layer_rows)QUERN_DSV4_LAYER_ROWS_INIT;
     d->content.tokens = had;
-    const quern_tensor *made[] = {make(d, f, raw, o->width, false),
-                                  make(d, f, entries ? had / d->ratio : 0, o->width, false),
-                                  make(d, f, csa ? had / d->ratio : 0, o->index_width, false)};
-    if (made[0] == NULL || made[1] == NULL || made[2] == NULL) return QUERN_ERR_OUT_OF_MEMORY;
-    d->content.raw = *made[0];
-    d->content.entries = *made[1];
-    d->content.keys = *made[2];
-    quern_status status = QUERN_OK;
+    const int64_t whole = entries ? had / d->ratio : 0;
+    quern_status status = make_rows(d, ctx, row_format(o), raw, o->width, row_bytes(o), &d->content.raw);
+    if (status == QUERN_OK)
+        status = make_rows(d, ctx, row_format(o), whole, o->width, row_bytes(o), &d->content.entries);
+    if (status == QUERN_OK)
+        status = make_rows(d, ctx, csa ? (quern_dsv4_format)o->key_format : QUERN_DSV4_ROWS, csa ? whole : 0,
+                           o->index_width, key_bytes(o), &d->content.keys);
+    if (status != QUERN_OK) return status;
     if (entries) status = make_state(d, had, o->width, &d->content.main);
     if (csa && status == QUERN_OK) status = make_state(d, had, o->index_width, &d->content.index);
     return status;
@@ -176,7 +237,7 @@ static quern_status fill_sequences(layer_data *d)
     return status;
 }
 
-static quern_status make_cache(layer_data *d)
+static quern_status make_cache(layer_data *d, quern_context *ctx)
 {
     const layer_bench *o = d->o;
     quern_dsv4_layer_cache_params p = QUERN_DSV4_LAYER_CACHE_PARAMS_INIT;
@@ -190,12 +251,22 @@ static quern_status make_cache(layer_data *d)
     p.ratio = d->ratio;
     p.index_dim = o->index_width;
     p.ring = RING;
+    p.format = row_format(o);
+    p.key_format = o->kind == QUERN_DSV4_LAYER_CSA ? (quern_dsv4_format)o->key_format : QUERN_DSV4_ROWS;
+    p.page = o->page;
+    if (p.page > 0) p.pages = o->batch * (d->n / d->ratio / p.page + 1);
     quern_status status = quern_dsv4_layer_cache_size(&p, &memory, &bytes);
     if (status != QUERN_OK) return status;
     void *at[] = {own(d, memory), own(d, bytes)};
     if (at[0] == NULL || at[1] == NULL) return QUERN_ERR_OUT_OF_MEMORY;
     status = quern_dsv4_layer_cache_create(&p, at[0], memory, at[1], bytes, &d->cache);
-    if (status == QUERN_OK) status = make_content(d);
+    int64_t needed = 0;
+    if (status == QUERN_OK) status = quern_dsv4_layer_cache_pages(d->cache, 0, d->n, NULL, &needed);
+    for (int64_t i = 0; i < o->batch * needed && status == QUERN_OK; i++) {
+        const int32_t page = (int32_t)(p.pages - 1 - i);
+        status = quern_dsv4_layer_cache_add_pages(d->cache, i / needed, &page, 1);
+    }
+    if (status == QUERN_OK) status = make_content(d, ctx);
     return status == QUERN_OK ? fill_sequences(d) : status;
 }
 
@@ -220,7 +291,7 @@ static quern_status open_data(layer_data *d, quern_context *ctx)
         d->ids[b] = (int32_t)b;
         d->counts[b] = o->queries;
     }
-    quern_status status = make_cache(d);
+    quern_status status = make_cache(d, ctx);
     if (status == QUERN_OK)
         status = quern_dsv4_layer_decode_workspace(ctx, &d->params, d->cache, d->ids, d->counts, o->batch,
                                                    &d->t, &d->bytes);
@@ -253,7 +324,6 @@ static quern_status call(layer_data *d, quern_context *ctx, double *ms)
 static work work_of(const layer_data *d, quern_cpu_level level)
 {
     const layer_bench *o = d->o;
-    const double element = (double)quern_dtype_size((quern_dtype)o->dtype);
     const int64_t whole = d->content.tokens / d->ratio;
     const double seen = (double)whole, chosen = o->top_k < seen ? (double)o->top_k : seen;
     const bool csa = o->kind == QUERN_DSV4_LAYER_CSA, few = d->tokens <= FEW_TOKENS;
@@ -265,9 +335,9 @@ static work work_of(const layer_data *d, quern_cpu_level level)
                   few ? "weights, and the rows that the queries must see"
                       : "2 for a token and a weight, 4 H D for a query and its keys, 2 Hi C_I for a query "
                         "and an entry that it scores"};
-    w.bytes = d->weight_bytes + (double)o->batch * element *
-                                    (entries * (csa ? (double)o->queries : 1) * (double)o->width +
-                                     window * (double)o->width + (csa ? seen * (double)o->index_width : 0));
+    w.bytes = d->weight_bytes +
+              (double)o->batch * ((entries * (csa ? (double)o->queries : 1) + window) * (double)row_bytes(o) +
+                                  (csa ? seen * (double)key_bytes(o) : 0));
     w.flops =
         (double)d->tokens * (2 * d->weight_count + 4 * (entries + window) * (double)(o->heads * o->width) +
                              (csa ? 2 * seen * (double)(o->index_heads * o->index_width) : 0));
@@ -323,10 +393,11 @@ static void report(const layer_data *d, const work *w, const measurement *m, int
            " tokens  threads %2d  %9.3f ms (p10 %.3f, p90 %.3f)  %7.1f %s  %5.3f of %s %.1f\n",
            "v4-layer", kinds[o->kind], d->n, o->batch, o->queries, threads, m->time.median, m->time.p10,
            m->time.p90, rate, few ? "GB/s" : "GFLOP/s", m->fraction, ceiling_name(w->limit), m->ceiling);
-    json_t *shape =
-        json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I}", "kind", kinds[o->kind], "n", (json_int_t)d->n,
-                  "batch", (json_int_t)o->batch, "queries", (json_int_t)o->queries, "hidden",
-                  (json_int_t)o->hidden, "heads", (json_int_t)o->heads, "width", (json_int_t)o->width);
+    json_t *shape = json_pack("{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "kind", kinds[o->kind],
+                              "format", formats[o->format], "key_format", key_formats[o->key_format], "page",
+                              (json_int_t)o->page, "n", (json_int_t)d->n, "batch", (json_int_t)o->batch,
+                              "queries", (json_int_t)o->queries, "hidden", (json_int_t)o->hidden, "heads",
+                              (json_int_t)o->heads, "width", (json_int_t)o->width);
     json_array_append_new(list, json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:f, s:s, s:f, s:s}",
                                           "op", "v4-layer", "shape", shape, "dtype", dtype_choices[o->dtype],
                                           "threads", threads, "reps", m->time.reps, "ms_median",
@@ -369,8 +440,8 @@ static int bench(const layer_bench *o)
     int64_t lengths[LENGTHS_MAX], threads[4];
     const int length_count = parse_integers(o->n, 1, INT32_MAX, lengths, LENGTHS_MAX),
               thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
-    if (length_count < 0 || thread_count < 0 || o->batch < 1 || o->queries < 1 || o->groups < 1 ||
-        o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
+    if (length_count < 0 || thread_count < 0 || o->batch < 1 || o->queries < 1 || o->page < 0 ||
+        o->groups < 1 || o->rounds < 1 || o->rounds > BENCH_REPS_MAX)
         return fail(
             EXIT_USAGE,
             "--n '%s' --threads '%s' --batch %" PRId64 " --queries %" PRId64 " --groups %" PRId64

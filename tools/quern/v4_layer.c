@@ -12,12 +12,26 @@
 
 typedef struct layer_options {
     const char *chunks;
+    int format, key_format;
+    int64_t page;
 } layer_options;
+
+static const char *const format_choices[] = {"input", "f32", "bf16", "row584", NULL}, *const key_choices[] = {
+                                                                                          "input", "fp8",
+                                                                                          "fp8-power", "fp4",
+                                                                                          NULL};
+enum { FORMAT_INPUT, FORMAT_F32, FORMAT_BF16, FORMAT_ROW584 };
 
 #define AT(member) offsetof(layer_options, member)
 static const option_row rows[] = {
     {"chunks", OPTION_TEXT, AT(chunks), NULL,
      "3,1,7,...: pieces of so many tokens of every sequence, T in all, from a cache instead of one shot"},
+    {"format", OPTION_CHOICE, AT(format), format_choices,
+     "with --chunks: of the cache's raw rows and entries; input: in X's dtype"},
+    {"key-format", OPTION_CHOICE, AT(key_format), key_choices,
+     "with --chunks: of the indexer's keys; input: in the rows' dtype"},
+    {"page", OPTION_INT, AT(page), NULL,
+     "with --chunks: slots of a page of entries and keys; 0: they are contiguous"},
 };
 #undef AT
 enum { CHUNKS_MAX = 65536 };
@@ -37,6 +51,18 @@ static quern_dsv4_layer_tensors tensors_of(const job *j)
     return t;
 }
 
+/* Gives every sequence its pages, the last ones of the pool first. */
+static quern_status give_pages(quern_dsv4_layer_cache *cache, const quern_dsv4_layer_cache_params *c)
+{
+    int64_t needed;
+    quern_status status = quern_dsv4_layer_cache_pages(cache, 0, c->capacity, NULL, &needed);
+    for (int64_t i = 0; i < c->sequences * needed && status == QUERN_OK; i++) {
+        const int32_t page = (int32_t)(c->pages - 1 - i);
+        status = quern_dsv4_layer_cache_add_pages(cache, i / needed, &page, 1);
+    }
+    return status;
+}
+
 static quern_status make_cache(const job *j, void *memory[2], quern_dsv4_layer_cache **cache)
 {
     const quern_dsv4_layer_params p = params_of(j);
@@ -51,11 +77,18 @@ static quern_status make_cache(const job *j, void *memory[2], quern_dsv4_layer_c
     c.window = p.window;
     c.ratio = t.compressor_bias != NULL ? t.compressor_bias->shape[0] : 0;
     c.index_dim = t.indexer_norm != NULL ? t.indexer_norm->shape[0] : 0;
-    const quern_status status = quern_dsv4_layer_cache_size(&c, &bytes[0], &bytes[1]);
+    if (options.format == FORMAT_F32) c.dtype = QUERN_F32;
+    if (options.format == FORMAT_BF16) c.dtype = QUERN_BF16;
+    c.format = options.format == FORMAT_ROW584 ? QUERN_DSV4_ROW584 : QUERN_DSV4_ROWS;
+    c.key_format = (quern_dsv4_format)options.key_format; /* in the order of the choices */
+    c.page = options.page;
+    if (c.page > 0 && c.ratio > 0) c.pages = c.sequences * (c.capacity / c.ratio / c.page + 1);
+    quern_status status = quern_dsv4_layer_cache_size(&c, &bytes[0], &bytes[1]);
     if (status != QUERN_OK) return status;
     for (int i = 0; i < 2; i++)
         if ((memory[i] = malloc(bytes[i])) == NULL) return QUERN_ERR_OUT_OF_MEMORY;
-    return quern_dsv4_layer_cache_create(&c, memory[0], bytes[0], memory[1], bytes[1], cache);
+    status = quern_dsv4_layer_cache_create(&c, memory[0], bytes[0], memory[1], bytes[1], cache);
+    return status == QUERN_OK && c.page > 0 ? give_pages(*cache, &c) : status;
 }
 
 /* The dimension of a shape such as "B H T D" that counts tokens, or entries where none does. */

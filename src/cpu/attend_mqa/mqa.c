@@ -39,7 +39,7 @@ static row_place place_of(const mqa_plan *plan, const mqa_sequence *s, bool entr
     const quern_tensor *t = entries ? &a->entries : &a->kv,
                        *table = entries ? &a->entries_table : &a->kv_table;
     const int64_t size = (int64_t)quern_dtype_size(t->dtype), step = t->strides[1] * size;
-    if (a->page == 0) {
+    if (!is_present(table)) {
         const char *data = mqa_row(t, s->view_b, row + (entries ? s->entry0 : s->raw0));
         return (row_place){data, data + ROW584_DATA, step, step, INT64_MAX};
     }

@@ -67,8 +67,11 @@ mqa_sequence mqa_sequence_at(const mqa_plan *plan, const mqa_starts *starts, int
         const int64_t position =
                           is_present(&a->positions) ? ((const int32_t *)a->positions.data)[b] : a->position,
                       tokens = position + a->seqs.n_q;
-        const int64_t most = !entries ? 0 : a->page > 0 ? tokens / a->ratio : a->entries.shape[1];
-        return (mqa_sequence){b, 0, a->seqs.n_q, 0, a->page > 0 ? tokens : a->seqs.n_kv, 0, most, position};
+        const int64_t most = !entries                        ? 0
+                             : is_present(&a->entries_table) ? tokens / a->ratio
+                                                             : a->entries.shape[1],
+                      raw = is_present(&a->kv_table) ? tokens : a->seqs.n_kv;
+        return (mqa_sequence){b, 0, a->seqs.n_q, 0, raw, 0, most, position};
     }
     const int64_t n = cu[b + 1] - cu[b];
     return (mqa_sequence){
@@ -133,10 +136,10 @@ mqa_keys mqa_keys_of(const mqa_plan *plan, const mqa_sequence *s, int64_t query,
 int64_t mqa_keys_most(const mqa_plan *plan)
 {
     const attend_mqa_args *a = plan->args;
-    const int64_t rows = a->page > 0 ? a->kv_table.shape[1] * a->page : a->seqs.n_kv,
+    const int64_t rows = is_present(&a->kv_table) ? a->kv_table.shape[1] * a->page : a->seqs.n_kv,
                   raw = a->window < rows ? a->window : rows;
-    const int64_t all = !is_present(&a->entries) ? 0
-                        : a->page > 0            ? a->entries_table.shape[1] * a->page
-                                                 : a->entries.shape[1];
+    const int64_t all = !is_present(&a->entries)        ? 0
+                        : is_present(&a->entries_table) ? a->entries_table.shape[1] * a->page
+                                                        : a->entries.shape[1];
     return raw + (plan->list >= 0 && plan->list < all ? plan->list : all);
 }

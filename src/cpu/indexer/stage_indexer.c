@@ -156,7 +156,7 @@ static void give(const indexer_job *job, int64_t b, int64_t query, indexer_best 
     for (int64_t i = best->n; i < job->k; i++) idx[i] = -1;
     ((int32_t *)count->data)[b * count->strides[0] + query * count->strides[1]] = (int32_t)best->n;
     const quern_tensor *scores = &job->args->scores;
-    for (int64_t e = seen_by(job, b, query); is_present(scores) && e < job->entries; e++)
+    for (int64_t e = seen_by(job, b, query); is_present(scores) && e < scores->shape[2]; e++)
         ((float *)row_at(scores, b, query, 0))[e] = -INFINITY;
 }
 

@@ -72,15 +72,15 @@ quern_status cpu_store_rows(const stage_exec *exec, const store_rows_args *args,
     const int64_t rows = args->x.shape[0];
     for (int64_t i = 0; i < rows && args->format != ENTRY_ROWS; i++) {
         widen(args, kernels->rows, i, row);
-        if (i32_at(&args->slots, i, -1) < 0 || entry_is_storable(&entry, row)) continue;
+        if (i32_at(&args->slots, i, 0) < 0 || entry_is_storable(&entry, row)) continue;
         int64_t column = 0;
         while ((row[column] - row[column]) == 0.0f) column++;
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x[%lld, %lld] is %g before it is quantised: finite values are accepted",
-                         (long long)i, (long long)column, (double)row[column]);
+                         "%s[%lld, %lld] is %g before it is quantised: finite values are accepted",
+                         args->name, (long long)i, (long long)column, (double)row[column]);
     }
     for (int64_t i = 0; i < rows; i++) {
-        const int64_t slot = i32_at(&args->slots, i, -1);
+        const int64_t slot = i32_at(&args->slots, i, args->first + i);
         if (slot < 0) continue;
         widen(args, kernels->rows, i, row);
         store(args, &entry, &space, slot);

@@ -49,15 +49,26 @@ static void free_kept(test_tensor first[LAYER_TENSORS])
         if (first[k].buffer != NULL) test_tensor_free(&first[k]);
 }
 
-/* Makes a sequence of the rows and saved states of another. */
-static void move(quern_dsv4_layer_cache *cache, int64_t from, int64_t to)
+/* Makes a sequence of the rows and states of another, or of its saved bytes. */
+static void move(const layer_store *s, int64_t from, int64_t to, bool saved)
 {
+    quern_dsv4_layer_cache *cache = s->cache;
     quern_dsv4_layer_rows rows = QUERN_DSV4_LAYER_ROWS_INIT;
-    int64_t held, left;
-    if (quern_dsv4_layer_cache_get(cache, from, &rows) != QUERN_OK ||
-        quern_dsv4_layer_cache_set(cache, to, &rows) != QUERN_OK)
+    int64_t held, left, tokens;
+    size_t bytes = 0;
+    assert_int_equal(quern_dsv4_layer_cache_length(cache, from, &tokens, &held), QUERN_OK);
+    layer_store_grow(s, to, tokens);
+    if (s->params.page > 0 || saved) {
+        assert_int_equal(quern_dsv4_layer_cache_save(cache, from, NULL, &bytes), QUERN_OK);
+        test_workspace space = test_workspace_make(bytes);
+        assert_int_equal(quern_dsv4_layer_cache_save(cache, from, space.data, &bytes), QUERN_OK);
+        if (quern_dsv4_layer_cache_restore(cache, to, space.data, bytes) != QUERN_OK)
+            fail_msg("%s", quern_last_error(NULL));
+        test_workspace_close(&space);
+    } else if (quern_dsv4_layer_cache_get(cache, from, &rows) != QUERN_OK ||
+               quern_dsv4_layer_cache_set(cache, to, &rows) != QUERN_OK) {
         fail_msg("%s", quern_last_error(NULL));
-    assert_int_equal(quern_dsv4_layer_cache_length(cache, from, NULL, &held), QUERN_OK);
+    }
     assert_int_equal(quern_dsv4_layer_cache_length(cache, to, NULL, &left), QUERN_OK);
     assert_true(left >= held); /* a window layer has no state that says how often it was rolled back */
 }
@@ -84,9 +95,10 @@ static void append_all(const layer_case *c, quern_context *ctx, test_random *ran
         }
         if (test_random_one_in(random, 5)) { /* the one that was left behind is emptied */
             const int64_t other = id == b ? c->batch + b : b;
-            if (test_random_one_in(random, 2)) move(s->cache, id, other);
+            layer_store_grow(s, other, at);
+            if (test_random_one_in(random, 2)) move(s, id, other, test_random_one_in(random, 2));
             else assert_int_equal(quern_dsv4_layer_cache_fork(s->cache, id, other), QUERN_OK);
-            assert_int_equal(quern_dsv4_layer_cache_reset(s->cache, id), QUERN_OK);
+            layer_store_reset(s, id);
             id = other;
         }
     }
@@ -106,7 +118,10 @@ static void streams(void **state)
         layer_case_forward(&c, one);
         keep(&c, first);
         clear(&c);
-        layer_store s = layer_store_make(&c, 2 * c.batch, test_random_int(&random, 0, 8));
+        quern_dsv4_layer_cache_params p = layer_store_params(&c, 2 * c.batch, test_random_int(&random, 0, 8));
+        if (c.shape.kind != ORACLE_SWA && test_random_one_in(&random, 2))
+            p.page = test_random_int(&random, 1, 6);
+        layer_store s = layer_store_open(&p);
         for (int64_t b = 0; b < c.batch; b++) append_all(&c, many, &random, &s, b);
         check_exact(&c, first);
         layer_case_check(&c);
