@@ -24,9 +24,9 @@ __device__ __forceinline__ void mbar_expect(uint32_t bar, uint32_t bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-/* One arrival, for what this thread did before. Where lanes of a warp each read or write what ordinary accesses
- * of other warps change or read afterwards, all of them arrive (WARP_ARRIVALS): one lane's arrival after a
- * __syncwarp() orders the same, but compute-sanitizer's racecheck does not follow it. */
+/* One arrival, for what this thread did before. Where lanes of a warp each read or write what ordinary
+ * accesses of other warps change or read afterwards, all of them arrive (WARP_ARRIVALS): one lane's arrival
+ * after a __syncwarp() orders the same, but compute-sanitizer's racecheck does not follow it. */
 enum { WARP_ARRIVALS = 32 };
 __device__ __forceinline__ void mbar_arrive(uint32_t bar)
 {
