@@ -6,9 +6,6 @@
 #ifdef LM_ONEDNN
 #include <oneapi/dnnl/dnnl.h>
 
-enum { FEW = 4 };
-
-/* A few rows, as in decoding: done before the library's threads would have started. */
 static void few_rows(int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c,
                      bool accumulate)
 {
@@ -29,7 +26,7 @@ static void few_rows(int64_t m, int64_t n, int64_t k, const float *a, const floa
 void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a,
           const float *b, float *c, bool accumulate)
 {
-    if (m <= FEW && !a_transposed && !b_transposed) {
+    if (m <= FEW_ROWS && !a_transposed && !b_transposed) {
         few_rows(m, n, k, a, b, c, accumulate);
         return;
     }

@@ -13,7 +13,7 @@ enum { SLICES = 16 };
 
 void norm_forward(const float *x, const float *w, float *y, float *inverse, int64_t rows, int64_t cols)
 {
-#pragma omp parallel for
+#pragma omp parallel for if (rows > FEW_ROWS)
     for (int64_t r = 0; r < rows; r++) {
         const float *p = x + r * cols;
         float sum = 0.0f;
@@ -53,7 +53,7 @@ bool norm_backward(const float *x, const float *w, const float *inverse, const f
 void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int64_t dim, int64_t rotated,
                 float sign)
 {
-#pragma omp parallel for
+#pragma omp parallel for if (tokens > FEW_ROWS)
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t h = 0; h < heads; h++) {
             float *p = x + (t * heads + h + 1) * dim - rotated;
@@ -66,9 +66,10 @@ void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int
         }
 }
 
-void swiglu_forward(const float *gate, const float *up, float *y, int64_t n)
+void swiglu_forward(const float *gate, const float *up, float *y, int64_t rows, int64_t cols)
 {
-#pragma omp parallel for
+    const int64_t n = rows * cols;
+#pragma omp parallel for if (rows > FEW_ROWS)
     for (int64_t i = 0; i < n; i++) y[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
 }
 
@@ -116,7 +117,7 @@ static void rows_of(const uint8_t *text, int64_t t, int64_t row[3])
 void embed_forward(const lm_param *params, const uint8_t *text, int64_t position, float *x, int64_t n,
                    int64_t width)
 {
-#pragma omp parallel for
+#pragma omp parallel for if (n > FEW_ROWS)
     for (int64_t t = 0; t < n; t++) {
         int64_t row[3];
         rows_of(text, position + t, row);

@@ -20,6 +20,7 @@
 #include <quern/quern.h>
 
 enum { BYTES = 256, HASH_ROWS = 16384, MAX_LAYERS = 32, DIGEST_TEXT = 65 };
+enum { FEW_ROWS = 4 }; /* as in decoding: done before other threads would have started */
 
 /* config.c */
 typedef enum lm_kind { KIND_DENSE, KIND_NSA, KIND_WINDOW, KIND_CSA, KIND_HCA, KINDS } lm_kind;
@@ -181,7 +182,7 @@ bool norm_backward(const float *x, const float *w, const float *inverse, const f
 /* Rotates interleaved pairs of the last channels of every head; backwards with sign -1. */
 void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int64_t dim, int64_t rotated,
                 float sign);
-void swiglu_forward(const float *gate, const float *up, float *y, int64_t n);
+void swiglu_forward(const float *gate, const float *up, float *y, int64_t rows, int64_t cols);
 void swiglu_backward(const float *gate, const float *up, const float *d_y, float *d_gate, float *d_up,
                      int64_t n);
 /* Mean loss in nats; d_logits = gradient of the mean, in place of the logits where `gradient`. */

@@ -81,7 +81,7 @@ static void network_forward(const network *e, const float *h, float *y, bool acc
     if (e->n == 0) return;
     gemm(false, false, e->n, inner, w, h, matrix(e, L_W1, false), e->rows.gate + at, false);
     gemm(false, false, e->n, inner, w, h, matrix(e, L_W3, false), e->rows.up + at, false);
-    swiglu_forward(e->rows.gate + at, e->rows.up + at, e->rows.act + at, e->n * inner);
+    swiglu_forward(e->rows.gate + at, e->rows.up + at, e->rows.act + at, e->n, inner);
     gemm(false, false, e->n, w, inner, e->rows.act + at, matrix(e, L_W2, false), y, accumulate);
 }
 
@@ -164,7 +164,7 @@ bool mlp_forward(lm_model *m, int32_t layer, const float *h, float *x, int32_t n
     network_forward(&all, h, x, true);
     if (c->experts == 0) return true;
     if (!route(m, layer, h, NULL, n)) return false;
-#pragma omp parallel for
+#pragma omp parallel for if (n > FEW_ROWS)
     for (int64_t r = 0; r < n * top; r++) memcpy(a->in + r * w, h + a->order[r] / top * w, (size_t)w * 4);
     for (int32_t e = 0; e < c->experts; e++) {
         const network one = expert(m, layer, e);
