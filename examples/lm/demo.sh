@@ -4,8 +4,8 @@
 # The demonstration: a byte-level language model learns the C headers of this machine with native sparse
 # attention and with dense attention, beside an order-2 byte model; `quern bench` times both over length; at
 # the end the model continues a prompt from its caches. Under five minutes on two cores, beside the build.
-# With --all also DeepSeek-V4's compressed attentions and a mixture of experts, and a table of what each kind
-# costs: under twenty minutes.
+# With --all also DeepSeek-V4's compressed attentions and a mixture of experts, and what each kind costs as a
+# table, a chart and JSON (costs.sh): under twenty minutes.
 # Results stay in build/demo. The headers are joined in the order of the SHA-256 of their paths, and the last
 # 5% of the bytes are held out; figures are over 48 pieces of 4096 bytes spread evenly over that part.
 set -eu
@@ -21,15 +21,12 @@ train() { # NAME OPTIONS...
         --json "$out/$1.json" "${@:2}"
 }
 
-field() { # FILE NAME
-    sed -n "s/.*\"$2\": \"*\([^,\"}]*\).*/\1/p" "$1"
-}
-
 echo "== order-2 byte model"
 $lm order2 --json $out/order2.json
 train nsa
 train dense --attention dense --curve $out/losses.svg --beside $out/nsa.losses
 kinds="nsa dense"
+charts="$out/losses.svg (the losses), $out/bench.svg (forward time)"
 if [[ ${1-} == --all ]]; then
     kinds="nsa dense csa hca hybrid experts"
     train csa --attention csa
@@ -50,17 +47,11 @@ if [[ ${1-} == --all ]]; then
         $lm eval --checkpoint $out/$kind.safetensors --pieces 2 --chunk 100
         $lm speed --checkpoint $out/$kind.safetensors --json $out/$kind.speed
     done
-    printf '%-8s %9s %8s %12s %12s %12s %12s\n' kind bits/byte ms/step 'bytes/s 1k' 'bytes/s 16k' \
-        'cache 1k' 'cache 16k'
-    for kind in $kinds; do
-        printf '%-8s %9.4f %8.1f %12.0f %12.0f %12d %12d\n' $kind "$(field $out/$kind.json bits_per_byte)" \
-            "$(field $out/$kind.json ms_step_median)" \
-            "$(field $out/$kind.speed tokens_per_second_1k)" \
-            "$(field $out/$kind.speed tokens_per_second_16k)" \
-            "$(field $out/$kind.speed cache_bytes_1k)" "$(field $out/$kind.speed cache_bytes_16k)"
-    done
+    echo "== what each kind costs; experts: nsa with a mixture of 8"
+    examples/lm/costs.sh $out $kinds
+    charts+=", $out/all.svg (the losses of every kind), $out/costs.svg (decoding)"
 fi
-echo "charts: $out/losses.svg (the losses) and $out/bench.svg ($((SECONDS - start)) s in all)"
+echo "charts: $charts ($((SECONDS - start)) s in all)"
 echo "== a sample from the model with native sparse attention, from its caches"
 $lm generate --checkpoint $out/nsa.safetensors --prompt 'static inline ' --bytes 300 --temperature 0.6 \
     --top-p 0.95

@@ -6,13 +6,15 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* What decoding costs after so many bytes. */
 typedef struct pace {
+    const char *name;
     int64_t context, cache_bytes;
     double ms; /* of a byte, median */
 } pace;
-enum { PACES = 2, TIMED = 64 };
+enum { PACES = 3, TIMED = 64 };
 
 static int by_value(const void *a, const void *b)
 {
@@ -39,14 +41,14 @@ int verb_speed(int argc, char **argv)
 {
     static const char text[] =
         "lm speed --checkpoint FILE [--corpus PATH] [--json FILE] [--expert-weights f32|bf16|nvfp4]\n"
-        "Bytes per second from caches that hold 1024 and 16384 bytes of held-out text, and what the caches "
-        "hold.\n\n"
+        "Bytes per second from caches that hold 1024, 4096 and 16384 bytes of held-out text, and what the "
+        "caches\nhold.\n\n"
         "example:\n  lm speed --checkpoint csa.safetensors\n";
     lm_options o;
     if (!options_parse(argc, argv, text, &o)) return 2;
     if (o.checkpoint == NULL) return failure("--checkpoint FILE is needed") * 2;
     if (!output_check(o.json)) return 3;
-    pace paces[PACES] = {{.context = 1024}, {.context = 16384}};
+    pace paces[PACES] = {{"1k", 1024, 0, 0}, {"4k", 4096, 0, 0}, {"16k", 16384, 0, 0}};
     const int64_t capacity = paces[PACES - 1].context + TIMED;
     lm_model m = {0};
     lm_corpus corpus;
@@ -66,12 +68,12 @@ int verb_speed(int argc, char **argv)
                    config_title(&m.config), 1e3 / paces[i].ms, (long long)paces[i].context,
                    (long long)paces[i].cache_bytes);
     }
-    ok = ok &&
-         json_write(o.json,
-                    "{\"tokens_per_second_1k\": %.2f, \"tokens_per_second_16k\": %.2f, \"cache_bytes_1k\": "
-                    "%lld, \"cache_bytes_16k\": %lld}\n",
-                    1e3 / paces[0].ms, 1e3 / paces[1].ms, (long long)paces[0].cache_bytes,
-                    (long long)paces[1].cache_bytes);
+    char fields[512] = "";
+    for (int i = 0; ok && i < PACES; i++)
+        snprintf(fields + strlen(fields), sizeof fields - strlen(fields),
+                 "%s\"tokens_per_second_%s\": %.2f, \"cache_bytes_%s\": %lld", i > 0 ? ", " : "",
+                 paces[i].name, 1e3 / paces[i].ms, paces[i].name, (long long)paces[i].cache_bytes);
+    ok = ok && json_write(o.json, "{%s}\n", fields);
     decoder_close(&d);
     free(held_out);
     model_destroy(&m);

@@ -244,15 +244,17 @@ static void chunks_equal_one_shot_with_more_heads_and_experts(void **state)
     assert_int_equal(program(p, "", "generate --checkpoint more --bytes 20 --expert-weights bf16"), 0);
 }
 
-static void speed_reports_two_contexts(void **state)
+static void speed_reports_three_contexts(void **state)
 {
     const places *p = *state;
     assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 1 --checkpoint one"), 0);
     assert_int_equal(program(p, "", "speed --checkpoint one --corpus corpus --json speed.json"), 0);
     char command[256];
-    snprintf(command, sizeof command,
-             "cd '%s' && grep -q tokens_per_second_1k speed.json && grep -q cache_bytes_16k speed.json",
-             p->folder);
+    snprintf(
+        command, sizeof command,
+        "cd '%s' && grep -q tokens_per_second_1k speed.json && grep -q tokens_per_second_4k speed.json && "
+        "grep -q cache_bytes_16k speed.json",
+        p->folder);
     assert_int_equal(system(command), 0);
 }
 
@@ -291,7 +293,7 @@ int main(void)
         cmocka_unit_test(sampling_keeps_to_top_p),
         cmocka_unit_test(every_kind_runs_in_the_program),
         cmocka_unit_test(chunks_equal_one_shot_with_more_heads_and_experts),
-        cmocka_unit_test(speed_reports_two_contexts),
+        cmocka_unit_test(speed_reports_three_contexts),
         cmocka_unit_test(bad_options_are_refused_in_a_sentence),
     };
     return cmocka_run_group_tests(tests, make_places, remove_places);
