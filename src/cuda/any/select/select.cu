@@ -30,7 +30,27 @@ static bool needs_lse(const select_args *args)
 {
     return args->scorer == SELECT_PROBABILITY && !present(args->lse);
 }
-static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to);
+
+/* The rows of a list, at most. */
+static int64_t list_rows_of(const select_args *args)
+{
+    return args->tile * (args->scope == LIST_BY_HEAD ? 1 : args->q.shape[2] / args->keys.shape[2]);
+}
+
+/* Sums of rows that a kernel of its own finds, for mean_logit: of lists so long that their rows are most of
+ * the work, and so many that another launch pays; 0 elsewhere. */
+static int64_t sums_of(const select_args *args)
+{
+    enum { LEAST_ROWS = 256, LEAST_LISTS = 512 };
+    if (args->scorer != SELECT_MEAN_LOGIT || args->keys.shape[2] == 0) return 0;
+    const quern_tensor &lists = present(args->blocks) ? args->blocks : args->groups;
+    const int64_t rows = list_rows_of(args), all = lists.shape[0] * lists.shape[1] * lists.shape[2];
+    return rows < LEAST_ROWS || all < LEAST_LISTS ? 0
+                                                  : all * ((rows + SELECT_MEAN_PART - 1) / SELECT_MEAN_PART);
+}
+
+static quern_status select_launch_all(const select_args *args, const attend_args *branch, float *sums,
+                                      const launcher &to);
 
 bool select_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES])
 {
@@ -51,13 +71,13 @@ bool select_supports(const stage_exec *exec, const select_args *args, char why[S
     attend_args branch = select_branch(args);
     size_t most = 0;
     if (needs_lse(args) && choose(attend_forward_variants, exec, &branch, why) == NULL) return false;
-    return select_launch_all(args, &branch, {NULL, &most}) == QUERN_OK &&
+    return select_launch_all(args, &branch, NULL, {NULL, &most}) == QUERN_OK &&
            shared_fits(exec, most, "select", why);
 }
 
 size_t select_bytes(const stage_exec *exec, const select_args *args)
 {
-    if (!needs_lse(args)) return 0;
+    if (!needs_lse(args)) return (size_t)(sums_of(args) * (args->q.shape[3] <= 128 ? 128 : 256)) * 4 + 15;
     const attend_args branch = select_branch(args);
     return (size_t)(args->q.shape[0] * args->q.shape[1] * args->q.shape[2]) * 4 + 15 +
            workspace_of(attend_forward_variants, exec, &branch);
@@ -84,7 +104,9 @@ quern_status select_run(const stage_exec *exec, const select_args *args, void *w
 {
     attend_args branch;
     const quern_status status = select_find_lse(exec, args, workspace, &branch);
-    return status != QUERN_OK ? status : select_launch_all(args, &branch, {(cudaStream_t)exec->stream, NULL});
+    float *const sums = sums_of(args) > 0 ? (float *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15) : NULL;
+    return status != QUERN_OK ? status
+                              : select_launch_all(args, &branch, sums, {(cudaStream_t)exec->stream, NULL});
 }
 
 select_kernel select_kernel_of(const select_args *args, const attend_launch &l)
@@ -120,10 +142,13 @@ select_kernel select_kernel_of(const select_args *args, const attend_launch &l)
     return s;
 }
 
-static quern_status select_launch_all(const select_args *args, const attend_args *branch, const launcher &to)
+static quern_status select_launch_all(const select_args *args, const attend_args *branch, float *sums,
+                                      const launcher &to)
 {
     const attend_launch l = attend_launch_of(branch);
-    const select_kernel s = select_kernel_of(args, l);
+    select_kernel s = select_kernel_of(args, l);
+    s.sums = sums;
+    s.parts = (int32_t)((list_rows_of(args) + SELECT_MEAN_PART - 1) / SELECT_MEAN_PART);
     static select_part *const mean[] = {select_mean_f32, select_mean_bf16, select_mean_f16};
     static select_part *const softmax[2][3] = {
         {select_softmax_bf16_64, select_softmax_bf16_128, select_softmax_bf16_256},

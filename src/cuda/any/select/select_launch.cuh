@@ -7,7 +7,7 @@
 #include "any/attend/attend.cuh"
 #include "common/launch.cuh"
 
-enum { KEYS = 64, WARPS = 8, THREADS = 32 * WARPS, MAX_HISTORY = 512, GROUP = 128 };
+enum { KEYS = 64, WARPS = 8, THREADS = 32 * WARPS, MAX_HISTORY = 512, GROUP = 128, SELECT_MEAN_PART = 512 };
 
 struct select_kernel {
     attend_kernel a;               /* rows, keys, visibility: as the compressed branch sees them */
@@ -19,6 +19,10 @@ struct select_kernel {
     int64_t select_block;
     int64_t list_rows; /* list rows of one batch view */
     bool mean_logit;
+    /* mean_logit: sums of SELECT_MEAN_PART rows, [views][units][list_rows][parts][padded dim], where a kernel
+     * of its own finds them */
+    float *sums;
+    int32_t parts;
 };
 
 /* The compressed branch as an attention call: for the shape, and for its row statistics where the caller has

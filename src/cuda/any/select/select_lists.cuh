@@ -149,42 +149,35 @@ __device__ __forceinline__ void offer_many(const best_list &b, const uint32_t (&
 {
     if (b.size == 0) return;
     uint32_t least = b.key[b.size - 1] + 1; /* what enters a list is at least this */
-    uint32_t mask[N];
-    int all = 0;
+    auto count = [&] {
+        int all = 0;
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-        mask[i] = __ballot_sync(~0u, key[i] >= least);
-        all += __popc(mask[i]);
-    }
-    if (all == 0) return;
+        for (int i = 0; i < N; i++) all += __popc(__ballot_sync(~0u, key[i] >= least));
+        return all;
+    };
+    int all = count();
     if (all > 32) {
         const uint32_t reached = reached_by<N>(key, b.size);
-        if (reached > least) {
-            least = reached;
-#pragma unroll
-            for (int i = 0; i < N; i++) mask[i] = __ballot_sync(~0u, key[i] >= least);
-        }
+        least = reached > least ? reached : least;
+        all = count();
     }
     uint32_t *const keys = room;
     int32_t *const indices = (int32_t *)room + 32;
-    int held = 0;
+    for (int from = 0; from < all; from += 32) {
+        int before = -from;
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-        const int count = __popc(mask[i]);
-        if (held + count > 32) {
-            __syncwarp();
-            merge(b, keys, indices, held, lane);
-            held = 0;
+        for (int i = 0; i < N; i++) {
+            const uint32_t mask = __ballot_sync(~0u, key[i] >= least);
+            const int at = before + __popc(mask & ((1u << lane) - 1));
+            if ((mask >> lane & 1) && at >= 0 && at < 32) {
+                keys[at] = key[i];
+                indices[at] = first + i * 32 + lane;
+            }
+            before += __popc(mask);
         }
-        if (mask[i] >> lane & 1) {
-            const int at = held + __popc(mask[i] & ((1u << lane) - 1));
-            keys[at] = key[i];
-            indices[at] = first + i * 32 + lane;
-        }
-        held += count;
+        __syncwarp();
+        merge(b, keys, indices, all - from < 32 ? all - from : 32, lane);
     }
-    __syncwarp();
-    merge(b, keys, indices, held, lane);
 }
 
 /* Writes forced entries [0, f0) and [g0, g1), and what the list holds, ascending and padded. Warp-wide. */
@@ -369,23 +362,34 @@ static __device__ __forceinline__ void close_blocks(const select_kernel &s, cons
     }
 }
 
-/* The same for lists of at most 32, 128 blocks at once. */
-static __device__ __forceinline__ void close_many(const select_kernel &s, const contest &in,
-                                                  const best_list &best, int e0, int entries,
-                                                  const float *out, uint32_t *room)
+/* The same for lists of at most 32, 32 N blocks at once; `out` has room for as many scores. */
+template <int N>
+__device__ __forceinline__ void close_many(const select_kernel &s, const contest &in, const best_list &best,
+                                           int e0, int entries, const float *out, uint32_t *room)
 {
     const int lane = threadIdx.x & 31, from = s.s_over_d == 1 ? e0 : e0 / s.s_over_d,
               end = s.s_over_d == 1 ? e0 + entries : (e0 + entries) / s.s_over_d,
               to = end < in.candidates ? end : in.candidates;
-    for (int j0 = from; j0 < to; j0 += 128) {
-        uint32_t key[4];
+    for (int j0 = from; j0 < to; j0 += 32 * N) {
+        float score[N];
+        uint32_t key[N];
+        if (s.l_over_d == 1 && s.s_over_d == 1) { /* loads wait for no branch */
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < N; i++) score[i] = out[j0 - e0 + i * 32 + lane];
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const int block = j0 + i * 32 + lane;
+                score[i] = block < to ? block_score(s, out + (block + 1) * s.s_over_d - 1 - e0) : 0.0f;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) {
             const int block = j0 + i * 32 + lane;
             const bool valid = block < to && block >= in.f0 && !(block >= in.g0 && block < in.g1);
-            key[i] = valid ? order_of(block_score(s, out + (block + 1) * s.s_over_d - 1 - e0)) : 0;
+            key[i] = valid ? order_of(score[i]) : 0;
         }
-        offer_many<4>(best, key, j0, room, lane);
+        offer_many<N>(best, key, j0, room, lane);
     }
 }
 

@@ -10,8 +10,10 @@
  * a warp for each list offers them to it. Sums are f32 in a fixed order.
  *
  * Q is nearly all that is read: at tile 128 of 16 heads a list has 512 KB of rows and 256 KB of entries at
- * 64k tokens, which L2 holds for all. Lists so many that entries would count share them, four a block. Limit:
- * the read rate.
+ * 64k tokens, which L2 holds for all. A block's reading, scores and list follow one another, and other blocks
+ * do not cover the latter two. So where Q is large a kernel of its own adds 512 rows a block and leaves the
+ * sums in workspace. Lists whose sums are there, or so many that entries would count, share entries, four a
+ * block. Limit: the read rate.
  */
 #ifndef QUERN_CUDA_SELECT_MEAN_CUH
 #define QUERN_CUDA_SELECT_MEAN_CUH
@@ -22,9 +24,10 @@
 namespace select_by_mean
 {
 
-enum { STEP = 1024, LANES = 8, AHEAD = 8 }; /* entries at a time; lanes of an entry; loads in flight */
+/* Entries at a time; lanes of an entry; loads in flight; rows that are summed at once. */
+enum { STEP = 1024, LANES = 8, AHEAD = 8, PART = SELECT_MEAN_PART };
 
-template <int CHUNKS, int LISTS> struct shape {
+template <int CHUNKS> struct shape {
     static constexpr int DIM = CHUNKS * LANES * CHUNK, /* padded */
         ROWS = THREADS * CHUNK / DIM;                  /* rows read at once */
 };
@@ -38,7 +41,7 @@ template <int CHUNKS, int LISTS> struct memory {
 
     __device__ __forceinline__ memory(const select_kernel &s, char *from)
     {
-        typedef shape<CHUNKS, LISTS> sh;
+        typedef shape<CHUNKS> sh;
         part = (float *)from;
         mean = part + sh::ROWS * sh::DIM;
         scores = mean + LISTS * sh::DIM;
@@ -50,60 +53,108 @@ template <int CHUNKS, int LISTS> struct memory {
 
 template <int CHUNKS, int LISTS> static size_t memory_bytes(const select_kernel &s)
 {
-    typedef shape<CHUNKS, LISTS> sh;
+    typedef shape<CHUNKS> sh;
     return ((size_t)(sh::ROWS + LISTS) * sh::DIM + LISTS * (STEP + 64) + 2 * (size_t)LISTS * (s.k + s.c)) * 4;
 }
 
-/* The sum of rows row0, row0 + `step` ... of `rows` rows of a list. VEC: 16 bytes at a time. */
+/* The sum of a list's rows row0, row0 + `step` ... below `rows`. VEC: 16 bytes at a time. */
 template <typename T, bool VEC>
 __device__ __forceinline__ chunk sum_rows(const attend_kernel &a, const T *q, int row0, int rows, int step)
 {
     chunk sum = {};
-    for (int r0 = row0; r0 < rows; r0 += AHEAD * step) {
+    int r = row0;
+    auto load = [&](int row) {
+        const int n = (int)quotient((uint32_t)row, a.by_hs);
+        return load_chunk<T>(q + n * a.q.s[1] + (row - n * a.hs) * a.q.s[2], VEC);
+    };
+    auto add = [&](const chunk &x) {
+#pragma unroll
+        for (int c = 0; c < CHUNK; c++) sum.x[c] += x.x[c];
+    };
+    for (; r + (AHEAD - 1) * step < rows; r += AHEAD * step) {
         chunk x[AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            const int r = r0 + i * step, n = (int)quotient((uint32_t)r, a.by_hs);
-            x[i] = {};
-            if (r < rows) x[i] = load_chunk<T>(q + n * a.q.s[1] + (r - n * a.hs) * a.q.s[2], VEC);
-        }
+        for (int i = 0; i < AHEAD; i++) x[i] = load(r + i * step);
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++)
-#pragma unroll
-            for (int c = 0; c < CHUNK; c++) sum.x[c] += x[i].x[c];
+        for (int i = 0; i < AHEAD; i++) add(x[i]);
     }
+    for (; r < rows; r += step) add(load(r));
     return sum;
 }
 
-/* The means of the rows of each list of a run. All threads call. */
-template <typename T, int CHUNKS, int LISTS>
-__device__ __forceinline__ void find_means(const select_kernel &s, const list_run<T> &run,
-                                           const memory<CHUNKS, LISTS> &m)
+/* The rows of a run's list. */
+template <typename T>
+__device__ __forceinline__ int rows_of(const select_kernel &s, const list_run<T> &run, int list)
 {
-    typedef shape<CHUNKS, LISTS> sh;
+    const int64_t from = run.q_first + (int64_t)list * s.a.tile;
+    return (int)(q_end_of(from, s.a.tile, run.seq.nq) - from) * s.a.hs;
+}
+
+/* The sum of rows [r0, r0 + PART) of a run's list, of column threadIdx.x below DIM; part: [ROWS][DIM] of
+ * shared memory. All threads call. */
+template <typename T, int CHUNKS, bool VEC>
+__device__ __forceinline__ float sum_part(const select_kernel &s, const list_run<T> &run, int list, int r0,
+                                          float *part)
+{
+    typedef shape<CHUNKS> sh;
     constexpr int PER = sh::DIM / CHUNK;
     const attend_kernel &a = s.a;
     const int column = (int)threadIdx.x % PER * CHUNK, row0 = (int)threadIdx.x / PER;
+    const int rows = rows_of<T>(s, run, list), end = r0 + PART < rows ? r0 + PART : rows;
+    const T *q = run.q + (run.q_first + (int64_t)list * a.tile) * a.q.s[1] + column;
+    chunk sum = {};
+    if (column < a.dim_k) sum = sum_rows<T, VEC>(a, q, r0 + row0, end, sh::ROWS);
+    __syncthreads(); /* the last part is read */
+#pragma unroll
+    for (int c = 0; c < CHUNK; c++) part[row0 * sh::DIM + column + c] = sum.x[c];
+    __syncthreads();
+    float all = 0.0f;
+    if (threadIdx.x < sh::DIM) {
+#pragma unroll
+        for (int r = 0; r < sh::ROWS; r++) all += part[r * sh::DIM + threadIdx.x];
+    }
+    return all;
+}
+
+/* Where the parts' sums of a list row stand. */
+__device__ __forceinline__ float *parts_of(const select_kernel &s, int64_t vb, int unit, int64_t row, int dim)
+{
+    return s.sums + ((vb * s.a.units + unit) * s.list_rows + row) * s.parts * dim;
+}
+
+/* The means of a run's lists: sums of PART rows each, added in order. GIVEN: those sums are there. All
+ * threads call. */
+template <typename T, int CHUNKS, int LISTS, bool GIVEN>
+__device__ __forceinline__ void find_means(const select_kernel &s, const list_run<T> &run,
+                                           const memory<CHUNKS, LISTS> &m, int64_t vb)
+{
+    constexpr int DIM = shape<CHUNKS>::DIM;
     for (int list = 0; list < run.lists; list++) {
-        const int64_t from = run.q_first + (int64_t)list * a.tile, to = q_end_of(from, a.tile, run.seq.nq);
-        const int rows = (int)(to - from) * a.hs;
-        const T *q = run.q + from * a.q.s[1] + column;
-        chunk sum = {};
-        if (column < a.dim_k)
-            sum = a.vec_q ? sum_rows<T, true>(a, q, row0, rows, sh::ROWS)
-                          : sum_rows<T, false>(a, q, row0, rows, sh::ROWS);
-        __syncthreads(); /* the last list's parts are read */
-#pragma unroll
-        for (int c = 0; c < CHUNK; c++) m.part[row0 * sh::DIM + column + c] = sum.x[c];
-        __syncthreads();
-        for (int c = threadIdx.x; c < sh::DIM; c += THREADS) {
-            float all = 0.0f;
-#pragma unroll
-            for (int r = 0; r < sh::ROWS; r++) all += m.part[r * sh::DIM + c];
-            m.mean[list * sh::DIM + c] = all / (float)rows;
-        }
+        const int rows = rows_of<T>(s, run, list);
+        const float *given = GIVEN ? parts_of(s, vb, run.unit, run.row_begin + list, DIM) : NULL;
+        float all = 0.0f;
+        for (int r0 = 0; r0 < rows; r0 += PART)
+            if (GIVEN) all += threadIdx.x < DIM ? given[r0 / PART * DIM + threadIdx.x] : 0.0f;
+            else if (s.a.vec_q) all += sum_part<T, CHUNKS, true>(s, run, list, r0, m.part);
+            else all += sum_part<T, CHUNKS, false>(s, run, list, r0, m.part);
+        if (threadIdx.x < DIM) m.mean[list * DIM + threadIdx.x] = all / (float)rows;
     }
     __syncthreads();
+}
+
+/* A block writes the sum of PART rows of one list row; rows are aligned. */
+template <typename T, int CHUNKS>
+__global__ void __launch_bounds__(THREADS, 3) select_sum_parts(const __grid_constant__ select_kernel s)
+{
+    typedef shape<CHUNKS> sh;
+    __shared__ float part[sh::ROWS * sh::DIM];
+    const int64_t vb = blockIdx.z, row = blockIdx.x / (unsigned)s.parts;
+    const int i = (int)(blockIdx.x - row * s.parts);
+    list_run<T> run;
+    if (!find_run<T>(s, vb, row, 1, &run)) return; /* varlen: past the last tile */
+    if (i * PART >= rows_of<T>(s, run, 0)) return;
+    const float sum = sum_part<T, CHUNKS, true>(s, run, 0, i * PART, part);
+    if (threadIdx.x < sh::DIM) parts_of(s, vb, run.unit, row, sh::DIM)[i * sh::DIM + threadIdx.x] = sum;
 }
 
 /* The scores of entries [e0, e0 + STEP), as far as a list goes to `end`; seen[l]: entries that list l's last
@@ -113,7 +164,7 @@ __device__ __forceinline__ void score_step(const select_kernel &s, const list_ru
                                            const memory<CHUNKS, LISTS> &m, int e0, int end,
                                            const int (&seen)[LISTS])
 {
-    typedef shape<CHUNKS, LISTS> sh;
+    typedef shape<CHUNKS> sh;
     constexpr int AT_ONCE = LISTS > 1 ? 2 : 4, GROUPS = THREADS / LANES;
     const attend_kernel &a = s.a;
     const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
@@ -185,7 +236,7 @@ __device__ __forceinline__ void close_groups(const own_groups &x, int e0, const 
 }
 
 /* Fills the lists of a run. All threads call. */
-template <typename T, int CHUNKS, int LISTS>
+template <typename T, int CHUNKS, int LISTS, bool GIVEN>
 __device__ __forceinline__ void fill_lists(const select_kernel &s, const list_run<T> &run,
                                            const memory<CHUNKS, LISTS> &m, int64_t vb)
 {
@@ -206,7 +257,7 @@ __device__ __forceinline__ void fill_lists(const select_kernel &s, const list_ru
     }
     if (mine)
         for (int i = lane; i < room; i += 32) best.key[i] = 0;
-    find_means<T, CHUNKS, LISTS>(s, run, m);
+    find_means<T, CHUNKS, LISTS, GIVEN>(s, run, m, vb);
     const own_groups groups =
         open_groups(s, run.seq, q0, m.keys + warp * room + s.k, m.indices + warp * room + s.k);
     for (int e0 = 0; e0 < end; e0 += STEP) {
@@ -214,7 +265,8 @@ __device__ __forceinline__ void fill_lists(const select_kernel &s, const list_ru
         else score_step<T, CHUNKS, LISTS, false>(s, run, m, e0, end, seen);
         __syncthreads();
         if (mine) {
-            if (in.size <= 32) close_many(s, in, best, e0, STEP, m.scores + warp * STEP, m.room + warp * 64);
+            if (in.size <= 32)
+                close_many<4>(s, in, best, e0, STEP, m.scores + warp * STEP, m.room + warp * 64);
             else close_blocks(s, in, best, e0, STEP, m.scores + warp * STEP);
             if (s.c > 0) close_groups(groups, e0, m.scores + warp * STEP);
         }
@@ -227,7 +279,7 @@ __device__ __forceinline__ void fill_lists(const select_kernel &s, const list_ru
 
 /* A block owns LISTS consecutive list rows. Of varlen tensors they may lie in several sequences; those of
  * each sequence are filled in turn. */
-template <typename T, int CHUNKS, int LISTS>
+template <typename T, int CHUNKS, int LISTS, bool GIVEN>
 __global__ void __launch_bounds__(THREADS, 2) select_mean(const __grid_constant__ select_kernel s)
 {
     extern __shared__ __align__(128) char smem[];
@@ -240,18 +292,28 @@ __global__ void __launch_bounds__(THREADS, 2) select_mean(const __grid_constant_
             if (threadIdx.x < 32) pad_lists(s, vb, blockIdx.y, row0 + done, row0 + LISTS);
             return;
         }
-        fill_lists<T, CHUNKS, LISTS>(s, run, m, vb);
+        fill_lists<T, CHUNKS, LISTS, GIVEN>(s, run, m, vb);
         done += run.lists;
         __syncthreads();
     }
 }
 
-template <typename T, int CHUNKS, int LISTS>
+template <typename T, int CHUNKS, int LISTS, bool GIVEN>
 static quern_status launch(const select_kernel &s, int64_t views, const launcher &to)
 {
     const dim3 grid((unsigned)((s.list_rows + LISTS - 1) / LISTS), (unsigned)s.a.units, (unsigned)views);
-    return launch_shared(to, select_mean<T, CHUNKS, LISTS>, grid, THREADS, memory_bytes<CHUNKS, LISTS>(s),
-                         "select", s);
+    return launch_shared(to, select_mean<T, CHUNKS, LISTS, GIVEN>, grid, THREADS,
+                         memory_bytes<CHUNKS, LISTS>(s), "select", s);
+}
+
+/* The sums by a kernel of their own, then the lists. */
+template <typename T, int CHUNKS>
+static quern_status launch_both(const select_kernel &s, int64_t views, const launcher &to)
+{
+    const dim3 grid((unsigned)(s.list_rows * s.parts), (unsigned)s.a.units, (unsigned)views);
+    select_sum_parts<T, CHUNKS><<<grid, THREADS, 0, to.stream>>>(s);
+    const quern_status status = LAUNCHED("select: sums of rows");
+    return status != QUERN_OK ? status : launch < T, CHUNKS, CHUNKS == 2 ? 4 : 1, true > (s, views, to);
 }
 
 /* Four lists share the entries that a block reads where there are blocks enough. */
@@ -259,9 +321,11 @@ template <typename T> static quern_status run(const select_kernel &s, int64_t vi
 {
     enum { MANY = 8192 };
     const bool many = s.list_rows * s.a.units * views >= MANY;
-    if (s.a.dim_k > 128) return launch<T, 4, 1>(s, views, to);
-    if (many) return launch<T, 2, 4>(s, views, to);
-    return s.a.dim_k > 64 ? launch<T, 2, 1>(s, views, to) : launch<T, 1, 1>(s, views, to);
+    if (s.sums != NULL && s.a.vec_q && to.most == NULL)
+        return s.a.dim_k > 128 ? launch_both<T, 4>(s, views, to) : launch_both<T, 2>(s, views, to);
+    if (s.a.dim_k > 128) return launch<T, 4, 1, false>(s, views, to);
+    if (many) return launch<T, 2, 4, false>(s, views, to);
+    return s.a.dim_k > 64 ? launch<T, 2, 1, false>(s, views, to) : launch<T, 1, 1, false>(s, views, to);
 }
 
 } // namespace select_by_mean

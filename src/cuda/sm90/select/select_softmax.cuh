@@ -4,19 +4,20 @@
  * select_softmax.cuh - lists by probability on Hopper, for bf16 and f16 and lists of 4, 8 or 16 rows (one
  * token of as many heads, mostly); the scores stay on the chip.
  *
- * A persistent block is a warp that feeds and three warpgroups (two above D = 128) that compute, 64 rows
- * each. A warp's 16 rows are one list, two or four, wholly its own: it holds them as the A operand in
+ * A persistent block is a warpgroup whose first warp feeds and three (two above D = 128) that compute, 64
+ * rows each. A warp's 16 rows are one list, two or four, wholly its own: it holds them as the A operand in
  * registers, so that shared memory carries nothing but entries. It walks the entries 128 at a time: S = Q K^T
  * (wgmma), p = exp(S - lse), the sum over each list's rows by a butterfly among the lanes, which leaves every
- * lane its part of the 128 sums; then they go through shared memory to the lists, 128 at once
- * (select_lists.cuh). Warpgroups wait for nothing but entries, so that one's products run beside the others'
- * exponentials and lists.
+ * lane its part of the 128 sums. These go to shared memory, and the lists take those of up to four steps at
+ * once (select_lists.cuh), which costs less than one step after another.
+ * Warpgroups wait for nothing but entries, so that one's products run beside the others' exponentials and
+ * lists.
  *
  * The feeding warp takes pieces (longest first, by a counter: no result depends on who computes them), leaves
  * their places in shared memory, and copies their rows and entries by TMA; rows of the next piece as soon as
  * all warps hold this one's.
  *
- * Registers at D = 128: Q 32, S 64 of 128. Shared memory: Q 48 KB, entries 96 KB. Limit: the tensor cores
+ * Registers at D = 128: Q 32, S 64 of 160. Shared memory: Q 48 KB, entries 96 KB. Limit: the tensor cores
  * and, as long, the exponentials at 16 a clock and SM.
  */
 #ifndef QUERN_CUDA_SM90_SELECT_SOFTMAX_CUH
@@ -31,12 +32,13 @@
 namespace sm90_select_softmax
 {
 
-enum { STEP = 128, SCORES = SM90_SELECT_HISTORY + STEP, MOST = SM90_SELECT_MOST };
+enum { STEP = 128, MOST = SM90_SELECT_MOST };
 
 /* Above D = 128 registers suffice for two warpgroups. */
 template <int DK> struct shape {
     static constexpr int GROUPS = DK <= 128 ? 3 : 2, ROWS = 64 * GROUPS, COMPUTING = 4 * GROUPS,
-                         THREADS_ALL = 128 * GROUPS + 32;
+                         THREADS_ALL = 128 * (GROUPS + 1);
+    static constexpr int FEED = GROUPS == 3 ? 32 : 40, COMPUTE = GROUPS == 3 ? 160 : 232; /* registers */
 };
 
 struct maps {
@@ -61,6 +63,9 @@ __device__ __forceinline__ sequence sequence_of(const piece &w)
 template <int DK, int LIST> struct layout {
     static constexpr int ROWS = shape<DK>::ROWS, COMPUTING = shape<DK>::COMPUTING;
     static constexpr int STAGES = 3, LISTS = 16 / LIST; /* LISTS: of a warp */
+    static constexpr int BATCH =
+        LIST == 16 ? 4 : LIST / (DK <= 128 ? 2 : 4); /* steps whose scores a list takes at once */
+    static constexpr int SCORES = SM90_SELECT_HISTORY + BATCH * STEP;
     static constexpr int Q = 0, K = Q + ROWS * DK * 2, K_STAGE = STEP * DK * 2, BARS = K + STAGES * K_STAGE;
     static constexpr int Q_FULL = BARS, Q_FREE = Q_FULL + 8, K_FULL = Q_FREE + 8,
                          K_FREE = K_FULL + 8 * STAGES, TURN_FULL = K_FREE + 8 * STAGES,
@@ -225,7 +230,8 @@ template <int N> __device__ __forceinline__ void fold(float (&x)[32], int bit)
 
 /* Sums over the rows of each list, to scores[list][SCORES]. p: probabilities of rows lane / 4 and that + 8,
  * columns 8 i + 2 (lane % 4) ... */
-template <int LIST> __device__ __forceinline__ void sum_rows(const float (&p)[16][4], float *scores)
+template <int LIST, int SCORES>
+__device__ __forceinline__ void sum_rows(const float (&p)[16][4], float *scores)
 {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -291,7 +297,7 @@ template <int DK, int LIST> struct own_lists {
     uint32_t *keys;
     int32_t *indices;
     uint32_t *room;
-    float *scores; /* of a step's first entry */
+    float *scores; /* of the first entry that they have not taken */
 
     __device__ __forceinline__ own_lists(char *smem, int warp)
     {
@@ -301,7 +307,7 @@ template <int DK, int LIST> struct own_lists {
         keys = (uint32_t *)(smem + at::KEYS_AT) + first * MOST;
         indices = (int32_t *)(smem + at::INDICES) + first * MOST;
         room = (uint32_t *)(smem + at::ROOM) + warp * 64;
-        scores = (float *)(smem + at::SCORES_AT) + first * SCORES + SM90_SELECT_HISTORY;
+        scores = (float *)(smem + at::SCORES_AT) + first * at::SCORES + SM90_SELECT_HISTORY;
     }
     __device__ __forceinline__ best_list best(int l) const
     {
@@ -314,7 +320,7 @@ template <int DK, int LIST>
 __device__ __forceinline__ int open_lists(const select_kernel &s, const piece &w, int query,
                                           const own_lists<DK, LIST> &x)
 {
-    constexpr int LISTS = layout<DK, LIST>::LISTS;
+    constexpr int LISTS = layout<DK, LIST>::LISTS, SCORES = layout<DK, LIST>::SCORES;
     const int lane = threadIdx.x & 31;
     if (lane < LISTS && query + lane * s.a.tile < w.nq)
         x.in[lane] = find_contest(s, w.nq, query + lane * s.a.tile);
@@ -325,6 +331,26 @@ __device__ __forceinline__ int open_lists(const select_kernel &s, const piece &w
     __syncwarp();
     const int left = (w.nq - query + s.a.tile - 1) / s.a.tile;
     return left < 0 ? 0 : left < LISTS ? left : LISTS;
+}
+
+/* A warp's `lists` lists take the scores of entries [e0, e0 + entries). */
+template <int DK, int LIST>
+__device__ __forceinline__ void take_scores(const select_kernel &s, const own_lists<DK, LIST> &x, int lists,
+                                            int e0, int entries)
+{
+    typedef layout<DK, LIST> at;
+    const int lane = threadIdx.x & 31;
+    __syncwarp();
+#pragma unroll 1
+    for (int l = 0; l < lists; l++) {
+        float *scores = x.scores + l * at::SCORES;
+        if (entries == STEP) close_many<STEP / 32>(s, x.in[l], x.best(l), e0, entries, scores, x.room);
+        else close_many<at::BATCH * STEP / 32>(s, x.in[l], x.best(l), e0, entries, scores, x.room);
+        if (s.history == 0) continue;
+        __syncwarp(); /* all have read the history */
+        scores[lane - SM90_SELECT_HISTORY] = scores[lane + entries - SM90_SELECT_HISTORY];
+    }
+    __syncwarp();
 }
 
 /* A computing warpgroup. */
@@ -369,20 +395,12 @@ __device__ __forceinline__ void compute(const select_kernel &s, const sm90_selec
             wg_commit();
             wg_wait<0>(x);
             arrive(at::K_FREE + 8 * stage);
-            const int e0 = t * STEP;
+            const int e0 = t * STEP, held = t % at::BATCH;
             exponentiate(x, a.scale_log2, lse2, hi, e0,
                          __all_sync(~0u, e0 + STEP <= hi[0] && e0 + STEP <= hi[1]));
-            sum_rows<LIST>(x, own.scores);
-            __syncwarp();
-#pragma unroll 1
-            for (int l = 0; l < lists; l++) {
-                float *scores = own.scores + l * SCORES;
-                close_many(s, own.in[l], own.best(l), e0, STEP, scores, own.room);
-                if (s.history == 0) continue;
-                __syncwarp(); /* all have read the history */
-                scores[lane - SM90_SELECT_HISTORY] = scores[lane + STEP - SM90_SELECT_HISTORY];
-            }
-            __syncwarp();
+            sum_rows<LIST, at::SCORES>(x, own.scores + held * STEP);
+            if (held == at::BATCH - 1 || t + 1 == steps)
+                take_scores<DK, LIST>(s, own, lists, e0 - held * STEP, (held + 1) * STEP);
         }
         const int row = w.list_row + row0 / LIST;
         for (int l = 0; l < lists; l++)
@@ -411,8 +429,14 @@ __global__ void __launch_bounds__(shape<DK>::THREADS_ALL, 1)
     }
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0);
-    if (group < shape<DK>::GROUPS) compute<T, DK, LIST>(s, plan, smem, base, group);
-    else feed<DK, LIST>(s, plan, m, smem, base);
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
+    if (group == shape<DK>::GROUPS) {
+        registers_down<shape<DK>::FEED>();
+        if (warp == 0) feed<DK, LIST>(s, plan, m, smem, base);
+    } else {
+        registers_up<shape<DK>::COMPUTE>();
+        compute<T, DK, LIST>(s, plan, smem, base, group);
+    }
 #endif
 }
 
