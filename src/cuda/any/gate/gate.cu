@@ -74,6 +74,7 @@ static gate_kernel kernel_of(const gate_args *args, void *workspace)
     if (present(args->d_q) && !a.dq_f32) a.vec = a.vec && rows_aligned16(args->d_q);
     a.w = args->w_gate.data;
     a.w_f32 = args->w_gate.dtype == QUERN_F32;
+    a.w_vec = rows_aligned16(args->w_gate);
     a.ws[0] = args->w_gate.strides[0];
     a.ws[1] = args->w_gate.strides[1];
     if (present(args->d_w_gate)) a.dw_part = (float *)(((uintptr_t)workspace + 15) & ~(uintptr_t)15);

@@ -19,6 +19,7 @@ struct gate_kernel {
     const void *w;
     int64_t ws[2];
     bool w_f32, vec, dq_f32, add_q, same; /* same: q, o, o_b, d_o, d_o_b have the strides of o or d_o */
+    bool w_vec;                           /* rows of w are aligned */
     float *dw_part;                       /* [slices][H][3][D] */
 };
 

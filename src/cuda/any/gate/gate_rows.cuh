@@ -24,15 +24,13 @@
 enum { THREADS = 256 };
 
 template <typename T>
-__device__ __forceinline__ chunk weight_chunk(const gate_kernel &a, int h, int b, int c, bool in)
+__device__ __forceinline__ chunk weight_chunk(const gate_kernel &a, int h, int b, int c, bool in, bool vec)
 {
     chunk r = {};
     if (!in) return r;
     const int64_t at = h * a.ws[0] + b * a.ws[1] + c * CHUNK;
-#pragma unroll
-    for (int i = 0; i < CHUNK; i++)
-        r.x[i] = a.w_f32 ? ((const float *)a.w)[at + i] : to_float<T>(((const T *)a.w)[at + i]);
-    return r;
+    return a.w_f32 ? load_chunk<float>((const float *)a.w + at, vec)
+                   : load_chunk<T>((const T *)a.w + at, vec);
 }
 
 /* Eight elements as they stand in memory. ONCE: evicted first, which the forward gains from and the backward
@@ -91,13 +89,13 @@ template <typename T, int LPR, bool SAME>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
     gate_forward(const __grid_constant__ gate_kernel a)
 {
-    const int group = (blockIdx.y * THREADS + threadIdx.x) / LPR, c = threadIdx.x % LPR, col = c * CHUNK;
+    const int group = (blockIdx.y * blockDim.x + threadIdx.x) / LPR, c = threadIdx.x % LPR, col = c * CHUNK;
     const bool head_in = group < a.heads, weights = a.kind == GATE_WEIGHTS;
     const int h = head_in ? group : a.heads - 1;
     const bool in_q = weights && col < a.dim, in_v = col < a.dim_v;
     chunk w[3];
 #pragma unroll
-    for (int b = 0; b < 3; b++) w[b] = weight_chunk<T>(a, h, b, c, in_q);
+    for (int b = 0; b < 3; b++) w[b] = weight_chunk<T>(a, h, b, c, in_q, a.w_vec);
     const int64_t valid = a.cu != NULL ? cu_seqlens_at(a.cu, a.valid_index, a.n) : a.n;
     const int64_t first = (int64_t)blockIdx.x * a.tokens,
                   end = first + a.tokens < a.rows ? first + a.tokens : a.rows;
@@ -178,13 +176,13 @@ __device__ __forceinline__ void store_dw_part(const gate_kernel &a, int h, int c
 template <typename T, int LPR, bool SAME>
 __global__ void __launch_bounds__(THREADS, 2) gate_backward(const __grid_constant__ gate_kernel a)
 {
-    const int group = (blockIdx.y * THREADS + threadIdx.x) / LPR, c = threadIdx.x % LPR, col = c * CHUNK;
+    const int group = (blockIdx.y * blockDim.x + threadIdx.x) / LPR, c = threadIdx.x % LPR, col = c * CHUNK;
     const bool head_in = group < a.heads, weights = a.kind == GATE_WEIGHTS, none = a.kind == GATE_NONE;
     const int h = head_in ? group : a.heads - 1;
     const bool in_q = weights && col < a.dim, in_v = col < a.dim_v;
     chunk w[3], dw[3] = {};
 #pragma unroll
-    for (int b = 0; b < 3; b++) w[b] = weight_chunk<T>(a, h, b, c, in_q);
+    for (int b = 0; b < 3; b++) w[b] = weight_chunk<T>(a, h, b, c, in_q, false);
     const int64_t valid = a.cu != NULL ? cu_seqlens_at(a.cu, a.valid_index, a.n) : a.n;
     const int64_t first = (int64_t)blockIdx.x * a.tokens,
                   end = first + a.tokens < a.rows ? first + a.tokens : a.rows;
@@ -275,27 +273,30 @@ __global__ void __launch_bounds__(THREADS, 2) gate_backward(const __grid_constan
 }
 
 template <typename T, int LPR, bool BACKWARD>
-static void start(const gate_kernel &a, dim3 grid, cudaStream_t stream)
+static void start(const gate_kernel &a, dim3 grid, int threads, cudaStream_t stream)
 {
     if constexpr (BACKWARD) {
-        if (a.same) gate_backward<T, LPR, true><<<grid, THREADS, 0, stream>>>(a);
-        else gate_backward<T, LPR, false><<<grid, THREADS, 0, stream>>>(a);
+        if (a.same) gate_backward<T, LPR, true><<<grid, threads, 0, stream>>>(a);
+        else gate_backward<T, LPR, false><<<grid, threads, 0, stream>>>(a);
     } else {
-        if (a.same) gate_forward<T, LPR, true><<<grid, THREADS, 0, stream>>>(a);
-        else gate_forward<T, LPR, false><<<grid, THREADS, 0, stream>>>(a);
+        if (a.same) gate_forward<T, LPR, true><<<grid, threads, 0, stream>>>(a);
+        else gate_forward<T, LPR, false><<<grid, threads, 0, stream>>>(a);
     }
 }
 
+/* Few heads have a block of no more threads than they need. */
 template <typename T, bool BACKWARD> static quern_status launch(const gate_kernel &a, cudaStream_t stream)
 {
     const int dim = a.dim > a.dim_v ? a.dim : a.dim_v;
     const int lpr = dim <= 64 ? 8 : dim <= 128 ? 16 : 32;
     if (a.rows == 0 || a.heads == 0) return QUERN_OK;
+    const int64_t lanes = ((int64_t)a.heads * lpr + 31) / 32 * 32;
+    const int threads = lanes < THREADS ? (int)lanes : THREADS;
     const dim3 grid((unsigned)((a.rows + a.tokens - 1) / a.tokens),
-                    (unsigned)(((int64_t)a.heads * lpr + THREADS - 1) / THREADS));
-    if (lpr == 8) start<T, 8, BACKWARD>(a, grid, stream);
-    else if (lpr == 16) start<T, 16, BACKWARD>(a, grid, stream);
-    else start<T, 32, BACKWARD>(a, grid, stream);
+                    (unsigned)((lanes + threads - 1) / threads));
+    if (lpr == 8) start<T, 8, BACKWARD>(a, grid, threads, stream);
+    else if (lpr == 16) start<T, 16, BACKWARD>(a, grid, threads, stream);
+    else start<T, 32, BACKWARD>(a, grid, threads, stream);
     return LAUNCHED("gate");
 }
 
