@@ -131,6 +131,13 @@
 /* Runs the stages of a call on `exec`. */
 typedef quern_status backend_run(const void *arg, const stage_exec *exec);
 
+/* What launches to come would wait for, in a stream that is recorded. */
+enum { BACKEND_POINT_MOST = 8 };
+typedef struct backend_point {
+    int32_t count;
+    void *after[BACKEND_POINT_MOST];
+} backend_point;
+
 typedef struct quern_backend {
     const char *name;
     /* What a context keeps for the backend. Created with the context (NULL where memory is short),
@@ -145,6 +152,11 @@ typedef struct quern_backend {
     void (*replay_close)(void *replay);
     quern_status (*replay)(void *replay, const stage_exec *exec, const void *addresses, backend_run *run,
                            const void *arg);
+    /* Optional, both or neither: stages beside each other in a stream that is recorded. point() fills in
+     * what the next stage would wait for; false where the stream is not recorded, or that is too much.
+     * resume(): the next stage waits for what these points say and for nothing else. */
+    bool (*point)(const stage_exec *exec, backend_point *point);
+    quern_status (*resume)(const stage_exec *exec, const backend_point *const *points, int32_t count);
     BACKEND_STAGES(BACKEND_ROW)
 } quern_backend;
 

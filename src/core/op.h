@@ -255,6 +255,12 @@ op_frame op_frame_of(const op_call *call, const quern_exec *exec, void *const *d
 BACKEND_STAGES(OP_STAGE)
 #undef OP_STAGE
 
+/* The backend's point() and resume(). op_point() is false too where the stages are listed, and where the
+ * backend has none. */
+bool op_point(const op_call *call, const op_frame *frame, backend_point *point);
+quern_status op_resume(const op_call *call, const op_frame *frame, const backend_point *const *points,
+                       int32_t count);
+
 /* A tensors struct of any family. */
 typedef struct op_tensors {
     size_t size;

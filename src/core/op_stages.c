@@ -140,3 +140,14 @@ quern_status op_list(const op_call *call, op_steps *steps)
                                         scratch != NULL ? op_placed(scratch, frame) : NULL);                 \
     }
 BACKEND_STAGES(STAGE)
+
+bool op_point(const op_call *call, const op_frame *frame, backend_point *point)
+{
+    return frame->listed == NULL && call->backend->point != NULL && call->backend->point(&frame->exec, point);
+}
+
+quern_status op_resume(const op_call *call, const op_frame *frame, const backend_point *const *points,
+                       int32_t count)
+{
+    return call->backend->resume(&frame->exec, points, count);
+}

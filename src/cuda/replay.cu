@@ -117,3 +117,50 @@ quern_status replay_run(void *kept, const stage_exec *exec, const void *addresse
     r->busy.clear(std::memory_order_release);
     return status;
 }
+
+/* Launches to come wait for the last ones' nodes. Edges that say more than that are not read. */
+bool capture_point(const stage_exec *exec, backend_point *point)
+{
+    const device_scope scope(exec->device_id);
+    const cudaStream_t stream = (cudaStream_t)exec->stream;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaGraphNode_t *node = NULL;
+    size_t count = 0;
+    if (scope.code != cudaSuccess || takes_graphs(stream)) return false;
+#if CUDART_VERSION >= 13000
+    const cudaError_t code = cudaStreamGetCaptureInfo(stream, &status, NULL, NULL, &node, NULL, &count);
+#else
+    const cudaError_t code = cudaStreamGetCaptureInfo_v2(stream, &status, NULL, NULL, &node, &count);
+#endif
+    if (code != cudaSuccess) (void)cudaGetLastError();
+    if (code != cudaSuccess || status != cudaStreamCaptureStatusActive || count > BACKEND_POINT_MOST)
+        return false;
+    point->count = (int32_t)count;
+    for (size_t i = 0; i < count; i++) point->after[i] = (void *)node[i];
+    return true;
+}
+
+quern_status capture_resume(const stage_exec *exec, const backend_point *const *points, int32_t count)
+{
+    enum { MOST = 8 * BACKEND_POINT_MOST };
+    const device_scope scope(exec->device_id);
+    cudaGraphNode_t node[MOST];
+    size_t nodes = 0;
+    if (scope.code != cudaSuccess) return cuda_report(scope.code, "choosing the device");
+    for (int32_t p = 0; p < count; p++)
+        for (int32_t i = 0; i < points[p]->count && nodes < MOST; i++) {
+            const cudaGraphNode_t x = (cudaGraphNode_t)points[p]->after[i];
+            size_t known = 0;
+            while (known < nodes && node[known] != x) known++;
+            if (known == nodes) node[nodes++] = x;
+        }
+    return cuda_report(
+#if CUDART_VERSION >= 13000
+        cudaStreamUpdateCaptureDependencies((cudaStream_t)exec->stream, node, NULL, nodes,
+                                            cudaStreamSetCaptureDependencies),
+#else
+        cudaStreamUpdateCaptureDependencies((cudaStream_t)exec->stream, node, nodes,
+                                            cudaStreamSetCaptureDependencies),
+#endif
+        "a recorded stage beside others");
+}

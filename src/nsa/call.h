@@ -24,6 +24,15 @@ typedef struct nsa_views {
     quern_tensor d_w_k, d_w_v, d_pe_k, d_pe_v, d_w_gate, d_gates;
 } nsa_views;
 
+/* The stages of a forward; NSA_STEP_ATTEND + i attends to branch i. */
+enum {
+    NSA_STEP_ATTEND,
+    NSA_STEP_COMPRESS = NSA_STEP_ATTEND + NSA_BRANCHES,
+    NSA_STEP_SELECT,
+    NSA_STEP_GATE,
+    NSA_STEPS
+};
+
 typedef struct nsa_call {
     op_call head;
     quern_nsa_params params; /* defaults resolved */
@@ -32,8 +41,10 @@ typedef struct nsa_call {
     bool separate[NSA_BRANCHES]; /* the branch has its own k, v */
     bool use_compress, use_select, use_attend[NSA_BRANCHES], recompute[NSA_BRANCHES], use_gate, use_fused;
     int32_t converts;
-    int64_t passes;                /* forward: of heads/passes heads each */
-    const void *scratch;           /* what the stages share, one after the other */
+    int64_t passes;      /* forward: of heads/passes heads each */
+    const void *scratch; /* what the stages share, one after the other */
+    bool beside;         /* forward: stages may run beside each other, each with its own scratch */
+    const void *step_scratch[NSA_STEPS];
     stage_seqs tokens, compressed; /* queries against tokens, against compressed entries */
     nsa_views views;
     validate_lists_args lists;

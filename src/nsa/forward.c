@@ -10,11 +10,17 @@
  * branches' outputs that the caller did not ask for are most of the workspace of a long call. One of them is
  * kept in O, which the gate reads before it writes. Passes over the key/value heads share the memory of the
  * others. In a short sequence the lists name every block, so that select need not run.
+ *
+ * The stages of a short sequence do not fill a GPU. Where their launches are recorded, each waits for those
+ * alone whose results it reads: the window branch for nothing, the compressed branch and select (mean_logit)
+ * for compress, the selected branch for select, the gate for all.
  */
+#include "core/error.h"
 #include "core/view.h"
 #include "nsa/call.h"
 
 static const int64_t branches_most = (int64_t)2 << 30; /* bytes of the branches' outputs in the workspace */
+static const int64_t beside_most = 1 << 18; /* rows (a query of a head) of stages beside each other */
 
 /* How many passes over the key/value heads keep `outputs` branches' outputs below that limit, as far as
  * passes can. */
@@ -149,8 +155,8 @@ static bool choose_branches(nsa_call *c, bool all)
     return twins;
 }
 
-/* The stages one by one. */
-static void carve_composed(nsa_call *c, arena *a, size_t *scratch)
+/* The stages one by one; bytes[step]: what each needs. */
+static void carve_composed(nsa_call *c, arena *a, size_t *bytes)
 {
     nsa_views *v = &c->views;
     const bool all = nsa_branch_on(c, NSA_SLC) && nsa_selects_all(c);
@@ -171,61 +177,135 @@ static void carve_composed(nsa_call *c, arena *a, size_t *scratch)
         c->attend[i] = nsa_branch_args(c, i);
         if (i == NSA_SLC && all) nsa_attend_all(&c->attend[i]);
         const attend_args part = attend_of_pass(c, i, 0);
-        nsa_make_room(scratch, STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, &part));
+        bytes[NSA_STEP_ATTEND + i] = STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, &part);
     }
     if (twins) v->o_b[NSA_WIN] = v->o_b[NSA_SLC];
     if (c->use_select) {
         c->select.lse = v->lse_b[NSA_CMP];
         const select_args part = select_of_pass(c, 0);
-        nsa_make_room(scratch, STAGE_WORKSPACE(c->head.backend->select, &c->head.exec, &part));
+        bytes[NSA_STEP_SELECT] = STAGE_WORKSPACE(c->head.backend->select, &c->head.exec, &part);
     }
     c->use_gate = true;
     c->gate = nsa_gate_args(c);
     const gate_args part = gate_of_pass(c, 0);
-    nsa_make_room(scratch, STAGE_WORKSPACE(c->head.backend->gate_forward, &c->head.exec, &part));
+    bytes[NSA_STEP_GATE] = STAGE_WORKSPACE(c->head.backend->gate_forward, &c->head.exec, &part);
+    c->beside = c->head.backend->point != NULL && c->passes == 1 && B * c->n * c->heads <= beside_most;
 }
 
 static void carve(nsa_call *c, arena *a)
 {
-    size_t scratch = 0;
+    size_t scratch = 0, bytes[NSA_STEPS] = {0};
     c->use_compress = c->params.compress != QUERN_NSA_COMPRESS_GIVEN &&
                       (nsa_branch_on(c, NSA_CMP) || nsa_branch_on(c, NSA_SLC));
     if (c->use_compress) carve_compress(c, a);
     c->use_fused = carve_fused(c, a, &scratch);
-    if (!c->use_fused) carve_composed(c, a, &scratch);
+    if (!c->use_fused) carve_composed(c, a, bytes);
     if (c->use_compress)
-        nsa_make_room(&scratch,
-                      STAGE_WORKSPACE(c->head.backend->compress_forward, &c->head.exec, &c->compress));
+        bytes[NSA_STEP_COMPRESS] =
+            STAGE_WORKSPACE(c->head.backend->compress_forward, &c->head.exec, &c->compress);
+    for (int i = 0; i < NSA_STEPS; i++)
+        if (c->beside) c->step_scratch[i] = arena_take(a, bytes[i]);
+        else nsa_make_room(&scratch, bytes[i]);
+    if (c->beside) return;
     c->scratch = arena_take(a, scratch);
+    for (int i = 0; i < NSA_STEPS; i++) c->step_scratch[i] = c->scratch;
 }
 
-static quern_status run_select(const nsa_call *c, const op_frame *f, int64_t pass)
+static bool uses_step(const nsa_call *c, int step)
 {
-    const select_args select = select_of_pass(c, pass);
-    return op_select(&c->head, f, &select, c->scratch);
+    return step == NSA_STEP_COMPRESS ? c->use_compress
+           : step == NSA_STEP_SELECT ? c->use_select
+           : step == NSA_STEP_GATE   ? c->use_gate
+                                     : c->use_attend[step - NSA_STEP_ATTEND];
+}
+
+/* Whether select runs after the compressed branch, whose lse it reads. */
+static bool selects_late(const nsa_call *c)
+{
+    return c->params.metric == QUERN_NSA_METRIC_SOFTMAX;
+}
+
+/* The steps whose results a step reads, a bit each. */
+static uint32_t needs_of(const nsa_call *c, int step)
+{
+    const uint32_t compress = 1u << NSA_STEP_COMPRESS, select = 1u << NSA_STEP_SELECT,
+                   cmp = 1u << (NSA_STEP_ATTEND + NSA_CMP);
+    switch (step) {
+    case NSA_STEP_SELECT: return selects_late(c) ? compress | cmp : compress;
+    case NSA_STEP_ATTEND + NSA_CMP: return selects_late(c) ? compress : compress | select;
+    case NSA_STEP_ATTEND + NSA_SLC: return select;
+    case NSA_STEP_GATE: return ~0u;
+    default: return 0;
+    }
+}
+
+static quern_status run_step(const nsa_call *c, const op_frame *f, int step, int64_t pass)
+{
+    const void *scratch = c->step_scratch[step];
+    switch (step) {
+    case NSA_STEP_COMPRESS: return op_compress_forward(&c->head, f, &c->compress, scratch);
+    case NSA_STEP_SELECT: {
+        const select_args select = select_of_pass(c, pass);
+        return op_select(&c->head, f, &select, scratch);
+    }
+    case NSA_STEP_GATE: {
+        const gate_args gate = gate_of_pass(c, pass);
+        return op_gate_forward(&c->head, f, &gate, scratch);
+    }
+    default: {
+        const attend_args attend = attend_of_pass(c, step - NSA_STEP_ATTEND, pass);
+        return op_attend_forward(&c->head, f, &attend, scratch);
+    }
+    }
+}
+
+/* Every step behind those that it needs; `start`: what those wait for that need none. Compress comes first,
+ * so that the window branch takes what it leaves of a GPU. */
+static quern_status run_beside(const nsa_call *c, const op_frame *f, const backend_point *start)
+{
+    const int cmp = NSA_STEP_ATTEND + NSA_CMP;
+    const int order[NSA_STEPS] = {NSA_STEP_COMPRESS,
+                                  NSA_STEP_ATTEND + NSA_WIN,
+                                  selects_late(c) ? cmp : NSA_STEP_SELECT,
+                                  selects_late(c) ? NSA_STEP_SELECT : cmp,
+                                  NSA_STEP_ATTEND + NSA_SLC,
+                                  NSA_STEP_GATE};
+    backend_point behind[NSA_STEPS];
+    uint32_t done = 0;
+    for (int i = 0; i < NSA_STEPS; i++) {
+        const uint32_t needs = needs_of(c, order[i]) & done;
+        const backend_point *points[NSA_STEPS] = {start};
+        int32_t count = 0;
+        if (!uses_step(c, order[i])) continue;
+        for (int s = 0; s < NSA_STEPS; s++)
+            if (needs >> s & 1) points[count++] = &behind[s];
+        quern_status status = op_resume(&c->head, f, points, count > 0 ? count : 1);
+        if (status == QUERN_OK) status = run_step(c, f, order[i], 0);
+        if (status != QUERN_OK) return status;
+        if (!op_point(&c->head, f, &behind[order[i]]))
+            return error_set(QUERN_ERR_DEVICE, "the stream is no longer recorded");
+        done |= 1u << order[i];
+    }
+    return QUERN_OK;
 }
 
 static quern_status run_pass(const nsa_call *c, const op_frame *f, int64_t pass)
 {
-    const bool late =
-        c->params.metric == QUERN_NSA_METRIC_SOFTMAX; /* after the compressed branch, whose lse it reads */
-    const gate_args gate = gate_of_pass(c, pass);
+    const int cmp = NSA_STEP_ATTEND + NSA_CMP;
+    const int order[] = {selects_late(c) ? cmp : NSA_STEP_SELECT, selects_late(c) ? NSA_STEP_SELECT : cmp,
+                         NSA_STEP_ATTEND + NSA_SLC, NSA_STEP_ATTEND + NSA_WIN, NSA_STEP_GATE};
     quern_status status = QUERN_OK;
-    if (c->use_select && !late) status = run_select(c, f, pass);
-    for (int i = 0; i < NSA_BRANCHES && status == QUERN_OK; i++) {
-        if (c->use_attend[i]) {
-            const attend_args attend = attend_of_pass(c, i, pass);
-            status = op_attend_forward(&c->head, f, &attend, c->scratch);
-        }
-        if (i == NSA_CMP && status == QUERN_OK && c->use_select && late) status = run_select(c, f, pass);
-    }
-    return status == QUERN_OK ? op_gate_forward(&c->head, f, &gate, c->scratch) : status;
+    for (size_t i = 0; i < sizeof order / sizeof *order && status == QUERN_OK; i++)
+        if (uses_step(c, order[i])) status = run_step(c, f, order[i], pass);
+    return status;
 }
 
 static quern_status run(const nsa_call *c, const op_frame *f)
 {
+    backend_point start;
     quern_status status = QUERN_OK;
-    if (c->use_compress) status = op_compress_forward(&c->head, f, &c->compress, c->scratch);
+    if (c->beside && op_point(&c->head, f, &start)) return run_beside(c, f, &start);
+    if (c->use_compress) status = run_step(c, f, NSA_STEP_COMPRESS, 0);
     if (status == QUERN_OK && c->use_fused) return op_attend_gate_forward(&c->head, f, &c->fused, c->scratch);
     for (int64_t pass = 0; pass < c->passes && status == QUERN_OK; pass++) status = run_pass(c, f, pass);
     return status;
