@@ -201,6 +201,34 @@ def test_kernel_rules(monkeypatch, close, block, causal):
         close(leaf.grad, wanted.grad, GRADIENT)
 
 
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_kernel_rules_of_varlen_batches(monkeypatch, close, block):
+    """Tiles are those of a sequence, not of the batch."""
+    torch.manual_seed(5)
+    monkeypatch.setattr(mslk, "KERNEL_RULES", True)
+    lengths = [300, 0, 1, 517, 40]
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    inputs = [torch.randn(sum(lengths), heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    settings = {
+        "compress_block_size": block,
+        "num_selected_blocks": 2,
+        "window_size": 41,
+        "q_tile_size": 64,
+    }
+    got = mslk.nsa(*inputs, **settings, cu_seqlens=cu, max_seqlen=max(lengths))
+    d_o = torch.randn_like(got)
+    found = torch.autograd.grad(got, inputs, d_o)
+    for first, last in zip(cu.tolist(), cu.tolist()[1:]):
+        if first == last:
+            continue
+        one = [t.detach()[None, first:last].requires_grad_() for t in inputs]
+        want = mslk.nsa(*one, **settings)
+        close(got[None, first:last], want, BOUND)
+        grads = torch.autograd.grad(want, one, d_o[None, first:last])
+        for a, b in zip(found, grads):
+            close(a[None, first:last], b, GRADIENT)
+
+
 def test_compressed_groups(close):
     """With as many groups as there are, nothing changes; with fewer, the lists say which."""
     torch.manual_seed(3)
