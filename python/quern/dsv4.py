@@ -58,6 +58,14 @@ def compress(
     start_positions: Any = None,
     block_counts: Any = None,
     has_prev: Any = None,
+    index_proj: Any = None,
+    index_b_a: Any = None,
+    index_b_b: Any = None,
+    index_w: Any = None,
+    index_prev_b: Any = None,
+    index_norm_weight: Any = None,
+    index_hadamard: bool = False,
+    index_format: str = "rows",
     return_pooled: bool = False,
 ) -> Any:
     """Every `ratio` tokens to one entry → out [.., n, C], or (out, pooled f32 [.., n, C]) with return_pooled.
@@ -69,9 +77,16 @@ def compress(
     cu_seqlens int32 [B+1]: proj [T, ·] → out [T // r, C]; start_tokens, start_positions, block_counts,
     has_prev int32 [B].
 
+    index_b_a, index_b_b [r, C_I]: the indexer's compressor too, in the same call, of index_proj [.., T, 4C_I]
+    or of x and index_w → out, index_out [.., n, C_I], with return_pooled then pooled, index_pooled. Its
+    tensors are the main compressor's of the same name; the table and where blocks start are shared.
+
     With torch it is differentiable by proj, x, w, prev_b, the biases and norm_weight, straight through
     roundings; pooled carries no gradient.
     """
+    both = index_b_a is not None
+    if both and b_b is None:
+        raise ValueError("index_b_a is given: HCA, without b_b, has no indexer")
     name = "hca-compress" if b_b is None else "csa-compress"
     settings = (
         ("ratio", ratio or int(b_a.shape[0])),
@@ -83,6 +98,8 @@ def compress(
         ("hadamard", hadamard),
         ("eps", eps),
         ("format", None if format == "rows" else format),
+        ("index_hadamard", index_hadamard if both else None),
+        ("index_format", index_format if both else None),
     )
     tensors = {
         "proj": proj,
@@ -98,9 +115,18 @@ def compress(
         "start_positions": start_positions,
         "block_counts": block_counts,
         "has_prev": has_prev,
+        "index_proj": index_proj,
+        "index_b_a": index_b_a,
+        "index_b_b": index_b_b,
+        "index_w": index_w,
+        "index_prev_b": index_prev_b,
+        "index_norm_weight": index_norm_weight,
     }
-    made = run(name, settings, tensors, ("out", "pooled") if return_pooled else ("out",))
-    return made if return_pooled else made[0]
+    wanted = ["out", "index_out"] if both else ["out"]
+    if return_pooled:
+        wanted += ["pooled", "index_pooled"] if both else ["pooled"]
+    made = run(name, settings, tensors, tuple(wanted))
+    return made if len(made) > 1 else made[0]
 
 
 def index(

@@ -63,6 +63,52 @@ def test_previous_block_and_hidden_states(near):
     both_gradients(near, got, plain, want, wide)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_main_and_indexer_in_one_call(near, hidden):
+    """The entries of two calls; gradients by float64, also where one result is not used."""
+    main, other = compressor("csa", batch=(2,)), compressor("csa", width=8, batch=(2,))
+    table = dsv4.rope_table(64, 8, like=main[0])
+    plain, more = [*main, *other], {"cos_sin": table, "start_abs_pos": 8}
+    if hidden:
+        x = torch.randn(2, 45, 12).requires_grad_()
+        weights = [(torch.randn(12, 4 * width) / 4).requires_grad_() for width in (16, 8)]
+        plain = [weights[0], *main[1:], weights[1], *other[1:], x]
+
+    def pair(w, b_a, b_b, index_w, index_b_a, index_b_b, x=None):
+        given = {"index_b_a": index_b_a, "index_b_b": index_b_b, **more}
+        if x is None:
+            return dsv4.compress(w, b_a, b_b, index_proj=index_w, **given)
+        return dsv4.compress(None, b_a, b_b, x=x, w=w, index_w=index_w, **given)
+
+    wide = doubles(plain)
+    first, second = wide[:3], wide[3:6]
+    if hidden:
+        first[0], second[0] = wide[6] @ wide[0], wide[6] @ wide[3]
+    more_wide = {**more, "cos_sin": table.double()}
+    want = [reference.compress(*t, **more_wide) for t in (first, second)]
+    got = pair(*plain)
+    for a, b in zip(got, want):
+        near(a, b, BOUND)
+    d_o = [torch.randn_like(t) for t in want]
+    grads = torch.autograd.grad(want, wide, d_o, retain_graph=True)
+    for a, b in zip(torch.autograd.grad(got, plain, [t.float() for t in d_o]), grads):
+        near(a, b, GRADIENT)
+    main_alone = torch.autograd.grad(want[0], first[1:], d_o[0])
+    for a, b in zip(torch.autograd.grad(pair(*plain)[0], plain[1:3], d_o[0].float()), main_alone):
+        near(a, b, GRADIENT)
+    made = dsv4.compress(
+        *(t.detach().numpy() for t in main),
+        index_proj=other[0].detach().numpy(),
+        index_b_a=other[1].detach().numpy(),
+        index_b_b=other[2].detach().numpy(),
+        index_hadamard=True,
+        index_format="fp8",
+        return_pooled=True,
+    )
+    assert [t.shape for t in made] == [(2, 11, 16), (2, 11, 12), (2, 11, 16), (2, 11, 8)]
+    assert made[1].dtype == np.uint8
+
+
 @pytest.mark.parametrize("kind", ["csa", "hca"])
 def test_state_is_one_shot_to_the_bit(kind):
     given = [t.detach() for t in compressor(kind)]
@@ -169,6 +215,9 @@ def test_opcheck():
     for kind in ("csa", "hca"):
         tensors = dict(zip(("proj", "b_a", "b_b"), compressor(kind)))
         opcheck(f"{kind}-compress", tensors, {"ratio": 4}, "out pooled")
+    tensors = dict(zip(("proj", "b_a", "b_b"), compressor("csa")))
+    tensors.update(zip(("index_proj", "index_b_a", "index_b_b"), compressor("csa", width=8)))
+    opcheck("csa-compress", tensors, {"ratio": 4}, "out index_out")
     opcheck("v4-index", dict(zip("qkw", indexer())), {"top_k": 5}, "idx count scores")
     tensors = dict(zip(("q", "kv", "kv_cmp", "sink"), core()))
     opcheck("v4-attention", tensors, {"ratio": 4, "window": 6}, "o lse lse_win")
@@ -209,6 +258,12 @@ def test_sentences():
     proj, b_a, b_b = (t.detach() for t in compressor("csa"))
     with pytest.raises(ValueError, match="start_token"):
         dsv4.compress(proj, b_a, b_b, start_token=99)
+    with pytest.raises(ValueError, match="index_proj"):
+        dsv4.compress(proj, b_a, b_b, index_b_a=b_a, index_b_b=b_b)
+    for given in (proj[:, :32], proj[:, :32].numpy()):
+        with pytest.raises(ValueError, match="indexer"):
+            like = b_a if isinstance(given, torch.Tensor) else b_a.numpy()
+            dsv4.compress(given, like, index_proj=given, index_b_a=like)
     with pytest.raises(ValueError, match="kind"):
         dsv4.State("mla", 16)
     with pytest.raises(ValueError, match="top_k"):
