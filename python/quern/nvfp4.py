@@ -203,9 +203,16 @@ def grouped_mm(
     beta: float = 0.0,
     granularity: int = 8,
     output: str = "input",
+    c_global: Any = None,
+    profile: str = "rne",
     a_global_per: str = "tensor",
+    a_layout: str = "linear",
+    pad_row_offsets: Any = None,
+    b_layout: str = "linear",
+    b_scales_layout: str = "linear",
     a8: bool = False,
     columns: int = 0,
+    c: Any = None,
     out: Any = None,
 ) -> Any:
     """The rows of each expert times its weights → [T, N], or [T, N/2] with activation "swiglu".
@@ -215,8 +222,12 @@ def grouped_mm(
     where each expert's rows end; rows past the last give 0. Globals f32: a_global [], [E] or [T] as
     a_global_per says; b_global [], [E] or [E, 2], gate's and up's; 1 where absent. bias [E, N]. "swiglu":
     gate and up alternate in runs of `granularity` columns; silu with alpha, beta and limit (0: no clamp).
-    output "input" (a's dtype, f32 for codes), "f32", "bf16" or "f16", or `out`. a8: a, of floats, is rounded
-    to int8.
+    output "input" (a's dtype, f32 for codes), "f32", "bf16" or "f16", or `out`; "nvfp4" → codes, scales by
+    c_global f32 [] in the profile. c: of the result's dtype and shape, to which the product is added. a8: a,
+    of floats, is rounded to int8.
+
+    a_layout "swizzled": a_scales and pad_row_offsets of swizzle(). b_layout "k-major": b [E, N, K/2].
+    b_scales_layout "k-major", [E, N, K/16], or "swizzled", of swizzle(weight=True).
 
     With torch it is differentiable by a, in floats; weights are frozen.
     """
@@ -228,20 +239,31 @@ def grouped_mm(
         ("beta", beta),
         ("granularity", granularity),
         ("output", output),
+        ("profile", profile),
         ("a_global_per", a_global_per),
+        ("a_swizzled", a_layout),
+        ("b_codes", b_layout),
+        ("b_scales", b_scales_layout),
         ("a8", a8),
     )
+    _arrays.need_plain("grouped_mm's c", c)
     quantized, repacked = a_scales is not None, b_scales is None
     tensors = {
         "a": None if quantized else a,
         "a_codes": as_bytes(a) if quantized else None,
         "a_scales": as_bytes(a_scales),
+        "pad_row_offsets": pad_row_offsets,
         "a_global": a_global,
         "b_codes": None if repacked else as_bytes(b),
         "b_scales": as_bytes(b_scales),
         "b_repacked": b if repacked else None,
         "b_global": b_global,
+        "c_global": c_global,
+        "c_old": c,
         "offsets": offsets,
         "bias": bias,
     }
+    if output == "nvfp4":
+        codes, scales = run("nvfp4-gemm", settings, tensors, ("c_codes", "c_scales"))
+        return _named(codes, "float4_e2m1fn_x2"), _named(scales, "float8_e4m3fn")
     return run("nvfp4-gemm", settings, tensors, ("c",), out=None if out is None else {"c": out})[0]

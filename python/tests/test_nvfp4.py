@@ -94,6 +94,50 @@ def test_grouped_mm(quantized):
         assert (np.abs(got[rows] - exact) <= (64 + 8) * 2.0**-24 * size + 2.0**-24 * np.abs(exact)).all()
 
 
+def test_layouts_and_outputs_of_grouped_mm():
+    """The same bits whatever the layout; sums and codes of the plain result."""
+    random = np.random.default_rng(2)
+    offsets, tokens = np.array([4, 4, 9], np.int32), np.array([4, 0, 5], np.int32)
+    a, a_scales, a_global = nvfp4.quantize(random.standard_normal((9, 128)).astype(np.float32))
+    b, b_scales, b_global = nvfp4.quantize(
+        random.standard_normal((3, 128, 64)).astype(np.float32), weight=True
+    )
+    globals = {"a_global": a_global, "b_global": b_global}
+    want = nvfp4.grouped_mm(a, b, b_scales, offsets, a_scales=a_scales, **globals)
+    swizzled, starts = nvfp4.swizzle(a_scales, tokens_per_expert=tokens)
+    turned = [np.ascontiguousarray(t.transpose(0, 2, 1)) for t in (b, b_scales)]
+    side = nvfp4.swizzle(b_scales, weight=True)
+    for got in (
+        nvfp4.grouped_mm(
+            a, b, b_scales, offsets, a_scales=swizzled, a_layout="swizzled", pad_row_offsets=starts, **globals
+        ),
+        nvfp4.grouped_mm(
+            a,
+            *turned,
+            offsets,
+            a_scales=a_scales,
+            b_layout="k-major",
+            b_scales_layout="k-major",
+            **globals,
+        ),
+        nvfp4.grouped_mm(a, b, side, offsets, a_scales=a_scales, b_scales_layout="swizzled", **globals),
+    ):
+        assert np.array_equal(got, want)
+    c = random.standard_normal(want.shape).astype(np.float32)
+    got = nvfp4.grouped_mm(a, b, b_scales, offsets, a_scales=a_scales, c=c, **globals)
+    assert np.array_equal(got, want + c)
+    one = np.array(np.abs(want).max() / 2688, np.float32)
+    codes, scales = nvfp4.grouped_mm(
+        a, b, b_scales, offsets, a_scales=a_scales, output="nvfp4", c_global=one, **globals
+    )
+    again = nvfp4.quantize(want, global_scale=one)
+    assert np.array_equal(codes, again[0]) and np.array_equal(scales, again[1])
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="no gradient"):
+        given = [torch.from_numpy(t) for t in (a, b, b_scales, offsets)]
+        nvfp4.grouped_mm(*given, a_scales=torch.from_numpy(a_scales), c=torch.zeros(9, 64).requires_grad_())
+
+
 def test_swizzle(golden):
     file = golden("nvfp4_weights_scales")
     swizzled, starts = nvfp4.swizzle(file["asm.raw2d"], tokens_per_expert=file["asm.tokens_per_expert"])
