@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import pathlib
 import struct
@@ -15,6 +16,7 @@ from . import _arrays
 
 tvm_ffi.register_error("NotImplementedError", NotImplementedError)
 library = tvm_ffi.load_module(str(next(pathlib.Path(__file__).parent.glob("quern_ffi*.so"))))
+atexit.register(library.keep_plans)
 _parameters, _expect, _expect_of, _run = (
     library.parameters,
     library.expect,

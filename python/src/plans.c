@@ -7,12 +7,16 @@
  * A key says all that a plan fixes. A thread keeps one plan for each of SLOTS values of the key's hash, from
  * the second call in turn that has this key on: a length that comes once makes none. A plan's run does not see
  * that tensors share memory, so calls whose tensors do take no plan.
+ *
+ *   keep_plans()      from now on threads that end leave their plans: Python ends, and what a GPU's plans hold
+ *                     may be gone before the last threads of a framework are
  */
 #include "ffi.h"
 
 #include <quern/plan.h>
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -36,6 +40,7 @@ typedef struct kept_plan {
 
 static pthread_key_t slots_key;
 static bool slots_exist;
+static atomic_bool kept_for_good;
 static pthread_once_t slots_once = PTHREAD_ONCE_INIT;
 
 static void drop(kept_plan *kept)
@@ -49,6 +54,7 @@ static void drop(kept_plan *kept)
 static void drop_all(void *p)
 {
     kept_plan *slots = p;
+    if (atomic_load(&kept_for_good)) return;
     for (int i = 0; i < SLOTS; i++) drop(&slots[i]);
     free(slots);
 }
@@ -169,4 +175,11 @@ const quern_plan *plan_of(const plan_request *r)
         memcmp(kept->word, key.word, key.words * sizeof *key.word) == 0)
         return kept->plan;
     return again ? make_plan(kept, &key, r) : NULL;
+}
+
+FUNCTION(keep_plans)
+{
+    (void)self, (void)args, (void)count;
+    atomic_store(&kept_for_good, true);
+    return give_nothing(result);
 }

@@ -3,6 +3,8 @@
 """quern.attention and quern.nsa on a GPU: the CPU's numbers, gradients, streams, CUDA graphs,
 torch.compile."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -194,6 +196,22 @@ def test_threads_at_once():
     for thread in threads:
         thread.join()
     assert len(same) == 60 and all(same)
+
+
+ENDS = """
+import torch, quern
+made = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+given = [torch.randn(1, 300, 2, 64, **made) for _ in range(3)]
+for _ in range(4):
+    quern.nsa(*given, num_selected=4).sum().backward()
+torch.cuda.synchronize()
+"""
+
+
+def test_a_program_ends():
+    """The threads of autograd, which have plans, end after Python."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_cupy():

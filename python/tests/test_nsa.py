@@ -81,6 +81,47 @@ def test_against_float64(near, causal):
         near(got, want, GRADIENT)
 
 
+@pytest.mark.parametrize("given_entries", [False, True])
+def test_pairs_of_their_own_against_float64(near, given_entries):
+    given = random_inputs()
+    more = ("k_slc", "v_slc", "k_win", "v_win")
+    given.update((name, torch.randn(2, 130, 2, 16, requires_grad=True)) for name in more)
+    if given_entries:
+        given.update((name, torch.randn(2, 8, 2, 16, requires_grad=True)) for name in ("k_cmp", "v_cmp"))
+    wide = {name: t.detach().double().requires_grad_() for name, t in given.items()}
+    settings = {"compress": "given"} if given_entries else {}
+    o = quern.nsa(**given, **TILES, **settings)
+    expected = reference.nsa(**wide, block_size=16, num_selected=3, window=20, tile=8)
+    near(o, expected, BOUND)
+    d_o = torch.randn_like(o)
+    used = {name for name in given if not (given_entries and name in ("k", "v"))}
+    grads = torch.autograd.grad(expected, [wide[name] for name in used], d_o.double())
+    for a, b in zip(torch.autograd.grad(o, [given[name] for name in used], d_o), grads):
+        near(a, b, GRADIENT)
+
+
+def test_groups_against_float64(near):
+    """Four groups of 128 entries, of which a tile attends two."""
+    torch.manual_seed(6)
+    given = {
+        name: torch.randn(1, 1000, h, 8, requires_grad=True) for name, h in (("q", 2), ("k", 1), ("v", 1))
+    }
+    settings = {**TILES, "block_size": 2, "tile": 16}
+    entries = quern.nsa_compress(given["k"], given["v"], block_size=2)
+    select = {name: value for name, value in settings.items() if name != "window"}
+    idx, _, groups = quern.nsa_select(given["q"], entries[0], **select, max_compressed_groups=2)
+    o = quern.nsa(**given, **settings, max_compressed_groups=2)
+    wide = {name: t.detach().double().requires_grad_() for name, t in given.items()}
+    lists = {"block_idx": idx, "group_idx": groups}
+    expected = reference.nsa(**wide, block_size=2, num_selected=3, window=20, tile=16, **lists)
+    near(o, expected, BOUND)
+    assert (groups >= 0).sum(-1).max() == 2 and groups.max() == 3
+    d_o = torch.randn_like(o)
+    grads = torch.autograd.grad(expected, list(wide.values()), d_o.double())
+    for a, b in zip(torch.autograd.grad(o, list(given.values()), d_o), grads):
+        near(a, b, GRADIENT)
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_one_gradient_alone(close, which):
     given = random_inputs()

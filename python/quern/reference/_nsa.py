@@ -168,17 +168,27 @@ def nsa(
     metric: str = "mean_logit",
     forced_first: int = 0,
     forced_local: int = 0,
+    k_cmp: Tensor | None = None,
+    v_cmp: Tensor | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
     block_idx: Tensor | None = None,
+    group_idx: Tensor | None = None,
 ) -> Tensor:
     """NSA → o [B, N, H, Dv]; its selection is by default that of preset "tile256", without forced blocks.
 
-    complete: a compressed entry is seen once its whole block has passed, else as soon as it has begun.
+    complete: a compressed entry is seen once its whole block has passed, else as soon as it has begun. k_cmp,
+    v_cmp: entries instead of compressing; k_slc, v_slc, k_win, v_win: keys and values of a branch alone.
     block_idx [B, H or Hkv, tiles, k]: attend these blocks of select_block tokens instead of selecting.
+    group_idx [B, H, tiles, c]: the compressed branch attends these groups of 128 entries alone.
     """
     n, heads = q.shape[1], q.shape[2]
     token = torch.arange(n)
-    k_cmp = compress(k, block_size, w_k, stride=stride, pe=pe_k, linear=linear)
-    v_cmp = compress(v, block_size, w_v, stride=stride, pe=pe_v, linear=linear)
+    if k_cmp is None or v_cmp is None:
+        k_cmp = compress(k, block_size, w_k, stride=stride, pe=pe_k, linear=linear)
+        v_cmp = compress(v, block_size, w_v, stride=stride, pe=pe_v, linear=linear)
     length = select_block or block_size
     if block_idx is None:
         chosen = select(
@@ -206,7 +216,12 @@ def nsa(
         selected = selected & (token[None, :] <= token[:, None])
         first_seen = _first_seen(k_cmp.shape[1], block_size, stride or block_size, complete)
         compressed = first_seen[None, :] <= token[:, None]
+    if group_idx is not None:
+        entry = torch.arange(k_cmp.shape[1])
+        groups = chosen_blocks(group_idx, -(-k_cmp.shape[1] // 128))
+        compressed = compressed & groups[:, :, token // tile][..., entry // 128]
     o_cmp = masked_attention(q, k_cmp, v_cmp, compressed, scale)
-    o_slc = masked_attention(q, k, v, selected, scale)
+    o_slc = masked_attention(q, k if k_slc is None else k_slc, v if v_slc is None else v_slc, selected, scale)
+    k, v = k if k_win is None else k_win, v if v_win is None else v_win
     o_win = masked_attention(q, k, v, window_mask(n, window, causal), scale)
     return gate(q, o_cmp, o_slc, o_win, w_gate, gates)
