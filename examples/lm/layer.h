@@ -89,7 +89,7 @@ int64_t v4_bytes(const lm_cache *cache);
 
 /* mlp.c: rows of one network or of many, [rows][inner]. */
 typedef struct lm_rows {
-    float *gate, *up, *act;
+    float *gate, *up, *divisor, *act; /* divisor: 1 + e^-gate */
 } lm_rows;
 
 typedef struct lm_mlp {

@@ -66,19 +66,22 @@ void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int
         }
 }
 
-void swiglu_forward(const float *gate, const float *up, float *y, int64_t rows, int64_t cols)
+void swiglu_forward(const float *gate, const float *up, float *divisor, float *y, int64_t rows, int64_t cols)
 {
     const int64_t n = rows * cols;
 #pragma omp parallel for if (rows > FEW_ROWS)
-    for (int64_t i = 0; i < n; i++) y[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+    for (int64_t i = 0; i < n; i++) {
+        divisor[i] = 1.0f + expf(-gate[i]);
+        y[i] = gate[i] / divisor[i] * up[i];
+    }
 }
 
-void swiglu_backward(const float *gate, const float *up, const float *d_y, float *d_gate, float *d_up,
-                     int64_t n)
+void swiglu_backward(const float *gate, const float *up, const float *divisor, const float *d_y,
+                     float *d_gate, float *d_up, int64_t n)
 {
 #pragma omp parallel for
     for (int64_t i = 0; i < n; i++) {
-        const float s = 1.0f / (1.0f + expf(-gate[i])), d = d_y[i];
+        const float s = 1.0f / divisor[i], d = d_y[i];
         d_up[i] = d * gate[i] * s;
         d_gate[i] = d * up[i] * s * (1.0f + gate[i] * (1.0f - s));
     }
@@ -94,10 +97,14 @@ double cross_entropy(float *logits, const uint8_t *target, int64_t rows, bool gr
             float *p = logits + r * BYTES, top = p[0], sum = 0.0f;
             for (int c = 1; c < BYTES; c++) top = p[c] > top ? p[c] : top;
             const float at = p[target[r]];
-            for (int c = 0; c < BYTES; c++) sum += expf(p[c] - top);
+            for (int c = 0; c < BYTES; c++) {
+                const float e = expf(p[c] - top);
+                sum += e;
+                if (gradient) p[c] = e;
+            }
             part[s] += (double)(logf(sum) + top - at);
             if (!gradient) continue;
-            for (int c = 0; c < BYTES; c++) p[c] = expf(p[c] - top) / sum / (float)rows;
+            for (int c = 0; c < BYTES; c++) p[c] = p[c] / sum / (float)rows;
             p[target[r]] -= 1.0f / (float)rows;
         }
     for (int s = 0; s < SLICES; s++) total += part[s];

@@ -182,9 +182,10 @@ bool norm_backward(const float *x, const float *w, const float *inverse, const f
 /* Rotates interleaved pairs of the last channels of every head; backwards with sign -1. */
 void rope_apply(float *x, const float *table, int64_t tokens, int64_t heads, int64_t dim, int64_t rotated,
                 float sign);
-void swiglu_forward(const float *gate, const float *up, float *y, int64_t rows, int64_t cols);
-void swiglu_backward(const float *gate, const float *up, const float *d_y, float *d_gate, float *d_up,
-                     int64_t n);
+/* divisor = 1 + e^-gate, y = gate / divisor * up */
+void swiglu_forward(const float *gate, const float *up, float *divisor, float *y, int64_t rows, int64_t cols);
+void swiglu_backward(const float *gate, const float *up, const float *divisor, const float *d_y,
+                     float *d_gate, float *d_up, int64_t n);
 /* Mean loss in nats; d_logits = gradient of the mean, in place of the logits where `gradient`. */
 double cross_entropy(float *logits, const uint8_t *target, int64_t rows, bool gradient);
 /* Of bytes text[position ... position + n - 1], and the two before each. */

@@ -21,13 +21,13 @@
 static bool rows_allocate(lm_rows *r, int64_t rows, int64_t inner)
 {
     const size_t n = (size_t)(rows * inner) * 4;
-    *r = (lm_rows){malloc(n), malloc(n), malloc(n)};
-    return r->gate != NULL && r->up != NULL && r->act != NULL;
+    *r = (lm_rows){malloc(n), malloc(n), malloc(n), malloc(n)};
+    return r->gate != NULL && r->up != NULL && r->divisor != NULL && r->act != NULL;
 }
 
 static void rows_free(lm_rows *r)
 {
-    free(r->gate), free(r->up), free(r->act);
+    free(r->gate), free(r->up), free(r->divisor), free(r->act);
 }
 
 bool mlp_allocate(const lm_config *c, lm_mlp *a)
@@ -81,7 +81,7 @@ static void network_forward(const network *e, const float *h, float *y, bool acc
     if (e->n == 0) return;
     gemm(false, false, e->n, inner, w, h, matrix(e, L_W1, false), e->rows.gate + at, false);
     gemm(false, false, e->n, inner, w, h, matrix(e, L_W3, false), e->rows.up + at, false);
-    swiglu_forward(e->rows.gate + at, e->rows.up + at, e->rows.act + at, e->n, inner);
+    swiglu_forward(e->rows.gate + at, e->rows.up + at, e->rows.divisor + at, e->rows.act + at, e->n, inner);
     gemm(false, false, e->n, w, inner, e->rows.act + at, matrix(e, L_W2, false), y, accumulate);
 }
 
@@ -99,7 +99,8 @@ static void network_backward(const network *e, const float *h, const float *d_y,
     }
     gemm(true, false, inner, w, e->n, e->rows.act + at, d_y, matrix(e, L_W2, true), false);
     gemm(false, true, e->n, inner, w, d_y, matrix(e, L_W2, false), d_act, false);
-    swiglu_backward(e->rows.gate + at, e->rows.up + at, d_act, d_gate, d_up, e->n * inner);
+    swiglu_backward(e->rows.gate + at, e->rows.up + at, e->rows.divisor + at, d_act, d_gate, d_up,
+                    e->n * inner);
     gemm(true, false, w, inner, e->n, h, d_gate, matrix(e, L_W1, true), false);
     gemm(true, false, w, inner, e->n, h, d_up, matrix(e, L_W3, true), false);
     gemm(false, true, e->n, w, inner, d_gate, matrix(e, L_W1, false), d_h, false);
