@@ -51,6 +51,9 @@ quern_status validate_lists_run(const stage_exec *exec, const validate_lists_arg
 bool attend_forward_sm90_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
 size_t attend_forward_sm90_bytes(const stage_exec *exec, const attend_args *args);
 quern_status attend_forward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace);
+bool attend_forward_sm90_tokens_supports(const stage_exec *exec, const attend_args *args,
+                                         char why[STAGE_WHY_BYTES]);
+quern_status attend_forward_sm90_tokens_run(const stage_exec *exec, const attend_args *args, void *workspace);
 bool attend_forward_wgmma_supports(const stage_exec *exec, const attend_args *args,
                                    char why[STAGE_WHY_BYTES]);
 quern_status attend_forward_wgmma_run(const stage_exec *exec, const attend_args *args, void *workspace);
@@ -62,6 +65,10 @@ bool attend_backward_sm90_lists_supports(const stage_exec *exec, const attend_ar
                                          char why[STAGE_WHY_BYTES]);
 size_t attend_backward_sm90_lists_bytes(const stage_exec *exec, const attend_args *args);
 quern_status attend_backward_sm90_lists_run(const stage_exec *exec, const attend_args *args, void *workspace);
+bool attend_backward_sm90_tokens_supports(const stage_exec *exec, const attend_args *args,
+                                          char why[STAGE_WHY_BYTES]);
+size_t attend_backward_sm90_tokens_bytes(const stage_exec *exec, const attend_args *args);
+quern_status attend_backward_sm90_tokens_run(const stage_exec *exec, const attend_args *args, void *workspace);
 bool attend_backward_wgmma_supports(const stage_exec *exec, const attend_args *args,
                                     char why[STAGE_WHY_BYTES]);
 quern_status attend_backward_wgmma_run(const stage_exec *exec, const attend_args *args, void *workspace);

@@ -12,6 +12,8 @@
 static const variant<attend_args> attend_forward_rows[] = {
 #ifdef QUERN_SM90
     {"attend_forward_sm90", attend_forward_sm90_supports, attend_forward_sm90_bytes, attend_forward_sm90_run},
+    {"attend_forward_sm90_tokens", attend_forward_sm90_tokens_supports, attend_forward_sm90_bytes,
+     attend_forward_sm90_tokens_run},
     {"attend_forward_wgmma", attend_forward_wgmma_supports, NULL, attend_forward_wgmma_run},
 #endif
     {"attend_forward_any", attend_forward_any_supports, NULL, attend_forward_any_run},
@@ -25,6 +27,8 @@ static const variant<attend_args> attend_backward_rows[] = {
      attend_backward_sm90_run},
     {"attend_backward_sm90_lists", attend_backward_sm90_lists_supports, attend_backward_sm90_lists_bytes,
      attend_backward_sm90_lists_run},
+    {"attend_backward_sm90_tokens", attend_backward_sm90_tokens_supports, attend_backward_sm90_tokens_bytes,
+     attend_backward_sm90_tokens_run},
     {"attend_backward_wgmma", attend_backward_wgmma_supports, attend_backward_any_bytes,
      attend_backward_wgmma_run},
 #endif

@@ -90,7 +90,13 @@ static float *fetch(const quern_tensor *t, size_t *count)
     *count = (size_t)(t->strides[0] * t->shape[0]);
     float *x = malloc(*count * sizeof *x);
     if (x == NULL) fail_msg("the test is out of memory");
-    CHECK(cudaMemcpy(x, t->data, *count * sizeof *x, cudaMemcpyDeviceToHost));
+    CHECK(cudaMemcpy(x, t->data, *count * quern_dtype_size(t->dtype), cudaMemcpyDeviceToHost));
+    for (size_t i = *count; t->dtype == QUERN_BF16 && i-- > 0;) {
+        uint16_t half;
+        memcpy(&half, (const char *)x + i * sizeof half, sizeof half);
+        const uint32_t bits = (uint32_t)half << 16;
+        memcpy(x + i, &bits, sizeof bits);
+    }
     return x;
 }
 
@@ -120,6 +126,9 @@ static void compare(const attend_args *a, float *first[RESULTS], const char *nam
         size_t count;
         float *x = fetch(all[i], &count), most = 0.0f, off = 0.0f;
         for (size_t k = 0; first[i] != NULL && k < count; k++) {
+            if (!isfinite(x[k]) != !isfinite(first[i][k]))
+                fail_msg("%s: result %d has %g for %g", name, i, (double)x[k], (double)first[i][k]);
+            if (!isfinite(x[k])) continue;
             most = fmaxf(most, fabsf(first[i][k]));
             off = fmaxf(off, fabsf(x[k] - first[i][k]));
         }
@@ -140,7 +149,9 @@ static int try_all(const attend_stage *stage, const attend_args *a, const char *
         const quern_tensor *all[RESULTS];
         results_of(a, all);
         for (int k = from; k < end; k++)
-            CHECK(cudaMemset(all[k]->data, 0xff, (size_t)(all[k]->strides[0] * all[k]->shape[0]) * 4));
+            CHECK(cudaMemset(all[k]->data, 0xff,
+                             (size_t)(all[k]->strides[0] * all[k]->shape[0]) *
+                                 quern_dtype_size(all[k]->dtype)));
         if (!run_as(stage, a, names[i])) continue;
         compare(a, first, names[i], from, end);
         taken++;
@@ -192,6 +203,107 @@ static void variants_agree(void **state)
                                           &a.d_q, &a.d_k, &a.d_v, &a.o,   &a.list};
             for (size_t t = 0; t < sizeof made / sizeof *made; t++) CHECK(cudaFree(made[t]->data));
         }
+}
+
+/* Lists of few rows. near: neighbours' lists are alike; else they are noise. odd: some operands hold what is
+ * not finite. */
+typedef struct token_case {
+    int64_t n, heads, kv_heads, d, dv, block, tile, listed;
+    bool near, odd;
+} token_case;
+
+static quern_tensor token_lists(test_random *random, const token_case *c)
+{
+    const int64_t tiles = (c->n + c->tile - 1) / c->tile, shape[] = {1, c->kv_heads, tiles, c->listed};
+    const size_t bytes = (size_t)(c->kv_heads * tiles * c->listed) * sizeof(int32_t);
+    int32_t *list = malloc(bytes);
+    if (list == NULL) fail_msg("the test is out of memory");
+    for (int64_t i = 0; i < c->kv_heads * tiles; i++) {
+        const int64_t own = i % tiles * c->tile / c->block;
+        for (int64_t e = 0; e < c->listed; e++)
+            list[i * c->listed + e] = (int32_t)(e == 0    ? own
+                                                : c->near ? own * e / c->listed
+                                                          : test_random_int(random, -1, own));
+    }
+    const quern_tensor t = make(QUERN_I32, 4, shape);
+    CHECK(cudaMemcpy(t.data, list, bytes, cudaMemcpyHostToDevice));
+    free(list);
+    return t;
+}
+
+static void set_bits(const quern_tensor *t, int64_t token, int64_t column, uint16_t bits)
+{
+    uint16_t *at = (uint16_t *)t->data + token * t->strides[1] + (t->shape[2] - 1) * t->strides[2] + column;
+    CHECK(cudaMemcpy(at, &bits, sizeof bits, cudaMemcpyHostToDevice));
+}
+
+static void token_variants_agree(test_random *random, const token_case *c)
+{
+    enum { NOT_A_NUMBER = 0x7fc0, INFINITE = 0xff80 };
+    static const char *const forward[] = {"attend_forward_any", "attend_forward_sm90_tokens", NULL};
+    static const char *const backward[] = {"attend_backward_any", "attend_backward_sm90_tokens", NULL};
+    const int64_t n = c->n, statistics[] = {1, c->heads, n}, q[] = {1, n, c->heads, c->d},
+                  o[] = {1, n, c->heads, c->dv}, k[] = {1, n, c->kv_heads, c->d},
+                  v[] = {1, n, c->kv_heads, c->dv};
+    attend_args a = {.mask = ATTEND_BLOCKS,
+                     .seqs = {1, n, n, {0}, {0}},
+                     .causal = true,
+                     .scale = 1.0f / sqrtf((float)c->d),
+                     .query_offset = -1,
+                     .block_size = c->block,
+                     .stride = c->block,
+                     .tile = c->tile};
+    a.list = token_lists(random, c);
+    a.q = noise_of(random, QUERN_BF16, n, c->heads, c->d);
+    a.k = noise_of(random, QUERN_BF16, n, c->kv_heads, c->d);
+    a.v = noise_of(random, QUERN_BF16, n, c->kv_heads, c->dv);
+    a.d_o = noise_of(random, QUERN_BF16, n, c->heads, c->dv);
+    a.lse = make(QUERN_F32, 3, statistics);
+    a.delta = make(QUERN_F32, 3, statistics);
+    a.d_q = make(QUERN_F32, 4, q);
+    a.d_k = make(QUERN_F32, 4, k);
+    a.d_v = make(QUERN_F32, 4, v);
+    a.o = make(QUERN_BF16, 4, o);
+    CHECK(cudaMemset(a.delta.data, 0, (size_t)(c->heads * n) * 4));
+    if (c->odd) {
+        set_bits(&a.k, n - 40, 3, NOT_A_NUMBER);
+        set_bits(&a.v, n - 20, 5, INFINITE);
+        set_bits(&a.v, n / 2, 7, NOT_A_NUMBER);
+        set_bits(&a.q, n - 70, 1, NOT_A_NUMBER);
+        set_bits(&a.d_o, n / 2 + 3, 2, INFINITE);
+    }
+    const int forwards = try_all(&cuda->attend_forward, &a, forward, 0, 2),
+              backwards = c->d > 128 ? 2 : try_all(&cuda->attend_backward, &a, backward, 2, 5);
+    if (exec_here.compute == 90 && (forwards < 2 || backwards < 2))
+        fail_msg("%d heads of %d: %d forwards and %d backwards on compute capability 9.0", (int)c->heads,
+                 (int)c->d, forwards, backwards);
+    quern_tensor *const made[] = {&a.q,   &a.k,   &a.v,   &a.d_o, &a.lse, &a.delta,
+                                  &a.d_q, &a.d_k, &a.d_v, &a.o,   &a.list};
+    for (size_t t = 0; t < sizeof made / sizeof *made; t++) CHECK(cudaFree(made[t]->data));
+}
+
+/* A warp for each list, and the union of neighbours' lists; blocks of 64 and 128 keys, short last pieces and
+ * blocks, 4 to 32 rows a list. */
+static void lists_of_few_rows_agree(void **state)
+{
+    (void)state;
+    static const token_case cases[] = {
+        {700, 16, 1, 128, 128, 64, 1, 2, false, true},   {650, 32, 2, 64, 64, 64, 1, 6, true, true},
+        {500, 8, 2, 128, 128, 64, 1, 4, false, true},    {5, 16, 1, 128, 128, 64, 1, 1, false, false},
+        {3001, 32, 2, 128, 128, 64, 1, 8, false, false}, {3001, 32, 2, 128, 128, 64, 1, 8, true, false},
+        {3001, 32, 2, 128, 128, 64, 1, 8, false, true},  {3001, 32, 2, 128, 128, 64, 1, 8, true, true},
+        {1990, 16, 1, 64, 64, 64, 1, 8, false, true},    {5003, 16, 1, 96, 80, 128, 1, 8, false, true},
+        {2500, 32, 2, 192, 128, 64, 1, 8, false, true},  {777, 16, 2, 128, 128, 64, 1, 8, false, true},
+        {1500, 16, 2, 64, 64, 128, 2, 8, false, true},   {1500, 32, 1, 128, 64, 64, 1, 8, false, true}};
+    const int count = (int)(sizeof cases / sizeof *cases), trials = test_trials(count);
+    test_random random = {test_seed("lists_of_few_rows_agree", 5)};
+    for (int i = 0; i < trials && i < count; i++) {
+        const token_case *c = &cases[i];
+        print_message("%d tokens, heads %d/%d, D %d/%d, blocks of %d, tile %d, %s%s\n", (int)c->n,
+                      (int)c->heads, (int)c->kv_heads, (int)c->d, (int)c->dv, (int)c->block, (int)c->tile,
+                      c->near ? "alike" : "noise", c->odd ? ", not finite" : "");
+        token_variants_agree(&random, c);
+    }
 }
 
 /* Projected means of bf16 by f32 multiply-adds and, where there is a cuBLASLt, on tensor cores. */
@@ -322,6 +434,7 @@ static void names_that_no_stage_has_force_nothing(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree), cmocka_unit_test(lists_in_parts),
+                                       cmocka_unit_test(lists_of_few_rows_agree),
                                        cmocka_unit_test(products_of_compression_agree),
                                        cmocka_unit_test(names_that_no_stage_has_force_nothing)};
     return cmocka_run_group_tests(tests, open_backend, NULL);

@@ -214,6 +214,37 @@ static void attend_by_many_rows(void **state)
     for_random_cases("attend_by_many_rows", 39, lists_of_many_rows, attend_case);
 }
 
+/* Lists of 4 to 32 rows of 16-bit inputs, in blocks of 64 and 128 keys. */
+static void lists_of_a_token(nsa_config *config)
+{
+    quern_nsa_params *p = &config->params;
+    const int64_t rows = 4 << config->d / 8 % 4;
+    p->max_compressed_groups = 0;
+    p->groups = QUERN_NSA_LIST_COMPUTED;
+    all_given(config);
+    p->metric = QUERN_NSA_METRIC_SOFTMAX;
+    p->branches = QUERN_NSA_BRANCH_SLC;
+    p->tile = p->scope == QUERN_NSA_SCOPE_HEAD ? rows : p->tile > 16 ? 2 : 1;
+    p->block_size = p->stride = 16;
+    p->select_block = config->dv % 16 == 0 ? 64 : 128;
+    p->num_selected = nsa_least_selected(p) + 5;
+    if (p->scope == QUERN_NSA_SCOPE_GROUP) {
+        config->hkv = rows > 8 ? 1 : config->hkv;
+        config->h = config->hkv * rows / p->tile;
+    }
+    config->dtype = config->d % 16 == 0 ? QUERN_F16 : QUERN_BF16;
+    config->layout = TEST_CONTIGUOUS;
+    config->d *= 4;
+    config->n *= 3;
+    for (int64_t b = 0; config->varlen && b < config->batch; b++) config->lens[b] *= 3;
+}
+
+static void attend_by_token(void **state)
+{
+    (void)state;
+    for_random_cases("attend_by_token", 40, lists_of_a_token, attend_case);
+}
+
 static void gate_case(nsa_case *c, quern_context *ctx)
 {
     const bool given = c->config.params.gate == QUERN_NSA_GATE_GIVEN;
@@ -326,11 +357,17 @@ static void one_branch_alone(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(compress_alone),     cmocka_unit_test(select_alone),
-        cmocka_unit_test(select_by_few_rows), cmocka_unit_test(select_by_means),
-        cmocka_unit_test(attend_alone),       cmocka_unit_test(attend_by_many_rows),
-        cmocka_unit_test(gate_alone),         cmocka_unit_test(gate_of_any_number_of_heads),
-        cmocka_unit_test(one_branch_alone),   cmocka_unit_test(gates_are_no_output_of_a_backward),
+        cmocka_unit_test(compress_alone),
+        cmocka_unit_test(select_alone),
+        cmocka_unit_test(select_by_few_rows),
+        cmocka_unit_test(select_by_means),
+        cmocka_unit_test(attend_alone),
+        cmocka_unit_test(attend_by_many_rows),
+        cmocka_unit_test(attend_by_token),
+        cmocka_unit_test(gate_alone),
+        cmocka_unit_test(gate_of_any_number_of_heads),
+        cmocka_unit_test(one_branch_alone),
+        cmocka_unit_test(gates_are_no_output_of_a_backward),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -24,6 +24,18 @@ typedef quern_status sm90_attend(const attend_args *args, const attend_launch &l
 sm90_attend sm90_forward_bf16_64, sm90_forward_bf16_128, sm90_forward_bf16_192, sm90_forward_bf16_256;
 sm90_attend sm90_forward_f16_64, sm90_forward_f16_128, sm90_forward_f16_192, sm90_forward_f16_256;
 
+/* Lists that belong to few rows: the forward (attend_tokens.cuh), dQ (attend_tokens_rows.cuh), and how many
+ * entries the lists of 128 rows may have; dK and dV of lists of one token (attend_tokens_keys.cuh). */
+sm90_attend sm90_tokens_bf16_64, sm90_tokens_bf16_128, sm90_tokens_bf16_192;
+sm90_attend sm90_tokens_f16_64, sm90_tokens_f16_128, sm90_tokens_f16_192;
+sm90_attend sm90_tokens_rows_bf16_64, sm90_tokens_rows_bf16_128;
+sm90_attend sm90_tokens_rows_f16_64, sm90_tokens_rows_f16_128;
+enum { SM90_TOKEN_ENTRIES = 1024 };
+typedef quern_status sm90_attend_tokens_keys(const attend_args *args, const attend_launch &l,
+                                             cudaStream_t stream);
+sm90_attend_tokens_keys sm90_tokens_keys_bf16_64, sm90_tokens_keys_bf16_128;
+sm90_attend_tokens_keys sm90_tokens_keys_f16_64, sm90_tokens_keys_f16_128;
+
 /* Room for lists in the backward: `heads` key/value heads and `rows` list rows at a time, `per` blocks of
  * threads a list; bytes of the clean lists, the shares and the sums. */
 struct sm90_lists_room {

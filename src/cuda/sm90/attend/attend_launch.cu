@@ -57,6 +57,39 @@ bool attend_backward_sm90_supports(const stage_exec *exec, const attend_args *ar
     return args->d_q.dtype != QUERN_F32 || tma_can(args->d_q);
 }
 
+/* Lists of 4 to 32 rows, whose blocks are whole stages of keys. */
+static bool tokens_taken(const stage_exec *exec, const attend_args *args)
+{
+    char limits[STAGE_WHY_BYTES];
+    if (!present(args->list) || args->mask != ATTEND_BLOCKS || !is_hopper(exec) ||
+        !attend_fits(args, limits) || !call_taken(args))
+        return false;
+    const int64_t heads = args->scope == LIST_BY_HEAD ? 1 : args->q.shape[2] / args->k.shape[2],
+                  rows = args->tile * heads;
+    return (rows == 4 || rows == 8 || rows == 16 || rows == 32) && args->block_size % 64 == 0 &&
+           args->list.shape[3] <= MOST_LIST && 128 / rows * args->list.shape[3] <= SM90_TOKEN_ENTRIES &&
+           args->q.shape[3] <= 192 && args->v.shape[3] <= 128;
+}
+
+bool attend_forward_sm90_tokens_supports(const stage_exec *exec, const attend_args *args, char *)
+{
+    return tokens_taken(exec, args) && rows_aligned16(args->o);
+}
+
+quern_status attend_forward_sm90_tokens_run(const stage_exec *exec, const attend_args *args, void *workspace)
+{
+    static sm90_attend *const table[2][3] = {
+        {sm90_tokens_bf16_64, sm90_tokens_bf16_128, sm90_tokens_bf16_192},
+        {sm90_tokens_f16_64, sm90_tokens_f16_128, sm90_tokens_f16_192}};
+    const attend_launch l = attend_launch_of(args);
+    const int k = l.kernel.dim_k, v = l.kernel.dim_v;
+    const quern_status status = table[l.dtype == QUERN_F16][k <= 64 && v <= 64 ? 0
+                                                            : k <= 128         ? 1
+                                                                               : 2](
+        args, l, {exec->multiprocessors}, workspace, (cudaStream_t)exec->stream);
+    return status != QUERN_OK ? status : attend_end(exec, args);
+}
+
 /* Lists of tiles that hold whole tiles of dQ, with rows enough for a block of threads to pay for the shares
  * of dK and dV that it leaves. */
 bool attend_backward_sm90_lists_supports(const stage_exec *exec, const attend_args *args, char *)
@@ -177,6 +210,40 @@ quern_status attend_forward_wgmma_run(const stage_exec *exec, const attend_args 
 {
     const attend_launch l = attend_launch_of(args);
     return attend_forward_by(exec, args, l, forward_of(l));
+}
+
+/* dQ by attend_tokens_rows.cuh, dK and dV from the inverted index: by attend_tokens_keys.cuh where a token
+ * has a list of its own and its heads fill groups of eight rows, else by any/attend's kernel. */
+bool attend_backward_sm90_tokens_supports(const stage_exec *exec, const attend_args *args, char *)
+{
+    char limits[STAGE_WHY_BYTES];
+    if (!tokens_taken(exec, args) || !tma_can(args->d_o) || args->q.shape[3] > 128) return false;
+    attend_launch l = attend_launch_of(args);
+    return attend_parts_fit(exec, args, &l, keys_of(l), NULL, limits);
+}
+
+size_t attend_backward_sm90_tokens_bytes(const stage_exec *exec, const attend_args *args)
+{
+    return attend_backward_any_bytes(exec, args) + SM90_COUNT_BYTES;
+}
+
+quern_status attend_backward_sm90_tokens_run(const stage_exec *exec, const attend_args *args, void *workspace)
+{
+    static sm90_attend *const rows[2][2] = {{sm90_tokens_rows_bf16_64, sm90_tokens_rows_bf16_128},
+                                            {sm90_tokens_rows_f16_64, sm90_tokens_rows_f16_128}};
+    static sm90_attend_tokens_keys *const keys[2][2] = {{sm90_tokens_keys_bf16_64, sm90_tokens_keys_bf16_128},
+                                                        {sm90_tokens_keys_f16_64, sm90_tokens_keys_f16_128}};
+    const cudaStream_t stream = (cudaStream_t)exec->stream;
+    attend_launch l;
+    quern_status status = backward_begin(exec, args, backward_keys(args), workspace, &l);
+    const bool f16 = l.dtype == QUERN_F16, wide = l.dim > 64,
+               single = l.kernel.tile == 1 && l.kernel.hs % 8 == 0;
+    if (status == QUERN_OK)
+        status = rows[f16][wide](args, l, {exec->multiprocessors},
+                                 (char *)workspace + attend_backward_any_bytes(exec, args), stream);
+    if (status == QUERN_OK)
+        status = single ? keys[f16][wide](args, l, stream) : keys_of(l)(args, l, {stream, NULL});
+    return status != QUERN_OK ? status : backward_end(exec, args, l);
 }
 
 bool attend_backward_wgmma_supports(const stage_exec *exec, const attend_args *args, char *)

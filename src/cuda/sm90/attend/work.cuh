@@ -42,13 +42,16 @@ __device__ __forceinline__ sequence sequence_of(const work &w)
     return {0, w.view, w.q0, w.nq, w.k0, w.nk};
 }
 
-/* Sets the sequence of piece `i` of those cut by `unit` queries; all lanes of the warp call. */
-__device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t unit, work *w, int32_t *first)
+/* Sets the sequence of piece `i` of those cut by `unit` queries; `tiles`: how many tiles of `tile` queries
+ * the sequences before it have. All lanes of the warp call. */
+__device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t unit, work *w, int32_t *first,
+                                           int32_t tile = 0, int32_t *tiles = NULL)
 {
     const int32_t n_q = (int32_t)s.n_q, n_kv = (int32_t)s.n_kv, batch = (int32_t)s.batch;
     if (s.cu_q == NULL) {
         const int32_t per = (n_q + unit - 1) / unit, b = i / per;
         *first = (i - b * per) * unit;
+        if (tiles != NULL) *tiles = 0; /* of a view of its own */
         w->view = b;
         w->q0 = 0;
         w->nq = n_q;
@@ -58,10 +61,12 @@ __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t uni
     }
     const int32_t *ck = s.cu_kv != NULL ? s.cu_kv : s.cu_q;
     const int lane = threadIdx.x & 31;
+    int32_t before = 0; /* tiles, of the sequences lane, lane + 32 ... */
     for (int32_t b0 = 0; b0 < batch; b0 += 32) {
-        int32_t n = 0;
+        int32_t n = 0, own_tiles = 0;
         if (b0 + lane < batch) {
             n = (int32_t)(cu_seqlens_at(s.cu_q, b0 + lane + 1, n_q) - cu_seqlens_at(s.cu_q, b0 + lane, n_q));
+            if (tiles != NULL && n > 0) own_tiles = (n + tile - 1) / tile;
             n = n > 0 ? (n + unit - 1) / unit : 0;
         }
         int32_t sum = n;
@@ -79,8 +84,11 @@ __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t uni
             w->k0 = (int32_t)cu_seqlens_at(ck, b, n_kv);
             w->nk = (int32_t)cu_seqlens_at(ck, b + 1, n_kv) - w->k0;
             w->nk = w->nk > 0 ? w->nk : 0;
+            if (tiles != NULL)
+                *tiles = (int32_t)__reduce_add_sync(~0u, before + (lane < owner ? own_tiles : 0));
             return true;
         }
+        before += own_tiles;
         i -= __shfl_sync(~0u, sum, 31);
     }
     return false;
@@ -94,19 +102,23 @@ __device__ __forceinline__ int32_t next_piece(const work_plan &plan)
     return __shfl_sync(~0u, next, 0);
 }
 
-/* Fills in piece `index`: 0 queries where a varlen batch has no such piece. All lanes of the warp call. */
-template <bool LISTED>
+/* Fills in piece `index`: 0 queries where a varlen batch has no such piece. SHARED: a piece has several
+ * tiles, list_row is the first one's, and a section is one unit, whose keys all find room in L2. All lanes
+ * of the warp call. */
+template <bool LISTED, bool SHARED = false>
 __device__ __forceinline__ void find_work(const attend_kernel &a, const work_plan &plan, int32_t index,
                                           work *w)
 {
     w->queries = w->slots = 0;
-    const int32_t unit0 = index / (plan.pieces * SECTION) * SECTION,
-                  width = a.units - unit0 < SECTION ? a.units - unit0 : SECTION;
+    const int32_t section = SHARED ? 1 : SECTION, unit0 = index / (plan.pieces * section) * section,
+                  width = a.units - unit0 < section ? a.units - unit0 : section;
     const int32_t in_section = index - unit0 * plan.pieces, u = unit0 + in_section % width,
                   piece = plan.pieces - 1 - in_section / width;
     const int32_t tile = LISTED ? piece / plan.per_tile : piece;
-    int32_t query;
-    if (!find_piece(a.sq, tile, LISTED ? a.tile : plan.queries, w, &query)) return;
+    int32_t query, tiles;
+    if (!find_piece(a.sq, tile, LISTED ? a.tile : plan.queries, w, &query, a.tile, SHARED ? &tiles : NULL))
+        return;
+    if (SHARED) w->list_row = tiles + query / a.tile;
     int32_t end = w->nq;
     if (LISTED) {
         w->list_row = a.sq.cu_q == NULL ? query / a.tile : tile;
