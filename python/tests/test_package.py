@@ -1,0 +1,67 @@
+# SPDX-FileCopyrightText: The Quern authors
+# SPDX-License-Identifier: BSD-2-Clause
+"""What the wheel brings: libquern with every CPU level, one runtime dependency, no other's library."""
+
+import importlib.metadata as metadata
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import quern
+
+ATTEND = """
+import sys
+import numpy as np
+import quern
+
+q, k, v = (np.random.default_rng(0).standard_normal((1, 70, h, 24)).astype(np.float32) for h in (4, 2, 2))
+sys.stdout.buffer.write(quern.attention(q, k, v).tobytes())
+"""
+
+
+@pytest.fixture
+def wheel():
+    try:
+        return metadata.distribution("quern")
+    except metadata.PackageNotFoundError:
+        pytest.skip("quern runs from its sources")
+
+
+def test_contents(wheel):
+    names = {file.name for file in wheel.files}
+    libraries = {name for name in names if ".so" in name}
+    assert "quern_ffi.so" in libraries and any(name.startswith("libquern.so") for name in libraries)
+    assert libraries <= {"quern_ffi.so", "libquern.so.0", "libquern_cuda.so.0"}
+    assert "LICENSE" in names and "py.typed" in names
+    needed = [r for r in wheel.requires if "extra" not in r]
+    assert len(needed) == 1 and needed[0].startswith("apache-tvm-ffi")
+    assert wheel.version == quern.__version__
+
+
+def test_nothing_else_is_loaded(wheel):
+    """No oneDNN, no library of CUDA."""
+    code = "import quern; print(*{line.split()[-1] for line in open('/proc/self/maps')}, sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    mapped = {pathlib.Path(path).name for path in done.stdout.splitlines()}
+    assert any(name.startswith("libquern.so") for name in mapped)
+    assert not any("dnnl" in name or "cublas" in name for name in mapped)
+
+
+def test_cpu_levels():
+    """Every level that this CPU has, by the name that chooses it."""
+    results = {}
+    for level in ("portable", "avx2", "avx512", "avx512bf16"):
+        environment = {**os.environ, "QUERN_CPU": level}
+        done = subprocess.run([sys.executable, "-c", ATTEND], env=environment, capture_output=True)
+        if level != "portable" and b"this machine offers" in done.stderr:
+            continue
+        assert done.returncode == 0, done.stderr[-2000:]
+        results[level] = np.frombuffer(done.stdout, np.float32)
+    want = results["portable"]
+    assert want.size == 70 * 4 * 24
+    for got in results.values():
+        assert np.linalg.norm(got - want) <= 2e-6 * np.linalg.norm(want)
