@@ -40,6 +40,21 @@ def room(size: int) -> Any:
     return numpy.empty(size, numpy.uint8)
 
 
+class _Readable:
+    """The memory of a read-only array of NumPy."""
+
+    def __init__(self, array: Any) -> None:
+        found = array.__array_interface__
+        self.array, self.__array_interface__ = array, {**found, "data": (found["data"][0], False)}
+
+
+def readable(array: Any) -> Any:
+    """An array that DLPack takes: it has no way to say that memory is read-only, which inputs may be."""
+    if array is None or array.flags.writeable:
+        return array
+    return sys.modules["numpy"].asarray(_Readable(array))
+
+
 def on_stream_of(tensor: Any) -> Any:
     """A context in which calls run on CuPy's current stream. That of torch goes with its tensors."""
     import tvm_ffi

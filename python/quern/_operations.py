@@ -214,6 +214,10 @@ def call(
     source = type(first).__module__
     if source == "jaxlib._jax":
         _arrays.wait_for(slots)
+    elif source == "numpy":
+        for field, tensor in tensors.items():
+            if tensor is not None and not fields[field].results[backward]:
+                slots[fields[field].place] = _arrays.readable(tensor)
     wanted = [fields[field].place for field in results]
     missing = [slot for slot in wanted if slots[slot] is None]
     if missing:
