@@ -62,6 +62,7 @@ typedef struct quern_dsv4_compress_params {
     /* Of the indexer's entries, in a call that makes both: */
     quern_dsv4_format index_format;
     bool index_hadamard; /* C_I is a power of two */
+    uint8_t reserved[7]; /* 0; later fields stand here */
 } quern_dsv4_compress_params;
 #define QUERN_DSV4_COMPRESS_PARAMS_INIT QUERN_SIZED(quern_dsv4_compress_params)
 
@@ -395,6 +396,7 @@ typedef struct quern_dsv4_rope_params {
     float factor;               /* 16 in CSA and HCA layers */
     float original_length;      /* 65536 */
     float beta_fast, beta_slow; /* 32, 1 */
+    uint8_t reserved[4];        /* 0; later fields stand here */
 } quern_dsv4_rope_params;
 #define QUERN_DSV4_ROPE_PARAMS_INIT QUERN_SIZED(quern_dsv4_rope_params)
 

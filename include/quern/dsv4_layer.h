@@ -46,6 +46,7 @@ typedef struct quern_dsv4_layer_params {
     int64_t window; /* raw keys of a query, its own among them; 0: 128 */
     int64_t top_k;  /* CSA: entries chosen, 1 to 2048; 0: 512 */
     float eps;      /* of every norm; 0: 1e-6 */
+    uint8_t reserved[4]; /* 0; later fields stand here */
 } quern_dsv4_layer_params;
 #define QUERN_DSV4_LAYER_PARAMS_INIT QUERN_SIZED(quern_dsv4_layer_params)
 

@@ -84,6 +84,7 @@ typedef struct quern_moe_prepack_params {
     bool inverse; /* from b_repacked to b_codes and b_scales */
     quern_nvfp4_codes_layout b_codes;
     quern_nvfp4_scales_layout b_scales;
+    uint8_t reserved[4]; /* 0; later fields stand here */
 } quern_moe_prepack_params;
 #define QUERN_MOE_PREPACK_PARAMS_INIT QUERN_SIZED(quern_moe_prepack_params)
 

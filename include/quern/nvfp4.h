@@ -71,6 +71,7 @@ typedef struct quern_nvfp4_quantize_params {
     quern_nvfp4_scales scales;
     quern_nvfp4_global global_per;
     bool weight; /* x is [K, N] or [E, K, N], blocks along K */
+    uint8_t reserved[3]; /* 0; later fields stand here */
 } quern_nvfp4_quantize_params;
 #define QUERN_NVFP4_QUANTIZE_PARAMS_INIT QUERN_SIZED(quern_nvfp4_quantize_params)
 
@@ -100,6 +101,7 @@ typedef struct quern_nvfp4_dequantize_params {
     quern_nvfp4_profile profile;
     quern_nvfp4_global global_per;
     bool weight;
+    uint8_t reserved[7]; /* 0; later fields stand here */
 } quern_nvfp4_dequantize_params;
 #define QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT QUERN_SIZED(quern_nvfp4_dequantize_params)
 
@@ -208,6 +210,7 @@ typedef struct quern_nvfp4_swizzle_params {
     bool inverse; /* from swizzled to linear */
     bool weight;
     bool experts; /* tokens_per_expert is read; not with weight */
+    uint8_t reserved[5]; /* 0; later fields stand here */
 } quern_nvfp4_swizzle_params;
 #define QUERN_NVFP4_SWIZZLE_PARAMS_INIT QUERN_SIZED(quern_nvfp4_swizzle_params)
 
@@ -318,12 +321,16 @@ typedef struct quern_nvfp4_gemm_params {
     bool a_swizzled;             /* a_scales are swizzled; true also wherever there are pad_row_offsets */
     quern_nvfp4_output output;
     bool prepack; /* repack B into the workspace first: the same bits */
+    uint8_t reserved[3]; /* 0; later fields stand here */
 } quern_nvfp4_gemm_params;
 #define QUERN_NVFP4_GEMM_PARAMS_INIT                                                                         \
     {                                                                                                        \
         sizeof(quern_nvfp4_gemm_params), QUERN_NVFP4_CODES_LINEAR, QUERN_NVFP4_LAYOUT_LINEAR, 0,             \
             QUERN_NVFP4_GLOBAL_TENSOR, false, false, QUERN_NVFP4_ACTIVATION_NONE, 0.0f, 1.0f, 0.0f, 8,       \
-            QUERN_NVFP4_PROFILE_RNE, false, QUERN_NVFP4_OUTPUT_INPUT, false                                  \
+            QUERN_NVFP4_PROFILE_RNE, false, QUERN_NVFP4_OUTPUT_INPUT, false,                                 \
+        {                                                                                                    \
+            0                                                                                                \
+        }                                                                                                    \
     }
 
 typedef struct quern_nvfp4_gemm_tensors {

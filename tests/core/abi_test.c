@@ -174,6 +174,41 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_moe_route_tensors), 120);
 }
 
+#define ENDS(type, last) assert_int_equal(offsetof(type, last) + sizeof((type){0}.last), sizeof(type))
+
+/* Nothing clears bytes between the last field and the end of a struct. A later field in them would read what an
+ * older caller's stack held; an older library would find them set in a newer caller's struct. (The structs of
+ * tensors hold pointers alone.) */
+static void the_last_field_ends_a_struct(void **unused)
+{
+    (void)unused;
+    ENDS(quern_context_params, parallel_for_arg);
+    ENDS(quern_exec, status);
+    ENDS(quern_attention_params, query_offset);
+    ENDS(quern_nsa_params, groups);
+    ENDS(quern_nsa_list_params, n);
+    ENDS(quern_cache_params, step);
+    ENDS(quern_cache_columns, columns);
+    ENDS(quern_cache_batch, table);
+    ENDS(quern_dsv4_compress_params, reserved);
+    ENDS(quern_dsv4_index_params, page);
+    ENDS(quern_dsv4_attention_params, page);
+    ENDS(quern_dsv4_store_params, page);
+    ENDS(quern_dsv4_rope_params, reserved);
+    ENDS(quern_dsv4_layer_params, reserved);
+    ENDS(quern_dsv4_layer_cache_params, pages);
+    ENDS(quern_nvfp4_quantize_params, reserved);
+    ENDS(quern_nvfp4_dequantize_params, reserved);
+    ENDS(quern_nvfp4_fused_quantize_params, granularity);
+    ENDS(quern_nvfp4_from_mxfp4_params, size);
+    ENDS(quern_nvfp4_swizzle_params, reserved);
+    ENDS(quern_nvfp4_interleave_params, granularity);
+    ENDS(quern_nvfp4_gemm_params, reserved);
+    ENDS(quern_moe_route_params, route_scale);
+    ENDS(quern_moe_prepack_params, reserved);
+    ENDS(quern_moe_params, shared_intermediate);
+}
+
 static void initialisers_set_size_and_nothing_to_read(void **unused)
 {
     (void)unused;
@@ -201,6 +236,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(enum_values_are_pinned),
         cmocka_unit_test(structs_keep_their_layout),
+        cmocka_unit_test(the_last_field_ends_a_struct),
         cmocka_unit_test(initialisers_set_size_and_nothing_to_read),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
