@@ -81,11 +81,10 @@ def test_opcheck():
     torch.library.opcheck(operator, (*packed, cu, None, *settings))
 
 
-def test_compile(close):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(close, backend):
     given = inputs()
-    compiled = torch.compile(
-        lambda *t: quern.attention(*t, window=20).sin(), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda *t: quern.attention(*t, window=20).sin(), fullgraph=True, backend=backend)
     got, want = compiled(*given), quern.attention(*given, window=20).sin()
     close(got, want, 1e-6)
     for a, b in zip(torch.autograd.grad(got.sum(), given), torch.autograd.grad(want.sum(), given)):
