@@ -24,13 +24,13 @@ typedef quern_status sm90_attend(const attend_args *args, const attend_launch &l
 sm90_attend sm90_forward_bf16_64, sm90_forward_bf16_128, sm90_forward_bf16_192, sm90_forward_bf16_256;
 sm90_attend sm90_forward_f16_64, sm90_forward_f16_128, sm90_forward_f16_192, sm90_forward_f16_256;
 
-/* Lists that belong to few rows: the forward (attend_tokens.cuh), dQ (attend_tokens_rows.cuh), and how many
- * entries the lists of 128 rows may have; dK and dV of lists of one token (attend_tokens_keys.cuh). */
+/* Lists that belong to few rows, of at most SM90_TOKEN_LIST entries: the forward (attend_tokens.cuh), dQ
+ * (attend_tokens_rows.cuh); dK and dV of lists of one token (attend_tokens_keys.cuh). */
 sm90_attend sm90_tokens_bf16_64, sm90_tokens_bf16_128, sm90_tokens_bf16_192;
 sm90_attend sm90_tokens_f16_64, sm90_tokens_f16_128, sm90_tokens_f16_192;
 sm90_attend sm90_tokens_rows_bf16_64, sm90_tokens_rows_bf16_128;
 sm90_attend sm90_tokens_rows_f16_64, sm90_tokens_rows_f16_128;
-enum { SM90_TOKEN_ENTRIES = 1024 };
+enum { SM90_TOKEN_LIST = 32 };
 typedef quern_status sm90_attend_tokens_keys(const attend_args *args, const attend_launch &l,
                                              cudaStream_t stream);
 sm90_attend_tokens_keys sm90_tokens_keys_bf16_64, sm90_tokens_keys_bf16_128;

@@ -67,8 +67,7 @@ static bool tokens_taken(const stage_exec *exec, const attend_args *args)
     const int64_t heads = args->scope == LIST_BY_HEAD ? 1 : args->q.shape[2] / args->k.shape[2],
                   rows = args->tile * heads;
     return (rows == 4 || rows == 8 || rows == 16 || rows == 32) && args->block_size % 64 == 0 &&
-           args->list.shape[3] <= MOST_LIST && 128 / rows * args->list.shape[3] <= SM90_TOKEN_ENTRIES &&
-           args->q.shape[3] <= 192 && args->v.shape[3] <= 128;
+           args->list.shape[3] <= SM90_TOKEN_LIST && args->q.shape[3] <= 192 && args->v.shape[3] <= 128;
 }
 
 bool attend_forward_sm90_tokens_supports(const stage_exec *exec, const attend_args *args, char *)

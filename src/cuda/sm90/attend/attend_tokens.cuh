@@ -20,7 +20,7 @@
  * stage; warps 1 and 2 look for what is not finite in V, as in attend_forward.cuh; warp 3 plans the next
  * turn. The computing warps hold Q in registers, so that the next turn's rows can come early.
  *
- * Registers at D = 128: O 64, Q 32, S 32, P 16 of 232; shared memory: Q 32 KB, K and V 160 KB. Limit,
+ * Registers at D = 128: O 64, Q 32, S 32, P 16 of 224; shared memory: Q 32 KB, K and V 160 KB. Limit,
  * together: products and exponentials, which take turns. Apart: filling shared memory, and reading 32 KB of
  * it for each token and block (4.6 ms at 64k).
  */
@@ -213,12 +213,12 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (group == 0) {
-        registers_down<FEED>();
+        registers_down<at::FEED>();
         if (warp == 0) feed<at>(a, m, smem, base);
         else if (warp <= SEARCHERS) search<T, at>(smem, base);
         else plan_turns<at>(a, plan, m, smem, base);
     } else {
-        registers_up<COMPUTE>();
+        registers_up<at::COMPUTE>();
         compute<T, DK, DV>(a, smem, base, warp - 4);
     }
 #endif

@@ -16,9 +16,8 @@
 namespace sm90_tokens
 {
 
-enum { ROWS = 128, ROWS_OF_WARP = 16, KEYS = 64, GROUPS = 2, SEARCHERS = 2, FEED = 40, COMPUTE = 232 };
-static_assert(FEED + GROUPS * COMPUTE <= (GROUPS + 1) * 168, "more registers than the launch gave");
-enum { MOST_ENTRIES = SM90_TOKEN_ENTRIES, MOST_LISTS = 32, MOST_LIST = 256 };
+enum { ROWS = 128, ROWS_OF_WARP = 16, KEYS = 64, GROUPS = 2, SEARCHERS = 2 };
+enum { MOST_LISTS = 32, MOST_ENTRIES = MOST_LISTS * SM90_TOKEN_LIST };
 
 struct maps {
     CUtensorMap q, k, v, d_o;
@@ -35,6 +34,8 @@ struct alignas(16) stage_note {
 template <int D_K, int D_V, bool BACK> struct layout {
     static constexpr int DK = D_K, DV = D_V;
     static constexpr bool BACKWARD = BACK;
+    static constexpr int FEED = BACK ? 40 : 56, COMPUTE = BACK ? 232 : 224; /* registers a thread */
+    static_assert(FEED + GROUPS * COMPUTE <= (GROUPS + 1) * 168, "more registers than the launch gave");
     static constexpr int STAGES = (DK + DV > 256 ? 4 : 5) - BACK;
     static constexpr int Q = 0, DO = Q + ROWS * DK * 2, K = DO + (BACK ? ROWS * DV * 2 : 0),
                          K_STAGE = KEYS * DK * 2, V = K + STAGES * K_STAGE, V_STAGE = KEYS * DV * 2,
@@ -47,8 +48,8 @@ template <int D_K, int D_V, bool BACK> struct layout {
     static constexpr int APART =
         TURN + 2 * (int)sizeof(work);                       /* [2]: whether each list has a warp of its own */
     static constexpr int COUNT = APART + 2 * 4;             /* [2][MOST_LISTS] entries of lists */
-    static constexpr int LIST = COUNT + 2 * MOST_LISTS * 4; /* [2][MOST_ENTRIES], then scratch */
-    static constexpr int BYTES = LIST + (2 * MOST_ENTRIES + MOST_LIST) * 4;
+    static constexpr int LIST = COUNT + 2 * MOST_LISTS * 4; /* [2][MOST_ENTRIES] */
+    static constexpr int BYTES = LIST + 2 * MOST_ENTRIES * 4;
     static_assert(BYTES <= 227 * 1024, "more than a block can have");
 };
 
@@ -103,6 +104,38 @@ __device__ __forceinline__ void copy_rows(const attend_kernel &a, const work &w,
                  w.view);
 }
 
+/* Copies a piece's lists into `clean`, each ascending and without padding, repeats and blocks that no row of
+ * it sees. Lanes hold an entry each, of eight lists at a time, so that their loads wait together. */
+__device__ __forceinline__ void clean_lists(const attend_kernel &a, const work &w, int count, int32_t *clean,
+                                            int32_t *counts)
+{
+    enum { AT_ONCE = 8 };
+    const int lane = threadIdx.x & 31, lists = (w.queries + a.tile - 1) / a.tile;
+    const int32_t *from =
+        a.list + w.view * a.list_stride[0] + w.unit * a.list_stride[1] + w.list_row * a.list_stride[2] + lane;
+    for (int l0 = 0; l0 < count; l0 += AT_ONCE) {
+        int32_t entry[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            entry[j] = lane < a.list_k && l0 + j < lists ? from[(l0 + j) * a.list_stride[2]] : -1;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int l = l0 + j, last = (l + 1) * a.tile < w.queries ? (l + 1) * a.tile : w.queries;
+            if (l >= count) break;
+            int lo, end, at = 0;
+            row_keys(a, sequence_of(w), w.query + last - 1, &lo, &end);
+            int32_t x = entry[j] >= 0 && (int64_t)entry[j] * a.list_block < end ? entry[j] : INT32_MAX;
+            const uint32_t same = __match_any_sync(~0u, x);
+            if ((same & ((1u << lane) - 1)) != 0) x = INT32_MAX;
+#pragma unroll 4
+            for (int i = 0; i < a.list_k; i++) at += __shfl_sync(~0u, x, i) < x;
+            if (x != INT32_MAX) clean[l * a.list_k + at] = x;
+            const int kept = __popc(__ballot_sync(~0u, x != INT32_MAX));
+            if (lane == 0) counts[l] = kept;
+        }
+    }
+}
+
 /* Warp 3 of the feeder: plans the turns, two ahead at most, cleans their lists and copies their rows. The
  * last plan has -1 queries. */
 template <typename AT>
@@ -122,20 +155,8 @@ __device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_pl
         mbar_wait(base + AT::TURN_FREE + 8 * half, (turn >> 1 & 1) ^ 1);
         if (w.queries > 0) {
             int32_t *const clean = (int32_t *)(smem + AT::LIST) + half * MOST_ENTRIES,
-                           *const scratch = (int32_t *)(smem + AT::LIST) + 2 * MOST_ENTRIES,
                            *const counts = (int32_t *)(smem + AT::COUNT) + half * MOST_LISTS;
-            for (int l = 0; l < lists.count; l++) {
-                int kept = 0;
-                if (l * a.tile < w.queries) {
-                    const int n = (l + 1) * a.tile < w.queries ? (l + 1) * a.tile : w.queries;
-                    int lo, hi;
-                    row_keys(a, sequence_of(w), w.query + n - 1, &lo, &hi);
-                    const int32_t *list = a.list + w.view * a.list_stride[0] + w.unit * a.list_stride[1] +
-                                          (w.list_row + l) * a.list_stride[2];
-                    kept = clean_by_warp(list, a.list_k, a.list_block, hi, clean + l * a.list_k, scratch);
-                }
-                if (lane == 0) counts[l] = kept;
-            }
+            clean_lists(a, w, lists.count, clean, counts);
             __syncwarp();
             const bool apart = lie_apart<AT>(a, clean, counts);
             if (lane == 0) ((int32_t *)(smem + AT::APART))[half] = apart;

@@ -262,12 +262,12 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (group == 0) {
-        registers_down<FEED>();
+        registers_down<at::FEED>();
         if (warp == 0) feed<at>(a, m, smem, base);
         else if (warp <= SEARCHERS) search<T, at>(smem, base);
         else plan_turns<at>(a, plan, m, smem, base);
     } else {
-        registers_up<COMPUTE>();
+        registers_up<at::COMPUTE>();
         compute_rows<T, DK, DV>(a, smem, base, warp - 4);
     }
 #endif
