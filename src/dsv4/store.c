@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* store.c - writes rows into the caches of the indexer and the attention core: schema, public functions,
- * stage. */
+ * stage. It changes a cache that the caller keeps, so it has no entry among the operations: `quern run`
+ * reaches it by v4-attention's --format and --page. */
 #include "core/error.h"
 #include "core/view.h"
 #include "dsv4/call.h"
