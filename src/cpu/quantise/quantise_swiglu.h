@@ -18,7 +18,12 @@
 
 #include "cpu/quantise/quantise_words.h"
 
-enum { SWIGLU_GROUPS = 4, IN_STEP = 4, SWIGLU_RUN = 8 /* of the interleaved values */ };
+enum {
+    SWIGLU_GROUPS = 4,
+    IN_STEP = 4,
+    AHEAD_OF_CODES = SWIGLU_GROUPS * 2 * WORD_GROUP,
+    SWIGLU_RUN = 8 /* of the interleaved values */
+};
 
 /* Of quantise_rows.h: takes the groups that the look-up cannot. */
 static void quantise_row(const quantise_rule *rule, const void *x, quern_dtype dtype, int64_t n,
@@ -184,6 +189,7 @@ INLINE uint32_t swiglu_groups(const swiglu_rule *rule, const quantise_rule *to, 
         w->within_table = within_table(w);
     }
     for (int g = 0; g < groups; g++, codes += WORD_GROUP / 2, scales += 16) {
+        if (groups == SWIGLU_GROUPS) request_words(x + AHEAD_OF_CODES + g * 2 * WORD_GROUP, 2 * WORD_GROUP);
         if (group[g].words.within_table) {
             code_swiglu_group(&group[g], codes);
         } else {
