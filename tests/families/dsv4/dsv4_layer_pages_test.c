@@ -1,0 +1,303 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* dsv4_layer_pages_test.c - the layer's cache in pages and as saved bytes: the bits of a contiguous one; pages
+ * and bytes that are refused; rows that cannot be stored. */
+#include "cmocka_c11.h"
+#include "dsv4_layer_storage.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void keep_outputs(layer_case *c, test_tensor first[LAYER_TENSORS])
+{
+    for (int i = LAYER_OUT; i < LAYER_D_OUT; i++) {
+        if (c->t[i].buffer == NULL) continue;
+        first[i] = test_tensor_copy(&c->t[i]);
+        test_tensor_reset(&c->t[i]);
+    }
+}
+
+static void check_kept(const layer_case *c, test_tensor first[LAYER_TENSORS])
+{
+    for (int i = LAYER_OUT; i < LAYER_D_OUT; i++) {
+        if (c->t[i].buffer == NULL) continue;
+        /* Scores of entries that no query sees are not written. */
+        if (i != LAYER_IDX_SCORE && !test_tensor_same_bits(&first[i], &c->t[i]))
+            fail_msg("%s differs", layer_case_names[i]);
+        test_tensor_free(&first[i]);
+    }
+}
+
+/* A sequence that stands in pages, moves to another cache as bytes and back, has the bits of one that stays in
+ * a contiguous cache. */
+static void pages_and_saved_sequences_change_no_bit(void **state)
+{
+    static const int64_t pieces[] = {3, 9, 1, 1, 6, 2, 11};
+    (void)state;
+    for (int n = 0; n < 3 * LAYER_STORAGES * 2; n++) {
+        layer_storage how = layer_storages[n / 3 % LAYER_STORAGES];
+        test_random random = {(uint64_t)n + 9};
+        layer_case c =
+            layer_storage_case(&random, (oracle_layer_kind)(n % 3), n % 2 ? QUERN_BF16 : QUERN_F32);
+        quern_context *ctx = test_context((quern_cpu_level)(1 + n % (int)quern_cpu_level_detect()), 2);
+        quern_dsv4_layer_cache_params p = layer_storage_params(&c, &how, 1);
+        layer_store plain = layer_store_open(&p);
+        how.page = 1 + n % 5;
+        p = layer_storage_params(&c, &how, 3);
+        layer_store paged[2] = {layer_store_open(&p)};
+        how.page = 7;
+        p = layer_storage_params(&c, &how, 2);
+        p.capacity += 20;
+        paged[1] = layer_store_open(&p);
+        test_tensor first[LAYER_TENSORS];
+        for (int64_t i = 0, at = 0; i < 7; at += pieces[i++])
+            layer_case_append(&c, ctx, &plain, 0, 0, at, pieces[i]);
+        keep_outputs(&c, first);
+        for (int64_t i = 0, at = 0; i < 7; at += pieces[i++]) {
+            const layer_store *from = &paged[i % 2], *to = &paged[(i + 1) % 2];
+            const int64_t id = i % 2 ? 0 : 2, other = i % 2 ? 2 : 0;
+            layer_case_append(&c, ctx, from, id, 0, at, pieces[i]);
+            size_t bytes;
+            assert_int_equal(quern_dsv4_layer_cache_save(from->cache, id, NULL, &bytes), QUERN_OK);
+            test_workspace space = test_workspace_make(bytes);
+            assert_int_equal(quern_dsv4_layer_cache_save(from->cache, id, space.data, &bytes), QUERN_OK);
+            layer_store_grow(to, other, at + pieces[i]);
+            if (quern_dsv4_layer_cache_restore(to->cache, other, space.data, bytes) != QUERN_OK)
+                fail_msg("%s", quern_last_error(NULL));
+            test_workspace_close(&space);
+            layer_store_reset(from, id);
+        }
+        check_kept(&c, first);
+        layer_store_close(&plain), layer_store_close(&paged[0]), layer_store_close(&paged[1]);
+        layer_case_free(&c);
+        quern_context_destroy(ctx);
+    }
+}
+
+/* A sequence's saved bytes. */
+static test_workspace saved(const layer_store *s, int64_t sequence, size_t *bytes)
+{
+    assert_int_equal(quern_dsv4_layer_cache_save(s->cache, sequence, NULL, bytes), QUERN_OK);
+    test_workspace space = test_workspace_make(*bytes);
+    assert_int_equal(quern_dsv4_layer_cache_save(s->cache, sequence, space.data, bytes), QUERN_OK);
+    return space;
+}
+
+static void check_is_still(const layer_store *s, int64_t sequence, const test_workspace *before, size_t bytes)
+{
+    size_t now;
+    test_workspace space = saved(s, sequence, &now);
+    assert_int_equal(now, bytes);
+    assert_memory_equal(space.data, before->data, bytes);
+    test_workspace_close(&space);
+}
+
+/* Bytes with any bit turned, cut off or of another cache are refused, and the sequence is as it was. */
+static void damaged_bytes(void **state)
+{
+    (void)state;
+    test_random random = {4};
+    layer_storage how = layer_storages[2];
+    layer_case c = layer_storage_case(&random, ORACLE_CSA, QUERN_F32);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+    quern_dsv4_layer_cache_params p = layer_storage_params(&c, &how, 2);
+    layer_store s = layer_store_open(&p);
+    layer_case_append(&c, ctx, &s, 0, 0, 0, 17);
+    layer_case_append(&c, ctx, &s, 1, 0, 0, 6);
+    size_t bytes, other_bytes;
+    test_workspace good = saved(&s, 0, &bytes), other = saved(&s, 1, &other_bytes);
+    unsigned char *bad = malloc(bytes + 1);
+    for (size_t i = 0; i < bytes; i += i < 130 ? 1 : 97) {
+        memcpy(bad, good.data, bytes);
+        bad[i] ^= (unsigned char)(1u << (i % 8));
+        if (quern_dsv4_layer_cache_restore(s.cache, 1, bad, bytes) != QUERN_ERR_FORMAT)
+            fail_msg("byte %zu of %zu may be any", i, bytes);
+    }
+    memcpy(bad, good.data, bytes);
+    layer_expect_error(quern_dsv4_layer_cache_restore(s.cache, 1, bad, bytes - 1), QUERN_ERR_FORMAT,
+                       "are accepted");
+    layer_expect_error(quern_dsv4_layer_cache_restore(s.cache, 1, bad, bytes + 1), QUERN_ERR_FORMAT,
+                       "are accepted");
+    layer_expect_error(quern_dsv4_layer_cache_restore(s.cache, 1, bad, 40), QUERN_ERR_FORMAT,
+                       "from has 40 bytes: a saved sequence has at least");
+    layer_expect_error(quern_dsv4_layer_cache_restore(s.cache, 1, NULL, bytes), QUERN_ERR_INVALID_ARGUMENT,
+                       "from is NULL");
+    layer_expect_error(quern_dsv4_layer_cache_restore(s.cache, 2, bad, bytes), QUERN_ERR_INVALID_ARGUMENT,
+                       "sequence is 2: 0 to 1 are accepted");
+    size_t few = bytes - 1;
+    layer_expect_error(quern_dsv4_layer_cache_save(s.cache, 0, bad, &few), QUERN_ERR_WORKSPACE, "at least");
+    check_is_still(&s, 1, &other, other_bytes);
+    how.key_format = QUERN_DSV4_FP8;
+    p = layer_storage_params(&c, &how, 1);
+    layer_store unlike = layer_store_open(&p);
+    layer_expect_error(quern_dsv4_layer_cache_restore(unlike.cache, 0, good.data, bytes), QUERN_ERR_FORMAT,
+                       "formats 4 and 2");
+    how = layer_storages[2];
+    how.page = 2;
+    p = layer_storage_params(&c, &how, 1);
+    p.capacity = 16;
+    layer_store small = layer_store_open(&p);
+    layer_expect_error(quern_dsv4_layer_cache_restore(small.cache, 0, good.data, bytes), QUERN_ERR_FORMAT,
+                       "from has 17 tokens: 0 to the capacity of 16 are accepted");
+    layer_expect_error(quern_dsv4_layer_cache_restore(small.cache, 0, other.data, other_bytes),
+                       QUERN_ERR_INVALID_ARGUMENT, "sequence 0 comes to 3 entries and has 0 pages of 2");
+    free(bad);
+    test_workspace_close(&good), test_workspace_close(&other);
+    layer_store_close(&s), layer_store_close(&unlike), layer_store_close(&small);
+    quern_context_destroy(ctx);
+    layer_case_free(&c);
+}
+
+/* Pages outside the pool, of another sequence, twice, too many or too few are refused. */
+static void bad_pages(void **state)
+{
+    (void)state;
+    test_random random = {5};
+    layer_storage how = layer_storages[2];
+    how.page = 4;
+    layer_case c = layer_storage_case(&random, ORACLE_CSA, QUERN_F32);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+    quern_dsv4_layer_cache_params p = layer_storage_params(&c, &how, 2);
+    p.pages = 6;
+    layer_store s = layer_store_open(&p);
+    const int32_t two[] = {5, 1}, twice[] = {2, 2}, far[] = {3, 6}, below[] = {-1}, taken[] = {0, 1},
+                  rest[] = {0, 2, 3, 4};
+    int64_t held, needed;
+    quern_dsv4_layer_cache *cache = s.cache;
+    assert_int_equal(quern_dsv4_layer_cache_add_pages(cache, 0, two, 2), QUERN_OK);
+    layer_expect_error(quern_dsv4_layer_cache_add_pages(cache, 1, far, 2), QUERN_ERR_INVALID_ARGUMENT,
+                       "pages[1] is 6: 0 to 5 are accepted");
+    layer_expect_error(quern_dsv4_layer_cache_add_pages(cache, 1, below, 1), QUERN_ERR_INVALID_ARGUMENT,
+                       "pages[0] is -1: 0 to 5 are accepted");
+    layer_expect_error(quern_dsv4_layer_cache_add_pages(cache, 1, taken, 2), QUERN_ERR_INVALID_ARGUMENT,
+                       "pages[1] is 1, which sequence 0 writes: pages of no sequence are accepted");
+    layer_expect_error(quern_dsv4_layer_cache_add_pages(cache, 1, twice, 2), QUERN_ERR_INVALID_ARGUMENT,
+                       "pages[1] is 2, which sequence 1 writes");
+    layer_expect_error(quern_dsv4_layer_cache_add_pages(cache, 1, NULL, 1), QUERN_ERR_INVALID_ARGUMENT,
+                       "pages is NULL");
+    layer_expect_error(quern_dsv4_layer_cache_add_pages(cache, 0, rest, 4), QUERN_ERR_INVALID_ARGUMENT,
+                       "count is 4: 0 to 2 are accepted");
+    layer_expect_error(quern_dsv4_layer_cache_add_pages(cache, 2, rest, 1), QUERN_ERR_INVALID_ARGUMENT,
+                       "sequence is 2: 0 to 1 are accepted");
+    /* None of the refused ones has taken a page. */
+    assert_int_equal(quern_dsv4_layer_cache_pages(cache, 1, 33, &held, &needed), QUERN_OK);
+    assert_int_equal(held, 0), assert_int_equal(needed, 4);
+    assert_int_equal(quern_dsv4_layer_cache_add_pages(cache, 1, rest, 4), QUERN_OK);
+    assert_int_equal(quern_dsv4_layer_cache_reset(cache, 1), QUERN_OK);
+    for (int i = 0; i < 2; i++) s.owner[two[i]] = 0;
+    layer_case_append(&c, ctx, &s, 0, 0, 0, 16);
+    const quern_dsv4_layer_params params = layer_case_params(&c);
+    quern_dsv4_layer_tensors t = layer_case_tensors(&c);
+    const quern_tensor *given[LAYER_TENSORS];
+    memcpy(given, (const char *)&t + sizeof t.size, sizeof given);
+    for (int i = LAYER_Q_RESIDUAL; i < LAYER_TENSORS; i++) given[i] = NULL;
+    memcpy((char *)&t + sizeof t.size, given, sizeof given);
+    const int32_t id = 0;
+    const int64_t count = 2, shape[] = {2, 40};
+    float x[80] = {0}, out[80];
+    const quern_tensor x_view = quern_tensor_contiguous(x, QUERN_F32, 2, shape),
+                       out_view = quern_tensor_contiguous(out, QUERN_F32, 2, shape);
+    t.x = &x_view;
+    t.out = &out_view;
+    size_t bytes, before_bytes;
+    test_workspace before = saved(&s, 0, &before_bytes);
+    layer_expect_error(
+        quern_dsv4_layer_decode_workspace(ctx, &params, cache, &id, &count, 1, &t, &bytes),
+        QUERN_ERR_INVALID_ARGUMENT,
+        "sequence 0 comes to 9 entries and has 2 pages of 4: pages for all its entries are accepted");
+    layer_expect_error(quern_dsv4_layer_cache_fork(cache, 0, 1), QUERN_ERR_INVALID_ARGUMENT,
+                       "sequence 1 comes to 8 entries and has 0 pages of 4");
+    quern_dsv4_layer_rows rows = QUERN_DSV4_LAYER_ROWS_INIT;
+    layer_expect_error(quern_dsv4_layer_cache_get(cache, 0, &rows), QUERN_ERR_UNSUPPORTED,
+                       "the cache has pages of 4");
+    check_is_still(&s, 0, &before, before_bytes);
+    test_workspace_close(&before);
+    layer_store_close(&s);
+    quern_context_destroy(ctx);
+    layer_case_free(&c);
+}
+
+/* ---- rows that cannot be stored ---- */
+
+/* One call of two sequences, tokens [first, first + counts[i]) of the case each. */
+static quern_status step(const layer_case *c, quern_context *ctx, const layer_store *s, const float *x,
+                         const int64_t counts[2], float *out)
+{
+    static const int32_t ids[] = {0, 1};
+    const quern_dsv4_layer_params p = layer_case_params(c);
+    quern_dsv4_layer_tensors t = layer_case_tensors(c);
+    const quern_tensor *given[LAYER_TENSORS];
+    const int64_t shape[] = {counts[0] + counts[1], c->shape.width};
+    const quern_tensor x_view = quern_tensor_contiguous((float *)(uintptr_t)x, QUERN_F32, 2, shape),
+                       out_view = quern_tensor_contiguous(out, QUERN_F32, 2, shape);
+    memcpy(given, (const char *)&t + sizeof t.size, sizeof given);
+    for (int i = LAYER_Q_RESIDUAL; i < LAYER_TENSORS; i++) given[i] = NULL;
+    memcpy((char *)&t + sizeof t.size, given, sizeof given);
+    t.x = &x_view;
+    t.out = &out_view;
+    size_t bytes;
+    quern_status status = quern_dsv4_layer_decode_workspace(ctx, &p, s->cache, ids, counts, 2, &t, &bytes);
+    if (status != QUERN_OK) return status;
+    test_workspace w = test_workspace_make(bytes);
+    status = quern_dsv4_layer_decode(ctx, NULL, &p, s->cache, ids, counts, 2, &t, w.data, bytes);
+    test_workspace_close(&w);
+    return status;
+}
+
+/* A NaN in the second sequence's raw row, entry or key: neither sequence nor any output has changed, and both
+ * go on to the bits that they have without the refused call. */
+static void rows_that_cannot_be_stored(void **state)
+{
+    static const struct {
+        int tensor;
+        const char *sentence;
+    } cases[] = {{LAYER_X, "sequence 1: kv_rows[1, 0] is nan before it is quantised"},
+                 {LAYER_WEIGHTS + OW_BIAS, "compressed["},
+                 {LAYER_WEIGHTS + OW_INDEX_BIAS, "idx_k["}};
+    (void)state;
+    for (int n = 0; n < 6; n++) {
+        const int which = cases[n % 3].tensor;
+        layer_storage how = layer_storages[2];
+        how.page = n < 3 ? 0 : 3;
+        test_random random = {(uint64_t)n + 30};
+        layer_case c = layer_storage_case(&random, ORACLE_CSA, QUERN_F32);
+        quern_context *ctx = test_context((quern_cpu_level)(1 + n % (int)quern_cpu_level_detect()), 2);
+        const quern_dsv4_layer_cache_params p = layer_storage_params(&c, &how, 2);
+        layer_store s[2] = {layer_store_open(&p), layer_store_open(&p)};
+        static const int64_t first[] = {5, 3}, second[] = {2, 3};
+        float x[8 * 40], out[2][5 * 40], refused[5 * 40];
+        for (int i = 0; i < 8 * 40; i++) x[i] = (float)test_random_normal(&random);
+        for (int k = 0; k < 2; k++) {
+            float unused[8 * 40];
+            for (int64_t id = 0; id < 2; id++) layer_store_grow(&s[k], id, STORED_TOKENS);
+            assert_int_equal(step(&c, ctx, &s[k], x, first, unused), QUERN_OK);
+        }
+        size_t bytes[2];
+        test_workspace before[2] = {saved(&s[0], 0, &bytes[0]), saved(&s[0], 1, &bytes[1])};
+        memset(refused, 0x6b, sizeof refused);
+        float *bad = which == LAYER_X ? &x[3 * 40 + 7] : (float *)c.t[which].view.data, good = *bad;
+        *bad = NAN;
+        layer_expect_error(step(&c, ctx, &s[0], x, second, refused), QUERN_ERR_INVALID_ARGUMENT,
+                           cases[n % 3].sentence);
+        *bad = good;
+        for (size_t i = 0; i < sizeof refused; i++) assert_int_equal(((unsigned char *)refused)[i], 0x6b);
+        for (int k = 0; k < 2; k++) {
+            check_is_still(&s[0], k, &before[k], bytes[k]);
+            test_workspace_close(&before[k]);
+        }
+        for (int k = 0; k < 2; k++) assert_int_equal(step(&c, ctx, &s[k], x, second, out[k]), QUERN_OK);
+        assert_memory_equal(out[0], out[1], sizeof out[0]);
+        layer_store_close(&s[0]), layer_store_close(&s[1]);
+        quern_context_destroy(ctx);
+        layer_case_free(&c);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(pages_and_saved_sequences_change_no_bit),
+                                       cmocka_unit_test(damaged_bytes), cmocka_unit_test(bad_pages),
+                                       cmocka_unit_test(rows_that_cannot_be_stored)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
