@@ -44,6 +44,7 @@
 #include "stages/store_rows.h"
 #include "stages/swiglu.h"
 #include "stages/swizzle.h"
+#include "stages/widen_blocks.h"
 
 /* F(stage, NAME): a row of the table, whose arguments are NAME_args. */
 #define BACKEND_STAGES(F)                                                                                    \
@@ -84,6 +85,7 @@
     F(attend_mqa_forward, attend_mqa)                                                                        \
     F(attend_mqa_backward, attend_mqa)                                                                       \
     F(store_rows, store_rows)                                                                                \
+    F(widen_blocks, widen_blocks)                                                                            \
     F(norm_rope_forward, norm_rope)                                                                          \
     F(norm_rope_backward, norm_rope)                                                                         \
     F(cache_copy, cache_copy)                                                                                \
@@ -121,6 +123,7 @@
     F(indexer, INDEXER)                                                                                      \
     F(attend_mqa, ATTEND_MQA)                                                                                \
     F(store_rows, STORE_ROWS)                                                                                \
+    F(widen_blocks, WIDEN_BLOCKS)                                                                            \
     F(norm_rope, NORM_ROPE)                                                                                  \
     F(cache_copy, CACHE_COPY)                                                                                \
     F(decode, DECODE)                                                                                        \

@@ -44,6 +44,7 @@ const quern_backend quern_backend_cpu = {
     .attend_gate_forward = {NULL, cpu_attend_gate_workspace, cpu_attend_gate, cpu_attend_gate_kernel},
     .quantise = {NULL, cpu_quantise_workspace, cpu_quantise, NULL},
     .dequantise = {NULL, NULL, cpu_dequantise, NULL},
+    .widen_blocks = {NULL, NULL, cpu_widen_blocks, NULL},
     .fused_quantise = {NULL, cpu_fused_quantise_workspace, cpu_fused_quantise, NULL},
     .from_mxfp4 = {NULL, NULL, cpu_from_mxfp4, NULL},
     .swizzle = {NULL, NULL, cpu_swizzle, NULL},

@@ -3,7 +3,7 @@
 /*
  * append.c - tokens into streaming states: checks, then
  *
- *   [gemm: x w -> proj]  ->  pool_append
+ *   [steps of weights.c, gemm: x w -> proj]  ->  pool_append
  */
 #include "core/arena.h"
 #include "core/context.h"
@@ -12,6 +12,7 @@
 #include "core/op.h"
 #include "core/view.h"
 #include "dsv4/dsv4.h"
+#include "dsv4/weights.h"
 
 typedef struct append_call {
     const quern_backend *backend;
@@ -20,7 +21,8 @@ typedef struct append_call {
     quern_dsv4_append_tensors t;
     const pool_state *like; /* the first state */
     int64_t tokens, entries;
-    gemm_args gemm; /* with x */
+    dsv4_weight weight; /* with x */
+    gemm_args gemm;     /* with x, unless the weight makes projections itself */
     pool_append_args append;
 } append_call;
 
@@ -98,10 +100,16 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
     const bool csa = c->params.kind == QUERN_DSV4_CSA, project = t->x != NULL;
     const int64_t width = c->like->width, r = c->params.ratio, columns = pool_state_columns(c->like);
     const int64_t bytes = dsv4_row_bytes(c->params.format, width);
-    if (project == (t->proj != NULL) || project != (t->w != NULL))
+    const bool fp8 = t->w_fp8 != NULL, codes = t->w_codes != NULL, floats = !fp8 && !codes;
+    if (project == (t->proj != NULL) || project != (t->w != NULL || !floats))
         return error_set(
             QUERN_ERR_INVALID_ARGUMENT, "proj is %s, x %s, w %s: proj alone, or x and w are accepted",
             t->proj != NULL ? "given" : "NULL", project ? "given" : "NULL", t->w != NULL ? "given" : "NULL");
+    if ((t->w != NULL) + fp8 + codes > 1 || (t->w_fp8_scales != NULL) != fp8 ||
+        (t->w_scales != NULL) != codes || (t->w_global != NULL) != codes)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "w is %s, w_fp8 %s, w_codes %s: one of them is accepted, with scales of its own",
+                         t->w != NULL ? "given" : "NULL", fp8 ? "given" : "NULL", codes ? "given" : "NULL");
     if (csa != (t->b_b != NULL))
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "b_b is %s: %s", csa ? "NULL" : "given",
                          csa ? "CSA needs it" : "HCA has no series b");
@@ -109,16 +117,26 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "prev_b is given: HCA has no series b");
     const quern_tensor *like = project ? t->x : t->proj;
     const uint32_t act = VIEW_ACTIVATION & 1u << (unsigned)like->dtype, weight = act | VIEW_F32;
+    const int64_t in = project && t->x->ndim == 2 ? t->x->shape[1] : VIEW_ANY;
+    if (codes && in % QUANTISE_BLOCK != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x has %lld channels and w_codes is given: multiples of %d are accepted",
+                         (long long)in, QUANTISE_BLOCK);
     const view_rule rules[] = {
         {"proj", t->proj, VIEW_ACTIVATION, 2, {c->tokens, columns}, project, false},
         {"x", t->x, VIEW_ACTIVATION, 2, {c->tokens, VIEW_ANY}, !project, false},
-        {"w",
-         t->w,
-         weight,
+        {"w", t->w, weight, 2, {in, columns}, !project || !floats, false},
+        {"w_fp8", t->w_fp8, VIEW_SCALE, 2, {columns, in}, !fp8, false},
+        {"w_fp8_scales",
+         t->w_fp8_scales,
+         VIEW_F32 | VIEW_EXPONENT,
          2,
-         {project && t->x->ndim == 2 ? t->x->shape[1] : VIEW_ANY, columns},
-         !project,
+         {(columns + WIDEN_BLOCK - 1) / WIDEN_BLOCK, (in + WIDEN_BLOCK - 1) / WIDEN_BLOCK},
+         !fp8,
          false},
+        {"w_codes", t->w_codes, VIEW_U8, 2, {in / 2, columns}, !codes, false},
+        {"w_scales", t->w_scales, VIEW_SCALE, 2, {in / QUANTISE_BLOCK, columns}, !codes, false},
+        {"w_global", t->w_global, VIEW_F32, 0, {0}, !codes, false},
         {"b_a", t->b_a, weight, 2, {r, width}, false, false},
         {"b_b", t->b_b, weight, 2, {r, width}, !csa, false},
         {"prev_b", t->prev_b, weight, 3, {batch, r, 2 * width}, true, false},
@@ -154,10 +172,20 @@ static void *carve(append_call *c, quern_dsv4_state *const *states, int64_t batc
     size_t bytes = 0;
     if (t->x != NULL) {
         const int64_t shape[] = {c->tokens, pool_state_columns(c->like)};
-        c->append.proj =
-            view_on(t->x, arena_take(a, (size_t)(shape[0] * shape[1]) * sizeof(float)), QUERN_F32, 2, shape);
-        c->gemm = (gemm_args){.a = *t->x, .b = *t->w, .c = c->append.proj};
-        bytes = c->backend->gemm.workspace(&c->exec, &c->gemm);
+        const dsv4_weight_given given = {.w = view_or_absent(t->w),
+                                         .w_fp8 = view_or_absent(t->w_fp8),
+                                         .w_fp8_scales = view_or_absent(t->w_fp8_scales),
+                                         .w_codes = view_or_absent(t->w_codes),
+                                         .w_scales = view_or_absent(t->w_scales),
+                                         .w_global = view_or_absent(t->w_global)};
+        c->weight = dsv4_weight_of(t->x, &given, false, a);
+        c->append.proj = c->weight.proj;
+        c->gemm = (gemm_args){.a = *t->x, .b = c->weight.w};
+        if (c->weight.proj.ndim == 0)
+            c->append.proj = c->gemm.c = view_on(
+                t->x, arena_take(a, (size_t)(shape[0] * shape[1]) * sizeof(float)), QUERN_F32, 2, shape);
+        if (c->gemm.c.ndim > 0) bytes = c->backend->gemm.workspace(&c->exec, &c->gemm);
+        (void)dsv4_weight_missing(c->backend, &c->exec, &c->weight, &bytes); /* the cpu has all */
     }
     const size_t pool = c->backend->pool_append.workspace(&c->exec, &c->append);
     return arena_take(a, pool > bytes ? pool : bytes);
@@ -188,6 +216,21 @@ static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern
                          (int)like->device);
     c->backend = context_backend(ctx, like->device, like->device_id, how.stream, &c->exec);
     return c->backend != NULL ? QUERN_OK : error_status();
+}
+
+/* x w -> proj. */
+static quern_status project(const append_call *c, void *scratch)
+{
+    quern_status status = QUERN_OK;
+    if (c->t.w_global != NULL)
+        status = view_check_globals(c->t.w_global->data, &c->weight.global, "w_global");
+#define RUN(stage, step, output)                                                                             \
+    if (status == QUERN_OK && c->weight.step.output.ndim > 0)                                                \
+        status = c->backend->stage.run(&c->exec, &c->weight.step, scratch);
+    DSV4_WEIGHT_STEPS(RUN)
+#undef RUN
+    return status != QUERN_OK || c->gemm.c.ndim == 0 ? status
+                                                     : c->backend->gemm.run(&c->exec, &c->gemm, scratch);
 }
 
 quern_status quern_dsv4_append_entries(quern_dsv4_state *const *states, const int64_t *counts, int64_t batch,
@@ -234,6 +277,6 @@ quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec,
     int64_t *cu = (int64_t *)(uintptr_t)c.append.cu;
     cu[0] = 0;
     for (int64_t b = 0; b < batch; b++) cu[b + 1] = cu[b] + counts[b];
-    if (c.t.x != NULL && (status = c.backend->gemm.run(&c.exec, &c.gemm, scratch)) != QUERN_OK) return status;
+    if (c.t.x != NULL && (status = project(&c, scratch)) != QUERN_OK) return status;
     return c.backend->pool_append.run(&c.exec, &c.append, scratch);
 }

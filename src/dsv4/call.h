@@ -6,6 +6,7 @@
 
 #include "core/op.h"
 #include "dsv4/dsv4.h"
+#include "dsv4/weights.h"
 
 typedef enum dsv4_op { DSV4_COMPRESS, DSV4_COMPRESS_BACKWARD, DSV4_OPS } dsv4_op;
 
@@ -50,6 +51,16 @@ typedef enum dsv4_compress_tensor {
     DC_INDEX_D_B_A,
     DC_INDEX_D_B_B,
     DC_INDEX_D_NORM_WEIGHT,
+    DC_W_FP8,
+    DC_W_FP8_SCALES,
+    DC_W_CODES,
+    DC_W_SCALES,
+    DC_W_GLOBAL,
+    DC_INDEX_W_FP8,
+    DC_INDEX_W_FP8_SCALES,
+    DC_INDEX_W_CODES,
+    DC_INDEX_W_SCALES,
+    DC_INDEX_W_GLOBAL,
     DSV4_COMPRESS_TENSORS
 } dsv4_compress_tensor;
 
@@ -71,13 +82,19 @@ typedef enum dsv4_symbol {
     DS_ICOLUMNS, /* of the indexer's compressor: columns, C, 2C, elements of an entry */
     DS_CI,
     DS_2CI,
-    DS_IROW
+    DS_IROW,
+    DS_IN_BLOCKS, /* Dm / 128, columns / 128, Dm / 2, Dm / 16 */
+    DS_COLUMN_BLOCKS,
+    DS_ICOLUMN_BLOCKS,
+    DS_IN_BYTES,
+    DS_IN_SCALES
 } dsv4_symbol;
 
 typedef struct dsv4_compress_call {
     op_call head;
     quern_dsv4_compress_params params;
     pool_args pool;
+    dsv4_weight weight, index_weight;
     bool both;                          /* with index_b_a: */
     pool_args index;                    /* the indexer's compressor */
     bool index_first;                   /* it may refuse an entry, before the main one has written anything */

@@ -3,8 +3,9 @@
 /*
  * compress.c - the compressors' public functions, and the stages that each runs.
  *
- *   forward:  pool_forward, of the main compressor and of the indexer's [permute: its entries, late]
- *   backward: pool_backward of both [convert: the gradient of x]
+ *   forward:  [steps of weights.c] pool_forward, of the main compressor and of the indexer's [permute: its
+ *             entries, late]
+ *   backward: [steps of weights.c] pool_backward of both [convert: the gradient of x]
  */
 #include "core/error.h"
 #include "core/view.h"
@@ -25,16 +26,40 @@ static quern_tensor rows_view(const op_call *call, int32_t tensor, bool own)
 /* The tensors of a compressor that has its own. */
 typedef struct own_tensors {
     int8_t proj, w, b_a, b_b, prev_b, norm_weight, pooled, out, d_out, d_proj, d_prev_b, d_w, d_b_a, d_b_b,
-        d_norm_weight;
+        d_norm_weight, w_fp8;
 } own_tensors;
-static const own_tensors main_tensors = {DC_PROJ,        DC_W,      DC_B_A,   DC_B_B,   DC_PREV_B,
-                                         DC_NORM_WEIGHT, DC_POOLED, DC_OUT,   DC_D_OUT, DC_D_PROJ,
-                                         DC_D_PREV_B,    DC_D_W,    DC_D_B_A, DC_D_B_B, DC_D_NORM_WEIGHT},
-                         index_tensors = {DC_INDEX_PROJ,   DC_INDEX_W,        DC_INDEX_B_A,
-                                          DC_INDEX_B_B,    DC_INDEX_PREV_B,   DC_INDEX_NORM_WEIGHT,
-                                          DC_INDEX_POOLED, DC_INDEX_OUT,      DC_INDEX_D_OUT,
-                                          DC_INDEX_D_PROJ, DC_INDEX_D_PREV_B, DC_INDEX_D_W,
-                                          DC_INDEX_D_B_A,  DC_INDEX_D_B_B,    DC_INDEX_D_NORM_WEIGHT};
+static const own_tensors main_tensors = {.proj = DC_PROJ,
+                                         .w = DC_W,
+                                         .b_a = DC_B_A,
+                                         .b_b = DC_B_B,
+                                         .prev_b = DC_PREV_B,
+                                         .norm_weight = DC_NORM_WEIGHT,
+                                         .pooled = DC_POOLED,
+                                         .out = DC_OUT,
+                                         .d_out = DC_D_OUT,
+                                         .d_proj = DC_D_PROJ,
+                                         .d_prev_b = DC_D_PREV_B,
+                                         .d_w = DC_D_W,
+                                         .d_b_a = DC_D_B_A,
+                                         .d_b_b = DC_D_B_B,
+                                         .d_norm_weight = DC_D_NORM_WEIGHT,
+                                         .w_fp8 = DC_W_FP8},
+                         index_tensors = {.proj = DC_INDEX_PROJ,
+                                          .w = DC_INDEX_W,
+                                          .b_a = DC_INDEX_B_A,
+                                          .b_b = DC_INDEX_B_B,
+                                          .prev_b = DC_INDEX_PREV_B,
+                                          .norm_weight = DC_INDEX_NORM_WEIGHT,
+                                          .pooled = DC_INDEX_POOLED,
+                                          .out = DC_INDEX_OUT,
+                                          .d_out = DC_INDEX_D_OUT,
+                                          .d_proj = DC_INDEX_D_PROJ,
+                                          .d_prev_b = DC_INDEX_D_PREV_B,
+                                          .d_w = DC_INDEX_D_W,
+                                          .d_b_a = DC_INDEX_D_B_A,
+                                          .d_b_b = DC_INDEX_D_B_B,
+                                          .d_norm_weight = DC_INDEX_D_NORM_WEIGHT,
+                                          .w_fp8 = DC_INDEX_W_FP8};
 
 static pool_args pool_of(const dsv4_compress_call *c, const own_tensors *t,
                          const quern_dsv4_compress_params *params)
@@ -55,7 +80,6 @@ static pool_args pool_of(const dsv4_compress_call *c, const own_tensors *t,
     p.has_prev = op_view(h, DC_HAS_PREV, false);
     p.proj = rows_view(h, t->proj, lead);
     p.x = rows_view(h, DC_X, lead);
-    p.w = op_view(h, t->w, false);
     p.bias_a = op_view(h, t->b_a, false);
     p.bias_b = op_view(h, t->b_b, false);
     p.prev_b = rows_view(h, t->prev_b, own);
@@ -72,6 +96,25 @@ static pool_args pool_of(const dsv4_compress_call *c, const own_tensors *t,
     p.d_bias_b = op_view(h, t->d_b_b, false);
     p.d_norm_weight = op_view(h, t->d_norm_weight, false);
     return p;
+}
+
+/* The weight of a call from x: in `pool` as floats, or as the projections that it makes. */
+static dsv4_weight make_weight(const op_call *h, const own_tensors *t, pool_args *pool, arena *a)
+{
+    const dsv4_weight_given given = {.w = op_view(h, t->w, false),
+                                     .w_fp8 = op_view(h, t->w_fp8, false),
+                                     .w_fp8_scales = op_view(h, t->w_fp8 + 1, false),
+                                     .w_codes = op_view(h, t->w_fp8 + 2, false),
+                                     .w_scales = op_view(h, t->w_fp8 + 3, false),
+                                     .w_global = op_view(h, t->w_fp8 + 4, false)};
+    if (pool->x.ndim == 0) return (dsv4_weight){.w = given.w};
+    const dsv4_weight weight = dsv4_weight_of(&pool->x, &given, is_backward(h), a);
+    pool->w = weight.w;
+    if (weight.proj.ndim == 0) return weight;
+    const int64_t shape[] = {pool->x.shape[0], pool->x.shape[1], weight.proj.shape[1]};
+    pool->proj = view_on(&weight.proj, weight.proj.data, QUERN_F32, 3, shape);
+    pool->x = (quern_tensor){0};
+    return weight;
 }
 
 /* The tensor's rows in the workspace instead, to be copied later. */
@@ -105,6 +148,7 @@ static void pair(dsv4_compress_call *c, arena *a)
     p.format = c->params.index_format;
     p.hadamard = c->params.index_hadamard;
     c->index = pool_of(c, &index_tensors, &p);
+    c->index_weight = make_weight(&c->head, &index_tensors, &c->index, a);
     c->index_first = p.format != QUERN_DSV4_ROWS && !is_backward(&c->head);
     if (c->index_first && c->params.format != QUERN_DSV4_ROWS) {
         c->late_out = put_off(&c->index.out, a);
@@ -140,6 +184,7 @@ quern_status dsv4_compress_plan(op_call *call)
                          call->backend->name);
     c->pool = pool_of(c, &main_tensors, &c->params);
     c->pool.cu_entries = op_view(call, DC_CU_SEQLENS_CMP, false);
+    c->weight = make_weight(call, &main_tensors, &c->pool, &a);
     const bool both = c->both = op_uses(call, DC_INDEX_B_A);
     if (both) pair(c, &a);
     if (!STAGE_TAKES(*stage, &call->exec, &c->pool, why) ||
@@ -149,24 +194,45 @@ quern_status dsv4_compress_plan(op_call *call)
     if (both) bytes = larger(bytes, stage->workspace(&call->exec, &c->index));
     if (c->late_out.x.ndim > 0)
         bytes = larger(bytes, STAGE_WORKSPACE(call->backend->permute, &call->exec, &c->late_out));
+    const char *missing = dsv4_weight_missing(call->backend, &call->exec, &c->weight, &bytes);
+    if (missing == NULL) missing = dsv4_weight_missing(call->backend, &call->exec, &c->index_weight, &bytes);
+    if (missing != NULL)
+        return error_set(QUERN_ERR_UNSUPPORTED, "the %s backend has no %s for these weights: the cpu has",
+                         call->backend->name, missing);
     c->scratch = arena_take(&a, bytes);
     op_workspace_end(call, &a);
     return QUERN_OK;
 }
 
-static quern_status run_one(const op_call *call, const op_frame *frame, const pool_args *args)
+/* Runs one compressor: what its weight needs, then the pooling. */
+static quern_status run_one(const op_call *call, const op_frame *frame, const dsv4_weight *weight,
+                            const pool_args *args)
 {
     const void *scratch = ((const dsv4_compress_call *)call)->scratch;
+    quern_status status = QUERN_OK;
+#define RUN(stage, step, output)                                                                             \
+    if (status == QUERN_OK && weight->step.output.ndim > 0)                                                  \
+        status = op_##stage(call, frame, &weight->step, scratch);
+    DSV4_WEIGHT_STEPS(RUN)
+#undef RUN
+    if (status != QUERN_OK) return status;
     return is_backward(call) ? op_pool_backward(call, frame, args, scratch)
                              : op_pool_forward(call, frame, args, scratch);
+}
+
+static quern_status run_compressor(const op_call *call, const op_frame *frame, bool index)
+{
+    const dsv4_compress_call *c = (const dsv4_compress_call *)call;
+    return index ? run_one(call, frame, &c->index_weight, &c->index)
+                 : run_one(call, frame, &c->weight, &c->pool);
 }
 
 quern_status dsv4_compress_run(const op_call *call, const op_frame *frame)
 {
     const dsv4_compress_call *c = (const dsv4_compress_call *)call;
-    if (!c->both) return run_one(call, frame, &c->pool);
-    quern_status status = run_one(call, frame, c->index_first ? &c->index : &c->pool);
-    if (status == QUERN_OK) status = run_one(call, frame, c->index_first ? &c->pool : &c->index);
+    if (!c->both) return run_compressor(call, frame, false);
+    quern_status status = run_compressor(call, frame, c->index_first);
+    if (status == QUERN_OK) status = run_compressor(call, frame, !c->index_first);
     if (status == QUERN_OK && c->late_out.x.ndim > 0)
         status = op_permute(call, frame, &c->late_out, c->scratch);
     if (status == QUERN_OK && c->late_pooled.x.ndim > 0)

@@ -58,6 +58,16 @@ static const op_tensor tensors[] = {
     {"index_d_b_a", "dindex_B_a", OP_F32, DC_INDEX_B_A, {DS_R, DS_CI}, {0}},
     {"index_d_b_b", "dindex_B_b", OP_F32, DC_INDEX_B_B, {DS_R, DS_CI}, {0}},
     {"index_d_norm_weight", "dindex_norm_weight", OP_F32, DC_INDEX_NORM_WEIGHT, {DS_CI}, {0}},
+    {"w_fp8", "W_fp8", OP_SCALE, OP_NONE, {DS_COLUMNS, DS_IN}, {0}},
+    {"w_fp8_scales", "W_fp8_scales", OP_ANY, OP_NONE, {DS_COLUMN_BLOCKS, DS_IN_BLOCKS}, {0}},
+    {"w_codes", "W_codes", OP_U8, OP_NONE, {DS_IN_BYTES, DS_COLUMNS}, {0}},
+    {"w_scales", "W_scales", OP_SCALE, OP_NONE, {DS_IN_SCALES, DS_COLUMNS}, {0}},
+    {"w_global", "W_global", OP_F32, OP_NONE, {0}, {0}},
+    {"index_w_fp8", "index_W_fp8", OP_SCALE, OP_NONE, {DS_ICOLUMNS, DS_IN}, {0}},
+    {"index_w_fp8_scales", "index_W_fp8_scales", OP_ANY, OP_NONE, {DS_ICOLUMN_BLOCKS, DS_IN_BLOCKS}, {0}},
+    {"index_w_codes", "index_W_codes", OP_U8, OP_NONE, {DS_IN_BYTES, DS_ICOLUMNS}, {0}},
+    {"index_w_scales", "index_W_scales", OP_SCALE, OP_NONE, {DS_IN_SCALES, DS_ICOLUMNS}, {0}},
+    {"index_w_global", "index_W_global", OP_F32, OP_NONE, {0}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == DSV4_COMPRESS_TENSORS, "a row a tensor");
 _Static_assert(sizeof(quern_dsv4_compress_tensors) == (1 + DSV4_COMPRESS_TENSORS) * sizeof(void *),
@@ -104,6 +114,11 @@ static const char *const symbols[] = {"",
                                       [DS_CI] = "C_I",
                                       [DS_2CI] = "2C_I",
                                       [DS_IROW] = "C_I|bytes",
+                                      [DS_IN_BLOCKS] = "Dm/128",
+                                      [DS_COLUMN_BLOCKS] = "4C|2C/128",
+                                      [DS_ICOLUMN_BLOCKS] = "4C_I/128",
+                                      [DS_IN_BYTES] = "Dm/2",
+                                      [DS_IN_SCALES] = "Dm/16",
                                       NULL};
 static const op_rename csa_renames[] = {{"rope_last", "rope-at", NULL}, {NULL, NULL, NULL}};
 static const op_rename hca_renames[] = {
@@ -139,6 +154,20 @@ static quern_status check_params(op_call *call)
     return dsv4_resolve(&((dsv4_compress_call *)call)->params);
 }
 
+/* Beside x one weight: in floats (w), FP8 or NVFP4, whose tensors follow w_fp8. */
+static void weight_roles(op_call *call, int w, int w_fp8)
+{
+    const quern_tensor *const *t = call->given;
+    uint8_t *r = call->role;
+    const bool fp8 = t[w_fp8] != NULL, codes = t[w_fp8 + 2] != NULL;
+    for (int i = 0; i < 5; i++) r[w_fp8 + i] = OP_REFUSED;
+    r[w] = t[DC_X] == NULL ? OP_REFUSED : fp8 || codes ? OP_OPTIONAL : OP_NEEDED;
+    if (t[DC_X] == NULL) return;
+    r[w_fp8] = r[w_fp8 + 2] = OP_OPTIONAL;
+    if (fp8) r[w_fp8 + 1] = OP_NEEDED;
+    if (codes) r[w_fp8 + 3] = r[w_fp8 + 4] = OP_NEEDED;
+}
+
 /* The indexer's compressor, which is there with index_b_a. */
 static void index_roles(op_call *call, bool csa, bool backward)
 {
@@ -146,10 +175,11 @@ static void index_roles(op_call *call, bool csa, bool backward)
     const bool both = csa && t[DC_INDEX_B_A] != NULL;
     uint8_t *r = call->role;
     for (int i = DC_INDEX_PROJ; i <= DC_INDEX_D_OUT; i++) r[i] = OP_REFUSED;
+    for (int i = DC_INDEX_W_FP8; i <= DC_INDEX_W_GLOBAL; i++) r[i] = OP_REFUSED;
     if (csa) r[DC_INDEX_B_A] = OP_OPTIONAL;
     if (!both) return;
     r[DC_INDEX_PROJ] = t[DC_X] != NULL ? OP_REFUSED : OP_NEEDED;
-    r[DC_INDEX_W] = t[DC_X] != NULL ? OP_NEEDED : OP_REFUSED;
+    weight_roles(call, DC_INDEX_W, DC_INDEX_W_FP8);
     r[DC_INDEX_B_B] = OP_NEEDED;
     r[DC_INDEX_PREV_B] = t[DC_PREV_B] != NULL ? OP_NEEDED : OP_REFUSED;
     r[DC_INDEX_NORM_WEIGHT] = OP_OPTIONAL;
@@ -166,7 +196,6 @@ static void roles(op_call *call)
     uint8_t *r = call->role;
     r[DC_PROJ] = t[DC_X] != NULL ? OP_REFUSED : OP_NEEDED;
     r[DC_X] = OP_OPTIONAL;
-    r[DC_W] = t[DC_X] != NULL ? OP_NEEDED : OP_REFUSED;
     r[DC_B_A] = OP_NEEDED;
     r[DC_B_B] = csa ? OP_NEEDED : OP_REFUSED;
     r[DC_PREV_B] = csa ? OP_OPTIONAL : OP_REFUSED;
@@ -177,8 +206,9 @@ static void roles(op_call *call)
     r[DC_POOLED] = backward ? OP_UNUSED : OP_OPTIONAL_RESULT;
     r[DC_OUT] = backward ? OP_UNUSED : OP_RESULT;
     r[DC_D_OUT] = backward ? OP_NEEDED : OP_UNUSED;
+    weight_roles(call, DC_W, DC_W_FP8);
     index_roles(call, csa, backward);
-    for (int i = DC_D_PROJ; i < DSV4_COMPRESS_TENSORS; i++)
+    for (int i = DC_D_PROJ; i <= DC_INDEX_D_NORM_WEIGHT; i++)
         if (i <= DC_D_NORM_WEIGHT || i >= DC_INDEX_D_PROJ)
             r[i] = !backward                                         ? OP_UNUSED
                    : t[tensors[i].gradient_of] == NULL               ? OP_SOURCE_MISSING
@@ -186,19 +216,32 @@ static void roles(op_call *call)
                                                                      : OP_OPTIONAL_RESULT;
 }
 
+/* Whether it is the main compressor's weight. */
+static bool is_weight(int32_t tensor)
+{
+    return tensor == DC_W || (tensor >= DC_W_FP8 && tensor <= DC_W_GLOBAL);
+}
+
+static const char *weight_refused(const op_call *call, int32_t tensor)
+{
+    if (call->given[DC_X] == NULL) return "it stands beside x";
+    return tensor == DC_W_FP8_SCALES || tensor == DC_INDEX_W_FP8_SCALES ? "it stands beside w_fp8"
+                                                                        : "it stands beside w_codes";
+}
+
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const char *why = "it stands beside cu_seqlens; a parameter holds for all sequences";
     if (tensor == DC_PROJ) why = "proj alone, or x and w are accepted";
-    else if (tensor == DC_W) why = "it stands beside x";
+    else if (is_weight(tensor)) why = weight_refused(call, tensor);
     else if (tensor == DC_B_B || tensor == DC_PREV_B) why = "HCA has no series b";
     else if (tensor == DC_HAS_PREV) why = "it stands beside prev_b and cu_seqlens";
     else if (tensor == DC_CU_SEQLENS_CMP) why = "it stands beside cu_seqlens";
     else if (tensor >= DC_INDEX_PROJ && params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
     else if (tensor >= DC_INDEX_PROJ && call->given[DC_INDEX_B_A] == NULL) why = "it stands beside index_b_a";
     else if (tensor == DC_INDEX_PROJ) why = "it stands beside proj";
-    else if (tensor == DC_INDEX_W) why = "it stands beside x";
     else if (tensor == DC_INDEX_PREV_B) why = "it stands beside prev_b";
+    else if (tensor == DC_INDEX_W || tensor >= DC_INDEX_W_FP8) why = weight_refused(call, tensor);
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
 }
 
@@ -252,6 +295,32 @@ static quern_status check_dtypes(const op_call *call, quern_dsv4_format format, 
     return QUERN_OK;
 }
 
+/* Blocks of 128 that an extent has. */
+static int64_t blocks_of(int64_t extent)
+{
+    return extent / WIDEN_BLOCK + (extent % WIDEN_BLOCK != 0);
+}
+
+/* That there is one weight, with scales of FP8 or whole blocks of NVFP4. */
+static quern_status check_weight(const op_call *call, int w, int w_fp8)
+{
+    const quern_tensor *const *t = call->given;
+    const int codes = w_fp8 + 2, also = op_uses(call, w_fp8) ? w_fp8 : codes;
+    const quern_tensor *scales = op_uses(call, w_fp8 + 1) ? t[w_fp8 + 1] : NULL;
+    if (op_uses(call, w) + op_uses(call, w_fp8) + op_uses(call, codes) > 1)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given beside %s: one weight is accepted",
+                         tensors[also].field, tensors[op_uses(call, w) ? w : codes].field);
+    if (scales != NULL && scales->dtype != QUERN_F32 && scales->dtype != QUERN_E8M0 &&
+        scales->dtype != QUERN_U8)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: f32, e8m0 and u8 are accepted",
+                         tensors[w_fp8 + 1].field, quern_dtype_name(scales->dtype));
+    if (op_uses(call, codes) && call->symbol[DS_IN] % QUANTISE_BLOCK != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x has %lld channels and %s is given: multiples of %d are accepted",
+                         (long long)call->symbol[DS_IN], tensors[codes].field, QUANTISE_BLOCK);
+    return QUERN_OK;
+}
+
 /* The extents of the indexer's compressor; 0 where the call has none. */
 static quern_status derive_index(op_call *call)
 {
@@ -264,6 +333,7 @@ static quern_status derive_index(op_call *call)
     s[DS_CI] = call->given[DC_INDEX_B_A]->shape[1];
     s[DS_2CI] = 2 * s[DS_CI];
     s[DS_ICOLUMNS] = 4 * s[DS_CI];
+    s[DS_ICOLUMN_BLOCKS] = blocks_of(s[DS_ICOLUMNS]);
     call->stored_2 = own.format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
     s[DS_IROW] = own.format == QUERN_DSV4_ROWS ? s[DS_CI] : dsv4_row_bytes(own.format, s[DS_CI]);
     if ((status = dsv4_check_width(&own, s[DS_CI], s[DS_ROPE])) != QUERN_OK) return status;
@@ -296,10 +366,14 @@ static quern_status derive(op_call *call)
     call->stored = p->format == QUERN_DSV4_ROWS ? main->dtype : QUERN_U8;
     s[DS_T] = main->shape[ndim - 2];
     s[DS_IN] = main->shape[ndim - 1];
+    s[DS_IN_BLOCKS] = blocks_of(s[DS_IN]);
+    s[DS_IN_BYTES] = s[DS_IN] / 2;
+    s[DS_IN_SCALES] = s[DS_IN] / QUANTISE_BLOCK;
     s[DS_R] = p->ratio;
     s[DS_C] = t[DC_B_A]->shape[1];
     s[DS_2C] = 2 * s[DS_C];
     s[DS_COLUMNS] = (p->kind == QUERN_DSV4_CSA ? 4 : 2) * s[DS_C];
+    s[DS_COLUMN_BLOCKS] = blocks_of(s[DS_COLUMNS]);
     s[DS_P] = t[DC_COS_SIN] != NULL ? t[DC_COS_SIN]->shape[0] : 0;
     s[DS_ROPE] = t[DC_COS_SIN] != NULL ? t[DC_COS_SIN]->shape[1] : 0;
     s[DS_ROW] = p->format == QUERN_DSV4_ROWS ? s[DS_C] : dsv4_row_bytes(p->format, s[DS_C]);
@@ -309,8 +383,11 @@ static quern_status derive(op_call *call)
     if ((status = dsv4_check_width(p, s[DS_C], s[DS_ROPE])) != QUERN_OK ||
         (status = derive_entries(call)) != QUERN_OK)
         return status;
-    status = check_dtypes(call, p->format, DC_OUT, DC_D_OUT, DC_PREV_B, DC_D_PREV_B);
-    return status == QUERN_OK ? derive_index(call) : status;
+    if ((status = check_dtypes(call, p->format, DC_OUT, DC_D_OUT, DC_PREV_B, DC_D_PREV_B)) != QUERN_OK ||
+        (status = check_weight(call, DC_W, DC_W_FP8)) != QUERN_OK ||
+        (status = check_weight(call, DC_INDEX_W, DC_INDEX_W_FP8)) != QUERN_OK)
+        return status;
+    return derive_index(call);
 }
 
 /* Entry b of an i32 tensor, if the tensor is present. */
@@ -356,6 +433,12 @@ static quern_status check_data(const op_call *call, void *const *data)
             view_check_offsets(data[DC_CU_SEQLENS], call->symbol[DS_B], "cu_seqlens", call->symbol[DS_T]);
     for (int64_t b = 0; b < call->symbol[DS_B] && status == QUERN_OK; b++)
         status = check_sequence(call, data, b);
+    static const int8_t globals[] = {DC_W_GLOBAL, DC_INDEX_W_GLOBAL};
+    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
+        const dsv4_compress_call *c = (const dsv4_compress_call *)call;
+        const quern_tensor *view = &(i == 0 ? &c->weight : &c->index_weight)->global;
+        if (view->ndim > 0) status = view_check_globals(data[globals[i]], view, tensors[globals[i]].field);
+    }
     return status;
 }
 

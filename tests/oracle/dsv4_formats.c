@@ -128,3 +128,16 @@ void oracle_dsv4_widen_row584(const unsigned char bytes[584], double *row)
         row[448 + i] = (double)x;
     }
 }
+
+void oracle_dsv4_widen_weight(const unsigned char *codes, const unsigned char *powers, const float *scales,
+                              int64_t n, int64_t k, double *w)
+{
+    const int64_t across = (k + 127) / 128;
+    for (int64_t row = 0; row < n; row++) {
+        for (int64_t column = 0; column < k; column++) {
+            const int64_t block = row / 128 * across + column / 128;
+            const double scale = scales != NULL ? (double)scales[block] : ldexp(1, powers[block] - 127);
+            w[column * n + row] = e4m3_value(codes[row * k + column]) * scale;
+        }
+    }
+}

@@ -221,6 +221,10 @@ void dsv4_case_reference(dsv4_case *c, const double *pooled)
     if (c->in > 0) {
         in[DSV4_PROJ] = test_doubles(rows * columns);
         d_proj = test_doubles(rows * columns);
+        if (c->w_values != NULL) {
+            in[DSV4_W] = test_doubles(c->in * columns);
+            memcpy(in[DSV4_W], c->w_values, (size_t)(c->in * columns) * sizeof *c->w_values);
+        }
         oracle_dsv4_multiply(in[DSV4_X], in[DSV4_W], rows, c->in, columns, in[DSV4_PROJ]);
     }
     for (int64_t b = 0; b < c->batch; b++) {
@@ -259,10 +263,12 @@ void dsv4_case_reference(dsv4_case *c, const double *pooled)
         for (int64_t t = 0; t < rows; t++) {
             for (int64_t i = 0; i < c->in; i++) {
                 for (int64_t j = 0; j < columns; j++) {
-                    c->reference[DSV4_D_X][t * c->in + i] +=
-                        d_proj[t * columns + j] * in[DSV4_W][i * columns + j];
-                    c->reference[DSV4_D_W][i * columns + j] +=
-                        in[DSV4_X][t * c->in + i] * d_proj[t * columns + j];
+                    if (c->reference[DSV4_D_X] != NULL)
+                        c->reference[DSV4_D_X][t * c->in + i] +=
+                            d_proj[t * columns + j] * in[DSV4_W][i * columns + j];
+                    if (c->reference[DSV4_D_W] != NULL)
+                        c->reference[DSV4_D_W][i * columns + j] +=
+                            in[DSV4_X][t * c->in + i] * d_proj[t * columns + j];
                 }
             }
         }

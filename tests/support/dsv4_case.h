@@ -52,6 +52,7 @@ typedef struct dsv4_case {
     bool round_bf16;
     int64_t batch, tokens, max_pos, in, limit; /* in: Dm, 0 without X; limit: n_blocks */
     test_tensor t[DSV4_TENSORS];
+    const double *w_values; /* what a weight in another format means; NULL: there is W */
     double *reference[DSV4_TENSORS]; /* of outputs, by dsv4_case_reference() */
 } dsv4_case;
 

@@ -40,6 +40,33 @@ static void write_pairs(float data[8][TOKENS * 4 * WIDTH], const quern_safetenso
     assert_int_equal(quern_safetensors_save(path_of("both_x"), both_x, x_count + 3, NULL, 0), QUERN_OK);
 }
 
+/* DIR/fp8 and DIR/nvfp4: csa_x of 32 channels with the weight in bytes. */
+static void write_bytes(float data[8][TOKENS * 4 * WIDTH], const quern_tensor *b_a, const quern_tensor *b_b)
+{
+    enum { IN_BYTES = 32 };
+    static unsigned char codes[4 * WIDTH * IN_BYTES], scales[2 * 4 * WIDTH];
+    static float global = 0.01f;
+    test_random random = {18};
+    for (size_t i = 0; i < sizeof codes; i++) codes[i] = (unsigned char)test_random_int(&random, 0, 0x50);
+    for (size_t i = 0; i < sizeof scales; i++)
+        scales[i] = (unsigned char)test_random_int(&random, 0x18, 0x38);
+    static unsigned char powers[2] = {119, 121};
+    const int64_t x[] = {TOKENS, IN_BYTES}, fp8[] = {4 * WIDTH, IN_BYTES}, blocks[] = {2, 1},
+                  fp4[] = {IN_BYTES / 2, 4 * WIDTH}, fp4_scales[] = {2, 4 * WIDTH};
+    const quern_tensor t[] = {quern_tensor_contiguous(data[6], QUERN_F32, 2, x),
+                              quern_tensor_contiguous(codes, QUERN_E4M3, 2, fp8),
+                              quern_tensor_contiguous(powers, QUERN_E8M0, 2, blocks),
+                              quern_tensor_contiguous(codes, QUERN_U8, 2, fp4),
+                              quern_tensor_contiguous(scales, QUERN_U8, 2, fp4_scales),
+                              quern_tensor_contiguous(&global, QUERN_F32, 0, NULL)};
+    const quern_safetensors_item eight[] = {
+        {"X", &t[0]}, {"W_fp8", &t[1]}, {"W_fp8_scales", &t[2]}, {"B_a", b_a}, {"B_b", b_b}};
+    const quern_safetensors_item four[] = {{"X", &t[0]},        {"W_codes", &t[3]}, {"W_scales", &t[4]},
+                                           {"W_global", &t[5]}, {"B_a", b_a},       {"B_b", b_b}};
+    assert_int_equal(quern_safetensors_save(path_of("fp8"), eight, 5, NULL, 0), QUERN_OK);
+    assert_int_equal(quern_safetensors_save(path_of("nvfp4"), four, 6, NULL, 0), QUERN_OK);
+}
+
 /* Files DIR/csa (from projections), DIR/csa_x (from hidden states) and DIR/hca of random tensors. */
 static void write_inputs(void)
 {
@@ -73,6 +100,7 @@ static void write_inputs(void)
     assert_int_equal(quern_safetensors_save(path_of("csa_x"), from_x, 5, NULL, 0), QUERN_OK);
     assert_int_equal(quern_safetensors_save(path_of("hca"), hca, 3, NULL, 0), QUERN_OK);
     write_pairs(data, csa, 7, from_x, 5);
+    write_bytes(data, &t[1], &t[2]);
 }
 
 static quern_tensor get(const quern_safetensors *file, const char *name)
@@ -132,6 +160,8 @@ static void pieces_give_the_bytes_of_one_shot(void **state)
     in_pieces("csa-compress", "csa_x", "--hadamard true --format fp4 --round-bf16 true");
     in_pieces("csa-compress", "csa_x", "--format bf16");
     in_pieces("hca-compress", "hca", "--eps 1e-5");
+    in_pieces("csa-compress", "fp8", "--format fp8");
+    in_pieces("csa-compress", "nvfp4", "--ratio 4");
     in_pieces("csa-compress", "both", "--ratio 4 --index-format fp4 --index-hadamard true");
     in_pieces("csa-compress", "both_x", "--format bf16 --index-format fp8");
 }

@@ -20,16 +20,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROUNDS = 9, ROPE = 64, LENGTHS_MAX = 16, MEMORY = 26 };
+enum { ROUNDS = 9, ROPE = 64, LENGTHS_MAX = 16, MEMORY = 29 };
 
 typedef struct compressor_bench {
     const char *n, *threads, *json;
     int64_t width, hidden, index_width, ring, rounds;
-    int dtype;
+    int dtype, weights;
     bool backward;
 } compressor_bench;
 
-static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL};
+static const char *const dtype_choices[] = {"f32", "f16", "bf16", NULL}, *const weight_choices[] = {
+                                                                             "floats", "fp8", "nvfp4", NULL};
+enum { WEIGHTS_FLOATS, WEIGHTS_FP8, WEIGHTS_NVFP4 };
 #define AT(member) offsetof(compressor_bench, member)
 static const option_row rows[] = {
     {"n", OPTION_TEXT, AT(n), NULL, "tokens, such as 16k,64k"},
@@ -37,6 +39,8 @@ static const option_row rows[] = {
     {"hidden", OPTION_INT, AT(hidden), NULL, "Dm: from hidden states; 0: from projections"},
     {"index-width", OPTION_INT, AT(index_width), NULL,
      "csa-compress: C_I of the indexer's compressor in the same call; 0: the main one alone"},
+    {"weights", OPTION_CHOICE, AT(weights), weight_choices,
+     "with --hidden: of the projection, in the dtype below or in bytes"},
     {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of the projections, or hidden states and weights"},
     {"backward", OPTION_FLAG, AT(backward), NULL, "the backward pass as well"},
     {"ring", OPTION_INT, AT(ring), NULL, "csa-append: rows that the state can take back"},
@@ -52,7 +56,8 @@ typedef struct subject_data {
     quern_dsv4_compress_params params;
     quern_dsv4_compress_tensors t;
     quern_tensor proj, b_a, b_b, norm, table, out, d_out, d_proj, d_b_a, d_b_b, d_norm, w, d_w;
-    struct { /* the indexer's */
+    quern_tensor codes, scales, global; /* of w in bytes */
+    struct {                            /* the indexer's */
         quern_tensor proj, w, b_a, b_b, norm, out, d_out, d_proj, d_w, d_b_a, d_b_b, d_norm;
     } index;
     void *memory[MEMORY], *workspace[2];
@@ -70,6 +75,38 @@ static bool make(subject_data *d, int i, quern_tensor *t, quern_dtype dtype, int
     *t = quern_tensor_contiguous(d->memory[i], dtype, ndim, shape);
     if (d->memory[i] != NULL && random) fill_normal(t, (uint64_t)i + 1);
     return d->memory[i] != NULL;
+}
+
+/* The weight in bytes: random codes, scales of 2^-9 (FP8) or 2^-3 and a global of 1/64 (NVFP4). */
+static bool open_bytes(subject_data *d, const compressor_bench *o)
+{
+    enum { FIRST = 26, BLOCK = 128, POWER = 127 - 9, SCALE = 0x20 };
+    const bool fp8 = o->weights == WEIGHTS_FP8;
+    const int64_t in = o->hidden, n = d->columns, fp8_codes[] = {n, in}, codes[] = {in / 2, n},
+                  fp8_scales[] = {(n + BLOCK - 1) / BLOCK, (in + BLOCK - 1) / BLOCK}, scales[] = {in / 16, n};
+    if (!make(d, FIRST, &d->codes, QUERN_U8, 2, fp8 ? fp8_codes : codes, false) ||
+        !make(d, FIRST + 1, &d->scales, QUERN_U8, 2, fp8 ? fp8_scales : scales, false) ||
+        !make(d, FIRST + 2, &d->global, QUERN_F32, 0, NULL, false))
+        return false;
+    uint8_t *bytes = d->codes.data;
+    uint32_t random = 1;
+    for (int64_t i = 0; i < d->codes.shape[0] * d->codes.shape[1]; i++) {
+        random = random * 1664525u + 1013904223u;
+        bytes[i] = (uint8_t)(random >> 24 & (fp8 ? 0xcf : 0xff)); /* no NaN */
+    }
+    memset(d->scales.data, fp8 ? POWER : SCALE, (size_t)(d->scales.shape[0] * d->scales.shape[1]));
+    *(float *)d->global.data = 1.0f / 64.0f;
+    d->t.w = NULL;
+    d->t.d_w = NULL;
+    if (fp8) {
+        d->t.w_fp8 = &d->codes;
+        d->t.w_fp8_scales = &d->scales;
+    } else {
+        d->t.w_codes = &d->codes;
+        d->t.w_scales = &d->scales;
+        d->t.w_global = &d->global;
+    }
+    return true;
 }
 
 /* The indexer's compressor beside the main one. */
@@ -159,6 +196,8 @@ static int open_data(subject_data *d, const compressor_bench *o, bool csa, int64
         d->t.d_b_b = csa ? &d->d_b_b : NULL;
         d->t.d_norm_weight = &d->d_norm;
     }
+    if (o->weights != WEIGHTS_FLOATS && !open_bytes(d, o))
+        return fail(EXIT_MACHINE, "no memory for weights of %" PRId64 " rows", o->hidden);
     if (o->index_width > 0 && !open_index(d, o))
         return fail(EXIT_MACHINE, "no memory for the indexer's %" PRId64 " tokens", n);
     quern_status status = quern_dsv4_compress_workspace(ctx, &d->params, &d->t, &d->bytes[0]);
@@ -362,13 +401,14 @@ static int bench(const compressor_bench *o, const char *subject)
               thread_count = parse_integers(o->threads, 0, 1024, threads, 4);
     if (length_count < 0 || thread_count < 0 || o->width < 1 || o->hidden < 0 || (append && o->hidden > 0) ||
         o->rounds < 1 || o->rounds > BENCH_REPS_MAX || o->index_width < 0 ||
-        (o->index_width > 0 && (append || !csa)))
-        return fail(EXIT_USAGE,
-                    "--n '%s' --threads '%s' --width %" PRId64 " --hidden %" PRId64 " --index-width %" PRId64
-                    " --rounds %" PRId64 ": lists such as 16k,64k and 1,2, 1 or more channels, hidden states "
-                                         "(csa-append: 0), an indexer's "
-                    "channels (csa-compress alone) and 1 to %d rounds are accepted",
-                    o->n, o->threads, o->width, o->hidden, o->index_width, o->rounds, BENCH_REPS_MAX);
+        (o->index_width > 0 && (append || !csa)) || (o->weights != WEIGHTS_FLOATS && o->hidden == 0))
+        return fail(
+            EXIT_USAGE,
+            "--n '%s' --threads '%s' --width %" PRId64 " --hidden %" PRId64 " --index-width %" PRId64
+            " --rounds %" PRId64 ": lists such as 16k,64k and 1,2, 1 or more channels, hidden states "
+            "(csa-append: 0), an indexer's "
+            "channels (csa-compress alone), --weights with hidden states, and 1 to %d rounds are accepted",
+            o->n, o->threads, o->width, o->hidden, o->index_width, o->rounds, BENCH_REPS_MAX);
     json_t *list = json_array();
     quern_context *ctx = NULL;
     int code = output_check(o->json);

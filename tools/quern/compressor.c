@@ -91,6 +91,11 @@ static stream_part part_of(const job *j, int which)
     part.t.proj = index ? all.index_proj : all.proj;
     part.t.x = all.x;
     part.t.w = index ? all.index_w : all.w;
+    part.t.w_fp8 = index ? all.index_w_fp8 : all.w_fp8;
+    part.t.w_fp8_scales = index ? all.index_w_fp8_scales : all.w_fp8_scales;
+    part.t.w_codes = index ? all.index_w_codes : all.w_codes;
+    part.t.w_scales = index ? all.index_w_scales : all.w_scales;
+    part.t.w_global = index ? all.index_w_global : all.w_global;
     part.t.b_a = index ? all.index_b_a : all.b_a;
     part.t.b_b = index ? all.index_b_b : all.b_b;
     part.t.prev_b = index ? all.index_prev_b : all.prev_b;

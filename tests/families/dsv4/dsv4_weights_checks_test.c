@@ -1,0 +1,176 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* dsv4_weights_checks_test.c - quantised projection weights that the compressors refuse, in one shot and in
+ * appends, which leave outputs and states as they were. */
+#include "cmocka_c11.h"
+#include "dsv4_weights.h"
+
+#include <string.h>
+
+enum { IN = 272, WIDTH = 40, R = 4 };
+
+typedef struct fixture {
+    quern_context *ctx;
+    quern_dsv4_compress_params p;
+    quern_dsv4_compress_tensors t;
+    weight fp8, fp4;
+    test_tensor x, w, b_a, b_b, out, d_out, d_x, d_w;
+} fixture;
+
+static fixture open_fixture(void)
+{
+    test_random random = {3};
+    fixture f = {.ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1),
+                 .p = QUERN_DSV4_COMPRESS_PARAMS_INIT,
+                 .t = QUERN_DSV4_COMPRESS_TENSORS_INIT,
+                 .fp8 = dsv4_weight_random(&random, FP8_POWERS, IN, 4 * WIDTH),
+                 .fp4 = dsv4_weight_random(&random, NVFP4, IN, 4 * WIDTH),
+                 .x = dsv4_weight_rows(&random, QUERN_F32, 9, IN),
+                 .w = dsv4_weight_rows(&random, QUERN_F32, IN, 4 * WIDTH),
+                 .b_a = dsv4_weight_rows(&random, QUERN_F32, R, WIDTH),
+                 .b_b = dsv4_weight_rows(&random, QUERN_F32, R, WIDTH),
+                 .out = dsv4_weight_rows(&random, QUERN_F32, 2, WIDTH),
+                 .d_out = dsv4_weight_rows(&random, QUERN_F32, 2, WIDTH),
+                 .d_x = dsv4_weight_rows(&random, QUERN_F32, 9, IN),
+                 .d_w = dsv4_weight_rows(&random, QUERN_F32, IN, 4 * WIDTH)};
+    test_tensor_reset(&f.out);
+    return f;
+}
+
+static void close_fixture(fixture *f)
+{
+    test_tensor *all[] = {&f->x, &f->w, &f->b_a, &f->b_b, &f->out, &f->d_out, &f->d_x, &f->d_w};
+    for (int i = 0; i < 8; i++) test_tensor_free(all[i]);
+    dsv4_weight_free(&f->fp8), dsv4_weight_free(&f->fp4);
+    quern_context_destroy(f->ctx);
+}
+
+static void right_call(fixture *f, const weight *w)
+{
+    f->t = (quern_dsv4_compress_tensors)QUERN_DSV4_COMPRESS_TENSORS_INIT;
+    dsv4_weight_give(w, &f->t);
+    f->t.x = &f->x.view;
+    f->t.b_a = &f->b_a.view;
+    f->t.b_b = &f->b_b.view;
+    f->t.out = &f->out.view;
+}
+
+static void expect_refusal(fixture *f, const char *sentence)
+{
+    static unsigned char workspace[1 << 23];
+    assert_int_equal(quern_dsv4_compress(f->ctx, NULL, &f->p, &f->t, workspace, sizeof workspace),
+                     QUERN_ERR_INVALID_ARGUMENT);
+    if (strstr(quern_last_error(f->ctx), sentence) == NULL)
+        fail_msg("'%s' lacks '%s'", quern_last_error(f->ctx), sentence);
+    test_tensor_check_unchanged(&f->out, "out");
+}
+
+static void refusals(void **state)
+{
+    (void)state;
+    fixture f = open_fixture();
+    right_call(&f, &f.fp8);
+    f.t.w = &f.w.view;
+    expect_refusal(&f, "w_fp8 is given beside w: one weight is accepted");
+    right_call(&f, &f.fp8);
+    f.t.w_codes = &f.fp4.codes.view;
+    f.t.w_scales = &f.fp4.scales.view;
+    f.t.w_global = &f.fp4.global.view;
+    expect_refusal(&f, "w_fp8 is given beside w_codes: one weight is accepted");
+    right_call(&f, &f.fp8);
+    f.t.w_fp8_scales = NULL;
+    expect_refusal(&f, "w_fp8_scales is NULL");
+    right_call(&f, &f.fp8);
+    f.t.w_global = &f.fp4.global.view;
+    expect_refusal(&f, "w_global is given: it stands beside w_codes");
+    right_call(&f, &f.fp8);
+    f.t.x = NULL;
+    f.t.proj = &f.w.view;
+    expect_refusal(&f, "w_fp8 is given: it stands beside x");
+    right_call(&f, &f.fp4);
+    f.t.w_global = NULL;
+    expect_refusal(&f, "w_global is NULL");
+    right_call(&f, &f.fp8);
+    f.fp8.codes.view.shape[1]--;
+    expect_refusal(&f, "w_fp8.shape[1] is 271: 272 is accepted");
+    f.fp8.codes.view.shape[1]++;
+    f.fp8.scales.view.shape[1]--;
+    expect_refusal(&f, "w_fp8_scales.shape[1] is 2: 3 is accepted");
+    f.fp8.scales.view.shape[1]++;
+    right_call(&f, &f.fp4);
+    f.x.view.shape[1] = 264;
+    expect_refusal(&f, "x has 264 channels and w_codes is given: multiples of 16 are accepted");
+    f.x.view.shape[1] = IN;
+    float *global = f.fp4.global.view.data, good = *global;
+    *global = -1;
+    expect_refusal(&f, "w_global[0] is -1: a global above 0 and finite is accepted");
+    *global = good;
+    unsigned char *scale = dsv4_weight_bytes(&f.fp4.scales, 3) + 5, byte = *scale;
+    *scale = 0x7f;
+    expect_refusal(&f, "scale");
+    *scale = byte;
+    size_t bytes;
+    f.t.d_out = &f.d_out.view;
+    f.t.d_x = &f.d_x.view;
+    f.t.d_w = &f.d_w.view;
+    assert_int_equal(quern_dsv4_compress_backward_workspace(f.ctx, &f.p, &f.t, &bytes),
+                     QUERN_ERR_INVALID_ARGUMENT);
+    assert_non_null(strstr(quern_last_error(f.ctx), "d_w is given and w is NULL"));
+    close_fixture(&f);
+}
+
+/* The same of an append; the state stays as it was. */
+static void refused_appends(void **state)
+{
+    (void)state;
+    fixture f = open_fixture();
+    quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
+    quern_dsv4_state *s = NULL;
+    size_t bytes;
+    assert_int_equal(quern_dsv4_state_size(&f.p, WIDTH, 3, &bytes), QUERN_OK);
+    test_workspace memory = test_workspace_make(bytes);
+    assert_int_equal(quern_dsv4_state_create(&f.p, WIDTH, 3, memory.data, bytes, &s), QUERN_OK);
+    const int64_t count = 9;
+    static unsigned char workspace[1 << 23];
+    t.x = &f.x.view;
+    t.b_a = &f.b_a.view;
+    t.b_b = &f.b_b.view;
+    t.out = &f.out.view;
+    t.w_fp8 = &f.fp8.codes.view;
+    for (int i = 0; i < 4; i++) {
+        static const char *const sentences[] = {"with scales of its own", "with scales of its own",
+                                                "w_global[0] is 0", "scale"};
+        float *global = f.fp4.global.view.data, good = *global;
+        unsigned char *scale = dsv4_weight_bytes(&f.fp4.scales, 16) + 159, byte = *scale;
+        if (i == 1) {
+            t.w_fp8_scales = &f.fp8.scales.view;
+            t.w = &f.w.view;
+        }
+        if (i == 2) {
+            t.w = t.w_fp8 = t.w_fp8_scales = NULL;
+            t.w_codes = &f.fp4.codes.view;
+            t.w_scales = &f.fp4.scales.view;
+            t.w_global = &f.fp4.global.view;
+            *global = 0;
+        }
+        if (i == 3) *scale = 0xff;
+        assert_int_equal(quern_dsv4_append(f.ctx, NULL, &f.p, &s, &count, 1, &t, workspace, sizeof workspace),
+                         QUERN_ERR_INVALID_ARGUMENT);
+        if (strstr(quern_last_error(f.ctx), sentences[i]) == NULL)
+            fail_msg("'%s' lacks '%s'", quern_last_error(f.ctx), sentences[i]);
+        int64_t position, held;
+        assert_int_equal(quern_dsv4_state_position(s, &position, &held), QUERN_OK);
+        assert_int_equal(position, 0), assert_int_equal(held, 0);
+        test_tensor_check_unchanged(&f.out, "out");
+        *global = good;
+        *scale = byte;
+    }
+    test_workspace_close(&memory);
+    close_fixture(&f);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(refusals), cmocka_unit_test(refused_appends)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
