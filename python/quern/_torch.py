@@ -94,7 +94,9 @@ class Operator:
         self.gradients = {t.gradient_of: f for f, t in fields.items() if t.gradient_of and t.results[1]}
         self.triggers = {t.gradient_of: f for f, t in fields.items() if t.gradient_of and t.trigger}
         self.results = tuple(f for f, t in fields.items() if t.results[0])
-        self.cast = tuple(f for f in self.inputs if fields[f].dtype in _CAST) or self.inputs[:1]
+        # What is of any floats goes by its first input; what only moves bytes is not cast.
+        activations = tuple(f for f in self.inputs if fields[f].dtype in _CAST)
+        self.cast = self.inputs[:1] if fields[self.inputs[0]].dtype == "float" else activations
         self._define()
         self.call = getattr(torch.ops.quern, self.word).default
         self.write = getattr(torch.ops.quern, f"{self.word}_out").default

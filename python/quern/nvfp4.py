@@ -94,14 +94,17 @@ def dequantize(
 
     columns: D of an activation where it is not that of whole blocks.
     """
-    params = ops.params("nvfp4-dequantize", profile=profile, global_per=global_per, weight=_layout(weight))
+    settings = {"profile": profile, "global_per": global_per, "weight": _layout(weight)}
     tensors = {
         "codes": as_bytes(codes),
         "scales": as_bytes(scales),
         "global": global_scale,
         "offsets": offsets,
     }
-    asked = {"columns": columns or 0}
+    if columns is None:
+        written = None if out is None else {"x": out}
+        return run("nvfp4-dequantize", tuple(settings.items()), tensors, ("x",), out=written)[0]
+    params, asked = ops.params("nvfp4-dequantize", **settings), {"columns": columns}
     return ops.call("nvfp4-dequantize", params, {**tensors, "x": out}, ("x",), asked=asked)[0]
 
 
@@ -168,13 +171,18 @@ def swizzle(scales: Any, *, tokens_per_expert: Any = None, weight: bool = False)
     rows one after the other, each padded to whole tiles → ([bytes], pad_row_offsets int32 [E+1]); waits for
     the device.
     """
-    experts = tokens_per_expert is not None
-    tensors = {"linear": as_bytes(scales), "tokens_per_expert": tokens_per_expert}
-    params = ops.params("nvfp4-swizzle", weight=_layout(weight), experts=experts)
-    swizzled, *starts = ops.call(
-        "nvfp4-swizzle", params, tensors, ("swizzled", "pad_row_offsets") if experts else ("swizzled",)
+    settings = {"weight": _layout(weight), "experts": tokens_per_expert is not None}
+    if tokens_per_expert is None:
+        tensors = {"linear": as_bytes(scales)}
+        (swizzled,) = run("nvfp4-swizzle", tuple(settings.items()), tensors, ("swizzled",))
+        return _named(swizzled, "float8_e4m3fn")
+    swizzled, starts = ops.call(
+        "nvfp4-swizzle",
+        ops.params("nvfp4-swizzle", **settings),
+        {"linear": as_bytes(scales), "tokens_per_expert": tokens_per_expert},
+        ("swizzled", "pad_row_offsets"),
     )
-    return (_named(swizzled, "float8_e4m3fn"), *starts) if experts else _named(swizzled, "float8_e4m3fn")
+    return _named(swizzled, "float8_e4m3fn"), starts
 
 
 def interleave(x: Any, *, granularity: int = 8, inverse: bool = False) -> Any:
@@ -182,8 +190,8 @@ def interleave(x: Any, *, granularity: int = 8, inverse: bool = False) -> Any:
     alternate; inverse: back. Where granularity does not divide I both are padded with zeros to it first.
     Weights, codes, scales and biases alike."""
     bytewise = _arrays.is_torch(x) and x.element_size() == 1
-    params = ops.params("nvfp4-interleave", granularity=granularity, inverse=inverse)
-    (out,) = ops.call("nvfp4-interleave", params, {"x": as_bytes(x) if bytewise else x}, ("out",))
+    settings = (("granularity", granularity), ("inverse", inverse))
+    (out,) = run("nvfp4-interleave", settings, {"x": as_bytes(x) if bytewise else x}, ("out",))
     return out.view(x.dtype) if bytewise else out
 
 

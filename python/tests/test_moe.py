@@ -194,6 +194,56 @@ def test_opcheck():
     product.update((f"b_{name}", codes[f"gate_up_{name}"]) for name in ("codes", "scales", "global"))
     opcheck("nvfp4-gemm", product, {}, "c")
     opcheck("nvfp4-quantize", {"x": hidden.detach()}, {}, "codes scales global")
+    opcheck("nvfp4-gemm", {**product, "c_old": torch.randn(6, 64)}, {}, "c")
+    one = torch.tensor(0.01)
+    opcheck("nvfp4-gemm", {**product, "c_global": one}, {"output": "nvfp4"}, "c_codes c_scales")
+
+
+def test_opcheck_of_what_has_no_gradient():
+    x = torch.randn(6, 64)
+    codes, scales, one = (nvfp4.as_bytes(t) if t.dim() else t for t in nvfp4.quantize(x))
+    opcheck("nvfp4-dequantize", {"codes": codes, "scales": scales, "global": one}, {}, "x")
+    opcheck("nvfp4-swizzle", {"linear": scales}, {}, "swizzled")
+    opcheck("nvfp4-interleave", {"x": x}, {}, "out")
+    exponents = torch.full((6, 2), 127, dtype=torch.uint8)
+    mx = {"mx_codes": codes, "exponents": exponents}
+    opcheck("nvfp4-from-mxfp4", mx, {}, "codes scales global rounded_blocks")
+    names = "gate_codes gate_scales up_codes up_scales"
+    opcheck("nvfp4-fused-quantize", {"x": x, "gate_global": one, "up_global": one}, {}, names)
+    weights = nvfp4.quantize(torch.randn(2, 32, 64), weight=True)
+    pair = dict(zip(("b_codes", "b_scales"), map(nvfp4.as_bytes, weights)))
+    opcheck("moe-prepack", pair, {}, "b_repacked")
+    q, branches = torch.randn(1, 6, 2, 8), [torch.randn(1, 6, 2, 8) for _ in range(3)]
+    gate = torch.randn(2, 3, 8)
+    opcheck("nsa-gates", {"q": q, "w_gate": gate}, {"gate": "weights"}, "gates")
+    gated = dict(zip(("o_cmp", "o_slc", "o_win"), branches), gates=torch.rand(1, 6, 2, 3))
+    opcheck("nsa-combine", gated, {"gate": "given"}, "o")
+
+
+def test_autocast_of_products_and_routes():
+    a = torch.randn(6, 64, requires_grad=True)
+    codes, scales, one = nvfp4.quantize(torch.randn(2, 64, 32), weight=True)
+    logits, offsets = torch.randn(6, 4, requires_grad=True), torch.tensor([2, 6], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = nvfp4.grouped_mm(a, codes, scales, offsets, b_global=one)
+        weights = moe.route(logits, top_k=2)[1]
+    assert y.dtype == torch.bfloat16 and weights.dtype == torch.float32
+    (y.sum() + weights.sin().sum()).backward()
+    assert a.grad.dtype == logits.grad.dtype == torch.float32
+
+
+def test_compile_of_layouts():
+    x = torch.randn(6, 64)
+
+    def there_and_back(x):
+        codes, scales, one = nvfp4.quantize(nvfp4.interleave(x))
+        return nvfp4.dequantize(codes, scales, one).sin(), nvfp4.swizzle(scales).view(torch.uint8)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nvfp4.interleave(x).dtype == torch.float32
+    got = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(x)
+    for a, b in zip(got, there_and_back(x)):
+        assert torch.equal(a, b)
 
 
 def test_compile(near):
