@@ -21,6 +21,8 @@
  */
 #include <jansson.h>
 
+#include <errno.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -136,6 +138,47 @@ static void remove_folder(const runner *a)
     if (system(command) != 0) fprintf(stderr, "%s stays\n", a->dir);
 }
 
+static volatile sig_atomic_t group, ended_by; /* the process group of the command that runs; the signal */
+
+static void pass_on(int number)
+{
+    ended_by = number;
+    if (group > 0) kill(-(pid_t)group, number);
+}
+
+static const int ending[] = {SIGINT, SIGTERM, SIGHUP};
+enum { ENDING = sizeof ending / sizeof *ending };
+
+static void pass_signals_on(void)
+{
+    const struct sigaction action = {.sa_handler = pass_on};
+    for (int i = 0; i < ENDING; i++) sigaction(ending[i], &action, NULL);
+}
+
+/* sh with its children, as wait's status; -1: it could not start. */
+static int run_group(const char *line)
+{
+    sigset_t all, before;
+    int status = -1;
+    sigfillset(&all);
+    sigprocmask(SIG_BLOCK, &all, &before); /* no signal comes between fork and `group` */
+    const pid_t child = ended_by == 0 ? fork() : -1;
+    if (child == 0) {
+        setpgid(0, 0);
+        for (int i = 0; i < ENDING; i++) signal(ending[i], SIG_DFL);
+        sigprocmask(SIG_SETMASK, &before, NULL);
+        execl("/bin/sh", "sh", "-c", line, (char *)NULL);
+        _exit(127);
+    }
+    if (child > 0) setpgid(child, child); /* whichever of the two comes first */
+    group = child > 0 ? (sig_atomic_t)child : 0;
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+    group = 0;
+    if (ended_by > 0 && child > 0) kill(-child, SIGTERM); /* sh lets its background jobs ignore SIGINT */
+    return status;
+}
+
 /* Runs a figure's command and returns its exit code; if a signal ended it, this program ends too. `printed`
  * is the file for its output, "" for our own output. */
 static int shell(const runner *a, const char *command, const char *printed)
@@ -148,11 +191,14 @@ static int shell(const runner *a, const char *command, const char *printed)
     fill_in(a, at != NULL ? line : command, NULL, filled, sizeof filled);
     snprintf(line, sizeof line, "%s%s%s", filled, *printed != '\0' ? " >" : "", printed);
     fflush(stdout);
-    const int status = system(line), ended_by = status != -1 && WIFSIGNALED(status) ? WTERMSIG(status) : 0;
-    const int code = status != -1 && WIFEXITED(status) ? WEXITSTATUS(status) : 1;
-    if (ended_by > 0 || code > 128) { /* sh's exit code for a command that a signal ended */
+    const int status = run_group(line);
+    int number = ended_by;
+    if (number == 0 && status != -1 && WIFSIGNALED(status)) number = WTERMSIG(status);
+    int code = status != -1 && WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+    if (number > 0) code = 128 + number;
+    if (code > 128) { /* sh's exit code, too, for a command that a signal ended */
         remove_folder(a);
-        exit(ended_by > 0 ? 128 + ended_by : code);
+        exit(code);
     }
     return code;
 }
@@ -284,6 +330,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "no folder in /tmp\n");
         return 2;
     }
+    pass_signals_on();
     const int code = accept_area(&a, area);
     for (size_t i = 0; i < a.count; i++) json_decref(a.results[i].root);
     json_decref(area);

@@ -3,10 +3,14 @@
 /* accept_test.c - the runner of bench/accept: what it measures, in which order, and how it judges. */
 #include "cmocka_c11.h"
 
+#include <errno.h>
+#include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 static char dir[64], output[8192];
@@ -105,6 +109,67 @@ static void rounds_are_in_turns_and_their_median_counts(void **state)
     assert_string_equal(output, "xyxyxy");
 }
 
+/* The first word of a file in the folder; false while there is none. */
+static bool read_word(const char *name, char word[64])
+{
+    char path[128];
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    FILE *f = fopen(path, "r");
+    const bool found = f != NULL && fscanf(f, "%63s", word) == 1;
+    if (f != NULL) fclose(f);
+    return found;
+}
+
+static double seconds_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* A signal to the runner alone, as from kill, ends it, the command that it runs and that command's own
+ * children, and removes its folder. */
+static void signals_end_it_and_its_commands(void **state)
+{
+    static const struct {
+        int number, code;
+    } signals[] = {{SIGINT, 130}, {SIGTERM, 143}};
+    char path[128], folder[64], command[64];
+    (void)state;
+    for (size_t i = 0; i < sizeof signals / sizeof *signals; i++) {
+        snprintf(path, sizeof path, "%s/area.json", dir);
+        FILE *f = fopen(path, "w");
+        assert_non_null(f);
+        fprintf(
+            f,
+            FIGURES("{\"what\": \"w\", \"field\": \"a\", \"at_least\": 0, \"run\": \"sleep 20 & echo {dir} "
+                    ">%s/folder; echo $! >%s/command; wait\"}"),
+            dir, dir);
+        fclose(f);
+        const pid_t runner = fork();
+        if (runner == 0) {
+            execl(ACCEPT_COMMAND, ACCEPT_COMMAND, path, dir, (char *)NULL);
+            _exit(99);
+        }
+        const double start = seconds_now();
+        while (!read_word("command", command) && seconds_now() - start < 10) usleep(1000);
+        assert_true(read_word("folder", folder));
+        const double sent = seconds_now();
+        assert_int_equal(kill(runner, signals[i].number), 0);
+        int status = 0;
+        assert_int_equal(waitpid(runner, &status, 0), runner);
+        assert_true(seconds_now() - sent < 1);
+        assert_true(WIFEXITED(status));
+        assert_int_equal(WEXITSTATUS(status), signals[i].code);
+        assert_int_equal(access(folder, F_OK), -1);
+        while (kill((pid_t)atol(command), 0) == 0 && seconds_now() - sent < 5) usleep(1000);
+        assert_int_equal(kill((pid_t)atol(command), 0), -1);
+        assert_int_equal(errno, ESRCH);
+        snprintf(path, sizeof path, "%s/command", dir);
+        assert_int_equal(unlink(path), 0);
+    }
+}
+
 static int make_folder(void **state)
 {
     (void)state;
@@ -126,6 +191,7 @@ int main(void)
         cmocka_unit_test(a_figure_is_judged_by_its_target),
         cmocka_unit_test(what_cannot_be_measured_fails),
         cmocka_unit_test(rounds_are_in_turns_and_their_median_counts),
+        cmocka_unit_test(signals_end_it_and_its_commands),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }
