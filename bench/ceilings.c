@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -103,6 +104,7 @@ void *bench_allocate(size_t bytes)
 }
 
 typedef struct team {
+    pthread_mutex_t gate; /* closed until all threads are there, or one could not be created */
     pthread_barrier_t barrier;
     ceiling_compute *compute;
     ceiling_memory *memory;
@@ -143,9 +145,12 @@ static void *work(void *arg)
 {
     const member *m = arg;
     team *t = m->team;
+    pthread_mutex_lock(&t->gate);
+    pthread_mutex_unlock(&t->gate);
+    if (atomic_load(&t->failed)) return NULL;
     if (t->threads > 1) pin(m->index);
     char *memory = t->memory != NULL ? bench_allocate(2 * t->bytes) : NULL;
-    if (t->memory != NULL && memory == NULL) atomic_store(&t->failed, 1);
+    if (t->memory != NULL && memory == NULL) atomic_store(&t->failed, true);
     /* Fills memory with random data: some machines write zeros at twice the speed of other data. */
     uint64_t random = 0x9e3779b97f4a7c15u;
     for (size_t i = 0; memory != NULL && i < 2 * t->bytes; i += sizeof random) {
@@ -173,37 +178,45 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
+/* Runs the slices; false where a thread or its memory was missing. */
+static bool run_team(team *t)
+{
+    pthread_t handles[MAX_THREADS];
+    member members[MAX_THREADS];
+    int started = 0;
+    if (pthread_barrier_init(&t->barrier, NULL, (unsigned)t->threads) != 0) return false;
+    pthread_mutex_init(&t->gate, NULL);
+    pthread_mutex_lock(&t->gate);
+    for (; started < t->threads; started++) {
+        members[started] = (member){t, started};
+        if (pthread_create(&handles[started], NULL, work, &members[started]) != 0) break;
+    }
+    if (started < t->threads) atomic_store(&t->failed, true);
+    pthread_mutex_unlock(&t->gate);
+    for (int i = 0; i < started; i++) pthread_join(handles[i], NULL);
+    pthread_mutex_destroy(&t->gate);
+    pthread_barrier_destroy(&t->barrier);
+    return !atomic_load(&t->failed);
+}
+
 double ceiling_measure(ceiling c, int threads)
 {
     team *t = calloc(1, sizeof *t);
-    pthread_t handles[MAX_THREADS];
-    member members[MAX_THREADS];
+    double rates[SLICES] = {0};
     if (t == NULL) return 0;
-    if (threads > MAX_THREADS) threads = MAX_THREADS;
-    t->threads = threads;
+    t->threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     t->compute = compute_kernel(c);
     t->memory = memory_kernel(c);
-    t->bytes = memory_bytes / (size_t)threads & ~(size_t)4095;
-    double rates[SLICES] = {0};
-    if ((t->compute != NULL || t->memory != NULL) &&
-        pthread_barrier_init(&t->barrier, NULL, (unsigned)threads) == 0) {
-        int started = 0;
-        for (; started < threads; started++) {
-            members[started] = (member){t, started};
-            if (pthread_create(&handles[started], NULL, work, &members[started]) != 0) break;
+    t->bytes = memory_bytes / (size_t)t->threads & ~(size_t)4095;
+    const bool ran = (t->compute != NULL || t->memory != NULL) && run_team(t);
+    for (int s = 0; s < SLICES && ran; s++) {
+        double begin = t->begin[0][s], end = t->end[0][s], done = 0;
+        for (int i = 0; i < t->threads; i++) {
+            if (t->begin[i][s] < begin) begin = t->begin[i][s];
+            if (t->end[i][s] > end) end = t->end[i][s];
+            done += t->work[i][s];
         }
-        if (started < threads) abort(); /* the other threads would wait at the barrier for ever */
-        for (int i = 0; i < threads; i++) pthread_join(handles[i], NULL);
-        pthread_barrier_destroy(&t->barrier);
-        for (int s = 0; s < SLICES && !atomic_load(&t->failed); s++) {
-            double begin = t->begin[0][s], end = t->end[0][s], done = 0;
-            for (int i = 0; i < threads; i++) {
-                if (t->begin[i][s] < begin) begin = t->begin[i][s];
-                if (t->end[i][s] > end) end = t->end[i][s];
-                done += t->work[i][s];
-            }
-            rates[s] = done * (c == CEILING_COPY ? 2 : 1) / (end - begin) * 1e-9;
-        }
+        rates[s] = done * (c == CEILING_COPY ? 2 : 1) / (end - begin) * 1e-9;
     }
     free(t);
     qsort(rates, SLICES, sizeof *rates, ascending);

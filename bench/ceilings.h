@@ -28,7 +28,8 @@ typedef enum ceiling {
 const char *ceiling_name(ceiling c);
 const char *ceiling_unit(ceiling c);
 
-/* Measures on `threads` threads for about a third of a second. 0 if the machine lacks the instructions. */
+/* Measures on `threads` threads for about a third of a second. 0 where the machine lacks the
+ * instructions, the threads or the memory. */
 double ceiling_measure(ceiling c, int threads);
 
 /* The kernels, one set an ISA. Compute: runs `rounds` rounds on registers and returns the number of
