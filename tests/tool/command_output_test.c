@@ -309,6 +309,34 @@ static void sentences_hold_no_control_characters_and_keep_their_reason(void **st
     assert_non_null(strstr(output, "is needed"));
 }
 
+/* Where address space is short: an exit code of the machine, or fewer threads. */
+static void too_little_memory_is_reported(void **state)
+{
+    static const char header[] =
+        "{\"Q\":{\"dtype\":\"U8\",\"shape\":[4294967296],\"data_offsets\":[0,4294967296]}}";
+    static const char *const readers[] = {"compare $DIR/wide.st $DIR/wide.st", "info --file $DIR/wide.st",
+                                          "run attention $DIR/wide.st $DIR/out3.st"};
+    char file[8 + sizeof header - 1] = {sizeof header - 1};
+    (void)state;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    skip(); /* the sanitizer's own memory takes terabytes of address space */
+#endif
+    memcpy(file + 8, header, sizeof header - 1);
+    write_text("wide.st", file, sizeof file);
+    assert_int_equal(truncate(path_of("wide.st"), (off_t)sizeof file + 4294967296), 0); /* a hole */
+    for (size_t i = 0; i < sizeof readers / sizeof *readers; i++) {
+        const int code = run_with("ulimit -v 2000000;", readers[i]);
+        if (code != 4 || strstr(output, "Cannot allocate memory") == NULL)
+            fail_msg("quern %s: exit code %d: %s", readers[i], code, output);
+    }
+    /* A thread's stack alone is more than the limit. */
+    const int code = run_with("ulimit -s 2000000; ulimit -v 1000000; OMP_NUM_THREADS=1",
+                              "bench attention --n 64 --heads 2/1 --dim 16 --threads 3 --reps 1 --no-peer");
+    if (code != 0) fail_msg("without threads: exit code %d: %s", code, output);
+    assert_false(exists("out3.st"));
+    assert_int_equal(unlink(path_of("wide.st")), 0);
+}
+
 /* Every option that takes an integer, with the largest and the least there is. */
 static void huge_integers_are_refused_or_done(void **state)
 {
@@ -380,6 +408,7 @@ int main(void)
         cmocka_unit_test(comparing_many_tensors_is_not_quadratic),
         cmocka_unit_test(an_unsupported_dtype_has_one_exit_code),
         cmocka_unit_test(sentences_hold_no_control_characters_and_keep_their_reason),
+        cmocka_unit_test(too_little_memory_is_reported),
         cmocka_unit_test(huge_integers_are_refused_or_done),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);

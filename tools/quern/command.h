@@ -25,6 +25,9 @@ enum {
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* The same with the library's last error; the code follows from the status. */
 int fail_status(quern_status status);
+/* The same for a file that is read, whose contents the command does not accept. `path` NULL: the library's
+ * sentence alone. */
+int fail_file(const char *path, quern_status status);
 
 /* The current verb, for messages. */
 extern const char *command_verb;

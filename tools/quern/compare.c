@@ -151,7 +151,7 @@ static int compare_pair(const quern_safetensors *a, const quern_safetensors *b, 
     quern_tensor x, y;
     quern_status status = quern_safetensors_get(a, name, &x);
     if (status == QUERN_OK) status = quern_safetensors_get(b, name_b, &y);
-    if (status != QUERN_OK) return fail(EXIT_INPUT, "%s", quern_last_error(NULL));
+    if (status != QUERN_OK) return fail_file(NULL, status);
     const difference d = differ(&x, &y, options->widen);
     const bool same = d.shape && d.dtype && d.nan == 0 && d.infinite == 0 && d.unequal == 0 && !d.zero;
     const bool pass = same && d.max <= (double)options->tolerance;
@@ -218,9 +218,9 @@ int verb_compare(int argc, char **argv)
         return fail(EXIT_USAGE, "%d words are given: A B [NAME ...] is accepted", argc - first);
     quern_safetensors *a = NULL, *b = NULL;
     quern_status status = quern_safetensors_open(argv[first], &a);
-    if (status != QUERN_OK) return fail(EXIT_INPUT, "%s: %s", TEXT_NAME(argv[first]), quern_last_error(NULL));
+    if (status != QUERN_OK) return fail_file(argv[first], status);
     status = quern_safetensors_open(argv[first + 1], &b);
-    code = status != QUERN_OK ? fail(EXIT_INPUT, "%s: %s", TEXT_NAME(argv[first + 1]), quern_last_error(NULL))
+    code = status != QUERN_OK ? fail_file(argv[first + 1], status)
                               : compare_files(a, b, argv + first + 2, argc - first - 2, &options);
     quern_safetensors_close(a);
     quern_safetensors_close(b);

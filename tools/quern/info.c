@@ -115,8 +115,8 @@ static int describe(const quern_safetensors *file, const char *name, json_t *lis
 {
     quern_tensor t;
     char shape[32 * QUERN_MAX_DIMS], escaped[512];
-    if (quern_safetensors_get(file, name, &t) != QUERN_OK)
-        return fail(EXIT_INPUT, "%s", quern_last_error(NULL));
+    const quern_status status = quern_safetensors_get(file, name, &t);
+    if (status != QUERN_OK) return fail_file(NULL, status);
     if (list != NULL)
         return json_array_append_new(list, tensor_json(name, &t)) == 0
                    ? EXIT_DONE
@@ -130,8 +130,8 @@ static int describe(const quern_safetensors *file, const char *name, json_t *lis
 static int info_file(const char *path, bool json)
 {
     quern_safetensors *file = NULL;
-    if (quern_safetensors_open(path, &file) != QUERN_OK)
-        return fail(EXIT_INPUT, "%s: %s", TEXT_NAME(path), quern_last_error(NULL));
+    const quern_status status = quern_safetensors_open(path, &file);
+    if (status != QUERN_OK) return fail_file(path, status);
     json_t *list = json ? json_array() : NULL, *metadata = json ? json_object() : NULL;
     int code = json && (list == NULL || metadata == NULL) ? fail(EXIT_MACHINE, "no memory for the result")
                                                           : EXIT_DONE;

@@ -33,8 +33,8 @@ static int open_inputs(job *j, const quern_safetensors *file, const char *withou
         quern_tensor view;
         if ((!t->input && !t->trigger) || !quern_safetensors_has(file, name) || listed(without, name))
             continue;
-        if (quern_safetensors_get(file, name, &view) != QUERN_OK)
-            return fail(EXIT_INPUT, "%s", quern_last_error(NULL));
+        const quern_status status = quern_safetensors_get(file, name, &view);
+        if (status != QUERN_OK) return fail_file(NULL, status);
         job_bind(j, i, &view);
     }
     return EXIT_DONE;

@@ -61,6 +61,12 @@ int fail_status(quern_status status)
                 quern_last_error(NULL));
 }
 
+int fail_file(const char *path, quern_status status)
+{
+    return fail(status == QUERN_ERR_OUT_OF_MEMORY ? EXIT_MACHINE : EXIT_INPUT, "%s%s%s",
+                path != NULL ? TEXT_NAME(path) : "", path != NULL ? ": " : "", quern_last_error(NULL));
+}
+
 int open_context(const machine_options *options, quern_context **ctx)
 {
     if (options->threads < 0 || options->threads > 1024)

@@ -155,7 +155,7 @@ static int run_subject(const subject *s, const any_params *params, const run_opt
     const quern_status status = quern_safetensors_open(in, &file);
     if (status != QUERN_OK) {
         quern_context_destroy(ctx);
-        return fail(EXIT_INPUT, "%s: %s", TEXT_NAME(in), quern_last_error(NULL));
+        return fail_file(in, status);
     }
     job j;
     job_init(&j, s->op, params);
