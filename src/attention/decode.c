@@ -58,7 +58,7 @@ static quern_status check_tensors(const quern_cache *cache, const decode_call *c
         {"lse", t->lse, VIEW_F32, 2, {heads, c->call.tokens}, true, true},
     };
     const quern_status status = view_check_all(rules, sizeof rules / sizeof *rules, t->q, run);
-    return status == QUERN_OK ? view_check_heads(heads, p->kv_heads) : status;
+    return status == QUERN_OK ? view_check_heads(heads, p->kv_heads, c->call.tokens) : status;
 }
 
 static void fill(const quern_cache *cache, decode_call *c)

@@ -210,8 +210,11 @@ quern_status view_check_head_dim(const char *name, int64_t dim)
                      "%s: head dim %lld: a multiple of 8 from 8 to 512 is accepted", name, (long long)dim);
 }
 
-quern_status view_check_heads(int64_t heads, int64_t kv_heads)
+quern_status view_check_heads(int64_t heads, int64_t kv_heads, int64_t queries)
 {
+    if (heads > INT32_MAX && queries > 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "q has %lld heads: at most %d are accepted",
+                         (long long)heads, INT32_MAX);
     if (kv_heads < 1 ? heads == 0 : heads > 0 && heads % kv_heads == 0) return QUERN_OK;
     return error_set(QUERN_ERR_INVALID_ARGUMENT,
                      "q has %lld heads: a positive multiple of k's %lld is accepted", (long long)heads,
@@ -263,9 +266,8 @@ quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *na
             return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s[%lld] is %d after %d: it may not fall", name,
                              (long long)i + 1, cu[i + 1], cu[i]);
     if (cu[batch] > total)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "%s ends at %d: at most the %lld rows are accepted", name, cu[batch],
-                         (long long)total);
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s ends at %d: at most the %lld rows are accepted",
+                         name, cu[batch], (long long)total);
     return QUERN_OK;
 }
 

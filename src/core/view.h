@@ -41,9 +41,10 @@ quern_status view_check_one(const view_want *want, const quern_tensor *t, const 
 /* Whether two tensors that were checked have an element in common. */
 bool view_share_memory(const quern_tensor *a, const view_span *a_span, const quern_tensor *b,
                        const view_span *b_span);
-/* What attention, dense and sparse, accepts: a head dim, and query heads to key/value heads. */
+/* What attention, dense and sparse, accepts: a head dim, and query heads to key/value heads. Without queries
+ * there may be any number of heads. */
 quern_status view_check_head_dim(const char *name, int64_t dim);
-quern_status view_check_heads(int64_t heads, int64_t kv_heads);
+quern_status view_check_heads(int64_t heads, int64_t kv_heads, int64_t queries);
 /* Checks cu_seqlens [batch + 1], which the host can read: from 0, never falling, the last at most `total`. */
 quern_status view_check_offsets(const int32_t *cu, int64_t batch, const char *name, int64_t total);
 

@@ -205,7 +205,7 @@ static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern
                          false};
     if ((status = view_check(&q, c->t.q, run)) != QUERN_OK) return status;
     c->heads = c->t.q->shape[1];
-    if ((status = view_check_heads(c->heads, cache->layout.params.kv_heads)) != QUERN_OK ||
+    if ((status = view_check_heads(c->heads, cache->layout.params.kv_heads, c->call.tokens)) != QUERN_OK ||
         (status = check_params(ctx, cache, params, c)) != QUERN_OK ||
         (status = check_tensors(cache, c, run)) != QUERN_OK)
         return status;

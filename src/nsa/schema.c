@@ -259,9 +259,9 @@ static quern_status derive(op_call *call)
     if (n > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "%lld tokens: at most %d are accepted", (long long)n,
                          INT32_MAX);
-    if (queries) status = view_check_head_dim("q", s[S_D]);
+    if (queries || k != OP_NONE) status = view_check_head_dim(queries ? "q" : tensors[k].field, s[S_D]);
     if (status == QUERN_OK && v != OP_NONE) status = view_check_head_dim(tensors[v].field, s[S_DV]);
-    if (status == QUERN_OK && q != OP_NONE && k != OP_NONE) status = view_check_heads(s[S_H], s[S_HKV]);
+    if (status == QUERN_OK && q != OP_NONE && k != OP_NONE) status = view_check_heads(s[S_H], s[S_HKV], n);
     if (status != QUERN_OK) return status;
     derive_extents(call, n);
     return check_products(call);

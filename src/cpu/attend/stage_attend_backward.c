@@ -119,7 +119,7 @@ static backward_job carve(const stage_exec *exec, const attend_args *args, arena
     job.listed = args->list.ndim > 0;
     job.gathers = job.listed && (per_tile < GATHER_BELOW || per_tile % 2 != 0);
     job.chunk_rows = rows_of_chunk(p, job.listed);
-    const int64_t rows = args->seqs.n_q * p->attend.hs;
+    const int64_t rows = batch > 0 ? args->seqs.n_q * p->attend.hs : 0; /* varlen: rows past all sequences */
     job.slots = args->seqs.cu_q.ndim > 0 ? rows / job.chunk_rows + batch
                                          : batch * ((rows + job.chunk_rows - 1) / job.chunk_rows);
     job.turns = p->attend.kv_heads > 0 ? p->attend.units / p->attend.kv_heads : 1;

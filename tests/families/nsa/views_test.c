@@ -215,6 +215,123 @@ static void no_tokens_take_no_time(void **state)
     }
 }
 
+/* ---- no heads, no sequences ---- */
+
+/* Tokens without heads: every operation succeeds, lists of blocks (which have no rows) included. */
+static void no_heads_compute_nothing(void **state)
+{
+    (void)state;
+    enum { N = 70, D = 8 };
+    float weights[1] = {0};
+    const quern_tensor q = empty_of(QUERN_F32, 4, 1, N, 0, D), lse = empty_of(QUERN_F32, 3, 1, 0, N, 0),
+                       gates = empty_of(QUERN_F32, 4, 1, N, 0, 3),
+                       entries = empty_of(QUERN_F32, 4, 1, 1, 0, D),
+                       idx = empty_of(QUERN_I32, 4, 1, 0, N, 16);
+    quern_tensor w_gate = empty_of(QUERN_F32, 3, 0, 3, D, 0);
+    w_gate.data = weights;
+    for (int scope = 0; scope < 2; scope++) {
+        quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
+        quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
+        params.scope = (quern_nsa_scope)scope;
+        t.q = t.k = t.v = t.o = t.o_cmp = t.o_slc = t.o_win = &q;
+        t.d_o = t.d_o_cmp = t.d_o_slc = t.d_o_win = t.d_q = t.d_k = t.d_v = &q;
+        t.k_cmp = t.v_cmp = &entries;
+        t.lse_cmp = t.lse_slc = t.lse_win = &lse;
+        t.gates = &gates;
+        t.w_gate = NULL;
+        t.block_idx = &idx;
+        for (int op = 0; op < OPS; op++) {
+            quern_nsa_tensors now = t;
+            quern_nsa_params own = params;
+            if (calls[op] == &nsa_call_gates) {
+                own.gate = QUERN_NSA_GATE_WEIGHTS;
+                now.w_gate = &w_gate;
+            }
+            if (calls[op] == &nsa_call_compress_backward || calls[op] == &nsa_call_attend_backward)
+                now.d_k_cmp = now.d_v_cmp = &entries;
+            if (call_it(calls[op], &own, &now) != QUERN_OK)
+                fail_msg("%s: %s", calls[op]->name, quern_last_error(ctx));
+        }
+    }
+}
+
+/* cu_seqlens of no sequence: every row is past the last one, so every result is 0. */
+static void no_sequences_make_zeros(void **state)
+{
+    (void)state;
+    enum { T = 16384, H = 2, D = 8 };
+    int32_t *cu = calloc(1, sizeof *cu); /* of its own, so that a sanitizer sees a read past it */
+    static float rows[T * H * D], results[3][T * H * D], lse[H * T];
+    for (int i = 0; i < T * H * D; i++) rows[i] = 1;
+    memset(results, 0x55, sizeof results);
+    const quern_tensor offsets = quern_tensor_contiguous(cu, QUERN_I32, 1, (const int64_t[]){1}),
+                       q = quern_tensor_contiguous(rows, QUERN_F32, 3, (const int64_t[]){T, H, D}),
+                       statistics = quern_tensor_contiguous(lse, QUERN_F32, 2, (const int64_t[]){H, T});
+    quern_tensor out[3] = {q, q, q};
+    for (int i = 0; i < 3; i++) out[i].data = results[i];
+    quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
+    quern_attention_tensors t = QUERN_ATTENTION_TENSORS_INIT;
+    t.q = t.k = t.v = t.o = t.d_o = &q;
+    t.cu_seqlens_q = t.cu_seqlens_kv = &offsets;
+    t.lse = &statistics;
+    t.d_q = &out[0];
+    t.d_k = &out[1];
+    t.d_v = &out[2];
+    size_t bytes;
+    assert_int_equal(quern_attention_backward_workspace(ctx, &params, &t, &bytes), QUERN_OK);
+    test_workspace w = test_workspace_make(bytes);
+    assert_int_equal(quern_attention_backward(ctx, NULL, &params, &t, w.data, bytes), QUERN_OK);
+    test_workspace_close(&w);
+    for (int i = 0; i < 3; i++)
+        for (int k = 0; k < T * H * D; k++) assert_true(results[i][k] == 0);
+    free(cu);
+}
+
+/* More heads than 31 bits count, in a view whose heads share memory, are refused where there are queries. */
+static void too_many_heads_are_refused(void **state)
+{
+    (void)state;
+    for (int dense = 0; dense < 2; dense++) {
+        quern_tensor q = empty_of(QUERN_F32, 4, 1, 4, (int64_t)1 << 31, 8),
+                     k = empty_of(QUERN_F32, 4, 1, 4, 2, 8);
+        quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
+        quern_attention_tensors t = QUERN_ATTENTION_TENSORS_INIT;
+        quern_nsa_params nsa = QUERN_NSA_PARAMS_INIT;
+        quern_nsa_tensors n = QUERN_NSA_TENSORS_INIT;
+        size_t bytes;
+        nsa.branches = QUERN_NSA_BRANCH_WIN;
+        q.strides[2] = 0;
+        t.q = t.o = n.q = n.o_win = &q;
+        t.k = t.v = n.k = n.v = &k;
+        const quern_status status = dense ? quern_attention_forward_workspace(ctx, &params, &t, &bytes)
+                                          : quern_nsa_attend_workspace(ctx, &nsa, &n, &bytes);
+        assert_int_equal(status, QUERN_ERR_INVALID_ARGUMENT);
+        assert_non_null(strstr(quern_last_error(ctx), "q has 2147483648 heads: at most 2147483647"));
+    }
+}
+
+/* Where there is no query, the keys' head dim is checked as the queries' would be. */
+static void a_head_dim_is_checked_without_queries(void **state)
+{
+    (void)state;
+    static const int64_t wrong[] = {0, 4, 12, 520};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        const quern_tensor k = empty_of(QUERN_F32, 4, 1, 64, 2, wrong[i]),
+                           v = empty_of(QUERN_F32, 4, 1, 64, 2, 8),
+                           k_cmp = empty_of(QUERN_F32, 4, 1, 1, 2, wrong[i]),
+                           v_cmp = empty_of(QUERN_F32, 4, 1, 1, 2, 8);
+        quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
+        quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
+        size_t bytes;
+        t.k = &k;
+        t.v = &v;
+        t.k_cmp = &k_cmp;
+        t.v_cmp = &v_cmp;
+        assert_int_equal(quern_nsa_compress_workspace(ctx, &params, &t, &bytes), QUERN_ERR_INVALID_ARGUMENT);
+        assert_non_null(strstr(quern_last_error(ctx), "k: head dim "));
+    }
+}
+
 /* ---- strides of extents of 1 ---- */
 
 static void strides_of_single_extents_are_any_number(void **state)
@@ -283,6 +400,10 @@ int main(void)
         cmocka_unit_test(a_branch_that_is_off_is_not_read),
         cmocka_unit_test(what_is_not_used_is_not_looked_at),
         cmocka_unit_test(no_tokens_take_no_time),
+        cmocka_unit_test(no_heads_compute_nothing),
+        cmocka_unit_test(no_sequences_make_zeros),
+        cmocka_unit_test(too_many_heads_are_refused),
+        cmocka_unit_test(a_head_dim_is_checked_without_queries),
         cmocka_unit_test(strides_of_single_extents_are_any_number),
         cmocka_unit_test(strides_past_the_address_space_are_refused),
     };
