@@ -110,7 +110,8 @@ typedef struct quern_tensor {
     int64_t strides[QUERN_MAX_DIMS];
 } quern_tensor;
 
-/* A contiguous (row-major) CPU view of `data`. ndim in 0 ... QUERN_MAX_DIMS; extents >= 0. */
+/* A contiguous (row-major) CPU view of `data`. ndim in 0 ... QUERN_MAX_DIMS; extents >= 0. (Calls refuse
+ * extents whose product, and with it a stride here, exceeds 64 bits.) */
 static inline quern_tensor quern_tensor_contiguous(void *data, quern_dtype dtype, int32_t ndim,
                                                    const int64_t *shape)
 {
@@ -119,7 +120,7 @@ static inline quern_tensor quern_tensor_contiguous(void *data, quern_dtype dtype
     for (int32_t i = ndim - 1; i >= 0; i--) {
         t.shape[i] = shape[i];
         t.strides[i] = stride;
-        stride *= shape[i] > 0 ? shape[i] : 1;
+        stride = (int64_t)((uint64_t)stride * (uint64_t)(shape[i] > 0 ? shape[i] : 1));
     }
     return t;
 }

@@ -29,8 +29,10 @@ static attend_mqa_args attend_of(const dsv4_attention_call *c)
     a.kv_table = op_view(h, DA_KV_TABLE, false);
     a.entries_table = op_view(h, DA_KV_CMP_TABLE, false);
     a.scale = 1.0f / sqrtf((float)s[AS_D]);
-    a.seqs = (stage_seqs){
-        .batch = s[AS_B], .n_q = s[AS_T], .n_kv = s[AS_N], .cu_q = op_view(h, DA_CU_SEQLENS, false)};
+    a.seqs = (stage_seqs){.batch = dsv4_attention_sequences(h),
+                          .n_q = s[AS_T],
+                          .n_kv = s[AS_N],
+                          .cu_q = op_view(h, DA_CU_SEQLENS, false)};
     a.q = op_view(h, DA_Q, true);
     a.kv = op_view(h, DA_KV, true);
     a.entries = op_view(h, DA_KV_CMP, true);

@@ -308,7 +308,8 @@ static quern_status check_data(const op_call *call, void *const *data)
     const int64_t *s = call->symbol;
     quern_status status = QUERN_OK;
     if (!call->varlen) {
-        for (int64_t b = 0; b < s[AS_B] && status == QUERN_OK; b++) status = check_sequence(call, data, b);
+        const int64_t sequences = dsv4_attention_sequences(call);
+        for (int64_t b = 0; b < sequences && status == QUERN_OK; b++) status = check_sequence(call, data, b);
         return status;
     }
     const int32_t *cu = data[DA_CU_SEQLENS];

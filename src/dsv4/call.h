@@ -209,4 +209,23 @@ typedef struct dsv4_store_call {
 
 extern const op_family dsv4_store_family;
 
+/* How many sequences a call goes through, of `batch`: where none of them has `elements`, nothing depends on
+ * their number, which may be any. */
+static inline int64_t dsv4_sequences(bool elements, int64_t batch)
+{
+    return elements || batch < 1 ? batch : 1;
+}
+static inline int64_t dsv4_compress_sequences(const op_call *call)
+{
+    const int64_t *s = call->symbol;
+    return dsv4_sequences(call->varlen || s[DS_T] > 0 || call->alignment[DC_PREV_B] > 0, s[DS_B]);
+}
+static inline int64_t dsv4_attention_sequences(const op_call *call)
+{
+    const int64_t *s = call->symbol;
+    return dsv4_sequences(call->varlen || s[AS_T] > 0 || s[AS_N] > 0 || s[AS_S] > 0 ||
+                              call->alignment[DA_START_POSITIONS] > 0,
+                          s[AS_B]);
+}
+
 #endif

@@ -69,7 +69,7 @@ static pool_args pool_of(const dsv4_compress_call *c, const own_tensors *t,
     pool_args p = {.ratio = params->ratio,
                    .width = h->given[t->b_a]->shape[1],
                    .overlap = params->kind == QUERN_DSV4_CSA,
-                   .batch = h->symbol[DS_B],
+                   .batch = dsv4_compress_sequences(h),
                    .start_token = params->start_token,
                    .start_position = params->start_abs_pos,
                    .blocks = params->n_blocks};

@@ -431,8 +431,8 @@ static quern_status check_data(const op_call *call, void *const *data)
     if (call->varlen)
         status =
             view_check_offsets(data[DC_CU_SEQLENS], call->symbol[DS_B], "cu_seqlens", call->symbol[DS_T]);
-    for (int64_t b = 0; b < call->symbol[DS_B] && status == QUERN_OK; b++)
-        status = check_sequence(call, data, b);
+    const int64_t sequences = dsv4_compress_sequences(call);
+    for (int64_t b = 0; b < sequences && status == QUERN_OK; b++) status = check_sequence(call, data, b);
     static const int8_t globals[] = {DC_W_GLOBAL, DC_INDEX_W_GLOBAL};
     for (int i = 0; i < 2 && status == QUERN_OK; i++) {
         const dsv4_compress_call *c = (const dsv4_compress_call *)call;

@@ -289,6 +289,21 @@ static quern_status check_widths(const op_call *call, bool shared)
                                             s[shared ? MS_IS : MS_I], q > block ? q : block);
 }
 
+/* Whether the sizes of weights and of what the workspace holds a slot fit 64 bits. */
+static quern_status check_extents(const op_call *call)
+{
+    const int64_t *s = call->symbol, most = (int64_t)1 << 28;
+    int64_t widest = s[MS_D];
+    if (s[MS_I] > widest) widest = s[MS_I];
+    if (s[MS_IS] > widest) widest = s[MS_IS];
+    if (widest <= most) return QUERN_OK;
+    return error_set(
+        QUERN_ERR_INVALID_ARGUMENT,
+        "hidden's last extent is %lld, intermediate %lld, shared_intermediate %lld: at most %lld "
+        "are accepted, above it sizes overflow",
+        (long long)s[MS_D], (long long)s[MS_I], (long long)s[MS_IS], (long long)most);
+}
+
 static quern_status derive(op_call *call)
 {
     const quern_moe_params *p = params_of(call);
@@ -304,6 +319,7 @@ static quern_status derive(op_call *call)
     if (shared && (status = derive_width(call, p->shared_intermediate, M_SHARED_UP_CODES, M_SHARED_GATE, 2,
                                          &s[MS_IS], "shared_intermediate")) != QUERN_OK)
         return status;
+    if ((status = check_extents(call)) != QUERN_OK) return status;
     if (p->top_k > s[MS_E])
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "top_k is %lld: 1 to the %lld experts is accepted",
                          (long long)p->top_k, (long long)s[MS_E]);

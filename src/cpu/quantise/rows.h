@@ -63,16 +63,17 @@ typedef struct row_cut {
     int64_t rows_a_piece, columns_a_piece, pieces_a_row, pieces;
 } row_cut;
 
+/* Rows without columns make no piece, however many there are. */
 static inline row_cut cut_rows(int64_t rows, int64_t columns)
 {
+    if (columns == 0) return (row_cut){.rows_a_piece = 1, .columns_a_piece = 1};
     const int64_t piece = piece_values(rows, columns);
     row_cut cut = {.rows = rows,
                    .columns = columns,
                    .rows_a_piece = 1,
                    .columns_a_piece = piece,
                    .pieces_a_row = (columns + piece - 1) / piece};
-    if (cut.pieces_a_row < 1) cut.pieces_a_row = 1;
-    if (columns < piece) cut.rows_a_piece = piece / (columns > 0 ? columns : 1);
+    if (columns < piece) cut.rows_a_piece = piece / columns;
     cut.pieces = (rows + cut.rows_a_piece - 1) / cut.rows_a_piece * cut.pieces_a_row;
     return cut;
 }

@@ -81,7 +81,7 @@ static void rows_task(void *arg, int64_t index, int32_t thread)
 /* Calls `row` for every row, on all threads. */
 static void for_rows(const stage_exec *exec, fused_job *job, fused_row *row)
 {
-    const int64_t rows = job->args->x.shape[0], columns = job->args->x.shape[1],
+    const int64_t columns = job->args->x.shape[1], rows = columns > 0 ? job->args->x.shape[0] : 0,
                   together = columns > 0 ? piece_values(rows, columns) / columns : 1;
     job->row = row;
     job->rows_a_task = together > 1 ? together : 1;

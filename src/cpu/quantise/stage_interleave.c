@@ -34,6 +34,6 @@ quern_status cpu_interleave(const stage_exec *exec, const interleave_args *args,
 {
     (void)workspace;
     interleave_args copy = *args;
-    parallel_for(exec, view_rows(&args->in), interleave_row, &copy);
+    parallel_for(exec, view_columns(&args->out) > 0 ? view_rows(&args->in) : 0, interleave_row, &copy);
     return QUERN_OK;
 }

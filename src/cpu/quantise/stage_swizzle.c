@@ -88,8 +88,8 @@ quern_status cpu_swizzle(const stage_exec *exec, const swizzle_args *args, void 
     (void)workspace;
     const quern_tensor *linear = &args->linear;
     const int64_t matrices = args->transposed ? linear->shape[0] : 1;
-    swizzle_job job = {
-        .args = args, .rows = linear->shape[args->transposed ? 2 : 0], .columns = linear->shape[1]};
+    swizzle_job job = {.args = args, .columns = linear->shape[1]};
+    if (job.columns > 0) job.rows = linear->shape[args->transposed ? 2 : 0];
     job.tiles = (job.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     if (args->tokens.ndim > 0) assemble(&job);
     else parallel_for(exec, matrices * ((job.rows + TILE_ROWS - 1) / TILE_ROWS), tile_row, &job);
