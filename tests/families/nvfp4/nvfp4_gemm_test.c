@@ -336,6 +336,93 @@ static void bad_calls(void **state)
     refused(&s, "profile is 9");
 }
 
+/* The call with A as codes. */
+static void with_codes(small_call *s)
+{
+    s->t.a = NULL;
+    s->t.a_codes = &s->a_codes_view;
+    s->t.a_scales = &s->a_scales_view;
+}
+
+/* The same weights for two experts, whose rows end where `ends` says. */
+static void with_two_experts(small_call *s, int32_t first, int32_t second)
+{
+    s->codes_view.shape[0] = s->scales_view.shape[0] = s->offsets.shape[0] = 2;
+    s->codes_view.strides[0] = s->scales_view.strides[0] = 0;
+    s->ends[0] = first;
+    s->ends[1] = second;
+}
+
+/* Extents, and contents, that a call of one expert and of whole views does not meet. */
+static void bad_operands(void **state)
+{
+    static const int64_t wide[] = {1, 2}, per_row[] = {3, 1}, per_expert = 2, bias[] = {1, 15}, tiles = 512,
+                         two[] = {1, 512};
+    static uint8_t swizzled[512];
+    static float values[16] = {1, 1, 1};
+    static int32_t pads[2];
+    static small_call s;
+    quern_tensor tensor;
+    (void)state;
+    make_small(&s);
+    with_two_experts(&s, 2, 1);
+    refused(&s, "offsets[1] is 1 after 2: it may not fall");
+    with_two_experts(&s, 0, 3);
+    refused(&s, "offsets[1] is 3: at most the 2 rows are accepted");
+    with_two_experts(&s, 1, 2);
+    s.codes_view.shape[0] = 1;
+    refused(&s, "offsets.shape[0] is 2: b_codes' 1 experts");
+    s.scales_view.shape[1] = 1;
+    refused(&s, "b_scales.shape[1] is 1: 2 is accepted");
+    s.codes_view.dtype = QUERN_I32;
+    refused(&s, "b_codes: dtype i32");
+    s.c_view.shape[1] = 15;
+    refused(&s, "c.shape[1] is 15: 16 is accepted");
+    tensor = quern_tensor_contiguous(values, QUERN_F32, 2, bias);
+    s.t.bias = &tensor;
+    refused(&s, "bias.shape[1] is 15: 16 is accepted");
+    tensor = quern_tensor_contiguous(values, QUERN_F32, 2, wide);
+    s.t.b_global = &tensor;
+    s.p.granularity = 12;
+    refused(&s, "N is 16: gate and up in runs of 12");
+    s.t.b_global = &tensor;
+    values[1] = 0;
+    refused(&s, "b_global[1] is 0");
+    values[1] = 1;
+    tensor = quern_tensor_contiguous(values, QUERN_F32, 2, per_row);
+    s.t.a_global = &tensor;
+    s.p.a_global_per = QUERN_NVFP4_GLOBAL_ROW;
+    refused(&s, "a_global.shape[0] is 3: 2 is accepted");
+    tensor = quern_tensor_contiguous(values, QUERN_F32, 1, &per_expert);
+    s.t.a_global = &tensor;
+    s.p.a_global_per = QUERN_NVFP4_GLOBAL_EXPERT;
+    refused(&s, "a_global.shape[0] is 2: 1 is accepted");
+    with_codes(&s);
+    s.p.a_swizzled = true;
+    refused(&s, "pad_row_offsets is NULL");
+    const int64_t pad_count = 2;
+    const quern_tensor pad_view = quern_tensor_contiguous(pads, QUERN_I32, 1, &pad_count),
+                       a_tiles = quern_tensor_contiguous(swizzled, QUERN_U8, 1, &tiles),
+                       b_tiles = quern_tensor_contiguous(swizzled, QUERN_U8, 2, two);
+    for (int i = 0; i < 4; i++) {
+        with_codes(&s);
+        s.t.a_scales = &a_tiles;
+        s.t.pad_row_offsets = &pad_view;
+        pads[0] = i == 0 ? -128 : i == 1 ? 64 : i == 2 ? 128 : 0;
+        swizzled[511] = i < 3 ? 0 : 0xFF;
+        refused(&s, i == 0   ? "pad_row_offsets[0] is -128 for 2 rows"
+                    : i == 1 ? "pad_row_offsets[0] is 64 for 2 rows"
+                    : i == 2 ? "pad_row_offsets[0] is 128 for 2 rows"
+                             : "a_scales[511] is the scale byte 0xFF");
+    }
+    s.t.b_scales = &b_tiles;
+    s.p.b_scales = QUERN_NVFP4_LAYOUT_SWIZZLED;
+    refused(&s, "b_scales[511] is the scale byte 0xFF");
+    s.t.c_old = &s.c_view;
+    s.p.accumulate = true;
+    refused(&s, "c_old is given with accumulate");
+}
+
 /* NaN in a row of A stays in that row, whatever the codes it meets. */
 static void nan_stays_in_its_row(void **state)
 {
@@ -393,6 +480,7 @@ int main(void)
         cmocka_unit_test(many_experts),
         cmocka_unit_test(gradients),
         cmocka_unit_test(bad_calls),
+        cmocka_unit_test(bad_operands),
         cmocka_unit_test(nan_stays_in_its_row),
         cmocka_unit_test(rows_of_any_magnitude),
     };

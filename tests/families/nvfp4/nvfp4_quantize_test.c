@@ -365,13 +365,95 @@ static void nonfinite_values_are_refused(void **state)
     }
 }
 
+static void expect_error(quern_context *ctx, quern_status status, const char *says)
+{
+    if (status != QUERN_ERR_INVALID_ARGUMENT) fail_msg("%s: status %d", says, (int)status);
+    if (strstr(quern_last_error(ctx), says) == NULL)
+        fail_msg("'%s' does not say '%s'", quern_last_error(ctx), says);
+}
+
+static void bad_calls(void **state)
+{
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_PORTABLE, 1);
+    float x[64] = {1}, globals[2] = {7, 7}, global = 1, bad_global = -1;
+    uint8_t codes[64] = {7}, scales[64] = {7};
+    int32_t ends[2] = {3, 2};
+    size_t bytes;
+    const int64_t shape[] = {2, 32}, codes_shape[] = {2, 16}, scales_shape[] = {2, 2}, two = 2,
+                  odd[] = {2, 30};
+    const quern_tensor x_view = quern_tensor_contiguous(x, QUERN_F32, 2, shape),
+                       codes_view = quern_tensor_contiguous(codes, QUERN_U8, 2, codes_shape);
+    const quern_tensor scales_view = quern_tensor_contiguous(scales, QUERN_U8, 2, scales_shape),
+                       one = quern_tensor_contiguous(&global, QUERN_F32, 0, NULL);
+    const quern_tensor bad = quern_tensor_contiguous(&bad_global, QUERN_F32, 0, NULL),
+                       offsets = quern_tensor_contiguous(ends, QUERN_I32, 1, &two);
+    const quern_tensor pair = quern_tensor_contiguous(globals, QUERN_F32, 1, &two),
+                       odd_view = quern_tensor_contiguous(x, QUERN_F32, 2, odd);
+    quern_nvfp4_quantize_params p = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
+    quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
+    (void)state;
+    t.x = &x_view;
+    t.codes = &codes_view;
+    t.scales = &scales_view;
+    t.global = &one;
+    expect_error(ctx, quern_nvfp4_quantize_workspace(NULL, &p, &t, &bytes), "ctx");
+    expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, NULL, &t, &bytes), "params");
+    expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, NULL), "bytes");
+    p.profile = (quern_nvfp4_profile)4;
+    expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "profile is 4");
+    p.profile = QUERN_NVFP4_PROFILE_HALFSTEP;
+    p.scales = QUERN_NVFP4_SCALES_SEARCH;
+    expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes),
+                 "scales is 2 with profile halfstep");
+    p.profile = QUERN_NVFP4_PROFILE_RNE;
+    p.global_per = QUERN_NVFP4_GLOBAL_EXPERT;
+    expect_error(ctx, quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), "offsets is NULL");
+    t.offsets = &offsets;
+    t.global = &pair;
+    assert_int_equal(quern_nvfp4_quantize_workspace(ctx, &p, &t, &bytes), QUERN_OK);
+    void *workspace = malloc(bytes);
+    expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "offsets[0] is 3");
+    ends[0] = 2;
+    ends[1] = 1;
+    expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "offsets[1] is 1 after 2");
+    t.offsets = NULL;
+    p.global_per = QUERN_NVFP4_GLOBAL_TENSOR;
+    t.global = NULL;
+    expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "global is NULL");
+    t.given_global = &bad;
+    expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "given_global[0] is -1");
+    t.given_global = NULL;
+    t.global = &one;
+    t.x = &odd_view;
+    p.weight = true;
+    expect_error(ctx, quern_nvfp4_quantize(ctx, NULL, &p, &t, workspace, bytes), "a multiple of 16");
+    free(workspace);
+    assert_true(codes[0] == 7 && codes[1] == 0 && scales[0] == 7 && globals[0] == 7 && globals[1] == 7 &&
+                global == 1);
+
+    quern_nvfp4_dequantize_params dp = QUERN_NVFP4_DEQUANTIZE_PARAMS_INIT;
+    quern_nvfp4_dequantize_tensors dt = QUERN_NVFP4_DEQUANTIZE_TENSORS_INIT;
+    memset(codes, 0, sizeof codes), memset(scales, 0, sizeof scales);
+    dt.codes = &codes_view;
+    dt.scales = &scales_view;
+    dt.global = &one;
+    dt.x = &x_view;
+    scales[3] = 0x7F;
+    expect_error(ctx, quern_nvfp4_dequantize(ctx, NULL, &dp, &dt, NULL, 0),
+                 "scales[3] is the scale byte 0x7F");
+    assert_true(x[0] == 1);
+    scales[3] = 0;
+    global = NAN;
+    expect_error(ctx, quern_nvfp4_dequantize(ctx, NULL, &dp, &dt, NULL, 0), "global[0] is nan");
+    quern_context_destroy(ctx);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(golden_vectors),
-        cmocka_unit_test(random_cases),
-        cmocka_unit_test(dequantized_values),
-        cmocka_unit_test(nonfinite_values_are_refused),
+        cmocka_unit_test(golden_vectors),     cmocka_unit_test(random_cases),
+        cmocka_unit_test(dequantized_values), cmocka_unit_test(nonfinite_values_are_refused),
+        cmocka_unit_test(bad_calls),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
