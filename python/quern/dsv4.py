@@ -17,6 +17,7 @@ from . import _arrays
 from . import _operations as ops
 from ._dsv4_layer import Cache, layer
 from ._faces import run
+from .nvfp4 import as_bytes
 
 __all__ = [
     "Cache",
@@ -77,6 +78,9 @@ def compress(
     cu_seqlens int32 [B+1]: proj [T, ·] → out [T // r, C]; start_tokens, start_positions, block_counts,
     has_prev int32 [B].
 
+    w may be a tuple and has no gradient then: FP8, e4m3 [4C or 2C, Dm] with a scale, f32 or e8m0, for every
+    128 × 128 of it; or NVFP4, what nvfp4.quantize(weight=True) returned.
+
     index_b_a, index_b_b [r, C_I]: the indexer's compressor too, in the same call, of index_proj [.., T, 4C_I]
     or of x and index_w → out, index_out [.., n, C_I], with return_pooled then pooled, index_pooled. Its
     tensors are the main compressor's of the same name; the table and where blocks start are shared.
@@ -104,7 +108,7 @@ def compress(
     tensors = {
         "proj": proj,
         "x": x,
-        "w": w,
+        **_weight("w", w),
         "b_a": b_a,
         "b_b": b_b,
         "prev_b": prev_b,
@@ -118,7 +122,7 @@ def compress(
         "index_proj": index_proj,
         "index_b_a": index_b_a,
         "index_b_b": index_b_b,
-        "index_w": index_w,
+        **_weight("index_w", index_w),
         "index_prev_b": index_prev_b,
         "index_norm_weight": index_norm_weight,
     }
@@ -127,6 +131,17 @@ def compress(
         wanted += ["pooled", "index_pooled"] if both else ["pooled"]
     made = run(name, settings, tensors, tuple(wanted))
     return made if len(made) > 1 else made[0]
+
+
+def _weight(name: str, w: Any) -> dict[str, Any]:
+    """The library's tensors of a projection weight, by the name of the plain one."""
+    if not isinstance(w, tuple):
+        return {name: w}
+    if len(w) == 2:
+        return {f"{name}_fp8": w[0], f"{name}_fp8_scales": w[1]}
+    if len(w) != 3:
+        raise ValueError(f"{name} is a tuple of {len(w)}: 2 (FP8) and 3 (NVFP4) are accepted")
+    return {f"{name}_codes": as_bytes(w[0]), f"{name}_scales": as_bytes(w[1]), f"{name}_global": w[2]}
 
 
 def index(
@@ -394,7 +409,9 @@ def append(
     """counts[b] tokens to states[b], laid end to end in proj [T, 4C or 2C] or x [T, Dm] → the entries that
     become whole, state after state: out [n, C], or (out, pooled f32 [n, C]). The tensors are those of
     compress(); prev_b [B, r, 2C] is for states without a token yet."""
-    given = (proj, x, w, b_a, b_b, prev_b, norm_weight, cos_sin)
+    weights = _weight("w", w)
+    packed = [weights.get(f"w_{kind}") for kind in ("fp8", "fp8_scales", "codes", "scales", "global")]
+    given = (proj, x, weights.get("w"), b_a, b_b, prev_b, norm_weight, cos_sin)
     _arrays.need_plain("dsv4.append", *given)
     handles = struct.pack(f"{len(states)}q", *[state.handle for state in states])
     numbers = struct.pack(f"{len(counts)}q", *[int(n) for n in counts])
@@ -403,5 +420,5 @@ def append(
     first = states[0]
     out = _arrays.empty_like(rows, (n, *first.row_shape), first.row_dtype or _dtype(rows))
     pooled = _arrays.empty_like(rows, (n, first.width), "float32") if return_pooled else None
-    ops.library.state_append(first.params, handles, numbers, *given, out, pooled)
+    ops.library.state_append(first.params, handles, numbers, *given, out, pooled, *packed)
     return (out, pooled) if return_pooled else out

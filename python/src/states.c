@@ -12,7 +12,8 @@
  *   state_save(state) -> bytes
  *   state_restore(params, width, ring, saved, memory) -> int
  *   state_entries(states, counts) -> int
- *   state_append(params, states, counts, proj, x, w, b_a, b_b, prev_b, norm_weight, cos_sin, out, pooled)
+ *   state_append(params, states, counts, proj, x, w, b_a, b_b, prev_b, norm_weight, cos_sin, out, pooled, w_fp8,
+ *                w_fp8_scales, w_codes, w_scales, w_global)
  *   store(format, page, x, slots, cache)           rows into a cache that the indexer or the attention reads
  *   rope_table(numbers, table)     bytes of five f32: base, factor, original_length, beta_fast, beta_slow
  *   pack_weights(hca, w_a_kv, w_a_z, w_b_kv, w_b_z, w)
@@ -195,8 +196,8 @@ FUNCTION(state_append)
     size_t bytes = 0;
     quern_context *context = need_context();
     if (context == NULL) return -1;
-    if (count != 13 || !read_params(&args[0], &c.params)) return refuse();
-    if (read_batch(&args[1], &c) != 0 || take_tensors(&args[3], 10, &c.list) != 0) return -1;
+    if (count != 18 || !read_params(&args[0], &c.params)) return refuse();
+    if (read_batch(&args[1], &c) != 0 || take_tensors(&args[3], 15, &c.list) != 0) return -1;
     const quern_status status = quern_dsv4_append_workspace(context, params_of(&c.params), c.states, c.counts,
                                                             c.batch, (const void *)&c.list.tensors, &bytes);
     if (status != QUERN_OK) return fail_as(status);

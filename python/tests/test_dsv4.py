@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from quern import _operations as ops  # noqa: E402
-from quern import _torch, dsv4  # noqa: E402
+from quern import _torch, dsv4, nvfp4  # noqa: E402
 from quern.reference import dsv4 as reference  # noqa: E402
+from quern.reference import nvfp4 as nvfp4_reference  # noqa: E402
 
 BOUND = 2e-6
 GRADIENT = 1e-5
@@ -107,6 +108,38 @@ def test_main_and_indexer_in_one_call(near, hidden):
     )
     assert [t.shape for t in made] == [(2, 11, 16), (2, 11, 12), (2, 11, 16), (2, 11, 8)]
     assert made[1].dtype == np.uint8
+
+
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+@pytest.mark.parametrize("format", ["fp8", "fp8_power", "nvfp4"])
+def test_packed_weights(near, kind, format):
+    """The entries of the weight that the bytes stand for; in pieces the same bits; dX."""
+    torch.manual_seed(2)
+    _, *biases = compressor(kind, width=64)
+    plain = torch.randn(144, (4 if kind == "csa" else 2) * 64) / 12
+    if format == "nvfp4":
+        w = nvfp4.quantize(plain, weight=True)
+        exact = nvfp4_reference.dequantize(*w, weight=True)
+    else:
+        scales = torch.rand(-(-plain.shape[1] // 128), 2) / 8 + 0.01
+        if format == "fp8_power":
+            scales = scales.log2().round().exp2().to(torch.float8_e8m0fnu)
+        w = plain.T.contiguous().mul(8).to(torch.float8_e4m3fn), scales
+        wide = scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        exact = (w[0].double() * wide[: plain.shape[1], :144]).T
+    x = torch.randn(20, 144, requires_grad=True)
+    leaves = [x, *biases]
+    wide = doubles(leaves)
+    got = dsv4.compress(None, *biases, x=x, w=w)
+    want = reference.compress(wide[0] @ exact, *wide[1:])
+    near(got, want, BOUND)
+    both_gradients(near, got, leaves, want, wide)
+    state = dsv4.State(kind, 64, ratio=4, like=x)
+    rows, still = x.detach(), [t.detach() for t in biases]
+    made = [state.append(None, *still, x=part, w=w) for part in rows.split([3, 9, 8])]
+    assert torch.equal(torch.cat(made), got)
+    with pytest.raises(ValueError, match="tuple of 1"):
+        dsv4.compress(None, *biases, x=x, w=(plain,))
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca"])
