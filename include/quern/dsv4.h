@@ -112,15 +112,16 @@ typedef struct quern_dsv4_compress_tensors {
     const quern_tensor *d_proj, *d_x, *d_prev_b;
     const quern_tensor *d_w, *d_b_a, *d_b_b, *d_norm_weight; /* f32 */
     /* CSA: the indexer's compressor in the same call, of width C_I, with index_b_a. Each as its namesake
-     * above, with C_I for C; index_proj stands beside proj, index_w beside w, index_prev_b beside prev_b. Both
-     * compressors share x, the table and where sequences and blocks start. d_x is the sum of both. */
+     * above, with C_I for C; index_proj stands beside proj, index_w beside w, index_prev_b beside prev_b.
+     * Both compressors share x, the table and where sequences and blocks start. d_x is the sum of both. */
     const quern_tensor *index_proj, *index_w, *index_b_a, *index_b_b, *index_prev_b, *index_norm_weight;
     const quern_tensor *index_pooled, *index_out, *index_d_out;
     const quern_tensor *index_d_proj, *index_d_prev_b;
     const quern_tensor *index_d_w, *index_d_b_a, *index_d_b_b, *index_d_norm_weight;
-    /* Instead of w, beside x: in FP8 e4m3 or u8 [columns, Dm] and, for every 128 x 128 of it, a scale in f32, or
-     * as a power of two in e8m0 or u8 [ceil(columns / 128), ceil(Dm / 128)]; in NVFP4 (nvfp4.h), Dm a multiple of
-     * 16, u8 [Dm / 2, columns], e4m3 or u8 [Dm / 16, columns] and f32 []. Such a weight gets no gradient. */
+    /* Instead of w, beside x: in FP8 e4m3 or u8 [columns, Dm] and, for every 128 x 128 of it, a scale in f32,
+     * or as a power of two in e8m0 or u8 [ceil(columns / 128), ceil(Dm / 128)]; in NVFP4 (nvfp4.h), Dm a
+     * multiple of 16, u8 [Dm / 2, columns], e4m3 or u8 [Dm / 16, columns] and f32 []. Such a weight gets no
+     * gradient. */
     const quern_tensor *w_fp8, *w_fp8_scales, *w_codes, *w_scales, *w_global;
     const quern_tensor *index_w_fp8, *index_w_fp8_scales, *index_w_codes, *index_w_scales, *index_w_global;
 } quern_dsv4_compress_tensors;
@@ -128,9 +129,9 @@ typedef struct quern_dsv4_compress_tensors {
 
 /* Bytes of workspace that the call with the same arguments needs; reads shapes alone. With x the workspace
  * holds the projections of some 1536 tokens, in the backward pass their gradients too, and a copy of w in
- * panels; with w in FP8 (in the backward pass NVFP4), a copy of it in floats; in the forward pass with NVFP4 the
- * projections of all tokens; in the backward pass of both compressors, where x is not f32, also the gradient of x
- * in f32. */
+ * panels; with w in FP8 (in the backward pass NVFP4), a copy of it in floats; in the forward pass with NVFP4
+ * the projections of all tokens; in the backward pass of both compressors, where x is not f32, also the
+ * gradient of x in f32. */
 QUERN_API quern_status quern_dsv4_compress_workspace(quern_context *ctx,
                                                      const quern_dsv4_compress_params *params,
                                                      const quern_dsv4_compress_tensors *tensors,

@@ -120,8 +120,8 @@ QUERN_API quern_status quern_dsv4_layer_backward(quern_context *ctx, const quern
  * the compressors' states. Bookkeeping and states are in `memory`, rows in `rows`; both are the caller's and
  * may not move. One call at a time may use a cache. On an error it is as it was.
  *
- * With pages, entry s of a sequence and its key stand in slot s % page of the sequence's page number s / page,
- * in one pool of entries and one of keys. The caller gives pages to a sequence before tokens need them
+ * With pages, entry s of a sequence and its key stand in slot s % page of the sequence's page number s /
+ * page, in one pool of entries and one of keys. The caller gives pages to a sequence before tokens need them
  * (quern_dsv4_layer_cache_add_pages()). Raw rows are as many as the window and have no pages.
  */
 typedef struct quern_dsv4_layer_cache quern_dsv4_layer_cache;

@@ -6,8 +6,8 @@
  * `memory` holds the header, a record a sequence, the compressors' states, then the page tables. `rows` holds
  * for each sequence its last window - 1 + ring raw rows, which rollbacks of `ring` tokens leave enough of,
  * then its entries, then the indexer's keys; with pages the raw rows of all sequences, a pool for entries and
- * one for keys, page i of both being the same sequence's. Raw rows are moved to the front by every call: these
- * are 128 rows, and a contiguous window needs no pages.
+ * one for keys, page i of both being the same sequence's. Raw rows are moved to the front by every call:
+ * these are 128 rows, and a contiguous window needs no pages.
  */
 #include "core/arena.h"
 #include "core/error.h"

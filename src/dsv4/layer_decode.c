@@ -10,8 +10,8 @@
  *   pool_append, store_rows  entries and keys, which go to the cache behind those that it has
  *   indexer, attend_mqa
  *
- * Formats of bytes may refuse a row. All sequences are therefore taken in first, by copies of their states, and
- * what the cache knows of them changes last: rows behind a sequence's entries mean nothing until then.
+ * Formats of bytes may refuse a row. All sequences are therefore taken in first, by copies of their states,
+ * and what the cache knows of them changes last: rows behind a sequence's entries mean nothing until then.
  */
 #include "core/error.h"
 #include "core/view.h"

@@ -4,7 +4,8 @@
  * weights.c - a compressor's projection weight in the formats that it may have.
  *
  *   floats  the pooling stages multiply by it, some tokens at a time
- *   FP8     [widen_blocks]: becomes such a weight in the workspace, bf16 where x is and scales are powers of two
+ *   FP8     [widen_blocks]: becomes such a weight in the workspace, bf16 where x is and scales are powers of
+ *           two
  *   NVFP4   [permute] grouped_gemm: projections of all tokens; where the weight itself is wanted: dequantise
  */
 #include "dsv4/weights.h"

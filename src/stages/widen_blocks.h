@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * widen_blocks.h - the arguments of the stage that turns a matrix of e4m3 with a scale for every 128 x 128 block
- * into floats, transposed: out[k, n] = codes[n, k] scales[n / 128, k / 128].
+ * widen_blocks.h - the arguments of the stage that turns a matrix of e4m3 with a scale for every 128 x 128
+ * block into floats, transposed: out[k, n] = codes[n, k] scales[n / 128, k / 128].
  */
 #ifndef QUERN_STAGES_WIDEN_BLOCKS_H
 #define QUERN_STAGES_WIDEN_BLOCKS_H

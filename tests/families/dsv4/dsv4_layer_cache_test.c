@@ -67,8 +67,8 @@ typedef struct stored {
     double *raw, *entries, *keys; /* [T, D] [S, D] [S, C_I] */
 } stored;
 
-/* Takes in the values of the last `count` raw rows and of the entries from `entry` on. Where the case's results
- * are f32, these are what was stored. */
+/* Takes in the values of the last `count` raw rows and of the entries from `entry` on. Where the case's
+ * results are f32, these are what was stored. */
 static void read_stored(const layer_case *c, const layer_store *s, int64_t first, int64_t count,
                         int64_t entry, stored *to)
 {

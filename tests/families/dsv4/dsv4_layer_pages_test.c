@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_layer_pages_test.c - the layer's cache in pages and as saved bytes: the bits of a contiguous one; pages
- * and bytes that are refused; rows that cannot be stored. */
+/* dsv4_layer_pages_test.c - the layer's cache in pages and as saved bytes: the bits of a contiguous one;
+ * pages and bytes that are refused; rows that cannot be stored. */
 #include "cmocka_c11.h"
 #include "dsv4_layer_storage.h"
 
@@ -29,8 +29,8 @@ static void check_kept(const layer_case *c, test_tensor first[LAYER_TENSORS])
     }
 }
 
-/* A sequence that stands in pages, moves to another cache as bytes and back, has the bits of one that stays in
- * a contiguous cache. */
+/* A sequence that stands in pages, moves to another cache as bytes and back, has the bits of one that stays
+ * in a contiguous cache. */
 static void pages_and_saved_sequences_change_no_bit(void **state)
 {
     static const int64_t pieces[] = {3, 9, 1, 1, 6, 2, 11};

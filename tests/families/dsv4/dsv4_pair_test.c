@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_pair_test.c - the main and the indexer's compressor in one call: the bits of two calls, the sum of both
- * gradients of x against the float64 oracle, formats that refuse an entry, what is refused. */
+/* dsv4_pair_test.c - the main and the indexer's compressor in one call: the bits of two calls, the sum of
+ * both gradients of x against the float64 oracle, formats that refuse an entry, what is refused. */
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "dsv4_case.h"
