@@ -291,6 +291,23 @@ static void offsets_beyond_32_bits(void **state)
     quern_context_destroy(ctx);
 }
 
+/* Angles of a million tokens, whose range is reduced in full. */
+static void check_far_positions(const quern_dsv4_rope_params *p)
+{
+    enum { ROWS = 1 << 20, DIM = 4 };
+    const int64_t shape[] = {ROWS, DIM};
+    float *data = malloc(ROWS * DIM * sizeof *data);
+    double *expected = test_doubles(ROWS * DIM);
+    const quern_tensor table = quern_tensor_contiguous(data, QUERN_F32, 2, shape);
+    assert_int_equal(quern_dsv4_rope_table(p, &table), QUERN_OK);
+    oracle_dsv4_rope_table(ROWS, DIM, p->base, p->factor, p->original_length, p->beta_fast, p->beta_slow,
+                           expected);
+    for (int i = 0; i < ROWS * DIM; i++)
+        if ((double)data[i] != expected[i])
+            fail_msg("[%d][%d] is %.9g, expected %.9g", i / DIM, i % DIM, (double)data[i], expected[i]);
+    free(data), free(expected);
+}
+
 static void rope_tables(void **state)
 {
     (void)state;
@@ -318,6 +335,7 @@ static void rope_tables(void **state)
                 fail_msg("yarn %d, [%d][%d] is %.9g, expected %.9g", yarn, i / DIM, i % DIM, (double)data[i],
                          expected[i]);
     }
+    check_far_positions(&p);
     quern_safetensors *file = golden_open(QUERN_TEST_VECTORS, "v4_tiny_csa");
     double *cosines = golden_get(file, "rope.compress.", "cos", 45 * 4),
            *sines = golden_get(file, "rope.main.", "sin", 45 * 4);
