@@ -60,6 +60,9 @@ cmake --build "$dir/build"
 "$dir/build/hello"
 "$dir/build/hello_static"
 include=$prefix/include
+while read -r init; do
+    grep -q "CHECK(.*, $init);" inits.c || fail "inits.c lacks $init"
+done < <(sed -n 's/^#define \(QUERN_[A-Z0-9_]*_INIT\)\b.*/\1/p' "$include"/quern/*.h)
 gcc -std=c11 -Wall -Wextra -Wpedantic -Werror -I"$include" inits.c -o "$dir/inits"
 "$dir/inits"
 g++ -std=c++17 -Wall -Wextra -Wpedantic -Werror -I"$include" -x c++ inits.c -o "$dir/inits"
