@@ -1,15 +1,17 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * memory_failure_test.c - each allocation of every function of the io and context layers fails, first alone,
- * then with all that follow it. The function returns OUT_OF_MEMORY and no object, leaks nothing and leaves
- * the old file unchanged.
+ * memory_failure_test.c - each allocation of every function of the io and context layers, and of making a
+ * plan, fails, first alone, then with all that follow it. The function returns OUT_OF_MEMORY and no object,
+ * leaks nothing and leaves the old file unchanged.
  *
  * The linker sends the library's allocations through the __wrap functions below.
  */
 #include "cmocka_c11.h"
 
+#include <quern/attention.h>
 #include <quern/file.h>
+#include <quern/plan.h>
 #include <quern/safetensors.h>
 
 #include <dirent.h>
@@ -244,12 +246,40 @@ static void contexts_fail_whole(void **state)
     fail_each(make_context);
 }
 
+static quern_context *planner; /* made before allocations fail */
+
+static quern_status make_plan(void)
+{
+    static float data[64];
+    static float out[64];
+    const int64_t shape[] = {1, 8, 1, 8};
+    const quern_tensor q = quern_tensor_contiguous(data, QUERN_F32, 4, shape),
+                       o = quern_tensor_contiguous(out, QUERN_F32, 4, shape);
+    quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
+    quern_attention_tensors t = QUERN_ATTENTION_TENSORS_INIT;
+    quern_plan *plan = NULL;
+    t.q = t.k = t.v = &q;
+    t.o = &o;
+    const quern_status status = quern_plan_create(planner, QUERN_OP_ATTENTION_FORWARD, &params, &t, &plan);
+    assert_true((status == QUERN_OK) == (plan != NULL));
+    quern_plan_destroy(plan);
+    return status;
+}
+
+static void plans_fail_whole(void **state)
+{
+    (void)state;
+    assert_int_equal(quern_context_create(NULL, &planner), QUERN_OK);
+    fail_each(make_plan);
+    quern_context_destroy(planner);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(saving_fails_whole),        cmocka_unit_test(opening_fails_whole),
         cmocka_unit_test(opening_bytes_fails_whole), cmocka_unit_test(writing_fails_whole),
-        cmocka_unit_test(contexts_fail_whole),
+        cmocka_unit_test(contexts_fail_whole),       cmocka_unit_test(plans_fail_whole),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }
