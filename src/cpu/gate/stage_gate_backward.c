@@ -135,8 +135,8 @@ static void run_part(void *arg, int64_t part, int32_t thread)
         const int64_t stop = at + SUM_TOKENS < end ? at + SUM_TOKENS : end;
         if (few != NULL) memset(few, 0, (size_t)floats * sizeof *few);
         for (int64_t i = at; i < stop;) { /* a view's tokens, then the rows without a token */
-            const int64_t b = i / job->rows, n = i % job->rows, border = n < valid ? valid : job->rows;
-            const int64_t tokens = border - n < stop - i ? border - n : stop - i;
+            const int64_t b = i / job->rows, n = i % job->rows, bound = n < valid ? valid : job->rows;
+            const int64_t tokens = bound - n < stop - i ? bound - n : stop - i;
             if (n < valid) run_tokens(job, b, n, tokens, thread, few);
             for (int64_t k = 0; n >= valid && k < tokens * job->heads; k++)
                 clear_row(job, b, n + k / job->heads, k % job->heads);
