@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# No function is longer than 100 lines.
+# No function is longer than 100 lines, no line of code longer than 110 characters.
 set -eu
 cd "$(dirname "$0")/.."
 # A function's brace opens and closes in the first column; its name stands before the first parenthesis above that.
@@ -14,3 +14,7 @@ find src tools tests bench examples \( -name '*.[ch]' -o -name '*.cu' -o -name '
         open = 0
     }
     END { exit bad }'
+# Characters, not bytes.
+export LC_ALL=C.UTF-8
+! find src tools tests bench examples include python \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inc' -o -name '*.py' \) -print0 |
+    xargs -0 grep -nE '^.{111,}'

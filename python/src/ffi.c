@@ -148,8 +148,9 @@ static quern_status context_status;
 static pthread_once_t context_once = PTHREAD_ONCE_INIT;
 static pthread_key_t kept_key;
 
-/* Workspace that a thread keeps from call to call: the page faults of a large one that is new to every call take
- * some hundredths of the kernels' time. After a call the system may take back one of more than OWN_BYTES_MAX. */
+/* Workspace that a thread keeps from call to call: the page faults of a large one that is new to every call
+ * take some hundredths of the kernels' time. After a call the system may take back one of more than
+ * OWN_BYTES_MAX. */
 typedef struct kept_memory {
     size_t bytes;
     void *data;

@@ -9,8 +9,8 @@
  *   layer_cache_length(cache, sequence) -> bytes of two int64: tokens, those that can be taken back
  *   layer_cache_rollback(cache, sequence, n); layer_cache_reset(cache, sequence)
  *   layer_cache_fork(cache, from, to)
- *   layer_cache_part(cache, sequence, part) -> bytes of a sequence's raw rows, entries, keys, of the saved states
- *                                  of the main compressor and of the indexer's: parts 0 to 4
+ *   layer_cache_part(cache, sequence, part) -> bytes of a sequence's raw rows, entries, keys, of the
+ *                                  saved states of the main compressor and of the indexer's: parts 0 to 4
  *   layer_cache_set(cache, fields, sequence, tokens, parts...)     gives it those of five parts
  *   layer_decode(cache, params, sequences, counts, tensors)
  *

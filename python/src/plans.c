@@ -5,11 +5,11 @@
  * checked and laid out twice, for its workspace and for its run.
  *
  * A key says all that a plan fixes. A thread keeps one plan for each of SLOTS values of the key's hash, from
- * the second call in turn that has this key on: a length that comes once makes none. A plan's run does not see
- * that tensors share memory, so calls whose tensors do take no plan.
+ * the second call in turn that has this key on: a length that comes once makes none. A plan's run does not
+ * see that tensors share memory, so calls whose tensors do take no plan.
  *
- *   keep_plans()      from now on threads that end leave their plans: Python ends, and what a GPU's plans hold
- *                     may be gone before the last threads of a framework are
+ *   keep_plans()      from now on threads that end leave their plans: Python ends, and what a GPU's plans
+ *                     hold may be gone before the last threads of a framework are
  */
 #include "ffi.h"
 

@@ -12,8 +12,8 @@
  *   state_save(state) -> bytes
  *   state_restore(params, width, ring, saved, memory) -> int
  *   state_entries(states, counts) -> int
- *   state_append(params, states, counts, proj, x, w, b_a, b_b, prev_b, norm_weight, cos_sin, out, pooled, w_fp8,
- *                w_fp8_scales, w_codes, w_scales, w_global)
+ *   state_append(params, states, counts, proj, x, w, b_a, b_b, prev_b, norm_weight, cos_sin, out, pooled,
+ *                w_fp8, w_fp8_scales, w_codes, w_scales, w_global)
  *   store(format, page, x, slots, cache)           rows into a cache that the indexer or the attention reads
  *   rope_table(numbers, table)     bytes of five f32: base, factor, original_length, beta_fast, beta_slow
  *   pack_weights(hca, w_a_kv, w_a_z, w_b_kv, w_b_z, w)

@@ -68,7 +68,8 @@ quern_status attend_backward_sm90_lists_run(const stage_exec *exec, const attend
 bool attend_backward_sm90_tokens_supports(const stage_exec *exec, const attend_args *args,
                                           char why[STAGE_WHY_BYTES]);
 size_t attend_backward_sm90_tokens_bytes(const stage_exec *exec, const attend_args *args);
-quern_status attend_backward_sm90_tokens_run(const stage_exec *exec, const attend_args *args, void *workspace);
+quern_status attend_backward_sm90_tokens_run(const stage_exec *exec, const attend_args *args,
+                                             void *workspace);
 bool attend_backward_wgmma_supports(const stage_exec *exec, const attend_args *args,
                                     char why[STAGE_WHY_BYTES]);
 quern_status attend_backward_wgmma_run(const stage_exec *exec, const attend_args *args, void *workspace);

@@ -176,9 +176,9 @@ static void structs_keep_their_layout(void **unused)
 
 #define ENDS(type, last) assert_int_equal(offsetof(type, last) + sizeof((type){0}.last), sizeof(type))
 
-/* Nothing clears bytes between the last field and the end of a struct. A later field in them would read what an
- * older caller's stack held; an older library would find them set in a newer caller's struct. (The structs of
- * tensors hold pointers alone.) */
+/* Nothing clears bytes between the last field and the end of a struct. A later field in them would read
+ * what an older caller's stack held; an older library would find them set in a newer caller's struct. (The
+ * structs of tensors hold pointers alone.) */
 static void the_last_field_ends_a_struct(void **unused)
 {
     (void)unused;

@@ -184,9 +184,9 @@ static float bf16_of(float x)
 }
 
 /* Fills a block with bf16 values whose exponents span so many binades, 7 from kind 12 on; then some kinds are
- * zeros, signed zeros, a largest value that two bytes just hold or just do not, one that is not finite, a tiny
- * one among others, and blocks next to the least and the largest values that occur. Returns whether two
- * bytes hold it: 1 yes, 0 no, -1 either. */
+ * zeros, signed zeros, a largest value that two bytes just hold or just do not, one that is not finite, a
+ * tiny one among others, and blocks next to the least and the largest values that occur. Returns whether
+ * two bytes hold it: 1 yes, 0 no, -1 either. */
 static int fill_block(test_random *random, int kind, float x[16])
 {
     const int place = (int)test_random_int(random, 0, 14), binades = kind < 12 ? kind : 7;

@@ -57,7 +57,8 @@ void oracle_dsv4_widen_fp8(const unsigned char *bytes, int64_t n, double *row);
 void oracle_dsv4_widen_fp4(const unsigned char *bytes, int64_t n, double *row);
 void oracle_dsv4_widen_row584(const unsigned char bytes[584], double *row);
 
-/* A weight's e4m3 [n, k] with a scale for every 128 x 128, as a power of two (bytes) or in f32, to w [k, n]. */
+/* A weight's e4m3 [n, k] with a scale for every 128 x 128, as a power of two (bytes) or in f32, to w [k,
+ * n]. */
 void oracle_dsv4_widen_weight(const unsigned char *codes, const unsigned char *powers, const float *scales,
                               int64_t n, int64_t k, double *w);
 

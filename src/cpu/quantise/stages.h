@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* stages.h - the stage functions of formats and layouts of 4 and 8 bits, for the table in backend.c. All accept any
- * arguments. */
+/* stages.h - the stage functions of formats and layouts of 4 and 8 bits, for the table in backend.c. All
+ * accept any arguments. */
 #ifndef QUERN_CPU_QUANTISE_STAGES_H
 #define QUERN_CPU_QUANTISE_STAGES_H
 

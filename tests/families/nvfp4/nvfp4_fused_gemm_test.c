@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nvfp4_fused_gemm_test.c - fused equals unfused, to the bit: SwiGLU and quantisation in the grouped product's
- * epilogue, SwiGLU there and the quantiser after it, and the plain product before the fused quantiser. */
+/* nvfp4_fused_gemm_test.c - fused equals unfused, to the bit: SwiGLU and quantisation in the grouped
+ * product's epilogue, SwiGLU there and the quantiser after it, and the plain product before the fused
+ * quantiser. */
 #include "cmocka_c11.h"
 #include "levels.h"
 #include "nvfp4_case.h"
