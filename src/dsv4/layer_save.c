@@ -179,7 +179,7 @@ quern_status quern_dsv4_layer_cache_restore(quern_dsv4_layer_cache *cache, int64
                                             size_t from_bytes)
 {
     saved_header h;
-    layer_sequence lengths;
+    layer_sequence lengths = {.tokens = 0};
     quern_status status = layer_check_sequence(cache, "sequence", sequence);
     if (status == QUERN_OK) status = check_saved(cache, sequence, from, from_bytes, &h, &lengths);
     if (status == QUERN_OK)
