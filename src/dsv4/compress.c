@@ -205,8 +205,7 @@ quern_status dsv4_compress_plan(op_call *call)
 }
 
 /* Runs one compressor: what its weight needs, then the pooling. */
-static quern_status run_one(const op_call *call, const op_frame *frame, const dsv4_weight *weight,
-                            const pool_args *args)
+static quern_status run_weight(const op_call *call, const op_frame *frame, const dsv4_weight *weight)
 {
     const void *scratch = ((const dsv4_compress_call *)call)->scratch;
     quern_status status = QUERN_OK;
@@ -215,24 +214,25 @@ static quern_status run_one(const op_call *call, const op_frame *frame, const ds
         status = op_##stage(call, frame, &weight->step, scratch);
     DSV4_WEIGHT_STEPS(RUN)
 #undef RUN
-    if (status != QUERN_OK) return status;
-    return is_backward(call) ? op_pool_backward(call, frame, args, scratch)
-                             : op_pool_forward(call, frame, args, scratch);
+    return status;
 }
 
-static quern_status run_compressor(const op_call *call, const op_frame *frame, bool index)
+static quern_status run_pool(const op_call *call, const op_frame *frame, bool index)
 {
     const dsv4_compress_call *c = (const dsv4_compress_call *)call;
-    return index ? run_one(call, frame, &c->index_weight, &c->index)
-                 : run_one(call, frame, &c->weight, &c->pool);
+    const pool_args *args = index ? &c->index : &c->pool;
+    return is_backward(call) ? op_pool_backward(call, frame, args, c->scratch)
+                             : op_pool_forward(call, frame, args, c->scratch);
 }
 
+/* Both weights first, into the workspace: a bad scale byte is refused before any output is written. */
 quern_status dsv4_compress_run(const op_call *call, const op_frame *frame)
 {
     const dsv4_compress_call *c = (const dsv4_compress_call *)call;
-    if (!c->both) return run_compressor(call, frame, false);
-    quern_status status = run_compressor(call, frame, c->index_first);
-    if (status == QUERN_OK) status = run_compressor(call, frame, !c->index_first);
+    quern_status status = run_weight(call, frame, &c->weight);
+    if (status == QUERN_OK && c->both) status = run_weight(call, frame, &c->index_weight);
+    if (status == QUERN_OK) status = run_pool(call, frame, c->both && c->index_first);
+    if (status == QUERN_OK && c->both) status = run_pool(call, frame, !c->index_first);
     if (status == QUERN_OK && c->late_out.x.ndim > 0)
         status = op_permute(call, frame, &c->late_out, c->scratch);
     if (status == QUERN_OK && c->late_pooled.x.ndim > 0)

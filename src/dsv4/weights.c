@@ -35,7 +35,9 @@ dsv4_weight dsv4_weight_of(const quern_tensor *x, const dsv4_weight_given *given
             (widen_blocks_args){.codes = given->w_fp8, .scales = given->w_fp8_scales, .out = weight.w};
     }
     if (given->w_codes.ndim == 0) return weight;
-    const int64_t k = x->shape[x->ndim - 1], n = given->w_codes.shape[1], rows = view_elements(x) / k;
+    const int64_t k = x->shape[x->ndim - 1], n = given->w_codes.shape[1];
+    int64_t rows = 1;
+    for (int32_t i = 0; i < x->ndim - 1; i++) rows *= x->shape[i];
     const quern_tensor codes = view_with_batch(&given->w_codes), scales = view_with_batch(&given->w_scales),
                        global = weight.global = one_by_one(&given->w_global);
     if (floats) {
