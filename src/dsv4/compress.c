@@ -204,7 +204,7 @@ quern_status dsv4_compress_plan(op_call *call)
     return QUERN_OK;
 }
 
-/* Runs one compressor: what its weight needs, then the pooling. */
+/* Runs what a compressor's weight needs. */
 static quern_status run_weight(const op_call *call, const op_frame *frame, const dsv4_weight *weight)
 {
     const void *scratch = ((const dsv4_compress_call *)call)->scratch;

@@ -4,7 +4,9 @@
  * appends, which leave outputs and states as they were. */
 #include "cmocka_c11.h"
 #include "dsv4_weights.h"
+#include "op_case.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 enum { IN = 272, WIDTH = 40, R = 4 };
@@ -169,8 +171,37 @@ static void refused_appends(void **state)
     close_fixture(&f);
 }
 
+/* Hidden states of no channels: projections of 0, of which entries are 0. */
+static void no_channels(void **state)
+{
+    (void)state;
+    for (int kind = 0; kind < WEIGHT_KINDS; kind++) {
+        test_random random = {(uint64_t)kind + 1};
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+        weight w = dsv4_weight_random(&random, (weight_kind)kind, 0, 4 * WIDTH);
+        test_tensor x = dsv4_weight_rows(&random, QUERN_F32, 9, 0),
+                    bias = dsv4_weight_rows(&random, QUERN_F32, R, WIDTH),
+                    out = dsv4_weight_rows(&random, QUERN_F32, 2, WIDTH);
+        const quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
+        quern_dsv4_compress_tensors t = QUERN_DSV4_COMPRESS_TENSORS_INIT;
+        dsv4_weight_give(&w, &t);
+        t.x = &x.view;
+        t.b_a = t.b_b = &bias.view;
+        t.out = &out.view;
+        op_case_call(ctx, "csa-compress", QUERN_OP_FORWARD, &p, &t);
+        double *values = test_tensor_get(&out);
+        for (int i = 0; i < 2 * WIDTH; i++) assert_true(values[i] == 0);
+        test_tensor_check_guards(&out, "out");
+        free(values);
+        test_tensor_free(&x), test_tensor_free(&bias), test_tensor_free(&out);
+        dsv4_weight_free(&w);
+        quern_context_destroy(ctx);
+    }
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(refusals), cmocka_unit_test(refused_appends)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(no_channels), cmocka_unit_test(refusals),
+                                       cmocka_unit_test(refused_appends)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
