@@ -97,7 +97,8 @@ static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
 {
     float copies[LANES][MAX_DIM];
     const float *rows[LANES];
-    const bool stands = src->dtype == QUERN_F32 && src->dim % LANES == 0; /* such rows are read in place */
+    /* Read in place; but 16 lines a multiple of 4096 bytes apart share a set of L1, which holds fewer. */
+    const bool stands = src->dtype == QUERN_F32 && src->dim % LANES == 0 && src->stride % 1024 != 0;
     for (int32_t c0 = 0; c0 < panel; c0 += LANES) {
         for (int32_t i = 0; i < LANES; i++) {
             prefetch_row(src, c0 + i + ROWS_AHEAD);
