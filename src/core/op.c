@@ -198,7 +198,8 @@ static quern_status check_tensors(op_call *call, op_looks looks, used_tensors *u
         const quern_status status = view_check_one(&want, call->given[i], &call->like, span);
         if (status != QUERN_OK) return status;
         if (span->high != 0) call->alignment[i] = alignment_of(call->given[i], looks);
-        call->writes = call->writes || (span->high != 0 && want.output);
+        if (want.output && span->high != 0) call->writes = true;
+        if (want.output && span->high == 0) call->has_empty_result = true;
         used->index[used->count++] = (uint8_t)i;
     }
     return QUERN_OK;
@@ -351,7 +352,8 @@ static quern_status execute(const op_call *call, const quern_exec *exec, void *c
 {
     DEFAULT_FLOAT_STATE;
     if (call->like.device == QUERN_CPU) {
-        if (!call->writes && !call->varlen) return QUERN_OK; /* any number of sequences without tokens */
+        /* Any number of sequences without tokens. */
+        if (call->has_empty_result && !call->writes && !call->varlen) return QUERN_OK;
         const quern_status status = call->family->check_data(call, data);
         if (status != QUERN_OK) return status;
     }

@@ -151,6 +151,7 @@ typedef struct op_call {
         asked[OP_ASKED]; /* where a result is absent: the extents that it is to have (quern_op_expect()) */
     bool contents; /* quern_op_expect(): derive may read index tensors that the host has, at their data */
     bool writes;   /* some result has elements */
+    bool has_empty_result;
     int32_t given_count; /* entries of a plan's data: the pointers that the caller's struct has */
     size_t bytes;        /* of workspace */
     void *replay;        /* the backend's, by which the stages start as one; NULL: they start one by one */
