@@ -220,6 +220,7 @@ quern_status quern_nsa_decode_workspace(quern_context *ctx, const quern_nsa_para
                                         const quern_cache *cache, const quern_cache_batch *batch,
                                         const quern_decode_tensors *tensors, size_t *bytes)
 {
+    DEFAULT_FLOAT_STATE; /* a plan resolves the scale */
     decode_call c;
     const quern_status status = plan(ctx, NULL, params, cache, batch, tensors, false, &c);
     if (status != QUERN_OK) return status;

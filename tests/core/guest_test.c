@@ -6,6 +6,7 @@
  * none of them.
  */
 #include "cmocka_c11.h"
+#include "float_states.h"
 #include "nsa_random.h"
 
 #include <quern/attention.h>
@@ -193,58 +194,48 @@ static void the_callers_executor_runs_everything(void **state)
 
 /* ---- the floating-point state ---- */
 
-#if defined(__SSE2__)
-/* Values among which some are subnormal, and products of them. */
-static void scale_inputs(nsa_case *c)
+/* One pass of a case. */
+typedef struct pass {
+    nsa_case *c;
+    quern_context *ctx;
+    nsa_call call;
+    nsa_set set;
+    quern_status status;
+} pass;
+
+static void run_pass(void *arg)
 {
-    const nsa_slot slots[] = {NSA_V, NSA_D_O};
-    for (int s = 0; s < 2; s++) {
-        double *x = test_tensor_get(&c->tensor[slots[s]]);
-        for (int64_t i = 0; i < test_tensor_count(&c->tensor[slots[s]]); i++) x[i] *= i % 3 == 0 ? 1e-39 : 1;
-        test_tensor_set(&c->tensor[slots[s]], x);
-        free(x);
-    }
+    pass *p = arg;
+    p->status = nsa_try(p->c, p->ctx, p->call, p->set);
 }
 
 static void the_floating_point_state_is_the_callers(void **state)
 {
-    static const struct {
-        const char *name;
-        unsigned csr;
-    } states[] = {{"flush to zero, subnormals are zero", 0x9fc0},
-                  {"round up", 0x5f80},
-                  {"round to zero with sticky flags", 0x7fbf},
-                  {"traps", 0x1f80 & ~0x0e80u}};
     (void)state;
     for (int which = 0; which < CASES; which++) {
         nsa_case *c = make_case(which);
         test_tensor expected[NSA_SLOTS];
-        scale_inputs(c);
+        test_float_scale(&c->tensor[NSA_V]);
+        test_float_scale(&c->tensor[NSA_D_O]);
         expect(c, expected);
-        for (size_t s = 0; s < sizeof states / sizeof *states; s++)
+        for (int s = 0; s < test_float_states(); s++)
             for (int32_t threads = 1; threads <= 3; threads++) {
-                const nsa_call calls[] = {nsa_call_forward, nsa_call_backward};
-                const nsa_set sets[] = {nsa_forward_inputs(c) | nsa_forward_outputs(c),
-                                        nsa_backward_inputs(c) | nsa_backward_outputs(c)};
                 quern_context *ctx = context_with(NULL, NULL, threads);
+                pass passes[] = {
+                    {c, ctx, nsa_call_forward, nsa_forward_inputs(c) | nsa_forward_outputs(c), QUERN_OK},
+                    {c, ctx, nsa_call_backward, nsa_backward_inputs(c) | nsa_backward_outputs(c), QUERN_OK}};
                 for (int i = 0; i < 2; i++) {
-                    const unsigned before = _mm_getcsr();
-                    _mm_setcsr(states[s].csr);
-                    const quern_status status = nsa_try(c, ctx, calls[i], sets[i]);
-                    const unsigned after = _mm_getcsr();
-                    _mm_setcsr(before);
-                    assert_int_equal(status, QUERN_OK);
-                    assert_int_equal(after, states[s].csr);
+                    test_float_state_run(s, run_pass, &passes[i]);
+                    assert_int_equal(passes[i].status, QUERN_OK);
                 }
                 nsa_check_same_bits(c, nsa_forward_outputs(c) | nsa_backward_outputs(c), expected,
-                                    states[s].name);
+                                    test_float_state_name(s));
                 quern_context_destroy(ctx);
             }
         nsa_free_copies(expected);
         nsa_case_free(c);
     }
 }
-#endif
 
 /* ---- processes ---- */
 
@@ -394,9 +385,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_child_of_fork_computes),
         cmocka_unit_test(threads_that_cannot_be_created_are_done_without),
         cmocka_unit_test(the_callers_executor_runs_everything),
-#if defined(__SSE2__)
         cmocka_unit_test(the_floating_point_state_is_the_callers),
-#endif
     };
     if (argc == 2) return run_mode(argv[1]);
     return cmocka_run_group_tests(tests, NULL, NULL);
