@@ -24,6 +24,7 @@ __all__ = [
     "quantize",
     "swizzle",
     "unpack",
+    "unswizzle",
 ]
 
 
@@ -183,6 +184,22 @@ def swizzle(scales: Any, *, tokens_per_expert: Any = None, weight: bool = False)
         ("swizzled", "pad_row_offsets"),
     )
     return _named(swizzled, "float8_e4m3fn"), starts
+
+
+def unswizzle(
+    swizzled: Any, rows: int, columns: int, *, tokens_per_expert: Any = None, weight: bool = False
+) -> Any:
+    """swizzle() back: [bytes] → scales [rows, columns], of experts rows past the last token 0; weight: [E,
+    bytes] → [E, columns, rows]."""
+    settings = {"inverse": True, "weight": _layout(weight), "experts": tokens_per_expert is not None}
+    (scales,) = ops.call(
+        "nvfp4-swizzle",
+        ops.params("nvfp4-swizzle", **settings),
+        {"swizzled": as_bytes(swizzled), "tokens_per_expert": tokens_per_expert},
+        ("linear",),
+        asked={"rows": rows, "columns": columns},
+    )
+    return _named(scales, "float8_e4m3fn")
 
 
 def interleave(x: Any, *, granularity: int = 8, inverse: bool = False) -> Any:

@@ -4,23 +4,62 @@
 read.
 
 It shares no code with the library. Choices (block_idx, idx, experts) may be handed in, so that two results
-differ by rounding alone. Memory grows with N²; use it up to a few thousand tokens.
+differ by rounding alone. They have no gradient, nor have codes, scales and bytes of rows, which are computed
+as their formats say, to the bit; what stands for them has the gradient of what was rounded. Sequences are of
+one length: a varlen batch is a call for each of them, and a row from a cache is that of the whole sequence.
+Memory grows with N²; use it up to a few thousand tokens.
 """
 
 from . import dsv4, moe, nvfp4
 from ._attention import attention, masked_attention, window_mask
-from ._nsa import chosen_blocks, compress, gate, nsa, select
+from ._nsa import attend, combine, compress, gate, gates_of, nsa
+from ._nsa_select import chosen_blocks, convert_blocks, listed, select, select_groups
+
+# The operations of the library, by the names of `quern run`.
+OPERATIONS = {
+    "attention": attention,
+    "csa-compress": dsv4.compress,
+    "hca-compress": dsv4.compress,
+    "moe": moe.layer,
+    "moe-prepack": nvfp4.prepack,
+    "moe-route": moe.route,
+    "nsa": nsa,
+    "nsa-attend": attend,
+    "nsa-combine": combine,
+    "nsa-compress": compress,
+    "nsa-gate": gate,
+    "nsa-gates": gates_of,
+    "nsa-list-convert": convert_blocks,
+    "nsa-select": select,
+    "nvfp4-dequantize": nvfp4.dequantize,
+    "nvfp4-from-mxfp4": nvfp4.from_mxfp4,
+    "nvfp4-fused-quantize": nvfp4.fused_quantize,
+    "nvfp4-gemm": nvfp4.gemm,
+    "nvfp4-interleave": nvfp4.interleave,
+    "nvfp4-quantize": nvfp4.quantize,
+    "nvfp4-swizzle": nvfp4.swizzle,
+    "v4-attention": dsv4.attention,
+    "v4-index": dsv4.index,
+    "v4-layer": dsv4.layer,
+}
 
 __all__ = [
+    "OPERATIONS",
+    "attend",
     "attention",
     "chosen_blocks",
+    "combine",
     "compress",
+    "convert_blocks",
     "dsv4",
     "gate",
+    "gates_of",
+    "listed",
     "masked_attention",
     "moe",
     "nsa",
     "nvfp4",
     "select",
+    "select_groups",
     "window_mask",
 ]

@@ -16,13 +16,21 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float
 
     A query that sees no key gives 0 and takes part in no gradient.
     """
+    return attention_and_lse(q, k, v, seen, scale)[0]
+
+
+def attention_and_lse(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """masked_attention() and the logarithms of its sums [B, H, N], -inf where no key is seen."""
     share = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
     scores = torch.einsum("bnhd,bshd->bhns", q, k) * (scale or 1 / math.sqrt(q.shape[-1]))
     seen = seen.expand_as(scores)
     some = seen.any(-1, keepdim=True)
     weights = scores.masked_fill(~seen & some, -math.inf).softmax(-1).masked_fill(~some, 0)
-    return torch.einsum("bhns,bshd->bnhd", weights, v)
+    lse = scores.detach().masked_fill(~seen, -math.inf).logsumexp(-1)
+    return torch.einsum("bhns,bshd->bnhd", weights, v), lse
 
 
 def window_mask(
@@ -47,7 +55,9 @@ def attention(
     window: int = 0,
     scale: float | None = None,
     query_offset: int | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """quern.attention of one fixed length."""
     seen = window_mask(q.shape[1], window, causal, k.shape[1], query_offset)
-    return masked_attention(q, k, v, seen, scale)
+    made = attention_and_lse(q, k, v, seen, scale)
+    return made if return_lse else made[0]

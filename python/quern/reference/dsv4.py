@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""DeepSeek-V4's compressed attention."""
+"""DeepSeek-V4's compressed attention: compressors, the indexer, the attention core, the layer.
+
+A row from a cache, however its sequence was cut into calls, is that of the whole sequence.
+store(), load() and gather_pages() are the caches' rows.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,23 @@ from typing import Mapping
 
 import torch
 from torch import Tensor
+
+from ._dsv4_formats import gather_pages, load, store, stored
+from ._nvfp4_quantize import through
+
+__all__ = [
+    "attention",
+    "compress",
+    "gather_pages",
+    "hadamard_transform",
+    "index",
+    "layer",
+    "load",
+    "rotate",
+    "store",
+    "stored",
+    "visible",
+]
 
 
 def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
@@ -22,6 +43,15 @@ def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor, inverse: bool = False)
     return torch.cat((plain, pairs.flatten(-2)), -1)
 
 
+def hadamard_transform(x: Tensor) -> Tensor:
+    """The Walsh-Hadamard transform of the last channels, in Sylvester's order, over the root of their
+    number."""
+    matrix, pair = torch.ones(1, 1, dtype=x.dtype), torch.tensor([[1, 1], [1, -1]], dtype=x.dtype)
+    while matrix.shape[0] < x.shape[-1]:
+        matrix = torch.kron(pair, matrix)
+    return x @ matrix * x.shape[-1] ** -0.5
+
+
 def compress(
     proj: Tensor,
     b_a: Tensor,
@@ -32,13 +62,18 @@ def compress(
     cos_sin: Tensor | None = None,
     start_token: int = 0,
     start_abs_pos: int = 0,
+    n_blocks: int = 0,
     rope_at: str = "first",
+    round_bf16: bool = False,
+    hadamard: bool = False,
     eps: float = 1e-6,
+    format: str = "rows",
 ) -> Tensor:
-    """proj [.., T, 4C or 2C] → entries [.., n, C]; b_b and prev_b for CSA."""
+    """proj [.., T, 4C or 2C] → entries [.., n, C]; b_b and prev_b for CSA. With a format, what its rows stand
+    for: store() has their bytes. Gradients pass straight through rounding and formats."""
     ratio, width = b_a.shape
     proj = proj[..., start_token:, :]
-    n = proj.shape[-2] // ratio
+    n = n_blocks or proj.shape[-2] // ratio
     series = proj[..., : n * ratio, :].unflatten(-2, (n, ratio)).unflatten(-1, (-1, width))
     values, logits = series[..., 0, :], series[..., 1, :] + b_a
     if b_b is not None:
@@ -51,13 +86,18 @@ def compress(
             none[:1] = True
             earlier = earlier.masked_fill(none, -math.inf)
         values, logits = torch.cat((values, before[..., :width]), -2), torch.cat((logits, earlier), -2)
-    out = (logits.softmax(-2) * values).sum(-2)
+    some = ~logits.isneginf().all(-2, keepdim=True)
+    out = (logits.masked_fill(~some, 0).softmax(-2).masked_fill(~some, 0) * values).sum(-2)
+    if round_bf16:
+        out = through(out, out.bfloat16())
     if norm_weight is not None:
         out = out * (out.square().mean(-1, keepdim=True) + eps).rsqrt() * norm_weight
     if cos_sin is not None:
         positions = start_abs_pos + torch.arange(n) * ratio + (ratio - 1 if rope_at == "last" else 0)
         out = rotate(out, cos_sin, positions)
-    return out
+    if hadamard:
+        out = hadamard_transform(out)
+    return out if format == "rows" else stored(out, format)
 
 
 def visible(tokens: int, entries: int, ratio: int, start: int = 0) -> Tensor:
@@ -67,9 +107,18 @@ def visible(tokens: int, entries: int, ratio: int, start: int = 0) -> Tensor:
 
 
 def index(
-    q: Tensor, k: Tensor, w: Tensor, *, ratio: int = 4, top_k: int = 512, start_abs_pos: int = 0
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    *,
+    ratio: int = 4,
+    top_k: int = 512,
+    start_abs_pos: int = 0,
+    key_format: str = "rows",
 ) -> tuple[Tensor, Tensor]:
-    """→ idx [B, T, top_k], ascending and padded with -1, and the scores [B, T, S], -inf where not seen."""
+    """→ idx [B, T, top_k], ascending and padded with -1, and the scores [B, T, S], -inf where not seen. k: in
+    a format bytes. The choice has no gradient."""
+    k = k if key_format == "rows" else load(k, key_format)
     dots = torch.einsum("bthc,bsc->bths", q, k).relu()
     scores = torch.einsum("bth,bths->bts", w, dots) * (q.shape[2] * q.shape[3]) ** -0.5
     scores = scores.masked_fill(~visible(q.shape[1], k.shape[1], ratio, start_abs_pos), -math.inf)
@@ -92,8 +141,13 @@ def attention(
     ratio: int = 4,
     window: int = 128,
     start_abs_pos: int | None = None,
-) -> Tensor:
-    """q [B, T, H, D], kv [B, N, D], kv_cmp [B, S, D], idx [B, T, k] → o [B, T, H, D]."""
+    format: str = "rows",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """q [B, T, H, D], kv [B, N, D], kv_cmp [B, S, D], idx [B, T, k] → o [B, T, H, D]; with return_lse also
+    lse [B, H, T] and lse_win, of the window's keys alone. kv and kv_cmp: in a format bytes."""
+    if format != "rows":
+        kv, kv_cmp = load(kv, format), None if kv_cmp is None else load(kv_cmp, format)
     batch, tokens, heads, dim = q.shape
     start = kv.shape[1] - tokens if start_abs_pos is None else start_abs_pos
     position = start + torch.arange(tokens)
@@ -111,6 +165,7 @@ def attention(
     scores = torch.einsum("bthd,bsd->bhts", q, keys) * dim**-0.5
     seen = seen[:, None].expand_as(scores)
     some = seen.any(-1, keepdim=True)
+    sums = scores.detach().masked_fill(~seen, -math.inf)
     scores = scores.masked_fill(~seen & some, -math.inf)
     if sink is not None:
         scores = torch.cat((scores, sink.view(1, -1, 1, 1).expand(batch, heads, tokens, 1)), -1)
@@ -118,7 +173,7 @@ def attention(
     o = torch.einsum("bhts,bsd->bthd", p, keys)
     if cos_sin is not None:
         o = rotate(o.transpose(1, 2), cos_sin, position, inverse=True).transpose(1, 2)
-    return o
+    return (o, sums.logsumexp(-1), sums[..., : kv.shape[1]].logsumexp(-1)) if return_lse else o
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -171,8 +226,17 @@ def layer(
         query = rotate(query.transpose(1, 2), cos_sin, position).transpose(1, 2)
         of_heads = x @ weights[f"{indexer}.scorer.weights_proj.weight"].T
         idx = index(query, keys, of_heads, ratio=ratio, top_k=top_k)[0]
-    sink = weights["sinks"]
-    o = attention(q, kv, entries, idx, sink=sink, cos_sin=cos_sin, ratio=ratio or 1, window=window)
+    o, *_ = attention(
+        q,
+        kv,
+        entries,
+        idx,
+        sink=weights["sinks"],
+        cos_sin=cos_sin,
+        ratio=ratio or 1,
+        window=window,
+        return_lse=True,
+    )
     o_a = weights["o_a_proj.weight"]
     groups = q.shape[2] * dim // o_a.shape[1]
     mixed = torch.einsum(

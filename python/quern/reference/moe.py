@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .nvfp4 import swiglu
+from .nvfp4 import grouped_mm, straight_through, swiglu
 
 
 def route(
@@ -35,6 +35,25 @@ def route(
     return experts, weights * route_scale
 
 
+def permutation_of(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """experts [T, top_k], of `count` → offsets int32 [count], where each expert's rows end, and permutation
+    int32 [T · top_k], the slots t · top_k + j by expert, then by number."""
+    slots = experts.flatten().long()
+    offsets = torch.bincount(slots, minlength=count).cumsum(0)
+    return offsets.int(), slots.sort(stable=True).indices.int()
+
+
+def permute(hidden: Tensor, permutation: Tensor, top_k: int) -> Tensor:
+    """hidden [T, D] → the experts' rows [T · top_k, D]."""
+    return hidden[permutation.long() // top_k]
+
+
+def unpermute(rows: Tensor, permutation: Tensor, weights: Tensor) -> Tensor:
+    """The experts' rows [T · top_k, D] → Σ_j weights[t, j] · the row of slot t · top_k + j, [T, D]."""
+    slots = torch.zeros_like(rows).index_copy(0, permutation.long(), rows)
+    return (slots.unflatten(0, weights.shape) * weights[..., None]).sum(1)
+
+
 def layer(
     hidden: Tensor,
     experts: Tensor,
@@ -48,18 +67,32 @@ def layer(
     limit: float = 0.0,
     alpha: float = 1.0,
     beta: float = 0.0,
+    a4: bool = False,
+    gate_up_input_global: Tensor | None = None,
+    down_input_global: Tensor | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Σ_j weights[t, j] · expert(hidden[t]) → [T, D]. gate_up [E, D, 2I] in runs of `granularity` columns
-    (None: in halves), down [E, I, D]."""
+    (None: in halves), down [E, I, D].
+
+    a4: the experts' products take NVFP4 activations, by *_input_global f32 [E] or a computed global a row;
+    gradients pass straight through. shared: gate_up [D, 2Is] and down [Is, D] of an expert that every token
+    goes to.
+    """
+    swiglu_by = {"limit": limit, "alpha": alpha, "beta": beta}
+    offsets, permutation = permutation_of(experts, gate_up.shape[0])
+    rows = permute(hidden, permutation, experts.shape[1])
+
+    def product(x: Tensor, matrices: Tensor, bias: Tensor | None, input_global: Tensor | None) -> Tensor:
+        if a4 and input_global is None:
+            x = straight_through(x, global_per="row")
+        elif a4:
+            x = straight_through(x, global_per="expert", offsets=offsets, global_scale=input_global)
+        return grouped_mm(x, matrices, offsets, bias)
+
     runs = granularity or gate_up.shape[-1] // 2
-    out = torch.zeros_like(hidden)
-    for e in range(gate_up.shape[0]):
-        token, slot = (experts == e).nonzero(as_tuple=True)
-        x = hidden[token] @ gate_up[e]
-        if gate_up_bias is not None:
-            x = x + gate_up_bias[e]
-        y = swiglu(x, runs, limit, alpha, beta) @ down[e]
-        if down_bias is not None:
-            y = y + down_bias[e]
-        out = out.index_add(0, token, y * weights[token, slot, None])
+    y = swiglu(product(rows, gate_up, gate_up_bias, gate_up_input_global), runs, **swiglu_by)
+    out = unpermute(product(y, down, down_bias, down_input_global), permutation, weights)
+    if shared is not None:
+        out = out + swiglu(hidden @ shared[0], granularity or shared[1].shape[0], **swiglu_by) @ shared[1]
     return out
