@@ -50,7 +50,7 @@ class _Readable:
 
 def readable(array: Any) -> Any:
     """An array that DLPack takes: it has no way to say that memory is read-only, which inputs may be."""
-    if array is None or array.flags.writeable:
+    if type(array).__module__ != "numpy" or array.flags.writeable:
         return array
     return sys.modules["numpy"].asarray(_Readable(array))
 

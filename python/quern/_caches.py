@@ -55,10 +55,10 @@ class _Cache:
         k, v = rows[:2]
         batch = lists_of(k, 4, sequences, counts)
         if not self._handle:
-            dtype = ops.DTYPES.index(str(k.dtype).removeprefix("torch."))
-            self._open(dtype, k.shape[-2], k.shape[-1], v.shape[-1])
+            self._open(ops.dtype_number(k.dtype), k.shape[-2], k.shape[-1], v.shape[-1])
         flat = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in rows]
-        ops.library.cache_append(self._handle, *batch, table, *flat, *weights)
+        given = [_arrays.readable(t) for t in (table, *flat, *weights)]
+        ops.library.cache_append(self._handle, *batch, *given)
 
     def _shape(self) -> tuple[int, int]:
         """Key/value heads, and a value's channels."""
@@ -70,7 +70,7 @@ class _Cache:
         if not self._handle:
             raise ValueError("the cache is empty: attend is accepted after append")
         _arrays.need_plain(f"{type(self).__name__}.attend", q, *tensors)
-        rows = q.reshape(-1, *q.shape[-2:])
+        rows = _arrays.readable(q.reshape(-1, *q.shape[-2:]))
         dtype = str(q.dtype).removeprefix("torch.")
         return rows, _arrays.empty_like(q, (*rows.shape[:2], self._shape()[1]), dtype)
 
@@ -86,11 +86,11 @@ class _Cache:
 
     def fork(self, source: int, to: int, *, table: Any = None) -> None:
         """Gives sequence `to`, whatever it held, the tokens of sequence `source`."""
-        self._need(ops.library.cache_fork, source, to, table)
+        self._need(ops.library.cache_fork, source, to, _arrays.readable(table))
 
     def save(self, sequence: int, *, table: Any = None) -> bytes:
         """A sequence as bytes, with a version and a checksum."""
-        return self._fields + bytes(self._need(ops.library.cache_save, sequence, table))
+        return self._fields + bytes(self._need(ops.library.cache_save, sequence, _arrays.readable(table)))
 
     def restore(self, sequence: int, saved: bytes, *, table: Any = None) -> None:
         """Gives a sequence, whatever it held, the tokens of save(), of a cache like this one; sequences,
@@ -102,7 +102,7 @@ class _Cache:
             if not 0 <= dtype < len(ops.DTYPES):
                 raise RuntimeError("the saved sequence is damaged: what save() returned is accepted")
             self._open(dtype, kv_heads, dim, dim_v)
-        self._need(ops.library.cache_restore, sequence, table, saved[_FIELDS.size :])
+        self._need(ops.library.cache_restore, sequence, _arrays.readable(table), saved[_FIELDS.size :])
 
     def _need(self, function: Any, *arguments: Any) -> Any:
         if not self._handle:
@@ -223,9 +223,8 @@ class NSACache(_Cache):
             idx = _arrays.empty_like(q, (heads, rows.shape[0], named["num_selected"]), "int32")
             count = _arrays.empty_like(q, (heads, rows.shape[0]), "int32")
         flat = None if gates is None else gates.reshape(-1, *gates.shape[-2:])
-        ops.library.cache_decode(
-            self._handle, 1, params, *batch, table, rows, o, None, gate, flat, idx, count
-        )
+        read, *weights = (_arrays.readable(t) for t in (table, gate, flat))
+        ops.library.cache_decode(self._handle, 1, params, *batch, read, rows, o, None, *weights, idx, count)
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         return (o, idx) if return_lists else o
 
@@ -275,7 +274,8 @@ class KVCache(_Cache):
         params = ops.params("attention", window=window, scale=scale)
         batch = lists_of(q, 4, sequences, counts)
         lse = _arrays.empty_like(q, (rows.shape[1], rows.shape[0]), "float32") if return_lse else None
-        ops.library.cache_decode(self._handle, 0, params, *batch, table, rows, o, lse, None, None, None, None)
+        read = _arrays.readable(table)
+        ops.library.cache_decode(self._handle, 0, params, *batch, read, rows, o, lse, None, None, None, None)
         o = o.reshape(*q.shape[:-1], o.shape[-1])
         if lse is not None and counts is None:
             lse = lse.reshape(-1, *q.shape[:2]).swapaxes(0, 1)

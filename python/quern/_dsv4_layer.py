@@ -17,8 +17,9 @@ KINDS = ("csa", "hca", "swa")
 _FIELDS = ops.OPERATIONS["v4-layer"].fields
 # The weights' names in checkpoints, "q_a_proj.weight", and the library's fields.
 WEIGHTS = {t.name.removeprefix("w."): field for field, t in _FIELDS.items() if t.input and t.name[:2] == "w."}
-_FIELDS_OF = struct.Struct("9q")  # of quern_dsv4_layer_cache_params
-_SAVED, _PARTS = b"quern-layer-1", 5
+_FIELDS_OF = struct.Struct("13q")  # of quern_dsv4_layer_cache_params
+_SAVED = b"quern-layer-2"
+FORMATS = ("rows", "fp8", "fp8_power", "fp4", "row584")  # The order of quern_dsv4_format.
 RESULTS = tuple(field for field, t in _FIELDS.items() if t.results[0] and field != "out")
 
 
@@ -28,6 +29,13 @@ def tensors_of(x: Any, cos_sin: Any, weights: Mapping[str, Any]) -> dict[str, An
     if unknown:
         raise ValueError(f"weights has '{unknown[0]}': {', '.join(WEIGHTS)} are accepted")
     return {"x": x, "cos_sin": cos_sin, **{WEIGHTS.get(name, name): t for name, t in weights.items()}}
+
+
+def format_of(name: str) -> int:
+    """The number of a format."""
+    if name not in FORMATS:
+        raise ValueError(f"format is '{name}': {', '.join(FORMATS)} are accepted")
+    return FORMATS.index(name)
 
 
 def settings_of(kind: str, window: int, top_k: int, eps: float) -> tuple[tuple[str, Any], ...]:
@@ -73,8 +81,14 @@ class Cache:
     entries, the indexer's keys, the compressors' states.
 
     kind, window, top_k and eps are those of layer(). ring: tokens of a sequence that can be taken back, at
-    most 8. However a sequence is cut into calls, its rows are those of layer(). The first call says the
-    rows' dtype and shapes. The CPU alone; without gradients. One thread at a time may use a cache.
+    most 8. format "rows" or "row584": of raw rows and entries; key_format "rows", "fp8", "fp8_power" or
+    "fp4": of the indexer's keys. dtype: of rows that have no format, "float32", "bfloat16" or "float16",
+    x's where it is not said. page with `pages`: entries and keys stand in so many pages of `page` slots,
+    which add_pages() gives to sequences; 0: they are contiguous.
+
+    However a sequence is cut into calls, its rows are those of layer(), but for the rounding of formats and
+    dtype. The first call says the rows' shapes. The CPU alone; without gradients. One thread at a time may
+    use a cache.
     """
 
     def __init__(
@@ -87,11 +101,18 @@ class Cache:
         top_k: int = 512,
         eps: float = 1e-6,
         ring: int = 0,
+        format: str = "rows",
+        key_format: str = "rows",
+        dtype: Any = None,
+        page: int = 0,
+        pages: int = 0,
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind is '{kind}': {', '.join(KINDS)} are accepted")
         self.kind, self.sequences, self.capacity = kind, sequences, capacity
-        self._window, self._ring = window, ring
+        self._window, self._ring, self._pages = window, ring, (page, pages)
+        self._formats = (format_of(format), format_of(key_format))
+        self._dtype = None if dtype is None else ops.dtype_number(dtype)
         self._params = ops.params("v4-layer", **dict(settings_of(kind, window, top_k, eps)))
         self._handle = 0
         self._fields = b""
@@ -104,20 +125,37 @@ class Cache:
     def _open(self, dtype: int, dim: int, ratio: int, index_dim: int) -> None:
         kind = KINDS.index(self.kind)
         numbers = (kind, dtype, self.sequences, self.capacity, dim, self._window, ratio, index_dim)
-        self._fields = _FIELDS_OF.pack(*numbers, self._ring)
+        self._fields = _FIELDS_OF.pack(*numbers, self._ring, *self._formats, *self._pages)
         sizes = struct.unpack("2q", bytes(ops.library.layer_cache_size(self._fields)))
         self._memory, self._rows = (_arrays.room(size) for size in sizes)
         self._handle = ops.library.layer_cache_create(self._fields, self._memory, self._rows)
 
     def _open_for(self, tensors: Mapping[str, Any]) -> None:
-        """For the rows that such tensors make."""
         bias, keys = tensors.get("compressor_bias"), tensors.get("indexer_norm")
         self._open(
-            ops.DTYPES.index(str(tensors["x"].dtype).removeprefix("torch.")),
+            ops.dtype_number(tensors["x"].dtype) if self._dtype is None else self._dtype,
             tensors["kv_norm"].shape[0],
             0 if bias is None else bias.shape[0],
             0 if keys is None else keys.shape[0],
         )
+
+    def open(self, x: Any, weights: Mapping[str, Any]) -> None:
+        """Makes room for the rows that such tensors make, once; the first append() does it otherwise."""
+        if not self._handle:
+            self._open_for(tensors_of(x, None, weights))
+
+    def add_pages(self, sequence: int, pages: Sequence[int]) -> None:
+        """Gives a sequence more pages, numbers from 0 on, each for one sequence at a time; it needs them
+        before its tokens come, and before fork() and restore(). open() or append() comes first."""
+        numbers = struct.pack(f"{len(pages)}i", *[int(n) for n in pages])
+        self._need(ops.library.layer_cache_add_pages, sequence, numbers)
+
+    def pages(self, sequence: int, tokens: int | None = None) -> tuple[int, int]:
+        """How many pages a sequence has, and how many it needs for `tokens` tokens (None: those that it
+        has)."""
+        wanted = self.length(sequence) if tokens is None else tokens
+        held, needed = struct.unpack("2q", bytes(self._need(ops.library.layer_cache_pages, sequence, wanted)))
+        return held, needed
 
     def append(
         self,
@@ -130,12 +168,12 @@ class Cache:
     ) -> Any:
         """The layer's output for new tokens, x [B, n, Dm] of the B sequences, 0 to B - 1 where none are
         named; or [T, Dm] with counts, the tokens of each sequence. The weights are those of layer()."""
-        tensors = tensors_of(x, cos_sin, weights)
+        tensors = {name: _arrays.readable(t) for name, t in tensors_of(x, cos_sin, weights).items()}
         _arrays.need_plain("dsv4.Cache.append", *tensors.values())
         batch = lists_of(x, 3, sequences, counts)
         if not self._handle:
             self._open_for(tensors)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = tensors["x"].reshape(-1, x.shape[-1])
         out = _arrays.empty_like(x, rows.shape, str(x.dtype).removeprefix("torch."))
         slots = [{**tensors, "x": rows, "out": out}.get(field) for field in _FIELDS]
         ops.library.layer_decode(self._handle, self._params, *batch, *slots)
@@ -168,34 +206,29 @@ class Cache:
 
     def save(self, sequence: int) -> bytes:
         """A sequence as bytes, with a version and a checksum."""
-        parts = [bytes(self._need(ops.library.layer_cache_part, sequence, i)) for i in range(_PARTS)]
-        head = self._fields + struct.pack("6q", self.length(sequence), *map(len, parts))
-        body = b"".join((_SAVED, head, *parts))
+        body = _SAVED + self._fields + bytes(self._need(ops.library.layer_cache_save, sequence))
         return body + struct.pack("I", zlib.crc32(body))
 
     def restore(self, sequence: int, saved: bytes) -> None:
-        """Gives a sequence, whatever it held, the tokens of save(), of a cache like this one; sequences and
-        capacity may differ. Damaged bytes are a RuntimeError."""
-        start = len(_SAVED) + _FIELDS_OF.size + 48
+        """Gives a sequence, whatever it held, the tokens of save(), of a cache like this one; sequences,
+        capacity and pages may differ. Damaged bytes, and more tokens than the capacity, are a
+        RuntimeError."""
+        start = len(_SAVED) + _FIELDS_OF.size
         body, end = saved[:-4], saved[-4:]
-        if (
-            len(saved) < start + 4
-            or body[: len(_SAVED)] != _SAVED
-            or struct.pack("I", zlib.crc32(body)) != end
-        ):
+        if len(body) < start or body[: len(_SAVED)] != _SAVED or struct.pack("I", zlib.crc32(body)) != end:
             raise RuntimeError("the saved sequence is damaged: what dsv4.Cache.save() returned is accepted")
         fields = _FIELDS_OF.unpack_from(body, len(_SAVED))
-        tokens, *sizes = struct.unpack_from("6q", body, start - 48)
-        kind, dtype, _, _, dim, window, ratio, index_dim, ring = fields
-        own = (KINDS.index(self.kind), self._window, self._ring)
-        if (kind, window, ring) != own:
+        kind, dtype, _, _, dim, window, ratio, index_dim, ring, *formats = fields[:-2]
+        given, own = (kind, window, ring, *formats), (KINDS.index(self.kind), self._window, self._ring)
+        if given != (*own, *self._formats):
             raise ValueError(
-                f"the saved sequence is of kind, window and ring {(kind, window, ring)}: {own} are accepted"
+                "the saved sequence is of kind, window, ring, format and key_format "
+                f"{_named(*given)}: {_named(*own, *self._formats)} are accepted"
             )
         if not self._handle:
             self._open(dtype, dim, ratio, index_dim)
-        parts = []
-        for size in sizes:
-            parts.append(body[start : start + size])
-            start += size
-        self._need(ops.library.layer_cache_set, _FIELDS_OF.pack(*fields), sequence, tokens, *parts)
+        self._need(ops.library.layer_cache_restore, sequence, body[start:])
+
+
+def _named(kind: int, window: int, ring: int, *formats: int) -> tuple[str | int, ...]:
+    return (KINDS[kind], window, ring, *(FORMATS[f] for f in formats))

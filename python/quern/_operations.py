@@ -45,6 +45,16 @@ DTYPES = (
     "bool",
     "complex64",
 )
+
+
+def dtype_number(dtype: Any) -> int:
+    """The number of a dtype, of any framework or by its name."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name}: {', '.join(DTYPES)} are accepted")
+    return DTYPES.index(name)
+
+
 UNUSED, NEEDED, OPTIONAL, RESULT, OPTIONAL_RESULT = range(5)  # quern_op_role
 _EXPECTED = struct.Struct("9q")
 _NO_EXTENTS = bytes(32)
@@ -216,7 +226,7 @@ def call(
         _arrays.wait_for(slots)
     elif source == "numpy":
         for field, tensor in tensors.items():
-            if tensor is not None and not fields[field].results[backward]:
+            if not fields[field].results[backward]:
                 slots[fields[field].place] = _arrays.readable(tensor)
     wanted = [fields[field].place for field in results]
     missing = [slot for slot in wanted if slots[slot] is None]

@@ -15,7 +15,7 @@ from typing import Any, Sequence
 
 from . import _arrays
 from . import _operations as ops
-from ._dsv4_layer import Cache, layer
+from ._dsv4_layer import Cache, format_of, layer
 from ._faces import run
 from .nvfp4 import as_bytes
 
@@ -32,7 +32,6 @@ __all__ = [
     "rope_table",
     "store",
 ]
-FORMATS = ("rows", "fp8", "fp8_power", "fp4", "row584")
 
 
 def compress(
@@ -235,13 +234,7 @@ def store(x: Any, slots: Any, cache: Any, *, format: str = "rows", page: int = 0
     counted over all pages; -1: not stored. cache: [rows, D] or [pages, page, D]; with a format uint8 [rows,
     bytes of a row] or [pages, page · bytes]."""
     _arrays.need_plain("dsv4.store", x)
-    ops.library.store(_format(format), page, x, slots, cache)
-
-
-def _format(name: str) -> int:
-    if name not in FORMATS:
-        raise ValueError(f"format is '{name}': {', '.join(FORMATS)} are accepted")
-    return FORMATS.index(name)
+    ops.library.store(format_of(format), page, _arrays.readable(x), _arrays.readable(slots), cache)
 
 
 # ---- tables and weights ----
@@ -274,7 +267,8 @@ def pack_weights(w_a_kv: Any, w_a_z: Any, w_b_kv: Any = None, w_b_z: Any = None)
     _arrays.need_plain("dsv4.pack_weights", *parts)
     shape = (w_a_kv.shape[0], len(parts) * w_a_kv.shape[1])
     w = _arrays.empty_like(w_a_kv, shape, _dtype(w_a_kv))
-    ops.library.pack_weights(int(w_b_kv is None), w_a_kv, w_a_z, w_b_kv, w_b_z, w)
+    given = [_arrays.readable(part) for part in (w_a_kv, w_a_z, w_b_kv, w_b_z)]
+    ops.library.pack_weights(int(w_b_kv is None), *given, w)
     return w
 
 
@@ -288,7 +282,8 @@ def pack_checkpoint(wkv: Any, wgate: Any, ape: Any, *, kind: str = "csa") -> tup
     width = wkv.shape[0] // series
     w = _arrays.empty_like(wkv, (wkv.shape[1], 2 * wkv.shape[0]), _dtype(wkv))
     biases = [_arrays.empty_like(ape, (ape.shape[0], width), _dtype(ape)) for _ in range(series)]
-    ops.library.pack_checkpoint(series % 2, wkv, wgate, ape, w, biases[0], biases[1] if series == 2 else None)
+    given = [_arrays.readable(part) for part in (wkv, wgate, ape)]
+    ops.library.pack_checkpoint(series % 2, *given, w, biases[0], biases[1] if series == 2 else None)
     return (w, *biases)
 
 
@@ -420,5 +415,6 @@ def append(
     first = states[0]
     out = _arrays.empty_like(rows, (n, *first.row_shape), first.row_dtype or _dtype(rows))
     pooled = _arrays.empty_like(rows, (n, first.width), "float32") if return_pooled else None
-    ops.library.state_append(first.params, handles, numbers, *given, out, pooled, *packed)
+    read, bytes_read = ([_arrays.readable(t) for t in tensors] for tensors in (given, packed))
+    ops.library.state_append(first.params, handles, numbers, *read, out, pooled, *bytes_read)
     return (out, pooled) if return_pooled else out

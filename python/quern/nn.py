@@ -117,11 +117,12 @@ class _CompressedAttention(nn.Module):
             x, cos_sin, weights, kind=self.kind, window=self.window, top_k=self.top_k, eps=self.eps
         )
 
-    def make_cache(self, sequences: int, capacity: int, ring: int = 0) -> dsv4.Cache:
-        """An empty cache for forward()."""
-        return dsv4.Cache(
-            self.kind, sequences, capacity, window=self.window, top_k=self.top_k, eps=self.eps, ring=ring
-        )
+    def make_cache(self, sequences: int, capacity: int, ring: int = 0, **stored: Any) -> dsv4.Cache:
+        """An empty cache for forward(). stored: format, key_format, dtype, page and pages of dsv4.Cache; a
+        cache with pages needs its open(x, layer.state_dict()) and pages for its sequences before
+        forward()."""
+        settings: dict[str, Any] = {"window": self.window, "top_k": self.top_k, "eps": self.eps}
+        return dsv4.Cache(self.kind, sequences, capacity, ring=ring, **settings, **stored)
 
 
 def _shared_shapes(

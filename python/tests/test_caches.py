@@ -114,6 +114,65 @@ def test_fork_save_restore():
     near(fresh.attend(one[0][:, :10], num_selected=4, window=24), want[1:2, 50:60])
 
 
+def read_only(*arrays):
+    for t in arrays:
+        t.flags.writeable = False
+    return arrays
+
+
+def test_read_only_arrays():
+    """What a cache only reads may be read-only, what it is to write may not."""
+    given = inputs()
+    q, k, v = read_only(*given)
+    random = np.random.default_rng(1)
+    gate, w_k = read_only(*(random.standard_normal(s).astype(np.float32) for s in ((4, 3, 16), (2, 16, 16))))
+    (table,) = read_only(np.array([[5, 0, 1], [2, 3, 4]], np.int32))
+    cache = quern.NSACache(2, 128, block_size=16, page=64, pages=6)
+    cache.append(k, v, w_k=w_k, table=table)
+    o = cache.attend(q, gate=gate, num_selected=4, window=24, table=table)
+    near(o, quern.nsa(q, k, v, gate=gate, w_k=w_k, **SETTINGS))
+    saved = cache.save(0, table=table)
+    cache.restore(1, saved, table=table)
+    cache.fork(0, 1, table=table)
+    dense = quern.KVCache(2, 80)
+    dense.append(k, v)
+    near(dense.attend(q), quern.attention(q, k, v))
+    shapes = (9, 64), (4, 16), (4, 16)
+    proj, b_a, b_b = read_only(*(random.standard_normal(s).astype(np.float32) for s in shapes))
+    rows = quern.dsv4.State("csa", 16, ratio=4).append(proj, b_a, b_b)
+    assert np.array_equal(rows, quern.dsv4.compress(proj, b_a, b_b))
+    slots, x = read_only(np.arange(3, dtype=np.int32), rows[:1].repeat(3, 0))
+    kept = np.zeros((4, 16), np.float32)
+    quern.dsv4.store(x, slots, kept)
+    assert np.array_equal(kept[:3], x)
+    read_only(kept)
+    with pytest.raises((ValueError, BufferError)):
+        quern.dsv4.store(x, slots, kept)
+    w = quern.dsv4.pack_weights(*read_only(w_k[0].copy(), w_k[1].copy()))
+    assert np.array_equal(w, np.concatenate((w_k[0], w_k[1]), 1))
+
+
+def test_read_only_layer():
+    random = np.random.default_rng(2)
+    shapes = {
+        "sinks": (2,),
+        "q_a_proj.weight": (8, 16),
+        "q_a_norm.weight": (8,),
+        "q_b_proj.weight": (32, 8),
+        "kv_proj.weight": (16, 16),
+        "kv_norm.weight": (16,),
+        "o_a_proj.weight": (8, 32),
+        "o_b_proj.weight": (16, 8),
+    }
+    weights = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    x = random.standard_normal((2, 20, 16)).astype(np.float32)
+    table = quern.dsv4.rope_table(32, 8)
+    read_only(x, table, *weights.values())
+    want = quern.dsv4.layer(x, table, weights, kind="swa", window=8)
+    cache = quern.dsv4.Cache("swa", 2, 32, window=8)
+    near(cache.append(x, table, weights), want, 5e-6)
+
+
 def test_torch_and_half_precision():
     torch = pytest.importorskip("torch")
     q, k, v = (torch.from_numpy(t).bfloat16() for t in inputs())

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from quern import _operations as ops  # noqa: E402
 from quern import _torch, dsv4  # noqa: E402
 from quern._dsv4_layer import WEIGHTS  # noqa: E402
+from quern.nn import CompressedSparseAttention  # noqa: E402
 from quern.reference import dsv4 as reference  # noqa: E402
 
 BOUND = 2e-6
@@ -82,7 +83,7 @@ def test_save_and_restore(golden, close, kind, cut):
         out = other.append(hidden[1, cut:], table, weights, sequences=[0], counts=[45 - cut])
         close(out, file.torch("out")[1, cut:], V4)
         assert other.length() == 45
-        with pytest.raises(ValueError, match="capacity|tokens"):
+        with pytest.raises(RuntimeError, match="capacity of 8"):
             dsv4.Cache(**settings, sequences=1, capacity=8, ring=4).restore(0, other.save(0))
     held = other.length(0)
     for i in (0, 20, len(saved) // 2, len(saved) - 1):
@@ -91,8 +92,87 @@ def test_save_and_restore(golden, close, kind, cut):
         with pytest.raises(RuntimeError, match="damaged"):
             other.restore(0, saved[:i])
     assert other.length(0) == held
-    with pytest.raises(ValueError, match="kind"):
-        dsv4.Cache(**{**settings, "window": 9}, sequences=1, capacity=64, ring=4).restore(0, saved)
+    for another in ({"window": 9}, {"ring": 3}, {"key_format": "fp8"}):
+        with pytest.raises(ValueError, match="kind"):
+            dsv4.Cache(**{**settings, "ring": 4, **another}, sequences=1, capacity=64).restore(0, saved)
+
+
+def large_layer(width=64, tokens=40):
+    """A layer whose rows may be row584."""
+    torch.manual_seed(11)
+    sizes = {"q_lora": 24, "groups": 2, "o_lora": 16, "index_heads": 16, "index_dim": 64}
+    made = CompressedSparseAttention(width, 2, 512, **sizes, window=8, top_k=20)
+    table = dsv4.rope_table(64, 64, base=160000.0, factor=16.0, like=torch.empty(0))
+    return made, torch.randn(2, tokens, width), table
+
+
+def decoded(cache, made, x, table, pieces):
+    with torch.no_grad():
+        return torch.cat([made(part, table, cache=cache) for part in x.split(pieces, 1)], 1)
+
+
+STORED = {
+    "rows": ({}, 2e-6),
+    "bfloat16": ({"dtype": torch.bfloat16}, 1e-2),
+    "row584": ({"format": "row584"}, 1e-1),
+    "fp8 keys": ({"key_format": "fp8"}, 2e-6),  # every entry is chosen, whatever its key
+    "power keys": ({"key_format": "fp8_power"}, 2e-6),
+    "all": ({"format": "row584", "key_format": "fp4", "ring": 4}, 1e-1),
+}
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_stored_formats(near, case):
+    """The layer's output up to the rounding of what is stored, however sequences are cut; pages and a saved
+    sequence change nothing."""
+    stored, bound = STORED[case]
+    made, x, table = large_layer()
+    want = made(x, table).detach()
+    cache = made.make_cache(2, 48, **stored)
+    got = decoded(cache, made, x, table, [40])
+    near(got, want, bound)
+    if bound > 1e-5:
+        assert (got - want).norm() > bound / 100 * want.norm()
+    if case != "rows":
+        plain = made.make_cache(2, 48, **{**stored, "dtype": None, "format": "rows", "key_format": "rows"})
+        decoded(plain, made, x, table, [40])
+        assert len(cache.save(1)) < len(plain.save(1))
+    near(decoded(made.make_cache(2, 48, **stored), made, x, table, [17, 1, 22]), got, 2e-6)
+    paged = made.make_cache(2, 48, **stored, page=4, pages=6)
+    paged.open(x, made.state_dict())
+    paged.add_pages(0, [5, 0, 3])
+    paged.add_pages(1, [1])
+    paged.add_pages(1, [4, 2])
+    assert paged.pages(0, 48) == (3, 3) and paged.pages(1) == (3, 0)
+    near(decoded(paged, made, x, table, [17, 1, 22]), got, 2e-6)
+    assert paged.pages(1) == (3, 3) and paged.length(1) == 40
+    other = made.make_cache(1, 48, **stored)
+    other.restore(0, paged.save(1))
+    more = torch.randn(1, 3, 64)
+    weights = made.state_dict()
+    last = other.append(more, table, weights)
+    assert torch.equal(last, paged.append(more, table, weights, sequences=[1]))
+
+
+def test_sentences_of_stored_formats():
+    made, x, table = large_layer()
+    with pytest.raises(ValueError, match="format is 'fp9'"):
+        made.make_cache(1, 8, format="fp9")
+    with pytest.raises(ValueError, match="dtype"):
+        made.make_cache(1, 8, dtype="float128")
+    with pytest.raises(ValueError, match="format"):
+        made.make_cache(1, 8, format="fp4").open(x, made.state_dict())
+    paged = made.make_cache(2, 48, page=4, pages=6)
+    with pytest.raises(ValueError, match="empty"):
+        paged.add_pages(0, [1])
+    paged.open(x, made.state_dict())
+    for pages in ([6], [2, 2], [-1], [0, 1, 2, 3]):
+        with pytest.raises(ValueError, match="pages|count"):
+            paged.add_pages(0, pages)
+    assert paged.pages(0) == (0, 0)
+    with pytest.raises(ValueError, match="page"):
+        decoded(paged, made, x, table, [40])
+    assert paged.length() == 0
 
 
 @pytest.mark.parametrize("kind", ["csa", "hca", "swa"])
