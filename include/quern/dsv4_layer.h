@@ -54,7 +54,8 @@ typedef struct quern_dsv4_layer_params {
  * NULL means absent. act is one of f32, f16, bf16; weights are any of these. All sequences start at position
  * 0. H, G and Hi follow from the weights: D and C_I are the extents of kv_norm and indexer_norm, r that of
  * compressor_bias. S = floor(T / r) entries; m series: 2 in CSA, 1 in HCA. Refused as in dsv4.h, and: a
- * weight that the kind has no use for; heads or groups that do not divide; positions beyond cos_sin.
+ * weight that the kind has no use for; heads or groups that do not divide; positions beyond cos_sin; a
+ * compressor's weight in two formats.
  *
  * quern_dsv4_layer_decode() takes x [T, Dm] and the shapes in brackets, where n counts the entries that the
  * call completes, and no gradients.
@@ -93,6 +94,15 @@ typedef struct quern_dsv4_layer_tensors {
     /* Written by backward, each may be NULL: d_x act, the others f32. The indexer gets no gradient. */
     const quern_tensor *d_x, *d_sinks, *d_q_a, *d_q_a_norm, *d_q_b, *d_kv, *d_kv_norm, *d_o_a, *d_o_b;
     const quern_tensor *d_compressor_bias, *d_compressor_kv, *d_compressor_gate, *d_compressor_norm;
+    /* Instead of compressor_kv and compressor_gate, both in one, as quern_dsv4_compress() takes it: columns
+     * C_a Z_a C_b Z_b, 4D (HCA: C Z, 2D). In FP8 e4m3 or u8 [columns, Dm] with scales in f32, or in e8m0 or u8
+     * [ceil(columns / 128), ceil(Dm / 128)]; in NVFP4, Dm a multiple of 16, u8 [Dm / 2, columns], e4m3 or u8
+     * [Dm / 16, columns] and f32 []. It gets no gradient, and every call widens FP8. */
+    const quern_tensor *compressor_fp8, *compressor_fp8_scales;
+    const quern_tensor *compressor_codes, *compressor_scales, *compressor_global;
+    /* The same instead of indexer_kv and indexer_gate, columns 4C_I. */
+    const quern_tensor *indexer_fp8, *indexer_fp8_scales;
+    const quern_tensor *indexer_codes, *indexer_scales, *indexer_global;
 } quern_dsv4_layer_tensors;
 #define QUERN_DSV4_LAYER_TENSORS_INIT QUERN_SIZED(quern_dsv4_layer_tensors)
 

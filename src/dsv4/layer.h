@@ -63,6 +63,16 @@ typedef enum dsv4_layer_tensor {
     DL_D_COMPRESSOR_KV,
     DL_D_COMPRESSOR_GATE,
     DL_D_COMPRESSOR_NORM,
+    DL_COMPRESSOR_FP8, /* scales; NVFP4: codes, scales, global */
+    DL_COMPRESSOR_FP8_SCALES,
+    DL_COMPRESSOR_CODES,
+    DL_COMPRESSOR_SCALES,
+    DL_COMPRESSOR_GLOBAL,
+    DL_INDEXER_FP8, /* the same */
+    DL_INDEXER_FP8_SCALES,
+    DL_INDEXER_CODES,
+    DL_INDEXER_SCALES,
+    DL_INDEXER_GLOBAL,
     DSV4_LAYER_TENSORS
 } dsv4_layer_tensor;
 
@@ -88,7 +98,14 @@ typedef enum dsv4_layer_symbol {
     LS_SCORES, /* columns of idx_score */
     LS_K,
     LS_P,
-    LS_ROPE
+    LS_ROPE,
+    LS_PROJ, /* 2mD */
+    LS_PROJ_BLOCKS,
+    LS_4CI,
+    LS_4CI_BLOCKS,
+    LS_IN_BLOCKS,
+    LS_IN_BYTES,
+    LS_IN_SCALES
 } dsv4_layer_symbol;
 enum { LL_TOKENS = OP_LEAD, LL_BATCH = OP_LEAD + 1 }; /* B T, or T; B, or nothing */
 
@@ -180,6 +197,9 @@ typedef struct layer_pass {
     F(attend_mqa_forward, attend_mqa)                                                                        \
     F(attend_mqa_backward, attend_mqa)                                                                       \
     F(permute, permute)                                                                                      \
+    F(widen_blocks, widen_blocks)                                                                            \
+    F(dequantise, dequantise)                                                                                \
+    F(grouped_gemm, grouped_gemm)                                                                            \
     F(convert, convert)                                                                                      \
     F(store_rows, store_rows)
 /* Sizes or runs a stage, unless one before has failed. */
@@ -217,6 +237,7 @@ typedef struct layer_parts {
     quern_tensor residual_in, residual; /* f32 and act [rows, q_lora]: before and after the norm */
     quern_tensor q_in, kv_in;           /* f32 [rows, H D], [rows, D] before norm and rotation */
     quern_tensor main, index;           /* f32 projections of the compressors */
+    quern_tensor main_w;                /* [Dm, 2mD]: what main was multiplied by; absent with kv and gate */
     quern_tensor index_q_in, heads;     /* f32 [rows, Hi C_I] before the rotation, [rows, Hi] */
     quern_tensor sinks;                 /* f32 [H] */
 } layer_parts;

@@ -91,6 +91,12 @@ static void compressor_backward(layer_pass *p, const layer_parts *parts, const l
     pool.d_norm_weight = *view_of(p, DL_D_COMPRESSOR_NORM);
     layer_biases(view_of(p, DL_D_COMPRESSOR), width, &pool.d_bias_a, &pool.d_bias_b);
     layer_pool_backward(p, &pool);
+    if (parts->main_w.ndim > 0) {
+        layer_gemm(p,
+                   &(gemm_args){
+                       .a = d_proj, .b = parts->main_w, .c = *d_x, .b_transposed = true, .accumulate = true});
+        return;
+    }
     const int64_t series = parts->main.shape[1] / (2 * width);
     for (int64_t i = 0; i < 2 * series; i++) {
         const int64_t first = (series - 1 - i / 2) * width;

@@ -3,6 +3,7 @@
 /* layer_parts.c - the parts of a layer that its forward pass, its backward pass and decoding share. */
 #include "core/view.h"
 #include "dsv4/layer.h"
+#include "dsv4/weights.h"
 
 #include <math.h>
 
@@ -24,11 +25,34 @@ static quern_tensor f32_product(layer_pass *p, const quern_tensor *x, dsv4_layer
     return c;
 }
 
-/* A compressor's projections [values a, logits a, values b, logits b]. */
+/* The same by a weight in FP8 or NVFP4. Where w is not NULL: *w becomes the weight in floats, which the backward
+ * pass always has, or absent. */
+static quern_tensor project_packed(layer_pass *p, const quern_tensor *x, const dsv4_weight_given *given,
+                                   quern_tensor *w)
+{
+    const bool floats = w != NULL && p->call->head.operation == DSV4_LAYER_BACKWARD;
+    const dsv4_weight weight = dsv4_weight_of(x, given, floats, &p->a);
+#define RUN(stage, step, output)                                                                             \
+    if (weight.step.output.ndim > 0) layer_##stage(p, &weight.step);
+    DSV4_WEIGHT_STEPS(RUN)
+#undef RUN
+    if (w != NULL) *w = weight.w;
+    if (weight.proj.ndim > 0) return weight.proj;
+    const quern_tensor proj = layer_room(p, QUERN_F32, x->shape[0], weight.w.shape[1]);
+    layer_gemm(p, &(gemm_args){.a = *x, .b = weight.w, .c = proj});
+    return proj;
+}
+
+/* A compressor's projections [values a, logits a, values b, logits b]; `packed` is w of the above, or
+ * NULL. */
 static quern_tensor project_series(layer_pass *p, const quern_tensor *x, dsv4_layer_tensor first,
-                                   int64_t width)
+                                   dsv4_layer_tensor fp8, int64_t width, quern_tensor *packed)
 {
     const int series = has_series_b(p) ? 2 : 1;
+    const quern_tensor *v = view_of(p, fp8);
+    const dsv4_weight_given given = {
+        .w_fp8 = v[0], .w_fp8_scales = v[1], .w_codes = v[2], .w_scales = v[3], .w_global = v[4]};
+    if (given.w_fp8.ndim > 0 || given.w_codes.ndim > 0) return project_packed(p, x, &given, packed);
     const quern_tensor proj = layer_room(p, QUERN_F32, x->shape[0], 2 * series * width);
     for (int i = 0; i < 2 * series; i++) {
         const quern_tensor *w = view_of(p, (dsv4_layer_tensor)(first + 1 + i % 2));
@@ -66,9 +90,10 @@ layer_parts layer_project(layer_pass *p)
                                                  .out = layer_heads(&parts.residual, 1, 1)});
     parts.q_in = f32_product(p, &parts.residual, DL_Q_B);
     parts.kv_in = f32_product(p, &parts.x, DL_KV);
-    if (kind != QUERN_DSV4_LAYER_SWA) parts.main = project_series(p, &parts.x, DL_COMPRESSOR, s[LS_D]);
+    if (kind != QUERN_DSV4_LAYER_SWA)
+        parts.main = project_series(p, &parts.x, DL_COMPRESSOR, DL_COMPRESSOR_FP8, s[LS_D], &parts.main_w);
     if (kind != QUERN_DSV4_LAYER_CSA) return parts;
-    parts.index = project_series(p, &parts.x, DL_INDEXER, s[LS_CI]);
+    parts.index = project_series(p, &parts.x, DL_INDEXER, DL_INDEXER_FP8, s[LS_CI], NULL);
     parts.index_q_in = f32_product(p, &parts.residual, DL_INDEXER_Q_B);
     parts.heads = f32_product(p, &parts.x, DL_INDEXER_HEADS);
     return parts;

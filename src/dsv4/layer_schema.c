@@ -5,6 +5,7 @@
 #include "core/view.h"
 #include "dsv4/dsv4.h"
 #include "dsv4/layer.h"
+#include "dsv4/weights.h"
 
 #include <stddef.h>
 
@@ -67,6 +68,26 @@ static const op_tensor tensors[] = {
      {LS_SERIES, LS_IN},
      {0}},
     {"d_compressor_norm", "dw.compressor.kv_norm.weight", OP_F32, DL_COMPRESSOR_NORM, {LS_D}, {0}},
+    {"compressor_fp8", "w.compressor.fp8", OP_SCALE, OP_NONE, {LS_PROJ, LS_IN}, {0}},
+    {"compressor_fp8_scales",
+     "w.compressor.fp8_scales",
+     OP_ANY,
+     OP_NONE,
+     {LS_PROJ_BLOCKS, LS_IN_BLOCKS},
+     {0}},
+    {"compressor_codes", "w.compressor.codes", OP_U8, OP_NONE, {LS_IN_BYTES, LS_PROJ}, {0}},
+    {"compressor_scales", "w.compressor.scales", OP_SCALE, OP_NONE, {LS_IN_SCALES, LS_PROJ}, {0}},
+    {"compressor_global", "w.compressor.global", OP_F32, OP_NONE, {0}, {0}},
+    {"indexer_fp8", "w.compressor.indexer.fp8", OP_SCALE, OP_NONE, {LS_4CI, LS_IN}, {0}},
+    {"indexer_fp8_scales",
+     "w.compressor.indexer.fp8_scales",
+     OP_ANY,
+     OP_NONE,
+     {LS_4CI_BLOCKS, LS_IN_BLOCKS},
+     {0}},
+    {"indexer_codes", "w.compressor.indexer.codes", OP_U8, OP_NONE, {LS_IN_BYTES, LS_4CI}, {0}},
+    {"indexer_scales", "w.compressor.indexer.scales", OP_SCALE, OP_NONE, {LS_IN_SCALES, LS_4CI}, {0}},
+    {"indexer_global", "w.compressor.indexer.global", OP_F32, OP_NONE, {0}, {0}},
 };
 _Static_assert(sizeof tensors / sizeof *tensors == DSV4_LAYER_TENSORS, "a row a tensor");
 _Static_assert(sizeof(quern_dsv4_layer_tensors) == (1 + DSV4_LAYER_TENSORS) * sizeof(void *),
@@ -107,6 +128,13 @@ static const char *const symbols[] = {"",
                                       [LS_K] = "k",
                                       [LS_P] = "P",
                                       [LS_ROPE] = "R",
+                                      [LS_PROJ] = "4D|2D",
+                                      [LS_PROJ_BLOCKS] = "4D|2D/128",
+                                      [LS_4CI] = "4C_I",
+                                      [LS_4CI_BLOCKS] = "4C_I/128",
+                                      [LS_IN_BLOCKS] = "Dm/128",
+                                      [LS_IN_BYTES] = "Dm/2",
+                                      [LS_IN_SCALES] = "Dm/16",
                                       NULL};
 static const char *const leads[] = {"B T", "B", NULL};
 static const op_entry ops[] = {
@@ -136,6 +164,15 @@ static quern_status check_params(op_call *call)
     return QUERN_OK;
 }
 
+/* A compressor's weights, of which the first is `first`: floats, or one in another format. */
+static void compressor_roles(op_call *call, bool has, int first, int fp8)
+{
+    uint8_t *r = call->role;
+    for (int i = first; i < first + 4; i++) r[i] = has ? OP_NEEDED : OP_REFUSED;
+    if (has && dsv4_weight_roles(call, fp8)) r[first + 1] = r[first + 2] = OP_OPTIONAL;
+    for (int i = fp8; i < fp8 + 5 && !has; i++) r[i] = OP_REFUSED;
+}
+
 static void roles(op_call *call)
 {
     const quern_dsv4_layer_kind kind = params_of(call)->kind;
@@ -144,8 +181,9 @@ static void roles(op_call *call)
     uint8_t *r = call->role;
     for (int i = DL_X; i <= DL_O_B; i++) r[i] = OP_NEEDED;
     r[DL_SINKS] = OP_OPTIONAL;
-    for (int i = DL_COMPRESSOR; i <= DL_COMPRESSOR_NORM; i++) r[i] = entries ? OP_NEEDED : OP_REFUSED;
-    for (int i = DL_INDEXER; i <= DL_INDEXER_HEADS; i++) r[i] = csa ? OP_NEEDED : OP_REFUSED;
+    compressor_roles(call, entries, DL_COMPRESSOR, DL_COMPRESSOR_FP8);
+    compressor_roles(call, csa, DL_INDEXER, DL_INDEXER_FP8);
+    r[DL_INDEXER_Q_B] = r[DL_INDEXER_HEADS] = csa ? OP_NEEDED : OP_REFUSED;
     r[DL_OUT] = backward ? OP_UNUSED : OP_RESULT;
     for (int i = DL_Q_RESIDUAL; i <= DL_O_A_OUT; i++) {
         const bool has = i == DL_COMPRESSED ? entries : i < DL_IDX_K || i > DL_IDX_TOPK || csa;
@@ -162,6 +200,10 @@ static void roles(op_call *call)
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const quern_dsv4_layer_kind kind = ((const dsv4_layer_call *)call)->params.kind;
+    const bool indexer = tensor >= DL_INDEXER_FP8;
+    if (tensor >= DL_COMPRESSOR_FP8 &&
+        (kind == QUERN_DSV4_LAYER_CSA || (kind == QUERN_DSV4_LAYER_HCA && !indexer)))
+        return dsv4_weight_refuse(call, tensor, indexer ? DL_INDEXER_FP8 : DL_COMPRESSOR_FP8);
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: a layer of kind %s has no %s",
                      tensors[tensor].field, kinds[kind],
                      kind == QUERN_DSV4_LAYER_SWA ? "compressor" : "indexer");
@@ -192,6 +234,9 @@ static quern_status derive_heads(op_call *call)
     const quern_tensor *const *t = call->given;
     int64_t *s = call->symbol;
     s[LS_IN] = call->like.shape[call->like.ndim - 1];
+    s[LS_IN_BLOCKS] = dsv4_weight_blocks(s[LS_IN]);
+    s[LS_IN_BYTES] = s[LS_IN] / 2;
+    s[LS_IN_SCALES] = s[LS_IN] / QUANTISE_BLOCK;
     s[LS_Q_LORA] = t[DL_Q_A]->shape[0];
     s[LS_D] = t[DL_KV]->shape[0];
     s[LS_HD] = t[DL_Q_B]->shape[0];
@@ -232,6 +277,8 @@ static quern_status derive_entries(op_call *call)
     if (p->kind == QUERN_DSV4_LAYER_SWA) return QUERN_OK;
     s[LS_R] = t[DL_COMPRESSOR]->shape[0];
     s[LS_SERIES] = (p->kind == QUERN_DSV4_LAYER_CSA ? 2 : 1) * s[LS_D];
+    s[LS_PROJ] = 2 * s[LS_SERIES];
+    s[LS_PROJ_BLOCKS] = dsv4_weight_blocks(s[LS_PROJ]);
     if (s[LS_R] < 1 || s[LS_R] > DSV4_RATIO_MOST)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "compressor_bias has %lld rows: 1 to %d are accepted",
                          (long long)s[LS_R], DSV4_RATIO_MOST);
@@ -240,6 +287,8 @@ static quern_status derive_entries(op_call *call)
     s[LS_2CI] = 2 * s[LS_CI];
     s[LS_HI] = t[DL_INDEXER_HEADS]->shape[0];
     s[LS_HICI] = s[LS_HI] * s[LS_CI];
+    s[LS_4CI] = 4 * s[LS_CI];
+    s[LS_4CI_BLOCKS] = dsv4_weight_blocks(s[LS_4CI]);
     s[LS_K] = p->top_k;
     if (s[LS_CI] < 8 || s[LS_CI] > DSV4_INDEX_WIDTH_MOST || s[LS_CI] % 8 != 0 || s[LS_CI] < s[LS_ROPE])
         return error_set(
@@ -308,6 +357,15 @@ static quern_status derive_decode(op_call *call)
     return QUERN_OK;
 }
 
+static quern_status check_weights(const op_call *call)
+{
+    static const int compressor[] = {DL_COMPRESSOR_KV, DL_COMPRESSOR_GATE, OP_NONE},
+                        indexer[] = {DL_INDEXER_KV, DL_INDEXER_GATE, OP_NONE};
+    const quern_status status = dsv4_weight_check(call, compressor, DL_COMPRESSOR_FP8, call->symbol[LS_IN]);
+    return status == QUERN_OK ? dsv4_weight_check(call, indexer, DL_INDEXER_FP8, call->symbol[LS_IN])
+                              : status;
+}
+
 static quern_status derive(op_call *call)
 {
     const quern_tensor *x = call->given[DL_X];
@@ -317,6 +375,7 @@ static quern_status derive(op_call *call)
     quern_status status = check_sized(call);
     if (status == QUERN_OK) status = derive_heads(call);
     if (status == QUERN_OK) status = derive_entries(call);
+    if (status == QUERN_OK) status = check_weights(call);
     if (status != QUERN_OK || decodes(call)) return status == QUERN_OK ? derive_decode(call) : status;
     s[LS_T] = x->shape[1];
     s[LS_S] = s[LS_SCORES] = s[LS_R] > 0 ? s[LS_T] / s[LS_R] : 0;
@@ -332,8 +391,12 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    (void)call, (void)data;
-    return QUERN_OK;
+    static const int8_t globals[] = {DL_COMPRESSOR_GLOBAL, DL_INDEXER_GLOBAL};
+    quern_status status = QUERN_OK;
+    for (int i = 0; i < 2 && status == QUERN_OK; i++)
+        status = dsv4_weight_check_global(&((const dsv4_layer_call *)call)->view[globals[i]],
+                                          data[globals[i]], tensors[globals[i]].field);
+    return status;
 }
 
 #define LAYER_FAMILY                                                                                         \

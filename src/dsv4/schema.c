@@ -157,15 +157,13 @@ static quern_status check_params(op_call *call)
 /* Beside x one weight: in floats (w), FP8 or NVFP4, whose tensors follow w_fp8. */
 static void weight_roles(op_call *call, int w, int w_fp8)
 {
-    const quern_tensor *const *t = call->given;
     uint8_t *r = call->role;
-    const bool fp8 = t[w_fp8] != NULL, codes = t[w_fp8 + 2] != NULL;
-    for (int i = 0; i < 5; i++) r[w_fp8 + i] = OP_REFUSED;
-    r[w] = t[DC_X] == NULL ? OP_REFUSED : fp8 || codes ? OP_OPTIONAL : OP_NEEDED;
-    if (t[DC_X] == NULL) return;
-    r[w_fp8] = r[w_fp8 + 2] = OP_OPTIONAL;
-    if (fp8) r[w_fp8 + 1] = OP_NEEDED;
-    if (codes) r[w_fp8 + 3] = r[w_fp8 + 4] = OP_NEEDED;
+    if (call->given[DC_X] != NULL) {
+        r[w] = dsv4_weight_roles(call, w_fp8) ? OP_OPTIONAL : OP_NEEDED;
+        return;
+    }
+    r[w] = OP_REFUSED;
+    for (int i = w_fp8; i <= w_fp8 + DC_W_GLOBAL - DC_W_FP8; i++) r[i] = OP_REFUSED;
 }
 
 /* The indexer's compressor, which is there with index_b_a. */
@@ -216,32 +214,22 @@ static void roles(op_call *call)
                                                                      : OP_OPTIONAL_RESULT;
 }
 
-/* Whether it is the main compressor's weight. */
-static bool is_weight(int32_t tensor)
-{
-    return tensor == DC_W || (tensor >= DC_W_FP8 && tensor <= DC_W_GLOBAL);
-}
-
-static const char *weight_refused(const op_call *call, int32_t tensor)
-{
-    if (call->given[DC_X] == NULL) return "it stands beside x";
-    return tensor == DC_W_FP8_SCALES || tensor == DC_INDEX_W_FP8_SCALES ? "it stands beside w_fp8"
-                                                                        : "it stands beside w_codes";
-}
-
 static quern_status refuse(const op_call *call, int32_t tensor)
 {
     const char *why = "it stands beside cu_seqlens; a parameter holds for all sequences";
+    const bool main_weight = tensor == DC_W || (tensor >= DC_W_FP8 && tensor <= DC_W_GLOBAL),
+               weight = main_weight || tensor == DC_INDEX_W || tensor >= DC_INDEX_W_FP8;
+    const bool index = tensor >= DC_INDEX_PROJ && !main_weight;
     if (tensor == DC_PROJ) why = "proj alone, or x and w are accepted";
-    else if (is_weight(tensor)) why = weight_refused(call, tensor);
     else if (tensor == DC_B_B || tensor == DC_PREV_B) why = "HCA has no series b";
     else if (tensor == DC_HAS_PREV) why = "it stands beside prev_b and cu_seqlens";
     else if (tensor == DC_CU_SEQLENS_CMP) why = "it stands beside cu_seqlens";
-    else if (tensor >= DC_INDEX_PROJ && params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
-    else if (tensor >= DC_INDEX_PROJ && call->given[DC_INDEX_B_A] == NULL) why = "it stands beside index_b_a";
+    else if (index && params_of(call)->kind != QUERN_DSV4_CSA) why = "HCA has no indexer";
+    else if (index && call->given[DC_INDEX_B_A] == NULL) why = "it stands beside index_b_a";
+    else if (weight && call->given[DC_X] == NULL) why = "it stands beside x";
+    else if (weight) return dsv4_weight_refuse(call, tensor, index ? DC_INDEX_W_FP8 : DC_W_FP8);
     else if (tensor == DC_INDEX_PROJ) why = "it stands beside proj";
     else if (tensor == DC_INDEX_PREV_B) why = "it stands beside prev_b";
-    else if (tensor == DC_INDEX_W || tensor >= DC_INDEX_W_FP8) why = weight_refused(call, tensor);
     return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: %s", tensors[tensor].field, why);
 }
 
@@ -295,32 +283,6 @@ static quern_status check_dtypes(const op_call *call, quern_dsv4_format format, 
     return QUERN_OK;
 }
 
-/* Blocks of 128 that an extent has. */
-static int64_t blocks_of(int64_t extent)
-{
-    return extent / WIDEN_BLOCK + (extent % WIDEN_BLOCK != 0);
-}
-
-/* That there is one weight, with scales of FP8 or whole blocks of NVFP4. */
-static quern_status check_weight(const op_call *call, int w, int w_fp8)
-{
-    const quern_tensor *const *t = call->given;
-    const int codes = w_fp8 + 2, also = op_uses(call, w_fp8) ? w_fp8 : codes;
-    const quern_tensor *scales = op_uses(call, w_fp8 + 1) ? t[w_fp8 + 1] : NULL;
-    if (op_uses(call, w) + op_uses(call, w_fp8) + op_uses(call, codes) > 1)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given beside %s: one weight is accepted",
-                         tensors[also].field, tensors[op_uses(call, w) ? w : codes].field);
-    if (scales != NULL && scales->dtype != QUERN_F32 && scales->dtype != QUERN_E8M0 &&
-        scales->dtype != QUERN_U8)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: f32, e8m0 and u8 are accepted",
-                         tensors[w_fp8 + 1].field, quern_dtype_name(scales->dtype));
-    if (op_uses(call, codes) && call->symbol[DS_IN] % QUANTISE_BLOCK != 0)
-        return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "x has %lld channels and %s is given: multiples of %d are accepted",
-                         (long long)call->symbol[DS_IN], tensors[codes].field, QUANTISE_BLOCK);
-    return QUERN_OK;
-}
-
 /* The extents of the indexer's compressor; 0 where the call has none. */
 static quern_status derive_index(op_call *call)
 {
@@ -333,7 +295,7 @@ static quern_status derive_index(op_call *call)
     s[DS_CI] = call->given[DC_INDEX_B_A]->shape[1];
     s[DS_2CI] = 2 * s[DS_CI];
     s[DS_ICOLUMNS] = 4 * s[DS_CI];
-    s[DS_ICOLUMN_BLOCKS] = blocks_of(s[DS_ICOLUMNS]);
+    s[DS_ICOLUMN_BLOCKS] = dsv4_weight_blocks(s[DS_ICOLUMNS]);
     call->stored_2 = own.format == QUERN_DSV4_ROWS ? call->like.dtype : QUERN_U8;
     s[DS_IROW] = own.format == QUERN_DSV4_ROWS ? s[DS_CI] : dsv4_row_bytes(own.format, s[DS_CI]);
     if ((status = dsv4_check_width(&own, s[DS_CI], s[DS_ROPE])) != QUERN_OK) return status;
@@ -342,6 +304,7 @@ static quern_status derive_index(op_call *call)
 
 static quern_status derive(op_call *call)
 {
+    static const int floats[][2] = {{DC_W, OP_NONE}, {DC_INDEX_W, OP_NONE}};
     const quern_tensor *const *t = call->given;
     const quern_dsv4_compress_params *p = params_of(call);
     const int32_t first = t[DC_X] != NULL ? DC_X : DC_PROJ;
@@ -366,14 +329,14 @@ static quern_status derive(op_call *call)
     call->stored = p->format == QUERN_DSV4_ROWS ? main->dtype : QUERN_U8;
     s[DS_T] = main->shape[ndim - 2];
     s[DS_IN] = main->shape[ndim - 1];
-    s[DS_IN_BLOCKS] = blocks_of(s[DS_IN]);
+    s[DS_IN_BLOCKS] = dsv4_weight_blocks(s[DS_IN]);
     s[DS_IN_BYTES] = s[DS_IN] / 2;
     s[DS_IN_SCALES] = s[DS_IN] / QUANTISE_BLOCK;
     s[DS_R] = p->ratio;
     s[DS_C] = t[DC_B_A]->shape[1];
     s[DS_2C] = 2 * s[DS_C];
     s[DS_COLUMNS] = (p->kind == QUERN_DSV4_CSA ? 4 : 2) * s[DS_C];
-    s[DS_COLUMN_BLOCKS] = blocks_of(s[DS_COLUMNS]);
+    s[DS_COLUMN_BLOCKS] = dsv4_weight_blocks(s[DS_COLUMNS]);
     s[DS_P] = t[DC_COS_SIN] != NULL ? t[DC_COS_SIN]->shape[0] : 0;
     s[DS_ROPE] = t[DC_COS_SIN] != NULL ? t[DC_COS_SIN]->shape[1] : 0;
     s[DS_ROW] = p->format == QUERN_DSV4_ROWS ? s[DS_C] : dsv4_row_bytes(p->format, s[DS_C]);
@@ -384,8 +347,8 @@ static quern_status derive(op_call *call)
         (status = derive_entries(call)) != QUERN_OK)
         return status;
     if ((status = check_dtypes(call, p->format, DC_OUT, DC_D_OUT, DC_PREV_B, DC_D_PREV_B)) != QUERN_OK ||
-        (status = check_weight(call, DC_W, DC_W_FP8)) != QUERN_OK ||
-        (status = check_weight(call, DC_INDEX_W, DC_INDEX_W_FP8)) != QUERN_OK)
+        (status = dsv4_weight_check(call, floats[0], DC_W_FP8, s[DS_IN])) != QUERN_OK ||
+        (status = dsv4_weight_check(call, floats[1], DC_INDEX_W_FP8, s[DS_IN])) != QUERN_OK)
         return status;
     return derive_index(call);
 }
@@ -433,13 +396,12 @@ static quern_status check_data(const op_call *call, void *const *data)
             view_check_offsets(data[DC_CU_SEQLENS], call->symbol[DS_B], "cu_seqlens", call->symbol[DS_T]);
     const int64_t sequences = dsv4_compress_sequences(call);
     for (int64_t b = 0; b < sequences && status == QUERN_OK; b++) status = check_sequence(call, data, b);
-    static const int8_t globals[] = {DC_W_GLOBAL, DC_INDEX_W_GLOBAL};
-    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
-        const dsv4_compress_call *c = (const dsv4_compress_call *)call;
-        const quern_tensor *view = &(i == 0 ? &c->weight : &c->index_weight)->global;
-        if (view->ndim > 0) status = view_check_globals(data[globals[i]], view, tensors[globals[i]].field);
-    }
-    return status;
+    const dsv4_compress_call *c = (const dsv4_compress_call *)call;
+    if (status == QUERN_OK)
+        status = dsv4_weight_check_global(&c->weight.global, data[DC_W_GLOBAL], tensors[DC_W_GLOBAL].field);
+    if (status != QUERN_OK) return status;
+    return dsv4_weight_check_global(&c->index_weight.global, data[DC_INDEX_W_GLOBAL],
+                                    tensors[DC_INDEX_W_GLOBAL].field);
 }
 
 const op_family dsv4_compress_family = {

@@ -10,6 +10,7 @@
  */
 #include "dsv4/weights.h"
 
+#include "core/error.h"
 #include "core/view.h"
 
 static quern_tensor room(arena *a, const quern_tensor *like, quern_dtype dtype, int64_t rows, int64_t columns)
@@ -23,6 +24,60 @@ static quern_tensor one_by_one(const quern_tensor *t)
 {
     static const int64_t shape[] = {1, 1};
     return view_on(t, t->data, t->dtype, 2, shape);
+}
+
+enum { FP8, FP8_SCALES, CODES, SCALES, GLOBAL, PACKED };
+
+bool dsv4_weight_roles(op_call *call, int w_fp8)
+{
+    uint8_t *r = call->role + w_fp8;
+    const bool fp8 = call->given[w_fp8] != NULL, codes = call->given[w_fp8 + CODES] != NULL;
+    for (int i = 0; i < PACKED; i++) r[i] = OP_REFUSED;
+    r[FP8] = r[CODES] = OP_OPTIONAL;
+    if (fp8) r[FP8_SCALES] = OP_NEEDED;
+    if (codes) r[SCALES] = r[GLOBAL] = OP_NEEDED;
+    return fp8 || codes;
+}
+
+quern_status dsv4_weight_refuse(const op_call *call, int tensor, int w_fp8)
+{
+    const op_tensor *tensors = call->family->tensors;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given: it stands beside %s", tensors[tensor].field,
+                     tensors[tensor == w_fp8 + FP8_SCALES ? w_fp8 : w_fp8 + CODES].field);
+}
+
+int64_t dsv4_weight_blocks(int64_t extent)
+{
+    return extent / WIDEN_BLOCK + (extent % WIDEN_BLOCK != 0);
+}
+
+quern_status dsv4_weight_check(const op_call *call, const int *floats, int w_fp8, int64_t in)
+{
+    const op_tensor *tensors = call->family->tensors;
+    const bool fp8 = op_uses(call, w_fp8), codes = op_uses(call, w_fp8 + CODES);
+    const quern_tensor *scales = op_uses(call, w_fp8 + FP8_SCALES) ? call->given[w_fp8 + FP8_SCALES] : NULL;
+    int beside = fp8 && codes ? w_fp8 + CODES : OP_NONE;
+    for (int i = 0; floats[i] != OP_NONE && (fp8 || codes) && beside == OP_NONE; i++)
+        if (op_uses(call, floats[i])) beside = floats[i];
+    if (beside != OP_NONE)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s is given beside %s: one weight is accepted",
+                         tensors[fp8 ? w_fp8 : w_fp8 + CODES].field, tensors[beside].field);
+    if (scales != NULL && scales->dtype != QUERN_F32 && scales->dtype != QUERN_E8M0 &&
+        scales->dtype != QUERN_U8)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "%s has dtype %s: f32, e8m0 and u8 are accepted",
+                         tensors[w_fp8 + FP8_SCALES].field, quern_dtype_name(scales->dtype));
+    if (codes && in % QUANTISE_BLOCK != 0)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "x has %lld channels and %s is given: multiples of %d are accepted", (long long)in,
+                         tensors[w_fp8 + CODES].field, QUANTISE_BLOCK);
+    return QUERN_OK;
+}
+
+quern_status dsv4_weight_check_global(const quern_tensor *global, const void *data, const char *name)
+{
+    if (global->ndim == 0) return QUERN_OK;
+    const quern_tensor view = one_by_one(global);
+    return view_check_globals(data, &view, name);
 }
 
 dsv4_weight dsv4_weight_of(const quern_tensor *x, const dsv4_weight_given *given, bool floats, arena *a)

@@ -6,6 +6,7 @@
 
 #include "backend.h"
 #include "core/arena.h"
+#include "core/op.h"
 
 /* The caller's tensors; absent ones have ndim 0. */
 typedef struct dsv4_weight_given {
@@ -13,6 +14,20 @@ typedef struct dsv4_weight_given {
     quern_tensor w_fp8, w_fp8_scales; /* [columns, Dm], a scale for 128 x 128 */
     quern_tensor w_codes, w_scales, w_global;
 } dsv4_weight_given;
+
+/* In a family's list the five tensors of FP8 and NVFP4 follow each other as above, from w_fp8 on. */
+
+/* Sets their roles, where a weight is wanted; returns whether one of them is that weight. */
+bool dsv4_weight_roles(op_call *call, int w_fp8);
+/* Refuses one of them that stands without its weight. */
+quern_status dsv4_weight_refuse(const op_call *call, int tensor, int w_fp8);
+/* That none of `floats` (ends with OP_NONE) stands beside one of them, nor both formats; the dtype of FP8's
+ * scales; that NVFP4 has whole blocks of Dm. */
+quern_status dsv4_weight_check(const op_call *call, const int *floats, int w_fp8, int64_t in);
+/* That NVFP4's global scale, if there is one, is above 0 and finite. */
+quern_status dsv4_weight_check_global(const quern_tensor *global, const void *data, const char *name);
+/* Blocks of 128 that an extent has. */
+int64_t dsv4_weight_blocks(int64_t extent);
 
 /* What a call runs before it pools: nothing for a weight in floats; else a widened weight, or projections. */
 typedef struct dsv4_weight {

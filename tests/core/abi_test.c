@@ -134,9 +134,10 @@ static void structs_keep_their_layout(void **unused)
     assert_int_equal(sizeof(quern_dsv4_store_params), 24);
     assert_int_equal(sizeof(quern_dsv4_store_tensors), 32);
     assert_int_equal(sizeof(quern_dsv4_layer_params), 40);
-    assert_int_equal(sizeof(quern_dsv4_layer_tensors), 376);
+    assert_int_equal(sizeof(quern_dsv4_layer_tensors), 456);
     assert_int_equal(offsetof(quern_dsv4_layer_tensors, out), 168);
     assert_int_equal(offsetof(quern_dsv4_layer_tensors, d_out), 264);
+    assert_int_equal(offsetof(quern_dsv4_layer_tensors, compressor_fp8), 376);
     assert_int_equal(sizeof(quern_dsv4_layer_cache_params), 96);
     assert_int_equal(sizeof(quern_dsv4_layer_rows), 392);
     const quern_dsv4_attention_params core = QUERN_DSV4_ATTENTION_PARAMS_INIT;

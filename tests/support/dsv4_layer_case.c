@@ -235,6 +235,33 @@ void layer_case_free(layer_case *c)
 {
     for (int i = 0; i < LAYER_TENSORS; i++)
         if (c->t[i].buffer != NULL) test_tensor_free(&c->t[i]);
+    for (int i = 0; i < 2; i++)
+        if (c->packed[i].codes.buffer != NULL) dsv4_weight_free(&c->packed[i]);
+}
+
+/* The first of a compressor's weights. */
+static int compressor_of(int which)
+{
+    return LAYER_WEIGHTS + (which == 0 ? OW_BIAS : OW_INDEX_BIAS);
+}
+
+/* Columns C_a Z_a C_b Z_b (HCA: C Z) of [Dm, columns] are rows b a (HCA: a) of values and logits. */
+void layer_case_pack(layer_case *c, test_random *random, int which, weight_kind kind)
+{
+    const int64_t in = c->shape.width, m = c->shape.kind == ORACLE_CSA ? 2 : 1,
+                  width = which == 0 ? c->shape.dim : c->shape.index_dim;
+    weight *w = &c->packed[which];
+    *w = dsv4_weight_random(random, kind, in, 2 * m * width);
+    for (int part = 0; part < 2; part++) {
+        double *rows = test_doubles(m * width * in);
+        for (int64_t series = 0; series < m; series++)
+            for (int64_t i = 0; i < width; i++)
+                for (int64_t k = 0; k < in; k++)
+                    rows[((m - 1 - series) * width + i) * in + k] =
+                        w->values[k * 2 * m * width + (2 * series + part) * width + i];
+        test_tensor_set(&c->t[compressor_of(which) + 1 + part], rows);
+        free(rows);
+    }
 }
 
 quern_dsv4_layer_params layer_case_params(const layer_case *c)
@@ -251,7 +278,19 @@ quern_dsv4_layer_tensors layer_case_tensors(const layer_case *c)
     quern_dsv4_layer_tensors t = QUERN_DSV4_LAYER_TENSORS_INIT;
     const quern_tensor *views[LAYER_TENSORS];
     for (int i = 0; i < LAYER_TENSORS; i++) views[i] = c->t[i].buffer != NULL ? &c->t[i].view : NULL;
+    for (int i = 0; i < 2; i++)
+        if (c->packed[i].codes.buffer != NULL)
+            views[compressor_of(i) + 1] = views[compressor_of(i) + 2] = NULL;
+    if (c->packed[0].codes.buffer != NULL)
+        views[LAYER_D_WEIGHTS + OW_CMP_KV] = views[LAYER_D_WEIGHTS + OW_CMP_GATE] = NULL;
     memcpy((char *)&t + sizeof t.size, views, sizeof views);
+    for (int i = 0; i < 2; i++) {
+        if (c->packed[i].codes.buffer == NULL) continue;
+        quern_dsv4_compress_tensors w;
+        dsv4_weight_give(&c->packed[i], &w);
+        const quern_tensor *const fields[] = {w.w_fp8, w.w_fp8_scales, w.w_codes, w.w_scales, w.w_global};
+        memcpy(i == 0 ? &t.compressor_fp8 : &t.indexer_fp8, fields, sizeof fields);
+    }
     return t;
 }
 

@@ -5,6 +5,7 @@
 #ifndef QUERN_TEST_DSV4_LAYER_CASE_H
 #define QUERN_TEST_DSV4_LAYER_CASE_H
 
+#include "dsv4_weights.h"
 #include "oracle/dsv4_layer.h"
 #include "tensor.h"
 
@@ -40,6 +41,9 @@ typedef struct layer_case {
     oracle_layer shape; /* of one sequence */
     int64_t batch, positions;
     quern_dtype dtype, weight_dtype;
+    weight
+        packed[2]; /* of the compressor and the indexer's, which calls then take for the tensors that mean the
+                       * same; without a buffer: absent */
     test_tensor t[LAYER_TENSORS]; /* without a buffer: absent */
 } layer_case;
 
@@ -49,6 +53,8 @@ layer_case layer_case_make(test_random *random, const oracle_layer *shape, int64
                            quern_dtype weight_dtype);
 /* A case of random extents, small enough for differences of the oracle. */
 layer_case layer_case_random(test_random *random, bool small);
+/* Gives compressor `which` (1: the indexer's) a weight in FP8 or NVFP4. The case's weights are f32. */
+void layer_case_pack(layer_case *c, test_random *random, int which, weight_kind kind);
 /* Layer i (csa, hca, swa) of the golden vectors. `expected` gets the arrays of the outputs, NULL where there
  * is none. */
 layer_case layer_case_golden(const char *directory, int i, double *expected[LAYER_TENSORS]);
