@@ -93,13 +93,6 @@ static const void *row_of(const row_source *src, int64_t row)
     return (const char *)src->data + row * src->stride * (int64_t)quern_dtype_size(src->dtype);
 }
 
-static bool any_row_nonfinite(const row_source *src)
-{
-    bool found = false;
-    for (int64_t r = 0; r < src->rows; r++) found |= any_nonfinite(row_of(src, r), src->dtype, src->dim);
-    return found;
-}
-
 /* Packs KEY_ALIGN rows with keys along columns; rows past the sequence are zeros. */
 static void pack_columns(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq,
                          int64_t head, int64_t row, int64_t rows)
@@ -122,6 +115,21 @@ static void pack_pairs(const attend_plan *p, const row_source *src, int32_t pane
     else p->kernels->pack_values_f32(src, panel, (float *)dst, stride);
 }
 
+/* Whether one of n rows (in bf16, pairs of rows) of the panels is nonfinite: a magnitude's exponent bits are all set.
+ * Read here and not from the tensor, whose rows may lie pages apart, they come from L1 in order. */
+static bool panels_nonfinite(const attend_plan *p, const uint32_t *panels, int64_t count, int64_t stride,
+                             int64_t words)
+{
+    const quern_dtype dtype = p->bf16 ? QUERN_BF16 : QUERN_F32;
+    uint32_t most = 0;
+    for (int64_t j = 0; j < count; j++) {
+        const uint32_t of_panel =
+            p->kernels->rows->magnitude(panels + j * stride, dtype, words * (p->bf16 ? 2 : 1));
+        if (of_panel > most) most = of_panel;
+    }
+    return most >= 0x7f800000u;
+}
+
 /* The same with keys along rows and nonfinite values as 0. Returns whether there was one. */
 static bool pack_rows(const attend_plan *p, const attend_pack_target *t, const attend_sequence *seq,
                       int64_t head, int64_t row, int64_t rows)
@@ -131,8 +139,9 @@ static bool pack_rows(const attend_plan *p, const attend_pack_target *t, const a
     uint32_t *dst =
         (uint32_t *)t->rows + head * panels * stride + (seq->packed0 + row) / pairs * t->row_panel;
     const row_source src = rows_at(t->tensor, seq->view_b, seq->k0 + row, head, rows);
-    const bool nonfinite = any_row_nonfinite(&src);
-    if (!nonfinite) pack_pairs(p, &src, t->row_panel, dst, stride);
+    const int64_t filled = (rows + pairs - 1) / pairs;
+    pack_pairs(p, &src, t->row_panel, dst, stride);
+    const bool nonfinite = panels_nonfinite(p, dst, panels, stride, filled * t->row_panel);
     for (int64_t r = 0; nonfinite && r < rows; r += 2) {
         uint32_t finite[2 * MAX_DIM];
         const row_source two = {finite, src.dtype, src.dim, rows - r < 2 ? 1 : 2, src.dim};
@@ -141,7 +150,6 @@ static bool pack_rows(const attend_plan *p, const attend_pack_target *t, const a
                         (char *)finite + i * src.dim * (int64_t)quern_dtype_size(src.dtype));
         pack_pairs(p, &two, t->row_panel, dst + r / pairs * t->row_panel, stride);
     }
-    const int64_t filled = (rows + pairs - 1) / pairs;
     for (int64_t j = 0; j < panels; j++)
         for (int64_t i = filled * t->row_panel; i < KEY_ALIGN / pairs * t->row_panel; i++)
             dst[j * stride + i] = 0;

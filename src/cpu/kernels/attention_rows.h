@@ -11,9 +11,8 @@
 #ifndef QUERN_CPU_ATTENTION_ROWS_H
 #define QUERN_CPU_ATTENTION_ROWS_H
 
-#include "core/half.h"
 #include "cpu/kernels/attention_kernels.h"
-#include "cpu/kernels/vector.h"
+#include "cpu/kernels/vector_dtype.h"
 
 INLINE const void *source_row(const row_source *s, int64_t row)
 {
@@ -34,28 +33,14 @@ INLINE void prefetch_row(const row_source *s, int64_t row)
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
 }
 
-/* Eight or more elements of a source row as f32. The element pointer needs no alignment beyond its own. */
+/* n elements of a source row as f32. The element pointer needs no alignment beyond its own. (A row is too short for
+ * a call of memcpy().) */
 INLINE void widen_row(const void *src, quern_dtype dtype, float *dst, int64_t n)
 {
-    if (dtype == QUERN_F32) {
-        memcpy(dst, src, (size_t)n * sizeof *dst);
-    } else if (dtype == QUERN_BF16) {
-        const uint16_t *p = src;
-        for (int64_t i = 0; i < n; i++) dst[i] = float_from_bf16(p[i]);
-    } else {
-        const uint16_t *p = src;
-#if defined(__F16C__)
-        int64_t i = 0;
-        for (; i + 8 <= n; i += 8) {
-            __m128i h;
-            memcpy(&h, &p[i], sizeof h);
-            _mm256_storeu_ps(&dst[i], _mm256_cvtph_ps(h));
-        }
-        for (; i < n; i++) dst[i] = _cvtsh_ss(p[i]);
-#else
-        for (int64_t i = 0; i < n; i++) dst[i] = float_from_f16(p[i]);
-#endif
-    }
+#define CALL(t)                                                                                              \
+    for (int64_t c = 0; c < n; c += LANES) store_some(dst, QUERN_F32, c, n, load_some(src, t, c, n))
+    BY_DTYPE(dtype, CALL);
+#undef CALL
 }
 
 static void pack_rows_f32(const row_source *src, float scale, float *dst, int64_t ldd)
@@ -93,9 +78,12 @@ INLINE void pack_columns(const float *const rows[LANES], int64_t words, int32_t 
     for (int64_t j = 0; j < words - d; j++) v_store(dst + (d + j) * panel, v[j]);
 }
 
+/* Floats from copied row to copied row: whole lines, an odd number of them, so that 16 rows spread over L1. */
+enum { COPY_PITCH = MAX_DIM + 16 };
+
 static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)
 {
-    float copies[LANES][MAX_DIM];
+    float copies[LANES][COPY_PITCH] __attribute__((aligned(64)));
     const float *rows[LANES];
     /* Read in place; but 16 lines a multiple of 4096 bytes apart share a set of L1, which holds fewer. */
     const bool stands = src->dtype == QUERN_F32 && src->dim % LANES == 0 && src->stride % 1024 != 0;
