@@ -214,9 +214,33 @@ static void mistakes_are_reported(void **state)
     dsv4_layer_free(&l);
 }
 
+/* Rows in a cache's format, in pages or not; the library sees the cache, whose format asks for 512 channels. */
+static void benches_of_caches(void **state)
+{
+#define BENCH "bench v4-attention --n 300 --queries 3 --heads 2 --top-k 8 --rounds 1 "
+    static const char *const formats[] = {"f32", "bf16", "row584"};
+    (void)state;
+    for (int page = 0; page <= 16; page += 16)
+        for (int i = 0; i < 3; i++) {
+            char command[300], field[40], pages[40];
+            snprintf(command, sizeof command, BENCH "--format %s --page %d --json /dev/stdout", formats[i],
+                     page);
+            snprintf(field, sizeof field, "\"format\": \"%s\"", formats[i]);
+            snprintf(pages, sizeof pages, "\"page\": %d", page);
+            expect(0, command, field);
+            expect(0, command, pages);
+        }
+    expect(3, BENCH "--width 64 --format row584", "format row584 takes 512");
+    expect(2, BENCH "--format bf16 --backward", "without --backward");
+    expect(2, BENCH "--page -1", "pages of 0 or more");
+    expect(2, "bench v4-index --n 300 --queries 3 --page 16", "v4-attention without");
+#undef BENCH
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(golden_index), cmocka_unit_test(golden_attention),
-                                       cmocka_unit_test(caches), cmocka_unit_test(mistakes_are_reported)};
+                                       cmocka_unit_test(caches), cmocka_unit_test(mistakes_are_reported),
+                                       cmocka_unit_test(benches_of_caches)};
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

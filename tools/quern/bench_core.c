@@ -8,6 +8,7 @@
 #include "command.h"
 #include "machine.h"
 #include "output.h"
+#include "row_cache.h"
 #include "values.h"
 
 #include <quern/dsv4.h>
@@ -21,8 +22,8 @@ enum { ROUNDS = 9, LENGTHS_MAX = 16, MEMORY = 16, WINDOW_ROPE = 64 };
 
 typedef struct core_bench {
     const char *n, *threads, *json;
-    int64_t batch, queries, heads, width, top_k, ratio, window, rounds;
-    int dtype;
+    int64_t batch, queries, heads, width, top_k, ratio, window, rounds, page;
+    int dtype, format;
     bool attention, backward;
 } core_bench;
 
@@ -39,6 +40,9 @@ static const option_row rows[] = {
     {"window", OPTION_INT, AT(window), NULL, "v4-attention: raw keys of a query"},
     {"backward", OPTION_FLAG, AT(backward), NULL, "v4-attention: the backward pass as well"},
     {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of queries and keys"},
+    {"format", OPTION_CHOICE, AT(format), row_cache_choices,
+     "v4-attention: of a cache that holds raw rows and entries; input: their own"},
+    {"page", OPTION_INT, AT(page), NULL, "v4-attention: slots of the cache's pages; 0: contiguous"},
     {"rounds", OPTION_INT, AT(rounds), NULL, "in which kernel and ceiling take turns, at most 101"},
     {"threads", OPTION_TEXT, AT(threads), NULL,
      "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
@@ -62,6 +66,7 @@ typedef struct core_data {
     quern_dsv4_attention_params core;
     quern_dsv4_attention_tensors core_tensors;
     quern_tensor t[MEMORY];
+    row_cache cache[2];
     void *memory[MEMORY], *workspace;
     int used;
     size_t bytes;
@@ -84,6 +89,7 @@ static const quern_tensor *make(core_data *d, quern_dtype dtype, int32_t ndim, c
 static void close_data(core_data *d)
 {
     for (int i = 0; i < d->used; i++) free(d->memory[i]);
+    for (int i = 0; i < 2; i++) row_cache_free(&d->cache[i]);
     free(d->workspace);
 }
 
@@ -125,7 +131,30 @@ static void fill_lists(const core_data *d, const quern_tensor *idx)
     }
 }
 
-static quern_status open_attention(core_data *d, quern_context *ctx)
+/* Raw rows and entries go through caches. */
+static int use_caches(core_data *d, quern_context *ctx)
+{
+    const core_bench *o = d->o;
+    quern_dsv4_attention_tensors *t = &d->core_tensors;
+    const quern_tensor **from[] = {&t->kv, &t->kv_cmp}, **tables[] = {&t->kv_table, &t->kv_cmp_table};
+    d->core.format = row_cache_format(o->format);
+    d->core.page = o->page;
+    for (int i = 0; i < 2; i++) {
+        const int64_t first = i == 0 ? d->n - t->kv->shape[1] : 0;
+        const int code = row_cache_make(ctx, *from[i], first, o->format, o->page, &d->cache[i]);
+        if (code != EXIT_DONE) return code;
+        *from[i] = &d->cache[i].rows;
+        if (o->page > 0) *tables[i] = &d->cache[i].table;
+    }
+    return EXIT_DONE;
+}
+
+static bool has_caches(const core_bench *o)
+{
+    return o->page != 0 || o->format != ROW_CACHE_INPUT;
+}
+
+static quern_status open_attention(core_data *d)
 {
     const core_bench *o = d->o;
     const quern_dtype dtype = (quern_dtype)o->dtype;
@@ -161,6 +190,13 @@ static quern_status open_attention(core_data *d, quern_context *ctx)
     }
     if (!whole) return QUERN_ERR_OUT_OF_MEMORY;
     if (t->idx != NULL) fill_lists(d, t->idx);
+    return QUERN_OK;
+}
+
+static quern_status size_attention(core_data *d, quern_context *ctx)
+{
+    const core_bench *o = d->o;
+    const quern_dsv4_attention_tensors *t = &d->core_tensors;
     size_t backward = 0;
     quern_status status = quern_dsv4_attention_workspace(ctx, &d->core, t, &d->bytes);
     if (status == QUERN_OK && o->backward)
@@ -175,8 +211,13 @@ static int open_data(core_data *d, const core_bench *o, int64_t n, quern_context
                      .n = n,
                      .queries = o->queries > 0 && o->queries < n ? o->queries : n,
                      .entries = n / o->ratio};
-    const quern_status status = o->attention ? open_attention(d, ctx) : open_index(d, ctx);
+    quern_status status = o->attention ? open_attention(d) : open_index(d, ctx);
     if (status == QUERN_ERR_OUT_OF_MEMORY) return fail(EXIT_MACHINE, "no memory for %" PRId64 " tokens", n);
+    if (has_caches(o)) {
+        const int code = use_caches(d, ctx);
+        if (code != EXIT_DONE) return code;
+    }
+    if (o->attention) status = size_attention(d, ctx);
     if (status != QUERN_OK) return fail_status(status);
     d->workspace = bench_allocate(d->bytes + 1);
     return d->workspace != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for the workspace");
@@ -258,10 +299,11 @@ static void report(const core_data *d, const core_pass *what, const measurement 
            m->time.p90, rate, m->fraction, ceiling_name(limit), m->ceiling);
     const core_bench *o = d->o;
     json_t *shape =
-        json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:b}", "batch", (json_int_t)o->batch, "window",
-                  (json_int_t)o->window, "n", (json_int_t)d->n, "queries", (json_int_t)d->queries, "heads",
-                  (json_int_t)o->heads, "width", (json_int_t)o->width, "top_k", (json_int_t)o->top_k, "ratio",
-                  (json_int_t)o->ratio, "backward", (int)what->backward);
+        json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:b}", "format",
+                  row_cache_choices[o->format], "page", (json_int_t)o->page, "batch", (json_int_t)o->batch,
+                  "window", (json_int_t)o->window, "n", (json_int_t)d->n, "queries", (json_int_t)d->queries,
+                  "heads", (json_int_t)o->heads, "width", (json_int_t)o->width, "top_k", (json_int_t)o->top_k,
+                  "ratio", (json_int_t)o->ratio, "backward", (int)what->backward);
     json_array_append_new(list,
                           json_pack("{s:s, s:o, s:s, s:i, s:i, s:f, s:f, s:f, s:f, s:s, s:f, s:s}", "op",
                                     what->op, "shape", shape, "dtype", dtype_choices[o->dtype], "threads",
@@ -284,6 +326,10 @@ static int bench(const core_bench *o)
                     "from 1 on, and 1 to %d rounds are accepted",
                     o->n, o->threads, o->batch, o->queries, o->window, o->ratio, o->heads, o->rounds,
                     BENCH_REPS_MAX);
+    if (has_caches(o) && (!o->attention || o->backward || o->page < 0))
+        return fail(EXIT_USAGE,
+                    "--format, --page: v4-attention without --backward and pages of 0 or more slots "
+                    "are accepted");
     json_t *list = json_array();
     quern_context *ctx = NULL;
     int code = output_check(o->json);

@@ -2,11 +2,11 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* v4_attention.c - `quern run v4-attention`: one call on the file's rows, or on a cache that holds them. */
 #include "command.h"
+#include "row_cache.h"
 #include "scenario.h"
 
 #include <quern/dsv4.h>
 
-#include <stdlib.h>
 #include <string.h>
 
 typedef struct attention_options {
@@ -14,99 +14,20 @@ typedef struct attention_options {
     int format;
 } attention_options;
 
-static const char *const format_choices[] = {"input", "f32", "bf16", "row584", NULL};
-enum { FORMAT_INPUT, FORMAT_F32, FORMAT_BF16, FORMAT_ROW584 };
-
 #define AT(member) offsetof(attention_options, member)
 static const option_row rows[] = {
-    {"format", OPTION_CHOICE, AT(format), format_choices,
+    {"format", OPTION_CHOICE, AT(format), row_cache_choices,
      "of a cache that KV and KV_cmp are written into; input: their own"},
     {"page", OPTION_INT, AT(page), NULL, "slots of its pages; 0: contiguous"},
 };
 #undef AT
 static attention_options options;
 
-/* A cache of one of the two tensors, and its memory. */
-typedef struct row_cache {
-    quern_tensor rows, table;
-    void *memory, *named, *slots, *workspace;
-} row_cache;
-
-static void free_cache(row_cache *c)
-{
-    free(c->memory), free(c->named), free(c->slots), free(c->workspace);
-}
-
 static quern_dsv4_attention_params params_of(const job *j)
 {
     quern_dsv4_attention_params p;
     memcpy(&p, &j->params, sizeof p);
     return p;
-}
-
-/* Makes a cache for rows of [B, n, D]; row i of a sequence has position first + i. The table names pages in
- * falling order. */
-static int make_cache(const quern_tensor *from, int64_t first, row_cache *c)
-{
-    const bool bytes = options.format == FORMAT_ROW584;
-    const int64_t batch = from->shape[0], n = from->shape[1], dim = from->shape[2], page = options.page;
-    const int64_t columns = page > 0 ? (first + n + page - 1) / page : 0, width = bytes ? 584 : dim;
-    const quern_dtype dtype = bytes                           ? QUERN_U8
-                              : options.format == FORMAT_F32  ? QUERN_F32
-                              : options.format == FORMAT_BF16 ? QUERN_BF16
-                                                              : from->dtype;
-    const int64_t contiguous[] = {batch, n, width}, pool[] = {batch * columns, page, width},
-                  paged[] = {batch * columns, page * width};
-    const int64_t table[] = {batch, columns}, count = batch * (page > 0 ? columns * page : n);
-    c->memory = calloc((size_t)(count * width + 1), quern_dtype_size(dtype));
-    c->named = malloc((size_t)(batch * columns + 1) * sizeof(int32_t));
-    c->slots = malloc((size_t)(batch * n + 1) * sizeof(int32_t));
-    if (c->memory == NULL || c->named == NULL || c->slots == NULL)
-        return fail(EXIT_MACHINE, "no memory for a cache");
-    c->rows = page == 0 ? quern_tensor_contiguous(c->memory, dtype, 3, contiguous)
-              : bytes   ? quern_tensor_contiguous(c->memory, dtype, 2, paged)
-                        : quern_tensor_contiguous(c->memory, dtype, 3, pool);
-    c->table = quern_tensor_contiguous(c->named, QUERN_I32, 2, table);
-    for (int64_t i = 0; i < batch * columns; i++)
-        ((int32_t *)c->named)[i] = (int32_t)(batch * columns - 1 - i);
-    for (int64_t i = 0; i < batch * n; i++) {
-        const int64_t row = first + i % n, at = i / n * columns + (page > 0 ? row / page : 0);
-        ((int32_t *)c->slots)[i] = (int32_t)(page > 0 ? (batch * columns - 1 - at) * page + row % page : i);
-    }
-    return EXIT_DONE;
-}
-
-static int fill_cache(quern_context *ctx, const quern_tensor *from, row_cache *c)
-{
-    quern_dsv4_store_params p = QUERN_DSV4_STORE_PARAMS_INIT;
-    quern_dsv4_store_tensors t = QUERN_DSV4_STORE_TENSORS_INIT;
-    const int64_t n = from->shape[0] * from->shape[1];
-    quern_tensor x = *from, cache = c->rows;
-    const quern_tensor slots = quern_tensor_contiguous(c->slots, QUERN_I32, 1, &n);
-    x.ndim = 2;
-    x.shape[0] = n;
-    x.shape[1] = from->shape[2];
-    x.strides[0] = from->shape[2];
-    x.strides[1] = 1;
-    if (options.page == 0) {
-        cache.ndim = 2;
-        cache.shape[0] = n;
-        cache.shape[1] = c->rows.shape[2];
-        cache.strides[0] = c->rows.shape[2];
-        cache.strides[1] = 1;
-    }
-    p.format = options.format == FORMAT_ROW584 ? QUERN_DSV4_ROW584 : QUERN_DSV4_ROWS;
-    p.page = options.page;
-    t.x = &x;
-    t.slots = &slots;
-    t.cache = &cache;
-    size_t bytes;
-    quern_status status = quern_dsv4_store_workspace(ctx, &p, &t, &bytes);
-    if (status != QUERN_OK) return fail_status(status);
-    c->workspace = malloc(bytes + 1);
-    if (c->workspace == NULL) return fail(EXIT_MACHINE, "no memory for the workspace");
-    status = quern_dsv4_store(ctx, NULL, &p, &t, c->workspace, bytes);
-    return status == QUERN_OK ? EXIT_DONE : fail_status(status);
 }
 
 /* Checks that the file has every row that a query sees, as a cache of pages requires. */
@@ -146,13 +67,12 @@ static int from_cache(job *j, quern_context *ctx)
     int64_t start = params_of(j).start_abs_pos, first = 0;
     int code = options.page > 0 ? check_rows(j, q, kv, cmp, &start) : EXIT_DONE;
     if (code == EXIT_DONE && options.page > 0) first = start + q->shape[1] - kv->shape[1];
-    if (code == EXIT_DONE) code = make_cache(kv, first, &cache[0]);
-    if (code == EXIT_DONE) code = fill_cache(ctx, kv, &cache[0]);
-    if (code == EXIT_DONE && cmp != NULL) code = make_cache(cmp, 0, &cache[1]);
-    if (code == EXIT_DONE && cmp != NULL) code = fill_cache(ctx, cmp, &cache[1]);
+    if (code == EXIT_DONE) code = row_cache_make(ctx, kv, first, options.format, options.page, &cache[0]);
+    if (code == EXIT_DONE && cmp != NULL)
+        code = row_cache_make(ctx, cmp, 0, options.format, options.page, &cache[1]);
     if (code == EXIT_DONE) {
         quern_dsv4_attention_params p = params_of(j);
-        p.format = options.format == FORMAT_ROW584 ? QUERN_DSV4_ROW584 : QUERN_DSV4_ROWS;
+        p.format = row_cache_format(options.format);
         p.page = options.page;
         p.start_abs_pos = start;
         memcpy(&j->params, &p, sizeof p);
@@ -164,13 +84,13 @@ static int from_cache(job *j, quern_context *ctx)
         code = job_prepare(j, ctx);
     }
     if (code == EXIT_DONE) code = job_run(j, ctx);
-    for (int i = 0; i < 2; i++) free_cache(&cache[i]);
+    for (int i = 0; i < 2; i++) row_cache_free(&cache[i]);
     return code;
 }
 
 static int compute(job *j, quern_context *ctx)
 {
-    if (options.format != FORMAT_INPUT || options.page != 0) return from_cache(j, ctx);
+    if (options.format != ROW_CACHE_INPUT || options.page != 0) return from_cache(j, ctx);
     const int code = job_prepare(j, ctx);
     return code == EXIT_DONE ? job_run(j, ctx) : code;
 }

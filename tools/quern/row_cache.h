@@ -1,0 +1,26 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* row_cache.h - rows of raw tokens or entries as a cache stores them, for `quern run` and `quern bench` of
+ * v4-attention. */
+#ifndef QUERN_TOOLS_ROW_CACHE_H
+#define QUERN_TOOLS_ROW_CACHE_H
+
+#include <quern/dsv4.h>
+
+/* Of an option: input is the rows' own dtype. */
+extern const char *const row_cache_choices[];
+enum { ROW_CACHE_INPUT, ROW_CACHE_F32, ROW_CACHE_BF16, ROW_CACHE_ROW584 };
+quern_dsv4_format row_cache_format(int format);
+
+/* Tensors of the call that reads the cache, and their memory. */
+typedef struct row_cache {
+    quern_tensor rows, table; /* the table with pages alone */
+    void *memory, *named, *slots, *workspace;
+} row_cache;
+
+/* Makes a cache of contiguous rows [B, n, D]; row i of a sequence has position first + i. *c is zero before. */
+int row_cache_make(quern_context *ctx, const quern_tensor *from, int64_t first, int format, int64_t page,
+                   row_cache *c);
+void row_cache_free(row_cache *c);
+
+#endif
