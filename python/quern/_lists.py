@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _arrays
-from . import _operations as ops
+from ._faces import run
 
 
 def convert_blocks(block_idx: Any, block_size: int, to: int, n: int) -> tuple[Any, Any]:
@@ -15,10 +15,9 @@ def convert_blocks(block_idx: Any, block_size: int, to: int, n: int) -> tuple[An
     of blocks of `to` tokens [.., k'], ascending and padded with -1, and how many [..]. One length divides
     the other."""
     wide = block_idx.shape[-1] * max(block_size // to, 1)
-    params = ops.params("nsa-list-convert", **{"from": block_size}, to=to, n=n)
-    index, count = ops.call(
-        "nsa-list-convert", params, {"in": block_idx}, ("out", "count"), asked={"k_out": wide}
-    )
+    settings = (("from", block_size), ("to", to), ("n", n))
+    asked = (("k_out", wide),)
+    index, count = run("nsa-list-convert", settings, {"in": block_idx}, ("out", "count"), asked=asked)
     return index, count
 
 

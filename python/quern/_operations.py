@@ -58,6 +58,7 @@ def dtype_number(dtype: Any) -> int:
 UNUSED, NEEDED, OPTIONAL, RESULT, OPTIONAL_RESULT = range(5)  # quern_op_role
 _EXPECTED = struct.Struct("9q")
 _NO_EXTENTS = bytes(32)
+_ASKED = "?"
 _ABSENT = _EXPECTED.pack(-1, *[0] * 8)
 
 
@@ -140,8 +141,21 @@ def lines(settings: tuple[tuple[str, Any], ...]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def params_from(name: str, settings: str) -> bytes:
-    """A params struct from lines of name=value."""
-    return bytes(_parameters(OPERATIONS[name].number, settings))
+    """A params struct from lines of name=value; those of extents say nothing of it."""
+    stated = "".join(line for line in settings.splitlines(True) if not line.startswith(_ASKED))
+    return bytes(_parameters(OPERATIONS[name].number, stated))
+
+
+def asked_lines(asked: Iterable[tuple[str, int]]) -> str:
+    """Extents of results that no input says, as lines beside the parameters."""
+    return "".join(f"{_ASKED}{name}={int(extent)}\n" for name, extent in asked)
+
+
+@functools.lru_cache(maxsize=1024)
+def asked_of(settings: str) -> Mapping[str, int] | None:
+    """The extents of asked_lines()."""
+    found = (line[1:].split("=") for line in settings.splitlines() if line.startswith(_ASKED))
+    return {name: int(extent) for name, extent in found} or None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -188,7 +202,7 @@ def expect_of(
         else _ABSENT
         for f in operation.fields
     )
-    asked = _extents(operation, None)
+    asked = _extents(operation, asked_of(settings))
     expected = bytes(_expect_of(operation.number, int(backward), params_from(name, settings), asked, rows))
     return {field: _unpack(expected, described.place)[1:] for field, described in operation.fields.items()}
 

@@ -6,7 +6,8 @@
     quern::<name>_out(Tensor? <input>, ..., str settings, Tensor(a!)? <result>, ...) -> ()
     quern::backward(str name, Tensor[] tensors, str fields, str results, str settings) -> Tensor[]
 
-`settings` are parameters as lines of name=value, `results` the names of the results wanted. A result has a
+`settings` are parameters as lines of name=value, and extents that no input says as lines of ?name=extent;
+`results` are the names of the results wanted. A result has a
 gradient where the operation's backward pass takes one; all others, and lists of indices, have none.
 """
 
@@ -120,7 +121,8 @@ class Operator:
     def _forward(self, *arguments: Any) -> list[Tensor]:
         *tensors, settings, results = arguments
         given = {field: _dense(t) for field, t in zip(self.inputs, tensors) if t is not None}
-        return list(ops.call(self.name, ops.params_from(self.name, settings), given, _words(results)))
+        params, asked = ops.params_from(self.name, settings), ops.asked_of(settings)
+        return list(ops.call(self.name, params, given, _words(results), asked=asked))
 
     def _write(self, *arguments: Any) -> None:
         count = len(self.inputs)
@@ -205,7 +207,7 @@ torch.library.register_autograd("quern::backward", _no_second, lib=_LIBRARY)
 OPERATORS = {
     name: Operator(name)
     for name, operation in ops.OPERATIONS.items()
-    if name != "nsa-list-convert" and any(t.input for t in operation.fields.values())
+    if any(t.input for t in operation.fields.values())
 }
 
 
@@ -213,8 +215,8 @@ OPERATORS = {
 
 
 @torch.compiler.assume_constant_result
-def _lines(settings: tuple[tuple[str, Any], ...]) -> str:
-    return ops.lines(settings)
+def _lines(settings: tuple[tuple[str, Any], ...], asked: tuple[tuple[str, int], ...]) -> str:
+    return ops.lines(settings) + ops.asked_lines(asked)
 
 
 @torch.compiler.assume_constant_result
@@ -262,6 +264,7 @@ def run(
     tensors: Mapping[str, Tensor | None],
     results: tuple[str, ...],
     keep: tuple[str, ...] = (),
+    asked: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Tensor, ...]:
     """The operator; it keeps what a backward needs only where there will be one."""
     operator = OPERATORS[name]
@@ -269,7 +272,7 @@ def run(
     given = _autocast(operator, tensors)
     if not operator.triggers:
         given = {field: t if t is None else t.detach() for field, t in given.items()}
-    text = _lines(settings)
+    text = _lines(settings, asked)
     wanted = " ".join(results)
     if _trains(operator, given):
         present = tuple(field for field, t in given.items() if t is not None)

@@ -95,18 +95,16 @@ def dequantize(
 
     columns: D of an activation where it is not that of whole blocks.
     """
-    settings = {"profile": profile, "global_per": global_per, "weight": _layout(weight)}
+    settings = (("profile", profile), ("global_per", global_per), ("weight", _layout(weight)))
     tensors = {
         "codes": as_bytes(codes),
         "scales": as_bytes(scales),
         "global": global_scale,
         "offsets": offsets,
     }
-    if columns is None:
-        written = None if out is None else {"x": out}
-        return run("nvfp4-dequantize", tuple(settings.items()), tensors, ("x",), out=written)[0]
-    params, asked = ops.params("nvfp4-dequantize", **settings), {"columns": columns}
-    return ops.call("nvfp4-dequantize", params, {**tensors, "x": out}, ("x",), asked=asked)[0]
+    written = None if out is None else {"x": out}
+    asked = () if columns is None else (("columns", columns),)
+    return run("nvfp4-dequantize", settings, tensors, ("x",), out=written, asked=asked)[0]
 
 
 def from_mxfp4(codes: Any, exponents: Any) -> tuple[Any, Any, Any, int]:
@@ -159,9 +157,8 @@ def prepack(codes: Any, scales: Any) -> Any:
 
 def unpack(repacked: Any, columns: int, rows: int) -> tuple[Any, Any]:
     """prepack()'s bytes of matrices [rows, columns] = [K, N], exactly back → codes, scales."""
-    params = ops.params("moe-prepack", inverse=True)
-    names, asked = ("b_codes", "b_scales"), {"n": columns, "k": rows}
-    codes, scales = ops.call("moe-prepack", params, {"b_repacked": repacked}, names, asked=asked)
+    names, asked = ("b_codes", "b_scales"), (("n", columns), ("k", rows))
+    codes, scales = run("moe-prepack", (("inverse", True),), {"b_repacked": repacked}, names, asked=asked)
     return _named(codes, "float4_e2m1fn_x2"), _named(scales, "float8_e4m3fn")
 
 
@@ -191,14 +188,14 @@ def unswizzle(
 ) -> Any:
     """swizzle() back: [bytes] → scales [rows, columns], of experts rows past the last token 0; weight: [E,
     bytes] → [E, columns, rows]."""
-    settings = {"inverse": True, "weight": _layout(weight), "experts": tokens_per_expert is not None}
-    (scales,) = ops.call(
-        "nvfp4-swizzle",
-        ops.params("nvfp4-swizzle", **settings),
-        {"swizzled": as_bytes(swizzled), "tokens_per_expert": tokens_per_expert},
-        ("linear",),
-        asked={"rows": rows, "columns": columns},
+    settings = (
+        ("inverse", True),
+        ("weight", _layout(weight)),
+        ("experts", tokens_per_expert is not None),
     )
+    tensors = {"swizzled": as_bytes(swizzled), "tokens_per_expert": tokens_per_expert}
+    asked = (("rows", rows), ("columns", columns))
+    (scales,) = run("nvfp4-swizzle", settings, tensors, ("linear",), asked=asked)
     return _named(scales, "float8_e4m3fn")
 
 

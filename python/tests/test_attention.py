@@ -79,6 +79,9 @@ def test_opcheck():
     cu = torch.tensor([0, 3, 8], dtype=torch.int32)
     packed = [t.detach()[0].requires_grad_() for t in inputs(nq=8, nkv=8)]
     torch.library.opcheck(operator, (*packed, cu, None, *settings))
+    plain = [t.detach() for t in inputs(nq=8, nkv=8)]
+    outs = torch.empty_like(quern.attention(*plain)), None
+    torch.library.opcheck(torch.ops.quern.attention_out.default, (*plain, None, None, settings[0], *outs))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

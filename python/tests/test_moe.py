@@ -213,6 +213,10 @@ def test_opcheck_of_what_has_no_gradient():
     weights = nvfp4.quantize(torch.randn(2, 32, 64), weight=True)
     pair = dict(zip(("b_codes", "b_scales"), map(nvfp4.as_bytes, weights)))
     opcheck("moe-prepack", pair, {}, "b_repacked")
+    (repacked,) = ops.call("moe-prepack", ops.params("moe-prepack"), pair, ("b_repacked",))
+    opcheck(
+        "moe-prepack", {"b_repacked": repacked}, {"inverse": True, "?n": 32, "?k": 32}, "b_codes b_scales"
+    )
     q, branches = torch.randn(1, 6, 2, 8), [torch.randn(1, 6, 2, 8) for _ in range(3)]
     gate = torch.randn(2, 3, 8)
     opcheck("nsa-gates", {"q": q, "w_gate": gate}, {"gate": "weights"}, "gates")
@@ -239,11 +243,22 @@ def test_compile_of_layouts():
         codes, scales, one = nvfp4.quantize(nvfp4.interleave(x))
         return nvfp4.dequantize(codes, scales, one).sin(), nvfp4.swizzle(scales).view(torch.uint8)
 
+    def of_extents(x):
+        """Results of extents that no input says."""
+        codes, scales, one = nvfp4.quantize(x[:, :40])
+        back = nvfp4.unswizzle(nvfp4.swizzle(scales), 6, 3)
+        return nvfp4.dequantize(codes, back, one, columns=40).sin(), back.view(torch.uint8)
+
+    def repacked(x):
+        codes, scales, _ = nvfp4.quantize(x.T[None].contiguous(), weight=True)
+        return [t.view(torch.uint8) for t in nvfp4.unpack(nvfp4.prepack(codes, scales), 6, 64)]
+
     with torch.autocast("cpu", torch.bfloat16):
         assert nvfp4.interleave(x).dtype == torch.float32
-    got = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(x)
-    for a, b in zip(got, there_and_back(x)):
-        assert torch.equal(a, b)
+    for function in (there_and_back, of_extents, repacked):
+        got = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+        for a, b in zip(got, function(x)):
+            assert torch.equal(a, b)
 
 
 def test_compile(near):

@@ -198,3 +198,8 @@ def test_convert_blocks():
     assert index[..., :2].tolist() == [[[[0, 1], [0, 1]]]] and count.tolist() == [[[2, 2]]]
     index, count = quern.convert_blocks(lists, 16, 8, 60)  # the ragged last block has one half alone
     assert index[0, 0, 1].tolist()[:6] == [2, 3, 4, 5, 6, 7] and count.tolist() == [[[4, 6]]]
+    given = torch.from_numpy(lists)
+    opcheck("nsa-list-convert", {"in": given}, {"from": 16, "to": 32, "n": 64, "?k_out": 3}, "out count")
+    compiled = torch.compile(quern.convert_blocks, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(given, 16, 8, 60), (index, count)):
+        assert np.array_equal(a.numpy(), b)
