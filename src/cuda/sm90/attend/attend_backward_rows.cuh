@@ -72,8 +72,7 @@ __device__ __forceinline__ const work &wait_turn(char *smem, uint32_t base, int 
 
 template <int DK, int DV> __device__ __forceinline__ void free_turn(uint32_t base, int turn)
 {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbar_arrive(base + layout<DK, DV>::TURN_FREE + 8 * (turn & 1));
+    mbar_arrive(base + layout<DK, DV>::TURN_FREE + 8 * (turn & 1)); /* each lane's, for what it read */
 }
 
 /* Warp 3 of the feeder: plans the turns, two ahead at most. The last plan has -1 queries. */
@@ -388,7 +387,7 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         }
         for (int i = 0; i < 2; i++)
             mbar_init(base + at::TURN_FULL + 8 * i, 1),
-                mbar_init(base + at::TURN_FREE + 8 * i, 1 + SEARCHERS + 4 * GROUPS);
+                mbar_init(base + at::TURN_FREE + 8 * i, (1 + SEARCHERS + 4 * GROUPS) * WARP_ARRIVALS);
         mbar_init_done();
     }
     __syncthreads();

@@ -80,8 +80,8 @@ template <int DK, int DV, bool LISTED> __device__ __forceinline__ const int32_t 
 
 template <int DK, int DV, bool LISTED> __device__ __forceinline__ void free_turn(uint32_t base, int turn)
 {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbar_arrive(base + layout<DK, DV, LISTED>::TURN_FREE + 8 * (turn & 1));
+    mbar_arrive(base + layout<DK, DV, LISTED>::TURN_FREE +
+                8 * (turn & 1)); /* each lane's, for what it read */
 }
 
 /* Warp 3 of the feeder: plans the turns, two ahead at most, and sorts their lists. The last plan has -1
@@ -207,11 +207,9 @@ __device__ __forceinline__ void search(const attend_kernel &a, char *smem, uint3
             }
             async_fence();
             odd = __any_sync(~0u, odd);
-            if (lane == 0) {
-                ((int32_t *)(smem + at::ODD))[stage * SEARCHERS + searcher] = odd;
-                mbar_arrive(base + at::V_CLEAN + 8 * stage);
-                mbar_arrive(base + at::V_FREE + 8 * stage);
-            }
+            if (lane == 0) ((int32_t *)(smem + at::ODD))[stage * SEARCHERS + searcher] = odd;
+            mbar_arrive(base + at::V_CLEAN + 8 * stage); /* each lane's, for what it wrote */
+            if (lane == 0) mbar_arrive(base + at::V_FREE + 8 * stage);
         }
         free_turn<DK, DV, LISTED>(base, turn);
     }
@@ -414,8 +412,9 @@ __device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint
             if (!tile_seen<KEYS, LISTED>(a, w, DV > 128 ? find_seen<KEYS, LISTED>(w) : seen, list, t)) {
                 mbar_wait(base + at::V_CLEAN + 8 * stage, clean >> stage & 1);
                 clean ^= 1u << stage;
-                const int32_t *odd = (const int32_t *)(smem + at::ODD) + stage * SEARCHERS;
-                if (odd[0] != 0 || odd[1] != 0)
+                /* The lane that frees the stage reads for all. */
+                const int32_t *found = (const int32_t *)(smem + at::ODD) + stage * SEARCHERS;
+                if (__shfl_sync(~0u, lane == 0 ? found[0] | found[1] : 0, 0) != 0)
                     add_nonfinite<T, KEYS, OT, LISTED>(o, a, w, list, r, t * KEYS);
             }
             const uint64_t v = wg_fresh(wg_tile(base + at::V + stage * at::V_STAGE, KEYS * 128));
@@ -490,9 +489,9 @@ __global__ void __launch_bounds__(128 * (shape<DK, DV, LISTED>::GROUPS + 1), 1)
             mbar_init(base + at::K_FULL + 8 * i, 1), mbar_init(base + at::K_FREE + 8 * i, 4 * sh::GROUPS);
             mbar_init(base + at::V_FULL + 8 * i, 1),
                 mbar_init(base + at::V_FREE + 8 * i, 4 * sh::GROUPS + SEARCHERS);
-            mbar_init(base + at::V_CLEAN + 8 * i, SEARCHERS);
+            mbar_init(base + at::V_CLEAN + 8 * i, SEARCHERS * WARP_ARRIVALS);
             mbar_init(base + at::TURN_FULL + 8 * i, WARP_ARRIVALS),
-                mbar_init(base + at::TURN_FREE + 8 * i, 1 + SEARCHERS + 4 * sh::GROUPS);
+                mbar_init(base + at::TURN_FREE + 8 * i, (1 + SEARCHERS + 4 * sh::GROUPS) * WARP_ARRIVALS);
         }
         mbar_init_done();
     }
