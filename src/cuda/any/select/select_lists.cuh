@@ -15,6 +15,12 @@ __device__ __forceinline__ uint32_t order_of(float x)
     return (u & 0x80000000u ? ~u : u | 0x80000000u);
 }
 
+/* The same order for x >= +0 or NaN, which -1 stands for. */
+__device__ __forceinline__ uint32_t order_of_sum(float x)
+{
+    return __float_as_uint(fmaxf(x, -1.0f)) ^ 0x80000000u;
+}
+
 __device__ __forceinline__ int64_t q_end_of(int64_t first, int64_t tile, int64_t nq)
 {
     return first + tile < nq ? first + tile : nq;
@@ -101,34 +107,39 @@ __device__ __forceinline__ void offer(const best_list &b, bool valid, float scor
     }
 }
 
-/* A number that at least `size` of the keys of all lanes reach, close to the size-th largest; 0 where there
- * are not as many. In 16 bits: keys of scores differ in what comes after by 1 / 128 at most. */
-template <int N> __device__ __forceinline__ uint32_t reached_by(const uint32_t (&key)[N], int size)
+/* The `size`-th largest of the lanes' x. `room`: 32 aligned words of the warp. */
+__device__ __forceinline__ uint32_t largest_but(uint32_t x, int size, uint32_t *room, int lane)
 {
-    uint32_t top = key[0], reached = 0;
+    int above = 0;
+    room[lane] = x;
+    __syncwarp();
 #pragma unroll
-    for (int i = 1; i < N; i++) top = top > key[i] ? top : key[i];
-#pragma unroll 1
-    for (uint32_t bit = 0x80000000u; bit >= 0x10000u; bit >>= 1)
-        if (__popc(__ballot_sync(~0u, top >= (reached | bit))) >= size) reached |= bit;
-    return reached;
+    for (int i = 0; i < 8; i++) {
+        const uint4 y = ((const uint4 *)room)[i];
+        above += (y.x > x) + (y.y > x) + (y.z > x) + (y.w > x);
+    }
+    __syncwarp();
+    return __reduce_min_sync(~0u, above < size ? x : ~0u);
 }
 
-/* Merges a list of at most 32 with `count` <= 32 candidates, which lie in `key` and `index` as they came. */
+/* Merges a list of at most 32 with `count` <= 32 candidates, which lie in `key` and `index` as they came.
+ * `key`: 32 aligned words, 0 behind the candidates. */
 __device__ __forceinline__ void merge(const best_list &b, const uint32_t *key, const int32_t *index,
                                       int count, int lane)
 {
     const uint32_t own = lane < b.size ? b.key[lane] : 0, other = lane < count ? key[lane] : 0;
     const int32_t own_at = lane < b.size ? b.index[lane] : 0, other_at = lane < count ? index[lane] : 0;
-    int own_to = lane, other_to = 0; /* their places: how many come before them */
-#pragma unroll 4
-    for (int j = 0; j < count; j++) {
-        const uint32_t k = __shfl_sync(~0u, other, j);
-        own_to += k > own;
-        other_to += k > other || (k == other && j < lane);
+    /* their places: how many come before them, of equal candidates those of lower lanes */
+    int own_to = lane, other_to = __popc(__match_any_sync(~0u, other) & ((1u << lane) - 1));
+#pragma unroll 2
+    for (int j = 0; j < count; j += 4) {
+        const uint4 k = *(const uint4 *)(key + j);
+        own_to += (k.x > own) + (k.y > own) + (k.z > own) + (k.w > own);
+        other_to += (k.x > other) + (k.y > other) + (k.z > other) + (k.w > other);
     }
+    const int full = __popc(__ballot_sync(~0u, own != 0));
 #pragma unroll 4
-    for (int j = 0; j < b.size; j++) other_to += __shfl_sync(~0u, own, j) >= other;
+    for (int j = 0; j < full; j++) other_to += __shfl_sync(~0u, own, j) >= other;
     __syncwarp(); /* all have read */
     if (lane < b.size && own_to < b.size) {
         b.key[own_to] = own;
@@ -142,58 +153,56 @@ __device__ __forceinline__ void merge(const best_list &b, const uint32_t *key, c
 }
 
 /* Offers 32 N candidates to a list of at most 32: lane l's i-th has index first + 32 i + l. `room`: shared
- * memory of the warp, 64 words. */
+ * memory of the warp, 64 aligned words. */
 template <int N>
 __device__ __forceinline__ void offer_many(const best_list &b, const uint32_t (&key)[N], int32_t first,
                                            uint32_t *room, int lane)
 {
     if (b.size == 0) return;
-    uint32_t least = b.key[b.size - 1] + 1; /* what enters a list is at least this */
-    auto count = [&] {
-        int all = 0;
-#pragma unroll
-        for (int i = 0; i < N; i++) all += __popc(__ballot_sync(~0u, key[i] >= least));
-        return all;
-    };
-    int all = count();
-    if (all > 32) {
-        const uint32_t reached = reached_by<N>(key, b.size);
-        least = reached > least ? reached : least;
-        all = count();
-    }
     uint32_t *const keys = room;
     int32_t *const indices = (int32_t *)room + 32;
-    for (int from = 0; from < all; from += 32) {
+    uint32_t least = b.key[b.size - 1] + 1; /* what enters a list is at least this */
+    uint32_t top = key[0];
+#pragma unroll
+    for (int i = 1; i < N; i++) top = top > key[i] ? top : key[i];
+    const uint32_t some = __ballot_sync(~0u, top >= least);
+    if (some == 0) return;
+    /* Of lanes enough to fill the list with their largest, only what reaches these can stay in it. */
+    if (__popc(some) >= b.size) least = largest_but(top, b.size, room, lane);
+    for (int from = 0, all = 32; from < all; from += 32) {
         int before = -from;
 #pragma unroll
         for (int i = 0; i < N; i++) {
             const uint32_t mask = __ballot_sync(~0u, key[i] >= least);
             const int at = before + __popc(mask & ((1u << lane) - 1));
-            if ((mask >> lane & 1) && at >= 0 && at < 32) {
+            if (key[i] >= least && (unsigned)at < 32) {
                 keys[at] = key[i];
                 indices[at] = first + i * 32 + lane;
             }
             before += __popc(mask);
         }
+        all = before + from;
+        if (lane >= before) keys[lane] = 0;
         __syncwarp();
-        merge(b, keys, indices, all - from < 32 ? all - from : 32, lane);
+        merge(b, keys, indices, before < 32 ? before : 32, lane);
     }
 }
 
 /* Writes forced entries [0, f0) and [g0, g1), and what the list holds, ascending and padded. Warp-wide. */
-static __device__ void write_list(const best_list &b, int64_t f0, int64_t g0, int64_t g1, int32_t *dst, int k,
+static __device__ void write_list(const best_list &b, int f0, int g0, int g1, int32_t *dst, int k,
                                   int32_t *count, int lane)
 {
-    const int forced = (int)(f0 + (g1 - g0));
+    const int forced = f0 + (g1 - g0);
     int kept = 0;
     for (int i = lane; i < b.size; i += 32) kept += b.key[i] != 0;
-    for (int w = 16; w > 0; w /= 2) kept += __shfl_xor_sync(~0u, kept, w);
+    kept = __reduce_add_sync(~0u, kept);
     for (int i = lane; i < forced + kept; i += 32) {
-        const int64_t x = i < f0 ? i : i < forced ? g0 + (i - f0) : b.index[i - forced];
+        const int x = i < f0 ? i : i < forced ? g0 + (i - f0) : b.index[i - forced];
         int at = 0;
+#pragma unroll 4
         for (int j = 0; j < kept; j++) at += b.index[j] < x;
-        at += (int)(x < f0 ? x : f0) + (int)(x < g0 ? 0 : x < g1 ? x - g0 : g1 - g0);
-        dst[at] = (int32_t)x;
+        at += (x < f0 ? x : f0) + (x < g0 ? 0 : x < g1 ? x - g0 : g1 - g0);
+        dst[at] = x;
     }
     for (int i = forced + kept + lane; i < k; i += 32) dst[i] = -1;
     if (count != NULL && lane == 0) *count = forced + kept;
@@ -362,15 +371,17 @@ static __device__ __forceinline__ void close_blocks(const select_kernel &s, cons
     }
 }
 
-/* The same for lists of at most 32, 32 N blocks at once; `out` has room for as many scores. */
-template <int N>
+/* The same for lists of at most 32, 32 N blocks at once; `out` has room for as many scores. SUMS: they are sums
+ * of probabilities, so none is below 0. */
+template <int N, bool SUMS>
 __device__ __forceinline__ void close_many(const select_kernel &s, const contest &in, const best_list &best,
                                            int e0, int entries, const float *out, uint32_t *room)
 {
     const int lane = threadIdx.x & 31, from = s.s_over_d == 1 ? e0 : e0 / s.s_over_d,
               end = s.s_over_d == 1 ? e0 + entries : (e0 + entries) / s.s_over_d,
               to = end < in.candidates ? end : in.candidates;
-    for (int j0 = from; j0 < to; j0 += 32 * N) {
+    const int past = in.g0 < in.g1 && in.g0 < to ? in.g0 : to; /* [g0, g1) are the last candidates */
+    for (int j0 = from; j0 < past; j0 += 32 * N) {
         float score[N];
         uint32_t key[N];
         if (s.l_over_d == 1 && s.s_over_d == 1) { /* loads wait for no branch */
@@ -386,8 +397,8 @@ __device__ __forceinline__ void close_many(const select_kernel &s, const contest
 #pragma unroll
         for (int i = 0; i < N; i++) {
             const int block = j0 + i * 32 + lane;
-            const bool valid = block < to && block >= in.f0 && !(block >= in.g0 && block < in.g1);
-            key[i] = valid ? order_of(score[i]) : 0;
+            const uint32_t order = SUMS ? order_of_sum(score[i]) : order_of(score[i]);
+            key[i] = block >= in.f0 && block < past ? order : 0;
         }
         offer_many<N>(best, key, j0, room, lane);
     }

@@ -266,7 +266,7 @@ __device__ __forceinline__ void fill_lists(const select_kernel &s, const list_ru
         __syncthreads();
         if (mine) {
             if (in.size <= 32)
-                close_many<4>(s, in, best, e0, STEP, m.scores + warp * STEP, m.room + warp * 64);
+                close_many<4, false>(s, in, best, e0, STEP, m.scores + warp * STEP, m.room + warp * 64);
             else close_blocks(s, in, best, e0, STEP, m.scores + warp * STEP);
             if (s.c > 0) close_groups(groups, e0, m.scores + warp * STEP);
         }

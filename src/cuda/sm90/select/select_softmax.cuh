@@ -15,9 +15,10 @@
  *
  * The feeding warp takes pieces (longest first, by a counter: no result depends on who computes them), leaves
  * their places in shared memory, and copies their rows and entries by TMA; rows of the next piece as soon as
- * all warps hold this one's.
+ * all warps hold this one's. The warp beside it leaves notes for the next piece: the statistics of its rows and
+ * what its lists choose from.
  *
- * Registers at D = 128: Q 32, S 64 of 160. Shared memory: Q 48 KB, entries 96 KB. Limit: the tensor cores
+ * Registers at D = 128: Q 32, S 64 of 152. Shared memory: Q 48 KB, entries 96 KB. Limit: the tensor cores
  * and, as long, the exponentials at 16 a clock and SM.
  */
 #ifndef QUERN_CUDA_SM90_SELECT_SOFTMAX_CUH
@@ -38,7 +39,7 @@ enum { STEP = 128, MOST = SM90_SELECT_MOST };
 template <int DK> struct shape {
     static constexpr int GROUPS = DK <= 128 ? 3 : 2, ROWS = 64 * GROUPS, COMPUTING = 4 * GROUPS,
                          THREADS_ALL = 128 * (GROUPS + 1);
-    static constexpr int FEED = GROUPS == 3 ? 32 : 40, COMPUTE = GROUPS == 3 ? 160 : 232; /* registers */
+    static constexpr int FEED = GROUPS == 3 ? 56 : 40, COMPUTE = GROUPS == 3 ? 152 : 232; /* registers */
 };
 
 struct maps {
@@ -70,12 +71,15 @@ template <int DK, int LIST> struct layout {
     static constexpr int Q_FULL = BARS, Q_FREE = Q_FULL + 8, K_FULL = Q_FREE + 8,
                          K_FREE = K_FULL + 8 * STAGES, TURN_FULL = K_FREE + 8 * STAGES,
                          TURN_FREE = TURN_FULL + 16;
-    static constexpr int TURN = TURN_FREE + 16; /* [2] pieces */
-    static constexpr int CONTEST = TURN + 2 * (int)sizeof(piece);
-    static constexpr int KEYS_AT = CONTEST + COMPUTING * LISTS * (int)sizeof(contest); /* [lists][MOST] */
+    static constexpr int NOTE_FULL = TURN_FREE + 16;
+    static constexpr int TURN = NOTE_FULL + 16;                                          /* [2] pieces */
+    static constexpr int LSE = TURN + 2 * (int)sizeof(piece), SEEN = LSE + 2 * ROWS * 4; /* [2][ROWS] each */
+    static constexpr int CONTEST = SEEN + 2 * ROWS * 4;                                  /* [2][lists] */
+    static constexpr int ROOM =
+        (CONTEST + 2 * COMPUTING * LISTS * (int)sizeof(contest) + 15) & ~15; /* [warps][64] */
+    static constexpr int KEYS_AT = ROOM + COMPUTING * 64 * 4;                /* [lists][MOST] */
     static constexpr int INDICES = KEYS_AT + COMPUTING * LISTS * MOST * 4;
-    static constexpr int ROOM = INDICES + COMPUTING * LISTS * MOST * 4;      /* [warps][64] */
-    static constexpr int SCORES_AT = (ROOM + COMPUTING * 64 * 4 + 15) & ~15; /* [lists][SCORES] */
+    static constexpr int SCORES_AT = INDICES + COMPUTING * LISTS * MOST * 4; /* [lists][SCORES] */
     static constexpr int BYTES = SCORES_AT + COMPUTING * LISTS * SCORES * 4;
     static_assert(BYTES <= 227 * 1024, "more than a block can have");
 };
@@ -217,6 +221,41 @@ __device__ __forceinline__ void feed(const select_kernel &s, const sm90_select_p
     }
 }
 
+/* The warp that leaves notes on each piece: the lse of its rows, times log2 e, the end of what its queries see,
+ * and what its lists choose from. The notes of two pieces before are read: the feeder has waited for it. */
+template <int DK, int LIST>
+__device__ __forceinline__ void leave_notes(const select_kernel &s, const sm90_select_plan &plan, char *smem,
+                                            uint32_t base)
+{
+    typedef layout<DK, LIST> at;
+    const attend_kernel &a = s.a;
+    const int lane = threadIdx.x & 31;
+    for (int turn = 0;; turn++) {
+        const int slot = turn & 1;
+        mbar_wait(base + at::TURN_FULL + 8 * slot, turn >> 1 & 1);
+        const piece &w = ((const piece *)(smem + at::TURN))[slot];
+        if (w.query < 0) return;
+        float *const lse = (float *)(smem + at::LSE) + slot * at::ROWS;
+        int *const seen = (int *)(smem + at::SEEN) + slot * at::ROWS;
+        contest *const in = (contest *)(smem + at::CONTEST) + slot * at::COMPUTING * at::LISTS;
+        const int left = w.nq - w.query, queries = left < plan.queries ? left : plan.queries;
+        for (int r = lane; r < at::ROWS; r += 32) {
+            const int n = (int)quotient((uint32_t)r, a.by_hs);
+            lse[r] = n < queries
+                         ? 1.4426950408889634f *
+                               a.lse.p[(int64_t)w.view * a.lse.s[0] + (w.head0 + r - n * a.hs) * a.lse.s[1] +
+                                       ((int64_t)w.q0 + w.query + n) * a.lse.s[2]]
+                         : 0.0f;
+        }
+        for (int n = lane; n < queries; n += 32) {
+            int ignore;
+            row_keys(a, sequence_of(w), w.query + n, &ignore, &seen[n]);
+        }
+        for (int l = lane; l * a.tile < queries; l += 32) in[l] = find_contest(s, w.nq, w.query + l * a.tile);
+        mbar_arrive(base + at::NOTE_FULL + 8 * slot);
+    }
+}
+
 /* Adds what the lanes that differ in `bit` hold, half of the N values each. */
 template <int N> __device__ __forceinline__ void fold(float (&x)[32], int bit)
 {
@@ -273,27 +312,23 @@ __device__ __forceinline__ void exponentiate(float (&x)[16][4], float scale_log2
             if (e0 + i * 8 + (int)(threadIdx.x & 3) * 2 + (c & 1) >= hi[c >> 1]) x[i][c] = 0.0f;
 }
 
-/* The statistics of this lane's two rows, and what they see. */
-__device__ __forceinline__ void find_rows(const attend_kernel &a, const piece &w, int queries, int row,
-                                          float (&lse2)[2], int (&hi)[2])
+/* The notes about this lane's two rows: their statistics and what they see. */
+template <int DK, int LIST>
+__device__ __forceinline__ void read_notes(const attend_kernel &a, const char *smem, int slot, int row,
+                                           int queries, float (&lse2)[2], int (&hi)[2])
 {
+    typedef layout<DK, LIST> at;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int r = row + h * 8, n = (int)quotient((uint32_t)r, a.by_hs), query = w.query + n;
-        int ignore;
-        lse2[h] = 0.0f;
-        hi[h] = 0;
-        if (n >= queries || query >= w.nq) continue;
-        row_keys(a, sequence_of(w), query, &ignore, &hi[h]);
-        lse2[h] = 1.4426950408889634f *
-                  a.lse.p[(int64_t)w.view * a.lse.s[0] + (w.head0 + r - n * a.hs) * a.lse.s[1] +
-                          ((int64_t)w.q0 + query) * a.lse.s[2]];
+        const int r = row + h * 8, n = (int)quotient((uint32_t)r, a.by_hs);
+        lse2[h] = ((const float *)(smem + at::LSE))[slot * at::ROWS + r];
+        hi[h] = n < queries ? ((const int *)(smem + at::SEEN))[slot * at::ROWS + n] : 0;
     }
 }
 
 /* A warp's lists. */
 template <int DK, int LIST> struct own_lists {
-    contest *in;
+    const contest *in;
     uint32_t *keys;
     int32_t *indices;
     uint32_t *room;
@@ -303,7 +338,7 @@ template <int DK, int LIST> struct own_lists {
     {
         typedef layout<DK, LIST> at;
         const int first = warp * at::LISTS;
-        in = (contest *)(smem + at::CONTEST) + first;
+        in = (const contest *)(smem + at::CONTEST) + first;
         keys = (uint32_t *)(smem + at::KEYS_AT) + first * MOST;
         indices = (int32_t *)(smem + at::INDICES) + first * MOST;
         room = (uint32_t *)(smem + at::ROOM) + warp * 64;
@@ -315,22 +350,16 @@ template <int DK, int LIST> struct own_lists {
     }
 };
 
-/* Empties a warp's lists; returns how many of them there are, from query `query` on. */
-template <int DK, int LIST>
-__device__ __forceinline__ int open_lists(const select_kernel &s, const piece &w, int query,
-                                          const own_lists<DK, LIST> &x)
+/* Empties a warp's lists. */
+template <int DK, int LIST> __device__ __forceinline__ void empty_lists(const own_lists<DK, LIST> &x)
 {
     constexpr int LISTS = layout<DK, LIST>::LISTS, SCORES = layout<DK, LIST>::SCORES;
     const int lane = threadIdx.x & 31;
-    if (lane < LISTS && query + lane * s.a.tile < w.nq)
-        x.in[lane] = find_contest(s, w.nq, query + lane * s.a.tile);
     for (int l = 0; l < LISTS; l++) {
         x.keys[l * MOST + lane] = 0;
         x.scores[l * SCORES - SM90_SELECT_HISTORY + lane] = 0.0f;
     }
     __syncwarp();
-    const int left = (w.nq - query + s.a.tile - 1) / s.a.tile;
-    return left < 0 ? 0 : left < LISTS ? left : LISTS;
 }
 
 /* A warp's `lists` lists take the scores of entries [e0, e0 + entries). */
@@ -339,13 +368,15 @@ __device__ __forceinline__ void take_scores(const select_kernel &s, const own_li
                                             int e0, int entries)
 {
     typedef layout<DK, LIST> at;
+    constexpr int FEW = at::BATCH > 1 ? at::BATCH / 2 : 1; /* steps */
     const int lane = threadIdx.x & 31;
     __syncwarp();
 #pragma unroll 1
     for (int l = 0; l < lists; l++) {
         float *scores = x.scores + l * at::SCORES;
-        if (entries == STEP) close_many<STEP / 32>(s, x.in[l], x.best(l), e0, entries, scores, x.room);
-        else close_many<at::BATCH * STEP / 32>(s, x.in[l], x.best(l), e0, entries, scores, x.room);
+        if (entries <= FEW * STEP)
+            close_many<FEW * STEP / 32, true>(s, x.in[l], x.best(l), e0, entries, scores, x.room);
+        else close_many<at::BATCH * STEP / 32, true>(s, x.in[l], x.best(l), e0, entries, scores, x.room);
         if (s.history == 0) continue;
         __syncwarp(); /* all have read the history */
         scores[lane - SM90_SELECT_HISTORY] = scores[lane + entries - SM90_SELECT_HISTORY];
@@ -361,7 +392,8 @@ __device__ __forceinline__ void compute(const select_kernel &s, const sm90_selec
     typedef layout<DK, LIST> at;
     const attend_kernel &a = s.a;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, row0 = group * 64 + warp * 16;
-    const own_lists<DK, LIST> own(smem, group * 4 + warp);
+    own_lists<DK, LIST> own(smem, group * 4 + warp);
+    const contest *const contests = own.in;
     auto arrive = [&](uint32_t bar) {
         __syncwarp();
         if (lane == 0) mbar_arrive(base + bar);
@@ -374,8 +406,13 @@ __device__ __forceinline__ void compute(const select_kernel &s, const sm90_selec
         float lse2[2], x[16][4];
         int hi[2];
         uint32_t q[DK / 16][4];
-        find_rows(a, w, plan.queries, row0 + (lane >> 2), lse2, hi);
-        const int lists = open_lists<DK, LIST>(s, w, w.query + row0 / LIST * a.tile, own);
+        empty_lists<DK, LIST>(own);
+        own.in = contests + (turn & 1) * at::COMPUTING * at::LISTS;
+        const int left = w.nq - w.query, queries = left < plan.queries ? left : plan.queries;
+        const int ahead = (queries + a.tile - 1) / a.tile - row0 / LIST;
+        const int lists = ahead < 0 ? 0 : ahead < at::LISTS ? ahead : at::LISTS;
+        mbar_wait(base + at::NOTE_FULL + 8 * (turn & 1), turn >> 1 & 1);
+        read_notes<DK, LIST>(a, smem, turn & 1, row0 + (lane >> 2), queries, lse2, hi);
         mbar_wait(base + at::Q_FULL, turn & 1);
 #pragma unroll
         for (int c = 0; c < DK / 16; c++) load_a<at::ROWS>(q[c], base + at::Q, row0, c * 16, lane);
@@ -405,7 +442,7 @@ __device__ __forceinline__ void compute(const select_kernel &s, const sm90_selec
         const int row = w.list_row + row0 / LIST;
         for (int l = 0; l < lists; l++)
             if (row + l < s.list_rows) write_blocks(s, own.in[l], own.best(l), w.view, w.unit, row + l);
-        arrive(at::TURN_FREE + 8 * (turn & 1));
+        mbar_arrive(base + at::TURN_FREE + 8 * (turn & 1));
     }
 }
 
@@ -424,7 +461,8 @@ __global__ void __launch_bounds__(shape<DK>::THREADS_ALL, 1)
             mbar_init(base + at::K_FULL + 8 * i, 1), mbar_init(base + at::K_FREE + 8 * i, at::COMPUTING);
         for (int i = 0; i < 2; i++)
             mbar_init(base + at::TURN_FULL + 8 * i, 1),
-                mbar_init(base + at::TURN_FREE + 8 * i, at::COMPUTING);
+                mbar_init(base + at::NOTE_FULL + 8 * i, WARP_ARRIVALS),
+                mbar_init(base + at::TURN_FREE + 8 * i, at::COMPUTING * WARP_ARRIVALS);
         mbar_init_done();
     }
     __syncthreads();
@@ -433,6 +471,7 @@ __global__ void __launch_bounds__(shape<DK>::THREADS_ALL, 1)
     if (group == shape<DK>::GROUPS) {
         registers_down<shape<DK>::FEED>();
         if (warp == 0) feed<DK, LIST>(s, plan, m, smem, base);
+        if (warp == 1) leave_notes<DK, LIST>(s, plan, smem, base);
     } else {
         registers_up<shape<DK>::COMPUTE>();
         compute<T, DK, LIST>(s, plan, smem, base, group);
