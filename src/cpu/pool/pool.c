@@ -82,7 +82,7 @@ pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int6
 
 void merge_block(const pool_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums)
 {
-    enum { ROWS = 8 };
+    enum { ROWS = 4 };
     const int64_t step = rows->stride * (int64_t)quern_dtype_size(rows->dtype);
     for (int64_t r = 0; r < rows->rows; r += ROWS) {
         pool_rows some = *rows;

@@ -18,7 +18,7 @@
 
 #include <string.h>
 
-enum { SLOTS = 64, FEW_SLOTS = 16, LONG_RATIO = 32, SPREAD_ROWS = 8 };
+enum { SLOTS = 64, FEW_SLOTS = 16, LONG_RATIO = 32 };
 
 typedef struct backward_job {
     const pool_args *args;
@@ -96,25 +96,37 @@ static void compute_statistics(const backward_job *job, const pool_sequence *s, 
     entry_backward(&job->entry, to->pooled, s->position + i * r, to->d, d_norm, scratch);
 }
 
-/* Writes the gradients of a block's rows of one series; `to` is the row of its first token in d. */
+static pool_rows row_of(const pool_rows *rows, int64_t j)
+{
+    const int64_t at = j * rows->stride * (int64_t)quern_dtype_size(rows->dtype);
+    pool_rows one = *rows;
+    one.value = (const char *)rows->value + at;
+    one.logit = (const char *)rows->logit + at;
+    one.bias = rows->bias + j * rows->bias_stride;
+    one.rows = 1;
+    return one;
+}
+
+/* Writes the gradients of a block's rows of one series; `to` is the row of its first token in d. Row by row, so that
+ * memory is written in the order of its addresses. */
 static void spread(const backward_job *job, const pool_rows *rows, const block_statistics *from, char *to,
                    const quern_tensor *d, int64_t stride, float *d_bias)
 {
     const int64_t width = job->args->width, size = (int64_t)quern_dtype_size(d->dtype);
     const bool stream = may_stream(to, d->dtype, width) && stride * size % 64 == 0;
-    const pool_gradient g = {from->sums,        from->inverse_sum, from->pooled, from->d, to,
-                             to + width * size, d->dtype,          stride,       d_bias,  stream};
-    for (int64_t j = 0; j < rows->rows; j += SPREAD_ROWS) { /* few, so that memory is read row by row */
-        pool_rows some = *rows;
-        pool_gradient part = g;
-        some.rows = rows->rows - j < SPREAD_ROWS ? rows->rows - j : SPREAD_ROWS;
-        some.value = (const char *)rows->value + j * rows->stride * (int64_t)quern_dtype_size(rows->dtype);
-        some.logit = (const char *)rows->logit + j * rows->stride * (int64_t)quern_dtype_size(rows->dtype);
-        some.bias = rows->bias + j * rows->bias_stride;
-        part.d_value = to + j * stride * size;
-        part.d_logit = to + (j * stride + width) * size;
-        part.d_bias = d_bias != NULL ? d_bias + j * width : NULL;
-        job->kernels->pool_backward(&some, width, &part);
+    for (int64_t j = 0; j < rows->rows; j++, to += stride * size) {
+        const pool_rows one = row_of(rows, j);
+        const pool_gradient g = {from->sums,
+                                 from->inverse_sum,
+                                 from->pooled,
+                                 from->d,
+                                 to,
+                                 to + width * size,
+                                 d->dtype,
+                                 stride,
+                                 d_bias != NULL ? d_bias + j * width : NULL,
+                                 stream};
+        job->kernels->pool_backward(&one, width, &g);
     }
 }
 
@@ -135,21 +147,15 @@ static void spread_series(const backward_job *job, const pool_rows *rows, const 
         spread(job, rows, from, to, &args->d_proj, args->d_proj.strides[1], d_bias);
         return;
     }
-    const int64_t size = (int64_t)quern_dtype_size(rows->dtype);
-    const quern_tensor none = {.dtype = QUERN_F32};
     for (int64_t j = 0; j < rows->rows; j++) {
-        pool_rows one = *rows;
-        one.value = (const char *)rows->value + j * rows->stride * size;
-        one.logit = (const char *)rows->logit + j * rows->stride * size;
-        one.bias = rows->bias + j * rows->bias_stride;
-        one.rows = 1;
+        const pool_rows one = row_of(rows, j);
         const pool_gradient g = {from->sums,
                                  from->inverse_sum,
                                  from->pooled,
                                  from->d,
                                  scratch,
                                  scratch + args->width,
-                                 none.dtype,
+                                 QUERN_F32,
                                  0,
                                  d_bias + j * args->width,
                                  false};
@@ -234,19 +240,27 @@ static void slot_of_blocks(void *arg, int64_t index, int32_t thread)
     }
 }
 
-/* out = (or +=) the slots' sums, in order. */
-static void add_slots(const backward_job *job, const quern_tensor *out, int64_t offset, int64_t rows)
+/* Row r of out = (or +=) the slots' sums at `offset`, in order. */
+static void add_slots(const backward_job *job, const quern_tensor *out, int64_t offset, int64_t r)
 {
     if (!is_present(out)) return;
     const int64_t width = job->args->width;
-    for (int64_t r = 0; r < rows; r++) {
-        float *to = (float *)out->data + (out->ndim > 1 ? r * out->strides[0] : 0);
-        if (!job->args->accumulate) memset(to, 0, (size_t)width * sizeof *to);
-        for (int64_t n = 0; n < job->runs; n++) {
-            const float *part = job->slots + n * job->slot_floats + offset + r * width;
-            for (int64_t c = 0; c < width; c++) to[c] += part[c];
-        }
+    float *to = (float *)out->data + (out->ndim > 1 ? r * out->strides[0] : 0);
+    if (!job->args->accumulate) memset(to, 0, (size_t)width * sizeof *to);
+    for (int64_t n = 0; n < job->runs; n++) {
+        const float *part = job->slots + n * job->slot_floats + offset + r * width;
+        for (int64_t c = 0; c < width; c++) to[c] += part[c];
     }
+}
+
+/* Row `index` of the biases' gradients; the norm weight's with the first. */
+static void add_row(void *arg, int64_t index, int32_t thread)
+{
+    (void)thread;
+    const backward_job *job = arg;
+    add_slots(job, &job->args->d_bias_a, 0, index);
+    add_slots(job, &job->args->d_bias_b, bias_floats(job->args), index);
+    if (index == 0) add_slots(job, &job->args->d_norm_weight, norm_at(job->args), 0);
 }
 
 /* Clears the rows of d_proj that belong to no block, and d_prev_b if there is no predecessor. */
@@ -286,7 +300,5 @@ void pool_backward(const stage_exec *exec, const pool_args *args, void *workspac
     for (int64_t b = 0; b < args->batch; b++) job.blocks += pool_sequence_at(args, b).blocks;
     parallel_for(exec, job.runs, slot_of_blocks, &job);
     clear_unused(args);
-    add_slots(&job, &args->d_bias_a, 0, args->ratio);
-    add_slots(&job, &args->d_bias_b, bias_floats(args), args->ratio);
-    add_slots(&job, &args->d_norm_weight, norm_at(args), 1);
+    parallel_for(exec, args->ratio, add_row, &job);
 }
