@@ -371,8 +371,8 @@ static __device__ __forceinline__ void close_blocks(const select_kernel &s, cons
     }
 }
 
-/* The same for lists of at most 32, 32 N blocks at once; `out` has room for as many scores. SUMS: they are sums
- * of probabilities, so none is below 0. */
+/* The same for lists of at most 32, 32 N blocks at once; `out` has room for as many scores. SUMS: they are
+ * sums of probabilities, so none is below 0. */
 template <int N, bool SUMS>
 __device__ __forceinline__ void close_many(const select_kernel &s, const contest &in, const best_list &best,
                                            int e0, int entries, const float *out, uint32_t *room)

@@ -15,8 +15,8 @@
  *
  * The feeding warp takes pieces (longest first, by a counter: no result depends on who computes them), leaves
  * their places in shared memory, and copies their rows and entries by TMA; rows of the next piece as soon as
- * all warps hold this one's. The warp beside it leaves notes for the next piece: the statistics of its rows and
- * what its lists choose from.
+ * all warps hold this one's. The warp beside it leaves notes for the next piece: the statistics of its rows
+ * and what its lists choose from.
  *
  * Registers at D = 128: Q 32, S 64 of 152. Shared memory: Q 48 KB, entries 96 KB. Limit: the tensor cores
  * and, as long, the exponentials at 16 a clock and SM.
@@ -221,8 +221,9 @@ __device__ __forceinline__ void feed(const select_kernel &s, const sm90_select_p
     }
 }
 
-/* The warp that leaves notes on each piece: the lse of its rows, times log2 e, the end of what its queries see,
- * and what its lists choose from. The notes of two pieces before are read: the feeder has waited for it. */
+/* The warp that leaves notes on each piece: the lse of its rows, times log2 e, the end of what its queries
+ * see, and what its lists choose from. The notes of two pieces before are read: the feeder has waited for
+ * it. */
 template <int DK, int LIST>
 __device__ __forceinline__ void leave_notes(const select_kernel &s, const sm90_select_plan &plan, char *smem,
                                             uint32_t base)
