@@ -208,6 +208,7 @@ static void append_all(const quern_dsv4_compress_tensors *all, quern_context *ct
     assert_int_equal(quern_dsv4_state_size(&p, WIDTH, 3, &bytes), QUERN_OK);
     test_workspace memory = test_workspace_make(bytes);
     assert_int_equal(quern_dsv4_state_create(&p, WIDTH, 3, memory.data, bytes, &state), QUERN_OK);
+    t.w = all->w;
     t.w_fp8 = all->w_fp8;
     t.w_fp8_scales = all->w_fp8_scales;
     t.w_codes = all->w_codes;
@@ -241,25 +242,30 @@ static void append_all(const quern_dsv4_compress_tensors *all, quern_context *ct
     test_workspace_close(&memory);
 }
 
+/* Weights in FP8, in NVFP4, in f32, and in the dtype of x. */
 static void pieces_give_the_bits_of_one_shot(void **state)
 {
+    enum { KINDS = WEIGHT_KINDS + 2 };
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
     (void)state;
-    for (int n = 0; n < 3 * WEIGHT_KINDS * 4; n++) {
-        const int level = 1 + n % 4;
+    for (int n = 0; n < 3 * KINDS * 4; n++) {
+        const int kind = n / 12, level = 1 + n % 4;
         if (level > (int)quern_cpu_level_detect()) continue;
         test_random random = {(uint64_t)n + 2};
         const quern_dtype dtype = dtypes[n / 4 % 3];
         quern_context *ctx = test_context((quern_cpu_level)level, 2);
-        weight w = dsv4_weight_random(&random, (weight_kind)(n / 12), IN, 4 * WIDTH);
+        weight w = dsv4_weight_random(&random, (weight_kind)(kind % WEIGHT_KINDS), IN, 4 * WIDTH);
         test_tensor x = dsv4_weight_rows(&random, dtype, TOKENS, IN),
                     b_a = dsv4_weight_rows(&random, QUERN_F32, R, WIDTH),
                     b_b = dsv4_weight_rows(&random, QUERN_F32, R, WIDTH),
                     out = dsv4_weight_rows(&random, QUERN_F32, ENTRIES, WIDTH),
-                    pieces = dsv4_weight_rows(&random, QUERN_F32, ENTRIES, WIDTH);
+                    pieces = dsv4_weight_rows(&random, QUERN_F32, ENTRIES, WIDTH),
+                    floats =
+                        dsv4_weight_rows(&random, kind == WEIGHT_KINDS ? QUERN_F32 : dtype, IN, 4 * WIDTH);
         const quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
         quern_dsv4_compress_tensors t = QUERN_DSV4_COMPRESS_TENSORS_INIT;
-        dsv4_weight_give(&w, &t);
+        if (kind < WEIGHT_KINDS) dsv4_weight_give(&w, &t);
+        else t.w = &floats.view;
         t.x = &x.view;
         t.b_a = &b_a.view;
         t.b_b = &b_b.view;
@@ -267,8 +273,8 @@ static void pieces_give_the_bits_of_one_shot(void **state)
         op_case_call(ctx, "csa-compress", QUERN_OP_FORWARD, &p, &t);
         append_all(&t, ctx, &random, &pieces.view);
         assert_true(test_tensor_same_bits(&out, &pieces));
-        test_tensor *all[] = {&x, &b_a, &b_b, &out, &pieces};
-        for (int i = 0; i < 5; i++) test_tensor_free(all[i]);
+        test_tensor *all[] = {&x, &b_a, &b_b, &out, &pieces, &floats};
+        for (int i = 0; i < 6; i++) test_tensor_free(all[i]);
         dsv4_weight_free(&w);
         quern_context_destroy(ctx);
     }
