@@ -412,9 +412,8 @@ __device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint
             if (!tile_seen<KEYS, LISTED>(a, w, DV > 128 ? find_seen<KEYS, LISTED>(w) : seen, list, t)) {
                 mbar_wait(base + at::V_CLEAN + 8 * stage, clean >> stage & 1);
                 clean ^= 1u << stage;
-                /* The lane that frees the stage reads for all. */
                 const int32_t *found = (const int32_t *)(smem + at::ODD) + stage * SEARCHERS;
-                if (__shfl_sync(~0u, lane == 0 ? found[0] | found[1] : 0, 0) != 0)
+                if (__shfl_sync(~0u, lane == 0 ? found[0] | found[1] : 0, 0) != 0) /* lane 0 frees V */
                     add_nonfinite<T, KEYS, OT, LISTED>(o, a, w, list, r, t * KEYS);
             }
             const uint64_t v = wg_fresh(wg_tile(base + at::V + stage * at::V_STAGE, KEYS * 128));
