@@ -284,19 +284,12 @@ INLINE uint32_t larger_magnitude(uint32_t most, const float *x, int64_t n)
 }
 
 /* A strip at a time goes through buffers in L1. */
-static uint32_t swiglu_quantise(const swiglu_rule *rule, const quantise_rule *to, const void *x,
-                                quern_dtype dtype, int64_t q, int64_t n, uint8_t *codes, uint8_t *scales)
+static uint32_t swiglu_strips(const swiglu_rule *rule, const quantise_rule *to, const void *x,
+                              quern_dtype dtype, int64_t q, int64_t n, uint8_t *codes, uint8_t *scales)
 {
     enum { STRIP = 4 * GROUP };
     float gate[STRIP], up[STRIP];
     uint32_t most = 0;
-#if defined(__AVX512BW__)
-    if (dtype == QUERN_BF16 && q == SWIGLU_RUN && n % q == 0 && has_words(to)) {
-        if (rule->limit == 0.0f && rule->alpha == 1.0f && rule->beta == 0.0f)
-            return swiglu_words(rule, to, true, x, n, codes, scales);
-        return swiglu_words(rule, to, false, x, n, codes, scales);
-    }
-#endif
     for (int64_t column = 0; column < n; column += STRIP) {
         const int64_t some = n - column < STRIP ? n - column : STRIP;
         part_row(x, dtype, column, false, q, some, gate);
@@ -306,6 +299,19 @@ static uint32_t swiglu_quantise(const swiglu_rule *rule, const quantise_rule *to
         quantise_row(to, gate, QUERN_F32, some, codes + column / 2, scales + column / BLOCK);
     }
     return most;
+}
+
+static uint32_t swiglu_quantise(const swiglu_rule *rule, const quantise_rule *to, const void *x,
+                                quern_dtype dtype, int64_t q, int64_t n, uint8_t *codes, uint8_t *scales)
+{
+#if defined(__AVX512BW__)
+    if (dtype == QUERN_BF16 && q == SWIGLU_RUN && n % q == 0 && has_words(to)) {
+        if (rule->limit == 0.0f && rule->alpha == 1.0f && rule->beta == 0.0f)
+            return swiglu_words(rule, to, true, x, n, codes, scales);
+        return swiglu_words(rule, to, false, x, n, codes, scales);
+    }
+#endif
+    return swiglu_strips(rule, to, x, dtype, q, n, codes, scales);
 }
 
 /* With s the sigmoid of alpha g: du = d g s, dg = d (u + beta) s (1 + alpha g (1 - s)); both 0 beyond the
