@@ -14,15 +14,38 @@
 static const char *const options[] = {"--kind csa --window 8 --top-k 4", "--kind hca --window 8",
                                       "--kind swa --window 8"};
 
+/* Adds the weight of a compressor in FP8 or NVFP4, in the place of those in floats. */
+static void add_packed(const weight *w, const char *prefix, char names[3][64], quern_safetensors_item *items,
+                       size_t *count)
+{
+    const bool codes = w->kind == NVFP4;
+    snprintf(names[0], 64, "%s%s", prefix, codes ? "codes" : "fp8");
+    snprintf(names[1], 64, "%s%s", prefix, codes ? "scales" : "fp8_scales");
+    snprintf(names[2], 64, "%sglobal", prefix);
+    const quern_tensor *const views[] = {&w->codes.view, &w->scales.view, &w->global.view};
+    for (int i = 0; i < 2 + codes; i++) items[(*count)++] = (quern_safetensors_item){names[i], views[i]};
+}
+
+static bool is_packed(const layer_case *c, int tensor)
+{
+    const int first[] = {LAYER_WEIGHTS + OW_CMP_KV, LAYER_WEIGHTS + OW_INDEX_KV};
+    for (int i = 0; i < 2; i++)
+        if (c->packed[i].codes.buffer != NULL && (tensor == first[i] || tensor == first[i] + 1)) return true;
+    return false;
+}
+
 /* The case's inputs; with d_out the gradients are computed as well. */
 static void write_case(const layer_case *c, const char *name, bool gradients)
 {
-    quern_safetensors_item items[LAYER_TENSORS];
+    static const char *const prefixes[] = {"w.compressor.", "w.compressor.indexer."};
+    quern_safetensors_item items[LAYER_TENSORS + 6];
+    char names[2][3][64];
     quern_tensor views[LAYER_TENSORS];
     float *memory[LAYER_TENSORS];
     size_t count = 0;
     for (int i = 0; i < LAYER_TENSORS; i++) {
-        if (c->t[i].buffer == NULL || (i >= LAYER_OUT && (i != LAYER_D_OUT || !gradients))) continue;
+        if (c->t[i].buffer == NULL || (i >= LAYER_OUT && (i != LAYER_D_OUT || !gradients)) || is_packed(c, i))
+            continue;
         const int64_t n = test_tensor_count(&c->t[i]);
         double *values = test_tensor_get(&c->t[i]);
         memory[count] = malloc((size_t)n * sizeof(float));
@@ -33,8 +56,12 @@ static void write_case(const layer_case *c, const char *name, bool gradients)
         count++;
         free(values);
     }
+    const size_t copied = count;
+    for (int i = 0; i < 2; i++)
+        if (c->packed[i].codes.buffer != NULL)
+            add_packed(&c->packed[i], prefixes[i], names[i], items, &count);
     assert_int_equal(quern_safetensors_save(path_of(name), items, count, NULL, 0), QUERN_OK);
-    for (size_t i = 0; i < count; i++) free(memory[i]);
+    for (size_t i = 0; i < copied; i++) free(memory[i]);
 }
 
 /* The file holds every result of the kind, and these are the vectors'. */
@@ -146,6 +173,55 @@ static void gradients(void **state)
     }
 }
 
+static double *out_of(const char *name, int64_t n)
+{
+    quern_safetensors *file;
+    quern_tensor t;
+    double *out = test_doubles(n);
+    assert_int_equal(quern_safetensors_open(path_of(name), &file), QUERN_OK);
+    assert_int_equal(quern_safetensors_get(file, "out", &t), QUERN_OK);
+    for (int64_t i = 0; i < n; i++) out[i] = (double)((const float *)t.data)[i];
+    quern_safetensors_close(file);
+    return out;
+}
+
+/* Weights of the compressors in FP8 and NVFP4 give what floats of the same values give. */
+static void packed_weights(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        double *expected[LAYER_TENSORS];
+        layer_case c = layer_case_golden(QUERN_TEST_VECTORS, i / 2, expected);
+        const int64_t n = test_tensor_count(&c.t[LAYER_OUT]);
+        const weight kept[2] = {{.kind = FP8_POWERS}, {.kind = FP8_POWERS}};
+        weight packed[2];
+        char line[300], why[200];
+        test_random random = {(uint64_t)i + 3};
+        layer_case_pack(&c, &random, 0, i % 2 == 0 ? FP8_SCALES : NVFP4);
+        if (i < 2) layer_case_pack(&c, &random, 1, i % 2 == 0 ? NVFP4 : FP8_POWERS);
+        write_case(&c, "packed", true);
+        memcpy(packed, c.packed, sizeof packed);
+        memcpy(c.packed, kept, sizeof kept);
+        write_case(&c, "floats", true);
+        memcpy(c.packed, packed, sizeof packed);
+        snprintf(line, sizeof line, "run v4-layer $DIR/floats $DIR/out %s", options[i / 2]);
+        expect(0, line, "");
+        double *wanted = out_of("out", n);
+        for (int chunks = 0; chunks < 2; chunks++) {
+            snprintf(line, sizeof line, "run v4-layer $DIR/packed $DIR/out %s%s", options[i / 2],
+                     chunks == 1 ? " --chunks 7,1,30,7" : "");
+            expect(0, line, "");
+            double *out = out_of("out", n);
+            assert_true(test_relative_l2(out, wanted, n, why) < 1e-5);
+            free(out);
+        }
+        expect(3, "run v4-layer $DIR/packed $DIR/none --kind swa", "a layer of kind swa has no compressor");
+        free(wanted);
+        for (int k = 0; k < LAYER_TENSORS; k++) free(expected[k]);
+        layer_case_free(&c);
+    }
+}
+
 static void mistakes_are_reported(void **state)
 {
     double *expected[LAYER_TENSORS];
@@ -169,6 +245,7 @@ static void mistakes_are_reported(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(golden_layers), cmocka_unit_test(stored_otherwise),
-                                       cmocka_unit_test(gradients), cmocka_unit_test(mistakes_are_reported)};
+                                       cmocka_unit_test(gradients), cmocka_unit_test(packed_weights),
+                                       cmocka_unit_test(mistakes_are_reported)};
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }
