@@ -10,6 +10,24 @@
 
 #include <quern/quern.h>
 
+#if !defined(__FMA__)
+/* Functions of their own: inlined, four lanes of these branches in every load and store are most of what the
+ * compiler reads of the portable kernels. */
+__attribute__((noinline, unused)) static vfloat widen_f16(vhalf h)
+{
+    vfloat v;
+    for (int i = 0; i < LANES; i++) v[i] = float_from_f16(h[i]);
+    return v;
+}
+
+__attribute__((noinline, unused)) static vhalf narrow_f16(vfloat v)
+{
+    vhalf h;
+    for (int i = 0; i < LANES; i++) h[i] = f16_from_float(v[i]);
+    return h;
+}
+#endif
+
 INLINE vfloat widen(vhalf h, const quern_dtype dtype)
 {
 #if defined(__AVX512F__)
@@ -20,9 +38,7 @@ INLINE vfloat widen(vhalf h, const quern_dtype dtype)
     return _mm256_cvtph_ps((__m128i)h);
 #else
     if (dtype == QUERN_BF16) return (vfloat)(__builtin_convertvector(h, vuint) << 16);
-    vfloat v;
-    for (int i = 0; i < LANES; i++) v[i] = float_from_f16(h[i]);
-    return v;
+    return widen_f16(h);
 #endif
 }
 
@@ -43,9 +59,7 @@ INLINE vhalf narrow_as(vfloat v, const quern_dtype dtype)
 #elif defined(__FMA__)
     return (vhalf)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    vhalf h;
-    for (int i = 0; i < LANES; i++) h[i] = f16_from_float(v[i]);
-    return h;
+    return narrow_f16(v);
 #endif
 }
 
