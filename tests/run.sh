@@ -35,20 +35,20 @@ seconds() {
     awk '{ printf "%.1f s, CPU %.1f s", $1, $2 + $3 }' <<<"$1"
 }
 
-# build PRESET [TARGET...]: with the tests; all, or only the targets named. The GPU's kernels are compiled for one 16-bit
-# dtype: nothing here runs them.
+# build PRESET [TARGET...]: with the tests; all, or only the targets named. The GPU's kernels are compiled for one dtype:
+# nothing here runs them.
 build() {
     local preset=$1
     shift
     cmake --preset "$preset" -DQUERN_TESTS=ON -DQUERN_CUDA_ONE_DTYPE=ON >/dev/null && cmake --build "build/$preset" -j"$jobs" ${1:+--target "$@"}
 }
 
-# compile PRESET: without tests.
+# compile PRESET: without tests, to see that it compiles, links and installs; release compiles the same with -O3.
 compile() {
-    cmake --preset "$1" >/dev/null && cmake --build "build/$1" -j"$jobs"
+    cmake --preset "$1" "-DCMAKE_C_FLAGS_RELEASE=-O1 -DNDEBUG" >/dev/null && cmake --build "build/$1" -j"$jobs"
 }
 
-# lacks_only WORD: every symbol that libquern_cuda lacks, but for glibc's and the weak ones, holds the word.
+# lacks_only PATTERN: every symbol that libquern_cuda lacks, but for glibc's and the weak ones, matches.
 lacks_only() {
     ! nm -D --undefined-only build/release/libquern_cuda.so.? | grep -v -e '@GLIBC' -e ' w ' -e "$1"
 }
@@ -139,7 +139,7 @@ if [[ ${1:-test} == test ]]; then
     if compgen -G 'build/release/cuda/*.log' >/dev/null; then
         count "registers of the GPU's kernels" tests/registers.sh
         # It was linked without --no-undefined: what it lacks is what was left out.
-        count "the GPU's library lacks f16 alone" lacks_only f16
+        count "the GPU's library lacks f16 and f32 alone" lacks_only '_f\(16\|32\)'
     else
         echo "no nvcc: the GPU's kernels are not compiled"
     fi
