@@ -95,9 +95,9 @@ typedef struct quern_dsv4_layer_tensors {
     const quern_tensor *d_x, *d_sinks, *d_q_a, *d_q_a_norm, *d_q_b, *d_kv, *d_kv_norm, *d_o_a, *d_o_b;
     const quern_tensor *d_compressor_bias, *d_compressor_kv, *d_compressor_gate, *d_compressor_norm;
     /* Instead of compressor_kv and compressor_gate, both in one, as quern_dsv4_compress() takes it: columns
-     * C_a Z_a C_b Z_b, 4D (HCA: C Z, 2D). In FP8 e4m3 or u8 [columns, Dm] with scales in f32, or in e8m0 or u8
-     * [ceil(columns / 128), ceil(Dm / 128)]; in NVFP4, Dm a multiple of 16, u8 [Dm / 2, columns], e4m3 or u8
-     * [Dm / 16, columns] and f32 []. It gets no gradient, and every call widens FP8. */
+     * C_a Z_a C_b Z_b, 4D (HCA: C Z, 2D). In FP8 e4m3 or u8 [columns, Dm] with scales in f32, or in e8m0 or
+     * u8 [ceil(columns / 128), ceil(Dm / 128)]; in NVFP4, Dm a multiple of 16, u8 [Dm / 2, columns], e4m3 or
+     * u8 [Dm / 16, columns] and f32 []. It gets no gradient, and every call widens FP8. */
     const quern_tensor *compressor_fp8, *compressor_fp8_scales;
     const quern_tensor *compressor_codes, *compressor_scales, *compressor_global;
     /* The same instead of indexer_kv and indexer_gate, columns 4C_I. */

@@ -25,8 +25,8 @@ static quern_tensor f32_product(layer_pass *p, const quern_tensor *x, dsv4_layer
     return c;
 }
 
-/* The same by a weight in FP8 or NVFP4. Where w is not NULL: *w becomes the weight in floats, which the backward
- * pass always has, or absent. */
+/* The same by a weight in FP8 or NVFP4. Where w is not NULL: *w becomes the weight in floats, which the
+ * backward pass always has, or absent. */
 static quern_tensor project_packed(layer_pass *p, const quern_tensor *x, const dsv4_weight_given *given,
                                    quern_tensor *w)
 {

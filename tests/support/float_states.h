@@ -2,7 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * float_states.h - floating-point states that a caller of the library may have set: flush to zero, another
- * rounding, sticky flags, traps. Under each of them a call gives the same bits and leaves the state as it was.
+ * rounding, sticky flags, traps. Under each of them a call gives the same bits and leaves the state as it
+ * was.
  */
 #ifndef QUERN_TEST_FLOAT_STATES_H
 #define QUERN_TEST_FLOAT_STATES_H
@@ -12,7 +13,8 @@
 /* How many there are; 0 on processors whose state the tests do not set. */
 int test_float_states(void);
 const char *test_float_state_name(int i);
-/* Runs `call` in state i; fails where it leaves another, flags included. The call may compute nothing itself. */
+/* Runs `call` in state i; fails where it leaves another, flags included. The call may compute nothing
+ * itself. */
 void test_float_state_run(int i, void (*call)(void *arg), void *arg);
 
 /* A call of the library, and the tensors that it reads and writes. */

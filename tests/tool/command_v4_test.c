@@ -214,7 +214,8 @@ static void mistakes_are_reported(void **state)
     dsv4_layer_free(&l);
 }
 
-/* Rows in a cache's format, in pages or not; the library sees the cache, whose format asks for 512 channels. */
+/* Rows in a cache's format, in pages or not; the library sees the cache, whose format asks for 512
+ * channels. */
 static void benches_of_caches(void **state)
 {
 #define BENCH "bench v4-attention --n 300 --queries 3 --heads 2 --top-k 8 --rounds 1 "

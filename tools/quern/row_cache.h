@@ -18,7 +18,8 @@ typedef struct row_cache {
     void *memory, *named, *slots, *workspace;
 } row_cache;
 
-/* Makes a cache of contiguous rows [B, n, D]; row i of a sequence has position first + i. *c is zero before. */
+/* Makes a cache of contiguous rows [B, n, D]; row i of a sequence has position first + i. *c is zero
+ * before. */
 int row_cache_make(quern_context *ctx, const quern_tensor *from, int64_t first, int format, int64_t page,
                    row_cache *c);
 void row_cache_free(row_cache *c);

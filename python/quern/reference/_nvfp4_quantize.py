@@ -228,7 +228,8 @@ def straight_through(x: Tensor, *, weight: bool = False, **settings: object) -> 
     codes, scales, one = quantize(x, weight=weight, **settings)  # type: ignore[arg-type]
     kept = {name: settings[name] for name in ("profile", "offsets") if name in settings}
     columns = None if weight else x.shape[-1]
-    return through(x, dequantize(codes, scales, one, weight=weight, columns=columns, **kept))  # type: ignore[arg-type]
+    given = dict(weight=weight, columns=columns, **kept)
+    return through(x, dequantize(codes, scales, one, **given))  # type: ignore[arg-type]
 
 
 def from_mxfp4(codes: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:

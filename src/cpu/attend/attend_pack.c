@@ -115,8 +115,8 @@ static void pack_pairs(const attend_plan *p, const row_source *src, int32_t pane
     else p->kernels->pack_values_f32(src, panel, (float *)dst, stride);
 }
 
-/* Whether one of n rows (in bf16, pairs of rows) of the panels is nonfinite: a magnitude's exponent bits are all set.
- * Read here and not from the tensor, whose rows may lie pages apart, they come from L1 in order. */
+/* Whether one of n rows (in bf16, pairs of rows) of the panels is nonfinite: a magnitude's exponent bits are
+ * all set. Read here and not from the tensor, whose rows may lie pages apart, they come from L1 in order. */
 static bool panels_nonfinite(const attend_plan *p, const uint32_t *panels, int64_t count, int64_t stride,
                              int64_t words)
 {

@@ -33,8 +33,8 @@ INLINE void prefetch_row(const row_source *s, int64_t row)
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
 }
 
-/* n elements of a source row as f32. The element pointer needs no alignment beyond its own. (A row is too short for
- * a call of memcpy().) */
+/* n elements of a source row as f32. The element pointer needs no alignment beyond its own. (A row is too
+ * short for a call of memcpy().) */
 INLINE void widen_row(const void *src, quern_dtype dtype, float *dst, int64_t n)
 {
 #define CALL(t)                                                                                              \
@@ -78,7 +78,7 @@ INLINE void pack_columns(const float *const rows[LANES], int64_t words, int32_t 
     for (int64_t j = 0; j < words - d; j++) v_store(dst + (d + j) * panel, v[j]);
 }
 
-/* Floats from copied row to copied row: whole lines, an odd number of them, so that 16 rows spread over L1. */
+/* Floats from copied row to copied row: an odd number of whole lines, so that 16 rows spread over L1. */
 enum { COPY_PITCH = MAX_DIM + 16 };
 
 static void pack_keys_f32(const row_source *src, int32_t panel, float *dst)

@@ -107,8 +107,8 @@ static pool_rows row_of(const pool_rows *rows, int64_t j)
     return one;
 }
 
-/* Writes the gradients of a block's rows of one series; `to` is the row of its first token in d. Row by row, so that
- * memory is written in the order of its addresses. */
+/* Writes the gradients of a block's rows of one series; `to` is the row of its first token in d. Row by row,
+ * so that memory is written in the order of its addresses. */
 static void spread(const backward_job *job, const pool_rows *rows, const block_statistics *from, char *to,
                    const quern_tensor *d, int64_t stride, float *d_bias)
 {

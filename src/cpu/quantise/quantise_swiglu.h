@@ -19,8 +19,8 @@
  * midpoint.
  *
  * A vector of h takes 17 half cycles of Zen 4: 9 of the multipliers, 5 of the adders (a shift is theirs), 2
- * shuffles and a mask. 16 values take 16 cycles in L1, 10 of them for h, and 17 from memory if their lines are
- * requested evenly and a little ahead. Requested in bursts 8 KB ahead, they take 26.
+ * shuffles and a mask. 16 values take 16 cycles in L1, 10 of them for h, and 17 from memory if their lines
+ * are requested evenly and a little ahead. Requested in bursts 8 KB ahead, they take 26.
  */
 #ifndef QUERN_CPU_QUANTISE_SWIGLU_H
 #define QUERN_CPU_QUANTISE_SWIGLU_H

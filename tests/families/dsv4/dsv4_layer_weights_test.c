@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* dsv4_layer_weights_test.c - layers whose compressors have weights in FP8 or NVFP4: outputs by the float64
- * oracle on what the codes mean, gradients beside those of weights in floats, pieces with the bits of one shot. */
+ * oracle on what the codes mean, gradients beside those of weights in floats, pieces with the bits of one
+ * shot. */
 #include "cmocka_c11.h"
 #include "compare.h"
 #include "dsv4_layer_case.h"
@@ -28,7 +29,8 @@ static layer_case random_case(test_random *random)
     }
 }
 
-/* Copies results [first, last] and clears them; scores that no call writes are of entries that are not seen. */
+/* Copies results [first, last] and clears them; scores that no call writes are of entries that are not
+ * seen. */
 static void take(layer_case *c, int first, int last, test_tensor to[LAYER_TENSORS])
 {
     for (int k = first; k <= last; k++) {
