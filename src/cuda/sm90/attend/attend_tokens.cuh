@@ -206,21 +206,9 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                           const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
-    typedef layout<DK, DV, false> at;
     extern __shared__ __align__(1024) char smem[];
-    const uint32_t base = smem_address(smem);
-    if (threadIdx.x == 0) start_barriers<at>(base);
-    __syncthreads();
-    const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-    if (group == 0) {
-        registers_down<at::FEED>();
-        if (warp == 0) feed<at>(a, m, smem, base);
-        else if (warp <= SEARCHERS) search<T, at>(smem, base);
-        else plan_turns<at>(a, plan, m, smem, base);
-    } else {
-        registers_up<at::COMPUTE>();
-        compute<T, DK, DV>(a, smem, base, warp - 4);
-    }
+    share_out<T, layout<DK, DV, false>>(
+        a, plan, m, smem, [&](uint32_t base, int warp) { compute<T, DK, DV>(a, smem, base, warp); });
 #endif
 }
 
@@ -228,15 +216,8 @@ template <typename T, int DK, int DV>
 static quern_status run(const attend_args *args, const attend_launch &l, const sm90_device &device,
                         void *workspace, cudaStream_t stream)
 {
-    const attend_kernel &a = l.kernel;
-    work_plan plan;
-    maps m;
-    const quern_status status = plan_launch(args, a, device, false, workspace, stream, &plan, &m);
-    if (status != QUERN_OK || plan.total == 0) return status;
-    const unsigned blocks =
-        (unsigned)(plan.total < device.multiprocessors ? plan.total : device.multiprocessors);
-    return launch_shared({stream, NULL}, attend_forward_tokens<T, DK, DV>, dim3(blocks), 128 * (GROUPS + 1),
-                         layout<DK, DV, false>::BYTES, "attend_forward_sm90_tokens", a, plan, m);
+    return launch<layout<DK, DV, false>>(args, l.kernel, device, workspace, stream,
+                                         attend_forward_tokens<T, DK, DV>, "attend_forward_sm90_tokens");
 }
 
 } // namespace sm90_tokens

@@ -406,6 +406,46 @@ static quern_status plan_launch(const attend_args *args, const attend_kernel &a,
     return status != QUERN_OK ? status : sm90_count_from_zero(total, device, workspace, stream, &plan->taken);
 }
 
+/* What each warp of a block does; `compute(base, warp)`: a computing warp's part. */
+template <typename T, typename AT, typename F>
+__device__ __forceinline__ void share_out(const attend_kernel &a, const work_plan &plan, const maps &m,
+                                          char *smem, const F &compute)
+{
+    const uint32_t base = smem_address(smem);
+    if (threadIdx.x == 0) start_barriers<AT>(base);
+    if (AT::BACKWARD) {
+        if (threadIdx.x < 256) ((uint32_t *)(smem + AT::ZEROS))[threadIdx.x] = 0;
+        async_fence();
+    }
+    __syncthreads();
+    const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    if (group == 0) {
+        registers_down<AT::FEED>();
+        if (warp == 0) feed<AT>(a, m, smem, base);
+        else if (warp <= SEARCHERS) search<T, AT>(smem, base);
+        else plan_turns<AT>(a, plan, m, smem, base);
+    } else {
+        registers_up<AT::COMPUTE>();
+        compute(base, warp - 4);
+    }
+}
+
+typedef void tokens_kernel(attend_kernel a, work_plan plan, maps m);
+
+template <typename AT>
+static quern_status launch(const attend_args *args, const attend_kernel &a, const sm90_device &device,
+                           void *workspace, cudaStream_t stream, tokens_kernel *kernel, const char *name)
+{
+    work_plan plan;
+    maps m;
+    const quern_status status = plan_launch(args, a, device, AT::BACKWARD, workspace, stream, &plan, &m);
+    if (status != QUERN_OK || plan.total == 0) return status;
+    const unsigned blocks =
+        (unsigned)(plan.total < device.multiprocessors ? plan.total : device.multiprocessors);
+    return launch_shared({stream, NULL}, kernel, dim3(blocks), 128 * (GROUPS + 1), AT::BYTES, name, a, plan,
+                         m);
+}
+
 } // namespace sm90_tokens
 
 #endif
