@@ -115,7 +115,8 @@ static void golden_layers(void **state)
         write_case(&c, "layer", false);
         for (int k = 0; k < 4; k++) {
             char line[600] = "", tokens[200] = "--chunks 1";
-            for (int n = 1; n < 45; n++) strcat(tokens, ",1");
+            size_t end = strlen(tokens);
+            for (int n = 1; n < 45; n++) end += (size_t)snprintf(tokens + end, sizeof tokens - end, ",1");
             snprintf(line, sizeof line, "run v4-layer $DIR/layer $DIR/out %s %s", options[i],
                      k < 3 ? chunks[k] : tokens);
             expect(0, line, "");
