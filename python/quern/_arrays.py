@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 
 def empty_like(like: Any, shape: Sequence[int], dtype: str) -> Any:
@@ -101,6 +101,15 @@ def check(name: str, tensor: Any, first: Any) -> None:
     given, accepted = framework(tensor), framework(first)
     if given != accepted:
         raise TypeError(f"{name} is of {given}, the first tensor of {accepted}: one framework is accepted")
+
+
+def need_tensors(tensors: Mapping[str, Any]) -> None:
+    """TypeError where one that is given is no tensor, or not of the first one's framework."""
+    first = None
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            first = tensor if first is None else first
+            check(name, tensor, first)
 
 
 def need_plain(what: str, *tensors: Any) -> None:

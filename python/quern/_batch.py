@@ -4,8 +4,22 @@
 
 from __future__ import annotations
 
+import operator
 import struct
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
+
+
+def numbers_of(name: str, numbers: Iterable[Any], kind: str) -> bytes:
+    """Integers as bytes: kind "i" int32, "q" int64."""
+    try:
+        found = [operator.index(n) for n in numbers]
+    except TypeError:
+        raise TypeError(f"{name} is {numbers!r}: a sequence of integers is accepted") from None
+    try:
+        return struct.pack(f"{len(found)}{kind}", *found)
+    except struct.error:
+        bits = 8 * struct.calcsize(kind)
+        raise ValueError(f"{name} is {found}: integers of {bits} bits are accepted") from None
 
 
 def lists_of(
@@ -13,14 +27,14 @@ def lists_of(
 ) -> tuple[bytes, bytes]:
     """The bytes of a call's sequences (int32) and counts (int64): of rows [B, n, ..], which have `dims`
     dimensions, or of rows [T, ..] with counts."""
+    if len(rows.shape) != dims - (counts is not None):
+        raise ValueError(
+            f"rows have {len(rows.shape)} dimensions: {dims}, or {dims - 1} with counts, are accepted"
+        )
     if counts is None:
-        if len(rows.shape) != dims:
-            raise ValueError(
-                f"rows have {len(rows.shape)} dimensions: {dims}, or {dims - 1} with counts, are accepted"
-            )
         counts = [rows.shape[1]] * rows.shape[0]
-    named = list(range(len(counts))) if sequences is None else [int(i) for i in sequences]
-    if len(named) != len(counts):
-        raise ValueError(f"{len(named)} sequences and {len(counts)} counts: as many are accepted")
-    chosen = struct.pack(f"{len(named)}i", *named)
-    return chosen, struct.pack(f"{len(counts)}q", *[int(n) for n in counts])
+    lengths = numbers_of("counts", counts, "q")
+    chosen = numbers_of("sequences", range(len(lengths) // 8) if sequences is None else sequences, "i")
+    if len(chosen) * 2 != len(lengths):
+        raise ValueError(f"{len(chosen) // 4} sequences and {len(lengths) // 8} counts: as many are accepted")
+    return chosen, lengths

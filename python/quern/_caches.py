@@ -18,6 +18,12 @@ _KINDS = ("mean", "linear")
 _FIELDS = struct.Struct("15q")  # of quern_cache_params
 
 
+def _tensor(name: str, tensor: Any) -> Any:
+    if tensor is None:
+        raise TypeError(f"{name} is None: a tensor is needed")
+    return tensor
+
+
 class _Cache:
     """Rows of keys and values of sequences."""
 
@@ -48,16 +54,22 @@ class _Cache:
         sequences: Sequence[int] | None,
         counts: Sequence[int] | None,
         table: Any,
-        rows: Sequence[Any],
-        weights: Sequence[Any],
+        rows: dict[str, Any],
+        weights: dict[str, Any],
     ) -> None:
-        _arrays.need_plain(f"{type(self).__name__}.append", *rows, *weights)
-        k, v = rows[:2]
+        _arrays.need_tensors({**rows, **weights})
+        _arrays.need_plain(f"{type(self).__name__}.append", *rows.values(), *weights.values())
+        k, v = (_tensor(name, rows[name]) for name in ("k", "v"))
         batch = lists_of(k, 4, sequences, counts)
+        for name, t in rows.items():
+            if t is not None and len(t.shape) != len(k.shape):
+                raise ValueError(
+                    f"{name} has {len(t.shape)} dimensions, k has {len(k.shape)}: as many are accepted"
+                )
         if not self._handle:
             self._open(ops.dtype_number(k.dtype), k.shape[-2], k.shape[-1], v.shape[-1])
-        flat = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in rows]
-        given = [_arrays.readable(t) for t in (table, *flat, *weights)]
+        flat = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in rows.values()]
+        given = [_arrays.readable(t) for t in (table, *flat, *weights.values())]
         ops.library.cache_append(self._handle, *batch, *given)
 
     def _shape(self) -> tuple[int, int]:
@@ -69,7 +81,10 @@ class _Cache:
         """The queries laid end to end, and memory for their results."""
         if not self._handle:
             raise ValueError("the cache is empty: attend is accepted after append")
+        _arrays.need_tensors(dict(zip(("q", "gate", "gates"), (_tensor("q", q), *tensors))))
         _arrays.need_plain(f"{type(self).__name__}.attend", q, *tensors)
+        if len(q.shape) < 3:
+            raise ValueError(f"q has {len(q.shape)} dimensions: 4, or 3 with counts, are accepted")
         rows = _arrays.readable(q.reshape(-1, *q.shape[-2:]))
         dtype = str(q.dtype).removeprefix("torch.")
         return rows, _arrays.empty_like(q, (*rows.shape[:2], self._shape()[1]), dtype)
@@ -191,8 +206,9 @@ class NSACache(_Cache):
         """k [B, n, Hkv, D], v [B, n, Hkv, Dv]: n tokens to each of the B sequences, 0 to B - 1 where none are
         named; or k [T, Hkv, D] with counts, the tokens of each sequence. The weights are those of
         quern.nsa."""
-        rows = (k, v, k_slc, v_slc, k_win, v_win)
-        self._append(sequences, counts, table, rows, (w_k, w_v, pe_k, pe_v))
+        rows = {"k": k, "v": v, "k_slc": k_slc, "v_slc": v_slc, "k_win": k_win, "v_win": v_win}
+        weights = {"w_k": w_k, "w_v": w_v, "pe_k": pe_k, "pe_v": pe_v}
+        self._append(sequences, counts, table, rows, weights)
 
     def attend(
         self,
@@ -254,7 +270,9 @@ class KVCache(_Cache):
     ) -> None:
         """k [B, n, Hkv, D], v [B, n, Hkv, Dv]: n tokens to each of the B sequences, 0 to B - 1 where none are
         named; or k [T, Hkv, D] with counts, the tokens of each sequence."""
-        self._append(sequences, counts, table, (k, v, None, None, None, None), (None,) * 4)
+        rows = {"k": k, "v": v, **dict.fromkeys(("k_slc", "v_slc", "k_win", "v_win"))}
+        weights = dict.fromkeys(("w_k", "w_v", "pe_k", "pe_v"))
+        self._append(sequences, counts, table, rows, weights)
 
     def attend(
         self,

@@ -10,7 +10,7 @@ from typing import Any, Mapping, Sequence
 
 from . import _arrays
 from . import _operations as ops
-from ._batch import lists_of
+from ._batch import lists_of, numbers_of
 from ._faces import run
 
 KINDS = ("csa", "hca", "swa")
@@ -131,13 +131,13 @@ class Cache:
         self._handle = ops.library.layer_cache_create(self._fields, self._memory, self._rows)
 
     def _open_for(self, tensors: Mapping[str, Any]) -> None:
-        bias, keys = tensors.get("compressor_bias"), tensors.get("indexer_norm")
-        self._open(
-            ops.dtype_number(tensors["x"].dtype) if self._dtype is None else self._dtype,
-            tensors["kv_norm"].shape[0],
-            0 if bias is None else bias.shape[0],
-            0 if keys is None else keys.shape[0],
-        )
+        _arrays.need_tensors(tensors)
+        x, kinds = tensors["x"], ("kv_norm", "compressor_bias", "indexer_norm")
+        found = (tensors.get(name) for name in kinds)
+        extents = [0 if t is None or not len(t.shape) else t.shape[0] for t in found]
+        if x is None or not extents[0]:
+            raise ValueError("x and kv_norm.weight say what a cache's rows are: both are needed")
+        self._open(ops.dtype_number(x.dtype) if self._dtype is None else self._dtype, *extents)
 
     def open(self, x: Any, weights: Mapping[str, Any]) -> None:
         """Makes room for the rows that such tensors make, once; the first append() does it otherwise."""
@@ -147,8 +147,7 @@ class Cache:
     def add_pages(self, sequence: int, pages: Sequence[int]) -> None:
         """Gives a sequence more pages, numbers from 0 on, each for one sequence at a time; it needs them
         before its tokens come, and before fork() and restore(). open() or append() comes first."""
-        numbers = struct.pack(f"{len(pages)}i", *[int(n) for n in pages])
-        self._need(ops.library.layer_cache_add_pages, sequence, numbers)
+        self._need(ops.library.layer_cache_add_pages, sequence, numbers_of("pages", pages, "i"))
 
     def pages(self, sequence: int, tokens: int | None = None) -> tuple[int, int]:
         """How many pages a sequence has, and how many it needs for `tokens` tokens (None: those that it
@@ -169,6 +168,9 @@ class Cache:
         """The layer's output for new tokens, x [B, n, Dm] of the B sequences, 0 to B - 1 where none are
         named; or [T, Dm] with counts, the tokens of each sequence. The weights are those of layer()."""
         tensors = {name: _arrays.readable(t) for name, t in tensors_of(x, cos_sin, weights).items()}
+        _arrays.need_tensors(tensors)
+        if x is None:
+            raise TypeError("x is None: a tensor is needed")
         _arrays.need_plain("dsv4.Cache.append", *tensors.values())
         batch = lists_of(x, 3, sequences, counts)
         if not self._handle:

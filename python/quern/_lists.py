@@ -14,7 +14,9 @@ def convert_blocks(block_idx: Any, block_size: int, to: int, n: int) -> tuple[An
     """Lists int32 [.., k] of blocks of block_size tokens, of sequences of n tokens → (index, count): lists
     of blocks of `to` tokens [.., k'], ascending and padded with -1, and how many [..]. One length divides
     the other."""
-    wide = block_idx.shape[-1] * max(block_size // to, 1)
+    _arrays.check("block_idx", block_idx, block_idx)
+    length = block_idx.shape[-1] if len(block_idx.shape) else 0
+    wide = length * max(block_size // max(to, 1), 1)
     settings = (("from", block_size), ("to", to), ("n", n))
     asked = (("k_out", wide),)
     index, count = run("nsa-list-convert", settings, {"in": block_idx}, ("out", "count"), asked=asked)

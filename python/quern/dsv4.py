@@ -11,10 +11,11 @@ NumPy.
 from __future__ import annotations
 
 import struct
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 from . import _arrays
 from . import _operations as ops
+from ._batch import numbers_of
 from ._dsv4_layer import Cache, format_of, layer
 from ._faces import run
 from .nvfp4 import as_bytes
@@ -261,14 +262,23 @@ def rope_table(
     return table
 
 
+def _matrices(tensors: Mapping[str, Any]) -> None:
+    for name, t in tensors.items():
+        _arrays.check(name, t, t)
+        if len(t.shape) != 2:
+            raise ValueError(f"{name} has {len(t.shape)} dimensions: 2 are accepted")
+
+
 def pack_weights(w_a_kv: Any, w_a_z: Any, w_b_kv: Any = None, w_b_z: Any = None) -> Any:
     """A compressor's weights [Dm, C], two for HCA, four for CSA → w [Dm, 2C or 4C] of compress()."""
-    parts = [part for part in (w_a_kv, w_a_z, w_b_kv, w_b_z) if part is not None]
+    given = {"w_a_kv": w_a_kv, "w_a_z": w_a_z, "w_b_kv": w_b_kv, "w_b_z": w_b_z}
+    _matrices({name: t for name, t in given.items() if t is not None or name[2] == "a"})
+    parts = [part for part in given.values() if part is not None]
     _arrays.need_plain("dsv4.pack_weights", *parts)
     shape = (w_a_kv.shape[0], len(parts) * w_a_kv.shape[1])
     w = _arrays.empty_like(w_a_kv, shape, _dtype(w_a_kv))
-    given = [_arrays.readable(part) for part in (w_a_kv, w_a_z, w_b_kv, w_b_z)]
-    ops.library.pack_weights(int(w_b_kv is None), *given, w)
+    read = [_arrays.readable(part) for part in given.values()]
+    ops.library.pack_weights(int(w_b_kv is None), *read, w)
     return w
 
 
@@ -277,6 +287,7 @@ def pack_checkpoint(wkv: Any, wgate: Any, ape: Any, *, kind: str = "csa") -> tup
     [Dm, 2S·C], b_a [r, C] and, for CSA, b_b."""
     if kind not in ("csa", "hca"):
         raise ValueError(f"kind is '{kind}': 'csa' and 'hca' are accepted")
+    _matrices({"wkv": wkv, "wgate": wgate, "ape": ape})
     _arrays.need_plain("dsv4.pack_checkpoint", wkv, wgate, ape)
     series = 2 if kind == "csa" else 1
     width = wkv.shape[0] // series
@@ -383,8 +394,15 @@ class State:
 
     def append(self, proj: Any = None, b_a: Any = None, b_b: Any = None, **tensors: Any) -> Any:
         """proj [T, 4C or 2C], or x [T, Dm] and w → the entries that become whole [n, C]. See append()."""
-        rows = proj if proj is not None else tensors["x"]
+        rows = _rows_of(proj, tensors.get("x"))
         return append([self], [rows.shape[0]], proj, b_a, b_b, **tensors)
+
+
+def _rows_of(proj: Any, x: Any) -> Any:
+    rows = x if proj is None else proj
+    if not len(getattr(rows, "shape", ())):
+        raise TypeError("neither proj nor x is a tensor of rows: one of them is needed")
+    return rows
 
 
 def append(
@@ -407,11 +425,13 @@ def append(
     weights = _weight("w", w)
     packed = [weights.get(f"w_{kind}") for kind in ("fp8", "fp8_scales", "codes", "scales", "global")]
     given = (proj, x, weights.get("w"), b_a, b_b, prev_b, norm_weight, cos_sin)
+    names = ("proj", "x", "w", "b_a", "b_b", "prev_b", "norm_weight", "cos_sin")
+    rows = _rows_of(proj, x)
+    _arrays.need_tensors(dict(zip(names, given)))
     _arrays.need_plain("dsv4.append", *given)
     handles = struct.pack(f"{len(states)}q", *[state.handle for state in states])
-    numbers = struct.pack(f"{len(counts)}q", *[int(n) for n in counts])
+    numbers = numbers_of("counts", counts, "q")
     n = ops.library.state_entries(handles, numbers)
-    rows = proj if proj is not None else x
     first = states[0]
     out = _arrays.empty_like(rows, (n, *first.row_shape), first.row_dtype or _dtype(rows))
     pooled = _arrays.empty_like(rows, (n, first.width), "float32") if return_pooled else None
