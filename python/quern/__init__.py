@@ -12,7 +12,7 @@ from ._nsa import nsa
 from ._nsa_parts import nsa_attend, nsa_compress, nsa_gate, nsa_select
 from ._operations import version
 
-if "torch" in sys.modules:
+if sys.modules.get("torch") is not None:
     from . import _torch  # noqa: F401
 
 __version__ = version()

@@ -3,7 +3,10 @@
 """Golden vectors and bounds for the tests."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -47,6 +50,19 @@ class Golden:
         with safe_open(str(VECTORS / f"{self._name}.safetensors"), "pt") as file:
             found = [file.get_tensor(name) for name in names]
         return found[0] if len(names) == 1 else found
+
+
+def run_alone(code, *arguments, **environment):
+    """Runs a program as if PyTorch were not installed, which tvm_ffi imports where it is: that takes
+    seconds."""
+    without = "import sys; sys.modules['torch'] = None\n"
+    command = [sys.executable, "-c", without + code, *arguments]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, timeout=300)
+
+
+@pytest.fixture(name="run_alone")
+def run_alone_fixture():
+    return run_alone
 
 
 @pytest.fixture

@@ -10,6 +10,9 @@
 #                      environment with NumPy alone
 set -eu
 cd "$(dirname "$0")/../.."
+# PyTorch and libquern have threads of their own. Those that wait spin unless told otherwise, which takes the
+# processors from the others, and from other programs.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 mode=${1:-}
 venv=$PWD/build/python-venv

@@ -2,9 +2,6 @@
 # SPDX-License-Identifier: BSD-2-Clause
 """Caches, states and what takes plain numbers: whatever comes in, they say what is wrong with it."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -89,8 +86,8 @@ assert refused > 2000, refused
 """
 
 
-def test_any_arguments_are_an_error():
-    done = subprocess.run([sys.executable, "-c", ANY_ARGUMENTS], capture_output=True, text=True, timeout=300)
+def test_any_arguments_are_an_error(run_alone):
+    done = run_alone(ANY_ARGUMENTS)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

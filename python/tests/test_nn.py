@@ -179,7 +179,7 @@ class Decoder(nn.Module):
 
 
 def train(model, text, steps=200, length=128, batch=2):
-    """The mean loss of the last 20 of `steps` steps."""
+    """The mean loss of the last quarter of `steps` steps: fewer depend more on the text that they see."""
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     generator, losses = torch.Generator().manual_seed(0), []
     for step in range(steps):
@@ -190,7 +190,7 @@ def train(model, text, steps=200, length=128, batch=2):
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return sum(losses[-20:]) / 20
+    return sum(losses[-(steps // 4) :]) / (steps // 4)
 
 
 def test_a_decoder_learns_as_with_dense_attention():
@@ -199,7 +199,7 @@ def test_a_decoder_learns_as_with_dense_attention():
     width, heads = 64, 4
 
     def sparse():
-        return quern.nn.NSAttention(width, heads, rotary=rotary, block_size=16, num_selected=4, window=32)
+        return quern.nn.NSAttention(width, heads, rotary=rotary, block_size=16, num_selected=4, window=64)
 
     made = []
     for attend in (sparse, lambda: Dense(width, heads, rotary)):

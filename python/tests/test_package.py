@@ -3,7 +3,6 @@
 """What the wheel brings: libquern with every CPU level, one runtime dependency, no other's library."""
 
 import importlib.metadata as metadata
-import os
 import pathlib
 import subprocess
 import sys
@@ -51,12 +50,11 @@ def test_nothing_else_is_loaded(wheel):
     assert not any("dnnl" in name or "cublas" in name for name in mapped)
 
 
-def test_cpu_levels():
+def test_cpu_levels(run_alone):
     """Every level that this CPU has, by the name that chooses it."""
     results = {}
     for level in ("portable", "avx2", "avx512", "avx512bf16"):
-        environment = {**os.environ, "QUERN_CPU": level}
-        done = subprocess.run([sys.executable, "-c", ATTEND], env=environment, capture_output=True)
+        done = run_alone(ATTEND, QUERN_CPU=level)
         if level != "portable" and b"this machine offers" in done.stderr:
             continue
         assert done.returncode == 0, done.stderr[-2000:]
