@@ -3,7 +3,7 @@
 /*
  * quantise_kernels.h - the tile kernels that turn values into NVFP4 codes and back: one table per CPU level.
  * They get pointers, sizes and strides; they never validate, allocate or start threads. Every level gives the
- * same bits.
+ * same bits, but SwiGLU, which is within the bounds of kernels.inc.
  */
 #ifndef QUERN_CPU_QUANTISE_KERNELS_H
 #define QUERN_CPU_QUANTISE_KERNELS_H
