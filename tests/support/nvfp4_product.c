@@ -412,44 +412,53 @@ int64_t product_expert_of(const product_case *c, int64_t row)
     return e;
 }
 
-/* A value a row, where the case has one. */
-static double *kept_rows(const double *values, int64_t rows, int64_t width, const bool *kept)
+int64_t product_choose_rows(const product_case *c, test_random *random, int one_in, int64_t *rows)
 {
-    double *out = test_doubles(rows * width);
-    int64_t to = 0;
-    for (int64_t r = 0; r < rows; r++)
-        if (kept[r]) memcpy(out + width * to++, values + width * r, sizeof *out * (size_t)width);
+    int64_t count = 0, first = 0;
+    for (int64_t t = 0; t < c->tokens; t++) {
+        if (t > 0 && product_expert_of(c, t) != product_expert_of(c, t - 1)) first = count;
+        if (!test_random_one_in(random, one_in)) continue;
+        const int64_t at = test_random_int(random, first, count);
+        rows[count++] = rows[at];
+        rows[at] = t;
+    }
+    return count;
+}
+
+/* `width` values of each row, where the case has them. */
+static double *taken_rows(const double *values, int64_t width, const int64_t *rows, int64_t count)
+{
+    double *out = test_doubles(count * width);
+    for (int64_t r = 0; r < count; r++)
+        memcpy(out + width * r, values + width * rows[r], sizeof *out * (size_t)width);
     return out;
 }
 
-product_case product_subset(const product_case *c, test_random *random, const bool *kept)
+product_case product_subset(const product_case *c, test_random *random, const int64_t *rows, int64_t count)
 {
     product_case s = *c;
-    int64_t rows = 0;
-    s.tokens = 0;
+    s.tokens = count;
     s.ends = allocate(c->experts * 4);
-    for (int64_t r = 0; r < c->tokens; r++) s.tokens += kept[r];
-    for (int64_t e = 0, r = 0; e < c->experts; e++) {
-        for (; r < c->ends[e]; r++) rows += kept[r];
-        s.ends[e] = (int32_t)rows;
+    for (int64_t e = 0, to = 0; e < c->experts; e++) {
+        while (to < count && product_expert_of(c, rows[to]) <= e) to++;
+        s.ends[e] = (int32_t)to;
     }
     s.b_codes = allocate(c->experts * c->k * c->n);
     s.b_scales = allocate(c->experts * c->k / 16 * c->n);
     memcpy(s.b_codes, c->b_codes, (size_t)(c->experts * c->k * c->n)),
         memcpy(s.b_scales, c->b_scales, (size_t)(c->experts * c->k / 16 * c->n));
-    s.a_values = kept_rows(c->a_values, c->tokens, c->k, kept);
-    s.a_row_scale = kept_rows(c->a_row_scale, c->tokens, 1, kept);
+    s.a_values = taken_rows(c->a_values, c->k, rows, count);
+    s.a_row_scale = taken_rows(c->a_row_scale, 1, rows, count);
     if (c->a_codes != NULL) {
         s.a_codes = allocate(s.tokens * c->k);
         s.a_scales = allocate(s.tokens * c->k / 16);
-        for (int64_t r = 0, to = 0; r < c->tokens; r++) {
-            if (!kept[r]) continue;
-            memcpy(s.a_codes + to * c->k, c->a_codes + r * c->k, (size_t)c->k);
-            memcpy(s.a_scales + to++ * (c->k / 16), c->a_scales + r * (c->k / 16), (size_t)(c->k / 16));
+        for (int64_t r = 0; r < count; r++) {
+            memcpy(s.a_codes + r * c->k, c->a_codes + rows[r] * c->k, (size_t)c->k);
+            memcpy(s.a_scales + r * (c->k / 16), c->a_scales + rows[r] * (c->k / 16), (size_t)(c->k / 16));
         }
     } else {
         const int64_t shape[] = {s.tokens, c->k};
-        double *all = test_tensor_get(&c->a), *some = kept_rows(all, c->tokens, c->k, kept);
+        double *all = test_tensor_get(&c->a), *some = taken_rows(all, c->k, rows, count);
         s.a = test_tensor_make(random, c->a.view.dtype, 2, shape, any_layout(random));
         test_tensor_set(&s.a, some);
         free(all), free(some);
@@ -457,7 +466,7 @@ product_case product_subset(const product_case *c, test_random *random, const bo
     if (c->a_global != NULL) {
         const int64_t counts[] = {1, c->experts, 0};
         s.a_global = c->params.a_global_per == QUERN_NVFP4_GLOBAL_ROW
-                         ? kept_rows(c->a_global, c->tokens, 1, kept)
+                         ? taken_rows(c->a_global, 1, rows, count)
                          : test_doubles(counts[c->params.a_global_per]);
         if (c->params.a_global_per != QUERN_NVFP4_GLOBAL_ROW)
             memcpy(s.a_global, c->a_global, sizeof(double) * (size_t)counts[c->params.a_global_per]);
@@ -468,6 +477,6 @@ product_case product_subset(const product_case *c, test_random *random, const bo
     if (c->bias != NULL)
         s.bias =
             memcpy(test_doubles(c->experts * c->n), c->bias, sizeof(double) * (size_t)(c->experts * c->n));
-    if (c->old != NULL) s.old = kept_rows(c->old, c->tokens, c->n, kept);
+    if (c->old != NULL) s.old = taken_rows(c->old, c->n, rows, count);
     return s;
 }

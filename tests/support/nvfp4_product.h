@@ -61,8 +61,10 @@ int64_t product_out_columns(const product_case *c);
 product_result product_run(const product_case *c, quern_context *ctx, test_random *random,
                            product_layout layout);
 void product_result_free(product_result *r);
-/* The case with only the rows whose `kept` is true, in their order. */
-product_case product_subset(const product_case *c, test_random *random, const bool *kept);
+/* Some of the case's rows, one in `one_in`, those of each expert in any order. Returns how many. */
+int64_t product_choose_rows(const product_case *c, test_random *random, int one_in, int64_t *rows);
+/* The case with only these rows, in this order: those of an expert stand together, experts rise. */
+product_case product_subset(const product_case *c, test_random *random, const int64_t *rows, int64_t count);
 /* The expert of a row; past the last: their number. */
 int64_t product_expert_of(const product_case *c, int64_t row);
 /* Checks a result against float64. */
