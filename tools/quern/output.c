@@ -105,9 +105,9 @@ void output_end_on_signals(void)
 
 int output_finish(int code)
 {
-    errno = 0;
-    const bool failed = ferror(stdout) != 0 || fflush(stdout) != 0;
-    if (!failed || code > EXIT_MISMATCH) return code;
+    errno = 0; /* an earlier write's is lost; where that failed, what is left fails for the same reason */
+    const bool flushed = fflush(stdout) == 0;
+    if ((flushed && ferror(stdout) == 0) || code > EXIT_MISMATCH) return code;
     return fail(EXIT_INPUT, "cannot write to standard output%s%s", errno != 0 ? ": " : "",
                 errno != 0 ? strerror(errno) : "");
 }
