@@ -13,7 +13,8 @@
 #include <stddef.h>
 
 /* FNV-1a over a text and two numbers. Not inlined: the compiler would work out each of hundreds of calls. */
-__attribute__((noinline)) static uint64_t build_id_add(uint64_t hash, const char *text, size_t offset, size_t size)
+__attribute__((noinline)) static uint64_t build_id_add(uint64_t hash, const char *text, size_t offset,
+                                                       size_t size)
 {
     const uint64_t prime = 0x100000001b3u;
     for (; *text != '\0'; text++) hash = (hash ^ (unsigned char)*text) * prime;
@@ -46,8 +47,9 @@ static inline uint64_t build_id(void)
     {
         typedef quern_tensor fields_of;
         BUILD_ID_FIELD(data)
-        BUILD_ID_FIELD(dtype) BUILD_ID_FIELD(device) BUILD_ID_FIELD(device_id) BUILD_ID_FIELD(ndim)
-            BUILD_ID_FIELD(shape) BUILD_ID_FIELD(strides)
+        BUILD_ID_FIELD(dtype)
+        BUILD_ID_FIELD(device) BUILD_ID_FIELD(device_id) BUILD_ID_FIELD(ndim) BUILD_ID_FIELD(shape)
+            BUILD_ID_FIELD(strides)
     }
     {
         typedef quern_cuda_plugin fields_of;
