@@ -3,7 +3,8 @@
 /*
  * every_operation_test.c - what holds for every operation that quern/op.h lists: arguments that are missing
  * are named, structs have any size, and no parameters, shapes, strides or index lists make a call crash, spin
- * or write outputs that it refuses to compute; among them are calls of each that it accepts. Meant to run under the sanitizers, too.
+ * or write outputs that it refuses to compute; among them are calls of each that it accepts. Meant to run under
+ * the sanitizers, too.
  */
 #include "cmocka_c11.h"
 #include "random.h"
