@@ -7,6 +7,7 @@
  * the sanitizers, too.
  */
 #include "cmocka_c11.h"
+#include "context.h"
 #include "random.h"
 #include "tensor.h"
 
@@ -26,22 +27,6 @@ typedef union any_params {
     size_t size;
     unsigned char bytes[QUERN_OP_PARAMS_BYTES];
 } any_params;
-
-static quern_context *ctx;
-
-static int open_context(void **state)
-{
-    (void)state;
-    ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
-    return 0;
-}
-
-static int close_context(void **state)
-{
-    (void)state;
-    quern_context_destroy(ctx);
-    return 0;
-}
 
 /* An operation with its tensors and parameters. */
 typedef struct subject {
@@ -471,5 +456,5 @@ int main(void)
         cmocka_unit_test(structs_may_be_older_or_newer),
         cmocka_unit_test(no_arguments_do_harm),
     };
-    return cmocka_run_group_tests(tests, open_context, close_context);
+    return cmocka_run_group_tests(tests, test_open_context, test_close_context);
 }

@@ -3,6 +3,7 @@
 /* plan_test.c - plans: the bits of the ordinary call, on any memory, from any thread; what a run checks. */
 #include "attention_case.h"
 #include "cmocka_c11.h"
+#include "context.h"
 #include "levels.h"
 #include "nsa_random.h"
 
@@ -12,22 +13,6 @@
 #include <string.h>
 
 #include <quern/plan.h>
-
-static quern_context *ctx;
-
-static int open_context(void **state)
-{
-    (void)state;
-    ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
-    return 0;
-}
-
-static int close_context(void **state)
-{
-    (void)state;
-    quern_context_destroy(ctx);
-    return 0;
-}
 
 static quern_plan *plan_or_fail(quern_operation op, const void *params, const void *tensors)
 {
@@ -428,5 +413,5 @@ int main(void)
         cmocka_unit_test(extents_are_those_of_the_helpers),
         cmocka_unit_test(what_makes_no_plan_is_named),
     };
-    return cmocka_run_group_tests(tests, open_context, close_context);
+    return cmocka_run_group_tests(tests, test_open_context, test_close_context);
 }

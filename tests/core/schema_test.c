@@ -3,6 +3,7 @@
 /* schema_test.c - what a description of a family can say: every class of dtype, every kind of parameter,
  * shapes whose number of dimensions depends on the call. The test describes a family of its own. */
 #include "cmocka_c11.h"
+#include "context.h"
 #include "core/op.h"
 
 #include <math.h>
@@ -154,7 +155,6 @@ static const op_family toy = {
     .run = run,
 };
 
-static quern_context *ctx;
 static char memory[4096] __attribute__((aligned(64)));
 
 /* A call with x bf16 [3, 32] and one more tensor. */
@@ -270,19 +270,6 @@ static void every_kind_of_parameter_has_its_range(void **state)
     expect_params(&p, "set is 0: 1 to 3 is accepted");
 }
 
-static int open_context(void **state)
-{
-    (void)state;
-    return quern_context_create(NULL, &ctx) == QUERN_OK ? 0 : -1;
-}
-
-static int close_context(void **state)
-{
-    (void)state;
-    quern_context_destroy(ctx);
-    return 0;
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -290,5 +277,5 @@ int main(void)
         cmocka_unit_test(a_global_has_the_dimensions_of_its_list),
         cmocka_unit_test(every_kind_of_parameter_has_its_range),
     };
-    return cmocka_run_group_tests(tests, open_context, close_context);
+    return cmocka_run_group_tests(tests, test_open_context, test_close_context);
 }

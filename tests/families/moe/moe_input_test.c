@@ -3,28 +3,13 @@
 /* moe_input_test.c - what the layer refuses: one sentence that names the argument, and outputs as they were.
  * Under a4 the layer is its parts, to the bit. */
 #include "cmocka_c11.h"
+#include "context.h"
 #include "moe_case.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-static quern_context *ctx;
-
-static int open_context(void **state)
-{
-    (void)state;
-    ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
-    return 0;
-}
-
-static int close_context(void **state)
-{
-    (void)state;
-    quern_context_destroy(ctx);
-    return 0;
-}
 
 /* Both calls of the case with other parameters and tensors must fail with a sentence that holds `says`;
  * nothing is written. */
@@ -330,5 +315,5 @@ int main(void)
         cmocka_unit_test(parameters),           cmocka_unit_test(tensors),         cmocka_unit_test(contents),
         cmocka_unit_test(workspace_is_checked), cmocka_unit_test(a4_is_its_parts),
     };
-    return cmocka_run_group_tests(tests, open_context, close_context);
+    return cmocka_run_group_tests(tests, test_open_context, test_close_context);
 }

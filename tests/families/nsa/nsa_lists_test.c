@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* nsa_lists_test.c - lists of blocks: converted between block sizes, handed in, and out of range. */
 #include "cmocka_c11.h"
+#include "context.h"
 #include "compare.h"
 #include "nsa_reference.h"
 
@@ -9,22 +10,6 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-
-static quern_context *ctx;
-
-static int open_context(void **state)
-{
-    (void)state;
-    ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
-    return 0;
-}
-
-static int close_context(void **state)
-{
-    (void)state;
-    quern_context_destroy(ctx);
-    return 0;
-}
 
 static int32_t any_entry(test_random *random, int64_t blocks)
 {
@@ -329,5 +314,5 @@ int main(void)
         cmocka_unit_test(lists_handed_back_reproduce_the_call),
         cmocka_unit_test(bad_entries_set_their_bit),
     };
-    return cmocka_run_group_tests(tests, open_context, close_context);
+    return cmocka_run_group_tests(tests, test_open_context, test_close_context);
 }

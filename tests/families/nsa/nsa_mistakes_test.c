@@ -8,28 +8,13 @@
  * mistakes are counted rather than compared.
  */
 #include "cmocka_c11.h"
+#include "context.h"
 #include "compare.h"
 #include "nsa_reference.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-static quern_context *ctx;
-
-static int open_context(void **state)
-{
-    (void)state;
-    ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
-    return 0;
-}
-
-static int close_context(void **state)
-{
-    (void)state;
-    quern_context_destroy(ctx);
-    return 0;
-}
 
 static nsa_case *new_case(const nsa_config *config, bool zero_q)
 {
@@ -323,5 +308,5 @@ int main(void)
         cmocka_unit_test(group_sizes_and_heads_mapped_by_modulo),
         cmocka_unit_test(one_delta_for_three_gated_branches),
     };
-    return cmocka_run_group_tests(tests, open_context, close_context);
+    return cmocka_run_group_tests(tests, test_open_context, test_close_context);
 }

@@ -7,6 +7,7 @@
  */
 #include "attention_case.h"
 #include "cmocka_c11.h"
+#include "context.h"
 #include "nsa_case.h"
 
 #include <stddef.h>
@@ -22,21 +23,10 @@ enum { OPS = sizeof calls / sizeof *calls };
 
 enum { MOST_BYTES = 1 << 30 }; /* no call can run with such a workspace */
 
-static quern_context *ctx;
-
-static int open_context(void **state)
+static int open_in_time(void **state)
 {
-    (void)state;
-    ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
     alarm(120); /* a spin ends the test */
-    return 0;
-}
-
-static int close_context(void **state)
-{
-    (void)state;
-    quern_context_destroy(ctx);
-    return 0;
+    return test_open_context(state);
 }
 
 static const quern_tensor **member(quern_nsa_tensors *t, int slot)
@@ -407,5 +397,5 @@ int main(void)
         cmocka_unit_test(strides_of_single_extents_are_any_number),
         cmocka_unit_test(strides_past_the_address_space_are_refused),
     };
-    return cmocka_run_group_tests(tests, open_context, close_context);
+    return cmocka_run_group_tests(tests, open_in_time, test_close_context);
 }

@@ -3,6 +3,7 @@
 /* nvfp4_layout_input_test.c - conversions between layouts by their description: the extents of results,
  * plans, several tensors at once, and what swizzle, interleave and prepack refuse. */
 #include "cmocka_c11.h"
+#include "context.h"
 #include "levels.h"
 #include "nvfp4_case.h"
 
@@ -14,23 +15,8 @@
 
 enum { ROOM = 4096, SENTINEL = 0x77 };
 
-static quern_context *ctx;
 /* What a call reads, and what it writes: SENTINEL before each call. */
 static uint8_t in[ROOM] __attribute__((aligned(64))), out[ROOM] __attribute__((aligned(64)));
-
-static int open_context(void **state)
-{
-    (void)state;
-    ctx = test_context(quern_cpu_level_detect(), 2);
-    return 0;
-}
-
-static int close_context(void **state)
-{
-    (void)state;
-    quern_context_destroy(ctx);
-    return 0;
-}
 
 static quern_tensor bytes_of(void *data, int32_t ndim, int64_t a, int64_t b, int64_t c)
 {
@@ -502,5 +488,5 @@ int main(void)
         cmocka_unit_test(plans_write_the_bits_of_the_call),
         cmocka_unit_test(an_older_caller_interleaves_x_alone),
     };
-    return cmocka_run_group_tests(tests, open_context, close_context);
+    return cmocka_run_group_tests(tests, test_open_context, test_close_context);
 }
