@@ -16,17 +16,18 @@ static const weight absent = {.kind = FP8_POWERS};
 /* A CSA or HCA case; each compressor has floats or one of the formats, one at least a format. */
 static layer_case random_case(test_random *random)
 {
-    for (;;) {
-        layer_case c = layer_case_random(random, false);
-        int given = 0;
-        if (c.shape.kind != ORACLE_SWA && c.shape.width % 16 == 0 && c.weight_dtype == QUERN_F32)
-            for (int i = 0; i < (c.shape.kind == ORACLE_CSA ? 2 : 1); i++) {
-                const int kind = (int)test_random_int(random, 0, WEIGHT_KINDS);
-                if (kind < WEIGHT_KINDS) layer_case_pack(&c, random, i, (weight_kind)kind), given++;
-            }
-        if (given > 0) return c;
-        layer_case_free(&c);
+    layer_case c = layer_case_random(random, false);
+    oracle_layer l = c.shape;
+    layer_case_free(&c);
+    l.kind = test_random_one_in(random, 2) ? ORACLE_CSA : ORACLE_HCA;
+    l.width = 16 * test_random_int(random, 1, 9);
+    c = layer_case_make(random, &l, c.batch, c.dtype, QUERN_F32);
+    const int count = l.kind == ORACLE_CSA ? 2 : 1, one = (int)test_random_int(random, 0, count - 1);
+    for (int i = 0; i < count; i++) {
+        const int kind = (int)test_random_int(random, 0, i == one ? WEIGHT_KINDS - 1 : WEIGHT_KINDS);
+        if (kind < WEIGHT_KINDS) layer_case_pack(&c, random, i, (weight_kind)kind);
     }
+    return c;
 }
 
 /* Copies results [first, last] and clears them; scores that no call writes are of entries that are not
