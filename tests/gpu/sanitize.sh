@@ -6,9 +6,11 @@
 #   QUERN_GPU_TESTS       patterns of the programs to run (all but those left out below)
 #   QUERN_SANITIZE_TOOLS  the tools (racecheck memcheck synccheck)
 #   QUERN_SANITIZE_LIMIT  seconds that a program may take under a tool (400)
-# Left out: nsa_large, offsets and passes, whose gigabytes are about time and 64-bit offsets, not more code. racecheck, the
-# slowest by far, runs the programs that between them launch every kernel on every path, and each launch once (bridge.c
-# repeats it for its bits): the others' launches are the same on more data.
+#   QUERN_RACE_KERNELS    what the names of the kernels hold that racecheck follows (sm90; '_' is all)
+# Left out: nsa_large, offsets and passes, whose gigabytes are about time and 64-bit offsets, not more code. racecheck is the
+# slowest by far. It follows the kernels whose warps meet at barriers of their own, not at __syncthreads() alone: the others
+# take it tens of minutes. It runs the programs that between them launch these on every path, and each launch once (bridge.c
+# repeats it for its bits).
 set -u
 jobs=$(nproc)
 cd "$(dirname "$0")/../.." || exit 1
@@ -25,7 +27,7 @@ passed=0
 failed=0
 names=()
 limit=${QUERN_SANITIZE_LIMIT:-400}
-raced=' attention_test house_test nsa_lists_test nsa_parts_test nsa_property_test nsa_nonfinite_test shared_test '
+raced=' attention_test house_test nsa_lists_test nsa_parts_test nsa_property_test nsa_nonfinite_test shared_test replay_test variants_test '
 for tool in ${QUERN_SANITIZE_TOOLS:-racecheck memcheck synccheck}; do
     for program in build/gpu/tests/gpu_*_test; do
         name=${program##*/gpu_}
@@ -41,6 +43,7 @@ for tool in ${QUERN_SANITIZE_TOOLS:-racecheck memcheck synccheck}; do
         # house_test asks for more memory than there is, on purpose: the runtime's refusal is no finding.
         options=()
         [[ $tool == memcheck && $name == house_test ]] && options=(--report-api-errors no)
+        [[ $tool == racecheck ]] && options=(--kernel-regex "kns=${QUERN_RACE_KERNELS:-sm90}")
         while (($(jobs -rp | wc -l) >= jobs)); do wait -n; done
         (begin=$SECONDS
          [[ $tool == racecheck ]] && export QUERN_GPU_RUNS=1 QUERN_TEST_TRIALS=4
