@@ -222,8 +222,8 @@ __device__ __forceinline__ void feed(const select_kernel &s, const sm90_select_p
 }
 
 /* The warp that leaves notes on each piece: the lse of its rows, times log2 e, the end of what its queries
- * see, and what its lists choose from. The notes of two pieces before are read: the feeder has waited for
- * it. */
+ * see, and what its lists choose from. It waits for its readers and arrives for what it reads itself, though
+ * the feeder's waiting orders both: racecheck follows no chain of barriers. */
 template <int DK, int LIST>
 __device__ __forceinline__ void leave_notes(const select_kernel &s, const sm90_select_plan &plan, char *smem,
                                             uint32_t base)
@@ -236,6 +236,8 @@ __device__ __forceinline__ void leave_notes(const select_kernel &s, const sm90_s
         mbar_wait(base + at::TURN_FULL + 8 * slot, turn >> 1 & 1);
         const piece &w = ((const piece *)(smem + at::TURN))[slot];
         if (w.query < 0) return;
+        mbar_wait(base + at::TURN_FREE + 8 * slot,
+                  (turn >> 1 & 1) ^ 1); /* ends at once: the feeder has waited */
         float *const lse = (float *)(smem + at::LSE) + slot * at::ROWS;
         int *const seen = (int *)(smem + at::SEEN) + slot * at::ROWS;
         contest *const in = (contest *)(smem + at::CONTEST) + slot * at::COMPUTING * at::LISTS;
@@ -254,6 +256,7 @@ __device__ __forceinline__ void leave_notes(const select_kernel &s, const sm90_s
         }
         for (int l = lane; l * a.tile < queries; l += 32) in[l] = find_contest(s, w.nq, w.query + l * a.tile);
         mbar_arrive(base + at::NOTE_FULL + 8 * slot);
+        mbar_arrive(base + at::TURN_FREE + 8 * slot);
     }
 }
 
@@ -463,7 +466,7 @@ __global__ void __launch_bounds__(shape<DK>::THREADS_ALL, 1)
         for (int i = 0; i < 2; i++)
             mbar_init(base + at::TURN_FULL + 8 * i, 1),
                 mbar_init(base + at::NOTE_FULL + 8 * i, WARP_ARRIVALS),
-                mbar_init(base + at::TURN_FREE + 8 * i, at::COMPUTING * WARP_ARRIVALS);
+                mbar_init(base + at::TURN_FREE + 8 * i, (at::COMPUTING + 1) * WARP_ARRIVALS);
         mbar_init_done();
     }
     __syncthreads();
