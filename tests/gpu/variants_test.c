@@ -282,8 +282,8 @@ static void token_variants_agree(test_random *random, const token_case *c)
     for (size_t t = 0; t < sizeof made / sizeof *made; t++) CHECK(cudaFree(made[t]->data));
 }
 
-/* A warp for each list, and the union of neighbours' lists; blocks of 64 and 128 keys, short last pieces and
- * blocks, 4 to 32 rows a list. */
+/* Lists of a warp's rows, and the union of neighbours' lists; blocks of 64 and 128 keys, short last pieces
+ * and blocks, 4 to 32 rows a list. */
 static void lists_of_few_rows_agree(void **state)
 {
     (void)state;
@@ -294,7 +294,10 @@ static void lists_of_few_rows_agree(void **state)
         {3001, 32, 2, 128, 128, 64, 1, 8, false, true},  {3001, 32, 2, 128, 128, 64, 1, 8, true, true},
         {1990, 16, 1, 64, 64, 64, 1, 8, false, true},    {5003, 16, 1, 96, 80, 128, 1, 8, false, true},
         {2500, 32, 2, 192, 128, 64, 1, 8, false, true},  {777, 16, 2, 128, 128, 64, 1, 8, false, true},
-        {1500, 16, 2, 64, 64, 128, 2, 8, false, true},   {1500, 32, 1, 128, 64, 64, 1, 8, false, true}};
+        {1500, 16, 2, 64, 64, 128, 2, 8, false, true},   {1500, 32, 1, 128, 64, 64, 1, 8, false, true},
+        {6001, 8, 2, 128, 128, 64, 1, 2, false, true},   {6001, 8, 2, 128, 128, 64, 1, 2, false, false},
+        {3001, 16, 2, 64, 64, 64, 1, 4, false, true},    {6001, 8, 2, 192, 128, 64, 1, 3, false, true},
+        {3001, 8, 2, 128, 128, 64, 2, 3, false, true},   {3001, 8, 2, 64, 64, 64, 4, 8, false, true}};
     const int count = (int)(sizeof cases / sizeof *cases), trials = test_trials(count);
     test_random random = {test_seed("lists_of_few_rows_agree", 5)};
     for (int i = 0; i < trials && i < count; i++) {
@@ -357,6 +360,56 @@ static void products_of_compression_agree(void **state)
     free(first);
     quern_tensor *const all[] = {&a.k, &a.v, &a.w_k, &a.k_cmp, &a.v_cmp};
     for (size_t t = 0; t < sizeof all / sizeof *all; t++) CHECK(cudaFree(all[t]->data));
+}
+
+/* Lists that neighbours share, and for the later half of the last piece's tokens lists of noise: what those
+ * choose changes no bit of the tokens before them, whichever way the piece is multiplied. */
+static void later_lists_change_no_bit(void **state)
+{
+    (void)state;
+    enum { LONG = 8192, LISTED = 8, SIZE = 64, D = 128 };
+    if (exec_here.compute != 90) return;
+    test_random random = {test_seed("later_lists_change_no_bit", 6)};
+    for (int64_t heads = 4; heads <= 16; heads *= 2) {
+        const int64_t later = LONG - 64 / heads; /* 128 rows a piece */
+        const int64_t q[] = {1, LONG, heads, D}, lists[] = {1, 1, LONG, LISTED}, lse[] = {1, heads, LONG};
+        attend_args a = {.mask = ATTEND_BLOCKS,
+                         .seqs = {1, LONG, LONG, {0}, {0}},
+                         .causal = true,
+                         .scale = 0.09f,
+                         .query_offset = -1,
+                         .block_size = SIZE,
+                         .stride = SIZE,
+                         .tile = 1};
+        a.q = noise_of(&random, QUERN_BF16, LONG, heads, D);
+        a.k = noise_of(&random, QUERN_BF16, LONG, 1, D);
+        a.v = noise_of(&random, QUERN_BF16, LONG, 1, D);
+        a.o = make(QUERN_BF16, 4, q);
+        a.lse = make(QUERN_F32, 3, lse);
+        a.list = make(QUERN_I32, 4, lists);
+        const size_t bytes = (size_t)(LONG * heads * D) * 2, token = (size_t)(heads * D) * 2;
+        int32_t *list = malloc(LONG * LISTED * sizeof *list);
+        char *results[2] = {malloc(bytes), malloc(bytes)};
+        if (list == NULL || results[0] == NULL || results[1] == NULL) fail_msg("the test is out of memory");
+        for (int noise = 0; noise < 2; noise++) {
+            for (int64_t n = 0; n < LONG; n++)
+                for (int64_t e = 0; e < LISTED; e++)
+                    list[n * LISTED + e] = noise && n >= later
+                                               ? (int32_t)test_random_int(&random, 0, n / SIZE)
+                                               : (int32_t)(n / SIZE * e / LISTED);
+            CHECK(cudaMemcpy(a.list.data, list, LONG * LISTED * sizeof *list, cudaMemcpyHostToDevice));
+            assert_true(run_as(&cuda->attend_forward, &a, "attend_forward_sm90_tokens"));
+            CHECK(cudaMemcpy(results[noise], a.o.data, bytes, cudaMemcpyDeviceToHost));
+        }
+        for (int64_t n = 0; n < later; n++)
+            if (memcmp(results[0] + (size_t)n * token, results[1] + (size_t)n * token, token) != 0)
+                fail_msg("%d heads: lists of later tokens change the bits of token %d", (int)heads, (int)n);
+        free(list);
+        free(results[0]);
+        free(results[1]);
+        quern_tensor *const made[] = {&a.q, &a.k, &a.v, &a.o, &a.lse, &a.list};
+        for (size_t t = 0; t < sizeof made / sizeof *made; t++) CHECK(cudaFree(made[t]->data));
+    }
 }
 
 /* Lists whose shares of dK and dV take more memory than there is at a time: for some of the key/value heads,
@@ -433,8 +486,10 @@ static void names_that_no_stage_has_force_nothing(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree), cmocka_unit_test(lists_in_parts),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree),
+                                       cmocka_unit_test(lists_in_parts),
                                        cmocka_unit_test(lists_of_few_rows_agree),
+                                       cmocka_unit_test(later_lists_change_no_bit),
                                        cmocka_unit_test(products_of_compression_agree),
                                        cmocka_unit_test(names_that_no_stage_has_force_nothing)};
     return cmocka_run_group_tests(tests, open_backend, NULL);

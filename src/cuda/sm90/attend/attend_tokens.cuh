@@ -13,8 +13,9 @@
  * - Together: each of two computing warpgroups has 64 of the rows. It skips blocks that none of them chose;
  *   in the others it multiplies all rows and hides those that did not choose the block: a warpgroup's product
  *   of 64 rows costs what one of 16 would. S = Q K^T of a stage is issued behind the last stage's P V.
- * - Apart, where a list has 16 rows: each of the eight warps multiplies the blocks of its own list alone
- *   (mma.m16n8k16). Eight blocks are under way, and none is multiplied for rows that did not choose it.
+ * - Apart, where a list has at most 16 rows: each of the eight warps multiplies the blocks that lists of its
+ *   own 16 rows chose (mma.m16n8k16). Eight blocks are under way, and few are multiplied for rows that did
+ *   not choose them.
  *
  * Warp 0 of the feeding warpgroup merges the lists, a lane for each, and copies K and V by TMA, 64 keys a
  * stage; warps 1 and 2 look for what is not finite in V, as in attend_forward.cuh; warp 3 plans the next
@@ -91,7 +92,7 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
     const int row = row0 + (threadIdx.x >> 2 & 7);
     const list_shape lists = shape_of(a);
     const uint32_t own[2] = {1u << row / lists.rows, 1u << (row + 8) / lists.rows},
-                   of_group = lists_of_group(lists, row0 / 64);
+                   of_group = lists_among<64>(lists, row0 & ~63);
     float s[NT][4];
     uint32_t p[NT / 2][4] = {};
     int before = -1; /* the stage whose P V is under way */
@@ -142,28 +143,39 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
     free_before();
 }
 
-/* A turn of a warp's 16 rows, which have one list. */
-template <typename T, typename AT, int KT, int OT>
-__device__ __forceinline__ void walk_list(const attend_kernel &a, char *smem, uint32_t base, int row0,
-                                          int end, const uint32_t (&q)[KT][4], row_state &r,
-                                          float (&o)[OT][4], int &step)
+/* A turn of a warp's 16 rows: those blocks that some of its lists chose. ONE: they are one token's, which
+ * spares the search of V. */
+template <typename T, typename AT, bool ONE, int KT, int OT>
+__device__ __forceinline__ void walk_lists(const attend_kernel &a, const work &w, char *smem, uint32_t base,
+                                           int row0, const uint32_t (&q)[KT][4], row_state &r,
+                                           float (&o)[OT][4], int &step, uint32_t &clean)
 {
     constexpr int NT = KEYS / 8;
-    const int lane = threadIdx.x & 31;
+    const int lane = threadIdx.x & 31, row = row0 + (lane >> 2),
+              end = ONE ? end_of_token(a, w, row0 / ROWS_OF_WARP) : 0;
+    const list_shape lists = shape_of(a);
+    const uint32_t own[2] = {1u << row / lists.rows, 1u << (row + 8) / lists.rows},
+                   of_warp = ONE ? 1u << row0 / ROWS_OF_WARP : lists_among<ROWS_OF_WARP>(lists, row0);
     for (bool last = false; !last; step++) {
         const int stage = step % AT::STAGES;
         mbar_wait(base + AT::FULL + 8 * stage, step / AT::STAGES & 1);
         const stage_keys now = read_note<AT>(smem, stage);
+        const uint32_t searched = clean >> stage & 1;
         last = now.last;
-        if (now.lists >> row0 / ROWS_OF_WARP & 1) {
-            const int left = end - now.key;
+        if (!ONE && now.lists != 0) clean ^= 1u << stage;
+        if ((now.lists & of_warp) != 0) {
+            const int left = ONE ? end - now.key : KEYS;
             const uint32_t v = base + AT::V + stage * AT::V_STAGE;
-            const bool chose[2] = {true, true};
+            const bool chose[2] = {ONE || (now.lists & own[0]) != 0, ONE || (now.lists & own[1]) != 0};
             float s[NT][4] = {}, shrink[2];
             product_nt_held<T, KT * 16, NT, KEYS>(s, q, base + AT::K + stage * AT::K_STAGE, 0, lane);
             hide(s, r, chose, now.key);
             sm90_forward::softmax(s, r, shrink, a.scale_log2);
             shrink_rows(o, shrink);
+            if (!ONE) {
+                mbar_wait(base + AT::CLEAN + 8 * stage, searched);
+                if (read_odd<AT>(smem, stage)) add_nonfinite<T, OT>(o, a, w, r, chose, now.key);
+            }
             if (left < KEYS) add_product<T, OT, true>(o, s, v, left);
             else add_product<T, OT, false>(o, s, v, left);
         }
@@ -192,9 +204,9 @@ __device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint
         for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], base + at::Q, row0, c * 16, lane);
         __syncwarp();
         if (lane == 0) mbar_arrive(base + at::Q_FREE);
-        if (turn_apart<at>(smem, turn))
-            walk_list<T, at>(a, smem, base, row0, end_of_list(a, w, warp), q, r, o, step);
-        else walk_union<T, at>(a, w, smem, base, row0, q, r, o, step, clean);
+        if (!turn_apart<at>(smem, turn)) walk_union<T, at>(a, w, smem, base, row0, q, r, o, step, clean);
+        else if (one_token(a)) walk_lists<T, at, true>(a, w, smem, base, row0, q, r, o, step, clean);
+        else walk_lists<T, at, false>(a, w, smem, base, row0, q, r, o, step, clean);
         sm90_forward::store_rows<T, OT>(o, a, w, r, place);
         free_turn<at>(base, turn);
     }

@@ -64,25 +64,17 @@ __device__ __forceinline__ list_shape shape_of(const attend_kernel &a)
     return {ROWS / rows, rows};
 }
 
-/* Whether lists of 16 rows have so little in common that a warp for each multiplies them faster than products
- * of 64 rows do: as measured, once their union has more than a quarter of their entries, in the backward
- * three eighths. All lanes of the warp call. */
-template <typename AT>
-__device__ __forceinline__ bool lie_apart(const attend_kernel &a, const int32_t *lists, const int32_t *counts)
+/* The lists among the ROWS_OF rows from `row`, a multiple of ROWS_OF, on: a bit each. */
+template <int ROWS_OF> __device__ __forceinline__ uint32_t lists_among(const list_shape &lists, int row)
 {
-    const int lane = threadIdx.x & 31;
-    if (a.tile != 1 || a.hs != ROWS_OF_WARP) return false;
-    const int32_t *list = lists + lane * a.list_k;
-    const int count = lane < ROWS / ROWS_OF_WARP ? counts[lane] : 0,
-              most = (int)__reduce_add_sync(~0u, (unsigned)count) * (AT::BACKWARD ? 3 : 2) / 8;
-    int taken = 0;
-    for (int blocks = 0; blocks <= most; blocks++) {
-        const uint32_t mine = taken < count ? (uint32_t)list[taken] : ~0u,
-                       next = __reduce_min_sync(~0u, mine);
-        if (next == ~0u) return false;
-        taken += mine == next;
-    }
-    return true;
+    const int count = ROWS_OF / lists.rows;
+    return ((1u << count) - 1) << row / ROWS_OF * count;
+}
+
+/* Whether a warp's 16 rows are a token's, so that all of them have one list and see the same keys. */
+__device__ __forceinline__ bool one_token(const attend_kernel &a)
+{
+    return a.tile == 1 && a.hs == ROWS_OF_WARP;
 }
 
 /* Copies a turn's rows; one lane calls. */
@@ -136,6 +128,37 @@ __device__ __forceinline__ void clean_lists(const attend_kernel &a, const work &
     }
 }
 
+/* Whether lists of at most 16 rows, in the backward of 16 heads, have so little in common that warps multiply
+ * what their own lists chose faster than warpgroups do: as measured, once their union has more than a quarter
+ * of their entries, in the backward three eighths. The two round differently, and no bit of a row may depend
+ * on later tokens: so the lists of as many tokens before the piece say it. Their clean ones are left in
+ * `clean`. All lanes of the warp call. */
+template <typename AT>
+__device__ __forceinline__ bool lie_apart(const attend_kernel &a, const work &w, int32_t *clean,
+                                          int32_t *counts)
+{
+    const int lane = threadIdx.x & 31;
+    const list_shape shape = shape_of(a);
+    work past = w;
+    past.queries = shape.count * a.tile;
+    past.query -= past.queries;
+    past.list_row -= shape.count;
+    if (past.query < 0 || (AT::BACKWARD ? !one_token(a) : shape.rows > ROWS_OF_WARP)) return false;
+    clean_lists(a, past, shape.count, clean, counts);
+    __syncwarp();
+    const int32_t *list = clean + lane * a.list_k;
+    const int count = lane < shape.count ? counts[lane] : 0,
+              most = (int)__reduce_add_sync(~0u, (unsigned)count) * (AT::BACKWARD ? 3 : 2) / 8;
+    int taken = 0;
+    for (int blocks = 0; blocks <= most; blocks++) {
+        const uint32_t mine = taken < count ? (uint32_t)list[taken] : ~0u,
+                       next = __reduce_min_sync(~0u, mine);
+        if (next == ~0u) return false;
+        taken += mine == next;
+    }
+    return true;
+}
+
 /* Warp 3 of the feeder: plans the turns, two ahead at most, cleans their lists and copies their rows. The
  * last plan has -1 queries. */
 template <typename AT>
@@ -156,9 +179,9 @@ __device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_pl
         if (w.queries > 0) {
             int32_t *const clean = (int32_t *)(smem + AT::LIST) + half * MOST_ENTRIES,
                            *const counts = (int32_t *)(smem + AT::COUNT) + half * MOST_LISTS;
-            clean_lists(a, w, lists.count, clean, counts);
+            const bool apart = lie_apart<AT>(a, w, clean, counts);
             __syncwarp();
-            const bool apart = lie_apart<AT>(a, clean, counts);
+            clean_lists(a, w, lists.count, clean, counts);
             if (lane == 0) ((int32_t *)(smem + AT::APART))[half] = apart;
         }
         if (lane == 0) ((work *)(smem + AT::TURN))[half] = w;
@@ -264,8 +287,9 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const maps &m, char
 }
 
 /* Warps 1 and 2 of the feeder: what is not finite in V becomes 0; in the backward, what is not in K is only
- * noted. A warp with a list of its own needs neither. */
-template <typename T, typename AT> __device__ __forceinline__ void search(char *smem, uint32_t base)
+ * noted. A warp whose rows are one token's needs neither. */
+template <typename T, typename AT>
+__device__ __forceinline__ void search(const attend_kernel &a, char *smem, uint32_t base)
 {
     constexpr int TILE = AT::BACKWARD ? AT::K : AT::V, BYTES = AT::BACKWARD ? AT::K_STAGE : AT::V_STAGE;
     constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
@@ -274,13 +298,13 @@ template <typename T, typename AT> __device__ __forceinline__ void search(char *
     for (int turn = 0;; turn++) {
         const work &w = wait_turn<AT>(smem, base, turn);
         if (w.queries < 0) return;
-        const bool apart = turn_apart<AT>(smem, turn);
+        const bool wanted = !turn_apart<AT>(smem, turn) || !one_token(a);
         for (bool last = false; !last; step++) {
             const int stage = step % AT::STAGES;
             mbar_wait(base + AT::FULL + 8 * stage, step / AT::STAGES & 1);
             const stage_keys now = read_note<AT>(smem, stage);
             last = now.last;
-            if (now.lists != 0 && !apart) {
+            if (now.lists != 0 && wanted) {
                 char *tile = smem + TILE + stage * BYTES;
                 uint32_t most = 0; /* of the bits without their signs, two values a word */
 #pragma unroll 4
@@ -305,7 +329,7 @@ template <typename T, typename AT> __device__ __forceinline__ void search(char *
             }
             __syncwarp();
             if (lane == 0) {
-                if (now.lists != 0 && !apart) mbar_arrive(base + AT::CLEAN + 8 * stage);
+                if (now.lists != 0 && wanted) mbar_arrive(base + AT::CLEAN + 8 * stage);
                 mbar_arrive(base + AT::FREE + 8 * stage);
             }
         }
@@ -356,14 +380,8 @@ __device__ __forceinline__ void add_product(float (&acc)[TILES][4], const float 
     }
 }
 
-/* The lists among the 64 rows of a warpgroup, a bit each. */
-__device__ __forceinline__ uint32_t lists_of_group(const list_shape &lists, int group)
-{
-    return ((1u << 64 / lists.rows) - 1) << group * (64 / lists.rows);
-}
-
-/* The key after the last one that the rows of a warp with a list of its own see. */
-__device__ __forceinline__ int end_of_list(const attend_kernel &a, const work &w, int warp)
+/* The key after the last one that the rows of a warp see which are one token's. */
+__device__ __forceinline__ int end_of_token(const attend_kernel &a, const work &w, int warp)
 {
     int lo, end = 0;
     if (warp < w.queries) row_keys(a, sequence_of(w), w.query + warp, &lo, &end);
@@ -422,7 +440,7 @@ __device__ __forceinline__ void share_out(const attend_kernel &a, const work_pla
     if (group == 0) {
         registers_down<AT::FEED>();
         if (warp == 0) feed<AT>(a, m, smem, base);
-        else if (warp <= SEARCHERS) search<T, AT>(smem, base);
+        else if (warp <= SEARCHERS) search<T, AT>(a, smem, base);
         else plan_turns<AT>(a, plan, m, smem, base);
     } else {
         registers_up<AT::COMPUTE>();

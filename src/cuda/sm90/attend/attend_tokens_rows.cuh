@@ -119,7 +119,7 @@ __device__ __forceinline__ void walk_union(const attend_kernel &a, const work &w
     const int group = row0 / 64, row = row0 + (threadIdx.x >> 2 & 7);
     const list_shape lists = shape_of(a);
     const uint32_t own[2] = {1u << row / lists.rows, 1u << (row + 8) / lists.rows},
-                   of_group = lists_of_group(lists, group), g = base + AT::DO + group * 64 * 128;
+                   of_group = lists_among<64>(lists, group * 64), g = base + AT::DO + group * 64 * 128;
     const uint64_t zeros = wg_repeated(base + AT::ZEROS);
     float s[NT][4], dp[NT][4];
     uint32_t ds[NT / 2][4] = {};
@@ -238,7 +238,7 @@ __device__ __forceinline__ void compute_rows(const attend_kernel &a, char *smem,
         if (lane == 0) mbar_arrive(base + at::Q_FREE);
         mbar_wait(base + at::DO_FULL, turn & 1);
         if (turn_apart<at>(smem, turn))
-            walk_list<T, at>(a, smem, base, row0, end_of_list(a, w, warp), q, r, dq, step);
+            walk_list<T, at>(a, smem, base, row0, end_of_token(a, w, warp), q, r, dq, step);
         else walk_union<T, at>(a, w, smem, base, row0, q, r, dq, step, clean);
         __syncwarp();
         if (lane == 0) mbar_arrive(base + at::DO_FREE);
