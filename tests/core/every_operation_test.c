@@ -3,8 +3,8 @@
 /*
  * every_operation_test.c - what holds for every operation that quern/op.h lists: arguments that are missing
  * are named, structs have any size, and no parameters, shapes, strides or index lists make a call crash, spin
- * or write outputs that it refuses to compute; among them are calls of each that it accepts. Meant to run under
- * the sanitizers, too.
+ * or write outputs that it refuses to compute; among them are calls of each that it accepts. Meant to run
+ * under the sanitizers, too.
  */
 #include "cmocka_c11.h"
 #include "context.h"
@@ -228,8 +228,8 @@ static int64_t extent_named(trial *t, const char *name, size_t length)
     return t->symbol[hash % 64];
 }
 
-/* The extents of a shape as it is described. `|` stands between whole shapes or between the words of one extent, and
- * `...` for one extent or more: each is tried. */
+/* The extents of a shape as it is described. `|` stands between whole shapes or between the words of one
+ * extent, and `...` for one extent or more: each is tried. */
 static int32_t choose_extents(trial *t, const char *shape, int64_t extents[QUERN_MAX_DIMS])
 {
     const bool words = below(t->random, 2) == 0;

@@ -87,8 +87,8 @@ void clear_sums(const pool_sums *sums, int64_t width);
 pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int64_t width, int series,
                       const f32_rows *bias, int64_t j, int64_t rows);
 
-/* The distance in bytes of prefetches ahead of the merged rows: 8 rows. (Past the tensor's end a prefetch does
- * nothing.) The hardware's prefetcher follows a row, but not to the next block's. */
+/* The distance in bytes of prefetches ahead of the merged rows: 8 rows. (Past the tensor's end a prefetch
+ * does nothing.) The hardware's prefetcher follows a row, but not to the next block's. */
 static inline int64_t pool_ahead(const pool_args *args)
 {
     enum { ROWS = 8 };
