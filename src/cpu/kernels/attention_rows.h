@@ -24,7 +24,8 @@ INLINE const void *source_row(const row_source *s, int64_t row)
 enum { ROWS_AHEAD = 12 };
 
 /* Prefetches row `row`. Where all heads of a token are neighbours, a head's rows lie pages apart, and the
- * hardware's prefetchers do not follow. Into L2, because rows 4096 bytes apart share sets of L1, which holds no 12. */
+ * hardware's prefetchers do not follow. Into L2, because rows 4096 bytes apart share sets of L1, which holds
+ * no 12. */
 INLINE void prefetch_row(const row_source *s, int64_t row)
 {
     if (row >= s->rows) return;
