@@ -389,6 +389,7 @@ quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const 
                        size_t bytes)
 {
     quern_exec how;
+    void *used[OP_TENSORS_MAX] = {NULL}; /* the array given ends with its struct, maybe an older one */
     quern_status status = op_exec(exec, &how);
     if (status == QUERN_OK && data == NULL)
         status = error_set(QUERN_ERR_INVALID_ARGUMENT, "data is NULL: the tensors' addresses are needed");
@@ -404,9 +405,10 @@ quern_status op_run_at(const op_call *call, const quern_exec *exec, void *const 
             return error_set(QUERN_ERR_INVALID_ARGUMENT,
                              "data[%d] (%s) is %p: the plan was made for a multiple of %d", i, field, data[i],
                              call->alignment[i]);
+        used[i] = data[i];
     }
     if ((status = check_status(call, how.status, NULL)) != QUERN_OK ||
         (status = check_workspace(call, workspace, bytes)) != QUERN_OK)
         return status;
-    return execute(call, &how, data, workspace);
+    return execute(call, &how, used, workspace);
 }
