@@ -84,6 +84,14 @@ static void relative_l2_compares_nonfinite_values(void **state)
     assert_true(isinf(test_relative_l2(tiny, zero, 4, why)));
 }
 
+/* How many of a grid's first `count` cases are tried. */
+static int in_share(uint64_t count)
+{
+    int tried = 0;
+    for (uint64_t i = 0; i < count; i++) tried += test_in_share(i);
+    return tried;
+}
+
 static void trials_are_a_number_or_a_share(void **state)
 {
     (void)state;
@@ -91,11 +99,15 @@ static void trials_are_a_number_or_a_share(void **state)
     char *before = given != NULL ? strdup(given) : NULL;
     unsetenv("QUERN_TEST_TRIALS");
     assert_int_equal(test_trials(40), 40);
+    assert_int_equal(in_share(4000), 4000);
     setenv("QUERN_TEST_TRIALS", "7", 1);
     assert_int_equal(test_trials(40), 7);
+    assert_int_equal(in_share(4000), 4000);
     setenv("QUERN_TEST_TRIALS", "1/8", 1);
     assert_int_equal(test_trials(40), 5);
     assert_int_equal(test_trials(3), 1);
+    assert_in_range(in_share(4000), 450, 550);
+    assert_true(test_in_share(0));
     if (before != NULL) setenv("QUERN_TEST_TRIALS", before, 1);
     else unsetenv("QUERN_TEST_TRIALS");
     free(before);

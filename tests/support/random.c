@@ -26,6 +26,13 @@ int test_trials(int usual)
     return share > 1 ? share : 1;
 }
 
+bool test_in_share(uint64_t index)
+{
+    const char *text = getenv("QUERN_TEST_TRIALS"), *slash = text != NULL ? strchr(text, '/') : NULL;
+    const uint64_t place = index * 0x9e3779b97f4a7c15u >> 32;
+    return slash == NULL || place % strtoull(slash + 1, NULL, 10) < strtoull(text, NULL, 10);
+}
+
 bool test_trial(uint64_t seed, int trial, test_random *random)
 {
     const char *only = getenv("QUERN_TEST_TRIAL");

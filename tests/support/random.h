@@ -17,6 +17,9 @@ uint64_t test_seed(const char *name, uint64_t fallback);
 /* The trials that a test runs: QUERN_TEST_TRIALS, a number or a share such as 1/8 of `usual` (at least one),
  * else `usual`. */
 int test_trials(int usual);
+/* Whether a test that goes through a grid tries its case `index`: yes, but where QUERN_TEST_TRIALS is a share
+ * such as 1/8. Then that share of cases is tried, spread over the grid, the first among them. */
+bool test_in_share(uint64_t index);
 /* The random numbers of a trial, which depend on seed and trial alone. False where QUERN_TEST_TRIAL names
  * another one. */
 bool test_trial(uint64_t seed, int trial, test_random *random);

@@ -79,10 +79,12 @@ static void make_pair(attention_case pair[2], const oracle_dense *dense, quern_d
 static void bits_do_not_depend_on_threads_runs_or_strides(void **state)
 {
     test_random random = {test_seed("attention_exact", 1)};
+    uint64_t index = 0;
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         for (int d = 0; d < 3 * (int)(sizeof layouts / sizeof *layouts); d++) {
             attention_case pair[2];
+            if (!test_in_share(index++)) continue;
             make_pair(pair, &cases[i], dtypes[d % 3], layouts[d / 3], &random);
             for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
                 run(&pair[0], level, 1);
@@ -219,11 +221,13 @@ static void nonfinite_values_reach_only_rows_that_see_them(void **state)
     };
     static const double nonfinite[] = {NAN, INFINITY, -INFINITY};
     test_random random = {test_seed("attention_nonfinite", 1)};
+    uint64_t index = 0;
     (void)state;
     for (int where = 0; where < 4; where++)
         for (int s = 0; s < 3; s++)
             for (int d = 0; d < 3; d++)
                 for (int row = 0; row < 2; row++) {
+                    if (!test_in_share(index++)) continue;
                     check_nonfinite(&by_heads[0], 77 + row, dtypes[d], nonfinite[s], where, &random);
                     check_nonfinite(&by_heads[1], 20 + row, dtypes[d], nonfinite[s], where, &random);
                 }
