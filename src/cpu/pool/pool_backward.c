@@ -96,37 +96,25 @@ static void compute_statistics(const backward_job *job, const pool_sequence *s, 
     entry_backward(&job->entry, to->pooled, s->position + i * r, to->d, d_norm, scratch);
 }
 
-static pool_rows row_of(const pool_rows *rows, int64_t j)
-{
-    const int64_t at = j * rows->stride * (int64_t)quern_dtype_size(rows->dtype);
-    pool_rows one = *rows;
-    one.value = (const char *)rows->value + at;
-    one.logit = (const char *)rows->logit + at;
-    one.bias = rows->bias + j * rows->bias_stride;
-    one.rows = 1;
-    return one;
-}
-
-/* Writes the gradients of a block's rows of one series; `to` is the row of its first token in d. Row by row,
- * so that memory is written in the order of its addresses. */
+/* Writes the gradients of a block's rows of one series; `to` is the row of its first token, `stride` elements
+ * before the next. Row by row, so that memory is written in the order of its addresses. */
 static void spread(const backward_job *job, const pool_rows *rows, const block_statistics *from, char *to,
-                   const quern_tensor *d, int64_t stride, float *d_bias)
+                   quern_dtype dtype, int64_t stride, float *d_bias)
 {
-    const int64_t width = job->args->width, size = (int64_t)quern_dtype_size(d->dtype);
-    const bool stream = may_stream(to, d->dtype, width) && stride * size % 64 == 0;
+    const int64_t width = job->args->width, size = (int64_t)quern_dtype_size(dtype),
+                  step = rows->stride * (int64_t)quern_dtype_size(rows->dtype);
+    const bool stream = stride > 0 && may_stream(to, dtype, width) && stride * size % 64 == 0;
+    pool_rows row = *rows;
+    row.rows = 1;
     for (int64_t j = 0; j < rows->rows; j++, to += stride * size) {
-        const pool_rows one = row_of(rows, j);
-        const pool_gradient g = {from->sums,
-                                 from->inverse_sum,
-                                 from->pooled,
-                                 from->d,
-                                 to,
-                                 to + width * size,
-                                 d->dtype,
-                                 stride,
-                                 d_bias != NULL ? d_bias + j * width : NULL,
-                                 stream};
-        job->kernels->pool_backward(&one, width, &g);
+        const pool_gradient g = {
+            from->sums, from->inverse_sum, from->pooled, from->d,
+            to,         to + width * size, dtype,        d_bias != NULL ? d_bias + j * width : NULL,
+            stream};
+        row.value = (const char *)rows->value + j * step;
+        row.logit = (const char *)rows->logit + j * step;
+        row.bias = rows->bias + j * rows->bias_stride;
+        job->kernels->pool_backward(&row, width, &g);
     }
 }
 
@@ -137,30 +125,14 @@ static void clear_rows(char *to, const quern_tensor *d, int64_t stride, int64_t 
     for (int64_t j = 0; j < rows; j++) memset(to + j * stride * size, 0, (size_t)(columns * size));
 }
 
-/* If the call has no gradient of the projections, its rows go to the scratch; only the sums over them are
- * kept. */
+/* If the call has no gradient of the projections, its rows go to the scratch, one over the other; only the
+ * sums over them are kept. */
 static void spread_series(const backward_job *job, const pool_rows *rows, const block_statistics *from,
                           char *to, float *d_bias, float *scratch)
 {
-    const pool_args *args = job->args;
-    if (to != NULL) {
-        spread(job, rows, from, to, &args->d_proj, args->d_proj.strides[1], d_bias);
-        return;
-    }
-    for (int64_t j = 0; j < rows->rows; j++) {
-        const pool_rows one = row_of(rows, j);
-        const pool_gradient g = {from->sums,
-                                 from->inverse_sum,
-                                 from->pooled,
-                                 from->d,
-                                 scratch,
-                                 scratch + args->width,
-                                 QUERN_F32,
-                                 0,
-                                 d_bias + j * args->width,
-                                 false};
-        job->kernels->pool_backward(&one, args->width, &g);
-    }
+    const quern_tensor *d = &job->args->d_proj;
+    if (to != NULL) spread(job, rows, from, to, d->dtype, d->strides[1], d_bias);
+    else spread(job, rows, from, (char *)scratch, QUERN_F32, 0, d_bias);
 }
 
 static void block_gradients(const backward_job *job, const pool_sequence *s, int64_t i,
@@ -191,8 +163,8 @@ static void prev_gradients(const backward_job *job, const pool_sequence *s, int6
     const pool_rows rows = series_rows(s->prev, args->prev_b.dtype, s->prev_stride, args->width, 0,
                                        &job->bias_b, 0, args->ratio);
     if (is_present(&args->d_prev_b))
-        spread(job, &rows, first, pool_row(&args->d_prev_b, b, 0), &args->d_prev_b, args->d_prev_b.strides[1],
-               slot + bias_floats(args));
+        spread(job, &rows, first, pool_row(&args->d_prev_b, b, 0), args->d_prev_b.dtype,
+               args->d_prev_b.strides[1], slot + bias_floats(args));
     else spread_series(job, &rows, first, NULL, slot + bias_floats(args), scratch);
 }
 

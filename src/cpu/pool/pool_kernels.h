@@ -29,15 +29,14 @@ typedef struct pool_sums {
     float *max, *sum, *weighted;
 } pool_sums;
 
-/* The gradient of pooled rows. p = exp(logit - max) / sum; d_value = p d, d_logit = p (value - pooled) d, and
- * d_bias gets d_logit added. */
+/* The gradient of one of the pooled rows. p = exp(logit - max) / sum; d_value = p d,
+ * d_logit = p (value - pooled) d, and d_bias gets d_logit added. */
 typedef struct pool_gradient {
     const float *max, *inverse_sum, *pooled, *d; /* inverse_sum 0: nothing was pooled */
-    void *d_value, *d_logit;                     /* rows as the values', d_stride apart, in d_dtype */
+    void *d_value, *d_logit;                     /* in d_dtype */
     quern_dtype d_dtype;
-    int64_t d_stride;
-    float *d_bias; /* rows of n, or NULL */
-    bool stream;   /* non-temporal stores of d_value and d_logit, whose rows are whole lines of 64 bytes */
+    float *d_bias; /* may be NULL */
+    bool stream;   /* non-temporal stores of d_value and d_logit, which are whole lines of 64 bytes */
 } pool_gradient;
 
 typedef struct pool_kernels {
@@ -46,7 +45,8 @@ typedef struct pool_kernels {
     void (*merge)(const pool_rows *rows, int64_t n, const pool_sums *sums);
     /* pooled = weighted / sum, inverse_sum = 1 / sum; 0 where nothing was merged. inverse_sum may be NULL. */
     void (*pooled_row)(const pool_sums *sums, int64_t n, float *pooled, float *inverse_sum);
-    void (*pool_backward)(const pool_rows *rows, int64_t n, const pool_gradient *gradient);
+    /* Of the first row. */
+    void (*pool_backward)(const pool_rows *row, int64_t n, const pool_gradient *gradient);
     /* out = x weight / sqrt(mean(x^2) + eps); out may be x. */
     void (*norm_row)(const float *x, const float *weight, float eps, int64_t n, float *out);
     /* From d, the gradient of out: d becomes that of x, and d_weight (may be NULL) gets its share added. */

@@ -177,73 +177,48 @@ INLINE void put(void *row, const quern_dtype dtype, int64_t at, vfloat v, const 
     else store_as(row, dtype, at, v);
 }
 
-/* The rows of a call at `vectors` vectors of channels: a line of 16-bit gradients is written at once. */
+/* A row at `vectors` vectors of channels: a line of 16-bit gradients is written at once. */
 INLINE void backward_columns(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype,
-                             const int vectors, int64_t at, int64_t n, const pool_gradient *g,
-                             const bool stream)
+                             const int vectors, int64_t at, const pool_gradient *g, const bool stream)
 {
-    const int64_t step = s->stride * dtype_bytes(dtype), d_step = g->d_stride * dtype_bytes(d_dtype);
-    const char *value = s->value, *logit = s->logit;
-    const float *bias = s->bias;
-    char *d_value = g->d_value, *d_logit = g->d_logit;
-    float *d_bias = g->d_bias;
-    pooled_columns c[2];
+    vfloat dv[2], dl[2];
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) {
         const int64_t i = at + v * LANES;
-        c[v] = pooled_of(v_load(g->max + i), v_load(g->pooled + i), v_load(g->inverse_sum + i),
-                         v_load(g->d + i));
+        const pooled_columns c = pooled_of(v_load(g->max + i), v_load(g->pooled + i),
+                                           v_load(g->inverse_sum + i), v_load(g->d + i));
+        gradient_of(&c, load_as(s->logit, dtype, i) + v_load(s->bias + i), load_as(s->value, dtype, i),
+                    &dv[v], &dl[v]);
+        if (g->d_bias != NULL) v_store(g->d_bias + i, v_load(g->d_bias + i) + dl[v]);
     }
-    for (int64_t r = 0; r < s->rows; r++) {
-        vfloat dv[2], dl[2];
 #pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) {
-            const int64_t i = at + v * LANES;
-            gradient_of(&c[v], load_as(logit, dtype, i) + v_load(bias + i), load_as(value, dtype, i), &dv[v],
-                        &dl[v]);
-            if (d_bias != NULL) v_store(d_bias + i, v_load(d_bias + i) + dl[v]);
-        }
+    for (int v = 0; v < vectors; v++) put(g->d_value, d_dtype, at + v * LANES, dv[v], stream);
 #pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) put(d_value, d_dtype, at + v * LANES, dv[v], stream);
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) put(d_logit, d_dtype, at + v * LANES, dl[v], stream);
-        value += step;
-        logit += step;
-        bias += s->bias_stride;
-        d_value += d_step;
-        d_logit += d_step;
-        if (d_bias != NULL) d_bias += n;
-    }
+    for (int v = 0; v < vectors; v++) put(g->d_logit, d_dtype, at + v * LANES, dl[v], stream);
 }
 
 /* The last n - at < LANES channels. */
 INLINE void backward_tail(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype, int64_t at,
                           int64_t n, const pool_gradient *g)
 {
-    const int64_t step = s->stride * dtype_bytes(dtype), d_step = g->d_stride * dtype_bytes(d_dtype);
     const pooled_columns c =
         pooled_of(load_tail(g->max, QUERN_F32, at, n), load_tail(g->pooled, QUERN_F32, at, n),
                   load_tail(g->inverse_sum, QUERN_F32, at, n), load_tail(g->d, QUERN_F32, at, n));
-    for (int64_t r = 0; r < s->rows; r++) {
-        const char *value = (const char *)s->value + r * step, *logit = (const char *)s->logit + r * step;
-        vfloat dv, dl;
-        gradient_of(
-            &c, load_tail(logit, dtype, at, n) + load_tail(s->bias + r * s->bias_stride, QUERN_F32, at, n),
-            load_tail(value, dtype, at, n), &dv, &dl);
-        store_tail((char *)g->d_value + r * d_step, d_dtype, at, n, dv);
-        store_tail((char *)g->d_logit + r * d_step, d_dtype, at, n, dl);
-        if (g->d_bias != NULL)
-            store_tail(g->d_bias + r * n, QUERN_F32, at, n,
-                       load_tail(g->d_bias + r * n, QUERN_F32, at, n) + dl);
-    }
+    vfloat dv, dl;
+    gradient_of(&c, load_tail(s->logit, dtype, at, n) + load_tail(s->bias, QUERN_F32, at, n),
+                load_tail(s->value, dtype, at, n), &dv, &dl);
+    store_tail(g->d_value, d_dtype, at, n, dv);
+    store_tail(g->d_logit, d_dtype, at, n, dl);
+    if (g->d_bias != NULL)
+        store_tail(g->d_bias, QUERN_F32, at, n, load_tail(g->d_bias, QUERN_F32, at, n) + dl);
 }
 
-INLINE void backward_rows(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype, int64_t n,
-                          const pool_gradient *g, const bool stream)
+INLINE void backward_row(const pool_rows *s, const quern_dtype dtype, const quern_dtype d_dtype, int64_t n,
+                         const pool_gradient *g, const bool stream)
 {
     int64_t at = 0;
-    for (; at + 2 * LANES <= n; at += 2 * LANES) backward_columns(s, dtype, d_dtype, 2, at, n, g, stream);
-    for (; at + LANES <= n; at += LANES) backward_columns(s, dtype, d_dtype, 1, at, n, g, stream);
+    for (; at + 2 * LANES <= n; at += 2 * LANES) backward_columns(s, dtype, d_dtype, 2, at, g, stream);
+    for (; at + LANES <= n; at += LANES) backward_columns(s, dtype, d_dtype, 1, at, g, stream);
     if (at < n) backward_tail(s, dtype, d_dtype, at, n, g);
 }
 
@@ -251,11 +226,11 @@ INLINE void backward_rows(const pool_rows *s, const quern_dtype dtype, const que
 INLINE void backward_of(const pool_rows *s, const quern_dtype dtype, int64_t n, const pool_gradient *g)
 {
     if (g->d_dtype == QUERN_F32) {
-        if (g->stream) backward_rows(s, dtype, QUERN_F32, n, g, true);
-        else backward_rows(s, dtype, QUERN_F32, n, g, false);
+        if (g->stream) backward_row(s, dtype, QUERN_F32, n, g, true);
+        else backward_row(s, dtype, QUERN_F32, n, g, false);
     } else {
-        if (g->stream) backward_rows(s, dtype, dtype, n, g, true);
-        else backward_rows(s, dtype, dtype, n, g, false);
+        if (g->stream) backward_row(s, dtype, dtype, n, g, true);
+        else backward_row(s, dtype, dtype, n, g, false);
     }
 }
 
