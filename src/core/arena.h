@@ -30,7 +30,9 @@ static inline arena arena_on(void *workspace)
 /* `bytes` bytes at a multiple of 64, or NULL while sizing. */
 static inline void *arena_take(arena *a, size_t bytes)
 {
-    void *p = a->base != NULL ? a->base + a->used : NULL;
+    /* A caller checks arena_size() before memory is touched, so this may lie past a workspace that is too
+     * small. */
+    void *p = a->base != NULL ? (void *)((uintptr_t)a->base + a->used) : NULL;
     a->used += (bytes + ARENA_ALIGN - 1) & ~(size_t)(ARENA_ALIGN - 1);
     return p;
 }

@@ -147,6 +147,11 @@ static void run_openmp(ticket_roll *roll)
 
 void parallel_for(const stage_exec *exec, int64_t count, parallel_body *body, void *arg)
 {
+    if (count == 1) {
+        DEFAULT_FLOAT_STATE;
+        body(arg, 0, 0);
+        return;
+    }
     ticket_roll roll = {body, arg, count, exec->threads, 0};
     if (count > 1 && exec->threads > 1) {
         if (exec->parallel_for != NULL && exec->forks == parallel_forks())

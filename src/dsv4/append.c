@@ -14,6 +14,8 @@
 #include "dsv4/dsv4.h"
 #include "dsv4/weights.h"
 
+/* A call without x leaves `weight` and `gemm` as they are: to clear their 4 KiB takes as long as to merge a
+ * token's series. */
 typedef struct append_call {
     const quern_backend *backend;
     stage_exec exec;
@@ -21,9 +23,9 @@ typedef struct append_call {
     quern_dsv4_append_tensors t;
     const pool_state *like; /* the first state */
     int64_t tokens, entries;
-    dsv4_weight weight; /* with x */
-    gemm_args gemm;     /* with x, unless the weight makes projections itself */
     pool_append_args append;
+    dsv4_weight weight; /* with x */
+    gemm_args gemm;     /* with x; `c` absent: the weight makes projections itself */
 } append_call;
 
 static const pool_state *state_at(quern_dsv4_state *const *states, int64_t b)
@@ -160,8 +162,9 @@ static quern_status check_tensors(const append_call *c, int64_t batch, bool run)
 static void *carve(append_call *c, quern_dsv4_state *const *states, int64_t batch, arena *a)
 {
     const quern_dsv4_append_tensors *t = &c->t;
-    c->append = (pool_append_args){
-        .batch = batch, .states = (pool_state *const *)states, .proj = view_or_absent(t->proj)};
+    c->append.batch = batch;
+    c->append.states = (pool_state *const *)states;
+    c->append.proj = view_or_absent(t->proj);
     c->append.bias_a = view_or_absent(t->b_a);
     c->append.bias_b = view_or_absent(t->b_b);
     c->append.prev_b = view_or_absent(t->prev_b);
@@ -197,7 +200,7 @@ static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern
 {
     quern_exec how;
     quern_status status;
-    *c = (append_call){.t = QUERN_DSV4_APPEND_TENSORS_INIT};
+    c->t = (quern_dsv4_append_tensors)QUERN_DSV4_APPEND_TENSORS_INIT;
     if (ctx == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT, "ctx is NULL: create one with quern_context_create()");
     if ((status = dsv4_params(params, &c->params)) != QUERN_OK ||
@@ -269,11 +272,10 @@ quern_status quern_dsv4_append(quern_context *ctx, const quern_exec *exec,
     append_call c;
     quern_status status = plan(ctx, exec, params, states, counts, batch, tensors, true, &c);
     if (status != QUERN_OK || batch == 0) return status;
-    arena size = {NULL, 0}, a = arena_on(workspace);
-    carve(&c, states, batch, &size);
-    if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&size), c.t.out)) != QUERN_OK)
-        return status;
+    arena a = arena_on(workspace);
     void *scratch = carve(&c, states, batch, &a);
+    if ((status = view_check_workspace(workspace, workspace_bytes, arena_size(&a), c.t.out)) != QUERN_OK)
+        return status;
     int64_t *cu = (int64_t *)(uintptr_t)c.append.cu;
     cu[0] = 0;
     for (int64_t b = 0; b < batch; b++) cu[b + 1] = cu[b] + counts[b];

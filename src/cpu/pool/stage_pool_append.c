@@ -10,8 +10,8 @@
  * A call merges the rows that leave the ring; where a block becomes whole, it merges the ring's rows too,
  * into a copy of the sums, and emits the entry. With formats that may refuse an entry the stage works on
  * copies: it writes states and outputs after it has checked every entry. Rows are merged in order, some at a
- * time, which gives the bits of one by one. A token costs the merges of a row; an entry up to `ring` rows
- * more and a copy of the sums (12 KiB at C 512).
+ * time, which gives the bits of one by one. A token costs the merges of a row; an entry those of up to `ring`
+ * rows more, without series a of entries that are out, and a copy of the sums (at most 12 KiB at C 512).
  */
 #include "core/error.h"
 #include "core/parallel.h"
@@ -76,7 +76,20 @@ typedef struct row_run {
     const void *data;
     quern_dtype dtype;
     int64_t stride, rows;
+    int64_t ahead; /* to the memory that is requested meanwhile, in bytes; 0: none */
 } row_run;
+
+/* While old rows are merged, which lie in the caches, as many of the call's are requested: these may come
+ * from memory. `at` is the oldest row of a run of the ring, `first` its number there. */
+static int64_t ahead_of(const append_job *job, int64_t b, const float *at, int64_t first, int64_t rows)
+{
+    const quern_tensor *proj = &job->args->proj;
+    if (proj->dtype != QUERN_F32 || first + rows > tokens_of(job, b) ||
+        (rows > 1 && proj->strides[0] != pool_state_columns(job->args->states[b])))
+        return 0;
+    const float *row = (const float *)proj->data + (job->args->cu[b] + first) * proj->strides[0];
+    return (int64_t)((uintptr_t)row - (uintptr_t)at);
+}
 
 static row_run rows_from(const append_job *job, int64_t b, int64_t q, int64_t end)
 {
@@ -86,26 +99,26 @@ static row_run rows_from(const append_job *job, int64_t b, int64_t q, int64_t en
         const int64_t row = job->args->cu[b] + q - state->position;
         return (row_run){(const char *)proj->data +
                              row * proj->strides[0] * (int64_t)quern_dtype_size(proj->dtype),
-                         proj->dtype, proj->strides[0], end - q};
+                         proj->dtype, proj->strides[0], end - q, 0};
     }
     if (end > state->position) end = state->position;
-    const int64_t to_the_end = state->ring - q % state->ring;
-    return (row_run){ring_row(state, q), QUERN_F32, pool_state_columns(state),
-                     end - q < to_the_end ? end - q : to_the_end};
+    const int64_t to_the_end = state->ring - q % state->ring,
+                  rows = end - q < to_the_end ? end - q : to_the_end;
+    const float *at = ring_row(state, q);
+    return (row_run){
+        at,   QUERN_F32, pool_state_columns(state),
+        rows, ahead_of(job, b, at, q - state->position + state->held, rows)};
 }
 
 /* Merges a run's rows, which begin with token j of a block. */
-static void merge_run(const append_job *job, bool overlap, const row_run *run, int64_t j, float *sums)
+static void merge_run(const append_job *job, int series, const row_run *run, int64_t j, float *sums)
 {
-    const int64_t width = job->width;
-    const pool_sums own = sums_at(sums, width), next = sums_at(sums + 3 * width, width);
-    pool_rows a = series_rows(run->data, run->dtype, run->stride, width, 0, &job->bias_a, 0, run->rows);
-    a.bias = job->bias_a.data + j * job->bias_a.stride;
-    merge_block(job->kernels, &a, width, &own);
-    if (!overlap) return;
-    pool_rows b = series_rows(run->data, run->dtype, run->stride, width, 1, &job->bias_b, 0, run->rows);
-    b.bias = job->bias_b.data + j * job->bias_b.stride;
-    merge_block(job->kernels, &b, width, &next);
+    const f32_rows *bias = series == 0 ? &job->bias_a : &job->bias_b;
+    const pool_sums own = sums_at(sums, job->width);
+    pool_rows rows = series_rows(run->data, run->dtype, run->stride, job->width, series, bias, 0, run->rows);
+    rows.bias = bias->data + j * bias->stride;
+    rows.ahead = run->ahead;
+    merge_block(job->kernels, &rows, job->width, &own);
 }
 
 static char *out_row(const quern_tensor *t, int64_t n)
@@ -137,22 +150,24 @@ static void begin_next(const append_job *job, bool overlap, float *sums)
 }
 
 /* Merges rows q ... end - 1 of sequence b into sums and emits the entries from block `emitted` on, as the
- * n-th and later ones of the call. `last`: no block follows, so the series b of the one that ends there is
- * not needed. Returns the n that comes next. */
+ * n-th and later ones of the call. Series a of a block that ends here and was emitted before is not needed.
+ * `last`: no block follows, so the sums that one would begin with are not needed. Returns the n that comes
+ * next. */
 static int64_t advance(const append_job *job, int64_t b, int64_t q, int64_t end, bool last, int64_t emitted,
                        int64_t n, float *sums, float *row)
 {
     const pool_state *state = job->args->states[b];
     const int64_t r = state->ratio;
     while (q < end) {
-        const int64_t j = (q - state->origin) % r, whole = q - j + r;
+        const int64_t j = (q - state->origin) % r, whole = q - j + r, block = (q - state->origin) / r;
         const row_run run = rows_from(job, b, q, whole < end ? whole : end);
-        merge_run(job, state->overlap && !(last && whole == end), &run, j, sums);
+        const bool final = last && whole == end;
+        if (whole > end || block >= emitted) merge_run(job, 0, &run, j, sums);
+        if (state->overlap && !final) merge_run(job, 1, &run, j, sums + 3 * job->width);
         q += run.rows;
         if (q < whole) continue;
-        const int64_t block = (q - state->origin) / r - 1;
         if (block >= emitted) emit(job, sums, n++, state->origin + block * r, row);
-        begin_next(job, state->overlap, sums);
+        if (!final) begin_next(job, state->overlap, sums);
     }
     return n;
 }
@@ -175,6 +190,17 @@ static void merge_prev(const append_job *job, int64_t b, float *sums)
     merge_block(job->kernels, &before, job->width, &own);
 }
 
+/* Copies of the sums what rows from `left` on to `last`, the end of a block, need: series a of an emitted
+ * block, and series b of the last, are not. */
+static void copy_ahead(const append_job *job, const pool_state *state, int64_t left, int64_t last,
+                       int64_t emitted, const float *sums, float *ahead)
+{
+    const int64_t block = (left - state->origin) / state->ratio, series = 3 * job->width;
+    const bool own = block >= emitted, next = state->overlap && state->origin + (block + 1) * state->ratio < last;
+    if (own) memcpy(ahead, sums, (size_t)series * sizeof *sums);
+    if (next) memcpy(ahead + series, sums + series, (size_t)series * sizeof *sums);
+}
+
 static void append_one(void *arg, int64_t b, int32_t thread)
 {
     const append_job *job = arg;
@@ -194,7 +220,7 @@ static void append_one(void *arg, int64_t b, int32_t thread)
     const int64_t n =
         advance(job, b, state->position - state->held, left, false, emitted, first_entry(job, b), kept, row);
     if (blocks == emitted || left >= last) return;
-    memcpy(ahead, kept, bytes);
+    copy_ahead(job, state, left, last, emitted, kept, ahead);
     advance(job, b, left, last, true, emitted, n, ahead, row);
 }
 
