@@ -23,7 +23,11 @@
     0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f
 #define E2M1_MAGNITUDES 0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f
 
-enum { VECTORS_A_STRIP = GEMM4_STRIP / LANES, ROW_AHEAD = 5 * GEMM4_UNIT_BYTES /* bytes */ };
+enum {
+    VECTORS_A_STRIP = GEMM4_STRIP / LANES,
+    ROW_AHEAD = 2 * GEMM4_UNIT_BYTES,
+    ROW_FAR_AHEAD = 8 * GEMM4_UNIT_BYTES
+};
 
 /* The value of nibble j of each lane. */
 INLINE vfloat code_value(vint w, const int j)
@@ -69,13 +73,18 @@ INLINE vfloat load_scales(const uint8_t *p, const int power)
     return scaled_by(p, ((136 + power) << 23) - (vint){0});
 }
 
-/* Requests a block's share of the strips that lie ROW_AHEAD, line after line in the order of their addresses.
+/* Requests a block's share of the strips that lie ROW_FAR_AHEAD into L2 and of those ROW_AHEAD into L1, line
+ * after line in the order of their addresses. L1 waits for too few lines at once to fetch them from memory.
  * (A line that is left out arrives late: a ninth of them cost a ninth of the speed.) */
 INLINE void request_ahead(const uint8_t *unit, int block, const int strips)
 {
     const int share = strips * GEMM4_STRIP_BYTES / GEMM4_BLOCKS;
+    const uint8_t *from = unit + block * share;
 #pragma GCC unroll 9
-    for (int at = 0; at < share; at += 64) __builtin_prefetch(unit + ROW_AHEAD + block * share + at);
+    for (int at = 0; at < share; at += 64) {
+        __builtin_prefetch(from + ROW_FAR_AHEAD + at, 0, 2);
+        __builtin_prefetch(from + ROW_AHEAD + at);
+    }
 }
 
 /* The k of nibble j of a word. */
