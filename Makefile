@@ -68,7 +68,7 @@ format: packages-dev
 	git-clang-format-14 --extensions c,h,cu,cuh
 
 tidy: packages-dev all
-	tests/tidy.sh
+	tests/tidy.sh 225000
 
 clean:
 	rm -rf build
