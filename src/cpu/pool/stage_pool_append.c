@@ -105,9 +105,8 @@ static row_run rows_from(const append_job *job, int64_t b, int64_t q, int64_t en
     const int64_t to_the_end = state->ring - q % state->ring,
                   rows = end - q < to_the_end ? end - q : to_the_end;
     const float *at = ring_row(state, q);
-    return (row_run){
-        at,   QUERN_F32, pool_state_columns(state),
-        rows, ahead_of(job, b, at, q - state->position + state->held, rows)};
+    return (row_run){at, QUERN_F32, pool_state_columns(state), rows,
+                     ahead_of(job, b, at, q - state->position + state->held, rows)};
 }
 
 /* Merges a run's rows, which begin with token j of a block. */
@@ -196,7 +195,8 @@ static void copy_ahead(const append_job *job, const pool_state *state, int64_t l
                        int64_t emitted, const float *sums, float *ahead)
 {
     const int64_t block = (left - state->origin) / state->ratio, series = 3 * job->width;
-    const bool own = block >= emitted, next = state->overlap && state->origin + (block + 1) * state->ratio < last;
+    const bool own = block >= emitted,
+               next = state->overlap && state->origin + (block + 1) * state->ratio < last;
     if (own) memcpy(ahead, sums, (size_t)series * sizeof *sums);
     if (next) memcpy(ahead + series, sums + series, (size_t)series * sizeof *sums);
 }
