@@ -121,7 +121,7 @@ typedef struct quern_dsv4_compress_tensors {
     /* Instead of w, beside x: in FP8 e4m3 or u8 [columns, Dm] and, for every 128 x 128 of it, a scale in f32,
      * or as a power of two in e8m0 or u8 [ceil(columns / 128), ceil(Dm / 128)]; in NVFP4 (nvfp4.h), Dm a
      * multiple of 16, u8 [Dm / 2, columns], e4m3 or u8 [Dm / 16, columns] and f32 []. Such a weight gets no
-     * gradient. */
+     * gradient. Scale bytes of NaN, 0xFF and from 0x7F on, are refused. */
     const quern_tensor *w_fp8, *w_fp8_scales, *w_codes, *w_scales, *w_global;
     const quern_tensor *index_w_fp8, *index_w_fp8_scales, *index_w_codes, *index_w_scales, *index_w_global;
 } quern_dsv4_compress_tensors;
@@ -252,7 +252,8 @@ typedef struct quern_dsv4_index_params {
  * that its queries need are read. The results are those of contiguous keys, to the bit.
  *
  * Refused as above, and: a top_k, ratio or format other than stated; a negative position; heads, queries or
- * entries beyond 2^31 - 1; a column that the table lacks, or that names no page of the pool.
+ * entries beyond 2^31 - 1; a column that the table lacks, or that names no page of the pool; fp4: an entry
+ * that is seen with a scale byte of 0xFF.
  */
 typedef struct quern_dsv4_index_tensors {
     size_t size;
@@ -312,7 +313,8 @@ typedef struct quern_dsv4_attention_params {
  *   count      [B, T]                [T]
  *   lse        [B, H, T]             [H, T]
  *
- * With format row584 kv and kv_cmp are u8 [B, N, 584] and [B, S, 584]. With pages they are pools [pages,
+ * With format row584 kv and kv_cmp are u8 [B, N, 584] and [B, S, 584]; a scale byte of 0xFF makes its tile
+ * NaN. With pages they are pools [pages,
  * page, D], or u8 [pages, page * 584]; such a page holds the 576 bytes of data of every slot, then 8 bytes of
  * scales of every slot. Position p of sequence b stands in slot p % page of page kv_table[b, p / page], entry
  * s in slot s % page of page kv_cmp_table[b, s / page]. The sequence has start + T raw rows and floor((start

@@ -225,6 +225,8 @@ static quern_status plan(quern_context *ctx, const quern_exec *exec, const quern
 static quern_status project(const append_call *c, void *scratch)
 {
     quern_status status = QUERN_OK;
+    if (c->t.w_fp8_scales != NULL)
+        status = dsv4_weight_check_powers(&c->weight.widen.scales, c->t.w_fp8_scales->data, "w_fp8_scales");
     if (c->t.w_global != NULL)
         status = view_check_globals(c->t.w_global->data, &c->weight.global, "w_global");
 #define RUN(stage, step, output)                                                                             \

@@ -391,11 +391,15 @@ static quern_status derive(op_call *call)
 
 static quern_status check_data(const op_call *call, void *const *data)
 {
-    static const int8_t globals[] = {DL_COMPRESSOR_GLOBAL, DL_INDEXER_GLOBAL};
+    static const int8_t powers[] = {DL_COMPRESSOR_FP8_SCALES, DL_INDEXER_FP8_SCALES},
+                        globals[] = {DL_COMPRESSOR_GLOBAL, DL_INDEXER_GLOBAL};
+    const quern_tensor *view = ((const dsv4_layer_call *)call)->view;
     quern_status status = QUERN_OK;
-    for (int i = 0; i < 2 && status == QUERN_OK; i++)
-        status = dsv4_weight_check_global(&((const dsv4_layer_call *)call)->view[globals[i]],
-                                          data[globals[i]], tensors[globals[i]].field);
+    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
+        status = dsv4_weight_check_powers(&view[powers[i]], data[powers[i]], tensors[powers[i]].field);
+        if (status == QUERN_OK)
+            status = dsv4_weight_check_global(&view[globals[i]], data[globals[i]], tensors[globals[i]].field);
+    }
     return status;
 }
 

@@ -397,11 +397,19 @@ static quern_status check_data(const op_call *call, void *const *data)
     const int64_t sequences = dsv4_compress_sequences(call);
     for (int64_t b = 0; b < sequences && status == QUERN_OK; b++) status = check_sequence(call, data, b);
     const dsv4_compress_call *c = (const dsv4_compress_call *)call;
-    if (status == QUERN_OK)
-        status = dsv4_weight_check_global(&c->weight.global, data[DC_W_GLOBAL], tensors[DC_W_GLOBAL].field);
-    if (status != QUERN_OK) return status;
-    return dsv4_weight_check_global(&c->index_weight.global, data[DC_INDEX_W_GLOBAL],
-                                    tensors[DC_INDEX_W_GLOBAL].field);
+    const struct {
+        const dsv4_weight *weight;
+        int w_fp8;
+    } given[] = {{&c->weight, DC_W_FP8}, {&c->index_weight, DC_INDEX_W_FP8}};
+    for (int i = 0; i < 2 && status == QUERN_OK; i++) {
+        const int scales = given[i].w_fp8 + DC_W_FP8_SCALES - DC_W_FP8,
+                  global = given[i].w_fp8 + DC_W_GLOBAL - DC_W_FP8;
+        status =
+            dsv4_weight_check_powers(&given[i].weight->widen.scales, data[scales], tensors[scales].field);
+        if (status == QUERN_OK)
+            status = dsv4_weight_check_global(&given[i].weight->global, data[global], tensors[global].field);
+    }
+    return status;
 }
 
 const op_family dsv4_compress_family = {

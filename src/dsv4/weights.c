@@ -80,6 +80,19 @@ quern_status dsv4_weight_check_global(const quern_tensor *global, const void *da
     return view_check_globals(data, &view, name);
 }
 
+quern_status dsv4_weight_check_powers(const quern_tensor *scales, const void *data, const char *name)
+{
+    enum { E8M0_NAN = 255 };
+    if (scales->ndim == 0 || scales->dtype == QUERN_F32) return QUERN_OK;
+    for (int64_t n = 0; n < scales->shape[0]; n++)
+        for (int64_t k = 0; k < scales->shape[1]; k++)
+            if (((const uint8_t *)data)[n * scales->strides[0] + k * scales->strides[1]] == E8M0_NAN)
+                return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                                 "%s[%lld, %lld] is the scale byte 0xFF: 0x00 to 0xFE are accepted", name,
+                                 (long long)n, (long long)k);
+    return QUERN_OK;
+}
+
 dsv4_weight dsv4_weight_of(const quern_tensor *x, const dsv4_weight_given *given, bool floats, arena *a)
 {
     dsv4_weight weight = {.w = given->w};

@@ -26,6 +26,8 @@ quern_status dsv4_weight_refuse(const op_call *call, int tensor, int w_fp8);
 quern_status dsv4_weight_check(const op_call *call, const int *floats, int w_fp8, int64_t in);
 /* That NVFP4's global scale, if there is one, is above 0 and finite. */
 quern_status dsv4_weight_check_global(const quern_tensor *global, const void *data, const char *name);
+/* That no scale of an FP8 weight is the byte that is NaN. */
+quern_status dsv4_weight_check_powers(const quern_tensor *scales, const void *data, const char *name);
 /* Blocks of 128 that an extent has. */
 int64_t dsv4_weight_blocks(int64_t extent);
 

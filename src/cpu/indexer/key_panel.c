@@ -16,7 +16,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { FP4_BLOCK = 32 };
+enum { FP4_BLOCK = 32, E8M0_NAN = 255 };
 
 /* Bytes of a row: of all of it, or of a byte format's codes. */
 static size_t row_bytes(const key_panel *p)
@@ -80,7 +80,16 @@ static float widen_fp4(const key_panel *p, const key_place *at, float *row)
     for (int64_t i = 0; i < p->width / FP4_BLOCK; i++) most = exponent[i] > most ? exponent[i] : most;
     for (int64_t i = 0; i < p->width / FP4_BLOCK; i++) scales[i] = ldexpf(1.0f, exponent[i] - most);
     p->kernels->widen_e2m1((const uint8_t *)at->data, scales, p->width, row);
-    return most == 255 ? NAN : ldexpf(1.0f, most - 127);
+    return ldexpf(1.0f, most - 127);
+}
+
+int64_t key_panel_bad_scale(const key_panel *p, int64_t b, int64_t key)
+{
+    if (p->args->format != ENTRY_FP4) return -1;
+    const uint8_t *exponent = (const uint8_t *)place_of(p, b, key).scales;
+    for (int64_t i = 0; i < p->width / FP4_BLOCK; i++)
+        if (exponent[i] == E8M0_NAN) return i;
+    return -1;
 }
 
 static void widen_rows(key_panel *p, int64_t b, int64_t first, int64_t n)

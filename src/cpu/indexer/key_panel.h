@@ -27,6 +27,8 @@ static inline int64_t key_panel_words(const key_panel *p)
     return p->bf16 ? p->width / 2 : p->width;
 }
 
+/* Of an FP4 key, the first of its scale bytes that is NaN, or -1. */
+int64_t key_panel_bad_scale(const key_panel *p, int64_t b, int64_t key);
 void key_panel_carve(key_panel *p, arena *a);
 /* Keys first ... first + n - 1 of sequence b, n <= panel; the other columns are 0. */
 void key_panel_fill(key_panel *p, int64_t b, int64_t first, int64_t n);

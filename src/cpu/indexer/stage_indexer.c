@@ -10,6 +10,7 @@
  * not depend on how the work was cut.
  */
 #include "core/arena.h"
+#include "core/error.h"
 #include "core/parallel.h"
 #include "cpu/indexer/best.h"
 #include "cpu/indexer/key_panel.h"
@@ -17,6 +18,7 @@
 #include "cpu/stages.h"
 
 #include <math.h>
+#include <stdatomic.h>
 #include <string.h>
 
 enum { TASK_QUERIES = 8, TASKS_A_THREAD = 4, RANGE_PANELS = 16 };
@@ -225,11 +227,57 @@ size_t cpu_indexer_workspace(const stage_exec *exec, const indexer_args *args)
     return arena_size(&a);
 }
 
+/* The entries that the last query of a sequence sees, and with it any. */
+static int64_t seen_by_all(const indexer_job *job, int64_t b)
+{
+    return job->queries > 0 ? seen_by(job, b, job->queries - 1) : 0;
+}
+
+enum { CHECKED = 1024 }; /* entries of a task */
+
+typedef struct check_job {
+    const indexer_job *job;
+    int64_t chunks;           /* of a sequence */
+    atomic_int_fast64_t *bad; /* the first entry with a bad scale, of all sequences */
+} check_job;
+
+static void check_entries(void *arg, int64_t index, int32_t thread)
+{
+    const check_job *c = arg;
+    const indexer_job *job = c->job;
+    const int64_t b = index / c->chunks, first = index % c->chunks * CHECKED, seen = seen_by_all(job, b),
+                  end = seen - first < CHECKED ? seen : first + CHECKED;
+    for (int64_t s = first; s < end; s++) {
+        if (key_panel_bad_scale(&job->scratch[thread].panel, b, s) < 0) continue;
+        int_fast64_t at = b * job->entries + s, least = atomic_load(c->bad);
+        while (at < least && !atomic_compare_exchange_weak(c->bad, &least, at)) continue;
+        return;
+    }
+}
+
+/* Before an output is written: FP4 keys that are seen have scales that are numbers. */
+static quern_status check_scales(const stage_exec *exec, const indexer_job *job)
+{
+    atomic_int_fast64_t bad = INT64_MAX;
+    const check_job c = {job, (job->entries + CHECKED - 1) / CHECKED, &bad};
+    if (job->args->format != ENTRY_FP4) return QUERN_OK;
+    parallel_for(exec, job->args->q.shape[0] * c.chunks, check_entries, (void *)(uintptr_t)&c);
+    const int64_t at = atomic_load(&bad);
+    if (at == INT64_MAX) return QUERN_OK;
+    const int64_t b = at / job->entries, s = at % job->entries;
+    return error_set(
+        QUERN_ERR_INVALID_ARGUMENT,
+        "k: scale %lld of entry %lld of sequence %lld is the byte 0xFF: 0x00 to 0xFE are accepted",
+        (long long)key_panel_bad_scale(&job->scratch[0].panel, b, s), (long long)s, (long long)b);
+}
+
 quern_status cpu_indexer(const stage_exec *exec, const indexer_args *args, void *workspace)
 {
     arena a = arena_on(workspace);
     indexer_job job = carve(exec, args, &a);
     const int64_t batch = args->q.shape[0];
+    const quern_status status = check_scales(exec, &job);
+    if (status != QUERN_OK) return status;
     parallel_for(exec, batch * job.blocks * job.ranges, run_task, &job);
     if (job.ranges > 1) parallel_for(exec, batch * job.queries, merge_query, &job);
     return QUERN_OK;

@@ -23,7 +23,6 @@ static float scale_at(const quern_tensor *t, int64_t n, int64_t k)
     const int64_t at = n * t->strides[0] + k * t->strides[1];
     if (t->dtype == QUERN_F32) return ((const float *)t->data)[at];
     const uint8_t byte = ((const uint8_t *)t->data)[at];
-    if (byte == 255) return float_from_bits(0x7fc00000u);
     return byte > 0 ? float_from_bits((uint32_t)byte << 23) : 0x1p-127f;
 }
 

@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* dsv4_index_pages_test.c - the indexer on keys in pages and at positions of sequences' own: the bits of each
- * sequence alone from contiguous keys; tables and positions that are refused. */
+ * sequence alone from contiguous keys; tables,
+ * positions and scales that are refused. */
 #include "cmocka_c11.h"
 #include "dsv4_index_case.h"
 
@@ -202,9 +203,70 @@ static void bad_pages_and_positions_are_refused(void **state)
     index_case_free(&c);
 }
 
+/* A scale byte of FP4 keys that is NaN, in a contiguous row or a page: the first one is named. Those of
+ * entries that no query sees are not looked at. */
+static void bad_scales_are_refused(void **state)
+{
+    enum { WIDTH = 64, DATA = WIDTH / 2, PAGE = 4, SEEN = 9 };
+    (void)state;
+    for (int pages = 0; pages < 2; pages++) {
+        test_random random = {(uint64_t)pages + 21};
+        const oracle_indexer x = {
+            .queries = 4, .heads = 3, .width = WIDTH, .entries = 40, .ratio = 4, .start = 4 * SEEN - 4};
+        index_case c = index_case_make(&random, &x, PAGED, 5, QUERN_DSV4_FP4, QUERN_BF16, QUERN_BF16, false);
+        key_pool pool = make_pool(&c, PAGE, &random);
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 3);
+        quern_dsv4_index_params p = index_case_params(&c);
+        quern_dsv4_index_tensors t = index_case_tensors(&c);
+        int32_t columns[PAGED * 10];
+        for (int i = 0; i < PAGED * 10; i++) columns[i] = i;
+        const int64_t table_shape[] = {PAGED, 10};
+        const quern_tensor table = quern_tensor_contiguous(columns, QUERN_I32, 2, table_shape);
+        test_tensor *keys = pages ? &pool.pool : &c.t[INDEX_K];
+        if (pages) {
+            p.page = PAGE;
+            t.k = &pool.pool.view;
+            t.k_table = &table;
+        }
+        /* entry 8 of sequence 1 is the last that is seen, 9 the first that is not; entry 2 of sequence 2 */
+        const quern_tensor *k = &keys->view;
+        const struct {
+            int b, entry, scale;
+        } at[] = {{1, SEEN, 0}, {2, 2, 0}, {1, SEEN - 1, 1}};
+        static const char *const sentences[] = {NULL, "k: scale 0 of entry 2 of sequence 2 is the byte 0xFF",
+                                                "k: scale 1 of entry 8 of sequence 1 is the byte 0xFF"};
+        size_t bytes;
+        assert_int_equal(quern_dsv4_index_workspace(ctx, &p, &t, &bytes), QUERN_OK);
+        test_workspace w = test_workspace_make(bytes);
+        for (int i = 0; i < 3; i++) {
+            unsigned char *byte = (unsigned char *)k->data;
+            byte += pages ? (at[i].b * 10 + at[i].entry / PAGE) * k->strides[0] + PAGE * DATA +
+                                at[i].entry % PAGE * (WIDTH / 32) + at[i].scale
+                          : at[i].b * k->strides[0] + at[i].entry * k->strides[1] + DATA + at[i].scale;
+            *byte = 0xff;
+            memcpy(keys->snapshot, keys->buffer, keys->bytes);
+            test_tensor_reset(&c.t[INDEX_IDX]);
+            const quern_status status = quern_dsv4_index(ctx, NULL, &p, &t, w.data, bytes);
+            if (sentences[i] == NULL) {
+                if (status != QUERN_OK) fail_msg("%s", quern_last_error(ctx));
+                continue;
+            }
+            assert_int_equal(status, QUERN_ERR_INVALID_ARGUMENT);
+            if (strstr(quern_last_error(ctx), sentences[i]) == NULL)
+                fail_msg("'%s' does not say '%s'", quern_last_error(ctx), sentences[i]);
+            test_tensor_check_unchanged(&c.t[INDEX_IDX], "idx of a refused call");
+        }
+        test_workspace_close(&w);
+        quern_context_destroy(ctx);
+        pool_free(&pool);
+        index_case_free(&c);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(pages_and_positions_change_no_bit),
-                                       cmocka_unit_test(bad_pages_and_positions_are_refused)};
+                                       cmocka_unit_test(bad_pages_and_positions_are_refused),
+                                       cmocka_unit_test(bad_scales_are_refused)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -240,18 +240,22 @@ static void bad_data_is_refused(void **state)
 {
     (void)state;
     for (int which = 0; which < 2; which++)
-        for (int bad = 0; bad < 2; bad++) {
+        for (int bad = 0; bad < 3; bad++) {
             test_random random = {(uint64_t)(20 + bad)};
             quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
             layer_case c = fixed_case(&random, ORACLE_CSA, 48);
-            layer_case_pack(&c, &random, which, NVFP4);
+            layer_case_pack(&c, &random, which, bad == 2 ? FP8_POWERS : NVFP4);
             weight *w = &c.packed[which];
-            if (bad == 0) dsv4_weight_bytes(&w->scales, 2)[5] = 0xff;
+            if (bad == 2) dsv4_weight_bytes(&w->scales, 0)[0] = 0xff;
+            else if (bad == 0) dsv4_weight_bytes(&w->scales, 2)[5] = 0xff;
             else *(float *)w->global.view.data = -1.0f;
             memcpy(w->scales.snapshot, w->scales.buffer, w->scales.bytes);
-            memcpy(w->global.snapshot, w->global.buffer, w->global.bytes);
+            if (bad < 2) memcpy(w->global.snapshot, w->global.buffer, w->global.bytes);
             const quern_dsv4_layer_tensors t = layer_case_tensors(&c);
-            refused(&c, ctx, &t, false, bad == 0 ? "scale" : "_global[0] is -1");
+            refused(&c, ctx, &t, false,
+                    bad == 0   ? "scale"
+                    : bad == 1 ? "_global[0] is -1"
+                               : "_fp8_scales[0, 0] is the scale byte 0xFF");
             layer_case_free(&c);
             quern_context_destroy(ctx);
         }

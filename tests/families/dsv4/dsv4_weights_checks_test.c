@@ -111,6 +111,13 @@ static void refusals(void **state)
     *scale = 0x7f;
     expect_refusal(&f, "scale");
     *scale = byte;
+    right_call(&f, &f.fp8);
+    scale = dsv4_weight_bytes(&f.fp8.scales, 1) + 2;
+    byte = *scale;
+    *scale = 0xff;
+    expect_refusal(&f, "w_fp8_scales[1, 2] is the scale byte 0xFF: 0x00 to 0xFE are accepted");
+    *scale = byte;
+    right_call(&f, &f.fp4);
     size_t bytes;
     f.t.d_out = &f.d_out.view;
     f.t.d_x = &f.d_x.view;
@@ -139,11 +146,14 @@ static void refused_appends(void **state)
     t.b_b = &f.b_b.view;
     t.out = &f.out.view;
     t.w_fp8 = &f.fp8.codes.view;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 5; i++) {
         static const char *const sentences[] = {"with scales of its own", "with scales of its own",
-                                                "w_global[0] is 0", "scale"};
+                                                "w_global[0] is 0", "scale",
+                                                "w_fp8_scales[0, 1] is the scale byte 0xFF"};
         float *global = f.fp4.global.view.data, good = *global;
-        unsigned char *scale = dsv4_weight_bytes(&f.fp4.scales, 16) + 159, byte = *scale;
+        unsigned char *scale = i < 4 ? dsv4_weight_bytes(&f.fp4.scales, 16) + 159
+                                     : dsv4_weight_bytes(&f.fp8.scales, 0) + 1,
+                      byte = *scale;
         if (i == 1) {
             t.w_fp8_scales = &f.fp8.scales.view;
             t.w = &f.w.view;
@@ -155,7 +165,12 @@ static void refused_appends(void **state)
             t.w_global = &f.fp4.global.view;
             *global = 0;
         }
-        if (i == 3) *scale = 0xff;
+        if (i == 4) {
+            t.w_codes = t.w_scales = t.w_global = NULL;
+            t.w_fp8 = &f.fp8.codes.view;
+            t.w_fp8_scales = &f.fp8.scales.view;
+        }
+        if (i >= 3) *scale = 0xff;
         assert_int_equal(quern_dsv4_append(f.ctx, NULL, &f.p, &s, &count, 1, &t, workspace, sizeof workspace),
                          QUERN_ERR_INVALID_ARGUMENT);
         if (strstr(quern_last_error(f.ctx), sentences[i]) == NULL)
