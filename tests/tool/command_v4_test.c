@@ -214,19 +214,22 @@ static void mistakes_are_reported(void **state)
     dsv4_layer_free(&l);
 }
 
-/* Rows in a cache's format, in pages or not; the library sees the cache, whose format asks for 512
- * channels. */
+/* Rows or keys in a cache's format, in pages or not; the library sees the cache: row584 asks for 512 channels,
+ * fp4 for multiples of 32. */
 static void benches_of_caches(void **state)
 {
-#define BENCH "bench v4-attention --n 300 --queries 3 --heads 2 --top-k 8 --rounds 1 "
-    static const char *const formats[] = {"f32", "bf16", "row584"};
+#define SMALL " --n 300 --queries 3 --heads 2 --top-k 8 --rounds 1 "
+#define BENCH "bench v4-attention" SMALL
+    static const char *const cases[][2] = {
+        {"v4-attention", "f32"}, {"v4-attention", "bf16"}, {"v4-attention", "row584"}, {"v4-index", "f32"},
+        {"v4-index", "bf16"},    {"v4-index", "fp8"},      {"v4-index", "fp8-power"},  {"v4-index", "fp4"}};
     (void)state;
     for (int page = 0; page <= 16; page += 16)
-        for (int i = 0; i < 3; i++) {
+        for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
             char command[300], field[40], pages[40];
-            snprintf(command, sizeof command, BENCH "--format %s --page %d --json /dev/stdout", formats[i],
-                     page);
-            snprintf(field, sizeof field, "\"format\": \"%s\"", formats[i]);
+            snprintf(command, sizeof command, "bench %s" SMALL "--format %s --page %d --json /dev/stdout",
+                     cases[i][0], cases[i][1], page);
+            snprintf(field, sizeof field, "\"format\": \"%s\"", cases[i][1]);
             snprintf(pages, sizeof pages, "\"page\": %d", page);
             expect(0, command, field);
             expect(0, command, pages);
@@ -234,8 +237,11 @@ static void benches_of_caches(void **state)
     expect(3, BENCH "--width 64 --format row584", "format row584 takes 512");
     expect(2, BENCH "--format bf16 --backward", "without --backward");
     expect(2, BENCH "--page -1", "pages of 0 or more");
-    expect(2, "bench v4-index --n 300 --queries 3 --page 16", "v4-attention without");
+    expect(2, BENCH "--format fp4", "f32, bf16 and row584");
+    expect(2, "bench v4-index" SMALL "--format row584", "f32, bf16, fp8, fp8-power and fp4");
+    expect(3, "bench v4-index" SMALL "--width 48 --format fp4", "multiples of 32");
 #undef BENCH
+#undef SMALL
 }
 
 int main(void)

@@ -40,9 +40,10 @@ static const option_row rows[] = {
     {"window", OPTION_INT, AT(window), NULL, "v4-attention: raw keys of a query"},
     {"backward", OPTION_FLAG, AT(backward), NULL, "v4-attention: the backward pass as well"},
     {"dtype", OPTION_CHOICE, AT(dtype), dtype_choices, "of queries and keys"},
-    {"format", OPTION_CHOICE, AT(format), row_cache_choices,
-     "v4-attention: of a cache that holds raw rows and entries; input: their own"},
-    {"page", OPTION_INT, AT(page), NULL, "v4-attention: slots of the cache's pages; 0: contiguous"},
+    {"format", OPTION_CHOICE, AT(format), row_cache_all,
+     "of a cache that holds raw rows and entries (f32, bf16, row584) or the indexer's keys (all but row584); "
+     "input: their own"},
+    {"page", OPTION_INT, AT(page), NULL, "slots of the cache's pages; 0: contiguous"},
     {"rounds", OPTION_INT, AT(rounds), NULL, "in which kernel and ceiling take turns, at most 101"},
     {"threads", OPTION_TEXT, AT(threads), NULL,
      "thread counts, such as 1,2; 0: OMP_NUM_THREADS, else all CPUs"},
@@ -93,7 +94,7 @@ static void close_data(core_data *d)
     free(d->workspace);
 }
 
-static quern_status open_index(core_data *d, quern_context *ctx)
+static quern_status open_index(core_data *d)
 {
     const core_bench *o = d->o;
     const quern_dtype dtype = (quern_dtype)o->dtype;
@@ -110,9 +111,9 @@ static quern_status open_index(core_data *d, quern_context *ctx)
     t->w = make(d, QUERN_F32, 3, q, true);
     t->idx = make(d, QUERN_I32, 3, idx, false);
     t->count = make(d, QUERN_I32, 2, idx, false);
-    if (t->q == NULL || t->k == NULL || t->w == NULL || t->idx == NULL || t->count == NULL)
-        return QUERN_ERR_OUT_OF_MEMORY;
-    return quern_dsv4_index_workspace(ctx, &d->index, t, &d->bytes);
+    return t->q != NULL && t->k != NULL && t->w != NULL && t->idx != NULL && t->count != NULL
+               ? QUERN_OK
+               : QUERN_ERR_OUT_OF_MEMORY;
 }
 
 /* Chooses random entries, spread over all that a query sees. */
@@ -131,10 +132,24 @@ static void fill_lists(const core_data *d, const quern_tensor *idx)
     }
 }
 
+/* The indexer's keys go through a cache. */
+static int use_key_cache(core_data *d, quern_context *ctx)
+{
+    const core_bench *o = d->o;
+    const int code = row_cache_make(ctx, d->index_tensors.k, 0, o->format, o->page, &d->cache[0]);
+    if (code != EXIT_DONE) return code;
+    d->index.key_format = row_cache_format(o->format);
+    d->index.page = o->page;
+    d->index_tensors.k = &d->cache[0].rows;
+    if (o->page > 0) d->index_tensors.k_table = &d->cache[0].table;
+    return EXIT_DONE;
+}
+
 /* Raw rows and entries go through caches. */
 static int use_caches(core_data *d, quern_context *ctx)
 {
     const core_bench *o = d->o;
+    if (!o->attention) return use_key_cache(d, ctx);
     quern_dsv4_attention_tensors *t = &d->core_tensors;
     const quern_tensor **from[] = {&t->kv, &t->kv_cmp}, **tables[] = {&t->kv_table, &t->kv_cmp_table};
     d->core.format = row_cache_format(o->format);
@@ -211,13 +226,14 @@ static int open_data(core_data *d, const core_bench *o, int64_t n, quern_context
                      .n = n,
                      .queries = o->queries > 0 && o->queries < n ? o->queries : n,
                      .entries = n / o->ratio};
-    quern_status status = o->attention ? open_attention(d) : open_index(d, ctx);
+    quern_status status = o->attention ? open_attention(d) : open_index(d);
     if (status == QUERN_ERR_OUT_OF_MEMORY) return fail(EXIT_MACHINE, "no memory for %" PRId64 " tokens", n);
     if (has_caches(o)) {
         const int code = use_caches(d, ctx);
         if (code != EXIT_DONE) return code;
     }
-    if (o->attention) status = size_attention(d, ctx);
+    status = o->attention ? size_attention(d, ctx)
+                          : quern_dsv4_index_workspace(ctx, &d->index, &d->index_tensors, &d->bytes);
     if (status != QUERN_OK) return fail_status(status);
     d->workspace = bench_allocate(d->bytes + 1);
     return d->workspace != NULL ? EXIT_DONE : fail(EXIT_MACHINE, "no memory for the workspace");
@@ -266,9 +282,10 @@ static int measure(core_data *d, const core_pass *what, int rounds, quern_contex
 {
     double ms[BENCH_REPS_MAX], fraction[BENCH_REPS_MAX], rate[BENCH_REPS_MAX];
     const quern_cpu_level level = quern_context_cpu_level(ctx);
-    *limit = level == QUERN_CPU_LEVEL_AVX512BF16 && d->o->dtype == QUERN_BF16 ? CEILING_BF16
-             : level >= QUERN_CPU_LEVEL_AVX512                                ? CEILING_FMA512
-                                                                              : CEILING_FMA256;
+    const bool halves = d->o->dtype == QUERN_BF16 && (d->o->attention || d->o->format != ROW_CACHE_F32);
+    *limit = level == QUERN_CPU_LEVEL_AVX512BF16 && halves ? CEILING_BF16
+             : level >= QUERN_CPU_LEVEL_AVX512             ? CEILING_FMA512
+                                                           : CEILING_FMA256;
     for (int i = -1; i < rounds; i++) {
         int runs = 0;
         progress("%s n %" PRId64 ": round %d of %d", what->op, d->n, i + 1, rounds);
@@ -300,7 +317,7 @@ static void report(const core_data *d, const core_pass *what, const measurement 
     const core_bench *o = d->o;
     json_t *shape =
         json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:b}", "format",
-                  row_cache_choices[o->format], "page", (json_int_t)o->page, "batch", (json_int_t)o->batch,
+                  row_cache_all[o->format], "page", (json_int_t)o->page, "batch", (json_int_t)o->batch,
                   "window", (json_int_t)o->window, "n", (json_int_t)d->n, "queries", (json_int_t)d->queries,
                   "heads", (json_int_t)o->heads, "width", (json_int_t)o->width, "top_k", (json_int_t)o->top_k,
                   "ratio", (json_int_t)o->ratio, "backward", (int)what->backward);
@@ -326,10 +343,14 @@ static int bench(const core_bench *o)
                     "from 1 on, and 1 to %d rounds are accepted",
                     o->n, o->threads, o->batch, o->queries, o->window, o->ratio, o->heads, o->rounds,
                     BENCH_REPS_MAX);
-    if (has_caches(o) && (!o->attention || o->backward || o->page < 0))
+    const bool known = o->attention ? o->format <= ROW_CACHE_ROW584 : o->format != ROW_CACHE_ROW584;
+    if (has_caches(o) && (!known || o->backward || o->page < 0))
         return fail(EXIT_USAGE,
-                    "--format, --page: v4-attention without --backward and pages of 0 or more slots "
-                    "are accepted");
+                    "--format %s, --page %" PRId64
+                    ": %s, without --backward, and pages of 0 or more slots are "
+                    "accepted",
+                    row_cache_all[o->format], o->page,
+                    o->attention ? "f32, bf16 and row584" : "f32, bf16, fp8, fp8-power and fp4");
     json_t *list = json_array();
     quern_context *ctx = NULL;
     int code = output_check(o->json);

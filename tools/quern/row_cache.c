@@ -6,11 +6,34 @@
 
 #include <stdlib.h>
 
-const char *const row_cache_choices[] = {"input", "f32", "bf16", "row584", NULL};
+const char *const row_cache_choices[] = {"input", "f32", "bf16", "row584", NULL}, *const row_cache_all[] = {
+                                                                                      "input", "f32",
+                                                                                      "bf16",  "row584",
+                                                                                      "fp8",   "fp8-power",
+                                                                                      "fp4",   NULL};
 
 quern_dsv4_format row_cache_format(int format)
 {
-    return format == ROW_CACHE_ROW584 ? QUERN_DSV4_ROW584 : QUERN_DSV4_ROWS;
+    static const quern_dsv4_format formats[] = {
+        [ROW_CACHE_ROW584] = QUERN_DSV4_ROW584,
+        [ROW_CACHE_FP8] = QUERN_DSV4_FP8,
+        [ROW_CACHE_FP8_POWER] = QUERN_DSV4_FP8_POWER,
+        [ROW_CACHE_FP4] = QUERN_DSV4_FP4,
+    };
+    return formats[format];
+}
+
+/* Columns of a stored row. */
+static int64_t columns_of(quern_dsv4_format format, int64_t dim)
+{
+    switch (format) {
+    case QUERN_DSV4_FP8:
+    case QUERN_DSV4_FP8_POWER: return dim + 4;
+    case QUERN_DSV4_FP4: return dim / 2 + dim / 32;
+    case QUERN_DSV4_ROW584: return 584;
+    case QUERN_DSV4_ROWS: break;
+    }
+    return dim;
 }
 
 void row_cache_free(row_cache *c)
@@ -22,9 +45,10 @@ void row_cache_free(row_cache *c)
  * falling order. */
 static int make_empty(const quern_tensor *from, int64_t first, int format, int64_t page, row_cache *c)
 {
-    const bool bytes = format == ROW_CACHE_ROW584;
+    const bool bytes = row_cache_format(format) != QUERN_DSV4_ROWS;
     const int64_t batch = from->shape[0], n = from->shape[1], dim = from->shape[2];
-    const int64_t columns = page > 0 ? (first + n + page - 1) / page : 0, width = bytes ? 584 : dim;
+    const int64_t columns = page > 0 ? (first + n + page - 1) / page : 0,
+                  width = columns_of(row_cache_format(format), dim);
     const quern_dtype dtype = bytes                      ? QUERN_U8
                               : format == ROW_CACHE_F32  ? QUERN_F32
                               : format == ROW_CACHE_BF16 ? QUERN_BF16
