@@ -6,7 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._faces import run
+from ._faces import run, writer
+
+_SETTINGS = ("causal", "window", "scale", "query_offset")
+_INPUTS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")
+_write = writer("attention", _SETTINGS, (*_INPUTS, "o"))
 
 
 def attention(
@@ -37,8 +41,10 @@ def attention(
     With torch it is differentiable by q, k and v; lse carries no gradient. out: o's memory, for calls
     without gradients.
     """
-    settings = (("causal", causal), ("window", window), ("scale", scale), ("query_offset", query_offset))
-    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    values, inputs = (causal, window, scale, query_offset), (q, k, v, cu_seqlens_q, cu_seqlens_kv)
+    if out is not None and not return_lse and _write(values, (None, *inputs, out)):
+        return out
+    settings, tensors = tuple(zip(_SETTINGS, values)), dict(zip(_INPUTS, inputs))
     written = None if out is None else {"o": out}
     results = run("attention", settings, tensors, ("o", "lse") if return_lse else ("o",), out=written)
     return results if return_lse else results[0]

@@ -5,7 +5,10 @@ the library."""
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+import functools
+import operator
+import sys
+from typing import Any, Callable, Mapping
 
 from . import _arrays
 from . import _operations as ops
@@ -32,3 +35,31 @@ def run(
         return _torch.run(name, settings, tensors, results, keep, asked)
     extents = dict(asked) if asked else None
     return ops.call(name, ops.params_of(name, settings), tensors, results, asked=extents)
+
+
+def writer(
+    name: str, settings: tuple[str, ...], fields: tuple[str, ...]
+) -> Callable[[tuple[Any, ...], tuple[Any, ...]], bool]:
+    """A short way for calls that repeat: write(values of the settings, (None, *tensors of the fields)), the
+    results among them, does what run(out=..) does, or returns False where that has to look closer."""
+    operation = ops.OPERATIONS[name]
+    number, places = operation.number, {field: i + 1 for i, field in enumerate(fields)}
+    slots = operator.itemgetter(*(places.get(field, 0) for field in operation.fields))
+    call = ops.library.run
+
+    @functools.lru_cache(maxsize=1024)
+    def params(*values: Any) -> bytes:
+        return ops.params_of(name, tuple(zip(settings, values)))
+
+    def write(values: tuple[Any, ...], tensors: tuple[Any, ...]) -> bool:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return False
+        kind, trains = torch.Tensor, torch.is_grad_enabled()
+        for tensor in tensors:
+            if tensor is not None and (type(tensor) is not kind or (trains and tensor.requires_grad)):
+                return False
+        call(number, 0, params(*values), *slots(tensors))
+        return True
+
+    return write

@@ -111,3 +111,29 @@ def test_sentences():
         quern.attention(q, k, v, window=-1)
     with pytest.raises(TypeError, match="one framework"):
         quern.attention(q, k.numpy(), v)
+
+
+def test_given_results():
+    """The same bits with every setting, whatever is a tensor, with and without gradients in force."""
+    q, k, v = (t.detach() for t in inputs(nkv=70))
+    out = torch.empty(2, 70, 6, 16)
+    for settings in (*CASES.values(), *CASES.values()):
+        assert quern.attention(q, k, v, out=out.fill_(math.nan), **settings) is out
+        assert torch.equal(out, quern.attention(q, k, v, **settings))
+    want = quern.attention(q, k, v)
+    ends = torch.tensor([0, 70, 140], dtype=torch.int32)
+    packed = [t.flatten(0, 1) for t in (q, k, v)]
+    for keys in (None, ends):
+        quern.attention(*packed, cu_seqlens_q=ends, cu_seqlens_kv=keys, out=out.zero_().flatten(0, 1))
+        assert torch.equal(out, want)
+    weight = torch.nn.Parameter(q)
+    with pytest.raises(ValueError, match="no gradient"):
+        quern.attention(weight, k, v, out=out)
+    with torch.no_grad():
+        quern.attention(weight, k.clone().requires_grad_(), v, out=out.zero_())
+        assert torch.equal(out, want)
+        made, lse = quern.attention(q, k, v, out=out.zero_(), return_lse=True)
+    assert made is out and torch.equal(out, want) and lse.shape == (2, 6, 70)
+    for other in (k.numpy(), k.tolist(), "k"):
+        with pytest.raises(TypeError, match="^k is "):
+            quern.attention(q, other, v, out=out)
