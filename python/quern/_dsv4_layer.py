@@ -12,6 +12,7 @@ from . import _arrays
 from . import _operations as ops
 from ._batch import lists_of, numbers_of
 from ._faces import run
+from .nvfp4 import as_bytes
 
 KINDS = ("csa", "hca", "swa")
 _FIELDS = ops.OPERATIONS["v4-layer"].fields
@@ -28,7 +29,9 @@ def tensors_of(x: Any, cos_sin: Any, weights: Mapping[str, Any]) -> dict[str, An
     unknown = [name for name in weights if name not in WEIGHTS and name not in WEIGHTS.values()]
     if unknown:
         raise ValueError(f"weights has '{unknown[0]}': {', '.join(WEIGHTS)} are accepted")
-    return {"x": x, "cos_sin": cos_sin, **{WEIGHTS.get(name, name): t for name, t in weights.items()}}
+    fields = {WEIGHTS.get(name, name): t for name, t in weights.items()}
+    codes = {field: as_bytes(t) for field, t in fields.items() if field.endswith("_codes")}
+    return {"x": x, "cos_sin": cos_sin, **fields, **codes}
 
 
 def format_of(name: str) -> int:
@@ -64,8 +67,14 @@ def layer(
     indexer chooses. results: what the layer goes through: q_residual, q, kv_rows, compressed, idx_k, idx_q,
     idx_score, idx_topk, core, core_irope, o_a_out.
 
-    With torch it is differentiable by x and all weights but the indexer's, whose choice has no gradient;
-    what the layer goes through carries none.
+    A compressor's kv_proj.weight and gate_proj.weight, or its indexer's, may be one packed weight instead,
+    whose outputs are C_a Z_a C_b Z_b (HCA: C Z), C of kv_proj and Z of gate_proj, series a the second half
+    of each: compressor.{fp8 [outputs, Dm] in float8_e4m3fn, fp8_scales [⌈outputs / 128⌉, ⌈Dm / 128⌉] in f32
+    or float8_e8m0fnu}, or compressor.{codes, scales, global} of quern.nvfp4.quantize(.., weight=True) of [Dm,
+    outputs]; compressor.indexer.{the same}.
+
+    With torch it is differentiable by x and all weights but packed ones and the indexer's, whose choice has
+    no gradient; what the layer goes through carries none.
     """
     made = run(
         "v4-layer",

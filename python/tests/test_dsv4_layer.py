@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from quern import _operations as ops  # noqa: E402
-from quern import _torch, dsv4  # noqa: E402
+from quern import _torch, dsv4, nvfp4  # noqa: E402
 from quern._dsv4_layer import WEIGHTS  # noqa: E402
 from quern.nn import CompressedSparseAttention  # noqa: E402
 from quern.reference import dsv4 as reference  # noqa: E402
@@ -204,6 +204,66 @@ def test_against_float64(golden, near, kind):
     found = torch.autograd.grad(got, [leaves[name] for name in trained], d_out.float())
     for a, b in zip(found, grads):
         near(a, b, GRADIENT)
+
+
+def packed_weight(format, both):
+    """A weight [outputs, inputs] as bytes, and what they mean."""
+    if format == "nvfp4":
+        made = nvfp4.quantize(both.T.contiguous(), weight=True)
+        return dict(zip(("codes", "scales", "global"), made)), nvfp4.dequantize(*made, weight=True).T
+    scales = torch.rand(-(-both.shape[0] // 128), -(-both.shape[1] // 128)) / 8 + 0.01
+    if format == "fp8_power":
+        scales = scales.log2().round().exp2().to(torch.float8_e8m0fnu)
+    wide = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(both), : both.shape[1]]
+    codes = (both / wide).to(torch.float8_e4m3fn)
+    return {"fp8": codes, "fp8_scales": scales}, codes.float() * wide
+
+
+def pack(weights, name, format):
+    """The weights with those of a compressor packed, and the same weights in floats."""
+    kv, gate = f"{name}kv_proj.weight", f"{name}gate_proj.weight"
+    series = weights[f"{name}position_bias"].shape[-1] // len(weights[f"{name}kv_norm.weight"])
+    parts = [part for pair in zip(weights[kv].chunk(series), weights[gate].chunk(series)) for part in pair]
+    packed, exact = packed_weight(format, torch.cat(parts[2:] + parts[:2] if series == 2 else parts))
+    means = exact.chunk(2 * series)
+    means = means[2:] + means[:2] if series == 2 else means
+    rest = {key: t for key, t in weights.items() if key not in (kv, gate)}
+    floats = {kv: torch.cat(means[0::2]), gate: torch.cat(means[1::2])}
+    return {**rest, **{f"{name}{key}": t for key, t in packed.items()}}, {**rest, **floats}
+
+
+def indexer(weights):
+    return {key: t for key, t in weights.items() if "indexer" in key}
+
+
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+@pytest.mark.parametrize("format", ["fp8", "fp8_power", "nvfp4"])
+def test_packed_weights(golden, near, kind, format):
+    """The layer of the weights that the bytes mean; its gradient; the same from a cache; in a graph."""
+    file, table, weights, settings = golden_layer(golden, kind)
+    settings["top_k"] = 512  # every entry, however its score is rounded
+    packed, floats = pack(weights, "compressor.", format)
+    if kind == "csa":
+        codes, wide = pack(weights, "compressor.indexer.", format)
+        packed = {**{key: t for key, t in packed.items() if "indexer" not in key}, **indexer(codes)}
+        floats.update(indexer(wide))
+    hidden = file.torch("hidden").requires_grad_()
+    got, want = (dsv4.layer(hidden, table, given, **settings) for given in (packed, floats))
+    near(got, want, BOUND)
+    d_out = torch.randn_like(got)
+    near(*(torch.autograd.grad(t, hidden, d_out, retain_graph=True)[0] for t in (got, want)), GRADIENT)
+    cache = dsv4.Cache(**settings, sequences=len(hidden), capacity=64)
+    with torch.no_grad():
+        made = [cache.append(part, table, packed) for part in hidden.split([20, 1, 24], 1)]
+    near(torch.cat(made, 1), got, BOUND)
+
+    def whole(x):
+        return dsv4.layer(x, table, packed, **settings)
+
+    assert torch.equal(torch.compile(whole, fullgraph=True, backend="aot_eager")(hidden), got)
+    plain = floats["compressor.kv_proj.weight"]
+    with pytest.raises(ValueError, match="one weight is accepted"):
+        dsv4.layer(hidden, table, {**packed, "compressor.kv_proj.weight": plain}, **settings)
 
 
 def test_opcheck_and_compile(golden, near):
