@@ -69,6 +69,11 @@ def is_torch(tensor: Any) -> bool:
     return torch is not None and isinstance(tensor, torch.Tensor)
 
 
+def is_compiling(tensor: Any) -> bool:
+    """Whether torch.compile traces the call."""
+    return is_torch(tensor) and bool(sys.modules["torch"].compiler.is_compiling())
+
+
 def need_torch(**tensors: Any) -> None:
     """TypeError where one of them is no torch.Tensor, which the first one is."""
     for name, tensor in tensors.items():

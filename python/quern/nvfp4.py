@@ -167,19 +167,20 @@ def swizzle(scales: Any, *, tokens_per_expert: Any = None, weight: bool = False)
 
     scales [rows, columns]. weight: [E, columns, rows] → [E, bytes]. tokens_per_expert int32 [E]: the experts'
     rows one after the other, each padded to whole tiles → ([bytes], pad_row_offsets int32 [E+1]); waits for
-    the device.
+    the device. Under torch.compile, whose graph cannot depend on the counts, bytes are the most that any
+    counts take, 0 past the last tile.
     """
-    settings = {"weight": _layout(weight), "experts": tokens_per_expert is not None}
+    settings = (("weight", _layout(weight)), ("experts", tokens_per_expert is not None))
+    tensors = {"linear": as_bytes(scales), "tokens_per_expert": tokens_per_expert}
     if tokens_per_expert is None:
-        tensors = {"linear": as_bytes(scales)}
-        (swizzled,) = run("nvfp4-swizzle", tuple(settings.items()), tensors, ("swizzled",))
+        (swizzled,) = run("nvfp4-swizzle", settings, tensors, ("swizzled",))
         return _named(swizzled, "float8_e4m3fn")
-    swizzled, starts = ops.call(
-        "nvfp4-swizzle",
-        ops.params("nvfp4-swizzle", **settings),
-        {"linear": as_bytes(scales), "tokens_per_expert": tokens_per_expert},
-        ("swizzled", "pad_row_offsets"),
-    )
+    results = ("swizzled", "pad_row_offsets")
+    if _arrays.is_compiling(scales):
+        swizzled, starts = run("nvfp4-swizzle", settings, tensors, results)
+    else:
+        params = ops.params_of("nvfp4-swizzle", settings)
+        swizzled, starts = ops.call("nvfp4-swizzle", params, tensors, results)
     return _named(swizzled, "float8_e4m3fn"), starts
 
 

@@ -204,6 +204,13 @@ def test_opcheck_of_what_has_no_gradient():
     codes, scales, one = (nvfp4.as_bytes(t) if t.dim() else t for t in nvfp4.quantize(x))
     opcheck("nvfp4-dequantize", {"codes": codes, "scales": scales, "global": one}, {}, "x")
     opcheck("nvfp4-swizzle", {"linear": scales}, {}, "swizzled")
+    counts = torch.tensor([4, 0, 2], dtype=torch.int32)
+    opcheck(
+        "nvfp4-swizzle",
+        {"linear": scales, "tokens_per_expert": counts},
+        {"experts": True},
+        "swizzled pad_row_offsets",
+    )
     opcheck("nvfp4-interleave", {"x": x}, {}, "out")
     exponents = torch.full((6, 2), 127, dtype=torch.uint8)
     mx = {"mx_codes": codes, "exponents": exponents}
@@ -253,8 +260,22 @@ def test_compile_of_layouts():
         codes, scales, _ = nvfp4.quantize(x.T[None].contiguous(), weight=True)
         return [t.view(torch.uint8) for t in nvfp4.unpack(nvfp4.prepack(codes, scales), 6, 64)]
 
+    def of_experts(x):
+        """The products by scales of experts' tiles: of any counts, which the graph does not know."""
+        rows = nvfp4.quantize(x)
+        columns = nvfp4.quantize(x.T[None].expand(2, 64, 6).contiguous(), weight=True)
+        swizzled, starts = nvfp4.swizzle(rows[1], tokens_per_expert=counts)
+        options = {"a_scales": swizzled, "a_layout": "swizzled", "pad_row_offsets": starts}
+        y = nvfp4.grouped_mm(rows[0], *columns[:2], counts.cumsum(0, dtype=torch.int32), **options)
+        return y, starts
+
     with torch.autocast("cpu", torch.bfloat16):
         assert nvfp4.interleave(x).dtype == torch.float32
+    for given in ([4, 2], [0, 5]):
+        counts = torch.tensor(given, dtype=torch.int32)
+        compiled = torch.compile(of_experts, fullgraph=True, backend="aot_eager")
+        for a, b in zip(compiled(x), of_experts(x)):
+            assert torch.equal(a, b)
     for function in (there_and_back, of_extents, repacked):
         got = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
         for a, b in zip(got, function(x)):
