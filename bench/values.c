@@ -3,6 +3,7 @@
 #include "values.h"
 
 #include "core/half.h"
+#include "team.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -56,7 +57,9 @@ static void normal_pair(uint64_t seed, int64_t pair, float out[2])
 void fill_normal(const quern_tensor *t, uint64_t seed)
 {
     const int64_t n = value_count(t);
-#pragma omp parallel for
+    const int team = openmp_team(0);
+    (void)team; /* unused without OpenMP */
+#pragma omp parallel for num_threads(team)
     for (int64_t i = 0; i < n; i += 2) {
         float pair[2];
         normal_pair(seed, i / 2, pair);
@@ -84,11 +87,13 @@ bool fill_smooth(const quern_tensor *t, uint64_t seed, double sigma)
     const int64_t rows = n + 2 * reach;
     float *noise = malloc((size_t)(rows * width + 1) * sizeof *noise);
     if (noise == NULL) return false;
+    const int team = openmp_team(0);
+    (void)team;
     for (int64_t b = 0; b < batch; b++) {
         const int64_t shape[] = {rows, width};
         const quern_tensor view = quern_tensor_contiguous(noise, QUERN_F32, 2, shape);
         fill_normal(&view, seed + 1000003u * (uint64_t)b);
-#pragma omp parallel for
+#pragma omp parallel for num_threads(team)
         for (int64_t i = 0; i < n; i++) {
             float sum[64];
             for (int64_t c0 = 0; c0 < width; c0 += 64) {

@@ -19,10 +19,10 @@
 #include "core/parallel.h"
 
 #include "core/float_state.h"
+#include "core/spare_threads.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 
 static atomic_int forks;
 
@@ -72,47 +72,7 @@ static void take_one(void *arg, int64_t index, int32_t thread)
 }
 
 #ifdef _OPENMP
-enum { MOST_THREADS = 1024, CALLS_UNTIL_RETRY = 1000 };
-
-static void *stand_by(void *gate)
-{
-    pthread_mutex_lock(gate);
-    pthread_mutex_unlock(gate);
-    return NULL;
-}
-
-/* Gives threads the stack size that OMP_STACKSIZE asks for, as libgomp does: a number and B, K, M or G; no
- * letter means K. */
-static void set_stack(pthread_attr_t *attr)
-{
-    const char *text = getenv("OMP_STACKSIZE");
-    char *unit;
-    size_t bytes = text != NULL ? strtoul(text, &unit, 10) : 0;
-    if (bytes == 0) return;
-    while (*unit == ' ') unit++;
-    bytes <<= *unit == 'B' || *unit == 'b'   ? 0
-              : *unit == 'M' || *unit == 'm' ? 20
-              : *unit == 'G' || *unit == 'g' ? 30
-                                             : 10;
-    pthread_attr_setstacksize(attr, bytes);
-}
-
-/* How many of `wanted` threads can be created in addition to the existing ones. */
-static int32_t creatable(int32_t wanted)
-{
-    pthread_t made[MOST_THREADS];
-    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
-    pthread_attr_t attr;
-    int32_t n = 0;
-    if (pthread_attr_init(&attr) != 0) return 0;
-    set_stack(&attr);
-    pthread_mutex_lock(&gate);
-    while (n < wanted && n < MOST_THREADS && pthread_create(&made[n], &attr, stand_by, &gate) == 0) n++;
-    pthread_mutex_unlock(&gate);
-    for (int32_t i = 0; i < n; i++) pthread_join(made[i], NULL);
-    pthread_attr_destroy(&attr);
-    return n;
-}
+enum { CALLS_UNTIL_RETRY = 1000 };
 
 /* The team that OpenMP can make of this thread, at most `wanted`: one more thread is created than it lacks.
  */
@@ -124,7 +84,7 @@ static int32_t team_of(int32_t wanted)
         refused--;
         return had;
     }
-    const int32_t more = creatable(wanted - had + 1);
+    const int32_t more = spare_threads(wanted - had + 1);
     if (more <= wanted - had) refused = CALLS_UNTIL_RETRY;
     if (more > 0) had += more - 1;
     return had;

@@ -338,6 +338,38 @@ static void too_little_memory_is_reported(void **state)
     assert_int_equal(unlink(path_of("wide.st")), 0);
 }
 
+/* Whatever the limit of the address space, fewer threads serve or a sentence says what is missing: neither
+ * OpenMP nor oneDNN ends the process. Under the least the loader finds no room. */
+static void threads_that_cannot_be_created_end_no_bench(void **state)
+{
+    static const char *const subjects[] = {
+        "attention --n 256 --heads 4/2 --dim 64 --threads 8 --reps 1",
+        "nsa --n 256 --heads 2/1 --dim 64 --threads 8 --reps 1 --no-peer",
+        "overhead --threads 8",
+    };
+    int done = 0;
+    (void)state;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    skip(); /* the sanitizer's own memory takes terabytes of address space */
+#endif
+    for (int mebibytes = 50; mebibytes <= 200; mebibytes += 15)
+        for (size_t i = 0; i < sizeof subjects / sizeof *subjects; i++) {
+            char limit[96], arguments[128];
+            snprintf(limit, sizeof limit, "ulimit -v %d; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=8",
+                     mebibytes * 1024);
+            snprintf(arguments, sizeof arguments, "bench %s", subjects[i]);
+            const int code = run_with(limit, arguments);
+            if (code == 0) done++;
+            if (code != 0 && code != 127 && (code != 4 || strstr(output, "quern bench: no memory") == NULL))
+                fail_msg("%d MiB, quern %s: exit code %d: %s", mebibytes, arguments, code, output);
+        }
+    assert_true(done > 10);
+    const int code =
+        run_with("ulimit -v 100000; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=8", "bench ceilings --threads 8");
+    if (code != 4 || strstr(output, "no memory for the ceilings") == NULL)
+        fail_msg("ceilings: exit code %d: %s", code, output);
+}
+
 /* Every option that takes an integer, with the largest and the least there is. */
 static void huge_integers_are_refused_or_done(void **state)
 {
@@ -412,6 +444,7 @@ int main(void)
         cmocka_unit_test(an_unsupported_dtype_has_one_exit_code),
         cmocka_unit_test(sentences_hold_no_control_characters_and_keep_their_reason),
         cmocka_unit_test(too_little_memory_is_reported),
+        cmocka_unit_test(threads_that_cannot_be_created_end_no_bench),
         cmocka_unit_test(huge_integers_are_refused_or_done),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);

@@ -286,6 +286,8 @@ static int bench(const bench_options *o, bool only_ceilings)
                 printf("%-8s %2" PRId64 " threads %10.1f %s\n", ceiling_name((ceiling)c), threads[t], rate,
                        ceiling_unit((ceiling)c));
         }
+        if (only_ceilings && r->ceilings[CEILING_READ][t] <= 0)
+            code = fail(EXIT_MACHINE, "no memory for the ceilings, or no %" PRId64 " threads", threads[t]);
         for (int i = 0; i < length_count && code == EXIT_DONE && !only_ceilings; i++) {
             r->cases[i] = base;
             r->cases[i].n = lengths[i];

@@ -11,6 +11,7 @@
 #include "machine.h"
 #include "output.h"
 #include "peer_product.h"
+#include "team.h"
 #include "values.h"
 
 #include <quern/dsv4.h>
@@ -276,6 +277,7 @@ static quern_status time_pass(subject_data *d, bool backward, quern_context *ctx
 static double time_peer(subject_data *d, int threads)
 {
     int runs = 0;
+    if (openmp_team(threads) < threads) return 0;
     const double start = now_ms();
     do {
         if (!peer_product_run(d->peer, threads)) return 0;

@@ -8,6 +8,7 @@
 #include "bench_mover.h"
 
 #include "mover.h"
+#include "team.h"
 #include "values.h"
 
 #include <string.h>
@@ -52,5 +53,5 @@ double bench_mover_ms(const job *j, bool backward, int threads)
     for (int i = 0; i < m.reads; i++) m.read[i] = from[i];
     if (backward) m.read_few = gates->data;
     else m.write_few = gates->data;
-    return mover_run(&m, threads);
+    return openmp_team(threads) == threads ? mover_run(&m, threads) : 0;
 }

@@ -46,6 +46,13 @@ int fail(int code, const char *format, ...)
     return code;
 }
 
+/* The library's last sentence. Where the command itself lacks memory there is none. */
+static const char *reason(quern_status status)
+{
+    const char *sentence = quern_last_error(NULL);
+    return status == QUERN_ERR_OUT_OF_MEMORY && *sentence == '\0' ? "no memory" : sentence;
+}
+
 int fail_status(quern_status status)
 {
     static const int codes[] = {[QUERN_OK] = EXIT_DONE,
@@ -58,13 +65,13 @@ int fail_status(quern_status status)
                                 [QUERN_ERR_DEVICE] = EXIT_MACHINE,
                                 [QUERN_ERR_INTERNAL] = EXIT_DEFECT};
     return fail((unsigned)status < sizeof codes / sizeof *codes ? codes[status] : EXIT_DEFECT, "%s",
-                quern_last_error(NULL));
+                reason(status));
 }
 
 int fail_file(const char *path, quern_status status)
 {
     return fail(status == QUERN_ERR_OUT_OF_MEMORY ? EXIT_MACHINE : EXIT_INPUT, "%s%s%s",
-                path != NULL ? TEXT_NAME(path) : "", path != NULL ? ": " : "", quern_last_error(NULL));
+                path != NULL ? TEXT_NAME(path) : "", path != NULL ? ": " : "", reason(status));
 }
 
 int open_context(const machine_options *options, quern_context **ctx)

@@ -8,6 +8,7 @@
  */
 #include "peer_onednn.h"
 
+#include "peer_room.h"
 #include "values.h"
 
 #include <math.h>
@@ -171,7 +172,8 @@ bool peer_onednn(const bench_case *what, int threads, int reps, timing *time)
 {
     const quern_attention_params *p = &what->params.attention;
     if (strcmp(what->op->name, "attention") != 0 || !p->causal || p->window > 0 || p->scale != 0 ||
-        p->query_offset >= 0 || what->batch != 1 || what->documents > 0 || what->dtype == QUERN_F16)
+        p->query_offset >= 0 || what->batch != 1 || what->documents > 0 || what->dtype == QUERN_F16 ||
+        !peer_has_room(threads))
         return false;
     const int64_t shapes[4][3] = {{what->n, what->heads, what->dim},
                                   {what->n, what->kv_heads, what->dim},
@@ -308,7 +310,7 @@ static double try_format(peer_gemm *p, dnnl_format_tag_t tag, const void *weight
 void *peer_gemm_open(int64_t experts, int64_t rows, int64_t n, int64_t k, const void *weight, void *a,
                      int threads)
 {
-    peer_gemm *p = calloc(1, sizeof *p);
+    peer_gemm *p = peer_has_room(threads) ? calloc(1, sizeof *p) : NULL;
     int best = -1;
     double least = 0;
     if (p == NULL) return NULL;

@@ -5,6 +5,7 @@
 #include "peer_product.h"
 
 #include "ceilings.h"
+#include "peer_room.h"
 
 #include <stdlib.h>
 
@@ -71,7 +72,7 @@ static bool prepare(peer_product *p, const quern_tensor *a, const quern_tensor *
 
 peer_product *peer_product_open(const quern_tensor *a, const quern_tensor *b)
 {
-    peer_product *p = a->dtype == QUERN_F16 ? NULL : calloc(1, sizeof *p);
+    peer_product *p = a->dtype != QUERN_F16 && peer_has_room(1) ? calloc(1, sizeof *p) : NULL;
     if (p == NULL || prepare(p, a, b)) return p;
     peer_product_close(p);
     return NULL;
