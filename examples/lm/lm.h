@@ -279,6 +279,11 @@ bool curve_load(const char *path, lm_curve *curve);
  * its picture. Where the file cannot be written it prints an error and returns false. */
 bool curves_draw(const char *path, const lm_curve *curves, int count);
 
+/* threads.c: starts the threads of all loops, fewer than OMP_NUM_THREADS where these cannot be created; a
+ * context's params, with these threads. */
+void threads_start(void);
+quern_context_params threads_params(void);
+
 /* output.c */
 /* Prints "lm: sentence" to stderr, control characters as '?'; returns 1. */
 int failure(const char *format, ...) __attribute__((format(printf, 1, 2)));

@@ -79,5 +79,6 @@ static int run_verb(int argc, char **argv)
 int main(int argc, char **argv)
 {
     output_end_on_signals();
+    threads_start();
     return output_finish(run_verb(argc, argv));
 }

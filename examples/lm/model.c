@@ -45,7 +45,8 @@ bool model_create(lm_model *m, const lm_config *config, uint64_t seed)
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays && ok; i++)
         ok = (*arrays[i] = malloc((size_t)(n * columns[i]) * 4)) != NULL;
     if (!ok) return failure("no memory for the model") == 0;
-    return model_positions(m, n) && done(quern_context_create(NULL, &m->ctx));
+    const quern_context_params params = threads_params();
+    return model_positions(m, n) && done(quern_context_create(&params, &m->ctx));
 }
 
 void model_destroy(lm_model *m)

@@ -197,6 +197,34 @@ static void the_program_resumes_to_the_same_file(void **state)
     assert_int_not_equal(system(command), 0);
 }
 
+/* Whatever the limit of the address space, fewer threads train the same model, or a sentence says what is
+ * missing. Under the least the loader finds no room. */
+static void threads_that_cannot_be_created_are_done_without(void **state)
+{
+    const places *p = *state;
+    int done = 0;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    skip(); /* the sanitizer's own memory takes terabytes of address space */
+#endif
+    const char *const train = "train " SMALL "--corpus corpus --steps 2 --checkpoint";
+    char arguments[256], command[256], limit[96];
+    snprintf(arguments, sizeof arguments, "%s many", train);
+    assert_int_equal(program(p, "OMP_NUM_THREADS=3", arguments), 0);
+    for (int mebibytes = 60; mebibytes <= 600; mebibytes += mebibytes < 200 ? 10 : 100) {
+        snprintf(limit, sizeof limit, "ulimit -v %d && OMP_WAIT_POLICY=passive OMP_NUM_THREADS=8",
+                 mebibytes * 1024);
+        snprintf(arguments, sizeof arguments, "%s few", train);
+        const int code = program(p, limit, arguments);
+        if (code != 0 && code != 127 && (code != 3 || !says(p, "no memory")))
+            fail_msg("%d MiB: exit code %d", mebibytes, code);
+        if (code != 0) continue;
+        snprintf(command, sizeof command, "cmp '%s/many' '%s/few'", p->folder, p->folder);
+        assert_int_equal(system(command), 0);
+        done++;
+    }
+    assert_true(done > 5);
+}
+
 static void resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint(void **state)
 {
     const places *p = *state;
@@ -407,6 +435,7 @@ int main(void)
         cmocka_unit_test(curves_of_two_runs_make_one_chart),
         cmocka_unit_test(a_resumed_run_repeats_bit_by_bit),
         cmocka_unit_test(the_program_resumes_to_the_same_file),
+        cmocka_unit_test(threads_that_cannot_be_created_are_done_without),
         cmocka_unit_test(resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint),
         cmocka_unit_test(results_are_written_or_the_failure_is_reported),
         cmocka_unit_test(unwritable_targets_are_found_before_the_training),
