@@ -85,6 +85,7 @@ quern_status quern_context_create(const quern_context_params *params, quern_cont
     c->parallel_for_arg = p.parallel_for_arg;
     c->forks = parallel_forks();
     c->cpu_level = level;
+    c->prefetch_l2 = cpu_prefetches_into_l2();
     c->kept = kept;
     *ctx = c;
     return QUERN_OK;
@@ -121,6 +122,7 @@ const quern_backend *context_backend(quern_context *ctx, quern_device device, in
                          .parallel_for_arg = ctx->parallel_for_arg,
                          .forks = ctx->forks,
                          .cpu_level = ctx->cpu_level,
+                         .prefetch_l2 = ctx->prefetch_l2,
                          .stream = stream,
                          .gemm = ctx->kept};
     if (plugin != NULL && plugin->properties(device_id, exec) != QUERN_OK) return NULL;

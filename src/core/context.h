@@ -7,12 +7,16 @@
 #include "backend.h"
 #include "core/replays.h"
 
+/* Whether lines that a kernel asks for far ahead should go into L2, not L1 (cpu_features.c). */
+bool cpu_prefetches_into_l2(void);
+
 struct quern_context {
     int32_t threads;
     quern_parallel_for *parallel_for; /* the caller's executor, or NULL */
     void *parallel_for_arg;
     int32_t forks; /* parallel_forks() when the context was made */
     quern_cpu_level cpu_level;
+    bool prefetch_l2; /* cpu_prefetches_into_l2() */
     void *kept; /* the CPU backend's */
     replays replays;
 };

@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* cpu_features.c - which CPU level this machine offers. A feature counts only if the operating system
  * saves its registers (XCR0): a CPU may have AVX-512 under a kernel that does not. */
-#include <quern/quern.h>
+#include "core/context.h"
 
 #if defined(QUERN_X86_LEVELS)
 #include <cpuid.h>
@@ -34,9 +34,27 @@ quern_cpu_level quern_cpu_level_detect(void)
         return QUERN_CPU_LEVEL_AVX512;
     return QUERN_CPU_LEVEL_AVX512BF16;
 }
+
+/* A line on its way into L1 occupies one of L1's fill buffers until it is there. A Zen 4 has 24, which is
+ * 14 GB/s at a latency of 110 ns; its L2 has room for more. A Zen 5 reads faster into L1. */
+bool cpu_prefetches_into_l2(void)
+{
+    enum { ZEN5 = 0x1a };
+    uint32_t a, b, c, d;
+    if (!__get_cpuid(0, &a, &b, &c, &d)) return true;
+    const bool amd = b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return true;
+    const uint32_t family = (a >> 8 & 0xf) + (a >> 20 & 0xff);
+    return !(amd && family == ZEN5);
+}
 #else
 quern_cpu_level quern_cpu_level_detect(void)
 {
     return QUERN_CPU_LEVEL_PORTABLE;
+}
+
+bool cpu_prefetches_into_l2(void)
+{
+    return true;
 }
 #endif

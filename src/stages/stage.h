@@ -28,6 +28,7 @@ typedef struct stage_exec {
     void *parallel_for_arg;
     int32_t forks; /* CPU: parallel_forks() when the context was made */
     quern_cpu_level cpu_level;
+    bool prefetch_l2;        /* CPU: cpu_prefetches_into_l2() when the context was made */
     void *stream;            /* CUDA: cudaStream_t */
     struct gemm_cache *gemm; /* CPU: the context's oneDNN primitives; NULL: oneDNN is not used */
     int32_t compute;         /* CUDA: the device's compute capability, 90 for 9.0 */
@@ -38,8 +39,10 @@ typedef struct stage_exec {
 } stage_exec;
 #define STAGE_EXEC_VALUES(F)                                                                                 \
     F(device)                                                                                                \
-    F(device_id) F(threads) F(parallel_for) F(parallel_for_arg) F(forks) F(cpu_level) F(stream) F(gemm)      \
-        F(compute) F(multiprocessors) F(shared_bytes) F(variant)
+    F(device_id)                                                                                             \
+    F(threads)                                                                                               \
+    F(parallel_for) F(parallel_for_arg) F(forks) F(cpu_level) F(prefetch_l2) F(stream) F(gemm) F(compute)    \
+        F(multiprocessors) F(shared_bytes) F(variant)
 
 enum { STAGE_WHY_BYTES = 200 };
 

@@ -43,8 +43,8 @@ static void scores(const attention_kernels *kernels, test_random *random, int64_
     test_tensor_normal(&q, random, 1), test_tensor_normal(&keys, random, 1);
     double *x = test_tensor_get(&q), *y = test_tensor_get(&keys);
     const row_source src = source_of(&keys);
-    kernels->score_rows_bf16(m, q.view.data, q.view.strides[0], &src, src.data, s.view.data,
-                             s.view.strides[0]);
+    const read_ahead ahead = {src.data, n % 2 == 0};
+    kernels->score_rows_bf16(m, q.view.data, q.view.strides[0], &src, ahead, s.view.data, s.view.strides[0]);
     test_tensor_check_unchanged(&q, "q"), test_tensor_check_unchanged(&keys, "keys"),
         test_tensor_check_guards(&s, "s");
     for (int64_t i = 0; i < m; i++)
@@ -58,7 +58,7 @@ static void scores(const attention_kernels *kernels, test_random *random, int64_
                    (double)((const float *)s.view.data)[i * s.view.strides[0] + j], sum, size);
         }
     TEST_TIME("attention", "score_rows_bf16", kernels->level, m * n * dim,
-              kernels->score_rows_bf16(m, q.view.data, q.view.strides[0], &src, src.data, s.view.data,
+              kernels->score_rows_bf16(m, q.view.data, q.view.strides[0], &src, ahead, s.view.data,
                                        s.view.strides[0]));
     free(x), free(y);
     test_tensor_free(&q), test_tensor_free(&keys), test_tensor_free(&s);
@@ -93,8 +93,9 @@ static void sums(const attention_kernels *kernels, test_random *random, int64_t 
     test_tensor_normal(&values, random, 1), test_tensor_normal(&o, random, 1);
     double *x = test_tensor_get(&values), *before = test_tensor_get(&o);
     const row_source src = source_of(&values);
-    kernels->add_values_bf16(m, p.view.data, p.view.strides[0], &src, src.data, o.view.data,
-                             o.view.strides[0], accumulate);
+    const read_ahead ahead = {src.data, n % 2 == 0};
+    kernels->add_values_bf16(m, p.view.data, p.view.strides[0], &src, ahead, o.view.data, o.view.strides[0],
+                             accumulate);
     test_tensor_check_unchanged(&p, "p"), test_tensor_check_unchanged(&values, "values"),
         test_tensor_check_guards(&o, "o");
     double *out = test_tensor_get(&o);
@@ -108,7 +109,7 @@ static void sums(const attention_kernels *kernels, test_random *random, int64_t 
             expect("add_values_bf16", kernels->level, n + 1, i, c, out[i * width + c], sum, size);
         }
     TEST_TIME("attention", "add_values_bf16", kernels->level, m * n * dim,
-              kernels->add_values_bf16(m, p.view.data, p.view.strides[0], &src, src.data, o.view.data,
+              kernels->add_values_bf16(m, p.view.data, p.view.strides[0], &src, ahead, o.view.data,
                                        o.view.strides[0], false));
     free(weights), free(x), free(before), free(out);
     test_tensor_free(&p), test_tensor_free(&values), test_tensor_free(&o);

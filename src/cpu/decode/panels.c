@@ -27,8 +27,11 @@ static const float log2_e = 1.44269504088896340736f;
 decode_shape decode_shape_of(const stage_exec *exec, quern_dtype dtype, int64_t dim_k, int64_t dim_v,
                              float scale)
 {
-    decode_shape s = {
-        .kernels = attention_kernels_for(exec->cpu_level), .dtype = dtype, .dim_k = dim_k, .dim_v = dim_v};
+    decode_shape s = {.kernels = attention_kernels_for(exec->cpu_level),
+                      .prefetch_l2 = exec->prefetch_l2,
+                      .dtype = dtype,
+                      .dim_k = dim_k,
+                      .dim_v = dim_v};
     s.bf16 = dtype == QUERN_BF16 && s.kernels->mm_bf16 != NULL;
     s.key_words = s.bf16 ? dim_k / 2 : dim_k;
     s.value_width = round_up16(dim_v);
@@ -99,11 +102,13 @@ static row_source values_of(const decode_shape *shape, const decode_panel *panel
 
 /* Prefetches part `part` of `parts` of the rows: a burst of more lines than the processor can have in flight
  * would stall it. */
-static void prefetch(const row_source *rows, int64_t part, int64_t parts)
+static void prefetch(const decode_shape *shape, const row_source *rows, int64_t part, int64_t parts)
 {
     const int64_t bytes = rows->rows * rows->dim * (int64_t)quern_dtype_size(rows->dtype);
-    for (int64_t i = bytes * part / parts / 64 * 64; i < bytes * (part + 1) / parts; i += 64)
-        __builtin_prefetch((const char *)rows->data + i, 0, 3);
+    const char *at = (const char *)rows->data + bytes * part / parts / 64 * 64,
+               *end = (const char *)rows->data + bytes * (part + 1) / parts;
+    for (; shape->prefetch_l2 && at < end; at += 64) __builtin_prefetch(at, 0, 2);
+    for (; at < end; at += 64) __builtin_prefetch(at, 0, 3);
 }
 
 /* Scores of one panel from column `column` on. `next`: the rows that are read after it. */
@@ -118,10 +123,10 @@ static void score_panel(const decode_shape *shape, const decode_rows *rows, cons
         row_source src = keys_of(shape, panel);
         src.data = panel->keys + c * shape->dim_k * (int64_t)quern_dtype_size(shape->dtype);
         src.rows = n;
-        prefetch(next, 2 * (c / slice), 2 * PANEL_KEYS / slice);
+        prefetch(shape, next, 2 * (c / slice), 2 * PANEL_KEYS / slice);
         if (shape->bf16) k->pack_keys_bf16(&src, slice, (uint32_t *)(void *)s->keys);
         else k->pack_keys_f32(&src, slice, s->keys);
-        prefetch(next, 2 * (c / slice) + 1, 2 * PANEL_KEYS / slice);
+        prefetch(shape, next, 2 * (c / slice) + 1, 2 * PANEL_KEYS / slice);
         mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, slice,
            s->s + column + c, STEP_KEYS, false);
     }
@@ -134,8 +139,9 @@ int32_t decode_scores(const decode_shape *shape, const decode_rows *rows, const 
     for (int32_t i = 0; i < count; keys += (int32_t)panels[i++].n) {
         if (!packed && is_direct(shape, rows)) {
             const row_source src = keys_of(shape, &panels[i]);
-            shape->kernels->score_rows_bf16(rows->n, rows->q, shape->dim_k, &src, panels[i].values,
-                                            s->s + keys, STEP_KEYS);
+            const read_ahead ahead = {panels[i].values, shape->prefetch_l2};
+            shape->kernels->score_rows_bf16(rows->n, rows->q, shape->dim_k, &src, ahead, s->s + keys,
+                                            STEP_KEYS);
             continue;
         }
         const row_source next = i + 1 < count ? keys_of(shape, &panels[i + 1]) : values_of(shape, &panels[0]);
@@ -154,13 +160,14 @@ static void add_panel(const decode_shape *shape, decode_rows *rows, const decode
     const row_source src = values_of(shape, panel);
     const float *weights = s->s + column / pairs;
     if (is_direct(shape, rows)) {
-        k->add_values_bf16(rows->n, weights, STEP_KEYS, &src, ahead->rows > 0 ? ahead->data : src.data,
-                           rows->o, shape->value_width, !rows->fresh);
+        const read_ahead next = {ahead->rows > 0 ? ahead->data : src.data, shape->prefetch_l2};
+        k->add_values_bf16(rows->n, weights, STEP_KEYS, &src, next, rows->o, shape->value_width,
+                           !rows->fresh);
         rows->fresh = false;
         return;
     }
     mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
-    prefetch(ahead, 0, 1);
+    prefetch(shape, ahead, 0, 1);
     if (shape->bf16)
         k->pack_values_bf16(&src, (int32_t)shape->value_panel, (uint32_t *)(void *)s->values, panel_stride);
     else k->pack_values_f32(&src, (int32_t)shape->value_panel, s->values, panel_stride);

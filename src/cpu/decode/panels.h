@@ -23,6 +23,7 @@ enum {
 typedef struct decode_shape {
     const attention_kernels *kernels;
     bool bf16; /* products over pairs of bf16; otherwise f32 */
+    bool prefetch_l2;
     quern_dtype dtype;
     int64_t dim_k, dim_v;
     int64_t key_words, value_width; /* words of a key or query in a panel; floats of an O row */

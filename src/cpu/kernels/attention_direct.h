@@ -11,6 +11,8 @@
  * undone once per call.
  *
  * Both prefetch line by line what is read 9 KB later, at an even pace; past their last row that is `ahead`.
+ * Where L1 has few fill buffers (read_ahead's l2) they prefetch what is read 7 KB later into L2, and what is
+ * read 512 bytes later from there into L1.
  * Values are taken in blocks of 16 rows, because a pass over all rows for 64 columns would need every line of
  * them in half the time and leave memory idle in the other half. Lines are asked for in the order of their
  * addresses: any other order reads a fifth slower. The hardware's prefetchers fail where keys turn to values
@@ -29,7 +31,9 @@ enum {
     HALVES = 2 * LANES,
     LINE = 64,
     UNIT = 4 * LINE,
-    UNITS_AHEAD = 36,
+    UNITS_AHEAD = 36,    /* into L1 */
+    UNITS_AHEAD_L2 = 28, /* into L2, and from there into L1: */
+    UNITS_NEAR = 2,
     VALUE_BLOCK = 16 /* rows that one pass over 64 columns takes */
 };
 
@@ -38,24 +42,48 @@ INLINE __m512bh load_halves(const uint16_t *p, __mmask32 kept)
     return (__m512bh)_mm512_maskz_loadu_epi16(kept, p);
 }
 
-/* The lines to prefetch, in order: `left` units of the rows in hand, then those of what is read next. */
-typedef struct line_walk {
-    const char *at, *next;
+/* Lines to prefetch, in order: `left` units of the rows in hand, then those of what is read next. */
+typedef struct line_cursor {
+    const char *at;
     int64_t left;
+} line_cursor;
+
+typedef struct line_walk {
+    line_cursor far, near; /* near: only where `far` fetches into L2 */
+    read_ahead ahead;
 } line_walk;
 
-/* A walk over the rows that starts UNITS_AHEAD after the first. */
-INLINE line_walk walk_over(const row_source *src, const void *next)
+/* Starts `units` after the first row. */
+INLINE line_cursor cursor_over(const row_source *src, int64_t units, const void *next)
 {
-    const int64_t left = src->rows * src->stride * 2 / UNIT - UNITS_AHEAD;
-    return (line_walk){left > 0 ? (const char *)src->data + UNITS_AHEAD * UNIT : next, next, left};
+    const int64_t left = src->rows * src->stride * 2 / UNIT - units;
+    return (line_cursor){left > 0 ? (const char *)src->data + units * UNIT : next, left};
+}
+
+INLINE line_walk walk_over(const row_source *src, read_ahead ahead)
+{
+    return (line_walk){cursor_over(src, ahead.l2 ? UNITS_AHEAD_L2 : UNITS_AHEAD, ahead.next),
+                       cursor_over(src, UNITS_NEAR, ahead.next), ahead};
+}
+
+INLINE void prefetch_at(line_cursor *c, const void *next, const bool l2)
+{
+    if (c->left-- == 0) c->at = next;
+    for (int i = 0; i < UNIT; i += LINE) {
+        if (l2) __builtin_prefetch(c->at + i, 0, 2);
+        else __builtin_prefetch(c->at + i, 0, 3);
+    }
+    c->at += UNIT;
 }
 
 INLINE void prefetch_unit(line_walk *w)
 {
-    if (w->left-- == 0) w->at = w->next;
-    for (int i = 0; i < UNIT; i += LINE) __builtin_prefetch(w->at + i, 0, 3);
-    w->at += UNIT;
+    if (w->ahead.l2) {
+        prefetch_at(&w->far, w->ahead.next, true);
+        prefetch_at(&w->near, w->ahead.next, false);
+    } else {
+        prefetch_at(&w->far, w->ahead.next, false);
+    }
 }
 
 /* The sums of four vectors within each 128-bit lane: lane l holds a's, b's, c's and d's of its four
@@ -181,7 +209,7 @@ INLINE void score_group(const int rows, const score_block *b, const row_source *
     else score_any(rows, b, src, walk);
 }
 
-static void score_rows_bf16(int64_t m, const void *q, int64_t ldq, const row_source *keys, const void *ahead,
+static void score_rows_bf16(int64_t m, const void *q, int64_t ldq, const row_source *keys, read_ahead ahead,
                             float *s, int64_t lds)
 {
     line_walk walk = walk_over(keys, ahead);
@@ -305,8 +333,8 @@ INLINE void value_rows(const int rows, const value_call *v, line_walk *walk)
         }
 }
 
-static void add_values_bf16(int64_t m, const void *p, int64_t ldp, const row_source *values,
-                            const void *ahead, float *o, int64_t ldo, bool accumulate)
+static void add_values_bf16(int64_t m, const void *p, int64_t ldp, const row_source *values, read_ahead ahead,
+                            float *o, int64_t ldo, bool accumulate)
 {
     const int64_t width = (values->dim + LANES - 1) / LANES * LANES;
     line_walk walk = walk_over(values, ahead);

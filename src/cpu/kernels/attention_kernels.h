@@ -30,6 +30,12 @@ typedef struct row_source {
     int64_t rows, dim;
 } row_source;
 
+/* What a kernel that reads rows in place prefetches after them. */
+typedef struct read_ahead {
+    const void *next; /* any address: what is read next */
+    bool l2;          /* stage_exec's prefetch_l2 */
+} read_ahead;
+
 /* The softmax of one tile of scores, row by row. Columns [lo[r], hi[r]) of row r are seen. */
 typedef struct softmax_tile {
     float *s; /* [rows][lds]; P on return (f32, or bf16 from the row's start on) */
@@ -68,15 +74,14 @@ typedef struct attention_kernels {
      * The bits are those of mm_bf16 over pieces of ACROSS_DEPTH, each added to c. lda counts elements. NULL
      * where mm_bf16 is. */
     void (*mm_across_bf16)(int64_t m, const void *a, int64_t lda, const row_source *b, float *c, int64_t ldc);
-    /* Products of few rows with bf16 keys and values in place; NULL where mm_bf16 is. The kernel prefetches
-     * `ahead`, any address, as what is read next. s[i][j] = q[i] . keys[j] for i < m, and any value in up to
-     * three columns past the last key; ldq counts elements. o[i] (+)= sum of p[i][j] values[j] in the values'
-     * columns, and zeros up to a multiple of 16. p are words of two weights; the word of a last single key
-     * has 0 as its other weight. */
-    void (*score_rows_bf16)(int64_t m, const void *q, int64_t ldq, const row_source *keys, const void *ahead,
+    /* Products of few rows with bf16 keys and values in place; NULL where mm_bf16 is. s[i][j] = q[i] . keys[j]
+     * for i < m, and any value in up to three columns past the last key; ldq counts elements. o[i] (+)= sum
+     * of p[i][j] values[j] in the values' columns, and zeros up to a multiple of 16. p are words of two
+     * weights; the word of a last single key has 0 as its other weight. */
+    void (*score_rows_bf16)(int64_t m, const void *q, int64_t ldq, const row_source *keys, read_ahead ahead,
                             float *s, int64_t lds);
-    void (*add_values_bf16)(int64_t m, const void *p, int64_t ldp, const row_source *values,
-                            const void *ahead, float *o, int64_t ldo, bool accumulate);
+    void (*add_values_bf16)(int64_t m, const void *p, int64_t ldp, const row_source *values, read_ahead ahead,
+                            float *o, int64_t ldo, bool accumulate);
     /* dst[row][dim] = scale * row in contiguous f32, or bf16 without a scale. */
     void (*pack_rows_f32)(const row_source *src, float scale, float *dst, int64_t ldd);
     void (*pack_rows_bf16)(const row_source *src, uint16_t *dst, int64_t ldd);
