@@ -8,7 +8,7 @@
  * the result, as in the micro-kernel, and sums go over k in the same order and pieces: the bits are those of
  * packed panels. Registers: 16 for the block, 8 accumulators, 8 totals. The hardware's prefetchers follow 16
  * streams badly, so each load prefetches its own stream (into L2: 16 lines of equal low address bits are more
- * than an L1 set holds) 512 bytes on, or there in the next 16 rows. A block is 64 shuffles and 16 loads a
+ * than an L1 set holds) 1 KB on, or there in the next 16 rows. A block is 64 shuffles and 16 loads a
  * KiB.
  * Limit: the read bandwidth; one core of a Zen 5 reads 27 GB/s this way, where DRAM gives two cores 45.
  */
@@ -18,7 +18,7 @@
 #include "cpu/kernels/attention_kernels.h"
 #include "cpu/kernels/vector.h"
 
-enum { ACROSS_PIECE = ACROSS_DEPTH / 2, ACROSS_AHEAD = 512 };
+enum { ACROSS_PIECE = ACROSS_DEPTH / 2, ACROSS_AHEAD = 1024 };
 
 /* LANES rows of b from `first` on, past the last the last one again; words [p, p + n) of each, transposed. */
 INLINE void load_across(const row_source *b, int64_t first, int64_t p, int64_t n, vfloat block[LANES])
