@@ -124,8 +124,8 @@ static void turn_bf16(const uint32_t *decoded, uint32_t *out)
         }
 }
 
-/* Keeps the same step of several strips together, as written: chains of dependent steps one after another fill
- * the schedulers, and take a tenth longer for one row. */
+/* Keeps the same step of several strips together, as written: chains of dependent steps one after another
+ * fill the schedulers, and take a tenth longer for one row. */
 #define IN_ORDER(v) __asm__ volatile("" : "+v"(v))
 
 /* code * scale of pair p of several strips' lines. */

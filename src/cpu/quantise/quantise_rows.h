@@ -88,7 +88,7 @@ INLINE void quantise_groups(const quantise_rule *rule, const uint16_t *x, const 
         scale_group(rule, x + g * WORD_GROUP, &group[g], scales + g * WORD_GROUP / BLOCK);
     for (int g = 0; g < groups; g++) invert_group(&group[g]);
     for (int g = 0; g < groups; g++, x += WORD_GROUP, codes += WORD_GROUP / 2, scales += WORD_GROUP / BLOCK) {
-        if (groups == WORD_GROUPS) request_words(x + 2 * WORD_GROUPS * WORD_GROUP, WORD_GROUP);
+        if (groups == WORD_GROUPS) request_words(x + WORD_GROUPS * WORD_GROUP, WORD_GROUP);
         if (group[g].within_table) code_group(&group[g], x, codes);
         else quantise_row_as(rule, x, QUERN_BF16, WORD_GROUP, codes, scales);
     }

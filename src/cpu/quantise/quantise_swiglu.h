@@ -20,7 +20,7 @@
  *
  * A vector of h takes 17 half cycles of Zen 4: 9 of the multipliers, 5 of the adders (a shift is theirs), 2
  * shuffles and a mask. 16 values take 16 cycles in L1, 10 of them for h, and 17 from memory if their lines
- * are requested evenly and a little ahead. Requested in bursts 8 KB ahead, they take 26.
+ * are requested evenly, far ahead into L2 and a little ahead. Requested in bursts 8 KB ahead, they take 26.
  */
 #ifndef QUERN_CPU_QUANTISE_SWIGLU_H
 #define QUERN_CPU_QUANTISE_SWIGLU_H
@@ -189,7 +189,7 @@ APART swiglu_scales(const quantise_rule *to, const int groups, swiglu_group *gro
         w.largest = group[g].largest;
         v_store_bytes(scales + 16 * g, near ? near_scales(to->global, &w) : word_scales(to, &w));
         group[g].kept = w.kept;
-        group[g].quarter = w.quarter = quarter_of(&w);
+        group[g].quarter = w.quarter = quarter_of(&w, 0);
         const __mmask16 finite = _mm512_cmp_ps_mask((__m512)w.largest, _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
         group[g].within_table = within_table(&w) && finite == 0xffff;
     }

@@ -13,13 +13,12 @@
  * both decide alike for every bf16 number that is not within a few f32 units of D times a midpoint. For each
  * of the four mantissas of midpoints there is at most one such number in a block, the bf16 number nearest to
  * the product. (A global computed from bf16 values is a bf16 number over 21, so there often is one: 14 / 21
- * of 1.5 is 1.) The inverse is a little too large, so such a number counts as above; where the profile's own
- * division, done for that number alone, says below, its code is set to that.
+ * of 1.5 is 1.) The inverse is a little too large, so such a number counts as above. Where the profile's own
+ * division, done for that number alone, says below, the block's inverse is a little too small instead; only a
+ * group in which a block has such numbers on either side sets their codes one midpoint after another.
  *
- * The maxima of 16 blocks come from three rounds of unpacking on 16-bit words. In L1, 16 values take 5
- * cycles, 7 where numbers near midpoints lie below them; two divisions a value took 15. From memory a pass
- * takes half a cycle more with its lines requested (one more without), and the pass before it for the largest
- * magnitude 3.5, the time of its reads.
+ * The maxima of 16 blocks come from three rounds of unpacking on 16-bit words. In L1, 16 values take 8
+ * cycles of Zen 4, and two divisions a value 15.
  */
 #ifndef QUERN_CPU_QUANTISE_WORDS_H
 #define QUERN_CPU_QUANTISE_WORDS_H
@@ -29,8 +28,9 @@
 enum {
     WORD_VECTORS = 8, /* of a group, 32 values each */
     WORD_GROUP = 16 * QUANTISE_BLOCK,
-    WORD_GROUPS = 8, /* whose scales are computed before their codes */
-    NEAR = 16,       /* f32 units in the last place */
+    WORD_GROUPS = 8,  /* whose scales are computed before their codes */
+    FAR_AHEAD = 8192, /* numbers */
+    NEAR = 16,        /* f32 units in the last place */
     MIDPOINTS = 7
 };
 
@@ -100,12 +100,14 @@ INLINE vint word_scales(const quantise_rule *rule, word_group *g)
     return bytes;
 }
 
-/* 4 / D, by up to 2^-20 too large; 0 where all codes are 0. One step of Newton's doubles the 14 bits. */
-INLINE __m512 quarter_of(const word_group *g)
+/* 4 / D, by up to 2^-20 too large, or too small in the blocks of `small`; 0 where all codes are 0. One step
+ * of Newton's doubles the 14 bits. */
+INLINE __m512 quarter_of(const word_group *g, __mmask16 small)
 {
+    const __m512 four = _mm512_mask_mov_ps(_mm512_set1_ps(4 + 0x1p-19f), small, _mm512_set1_ps(4 - 0x1p-19f));
     const __m512 first = _mm512_maskz_rcp14_ps(g->kept, g->d);
     const __m512 rest = _mm512_fnmadd_ps(first, g->d, _mm512_set1_ps(2));
-    return _mm512_mul_ps(_mm512_mul_ps(first, _mm512_set1_ps(4 + 0x1p-19f)), rest);
+    return _mm512_mul_ps(_mm512_mul_ps(first, four), rest);
 }
 
 enum { QUARTERS = 31 /* the largest |4 x / D| that the table of codes surely holds */ };
@@ -138,40 +140,74 @@ INLINE __m512 quotient_of(const word_group *g, __m512 x)
     return _mm512_fmadd_ps(_mm512_fnmadd_ps(q, g->divisor, x), g->inverse, q);
 }
 
-/* For each midpoint, by index: the bf16 number, twice in a word, that is near it and has the code below it;
- * all bits set where a block has none. Returns the set of midpoints of which some block has one. */
-INLINE unsigned numbers_below(word_group *g)
-{
-    const __m512i none = _mm512_set1_epi32(-1);
+/* By mantissa: the bf16 number near the midpoints, the blocks that may hold it, and those of them where it
+ * has the code below. */
+typedef struct near_numbers {
     __m512i word[4];
-    __mmask16 near[4];
-    unsigned found = 0;
+    __mmask16 near[4], below[4];
+} near_numbers;
+
+INLINE void find_near(const word_group *g, near_numbers *n)
+{
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         const __m512i middle = (__m512i)(g->d * mantissas[i].mantissa);
-        word[i] = _mm512_and_si512(_mm512_add_epi32(middle, _mm512_set1_epi32(0x8000)),
-                                   _mm512_set1_epi32((int)0xffff0000));
-        const __m512i distance = _mm512_add_epi32(_mm512_sub_epi32(middle, word[i]), _mm512_set1_epi32(NEAR));
-        near[i] = _mm512_mask_cmple_epu32_mask(g->kept, distance, _mm512_set1_epi32(2 * NEAR));
+        n->word[i] = _mm512_and_si512(_mm512_add_epi32(middle, _mm512_set1_epi32(0x8000)),
+                                      _mm512_set1_epi32((int)0xffff0000));
+        const __m512i distance =
+            _mm512_add_epi32(_mm512_sub_epi32(middle, n->word[i]), _mm512_set1_epi32(NEAR));
+        n->near[i] = _mm512_mask_cmple_epu32_mask(g->kept, distance, _mm512_set1_epi32(2 * NEAR));
     }
-    if ((near[0] | near[1] | near[2] | near[3]) == 0) return 0;
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        const __m512 quotient = quotient_of(g, _mm512_castsi512_ps(word[i])),
+        n->below[i] = 0;
+        if (n->near[i] == 0) continue;
+        const __m512 quotient = quotient_of(g, _mm512_castsi512_ps(n->word[i])),
                      limit = g->unit * mantissas[i].mantissa;
-        const __mmask16 below = mantissas[i].tie_below
-                                    ? _mm512_mask_cmp_ps_mask(near[i], quotient, limit, _CMP_LE_OQ)
-                                    : _mm512_mask_cmp_ps_mask(near[i], quotient, limit, _CMP_LT_OQ);
-        const __m512i twice = _mm512_or_si512(word[i], _mm512_srli_epi32(word[i], 16));
+        n->below[i] = mantissas[i].tie_below
+                          ? _mm512_mask_cmp_ps_mask(n->near[i], quotient, limit, _CMP_LE_OQ)
+                          : _mm512_mask_cmp_ps_mask(n->near[i], quotient, limit, _CMP_LT_OQ);
+    }
+}
+
+/* For each midpoint, by index: the bf16 number, twice in a word, that is near it and has the code below it;
+ * all bits set where a block has none. Returns the set of midpoints of which some block has one. */
+INLINE unsigned numbers_below(word_group *g, const near_numbers *n)
+{
+    const __m512i none = _mm512_set1_epi32(-1);
+    unsigned found = 0;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512i twice = _mm512_or_si512(n->word[i], _mm512_srli_epi32(n->word[i], 16));
 #pragma GCC unroll 3
         for (int m = 0; m < mantissas[i].count; m++) {
             const int midpoint = mantissas[i].code + 2 * m;
             const __m512i exponent = _mm512_set1_epi16((short)(mantissas[i].exponent + 128 * m));
-            g->number[midpoint] = _mm512_mask_mov_epi32(none, below, _mm512_add_epi16(twice, exponent));
-            found |= (unsigned)(below != 0) << midpoint;
+            g->number[midpoint] = _mm512_mask_mov_epi32(none, n->below[i], _mm512_add_epi16(twice, exponent));
+            found |= (unsigned)(n->below[i] != 0) << midpoint;
         }
     }
     return found;
+}
+
+/* Sets what brings the numbers near midpoints to their side: an inverse that is a little too small where a
+ * block's are all below, and `number` where some block has one on either side. */
+INLINE void place_near(word_group *g)
+{
+    near_numbers n;
+    __mmask16 below = 0, above = 0;
+    find_near(g, &n);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        below |= n.below[i];
+        above |= n.near[i] & (__mmask16)~n.below[i];
+    }
+    g->found = 0;
+    if ((below & above) != 0) {
+        g->found = numbers_below(g, &n);
+        below = 0;
+    }
+    g->quarter = quarter_of(g, below);
 }
 
 /* Codes with their signs by floor(4 x / D) + 32. */
@@ -221,16 +257,19 @@ INLINE void scale_group(const quantise_rule *rule, const uint16_t *from, word_gr
 
 INLINE void invert_group(word_group *g)
 {
-    g->quarter = quarter_of(g);
+    place_near(g);
     g->within_table = within_table(g);
-    g->found = numbers_below(g);
 }
 
-/* Requests lines that are to be read. Codes are made from L1, and memory would wait for them. */
+/* Requests lines that are to be read: codes are made from L1, and memory would wait for them. Those far ahead
+ * go to L2, because L1 waits for too few lines at once to keep memory busy. */
 INLINE void request_words(const uint16_t *from, const int count)
 {
 #pragma GCC unroll 16
-    for (int i = 0; i < count; i += 32) __builtin_prefetch(from + i);
+    for (int i = 0; i < count; i += 32) {
+        __builtin_prefetch(from + i);
+        __builtin_prefetch(from + FAR_AHEAD + i, 0, 2);
+    }
 }
 
 INLINE __m512i magnitudes_of(const uint16_t *from)
