@@ -54,10 +54,11 @@ else()
   message(STATUS "No cublasLt.h (CUDA toolkit, or PyPI's nvidia-cublas): the GPU multiplies by compression's weights in f32, slowly")
 endif()
 
-# For CI, which runs no GPU code: each template for bf16 alone where it takes bf16. Files that instantiate f16 (their
-# names say so), and those for f32 that stand beside the same for bf16, are left out, and with them what the library
-# would need to be loaded.
-option(QUERN_CUDA_ONE_DTYPE "Compile the GPU's kernels for bf16 alone, only to see that they compile" OFF)
+# For CI, which runs no GPU code: each template for bf16 alone where it takes bf16, and for one head dim. Files that
+# instantiate f16 (their names say so), those for f32 that stand beside the same for bf16, and those that differ from
+# another in the head dim that ends their names alone are left out, and with them what the library would need to be
+# loaded.
+option(QUERN_CUDA_ONE_DTYPE "Compile the GPU's kernels for bf16 and one head dim, only to see that they compile" OFF)
 set(undefined_symbols ,--no-undefined)
 if(QUERN_CUDA_ONE_DTYPE)
   list(APPEND nvcc_flags -DQUERN_CUDA_ONE_DTYPE)
@@ -74,6 +75,18 @@ if(QUERN_CUDA_ONE_DTYPE)
     string(REPLACE "_bf16.cu" "_f32.cu" twin ${source})
     if(NOT twin STREQUAL source)
       list(REMOVE_ITEM cuda_sources ${twin})
+    endif()
+  endforeach()
+  set(templates) # a name without head dim and the headers included: 128, sorted first, stands for the others
+  foreach(source ${cuda_sources})
+    string(REGEX REPLACE "_[0-9]+\\.cu$" "" template ${source})
+    if(NOT template STREQUAL source)
+      file(STRINGS ${source} headers REGEX "^#include")
+      string(REPLACE ";" " " template "${template} ${headers}")
+      if(template IN_LIST templates)
+        list(REMOVE_ITEM cuda_sources ${source})
+      endif()
+      list(APPEND templates ${template})
     endif()
   endforeach()
 endif()

@@ -35,8 +35,8 @@ seconds() {
     awk '{ printf "%.1f s, CPU %.1f s", $1, $2 + $3 }' <<<"$1"
 }
 
-# build PRESET [TARGET...]: with the tests; all, or only the targets named. The GPU's kernels are compiled for one dtype:
-# nothing here runs them.
+# build PRESET [TARGET...]: with the tests; all, or only the targets named. The GPU's kernels are compiled for one dtype
+# and head dim: nothing here runs them.
 build() {
     local preset=$1
     shift
@@ -48,9 +48,20 @@ compile() {
     cmake --preset "$1" "-DCMAKE_C_FLAGS_RELEASE=-O1 -DNDEBUG" >/dev/null && cmake --build "build/$1" -j"$jobs"
 }
 
-# lacks_only PATTERN: every symbol that libquern_cuda lacks, but for glibc's and the weak ones, matches.
-lacks_only() {
-    ! nm -D --undefined-only build/release/libquern_cuda.so.? | grep -v -e '@GLIBC' -e ' w ' -e "$1"
+# lacks_left_out: every symbol that libquern_cuda lacks, but for glibc's and the weak ones, is defined in a source that
+# was left out.
+lacks_left_out() {
+    local source object name left_out=() bad=0
+    while read -r source; do
+        object=${source#src/cuda/}
+        [[ -e build/release/cuda/${object//[\/.]/_}.o ]] || left_out+=("$source")
+    done < <(find src/cuda -name '*.cu')
+    while read -r name; do
+        grep -qE "^quern_status $name\(" /dev/null "${left_out[@]}" && continue
+        echo "libquern_cuda lacks $name"
+        bad=1
+    done < <(nm -D -C --undefined-only build/release/libquern_cuda.so.? | grep -v -e '@GLIBC' -e ' w ' | sed 's/^ *U //; s/(.*//')
+    return $bad
 }
 
 # without PATTERN...: the names of all test programs but those that match.
@@ -139,7 +150,7 @@ if [[ ${1:-test} == test ]]; then
     if compgen -G 'build/release/cuda/*.log' >/dev/null; then
         count "registers of the GPU's kernels" tests/registers.sh
         # It was linked without --no-undefined: what it lacks is what was left out.
-        count "the GPU's library lacks f16 and f32 alone" lacks_only '_f\(16\|32\)'
+        count "the GPU's library lacks what was left out alone" lacks_left_out
     else
         echo "no nvcc: the GPU's kernels are not compiled"
     fi

@@ -1,8 +1,9 @@
 #!/bin/bash
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# Builds the library, the command and the GPU's tests in build/gpu, runs them, and ends with `N passed, N failed`: one
-# call of under nine minutes on a machine with a GPU and nvcc.
+# Builds the library, the command and the GPU's tests in build/gpu, runs them, compares the registers of the kernels
+# for sm_90a with their table, and ends with `N passed, N failed`: one call of under nine minutes on a machine with a
+# GPU and nvcc.
 #   QUERN_GPU_TESTS  patterns of the programs to run (all)
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -39,6 +40,16 @@ for program in "${programs[@]}"; do
         tail -n 12 "$log" | cut -c1-300
     fi
 done
+if [[ ${CUDAARCHS:-90a-real} != *90a* ]]; then
+    echo "no code for sm_90a: registers are not compared"
+elif tests/registers.sh build/gpu >"$logs/registers" 2>&1; then
+    passed=$((passed + 1))
+    echo "ok      registers of the kernels"
+else
+    failed=$((failed + 1))
+    echo "FAILED  registers of the kernels"
+    head -n 40 "$logs/registers"
+fi
 echo "$SECONDS s"
 echo "$passed passed, $failed failed"
 [[ $failed == 0 && $passed != 0 ]]
