@@ -3,8 +3,8 @@
 /*
  * every_operation_test.c - what holds for every operation that quern/op.h lists: arguments that are missing
  * are named, structs have any size, and no parameters, shapes, strides or index lists make a call crash, spin
- * or write outputs that it refuses to compute; among them are calls of each that it accepts. Meant to run
- * under the sanitizers, too.
+ * or write outputs that it refuses to compute; among them are calls of each that it accepts, whose plans
+ * refuse other addresses and give the call's bits. Meant to run under the sanitizers, too.
  */
 #include "cmocka_c11.h"
 #include "context.h"
@@ -325,7 +325,7 @@ static void choose_tensors(trial *t)
         spoil(t, &t->view[below(t->random, s->info.tensor_count)]);
 }
 
-enum { MOST_BYTES = 1 << 20, MOST_WORKSPACE = 1 << 26, PATTERN = 0x5a };
+enum { PLANS = 30, MOST_BYTES = 1 << 20, MOST_WORKSPACE = 1 << 26, PATTERN = 0x5a };
 
 /* The bytes of a contiguous view; 0: it has no elements or too many to run. */
 static size_t bytes_of(const quern_tensor *v)
@@ -386,18 +386,90 @@ static void check_outputs_are_as_before(const trial *t)
     }
 }
 
+static void reset_outputs(const trial *t)
+{
+    for (int32_t i = 0; i < t->s->info.tensor_count; i++)
+        if (t->view[i].data != NULL && t->s->tensors[i].result[t->pass])
+            memset(t->view[i].data, PATTERN, bytes_of(&t->view[i]));
+}
+
+/* FNV-1a of all outputs. */
+static uint64_t hash_of_outputs(const trial *t)
+{
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (int32_t i = 0; i < t->s->info.tensor_count; i++) {
+        const quern_tensor *v = &t->view[i];
+        const size_t bytes = v->data != NULL && t->s->tensors[i].result[t->pass] ? bytes_of(v) : 0;
+        for (size_t k = 0; k < bytes; k++) hash = (hash ^ ((unsigned char *)v->data)[k]) * 0x100000001b3u;
+    }
+    return hash;
+}
+
+/* What the call gave, for runs of its plan. */
+typedef struct planned {
+    quern_plan *plan;
+    void *data[QUERN_OP_TENSORS_MAX], *workspace;
+    size_t bytes;
+    quern_status status;
+    uint64_t outputs;
+} plan_case;
+
+/* A run gives what the call gave, or, where `words` are named, is refused with these. */
+static void check_run(const trial *t, const plan_case *p, void *workspace, size_t bytes, const char *words)
+{
+    reset_outputs(t);
+    const quern_status status = quern_plan_run(p->plan, NULL, p->data, workspace, bytes);
+    const bool refused = status != QUERN_OK && words != NULL && strstr(quern_last_error(ctx), words) != NULL;
+    if (status != QUERN_OK) check_outputs_are_as_before(t);
+    if (!refused && (status != p->status || hash_of_outputs(t) != p->outputs))
+        fail_msg("%s by plan: status %d instead of %d, or other bits; \"%s\" is expected: %s",
+                 t->s->info.name, (int)status, (int)p->status, words != NULL ? words : "",
+                 quern_last_error(ctx));
+}
+
+/* Addresses that are missing or not aligned as they were, and a workspace that is too small, are refused
+ * unless the call does not use them. */
+static void check_plan(const trial *t, plan_case *p)
+{
+    const subject *s = t->s;
+    char words[64];
+    assert_int_equal(quern_plan_create(ctx, t->pass == QUERN_OP_FORWARD ? s->info.forward : s->info.backward,
+                                       &t->params, &t->tensors, &p->plan),
+                     QUERN_OK);
+    for (int32_t i = 0; i < s->info.tensor_count; i++)
+        p->data[i] = t->tensors.t[i] != NULL ? t->view[i].data : NULL;
+    for (int32_t i = 0; i < s->info.tensor_count; i++) {
+        void *const right = p->data[i];
+        if (right == NULL) continue;
+        p->data[i] = NULL;
+        snprintf(words, sizeof words, "data[%d] is NULL", i);
+        check_run(t, p, p->workspace, p->bytes, words);
+        p->data[i] = (char *)right + 1;
+        snprintf(words, sizeof words, "data[%d] (%s)", i, s->tensors[i].field);
+        check_run(t, p, p->workspace, p->bytes, words);
+        p->data[i] = right;
+    }
+    if (p->bytes > 0) {
+        check_run(t, p, p->workspace, p->bytes - 1, "workspace_bytes");
+        check_run(t, p, NULL, p->bytes, "workspace is NULL");
+    }
+    check_run(t, p, p->workspace, p->bytes, NULL);
+    quern_plan_destroy(p->plan);
+}
+
 /* Returns whether the call computed. */
-static bool run_trial(trial *t, size_t bytes)
+static bool run_trial(trial *t, size_t bytes, bool by_plan)
 {
     bool computed = false;
     if (give_memory(t)) {
-        void *workspace = malloc(bytes + 1);
-        assert_non_null(workspace);
-        const quern_status status =
-            quern_op_run(ctx, NULL, t->s->op, t->pass, &t->params, &t->tensors, workspace, bytes);
-        computed = status == QUERN_OK;
+        plan_case p = {.workspace = malloc(bytes + 1), .bytes = bytes};
+        assert_non_null(p.workspace);
+        p.status = quern_op_run(ctx, NULL, t->s->op, t->pass, &t->params, &t->tensors, p.workspace, bytes);
+        computed = p.status == QUERN_OK;
         if (!computed) check_outputs_are_as_before(t);
-        free(workspace);
+        p.outputs = hash_of_outputs(t);
+        if (by_plan) check_plan(t, &p);
+        free(p.workspace);
     }
     for (int32_t i = 0; i < t->s->info.tensor_count; i++) free(t->view[i].data);
     return computed;
@@ -440,7 +512,7 @@ static void no_arguments_do_harm(void **state)
             if (status != QUERN_OK) check_sentence(&t);
             else accepted++;
             if (status == QUERN_OK && t.contiguous && bytes < MOST_WORKSPACE)
-                computed += run_trial(&t, bytes);
+                computed += run_trial(&t, bytes, computed < PLANS);
         }
         if (getenv("QUERN_TEST_VERBOSE") != NULL)
             printf("%-22s accepted %d, computed %d\n", s.info.name, accepted, computed);
