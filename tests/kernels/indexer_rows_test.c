@@ -54,7 +54,14 @@ static void check_score(const indexer_kernels *kernels, bool pairs, int64_t head
         store_word(pairs, key[1], &key_words[2]);
     }
     sum[0] = sum[panel + 1] = 77;
-    const indexer_tile tile = {q_words + 1, w, heads, words, key_words + 1, sum + 1};
+    const indexer_tile tile = {q_words + 1,
+                               w,
+                               heads,
+                               words,
+                               key_words + 1,
+                               sum + 1,
+                               (const char *)key_words,
+                               test_random_int(random, 0, 3000)};
     (pairs ? kernels->score_bf16 : kernels->score_f32)(&tile);
     TEST_TIME("indexer", pairs ? "score_bf16" : "score_f32", kernels->level,
               heads * words * panel * (pairs ? PARTS : 1),

@@ -14,8 +14,10 @@ typedef struct indexer_tile {
     const void *q; /* [heads][words] */
     const float *w;
     int64_t heads, words;
-    const void *keys; /* [words][panel] */
-    float *sum;       /* [panel], out: sum over h in order of w[h] max(0, q[h] . key) */
+    const void *keys;  /* [words][panel] */
+    float *sum;        /* [panel], out: sum over h in order of w[h] max(0, q[h] . key) */
+    const char *ahead; /* prefetched into L2 between groups of heads */
+    int64_t ahead_bytes;
 } indexer_tile;
 
 /* Scores that may be among the best, in the order of their entries. */

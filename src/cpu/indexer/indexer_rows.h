@@ -70,16 +70,28 @@ INLINE void index_heads(const bool pairs, const int heads, const indexer_tile *t
     }
 }
 
+/* Prefetches the share of `ahead` that falls to heads [h, h + n). All of it at once would be more lines than
+ * can be on their way, and the products would wait. */
+INLINE void index_prefetch(const indexer_tile *t, int64_t h, int64_t n)
+{
+    const int64_t lines = (t->ahead_bytes + 63) / 64, end = lines * (h + n) / t->heads;
+    for (int64_t i = lines * h / t->heads; i < end; i++) __builtin_prefetch(t->ahead + 64 * i, 0, 2);
+}
+
+INLINE void index_group(const bool pairs, const int heads, const indexer_tile *t, int64_t h)
+{
+    index_prefetch(t, h, heads);
+    index_heads(pairs, heads, t, (const float *)t->q + h * t->words, t->w + h);
+}
+
 INLINE void index_score(const bool pairs, const indexer_tile *t)
 {
-    const float *q = t->q;
     int64_t h = 0;
     for (int j = 0; j < INDEX_PANEL; j++) t->sum[j] = 0.0f;
-    for (; h + INDEX_ROWS <= t->heads; h += INDEX_ROWS)
-        index_heads(pairs, INDEX_ROWS, t, q + h * t->words, t->w + h);
-    for (; h + 4 <= t->heads; h += 4) index_heads(pairs, 4, t, q + h * t->words, t->w + h);
-    for (; h + 2 <= t->heads; h += 2) index_heads(pairs, 2, t, q + h * t->words, t->w + h);
-    if (h < t->heads) index_heads(pairs, 1, t, q + h * t->words, t->w + h);
+    for (; h + INDEX_ROWS <= t->heads; h += INDEX_ROWS) index_group(pairs, INDEX_ROWS, t, h);
+    for (; h + 4 <= t->heads; h += 4) index_group(pairs, 4, t, h);
+    for (; h + 2 <= t->heads; h += 2) index_group(pairs, 2, t, h);
+    if (h < t->heads) index_group(pairs, 1, t, h);
 }
 
 static void score_f32(const indexer_tile *t)

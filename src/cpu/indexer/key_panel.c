@@ -129,3 +129,15 @@ void key_panel_fill(key_panel *p, int64_t b, int64_t first, int64_t n)
     if (p->bf16) p->packing->pack_keys_bf16(&src, p->kernels->panel, p->words);
     else p->packing->pack_keys_f32(&src, p->kernels->panel, p->words);
 }
+
+key_bytes key_panel_bytes(const key_panel *p, int64_t b, int64_t first, int64_t n)
+{
+    const quern_tensor *t = &p->args->keys;
+    const int64_t row = (int64_t)row_bytes(p),
+                  step = p->args->page == 0 || p->args->format == ENTRY_ROWS
+                             ? t->strides[1] * (int64_t)quern_dtype_size(t->dtype)
+                             : row;
+    if (n <= 0 || step > 2 * row) return (key_bytes){NULL, 0};
+    const key_place place = place_of(p, b, first);
+    return (key_bytes){place.data, (n < place.left ? n : place.left) * step};
+}

@@ -33,4 +33,11 @@ void key_panel_carve(key_panel *p, arena *a);
 /* Keys first ... first + n - 1 of sequence b, n <= panel; the other columns are 0. */
 void key_panel_fill(key_panel *p, int64_t b, int64_t first, int64_t n);
 
+/* Where keys first ... first + n - 1 stand, as far as they follow each other in memory. */
+typedef struct key_bytes {
+    const char *data;
+    int64_t bytes;
+} key_bytes;
+key_bytes key_panel_bytes(const key_panel *p, int64_t b, int64_t first, int64_t n);
+
 #endif

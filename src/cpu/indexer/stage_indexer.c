@@ -4,7 +4,8 @@
  * stage_indexer.c - the indexer stage: scores queries against panels of keys and keeps the best as it goes.
  *
  * A task is up to eight queries of a sequence and a range of its entries. A panel of keys is packed once for
- * the task's queries and stays in L1; packing takes as long as one query's heads. Where there are few queries
+ * the task's queries and stays in L1; packing takes as long as one query's heads. The next panel's keys are
+ * prefetched while the last query, which sees the most, is scored. Where there are few queries
  * (decode), ranges of entries are tasks of their own, each keeps its best, and the best of these are the best
  * of all: a score depends on its query and key alone, and the order of scores is total, so the choice does
  * not depend on how the work was cut.
@@ -128,9 +129,10 @@ static void pack_queries(const indexer_job *job, int64_t b, int64_t first, int64
     }
 }
 
-/* One query against the panel that holds entries first ... first + n - 1, all of which it sees. */
+/* One query against the panel that holds entries first ... first + n - 1, all of which it sees. `ahead`:
+ * prefetched meanwhile. */
 static void score_panel(const indexer_job *job, int64_t b, int64_t query, int64_t slot, int64_t first,
-                        int64_t n, indexer_scratch *s)
+                        int64_t n, key_bytes ahead, indexer_scratch *s)
 {
     const int64_t words = key_panel_words(&s->panel);
     indexer_best *best = &s->best[slot];
@@ -139,7 +141,9 @@ static void score_panel(const indexer_job *job, int64_t b, int64_t query, int64_
                                job->heads,
                                words,
                                s->panel.words,
-                               s->score};
+                               s->score,
+                               ahead.data,
+                               ahead.bytes};
     (job->bf16 ? job->kernels->score_bf16 : job->kernels->score_f32)(&tile);
     job->kernels->scale_scores(s->score, s->panel.scale, job->args->scale, n);
     const quern_tensor *scores = &job->args->scores;
@@ -186,10 +190,13 @@ static void run_task(void *arg, int64_t index, int32_t thread)
     pack_queries(job, b, query0, n, s);
     for (int64_t i = 0; i < n; i++) best_reset(&s->best[i]);
     for (int64_t first = from; first < stop; first += panel) {
+        const int64_t next = first + panel;
+        key_bytes ahead = key_panel_bytes(&s->panel, b, next, stop - next < panel ? stop - next : panel);
         key_panel_fill(&s->panel, b, first, stop - first < panel ? stop - first : panel);
-        for (int64_t i = 0; i < n; i++) {
+        for (int64_t i = n - 1; i >= 0; i--) {
             const int64_t seen = seen_by(job, b, query0 + i) - first;
-            if (seen > 0) score_panel(job, b, query0 + i, i, first, seen < panel ? seen : panel, s);
+            if (seen > 0) score_panel(job, b, query0 + i, i, first, seen < panel ? seen : panel, ahead, s);
+            ahead.bytes = 0;
         }
     }
     for (int64_t i = 0; i < n; i++) {

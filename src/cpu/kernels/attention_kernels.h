@@ -74,10 +74,10 @@ typedef struct attention_kernels {
      * The bits are those of mm_bf16 over pieces of ACROSS_DEPTH, each added to c. lda counts elements. NULL
      * where mm_bf16 is. */
     void (*mm_across_bf16)(int64_t m, const void *a, int64_t lda, const row_source *b, float *c, int64_t ldc);
-    /* Products of few rows with bf16 keys and values in place; NULL where mm_bf16 is. s[i][j] = q[i] . keys[j]
-     * for i < m, and any value in up to three columns past the last key; ldq counts elements. o[i] (+)= sum
-     * of p[i][j] values[j] in the values' columns, and zeros up to a multiple of 16. p are words of two
-     * weights; the word of a last single key has 0 as its other weight. */
+    /* Products of few rows with bf16 keys and values in place; NULL where mm_bf16 is.
+     * s[i][j] = q[i] . keys[j] for i < m, and any value in up to three columns past the last key; ldq counts
+     * elements. o[i] (+)= sum of p[i][j] values[j] in the values' columns, and zeros up to a multiple of 16.
+     * p are words of two weights; the word of a last single key has 0 as its other weight. */
     void (*score_rows_bf16)(int64_t m, const void *q, int64_t ldq, const row_source *keys, read_ahead ahead,
                             float *s, int64_t lds);
     void (*add_values_bf16)(int64_t m, const void *p, int64_t ldp, const row_source *values, read_ahead ahead,
