@@ -3,15 +3,10 @@
 /* attention.c - softmax attention and its gradient, one row at a time. */
 #include "attention.h"
 
+#include "dot.h"
+
 #include <math.h>
 #include <stdlib.h>
-
-static double dot(const double *a, const double *b, int64_t n)
-{
-    double sum = 0;
-    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
-    return sum;
-}
 
 static double scale_of(const oracle_shape *s)
 {
@@ -49,7 +44,7 @@ static double softmax_row(const oracle_shape *s, oracle_sees sees, const void *m
     r->count = 0;
     for (int64_t j = 0; j < s->nkv; j++) {
         if (!sees(mask, head, t, j)) continue;
-        const double score = scale * dot(q_row, k + (j * s->hkv + kv_head) * s->d, s->d);
+        const double score = scale * oracle_dot(q_row, k + (j * s->hkv + kv_head) * s->d, s->d);
         if (r->count == 0 || score > max || isnan(score)) max = score;
         r->key[r->count] = j;
         r->p[r->count++] = score;
@@ -67,10 +62,11 @@ static double attend_row(const oracle_shape *s, oracle_sees sees, const void *ma
 {
     const int64_t kv_head = head / (s->h / s->hkv);
     const double lse = softmax_row(s, sees, mask, q, k, head, t, r);
-    for (int64_t c = 0; o != NULL && c < s->dv; c++) {
-        o[c] = 0;
-        for (int64_t i = 0; i < r->count; i++)
-            o[c] += r->p[i] * v[(r->key[i] * s->hkv + kv_head) * s->dv + c];
+    if (o == NULL) return lse;
+    for (int64_t c = 0; c < s->dv; c++) o[c] = 0;
+    for (int64_t i = 0; i < r->count; i++) {
+        const double *value = v + (r->key[i] * s->hkv + kv_head) * s->dv, p = r->p[i];
+        for (int64_t c = 0; c < s->dv; c++) o[c] += p * value[c];
     }
     return lse;
 }
@@ -113,17 +109,17 @@ void oracle_attend_backward(const oracle_shape *s, oracle_sees sees, const void 
             double *dq_row = d_q + (t * s->h + head) * s->d, mean = 0;
             softmax_row(s, sees, mask, q, k, head, t, &r);
             for (int64_t i = 0; i < r.count; i++) {
-                r.dp[i] = dot(d_out, v + (r.key[i] * s->hkv + kv_head) * s->dv, s->dv);
+                r.dp[i] = oracle_dot(d_out, v + (r.key[i] * s->hkv + kv_head) * s->dv, s->dv);
                 mean += r.p[i] * r.dp[i];
             }
             for (int64_t i = 0; i < r.count; i++) {
-                const double ds = r.p[i] * (r.dp[i] - mean) * scale;
+                const double p = r.p[i], ds = p * (r.dp[i] - mean) * scale;
                 const int64_t kv_row = r.key[i] * s->hkv + kv_head;
-                for (int64_t c = 0; c < s->dv; c++) d_v[kv_row * s->dv + c] += r.p[i] * d_out[c];
-                for (int64_t c = 0; c < s->d; c++) {
-                    dq_row[c] += ds * k[kv_row * s->d + c];
-                    d_k[kv_row * s->d + c] += ds * q_row[c];
-                }
+                const double *key = k + kv_row * s->d;
+                double *d_key = d_k + kv_row * s->d, *d_value = d_v + kv_row * s->dv;
+                for (int64_t c = 0; c < s->dv; c++) d_value[c] += p * d_out[c];
+                for (int64_t c = 0; c < s->d; c++) dq_row[c] += ds * key[c];
+                for (int64_t c = 0; c < s->d; c++) d_key[c] += ds * q_row[c];
             }
         }
     }

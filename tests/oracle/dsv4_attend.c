@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* dsv4_attend.c - the attention core in double: for every query a set of rows that are keys and values at
  * once. */
+#include "dot.h"
 #include "dsv4.h"
 
 #include <math.h>
@@ -40,13 +41,6 @@ static const double *key_row(const oracle_core *c, const oracle_core_arrays *x, 
     return i < k->raw ? x->kv + k->row[i] * c->dim : x->kv_cmp + k->row[i] * c->dim;
 }
 
-static double dot(const double *a, const double *b, int64_t n)
-{
-    double sum = 0;
-    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
-    return sum;
-}
-
 /* log(sum of e^x) of n numbers. */
 static double log_sum(const double *x, int64_t n)
 {
@@ -66,7 +60,8 @@ static double sink_of(const oracle_core_arrays *x, int64_t h)
 static double scores_of(const oracle_core *c, const oracle_core_arrays *x, const key_set *k, const double *q,
                         double sink, double *score)
 {
-    for (int64_t i = 0; i < k->n; i++) score[i] = dot(q, key_row(c, x, k, i), c->dim) / sqrt((double)c->dim);
+    for (int64_t i = 0; i < k->n; i++)
+        score[i] = oracle_dot(q, key_row(c, x, k, i), c->dim) / sqrt((double)c->dim);
     const double lse = log_sum(score, k->n);
     const double both[] = {lse, sink};
     return lse == -INFINITY ? -INFINITY : log_sum(both, 2);
@@ -81,8 +76,10 @@ void oracle_dsv4_attend(const oracle_core *c, const oracle_core_arrays *x)
             double *o = x->o + (t * c->heads + h) * c->dim;
             const double all = scores_of(c, x, &k, x->q + (t * c->heads + h) * c->dim, sink_of(x, h), score);
             memset(o, 0, (size_t)c->dim * sizeof *o);
-            for (int64_t i = 0; i < k.n && all != -INFINITY; i++)
-                for (int64_t d = 0; d < c->dim; d++) o[d] += exp(score[i] - all) * key_row(c, x, &k, i)[d];
+            for (int64_t i = 0; i < k.n && all != -INFINITY; i++) {
+                const double p = exp(score[i] - all), *key = key_row(c, x, &k, i);
+                for (int64_t d = 0; d < c->dim; d++) o[d] += p * key[d];
+            }
             if (x->cos_sin != NULL)
                 oracle_dsv4_rotate(o, c->dim, x->cos_sin, c->rope_dim, c->start + t, true);
             x->lse[h * c->queries + t] = log_sum(score, k.n);
@@ -103,18 +100,18 @@ static void head_backward(const oracle_core *c, const oracle_core_arrays *x, con
     const double all = scores_of(c, x, k, x->q + at, sink_of(x, h), score), scale = 1 / sqrt((double)c->dim);
     if (all == -INFINITY) return;
     double *d_o = malloc((size_t)c->dim * sizeof *d_o);
-    const double delta = dot(x->d_o + at, x->o + at, c->dim);
+    const double delta = oracle_dot(x->d_o + at, x->o + at, c->dim);
     memcpy(d_o, x->d_o + at, (size_t)c->dim * sizeof *d_o);
     if (x->cos_sin != NULL) oracle_dsv4_rotate(d_o, c->dim, x->cos_sin, c->rope_dim, c->start + t, false);
     for (int64_t i = 0; i < k->n; i++) {
         const double p = exp(score[i] - all), *key = key_row(c, x, k, i);
         const double ds =
-            k->n == 1 && sink_of(x, h) == -INFINITY ? 0 : p * (dot(d_o, key, c->dim) - delta) * scale;
+            k->n == 1 && sink_of(x, h) == -INFINITY ? 0 : p * (oracle_dot(d_o, key, c->dim) - delta) * scale;
         double *d_key = i < k->raw ? x->d_kv : x->d_kv_cmp;
-        for (int64_t d = 0; d < c->dim; d++) {
-            if (x->d_q != NULL) x->d_q[at + d] += ds * key[d];
-            if (d_key != NULL) d_key[k->row[i] * c->dim + d] += ds * x->q[at + d] + p * d_o[d];
-        }
+        for (int64_t d = 0; x->d_q != NULL && d < c->dim; d++) x->d_q[at + d] += ds * key[d];
+        if (d_key == NULL) continue;
+        d_key += k->row[i] * c->dim;
+        for (int64_t d = 0; d < c->dim; d++) d_key[d] += ds * x->q[at + d] + p * d_o[d];
     }
     if (x->d_sink != NULL && x->sink != NULL) x->d_sink[h] -= exp(x->sink[h] - all) * delta;
     free(d_o);

@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* dsv4_index.c - the indexer's scores and choice in double. */
+#include "dot.h"
 #include "dsv4.h"
 
 #include <math.h>
@@ -21,9 +22,7 @@ void oracle_dsv4_scores(const oracle_indexer *x, const double *q, const double *
         for (int64_t s = 0; s < seen; s++) {
             double sum = 0;
             for (int64_t h = 0; h < x->heads; h++) {
-                double dot = 0;
-                for (int64_t i = 0; i < x->width; i++)
-                    dot += q[(t * x->heads + h) * x->width + i] * k[s * x->width + i];
+                const double dot = oracle_dot(q + (t * x->heads + h) * x->width, k + s * x->width, x->width);
                 sum += w[t * x->heads + h] * (dot <= 0 ? 0 : dot);
             }
             scores[t * x->entries + s] = c * sum;

@@ -2,6 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "dsv4_layer.h"
 
+#include "dot.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -53,8 +55,7 @@ static double *linear(const double *x, const double *w, int64_t rows, int64_t in
 {
     double *y = zeros(rows * out);
     for (int64_t t = 0; t < rows; t++)
-        for (int64_t n = 0; n < out; n++)
-            for (int64_t k = 0; k < in; k++) y[t * out + n] += x[t * in + k] * w[n * in + k];
+        for (int64_t n = 0; n < out; n++) y[t * out + n] = oracle_dot(x + t * in, w + n * in, in);
     return y;
 }
 
@@ -157,7 +158,7 @@ static double *project_groups(const oracle_layer *l, const double *o, const doub
     for (int64_t t = 0; t < l->tokens; t++)
         for (int64_t n = 0; n < all; n++) {
             const double *from = o + t * l->heads * l->dim + n / l->o_lora * in;
-            for (int64_t k = 0; k < in; k++) y[t * all + n] += from[k] * w[n * in + k];
+            y[t * all + n] = oracle_dot(from, w + n * in, in);
         }
     return y;
 }

@@ -2,6 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 #include "oracle/moe_layer.h"
 
+#include "oracle/dot.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -39,19 +41,13 @@ static expert shared_expert(const oracle_layer *m)
     return (expert){m->dim, m->shared_width, m->shared_gate, m->shared_up, m->shared_down, NULL, NULL, NULL};
 }
 
-static double dot(const double *a, const double *b, int64_t n)
-{
-    double sum = 0;
-    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
-    return sum;
-}
-
 /* gate and up, [2][width]. */
 static void project(const expert *x, const double *row, double *h)
 {
     for (int64_t i = 0; i < x->width; i++) {
-        h[i] = dot(x->gate + i * x->dim, row, x->dim) + (x->gate_bias != NULL ? x->gate_bias[i] : 0);
-        h[x->width + i] = dot(x->up + i * x->dim, row, x->dim) + (x->up_bias != NULL ? x->up_bias[i] : 0);
+        h[i] = oracle_dot(x->gate + i * x->dim, row, x->dim) + (x->gate_bias != NULL ? x->gate_bias[i] : 0);
+        h[x->width + i] =
+            oracle_dot(x->up + i * x->dim, row, x->dim) + (x->up_bias != NULL ? x->up_bias[i] : 0);
     }
 }
 
@@ -106,8 +102,8 @@ static void run(const oracle_layer *m, const expert *x, int64_t e, int64_t t, st
     activate(m, s->h, x->width, s->act);
     if (m->quantise != NULL && e >= 0) m->quantise(m->arg, true, e, s->act, x->width);
     for (int64_t d = 0; d < m->dim; d++)
-        s->y[d] =
-            dot(x->down + d * x->width, s->act, x->width) + (x->down_bias != NULL ? x->down_bias[d] : 0);
+        s->y[d] = oracle_dot(x->down + d * x->width, s->act, x->width) +
+                  (x->down_bias != NULL ? x->down_bias[d] : 0);
 }
 
 /* The logits of a token. */
@@ -115,7 +111,7 @@ static void logits_of(const oracle_layer *m, int64_t t, double *logits)
 {
     for (int64_t e = 0; e < m->experts; e++)
         logits[e] = m->logits != NULL ? m->logits[t * m->experts + e]
-                                      : dot(m->x + t * m->dim, m->router + e * m->dim, m->dim);
+                                      : oracle_dot(m->x + t * m->dim, m->router + e * m->dim, m->dim);
 }
 
 static void weights_of(const oracle_layer *m, int64_t t, double *weights)
@@ -224,8 +220,9 @@ void oracle_layer_backward(const oracle_layer *m, const double *d_out, const ora
             const expert x = expert_at(m, e);
             steps s = make_steps(&x);
             run(m, &x, e, t, &s);
-            g->weights[t * m->top_k + j] = dot(d, s.y, m->dim);
-            const double size = sqrt(dot(d, d, m->dim) * dot(s.y, s.y, m->dim) / (double)m->dim);
+            g->weights[t * m->top_k + j] = oracle_dot(d, s.y, m->dim);
+            const double size =
+                sqrt(oracle_dot(d, d, m->dim) * oracle_dot(s.y, s.y, m->dim) / (double)m->dim);
             g->weights_terms[t * m->top_k + j] = fmax(size, fabs(g->weights[t * m->top_k + j]));
             for (int64_t i = 0; i < m->dim; i++) d_y[i] = weights[j] * d[i];
             expert_backward(m, &x, &s, d_y, g->x + t * m->dim, g->gate_up_bias + e * 2 * m->width,

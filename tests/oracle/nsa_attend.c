@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* nsa_attend.c - the three branches over given lists, the gate, and the gradients of the whole. */
 #include "attention.h"
+#include "dot.h"
 #include "nsa.h"
 
 #include <math.h>
@@ -95,10 +96,7 @@ static const double *values_of(const oracle_nsa_arrays *x, int branch)
 
 static double gate_logit(const oracle_nsa *a, const oracle_nsa_arrays *x, int64_t row, int b)
 {
-    double sum = 0;
-    for (int64_t c = 0; c < a->d; c++)
-        sum += x->q[row * a->d + c] * x->w_gate[(row % a->h * 3 + b) * a->d + c];
-    return sum;
+    return oracle_dot(x->q + row * a->d, x->w_gate + (row % a->h * 3 + b) * a->d, a->d);
 }
 
 void oracle_nsa_gate(const oracle_nsa *a, const oracle_nsa_arrays *x)

@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* nsa_select.c - which blocks and groups a tile chooses, and the rule by which a library's lists are
  * judged where scores nearly tie. */
+#include "dot.h"
 #include "nsa.h"
 
 #include <inttypes.h>
@@ -31,6 +32,14 @@ static bool entry_visible(const oracle_nsa *a, int64_t entry, int64_t query)
     return start + a->params.block_size - 1 <= query;
 }
 
+/* Index of the newest entry that a query sees, -1 if none: it sees all before it. */
+static int64_t newest_entry(const oracle_nsa *a, int64_t query)
+{
+    int64_t newest = oracle_nsa_entries(a) - 1;
+    while (newest >= 0 && !entry_visible(a, newest, query)) newest--;
+    return newest;
+}
+
 /* The queries of a tile and the heads that share a list. */
 typedef struct members {
     int64_t first, last, head, heads;
@@ -43,47 +52,50 @@ static members members_of(const oracle_nsa *a, int64_t list, int64_t tile)
     return m;
 }
 
-static double logit(const oracle_nsa *a, const double *q, const double *k_cmp, int64_t head, int64_t query,
-                    int64_t entry)
+static double product(const oracle_nsa *a, const double *q, const double *k_cmp, int64_t head, int64_t query,
+                      int64_t entry)
 {
     const double *x = q + (query * a->h + head) * a->d;
     const double *y = k_cmp + (entry * a->hkv + head / (a->h / a->hkv)) * a->d;
-    double sum = 0;
-    for (int64_t c = 0; c < a->d; c++) sum += x[c] * y[c];
-    return scale_of(a) * sum;
+    return oracle_dot(x, y, a->d);
 }
 
 /* p[i] += softmax over the entries that the query sees. */
 static void add_softmax(const oracle_nsa *a, const double *q, const double *k_cmp, int64_t head,
                         int64_t query, double *p)
 {
-    const int64_t nc = oracle_nsa_entries(a);
+    const int64_t nc = newest_entry(a, query) + 1;
     double *s = doubles(nc), max = -INFINITY, sum = 0;
+    const double scale = scale_of(a);
     for (int64_t i = 0; i < nc; i++) {
-        if (!entry_visible(a, i, query)) continue;
-        s[i] = logit(a, q, k_cmp, head, query, i);
+        s[i] = scale * product(a, q, k_cmp, head, query, i);
         if (s[i] > max || isnan(s[i])) max = s[i];
     }
-    for (int64_t i = 0; i < nc; i++)
-        if (entry_visible(a, i, query)) sum += exp(s[i] - max);
-    for (int64_t i = 0; i < nc; i++)
-        if (entry_visible(a, i, query)) p[i] += exp(s[i] - max) / sum;
+    for (int64_t i = 0; i < nc; i++) {
+        s[i] = exp(s[i] - max);
+        sum += s[i];
+    }
+    for (int64_t i = 0; i < nc; i++) p[i] += s[i] / sum;
     free(s);
 }
 
-/* Mean over the tile's queries and the group's heads of the logit with one entry: mean(q) . k_cmp. */
-static double mean_logit(const oracle_nsa *a, const double *q, const double *k_cmp, members m, int64_t entry)
+/* Mean over the tile's queries and the group's heads: d numbers. */
+static double *mean_query(const oracle_nsa *a, const double *q, members m)
+{
+    double *mean = doubles(a->d);
+    for (int64_t query = m.first; query <= m.last; query++)
+        for (int64_t head = m.head; head < m.head + m.heads; head++)
+            for (int64_t c = 0; c < a->d; c++) mean[c] += q[(query * a->h + head) * a->d + c];
+    for (int64_t c = 0; c < a->d; c++) mean[c] /= (double)((m.last - m.first + 1) * m.heads);
+    return mean;
+}
+
+/* Mean of the logits with one entry. */
+static double mean_logit(const oracle_nsa *a, const double *mean, const double *k_cmp, members m,
+                         int64_t entry)
 {
     const double *y = k_cmp + (entry * a->hkv + m.head / (a->h / a->hkv)) * a->d;
-    double sum = 0;
-    for (int64_t c = 0; c < a->d; c++) {
-        double mean = 0;
-        for (int64_t query = m.first; query <= m.last; query++)
-            for (int64_t head = m.head; head < m.head + m.heads; head++)
-                mean += q[(query * a->h + head) * a->d + c];
-        sum += mean / (double)((m.last - m.first + 1) * m.heads) * y[c];
-    }
-    return scale_of(a) * sum;
+    return scale_of(a) * oracle_dot(mean, y, a->d);
 }
 
 static void mark_forced(const oracle_nsa *a, members m, int64_t blocks, oracle_choice *choices)
@@ -105,7 +117,7 @@ void oracle_nsa_block_choices(const oracle_nsa *a, const double *q, const double
     const int64_t block = oracle_nsa_select_block(a), per_block = block / d,
                   per_entry = a->params.block_size / d;
     const bool softmax = a->params.metric == QUERN_NSA_METRIC_SOFTMAX;
-    double *p = doubles(nc);
+    double *p = softmax ? doubles(nc) : NULL, *mean = softmax ? NULL : mean_query(a, q, m);
     for (int64_t query = m.first; softmax && query <= m.last; query++)
         for (int64_t head = m.head; head < m.head + m.heads; head++) add_softmax(a, q, k_cmp, head, query, p);
     for (int64_t j = 0; j < blocks; j++) {
@@ -121,21 +133,13 @@ void oracle_nsa_block_choices(const oracle_nsa *a, const double *q, const double
             }
         } else {
             c.counts = j < nc && entry_visible(a, j, m.last);
-            c.score = c.counts ? mean_logit(a, q, k_cmp, m, j) : -INFINITY;
+            c.score = c.counts ? mean_logit(a, mean, k_cmp, m, j) : -INFINITY;
         }
         choices[j] = c;
     }
     mark_forced(a, m, blocks, choices);
     free(p);
-}
-
-/* Index of the newest entry that a query sees, -1 if none. */
-static int64_t newest_entry(const oracle_nsa *a, int64_t query)
-{
-    int64_t newest = -1;
-    for (int64_t i = 0; i < oracle_nsa_entries(a); i++)
-        if (entry_visible(a, i, query)) newest = i;
-    return newest;
+    free(mean);
 }
 
 void oracle_nsa_group_choices(const oracle_nsa *a, const double *q, const double *k_cmp, int64_t list,
@@ -144,12 +148,13 @@ void oracle_nsa_group_choices(const oracle_nsa *a, const double *q, const double
     const members m = members_of(a, list, tile);
     const int64_t nc = oracle_nsa_entries(a), groups = (nc + GROUP_ENTRIES - 1) / GROUP_ENTRIES;
     const int64_t newest_first = newest_entry(a, m.first), newest_last = newest_entry(a, m.last);
+    double *mean = mean_query(a, q, m);
     for (int64_t g = 0; g < groups; g++) {
         oracle_choice c = {0, false, false, false};
         int64_t visible = 0;
         for (int64_t i = g * GROUP_ENTRIES; i < nc && i < (g + 1) * GROUP_ENTRIES; i++) {
             if (!entry_visible(a, i, m.last)) continue;
-            c.score += mean_logit(a, q, k_cmp, m, i);
+            c.score += mean_logit(a, mean, k_cmp, m, i);
             visible++;
         }
         c.candidate = c.counts = visible > 0;
@@ -159,6 +164,7 @@ void oracle_nsa_group_choices(const oracle_nsa *a, const double *q, const double
                 g == newest_last / GROUP_ENTRIES || (newest_first >= 0 && g == newest_first / GROUP_ENTRIES);
         choices[g] = c;
     }
+    free(mean);
 }
 
 /* 2: a number or +inf; 1: -inf; 0: NaN. */
@@ -177,17 +183,19 @@ static bool before(const oracle_choice *c, int64_t i, int64_t j)
     return i < j;
 }
 
-/* Fills ranked with the candidates in order; returns how many. */
-static int64_t rank_candidates(const oracle_choice *choices, int64_t count, int64_t *ranked)
+/* Fills ranked with the first `most` candidates in order; returns how many candidates there are. */
+static int64_t rank_candidates(const oracle_choice *choices, int64_t count, int64_t *ranked, int64_t most)
 {
-    int64_t n = 0;
+    int64_t n = 0, candidates = 0;
     for (int64_t j = 0; j < count; j++) {
         if (!choices[j].candidate) continue;
-        int64_t at = n++;
+        candidates++;
+        if (n == most && !before(choices, j, ranked[n - 1])) continue;
+        int64_t at = n < most ? n++ : n - 1;
         for (; at > 0 && before(choices, j, ranked[at - 1]); at--) ranked[at] = ranked[at - 1];
         ranked[at] = j;
     }
-    return n;
+    return candidates;
 }
 
 static int64_t *indices(int64_t n)
@@ -199,14 +207,15 @@ static int64_t *indices(int64_t n)
 
 int32_t oracle_nsa_pick(const oracle_choice *choices, int64_t count, int64_t k, int32_t *list)
 {
-    int64_t *ranked = indices(count);
-    const int64_t candidates = rank_candidates(choices, count, ranked),
+    int64_t *ranked = indices(k);
+    const int64_t candidates = rank_candidates(choices, count, ranked, k),
                   taken = candidates < k ? candidates : k;
-    int64_t at = 0;
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t r = 0; r < taken; r++)
-            if (ranked[r] == j) list[at++] = (int32_t)j;
-    for (; at < k; at++) list[at] = -1;
+    for (int64_t r = 0; r < taken; r++) { /* in order of the index */
+        int64_t at = r;
+        for (; at > 0 && list[at - 1] > ranked[r]; at--) list[at] = list[at - 1];
+        list[at] = (int32_t)ranked[r];
+    }
+    for (int64_t r = taken; r < k; r++) list[r] = -1;
     free(ranked);
     return (int32_t)taken;
 }
@@ -239,11 +248,11 @@ static bool within_tolerance(const oracle_choice *choices, int64_t count, const 
 bool oracle_nsa_accepts(const oracle_choice *choices, int64_t count, int64_t k, const int32_t *list,
                         char why[200])
 {
-    int64_t *ranked = indices(count);
+    int64_t *ranked = indices(k + 1);
     int32_t *expected = malloc(sizeof *expected * (size_t)k);
     bool *chosen = calloc((size_t)(count > 0 ? count : 1), 1), good = true;
     if (expected == NULL || chosen == NULL) abort();
-    const int64_t candidates = rank_candidates(choices, count, ranked);
+    const int64_t candidates = rank_candidates(choices, count, ranked, k + 1);
     const int32_t taken = oracle_nsa_pick(choices, count, k, expected);
     for (int64_t r = 0; r < k && good; r++) {
         const int32_t j = list[r];

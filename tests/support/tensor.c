@@ -111,14 +111,35 @@ static unsigned char *element(const test_tensor *t, int64_t index)
     return (unsigned char *)t->view.data + offset * (int64_t)element_size(t->view.dtype);
 }
 
-/* The nearest multiple of 2^(exponent - digits), ties to even; `least` is the exponent of subnormals. */
+static uint64_t bits_of(double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static double double_of(uint64_t bits)
+{
+    double x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* The e of |x| = m 2^e with m in [1/2, 1), as frexp gives it; at most -1022 where x is subnormal. */
+static int exponent_of(double x)
+{
+    return (int)(bits_of(x) >> 52 & 0x7ff) - 1022;
+}
+
+/* The nearest multiple of 2^(exponent - digits), ties to even; `least` is the exponent of subnormals. A sum
+ * with 1.5 * 2^52 of these units is rounded to whole units. */
 static double round_binary(double x, int digits, int least, double largest)
 {
-    int exponent;
     if (!isfinite(x) || x == 0) return x;
-    frexp(x, &exponent);
-    if (exponent < least) exponent = least;
-    const double rounded = ldexp(nearbyint(ldexp(x, digits - exponent)), exponent - digits);
+    const int exponent = exponent_of(x) < least ? least : exponent_of(x);
+    if (exponent > 900) return copysign(INFINITY, x); /* beyond every type here */
+    const double shift = 1.5 * double_of((uint64_t)(52 + exponent - digits + 1023) << 52);
+    const double rounded = copysign(x + shift - shift, x);
     return fabs(rounded) > largest ? copysign(INFINITY, x) : rounded;
 }
 
@@ -139,12 +160,10 @@ static uint16_t half_bits(quern_dtype dtype, double x)
     }
     const uint16_t sign = signbit(x) ? 0x8000 : 0;
     const double a = fabs(test_round(dtype, x));
-    int exponent;
     if (isnan(x)) return 0x7e00;
     if (isinf(a)) return sign | 0x7c00;
-    frexp(a, &exponent);
-    if (a == 0 || exponent < -13) return (uint16_t)(sign | (int)ldexp(a, 24));
-    return (uint16_t)(sign | (exponent + 14) << 10 | ((int)ldexp(a, 11 - exponent) & 0x3ff));
+    if (a < 0x1p-14) return (uint16_t)(sign | (int)(a * 0x1p24));
+    return (uint16_t)(sign | (exponent_of(a) + 14) << 10 | (int)(bits_of(a) >> 42 & 0x3ff));
 }
 
 static double half_value(quern_dtype dtype, uint16_t bits)
@@ -156,32 +175,70 @@ static double half_value(quern_dtype dtype, uint16_t bits)
         return f;
     }
     const int exponent = bits >> 10 & 31, mantissa = bits & 0x3ff;
-    double a = exponent == 0 ? ldexp(mantissa, -24) : ldexp(mantissa + 0x400, exponent - 25);
+    double a = exponent == 0 ? mantissa * 0x1p-24
+                             : double_of((uint64_t)(exponent - 15 + 1023) << 52 | (uint64_t)mantissa << 42);
     if (exponent == 31) a = mantissa != 0 ? NAN : INFINITY;
     return bits & 0x8000 ? -a : a;
 }
 
+/* The elements of a tensor, a run of the last dimension after the other. */
+typedef struct runs {
+    int64_t number, count, step; /* runs, elements of one, bytes between two */
+    size_t size;                 /* bytes of an element */
+} runs;
+
+static runs runs_of(const test_tensor *t)
+{
+    const int32_t last = t->view.ndim - 1;
+    const int64_t elements = test_tensor_count(t), count = last >= 0 ? t->view.shape[last] : 1;
+    const size_t size = element_size(t->view.dtype);
+    const int64_t step = (last >= 0 ? t->view.strides[last] : 1) * (int64_t)size;
+    return (runs){elements > 0 ? elements / count : 0, count, step, size};
+}
+
+static void store(quern_dtype dtype, double value, unsigned char *p)
+{
+    if (dtype == QUERN_F32) {
+        const float f = (float)value;
+        memcpy(p, &f, sizeof f);
+    } else if (dtype == QUERN_U8) {
+        *p = (unsigned char)value;
+    } else {
+        const uint16_t h = half_bits(dtype, value);
+        memcpy(p, &h, sizeof h);
+    }
+}
+
+static double load(quern_dtype dtype, const unsigned char *p)
+{
+    if (dtype == QUERN_U8) return *p;
+    if (dtype == QUERN_F32) {
+        float f;
+        memcpy(&f, p, sizeof f);
+        return f;
+    }
+    uint16_t h;
+    memcpy(&h, p, sizeof h);
+    return half_value(dtype, h);
+}
+
 void test_tensor_set(test_tensor *t, const double *values)
 {
-    const int64_t count = test_tensor_count(t);
-    for (int64_t i = 0; i < count; i++) {
-        if (t->view.dtype == QUERN_F32) {
-            const float f = (float)values[i];
-            memcpy(element(t, i), &f, sizeof f);
-        } else if (t->view.dtype == QUERN_U8) {
-            *(unsigned char *)element(t, i) = (unsigned char)values[i];
-        } else {
-            const uint16_t h = half_bits(t->view.dtype, values[i]);
-            memcpy(element(t, i), &h, sizeof h);
-        }
+    const runs r = runs_of(t);
+    for (int64_t run = 0; run < r.number; run++) {
+        unsigned char *p = element(t, run * r.count);
+        for (int64_t i = 0; i < r.count; i++) store(t->view.dtype, *values++, p + i * r.step);
     }
     if (t->bytes > 0) memcpy(t->snapshot, t->buffer, t->bytes);
 }
 
 void test_tensor_set_i32(test_tensor *t, const int32_t *values)
 {
-    const int64_t count = test_tensor_count(t);
-    for (int64_t i = 0; i < count; i++) memcpy(element(t, i), &values[i], sizeof *values);
+    const runs r = runs_of(t);
+    for (int64_t run = 0; run < r.number; run++) {
+        unsigned char *p = element(t, run * r.count);
+        for (int64_t i = 0; i < r.count; i++) memcpy(p + i * r.step, values++, sizeof *values);
+    }
     memcpy(t->snapshot, t->buffer, t->bytes);
 }
 
@@ -196,65 +253,71 @@ void test_tensor_normal(test_tensor *t, test_random *random, double sigma)
 
 double *test_tensor_get(const test_tensor *t)
 {
-    const int64_t count = test_tensor_count(t);
-    double *values = test_doubles(count);
-    for (int64_t i = 0; i < count; i++) {
-        if (t->view.dtype == QUERN_F32) {
-            float f;
-            memcpy(&f, element(t, i), sizeof f);
-            values[i] = f;
-        } else if (t->view.dtype == QUERN_U8) {
-            values[i] = *(const unsigned char *)element(t, i);
-        } else {
-            uint16_t h;
-            memcpy(&h, element(t, i), sizeof h);
-            values[i] = half_value(t->view.dtype, h);
-        }
+    double *values = test_doubles(test_tensor_count(t)), *to = values;
+    const runs r = runs_of(t);
+    for (int64_t run = 0; run < r.number; run++) {
+        const unsigned char *p = element(t, run * r.count);
+        for (int64_t i = 0; i < r.count; i++) *to++ = load(t->view.dtype, p + i * r.step);
     }
     return values;
 }
 
 int32_t *test_tensor_get_i32(const test_tensor *t)
 {
-    const int64_t count = test_tensor_count(t);
-    int32_t *values = allocate(sizeof *values * (size_t)(count + 1));
-    for (int64_t i = 0; i < count; i++) memcpy(&values[i], element(t, i), sizeof *values);
+    int32_t *values = allocate(sizeof *values * (size_t)(test_tensor_count(t) + 1)), *to = values;
+    const runs r = runs_of(t);
+    for (int64_t run = 0; run < r.number; run++) {
+        const unsigned char *p = element(t, run * r.count);
+        for (int64_t i = 0; i < r.count; i++) memcpy(to++, p + i * r.step, sizeof *to);
+    }
     return values;
+}
+
+/* The first byte at which two buffers differ, `bytes` if none. */
+static size_t first_difference(const unsigned char *a, const unsigned char *b, size_t bytes)
+{
+    size_t i = 0;
+    if (memcmp(a, b, bytes) == 0) return bytes;
+    while (a[i] == b[i]) i++;
+    return i;
 }
 
 void test_tensor_check_guards(const test_tensor *t, const char *name)
 {
     if (t->buffer == NULL) return;
-    const int64_t count = test_tensor_count(t);
-    const size_t size = element_size(t->view.dtype);
+    const runs r = runs_of(t);
     unsigned char *expected = allocate(t->bytes);
     memcpy(expected, t->snapshot, t->bytes);
-    for (int64_t i = 0; i < count; i++) {
-        const unsigned char *p = element(t, i);
-        memcpy(expected + (p - t->buffer), p, size);
+    for (int64_t run = 0; run < r.number; run++) {
+        const unsigned char *p = element(t, run * r.count);
+        unsigned char *to = expected + (p - t->buffer);
+        if (r.step == (int64_t)r.size) memcpy(to, p, (size_t)r.count * r.size);
+        for (int64_t i = 0; r.step != (int64_t)r.size && i < r.count; i++)
+            memcpy(to + i * r.step, p + i * r.step, r.size);
     }
-    for (size_t i = 0; i < t->bytes; i++) {
-        if (expected[i] != t->buffer[i])
-            fail_msg("%s: byte %td from the start of its data lies outside its elements and was written",
-                     name, t->buffer + i - (unsigned char *)t->view.data);
-    }
+    const size_t at = first_difference(expected, t->buffer, t->bytes);
     free(expected);
+    if (at < t->bytes)
+        fail_msg("%s: byte %td from the start of its data lies outside its elements and was written", name,
+                 t->buffer + at - (unsigned char *)t->view.data);
 }
 
 void test_tensor_check_unchanged(const test_tensor *t, const char *name)
 {
-    for (size_t i = 0; i < t->bytes; i++) {
-        if (t->snapshot[i] != t->buffer[i])
-            fail_msg("%s: byte %td from the start of its data was written", name,
-                     t->buffer + i - (unsigned char *)t->view.data);
-    }
+    const size_t at = t->bytes > 0 ? first_difference(t->snapshot, t->buffer, t->bytes) : 0;
+    if (at < t->bytes)
+        fail_msg("%s: byte %td from the start of its data was written", name,
+                 t->buffer + at - (unsigned char *)t->view.data);
 }
 
 bool test_tensor_same_bits(const test_tensor *a, const test_tensor *b)
 {
-    const int64_t count = test_tensor_count(a);
-    for (int64_t i = 0; i < count; i++)
-        if (memcmp(element(a, i), element(b, i), element_size(a->view.dtype)) != 0) return false;
+    const runs r = runs_of(a), other = runs_of(b);
+    for (int64_t run = 0; run < r.number; run++) {
+        const unsigned char *p = element(a, run * r.count), *q = element(b, run * r.count);
+        for (int64_t i = 0; i < r.count; i++)
+            if (memcmp(p + i * r.step, q + i * other.step, r.size) != 0) return false;
+    }
     return true;
 }
 
