@@ -11,6 +11,8 @@ passed=0
 failed=0
 log=$(mktemp)
 export OMP_WAIT_POLICY=passive # threads that spin would only take the processors from other work
+# Freed memory is kept and taken again, where glibc would map and clear large blocks anew for every case.
+export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
 export CUDAARCHS=${CUDAARCHS:-90a-real} # a build configured here compiles for one GPU, which registers.sh looks at
 trap 'rm -f "$log"' EXIT
 

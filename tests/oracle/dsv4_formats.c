@@ -10,7 +10,7 @@
 static double e4m3_value(int code)
 {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
-    const double size = exponent == 0 ? ldexp(mantissa, -9) : ldexp(8 + mantissa, exponent - 10);
+    const double size = exponent == 0 ? mantissa * 0x1p-9 : (8 + mantissa) * 0x1p-10 * (1 << exponent);
     return code & 128 ? -size : size;
 }
 
@@ -23,12 +23,15 @@ static double e2m1_value(int code)
 /* The code of 0 ... last whose value is nearest to |x|; of two, the even one; beyond the last, the last. */
 static int nearest(double (*value)(int), int last, double x)
 {
-    int best = 0;
-    for (int code = 1; code <= last; code++) {
-        const double gain = fabs(fabs(x) - value(best)) - fabs(fabs(x) - value(code));
-        if (gain > 0 || (gain == 0 && code % 2 == 0)) best = code;
+    int below = 0, above = last + 1; /* value(below) <= |x| < value(above) */
+    while (above - below > 1) {
+        const int middle = (below + above) / 2;
+        if (value(middle) <= fabs(x)) below = middle;
+        else above = middle;
     }
-    return best;
+    if (above > last) return last;
+    const double gain = fabs(x) - value(below) - (value(above) - fabs(x));
+    return gain > 0 || (gain == 0 && above % 2 == 0) ? above : below;
 }
 
 static unsigned char e4m3_code(float x)
@@ -71,8 +74,9 @@ bool oracle_dsv4_quantise_fp8(const float *row, int64_t n, bool power_of_two, un
 bool oracle_dsv4_quantise_fp4(const float *row, int64_t n, unsigned char *bytes)
 {
     if (largest(row, n) < 0) return false;
+    float most = 0;
     for (int64_t i = 0; i < n; i++) {
-        const float most = largest(row + i / 32 * 32, 32);
+        if (i % 32 == 0) most = largest(row + i, 32);
         const int exponent = power_above((most > 6 * 0x1p-126f ? most : 6 * 0x1p-126f) / 6.0f);
         const int code = nearest(e2m1_value, 7, ldexp((double)row[i], -exponent)) + (row[i] < 0 ? 8 : 0);
         bytes[i / 2] = (unsigned char)(i % 2 == 0 ? code : bytes[i / 2] | code << 4);
@@ -84,8 +88,9 @@ bool oracle_dsv4_quantise_fp4(const float *row, int64_t n, unsigned char *bytes)
 bool oracle_dsv4_quantise_row584(const float *row, unsigned char bytes[584])
 {
     if (largest(row, 512) < 0) return false;
+    float most = 0;
     for (int i = 0; i < 448; i++) {
-        const float most = largest(row + i / 64 * 64, 64);
+        if (i % 64 == 0) most = largest(row + i, 64);
         const int exponent = power_above((most > 1e-4f ? most : 1e-4f) / 448.0f);
         bytes[i] = e4m3_code((float)ldexp((double)row[i], -exponent));
         bytes[576 + i / 64] = (unsigned char)(exponent + 127);

@@ -14,28 +14,27 @@ enum { CMP, SLC, WIN, GROUP_ENTRIES = 128 };
 typedef struct branch_mask {
     const oracle_nsa *a;
     int branch;
-    int64_t units;
+    uint32_t list_heads, tile, unit_keys; /* 32 bits: every key that every query meets divides by these */
+    int64_t stride, tiles, units;
     bool *chosen; /* NULL: no list restricts this branch */
 } branch_mask;
 
-static bool is_chosen(const branch_mask *m, int64_t head, int64_t t, int64_t unit)
+static bool is_chosen(const branch_mask *m, int64_t head, int64_t t, int64_t key)
 {
-    const int64_t list = head / (m->a->h / oracle_nsa_lists(m->a)), tile = t / m->a->params.tile;
-    return m->chosen[(list * oracle_nsa_tiles(m->a) + tile) * m->units + unit];
+    const int64_t list = (uint32_t)head / m->list_heads, tile = (uint32_t)t / m->tile;
+    return m->chosen[(list * m->tiles + tile) * m->units + (uint32_t)key / m->unit_keys];
 }
 
 static bool branch_sees(const void *mask, int64_t head, int64_t t, int64_t j)
 {
     const branch_mask *m = mask;
     const quern_nsa_params *p = &m->a->params;
-    const int64_t start = j * oracle_nsa_stride(m->a);
+    const bool started = p->compressed_visibility == QUERN_NSA_VISIBLE_STARTED;
     switch (m->branch) {
     case CMP:
-        if (m->chosen != NULL && !is_chosen(m, head, t, j / GROUP_ENTRIES)) return false;
-        if (!p->causal) return true;
-        return p->compressed_visibility == QUERN_NSA_VISIBLE_STARTED ? start <= t
-                                                                     : start + p->block_size - 1 <= t;
-    case SLC: return (!p->causal || j <= t) && is_chosen(m, head, t, j / oracle_nsa_select_block(m->a));
+        if (p->causal && j * m->stride + (started ? 0 : p->block_size - 1) > t) return false;
+        return m->chosen == NULL || is_chosen(m, head, t, j);
+    case SLC: return (!p->causal || j <= t) && is_chosen(m, head, t, j);
     default: return p->causal ? j <= t && j > t - p->window : llabs(t - j) <= p->window / 2;
     }
 }
@@ -56,7 +55,10 @@ static bool *chosen_units(const oracle_nsa *a, const int32_t *list, int64_t k, i
 
 static branch_mask mask_of(const oracle_nsa *a, const oracle_nsa_arrays *x, int branch)
 {
-    branch_mask m = {a, branch, 0, NULL};
+    branch_mask m = {.a = a, .branch = branch, .stride = oracle_nsa_stride(a), .tiles = oracle_nsa_tiles(a)};
+    m.list_heads = (uint32_t)(a->h / (oracle_nsa_lists(a) > 0 ? oracle_nsa_lists(a) : 1));
+    m.tile = (uint32_t)a->params.tile;
+    m.unit_keys = branch == SLC ? (uint32_t)oracle_nsa_select_block(a) : GROUP_ENTRIES;
     if (branch == SLC) {
         m.units = oracle_nsa_blocks(a);
         m.chosen = chosen_units(a, x->block_idx, a->params.num_selected, m.units, x->list_rows);

@@ -15,7 +15,8 @@ float oracle_e2m1(int code)
 float oracle_e4m3(int byte)
 {
     const int exponent = byte / 8, mantissa = byte % 8;
-    return exponent == 0 ? ldexpf((float)mantissa, -9) : ldexpf((float)(8 + mantissa), exponent - 10);
+    const float eighths = (float)(exponent == 0 ? mantissa : 8 + mantissa);
+    return exponent == 0 ? eighths * 0x1p-9f : eighths * 0x1p-10f * (float)(1 << exponent);
 }
 
 /* Between neighbours a and b of the list: which one x rounds to. Ties go to the even index. */

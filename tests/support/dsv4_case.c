@@ -165,11 +165,12 @@ static void make_own(dsv4_case *c, test_random *random, quern_dtype weight, quer
     if (norm) make(c, random, DSV4_D_NORM_WEIGHT, QUERN_F32, 1, &width);
 }
 
-dsv4_case dsv4_case_random(test_random *random)
+dsv4_case dsv4_case_random_of(test_random *random, dsv4_wish wish)
 {
     dsv4_case c;
     memset(&c, 0, sizeof c);
-    draw_shape(&c, random);
+    do draw_shape(&c, random);
+    while (wish.overlap && !c.shape.overlap);
     const quern_dtype weight = test_random_one_in(random, 2) ? c.dtype : QUERN_F32,
                       result = test_random_one_in(random, 2) ? c.dtype : QUERN_F32;
     const bool prev = c.shape.overlap && test_random_one_in(random, 2);
@@ -177,7 +178,8 @@ dsv4_case dsv4_case_random(test_random *random)
     if (prev) c.t[DSV4_PREV_B].buffer = (unsigned char *)&c;
     draw_sequences(&c, random);
     c.t[DSV4_PREV_B].buffer = NULL;
-    c.in = test_random_one_in(random, 3) ? test_random_int(random, 1, 90) : 0;
+    if (wish.in_of > 0) c.in = wish.in_of * test_random_int(random, 1, 90 / wish.in_of);
+    else if (test_random_one_in(random, 3)) c.in = test_random_int(random, 1, 90);
     if (c.in > 0) make_rows(&c, random, DSV4_X, c.dtype, c.tokens, c.in);
     make_own(&c, random, weight, result, prev, !test_random_one_in(random, 3));
     /* The norm of a few channels, of which one is 0, has no gradient to speak of. */
@@ -186,6 +188,11 @@ dsv4_case dsv4_case_random(test_random *random)
     const int64_t table[] = {c.max_pos, c.shape.rope_dim};
     if (c.shape.rope_dim > 0) make(&c, random, DSV4_COS_SIN, weight, 2, table);
     return c;
+}
+
+dsv4_case dsv4_case_random(test_random *random)
+{
+    return dsv4_case_random_of(random, (dsv4_wish){0, false});
 }
 
 static bool is_borrowed(int tensor)

@@ -62,7 +62,14 @@ typedef struct dsv4_sequence {
     bool prev;
 } dsv4_sequence;
 
+/* What a random case must have. */
+typedef struct dsv4_wish {
+    int64_t in_of; /* hidden states of a multiple of so many channels; 0: with or without any */
+    bool overlap;
+} dsv4_wish;
+
 dsv4_case dsv4_case_random(test_random *random);
+dsv4_case dsv4_case_random_of(test_random *random, dsv4_wish wish);
 dsv4_sequence dsv4_sequence_of(const dsv4_case *c, int64_t b);
 /* The indexer's compressor beside `c`, an overlapping one: of another width, on the same tokens, table and
  * sequences, whose tensors it borrows. */

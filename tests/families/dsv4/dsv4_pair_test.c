@@ -47,11 +47,7 @@ static quern_dsv4_compress_tensors tensors_of(const dsv4_case *c, const dsv4_cas
 /* A random pair of overlapping compressors. */
 static dsv4_case random_pair(test_random *random, dsv4_case *index)
 {
-    dsv4_case c = dsv4_case_random(random);
-    while (!c.shape.overlap) {
-        dsv4_case_free(&c);
-        c = dsv4_case_random(random);
-    }
+    dsv4_case c = dsv4_case_random_of(random, (dsv4_wish){.overlap = true});
     *index = dsv4_case_beside(&c, random);
     return c;
 }

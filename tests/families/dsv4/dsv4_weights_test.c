@@ -19,14 +19,9 @@ static void drop(dsv4_case *c, dsv4_tensor which)
 }
 
 /* A random case from hidden states, whose weight the other one replaces. */
-static dsv4_case random_case(test_random *random, weight_kind kind)
+static dsv4_case random_case(test_random *random, weight_kind kind, bool overlap)
 {
-    dsv4_case c = dsv4_case_random(random);
-    while (c.in == 0 || (kind == NVFP4 && c.in % 16 != 0)) {
-        dsv4_case_free(&c);
-        c = dsv4_case_random(random);
-    }
-    return c;
+    return dsv4_case_random_of(random, (dsv4_wish){.in_of = kind == NVFP4 ? 16 : 1, .overlap = overlap});
 }
 
 static void exchange(dsv4_case *c, weight *w, test_random *random, weight_kind kind)
@@ -94,7 +89,7 @@ static void random_calls(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         const weight_kind kind = (weight_kind)(trial % WEIGHT_KINDS);
-        dsv4_case c = random_case(&random, kind);
+        dsv4_case c = random_case(&random, kind, false);
         weight w;
         exchange(&c, &w, &random, kind);
         quern_context *ctx =
@@ -153,11 +148,7 @@ static void pairs(void **state)
         if (!test_trial(seed, trial, &random)) continue;
         const weight_kind kinds[] = {(weight_kind)(trial % WEIGHT_KINDS),
                                      (weight_kind)(trial / WEIGHT_KINDS % WEIGHT_KINDS)};
-        dsv4_case c = random_case(&random, NVFP4);
-        while (!c.shape.overlap) {
-            dsv4_case_free(&c);
-            c = random_case(&random, NVFP4);
-        }
+        dsv4_case c = random_case(&random, NVFP4, true);
         dsv4_case index = dsv4_case_beside(&c, &random);
         weight w[2];
         test_tensor first[2][DSV4_TENSORS];
