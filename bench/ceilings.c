@@ -13,7 +13,7 @@
 
 enum { SLICES = 12, MAX_THREADS = 256 };
 static const int64_t compute_rounds = 200000;         /* about 5 ms */
-static const size_t memory_bytes = (size_t)256 << 20; /* over all threads: eight times a large L3 */
+static const size_t memory_mib = 256;                 /* over all threads: eight times a large L3 */
 
 static const char *const names[CEILINGS] = {"fma512", "fma256", "bf16", "vnni",
                                             "exp2",   "read",   "copy", "write"};
@@ -151,9 +151,9 @@ static void *work(void *arg)
     if (t->threads > 1) pin(m->index);
     char *memory = t->memory != NULL ? bench_allocate(2 * t->bytes) : NULL;
     if (t->memory != NULL && memory == NULL) atomic_store(&t->failed, true);
-    /* Fills memory with random data: some machines write zeros at twice the speed of other data. */
+    /* The source is random: some machines write zeros at twice the speed of other data. */
     uint64_t random = 0x9e3779b97f4a7c15u;
-    for (size_t i = 0; memory != NULL && i < 2 * t->bytes; i += sizeof random) {
+    for (size_t i = 0; memory != NULL && i < t->bytes; i += sizeof random) {
         random = random * 6364136223846793005u + 1442695040888963407u;
         memcpy(memory + i, &random, sizeof random);
     }
@@ -199,6 +199,14 @@ static bool run_team(team *t)
     return !atomic_load(&t->failed);
 }
 
+/* MiB that a memory ceiling goes through. */
+static size_t memory_size(void)
+{
+    const char *text = getenv("QUERN_CEILING_MIB");
+    const long mib = text != NULL ? strtol(text, NULL, 10) : 0;
+    return mib >= 1 && mib < 4096 ? (size_t)mib : memory_mib;
+}
+
 double ceiling_measure(ceiling c, int threads)
 {
     team *t = calloc(1, sizeof *t);
@@ -207,7 +215,7 @@ double ceiling_measure(ceiling c, int threads)
     t->threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     t->compute = compute_kernel(c);
     t->memory = memory_kernel(c);
-    t->bytes = memory_bytes / (size_t)t->threads & ~(size_t)4095;
+    t->bytes = (memory_size() << 20) / (size_t)t->threads & ~(size_t)4095;
     const bool ran = (t->compute != NULL || t->memory != NULL) && run_team(t);
     for (int s = 0; s < SLICES && ran; s++) {
         double begin = t->begin[0][s], end = t->end[0][s], done = 0;

@@ -29,7 +29,8 @@ const char *ceiling_name(ceiling c);
 const char *ceiling_unit(ceiling c);
 
 /* Measures on `threads` threads for about a third of a second. 0 where the machine lacks the
- * instructions, the threads or the memory. */
+ * instructions, the threads or the memory. QUERN_CEILING_MIB sets the memory that one of memory goes through;
+ * 256 MiB are more than a cache holds, and tests that judge no rate take less. */
 double ceiling_measure(ceiling c, int threads);
 
 /* The kernels, one set an ISA. Compute: runs `rounds` rounds on registers and returns the number of

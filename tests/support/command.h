@@ -17,9 +17,11 @@
 static char directory[] = "command_test.XXXXXX";
 static char output[1 << 16]; /* stdout and stderr of the last run */
 
+/* The tests judge no rate: a bench's ceilings go through little memory. */
 static inline int make_directory(void **state)
 {
     (void)state;
+    if (setenv("QUERN_CEILING_MIB", "4", 0) != 0) return -1;
     return mkdtemp(directory) == NULL ? -1 : 0;
 }
 

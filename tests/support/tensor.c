@@ -330,6 +330,12 @@ test_workspace test_workspace_make(size_t bytes)
     return w;
 }
 
+bool test_workspace_is_new(const test_workspace *w)
+{
+    const unsigned char *data = w->data;
+    return w->bytes == 0 || (data[0] == 0xff && memcmp(data, data + 1, w->bytes - 1) == 0);
+}
+
 void test_workspace_close(test_workspace *w)
 {
     const unsigned char *data = w->data;

@@ -71,6 +71,8 @@ typedef struct test_workspace {
     unsigned char *buffer;
 } test_workspace;
 test_workspace test_workspace_make(size_t bytes);
+/* Whether none of its bytes was written. */
+bool test_workspace_is_new(const test_workspace *workspace);
 /* Fails the test if a guard changed, then frees. */
 void test_workspace_close(test_workspace *workspace);
 

@@ -140,7 +140,7 @@ static void signals_end_a_command_at_once(void **state)
     for (size_t i = 0; i < 2 * sizeof commands / sizeof *commands; i++) {
         char prefix[80];
         struct timespec before, after;
-        snprintf(prefix, sizeof prefix, "exec timeout --preserve-status -k 20 -s %s 1",
+        snprintf(prefix, sizeof prefix, "exec timeout --preserve-status -k 20 -s %s 0.3",
                  i % 2 == 0 ? "INT" : "TERM");
         clock_gettime(CLOCK_MONOTONIC, &before);
         const int code = run_with(prefix, commands[i / 2]);

@@ -221,7 +221,8 @@ int bench_measure(job *j, const work w[2], const bench_beside *beside, quern_con
     turns *t = calloc(1, sizeof *t);
     if (t == NULL) return fail(EXIT_MACHINE, "no memory for the times");
     progress("%s: warming up", label);
-    limits before = limits_now(j, w, passes, threads);
+    limits before = {.read = 0};
+    if (rounds == 0) before = limits_now(j, w, passes, threads);
     int code = run_once(t, j, ctx);
     if (code == EXIT_DONE && rounds == 0 && reps == 0 && beside == NULL &&
         t->run_ms > long_run_ms) { /* so long that one is enough */

@@ -17,6 +17,7 @@ static void dense_attention(void **state)
         {1, 97, 97, 2, 1, 40, 488, true, 0, -1, 0, NULL, NULL},
     };
     test_random random = {test_seed("wide_heads", 1)};
+    uint64_t index = 0;
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         attention_case exact;
@@ -27,6 +28,7 @@ static void dense_attention(void **state)
             attention_case_make_like(&c, &exact, (quern_dtype)dtype,
                                      (test_layout)((i + (size_t)dtype) % TEST_LAYOUTS), &random);
             for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+                if (!test_in_share(index++)) continue;
                 quern_context *ctx = test_context(level, 2);
                 char label[100];
                 snprintf(label, sizeof label, "case %zu, %s, %s", i, quern_dtype_name(c.dtype),
@@ -48,6 +50,7 @@ static void dense_attention(void **state)
 static void whole_nsa(void **state)
 {
     test_random random = {test_seed("wide_heads", 2)};
+    uint64_t index = 0;
     (void)state;
     for (int i = 0; i < 6; i++) {
         nsa_config config = nsa_config_small();
@@ -62,6 +65,7 @@ static void whole_nsa(void **state)
         config.params.metric = i % 2 ? QUERN_NSA_METRIC_SOFTMAX : QUERN_NSA_METRIC_MEAN_LOGIT;
         nsa_case *c = nsa_case_new(&config, &random);
         for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+            if (!test_in_share(index++)) continue;
             quern_context *ctx = test_context(level, 2);
             nsa_check_whole(c, ctx);
             quern_context_destroy(ctx);

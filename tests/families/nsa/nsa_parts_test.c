@@ -281,12 +281,14 @@ static void gate_alone(void **state)
 static void gate_of_any_number_of_heads(void **state)
 {
     static const int64_t heads[] = {0, 1, 3, 5, 513, 1024, 1100};
+    uint64_t index = 0;
     (void)state;
     for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
         for (size_t i = 0; i < sizeof heads / sizeof *heads; i++)
             for (int kind = 0; kind < 3; kind++) {
                 nsa_config config = nsa_config_small();
                 test_random random = {77};
+                if (!test_in_share(index++)) continue;
                 config.h = config.hkv = heads[i];
                 config.d = config.dv = 8;
                 config.n = heads[i] > 100 ? 3 : 300;
