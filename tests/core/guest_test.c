@@ -171,6 +171,7 @@ static void the_callers_executor_runs_everything(void **state)
         const char *name;
         quern_parallel_for *run;
     } executors[] = {{"backwards", backwards}, {"shares", shares}, {"careless", careless}};
+    uint64_t index = 0;
     (void)state;
     for (int which = 0; which < CASES; which++) {
         nsa_case *c = make_case(which);
@@ -179,6 +180,7 @@ static void the_callers_executor_runs_everything(void **state)
         const int threads_before = threads_of_process();
         for (size_t e = 0; e < sizeof executors / sizeof *executors; e++)
             for (int32_t threads = 1; threads <= 3; threads++) {
+                if (!test_in_share(index++)) continue;
                 executor_log log = {0, 0};
                 quern_context *ctx = context_with(executors[e].run, &log, threads);
                 check_case(c, ctx, expected, executors[e].name);
@@ -211,6 +213,7 @@ static void run_pass(void *arg)
 
 static void the_floating_point_state_is_the_callers(void **state)
 {
+    uint64_t index = 0;
     (void)state;
     for (int which = 0; which < CASES; which++) {
         nsa_case *c = make_case(which);
@@ -220,6 +223,7 @@ static void the_floating_point_state_is_the_callers(void **state)
         expect(c, expected);
         for (int s = 0; s < test_float_states(); s++)
             for (int32_t threads = 1; threads <= 3; threads++) {
+                if (!test_in_share(index++)) continue;
                 quern_context *ctx = context_with(NULL, NULL, threads);
                 pass passes[] = {
                     {c, ctx, nsa_call_forward, nsa_forward_inputs(c) | nsa_forward_outputs(c), QUERN_OK},

@@ -341,15 +341,15 @@ static void signals_end_it_and_leave_the_old_checkpoint(void **state)
     const places *p = *state;
     assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 1 --checkpoint kept"), 0);
     assert_int_equal(
-        program(p, "cp kept before; timeout --preserve-status -s INT 1",
+        program(p, "cp kept before; timeout --preserve-status -s INT 0.3",
                 "train --steps 100000 --corpus corpus --context 96 --checkpoint kept --save-every 0"),
         130);
     assert_int_equal(
-        program(p, "timeout --preserve-status -s TERM 1",
+        program(p, "timeout --preserve-status -s TERM 0.3",
                 "train --steps 100000 --corpus corpus --context 96 --checkpoint kept --save-every 1"),
         143);
     assert_int_equal(
-        program(p, "timeout --preserve-status -s INT 1", "generate --checkpoint before --bytes 1000000"),
+        program(p, "timeout --preserve-status -s INT 0.3", "generate --checkpoint before --bytes 1000000"),
         130);
     char command[128];
     snprintf(command, sizeof command, "ls -A '%s' | grep -q tmp", p->folder);
