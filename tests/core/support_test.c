@@ -68,6 +68,28 @@ static void strided_views_keep_their_values(void **state)
     }
 }
 
+static void a_written_byte_of_a_workspace_is_seen(void **state)
+{
+    static const size_t sizes[] = {1, 2, 1000};
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        test_workspace w = test_workspace_make(sizes[i]);
+        unsigned char *data = w.data;
+        assert_true(test_workspace_is_new(&w));
+        for (size_t at = 0; at < sizes[i]; at += sizes[i] / 2 + 1) {
+            data[at] ^= 1;
+            assert_false(test_workspace_is_new(&w));
+            data[at] ^= 1;
+        }
+        data[sizes[i] - 1] = 0;
+        assert_false(test_workspace_is_new(&w));
+        test_workspace_close(&w);
+    }
+    test_workspace none = test_workspace_make(0);
+    assert_true(test_workspace_is_new(&none));
+    test_workspace_close(&none);
+}
+
 static void relative_l2_compares_nonfinite_values(void **state)
 {
     const double reference[] = {3, -INFINITY, 4, NAN}, same[] = {3, -INFINITY, 4.0005, NAN};
@@ -128,6 +150,7 @@ int main(void)
         cmocka_unit_test(rounding_is_to_nearest_even),
         cmocka_unit_test(half_patterns_round_trip),
         cmocka_unit_test(strided_views_keep_their_values),
+        cmocka_unit_test(a_written_byte_of_a_workspace_is_seen),
         cmocka_unit_test(relative_l2_compares_nonfinite_values),
         cmocka_unit_test(trials_are_a_number_or_a_share),
         cmocka_unit_test(every_level_comes_once_in_order),
