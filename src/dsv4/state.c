@@ -166,9 +166,10 @@ quern_status quern_dsv4_state_save(const quern_dsv4_state *state, void *to, size
 /* Whether a saved header is valid; the bytes may hold any numbers. */
 static bool is_sound(const pool_state *s)
 {
+    if (s->origin < 0 || s->position < s->origin || s->position > INT32_MAX) return false;
     const int64_t rows = s->position - s->origin;
-    return s->origin >= 0 && rows >= 0 && s->held >= 0 && s->held <= s->ring && s->held <= rows &&
-           (s->begun == 0 || s->begun == 1) && (s->begun == 1 || rows == 0);
+    return s->held >= 0 && s->held <= s->ring && s->held <= rows && (s->begun == 0 || s->begun == 1) &&
+           (s->begun == 1 || rows == 0);
 }
 
 /* Checks saved bytes against the header of an empty state. */

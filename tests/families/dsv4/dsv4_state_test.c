@@ -469,6 +469,89 @@ static void damaged_states_are_refused(void **state)
     fixture_close(&f);
 }
 
+/* A saved state whose header has `value` at a byte, with the checksum of the bytes: FNV-1a, its own place read
+ * as 0. */
+static void forge(unsigned char *saved, size_t bytes, size_t at, int64_t value, size_t size)
+{
+    enum { CHECKSUM = 8 };
+    uint64_t hash = 0xcbf29ce484222325u;
+    memcpy(saved + at, &value, size);
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ (i >= CHECKSUM && i < CHECKSUM + sizeof hash ? 0 : saved[i])) * 0x100000001b3u;
+    memcpy(saved + CHECKSUM, &hash, sizeof hash);
+}
+
+/* Headers that no state has, though their checksum is right: of 8 tokens, 2 of them in the ring. */
+static void forged_states_are_refused(void **state)
+{
+    enum { BEGUN = 22, ORIGIN = 40, POSITION = 48, HELD = 56 };
+    static const struct {
+        size_t at, size;
+        int64_t value;
+    } forged[] = {{ORIGIN, 8, -4},
+                  {ORIGIN, 8, 9},
+                  {ORIGIN, 8, 7},
+                  {POSITION, 8, 1},
+                  {POSITION, 8, -1},
+                  {HELD, 8, 3},
+                  {HELD, 8, -1},
+                  {BEGUN, 2, 0},
+                  {BEGUN, 2, 2},
+                  {ORIGIN, 8, INT64_MAX},
+                  {ORIGIN, 8, INT64_MIN},
+                  {POSITION, 8, INT64_MIN},
+                  {POSITION, 8, INT64_MAX},
+                  {POSITION, 8, (int64_t)INT32_MAX + 1}};
+    (void)state;
+    fixture f;
+    fixture_open(&f, 8);
+    const int64_t all = 8;
+    size_t bytes;
+    assert_int_equal(call(&f, &f.held.state, &all, 1), QUERN_OK);
+    assert_int_equal(quern_dsv4_state_save(f.held.state, NULL, &bytes), QUERN_OK);
+    unsigned char *saved = malloc(bytes), *good = malloc(bytes), *memory = malloc(state_bytes(&f.s)),
+                  *before = malloc(state_bytes(&f.s));
+    assert_int_equal(quern_dsv4_state_save(f.held.state, good, &bytes), QUERN_OK);
+    memcpy(saved, good, bytes);
+    forge(saved, bytes, HELD, 2, 8);
+    assert_memory_equal(saved, good, bytes); /* the checksum here is the library's */
+    quern_dsv4_state *other = NULL;
+    memset(memory, 0x5a, state_bytes(&f.s));
+    memcpy(before, memory, state_bytes(&f.s));
+    for (size_t i = 0; i < sizeof forged / sizeof *forged; i++) {
+        memcpy(saved, good, bytes);
+        forge(saved, bytes, forged[i].at, forged[i].value, forged[i].size);
+        if (quern_dsv4_state_restore(&f.s.params, 16, 2, saved, bytes, memory, state_bytes(&f.s), &other) !=
+            QUERN_ERR_FORMAT)
+            fail_msg("%lld at byte %zu is accepted", (long long)forged[i].value, forged[i].at);
+        assert_null(other);
+        assert_memory_equal(memory, before, state_bytes(&f.s));
+    }
+    free(saved), free(good), free(memory), free(before);
+    fixture_close(&f);
+}
+
+/* The second of two states cannot store its entry: the first, whose entry can be stored, stays as it was. */
+static void a_fault_in_one_state_leaves_the_other(void **state)
+{
+    (void)state;
+    fixture f;
+    fixture_open(&f, 8);
+    held_state second = state_new(&f.s);
+    quern_dsv4_state *const both[] = {f.held.state, second.state};
+    const int64_t halves[] = {4, 4};
+    const size_t bytes = state_bytes(&f.s);
+    unsigned char *kept = malloc(bytes);
+    memcpy(kept, second.memory + 1, bytes);
+    f.rows[5 * 64 + 3] = NAN;
+    refused(&f, both, halves, 2, "entry 1, column 3 is nan");
+    assert_memory_equal(kept, second.memory + 1, bytes);
+    f.rows[5 * 64 + 3] = 1;
+    assert_int_equal(call(&f, both, halves, 2), QUERN_OK);
+    free(kept), free(second.memory);
+    fixture_close(&f);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -476,6 +559,8 @@ int main(void)
         cmocka_unit_test(state_sizes),
         cmocka_unit_test(faults_leave_states_unchanged),
         cmocka_unit_test(damaged_states_are_refused),
+        cmocka_unit_test(forged_states_are_refused),
+        cmocka_unit_test(a_fault_in_one_state_leaves_the_other),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
