@@ -30,14 +30,14 @@ enum {
     WORD_GROUP = 16 * QUANTISE_BLOCK,
     WORD_GROUPS = 8,  /* whose scales are computed before their codes */
     FAR_AHEAD = 8192, /* numbers */
-    NEAR = 16,        /* f32 units in the last place */
+    NEAR = 16,        /* f32 units in the last place, a power of two */
     MIDPOINTS = 7
 };
 
 /* 16 blocks between the steps of their quantisation. In the profile's own rounding a number |x| has a code
  * below a midpoint where |x| / divisor < unit * midpoint, or equals it and the tie goes down. */
 typedef struct word_group {
-    vfloat largest, d, divisor, inverse, unit; /* inverse: 1 / divisor, rounded to nearest */
+    vfloat largest, d, divisor, unit;
     __m512 quarter;                            /* 4 / D */
     __m512i number[MIDPOINTS];
     unsigned found; /* of `number` */
@@ -87,7 +87,6 @@ INLINE vint word_scales(const quantise_rule *rule, word_group *g)
         g->unit = e4m3_value(bytes);
         g->d = g->unit * rule->global;
         g->divisor = v_splat(rule->global);
-        g->inverse = v_splat(1.0f / rule->global);
         return bytes;
     }
     const bool modelopt = rule->profile == QUANTISE_PROFILE_MODELOPT;
@@ -96,7 +95,6 @@ INLINE vint word_scales(const quantise_rule *rule, word_group *g)
     g->kept = modelopt ? _mm512_cmp_ps_mask(g->d, _mm512_setzero_ps(), _CMP_NEQ_UQ) : 0xffff;
     g->unit = v_splat(1.0f);
     g->divisor = g->d;
-    g->inverse = 1.0f / g->d;
     return bytes;
 }
 
@@ -131,15 +129,6 @@ static const struct {
 } mantissas[4] = {
     {1, true, 1, 0, -256}, {1.5f, false, 1, 1, -128}, {1.25f, true, 3, 2, 0}, {1.75f, false, 2, 3, 0}};
 
-/* x / divisor, rounded to nearest: after one correction by the remainder the quotient is within a unit, and
- * the second makes it the nearest. */
-INLINE __m512 quotient_of(const word_group *g, __m512 x)
-{
-    __m512 q = _mm512_mul_ps(x, g->inverse);
-    q = _mm512_fmadd_ps(_mm512_fnmadd_ps(q, g->divisor, x), g->inverse, q);
-    return _mm512_fmadd_ps(_mm512_fnmadd_ps(q, g->divisor, x), g->inverse, q);
-}
-
 /* By mantissa: the bf16 number near the midpoints, the blocks that may hold it, and those of them where it
  * has the code below. */
 typedef struct near_numbers {
@@ -147,26 +136,38 @@ typedef struct near_numbers {
     __mmask16 near[4], below[4];
 } near_numbers;
 
+/* Where a number's quotient by the divisor, rounded to nearest, is at most the limit, or below it, by the
+ * mantissa's rule: more than half a unit off it, because the limit has few bits and ties go to it. The
+ * distance is exact, as the number is near. */
+INLINE __mmask16 quotient_below(const word_group *g, __mmask16 among, __m512 number, const int mantissa)
+{
+    const __m512 limit = g->unit * mantissas[mantissa].mantissa,
+                 distance = _mm512_fnmadd_ps(limit, g->divisor, number);
+    const __m512 power =
+        _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(limit), _mm512_set1_epi32(0x7f800000)));
+    const __m512 half_unit = (power * 0x1p-24f) * g->divisor; /* normal within the table */
+    return mantissas[mantissa].tie_below ? _mm512_mask_cmp_ps_mask(among, distance, half_unit, _CMP_LE_OQ)
+                                         : _mm512_mask_cmp_ps_mask(among, distance, -half_unit, _CMP_LT_OQ);
+}
+
 INLINE void find_near(const word_group *g, near_numbers *n)
 {
+    __m512i middle[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        const __m512i middle = (__m512i)(g->d * mantissas[i].mantissa);
-        n->word[i] = _mm512_and_si512(_mm512_add_epi32(middle, _mm512_set1_epi32(0x8000)),
-                                      _mm512_set1_epi32((int)0xffff0000));
-        const __m512i distance =
-            _mm512_add_epi32(_mm512_sub_epi32(middle, n->word[i]), _mm512_set1_epi32(NEAR));
-        n->near[i] = _mm512_mask_cmple_epu32_mask(g->kept, distance, _mm512_set1_epi32(2 * NEAR));
+        middle[i] = (__m512i)(g->d * mantissas[i].mantissa);
+        n->near[i] =
+            _mm512_mask_testn_epi32_mask(g->kept, _mm512_add_epi32(middle[i], _mm512_set1_epi32(NEAR)),
+                                         _mm512_set1_epi32(0x10000 - 2 * NEAR));
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         n->below[i] = 0;
+        n->word[i] = _mm512_setzero_si512();
         if (n->near[i] == 0) continue;
-        const __m512 quotient = quotient_of(g, _mm512_castsi512_ps(n->word[i])),
-                     limit = g->unit * mantissas[i].mantissa;
-        n->below[i] = mantissas[i].tie_below
-                          ? _mm512_mask_cmp_ps_mask(n->near[i], quotient, limit, _CMP_LE_OQ)
-                          : _mm512_mask_cmp_ps_mask(n->near[i], quotient, limit, _CMP_LT_OQ);
+        n->word[i] = _mm512_and_si512(_mm512_add_epi32(middle[i], _mm512_set1_epi32(0x8000)),
+                                      _mm512_set1_epi32((int)0xffff0000));
+        n->below[i] = quotient_below(g, n->near[i], _mm512_castsi512_ps(n->word[i]), i);
     }
 }
 
