@@ -1,0 +1,194 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* command_bench_test.c - `quern bench` of attention and NSA: its JSON and every option; `quern probe`: the longest
+ * sequence that a memory holds. */
+#include "command.h"
+
+static void bench_writes_its_schema(void **state)
+{
+    static const char *const keys[] = {"\"schema\": 1",
+                                       "\"version\"",
+                                       "\"commit\"",
+                                       "\"machine\"",
+                                       "\"cpu\"",
+                                       "\"isa\"",
+                                       "\"device\"",
+                                       "\"ceilings\"",
+                                       "\"op\": \"attention\"",
+                                       "\"op\": \"attention-backward\"",
+                                       "\"shape\"",
+                                       "\"dtype\"",
+                                       "\"threads\"",
+                                       "\"reps\"",
+                                       "\"ms_median\"",
+                                       "\"ms_p10\"",
+                                       "\"ms_p90\"",
+                                       "\"gflops\"",
+                                       "\"gbps\"",
+                                       "\"ceiling\"",
+                                       "\"fraction\"",
+                                       "\"peer\"",
+                                       "\"peer_ms\"",
+                                       "\"mover_fraction\": null"};
+    static char json[1 << 16];
+    (void)state;
+    assert_int_equal(run("bench attention --n 64,128 --heads 2/1 --dim 16 --threads 1 --reps 2 --backward "
+                         "--json $DIR/bench.json"),
+                     0);
+    assert_non_null(strstr(output, "G/s of attention-backward: 2 (3 D + 2 Dv) B H pairs"));
+    FILE *f = fopen(path_of("bench.json"), "rb");
+    assert_non_null(f);
+    json[fread(json, 1, sizeof json - 1, f)] = '\0';
+    fclose(f);
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
+        if (strstr(json, keys[i]) == NULL) fail_msg("%s is missing from the bench's JSON", keys[i]);
+    const double median = atof(strstr(json, "\"ms_median\": ") + 13),
+                 low = atof(strstr(json, "\"ms_p10\": ") + 10);
+    const double high = atof(strstr(json, "\"ms_p90\": ") + 10);
+    if (!(low <= median && median <= high && low > 0))
+        fail_msg("10%% %g, median %g, 90%% %g of two times", low, median, high);
+    expect(3, "bench attention --n 64 --json $DIR/no/such/place", "no/such/place");
+    expect(2, "bench attention --n 64 --rounds 102", "--rounds 102");
+    expect(0, "bench nsa --n 256 --heads 2/1 --dim 16 --rounds 3 --no-peer --json $DIR/rounds.json", "");
+    assert_int_equal(run_with("cat $DIR/rounds.json; true", ""), 0);
+    assert_non_null(strstr(output, "\"reps\": 3"));
+    const char *workspace = strstr(output, "\"workspace_fraction\": ");
+    assert_true(workspace != NULL && atof(workspace + 22) > 0 && atof(workspace + 22) <= 1);
+    expect(0, "bench gate --n 256 --dim 128 --reps 1 --backward --json $DIR/gate.json", "of mover");
+    assert_int_equal(run_with("cat $DIR/gate.json; true", ""), 0);
+    const char *moved = strstr(output, "\"mover_fraction\": ");
+    assert_true(moved != NULL && atof(moved + 18) > 0);
+}
+
+/* Every option of the operations, alone, forward and backward: the bench takes it and its JSON says it. */
+static void bench_takes_every_parameter(void **state)
+{
+    static const char *const options[][2] = {
+        {"--block-size 32", "\"block-size\": 32"},
+        {"--block-size 32 --stride 16", "\"stride\": 16"},
+        {"--select-block 128", "\"select-block\": 128"},
+        {"--num-selected 5", "\"num-selected\": 5"},
+        {"--tile 7", "\"tile\": 7"},
+        {"--window 33", "\"window\": 33"},
+        {"--compress linear", "\"compress\": \"linear\""},
+        {"--compress linear --encodings false", "\"encodings\": false"},
+        {"--compress given", "\"compress\": \"given\""},
+        {"--project both", "\"project\": \"both\""},
+        {"--scope head", "\"scope\": \"head\""},
+        {"--metric mean_logit", "\"metric\": \"mean_logit\""},
+        {"--compressed-visibility started", "\"compressed-visibility\": \"started\""},
+        {"--forced-first 0", "\"forced-first\": 0"},
+        {"--forced-local 3", "\"forced-local\": 3"},
+        {"--metric mean_logit --max-compressed-groups 2 --stride 0", "\"max-compressed-groups\": 2"},
+        {"--causal false", "\"causal\": false"},
+        {"--scale 0.5", "\"scale\": 0.5"},
+        {"--branches slc,win", "\"branches\": \"slc,win\""},
+        {"--gate given", "\"gate\": \"given\""},
+        {"--gate none", "\"gate\": \"none\""},
+        {"--separate both", "\"separate\": \"both\""},
+        {"--selection given --metric mean_logit --max-compressed-groups 2", "\"selection\": \"given\""},
+        {"--documents 3 --data smooth", "\"documents\": 3"},
+        {"--documents 3 --compress given", "\"documents\": 3"},
+        {"--weights input --dtype bf16 --project k", "\"weights\": \"input\""},
+        {"--profile tile256 --num-selected 3", "\"tile\": 256"},
+        {"--dim 16/24 --batch 2", "\"Dv\": 24"},
+    };
+    (void)state;
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        char arguments[300];
+        snprintf(arguments, sizeof arguments,
+                 "bench nsa --n 300 --heads 4/2 --dim 16 --threads 1 --reps 1 --backward --no-peer --json "
+                 "$DIR/every.json %s",
+                 options[i][0]);
+        expect(0, arguments, "nsa-backward");
+        assert_int_equal(run_with("cat $DIR/every.json; true", ""), 0);
+        if (strstr(output, options[i][1]) == NULL)
+            fail_msg("bench nsa %s: no %s in %s", options[i][0], options[i][1], output);
+    }
+    expect(0,
+           "bench compress --n 300 --heads 2/1 --dim 16 --reps 1 --compress linear --documents 2 --backward",
+           "nsa-compress-backward");
+    expect(0,
+           "bench select --n 300 --heads 2/1 --dim 16 --reps 1 --metric softmax --documents 2 --scope head",
+           "nsa-select");
+    expect(0, "bench gate --n 300 --heads 2/1 --dim 16 --reps 1 --gate given --documents 2 --backward",
+           "nsa-gate-backward");
+    /* All 300 keys chosen and in the window: twice as many pairs as causal ones have. */
+    expect(0,
+           "bench nsa --n 300 --heads 4/2 --dim 16 --reps 1 --no-peer --causal false --branches slc,win "
+           "--window 600 --json $DIR/pairs.json",
+           "");
+    assert_int_equal(run_with("cat $DIR/pairs.json; true", ""), 0);
+    const char *rate = strstr(output, "\"gflops\": "), *time = strstr(output, "\"ms_median\": ");
+    assert_true(rate != NULL && time != NULL);
+    const double work = atof(rate + 10) * atof(time + 13) * 1e6,
+                 expected = 2.0 * (16 + 16) * 4 * 2 * 300 * 300;
+    if (!(work > 0.99 * expected && work < 1.01 * expected))
+        fail_msg("bench nsa --causal false counts %g operations, not %g", work, expected);
+    expect(0, "bench nsa --help", "--compressed-visibility complete|started");
+    expect(2, "bench nsa --documents 2 --batch 2", "--documents 2 --batch 2");
+    assert_int_equal(run("bench nsa --n 300 --reps 1 --tile 300"), 3);
+    assert_non_null(strstr(output, "tile is 300"));
+}
+
+/* The whole number after `"key": ` in the last output. */
+static long long json_number(const char *key)
+{
+    char quoted[40];
+    snprintf(quoted, sizeof quoted, "\"%s\": ", key);
+    const char *at = strstr(output, quoted);
+    if (at == NULL) fail_msg("no %s in: %s", key, output);
+    return atoll(at + strlen(quoted));
+}
+
+/* The length is the longest: its bytes are enough for it, one byte less is not. */
+static void check_probe(const char *options)
+{
+    char arguments[300];
+    snprintf(arguments, sizeof arguments,
+             "probe %s --memory 24M --heads 2/1 --dim 32 --threads 2 --granularity 128 --json", options);
+    expect(0, arguments, "resident_bytes");
+    const long long n = json_number("N"), bytes = json_number("bytes"),
+                    resident = json_number("resident_bytes");
+    assert_true(n >= 128 && n % 128 == 0 && bytes <= 24 << 20);
+    assert_true(resident > 0 && resident <= (24 + 64) << 20);
+    for (int less = 0; less < 2; less++) {
+        snprintf(arguments, sizeof arguments,
+                 "probe %s --memory %lld --heads 2/1 --dim 32 --threads 2 --granularity 128 --json --dry-run",
+                 options, bytes - less);
+        expect(0, arguments, "\"bytes\"");
+        assert_int_equal(json_number("N"), n - 128 * less);
+    }
+}
+
+static void probe_finds_the_longest(void **state)
+{
+    (void)state;
+    check_probe("nsa");
+    check_probe("nsa --backward");
+    check_probe("nsa --backward --dtype bf16 --tile 64 --metric mean_logit --max-compressed-groups 4");
+    check_probe("nsa --dtype f16 --compress linear --separate both --gate given --selection given");
+    check_probe("attention --backward --dtype bf16");
+    expect(0, "probe nsa --memory 900T --heads 1/1 --dim 8 --num-selected 4 --granularity 1000000 --dry-run",
+           "2147000000 tokens");
+    expect(4, "probe attention --memory 900T --granularity 1000000", "--dry-run");
+}
+
+static void probe_keeps_to_its_limit(void **state)
+{
+    (void)state;
+    expect(0, "probe attention --memory 8M --heads 2/1 --dim 16 --threads 1", "proven");
+    expect(0, "probe attention --memory 1T --dry-run", "tokens fit into 1T");
+    expect(4, "probe attention --memory 1k", "not even 1024 tokens");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(bench_writes_its_schema),
+        cmocka_unit_test(bench_takes_every_parameter),
+        cmocka_unit_test(probe_keeps_to_its_limit),
+        cmocka_unit_test(probe_finds_the_longest),
+    };
+    return cmocka_run_group_tests(tests, make_directory, remove_directory);
+}
