@@ -272,10 +272,50 @@ static void a_fault_in_one_state_leaves_the_other(void **state)
     fixture_close(&f);
 }
 
+/* A fork and a restored state go on without the first one, and it without them: what one takes in or takes
+ * back changes no byte of another, and the same tokens bring all to the same entries. */
+static void copies_are_independent(void **state)
+{
+    (void)state;
+    fixture f;
+    fixture_open(&f, 4);
+    const int64_t four = 4, one = 1;
+    assert_int_equal(call(&f, &f.held.state, &four, 1), QUERN_OK);
+    const size_t size = state_bytes(&f);
+    held_state held[3] = {f.held, {malloc(size + 1), NULL}, {malloc(size + 1), NULL}};
+    size_t bytes;
+    assert_int_equal(quern_dsv4_state_save(f.held.state, NULL, &bytes), QUERN_OK);
+    unsigned char *saved = malloc(bytes), *kept = malloc(3 * size), first[20];
+    assert_int_equal(quern_dsv4_state_save(f.held.state, saved, &bytes), QUERN_OK);
+    assert_int_equal(quern_dsv4_state_fork(f.held.state, held[1].memory + 1, size, &held[1].state), QUERN_OK);
+    assert_int_equal(quern_dsv4_state_restore(&f.params, WIDTH, RING, saved, bytes, held[2].memory + 1, size,
+                                              &held[2].state),
+                     QUERN_OK);
+    for (int i = 0; i < 3; i++) {
+        for (int k = 0; k < 3; k++) memcpy(kept + (size_t)k * size, held[k].memory + 1, size);
+        f.proj.shape[0] = 1; /* a token that is taken back again */
+        f.out_view.shape[0] = f.pooled_view.shape[0] = 0;
+        f.proj.data = f.rows + 7 * 64;
+        assert_int_equal(call(&f, &held[i].state, &one, 1), QUERN_OK);
+        assert_int_equal(quern_dsv4_state_rollback(held[i].state, 1), QUERN_OK);
+        f.proj.shape[0] = 4;
+        f.out_view.shape[0] = f.pooled_view.shape[0] = 1;
+        f.proj.data = f.rows + 4 * 64;
+        assert_int_equal(call(&f, &held[i].state, &four, 1), QUERN_OK);
+        if (i == 0) memcpy(first, f.out, sizeof first);
+        assert_memory_equal(f.out, first, sizeof first);
+        for (int k = 0; k < 3; k++)
+            if (k != i) assert_memory_equal(kept + (size_t)k * size, held[k].memory + 1, size);
+    }
+    free(saved), free(kept), free(held[1].memory), free(held[2].memory);
+    fixture_close(&f);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(faults_leave_states_unchanged), cmocka_unit_test(damaged_states_are_refused),
-        cmocka_unit_test(forged_states_are_refused), cmocka_unit_test(a_fault_in_one_state_leaves_the_other)};
+        cmocka_unit_test(forged_states_are_refused), cmocka_unit_test(a_fault_in_one_state_leaves_the_other),
+        cmocka_unit_test(copies_are_independent)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

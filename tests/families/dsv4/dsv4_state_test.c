@@ -322,6 +322,11 @@ static void state_sizes(void **state)
     p.kind = QUERN_DSV4_HCA;
     assert_int_equal(quern_dsv4_state_size(&p, 512, 0, &bytes), QUERN_OK);
     assert_int_equal(bytes, 3 * 512 * 4 + 64 + 63);
+    assert_int_equal(quern_dsv4_state_size(&p, 512, 5, &bytes), QUERN_OK);
+    assert_int_equal(bytes, (3 * 512 + 5 * 2 * 512) * 4 + 64 + 63);
+    p.kind = QUERN_DSV4_CSA; /* the indexer's */
+    assert_int_equal(quern_dsv4_state_size(&p, 128, 8, &bytes), QUERN_OK);
+    assert_int_equal(bytes, (6 * 128 + 8 * 4 * 128) * 4 + 64 + 63);
 }
 
 int main(void)
