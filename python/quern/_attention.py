@@ -30,7 +30,7 @@ def attention(
     """softmax(scale · q kᵀ) v over the keys that each query sees → o, or (o, lse).
 
     q [B, Nq, H, D], k [B, Nkv, Hkv, D], v [B, Nkv, Hkv, Dv] → o [B, Nq, H, Dv], lse f32 [B, H, Nq]; or
-    packed, q [Tq, H, D], k [Tkv, Hkv, D], v [Tkv, Hkv, Dv] → o [Tq, H, Dv], lse [H, Tq], with cu_seqlens
+    varlen, q [Tq, H, D], k [Tkv, Hkv, D], v [Tkv, Hkv, Dv] → o [Tq, H, Dv], lse [H, Tq], with cu_seqlens
     int32 [B+1] (cu_seqlens_kv None: the same). f32, f16 or bf16. Query head h reads head h // (H / Hkv) of k
     and v.
 

@@ -67,14 +67,14 @@ def layer(
     indexer chooses. results: what the layer goes through: q_residual, q, kv_rows, compressed, idx_k, idx_q,
     idx_score, idx_topk, core, core_irope, o_a_out.
 
-    A compressor's kv_proj.weight and gate_proj.weight, or its indexer's, may be one packed weight instead,
+    A compressor's kv_proj.weight and gate_proj.weight, or its indexer's, may be one weight in FP8 or NVFP4,
     whose outputs are C_a Z_a C_b Z_b (HCA: C Z), C of kv_proj and Z of gate_proj, series a the second half
     of each: compressor.{fp8 [outputs, Dm] in float8_e4m3fn, fp8_scales [⌈outputs / 128⌉, ⌈Dm / 128⌉] in f32
     or float8_e8m0fnu}, or compressor.{codes, scales, global} of quern.nvfp4.quantize(.., weight=True) of [Dm,
     outputs]; compressor.indexer.{the same}.
 
-    With torch it is differentiable by x and all weights but packed ones and the indexer's, whose choice has
-    no gradient; what the layer goes through carries none.
+    With torch it is differentiable by x and all weights but those in FP8 and NVFP4 and the indexer's, whose
+    choice has no gradient; what the layer goes through carries none.
     """
     made = run(
         "v4-layer",

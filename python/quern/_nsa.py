@@ -78,7 +78,7 @@ def nsa(
 ) -> Any:
     """Native sparse attention: compress, select, attend over three branches, gate → o [B, N, H, Dv].
 
-    q [B, N, H, D], k [B, N, Hkv, D], v [B, N, Hkv, Dv]; or packed, [T, ·, ·] with cu_seqlens int32 [B+1].
+    q [B, N, H, D], k [B, N, Hkv, D], v [B, N, Hkv, Dv]; or varlen, [T, ·, ·] with cu_seqlens int32 [B+1].
     f32, f16 or bf16; query head h reads head h // (H / Hkv) of k and v.
 
     gate: weights [H, 3, D] of the gates sigmoid(q · w), in the order cmp, slc, win; gates: gates f32 [B, N,
@@ -89,7 +89,7 @@ def nsa(
     (None: block_size). num_selected: blocks that a tile of `tile` queries selects, the first forced_first and
     the newest forced_local among them. window: keys, the query's own included. compress: "mean" with optional
     w_k [Hkv, D, D], w_v [Hkv, Dv, Dv]; "linear" with w_k [Hkv, l·D, D], w_v and optional pe_k [Hkv, l, D],
-    pe_v; "given" with k_cmp, v_cmp [B, Nc, Hkv, ·] (packed: and cu_seqlens_cmp). scope "group" or "head";
+    pe_v; "given" with k_cmp, v_cmp [B, Nc, Hkv, ·] (varlen: and cu_seqlens_cmp). scope "group" or "head";
     metric "softmax" or "mean_logit"; compressed_visibility "complete" or "started". max_compressed_groups:
     groups of 128 entries that a tile attends, 0 all. branches: "all", or some of "cmp,slc,win". k_slc, v_slc,
     k_win, v_win: keys and values of these branches alone. block_idx [B, Hs, tiles, num_selected], group_idx:

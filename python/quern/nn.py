@@ -18,7 +18,7 @@ __all__ = ["CompressedSparseAttention", "HeavilyCompressedAttention", "NSAttenti
 
 
 class NSAttention(nn.Module):
-    """Self-attention by native sparse attention: x [B, N, width] → [B, N, width], or packed [T, width] with
+    """Self-attention by native sparse attention: x [B, N, width] → [B, N, width], or varlen [T, width] with
     cu_seqlens.
 
     A drop-in for a layer of projections around scaled_dot_product_attention: q_proj, k_proj, v_proj, o_proj,

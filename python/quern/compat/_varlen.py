@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""Between the padded rows of other libraries' varlen tensors and the packed ones of Quern, on the tensors'
-device."""
+"""Between the padded rows of other libraries' varlen tensors and the rows of Quern's, one sequence after the
+other, on the tensors' device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def longest(cu_seqlens: Tensor, max_seqlen: int | None) -> int:
 
 
 def pad(packed: Tensor, starts: Tensor, rows: int, fill: float = 0, dim: int = 0) -> Tensor:
-    """Packed rows along `dim` → [B, ..] with `rows` rows a sequence, those without one filled."""
+    """Varlen rows along `dim` → [B, ..] with `rows` rows a sequence, those without one filled."""
     packed = packed.movedim(dim, 0)
     place = torch.arange(rows, device=packed.device)
     there = place[None, :] < lengths(starts)[:, None]
