@@ -1,6 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_store_pages_test.c - rows that are stored in pages of bytes, by the oracle's quantisers. */
+/* dsv4_store_pages_test.c - rows that are stored in pages of bytes, by the oracle's quantisers; which rows go to
+ * which slots. */
 #include "cmocka_c11.h"
 #include "levels.h"
 #include "oracle/dsv4.h"
@@ -8,6 +9,7 @@
 
 #include <quern/dsv4.h>
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -75,8 +77,77 @@ static void byte_pages_hold_codes_then_scales(void **state)
         }
 }
 
+/* Of two rows for one slot the later stays; a row with slot -1 may hold anything and is not stored; below -1 and
+ * past the cache slots are refused. Contiguous rows and pages of each format. */
+static void slots_of_rows(void **state)
+{
+    enum { WIDTH = 64, ROWS = 3, PAGE = 4, SLOT = 6 };
+    static const struct {
+        quern_dsv4_format format;
+        quern_dtype dtype;
+        int64_t row;
+    } formats[] = {{QUERN_DSV4_ROWS, QUERN_F32, WIDTH},
+                   {QUERN_DSV4_ROWS, QUERN_BF16, WIDTH},
+                   {QUERN_DSV4_FP8, QUERN_U8, WIDTH + 4},
+                   {QUERN_DSV4_FP8_POWER, QUERN_U8, WIDTH + 4},
+                   {QUERN_DSV4_FP4, QUERN_U8, WIDTH / 2 + 2}};
+    (void)state;
+    for (int i = 0; i < 2 * (int)(sizeof formats / sizeof *formats); i++) {
+        const int64_t page = i % 2 ? PAGE : 0, row = formats[i / 2].row;
+        const bool bytes = formats[i / 2].format != QUERN_DSV4_ROWS;
+        const int64_t plain[] = {2 * PAGE, row}, pages[] = {2, PAGE, row}, byte_pages[] = {2, PAGE * row};
+        test_random random = {90 + (uint64_t)i};
+        test_tensor x = test_tensor_make(&random, QUERN_F32, 2, (const int64_t[]){ROWS, WIDTH},
+                                         TEST_CONTIGUOUS),
+                    cache = test_tensor_make(&random, formats[i / 2].dtype, page > 0 && !bytes ? 3 : 2,
+                                             page == 0 ? plain
+                                             : bytes   ? byte_pages
+                                                       : pages,
+                                             TEST_UNALIGNED);
+        test_tensor_normal(&x, &random, 3);
+        ((float *)x.view.data)[2 * WIDTH + 1] = NAN;
+        memcpy(x.snapshot, x.buffer, x.bytes);
+        test_tensor alone = test_tensor_copy(&cache), before = test_tensor_copy(&cache);
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+        quern_tensor second = x.view, list;
+        int32_t slots[ROWS] = {SLOT, SLOT, -1};
+        const int64_t three = ROWS, one = 1;
+        quern_dsv4_store_params p = QUERN_DSV4_STORE_PARAMS_INIT;
+        quern_dsv4_store_tensors t = QUERN_DSV4_STORE_TENSORS_INIT;
+        p.format = formats[i / 2].format;
+        p.page = page;
+        t.slots = &list;
+        t.x = &x.view;
+        t.cache = &cache.view;
+        list = quern_tensor_contiguous(slots, QUERN_I32, 1, &three);
+        unsigned char workspace[4096];
+        for (int bad = 0; bad < 2; bad++) {
+            slots[2] = bad == 0 ? -2 : 2 * PAGE;
+            assert_int_equal(quern_dsv4_store(ctx, NULL, &p, &t, workspace, sizeof workspace),
+                             QUERN_ERR_INVALID_ARGUMENT);
+            assert_non_null(strstr(quern_last_error(ctx), "slots[2] is"));
+            assert_true(test_tensor_same_bits(&before, &cache));
+        }
+        slots[2] = -1;
+        if (quern_dsv4_store(ctx, NULL, &p, &t, workspace, sizeof workspace) != QUERN_OK)
+            fail_msg("%s", quern_last_error(ctx));
+        second.data = (float *)second.data + WIDTH;
+        second.shape[0] = 1;
+        list = quern_tensor_contiguous(slots, QUERN_I32, 1, &one);
+        t.x = &second;
+        t.cache = &alone.view;
+        assert_int_equal(quern_dsv4_store(ctx, NULL, &p, &t, workspace, sizeof workspace), QUERN_OK);
+        assert_true(test_tensor_same_bits(&alone, &cache));
+        assert_false(test_tensor_same_bits(&before, &cache));
+        test_tensor_check_guards(&cache, "cache");
+        test_tensor_free(&x), test_tensor_free(&cache), test_tensor_free(&alone), test_tensor_free(&before);
+        quern_context_destroy(ctx);
+    }
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(byte_pages_hold_codes_then_scales)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(byte_pages_hold_codes_then_scales),
+                                       cmocka_unit_test(slots_of_rows)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
