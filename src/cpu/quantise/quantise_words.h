@@ -29,7 +29,7 @@ enum {
     WORD_VECTORS = 8, /* of a group, 32 values each */
     WORD_GROUP = 16 * QUANTISE_BLOCK,
     WORD_GROUPS = 8,  /* whose scales are computed before their codes */
-    FAR_AHEAD = 8192, /* numbers */
+    FAR_AHEAD = 2048, /* numbers */
     NEAR = 16,        /* f32 units in the last place, a power of two */
     MIDPOINTS = 7
 };
