@@ -4,7 +4,8 @@
  * panels.c - one step of blockwise softmax attention over a cache's rows: up to 384 keys in panels of 64.
  *
  * Entries are packed panel by panel for their scores, by the kernels that pack for a prefill: D products
- * added in order, a key a lane, so that a score has the same bits there and here. Otherwise few query rows
+ * added in order, a key a lane, so that a score has the same bits there and here. For up to 8 rows the kernel
+ * of weights in place makes the same sums without storing the panel. Otherwise few query rows
  * read keys and values in place (attention_direct.h); more, and levels without bf16 products, pack them into
  * panels, which stay in L1 or L2. Either way a cache's rows are read once, in order, and the next panel is
  * prefetched meanwhile. Limit: the read bandwidth. A key and value of 128 bf16 come from memory in some 82
@@ -111,24 +112,40 @@ static void prefetch(const decode_shape *shape, const row_source *rows, int64_t 
     for (; at < end; at += 64) __builtin_prefetch(at, 0, 3);
 }
 
+/* Whether so few rows and so short keys are multiplied in place, with the bits of packed panels. */
+static bool is_across(const decode_shape *shape, const decode_rows *rows)
+{
+    return shape->bf16 && rows->n <= ACROSS_ROWS && shape->dim_k <= ACROSS_DEPTH;
+}
+
 /* Scores of one panel from column `column` on. `next`: the rows that are read after it. */
 static void score_panel(const decode_shape *shape, const decode_rows *rows, const decode_panel *panel,
                         int32_t column, const row_source *next, decode_scratch *s)
 {
     const attention_kernels *k = shape->kernels;
     mm_kernel *mm = shape->bf16 ? k->mm_bf16 : k->mm_f32;
+    const bool across = is_across(shape, rows);
     const int32_t slice = shape->bf16 && rows->n <= SLICE_ROWS ? SLICE_KEYS : k->panel;
     for (int64_t c = 0; c < panel->n; c += slice) {
         const int64_t n = panel->n - c < slice ? panel->n - c : slice;
         row_source src = keys_of(shape, panel);
         src.data = panel->keys + c * shape->dim_k * (int64_t)quern_dtype_size(shape->dtype);
         src.rows = n;
+        float *to = s->s + column + c;
         prefetch(shape, next, 2 * (c / slice), 2 * PANEL_KEYS / slice);
-        if (shape->bf16) k->pack_keys_bf16(&src, slice, (uint32_t *)(void *)s->keys);
-        else k->pack_keys_f32(&src, slice, s->keys);
+        if (across) {
+            for (int32_t r = 0; r < rows->n && n < slice; r++)
+                memset(to + r * STEP_KEYS, 0, SLICE_KEYS * sizeof *to);
+            k->mm_across_bf16(rows->n, rows->q, shape->dim_k, &src, to, STEP_KEYS);
+        } else if (shape->bf16) {
+            k->pack_keys_bf16(&src, slice, (uint32_t *)(void *)s->keys);
+        } else {
+            k->pack_keys_f32(&src, slice, s->keys);
+        }
         prefetch(shape, next, 2 * (c / slice) + 1, 2 * PANEL_KEYS / slice);
-        mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, slice,
-           s->s + column + c, STEP_KEYS, false);
+        if (!across)
+            mm(rows->n, round_up16(n), shape->key_words, rows->q, shape->key_words, 1, s->keys, slice, to,
+               STEP_KEYS, false);
     }
 }
 
