@@ -42,11 +42,19 @@ seconds() {
 build() {
     local preset=$1
     shift
-    cmake --preset "$preset" -DQUERN_TESTS=ON -DQUERN_CUDA_ONE_DTYPE=ON >/dev/null && cmake --build "build/$preset" -j"$jobs" ${1:+--target "$@"}
+    cmake --preset "$preset" -B "$(folder "$preset")" -DQUERN_TESTS=ON -DQUERN_CUDA_ONE_DTYPE=ON >/dev/null &&
+        cmake --build "$(folder "$preset")" -j"$jobs" ${1:+--target "$@"}
 }
 
-# compile PRESET: without tests, to see that it compiles, links and installs; release compiles the same with -O3.
+# folder PRESET: where it is built. The portable build goes on from bare's, which has compiled the same objects.
+folder() {
+    echo "build/${1/#portable/bare}"
+}
+
+# compile PRESET: without tests, to see that it compiles, links and installs; release compiles the same with -O3. It
+# starts without a cache: libraries that the portable build has found are not there for bare.
 compile() {
+    rm -f "build/$1/CMakeCache.txt"
     cmake --preset "$1" "-DCMAKE_C_FLAGS_RELEASE=-O1 -DNDEBUG" >/dev/null && cmake --build "build/$1" -j"$jobs"
 }
 
@@ -82,7 +90,8 @@ without() {
 # programs PRESET NAME...: runs test programs of a build, two at a time since most of a test's time is one thread's, and
 # adds up cmocka's cases.
 programs() {
-    local preset=$1 dir=build/$1/tests out name
+    local preset=$1 dir out name
+    dir=$(folder "$1")/tests
     shift
     out=$(mktemp -d)
     (for name in "$@"; do
