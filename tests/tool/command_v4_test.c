@@ -214,8 +214,8 @@ static void mistakes_are_reported(void **state)
     dsv4_layer_free(&l);
 }
 
-/* Rows or keys in a cache's format, in pages or not; the library sees the cache: row584 asks for 512 channels,
- * fp4 for multiples of 32. */
+/* Rows or keys in a cache's format, in pages or not; the library sees the cache: row584 asks for 512
+ * channels, fp4 for multiples of 32. */
 static void benches_of_caches(void **state)
 {
 #define SMALL " --n 300 --queries 3 --heads 2 --top-k 8 --rounds 1 "

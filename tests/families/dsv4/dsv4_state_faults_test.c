@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_state_faults_test.c - appends that are refused, and saved states that are damaged or forged: states and
- * outputs stay as they were. */
+/* dsv4_state_faults_test.c - appends that are refused, and saved states that are damaged or forged: states
+ * and outputs stay as they were. */
 #include "cmocka_c11.h"
 #include "context.h"
 #include "tensor.h"
@@ -189,8 +189,8 @@ static void damaged_states_are_refused(void **state)
     fixture_close(&f);
 }
 
-/* A saved state whose header has `value` at a byte, with the checksum of the bytes: FNV-1a, its own place read
- * as 0. */
+/* A saved state whose header has `value` at a byte, with the checksum of the bytes: FNV-1a, its own place
+ * read as 0. */
 static void forge(unsigned char *saved, size_t bytes, size_t at, int64_t value, size_t size)
 {
     enum { CHECKSUM = 8 };

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_store_pages_test.c - rows that are stored in pages of bytes, by the oracle's quantisers; which rows go to
- * which slots. */
+/* dsv4_store_pages_test.c - rows that are stored in pages of bytes, by the oracle's quantisers; which rows go
+ * to which slots. */
 #include "cmocka_c11.h"
 #include "levels.h"
 #include "oracle/dsv4.h"
@@ -77,8 +77,8 @@ static void byte_pages_hold_codes_then_scales(void **state)
         }
 }
 
-/* Of two rows for one slot the later stays; a row with slot -1 may hold anything and is not stored; below -1 and
- * past the cache slots are refused. Contiguous rows and pages of each format. */
+/* Of two rows for one slot the later stays. A row with slot -1 may hold anything and is not stored. Slots
+ * below -1 and past the cache are refused. Contiguous rows and pages of each format. */
 static void slots_of_rows(void **state)
 {
     enum { WIDTH = 64, ROWS = 3, PAGE = 4, SLOT = 6 };
