@@ -94,7 +94,7 @@ static void make_weights(nsa_case *c, test_random *random)
         if (!weights[i].present) continue;
         const double fan_in = (double)(weights[i].slot == NSA_W_GATE ? f->d : weights[i].shape[1]);
         make(c, random, weights[i].slot, f->weight_dtype, 3, weights[i].shape);
-        make(c, random, weights[i].gradient, QUERN_F32, 3, weights[i].shape);
+        if (!f->forward_only) make(c, random, weights[i].gradient, QUERN_F32, 3, weights[i].shape);
         test_tensor_normal(&c->tensor[weights[i].slot], random, 1 / sqrt(fan_in));
     }
 }
@@ -162,17 +162,20 @@ nsa_case *nsa_case_new(const nsa_config *config, test_random *random)
         const int64_t dim = pairs[i].value ? f->dv : f->d;
         const bool entry = pairs[i].slot == NSA_K_CMP || pairs[i].slot == NSA_V_CMP;
         if (!pairs[i].present) continue;
-        for (int g = 0; g < 2; g++)
+        for (int g = 0; g < (f->forward_only ? 1 : 2); g++)
             make_activation(c, random, g ? pairs[i].gradient : pairs[i].slot, f->dtype, entry ? nc : f->n,
                             entry ? c->entries : c->rows, f->hkv, dim);
-        test_tensor_normal(&c->tensor[pairs[i].slot], random, 1);
-        test_tensor_normal(&c->tensor[pairs[i].gradient], random, 1); /* of k_cmp: an input to some calls */
+        if (!f->forward_only || !entry || f->params.compress == QUERN_NSA_COMPRESS_GIVEN)
+            test_tensor_normal(&c->tensor[pairs[i].slot], random, 1);
+        if (!f->forward_only) /* of k_cmp: an input to some calls */
+            test_tensor_normal(&c->tensor[pairs[i].gradient], random, 1);
     }
     make_activation(c, random, NSA_Q, f->dtype, f->n, c->rows, f->h, f->d);
-    make_activation(c, random, NSA_D_Q, f->dtype, f->n, c->rows, f->h, f->d);
+    if (!f->forward_only) make_activation(c, random, NSA_D_Q, f->dtype, f->n, c->rows, f->h, f->d);
     test_tensor_normal(&c->tensor[NSA_Q], random, 1);
     for (int b = 0; b < 4; b++) { /* o, o_cmp, o_slc, o_win */
         make_activation(c, random, (nsa_slot)(NSA_O + b), f->dtype, f->n, c->rows, f->h, f->dv);
+        if (f->forward_only) continue;
         make_activation(c, random, (nsa_slot)(NSA_D_O + b), f->dtype, f->n, c->rows, f->h, f->dv);
         test_tensor_normal(&c->tensor[NSA_O + b], random, 1);
         test_tensor_normal(&c->tensor[NSA_D_O + b], random, 1);
@@ -183,7 +186,7 @@ nsa_case *nsa_case_new(const nsa_config *config, test_random *random)
              f->varlen ? shape + 1 : shape);
     }
     make_activation(c, random, NSA_GATES, QUERN_F32, f->n, c->rows, f->h, 3);
-    make_activation(c, random, NSA_D_GATES, QUERN_F32, f->n, c->rows, f->h, 3);
+    if (!f->forward_only) make_activation(c, random, NSA_D_GATES, QUERN_F32, f->n, c->rows, f->h, 3);
     double *gates = test_doubles(c->rows * f->h * 3);
     for (int64_t i = 0; i < c->rows * f->h * 3; i++) gates[i] = test_random_uniform(random);
     test_tensor_set(&c->tensor[NSA_GATES], gates);

@@ -82,6 +82,7 @@ typedef struct nsa_config {
     bool project_k, project_v; /* mean: with w_k, w_v */
     bool pe_k, pe_v;           /* linear: with position encodings */
     bool separate_slc, separate_win;
+    bool forward_only; /* without gradients, and results are not drawn */
 } nsa_config;
 
 typedef struct nsa_case {

@@ -144,6 +144,7 @@ static void sampled_rows_at_16384_tokens(void **state)
     nsa_config config = {
         .params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = 16384, .h = 4, .hkv = 2, .d = 128, .dv = 128};
     (void)state;
+    config.forward_only = true;
     forward_and_sample(&config, 12);
     config.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
     config.params.tile = 64;
@@ -160,6 +161,7 @@ static void two_million_tokens(void **state)
     nsa_config config = {
         .params = QUERN_NSA_PARAMS_INIT, .batch = 1, .n = (1 << 21) + 77, .h = 1, .hkv = 1, .d = 8, .dv = 8};
     (void)state;
+    config.forward_only = true;
     config.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
     config.params.tile = 256;
     config.params.num_selected = 8;
