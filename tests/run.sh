@@ -138,12 +138,9 @@ numpy() {
     fi
 }
 
-count "build: release" build release
-mapfile -t quick < <(without '*_full_test')
-programs release "${quick[@]}"
-if [[ ${1:-test} == test ]]; then
-    mapfile -t long < <(cd build/release/tests && ls -- *_full_test)
-    programs release "${long[@]}"
+# small: checks of which most take one processor only.
+small() {
+    local script
     numpy
     count "build: bare" compile bare
     for script in consumers abi; do
@@ -165,10 +162,36 @@ if [[ ${1:-test} == test ]]; then
     else
         echo "no nvcc: the GPU's kernels are not compiled"
     fi
+}
+
+# beside FUNCTION COMMAND...: a function's checks beside a command that takes both processors, and after it.
+beside() {
+    local out good=0 bad=1
+    out=$(mktemp)
+    (passed=0 failed=0 log=$(mktemp)
+     "$1"
+     rm -f "$log"
+     echo "$passed $failed" >"$out.counts") >"$out" 2>&1 &
+    shift
+    "$@"
+    wait
+    read -r good bad <"$out.counts"
+    passed=$((passed + good))
+    failed=$((failed + bad))
+    cat "$out"
+    rm -f "$out" "$out.counts"
+}
+
+count "build: release" build release
+mapfile -t quick < <(without '*_full_test')
+programs release "${quick[@]}"
+if [[ ${1:-test} == test ]]; then
+    mapfile -t long < <(cd build/release/tests && ls -- *_full_test)
+    programs release "${long[@]}"
     # Checks, files, drivers and an eighth of the random trials; the oracle is not under test here. The two left out by
     # name go through one kernel's whole grid, which the drivers call too.
     mapfile -t sanitized < <(without '*_full_test' 'oracle_*' gemm_test compress_linear_test)
-    count "build: asan-ubsan" build asan-ubsan "${sanitized[@]}"
+    beside small count "build: asan-ubsan" build asan-ubsan "${sanitized[@]}"
     QUERN_TEST_TRIALS=1/8 programs asan-ubsan "${sanitized[@]}"
     # A build without the x86 levels; release goes through the portable kernels with everything else.
     mapfile -t portable < <(cd tests && ls -- kernels/*_test.c families/*/*golden_test.c core/core_test.c | sed 's|.*/||; s|\.c$||')
