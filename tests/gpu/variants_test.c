@@ -283,7 +283,8 @@ static void token_variants_agree(test_random *random, const token_case *c)
 }
 
 /* Lists of a warp's rows, and the union of neighbours' lists; blocks of 64 and 128 keys, short last pieces
- * and blocks, 4 to 32 rows a list. */
+ * and blocks, 4 to 32 rows a list; as many entries as a piece's lists may have for one stage more, and one
+ * more of each list. */
 static void lists_of_few_rows_agree(void **state)
 {
     (void)state;
@@ -297,7 +298,9 @@ static void lists_of_few_rows_agree(void **state)
         {1500, 16, 2, 64, 64, 128, 2, 8, false, true},   {1500, 32, 1, 128, 64, 64, 1, 8, false, true},
         {6001, 8, 2, 128, 128, 64, 1, 2, false, true},   {6001, 8, 2, 128, 128, 64, 1, 2, false, false},
         {3001, 16, 2, 64, 64, 64, 1, 4, false, true},    {6001, 8, 2, 192, 128, 64, 1, 3, false, true},
-        {3001, 8, 2, 128, 128, 64, 2, 3, false, true},   {3001, 8, 2, 64, 64, 64, 4, 8, false, true}};
+        {3001, 8, 2, 128, 128, 64, 2, 3, false, true},   {3001, 8, 2, 64, 64, 64, 4, 8, false, true},
+        {3001, 32, 2, 128, 128, 64, 1, 16, false, true}, {3001, 32, 2, 128, 128, 64, 1, 17, false, true},
+        {6001, 8, 2, 128, 128, 64, 1, 16, false, true},  {6001, 8, 2, 128, 128, 64, 1, 17, false, true}};
     const int count = (int)(sizeof cases / sizeof *cases), trials = test_trials(count);
     test_random random = {test_seed("lists_of_few_rows_agree", 5)};
     for (int i = 0; i < trials && i < count; i++) {

@@ -21,9 +21,9 @@
  * stage; warps 1 and 2 look for what is not finite in V, as in attend_forward.cuh; warp 3 plans the next
  * turn. The computing warps hold Q in registers, so that the next turn's rows can come early.
  *
- * Registers at D = 128: O 64, Q 32, S 32, P 16 of 224; shared memory: Q 32 KB, K and V 160 KB. Limit,
- * together: products and exponentials, which take turns. Apart: filling shared memory, and reading 32 KB of
- * it for each token and block (4.6 ms at 64k).
+ * Registers at D = 128: O 64, Q 32, S 32, P 16 of 224; shared memory: Q 32 KB, K and V 160 KB, or 192 where
+ * a piece's lists have at most 512 entries. Limit, together: products and exponentials, which take turns.
+ * Apart: filling shared memory, and reading 32 KB of it for each token and block (4.6 ms at 64k).
  */
 #ifndef QUERN_CUDA_SM90_ATTEND_TOKENS_CUH
 #define QUERN_CUDA_SM90_ATTEND_TOKENS_CUH
@@ -184,43 +184,42 @@ __device__ __forceinline__ void walk_lists(const attend_kernel &a, const work &w
 }
 
 /* A computing warpgroup. */
-template <typename T, int DK, int DV>
+template <typename T, typename AT>
 __device__ __forceinline__ void compute(const attend_kernel &a, char *smem, uint32_t base, int warp)
 {
-    typedef layout<DK, DV, false> at;
-    constexpr int KT = DK / 16, OT = DV / 8;
+    constexpr int KT = AT::DK / 16, OT = AT::DV / 8;
     const int lane = threadIdx.x & 31, row0 = warp * ROWS_OF_WARP,
               place[2] = {row0 + (lane >> 2), row0 + (lane >> 2) + 8};
     int step = 0;
     uint32_t clean = 0; /* the parity of each stage's CLEAN */
     for (int turn = 0;; turn++) {
-        const work &w = wait_turn<at>(smem, base, turn);
+        const work &w = wait_turn<AT>(smem, base, turn);
         if (w.queries < 0) return;
         row_state r = sm90_forward::begin_rows(a, w, place);
         float o[OT][4] = {};
         uint32_t q[KT][4];
-        mbar_wait(base + at::Q_FULL, turn & 1);
+        mbar_wait(base + AT::Q_FULL, turn & 1);
 #pragma unroll
-        for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], base + at::Q, row0, c * 16, lane);
+        for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], base + AT::Q, row0, c * 16, lane);
         __syncwarp();
-        if (lane == 0) mbar_arrive(base + at::Q_FREE);
-        if (!turn_apart<at>(smem, turn)) walk_union<T, at>(a, w, smem, base, row0, q, r, o, step, clean);
-        else if (one_token(a)) walk_lists<T, at, true>(a, w, smem, base, row0, q, r, o, step, clean);
-        else walk_lists<T, at, false>(a, w, smem, base, row0, q, r, o, step, clean);
+        if (lane == 0) mbar_arrive(base + AT::Q_FREE);
+        if (!turn_apart<AT>(smem, turn)) walk_union<T, AT>(a, w, smem, base, row0, q, r, o, step, clean);
+        else if (one_token(a)) walk_lists<T, AT, true>(a, w, smem, base, row0, q, r, o, step, clean);
+        else walk_lists<T, AT, false>(a, w, smem, base, row0, q, r, o, step, clean);
         sm90_forward::store_rows<T, OT>(o, a, w, r, place);
-        free_turn<at>(base, turn);
+        free_turn<AT>(base, turn);
     }
 }
 
-template <typename T, int DK, int DV>
+template <typename T, int DK, int DV, bool SHORT_LISTS>
 __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     attend_forward_tokens(const __grid_constant__ attend_kernel a, const __grid_constant__ work_plan plan,
                           const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
     extern __shared__ __align__(1024) char smem[];
-    share_out<T, layout<DK, DV, false>>(
-        a, plan, m, smem, [&](uint32_t base, int warp) { compute<T, DK, DV>(a, smem, base, warp); });
+    typedef layout<DK, DV, false, SHORT_LISTS> at;
+    share_out<T, at>(a, plan, m, smem, [&](uint32_t base, int warp) { compute<T, at>(a, smem, base, warp); });
 #endif
 }
 
@@ -228,8 +227,15 @@ template <typename T, int DK, int DV>
 static quern_status run(const attend_args *args, const attend_launch &l, const sm90_device &device,
                         void *workspace, cudaStream_t stream)
 {
-    return launch<layout<DK, DV, false>>(args, l.kernel, device, workspace, stream,
-                                         attend_forward_tokens<T, DK, DV>, "attend_forward_sm90_tokens");
+    const char *const name = "attend_forward_sm90_tokens";
+    if constexpr (DK == 128) {
+        typedef layout<DK, DV, false, true> at;
+        if (lists_are_short<at>(args, l.kernel))
+            return launch<at>(args, l.kernel, device, workspace, stream,
+                              attend_forward_tokens<T, DK, DV, true>, name);
+    }
+    return launch<layout<DK, DV, false, false>>(args, l.kernel, device, workspace, stream,
+                                                attend_forward_tokens<T, DK, DV, false>, name);
 }
 
 } // namespace sm90_tokens

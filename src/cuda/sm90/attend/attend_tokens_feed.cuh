@@ -10,6 +10,7 @@
 #include "common/barrier.cuh"
 #include "common/launch.cuh"
 #include "common/tma.cuh"
+#include "common/tma_tiles.cuh"
 #include "sm90/attend/attend.cuh"
 #include "sm90/attend/work.cuh"
 
@@ -17,10 +18,10 @@ namespace sm90_tokens
 {
 
 enum { ROWS = 128, ROWS_OF_WARP = 16, KEYS = 64, GROUPS = 2, SEARCHERS = 2 };
-enum { MOST_LISTS = 32, MOST_ENTRIES = MOST_LISTS * SM90_TOKEN_LIST };
 
 struct maps {
-    CUtensorMap q, k, v, d_o;
+    CUtensorMap q, d_o;
+    tma_tiles k, v;
 };
 
 /* What a stage holds: 64 keys from `key` on, of a block that the lists in `lists` chose. */
@@ -30,13 +31,24 @@ struct alignas(16) stage_note {
     int32_t odd;    /* bit s: searcher s found something that is not finite */
 };
 
-/* Offsets into shared memory. */
-template <int D_K, int D_V, bool BACK> struct layout {
+template <bool SHORT> struct list_entry {
+    typedef int32_t type;
+};
+template <> struct list_entry<true> {
+    typedef uint16_t type;
+};
+
+/* Offsets into shared memory. SHORT_LISTS: those of a piece have few entries, of 16 bits, which leaves room
+ * for one stage more. */
+template <int D_K, int D_V, bool BACK, bool SHORT_LISTS> struct layout {
     static constexpr int DK = D_K, DV = D_V;
     static constexpr bool BACKWARD = BACK;
+    typedef typename list_entry<SHORT_LISTS>::type entry;
+    static constexpr int MOST_LISTS = SHORT_LISTS && BACK ? 8 : 32,
+                         MOST_ENTRIES = MOST_LISTS * (SHORT_LISTS ? 16 : SM90_TOKEN_LIST);
     static constexpr int FEED = BACK ? 40 : 56, COMPUTE = BACK ? 232 : 224; /* registers a thread */
     static_assert(FEED + GROUPS * COMPUTE <= (GROUPS + 1) * 168, "more registers than the launch gave");
-    static constexpr int STAGES = (DK + DV > 256 ? 4 : 5) - BACK;
+    static constexpr int STAGES = (DK + DV > 256 ? 4 : 5) - BACK + SHORT_LISTS;
     static constexpr int Q = 0, DO = Q + ROWS * DK * 2, K = DO + (BACK ? ROWS * DV * 2 : 0),
                          K_STAGE = KEYS * DK * 2, V = K + STAGES * K_STAGE, V_STAGE = KEYS * DV * 2,
                          ZEROS = V + STAGES * V_STAGE, BARS = ZEROS + (BACK ? 1024 : 0);
@@ -49,7 +61,7 @@ template <int D_K, int D_V, bool BACK> struct layout {
         TURN + 2 * (int)sizeof(work);                       /* [2]: whether each list has a warp of its own */
     static constexpr int COUNT = APART + 2 * 4;             /* [2][MOST_LISTS] entries of lists */
     static constexpr int LIST = COUNT + 2 * MOST_LISTS * 4; /* [2][MOST_ENTRIES] */
-    static constexpr int BYTES = LIST + 2 * MOST_ENTRIES * 4;
+    static constexpr int BYTES = LIST + 2 * MOST_ENTRIES * (int)sizeof(entry);
     static_assert(BYTES <= 227 * 1024, "more than a block can have");
 };
 
@@ -98,7 +110,8 @@ __device__ __forceinline__ void copy_rows(const attend_kernel &a, const work &w,
 
 /* Copies a piece's lists into `clean`, each ascending and without padding, repeats and blocks that no row of
  * it sees. Lanes hold an entry each, of eight lists at a time, so that their loads wait together. */
-__device__ __forceinline__ void clean_lists(const attend_kernel &a, const work &w, int count, int32_t *clean,
+template <typename E>
+__device__ __forceinline__ void clean_lists(const attend_kernel &a, const work &w, int count, E *clean,
                                             int32_t *counts)
 {
     enum { AT_ONCE = 8 };
@@ -121,7 +134,7 @@ __device__ __forceinline__ void clean_lists(const attend_kernel &a, const work &
             if ((same & ((1u << lane) - 1)) != 0) x = INT32_MAX;
 #pragma unroll 4
             for (int i = 0; i < a.list_k; i++) at += __shfl_sync(~0u, x, i) < x;
-            if (x != INT32_MAX) clean[l * a.list_k + at] = x;
+            if (x != INT32_MAX) clean[l * a.list_k + at] = (E)x;
             const int kept = __popc(__ballot_sync(~0u, x != INT32_MAX));
             if (lane == 0) counts[l] = kept;
         }
@@ -134,7 +147,7 @@ __device__ __forceinline__ void clean_lists(const attend_kernel &a, const work &
  * on later tokens: so the lists of as many tokens before the piece say it. Their clean ones are left in
  * `clean`. All lanes of the warp call. */
 template <typename AT>
-__device__ __forceinline__ bool lie_apart(const attend_kernel &a, const work &w, int32_t *clean,
+__device__ __forceinline__ bool lie_apart(const attend_kernel &a, const work &w, typename AT::entry *clean,
                                           int32_t *counts)
 {
     const int lane = threadIdx.x & 31;
@@ -146,7 +159,7 @@ __device__ __forceinline__ bool lie_apart(const attend_kernel &a, const work &w,
     if (past.query < 0 || (AT::BACKWARD ? !one_token(a) : shape.rows > ROWS_OF_WARP)) return false;
     clean_lists(a, past, shape.count, clean, counts);
     __syncwarp();
-    const int32_t *list = clean + lane * a.list_k;
+    const typename AT::entry *list = clean + lane * a.list_k;
     const int count = lane < shape.count ? counts[lane] : 0,
               most = (int)__reduce_add_sync(~0u, (unsigned)count) * (AT::BACKWARD ? 3 : 2) / 8;
     int taken = 0;
@@ -177,8 +190,9 @@ __device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_pl
         const int half = turn & 1;
         mbar_wait(base + AT::TURN_FREE + 8 * half, (turn >> 1 & 1) ^ 1);
         if (w.queries > 0) {
-            int32_t *const clean = (int32_t *)(smem + AT::LIST) + half * MOST_ENTRIES,
-                           *const counts = (int32_t *)(smem + AT::COUNT) + half * MOST_LISTS;
+            typename AT::entry *const clean =
+                (typename AT::entry *)(smem + AT::LIST) + half * AT::MOST_ENTRIES;
+            int32_t *const counts = (int32_t *)(smem + AT::COUNT) + half * AT::MOST_LISTS;
             const bool apart = lie_apart<AT>(a, w, clean, counts);
             __syncwarp();
             clean_lists(a, w, lists.count, clean, counts);
@@ -244,10 +258,10 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const maps &m, char
         const work &w = wait_turn<AT>(smem, base, turn);
         if (w.queries < 0) return;
         const int count = lane < shape_of(a).count
-                              ? ((const int32_t *)(smem + AT::COUNT))[(turn & 1) * MOST_LISTS + lane]
+                              ? ((const int32_t *)(smem + AT::COUNT))[(turn & 1) * AT::MOST_LISTS + lane]
                               : 0;
-        const int32_t *list =
-            (const int32_t *)(smem + AT::LIST) + (turn & 1) * MOST_ENTRIES + lane * a.list_k;
+        const typename AT::entry *list =
+            (const typename AT::entry *)(smem + AT::LIST) + (turn & 1) * AT::MOST_ENTRIES + lane * a.list_k;
         int taken = 0;
         uint32_t mine = count > 0 ? (uint32_t)list[0] : ~0u, next = __reduce_min_sync(~0u, mine);
         for (bool more = true; more;) {
@@ -267,12 +281,10 @@ __device__ __forceinline__ void feed(const attend_kernel &a, const maps &m, char
                         mbar_arrive(full);
                     } else {
                         mbar_expect(full, AT::K_STAGE + AT::V_STAGE);
-                        for (int p = 0; p < AT::DK / 64; p++)
-                            tma_load(base + AT::K + stage * AT::K_STAGE + p * KEYS * 128, m.k, full, p * 64,
-                                     w.kvh, w.k0 + key, w.view);
-                        for (int p = 0; p < AT::DV / 64; p++)
-                            tma_load(base + AT::V + stage * AT::V_STAGE + p * KEYS * 128, m.v, full, p * 64,
-                                     w.kvh, w.k0 + key, w.view);
+                        tma_load_tile<AT::DK / 64, KEYS>(base + AT::K + stage * AT::K_STAGE, m.k, full, w.kvh,
+                                                         w.k0 + key, w.view);
+                        tma_load_tile<AT::DV / 64, KEYS>(base + AT::V + stage * AT::V_STAGE, m.v, full, w.kvh,
+                                                         w.k0 + key, w.view);
                     }
                 }
                 __syncwarp();
@@ -410,17 +422,18 @@ template <typename AT> __device__ __forceinline__ void start_barriers(uint32_t b
 }
 
 /* The pieces of a call, and the tensors as the copy engine knows them. */
+template <typename AT>
 static quern_status plan_launch(const attend_args *args, const attend_kernel &a, const sm90_device &device,
-                                bool backward, void *workspace, cudaStream_t stream, work_plan *plan, maps *m)
+                                void *workspace, cudaStream_t stream, work_plan *plan, maps *m)
 {
     const int queries = ROWS / a.hs;
     const int64_t pieces = piece_bound(args->seqs, queries, 1), total = pieces * a.units;
     *plan = {(int32_t)pieces, (int32_t)total, queries, 1, KEYS, NULL};
     if (total == 0) return QUERN_OK;
     quern_status status = tma_describe(&m->q, args->q, a.hs, queries);
-    if (status == QUERN_OK) status = tma_describe(&m->k, args->k, 1, KEYS);
-    if (status == QUERN_OK) status = tma_describe(&m->v, args->v, 1, KEYS);
-    if (status == QUERN_OK && backward) status = tma_describe(&m->d_o, args->d_o, a.hs, queries);
+    if (status == QUERN_OK) status = tma_describe_tiles(&m->k, args->k, KEYS, AT::DK / 64);
+    if (status == QUERN_OK) status = tma_describe_tiles(&m->v, args->v, KEYS, AT::DV / 64);
+    if (status == QUERN_OK && AT::BACKWARD) status = tma_describe(&m->d_o, args->d_o, a.hs, queries);
     return status != QUERN_OK ? status : sm90_count_from_zero(total, device, workspace, stream, &plan->taken);
 }
 
@@ -450,13 +463,21 @@ __device__ __forceinline__ void share_out(const attend_kernel &a, const work_pla
 
 typedef void tokens_kernel(attend_kernel a, work_plan plan, maps m);
 
+/* Whether the lists of a piece have room as SHORT_LISTS. */
+template <typename AT> static bool lists_are_short(const attend_args *args, const attend_kernel &a)
+{
+    const int64_t count = ROWS / (a.tile * a.hs);
+    return count <= AT::MOST_LISTS && count * a.list_k <= AT::MOST_ENTRIES &&
+           args->k.shape[1] / a.list_block < 65535;
+}
+
 template <typename AT>
 static quern_status launch(const attend_args *args, const attend_kernel &a, const sm90_device &device,
                            void *workspace, cudaStream_t stream, tokens_kernel *kernel, const char *name)
 {
     work_plan plan;
     maps m;
-    const quern_status status = plan_launch(args, a, device, AT::BACKWARD, workspace, stream, &plan, &m);
+    const quern_status status = plan_launch<AT>(args, a, device, workspace, stream, &plan, &m);
     if (status != QUERN_OK || plan.total == 0) return status;
     const unsigned blocks =
         (unsigned)(plan.total < device.multiprocessors ? plan.total : device.multiprocessors);

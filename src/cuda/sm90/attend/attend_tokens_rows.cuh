@@ -10,7 +10,7 @@
  * rows that see it: a factor of 0 does not undo it. The tensor cores get zeros then.
  *
  * Registers at D = 128: dQ 64, Q 32, S 32, dP 32, dS 16 of 232; shared memory: Q and dO 64 KB, K and V
- * 128 KB. Limits: the forward's.
+ * 128 KB, or 160 where a piece's lists have at most 128 entries. Limits: the forward's.
  */
 #ifndef QUERN_CUDA_SM90_ATTEND_TOKENS_ROWS_CUH
 #define QUERN_CUDA_SM90_ATTEND_TOKENS_ROWS_CUH
@@ -192,9 +192,6 @@ __device__ __forceinline__ void walk_list(const attend_kernel &a, char *smem, ui
 {
     constexpr int NT = KEYS / 8, DV = AT::DV;
     const int lane = threadIdx.x & 31;
-    uint32_t g[DV / 16][4];
-#pragma unroll
-    for (int c = 0; c < DV / 16; c++) load_a<ROWS>(g[c], base + AT::DO, row0, c * 16, lane);
     for (bool last = false; !last; step++) {
         const int stage = step % AT::STAGES;
         mbar_wait(base + AT::FULL + 8 * stage, step / AT::STAGES & 1);
@@ -216,46 +213,46 @@ __device__ __forceinline__ void walk_list(const attend_kernel &a, char *smem, ui
 }
 
 /* A computing warpgroup. */
-template <typename T, int DK, int DV>
+template <typename T, typename AT>
 __device__ __forceinline__ void compute_rows(const attend_kernel &a, char *smem, uint32_t base, int warp)
 {
-    typedef layout<DK, DV, true> at;
-    constexpr int KT = DK / 16;
+    constexpr int KT = AT::DK / 16;
     const int lane = threadIdx.x & 31, row0 = warp * ROWS_OF_WARP,
               place[2] = {row0 + (lane >> 2), row0 + (lane >> 2) + 8};
     int step = 0;
     uint32_t clean = 0; /* the parity of each stage's CLEAN */
     for (int turn = 0;; turn++) {
-        const work &w = wait_turn<at>(smem, base, turn);
+        const work &w = wait_turn<AT>(smem, base, turn);
         if (w.queries < 0) return;
         const gradient_rows r = find_gradient_rows(a, w, place);
         float dq[KT * 2][4] = {};
         uint32_t q[KT][4];
-        mbar_wait(base + at::Q_FULL, turn & 1);
+        mbar_wait(base + AT::Q_FULL, turn & 1);
 #pragma unroll
-        for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], base + at::Q, row0, c * 16, lane);
+        for (int c = 0; c < KT; c++) load_a<ROWS>(q[c], base + AT::Q, row0, c * 16, lane);
         __syncwarp();
-        if (lane == 0) mbar_arrive(base + at::Q_FREE);
-        mbar_wait(base + at::DO_FULL, turn & 1);
-        if (turn_apart<at>(smem, turn))
-            walk_list<T, at>(a, smem, base, row0, end_of_token(a, w, warp), q, r, dq, step);
-        else walk_union<T, at>(a, w, smem, base, row0, q, r, dq, step, clean);
+        if (lane == 0) mbar_arrive(base + AT::Q_FREE);
+        mbar_wait(base + AT::DO_FULL, turn & 1);
+        if (turn_apart<AT>(smem, turn))
+            walk_list<T, AT>(a, smem, base, row0, end_of_token(a, w, warp), q, r, dq, step);
+        else walk_union<T, AT>(a, w, smem, base, row0, q, r, dq, step, clean);
         __syncwarp();
-        if (lane == 0) mbar_arrive(base + at::DO_FREE);
+        if (lane == 0) mbar_arrive(base + AT::DO_FREE);
         store_gradient<T, KT * 2>(dq, a, w, place);
-        free_turn<at>(base, turn);
+        free_turn<AT>(base, turn);
     }
 }
 
-template <typename T, int DK, int DV>
+template <typename T, int DK, int DV, bool SHORT_LISTS>
 __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     attend_rows_tokens(const __grid_constant__ attend_kernel a, const __grid_constant__ work_plan plan,
                        const __grid_constant__ maps m)
 {
 #ifdef QUERN_WGMMA
     extern __shared__ __align__(1024) char smem[];
-    share_out<T, layout<DK, DV, true>>(
-        a, plan, m, smem, [&](uint32_t base, int warp) { compute_rows<T, DK, DV>(a, smem, base, warp); });
+    typedef layout<DK, DV, true, SHORT_LISTS> at;
+    share_out<T, at>(a, plan, m, smem,
+                     [&](uint32_t base, int warp) { compute_rows<T, at>(a, smem, base, warp); });
 #endif
 }
 
@@ -263,8 +260,15 @@ template <typename T, int DK, int DV>
 static quern_status run_rows(const attend_args *args, const attend_launch &l, const sm90_device &device,
                              void *workspace, cudaStream_t stream)
 {
-    return launch<layout<DK, DV, true>>(args, l.kernel, device, workspace, stream,
-                                        attend_rows_tokens<T, DK, DV>, "attend_backward_sm90_tokens");
+    const char *const name = "attend_backward_sm90_tokens";
+    if constexpr (DK == 128) {
+        typedef layout<DK, DV, true, true> at;
+        if (lists_are_short<at>(args, l.kernel))
+            return launch<at>(args, l.kernel, device, workspace, stream, attend_rows_tokens<T, DK, DV, true>,
+                              name);
+    }
+    return launch<layout<DK, DV, true, false>>(args, l.kernel, device, workspace, stream,
+                                               attend_rows_tokens<T, DK, DV, false>, name);
 }
 
 } // namespace sm90_tokens
