@@ -7,14 +7,15 @@
  * d_q's dtype.
  *
  * Workspace: the counters (tickets, a word for each key/value head; turns, a word for each tile and head),
- * then the sums. Limit of the kernel here: bandwidth.
+ * then the sums, then what lists need, each from a line of L2 on: with sums and shares 16 bytes off it lists
+ * took 4% longer. Limit of the kernel here: bandwidth.
  */
 #include "common/chunk.cuh"
 #include "common/tma.cuh"
 #include "sm90/attend/attend.cuh"
 
 static const size_t MOST_SUMS = (size_t)1 << 30;
-enum { ROWS = 16, CHUNKS = 16 };
+enum { ROWS = 16, CHUNKS = 16, LINE = 128 /* bytes of L2 */ };
 
 struct room {
     int64_t tiles;         /* of 64 queries, of all sequences */
@@ -23,6 +24,11 @@ struct room {
     sm90_lists_room lists;
 };
 
+static size_t whole_lines(size_t bytes)
+{
+    return (bytes + LINE - 1) & ~(size_t)(LINE - 1);
+}
+
 static room room_of(const attend_args *args)
 {
     const int64_t heads = args->q.shape[2], kv_heads = args->k.shape[2],
@@ -30,17 +36,18 @@ static room room_of(const attend_args *args)
     const size_t one =
         (size_t)(args->q.shape[0] * args->q.shape[1] * group * args->q.shape[3]) * sizeof(float);
     room r = {piece_bound(args->seqs, SM90_BACKWARD_ROWS, 1), 0, 0, kv_heads, {}};
-    r.counters = ((size_t)(kv_heads + heads * r.tiles) * sizeof(int32_t) + 15) & ~(size_t)15;
+    r.counters = whole_lines((size_t)(kv_heads + heads * r.tiles) * sizeof(int32_t));
     if (kv_heads == 0 || one == 0) return r;
     const bool in_place = args->d_q.dtype == QUERN_F32;
     int64_t most = in_place ? kv_heads : one < MOST_SUMS ? (int64_t)(MOST_SUMS / one) : 1;
     if (present(args->list)) {
         r.lists = sm90_lists_room_of(args, most < kv_heads ? most : kv_heads);
+        r.lists.clean = whole_lines(r.lists.clean);
         most = r.lists.heads;
     }
     const int64_t passes = (kv_heads + most - 1) / most;
     r.per = (kv_heads + passes - 1) / passes;
-    r.sums = in_place ? 0 : one * (size_t)r.per;
+    r.sums = in_place ? 0 : whole_lines(one * (size_t)r.per);
     return r;
 }
 
@@ -59,7 +66,7 @@ size_t sm90_attend_backward_bytes(const attend_args *args)
     if (args->q.dtype == QUERN_F32 || (present(args->list) && is_wide(args))) return 0;
     if (is_wide(args)) return SM90_COUNT_BYTES;
     const room r = room_of(args);
-    return r.counters + r.sums + r.lists.clean + r.lists.shares + r.lists.sums + 15;
+    return r.counters + r.sums + r.lists.clean + r.lists.shares + r.lists.sums + LINE - 1;
 }
 
 /* Heads head0 ... of d_q from their sums, or 0. A thread has 8 columns of a row; 16 x 16 threads. */
@@ -171,7 +178,7 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
     if (is_wide(args)) return backward_wide(args, l, pieces, call, stream);
     const attend_kernel &a = l.kernel;
     const room r = room_of(args);
-    char *const counters = (char *)(((uintptr_t)call.workspace + 15) & ~(uintptr_t)15);
+    char *const counters = (char *)whole_lines((uintptr_t)call.workspace);
     float *const sums = (float *)(counters + r.counters);
     const bool in_place = args->d_q.dtype == QUERN_F32;
     quern_tensor d_q = args->d_q;

@@ -30,7 +30,7 @@ sm90_lists_room sm90_lists_room_of(const attend_args *args, int64_t most_heads)
     if (r.heads > most_heads) r.heads = most_heads;
     if (r.heads < 1) r.heads = 1;
     if (r.rows * r.heads > fit) r.rows = fit > 0 ? fit : 1;
-    r.clean = ((size_t)(args->list.shape[1] * r.all_rows * args->list.shape[3]) * 4 + 15) & ~(size_t)15;
+    r.clean = (size_t)(args->list.shape[1] * r.all_rows * args->list.shape[3]) * sizeof(int32_t);
     r.shares = (size_t)(r.heads * r.rows) * row;
     if (r.rows < r.all_rows)
         r.sums = (size_t)(r.heads * args->k.shape[0] * args->k.shape[1] * width) * sizeof(float);
