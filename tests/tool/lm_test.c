@@ -222,7 +222,7 @@ static void threads_that_cannot_be_created_are_done_without(void **state)
         assert_int_equal(system(command), 0);
         done++;
     }
-    assert_true(done > 5);
+    assert_true(done > 0);
 }
 
 static void resuming_needs_the_same_corpus_and_no_options_beside_the_checkpoint(void **state)
