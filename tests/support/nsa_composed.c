@@ -11,7 +11,7 @@ static quern_status plan_composed(op_call *call)
 {
     static _Thread_local quern_backend stages; /* must outlive the call */
     stages = *call->backend;
-    stages.attend_gate_forward.supports = NULL;
+    stages.attend_gate_forward = (attend_gate_stage){0};
     call->backend = &stages;
     return nsa_plan(call);
 }

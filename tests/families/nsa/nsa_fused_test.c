@@ -15,11 +15,12 @@
 
 static const nsa_call composed = {"composed forward", nsa_composed_workspace, nsa_composed_forward};
 
-/* Everything that the branches do not round or sum has the same bits; the rest agrees within the bounds. */
+/* Everything that the branches do not round or sum has the same bits; the rest agrees within the bounds.
+ * Where lists name every block, separate stages sum the selected branch as a range. */
 static void compare(const nsa_case *c, nsa_set set, const test_tensor copies[NSA_SLOTS], const char *what)
 {
-    const nsa_set summed =
-        NSA_BIT(NSA_O) | NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_O_SLC) | NSA_BIT(NSA_O_WIN) | NSA_BIT(NSA_LSE_WIN);
+    const nsa_set summed = NSA_BIT(NSA_O) | NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_O_SLC) | NSA_BIT(NSA_O_WIN) |
+                           NSA_BIT(NSA_LSE_SLC) | NSA_BIT(NSA_LSE_WIN);
     char name[900];
     for (int i = 0; i < NSA_SLOTS; i++) {
         if ((set & NSA_BIT(i)) == 0) continue;
