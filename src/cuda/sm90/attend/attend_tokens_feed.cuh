@@ -49,9 +49,10 @@ template <int D_K, int D_V, bool BACK, bool SHORT_LISTS> struct layout {
     static constexpr int FEED = BACK ? 40 : 56, COMPUTE = BACK ? 232 : 224; /* registers a thread */
     static_assert(FEED + GROUPS * COMPUTE <= (GROUPS + 1) * 168, "more registers than the launch gave");
     static constexpr int STAGES = (DK + DV > 256 ? 4 : 5) - BACK + SHORT_LISTS;
-    static constexpr int Q = 0, DO = Q + ROWS * DK * 2, K = DO + (BACK ? ROWS * DV * 2 : 0),
-                         K_STAGE = KEYS * DK * 2, V = K + STAGES * K_STAGE, V_STAGE = KEYS * DV * 2,
-                         ZEROS = V + STAGES * V_STAGE, BARS = ZEROS + (BACK ? 1024 : 0);
+    /* ZEROS come first: memcheck takes wg_repeated's products to read a whole tile from there on. */
+    static constexpr int ZEROS = 0, Q = ZEROS + (BACK ? 1024 : 0), DO = Q + ROWS * DK * 2,
+                         K = DO + (BACK ? ROWS * DV * 2 : 0), K_STAGE = KEYS * DK * 2,
+                         V = K + STAGES * K_STAGE, V_STAGE = KEYS * DV * 2, BARS = V + STAGES * V_STAGE;
     static constexpr int Q_FULL = BARS, Q_FREE = Q_FULL + 8, DO_FULL = Q_FREE + 8, DO_FREE = DO_FULL + 8,
                          FULL = DO_FREE + 8, FREE = FULL + 8 * STAGES, CLEAN = FREE + 8 * STAGES,
                          TURN_FULL = CLEAN + 8 * STAGES, TURN_FREE = TURN_FULL + 16;
