@@ -1,9 +1,9 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * nsa_mistake.h - bad calls of NSA's operations: a base, what is spoilt of it, and the status and sentence that it
- * must get from the call and (where shapes show it) from its workspace query. No byte of any tensor or of the
- * workspace may change.
+ * nsa_mistake.h - bad calls of NSA's operations: a base, what is spoilt of it, and the status and sentence
+ * that it must get from the call and (where shapes show it) from its workspace query. No byte of any tensor
+ * or of the workspace may change.
  */
 #ifndef QUERN_TEST_NSA_MISTAKE_H
 #define QUERN_TEST_NSA_MISTAKE_H

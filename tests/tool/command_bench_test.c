@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* command_bench_test.c - `quern bench` of attention and NSA: its JSON and every option; `quern probe`: the longest
- * sequence that a memory holds. */
+/* command_bench_test.c - `quern bench` of attention and NSA: its JSON and every option; `quern probe`: the
+ * longest sequence that a memory holds. */
 #include "command.h"
 #include "random.h"
 

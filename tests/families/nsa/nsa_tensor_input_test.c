@@ -1,6 +1,6 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* nsa_tensor_input_test.c - each way to spoil each tensor of every NSA operation, and arguments that are NULL. */
+/* nsa_tensor_input_test.c - each way to spoil each tensor of every NSA operation, and NULL arguments. */
 #include "cmocka_c11.h"
 #include "nsa_mistake.h"
 

@@ -28,6 +28,7 @@ struct CMUnitTest {
      fflush(stdout), longjmp(minimal_failed, 1))
 #define skip() longjmp(minimal_failed, 2)
 #define print_message printf
+#define print_error printf
 #define assert_true(x) ((x) ? (void)0 : fail_msg("%s is false", #x))
 #define assert_false(x) assert_true(!(x))
 #define assert_null(x) assert_true((x) == NULL)
