@@ -79,6 +79,9 @@ static const quern_backend backend = {
     .rowdot = stage_of<rowdot_stage, rowdot_args, rowdot_variants>(),
     .list_convert = stage_of<list_convert_stage, list_convert_args, list_convert_variants>(),
     .validate_lists = stage_of<validate_lists_stage, validate_lists_args, validate_lists_variants>(),
+#ifdef QUERN_SM90
+    .attend_gate_forward = stage_of<attend_gate_stage, attend_gate_args, attend_gate_variants>(),
+#endif
 };
 
 #define TEXT2(x) #x

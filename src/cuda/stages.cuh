@@ -73,6 +73,10 @@ quern_status attend_backward_sm90_tokens_run(const stage_exec *exec, const atten
 bool attend_backward_wgmma_supports(const stage_exec *exec, const attend_args *args,
                                     char why[STAGE_WHY_BYTES]);
 quern_status attend_backward_wgmma_run(const stage_exec *exec, const attend_args *args, void *workspace);
+bool attend_gate_sm90_supports(const stage_exec *exec, const attend_gate_args *args,
+                               char why[STAGE_WHY_BYTES]);
+size_t attend_gate_sm90_bytes(const stage_exec *exec, const attend_gate_args *args);
+quern_status attend_gate_sm90_run(const stage_exec *exec, const attend_gate_args *args, void *workspace);
 bool select_sm90_supports(const stage_exec *exec, const select_args *args, char why[STAGE_WHY_BYTES]);
 size_t select_sm90_bytes(const stage_exec *exec, const select_args *args);
 quern_status select_sm90_run(const stage_exec *exec, const select_args *args, void *workspace);

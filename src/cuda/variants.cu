@@ -67,6 +67,12 @@ static const variant<gate_args> gate_backward_rows[] = {
     {"gate_backward_any", gate_supports, gate_backward_bytes, gate_backward_run}};
 const variants<gate_args> gate_backward_variants = LIST(gate_backward_rows);
 
+#ifdef QUERN_SM90
+static const variant<attend_gate_args> attend_gate_rows[] = {
+    {"attend_gate_sm90", attend_gate_sm90_supports, attend_gate_sm90_bytes, attend_gate_sm90_run}};
+const variants<attend_gate_args> attend_gate_variants = LIST(attend_gate_rows);
+#endif
+
 static const variant<convert_args> convert_rows[] = {{"convert_any", NULL, NULL, convert_run}};
 const variants<convert_args> convert_variants = LIST(convert_rows);
 

@@ -33,6 +33,7 @@ extern const variants<attend_args> attend_forward_variants, attend_backward_vari
 extern const variants<compress_args> compress_forward_variants, compress_backward_variants;
 extern const variants<select_args> select_variants;
 extern const variants<gate_args> gate_forward_variants, gate_backward_variants;
+extern const variants<attend_gate_args> attend_gate_variants;
 extern const variants<convert_args> convert_variants;
 extern const variants<rowdot_args> rowdot_variants;
 extern const variants<list_convert_args> list_convert_variants;

@@ -122,6 +122,8 @@ static void carve_lists(nsa_call *c, arena *a, bool blocks, bool groups)
 static bool carve_fused(nsa_call *c, arena *a, size_t *scratch)
 {
     char why[STAGE_WHY_BYTES];
+    const arena before = *a;
+    const nsa_views views = c->views;
     if (c->head.backend->attend_gate_forward.run == NULL) return false;
     carve_lists(c, a, computes_blocks(c), computes_groups(c));
     for (int i = 0; i < NSA_BRANCHES; i++) {
@@ -132,7 +134,11 @@ static bool carve_fused(nsa_call *c, arena *a, size_t *scratch)
     c->fused.select = c->select;
     c->fused.select_given = !c->use_select;
     c->fused.gate = nsa_gate_args(c);
-    if (!STAGE_TAKES(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused, why)) return false;
+    if (!STAGE_TAKES(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused, why)) {
+        *a = before;
+        c->views = views;
+        return false;
+    }
     nsa_make_room(scratch, STAGE_WORKSPACE(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused));
     return true;
 }

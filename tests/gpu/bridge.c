@@ -9,6 +9,7 @@
  *   run the CUDA stage on a stream of its own with a poisoned workspace between guards: twice directly, then
  *   captured in a graph and replayed, each from the same starting bytes;
  *   fail the test unless the three results are the same bits, guards included, and copy the first back.
+ *   QUERN_GPU_VARIANT names a variant to choose where its stage has it.
  *   QUERN_GPU_RUNS=1 leaves out the repetitions: the races that a tool looks for are in each of them.
  *
  * What lies between a strided tensor's elements travels too, so the tests' own guards see stray writes.
@@ -136,6 +137,15 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
     for (size_t i = 0; i < count; i++) {
         quern_tensor *t = (quern_tensor *)((char *)args + offsets[i]);
         if (t->ndim == 0) continue;
+        size_t same = 0; /* the image of a view of the same bytes */
+        while (same < made &&
+               (t->data == NULL || images[same].host != t->data || images[same].bytes != span_of(t)))
+            same++;
+        if (same < made) {
+            t->data = images[same].device + images[same].at;
+            t->device = QUERN_CUDA;
+            continue;
+        }
         if (made == MAX_TENSORS) fail_msg("%s: more than %d tensors", stage, MAX_TENSORS);
         images[made] = image_make(t->data != NULL ? t->data : "", t->data != NULL ? span_of(t) : 0,
                                   (uintptr_t)t->data % 256);
@@ -191,12 +201,23 @@ static quern_status bridge(const char *stage, const stage_exec *given, void *arg
     }
 BACKEND_ARGS(VIEWS)
 
-/* No GPU backend offers this stage; its views are those of its members. */
+/* Those of its members. */
 static size_t attend_gate_views(const size_t **offsets)
 {
-    *offsets = NULL;
-    fail_msg("attend_gate: the views of its members are not carried");
-    return 0;
+    static const size_t at[] = {offsetof(attend_gate_args, branch[0]), offsetof(attend_gate_args, branch[1]),
+                                offsetof(attend_gate_args, branch[2]), offsetof(attend_gate_args, select),
+                                offsetof(attend_gate_args, gate)};
+    static size_t (*const views[])(const size_t **) = {attend_views, attend_views, attend_views, select_views,
+                                                       gate_views};
+    static size_t all[MAX_TENSORS];
+    size_t count = 0;
+    for (size_t m = 0; m < sizeof at / sizeof *at; m++) {
+        const size_t *own, most = views[m](&own);
+        if (count + most > MAX_TENSORS) fail_msg("attend_gate: more than %d tensors", MAX_TENSORS);
+        for (size_t i = 0; i < most; i++) all[count++] = at[m] + own[i];
+    }
+    *offsets = all;
+    return count;
 }
 
 #define STAGE_BRIDGE(stage, name)                                                                            \
@@ -242,6 +263,8 @@ const quern_backend *__wrap_context_backend(const quern_context *ctx, quern_devi
     *exec = (stage_exec){
         .device = QUERN_CPU, .device_id = device_id, .threads = ctx->threads, .cpu_level = ctx->cpu_level};
     if (plugin->properties(0, exec) != QUERN_OK) fail_msg("%s", quern_last_error(NULL));
+    const char *variant = getenv("QUERN_GPU_VARIANT");
+    exec->variant = variant != NULL && *variant != '\0' ? variant : NULL;
     return &bridged;
 }
 

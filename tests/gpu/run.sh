@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: BSD-2-Clause
 # Builds the library, the command and the GPU's tests in build/gpu, runs them, compares the registers of the kernels
 # for sm_90a with their table, and ends with `N passed, N failed`: one call of under nine minutes on a machine with a
-# GPU and nvcc.
+# GPU and nvcc. Programs that compare whole layers run again with the kernel of three branches and gate wherever it can.
 #   QUERN_GPU_TESTS  patterns of the programs to run (all)
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -18,12 +18,17 @@ programs=()
 for program in build/gpu/tests/gpu_*_test; do
     for pattern in ${QUERN_GPU_TESTS:-'*'}; do
         # shellcheck disable=SC2053
-        [[ ${program##*/gpu_} == $pattern ]] && programs+=("$program")
+        [[ ${program##*/gpu_} == $pattern ]] || continue
+        programs+=("$program")
+        [[ ${program##*/gpu_} =~ ^nsa_(property|fused|nonfinite|causality|determinism)_test$ ]] &&
+            programs+=("$program@attend_gate_sm90")
     done
 done
 for program in "${programs[@]}"; do
     while (($(jobs -rp | wc -l) >= (jobs > 8 ? 6 : 2))); do wait -n; done
-    (timeout 240 "$program" >"$logs/${program##*/}" 2>&1
+    (variant=${program#"${program%@*}"}
+     export QUERN_GPU_VARIANT=${variant#@}
+     timeout 240 "${program%@*}" >"$logs/${program##*/}" 2>&1
      echo "exit code $?" >>"$logs/${program##*/}") &
 done
 wait
