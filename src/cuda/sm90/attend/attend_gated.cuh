@@ -5,9 +5,9 @@
  * o_b in memory.
  *
  * It is attend_forward.cuh's kernel, whose blocks take three turns a piece: one branch's keys each, by one
- * copy of the piece's rows. After a turn each thread multiplies its O by gate / sum and adds it to what it has
- * in shared memory (f32, read and written by that thread alone); after the last it stores O. The gates are
- * found at a piece's start, from its rows in shared memory.
+ * copy of the piece's rows. After a turn each thread multiplies its O by gate / sum and adds it to what it
+ * has in shared memory (f32, read and written by that thread alone); after the last it stores O. The gates
+ * are found at a piece's start, from its rows in shared memory.
  *
  * Limit: the tiles of keys, as for one branch. Alone, each branch has a launch with its start and its end,
  * and the gate reads what they wrote. For that a piece's rows cannot be copied while the one before is
