@@ -195,7 +195,9 @@ def copies():
 
 
 def whole(n, heads, kv_heads, backward, make=None, preset=None, **options):
-    """Calls of a whole layer's forward, and of its backward."""
+    """Yields the call of a whole layer's forward, then that of its backward, whose memory is taken only then.
+    A forward that trains keeps the branches' outputs; beyond 256k tokens there is no room for them, and the
+    backward computes them again."""
     make = make or (lambda n, h: act(1, n, h, 128))
     p = quern.nsa_params(preset, gate=1, **options)
     f32 = dict(dtype=F32)
@@ -216,23 +218,27 @@ def whole(n, heads, kv_heads, backward, make=None, preset=None, **options):
             ),
         )
         made |= {name: empty(1, heads, n, **f32) for name in ("lse_cmp", "lse_slc", "lse_win")}
-    forward = quern.call("nsa_forward", p, **made)
+        if n <= 1 << 18:
+            made |= {name: empty(1, n, heads, 128) for name in ("o_cmp", "o_slc", "o_win")}
+    yield quern.call("nsa_forward", p, **made)
     if not backward:
-        return forward, None
+        return
     made.pop("o")
+    torch.cuda.empty_cache()
     grads = {f"d_{name}": torch.empty_like(made[name]) for name in ("q", "k", "v")} | dict(
         d_w_gate=empty(heads, 3, 128, **f32)
     )
-    return forward, quern.call("nsa_backward", p, d_o=act(1, n, heads, 128), **made, **grads)
+    yield quern.call("nsa_backward", p, d_o=act(1, n, heads, 128), **made, **grads)
 
 
 def layer(what, n, heads, kv_heads, targets, **options):
     """targets: of the forward, and of forward and backward; None: not this one."""
     torch.cuda.empty_cache()
     reps = 1 if n > 1 << 18 else 5
-    calls = whole(n, heads, kv_heads, targets[1] is not None, **options)
-    times = [ms(call, reps, 1) for call in calls if call is not None]
-    del calls
+    times = []
+    for call in whole(n, heads, kv_heads, targets[1] is not None, **options):
+        times.append(ms(call, reps, 1))
+        del call
     torch.cuda.empty_cache()
     peer = dense_of(n, heads, kv_heads, targets[1] is not None)
     print(
@@ -306,7 +312,7 @@ def break_even(what, heads, kv_heads, target, **options):
     """The first of these lengths where NSA is no slower than cuDNN's dense attention, both in graphs."""
     n = 0
     for n in (2048, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 65536):
-        nsa = graph_us(whole(n, heads, kv_heads, False, **options)[0], 10)
+        nsa = graph_us(next(whole(n, heads, kv_heads, False, **options)), 10)
         if nsa <= cudnn_us(n, heads, kv_heads):
             break
     else:
@@ -323,13 +329,13 @@ def short():
         attempt(break_even, f"T 1, smooth, {heads}/{kv_heads}", heads, kv_heads, token, make=smoothly)
     for name, preset in (("tile 256", "tile256"), ("T 1", None)):
         what = f"whole forward of 64 tokens in a graph, 8/2, {name}"
-        attempt(lambda: line(what, 25, graph_us(whole(64, 8, 2, False, preset=preset)[0]), "us", True))
+        attempt(lambda: line(what, 25, graph_us(next(whole(64, 8, 2, False, preset=preset))), "us", True))
     for name, preset, target in (("tile 256", "tile256", 1.3), ("T 1", None, 1.8)):
         attempt(
             lambda: line(
                 f"whole forward of 2k tokens in a graph, 8/2, {name}, over Quern's dense",
                 target,
-                graph_us(whole(2048, 8, 2, False, preset=preset)[0]) / dense_us(2048, 8, 2),
+                graph_us(next(whole(2048, 8, 2, False, preset=preset))) / dense_us(2048, 8, 2),
                 "x",
                 True,
             )
