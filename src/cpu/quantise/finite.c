@@ -16,9 +16,14 @@ typedef struct magnitude_job {
     const row_magnitudes *m;
 } magnitude_job;
 
+static row_cut cut_of(const quern_tensor *x)
+{
+    return cut_rows(view_rows(x), view_columns(x));
+}
+
 size_t row_magnitudes_bytes(const quern_tensor *x)
 {
-    const row_cut cut = cut_rows(view_rows(x), view_columns(x));
+    const row_cut cut = cut_of(x);
     return (size_t)(cut.rows * cut.pieces_a_row) * sizeof(uint32_t);
 }
 
@@ -54,7 +59,7 @@ static quern_status report_piece(const quern_tensor *x, const row_cut *cut, int6
 quern_status row_magnitudes_of(const stage_exec *exec, const quern_tensor *x, int64_t rows, const char *name,
                                row_magnitudes *m)
 {
-    m->cut = cut_rows(rows, view_columns(x));
+    m->cut = cut_first_rows(cut_of(x), rows);
     magnitude_job job = {quantise_kernels_for(exec->cpu_level), x, m};
     parallel_for(exec, m->cut.pieces, measure_piece, &job);
     for (int64_t i = 0; i < rows * m->cut.pieces_a_row; i++)

@@ -78,6 +78,14 @@ static inline row_cut cut_rows(int64_t rows, int64_t columns)
     return cut;
 }
 
+/* The first `rows` rows alone, in pieces of the same size. */
+static inline row_cut cut_first_rows(row_cut cut, int64_t rows)
+{
+    cut.rows = rows;
+    cut.pieces = (rows + cut.rows_a_piece - 1) / cut.rows_a_piece * cut.pieces_a_row;
+    return cut;
+}
+
 typedef struct row_piece {
     int64_t first, end, column, columns; /* rows; first column and how many */
 } row_piece;

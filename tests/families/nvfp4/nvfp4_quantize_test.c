@@ -67,11 +67,13 @@ static void golden_vectors(void **state)
         }
 }
 
-/* A tensor, how it is quantised, and what comes out. Weights are [E, K, N], activations [T, D]. */
+/* A tensor, how it is quantised, and what comes out. Weights are [E, K, N], activations [T, D], [D], or
+ * [2, T / 2, D]. */
 typedef struct quantize_case {
     quern_nvfp4_quantize_params params;
     bool given;
     int64_t experts, rows, columns; /* rows of all experts together */
+    int32_t leads;                  /* of an activation */
     test_tensor x, offsets, given_global, codes, scales, global;
     double *values;
 } quantize_case;
@@ -103,12 +105,22 @@ static void make_offsets(quantize_case *c, test_random *random)
     test_tensor_set_i32(&c->offsets, ends);
 }
 
+/* The shape of an activation's rows, which end in `last`; returns how many extents it has. */
+static int32_t row_shape(const quantize_case *c, int64_t last, int64_t shape[3])
+{
+    shape[0] = c->leads == 2 ? 2 : c->rows;
+    shape[1] = c->rows / 2;
+    shape[c->leads] = last;
+    return c->leads + 1;
+}
+
 static test_tensor make_globals(const quantize_case *c, test_random *random)
 {
     const quern_nvfp4_global per = c->params.global_per;
-    const int64_t shape[] = {per == QUERN_NVFP4_GLOBAL_EXPERT ? c->experts : c->rows};
-    test_tensor t =
-        test_tensor_make(random, QUERN_F32, per == QUERN_NVFP4_GLOBAL_TENSOR ? 0 : 1, shape, TEST_UNALIGNED);
+    int64_t shape[3] = {c->experts};
+    int32_t ndim = per == QUERN_NVFP4_GLOBAL_EXPERT;
+    if (per == QUERN_NVFP4_GLOBAL_ROW) ndim = row_shape(c, 0, shape) - 1;
+    test_tensor t = test_tensor_make(random, QUERN_F32, ndim, shape, TEST_UNALIGNED);
     double *values = test_doubles(test_tensor_count(&t));
     for (int64_t i = 0; i < test_tensor_count(&t); i++)
         values[i] = ldexp(1 + test_random_uniform(random), (int)test_random_int(random, -14, 2));
@@ -130,13 +142,18 @@ static quantize_case make_case(test_random *random, int index)
         test_random_one_in(random, 3) ? test_random_int(random, 0, 20) : test_random_int(random, 1, 400);
     if (test_random_one_in(random, 20)) c.columns = 16384 + test_random_int(random, 1, 40);
     const int64_t k = 16 * test_random_int(random, 0, 4);
-    c.rows = c.params.weight ? c.experts * k : test_random_int(random, 0, 60);
+    c.leads = c.params.global_per == QUERN_NVFP4_GLOBAL_EXPERT ? 1 : (int32_t)test_random_int(random, 0, 2);
+    c.rows = c.params.weight ? c.experts * k
+             : c.leads == 0  ? 1
+             : c.leads == 2  ? 2 * test_random_int(random, 0, 30)
+                             : test_random_int(random, 0, 60);
     const int64_t blocks = (c.columns + 15) / 16;
-    const int64_t weight_shape[] = {c.experts, k, c.columns}, rows_shape[] = {c.rows, c.columns};
+    const int64_t weight_shape[] = {c.experts, k, c.columns};
     const int64_t weight_codes[] = {c.experts, k / 2, c.columns},
                   weight_scales[] = {c.experts, k / 16, c.columns};
-    const int64_t rows_codes[] = {c.rows, 8 * blocks}, rows_scales[] = {c.rows, blocks};
-    const int32_t ndim = c.params.weight ? 3 : 2;
+    int64_t rows_shape[3], rows_codes[3], rows_scales[3];
+    row_shape(&c, 8 * blocks, rows_codes), row_shape(&c, blocks, rows_scales);
+    const int32_t leads = row_shape(&c, c.columns, rows_shape), ndim = c.params.weight ? 3 : leads;
     c.x = test_tensor_make(random, dtypes[test_random_int(random, 0, 2)], ndim,
                            c.params.weight ? weight_shape : rows_shape, any_layout(random));
     c.codes = test_tensor_make(random, QUERN_U8, ndim, c.params.weight ? weight_codes : rows_codes,
@@ -365,6 +382,40 @@ static void nonfinite_values_are_refused(void **state)
     }
 }
 
+/* Rows past the last expert's are left out, so fewer rows are cut into pieces than the workspace is for. */
+static void wide_rows_of_few(void **state)
+{
+    enum { T = 8, USED = 7, D = 16 << 14 };
+    static const int64_t shape[] = {T, D}, codes_shape[] = {T, D / 2}, scales_shape[] = {T, D / 16}, one = 1;
+    test_random random = {test_seed("wide_rows_of_few", 7)};
+    quern_context *ctx = test_context(quern_cpu_level_detect(), 2);
+    test_tensor x = test_tensor_make(&random, QUERN_BF16, 2, shape, TEST_CONTIGUOUS),
+                codes = test_tensor_make(&random, QUERN_U8, 2, codes_shape, TEST_CONTIGUOUS),
+                scales = test_tensor_make(&random, QUERN_U8, 2, scales_shape, TEST_CONTIGUOUS);
+    int32_t end = USED;
+    float global = 0;
+    const quern_tensor offsets = quern_tensor_contiguous(&end, QUERN_I32, 1, &one),
+                       global_view = quern_tensor_contiguous(&global, QUERN_F32, 1, &one);
+    quern_nvfp4_quantize_params p = QUERN_NVFP4_QUANTIZE_PARAMS_INIT;
+    quern_nvfp4_quantize_tensors t = QUERN_NVFP4_QUANTIZE_TENSORS_INIT;
+    (void)state;
+    test_tensor_normal(&x, &random, 1);
+    double *values = test_tensor_get(&x);
+    p.global_per = QUERN_NVFP4_GLOBAL_EXPERT;
+    t.x = &x.view;
+    t.offsets = &offsets;
+    t.codes = &codes.view;
+    t.scales = &scales.view;
+    t.global = &global_view;
+    if (quantize(ctx, &p, &t) != QUERN_OK) fail_msg("%s", quern_last_error(ctx)); /* checks the workspace */
+    assert_true(global == oracle_nvfp4_global(ORACLE_RNE, nvfp4_case_amax(values, (int64_t)USED * D)));
+    const uint8_t *bytes = scales.view.data;
+    for (int64_t i = 0; i < T * D / 16; i++) assert_true((bytes[i] == 0) == (i >= USED * D / 16));
+    free(values);
+    test_tensor_free(&x), test_tensor_free(&codes), test_tensor_free(&scales);
+    quern_context_destroy(ctx);
+}
+
 static void expect_error(quern_context *ctx, quern_status status, const char *says)
 {
     if (status != QUERN_ERR_INVALID_ARGUMENT) fail_msg("%s: status %d", says, (int)status);
@@ -453,7 +504,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(golden_vectors),     cmocka_unit_test(random_cases),
         cmocka_unit_test(dequantized_values), cmocka_unit_test(nonfinite_values_are_refused),
-        cmocka_unit_test(bad_calls),
+        cmocka_unit_test(wide_rows_of_few),   cmocka_unit_test(bad_calls),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
