@@ -205,7 +205,8 @@ static int fill_block(test_random *random, int kind, float x[16])
     if (kind == 14) x[place] = 254.0f / 128;
     if (kind == 14) x[place + 1] = -255.0f / 128;
     if (kind == 15) x[place] = 255.0f / 128;
-    if (kind == 16) x[place] = INFINITY;
+    if (kind == 16) x[place] = test_random_int(random, 0, 1) ? INFINITY : -INFINITY;
+    for (int i = 0; kind == 16 && i < 16 && place < 8; i++) x[i] = i == place ? x[i] : 0; /* alone */
     if (kind == 17) x[place] = -NAN;
     if (kind == 18) x[place] = 0x1p-133f;
     return kind < 8 || (kind >= 12 && kind <= 14) ? 1 : kind < 19 ? 0 : -1;

@@ -288,12 +288,21 @@ static double clamp(double x, double low, double high)
     return x < low ? low : x > high ? high : x;
 }
 
+/* A gate whose sigmoid leaves the range of f32, with an up value that may make up for it. */
+static void spread(test_random *random, double *gate, double *up)
+{
+    static const double gates[] = {-86.5, -87.5, -88.5, -91, -100, -140, -1e6, -0x1.fep127, 0x1p100};
+    *gate = gates[test_random_int(random, 0, 8)];
+    *up = copysign(
+        ldexp(1 + test_random_uniform(random), (int)test_random_int(random, -20, *gate < 0 ? 120 : -6)), *up);
+}
+
 static void swiglu_row(const quantise_kernels *kernels, test_random *random)
 {
-    static const swiglu_rule rules[] = {{0, 1, 0}, {10, 1, 0}, {0.75f, 1, 0}, {7, 1.702f, 1}};
-    for (int i = 0; i < 4 * LENGTHS; i++) {
-        const swiglu_rule rule = rules[i % 4];
-        const int64_t n = lengths[i / 4];
+    static const swiglu_rule rules[] = {{0, 1, 0}, {10, 1, 0}, {0.75f, 1, 0}, {7, 1.702f, 1}, {0, 1.702f, 1}};
+    for (int i = 0; i < 5 * LENGTHS; i++) {
+        const swiglu_rule rule = rules[i % 5];
+        const int64_t n = lengths[i / 5];
         test_tensor gate = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED),
                     up = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
         test_tensor out = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
@@ -303,9 +312,13 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
             g[0] = -300;
             g[1] = NAN;
             u[2] = NAN;
-            test_tensor_set(&gate, g);
-            test_tensor_set(&up, u);
         }
+        for (int64_t c = 3; c < n && c < 12; c++) spread(random, &g[c], &u[c]);
+        test_tensor_set(&gate, g);
+        test_tensor_set(&up, u);
+        free(g), free(u);
+        g = test_tensor_get(&gate);
+        u = test_tensor_get(&up);
         kernels->swiglu_row(&rule, gate.view.data, up.view.data, n, out.view.data);
         test_tensor_check_guards(&out, "swiglu");
         double *got = test_tensor_get(&out);
@@ -314,8 +327,8 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
             const double x = g[c] > limit ? limit : g[c],
                          y = isnan(u[c]) ? u[c] : clamp(u[c], -limit, limit) + (double)rule.beta;
             const double expected = x / (1 + exp(-alpha * x)) * y;
-            const double bound =
-                bound_of(kernels, "swiglu_row", alpha * x) * fabs(expected) + fabs(x * y) * 0x1p-126;
+            const double bound = bound_of(kernels, "swiglu_row", alpha * x) * fabs(expected) +
+                                 fabs(x * y) * 0x1p-250 + 0x1p-148;
             if (isnan(expected) ? !isnan(got[c]) : !(fabs(got[c] - expected) <= bound))
                 fail_msg("%s swiglu(%g, %g) is %.9g, expected %.9g", quern_cpu_level_name(kernels->level),
                          g[c], u[c], got[c], expected);
@@ -327,14 +340,14 @@ static void swiglu_row(const quantise_kernels *kernels, test_random *random)
     }
 }
 
-/* Each value within a few roundings of the formula's terms (a sigmoid below 2^-127 may be that); at the limit
- * the gradient passes, beyond it the gradient is 0. */
+/* Each value within a few roundings of the formula's terms; at the limit the gradient passes, beyond it the
+ * gradient is 0. */
 static void swiglu_backward_row(const quantise_kernels *kernels, test_random *random)
 {
-    static const swiglu_rule rules[] = {{0, 1, 0}, {10, 1, 0}, {0.75f, 1, 0}, {7, 1.702f, 1}};
-    for (int i = 0; i < 4 * LENGTHS; i++) {
-        const swiglu_rule rule = rules[i % 4];
-        const int64_t n = lengths[i / 4];
+    static const swiglu_rule rules[] = {{0, 1, 0}, {10, 1, 0}, {0.75f, 1, 0}, {7, 1.702f, 1}, {0, 1.702f, 1}};
+    for (int i = 0; i < 5 * LENGTHS; i++) {
+        const swiglu_rule rule = rules[i % 5];
+        const int64_t n = lengths[i / 5];
         test_tensor gate = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED),
                     up = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED),
                     d = tensor_of(random, QUERN_F32, 1, n, TEST_UNALIGNED);
@@ -350,7 +363,16 @@ static void swiglu_backward_row(const quantise_kernels *kernels, test_random *ra
             g[3] = -300;
             g[4] = NAN;
         }
+        for (int64_t c = 5; c < n && c < 12; c++) spread(random, &g[c], &u[c]);
+        if (n > 12) {
+            g[12] = 0x1.fep127;
+            by[12] = 0.125;
+        }
+        test_tensor_set(&d, by);
         test_tensor_set(&gate, g), test_tensor_set(&up, u);
+        free(g), free(u);
+        g = test_tensor_get(&gate);
+        u = test_tensor_get(&up);
         kernels->swiglu_backward_row(&rule, d.view.data, n, gate.view.data, up.view.data);
         test_tensor_check_guards(&gate, "gate"), test_tensor_check_guards(&up, "up");
         double *d_gate = test_tensor_get(&gate), *d_up = test_tensor_get(&up);
@@ -360,10 +382,10 @@ static void swiglu_backward_row(const quantise_kernels *kernels, test_random *ra
             const double slope = s * (1 + alpha * x * (1 - s)), terms = s * (1 + fabs(alpha * x) * (1 - s));
             const double gate_bound =
                              bound_of(kernels, "swiglu_backward_row", alpha * x) * fabs(by[c] * y) * terms +
-                             fabs(by[c] * y * alpha * x) * 0x1p-125 + 1e-36,
+                             fabs(by[c] * y * alpha * x) * 0x1p-250 + 0x1p-140,
                          up_bound =
                              bound_of(kernels, "swiglu_backward_row", alpha * x) * fabs(by[c] * x * s) +
-                             fabs(by[c] * x) * 0x1p-125 + 1e-36;
+                             fabs(by[c] * x) * 0x1p-250 + 0x1p-140;
             const double expected = g[c] > limit ? 0 : by[c] * y * slope,
                          expected_up = fabs(u[c]) > limit ? 0 : by[c] * x * s;
             if (isnan(expected) ? !isnan(d_gate[c])
@@ -437,8 +459,11 @@ static void swiglu_quantise(const quantise_kernels *kernels, test_random *random
             if (test_random_one_in(random, 50)) x[c] *= 12;
             const bool large = i % 9 == 0 && t.view.dtype != QUERN_F16 && c / q % 2 == 0; /* gates */
             if (large && test_random_one_in(random, 200))
-                x[c] = ldexp(fabs(x[c]), 61 + 30 * (int)test_random_int(random, 0, 1));
+                x[c] = ldexp(x[c], 61 + 30 * (int)test_random_int(random, 0, 1));
         }
+        const bool far = (i % 9 == 3 || i % 9 == 4) && t.view.dtype != QUERN_F16;
+        for (int64_t c = test_random_int(random, 0, 99); far && c < n; c += test_random_int(random, 1, 99))
+            spread(random, &x[oracle_interleaved_at(c, false, q)], &x[oracle_interleaved_at(c, true, q)]);
         test_tensor_set(&t, x);
         free(x);
         x = test_tensor_get(&t);

@@ -19,7 +19,10 @@
 
 #include "cpu/gemm4/gemm4_rows.h"
 
-enum { LEAST_EXPONENT = 25 /* biased: the powers of two that bring sums back are normal */ };
+enum {
+    LEAST_EXPONENT = 25,   /* biased: the powers of two that bring sums back are normal */
+    LARGEST_EXPONENT = 254 /* of finite values */
+};
 
 enum { BLOCK_VECTORS = 16 / LANES };
 
@@ -34,14 +37,6 @@ INLINE int block_exponent(const float a[16])
         most = bits > most ? bits : most;
     }
     return most >> 23 > LEAST_EXPONENT ? (int)(most >> 23) : LEAST_EXPONENT;
-}
-
-INLINE bool any_of(vint mask)
-{
-    uint64_t pairs[LANES / 2], any = 0;
-    memcpy(pairs, &mask, sizeof mask);
-    for (int i = 0; i < LANES / 2; i++) any |= pairs[i];
-    return any != 0;
 }
 
 /* Bytes in the order of decode_i8. */
@@ -71,7 +66,7 @@ INLINE bool to_bytes(const float a[16], int exponent, gemm4_a_block *out)
         v_store_bytes(high + v * LANES, ((whole + 128) >> 8) & 255);
         sum += x;
     }
-    if (any_of(wrong)) return false;
+    if (v_any(wrong)) return false;
     store_in_order(low, out->low);
     store_in_order(high, out->high);
     out->start = -12 * (int32_t)sum_of(sum);
@@ -82,7 +77,8 @@ static void integer_blocks(const float *a, int64_t blocks, gemm4_a_block *out)
 {
     for (int64_t b = 0; b < blocks; b++, a += 16, out++) {
         const int exponent = block_exponent(a);
-        out->power = to_bytes(a, exponent, out) ? exponent - (127 + 14) - 1 : GEMM4_NOT_INTEGERS;
+        const bool integers = exponent <= LARGEST_EXPONENT && to_bytes(a, exponent, out);
+        out->power = integers ? exponent - (127 + 14) - 1 : GEMM4_NOT_INTEGERS;
     }
 }
 

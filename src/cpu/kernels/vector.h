@@ -13,6 +13,7 @@
 #endif
 
 #include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -75,6 +76,21 @@ INLINE vfloat v_splat(float x)
 INLINE vfloat v_select(vint mask, vfloat yes, vfloat no)
 {
     return (vfloat)(((vint)yes & mask) | ((vint)no & ~mask));
+}
+
+/* Whether a lane of a mask is set. */
+INLINE bool v_any(vint mask)
+{
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__FMA__)
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+    uint64_t pairs[LANES / 2], any = 0;
+    memcpy(pairs, &mask, sizeof mask);
+    for (int i = 0; i < LANES / 2; i++) any |= pairs[i];
+    return any != 0;
+#endif
 }
 
 /* A mask of columns [lo, hi) in a vector whose first column is `at`. */

@@ -252,16 +252,28 @@ static void part_row(const void *x, quern_dtype dtype, int64_t first, bool up, i
            : part_row_as(x, QUERN_F16, first, false, q, n, out);
 }
 
+/* The largest power of two that v_exp2 makes. A smaller sigmoid than its inverse, 2^-y, may be too small for
+ * f32 where its factors are large, so each of two factors takes its root. */
+#define MOST_POWER 127.0f
+
+INLINE vfloat root_of(vfloat y)
+{
+    return v_exp2(y * -0.5f);
+}
+
 /* NaN fails every comparison and stays. */
 INLINE vfloat swiglu(const swiglu_rule *rule, vfloat g, vfloat u)
 {
     const vfloat limit = v_splat(rule->limit > 0.0f ? rule->limit : INFINITY);
     g = v_select(g > limit, limit, g);
     u = v_select(u > limit, limit, u);
-    u = v_select(u < -limit, -limit, u);
-    vfloat y = g * (rule->alpha * -1.44269504088896340736f);
-    y = v_select(y > 127.0f, v_splat(127.0f), y);
-    return g / (1.0f + v_exp2(y)) * (u + rule->beta);
+    u = v_select(u < -limit, -limit, u) + rule->beta;
+    const vfloat y = g * (rule->alpha * -1.44269504088896340736f);
+    const vint far = y > MOST_POWER;
+    const vfloat h = g / (1.0f + v_exp2(v_select(far, v_splat(MOST_POWER), y))) * u;
+    if (!v_any(far)) return h;
+    const vfloat root = root_of(y);
+    return v_select(far, (g * root) * (u * root), h);
 }
 
 static void swiglu_row(const swiglu_rule *rule, const float *gate, const float *up, int64_t n, float *h)
@@ -323,10 +335,15 @@ static void swiglu_backward_row(const swiglu_rule *rule, const float *d, int64_t
         const vfloat g = load_some(gate, QUERN_F32, c, n), u = load_some(up, QUERN_F32, c, n);
         const vfloat h = load_some(d, QUERN_F32, c, n), x = v_select(g > limit, limit, g);
         const vfloat below = v_select(u < -limit, -limit, u), v = v_select(u > limit, limit, below);
-        vfloat y = x * (rule->alpha * -1.44269504088896340736f);
-        y = v_select(y > 127.0f, v_splat(127.0f), y);
-        const vfloat e = v_exp2(y), s = 1.0f / (1.0f + e);
-        const vfloat dg = h * (v + rule->beta) * s * (1.0f + rule->alpha * x * (e * s)), du = h * x * s;
+        const vfloat y = x * (rule->alpha * -1.44269504088896340736f);
+        const vint far = y > MOST_POWER;
+        const vfloat e = v_exp2(v_select(far, v_splat(MOST_POWER), y)), s = 1.0f / (1.0f + e);
+        vfloat dg = h * (v + rule->beta) * s * (1.0f + rule->alpha * (x * (e * s))), du = h * x * s;
+        if (v_any(far)) {
+            const vfloat root = root_of(y), slope = root + x * root * rule->alpha;
+            dg = v_select(far, h * (v + rule->beta) * root * slope, dg);
+            du = v_select(far, (h * root) * (x * root), du);
+        }
         store_some(gate, QUERN_F32, c, n, v_select(g > limit, zero, dg));
         store_some(up, QUERN_F32, c, n, v_select(u > limit, zero, v_select(u < -limit, zero, du)));
     }

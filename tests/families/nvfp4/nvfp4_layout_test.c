@@ -94,7 +94,8 @@ static fused_case make_fused(test_random *random, int trial)
     c.part[0] = !c.part[1] || test_random_one_in(random, 2);
     c.x = matrix(random, dtypes[test_random_int(random, 0, 2)], c.rows, 2 * c.width,
                  (test_layout)(trial % TEST_LAYOUTS));
-    test_tensor_normal(&c.x, random, 4);
+    if (trial % 3 == 2) nvfp4_case_fill(&c.x, random, true);
+    else test_tensor_normal(&c.x, random, 4);
     for (int p = 0; p < 2; p++) {
         c.codes[p] = matrix(random, QUERN_U8, c.rows, (c.width + 15) / 16 * 8, TEST_STRIDED);
         c.scales[p] = matrix(random, QUERN_U8, c.rows, (c.width + 15) / 16, TEST_UNALIGNED);
