@@ -36,6 +36,7 @@ void route_products(const stage_exec *exec, route_job *job);
 /* d_hidden = d weight and d_weight = d^T hidden, d [T, E] rows of `stride`. */
 void route_gradients(const stage_exec *exec, route_job *job, const float *d, int64_t stride);
 
+float route_sigmoid(float x);
 /* The scores of a token's logits. */
 void route_scores(route_score score, const float *logits, int64_t experts, float *out);
 

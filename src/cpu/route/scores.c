@@ -22,7 +22,7 @@ static float softplus(float x)
     return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))) + (isnan(x) ? x : 0.0f);
 }
 
-static float sigmoid(float x)
+float route_sigmoid(float x)
 {
     const float small = expf(-fabsf(x));
     return x >= 0.0f ? 1.0f / (1.0f + small) : small / (1.0f + small);
@@ -35,5 +35,5 @@ void route_scores(route_score score, const float *logits, int64_t experts, float
         return;
     }
     for (int64_t e = 0; e < experts; e++)
-        out[e] = score == ROUTE_SIGMOID ? sigmoid(logits[e]) : sqrtf(softplus(logits[e]));
+        out[e] = score == ROUTE_SIGMOID ? route_sigmoid(logits[e]) : sqrtf(softplus(logits[e]));
 }

@@ -166,34 +166,62 @@ quern_status cpu_route(const stage_exec *exec, const route_args *args, void *wor
     return QUERN_OK;
 }
 
+/* The gradient of a chosen score under `renormalize`: (d S - sum of d_j s_j) / S^2 with S = sum of s_j +
+ * 1e-20. As a sum of differences it keeps its digits where one score outweighs the others. One weight alone
+ * is 1, and the gradient 0, unless its score is as small as 1e-20. */
+static float renormalized_gradient(const float *d_weights, const float *scores, const int32_t *chosen,
+                                   int64_t k, int64_t slot)
+{
+    float sum = 0.0f, differences = 0.0f;
+    for (int64_t j = 0; j < k; j++) {
+        sum += scores[chosen[j]];
+        differences += scores[chosen[j]] * (d_weights[slot] - d_weights[j]);
+    }
+    if (sum + 1e-20f != sum) differences += 1e-20f * d_weights[slot];
+    sum += 1e-20f;
+    return differences / sum / sum;
+}
+
 /* Writes the gradient of a token's scores to d[E]; it is zero but for the chosen experts. */
 static void score_gradient(const route_args *args, int64_t token, const float *scores, int64_t experts,
                            float *d)
 {
     const int32_t *chosen = entry(&args->experts, token, 0);
     const float *d_weights = (const float *)args->d_weights.data + token * args->d_weights.strides[0];
-    float sum = 1e-20f, dot = 0.0f;
     for (int64_t e = 0; e < experts; e++) d[e] = 0.0f;
-    for (int64_t j = 0; j < args->top_k; j++) {
-        sum += scores[chosen[j]];
-        dot += d_weights[j] * scores[chosen[j]];
-    }
     for (int64_t j = 0; j < args->top_k; j++)
-        d[chosen[j]] += args->renormalize ? args->scale * (d_weights[j] * sum - dot) / sum / sum
-                                          : args->scale * d_weights[j];
+        d[chosen[j]] += args->scale * (args->renormalize
+                                           ? renormalized_gradient(d_weights, scores, chosen, args->top_k, j)
+                                           : d_weights[j]);
 }
 
-/* Turns the gradient of the scores into that of the logits, in place. */
-static void logit_gradient(route_score score, const float *logits, const float *scores, int64_t experts,
-                           float *d)
+/* s (d - sum of d_f s_f), in place; `given` is room. d is zero but for a few. As scores sum to 1, for those
+ * it is s times the sum of s_f (d - d_f), which keeps its digits where one score outweighs the others. */
+static void softmax_gradient(const float *scores, int64_t experts, float *d, float *given)
 {
-    float dot = 0.0f;
-    for (int64_t e = 0; score == ROUTE_SOFTMAX && e < experts; e++) dot += d[e] * scores[e];
+    float rest = 0.0f, dot = 0.0f;
     for (int64_t e = 0; e < experts; e++) {
-        if (score == ROUTE_SOFTMAX) d[e] = scores[e] * (d[e] - dot);
-        else if (score == ROUTE_SIGMOID) d[e] *= scores[e] * (1.0f - scores[e]);
-        else d[e] = scores[e] > 0.0f ? d[e] / (2.0f * scores[e]) / (1.0f + expf(-logits[e])) : 0.0f;
+        given[e] = d[e];
+        if (d[e] == 0.0f) rest += scores[e];
+        dot += d[e] * scores[e];
     }
+    for (int64_t e = 0; e < experts; e++) {
+        float sum = given[e] == 0.0f ? -dot : given[e] * rest;
+        for (int64_t f = 0; given[e] != 0.0f && f < experts; f++)
+            if (given[f] != 0.0f) sum += scores[f] * (given[e] - given[f]);
+        d[e] = scores[e] * sum;
+    }
+}
+
+/* Turns the gradient of the scores into that of the logits, in place; `room` is as large. */
+static void logit_gradient(route_score score, const float *logits, const float *scores, int64_t experts,
+                           float *d, float *room)
+{
+    if (score == ROUTE_SOFTMAX) softmax_gradient(scores, experts, d, room);
+    for (int64_t e = 0; score == ROUTE_SIGMOID && e < experts; e++)
+        d[e] *= scores[e] * route_sigmoid(-logits[e]);
+    for (int64_t e = 0; score == ROUTE_SQRT_SOFTPLUS && e < experts; e++)
+        d[e] = scores[e] > 0.0f ? d[e] / (2.0f * scores[e]) * route_sigmoid(logits[e]) : 0.0f;
 }
 
 static void backward_token(void *arg, int64_t token, int32_t thread)
@@ -206,7 +234,7 @@ static void backward_token(void *arg, int64_t token, int32_t thread)
                                   : (float *)args->d_logits.data + token * args->d_logits.strides[0];
     route_scores(args->score, logits, job->experts, scores);
     score_gradient(args, token, scores, job->experts, d);
-    logit_gradient(args->score, logits, scores, job->experts, d);
+    logit_gradient(args->score, logits, scores, job->experts, d, scores + job->experts);
 }
 
 static quern_status check_experts(const route_job *job)
