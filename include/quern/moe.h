@@ -96,7 +96,7 @@ typedef struct quern_moe_prepack_tensors {
 } quern_moe_prepack_tensors;
 #define QUERN_MOE_PREPACK_TENSORS_INIT QUERN_SIZED(quern_moe_prepack_tensors)
 
-/* Bytes of one expert's repacked matrix [K, N]; 0 where n or k is negative. */
+/* Bytes of one expert's repacked matrix [K, N]; 0 where n or k is negative, or not below 2^31. */
 QUERN_API int64_t quern_moe_prepack_bytes(int64_t n, int64_t k);
 QUERN_API quern_status quern_moe_prepack_workspace(quern_context *ctx, const quern_moe_prepack_params *params,
                                                    const quern_moe_prepack_tensors *tensors, size_t *bytes);

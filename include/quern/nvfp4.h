@@ -339,7 +339,7 @@ typedef struct quern_nvfp4_gemm_tensors {
     /* [T, K/2], [T, K/16], or with pad_row_offsets [bytes], swizzled by expert */
     const quern_tensor *a_codes, *a_scales;
     const quern_tensor *pad_row_offsets;    /* i32 [E + 1], multiples of 128; NULL: scales in rows */
-    const quern_tensor *a_global;           /* [], [E], or [T]; NULL: 1 */
+    const quern_tensor *a_global;           /* [], [E], or [T] or [T, 1]; NULL: 1 */
     const quern_tensor *b_codes, *b_scales; /* K a multiple of 16; or */
     const quern_tensor *b_repacked;         /* u8 [E, bytes], of quern_moe_prepack */
     const quern_tensor

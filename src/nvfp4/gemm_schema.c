@@ -195,14 +195,16 @@ static quern_status derive_rows(op_call *call)
     if ((status = op_check_kind(call, a, 2)) != QUERN_OK ||
         (status = op_check_kind(call, G_OFFSETS, 1)) != QUERN_OK)
         return status;
+    const int64_t columns = t[a]->shape[1], values = a == G_A ? 1 : 2; /* of an element */
     s[GS_T] = t[a]->shape[0];
-    s[GS_K] = t[a]->shape[1] * (a == G_A ? 1 : 2);
     s[GS_E] = t[G_OFFSETS]->shape[0];
     s[GS_E1] = s[GS_E] + 1;
-    if (s[GS_K] % QUERN_NVFP4_BLOCK != 0 || s[GS_T] > INT32_MAX)
+    if (columns > INT32_MAX / values || values * columns % QUERN_NVFP4_BLOCK != 0 || s[GS_T] > INT32_MAX)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
-                         "a is [%lld, %lld]: below 2^31 rows, and K a multiple of 16, are accepted",
-                         (long long)s[GS_T], (long long)s[GS_K]);
+                         "%s is [%lld, %lld]: below 2^31 rows, and K a multiple of 16 below 2^31, are "
+                         "accepted",
+                         tensors[a].field, (long long)s[GS_T], (long long)columns);
+    s[GS_K] = values * columns;
     if (params_of(call)->a8 && t[G_A] == NULL)
         return error_set(QUERN_ERR_INVALID_ARGUMENT,
                          "a8 is true without a: activations in floats are accepted");
@@ -297,7 +299,29 @@ static quern_status derive_outputs(op_call *call)
     call->stored = dtypes[p->output];
     if (t[G_C_OLD] != NULL) call->stored = t[G_C_OLD]->dtype;
     else if (p->output == QUERN_NVFP4_OUTPUT_INPUT && t[G_A] != NULL) call->stored = t[G_A]->dtype;
+    if (op_uses(call, G_C_OLD) && t[G_C] == NULL && p->output != QUERN_NVFP4_OUTPUT_INPUT &&
+        call->stored != dtypes[p->output])
+        return error_set(QUERN_ERR_INVALID_ARGUMENT, "c_old: dtype %s: output's %s is accepted",
+                         quern_dtype_name(call->stored), quern_dtype_name(dtypes[p->output]));
     return QUERN_OK;
+}
+
+/* Whether the sizes of what the workspace holds fit 64 bits: rows of A and of the product in f32, and B
+ * repacked. (Rows and experts may share their memory.) */
+static quern_status check_sizes(const op_call *call)
+{
+    const int64_t *s = call->symbol, most = (int64_t)1 << 56, widest = s[GS_K] > s[GS_N] ? s[GS_K] : s[GS_N],
+                  bytes = prepack_bytes(s[GS_N], s[GS_K]);
+    if (widest > 0 && s[GS_T] > most / widest)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "T is %lld, K %lld and N %lld: up to 2^56 numbers are accepted, above it sizes "
+                         "overflow",
+                         (long long)s[GS_T], (long long)s[GS_K], (long long)s[GS_N]);
+    if (bytes == 0 || s[GS_E] <= most / bytes) return QUERN_OK;
+    return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                     "E is %lld, K %lld and N %lld: up to 2^56 bytes of weights are accepted, above it sizes "
+                     "overflow",
+                     (long long)s[GS_E], (long long)s[GS_K], (long long)s[GS_N]);
 }
 
 static quern_status derive(op_call *call)
@@ -306,6 +330,7 @@ static quern_status derive(op_call *call)
     int64_t *s = call->symbol;
     quern_status status = derive_rows(call);
     if (status == QUERN_OK) status = derive_columns(call);
+    if (status == QUERN_OK) status = check_sizes(call);
     if (status == QUERN_OK) status = derive_outputs(call);
     if (status != QUERN_OK) return status;
     s[GS_HALF_K] = s[GS_K] / 2;

@@ -55,7 +55,7 @@ static const op_entry ops[] = {
 
 int64_t quern_moe_prepack_bytes(int64_t n, int64_t k)
 {
-    return n < 0 || k < 0 ? 0 : prepack_bytes(n, k);
+    return n < 0 || k < 0 || n > INT32_MAX || k > INT32_MAX ? 0 : prepack_bytes(n, k);
 }
 
 static const quern_moe_prepack_params *params_of(const op_call *call)

@@ -34,8 +34,9 @@ static double *random_globals(test_random *random, int64_t count)
 
 static void make_a(product_case *c, test_random *random)
 {
-    static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16, QUERN_F32, QUERN_BF16};
+    static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
     const int64_t shape[] = {c->tokens, c->k};
+    const quern_dtype dtype = dtypes[c->kind == PRODUCT_A_INT8 ? test_random_int(random, 0, 2) : c->kind % 3];
     c->a_row_scale = test_doubles(c->tokens);
     for (int64_t t = 0; t < c->tokens; t++) c->a_row_scale[t] = 1;
     if (c->kind == PRODUCT_A_NVFP4) {
@@ -46,8 +47,8 @@ static void make_a(product_case *c, test_random *random)
             c->a_values[i] = (double)oracle_e2m1(c->a_codes[i]) * (double)oracle_e4m3(c->a_scales[i / 16]);
         return;
     }
-    c->a = test_tensor_make(random, dtypes[c->kind], 2, shape,
-                            (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
+    c->a =
+        test_tensor_make(random, dtype, 2, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
     test_tensor_normal(&c->a, random, 1);
     c->a_values = test_tensor_get(&c->a);
     for (int64_t t = 0; c->kind == PRODUCT_A_INT8 && t < c->tokens; t++) {
@@ -196,48 +197,65 @@ static void make_a_codes(const product_case *c, test_random *random, test_tensor
 }
 
 /* Where scale (b, n) of an expert stands in a tensor of the layout. */
-static uint8_t *b_scale_at(const product_case *c, const test_tensor *t, product_layout layout, int64_t e,
-                           int64_t b, int64_t n)
+static uint8_t *b_scale_at(const product_case *c, const test_tensor *t, quern_nvfp4_scales_layout layout,
+                           int64_t e, int64_t b, int64_t n)
 {
     const int64_t blocks = c->k / 16;
-    if (layout == PRODUCT_SWIZZLED)
+    if (layout == QUERN_NVFP4_LAYOUT_SWIZZLED)
         return (uint8_t *)t->view.data + e * t->view.strides[0] + oracle_swizzled_at(n, b, blocks);
-    if (layout == PRODUCT_K_MAJOR || layout == PRODUCT_TRANSPOSED)
-        return byte_at(t, (e * c->n + n) * blocks + b);
+    if (layout == QUERN_NVFP4_LAYOUT_K_MAJOR) return byte_at(t, (e * c->n + n) * blocks + b);
     return byte_at(t, (e * blocks + b) * c->n + n);
 }
 
-static void make_b(const product_case *c, test_random *random, test_tensor t[TENSORS], product_layout layout)
+static void make_b_scales(const product_case *c, test_random *random, test_tensor t[TENSORS],
+                          quern_nvfp4_scales_layout layout)
+{
+    const bool swizzled = layout == QUERN_NVFP4_LAYOUT_SWIZZLED,
+               k_major = layout == QUERN_NVFP4_LAYOUT_K_MAJOR;
+    const int64_t blocks = c->k / 16,
+                  scales[] = {c->experts, k_major ? c->n : blocks, k_major ? blocks : c->n},
+                  tiles[] = {c->experts, (c->n + 127) / 128 * 128 * ((blocks + 3) / 4 * 4)};
+    t[B_SCALES] =
+        test_tensor_make(random, QUERN_U8, swizzled ? 2 : 3, swizzled ? tiles : scales, any_layout(random));
+    for (int64_t i = 0; swizzled && i < test_tensor_count(&t[B_SCALES]); i++) *byte_at(&t[B_SCALES], i) = 0;
+    for (int64_t e = 0; e < c->experts; e++)
+        for (int64_t n = 0; n < c->n; n++)
+            for (int64_t b = 0; b < blocks; b++)
+                *b_scale_at(c, &t[B_SCALES], layout, e, b, n) = c->b_scales[(e * blocks + b) * c->n + n];
+}
+
+static void make_b_codes(const product_case *c, test_random *random, test_tensor t[TENSORS],
+                         product_layout layout)
 {
     const bool k_major = layout == PRODUCT_K_MAJOR || layout == PRODUCT_TRANSPOSED;
-    const int64_t codes[] = {c->experts, k_major ? c->n : c->k / 2, k_major ? c->k / 2 : c->n},
-                  blocks = c->k / 16;
-    const int64_t scales[] = {c->experts, k_major ? c->n : blocks, k_major ? blocks : c->n};
-    const int64_t swizzled[] = {c->experts, (c->n + 127) / 128 * 128 * ((blocks + 3) / 4 * 4)};
+    const int64_t codes[] = {c->experts, k_major ? c->n : c->k / 2, k_major ? c->k / 2 : c->n};
     const bool contiguous = layout == PRODUCT_TRANSPOSED;
     t[B_CODES] =
         test_tensor_make(random, QUERN_U8, 3, codes, contiguous ? TEST_CONTIGUOUS : any_layout(random));
-    t[B_SCALES] = test_tensor_make(random, QUERN_U8, layout == PRODUCT_SWIZZLED ? 2 : 3,
-                                   layout == PRODUCT_SWIZZLED ? swizzled : scales, any_layout(random));
-    for (int64_t i = 0; layout == PRODUCT_SWIZZLED && i < test_tensor_count(&t[B_SCALES]); i++)
-        *byte_at(&t[B_SCALES], i) = 0;
     for (int64_t e = 0; e < c->experts; e++)
-        for (int64_t n = 0; n < c->n; n++) {
+        for (int64_t n = 0; n < c->n; n++)
             for (int64_t p = 0; p < c->k / 2; p++) {
                 const uint8_t *pair = c->b_codes + (e * c->k + 2 * p) * c->n + n;
                 *byte_at(&t[B_CODES],
                          k_major ? (e * c->n + n) * c->k / 2 + p : (e * c->k / 2 + p) * c->n + n) =
                     (uint8_t)(pair[0] | pair[c->n] << 4);
             }
-            for (int64_t b = 0; b < blocks; b++)
-                *b_scale_at(c, &t[B_SCALES], layout, e, b, n) = c->b_scales[(e * blocks + b) * c->n + n];
-        }
     if (layout != PRODUCT_TRANSPOSED) return;
     quern_tensor *view = &t[B_CODES].view; /* [E, K/2, N] of [E, N, K/2] */
     view->shape[1] = c->k / 2;
     view->strides[1] = 1;
     view->shape[2] = c->n;
     view->strides[2] = c->k / 2;
+}
+
+/* Scales as the layout of the codes has them, or in any order. */
+static quern_nvfp4_scales_layout scales_of(test_random *random, product_layout layout)
+{
+    if (layout == PRODUCT_REPACKED) return QUERN_NVFP4_LAYOUT_LINEAR;
+    if (test_random_one_in(random, 2)) return (quern_nvfp4_scales_layout)test_random_int(random, 0, 2);
+    return layout == PRODUCT_LINEAR     ? QUERN_NVFP4_LAYOUT_LINEAR
+           : layout == PRODUCT_SWIZZLED ? QUERN_NVFP4_LAYOUT_SWIZZLED
+                                        : QUERN_NVFP4_LAYOUT_K_MAJOR;
 }
 
 static void repack(const product_case *c, quern_context *ctx, test_random *random, test_tensor t[TENSORS])
@@ -276,9 +294,12 @@ static void make_rest(const product_case *c, test_random *random, test_tensor t[
                   counts[] = {1, c->experts, c->tokens};
     const int64_t c_shape[] = {c->tokens, out}, codes[] = {c->tokens, 8 * blocks},
                   scales[] = {c->tokens, blocks};
+    const bool by_row = c->params.a_global_per == QUERN_NVFP4_GLOBAL_ROW;
+    const int32_t column = by_row && test_random_one_in(random, 2); /* [T, 1] */
     if (c->a_global != NULL)
-        t[A_GLOBAL] = f32_tensor(random, QUERN_F32, c->params.a_global_per != QUERN_NVFP4_GLOBAL_TENSOR,
-                                 counts[c->params.a_global_per], 0, c->a_global);
+        t[A_GLOBAL] =
+            f32_tensor(random, QUERN_F32, column + (c->params.a_global_per != QUERN_NVFP4_GLOBAL_TENSOR),
+                       counts[c->params.a_global_per], 1, c->a_global);
     if (c->b_global != NULL)
         t[B_GLOBAL] = f32_tensor(random, QUERN_F32, c->b_parts, c->experts, 2, c->b_global);
     if (c->bias != NULL) t[BIAS] = f32_tensor(random, QUERN_F32, 2, c->experts, c->n, c->bias);
@@ -324,15 +345,15 @@ static quern_nvfp4_gemm_params bind(const product_case *c, quern_context *ctx, t
     quern_nvfp4_gemm_params p = c->params;
     *all = (quern_nvfp4_gemm_tensors)QUERN_NVFP4_GEMM_TENSORS_INIT;
     if (c->kind == PRODUCT_A_NVFP4) make_a_codes(c, random, t, layout == PRODUCT_SWIZZLED);
-    make_b(c, random, t, layout);
+    make_b_codes(c, random, t, layout);
+    p.b_scales = scales_of(random, layout);
+    make_b_scales(c, random, t, p.b_scales);
     make_rest(c, random, t);
     if (layout == PRODUCT_REPACKED) {
         repack(c, ctx, random, t);
         p.n = c->n;
     }
     if (layout == PRODUCT_K_MAJOR) p.b_codes = QUERN_NVFP4_CODES_K_MAJOR;
-    if (layout == PRODUCT_K_MAJOR || layout == PRODUCT_TRANSPOSED) p.b_scales = QUERN_NVFP4_LAYOUT_K_MAJOR;
-    if (layout == PRODUCT_SWIZZLED) p.b_scales = QUERN_NVFP4_LAYOUT_SWIZZLED;
     all->a = view(&c->a);
     all->a_codes = view(&t[A_CODES]);
     all->a_scales = view(&t[A_SCALES]);

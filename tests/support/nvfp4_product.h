@@ -20,7 +20,7 @@ typedef enum product_a {
     PRODUCT_A_KINDS
 } product_a;
 
-/* How B, and A's scales, are handed in. */
+/* How B's codes, and A's scales, are handed in. B's scales are often in another order. */
 typedef enum product_layout {
     PRODUCT_LINEAR,
     PRODUCT_K_MAJOR,

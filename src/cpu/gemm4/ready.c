@@ -94,13 +94,20 @@ static void ready_codes(const product_job *job, int64_t row)
     for (int64_t b = there; b < blocks; b++) start_block(job, first + b, 0, 0.0f);
 }
 
-/* To int8 by the row's largest magnitude; 0.5: the weights' codes are doubled. */
+/* The nearest integer to x / scale. A subnormal scale is so coarse that it may lie beyond 127. */
+static int8_t int8_of(float x, float scale)
+{
+    const float q = rintf(x / scale);
+    return (int8_t)(q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q);
+}
+
+/* To int8 by the row's largest magnitude, whose 127th may be 0; 0.5: the weights' codes are doubled. */
 static void ready_int8(const product_job *job, int64_t row)
 {
     const grouped_gemm_args *args = job->args;
     const void *values = view_row(&args->a, row);
     const float amax = float_from_bits(job->quantise->rows->magnitude(values, args->a.dtype, args->k));
-    const float scale = amax > 0.0f ? amax / 127.0f : 1.0f;
+    const float scale = amax / 127.0f > 0.0f ? amax / 127.0f : 1.0f;
     const int64_t blocks = job->units * GEMM4_BLOCKS, first = row * ready_row_bytes(job) / 16;
     int8_t *out = (int8_t *)job->a + 16 * first;
     job->row_global[row] = scale;
@@ -108,7 +115,7 @@ static void ready_int8(const product_job *job, int64_t row)
         int32_t sum = 0;
         for (int i = 0; i < 16; i++) {
             out[i] = 16 * b < args->k
-                         ? (int8_t)rintf(element_of(values, args->a.dtype, 16 * b + k_of_byte[i]) / scale)
+                         ? int8_of(element_of(values, args->a.dtype, 16 * b + k_of_byte[i]), scale)
                          : 0;
             sum += out[i];
         }

@@ -35,6 +35,10 @@ static fused_gemm make(test_random *random, quern_dtype dtype)
     c.n = 2 * c.width;
     c.blocks = (c.width + 15) / 16;
     c.params.limit = test_random_one_in(random, 2) ? 0.7f : 0;
+    c.params.alpha = test_random_one_in(random, 2) ? 1.702f : 1;
+    c.params.beta = test_random_one_in(random, 2) ? 1 : 0;
+    c.params.profile = (quern_nvfp4_profile)test_random_int(random, 0, 3);
+    if (c.params.profile == QUERN_NVFP4_PROFILE_COMPRESSED_TENSORS) c.global = 1 / c.global;
     const int64_t a[] = {c.tokens, c.k}, codes[] = {EXPERTS, c.k / 2, c.n},
                   scales[] = {EXPERTS, c.k / 16, c.n}, bias[] = {EXPERTS, c.n};
     c.a = test_tensor_make(random, dtype, 2, a, TEST_STRIDED);
@@ -101,7 +105,10 @@ static void quantise(quern_context *ctx, const fused_gemm *c, bool swiglu, const
     quern_nvfp4_fused_quantize_tensors ft = QUERN_NVFP4_FUSED_QUANTIZE_TENSORS_INIT;
     size_t bytes = 0;
     fp.swiglu = true;
+    p.profile = fp.profile = c->params.profile;
     fp.limit = c->params.limit;
+    fp.alpha = c->params.alpha;
+    fp.beta = c->params.beta;
     fp.granularity = c->params.granularity;
     t.x = ft.x = x;
     t.codes = ft.gate_codes = codes;
