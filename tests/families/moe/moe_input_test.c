@@ -171,6 +171,35 @@ static void contents(void **state)
     moe_free(&table);
 }
 
+static void fill_zeros(test_tensor *t)
+{
+    double *zeros = test_doubles(test_tensor_count(t));
+    test_tensor_set(t, zeros);
+    free(zeros);
+}
+
+/* Calls that warm an engine up are of zeros: tokens, then weights too. */
+static void zeros_are_numbers(void **state)
+{
+    static const int weights[] = {M_UP_CODES,          M_UP_SCALES,         M_DOWN_CODES,
+                                  M_DOWN_SCALES,       M_SHARED_UP_CODES,   M_SHARED_UP_SCALES,
+                                  M_SHARED_DOWN_CODES, M_SHARED_DOWN_SCALES};
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        moe_case c = usual(MOE_NVFP4, MOE_NVFP4, i % 2);
+        fill_zeros(&c.t[M_HIDDEN]);
+        for (size_t w = 0; i >= 2 && w < sizeof weights / sizeof *weights; w++) fill_zeros(&c.t[weights[w]]);
+        moe_call_forward(&c, ctx), moe_call_backward(&c, ctx);
+        for (int k = 0; k < MOE_TENSORS; k++) {
+            if (!moe_is_result(k) || c.t[k].buffer == NULL || c.t[k].view.dtype != QUERN_F32) continue;
+            double *values = test_tensor_get(&c.t[k]);
+            for (int64_t n = 0; n < test_tensor_count(&c.t[k]); n++) assert_true(isfinite(values[n]));
+            free(values);
+        }
+        moe_free(&c);
+    }
+}
+
 static void workspace_is_checked(void **state)
 {
     (void)state;
@@ -312,8 +341,12 @@ static void a4_is_its_parts(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(parameters),           cmocka_unit_test(tensors),         cmocka_unit_test(contents),
-        cmocka_unit_test(workspace_is_checked), cmocka_unit_test(a4_is_its_parts),
+        cmocka_unit_test(parameters),
+        cmocka_unit_test(tensors),
+        cmocka_unit_test(contents),
+        cmocka_unit_test(zeros_are_numbers),
+        cmocka_unit_test(workspace_is_checked),
+        cmocka_unit_test(a4_is_its_parts),
     };
     return cmocka_run_group_tests(tests, test_open_context, test_close_context);
 }
