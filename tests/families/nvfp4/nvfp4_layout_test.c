@@ -127,10 +127,14 @@ static void check_fused_block(const fused_case *c, const double *h, int64_t n, i
     const int scale = byte_at(&c->scales[p], r, b);
     float rounded[16] = {0};
     uint8_t exact[16];
-    for (int64_t i = 0; i < n; i++) rounded[i] = (float)h[i];
+    bool lost = c->params.swiglu; /* below what SwiGLU in f32 keeps: ModelOpt's scale may be that of zeros */
+    for (int64_t i = 0; i < n; i++) {
+        rounded[i] = (float)h[i];
+        lost = lost && fabs(h[i]) < 0x1p-120;
+    }
     const int expected = oracle_nvfp4_block((oracle_profile)c->params.profile, ORACLE_SCALES_RNE,
                                             c->global[p], rounded, exact);
-    if (abs(scale - expected) > (c->params.swiglu ? 1 : 0))
+    if (abs(scale - expected) > (c->params.swiglu ? 1 : 0) && !lost)
         fail_msg("row %lld block %lld: scale %d, expected %d", (long long)r, (long long)b, scale, expected);
     for (int64_t i = 0; i < 16; i++) {
         const int code = byte_at(&c->codes[p], r, 8 * b + i / 2) >> 4 * (i % 2) & 15;
