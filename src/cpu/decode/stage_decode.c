@@ -296,7 +296,7 @@ static void run_combine(void *arg, int64_t index, int32_t thread)
         }
         for (int64_t i = 0; i < t.shares; i++) {
             const float *part = part_at(job, b, tile * laid_out + i) + r * (width + 2);
-            if (part[width] == -INFINITY) continue;
+            if (part[width] == -INFINITY && part[width + 1] == 0.0f) continue; /* no key; NaN has a sum */
             const float factor = exp2f((part[width] - rows->max[r]) * job->shape.scale2);
             job->shape.kernels->rows->add_scaled(rows->o + r * width, part, factor, width);
             rows->sum[r] += factor * part[width + 1];
