@@ -203,8 +203,9 @@ typedef struct quern_dsv4_layer_rows {
 /* Sets *rows to views of the memory of a cache without pages, which hold until the sequence changes. */
 QUERN_API quern_status quern_dsv4_layer_cache_get(const quern_dsv4_layer_cache *cache, int64_t sequence,
                                                   quern_dsv4_layer_rows *rows);
-/* Makes a sequence of rows and states that are copied. Refused are states of other dims or another position,
- * and fewer raw rows than window - 1, or all tokens; the sequence is then as it was. */
+/* Makes a sequence of rows and states that are copied. Refused are states of other dims, at another position
+ * or that did not begin at 0, and fewer raw rows than window - 1, or all tokens; the sequence is then as it
+ * was. */
 QUERN_API quern_status quern_dsv4_layer_cache_set(quern_dsv4_layer_cache *cache, int64_t sequence,
                                                   const quern_dsv4_layer_rows *rows);
 

@@ -123,13 +123,13 @@ static quern_status check_state(const char *name, const quern_dsv4_state *given,
     if (status != QUERN_OK) return status;
     const pool_state *g = (const pool_state *)given, *o = (const pool_state *)own;
     if (g->ratio != o->ratio || g->overlap != o->overlap || g->width != o->width || g->ring != o->ring ||
-        g->position != tokens)
-        return error_set(
-            QUERN_ERR_INVALID_ARGUMENT,
-            "%s is of ratio %d, width %lld, ring %lld at position %lld: ratio %d, width %lld, ring "
-            "%lld at position %lld is accepted",
-            name, g->ratio, (long long)g->width, (long long)g->ring, (long long)g->position, o->ratio,
-            (long long)o->width, (long long)o->ring, (long long)tokens);
+        g->origin != 0 || g->position != tokens)
+        return error_set(QUERN_ERR_INVALID_ARGUMENT,
+                         "%s is of ratio %d, width %lld, ring %lld, from position %lld to %lld: ratio %d, "
+                         "width %lld, ring %lld, from position 0 to %lld is accepted",
+                         name, g->ratio, (long long)g->width, (long long)g->ring, (long long)g->origin,
+                         (long long)g->position, o->ratio, (long long)o->width, (long long)o->ring,
+                         (long long)tokens);
     return QUERN_OK;
 }
 

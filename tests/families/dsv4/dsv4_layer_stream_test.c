@@ -258,10 +258,21 @@ static void bad_input(void **state)
     rows.tokens = 4;
     expect_error(quern_dsv4_layer_cache_set(s.cache, 1, &rows), "raw.shape[0] is 5: 4 to 4 are accepted");
     rows.raw.shape[0] = 4;
-    expect_error(
-        quern_dsv4_layer_cache_set(s.cache, 1, &rows),
-        "main is of ratio 3, width 16, ring 2 at position 5: ratio 3, width 16, ring 2 at position 4 is "
-        "accepted");
+    expect_error(quern_dsv4_layer_cache_set(s.cache, 1, &rows),
+                 "main is of ratio 3, width 16, ring 2, from position 0 to 5: ratio 3, width 16, ring 2, "
+                 "from position 0 to 4 is accepted");
+    char elsewhere[4096]; /* a state whose blocks begin at other positions */
+    quern_dsv4_state *begun_late = NULL;
+    quern_dsv4_compress_params late = QUERN_DSV4_COMPRESS_PARAMS_INIT;
+    late.ratio = 3;
+    late.rope_last = true;
+    late.start_abs_pos = 4;
+    assert_int_equal(quern_dsv4_state_create(&late, 16, 2, elsewhere, sizeof elsewhere, &begun_late),
+                     QUERN_OK);
+    rows.main = begun_late;
+    expect_error(quern_dsv4_layer_cache_set(s.cache, 1, &rows),
+                 "main is of ratio 3, width 16, ring 2, from position 4 to 4: ratio 3, width 16, ring 2, "
+                 "from position 0 to 4 is accepted");
     rows.main = NULL;
     expect_error(quern_dsv4_layer_cache_set(s.cache, 1, &rows),
                  "main is NULL: a cache of this kind needs it");
