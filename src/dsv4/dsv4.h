@@ -31,9 +31,10 @@ entry_args dsv4_entry(const quern_dsv4_compress_params *p, const quern_tensor *n
                       const quern_tensor *cos_sin);
 
 quern_status dsv4_state_check(const quern_dsv4_state *state, const char *name);
-/* Whether saved bytes are a state that began at position 0 and stands at `position`. */
+/* Whether saved bytes are a state that began at position 0, stands at `position` and can take back `held`
+ * tokens or more. */
 quern_status dsv4_state_check_saved(const quern_dsv4_compress_params *params, int64_t width, int64_t ring,
-                                    const void *from, size_t from_bytes, int64_t position);
+                                    const void *from, size_t from_bytes, int64_t position, int64_t held);
 /* FNV-1a over saved bytes, with zeros in place of the checksum, which stands at byte `at`. */
 uint64_t dsv4_checksum(const unsigned char *bytes, size_t count, size_t at);
 

@@ -168,10 +168,10 @@ static quern_status check_saved(const quern_dsv4_layer_cache *cache, int64_t seq
     const int64_t ring = cache->params.ring;
     if (main > 0)
         status = dsv4_state_check_saved(&p, cache->params.dim, ring, from + needed - index - main, main,
-                                        h->tokens);
+                                        h->tokens, h->held);
     if (index > 0 && status == QUERN_OK)
         status = dsv4_state_check_saved(&p, cache->params.index_dim, ring, from + needed - index, index,
-                                        h->tokens);
+                                        h->tokens, h->held);
     return status;
 }
 

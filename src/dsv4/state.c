@@ -204,16 +204,18 @@ static quern_status check_saved(const pool_state *wanted, const void *from, size
 }
 
 quern_status dsv4_state_check_saved(const quern_dsv4_compress_params *params, int64_t width, int64_t ring,
-                                    const void *from, size_t from_bytes, int64_t position)
+                                    const void *from, size_t from_bytes, int64_t position, int64_t held)
 {
     pool_state wanted, saved;
     quern_status status = header_of(params, width, ring, &wanted);
     if (status == QUERN_OK) status = check_saved(&wanted, from, from_bytes);
     if (status != QUERN_OK) return status;
     memcpy(&saved, from, sizeof saved);
-    if (saved.origin == 0 && saved.position == position) return QUERN_OK;
-    return error_set(QUERN_ERR_FORMAT, "from has a state at position %lld: %lld is accepted",
-                     (long long)saved.position, (long long)position);
+    if (saved.origin == 0 && saved.position == position && saved.held >= held) return QUERN_OK;
+    return error_set(QUERN_ERR_FORMAT,
+                     "from has a state at position %lld that can take back %lld tokens: position %lld and at "
+                     "least %lld are accepted",
+                     (long long)saved.position, (long long)saved.held, (long long)position, (long long)held);
 }
 
 quern_status quern_dsv4_state_restore(const quern_dsv4_compress_params *params, int64_t width, int64_t ring,

@@ -93,6 +93,57 @@ static void check_is_still(const layer_store *s, int64_t sequence, const test_wo
     test_workspace_close(&space);
 }
 
+/* A saved sequence whose header has `value` at a byte, with the checksum of the bytes: FNV-1a, its own place
+ * read as 0. */
+static void forge(unsigned char *bytes, size_t count, size_t at, int64_t value)
+{
+    enum { CHECKSUM = 8 };
+    uint64_t hash = 0xcbf29ce484222325u;
+    memcpy(bytes + at, &value, sizeof value);
+    for (size_t i = 0; i < count; i++)
+        hash = (hash ^ (i >= CHECKSUM && i < CHECKSUM + sizeof hash ? 0 : bytes[i])) * 0x100000001b3u;
+    memcpy(bytes + CHECKSUM, &hash, sizeof hash);
+}
+
+/* Lengths that no sequence has, though the checksum is right: of 4 tokens, after 2 were taken back. */
+static void forged_bytes(void **state)
+{
+    enum { TOKENS = 80, RAW = 88, HELD = 96 };
+    static const struct {
+        size_t at;
+        int64_t value;
+    } forged[] = {{TOKENS, 5}, {TOKENS, 3}, {TOKENS, -1}, {TOKENS, INT64_MAX}, {RAW, 5},         {RAW, 3},
+                  {RAW, -1},   {HELD, -1},  {HELD, 1},    {HELD, 3},           {HELD, INT64_MAX}};
+    (void)state;
+    test_random random = {6};
+    const layer_storage how = layer_storages[2];
+    layer_case c = layer_storage_case(&random, ORACLE_CSA, QUERN_F32);
+    quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 1);
+    const quern_dsv4_layer_cache_params p = layer_storage_params(&c, &how, 2);
+    layer_store s = layer_store_open(&p);
+    layer_case_append(&c, ctx, &s, 0, 0, 0, 6);
+    layer_case_append(&c, ctx, &s, 1, 0, 0, 5);
+    assert_int_equal(quern_dsv4_layer_cache_rollback(s.cache, 0, 2), QUERN_OK);
+    size_t bytes, other_bytes;
+    test_workspace good = saved(&s, 0, &bytes), other = saved(&s, 1, &other_bytes);
+    unsigned char *bad = malloc(bytes);
+    memcpy(bad, good.data, bytes);
+    forge(bad, bytes, HELD, 0);
+    assert_memory_equal(bad, good.data, bytes); /* the checksum here is the library's */
+    for (size_t i = 0; i < sizeof forged / sizeof *forged; i++) {
+        memcpy(bad, good.data, bytes);
+        forge(bad, bytes, forged[i].at, forged[i].value);
+        if (quern_dsv4_layer_cache_restore(s.cache, 1, bad, bytes) != QUERN_ERR_FORMAT)
+            fail_msg("%lld at byte %zu is accepted", (long long)forged[i].value, forged[i].at);
+    }
+    check_is_still(&s, 1, &other, other_bytes);
+    free(bad);
+    test_workspace_close(&good), test_workspace_close(&other);
+    layer_store_close(&s);
+    quern_context_destroy(ctx);
+    layer_case_free(&c);
+}
+
 /* Bytes with any bit turned, cut off or of another cache are refused, and the sequence is as it was. */
 static void damaged_bytes(void **state)
 {
@@ -297,7 +348,8 @@ static void rows_that_cannot_be_stored(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(pages_and_saved_sequences_change_no_bit),
-                                       cmocka_unit_test(damaged_bytes), cmocka_unit_test(bad_pages),
+                                       cmocka_unit_test(damaged_bytes), cmocka_unit_test(forged_bytes),
+                                       cmocka_unit_test(bad_pages),
                                        cmocka_unit_test(rows_that_cannot_be_stored)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
