@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
  * nsa_decode_test.c - native sparse attention from a cache: whatever the pieces, subsets of the batch,
- * roll-backs, pages and threads, each row is that of the whole sequence within the bounds, and the lists are
- * the prefill's to the bit.
+ * roll-backs, pages and threads, each row is that of the whole sequence within the bounds, and entries and
+ * lists are the prefill's to the bit; NaN goes where the equations carry it.
  */
 #include "cache_case.h"
 #include "cmocka_c11.h"
@@ -11,6 +11,7 @@
 #include "nsa_random.h"
 #include "nsa_reference.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -53,10 +54,24 @@ static nsa_config config_of(test_random *random)
     return c;
 }
 
-static void player_open(player *p, const nsa_config *config, quern_cpu_level level, test_random *random)
+/* One value of one token's query, key or value becomes NaN. */
+static void spoil(nsa_case *c, test_random *random)
+{
+    test_tensor *t = &c->tensor[test_random_int(random, NSA_Q, NSA_V)];
+    const int64_t width = test_tensor_count(t) / c->rows,
+                  token = test_random_int(random, 0, c->rows - c->config.spare - 1);
+    double *values = test_tensor_get(t);
+    values[token * width + test_random_int(random, 0, width - 1)] = NAN;
+    test_tensor_set(t, values);
+    free(values);
+}
+
+static void player_open(player *p, const nsa_config *config, quern_cpu_level level, bool nan,
+                        test_random *random)
 {
     memset(p, 0, sizeof *p);
     p->c = nsa_case_random(config, random);
+    if (nan) spoil(p->c, random);
     for (int i = 0; i < 2; i++) p->ctx[i] = test_context(level, 1 + 2 * i);
     nsa_run(p->c, p->ctx[0], nsa_call_forward, nsa_forward_inputs(p->c), nsa_forward_outputs(p->c));
     for (int64_t b = 0; b < config->batch; b++) p->row0[b + 1] = p->row0[b] + config->lens[b];
@@ -242,8 +257,11 @@ static void decode(player *p, piece *x, test_random *random)
     if (!gives) {
         double *made = test_tensor_get(&r[0].gates);
         for (int64_t i = 0; i < x->n; i++)
-            for (int64_t e = 0; e < 3 * g->h; e++)
-                assert_true(made[i * 3 * g->h + e] == p->in[NSA_GATES][x->rows[i] * 3 * g->h + e]);
+            for (int64_t e = 0; e < 3 * g->h; e++) {
+                const double gate = made[i * 3 * g->h + e],
+                             expected = p->in[NSA_GATES][x->rows[i] * 3 * g->h + e];
+                assert_true(gate == expected || (isnan(gate) && isnan(expected)));
+            }
         free(made);
     }
     for (int i = 0; i < 2; i++) results_free(&r[i]);
@@ -283,26 +301,72 @@ static void play(player *p, test_random *random)
     }
 }
 
+/* Entry e of a head in a contiguous cache: its key, then (`value`) its value. */
+static const char *entry_at(const cache_case *cache, int64_t sequence, int64_t head, int64_t e, bool value)
+{
+    const quern_cache_params *p = &cache->params;
+    const quern_cache_columns *c = &cache->columns;
+    const int64_t size = (int64_t)quern_dtype_size(p->dtype), row = e % QUERN_CACHE_PAGE,
+                  block = QUERN_CACHE_PAGE * (p->dim + p->dim_v) * size, blocks = c->slc - c->entries;
+    const char *at =
+        cache->rows_at +
+        ((sequence * c->columns + c->entries) * p->kv_heads + head * blocks + e / QUERN_CACHE_PAGE) * block;
+    return at + (value ? (QUERN_CACHE_PAGE * p->dim + row * p->dim_v) * size : row * p->dim * size);
+}
+
+/* The cache's entries have the bits of the prefill's. */
+static void check_entries(const player *p)
+{
+    static const nsa_slot slots[] = {NSA_K_CMP, NSA_V_CMP};
+    if (p->cache.table != NULL || !(nsa_forward_outputs(p->c) & NSA_BIT(NSA_K_CMP))) return;
+    for (int64_t b = 0; b < p->c->config.batch; b++) {
+        const nsa_sequence s = nsa_sequence_of(p->c, b);
+        for (int64_t i = 0; i < 2 * s.a.hkv * oracle_nsa_entries(&s.a); i++) {
+            const quern_tensor *t = &p->c->tensor[slots[i % 2]].view;
+            const int64_t h = i / 2 % s.a.hkv, e = i / 2 / s.a.hkv,
+                          size = (int64_t)quern_dtype_size(t->dtype);
+            assert_memory_equal(
+                (const char *)t->data + ((s.entry + e) * t->strides[0] + h * t->strides[1]) * size,
+                entry_at(&p->cache, p->id[b], h, e, i % 2 == 1), (size_t)(t->shape[2] * size));
+        }
+    }
+}
+
+static void check_play(int trial, bool nan, test_random *random)
+{
+    const nsa_config config = config_of(random);
+    player p;
+    char text[600], name[700];
+    player_open(&p, &config, nsa_random_level(random), nan, random);
+    play(&p, random);
+    if (!nan) check_entries(&p);
+    nsa_reference *r = nsa_reference_new(p.c, true);
+    nsa_reference_take_lists(r);
+    nsa_reference_forward(r);
+    snprintf(name, sizeof name, "o [trial %d %s]", trial, nsa_config_describe(&config, text));
+    test_check(name, p.o, r->value[NSA_O], p.row0[config.batch] * config.h * config.dv,
+               test_forward_bound(config.dtype));
+    nsa_reference_free(r);
+    player_close(&p);
+}
+
 static void any_pieces_give_the_prefill(void **state)
 {
     (void)state;
     const uint64_t seed = test_seed("any_pieces_give_the_prefill", 91);
     for (int trial = 0; trial < test_trials(120); trial++) {
         test_random random;
-        if (!test_trial(seed, trial, &random)) continue;
-        const nsa_config config = config_of(&random);
-        player p;
-        char text[600], name[700];
-        player_open(&p, &config, nsa_random_level(&random), &random);
-        play(&p, &random);
-        nsa_reference *r = nsa_reference_new(p.c, true);
-        nsa_reference_take_lists(r);
-        nsa_reference_forward(r);
-        snprintf(name, sizeof name, "o [trial %d %s]", trial, nsa_config_describe(&config, text));
-        test_check(name, p.o, r->value[NSA_O], p.row0[config.batch] * config.h * config.dv,
-                   test_forward_bound(config.dtype));
-        nsa_reference_free(r);
-        player_close(&p);
+        if (test_trial(seed, trial, &random)) check_play(trial, false, &random);
+    }
+}
+
+static void nan_goes_where_the_equations_carry_it(void **state)
+{
+    (void)state;
+    const uint64_t seed = test_seed("nan_goes_where_the_equations_carry_it", 93);
+    for (int trial = 0; trial < test_trials(20); trial++) {
+        test_random random;
+        if (test_trial(seed, trial, &random)) check_play(trial, true, &random);
     }
 }
 
@@ -426,6 +490,7 @@ static void what_a_decoding_call_refuses(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(any_pieces_give_the_prefill),
+                                       cmocka_unit_test(nan_goes_where_the_equations_carry_it),
                                        cmocka_unit_test(what_a_decoding_call_refuses)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
