@@ -119,9 +119,11 @@ void world_check(const world *w, quern_cache *cache, int32_t sequence, const int
     test_random random = {1};
     cache_case alone;
     quern_cache_params p = w->cache.params;
-    int64_t held;
-    assert_int_equal(quern_cache_length(cache, sequence, &held, NULL), QUERN_OK);
+    int64_t held, entries;
+    assert_int_equal(quern_cache_length(cache, sequence, &held, &entries), QUERN_OK);
     assert_int_equal(held, length);
+    assert_int_equal(entries,
+                     p.block_size > 0 && length >= p.block_size ? (length - p.block_size) / p.stride + 1 : 0);
     if (length == 0) return;
     p.sequences = 1;
     p.page = 0;

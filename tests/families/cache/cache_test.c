@@ -38,7 +38,8 @@ static void player_open(player *p, test_random *random)
     p->dtype = (quern_dtype)test_random_int(random, 0, 2);
     p->batch = test_random_int(random, 1, BATCH_MOST);
     p->hkv = test_random_int(random, 1, 3);
-    p->h = p->hkv * (test_random_one_in(random, 10) ? 33 : test_random_int(random, 1, 5));
+    const bool many = test_random_one_in(random, 10); /* heads: also more than a task has rows */
+    p->h = p->hkv * (many ? 32 * test_random_int(random, 1, 4) + 1 : test_random_int(random, 1, 5));
     p->d = 8 * test_random_int(random, 1, 6);
     if (test_random_one_in(random, 4)) /* the widths of models, and any up to the most */
         p->d = test_random_one_in(random, 2) ? 64 * test_random_int(random, 1, 2)
@@ -48,11 +49,11 @@ static void player_open(player *p, test_random *random)
                                             : 8 * test_random_int(random, 1, 6);
     p->window = test_random_one_in(random, 2) ? 0 : test_random_int(random, 1, 200);
     p->scale = test_random_one_in(random, 3) ? 0.3f : 0.0f;
-    const bool long_one = test_random_one_in(random, 6);
+    const bool long_one = !many && test_random_one_in(random, 6);
     quern_cache_params cache = QUERN_CACHE_PARAMS_INIT;
     for (int64_t b = 0; b < p->batch; b++) {
-        p->length[b] =
-            test_random_one_in(random, 4) ? test_random_int(random, 0, 2) : test_random_int(random, 1, 230);
+        p->length[b] = test_random_one_in(random, 4) ? test_random_int(random, 0, 2)
+                                                     : test_random_int(random, 1, many ? 70 : 230);
         if (long_one && b == 0)
             p->length[b] = 2000 + test_random_int(random, 0, 300); /* several shares of keys */
         p->row0[b + 1] = p->row0[b] + p->length[b];
