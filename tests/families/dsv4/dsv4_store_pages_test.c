@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* dsv4_store_pages_test.c - rows that are stored in pages of bytes, by the oracle's quantisers; which rows go
- * to which slots. */
+/* dsv4_store_pages_test.c - rows that are stored in pages of bytes, by the oracle's quantisers; rows of any
+ * size, from zeros and subnormals to the largest numbers; which rows go to which slots. */
 #include "cmocka_c11.h"
 #include "levels.h"
 #include "oracle/dsv4.h"
@@ -9,6 +9,7 @@
 
 #include <quern/dsv4.h>
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -145,9 +146,106 @@ static void slots_of_rows(void **state)
     }
 }
 
+/* Stores one row without pages. */
+static void store_row(quern_context *ctx, quern_dsv4_format format, const float *row, int64_t width,
+                      unsigned char *bytes, int64_t count)
+{
+    int32_t slot = 0;
+    const int64_t x[] = {1, width}, one = 1, cache[] = {1, count};
+    const quern_tensor from = quern_tensor_contiguous((float *)(uintptr_t)row, QUERN_F32, 2, x),
+                       slots = quern_tensor_contiguous(&slot, QUERN_I32, 1, &one),
+                       to = quern_tensor_contiguous(bytes, QUERN_U8, 2, cache);
+    quern_dsv4_store_params p = QUERN_DSV4_STORE_PARAMS_INIT;
+    quern_dsv4_store_tensors t = QUERN_DSV4_STORE_TENSORS_INIT;
+    unsigned char workspace[4096];
+    p.format = format;
+    t.x = &from;
+    t.slots = &slots;
+    t.cache = &to;
+    if (quern_dsv4_store(ctx, NULL, &p, &t, workspace, sizeof workspace) != QUERN_OK)
+        fail_msg("%s", quern_last_error(ctx));
+}
+
+enum { SIZES = 24, LONGEST = 512 };
+
+/* Rows whose scale is a floor, a power of two or next to one, or the largest there is. */
+static void make_row(test_random *random, int size, float *row)
+{
+    const float most[] = {0.0f,
+                          -0.0f,
+                          0x1p-149f,
+                          0x3p-149f,
+                          0x1p-126f,
+                          6 * 0x1p-126f,
+                          0x1p-125f,
+                          1e-4f,
+                          nextafterf(1e-4f, 0),
+                          nextafterf(1e-4f, 1),
+                          448.0f,
+                          6.0f,
+                          nextafterf(448, 0),
+                          nextafterf(448, 1e9f),
+                          nextafterf(6, 0),
+                          nextafterf(6, 1e9f),
+                          1e30f,
+                          FLT_MAX};
+    const int fixed = sizeof most / sizeof *most;
+    for (int i = 0; i < LONGEST; i++) {
+        const float x = (float)(2 * test_random_uniform(random) - 1);
+        row[i] = size >= fixed ? ldexpf(x, (int)test_random_int(random, -149, size % 2 ? 100 : -120))
+                               : x * most[size];
+    }
+    if (size >= fixed) return;
+    for (int i = 0; i < 448; i += 32) row[i + (int)test_random_int(random, 0, 31)] = most[size];
+    for (int i = 448; i < LONGEST && fabsf(most[size]) > 1e38f; i++)
+        row[i] *= 0.5f; /* bf16's largest is less */
+}
+
+/* Bytes are the oracle's whatever the size of a row: floors stand before the division, and subnormal numbers
+ * count. */
+static void rows_of_any_size(void **state)
+{
+    static const struct {
+        quern_dsv4_format format;
+        int64_t width, bytes;
+    } formats[] = {{QUERN_DSV4_FP8, 96, 100},
+                   {QUERN_DSV4_FP8_POWER, 96, 100},
+                   {QUERN_DSV4_FP4, 96, 51},
+                   {QUERN_DSV4_ROW584, LONGEST, 584}};
+    const float least = 1e-4f / 448.0f;
+    (void)state;
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);) {
+        quern_context *ctx = test_context(level, 1);
+        test_random random = {11};
+        for (int size = 0; size < SIZES; size++)
+            for (size_t f = 0; f < sizeof formats / sizeof *formats; f++) {
+                float row[LONGEST];
+                unsigned char bytes[584], expected[584];
+                const quern_dsv4_format format = formats[f].format;
+                bool ok;
+                make_row(&random, size, row);
+                if (format == QUERN_DSV4_FP4) ok = oracle_dsv4_quantise_fp4(row, formats[f].width, expected);
+                else if (format == QUERN_DSV4_ROW584) ok = oracle_dsv4_quantise_row584(row, expected);
+                else
+                    ok = oracle_dsv4_quantise_fp8(row, formats[f].width, format == QUERN_DSV4_FP8_POWER,
+                                                  expected);
+                assert_true(ok);
+                store_row(ctx, format, row, formats[f].width, bytes, formats[f].bytes);
+                for (int64_t i = 0; i < formats[f].bytes; i++)
+                    if (bytes[i] != expected[i])
+                        fail_msg("%s, format %d, size %d: byte %d is %d, expected %d",
+                                 quern_cpu_level_name(level), (int)format, size, (int)i, bytes[i],
+                                 expected[i]);
+                if (size < 2 && format == QUERN_DSV4_FP8)
+                    assert_memory_equal(bytes + 96, &least, sizeof least);
+            }
+        quern_context_destroy(ctx);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(byte_pages_hold_codes_then_scales),
-                                       cmocka_unit_test(slots_of_rows)};
+                                       cmocka_unit_test(rows_of_any_size), cmocka_unit_test(slots_of_rows)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
