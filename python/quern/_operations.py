@@ -125,9 +125,9 @@ def version() -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    text = repr(value) if isinstance(value, float) else str(value)
+    text = repr(float(value)) if isinstance(value, float) else str(value)  # NumPy's repr has its type's name
+    if text in ("True", "False"):
+        return text.lower()
     if "\n" in text:
         raise ValueError(f"{text!r} is given for a parameter: one line is accepted")
     return text
@@ -143,7 +143,11 @@ def lines(settings: tuple[tuple[str, Any], ...]) -> str:
 def params_from(name: str, settings: str) -> bytes:
     """A params struct from lines of name=value; those of extents say nothing of it."""
     stated = "".join(line for line in settings.splitlines(True) if not line.startswith(_ASKED))
-    return bytes(_parameters(OPERATIONS[name].number, stated))
+    try:
+        return bytes(_parameters(OPERATIONS[name].number, stated))
+    except ValueError:
+        lines.cache_clear()  # to it 1, 1.0 and True are one setting: the text of another may be accepted
+        raise
 
 
 def asked_lines(asked: Iterable[tuple[str, int]]) -> str:

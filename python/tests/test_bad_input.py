@@ -143,6 +143,24 @@ def test_read_only_and_byte_swapped_arrays():
     assert (o == 7).all()
 
 
+def test_numbers_of_numpy_as_settings():
+    given = attention_inputs()
+    scale = 1 / np.sqrt(np.float64(17))
+    made = quern.attention(*given, scale=scale, window=np.int64(8), causal=np.True_)
+    assert np.array_equal(made, quern.attention(*given, scale=float(scale), window=8))
+    made = quern.attention(*given, scale=np.float32(0.375), causal=np.False_)
+    assert np.array_equal(made, quern.attention(*given, scale=0.375, causal=False))
+
+
+def test_a_refused_setting_leaves_the_next_alone():
+    """Settings that are equal to Python are not to the library."""
+    given = attention_inputs()
+    for bad, good in ((23.0, 23), (True, 1)):
+        with pytest.raises(ValueError, match="window"):
+            quern.attention(*given, window=bad)
+        assert quern.attention(*given, window=good).shape == given[0].shape
+
+
 def test_settings_that_do_not_exist():
     with pytest.raises(ValueError, match="no parameter"):
         ops.params("attention", windows=3)
