@@ -34,7 +34,8 @@ def as_bytes(tensor: Any) -> Any:
         return tensor
     import torch
 
-    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+    named = tensor.element_size() == 1 and tensor.dtype != torch.uint8  # what is wider is refused by the call
+    return tensor.view(torch.uint8) if named else tensor
 
 
 def _named(tensor: Any, dtype: str) -> Any:

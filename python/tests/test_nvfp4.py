@@ -168,6 +168,14 @@ def test_interleave():
     assert made.dtype == codes.dtype and np.array_equal(made.view(torch.uint8).numpy(), runs.astype(np.uint8))
 
 
+def test_what_is_wider_than_a_byte_is_no_code():
+    torch = pytest.importorskip("torch")
+    codes, scales, one = nvfp4.quantize(torch.randn(4, 64))
+    words = codes.view(torch.uint8).view(torch.float32)
+    with pytest.raises(ValueError, match="codes"):
+        nvfp4.dequantize(words, scales, one)
+
+
 def test_sentences():
     x = np.ones((2, 16), np.float32)
     with pytest.raises(ValueError, match="profile"):

@@ -39,9 +39,8 @@ def round_up(a: int, b: int) -> int:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The same memory as uint8: what the library calls codes and scales."""
-    return (
-        tensor if not isinstance(tensor, Tensor) or tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
-    )
+    made: Tensor = nvfp4.as_bytes(tensor)
+    return made
 
 
 def _codes(tensor: Tensor) -> Tensor:
