@@ -178,11 +178,55 @@ def test_globals_of_rows_and_experts():
     product = Product([3, 4], 32, 16)
     a, b, *middle, one, many = product.operands()
     expected = bridge.run_nvfp4_grouped_gemm(a, b, *middle, one, many)
-    for given in (one.expand(7).contiguous(), one.expand(2).contiguous()):
+    for given in (one.expand(7), one.expand(2)):
         assert torch.equal(bridge.run_nvfp4_grouped_gemm(a, b, *middle, given, many), expected)
+    for given in (one.reshape(1), one.reshape(1, 1), one.expand(7, 1)):
+        assert torch.equal(bridge.run_nvfp4_grouped_gemm(a, b, *middle, given, many[:, None]), expected)
+    assert torch.equal(
+        bridge.run_nvfp4_grouped_gemm(a, b, *middle, one, many[:1]),
+        bridge.run_nvfp4_grouped_gemm(a, b, *middle, one, many[:1].expand(2).contiguous()),
+    )
     plain = bridge.run_nvfp4_grouped_gemm(a, b, *middle)
     unit = bridge.run_nvfp4_grouped_gemm(a, b, *middle, torch.ones(()), torch.ones(2))
     assert torch.equal(plain, unit)
+
+
+def test_rows_and_experts_of_one_number():
+    """[E] is of experts, [T, 1] of rows."""
+    product = Product([3, 0, 0], 32, 16)
+    a, b, *middle, _, many = product.operands()
+    scales = torch.tensor([1.0, 2.0, 4.0])
+    rows = bridge.run_nvfp4_grouped_gemm(a, b, *middle, scales[:, None], many)
+    experts = bridge.run_nvfp4_grouped_gemm(a, b, *middle, scales, many)
+    assert torch.equal(rows, experts * scales[:, None].bfloat16()) and not torch.equal(rows, experts)
+
+
+def test_globals_of_quantisers():
+    x = torch.randn(5, 40)
+    per_row = torch.rand(5) / 1000 + 1e-3
+    want = bridge.quantize_activation_nvfp4(x, per_row)
+    for a, b in zip(bridge.quantize_activation_nvfp4(x, per_row[:, None]), want):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    want = bridge.quantize_activation_nvfp4(x, 0.002)
+    for one in (torch.tensor(0.002), torch.tensor([0.002]), torch.tensor([[0.002]])):
+        for a, b in zip(bridge.quantize_activation_nvfp4(x, one), want):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_without_rows():
+    product = Product([0, 0], 32, 16)
+    assert bridge.run_nvfp4_grouped_gemm(*product.operands()).shape == (0, 16)
+    assert bridge.run_nvfp4_grouped_gemm(*product.operands(True, True)).shape == (0, 16)
+    assert bridge.run_fused_swiglu_grouped_gemm(*product.operands()).shape == (0, 16)
+    codes, scales = bridge.deinterleave_quantize_nvfp4_cuda(torch.empty(0, 64), 32, torch.tensor(1.0))
+    assert codes.shape == (0, 16) and scales.shape == (0, 2)
+
+
+def test_what_is_wider_than_a_byte_is_no_code():
+    a, b, *middle = Product([3, 4], 64, 16).operands()
+    words = a.view(torch.uint8).view(torch.float32)
+    with pytest.raises(ValueError, match="a_codes"):
+        bridge.run_nvfp4_grouped_gemm(words, b, *middle)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.75])

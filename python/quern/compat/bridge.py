@@ -3,8 +3,9 @@
 """NVFP4 experts under the names of the CuTe DSL bridge: quantisers, layouts, grouped products.
 
 FP4 is torch.float4_e2m1fn_x2 and its scales are torch.float8_e4m3fn; uint8 is accepted for both. Globals are
-f32, [] or [E], those of activations also [T]. expert_offsets are int32 and inclusive. `mma_tiler_mn` and
-`cluster_shape_mn` tune another kernel and are ignored.
+f32, one ([] or [1]) or [E], those of activations also [T], or [T, 1] where there are as many rows as experts.
+expert_offsets are int32 and inclusive. `mma_tiler_mn` and `cluster_shape_mn` tune another kernel and are
+ignored.
 """
 
 from __future__ import annotations
@@ -97,9 +98,12 @@ def quantize_activation_nvfp4(
     """quantize_to_nvfp4 with a given global, [] or one a row: → x_fp4 [.., D/2], x_sf [.., D/16]."""
     _check_block(block_size)
     given = torch.as_tensor(global_scale, dtype=torch.float32, device=x_bf16.device)
-    if given.numel() == 1 and given.shape != x_bf16.shape[:-1]:
+    rows = x_bf16.shape[:-1]
+    if given.shape == (*rows, 1):
+        given = given.reshape(rows)
+    elif given.numel() == 1 and given.shape != rows:
         given = given.reshape(())
-    return _quantize(x_bf16, given, weight=False)[:2]
+    return _quantize(x_bf16, given.contiguous(), weight=False)[:2]
 
 
 def quantize_weight_to_nvfp4(w_bf16: Tensor, block_size: int = 16) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,6 +203,22 @@ def _pad_row_offsets(expert_offsets: Tensor) -> Tensor:
     return torch.nn.functional.pad(padded.cumsum(0), (1, 0)).to(torch.int32)
 
 
+def _plain(one: Tensor) -> Tensor:
+    """A global in f32, without extents of 1 beside the experts' or rows'."""
+    one = one.float().contiguous()
+    if one.numel() == 1:
+        return one.reshape(())
+    return one.reshape(-1) if one.dim() == 2 and one.shape[1] == 1 else one
+
+
+def _global_of_rows(one: Tensor, experts: int) -> tuple[Tensor, str]:
+    """The activations' global, and what it is of: the "tensor", an "expert" or a "row"."""
+    plain = _plain(one)
+    if plain.dim() == 0:
+        return plain, "tensor"
+    return plain, "expert" if one.dim() == 1 and one.shape[0] == experts else "row"
+
+
 def _product(
     mat_a: Tensor,
     mat_b: Tensor,
@@ -216,10 +236,7 @@ def _product(
     tokens, experts = a.shape[0], b.shape[0]
     swizzled = scale_a.dim() == 1
     if global_scale_a is not None:
-        global_scale_a = global_scale_a.float()
-        settings["a_global_per"] = "tensor"
-        if global_scale_a.dim() > 0:
-            settings["a_global_per"] = "expert" if global_scale_a.shape[0] == experts else "row"
+        global_scale_a, settings["a_global_per"] = _global_of_rows(global_scale_a, experts)
     tensors = {
         "a_codes": dense(a),
         "a_scales": dense(_bytes(scale_a)),
@@ -227,7 +244,7 @@ def _product(
         "a_global": global_scale_a,
         "b_codes": b,
         "b_scales": dense(_bytes(scale_b)),
-        "b_global": None if global_scale_b is None else global_scale_b.float(),
+        "b_global": None if global_scale_b is None else _plain(global_scale_b),
         "offsets": expert_offsets,
     }
     half = settings.get("activation") == "swiglu"
