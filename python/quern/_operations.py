@@ -211,6 +211,12 @@ def expect_of(
     return {field: _unpack(expected, described.place)[1:] for field, described in operation.fields.items()}
 
 
+def check(name: str, parameters: bytes, tensors: Mapping[str, Any]) -> None:
+    """Refuses what call() would refuse of these shapes and dtypes, results' among them."""
+    operation = OPERATIONS[name]
+    library.check(operation.number, 0, parameters, *[tensors.get(field) for field in operation.fields])
+
+
 def call(
     name: str,
     parameters: bytes,

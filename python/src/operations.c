@@ -10,6 +10,7 @@
  *   expect(op, pass, params, asked, tensors) -> bytes     int64 role, dtype, ndim, shape[6] of each tensor
  *   expect_of(op, pass, params, asked, views) -> bytes    the same of tensors without data: views holds int64
  *                                                  dtype (-1: absent), device, ndim, shape[6] of each
+ *   check(op, pass, params, tensors)               refuses what run() refuses of shapes and dtypes
  *   run(op, pass, params, tensors)
  *
  * `tensors` are the remaining arguments, as many as the operation has tensors, None where one is absent.
@@ -270,14 +271,30 @@ static quern_status compute(const void *what, const quern_exec *exec, void *work
                         bytes);
 }
 
+static int read_request(const TVMFFIAny *args, int32_t count, request *r)
+{
+    return read_head(args, count, r) == 0 ? read_tensors(&args[3], count - 3, r) : -1;
+}
+
+FUNCTION(check)
+{
+    (void)self;
+    request r;
+    size_t bytes = 0;
+    quern_context *context = need_context();
+    if (context == NULL || read_request(args, count, &r) != 0) return -1;
+    const quern_status status =
+        quern_op_workspace(context, r.subject.op, r.pass, &r.params, &r.list.tensors, &bytes);
+    return status == QUERN_OK ? give_nothing(result) : fail_as(status);
+}
+
 FUNCTION(run)
 {
     (void)self;
     request r;
     size_t bytes = 0;
     quern_context *context = need_context();
-    if (context == NULL || read_head(args, count, &r) != 0 || read_tensors(&args[3], count - 3, &r) != 0)
-        return -1;
+    if (context == NULL || read_request(args, count, &r) != 0) return -1;
     const plan_request asked = {context,
                                 r.subject.operation[r.pass],
                                 &r.params,

@@ -66,6 +66,39 @@ def test_results_of_any_dtype_and_layout(golden, close):
     close(indexer, file.torch("cont.idx.out"), 1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64])
+def test_projections_of_any_dtype(golden, close, dtype, out_dtype):
+    tensors, (n, *rest) = csa_arguments(golden("raw_csa"), "cont")
+    tensors = [t.to(dtype) for t in tensors]
+    want, got = (
+        [torch.empty(n, width, dtype=kind) for width in (512, 128)] for kind in (torch.float32, out_dtype)
+    )
+    csa.launch_csa_compress_projected(*(t.float() for t in tensors), *want, n, *rest)
+    csa.launch_csa_compress_projected(*tensors, *got, n, *rest)
+    for a, b in zip(got, want):
+        close(a, b, BOUND)
+
+
+def test_a_refused_call_writes_nothing(golden):
+    """Whichever compressor's tensors are wrong."""
+    tensors, (n, *rest) = csa_arguments(golden("raw_csa"), "cont")
+    for i, wrong in ((0, tensors[0][:20]), (4, tensors[4][1:]), (6, tensors[6][1:]), (7, tensors[7][:, 1:])):
+        given = [wrong if i == j else t for j, t in enumerate(tensors)]
+        out, indexer = torch.full((n, 512), 7.0), torch.full((n, 128), 7.0)
+        with pytest.raises(ValueError):
+            csa.launch_csa_compress_projected(*given, out, indexer, n, *rest)
+        assert (out == 7).all() and (indexer == 7).all()
+    for short in (torch.full((n - 1, 128), 7.0), torch.full((128, n - 1), 7.0).t(), torch.full((n, 128), 7)):
+        with pytest.raises(ValueError):
+            csa.launch_csa_compress_projected(*tensors, out, short, n, *rest)
+        assert (out == 7).all() and (short == 7).all()
+    with pytest.raises(ValueError, match="has_external_prev"):
+        csa.launch_csa_compress_projected(*tensors[:2], None, *tensors[3:], out, indexer, n, *rest)
+    with pytest.raises(TypeError, match="indexer_out is a ndarray"):
+        csa.launch_csa_compress_projected(*tensors, torch.empty(n, 512), indexer.numpy(), n, *rest)
+
+
 def test_no_blocks_write_nothing(golden):
     tensors, (_, *rest) = csa_arguments(golden("raw_csa"), "fresh")
     out, indexer = torch.full((1, 512), 7.0), torch.full((1, 128), 7.0)
@@ -85,7 +118,7 @@ def test_dummy_and_packing():
 def test_sentences(golden):
     tensors, (n, *rest) = csa_arguments(golden("raw_csa"), "fresh")
     out, indexer = torch.empty(n, 512), torch.empty(n, 128)
-    with pytest.raises(ValueError, match="proj_main has 512 columns: 2048"):
+    with pytest.raises(ValueError, match=r"proj_main has shape \[27, 512\]: 2048 columns"):
         csa.launch_csa_compress_projected(tensors[1], *tensors[1:], out, indexer, n, *rest)
     with pytest.raises(ValueError, match="n_blocks"):
         csa.launch_csa_compress_projected(*tensors, torch.empty(9, 512), torch.empty(9, 128), 9, *rest)

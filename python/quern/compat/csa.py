@@ -3,14 +3,14 @@
 """DeepSeek-V4's compressors over projected tensors, under the names of the fused CUDA kernels.
 
 Entries are not normalised; the main compressor's are rotated by the position of their block's last token, the
-indexer's are not. `stream` may be None (torch's current one), an integer, or an object with `cuda_stream`;
-`COLS_PER_CTA` tunes another kernel and is ignored.
+indexer's are not. Tensors may be of any dtype of floats. `stream` may be None (torch's current one), an
+integer, or an object with `cuda_stream`; `COLS_PER_CTA` tunes another kernel and is ignored.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ContextManager
+from typing import Any, ContextManager, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,19 +36,34 @@ def _on(stream: Any, device: torch.device) -> ContextManager[Any]:
     return torch.cuda.stream(torch.cuda.ExternalStream(int(handle), device=device))
 
 
-def _weight(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Weights are f32 or of the projections' dtype."""
-    if isinstance(tensor, Tensor) and tensor.dtype not in (torch.float32, dtype):
+_TAKEN = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _in(dtypes: tuple[torch.dtype, ...], tensor: Any) -> Any:
+    """Floats of other dtypes in f32."""
+    if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype not in dtypes:
         tensor = tensor.float()
     return dense(tensor)
 
 
-def _width(name: str, tensor: Tensor, expected: int) -> None:
-    if tensor.shape[-1] != expected:
-        raise ValueError(f"{name} has {tensor.shape[-1]} columns: {expected} is accepted")
+def _widths(**tensors: tuple[Tensor, int]) -> None:
+    for name, (tensor, expected) in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}: a torch.Tensor is accepted")
+        if tensor.dim() != 2 or tensor.shape[1] != expected:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}: {expected} columns are accepted")
 
 
-def _compress(
+class _Call(NamedTuple):
+    """A compressor's call, and the rows that its result is copied to, where it cannot be written there."""
+
+    name: str
+    params: bytes
+    tensors: dict[str, Tensor | None]
+    rows: Tensor | None
+
+
+def _call(
     proj: Tensor,
     b_a: Tensor,
     b_b: Tensor | None,
@@ -56,21 +71,30 @@ def _compress(
     cos_sin: Tensor | None,
     out: Tensor,
     **settings: Any,
-) -> None:
-    tensors = {
-        "proj": dense(proj),
-        "b_a": _weight(b_a, proj.dtype),
-        "b_b": _weight(b_b, proj.dtype),
-        "prev_b": _weight(prev_b, proj.dtype),
-        "cos_sin": _weight(cos_sin, proj.dtype),
-    }
-    name = "hca-compress" if b_b is None else "csa-compress"
-    params = ops.params(name, rope_last="last", **settings)
+) -> _Call:
+    proj = _in(_TAKEN, proj)
+    weights = {"b_a": b_a, "b_b": b_b, "prev_b": prev_b, "cos_sin": cos_sin}
+    tensors = {name: _in((torch.float32, proj.dtype), tensor) for name, tensor in weights.items()}
+    tensors["proj"] = proj
     rows = out[: settings["n_blocks"]]
-    if rows.stride(-1) == 1:
-        ops.call(name, params, {**tensors, "out": rows}, ("out",))
+    other = rows.is_floating_point() and (rows.dtype not in _TAKEN or rows.stride(-1) != 1)
+    if other:
+        dtype = rows.dtype if rows.dtype in _TAKEN else torch.float32
+        tensors["out"] = torch.empty(rows.shape, dtype=dtype, device=rows.device)
     else:
-        rows.copy_(ops.call(name, params, tensors, ("out",))[0])
+        tensors["out"] = rows
+    name = "hca-compress" if b_b is None else "csa-compress"
+    return _Call(name, ops.params(name, rope_last="last", **settings), tensors, rows if other else None)
+
+
+def _run(*calls: _Call) -> None:
+    """Runs all of them, or none."""
+    for call in calls:
+        ops.check(call.name, call.params, call.tensors)
+    for call in calls:
+        (made,) = ops.call(call.name, call.params, call.tensors, ("out",))
+        if call.rows is not None:
+            call.rows.copy_(made)
 
 
 def launch_csa_compress_projected(
@@ -103,13 +127,20 @@ def launch_csa_compress_projected(
     [M, 2C_I]: C_b and Z_b of the block before, read where has_external_prev. B_a, B_b [M, C], B_I_a, B_I_b
     [M, C_I]. cos_sin_cache [max_pos, ROPE].
     """
-    _width("proj_main", proj_main, 4 * C)
-    _width("proj_indexer", proj_indexer, 4 * C_I)
-    _width("cos_sin_cache", cos_sin_cache, ROPE)
     if NOPE + ROPE != C:
         raise ValueError(f"NOPE {NOPE} and ROPE {ROPE}: {C} in sum is accepted")
+    _widths(
+        proj_main=(proj_main, 4 * C),
+        proj_indexer=(proj_indexer, 4 * C_I),
+        cos_sin_cache=(cos_sin_cache, ROPE),
+        kv_out=(kv_out, C),
+        indexer_out=(indexer_out, C_I),
+    )
     if n_blocks == 0:
         return
+    before = (prev_main_b, prev_indexer_b) if has_external_prev else (None, None)
+    if has_external_prev and (prev_main_b is None or prev_indexer_b is None):
+        raise ValueError("prev_main_b or prev_indexer_b is None: has_external_prev needs both")
     settings = {
         "ratio": M,
         "start_token": start_token_in_proj,
@@ -117,17 +148,9 @@ def launch_csa_compress_projected(
         "n_blocks": n_blocks,
     }
     with _on(stream, proj_main.device):
-        _compress(
-            proj_main, B_a, B_b, prev_main_b if has_external_prev else None, cos_sin_cache, kv_out, **settings
-        )
-        _compress(
-            proj_indexer,
-            B_I_a,
-            B_I_b,
-            prev_indexer_b if has_external_prev else None,
-            None,
-            indexer_out,
-            **settings,
+        _run(
+            _call(proj_main, B_a, B_b, before[0], cos_sin_cache, kv_out, **settings),
+            _call(proj_indexer, B_I_a, B_I_b, before[1], None, indexer_out, **settings),
         )
 
 
@@ -148,25 +171,19 @@ def launch_hca_compress_projected(
 ) -> None:
     """Writes the first n_blocks rows of kv_out [n, C] from proj [T, 2C] (columns C, Z), B [M, C] and
     cos_sin_cache [max_pos, ROPE]."""
-    _width("proj", proj, 2 * C)
-    _width("cos_sin_cache", cos_sin_cache, ROPE)
     if NOPE + ROPE != C:
         raise ValueError(f"NOPE {NOPE} and ROPE {ROPE}: {C} in sum is accepted")
+    _widths(proj=(proj, 2 * C), cos_sin_cache=(cos_sin_cache, ROPE), kv_out=(kv_out, C))
     if n_blocks == 0:
         return
+    settings = {
+        "ratio": M,
+        "start_token": start_token_in_proj,
+        "start_abs_pos": start_abs_pos,
+        "n_blocks": n_blocks,
+    }
     with _on(stream, proj.device):
-        _compress(
-            proj,
-            B,
-            None,
-            None,
-            cos_sin_cache,
-            kv_out,
-            ratio=M,
-            start_token=start_token_in_proj,
-            start_abs_pos=start_abs_pos,
-            n_blocks=n_blocks,
-        )
+        _run(_call(proj, B, None, None, cos_sin_cache, kv_out, **settings))
 
 
 def pack_csa_main_weights(W_a_KV: Tensor, W_a_Z: Tensor, W_b_KV: Tensor, W_b_Z: Tensor) -> Tensor:
