@@ -122,8 +122,10 @@ int read_memory(const TVMFFIAny *a, void **memory, size_t *bytes)
     tensor_list list;
     if (take_tensors(a, 1, &list) != 0) return -1;
     const quern_tensor *t = list.first;
-    if (t == NULL || t->ndim != 1 || t->dtype != QUERN_U8)
-        return fail("TypeError", "uint8 [bytes] is accepted");
+    if (t == NULL || t->ndim != 1 || t->dtype != QUERN_U8 || (t->shape[0] > 1 && t->strides[0] != 1))
+        return fail("TypeError", "contiguous uint8 [bytes] is accepted");
+    if (t->device != QUERN_CPU)
+        return fail("NotImplementedError", "memory on a GPU is given: that of the cpu is accepted");
     *memory = t->data;
     *bytes = (size_t)t->shape[0];
     return 0;

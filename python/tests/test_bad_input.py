@@ -67,18 +67,18 @@ class DLTensor(ctypes.Structure):
 
 
 class OnDevice:
-    """A tensor of f32 that says that it is on another device."""
+    """A tensor of f32, or of another kind and bits, that says that it is on another device."""
 
-    def __init__(self, device, *shape):
+    def __init__(self, device, *shape, dtype=(2, 32)):
         self.device, self.extents = device, (ctypes.c_int64 * len(shape))(*shape)
-        self.memory = ctypes.create_string_buffer(4 * int(np.prod(shape)))
+        self.memory, self.dtype = ctypes.create_string_buffer(4 * int(np.prod(shape))), (*dtype, 1, 0)
 
     def __dlpack_device__(self):
         return self.device, 0
 
     def __dlpack__(self, **_):
         self.tensor = DLTensor(
-            ctypes.addressof(self.memory), (self.device, 0), len(self.extents), (2, 32, 1, 0), self.extents
+            ctypes.addressof(self.memory), (self.device, 0), len(self.extents), self.dtype, self.extents
         )
         make = ctypes.pythonapi.PyCapsule_New
         make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
@@ -97,6 +97,15 @@ def test_devices_without_a_backend():
     mixed = {"q": OnDevice(2, *shape), **{name: OnDevice(1, *shape) for name in ("k", "v", "o")}}
     with pytest.raises(ValueError, match="device|cpu|cuda"):
         ops.call("attention", ops.params("attention"), mixed, ("o",))
+
+
+def test_states_are_in_the_memory_of_the_cpu():
+    params = quern.dsv4.State("csa", 16, ratio=4).params
+    size = ops.library.state_size(params, 16, 0)
+    with pytest.raises(NotImplementedError, match="cpu"):
+        ops.library.state_create(params, 16, 0, OnDevice(2, size, dtype=(1, 8)))
+    with pytest.raises(TypeError, match="contiguous"):
+        ops.library.state_create(params, 16, 0, np.empty(2 * size, np.uint8)[::2])
 
 
 def test_one_missing_tensor_is_an_error():
