@@ -77,6 +77,46 @@ def test_selected_blocks(golden, case):
     assert mslk.score_and_select_blocks(q, k_cmp, 99, 32, q_tile_size=64).shape[-1] == 6
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_lists_of_more_blocks_than_there_are(causal):
+    """Every whole block once, after fillers of the lowest; not the ragged block at the end, which has no
+    entry."""
+    torch.manual_seed(2)
+    q, k = torch.randn(1, 200, 4, 16), torch.randn(1, 200, 2, 16)
+    k_cmp, _ = mslk.compress_kv(k, k, 32)
+    assert k_cmp.shape[1] == 6
+    for selected in (6, 7, 99):
+        idx = mslk.score_and_select_blocks(q, k_cmp, selected, 32, causal, 64)
+        for tile, blocks in enumerate((2, 4, 6, 6) if causal else (6, 6, 6, 6)):
+            want = [0] * (6 - blocks) + list(range(blocks))
+            assert idx[0, :, tile].tolist() == [want] * 4
+    assert mslk.score_and_select_blocks(q, k_cmp, 0, 32, causal, 64).shape == (1, 4, 4, 0)
+    short = mslk.score_and_select_blocks(q[:, :20], k_cmp[:, :0], 3, 32, causal, 64)
+    assert short.shape == (1, 4, 1, 0) and short.dtype == torch.int32
+
+
+def test_weights_gradients_have_the_weights_dtype(golden, close):
+    file = golden("nsa_compress_varlen")
+    k, v, cu, dk, dv, w_k, w_v = (
+        t.bfloat16() if t.is_floating_point() else t
+        for t in file.torch("K", "V", "cu_seqlens", "dK_cmp", "dV_cmp", "W_k", "W_v")
+    )
+    grads = mslk.fused_compress_kv_backward(dk, dv, k, v, 32, w_k, w_v, cu)
+    for name, grad in zip(("dK", "dV", "dW_k", "dW_v"), grads):
+        assert grad.dtype == torch.bfloat16
+        close(grad, file.torch(f"proj.{name}"), 2e-2)
+    *_, one, none = mslk.fused_compress_kv_backward(dk, dv, k, v, 32, w_k, None, cu)
+    assert torch.equal(one, grads[2]) and none is None
+    file = golden("nsa_gating")
+    q, a, b, c, w, d_o = (t.bfloat16() for t in file.torch("Q", "O_cmp", "O_slc", "O_sld", "W", "dO"))
+    gates = mslk.compute_gates(q, w)
+    assert gates.dtype == torch.float32
+    grads = mslk.fused_gating_backward(q, d_o, a, b, c, gates, w)
+    for name, grad in zip(("dO_cmp", "dO_slc", "dO_sld", "dQ", "dW"), grads):
+        assert grad.dtype == torch.bfloat16
+        close(grad, file.torch(name), 2e-2)
+
+
 @pytest.mark.parametrize("projected", [True, False])
 def test_compress_varlen(golden, close, projected):
     file = golden("nsa_compress_varlen")
@@ -155,8 +195,10 @@ def test_block_sparse_tensors():
     lists = torch.tensor([[[[0, 1, 5], [2, -1, -1]]]], dtype=torch.int32)
     made = mslk.build_fa4_block_sparse_tensors(lists, 64, 128, seqlen_k=400)
     assert made.full_block_cnt.tolist() == [[[2, 1]]]
-    assert made.full_block_idx[0, 0, 0, :2].tolist() == [0, 2] and made.full_block_idx[0, 0, 1, 0] == 1
     assert not made.mask_block_cnt.any() and made.mask_block_idx.shape == made.full_block_idx.shape
+    assert made.full_block_idx[0, 0].tolist() == [[0, 2, 0], [1, 0, 0]]  # past the count 0
+    assert made.block_size == (200, 128)  # queries of a tile, keys of a block
+    assert all(t.dtype == torch.int32 for t in made[:4])
     finer = mslk.build_fa4_block_sparse_tensors(lists, 256, 128)
     assert finer.full_block_cnt.tolist() == [[[6, 2]]]
     assert finer.full_block_idx[0, 0, 0].tolist() == [0, 1, 2, 3, 10, 11]
@@ -201,6 +243,18 @@ def test_kernel_rules(monkeypatch, close, block, causal):
         close(leaf.grad, wanted.grad, GRADIENT)
 
 
+@pytest.mark.parametrize("rules", [False, True])
+def test_compile(monkeypatch, close, rules):
+    torch.manual_seed(2)
+    monkeypatch.setattr(mslk, "KERNEL_RULES", rules)
+    given = [torch.randn(1, 200, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    compiled = torch.compile(lambda *t: mslk.nsa(*t, **SHAPE), fullgraph=True, backend="aot_eager")
+    got, want = compiled(*given), mslk.nsa(*given, **SHAPE)
+    close(got, want, BOUND)
+    for a, b in zip(*(torch.autograd.grad(o.sin().sum(), given) for o in (got, want))):
+        close(a, b, BOUND)
+
+
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_kernel_rules_of_varlen_batches(monkeypatch, close, block):
     """Tiles are those of a sequence, not of the batch."""
@@ -243,6 +297,15 @@ def test_compressed_groups(close):
     assert groups[0, 0, -1].max() == 2
     with pytest.raises(ValueError, match="cmp_n_block_size 64"):
         mslk.fused_score_and_select_all(inputs[0], k_cmp, 4, 4, 2, 64)
+
+
+def test_references_are_computed_where_the_tensors_are():
+    q, k = torch.empty(1, 100, 4, 16, device="meta"), torch.empty(1, 100, 2, 16, device="meta")
+    lists = torch.empty(1, 4, 2, 3, dtype=torch.int32, device="meta")
+    o = mslk.nsa_forward_reference(q, k, k, **SHAPE, _block_indices=lists)
+    assert o.shape == q.shape and o.device == q.device
+    grads = mslk.nsa_backward_reference(q, k, k, o, **SHAPE, _block_indices=lists)
+    assert grads["dK"].shape == k.shape and grads["dK"].device == q.device
 
 
 def test_any_layout(close):

@@ -58,7 +58,8 @@ def fused_compress_kv_backward(
     W_v: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """→ dK, dV shaped like K, V, and dW_k, dW_v [Hkv, D, D] in f32, None without W."""
+    """→ dK, dV shaped like K, V, and dW_k, dW_v [Hkv, D, D], computed in f32, in the dtype of W; None without
+    W."""
     params = ops.params("nsa-compress", block_size=block_size)
     tensors = {"k": dense(K), "v": dense(V), "w_k": dense(W_k), "w_v": dense(W_v)}
     if cu_seqlens is not None:
@@ -69,7 +70,9 @@ def fused_compress_kv_backward(
     tensors.update(d_k_cmp=dense(dK_cmp), d_v_cmp=dense(dV_cmp))
     names = ["d_k", "d_v"] + ["d_w_k"] * (W_k is not None) + ["d_w_v"] * (W_v is not None)
     grads = dict(zip(names, ops.call("nsa-compress", params, tensors, names, backward=True)))
-    return grads["d_k"], grads["d_v"], grads.get("d_w_k"), grads.get("d_w_v")
+    d_w_k = None if W_k is None else grads["d_w_k"].to(W_k.dtype)
+    d_w_v = None if W_v is None else grads["d_w_v"].to(W_v.dtype)
+    return grads["d_k"], grads["d_v"], d_w_k, d_w_v
 
 
 # ---- select ----
@@ -127,15 +130,12 @@ def fused_score_and_select_all(
     padded [B, max_Nc, Hkv, D]; rows of no tile are -1."""
     if num_cmp_selected_blocks is not None and cmp_n_block_size != _GROUP:
         raise ValueError(f"cmp_n_block_size {cmp_n_block_size}: {_GROUP} is accepted")
-    chosen = settings(
-        compress_block_size,
-        max(num_selected_blocks, 1),
-        causal,
-        q_tile_size,
-        softmax_scale,
-        num_cmp_selected_blocks,
-    )
+    # Of as many blocks as there are entries: a ragged last block, which has none, would else be chosen too.
     entries = K_cmp.shape[1]
+    blocks = min(num_selected_blocks, entries)
+    chosen = settings(
+        compress_block_size, max(blocks, 1), causal, q_tile_size, softmax_scale, num_cmp_selected_blocks
+    )
     tensors = {"q": dense(Q), "k_cmp": dense(K_cmp)}
     if cu_seqlens is not None:
         starts = _varlen.entry_offsets(cu_seqlens, compress_block_size)
@@ -147,8 +147,8 @@ def fused_score_and_select_all(
         lists = [_filled(one) for one in lists]
     else:
         lists = [_padded_lists(one, cu_seqlens, q_tile_size, max_seqlen) for one in lists]
-    # _filled() puts the fillers first, so what is cut off where k exceeds the entries are fillers.
-    widths = (min(num_selected_blocks, entries), min(num_cmp_selected_blocks or 0, -(-entries // _GROUP)))
+    # _filled() puts the fillers first: those of more groups than there are are cut off.
+    widths = (blocks, min(num_cmp_selected_blocks or 0, -(-entries // _GROUP)))
     lists = [one[..., one.shape[-1] - width :] for one, width in zip(lists, widths)]
     return lists[0], lists[1] if len(lists) > 1 else None
 
@@ -194,20 +194,22 @@ def score_and_select_blocks(
 
 
 class BlockSparseTensors(NamedTuple):
-    """What a block-sparse attention kernel reads: of every tile, how many blocks and which."""
+    """What a block-sparse attention kernel reads: of every tile, how many blocks and which; the queries of a
+    tile and the keys of a block."""
 
     full_block_cnt: Tensor
     full_block_idx: Tensor
     mask_block_cnt: Tensor
     mask_block_idx: Tensor
-    block_size: tuple[int, int] | int
+    block_size: tuple[int, int]
 
 
 def build_fa4_block_sparse_tensors(
     block_indices: Tensor, compress_block_size: int, n_block_size: int = 128, seqlen_k: int | None = None
 ) -> BlockSparseTensors:
     """Lists [B, H, tiles, k] of compress_block_size tokens → lists of n_block_size tokens: counts [B, H,
-    tiles], indices [B, H, tiles, selected]; every chosen block in full, the mask counts 0."""
+    tiles], indices [B, H, tiles, selected], 0 past the count; every chosen block in full, the mask counts 0.
+    block_size is (seqlen_k // tiles, n_block_size), without seqlen_k (compress_block_size, n_block_size)."""
     larger = max(compress_block_size, n_block_size)
     tokens = seqlen_k if seqlen_k is not None else 2**31 - larger - (2**31 - larger) % larger
     wide = block_indices.shape[-1] * max(compress_block_size // n_block_size, 1)
@@ -215,7 +217,11 @@ def build_fa4_block_sparse_tensors(
     idx, count = ops.call(
         "nsa-list-convert", params, {"in": dense(block_indices)}, ("out", "count"), asked={"k_out": wide}
     )
-    return BlockSparseTensors(count, idx, torch.zeros_like(count), torch.zeros_like(idx), n_block_size)
+    tile = compress_block_size if seqlen_k is None else seqlen_k // max(block_indices.shape[-2], 1)
+    idx = idx.clamp(min=0)
+    return BlockSparseTensors(
+        count, idx, torch.zeros_like(count), torch.zeros_like(idx), (tile, n_block_size)
+    )
 
 
 # ---- gate ----
@@ -269,8 +275,8 @@ def fused_gating_backward(
     gates: Tensor,
     gate_proj_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """→ dO_cmp, dO_slc, dO_sld, the gate's share of dQ, dW_gate in f32; the last two None without a
-    weight."""
+    """→ dO_cmp, dO_slc, dO_sld, the gate's share of dQ, dW_gate, computed in f32, in the weight's dtype; the
+    last two None without a weight."""
     q, d_o, o_cmp, o_slc, o_win = _batched(Q, dO, O_cmp, O_slc, O_sld)
     gates_ = _batched(gates.float())[0]
     weight = gate_proj_weight is not None
@@ -287,4 +293,6 @@ def fused_gating_backward(
     names = ["d_o_cmp", "d_o_slc", "d_o_win"] + ["d_q", "d_w_gate"] * weight
     grads = ops.call("nsa-gate", params, tensors, names, backward=True)
     branches = tuple(grad.view(O_cmp.shape) for grad in grads[:3])
-    return (*branches, grads[3].view(Q.shape) if weight else None, grads[4] if weight else None)
+    if gate_proj_weight is None:
+        return (*branches, None, None)
+    return (*branches, grads[3].view(Q.shape), grads[4].to(gate_proj_weight.dtype))

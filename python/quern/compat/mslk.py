@@ -5,7 +5,7 @@
 Q is [B, N, H, D], K and V are [B, N, Hkv, D]; where a function takes cu_seqlens (int32 [B+1]) they may also
 be [T, H, D] and [T, Hkv, D]. The rules are those of MSLK's reference functions: W keys in the window, only
 the chosen blocks, absent blocks contribute nothing. `chunk_size` and other arguments that tune kernels are
-ignored.
+ignored. Of these functions nsa and nsa_forward_reference carry gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _operations as ops
 from .. import _torch, reference
 from . import _mslk_parts as _parts
 from ._mslk_parts import (  # noqa: F401
@@ -46,12 +45,10 @@ def _kernel_lists(
     """The block lists in whole 128-token tiles, and the group lists, as KERNEL_RULES attends them."""
     block, tokens = settings["block_size"], q.shape[-3]
     varlen = tensors["cu_seqlens"] is not None
-    alone = {name: value for name, value in settings.items() if name != "gate"}
+    alone = tuple((name, value) for name, value in settings.items() if name != "gate")
     cmp_names = ("k_cmp", "v_cmp") + (("cu_seqlens_cmp",) if varlen else ())
     inputs = {name: tensors[name] for name in ("k", "v", "w_k", "w_v", "cu_seqlens")}
-    made = dict(
-        zip(cmp_names, ops.call("nsa-compress", ops.params("nsa-compress", **alone), inputs, cmp_names))
-    )
+    made = dict(zip(cmp_names, _torch.run("nsa-compress", alone, inputs, cmp_names)))
     chosen = {
         "q": q,
         "k_cmp": made["k_cmp"],
@@ -59,16 +56,11 @@ def _kernel_lists(
         "cu_seqlens_cmp": made.get("cu_seqlens_cmp"),
     }
     names = ("block_idx",) + (("group_idx",) if settings["max_compressed_groups"] else ())
-    lists = dict(zip(names, ops.call("nsa-select", ops.params("nsa-select", **alone), chosen, names)))
+    lists = dict(zip(names, _torch.run("nsa-select", alone, chosen, names)))
     if block % _KERNEL_TILE != 0:
-        params = ops.params("nsa-list-convert", **{"from": block}, to=_KERNEL_TILE, n=tokens)
-        (lists["block_idx"],) = ops.call(
-            "nsa-list-convert",
-            params,
-            {"in": lists["block_idx"]},
-            ("out",),
-            asked={"k_out": lists["block_idx"].shape[-1]},
-        )
+        given, tiles = lists["block_idx"], (("from", block), ("to", _KERNEL_TILE), ("n", tokens))
+        asked = (("k_out", given.shape[-1]),)
+        (lists["block_idx"],) = _torch.run("nsa-list-convert", tiles, {"in": given}, ("out",), asked=asked)
     return lists
 
 
@@ -97,7 +89,8 @@ def _whole(
     tensors.update(cu_seqlens=cu_seqlens)
     tensors.update(w_k=dense(W_k_compress), w_v=dense(W_v_compress), w_gate=dense(gate_proj_weight))
     if KERNEL_RULES:
-        lists = _kernel_lists(dense(Q), tensors, settings)
+        with torch.no_grad():
+            lists = _kernel_lists(dense(Q), tensors, settings)
         tensors.update(lists)
         settings.update(window=window_size + 1, num_selected=lists["block_idx"].shape[-1])
         settings.update(selection="given", groups="given" if num_cmp_selected_blocks else None)
@@ -199,22 +192,23 @@ def nsa_forward_reference(
 ) -> Tensor:
     """nsa_forward in float64 with dense masks, differentiable → O in Q's dtype. _block_indices [B, H, tiles,
     k]: attend these blocks; entries that are no block, or come twice, count for nothing."""
-    o = reference.nsa(
-        Q.double(),
-        K.double(),
-        V.double(),
-        block_size=compress_block_size,
-        num_selected=num_selected_blocks,
-        window=window_size,
-        tile=q_tile_size,
-        w_k=None if W_k_compress is None else W_k_compress.double(),
-        w_v=None if W_v_compress is None else W_v_compress.double(),
-        w_gate=None if gate_proj_weight is None else gate_proj_weight.double(),
-        causal=causal,
-        scale=softmax_scale,
-        complete=False,
-        block_idx=_block_indices,
-    )
+    with Q.device:  # the masks are made where the tensors are
+        o = reference.nsa(
+            Q.double(),
+            K.double(),
+            V.double(),
+            block_size=compress_block_size,
+            num_selected=num_selected_blocks,
+            window=window_size,
+            tile=q_tile_size,
+            w_k=None if W_k_compress is None else W_k_compress.double(),
+            w_v=None if W_v_compress is None else W_v_compress.double(),
+            w_gate=None if gate_proj_weight is None else gate_proj_weight.double(),
+            causal=causal,
+            scale=softmax_scale,
+            complete=False,
+            block_idx=_block_indices,
+        )
     return o.to(Q.dtype)
 
 
