@@ -212,6 +212,31 @@ class TestTorch:
         with pytest.raises((ValueError, RuntimeError)):
             quern.attention(q, k, v)
 
+    def test_batches_without_elements(self):
+        """Gradients of sums have strides of 0, which contiguous() leaves where there is no element."""
+        torch = self.torch
+        for batch, n in ((0, 40), (2, 0)):
+            given = [torch.randn(batch, n, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+            gate = torch.randn(4, 3, 16, requires_grad=True)
+            for o in (
+                quern.attention(*given),
+                quern.nsa(*given, gate=gate, block_size=8, num_selected=4),
+                quern.nsa_gate(given[0], *(given[0] * i for i in range(3)), gate=gate)[0],
+            ):
+                assert o.shape == given[0].shape
+                o.sum().backward()
+            assert not gate.grad.any()
+        hidden, weight = torch.randn(0, 64, requires_grad=True), torch.randn(4, 64, requires_grad=True)
+        codes = {"gate_up": torch.randn(4, 64, 64), "down": torch.randn(4, 64, 32)}
+        quern.moe.layer(hidden, weight, **codes, top_k=2).sum().backward()
+        assert hidden.grad.shape == (0, 64) and not weight.grad.any()
+        b = quern.nvfp4.quantize(torch.randn(2, 64, 32), weight=True)
+        offsets = torch.zeros(2, dtype=torch.int32)
+        quern.nvfp4.grouped_mm(hidden, *b[:2], offsets).sum().backward()
+        proj, bias = torch.randn(0, 64, requires_grad=True), torch.randn(4, 16, requires_grad=True)
+        quern.dsv4.compress(proj, bias, bias).sum().backward()
+        assert not bias.grad.any()
+
     def test_sparse_and_conjugate_tensors(self):
         q, k, v = self.inputs()
         with pytest.raises((TypeError, ValueError, RuntimeError, BufferError, NotImplementedError)):

@@ -10,6 +10,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from .. import _torch
+
 
 @overload
 def dense(tensor: Tensor) -> Tensor: ...
@@ -26,9 +28,7 @@ def dense(tensor: Tensor | None) -> Tensor | None: ...
 def dense(tensor: Tensor | None) -> Tensor | None:
     """The tensor with a contiguous last dimension, which is all that Quern asks. What is none is refused by
     the call."""
-    if not isinstance(tensor, Tensor) or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1:
-        return tensor
-    return tensor.contiguous()
+    return _torch.dense(tensor) if isinstance(tensor, Tensor) and tensor.dim() > 0 else tensor
 
 
 def lengths(cu_seqlens: Tensor) -> Tensor:
