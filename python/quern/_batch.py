@@ -1,12 +1,24 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-"""Which sequences of a cache a call is about."""
+"""Which sequences of a cache a call is about, and what a failed one leaves."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import struct
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Iterator, Sequence
+
+
+@contextlib.contextmanager
+def closed_again(cache: Any) -> Iterator[None]:
+    """A cache's first call says what its rows are; one that fails says nothing."""
+    handle = cache._handle
+    try:
+        yield
+    except BaseException:
+        cache._handle = handle
+        raise
 
 
 def numbers_of(name: str, numbers: Iterable[Any], kind: str) -> bytes:
@@ -20,6 +32,15 @@ def numbers_of(name: str, numbers: Iterable[Any], kind: str) -> bytes:
     except struct.error:
         bits = 8 * struct.calcsize(kind)
         raise ValueError(f"{name} is {found}: integers of {bits} bits are accepted") from None
+
+
+def packed(layout: struct.Struct, numbers: Sequence[Any]) -> bytes:
+    """Plain numbers as the library's functions take them."""
+    try:
+        return layout.pack(*numbers)
+    except (struct.error, OverflowError):
+        kind = "integers of 64 bits" if "q" in layout.format else "numbers of f32"
+        raise TypeError(f"{numbers} are given: {kind} are accepted") from None
 
 
 def lists_of(

@@ -9,7 +9,7 @@ from typing import Any, Sequence
 
 from . import _arrays
 from . import _operations as ops
-from ._batch import lists_of
+from ._batch import closed_again, lists_of, packed
 from ._nsa import settings_of
 
 _KINDS = ("mean", "linear")
@@ -44,7 +44,7 @@ class _Cache:
 
     def _open(self, dtype: int, kv_heads: int, dim: int, dim_v: int) -> None:
         shape = (dtype, self.sequences, kv_heads, dim, dim_v, self.capacity)
-        self._fields = _FIELDS.pack(*shape, *self._before, *self._after)
+        self._fields = packed(_FIELDS, (*shape, *self._before, *self._after))
         sizes = struct.unpack("2q", bytes(ops.library.cache_size(self._fields)))
         self._memory, self._rows = (_arrays.room(size) for size in sizes)
         self._handle = ops.library.cache_create(self._fields, self._memory, self._rows)
@@ -66,11 +66,12 @@ class _Cache:
                 raise ValueError(
                     f"{name} has {len(t.shape)} dimensions, k has {len(k.shape)}: as many are accepted"
                 )
-        if not self._handle:
-            self._open(ops.dtype_number(k.dtype), k.shape[-2], k.shape[-1], v.shape[-1])
         flat = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in rows.values()]
         given = [_arrays.readable(t) for t in (table, *flat, *weights.values())]
-        ops.library.cache_append(self._handle, *batch, *given)
+        with closed_again(self):
+            if not self._handle:
+                self._open(ops.dtype_number(k.dtype), k.shape[-2], k.shape[-1], v.shape[-1])
+            ops.library.cache_append(self._handle, *batch, *given)
 
     def _shape(self) -> tuple[int, int]:
         """Key/value heads, and a value's channels."""
@@ -91,8 +92,14 @@ class _Cache:
 
     def rollback(self, n: int, sequence: int | None = None) -> None:
         """Takes back the last n tokens, at most 8, of a sequence or of all."""
-        for i in range(self.sequences) if sequence is None else (sequence,):
-            self._need(ops.library.cache_rollback, i, n)
+        before = None if sequence is not None or self._memory is None else self._memory + 0
+        try:
+            for i in range(self.sequences) if sequence is None else (sequence,):
+                self._need(ops.library.cache_rollback, i, n)
+        except BaseException:
+            if before is not None:
+                self._memory[:] = before  # where one sequence cannot, none does
+            raise
 
     def reset(self, sequence: int | None = None) -> None:
         """Empties a sequence, or all."""
@@ -112,12 +119,13 @@ class _Cache:
         capacity and pages may differ. Damaged bytes are a RuntimeError."""
         if len(saved) < _FIELDS.size:
             raise RuntimeError("the saved sequence is cut off: what save() returned is accepted")
-        if not self._handle:
-            dtype, _, kv_heads, dim, dim_v, *_ = _FIELDS.unpack_from(saved)
-            if not 0 <= dtype < len(ops.DTYPES):
-                raise RuntimeError("the saved sequence is damaged: what save() returned is accepted")
-            self._open(dtype, kv_heads, dim, dim_v)
-        self._need(ops.library.cache_restore, sequence, _arrays.readable(table), saved[_FIELDS.size :])
+        with closed_again(self):
+            if not self._handle:
+                dtype, _, kv_heads, dim, dim_v, *_ = _FIELDS.unpack_from(saved)
+                if not 0 <= dtype < len(ops.DTYPES):
+                    raise RuntimeError("the saved sequence is damaged: what save() returned is accepted")
+                self._open(dtype, kv_heads, dim, dim_v)
+            self._need(ops.library.cache_restore, sequence, _arrays.readable(table), saved[_FIELDS.size :])
 
     def _need(self, function: Any, *arguments: Any) -> Any:
         if not self._handle:

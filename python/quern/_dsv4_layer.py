@@ -10,7 +10,7 @@ from typing import Any, Mapping, Sequence
 
 from . import _arrays
 from . import _operations as ops
-from ._batch import lists_of, numbers_of
+from ._batch import closed_again, lists_of, numbers_of, packed
 from ._faces import run
 from .nvfp4 import as_bytes
 
@@ -26,6 +26,8 @@ RESULTS = tuple(field for field, t in _FIELDS.items() if t.results[0] and field 
 
 def tensors_of(x: Any, cos_sin: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors of a layer; weights by their names in checkpoints, or by the library's fields."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights is a {type(weights).__name__}: tensors by their names are accepted")
     unknown = [name for name in weights if name not in WEIGHTS and name not in WEIGHTS.values()]
     if unknown:
         raise ValueError(f"weights has '{unknown[0]}': {', '.join(WEIGHTS)} are accepted")
@@ -134,7 +136,7 @@ class Cache:
     def _open(self, dtype: int, dim: int, ratio: int, index_dim: int) -> None:
         kind = KINDS.index(self.kind)
         numbers = (kind, dtype, self.sequences, self.capacity, dim, self._window, ratio, index_dim)
-        self._fields = _FIELDS_OF.pack(*numbers, self._ring, *self._formats, *self._pages)
+        self._fields = packed(_FIELDS_OF, (*numbers, self._ring, *self._formats, *self._pages))
         sizes = struct.unpack("2q", bytes(ops.library.layer_cache_size(self._fields)))
         self._memory, self._rows = (_arrays.room(size) for size in sizes)
         self._handle = ops.library.layer_cache_create(self._fields, self._memory, self._rows)
@@ -149,13 +151,14 @@ class Cache:
         self._open(ops.dtype_number(x.dtype) if self._dtype is None else self._dtype, *extents)
 
     def open(self, x: Any, weights: Mapping[str, Any]) -> None:
-        """Makes room for the rows that such tensors make, once; the first append() does it otherwise."""
+        """Makes room for the rows that such tensors make, once; the first append() does it otherwise. With
+        pages it comes first."""
         if not self._handle:
             self._open_for(tensors_of(x, None, weights))
 
     def add_pages(self, sequence: int, pages: Sequence[int]) -> None:
         """Gives a sequence more pages, numbers from 0 on, each for one sequence at a time; it needs them
-        before its tokens come, and before fork() and restore(). open() or append() comes first."""
+        before its tokens come, and before fork() and restore(). open() comes first."""
         self._need(ops.library.layer_cache_add_pages, sequence, numbers_of("pages", pages, "i"))
 
     def pages(self, sequence: int, tokens: int | None = None) -> tuple[int, int]:
@@ -182,12 +185,13 @@ class Cache:
             raise TypeError("x is None: a tensor is needed")
         _arrays.need_plain("dsv4.Cache.append", *tensors.values())
         batch = lists_of(x, 3, sequences, counts)
-        if not self._handle:
-            self._open_for(tensors)
         rows = tensors["x"].reshape(-1, x.shape[-1])
         out = _arrays.empty_like(x, rows.shape, str(x.dtype).removeprefix("torch."))
         slots = [{**tensors, "x": rows, "out": out}.get(field) for field in _FIELDS]
-        ops.library.layer_decode(self._handle, self._params, *batch, *slots)
+        with closed_again(self):
+            if not self._handle:
+                self._open_for(tensors)
+            ops.library.layer_decode(self._handle, self._params, *batch, *slots)
         return out.reshape(x.shape)
 
     def _need(self, function: Any, *arguments: Any) -> Any:
@@ -197,13 +201,22 @@ class Cache:
 
     def length(self, sequence: int = 0) -> int:
         """Tokens of a sequence."""
+        return self._length(sequence)[0]
+
+    def _held(self, sequence: int) -> int:
+        """Tokens of a sequence that can be taken back."""
+        return self._length(sequence)[1]
+
+    def _length(self, sequence: int) -> tuple[int, int]:
         if not self._handle:
-            return 0
-        return int(struct.unpack("2q", bytes(ops.library.layer_cache_length(self._handle, sequence)))[0])
+            return 0, 0
+        tokens, held = struct.unpack("2q", bytes(ops.library.layer_cache_length(self._handle, sequence)))
+        return tokens, held
 
     def rollback(self, n: int, sequence: int | None = None) -> None:
         """Takes back the last n tokens of a sequence, or of all."""
-        for i in range(self.sequences) if sequence is None else (sequence,):
+        every = sorted(range(self.sequences), key=self._held)  # where one cannot, it is the first
+        for i in every if sequence is None else (sequence,):
             self._need(ops.library.layer_cache_rollback, i, n)
 
     def reset(self, sequence: int | None = None) -> None:
@@ -236,9 +249,10 @@ class Cache:
                 "the saved sequence is of kind, window, ring, format and key_format "
                 f"{_named(*given)}: {_named(*own, *self._formats)} are accepted"
             )
-        if not self._handle:
-            self._open(dtype, dim, ratio, index_dim)
-        self._need(ops.library.layer_cache_restore, sequence, body[start:])
+        with closed_again(self):
+            if not self._handle:
+                self._open(dtype, dim, ratio, index_dim)
+            self._need(ops.library.layer_cache_restore, sequence, body[start:])
 
 
 def _named(kind: int, window: int, ring: int, *formats: int) -> tuple[str | int, ...]:

@@ -56,6 +56,53 @@ def test_rollback_and_lists():
     assert cache.length() == 0
 
 
+CACHES = {
+    "sparse": lambda: quern.NSACache(3, 80, block_size=16),
+    "ring": lambda: quern.NSACache(3, 80, block_size=16, separate_win=True, window=4, step=40),
+    "dense": lambda: quern.KVCache(3, 80),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_rollback_takes_back_all_or_none(kind):
+    _, k, v = inputs(40, 3)
+    cache = CACHES[kind]()
+    more = {"k_win": k, "v_win": v} if kind == "ring" else {}
+    cache.append(k, v, **more)
+    if kind == "ring":  # as many tokens, and less room in the ring of one of them
+        cache.rollback(6, 2)
+    else:
+        cache.reset(2)
+        cache.append(k[:1, :2], v[:1, :2], sequences=[2])
+    held = [cache.length(i) for i in range(3)]
+    for n in (3, 9, -1):
+        with pytest.raises(ValueError, match="n is"):
+            cache.rollback(n)
+        assert [cache.length(i) for i in range(3)] == held
+    cache.rollback(2)
+    assert [cache.length(i) for i in range(3)] == [n - 2 for n in held]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_first_call_that_fails_says_nothing_of_the_rows(kind):
+    def append(cache, k, v):
+        cache.append(k, v, **({"k_win": k, "v_win": v} if kind == "ring" else {}))
+
+    _, k, v = (t.astype(np.float16) for t in inputs(30, 3))
+    cache, other = CACHES[kind](), CACHES[kind]()
+    wide = np.zeros((3, 81, 5, 8), np.float32)
+    append(other, wide[:, :5], wide[:, :5])
+    damaged = bytearray(other.save(0))
+    damaged[-1] ^= 1
+    with pytest.raises(ValueError, match="counts"):
+        append(cache, wide, wide)
+    with pytest.raises(RuntimeError):
+        cache.restore(0, bytes(damaged))
+    assert cache.length() == 0
+    append(cache, k, v)
+    assert cache.length(2) == 30
+
+
 def test_sequences_of_different_lengths():
     q, k, v = inputs()
     cache = quern.NSACache(3, 80, block_size=16)
@@ -152,7 +199,8 @@ def test_read_only_arrays():
     assert np.array_equal(w, np.concatenate((w_k[0], w_k[1]), 1))
 
 
-def test_read_only_layer():
+def window_layer():
+    """A small layer of the window alone: x, table, weights."""
     random = np.random.default_rng(2)
     shapes = {
         "sinks": (2,),
@@ -166,7 +214,28 @@ def test_read_only_layer():
     }
     weights = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     x = random.standard_normal((2, 20, 16)).astype(np.float32)
-    table = quern.dsv4.rope_table(32, 8)
+    return x, quern.dsv4.rope_table(32, 8), weights
+
+
+def test_a_layers_cache_takes_back_all_or_none():
+    x, table, weights = window_layer()
+    cache = quern.dsv4.Cache("swa", 2, 32, window=8, ring=8)
+    with pytest.raises(ValueError, match="capacity|32"):
+        cache.append(x.astype(np.float16).repeat(2, 1), table, weights)
+    cache.append(x[1:, :2], table, weights, sequences=[1])  # of other rows than the failed call's
+    cache.append(x[:1], table, weights)
+    for n in (3, 9, -1):
+        with pytest.raises(ValueError, match="n is"):
+            cache.rollback(n)
+        assert [cache.length(i) for i in range(2)] == [20, 2]
+    cache.rollback(2)
+    assert [cache.length(i) for i in range(2)] == [18, 0]
+    out = cache.append(x[:1, 18:], table, weights)
+    near(out, quern.dsv4.layer(x[:1], table, weights, kind="swa", window=8)[:, 18:], 5e-6)
+
+
+def test_read_only_layer():
+    x, table, weights = window_layer()
     read_only(x, table, *weights.values())
     want = quern.dsv4.layer(x, table, weights, kind="swa", window=8)
     cache = quern.dsv4.Cache("swa", 2, 32, window=8)
