@@ -32,7 +32,9 @@ def block_mask(block_idx: Any, block_size: int, n: int, *, tile: int = 1, heads:
 
     _arrays.need_torch(block_idx=block_idx)
     index, count = convert_blocks(block_idx.contiguous(), block_size, block_size, n)
-    share = 1 if heads is None else heads // block_idx.shape[1]
+    share = 1 if heads is None else heads // max(block_idx.shape[1], 1)
+    if heads is not None and share * block_idx.shape[1] != heads:
+        raise ValueError(f"heads is {heads}: a multiple of the {block_idx.shape[1]} of block_idx is accepted")
     index, count = index.repeat_interleave(share, 1), count.repeat_interleave(share, 1)
     blocks = -(-n // block_size)
     chosen = torch.zeros(*index.shape[:-1], blocks + 1, dtype=torch.bool, device=index.device)

@@ -145,10 +145,10 @@ def nsa_attend(
         "scale": scale,
         "branches": branches,
         "selection": None if block_idx is None else "given",
-        "num_selected": None if block_idx is None else int(block_idx.shape[-1]),
+        "num_selected": _length(block_idx),
     }
     if group_idx is not None:
-        settings.update(groups="given", metric="mean_logit", max_compressed_groups=int(group_idx.shape[-1]))
+        settings.update(groups="given", metric="mean_logit", max_compressed_groups=_length(group_idx))
     tensors = {
         "q": q,
         "k": k,
@@ -166,6 +166,12 @@ def nsa_attend(
     }
     lse = tuple(f"lse_{name}" for name in on) if return_lse else ()
     return run("nsa-attend", tuple(settings.items()), tensors, (*(f"o_{name}" for name in on), *lse))
+
+
+def _length(lists: Any) -> int | None:
+    """Entries of each list; the call refuses what are no lists."""
+    shape = getattr(lists, "shape", ())
+    return int(shape[-1]) if len(shape) else None
 
 
 def nsa_gate(

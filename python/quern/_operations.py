@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import operator
 import pathlib
 import struct
 from typing import Any, Iterable, Mapping, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, Iterable, Mapping, NamedTuple
 import tvm_ffi
 
 from . import _arrays
+from ._batch import packed
 
 tvm_ffi.register_error("NotImplementedError", NotImplementedError)
 library = tvm_ffi.load_module(str(next(pathlib.Path(__file__).parent.glob("quern_ffi*.so"))))
@@ -57,7 +59,8 @@ def dtype_number(dtype: Any) -> int:
 
 UNUSED, NEEDED, OPTIONAL, RESULT, OPTIONAL_RESULT = range(5)  # quern_op_role
 _EXPECTED = struct.Struct("9q")
-_NO_EXTENTS = bytes(32)
+_EXTENTS = struct.Struct("4q")
+_NO_EXTENTS = bytes(_EXTENTS.size)
 _ASKED = "?"
 _ABSENT = _EXPECTED.pack(-1, *[0] * 8)
 
@@ -152,7 +155,7 @@ def params_from(name: str, settings: str) -> bytes:
 
 def asked_lines(asked: Iterable[tuple[str, int]]) -> str:
     """Extents of results that no input says, as lines beside the parameters."""
-    return "".join(f"{_ASKED}{name}={int(extent)}\n" for name, extent in asked)
+    return "".join(f"{_ASKED}{name}={operator.index(extent)}\n" for name, extent in asked)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -185,7 +188,7 @@ def roles(name: str, backward: bool, settings: str, present: tuple[str, ...]) ->
 def _extents(operation: Operation, asked: Mapping[str, int] | None) -> bytes:
     if asked is None:
         return _NO_EXTENTS
-    return struct.pack("4q", *([asked.get(name, 0) for name in operation.asked] + [0] * 4)[:4])
+    return packed(_EXTENTS, ([asked.get(name, 0) for name in operation.asked] + [0] * 4)[:4])
 
 
 def _unpack(expected: bytes, place: int) -> tuple[int, int, tuple[int, ...]]:
@@ -201,7 +204,7 @@ def expect_of(
     device and the shape of those that are there."""
     operation = OPERATIONS[name]
     rows = b"".join(
-        _EXPECTED.pack(views[f][0], views[f][1], len(views[f][2]), *(*views[f][2], *[0] * 6)[:6])
+        packed(_EXPECTED, (*views[f][:2], len(views[f][2]), *(*views[f][2], *[0] * 6)[:6]))
         if f in views
         else _ABSENT
         for f in operation.fields

@@ -15,7 +15,7 @@ from typing import Any, Mapping, Sequence
 
 from . import _arrays
 from . import _operations as ops
-from ._batch import numbers_of
+from ._batch import numbers_of, packed
 from ._dsv4_layer import Cache, format_of, layer
 from ._faces import run
 from .nvfp4 import as_bytes
@@ -93,7 +93,7 @@ def compress(
         raise ValueError("index_b_a is given: HCA, without b_b, has no indexer")
     name = "hca-compress" if b_b is None else "csa-compress"
     settings = (
-        ("ratio", ratio or int(b_a.shape[0])),
+        ("ratio", ratio or int((getattr(b_a, "shape", None) or (0,))[0])),
         ("start_token", start_token),
         ("start_abs_pos", start_abs_pos),
         ("n_blocks", n_blocks),
@@ -258,7 +258,8 @@ def rope_table(
     table = _arrays.empty_like(
         _arrays.numpy_like() if like is None else like, (positions, channels), "float32"
     )
-    ops.library.rope_table(struct.pack("5f", base, factor, original_length, beta_fast, beta_slow), table)
+    numbers = (base, factor, original_length, beta_fast, beta_slow)
+    ops.library.rope_table(packed(struct.Struct("5f"), numbers), table)
     return table
 
 
@@ -429,6 +430,8 @@ def append(
     rows = _rows_of(proj, x)
     _arrays.need_tensors(dict(zip(names, given)))
     _arrays.need_plain("dsv4.append", *given)
+    if not states or not all(isinstance(state, State) for state in states):
+        raise TypeError(f"states is {states!r}: one State or more are accepted")
     handles = struct.pack(f"{len(states)}q", *[state.handle for state in states])
     numbers = numbers_of("counts", counts, "q")
     n = ops.library.state_entries(handles, numbers)

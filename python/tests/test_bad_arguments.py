@@ -13,7 +13,7 @@ ANY_ARGUMENTS = """
 import random
 import numpy as np
 import quern
-from quern import dsv4, nvfp4
+from quern import dsv4, moe, nvfp4
 
 random.seed(1)
 shapes = ((), (0,), (2,), (1, 3, 2, 8), (2, 3, 2, 8), (6, 2, 8), (2, 0, 2, 8), (2, 3, 16), (3, 64), (4, 16))
@@ -28,6 +28,12 @@ def array():
 
 def any_of():
     return random.choice([None, array(), array(), array(), 3, "x", [1, 2], b"abc", object()])
+
+
+faces = [quern.attention, quern.nsa, quern.nsa_compress, quern.nsa_select, quern.nsa_attend, quern.nsa_gate]
+faces += [dsv4.compress, dsv4.index, dsv4.attention, dsv4.layer, moe.route, moe.layer]
+faces += [getattr(nvfp4, name) for name in nvfp4.__all__]
+named = {"block_idx": quern.nsa_attend, "group_idx": quern.nsa_attend, "out": quern.attention}
 
 
 def number():
@@ -81,7 +87,13 @@ for _ in range(200):
     call(quern.convert_blocks, any_of(), number(), number(), number())
     call(nvfp4.unswizzle, any_of(), number(), number())
     call(nvfp4.unpack, any_of(), number(), number())
-    call(nvfp4.dequantize, any_of(), any_of(), any_of(), columns=random.choice([None, number()]))
+    call(nvfp4.dequantize, any_of(), any_of(), any_of(), columns=random.choice([None, number(), 1.5, "x"]))
+    for face in faces:
+        call(face, *(any_of() for _ in range(random.randrange(1, 5))))
+    for name, face in named.items():
+        call(face, *random.choice([(rows, rows, rows), (x, x, x)]), **{name: any_of()})
+    call(dsv4.State, random.choice(["csa", "hca", 3]), random.choice([0, 5, -1, 2**62, 2**64, "16", 1.5]))
+    call(dsv4.rope_table, number() % 1000, number() % 1000, base=any_of())
 assert refused > 2000, refused
 """
 
@@ -118,3 +130,12 @@ def test_sentences():
         dsv4.pack_weights(k[0, 0], None)
     with pytest.raises(TypeError, match="block_idx is a list"):
         quern.convert_blocks([1], 16, 16, 64)
+    for states in ([], [None]):
+        with pytest.raises(TypeError, match="states is"):
+            dsv4.append(states, [1] * len(states), k[0, :, 0])
+    with pytest.raises(ValueError, match="b_a is NULL"):
+        dsv4.compress(k[0, :, 0])
+    with pytest.raises(TypeError, match="integers of 64 bits"):
+        quern.KVCache(1, 16.5).append(k, k)
+    with pytest.raises(TypeError, match="numbers of f32"):
+        dsv4.rope_table(4, 8, base="much")

@@ -192,6 +192,11 @@ def test_block_mask_is_the_selected_branch(near, tile):
     near(flex_attention(*turned, block_mask=mask).transpose(1, 2), o, BOUND)
 
 
+def test_heads_that_share_no_lists_evenly():
+    with pytest.raises(ValueError, match="heads is 5"):
+        quern.block_mask(torch.zeros(1, 2, 8, 1, dtype=torch.int32), 16, 128, tile=16, heads=5)
+
+
 def test_convert_blocks():
     lists = np.array([[[[0, 3, -1], [1, 2, 3]]]], np.int32)
     index, count = quern.convert_blocks(lists, 16, 32, 64)
