@@ -23,7 +23,8 @@ class NSAttention(nn.Module):
 
     A drop-in for a layer of projections around scaled_dot_product_attention: q_proj, k_proj, v_proj, o_proj,
     and `gate` [heads, 3, head_dim], the weights of the branches' gates. The settings are those of quern.nsa.
-    rotary: called with q or k [.., heads, head_dim] and the positions, returns them rotated.
+    rotary: called with q or k [.., heads, head_dim] and the tokens' positions in their sequences, returns
+    them rotated.
     """
 
     def __init__(
@@ -50,25 +51,40 @@ class NSAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias, **made)
         self.gate = nn.Parameter(torch.zeros(heads, 3, self.head_dim, **made))
 
-    def _project(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _positions(self, x: Tensor, cu_seqlens: Tensor | None, cache: NSACache | None) -> Tensor:
+        """Of x's tokens in their sequences."""
+        positions = torch.arange(x.shape[-2], device=x.device)
+        if cache is not None:
+            first = {cache.length(i) for i in range(min(x.shape[0], cache.sequences))}
+            if len(first) > 1:
+                raise ValueError(f"the cache's sequences have {sorted(first)} tokens: one length is accepted")
+            return positions + sum(first)
+        if cu_seqlens is not None:
+            sequence = torch.searchsorted(cu_seqlens[1:], positions.to(cu_seqlens.dtype), right=True)
+            return positions - cu_seqlens[sequence]
+        return positions
+
+    def _project(
+        self, x: Tensor, cu_seqlens: Tensor | None, cache: NSACache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         if self.rotary is not None:
-            positions = torch.arange(first, first + x.shape[-2], device=x.device)
+            positions = self._positions(x, cu_seqlens, cache)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         return q, k, v
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, cache: NSACache | None = None) -> Tensor:
         """cache: x holds the newest tokens of its sequences, all of one length; they are appended. It needs
         torch.no_grad()."""
+        q, k, v = self._project(x, cu_seqlens, cache)
         if cache is None:
-            q, k, v = self._project(x, 0)
             o = nsa(q, k, v, gate=self.gate, cu_seqlens=cu_seqlens, **self.settings)
         else:
-            q, k, v = self._project(x, cache.length())
             cache.append(k, v)
-            o = cache.attend(q, gate=self.gate, **self.settings)
+            settings = {name: value for name, value in self.settings.items() if name != "save_branches"}
+            o = cache.attend(q, gate=self.gate, **settings)
         return self.o_proj(o.flatten(-2))
 
     def make_cache(self, sequences: int, capacity: int) -> NSACache:
@@ -222,9 +238,9 @@ class NVFP4Experts(nn.Module):
     """A mixture of experts whose weights are frozen NVFP4: hidden [.., width] → [.., width].
 
     The router `weight` [experts, width] trains. gate_up and down are buffers of codes, scales and globals
-    (uint8 and f32), which quantize_() fills from floats, and which state_dict keeps. repack() adds, in
-    memory alone, the layout that products read fastest. The settings are those of quern.moe.layer (score,
-    renormalize, limit, a4, ...).
+    (uint8 and f32), which quantize_() fills from floats, and which state_dict keeps; to() moves them and
+    leaves their dtypes. repack() adds, in memory alone, the layout that products read fastest on the device
+    of the weights. The settings are those of quern.moe.layer (score, renormalize, limit, a4, ...).
     """
 
     def __init__(
@@ -288,3 +304,15 @@ class NVFP4Experts(nn.Module):
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
         self.gate_up_repacked = self.down_repacked = None
         super()._load_from_state_dict(*arguments, **named)
+
+    def _apply(self, *arguments: Any, **named: Any) -> NVFP4Experts:
+        """What to(), half(), cuda() and so on do."""
+        globals = self.gate_up_global, self.down_global
+        super()._apply(*arguments, **named)
+        for name, before in zip(("gate_up", "down"), globals):
+            moved = getattr(self, f"{name}_global")
+            if moved.dtype != before.dtype:  # halves would change what the codes stand for
+                setattr(self, f"{name}_global", before.to(moved.device))
+            if moved.device != before.device:
+                setattr(self, f"{name}_repacked", None)
+        return self

@@ -101,6 +101,59 @@ def test_varlen_attention(near):
     near(layer(x, cu), want, 2e-6)
 
 
+def turned(x, positions):
+    """By a table of few positions, and not by their differences alone."""
+    table = torch.linspace(0.5, 2, 32)
+    return x * table[positions][:, None, None]
+
+
+def test_positions_are_those_of_sequences(near):
+    layer, x = attention(), torch.randn(50, 32)
+    layer.rotary = turned
+    cu = torch.tensor([0, 20, 20, 48], dtype=torch.int32)
+    want = torch.cat((layer(x[None, :20]), layer(x[None, 20:48])), 1)[0]
+    near(layer(x, cu)[:48], want, 2e-6)
+    near(torch.compile(layer, fullgraph=True, backend="aot_eager")(x, cu)[:48], want, 2e-6)
+    with torch.no_grad():
+        cache = layer.make_cache(2, 64)
+        layer(x[:20].view(2, 10, 32), cache=cache)
+        cache.rollback(3, 1)
+        with pytest.raises(ValueError, match=r"\[7, 10\] tokens"):
+            layer(x[:2].view(2, 1, 32), cache=cache)
+
+
+def test_a_layer_that_keeps_branches_decodes(near):
+    layer, x = attention(), torch.randn(1, 20, 32)
+    layer.settings["save_branches"] = True
+    want = layer(x)
+    with torch.no_grad():
+        near(layer(x, cache=layer.make_cache(1, 20)), want, 5e-6)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_half_precision(near, name):
+    make, width, more = LAYERS[name]
+    layer, x = make(), torch.randn(2, 40, width)
+    want = layer(x.bfloat16().float(), *more)
+    x = x.bfloat16().requires_grad_()
+    got = layer.bfloat16()(x, *more)
+    assert got.dtype == torch.bfloat16
+    near(got, want, 6e-2)
+    got.sum().backward()
+    assert x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all()
+
+
+def test_experts_move_as_they_are():
+    layer = experts().repack()
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    layer.half()
+    assert layer.weight.dtype == torch.float16 and layer.gate_up_repacked is not None
+    for name, t in layer.state_dict().items():
+        assert name == "weight" or torch.equal(t, before[name])
+    layer.to("meta")
+    assert layer.gate_up_repacked is None and layer.down_global.is_meta
+
+
 def test_names_of_checkpoints():
     for kind in ("csa", "hca"):
         layer = compressed(kind)
