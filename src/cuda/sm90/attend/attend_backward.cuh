@@ -55,7 +55,7 @@ template <int DK, int DV> struct layout {
                          BARS = STAT + STAGES * (int)sizeof(statistics);
     static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
                          STAT_FULL = FREE + 8 * STAGES;
-    static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, BLOCK = DQ_FREE + 8 * BUFFERS;
+    static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, CLEAN = DQ_FREE + 8 * BUFFERS, BLOCK = CLEAN + 8;
     static constexpr int BYTES = BLOCK + (int)sizeof(key_block);
     static constexpr bool RATIO = false; /* its delta is of rows with row_scale */
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
@@ -207,7 +207,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
         else softmax<T, false, false>(s, dp, fp, fs, st, a.scale_log2, key);
         if (part & 2)
             clean_rows<T, ROWS, DK, DV>(smem + at::Q + stage * at::Q_BYTES,
-                                        smem + at::DO + stage * at::DO_BYTES,
+                                        smem + at::DO + stage * at::DO_BYTES, base + at::CLEAN,
                                         [&](const char *q, const char *g) {
                                             spread_rows<T, ROWS>(dk, q, st, key, true);
                                             spread_rows<T, ROWS>(dv, g, st, key, false);
@@ -274,6 +274,7 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             mbar_init(base + at::STAT_FULL + 8 * i, WARP_ARRIVALS);
         }
         for (int i = 0; i < BUFFERS; i++) mbar_init(base + at::DQ_FREE + 8 * i, 1);
+        mbar_init(base + at::CLEAN, 128 * GROUPS);
         mbar_init_done();
     }
     __syncthreads();

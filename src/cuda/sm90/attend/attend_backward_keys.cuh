@@ -41,7 +41,8 @@ template <int DK, int DV> struct keys_layout {
                          BARS = STAT + STAGES * (int)sizeof(statistics);
     static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
                          STAT_FULL = FREE + 8 * STAGES;
-    static constexpr int BLOCK = STAT_FULL + 8 * STAGES, BYTES = BLOCK + (int)sizeof(key_block);
+    static constexpr int CLEAN = STAT_FULL + 8 * STAGES, BLOCK = CLEAN + 8,
+                         BYTES = BLOCK + (int)sizeof(key_block);
     static constexpr bool RATIO = true; /* its delta is of rows without row_scale */
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
 };
@@ -151,7 +152,7 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
         if (unclean) {
             wg_wait<0>(dp);
             clean_rows<T, at::ROWS, DK, DV>(w.smem + at::Q + stage * at::Q_BYTES,
-                                            w.smem + at::DO + stage * at::DO_BYTES,
+                                            w.smem + at::DO + stage * at::DO_BYTES, w.base + at::CLEAN,
                                             [&](const char *rows_q, const char *rows_do) {
                                                 spread_rows<T, at::ROWS>(dk, rows_q, stats(), w.key, true);
                                                 spread_rows<T, at::ROWS>(dv, rows_do, stats(), w.key, false);
@@ -208,6 +209,7 @@ __device__ __forceinline__ void compute_values(const attend_kernel &a, const key
         if (st->part & 2)
             clean_rows<T, at::ROWS, DK, DV>(
                 w.smem + at::Q + stage * at::Q_BYTES, w.smem + at::DO + stage * at::DO_BYTES,
+                w.base + at::CLEAN,
                 [&](const char *, const char *g) { spread_rows<T, at::ROWS>(dv, g, st, w.key, false); });
         wg_start();
         keys_by_rows<T, at::ROWS, DV>(dv, p, w.base + at::DO + stage * at::DO_BYTES);
@@ -254,6 +256,7 @@ __device__ __forceinline__ void compute_scores(const attend_kernel &a, const key
         if (st->part & 2)
             clean_rows<T, at::ROWS, DK, DV>(
                 w.smem + at::Q + stage * at::Q_BYTES, w.smem + at::DO + stage * at::DO_BYTES,
+                w.base + at::CLEAN,
                 [&](const char *q, const char *) { spread_rows<T, at::ROWS>(dk, q, st, w.key, true); });
         wg_start();
         keys_by_rows<T, at::ROWS, DK>(dk, p, w.base + at::Q + stage * at::Q_BYTES);
@@ -284,6 +287,7 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 128 * GROUPS);
             mbar_init(base + at::STAT_FULL + 8 * i, WARP_ARRIVALS);
         }
+        mbar_init(base + at::CLEAN, 128 * GROUPS);
         mbar_init_done();
     }
     __syncthreads();

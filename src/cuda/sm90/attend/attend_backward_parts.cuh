@@ -20,22 +20,25 @@ __device__ __forceinline__ void spread_rows(float (&acc)[NT][4], const char *til
     });
 }
 
-/* Both computing warpgroups: `spread` takes what is not finite from Q and dO of a stage, which become
- * finite. */
+/* Both computing warpgroups, when their products S and dP of a stage are made: `spread` takes what is not
+ * finite from its Q and dO, which become finite. They meet at the mbarrier `meet`, twice so that its phases
+ * are as before: warpgroups that run different code have no instruction for a named barrier in common, and
+ * compute-sanitizer's synccheck reports such a barrier. */
 template <typename T, int ROWS, int DK, int DV, typename F>
-__device__ __forceinline__ void clean_rows(char *q, char *g, F spread)
+__device__ __forceinline__ void clean_rows(char *q, char *g, uint32_t meet, F spread)
 {
     constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
-    named_sync(CLEANING, 256); /* nobody multiplies with them */
     spread(q, g);
-    named_sync(CLEANING, 256);
+    mbar_arrive(meet);
+    mbar_wait(meet, 0);
 #pragma unroll 1
     for (int i = (int)(threadIdx.x - 128) * 2; i < ROWS * (DK + DV) * 2; i += 512) {
         uint16_t *x = (uint16_t *)(i < ROWS * DK * 2 ? q + i : g + i - ROWS * DK * 2);
         if ((*x & 0x7fff) >= INFINITE) *x = 0;
     }
     async_fence();
-    named_sync(CLEANING, 256);
+    mbar_arrive(meet);
+    mbar_wait(meet, 1);
 }
 
 /* Where a gradient of keys goes: its columns follow `before` others in a row of partial sums. */
