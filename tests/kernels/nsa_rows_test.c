@@ -210,7 +210,8 @@ static void gate_rows(const nsa_kernels *kernels, test_random *random)
                         .dim_v = c.n,
                         .q = grid_from(&c.q),
                         .gates = grid_from(&gates),
-                        .stream = c.stream};
+                        .stream = c.stream,
+                        .prefetch_l2 = i % 2};
         for (int b = 0; b < 3; b++)
             if (!c.absent[b]) t.o[b] = grid_from(&c.o[b]);
         if (!given) t.w = weights_from(&c);
@@ -277,7 +278,8 @@ static void gate_backward(const nsa_kernels *kernels, test_random *random)
                                  .w = weights_from(&c),
                                  .dl = dl,
                                  .accumulate = accumulate,
-                                 .stream = {0, c.stream, 0, c.stream && !accumulate}};
+                                 .stream = {0, c.stream, 0, c.stream && !accumulate},
+                                 .prefetch_l2 = i % 2};
         for (int b = 0; b < 3; b++)
             if (!c.absent[b]) t.o[b] = grid_from(&c.o[b]);
         t.delta[2] = grid_from(&delta);
@@ -342,7 +344,7 @@ static void gate_weight(const nsa_kernels *kernels, test_random *random)
                     s = row_of(random, QUERN_F32, c.tokens * c.heads * 3, TEST_UNALIGNED);
         const row_grid q = grid_from(&c.q);
         double *old = test_tensor_get(&d_w), *factors = test_tensor_get(&s);
-        kernels->gate_weight(s.view.data, &q, c.dtype, c.tokens, c.heads, c.n, d_w.view.data);
+        kernels->gate_weight(s.view.data, &q, c.dtype, c.tokens, c.heads, c.n, d_w.view.data, i % 2);
         test_tensor_check_guards(&d_w, "gate_weight");
         double *got = test_tensor_get(&d_w);
         for (int64_t at = 0; at < c.heads * 3 * c.n; at++) {
@@ -357,9 +359,10 @@ static void gate_weight(const nsa_kernels *kernels, test_random *random)
             expect(kernels, "gate_weight", QUERN_F32, c.n, at, got[at], sum,
                    bound_of(kernels, "gate_weight", (double)c.tokens, 0) * size);
         }
-        TEST_TIME("nsa", "gate_weight", kernels->level,
-                  c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype) + 24 * c.heads * c.n,
-                  kernels->gate_weight(s.view.data, &q, c.dtype, c.tokens, c.heads, c.n, d_w.view.data));
+        TEST_TIME(
+            "nsa", "gate_weight", kernels->level,
+            c.tokens * c.heads * c.n * (int64_t)quern_dtype_size(c.dtype) + 24 * c.heads * c.n,
+            kernels->gate_weight(s.view.data, &q, c.dtype, c.tokens, c.heads, c.n, d_w.view.data, i % 2));
         free(old), free(factors), free(got);
         test_tensor_free(&d_w), test_tensor_free(&s);
         gate_free(&c);

@@ -19,7 +19,7 @@ typedef struct gate_job {
     const gate_args *args;
     const nsa_kernels *kernels;
     int64_t rows, heads, tokens, pieces; /* tokens of a piece */
-    bool stream;
+    bool stream, prefetch_l2;
 } gate_job;
 
 /* The q and weights of tokens from n and heads from h0 on, where gates are made from these. */
@@ -63,6 +63,7 @@ static void gate_piece(void *arg, int64_t index, int32_t thread)
         const int64_t heads = job->heads - h < PIECE_ROWS ? job->heads - h : PIECE_ROWS;
         float made[3 * PIECE_ROWS];
         gate_block t = block_at(args, b, first, tokens, h, heads);
+        t.prefetch_l2 = job->prefetch_l2;
         t.gates =
             is_present(&args->gates) ? grid_at(&args->gates, b, first, h) : (row_grid){made, 3 * heads, 3};
         if (args->kind == GATE_NONE) {
@@ -90,7 +91,8 @@ void cpu_gate_kernel(const stage_exec *exec, const gate_args *args, char text[ST
 quern_status cpu_gate_forward(const stage_exec *exec, const gate_args *args, void *workspace)
 {
     (void)workspace;
-    gate_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level)};
+    gate_job job = {
+        .args = args, .kernels = nsa_kernels_for(exec->cpu_level), .prefetch_l2 = exec->prefetch_l2};
     const quern_tensor *like = is_present(&args->o) ? &args->o : &args->gates;
     if (!is_present(like) || like->shape[2] == 0) return QUERN_OK;
     job.heads = like->shape[2];

@@ -28,11 +28,13 @@ typedef struct backward_job {
     float *factors;    /* [threads][SUM_TOKENS][heads][3]: dl */
     int64_t rows, views, heads, dim, parts, part_rows;
     bool stream[4]; /* d_o_b, d_q */
+    bool prefetch_l2;
 } backward_job;
 
 static backward_job carve(const stage_exec *exec, const gate_args *args, arena *a)
 {
-    backward_job job = {.args = args, .kernels = nsa_kernels_for(exec->cpu_level)};
+    backward_job job = {
+        .args = args, .kernels = nsa_kernels_for(exec->cpu_level), .prefetch_l2 = exec->prefetch_l2};
     job.views = args->d_o.shape[0];
     job.rows = args->d_o.shape[1];
     job.heads = args->d_o.shape[2];
@@ -93,7 +95,8 @@ static void run_tokens(const backward_job *job, int64_t b, int64_t n, int64_t to
                              .dim = job->dim,
                              .dim_v = args->d_o.shape[3],
                              .d_o = grid_at(&args->d_o, b, n, 0),
-                             .d_gates = grid_at(&args->d_gates, b, n, 0)};
+                             .d_gates = grid_at(&args->d_gates, b, n, 0),
+                             .prefetch_l2 = job->prefetch_l2};
     for (int i = 0; i < 3; i++) {
         t.o[i] = grid_at(&args->o_b[i], b, n, 0);
         t.d_o_b[i] = grid_at(&args->d_o_b[i], b, n, 0);
@@ -117,7 +120,7 @@ static void run_tokens(const backward_job *job, int64_t b, int64_t n, int64_t to
     job->kernels->gate_backward(&t);
     if (few == NULL) return;
     const row_grid q = grid_at(&args->q, b, n, 0);
-    job->kernels->gate_weight(t.dl, &q, args->q.dtype, tokens, job->heads, job->dim, few);
+    job->kernels->gate_weight(t.dl, &q, args->q.dtype, tokens, job->heads, job->dim, few, job->prefetch_l2);
 }
 
 static void run_part(void *arg, int64_t part, int32_t thread)

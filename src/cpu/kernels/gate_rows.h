@@ -15,7 +15,8 @@
  *     makes all gates of its block before it combines. Interleaving the products of later rows with the
  *     combination of earlier ones was 5% slower, because incoming lines also evict the weights from L1.
  *   - A loop that computes much from what it reads and writes nothing waits most: the forward products (4%
- *     faster) and gate_weight (5%) prefetch later rows. The other loops gain nothing by that.
+ *     faster) and gate_weight (5%) prefetch later rows. The other loops gain nothing by that, but where lines
+ *     are better requested into L2 (prefetch_l2) so do gate_backward's; gate_rows' sums lose.
  *   - The lines of all o_b are read and written side by side: memory is a tenth faster than with one row
  *     after another.
  *   - From the last FMA of a row's dot products to its gates it takes about 130 cycles (sums across lanes,
@@ -28,7 +29,7 @@
 #ifndef QUERN_CPU_GATE_ROWS_H
 #define QUERN_CPU_GATE_ROWS_H
 
-enum { ROWS = LANES / 4, PREFETCH = 16, LEAD = 2, SLOTS = 4 };
+enum { ROWS = LANES / 4, PREFETCH = 16, PREFETCH_L2 = 32, LEAD = 2, SLOTS = 4 };
 
 /* Walks a grid's rows in the order of memory: all heads of a token, then the next token's. */
 typedef struct row_walk {
@@ -226,14 +227,23 @@ INLINE void store_gates(float *const to[ROWS], vfloat gates, int rows, bool cont
     for (int k = 0; k < rows; k++) store_three(to[k], each + 4 * k);
 }
 
-INLINE void prefetch_row(const char *row, int64_t bytes)
+INLINE void prefetch_row(const char *row, int64_t bytes, bool l2)
 {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+    if (l2)
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+    else
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+}
+
+/* How many tokens of `heads` rows ahead lines are requested. */
+INLINE int64_t tokens_ahead(int64_t heads, bool l2)
+{
+    return ((l2 ? PREFETCH_L2 : PREFETCH) + heads - 1) / heads;
 }
 
 INLINE void make_gates_of(const gate_block *t, const quern_dtype dtype, const quern_dtype w_dtype)
 {
-    const int64_t bytes = dtype_bytes(dtype), ahead = (PREFETCH + t->heads - 1) / t->heads;
+    const int64_t bytes = dtype_bytes(dtype), ahead = tokens_ahead(t->heads, t->prefetch_l2);
     const bool contiguous = t->gates.head == 3 && t->gates.token == 3 * t->heads;
     vfloat sums[ROWS] = {{0}};
     float *to[ROWS];
@@ -247,7 +257,7 @@ INLINE void make_gates_of(const gate_block *t, const quern_dtype dtype, const qu
             const void *const ws[3] = {w, row_after(w, w_dtype, t->w.ld), row_after(w, w_dtype, 2 * t->w.ld)};
             vfloat sum[3] = {{0}, {0}, {0}};
             if (next != NULL) {
-                prefetch_row(next, t->dim * bytes);
+                prefetch_row(next, t->dim * bytes, t->prefetch_l2);
                 next += t->q.head * bytes;
             }
             add_rest(sum, q, dtype, ws, w_dtype, 0, t->dim, true);
@@ -370,7 +380,7 @@ INLINE void gate_backward_of(const gate_backward_block *t, const quern_dtype dty
                              const bool whole)
 {
     const int64_t bytes = dtype_bytes(dtype), heads = t->heads, rows = t->tokens * heads,
-                  d_q_bytes = t->d_q_dtype == QUERN_F32 ? 4 : bytes;
+                  d_q_bytes = t->d_q_dtype == QUERN_F32 ? 4 : bytes, ahead = tokens_ahead(heads, true);
     row_walk d_o_ahead = walk_of(&t->d_o, bytes, heads), d_o = d_o_ahead,
              d_q = walk_of(&t->d_q, d_q_bytes, heads);
     row_walk w = walk_weights(&t->w, dtype_bytes(w_dtype), heads),
@@ -422,6 +432,12 @@ INLINE void gate_backward_of(const gate_backward_block *t, const quern_dtype dty
             walk_on(&d_gates, wraps);
         }
         if (!more) continue;
+        if (t->prefetch_l2 && r + LEAD + ahead * heads < rows) {
+            prefetch_row(d_o_ahead.row + ahead * t->d_o.token * bytes, t->dim_v * bytes, true);
+            for (int b = 0; b < 3; b++)
+                if (whole || o[b].row != NULL)
+                    prefetch_row(o[b].row + ahead * t->o[b].token * bytes, t->dim_v * bytes, true);
+        }
         add_rest(sum, d_o_ahead.row, dtype, o_rows, dtype, c, t->dim_v, whole);
         const vfloat sums[ROWS] = {quarter_sums(sum)};
         store_slot(slots[(r + LEAD) % SLOTS], sums_of_rows(sums));
@@ -461,7 +477,7 @@ INLINE void weight_rows(const float *s, int64_t s_step, const char *q, const que
 }
 
 INLINE void gate_weight_of(const float *s, const row_grid *q, const quern_dtype dtype, int64_t tokens,
-                           int64_t heads, int64_t n, float *d_w)
+                           int64_t heads, int64_t n, float *d_w, bool l2)
 {
     enum { TOKENS = 2 };
     for (int64_t t = 0; t < tokens; t += TOKENS) {
@@ -469,7 +485,7 @@ INLINE void gate_weight_of(const float *s, const row_grid *q, const quern_dtype 
             const float *factors = s + 3 * (t * heads + h);
             const char *row = row_after(q->data, dtype, t * q->token + h * q->head);
             for (int64_t i = TOKENS; i < 2 * TOKENS && t + i < tokens; i++)
-                prefetch_row(row_after(row, dtype, i * q->token), n * dtype_bytes(dtype));
+                prefetch_row(row_after(row, dtype, i * q->token), n * dtype_bytes(dtype), l2);
             if (t + TOKENS <= tokens)
                 weight_rows(factors, 3 * heads, row, dtype, q->token, TOKENS, n, d_w + 3 * h * n);
             else weight_rows(factors, 0, row, dtype, 0, 1, n, d_w + 3 * h * n);
@@ -478,9 +494,9 @@ INLINE void gate_weight_of(const float *s, const row_grid *q, const quern_dtype 
 }
 
 static void gate_weight(const float *s, const row_grid *q, quern_dtype dtype, int64_t tokens, int64_t heads,
-                        int64_t n, float *d_w)
+                        int64_t n, float *d_w, bool prefetch_l2)
 {
-#define CALL(t) gate_weight_of(s, q, t, tokens, heads, n, d_w)
+#define CALL(t) gate_weight_of(s, q, t, tokens, heads, n, d_w, prefetch_l2)
     BY_DTYPE(dtype, CALL);
 #undef CALL
 }

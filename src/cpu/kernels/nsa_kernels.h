@@ -34,7 +34,7 @@ typedef struct gate_block {
     gate_weights w;   /* data NULL: the gates are given */
     row_grid gates;
     row_grid out; /* absent: gates only */
-    bool stream;
+    bool stream, prefetch_l2;
 } gate_block;
 
 /* The gate's backward, stage_gate_backward.c. All outputs may be absent. */
@@ -47,6 +47,7 @@ typedef struct gate_backward_block {
     gate_weights w;
     float *dl;                  /* [tokens][heads][3] */
     bool accumulate, stream[4]; /* d_o_b, d_q */
+    bool prefetch_l2;
 } gate_backward_block;
 
 typedef struct nsa_kernels {
@@ -62,7 +63,7 @@ typedef struct nsa_kernels {
     void (*gate_backward)(const gate_backward_block *t);
     /* d_w[h][b][n] += sum over tokens t of s[t][h][b] q[t][h]. */
     void (*gate_weight)(const float *s, const row_grid *q, quern_dtype dtype, int64_t tokens, int64_t heads,
-                        int64_t n, float *d_w);
+                        int64_t n, float *d_w, bool prefetch_l2);
 
     /* acc[i] += sum over rows of exp2(s[r][i] * scale2 - lse2[r]) for i < seen[r], i < columns; columns a
      * multiple of 16. */
