@@ -16,7 +16,7 @@ mkdir -p $out
 start=$SECONDS
 
 train() { # NAME OPTIONS...
-    echo "== 390 steps of 4096 bytes: $1"
+    echo "== 300 steps of 4096 bytes: $1"
     $lm train --checkpoint "$out/$1.safetensors" --save-every 0 --losses "$out/$1.losses" \
         --json "$out/$1.json" "${@:2}"
 }
@@ -40,7 +40,7 @@ if [[ ${1-} == --all ]]; then
     done
 fi
 echo "== forward time of both attentions over length"
-build/release/quern bench nsa --n 4096,16384,65536 --json $out/bench.json --svg $out/bench.svg
+build/release/quern bench nsa --n 4096,16384,32768 --json $out/bench.json --svg $out/bench.svg
 if [[ ${1-} == --all ]]; then
     echo "== each kind: caches in chunks of 100 bytes give what one shot gives; speed from caches"
     for kind in $kinds; do
