@@ -111,6 +111,7 @@ static void compressor_backward(layer_pass *p, const layer_parts *parts, const l
 /* Rows [batch T, columns] to a result [batch, T, columns] in its dtype. */
 static void give_rows(layer_pass *p, const quern_tensor *from, int64_t batch, const quern_tensor *to)
 {
+    if (batch == 0) return; /* of no rows no T follows */
     const quern_tensor in = layer_heads(from, batch, 1);
     quern_tensor out = *to;
     out.ndim = 4;
