@@ -29,9 +29,9 @@
 extern "C" {
 #endif
 
-/* Fills *tensor from a DLTensor. Strides of NULL mean a contiguous tensor; byte_offset is added to data.
- * Refused with QUERN_ERR_INVALID_ARGUMENT: NULL, more than QUERN_MAX_DIMS dimensions, a dtype or device
- * that is not in the table. */
+/* Fills *tensor from a DLTensor. Strides of NULL mean a contiguous tensor, and so do any of a tensor without
+ * elements; byte_offset is added to data. Refused with QUERN_ERR_INVALID_ARGUMENT: NULL, more than
+ * QUERN_MAX_DIMS dimensions, a dtype or device that is not in the table. */
 QUERN_API quern_status quern_tensor_from_dlpack(const void *dl_tensor, quern_tensor *tensor);
 
 /* Fills the DLTensor from *tensor. Its shape and strides then point into *tensor, which must outlive their

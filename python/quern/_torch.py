@@ -32,10 +32,7 @@ _SIZED_BY_DATA = ("nvfp4-swizzle",)  # operations whose results' extents depend 
 
 def dense(tensor: Tensor) -> Tensor:
     """With a contiguous last dimension."""
-    if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1:
-        return tensor
-    # contiguous() leaves a tensor without elements as it is.
-    return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:

@@ -41,6 +41,21 @@ def test_views_are_taken_as_they_stand(close):
     assert np.array_equal(quern.attention(*views), quern.attention(*given))
 
 
+def test_arrays_without_elements():
+    """NumPy gives them strides of 0."""
+    for batch, n in ((0, 50), (2, 0)):
+        q, k, v = (np.zeros((batch, n, heads, 16), np.float32) for heads in (4, 2, 2))
+        assert quern.attention(q, k, v).shape == q.shape
+        assert quern.nsa(q, k, v, block_size=8, num_selected=4).shape == q.shape
+    x, weights = np.zeros((0, 64), np.float32), np.ones((2, 64, 32), np.float32)
+    codes, scales, one = quern.nvfp4.quantize(x)
+    assert codes.shape == (0, 32) and quern.nvfp4.dequantize(codes, scales, one).shape == x.shape
+    made = quern.nvfp4.quantize(weights, weight=True)
+    assert quern.nvfp4.grouped_mm(x, *made[:2], np.zeros(2, np.int32)).shape == (0, 32)
+    swizzled, starts = quern.nvfp4.swizzle(scales, tokens_per_expert=np.zeros(2, np.int32))
+    assert swizzled.shape == (0,) and not starts.any()
+
+
 def test_threads_at_once():
     given, results = inputs(300), [None] * 6
     want = quern.attention(*given)

@@ -74,9 +74,11 @@ quern_status quern_tensor_from_dlpack(const void *from, quern_tensor *tensor)
     t.ndim = d->ndim;
     t.data = d->data != NULL ? (char *)d->data + d->byte_offset : NULL;
     int64_t stride = 1;
+    bool empty = false; /* frameworks give strides of 0 to what has no elements */
+    for (int32_t i = 0; i < d->ndim; i++) empty = empty || d->shape[i] == 0;
     for (int32_t i = d->ndim - 1; i >= 0; i--) {
         t.shape[i] = d->shape[i];
-        t.strides[i] = d->strides != NULL ? d->strides[i] : stride;
+        t.strides[i] = d->strides != NULL && !empty ? d->strides[i] : stride;
         if (__builtin_mul_overflow(stride, d->shape[i] > 0 ? d->shape[i] : 1, &stride))
             stride = 0; /* the shape is refused by every call */
     }

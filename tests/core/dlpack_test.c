@@ -72,6 +72,13 @@ static void a_managed_tensor_becomes_a_view(void **unused)
     assert_int_equal(t.device_id, 2);
     const int64_t contiguous[] = {24, 8, 1};
     assert_memory_equal(t.strides, contiguous, sizeof contiguous);
+    int64_t none[] = {0, 0, 0}; /* NumPy's strides of an array without elements */
+    m.dl_tensor.strides = none;
+    assert_int_equal(quern_tensor_from_dlpack(&m.dl_tensor, &t), QUERN_OK);
+    assert_memory_equal(t.strides, none, sizeof none);
+    shape[0] = 0;
+    assert_int_equal(quern_tensor_from_dlpack(&m.dl_tensor, &t), QUERN_OK);
+    assert_memory_equal(t.strides, contiguous, sizeof contiguous);
 }
 
 static void every_dtype_goes_there_and_back(void **unused)
