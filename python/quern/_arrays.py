@@ -103,6 +103,8 @@ def check(name: str, tensor: Any, first: Any) -> None:
     """TypeError where it is no tensor, or not of the first tensor's framework."""
     if not hasattr(tensor, "__dlpack__"):
         raise TypeError(f"{name} is a {type(tensor).__name__}: tensors that have __dlpack__ are accepted")
+    if hasattr(tensor, "mask"):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: arrays without a mask are accepted")
     given, accepted = framework(tensor), framework(first)
     if given != accepted:
         raise TypeError(f"{name} is of {given}, the first tensor of {accepted}: one framework is accepted")

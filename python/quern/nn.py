@@ -262,7 +262,7 @@ class NVFP4Experts(nn.Module):
             for kind, divisor in (("codes", 2), ("scales", 16)):
                 zeros = torch.zeros(experts, rows // divisor, columns, dtype=torch.uint8, device=device)
                 self.register_buffer(f"{name}_{kind}", zeros)
-            self.register_buffer(f"{name}_global", torch.ones(experts, device=device))
+            self.register_buffer(f"{name}_global", torch.ones(experts, device=device, dtype=torch.float32))
             self.register_buffer(f"{name}_repacked", None, persistent=False)
 
     @torch.no_grad()

@@ -125,6 +125,8 @@ def test_objects_that_are_no_tensors():
     for bad in (3, "k", [1.0], object(), memoryview(b"12345678")):
         with pytest.raises(TypeError, match="k is"):
             quern.attention(q, bad, v)
+    with pytest.raises(TypeError, match="without a mask"):
+        quern.attention(q, np.ma.masked_array(k, mask=k > 0), v)
     with pytest.raises(TypeError):
         quern.attention(None, None, None)
 
@@ -213,7 +215,7 @@ class TestTorch:
             quern.attention(q, k, v)
 
     def test_batches_without_elements(self):
-        """Gradients of sums have strides of 0, which contiguous() leaves where there is no element."""
+        """Gradients of sums have strides of 0."""
         torch = self.torch
         for batch, n in ((0, 40), (2, 0)):
             given = [torch.randn(batch, n, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
@@ -236,6 +238,13 @@ class TestTorch:
         proj, bias = torch.randn(0, 64, requires_grad=True), torch.randn(4, 16, requires_grad=True)
         quern.dsv4.compress(proj, bias, bias).sum().backward()
         assert not bias.grad.any()
+        from quern.nn import HeavilyCompressedAttention
+
+        sizes = {"q_lora": 24, "groups": 2, "o_lora": 16, "ratio": 8, "window": 8}
+        layer, table = HeavilyCompressedAttention(64, 4, 32, **sizes), quern.dsv4.rope_table(64, 8, like=proj)
+        for batch, n in ((0, 40), (2, 0)):
+            layer(torch.randn(batch, n, 64, requires_grad=True), table).sum().backward()
+            assert not any(t.grad.any() for t in layer.parameters())
 
     def test_sparse_and_conjugate_tensors(self):
         q, k, v = self.inputs()

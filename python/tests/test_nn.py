@@ -144,6 +144,11 @@ def test_half_precision(near, name):
 
 
 def test_experts_move_as_they_are():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert experts().down_global.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
     layer = experts().repack()
     before = {name: t.clone() for name, t in layer.state_dict().items()}
     layer.half()
