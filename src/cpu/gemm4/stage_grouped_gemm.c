@@ -30,9 +30,21 @@ static product_job plan(const stage_exec *exec, const grouped_gemm_args *args)
 }
 
 /* int8 and a quantised output cannot represent nonfinite values. */
-static bool must_be_finite(const grouped_gemm_args *args)
+static bool a_must_be_finite(const grouped_gemm_args *args)
 {
     return args->a.ndim > 0 && (args->int8 || args->c.ndim == 0);
+}
+
+static bool bias_must_be_finite(const grouped_gemm_args *args)
+{
+    return args->bias.ndim > 0 && args->c.ndim == 0;
+}
+
+static size_t magnitudes_bytes(const grouped_gemm_args *args)
+{
+    const size_t a = a_must_be_finite(args) ? row_magnitudes_bytes(&args->a) : 0,
+                 bias = bias_must_be_finite(args) ? row_magnitudes_bytes(&args->bias) : 0;
+    return a > bias ? a : bias;
 }
 
 static void carve(const stage_exec *exec, product_job *job, arena *a)
@@ -49,7 +61,7 @@ static void carve(const stage_exec *exec, product_job *job, arena *a)
     if (job->kind == PRODUCT_F32) job->row_factor = arena_take(a, (size_t)tokens * sizeof(float));
     if (job->kind == PRODUCT_F32 && job->args->a.dtype == QUERN_BF16)
         job->blocks = arena_take(a, (size_t)(tokens * job->units * GEMM4_BLOCKS) * sizeof(gemm4_a_block));
-    if (must_be_finite(job->args)) job->magnitudes = arena_take(a, row_magnitudes_bytes(&job->args->a));
+    job->magnitudes = arena_take(a, magnitudes_bytes(job->args));
 }
 
 size_t cpu_grouped_gemm_workspace(const stage_exec *exec, const grouped_gemm_args *args)
@@ -225,7 +237,10 @@ static quern_status check(const stage_exec *exec, const product_job *job, int64_
             check_scale_bytes(exec, &args->a_scales,
                               args->pad_row_offsets.ndim > 0 ? view_rows(&args->a_scales) : rows, "a_scales");
     row_magnitudes m = {.bits = job->magnitudes};
-    if (status == QUERN_OK && must_be_finite(args)) status = row_magnitudes_of(exec, &args->a, rows, "a", &m);
+    if (status == QUERN_OK && a_must_be_finite(args))
+        status = row_magnitudes_of(exec, &args->a, rows, "a", &m);
+    if (status == QUERN_OK && bias_must_be_finite(args))
+        status = row_magnitudes_of(exec, &args->bias, view_rows(&args->bias), "bias", &m);
     return status;
 }
 

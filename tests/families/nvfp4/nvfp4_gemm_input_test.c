@@ -184,7 +184,7 @@ static void with_two_experts(small_call *s, int32_t first, int32_t second)
 /* Extents, and contents, that a call of one expert and of whole views does not meet. */
 static void bad_operands(void **state)
 {
-    static const int64_t wide[] = {1, 2}, per_row[] = {3, 1}, per_expert = 2, bias[] = {1, 15}, tiles = 512,
+    static const int64_t wide[] = {1, 2}, per_row[] = {3, 1}, per_expert = 2, bias[] = {1, 16}, tiles = 512,
                          two[] = {1, 512};
     static uint8_t swizzled[512];
     static float values[16] = {1, 1, 1};
@@ -207,8 +207,20 @@ static void bad_operands(void **state)
     s.c_view.shape[1] = 15;
     refused(&s, "c.shape[1] is 15: 16 is accepted");
     tensor = quern_tensor_contiguous(values, QUERN_F32, 2, bias);
+    tensor.shape[1] = 15;
     s.t.bias = &tensor;
     refused(&s, "bias.shape[1] is 15: 16 is accepted");
+    for (int i = 0; i < 2; i++) { /* by codes, too, what becomes of it would be a number */
+        tensor.shape[1] = 16;
+        values[7] = -INFINITY;
+        s.t.bias = &tensor;
+        s.t.c = NULL;
+        s.t.c_codes = &s.c_codes_view;
+        s.t.c_scales = &s.c_scales_view;
+        s.t.c_global = &s.one;
+        if (i > 0) with_codes(&s);
+        refused(&s, "bias[7] (row 0, column 7) is -inf");
+    }
     tensor = quern_tensor_contiguous(values, QUERN_F32, 2, wide);
     s.t.b_global = &tensor;
     s.p.granularity = 12;
