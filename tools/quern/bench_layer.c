@@ -25,7 +25,7 @@ enum {
     RING = 8,
     FEW_TOKENS = 64,
     WEIGHTS = 18,
-    VIEWS = 30,
+    VIEWS = 36,
     BUFFERS = VIEWS + 10
 };
 
@@ -141,20 +141,53 @@ static bool make_weights(layer_data *d)
            t->indexer_q_b && t->indexer_heads;
 }
 
-/* A compressor's state at a position where blocks begin. */
-static quern_status make_state(layer_data *d, int64_t position, int64_t width, const quern_dsv4_state **state)
+/* Appends `tokens` tokens to a compressor's state: the same random ones again and again. */
+static quern_status feed_state(layer_data *d, quern_context *ctx, const quern_dsv4_compress_params *p,
+                               int64_t width, int64_t tokens, quern_dsv4_state *state)
+{
+    enum { CALL = 1024 };
+    const bool csa = p->kind == QUERN_DSV4_CSA;
+    quern_dsv4_append_tensors t = QUERN_DSV4_APPEND_TENSORS_INIT;
+    const quern_tensor *proj = make(d, QUERN_F32, CALL, (csa ? 4 : 2) * width, false),
+                       *bias = make(d, QUERN_F32, p->ratio, width, false),
+                       *out = make(d, QUERN_F32, CALL / p->ratio + 1, width, false);
+    if (proj == NULL || bias == NULL || out == NULL) return QUERN_ERR_OUT_OF_MEMORY;
+    quern_tensor piece = *proj, entries = *out;
+    t.proj = &piece;
+    t.b_a = bias;
+    t.b_b = csa ? bias : NULL;
+    t.out = &entries;
+    size_t most = 0;
+    quern_status status = quern_dsv4_append_entries(&state, &piece.shape[0], 1, &entries.shape[0]);
+    if (status == QUERN_OK)
+        status = quern_dsv4_append_workspace(ctx, p, &state, &piece.shape[0], 1, &t, &most);
+    void *workspace = status == QUERN_OK ? malloc(most + 1) : NULL;
+    if (status == QUERN_OK && workspace == NULL) status = QUERN_ERR_OUT_OF_MEMORY;
+    for (int64_t left = tokens; left > 0 && status == QUERN_OK; left -= piece.shape[0]) {
+        piece.shape[0] = left < CALL ? left : CALL;
+        status = quern_dsv4_append_entries(&state, &piece.shape[0], 1, &entries.shape[0]);
+        if (status == QUERN_OK)
+            status = quern_dsv4_append(ctx, NULL, p, &state, &piece.shape[0], 1, &t, workspace, most);
+    }
+    free(workspace);
+    return status;
+}
+
+/* A compressor's state after `tokens` tokens. */
+static quern_status make_state(layer_data *d, quern_context *ctx, int64_t tokens, int64_t width,
+                               const quern_dsv4_state **state)
 {
     quern_dsv4_compress_params p = QUERN_DSV4_COMPRESS_PARAMS_INIT;
     quern_dsv4_state *made = NULL;
     size_t bytes;
     p.kind = d->o->kind == QUERN_DSV4_LAYER_CSA ? QUERN_DSV4_CSA : QUERN_DSV4_HCA;
     p.ratio = d->ratio;
-    p.start_abs_pos = position;
     quern_status status = quern_dsv4_state_size(&p, width, RING, &bytes);
     if (status != QUERN_OK) return status;
     void *memory = own(d, bytes);
     if (memory == NULL) return QUERN_ERR_OUT_OF_MEMORY;
     status = quern_dsv4_state_create(&p, width, RING, memory, bytes, &made);
+    if (status == QUERN_OK) status = feed_state(d, ctx, &p, width, tokens, made);
     *state = made;
     return status;
 }
@@ -224,8 +257,8 @@ static quern_status make_content(layer_data *d, quern_context *ctx)
         status = make_rows(d, ctx, csa ? (quern_dsv4_format)o->key_format : QUERN_DSV4_ROWS, csa ? whole : 0,
                            o->index_width, key_bytes(o), &d->content.keys);
     if (status != QUERN_OK) return status;
-    if (entries) status = make_state(d, had, o->width, &d->content.main);
-    if (csa && status == QUERN_OK) status = make_state(d, had, o->index_width, &d->content.index);
+    if (entries) status = make_state(d, ctx, had, o->width, &d->content.main);
+    if (csa && status == QUERN_OK) status = make_state(d, ctx, had, o->index_width, &d->content.index);
     return status;
 }
 
