@@ -32,7 +32,19 @@ static double *random_globals(test_random *random, int64_t count)
     return values;
 }
 
-static void make_a(product_case *c, test_random *random)
+/* Values of any magnitude that sums of them leave within the dtype. */
+static void fill_wide(test_tensor *t, test_random *random)
+{
+    const int64_t count = test_tensor_count(t);
+    const int most = t->view.dtype == QUERN_F16 ? 8 : 50;
+    double *x = test_doubles(count);
+    for (int64_t i = 0; i < count; i++)
+        x[i] = ldexp(test_random_normal(random), (int)test_random_int(random, -most, most));
+    test_tensor_set(t, x);
+    free(x);
+}
+
+static void make_a(product_case *c, test_random *random, bool wide)
 {
     static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
     const int64_t shape[] = {c->tokens, c->k};
@@ -49,7 +61,8 @@ static void make_a(product_case *c, test_random *random)
     }
     c->a =
         test_tensor_make(random, dtype, 2, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
-    test_tensor_normal(&c->a, random, 1);
+    if (wide) fill_wide(&c->a, random);
+    else test_tensor_normal(&c->a, random, 1);
     c->a_values = test_tensor_get(&c->a);
     for (int64_t t = 0; c->kind == PRODUCT_A_INT8 && t < c->tokens; t++) {
         float amax = 0;
@@ -79,7 +92,7 @@ static void make_epilogue(product_case *c, test_random *random)
     }
 }
 
-product_case product_make(test_random *random, product_a kind)
+product_case product_make(test_random *random, product_a kind, bool wide)
 {
     static const int64_t runs[] = {8, 8, 1, 16, 32};
     product_case c = {
@@ -111,7 +124,7 @@ product_case product_make(test_random *random, product_a kind)
     c.b_codes = random_bytes(random, c.experts * c.k * c.n, 0, 15);
     c.b_scales = random_bytes(random, c.experts * c.k / 16 * c.n, test_random_one_in(random, 2) ? 0 : 30,
                               test_random_one_in(random, 2) ? 126 : 60);
-    make_a(&c, random);
+    make_a(&c, random, wide);
     if (!test_random_one_in(random, 4)) {
         const int64_t counts[] = {1, c.experts, c.tokens};
         c.a_global = random_globals(random, counts[c.params.a_global_per]);

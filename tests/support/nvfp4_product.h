@@ -49,7 +49,8 @@ typedef struct product_case {
     float c_global;
 } product_case;
 
-product_case product_make(test_random *random, product_a kind);
+/* `wide`: activations of any magnitude, else normal ones. */
+product_case product_make(test_random *random, product_a kind, bool wide);
 void product_free(product_case *c);
 
 /* What a call gave: values, or codes one a byte with scales; rows of out_columns. */

@@ -24,7 +24,7 @@ static void against_float64(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         quern_context *ctx = test_context(any_level(&random), (int32_t)test_random_int(&random, 1, 3));
-        product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS));
+        product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS), trial % 7 == 3);
         product_result r =
             product_run(&c, ctx, &random, (product_layout)(trial / PRODUCT_A_KINDS % PRODUCT_LAYOUTS));
         snprintf(what, sizeof what, "trial %d", trial);
@@ -54,7 +54,7 @@ static void equal_bits_in_every_layout(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         const quern_cpu_level level = any_level(&random);
-        product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS));
+        product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS), false);
         quern_context *one = test_context(level, 1), *three = test_context(level, 3);
         product_result first = product_run(&c, one, &random, PRODUCT_LINEAR);
         for (int layout = 0; layout < PRODUCT_LAYOUTS; layout++) {
@@ -79,7 +79,7 @@ static void rows_do_not_depend_on_others(void **state)
         test_random random;
         if (!test_trial(seed, trial, &random)) continue;
         quern_context *ctx = test_context(any_level(&random), 2);
-        product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS));
+        product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS), false);
         product_result all = product_run(&c, ctx, &random, PRODUCT_LINEAR);
         int64_t *rows = calloc((size_t)c.tokens + 1, sizeof *rows);
         assert_non_null(rows);
@@ -238,7 +238,7 @@ static void gradients(void **state)
         test_random random;
         char what[80];
         if (!test_trial(seed, trial, &random)) continue;
-        product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS));
+        product_case c = product_make(&random, (product_a)(trial % PRODUCT_A_KINDS), false);
         const quern_dtype dtype = dtypes[test_random_int(&random, 0, 2)],
                           own = dtypes[test_random_int(&random, 0, 2)];
         const int64_t shape[] = {c.tokens, product_out_columns(&c)};
