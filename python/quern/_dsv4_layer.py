@@ -215,8 +215,9 @@ class Cache:
 
     def rollback(self, n: int, sequence: int | None = None) -> None:
         """Takes back the last n tokens of a sequence, or of all."""
-        every = sorted(range(self.sequences), key=self._held)  # where one cannot, it is the first
-        for i in every if sequence is None else (sequence,):
+        # Of all: the one that can give back the fewest is the first, so that where it cannot none does.
+        every = range(self.sequences) if sequence is None else (sequence,)
+        for i in sorted(every, key=self._held):
             self._need(ops.library.layer_cache_rollback, i, n)
 
     def reset(self, sequence: int | None = None) -> None:

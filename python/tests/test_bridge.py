@@ -172,6 +172,8 @@ def test_grouped_gemm(counts, k, n):
     assert not got[sum(counts) :].any()
     assert torch.equal(bridge.run_nvfp4_grouped_gemm(*product.operands(k_major=True)), got)
     assert torch.equal(bridge.run_nvfp4_grouped_gemm(*product.operands(True, True)), got)
+    product.offsets = torch.stack((product.offsets, product.offsets), 1)[:, 0]
+    assert torch.equal(bridge.run_nvfp4_grouped_gemm(*product.operands(True)), got)
 
 
 def test_globals_of_rows_and_experts():

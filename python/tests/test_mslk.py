@@ -312,8 +312,22 @@ def test_any_layout(close):
     q, k, v = (torch.randn(1, 16, 100, heads).transpose(1, 2).transpose(2, 3) for heads in (4, 2, 2))
     assert q.stride(-1) != 1
     settings = {"compress_block_size": 16, "num_selected_blocks": 2, "window_size": 20, "q_tile_size": 16}
-    plain = mslk.nsa_forward(*(t.contiguous() for t in (q, k, v)), **settings)
-    assert torch.equal(mslk.nsa_forward(q, k, v, **settings), plain)
+    whole = [t.contiguous() for t in (q, k, v)]
+    assert torch.equal(mslk.nsa_forward(q, k, v, **settings), mslk.nsa_forward(*whole, **settings))
+    cu = torch.tensor([0, 40, 100], dtype=torch.int32)
+    apart = torch.stack((cu, cu), 1)[:, 0]
+    assert apart.stride(0) == 2
+
+    def rows(t):
+        return t[:8].unflatten(0, (2, 4))
+
+    for find in (
+        lambda q, k, v, cu: mslk.nsa_forward(q, k, v, **settings, cu_seqlens=cu),
+        lambda q, k, v, cu: mslk.fused_compress_kv(k, v, 16, cu_seqlens=cu)[0],
+        lambda q, k, v, cu: mslk.fused_compress_kv_backward(rows(v), rows(v), k, v, 16, cu_seqlens=cu)[0],
+        lambda q, k, v, cu: mslk.fused_score_and_select_blocks(q, rows(k), 2, 16, cu_seqlens=cu),
+    ):
+        assert torch.equal(find(q[0], k[0], v[0], apart), find(*(t[0] for t in whole), cu))
 
 
 def test_sentences():

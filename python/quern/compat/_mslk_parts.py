@@ -41,6 +41,7 @@ def fused_compress_kv(
     """As compress_kv; with cu_seqlens K, V are [T, Hkv, D] and the result is padded: [B, max_Nc, Hkv, D]."""
     if cu_seqlens is None:
         return compress_kv(K, V, block_size, W_k, W_v)
+    cu_seqlens = dense(cu_seqlens)
     params = ops.params("nsa-compress", block_size=block_size)
     tensors = {"k": dense(K), "v": dense(V), "w_k": dense(W_k), "w_v": dense(W_v), "cu_seqlens": cu_seqlens}
     k_cmp, v_cmp, starts = ops.call("nsa-compress", params, tensors, ("k_cmp", "v_cmp", "cu_seqlens_cmp"))
@@ -63,6 +64,7 @@ def fused_compress_kv_backward(
     params = ops.params("nsa-compress", block_size=block_size)
     tensors = {"k": dense(K), "v": dense(V), "w_k": dense(W_k), "w_v": dense(W_v)}
     if cu_seqlens is not None:
+        cu_seqlens = dense(cu_seqlens)
         starts = _varlen.entry_offsets(cu_seqlens, block_size)
         rows = K.shape[0] // block_size
         dK_cmp, dV_cmp = _varlen.pack(dK_cmp, starts, rows), _varlen.pack(dV_cmp, starts, rows)
@@ -138,6 +140,7 @@ def fused_score_and_select_all(
     )
     tensors = {"q": dense(Q), "k_cmp": dense(K_cmp)}
     if cu_seqlens is not None:
+        cu_seqlens = dense(cu_seqlens)
         starts = _varlen.entry_offsets(cu_seqlens, compress_block_size)
         packed = _varlen.pack(K_cmp, starts, Q.shape[0] // compress_block_size)
         tensors.update(k_cmp=dense(packed), cu_seqlens=cu_seqlens, cu_seqlens_cmp=starts)

@@ -230,7 +230,7 @@ def _product(
     **settings: Any,
 ) -> Tensor:
     """C [T, N], or [T, N/2] under SwiGLU, in the dtype that `output` names."""
-    a, b = _bytes(mat_a), _bytes(mat_b)
+    a, b, expert_offsets = _bytes(mat_a), _bytes(mat_b), dense(expert_offsets)
     if b.stride(-1) != 1 and b.stride(-2) != 1:
         b = b.contiguous()
     tokens, experts = a.shape[0], b.shape[0]

@@ -86,7 +86,7 @@ def _whole(
     )
     settings.update(window=window_size, gate="none" if gate_proj_weight is None else "weights")
     tensors: dict[str, Tensor | None] = {"q": dense(Q), "k": dense(K), "v": dense(V)}
-    tensors.update(cu_seqlens=cu_seqlens)
+    tensors.update(cu_seqlens=dense(cu_seqlens))
     tensors.update(w_k=dense(W_k_compress), w_v=dense(W_v_compress), w_gate=dense(gate_proj_weight))
     if KERNEL_RULES:
         with torch.no_grad():
