@@ -47,7 +47,7 @@ typedef struct product_job {
     float *a_scale;
     int32_t *start;
     float *row_global;        /* int8: the scale of each row */
-    float *row_factor;        /* f32: what a row's sums are to be multiplied by, a power of two */
+    float *row_factor;        /* floats: what a row's sums are to be multiplied by, a power of two */
     gemm4_a_block *blocks;    /* f32 from bf16: rows of 4 * units, set of rows alone in their task */
     int64_t *first_task;      /* [experts + 1] */
     uint32_t *magnitudes;     /* of A, then of the bias, where a nonfinite value is an error */

@@ -368,6 +368,39 @@ static void int8_rows_of_subnormal_numbers(void **state)
     }
 }
 
+/* Numbers below 2^-126 are numbers in a row of A, which a global may bring up again. */
+static void rows_of_subnormal_numbers(void **state)
+{
+    const int64_t shape[] = {2, 32};
+    test_random random = {1};
+    (void)state;
+    for (quern_cpu_level level = QUERN_CPU_LEVEL_AUTO; test_next_level(&level);)
+        for (int i = 0; i < 4; i++) {
+            float first[32];
+            for (int small = 0; small < 2; small++) {
+                static small_call s;
+                double a[64];
+                test_tensor t =
+                    test_tensor_make(&random, i % 2 ? QUERN_BF16 : QUERN_F32, 2, shape, TEST_UNALIGNED);
+                for (int k = 0; k < 64; k++) a[k] = ldexp(k % 7 - 3, small ? -131 : 0);
+                test_tensor_set(&t, a);
+                make_small(&s);
+                if (i / 2) with_two_experts(&s, 1, 2);
+                for (int k = 0; k < 256; k++) s.codes[k] = (uint8_t)(37 * k + 11);
+                for (int k = 0; k < 32; k++) s.scales[k] = (uint8_t)(0x36 + k % 5);
+                s.t.a = &t.view;
+                s.t.a_global = &s.one;
+                s.global = small ? 0x1p100f : 1;
+                multiply(&s, level);
+                for (int n = 0; n < 32; n++) {
+                    if (small == 0) first[n] = s.c[n];
+                    assert_true(s.c[n] != 0 && s.c[n] == ldexpf(first[n], small ? -31 : 0));
+                }
+                test_tensor_free(&t);
+            }
+        }
+}
+
 /* Powers of two in a row of A come out as powers of two, also where sums of a block could overflow: of f32
  * among other rows, of bf16 alone. */
 static void rows_of_any_magnitude(void **state)
@@ -409,6 +442,7 @@ int main(void)
         cmocka_unit_test(sizes_beyond_64_bits),
         cmocka_unit_test(what_is_not_finite_stays_in_its_row),
         cmocka_unit_test(int8_rows_of_subnormal_numbers),
+        cmocka_unit_test(rows_of_subnormal_numbers),
         cmocka_unit_test(rows_of_any_magnitude),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
