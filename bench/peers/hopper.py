@@ -196,8 +196,7 @@ def copies():
 
 def whole(n, heads, kv_heads, backward, make=None, preset=None, **options):
     """Yields the call of a whole layer's forward, then that of its backward, whose memory is taken only then.
-    A forward that trains keeps the branches' outputs; beyond 256k tokens there is no room for them, and the
-    backward computes them again."""
+    A forward that trains keeps the branches' outputs."""
     make = make or (lambda n, h: act(1, n, h, 128))
     p = quern.nsa_params(preset, gate=1, **options)
     f32 = dict(dtype=F32)
@@ -218,8 +217,7 @@ def whole(n, heads, kv_heads, backward, make=None, preset=None, **options):
             ),
         )
         made |= {name: empty(1, heads, n, **f32) for name in ("lse_cmp", "lse_slc", "lse_win")}
-        if n <= 1 << 18:
-            made |= {name: empty(1, n, heads, 128) for name in ("o_cmp", "o_slc", "o_win")}
+        made |= {name: empty(1, n, heads, 128) for name in ("o_cmp", "o_slc", "o_win")}
     yield quern.call("nsa_forward", p, **made)
     if not backward:
         return

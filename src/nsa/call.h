@@ -40,8 +40,8 @@ typedef struct nsa_call {
     int64_t batch, n, heads, kv_heads, dim_k, dim_v, n_cmp, list_heads, list_rows;
     bool separate[NSA_BRANCHES]; /* the branch has its own k, v */
     bool use_compress, use_select, use_attend[NSA_BRANCHES], recompute[NSA_BRANCHES], use_gate, use_fused;
-    int32_t converts;
-    int64_t passes;      /* forward: of heads/passes heads each */
+    int32_t converts, pass_converts; /* the first so many are a pass's */
+    int64_t passes;                  /* whole forward and backward: of heads/passes heads each */
     const void *scratch; /* what the stages share, one after the other */
     bool beside;         /* forward: stages may run beside each other, each with its own scratch */
     const void *step_scratch[NSA_STEPS];
@@ -82,6 +82,13 @@ static inline void nsa_make_room(size_t *most, size_t bytes)
 {
     if (bytes > *most) *most = bytes;
 }
+/* passes.c. In how many passes `bytes` that they share are at most `most`, as far as passes can. */
+int64_t nsa_passes_of(const nsa_call *call, int64_t bytes, int64_t most);
+/* A pass's heads of a tensor. A tensor with all `heads` along `dim` is narrowed; one that the passes share
+ * has fewer. */
+quern_tensor nsa_of_pass(const nsa_call *call, quern_tensor t, int32_t dim, int64_t heads, int64_t pass);
+attend_args nsa_attend_of_pass(const nsa_call *call, int branch, int64_t pass);
+gate_args nsa_gate_of_pass(const nsa_call *call, int64_t pass);
 /* Arguments of the stages, as the forward needs them: the attention stage of a branch; compress; select;
  * gate. */
 attend_args nsa_branch_args(const nsa_call *call, int branch);

@@ -16,7 +16,6 @@
  * for compress, the selected branch for select, the gate for all.
  */
 #include "core/error.h"
-#include "core/view.h"
 #include "nsa/call.h"
 
 static const int64_t branches_most = (int64_t)2 << 30; /* bytes of the branches' outputs in the workspace */
@@ -28,53 +27,19 @@ static int64_t passes_of(const nsa_call *c, int64_t outputs)
 {
     const int64_t bytes = outputs * (c->head.varlen ? 1 : c->batch) * c->n * c->heads * c->dim_v *
                           (int64_t)quern_dtype_size(c->head.like.dtype);
-    int64_t passes = 1;
-    while (passes < c->kv_heads && (bytes / passes > branches_most || c->kv_heads % passes != 0)) passes++;
-    return passes;
-}
-
-/* A pass's heads of a tensor. A tensor with all `heads` along `dim` is narrowed; one that the passes share
- * has fewer. */
-static quern_tensor of_pass(const nsa_call *c, quern_tensor t, int32_t dim, int64_t heads, int64_t pass)
-{
-    if (t.ndim == 0 || t.shape[dim] < heads) return t;
-    view_narrow(&t, dim, pass * (heads / c->passes), heads / c->passes);
-    return t;
-}
-
-static attend_args attend_of_pass(const nsa_call *c, int branch, int64_t pass)
-{
-    attend_args a = c->attend[branch];
-    a.q = of_pass(c, a.q, 2, c->heads, pass);
-    a.o = of_pass(c, a.o, 2, c->heads, pass);
-    a.lse = of_pass(c, a.lse, 1, c->heads, pass);
-    a.k = of_pass(c, a.k, 2, c->kv_heads, pass);
-    a.v = of_pass(c, a.v, 2, c->kv_heads, pass);
-    a.list = of_pass(c, a.list, 1, c->list_heads, pass);
-    return a;
+    return nsa_passes_of(c, bytes, branches_most);
 }
 
 static select_args select_of_pass(const nsa_call *c, int64_t pass)
 {
     select_args s = c->select;
-    s.q = of_pass(c, s.q, 2, c->heads, pass);
-    s.keys = of_pass(c, s.keys, 2, c->kv_heads, pass);
-    s.lse = of_pass(c, s.lse, 1, c->heads, pass);
-    s.blocks = of_pass(c, s.blocks, 1, c->list_heads, pass);
-    s.count = of_pass(c, s.count, 1, c->list_heads, pass);
-    s.groups = of_pass(c, s.groups, 1, c->list_heads, pass);
+    s.q = nsa_of_pass(c, s.q, 2, c->heads, pass);
+    s.keys = nsa_of_pass(c, s.keys, 2, c->kv_heads, pass);
+    s.lse = nsa_of_pass(c, s.lse, 1, c->heads, pass);
+    s.blocks = nsa_of_pass(c, s.blocks, 1, c->list_heads, pass);
+    s.count = nsa_of_pass(c, s.count, 1, c->list_heads, pass);
+    s.groups = nsa_of_pass(c, s.groups, 1, c->list_heads, pass);
     return s;
-}
-
-static gate_args gate_of_pass(const nsa_call *c, int64_t pass)
-{
-    gate_args g = c->gate;
-    g.q = of_pass(c, g.q, 2, c->heads, pass);
-    g.w_gate = of_pass(c, g.w_gate, 0, c->heads, pass);
-    g.gates = of_pass(c, g.gates, 2, c->heads, pass);
-    g.o = of_pass(c, g.o, 2, c->heads, pass);
-    for (int i = 0; i < NSA_BRANCHES; i++) g.o_b[i] = of_pass(c, g.o_b[i], 2, c->heads, pass);
-    return g;
 }
 
 static bool computes_blocks(const nsa_call *c)
@@ -182,7 +147,7 @@ static void carve_composed(nsa_call *c, arena *a, size_t *bytes)
             v->lse_b[i] = nsa_given_or_take(c, &v->lse_b[i], a, QUERN_F32, 3, lse_shape);
         c->attend[i] = nsa_branch_args(c, i);
         if (i == NSA_SLC && all) nsa_attend_all(&c->attend[i]);
-        const attend_args part = attend_of_pass(c, i, 0);
+        const attend_args part = nsa_attend_of_pass(c, i, 0);
         bytes[NSA_STEP_ATTEND + i] = STAGE_WORKSPACE(c->head.backend->attend_forward, &c->head.exec, &part);
     }
     if (twins) v->o_b[NSA_WIN] = v->o_b[NSA_SLC];
@@ -193,7 +158,7 @@ static void carve_composed(nsa_call *c, arena *a, size_t *bytes)
     }
     c->use_gate = true;
     c->gate = nsa_gate_args(c);
-    const gate_args part = gate_of_pass(c, 0);
+    const gate_args part = nsa_gate_of_pass(c, 0);
     bytes[NSA_STEP_GATE] = STAGE_WORKSPACE(c->head.backend->gate_forward, &c->head.exec, &part);
     c->beside = c->head.backend->point != NULL && c->passes == 1 && B * c->n * c->heads <= beside_most;
 }
@@ -255,11 +220,11 @@ static quern_status run_step(const nsa_call *c, const op_frame *f, int step, int
         return op_select(&c->head, f, &select, scratch);
     }
     case NSA_STEP_GATE: {
-        const gate_args gate = gate_of_pass(c, pass);
+        const gate_args gate = nsa_gate_of_pass(c, pass);
         return op_gate_forward(&c->head, f, &gate, scratch);
     }
     default: {
-        const attend_args attend = attend_of_pass(c, step - NSA_STEP_ATTEND, pass);
+        const attend_args attend = nsa_attend_of_pass(c, step - NSA_STEP_ATTEND, pass);
         return op_attend_forward(&c->head, f, &attend, scratch);
     }
     }

@@ -1,8 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * passes_test.c - a forward so long that its branches' outputs go through the workspace a few heads at a
- * time, against the same call that is handed memory for every branch's output: the same bits in less memory.
+ * passes_test.c - a forward and a backward so long that they go through the workspace a few heads at a time,
+ * against the same call that is handed every branch's output: the same bits in less memory.
  */
 #include "cmocka_c11.h"
 
@@ -54,6 +54,18 @@ static size_t forward(quern_context *ctx, const quern_nsa_params *params, const 
     OK(quern_nsa_forward_workspace(ctx, params, t, &bytes));
     OK(quern_cuda_allocate(0, bytes, &workspace));
     OK(quern_nsa_forward(ctx, NULL, params, t, workspace, bytes));
+    OK(quern_cuda_synchronize(0, NULL));
+    OK(quern_cuda_free(0, workspace));
+    return bytes;
+}
+
+static size_t backward(quern_context *ctx, const quern_nsa_params *params, const quern_nsa_tensors *t)
+{
+    size_t bytes;
+    void *workspace;
+    OK(quern_nsa_backward_workspace(ctx, params, t, &bytes));
+    OK(quern_cuda_allocate(0, bytes, &workspace));
+    OK(quern_nsa_backward(ctx, NULL, params, t, workspace, bytes));
     OK(quern_cuda_synchronize(0, NULL));
     OK(quern_cuda_free(0, workspace));
     return bytes;
@@ -126,6 +138,76 @@ static void check(quern_nsa_metric metric, quern_nsa_scope scope, int64_t tile, 
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) OK(quern_cuda_free(0, all[i]->data));
 }
 
+/* Without the compressed branch, and with lists of many rows: the sums of dK and dV of others are cut by how
+ * many heads a call has. One pass has room for dQ's f32 sum where the outputs are given; there are two where
+ * they are computed again. */
+static void gradients(void **state)
+{
+    (void)state;
+    const int64_t q_shape[] = {1, N, H, D}, k_shape[] = {1, N, HKV, D}, w_shape[] = {H, 3, D},
+                  gate_shape[] = {1, N, H, 3}, lse_shape[] = {1, H, N}, entry_shape[] = {1, N / 64, HKV, D},
+                  list_shape[] = {1, HKV, (N + 255) / 256, 16};
+    quern_nsa_params params = QUERN_NSA_PARAMS_INIT;
+    params.gate = QUERN_NSA_GATE_WEIGHTS;
+    params.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
+    params.tile = 256;
+    params.forced_local = 0;
+    const quern_tensor q = make(QUERN_BF16, 4, q_shape, true), k = make(QUERN_BF16, 4, k_shape, true),
+                       v = make(QUERN_BF16, 4, k_shape, true), w = make(QUERN_BF16, 3, w_shape, true),
+                       d_o = make(QUERN_BF16, 4, q_shape, true), o = make(QUERN_BF16, 4, q_shape, false),
+                       gates = make(QUERN_F32, 4, gate_shape, false),
+                       lists = make(QUERN_I32, 4, list_shape, false),
+                       k_cmp = make(QUERN_BF16, 4, entry_shape, false),
+                       v_cmp = make(QUERN_BF16, 4, entry_shape, false),
+                       lse_slc = make(QUERN_F32, 3, lse_shape, false),
+                       lse_win = make(QUERN_F32, 3, lse_shape, false),
+                       o_slc = make(QUERN_BF16, 4, q_shape, false),
+                       o_win = make(QUERN_BF16, 4, q_shape, false);
+    quern_tensor d_q[2], d_k[2], d_v[2], d_w[2];
+    quern_nsa_tensors t = QUERN_NSA_TENSORS_INIT;
+    size_t bytes[2];
+    quern_context *ctx;
+    OK(quern_context_create(NULL, &ctx));
+    t.q = &q;
+    t.k = &k;
+    t.v = &v;
+    t.w_gate = &w;
+    t.k_cmp = &k_cmp;
+    t.v_cmp = &v_cmp;
+    t.o = &o;
+    t.gates = &gates;
+    t.block_idx = &lists;
+    t.lse_slc = &lse_slc;
+    t.lse_win = &lse_win;
+    t.o_slc = &o_slc;
+    t.o_win = &o_win;
+    params.branches = QUERN_NSA_BRANCH_SLC | QUERN_NSA_BRANCH_WIN;
+    forward(ctx, &params, &t);
+    t.d_o = &d_o;
+    for (int i = 0; i < 2; i++) {
+        d_q[i] = make(QUERN_BF16, 4, q_shape, false);
+        d_k[i] = make(QUERN_BF16, 4, k_shape, false);
+        d_v[i] = make(QUERN_BF16, 4, k_shape, false);
+        d_w[i] = make(QUERN_F32, 3, w_shape, false);
+        t.d_q = &d_q[i];
+        t.d_k = &d_k[i];
+        t.d_v = &d_v[i];
+        t.d_w_gate = &d_w[i];
+        bytes[i] = backward(ctx, &params, &t);
+        t.o_slc = t.o_win = NULL;
+    }
+    agree(&d_q[0], &d_q[1]);
+    agree(&d_k[0], &d_k[1]);
+    agree(&d_v[0], &d_v[1]);
+    agree(&d_w[0], &d_w[1]);
+    assert_true(bytes[1] < bytes[0] + (size_t)N * H * D * 2);
+    quern_context_destroy(ctx);
+    const quern_tensor *const all[] = {
+        &q,       &k,     &v,     &w,      &d_o,    &o,      &gates,  &lists,  &k_cmp,  &v_cmp,  &lse_slc,
+        &lse_win, &o_slc, &o_win, &d_q[0], &d_q[1], &d_k[0], &d_k[1], &d_v[0], &d_v[1], &d_w[0], &d_w[1]};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) OK(quern_cuda_free(0, all[i]->data));
+}
+
 static void lists_of_a_group(void **state)
 {
     (void)state;
@@ -150,6 +232,7 @@ int main(void)
         cmocka_unit_test(lists_of_a_group),
         cmocka_unit_test(lists_of_a_head),
         cmocka_unit_test(varlen_sequences),
+        cmocka_unit_test(gradients),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
