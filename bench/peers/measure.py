@@ -22,19 +22,30 @@ def empty(*shape, dtype=BF16):
     return torch.empty(*shape, dtype=dtype, device="cuda")
 
 
+def once(function):
+    flush.zero_()
+    a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    a.record()
+    function()
+    b.record()
+    b.synchronize()
+    return a.elapsed_time(b)
+
+
 def ms(function, reps=15, warm=3):
     for _ in range(warm):
         function()
-    times = []
-    for _ in range(reps):
-        flush.zero_()
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        function()
-        b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b))
-    return statistics.median(times)
+    return statistics.median(once(function) for _ in range(reps))
+
+
+def in_turns(first, second, reps=7, warm=2):
+    """Milliseconds of two functions that take turns: the clocks that the power limit leaves to one depend on
+    what ran before it."""
+    for _ in range(warm):
+        first()
+        second()
+    times = [(once(first), once(second)) for _ in range(reps)]
+    return tuple(statistics.median(t) for t in zip(*times))
 
 
 def graph_us(function, calls=20):
@@ -68,6 +79,17 @@ def fail(why):
 
 def failures():
     return _failed
+
+
+def cudnn_forward(q, k, v):
+    """A function that runs cuDNN's causal attention."""
+    q, k, v = (x.transpose(1, 2).detach() for x in (q, k, v))
+
+    def run():
+        with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return run
 
 
 def cudnn(q, k, v, do=None):
