@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 import quern  # noqa: E402
+import quern.nn  # noqa: E402
 from quern import _operations as ops  # noqa: E402
 from quern import _torch  # noqa: E402
 
@@ -265,8 +266,41 @@ def test_mixed_devices_are_an_error():
         quern.attention(q.cpu(), k, v)
 
 
+def test_batches_without_elements():
+    for batch, n in ((0, 300), (2, 0)):
+        for name, layer in LAYERS.items():
+            given = inputs(n=n, lead=(batch,))
+            o = layer(*given)
+            assert o.shape == given[0].shape
+            o.sum().backward()
+            assert all(t.grad.shape == t.shape and not t.grad.any() for t in used(name, given))
+
+
+def test_varlen_layer(near):
+    """Positions are those of sequences, where these are known to the GPU alone."""
+    layer = quern.nn.NSAttention(64, 2, head_dim=64, **SPARSE, device="cuda", dtype=torch.bfloat16)
+    layer.rotary = lambda x, positions: (
+        x * torch.linspace(0.5, 2, 500, device="cuda")[positions, None, None].to(x)
+    )
+    x = torch.randn(700, 64, device="cuda", dtype=torch.bfloat16)
+    cu = torch.tensor([0, 300, 300, 700], dtype=torch.int32, device="cuda")
+    want = torch.cat((layer(x[None, :300]), layer(x[None, 300:])), 1)[0]
+    near(layer(x, cu), want, 1e-2)
+
+
 def test_what_the_gpu_lacks_is_a_sentence():
     with pytest.raises(NotImplementedError, match="cuda"):
         quern.dsv4.index(
             *(torch.zeros(shape, device="cuda") for shape in ((1, 8, 16, 32), (1, 2, 32), (1, 8, 16)))
         )
+    k = torch.zeros(1, 3, 2, 8, device="cuda")
+    for call in (
+        lambda: quern.KVCache(1, 8).append(k, k),
+        lambda: quern.NSACache(1, 8, block_size=4).append(k, k),
+        lambda: quern.dsv4.State("csa", 16, ratio=4, like=k),
+        lambda: quern.dsv4.State("csa", 2, ratio=2).append(k[0, :, 0], k[0, :2, 0, :2], k[0, :2, 0, :2]),
+        lambda: quern.dsv4.pack_weights(k[0, :, 0], k[0, :, 0]),
+        lambda: quern.dsv4.rope_table(8, 4, like=k),
+    ):
+        with pytest.raises((NotImplementedError, ValueError), match="cpu|cuda|device"):
+            call()
