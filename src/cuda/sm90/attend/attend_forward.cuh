@@ -4,396 +4,205 @@
  * attend_forward.cuh - attention's forward on Hopper for bf16 and f16, every mask; after FlashAttention-3
  * (arXiv 2407.08608).
  *
- * A persistent block is one warpgroup that feeds and GROUPS that compute, each with 64 of the block's
- * rows. The feeder's warp 0 copies Q, K and V by TMA into two stages; warps 1 and 2 look for what is not
- * finite in V's tiles that some row does not see whole; warp 3 plans (work.cuh) and sorts lists. A computing
- * warpgroup walks its keys from the last to the first: S = Q K^T (wgmma, both from shared memory), softmax in
- * registers, O += P V with P from registers. The next tile's Q K^T starts before this tile's softmax, and
- * named barriers let the warpgroups take turns, so that one's softmax runs beside another's products.
+ * A persistent block is one warpgroup that feeds (attend_forward_feed.cuh) and GROUPS that compute, each with
+ * 64 of the block's rows. The feeder's warp 0 copies Q, K and V by TMA into two stages; warps 1 and 2 look
+ * for what is not finite in V's tiles that some row does not see whole; warp 3 plans (work.cuh) and sorts
+ * lists. A computing warpgroup walks its keys from the last to the first: S = Q K^T (wgmma, of ranges at
+ * D = 128 with Q from registers), softmax in registers, O += P V with P from registers. The next tile's
+ * Q K^T starts before this tile's softmax, and named barriers let the warpgroups take turns, so that one's
+ * softmax runs beside another's products. O leaves by TMA from where its rows' Q was, while the next piece
+ * begins.
  *
  * NaN and infinity in V reach the rows that see them and no others: a factor of 0 does not undo them. Where a
  * tile is not seen whole, the searching warps set them to 0 in shared memory, and the rows that see them add
  * them from global memory.
  *
- * Registers at D = 128: O 64, S 64, P 32 of 232; shared memory: Q 64 KB (two stages), K and V 128 KB. Limit:
- * the tensor cores, with the 16 exponentials a clock and SM close behind at D = 64.
+ * Registers at D = 128: O 64, S 64, P 32, Q 32 of 232; shared memory: Q 64 KB (two stages), K and V 128 KB.
+ * Limit: the tensor cores and the power they take, with the 16 exponentials a clock and SM close behind at
+ * D = 64.
  */
 #ifndef QUERN_CUDA_SM90_ATTEND_FORWARD_CUH
 #define QUERN_CUDA_SM90_ATTEND_FORWARD_CUH
 
-#include "common/barrier.cuh"
 #include "common/launch.cuh"
-#include "common/tma.cuh"
-#include "sm90/attend/forward_rows.cuh"
+#include "sm90/attend/attend_forward_feed.cuh"
 
 namespace sm90_forward
 {
 
-enum { STAGES = 2, MOST_LIST = 256, SEARCHERS = 2 };
-
-struct maps {
-    CUtensorMap q, k, v;
-};
-
-/* What a turn of a block walks, W of the templates below: the keys of the one mask that a call has, or blocks
- * of keys that a list names. attend_gated.cuh has another. */
-template <bool LIST> struct one_mask {
-    typedef attend_kernel call;
-    typedef sm90_forward::maps maps;
-    typedef work turn;
-    static constexpr bool LISTS = LIST, GATED = false;
-    static constexpr int TURNS = 2, LISTS_AHEAD = LIST ? 2 : 0, LIST_MOST = LIST ? MOST_LIST : 0;
-
-    static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index, int,
-                                                turn *w)
-    {
-        find_work<LIST>(a, plan, index, w);
-    }
-    static __device__ __forceinline__ bool last(int) { return true; }
-    static __device__ __forceinline__ const attend_kernel &mask(const call &a, const turn &) { return a; }
-    static __device__ __forceinline__ bool listed(const turn &) { return LIST; }
-    static __device__ __forceinline__ bool needs_q(const turn &w) { return w.slots > 0; }
-    static __device__ __forceinline__ const CUtensorMap &k(const maps &m, const turn &) { return m.k; }
-    static __device__ __forceinline__ const CUtensorMap &v(const maps &m, const turn &) { return m.v; }
-    static __device__ __forceinline__ int box(const call &, const work_plan &plan, const turn &)
-    {
-        return plan.box;
-    }
-    template <typename T, typename AT>
-    static __device__ __forceinline__ void find_gates(const call &, const turn &, char *)
-    {
-    }
-    template <typename T, typename AT, int OT>
-    static __device__ __forceinline__ void leave_rows(float (&o)[OT][4], const call &a, const turn &w,
-                                                      row_state &r, const int (&place)[2], char *)
-    {
-        store_rows<T, OT>(o, a, w, r, place);
-    }
-};
-
-template <int DK, int DV, typename W> struct shape {
-    static constexpr int GROUPS = DK == 64 && DV == 64 && !W::GATED ? 3 : 2, M = 64 * GROUPS;
-    static constexpr int KEYS = DK <= 192 && DV <= 128 ? 128
-                                : W::LISTS             ? 64
-                                                       : 80,
-                         Q_STAGES = DK <= 128 && DV <= 128 && !W::GATED ? 2 : 1;
-    static constexpr int FEED = GROUPS == 3 ? 32 : 40,
-                         COMPUTE = GROUPS == 3 ? 160 : 232; /* registers a thread */
-};
-
-/* Offsets into shared memory. */
-template <int DK, int DV, typename W> struct layout {
-    static constexpr int M = shape<DK, DV, W>::M, KEYS = shape<DK, DV, W>::KEYS,
-                         Q_STAGES = shape<DK, DV, W>::Q_STAGES;
-    static constexpr int Q = 0, Q_STAGE = M * DK * 2, K = Q + Q_STAGES * Q_STAGE, K_STAGE = KEYS * DK * 2,
-                         V = K + STAGES * K_STAGE, V_STAGE = KEYS * DV * 2;
-    static constexpr int BARS = V + STAGES * V_STAGE; /* 8 bytes each */
-    static constexpr int Q_FULL = BARS, Q_FREE = Q_FULL + 16, K_FULL = Q_FREE + 16,
-                         K_FREE = K_FULL + 8 * STAGES, V_FULL = K_FREE + 8 * STAGES;
-    static constexpr int V_FREE = V_FULL + 8 * STAGES, V_CLEAN = V_FREE + 8 * STAGES,
-                         TURN_FULL = V_CLEAN + 8 * STAGES, TURN_FREE = TURN_FULL + 8 * W::TURNS;
-    static constexpr int ODD = TURN_FREE + 8 * W::TURNS; /* [STAGES][SEARCHERS]: something was not finite */
-    static constexpr int TURN = ODD + 4 * STAGES * SEARCHERS; /* [TURNS] plans */
-    static constexpr int LIST =
-        TURN + W::TURNS * (int)sizeof(typename W::turn);                     /* [LISTS_AHEAD][LIST_MOST] */
-    static constexpr int SCRATCH = LIST + W::LISTS_AHEAD * W::LIST_MOST * 4; /* [LIST_MOST] */
-    static constexpr int GATES = SCRATCH + (W::LISTS_AHEAD > 0 ? W::LIST_MOST * 4 : 0); /* [M][3] */
-    static constexpr int SUMS = (GATES + (W::GATED ? M * 12 : 0) + 15) / 16 * 16;       /* [M][DV] */
-    static constexpr int BYTES = W::GATED ? SUMS + M * DV * 4 : SUMS;
-    static_assert(BYTES <= 227 * 1024, "more than a block can have");
-};
-
-/* work.cuh's and forward_rows.cuh's functions of a range or of a list, as a turn has it. */
-template <int KEYS, typename W> __device__ __forceinline__ seen_tiles seen_of(const typename W::turn &w)
+/* Q of a warp's rows, from row0 on of the tile at `q`, as the operand of Q K^T. */
+template <int DK, int M>
+__device__ __forceinline__ void load_queries(uint32_t (&held)[DK / 16][4], uint32_t q, int row0)
 {
-    return W::listed(w) ? find_seen<KEYS, true>(w) : find_seen<KEYS, false>(w);
-}
-
-template <int KEYS, typename W>
-__device__ __forceinline__ bool sees_tile(const attend_kernel &a, const typename W::turn &w,
-                                          const seen_tiles &seen, const int32_t *list, int t)
-{
-    return W::listed(w) ? tile_seen<KEYS, true>(a, w, seen, list, t)
-                        : tile_seen<KEYS, false>(a, w, seen, list, t);
-}
-
-template <typename W, int NT>
-__device__ __forceinline__ void hide_turn_unseen(float (&s)[NT][4], const attend_kernel &a,
-                                                 const typename W::turn &w, const int32_t *list,
-                                                 const row_state &r, int slot0)
-{
-    if (W::listed(w)) hide_unseen<NT, true>(s, a, w, list, r, slot0);
-    else hide_unseen<NT, false>(s, a, w, list, r, slot0);
-}
-
-template <typename T, int KEYS, typename W, int OT>
-__device__ __forceinline__ void add_turn_nonfinite(float (&o)[OT][4], const attend_kernel &a,
-                                                   const typename W::turn &w, const int32_t *list,
-                                                   const row_state &r, int slot0)
-{
-    if (W::listed(w)) add_nonfinite<T, KEYS, OT, true>(o, a, w, list, r, slot0);
-    else add_nonfinite<T, KEYS, OT, false>(o, a, w, list, r, slot0);
-}
-
-/* The plan of a turn, and its clean list, stand in shared memory from wait_turn() to free_turn(). */
-template <int DK, int DV, typename W>
-__device__ __forceinline__ const typename W::turn &wait_turn(char *smem, uint32_t base, int turn)
-{
-    typedef layout<DK, DV, W> at;
-    mbar_wait(base + at::TURN_FULL + 8 * (turn % W::TURNS), turn / W::TURNS & 1);
-    return ((const typename W::turn *)(smem + at::TURN))[turn % W::TURNS];
-}
-
-template <int DK, int DV, typename W> __device__ __forceinline__ const int32_t *list_of(char *smem, int turn)
-{
-    const int at = W::LISTS_AHEAD > 1 ? turn % W::LISTS_AHEAD * W::LIST_MOST : 0;
-    return (const int32_t *)(smem + layout<DK, DV, W>::LIST) + at;
-}
-
-template <int DK, int DV, typename W> __device__ __forceinline__ void free_turn(uint32_t base, int turn)
-{
-    mbar_arrive(base + layout<DK, DV, W>::TURN_FREE +
-                8 * (turn % W::TURNS)); /* each lane's, for what it read */
-}
-
-/* Warp 3 of the feeder: plans the turns, two ahead at most, and sorts their lists. The last plan has -1
- * queries. */
-template <int DK, int DV, typename W>
-__device__ __forceinline__ void plan_turns(const typename W::call &call, const work_plan &plan, char *smem,
-                                           uint32_t base)
-{
-    typedef layout<DK, DV, W> at;
-    typename W::turn w = {};
-    int32_t index = (int32_t)blockIdx.x;
-    for (int turn = 0; w.queries >= 0; turn++) {
-        if (index < plan.total) W::find(call, plan, index, turn, &w);
-        else w.queries = -1;
-        mbar_wait(base + at::TURN_FREE + 8 * (turn % W::TURNS), (turn / W::TURNS & 1) ^ 1);
-        if (W::listed(w) && w.queries > 0) {
-            const attend_kernel &a = W::mask(call, w);
-            int32_t *clean = (int32_t *)list_of<DK, DV, W>(smem, turn),
-                    *scratch = (int32_t *)(smem + at::SCRATCH);
-            const int32_t *list = a.list + w.view * a.list_stride[0] + w.unit * a.list_stride[1] +
-                                  w.list_row * a.list_stride[2];
-            w.slots = clean_by_warp(list, a.list_k, a.list_block, w.end, clean, scratch) * a.list_block;
-        }
-        if ((threadIdx.x & 31) == 0) ((typename W::turn *)(smem + at::TURN))[turn % W::TURNS] = w;
-        mbar_arrive(base + at::TURN_FULL + 8 * (turn % W::TURNS)); /* each lane's, for what it wrote */
-        if (W::last(turn)) index = next_piece(plan);
-    }
-}
-
-/* Warp 0 of the feeder: one thread copies. */
-template <int DK, int DV, typename W>
-__device__ __forceinline__ void feed(const typename W::call &call, const work_plan &plan,
-                                     const typename W::maps &m, char *smem, uint32_t base)
-{
-    typedef layout<DK, DV, W> at;
-    constexpr int KEYS = at::KEYS;
-    const bool lead = (threadIdx.x & 31) == 0;
-    int step = 0, used = 0; /* tiles and pieces so far */
-    for (int turn = 0;; turn++) {
-        const typename W::turn &w = wait_turn<DK, DV, W>(smem, base, turn);
-        if (w.queries < 0) return;
-        const int32_t *list = list_of<DK, DV, W>(smem, turn);
-        const attend_kernel &a = W::mask(call, w);
-        const int tiles = (w.slots + KEYS - 1) / KEYS, box = W::box(call, plan, w);
-        if (W::needs_q(w) && lead) {
-            const int stage = used % at::Q_STAGES;
-            const uint32_t full = base + at::Q_FULL + 8 * stage;
-            mbar_wait(base + at::Q_FREE + 8 * stage, (used / at::Q_STAGES & 1) ^ 1);
-            mbar_expect(full, DK / 64 * plan.queries * a.hs * 128);
 #pragma unroll
-            for (int p = 0; p < DK / 64; p++)
-                tma_load(base + at::Q + stage * at::Q_STAGE + p * at::M * 128, m.q, full, p * 64, w.head0,
-                         w.q0 + w.query, w.view);
-            used++;
-        }
-        auto copy = [&](const CUtensorMap &map, uint32_t to, uint32_t bar, int panels, int t) {
-            for (int r = 0; r < KEYS; r += box) {
-                const int slot = t * KEYS + r;
-                int key = w.k0 + w.base + slot;
-                if (W::listed(w)) {
-                    const int e = (int)quotient((uint32_t)slot, a.by_block);
-                    key = slot < w.slots ? w.k0 + list[e] * a.list_block + (slot - e * a.list_block)
-                                         : (int)a.sq.n_kv;
-                }
-                for (int p = 0; p < panels; p++)
-                    tma_load(to + p * KEYS * 128 + r * 128, map, bar, p * 64, w.kvh, key, w.view);
-            }
-        };
-        if (lead)
-            for (int t = tiles - 1; t >= 0; t--, step++) {
-                const int stage = step % STAGES;
-                const uint32_t parity = (step / STAGES & 1) ^ 1;
-                mbar_wait(base + at::K_FREE + 8 * stage, parity);
-                mbar_expect(base + at::K_FULL + 8 * stage, at::K_STAGE);
-                copy(W::k(m, w), base + at::K + stage * at::K_STAGE, base + at::K_FULL + 8 * stage, DK / 64,
-                     t);
-                mbar_wait(base + at::V_FREE + 8 * stage, parity);
-                mbar_expect(base + at::V_FULL + 8 * stage, at::V_STAGE);
-                copy(W::v(m, w), base + at::V + stage * at::V_STAGE, base + at::V_FULL + 8 * stage, DV / 64,
-                     t);
-            }
-        free_turn<DK, DV, W>(base, turn);
-    }
+    for (int i = 0; i < DK / 16; i++) load_a<M>(held[i], q, row0, i * 16, threadIdx.x & 31);
 }
 
-/* Warps 1 and 2 of the feeder: tiles of V that are not seen whole become finite. They free every tile, so
- * that the others neither overtake them nor are overtaken. */
-template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ void search(const typename W::call &call, char *smem, uint32_t base)
+/* Begins S = Q K^T of the first TILES * 8 keys of a tile: Q as `held`, or the warpgroup's rows at `q`. */
+template <typename T, int DK, int DV, typename W, int TILES, int HELD>
+__device__ __forceinline__ void multiply_queries(float (&s)[TILES][4], const uint32_t (&held)[HELD][4],
+                                                 uint32_t q, uint32_t k)
 {
     typedef layout<DK, DV, W> at;
-    constexpr int KEYS = at::KEYS;
-    constexpr uint32_t INFINITE =
-        __is_same(T, bf16) ? 0x7f80 : 0x7c00; /* the least bits of what is not finite */
-    const int lane = threadIdx.x & 31, searcher = (threadIdx.x >> 5) - 1;
-    int step = 0;
-    for (int turn = 0;; turn++) {
-        const typename W::turn &w = wait_turn<DK, DV, W>(smem, base, turn);
-        if (w.queries < 0) return;
-        const int32_t *list = list_of<DK, DV, W>(smem, turn);
-        const attend_kernel &a = W::mask(call, w);
-        const seen_tiles seen = seen_of<KEYS, W>(w);
-        for (int t = (w.slots + KEYS - 1) / KEYS - 1; t >= 0; t--, step++) {
-            const int stage = step % STAGES;
-            mbar_wait(base + at::V_FULL + 8 * stage, step / STAGES & 1);
-            if (sees_tile<KEYS, W>(a, w, seen, list, t)) {
-                if (lane == 0) mbar_arrive(base + at::V_FREE + 8 * stage);
-                continue;
-            }
-            char *tile = smem + at::V + stage * at::V_STAGE;
-            uint32_t most = 0; /* of the bits without their signs, two values a word */
-#pragma unroll 4
-            for (int i = (searcher * 32 + lane) * 16; i < at::V_STAGE; i += SEARCHERS * 512) {
-                const uint4 x = *(const uint4 *)(tile + i);
-                most = __vmaxu2(most, __vmaxu2(__vmaxu2(x.x & 0x7fff7fff, x.y & 0x7fff7fff),
-                                               __vmaxu2(x.z & 0x7fff7fff, x.w & 0x7fff7fff)));
-            }
-            bool odd = (most & 0xffff) >= INFINITE || most >> 16 >= INFINITE;
-            if (odd) {
-#pragma unroll 1
-                for (int i = (searcher * 32 + lane) * 16; i < at::V_STAGE; i += SEARCHERS * 512) {
-#pragma unroll 1
-                    for (int j = 0; j < 16; j += 2) {
-                        uint16_t *x = (uint16_t *)(tile + i + j);
-                        if ((*x & 0x7fff) >= INFINITE) *x = 0;
-                    }
-                }
-            }
-            async_fence();
-            odd = __any_sync(~0u, odd);
-            if (lane == 0) ((int32_t *)(smem + at::ODD))[stage * SEARCHERS + searcher] = odd;
-            mbar_arrive(base + at::V_CLEAN + 8 * stage); /* each lane's, for what it wrote */
-            if (lane == 0) mbar_arrive(base + at::V_FREE + 8 * stage);
+    const uint64_t rows = wg_fresh(wg_tile(q, 0)), keys = wg_fresh(wg_tile(k, 0));
+#pragma unroll
+    for (int c = 0; c < DK; c += 16) {
+        const uint64_t da = wg_further(rows, (c >> 6) * (at::M * 128) + (c & 63) * 2),
+                       db = wg_further(keys, (c >> 6) * (at::KEYS * 128) + (c & 63) * 2);
+        if constexpr (shape<DK, DV, W>::HELD) {
+            if (c == 0) wg_rs_wide<T, TILES * 8, false, false>(s, held[c / 16], db);
+            else wg_rs_wide<T, TILES * 8, true, false>(s, held[c / 16], db);
+        } else {
+            if (c == 0) wg_ss_wide<T, TILES * 8, false>(s, da, db);
+            else wg_ss_wide<T, TILES * 8, true>(s, da, db);
         }
-        free_turn<DK, DV, W>(base, turn);
     }
+    wg_commit();
+}
+
+/* O += P V of a tile. */
+template <typename T, int DV, int KEYS>
+__device__ __forceinline__ void multiply_values(float (&o)[DV / 8][4], const uint32_t (&p)[KEYS / 16][4],
+                                                uint32_t tile)
+{
+    const uint64_t v = wg_fresh(wg_tile(tile, KEYS * 128));
+    wg_start();
+#pragma unroll
+    for (int c = 0; c < KEYS; c += 16) wg_rs_wide<T, DV, true, true>(o, p[c / 16], wg_further(v, c * 128));
+    wg_commit();
+}
+
+/* Waits until V of a tile that some row does not see whole is searched; whether something was not finite. */
+template <int DK, int DV, typename W>
+__device__ __forceinline__ bool wait_clean(const char *smem, uint32_t base, int stage, uint32_t *parities)
+{
+    typedef layout<DK, DV, W> at;
+    mbar_wait(base + at::V_CLEAN + 8 * stage, *parities >> stage & 1);
+    *parities ^= 1u << stage;
+    const int32_t *found = (const int32_t *)(smem + at::ODD) + stage * SEARCHERS;
+    return __shfl_sync(~0u, (threadIdx.x & 31) == 0 ? found[0] | found[1] : 0, 0) != 0; /* lane 0 frees V */
+}
+
+/* Leaves O of a warp's rows to the copy engine, which reads it from their place in the tile of Q at `tile`;
+ * false where the piece is not whole or O's rows are none of its boxes. */
+template <typename T, int DK, int DV, typename W, int OT>
+__device__ __forceinline__ bool
+send_rows(const float (&o)[OT][4], const attend_kernel &a, const work_plan &plan, const typename W::maps &m,
+          const typename W::turn &w, const row_state &r, const int (&place)[2], uint32_t tile)
+{
+    if (m.heads == 0 || w.queries < plan.queries) return false;
+    constexpr int M = layout<DK, DV, W>::M;
+    const int row0 = __shfl_sync(~0u, place[0], 0), n = (int)quotient((uint32_t)row0, a.by_hs);
+    leave_tile<T, M>(o, a, w, r, place, tile, row0);
+    if ((threadIdx.x & 31) == 0) {
+#pragma unroll
+        for (int p = 0; p < DV / 64; p++)
+            tma_store(m.o, tile + p * (M * 128) + row0 * 128, p * 64, w.head0 + row0 - n * a.hs,
+                      w.q0 + w.query + n, w.view);
+        tma_commit();
+    }
+    return true;
 }
 
 /* A computing warpgroup. */
 template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ void compute(const typename W::call &call, char *smem, uint32_t base, int group)
+__device__ __forceinline__ void compute(const typename W::call &call, const work_plan &plan,
+                                        const typename W::maps &m, char *smem, uint32_t base, int group)
 {
     typedef layout<DK, DV, W> at;
-    constexpr int KEYS = at::KEYS, M = at::M, GROUPS = shape<DK, DV, W>::GROUPS, NT = KEYS / 8, OT = DV / 8;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, own = 1 + group,
+    typedef shape<DK, DV, W> sh;
+    constexpr int KEYS = at::KEYS, GROUPS = sh::GROUPS, NT = KEYS / 8, OT = DV / 8, QS = at::Q_STAGES;
+    const int lane = threadIdx.x & 31, row0 = group * 64 + (threadIdx.x >> 5 & 3) * 16, own = 1 + group,
               next = 1 + (group + 1) % GROUPS;
-    const int place[2] = {group * 64 + warp * 16 + (lane >> 2), group * 64 + warp * 16 + (lane >> 2) + 8};
-    int step = 0, used = 0;
-    uint32_t clean = 0; /* the parity of each stage's V_CLEAN */
+    const int place[2] = {row0 + (lane >> 2), row0 + (lane >> 2) + 8};
+    int step = 0, used = 0, owed = -1; /* owed: the stage of Q where a copy may still read O */
+    uint32_t clean = 0;                /* the parity of each stage's V_CLEAN */
     auto arrive = [&](uint32_t bar) {
         if (lane == 0) mbar_arrive(base + bar);
     };
     if (group == GROUPS - 1) named_arrive(1, 256); /* the first warpgroup goes first */
     for (int turn = 0;; turn++) {
         const typename W::turn &w = wait_turn<DK, DV, W>(smem, base, turn);
-        if (w.queries < 0) return;
+        if (w.queries < 0) break;
         const attend_kernel &a = W::mask(call, w);
         const int32_t *list = list_of<DK, DV, W>(smem, turn);
         const int tiles = (w.slots + KEYS - 1) / KEYS;
+        const uint32_t q_tile = base + at::Q + used % QS * at::Q_STAGE;
         const seen_tiles seen = seen_of<KEYS, W>(w); /* at DV = 256 registers are too few to keep it */
+        bool sent = false;
         row_state r = begin_rows(a, w, place);
         float o[OT][4] = {}, s[NT][4], shrink[2];
-        uint32_t p[NT / 2][4];
-        auto scores = [&](int stage) {
-            const uint64_t q = wg_fresh(wg_tile(
-                               base + at::Q + used % at::Q_STAGES * at::Q_STAGE + group * 64 * 128, 0)),
-                           k = wg_fresh(wg_tile(base + at::K + stage * at::K_STAGE, 0));
-#pragma unroll
-            for (int c = 0; c < DK; c += 16) {
-                const uint64_t da = wg_further(q, (c >> 6) * (M * 128) + (c & 63) * 2),
-                               db = wg_further(k, (c >> 6) * (KEYS * 128) + (c & 63) * 2);
-                if (c == 0) wg_ss_wide<T, KEYS, false>(s, da, db);
-                else wg_ss_wide<T, KEYS, true>(s, da, db);
-            }
-            wg_commit();
+        uint32_t p[NT / 2][4], held[sh::HELD ? DK / 16 : 1][4];
+        auto sees = [&](int t) {
+            return sees_tile<KEYS, W>(a, w, DV > 128 ? seen_of<KEYS, W>(w) : seen, list, t);
         };
-        /* O += P V of tile t, once V is there and, where some row does not see all of it, clean. */
-        auto values = [&](int stage, int at_step, int t) {
-            mbar_wait(base + at::V_FULL + 8 * stage, at_step / STAGES & 1);
-            if (!sees_tile<KEYS, W>(a, w, DV > 128 ? seen_of<KEYS, W>(w) : seen, list, t)) {
-                mbar_wait(base + at::V_CLEAN + 8 * stage, clean >> stage & 1);
-                clean ^= 1u << stage;
-                const int32_t *found = (const int32_t *)(smem + at::ODD) + stage * SEARCHERS;
-                if (__shfl_sync(~0u, lane == 0 ? found[0] | found[1] : 0, 0) != 0) /* lane 0 frees V */
-                    add_turn_nonfinite<T, KEYS, W>(o, a, w, list, r, t * KEYS);
-            }
-            const uint64_t v = wg_fresh(wg_tile(base + at::V + stage * at::V_STAGE, KEYS * 128));
+        auto scores = [&](auto &part, int stage) {
+            multiply_queries<T, DK, DV, W>(part, held, q_tile + group * 64 * 128,
+                                           base + at::K + stage * at::K_STAGE);
+        };
+        auto weigh = [&](auto &part, int stage, int t) {
+            arrive(at::K_FREE + 8 * stage);
+            if (!sees(t)) hide_turn_unseen<W>(part, a, w, list, r, t * KEYS);
+            softmax(part, r, shrink, a.scale_log2);
+        };
+        auto begin = [&](auto &part, auto &packed, int stage) {
             wg_start();
-#pragma unroll
-            for (int c = 0; c < KEYS; c += 16)
-                wg_rs_wide<T, DV, true, true>(o, p[c / 16], wg_further(v, c * 128));
-            wg_commit();
+            scores(part, stage);
+            W::template find_gates<T, at>(call, w, smem);
+            wg_wait<0>(part);
+            weigh(part, stage, tiles - 1);
+            pack_rows<T>(part, packed);
+        };
+        auto values = [&](int at_step, int t) {
+            const int stage = at_step % STAGES;
+            mbar_wait(base + at::V_FULL + 8 * stage, at_step / STAGES & 1);
+            if (!sees(t) && wait_clean<DK, DV, W>(smem, base, stage, &clean))
+                add_turn_nonfinite<T, KEYS, W>(o, a, w, list, r, t * KEYS);
+            multiply_values<T, DV, KEYS>(o, p, base + at::V + stage * at::V_STAGE);
         };
         if (tiles > 0) {
-            int stage = step % STAGES;
-            mbar_wait(base + at::Q_FULL + 8 * (used % at::Q_STAGES), used / at::Q_STAGES & 1);
-            mbar_wait(base + at::K_FULL + 8 * stage, step / STAGES & 1);
-            wg_start();
-            scores(stage);
-            W::template find_gates<T, at>(call, w, smem);
-            wg_wait<0>(s);
-            arrive(at::K_FREE + 8 * stage);
-            if (!sees_tile<KEYS, W>(a, w, DV > 128 ? seen_of<KEYS, W>(w) : seen, list, tiles - 1))
-                hide_turn_unseen<W>(s, a, w, list, r, (tiles - 1) * KEYS);
-            softmax(s, r, shrink, a.scale_log2);
-            pack_rows<T>(s, p);
+            mbar_wait(base + at::Q_FULL + 8 * (used % QS), used / QS & 1);
+            if constexpr (sh::HELD) load_queries<DK, at::M>(held, q_tile, row0);
+            mbar_wait(base + at::K_FULL + 8 * (step % STAGES), step / STAGES & 1);
+            if (sh::HALVES && w.slots - (tiles - 1) * KEYS <= KEYS / 2) {
+                begin(first_half(s), first_half(p), step % STAGES);
+                clear_second_half(p);
+            } else {
+                begin(s, p, step % STAGES);
+            }
+            if (owed >= 0 && lane == 0) tma_wait_read();
+            if (owed >= 0) arrive(at::Q_FREE + 8 * owed);
+            owed = -1;
             for (int t = tiles - 2; t >= 0; t--) {
-                const int before = step, last = stage;
                 step++;
-                stage = step % STAGES;
-                mbar_wait(base + at::K_FULL + 8 * stage, step / STAGES & 1);
+                mbar_wait(base + at::K_FULL + 8 * (step % STAGES), step / STAGES & 1);
                 named_sync(own, 256);
                 wg_start();
-                scores(stage);
-                values(last, before, t + 1);
+                scores(s, step % STAGES);
+                values(step - 1, t + 1);
                 named_arrive(next, 256);
                 wg_wait<1>(s);
-                arrive(at::K_FREE + 8 * stage);
-                if (!sees_tile<KEYS, W>(a, w, DV > 128 ? seen_of<KEYS, W>(w) : seen, list, t))
-                    hide_turn_unseen<W>(s, a, w, list, r, t * KEYS);
-                softmax(s, r, shrink, a.scale_log2);
+                weigh(s, step % STAGES, t);
                 wg_wait<0>(o);
-                arrive(at::V_FREE + 8 * last);
+                arrive(at::V_FREE + 8 * ((step - 1) % STAGES));
                 pack_rows<T>(s, p);
-                if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f))
-#pragma unroll
-                    for (int i = 0; i < OT; i++)
-#pragma unroll
-                        for (int c = 0; c < 4; c++) o[i][c] *= shrink[c >> 1];
+                if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) shrink_rows(o, shrink);
             }
-            if (!W::GATED) arrive(at::Q_FREE + 8 * (used % at::Q_STAGES));
-            values(stage, step, 0);
+            if (!W::GATED && !sh::BULK) arrive(at::Q_FREE + 8 * (used % QS));
+            values(step, 0);
             wg_wait<0>(o);
-            arrive(at::V_FREE + 8 * stage);
-            step++, used += !W::GATED;
+            arrive(at::V_FREE + 8 * (step % STAGES));
+            step++;
+            if constexpr (sh::BULK) sent = send_rows<T, DK, DV, W>(o, a, plan, m, w, r, place, q_tile);
+            if (sent) owed = used % QS;
+            else if (sh::BULK) arrive(at::Q_FREE + 8 * (used % QS));
+            used += !W::GATED;
         }
-        if (w.queries > 0) W::template leave_rows<T, at>(o, call, w, r, place, smem);
+        if (w.queries > 0 && !sent) W::template leave_rows<T, at>(o, call, w, r, place, smem);
         if (W::GATED && W::last(turn) && w.queries > 0) arrive(at::Q_FREE), used++;
         free_turn<DK, DV, W>(base, turn);
     }
+    if (sh::BULK && lane == 0) tma_wait_read();
 }
 
 /* A block of threads. */
@@ -428,7 +237,7 @@ __device__ __forceinline__ void take_turns(const typename W::call &call, const w
         else plan_turns<DK, DV, W>(call, plan, smem, base);
     } else {
         registers_up<sh::COMPUTE>();
-        compute<T, DK, DV, W>(call, smem, base, group - 1);
+        compute<T, DK, DV, W>(call, plan, m, smem, base, group - 1);
     }
 #endif
 }
@@ -457,6 +266,13 @@ static inline work_plan plan_of(const attend_args *args, const attend_kernel &a,
     return plan;
 }
 
+/* Heads of a box of 16 rows, some queries with their `hs` heads or some heads of one; 0: rows fill none. */
+static inline int box_heads(int hs)
+{
+    const int heads = hs < 16 ? hs : 16;
+    return 16 % heads == 0 && hs % heads == 0 ? heads : 0;
+}
+
 template <typename T, int DK, int DV, bool LISTED>
 static quern_status launch(const attend_args *args, const attend_kernel &a, const sm90_device &device,
                            void *workspace, cudaStream_t stream)
@@ -466,6 +282,8 @@ static quern_status launch(const attend_args *args, const attend_kernel &a, cons
     if (plan.total == 0) return QUERN_OK;
     maps m;
     quern_status status = tma_describe(&m.q, args->q, a.hs, plan.queries);
+    m.heads = sh::BULK && tma_can(args->o) ? box_heads(a.hs) : 0;
+    if (status == QUERN_OK && m.heads > 0) status = tma_describe(&m.o, args->o, m.heads, 16 / m.heads);
     if (status == QUERN_OK) status = tma_describe(&m.k, args->k, 1, plan.box);
     if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, plan.box);
     if (status == QUERN_OK) status = sm90_count_from_zero(plan.total, device, workspace, stream, &plan.taken);

@@ -8,6 +8,7 @@
 #ifndef QUERN_CUDA_SM90_FORWARD_ROWS_CUH
 #define QUERN_CUDA_SM90_FORWARD_ROWS_CUH
 
+#include "common/barrier.cuh"
 #include "sm90/attend/attend.cuh"
 #include "sm90/attend/work.cuh"
 
@@ -110,6 +111,20 @@ __device__ __forceinline__ void transpose4(uint32_t (&w)[4])
     w[3] = high ? x[3] : d;
 }
 
+/* row_keys() without its division of 64 bits. */
+__device__ __forceinline__ void near_row_keys(const attend_kernel &a, const work &w, int query, int *lo,
+                                              int *hi)
+{
+    if (a.mask != ATTEND_COMPRESSED || !a.causal || a.block_size > INT32_MAX || a.stride > INT32_MAX) {
+        row_keys(a, sequence_of(w), query, lo, hi);
+        return;
+    }
+    const int newest = a.visibility == ENTRY_COMPLETE ? query - (int)a.block_size + 1 : query,
+              end = newest < 0 ? 0 : (int)((uint32_t)newest / (uint32_t)a.stride) + 1;
+    *lo = 0;
+    *hi = end < w.nk ? end : w.nk;
+}
+
 /* The state of a thread's two rows before their first key. */
 __device__ __forceinline__ row_state begin_rows(const attend_kernel &a, const work &w, const int (&place)[2])
 {
@@ -117,7 +132,7 @@ __device__ __forceinline__ row_state begin_rows(const attend_kernel &a, const wo
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int n = (int)quotient((uint32_t)place[h], a.by_hs);
-        if (n < w.queries) row_keys(a, sequence_of(w), w.query + n, &r.lo[h], &r.hi[h]);
+        if (n < w.queries) near_row_keys(a, w, w.query + n, &r.lo[h], &r.hi[h]);
     }
     return r;
 }
@@ -169,6 +184,56 @@ __device__ __forceinline__ void store_rows(float (&o)[OT][4], const attend_kerne
         T *to = (T *)a.o.p + (int64_t)w.view * a.o.s[0] + row * a.o.s[1] + head * a.o.s[2];
         store_row<T, OT>(o, h, inverse, to, mine, a.dim_v);
     }
+}
+
+/* The same, but O goes to rows row0 ... of a tile of M rows in shared memory, as the copy engine reads it.
+ * All of the warp's rows are there. */
+template <typename T, int M, int OT>
+__device__ __forceinline__ void leave_tile(const float (&o)[OT][4], const attend_kernel &a, const work &w,
+                                           const row_state &r, const int (&place)[2], uint32_t tile, int row0)
+{
+    const int lane = threadIdx.x & 31;
+    float by[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int n = (int)quotient((uint32_t)place[h], a.by_hs), head = place[h] - n * a.hs + w.head0;
+        const float sum = end_row(a, w, r, h, head, (int64_t)w.q0 + w.query + n, true);
+        by[h] = sum == 0.0f ? 0.0f : 1.0f / sum;
+    }
+#pragma unroll
+    for (int i = 0; i < OT; i += 2) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) { /* + 0 as in store_row() */
+            const float *x = &o[i + (j >> 1)][(j & 1) * 2];
+            words[j] = pack2<T>(x[0] * by[j & 1] + 0.0f, x[1] * by[j & 1] + 0.0f);
+        }
+        stmatrix4(tile + tile_at<M>(row0 + (lane & 15), i + (lane >> 4)), words);
+    }
+    async_fence();
+    __syncwarp();
+}
+
+/* O's rows times what their exponentials shrank by. */
+template <int OT> __device__ __forceinline__ void shrink_rows(float (&o)[OT][4], const float (&shrink)[2])
+{
+#pragma unroll
+    for (int i = 0; i < OT; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) o[i][c] *= shrink[c >> 1];
+}
+
+/* The half of a tile's S or P that is of its first keys, and the other one as 0. */
+template <typename X, int N> __device__ __forceinline__ X (&first_half(X (&x)[N][4]))[N / 2][4]
+{
+    return *(X(*)[N / 2][4]) x;
+}
+template <int N> __device__ __forceinline__ void clear_second_half(uint32_t (&p)[N][4])
+{
+#pragma unroll
+    for (int i = N / 2; i < N; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) p[i][j] = 0;
 }
 
 /* Probabilities as the operand of P V. */
