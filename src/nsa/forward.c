@@ -98,6 +98,7 @@ static bool carve_fused(nsa_call *c, arena *a, size_t *scratch)
     c->fused.branches = c->params.branches;
     c->fused.select = c->select;
     c->fused.select_given = !c->use_select;
+    c->fused.behind_compress = c->use_compress;
     c->fused.gate = nsa_gate_args(c);
     if (!STAGE_TAKES(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused, why)) {
         *a = before;

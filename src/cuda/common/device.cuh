@@ -164,6 +164,23 @@ static inline int64_t piece_bound(const stage_seqs &s, int64_t unit, int64_t per
 }
 
 /* Division of x < 2^31 by a number known at launch: one multiplication. */
+/* Lets a kernel that is launched behind this one (launch_behind) start; it waits with wait_for_before() for
+ * what this one writes. */
+__device__ __forceinline__ void let_next_start()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* Waits until the kernels before this one have ended, where it was launched behind them. */
+__device__ __forceinline__ void wait_for_before()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 struct fast_div {
     uint32_t d, m, s;
 };

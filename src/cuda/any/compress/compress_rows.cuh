@@ -24,6 +24,7 @@ template <typename T, bool VEC, bool ONCE>
 __global__ void __launch_bounds__(THREADS) compress_mean(const __grid_constant__ compress_kernel a)
 {
     __shared__ float4 shares[PARTS - 1][2][COLUMNS];
+    let_next_start();
     const int chunks_k = a.side[0].dim / CHUNK * a.heads, column = threadIdx.x % COLUMNS,
               part = threadIdx.x / COLUMNS;
     const int groups = (chunks_k + a.side[1].dim / CHUNK * a.heads + COLUMNS - 1) / COLUMNS;

@@ -5,26 +5,8 @@
 #ifndef QUERN_CUDA_SELECT_LISTS_CUH
 #define QUERN_CUDA_SELECT_LISTS_CUH
 
+#include "any/select/contest.cuh"
 #include "any/select/select_launch.cuh"
-
-/* Larger is better; 0 is reserved for an empty slot. */
-__device__ __forceinline__ uint32_t order_of(float x)
-{
-    if (isnan(x)) return 1;
-    const uint32_t u = __float_as_uint(x == 0.0f ? 0.0f : x);
-    return (u & 0x80000000u ? ~u : u | 0x80000000u);
-}
-
-/* The same order for x >= +0 or NaN, which -1 stands for. */
-__device__ __forceinline__ uint32_t order_of_sum(float x)
-{
-    return __float_as_uint(fmaxf(x, -1.0f)) ^ 0x80000000u;
-}
-
-__device__ __forceinline__ int64_t q_end_of(int64_t first, int64_t tile, int64_t nq)
-{
-    return first + tile < nq ? first + tile : nq;
-}
 
 /* One list being filled: sorted by falling order; entries of equal order in order of arrival. Warp-wide. */
 struct best_list {
@@ -244,28 +226,6 @@ template <typename T> struct list_run {
     int lists, head0, unit;
     const T *q, *k;
 };
-
-/* What a list chooses from: blocks [0, candidates) but for the forced ones, [0, f0) and [g0, g1); `size` of
- * them. */
-struct contest {
-    int candidates, f0, g0, g1, size;
-};
-
-__device__ __forceinline__ contest find_contest(const select_kernel &s, int64_t nq, int64_t q0)
-{
-    contest x;
-    x.candidates = (int)mask_blocks_seen(s.a.causal != 0, nq, q_end_of(q0, s.a.tile, nq) - 1, s.select_block);
-    x.f0 = s.forced_first < x.candidates ? s.forced_first : x.candidates, x.g0 = 0, x.g1 = 0;
-    if (s.a.causal && s.forced_local > 0) {
-        x.g1 = x.candidates;
-        x.g0 = (int)(q0 / s.select_block) - (s.forced_local - 1);
-        if (x.g0 < x.f0) x.g0 = x.f0;
-        if (x.g0 > x.g1) x.g0 = x.g1;
-    }
-    const int left = s.k - (x.f0 + (x.g1 - x.g0));
-    x.size = left > 0 ? left : 0;
-    return x;
-}
 
 /* One warp's list as it is filled. */
 struct own_list {

@@ -72,15 +72,26 @@ __device__ __forceinline__ void multiply_values(float (&o)[DV / 8][4], const uin
     wg_commit();
 }
 
-/* Waits until V of a tile that some row does not see whole is searched; whether something was not finite. */
+/* Waits until V of a tile is searched; whether something was not finite. */
 template <int DK, int DV, typename W>
 __device__ __forceinline__ bool wait_clean(const char *smem, uint32_t base, int stage, uint32_t *parities)
 {
     typedef layout<DK, DV, W> at;
     mbar_wait(base + at::V_CLEAN + 8 * stage, *parities >> stage & 1);
     *parities ^= 1u << stage;
-    const int32_t *found = (const int32_t *)(smem + at::ODD) + stage * SEARCHERS;
-    return __shfl_sync(~0u, (threadIdx.x & 31) == 0 ? found[0] | found[1] : 0, 0) != 0; /* lane 0 frees V */
+    const int32_t *found = (const int32_t *)(smem + at::ODD) + stage * HELPERS;
+    const int odd = (threadIdx.x & 31) == 0 ? found[0] | found[W::SEARCHERS - 1] : 0;
+    return __shfl_sync(~0u, odd, 0) != 0; /* lane 0 frees V */
+}
+
+/* Adds to the rows that see it what is not finite in the V of tile t. */
+template <typename T, typename AT, typename W, int OT>
+__device__ __forceinline__ void add_found(float (&o)[OT][4], const typename W::call &call,
+                                          const typename W::turn &w, const int32_t *list, const row_state &r,
+                                          const int (&place)[2], int t, char *smem)
+{
+    if constexpr (W::MASKS) W::template add_nonfinite<T, AT>(o, call, w, r, place, t, smem);
+    else add_turn_nonfinite<T, AT::KEYS, W>(o, W::mask(call, w), w, list, r, t * AT::KEYS);
 }
 
 /* Leaves O of a warp's rows to the copy engine, which reads it from their place in the tile of Q at `tile`;
@@ -124,6 +135,7 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
     for (int turn = 0;; turn++) {
         const typename W::turn &w = wait_turn<DK, DV, W>(smem, base, turn);
         if (w.queries < 0) break;
+        wait_list<DK, DV, W>(w, base, turn);
         const attend_kernel &a = W::mask(call, w);
         const int32_t *list = list_of<DK, DV, W>(smem, turn);
         const int tiles = (w.slots + KEYS - 1) / KEYS;
@@ -143,12 +155,12 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
         auto weigh = [&](auto &part, int stage, int t) {
             arrive(at::K_FREE + 8 * stage);
             if (!sees(t)) hide_turn_unseen<W>(part, a, w, list, r, t * KEYS);
-            softmax(part, r, shrink, a.scale_log2);
+            if constexpr (W::MASKS) W::template weigh<at>(part, call, w, r, shrink, place, t, smem);
+            else softmax(part, r, shrink, a.scale_log2);
         };
         auto begin = [&](auto &part, auto &packed, int stage) {
             wg_start();
             scores(part, stage);
-            W::template find_gates<T, at>(call, w, smem);
             wg_wait<0>(part);
             weigh(part, stage, tiles - 1);
             pack_rows<T>(part, packed);
@@ -156,8 +168,9 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
         auto values = [&](int at_step, int t) {
             const int stage = at_step % STAGES;
             mbar_wait(base + at::V_FULL + 8 * stage, at_step / STAGES & 1);
-            if (!sees(t) && wait_clean<DK, DV, W>(smem, base, stage, &clean))
-                add_turn_nonfinite<T, KEYS, W>(o, a, w, list, r, t * KEYS);
+            if (searches_tile<W>(w, [&] { return sees(t); }) &&
+                wait_clean<DK, DV, W>(smem, base, stage, &clean))
+                add_found<T, at, W>(o, call, w, list, r, place, t, smem);
             multiply_values<T, DV, KEYS>(o, p, base + at::V + stage * at::V_STAGE);
         };
         if (tiles > 0) {
@@ -198,6 +211,8 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
             else if (sh::BULK) arrive(at::Q_FREE + 8 * (used % QS));
             used += !W::GATED;
         }
+        if constexpr (W::MASKS) W::template choose_blocks<at>(s, call, w, r, smem);
+        if (W::GATED && w.queries > 0) mbar_wait(base + at::GATES_FULL, used & 1);
         if (w.queries > 0 && !sent) W::template leave_rows<T, at>(o, call, w, r, place, smem);
         if (W::GATED && W::last(turn) && w.queries > 0) arrive(at::Q_FREE), used++;
         free_turn<DK, DV, W>(base, turn);
@@ -220,12 +235,14 @@ __device__ __forceinline__ void take_turns(const typename W::call &call, const w
             mbar_init(base + at::Q_FULL + 8 * i, 1), mbar_init(base + at::Q_FREE + 8 * i, 4 * sh::GROUPS);
             mbar_init(base + at::K_FULL + 8 * i, 1), mbar_init(base + at::K_FREE + 8 * i, 4 * sh::GROUPS);
             mbar_init(base + at::V_FULL + 8 * i, 1),
-                mbar_init(base + at::V_FREE + 8 * i, 4 * sh::GROUPS + SEARCHERS);
-            mbar_init(base + at::V_CLEAN + 8 * i, SEARCHERS * WARP_ARRIVALS);
+                mbar_init(base + at::V_FREE + 8 * i, 4 * sh::GROUPS + (W::GATED ? 0 : W::SEARCHERS));
+            mbar_init(base + at::V_CLEAN + 8 * i, W::SEARCHERS * WARP_ARRIVALS);
         }
         for (int i = 0; i < W::TURNS; i++)
             mbar_init(base + at::TURN_FULL + 8 * i, WARP_ARRIVALS),
-                mbar_init(base + at::TURN_FREE + 8 * i, (1 + SEARCHERS + 4 * sh::GROUPS) * WARP_ARRIVALS);
+                mbar_init(base + at::TURN_FREE + 8 * i, (1 + HELPERS + 4 * sh::GROUPS) * WARP_ARRIVALS);
+        if (W::GATED)
+            mbar_init(base + at::GATES_FULL, WARP_ARRIVALS), mbar_init(base + at::LIST_FULL, WARP_ARRIVALS);
         mbar_init_done();
     }
     __syncthreads();
@@ -233,8 +250,12 @@ __device__ __forceinline__ void take_turns(const typename W::call &call, const w
     if (group == 0) {
         registers_down<sh::FEED>();
         if (warp == 0) feed<DK, DV, W>(call, plan, m, smem, base);
-        else if (warp <= SEARCHERS) search<T, DK, DV, W>(call, smem, base);
-        else plan_turns<DK, DV, W>(call, plan, smem, base);
+        else if constexpr (!W::GATED) {
+            if (warp <= HELPERS) search<T, DK, DV, W>(call, smem, base);
+            else plan_turns<DK, DV, W>(call, plan, smem, base);
+        } else if (warp == 1) W::template help<T, DK, DV, W>(call, smem, base);
+        else if (warp == 2) W::template leave_gates<T, DK, DV, W>(call, smem, base);
+        else W::template plan_pieces<DK, DV, W>(call, plan, smem, base);
     } else {
         registers_up<sh::COMPUTE>();
         compute<T, DK, DV, W>(call, plan, m, smem, base, group - 1);

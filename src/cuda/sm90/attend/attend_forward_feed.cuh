@@ -11,7 +11,7 @@
 namespace sm90_forward
 {
 
-enum { STAGES = 2, MOST_LIST = 256, SEARCHERS = 2 };
+enum { STAGES = 2, MOST_LIST = 256, HELPERS = 2 }; /* the feeder's warps beside those that copy and plan */
 
 struct maps {
     CUtensorMap q, k, v, o;
@@ -24,8 +24,9 @@ template <bool LIST> struct one_mask {
     typedef attend_kernel call;
     typedef sm90_forward::maps maps;
     typedef work turn;
-    static constexpr bool LISTS = LIST, GATED = false;
-    static constexpr int TURNS = 2, LISTS_AHEAD = LIST ? 2 : 0, LIST_MOST = LIST ? MOST_LIST : 0;
+    static constexpr bool LISTS = LIST, GATED = false, MASKS = false;
+    static constexpr int TURNS = 2, LISTS_AHEAD = LIST ? 2 : 0, LIST_MOST = LIST ? MOST_LIST : 0,
+                         SEARCHERS = HELPERS, EXTRA = 0;
 
     static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index, int,
                                                 turn *w)
@@ -35,16 +36,13 @@ template <bool LIST> struct one_mask {
     static __device__ __forceinline__ bool last(int) { return true; }
     static __device__ __forceinline__ const attend_kernel &mask(const call &a, const turn &) { return a; }
     static __device__ __forceinline__ bool listed(const turn &) { return LIST; }
+    static __device__ __forceinline__ bool makes_list(const call &) { return false; }
     static __device__ __forceinline__ bool needs_q(const turn &w) { return w.slots > 0; }
     static __device__ __forceinline__ const CUtensorMap &k(const maps &m, const turn &) { return m.k; }
     static __device__ __forceinline__ const CUtensorMap &v(const maps &m, const turn &) { return m.v; }
     static __device__ __forceinline__ int box(const call &, const work_plan &plan, const turn &)
     {
         return plan.box;
-    }
-    template <typename T, typename AT>
-    static __device__ __forceinline__ void find_gates(const call &, const turn &, char *)
-    {
     }
     template <typename T, typename AT, int OT>
     static __device__ __forceinline__ void leave_rows(float (&o)[OT][4], const call &a, const turn &w,
@@ -60,8 +58,12 @@ template <int DK, int DV, typename W> struct shape {
                                 : W::LISTS             ? 64
                                                        : 80,
                          Q_STAGES = DK <= 128 && DV <= 128 && !W::GATED ? 2 : 1;
-    static constexpr int FEED = GROUPS == 3 ? 32 : 40,
-                         COMPUTE = GROUPS == 3 ? 160 : 232; /* registers a thread */
+    static constexpr int FEED = W::GATED      ? 72
+                                : GROUPS == 3 ? 32
+                                              : 40,
+                         COMPUTE = W::GATED      ? 216
+                                   : GROUPS == 3 ? 160
+                                                 : 232; /* registers a thread */
     /* Of ranges, Q stays in registers, which saves a fifth of what the products read of shared memory, and
      * the tile that a turn begins with may be half a tile. With lists the registers do not suffice: ptxas
      * would let no products overlap. O leaves by the copy engine, through its rows' place of Q. */
@@ -80,13 +82,15 @@ template <int DK, int DV, typename W> struct layout {
                          K_FREE = K_FULL + 8 * STAGES, V_FULL = K_FREE + 8 * STAGES;
     static constexpr int V_FREE = V_FULL + 8 * STAGES, V_CLEAN = V_FREE + 8 * STAGES,
                          TURN_FULL = V_CLEAN + 8 * STAGES, TURN_FREE = TURN_FULL + 8 * W::TURNS;
-    static constexpr int ODD = TURN_FREE + 8 * W::TURNS; /* [STAGES][SEARCHERS]: something was not finite */
-    static constexpr int TURN = ODD + 4 * STAGES * SEARCHERS; /* [TURNS] plans */
+    static constexpr int ODD = TURN_FREE + 8 * W::TURNS;    /* [STAGES][HELPERS]: something was not finite */
+    static constexpr int TURN = ODD + 4 * STAGES * HELPERS; /* [TURNS] plans */
     static constexpr int LIST =
         TURN + W::TURNS * (int)sizeof(typename W::turn);                     /* [LISTS_AHEAD][LIST_MOST] */
     static constexpr int SCRATCH = LIST + W::LISTS_AHEAD * W::LIST_MOST * 4; /* [LIST_MOST] */
     static constexpr int GATES = SCRATCH + (W::LISTS_AHEAD > 0 ? W::LIST_MOST * 4 : 0); /* [M][3] */
-    static constexpr int SUMS = (GATES + (W::GATED ? M * 12 : 0) + 15) / 16 * 16;       /* [M][DV] */
+    static constexpr int GATES_FULL = (GATES + (W::GATED ? M * 12 : 0) + 15) / 16 * 16,
+                         LIST_FULL = GATES_FULL + 8, EXTRA = GATES_FULL + (W::GATED ? 16 : 0),
+                         SUMS = EXTRA + W::EXTRA; /* [M][DV] */
     static constexpr int BYTES = W::GATED ? SUMS + M * DV * 4 : SUMS;
     static_assert(BYTES <= 227 * 1024, "more than a block can have");
 };
@@ -103,6 +107,14 @@ __device__ __forceinline__ bool sees_tile(const attend_kernel &a, const typename
 {
     return W::listed(w) ? tile_seen<KEYS, true>(a, w, seen, list, t)
                         : tile_seen<KEYS, false>(a, w, seen, list, t);
+}
+
+/* Whether a tile's V is searched; `sees`: whether all rows see it whole. */
+template <typename W, typename F>
+__device__ __forceinline__ bool searches_tile(const typename W::turn &w, const F &sees)
+{
+    if constexpr (W::GATED) return w.again;
+    else return !sees();
 }
 
 template <typename W, int NT>
@@ -132,6 +144,14 @@ __device__ __forceinline__ const typename W::turn &wait_turn(char *smem, uint32_
     return ((const typename W::turn *)(smem + at::TURN))[turn % W::TURNS];
 }
 
+/* Waits for a list that is left after its plan. */
+template <int DK, int DV, typename W>
+__device__ __forceinline__ void wait_list(const typename W::turn &w, uint32_t base, int turn)
+{
+    if constexpr (W::GATED)
+        if (w.list_later) mbar_wait(base + layout<DK, DV, W>::LIST_FULL, turn / W::TURNS & 1);
+}
+
 template <int DK, int DV, typename W> __device__ __forceinline__ const int32_t *list_of(char *smem, int turn)
 {
     const int at = W::LISTS_AHEAD > 1 ? turn % W::LISTS_AHEAD * W::LIST_MOST : 0;
@@ -144,30 +164,50 @@ template <int DK, int DV, typename W> __device__ __forceinline__ void free_turn(
                 8 * (turn % W::TURNS)); /* each lane's, for what it read */
 }
 
+/* Waits until the turn whose place `turn` takes has ended. */
+template <int DK, int DV, typename W> __device__ __forceinline__ void wait_end_before(uint32_t base, int turn)
+{
+    mbar_wait(base + layout<DK, DV, W>::TURN_FREE + 8 * (turn % W::TURNS), (turn / W::TURNS & 1) ^ 1);
+}
+
+/* Leaves the plan of a turn, and its list. */
+template <int DK, int DV, typename W>
+__device__ __forceinline__ void leave_turn(const typename W::call &call, typename W::turn &w, int turn,
+                                           char *smem, uint32_t base)
+{
+    typedef layout<DK, DV, W> at;
+    wait_end_before<DK, DV, W>(base, turn);
+    typename W::turn &left = ((typename W::turn *)(smem + at::TURN))[turn % W::TURNS];
+    const bool lead = (threadIdx.x & 31) == 0;
+    __syncwarp();
+    if (lead) left = w;
+    __syncwarp();
+    if (W::listed(left) && left.queries > 0 && !W::makes_list(call)) {
+        const attend_kernel &a = W::mask(call, left);
+        int32_t *clean = (int32_t *)list_of<DK, DV, W>(smem, turn),
+                *scratch = (int32_t *)(smem + at::SCRATCH);
+        const int32_t *list = a.list + left.view * a.list_stride[0] + left.unit * a.list_stride[1] +
+                              left.list_row * a.list_stride[2];
+        const int kept = clean_by_warp(list, a.list_k, a.list_block, left.end, clean, scratch);
+        if (lead) left.slots = kept * a.list_block;
+    }
+    if constexpr (W::MASKS) W::template leave_masks<at>(call, left, smem);
+    mbar_arrive(base + at::TURN_FULL + 8 * (turn % W::TURNS)); /* each lane's, for what it wrote */
+}
+
 /* Warp 3 of the feeder: plans the turns, two ahead at most, and sorts their lists. The last plan has -1
  * queries. */
 template <int DK, int DV, typename W>
 __device__ __forceinline__ void plan_turns(const typename W::call &call, const work_plan &plan, char *smem,
                                            uint32_t base)
 {
-    typedef layout<DK, DV, W> at;
     typename W::turn w = {};
     int32_t index = (int32_t)blockIdx.x;
     for (int turn = 0; w.queries >= 0; turn++) {
         if (index < plan.total) W::find(call, plan, index, turn, &w);
         else w.queries = -1;
-        mbar_wait(base + at::TURN_FREE + 8 * (turn % W::TURNS), (turn / W::TURNS & 1) ^ 1);
-        if (W::listed(w) && w.queries > 0) {
-            const attend_kernel &a = W::mask(call, w);
-            int32_t *clean = (int32_t *)list_of<DK, DV, W>(smem, turn),
-                    *scratch = (int32_t *)(smem + at::SCRATCH);
-            const int32_t *list = a.list + w.view * a.list_stride[0] + w.unit * a.list_stride[1] +
-                                  w.list_row * a.list_stride[2];
-            w.slots = clean_by_warp(list, a.list_k, a.list_block, w.end, clean, scratch) * a.list_block;
-        }
-        if ((threadIdx.x & 31) == 0) ((typename W::turn *)(smem + at::TURN))[turn % W::TURNS] = w;
-        mbar_arrive(base + at::TURN_FULL + 8 * (turn % W::TURNS)); /* each lane's, for what it wrote */
-        if (W::last(turn)) index = next_piece(plan);
+        leave_turn<DK, DV, W>(call, w, turn, smem, base);
+        index = next_piece(plan);
     }
 }
 
@@ -183,6 +223,8 @@ __device__ __forceinline__ void feed(const typename W::call &call, const work_pl
     for (int turn = 0;; turn++) {
         const typename W::turn &w = wait_turn<DK, DV, W>(smem, base, turn);
         if (w.queries < 0) return;
+        if (W::GATED && turn == 1) wait_for_before();
+        wait_list<DK, DV, W>(w, base, turn);
         const int32_t *list = list_of<DK, DV, W>(smem, turn);
         const attend_kernel &a = W::mask(call, w);
         const int tiles = (w.slots + KEYS - 1) / KEYS, box = W::box(call, plan, w);
@@ -227,6 +269,39 @@ __device__ __forceinline__ void feed(const typename W::call &call, const work_pl
     }
 }
 
+/* A searcher's part of V's tile in `stage`, which becomes finite. */
+template <typename T, int DK, int DV, typename W>
+__device__ __forceinline__ void search_tile(char *smem, uint32_t base, int stage, int searcher)
+{
+    typedef layout<DK, DV, W> at;
+    constexpr uint32_t INFINITE =
+        __is_same(T, bf16) ? 0x7f80 : 0x7c00; /* the least bits of what is not finite */
+    const int lane = threadIdx.x & 31;
+    char *tile = smem + at::V + stage * at::V_STAGE;
+    uint32_t most = 0; /* of the bits without their signs, two values a word */
+#pragma unroll 4
+    for (int i = (searcher * 32 + lane) * 16; i < at::V_STAGE; i += W::SEARCHERS * 512) {
+        const uint4 x = *(const uint4 *)(tile + i);
+        most = __vmaxu2(most, __vmaxu2(__vmaxu2(x.x & 0x7fff7fff, x.y & 0x7fff7fff),
+                                       __vmaxu2(x.z & 0x7fff7fff, x.w & 0x7fff7fff)));
+    }
+    bool odd = (most & 0xffff) >= INFINITE || most >> 16 >= INFINITE;
+    if (odd) {
+#pragma unroll 1
+        for (int i = (searcher * 32 + lane) * 16; i < at::V_STAGE; i += W::SEARCHERS * 512) {
+#pragma unroll 1
+            for (int j = 0; j < 16; j += 2) {
+                uint16_t *x = (uint16_t *)(tile + i + j);
+                if ((*x & 0x7fff) >= INFINITE) *x = 0;
+            }
+        }
+    }
+    async_fence();
+    odd = __any_sync(~0u, odd);
+    if (lane == 0) ((int32_t *)(smem + at::ODD))[stage * HELPERS + searcher] = odd;
+    mbar_arrive(base + at::V_CLEAN + 8 * stage); /* each lane's, for what it wrote */
+}
+
 /* Warps 1 and 2 of the feeder: tiles of V that are not seen whole become finite. They free every tile, so
  * that the others neither overtake them nor are overtaken. */
 template <typename T, int DK, int DV, typename W>
@@ -234,8 +309,6 @@ __device__ __forceinline__ void search(const typename W::call &call, char *smem,
 {
     typedef layout<DK, DV, W> at;
     constexpr int KEYS = at::KEYS;
-    constexpr uint32_t INFINITE =
-        __is_same(T, bf16) ? 0x7f80 : 0x7c00; /* the least bits of what is not finite */
     const int lane = threadIdx.x & 31, searcher = (threadIdx.x >> 5) - 1;
     int step = 0;
     for (int turn = 0;; turn++) {
@@ -247,33 +320,8 @@ __device__ __forceinline__ void search(const typename W::call &call, char *smem,
         for (int t = (w.slots + KEYS - 1) / KEYS - 1; t >= 0; t--, step++) {
             const int stage = step % STAGES;
             mbar_wait(base + at::V_FULL + 8 * stage, step / STAGES & 1);
-            if (sees_tile<KEYS, W>(a, w, seen, list, t)) {
-                if (lane == 0) mbar_arrive(base + at::V_FREE + 8 * stage);
-                continue;
-            }
-            char *tile = smem + at::V + stage * at::V_STAGE;
-            uint32_t most = 0; /* of the bits without their signs, two values a word */
-#pragma unroll 4
-            for (int i = (searcher * 32 + lane) * 16; i < at::V_STAGE; i += SEARCHERS * 512) {
-                const uint4 x = *(const uint4 *)(tile + i);
-                most = __vmaxu2(most, __vmaxu2(__vmaxu2(x.x & 0x7fff7fff, x.y & 0x7fff7fff),
-                                               __vmaxu2(x.z & 0x7fff7fff, x.w & 0x7fff7fff)));
-            }
-            bool odd = (most & 0xffff) >= INFINITE || most >> 16 >= INFINITE;
-            if (odd) {
-#pragma unroll 1
-                for (int i = (searcher * 32 + lane) * 16; i < at::V_STAGE; i += SEARCHERS * 512) {
-#pragma unroll 1
-                    for (int j = 0; j < 16; j += 2) {
-                        uint16_t *x = (uint16_t *)(tile + i + j);
-                        if ((*x & 0x7fff) >= INFINITE) *x = 0;
-                    }
-                }
-            }
-            async_fence();
-            odd = __any_sync(~0u, odd);
-            if (lane == 0) ((int32_t *)(smem + at::ODD))[stage * SEARCHERS + searcher] = odd;
-            mbar_arrive(base + at::V_CLEAN + 8 * stage); /* each lane's, for what it wrote */
+            if (!sees_tile<KEYS, W>(a, w, seen, list, t))
+                search_tile<T, DK, DV, W>(smem, base, stage, searcher);
             if (lane == 0) mbar_arrive(base + at::V_FREE + 8 * stage);
         }
         free_turn<DK, DV, W>(base, turn);

@@ -9,16 +9,48 @@
 /* Three branches and their gate (attend_gated.cuh): the compressed, the selected one by a list of at most
  * SM90_GATED_LIST blocks, and the window, all with the second one's rows and units. */
 enum { SM90_BRANCHES = 3, SM90_FIRST_BRANCH = 2, SM90_GATED_LIST = 64 };
+
+/* Lists of few rows (attend_gated_few.cuh): those of a piece, and words of their masks of blocks. */
+enum { SM90_MASKS = 32, SM90_MASK_WORDS = 4 };
+
+/* Lists that the kernel makes, by probability where they are of few rows, else by mean logits; else it takes
+ * branch[1]'s. */
+struct sm90_choice {
+    bool here;
+    float scale;
+    int32_t k, forced_first, forced_local;
+    int32_t *blocks, *count; /* where they are written; NULL: nowhere */
+    int64_t stride[3], count_stride[3];
+    int64_t rows; /* list rows of a view */
+};
+
+/* What find_contest() reads of it, with the branch of the lists. */
+struct sm90_contest {
+    const attend_kernel &a;
+    int64_t select_block;
+    int32_t forced_first, forced_local, k;
+};
+
+__device__ __forceinline__ sm90_contest contest_of(const sm90_choice &c, const attend_kernel &listed)
+{
+    return {listed, listed.list_block, c.forced_first, c.forced_local, c.k};
+}
+
 struct sm90_gated {
     attend_kernel branch[SM90_BRANCHES]; /* their o: none */
+    sm90_choice choice;                  /* lists of few rows */
+    fast_div by_mask;                    /* rows of a mask */
     view4 o, gates;                      /* gates: f32, of a row three; written unless they are given */
     int32_t gate;                        /* gate_kind */
     const void *w;
     int64_t w_stride[2];
     bool w_f32, w_vec;
+    bool behind; /* launched behind a kernel of this call (launch_behind) */
 };
 typedef quern_status sm90_attend_gated(const attend_gate_args *args, const sm90_gated &a,
                                        const sm90_device &device, void *workspace, cudaStream_t stream);
 sm90_attend_gated sm90_gated_bf16_64, sm90_gated_bf16_128, sm90_gated_f16_64, sm90_gated_f16_128;
+sm90_attend_gated sm90_gated_few_bf16_64, sm90_gated_few_bf16_128;
+sm90_attend_gated sm90_gated_few_f16_64, sm90_gated_few_f16_128;
 
 #endif

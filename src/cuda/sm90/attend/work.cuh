@@ -103,15 +103,15 @@ __device__ __forceinline__ int32_t next_piece(const work_plan &plan)
 }
 
 /* Fills in piece `index`: 0 queries where a varlen batch has no such piece. SHARED: a piece has several
- * tiles, list_row is the first one's, and a section is one unit, whose keys all find room in L2. All lanes
- * of the warp call. */
-template <bool LISTED, bool SHARED = false>
+ * tiles, list_row is the first one's, and a section is one unit, whose keys all find room in L2, or as many
+ * as UNITS says. All lanes of the warp call. */
+template <bool LISTED, bool SHARED = false, int UNITS = SHARED ? 1 : SECTION>
 __device__ __forceinline__ void find_work(const attend_kernel &a, const work_plan &plan, int32_t index,
                                           work *w)
 {
     w->queries = w->slots = 0;
-    const int32_t section = SHARED ? 1 : SECTION, unit0 = index / (plan.pieces * section) * section,
-                  width = a.units - unit0 < section ? a.units - unit0 : section;
+    const int32_t unit0 = index / (plan.pieces * UNITS) * UNITS,
+                  width = a.units - unit0 < UNITS ? a.units - unit0 : UNITS;
     const int32_t in_section = index - unit0 * plan.pieces, u = unit0 + in_section % width,
                   piece = plan.pieces - 1 - in_section / width;
     const int32_t tile = LISTED ? piece / plan.per_tile : piece;

@@ -28,6 +28,7 @@
 #include "common/barrier.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
+#include "sm90/fold.cuh"
 #include "sm90/select/select.cuh"
 
 namespace sm90_select_softmax
@@ -257,17 +258,6 @@ __device__ __forceinline__ void leave_notes(const select_kernel &s, const sm90_s
         for (int l = lane; l * a.tile < queries; l += 32) in[l] = find_contest(s, w.nq, w.query + l * a.tile);
         mbar_arrive(base + at::NOTE_FULL + 8 * slot);
         mbar_arrive(base + at::TURN_FREE + 8 * slot);
-    }
-}
-
-/* Adds what the lanes that differ in `bit` hold, half of the N values each. */
-template <int N> __device__ __forceinline__ void fold(float (&x)[32], int bit)
-{
-    const bool upper = threadIdx.x & bit;
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-        const float give = upper ? x[i] : x[i + N / 2], keep = upper ? x[i + N / 2] : x[i];
-        x[i] = keep + __shfl_xor_sync(~0u, give, bit);
     }
 }
 

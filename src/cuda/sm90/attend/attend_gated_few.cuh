@@ -1,0 +1,197 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * attend_gated_few.cuh - NSA's three branches and their gate in one pass where lists belong to few rows, a
+ * token of some heads mostly, of short sequences: attend_gated.cuh's kernel, whose selected branch walks all
+ * keys that a piece's rows see.
+ *
+ * Neighbours' lists together name nearly all blocks of a short sequence. So a piece has the rows of several
+ * lists, and each list a mask, a bit for each block, in shared memory. A tile of 128 keys has two halves,
+ * each in one block: a row takes the maximum and the exponentials of those halves that its mask has. So a
+ * tile costs what it costs dense attention.
+ *
+ * Where all compressed entries fit one tile, the warps choose the blocks themselves (choose_blocks.cuh): they
+ * have the probabilities of their rows in registers when they walk the compressed branch. Elsewhere warp 3 of
+ * the feeder makes masks of the lists that it finds in memory.
+ *
+ * Limit: the tiles of keys, those of dense attention and of the other two branches.
+ */
+#ifndef QUERN_CUDA_SM90_ATTEND_GATED_FEW_CUH
+#define QUERN_CUDA_SM90_ATTEND_GATED_FEW_CUH
+
+#include "sm90/attend/attend_gated.cuh"
+#include "sm90/attend/choose_blocks.cuh"
+
+namespace sm90_forward
+{
+
+struct few_branches : three_branches {
+    static constexpr bool MASKS = true;
+    static constexpr int LISTS_AHEAD = 0, LIST_MOST = 0, MASKS_AT = three_branches::EXTRA,
+                         EXTRA = MASKS_AT + SM90_MASKS * SM90_MASK_WORDS * 4;
+
+    static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index, int turn,
+                                                gated_turn *w)
+    {
+        begin_turn(turn, w);
+        find_work<false, true, SECTION>(a.branch[w->branch], plan, index, w);
+    }
+    static __device__ __forceinline__ bool listed(const turn &) { return false; }
+    static __device__ __forceinline__ bool masked(const turn &w) { return w.branch == 1; }
+    static __device__ __forceinline__ int box(const call &, const work_plan &plan, const turn &)
+    {
+        return plan.box;
+    }
+    template <typename AT> static __device__ __forceinline__ uint32_t *masks_of(char *smem)
+    {
+        return (uint32_t *)(smem + AT::EXTRA + MASKS_AT);
+    }
+    /* Which halves of tile t this thread's row h takes, a bit each. */
+    template <typename AT>
+    static __device__ __forceinline__ uint32_t halves_of(const call &a, int row, int t, char *smem)
+    {
+        const uint32_t *mask = masks_of<AT>(smem) + quotient((uint32_t)row, a.by_mask) * SM90_MASK_WORDS;
+        const uint32_t b0 = quotient((uint32_t)(t * AT::KEYS), a.branch[1].by_block),
+                       b1 = quotient((uint32_t)(t * AT::KEYS + AT::KEYS / 2), a.branch[1].by_block);
+        return (mask[b0 >> 5] >> (b0 & 31) & 1) | (mask[b1 >> 5] >> (b1 & 31) & 1) << 1;
+    }
+    template <typename AT>
+    static __device__ __forceinline__ void leave_masks(const call &a, const turn &w, char *smem);
+    template <typename AT, int NT>
+    static __device__ __forceinline__ void weigh(float (&s)[NT][4], const call &a, const turn &w,
+                                                 row_state &r, float (&shrink)[2], const int (&place)[2],
+                                                 int t, char *smem);
+    template <typename T, typename AT, int OT>
+    static __device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const call &a, const turn &w,
+                                                         const row_state &r, const int (&place)[2], int t,
+                                                         char *smem);
+    template <typename AT, int NT>
+    static __device__ __forceinline__ void choose_blocks(const float (&s)[NT][4], const call &a,
+                                                         const turn &w, const row_state &r, char *smem)
+    {
+        if (a.choice.here && w.branch == 0 && w.queries > 0)
+            choose_blocks_of(s, a.choice, a.branch[1], w, r, masks_of<AT>(smem));
+    }
+};
+
+/* The planner makes masks of a piece's lists. */
+template <typename AT>
+__device__ __forceinline__ void few_branches::leave_masks(const call &call, const turn &w, char *smem)
+{
+    const attend_kernel &a = call.branch[1];
+    const int lane = threadIdx.x & 31, lists = (w.queries + a.tile - 1) / a.tile;
+    uint32_t *const masks = masks_of<AT>(smem);
+    if (call.choice.here || !masked(w) || w.queries <= 0) return;
+    for (int i = lane; i < SM90_MASKS * SM90_MASK_WORDS; i += 32) masks[i] = 0;
+    __syncwarp();
+    const int32_t *list =
+        a.list + w.view * a.list_stride[0] + w.unit * a.list_stride[1] + w.list_row * a.list_stride[2];
+    for (int e0 = 0; e0 < a.list_k; e0 += 32) {
+        const int e = e0 + lane;
+#pragma unroll 8
+        for (int l = 0; l < lists; l++) {
+            const int32_t x = e < a.list_k ? list[l * a.list_stride[2] + e] : -1;
+            if (x >= 0 && (int64_t)x * a.list_block < w.end)
+                atomicOr(&masks[l * SM90_MASK_WORDS + (x >> 5)], 1u << (x & 31));
+        }
+    }
+    __syncwarp();
+}
+
+/* softmax() of a tile whose halves a row takes or not. What a row does not take becomes 0, unless it is not
+ * finite. */
+template <int NT>
+__device__ __forceinline__ void softmax_of_halves(float (&s)[NT][4], row_state &r, float (&shrink)[2],
+                                                  float scale_log2, const uint32_t (&halves)[2])
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int i = 0; i < NT; i++)
+            most[i * 2 / NT] = fmaxf(most[i * 2 / NT], fmaxf(s[i][h * 2], s[i][h * 2 + 1]));
+        float top = r.top[h];
+        top = fmaxf(top, halves[h] & 1 ? most[0] : -INFINITY);
+        top = fmaxf(top, halves[h] & 2 ? most[1] : -INFINITY);
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        const float base = top == -INFINITY ? 0.0f : top * scale_log2;
+        const float less[2] = {halves[h] & 1 ? -base : -INFINITY, halves[h] & 2 ? -base : -INFINITY};
+        shrink[h] = exp2_fast(r.top[h] * scale_log2 - base);
+        r.top[h] = top;
+        float sum = r.sum[h] * shrink[h];
+#pragma unroll
+        for (int i = 0; i < NT; i++) {
+            s[i][h * 2] = exp2_fast(fmaf(s[i][h * 2], scale_log2, less[i * 2 / NT]));
+            s[i][h * 2 + 1] = exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, less[i * 2 / NT]));
+            sum += s[i][h * 2] + s[i][h * 2 + 1];
+        }
+        r.sum[h] = sum;
+    }
+}
+
+/* S of tile t becomes its exponentials. */
+template <typename AT, int NT>
+__device__ __forceinline__ void few_branches::weigh(float (&s)[NT][4], const call &a, const turn &w,
+                                                    row_state &r, float (&shrink)[2], const int (&place)[2],
+                                                    int t, char *smem)
+{
+    uint32_t halves[2] = {3, 3};
+    if (masked(w)) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) halves[h] = halves_of<AT>(a, place[h], t, smem);
+        if (w.again)
+#pragma unroll
+            for (int i = 0; i < NT; i++)
+#pragma unroll
+                for (int c = 0; c < 4; c++)
+                    if (!(halves[c >> 1] >> i * 2 / NT & 1)) s[i][c] = -INFINITY;
+    }
+    softmax_of_halves(s, r, shrink, a.branch[0].scale_log2, halves);
+}
+
+/* Adds what is not finite in the V of tile t to the rows that see it. */
+template <typename T, typename AT, int OT>
+__device__ __forceinline__ void few_branches::add_nonfinite(float (&o)[OT][4], const call &call,
+                                                            const turn &w, const row_state &r,
+                                                            const int (&place)[2], int t, char *smem)
+{
+    row_state part = r;
+    if (!masked(w)) {
+        add_turn_nonfinite<T, AT::KEYS, three_branches>(o, call.branch[w.branch], w, NULL, r, t * AT::KEYS);
+        return;
+    }
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+        const int key0 = t * AT::KEYS + half * (AT::KEYS / 2);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            part.hi[h] = halves_of<AT>(call, place[h], t, smem) >> half & 1 ? r.hi[h] : 0;
+        sm90_forward::add_nonfinite<T, AT::KEYS / 2, OT, false>(o, call.branch[1], w, NULL, part, key0);
+    }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(128 * (shape<D, D, few_branches>::GROUPS + 1), 1)
+    attend_gated_few_sm90(const __grid_constant__ sm90_gated a, const __grid_constant__ work_plan plan,
+                          const __grid_constant__ gated_maps m)
+{
+    take_turns<T, D, D, few_branches>(a, plan, m);
+}
+
+template <typename T, int D>
+static quern_status launch_gated_few(const attend_gate_args *args, const sm90_gated &a,
+                                     const sm90_device &device, void *workspace, cudaStream_t stream)
+{
+    typedef shape<D, D, few_branches> sh;
+    const attend_kernel &listed = a.branch[1];
+    work_plan plan = {0, 0, sh::M / listed.hs / listed.tile * listed.tile, 1, sh::KEYS, NULL};
+    plan.pieces = (int32_t)piece_bound(args->branch[1].seqs, plan.queries, 1);
+    plan.total = plan.pieces * listed.units;
+    return launch_pieces<T, D, few_branches>(args, a, device, workspace, stream, plan,
+                                             attend_gated_few_sm90<T, D>);
+}
+
+} // namespace sm90_forward
+
+#endif

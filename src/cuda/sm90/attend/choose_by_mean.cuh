@@ -1,0 +1,209 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * choose_by_mean.cuh - a list by mean logits, made by a warp that feeds: up to 128 entries, each a block, and
+ * lists by head. The lanes share the columns of the tile's rows, which they add from global memory, sixteen
+ * at a time; then eight entries' products at a time meet by halves. The least score that enters is found bit
+ * by bit. The pieces of a tile make the same list, each for itself.
+ */
+#ifndef QUERN_CUDA_SM90_CHOOSE_BY_MEAN_CUH
+#define QUERN_CUDA_SM90_CHOOSE_BY_MEAN_CUH
+
+#include "any/select/contest.cuh"
+#include "sm90/attend/forward_rows.cuh"
+#include "sm90/attend/gated.cuh"
+
+namespace sm90_forward
+{
+
+enum { ROWS_AT_ONCE = 16, AT_ONCE = 8, WORDS = SM90_MASK_WORDS };
+
+/* A lane's columns of a row. */
+template <typename T, int COLUMNS> struct alignas(2 * COLUMNS) row_part {
+    T x[COLUMNS];
+};
+
+/* The same as words; 0 where there is no such row. */
+template <int WORDS_OF>
+__device__ __forceinline__ void load_part(uint32_t (&x)[WORDS_OF], const void *from, bool in)
+{
+    uint2 two = make_uint2(0, 0);
+    uint32_t one = 0;
+    if (WORDS_OF == 2 && in) two = *(const uint2 *)from;
+    if (WORDS_OF == 1 && in) one = *(const uint32_t *)from;
+    x[0] = WORDS_OF == 2 ? two.x : one;
+    if (WORDS_OF == 2) x[WORDS_OF - 1] = two.y;
+}
+
+template <typename T> __device__ __forceinline__ float half_of(uint32_t word, int half)
+{
+    if (__is_same(T, bf16)) return __uint_as_float(half ? word & 0xffff0000 : word << 16);
+    return __half2float(__ushort_as_half((unsigned short)(word >> half * 16)));
+}
+
+/* The mean of this lane's columns over queries [from, to) of a head. */
+template <typename T, int COLUMNS>
+__device__ __forceinline__ void mean_of_rows(const attend_kernel &a, const work &w, int from, int to,
+                                             float (&mean)[COLUMNS])
+{
+    const int col = (threadIdx.x & 31) * COLUMNS;
+    const T *row =
+        (const T *)a.q.p + w.view * a.q.s[0] + (int64_t)(w.q0 + from) * a.q.s[1] + w.head0 * a.q.s[2] + col;
+    const bool in = col < a.dim_k;
+    float sum[2][COLUMNS] = {};
+#pragma unroll 1
+    for (int n = from; n < to; n += ROWS_AT_ONCE) {
+        uint32_t x[ROWS_AT_ONCE][COLUMNS / 2];
+#pragma unroll
+        for (int i = 0; i < ROWS_AT_ONCE; i++) {
+            load_part<COLUMNS / 2>(x[i], row, in && n + i < to);
+            row += a.q.s[1];
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS_AT_ONCE; i++)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) sum[i & 1][c] += half_of<T>(x[i][c / 2], c & 1);
+    }
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) mean[c] = (sum[0][c] + sum[1][c]) / (float)(to - from);
+}
+
+/* This lane's score, of entry e0 + lane of [e0, end): `row` is the lane's columns of the first. */
+template <typename T, int COLUMNS>
+__device__ __forceinline__ float score_of_lane(const T *row, int64_t stride, bool in, int end, float scale,
+                                               const float (&mean)[COLUMNS])
+{
+    const int lane = threadIdx.x & 31;
+    float mine = -INFINITY;
+#pragma unroll 1
+    for (int e0 = 0; e0 < end; e0 += AT_ONCE) {
+        float x[AT_ONCE];
+        uint32_t k[AT_ONCE][COLUMNS / 2];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            load_part<COLUMNS / 2>(k[i], row, in && e0 + i < end);
+            row += stride;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            x[i] = 0.0f;
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) x[i] = fmaf(mean[c], half_of<T>(k[i][c / 2], c & 1), x[i]);
+        }
+#pragma unroll
+        for (int step = 16, n = AT_ONCE / 2; n > 0; step /= 2, n /= 2) /* lanes end with one entry each */
+#pragma unroll
+            for (int i = 0; i < n; i++) {
+                const float give = lane & step ? x[i] : x[i + n], keep = lane & step ? x[i + n] : x[i];
+                x[i] = keep + __shfl_xor_sync(~0u, give, step);
+            }
+#pragma unroll
+        for (int step = 16 / AT_ONCE; step > 0; step /= 2) x[0] += __shfl_xor_sync(~0u, x[0], step);
+        const float own = __shfl_sync(~0u, x[0], lane % AT_ONCE * (32 / AT_ONCE));
+        if (lane / AT_ONCE == e0 / AT_ONCE && lane < end) mine = own * scale;
+    }
+    return mine;
+}
+
+/* This lane's scores, of entries 32 i + lane: those of [0, seen); -inf behind. */
+template <typename T, int COLUMNS>
+__device__ __forceinline__ void score_entries(const attend_kernel &a, const work &w, int32_t k0, int kvh,
+                                              float scale, const float (&mean)[COLUMNS], int seen,
+                                              float (&score)[WORDS])
+{
+    const int col = (threadIdx.x & 31) * COLUMNS;
+    const T *row = (const T *)a.k.p + w.view * a.k.s[0] + (int64_t)k0 * a.k.s[1] + kvh * a.k.s[2] + col;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+        const int left = seen - i * 32, end = left < 32 ? left : 32;
+        score[i] =
+            score_of_lane<T, COLUMNS>(row + i * 32 * a.k.s[1], a.k.s[1], col < a.dim_k, end, scale, mean);
+    }
+}
+
+/* The blocks that enter a list, this lane's 32 i + lane. */
+__device__ __forceinline__ void choose_keys(const uint32_t (&key)[WORDS], int size, bool (&enters)[WORDS])
+{
+    uint32_t least = 0;
+    int count = 0, above = 0;
+    auto reach = [&](uint32_t bound) {
+        int n = 0;
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) n += __popc(__ballot_sync(~0u, key[i] >= bound));
+        return n;
+    };
+    if (size > 0 && reach(1) > size)
+        for (int bit = 31; bit >= 0 && count != size; bit--) {
+            const int n = reach(least | 1u << bit);
+            if (n < size) continue;
+            least |= 1u << bit;
+            count = n;
+        }
+    if (least != 0 && count != size) above = least == ~0u ? 0 : reach(least + 1);
+    int left = least == 0      ? 32 * WORDS
+               : count == size ? 32 * WORDS
+                               : size - above; /* of those that equal it */
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+        const bool equal = size > 0 && key[i] != 0 && key[i] == least;
+        const uint32_t all = __ballot_sync(~0u, equal);
+        const int before = __popc(all & ((1u << (threadIdx.x & 31)) - 1));
+        enters[i] = size > 0 && (key[i] > least || (equal && before < left));
+        left -= __popc(all) < left ? __popc(all) : left;
+    }
+}
+
+/* The list of a piece's tile into `clean`, ascending, without blocks that the piece does not see; returns how
+ * many they are. The tile's first piece writes the list. All lanes of the warp call. */
+template <typename T, int D>
+__device__ __forceinline__ int choose_by_mean(const sm90_choice &c, const attend_kernel &entries,
+                                              const attend_kernel &a, const work &w, int32_t k0, int32_t nk,
+                                              int32_t *clean)
+{
+    constexpr int COLUMNS = D / 32;
+    const int lane = threadIdx.x & 31, first = w.query / a.tile * a.tile,
+              end = first + a.tile < w.nq ? first + a.tile : w.nq;
+    float mean[COLUMNS], score[WORDS];
+    uint32_t key[WORDS];
+    bool enters[WORDS];
+    mean_of_rows<T, COLUMNS>(a, w, first, end, mean);
+    wait_for_before();
+    int lo, seen;
+    row_keys(entries, {0, w.view, w.q0, w.nq, k0, nk}, end - 1, &lo, &seen);
+    score_entries<T, COLUMNS>(entries, w, k0, w.kvh, c.scale, mean, seen, score);
+    const contest in = find_contest(contest_of(c, a), w.nq, first);
+    const int past = in.g0 < in.g1 ? in.g0 : in.candidates;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+        const int block = i * 32 + lane;
+        key[i] = block >= in.f0 && block < past ? order_of(score[i]) : 0;
+    }
+    choose_keys(key, in.size, enters);
+    int32_t *to = c.blocks == NULL || w.query != first
+                      ? NULL
+                      : c.blocks + w.view * c.stride[0] + w.unit * c.stride[1] + w.list_row * c.stride[2];
+    int total = 0, kept = 0;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+        const int block = i * 32 + lane;
+        const bool chosen = enters[i] || block < in.f0 || (block >= in.g0 && block < in.g1);
+        const bool visible = (int64_t)block * a.list_block < w.end;
+        const uint32_t all = __ballot_sync(~0u, chosen);
+        const int at = total + __popc(all & ((1u << lane) - 1));
+        if (chosen && visible) clean[at] = block;
+        if (chosen && to != NULL) to[at] = block;
+        total += __popc(all);
+        kept += __popc(__ballot_sync(~0u, chosen && visible));
+    }
+    if (to != NULL)
+        for (int i = total + lane; i < c.k; i += 32) to[i] = -1;
+    if (to != NULL && c.count != NULL && lane == 0)
+        c.count[w.view * c.count_stride[0] + w.unit * c.count_stride[1] + w.list_row * c.count_stride[2]] =
+            total;
+    __syncwarp();
+    return kept;
+}
+
+} // namespace sm90_forward
+
+#endif
