@@ -18,28 +18,33 @@ quern_tensor nsa_of_pass(const nsa_call *c, quern_tensor t, int32_t dim, int64_t
     return t;
 }
 
+/* Narrows `count` tensors in place. */
+static void cut_to_pass(const nsa_call *c, quern_tensor *const *tensors, int count, int32_t dim,
+                        int64_t heads, int64_t pass)
+{
+    for (int i = 0; i < count; i++) *tensors[i] = nsa_of_pass(c, *tensors[i], dim, heads, pass);
+}
+
 attend_args nsa_attend_of_pass(const nsa_call *c, int branch, int64_t pass)
 {
+    enum { ROWS = 4, STATISTICS = 3, KEYS = 4 };
     attend_args a = c->attend[branch];
-    quern_tensor *const rows[] = {&a.q, &a.o, &a.d_o, &a.d_q},
-                        *const statistics[] = {&a.lse, &a.delta, &a.row_scale},
-                        *const keys[] = {&a.k, &a.v, &a.d_k, &a.d_v};
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-        *rows[i] = nsa_of_pass(c, *rows[i], 2, c->heads, pass);
-    for (size_t i = 0; i < sizeof statistics / sizeof *statistics; i++)
-        *statistics[i] = nsa_of_pass(c, *statistics[i], 1, c->heads, pass);
-    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
-        *keys[i] = nsa_of_pass(c, *keys[i], 2, c->kv_heads, pass);
+    quern_tensor *const rows[ROWS] = {&a.q, &a.o, &a.d_o, &a.d_q},
+                        *const statistics[STATISTICS] = {&a.lse, &a.delta, &a.row_scale},
+                        *const keys[KEYS] = {&a.k, &a.v, &a.d_k, &a.d_v};
+    cut_to_pass(c, rows, ROWS, 2, c->heads, pass);
+    cut_to_pass(c, statistics, STATISTICS, 1, c->heads, pass);
+    cut_to_pass(c, keys, KEYS, 2, c->kv_heads, pass);
     a.list = nsa_of_pass(c, a.list, 1, c->list_heads, pass);
     return a;
 }
 
 gate_args nsa_gate_of_pass(const nsa_call *c, int64_t pass)
 {
+    enum { ROWS = 6 };
     gate_args g = c->gate;
-    quern_tensor *const rows[] = {&g.q, &g.gates, &g.o, &g.d_o, &g.d_q, &g.d_gates};
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-        *rows[i] = nsa_of_pass(c, *rows[i], 2, c->heads, pass);
+    quern_tensor *const rows[ROWS] = {&g.q, &g.gates, &g.o, &g.d_o, &g.d_q, &g.d_gates};
+    cut_to_pass(c, rows, ROWS, 2, c->heads, pass);
     g.w_gate = nsa_of_pass(c, g.w_gate, 0, c->heads, pass);
     g.d_w_gate = nsa_of_pass(c, g.d_w_gate, 0, c->heads, pass);
     for (int i = 0; i < NSA_BRANCHES; i++) {
