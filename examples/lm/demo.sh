@@ -16,7 +16,7 @@ mkdir -p $out
 start=$SECONDS
 
 train() { # NAME OPTIONS...
-    echo "== 300 steps of 4096 bytes: $1"
+    echo "== 280 steps of 4096 bytes: $1"
     $lm train --checkpoint "$out/$1.safetensors" --save-every 0 --losses "$out/$1.losses" \
         --json "$out/$1.json" "${@:2}"
 }

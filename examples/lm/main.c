@@ -20,10 +20,10 @@ static const char help[] =
 int verb_order2(int argc, char **argv)
 {
     static const char text[] =
-        "lm order2 [--corpus PATH] [--steps 300] [--context 4096] [--pieces 48] [--json FILE]\n"
+        "lm order2 [--corpus PATH] [--steps 280] [--context 4096] [--pieces 48] [--json FILE]\n"
         "An order-2 byte model (Witten-Bell) on the bytes that `lm train` sees in --steps steps, and on "
         "all.\n\n"
-        "example:\n  lm order2 --steps 300\n";
+        "example:\n  lm order2 --steps 280\n";
     lm_options o;
     if (!options_parse(argc, argv, text, &o)) return 2;
     lm_corpus corpus;

@@ -161,7 +161,7 @@ static bool set(lm_options *o, int option, const char *name, const char *text)
 bool options_parse(int argc, char **argv, const char *help, lm_options *o)
 {
     *o = (lm_options){.config = LM_CONFIG_DEFAULT,
-                      .run = {.seed = 1, .steps = 300, .rates = LM_RATES_DEFAULT},
+                      .run = {.seed = 1, .steps = 280, .rates = LM_RATES_DEFAULT},
                       .pieces = 48,
                       .bytes = 400,
                       .temperature = 0.7,

@@ -22,7 +22,7 @@ static const char help[] =
     "with the\n"
     "                          model, --steps, rates and seed of the checkpoint (naming one of them is an "
     "error)\n"
-    "  --steps N (300)  --until N   length of the schedule; stop early at step N\n"
+    "  --steps N (280)  --until N   length of the schedule; stop early at step N\n"
     "  --curve FILE.svg        draw the loss (gnuplot; a warning without it)      --json FILE  write the "
     "result\n"
     "  --losses FILE           write the losses; --beside FILE, up to 8 times, draws those of another run in "
