@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from measure import act, cudnn, cudnn_forward, empty, fail, failures, graph_us, in_turns, line, ms
+from measure import act, beside_cudnn, cudnn, empty, fail, failures, graph_us, line, ms
 from quern import Quern
 
 quern = Quern(sys.argv[1])
@@ -44,7 +44,7 @@ def one_dense(heads, kv_heads, dim, dim_v, n, least_forward, least_backward):
     q, k, v = act(1, n, heads, dim), act(1, n, kv_heads, dim), act(1, n, kv_heads, dim_v)
     o, do, lse = empty(1, n, heads, dim_v), act(1, n, heads, dim_v), empty(1, heads, n, dtype=F32)
     p, given = quern.attention_params(), dict(q=q, k=k, v=v, o=o, lse=lse)
-    forward, peer = in_turns(quern.call("attention_forward", p, **given), cudnn_forward(q, k, v))
+    forward, peer = beside_cudnn(quern.call("attention_forward", p, **given), q, k, v)
     grads = dict(d_q=torch.empty_like(q), d_k=torch.empty_like(k), d_v=torch.empty_like(v))
     backward = ms(quern.call("attention_backward", p, **given, d_o=do, **grads), 7, 2)
     alone, both = cudnn(q, k, v, do)

@@ -81,15 +81,16 @@ def failures():
     return _failed
 
 
-def cudnn_forward(q, k, v):
-    """A function that runs cuDNN's causal attention."""
+def causal(q, k, v):
+    """PyTorch's causal attention of tensors in its layout."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def beside_cudnn(function, q, k, v):
+    """Milliseconds of a function and of cuDNN's causal attention, forward, in turns."""
     q, k, v = (x.transpose(1, 2).detach() for x in (q, k, v))
-
-    def run():
-        with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    return run
+    with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return in_turns(function, lambda: causal(q, k, v))
 
 
 def cudnn(q, k, v, do=None):
@@ -97,15 +98,12 @@ def cudnn(q, k, v, do=None):
     q, k, v = (x.transpose(1, 2).detach().requires_grad_(do is not None) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
 
-        def forward():
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
         def both():
             q.grad = k.grad = v.grad = None
-            forward().backward(do.transpose(1, 2))
+            causal(q, k, v).backward(do.transpose(1, 2))
 
         # Of 1M tokens once: half a minute, and two with the backward.
         reps = (1, 0) if q.shape[2] > 1 << 18 else (5, 1)
         with torch.no_grad():
-            f = ms(forward, *reps)
+            f = ms(lambda: causal(q, k, v), *reps)
         return f, ms(both, *reps) if do is not None else 0

@@ -12,15 +12,6 @@
 
 static const quern_dtype dtypes[] = {QUERN_F32, QUERN_BF16, QUERN_F16};
 
-static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns)
-{
-    const int64_t shape[] = {rows, columns};
-    test_tensor t =
-        test_tensor_make(random, dtype, 2, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
-    test_tensor_normal(&t, random, 1);
-    return t;
-}
-
 static void run(const stage_exec *exec, const gemm_args *args)
 {
     test_workspace w = test_workspace_make(quern_backend_cpu.gemm.workspace(exec, args));
@@ -58,10 +49,10 @@ static void random_products(void **state)
         const quern_dtype da = dtypes[test_random_int(&random, 0, 2)],
                           db = dtypes[test_random_int(&random, 0, 2)];
         const bool accumulate = test_random_one_in(&random, 3);
-        test_tensor a = matrix(&random, da, orientation == 1 ? k : m, orientation == 1 ? m : k);
-        test_tensor b = matrix(&random, db, orientation == 2 ? n : k, orientation == 2 ? k : n);
-        test_tensor c =
-            matrix(&random, accumulate ? QUERN_F32 : dtypes[test_random_int(&random, 0, 2)], m, n);
+        test_tensor a = test_tensor_matrix(&random, da, orientation == 1 ? k : m, orientation == 1 ? m : k);
+        test_tensor b = test_tensor_matrix(&random, db, orientation == 2 ? n : k, orientation == 2 ? k : n);
+        test_tensor c = test_tensor_matrix(
+            &random, accumulate ? QUERN_F32 : dtypes[test_random_int(&random, 0, 2)], m, n);
         const gemm_args args = {a.view, b.view, c.view, orientation == 1, orientation == 2, accumulate};
         const stage_exec exec = {.threads = (int32_t)test_random_int(&random, 1, 3),
                                  .cpu_level =
@@ -87,9 +78,11 @@ static void rows_do_not_depend_on_their_number(void **state)
         const int64_t m = 131, n = trial % 2 ? 112 : 70, k = trial % 7 == 6 ? 5000 : trial % 3 ? 260 : 97;
         const quern_dtype dtype = dtypes[trial % 3];
         const bool transposed = trial >= 36;
-        test_tensor a = matrix(&random, dtype, m, k), b = matrix(&random, trial % 4 < 2 ? dtype : QUERN_F32,
-                                                                 transposed ? n : k, transposed ? k : n);
-        test_tensor whole = matrix(&random, QUERN_F32, m, n), pieces = matrix(&random, QUERN_F32, m, n);
+        test_tensor a = test_tensor_matrix(&random, dtype, m, k),
+                    b = test_tensor_matrix(&random, trial % 4 < 2 ? dtype : QUERN_F32, transposed ? n : k,
+                                           transposed ? k : n);
+        test_tensor whole = test_tensor_matrix(&random, QUERN_F32, m, n),
+                    pieces = test_tensor_matrix(&random, QUERN_F32, m, n);
         const stage_exec exec = {.threads = 2,
                                  .cpu_level = (quern_cpu_level)(1 + trial % (int)quern_cpu_level_detect())};
         gemm_args args = {.a = a.view, .b = b.view, .c = whole.view, .b_transposed = transposed};

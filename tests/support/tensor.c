@@ -77,6 +77,15 @@ test_tensor test_tensor_make(test_random *random, quern_dtype dtype, int32_t ndi
     return t;
 }
 
+test_tensor test_tensor_matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns)
+{
+    const int64_t shape[] = {rows, columns};
+    test_tensor t =
+        test_tensor_make(random, dtype, 2, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
+    test_tensor_normal(&t, random, 1);
+    return t;
+}
+
 test_tensor test_tensor_copy(const test_tensor *t)
 {
     test_tensor copy = *t;

@@ -33,6 +33,8 @@ typedef struct test_tensor {
 /* A new tensor full of sentinel bytes (as f32, f16, bf16: large odd numbers, no NaN). */
 test_tensor test_tensor_make(test_random *random, quern_dtype dtype, int32_t ndim, const int64_t *shape,
                              test_layout layout);
+/* A new [rows, columns] tensor of N(0, 1) in any layout. */
+test_tensor test_tensor_matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns);
 /* The same bits in a buffer of its own; to be freed like any. Its guards are not checked: it has no snapshot.
  */
 test_tensor test_tensor_copy(const test_tensor *tensor);

@@ -163,7 +163,6 @@ static inline int64_t piece_bound(const stage_seqs &s, int64_t unit, int64_t per
     return s.n_q * per_query / unit + s.batch;
 }
 
-/* Division of x < 2^31 by a number known at launch: one multiplication. */
 /* Lets a kernel that is launched behind this one (launch_behind) start; it waits with wait_for_before() for
  * what this one writes. */
 __device__ __forceinline__ void let_next_start()
@@ -181,6 +180,7 @@ __device__ __forceinline__ void wait_for_before()
 #endif
 }
 
+/* Division of x < 2^31 by a number known at launch: one multiplication. */
 struct fast_div {
     uint32_t d, m, s;
 };

@@ -5,7 +5,7 @@
 #define QUERN_CUDA_SM90_FOLD_CUH
 
 /* Adds what the lanes that differ in `bit` hold, half of the N values each. */
-template <int N> __device__ __forceinline__ void fold(float (&x)[32], int bit)
+template <int N, int M> __device__ __forceinline__ void fold(float (&x)[M], int bit)
 {
     const bool upper = threadIdx.x & bit;
 #pragma unroll

@@ -16,15 +16,6 @@
 
 static const quern_dtype dtypes[] = {QUERN_F32, QUERN_F16, QUERN_BF16};
 
-static test_tensor matrix(test_random *random, quern_dtype dtype, int64_t rows, int64_t columns)
-{
-    const int64_t shape[] = {rows, columns};
-    test_tensor t =
-        test_tensor_make(random, dtype, 2, shape, (test_layout)test_random_int(random, 0, TEST_LAYOUTS - 1));
-    test_tensor_normal(&t, random, 1);
-    return t;
-}
-
 static void tables_of_any_dtype(void **state)
 {
     enum { ROWS = 700, DIM = 24 };
@@ -32,7 +23,7 @@ static void tables_of_any_dtype(void **state)
     for (int n = 0; n < 12; n++) {
         test_random random = {(uint64_t)n + 1};
         const quern_dtype dtype = dtypes[n % 3];
-        test_tensor table = matrix(&random, dtype, ROWS, DIM);
+        test_tensor table = test_tensor_matrix(&random, dtype, ROWS, DIM);
         quern_dsv4_rope_params p = QUERN_DSV4_ROPE_PARAMS_INIT;
         p.base = n < 6 ? 10000 : 160000;
         if (n >= 6) {
@@ -80,14 +71,15 @@ static void packing_of_any_dtype(void **state)
         const int64_t series = kind == QUERN_DSV4_CSA ? 2 : 1;
         const quern_dtype from = dtypes[n / 2 % 3], to = dtypes[n / 6 % 3];
         test_random random = {(uint64_t)n + 40};
-        test_tensor parts[4],
-            w = matrix(&random, to, IN, 2 * series * WIDTH), kv = matrix(&random, from, series * WIDTH, IN),
-            gate = matrix(&random, to, series * WIDTH, IN),
-            ape = matrix(&random, QUERN_F32, R, series * WIDTH), b_a = matrix(&random, to, R, WIDTH),
-            b_b = matrix(&random, from, R, WIDTH);
+        test_tensor parts[4], w = test_tensor_matrix(&random, to, IN, 2 * series * WIDTH),
+                              kv = test_tensor_matrix(&random, from, series * WIDTH, IN),
+                              gate = test_tensor_matrix(&random, to, series * WIDTH, IN),
+                              ape = test_tensor_matrix(&random, QUERN_F32, R, series * WIDTH),
+                              b_a = test_tensor_matrix(&random, to, R, WIDTH),
+                              b_b = test_tensor_matrix(&random, from, R, WIDTH);
         const quern_tensor *p[4] = {NULL};
         for (int i = 0; i < 2 * series; i++) {
-            parts[i] = matrix(&random, from, IN, WIDTH);
+            parts[i] = test_tensor_matrix(&random, from, IN, WIDTH);
             p[i] = &parts[i].view;
         }
         test_tensor_reset(&w);
@@ -123,7 +115,8 @@ static void refusals(void **state)
 {
     (void)state;
     test_random random = {2};
-    test_tensor t = matrix(&random, QUERN_F32, 4, 6), w = matrix(&random, QUERN_F32, 4, 12);
+    test_tensor t = test_tensor_matrix(&random, QUERN_F32, 4, 6),
+                w = test_tensor_matrix(&random, QUERN_F32, 4, 12);
     test_tensor_reset(&w);
     quern_tensor view = t.view;
     quern_dsv4_rope_params p = QUERN_DSV4_ROPE_PARAMS_INIT;

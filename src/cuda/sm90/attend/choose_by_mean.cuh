@@ -10,8 +10,10 @@
 #define QUERN_CUDA_SM90_CHOOSE_BY_MEAN_CUH
 
 #include "any/select/contest.cuh"
+#include "common/mma.cuh"
 #include "sm90/attend/forward_rows.cuh"
 #include "sm90/attend/gated.cuh"
+#include "sm90/fold.cuh"
 
 namespace sm90_forward
 {
@@ -35,12 +37,6 @@ __device__ __forceinline__ void load_part(uint32_t (&x)[WORDS_OF], const void *f
     if (WORDS_OF == 2) x[WORDS_OF - 1] = two.y;
 }
 
-template <typename T> __device__ __forceinline__ float half_of(uint32_t word, int half)
-{
-    if (__is_same(T, bf16)) return __uint_as_float(half ? word & 0xffff0000 : word << 16);
-    return __half2float(__ushort_as_half((unsigned short)(word >> half * 16)));
-}
-
 /* The mean of this lane's columns over queries [from, to) of a head. */
 template <typename T, int COLUMNS>
 __device__ __forceinline__ void mean_of_rows(const attend_kernel &a, const work &w, int from, int to,
@@ -62,7 +58,11 @@ __device__ __forceinline__ void mean_of_rows(const attend_kernel &a, const work 
 #pragma unroll
         for (int i = 0; i < ROWS_AT_ONCE; i++)
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) sum[i & 1][c] += half_of<T>(x[i][c / 2], c & 1);
+            for (int c = 0; c < COLUMNS; c += 2) {
+                const float2 two = unpack2<T>(x[i][c / 2]);
+                sum[i & 1][c] += two.x;
+                sum[i & 1][c + 1] += two.y;
+            }
     }
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) mean[c] = (sum[0][c] + sum[1][c]) / (float)(to - from);
@@ -88,17 +88,16 @@ __device__ __forceinline__ float score_of_lane(const T *row, int64_t stride, boo
         for (int i = 0; i < AT_ONCE; i++) {
             x[i] = 0.0f;
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) x[i] = fmaf(mean[c], half_of<T>(k[i][c / 2], c & 1), x[i]);
-        }
-#pragma unroll
-        for (int step = 16, n = AT_ONCE / 2; n > 0; step /= 2, n /= 2) /* lanes end with one entry each */
-#pragma unroll
-            for (int i = 0; i < n; i++) {
-                const float give = lane & step ? x[i] : x[i + n], keep = lane & step ? x[i + n] : x[i];
-                x[i] = keep + __shfl_xor_sync(~0u, give, step);
+            for (int c = 0; c < COLUMNS; c += 2) {
+                const float2 two = unpack2<T>(k[i][c / 2]);
+                x[i] = fmaf(mean[c + 1], two.y, fmaf(mean[c], two.x, x[i]));
             }
-#pragma unroll
-        for (int step = 16 / AT_ONCE; step > 0; step /= 2) x[0] += __shfl_xor_sync(~0u, x[0], step);
+        }
+        fold<8>(x, 16); /* lanes end with one entry each */
+        fold<4>(x, 8);
+        fold<2>(x, 4);
+        x[0] += __shfl_xor_sync(~0u, x[0], 2);
+        x[0] += __shfl_xor_sync(~0u, x[0], 1);
         const float own = __shfl_sync(~0u, x[0], lane % AT_ONCE * (32 / AT_ONCE));
         if (lane / AT_ONCE == e0 / AT_ONCE && lane < end) mine = own * scale;
     }
