@@ -4,30 +4,41 @@
  * the shares' partial gradients, in order. Limit of the sum: its bytes over the copy rate. */
 #include "any/attend/key_block.cuh"
 
-/* Grid as that of the shares, with one block for all of them. */
+enum { THREADS = 256, CHUNKS = 4 /* blocks of threads for a listed block */ };
+
+/* Grid as that of the shares, with gridDim.z blocks for all of them, each with a part of the keys. A thread
+ * has four columns of a key. */
 template <typename T, bool LISTED>
-__global__ void attend_backward_sum(const __grid_constant__ attend_kernel a, int64_t pieces, int keys)
+__global__ void __launch_bounds__(THREADS)
+    attend_backward_sum(const __grid_constant__ attend_kernel a, int64_t pieces, int keys)
 {
+    if (LISTED && a.item_start[blockIdx.x + 1] - a.item_start[blockIdx.x] <= 1) return;
     key_block b;
     if (LISTED ? !find_block(a, blockIdx.x, &b) : !find_range(a, blockIdx.x, pieces, keys, &b)) return;
     if (b.shares <= 1) return;
-    const int width = a.dim_k + a.dim_v, pairs = width / 2;
-    for (int i = threadIdx.x; i < (b.key_end - b.key0) * pairs; i += blockDim.x) {
-        const int r = i / pairs, c = (i - r * pairs) * 2;
+    const int width = a.dim_k + a.dim_v, wide = width / 4, per = (keys + gridDim.z - 1) / gridDim.z,
+              first = (int)blockIdx.z * per, left = b.key_end - b.key0 - first,
+              mine = left < per ? left : per;
+    const int64_t slot = b.slot * keys * width, next = (int64_t)keys * width;
+    for (int i = threadIdx.x; i < mine * wide; i += THREADS) {
+        const int r = first + i / wide, c = i % wide * 4;
         const int64_t row = b.seq.k0 + b.key0 + r;
-        float2 sum = make_float2(0.0f, 0.0f);
+        const float *from = a.part + slot + r * width + c;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
         for (int s = 0; s < b.shares; s++) {
-            const float2 x = *(const float2 *)(a.part + ((b.slot + s) * keys + r) * width + c);
+            const float4 x = __ldcs((const float4 *)(from + s * next));
             sum.x += x.x;
             sum.y += x.y;
+            sum.z += x.z;
+            sum.w += x.w;
         }
-        if (c < a.dim_k)
-            store_pair<T>(a.d_k.p, b.seq.view_b * a.d_k.s[0] + row * a.d_k.s[1] + b.kvh * a.d_k.s[2] + c,
-                          sum.x, sum.y, a.f32_dkv, a.add_k);
-        else
-            store_pair<T>(a.d_v.p,
-                          b.seq.view_b * a.d_v.s[0] + row * a.d_v.s[1] + b.kvh * a.d_v.s[2] + c - a.dim_k,
-                          sum.x, sum.y, a.f32_dkv, a.add_v);
+        const bool of_k = c < a.dim_k, add = of_k ? a.add_k : a.add_v;
+        const view4 &to = of_k ? a.d_k : a.d_v;
+        const int64_t at =
+            b.seq.view_b * to.s[0] + row * to.s[1] + b.kvh * to.s[2] + (of_k ? c : c - a.dim_k);
+        store_pair<T>(to.p, at, sum.x, sum.y, a.f32_dkv, add);
+        store_pair<T>(to.p, at + 2, sum.z, sum.w, a.f32_dkv, add);
     }
 }
 
@@ -75,11 +86,14 @@ size_t backward_shares_bytes(const attend_args *args, int keys)
 template <typename T>
 static void start_sum(const attend_kernel &a, bool listed, int64_t pieces, int keys, cudaStream_t stream)
 {
-    if (listed)
-        attend_backward_sum<T, true><<<dim3((unsigned)pieces, 1), 256, 0, stream>>>(a, pieces, a.list_block);
-    else
+    if (listed) {
+        attend_backward_sum<T, true>
+            <<<dim3((unsigned)pieces, 1, CHUNKS), THREADS, 0, stream>>>(a, pieces, a.list_block);
+    } else {
+        const unsigned parts = (unsigned)(keys * ((a.dim_k + a.dim_v) / 4) + THREADS - 1) / THREADS;
         attend_backward_sum<T, false>
-            <<<dim3((unsigned)pieces, (unsigned)a.kv_heads), 256, 0, stream>>>(a, pieces, keys);
+            <<<dim3((unsigned)pieces, (unsigned)a.kv_heads, parts), THREADS, 0, stream>>>(a, pieces, keys);
+    }
 }
 
 quern_status backward_sum_shares(const attend_args *args, const attend_launch &l, cudaStream_t stream)
