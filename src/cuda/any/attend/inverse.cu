@@ -201,6 +201,43 @@ __global__ void inverse_cut(const __grid_constant__ attend_kernel a, int64_t pla
     }
 }
 
+/* Lists of at most 32 entries, of blocks whose places fit shared memory: the entries of a row are loaded a
+ * row ahead, and no place waits for memory. */
+enum { FILL_MOST = 8192 };
+
+__global__ void inverse_fill_short(const __grid_constant__ attend_kernel a, int64_t rows, int64_t capacity,
+                                   int64_t chunk_rows, const int32_t *count, const int32_t *start,
+                                   int32_t *tile, int64_t pair_entries)
+{
+    extern __shared__ int32_t next[];
+    const int lane = threadIdx.x;
+    const int64_t pair = blockIdx.y, view_b = pair / a.units, u = pair % a.units;
+    const int64_t first = (int64_t)blockIdx.x * chunk_rows,
+                  end = first + chunk_rows < rows ? first + chunk_rows : rows;
+    const int32_t *c = count + (pair * gridDim.x + blockIdx.x) * capacity, *s = start + pair * capacity;
+    for (int i = lane; i < capacity; i += 32) next[i] = s[i] + c[i];
+    __syncwarp();
+    const int32_t *list = a.list + view_b * a.list_stride[0] + u * a.list_stride[1] + lane;
+    int32_t *const to = tile + pair * pair_entries;
+    int32_t x = -1, ahead = lane < a.list_k && first < end ? list[first * a.list_stride[2]] : -1;
+    for (int64_t row = first; row < end; row++) {
+        x = ahead;
+        ahead = lane < a.list_k && row + 1 < end ? list[(row + 1) * a.list_stride[2]] : -1;
+        sequence seq;
+        int64_t q0;
+        if (!list_place(a, view_b, row, &seq, &q0)) continue;
+        const int64_t last = (q0 + a.tile < seq.nq ? q0 + a.tile : seq.nq) - 1;
+        int lo, hi;
+        row_keys(a, seq, last, &lo, &hi);
+        const uint32_t same = __match_any_sync(~0u, x);
+        if (x >= 0 && (int64_t)x * a.list_block < hi && (same & ((1u << lane) - 1)) == 0) {
+            const int64_t block = (a.sq.cu_q == NULL ? 0 : seq.k0 / a.list_block + seq.b) + x;
+            to[next[block]++] = (int32_t)(q0 / a.tile);
+        }
+        __syncwarp();
+    }
+}
+
 __global__ void inverse_fill(const __grid_constant__ attend_kernel a, int64_t rows, int64_t capacity,
                              int64_t chunk_rows, int32_t *count, const int32_t *start, int32_t *tile,
                              int64_t pair_entries)
@@ -245,7 +282,10 @@ quern_status inverse_build(const stage_exec *exec, const attend_args *args, atte
     if (s.rows > 0)
         inverse_count<<<grid, 256, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count);
     inverse_scan<<<(unsigned)s.lists, 1024, 0, stream>>>(s.capacity, s.chunks, m.count, m.start);
-    if (s.rows > 0)
+    if (s.rows > 0 && kernel->list_k <= 32 && s.capacity <= FILL_MOST)
+        inverse_fill_short<<<grid, 32, (size_t)s.capacity * sizeof(int32_t), stream>>>(
+            *kernel, s.rows, s.capacity, s.chunk_rows, m.count, m.start, m.tile, kernel->inverse_entries);
+    else if (s.rows > 0)
         inverse_fill<<<grid, 32, 0, stream>>>(*kernel, s.rows, s.capacity, s.chunk_rows, m.count, m.start,
                                               m.tile, kernel->inverse_entries);
     inverse_cut<<<1, 1024, 0, stream>>>(*kernel, places_of(args), s.capacity, m.start, m.item_start,
