@@ -67,14 +67,25 @@ static quern_status run_attend(const nsa_call *c, const op_frame *f)
     return status;
 }
 
-/* Sums over branches as in the whole backward: f32, converted at the end. */
+/* Where branches' gradients go: `out` itself where one branch alone makes it, else as in the whole backward
+ * an f32 sum, converted at the end. */
+static quern_tensor gradient_for(nsa_call *c, const quern_tensor *out, int branches, arena *a)
+{
+    return branches > 1 ? nsa_sum_for(c, out, a) : *out;
+}
+
 static void carve_attend_backward(nsa_call *c, arena *a)
 {
     nsa_views *v = &c->views;
     const int64_t lse_shape[] = {c->head.varlen ? 1 : c->batch, c->heads, c->n};
+    int on = 0, sharing = 0; /* branches, and those whose keys and values are k and v */
+    for (int i = 0; i < NSA_BRANCHES; i++) {
+        on += nsa_branch_on(c, i);
+        sharing += nsa_branch_on(c, i) && i != NSA_CMP && !c->separate[i];
+    }
     c->converts = 0;
-    const quern_tensor d_q = nsa_sum_for(c, &v->d_q, a), d_k = nsa_sum_for(c, &v->d_k, a),
-                       d_v = nsa_sum_for(c, &v->d_v, a);
+    const quern_tensor d_q = gradient_for(c, &v->d_q, on, a), d_k = gradient_for(c, &v->d_k, sharing, a),
+                       d_v = gradient_for(c, &v->d_v, sharing, a);
     size_t most = 0;
     bool have_q = false, have_kv = false;
     for (int i = 0; i < NSA_BRANCHES; i++) {

@@ -14,7 +14,7 @@
 #include "common/tma.cuh"
 #include "sm90/attend/attend.cuh"
 
-static const size_t MOST_SUMS = (size_t)1 << 30;
+static const size_t MOST_SUMS = (size_t)2 << 30;
 enum { ROWS = 16, CHUNKS = 16, LINE = 128 /* bytes of L2 */ };
 
 struct room {

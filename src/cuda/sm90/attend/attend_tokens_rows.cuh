@@ -91,10 +91,54 @@ __device__ __forceinline__ void add_by_key(float (&dq)[QT][4], const float (&ds)
             }
 }
 
+/* x[j] of each of four lanes that follow one another becomes what lane j of them has in x[lane & 3]. */
+__device__ __forceinline__ void transpose_by_four(uint32_t (&x)[4])
+{
+#pragma unroll
+    for (int by = 1; by <= 2; by *= 2) {
+        const bool upper = (threadIdx.x & by) != 0;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int low = by == 1 ? i * 2 : i, high = low + by;
+            const uint32_t other = __shfl_xor_sync(~0u, upper ? x[low] : x[high], by);
+            if (upper) x[low] = other;
+            else x[high] = other;
+        }
+    }
+}
+
+/* A thread's two rows of dQ in 16 bits, where rows are aligned to 16 bytes: four lanes exchange their columns
+ * of four tiles, so that each stores eight that follow one another. All lanes of the warp call. */
+template <typename T, int QT>
+__device__ __forceinline__ void store_chunks(const float (&dq)[QT][4], const attend_kernel &a, const work &w,
+                                             const int (&place)[2])
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int n = (int)quotient((uint32_t)place[h], a.by_hs), head = w.head0 + place[h] - n * a.hs;
+        T *to = (T *)a.d_q.p + (int64_t)w.view * a.d_q.s[0] + ((int64_t)w.q0 + w.query + n) * a.d_q.s[1] +
+                head * a.d_q.s[2];
+#pragma unroll
+        for (int i = 0; i < QT; i += 4) {
+            uint32_t x[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                x[j] = pack2<T>(dq[i + j][h * 2] * a.scale + 0.0f, dq[i + j][h * 2 + 1] * a.scale + 0.0f);
+            transpose_by_four(x);
+            const int c = (i + (int)(threadIdx.x & 3)) * 8;
+            if (n < w.queries && c < a.dim_k) *(uint4 *)(to + c) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+    }
+}
+
 template <typename T, int QT>
 __device__ __forceinline__ void store_gradient(const float (&dq)[QT][4], const attend_kernel &a,
                                                const work &w, const int (&place)[2])
 {
+    if (!a.f32_dq && ((uintptr_t)a.d_q.p & 15) == 0 && ((a.d_q.s[0] | a.d_q.s[1] | a.d_q.s[2]) & 7) == 0) {
+        store_chunks<T, QT>(dq, a, w, place);
+        return;
+    }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int n = (int)quotient((uint32_t)place[h], a.by_hs), head = w.head0 + place[h] - n * a.hs;
