@@ -22,10 +22,13 @@
  * from the end, one step apart; those that follow (sm90_backward_plan's wave) begin one after the other, at
  * their diagonals, and walk the other way: so they stay beside each other, too, and L2 serves them all.
  *
- * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics, two rows a
- * thread, and looks for what is not finite in rows that do not see all of these keys; warps 2 and 3 add dQ's
- * two buffers. What is not finite in Q and dO becomes 0 between the products that read it for S and dP and
- * those for dK and dV, and the keys that such a row sees get it (NaN in dK). K that is not finite becomes 0
+ * Where no row of a tile sees one half of the keys, as at both ends of a window, that half's warpgroup only
+ * makes its part of dQ of the other half's keys.
+ *
+ * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics and looks for
+ * what is not finite in rows that may hold it and do not see all of these keys; warps 2 and 3 add dQ's two
+ * buffers. What is not finite in Q and dO becomes 0 between the products that read it for S and dP and those
+ * for dK and dV, and the keys that such a row sees get it (NaN in dK). K that is not finite becomes 0
  * for dQ's product, and the rows that see it get NaN.
  *
  * Registers at D = 128: dK 64, dV 64, S^T 32, dP^T 32, P^T and dS^T 32 of 232 (dQ's 32 are those of S^T or
@@ -58,6 +61,7 @@ template <int DK, int DV> struct layout {
     static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, CLEAN = DQ_FREE + 8 * BUFFERS, BLOCK = CLEAN + 8;
     static constexpr int BYTES = BLOCK + (int)sizeof(key_block);
     static constexpr bool RATIO = false; /* its delta is of rows with row_scale */
+    static constexpr bool HALVES = DK > 64; /* at D 64 steps are too short for it to pay */
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
 };
 
@@ -167,90 +171,170 @@ __device__ __forceinline__ void write_rows(const float (&dq)[NQ / 8][4], uint32_
                          dq[i][h * 2 + 1] * scale);
 }
 
-/* A computing warpgroup. */
+/* A computing warpgroup: where it leaves its dS^T and its part of dQ, and what its product of dQ reads. */
+template <typename T, typename AT> struct computing {
+    static constexpr int NT = ROWS / 8, NQ = AT::DIM_K / 2;
+    const attend_kernel &a;
+    const sm90_backward_plan &plan;
+    key_block &b;
+    char *smem;
+    uint32_t base;
+    int group, steps;
+    /* A lane's part of the first stmatrix of dS^T (rows of 64 queries, one for each key), and of the
+     * first store of dQ (panels of 32 columns). */
+    uint32_t own_ds, own_dq, all_ds, columns;
+    bool odd; /* something in K is not finite */
+
+    __device__ __forceinline__ computing(const attend_kernel &kernel, const sm90_backward_plan &shared,
+                                         key_block &block, char *memory, uint32_t address, int which)
+        : a(kernel), plan(shared), b(block), smem(memory), base(address), group(which)
+    {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+        steps = b.tiles * a.hs;
+        own_ds = base + AT::DS + tile_at<KEYS>(group * 64 + warp * 16 + (lane & 15), lane >> 4);
+        own_dq = base + AT::DQ + group * (NQ / 32) * (ROWS * 128) +
+                 tile_at<ROWS>(warp * 16 + (lane >> 2), lane >> 1 & 1) + (lane & 1) * 8;
+        all_ds = base + AT::DS;
+        columns = base + AT::K + (AT::DIM_K == 64 ? group * 64 : group * (KEYS * 128));
+    }
+
+    __device__ __forceinline__ const statistics *statistics_of(int t) const
+    {
+        return (const statistics *)(smem + AT::STAT) + t % AT::STAGES;
+    }
+
+    /* Step t's dS^T, for both warpgroups. The other one is past its product with this buffer: it has filled
+     * the other one since, and this one waited for it. */
+    __device__ __forceinline__ void write_ds(const uint32_t (&f)[NT / 2][4], int t) const
+    {
+#pragma unroll
+        for (int i = 0; i < NT / 2; i++) stmatrix4((own_ds + t % BUFFERS * AT::DS_BYTES) ^ i << 5, f[i]);
+        async_fence();
+        named_arrive(DS_FULL + 2 * (t % BUFFERS) + (group ^ 1), 256);
+    }
+
+    __device__ __forceinline__ void start_dq(float (&dq)[NQ / 8][4], int t) const
+    {
+        named_sync(DS_FULL + 2 * (t % BUFFERS) + group, 256);
+        columns_of_rows<T, NQ>(dq, all_ds + t % BUFFERS * AT::DS_BYTES, columns);
+    }
+
+    /* Puts step t's dQ where TMA takes it from. */
+    __device__ __forceinline__ void hand_over(float (&dq)[NQ / 8][4], int t, bool unclean) const
+    {
+        const int buffer = t % BUFFERS;
+        if (unclean) {
+            int head;
+            const int tile = tile_at_step(a, plan, b, t, &head);
+            poison_rows<T, NQ>(dq, a, b, smem + AT::K, tile * ROWS, head, group);
+        }
+        mbar_wait(base + AT::DQ_FREE + 8 * buffer, (t / BUFFERS & 1) ^ 1);
+        write_rows<ROWS, NQ>(dq, own_dq + buffer * AT::DQ_BYTES, a.scale);
+        async_fence();
+        named_arrive(DQ_FULL + buffer, 128 * GROUPS + 32);
+    }
+
+    /* Step t where no row sees this warpgroup's keys: its part of dQ is of the other one's. */
+    template <typename CLEAN>
+    __device__ __forceinline__ void other_step(int t, int part, const CLEAN &clean) const
+    {
+        const uint32_t none[NT / 2][4] = {};
+        const bool unclean = odd && part != 0;
+        float dq[NQ / 8][4];
+        mbar_wait(base + AT::FULL + 8 * (t % AT::STAGES), t / AT::STAGES & 1);
+        if (part & 2) clean(t);
+        write_ds(none, t);
+        if (unclean) clean_keys<T, AT::DIM_K>(smem + AT::K);
+        start_dq(dq, t);
+        mbar_arrive(base + AT::FREE + 8 * (t % AT::STAGES)); /* each lane's, for what it read */
+        wg_wait<0>(dq);
+        if (unclean) restore_keys<T, AT::DIM_K>(a, b, smem + AT::K);
+        hand_over(dq, t, unclean);
+    }
+};
+
 template <typename T, int DK, int DV>
 __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backward_plan &plan, key_block &b,
                                         char *smem, uint32_t base, int group)
 {
     typedef layout<DK, DV> at;
-    constexpr int NT = ROWS / 8, NQ = DK / 2;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3,
-              place = group * 64 + warp * 16 + (lane >> 2), key = key_of(b, place);
-    const int steps = b.tiles * a.hs;
+    constexpr int NT = ROWS / 8;
+    computing<T, at> w(a, plan, b, smem, base, group);
+    const int place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2),
+              key = key_of(b, place);
     const uint32_t ak = base + at::K + group * 64 * 128, av = base + at::V + group * 64 * 128;
-    /* A lane's part of the first stmatrix of dS^T (rows of 64 queries, one for each key), and of the first
-     * store of dQ (panels of 32 columns). */
-    const uint32_t ds = base + at::DS + tile_at<KEYS>(group * 64 + warp * 16 + (lane & 15), lane >> 4);
-    const uint32_t dq_at = base + at::DQ + group * (NQ / 32) * (ROWS * 128) +
-                           tile_at<ROWS>(warp * 16 + (lane >> 2), lane >> 1 & 1) + (lane & 1) * 8;
     const bool scaled = a.row_scale.p != NULL;
-    float dk[DK / 8][4] = {}, dv[DV / 8][4] = {}, s[NT][4], dp[NT][4], dq[NQ / 8][4];
-    uint32_t fp[NT / 2][4], fs[NT / 2][4];
-    bool odd = false;
-    if (steps > 0) {
+    float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
+    w.odd = false;
+    if (w.steps > 0) {
         mbar_wait(base + at::OWN_FULL, 0);
-        odd = search_keys<T, DK>(smem + at::K, &b.odd);
-        mbar_wait(base + at::FULL, 0);
-        rows_by_keys<T, ROWS, KEYS, DK>(s, ak, base + at::Q);
-        rows_by_keys<T, ROWS, KEYS, DV>(dp, av, base + at::DO);
-        wg_wait<0>(s);
-        wg_wait<0>(dp);
+        w.odd = search_keys<T, DK>(smem + at::K, &b.odd);
     }
+    auto clean = [&](int t) {
+        const statistics *st = w.statistics_of(t);
+        clean_rows<T, ROWS, DK, DV>(smem + at::Q + t % at::STAGES * at::Q_BYTES,
+                                    smem + at::DO + t % at::STAGES * at::DO_BYTES, base + at::CLEAN,
+                                    [&](const char *q, const char *g) {
+                                        spread_rows<T, ROWS>(dk, q, st, key, true);
+                                        spread_rows<T, ROWS>(dv, g, st, key, false);
+                                    });
+    };
+    /* Whether some rows of step t may see its keys. */
+    bool mine = !at::HALVES || (halves_seen(a, plan, b, 0) >> group & 1) != 0;
+    int t = 0, part = 0;
+    auto wait_for_statistics = [&]() {
+        mbar_wait(base + at::STAT_FULL + 8 * (t % at::STAGES), t / at::STAGES & 1);
+        part = w.statistics_of(t)->part;
+        mine = at::HALVES ? (w.statistics_of(t)->next_halves >> group & 1) != 0 : t + 1 < w.steps;
+    };
 #pragma unroll 1
-    for (int t = 0; t < steps; t++) {
-        const int stage = t % at::STAGES, buffer = t % BUFFERS;
-        const statistics *st = (const statistics *)(smem + at::STAT) + stage;
-        mbar_wait(base + at::STAT_FULL + 8 * stage, t / at::STAGES & 1);
-        const int part = st->part;
-        if (part != 0) softmax<T, true, true>(s, dp, fp, fs, st, a.scale_log2, key);
-        else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, a.scale_log2, key);
-        else softmax<T, false, false>(s, dp, fp, fs, st, a.scale_log2, key);
-        if (part & 2)
-            clean_rows<T, ROWS, DK, DV>(smem + at::Q + stage * at::Q_BYTES,
-                                        smem + at::DO + stage * at::DO_BYTES, base + at::CLEAN,
-                                        [&](const char *q, const char *g) {
-                                            spread_rows<T, ROWS>(dk, q, st, key, true);
-                                            spread_rows<T, ROWS>(dv, g, st, key, false);
-                                        });
-            /* The other warpgroup is past its product with this buffer: it has filled the other one since,
-             * and this one waited for it. */
-#pragma unroll
-        for (int i = 0; i < NT / 2; i++) stmatrix4((ds + buffer * at::DS_BYTES) ^ i << 5, fs[i]);
-        async_fence();
-        named_arrive(DS_FULL + 2 * buffer + (group ^ 1), 256);
-        const bool unclean = odd && part != 0;
-        if (unclean) clean_keys<T, DK>(smem + at::K);
-        const uint32_t q = base + at::Q + stage * at::Q_BYTES, g = base + at::DO + stage * at::DO_BYTES;
-        wg_start();
-        keys_by_rows<T, ROWS, DV>(dv, fp, g);
-        keys_by_rows<T, ROWS, DK>(dk, fs, q);
-        named_sync(DS_FULL + 2 * buffer + group, 256);
-        const uint32_t columns = base + at::K + (DK == 64 ? group * 64 : group * (DK / 128) * (KEYS * 128));
-        columns_of_rows<T, NQ>(dq, base + at::DS + buffer * at::DS_BYTES, columns);
-        wg_wait<1>(dv);
-        wg_wait<1>(dk);
-        mbar_arrive(base + at::FREE + 8 * stage); /* each lane's, for what it read */
-        if (unclean) {
-            wg_wait<0>(dq);
-            restore_keys<T, DK>(a, b, smem + at::K);
+    while (t < w.steps) {
+        if (at::HALVES && !mine) {
+            wait_for_statistics();
+            w.other_step(t, part, clean);
+            t++;
+            continue;
         }
-        /* After the last step the products below are of what the stage held before, and nobody reads them. */
-        const int next = (t + 1) % at::STAGES;
-        if (t + 1 < steps) mbar_wait(base + at::FULL + 8 * next, (t + 1) / at::STAGES & 1);
-        rows_by_keys<T, ROWS, KEYS, DK>(s, ak, base + at::Q + next * at::Q_BYTES);
-        wg_wait<1>(dq);
-        if (unclean) {
-            int head;
-            const int tile = tile_at_step(a, plan, b, t, &head);
-            poison_rows<T, NQ>(dq, a, b, smem + at::K, tile * ROWS, head, group);
-        }
-        mbar_wait(base + at::DQ_FREE + 8 * buffer, (t / BUFFERS & 1) ^ 1);
-        write_rows<ROWS, NQ>(dq, dq_at + buffer * at::DQ_BYTES, a.scale);
-        async_fence();
-        named_arrive(DQ_FULL + buffer, 128 * GROUPS + 32);
-        rows_by_keys<T, ROWS, KEYS, DV>(dp, av, base + at::DO + next * at::DO_BYTES);
+        float s[NT][4], dp[NT][4], dq[w.NQ / 8][4];
+        uint32_t fp[NT / 2][4], fs[NT / 2][4];
+        mbar_wait(base + at::FULL + 8 * (t % at::STAGES), t / at::STAGES & 1);
+        rows_by_keys<T, ROWS, KEYS, DK>(s, ak, base + at::Q + t % at::STAGES * at::Q_BYTES);
+        rows_by_keys<T, ROWS, KEYS, DV>(dp, av, base + at::DO + t % at::STAGES * at::DO_BYTES);
         wg_wait<0>(s);
         wg_wait<0>(dp);
+#pragma unroll 1
+        for (; mine; t++) {
+            const int stage = t % at::STAGES, next = (t + 1) % at::STAGES;
+            wait_for_statistics();
+            const statistics *st = w.statistics_of(t);
+            if (part != 0) softmax<T, true, true>(s, dp, fp, fs, st, a.scale_log2, key);
+            else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, a.scale_log2, key);
+            else softmax<T, false, false>(s, dp, fp, fs, st, a.scale_log2, key);
+            if (part & 2) clean(t);
+            w.write_ds(fs, t);
+            const bool unclean = w.odd && part != 0;
+            if (unclean) clean_keys<T, DK>(smem + at::K);
+            wg_start();
+            keys_by_rows<T, ROWS, DV>(dv, fp, base + at::DO + stage * at::DO_BYTES);
+            keys_by_rows<T, ROWS, DK>(dk, fs, base + at::Q + stage * at::Q_BYTES);
+            w.start_dq(dq, t);
+            wg_wait<1>(dv);
+            wg_wait<1>(dk);
+            mbar_arrive(base + at::FREE + 8 * stage); /* each lane's, for what it read */
+            if (unclean) {
+                wg_wait<0>(dq);
+                restore_keys<T, DK>(a, b, smem + at::K);
+            }
+            /* Behind the last of these steps the products below are of what the stage holds, and nobody reads
+             * them. */
+            if (mine) mbar_wait(base + at::FULL + 8 * next, (t + 1) / at::STAGES & 1);
+            rows_by_keys<T, ROWS, KEYS, DK>(s, ak, base + at::Q + next * at::Q_BYTES);
+            wg_wait<1>(dq);
+            w.hand_over(dq, t, unclean);
+            rows_by_keys<T, ROWS, KEYS, DV>(dp, av, base + at::DO + next * at::DO_BYTES);
+            wg_wait<0>(s);
+            wg_wait<0>(dp);
+        }
     }
     store_keys<T, KEYS>(dk, a, b, place, d_k_of(a));
     store_keys<T, KEYS>(dv, a, b, place, d_v_of(a));
@@ -266,8 +350,8 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     extern __shared__ __align__(1024) char smem[];
     const uint32_t base = smem_address(smem);
     key_block &b = *(key_block *)(smem + at::BLOCK);
+    if (threadIdx.x < 32 && !find_keys<KEYS, ROWS>(a, plan, &b) && threadIdx.x == 0) b.key_end = b.tiles = -1;
     if (threadIdx.x == 0) {
-        if (!find_keys<KEYS, ROWS>(a, plan, &b)) b.key_end = b.tiles = -1;
         mbar_init(base + at::OWN_FULL, 1);
         for (int i = 0; i < at::STAGES; i++) {
             mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 128 * GROUPS);

@@ -28,7 +28,8 @@ struct statistics {
     float lse2[MOST_ROWS], delta[MOST_ROWS], row_scale[MOST_ROWS];
     int32_t lo[MOST_ROWS], hi[MOST_ROWS];
     int32_t part; /* some rows do not see all keys: 1; and something in them is not finite: 3 */
-    int32_t pad[3];
+    int32_t next_halves; /* halves_seen() of the step behind this one */
+    int32_t pad[2];
 };
 
 /* The keys of a block, and its share of the tiles of queries that see them. */
@@ -41,6 +42,7 @@ struct key_block {
     int32_t up;                     /* whether it walks the tiles from the first */
     int32_t odd;                    /* something in K is not finite */
     int32_t seen_lo, seen_end;      /* a row that sees keys [seen_lo, seen_end) sees all of the block's */
+    int32_t half_tile[2], half_end[2]; /* of each half of the keys: the tiles whose rows may see some of it */
     int32_t first[MOST_KEYS / RUN]; /* the first key of each run of RUN that follow one another */
     int32_t pad;
     int64_t slot; /* of the partial sums */
@@ -101,6 +103,8 @@ __device__ __forceinline__ bool find_listed(const attend_kernel &a, const sm90_b
     b->slot = ((int64_t)head * lists.rows + row) * lists.per + b->place;
     b->odd = 0;
     b->up = 1;
+    b->half_tile[0] = b->half_tile[1] = 0;
+    b->half_end[0] = b->half_end[1] = INT32_MAX;
     b->turns = a.sq.cu_q == NULL ? (int)seq.b * ((b->nq + ROWS - 1) / ROWS) : b->q0 / ROWS + (int)seq.b;
     const int last = query + a.tile < b->nq ? (int)query + a.tile : b->nq;
     b->tile = (int)query / ROWS;
@@ -108,8 +112,28 @@ __device__ __forceinline__ bool find_listed(const attend_kernel &a, const sm90_b
     return true;
 }
 
+/* The first query in [0, nq) for which `seen` holds, false and then true: eight lanes look for each of four
+ * functions. All lanes of the warp call. */
+template <typename F> __device__ __forceinline__ int first_query_by_eight(int nq, F seen)
+{
+    const int at = threadIdx.x & 7, group = threadIdx.x & 24;
+    int lo = 0, hi = nq;
+    while (__any_sync(~0u, lo < hi)) {
+        const int probe = lo + (int)((int64_t)(hi - lo) * at / 8);
+        const bool holds = lo < hi && seen(probe);
+        const int before = 8 - __popc(__ballot_sync(~0u, holds) >> group &
+                                      255), /* probes that it does not hold for */
+            low = __shfl_sync(~0u, probe, group + (before > 0 ? before - 1 : 0)),
+                  high = __shfl_sync(~0u, probe, group + (before < 8 ? before : 7));
+        if (lo == hi) continue;
+        if (before < 8) hi = high;
+        if (before > 0) lo = low + 1;
+    }
+    return lo;
+}
+
 /* Takes a ticket (without a counter, the block's own number) and finds what it is for, a piece of KEYS keys;
- * one thread calls. Tickets go through sections of SECTION key/value heads, whose rows L2 serves to many
+ * a whole warp calls. Tickets go through sections of SECTION key/value heads, whose rows L2 serves to many
  * blocks at once; in a section through the shares of the rows; in a share through the keys of all heads, from
  * the first to the last. */
 template <int KEYS, int ROWS>
@@ -117,52 +141,68 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
                                           key_block *b)
 {
     constexpr int SECTION = 8;
-    const int ticket = plan.taken != NULL ? atomicAdd(plan.taken, 1) : (int)blockIdx.x,
-              per_head = plan.pieces * a.splits;
-    if (plan.lists.clean != NULL) return find_listed<KEYS, ROWS>(a, plan, ticket, b);
+    const int lane = threadIdx.x & 31;
+    int ticket = (int)blockIdx.x;
+    if (plan.taken != NULL) ticket = __shfl_sync(~0u, lane == 0 ? atomicAdd(plan.taken, 1) : 0, 0);
+    const int per_head = plan.pieces * a.splits;
+    if (plan.lists.clean != NULL)
+        return __shfl_sync(~0u, lane == 0 && find_listed<KEYS, ROWS>(a, plan, ticket, b), 0);
     const int unit0 = ticket / (per_head * SECTION) * SECTION,
               width = plan.kv_heads - unit0 < SECTION ? plan.kv_heads - unit0 : SECTION;
     const int in_section = ticket - unit0 * per_head, share = in_section / (plan.pieces * width),
               rest = in_section - share * plan.pieces * width;
     const int split = a.splits - 1 - share, piece = rest / width;
     sequence flipped;
-    int64_t key0;
-    if (!piece_at(by_key(a.sq), piece, KEYS, 1, &flipped, &key0)) return false;
+    int64_t at;
+    if (!piece_at(by_key(a.sq), piece, KEYS, 1, &flipped, &at)) return false;
     const sequence seq = flip(flipped);
+    const int nq = (int)seq.nq, nk = (int)seq.nk, key0 = (int)at,
+              key_end = key0 + KEYS < nk ? key0 + KEYS : nk;
+    /* Whatever the mask, the queries that see some of a half's keys are consecutive. Lanes 8 i ... find the
+     * first of half i >> 1, or, i odd, the first past them. */
+    const int half = lane >> 4, half_key = key0 + half * (KEYS / 2),
+              half_key_end = half_key + KEYS / 2 < key_end ? half_key + KEYS / 2 : key_end;
+    const int found = first_query_by_eight(nq, [&](int i) {
+        int lo, hi;
+        row_keys(a, seq, i, &lo, &hi);
+        return (lane & 8) == 0 ? hi > half_key : lo >= half_key_end;
+    });
+    int first[2], end[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int qa = __shfl_sync(~0u, found, h * 16), qb = __shfl_sync(~0u, found, h * 16 + 8);
+        first[h] = qa < nq ? qa / ROWS : INT32_MAX;
+        end[h] = (qb + ROWS - 1) / ROWS;
+    }
+    if (lane != 0) return true;
     b->view = (int)seq.view_b;
     b->q0 = (int)seq.q0;
-    b->nq = (int)seq.nq;
+    b->nq = nq;
     b->k0 = (int)seq.k0;
-    b->nk = (int)seq.nk;
+    b->nk = nk;
     b->kvh = plan.kv0 + unit0 + rest - piece * width;
     b->head0 = b->kvh * a.group;
-    b->key0 = (int)key0;
-    b->place = b->key0 / KEYS;
-    b->key_end = (int)(key0 + KEYS < seq.nk ? key0 + KEYS : seq.nk);
+    b->key0 = key0;
+    b->place = key0 / KEYS;
+    b->key_end = key_end;
     b->slot = ((int64_t)b->kvh * plan.pieces + piece) * a.splits + split;
     b->odd = 0;
-    b->seen_lo = b->key0;
-    b->seen_end = b->key0 + KEYS; /* so that keys past the last are hidden */
-    for (int i = 0; i < KEYS / RUN; i++) b->first[i] = b->key0 + i * RUN;
+    b->seen_lo = key0;
+    b->seen_end = key0 + KEYS; /* so that keys past the last are hidden */
+    for (int i = 0; i < KEYS / RUN; i++) b->first[i] = key0 + i * RUN;
     b->up = in_section / plan.wave & 1;
-    const int tiles = (b->nq + ROWS - 1) / ROWS, per = (tiles + a.splits - 1) / a.splits;
+    const int tiles = (nq + ROWS - 1) / ROWS, per = (tiles + a.splits - 1) / a.splits;
+    /* A tile's turns count from the first of the blocks that walk it: they are consecutive, too. */
     b->turns = a.sq.cu_q == NULL ? (int)seq.b * tiles : b->q0 / ROWS + (int)seq.b;
-    /* Whatever the mask, the blocks that walk a tile are consecutive: its turns count from the first of
-     * them. */
-    int lo, hi;
-    const int qa = first_query(b->nq, [&](int64_t i) {
-        row_keys(a, seq, i, &lo, &hi);
-        return hi > b->key0;
-    });
-    const int qb = first_query(b->nq, [&](int64_t i) {
-        row_keys(a, seq, i, &lo, &hi);
-        return lo >= b->key_end;
-    });
-    int first = qa < b->nq ? qa / ROWS : tiles, end = (qb + ROWS - 1) / ROWS;
-    if (first < per * split) first = per * split;
-    if (end > per * (split + 1)) end = per * (split + 1);
-    b->tile = first;
-    b->tiles = end > first ? end - first : 0;
+    for (int h = 0; h < 2; h++) {
+        b->half_tile[h] = first[h];
+        b->half_end[h] = end[h];
+    }
+    const int from = first[0] > per * split ? first[0] : per * split,
+              last = end[1] > end[0] ? end[1] : end[0],
+              to = last < per * (split + 1) ? last : per * (split + 1);
+    b->tile = from;
+    b->tiles = to > from ? to - from : 0;
     return true;
 }
 
@@ -177,6 +217,17 @@ __device__ __forceinline__ int tile_at_step(const attend_kernel &a, const sm90_b
     }
     *head = b.head0 + h;
     return b.tile + (b.up ? x : b.tiles - 1 - x);
+}
+
+/* Which halves of the keys some rows of step t's tile may see, a bit each; none behind the last step. */
+__device__ __forceinline__ int halves_seen(const attend_kernel &a, const sm90_backward_plan &plan,
+                                           const key_block &b, int t)
+{
+    if (t >= b.tiles * a.hs) return 0;
+    int head;
+    const int tile = tile_at_step(a, plan, b, t, &head);
+    return (tile >= b.half_tile[0] && tile < b.half_end[0] ? 1 : 0) |
+           (tile >= b.half_tile[1] && tile < b.half_end[1] ? 2 : 0);
 }
 
 /* Warp 0 of the feeder: one thread copies. */
@@ -235,7 +286,9 @@ __device__ __forceinline__ bool row_nonfinite(const char *tile, int row)
     return (most & 0xffff) >= INFINITE || most >> 16 >= INFINITE;
 }
 
-/* Warp 1 of the feeder: a lane has rows lane and lane + 32 of each stage. */
+/* Warp 1 of the feeder: a lane has rows lane and lane + 32 of each stage. What is not finite in a row's Q
+ * leaves it no finite score, so no finite lse, and what is not finite in its dO no finite delta: with HALVES,
+ * the other rows are not searched. */
 template <typename T, typename AT>
 __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const sm90_backward_plan &plan,
                                                  const key_block &b, char *smem, uint32_t base)
@@ -246,7 +299,7 @@ __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const s
         statistics *st = (statistics *)(smem + AT::STAT) + stage;
         int head;
         const int query = tile_at_step(a, plan, b, t, &head) * AT::ROWS;
-        bool part[2];
+        bool search[2], parts = false, searches = false;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = lane + i * 32, n = query + row;
@@ -256,7 +309,10 @@ __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const s
                 row_statistics(a, sequence_of(b), b.q0 + n, head, &lse2, &delta, &row_scale);
                 if (lse2 != INFINITY) row_keys(a, sequence_of(b), n, &lo, &hi);
             }
-            part[i] = row < AT::ROWS && (lo > b.seen_lo || hi < b.seen_end);
+            const bool part = row < AT::ROWS && (lo > b.seen_lo || hi < b.seen_end);
+            search[i] = part && !(AT::HALVES && isfinite(lse2) && isfinite(delta));
+            parts = parts || part;
+            searches = searches || search[i];
             if (i == 0) mbar_wait(base + AT::FREE + 8 * stage, (t / AT::STAGES & 1) ^ 1);
             st->lse2[row] = lse2;
             if (AT::RATIO && a.row_scale.p != NULL) delta = row_scale != 0.0f ? delta / row_scale : 0.0f;
@@ -266,19 +322,22 @@ __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const s
             st->hi[row] = hi;
         }
         bool odd = false;
-        if (__any_sync(~0u, part[0] || part[1])) {
+        if (__any_sync(~0u, searches)) {
             mbar_wait(base + AT::FULL + 8 * stage, t / AT::STAGES & 1);
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                if (part[i])
+                if (search[i])
                     odd = odd ||
                           row_nonfinite<T, AT::ROWS, AT::DIM_K / 64>(smem + AT::Q + stage * AT::Q_BYTES,
                                                                      lane + i * 32) ||
                           row_nonfinite<T, AT::ROWS, AT::DIM_V / 64>(smem + AT::DO + stage * AT::DO_BYTES,
                                                                      lane + i * 32);
         }
-        const int found = (__any_sync(~0u, part[0] || part[1]) ? 1 : 0) | (__any_sync(~0u, odd) ? 2 : 0);
-        if (lane == 0) st->part = found;
+        const int found = (__any_sync(~0u, parts) ? 1 : 0) | (__any_sync(~0u, odd) ? 2 : 0);
+        if (lane == 0) {
+            st->part = found;
+            if (AT::HALVES) st->next_halves = halves_seen(a, plan, b, t + 1);
+        }
         mbar_arrive(base + AT::STAT_FULL + 8 * stage); /* each lane's, for what it wrote */
     }
 }

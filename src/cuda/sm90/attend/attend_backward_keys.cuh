@@ -43,7 +43,8 @@ template <int DK, int DV> struct keys_layout {
                          STAT_FULL = FREE + 8 * STAGES;
     static constexpr int CLEAN = STAT_FULL + 8 * STAGES, BLOCK = CLEAN + 8,
                          BYTES = BLOCK + (int)sizeof(key_block);
-    static constexpr bool RATIO = true; /* its delta is of rows without row_scale */
+    static constexpr bool RATIO = true, /* its delta is of rows without row_scale */
+        HALVES = false;
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
 };
 
@@ -280,8 +281,9 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     extern __shared__ __align__(1024) char smem[];
     const uint32_t base = smem_address(smem);
     key_block &b = *(key_block *)(smem + at::BLOCK);
+    if (threadIdx.x < 32 && !find_keys<at::KEYS, at::ROWS>(a, plan, &b) && threadIdx.x == 0)
+        b.key_end = b.tiles = -1;
     if (threadIdx.x == 0) {
-        if (!find_keys<at::KEYS, at::ROWS>(a, plan, &b)) b.key_end = b.tiles = -1;
         mbar_init(base + at::OWN_FULL, 1);
         for (int i = 0; i < at::STAGES; i++) {
             mbar_init(base + at::FULL + 8 * i, 1), mbar_init(base + at::FREE + 8 * i, 128 * GROUPS);
