@@ -76,8 +76,13 @@ pool_rows series_rows(const void *first, quern_dtype dtype, int64_t stride, int6
 {
     const int64_t size = (int64_t)quern_dtype_size(dtype);
     const char *value = (const char *)first + (j * stride + 2 * series * width) * size;
-    return (pool_rows){value, value + width * size,          dtype,        stride,
-                       rows,  bias->data + j * bias->stride, bias->stride, 0};
+    return (pool_rows){.value = value,
+                       .logit = value + width * size,
+                       .dtype = dtype,
+                       .stride = stride,
+                       .rows = rows,
+                       .bias = bias->data + j * bias->stride,
+                       .bias_stride = bias->stride};
 }
 
 void merge_block(const pool_kernels *kernels, const pool_rows *rows, int64_t width, const pool_sums *sums)

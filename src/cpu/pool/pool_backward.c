@@ -23,6 +23,7 @@ enum { SLOTS = 64, FEW_SLOTS = 16, LONG_RATIO = 32 };
 typedef struct backward_job {
     const pool_args *args;
     const pool_kernels *kernels;
+    bool prefetch_l2;
     f32_rows bias_a, bias_b;
     entry_plan entry;
     int64_t blocks, runs; /* of all sequences */
@@ -50,7 +51,8 @@ static int64_t norm_at(const pool_args *args)
 
 static backward_job carve(const stage_exec *exec, const pool_args *args, arena *a)
 {
-    backward_job job = {.args = args, .kernels = pool_kernels_for(exec->cpu_level)};
+    backward_job job = {
+        .args = args, .kernels = pool_kernels_for(exec->cpu_level), .prefetch_l2 = exec->prefetch_l2};
     job.bias_a = carve_rows(&args->bias_a, a);
     job.bias_b = carve_rows(&args->bias_b, a);
     job.entry = carve_entry(&args->entry, job.kernels, args->width, args->ratio, a);
@@ -80,6 +82,7 @@ static void compute_statistics(const backward_job *job, const pool_sequence *s, 
         pool_rows b = series_rows(pool_row(&args->proj, s->view_b, s->token0 + (i - 1) * r), args->proj.dtype,
                                   stride, width, 1, &job->bias_b, 0, r);
         b.ahead = pool_ahead(args);
+        b.l2 = job->prefetch_l2;
         merge_block(job->kernels, &b, width, &sums);
     } else if (args->overlap && s->prev != NULL) {
         const pool_rows b =
@@ -89,6 +92,7 @@ static void compute_statistics(const backward_job *job, const pool_sequence *s, 
     pool_rows a = series_rows(pool_row(&args->proj, s->view_b, s->token0 + i * r), args->proj.dtype, stride,
                               width, 0, &job->bias_a, 0, r);
     a.ahead = pool_ahead(args);
+    a.l2 = job->prefetch_l2;
     merge_block(job->kernels, &a, width, &sums);
     job->kernels->pooled_row(&sums, width, to->pooled, to->inverse_sum);
     job->kernels->rows->convert(pool_row(&args->d_out, s->view_b, s->entry0 + i), args->d_out.dtype, to->d,

@@ -18,6 +18,7 @@ enum { TASK_TOKENS = 256 };
 typedef struct pool_job {
     const pool_args *args;
     const pool_kernels *kernels;
+    bool prefetch_l2;
     f32_rows bias_a, bias_b;
     entry_plan entry;
     int64_t task_blocks, pieces;
@@ -27,7 +28,8 @@ typedef struct pool_job {
 
 static pool_job carve(const stage_exec *exec, const pool_args *args, arena *a)
 {
-    pool_job job = {.args = args, .kernels = pool_kernels_for(exec->cpu_level)};
+    pool_job job = {
+        .args = args, .kernels = pool_kernels_for(exec->cpu_level), .prefetch_l2 = exec->prefetch_l2};
     job.bias_a = carve_rows(&args->bias_a, a);
     job.bias_b = carve_rows(&args->bias_b, a);
     job.entry = carve_entry(&args->entry, job.kernels, args->width, args->ratio, a);
@@ -90,12 +92,14 @@ static void pool_piece(void *arg, int64_t index, int32_t thread)
         pool_rows a =
             series_rows(token, args->proj.dtype, args->proj.strides[1], width, 0, &job->bias_a, 0, r);
         a.ahead = ahead;
+        a.l2 = job->prefetch_l2;
         merge_block(job->kernels, &a, width, &own);
         clear_sums(&next, width);
         if (args->overlap && i + 1 < end) {
             pool_rows b =
                 series_rows(token, args->proj.dtype, args->proj.strides[1], width, 1, &job->bias_b, 0, r);
             b.ahead = ahead;
+            b.l2 = job->prefetch_l2;
             merge_block(job->kernels, &b, width, &next);
         }
         emit(job, &s, i, &own, row, row + width);

@@ -22,6 +22,7 @@ typedef struct pool_rows {
     const float *bias; /* added to the logits; row j at j * bias_stride */
     int64_t bias_stride;
     int64_t ahead; /* merge: distance of its prefetches in bytes; 0: none */
+    bool l2;       /* they go into L2, not L1 */
 } pool_rows;
 
 /* n channels; each array has n floats. */

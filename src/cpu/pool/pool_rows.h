@@ -88,9 +88,15 @@ INLINE void merge_columns(const pool_rows *s, const quern_dtype dtype, const int
     }
     for (int64_t r = 0; r < s->rows; r++) {
         for (int line = 0; s->ahead != 0 && line < vectors * LANES * dtype_bytes(dtype); line += 64) {
-            /* Into L2: rows ahead are as large as L1, and a power of two apart they share its sets. */
-            __builtin_prefetch(value + at * dtype_bytes(dtype) + s->ahead + line, 0, 2);
-            __builtin_prefetch(logit + at * dtype_bytes(dtype) + s->ahead + line, 0, 2);
+            const char *v = value + at * dtype_bytes(dtype) + s->ahead + line,
+                       *z = logit + at * dtype_bytes(dtype) + s->ahead + line;
+            if (s->l2) {
+                __builtin_prefetch(v, 0, 2);
+                __builtin_prefetch(z, 0, 2);
+            } else {
+                __builtin_prefetch(v, 0, 3);
+                __builtin_prefetch(z, 0, 3);
+            }
         }
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {

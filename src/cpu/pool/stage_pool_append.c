@@ -117,6 +117,7 @@ static void merge_run(const append_job *job, int series, const row_run *run, int
     pool_rows rows = series_rows(run->data, run->dtype, run->stride, job->width, series, bias, 0, run->rows);
     rows.bias = bias->data + j * bias->stride;
     rows.ahead = run->ahead;
+    rows.l2 = true; /* L1 holds what is merged meanwhile */
     merge_block(job->kernels, &rows, job->width, &own);
 }
 
