@@ -51,6 +51,10 @@ quern_status validate_lists_run(const stage_exec *exec, const validate_lists_arg
 bool attend_forward_sm90_supports(const stage_exec *exec, const attend_args *args, char why[STAGE_WHY_BYTES]);
 size_t attend_forward_sm90_bytes(const stage_exec *exec, const attend_args *args);
 quern_status attend_forward_sm90_run(const stage_exec *exec, const attend_args *args, void *workspace);
+bool attend_forward_sm90_apart_supports(const stage_exec *exec, const attend_args *args,
+                                        char why[STAGE_WHY_BYTES]);
+size_t attend_forward_sm90_apart_bytes(const stage_exec *exec, const attend_args *args);
+quern_status attend_forward_sm90_apart_run(const stage_exec *exec, const attend_args *args, void *workspace);
 bool attend_forward_sm90_tokens_supports(const stage_exec *exec, const attend_args *args,
                                          char why[STAGE_WHY_BYTES]);
 quern_status attend_forward_sm90_tokens_run(const stage_exec *exec, const attend_args *args, void *workspace);

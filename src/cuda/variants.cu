@@ -12,6 +12,8 @@
 static const variant<attend_args> attend_forward_rows[] = {
 #ifdef QUERN_SM90
     {"attend_forward_sm90", attend_forward_sm90_supports, attend_forward_sm90_bytes, attend_forward_sm90_run},
+    {"attend_forward_sm90_apart", attend_forward_sm90_apart_supports, attend_forward_sm90_apart_bytes,
+     attend_forward_sm90_apart_run},
     {"attend_forward_sm90_tokens", attend_forward_sm90_tokens_supports, attend_forward_sm90_bytes,
      attend_forward_sm90_tokens_run},
     {"attend_forward_wgmma", attend_forward_wgmma_supports, NULL, attend_forward_wgmma_run},

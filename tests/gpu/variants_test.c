@@ -240,7 +240,8 @@ static void set_bits(const quern_tensor *t, int64_t token, int64_t column, uint1
 static void token_variants_agree(test_random *random, const token_case *c)
 {
     enum { NOT_A_NUMBER = 0x7fc0, INFINITE = 0xff80 };
-    static const char *const forward[] = {"attend_forward_any", "attend_forward_sm90_tokens", NULL};
+    static const char *const forward[] = {"attend_forward_any", "attend_forward_sm90_tokens",
+                                          "attend_forward_sm90_apart", NULL};
     static const char *const backward[] = {"attend_backward_any", "attend_backward_sm90_tokens", NULL};
     const int64_t n = c->n, statistics[] = {1, c->heads, n}, q[] = {1, n, c->heads, c->d},
                   o[] = {1, n, c->heads, c->dv}, k[] = {1, n, c->kv_heads, c->d},
@@ -284,7 +285,7 @@ static void token_variants_agree(test_random *random, const token_case *c)
 
 /* Lists of a warp's rows, and the union of neighbours' lists; blocks of 64 and 128 keys, short last pieces
  * and blocks, 4 to 32 rows a list; as many entries as a piece's lists may have for one stage more, and one
- * more of each list. */
+ * more of each list; tokens of several slices. */
 static void lists_of_few_rows_agree(void **state)
 {
     (void)state;
@@ -300,7 +301,8 @@ static void lists_of_few_rows_agree(void **state)
         {3001, 16, 2, 64, 64, 64, 1, 4, false, true},    {6001, 8, 2, 192, 128, 64, 1, 3, false, true},
         {3001, 8, 2, 128, 128, 64, 2, 3, false, true},   {3001, 8, 2, 64, 64, 64, 4, 8, false, true},
         {3001, 32, 2, 128, 128, 64, 1, 16, false, true}, {3001, 32, 2, 128, 128, 64, 1, 17, false, true},
-        {6001, 8, 2, 128, 128, 64, 1, 16, false, true},  {6001, 8, 2, 128, 128, 64, 1, 17, false, true}};
+        {6001, 8, 2, 128, 128, 64, 1, 16, false, true},  {6001, 8, 2, 128, 128, 64, 1, 17, false, true},
+        {9001, 8, 2, 128, 128, 64, 1, 32, false, true},  {2000, 8, 1, 96, 80, 64, 1, 8, false, true}};
     const int count = (int)(sizeof cases / sizeof *cases), trials = test_trials(count);
     test_random random = {test_seed("lists_of_few_rows_agree", 5)};
     for (int i = 0; i < trials && i < count; i++) {
@@ -373,7 +375,16 @@ static void later_lists_change_no_bit(void **state)
     enum { LONG = 8192, LISTED = 8, SIZE = 64, D = 128 };
     if (exec_here.compute != 90) return;
     test_random random = {test_seed("later_lists_change_no_bit", 6)};
-    for (int64_t heads = 4; heads <= 16; heads *= 2) {
+    static const struct {
+        int64_t heads;
+        const char *variant;
+    } cases[] = {{4, "attend_forward_sm90_tokens"},
+                 {8, "attend_forward_sm90_tokens"},
+                 {16, "attend_forward_sm90_tokens"},
+                 {4, "attend_forward_sm90_apart"},
+                 {8, "attend_forward_sm90_apart"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const int64_t heads = cases[i].heads;
         const int64_t later = LONG - 64 / heads; /* 128 rows a piece */
         const int64_t q[] = {1, LONG, heads, D}, lists[] = {1, 1, LONG, LISTED}, lse[] = {1, heads, LONG};
         attend_args a = {.mask = ATTEND_BLOCKS,
@@ -401,12 +412,13 @@ static void later_lists_change_no_bit(void **state)
                                                ? (int32_t)test_random_int(&random, 0, n / SIZE)
                                                : (int32_t)(n / SIZE * e / LISTED);
             CHECK(cudaMemcpy(a.list.data, list, LONG * LISTED * sizeof *list, cudaMemcpyHostToDevice));
-            assert_true(run_as(&cuda->attend_forward, &a, "attend_forward_sm90_tokens"));
+            assert_true(run_as(&cuda->attend_forward, &a, cases[i].variant));
             CHECK(cudaMemcpy(results[noise], a.o.data, bytes, cudaMemcpyDeviceToHost));
         }
         for (int64_t n = 0; n < later; n++)
             if (memcmp(results[0] + (size_t)n * token, results[1] + (size_t)n * token, token) != 0)
-                fail_msg("%d heads: lists of later tokens change the bits of token %d", (int)heads, (int)n);
+                fail_msg("%s, %d heads: lists of later tokens change the bits of token %d", cases[i].variant,
+                         (int)heads, (int)n);
         free(list);
         free(results[0]);
         free(results[1]);

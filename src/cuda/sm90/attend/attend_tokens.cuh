@@ -225,17 +225,17 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 
 template <typename T, int DK, int DV>
 static quern_status run(const attend_args *args, const attend_launch &l, const sm90_device &device,
-                        void *workspace, cudaStream_t stream)
+                        void *workspace, cudaStream_t stream, const int32_t *elsewhere = NULL)
 {
     const char *const name = "attend_forward_sm90_tokens";
     if constexpr (DK == 128) {
         typedef layout<DK, DV, false, true> at;
         if (lists_are_short<at>(args, l.kernel))
             return launch<at>(args, l.kernel, device, workspace, stream,
-                              attend_forward_tokens<T, DK, DV, true>, name);
+                              attend_forward_tokens<T, DK, DV, true>, name, elsewhere);
     }
     return launch<layout<DK, DV, false, false>>(args, l.kernel, device, workspace, stream,
-                                                attend_forward_tokens<T, DK, DV, false>, name);
+                                                attend_forward_tokens<T, DK, DV, false>, name, elsewhere);
 }
 
 } // namespace sm90_tokens

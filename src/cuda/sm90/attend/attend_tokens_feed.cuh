@@ -22,6 +22,7 @@ enum { ROWS = 128, ROWS_OF_WARP = 16, KEYS = 64, GROUPS = 2, SEARCHERS = 2 };
 struct maps {
     CUtensorMap q, d_o;
     tma_tiles k, v;
+    const int32_t *elsewhere; /* forward: of each piece, whether another kernel computes it; NULL: none */
 };
 
 /* What a stage holds: 64 keys from `key` on, of a block that the lists in `lists` chose. */
@@ -43,6 +44,7 @@ template <> struct list_entry<true> {
 template <int D_K, int D_V, bool BACK, bool SHORT_LISTS> struct layout {
     static constexpr int DK = D_K, DV = D_V;
     static constexpr bool BACKWARD = BACK;
+    static constexpr int TOGETHER = BACK ? 3 : 2; /* eighths, for lie_apart() */
     typedef typename list_entry<SHORT_LISTS>::type entry;
     static constexpr int MOST_LISTS = SHORT_LISTS && BACK ? 8 : 32,
                          MOST_ENTRIES = MOST_LISTS * (SHORT_LISTS ? 16 : SM90_TOKEN_LIST);
@@ -144,9 +146,9 @@ __device__ __forceinline__ void clean_lists(const attend_kernel &a, const work &
 
 /* Whether lists of at most 16 rows, in the backward of 16 heads, have so little in common that warps multiply
  * what their own lists chose faster than warpgroups do: as measured, once their union has more than a quarter
- * of their entries, in the backward three eighths. The two round differently, and no bit of a row may depend
- * on later tokens: so the lists of as many tokens before the piece say it. Their clean ones are left in
- * `clean`. All lanes of the warp call. */
+ * of their entries, in the backward three eighths, and block by block (attend_apart.cuh) an eighth. The ways
+ * round differently, and no bit of a row may depend on later tokens: so the lists of as many tokens before
+ * the piece say it. Their clean ones are left in `clean`. All lanes of the warp call. */
 template <typename AT>
 __device__ __forceinline__ bool lie_apart(const attend_kernel &a, const work &w, typename AT::entry *clean,
                                           int32_t *counts)
@@ -162,7 +164,7 @@ __device__ __forceinline__ bool lie_apart(const attend_kernel &a, const work &w,
     __syncwarp();
     const typename AT::entry *list = clean + lane * a.list_k;
     const int count = lane < shape.count ? counts[lane] : 0,
-              most = (int)__reduce_add_sync(~0u, (unsigned)count) * (AT::BACKWARD ? 3 : 2) / 8;
+              most = (int)__reduce_add_sync(~0u, (unsigned)count) * AT::TOGETHER / 8;
     int taken = 0;
     for (int blocks = 0; blocks <= most; blocks++) {
         const uint32_t mine = taken < count ? (uint32_t)list[taken] : ~0u,
@@ -184,17 +186,18 @@ __device__ __forceinline__ void plan_turns(const attend_kernel &a, const work_pl
     work w = {};
     int32_t index = (int32_t)blockIdx.x;
     for (int turn = 0; w.queries >= 0;) {
-        if (index < plan.total) find_work<false, true>(a, plan, index, &w);
-        else w.queries = -1;
+        if (index >= plan.total) w.queries = -1;
+        else if (!AT::BACKWARD && m.elsewhere != NULL && m.elsewhere[index] != 0) w.queries = 0;
+        else find_work<false, true>(a, plan, index, &w);
         if (index < plan.total) index = next_piece(plan);
-        if (w.queries == 0) continue; /* varlen: there may be others */
+        if (w.queries == 0) continue; /* there may be others */
         const int half = turn & 1;
         mbar_wait(base + AT::TURN_FREE + 8 * half, (turn >> 1 & 1) ^ 1);
         if (w.queries > 0) {
             typename AT::entry *const clean =
                 (typename AT::entry *)(smem + AT::LIST) + half * AT::MOST_ENTRIES;
             int32_t *const counts = (int32_t *)(smem + AT::COUNT) + half * AT::MOST_LISTS;
-            const bool apart = lie_apart<AT>(a, w, clean, counts);
+            const bool apart = (AT::BACKWARD || m.elsewhere == NULL) && lie_apart<AT>(a, w, clean, counts);
             __syncwarp();
             clean_lists(a, w, lists.count, clean, counts);
             if (lane == 0) ((int32_t *)(smem + AT::APART))[half] = apart;
@@ -474,10 +477,12 @@ template <typename AT> static bool lists_are_short(const attend_args *args, cons
 
 template <typename AT>
 static quern_status launch(const attend_args *args, const attend_kernel &a, const sm90_device &device,
-                           void *workspace, cudaStream_t stream, tokens_kernel *kernel, const char *name)
+                           void *workspace, cudaStream_t stream, tokens_kernel *kernel, const char *name,
+                           const int32_t *elsewhere = NULL)
 {
     work_plan plan;
     maps m;
+    m.elsewhere = elsewhere;
     const quern_status status = plan_launch<AT>(args, a, device, workspace, stream, &plan, &m);
     if (status != QUERN_OK || plan.total == 0) return status;
     const unsigned blocks =
