@@ -72,17 +72,6 @@ __device__ __forceinline__ void multiply_values(float (&o)[DV / 8][4], const uin
     wg_commit();
 }
 
-/* Waits for O += P V; whether a row of the warp is to be multiplied by its `shrink`. BESIDE: a branch keeps
- * the wait behind what comes before it. */
-template <bool BESIDE, int OT>
-__device__ __forceinline__ bool wait_values(float (&o)[OT][4], const float (&shrink)[2])
-{
-    const bool shrinks = __any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f);
-    if (BESIDE && !shrinks) wg_wait<0>(o);
-    else wg_wait<0>(o);
-    return shrinks;
-}
-
 /* Waits until V of a tile is searched; whether something was not finite. */
 template <int DK, int DV, typename W>
 __device__ __forceinline__ bool wait_clean(const char *smem, uint32_t base, int stage, uint32_t *parities)
@@ -207,10 +196,10 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
                 named_arrive(next, 256);
                 wg_wait<1>(s);
                 weigh(s, step % STAGES, t);
-                const bool shrinks = wait_values<sh::BESIDE>(o, shrink);
+                wg_wait<0>(o);
                 arrive(at::V_FREE + 8 * ((step - 1) % STAGES));
                 pack_rows<T>(s, p);
-                if (shrinks) shrink_rows(o, shrink);
+                if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) shrink_rows(o, shrink);
             }
             if (!W::GATED && !sh::BULK) arrive(at::Q_FREE + 8 * (used % QS));
             values(step, 0);

@@ -69,10 +69,6 @@ template <int DK, int DV, typename W> struct shape {
      * would let no products overlap. O leaves by the copy engine, through its rows' place of Q. */
     static constexpr bool RANGES = !W::LISTS && !W::GATED, HELD = RANGES && DK == 128 && DV <= 128,
                           HALVES = RANGES && KEYS == 128, BULK = Q_STAGES == 2 && DV <= DK;
-    /* Whether a tile's exponentials run beside P V of the one before it. ptxas moves the wait for P V up to
-     * where its basic block begins, and so before the exponentials, unless a branch keeps it behind them. At
-     * other head dims, with lists and with three branches that gains nothing or takes longer. */
-    static constexpr bool BESIDE = HELD;
 };
 
 /* Offsets into shared memory. */
