@@ -6,6 +6,11 @@
 #ifdef LM_ONEDNN
 #include <oneapi/dnnl/dnnl.h>
 
+#include <stdlib.h>
+
+enum { CODE_BYTES = 16 << 20 }; /* oneDNN writes its kernels without asking whether it got memory for them */
+enum { PARTS = 16, LEAST_ROWS = 64 };
+
 static void few_rows(int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c,
                      bool accumulate)
 {
@@ -23,6 +28,8 @@ static void few_rows(int64_t m, int64_t n, int64_t k, const float *a, const floa
     }
 }
 
+/* oneDNN would cut a product by the number of threads, on AVX2 also along k, and the bits with it. Here
+ * rows are cut by the shape alone, and inside a team oneDNN takes one thread for each part. */
 void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a,
           const float *b, float *c, bool accumulate)
 {
@@ -30,8 +37,16 @@ void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k,
         few_rows(m, n, k, a, b, c, accumulate);
         return;
     }
-    dnnl_sgemm(a_transposed ? 'T' : 'N', b_transposed ? 'T' : 'N', m, n, k, 1.0f, a, a_transposed ? m : k, b,
-               b_transposed ? k : n, accumulate ? 1.0f : 0.0f, c, n);
+    const int64_t even = (m + PARTS - 1) / PARTS, rows = even < LEAST_ROWS ? LEAST_ROWS : even;
+    const bool room = room_for(CODE_BYTES);
+    bool ok = true;
+#pragma omp parallel for schedule(dynamic) reduction(&& : ok)
+    for (int64_t i = 0; i < m; i += rows)
+        ok = ok && room &&
+             dnnl_sgemm(a_transposed ? 'T' : 'N', b_transposed ? 'T' : 'N', m - i < rows ? m - i : rows, n, k,
+                        1.0f, a + (a_transposed ? i : i * k), a_transposed ? m : k, b, b_transposed ? k : n,
+                        accumulate ? 1.0f : 0.0f, c + i * n, n) == dnnl_success;
+    if (!ok) exit(3 * failure("no memory for a matrix product"));
 }
 #else
 void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, const float *a,

@@ -283,6 +283,8 @@ bool curves_draw(const char *path, const lm_curve *curves, int count);
  * context's params, with these threads. */
 void threads_start(void);
 quern_context_params threads_params(void);
+/* So many bytes can be had now. */
+bool room_for(size_t bytes);
 
 /* output.c */
 /* Prints "lm: sentence" to stderr, control characters as '?'; returns 1. */

@@ -8,12 +8,19 @@
  */
 #include "lm.h"
 
+#include <sys/mman.h>
+
+bool room_for(size_t bytes)
+{
+    void *const room = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return room != MAP_FAILED && munmap(room, bytes) == 0;
+}
+
 #ifdef _OPENMP
 #include <fcntl.h>
 #include <omp.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -32,12 +39,6 @@ static int team_members(int team)
     return members;
 }
 
-static bool has_room(void)
-{
-    const size_t bytes = (size_t)256 << 20; /* a model's, and what oneDNN's smaller teams come and go with */
-    return mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) != MAP_FAILED;
-}
-
 static bool can_start(int team)
 {
     int status = 1;
@@ -45,7 +46,7 @@ static bool can_start(int team)
     if (child == 0) {
         const int nowhere = open("/dev/null", O_WRONLY);
         if (nowhere >= 0) (void)dup2(nowhere, STDERR_FILENO); /* what OpenMP would say */
-        _exit(team_members(team) <= 0 || !has_room());
+        _exit(team_members(team) <= 0 || !room_for((size_t)256 << 20) /* a model's */);
     }
     return child > 0 && waitpid(child, &status, 0) == child && status == 0;
 }

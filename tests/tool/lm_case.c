@@ -95,13 +95,30 @@ int program(const places *p, const char *environment, const char *arguments)
     return WIFEXITED(how) ? WEXITSTATUS(how) : -1;
 }
 
-bool says(const places *p, const char *words)
+/* What the program wrote to standard error, as far as it fits. */
+static size_t read_errors(const places *p, char *text, size_t size)
 {
-    char path[64], text[2048] = {0};
+    char path[64];
     snprintf(path, sizeof path, "%s/err", p->folder);
     FILE *f = fopen(path, "rb");
     assert_non_null(f);
-    const size_t n = fread(text, 1, sizeof text - 1, f);
+    const size_t n = fread(text, 1, size - 1, f);
     fclose(f);
-    return n > 0 && strstr(text, words) != NULL;
+    text[n] = '\0';
+    return n;
+}
+
+void assert_ends(const places *p, const char *environment, const char *arguments, int code)
+{
+    char text[2048];
+    const int ended = program(p, environment, arguments);
+    if (ended == code) return;
+    read_errors(p, text, sizeof text);
+    fail_msg("%s lm %s: exit code %d, not %d: %s", environment, arguments, ended, code, text);
+}
+
+bool says(const places *p, const char *words)
+{
+    char text[2048];
+    return read_errors(p, text, sizeof text) > 0 && strstr(text, words) != NULL;
 }

@@ -31,6 +31,8 @@ int remove_places(void **state);
 
 /* The program's exit code; `arguments` may name files of the folder. What it prints is in out and err. */
 int program(const places *p, const char *environment, const char *arguments);
+/* The program ends with a code; the test shows what it said where the code is another. */
+void assert_ends(const places *p, const char *environment, const char *arguments, int code);
 /* The program's error message holds these words. */
 bool says(const places *p, const char *words);
 

@@ -208,21 +208,19 @@ static void every_kind_runs_in_the_program(void **state)
                  "--ratio 16 --index-top 8 --corpus corpus --attention %s --steps 4 --checkpoint "
                  "whole",
                  name);
-        assert_int_equal(program(p, "", arguments), 0);
+        assert_ends(p, "", arguments, 0);
         snprintf(arguments + strlen(arguments) - 5, 32, "half --until 2");
-        assert_int_equal(program(p, "", arguments), 0);
-        assert_int_equal(program(p, "", "train --corpus corpus --pieces 2 --resume half --checkpoint rest"),
-                         0);
+        assert_ends(p, "", arguments, 0);
+        assert_ends(p, "", "train --corpus corpus --pieces 2 --resume half --checkpoint rest", 0);
         assert_true(same(p, "whole", "rest") && !same(p, "whole", "half"));
-        assert_int_equal(
-            program(p, "", "eval --checkpoint whole --corpus corpus --pieces 2 --chunk 7 --json j"), 0);
+        assert_ends(p, "", "eval --checkpoint whole --corpus corpus --pieces 2 --chunk 7 --json j", 0);
         static const char generate[] = "generate --checkpoint whole --prompt abc --bytes 150 --top-p 0.9";
-        assert_int_equal(program(p, "OMP_NUM_THREADS=1", generate), 0);
+        assert_ends(p, "OMP_NUM_THREADS=1", generate, 0);
         assert_int_equal(keep_output(p, "first"), 0);
-        assert_int_equal(program(p, "OMP_NUM_THREADS=3", generate), 0);
+        assert_ends(p, "OMP_NUM_THREADS=3", generate, 0);
         assert_true(same(p, "first", "out"));
         snprintf(arguments, sizeof arguments, "%s --seed 2", generate);
-        assert_int_equal(program(p, "", arguments), 0);
+        assert_ends(p, "", arguments, 0);
         assert_false(same(p, "first", "out"));
     }
 }
@@ -238,20 +236,20 @@ static void chunks_equal_one_shot_with_more_heads_and_experts(void **state)
         const bool experts = strstr(options[i], "experts") != NULL;
         snprintf(arguments, sizeof arguments, "train " SMALL "%s --corpus corpus --steps 4 --checkpoint more",
                  options[i]);
-        assert_int_equal(program(p, "", arguments), 0);
+        assert_ends(p, "", arguments, 0);
         snprintf(arguments, sizeof arguments,
                  "eval --checkpoint more --corpus corpus --pieces 2 --chunk 13 --expert-weights %s",
                  experts ? "nvfp4" : "f32");
-        assert_int_equal(program(p, "", arguments), 0);
+        assert_ends(p, "", arguments, 0);
     }
-    assert_int_equal(program(p, "", "generate --checkpoint more --bytes 20 --expert-weights bf16"), 0);
+    assert_ends(p, "", "generate --checkpoint more --bytes 20 --expert-weights bf16", 0);
 }
 
 static void speed_reports_three_contexts(void **state)
 {
     const places *p = *state;
-    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 1 --checkpoint one"), 0);
-    assert_int_equal(program(p, "", "speed --checkpoint one --corpus corpus --json speed.json"), 0);
+    assert_ends(p, "", "train " SMALL "--corpus corpus --steps 1 --checkpoint one", 0);
+    assert_ends(p, "", "speed --checkpoint one --corpus corpus --json speed.json", 0);
     char command[256];
     snprintf(
         command, sizeof command,
@@ -278,9 +276,9 @@ static void bad_options_are_refused_in_a_sentence(void **state)
         {"eval --checkpoint plain --chunk 0", "--chunk 0: a number from 1", 2},
         {"eval --checkpoint plain --corpus corpus --chunk 97", "--chunk 97: 1 to the context of 96", 3},
     };
-    assert_int_equal(program(p, "", "train " SMALL "--corpus corpus --steps 1 --checkpoint plain"), 0);
+    assert_ends(p, "", "train " SMALL "--corpus corpus --steps 1 --checkpoint plain", 0);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        assert_int_equal(program(p, "", bad[i].arguments), bad[i].code);
+        assert_ends(p, "", bad[i].arguments, bad[i].code);
         assert_true(says(p, bad[i].words));
     }
 }
