@@ -22,8 +22,9 @@
  * from the end, one step apart; those that follow (sm90_backward_plan's wave) begin one after the other, at
  * their diagonals, and walk the other way: so they stay beside each other, too, and L2 serves them all.
  *
- * Where no row of a tile sees one half of the keys, as at both ends of a window, that half's warpgroup only
- * makes its part of dQ of the other half's keys.
+ * At D = 64 the warpgroups take turns (attend_backward_turns.cuh). Above it, where no row of a tile sees one
+ * half of the keys, as at both ends of a window, that half's warpgroup only makes its part of dQ of the other
+ * half's keys.
  *
  * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics and looks for
  * what is not finite in rows that may hold it and do not see all of these keys; warps 2 and 3 add dQ's two
@@ -39,218 +40,31 @@
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_CUH
 
 #include "common/launch.cuh"
-#include "sm90/attend/attend_backward_parts.cuh"
+#include "sm90/attend/attend_backward_turns.cuh"
 
 namespace sm90_backward
 {
 
-enum { KEYS = 64 * GROUPS, ROWS = MOST_ROWS, FEED = 40, COMPUTE = 232 };
+enum { FEED = 40, COMPUTE = 232 };
 
 /* Offsets into shared memory. */
 template <int DK, int DV> struct layout {
     static constexpr int DIM_K = DK, DIM_V = DV, KEYS = sm90_backward::KEYS, ROWS = sm90_backward::ROWS,
-                         STAGES = 2;
+                         STAGES = DK > 64 ? 2 : 4,
+                         DS_BUFFERS = STAGES; /* in turns, one ahead and one behind */
     static constexpr int Q_BYTES = ROWS * DK * 2, DO_BYTES = ROWS * DV * 2, DS_BYTES = KEYS * ROWS * 2,
                          DQ_BYTES = ROWS * DK * 4;
     static constexpr int K = 0, V = K + KEYS * DK * 2, Q = V + KEYS * DV * 2, DO = Q + STAGES * Q_BYTES,
                          DS = DO + STAGES * DO_BYTES;
-    static constexpr int DQ = DS + BUFFERS * DS_BYTES, STAT = DQ + BUFFERS * DQ_BYTES,
+    static constexpr int DQ = DS + DS_BUFFERS * DS_BYTES, STAT = DQ + BUFFERS * DQ_BYTES,
                          BARS = STAT + STAGES * (int)sizeof(statistics);
     static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
                          STAT_FULL = FREE + 8 * STAGES;
     static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, CLEAN = DQ_FREE + 8 * BUFFERS, BLOCK = CLEAN + 8;
     static constexpr int BYTES = BLOCK + (int)sizeof(key_block);
-    static constexpr bool RATIO = false; /* its delta is of rows with row_scale */
+    static constexpr bool RATIO = false;    /* its delta is of rows with row_scale */
     static constexpr bool HALVES = DK > 64; /* at D 64 steps are too short for it to pay */
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
-};
-
-/* Both computing warpgroups: whether something in K is not finite. */
-template <typename T, int DK> __device__ __forceinline__ bool search_keys(const char *keys, int32_t *odd)
-{
-    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
-    uint32_t most = 0;
-    for (int i = (int)(threadIdx.x - 128) * 16; i < KEYS * DK * 2; i += 4096) {
-        const uint4 v = *(const uint4 *)(keys + i);
-        most = __vmaxu2(most, __vmaxu2(__vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff),
-                                       __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff)));
-    }
-    if ((most & 0xffff) >= INFINITE || most >> 16 >= INFINITE) atomicOr(odd, 1);
-    named_sync(CLEANING, 256);
-    return *odd != 0;
-}
-
-/* Both computing warpgroups, around dQ's product: K becomes finite; K as it was. */
-template <typename T, int DK> __device__ __forceinline__ void clean_keys(char *keys)
-{
-    constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
-    named_sync(CLEANING, 256); /* nobody multiplies with it */
-#pragma unroll 1
-    for (int i = (int)(threadIdx.x - 128) * 2; i < KEYS * DK * 2; i += 512) {
-        uint16_t *x = (uint16_t *)(keys + i);
-        if ((*x & 0x7fff) >= INFINITE) *x = 0;
-    }
-    async_fence();
-    named_sync(CLEANING, 256);
-}
-
-template <typename T, int DK>
-__device__ __forceinline__ void restore_keys(const attend_kernel &a, const key_block &b, char *keys)
-{
-    named_sync(CLEANING, 256);
-#pragma unroll 1
-    for (int i = (int)threadIdx.x - 128; i < KEYS * DK / 8; i += 256) {
-        const int row = i / (DK / 8), chunk = i - row * (DK / 8), first = key_of(b, row), key = b.k0 + first;
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (first < b.nk && chunk * 8 < a.dim_k)
-            x = *(const uint4 *)((const T *)a.k.p + b.view * a.k.s[0] + key * a.k.s[1] + b.kvh * a.k.s[2] +
-                                 chunk * 8);
-        *(uint4 *)(keys + tile_at<KEYS>(row, chunk)) = x;
-    }
-    async_fence();
-    named_sync(CLEANING, 256);
-}
-
-/* dQ of the rows that see what is not finite in K becomes NaN. */
-template <typename T, int NQ>
-__device__ __forceinline__ void poison_rows(float (&dq)[NQ / 8][4], const attend_kernel &a,
-                                            const key_block &b, const char *keys, int query, int head,
-                                            int group)
-{
-    int lo[2] = {0, 0}, hi[2] = {0, 0};
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const int n = query + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x >> 2 & 7) + h * 8;
-        float lse2, delta, row_scale;
-        if (n >= b.nq) continue;
-        row_statistics(a, sequence_of(b), b.q0 + n, head, &lse2, &delta, &row_scale);
-        if (lse2 != INFINITY) row_keys(a, sequence_of(b), n, &lo[h], &hi[h]);
-    }
-#pragma unroll 1
-    for (int j = 0; j < KEYS; j++) {
-        const int key = key_of(b, j);
-        const bool s0 = key >= lo[0] && key < hi[0], s1 = key >= lo[1] && key < hi[1];
-        if (!s0 && !s1) continue;
-#pragma unroll
-        for (int i = 0; i < NQ / 8; i++) {
-            const T *p = (const T *)(keys + tile_at<KEYS>(j, group * (NQ / 8) + i)) + (threadIdx.x & 3) * 2;
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const bool odd = !isfinite(to_float<T>(p[c]));
-                if (odd && s0) dq[i][c] = NAN;
-                if (odd && s1) dq[i][2 + c] = NAN;
-            }
-        }
-    }
-}
-
-/* dq = dS, in shared memory transposed, times NQ columns of K. */
-template <typename T, int NQ>
-__device__ __forceinline__ void columns_of_rows(float (&dq)[NQ / 8][4], uint32_t ds, uint32_t columns)
-{
-    const uint64_t x0 = wg_fresh(wg_tile(ds, KEYS * 128)), y0 = wg_fresh(wg_tile(columns, KEYS * 128));
-    wg_start();
-#pragma unroll
-    for (int c = 0; c < KEYS; c += 16) {
-        const uint64_t x = wg_further(x0, c * 128), y = wg_further(y0, c * 128);
-        if (c == 0) wg_rows<T, NQ, false>(dq, x, y);
-        else wg_rows<T, NQ, true>(dq, x, y);
-    }
-    wg_commit();
-}
-
-/* Puts scale dq where TMA takes it from; `to`: this lane's first two columns. */
-template <int ROWS, int NQ>
-__device__ __forceinline__ void write_rows(const float (&dq)[NQ / 8][4], uint32_t to, float scale)
-{
-#pragma unroll
-    for (int i = 0; i < NQ / 8; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            store_shared((to ^ (i & 3) << 5) + (i >> 2) * (ROWS * 128) + h * 1024, dq[i][h * 2] * scale,
-                         dq[i][h * 2 + 1] * scale);
-}
-
-/* A computing warpgroup: where it leaves its dS^T and its part of dQ, and what its product of dQ reads. */
-template <typename T, typename AT> struct computing {
-    static constexpr int NT = ROWS / 8, NQ = AT::DIM_K / 2;
-    const attend_kernel &a;
-    const sm90_backward_plan &plan;
-    key_block &b;
-    char *smem;
-    uint32_t base;
-    int group, steps;
-    /* A lane's part of the first stmatrix of dS^T (rows of 64 queries, one for each key), and of the
-     * first store of dQ (panels of 32 columns). */
-    uint32_t own_ds, own_dq, all_ds, columns;
-    bool odd; /* something in K is not finite */
-
-    __device__ __forceinline__ computing(const attend_kernel &kernel, const sm90_backward_plan &shared,
-                                         key_block &block, char *memory, uint32_t address, int which)
-        : a(kernel), plan(shared), b(block), smem(memory), base(address), group(which)
-    {
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-        steps = b.tiles * a.hs;
-        own_ds = base + AT::DS + tile_at<KEYS>(group * 64 + warp * 16 + (lane & 15), lane >> 4);
-        own_dq = base + AT::DQ + group * (NQ / 32) * (ROWS * 128) +
-                 tile_at<ROWS>(warp * 16 + (lane >> 2), lane >> 1 & 1) + (lane & 1) * 8;
-        all_ds = base + AT::DS;
-        columns = base + AT::K + (AT::DIM_K == 64 ? group * 64 : group * (KEYS * 128));
-    }
-
-    __device__ __forceinline__ const statistics *statistics_of(int t) const
-    {
-        return (const statistics *)(smem + AT::STAT) + t % AT::STAGES;
-    }
-
-    /* Step t's dS^T, for both warpgroups. The other one is past its product with this buffer: it has filled
-     * the other one since, and this one waited for it. */
-    __device__ __forceinline__ void write_ds(const uint32_t (&f)[NT / 2][4], int t) const
-    {
-#pragma unroll
-        for (int i = 0; i < NT / 2; i++) stmatrix4((own_ds + t % BUFFERS * AT::DS_BYTES) ^ i << 5, f[i]);
-        async_fence();
-        named_arrive(DS_FULL + 2 * (t % BUFFERS) + (group ^ 1), 256);
-    }
-
-    __device__ __forceinline__ void start_dq(float (&dq)[NQ / 8][4], int t) const
-    {
-        named_sync(DS_FULL + 2 * (t % BUFFERS) + group, 256);
-        columns_of_rows<T, NQ>(dq, all_ds + t % BUFFERS * AT::DS_BYTES, columns);
-    }
-
-    /* Puts step t's dQ where TMA takes it from. */
-    __device__ __forceinline__ void hand_over(float (&dq)[NQ / 8][4], int t, bool unclean) const
-    {
-        const int buffer = t % BUFFERS;
-        if (unclean) {
-            int head;
-            const int tile = tile_at_step(a, plan, b, t, &head);
-            poison_rows<T, NQ>(dq, a, b, smem + AT::K, tile * ROWS, head, group);
-        }
-        mbar_wait(base + AT::DQ_FREE + 8 * buffer, (t / BUFFERS & 1) ^ 1);
-        write_rows<ROWS, NQ>(dq, own_dq + buffer * AT::DQ_BYTES, a.scale);
-        async_fence();
-        named_arrive(DQ_FULL + buffer, 128 * GROUPS + 32);
-    }
-
-    /* Step t where no row sees this warpgroup's keys: its part of dQ is of the other one's. */
-    template <typename CLEAN>
-    __device__ __forceinline__ void other_step(int t, int part, const CLEAN &clean) const
-    {
-        const uint32_t none[NT / 2][4] = {};
-        const bool unclean = odd && part != 0;
-        float dq[NQ / 8][4];
-        mbar_wait(base + AT::FULL + 8 * (t % AT::STAGES), t / AT::STAGES & 1);
-        if (part & 2) clean(t);
-        write_ds(none, t);
-        if (unclean) clean_keys<T, AT::DIM_K>(smem + AT::K);
-        start_dq(dq, t);
-        mbar_arrive(base + AT::FREE + 8 * (t % AT::STAGES)); /* each lane's, for what it read */
-        wg_wait<0>(dq);
-        if (unclean) restore_keys<T, AT::DIM_K>(a, b, smem + AT::K);
-        hand_over(dq, t, unclean);
-    }
 };
 
 template <typename T, int DK, int DV>
@@ -280,16 +94,16 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
                                     });
     };
     /* Whether some rows of step t may see its keys. */
-    bool mine = !at::HALVES || (halves_seen(a, plan, b, 0) >> group & 1) != 0;
+    bool mine = (halves_seen(a, plan, b, 0) >> group & 1) != 0;
     int t = 0, part = 0;
     auto wait_for_statistics = [&]() {
         mbar_wait(base + at::STAT_FULL + 8 * (t % at::STAGES), t / at::STAGES & 1);
         part = w.statistics_of(t)->part;
-        mine = at::HALVES ? (w.statistics_of(t)->next_halves >> group & 1) != 0 : t + 1 < w.steps;
+        mine = (w.statistics_of(t)->next_halves >> group & 1) != 0;
     };
 #pragma unroll 1
     while (t < w.steps) {
-        if (at::HALVES && !mine) {
+        if (!mine) {
             wait_for_statistics();
             w.other_step(t, part, clean);
             t++;
@@ -371,7 +185,8 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         else add_rows<at>(a, plan, b, m, base, warp - 2);
     } else {
         registers_up<COMPUTE>();
-        compute<T, DK, DV>(a, plan, b, smem, base, group - 1);
+        if constexpr (DK > 64) compute<T, DK, DV>(a, plan, b, smem, base, group - 1);
+        else compute_in_turns<T, at>(a, plan, b, smem, base, group - 1);
     }
 #endif
 }

@@ -17,7 +17,7 @@ namespace sm90_backward
 enum { GROUPS = 2, MOST_ROWS = SM90_BACKWARD_ROWS, MOST_KEYS = 128, RUN = 16, BUFFERS = 2 };
 /* Named barriers: one; of each buffer of dQ; of each buffer of dS and warpgroup, so that no warpgroup arrives
  * a second time before the other has waited for the first. */
-enum { CLEANING = 1, DQ_FULL = 2, DS_FULL = 4 };
+enum { CLEANING = 1, DQ_FULL = 2, DS_FULL = 4, TURN = 12 };
 
 struct maps {
     CUtensorMap q, d_o, k, v, d_q;

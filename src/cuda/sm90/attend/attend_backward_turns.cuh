@@ -1,0 +1,143 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * attend_backward_turns.cuh - the computing warpgroups of attend_backward.cuh at head dim 64.
+ *
+ * A step's products are short there, and a warp that starts them waits until most are done. So the two
+ * warpgroups take turns, half a step apart: while one starts its products, the other has its softmax and
+ * hands over. A turn takes dV and dK of a step, S and dP of the next, and dQ of the one before, whose dS the
+ * other warpgroup left long ago. K is an operand in registers: with both operands of S in shared memory, the
+ * products leave the other warpgroup's loads and stores no room there.
+ */
+#ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_TURNS_CUH
+#define QUERN_CUDA_SM90_ATTEND_BACKWARD_TURNS_CUH
+
+#include "sm90/attend/attend_backward_step.cuh"
+
+namespace sm90_backward
+{
+
+/* acc = 64 keys, in registers, times the ROWS rows of a stage. */
+template <typename T, int ROWS, int DIM>
+__device__ __forceinline__ void rows_by_held(float (&acc)[ROWS / 8][4], const uint32_t (&keys)[DIM / 16][4],
+                                             uint32_t rows)
+{
+    const uint64_t y0 = wg_fresh(wg_tile(rows, 0));
+    wg_start();
+#pragma unroll
+    for (int c = 0; c < DIM; c += 16) {
+        const uint64_t y = wg_further(y0, (c >> 6) * (ROWS * 128) + (c & 63) * 2);
+        if (c == 0) wg_rs_wide<T, ROWS, false, false>(acc, keys[c / 16], y);
+        else wg_rs_wide<T, ROWS, true, false>(acc, keys[c / 16], y);
+    }
+    wg_commit();
+}
+
+/* The steps of a block that has some. */
+template <typename T, typename AT, int OK, int OV>
+__device__ __forceinline__ void walk_in_turns(computing<T, AT> &w, int key, float (&dk)[OK][4],
+                                              float (&dv)[OV][4])
+{
+    constexpr int DK = AT::DIM_K, DV = AT::DIM_V, NT = ROWS / 8;
+    const uint32_t base = w.base;
+    const int group = w.group, warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+    const bool scaled = w.a.row_scale.p != NULL;
+    const float scale_log2 = w.a.scale_log2;
+    char *const smem = w.smem;
+    float s[NT][4], dp[NT][4], dq[w.NQ / 8][4];
+    uint32_t fp[NT / 2][4], fs[NT / 2][4], own_k[DK / 16][4];
+    auto start_scores = [&](int t) {
+        const int stage = t % AT::STAGES;
+        rows_by_held<T, ROWS, DK>(s, own_k, base + AT::Q + stage * AT::Q_BYTES);
+        rows_by_keys<T, ROWS, KEYS, DV>(dp, base + AT::V + group * 64 * 128,
+                                        base + AT::DO + stage * AT::DO_BYTES);
+    };
+    auto clean = [&](int t) {
+        const statistics *st = w.statistics_of(t);
+        clean_rows<T, ROWS, DK, DV>(smem + AT::Q + t % AT::STAGES * AT::Q_BYTES,
+                                    smem + AT::DO + t % AT::STAGES * AT::DO_BYTES, base + AT::CLEAN,
+                                    [&](const char *q, const char *g) {
+                                        spread_rows<T, ROWS>(dk, q, st, key, true);
+                                        spread_rows<T, ROWS>(dv, g, st, key, false);
+                                    });
+    };
+    /* A step's dQ outside the turns. */
+    auto whole_dq = [&](int t, bool unclean) {
+        if (unclean) clean_keys<T, DK>(smem + AT::K);
+        w.start_dq(dq, t);
+        wg_wait<0>(dq);
+        if (unclean) restore_keys<T, DK>(w.a, w.b, smem + AT::K);
+        w.hand_over(dq, t, unclean);
+    };
+    mbar_wait(base + AT::OWN_FULL, 0);
+    w.odd = search_keys<T, DK>(smem + AT::K, &w.b.odd);
+    if (group == 1) named_arrive(TURN, 256);
+#pragma unroll
+    for (int c = 0; c < DK; c += 16)
+        load_a<KEYS>(own_k[c / 16], base + AT::K, group * 64 + warp * 16, c, lane);
+    mbar_wait(base + AT::FULL, 0);
+    start_scores(0);
+    mbar_wait(base + AT::STAT_FULL, 0);
+    wg_wait<0>(s);
+    wg_wait<0>(dp);
+    int part = w.statistics_of(0)->part;
+    softmax<T, true, true>(s, dp, fp, fs, w.statistics_of(0), scale_log2, key);
+    if (part & 2) clean(0);
+    w.write_ds(fs, 0);
+    bool unclean = false;
+#pragma unroll 1
+    for (int t = 0; t < w.steps; t++) {
+        const int stage = t % AT::STAGES, next = (t + 1) % AT::STAGES, phase = (t + 1) / AT::STAGES & 1;
+        const bool more = t + 1 < w.steps, gives = t > 0 && !unclean; /* in its turn, the dQ before */
+        const bool loaded = !more || mbar_test(base + AT::FULL + 8 * next, phase),
+                   fetched = !more || mbar_test(base + AT::STAT_FULL + 8 * next, phase);
+        if (gives) w.wait_for_ds(t - 1);
+        else if (t > 0) whole_dq(t - 1, true);
+        unclean = w.odd && part != 0;
+        if (!loaded) mbar_wait(base + AT::FULL + 8 * next, phase);
+        named_sync(TURN + group, 256);
+        wg_start();
+        keys_by_rows<T, ROWS, DV>(dv, fp, base + AT::DO + stage * AT::DO_BYTES);
+        keys_by_rows<T, ROWS, DK>(dk, fs, base + AT::Q + stage * AT::Q_BYTES);
+        start_scores(t + 1); /* behind the last step of what the stage holds, and nobody reads them */
+        if (more || group == 0) named_arrive(TURN + (group ^ 1), 256);
+        w.multiply_ds(dq, t - 1 + AT::DS_BUFFERS); /* nobody reads what it does not give */
+        if (!fetched) mbar_wait(base + AT::STAT_FULL + 8 * next, phase);
+        const bool room = !gives || w.may_put_dq(t - 1);
+        const statistics *st = w.statistics_of(t + 1);
+        wg_wait<1>(dv);
+        wg_wait<1>(dk);
+        wg_wait<1>(s);
+        wg_wait<1>(dp);
+        mbar_arrive(base + AT::FREE + 8 * stage); /* each lane's, for what it read */
+        part = st->part;
+        if (part != 0) softmax<T, true, true>(s, dp, fp, fs, st, scale_log2, key);
+        else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, scale_log2, key);
+        else softmax<T, false, false>(s, dp, fp, fs, st, scale_log2, key);
+        wg_wait<0>(dq);
+        if (more && (part & 2)) clean(t + 1);
+        if (more) w.put_ds(fs, t + 1);
+        if (!room) w.wait_to_put_dq(t - 1);
+        if (gives) w.put_dq(dq, t - 1);
+        async_fence();
+        if (more) w.show_ds(t + 1);
+        if (gives) w.show_dq(t - 1);
+    }
+    whole_dq(w.steps - 1, unclean);
+}
+
+template <typename T, typename AT>
+__device__ __forceinline__ void compute_in_turns(const attend_kernel &a, const sm90_backward_plan &plan,
+                                                 key_block &b, char *smem, uint32_t base, int group)
+{
+    computing<T, AT> w(a, plan, b, smem, base, group);
+    const int place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
+    float dk[AT::DIM_K / 8][4] = {}, dv[AT::DIM_V / 8][4] = {};
+    if (w.steps > 0) walk_in_turns(w, key_of(b, place), dk, dv);
+    store_keys<T, KEYS>(dk, a, b, place, d_k_of(a));
+    store_keys<T, KEYS>(dv, a, b, place, d_v_of(a));
+}
+
+} // namespace sm90_backward
+
+#endif
