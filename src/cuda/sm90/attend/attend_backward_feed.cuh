@@ -16,7 +16,7 @@ namespace sm90_backward
 
 enum { GROUPS = 2, MOST_ROWS = SM90_BACKWARD_ROWS, MOST_KEYS = 128, RUN = 16, BUFFERS = 2 };
 /* Named barriers: one; of each buffer of dQ; of each buffer of dS and warpgroup, so that no warpgroup arrives
- * a second time before the other has waited for the first. */
+ * a second time before the other has waited for the first; of each warpgroup's turn. */
 enum { CLEANING = 1, DQ_FULL = 2, DS_FULL = 4, TURN = 12 };
 
 struct maps {
@@ -287,10 +287,10 @@ __device__ __forceinline__ bool row_nonfinite(const char *tile, int row)
 }
 
 /* Warp 1 of the feeder: a lane has rows lane and lane + 32 of each stage. What is not finite in a row's Q
- * leaves it no finite score, so no finite lse, and what is not finite in its dO no finite delta: with HALVES,
- * the other rows are not searched. */
-template <typename T, typename AT>
-__device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const sm90_backward_plan &plan,
+ * leaves it no finite score, so no finite lse, and what is not finite in its dO no finite delta: with
+ * FINITE_KNOWN, the other rows are not searched. */
+template <typename T, typename AT, bool FINITE_KNOWN>
+__device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const sm90_backward_plan &plan,
                                                  const key_block &b, char *smem, uint32_t base)
 {
     const int lane = threadIdx.x & 31, steps = b.tiles * a.hs;
@@ -310,7 +310,7 @@ __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const s
                 if (lse2 != INFINITY) row_keys(a, sequence_of(b), n, &lo, &hi);
             }
             const bool part = row < AT::ROWS && (lo > b.seen_lo || hi < b.seen_end);
-            search[i] = part && !(AT::HALVES && isfinite(lse2) && isfinite(delta));
+            search[i] = part && !(FINITE_KNOWN && isfinite(lse2) && isfinite(delta));
             parts = parts || part;
             searches = searches || search[i];
             if (i == 0) mbar_wait(base + AT::FREE + 8 * stage, (t / AT::STAGES & 1) ^ 1);
@@ -340,6 +340,16 @@ __device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const s
         }
         mbar_arrive(base + AT::STAT_FULL + 8 * stage); /* each lane's, for what it wrote */
     }
+}
+
+/* Windows have many rows that do not see all keys. Where few do not, finding which are finite takes longer
+ * than searching them. */
+template <typename T, typename AT>
+__device__ __forceinline__ void fetch_statistics(const attend_kernel &a, const sm90_backward_plan &plan,
+                                                 const key_block &b, char *smem, uint32_t base)
+{
+    if (AT::HALVES || plan.head_first) fetch_and_search<T, AT, true>(a, plan, b, smem, base);
+    else fetch_and_search<T, AT, false>(a, plan, b, smem, base);
 }
 
 /* Warps 2 and 3 of the feeder, one for each buffer: one thread adds dQ of every second step when its turn
