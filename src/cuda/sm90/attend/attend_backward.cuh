@@ -84,15 +84,6 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
         mbar_wait(base + at::OWN_FULL, 0);
         w.odd = search_keys<T, DK>(smem + at::K, &b.odd);
     }
-    auto clean = [&](int t) {
-        const statistics *st = w.statistics_of(t);
-        clean_rows<T, ROWS, DK, DV>(smem + at::Q + t % at::STAGES * at::Q_BYTES,
-                                    smem + at::DO + t % at::STAGES * at::DO_BYTES, base + at::CLEAN,
-                                    [&](const char *q, const char *g) {
-                                        spread_rows<T, ROWS>(dk, q, st, key, true);
-                                        spread_rows<T, ROWS>(dv, g, st, key, false);
-                                    });
-    };
     /* Whether some rows of step t may see its keys. */
     bool mine = (halves_seen(a, plan, b, 0) >> group & 1) != 0;
     int t = 0, part = 0;
@@ -105,7 +96,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
     while (t < w.steps) {
         if (!mine) {
             wait_for_statistics();
-            w.other_step(t, part, clean);
+            w.other_step(t, part, key, dk, dv);
             t++;
             continue;
         }
@@ -124,7 +115,7 @@ __device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backw
             if (part != 0) softmax<T, true, true>(s, dp, fp, fs, st, a.scale_log2, key);
             else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, a.scale_log2, key);
             else softmax<T, false, false>(s, dp, fp, fs, st, a.scale_log2, key);
-            if (part & 2) clean(t);
+            if (part & 2) w.clean(t, key, dk, dv);
             w.write_ds(fs, t);
             const bool unclean = w.odd && part != 0;
             if (unclean) clean_keys<T, DK>(smem + at::K);

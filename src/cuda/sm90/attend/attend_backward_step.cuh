@@ -150,6 +150,20 @@ template <typename T, typename AT> struct computing {
         return (const statistics *)(smem + AT::STAT) + t % AT::STAGES;
     }
 
+    /* What is not finite in step t's Q and dO goes to the keys that see it, and becomes 0. Both warpgroups
+     * call. */
+    template <int OK, int OV>
+    __device__ __forceinline__ void clean(int t, int key, float (&dk)[OK][4], float (&dv)[OV][4]) const
+    {
+        const statistics *st = statistics_of(t);
+        clean_rows<T, ROWS, AT::DIM_K, AT::DIM_V>(smem + AT::Q + t % AT::STAGES * AT::Q_BYTES,
+                                                  smem + AT::DO + t % AT::STAGES * AT::DO_BYTES,
+                                                  base + AT::CLEAN, [&](const char *q, const char *g) {
+                                                      spread_rows<T, ROWS>(dk, q, st, key, true);
+                                                      spread_rows<T, ROWS>(dv, g, st, key, false);
+                                                  });
+    }
+
     /* Puts step t's dS^T where both warpgroups' products read it. The other one is past its product with this
      * buffer: it has filled others since, and this one waited for it. */
     __device__ __forceinline__ void put_ds(const uint32_t (&f)[NT / 2][4], int t) const
@@ -222,14 +236,15 @@ template <typename T, typename AT> struct computing {
     }
 
     /* Step t where no row sees this warpgroup's keys: its part of dQ is of the other one's. */
-    template <typename CLEAN>
-    __device__ __forceinline__ void other_step(int t, int part, const CLEAN &clean) const
+    template <int OK, int OV>
+    __device__ __forceinline__ void other_step(int t, int part, int key, float (&dk)[OK][4],
+                                               float (&dv)[OV][4]) const
     {
         const uint32_t none[NT / 2][4] = {};
         const bool unclean = odd && part != 0;
         float dq[NQ / 8][4];
         mbar_wait(base + AT::FULL + 8 * (t % AT::STAGES), t / AT::STAGES & 1);
-        if (part & 2) clean(t);
+        if (part & 2) clean(t, key, dk, dv);
         write_ds(none, t);
         if (unclean) clean_keys<T, AT::DIM_K>(smem + AT::K);
         start_dq(dq, t);

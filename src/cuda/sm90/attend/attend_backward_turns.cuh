@@ -52,15 +52,6 @@ __device__ __forceinline__ void walk_in_turns(computing<T, AT> &w, int key, floa
         rows_by_keys<T, ROWS, KEYS, DV>(dp, base + AT::V + group * 64 * 128,
                                         base + AT::DO + stage * AT::DO_BYTES);
     };
-    auto clean = [&](int t) {
-        const statistics *st = w.statistics_of(t);
-        clean_rows<T, ROWS, DK, DV>(smem + AT::Q + t % AT::STAGES * AT::Q_BYTES,
-                                    smem + AT::DO + t % AT::STAGES * AT::DO_BYTES, base + AT::CLEAN,
-                                    [&](const char *q, const char *g) {
-                                        spread_rows<T, ROWS>(dk, q, st, key, true);
-                                        spread_rows<T, ROWS>(dv, g, st, key, false);
-                                    });
-    };
     /* A step's dQ outside the turns. */
     auto whole_dq = [&](int t, bool unclean) {
         if (unclean) clean_keys<T, DK>(smem + AT::K);
@@ -82,7 +73,7 @@ __device__ __forceinline__ void walk_in_turns(computing<T, AT> &w, int key, floa
     wg_wait<0>(dp);
     int part = w.statistics_of(0)->part;
     softmax<T, true, true>(s, dp, fp, fs, w.statistics_of(0), scale_log2, key);
-    if (part & 2) clean(0);
+    if (part & 2) w.clean(0, key, dk, dv);
     w.write_ds(fs, 0);
     bool unclean = false;
 #pragma unroll 1
@@ -115,7 +106,7 @@ __device__ __forceinline__ void walk_in_turns(computing<T, AT> &w, int key, floa
         else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, scale_log2, key);
         else softmax<T, false, false>(s, dp, fp, fs, st, scale_log2, key);
         wg_wait<0>(dq);
-        if (more && (part & 2)) clean(t + 1);
+        if (more && (part & 2)) w.clean(t + 1, key, dk, dv);
         if (more) w.put_ds(fs, t + 1);
         if (!room) w.wait_to_put_dq(t - 1);
         if (gives) w.put_dq(dq, t - 1);
