@@ -203,37 +203,45 @@ INLINE vfloat exp2_of_row(float *s, int32_t lo, int32_t hi, int32_t columns, vfl
     return sum;
 }
 
-/* LANES rows at a time: their maxima, then the running maxima and sums with a row per lane, then the
- * exponentials. */
-INLINE void softmax_rows(const softmax_tile *t, bool narrow)
+/* `n` rows from r0 on, at most `most`: their maxima, then the running maxima and sums with a row per lane,
+ * then the exponentials. */
+INLINE void softmax_some(const softmax_tile *t, int32_t r0, int32_t n, int most, bool narrow)
 {
     const vfloat scale2 = v_splat(t->scale2);
+    vfloat lanes[LANES];
+    float base[LANES];
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
+        const float *s = t->s + (r0 + i) * t->lds;
+        lanes[i] = lo == 0 && hi == t->columns ? max_of_row(s, lo, hi, true) : max_of_row(s, lo, hi, false);
+    }
+    for (int32_t i = n; i < most; i++) lanes[i] = v_splat(-INFINITY);
+    const vfloat before = v_load_first(t->max + r0, n, v_splat(-INFINITY)),
+                 after = v_max(lane_maxima(lanes, most), before);
+    const vfloat fall = v_select(after > before, v_exp2((before - after) * scale2), v_splat(1.0f));
+    v_store(base, v_select(after == -INFINITY, (vfloat){0}, -after * scale2));
+    v_store_first(t->max + r0, n, after);
+    v_store_first(t->shrink + r0, n, fall);
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
+        float *s = t->s + (r0 + i) * t->lds;
+        lanes[i] = lo == 0 && hi == t->columns
+                       ? exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), true, narrow)
+                       : exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), false, narrow);
+    }
+    for (int32_t i = n; i < most; i++) lanes[i] = (vfloat){0};
+    v_store_first(t->sum + r0, n, v_load_first(t->sum + r0, n, (vfloat){0}) * fall + lane_sums(lanes, most));
+}
+
+/* Decoding has few rows: a key/value head's group. */
+INLINE void softmax_rows(const softmax_tile *t, bool narrow)
+{
+    enum { FEW = 4 };
+    _Static_assert((int)FEW <= (int)LANES, "as many vectors as rows");
     for (int32_t r0 = 0; r0 < t->rows; r0 += LANES) {
         const int32_t n = t->rows - r0 < LANES ? t->rows - r0 : LANES;
-        vfloat lanes[LANES];
-        float base[LANES];
-        for (int32_t i = 0; i < n; i++) {
-            const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
-            const float *s = t->s + (r0 + i) * t->lds;
-            lanes[i] =
-                lo == 0 && hi == t->columns ? max_of_row(s, lo, hi, true) : max_of_row(s, lo, hi, false);
-        }
-        for (int32_t i = n; i < LANES; i++) lanes[i] = v_splat(-INFINITY);
-        const vfloat before = v_load_first(t->max + r0, n, v_splat(-INFINITY)),
-                     after = v_max(lane_maxima(lanes), before);
-        const vfloat fall = v_select(after > before, v_exp2((before - after) * scale2), v_splat(1.0f));
-        v_store(base, v_select(after == -INFINITY, (vfloat){0}, -after * scale2));
-        v_store_first(t->max + r0, n, after);
-        v_store_first(t->shrink + r0, n, fall);
-        for (int32_t i = 0; i < n; i++) {
-            const int32_t lo = t->lo[r0 + i], hi = t->hi[r0 + i];
-            float *s = t->s + (r0 + i) * t->lds;
-            lanes[i] = lo == 0 && hi == t->columns
-                           ? exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), true, narrow)
-                           : exp2_of_row(s, lo, hi, t->columns, scale2, v_splat(base[i]), false, narrow);
-        }
-        for (int32_t i = n; i < LANES; i++) lanes[i] = (vfloat){0};
-        v_store_first(t->sum + r0, n, v_load_first(t->sum + r0, n, (vfloat){0}) * fall + lane_sums(lanes));
+        if (n <= FEW) softmax_some(t, r0, n, FEW, narrow);
+        else softmax_some(t, r0, n, LANES, narrow);
     }
 }
 

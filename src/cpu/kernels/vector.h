@@ -180,24 +180,30 @@ INLINE vfloat v_max(vfloat v, vfloat than)
 #endif
 }
 
-/* Lane i of the result is the sum, or the maximum, of vector i's lanes. Every step adds neighbours of two
- * vectors and lays them side by side, so LANES rows take 3 (LANES - 1) instructions. The tree is fixed.
- * Destroys v. */
-INLINE vfloat lane_sums(vfloat v[LANES])
+/* Lane i of the result is the sum, or the maximum, of vector i's lanes, of the first `rows` vectors. Every
+ * step adds neighbours of two vectors and lays them side by side, so LANES rows take 3 (LANES - 1)
+ * instructions. A lane's tree is the same whatever `rows`. Destroys v. */
+INLINE vfloat lane_sums(vfloat v[LANES], int rows)
 {
-    for (int n = LANES / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; i++)
-            v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], EVEN_LANES) +
-                   __builtin_shufflevector(v[2 * i], v[2 * i + 1], ODD_LANES);
+    const vfloat none = {0};
+    for (int n = LANES; n > 1; n /= 2, rows = (rows + 1) / 2)
+        for (int i = 0; i < rows; i += 2) {
+            const vfloat next = i + 1 < rows ? v[i + 1] : none;
+            v[i / 2] = __builtin_shufflevector(v[i], next, EVEN_LANES) +
+                       __builtin_shufflevector(v[i], next, ODD_LANES);
+        }
     return v[0];
 }
 
-INLINE vfloat lane_maxima(vfloat v[LANES])
+INLINE vfloat lane_maxima(vfloat v[LANES], int rows)
 {
-    for (int n = LANES / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; i++)
-            v[i] = v_max(__builtin_shufflevector(v[2 * i], v[2 * i + 1], EVEN_LANES),
-                         __builtin_shufflevector(v[2 * i], v[2 * i + 1], ODD_LANES));
+    const vfloat none = v_splat(-INFINITY);
+    for (int n = LANES; n > 1; n /= 2, rows = (rows + 1) / 2)
+        for (int i = 0; i < rows; i += 2) {
+            const vfloat next = i + 1 < rows ? v[i + 1] : none;
+            v[i / 2] = v_max(__builtin_shufflevector(v[i], next, EVEN_LANES),
+                             __builtin_shufflevector(v[i], next, ODD_LANES));
+        }
     return v[0];
 }
 
