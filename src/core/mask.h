@@ -39,7 +39,7 @@ typedef struct key_mask {
     int64_t block_size, stride; /* COMPRESSED */
 } key_mask;
 
-/* Keys [lo, hi) of a sequence. */
+/* Keys [lo, hi) of a sequence, or queries. */
 typedef struct key_range {
     int64_t lo, hi;
 } key_range;
@@ -82,6 +82,29 @@ MASK_FUNCTION key_range mask_keys(const key_mask *m, int64_t nq, int64_t nk, int
     if (first < 0) first = 0;
     if (first > nk) first = nk; /* a window past the last key begins behind it */
     if (end > nk) end = nk;
+    if (end < first) end = first;
+    const key_range range = {first, end};
+    return range;
+}
+
+/* The queries of a sequence of nq that see key `key` of nk: they follow one another, too. */
+MASK_FUNCTION key_range mask_queries(const key_mask *m, int64_t nq, int64_t nk, int64_t key)
+{
+    int64_t first = 0, end = nq;
+    if (m->kind == ATTEND_RANGE) {
+        const int64_t at =
+                          key - (m->query_offset >= 0 ? m->query_offset : nk - nq), /* the query at the key */
+            ahead = m->window / 2, behind = m->causal ? m->window : ahead + 1;
+        if (m->causal) first = at;
+        else if (m->window > 0) first = at - ahead;
+        if (m->window > 0 && behind < nq - at) end = at + behind;
+    } else if (m->causal) {
+        first = key;
+        if (m->kind == ATTEND_COMPRESSED)
+            first = key * m->stride + (m->visibility == ENTRY_COMPLETE ? m->block_size - 1 : 0);
+    }
+    if (first < 0) first = 0;
+    if (first > nq || key >= nk) first = nq;
     if (end < first) end = first;
     const key_range range = {first, end};
     return range;

@@ -37,6 +37,18 @@ static void expect_definition(const key_mask *m, int64_t nq, int64_t nk)
         lo_before = range.lo;
         hi_before = range.hi;
     }
+    for (int64_t key = 0; key <= nk; key++) {
+        const key_range range = mask_queries(m, nq, nk, key);
+        assert_true(range.lo >= 0 && range.lo <= range.hi && range.hi <= nq);
+        for (int64_t query = 0; query < nq; query++) {
+            const bool in = query >= range.lo && query < range.hi;
+            if (in != (key < nk && sees(m, nq, nk, query, key)))
+                fail_msg(
+                    "kind %d, causal %d, window %lld, offset %lld: key %lld of %lld, query %lld of %lld: %d",
+                    m->kind, m->causal, (long long)m->window, (long long)m->query_offset, (long long)key,
+                    (long long)nk, (long long)query, (long long)nq, in);
+        }
+    }
 }
 
 static void ranges(void **state)
@@ -125,6 +137,9 @@ static void far_positions(void **state)
         mask_keys(&(key_mask){.kind = ATTEND_COMPRESSED, .causal = true, .block_size = 32, .stride = 16}, n,
                   n / 16, n - 1);
     assert_true(entries.lo == 0 && entries.hi == n / 16 - 1);
+    const key_range queries = mask_queries(
+        &(key_mask){.kind = ATTEND_RANGE, .causal = true, .window = INT64_MAX, .query_offset = -1}, n, n, 7);
+    assert_true(queries.lo == 7 && queries.hi == n);
 }
 
 int main(void)
