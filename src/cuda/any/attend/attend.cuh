@@ -43,17 +43,32 @@ struct attend_kernel {
     float *part; /* partial dK, dV */
     bool vec_q, vec_k, vec_v, vec_o, vec_do;
     bool f32_dq, f32_dkv, add_q, add_k, add_v;
+    const int32_t *item_at; /* the items in the order of their launch; NULL: in their own */
 };
+
+__device__ __forceinline__ key_mask mask_of(const attend_kernel &a)
+{
+    return {a.mask, a.causal != 0, a.visibility, a.window, a.query_offset, a.block_size, a.stride};
+}
 
 /* The interval [lo, hi) of keys that query `query` of `seq` sees. */
 __device__ __forceinline__ void row_keys(const attend_kernel &a, const sequence &seq, int64_t query, int *lo,
                                          int *hi)
 {
-    const key_mask mask = {a.mask,         a.causal != 0, a.visibility, a.window,
-                           a.query_offset, a.block_size,  a.stride};
+    const key_mask mask = mask_of(a);
     const key_range range = mask_keys(&mask, seq.nq, seq.nk, query);
     *lo = (int)range.lo;
     *hi = (int)range.hi;
+}
+
+/* The interval [first, end) of queries of `seq` that see key `key`. */
+__device__ __forceinline__ void key_queries(const attend_kernel &a, const sequence &seq, int64_t key,
+                                            int *first, int *end)
+{
+    const key_mask mask = mask_of(a);
+    const key_range range = mask_queries(&mask, seq.nq, seq.nk, key);
+    *first = (int)range.lo;
+    *end = (int)range.hi;
 }
 
 /* Copies the list of `row` into `clean`, ascending and without what does not count; `flags` is scratch of the
@@ -339,7 +354,8 @@ struct attend_launch {
 attend_launch attend_launch_of(const attend_args *args);
 
 /* The inverted index of a list (inverse.cu): which tiles chose each block, in tile order, and how the rows
- * behind each block are cut into items of item_rows, so that no block that everybody chose holds up the rest.
+ * behind each block are cut into items of item_rows, so that no block that everybody chose holds up the rest,
+ * and in which order the items are launched.
  * A block of several items gets a slot of partial sums for each. Bounds on both, for grids and workspace. */
 size_t inverse_workspace(const attend_args *args);
 int64_t inverse_items(const attend_args *args);

@@ -64,12 +64,15 @@ __device__ __forceinline__ bool find_block(const attend_kernel &a, int64_t place
     return true;
 }
 
-template <int KT>
+/* The item of block blockIdx.x (BY_ROWS: in the order of item_at, where there is one), keys blockIdx.z * KT ...
+ * of it. */
+template <int KT, bool BY_ROWS = false>
 __device__ __forceinline__ bool find_item(const attend_kernel &a, int64_t places, key_block *b)
 {
-    const int item = blockIdx.x;
+    int item = blockIdx.x;
     int64_t lo = 0, hi = places;
     if (places == 0 || item >= a.item_start[places]) return false;
+    if (BY_ROWS && a.item_at != NULL) item = a.item_at[item];
     while (hi - lo > 1) {
         const int64_t mid = (lo + hi) / 2;
         if (a.item_start[mid] <= item) lo = mid;

@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(256, 2) attend_tokens_keys(const __grid_consta
     extern __shared__ __align__(1024) char smem[];
     const uint32_t base = smem_address(smem);
     key_block b;
-    if (!find_item<KEYS>(a, pieces, &b)) return;
+    if (!find_item<KEYS, true>(a, pieces, &b)) return;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++)
             mbar_init(base + at::FULL + 8 * i, 1 + WARP_ARRIVALS),
