@@ -9,8 +9,9 @@
  * A block owns 128 keys, 64 each of two computing warpgroups, and walks the rows that see them: tiles of 64
  * queries from the last to the first, each with the heads of the group one after another. S and dP are
  * transposed: S^T = K Q^T leaves P^T and dS^T in registers as the A operands of dV and dK, which stay in
- * registers. dS^T also goes to shared memory, and each warpgroup takes dS K for all 128 keys and half of the
- * columns.
+ * registers. dS^T also goes to shared memory, of which dQ is made. Above D = 64 dQ has a warpgroup of its own
+ * (attend_backward_dq_apart.cuh); at D = 64 the two take turns, and each makes half of dQ's columns
+ * (attend_backward_turns.cuh).
  *
  * With lists of blocks, a block of threads owns 128 slots of one list: its rows are those of the list's tile,
  * all of which chose these keys. What it makes of dK and dV is that list's share (attend_lists.cu adds them).
@@ -22,9 +23,8 @@
  * from the end, one step apart; those that follow (sm90_backward_plan's wave) begin one after the other, at
  * their diagonals, and walk the other way: so they stay beside each other, too, and L2 serves them all.
  *
- * At D = 64 the warpgroups take turns (attend_backward_turns.cuh). Above it, where no row of a tile sees one
- * half of the keys, as at both ends of a window, that half's warpgroup only makes its part of dQ of the other
- * half's keys.
+ * Above D = 64, where no row of a tile sees one half of the keys, as at both ends of a window, that half's
+ * warpgroup leaves zeros for dQ and has nothing else to do.
  *
  * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics and looks for
  * what is not finite in rows that may hold it and do not see all of these keys; warps 2 and 3 add dQ's two
@@ -32,20 +32,18 @@
  * for dK and dV, and the keys that such a row sees get it (NaN in dK). K that is not finite becomes 0
  * for dQ's product, and the rows that see it get NaN.
  *
- * Registers at D = 128: dK 64, dV 64, S^T 32, dP^T 32, P^T and dS^T 32 of 232 (dQ's 32 are those of S^T or
- * dP^T). Shared memory: K, V 64 KB, Q, dO 64 KB, dS 32 KB, dQ 64 KB. Limit: the tensor cores; shared memory
- * comes close behind.
+ * Shared memory at D = 128: K, V 64 KB, Q, dO 64 KB, dS 32 KB, dQ 64 KB. Limit: the tensor cores; shared
+ * memory comes close behind.
  */
 #ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_CUH
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_CUH
 
 #include "common/launch.cuh"
+#include "sm90/attend/attend_backward_dq_apart.cuh"
 #include "sm90/attend/attend_backward_turns.cuh"
 
 namespace sm90_backward
 {
-
-enum { FEED = 40, COMPUTE = 232 };
 
 /* Offsets into shared memory. */
 template <int DK, int DV> struct layout {
@@ -58,95 +56,24 @@ template <int DK, int DV> struct layout {
                          DS = DO + STAGES * DO_BYTES;
     static constexpr int DQ = DS + DS_BUFFERS * DS_BYTES, STAT = DQ + BUFFERS * DQ_BYTES,
                          BARS = STAT + STAGES * (int)sizeof(statistics);
+    static constexpr bool APART = DK > 64; /* dQ has a warpgroup of its own */
+    static constexpr int DQ_THREADS = APART ? 128 : 128 * GROUPS, THREADS = 128 * (1 + GROUPS + APART);
+    static constexpr int FEED = APART ? 32 : 40, COMPUTE = APART ? 208 : 232,
+                         MAKE_DQ = 64; /* registers a thread */
+    static_assert(FEED + GROUPS * COMPUTE + (APART ? MAKE_DQ : 0) <= 512, "more registers than there are");
     static constexpr int OWN_FULL = BARS, FULL = OWN_FULL + 8, FREE = FULL + 8 * STAGES,
                          STAT_FULL = FREE + 8 * STAGES;
-    static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, CLEAN = DQ_FREE + 8 * BUFFERS, BLOCK = CLEAN + 8;
+    static constexpr int DQ_FREE = STAT_FULL + 8 * STAGES, CLEAN = DQ_FREE + 8 * BUFFERS, DS_FREE = CLEAN + 8,
+                         KEYS_BACK = DS_FREE + 8 * DS_BUFFERS, DS_PART = KEYS_BACK + 8,
+                         BLOCK = DS_PART + 4 * DS_BUFFERS;
     static constexpr int BYTES = BLOCK + (int)sizeof(key_block);
-    static constexpr bool RATIO = false;    /* its delta is of rows with row_scale */
+    static constexpr bool RATIO = APART;    /* its delta is of rows without row_scale */
     static constexpr bool HALVES = DK > 64; /* at D 64 steps are too short for it to pay */
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
 };
 
 template <typename T, int DK, int DV>
-__device__ __forceinline__ void compute(const attend_kernel &a, const sm90_backward_plan &plan, key_block &b,
-                                        char *smem, uint32_t base, int group)
-{
-    typedef layout<DK, DV> at;
-    constexpr int NT = ROWS / 8;
-    computing<T, at> w(a, plan, b, smem, base, group);
-    const int place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2),
-              key = key_of(b, place);
-    const uint32_t ak = base + at::K + group * 64 * 128, av = base + at::V + group * 64 * 128;
-    const bool scaled = a.row_scale.p != NULL;
-    float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
-    w.odd = false;
-    if (w.steps > 0) {
-        mbar_wait(base + at::OWN_FULL, 0);
-        w.odd = search_keys<T, DK>(smem + at::K, &b.odd);
-    }
-    /* Whether some rows of step t may see its keys. */
-    bool mine = (halves_seen(a, plan, b, 0) >> group & 1) != 0;
-    int t = 0, part = 0;
-    auto wait_for_statistics = [&]() {
-        mbar_wait(base + at::STAT_FULL + 8 * (t % at::STAGES), t / at::STAGES & 1);
-        part = w.statistics_of(t)->part;
-        mine = (w.statistics_of(t)->next_halves >> group & 1) != 0;
-    };
-#pragma unroll 1
-    while (t < w.steps) {
-        if (!mine) {
-            wait_for_statistics();
-            w.other_step(t, part, key, dk, dv);
-            t++;
-            continue;
-        }
-        float s[NT][4], dp[NT][4], dq[w.NQ / 8][4];
-        uint32_t fp[NT / 2][4], fs[NT / 2][4];
-        mbar_wait(base + at::FULL + 8 * (t % at::STAGES), t / at::STAGES & 1);
-        rows_by_keys<T, ROWS, KEYS, DK>(s, ak, base + at::Q + t % at::STAGES * at::Q_BYTES);
-        rows_by_keys<T, ROWS, KEYS, DV>(dp, av, base + at::DO + t % at::STAGES * at::DO_BYTES);
-        wg_wait<0>(s);
-        wg_wait<0>(dp);
-#pragma unroll 1
-        for (; mine; t++) {
-            const int stage = t % at::STAGES, next = (t + 1) % at::STAGES;
-            wait_for_statistics();
-            const statistics *st = w.statistics_of(t);
-            if (part != 0) softmax<T, true, true>(s, dp, fp, fs, st, a.scale_log2, key);
-            else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, a.scale_log2, key);
-            else softmax<T, false, false>(s, dp, fp, fs, st, a.scale_log2, key);
-            if (part & 2) w.clean(t, key, dk, dv);
-            w.write_ds(fs, t);
-            const bool unclean = w.odd && part != 0;
-            if (unclean) clean_keys<T, DK>(smem + at::K);
-            wg_start();
-            keys_by_rows<T, ROWS, DV>(dv, fp, base + at::DO + stage * at::DO_BYTES);
-            keys_by_rows<T, ROWS, DK>(dk, fs, base + at::Q + stage * at::Q_BYTES);
-            w.start_dq(dq, t);
-            wg_wait<1>(dv);
-            wg_wait<1>(dk);
-            mbar_arrive(base + at::FREE + 8 * stage); /* each lane's, for what it read */
-            if (unclean) {
-                wg_wait<0>(dq);
-                restore_keys<T, DK>(a, b, smem + at::K);
-            }
-            /* Behind the last of these steps the products below are of what the stage holds, and nobody reads
-             * them. */
-            if (mine) mbar_wait(base + at::FULL + 8 * next, (t + 1) / at::STAGES & 1);
-            rows_by_keys<T, ROWS, KEYS, DK>(s, ak, base + at::Q + next * at::Q_BYTES);
-            wg_wait<1>(dq);
-            w.hand_over(dq, t, unclean);
-            rows_by_keys<T, ROWS, KEYS, DV>(dp, av, base + at::DO + next * at::DO_BYTES);
-            wg_wait<0>(s);
-            wg_wait<0>(dp);
-        }
-    }
-    store_keys<T, KEYS>(dk, a, b, place, d_k_of(a));
-    store_keys<T, KEYS>(dv, a, b, place, d_v_of(a));
-}
-
-template <typename T, int DK, int DV>
-__global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+__global__ void __launch_bounds__(layout<DK, DV>::THREADS, 1)
     attend_backward_sm90(const __grid_constant__ attend_kernel a,
                          const __grid_constant__ sm90_backward_plan plan, const __grid_constant__ maps m)
 {
@@ -164,20 +91,25 @@ __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         }
         for (int i = 0; i < BUFFERS; i++) mbar_init(base + at::DQ_FREE + 8 * i, 1);
         mbar_init(base + at::CLEAN, 128 * GROUPS);
+        for (int i = 0; i < at::DS_BUFFERS; i++) mbar_init(base + at::DS_FREE + 8 * i, at::DQ_THREADS);
+        mbar_init(base + at::KEYS_BACK, at::DQ_THREADS);
         mbar_init_done();
     }
     __syncthreads();
     if (b.tiles < 0) return;
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (group == 0) {
-        registers_down<FEED>();
+        registers_down<at::FEED>();
         if (warp == 0) feed<at>(a, plan, b, m, base);
         else if (warp == 1) fetch_statistics<T, at>(a, plan, b, smem, base);
         else add_rows<at>(a, plan, b, m, base, warp - 2);
-    } else {
-        registers_up<COMPUTE>();
-        if constexpr (DK > 64) compute<T, DK, DV>(a, plan, b, smem, base, group - 1);
+    } else if (group <= GROUPS) {
+        registers_up<at::COMPUTE>();
+        if constexpr (at::APART) compute_apart<T, at>(a, plan, b, smem, base, group - 1);
         else compute_in_turns<T, at>(a, plan, b, smem, base, group - 1);
+    } else if constexpr (at::APART) {
+        registers_down<at::MAKE_DQ>();
+        make_dq<T, at>(a, plan, b, smem, base);
     }
 #endif
 }
@@ -197,8 +129,9 @@ static quern_status run(const attend_args *args, const attend_launch &l, const s
     const unsigned of_head = plan.lists.clean != NULL ? (unsigned)plan.lists.rows * (unsigned)plan.lists.per
                                                       : (unsigned)plan.pieces * (unsigned)l.kernel.splits,
                    blocks = of_head * (unsigned)plan.kv_heads;
-    return launch_shared({stream, NULL}, attend_backward_sm90<T, DK, DV>, dim3(blocks), 128 * (GROUPS + 1),
-                         layout<DK, DV>::BYTES, "attend_backward_sm90", l.kernel, plan, m);
+    return launch_shared({stream, NULL}, attend_backward_sm90<T, DK, DV>, dim3(blocks),
+                         layout<DK, DV>::THREADS, layout<DK, DV>::BYTES, "attend_backward_sm90", l.kernel,
+                         plan, m);
 }
 
 } // namespace sm90_backward

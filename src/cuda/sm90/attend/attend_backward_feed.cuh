@@ -15,8 +15,8 @@ namespace sm90_backward
 {
 
 enum { GROUPS = 2, MOST_ROWS = SM90_BACKWARD_ROWS, MOST_KEYS = 128, RUN = 16, BUFFERS = 2 };
-/* Named barriers: one; of each buffer of dQ; of each buffer of dS and warpgroup, so that no warpgroup arrives
- * a second time before the other has waited for the first; of each warpgroup's turn. */
+/* Named barriers: one; of each buffer of dQ; of each buffer of dS and, in turns, warpgroup, so that no
+ * warpgroup arrives a second time before the other has waited for the first; of each warpgroup's turn. */
 enum { CLEANING = 1, DQ_FULL = 2, DS_FULL = 4, TURN = 12 };
 
 struct maps {
@@ -27,23 +27,25 @@ struct maps {
 struct statistics {
     float lse2[MOST_ROWS], delta[MOST_ROWS], row_scale[MOST_ROWS];
     int32_t lo[MOST_ROWS], hi[MOST_ROWS];
-    int32_t part; /* some rows do not see all keys: 1; and something in them is not finite: 3 */
+    int32_t part;        /* some rows do not see all keys: 1; and something in them is not finite: 3 */
     int32_t next_halves; /* halves_seen() of the step behind this one */
-    int32_t pad[2];
+    uint32_t empty[2];   /* rows that see nothing, by their lse or as there are none: a bit each */
+    int32_t query;       /* the first row's */
+    int32_t pad[3];
 };
 
 /* The keys of a block, and its share of the tiles of queries that see them. */
 struct key_block {
     int32_t view, q0, nq, k0, nk;
     int32_t kvh, head0;
-    int32_t place, key0, key_end;   /* which block of its sequence; its keys */
-    int32_t tile, tiles;            /* the first tile, and how many */
-    int32_t turns;                  /* the counter of the sequence's first tile */
-    int32_t up;                     /* whether it walks the tiles from the first */
-    int32_t odd;                    /* something in K is not finite */
-    int32_t seen_lo, seen_end;      /* a row that sees keys [seen_lo, seen_end) sees all of the block's */
+    int32_t place, key0, key_end;      /* which block of its sequence; its keys */
+    int32_t tile, tiles;               /* the first tile, and how many */
+    int32_t turns;                     /* the counter of the sequence's first tile */
+    int32_t up;                        /* whether it walks the tiles from the first */
+    int32_t odd;                       /* something in K is not finite */
+    int32_t seen_lo, seen_end;         /* a row that sees keys [seen_lo, seen_end) sees all of the block's */
     int32_t half_tile[2], half_end[2]; /* of each half of the keys: the tiles whose rows may see some of it */
-    int32_t first[MOST_KEYS / RUN]; /* the first key of each run of RUN that follow one another */
+    int32_t first[MOST_KEYS / RUN];    /* the first key of each run of RUN that follow one another */
     int32_t pad;
     int64_t slot; /* of the partial sums */
 };
@@ -112,24 +114,17 @@ __device__ __forceinline__ bool find_listed(const attend_kernel &a, const sm90_b
     return true;
 }
 
-/* The first query in [0, nq) for which `seen` holds, false and then true: eight lanes look for each of four
- * functions. All lanes of the warp call. */
-template <typename F> __device__ __forceinline__ int first_query_by_eight(int nq, F seen)
+/* The queries [first, end) that see a thread's keys `key` and that + 8. */
+struct key_rows {
+    int first[2], end[2];
+};
+
+__device__ __forceinline__ key_rows find_key_rows(const attend_kernel &a, const sequence &seq, int key)
 {
-    const int at = threadIdx.x & 7, group = threadIdx.x & 24;
-    int lo = 0, hi = nq;
-    while (__any_sync(~0u, lo < hi)) {
-        const int probe = lo + (int)((int64_t)(hi - lo) * at / 8);
-        const bool holds = lo < hi && seen(probe);
-        const int before = 8 - __popc(__ballot_sync(~0u, holds) >> group &
-                                      255), /* probes that it does not hold for */
-            low = __shfl_sync(~0u, probe, group + (before > 0 ? before - 1 : 0)),
-                  high = __shfl_sync(~0u, probe, group + (before < 8 ? before : 7));
-        if (lo == hi) continue;
-        if (before < 8) hi = high;
-        if (before > 0) lo = low + 1;
-    }
-    return lo;
+    key_rows r;
+#pragma unroll
+    for (int h = 0; h < 2; h++) key_queries(a, seq, key + h * 8, &r.first[h], &r.end[h]);
+    return r;
 }
 
 /* Takes a ticket (without a counter, the block's own number) and finds what it is for, a piece of KEYS keys;
@@ -158,23 +153,19 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     const sequence seq = flip(flipped);
     const int nq = (int)seq.nq, nk = (int)seq.nk, key0 = (int)at,
               key_end = key0 + KEYS < nk ? key0 + KEYS : nk;
-    /* Whatever the mask, the queries that see some of a half's keys are consecutive. Lanes 8 i ... find the
-     * first of half i >> 1, or, i odd, the first past them. */
-    const int half = lane >> 4, half_key = key0 + half * (KEYS / 2),
-              half_key_end = half_key + KEYS / 2 < key_end ? half_key + KEYS / 2 : key_end;
-    const int found = first_query_by_eight(nq, [&](int i) {
-        int lo, hi;
-        row_keys(a, seq, i, &lo, &hi);
-        return (lane & 8) == 0 ? hi > half_key : lo >= half_key_end;
-    });
+    if (lane != 0) return true;
+    /* Whatever the mask, the queries that see some of a half's keys are consecutive. */
     int first[2], end[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int qa = __shfl_sync(~0u, found, h * 16), qb = __shfl_sync(~0u, found, h * 16 + 8);
+        const int half_key = key0 + h * (KEYS / 2),
+                  half_key_end = half_key + KEYS / 2 < key_end ? half_key + KEYS / 2 : key_end;
+        int qa, qb, other;
+        key_queries(a, seq, half_key, &qa, &other);
+        key_queries(a, seq, half_key_end - 1, &other, &qb);
         first[h] = qa < nq ? qa / ROWS : INT32_MAX;
         end[h] = (qb + ROWS - 1) / ROWS;
     }
-    if (lane != 0) return true;
     b->view = (int)seq.view_b;
     b->q0 = (int)seq.q0;
     b->nq = nq;
@@ -300,6 +291,7 @@ __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const s
         int head;
         const int query = tile_at_step(a, plan, b, t, &head) * AT::ROWS;
         bool search[2], parts = false, searches = false;
+        uint32_t empty[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = lane + i * 32, n = query + row;
@@ -310,6 +302,7 @@ __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const s
                 if (lse2 != INFINITY) row_keys(a, sequence_of(b), n, &lo, &hi);
             }
             const bool part = row < AT::ROWS && (lo > b.seen_lo || hi < b.seen_end);
+            empty[i] = __ballot_sync(~0u, lse2 == INFINITY);
             search[i] = part && !(FINITE_KNOWN && isfinite(lse2) && isfinite(delta));
             parts = parts || part;
             searches = searches || search[i];
@@ -336,6 +329,9 @@ __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const s
         const int found = (__any_sync(~0u, parts) ? 1 : 0) | (__any_sync(~0u, odd) ? 2 : 0);
         if (lane == 0) {
             st->part = found;
+            st->empty[0] = empty[0];
+            st->empty[1] = empty[1];
+            st->query = query;
             if (AT::HALVES) st->next_halves = halves_seen(a, plan, b, t + 1);
         }
         mbar_arrive(base + AT::STAT_FULL + 8 * stage); /* each lane's, for what it wrote */
@@ -372,7 +368,7 @@ __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_back
             }
         }
         __syncwarp();
-        named_sync(DQ_FULL + buffer, 128 * GROUPS + 32);
+        named_sync(DQ_FULL + buffer, AT::DQ_THREADS + 32);
         if ((threadIdx.x & 31) == 0) {
             const int to_head = head - plan.kv0 * a.group, query = b.q0 + tile * AT::ROWS;
 #pragma unroll

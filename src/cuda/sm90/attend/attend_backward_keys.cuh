@@ -56,75 +56,6 @@ struct key_walk {
     int steps;
 };
 
-/* P^T of a stage in 16 bits, times row_scale (SCALED). PART: some of these pairs do not see each other. */
-template <typename T, bool SCALED, bool PART, int NT>
-__device__ __forceinline__ void probabilities(const float (&s)[NT][4], uint32_t (&p)[NT / 2][4],
-                                              const statistics *st, float scale_log2, int key)
-{
-#pragma unroll
-    for (int i = 0; i < NT; i++) {
-        const int r = i * 8 + (threadIdx.x & 3) * 2;
-        const float2 lse2 = *(const float2 *)&st->lse2[r];
-        const float2 rs = SCALED ? *(const float2 *)&st->row_scale[r] : make_float2(1.0f, 1.0f);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float x = exp2_fast(fmaf(s[i][h * 2], scale_log2, -lse2.x)),
-                  y = exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -lse2.y));
-            if (SCALED) {
-                x *= rs.x;
-                y *= rs.y;
-            }
-            if (PART) {
-                const int k = key + h * 8;
-                if (k < st->lo[r] || k >= st->hi[r]) x = 0.0f;
-                if (k < st->lo[r + 1] || k >= st->hi[r + 1]) y = 0.0f;
-            }
-            p[i >> 1][(i & 1) * 2 + h] = pack2<T>(x, y);
-        }
-    }
-}
-
-template <typename T, int NT>
-__device__ __forceinline__ void probabilities_of(const float (&s)[NT][4], uint32_t (&p)[NT / 2][4],
-                                                 const statistics *st, const attend_kernel &a, int key)
-{
-    if (st->part != 0) probabilities<T, true, true>(s, p, st, a.scale_log2, key);
-    else if (a.row_scale.p != NULL) probabilities<T, true, false>(s, p, st, a.scale_log2, key);
-    else probabilities<T, false, false>(s, p, st, a.scale_log2, key);
-}
-
-/* P^T of a stage, times row_scale and in 16 bits, becomes dS^T. PART as there. */
-template <typename T, bool PART, int NT>
-__device__ __forceinline__ void score_gradients(uint32_t (&p)[NT / 2][4], const float (&dp)[NT][4],
-                                                const statistics *st, int key)
-{
-#pragma unroll
-    for (int i = 0; i < NT; i++) {
-        const int r = i * 8 + (threadIdx.x & 3) * 2;
-        const float2 delta = *(const float2 *)&st->delta[r];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int at = (i & 1) * 2 + h;
-            const float2 x = unpack2<T>(p[i >> 1][at]);
-            float d[2] = {x.x * (dp[i][h * 2] - delta.x), x.y * (dp[i][h * 2 + 1] - delta.y)};
-            if (PART) {
-                const int k = key + h * 8;
-                if (k < st->lo[r] || k >= st->hi[r]) d[0] = 0.0f;
-                if (k < st->lo[r + 1] || k >= st->hi[r + 1]) d[1] = 0.0f;
-            }
-            p[i >> 1][at] = pack2<T>(d[0], d[1]);
-        }
-    }
-}
-
-template <typename T, int NT>
-__device__ __forceinline__ void score_gradients_of(uint32_t (&p)[NT / 2][4], const float (&dp)[NT][4],
-                                                   const statistics *st, int key)
-{
-    if (st->part != 0) score_gradients<T, true>(p, dp, st, key);
-    else score_gradients<T, false>(p, dp, st, key);
-}
-
 /* A computing warpgroup with dK and dV of its 64 keys. */
 template <typename T, int DK, int DV>
 __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_block &b, const key_walk &w)
@@ -132,7 +63,8 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
     typedef keys_layout<DK, DV> at;
     const uint32_t ak = w.base + at::K + w.group * 64 * 128, av = w.base + at::V + w.group * 64 * 128;
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
-    uint32_t p[at::ROWS / 16][4];
+    const key_rows rows = find_key_rows(a, sequence_of(b), w.key);
+    uint32_t p[at::ROWS / 16][4], seen = ALL_SEEN;
     int stage = 0, parity = 0;
     auto stats = [&]() { return (const statistics *)(w.smem + at::STAT) + stage; };
     if (w.steps > 0) {
@@ -142,7 +74,7 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
         rows_by_keys<T, at::ROWS, at::KEYS, DK>(s, ak, w.base + at::Q);
         mbar_wait(w.base + at::STAT_FULL, 0);
         wg_wait<0>(s);
-        probabilities_of<T>(s, p, stats(), a, w.key);
+        probabilities_of<T>(s, p, seen, stats(), a, rows);
     }
 #pragma unroll 1
     for (int t = 0; t < w.steps; t++) {
@@ -163,7 +95,7 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
         keys_by_rows<T, at::ROWS, DV>(dv, p, g);
         wg_wait<0>(dp);
         wg_wait<0>(dv);
-        score_gradients_of<T>(p, dp, stats(), w.key);
+        score_gradients_of<T>(p, seen, dp, stats());
         const uint32_t free = w.base + at::FREE + 8 * stage;
         if (++stage == at::STAGES) {
             stage = 0;
@@ -177,7 +109,7 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
         wg_wait<0>(s);
         wg_wait<0>(dk);
         mbar_arrive(free); /* each lane's, for what it read */
-        probabilities_of<T>(s, p, stats(), a, w.key);
+        probabilities_of<T>(s, p, seen, stats(), a, rows);
     }
     store_keys<T, at::KEYS>(dk, a, b, w.place, d_k_of(a));
     store_keys<T, at::KEYS>(dv, a, b, w.place, d_v_of(a));
@@ -189,7 +121,8 @@ __device__ __forceinline__ void compute_values(const attend_kernel &a, const key
 {
     typedef keys_layout<DK, DV> at;
     float dv[DV / 8][4] = {}, s[at::ROWS / 8][4];
-    uint32_t p[at::ROWS / 16][4];
+    const key_rows rows = find_key_rows(a, sequence_of(b), w.key);
+    uint32_t p[at::ROWS / 16][4], seen = ALL_SEEN;
     if (w.steps > 0) {
         mbar_wait(w.base + at::OWN_FULL, 0);
         mbar_wait(w.base + at::FULL, 0);
@@ -201,7 +134,7 @@ __device__ __forceinline__ void compute_values(const attend_kernel &a, const key
         const statistics *st = (const statistics *)(w.smem + at::STAT) + stage;
         mbar_wait(w.base + at::STAT_FULL + 8 * stage, t / at::STAGES & 1);
         wg_wait<0>(s);
-        probabilities_of<T>(s, p, st, a, w.key);
+        probabilities_of<T>(s, p, seen, st, a, rows);
         if (t >= 2) named_sync(P_FREE + buffer, 256);
         uint4 *to = (uint4 *)(w.smem + at::P + buffer * at::P_BYTES) + (threadIdx.x & 127);
 #pragma unroll
@@ -230,7 +163,8 @@ __device__ __forceinline__ void compute_scores(const attend_kernel &a, const key
 {
     typedef keys_layout<DK, DV> at;
     float dk[DK / 8][4] = {}, dp[at::ROWS / 8][4];
-    uint32_t p[at::ROWS / 16][4];
+    const key_rows rows = find_key_rows(a, sequence_of(b), w.key);
+    uint32_t p[at::ROWS / 16][4], seen = ALL_SEEN;
     if (w.steps > 0) {
         mbar_wait(w.base + at::OWN_FULL, 0);
         mbar_wait(w.base + at::FULL, 0);
@@ -253,7 +187,8 @@ __device__ __forceinline__ void compute_scores(const attend_kernel &a, const key
         }
         if (t + 2 < w.steps) named_arrive(P_FREE + buffer, 256);
         wg_wait<0>(dp);
-        score_gradients_of<T>(p, dp, st, w.key);
+        seen = st->part != 0 ? find_seen(st, rows) : ALL_SEEN;
+        score_gradients_of<T>(p, seen, dp, st);
         if (st->part & 2)
             clean_rows<T, at::ROWS, DK, DV>(
                 w.smem + at::Q + stage * at::Q_BYTES, w.smem + at::DO + stage * at::DO_BYTES,

@@ -116,6 +116,113 @@ __device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&d
     }
 }
 
+/* Which of a thread's pairs of a stage see each other: bit 8 (2 h + c) + 7 - i is of key h and of row 8 i + its
+ * column + c. So the signs of the four bytes, all shifted by i, are those of S's i-th tile. */
+enum : uint32_t { ALL_SEEN = ~0u };
+
+__device__ __forceinline__ uint32_t find_seen(const statistics *st, const key_rows &rows)
+{
+    const int column = (threadIdx.x & 3) * 2;
+    uint32_t seen = 0;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        /* Of the stage's rows, those in [first, end). */
+        const int first = min(max(rows.first[h] - st->query, 0), 64),
+                  end = min(max(rows.end[h] - st->query, 0), 64);
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int up = 7 - column - c;
+            seen |= (0xffu >> ((first + up) >> 3) & ~(0xffu >> ((end + up) >> 3))) << 8 * (2 * h + c);
+        }
+    }
+    const uint32_t empty[2] = {st->empty[0], st->empty[1]};
+    if ((empty[0] | empty[1]) != 0) {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                if (empty[i / 4] >> (i % 4 * 8 + column + c) & 1) seen &= ~(0x00010001u << (8 * c + 7 - i));
+    }
+    return seen;
+}
+
+/* Of two values of 16 bits, those of tile i and key h, the ones of rows that see the key; else 0. */
+template <int H> __device__ __forceinline__ uint32_t only_seen(uint32_t two, uint32_t seen, int i)
+{
+    uint32_t mask;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(mask) : "r"(seen << i), "n"(H == 0 ? 0x9988 : 0xbbaa));
+    return two & mask;
+}
+
+/* P^T of a stage in 16 bits, times row_scale (SCALED). PART: some of these pairs do not see each other. */
+template <typename T, bool SCALED, bool PART, int NT>
+__device__ __forceinline__ void probabilities(const float (&s)[NT][4], uint32_t (&p)[NT / 2][4],
+                                              uint32_t seen, const statistics *st, float scale_log2)
+{
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+        const int r = i * 8 + (threadIdx.x & 3) * 2;
+        const float2 lse2 = *(const float2 *)&st->lse2[r];
+        const float2 rs = SCALED ? *(const float2 *)&st->row_scale[r] : make_float2(1.0f, 1.0f);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float x = exp2_fast(fmaf(s[i][h * 2], scale_log2, -lse2.x)),
+                  y = exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -lse2.y));
+            if (SCALED) {
+                x *= rs.x;
+                y *= rs.y;
+            }
+            uint32_t &two = p[i >> 1][(i & 1) * 2 + h];
+            two = pack2<T>(x, y);
+            if (PART) two = h == 0 ? only_seen<0>(two, seen, i) : only_seen<1>(two, seen, i);
+        }
+    }
+}
+
+template <typename T, int NT>
+__device__ __forceinline__ void probabilities_of(const float (&s)[NT][4], uint32_t (&p)[NT / 2][4],
+                                                 uint32_t &seen, const statistics *st, const attend_kernel &a,
+                                                 const key_rows &rows)
+{
+    const bool scaled = a.row_scale.p != NULL;
+    seen = st->part != 0 ? find_seen(st, rows) : ALL_SEEN;
+    if (__all_sync(~0u, seen == ALL_SEEN)) {
+        if (scaled) probabilities<T, true, false>(s, p, seen, st, a.scale_log2);
+        else probabilities<T, false, false>(s, p, seen, st, a.scale_log2);
+    } else if (scaled) {
+        probabilities<T, true, true>(s, p, seen, st, a.scale_log2);
+    } else {
+        probabilities<T, false, true>(s, p, seen, st, a.scale_log2);
+    }
+}
+
+/* P^T of a stage, times row_scale and in 16 bits, becomes dS^T. PART as there. */
+template <typename T, bool PART, int NT>
+__device__ __forceinline__ void score_gradients(uint32_t (&p)[NT / 2][4], uint32_t seen,
+                                                const float (&dp)[NT][4], const statistics *st)
+{
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+        const int r = i * 8 + (threadIdx.x & 3) * 2;
+        const float2 delta = *(const float2 *)&st->delta[r];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            uint32_t &two = p[i >> 1][(i & 1) * 2 + h];
+            const float2 x = unpack2<T>(two);
+            two = pack2<T>(x.x * (dp[i][h * 2] - delta.x), x.y * (dp[i][h * 2 + 1] - delta.y));
+            if (PART) two = h == 0 ? only_seen<0>(two, seen, i) : only_seen<1>(two, seen, i);
+        }
+    }
+}
+
+template <typename T, int NT>
+__device__ __forceinline__ void score_gradients_of(uint32_t (&p)[NT / 2][4], uint32_t seen,
+                                                   const float (&dp)[NT][4], const statistics *st)
+{
+    if (__all_sync(~0u, seen == ALL_SEEN)) score_gradients<T, false>(p, seen, dp, st);
+    else score_gradients<T, true>(p, seen, dp, st);
+}
+
 /* acc = 64 keys times the ROWS rows of a stage. */
 template <typename T, int ROWS, int KEYS, int DIM>
 __device__ __forceinline__ void rows_by_keys(float (&acc)[ROWS / 8][4], uint32_t keys, uint32_t rows)

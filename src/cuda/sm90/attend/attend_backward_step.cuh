@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_backward_step.cuh - what a computing warpgroup of attend_backward.cuh does with a step's dS and dQ,
- * and with K that is not finite. AT is the kernel's layout of shared memory. */
+/* attend_backward_step.cuh - what the warpgroups of attend_backward.cuh do with a step's dS and dQ, and with K
+ * that is not finite. AT is the kernel's layout of shared memory. */
 #ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_STEP_CUH
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_STEP_CUH
 
@@ -27,26 +27,26 @@ template <typename T, int DK> __device__ __forceinline__ bool search_keys(const 
     return *odd != 0;
 }
 
-/* Both computing warpgroups, around dQ's product: K becomes finite; K as it was. */
-template <typename T, int DK> __device__ __forceinline__ void clean_keys(char *keys)
+/* The THREADS threads that make dQ, around its product: K becomes finite; K as it was. */
+template <typename T, int DK, int THREADS> __device__ __forceinline__ void clean_keys(char *keys)
 {
     constexpr uint32_t INFINITE = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
-    named_sync(CLEANING, 256); /* nobody multiplies with it */
+    named_sync(CLEANING, THREADS); /* nobody multiplies with it */
 #pragma unroll 1
-    for (int i = (int)(threadIdx.x - 128) * 2; i < KEYS * DK * 2; i += 512) {
+    for (int i = (int)(threadIdx.x - 128) % THREADS * 2; i < KEYS * DK * 2; i += THREADS * 2) {
         uint16_t *x = (uint16_t *)(keys + i);
         if ((*x & 0x7fff) >= INFINITE) *x = 0;
     }
     async_fence();
-    named_sync(CLEANING, 256);
+    named_sync(CLEANING, THREADS);
 }
 
-template <typename T, int DK>
+template <typename T, int DK, int THREADS>
 __device__ __forceinline__ void restore_keys(const attend_kernel &a, const key_block &b, char *keys)
 {
-    named_sync(CLEANING, 256);
+    named_sync(CLEANING, THREADS);
 #pragma unroll 1
-    for (int i = (int)threadIdx.x - 128; i < KEYS * DK / 8; i += 256) {
+    for (int i = (int)(threadIdx.x - 128) % THREADS; i < KEYS * DK / 8; i += THREADS) {
         const int row = i / (DK / 8), chunk = i - row * (DK / 8), first = key_of(b, row), key = b.k0 + first;
         uint4 x = make_uint4(0, 0, 0, 0);
         if (first < b.nk && chunk * 8 < a.dim_k)
@@ -55,7 +55,7 @@ __device__ __forceinline__ void restore_keys(const attend_kernel &a, const key_b
         *(uint4 *)(keys + tile_at<KEYS>(row, chunk)) = x;
     }
     async_fence();
-    named_sync(CLEANING, 256);
+    named_sync(CLEANING, THREADS);
 }
 
 /* dQ of the rows that see what is not finite in K becomes NaN. */
@@ -118,7 +118,8 @@ __device__ __forceinline__ void write_rows(const float (&dq)[NQ / 8][4], uint32_
                          dq[i][h * 2 + 1] * scale);
 }
 
-/* A computing warpgroup: where it leaves its dS^T and its part of dQ, and what its product of dQ reads. */
+/* A warpgroup that makes dS^T, or half of dQ's columns, or both: where it leaves them, and what dQ's product
+ * reads. */
 template <typename T, typename AT> struct computing {
     static constexpr int NT = ROWS / 8, NQ = AT::DIM_K / 2;
     const attend_kernel &a;
@@ -164,8 +165,7 @@ template <typename T, typename AT> struct computing {
                                                   });
     }
 
-    /* Puts step t's dS^T where both warpgroups' products read it. The other one is past its product with this
-     * buffer: it has filled others since, and this one waited for it. */
+    /* Puts step t's dS^T where dQ's products read it. */
     __device__ __forceinline__ void put_ds(const uint32_t (&f)[NT / 2][4], int t) const
     {
 #pragma unroll
@@ -173,32 +173,9 @@ template <typename T, typename AT> struct computing {
             stmatrix4((own_ds + t % AT::DS_BUFFERS * AT::DS_BYTES) ^ i << 5, f[i]);
     }
 
-    __device__ __forceinline__ void show_ds(int t) const
-    {
-        named_arrive(DS_FULL + 2 * (t % AT::DS_BUFFERS) + (group ^ 1), 256);
-    }
-
-    __device__ __forceinline__ void write_ds(const uint32_t (&f)[NT / 2][4], int t) const
-    {
-        put_ds(f, t);
-        async_fence();
-        show_ds(t);
-    }
-
-    __device__ __forceinline__ void wait_for_ds(int t) const
-    {
-        named_sync(DS_FULL + 2 * (t % AT::DS_BUFFERS) + group, 256);
-    }
-
     __device__ __forceinline__ void multiply_ds(float (&dq)[NQ / 8][4], int t) const
     {
         columns_of_rows<T, NQ>(dq, all_ds + t % AT::DS_BUFFERS * AT::DS_BYTES, columns);
-    }
-
-    __device__ __forceinline__ void start_dq(float (&dq)[NQ / 8][4], int t) const
-    {
-        wait_for_ds(t);
-        multiply_ds(dq, t);
     }
 
     /* Whether step t's dQ may go where TMA takes it from. */
@@ -217,41 +194,12 @@ template <typename T, typename AT> struct computing {
         write_rows<ROWS, NQ>(dq, own_dq + t % BUFFERS * AT::DQ_BYTES, a.scale);
     }
 
-    __device__ __forceinline__ void show_dq(int t) const
+    /* dQ of step t's rows that see what is not finite in K becomes NaN. */
+    __device__ __forceinline__ void poison(float (&dq)[NQ / 8][4], int t) const
     {
-        named_arrive(DQ_FULL + t % BUFFERS, 128 * GROUPS + 32);
-    }
-
-    __device__ __forceinline__ void hand_over(float (&dq)[NQ / 8][4], int t, bool unclean) const
-    {
-        if (unclean) {
-            int head;
-            const int tile = tile_at_step(a, plan, b, t, &head);
-            poison_rows<T, NQ>(dq, a, b, smem + AT::K, tile * ROWS, head, group);
-        }
-        wait_to_put_dq(t);
-        put_dq(dq, t);
-        async_fence();
-        show_dq(t);
-    }
-
-    /* Step t where no row sees this warpgroup's keys: its part of dQ is of the other one's. */
-    template <int OK, int OV>
-    __device__ __forceinline__ void other_step(int t, int part, int key, float (&dk)[OK][4],
-                                               float (&dv)[OV][4]) const
-    {
-        const uint32_t none[NT / 2][4] = {};
-        const bool unclean = odd && part != 0;
-        float dq[NQ / 8][4];
-        mbar_wait(base + AT::FULL + 8 * (t % AT::STAGES), t / AT::STAGES & 1);
-        if (part & 2) clean(t, key, dk, dv);
-        write_ds(none, t);
-        if (unclean) clean_keys<T, AT::DIM_K>(smem + AT::K);
-        start_dq(dq, t);
-        mbar_arrive(base + AT::FREE + 8 * (t % AT::STAGES)); /* each lane's, for what it read */
-        wg_wait<0>(dq);
-        if (unclean) restore_keys<T, AT::DIM_K>(a, b, smem + AT::K);
-        hand_over(dq, t, unclean);
+        int head;
+        const int tile = tile_at_step(a, plan, b, t, &head);
+        poison_rows<T, NQ>(dq, a, b, smem + AT::K, tile * ROWS, head, group);
     }
 };
 

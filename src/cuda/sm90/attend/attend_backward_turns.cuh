@@ -33,9 +33,54 @@ __device__ __forceinline__ void rows_by_held(float (&acc)[ROWS / 8][4], const ui
     wg_commit();
 }
 
+/* Each computing warpgroup makes half of dQ's columns, of both's dS^T. */
+template <typename T, typename AT> struct taking_turns : computing<T, AT> {
+    typedef computing<T, AT> shared;
+    using shared::base, shared::group, shared::NT, shared::NQ;
+    using shared::computing;
+    using shared::put_ds, shared::multiply_ds, shared::poison, shared::wait_to_put_dq, shared::put_dq;
+
+    __device__ __forceinline__ void show_ds(int t) const
+    {
+        named_arrive(DS_FULL + 2 * (t % AT::DS_BUFFERS) + (group ^ 1), 256);
+    }
+
+    __device__ __forceinline__ void write_ds(const uint32_t (&f)[NT / 2][4], int t) const
+    {
+        put_ds(f, t);
+        async_fence();
+        show_ds(t);
+    }
+
+    __device__ __forceinline__ void wait_for_ds(int t) const
+    {
+        named_sync(DS_FULL + 2 * (t % AT::DS_BUFFERS) + group, 256);
+    }
+
+    __device__ __forceinline__ void start_dq(float (&dq)[NQ / 8][4], int t) const
+    {
+        wait_for_ds(t);
+        multiply_ds(dq, t);
+    }
+
+    __device__ __forceinline__ void show_dq(int t) const
+    {
+        named_arrive(DQ_FULL + t % BUFFERS, AT::DQ_THREADS + 32);
+    }
+
+    __device__ __forceinline__ void hand_over(float (&dq)[NQ / 8][4], int t, bool unclean) const
+    {
+        if (unclean) poison(dq, t);
+        wait_to_put_dq(t);
+        put_dq(dq, t);
+        async_fence();
+        show_dq(t);
+    }
+};
+
 /* The steps of a block that has some. */
 template <typename T, typename AT, int OK, int OV>
-__device__ __forceinline__ void walk_in_turns(computing<T, AT> &w, int key, float (&dk)[OK][4],
+__device__ __forceinline__ void walk_in_turns(taking_turns<T, AT> &w, int key, float (&dk)[OK][4],
                                               float (&dv)[OV][4])
 {
     constexpr int DK = AT::DIM_K, DV = AT::DIM_V, NT = ROWS / 8;
@@ -54,10 +99,10 @@ __device__ __forceinline__ void walk_in_turns(computing<T, AT> &w, int key, floa
     };
     /* A step's dQ outside the turns. */
     auto whole_dq = [&](int t, bool unclean) {
-        if (unclean) clean_keys<T, DK>(smem + AT::K);
+        if (unclean) clean_keys<T, DK, 256>(smem + AT::K);
         w.start_dq(dq, t);
         wg_wait<0>(dq);
-        if (unclean) restore_keys<T, DK>(w.a, w.b, smem + AT::K);
+        if (unclean) restore_keys<T, DK, 256>(w.a, w.b, smem + AT::K);
         w.hand_over(dq, t, unclean);
     };
     mbar_wait(base + AT::OWN_FULL, 0);
@@ -121,7 +166,7 @@ template <typename T, typename AT>
 __device__ __forceinline__ void compute_in_turns(const attend_kernel &a, const sm90_backward_plan &plan,
                                                  key_block &b, char *smem, uint32_t base, int group)
 {
-    computing<T, AT> w(a, plan, b, smem, base, group);
+    taking_turns<T, AT> w(a, plan, b, smem, base, group);
     const int place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
     float dk[AT::DIM_K / 8][4] = {}, dv[AT::DIM_V / 8][4] = {};
     if (w.steps > 0) walk_in_turns(w, key_of(b, place), dk, dv);
