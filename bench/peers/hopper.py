@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 """What attention must reach on one H200: dense beside cuDNN, NSA's stages, whole layers beside cuDNN's dense
-attention, and short sequences in graphs. Medians of CUDA events, dense forwards in turns with cuDNN's, random
+attention, and short sequences in graphs. Medians of CUDA events, dense attention in turns with cuDNN's, random
 data; "smooth" data moves from one random vector to the next over 512 tokens. Operations: 4 D a pair of query
 and key that see each other, 10 D in the backward. usage: hopper.py LIBQUERN QUERN_ACCEPT_PARTS names the
 parts to run (all)"""
@@ -44,18 +44,20 @@ def one_dense(heads, kv_heads, dim, dim_v, n, least_forward, least_backward):
     q, k, v = act(1, n, heads, dim), act(1, n, kv_heads, dim), act(1, n, kv_heads, dim_v)
     o, do, lse = empty(1, n, heads, dim_v), act(1, n, heads, dim_v), empty(1, heads, n, dtype=F32)
     p, given = quern.attention_params(), dict(q=q, k=k, v=v, o=o, lse=lse)
-    forward, peer = beside_cudnn(quern.call("attention_forward", p, **given), q, k, v)
     grads = dict(d_q=torch.empty_like(q), d_k=torch.empty_like(k), d_v=torch.empty_like(v))
-    backward = ms(quern.call("attention_backward", p, **given, d_o=do, **grads), 7, 2)
-    alone, both = cudnn(q, k, v, do)
+    forward, backward, peer, peer_backward = beside_cudnn(
+        quern.call("attention_forward", p, **given),
+        quern.call("attention_backward", p, **given, d_o=do, **grads),
+        *(q, k, v, do),
+    )
     what = f"dense {heads}/{kv_heads}, D {dim}" + (f"/{dim_v}" if dim != dim_v else "") + f", {n >> 10}k"
     rate = 4 * heads * n * n / 2 * (dim + dim_v) / 2 * 1e-9
     print(
         f"    {what}: {rate / forward:.0f} and {2.5 * rate / backward:.0f} TFLOP/s; "
-        f"cuDNN {rate / peer:.0f} and {2.5 * rate / (both - alone):.0f}"
+        f"cuDNN {rate / peer:.0f} and {2.5 * rate / peer_backward:.0f}"
     )
     line(f"{what}: forward over cuDNN", least_forward, peer / forward, "x")
-    line(f"{what}: backward over cuDNN", least_backward, (both - alone) / backward, "x")
+    line(f"{what}: backward over cuDNN", least_backward, peer_backward / backward, "x")
 
 
 def dense():

@@ -38,13 +38,13 @@ def ms(function, reps=15, warm=3):
     return statistics.median(once(function) for _ in range(reps))
 
 
-def in_turns(first, second, reps=7, warm=2):
-    """Milliseconds of two functions that take turns: the clocks that the power limit leaves to one depend on
-    what ran before it."""
+def in_turns(*functions, reps=7, warm=2):
+    """Milliseconds of functions that take turns: the clocks that the power limit leaves to one depend on what
+    ran before it."""
     for _ in range(warm):
-        first()
-        second()
-    times = [(once(first), once(second)) for _ in range(reps)]
+        for function in functions:
+            function()
+    times = [[once(function) for function in functions] for _ in range(reps)]
     return tuple(statistics.median(t) for t in zip(*times))
 
 
@@ -86,24 +86,34 @@ def causal(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def beside_cudnn(function, q, k, v):
-    """Milliseconds of a function and of cuDNN's causal attention, forward, in turns."""
-    q, k, v = (x.transpose(1, 2).detach() for x in (q, k, v))
-    with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return in_turns(function, lambda: causal(q, k, v))
+def causal_calls(q, k, v, do=None):
+    """PyTorch's causal attention of these tensors as functions: forward, and forward and backward."""
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_(do is not None) for x in (q, k, v))
+
+    def forward():
+        with torch.no_grad():
+            causal(q, k, v)
+
+    def both():
+        q.grad = k.grad = v.grad = None
+        causal(q, k, v).backward(do.transpose(1, 2))
+
+    return forward, both
+
+
+def beside_cudnn(forward, backward, q, k, v, do):
+    """Milliseconds of a forward and a backward, and of cuDNN's, in turns."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        peer, both = causal_calls(q, k, v, do)
+        ours, theirs = in_turns(forward, peer)
+        back, again, whole = in_turns(backward, peer, both)
+    return ours, back, theirs, whole - again
 
 
 def cudnn(q, k, v, do=None):
     """Milliseconds of cuDNN's causal attention: forward, and forward and backward."""
-    q, k, v = (x.transpose(1, 2).detach().requires_grad_(do is not None) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-
-        def both():
-            q.grad = k.grad = v.grad = None
-            causal(q, k, v).backward(do.transpose(1, 2))
-
+        forward, both = causal_calls(q, k, v, do)
         # Of 1M tokens once: half a minute, and two with the backward.
-        reps = (1, 0) if q.shape[2] > 1 << 18 else (5, 1)
-        with torch.no_grad():
-            f = ms(lambda: causal(q, k, v), *reps)
-        return f, ms(both, *reps) if do is not None else 0
+        reps = (1, 0) if q.shape[1] > 1 << 18 else (5, 1)
+        return ms(forward, *reps), ms(both, *reps) if do is not None else 0
