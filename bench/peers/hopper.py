@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
 """What attention must reach on one H200: dense beside cuDNN, NSA's stages, whole layers beside cuDNN's dense
-attention, and short sequences in graphs. Medians of CUDA events, dense attention in turns with cuDNN's, random
-data; "smooth" data moves from one random vector to the next over 512 tokens. Operations: 4 D a pair of query
-and key that see each other, 10 D in the backward. usage: hopper.py LIBQUERN QUERN_ACCEPT_PARTS names the
-parts to run (all)"""
+attention, and short sequences in graphs. Medians of CUDA events, dense attention in turns with cuDNN's,
+random data; "smooth" data moves from one random vector to the next over 512 tokens. Operations: 4 D a pair of
+query and key that see each other, 10 D in the backward. usage: hopper.py LIBQUERN QUERN_ACCEPT_PARTS names
+the parts to run (all)"""
 
 import os
 import sys

@@ -14,9 +14,9 @@
  * counts the items, and slot_start the partial sums, of the blocks before one, in the order (view, kv head,
  * index).
  *
- * order: items are launched in the order of their first rows, those of a key/value head together. Those that run
- * beside each other then walk the same rows at the same time, and L2 serves what several blocks chose. In the
- * order of the blocks, dK and dV of T = 1, 64k tokens of 64/4 heads, read 30 GB from memory.
+ * order: items are launched in the order of their first rows, those of a key/value head together. Those that
+ * run beside each other then walk the same rows at the same time, and L2 serves what several blocks chose. In
+ * the order of the blocks, dK and dV of T = 1, 64k tokens of 64/4 heads, read 30 GB from memory.
  */
 #include "any/attend/key_block.cuh"
 #include "stages.cuh"
@@ -62,8 +62,8 @@ static int64_t rows_of(const attend_args *args)
     return s.lists * s.rows * args->list.shape[3] * (args->tile > 0 ? args->tile : 1) * heads;
 }
 
-/* Whether items are launched in the order of their rows: these are of one list each, and L2 does not hold them
- * all. */
+/* Whether items are launched in the order of their rows: these are of one list each, and L2 does not hold
+ * them all. */
 static bool by_rows(const attend_args *args)
 {
     const int64_t *q = args->q.shape, l2_bytes = 32 << 20;

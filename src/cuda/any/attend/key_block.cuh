@@ -64,8 +64,8 @@ __device__ __forceinline__ bool find_block(const attend_kernel &a, int64_t place
     return true;
 }
 
-/* The item of block blockIdx.x (BY_ROWS: in the order of item_at, where there is one), keys blockIdx.z * KT ...
- * of it. */
+/* The item of block blockIdx.x (BY_ROWS: in the order of item_at, where there is one), its keys
+ * blockIdx.z * KT ... */
 template <int KT, bool BY_ROWS = false>
 __device__ __forceinline__ bool find_item(const attend_kernel &a, int64_t places, key_block *b)
 {

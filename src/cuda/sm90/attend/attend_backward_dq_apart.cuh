@@ -1,15 +1,15 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * attend_backward_dq_apart.cuh - attend_backward.cuh above head dim 64: two warpgroups with 64 keys each make dK
- * and dV, and a third makes dQ of the dS that they leave.
+ * attend_backward_dq_apart.cuh - attend_backward.cuh above head dim 64: two warpgroups with 64 keys each make
+ * dK and dV, and a third makes dQ of the dS that they leave.
  *
  * A warpgroup with keys never waits for the other one. It starts dP and dV of a step, makes dS of dP, and
  * starts dK and the next step's S, of which it makes P. S and dP are never there at once, and P in 16 bits
  * becomes dS in its own registers.
  *
- * The rows that see a thread's two keys are two intervals of queries, which it finds once. So in a step some of
- * whose pairs do not see each other it needs a few shifts, and a mask for each two pairs.
+ * The rows that see a thread's two keys are two intervals of queries, which it finds once. So in a step some
+ * of whose pairs do not see each other it needs a few shifts, and a mask for each two pairs.
  *
  * Registers: dK 64, dV 64, S or dP 32, P 16 of 208; half of dQ's columns 32 of 64.
  */
@@ -101,14 +101,14 @@ __device__ __forceinline__ void compute_apart(const attend_kernel &a, const sm90
             t++;
             continue;
         }
-        uint32_t p[NT / 2][4], seen;
+        uint32_t p[NT / 2][4];
         {
             float s[NT][4];
             wait_for_rows(t);
             rows_by_keys<T, ROWS, KEYS, DK>(s, ak, rows_of(t));
             wait_for_statistics(t);
             wg_wait<0>(s);
-            probabilities_of<T>(s, p, seen, w.statistics_of(t), a, rows);
+            probabilities_of<T>(s, p, w.statistics_of(t), a, rows);
         }
 #pragma unroll 1
         for (; mine; t++) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void compute_apart(const attend_kernel &a, const sm90
             const bool loaded = !more || mbar_test(base + AT::FULL + 8 * next_stage, next_phase);
             wg_wait<0>(dp);
             wg_wait<0>(dv);
-            score_gradients_of<T>(p, seen, dp, st);
+            score_gradients_of<T>(p, dp, st, rows);
             w.leave_ds(p, t, part, room);
             w.wait_for_keys(t);
             /* Behind the last step S^T is of what the stage held before, and so is P^T: nobody reads them. */
@@ -143,7 +143,7 @@ __device__ __forceinline__ void compute_apart(const attend_kernel &a, const sm90
             wg_wait<0>(s);
             wg_wait<0>(dk);
             mbar_arrive(base + AT::FREE + 8 * stage); /* each lane's, for what it read */
-            probabilities_of<T>(s, p, seen, w.statistics_of(t + 1), a, rows);
+            probabilities_of<T>(s, p, w.statistics_of(t + 1), a, rows);
         }
     }
     store_keys<T, KEYS>(dk, a, b, place, d_k_of(a));

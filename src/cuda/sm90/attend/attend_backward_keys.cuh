@@ -64,7 +64,7 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
     const uint32_t ak = w.base + at::K + w.group * 64 * 128, av = w.base + at::V + w.group * 64 * 128;
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
     const key_rows rows = find_key_rows(a, sequence_of(b), w.key);
-    uint32_t p[at::ROWS / 16][4], seen = ALL_SEEN;
+    uint32_t p[at::ROWS / 16][4];
     int stage = 0, parity = 0;
     auto stats = [&]() { return (const statistics *)(w.smem + at::STAT) + stage; };
     if (w.steps > 0) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
         rows_by_keys<T, at::ROWS, at::KEYS, DK>(s, ak, w.base + at::Q);
         mbar_wait(w.base + at::STAT_FULL, 0);
         wg_wait<0>(s);
-        probabilities_of<T>(s, p, seen, stats(), a, rows);
+        probabilities_of<T>(s, p, stats(), a, rows);
     }
 #pragma unroll 1
     for (int t = 0; t < w.steps; t++) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
         keys_by_rows<T, at::ROWS, DV>(dv, p, g);
         wg_wait<0>(dp);
         wg_wait<0>(dv);
-        score_gradients_of<T>(p, seen, dp, stats());
+        score_gradients_of<T>(p, dp, stats(), rows);
         const uint32_t free = w.base + at::FREE + 8 * stage;
         if (++stage == at::STAGES) {
             stage = 0;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
         wg_wait<0>(s);
         wg_wait<0>(dk);
         mbar_arrive(free); /* each lane's, for what it read */
-        probabilities_of<T>(s, p, seen, stats(), a, rows);
+        probabilities_of<T>(s, p, stats(), a, rows);
     }
     store_keys<T, at::KEYS>(dk, a, b, w.place, d_k_of(a));
     store_keys<T, at::KEYS>(dv, a, b, w.place, d_v_of(a));
@@ -122,7 +122,7 @@ __device__ __forceinline__ void compute_values(const attend_kernel &a, const key
     typedef keys_layout<DK, DV> at;
     float dv[DV / 8][4] = {}, s[at::ROWS / 8][4];
     const key_rows rows = find_key_rows(a, sequence_of(b), w.key);
-    uint32_t p[at::ROWS / 16][4], seen = ALL_SEEN;
+    uint32_t p[at::ROWS / 16][4];
     if (w.steps > 0) {
         mbar_wait(w.base + at::OWN_FULL, 0);
         mbar_wait(w.base + at::FULL, 0);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void compute_values(const attend_kernel &a, const key
         const statistics *st = (const statistics *)(w.smem + at::STAT) + stage;
         mbar_wait(w.base + at::STAT_FULL + 8 * stage, t / at::STAGES & 1);
         wg_wait<0>(s);
-        probabilities_of<T>(s, p, seen, st, a, rows);
+        probabilities_of<T>(s, p, st, a, rows);
         if (t >= 2) named_sync(P_FREE + buffer, 256);
         uint4 *to = (uint4 *)(w.smem + at::P + buffer * at::P_BYTES) + (threadIdx.x & 127);
 #pragma unroll
@@ -164,7 +164,7 @@ __device__ __forceinline__ void compute_scores(const attend_kernel &a, const key
     typedef keys_layout<DK, DV> at;
     float dk[DK / 8][4] = {}, dp[at::ROWS / 8][4];
     const key_rows rows = find_key_rows(a, sequence_of(b), w.key);
-    uint32_t p[at::ROWS / 16][4], seen = ALL_SEEN;
+    uint32_t p[at::ROWS / 16][4];
     if (w.steps > 0) {
         mbar_wait(w.base + at::OWN_FULL, 0);
         mbar_wait(w.base + at::FULL, 0);
@@ -187,8 +187,7 @@ __device__ __forceinline__ void compute_scores(const attend_kernel &a, const key
         }
         if (t + 2 < w.steps) named_arrive(P_FREE + buffer, 256);
         wg_wait<0>(dp);
-        seen = st->part != 0 ? find_seen(st, rows) : ALL_SEEN;
-        score_gradients_of<T>(p, seen, dp, st);
+        score_gradients_of<T>(p, dp, st, rows);
         if (st->part & 2)
             clean_rows<T, at::ROWS, DK, DV>(
                 w.smem + at::Q + stage * at::Q_BYTES, w.smem + at::DO + stage * at::DO_BYTES,

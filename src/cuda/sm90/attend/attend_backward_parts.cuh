@@ -116,10 +116,8 @@ __device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&d
     }
 }
 
-/* Which of a thread's pairs of a stage see each other: bit 8 (2 h + c) + 7 - i is of key h and of row 8 i + its
- * column + c. So the signs of the four bytes, all shifted by i, are those of S's i-th tile. */
-enum : uint32_t { ALL_SEEN = ~0u };
-
+/* Which of a thread's pairs of a stage see each other: bit 8 (2 h + c) + 7 - i is of key h and of row
+ * 8 i + column + c. So the signs of the four bytes, all shifted by i, are those of S's i-th tile. */
 __device__ __forceinline__ uint32_t find_seen(const statistics *st, const key_rows &rows)
 {
     const int column = (threadIdx.x & 3) * 2;
@@ -181,18 +179,18 @@ __device__ __forceinline__ void probabilities(const float (&s)[NT][4], uint32_t 
 
 template <typename T, int NT>
 __device__ __forceinline__ void probabilities_of(const float (&s)[NT][4], uint32_t (&p)[NT / 2][4],
-                                                 uint32_t &seen, const statistics *st, const attend_kernel &a,
+                                                 const statistics *st, const attend_kernel &a,
                                                  const key_rows &rows)
 {
     const bool scaled = a.row_scale.p != NULL;
-    seen = st->part != 0 ? find_seen(st, rows) : ALL_SEEN;
-    if (__all_sync(~0u, seen == ALL_SEEN)) {
-        if (scaled) probabilities<T, true, false>(s, p, seen, st, a.scale_log2);
-        else probabilities<T, false, false>(s, p, seen, st, a.scale_log2);
+    if (st->part != 0) {
+        const uint32_t seen = find_seen(st, rows);
+        if (scaled) probabilities<T, true, true>(s, p, seen, st, a.scale_log2);
+        else probabilities<T, false, true>(s, p, seen, st, a.scale_log2);
     } else if (scaled) {
-        probabilities<T, true, true>(s, p, seen, st, a.scale_log2);
+        probabilities<T, true, false>(s, p, 0, st, a.scale_log2);
     } else {
-        probabilities<T, false, true>(s, p, seen, st, a.scale_log2);
+        probabilities<T, false, false>(s, p, 0, st, a.scale_log2);
     }
 }
 
@@ -216,11 +214,11 @@ __device__ __forceinline__ void score_gradients(uint32_t (&p)[NT / 2][4], uint32
 }
 
 template <typename T, int NT>
-__device__ __forceinline__ void score_gradients_of(uint32_t (&p)[NT / 2][4], uint32_t seen,
-                                                   const float (&dp)[NT][4], const statistics *st)
+__device__ __forceinline__ void score_gradients_of(uint32_t (&p)[NT / 2][4], const float (&dp)[NT][4],
+                                                   const statistics *st, const key_rows &rows)
 {
-    if (__all_sync(~0u, seen == ALL_SEEN)) score_gradients<T, false>(p, seen, dp, st);
-    else score_gradients<T, true>(p, seen, dp, st);
+    if (st->part != 0) score_gradients<T, true>(p, find_seen(st, rows), dp, st);
+    else score_gradients<T, false>(p, 0, dp, st);
 }
 
 /* acc = 64 keys times the ROWS rows of a stage. */

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* attend_backward_step.cuh - what the warpgroups of attend_backward.cuh do with a step's dS and dQ, and with K
- * that is not finite. AT is the kernel's layout of shared memory. */
+/* attend_backward_step.cuh - what the warpgroups of attend_backward.cuh do with a step's dS and dQ, and with
+ * K that is not finite. AT is the kernel's layout of shared memory. */
 #ifndef QUERN_CUDA_SM90_ATTEND_BACKWARD_STEP_CUH
 #define QUERN_CUDA_SM90_ATTEND_BACKWARD_STEP_CUH
 
