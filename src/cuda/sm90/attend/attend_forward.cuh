@@ -84,16 +84,6 @@ __device__ __forceinline__ bool wait_clean(const char *smem, uint32_t base, int 
     return __shfl_sync(~0u, odd, 0) != 0; /* lane 0 frees V */
 }
 
-/* Adds to the rows that see it what is not finite in the V of tile t. */
-template <typename T, typename AT, typename W, int OT>
-__device__ __forceinline__ void add_found(float (&o)[OT][4], const typename W::call &call,
-                                          const typename W::turn &w, const int32_t *list, const row_state &r,
-                                          const int (&place)[2], int t, char *smem)
-{
-    if constexpr (W::MASKS) W::template add_nonfinite<T, AT>(o, call, w, r, place, t, smem);
-    else add_turn_nonfinite<T, AT::KEYS, W>(o, W::mask(call, w), w, list, r, t * AT::KEYS);
-}
-
 /* Leaves O of a warp's rows to the copy engine, which reads it from their place in the tile of Q at `tile`;
  * false where the piece is not whole or O's rows are none of its boxes. */
 template <typename T, int DK, int DV, typename W, int OT>
@@ -155,8 +145,7 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
         auto weigh = [&](auto &part, int stage, int t) {
             arrive(at::K_FREE + 8 * stage);
             if (!sees(t)) hide_turn_unseen<W>(part, a, w, list, r, t * KEYS);
-            if constexpr (W::MASKS) W::template weigh<at>(part, call, w, r, shrink, place, t, smem);
-            else softmax(part, r, shrink, a.scale_log2);
+            softmax(part, r, shrink, a.scale_log2);
         };
         auto begin = [&](auto &part, auto &packed, int stage) {
             wg_start();
@@ -170,7 +159,7 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
             mbar_wait(base + at::V_FULL + 8 * stage, at_step / STAGES & 1);
             if (searches_tile<W>(w, [&] { return sees(t); }) &&
                 wait_clean<DK, DV, W>(smem, base, stage, &clean))
-                add_found<T, at, W>(o, call, w, list, r, place, t, smem);
+                add_turn_nonfinite<T, KEYS, W>(o, a, w, list, r, t * KEYS);
             multiply_values<T, DV, KEYS>(o, p, base + at::V + stage * at::V_STAGE);
         };
         if (tiles > 0) {
@@ -201,7 +190,7 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
                 pack_rows<T>(s, p);
                 if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) shrink_rows(o, shrink);
             }
-            if (!W::GATED && !sh::BULK) arrive(at::Q_FREE + 8 * (used % QS));
+            if (!sh::BULK) arrive(at::Q_FREE + 8 * (used % QS));
             values(step, 0);
             wg_wait<0>(o);
             arrive(at::V_FREE + 8 * (step % STAGES));
@@ -209,12 +198,9 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
             if constexpr (sh::BULK) sent = send_rows<T, DK, DV, W>(o, a, plan, m, w, r, place, q_tile);
             if (sent) owed = used % QS;
             else if (sh::BULK) arrive(at::Q_FREE + 8 * (used % QS));
-            used += !W::GATED;
+            used++;
         }
-        if constexpr (W::MASKS) W::template choose_blocks<at>(s, call, w, r, smem);
-        if (W::GATED && w.queries > 0) mbar_wait(base + at::GATES_FULL, used & 1);
-        if (w.queries > 0 && !sent) W::template leave_rows<T, at>(o, call, w, r, place, smem);
-        if (W::GATED && W::last(turn) && w.queries > 0) arrive(at::Q_FREE), used++;
+        if (w.queries > 0 && !sent) store_rows<T, OT>(o, a, w, r, place);
         free_turn<DK, DV, W>(base, turn);
     }
     if (sh::BULK && lane == 0) tma_wait_read();
@@ -230,6 +216,7 @@ __device__ __forceinline__ void take_turns(const typename W::call &call, const w
     typedef shape<DK, DV, W> sh;
     extern __shared__ __align__(1024) char smem[];
     const uint32_t base = smem_address(smem);
+    if constexpr (W::GATED) W::fetch_maps(m);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             mbar_init(base + at::Q_FULL + 8 * i, 1), mbar_init(base + at::Q_FREE + 8 * i, 4 * sh::GROUPS);
@@ -241,8 +228,9 @@ __device__ __forceinline__ void take_turns(const typename W::call &call, const w
         for (int i = 0; i < W::TURNS; i++)
             mbar_init(base + at::TURN_FULL + 8 * i, WARP_ARRIVALS),
                 mbar_init(base + at::TURN_FREE + 8 * i, (1 + HELPERS + 4 * sh::GROUPS) * WARP_ARRIVALS);
-        if (W::GATED)
-            mbar_init(base + at::GATES_FULL, WARP_ARRIVALS), mbar_init(base + at::LIST_FULL, WARP_ARRIVALS);
+        if constexpr (W::GATED)
+            mbar_init(base + at::GATES_FULL, WARP_ARRIVALS), mbar_init(base + at::LIST_FULL, WARP_ARRIVALS),
+                W::init_more(base + at::EXTRA);
         mbar_init_done();
     }
     __syncthreads();
@@ -258,7 +246,8 @@ __device__ __forceinline__ void take_turns(const typename W::call &call, const w
         else W::template plan_pieces<DK, DV, W>(call, plan, smem, base);
     } else {
         registers_up<sh::COMPUTE>();
-        compute<T, DK, DV, W>(call, plan, m, smem, base, group - 1);
+        if constexpr (W::GATED) W::template walk<T, DK, DV, W>(call, smem, base, group - 1);
+        else compute<T, DK, DV, W>(call, plan, m, smem, base, group - 1);
     }
 #endif
 }

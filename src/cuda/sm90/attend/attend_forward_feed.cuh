@@ -44,12 +44,6 @@ template <bool LIST> struct one_mask {
     {
         return plan.box;
     }
-    template <typename T, typename AT, int OT>
-    static __device__ __forceinline__ void leave_rows(float (&o)[OT][4], const call &a, const turn &w,
-                                                      row_state &r, const int (&place)[2], char *)
-    {
-        store_rows<T, OT>(o, a, w, r, place);
-    }
 };
 
 template <int DK, int DV, typename W> struct shape {
@@ -190,6 +184,7 @@ __device__ __forceinline__ void leave_turn(const typename W::call &call, typenam
                               left.list_row * a.list_stride[2];
         const int kept = clean_by_warp(list, a.list_k, a.list_block, left.end, clean, scratch);
         if (lead) left.slots = kept * a.list_block;
+        if constexpr (W::GATED) W::template find_whole<at::KEYS>(left, clean, kept, a.list_block);
     }
     if constexpr (W::MASKS) W::template leave_masks<at>(call, left, smem);
     mbar_arrive(base + at::TURN_FULL + 8 * (turn % W::TURNS)); /* each lane's, for what it wrote */

@@ -11,8 +11,9 @@
  * tile costs what it costs dense attention.
  *
  * Where all compressed entries fit one tile, the warps choose the blocks themselves (choose_blocks.cuh): they
- * have the probabilities of their rows in registers when they walk the compressed branch. Elsewhere warp 3 of
- * the feeder makes masks of the lists that it finds in memory.
+ * have the probabilities of their rows in registers when they walk the compressed branch, which has a tile
+ * even where no entry is seen. Elsewhere warp 3 of the feeder makes masks of the lists that it finds in
+ * memory.
  *
  * Limit: the tiles of keys, those of dense attention and of the other two branches.
  */
@@ -30,11 +31,10 @@ struct few_branches : three_branches {
     static constexpr int LISTS_AHEAD = 0, LIST_MOST = 0, MASKS_AT = three_branches::EXTRA,
                          EXTRA = MASKS_AT + SM90_MASKS * SM90_MASK_WORDS * 4;
 
-    static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index, int turn,
-                                                gated_turn *w)
+    static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index,
+                                                gated_turn *w, int32_t *number)
     {
-        begin_turn(turn, w);
-        find_work<false, true, SECTION>(a.branch[w->branch], plan, index, w);
+        find_work<false, true, SECTION, false>(a.branch[SM90_FIRST_BRANCH], plan, index, w, number);
     }
     static __device__ __forceinline__ bool listed(const turn &) { return false; }
     static __device__ __forceinline__ bool masked(const turn &w) { return w.branch == 1; }
@@ -57,10 +57,18 @@ struct few_branches : three_branches {
     }
     template <typename AT>
     static __device__ __forceinline__ void leave_masks(const call &a, const turn &w, char *smem);
-    template <typename AT, int NT>
-    static __device__ __forceinline__ void weigh(float (&s)[NT][4], const call &a, const turn &w,
-                                                 row_state &r, float (&shrink)[2], const int (&place)[2],
-                                                 int t, char *smem);
+    /* The words of a thread's masks that have the blocks of the tile at hand, and which halves of it a row
+     * takes. */
+    struct row_masks {
+        uint32_t word[2], halves[2];
+        int loaded; /* 0: none, else which words, counted from 1 */
+    };
+    template <typename AT>
+    static __device__ __forceinline__ void find_halves(row_masks &m, const call &a, int branch,
+                                                       const int (&place)[2], int t, char *smem);
+    template <int NT>
+    static __device__ __forceinline__ void weigh(float (&s)[NT][4], row_state &r, float (&shrink)[2],
+                                                 float scale_log2, const row_masks &m, bool again);
     template <typename T, typename AT, int OT>
     static __device__ __forceinline__ void add_nonfinite(float (&o)[OT][4], const call &a, const turn &w,
                                                          const row_state &r, const int (&place)[2], int t,
@@ -69,8 +77,7 @@ struct few_branches : three_branches {
     static __device__ __forceinline__ void choose_blocks(const float (&s)[NT][4], const call &a,
                                                          const turn &w, const row_state &r, char *smem)
     {
-        if (a.choice.here && w.branch == 0 && w.queries > 0)
-            choose_blocks_of(s, a.choice, a.branch[1], w, r, masks_of<AT>(smem));
+        choose_blocks_of(s, a.choice, a.branch[1], w, r, masks_of<AT>(smem));
     }
 };
 
@@ -130,24 +137,41 @@ __device__ __forceinline__ void softmax_of_halves(float (&s)[NT][4], row_state &
     }
 }
 
-/* S of tile t becomes its exponentials. */
-template <typename AT, int NT>
-__device__ __forceinline__ void few_branches::weigh(float (&s)[NT][4], const call &a, const turn &w,
-                                                    row_state &r, float (&shrink)[2], const int (&place)[2],
-                                                    int t, char *smem)
+template <typename AT>
+__device__ __forceinline__ void few_branches::find_halves(row_masks &m, const call &a, int branch,
+                                                          const int (&place)[2], int t, char *smem)
 {
-    uint32_t halves[2] = {3, 3};
-    if (masked(w)) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) halves[h] = halves_of<AT>(a, place[h], t, smem);
-        if (w.again)
-#pragma unroll
-            for (int i = 0; i < NT; i++)
-#pragma unroll
-                for (int c = 0; c < 4; c++)
-                    if (!(halves[c >> 1] >> i * 2 / NT & 1)) s[i][c] = -INFINITY;
+    m.halves[0] = m.halves[1] = 3;
+    if (branch != 1) {
+        m.loaded = 0;
+        return;
     }
-    softmax_of_halves(s, r, shrink, a.branch[0].scale_log2, halves);
+    const int b0 = (int)quotient((uint32_t)(t * AT::KEYS), a.branch[1].by_block),
+              b1 = (int)quotient((uint32_t)(t * AT::KEYS + AT::KEYS / 2), a.branch[1].by_block);
+    if ((b0 >> 5) + 1 != m.loaded) { /* b1 is in the same word, for b0 is even where they differ */
+        m.loaded = (b0 >> 5) + 1;
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            m.word[h] =
+                masks_of<AT>(smem)[quotient((uint32_t)place[h], a.by_mask) * SM90_MASK_WORDS + (b0 >> 5)];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        m.halves[h] = (m.word[h] >> (b0 & 31) & 1) | (m.word[h] >> (b1 & 31) & 1) << 1;
+}
+
+/* S becomes its exponentials. */
+template <int NT>
+__device__ __forceinline__ void few_branches::weigh(float (&s)[NT][4], row_state &r, float (&shrink)[2],
+                                                    float scale_log2, const row_masks &m, bool again)
+{
+    if (again)
+#pragma unroll
+        for (int i = 0; i < NT; i++)
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (!(m.halves[c >> 1] >> i * 2 / NT & 1)) s[i][c] = -INFINITY;
+    softmax_of_halves(s, r, shrink, scale_log2, m.halves);
 }
 
 /* Adds what is not finite in the V of tile t to the rows that see it. */

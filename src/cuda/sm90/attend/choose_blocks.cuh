@@ -85,15 +85,26 @@ __device__ __forceinline__ void find_bounds(const uint32_t (&key)[2][OWN_SCORES]
 {
     bool done[2];
     int count[2];
-    uint32_t t[2] = {1, 1};
+    uint32_t t[2], most = 0, least = ~0u; /* of the keys that are none of 0 */
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int i = 0; i < OWN_SCORES; i++) {
+            most = max(most, key[h][i]);
+            least = min(least, key[h][i] - 1);
+        }
+    most = __reduce_max_sync(~0u, most);
+    least = __reduce_min_sync(~0u, least) + 1;
+    const int bits = 32 - __clz((int)(most ^ least)); /* the last ones, which tell keys apart */
+    const uint32_t prefix = bits < 32 ? most >> bits << bits : 0;
     count_scores([&](int h, int i) { return key[h][i] != 0; }, count);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         done[h] = count[h] <= in[h].size || in[h].size == 0;
-        t[h] = count[h] <= in[h].size ? 1 : in[h].size == 0 ? ~0u : 0;
+        t[h] = count[h] <= in[h].size ? 1 : in[h].size == 0 ? ~0u : prefix;
         bound[h].end = done[h] ? SM90_MASK_WORDS * 32 : 0;
     }
-    for (int bit = 31; bit >= 0 && !__all_sync(~0u, done[0] && done[1]); bit--) {
+    for (int bit = bits - 1; bit >= 0 && !__all_sync(~0u, done[0] && done[1]); bit--) {
         const uint32_t more[2] = {t[0] | 1u << bit, t[1] | 1u << bit};
         count_scores([&](int h, int i) { return key[h][i] >= more[h]; }, count);
 #pragma unroll
@@ -169,7 +180,7 @@ __device__ __forceinline__ void choose_blocks_of(const float (&s)[NT][4], const 
         list[h] = (int)quotient((uint32_t)(warp * 16 + h * 8 + (lane >> 4) * 4), a.by_tile_rows);
         const int query = list[h] * a.tile;
         in[h] = {0, 0, 0, 0, 0};
-        if (query < w.queries) in[h] = find_contest(contest_of(c, a), w.nq, w.query + query);
+        if (query < w.queries) in[h] = contest_of(c, a, w.nq, w.query + query);
         else list[h] = -1;
         const int past = in[h].g0 < in[h].g1 ? in[h].g0 : in[h].candidates;
 #pragma unroll

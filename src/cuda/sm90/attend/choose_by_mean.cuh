@@ -1,10 +1,11 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * choose_by_mean.cuh - a list by mean logits, made by a warp that feeds: up to 128 entries, each a block, and
- * lists by head. The lanes share the columns of the tile's rows, which they add from global memory, sixteen
- * at a time; then eight entries' products at a time meet by halves. The least score that enters is found bit
- * by bit. The pieces of a tile make the same list, each for itself.
+ * choose_by_mean.cuh - a list by mean logits: up to 128 entries, each a block, and lists by head. The warps
+ * that compute add the tile's rows from global memory, 32 rows a warp, while they wait for the first keys. A
+ * warp that feeds makes the list: its lanes share the columns; eight entries' products at a time meet by
+ * halves; the least score that enters is found bit by bit. The pieces of a tile make the same list, each for
+ * itself.
  */
 #ifndef QUERN_CUDA_SM90_CHOOSE_BY_MEAN_CUH
 #define QUERN_CUDA_SM90_CHOOSE_BY_MEAN_CUH
@@ -18,7 +19,7 @@
 namespace sm90_forward
 {
 
-enum { ROWS_AT_ONCE = 16, AT_ONCE = 8, WORDS = SM90_MASK_WORDS };
+enum { ROWS_AT_ONCE = 16, SUMMING_WARPS = 8, SUMS_OF_WARP = 128, AT_ONCE = 8, WORDS = SM90_MASK_WORDS };
 
 /* A lane's columns of a row. */
 template <typename T, int COLUMNS> struct alignas(2 * COLUMNS) row_part {
@@ -37,12 +38,15 @@ __device__ __forceinline__ void load_part(uint32_t (&x)[WORDS_OF], const void *f
     if (WORDS_OF == 2) x[WORDS_OF - 1] = two.y;
 }
 
-/* The mean of this lane's columns over queries [from, to) of a head. */
-template <typename T, int COLUMNS>
-__device__ __forceinline__ void mean_of_rows(const attend_kernel &a, const work &w, int from, int to,
-                                             float (&mean)[COLUMNS])
+/* Sums over rows of a piece's tile, by the warps that compute: each of 32 rows, of which a lane has COLUMNS.
+ * A warp leaves them where its own threads' first four sums of the piece's rows come later. */
+template <typename T, int D>
+__device__ __forceinline__ void leave_sums_of_rows(const attend_kernel &a, const work &w, float *sums)
 {
-    const int col = (threadIdx.x & 31) * COLUMNS;
+    constexpr int COLUMNS = D / 32;
+    const int warp = (threadIdx.x >> 5) - 4, col = (threadIdx.x & 31) * COLUMNS,
+              first = (int)quotient((uint32_t)w.query, a.by_tile_rows) * a.tile, from = first + warp * 32,
+              end = first + a.tile < w.nq ? first + a.tile : w.nq, to = from + 32 < end ? from + 32 : end;
     const T *row =
         (const T *)a.q.p + w.view * a.q.s[0] + (int64_t)(w.q0 + from) * a.q.s[1] + w.head0 * a.q.s[2] + col;
     const bool in = col < a.dim_k;
@@ -65,7 +69,19 @@ __device__ __forceinline__ void mean_of_rows(const attend_kernel &a, const work 
             }
     }
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) mean[c] = (sum[0][c] + sum[1][c]) / (float)(to - from);
+    for (int c = 0; c < COLUMNS; c++) sums[warp * SUMS_OF_WARP + col + c] = sum[0][c] + sum[1][c];
+}
+
+/* A lane's columns of what leave_sums_of_rows() left, in the order of the rows. */
+template <int D> __device__ __forceinline__ void read_sums(const float *sums, float (&sum)[D / 32])
+{
+    const int col = (threadIdx.x & 31) * (D / 32);
+#pragma unroll
+    for (int c = 0; c < D / 32; c++) {
+        sum[c] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SUMMING_WARPS; i++) sum[c] += sums[i * SUMS_OF_WARP + col + c];
+    }
 }
 
 /* This lane's score, of entry e0 + lane of [e0, end): `row` is the lane's columns of the first. */
@@ -152,25 +168,27 @@ __device__ __forceinline__ void choose_keys(const uint32_t (&key)[WORDS], int si
     }
 }
 
-/* The list of a piece's tile into `clean`, ascending, without blocks that the piece does not see; returns how
- * many they are. The tile's first piece writes the list. All lanes of the warp call. */
+/* The list of a piece's tile, of whose rows a lane has the sums of its columns, into `clean`, ascending,
+ * without blocks that the piece does not see; returns how many they are. The tile's first piece writes the list. All lanes of the warp call. */
 template <typename T, int D>
-__device__ __forceinline__ int choose_by_mean(const sm90_choice &c, const attend_kernel &entries,
+__device__ __forceinline__ int choose_by_mean(const float (&sum)[D / 32], const sm90_choice &c,
+                                              const attend_kernel &entries,
                                               const attend_kernel &a, const work &w, int32_t k0, int32_t nk,
                                               int32_t *clean)
 {
     constexpr int COLUMNS = D / 32;
-    const int lane = threadIdx.x & 31, first = w.query / a.tile * a.tile,
+    const int lane = threadIdx.x & 31, first = (int)quotient((uint32_t)w.query, a.by_tile_rows) * a.tile,
               end = first + a.tile < w.nq ? first + a.tile : w.nq;
     float mean[COLUMNS], score[WORDS];
     uint32_t key[WORDS];
     bool enters[WORDS];
-    mean_of_rows<T, COLUMNS>(a, w, first, end, mean);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) mean[i] = sum[i] / (float)(end - first);
     wait_for_before();
     int lo, seen;
     row_keys(entries, {0, w.view, w.q0, w.nq, k0, nk}, end - 1, &lo, &seen);
     score_entries<T, COLUMNS>(entries, w, k0, w.kvh, c.scale, mean, seen, score);
-    const contest in = find_contest(contest_of(c, a), w.nq, first);
+    const contest in = contest_of(c, a, w.nq, first);
     const int past = in.g0 < in.g1 ? in.g0 : in.candidates;
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {

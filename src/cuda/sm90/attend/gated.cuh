@@ -4,6 +4,7 @@
 #ifndef QUERN_CUDA_SM90_GATED_CUH
 #define QUERN_CUDA_SM90_GATED_CUH
 
+#include "any/select/contest.cuh"
 #include "sm90/attend/attend.cuh"
 
 /* Three branches and their gate (attend_gated.cuh): the compressed, the selected one by a list of at most
@@ -24,22 +25,28 @@ struct sm90_choice {
     int64_t rows; /* list rows of a view */
 };
 
-/* What find_contest() reads of it, with the branch of the lists. */
-struct sm90_contest {
-    const attend_kernel &a;
-    int64_t select_block;
-    int32_t forced_first, forced_local, k;
-};
-
-__device__ __forceinline__ sm90_contest contest_of(const sm90_choice &c, const attend_kernel &listed)
+/* find_contest() without divisions, of the list whose tile begins with query q0. */
+__device__ __forceinline__ contest contest_of(const sm90_choice &c, const attend_kernel &listed, int nq,
+                                              int q0)
 {
-    return {listed, listed.list_block, c.forced_first, c.forced_local, c.k};
+    const int last = listed.causal && q0 + listed.tile < nq ? q0 + listed.tile : nq;
+    contest x = {last > 0 ? (int)quotient((uint32_t)last - 1, listed.by_block) + 1 : 0, 0, 0, 0, 0};
+    x.f0 = c.forced_first < x.candidates ? c.forced_first : x.candidates;
+    if (listed.causal && c.forced_local > 0) {
+        const int local = (int)quotient((uint32_t)q0, listed.by_block) - (c.forced_local - 1),
+                  first = local > x.f0 ? local : x.f0;
+        x.g1 = x.candidates;
+        x.g0 = first < x.g1 ? first : x.g1;
+    }
+    const int left = c.k - (x.f0 + (x.g1 - x.g0));
+    x.size = left > 0 ? left : 0;
+    return x;
 }
 
 struct sm90_gated {
     attend_kernel branch[SM90_BRANCHES]; /* their o: none */
     sm90_choice choice;                  /* lists of few rows */
-    fast_div by_mask;                    /* rows of a mask */
+    fast_div by_mask, by_stride;         /* rows of a mask, the entries' stride */
     view4 o, gates;                      /* gates: f32, of a row three; written unless they are given */
     int32_t gate;                        /* gate_kind */
     const void *w;

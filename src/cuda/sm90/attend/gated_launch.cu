@@ -139,6 +139,7 @@ static sm90_gated gated_of(const attend_gate_args *args)
     a.choice = choice_of(args);
     a.behind = args->behind_compress || (!args->select_given && !a.choice.here);
     a.by_mask = a.choice.here ? fast_div_by(128 / SM90_MASKS) : listed.by_tile_rows;
+    a.by_stride = fast_div_by((uint32_t)(a.branch[0].stride < INT32_MAX ? a.branch[0].stride : INT32_MAX));
     a.o = view4_of(args->gate.o);
     a.gates = view4_of(args->gate.gates);
     a.gate = args->gate.kind;

@@ -43,15 +43,16 @@ __device__ __forceinline__ sequence sequence_of(const work &w)
 }
 
 /* Sets the sequence of piece `i` of those cut by `unit` queries; `tiles`: how many tiles of `tile` queries
- * the sequences before it have. All lanes of the warp call. */
+ * the sequences before it have; `number`: the sequence's. All lanes of the warp call. */
 __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t unit, work *w, int32_t *first,
-                                           int32_t tile = 0, int32_t *tiles = NULL)
+                                           int32_t tile = 0, int32_t *tiles = NULL, int32_t *number = NULL)
 {
     const int32_t n_q = (int32_t)s.n_q, n_kv = (int32_t)s.n_kv, batch = (int32_t)s.batch;
     if (s.cu_q == NULL) {
         const int32_t per = (n_q + unit - 1) / unit, b = i / per;
         *first = (i - b * per) * unit;
         if (tiles != NULL) *tiles = 0; /* of a view of its own */
+        if (number != NULL) *number = b;
         w->view = b;
         w->q0 = 0;
         w->nq = n_q;
@@ -78,6 +79,7 @@ __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t uni
         if (past != 0) {
             const int owner = __ffs((int)past) - 1, b = b0 + owner;
             *first = (i - __shfl_sync(~0u, sum - n, owner)) * unit;
+            if (number != NULL) *number = b;
             w->view = 0;
             w->q0 = (int32_t)cu_seqlens_at(s.cu_q, b, n_q);
             w->nq = (int32_t)cu_seqlens_at(s.cu_q, b + 1, n_q) - w->q0;
@@ -104,10 +106,11 @@ __device__ __forceinline__ int32_t next_piece(const work_plan &plan)
 
 /* Fills in piece `index`: 0 queries where a varlen batch has no such piece. SHARED: a piece has several
  * tiles, list_row is the first one's, and a section is one unit, whose keys all find room in L2, or as many
- * as UNITS says. All lanes of the warp call. */
-template <bool LISTED, bool SHARED = false, int UNITS = SHARED ? 1 : SECTION>
+ * as UNITS says. Without KEYS it leaves out which keys the rows see, but sets the number of their sequence.
+ * All lanes of the warp call. */
+template <bool LISTED, bool SHARED = false, int UNITS = SHARED ? 1 : SECTION, bool KEYS = true>
 __device__ __forceinline__ void find_work(const attend_kernel &a, const work_plan &plan, int32_t index,
-                                          work *w)
+                                          work *w, int32_t *number = NULL)
 {
     w->queries = w->slots = 0;
     const int32_t unit0 = index / (plan.pieces * UNITS) * UNITS,
@@ -116,7 +119,8 @@ __device__ __forceinline__ void find_work(const attend_kernel &a, const work_pla
                   piece = plan.pieces - 1 - in_section / width;
     const int32_t tile = LISTED ? piece / plan.per_tile : piece;
     int32_t query, tiles;
-    if (!find_piece(a.sq, tile, LISTED ? a.tile : plan.queries, w, &query, a.tile, SHARED ? &tiles : NULL))
+    if (!find_piece(a.sq, tile, LISTED ? a.tile : plan.queries, w, &query, a.tile, SHARED ? &tiles : NULL,
+                    number))
         return;
     if (SHARED) w->list_row = tiles + query / a.tile;
     int32_t end = w->nq;
@@ -132,6 +136,7 @@ __device__ __forceinline__ void find_work(const attend_kernel &a, const work_pla
     w->head0 = by_head ? u : u * a.group;
     w->query = query;
     w->queries = end - query < plan.queries ? end - query : plan.queries;
+    if (!KEYS) return;
     int last_hi;
     row_keys(a, sequence_of(*w), query, &w->base, &w->hi);
     row_keys(a, sequence_of(*w), query + w->queries - 1, &w->lo, &last_hi);

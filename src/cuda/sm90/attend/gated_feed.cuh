@@ -1,0 +1,182 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/* gated_feed.cuh - the warps that plan and make lists in attend_gated.cuh's kernels; warp 0, which copies, is
+ * attend_forward_feed.cuh's. */
+#ifndef QUERN_CUDA_SM90_GATED_FEED_CUH
+#define QUERN_CUDA_SM90_GATED_FEED_CUH
+
+#include "sm90/attend/gated_turns.cuh"
+
+namespace sm90_forward
+{
+
+/* Varlen: list rows that no tile has, of those that the kernel makes. The planner of each block calls. */
+static __device__ __forceinline__ void pad_lists(const sm90_choice &c, const attend_kernel &a)
+{
+    const seqs &s = a.sq;
+    if (!c.here || c.blocks == NULL || s.cu_q == NULL) return;
+    const int lane = threadIdx.x & 31;
+    int64_t rows = 0;
+    for (int64_t b = lane; b < s.batch; b += 32) {
+        const int64_t n = cu_seqlens_at(s.cu_q, b + 1, s.n_q) - cu_seqlens_at(s.cu_q, b, s.n_q);
+        rows += n > 0 ? (n + a.tile - 1) / a.tile : 0;
+    }
+    for (int i = 16; i > 0; i /= 2) rows += __shfl_xor_sync(~0u, rows, i);
+    for (int64_t row = rows + blockIdx.x; row < c.rows; row += gridDim.x)
+        for (int u = 0; u < a.units; u++) {
+            for (int i = lane; i < c.k; i += 32) c.blocks[u * c.stride[1] + row * c.stride[2] + i] = -1;
+            if (c.count != NULL && lane == 0) c.count[u * c.count_stride[1] + row * c.count_stride[2]] = 0;
+        }
+}
+
+/* Of a clean list's slots, the tiles that every row sees whole. All lanes of the warp call. */
+template <int KEYS>
+__device__ __forceinline__ void three_branches::find_whole(turn &w, const int32_t *list, int kept, int block)
+{
+    int whole = 0;
+    for (int i0 = 0; i0 < kept; i0 += 32) {
+        const int i = i0 + (threadIdx.x & 31);
+        whole += __popc(__ballot_sync(~0u, i < kept && (int64_t)(list[i] + 1) * block <= w.hi));
+    }
+    if ((threadIdx.x & 31) == 0) {
+        w.base = w.whole_from = 0; /* slots stand for keys */
+        w.whole_to = whole * block / KEYS;
+    }
+}
+
+/* Fills in what the rows of a turn see in its branch; `number`: the rows' sequence, whose keys in other
+ * branches than the first may be others. */
+template <int KEYS>
+__device__ __forceinline__ void find_branch(const sm90_gated &call, int32_t number, bool other, gated_turn *w)
+{
+    constexpr int64_t MOST = 1 << 30; /* no sequence has as many keys */
+    const attend_kernel &a = call.branch[w->branch];
+    const bool entries = a.mask == ATTEND_COMPRESSED, range = a.mask == ATTEND_RANGE, causal = a.causal;
+    if (other && a.sq.cu_q == NULL) w->nk = (int32_t)a.sq.n_kv;
+    else if (other) {
+        const int32_t *const cu = a.sq.cu_kv != NULL ? a.sq.cu_kv : a.sq.cu_q;
+        w->k0 = (int32_t)cu_seqlens_at(cu, number, a.sq.n_kv);
+        w->nk = (int32_t)cu_seqlens_at(cu, number + 1, a.sq.n_kv) - w->k0;
+        w->nk = w->nk > 0 ? w->nk : 0;
+    }
+    int64_t before = -MOST, after = MOST;
+    int position = 0;
+    if (range) position = a.query_offset >= 0 ? (int)a.query_offset : w->nk - w->nq;
+    if (causal) after = position + 1;
+    if (range && a.window > 0) {
+        before = position - (causal ? a.window - 1 : a.window / 2);
+        if (!causal) after = position + a.window / 2 + 1;
+    }
+    if (entries && causal && a.visibility == ENTRY_COMPLETE) after = 2 - a.block_size;
+    w->before = (int32_t)(before > -MOST ? before : -MOST);
+    w->after = (int32_t)(after < MOST ? after > -MOST ? after : -MOST : MOST);
+    w->stride_m = entries && causal ? call.by_stride.m : 1;
+    w->stride_s = entries && causal ? call.by_stride.s : 0;
+    w->scale_log2 = a.scale_log2;
+    w->slots = 0;
+    if (w->queries == 0) return;
+    keys_of_row(*w, w->query, &w->base, &w->hi);
+    keys_of_row(*w, w->query + w->queries - 1, &w->lo, &w->end);
+    w->slots = w->end > w->base ? w->end - w->base : 0;
+    const seen_tiles whole = find_seen<KEYS, false>(*w);
+    w->whole_from = whole.from;
+    w->whole_to = whole.to;
+}
+
+/* Warp 3 of the feeder: plans the turns, as far ahead as there are places. A piece that ended with something
+ * that is not finite comes again; whether it did is known when the piece after the next one is planned. */
+template <int DK, int DV, typename W>
+__device__ __forceinline__ void three_branches::plan_pieces(const call &a, const work_plan &plan, char *smem,
+                                                            uint32_t base)
+{
+    typedef layout<DK, DV, W> at;
+    bool more = true;
+    int32_t next = (int32_t)blockIdx.x, before[2] = {-1, -1}; /* planned before, the last one first */
+    pad_lists(a.choice, a.branch[1]);
+    for (int turn = 0; more;) {
+        const int piece = turn / SM90_BRANCHES;
+        int32_t index = next;
+        wait_end_before<DK, DV, W>(base, turn);
+        const bool drained = next >= plan.total;
+        bool again = before[1] >= 0 && *odd_piece<at>(smem, piece - 2) != 0;
+        if (again) {
+            index = before[1];
+        } else if (drained) {
+            for (int i = 1; i < SM90_BRANCHES; i++) wait_end_before<DK, DV, W>(base, turn + i);
+            again = before[0] >= 0 && *odd_piece<at>(smem, piece - 1) != 0;
+            index = again ? before[0] : -1;
+            more = again;
+            before[0] = -1;
+        }
+        before[1] = before[0];
+        before[0] = again ? -1 : index;
+        __syncwarp(); /* all have read */
+        if ((threadIdx.x & 31) == 0) *odd_piece<at>(smem, piece) = 0;
+        typename W::turn w = {};
+        int32_t number = 0;
+        w.again = again;
+        w.queries = -1;
+        if (more) W::find(a, plan, index, &w, &number);
+#pragma unroll 1
+        for (int i = 0; i == 0 || (i < SM90_BRANCHES && more); i++, turn++) {
+            begin_turn(turn, &w);
+            if (more) find_branch<at::KEYS>(a, number, i > 0, &w);
+            if (W::MASKS && a.choice.here && w.queries > 0 && w.slots == 0) w.slots = 1; /* all hidden */
+            w.list_later = more && W::listed(w) && a.choice.here;
+            if (w.list_later) w.slots = 0;
+            if (turn == 1 && !a.choice.here) wait_for_before(); /* what chooses waits itself */
+            leave_turn<DK, DV, W>(a, w, turn, smem, base);
+        }
+        if (!again && !drained) next = next_piece(plan);
+    }
+}
+
+/* Warp 1 of the feeder: makes lists, and searches the tiles of V of a piece that is computed again. The end
+ * of the turn before tells it that the tiles are those that it counts. */
+template <typename T, int DK, int DV, typename W>
+__device__ __forceinline__ void three_branches::help(const call &a, char *smem, uint32_t base)
+{
+    typedef layout<DK, DV, W> at;
+    int step = 0, made = 0;
+    int32_t entry0 = 0, entries = 0;
+    float sum[DK / 32] = {}; /* of the rows of a piece's tile */
+    for (int turn = 0;; turn++) {
+        typename W::turn &w = *(typename W::turn *)&wait_turn<DK, DV, W>(smem, base, turn);
+        if (w.queries < 0) return;
+        if (w.branch == 0) entry0 = w.k0, entries = w.nk;
+        if constexpr (!W::MASKS)
+            if (w.first && w.queries > 0 && a.choice.here) {
+                mbar_wait(base + at::EXTRA + MEANS_FULL, made & 1);
+                read_sums<DK>((const float *)(smem + at::SUMS), sum);
+                mbar_arrive(base + at::EXTRA + MEANS_READ); /* each lane's, for what it read */
+                made++;
+            }
+        if constexpr (!W::MASKS)
+            if (w.list_later) {
+                int kept = 0;
+                if (w.queries > 0)
+                    kept = choose_by_mean<T, DK>(sum, a.choice, a.branch[0], a.branch[1], w, entry0,
+                                                 entries, (int32_t *)(smem + at::LIST));
+                find_whole<at::KEYS>(w, (const int32_t *)(smem + at::LIST), kept, a.branch[1].list_block);
+                if ((threadIdx.x & 31) == 0) w.slots = kept * a.branch[1].list_block;
+                mbar_arrive(base + at::LIST_FULL); /* each lane's, for what it wrote */
+                __syncwarp();
+            }
+        const int tiles = (w.slots + at::KEYS - 1) / at::KEYS;
+        if (w.again && tiles > 0) {
+            if (turn > 0)
+                mbar_wait(base + at::TURN_FREE + 8 * ((turn - 1) % W::TURNS), (turn - 1) / W::TURNS & 1);
+            for (int t = 0; t < tiles; t++) {
+                const int stage = (step + t) % STAGES;
+                mbar_wait(base + at::V_FULL + 8 * stage, (step + t) / STAGES & 1);
+                search_tile<T, DK, DV, W>(smem, base, stage, 0);
+            }
+        }
+        step += tiles;
+        free_turn<DK, DV, W>(base, turn);
+    }
+}
+
+} // namespace sm90_forward
+
+#endif

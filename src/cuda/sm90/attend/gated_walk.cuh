@@ -1,0 +1,348 @@
+/* SPDX-FileCopyrightText: The Quern authors
+ * SPDX-License-Identifier: BSD-2-Clause */
+/*
+ * gated_walk.cuh - the warpgroups that compute in attend_gated.cuh's kernels: the tiles of a piece's branches
+ * as one walk.
+ *
+ * A step is attend_forward.cuh's: S of a tile and P V of the tile before it, softmax, and the warpgroups take
+ * turns at the tensor cores. Where a branch ends, its last P V runs behind the next one's first S, and then
+ * its O goes to the sums of the rows. A piece's first step is a step, too: what it multiplies as P V is
+ * nothing, and its O is dropped. So the loop is the only code that walks.
+ *
+ * A step reads neither plans nor parameters: what a branch's tiles need of them comes into registers when the
+ * branch begins.
+ */
+#ifndef QUERN_CUDA_SM90_GATED_WALK_CUH
+#define QUERN_CUDA_SM90_GATED_WALK_CUH
+
+#include "sm90/attend/gated_turns.cuh"
+
+namespace sm90_forward
+{
+
+/* The keys of a range that this thread's rows do not see become -inf: those behind a row's last one, and
+ * where EARLY those before its first. `key`: the tile's first. */
+template <int NT, bool EARLY>
+__device__ __forceinline__ void hide_range(float (&s)[NT][4], const row_state &r, int key)
+{
+    const int column = key + (threadIdx.x & 3) * 2;
+    const int bound[2] = {(EARLY ? r.lo[0] : r.hi[0]) - column, (EARLY ? r.lo[1] : r.hi[1]) - column};
+#pragma unroll
+    for (int i = 0; i < NT; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int at = i * 8 + (c & 1);
+            if (EARLY ? at < bound[c >> 1] : at >= bound[c >> 1]) s[i][c] = -INFINITY;
+        }
+}
+
+/* The plan of a turn that has not ended. */
+template <int DK, int DV, typename W>
+__device__ __forceinline__ const typename W::turn &plan_of_turn(char *smem, int turn)
+{
+    return ((const typename W::turn *)(smem + layout<DK, DV, W>::TURN))[turn % W::TURNS];
+}
+
+/* The branch whose tiles are walked: `t` is the tile at hand, and counts down. */
+struct walked_branch {
+    int turn, t;
+    int whole_from, whole_to; /* the tiles that every row sees whole */
+    int base;                 /* range: the first tile's first key */
+    int branch;
+    float scale_log2;
+};
+
+/* Tells the compiler that a value is the same in all lanes. */
+__device__ __forceinline__ int same(int x)
+{
+    return __shfl_sync(~0u, x, 0);
+}
+
+/* Begins a branch, before its last tile: waits for its plan and its list. */
+template <int DK, int DV, typename W>
+__device__ __forceinline__ walked_branch enter_branch(char *smem, uint32_t base, int turn, row_state &r)
+{
+    typedef layout<DK, DV, W> at;
+    const typename W::turn &w = wait_turn<DK, DV, W>(smem, base, turn);
+    wait_list<DK, DV, W>(w, base, turn);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        r.top[h] = -INFINITY;
+        r.sum[h] = 0.0f;
+    }
+    return {turn,
+            same((w.slots + at::KEYS - 1) / at::KEYS),
+            same(w.whole_from),
+            same(w.whole_to),
+            same(w.base),
+            same(w.branch),
+            __int_as_float(same(__float_as_int(w.scale_log2)))};
+}
+
+/* Finds which keys the thread's rows see. */
+__device__ __forceinline__ void find_keys(const gated_turn &w, const attend_kernel &a, const int (&place)[2],
+                                          row_state &r)
+{
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int query = (int)quotient((uint32_t)place[h], a.by_hs);
+        r.lo[h] = r.hi[h] = 0;
+        if (query < w.queries) keys_of_row(w, w.query + query, &r.lo[h], &r.hi[h]);
+    }
+}
+
+/* What O of a branch is multiplied by: gate / sum of the thread's rows. Stores LSE. */
+template <typename AT, typename W>
+__device__ __forceinline__ void end_branch(const typename W::call &call, const typename W::turn &w,
+                                           const row_state &r, const int (&place)[2], const char *smem,
+                                           float (&by)[2])
+{
+    const attend_kernel &b = call.branch[w.branch];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int query = (int)quotient((uint32_t)place[h], b.by_hs);
+        const int head = place[h] - query * b.hs + w.head0;
+        const bool mine = query < w.queries;
+        const float sum = end_row(b, w, r, h, head, (int64_t)w.q0 + w.query + query, mine),
+                    gate = ((const float *)(smem + AT::GATES))[place[h] * SM90_BRANCHES + w.branch];
+        by[h] = sum == 0.0f || !mine ? 0.0f : gate / sum;
+    }
+}
+
+/* The same as slots of a clean list, of which a row sees the first so many. The tiles before the first that
+ * some row does not see whole are left out. */
+__device__ __forceinline__ void find_slots(const gated_turn &w, const attend_kernel &a, const int32_t *list,
+                                           int slot, row_state &r)
+{
+    const int blocks = (int)quotient((uint32_t)w.slots, a.by_block);
+    int end[2] = {0, 0};
+#pragma unroll 1
+    for (int e = (int)quotient((uint32_t)slot, a.by_block); e < blocks; e++) {
+        const int key = list[e] * a.list_block;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int seen = r.hi[h] - key < a.list_block ? r.hi[h] - key : a.list_block;
+            if (seen > 0) end[h] = e * a.list_block + seen;
+        }
+    }
+    r.hi[0] = end[0];
+    r.hi[1] = end[1];
+}
+
+/* Four sums of rows in shared memory, by one address for all of a thread's. */
+__device__ __forceinline__ float4 load_sums(uint32_t at)
+{
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(at));
+    return x;
+}
+__device__ __forceinline__ void store_sums(uint32_t at, const float4 &x)
+{
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                 : "memory");
+}
+
+/* Adds O times `by` to the sums of the rows, or begins them. */
+template <int OT, int THREADS>
+__device__ __forceinline__ void add_branch(float (&o)[OT][4], const float (&by)[2], bool begun, uint32_t sums)
+{
+#pragma unroll
+    for (int i = 0; i < OT; i++) {
+        const uint32_t at = sums + i * THREADS * 16;
+        float4 x = make_float4(o[i][0] * by[0], o[i][1] * by[0], o[i][2] * by[1], o[i][3] * by[1]);
+        if (begun) {
+            const float4 before = load_sums(at);
+            x = make_float4(before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w);
+        }
+        store_sums(at, x);
+    }
+}
+
+/* Stores O times `by` and the sums of the rows; notes if something is not finite. */
+template <typename T, typename AT, typename W, int OT>
+__device__ __forceinline__ void store_sums(float (&o)[OT][4], const typename W::call &a,
+                                           const typename W::turn &w, const float (&by)[2], bool begun,
+                                           const int (&place)[2], char *smem)
+{
+    const float4 *sums = (const float4 *)(smem + AT::SUMS) + (threadIdx.x - 128);
+    float zero[2] = {0.0f, 0.0f}; /* of this thread's rows, unless something is not finite */
+#pragma unroll
+    for (int i = 0; i < OT; i++) {
+        float4 before = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (begun) before = sums[i * AT::M * 2];
+        o[i][0] = before.x + o[i][0] * by[0], o[i][1] = before.y + o[i][1] * by[0];
+        o[i][2] = before.z + o[i][2] * by[1], o[i][3] = before.w + o[i][3] * by[1];
+#pragma unroll
+        for (int c = 0; c < 4; c++) zero[c >> 1] = fmaf(o[i][c], 0.0f, zero[c >> 1]);
+    }
+    const int query[2] = {(int)quotient((uint32_t)place[0], a.branch[1].by_hs),
+                          (int)quotient((uint32_t)place[1], a.branch[1].by_hs)};
+    const bool mine[2] = {query[0] < w.queries, query[1] < w.queries};
+    if ((mine[0] && zero[0] != 0.0f) || (mine[1] && zero[1] != 0.0f))
+        atomicOr(odd_piece<AT>(smem, w.piece), 1);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int head = place[h] - query[h] * a.branch[1].hs + w.head0;
+        T *const to = (T *)a.o.p + (int64_t)w.view * a.o.s[0] +
+                      ((int64_t)w.q0 + w.query + query[h]) * a.o.s[1] + head * a.o.s[2];
+        store_row<T, OT>(o, h, 1.0f, to, mine[h], a.branch[1].dim_v);
+    }
+}
+
+/* Adds what is not finite in the V of a tile to the rows that see it. */
+template <typename T, int DK, int DV, typename W, int OT>
+__device__ __forceinline__ void add_tile_nonfinite(float (&o)[OT][4], const typename W::call &call, int turn,
+                                                   int t, const int (&place)[2], char *smem)
+{
+    typedef layout<DK, DV, W> at;
+    const typename W::turn &w = plan_of_turn<DK, DV, W>(smem, turn);
+    row_state r = {};
+    find_keys(w, call.branch[1], place, r);
+    if constexpr (W::MASKS) W::template add_nonfinite<T, at>(o, call, w, r, place, t, smem);
+    else
+        add_turn_nonfinite<T, at::KEYS, W>(o, call.branch[w.branch], w, list_of<DK, DV, W>(smem, turn), r,
+                                           t * at::KEYS);
+}
+
+/* A computing warpgroup. */
+template <typename T, int DK, int DV, typename W>
+__device__ __forceinline__ void three_branches::walk(const call &call, char *smem, uint32_t base, int group)
+{
+    typedef layout<DK, DV, W> at;
+    typedef shape<DK, DV, W> sh;
+    constexpr int KEYS = at::KEYS, GROUPS = sh::GROUPS, NT = KEYS / 8, OT = DV / 8;
+    const int lane = threadIdx.x & 31, row0 = group * 64 + (threadIdx.x >> 5 & 3) * 16, own = 1 + group,
+              next = 1 + (group + 1) % GROUPS;
+    const int place[2] = {row0 + (lane >> 2), row0 + (lane >> 2) + 8};
+    int step = 0, used = 0, made = 0;
+    uint32_t clean = 0; /* the parity of each stage's V_CLEAN */
+    auto arrive = [&](uint32_t bar) {
+        if (lane == 0) mbar_arrive(base + bar);
+    };
+    if (group == GROUPS - 1) named_arrive(1, 256); /* the first warpgroup goes first */
+    for (int turn = 0;; turn += W::TURNS) {
+        const typename W::turn &first = wait_turn<DK, DV, W>(smem, base, turn);
+        if (first.queries < 0) break;
+        const bool rows = same(first.queries > 0), again = same(first.again);
+        row_state r;
+        float o[OT][4] = {}, s[NT][4], shrink[2], by[2] = {0.0f, 0.0f};
+        uint32_t p[NT / 2][4] = {};
+        const uint32_t none_held[1][4] = {};
+        typename W::row_masks masks = {};
+        bool gated = false, begun = false; /* gates are known; the sums have a branch */
+        bool opens = true;                     /* no tile has been walked */
+        if constexpr (!W::MASKS)
+            if (rows && call.choice.here) {
+                leave_sums_of_rows<T, DK>(call.branch[1], first, (float *)(smem + at::SUMS));
+                mbar_arrive(base + at::EXTRA + W::MEANS_FULL); /* each lane's, for what it wrote */
+            }
+        if (rows) mbar_wait(base + at::Q_FULL, used & 1);
+        walked_branch b = enter_branch<DK, DV, W>(smem, base, turn, r);
+        int from = b.turn, from_t = 0;
+        auto end = [&](float(&by)[2]) {
+            if (!rows) return;
+            if (!gated) mbar_wait(base + at::GATES_FULL, used & 1);
+            gated = true;
+            end_branch<at, W>(call, plan_of_turn<DK, DV, W>(smem, b.turn), r, place, smem, by);
+        };
+        auto values = [&] { /* of the tile before */
+            const int stage = (step + 1) % STAGES;
+            if (!opens) mbar_wait(base + at::V_FULL + 8 * stage, (step - 1) / STAGES & 1);
+            if (again && !opens && wait_clean<DK, DV, W>(smem, base, stage, &clean))
+                add_tile_nonfinite<T, DK, DV, W>(o, call, from, from_t, place, smem);
+            multiply_values<T, DV, KEYS>(o, p, base + at::V + stage * at::V_STAGE);
+        };
+        while (b.t == 0 && !W::last(b.turn)) {
+            end(by);
+            free_turn<DK, DV, W>(base, b.turn);
+            b = enter_branch<DK, DV, W>(smem, base, b.turn + 1, r);
+        }
+        if (b.t > 0) {
+            wg_wait<0>(o); /* without it ptxas lets no products overlap */
+            for (;;) {
+                const bool ends = b.t == 0;
+                from = b.turn;
+                from_t = b.t;
+                if (ends) {
+                    float none[2];
+                    end(by);
+                    while (b.t == 0 && !W::last(b.turn)) {
+                        b = enter_branch<DK, DV, W>(smem, base, b.turn + 1, r);
+                        if (b.t == 0) end(none);
+                    }
+                    if (b.t == 0) break;
+                }
+                b.t--;
+                mbar_wait(base + at::K_FULL + 8 * (step % STAGES), step / STAGES & 1);
+                named_sync(own, 256);
+                wg_start();
+                multiply_queries<T, DK, DV, W>(s, none_held, base + at::Q + group * 64 * 128,
+                                               base + at::K + step % STAGES * at::K_STAGE);
+                values();
+                named_arrive(next, 256);
+                if constexpr (W::MASKS) W::template find_halves<at>(masks, call, b.branch, place, b.t, smem);
+                wg_wait<1>(s);
+                arrive(at::K_FREE + 8 * (step % STAGES));
+                if (b.t < b.whole_from || b.t >= b.whole_to) {
+                    const typename W::turn &w = plan_of_turn<DK, DV, W>(smem, b.turn);
+                    find_keys(w, call.branch[1], place, r);
+                    if (!W::MASKS && b.branch == 1)
+                        find_slots(w, call.branch[1], list_of<DK, DV, W>(smem, b.turn), b.t * KEYS, r);
+                    if (b.t < b.whole_from) hide_range<NT, true>(s, r, b.base + b.t * KEYS);
+                    if (b.t >= b.whole_to) hide_range<NT, false>(s, r, b.base + b.t * KEYS);
+                }
+                if constexpr (W::MASKS) W::weigh(s, r, shrink, b.scale_log2, masks, again);
+                else softmax(s, r, shrink, b.scale_log2);
+                wg_wait<0>(o);
+                if (!opens) arrive(at::V_FREE + 8 * ((step + 1) % STAGES));
+                if constexpr (W::MASKS)
+                    if (b.branch == 0 && call.choice.here) {
+                        const typename W::turn &w = plan_of_turn<DK, DV, W>(smem, b.turn);
+                        find_keys(w, call.branch[1], place, r);
+                        W::template choose_blocks<at>(s, call, w, r, smem);
+                    }
+                pack_rows<T>(s, p);
+                step++;
+                if (opens || ends) {
+                    if (!opens) {
+                        if (!W::MASKS && !begun && call.choice.here)
+                            mbar_wait(base + at::EXTRA + W::MEANS_READ, made & 1);
+                        add_branch<OT, at::M * 2>(o, by, begun, base + at::SUMS + (threadIdx.x - 128) * 16);
+                        begun = true;
+                    }
+#pragma unroll
+                    for (int i = 0; i < OT; i++)
+#pragma unroll
+                        for (int c = 0; c < 4; c++) o[i][c] = 0.0f;
+                    if (ends) {
+                        free_turn<DK, DV, W>(base, from);
+                        if (b.turn - from > 1) free_turn<DK, DV, W>(base, from + 1);
+                    }
+                    opens = false;
+                } else if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+                    shrink_rows(o, shrink);
+                }
+            }
+            values();
+            wg_wait<0>(o);
+            arrive(at::V_FREE + 8 * ((step + 1) % STAGES));
+        } else {
+            from = b.turn;
+            end(by);
+        }
+        if (rows) {
+            store_sums<T, at, W>(o, call, plan_of_turn<DK, DV, W>(smem, b.turn), by, begun, place, smem);
+            arrive(at::Q_FREE);
+            used++;
+            made++;
+        }
+        free_turn<DK, DV, W>(base, from);
+        for (int i = from + 1; i <= b.turn; i++) free_turn<DK, DV, W>(base, i);
+    }
+}
+
+} // namespace sm90_forward
+
+#endif
