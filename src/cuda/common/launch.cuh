@@ -36,25 +36,41 @@ static quern_status launch_shared(const launcher &to, K kernel, dim3 grid, int t
     return LAUNCHED(what);
 }
 
+/* The same, of clusters of `cluster` blocks, which run at the same time; `early`: as launch_behind(). */
+template <typename... Parameters, typename... Args>
+static quern_status launch_cluster(cudaStream_t stream, void (*kernel)(Parameters...), dim3 grid, int threads,
+                                   size_t bytes, const char *what, unsigned cluster, bool early,
+                                   const Args &...args)
+{
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute wanted[2] = {};
+    config.attrs = wanted;
+    if (early) {
+        wanted[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        wanted[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        wanted[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        wanted[config.numAttrs].val.clusterDim.x = cluster;
+        wanted[config.numAttrs].val.clusterDim.y = 1;
+        wanted[config.numAttrs++].val.clusterDim.z = 1;
+    }
+    config.gridDim = grid;
+    config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    cudaError_t code = shared_allow((const void *)kernel, bytes);
+    if (code == cudaSuccess) code = cudaLaunchKernelEx(&config, kernel, args...);
+    return cuda_report(code, what);
+}
+
 /* The same, but the kernel may start as soon as all blocks of the one before it on the stream have called
  * let_next_start(), or ended. That one must be of this call: it has waited for what came before it. */
 template <typename... Parameters, typename... Args>
 static quern_status launch_behind(cudaStream_t stream, void (*kernel)(Parameters...), dim3 grid, int threads,
                                   size_t bytes, const char *what, const Args &...args)
 {
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = grid;
-    config.blockDim = dim3((unsigned)threads);
-    config.dynamicSmemBytes = bytes;
-    config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = 1;
-    cudaError_t code = shared_allow((const void *)kernel, bytes);
-    if (code == cudaSuccess) code = cudaLaunchKernelEx(&config, kernel, args...);
-    return cuda_report(code, what);
+    return launch_cluster(stream, kernel, grid, threads, bytes, what, 1, true, args...);
 }
 
 /* Whether the device's blocks can have `bytes`; if not, says so. Kernels with dynamic shared memory have no

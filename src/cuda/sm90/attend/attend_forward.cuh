@@ -234,6 +234,7 @@ __device__ __forceinline__ void take_turns(const typename W::call &call, const w
         mbar_init_done();
     }
     __syncthreads();
+    if constexpr (W::GATED) W::meet(call);
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (group == 0) {
         registers_down<sh::FEED>();
@@ -249,6 +250,7 @@ __device__ __forceinline__ void take_turns(const typename W::call &call, const w
         if constexpr (W::GATED) W::template walk<T, DK, DV, W>(call, smem, base, group - 1);
         else compute<T, DK, DV, W>(call, plan, m, smem, base, group - 1);
     }
+    if constexpr (W::GATED) W::meet(call);
 #endif
 }
 

@@ -58,6 +58,8 @@ template <int DK, int DV, typename W> struct shape {
                          COMPUTE = W::GATED      ? 216
                                    : GROUPS == 3 ? 160
                                                  : 232; /* registers a thread */
+    static_assert(FEED + GROUPS * COMPUTE <= (GROUPS + 1) * (512 / (GROUPS + 1) / 8 * 8),
+                  "more registers than a block is launched with: its warps would wait for them for ever");
     /* Of ranges, Q stays in registers, which saves a fifth of what the products read of shared memory, and
      * the tile that a turn begins with may be half a tile. With lists the registers do not suffice: ptxas
      * would let no products overlap. O leaves by the copy engine, through its rows' place of Q. */

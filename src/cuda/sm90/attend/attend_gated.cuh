@@ -10,9 +10,9 @@
  * (f32, read and written by that thread alone); after the last it stores O.
  *
  * The feeder's warps work ahead of the walk: warp 0 copies, warp 3 plans, warp 1 makes lists by mean logits
- * (gated_feed.cuh, choose_by_mean.cuh) and warp 2 finds the gates (gated_gates.cuh). What a piece begins with
- * is run once and comes from memory, instructions too: so its plans are short, and the first tile is a step of
- * the loop like the others.
+ * (gated_feed.cuh, choose_by_mean.cuh) and warp 2 finds the gates (gated_gates.cuh). What a piece begins
+ * with is run once and comes from memory, instructions too: so its plans are short, and the first tile is a
+ * step of the loop like the others.
  *
  * V is not searched for what is not finite: a factor of 0 makes NaN of it, which no sum undoes. So where a
  * row ends with something that is not finite its piece is computed again, with V searched; finite rows get
@@ -63,8 +63,10 @@ static quern_status launch_pieces(const attend_gate_args *args, const sm90_gated
         (unsigned)(plan.total < device.multiprocessors ? plan.total : device.multiprocessors);
     const char *const name = "attend_gated_sm90";
     const int threads = 128 * (sh::GROUPS + 1);
-    if (a.behind && plan.taken == NULL) /* the kernel before it makes entries or lists */
-        return launch_behind(stream, kernel, dim3(blocks), threads, layout<D, D, W>::BYTES, name, a, plan, m);
+    const bool behind = a.behind && plan.taken == NULL; /* a kernel that makes entries or lists */
+    if (behind || a.pairs)
+        return launch_cluster(stream, kernel, dim3(blocks), threads, layout<D, D, W>::BYTES, name,
+                              a.pairs ? 2 : 1, behind, a, plan, m);
     return launch_shared({stream, NULL}, kernel, dim3(blocks), threads, layout<D, D, W>::BYTES, name, a, plan,
                          m);
 }

@@ -15,6 +15,11 @@
  * even where no entry is seen. Elsewhere warp 3 of the feeder makes masks of the lists that it finds in
  * memory.
  *
+ * Where every block has one piece, the longest piece and the shortest differ by 19 tiles of 22 at 2k. So
+ * blocks are launched in pairs, as clusters, of a long piece and a short one. The block with the short one
+ * also walks the long one's window and leaves its sums in its own shared memory; the other block adds them at
+ * its end. The sum of three branches has the same bits either way.
+ *
  * Limit: the tiles of keys, those of dense attention and of the other two branches.
  */
 #ifndef QUERN_CUDA_SM90_ATTEND_GATED_FEW_CUH
@@ -35,6 +40,33 @@ struct few_branches : three_branches {
                                                 gated_turn *w, int32_t *number)
     {
         find_work<false, true, SECTION, false>(a.branch[SM90_FIRST_BRANCH], plan, index, w, number);
+    }
+    /* Block 2 p of a pair has the long piece, number p, block 2 p + 1 the short one. Of the first `lends`
+     * pairs the latter walks the first branch of the long one, too, afterwards. */
+    static __device__ __forceinline__ void meet(const call &a)
+    {
+        if (a.pairs) cluster_sync();
+    }
+    static __device__ __forceinline__ int32_t first_piece(const call &a, const work_plan &plan)
+    {
+        const int32_t block = (int32_t)blockIdx.x, pair = block >> 1;
+        return !a.pairs ? block : block & 1 ? plan.total - 1 - pair : pair;
+    }
+    static __device__ __forceinline__ int32_t piece_after(const call &a, const work_plan &plan, int32_t piece)
+    {
+        const int32_t pair = (int32_t)blockIdx.x >> 1;
+        if (!a.pairs) return next_piece(plan);
+        return pair < a.lends && piece == plan.total - 1 - pair ? pair : plan.total;
+    }
+    static __device__ __forceinline__ void share(const call &a, const work_plan &, int32_t piece,
+                                                 gated_turn *w)
+    {
+        const int32_t pair = (int32_t)blockIdx.x >> 1;
+        const bool shared = a.pairs && pair < a.lends && piece == pair && !w->again;
+        w->lent = shared && (blockIdx.x & 1) == 1;
+        w->borrows = shared && !w->lent;
+        w->absent = shared && w->lent != w->first;
+        if (w->absent) w->slots = 0;
     }
     static __device__ __forceinline__ bool listed(const turn &) { return false; }
     static __device__ __forceinline__ bool masked(const turn &w) { return w.branch == 1; }
@@ -203,6 +235,38 @@ __global__ void __launch_bounds__(128 * (shape<D, D, few_branches>::GROUPS + 1),
     take_turns<T, D, D, few_branches>(a, plan, m);
 }
 
+/* Tiles of keys of the rows of piece `index` in a branch, where all blocks have one sequence's. */
+static inline int64_t tiles_of_piece(const attend_kernel &a, const work_plan &plan, int64_t index, int keys)
+{
+    const key_mask mask = {a.mask,         a.causal != 0, a.visibility, a.window,
+                           a.query_offset, a.block_size,  a.stride};
+    const int64_t first = (plan.pieces - 1 - index / a.units) * plan.queries,
+                  end = first + plan.queries < a.sq.n_q ? first + plan.queries : a.sq.n_q;
+    const int64_t slots = mask_keys(&mask, a.sq.n_q, a.sq.n_kv, end - 1).hi -
+                          mask_keys(&mask, a.sq.n_q, a.sq.n_kv, first).lo;
+    return slots > 0 ? (slots + keys - 1) / keys : 0;
+}
+
+/* Makes pairs of a longest piece and a shortest one and so on, where each block has one; `lends`: the first
+ * so many, whose longer piece stays the longer one without its first branch. */
+static inline void find_pairs(const work_plan &plan, int keys, const sm90_device &device, sm90_gated *a)
+{
+    enum { START = 2 }; /* tiles that another piece costs a block besides */
+    const seqs &s = a->branch[1].sq;
+    a->pairs = plan.total <= device.multiprocessors && plan.total % 2 == 0 && s.cu_q == NULL &&
+               s.batch == 1 && a->branch[1].units <= SECTION;
+    for (a->lends = 0; a->pairs && a->lends < plan.total / 2; a->lends++) {
+        int64_t longer = 0, shorter = 0;
+        for (int i = 0; i < SM90_BRANCHES; i++) {
+            longer += tiles_of_piece(a->branch[i], plan, a->lends, keys);
+            shorter += tiles_of_piece(a->branch[i], plan, plan.total - 1 - a->lends, keys);
+        }
+        const int64_t part = tiles_of_piece(a->branch[SM90_FIRST_BRANCH], plan, a->lends, keys);
+        if (shorter + part + START >= longer) break;
+    }
+    a->pairs = a->lends > 0;
+}
+
 template <typename T, int D>
 static quern_status launch_gated_few(const attend_gate_args *args, const sm90_gated &a,
                                      const sm90_device &device, void *workspace, cudaStream_t stream)
@@ -212,7 +276,9 @@ static quern_status launch_gated_few(const attend_gate_args *args, const sm90_ga
     work_plan plan = {0, 0, sh::M / listed.hs / listed.tile * listed.tile, 1, sh::KEYS, NULL};
     plan.pieces = (int32_t)piece_bound(args->branch[1].seqs, plan.queries, 1);
     plan.total = plan.pieces * listed.units;
-    return launch_pieces<T, D, few_branches>(args, a, device, workspace, stream, plan,
+    sm90_gated paired = a;
+    find_pairs(plan, sh::KEYS, device, &paired);
+    return launch_pieces<T, D, few_branches>(args, paired, device, workspace, stream, plan,
                                              attend_gated_few_sm90<T, D>);
 }
 

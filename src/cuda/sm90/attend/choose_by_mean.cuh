@@ -169,7 +169,8 @@ __device__ __forceinline__ void choose_keys(const uint32_t (&key)[WORDS], int si
 }
 
 /* The list of a piece's tile, of whose rows a lane has the sums of its columns, into `clean`, ascending,
- * without blocks that the piece does not see; returns how many they are. The tile's first piece writes the list. All lanes of the warp call. */
+ * without blocks that the piece does not see; returns how many they are. The tile's first piece writes the
+ * list. All lanes of the warp call. */
 template <typename T, int D>
 __device__ __forceinline__ int choose_by_mean(const float (&sum)[D / 32], const sm90_choice &c,
                                               const attend_kernel &entries,

@@ -91,7 +91,7 @@ __device__ __forceinline__ void three_branches::plan_pieces(const call &a, const
 {
     typedef layout<DK, DV, W> at;
     bool more = true;
-    int32_t next = (int32_t)blockIdx.x, before[2] = {-1, -1}; /* planned before, the last one first */
+    int32_t next = W::first_piece(a, plan), before[2] = {-1, -1}; /* planned before, the last one first */
     pad_lists(a.choice, a.branch[1]);
     for (int turn = 0; more;) {
         const int piece = turn / SM90_BRANCHES;
@@ -122,12 +122,13 @@ __device__ __forceinline__ void three_branches::plan_pieces(const call &a, const
             begin_turn(turn, &w);
             if (more) find_branch<at::KEYS>(a, number, i > 0, &w);
             if (W::MASKS && a.choice.here && w.queries > 0 && w.slots == 0) w.slots = 1; /* all hidden */
+            if (more) W::share(a, plan, index, &w);
             w.list_later = more && W::listed(w) && a.choice.here;
             if (w.list_later) w.slots = 0;
             if (turn == 1 && !a.choice.here) wait_for_before(); /* what chooses waits itself */
             leave_turn<DK, DV, W>(a, w, turn, smem, base);
         }
-        if (!again && !drained) next = next_piece(plan);
+        if (!again && !drained) next = W::piece_after(a, plan, next);
     }
 }
 
@@ -146,9 +147,9 @@ __device__ __forceinline__ void three_branches::help(const call &a, char *smem, 
         if (w.branch == 0) entry0 = w.k0, entries = w.nk;
         if constexpr (!W::MASKS)
             if (w.first && w.queries > 0 && a.choice.here) {
-                mbar_wait(base + at::EXTRA + MEANS_FULL, made & 1);
+                mbar_wait(base + at::EXTRA + SUMS_FULL, made & 1);
                 read_sums<DK>((const float *)(smem + at::SUMS), sum);
-                mbar_arrive(base + at::EXTRA + MEANS_READ); /* each lane's, for what it read */
+                mbar_arrive(base + at::EXTRA + SUMS_READ); /* each lane's, for what it read */
                 made++;
             }
         if constexpr (!W::MASKS)

@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* gated_gates.cuh - the gates of a piece's rows in attend_gated.cuh's kernels, found by warp 2 of the feeder from
- * the rows of Q in shared memory while the others walk the first branch. */
+/* gated_gates.cuh - the gates of a piece's rows in attend_gated.cuh's kernels, found by warp 2 of the feeder
+ * from the rows of Q in shared memory while the others walk the first branch. */
 #ifndef QUERN_CUDA_SM90_GATED_GATES_CUH
 #define QUERN_CUDA_SM90_GATED_GATES_CUH
 
@@ -10,8 +10,8 @@
 namespace sm90_forward
 {
 
-/* The gates of a piece's rows, of weights in Q's dtype: products of 16 rows with eight columns of weights at a
- * time, three columns for each head of a query, of which a row takes those of its own. */
+/* The gates of a piece's rows, of weights in Q's dtype: products of 16 rows with eight columns of weights at
+ * a time, three columns for each head of a query, of which a row takes those of its own. */
 template <typename T, int DK, typename AT>
 __device__ __forceinline__ void multiply_gates(const sm90_gated &a, const gated_turn &w, char *smem,
                                                uint32_t base)

@@ -20,12 +20,15 @@ struct gated_maps {
 struct gated_turn : work {
     int32_t branch, piece;        /* the piece's number among the block's */
     int32_t whole_from, whole_to; /* the tiles that every row sees whole */
-    int32_t before, after;        /* of query q: its first key is q + before; q + after tokens end its keys */
-    uint32_t stride_m, stride_s;  /* how many tokens a key stands for, as fast_div */
+    int32_t before, after;        /* query q's first key is q + before; its keys begin in q + after tokens */
+    uint32_t stride_m, stride_s;  /* how many tokens apart keys begin, as fast_div has it */
     float scale_log2;
     bool first, last;
     bool again;      /* V is searched */
     bool list_later; /* warp 1 makes the list */
+    bool absent;     /* the other block of the pair walks this branch of the rows */
+    bool lent;       /* the other block stores these rows' O */
+    bool borrows;    /* and takes into it what this one has left */
 };
 
 /* The keys [lo, hi) that a query of a turn sees: mask_keys() without its cases. */
@@ -48,9 +51,10 @@ struct three_branches {
     typedef gated_turn turn;
     static constexpr bool LISTS = false, GATED = true, MASKS = false;
     static constexpr int TURNS = SM90_BRANCHES, LISTS_AHEAD = 1, LIST_MOST = SM90_GATED_LIST, SEARCHERS = 1,
-                         /* whether each piece has something that is not finite; barriers of the sums of
-                          * rows that the warps that compute leave where the rows' sums come later */
-                         MEANS_FULL = 4 * PIECES, MEANS_READ = MEANS_FULL + 8, EXTRA = MEANS_READ + 8;
+                         /* behind what says whether each piece has something that is not finite: barriers
+                          * of what the threads that compute leave in the place of the rows' sums, for warp 1
+                          * or for another block */
+                         SUMS_FULL = 4 * PIECES, SUMS_READ = SUMS_FULL + 8, EXTRA = SUMS_READ + 8;
 
     static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index,
                                                 gated_turn *w, int32_t *number)
@@ -88,6 +92,17 @@ struct three_branches {
     }
     static __device__ __forceinline__ bool makes_list(const call &a) { return a.choice.here; }
     static __device__ __forceinline__ void fetch_maps(const maps &m);
+    /* Blocks in pairs: attend_gated_few.cuh. */
+    static __device__ __forceinline__ void meet(const call &) {}
+    static __device__ __forceinline__ int32_t first_piece(const call &, const work_plan &)
+    {
+        return (int32_t)blockIdx.x;
+    }
+    static __device__ __forceinline__ int32_t piece_after(const call &, const work_plan &plan, int32_t)
+    {
+        return next_piece(plan);
+    }
+    static __device__ __forceinline__ void share(const call &, const work_plan &, int32_t, gated_turn *) {}
     template <typename T, int DK, int DV, typename W>
     static __device__ __forceinline__ void help(const call &a, char *smem, uint32_t base);
     template <int DK, int DV, typename W>
@@ -97,8 +112,8 @@ struct three_branches {
     static __device__ __forceinline__ void leave_gates(const call &a, char *smem, uint32_t base);
     static __device__ __forceinline__ void init_more(uint32_t extra)
     {
-        mbar_init(extra + MEANS_FULL, 8 * WARP_ARRIVALS);
-        mbar_init(extra + MEANS_READ, WARP_ARRIVALS);
+        mbar_init(extra + SUMS_FULL, 8 * WARP_ARRIVALS);
+        mbar_init(extra + SUMS_READ, WARP_ARRIVALS);
     }
     struct row_masks {};
     template <int KEYS>

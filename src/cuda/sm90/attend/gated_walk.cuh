@@ -6,8 +6,8 @@
  *
  * A step is attend_forward.cuh's: S of a tile and P V of the tile before it, softmax, and the warpgroups take
  * turns at the tensor cores. Where a branch ends, its last P V runs behind the next one's first S, and then
- * its O goes to the sums of the rows. A piece's first step is a step, too: what it multiplies as P V is
- * nothing, and its O is dropped. So the loop is the only code that walks.
+ * its O goes to the sums of the rows. A piece's first step is a step, too: what it multiplies as P V is of no
+ * use, and its O is dropped. So the loop is the only code that walks.
  *
  * A step reads neither plans nor parameters: what a branch's tiles need of them comes into registers when the
  * branch begins.
@@ -160,6 +160,21 @@ __device__ __forceinline__ void add_branch(float (&o)[OT][4], const float (&by)[
     }
 }
 
+/* Adds the sums that the other block of the pair found of the same rows. */
+template <int OT, int THREADS>
+__device__ __forceinline__ void borrow_sums(uint32_t sums, uint32_t theirs, bool begun)
+{
+#pragma unroll 4
+    for (int i = 0; i < OT; i++) {
+        float4 x = cluster_load(theirs + i * THREADS * 16);
+        if (begun) {
+            const float4 before = load_sums(sums + i * THREADS * 16);
+            x = make_float4(before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w);
+        }
+        store_sums(sums + i * THREADS * 16, x);
+    }
+}
+
 /* Stores O times `by` and the sums of the rows; notes if something is not finite. */
 template <typename T, typename AT, typename W, int OT>
 __device__ __forceinline__ void store_sums(float (&o)[OT][4], const typename W::call &a,
@@ -216,6 +231,7 @@ __device__ __forceinline__ void three_branches::walk(const call &call, char *sme
     const int lane = threadIdx.x & 31, row0 = group * 64 + (threadIdx.x >> 5 & 3) * 16, own = 1 + group,
               next = 1 + (group + 1) % GROUPS;
     const int place[2] = {row0 + (lane >> 2), row0 + (lane >> 2) + 8};
+    const uint32_t own_sums = base + at::SUMS + (threadIdx.x - 128) * 16;
     int step = 0, used = 0, made = 0;
     uint32_t clean = 0; /* the parity of each stage's V_CLEAN */
     auto arrive = [&](uint32_t bar) {
@@ -226,6 +242,7 @@ __device__ __forceinline__ void three_branches::walk(const call &call, char *sme
         const typename W::turn &first = wait_turn<DK, DV, W>(smem, base, turn);
         if (first.queries < 0) break;
         const bool rows = same(first.queries > 0), again = same(first.again);
+        const bool lent = first.lent, borrows = first.borrows;
         row_state r;
         float o[OT][4] = {}, s[NT][4], shrink[2], by[2] = {0.0f, 0.0f};
         uint32_t p[NT / 2][4] = {};
@@ -236,13 +253,13 @@ __device__ __forceinline__ void three_branches::walk(const call &call, char *sme
         if constexpr (!W::MASKS)
             if (rows && call.choice.here) {
                 leave_sums_of_rows<T, DK>(call.branch[1], first, (float *)(smem + at::SUMS));
-                mbar_arrive(base + at::EXTRA + W::MEANS_FULL); /* each lane's, for what it wrote */
+                mbar_arrive(base + at::EXTRA + W::SUMS_FULL); /* each lane's, for what it wrote */
             }
         if (rows) mbar_wait(base + at::Q_FULL, used & 1);
         walked_branch b = enter_branch<DK, DV, W>(smem, base, turn, r);
         int from = b.turn, from_t = 0;
         auto end = [&](float(&by)[2]) {
-            if (!rows) return;
+            if (!rows || plan_of_turn<DK, DV, W>(smem, b.turn).absent) return;
             if (!gated) mbar_wait(base + at::GATES_FULL, used & 1);
             gated = true;
             end_branch<at, W>(call, plan_of_turn<DK, DV, W>(smem, b.turn), r, place, smem, by);
@@ -308,8 +325,8 @@ __device__ __forceinline__ void three_branches::walk(const call &call, char *sme
                 if (opens || ends) {
                     if (!opens) {
                         if (!W::MASKS && !begun && call.choice.here)
-                            mbar_wait(base + at::EXTRA + W::MEANS_READ, made & 1);
-                        add_branch<OT, at::M * 2>(o, by, begun, base + at::SUMS + (threadIdx.x - 128) * 16);
+                            mbar_wait(base + at::EXTRA + W::SUMS_READ, made & 1);
+                        add_branch<OT, at::M * 2>(o, by, begun, own_sums);
                         begun = true;
                     }
 #pragma unroll
@@ -332,7 +349,18 @@ __device__ __forceinline__ void three_branches::walk(const call &call, char *sme
             from = b.turn;
             end(by);
         }
-        if (rows) {
+        if (W::MASKS && same(lent)) {
+            add_branch<OT, at::M * 2>(o, by, false, own_sums);
+            cluster_arrive(cluster_address(base + at::EXTRA + W::SUMS_FULL, (blockIdx.x & 1) ^ 1));
+            arrive(at::Q_FREE);
+            used++;
+        } else if (rows) {
+            if (W::MASKS && same(borrows)) {
+                const uint32_t theirs = cluster_address(own_sums, (blockIdx.x & 1) ^ 1);
+                cluster_wait(base + at::EXTRA + W::SUMS_FULL, 0);
+                borrow_sums<OT, at::M * 2>(own_sums, theirs, begun);
+                begun = true;
+            }
             store_sums<T, at, W>(o, call, plan_of_turn<DK, DV, W>(smem, b.turn), by, begun, place, smem);
             arrive(at::Q_FREE);
             used++;
