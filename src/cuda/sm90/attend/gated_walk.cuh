@@ -221,153 +221,207 @@ __device__ __forceinline__ void add_tile_nonfinite(float (&o)[OT][4], const type
                                            t * at::KEYS);
 }
 
+/* The keys of the tile at hand that this thread's rows do not see become -inf. */
+template <int DK, int DV, typename W, int NT>
+__device__ __forceinline__ void hide_tile(float (&s)[NT][4], const typename W::call &call,
+                                          const walked_branch &b, const int (&place)[2], char *smem,
+                                          row_state &r)
+{
+    constexpr int KEYS = layout<DK, DV, W>::KEYS;
+    const typename W::turn &w = plan_of_turn<DK, DV, W>(smem, b.turn);
+    find_keys(w, call.branch[1], place, r);
+    if (!W::MASKS && b.branch == 1)
+        find_slots(w, call.branch[1], list_of<DK, DV, W>(smem, b.turn), b.t * KEYS, r);
+    if (b.t < b.whole_from) hide_range<NT, true>(s, r, b.base + b.t * KEYS);
+    if (b.t >= b.whole_to) hide_range<NT, false>(s, r, b.base + b.t * KEYS);
+}
+
+/* Chooses the blocks of the thread's rows from the exponentials of all their entries. */
+template <int DK, int DV, typename W, int NT>
+__device__ __forceinline__ void choose_of_tile(const float (&s)[NT][4], const typename W::call &call,
+                                               int turn, const int (&place)[2], char *smem, row_state &r)
+{
+    const typename W::turn &w = plan_of_turn<DK, DV, W>(smem, turn);
+    find_keys(w, call.branch[1], place, r);
+    W::template choose_blocks<layout<DK, DV, W>>(s, call, w, r, smem);
+}
+
+template <int OT> __device__ __forceinline__ void clear_rows(float (&o)[OT][4])
+{
+#pragma unroll
+    for (int i = 0; i < OT; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) o[i][c] = 0.0f;
+}
+
+/* What becomes of a piece's O: rows: there is one; begun: the sums have a branch. */
+struct piece_end {
+    bool rows, lent, borrows, begun;
+};
+
+/* Leaves the O of a piece whose last turn is `turn`: to the other block of the pair, or in memory. */
+template <typename T, int DK, int DV, typename W, int OT>
+__device__ __forceinline__ void leave_piece(float (&o)[OT][4], const typename W::call &call, int turn,
+                                            piece_end end, const float (&by)[2], const int (&place)[2],
+                                            uint32_t own_sums, char *smem, uint32_t base)
+{
+    typedef layout<DK, DV, W> at;
+    const uint32_t peer = (blockIdx.x & 1) ^ 1;
+    if (!end.rows) return;
+    if (W::MASKS && end.lent) {
+        add_branch<OT, at::M * 2>(o, by, false, own_sums);
+        cluster_arrive(cluster_address(base + at::EXTRA + W::SUMS_FULL, peer));
+    } else {
+        if (W::MASKS && end.borrows) {
+            cluster_wait(base + at::EXTRA + W::SUMS_FULL, 0);
+            borrow_sums<OT, at::M * 2>(own_sums, cluster_address(own_sums, peer), end.begun);
+            end.begun = true;
+        }
+        store_sums<T, at, W>(o, call, plan_of_turn<DK, DV, W>(smem, turn), by, end.begun, place, smem);
+    }
+    if ((threadIdx.x & 31) == 0) mbar_arrive(base + at::Q_FREE);
+}
+
+/* A computing warpgroup on its way: tiles and pieces so far, and the parity of each stage's V_CLEAN. */
+struct walker {
+    int group, place[2], step, used;
+    uint32_t clean, own_sums;
+};
+
+/* Leaves the sums of a piece's rows to the warp that makes its list. */
+template <typename T, int DK, int DV, typename W>
+__device__ __forceinline__ void give_sums_of_rows(const typename W::call &call, const typename W::turn &first,
+                                                  char *smem, uint32_t base)
+{
+    typedef layout<DK, DV, W> at;
+    if (first.queries <= 0 || !call.choice.here) return;
+    leave_sums_of_rows<T, DK>(call.branch[1], first, (float *)(smem + at::SUMS));
+    mbar_arrive(base + at::EXTRA + W::SUMS_FULL); /* each lane's, for what it wrote */
+}
+
+/* Frees the turns from ... to. */
+template <int DK, int DV, typename W>
+__device__ __forceinline__ void free_turns(uint32_t base, int from, int to)
+{
+    for (int i = from; i <= to; i++) free_turn<DK, DV, W>(base, i);
+}
+
+/* Walks the piece whose first turn is `turn`. */
+template <typename T, int DK, int DV, typename W>
+__device__ __forceinline__ void walk_piece(const typename W::call &call, const typename W::turn &first,
+                                           int turn, walker &x, char *smem, uint32_t base)
+{
+    typedef layout<DK, DV, W> at;
+    constexpr int KEYS = at::KEYS, GROUPS = shape<DK, DV, W>::GROUPS, NT = KEYS / 8, OT = DV / 8;
+    const int own = 1 + x.group, next = 1 + (x.group + 1) % GROUPS;
+    const bool rows = same(first.queries > 0), again = same(first.again), lent = same(first.lent),
+               borrows = same(first.borrows);
+    row_state r;
+    float o[OT][4] = {}, s[NT][4], shrink[2], by[2] = {0.0f, 0.0f};
+    uint32_t p[NT / 2][4] = {};
+    const uint32_t none_held[1][4] = {};
+    typename W::row_masks masks = {};
+    bool gated = false, begun = false; /* gates are known; the sums have a branch */
+    bool opens = true;                 /* no tile has been walked */
+    auto arrive = [&](uint32_t bar) {
+        if ((threadIdx.x & 31) == 0) mbar_arrive(base + bar);
+    };
+    if (rows) mbar_wait(base + at::Q_FULL, x.used & 1);
+    walked_branch b = enter_branch<DK, DV, W>(smem, base, turn, r);
+    int from = b.turn, from_t = 0;
+    auto end = [&](float(&by)[2]) {
+        if (!rows || plan_of_turn<DK, DV, W>(smem, b.turn).absent) return;
+        if (!gated) mbar_wait(base + at::GATES_FULL, x.used & 1);
+        gated = true;
+        end_branch<at, W>(call, plan_of_turn<DK, DV, W>(smem, b.turn), r, x.place, smem, by);
+    };
+    auto values = [&]() { /* of the tile before */
+                          const int stage = (x.step + 1) % STAGES;
+                          if (!opens) mbar_wait(base + at::V_FULL + 8 * stage, (x.step - 1) / STAGES & 1);
+                          if (again && !opens && wait_clean<DK, DV, W>(smem, base, stage, &x.clean))
+                              add_tile_nonfinite<T, DK, DV, W>(o, call, from, from_t, x.place, smem);
+                          multiply_values<T, DV, KEYS>(o, p, base + at::V + stage * at::V_STAGE);
+    };
+    for (; b.t == 0 && !W::last(b.turn); b = enter_branch<DK, DV, W>(smem, base, b.turn + 1, r)) {
+        end(by);
+        free_turn<DK, DV, W>(base, b.turn);
+    }
+    const bool some = b.t > 0;
+    if (some) {
+        wg_wait<0>(o); /* without it ptxas lets no products overlap */
+        for (;;) {
+            const bool ends = b.t == 0;
+            from = b.turn;
+            from_t = b.t;
+            if (ends) {
+                float none[2];
+                end(by);
+                while (b.t == 0 && !W::last(b.turn)) {
+                    b = enter_branch<DK, DV, W>(smem, base, b.turn + 1, r);
+                    if (b.t == 0) end(none);
+                }
+                if (b.t == 0) break;
+            }
+            b.t--;
+            mbar_wait(base + at::K_FULL + 8 * (x.step % STAGES), x.step / STAGES & 1);
+            named_sync(own, 256);
+            wg_start();
+            multiply_queries<T, DK, DV, W>(s, none_held, base + at::Q + x.group * 64 * 128,
+                                           base + at::K + x.step % STAGES * at::K_STAGE);
+            values();
+            named_arrive(next, 256);
+            if constexpr (W::MASKS) W::template find_halves<at>(masks, call, b.branch, x.place, b.t, smem);
+            wg_wait<1>(s);
+            arrive(at::K_FREE + 8 * (x.step % STAGES));
+            if (b.t < b.whole_from || b.t >= b.whole_to) hide_tile<DK, DV, W>(s, call, b, x.place, smem, r);
+            if constexpr (W::MASKS) W::weigh(s, r, shrink, b.scale_log2, masks, again);
+            else softmax(s, r, shrink, b.scale_log2);
+            wg_wait<0>(o);
+            if (!opens) arrive(at::V_FREE + 8 * ((x.step + 1) % STAGES));
+            if constexpr (W::MASKS)
+                if (b.branch == 0 && call.choice.here)
+                    choose_of_tile<DK, DV, W>(s, call, b.turn, x.place, smem, r);
+            pack_rows<T>(s, p);
+            x.step++;
+            if (opens || ends) {
+                if (!opens) {
+                    if (!W::MASKS && !begun && call.choice.here)
+                        mbar_wait(base + at::EXTRA + W::SUMS_READ, x.used & 1);
+                    add_branch<OT, at::M * 2>(o, by, begun, x.own_sums);
+                    begun = true;
+                }
+                clear_rows(o);
+                if (ends) free_turns<DK, DV, W>(base, from, b.turn - 1);
+                opens = false;
+            } else if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+                shrink_rows(o, shrink);
+            }
+        }
+        values();
+        wg_wait<0>(o);
+        arrive(at::V_FREE + 8 * ((x.step + 1) % STAGES));
+    } else {
+        from = b.turn;
+        end(by);
+    }
+    leave_piece<T, DK, DV, W>(o, call, b.turn, {rows, lent, borrows, begun}, by, x.place, x.own_sums, smem,
+                              base);
+    free_turns<DK, DV, W>(base, from, b.turn);
+    x.used += rows;
+}
+
 /* A computing warpgroup. */
 template <typename T, int DK, int DV, typename W>
 __device__ __forceinline__ void three_branches::walk(const call &call, char *smem, uint32_t base, int group)
 {
-    typedef layout<DK, DV, W> at;
-    typedef shape<DK, DV, W> sh;
-    constexpr int KEYS = at::KEYS, GROUPS = sh::GROUPS, NT = KEYS / 8, OT = DV / 8;
-    const int lane = threadIdx.x & 31, row0 = group * 64 + (threadIdx.x >> 5 & 3) * 16, own = 1 + group,
-              next = 1 + (group + 1) % GROUPS;
-    const int place[2] = {row0 + (lane >> 2), row0 + (lane >> 2) + 8};
-    const uint32_t own_sums = base + at::SUMS + (threadIdx.x - 128) * 16;
-    int step = 0, used = 0, made = 0;
-    uint32_t clean = 0; /* the parity of each stage's V_CLEAN */
-    auto arrive = [&](uint32_t bar) {
-        if (lane == 0) mbar_arrive(base + bar);
-    };
-    if (group == GROUPS - 1) named_arrive(1, 256); /* the first warpgroup goes first */
+    const int row = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
+    walker x = {group, {row, row + 8}, 0, 0, 0, base + layout<DK, DV, W>::SUMS + (threadIdx.x - 128) * 16};
+    if (group == shape<DK, DV, W>::GROUPS - 1) named_arrive(1, 256); /* the first warpgroup goes first */
     for (int turn = 0;; turn += W::TURNS) {
         const typename W::turn &first = wait_turn<DK, DV, W>(smem, base, turn);
         if (first.queries < 0) break;
-        const bool rows = same(first.queries > 0), again = same(first.again);
-        const bool lent = first.lent, borrows = first.borrows;
-        row_state r;
-        float o[OT][4] = {}, s[NT][4], shrink[2], by[2] = {0.0f, 0.0f};
-        uint32_t p[NT / 2][4] = {};
-        const uint32_t none_held[1][4] = {};
-        typename W::row_masks masks = {};
-        bool gated = false, begun = false; /* gates are known; the sums have a branch */
-        bool opens = true;                     /* no tile has been walked */
-        if constexpr (!W::MASKS)
-            if (rows && call.choice.here) {
-                leave_sums_of_rows<T, DK>(call.branch[1], first, (float *)(smem + at::SUMS));
-                mbar_arrive(base + at::EXTRA + W::SUMS_FULL); /* each lane's, for what it wrote */
-            }
-        if (rows) mbar_wait(base + at::Q_FULL, used & 1);
-        walked_branch b = enter_branch<DK, DV, W>(smem, base, turn, r);
-        int from = b.turn, from_t = 0;
-        auto end = [&](float(&by)[2]) {
-            if (!rows || plan_of_turn<DK, DV, W>(smem, b.turn).absent) return;
-            if (!gated) mbar_wait(base + at::GATES_FULL, used & 1);
-            gated = true;
-            end_branch<at, W>(call, plan_of_turn<DK, DV, W>(smem, b.turn), r, place, smem, by);
-        };
-        auto values = [&] { /* of the tile before */
-            const int stage = (step + 1) % STAGES;
-            if (!opens) mbar_wait(base + at::V_FULL + 8 * stage, (step - 1) / STAGES & 1);
-            if (again && !opens && wait_clean<DK, DV, W>(smem, base, stage, &clean))
-                add_tile_nonfinite<T, DK, DV, W>(o, call, from, from_t, place, smem);
-            multiply_values<T, DV, KEYS>(o, p, base + at::V + stage * at::V_STAGE);
-        };
-        while (b.t == 0 && !W::last(b.turn)) {
-            end(by);
-            free_turn<DK, DV, W>(base, b.turn);
-            b = enter_branch<DK, DV, W>(smem, base, b.turn + 1, r);
-        }
-        if (b.t > 0) {
-            wg_wait<0>(o); /* without it ptxas lets no products overlap */
-            for (;;) {
-                const bool ends = b.t == 0;
-                from = b.turn;
-                from_t = b.t;
-                if (ends) {
-                    float none[2];
-                    end(by);
-                    while (b.t == 0 && !W::last(b.turn)) {
-                        b = enter_branch<DK, DV, W>(smem, base, b.turn + 1, r);
-                        if (b.t == 0) end(none);
-                    }
-                    if (b.t == 0) break;
-                }
-                b.t--;
-                mbar_wait(base + at::K_FULL + 8 * (step % STAGES), step / STAGES & 1);
-                named_sync(own, 256);
-                wg_start();
-                multiply_queries<T, DK, DV, W>(s, none_held, base + at::Q + group * 64 * 128,
-                                               base + at::K + step % STAGES * at::K_STAGE);
-                values();
-                named_arrive(next, 256);
-                if constexpr (W::MASKS) W::template find_halves<at>(masks, call, b.branch, place, b.t, smem);
-                wg_wait<1>(s);
-                arrive(at::K_FREE + 8 * (step % STAGES));
-                if (b.t < b.whole_from || b.t >= b.whole_to) {
-                    const typename W::turn &w = plan_of_turn<DK, DV, W>(smem, b.turn);
-                    find_keys(w, call.branch[1], place, r);
-                    if (!W::MASKS && b.branch == 1)
-                        find_slots(w, call.branch[1], list_of<DK, DV, W>(smem, b.turn), b.t * KEYS, r);
-                    if (b.t < b.whole_from) hide_range<NT, true>(s, r, b.base + b.t * KEYS);
-                    if (b.t >= b.whole_to) hide_range<NT, false>(s, r, b.base + b.t * KEYS);
-                }
-                if constexpr (W::MASKS) W::weigh(s, r, shrink, b.scale_log2, masks, again);
-                else softmax(s, r, shrink, b.scale_log2);
-                wg_wait<0>(o);
-                if (!opens) arrive(at::V_FREE + 8 * ((step + 1) % STAGES));
-                if constexpr (W::MASKS)
-                    if (b.branch == 0 && call.choice.here) {
-                        const typename W::turn &w = plan_of_turn<DK, DV, W>(smem, b.turn);
-                        find_keys(w, call.branch[1], place, r);
-                        W::template choose_blocks<at>(s, call, w, r, smem);
-                    }
-                pack_rows<T>(s, p);
-                step++;
-                if (opens || ends) {
-                    if (!opens) {
-                        if (!W::MASKS && !begun && call.choice.here)
-                            mbar_wait(base + at::EXTRA + W::SUMS_READ, made & 1);
-                        add_branch<OT, at::M * 2>(o, by, begun, own_sums);
-                        begun = true;
-                    }
-#pragma unroll
-                    for (int i = 0; i < OT; i++)
-#pragma unroll
-                        for (int c = 0; c < 4; c++) o[i][c] = 0.0f;
-                    if (ends) {
-                        free_turn<DK, DV, W>(base, from);
-                        if (b.turn - from > 1) free_turn<DK, DV, W>(base, from + 1);
-                    }
-                    opens = false;
-                } else if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
-                    shrink_rows(o, shrink);
-                }
-            }
-            values();
-            wg_wait<0>(o);
-            arrive(at::V_FREE + 8 * ((step + 1) % STAGES));
-        } else {
-            from = b.turn;
-            end(by);
-        }
-        if (W::MASKS && same(lent)) {
-            add_branch<OT, at::M * 2>(o, by, false, own_sums);
-            cluster_arrive(cluster_address(base + at::EXTRA + W::SUMS_FULL, (blockIdx.x & 1) ^ 1));
-            arrive(at::Q_FREE);
-            used++;
-        } else if (rows) {
-            if (W::MASKS && same(borrows)) {
-                const uint32_t theirs = cluster_address(own_sums, (blockIdx.x & 1) ^ 1);
-                cluster_wait(base + at::EXTRA + W::SUMS_FULL, 0);
-                borrow_sums<OT, at::M * 2>(own_sums, theirs, begun);
-                begun = true;
-            }
-            store_sums<T, at, W>(o, call, plan_of_turn<DK, DV, W>(smem, b.turn), by, begun, place, smem);
-            arrive(at::Q_FREE);
-            used++;
-            made++;
-        }
-        free_turn<DK, DV, W>(base, from);
-        for (int i = from + 1; i <= b.turn; i++) free_turn<DK, DV, W>(base, i);
+        if constexpr (!W::MASKS) give_sums_of_rows<T, DK, DV, W>(call, first, smem, base);
+        walk_piece<T, DK, DV, W>(call, first, turn, x, smem, base);
     }
 }
 
