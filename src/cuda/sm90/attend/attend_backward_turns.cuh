@@ -33,6 +33,42 @@ __device__ __forceinline__ void rows_by_held(float (&acc)[ROWS / 8][4], const ui
     wg_commit();
 }
 
+/* P^T and dS^T of a stage, from S^T and dP^T. SCALED: there is a row_scale. PART: some of these pairs do not
+ * see each other. */
+template <typename T, bool SCALED, bool PART, int NT>
+__device__ __forceinline__ void softmax(const float (&s)[NT][4], const float (&dp)[NT][4],
+                                        uint32_t (&fp)[NT / 2][4], uint32_t (&fs)[NT / 2][4],
+                                        const statistics *st, float scale_log2, int key)
+{
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+        const int r = i * 8 + (threadIdx.x & 3) * 2;
+        const float2 lse2 = *(const float2 *)&st->lse2[r], delta = *(const float2 *)&st->delta[r];
+        const float2 rs = SCALED ? *(const float2 *)&st->row_scale[r] : make_float2(1.0f, 1.0f);
+        int2 lo = make_int2(0, 0), hi = make_int2(0, 0);
+        if (PART) {
+            lo = *(const int2 *)&st->lo[r];
+            hi = *(const int2 *)&st->hi[r];
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float p[2] = {exp2_fast(fmaf(s[i][h * 2], scale_log2, -lse2.x)),
+                          exp2_fast(fmaf(s[i][h * 2 + 1], scale_log2, -lse2.y))};
+            float d[2] = {p[0] * fmaf(dp[i][h * 2], rs.x, -delta.x),
+                          p[1] * fmaf(dp[i][h * 2 + 1], rs.y, -delta.y)};
+            p[0] *= rs.x;
+            p[1] *= rs.y;
+            if (PART) {
+                const int k = key + h * 8;
+                if (k < lo.x || k >= hi.x) p[0] = d[0] = 0.0f;
+                if (k < lo.y || k >= hi.y) p[1] = d[1] = 0.0f;
+            }
+            fp[i >> 1][(i & 1) * 2 + h] = pack2<T>(p[0], p[1]);
+            fs[i >> 1][(i & 1) * 2 + h] = pack2<T>(d[0], d[1]);
+        }
+    }
+}
+
 /* Each computing warpgroup makes half of dQ's columns, of both's dS^T. */
 template <typename T, typename AT> struct taking_turns : computing<T, AT> {
     typedef computing<T, AT> shared;
