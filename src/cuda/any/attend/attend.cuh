@@ -46,7 +46,7 @@ struct attend_kernel {
     const int32_t *item_at; /* the items in the order of their launch; NULL: in their own */
 };
 
-__device__ __forceinline__ key_mask mask_of(const attend_kernel &a)
+__host__ __device__ __forceinline__ key_mask mask_of(const attend_kernel &a)
 {
     return {a.mask, a.causal != 0, a.visibility, a.window, a.query_offset, a.block_size, a.stride};
 }

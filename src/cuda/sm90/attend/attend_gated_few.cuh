@@ -238,8 +238,7 @@ __global__ void __launch_bounds__(128 * (shape<D, D, few_branches>::GROUPS + 1),
 /* Tiles of keys of the rows of piece `index` in a branch, where all blocks have one sequence's. */
 static inline int64_t tiles_of_piece(const attend_kernel &a, const work_plan &plan, int64_t index, int keys)
 {
-    const key_mask mask = {a.mask,         a.causal != 0, a.visibility, a.window,
-                           a.query_offset, a.block_size,  a.stride};
+    const key_mask mask = mask_of(a);
     const int64_t first = (plan.pieces - 1 - index / a.units) * plan.queries,
                   end = first + plan.queries < a.sq.n_q ? first + plan.queries : a.sq.n_q;
     const int64_t slots = mask_keys(&mask, a.sq.n_q, a.sq.n_kv, end - 1).hi -
