@@ -125,7 +125,6 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
     for (int turn = 0;; turn++) {
         const typename W::turn &w = wait_turn<DK, DV, W>(smem, base, turn);
         if (w.queries < 0) break;
-        wait_list<DK, DV, W>(w, base, turn);
         const attend_kernel &a = W::mask(call, w);
         const int32_t *list = list_of<DK, DV, W>(smem, turn);
         const int tiles = (w.slots + KEYS - 1) / KEYS;
@@ -138,6 +137,7 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
         auto sees = [&](int t) {
             return sees_tile<KEYS, W>(a, w, DV > 128 ? seen_of<KEYS, W>(w) : seen, list, t);
         };
+        auto searches = [&](int t) { return !sees(t); }; /* whether the feeder searches V */
         auto scores = [&](auto &part, int stage) {
             multiply_queries<T, DK, DV, W>(part, held, q_tile + group * 64 * 128,
                                            base + at::K + stage * at::K_STAGE);
@@ -157,8 +157,7 @@ __device__ __forceinline__ void compute(const typename W::call &call, const work
         auto values = [&](int at_step, int t) {
             const int stage = at_step % STAGES;
             mbar_wait(base + at::V_FULL + 8 * stage, at_step / STAGES & 1);
-            if (searches_tile<W>(w, [&] { return sees(t); }) &&
-                wait_clean<DK, DV, W>(smem, base, stage, &clean))
+            if (searches(t) && wait_clean<DK, DV, W>(smem, base, stage, &clean))
                 add_turn_nonfinite<T, KEYS, W>(o, a, w, list, r, t * KEYS);
             multiply_values<T, DV, KEYS>(o, p, base + at::V + stage * at::V_STAGE);
         };

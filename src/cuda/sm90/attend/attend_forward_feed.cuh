@@ -105,14 +105,6 @@ __device__ __forceinline__ bool sees_tile(const attend_kernel &a, const typename
                         : tile_seen<KEYS, false>(a, w, seen, list, t);
 }
 
-/* Whether a tile's V is searched; `sees`: whether all rows see it whole. */
-template <typename W, typename F>
-__device__ __forceinline__ bool searches_tile(const typename W::turn &w, const F &sees)
-{
-    if constexpr (W::GATED) return w.again;
-    else return !sees();
-}
-
 template <typename W, int NT>
 __device__ __forceinline__ void hide_turn_unseen(float (&s)[NT][4], const attend_kernel &a,
                                                  const typename W::turn &w, const int32_t *list,
