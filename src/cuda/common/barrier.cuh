@@ -64,11 +64,16 @@ __device__ __forceinline__ void named_arrive(int id, int threads)
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* Blocks of a cluster: all their threads meet; an address in another block's shared memory; an arrival there,
- * for what this thread did before, and the wait for such arrivals. */
-__device__ __forceinline__ void cluster_sync()
+/* Blocks of a cluster: all their threads meet, each says so and waits for the others later; an address in
+ * another block's shared memory; an arrival there, for what this thread did before, and the wait for such
+ * arrivals. */
+__device__ __forceinline__ void cluster_meet()
 {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_meet_wait()
+{
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank)
 {

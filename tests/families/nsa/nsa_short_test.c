@@ -2,9 +2,12 @@
  * SPDX-License-Identifier: BSD-2-Clause */
 /* nsa_short_test.c - the whole NSA over documents of few compressed entries that overlap: their values are
  * alike, so that dP - delta is small beside delta, and a delta off by the rounding of o shows in d_w_k first.
- */
+ * And its forward where a tile's queries are more than one piece of a GPU's kernel. */
 #include "cmocka_c11.h"
 #include "nsa_reference.h"
+
+#include <math.h>
+#include <stdlib.h>
 
 static void short_documents_of_overlapping_entries(void **state)
 {
@@ -35,8 +38,58 @@ static void short_documents_of_overlapping_entries(void **state)
                 }
 }
 
+/* Lists by the mean of up to 256 queries, some of which are NaN (of the tile's first half and of its second),
+ * and gates: without the branches' outputs, as in inference. */
+static void tiles_of_many_queries(void **state)
+{
+    static const int64_t tiles[] = {256, 200, 136, 100};
+    (void)state;
+    for (int64_t i = 0; i < 8 * 3 * 4; i++) {
+        nsa_config config = nsa_config_small();
+        test_random random = {(uint64_t)i + 1};
+        const int64_t poison = i / 8 % 3;
+        config.params.tile = tiles[i / 24];
+        config.params.scope = QUERN_NSA_SCOPE_HEAD;
+        config.params.metric = QUERN_NSA_METRIC_MEAN_LOGIT;
+        config.params.block_size = config.params.select_block = 16;
+        config.params.stride = 0;
+        config.params.num_selected = 6;
+        config.params.forced_local = 0;
+        config.params.gate = QUERN_NSA_GATE_WEIGHTS;
+        config.dtype = i & 2 ? QUERN_BF16 : QUERN_F16;
+        config.varlen = (i & 4) != 0;
+        config.forward_only = true;
+        config.batch = config.varlen ? 3 : 1;
+        config.n = 530;
+        config.lens[0] = 140;
+        config.lens[1] = 5;
+        config.lens[2] = 385;
+        config.d = config.dv = i & 1 ? 64 : 72;
+        nsa_case *c = nsa_case_new(&config, &random);
+        if (poison > 0) {
+            double *q = test_tensor_get(&c->tensor[NSA_Q]);
+            q[((poison == 1 ? 11 : 133) * config.h + 1) * config.d + 5] = NAN;
+            test_tensor_set(&c->tensor[NSA_Q], q);
+            free(q);
+        }
+        quern_context *ctx = test_context(QUERN_CPU_LEVEL_AUTO, 2);
+        const nsa_set outputs =
+            nsa_forward_outputs(c) & ~(NSA_BIT(NSA_O_CMP) | NSA_BIT(NSA_O_SLC) | NSA_BIT(NSA_O_WIN));
+        nsa_run(c, ctx, nsa_call_forward, nsa_forward_inputs(c), outputs);
+        nsa_reference *r = nsa_reference_new(c, true);
+        nsa_check_lists(r, false);
+        nsa_reference_take_lists(r);
+        nsa_reference_forward(r);
+        nsa_check(r, outputs);
+        nsa_reference_free(r);
+        nsa_case_free(c);
+        quern_context_destroy(ctx);
+    }
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(short_documents_of_overlapping_entries)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(short_documents_of_overlapping_entries),
+                                       cmocka_unit_test(tiles_of_many_queries)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -228,12 +228,12 @@ __device__ __forceinline__ void take_turns(const typename W::call &call, const w
             mbar_init(base + at::TURN_FULL + 8 * i, WARP_ARRIVALS),
                 mbar_init(base + at::TURN_FREE + 8 * i, (1 + HELPERS + 4 * sh::GROUPS) * WARP_ARRIVALS);
         if constexpr (W::GATED)
-            mbar_init(base + at::GATES_FULL, WARP_ARRIVALS), mbar_init(base + at::LIST_FULL, WARP_ARRIVALS),
-                W::init_more(base + at::EXTRA);
+            mbar_init(base + at::GATES_FULL, W::GATE_WARPS * WARP_ARRIVALS),
+                mbar_init(base + at::LIST_FULL, WARP_ARRIVALS), W::template init_more<W>(base + at::EXTRA);
         mbar_init_done();
     }
-    __syncthreads();
     if constexpr (W::GATED) W::meet(call);
+    __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (group == 0) {
         registers_down<sh::FEED>();
@@ -241,15 +241,15 @@ __device__ __forceinline__ void take_turns(const typename W::call &call, const w
         else if constexpr (!W::GATED) {
             if (warp <= HELPERS) search<T, DK, DV, W>(call, smem, base);
             else plan_turns<DK, DV, W>(call, plan, smem, base);
-        } else if (warp == 1) W::template help<T, DK, DV, W>(call, smem, base);
-        else if (warp == 2) W::template leave_gates<T, DK, DV, W>(call, smem, base);
+        } else if (W::GATE_WARPS < 2 && warp == 1) W::template leave_lists<T, DK, DV, W>(call, smem, base);
+        else if (warp <= 2) W::template leave_gates<T, DK, DV, W>(call, 2 - warp, smem, base);
         else W::template plan_pieces<DK, DV, W>(call, plan, smem, base);
+        if constexpr (W::GATED) W::meet_wait(call), W::part(call);
     } else {
         registers_up<sh::COMPUTE>();
-        if constexpr (W::GATED) W::template walk<T, DK, DV, W>(call, smem, base, group - 1);
+        if constexpr (W::GATED) W::template walk<T, DK, DV, W>(call, smem, base, group - 1), W::part(call);
         else compute<T, DK, DV, W>(call, plan, m, smem, base, group - 1);
     }
-    if constexpr (W::GATED) W::meet(call);
 #endif
 }
 

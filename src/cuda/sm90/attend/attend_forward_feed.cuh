@@ -72,8 +72,9 @@ template <int DK, int DV, typename W> struct layout {
     static constexpr int M = shape<DK, DV, W>::M, KEYS = shape<DK, DV, W>::KEYS,
                          Q_STAGES = shape<DK, DV, W>::Q_STAGES;
     static constexpr int Q = 0, Q_STAGE = M * DK * 2, K = Q + Q_STAGES * Q_STAGE, K_STAGE = KEYS * DK * 2,
-                         V = K + STAGES * K_STAGE, V_STAGE = KEYS * DV * 2;
-    static constexpr int BARS = V + STAGES * V_STAGE; /* 8 bytes each */
+                         V = K + STAGES * K_STAGE, V_STAGE = KEYS * DV * 2,
+                         SUMS = V + STAGES * V_STAGE;               /* [M][DV] */
+    static constexpr int BARS = SUMS + (W::GATED ? M * DV * 4 : 0); /* 8 bytes each */
     static constexpr int Q_FULL = BARS, Q_FREE = Q_FULL + 16, K_FULL = Q_FREE + 16,
                          K_FREE = K_FULL + 8 * STAGES, V_FULL = K_FREE + 8 * STAGES;
     static constexpr int V_FREE = V_FULL + 8 * STAGES, V_CLEAN = V_FREE + 8 * STAGES,
@@ -86,8 +87,7 @@ template <int DK, int DV, typename W> struct layout {
     static constexpr int GATES = SCRATCH + (W::LISTS_AHEAD > 0 ? W::LIST_MOST * 4 : 0); /* [M][3] */
     static constexpr int GATES_FULL = (GATES + (W::GATED ? M * 12 : 0) + 15) / 16 * 16,
                          LIST_FULL = GATES_FULL + 8, EXTRA = GATES_FULL + (W::GATED ? 16 : 0),
-                         SUMS = EXTRA + W::EXTRA; /* [M][DV] */
-    static constexpr int BYTES = W::GATED ? SUMS + M * DV * 4 : SUMS;
+                         BYTES = EXTRA + W::EXTRA;
     static_assert(BYTES <= 227 * 1024, "more than a block can have");
 };
 
@@ -226,6 +226,7 @@ __device__ __forceinline__ void feed(const typename W::call &call, const work_pl
             for (int p = 0; p < DK / 64; p++)
                 tma_load(base + at::Q + stage * at::Q_STAGE + p * at::M * 128, m.q, full, p * 64, w.head0,
                          w.q0 + w.query, w.view);
+            if constexpr (W::GATED && !W::MASKS) W::template copy_others<DK, DV, W>(call, plan, m, w, base);
             used++;
         }
         auto copy = [&](const CUtensorMap &map, uint32_t to, uint32_t bar, int panels, int t) {

@@ -44,12 +44,12 @@ __global__ void __launch_bounds__(128 * (shape<D, D, three_branches>::GROUPS + 1
 typedef void gated_kernel(sm90_gated a, work_plan plan, gated_maps m);
 
 template <typename T, int D, typename W>
-static quern_status launch_pieces(const attend_gate_args *args, const sm90_gated &a,
-                                  const sm90_device &device, void *workspace, cudaStream_t stream,
-                                  work_plan plan, gated_kernel *kernel)
+static quern_status launch_pieces(const attend_gate_args *args, sm90_gated a, const sm90_device &device,
+                                  void *workspace, cudaStream_t stream, work_plan plan, gated_kernel *kernel)
 {
     typedef shape<D, D, W> sh;
     if (plan.total == 0) return QUERN_OK;
+    a.by = divisions_of(a.branch[SM90_FIRST_BRANCH], plan, SECTION, !W::MASKS);
     gated_maps m;
     quern_status status = tma_describe(&m.q, args->branch[1].q, a.branch[1].hs, plan.queries);
     for (int i = 0; i < SM90_BRANCHES && status == QUERN_OK; i++) {

@@ -33,19 +33,30 @@ namespace sm90_forward
 
 struct few_branches : three_branches {
     static constexpr bool MASKS = true;
-    static constexpr int LISTS_AHEAD = 0, LIST_MOST = 0, MASKS_AT = three_branches::EXTRA,
+    static constexpr int LISTS_AHEAD = 0, LIST_MOST = 0, GATE_WARPS = 2, SUMMING = 8,
+                         MASKS_AT = three_branches::EXTRA,
                          EXTRA = MASKS_AT + SM90_MASKS * SM90_MASK_WORDS * 4;
 
     static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index,
                                                 gated_turn *w, int32_t *number)
     {
-        find_work<false, true, SECTION, false>(a.branch[SM90_FIRST_BRANCH], plan, index, w, number);
+        find_work<false, true, SECTION, false>(a.branch[SM90_FIRST_BRANCH], plan, index, w, number, a.by);
     }
     /* Block 2 p of a pair has the long piece, number p, block 2 p + 1 the short one. Of the first `lends`
      * pairs the latter walks the first branch of the long one, too, afterwards. */
     static __device__ __forceinline__ void meet(const call &a)
     {
-        if (a.pairs) cluster_sync();
+        if (a.pairs) cluster_meet();
+    }
+    static __device__ __forceinline__ void meet_wait(const call &a)
+    {
+        if (a.pairs) cluster_meet_wait();
+    }
+    /* A block ends when the other one has read what it left. */
+    static __device__ __forceinline__ void part(const call &a)
+    {
+        meet(a);
+        meet_wait(a);
     }
     static __device__ __forceinline__ int32_t first_piece(const call &a, const work_plan &plan)
     {

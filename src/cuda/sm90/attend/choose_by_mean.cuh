@@ -1,11 +1,12 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /*
- * choose_by_mean.cuh - a list by mean logits: up to 128 entries, each a block, and lists by head. The warps
- * that compute add the tile's rows from global memory, 32 rows a warp, while they wait for the first keys. A
- * warp that feeds makes the list: its lanes share the columns; eight entries' products at a time meet by
- * halves; the least score that enters is found bit by bit. The pieces of a tile make the same list, each for
- * itself.
+ * choose_by_mean.cuh - a list by mean logits: up to 128 entries, each a block, and lists by head. A warpgroup
+ * that computes makes the sums of the tile's rows by products with ones, while it waits for its turn: of the
+ * piece's rows, and of those of the tile's other piece, which the copy engine brings to the place of the sums
+ * of the piece's O. A warp that feeds makes the list: its lanes share the columns; eight entries' products at
+ * a time meet by halves; the least score that enters is found bit by bit. The pieces of a tile make the same
+ * list, each for itself.
  */
 #ifndef QUERN_CUDA_SM90_CHOOSE_BY_MEAN_CUH
 #define QUERN_CUDA_SM90_CHOOSE_BY_MEAN_CUH
@@ -19,7 +20,7 @@
 namespace sm90_forward
 {
 
-enum { ROWS_AT_ONCE = 16, SUMMING_WARPS = 8, SUMS_OF_WARP = 128, AT_ONCE = 8, WORDS = SM90_MASK_WORDS };
+enum { AT_ONCE = 8, WORDS = SM90_MASK_WORDS };
 
 /* A lane's columns of a row. */
 template <typename T, int COLUMNS> struct alignas(2 * COLUMNS) row_part {
@@ -38,49 +39,73 @@ __device__ __forceinline__ void load_part(uint32_t (&x)[WORDS_OF], const void *f
     if (WORDS_OF == 2) x[WORDS_OF - 1] = two.y;
 }
 
-/* Sums over rows of a piece's tile, by the warps that compute: each of 32 rows, of which a lane has COLUMNS.
- * A warp leaves them where its own threads' first four sums of the piece's rows come later. */
-template <typename T, int D>
-__device__ __forceinline__ void leave_sums_of_rows(const attend_kernel &a, const work &w, float *sums)
+/* The queries [first, end) of a piece's tile, which has two pieces at most. */
+struct tile_rows {
+    int first, end;
+};
+__device__ __forceinline__ tile_rows tile_of(const attend_kernel &a, const work &w)
 {
-    constexpr int COLUMNS = D / 32;
-    const int warp = (threadIdx.x >> 5) - 4, col = (threadIdx.x & 31) * COLUMNS,
-              first = (int)quotient((uint32_t)w.query, a.by_tile_rows) * a.tile, from = first + warp * 32,
-              end = first + a.tile < w.nq ? first + a.tile : w.nq, to = from + 32 < end ? from + 32 : end;
-    const T *row =
-        (const T *)a.q.p + w.view * a.q.s[0] + (int64_t)(w.q0 + from) * a.q.s[1] + w.head0 * a.q.s[2] + col;
-    const bool in = col < a.dim_k;
-    float sum[2][COLUMNS] = {};
-#pragma unroll 1
-    for (int n = from; n < to; n += ROWS_AT_ONCE) {
-        uint32_t x[ROWS_AT_ONCE][COLUMNS / 2];
-#pragma unroll
-        for (int i = 0; i < ROWS_AT_ONCE; i++) {
-            load_part<COLUMNS / 2>(x[i], row, in && n + i < to);
-            row += a.q.s[1];
-        }
-#pragma unroll
-        for (int i = 0; i < ROWS_AT_ONCE; i++)
-#pragma unroll
-            for (int c = 0; c < COLUMNS; c += 2) {
-                const float2 two = unpack2<T>(x[i][c / 2]);
-                sum[i & 1][c] += two.x;
-                sum[i & 1][c + 1] += two.y;
-            }
-    }
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) sums[warp * SUMS_OF_WARP + col + c] = sum[0][c] + sum[1][c];
+    const int first = (int)quotient((uint32_t)w.query, a.by_tile_rows) * a.tile;
+    return {first, first + a.tile < w.nq ? first + a.tile : w.nq};
 }
 
-/* A lane's columns of what leave_sums_of_rows() left, in the order of the rows. */
-template <int D> __device__ __forceinline__ void read_sums(const float *sums, float (&sum)[D / 32])
+/* The first query of the tile's other piece; -1: there is none. M: rows of a piece. */
+template <int M> __device__ __forceinline__ int other_piece(const tile_rows &tile, const work &w)
 {
-    const int col = (threadIdx.x & 31) * (D / 32);
+    return w.query > tile.first ? tile.first : tile.first + M < tile.end ? tile.first + M : -1;
+}
+
+/* sum += the first `rows` rows of a tile of M in shared memory, in each row of 64. */
+template <typename T, int D, int M>
+__device__ __forceinline__ void sum_rows(float (&sum)[D / 8][4], uint32_t tile, int rows)
+{
+    uint64_t from = wg_fresh(wg_tile(tile, M * 128));
+    if (rows == M) { /* one factor, so that the products wait for each other alone */
+        const uint32_t one = pack2<T>(1.0f, 1.0f), ones[4] = {one, one, one, one};
+        wg_start();
 #pragma unroll
-    for (int c = 0; c < D / 32; c++) {
+        for (int n = 0; n < M; n += 16) wg_rs_wide<T, D, true, true>(sum, ones, wg_further(from, n * 128));
+        wg_commit();
+        wg_wait<0>(sum);
+        return;
+    }
+#pragma unroll 1
+    for (int n = 0; n < rows; n += 16) {
+        const int left = rows - n - (int)(threadIdx.x & 3) * 2;
+        const uint32_t low = pack2<T>(left > 0, left > 1), high = pack2<T>(left > 8, left > 9);
+        const uint32_t ones[4] = {low, low, high, high};
+        wg_start();
+        wg_rs_wide<T, D, true, true>(sum, ones, from);
+        wg_commit();
+        wg_wait<0>(sum);
+        from = wg_further(from, 16 * 128);
+    }
+}
+
+/* A lane's columns of the sums of a tile's rows. A factor of 0 makes NaN of what is not finite behind the
+ * rows: then they are added one by one. */
+template <typename T, int D>
+__device__ __forceinline__ void read_sums(const attend_kernel &a, const work &w, const float *sums,
+                                          float (&sum)[D / 32])
+{
+    constexpr int COLUMNS = D / 32;
+    const int col = (threadIdx.x & 31) * COLUMNS;
+    float zero = 0.0f;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+        sum[c] = sums[col + c];
+        zero = fmaf(sum[c], 0.0f, zero);
+    }
+    if (!__any_sync(~0u, zero != 0.0f)) return;
+    const tile_rows tile = tile_of(a, w);
+    const T *row = (const T *)a.q.p + w.view * a.q.s[0] + (int64_t)(w.q0 + tile.first) * a.q.s[1] +
+                   w.head0 * a.q.s[2] + col;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
         sum[c] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < SUMMING_WARPS; i++) sum[c] += sums[i * SUMS_OF_WARP + col + c];
+#pragma unroll 1
+        for (int n = 0; n < tile.end - tile.first && col < a.dim_k; n++)
+            sum[c] += to_float<T>(row[n * a.q.s[1] + c]);
     }
 }
 
@@ -178,8 +203,8 @@ __device__ __forceinline__ int choose_by_mean(const float (&sum)[D / 32], const 
                                               int32_t *clean)
 {
     constexpr int COLUMNS = D / 32;
-    const int lane = threadIdx.x & 31, first = (int)quotient((uint32_t)w.query, a.by_tile_rows) * a.tile,
-              end = first + a.tile < w.nq ? first + a.tile : w.nq;
+    const int lane = threadIdx.x & 31;
+    const auto [first, end] = tile_of(a, w);
     float mean[COLUMNS], score[WORDS];
     uint32_t key[WORDS];
     bool enters[WORDS];

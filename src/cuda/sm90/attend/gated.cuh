@@ -6,6 +6,7 @@
 
 #include "any/select/contest.cuh"
 #include "sm90/attend/attend.cuh"
+#include "sm90/attend/work.cuh"
 
 /* Three branches and their gate (attend_gated.cuh): the compressed, the selected one by a list of at most
  * SM90_GATED_LIST blocks, and the window, all with the second one's rows and units. */
@@ -43,12 +44,22 @@ __device__ __forceinline__ contest contest_of(const sm90_choice &c, const attend
     return x;
 }
 
+/* The keys of a branch that a query q sees, as far as they do not depend on its sequence: the first one is
+ * q + before, its keys begin in q + after tokens, and they are `stride` tokens apart. */
+struct sm90_seen {
+    int32_t before, after;
+    fast_div stride;
+    bool from_end; /* queries are the last positions: both are counted from key nk - nq */
+};
+
 struct sm90_gated {
     attend_kernel branch[SM90_BRANCHES]; /* their o: none */
-    sm90_choice choice;                  /* lists of few rows */
-    fast_div by_mask, by_stride;         /* rows of a mask, the entries' stride */
-    view4 o, gates;                      /* gates: f32, of a row three; written unless they are given */
-    int32_t gate;                        /* gate_kind */
+    sm90_seen seen[SM90_BRANCHES];
+    sm90_choice choice;
+    work_divisions by;
+    fast_div by_mask; /* rows of a mask */
+    view4 o, gates;   /* gates: f32, of a row three; written unless they are given */
+    int32_t gate;     /* gate_kind */
     const void *w;
     int64_t w_stride[2];
     bool w_f32, w_vec;

@@ -49,9 +49,8 @@ __device__ __forceinline__ void three_branches::find_whole(turn &w, const int32_
 template <int KEYS>
 __device__ __forceinline__ void find_branch(const sm90_gated &call, int32_t number, bool other, gated_turn *w)
 {
-    constexpr int64_t MOST = 1 << 30; /* no sequence has as many keys */
     const attend_kernel &a = call.branch[w->branch];
-    const bool entries = a.mask == ATTEND_COMPRESSED, range = a.mask == ATTEND_RANGE, causal = a.causal;
+    const sm90_seen &seen = call.seen[w->branch];
     if (other && a.sq.cu_q == NULL) w->nk = (int32_t)a.sq.n_kv;
     else if (other) {
         const int32_t *const cu = a.sq.cu_kv != NULL ? a.sq.cu_kv : a.sq.cu_q;
@@ -59,19 +58,11 @@ __device__ __forceinline__ void find_branch(const sm90_gated &call, int32_t numb
         w->nk = (int32_t)cu_seqlens_at(cu, number + 1, a.sq.n_kv) - w->k0;
         w->nk = w->nk > 0 ? w->nk : 0;
     }
-    int64_t before = -MOST, after = MOST;
-    int position = 0;
-    if (range) position = a.query_offset >= 0 ? (int)a.query_offset : w->nk - w->nq;
-    if (causal) after = position + 1;
-    if (range && a.window > 0) {
-        before = position - (causal ? a.window - 1 : a.window / 2);
-        if (!causal) after = position + a.window / 2 + 1;
-    }
-    if (entries && causal && a.visibility == ENTRY_COMPLETE) after = 2 - a.block_size;
-    w->before = (int32_t)(before > -MOST ? before : -MOST);
-    w->after = (int32_t)(after < MOST ? after > -MOST ? after : -MOST : MOST);
-    w->stride_m = entries && causal ? call.by_stride.m : 1;
-    w->stride_s = entries && causal ? call.by_stride.s : 0;
+    const int position = seen.from_end ? w->nk - w->nq : 0;
+    w->before = seen.before + position;
+    w->after = seen.after + position;
+    w->stride_m = seen.stride.m;
+    w->stride_s = seen.stride.s;
     w->scale_log2 = a.scale_log2;
     w->slots = 0;
     if (w->queries == 0) return;
@@ -83,6 +74,16 @@ __device__ __forceinline__ void find_branch(const sm90_gated &call, int32_t numb
     w->whole_to = whole.to;
 }
 
+/* Says that there are no more turns than `turn`. */
+template <int DK, int DV, typename W>
+__device__ __forceinline__ void end_turns(int turn, char *smem, uint32_t base)
+{
+    typedef layout<DK, DV, W> at;
+    typename W::turn &left = ((typename W::turn *)(smem + at::TURN))[turn % W::TURNS];
+    if ((threadIdx.x & 31) == 0) left.queries = -1;
+    mbar_arrive(base + at::TURN_FULL + 8 * (turn % W::TURNS)); /* each lane's, for what it wrote */
+}
+
 /* Warp 3 of the feeder: plans the turns, as far ahead as there are places. A piece that ended with something
  * that is not finite comes again; whether it did is known when the piece after the next one is planned. */
 template <int DK, int DV, typename W>
@@ -90,10 +91,9 @@ __device__ __forceinline__ void three_branches::plan_pieces(const call &a, const
                                                             uint32_t base)
 {
     typedef layout<DK, DV, W> at;
-    bool more = true;
     int32_t next = W::first_piece(a, plan), before[2] = {-1, -1}; /* planned before, the last one first */
     pad_lists(a.choice, a.branch[1]);
-    for (int turn = 0; more;) {
+    for (int turn = 0;;) {
         const int piece = turn / SM90_BRANCHES;
         int32_t index = next;
         wait_end_before<DK, DV, W>(base, turn);
@@ -104,8 +104,8 @@ __device__ __forceinline__ void three_branches::plan_pieces(const call &a, const
         } else if (drained) {
             for (int i = 1; i < SM90_BRANCHES; i++) wait_end_before<DK, DV, W>(base, turn + i);
             again = before[0] >= 0 && *odd_piece<at>(smem, piece - 1) != 0;
-            index = again ? before[0] : -1;
-            more = again;
+            if (!again) return end_turns<DK, DV, W>(turn, smem, base);
+            index = before[0];
             before[0] = -1;
         }
         before[1] = before[0];
@@ -115,15 +115,14 @@ __device__ __forceinline__ void three_branches::plan_pieces(const call &a, const
         typename W::turn w = {};
         int32_t number = 0;
         w.again = again;
-        w.queries = -1;
-        if (more) W::find(a, plan, index, &w, &number);
+        W::find(a, plan, index, &w, &number);
 #pragma unroll 1
-        for (int i = 0; i == 0 || (i < SM90_BRANCHES && more); i++, turn++) {
+        for (int i = 0; i < SM90_BRANCHES; i++, turn++) {
             begin_turn(turn, &w);
-            if (more) find_branch<at::KEYS>(a, number, i > 0, &w);
+            find_branch<at::KEYS>(a, number, i > 0, &w);
             if (W::MASKS && a.choice.here && w.queries > 0 && w.slots == 0) w.slots = 1; /* all hidden */
-            if (more) W::share(a, plan, index, &w);
-            w.list_later = more && W::listed(w) && a.choice.here;
+            W::share(a, plan, index, &w);
+            w.list_later = W::listed(w) && a.choice.here;
             if (w.list_later) w.slots = 0;
             if (turn == 1 && !a.choice.here) wait_for_before(); /* what chooses waits itself */
             leave_turn<DK, DV, W>(a, w, turn, smem, base);
@@ -132,10 +131,9 @@ __device__ __forceinline__ void three_branches::plan_pieces(const call &a, const
     }
 }
 
-/* Warp 1 of the feeder: makes lists, and searches the tiles of V of a piece that is computed again. The end
- * of the turn before tells it that the tiles are those that it counts. */
+/* Warp 1 of the feeder: makes lists. */
 template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ void three_branches::help(const call &a, char *smem, uint32_t base)
+__device__ __forceinline__ void three_branches::leave_lists(const call &a, char *smem, uint32_t base)
 {
     typedef layout<DK, DV, W> at;
     int step = 0, made = 0;
@@ -145,35 +143,23 @@ __device__ __forceinline__ void three_branches::help(const call &a, char *smem, 
         typename W::turn &w = *(typename W::turn *)&wait_turn<DK, DV, W>(smem, base, turn);
         if (w.queries < 0) return;
         if (w.branch == 0) entry0 = w.k0, entries = w.nk;
-        if constexpr (!W::MASKS)
-            if (w.first && w.queries > 0 && a.choice.here) {
-                mbar_wait(base + at::EXTRA + SUMS_FULL, made & 1);
-                read_sums<DK>((const float *)(smem + at::SUMS), sum);
-                mbar_arrive(base + at::EXTRA + SUMS_READ); /* each lane's, for what it read */
-                made++;
-            }
-        if constexpr (!W::MASKS)
-            if (w.list_later) {
-                int kept = 0;
-                if (w.queries > 0)
-                    kept = choose_by_mean<T, DK>(sum, a.choice, a.branch[0], a.branch[1], w, entry0,
-                                                 entries, (int32_t *)(smem + at::LIST));
-                find_whole<at::KEYS>(w, (const int32_t *)(smem + at::LIST), kept, a.branch[1].list_block);
-                if ((threadIdx.x & 31) == 0) w.slots = kept * a.branch[1].list_block;
-                mbar_arrive(base + at::LIST_FULL); /* each lane's, for what it wrote */
-                __syncwarp();
-            }
-        const int tiles = (w.slots + at::KEYS - 1) / at::KEYS;
-        if (w.again && tiles > 0) {
-            if (turn > 0)
-                mbar_wait(base + at::TURN_FREE + 8 * ((turn - 1) % W::TURNS), (turn - 1) / W::TURNS & 1);
-            for (int t = 0; t < tiles; t++) {
-                const int stage = (step + t) % STAGES;
-                mbar_wait(base + at::V_FULL + 8 * stage, (step + t) / STAGES & 1);
-                search_tile<T, DK, DV, W>(smem, base, stage, 0);
-            }
+        if (w.first && w.queries > 0 && a.choice.here) {
+            mbar_wait(base + at::EXTRA + SUMS_FULL, made & 1);
+            read_sums<T, DK>(a.branch[1], w, (const float *)(smem + at::SUMS + at::Q_STAGE), sum);
+            mbar_arrive(base + at::EXTRA + SUMS_READ); /* each lane's, for what it read */
+            made++;
         }
-        step += tiles;
+        if (w.list_later) {
+            int kept = 0;
+            if (w.queries > 0)
+                kept = choose_by_mean<T, DK>(sum, a.choice, a.branch[0], a.branch[1], w, entry0, entries,
+                                             (int32_t *)(smem + at::LIST));
+            find_whole<at::KEYS>(w, (const int32_t *)(smem + at::LIST), kept, a.branch[1].list_block);
+            if ((threadIdx.x & 31) == 0) w.slots = kept * a.branch[1].list_block;
+            mbar_arrive(base + at::LIST_FULL); /* each lane's, for what it wrote */
+            __syncwarp();
+        }
+        step = search_again<T, DK, DV, W>(w, turn, step, smem, base);
         free_turn<DK, DV, W>(base, turn);
     }
 }

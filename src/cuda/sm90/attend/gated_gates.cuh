@@ -1,7 +1,8 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
-/* gated_gates.cuh - the gates of a piece's rows in attend_gated.cuh's kernels, found by warp 2 of the feeder
- * from the rows of Q in shared memory while the others walk the first branch. */
+/* gated_gates.cuh - the gates of a piece's rows in attend_gated.cuh's kernels, found by warp 2 of the feeder,
+ * and by warp 1 where it makes no lists, from the rows of Q in shared memory while the others walk the first
+ * branch. */
 #ifndef QUERN_CUDA_SM90_GATED_GATES_CUH
 #define QUERN_CUDA_SM90_GATED_GATES_CUH
 
@@ -10,14 +11,17 @@
 namespace sm90_forward
 {
 
-/* The gates of a piece's rows, of weights in Q's dtype: products of 16 rows with eight columns of weights at
- * a time, three columns for each head of a query, of which a row takes those of its own. */
-template <typename T, int DK, typename AT>
-__device__ __forceinline__ void multiply_gates(const sm90_gated &a, const gated_turn &w, char *smem,
-                                               uint32_t base)
+/* The gates of a share of a piece's rows, of weights in Q's dtype: products of 16 rows with eight columns of
+ * weights at a time, three columns for each head of a query, of which a row takes those of its own. The first
+ * weights are fetched before Q is there, which `rows_there` waits for. */
+template <typename T, int DK, typename AT, int WARPS, typename F>
+__device__ __forceinline__ void multiply_gates(const sm90_gated &a, const gated_turn &w, int part, char *smem,
+                                               uint32_t base, const F &rows_there)
 {
     const attend_kernel &b = a.branch[1];
-    const int lane = threadIdx.x & 31, columns = SM90_BRANCHES * b.hs, rows = w.queries * b.hs;
+    const int lane = threadIdx.x & 31, columns = SM90_BRANCHES * b.hs, rows = w.queries * b.hs,
+              share = (rows + 16 * WARPS - 1) / (16 * WARPS) * 16, from_row = part * share,
+              to_row = from_row + share < rows ? from_row + share : rows;
     float *const gates = (float *)(smem + AT::GATES);
 #pragma unroll 1
     for (int n0 = 0; n0 < columns; n0 += 8) {
@@ -29,8 +33,9 @@ __device__ __forceinline__ void multiply_gates(const sm90_gated &a, const gated_
             const int col = i * 8 + (lane & 3) * 2;
             weights[i] = n < columns && col < b.dim_k ? *(const uint32_t *)(from + col) : 0;
         }
+        if (n0 == 0) rows_there();
 #pragma unroll 1
-        for (int row0 = 0; row0 < rows; row0 += 16) {
+        for (int row0 = from_row; row0 < to_row; row0 += 16) {
             float logit[2][4] = {};
 #pragma unroll
             for (int i = 0; i < DK / 16; i++) {
@@ -49,7 +54,7 @@ __device__ __forceinline__ void multiply_gates(const sm90_gated &a, const gated_
     }
     __syncwarp();
 #pragma unroll 1
-    for (int i = lane; i < rows * SM90_BRANCHES; i += 32) {
+    for (int i = from_row * SM90_BRANCHES + lane; i < to_row * SM90_BRANCHES; i += 32) {
         const int row = i / SM90_BRANCHES, n = (int)quotient((uint32_t)row, b.by_hs),
                   head = row - n * b.hs + w.head0;
         const float gate = 1.0f / (1.0f + expf(-gates[i]));
@@ -127,9 +132,9 @@ __device__ __forceinline__ void sum_logits(float (&g)[8][SM90_BRANCHES])
     }
 }
 
-/* The gates of a piece's rows. The lanes share a row's columns, eight rows of one head at a time. */
-template <typename T, typename AT>
-__device__ __forceinline__ void find_gates(const sm90_gated &a, const gated_turn &w, char *smem)
+/* The same of other weights and gates. The lanes share a row's columns, eight rows of one head at a time. */
+template <typename T, typename AT, int WARPS>
+__device__ __forceinline__ void find_gates(const sm90_gated &a, const gated_turn &w, int part, char *smem)
 {
     constexpr int M = AT::M, COLUMNS = AT::Q_STAGE / M / 64;
     const attend_kernel &b = a.branch[1];
@@ -141,7 +146,7 @@ __device__ __forceinline__ void find_gates(const sm90_gated &a, const gated_turn
         float weights[SM90_BRANCHES][COLUMNS];
         if (a.gate == GATE_WEIGHTS) load_weights<T>(a, head, weights);
 #pragma unroll 1
-        for (int r0 = j; r0 < rows; r0 += 8 * hs) {
+        for (int r0 = j + part * 8 * hs; r0 < rows; r0 += WARPS * 8 * hs) {
             float g[8][SM90_BRANCHES] = {};
             if (a.gate == GATE_WEIGHTS) {
 #pragma unroll
@@ -174,22 +179,28 @@ __device__ __forceinline__ void find_gates(const sm90_gated &a, const gated_turn
     __syncwarp();
 }
 
-/* Warp 2 of the feeder. */
+/* Warp 2 of the feeder, which is `part` 0 of those that find gates, and warp 1 if there are two. */
 template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ void three_branches::leave_gates(const call &a, char *smem, uint32_t base)
+__device__ __forceinline__ void three_branches::leave_gates(const call &a, int part, char *smem,
+                                                            uint32_t base)
 {
     typedef layout<DK, DV, W> at;
-    int used = 0;
+    int used = 0, step = 0;
     for (int turn = 0;; turn++) {
         const typename W::turn &w = wait_turn<DK, DV, W>(smem, base, turn);
         if (w.queries < 0) return;
         if (W::needs_q(w)) {
-            mbar_wait(base + at::Q_FULL, used & 1);
-            if (a.gate == GATE_WEIGHTS && !a.w_f32 && a.w_vec) multiply_gates<T, DK, at>(a, w, smem, base);
-            else find_gates<T, at>(a, w, smem);
+            const auto rows_there = [&]() { mbar_wait(base + at::Q_FULL, used & 1); };
+            if (a.gate == GATE_WEIGHTS && !a.w_f32 && a.w_vec) {
+                multiply_gates<T, DK, at, W::GATE_WARPS>(a, w, part, smem, base, rows_there);
+            } else {
+                rows_there();
+                find_gates<T, at, W::GATE_WARPS>(a, w, part, smem);
+            }
             mbar_arrive(base + at::GATES_FULL); /* each lane's, for what it wrote */
             used++;
         }
+        if (part == 1) step = search_again<T, DK, DV, W>(w, turn, step, smem, base);
         free_turn<DK, DV, W>(base, turn);
     }
 }

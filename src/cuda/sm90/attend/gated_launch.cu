@@ -124,6 +124,26 @@ static sm90_choice choice_of(const attend_gate_args *args)
     return c;
 }
 
+static sm90_seen seen_of(const attend_kernel &a)
+{
+    constexpr int64_t MOST = 1 << 29; /* no sequence has as many keys */
+    const bool range = a.mask == ATTEND_RANGE;
+    const int64_t position = range && a.query_offset > 0 ? a.query_offset : 0;
+    int64_t before = -MOST, after = a.causal ? position + 1 : MOST;
+    sm90_seen seen = {0, 0, fast_div_by(1), range && a.query_offset < 0};
+    if (range && a.window > 0) {
+        before = position - (a.causal ? a.window - 1 : a.window / 2);
+        if (!a.causal) after = position + a.window / 2 + 1;
+    }
+    if (a.mask == ATTEND_COMPRESSED && a.causal) {
+        if (a.visibility == ENTRY_COMPLETE) after = 2 - a.block_size;
+        seen.stride = fast_div_by((uint32_t)(a.stride < INT32_MAX ? a.stride : INT32_MAX));
+    }
+    seen.before = (int32_t)(before > -MOST ? before : -MOST);
+    seen.after = (int32_t)(after < MOST ? after > -MOST ? after : -MOST : MOST);
+    return seen;
+}
+
 /* The branches without lists have the rows of the one with lists. */
 static sm90_gated gated_of(const attend_gate_args *args)
 {
@@ -135,11 +155,11 @@ static sm90_gated gated_of(const attend_gate_args *args)
         a.branch[i].units = listed.units;
         a.branch[i].by_hs = listed.by_hs;
         a.branch[i].tile = listed.tile;
+        a.seen[i] = seen_of(a.branch[i]);
     }
     a.choice = choice_of(args);
     a.behind = args->behind_compress || (!args->select_given && !a.choice.here);
     a.by_mask = a.choice.here ? fast_div_by(128 / SM90_MASKS) : listed.by_tile_rows;
-    a.by_stride = fast_div_by((uint32_t)(a.branch[0].stride < INT32_MAX ? a.branch[0].stride : INT32_MAX));
     a.o = view4_of(args->gate.o);
     a.gates = view4_of(args->gate.gates);
     a.gate = args->gate.kind;

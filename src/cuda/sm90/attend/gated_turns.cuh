@@ -50,16 +50,19 @@ struct three_branches {
     typedef gated_maps maps;
     typedef gated_turn turn;
     static constexpr bool LISTS = false, GATED = true, MASKS = false;
+    /* Warps of the feeder that find gates; warps that leave sums. */
     static constexpr int TURNS = SM90_BRANCHES, LISTS_AHEAD = 1, LIST_MOST = SM90_GATED_LIST, SEARCHERS = 1,
-                         /* behind what says whether each piece has something that is not finite: barriers
-                          * of what the threads that compute leave in the place of the rows' sums, for warp 1
-                          * or for another block */
-                         SUMS_FULL = 4 * PIECES, SUMS_READ = SUMS_FULL + 8, EXTRA = SUMS_READ + 8;
+                         GATE_WARPS = 1, SUMMING = 4;
+    /* Behind what says whether each piece has something that is not finite: barriers of what stands in the
+     * place of the rows' sums before them, rows of the tile's other piece and sums of its rows, and of sums
+     * for another block. */
+    static constexpr int OTHER_FULL = 4 * PIECES, SUMS_FULL = OTHER_FULL + 8, SUMS_READ = SUMS_FULL + 8,
+                         EXTRA = SUMS_READ + 8;
 
     static __device__ __forceinline__ void find(const call &a, const work_plan &plan, int32_t index,
                                                 gated_turn *w, int32_t *number)
     {
-        find_work<true, false, SECTION, false>(a.branch[SM90_FIRST_BRANCH], plan, index, w, number);
+        find_work<true, false, SECTION, false>(a.branch[SM90_FIRST_BRANCH], plan, index, w, number, a.by);
     }
     static __device__ __forceinline__ void begin_turn(int turn, gated_turn *w)
     {
@@ -94,6 +97,8 @@ struct three_branches {
     static __device__ __forceinline__ void fetch_maps(const maps &m);
     /* Blocks in pairs: attend_gated_few.cuh. */
     static __device__ __forceinline__ void meet(const call &) {}
+    static __device__ __forceinline__ void meet_wait(const call &) {}
+    static __device__ __forceinline__ void part(const call &) {}
     static __device__ __forceinline__ int32_t first_piece(const call &, const work_plan &)
     {
         return (int32_t)blockIdx.x;
@@ -104,16 +109,31 @@ struct three_branches {
     }
     static __device__ __forceinline__ void share(const call &, const work_plan &, int32_t, gated_turn *) {}
     template <typename T, int DK, int DV, typename W>
-    static __device__ __forceinline__ void help(const call &a, char *smem, uint32_t base);
+    static __device__ __forceinline__ void leave_lists(const call &a, char *smem, uint32_t base);
     template <int DK, int DV, typename W>
     static __device__ __forceinline__ void plan_pieces(const call &a, const work_plan &plan, char *smem,
                                                        uint32_t base);
     template <typename T, int DK, int DV, typename W>
-    static __device__ __forceinline__ void leave_gates(const call &a, char *smem, uint32_t base);
-    static __device__ __forceinline__ void init_more(uint32_t extra)
+    static __device__ __forceinline__ void leave_gates(const call &a, int part, char *smem, uint32_t base);
+    template <typename W> static __device__ __forceinline__ void init_more(uint32_t extra)
     {
-        mbar_init(extra + SUMS_FULL, 8 * WARP_ARRIVALS);
+        mbar_init(extra + OTHER_FULL, 1);
+        mbar_init(extra + SUMS_FULL, W::SUMMING * WARP_ARRIVALS);
         mbar_init(extra + SUMS_READ, WARP_ARRIVALS);
+    }
+    /* One thread copies the rows of the tile's other piece. */
+    template <int DK, int DV, typename W>
+    static __device__ __forceinline__ void copy_others(const call &a, const work_plan &plan, const maps &m,
+                                                       const turn &w, uint32_t base)
+    {
+        typedef layout<DK, DV, W> at;
+        const int other = a.choice.here ? other_piece<at::M>(tile_of(a.branch[1], w), w) : -1;
+        if (other < 0) return;
+        mbar_expect(base + at::EXTRA + OTHER_FULL, DK / 64 * plan.queries * 128);
+#pragma unroll
+        for (int p = 0; p < DK / 64; p++)
+            tma_load(base + at::SUMS + p * at::M * 128, m.q, base + at::EXTRA + OTHER_FULL, p * 64, w.head0,
+                     w.q0 + other, w.view);
     }
     struct row_masks {};
     template <int KEYS>
@@ -138,6 +158,26 @@ __device__ __forceinline__ void three_branches::fetch_maps(const maps &m)
 template <typename AT> __device__ __forceinline__ int32_t *odd_piece(char *smem, int piece)
 {
     return (int32_t *)(smem + AT::EXTRA) + piece % PIECES;
+}
+
+/* Warp 1 of the feeder: searches the tiles of V of a piece that is computed again. The end of the turn before
+ * tells it that the tiles are those that it counts: `step` before this turn's, which it adds. */
+template <typename T, int DK, int DV, typename W>
+__device__ __forceinline__ int search_again(const typename W::turn &w, int turn, int step, char *smem,
+                                            uint32_t base)
+{
+    typedef layout<DK, DV, W> at;
+    const int tiles = (w.slots + at::KEYS - 1) / at::KEYS;
+    if (w.again && tiles > 0) {
+        if (turn > 0)
+            mbar_wait(base + at::TURN_FREE + 8 * ((turn - 1) % W::TURNS), (turn - 1) / W::TURNS & 1);
+        for (int t = 0; t < tiles; t++) {
+            const int stage = (step + t) % STAGES;
+            mbar_wait(base + at::V_FULL + 8 * stage, (step + t) / STAGES & 1);
+            search_tile<T, DK, DV, W>(smem, base, stage, 0);
+        }
+    }
+    return step + tiles;
 }
 
 } // namespace sm90_forward

@@ -164,7 +164,7 @@ __device__ __forceinline__ void add_branch(float (&o)[OT][4], const float (&by)[
 template <int OT, int THREADS>
 __device__ __forceinline__ void borrow_sums(uint32_t sums, uint32_t theirs, bool begun)
 {
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < OT; i++) {
         float4 x = cluster_load(theirs + i * THREADS * 16);
         if (begun) {
@@ -266,18 +266,24 @@ __device__ __forceinline__ void leave_piece(float (&o)[OT][4], const typename W:
                                             uint32_t own_sums, char *smem, uint32_t base)
 {
     typedef layout<DK, DV, W> at;
-    const uint32_t peer = (blockIdx.x & 1) ^ 1;
     if (!end.rows) return;
-    if (W::MASKS && end.lent) {
-        add_branch<OT, at::M * 2>(o, by, false, own_sums);
-        cluster_arrive(cluster_address(base + at::EXTRA + W::SUMS_FULL, peer));
-    } else {
-        if (W::MASKS && end.borrows) {
+    if constexpr (W::MASKS) {
+        const uint32_t peer = (blockIdx.x & 1) ^ 1;
+        if (end.lent) {
+            add_branch<OT, at::M * 2>(o, by, false, own_sums);
+            cluster_arrive(cluster_address(base + at::EXTRA + W::SUMS_FULL, peer));
+        }
+        if (end.borrows) {
             cluster_wait(base + at::EXTRA + W::SUMS_FULL, 0);
             borrow_sums<OT, at::M * 2>(own_sums, cluster_address(own_sums, peer), end.begun);
             end.begun = true;
         }
+    }
+    if (!end.lent)
         store_sums<T, at, W>(o, call, plan_of_turn<DK, DV, W>(smem, turn), by, end.begun, place, smem);
+    if (!W::MASKS && call.choice.here) {
+        async_fence(); /* the copy engine brings other rows to the place of the sums */
+        __syncwarp();
     }
     if ((threadIdx.x & 31) == 0) mbar_arrive(base + at::Q_FREE);
 }
@@ -288,14 +294,29 @@ struct walker {
     uint32_t clean, own_sums;
 };
 
-/* Leaves the sums of a piece's rows to the warp that makes its list. */
+/* Leaves the sums of a tile's rows to the warp that makes its list; one warpgroup calls. `others`: how often
+ * rows of another piece have come. Whether a loop goes on must not look different from lane to lane: ptxas
+ * would do without uniform registers in all that follows, and a tile would take a tenth longer. */
 template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ void give_sums_of_rows(const typename W::call &call, const typename W::turn &first,
-                                                  char *smem, uint32_t base)
+__device__ __forceinline__ void leave_sums_of_rows(const typename W::call &call, const typename W::turn &w,
+                                                   int used, int *others, char *smem, uint32_t base)
 {
     typedef layout<DK, DV, W> at;
-    if (first.queries <= 0 || !call.choice.here) return;
-    leave_sums_of_rows<T, DK>(call.branch[1], first, (float *)(smem + at::SUMS));
+    const tile_rows tile = tile_of(call.branch[1], w);
+    const int other = same(other_piece<at::M>(tile, w)), own = same(w.query);
+    float sum[DK / 8][4] = {};
+    mbar_wait(base + at::Q_FULL, used & 1);
+    if (other >= 0) mbar_wait(base + at::EXTRA + W::OTHER_FULL, (*others)++ & 1);
+#pragma unroll 1
+    for (int n = same(tile.first); n >= 0; n = n < own ? own : n < other ? other : -1) {
+        const int left = same(tile.end) - n;
+        sum_rows<T, DK, at::M>(sum, base + (n == own ? at::Q : at::SUMS), left < at::M ? left : at::M);
+    }
+    if ((threadIdx.x & 127) < 4) {
+        float2 *const to = (float2 *)(smem + at::SUMS + at::Q_STAGE) + (threadIdx.x & 3);
+#pragma unroll
+        for (int i = 0; i < DK / 8; i++) to[i * 4] = make_float2(sum[i][0], sum[i][1]);
+    }
     mbar_arrive(base + at::EXTRA + W::SUMS_FULL); /* each lane's, for what it wrote */
 }
 
@@ -326,8 +347,8 @@ __device__ __forceinline__ void walk_piece(const typename W::call &call, const t
     auto arrive = [&](uint32_t bar) {
         if ((threadIdx.x & 31) == 0) mbar_arrive(base + bar);
     };
-    if (rows) mbar_wait(base + at::Q_FULL, x.used & 1);
     walked_branch b = enter_branch<DK, DV, W>(smem, base, turn, r);
+    if (rows) mbar_wait(base + at::Q_FULL, x.used & 1);
     int from = b.turn, from_t = 0;
     auto end = [&](float(&by)[2]) {
         if (!rows || plan_of_turn<DK, DV, W>(smem, b.turn).absent) return;
@@ -416,11 +437,16 @@ __device__ __forceinline__ void three_branches::walk(const call &call, char *sme
 {
     const int row = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
     walker x = {group, {row, row + 8}, 0, 0, 0, base + layout<DK, DV, W>::SUMS + (threadIdx.x - 128) * 16};
-    if (group == shape<DK, DV, W>::GROUPS - 1) named_arrive(1, 256); /* the first warpgroup goes first */
+    const bool last = group == shape<DK, DV, W>::GROUPS - 1;
+    int others = 0;
+    if (last) named_arrive(1, 256); /* the first warpgroup goes first */
+    W::meet_wait(call);
     for (int turn = 0;; turn += W::TURNS) {
         const typename W::turn &first = wait_turn<DK, DV, W>(smem, base, turn);
         if (first.queries < 0) break;
-        if constexpr (!W::MASKS) give_sums_of_rows<T, DK, DV, W>(call, first, smem, base);
+        if constexpr (!W::MASKS)
+            if (last && same(first.queries > 0) && call.choice.here)
+                leave_sums_of_rows<T, DK, DV, W>(call, first, x.used, &others, smem, base);
         walk_piece<T, DK, DV, W>(call, first, turn, x, smem, base);
     }
 }

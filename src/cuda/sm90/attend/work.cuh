@@ -37,6 +37,37 @@ struct work {
     int32_t list_row;
 };
 
+/* What the numbers of pieces are divided by, as it is, or as the host has prepared it, which takes a tenth of
+ * the instructions: pieces of a section and of a tile, units, queries, heads, pieces of a view. */
+struct plain_divisions {
+    __device__ __forceinline__ int32_t section(int32_t x, int32_t pieces) const { return x / pieces; }
+    __device__ __forceinline__ int32_t units(int32_t x, int32_t width) const { return x / width; }
+    __device__ __forceinline__ int32_t part(int32_t x, int32_t per_tile) const { return x / per_tile; }
+    __device__ __forceinline__ int32_t tile(int32_t x, int32_t queries) const { return x / queries; }
+    __device__ __forceinline__ int32_t head(int32_t x, int32_t group) const { return x / group; }
+    __device__ __forceinline__ int32_t view(int32_t x, int32_t n, int32_t queries) const
+    {
+        return x / ((n + queries - 1) / queries);
+    }
+};
+
+struct work_divisions {
+    fast_div by_section, by_units, by_last_units, by_part, by_tile, by_head, by_view;
+    __device__ __forceinline__ int32_t section(int32_t x, int32_t) const { return of(x, by_section); }
+    __device__ __forceinline__ int32_t units(int32_t x, int32_t width) const
+    {
+        return width == (int32_t)by_units.d ? of(x, by_units) : of(x, by_last_units);
+    }
+    __device__ __forceinline__ int32_t part(int32_t x, int32_t) const { return of(x, by_part); }
+    __device__ __forceinline__ int32_t tile(int32_t x, int32_t) const { return of(x, by_tile); }
+    __device__ __forceinline__ int32_t head(int32_t x, int32_t) const { return of(x, by_head); }
+    __device__ __forceinline__ int32_t view(int32_t x, int32_t, int32_t) const { return of(x, by_view); }
+    static __device__ __forceinline__ int32_t of(int32_t x, const fast_div &by)
+    {
+        return (int32_t)quotient((uint32_t)x, by);
+    }
+};
+
 __device__ __forceinline__ sequence sequence_of(const work &w)
 {
     return {0, w.view, w.q0, w.nq, w.k0, w.nk};
@@ -44,12 +75,14 @@ __device__ __forceinline__ sequence sequence_of(const work &w)
 
 /* Sets the sequence of piece `i` of those cut by `unit` queries; `tiles`: how many tiles of `tile` queries
  * the sequences before it have; `number`: the sequence's. All lanes of the warp call. */
+template <typename DIV = plain_divisions>
 __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t unit, work *w, int32_t *first,
-                                           int32_t tile = 0, int32_t *tiles = NULL, int32_t *number = NULL)
+                                           int32_t tile = 0, int32_t *tiles = NULL, int32_t *number = NULL,
+                                           const DIV &by = {})
 {
     const int32_t n_q = (int32_t)s.n_q, n_kv = (int32_t)s.n_kv, batch = (int32_t)s.batch;
     if (s.cu_q == NULL) {
-        const int32_t per = (n_q + unit - 1) / unit, b = i / per;
+        const int32_t per = (n_q + unit - 1) / unit, b = by.view(i, n_q, unit);
         *first = (i - b * per) * unit;
         if (tiles != NULL) *tiles = 0; /* of a view of its own */
         if (number != NULL) *number = b;
@@ -96,6 +129,22 @@ __device__ __forceinline__ bool find_piece(const seqs &s, int32_t i, int32_t uni
     return false;
 }
 
+/* A plan's divisors, where sections have `section` units. */
+static inline work_divisions divisions_of(const attend_kernel &a, const work_plan &plan, int section,
+                                          bool listed)
+{
+    const int32_t queries = listed ? a.tile : plan.queries, n = (int32_t)a.sq.n_q,
+                  per = (n + queries - 1) / queries, last = a.units % section;
+    const auto by = [](int32_t d) { return fast_div_by((uint32_t)(d > 0 ? d : 1)); };
+    return {by(plan.pieces * section),
+            by(section),
+            by(last),
+            by(plan.per_tile),
+            by(a.tile),
+            by(a.group),
+            by(per)};
+}
+
 /* The next piece that nobody has taken; all lanes of the warp call. */
 __device__ __forceinline__ int32_t next_piece(const work_plan &plan)
 {
@@ -108,31 +157,32 @@ __device__ __forceinline__ int32_t next_piece(const work_plan &plan)
  * tiles, list_row is the first one's, and a section is one unit, whose keys all find room in L2, or as many
  * as UNITS says. Without KEYS it leaves out which keys the rows see, but sets the number of their sequence.
  * All lanes of the warp call. */
-template <bool LISTED, bool SHARED = false, int UNITS = SHARED ? 1 : SECTION, bool KEYS = true>
+template <bool LISTED, bool SHARED = false, int UNITS = SHARED ? 1 : SECTION, bool KEYS = true,
+          typename DIV = plain_divisions>
 __device__ __forceinline__ void find_work(const attend_kernel &a, const work_plan &plan, int32_t index,
-                                          work *w, int32_t *number = NULL)
+                                          work *w, int32_t *number = NULL, const DIV &by = {})
 {
     w->queries = w->slots = 0;
-    const int32_t unit0 = index / (plan.pieces * UNITS) * UNITS,
+    const int32_t unit0 = by.section(index, plan.pieces * UNITS) * UNITS,
                   width = a.units - unit0 < UNITS ? a.units - unit0 : UNITS;
-    const int32_t in_section = index - unit0 * plan.pieces, u = unit0 + in_section % width,
-                  piece = plan.pieces - 1 - in_section / width;
-    const int32_t tile = LISTED ? piece / plan.per_tile : piece;
+    const int32_t in_section = index - unit0 * plan.pieces, before = by.units(in_section, width),
+                  u = unit0 + in_section - before * width, piece = plan.pieces - 1 - before;
+    const int32_t tile = LISTED ? by.part(piece, plan.per_tile) : piece;
     int32_t query, tiles;
     if (!find_piece(a.sq, tile, LISTED ? a.tile : plan.queries, w, &query, a.tile, SHARED ? &tiles : NULL,
-                    number))
+                    number, by))
         return;
-    if (SHARED) w->list_row = tiles + query / a.tile;
+    if (SHARED) w->list_row = tiles + by.tile(query, a.tile);
     int32_t end = w->nq;
     if (LISTED) {
-        w->list_row = a.sq.cu_q == NULL ? query / a.tile : tile;
+        w->list_row = a.sq.cu_q == NULL ? by.tile(query, a.tile) : tile;
         if (end - query > a.tile) end = query + a.tile;
         query += (piece - tile * plan.per_tile) * plan.queries;
     }
     if (query >= end) return;
     const bool by_head = a.units == a.heads;
     w->unit = u;
-    w->kvh = by_head ? u / a.group : u;
+    w->kvh = by_head ? by.head(u, a.group) : u;
     w->head0 = by_head ? u : u * a.group;
     w->query = query;
     w->queries = end - query < plan.queries ? end - query : plan.queries;
