@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from measure import act, beside_cudnn, cudnn, empty, fail, failures, graph_us, line, ms
+from measure import act, beside_cudnn, cudnn, empty, fail, failures, graph_of, graph_us, in_turns, line, ms
 from quern import Quern
 
 quern = Quern(sys.argv[1])
@@ -287,15 +287,18 @@ def longest():
     attempt(layer, "NSA 64/4, 1M, tile 128", 1 << 20, 64, 4, (None, 38), **by_tile)
 
 
-def dense_us(n, heads, kv_heads):
-    """Microseconds of Quern's own dense forward in a graph."""
+def over_dense(n, heads, kv_heads, preset):
+    """Times as long as Quern's own dense forward, both in graphs, in turns."""
     t = dict(
         q=act(1, n, heads, 128),
         k=act(1, n, kv_heads, 128),
         v=act(1, n, kv_heads, 128),
         o=empty(1, n, heads, 128),
     )
-    return graph_us(quern.call("attention_forward", quern.attention_params(), **t), 10)
+    dense = graph_of(quern.call("attention_forward", quern.attention_params(), **t))
+    layer = graph_of(next(whole(n, heads, kv_heads, False, preset=preset)))
+    ours, own = in_turns(layer, dense, reps=21)
+    return ours / own
 
 
 def cudnn_us(n, heads, kv_heads):
@@ -336,7 +339,7 @@ def short():
             lambda: line(
                 f"whole forward of 2k tokens in a graph, 8/2, {name}, over Quern's dense",
                 target,
-                graph_us(next(whole(2048, 8, 2, False, preset=preset))) / dense_us(2048, 8, 2),
+                over_dense(2048, 8, 2, preset),
                 "x",
                 True,
             )
