@@ -53,6 +53,11 @@ static bool computes_groups(const nsa_call *c)
            c->params.groups == QUERN_NSA_LIST_COMPUTED;
 }
 
+static bool lists_are_wanted(const nsa_call *c)
+{
+    return op_uses(&c->head, T(block_idx)) || op_uses(&c->head, T(block_count));
+}
+
 static void carve_compress(nsa_call *c, arena *a)
 {
     nsa_views *v = &c->views;
@@ -98,6 +103,7 @@ static bool carve_fused(nsa_call *c, arena *a, size_t *scratch)
     c->fused.branches = c->params.branches;
     c->fused.select = c->select;
     c->fused.select_given = !c->use_select;
+    c->fused.lists_wanted = lists_are_wanted(c);
     c->fused.behind_compress = c->use_compress;
     c->fused.gate = nsa_gate_args(c);
     if (!STAGE_TAKES(c->head.backend->attend_gate_forward, &c->head.exec, &c->fused, why)) {
@@ -132,13 +138,12 @@ static void carve_composed(nsa_call *c, arena *a, size_t *bytes)
 {
     nsa_views *v = &c->views;
     const bool all = nsa_branch_on(c, NSA_SLC) && nsa_selects_all(c);
-    const bool lists = op_uses(&c->head, T(block_idx)) || op_uses(&c->head, T(block_count));
     const bool twins = choose_branches(c, all);
     int64_t taken = 0;
     for (int i = 0; i < NSA_BRANCHES; i++)
         if (c->use_attend[i] && v->o_b[i].ndim == 0 && taken++ == 0) v->o_b[i] = v->o;
     c->passes = passes_of(c, taken - 1);
-    carve_lists(c, a, computes_blocks(c) && (lists || !all), computes_groups(c));
+    carve_lists(c, a, computes_blocks(c) && (lists_are_wanted(c) || !all), computes_groups(c));
     const int64_t B = c->head.varlen ? 1 : c->batch, H = c->heads / c->passes;
     const int64_t o_shape[] = {B, c->n, H, c->dim_v}, lse_shape[] = {B, H, c->n};
     for (int i = 0; i < NSA_BRANCHES; i++) {

@@ -15,6 +15,7 @@ typedef struct attend_gate_args {
     bool separate[3];   /* the branch reads keys and values of its own */
     select_args select; /* computed inside where select.blocks was not handed in */
     bool select_given;
+    bool lists_wanted;    /* select's blocks and counts are results; else they need not be written */
     bool behind_compress; /* the stage before it on the stream makes its entries */
     gate_args gate;
 } attend_gate_args;
@@ -22,6 +23,7 @@ STAGE_DECLARE(attend_gate);
 /* The views are those of the members' own lists. */
 #define ATTEND_GATE_MEMBERS(F) F(branch[0]) F(branch[1]) F(branch[2]) F(select) F(gate)
 #define ATTEND_GATE_VALUES(F)                                                                                \
-    F(branches) F(separate[0]) F(separate[1]) F(separate[2]) F(select_given) F(behind_compress)
+    F(branches)                                                                                              \
+    F(separate[0]) F(separate[1]) F(separate[2]) F(select_given) F(lists_wanted) F(behind_compress)
 
 #endif

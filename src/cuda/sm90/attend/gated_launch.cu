@@ -46,14 +46,14 @@ static bool chooses(const attend_gate_args *args)
            s->k <= SM90_GATED_LIST;
 }
 
-/* Measured (docs/performance.md): short sequences gain the launches and the gate's pass, long ones nothing.
+/* Measured (docs/performance.md): sequences gain the launches and the gate's pass, the longest ones nothing.
  * Lists of few rows pay as long as all keys of a piece are not many more than its lists name: the more rows a
  * list has, the fewer lists share them. Else several heads a piece cost more for their gates than they save.
  * Where a list has room for every block, other kernels need not select, and two branches are one. A softmax
  * over entries takes the compressed branch's lse, which only separate stages have at that time. */
 static bool pays(const stage_exec *exec, const attend_gate_args *args)
 {
-    enum { LONGEST = 8192, FEW_LONGEST = 32768 };
+    enum { LONGEST = 1 << 18, FEW_LONGEST = 3 << 14 };
     if (exec->variant != NULL && strcmp(exec->variant, "attend_gate_sm90") == 0) return true;
     const attend_args *const listed = &args->branch[1];
     const int64_t n = listed->seqs.n_q;
@@ -114,7 +114,7 @@ static sm90_choice choice_of(const attend_gate_args *args)
     c.scale = s->scale;
     c.forced_first = (int32_t)s->forced_first;
     c.forced_local = (int32_t)s->forced_local;
-    c.blocks = (int32_t *)s->blocks.data;
+    c.blocks = args->lists_wanted ? (int32_t *)s->blocks.data : NULL;
     c.count = (int32_t *)s->count.data;
     c.rows = s->blocks.shape[2];
     for (int i = 0; i < 3; i++) {
