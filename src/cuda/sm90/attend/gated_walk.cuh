@@ -281,11 +281,6 @@ __device__ __forceinline__ void leave_piece(float (&o)[OT][4], const typename W:
     }
     if (!end.lent)
         store_sums<T, at, W>(o, call, plan_of_turn<DK, DV, W>(smem, turn), by, end.begun, place, smem);
-    if (!W::MASKS && call.choice.here) {
-        async_fence(); /* the copy engine brings other rows to the place of the sums */
-        __syncwarp();
-    }
-    if ((threadIdx.x & 31) == 0) mbar_arrive(base + at::Q_FREE);
 }
 
 /* A computing warpgroup on its way: tiles and pieces so far, and the parity of each stage's V_CLEAN. */
@@ -428,6 +423,11 @@ __device__ __forceinline__ void walk_piece(const typename W::call &call, const t
     leave_piece<T, DK, DV, W>(o, call, b.turn, {rows, lent, borrows, begun}, by, x.place, x.own_sums, smem,
                               base);
     free_turns<DK, DV, W>(base, from, b.turn);
+    if (rows && !W::MASKS && call.choice.here) {
+        async_fence(); /* the copy engine brings other rows to the place of the sums */
+        __syncwarp();
+    }
+    if (rows) arrive(at::Q_FREE);
     x.used += rows;
 }
 
