@@ -396,12 +396,13 @@ __device__ __forceinline__ void add_product(float (&acc)[TILES][4], const float 
     }
 }
 
-/* The key after the last one that the rows of a warp see which are one token's. */
+/* The key after the last one that the rows of a warp see which are one token's. All lanes call, and ptxas sees
+ * that they get the same. */
 __device__ __forceinline__ int end_of_token(const attend_kernel &a, const work &w, int warp)
 {
     int lo, end = 0;
     if (warp < w.queries) row_keys(a, sequence_of(w), w.query + warp, &lo, &end);
-    return end;
+    return __shfl_sync(~0u, end, 0);
 }
 
 /* A computing warp has done with a stage. */
