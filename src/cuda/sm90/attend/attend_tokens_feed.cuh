@@ -396,8 +396,8 @@ __device__ __forceinline__ void add_product(float (&acc)[TILES][4], const float 
     }
 }
 
-/* The key after the last one that the rows of a warp see which are one token's. All lanes call, and ptxas sees
- * that they get the same. */
+/* The key after the last one that the rows of a warp see which are one token's. All lanes call; by the
+ * shuffle ptxas knows that they get the same. */
 __device__ __forceinline__ int end_of_token(const attend_kernel &a, const work &w, int warp)
 {
     int lo, end = 0;
