@@ -322,15 +322,15 @@ __device__ __forceinline__ void free_turns(uint32_t base, int from, int to)
     for (int i = from; i <= to; i++) free_turn<DK, DV, W>(base, i);
 }
 
-/* Frees the places of a piece's rows and of their sums, where the copy engine may bring others. */
+/* Frees the places of a piece's rows, if it has some, and of their sums: the copy engine may bring others. */
 template <int DK, int DV, typename W>
-__device__ __forceinline__ void free_rows(const typename W::call &call, uint32_t base)
+__device__ __forceinline__ void free_rows(bool rows, const typename W::call &call, uint32_t base)
 {
-    if (!W::MASKS && call.choice.here) {
+    if (rows && !W::MASKS && call.choice.here) {
         async_fence();
         __syncwarp();
     }
-    if ((threadIdx.x & 31) == 0) mbar_arrive(base + layout<DK, DV, W>::Q_FREE);
+    if (rows && (threadIdx.x & 31) == 0) mbar_arrive(base + layout<DK, DV, W>::Q_FREE);
 }
 
 /* Walks the piece whose first turn is `turn`. */
@@ -434,7 +434,7 @@ __device__ __forceinline__ void walk_piece(const typename W::call &call, const t
     leave_piece<T, DK, DV, W>(o, call, b.turn, {rows, lent, borrows, begun}, by, x.place, x.own_sums, smem,
                               base);
     free_turns<DK, DV, W>(base, from, b.turn);
-    if (rows) free_rows<DK, DV, W>(call, base);
+    free_rows<DK, DV, W>(rows, call, base);
     x.used += rows;
 }
 
