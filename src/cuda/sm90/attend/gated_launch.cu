@@ -14,6 +14,12 @@ static select_args select_of(const attend_gate_args *args)
     return select;
 }
 
+/* Whether it takes the kernels for head dims above 64. */
+static bool is_wide(const attend_args *branch)
+{
+    return branch->q.shape[3] > 64 || branch->v.shape[3] > 64;
+}
+
 /* Rows of a list. */
 static int64_t rows_of_list(const attend_args *listed)
 {
@@ -46,18 +52,20 @@ static bool chooses(const attend_gate_args *args)
            s->k <= SM90_GATED_LIST;
 }
 
-/* Measured (docs/performance.md): sequences gain the launches and the gate's pass, the longest ones nothing.
- * Lists of few rows pay as long as all keys of a piece are not many more than its lists name: the more rows a
- * list has, the fewer lists share them. Else several heads a piece cost more for their gates than they save.
- * Where a list has room for every block, other kernels need not select, and two branches are one. A softmax
- * over entries takes the compressed branch's lse, which only separate stages have at that time. */
+/* Measured (docs/performance.md): sequences gain the launches and the gate's pass, the longest ones nothing;
+ * of D 64 only short ones were measured. Lists of few rows pay as long as all keys of a piece are not many
+ * more than its lists name: the more rows a list has, the fewer lists share them. Else several heads a piece
+ * cost more for their gates than they save. Where a list has room for every block, other kernels need not
+ * select, and two branches are one. A softmax over entries takes the compressed branch's lse, which only
+ * separate stages have at that time. */
 static bool pays(const stage_exec *exec, const attend_gate_args *args)
 {
-    enum { LONGEST = 1 << 18, FEW_LONGEST = 3 << 14 };
+    enum { LONGEST = 8192, WIDE_LONGEST = 1 << 18, FEW_LONGEST = 3 << 14 };
     if (exec->variant != NULL && strcmp(exec->variant, "attend_gate_sm90") == 0) return true;
     const attend_args *const listed = &args->branch[1];
     const int64_t n = listed->seqs.n_q;
-    if (n <= listed->block_size * listed->list.shape[3] || n > LONGEST) return false;
+    if (n <= listed->block_size * listed->list.shape[3] || n > (is_wide(listed) ? WIDE_LONGEST : LONGEST))
+        return false;
     if (lists_are_few(listed)) return n * rows_of_list(listed) <= FEW_LONGEST;
     if (!args->select_given && args->select.scorer != SELECT_MEAN_LOGIT) return false;
     return listed->scope == LIST_BY_HEAD;
@@ -180,7 +188,7 @@ quern_status attend_gate_sm90_run(const stage_exec *exec, const attend_gate_args
     const select_args select = select_of(args);
     const attend_args &listed = args->branch[1];
     const sm90_gated a = gated_of(args);
-    const bool f16 = listed.q.dtype == QUERN_F16, wide = listed.q.shape[3] > 64 || listed.v.shape[3] > 64;
+    const bool f16 = listed.q.dtype == QUERN_F16, wide = is_wide(&listed);
     quern_status status = QUERN_OK;
     sm90_attend_gated *const kernel = lists_are_few(&listed) ? few[f16][wide] : table[f16][wide];
     if (!args->select_given && !chooses(args)) status = run_chosen(select_variants, exec, &select, workspace);
