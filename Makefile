@@ -65,7 +65,7 @@ install: all
 	cmake --install build/release
 
 format: packages-dev
-	git-clang-format-14 --extensions c,h,cu,cuh
+	git-clang-format-14 --binary clang-format-14 --extensions c,h,cu,cuh
 
 tidy: packages-dev all
 	tests/tidy.sh 225000
