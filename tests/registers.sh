@@ -8,6 +8,7 @@
 #   tests/registers.sh [--print] [BUILD]: the table as measured; the build's folder (build/release)
 set -eu
 cd "$(dirname "$0")/.."
+. tests/kernels.sh
 print=0
 if [[ ${1:-} == --print ]]; then
     print=1
@@ -15,15 +16,13 @@ if [[ ${1:-} == --print ]]; then
 fi
 build=${1:-build/release}
 table=src/cuda/registers.txt
-# The last component of a demangled name, without parameters and blanks; of one instance in two files, the most.
+# Of one instance in two files, the most.
 measured=$(cat "$build"/cuda/*.log | awk '
     /Compiling entry function/ { split($0, part, "\047"); name = part[2]; target = part[4]; next }
     /bytes stack frame/ { stack = $1; spill = $5 }
     /Used [0-9]+ registers/ && target == "sm_90a" {
         for (i = 1; i < NF; i++) if ($i == "Used") print name, $(i + 1), stack, spill
-    }' | c++filt |
-    sed -E 's/^void //; s/\(anonymous namespace\):://g; s/\([^()]*\)( [0-9]+ [0-9]+ [0-9]+)$/\1/; s/^([a-z_0-9]+::)+//
-            s/__nv_bfloat16/bf16/g; s/__half/f16/g; s/, /,/g' | awk '
+    }' | kernel_names | awk '
     { if ($2 > r[$1]) r[$1] = $2; if ($3 > s[$1]) s[$1] = $3; if ($4 > p[$1]) p[$1] = $4; seen[$1] = 1 }
     END { for (w in seen) print w, r[w] + 0, s[w] + 0, p[w] + 0 }' | LC_ALL=C sort)
 if [[ $print == 1 ]]; then

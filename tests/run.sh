@@ -157,6 +157,8 @@ small() {
     fi
     if compgen -G 'build/release/cuda/*.log' >/dev/null; then
         count "registers of the GPU's kernels" tests/registers.sh
+        count "machine code of the GPU's kernels" tests/sass.sh
+        grep '^no cuobjdump' "$log" || true
         # It was linked without --no-undefined: what it lacks is what was left out.
         count "the GPU's library lacks what was left out alone" lacks_left_out
     else

@@ -1,9 +1,10 @@
 #!/bin/bash
 # SPDX-FileCopyrightText: The Quern authors
 # SPDX-License-Identifier: BSD-2-Clause
-# Builds the library, the command and the GPU's tests in build/gpu, runs them, compares the registers of the kernels
-# for sm_90a with their table, and ends with `N passed, N failed`: one call of under nine minutes on a machine with a
-# GPU and nvcc. Programs that compare whole layers run again with the kernel of three branches and gate wherever it can.
+# Builds the library, the command and the GPU's tests in build/gpu, runs them, compares the registers and the machine
+# code of the kernels for sm_90a with their tables, and ends with `N passed, N failed`: one call of under nine minutes on
+# a machine with a GPU and nvcc. Programs that compare whole layers run again with the kernel of three branches and gate
+# wherever it can.
 #   QUERN_GPU_TESTS  patterns of the programs to run (all)
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -46,14 +47,18 @@ for program in "${programs[@]}"; do
     fi
 done
 if [[ ${CUDAARCHS:-90a-real} != *90a* ]]; then
-    echo "no code for sm_90a: registers are not compared"
-elif tests/registers.sh build/gpu >"$logs/registers" 2>&1; then
-    passed=$((passed + 1))
-    echo "ok      registers of the kernels"
+    echo "no code for sm_90a: registers and machine code are not compared"
 else
-    failed=$((failed + 1))
-    echo "FAILED  registers of the kernels"
-    head -n 40 "$logs/registers"
+    for check in registers sass; do
+        if tests/$check.sh build/gpu >"$logs/$check" 2>&1; then
+            passed=$((passed + 1))
+            echo "ok      $check of the kernels"
+        else
+            failed=$((failed + 1))
+            echo "FAILED  $check of the kernels"
+            head -n 40 "$logs/$check"
+        fi
+    done
 fi
 echo "$SECONDS s"
 echo "$passed passed, $failed failed"
