@@ -1,7 +1,7 @@
 /* SPDX-FileCopyrightText: The Quern authors
  * SPDX-License-Identifier: BSD-2-Clause */
 /* gated_feed.cuh - the warps that plan and make lists in attend_gated.cuh's kernels; warp 0, which copies, is
- * attend_forward_feed.cuh's. */
+ * attend_forward_feed.cuh's, but for the rows of which lists are made. */
 #ifndef QUERN_CUDA_SM90_GATED_FEED_CUH
 #define QUERN_CUDA_SM90_GATED_FEED_CUH
 
@@ -9,6 +9,21 @@
 
 namespace sm90_forward
 {
+
+/* One thread of warp 0 copies the rows of the tile's other piece. */
+template <int DK, int DV, typename W>
+__device__ __forceinline__ void three_branches::copy_others(const call &a, const work_plan &plan,
+                                                            const maps &m, const turn &w, uint32_t base)
+{
+    typedef layout<DK, DV, W> at;
+    const int other = a.choice.here ? other_piece<at::M>(tile_of(a.branch[1], w), w) : -1;
+    if (other < 0) return;
+    mbar_expect(base + at::EXTRA + OTHER_FULL, DK / 64 * plan.queries * 128);
+#pragma unroll
+    for (int p = 0; p < DK / 64; p++)
+        tma_load(base + at::SUMS + p * at::M * 128, m.q, base + at::EXTRA + OTHER_FULL, p * 64, w.head0,
+                 w.q0 + other, w.view);
+}
 
 /* Varlen: list rows that no tile has, of those that the kernel makes. The planner of each block calls. */
 static __device__ __forceinline__ void pad_lists(const sm90_choice &c, const attend_kernel &a)
@@ -129,6 +144,26 @@ __device__ __forceinline__ void three_branches::plan_pieces(const call &a, const
         }
         if (!again && !drained) next = W::piece_after(a, plan, next);
     }
+}
+
+/* Warp 1 of the feeder: searches the tiles of V of a piece that is computed again. The end of the turn before
+ * tells it that the tiles are those that it counts: `step` before this turn's, which it adds. */
+template <typename T, int DK, int DV, typename W>
+__device__ __forceinline__ int search_again(const typename W::turn &w, int turn, int step, char *smem,
+                                            uint32_t base)
+{
+    typedef layout<DK, DV, W> at;
+    const int tiles = (w.slots + at::KEYS - 1) / at::KEYS;
+    if (w.again && tiles > 0) {
+        if (turn > 0)
+            mbar_wait(base + at::TURN_FREE + 8 * ((turn - 1) % W::TURNS), (turn - 1) / W::TURNS & 1);
+        for (int t = 0; t < tiles; t++) {
+            const int stage = (step + t) % STAGES;
+            mbar_wait(base + at::V_FULL + 8 * stage, (step + t) / STAGES & 1);
+            search_tile<T, DK, DV, W>(smem, base, stage, 0);
+        }
+    }
+    return step + tiles;
 }
 
 /* Warp 1 of the feeder: makes lists. */

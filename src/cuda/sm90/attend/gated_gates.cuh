@@ -6,7 +6,7 @@
 #ifndef QUERN_CUDA_SM90_GATED_GATES_CUH
 #define QUERN_CUDA_SM90_GATED_GATES_CUH
 
-#include "sm90/attend/gated_turns.cuh"
+#include "sm90/attend/gated_feed.cuh"
 
 namespace sm90_forward
 {

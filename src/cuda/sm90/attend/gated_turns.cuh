@@ -121,20 +121,9 @@ struct three_branches {
         mbar_init(extra + SUMS_FULL, W::SUMMING * WARP_ARRIVALS);
         mbar_init(extra + SUMS_READ, WARP_ARRIVALS);
     }
-    /* One thread copies the rows of the tile's other piece. */
     template <int DK, int DV, typename W>
     static __device__ __forceinline__ void copy_others(const call &a, const work_plan &plan, const maps &m,
-                                                       const turn &w, uint32_t base)
-    {
-        typedef layout<DK, DV, W> at;
-        const int other = a.choice.here ? other_piece<at::M>(tile_of(a.branch[1], w), w) : -1;
-        if (other < 0) return;
-        mbar_expect(base + at::EXTRA + OTHER_FULL, DK / 64 * plan.queries * 128);
-#pragma unroll
-        for (int p = 0; p < DK / 64; p++)
-            tma_load(base + at::SUMS + p * at::M * 128, m.q, base + at::EXTRA + OTHER_FULL, p * 64, w.head0,
-                     w.q0 + other, w.view);
-    }
+                                                       const turn &w, uint32_t base);
     struct row_masks {};
     template <int KEYS>
     static __device__ __forceinline__ void find_whole(turn &w, const int32_t *list, int kept, int block);
@@ -158,26 +147,6 @@ __device__ __forceinline__ void three_branches::fetch_maps(const maps &m)
 template <typename AT> __device__ __forceinline__ int32_t *odd_piece(char *smem, int piece)
 {
     return (int32_t *)(smem + AT::EXTRA) + piece % PIECES;
-}
-
-/* Warp 1 of the feeder: searches the tiles of V of a piece that is computed again. The end of the turn before
- * tells it that the tiles are those that it counts: `step` before this turn's, which it adds. */
-template <typename T, int DK, int DV, typename W>
-__device__ __forceinline__ int search_again(const typename W::turn &w, int turn, int step, char *smem,
-                                            uint32_t base)
-{
-    typedef layout<DK, DV, W> at;
-    const int tiles = (w.slots + at::KEYS - 1) / at::KEYS;
-    if (w.again && tiles > 0) {
-        if (turn > 0)
-            mbar_wait(base + at::TURN_FREE + 8 * ((turn - 1) % W::TURNS), (turn - 1) / W::TURNS & 1);
-        for (int t = 0; t < tiles; t++) {
-            const int stage = (step + t) % STAGES;
-            mbar_wait(base + at::V_FULL + 8 * stage, (step + t) / STAGES & 1);
-            search_tile<T, DK, DV, W>(smem, base, stage, 0);
-        }
-    }
-    return step + tiles;
 }
 
 } // namespace sm90_forward
