@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <quern/attention.h>
 #include <quern/cuda.h>
 #include <quern/nsa.h>
 
@@ -226,13 +227,36 @@ static void varlen_sequences(void **state)
     check(QUERN_NSA_METRIC_MEAN_LOGIT, QUERN_NSA_SCOPE_GROUP, 64, true);
 }
 
+/* Hopper's backward keeps dQ's sums by tiles of 64 queries: of sequences of one token they would take 128 GiB
+ * for a key/value head. */
+static void short_sequences(void **state)
+{
+    (void)state;
+    const int64_t q_shape[] = {1 << 18, 1, 64, D}, k_shape[] = {1 << 18, 1, 4, D},
+                  lse_shape[] = {1 << 18, 64, 1};
+    quern_tensor q = quern_tensor_contiguous(NULL, QUERN_BF16, 4, q_shape),
+                 k = quern_tensor_contiguous(NULL, QUERN_BF16, 4, k_shape),
+                 lse = quern_tensor_contiguous(NULL, QUERN_F32, 3, lse_shape);
+    q.device = k.device = lse.device = QUERN_CUDA;
+    const quern_attention_params params = QUERN_ATTENTION_PARAMS_INIT;
+    quern_attention_tensors t = QUERN_ATTENTION_TENSORS_INIT;
+    t.q = t.o = t.d_o = t.d_q = &q;
+    t.k = t.v = t.d_k = t.d_v = &k;
+    t.lse = &lse;
+    quern_context *ctx;
+    OK(quern_context_create(NULL, &ctx));
+    size_t bytes;
+    OK(quern_attention_backward_workspace(ctx, &params, &t, &bytes));
+    quern_context_destroy(ctx);
+    assert_true(bytes < ((size_t)1 << 18) * 64 * D * 2 * sizeof(float)); /* twice dQ in f32 */
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(lists_of_a_group),
-        cmocka_unit_test(lists_of_a_head),
-        cmocka_unit_test(varlen_sequences),
-        cmocka_unit_test(gradients),
+        cmocka_unit_test(lists_of_a_group), cmocka_unit_test(lists_of_a_head),
+        cmocka_unit_test(varlen_sequences), cmocka_unit_test(gradients),
+        cmocka_unit_test(short_sequences),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -37,6 +37,11 @@ __device__ __forceinline__ void store_shared(uint32_t address, float x, float y)
 {
     asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
+__device__ __forceinline__ void store_shared4(uint32_t address, float x, float y, float z, float w)
+{
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w)
+                 : "memory");
+}
 __device__ __forceinline__ void stmatrix4(uint32_t address, const uint32_t (&r)[4])
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),

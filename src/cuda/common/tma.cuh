@@ -51,6 +51,21 @@ __device__ __forceinline__ void tma_store(const CUtensorMap &map, uint32_t from,
         "r"(from), "r"(column), "r"(head), "r"(token), "r"(batch)
         : "memory");
 }
+/* The same with `bytes` in a row; they and both addresses are multiples of 16. */
+__device__ __forceinline__ void bulk_add(float *to, uint32_t from, uint32_t bytes)
+{
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                     __cvta_generic_to_global(to)),
+                 "r"(from), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_store(float *to, uint32_t from, uint32_t bytes)
+{
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
+        "r"(from), "r"(bytes)
+        : "memory");
+}
 __device__ __forceinline__ void tma_commit()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");

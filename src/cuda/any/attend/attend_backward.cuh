@@ -51,12 +51,17 @@ template <typename F> __device__ __forceinline__ int first_query(int64_t nq, F s
     return (int)lo;
 }
 
-/* The forward's lse in the exp2 domain (+inf for a row without keys), delta and row_scale of one row. */
+/* A row's lse in the exp2 domain; +inf for a row without keys. */
+__device__ __forceinline__ float exp2_lse(float lse)
+{
+    return lse == -INFINITY ? INFINITY : lse * 1.4426950408889634f;
+}
+
+/* The forward's lse in the exp2 domain, delta and row_scale of one row. */
 __device__ __forceinline__ void row_statistics(const attend_kernel &a, const sequence &seq, int64_t n,
                                                int64_t head, float *lse2, float *delta, float *row_scale)
 {
-    const float lse = a.lse.p[seq.view_b * a.lse.s[0] + head * a.lse.s[1] + n * a.lse.s[2]];
-    *lse2 = lse == -INFINITY ? INFINITY : lse * 1.4426950408889634f;
+    *lse2 = exp2_lse(a.lse.p[seq.view_b * a.lse.s[0] + head * a.lse.s[1] + n * a.lse.s[2]]);
     *delta = a.delta.p[seq.view_b * a.delta.s[0] + head * a.delta.s[1] + n * a.delta.s[2]];
     *row_scale =
         a.row_scale.p == NULL

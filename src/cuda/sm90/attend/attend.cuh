@@ -51,6 +51,8 @@ struct sm90_backward_call {
     void *workspace;
 };
 size_t sm90_attend_backward_bytes(const attend_args *args);
+/* Whether dQ's sums stay in proportion to dQ: each of many short sequences has tiles of its own. */
+bool sm90_sums_fit(const attend_args *args);
 int sm90_backward_keys(const attend_args *args);
 quern_status sm90_attend_backward(const attend_args *args, const attend_launch &l, int64_t pieces,
                                   const sm90_backward_call &call, cudaStream_t stream);
@@ -76,6 +78,7 @@ struct sm90_backward_plan {
     bool head_first;       /* a head's tiles one after another, not a tile's heads */
     int32_t *taken;        /* tickets given out; NULL: a block's number is its ticket */
     int32_t *turns;        /* [heads][tiles]: how many key blocks have added to a tile of dQ */
+    float *sums;           /* dQ's, as dq_sums.cuh lays them out; NULL: d_q has them */
     bool fresh;            /* the first to come to a tile of dQ finds nothing to add to */
     sm90_lists lists;
 };
@@ -87,7 +90,7 @@ quern_status sm90_lists_clean(const attend_kernel &a, const sm90_lists &lists, i
 quern_status sm90_lists_sum(const attend_launch &l, const sm90_lists &lists, int kv0, int heads, float *sums,
                             cudaStream_t stream);
 
-/* `d_q`: f32, its heads those of this launch; added to. */
+/* `d_q`: without sums f32, its heads those of this launch; added to. */
 typedef quern_status sm90_attend_back(const attend_args *args, const attend_launch &l,
                                       const sm90_backward_plan &plan, const quern_tensor &d_q,
                                       cudaStream_t stream);

@@ -16,21 +16,22 @@
  * With lists of blocks, a block of threads owns 128 slots of one list: its rows are those of the list's tile,
  * all of which chose these keys. What it makes of dK and dV is that list's share (attend_lists.cu adds them).
  *
- * Every key block adds its share of dQ to f32 sums in global memory (TMA's reduction). A counter for each
- * tile and head says how many key blocks have added, and a block waits until all before it have: the order is
- * that of the keys, whoever computes them. A block waits only for blocks that took a lower ticket, so some
- * block can always go on. First keys, which see most rows, go first. Blocks that start together walk the rows
- * from the end, one step apart; those that follow (sm90_backward_plan's wave) begin one after the other, at
- * their diagonals, and walk the other way: so they stay beside each other, too, and L2 serves them all.
+ * Every key block adds its share of dQ to f32 sums in global memory: in d_q by boxes of TMA, in workspace a
+ * tile at once (dq_sums.cuh). A counter for each tile and head says how many key blocks have added, and a
+ * block waits until all before it have: the order is that of the keys, whoever computes them. A block waits
+ * only for blocks that took a lower ticket, so some block can always go on. First keys, which see most rows,
+ * go first. Blocks that start together walk the rows from the end, one step apart; those that follow
+ * (sm90_backward_plan's wave) begin one after the other, at their diagonals, and walk the other way: so they
+ * stay beside each other, too, and L2 serves them all.
  *
  * Above D = 64, where no row of a tile sees one half of the keys, as at both ends of a window, that half's
  * warpgroup leaves zeros for dQ and has nothing else to do.
  *
- * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics and looks for
- * what is not finite in rows that may hold it and do not see all of these keys; warps 2 and 3 add dQ's two
- * buffers. What is not finite in Q and dO becomes 0 between the products that read it for S and dP and those
- * for dK and dV, and the keys that such a row sees get it (NaN in dK). K that is not finite becomes 0
- * for dQ's product, and the rows that see it get NaN.
+ * Warp 0 of the feeding warpgroup copies Q and dO by TMA; warp 1 fetches the rows' statistics, a step ahead
+ * of their stage, and looks for what is not finite in rows that may hold it and do not see all of these keys;
+ * warps 2 and 3 add dQ's two buffers. What is not finite in Q and dO becomes 0 between the products that read
+ * it for S and dP and those for dK and dV, and the keys that such a row sees get it (NaN in dK). K that is
+ * not finite becomes 0 for dQ's product, and the rows that see it get NaN.
  *
  * Shared memory at D = 128: K, V 64 KB, Q, dO 64 KB, dS 32 KB, dQ 64 KB. Limit: the tensor cores; shared
  * memory comes close behind.
@@ -67,8 +68,9 @@ template <int DK, int DV> struct layout {
                          KEYS_BACK = DS_FREE + 8 * DS_BUFFERS, DS_PART = KEYS_BACK + 8,
                          BLOCK = DS_PART + 4 * DS_BUFFERS;
     static constexpr int BYTES = BLOCK + (int)sizeof(key_block);
-    static constexpr bool RATIO = APART;    /* its delta is of rows without row_scale */
-    static constexpr bool HALVES = DK > 64; /* at D 64 steps are too short for it to pay */
+    static constexpr bool RATIO = APART;         /* its delta is of rows without row_scale */
+    static constexpr bool KEYS_OF_ROWS = !APART; /* its first step masks by them, and steps with a part do */
+    static constexpr bool HALVES = DK > 64;      /* at D 64 steps are too short for it to pay */
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
 };
 
@@ -119,12 +121,12 @@ static quern_status run(const attend_args *args, const attend_launch &l, const s
                         const quern_tensor &d_q, cudaStream_t stream)
 {
     const int box = plan.lists.box > 0 ? plan.lists.box : KEYS;
-    maps m;
+    maps m = {};
     quern_status status = tma_describe(&m.q, args->q, 1, ROWS);
     if (status == QUERN_OK) status = tma_describe(&m.d_o, args->d_o, 1, ROWS);
     if (status == QUERN_OK) status = tma_describe(&m.k, args->k, 1, box);
     if (status == QUERN_OK) status = tma_describe(&m.v, args->v, 1, box);
-    if (status == QUERN_OK) status = tma_describe(&m.d_q, d_q, 1, ROWS);
+    if (status == QUERN_OK && plan.sums == NULL) status = tma_describe(&m.d_q, d_q, 1, ROWS);
     if (status != QUERN_OK) return status;
     const unsigned of_head = plan.lists.clean != NULL ? (unsigned)plan.lists.rows * (unsigned)plan.lists.per
                                                       : (unsigned)plan.pieces * (unsigned)l.kernel.splits,

@@ -52,12 +52,12 @@ template <typename T, typename AT> struct dq_apart : computing<T, AT> {
 
     /* Step t where no row sees this warpgroup's keys. */
     template <int OK, int OV>
-    __device__ __forceinline__ void other_step(int t, int part, int key, float (&dk)[OK][4],
+    __device__ __forceinline__ void other_step(int t, int part, const key_rows &rows, float (&dk)[OK][4],
                                                float (&dv)[OV][4]) const
     {
         const uint32_t none[NT / 2][4] = {};
         mbar_wait(base + AT::FULL + 8 * (t % AT::STAGES), t / AT::STAGES & 1);
-        if (part & 2) clean(t, key, dk, dv);
+        if (part & 2) clean(t, rows, dk, dv);
         leave_ds(none, t, part, false);
         mbar_arrive(base + AT::FREE + 8 * (t % AT::STAGES)); /* each lane's, for what it read */
         wait_for_keys(t);
@@ -72,8 +72,7 @@ __device__ __forceinline__ void compute_apart(const attend_kernel &a, const sm90
     constexpr int DK = AT::DIM_K, DV = AT::DIM_V;
     constexpr int NT = ROWS / 8;
     dq_apart<T, AT> w(a, plan, b, smem, base, group);
-    const int place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2),
-              key = key_of(b, place);
+    const int place = group * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
     const uint32_t ak = base + AT::K + group * 64 * 128, av = base + AT::V + group * 64 * 128;
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
     w.odd = false;
@@ -81,7 +80,7 @@ __device__ __forceinline__ void compute_apart(const attend_kernel &a, const sm90
         mbar_wait(base + AT::OWN_FULL, 0);
         w.odd = search_keys<T, DK>(smem + AT::K, &b.odd);
     }
-    const key_rows rows = find_key_rows(a, sequence_of(b), key);
+    const key_rows rows = find_key_rows(a, sequence_of(b), key_of(b, place));
     int t = 0;
     auto wait_for_statistics = [&](int step) {
         mbar_wait(base + AT::STAT_FULL + 8 * (step % AT::STAGES), step / AT::STAGES & 1);
@@ -97,7 +96,7 @@ __device__ __forceinline__ void compute_apart(const attend_kernel &a, const sm90
         if (!mine) {
             wait_for_statistics(t);
             mine = (w.statistics_of(t)->next_halves >> group & 1) != 0;
-            w.other_step(t, w.statistics_of(t)->part, key, dk, dv);
+            w.other_step(t, w.statistics_of(t)->part, rows, dk, dv);
             t++;
             continue;
         }
@@ -121,7 +120,7 @@ __device__ __forceinline__ void compute_apart(const attend_kernel &a, const sm90
             mine = (st->next_halves >> group & 1) != 0;
             if (part & 2) {
                 wg_wait<0>(dp);
-                w.clean(t, key, dk, dv);
+                w.clean(t, rows, dk, dv);
             }
             wg_start();
             keys_by_rows<T, ROWS, DV>(dv, p, g);

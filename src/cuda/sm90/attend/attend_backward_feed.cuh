@@ -9,7 +9,7 @@
 #include "any/attend/attend_backward.cuh"
 #include "common/barrier.cuh"
 #include "common/tma.cuh"
-#include "sm90/attend/attend.cuh"
+#include "sm90/attend/dq_sums.cuh"
 
 namespace sm90_backward
 {
@@ -26,7 +26,7 @@ struct maps {
 /* Of the rows of a stage. lse2: times log2 e, +inf where a row sees nothing. */
 struct statistics {
     float lse2[MOST_ROWS], delta[MOST_ROWS], row_scale[MOST_ROWS];
-    int32_t lo[MOST_ROWS], hi[MOST_ROWS];
+    int32_t lo[MOST_ROWS], hi[MOST_ROWS]; /* the keys that it sees, with KEYS_OF_ROWS */
     int32_t part;        /* some rows do not see all keys: 1; and something in them is not finite: 3 */
     int32_t next_halves; /* halves_seen() of the step behind this one */
     uint32_t empty[2];   /* rows that see nothing, by their lse or as there are none: a bit each */
@@ -43,11 +43,12 @@ struct key_block {
     int32_t turns;                     /* the counter of the sequence's first tile */
     int32_t up;                        /* whether it walks the tiles from the first */
     int32_t odd;                       /* something in K is not finite */
-    int32_t seen_lo, seen_end;         /* a row that sees keys [seen_lo, seen_end) sees all of the block's */
+    int32_t whole_first, whole_end;    /* the queries that see all of its keys */
     int32_t half_tile[2], half_end[2]; /* of each half of the keys: the tiles whose rows may see some of it */
     int32_t first[MOST_KEYS / RUN];    /* the first key of each run of RUN that follow one another */
     int32_t pad;
-    int64_t slot; /* of the partial sums */
+    int64_t slot;                         /* of the partial sums */
+    const float *lse, *delta, *row_scale; /* of the sequence's first row of head 0 */
 };
 
 /* Key `place` of a block. */
@@ -59,6 +60,32 @@ __device__ __forceinline__ int key_of(const key_block &b, int place)
 __device__ __forceinline__ sequence sequence_of(const key_block &b)
 {
     return {0, b.view, b.q0, b.nq, b.k0, b.nk};
+}
+
+__device__ __forceinline__ void enter_sequence(const attend_kernel &a, const sequence &seq, key_block *b)
+{
+    b->view = (int)seq.view_b;
+    b->q0 = (int)seq.q0;
+    b->nq = (int)seq.nq;
+    b->k0 = (int)seq.k0;
+    b->nk = (int)seq.nk;
+    b->turns = first_tile(a.sq, seq);
+    b->lse = a.lse.p + seq.view_b * a.lse.s[0] + seq.q0 * a.lse.s[2];
+    b->delta = a.delta.p + seq.view_b * a.delta.s[0] + seq.q0 * a.delta.s[2];
+    b->row_scale = NULL;
+    if (a.row_scale.p != NULL)
+        b->row_scale = a.row_scale.p + seq.view_b * a.row_scale.s[0] + seq.q0 * a.row_scale.s[2];
+}
+
+/* Finds the queries that see all keys from `first` to `last`. */
+__device__ __forceinline__ void find_whole(const attend_kernel &a, const sequence &seq, int first, int last,
+                                           key_block *b)
+{
+    int other_first, other_end;
+    key_queries(a, seq, first, &other_first, &b->whole_end);
+    key_queries(a, seq, last, &b->whole_first, &other_end);
+    b->whole_first = max(b->whole_first, other_first);
+    b->whole_end = min(b->whole_end, other_end);
 }
 
 /* Fills in what is ticket `ticket` of lists: the blocks of threads of a list follow one another, since they
@@ -92,22 +119,16 @@ __device__ __forceinline__ bool find_listed(const attend_kernel &a, const sm90_b
         if (b->first[i] + RUN > end) end = b->first[i] + RUN;
     }
     if (b->first[0] == NO_KEY && (b->place > 0 || !plan.fresh)) return false; /* fresh: dQ is 0 */
-    b->view = (int)seq.view_b;
-    b->q0 = (int)seq.q0;
-    b->nq = (int)seq.nq;
-    b->k0 = (int)seq.k0;
-    b->nk = (int)seq.nk;
+    enter_sequence(a, seq, b);
     b->head0 = b->kvh * a.group;
     b->key0 = b->first[0];
     b->key_end = b->nk;
-    b->seen_lo = 0;
-    b->seen_end = end;
+    find_whole(a, seq, 0, end - 1, b);
     b->slot = ((int64_t)head * lists.rows + row) * lists.per + b->place;
     b->odd = 0;
     b->up = 1;
     b->half_tile[0] = b->half_tile[1] = 0;
     b->half_end[0] = b->half_end[1] = INT32_MAX;
-    b->turns = a.sq.cu_q == NULL ? (int)seq.b * ((b->nq + ROWS - 1) / ROWS) : b->q0 / ROWS + (int)seq.b;
     const int last = query + a.tile < b->nq ? (int)query + a.tile : b->nq;
     b->tile = (int)query / ROWS;
     b->tiles = (last + ROWS - 1) / ROWS - b->tile;
@@ -166,11 +187,7 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
         first[h] = qa < nq ? qa / ROWS : INT32_MAX;
         end[h] = (qb + ROWS - 1) / ROWS;
     }
-    b->view = (int)seq.view_b;
-    b->q0 = (int)seq.q0;
-    b->nq = nq;
-    b->k0 = (int)seq.k0;
-    b->nk = nk;
+    enter_sequence(a, seq, b);
     b->kvh = plan.kv0 + unit0 + rest - piece * width;
     b->head0 = b->kvh * a.group;
     b->key0 = key0;
@@ -178,13 +195,10 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     b->key_end = key_end;
     b->slot = ((int64_t)b->kvh * plan.pieces + piece) * a.splits + split;
     b->odd = 0;
-    b->seen_lo = key0;
-    b->seen_end = key0 + KEYS; /* so that keys past the last are hidden */
+    find_whole(a, seq, key0, key0 + KEYS - 1, b); /* none where keys past the last are to be hidden */
     for (int i = 0; i < KEYS / RUN; i++) b->first[i] = key0 + i * RUN;
     b->up = in_section / plan.wave & 1;
     const int tiles = (nq + ROWS - 1) / ROWS, per = (tiles + a.splits - 1) / a.splits;
-    /* A tile's turns count from the first of the blocks that walk it: they are consecutive, too. */
-    b->turns = a.sq.cu_q == NULL ? (int)seq.b * tiles : b->q0 / ROWS + (int)seq.b;
     for (int h = 0; h < 2; h++) {
         b->half_tile[h] = first[h];
         b->half_end[h] = end[h];
@@ -268,7 +282,7 @@ __device__ __forceinline__ bool row_nonfinite(const char *tile, int row)
         __is_same(T, bf16) ? 0x7f80 : 0x7c00; /* the least bits of what is not finite */
     uint32_t most = 0;
     for (int p = 0; p < PANELS; p++)
-#pragma unroll
+#pragma unroll 2
         for (int c = 0; c < 8; c++) {
             const uint4 v = *(const uint4 *)(tile + p * ROWS * 128 + row * 128 + ((c ^ (row & 7)) << 4));
             most = __vmaxu2(most, __vmaxu2(__vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff),
@@ -277,64 +291,92 @@ __device__ __forceinline__ bool row_nonfinite(const char *tile, int row)
     return (most & 0xffff) >= INFINITE || most >> 16 >= INFINITE;
 }
 
-/* Warp 1 of the feeder: a lane has rows lane and lane + 32 of each stage. What is not finite in a row's Q
- * leaves it no finite score, so no finite lse, and what is not finite in its dO no finite delta: with
- * FINITE_KNOWN, the other rows are not searched. */
+/* Warp 1 of the feeder: a lane has rows lane and lane + 32 of each stage, and loads what it needs of them a
+ * step ahead. What is not finite in a row's Q leaves it no finite score, so no finite lse, and what is not in
+ * its dO no finite delta: with FINITE_KNOWN, the other rows are not searched. */
 template <typename T, typename AT, bool FINITE_KNOWN>
 __device__ __forceinline__ void fetch_and_search(const attend_kernel &a, const sm90_backward_plan &plan,
                                                  const key_block &b, char *smem, uint32_t base)
 {
     const int lane = threadIdx.x & 31, steps = b.tiles * a.hs;
+    float lse[2], delta[2], row_scale[2];
+    int query;
+    /* A lane's rows of a statistic; `p`: that of the sequence's first row of head 0. */
+    auto load = [&](float(&x)[2], const float *p, const int64_t *strides, int head, float none) {
+        const int64_t between = strides[2];
+        const float *row = p + head * strides[1] + (query + lane) * between;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            x[i] = lane + i * 32 < AT::ROWS && query + lane + i * 32 < b.nq ? __ldg(row + i * 32 * between)
+                                                                            : none;
+    };
+    auto load_step = [&](int t) {
+        int head;
+        query = tile_at_step(a, plan, b, t, &head) * AT::ROWS;
+        load(lse, b.lse, a.lse.s, head, -INFINITY);
+        load(delta, b.delta, a.delta.s, head, 0.0f);
+        row_scale[0] = row_scale[1] = 1.0f;
+        if (b.row_scale != NULL) load(row_scale, b.row_scale, a.row_scale.s, head, 1.0f);
+    };
+    if (steps > 0) load_step(0);
     for (int t = 0; t < steps; t++) {
         const int stage = t % AT::STAGES;
         statistics *st = (statistics *)(smem + AT::STAT) + stage;
-        int head;
-        const int query = tile_at_step(a, plan, b, t, &head) * AT::ROWS;
-        bool search[2], parts = false, searches = false;
+        uint32_t search = 0; /* a bit each of its rows */
+        bool parts = false;
         uint32_t empty[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = lane + i * 32, n = query + row;
-            int lo = 0, hi = 0;
-            float lse2 = INFINITY, delta = 0.0f, row_scale = 1.0f;
-            if (row < AT::ROWS && n < b.nq) {
-                row_statistics(a, sequence_of(b), b.q0 + n, head, &lse2, &delta, &row_scale);
-                if (lse2 != INFINITY) row_keys(a, sequence_of(b), n, &lo, &hi);
-            }
-            const bool part = row < AT::ROWS && (lo > b.seen_lo || hi < b.seen_end);
-            empty[i] = __ballot_sync(~0u, lse2 == INFINITY);
-            search[i] = part && !(FINITE_KNOWN && isfinite(lse2) && isfinite(delta));
+            const bool part =
+                row < AT::ROWS && (lse[i] == -INFINITY || n < b.whole_first || n >= b.whole_end);
+            empty[i] = __ballot_sync(~0u, lse[i] == -INFINITY);
+            if (part && !(FINITE_KNOWN && isfinite(lse[i]) && isfinite(delta[i]))) search |= 1u << i;
             parts = parts || part;
-            searches = searches || search[i];
-            if (i == 0) mbar_wait(base + AT::FREE + 8 * stage, (t / AT::STAGES & 1) ^ 1);
-            st->lse2[row] = lse2;
-            if (AT::RATIO && a.row_scale.p != NULL) delta = row_scale != 0.0f ? delta / row_scale : 0.0f;
-            st->delta[row] = delta;
-            st->row_scale[row] = row_scale;
-            st->lo[row] = lo;
-            st->hi[row] = hi;
         }
-        bool odd = false;
-        if (__any_sync(~0u, searches)) {
-            mbar_wait(base + AT::FULL + 8 * stage, t / AT::STAGES & 1);
+        mbar_wait(base + AT::FREE + 8 * stage, (t / AT::STAGES & 1) ^ 1);
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                if (search[i])
-                    odd = odd ||
-                          row_nonfinite<T, AT::ROWS, AT::DIM_K / 64>(smem + AT::Q + stage * AT::Q_BYTES,
-                                                                     lane + i * 32) ||
-                          row_nonfinite<T, AT::ROWS, AT::DIM_V / 64>(smem + AT::DO + stage * AT::DO_BYTES,
-                                                                     lane + i * 32);
+        for (int i = 0; i < 2; i++) {
+            const int row = lane + i * 32;
+            st->lse2[row] = exp2_lse(lse[i]);
+            st->delta[row] = !AT::RATIO || a.row_scale.p == NULL ? delta[i]
+                             : row_scale[i] != 0.0f              ? delta[i] / row_scale[i]
+                                                                 : 0.0f;
+            st->row_scale[row] = row_scale[i];
         }
-        const int found = (__any_sync(~0u, parts) ? 1 : 0) | (__any_sync(~0u, odd) ? 2 : 0);
+        parts = __any_sync(~0u, parts);
+        bool odd = false;
+        if (__any_sync(~0u, search != 0)) {
+            mbar_wait(base + AT::FULL + 8 * stage, t / AT::STAGES & 1);
+#pragma unroll 1
+            for (int row = lane; search != 0; row += 32, search >>= 1)
+                if (search & 1)
+                    odd =
+                        odd ||
+                        row_nonfinite<T, AT::ROWS, AT::DIM_K / 64>(smem + AT::Q + stage * AT::Q_BYTES, row) ||
+                        row_nonfinite<T, AT::ROWS, AT::DIM_V / 64>(smem + AT::DO + stage * AT::DO_BYTES, row);
+            __syncwarp();
+            odd = __any_sync(~0u, odd);
+        }
+        if (AT::KEYS_OF_ROWS && (parts || t == 0)) {
+#pragma unroll 1
+            for (int row = lane; row < AT::ROWS; row += 32) {
+                int lo = 0, hi = 0;
+                if (((row < 32 ? empty[0] : empty[1]) >> lane & 1) == 0)
+                    row_keys(a, sequence_of(b), query + row, &lo, &hi);
+                st->lo[row] = lo;
+                st->hi[row] = hi;
+            }
+        }
         if (lane == 0) {
-            st->part = found;
+            st->part = (parts ? 1 : 0) | (odd ? 2 : 0);
             st->empty[0] = empty[0];
             st->empty[1] = empty[1];
             st->query = query;
             if (AT::HALVES) st->next_halves = halves_seen(a, plan, b, t + 1);
         }
         mbar_arrive(base + AT::STAT_FULL + 8 * stage); /* each lane's, for what it wrote */
+        if (t + 1 < steps) load_step(t + 1);
     }
 }
 
@@ -356,12 +398,12 @@ __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_back
 {
     const int steps = b.tiles * a.hs;
     for (int t = buffer; t < steps; t += BUFFERS) {
-        int head, lo, hi;
+        int head, lo = 0, hi;
         const int tile = tile_at_step(a, plan, b, t, &head);
         int32_t *turn = plan.turns + (int64_t)head * plan.tiles + b.turns + tile;
         bool store = false;
         if ((threadIdx.x & 31) == 0) {
-            row_keys(a, sequence_of(b), tile * AT::ROWS, &lo, &hi);
+            if (plan.head_first) row_keys(a, sequence_of(b), tile * AT::ROWS, &lo, &hi);
             const int before = b.place - lo / AT::KEYS;
             store = plan.fresh && before == 0;
             while (load_acquire(turn) < before) {
@@ -371,12 +413,19 @@ __device__ __forceinline__ void add_rows(const attend_kernel &a, const sm90_back
         named_sync(DQ_FULL + buffer, AT::DQ_THREADS + 32);
         if ((threadIdx.x & 31) == 0) {
             const int to_head = head - plan.kv0 * a.group, query = b.q0 + tile * AT::ROWS;
+            const uint32_t from = base + AT::DQ + buffer * AT::DQ_BYTES;
+            if (plan.sums != NULL) {
+                float *to = plan.sums + sums_at(b.turns + tile, to_head, plan.kv_heads * a.group, AT::DIM_K);
+                if (store) bulk_store(to, from, AT::DQ_BYTES);
+                else bulk_add(to, from, AT::DQ_BYTES);
+            } else {
 #pragma unroll
-            for (int p = 0; p < AT::DIM_K / 32; p++) {
-                if (p * 32 >= a.dim_k) continue;
-                const uint32_t from = base + AT::DQ + buffer * AT::DQ_BYTES + p * AT::ROWS * 128;
-                if (store) tma_store(m.d_q, from, p * 32, to_head, query, b.view);
-                else tma_add(m.d_q, from, p * 32, to_head, query, b.view);
+                for (int p = 0; p < AT::DIM_K / 32; p++) {
+                    const uint32_t panel = from + p * AT::ROWS * 128;
+                    if (p * 32 >= a.dim_k) continue;
+                    if (store) tma_store(m.d_q, panel, p * 32, to_head, query, b.view);
+                    else tma_add(m.d_q, panel, p * 32, to_head, query, b.view);
+                }
             }
             tma_commit();
             tma_wait_read();

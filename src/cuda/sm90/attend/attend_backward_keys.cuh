@@ -44,7 +44,9 @@ template <int DK, int DV> struct keys_layout {
     static constexpr int CLEAN = STAT_FULL + 8 * STAGES, BLOCK = CLEAN + 8,
                          BYTES = BLOCK + (int)sizeof(key_block);
     static constexpr bool RATIO = true, /* its delta is of rows without row_scale */
-        HALVES = false;
+        KEYS_OF_ROWS = false, HALVES = false;
+    static_assert(FEED + GROUPS * COMPUTE <= 504,
+                  "setmaxnreg waits for registers that a launch does not have");
     static_assert(BYTES <= 227 * 1024 && BLOCK % 8 == 0, "more than a block can have");
 };
 
@@ -87,8 +89,8 @@ __device__ __forceinline__ void compute_keys(const attend_kernel &a, const key_b
             clean_rows<T, at::ROWS, DK, DV>(w.smem + at::Q + stage * at::Q_BYTES,
                                             w.smem + at::DO + stage * at::DO_BYTES, w.base + at::CLEAN,
                                             [&](const char *rows_q, const char *rows_do) {
-                                                spread_rows<T, at::ROWS>(dk, rows_q, stats(), w.key, true);
-                                                spread_rows<T, at::ROWS>(dv, rows_do, stats(), w.key, false);
+                                                spread_rows<T, at::ROWS>(dk, rows_q, stats(), rows, true);
+                                                spread_rows<T, at::ROWS>(dv, rows_do, stats(), rows, false);
                                             });
         }
         wg_start();
@@ -144,7 +146,7 @@ __device__ __forceinline__ void compute_values(const attend_kernel &a, const key
             clean_rows<T, at::ROWS, DK, DV>(
                 w.smem + at::Q + stage * at::Q_BYTES, w.smem + at::DO + stage * at::DO_BYTES,
                 w.base + at::CLEAN,
-                [&](const char *, const char *g) { spread_rows<T, at::ROWS>(dv, g, st, w.key, false); });
+                [&](const char *, const char *g) { spread_rows<T, at::ROWS>(dv, g, st, rows, false); });
         wg_start();
         keys_by_rows<T, at::ROWS, DV>(dv, p, w.base + at::DO + stage * at::DO_BYTES);
         /* After the last step, as in compute_keys(). */
@@ -192,7 +194,7 @@ __device__ __forceinline__ void compute_scores(const attend_kernel &a, const key
             clean_rows<T, at::ROWS, DK, DV>(
                 w.smem + at::Q + stage * at::Q_BYTES, w.smem + at::DO + stage * at::DO_BYTES,
                 w.base + at::CLEAN,
-                [&](const char *q, const char *) { spread_rows<T, at::ROWS>(dk, q, st, w.key, true); });
+                [&](const char *q, const char *) { spread_rows<T, at::ROWS>(dk, q, st, rows, true); });
         wg_start();
         keys_by_rows<T, at::ROWS, DK>(dk, p, w.base + at::Q + stage * at::Q_BYTES);
         /* After the last step, as in compute_keys(). */

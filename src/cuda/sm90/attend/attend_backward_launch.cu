@@ -3,8 +3,8 @@
 /*
  * attend_backward_launch.cu - the launches of attention's backward on Hopper. Above head dim 128 one kernel
  * writes dQ, one dK and dV. Up to 128 one kernel makes all three, and dQ is summed in f32: in place where d_q
- * is f32, else in workspace, as many key/value heads at a time as MOST_SUMS bytes hold, and then stored in
- * d_q's dtype.
+ * is f32, else in workspace (dq_sums.cuh), as many key/value heads at a time as MOST_SUMS bytes hold, and
+ * then stored in d_q's dtype.
  *
  * Workspace: the counters (tickets, a word for each key/value head; turns, a word for each tile and head),
  * then the sums, then what lists need, each from a line of L2 on: with sums and shares 16 bytes off it lists
@@ -12,10 +12,10 @@
  */
 #include "common/chunk.cuh"
 #include "common/tma.cuh"
-#include "sm90/attend/attend.cuh"
+#include "sm90/attend/dq_sums.cuh"
 
 static const size_t MOST_SUMS = (size_t)2 << 30;
-enum { ROWS = 16, CHUNKS = 16, LINE = 128 /* bytes of L2 */ };
+enum { ROWS = 16, CHUNKS = 16, STORERS = 256, LINE = 128 /* bytes of L2 */ };
 
 struct room {
     int64_t tiles;         /* of 64 queries, of all sequences */
@@ -29,13 +29,18 @@ static size_t whole_lines(size_t bytes)
     return (bytes + LINE - 1) & ~(size_t)(LINE - 1);
 }
 
+/* The kernel's padded head dim, up to 128. */
+static int padded_dim(const attend_args *args)
+{
+    return args->q.shape[3] > 64 || args->v.shape[3] > 64 ? 128 : 64;
+}
+
 static room room_of(const attend_args *args)
 {
     const int64_t heads = args->q.shape[2], kv_heads = args->k.shape[2],
                   group = kv_heads > 0 ? heads / kv_heads : 1;
-    const size_t one =
-        (size_t)(args->q.shape[0] * args->q.shape[1] * group * args->q.shape[3]) * sizeof(float);
     room r = {piece_bound(args->seqs, SM90_BACKWARD_ROWS, 1), 0, 0, kv_heads, {}};
+    const size_t one = (size_t)(r.tiles * SM90_BACKWARD_ROWS * group * padded_dim(args)) * sizeof(float);
     r.counters = whole_lines((size_t)(kv_heads + heads * r.tiles) * sizeof(int32_t));
     if (kv_heads == 0 || one == 0) return r;
     const bool in_place = args->d_q.dtype == QUERN_F32;
@@ -49,6 +54,14 @@ static room room_of(const attend_args *args)
     r.per = (kv_heads + passes - 1) / passes;
     r.sums = in_place ? 0 : whole_lines(one * (size_t)r.per);
     return r;
+}
+
+bool sm90_sums_fit(const attend_args *args)
+{
+    const int64_t tokens = args->q.shape[0] * args->q.shape[1],
+                  rows = piece_bound(args->seqs, SM90_BACKWARD_ROWS, 1) * SM90_BACKWARD_ROWS,
+                  group = args->k.shape[2] > 0 ? args->q.shape[2] / args->k.shape[2] : 1;
+    return rows <= 2 * tokens || (size_t)(rows * group * padded_dim(args)) * sizeof(float) <= MOST_SUMS;
 }
 
 static bool is_wide(const attend_args *args)
@@ -69,36 +82,76 @@ size_t sm90_attend_backward_bytes(const attend_args *args)
     return r.counters + r.sums + r.lists.clean + r.lists.shares + r.lists.sums + LINE - 1;
 }
 
-/* Heads head0 ... of d_q from their sums, or 0. A thread has 8 columns of a row; 16 x 16 threads. */
-template <typename T, bool ZERO>
+/* d_q (f32) becomes 0. A thread has 8 columns of a row; 16 x 16 threads. */
 __global__ void __launch_bounds__(ROWS *CHUNKS)
-    attend_store_rows(view4 to, const float *sums, int batch, int tokens, int head0, int heads, int dim,
-                      bool wide, fast_div by_heads)
+    attend_clear_rows(view4 to, int batch, int tokens, int heads, int dim, bool wide, fast_div by_heads)
 {
     const uint32_t row = blockIdx.x * ROWS + threadIdx.x / CHUNKS, token = quotient(row, by_heads),
                    head = row - token * heads;
     const int c = threadIdx.x % CHUNKS * 8;
     if (token >= (uint32_t)tokens || c >= dim) return;
-    for (int b = blockIdx.y; b < batch; b += gridDim.y) {
-        T *p = (T *)to.p + b * to.s[0] + token * to.s[1] + (head0 + head) * to.s[2] + c;
-        chunk x = {};
-        if (!ZERO) x = load_chunk(sums + ((int64_t)b * tokens * heads + row) * dim + c, true);
-        for (int i = 0; i < CHUNK; i++)
-            x.x[i] += 0.0f; /* a zero's sign may come from a row that is not seen */
-        store_chunk(p, x, wide);
+    for (int b = blockIdx.y; b < batch; b += gridDim.y)
+        store_chunk((float *)to.p + b * to.s[0] + token * to.s[1] + head * to.s[2] + c, chunk{}, wide);
+}
+
+static quern_status clear_rows(const attend_args *args, cudaStream_t stream)
+{
+    const int64_t batch = args->d_q.shape[0], tokens = args->d_q.shape[1], heads = args->d_q.shape[2];
+    const dim3 grid((unsigned)((tokens * heads + ROWS - 1) / ROWS),
+                    (unsigned)(batch < 65535 ? batch : 65535));
+    attend_clear_rows<<<grid, ROWS * CHUNKS, 0, stream>>>(
+        view4_of(args->d_q), (int)batch, (int)tokens, (int)heads, (int)args->d_q.shape[3],
+        rows_aligned16(args->d_q), fast_div_by((uint32_t)heads));
+    return LAUNCHED("attention's backward: dQ");
+}
+
+/* Heads head0 ... of d_q from their sums: a block has a tile of one head. A thread has 8 columns of two rows,
+ * which 64 bytes of the sums hold; four neighbours store 64 bytes of each row. */
+template <typename T, int DIM>
+__global__ void __launch_bounds__(STORERS)
+    attend_store_sums(const __grid_constant__ attend_kernel a, view4 to, const float *sums, int head0,
+                      int heads, bool wide)
+{
+    const int piece = (int)(blockIdx.x / (unsigned)heads), head = (int)(blockIdx.x - (unsigned)piece * heads);
+    sequence seq;
+    int64_t query;
+    if (!piece_at(a.sq, piece, SM90_BACKWARD_ROWS, 1, &seq, &query)) return;
+    const int tile = sm90_backward::first_tile(a.sq, seq) + (int)(query / SM90_BACKWARD_ROWS),
+              rows = (int)(seq.nq - query);
+    sums += sm90_backward::sums_at(tile, head, heads, DIM);
+    T *const first = (T *)to.p + seq.view_b * to.s[0] + (seq.q0 + query) * to.s[1] + (head0 + head) * to.s[2];
+#pragma unroll
+    for (int i = threadIdx.x; i < SM90_BACKWARD_ROWS / 2 * DIM / 8; i += STORERS) {
+        const int eight = (i & 3) + (i >> 7) * 4, warp = i >> 5 & 3, in_eight = i >> 2 & 7,
+                  row = warp * 16 + in_eight;
+        const float4 *held =
+            (const float4 *)(sums + sm90_backward::held_at(eight)) + warp * 32 + in_eight * 4;
+        chunk x[2];
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const float4 v = __ldcs(held + c);
+            /* A zero's sign may come from a row that is not seen. */
+            x[0].x[2 * c] = v.x + 0.0f;
+            x[0].x[2 * c + 1] = v.y + 0.0f;
+            x[1].x[2 * c] = v.z + 0.0f;
+            x[1].x[2 * c + 1] = v.w + 0.0f;
+        }
+        for (int h = 0; h < 2; h++)
+            if (eight * 8 < a.dim_k && row + h * 8 < rows)
+                store_chunk(first + (row + h * 8) * to.s[1] + eight * 8, x[h], wide);
     }
 }
 
-template <typename T, bool ZERO>
-static quern_status store_rows(const attend_args *args, const float *sums, int64_t head0, int64_t heads,
-                               cudaStream_t stream)
+template <typename T>
+static quern_status store_sums(const attend_args *args, const attend_kernel &a,
+                               const sm90_backward_plan &plan, cudaStream_t stream)
 {
-    const int64_t batch = args->d_q.shape[0], tokens = args->d_q.shape[1];
-    const dim3 grid((unsigned)((tokens * heads + ROWS - 1) / ROWS),
-                    (unsigned)(batch < 65535 ? batch : 65535));
-    attend_store_rows<T, ZERO><<<grid, ROWS * CHUNKS, 0, stream>>>(
-        view4_of(args->d_q), sums, (int)batch, (int)tokens, (int)head0, (int)heads, (int)args->d_q.shape[3],
-        rows_aligned16(args->d_q), fast_div_by((uint32_t)heads));
+    const int64_t heads = (int64_t)plan.kv_heads * a.group, head0 = (int64_t)plan.kv0 * a.group,
+                  blocks = plan.tiles * heads;
+    const auto kernel = padded_dim(args) > 64 ? attend_store_sums<T, 128> : attend_store_sums<T, 64>;
+    if (blocks > 0)
+        kernel<<<(unsigned)blocks, STORERS, 0, stream>>>(a, view4_of(args->d_q), plan.sums, (int)head0,
+                                                         (int)heads, rows_aligned16(args->d_q));
     return LAUNCHED("attention's backward: dQ");
 }
 
@@ -119,31 +172,43 @@ static quern_status backward_wide(const attend_args *args, const attend_launch &
     if (status != QUERN_OK) return status;
     const attend_kernel &a = l.kernel;
     return keys[half][most](
-        args, l, {(int32_t)pieces, 0, a.kv_heads, 0, INT32_MAX, is_windowed(a), NULL, NULL, false, {}},
+        args, l, {(int32_t)pieces, 0, a.kv_heads, 0, INT32_MAX, is_windowed(a), NULL, NULL, NULL, false, {}},
         stream);
 }
 
-/* Tiles of d_q (f32) whose first query sees nothing become 0: no block of keys may come to them. A block has
- * a tile of one head. */
-__global__ void attend_clear_unseen(const __grid_constant__ attend_kernel a, view4 to)
+/* Tiles of dQ's sums, or of d_q (f32), whose first query sees nothing become 0: no block of keys may come to
+ * them. A block has a tile of one head. */
+__global__ void attend_clear_unseen(const __grid_constant__ attend_kernel a, view4 to, float *sums, int dim)
 {
-    const int head = (int)blockIdx.y, batch = (int)blockIdx.z, from = (int)blockIdx.x * SM90_BACKWARD_ROWS;
+    const int head = (int)blockIdx.y, heads = (int)gridDim.y;
+    sequence seq;
+    int64_t from;
     int lo, hi;
-    row_keys(a, sequence_at(a.sq, batch), from, &lo, &hi);
+    if (!piece_at(a.sq, blockIdx.x, SM90_BACKWARD_ROWS, 1, &seq, &from)) return;
+    row_keys(a, seq, (int)from, &lo, &hi);
     if (lo < hi) return;
-    const int left = (int)a.sq.n_q - from, rows = left < SM90_BACKWARD_ROWS ? left : SM90_BACKWARD_ROWS;
-    for (int i = threadIdx.x; i < rows * a.dim_k; i += blockDim.x) {
-        const int n = i / a.dim_k, c = i - n * a.dim_k;
-        ((float *)to.p)[batch * to.s[0] + (from + n) * to.s[1] + head * to.s[2] + c] = 0.0f;
+    const int left = (int)(seq.nq - from);
+    float *p = (float *)to.p + seq.view_b * to.s[0] + (seq.q0 + from) * to.s[1] + head * to.s[2];
+    int64_t row_stride = to.s[1];
+    int rows = left < SM90_BACKWARD_ROWS ? left : SM90_BACKWARD_ROWS;
+    if (sums != NULL) {
+        const int tile = sm90_backward::first_tile(a.sq, seq) + (int)(from / SM90_BACKWARD_ROWS);
+        p = sums + sm90_backward::sums_at(tile, head, heads, dim);
+        row_stride = dim;
+        rows = SM90_BACKWARD_ROWS;
+    }
+    for (int i = threadIdx.x; i < rows * dim; i += blockDim.x) {
+        const int n = i / dim;
+        p[n * row_stride + i - n * dim] = 0.0f;
     }
 }
 
-static quern_status clear_unseen(const attend_kernel &a, const quern_tensor &d_q, cudaStream_t stream)
+static quern_status clear_unseen(const attend_kernel &a, const sm90_backward_plan &plan,
+                                 const quern_tensor &d_q, int dim, cudaStream_t stream)
 {
-    const dim3 grid(blocks_for(d_q.shape[1], SM90_BACKWARD_ROWS), (unsigned)d_q.shape[2],
-                    (unsigned)d_q.shape[0]);
-    if (grid.x > 0 && grid.y > 0 && grid.z > 0)
-        attend_clear_unseen<<<grid, 256, 0, stream>>>(a, view4_of(d_q));
+    const dim3 grid((unsigned)plan.tiles, (unsigned)(plan.kv_heads * a.group));
+    if (grid.x > 0 && grid.y > 0)
+        attend_clear_unseen<<<grid, 256, 0, stream>>>(a, view4_of(d_q), plan.sums, dim);
     return LAUNCHED("attention's backward: dQ of rows that see nothing");
 }
 
@@ -181,7 +246,6 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
     char *const counters = (char *)whole_lines((uintptr_t)call.workspace);
     float *const sums = (float *)(counters + r.counters);
     const bool in_place = args->d_q.dtype == QUERN_F32;
-    quern_tensor d_q = args->d_q;
     /* Causal blocks that begin together end one after the other at the diagonal, and those that follow begin
      * so: walking away from it they stay beside each other, and L2 serves them all. */
     const bool windowed = is_windowed(a);
@@ -194,6 +258,7 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
                                windowed,
                                (int32_t *)counters,
                                (int32_t *)counters + a.kv_heads,
+                               in_place ? NULL : sums,
                                false,
                                {}};
     sm90_attend_back *const back = table[l.dtype == QUERN_F16][l.dim > 64];
@@ -211,40 +276,31 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
         while (plan.lists.box < 128 && a.list_block % (2 * plan.lists.box) == 0) plan.lists.box *= 2;
         if (status == QUERN_OK) status = sm90_lists_clean(a, plan.lists, (int32_t *)lists, stream);
     }
-    /* A tile of a varlen sequence may reach into the next one, where nothing may be stored. Lists leave no
-     * tile out. */
-    plan.fresh = a.sq.cu_q == NULL && d_q.shape[0] <= 65535 && a.heads <= 65535 &&
-                 !(in_place && args->accumulate_q) && (!l.listed || r.lists.per > 0);
+    /* In d_q a tile of a varlen sequence may reach into the next one, where nothing may be stored. Lists
+     * leave no tile out. */
+    plan.fresh = (!in_place || (a.sq.cu_q == NULL && !args->accumulate_q)) && a.heads <= 65535 &&
+                 (!l.listed || r.lists.per > 0);
     if (status == QUERN_OK && in_place && !args->accumulate_q && !plan.fresh)
-        status = store_rows<float, true>(args, NULL, 0, a.heads, stream);
+        status = clear_rows(args, stream);
+    quern_tensor d_q = args->d_q;
+    const int dim = in_place ? (int)d_q.shape[3] : padded_dim(args);
     for (int64_t kv0 = 0; kv0 < a.kv_heads && status == QUERN_OK; kv0 += r.per, plan.taken++) {
         plan.kv0 = (int32_t)kv0;
         plan.kv_heads = (int32_t)(a.kv_heads - kv0 < r.per ? a.kv_heads - kv0 : r.per);
-        const int64_t heads = (int64_t)plan.kv_heads * a.group;
         if (in_place) {
             d_q.data = (float *)args->d_q.data + kv0 * a.group * d_q.strides[2];
-            d_q.shape[2] = heads;
-        } else {
-            d_q.data = sums;
-            d_q.dtype = QUERN_F32;
-            d_q.shape[2] = heads;
-            d_q.strides[3] = 1;
-            d_q.strides[2] = d_q.shape[3];
-            d_q.strides[1] = heads * d_q.shape[3];
-            d_q.strides[0] = d_q.shape[1] * d_q.strides[1];
-            if (!plan.fresh)
-                status = cuda_report(
-                    cudaMemsetAsync(sums, 0, (size_t)(d_q.shape[0] * d_q.strides[0]) * sizeof(float), stream),
-                    "attention's backward: its sums");
+            d_q.shape[2] = plan.kv_heads * a.group;
+        } else if (!plan.fresh) {
+            status = cuda_report(cudaMemsetAsync(sums, 0, r.sums, stream), "attention's backward: its sums");
         }
-        if (status == QUERN_OK && plan.fresh && !l.listed) status = clear_unseen(a, d_q, stream);
+        if (status == QUERN_OK && plan.fresh && !l.listed) status = clear_unseen(a, plan, d_q, dim, stream);
         if (status == QUERN_OK)
             status = l.listed
                          ? backward_lists(args, l, r.lists, plan, d_q, back, lists + r.lists.clean, stream)
                          : back(args, l, plan, d_q, stream);
         if (status == QUERN_OK && !in_place)
-            status = l.dtype == QUERN_BF16 ? store_rows<bf16, false>(args, sums, kv0 * a.group, heads, stream)
-                                           : store_rows<f16, false>(args, sums, kv0 * a.group, heads, stream);
+            status = l.dtype == QUERN_BF16 ? store_sums<bf16>(args, a, plan, stream)
+                                           : store_sums<f16>(args, a, plan, stream);
     }
     return status;
 }

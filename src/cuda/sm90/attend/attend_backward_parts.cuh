@@ -13,10 +13,11 @@ namespace sm90_backward
 /* What is not finite in the rows of a tile goes to the keys that see it. */
 template <typename T, int ROWS, int NT>
 __device__ __forceinline__ void spread_rows(float (&acc)[NT][4], const char *tile, const statistics *st,
-                                            int key, bool poison)
+                                            const key_rows &rows, bool poison)
 {
     spread_nonfinite<T, ROWS>(acc, tile, 0, ROWS, poison, [&](int j, int h) {
-        return key + h * 8 >= st->lo[j] && key + h * 8 < st->hi[j];
+        const int n = st->query + j;
+        return n >= rows.first[h] && n < rows.end[h] && (st->empty[j / 32] >> j % 32 & 1) == 0;
     });
 }
 

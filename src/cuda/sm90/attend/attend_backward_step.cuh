@@ -118,6 +118,16 @@ __device__ __forceinline__ void write_rows(const float (&dq)[NQ / 8][4], uint32_
                          dq[i][h * 2 + 1] * scale);
 }
 
+/* The same as dQ's sums lie in workspace; `to`: this thread's first four values. */
+template <int NQ>
+__device__ __forceinline__ void write_held(const float (&dq)[NQ / 8][4], uint32_t to, float scale)
+{
+#pragma unroll
+    for (int i = 0; i < NQ / 8; i++)
+        store_shared4(to + held_at(i) * 4, dq[i][0] * scale, dq[i][1] * scale, dq[i][2] * scale,
+                      dq[i][3] * scale);
+}
+
 /* A warpgroup that makes dS^T, or half of dQ's columns, or both: where it leaves them, and what dQ's product
  * reads. */
 template <typename T, typename AT> struct computing {
@@ -154,14 +164,15 @@ template <typename T, typename AT> struct computing {
     /* What is not finite in step t's Q and dO goes to the keys that see it, and becomes 0. Both warpgroups
      * call. */
     template <int OK, int OV>
-    __device__ __forceinline__ void clean(int t, int key, float (&dk)[OK][4], float (&dv)[OV][4]) const
+    __device__ __forceinline__ void clean(int t, const key_rows &rows, float (&dk)[OK][4],
+                                          float (&dv)[OV][4]) const
     {
         const statistics *st = statistics_of(t);
         clean_rows<T, ROWS, AT::DIM_K, AT::DIM_V>(smem + AT::Q + t % AT::STAGES * AT::Q_BYTES,
                                                   smem + AT::DO + t % AT::STAGES * AT::DO_BYTES,
                                                   base + AT::CLEAN, [&](const char *q, const char *g) {
-                                                      spread_rows<T, ROWS>(dk, q, st, key, true);
-                                                      spread_rows<T, ROWS>(dv, g, st, key, false);
+                                                      spread_rows<T, ROWS>(dk, q, st, rows, true);
+                                                      spread_rows<T, ROWS>(dv, g, st, rows, false);
                                                   });
     }
 
@@ -191,7 +202,12 @@ template <typename T, typename AT> struct computing {
 
     __device__ __forceinline__ void put_dq(float (&dq)[NQ / 8][4], int t) const
     {
-        write_rows<ROWS, NQ>(dq, own_dq + t % BUFFERS * AT::DQ_BYTES, a.scale);
+        const uint32_t buffer = t % BUFFERS * AT::DQ_BYTES;
+        if (plan.sums != NULL)
+            write_held<NQ>(dq,
+                           base + AT::DQ + buffer + held_at(group * (NQ / 8)) * 4 + (threadIdx.x & 127) * 16,
+                           a.scale);
+        else write_rows<ROWS, NQ>(dq, own_dq + buffer, a.scale);
     }
 
     /* dQ of step t's rows that see what is not finite in K becomes NaN. */

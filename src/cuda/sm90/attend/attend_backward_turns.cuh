@@ -133,6 +133,7 @@ __device__ __forceinline__ void walk_in_turns(taking_turns<T, AT> &w, int key, f
         rows_by_keys<T, ROWS, KEYS, DV>(dp, base + AT::V + group * 64 * 128,
                                         base + AT::DO + stage * AT::DO_BYTES);
     };
+    auto rows_of_keys = [&]() { return find_key_rows(w.a, sequence_of(w.b), key); };
     /* A step's dQ outside the turns. */
     auto whole_dq = [&](int t, bool unclean) {
         if (unclean) clean_keys<T, DK, 256>(smem + AT::K);
@@ -154,7 +155,7 @@ __device__ __forceinline__ void walk_in_turns(taking_turns<T, AT> &w, int key, f
     wg_wait<0>(dp);
     int part = w.statistics_of(0)->part;
     softmax<T, true, true>(s, dp, fp, fs, w.statistics_of(0), scale_log2, key);
-    if (part & 2) w.clean(0, key, dk, dv);
+    if (part & 2) w.clean(0, rows_of_keys(), dk, dv);
     w.write_ds(fs, 0);
     bool unclean = false;
 #pragma unroll 1
@@ -187,7 +188,7 @@ __device__ __forceinline__ void walk_in_turns(taking_turns<T, AT> &w, int key, f
         else if (scaled) softmax<T, true, false>(s, dp, fp, fs, st, scale_log2, key);
         else softmax<T, false, false>(s, dp, fp, fs, st, scale_log2, key);
         wg_wait<0>(dq);
-        if (more && (part & 2)) w.clean(t + 1, key, dk, dv);
+        if (more && (part & 2)) w.clean(t + 1, rows_of_keys(), dk, dv);
         if (more) w.put_ds(fs, t + 1);
         if (!room) w.wait_to_put_dq(t - 1);
         if (gives) w.put_dq(dq, t - 1);

@@ -45,6 +45,12 @@ bool attend_forward_sm90_supports(const stage_exec *exec, const attend_args *arg
     return heads <= 128 && list_taken(args, heads);
 }
 
+/* Whether dQ can be summed, in d_q or in workspace. */
+static bool dq_taken(const attend_args *args)
+{
+    return args->d_q.dtype == QUERN_F32 ? tma_can(args->d_q) : sm90_sums_fit(args);
+}
+
 bool attend_backward_sm90_supports(const stage_exec *exec, const attend_args *args, char *)
 {
     char limits[STAGE_WHY_BYTES];
@@ -54,7 +60,7 @@ bool attend_backward_sm90_supports(const stage_exec *exec, const attend_args *ar
     const bool wide = args->q.shape[3] > 128 || args->v.shape[3] > 128;
     if (wide)
         return args->q.shape[2] / args->k.shape[2] <= 128; /* a query's heads fill at most a block's rows */
-    return args->d_q.dtype != QUERN_F32 || tma_can(args->d_q);
+    return dq_taken(args);
 }
 
 /* Lists of 4 to 32 rows, whose blocks are whole stages of keys. */
@@ -101,8 +107,7 @@ bool attend_backward_sm90_lists_supports(const stage_exec *exec, const attend_ar
     const int64_t group = args->q.shape[2] / args->k.shape[2];
     if (args->scope == LIST_BY_HEAD && group > 1) return false;
     return args->tile % SM90_BACKWARD_ROWS == 0 && args->tile * group >= FEWEST_ROWS &&
-           list_taken(args, group) && args->q.shape[3] <= 128 && args->v.shape[3] <= 128 &&
-           (args->d_q.dtype != QUERN_F32 || tma_can(args->d_q));
+           list_taken(args, group) && args->q.shape[3] <= 128 && args->v.shape[3] <= 128 && dq_taken(args);
 }
 
 size_t attend_backward_sm90_lists_bytes(const stage_exec *, const attend_args *args)
