@@ -51,7 +51,7 @@ __device__ __forceinline__ void tma_store(const CUtensorMap &map, uint32_t from,
         "r"(from), "r"(column), "r"(head), "r"(token), "r"(batch)
         : "memory");
 }
-/* The same with `bytes` in a row; they and both addresses are multiples of 16. */
+/* Both, of `bytes` in a row; they and both addresses are multiples of 16. */
 __device__ __forceinline__ void bulk_add(float *to, uint32_t from, uint32_t bytes)
 {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(

@@ -12,6 +12,19 @@ struct sm90_device {
     int multiprocessors;
 };
 
+enum { SM90_LINE = 128 }; /* bytes of a line of L2, where parts of a workspace begin */
+
+static inline size_t sm90_whole_lines(size_t bytes)
+{
+    return (bytes + SM90_LINE - 1) & ~(size_t)(SM90_LINE - 1);
+}
+
+/* The padded head dim of kernels that take up to 128. */
+static inline int sm90_padded_dim(const attend_args *args)
+{
+    return args->q.shape[3] > 64 || args->v.shape[3] > 64 ? 128 : 64;
+}
+
 enum { SM90_COUNT_BYTES = 7 }; /* of workspace, at any address, for a counter of pieces */
 
 /* A counter in `workspace` that starts at 0 when the kernels after it do; none where every block has one

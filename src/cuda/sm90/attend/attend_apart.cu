@@ -22,7 +22,7 @@ using sm90_tokens::KEYS;
 using sm90_tokens::ROWS;
 
 static const size_t MOST_PARTS = (size_t)144 << 20; /* bytes of a slice */
-enum { ITEM_TOKENS = 64, PLAN_WARPS = 2, SCAN_THREADS = 1024, FILL_THREADS = 256, LINE = 128 };
+enum { ITEM_TOKENS = 64, PLAN_WARPS = 2, SCAN_THREADS = 1024, FILL_THREADS = 256 };
 enum { LEAST_TOKENS = 12288, PLACE_BITS = 13 };
 static_assert(APART_MOST_LISTS == 1 << PLACE_BITS, "an entry's place has PLACE_BITS");
 static const char *const NAME = "attend_forward_sm90_apart";
@@ -49,17 +49,6 @@ struct apart_index {
     void *stats[2], *parts[2]; /* of slices that follow one another */
 };
 
-static size_t whole_lines(size_t bytes)
-{
-    return (bytes + LINE - 1) & ~(size_t)(LINE - 1);
-}
-
-/* Padded head dim. */
-static int64_t width_of(const attend_args *args)
-{
-    return args->q.shape[3] > 64 || args->v.shape[3] > 64 ? 128 : 64;
-}
-
 /* Tokens of a piece of attend_tokens.cuh. */
 static int64_t piece_of(int64_t group)
 {
@@ -76,16 +65,16 @@ static apart_index carve(const attend_args *args, void *workspace, size_t *bytes
     x.blocks = mask_blocks(args->seqs.n_kv, KEYS);
     x.tokens = n;
     x.k = k;
-    x.lists = (int64_t)MOST_PARTS / (row * (width_of(args) * 2 + 16));
+    x.lists = (int64_t)MOST_PARTS / (row * (sm90_padded_dim(args) * 2 + 16));
     if (x.lists > APART_MOST_LISTS) x.lists = APART_MOST_LISTS;
     if (x.lists > n) x.lists = n;
     x.lists = (x.lists + piece - 1) / piece * piece;
     x.slices = (n + x.lists - 1) / x.lists;
     x.items = x.blocks + x.lists * k / ITEM_TOKENS;
-    char *p = (char *)whole_lines((uintptr_t)workspace);
+    char *p = (char *)sm90_whole_lines((uintptr_t)workspace);
     auto take = [&](int64_t count, size_t size) {
         char *const at = p;
-        p += whole_lines((size_t)count * size);
+        p += sm90_whole_lines((size_t)count * size);
         return at;
     };
     x.apart = (int32_t *)take((n + piece - 1) / piece * x.pairs, 4);
@@ -97,9 +86,9 @@ static apart_index carve(const attend_args *args, void *workspace, size_t *bytes
     x.items_of = (apart_item *)take(x.pairs * x.slices * x.items, sizeof(apart_item));
     for (int i = 0; i < 2; i++) {
         x.stats[i] = take(x.lists * row, 16);
-        x.parts[i] = take(x.lists * row * width_of(args), 2);
+        x.parts[i] = take(x.lists * row * sm90_padded_dim(args), 2);
     }
-    *bytes = (size_t)(p - (char *)workspace) + LINE - 1;
+    *bytes = (size_t)(p - (char *)workspace) + SM90_LINE - 1;
     return x;
 }
 
@@ -129,7 +118,7 @@ size_t attend_forward_sm90_apart_bytes(const stage_exec *exec, const attend_args
     size_t bytes;
     if (!takes_shape(exec, args)) return 0;
     carve(args, NULL, &bytes);
-    return whole_lines(SM90_COUNT_BYTES) + bytes;
+    return sm90_whole_lines(SM90_COUNT_BYTES) + bytes;
 }
 
 /* Draws places of a token's entries, one of each lane, among those of their blocks: lanes with one block draw
@@ -285,10 +274,10 @@ quern_status attend_forward_sm90_apart_run(const stage_exec *exec, const attend_
     const cudaStream_t stream = (cudaStream_t)exec->stream;
     const attend_launch l = attend_launch_of(args);
     const attend_kernel &a = l.kernel;
-    const bool f16 = l.dtype == QUERN_F16, wide = width_of(args) > 64;
+    const bool f16 = l.dtype == QUERN_F16, wide = sm90_padded_dim(args) > 64;
     const int64_t piece = piece_of(a.hs);
     size_t bytes;
-    const apart_index x = carve(args, (char *)workspace + whole_lines(SM90_COUNT_BYTES), &bytes);
+    const apart_index x = carve(args, (char *)workspace + sm90_whole_lines(SM90_COUNT_BYTES), &bytes);
     work_plan plan = {(int32_t)piece_bound(args->seqs, piece, 1), 0, (int32_t)piece, 1, KEYS, NULL};
     plan.total = plan.pieces * a.units;
     quern_status status = build_index(a, x, plan, stream);

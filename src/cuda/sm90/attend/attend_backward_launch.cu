@@ -15,7 +15,7 @@
 #include "sm90/attend/dq_sums.cuh"
 
 static const size_t MOST_SUMS = (size_t)2 << 30;
-enum { ROWS = 16, CHUNKS = 16, STORERS = 256, LINE = 128 /* bytes of L2 */ };
+enum { ROWS = 16, CHUNKS = 16, STORERS = 256 };
 
 struct room {
     int64_t tiles;         /* of 64 queries, of all sequences */
@@ -24,44 +24,38 @@ struct room {
     sm90_lists_room lists;
 };
 
-static size_t whole_lines(size_t bytes)
+/* Bytes of the sums of dQ of a key/value head's query heads, in so many tiles. */
+static size_t sums_of_a_head(const attend_args *args, int64_t tiles)
 {
-    return (bytes + LINE - 1) & ~(size_t)(LINE - 1);
-}
-
-/* The kernel's padded head dim, up to 128. */
-static int padded_dim(const attend_args *args)
-{
-    return args->q.shape[3] > 64 || args->v.shape[3] > 64 ? 128 : 64;
+    const int64_t kv_heads = args->k.shape[2], group = kv_heads > 0 ? args->q.shape[2] / kv_heads : 1;
+    return (size_t)(tiles * SM90_BACKWARD_ROWS * group * sm90_padded_dim(args)) * sizeof(float);
 }
 
 static room room_of(const attend_args *args)
 {
-    const int64_t heads = args->q.shape[2], kv_heads = args->k.shape[2],
-                  group = kv_heads > 0 ? heads / kv_heads : 1;
+    const int64_t heads = args->q.shape[2], kv_heads = args->k.shape[2];
     room r = {piece_bound(args->seqs, SM90_BACKWARD_ROWS, 1), 0, 0, kv_heads, {}};
-    const size_t one = (size_t)(r.tiles * SM90_BACKWARD_ROWS * group * padded_dim(args)) * sizeof(float);
-    r.counters = whole_lines((size_t)(kv_heads + heads * r.tiles) * sizeof(int32_t));
+    const size_t one = sums_of_a_head(args, r.tiles);
+    r.counters = sm90_whole_lines((size_t)(kv_heads + heads * r.tiles) * sizeof(int32_t));
     if (kv_heads == 0 || one == 0) return r;
     const bool in_place = args->d_q.dtype == QUERN_F32;
     int64_t most = in_place ? kv_heads : one < MOST_SUMS ? (int64_t)(MOST_SUMS / one) : 1;
     if (present(args->list)) {
         r.lists = sm90_lists_room_of(args, most < kv_heads ? most : kv_heads);
-        r.lists.clean = whole_lines(r.lists.clean);
+        r.lists.clean = sm90_whole_lines(r.lists.clean);
         most = r.lists.heads;
     }
     const int64_t passes = (kv_heads + most - 1) / most;
     r.per = (kv_heads + passes - 1) / passes;
-    r.sums = in_place ? 0 : whole_lines(one * (size_t)r.per);
+    r.sums = in_place ? 0 : sm90_whole_lines(one * (size_t)r.per);
     return r;
 }
 
 bool sm90_sums_fit(const attend_args *args)
 {
     const int64_t tokens = args->q.shape[0] * args->q.shape[1],
-                  rows = piece_bound(args->seqs, SM90_BACKWARD_ROWS, 1) * SM90_BACKWARD_ROWS,
-                  group = args->k.shape[2] > 0 ? args->q.shape[2] / args->k.shape[2] : 1;
-    return rows <= 2 * tokens || (size_t)(rows * group * padded_dim(args)) * sizeof(float) <= MOST_SUMS;
+                  tiles = piece_bound(args->seqs, SM90_BACKWARD_ROWS, 1);
+    return tiles * SM90_BACKWARD_ROWS <= 2 * tokens || sums_of_a_head(args, tiles) <= MOST_SUMS;
 }
 
 static bool is_wide(const attend_args *args)
@@ -79,7 +73,7 @@ size_t sm90_attend_backward_bytes(const attend_args *args)
     if (args->q.dtype == QUERN_F32 || (present(args->list) && is_wide(args))) return 0;
     if (is_wide(args)) return SM90_COUNT_BYTES;
     const room r = room_of(args);
-    return r.counters + r.sums + r.lists.clean + r.lists.shares + r.lists.sums + LINE - 1;
+    return r.counters + r.sums + r.lists.clean + r.lists.shares + r.lists.sums + SM90_LINE - 1;
 }
 
 /* d_q (f32) becomes 0. A thread has 8 columns of a row; 16 x 16 threads. */
@@ -148,7 +142,7 @@ static quern_status store_sums(const attend_args *args, const attend_kernel &a,
 {
     const int64_t heads = (int64_t)plan.kv_heads * a.group, head0 = (int64_t)plan.kv0 * a.group,
                   blocks = plan.tiles * heads;
-    const auto kernel = padded_dim(args) > 64 ? attend_store_sums<T, 128> : attend_store_sums<T, 64>;
+    const auto kernel = sm90_padded_dim(args) > 64 ? attend_store_sums<T, 128> : attend_store_sums<T, 64>;
     if (blocks > 0)
         kernel<<<(unsigned)blocks, STORERS, 0, stream>>>(a, view4_of(args->d_q), plan.sums, (int)head0,
                                                          (int)heads, rows_aligned16(args->d_q));
@@ -243,7 +237,7 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
     if (is_wide(args)) return backward_wide(args, l, pieces, call, stream);
     const attend_kernel &a = l.kernel;
     const room r = room_of(args);
-    char *const counters = (char *)whole_lines((uintptr_t)call.workspace);
+    char *const counters = (char *)sm90_whole_lines((uintptr_t)call.workspace);
     float *const sums = (float *)(counters + r.counters);
     const bool in_place = args->d_q.dtype == QUERN_F32;
     /* Causal blocks that begin together end one after the other at the diagonal, and those that follow begin
@@ -283,7 +277,7 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
     if (status == QUERN_OK && in_place && !args->accumulate_q && !plan.fresh)
         status = clear_rows(args, stream);
     quern_tensor d_q = args->d_q;
-    const int dim = in_place ? (int)d_q.shape[3] : padded_dim(args);
+    const int dim = in_place ? (int)d_q.shape[3] : sm90_padded_dim(args);
     for (int64_t kv0 = 0; kv0 < a.kv_heads && status == QUERN_OK; kv0 += r.per, plan.taken++) {
         plan.kv0 = (int32_t)kv0;
         plan.kv_heads = (int32_t)(a.kv_heads - kv0 < r.per ? a.kv_heads - kv0 : r.per);
