@@ -51,6 +51,43 @@ template <typename F> __device__ __forceinline__ int first_query(int64_t nq, F s
     return (int)lo;
 }
 
+/* Tiles of BACKWARD_STEP queries of a sequence. */
+struct tile_range {
+    int from, to;
+};
+
+/* Those that see some of the keys from `first` to `last`: whatever the mask, they are consecutive. */
+__device__ __forceinline__ tile_range tiles_that_see(const attend_kernel &a, const sequence &seq, int first,
+                                                     int last)
+{
+    int from, to, other;
+    key_queries(a, seq, first, &from, &other);
+    key_queries(a, seq, last, &other, &to);
+    return {from < seq.nq ? from / BACKWARD_STEP : INT32_MAX, (to + BACKWARD_STEP - 1) / BACKWARD_STEP};
+}
+
+/* With tiles_shared: the first tile of a share, for pieces of `keys` keys. Where the last rows see all keys
+ * and the first ones few, the first shares are short. They come last, so all blocks of threads end at about
+ * the same time. No product is fused with a sum: whoever asks gets the same. */
+__device__ __forceinline__ int share_start(const attend_kernel &a, const sequence &seq, int keys, int share)
+{
+    const int tiles = ((int)seq.nq + BACKWARD_STEP - 1) / BACKWARD_STEP,
+              pieces = ((int)seq.nk + keys - 1) / keys;
+    const bool rising = a.causal && !(a.mask == ATTEND_RANGE && a.window > 0) && pieces > 2;
+    const float at = __fdiv_rn((float)share, (float)a.splits),
+                even = rising ? __fdiv_rn(2.0f, (float)pieces) : 1.0f;
+    const float part = __fmul_rn(at, __fadd_rn(even, __fmul_rn(1.0f - even, __fmul_rn(at, at))));
+    return share < a.splits ? (int)__fmul_rn((float)tiles, part) : tiles;
+}
+
+/* The tiles of a share among those that see a piece. */
+__device__ __forceinline__ tile_range tiles_of_share(const attend_kernel &a, const sequence &seq, int keys,
+                                                     const tile_range &seen, int share)
+{
+    return {max(seen.from, share_start(a, seq, keys, share)),
+            min(seen.to, share_start(a, seq, keys, share + 1))};
+}
+
 /* A row's lse in the exp2 domain; +inf for a row without keys. */
 __device__ __forceinline__ float exp2_lse(float lse)
 {

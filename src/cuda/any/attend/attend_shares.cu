@@ -6,6 +6,24 @@
 
 enum { THREADS = 256, CHUNKS = 4 /* blocks of threads for a listed block */ };
 
+/* The shares that left something of a piece. All threads of the block call. */
+__device__ __forceinline__ tile_range left_shares(const attend_kernel &a, const key_block &b, int keys)
+{
+    __shared__ tile_range left;
+    if (!a.tiles_shared) return {0, b.shares};
+    if (threadIdx.x == 0) left = {b.shares, 0};
+    __syncthreads();
+    const tile_range seen = tiles_that_see(a, b.seq, b.key0, b.key_end - 1);
+    for (int s = threadIdx.x; s < b.shares; s += THREADS) {
+        const tile_range tiles = tiles_of_share(a, b.seq, keys, seen, s);
+        if (tiles.from >= tiles.to) continue;
+        atomicMin(&left.from, s);
+        atomicMax(&left.to, s + 1);
+    }
+    __syncthreads();
+    return left;
+}
+
 /* Grid as that of the shares, with gridDim.z blocks for all of them, each with a part of the keys. A thread
  * has four columns of a key. */
 template <typename T, bool LISTED>
@@ -16,6 +34,7 @@ __global__ void __launch_bounds__(THREADS)
     key_block b;
     if (LISTED ? !find_block(a, blockIdx.x, &b) : !find_range(a, blockIdx.x, pieces, keys, &b)) return;
     if (b.shares <= 1) return;
+    const tile_range shares = LISTED ? tile_range{0, b.shares} : left_shares(a, b, keys);
     const int width = a.dim_k + a.dim_v, wide = width / 4, per = (keys + gridDim.z - 1) / gridDim.z,
               first = (int)blockIdx.z * per, left = b.key_end - b.key0 - first,
               mine = left < per ? left : per;
@@ -26,7 +45,7 @@ __global__ void __launch_bounds__(THREADS)
         const float *from = a.part + slot + r * width + c;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
-        for (int s = 0; s < b.shares; s++) {
+        for (int s = shares.from; s < shares.to; s++) {
             const float4 x = __ldcs((const float4 *)(from + s * next));
             sum.x += x.x;
             sum.y += x.y;

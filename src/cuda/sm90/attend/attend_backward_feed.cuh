@@ -172,20 +172,13 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     int64_t at;
     if (!piece_at(by_key(a.sq), piece, KEYS, 1, &flipped, &at)) return false;
     const sequence seq = flip(flipped);
-    const int nq = (int)seq.nq, nk = (int)seq.nk, key0 = (int)at,
-              key_end = key0 + KEYS < nk ? key0 + KEYS : nk;
+    const int nk = (int)seq.nk, key0 = (int)at, key_end = key0 + KEYS < nk ? key0 + KEYS : nk;
     if (lane != 0) return true;
-    /* Whatever the mask, the queries that see some of a half's keys are consecutive. */
-    int first[2], end[2];
+    tile_range half[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int half_key = key0 + h * (KEYS / 2),
-                  half_key_end = half_key + KEYS / 2 < key_end ? half_key + KEYS / 2 : key_end;
-        int qa, qb, other;
-        key_queries(a, seq, half_key, &qa, &other);
-        key_queries(a, seq, half_key_end - 1, &other, &qb);
-        first[h] = qa < nq ? qa / ROWS : INT32_MAX;
-        end[h] = (qb + ROWS - 1) / ROWS;
+        const int first = key0 + h * (KEYS / 2), end = min(first + KEYS / 2, key_end);
+        half[h] = tiles_that_see(a, seq, first, end - 1);
     }
     enter_sequence(a, seq, b);
     b->kvh = plan.kv0 + unit0 + rest - piece * width;
@@ -198,16 +191,13 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     find_whole(a, seq, key0, key0 + KEYS - 1, b); /* none where keys past the last are to be hidden */
     for (int i = 0; i < KEYS / RUN; i++) b->first[i] = key0 + i * RUN;
     b->up = in_section / plan.wave & 1;
-    const int tiles = (nq + ROWS - 1) / ROWS, per = (tiles + a.splits - 1) / a.splits;
     for (int h = 0; h < 2; h++) {
-        b->half_tile[h] = first[h];
-        b->half_end[h] = end[h];
+        b->half_tile[h] = half[h].from;
+        b->half_end[h] = half[h].to;
     }
-    const int from = first[0] > per * split ? first[0] : per * split,
-              last = end[1] > end[0] ? end[1] : end[0],
-              to = last < per * (split + 1) ? last : per * (split + 1);
-    b->tile = from;
-    b->tiles = to > from ? to - from : 0;
+    const tile_range tiles = tiles_of_share(a, seq, KEYS, {half[0].from, max(half[0].to, half[1].to)}, split);
+    b->tile = tiles.from;
+    b->tiles = tiles.to > tiles.from ? tiles.to - tiles.from : a.splits > 1 ? -1 : 0;
     return true;
 }
 

@@ -171,38 +171,38 @@ static quern_status backward_wide(const attend_args *args, const attend_launch &
 }
 
 /* Tiles of dQ's sums, or of d_q (f32), whose first query sees nothing become 0: no block of keys may come to
- * them. A block has a tile of one head. */
-__global__ void attend_clear_unseen(const __grid_constant__ attend_kernel a, view4 to, float *sums, int dim)
+ * them. A block has a tile of every gridDim.y-th head: few blocks, since most have nothing to do. */
+__global__ void attend_clear_unseen(const __grid_constant__ attend_kernel a, view4 to, float *sums, int heads,
+                                    int dim)
 {
-    const int head = (int)blockIdx.y, heads = (int)gridDim.y;
     sequence seq;
     int64_t from;
     int lo, hi;
     if (!piece_at(a.sq, blockIdx.x, SM90_BACKWARD_ROWS, 1, &seq, &from)) return;
     row_keys(a, seq, (int)from, &lo, &hi);
     if (lo < hi) return;
-    const int left = (int)(seq.nq - from);
-    float *p = (float *)to.p + seq.view_b * to.s[0] + (seq.q0 + from) * to.s[1] + head * to.s[2];
-    int64_t row_stride = to.s[1];
-    int rows = left < SM90_BACKWARD_ROWS ? left : SM90_BACKWARD_ROWS;
-    if (sums != NULL) {
-        const int tile = sm90_backward::first_tile(a.sq, seq) + (int)(from / SM90_BACKWARD_ROWS);
-        p = sums + sm90_backward::sums_at(tile, head, heads, dim);
-        row_stride = dim;
-        rows = SM90_BACKWARD_ROWS;
-    }
-    for (int i = threadIdx.x; i < rows * dim; i += blockDim.x) {
-        const int n = i / dim;
-        p[n * row_stride + i - n * dim] = 0.0f;
+    const int left = (int)(seq.nq - from),
+              tile = sm90_backward::first_tile(a.sq, seq) + (int)(from / SM90_BACKWARD_ROWS);
+    const int64_t row_stride = sums != NULL ? dim : to.s[1];
+    const int rows = sums != NULL || left > SM90_BACKWARD_ROWS ? SM90_BACKWARD_ROWS : left;
+    for (int head = blockIdx.y; head < heads; head += gridDim.y) {
+        float *const p =
+            sums != NULL ? sums + sm90_backward::sums_at(tile, head, heads, dim)
+                         : (float *)to.p + seq.view_b * to.s[0] + (seq.q0 + from) * to.s[1] + head * to.s[2];
+        for (int i = threadIdx.x; i < rows * dim; i += blockDim.x) {
+            const int n = i / dim;
+            p[n * row_stride + i - n * dim] = 0.0f;
+        }
     }
 }
 
 static quern_status clear_unseen(const attend_kernel &a, const sm90_backward_plan &plan,
                                  const quern_tensor &d_q, int dim, cudaStream_t stream)
 {
-    const dim3 grid((unsigned)plan.tiles, (unsigned)(plan.kv_heads * a.group));
-    if (grid.x > 0 && grid.y > 0)
-        attend_clear_unseen<<<grid, 256, 0, stream>>>(a, view4_of(d_q), plan.sums, dim);
+    const int heads = plan.kv_heads * a.group;
+    const dim3 grid((unsigned)plan.tiles, heads < 8 ? (unsigned)heads : 8);
+    if (plan.tiles > 0 && heads > 0)
+        attend_clear_unseen<<<grid, 256, 0, stream>>>(a, view4_of(d_q), plan.sums, heads, dim);
     return LAUNCHED("attention's backward: dQ of rows that see nothing");
 }
 
@@ -272,8 +272,7 @@ quern_status sm90_attend_backward(const attend_args *args, const attend_launch &
     }
     /* In d_q a tile of a varlen sequence may reach into the next one, where nothing may be stored. Lists
      * leave no tile out. */
-    plan.fresh = (!in_place || (a.sq.cu_q == NULL && !args->accumulate_q)) && a.heads <= 65535 &&
-                 (!l.listed || r.lists.per > 0);
+    plan.fresh = (!in_place || (a.sq.cu_q == NULL && !args->accumulate_q)) && (!l.listed || r.lists.per > 0);
     if (status == QUERN_OK && in_place && !args->accumulate_q && !plan.fresh)
         status = clear_rows(args, stream);
     quern_tensor d_q = args->d_q;
