@@ -72,6 +72,7 @@ size_t sm90_attend_backward_bytes(const attend_args *args)
 {
     if (args->q.dtype == QUERN_F32 || (present(args->list) && is_wide(args))) return 0;
     if (is_wide(args)) return SM90_COUNT_BYTES;
+    if (args->d_q.dtype != QUERN_F32 && !sm90_sums_fit(args)) return 0; /* another kernel's call */
     const room r = room_of(args);
     return r.counters + r.sums + r.lists.clean + r.lists.shares + r.lists.sums + SM90_LINE - 1;
 }
