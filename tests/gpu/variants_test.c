@@ -205,8 +205,8 @@ static void variants_agree(void **state)
         }
 }
 
-/* Lists of few rows. near: neighbours' lists are alike; else they are noise. odd: some operands hold what is
- * not finite. */
+/* Lists of few rows; `listed` 0: compressed entries, of `block` tokens. near: neighbours' lists are alike;
+ * else they are noise. odd: some operands hold what is not finite. */
 typedef struct token_case {
     int64_t n, heads, kv_heads, d, dv, block, tile, listed;
     bool near, odd;
@@ -241,23 +241,24 @@ static void token_variants_agree(test_random *random, const token_case *c)
 {
     enum { NOT_A_NUMBER = 0x7fc0, INFINITE = 0xff80 };
     static const char *const forward[] = {"attend_forward_any", "attend_forward_sm90_tokens",
-                                          "attend_forward_sm90_apart", NULL};
-    static const char *const backward[] = {"attend_backward_any", "attend_backward_sm90_tokens", NULL};
-    const int64_t n = c->n, statistics[] = {1, c->heads, n}, q[] = {1, n, c->heads, c->d},
-                  o[] = {1, n, c->heads, c->dv}, k[] = {1, n, c->kv_heads, c->d},
-                  v[] = {1, n, c->kv_heads, c->dv};
-    attend_args a = {.mask = ATTEND_BLOCKS,
-                     .seqs = {1, n, n, {0}, {0}},
+                                          "attend_forward_sm90_apart", "attend_forward_sm90", NULL};
+    static const char *const backward[] = {"attend_backward_any", "attend_backward_sm90_tokens",
+                                           "attend_backward_sm90", NULL};
+    const int64_t n = c->n, keys = c->listed > 0 ? n : n / c->block, statistics[] = {1, c->heads, n},
+                  q[] = {1, n, c->heads, c->d}, o[] = {1, n, c->heads, c->dv},
+                  k[] = {1, keys, c->kv_heads, c->d}, v[] = {1, keys, c->kv_heads, c->dv};
+    attend_args a = {.mask = c->listed > 0 ? ATTEND_BLOCKS : ATTEND_COMPRESSED,
+                     .seqs = {1, n, keys, {0}, {0}},
                      .causal = true,
                      .scale = 1.0f / sqrtf((float)c->d),
                      .query_offset = -1,
                      .block_size = c->block,
                      .stride = c->block,
                      .tile = c->tile};
-    a.list = token_lists(random, c);
+    if (c->listed > 0) a.list = token_lists(random, c);
     a.q = noise_of(random, QUERN_BF16, n, c->heads, c->d);
-    a.k = noise_of(random, QUERN_BF16, n, c->kv_heads, c->d);
-    a.v = noise_of(random, QUERN_BF16, n, c->kv_heads, c->dv);
+    a.k = noise_of(random, QUERN_BF16, keys, c->kv_heads, c->d);
+    a.v = noise_of(random, QUERN_BF16, keys, c->kv_heads, c->dv);
     a.d_o = noise_of(random, QUERN_BF16, n, c->heads, c->dv);
     a.lse = make(QUERN_F32, 3, statistics);
     a.delta = make(QUERN_F32, 3, statistics);
@@ -312,6 +313,17 @@ static void lists_of_few_rows_agree(void **state)
                       c->near ? "alike" : "noise", c->odd ? ", not finite" : "");
         token_variants_agree(&random, c);
     }
+}
+
+/* So many blocks of threads that the first rows' shares are short, with a last tile and a last piece of keys
+ * that are not whole. */
+static void short_shares_agree(void **state)
+{
+    (void)state;
+    static const token_case cases[] = {{4165, 112, 16, 64, 64, 8, 1, 0, false, false},
+                                       {4165, 112, 16, 128, 128, 8, 1, 0, false, false}};
+    test_random random = {test_seed("short_shares_agree", 6)};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) token_variants_agree(&random, &cases[i]);
 }
 
 /* Projected means of bf16 by f32 multiply-adds and, where there is a cuBLASLt, on tensor cores. */
@@ -504,6 +516,7 @@ int main(void)
     const struct CMUnitTest tests[] = {cmocka_unit_test(variants_agree),
                                        cmocka_unit_test(lists_in_parts),
                                        cmocka_unit_test(lists_of_few_rows_agree),
+                                       cmocka_unit_test(short_shares_agree),
                                        cmocka_unit_test(later_lists_change_no_bit),
                                        cmocka_unit_test(products_of_compression_agree),
                                        cmocka_unit_test(names_that_no_stage_has_force_nothing)};

@@ -15,11 +15,12 @@ enum { BACKWARD_STEP = 64 }; /* keys or rows that a block takes at a time */
 quern_status attend_backward_delta(const attend_args *args, const attend_launch &l, cudaStream_t stream);
 
 /* dK and dV by pieces of `keys` keys (any GPU's kernels: backward_keys(args)), or by listed blocks: how many;
- * into how many shares each range's rows are cut; bytes of the shares' partial gradients; their sum, after
- * the kernels that leave them. */
+ * into how many shares each range's rows are cut, and whether the first may be short; bytes of the shares'
+ * partial gradients; their sum, after the kernels that leave them. */
 int backward_keys(const attend_args *args);
 int64_t backward_pieces(const attend_args *args, int keys);
 int backward_splits(const attend_args *args, int keys);
+bool backward_short_first(const attend_args *args, int keys);
 size_t backward_shares_bytes(const attend_args *args, int keys);
 quern_status backward_sum_shares(const attend_args *args, const attend_launch &l, cudaStream_t stream);
 
@@ -66,16 +67,15 @@ __device__ __forceinline__ tile_range tiles_that_see(const attend_kernel &a, con
     return {from < seq.nq ? from / BACKWARD_STEP : INT32_MAX, (to + BACKWARD_STEP - 1) / BACKWARD_STEP};
 }
 
-/* With tiles_shared: the first tile of a share, for pieces of `keys` keys. Where the last rows see all keys
- * and the first ones few, the first shares are short. They come last, so all blocks of threads end at about
- * the same time. No product is fused with a sum: whoever asks gets the same. */
+/* With tiles_shared: the first tile of a share, for pieces of `keys` keys. With short_first the first shares
+ * are short. They come last, so all blocks of threads end at about the same time. No product is fused with a
+ * sum: whoever asks gets the same. */
 __device__ __forceinline__ int share_start(const attend_kernel &a, const sequence &seq, int keys, int share)
 {
     const int tiles = ((int)seq.nq + BACKWARD_STEP - 1) / BACKWARD_STEP,
               pieces = ((int)seq.nk + keys - 1) / keys;
-    const bool rising = a.causal && !(a.mask == ATTEND_RANGE && a.window > 0) && pieces > 2;
     const float at = __fdiv_rn((float)share, (float)a.splits),
-                even = rising ? __fdiv_rn(2.0f, (float)pieces) : 1.0f;
+                even = a.short_first && pieces > 2 ? __fdiv_rn(2.0f, (float)pieces) : 1.0f;
     const float part = __fmul_rn(at, __fadd_rn(even, __fmul_rn(1.0f - even, __fmul_rn(at, at))));
     return share < a.splits ? (int)__fmul_rn((float)tiles, part) : tiles;
 }

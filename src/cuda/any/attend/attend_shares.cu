@@ -5,6 +5,10 @@
 #include "any/attend/key_block.cuh"
 
 enum { THREADS = 256, CHUNKS = 4 /* blocks of threads for a listed block */ };
+enum {
+    FILL = 528,
+    FINER = 4
+}; /* blocks of threads that fill a large GPU four times; of compressed entries */
 
 /* The shares that left something of a piece. All threads of the block call. */
 __device__ __forceinline__ tile_range left_shares(const attend_kernel &a, const key_block &b, int keys)
@@ -84,10 +88,19 @@ int backward_splits(const attend_args *args, int keys)
     if (present(args->list)) return 1;
     const int64_t blocks = backward_pieces(args, keys) * args->k.shape[2],
                   rows = args->seqs.n_q * (args->q.shape[2] / (args->k.shape[2] > 0 ? args->k.shape[2] : 1));
-    const int64_t finer = args->mask == ATTEND_COMPRESSED ? 4 : 1, most = 16 * finer;
-    int64_t splits = blocks > 0 ? 528 * finer / blocks : 1;
+    const int64_t finer = args->mask == ATTEND_COMPRESSED ? FINER : 1, most = 16 * finer;
+    int64_t splits = blocks > 0 ? FILL * finer / blocks : 1;
     if (splits > rows / 1024) splits = rows / 1024;
     return splits < 2 ? 1 : splits > most ? (int)most : (int)splits;
+}
+
+/* Of compressed entries the first rows see few. The last shares are up to three times as long as even ones:
+ * there must be so many blocks of threads that the others do not wait for these. */
+bool backward_short_first(const attend_args *args, int keys)
+{
+    const int64_t blocks = backward_pieces(args, keys) * args->k.shape[2];
+    return args->mask == ATTEND_COMPRESSED && args->causal &&
+           blocks * backward_splits(args, keys) >= 3 * FILL;
 }
 
 size_t backward_shares_bytes(const attend_args *args, int keys)

@@ -174,6 +174,7 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     const sequence seq = flip(flipped);
     const int nk = (int)seq.nk, key0 = (int)at, key_end = key0 + KEYS < nk ? key0 + KEYS : nk;
     if (lane != 0) return true;
+    static_assert(ROWS == BACKWARD_STEP, "a tile of rows is one of tile_range");
     tile_range half[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -197,8 +198,8 @@ __device__ __forceinline__ bool find_keys(const attend_kernel &a, const sm90_bac
     }
     const tile_range tiles = tiles_of_share(a, seq, KEYS, {half[0].from, max(half[0].to, half[1].to)}, split);
     b->tile = tiles.from;
-    b->tiles = tiles.to > tiles.from ? tiles.to - tiles.from : a.splits > 1 ? -1 : 0;
-    return true;
+    b->tiles = tiles.to > tiles.from ? tiles.to - tiles.from : 0;
+    return b->tiles > 0 || a.splits == 1; /* a share that sees nothing leaves nothing */
 }
 
 /* The tile and head of step t. */

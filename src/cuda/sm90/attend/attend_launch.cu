@@ -171,6 +171,7 @@ quern_status attend_backward_sm90_run(const stage_exec *exec, const attend_args 
     attend_launch l;
     quern_status status = backward_begin(exec, args, keys, workspace, &l);
     l.kernel.tiles_shared = true;
+    l.kernel.short_first = backward_short_first(args, keys);
     if (status == QUERN_OK && pieces > 0)
         status = sm90_attend_backward(args, l, pieces, call, (cudaStream_t)exec->stream);
     return status != QUERN_OK ? status : backward_end(exec, args, l);
